@@ -1,0 +1,31 @@
+# Two commands: `make demo` shows what it does, `make test` proves it. Both set up .venv first.
+PYTHON ?= python3
+PIP = .venv/bin/python -m pip --disable-pip-version-check
+
+.PHONY: demo test lint clean
+
+demo: .venv/demo
+	.venv/bin/penstock demo
+
+test: .venv/dev lint
+	.venv/bin/python -m pytest -n auto
+
+lint: .venv/dev
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+	.venv/bin/lint-imports
+
+.venv/bin/python:
+	$(PYTHON) -m venv .venv
+
+.venv/demo: .venv/bin/python pyproject.toml constraints.txt hatch_build.py penstock/kernels/native/recurrence.c penstock/kernels/native/rows.h
+	$(PIP) install --quiet -c constraints.txt -e ".[plot]"
+	touch $@
+
+.venv/dev: .venv/bin/python pyproject.toml constraints.txt hatch_build.py penstock/kernels/native/recurrence.c penstock/kernels/native/rows.h
+	$(PIP) install --quiet -c constraints.txt -e ".[dev]"
+	touch $@
+
+clean:
+	rm -rf .venv build dist penstock/kernels/native/*.so

@@ -1,0 +1,33 @@
+"""Penstock: recurrent language model kernels, fast, exact and easy everywhere.
+
+One recurrence serves linear attention, RetNet, Mamba-2, GLA, RWKV-5 and RWKV-6. See ``functional`` for the functions,
+``variants`` for the table behind them, ``errors`` for the exceptions.
+"""
+
+from .dispatch import implementations
+from .errors import DeviceError, DtypeError, ImplementationRefused, InvalidArgument, PenstockError, RangeError, ShapeError
+from .functional import Result, decode_step, explain, gla, linear_attention, retention, rwkv5, rwkv6, simple_gla
+from .problem import checks
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DeviceError",
+    "DtypeError",
+    "ImplementationRefused",
+    "InvalidArgument",
+    "PenstockError",
+    "RangeError",
+    "Result",
+    "ShapeError",
+    "checks",
+    "decode_step",
+    "explain",
+    "gla",
+    "implementations",
+    "linear_attention",
+    "retention",
+    "rwkv5",
+    "rwkv6",
+    "simple_gla",
+]

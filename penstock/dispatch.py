@@ -1,0 +1,120 @@
+"""The ordered list of implementations; picks one for a problem, or explains the pick.
+
+``impl="auto"`` walks the list from the top and takes the first that does not refuse. The order is by measured speed
+(benchmarks/NOTES.md, "CPU: which implementation"): on 2 threads of a Zen 3 server at float32, ``cpu`` was the fastest
+at every shape tried, so it stands first; float64 it refuses, and there ``chunkwise`` is faster than the others from 2
+tokens up. ``parallel`` and ``reference`` are there to be named.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .errors import Complaints, ImplementationRefused, RangeError
+from .kernels import chunkwise, cpu, parallel, reference
+from .kernels.contract import Implementation, Mode
+from .problem import Problem
+
+IMPLEMENTATIONS: tuple[Implementation, ...] = tuple(
+    module.IMPLEMENTATION  # type: ignore[attr-defined]
+    for module in (cpu, chunkwise, parallel, reference)
+)
+_BY_NAME = {implementation.name: implementation for implementation in IMPLEMENTATIONS}
+
+
+class Available(NamedTuple):
+    """One implementation on this machine."""
+
+    name: str
+    summary: str
+    reason: str | None
+    """Why it cannot run here; None if it can."""
+
+
+class Verdict(NamedTuple):
+    """What one implementation says to a call."""
+
+    name: str
+    forward: str | None
+    """Why it refuses the forward pass; None if it would take it."""
+    backward: str | None
+    """Why it refuses the backward pass; None if it would take it."""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The walk through the list for one call. Printing it shows the walk."""
+
+    variant: str
+    call: str
+    verdicts: tuple[Verdict, ...]
+
+    @property
+    def forward(self) -> str | None:
+        """The implementation that ``impl="auto"`` runs forward."""
+        return next((verdict.name for verdict in self.verdicts if verdict.forward is None), None)
+
+    @property
+    def backward(self) -> str | None:
+        """The implementation that ``impl="auto"`` runs backward."""
+        return next((verdict.name for verdict in self.verdicts if verdict.backward is None), None)
+
+    def __str__(self) -> str:
+        lines = [f"{self.variant}({self.call})", f"  forward runs {self.forward}, backward runs {self.backward}"]
+        for verdict in self.verdicts:
+            for mode, reason in (("forward", verdict.forward), ("backward", verdict.backward)):
+                taken = "chosen" if verdict.name == getattr(self, mode) else "would do, stands later in the list"
+                lines.append(f"  {verdict.name:<10} {mode:<9} {taken if reason is None else 'refuses: ' + reason}")
+        return "\n".join(lines)
+
+
+def implementations() -> tuple[Available, ...]:
+    """Every implementation, in the order in which ``impl="auto"`` asks them, and whether it can run on this machine.
+
+    >>> [one.name for one in implementations() if one.reason is None][-1]
+    'reference'
+    """
+    return tuple(Available(one.name, one.summary, one.available()) for one in IMPLEMENTATIONS)
+
+
+def _refusal(implementation: Implementation, problem: Problem, mode: Mode) -> str | None:
+    return implementation.available() or implementation.refuses(problem, mode)
+
+
+def check_name(function: str, impl: str) -> None:
+    """Raise RangeError unless ``impl`` is "auto" or an implementation's name."""
+    if impl != "auto" and impl not in _BY_NAME:
+        complaints = Complaints(function)
+        complaints.add(RangeError, "impl", f"one of {', '.join(['auto', *_BY_NAME])}", repr(impl), "See penstock.implementations().")
+        complaints.raise_any()
+
+
+def pick(problem: Problem, mode: Mode, impl: str = "auto") -> Implementation:
+    """The implementation to run: the named one or, for "auto", the first in the list that takes the problem."""
+    name = problem.variant.name
+    check_name(name, impl)
+    if impl != "auto":
+        reason = _refusal(_BY_NAME[impl], problem, mode)
+        if reason is None:
+            return _BY_NAME[impl]
+        raise ImplementationRefused(f"{name}: impl must be one that takes this call, got {impl!r}: {reason}. Use impl='auto'.")
+    reasons = []
+    for implementation in IMPLEMENTATIONS:
+        reason = _refusal(implementation, problem, mode)
+        if reason is None:
+            return implementation
+        reasons.append(f"{implementation.name}: {reason}")
+    raise ImplementationRefused(f"{name}: no implementation takes this call. " + "; ".join(reasons))
+
+
+def explain(problem: Problem) -> Explanation:
+    """Every implementation's verdict on a problem."""
+    sizes = ", ".join(f"{name}={size}" for name, size in problem.sizes.items())
+    call = f"{sizes}, {str(problem.q.dtype).removeprefix('torch.')} on {problem.q.device}"
+    call += ", packed" * (problem.cu_seqlens is not None) + ", reverse" * problem.reverse
+    return Explanation(
+        problem.variant.name,
+        call,
+        tuple(Verdict(one.name, _refusal(one, problem, "forward"), _refusal(one, problem, "backward")) for one in IMPLEMENTATIONS),
+    )

@@ -1,0 +1,415 @@
+"""One public function per variant: formula, shapes, source. All are the same operator behind a row of the table.
+
+Common to all functions over sequences
+--------------------------------------
+q (r in RWKV), k ``[B,T,H,K]`` and v ``[B,T,H,V]`` in one dtype (float16, bfloat16, float32 or float64), any strides, any
+sizes. Log decays are natural logarithms, at most 0 (-inf is legal), in any of these dtypes.
+
+scale : float, optional
+    Multiplies the output. Default ``K ** -0.5``; 1 for RWKV.
+initial_state : Tensor [N,H,K,V], optional
+    The state before the first token of each of the N sequences (N = B unless packed). Default: zeros.
+output_final_state : bool
+    Whether to return the state after the last token.
+cu_seqlens : int32 or int64 Tensor [N+1], optional
+    Packed sequences: B is 1 and sequence n is tokens ``cu_seqlens[n]`` to ``cu_seqlens[n+1]`` of the token axis. Begins
+    at 0, never falls, ends at T; empty sequences are allowed.
+reverse : bool
+    Run time backwards: token T-1 comes first.
+impl : str
+    "auto", or a name from ``penstock.implementations()``, which then runs or raises.
+
+They return ``Result(output, final_state)``: output ``[B,T,H,V]`` in v's dtype; final_state ``[N,H,K,V]`` in float32
+(float64 for float64 inputs), None unless asked for. Gradients flow from both to every floating-point input.
+
+They raise ``ShapeError``, ``DtypeError``, ``DeviceError`` or ``RangeError`` (all ``InvalidArgument``), listing every broken
+rule, and ``ImplementationRefused`` when a named implementation cannot take the call. Under autocast, q, k and v are cast
+to its dtype, as for a matrix product; decays, u and states are not.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from . import dispatch, operator  # noqa: F401  (operator registers torch.ops.penstock)
+from .errors import Complaints, RangeError
+from .problem import Problem, check_types, state_dtype
+from .variants import VARIANTS
+
+FeatureMap = Literal["elu+1", "relu", "identity"] | Callable[[Tensor], Tensor] | None
+FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "elu+1": lambda x: F.elu(x) + 1,
+    "relu": F.relu,
+    "identity": lambda x: x,
+}
+
+
+class Result(NamedTuple):
+    """What the functions over sequences return."""
+
+    output: Tensor
+    """[B,T,H,V], v's dtype"""
+    final_state: Tensor | None
+    """[N,H,K,V], float32 (float64 for float64 inputs); None unless asked for"""
+
+
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    feature_map: FeatureMap = None,
+    normalize: bool = False,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    reverse: bool = False,
+    impl: str = "auto",
+) -> Result:
+    r"""Causal linear attention: no decay.
+
+    .. math:: S_t = S_{t-1} + \phi(k_t)^T v_t, \qquad o_t = scale \cdot \phi(q_t) S_t
+
+    Source: Katharopoulos et al. 2020, arXiv 2006.16236, equations 16 to 20.
+
+    feature_map : "elu+1", "relu", "identity", a callable or None
+        phi, applied to q and k; None is the identity. A callable maps a tensor to one of the same shape.
+    normalize : bool
+        Divide by the sum of the weights, :math:`o_t = \phi(q_t) S_t / (\phi(q_t) \cdot z_t)` with
+        :math:`z_t = z_{t-1} + \phi(k_t)`; the scale cancels. z is carried as one more column of the state, so initial
+        and final state are then ``[N,H,K,V+1]``. Where no weight is positive (relu), this is 0/0 = nan. To decode on such
+        a state, give ``decode_step`` the mapped q and k, and v with a column of ones, and divide by the last column.
+
+    Everything else: see the head of this module. Implementations: reference, parallel, chunkwise, cpu.
+
+    >>> q, k, v = (torch.rand(1, 5, 2, 8) for _ in range(3))
+    >>> linear_attention(q, k, v, feature_map="elu+1", normalize=True).output.shape
+    torch.Size([1, 5, 2, 8])
+    """
+    check_types("linear_attention", {"q": q, "k": k, "v": v}, {}, {"normalize": normalize}, frozenset())
+    q, k, v = _featured(q, k, v, feature_map, normalize)
+    result = _run("linear_attention", q, k, v, None, None, scale, initial_state, output_final_state, cu_seqlens, reverse, impl)
+    if not normalize:
+        return result
+    return Result(result.output[..., :-1] / result.output[..., -1:], result.final_state)
+
+
+def retention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    g: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    reverse: bool = False,
+    impl: str = "auto",
+) -> Result:
+    r"""Retention: one constant decay per head.
+
+    .. math:: S_t = e^{g} S_{t-1} + k_t^T v_t, \qquad o_t = scale \cdot q_t S_t
+
+    Source: Sun et al. 2023 (RetNet), arXiv 2307.08621, equations 5 and 6. With a g of its own it is also Lightning Attention.
+
+    g : Tensor [H], optional
+        Log decay of each head, natural logarithm, at most 0. Default: RetNet's ``log(1 - 2 ** (-5 - h))``.
+
+    Everything else: see the head of this module. Implementations: reference, parallel, chunkwise, cpu.
+
+    >>> q, k, v = (torch.randn(1, 5, 2, 8) for _ in range(3))
+    >>> retention(q, k, v).output.shape
+    torch.Size([1, 5, 2, 8])
+    """
+    g = _retnet_decay(q) if g is None else g
+    return _run("retention", q, k, v, g, None, scale, initial_state, output_final_state, cu_seqlens, reverse, impl)
+
+
+def simple_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    reverse: bool = False,
+    impl: str = "auto",
+) -> Result:
+    r"""Gated linear attention with one decay per token and head; Mamba-2's state space duality.
+
+    .. math:: S_t = e^{g_t} S_{t-1} + k_t^T v_t, \qquad o_t = scale \cdot q_t S_t
+
+    Source: Dao and Gu 2024 (Mamba-2), arXiv 2405.21060: q = C, k = B, v = x dt, g = dt A, scale = 1.
+
+    g : Tensor [B,T,H]
+        Log decay, natural logarithm, at most 0.
+
+    Everything else: see the head of this module. Implementations: reference, parallel, chunkwise, cpu.
+
+    >>> q, k, v = (torch.randn(1, 5, 2, 8) for _ in range(3))
+    >>> simple_gla(q, k, v, -torch.rand(1, 5, 2)).output.shape
+    torch.Size([1, 5, 2, 8])
+    """
+    return _run("simple_gla", q, k, v, g, None, scale, initial_state, output_final_state, cu_seqlens, reverse, impl)
+
+
+def gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    reverse: bool = False,
+    impl: str = "auto",
+) -> Result:
+    r"""Gated linear attention: one decay per token and key channel.
+
+    .. math:: S_t = diag(e^{g_t}) S_{t-1} + k_t^T v_t, \qquad o_t = scale \cdot q_t S_t
+
+    Source: Yang et al. 2023 (GLA), arXiv 2312.06635, equation 3. HGRN2 is this with k = 1 - exp(g).
+
+    g : Tensor [B,T,H,K]
+        Log decay, natural logarithm, at most 0. GLA layers use ``logsigmoid(low_rank(x)) / 16``.
+
+    Everything else: see the head of this module. Implementations: reference, parallel, chunkwise, cpu.
+
+    >>> q, k, v, x = (torch.randn(1, 5, 2, 8) for _ in range(4))
+    >>> gla(q, k, v, F.logsigmoid(x)).output.shape
+    torch.Size([1, 5, 2, 8])
+    """
+    return _run("gla", q, k, v, g, None, scale, initial_state, output_final_state, cu_seqlens, reverse, impl)
+
+
+def rwkv5(
+    r: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    u: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    reverse: bool = False,
+    impl: str = "auto",
+) -> Result:
+    r"""RWKV-5 (Eagle): a constant decay per channel, the previous state read, a bonus for the token itself.
+
+    .. math:: o_t = scale \cdot r_t (S_{t-1} + diag(u) k_t^T v_t), \qquad S_t = diag(e^{w}) S_{t-1} + k_t^T v_t
+
+    Source: Peng et al. 2024, arXiv 2404.05892, section 4.
+
+    w : Tensor [H,K]
+        Log decay, natural logarithm, at most 0. Checkpoints store x with decay exp(-exp(x)): pass ``-exp(x)``.
+    u : Tensor [H,K]
+        Bonus ("time_faaaa").
+
+    Everything else: see the head of this module. Implementations: reference, parallel, chunkwise, cpu.
+
+    >>> r, k, v = (torch.randn(1, 5, 2, 8) for _ in range(3))
+    >>> rwkv5(r, k, v, -torch.rand(2, 8), torch.randn(2, 8)).output.shape
+    torch.Size([1, 5, 2, 8])
+    """
+    return _run("rwkv5", r, k, v, w, u, scale, initial_state, output_final_state, cu_seqlens, reverse, impl)
+
+
+def rwkv6(
+    r: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    u: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    reverse: bool = False,
+    impl: str = "auto",
+) -> Result:
+    r"""RWKV-6 (Finch): a decay per token and channel, the previous state read, a bonus for the token itself.
+
+    .. math:: o_t = scale \cdot r_t (S_{t-1} + diag(u) k_t^T v_t), \qquad S_t = diag(e^{w_t}) S_{t-1} + k_t^T v_t
+
+    Source: Peng et al. 2024, arXiv 2404.05892, section 4.
+
+    w : Tensor [B,T,H,K]
+        Log decay, natural logarithm, at most 0. Models compute x with decay exp(-exp(x)): pass ``-exp(x)``.
+    u : Tensor [H,K]
+        Bonus ("time_faaaa").
+
+    Everything else: see the head of this module. Implementations: reference, parallel, chunkwise, cpu.
+
+    >>> r, k, v, x = (torch.randn(1, 5, 2, 8) for _ in range(4))
+    >>> rwkv6(r, k, v, -torch.exp(x), torch.randn(2, 8)).output.shape
+    torch.Size([1, 5, 2, 8])
+    """
+    return _run("rwkv6", r, k, v, w, u, scale, initial_state, output_final_state, cu_seqlens, reverse, impl)
+
+
+def decode_step(
+    variant: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    u: Tensor | None = None,
+    *,
+    state: Tensor,
+    slots: Tensor | None = None,
+    scale: float | None = None,
+    impl: str = "auto",
+) -> Tensor:
+    """One token, or a few, for each of N sequences whose states are rows of a pool; the pool is updated **in place**.
+
+    The formula is that of ``variant``, the name of a function of this module, begun at each sequence's row of the pool.
+
+    q, k : Tensor [N,H,K] or [N,T,H,K]
+        One token a sequence, or T <= 16 of them. RWKV's r is q.
+    v : Tensor [N,H,V] or [N,T,H,V]
+    g : Tensor, optional
+        Log decay: [H] for retention (default RetNet's), [N,(T,)H] for simple_gla, [N,(T,)H,K] for gla and rwkv6, [H,K] for rwkv5.
+    u : Tensor [H,K], optional
+        Bonus, for rwkv5 and rwkv6.
+    state : Tensor [slots,H,K,V]
+        The pool, any floating dtype and strides. Arithmetic is float32 (float64 for float64 q).
+    slots : int32 or int64 Tensor [N], optional
+        The row of each sequence, all different. A negative slot skips its sequence: its output is 0, no row changes.
+        Default: sequence n is row n, and the pool has N rows.
+    scale : float, optional
+        As for the variant.
+
+    Returns the output, [N,H,V] or [N,T,H,V], in v's dtype. Raises as the functions over sequences do; then the pool is
+    unchanged. There is no gradient: inputs that require one are refused unless under ``torch.no_grad()``.
+
+    >>> state = torch.zeros(4, 2, 8, 8)
+    >>> q, k, v = (torch.randn(3, 2, 8) for _ in range(3))
+    >>> decode_step("linear_attention", q, k, v, state=state, slots=torch.tensor([2, -1, 0])).shape
+    torch.Size([3, 2, 8])
+    """
+    _known_variant("decode_step", variant)
+    name = f"decode_step({variant!r})"
+    tensors: dict[str, object] = {"q": q, "k": k, "v": v, "g": g, "u": u, "state": state, "slots": slots}
+    check_types(name, tensors, {"scale": scale}, {}, frozenset({"g", "u", "slots"}))
+    dispatch.check_name(name, impl)
+    one = q.dim() == 3
+    if one:
+        q, k, v = (x.unsqueeze(1) if x.dim() == 3 else x for x in (q, k, v))
+        if g is not None and "T" in VARIANTS[variant].decay:
+            g = g.unsqueeze(1)
+    if variant == "retention" and g is None:
+        g = _retnet_decay(q)
+    q, k, v = _autocast(q, k, v)
+    output: Tensor = torch.ops.penstock.step(q, k, v, g, u, state, slots, variant, scale, impl)
+    return output.squeeze(1) if one else output
+
+
+def explain(variant: str, *args: Any, **kwargs: Any) -> dispatch.Explanation:
+    """What ``impl="auto"`` would run for this call of a variant's function, and why the others would not.
+
+    Takes the arguments of the function named ``variant`` and checks them as it does. Printing the answer shows the walk.
+
+    >>> q = torch.randn(1, 5, 2, 8, dtype=torch.float64)
+    >>> explain("linear_attention", q, q, q).forward
+    'chunkwise'
+    """
+    _known_variant("explain", variant)
+    row = VARIANTS[variant]
+    bound = inspect.signature(globals()[variant]).bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    q, k, v = given[row.query], given["k"], given["v"]
+    if variant == "linear_attention":
+        q, k, v = _featured(q, k, v, given["feature_map"], given["normalize"])
+    g = given.get(row.gate) if row.gate else None
+    if variant == "retention" and g is None:
+        g = _retnet_decay(q)
+    q, k, v = _autocast(q, k, v)
+    return dispatch.explain(
+        Problem.checked(q, k, v, g, given.get("u"), given["initial_state"], given["cu_seqlens"], variant, given["scale"], given["reverse"])
+    )
+
+
+def _run(
+    variant: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    u: Tensor | None,
+    scale: float | None,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    cu_seqlens: Tensor | None,
+    reverse: bool,
+    impl: str,
+) -> Result:
+    row = VARIANTS[variant]
+    tensors: dict[str, object] = {row.query: q, "k": k, "v": v, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
+    if row.gate:
+        tensors[row.gate] = g
+    if row.bonus:
+        tensors["u"] = u
+    flags: dict[str, object] = {"output_final_state": output_final_state, "reverse": reverse}
+    check_types(variant, tensors, {"scale": scale}, flags, frozenset({"initial_state", "cu_seqlens"}))
+    dispatch.check_name(variant, impl)
+    q, k, v = _autocast(q, k, v)
+    output, final_state = torch.ops.penstock.forward(
+        q, k, v, g, u, initial_state, cu_seqlens, variant, scale, reverse, output_final_state, impl
+    )
+    return Result(output, final_state if output_final_state else None)
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Under autocast, floating-point tensors in its dtype, as for a matrix product."""
+    kind = tensors[0].device.type
+    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
+
+
+def _retnet_decay(q: Tensor) -> Tensor:
+    """log(1 - 2 ** (-5 - h)) for the heads of q [B,T,H,K], float32 or float64."""
+    if not isinstance(q, Tensor) or q.dim() != 4:
+        return q  # refused where all arguments are checked
+    h = torch.arange(q.shape[2], dtype=torch.float64, device=q.device)
+    return torch.log1p(-torch.exp2(-5 - h)).to(state_dtype(q.dtype))
+
+
+def _featured(q: Tensor, k: Tensor, v: Tensor, feature_map: FeatureMap, normalize: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """q and k through the feature map, v with a column of ones if normalised."""
+    if isinstance(feature_map, str) and feature_map not in FEATURE_MAPS or not (
+        feature_map is None or isinstance(feature_map, str) or callable(feature_map)
+    ):
+        complaints = Complaints("linear_attention")
+        rule = f"one of {', '.join(map(repr, FEATURE_MAPS))}, a callable or None"
+        complaints.add(RangeError, "feature_map", rule, repr(feature_map), "A callable takes and returns a tensor.")
+        complaints.raise_any()
+    if feature_map is not None:
+        phi = FEATURE_MAPS[feature_map] if isinstance(feature_map, str) else feature_map
+        q, k = phi(q), phi(k)
+    return q, k, torch.cat([v, v.new_ones(*v.shape[:-1], 1)], -1) if normalize else v
+
+
+def _known_variant(function: str, variant: str) -> None:
+    if variant not in VARIANTS:
+        complaints = Complaints(function)
+        complaints.add(RangeError, "variant", f"one of {', '.join(VARIANTS)}", repr(variant))
+        complaints.raise_any()

@@ -1,0 +1,100 @@
+"""What an implementation is: four functions of a problem, under a name.
+
+Add one by writing a module that makes an ``Implementation`` and naming it in ``dispatch.py``; the contract tests then
+hold it to the oracle without being told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..problem import Problem, Step
+
+Mode = Literal["forward", "backward", "step"]
+
+
+class Gradients(NamedTuple):
+    """Gradients of the inputs of a problem, each with its input's shape and dtype; None where the input was None."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor | None
+    u: Tensor | None
+    initial_state: Tensor | None
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to compute the recurrence."""
+
+    name: str
+    summary: str
+    available: Callable[[], str | None]
+    """Why this implementation cannot run on this machine at all, or None."""
+    refuses: Callable[[Problem, Mode], str | None]
+    """Why it cannot take this problem in this mode, or None."""
+    forward: Callable[[Problem], tuple[Tensor, Tensor]]
+    """Output [B,T,H,V] in v's dtype and final state [N,H,K,V] in ``state_dtype``."""
+    backward: Callable[[Problem, Tensor, Tensor | None], Gradients]
+    """Gradients from those of the output and, unless None, of the final state."""
+    step: Callable[[Step], Tensor]
+    """Output [N,T,H,V] in v's dtype; the state pool is updated in place. A refused step changes nothing."""
+
+
+def gradients_of(
+    forward: Callable[[Problem], tuple[Tensor, Tensor]], problem: Problem, d_output: Tensor, d_final_state: Tensor | None
+) -> Gradients:
+    """Gradients by PyTorch's autograd through a ``forward`` of differentiable operations.
+
+    Differentiable again where gradients are enabled: then the inputs of ``problem`` must require them.
+    """
+    again = torch.is_grad_enabled()
+    names = [name for name in Gradients._fields if getattr(problem, name) is not None]
+    inputs = [getattr(problem, name) for name in names]
+    with torch.enable_grad():
+        if again:
+            inputs = [x if x.requires_grad else x.detach().requires_grad_() for x in inputs]
+        else:
+            inputs = [x.detach().requires_grad_() for x in inputs]
+        output, final_state = forward(problem.with_tensors(dict(zip(names, inputs))))
+        pairs = [(output, d_output)] if d_final_state is None else [(output, d_output), (final_state, d_final_state)]
+        pairs = [pair for pair in pairs if pair[0].requires_grad]  # without tokens or states, they depend on nothing
+        if not pairs:
+            return Gradients(**dict.fromkeys(Gradients._fields) | {n: torch.zeros_like(x) for n, x in zip(names, inputs)})
+        outputs, d_outputs = zip(*pairs)
+        grads = torch.autograd.grad(outputs, inputs, d_outputs, create_graph=again, allow_unused=True, materialize_grads=True)
+    return Gradients(**dict.fromkeys(Gradients._fields) | dict(zip(names, grads)))
+
+
+def step_by_forward(forward: Callable[[Problem], tuple[Tensor, Tensor]], step: Step) -> Tensor:
+    """A decode step by way of ``forward``: states are copied out of the pool and back. Waits for the device if slots are given."""
+    if step.slots is None:
+        output, state = forward(step.problem(step.state))
+        step.state.copy_(state)
+        return output
+    live = (step.slots >= 0).nonzero()[:, 0]
+    rows = step.slots[live].long()
+    tokens = {name: x[live] for name, x in (("q", step.q), ("k", step.k), ("v", step.v))}
+    if step.g is not None:
+        tokens["g"] = step.g[live] if "B" in step.variant.decay else step.g
+    chosen, state = forward(step.problem(step.state[rows]).with_tensors(tokens))
+    step.state[rows] = state.to(step.state.dtype)
+    output = step.v.new_zeros(step.v.shape)
+    output[live] = chosen
+    return output
+
+
+def refused_by_none(problem: Problem, mode: Mode) -> str | None:
+    """For implementations that take every problem."""
+    return None
+
+
+def available_everywhere() -> str | None:
+    """For implementations in plain PyTorch."""
+    return None

@@ -1,0 +1,153 @@
+/* Rows of a strided tensor to and from float32 scratch, and the decay factors of one token.
+ *
+ * Everything here works on rows padded with zeros to a whole number of vectors, so that no loop has a tail.
+ * LANES is the number of float32 in one register of the target; the build compiles this once per target. */
+#ifndef PENSTOCK_ROWS_H
+#define PENSTOCK_ROWS_H
+
+#include <stdint.h>
+#include <string.h>
+
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float vec __attribute__((vector_size(LANES * 4), aligned(4)));
+typedef int32_t ivec __attribute__((vector_size(LANES * 4), aligned(4)));
+
+enum { FLOAT32, BFLOAT16, FLOAT16, FLOAT64 };
+
+/* A tensor of up to four axes; a missing axis has stride 0. data is NULL for an absent argument. */
+typedef struct {
+    void *data;
+    int64_t dtype;
+    int64_t stride[4]; /* in elements */
+} tensor;
+
+INLINE int64_t padded(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
+INLINE vec splat(float x) { return x - (vec){}; }
+INLINE ivec isplat(int32_t x) { return x - (ivec){}; }
+INLINE vec load(const float *p) { return *(const vec *)p; }
+INLINE void store(float *p, vec x) { *(vec *)p = x; }
+INLINE vec choose(ivec mask, vec yes, vec no) { return (vec)(((ivec)yes & mask) | ((ivec)no & ~mask)); }
+
+INLINE float sum_lanes(vec x) {
+#pragma clang fp reassociate(on)
+    float total = 0;
+    for (int i = 0; i < LANES; i++) total += x[i];
+    return total;
+}
+
+INLINE float bfloat16_to_float(uint16_t x) {
+    uint32_t bits = (uint32_t)x << 16;
+    float y;
+    memcpy(&y, &bits, 4);
+    return y;
+}
+
+INLINE uint16_t float_to_bfloat16(float x) { /* to nearest, ties to even; NaN stays NaN */
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    if (x != x) return (uint16_t)(bits >> 16 | 64);
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+INLINE int64_t offset(const tensor *x, int64_t a, int64_t b, int64_t c) {
+    return a * x->stride[0] + b * x->stride[1] + c * x->stride[2];
+}
+
+/* to[0:n] = x[at + step * i], to[n:padded(n)] = 0 */
+static void load_row(float *to, const tensor *x, int64_t at, int64_t step, int64_t n) {
+    switch (x->dtype) {
+    case FLOAT32: {
+        const float *p = (const float *)x->data + at;
+        if (step == 1) memcpy(to, p, (size_t)n * 4);
+        else for (int64_t i = 0; i < n; i++) to[i] = p[i * step];
+        break;
+    }
+    case BFLOAT16: {
+        const uint16_t *p = (const uint16_t *)x->data + at;
+        if (step == 1) for (int64_t i = 0; i < n; i++) to[i] = bfloat16_to_float(p[i]);
+        else for (int64_t i = 0; i < n; i++) to[i] = bfloat16_to_float(p[i * step]);
+        break;
+    }
+    case FLOAT16: {
+        const _Float16 *p = (const _Float16 *)x->data + at;
+        if (step == 1) for (int64_t i = 0; i < n; i++) to[i] = (float)p[i];
+        else for (int64_t i = 0; i < n; i++) to[i] = (float)p[i * step];
+        break;
+    }
+    default: {
+        const double *p = (const double *)x->data + at;
+        for (int64_t i = 0; i < n; i++) to[i] = (float)p[i * step];
+    }
+    }
+    for (int64_t i = n; i < padded(n); i++) to[i] = 0;
+}
+
+/* x[at + step * i] = from[i] for i in 0:n */
+static void store_row(const tensor *x, int64_t at, int64_t step, const float *from, int64_t n) {
+    switch (x->dtype) {
+    case FLOAT32: {
+        float *p = (float *)x->data + at;
+        if (step == 1) memcpy(p, from, (size_t)n * 4);
+        else for (int64_t i = 0; i < n; i++) p[i * step] = from[i];
+        break;
+    }
+    case BFLOAT16: {
+        uint16_t *p = (uint16_t *)x->data + at;
+        if (step == 1) for (int64_t i = 0; i < n; i++) p[i] = float_to_bfloat16(from[i]);
+        else for (int64_t i = 0; i < n; i++) p[i * step] = float_to_bfloat16(from[i]);
+        break;
+    }
+    case FLOAT16: {
+        _Float16 *p = (_Float16 *)x->data + at;
+        if (step == 1) for (int64_t i = 0; i < n; i++) p[i] = (_Float16)from[i];
+        else for (int64_t i = 0; i < n; i++) p[i * step] = (_Float16)from[i];
+        break;
+    }
+    default: {
+        double *p = (double *)x->data + at;
+        for (int64_t i = 0; i < n; i++) p[i * step] = from[i];
+    }
+    }
+}
+
+/* The factor w = exp(g) in the form the state is multiplied by it: S w = S a + (S & keep).
+ *
+ * For w of about 0.35 and more, a = expm1(g) and keep is all ones: the rounding error is then relative to 1 - w, so a
+ * thousand tokens of a decay near 1 do not drift (a rounded exp(g) would be wrong by the same 3e-8 at every token).
+ * Below, a = exp(g) and keep is 0: small factors keep their relative accuracy. */
+typedef struct {
+    float *a;
+    int32_t *keep;
+    float *w;
+} decay_row;
+
+/* expm1 by g = n ln2 + r, |r| <= ln2 / 2, and the Taylor polynomial of expm1(r) to degree 8 (relative error < 1e-8). */
+static void decay_factors(decay_row to, const float *g, int64_t n) {
+    for (int64_t i = 0; i < n; i += LANES) {
+        vec x = load(g + i);
+        ivec gone = x < splat(-87.0f); /* exp underflows: the factor is 0, also for g = -inf */
+        x = choose(gone, splat(0), x);
+        ivec exponent = __builtin_convertvector(x * splat(1.44269504f) - splat(0.5f), ivec); /* x <= 0: to nearest */
+        vec whole = __builtin_convertvector(exponent, vec);
+        vec r = x - whole * splat(0.693359375f); /* ln2 in two pieces, the first exact times a small integer */
+        r = r - whole * splat(-2.12194440e-4f);
+        vec p = splat(1.0f / 40320);
+        p = p * r + splat(1.0f / 5040);
+        p = p * r + splat(1.0f / 720);
+        p = p * r + splat(1.0f / 120);
+        p = p * r + splat(1.0f / 24);
+        p = p * r + splat(1.0f / 6);
+        p = p * r + splat(0.5f);
+        p = p * r * r + r;
+        vec power = (vec)((exponent + isplat(127)) << 23);
+        vec w = choose(gone, splat(0), power * p + power);
+        vec below_one = power * p + (power - splat(1));
+        ivec near_one = ~gone & (exponent >= isplat(-1));
+        store(to.a + i, choose(near_one, below_one, w));
+        *(ivec *)(to.keep + i) = near_one;
+        store(to.w + i, w);
+    }
+}
+
+#endif

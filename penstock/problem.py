@@ -1,0 +1,355 @@
+"""One validated, canonical call. The only place that validates.
+
+``Problem`` is a call over whole sequences, ``Step`` a decode step. Both are built by ``checked``, which looks at every
+argument, lists every broken rule and changes nothing. Shapes, dtypes and devices are always checked. Values (signs of
+decays, contents of cu_seqlens, slots) are checked where reading them is free of waiting, on a CPU; on another device
+only inside ``checks()``, because there the host would have to wait for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from .errors import Complaints, DeviceError, DtypeError, RangeError, ShapeError
+from .variants import VARIANTS, Variant
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+STEP_TOKENS = 16
+"""A decode step takes at most this many tokens of a sequence; more is a prefill, for the functions over sequences."""
+
+_checking_values: ContextVar[bool] = ContextVar("penstock_checks", default=False)
+
+
+@contextmanager
+def checks() -> Iterator[None]:
+    """Check values too, on every device, within this block.
+
+    On a CPU values are always checked. On a GPU, decays that are positive, ``cu_seqlens`` that do not fit and slots out
+    of range are only seen in here, because looking at them makes the host wait for the device.
+
+    >>> with checks():
+    ...     pass
+    """
+    token = _checking_values.set(True)
+    try:
+        yield
+    finally:
+        _checking_values.reset(token)
+
+
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of final states and of sums over time: float64 for float64 inputs, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """A call over whole sequences. B, T, H, K, V as in ``recurrence.md``; N sequences, N = B unless packed."""
+
+    variant: Variant
+    q: Tensor  # [B, T, H, K]
+    k: Tensor  # [B, T, H, K]
+    v: Tensor  # [B, T, H, V]
+    g: Tensor | None  # log decay, natural logarithm, axes as variant.decay says
+    u: Tensor | None  # [H, K]
+    initial_state: Tensor | None  # [N, H, K, V]
+    cu_seqlens: Tensor | None  # [N + 1], packed with B = 1
+    scale: float
+    reverse: bool
+    flipped: bool = False  # by forward_in_time
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """B, T, H, K, V and N by name."""
+        (B, T, H, K), V = self.q.shape, self.v.shape[3]
+        N = B if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
+        return {"B": B, "T": T, "H": H, "K": K, "V": V, "N": N}
+
+    @property
+    def state_shape(self) -> tuple[int, int, int, int]:
+        """[N, H, K, V]"""
+        sizes = self.sizes
+        return sizes["N"], sizes["H"], sizes["K"], sizes["V"]
+
+    @property
+    def gate(self) -> Tensor | None:
+        """The decay seen as [B or 1, T or 1, H, K or 1]."""
+        if self.g is None:
+            return None
+        axes = self.variant.decay
+        return self.g[tuple(slice(None) if axis in axes else None for axis in "BTHK")]
+
+    def with_tensors(self, tensors: dict[str, Tensor]) -> Problem:
+        """The same problem with other tensors of the same kind in the places named."""
+        return replace(self, **tensors)  # type: ignore[arg-type]
+
+    def spans(self) -> list[tuple[int, int]]:
+        """Begin and end of each sequence on the token axis, on the host. Waits for the device if packed."""
+        if self.cu_seqlens is None:
+            return [(0, self.q.shape[1])] * self.q.shape[0]
+        ends = self.cu_seqlens.tolist()
+        return list(zip(ends, ends[1:]))
+
+    def forward_in_time(self) -> Problem:
+        """The same problem with ``reverse`` undone by flipping the token axis (and, if packed, the order of sequences)."""
+        if not self.reverse:
+            return self
+        packed = self.cu_seqlens is not None
+        return replace(
+            self,
+            q=self.q.flip(1),
+            k=self.k.flip(1),
+            v=self.v.flip(1),
+            g=self.g.flip(1) if self.g is not None and "T" in self.variant.decay else self.g,
+            initial_state=self.initial_state.flip(0) if packed and self.initial_state is not None else self.initial_state,
+            cu_seqlens=self.q.shape[1] - self.cu_seqlens.flip(0) if self.cu_seqlens is not None else None,
+            reverse=False,
+            flipped=True,
+        )
+
+    def back_in_time(self, output: Tensor, final_state: Tensor) -> tuple[Tensor, Tensor]:
+        """Undo ``forward_in_time`` on the results."""
+        if not self.flipped:
+            return output, final_state
+        return output.flip(1), final_state.flip(0) if self.cu_seqlens is not None else final_state
+
+    @classmethod
+    def checked(
+        cls,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor | None,
+        u: Tensor | None,
+        initial_state: Tensor | None,
+        cu_seqlens: Tensor | None,
+        variant: str,
+        scale: float | None,
+        reverse: bool,
+    ) -> Problem:
+        """Validate a call; raises the exceptions of ``errors.py`` with every broken rule."""
+        row = VARIANTS[variant]
+        complaints = Complaints(variant)
+        sizes = _check_tokens(complaints, row, q, k, v, g, u)
+        if sizes is not None:
+            if cu_seqlens is not None:
+                _check_packing(complaints, cu_seqlens, sizes, q.device)
+            else:
+                sizes["N"] = sizes["B"]
+            if initial_state is not None and "N" in sizes:
+                _check_tensor(complaints, "initial_state", initial_state, "NHKV", sizes, q.device, FLOATS)
+        complaints.raise_any()
+        assert sizes is not None
+        return cls(row, q, k, v, g, u, initial_state, cu_seqlens, _scale(row, sizes["K"], scale), reverse)
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """A decode step: a few tokens for each of N sequences, whose states are rows of a pool, updated in place."""
+
+    variant: Variant
+    q: Tensor  # [N, T, H, K]
+    k: Tensor  # [N, T, H, K]
+    v: Tensor  # [N, T, H, V]
+    g: Tensor | None
+    u: Tensor | None
+    state: Tensor  # [slots, H, K, V]
+    slots: Tensor | None  # [N]; None: sequence n is slot n
+    scale: float
+
+    def problem(self, initial_state: Tensor) -> Problem:
+        """The same tokens as a call over whole sequences that begins with ``initial_state`` [N,H,K,V]."""
+        return Problem(self.variant, self.q, self.k, self.v, self.g, self.u, initial_state, None, self.scale, False)
+
+    @classmethod
+    def checked(
+        cls,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor | None,
+        u: Tensor | None,
+        state: Tensor,
+        slots: Tensor | None,
+        variant: str,
+        scale: float | None,
+    ) -> Step:
+        """Validate a decode step; raises the exceptions of ``errors.py`` with every broken rule."""
+        row = VARIANTS[variant]
+        complaints = Complaints(f"decode_step({variant!r})")
+        sizes = _check_tokens(complaints, row, q, k, v, g, u)
+        if sizes is not None:
+            if sizes["T"] > STEP_TOKENS:
+                complaints.add(
+                    ShapeError, "T", f"at most {STEP_TOKENS} tokens a sequence", sizes["T"], f"Use {variant}() for longer stretches."
+                )
+            sizes["N"] = sizes["B"]
+            if slots is None:
+                _check_tensor(complaints, "state", state, "NHKV", sizes, q.device, FLOATS, "Pass slots= to address rows of a larger pool.")
+            else:
+                _check_tensor(complaints, "state", state, "*HKV", sizes, q.device, FLOATS)
+                _check_tensor(complaints, "slots", slots, "N", sizes, q.device, (torch.int32, torch.int64))
+            _check_no_overlap(complaints, state)
+            for name, tensor in (("q", q), ("k", k), ("v", v), ("g", g), ("u", u), ("state", state)):
+                if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
+                    complaints.add(
+                        RangeError,
+                        name,
+                        "free of gradients",
+                        "requires_grad=True with gradients enabled",
+                        f"A decode step updates the state in place and has no backward: use torch.no_grad(), or {variant}().",
+                    )
+            if not complaints.found and slots is not None and _reads_values(slots):
+                _check_slots(complaints, slots, state.shape[0])
+        complaints.raise_any()
+        assert sizes is not None
+        return cls(row, q, k, v, g, u, state, slots, _scale(row, sizes["K"], scale))
+
+
+def check_types(
+    function: str, tensors: dict[str, object], numbers: dict[str, object], flags: dict[str, object], optional: frozenset[str]
+) -> None:
+    """Check Python types before anything is handed to torch: tensors, numbers and bools where they belong."""
+    complaints = Complaints(function)
+    for name, value in tensors.items():
+        if not (isinstance(value, Tensor) or value is None and name in optional):
+            complaints.add(DtypeError, name, "a torch.Tensor" + (" or None" if name in optional else ""), _kind(value))
+    for name, value in numbers.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat))):
+            complaints.add(DtypeError, name, "a number or None", _kind(value))
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            complaints.add(DtypeError, name, "True or False", _kind(value))
+    complaints.raise_any()
+
+
+def _kind(value: object) -> str:
+    return "None" if value is None else f"{value!r} of type {type(value).__name__}"
+
+
+def _scale(row: Variant, K: int, scale: float | None) -> float:
+    if scale is not None:
+        return scale
+    return row.scale if row.scale is not None else max(K, 1) ** -0.5
+
+
+def _reads_values(tensor: Tensor) -> bool:
+    """Whether the values of this tensor are checked: never those of tensors without data."""
+    if tensor.device.type == "meta" or isinstance(tensor, torch._subclasses.FakeTensor):
+        return False
+    return tensor.device.type == "cpu" or _checking_values.get()
+
+
+def _dtypes(dtypes: tuple[torch.dtype, ...]) -> str:
+    return " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def _check_tensor(
+    complaints: Complaints,
+    name: str,
+    tensor: Tensor,
+    axes: str,
+    sizes: dict[str, int],
+    device: torch.device,
+    dtypes: tuple[torch.dtype, ...],
+    remedy: str = "",
+) -> None:
+    """Shape by axis letters ("*" is any size), dtype and device of one argument."""
+    wanted = [sizes.get(axis, -1) for axis in axes]
+    if tensor.dim() != len(axes) or any(size != want for size, want in zip(tensor.shape, wanted) if want != -1):
+        shape = "[" + ", ".join("*" if want == -1 else str(want) for want in wanted) + "]"
+        complaints.add(ShapeError, name, f"of shape [{','.join(axes)}] = {shape}", list(tensor.shape), remedy)
+    if tensor.dtype not in dtypes:
+        complaints.add(DtypeError, name, _dtypes(dtypes), tensor.dtype, f"Convert it with {name}.to(...).")
+    if tensor.device != device:
+        complaints.add(DeviceError, name, f"on {device}, where the query is", tensor.device, f"Move it with {name}.to({str(device)!r}).")
+
+
+def _check_tokens(
+    complaints: Complaints, row: Variant, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, u: Tensor | None
+) -> dict[str, int] | None:
+    """The arguments that both kinds of call share. Returns the sizes B, T, H, K, V, or None if q or v has no four axes."""
+    if q.dim() != 4 or v.dim() != 4:
+        for name, tensor, axes in ((row.query, q, "[B,T,H,K]"), ("v", v, "[B,T,H,V]")):
+            if tensor.dim() != 4:
+                complaints.add(ShapeError, name, f"of shape {axes}", list(tensor.shape), "Tokens come before heads.")
+        return None
+    sizes = dict(zip("BTHK", q.shape)) | {"V": v.shape[3]}
+    if q.dtype not in FLOATS:
+        complaints.add(DtypeError, row.query, _dtypes(FLOATS), q.dtype, f"Convert it with {row.query}.to(...).")
+    for name in "HKV":
+        if sizes[name] == 0:
+            complaints.add(ShapeError, name, "at least 1", 0)
+    same = (q.dtype,) if q.dtype in FLOATS else FLOATS
+    _check_tensor(complaints, "k", k, "BTHK", sizes, q.device, same)
+    _check_tensor(complaints, "v", v, "BTHV", sizes, q.device, same)
+    if (g is not None) != bool(row.decay):
+        rule = f"given, of shape [{','.join(row.decay)}]" if row.decay else "left out (this variant has no decay)"
+        complaints.add(ShapeError, row.gate or "g", rule, "None" if g is None else list(g.shape))
+    elif g is not None:
+        found = len(complaints.found)
+        _check_tensor(complaints, row.gate, g, row.decay, sizes, q.device, FLOATS, _other_variants(row, g.dim()))
+        if len(complaints.found) == found and _reads_values(g) and g.numel() and float(g.detach().amax()) > 0:
+            complaints.add(
+                RangeError,
+                row.gate,
+                "a log decay, natural logarithm, nowhere above 0",
+                f"a largest value of {float(g.detach().amax()):g}",
+                "Pass log(decay): for RWKV checkpoints -exp(w), for GLA logsigmoid(x) / 16.",
+            )
+    if (u is not None) != row.bonus:
+        rule = "given, of shape [H,K]" if row.bonus else "left out (this variant has no bonus)"
+        complaints.add(ShapeError, "u", rule, "None" if u is None else list(u.shape))
+    elif u is not None:
+        _check_tensor(complaints, "u", u, "HK", sizes, q.device, FLOATS)
+    return sizes
+
+
+def _other_variants(row: Variant, axes: int) -> str:
+    """A hint for a decay with the right axes of another variant."""
+    others = [other.name for other in VARIANTS.values() if other.read == row.read and len(other.decay) == axes and other is not row]
+    return f"A decay of {axes} axes belongs to {' or '.join(others)}." if others and axes != len(row.decay) else ""
+
+
+def _check_packing(complaints: Complaints, cu_seqlens: Tensor, sizes: dict[str, int], device: torch.device) -> None:
+    found = len(complaints.found)
+    _check_tensor(complaints, "cu_seqlens", cu_seqlens, "*", sizes, device, (torch.int32, torch.int64))
+    if cu_seqlens.dim() == 1 and cu_seqlens.shape[0] == 0:
+        complaints.add(ShapeError, "cu_seqlens", "of at least one element (the first offset, 0)", [0])
+    if sizes["B"] != 1:
+        complaints.add(ShapeError, "B", "1 with cu_seqlens", sizes["B"], "Pack all sequences along the token axis.")
+    if len(complaints.found) > found:
+        return
+    sizes["N"] = cu_seqlens.shape[0] - 1
+    if not _reads_values(cu_seqlens):
+        return
+    ends, T = cu_seqlens.tolist(), sizes["T"]
+    if ends[0] != 0 or ends[-1] != T or any(b < a for a, b in zip(ends, ends[1:])):
+        shown = ends if len(ends) <= 16 else f"[{', '.join(map(str, ends[:6]))}, ..., {', '.join(map(str, ends[-6:]))}]"
+        complaints.add(
+            RangeError,
+            "cu_seqlens",
+            f"offsets that begin at 0, never fall and end at T = {T}",
+            shown,
+            "It is the cumulative sum of the sequence lengths with a 0 in front.",
+        )
+
+
+def _check_no_overlap(complaints: Complaints, state: Tensor) -> None:
+    if any(stride == 0 and size > 1 for stride, size in zip(state.stride(), state.shape)):
+        complaints.add(RangeError, "state", "free of overlap, since it is written in place", "an expanded tensor", "Clone it first.")
+
+
+def _check_slots(complaints: Complaints, slots: Tensor, rows: int) -> None:
+    taken = [slot for slot in slots.tolist() if slot >= 0]
+    if any(slot >= rows for slot in taken):
+        complaints.add(RangeError, "slots", f"below the {rows} rows of state", max(taken), "A negative slot skips a sequence.")
+    if len(set(taken)) != len(taken):
+        twice = sorted({slot for slot in taken if taken.count(slot) > 1})
+        complaints.add(RangeError, "slots", "different for every sequence", f"{twice} more than once", "Two sequences cannot share a state.")
