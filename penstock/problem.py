@@ -262,6 +262,8 @@ def _check_tensor(
 ) -> None:
     """Shape by axis letters ("*" is any size), dtype and device of one argument."""
     wanted = [sizes.get(axis, -1) for axis in axes]
+    if list(tensor.shape) == wanted and tensor.dtype in dtypes and tensor.device == device:
+        return
     if tensor.dim() != len(axes) or any(size != want for size, want in zip(tensor.shape, wanted) if want != -1):
         shape = "[" + ", ".join("*" if want == -1 else str(want) for want in wanted) + "]"
         complaints.add(ShapeError, name, f"of shape [{','.join(axes)}] = {shape}", list(tensor.shape), remedy)

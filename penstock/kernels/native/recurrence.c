@@ -172,9 +172,9 @@ INLINE void prepare(float *q, float *k, const float *g, const float *w, const fl
             store(k + j * Kp + d, keys[j] * beyond);
             beyond *= factors[j];
         }
-        if (decays) store(total.w + d, sum);
+        if (decays && tokens > 1) store(total.w + d, sum);
     }
-    if (decays) decay_factors(total, total.w, Kp);
+    if (decays && tokens > 1) decay_factors(total, total.w, Kp); /* of one token: its own */
     for (int i = 0; i < tokens; i++)
         for (int j = 0; j <= i; j++) A[i][j] = splat(sum_lanes(A[i][j]));
     for (int64_t c = 0; c < width; c += LANES)
@@ -320,7 +320,7 @@ void NAME(penstock_forward_, SUFFIX)(problem *p) {
                     prepare_group(q, k, r.g + i * Kp, r.w.w + i * Kp, u, total, Kp, v, o, columns, width, (int)group,
                                   p->g.data != NULL, (int)p->previous);
                     if (end.data && ends && i + group == tokens) to = end;
-                    pass_group(from, to, width, K, Kp, q, k, total, v, o, columns, (int)group, p->g.data != NULL);
+                    pass_group(from, to, width, K, Kp, q, k, group == 1 ? decays_of(&r, i, Kp) : total, v, o, columns, (int)group, p->g.data != NULL);
                     from = S;
                 }
                 for (int64_t i = 0; i < tokens; i++) store_token(&p->output, &s, chunk + i, h, column, out + i * columns, count);
