@@ -16,9 +16,11 @@ from .kernels import chunkwise, cpu, parallel, reference
 from .kernels.contract import Implementation, Mode
 from .problem import Problem
 
-IMPLEMENTATIONS: tuple[Implementation, ...] = tuple(
-    module.IMPLEMENTATION  # type: ignore[attr-defined]
-    for module in (cpu, chunkwise, parallel, reference)
+IMPLEMENTATIONS: tuple[Implementation, ...] = (
+    cpu.IMPLEMENTATION,
+    chunkwise.IMPLEMENTATION,
+    parallel.IMPLEMENTATION,
+    reference.IMPLEMENTATION,
 )
 _BY_NAME = {implementation.name: implementation for implementation in IMPLEMENTATIONS}
 

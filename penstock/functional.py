@@ -394,8 +394,8 @@ def _retnet_decay(q: Tensor) -> Tensor:
 
 
 def _featured(q: Tensor, k: Tensor, v: Tensor, feature_map: FeatureMap, normalize: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """q and k through the feature map, v with a column of ones if normalised."""
-    if isinstance(feature_map, str) and feature_map not in FEATURE_MAPS or not (
+    """Q and k through the feature map, v with a column of ones if normalised."""
+    if (isinstance(feature_map, str) and feature_map not in FEATURE_MAPS) or not (
         feature_map is None or isinstance(feature_map, str) or callable(feature_map)
     ):
         complaints = Complaints("linear_attention")

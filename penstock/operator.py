@@ -22,7 +22,7 @@ from torch import Tensor
 
 from . import dispatch
 from .kernels import chunkwise
-from .kernels.contract import Gradients, gradients_of
+from .kernels.contract import gradients_of
 from .problem import Problem, Step, state_dtype
 
 _TOKENS = "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? u"
@@ -30,9 +30,7 @@ _INPUTS = f"{_TOKENS}, Tensor? initial_state, Tensor? cu_seqlens, str variant, f
 
 library = torch.library.Library("penstock", "DEF")
 library.define(f"forward({_INPUTS}, bool output_final_state, str impl) -> (Tensor, Tensor)")
-library.define(
-    f"backward(Tensor d_output, Tensor? d_final_state, {_INPUTS}, str impl) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
+library.define(f"backward(Tensor d_output, Tensor? d_final_state, {_INPUTS}, str impl) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
 library.define(f"step({_TOKENS}, Tensor(a!) state, Tensor? slots, str variant, float? scale, str impl) -> Tensor")
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -94,7 +95,7 @@ class Problem:
         if self.cu_seqlens is None:
             return [(0, self.q.shape[1])] * self.q.shape[0]
         ends = self.cu_seqlens.tolist()
-        return list(zip(ends, ends[1:]))
+        return list(pairwise(ends))
 
     def forward_in_time(self) -> Problem:
         """The same problem with ``reverse`` undone by flipping the token axis (and, if packed, the order of sequences)."""
@@ -218,7 +219,7 @@ def check_types(
     """Check Python types before anything is handed to torch: tensors, numbers and bools where they belong."""
     complaints = Complaints(function)
     for name, value in tensors.items():
-        if not (isinstance(value, Tensor) or value is None and name in optional):
+        if not (isinstance(value, Tensor) or (value is None and name in optional)):
             complaints.add(DtypeError, name, "a torch.Tensor" + (" or None" if name in optional else ""), _kind(value))
     for name, value in numbers.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat))):
@@ -332,7 +333,7 @@ def _check_packing(complaints: Complaints, cu_seqlens: Tensor, sizes: dict[str, 
     if not _reads_values(cu_seqlens):
         return
     ends, T = cu_seqlens.tolist(), sizes["T"]
-    if ends[0] != 0 or ends[-1] != T or any(b < a for a, b in zip(ends, ends[1:])):
+    if ends[0] != 0 or ends[-1] != T or any(b < a for a, b in pairwise(ends)):
         shown = ends if len(ends) <= 16 else f"[{', '.join(map(str, ends[:6]))}, ..., {', '.join(map(str, ends[-6:]))}]"
         complaints.add(
             RangeError,
@@ -354,4 +355,6 @@ def _check_slots(complaints: Complaints, slots: Tensor, rows: int) -> None:
         complaints.add(RangeError, "slots", f"below the {rows} rows of state", max(taken), "A negative slot skips a sequence.")
     if len(set(taken)) != len(taken):
         twice = sorted({slot for slot in taken if taken.count(slot) > 1})
-        complaints.add(RangeError, "slots", "different for every sequence", f"{twice} more than once", "Two sequences cannot share a state.")
+        complaints.add(
+            RangeError, "slots", "different for every sequence", f"{twice} more than once", "Two sequences cannot share a state."
+        )

@@ -6,7 +6,7 @@ hold it to the oracle without being told.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -66,10 +66,15 @@ def gradients_of(
         pairs = [(output, d_output)] if d_final_state is None else [(output, d_output), (final_state, d_final_state)]
         pairs = [pair for pair in pairs if pair[0].requires_grad]  # without tokens or states, they depend on nothing
         if not pairs:
-            return Gradients(**dict.fromkeys(Gradients._fields) | {n: torch.zeros_like(x) for n, x in zip(names, inputs)})
+            return _gradients(names, [torch.zeros_like(x) for x in inputs])
         outputs, d_outputs = zip(*pairs)
         grads = torch.autograd.grad(outputs, inputs, d_outputs, create_graph=again, allow_unused=True, materialize_grads=True)
-    return Gradients(**dict.fromkeys(Gradients._fields) | dict(zip(names, grads)))
+    return _gradients(names, grads)
+
+
+def _gradients(names: Sequence[str], values: Sequence[Tensor]) -> Gradients:
+    given = dict(zip(names, values))
+    return Gradients(given["q"], given["k"], given["v"], given.get("g"), given.get("u"), given.get("initial_state"))
 
 
 def step_by_forward(forward: Callable[[Problem], tuple[Tensor, Tensor]], step: Step) -> Tensor:

@@ -34,9 +34,12 @@ class _Tensor(ctypes.Structure):
         return cls() if x is None else cls(x.data_ptr(), DTYPES[x.dtype], (ctypes.c_int64 * 4)(*x.stride()))
 
 
-_TENSORS = "q k v g u initial_state output final_state d_output d_final_state dq dk dv dg du d_initial_state".split()
+_TENSORS = (
+    *("q", "k", "v", "g", "u", "initial_state", "output", "final_state"),
+    *("d_output", "d_final_state", "dq", "dk", "dv", "dg", "du", "d_initial_state"),
+)
 DECAY_GRADIENTS = {"BTHK": 0, "BTH": 1, "HK": 2, "H": 2}  # the enum of recurrence.c
-_NUMBERS = "N T H K V previous reverse decay_gradient threads".split()
+_NUMBERS = ["N", "T", "H", "K", "V", "previous", "reverse", "decay_gradient", "threads"]
 
 
 class _Call(ctypes.Structure):
@@ -106,8 +109,9 @@ def _offsets(call: _Call, x: Tensor | None) -> int | None:
     """The address of int64 values, kept alive as long as the call."""
     if x is None:
         return None
-    call.kept = x.to(torch.int64).contiguous()
-    return call.kept.data_ptr()
+    offsets = x.to(torch.int64).contiguous()
+    call.kept = offsets
+    return offsets.data_ptr()
 
 
 def forward(problem: Problem) -> tuple[Tensor, Tensor]:

@@ -64,7 +64,7 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor]:
             finals.append(S[n])
             continue
         row = 0 if packed else n
-        o, final = _attend(problem, *(x[row, begin:end] for x in (q, k, v, g)), u, S[n])
+        o, final = _attend(problem, q[row, begin:end], k[row, begin:end], v[row, begin:end], g[row, begin:end], u, S[n])
         outputs.append(o)
         finals.append(final)
     output = (torch.cat(outputs)[None] if packed else torch.stack(outputs)) if outputs else torch.zeros_like(v)
