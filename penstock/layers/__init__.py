@@ -1,0 +1,1 @@
+"""Token mixers and channel mixers as ``nn.Module``, one file per architecture."""

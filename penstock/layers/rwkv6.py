@@ -1,0 +1,189 @@
+"""The two mixers of an RWKV-6 ("Finch", x060) block, with the parameter names of its published checkpoints.
+
+Both look one token back: p is the input of the token before (the *shift state*), dx = p - x. TimeMix also carries the
+state of the recurrence. What goes in and comes out is a ``State``, so a sequence can be cut anywhere:
+
+>>> mixer = TimeMix(channels=16, head_size=8, mix_rank=4, decay_rank=4, layer=0, layers=2)
+>>> x, state = torch.randn(1, 6, 16), State.zeros(1, 16, 8, like=torch.empty(0))
+>>> whole, _ = mixer(x, state)
+>>> first, state = mixer(x[:, :2], state)
+>>> second, state = mixer(x[:, 2:], state)
+>>> torch.allclose(torch.cat([first, second], 1), whole, atol=1e-6)
+True
+
+Source: Peng et al. 2024, arXiv 2404.05892, sections 3 and 4 and appendix (initialisation); the constants below are those
+of the authors' training code, github.com/BlinkDL/RWKV-LM, ``RWKV-v5/src/model.py``.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .. import functional
+from ..problem import state_dtype
+
+
+class State(NamedTuple):
+    """What one block remembers of the tokens before, for each of B sequences."""
+
+    time_shift: Tensor
+    """[B,C] TimeMix's last input"""
+    channel_shift: Tensor
+    """[B,C] ChannelMix's last input"""
+    wkv: Tensor
+    """[B,H,K,V] the recurrence, float32 (float64 for float64 models)"""
+
+    @classmethod
+    def zeros(cls, batch: int, channels: int, head_size: int, *, like: Tensor) -> State:
+        """Before the first token; shift states with the dtype of ``like``, everything on its device."""
+        heads = channels // head_size
+        wkv = like.new_zeros(batch, heads, head_size, head_size, dtype=state_dtype(like.dtype))
+        return cls(like.new_zeros(batch, channels), like.new_zeros(batch, channels), wkv)
+
+
+class TimeMix(nn.Module):
+    r"""Mixes along time, by the RWKV-6 recurrence.
+
+    With five low-rank offsets :math:`\delta_i = \tanh((x + dx \cdot maa_x) W_1)_i W_{2,i}`, i in w, k, v, r, g in this order:
+
+    .. math::
+        x_i = x + dx (maa_i + \delta_i), \qquad r, k, v = W_r x_r, W_k x_k, W_v x_v, \qquad g = silu(W_g x_g)
+
+        w = -\exp(time\_decay + \tanh(x_w D_1) D_2), \qquad y = W_o (GroupNorm_H(rwkv6(r, k, v, w, u)) \cdot g)
+
+    w is a log decay (natural logarithm), computed in float32 whatever the model's dtype; u is ``time_faaaa``.
+
+    channels : int
+        C, a multiple of head_size; H = C / head_size.
+    mix_rank, decay_rank : int
+        M and D, the ranks of the offsets and of the decay. Published: 32 and 64, from C = 4096 on 64 and 128.
+    layer, layers : int
+        Which of how many blocks: the initialisation depends on the depth.
+    """
+
+    def __init__(self, channels: int, head_size: int, mix_rank: int, decay_rank: int, *, layer: int, layers: int) -> None:
+        super().__init__()
+        C, n = channels, head_size
+        deep = layer / max(layers - 1, 1)  # 0 in the first block, 1 in the last
+        shallow = 1 - layer / layers  # 1 in the first block, nearly 0 in the last
+        self.time_maa_x = nn.Parameter(1 - _ramp(C, shallow))
+        self.time_maa_w = nn.Parameter(1 - _ramp(C, shallow))
+        self.time_maa_k = nn.Parameter(1 - _ramp(C, shallow))
+        self.time_maa_v = nn.Parameter(1 - _ramp(C, shallow) - 0.3 * deep)
+        self.time_maa_r = nn.Parameter(1 - _ramp(C, shallow / 2))
+        self.time_maa_g = nn.Parameter(1 - _ramp(C, shallow / 2))
+        self.time_maa_w1 = nn.Parameter(torch.zeros(C, 5 * mix_rank))
+        self.time_maa_w2 = nn.Parameter(torch.empty(5, mix_rank, C).uniform_(-0.01, 0.01))
+
+        self.time_decay = nn.Parameter(-6 + 5 * _ramp(C, 0.7 + 1.3 * deep, last=1))
+        self.time_decay_w1 = nn.Parameter(torch.zeros(C, decay_rank))
+        self.time_decay_w2 = nn.Parameter(torch.empty(decay_rank, C).uniform_(-0.01, 0.01))
+        zigzag = 0.1 * (torch.arange(1, C + 1) % 3 - 1)
+        self.time_faaaa = nn.Parameter((deep * (1 - _ramp(C, 1, last=1)) + zigzag).view(C // n, n))
+
+        self.receptance = _matrix(C, C, gain=1)
+        self.key = _matrix(C, C, gain=0.1)
+        self.value = _matrix(C, C, gain=1)
+        self.gate = _matrix(C, C, gain=0.1)
+        self.output = _matrix(C, C, gain=0)
+        self.ln_x = nn.GroupNorm(C // n, C, eps=64e-5)  # 1e-5 * 8**2: the authors' norm of x / 8
+        nn.init.constant_(self.ln_x.weight, ((1 + layer) / layers) ** 0.7)
+
+    def forward(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        """Map normed x [B,T,C], T at least 0, to y [B,T,C] and the state after it, a new one. Differentiable."""
+        previous, shift = _shifted(x, state.time_shift)
+        r, k, v, w, gate = self._project(x, previous)
+        output, wkv = functional.rwkv6(r, k, v, w, self.time_faaaa, initial_state=state.wkv, output_final_state=True)
+        assert wkv is not None  # it was asked for
+        return self._read(output, gate), state._replace(time_shift=shift, wkv=wkv)
+
+    def step(self, x: Tensor, state: State) -> Tensor:
+        """Map x [B,T,C], T from 1 to 16, to y [B,T,C] without gradients; ``state`` is updated **in place**."""
+        previous, shift = _shifted(x, state.time_shift)
+        r, k, v, w, gate = self._project(x, previous)
+        state.time_shift.copy_(shift)
+        return self._read(functional.decode_step("rwkv6", r, k, v, w, self.time_faaaa, state=state.wkv), gate)
+
+    def _project(self, x: Tensor, previous: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """r, k, v and log decay w [B,T,H,n], gate [B,T,C]."""
+        dx = previous - x
+        hidden = torch.tanh((x + dx * self.time_maa_x) @ self.time_maa_w1)
+        hidden = hidden.view(-1, *self.time_maa_w2.shape[:2]).transpose(0, 1)  # [5,BT,M]
+        maa = torch.cat([self.time_maa_w, self.time_maa_k, self.time_maa_v, self.time_maa_r, self.time_maa_g])  # [5,1,C]
+        offsets = torch.baddbmm(maa, hidden, self.time_maa_w2).view(5, *x.shape)
+        x_w, x_k, x_v, x_r, x_g = (torch.addcmul(x, dx, offset) for offset in offsets.unbind())
+
+        decay = torch.tanh(x_w @ self.time_decay_w1) @ self.time_decay_w2
+        dtype = state_dtype(decay.dtype)
+        w = -torch.exp(self.time_decay.to(dtype) + decay.to(dtype))
+        r, k, v = self.receptance(x_r), self.key(x_k), self.value(x_v)
+        gate = nn.functional.silu(self.gate(x_g))
+        heads = *x.shape[:-1], *self.time_faaaa.shape
+        return r.view(heads), k.view(heads), v.view(heads), w.view(heads), gate
+
+    def _read(self, output: Tensor, gate: Tensor) -> Tensor:
+        """Output of the recurrence [B,T,H,n] to y [B,T,C]."""
+        normed = self.ln_x(output.reshape(-1, gate.shape[-1])).view(gate.shape)
+        y: Tensor = self.output(normed * gate)
+        return y
+
+
+class ChannelMix(nn.Module):
+    r"""Mixes channels; its only memory is the token before.
+
+    .. math:: y = \sigma(W_r (x + dx \cdot maa_r)) \cdot W_v \, relu(W_k (x + dx \cdot maa_k))^2
+
+    channels, ffn_channels : int
+        C and F, the width inside; published models have F of about 3.5 C.
+    layer, layers : int
+        Which of how many blocks, for the initialisation.
+    """
+
+    def __init__(self, channels: int, ffn_channels: int, *, layer: int, layers: int) -> None:
+        super().__init__()
+        self.time_maa_k = nn.Parameter(1 - _ramp(channels, 1 - layer / layers))
+        self.time_maa_r = nn.Parameter(1 - _ramp(channels, 1 - layer / layers))
+        self.key = _matrix(channels, ffn_channels, gain=1)
+        self.receptance = _matrix(channels, channels, gain=0)
+        self.value = _matrix(ffn_channels, channels, gain=0)
+
+    def forward(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        """Map normed x [B,T,C], T at least 0, to y [B,T,C] and the state after it, a new one. Differentiable."""
+        previous, shift = _shifted(x, state.channel_shift)
+        return self._mix(x, previous), state._replace(channel_shift=shift)
+
+    def step(self, x: Tensor, state: State) -> Tensor:
+        """Map x to y without gradients; ``state`` is updated **in place**."""
+        previous, shift = _shifted(x, state.channel_shift)
+        state.channel_shift.copy_(shift)
+        return self._mix(x, previous)
+
+    def _mix(self, x: Tensor, previous: Tensor) -> Tensor:
+        dx = previous - x
+        k = torch.relu(self.key(torch.addcmul(x, dx, self.time_maa_k))).square()
+        y: Tensor = torch.sigmoid(self.receptance(torch.addcmul(x, dx, self.time_maa_r))) * self.value(k)
+        return y
+
+
+def _shifted(x: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
+    """For x [B,T,C] after ``shift`` [B,C]: every token's predecessor [B,T,C], and the last token [B,C]."""
+    tokens = torch.cat([shift.unsqueeze(1), x], 1)
+    return tokens[:, :-1], tokens[:, -1].clone()  # a view would keep all of them in memory
+
+
+def _ramp(channels: int, power: float, last: int = 0) -> Tensor:
+    """[1,1,C] from 0 up, (c / C) ** power; with ``last`` = 1 it ends at 1: (c / (C - 1)) ** power."""
+    return (torch.arange(channels) / max(channels - last, 1)).pow(power).view(1, 1, channels)
+
+
+def _matrix(inputs: int, outputs: int, gain: float) -> nn.Linear:
+    """Make a linear map without bias; orthogonal times gain, or 0, so that a block of a new model adds nothing."""
+    linear = nn.Linear(inputs, outputs, bias=False)
+    if gain == 0:
+        nn.init.zeros_(linear.weight)
+    else:
+        nn.init.orthogonal_(linear.weight, gain)
+    return linear

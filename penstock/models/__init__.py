@@ -1,0 +1,1 @@
+"""Whole language models: a configuration and a causal model for each architecture."""

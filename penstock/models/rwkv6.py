@@ -1,0 +1,185 @@
+"""RWKV-6 ("Finch", x060): configuration and causal language model.
+
+The ``state_dict`` has the names and shapes of the published ``RWKV-x060-*.pth`` files.
+
+Source: Peng et al. 2024, arXiv 2404.05892; initialisation as in github.com/BlinkDL/RWKV-LM, ``RWKV-v5/src/model.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import Complaints, DtypeError, RangeError, ShapeError
+from ..layers.rwkv6 import ChannelMix, State, TimeMix
+from .sampling import check_sampling, draw
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """The sizes of an RWKV-6 model. Raises RangeError for sizes that do not fit together.
+
+    >>> Configuration(vocabulary=65536, layers=24, channels=2048, ffn_channels=7168).heads
+    32
+    """
+
+    vocabulary: int
+    layers: int
+    channels: int
+    ffn_channels: int
+    """published: 3.5 * channels, rounded down to a multiple of 32"""
+    head_size: int = 64
+    mix_rank: int = 32
+    """rank of the five token-shift offsets; published: 64 from channels = 4096 on"""
+    decay_rank: int = 64
+    """rank of the decay; published: 128 from channels = 4096 on"""
+
+    def __post_init__(self) -> None:
+        complaints = Complaints("Configuration")
+        for field in fields(self):
+            size = getattr(self, field.name)
+            if not isinstance(size, int) or size < 1:
+                complaints.add(RangeError, field.name, "a whole number of at least 1", repr(size))
+        if not complaints.found and self.channels % self.head_size:
+            complaints.add(RangeError, "channels", f"a multiple of head_size = {self.head_size}", self.channels)
+        complaints.raise_any()
+
+    @property
+    def heads(self) -> int:
+        """H, the number of heads of the recurrence."""
+        return self.channels // self.head_size
+
+
+class Block(nn.Module):
+    """``x += TimeMix(ln1(x)); x += ChannelMix(ln2(x))``; the first block begins with ``x = ln0(x)``."""
+
+    def __init__(self, sizes: Configuration, layer: int) -> None:
+        super().__init__()
+        C, layers = sizes.channels, sizes.layers
+        self.ln0 = nn.LayerNorm(C) if layer == 0 else None
+        self.ln1 = nn.LayerNorm(C)
+        self.ln2 = nn.LayerNorm(C)
+        self.att = TimeMix(C, sizes.head_size, sizes.mix_rank, sizes.decay_rank, layer=layer, layers=layers)
+        self.ffn = ChannelMix(C, sizes.ffn_channels, layer=layer, layers=layers)
+
+    def forward(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        """Map x [B,T,C] to the same shape, and to the state after it."""
+        x = self._enter(x)
+        y, state = self.att(self.ln1(x), state)
+        x = x + y
+        y, state = self.ffn(self.ln2(x), state)
+        return x + y, state
+
+    def step(self, x: Tensor, state: State) -> Tensor:
+        """Map x [B,T,C], T from 1 to 16, to the same shape; ``state`` is updated in place."""
+        x = self._enter(x)
+        x = x + self.att.step(self.ln1(x), state)
+        return x + self.ffn.step(self.ln2(x), state)
+
+    def _enter(self, x: Tensor) -> Tensor:
+        return x if self.ln0 is None else self.ln0(x)
+
+
+class RWKV6(nn.Module):
+    """A causal language model: tokens in, logits of the next token out.
+
+    >>> model = RWKV6(Configuration(vocabulary=11, layers=2, channels=16, ffn_channels=32, head_size=8))
+    >>> logits, state = model(torch.tensor([[3, 1, 4]]))
+    >>> logits, state = model(torch.tensor([[1, 5]]), state)  # goes on where the first call ended
+    >>> logits.shape
+    torch.Size([1, 2, 11])
+    """
+
+    def __init__(self, configuration: Configuration) -> None:
+        super().__init__()
+        sizes = self.configuration = configuration
+        self.emb = nn.Embedding(sizes.vocabulary, sizes.channels)
+        self.blocks = nn.ModuleList(Block(sizes, layer) for layer in range(sizes.layers))
+        self.ln_out = nn.LayerNorm(sizes.channels)
+        self.head = nn.Linear(sizes.channels, sizes.vocabulary, bias=False)
+        nn.init.uniform_(self.emb.weight, -1e-4, 1e-4)  # ln0 follows
+        nn.init.orthogonal_(self.head.weight, 0.5 * math.sqrt(max(sizes.vocabulary / sizes.channels, 1)))
+
+    def initial_state(self, batch: int) -> list[State]:
+        """Make the state before the first token of ``batch`` sequences: one ``State`` per block, all zeros."""
+        sizes = self.configuration
+        return [State.zeros(batch, sizes.channels, sizes.head_size, like=self.emb.weight.detach()) for _ in self.blocks]
+
+    def forward(self, tokens: Tensor, state: list[State] | None = None) -> tuple[Tensor, list[State]]:
+        """Logits after every token, and the state after the last; differentiable.
+
+        tokens : int64 or int32 Tensor [B,T]
+        state : list of State, optional
+            As an earlier call returned it, for the same B sequences. It is not changed. Default: ``initial_state(B)``.
+
+        Returns logits [B,T,vocabulary] and the new state. Raises ShapeError or DtypeError.
+        """
+        _check_tokens("RWKV6", tokens, state, self.configuration)
+        after = []
+        x = self.emb(tokens)
+        for block, before in zip(self.blocks, state or self.initial_state(tokens.shape[0])):
+            x, new = block(x, before)
+            after.append(new)
+        return self.head(self.ln_out(x)), after
+
+    @torch.no_grad()
+    def step(self, tokens: Tensor, state: list[State]) -> Tensor:
+        """Logits after every token, [B,T,vocabulary], for T from 1 to 16; ``state`` is updated **in place**.
+
+        Arguments and errors as for ``forward``. There are no gradients.
+        """
+        _check_tokens("RWKV6.step", tokens, state, self.configuration)
+        x = self.emb(tokens)
+        for block, memory in zip(self.blocks, state):
+            assert isinstance(block, Block)  # which nn.ModuleList does not tell
+            x = block.step(x, memory)
+        logits: Tensor = self.head(self.ln_out(x))
+        return logits
+
+    @torch.no_grad()
+    def generate(
+        self, tokens: Tensor, count: int, *, temperature: float = 1.0, top_p: float = 1.0, generator: torch.Generator | None = None
+    ) -> Tensor:
+        """``count`` more tokens for each of B sequences: int64 [B,count].
+
+        tokens : int64 or int32 Tensor [B,T]
+            What the sequences begin with, T at least 1.
+        temperature : float
+            Divides the logits; at least 0, where 0 takes the likeliest token.
+        top_p : float
+            Draw from the fewest likeliest tokens whose probabilities sum to this; above 0, at most 1.
+        generator : torch.Generator, optional
+            Where the random numbers come from: a seeded one makes the result repeatable.
+
+        Raises ShapeError, DtypeError or RangeError.
+        """
+        check_sampling("generate", temperature, top_p)
+        _check_tokens("generate", tokens, None, self.configuration)
+        if tokens.shape[1] == 0:
+            raise ShapeError("generate: tokens must be of shape [B,T] with T at least 1, got T = 0. Begin with some token.")
+        logits, state = self(tokens)
+        drawn = tokens.new_empty(tokens.shape[0], count, dtype=torch.int64)
+        for i in range(count):
+            if i > 0:
+                logits = self.step(drawn[:, i - 1 : i], state)
+            drawn[:, i] = draw(logits[:, -1], temperature, top_p, generator)
+        return drawn
+
+
+def _check_tokens(function: str, tokens: Tensor, state: list[State] | None, sizes: Configuration) -> None:
+    """Raise InvalidArgument unless tokens are int [B,T] and the state belongs to B sequences of this model."""
+    complaints = Complaints(function)
+    if tokens.dtype not in (torch.int64, torch.int32):
+        complaints.add(DtypeError, "tokens", "int64 or int32", str(tokens.dtype).removeprefix("torch."))
+    if tokens.dim() != 2:
+        complaints.add(ShapeError, "tokens", "of shape [B,T]", list(tokens.shape), "One sequence is tokens[None].")
+    elif state is not None:
+        wanted = [tokens.shape[0], sizes.heads, sizes.head_size, sizes.head_size]
+        if len(state) != sizes.layers:
+            complaints.add(ShapeError, "state", f"one State for each of {sizes.layers} blocks", f"{len(state)} of them")
+        elif list(state[0].wkv.shape) != wanted:
+            complaints.add(ShapeError, "state", f"of {tokens.shape[0]} sequences, wkv {wanted}", list(state[0].wkv.shape))
+    complaints.raise_any()
