@@ -86,7 +86,7 @@ def _refusal(implementation: Implementation, problem: Problem, mode: Mode) -> st
 
 def check_name(function: str, impl: str) -> None:
     """Raise RangeError unless ``impl`` is "auto" or an implementation's name."""
-    if impl != "auto" and impl not in _BY_NAME:
+    if not isinstance(impl, str) or impl not in ("auto", *_BY_NAME):
         complaints = Complaints(function)
         complaints.add(RangeError, "impl", f"one of {', '.join(['auto', *_BY_NAME])}", repr(impl), "See penstock.implementations().")
         complaints.raise_any()

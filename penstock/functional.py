@@ -39,7 +39,7 @@ from torch.nn import functional as F
 
 from . import dispatch, operator  # noqa: F401  (operator registers torch.ops.penstock)
 from .errors import Complaints, RangeError
-from .problem import Problem, check_types, state_dtype
+from .problem import FLOATS, Problem, check_types, state_dtype
 from .variants import VARIANTS
 
 FeatureMap = Literal["elu+1", "relu", "identity"] | Callable[[Tensor], Tensor] | None
@@ -336,14 +336,15 @@ def explain(variant: str, *args: Any, **kwargs: Any) -> dispatch.Explanation:
     given = bound.arguments
     q, k, v = given[row.query], given["k"], given["v"]
     if variant == "linear_attention":
+        check_types(variant, {"q": q, "k": k, "v": v}, {}, {"normalize": given["normalize"]}, frozenset())
         q, k, v = _featured(q, k, v, given["feature_map"], given["normalize"])
-    g = given.get(row.gate) if row.gate else None
+    g, u = given.get(row.gate) if row.gate else None, given.get("u")
     if variant == "retention" and g is None:
         g = _retnet_decay(q)
+    scale, initial_state, cu_seqlens, reverse = (given[name] for name in ("scale", "initial_state", "cu_seqlens", "reverse"))
+    _check_types_of_call(variant, q, k, v, g, u, scale, initial_state, given["output_final_state"], cu_seqlens, reverse, given["impl"])
     q, k, v = _autocast(q, k, v)
-    return dispatch.explain(
-        Problem.checked(q, k, v, g, given.get("u"), given["initial_state"], given["cu_seqlens"], variant, given["scale"], given["reverse"])
-    )
+    return dispatch.explain(Problem.checked(q, k, v, g, u, initial_state, cu_seqlens, variant, scale, reverse))
 
 
 def _run(
@@ -360,20 +361,38 @@ def _run(
     reverse: bool,
     impl: str,
 ) -> Result:
-    row = VARIANTS[variant]
-    tensors: dict[str, object] = {row.query: q, "k": k, "v": v, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
-    if row.gate:
-        tensors[row.gate] = g
-    if row.bonus:
-        tensors["u"] = u
-    flags: dict[str, object] = {"output_final_state": output_final_state, "reverse": reverse}
-    check_types(variant, tensors, {"scale": scale}, flags, frozenset({"initial_state", "cu_seqlens"}))
-    dispatch.check_name(variant, impl)
+    _check_types_of_call(variant, q, k, v, g, u, scale, initial_state, output_final_state, cu_seqlens, reverse, impl)
     q, k, v = _autocast(q, k, v)
     output, final_state = torch.ops.penstock.forward(
         q, k, v, g, u, initial_state, cu_seqlens, variant, scale, reverse, output_final_state, impl
     )
     return Result(output, final_state if output_final_state else None)
+
+
+def _check_types_of_call(
+    variant: str,
+    q: object,
+    k: object,
+    v: object,
+    g: object,
+    u: object,
+    scale: object,
+    initial_state: object,
+    output_final_state: object,
+    cu_seqlens: object,
+    reverse: object,
+    impl: str,
+) -> None:
+    """Python types of what a function over sequences was given, and the implementation's name."""
+    row = VARIANTS[variant]
+    tensors = {row.query: q, "k": k, "v": v, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
+    if row.gate:
+        tensors[row.gate] = g
+    if row.bonus:
+        tensors["u"] = u
+    flags = {"output_final_state": output_final_state, "reverse": reverse}
+    check_types(variant, tensors, {"scale": scale}, flags, frozenset({"initial_state", "cu_seqlens"}))
+    dispatch.check_name(variant, impl)
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -402,14 +421,14 @@ def _featured(q: Tensor, k: Tensor, v: Tensor, feature_map: FeatureMap, normaliz
         rule = f"one of {', '.join(map(repr, FEATURE_MAPS))}, a callable or None"
         complaints.add(RangeError, "feature_map", rule, repr(feature_map), "A callable takes and returns a tensor.")
         complaints.raise_any()
-    if feature_map is not None:
+    if feature_map is not None and q.dtype in FLOATS and k.dtype in FLOATS:  # others are refused where all arguments are checked
         phi = FEATURE_MAPS[feature_map] if isinstance(feature_map, str) else feature_map
         q, k = phi(q), phi(k)
-    return q, k, torch.cat([v, v.new_ones(*v.shape[:-1], 1)], -1) if normalize else v
+    return q, k, torch.cat([v, v.new_ones(*v.shape[:-1], 1)], -1) if normalize and v.dim() else v
 
 
 def _known_variant(function: str, variant: str) -> None:
-    if variant not in VARIANTS:
+    if not isinstance(variant, str) or variant not in VARIANTS:
         complaints = Complaints(function)
         complaints.add(RangeError, "variant", f"one of {', '.join(VARIANTS)}", repr(variant))
         complaints.raise_any()

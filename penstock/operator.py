@@ -6,9 +6,9 @@ Three operators serve every variant and every implementation::
     penstock::backward  (their gradients, the same inputs) -> gradients of q, k, v, g, u, initial_state
     penstock::step      (tokens, state pool, slots)        -> output; the pool is updated in place
 
-A tensor that was not asked for, or whose input was None, comes back empty. ``impl`` travels as a string, so that a
-compiled graph holds one operator whatever runs inside it. Derivatives of the backward pass are those of the plain
-PyTorch chunkwise form, whatever computed the first ones.
+Results are contiguous and new. A tensor that was not asked for, or whose input was None, comes back empty. ``impl``
+travels as a string, so that a compiled graph holds one operator whatever runs inside it. Derivatives of the backward pass
+are those of the plain PyTorch chunkwise form, whatever computed the first ones.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _forward(*inputs: Any) -> tuple[Tensor, Tensor]:
     problem = Problem.checked(*call)
     with _no_autocast(problem.q):
         output, final_state = dispatch.pick(problem, "forward", impl).forward(problem)
-    return output, final_state if output_final_state else _empty(output)
+    return output.contiguous(), final_state.contiguous() if output_final_state else _empty(output)
 
 
 @torch.library.register_fake("penstock::forward", lib=library)
@@ -68,9 +68,9 @@ def _forward_fake(*inputs: Any) -> tuple[Tensor, Tensor]:
 def _backward(d_output: Tensor, d_final_state: Tensor | None, *inputs: Any) -> tuple[Tensor, ...]:
     *call, impl = inputs
     problem = Problem.checked(*call)
-    with _no_autocast(d_output):
+    with _no_autocast(d_output), torch.no_grad():
         gradients = dispatch.pick(problem, "backward", impl).backward(problem, d_output, d_final_state)
-    return tuple(_empty(d_output) if x is None else x for x in gradients)
+    return tuple(_empty(d_output) if x is None else x.contiguous() for x in gradients)
 
 
 @torch.library.register_fake("penstock::backward", lib=library)
@@ -82,8 +82,8 @@ def _backward_fake(d_output: Tensor, d_final_state: Tensor | None, *inputs: Any)
 def _step(*inputs: Any) -> Tensor:
     *call, impl = inputs
     step = Step.checked(*call)
-    with _no_autocast(step.q), torch.no_grad():
-        return dispatch.pick(step.problem(step.state), "step", impl).step(step)
+    with _no_autocast(step.q):
+        return dispatch.pick(step.problem(step.state), "step", impl).step(step).contiguous()
 
 
 @torch.library.register_fake("penstock::step", lib=library)

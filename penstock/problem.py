@@ -84,6 +84,8 @@ class Problem:
         if self.g is None:
             return None
         axes = self.variant.decay
+        if axes == "BTHK":
+            return self.g
         return self.g[tuple(slice(None) if axis in axes else None for axis in "BTHK")]
 
     def with_tensors(self, tensors: dict[str, Tensor]) -> Problem:
@@ -184,7 +186,8 @@ class Step:
         """Validate a decode step; raises the exceptions of ``errors.py`` with every broken rule."""
         row = VARIANTS[variant]
         complaints = Complaints(f"decode_step({variant!r})")
-        sizes = _check_tokens(complaints, row, q, k, v, g, u)
+        own_names = replace(row, query="q", gate="g" if row.gate else "")  # whatever the variant's literature calls them
+        sizes = _check_tokens(complaints, own_names, q, k, v, g, u)
         if sizes is not None:
             if sizes["T"] > STEP_TOKENS:
                 complaints.add(
@@ -197,15 +200,8 @@ class Step:
                 _check_tensor(complaints, "state", state, "*HKV", sizes, q.device, FLOATS)
                 _check_tensor(complaints, "slots", slots, "N", sizes, q.device, (torch.int32, torch.int64))
             _check_no_overlap(complaints, state)
-            for name, tensor in (("q", q), ("k", k), ("v", v), ("g", g), ("u", u), ("state", state)):
-                if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
-                    complaints.add(
-                        RangeError,
-                        name,
-                        "free of gradients",
-                        "requires_grad=True with gradients enabled",
-                        f"A decode step updates the state in place and has no backward: use torch.no_grad(), or {variant}().",
-                    )
+            if torch.is_grad_enabled():
+                _check_no_gradients(complaints, variant, {"q": q, "k": k, "v": v, "g": g, "u": u, "state": state})
             if not complaints.found and slots is not None and _reads_values(slots):
                 _check_slots(complaints, slots, state.shape[0])
         complaints.raise_any()
@@ -221,6 +217,8 @@ def check_types(
     for name, value in tensors.items():
         if not (isinstance(value, Tensor) or (value is None and name in optional)):
             complaints.add(DtypeError, name, "a torch.Tensor" + (" or None" if name in optional else ""), _kind(value))
+        elif isinstance(value, Tensor) and value.layout != torch.strided:
+            complaints.add(DtypeError, name, "a dense tensor", value.layout, f"Convert it with {name}.to_dense().")
     for name, value in numbers.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat))):
             complaints.add(DtypeError, name, "a number or None", _kind(value))
@@ -347,6 +345,13 @@ def _check_packing(complaints: Complaints, cu_seqlens: Tensor, sizes: dict[str, 
 def _check_no_overlap(complaints: Complaints, state: Tensor) -> None:
     if any(stride == 0 and size > 1 for stride, size in zip(state.stride(), state.shape)):
         complaints.add(RangeError, "state", "free of overlap, since it is written in place", "an expanded tensor", "Clone it first.")
+
+
+def _check_no_gradients(complaints: Complaints, variant: str, tensors: dict[str, Tensor | None]) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.requires_grad:
+            remedy = f"A decode step updates the state in place and has no backward: use torch.no_grad(), or {variant}()."
+            complaints.add(RangeError, name, "free of gradients", "requires_grad=True with gradients enabled", remedy)
 
 
 def _check_slots(complaints: Complaints, slots: Tensor, rows: int) -> None:

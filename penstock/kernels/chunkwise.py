@@ -124,7 +124,7 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor]:
     S = problem.q.new_zeros(problem.state_shape, dtype=dtype) if problem.initial_state is None else problem.initial_state.to(dtype)
     chunks, own = Chunks.of(problem), problem.variant.read == "updated"
     if not chunks.alive:
-        return problem.back_in_time(problem.v.new_zeros(problem.v.shape), S + 0)
+        return problem.back_in_time(problem.v.new_zeros(problem.v.shape), S * 1)  # new, as its gradient will be
     q, k, v = (chunks.rows(x, dtype) for x in (problem.q, problem.k, problem.v))
     g = None
     if problem.gate is not None:

@@ -57,7 +57,7 @@ def gradients_of(
     again = torch.is_grad_enabled()
     names = [name for name in Gradients._fields if getattr(problem, name) is not None]
     inputs = [getattr(problem, name) for name in names]
-    with torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():  # the first also where a compiled graph runs this below autograd
         if again:
             inputs = [x if x.requires_grad else x.detach().requires_grad_() for x in inputs]
         else:

@@ -25,13 +25,16 @@ THREAD_WORK = 1 << 16
 """Multiply-adds below which a further thread costs more than it brings: about 5 us to wake one, about 10 per ns and thread."""
 
 
+_Strides = ctypes.c_int64 * 4
+
+
 class _Tensor(ctypes.Structure):
-    _fields_ = [("data", ctypes.c_void_p), ("dtype", ctypes.c_int64), ("stride", ctypes.c_int64 * 4)]
+    _fields_ = [("data", ctypes.c_void_p), ("dtype", ctypes.c_int64), ("stride", _Strides)]
 
     @classmethod
-    def of(cls, x: Tensor | None) -> _Tensor:
-        """Up to four axes; no data for None."""
-        return cls() if x is None else cls(x.data_ptr(), DTYPES[x.dtype], (ctypes.c_int64 * 4)(*x.stride()))
+    def of(cls, x: Tensor) -> _Tensor:
+        """Up to four axes."""
+        return cls(x.data_ptr(), DTYPES[x.dtype], _Strides(*x.stride()))
 
 
 _TENSORS = (
@@ -93,14 +96,15 @@ def _run(name: str, call: _Call, work: int) -> None:
 
 
 def _call(problem: Problem) -> _Call:
-    call = _Call(
-        **{name: _Tensor.of(getattr(problem, name)) for name in ("q", "k", "v", "u", "initial_state")},
-        g=_Tensor.of(None if problem.gate is None else problem.gate.expand(problem.q.shape)),
-        **problem.sizes,
-        previous=problem.variant.read == "previous",
-        reverse=problem.reverse,
-        scale=problem.scale,
-    )
+    sizes, gate = problem.sizes, problem.gate
+    call = _Call(**sizes, previous=problem.variant.read == "previous", reverse=problem.reverse, scale=problem.scale)
+    call.q, call.k, call.v = _Tensor.of(problem.q), _Tensor.of(problem.k), _Tensor.of(problem.v)
+    if gate is not None:
+        call.g = _Tensor.of(gate.expand(problem.q.shape))
+    if problem.u is not None:
+        call.u = _Tensor.of(problem.u)
+    if problem.initial_state is not None:
+        call.initial_state = _Tensor.of(problem.initial_state)
     call.cu_seqlens = _offsets(call, problem.cu_seqlens)
     return call
 
@@ -129,7 +133,9 @@ def backward(problem: Problem, d_output: Tensor, d_final_state: Tensor | None) -
     """States between checkpoints are computed again: memory beyond the results is one state every 16 tokens and thread."""
     N, H, K, _ = problem.state_shape
     call = _call(problem)
-    call.d_output, call.d_final_state = _Tensor.of(d_output), _Tensor.of(d_final_state)
+    call.d_output = _Tensor.of(d_output)
+    if d_final_state is not None:
+        call.d_final_state = _Tensor.of(d_final_state)
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (problem.q, problem.k, problem.v))
     call.dq, call.dk, call.dv = _Tensor.of(dq), _Tensor.of(dk), _Tensor.of(dv)
     du = dg = d_initial_state = None
@@ -153,7 +159,7 @@ def backward(problem: Problem, d_output: Tensor, d_final_state: Tensor | None) -
 
 def step(step: Step) -> Tensor:
     """The forward pass, reading and writing rows of the pool in place."""
-    output = step.v.new_zeros(step.v.shape)  # a skipped sequence has output 0
+    output = step.v.new_empty(step.v.shape) if step.slots is None else step.v.new_zeros(step.v.shape)  # 0 where skipped
     call = _call(step.problem(step.state))
     call.output, call.final_state = _Tensor.of(output), _Tensor.of(step.state)
     call.slots = _offsets(call, step.slots)

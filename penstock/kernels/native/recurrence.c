@@ -267,9 +267,10 @@ static void prefetch_chunk(const problem *p, const sequence *s, int64_t h, int64
 }
 
 /* Heads that a unit of the forward pass takes chunk by chunk in turn. Their rows share pages, and one page-table walk
- * then serves them all; their states wait in the second-level cache. */
+ * then serves them all; their states wait in the second-level cache. With few tokens the states are the traffic: a thread
+ * then streams as many adjacent ones as it can. */
 static int64_t heads_together(const problem *p, int64_t blocks) {
-    int64_t heads = 4;
+    int64_t heads = p->T < CHUNK ? 32 : 4;
     if (p->g.data && !p->g.stride[1]) return 1; /* the factors of a constant decay are kept for one head */
     while (heads > 1 && p->N * (p->H / heads) * blocks < 2 * p->threads) heads /= 2;
     return heads;

@@ -1,0 +1,1 @@
+"""Benchmarks: every implementation held to the oracle, then timed beside the token loop and other projects."""

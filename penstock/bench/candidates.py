@@ -1,0 +1,96 @@
+"""What is timed: an implementation of ours, or a peer, behind two functions that take the same inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .. import dispatch
+from ..errors import Complaints, ImplementationRefused, RangeError
+from ..functional import decode_step
+from . import oracle
+from .cases import Inputs
+from .loop import token_loop
+from .machine import using_threads
+
+Mode = Literal["fwd", "fwdbwd", "decode"]
+MODES: tuple[Mode, ...] = ("fwd", "fwdbwd", "decode")
+PEERS = ("loop", "fla")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to compute a call."""
+
+    name: str
+    forward: Callable[[Inputs], Tensor]
+    """The output [B,T,H,V]; differentiable where inputs require gradients."""
+    step: Callable[[Inputs, Tensor], tuple[Tensor, Tensor]]
+    """Output and new states from the tokens and states [B,H,K,V] of B sequences; may update the states in place."""
+    budget: Callable[[torch.dtype, torch.dtype], float]
+    """The largest error allowed, from the dtype of the inputs and that of the result."""
+    threads: int | None = None
+    """CPU threads, if fewer than torch's."""
+
+
+def ours(impl: str, inputs: Inputs, mode: Mode) -> Candidate:
+    """Take an implementation of this library, or "auto", for inputs like these. Raises ImplementationRefused with its reason."""
+    dispatch.check_name("bench", impl)
+    name = impl
+    if mode == "decode":
+        taken = [dispatch.pick(inputs.problem(), "step", impl).name]
+    else:
+        taken = [dispatch.pick(inputs.problem(), "forward", impl).name]
+        if mode == "fwdbwd":
+            taken.append(dispatch.pick(inputs.problem(), "backward", impl).name)
+    if impl == "auto":
+        name = f"auto ({', '.join(dict.fromkeys(taken))})"
+
+    def step(inputs: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
+        return decode_step(inputs.variant, inputs.q, inputs.k, inputs.v, inputs.g, inputs.u, state=state, impl=impl), state
+
+    return Candidate(name, lambda inputs: inputs.run(impl), step, oracle.budget)
+
+
+def loop(inputs: Inputs) -> Candidate:
+    """Take the token loop, the baseline, with one thread or all: whichever is faster on the first tokens of these inputs.
+
+    Its operations are so small that more threads may slow it down. It multiplies by rounded float32 decays over and over,
+    hence its own budget.
+    """
+    threads = None
+    if inputs.q.device.type == "cpu" and torch.get_num_threads() > 1 and _seconds(inputs, 1) < _seconds(inputs, None):
+        threads = 1
+    return Candidate("token loop", lambda inputs: token_loop(inputs)[0], token_loop, lambda inputs, result: 1e-4, threads)
+
+
+def _seconds(inputs: Inputs, threads: int | None) -> float:
+    """Time the loop's first tokens, twice; the faster counts."""
+    taken = []
+    with using_threads(threads), torch.no_grad():
+        for _ in range(2):
+            begin = perf_counter()
+            token_loop(inputs.first(8))
+            taken.append(perf_counter() - begin)
+    return min(taken)
+
+
+def peer(name: str, inputs: Inputs, mode: Mode) -> Candidate:
+    """Take the peer of this name, or raise an error that says why it cannot be had."""
+    from . import peers  # it makes candidates itself
+
+    if name == "loop":
+        return loop(inputs)
+    if name != "fla":
+        complaints = Complaints("bench")
+        complaints.add(RangeError, "peer", f"one of {', '.join(PEERS)}", repr(name))
+        complaints.raise_any()
+    reason = peers.unavailable(inputs)
+    if reason is not None:
+        raise ImplementationRefused(f"bench: peer fla cannot be timed here: {reason}.")
+    return peers.fla(inputs.variant)

@@ -1,0 +1,128 @@
+"""What this machine is: processor, instruction set, GPUs, versions."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from .. import __version__
+from ..dispatch import Available, implementations
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Facts that a measurement or a fault report needs."""
+
+    processor: str
+    cores: int
+    """Cores this process may run on."""
+    threads: int
+    """Threads that torch, and with it this library, uses."""
+    instructions: str
+    """The instruction set as torch sees it."""
+    load: float
+    """Cores that other processes kept busy while this one slept for a moment."""
+    gpus: tuple[str, ...]
+    system: str
+    python: str
+    torch: str
+    penstock: str
+    triton: str | None
+
+    @classmethod
+    def here(cls) -> Machine:
+        """Look at the machine as it is now."""
+        return cls(
+            processor=_processor(),
+            cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+            threads=torch.get_num_threads(),
+            instructions=torch.backends.cpu.get_cpu_capability(),
+            load=_load(),
+            gpus=tuple(_gpu(index) for index in range(torch.cuda.device_count())),
+            system=f"{platform.system()} {platform.machine()}",
+            python=platform.python_version(),
+            torch=torch.__version__,
+            penstock=__version__,
+            triton=_installed("triton"),
+        )
+
+    def device_name(self, device: str) -> str:
+        """Name the processor or the GPU."""
+        return torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else self.processor
+
+    @property
+    def busy(self) -> str | None:
+        """What to say if others were computing here; None if the machine was quiet."""
+        if self.load < 0.2 * (os.cpu_count() or 1):
+            return None
+        return f"The machine is busy ({self.load:.1f} of {os.cpu_count()} cores taken by others): times will be too long, and uneven."
+
+    def lines(self) -> list[tuple[str, str]]:
+        """For people: what, and which."""
+        return [
+            ("processor", f"{self.processor}, {self.cores} cores, {self.threads} threads in use, {self.instructions}"),
+            ("GPUs", "; ".join(self.gpus) or "none that torch can use"),
+            ("software", f"penstock {self.penstock}, torch {self.torch}, triton {self.triton or 'not installed'}, Python {self.python}"),
+            *((f"impl {one.name}", _state(one)) for one in implementations()),
+        ]
+
+
+@contextmanager
+def using_threads(threads: int | None) -> Iterator[None]:
+    """Let torch, and with it this library, use so many CPU threads in this block; None changes nothing."""
+    before = torch.get_num_threads()
+    if threads not in (None, before):
+        torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        if torch.get_num_threads() != before:
+            torch.set_num_threads(before)
+
+
+def _state(one: Available) -> str:
+    return f"{one.summary}: " + ("available" if one.reason is None else f"not available: {one.reason}")
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _load() -> float:
+    """Ask the kernel's own accounts; the average over the last minute where there are none."""
+    accounts = Path("/proc/stat")
+    if not accounts.exists():
+        return os.getloadavg()[0]
+    totals = []
+    for _ in range(2):
+        user, nice, system, idle, waiting, *rest = map(int, accounts.read_text().partition("\n")[0].split()[1:9])
+        totals.append((user + nice + system + sum(rest), idle + waiting))
+        time.sleep(0.2 if len(totals) == 1 else 0)
+    busy, free = totals[1][0] - totals[0][0], totals[1][1] - totals[0][1]
+    return busy / max(busy + free, 1) * float(os.cpu_count() or 1)
+
+
+def _gpu(index: int) -> str:
+    properties = torch.cuda.get_device_properties(index)
+    return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, sm_{properties.major}{properties.minor}"
+
+
+def _installed(package: str) -> str | None:
+    """Its version from the package's own records; nothing is imported."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

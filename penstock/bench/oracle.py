@@ -1,0 +1,50 @@
+"""How wrong a result is: its distance from the float64 token loop, and how much of that is allowed.
+
+The oracle runs on one thread: many small operations one after another gain little from more, and on a busy machine the
+waiting of threads for each other costs them dearly.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..kernels import reference
+from ..kernels.contract import gradients_of
+from .cases import Inputs
+from .machine import using_threads
+
+ACCURACY = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-6, torch.float16: 2e-6}
+"""The error of arithmetic, before a result is rounded; sums are float32, or float64 for float64 inputs."""
+
+
+def budget(inputs: torch.dtype, result: torch.dtype) -> float:
+    """Allow a result the error of the arithmetic and, if it is bfloat16 or float16, one rounding."""
+    rounding = torch.finfo(result).eps / 2 if result in (torch.bfloat16, torch.float16) else 0.0
+    return ACCURACY[inputs] + rounding
+
+
+def error(result: Tensor, exact: Tensor) -> float:
+    """Largest absolute difference over the largest absolute exact value; infinite if anything is not a number."""
+    if result.shape != exact.shape or not bool(result.isfinite().all()):
+        return float("inf")
+    largest, difference = float(exact.abs().max()), float((result.double() - exact).abs().max())
+    return difference / largest if largest else difference
+
+
+def exact_forward(inputs: Inputs, initial_state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Output and final state in float64."""
+    with torch.no_grad(), using_threads(1):
+        return reference.exact(inputs.problem(initial_state))
+
+
+def exact_gradients(
+    inputs: Inputs, d_output: Tensor, initial_state: Tensor | None = None, d_final_state: Tensor | None = None
+) -> dict[str, Tensor]:
+    """Gradients of the inputs in float64, by name; that of the initial state under "initial_state"."""
+    problem = inputs.problem(initial_state)
+    names = [*inputs.tensors, *(["initial_state"] if initial_state is not None else [])]
+    problem = problem.with_tensors({name: getattr(problem, name).detach().double() for name in names})
+    with torch.no_grad(), using_threads(1):
+        found = gradients_of(reference.exact, problem, d_output.double(), None if d_final_state is None else d_final_state.double())
+    return {name: getattr(found, name) for name in names}

@@ -1,0 +1,145 @@
+"""Tables for the terminal."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ..variants import VARIANTS
+from .cases import CASES
+from .machine import Machine
+from .measure import Measurement, Timing
+from .verify import Finding
+
+
+def print_machine(console: Console, machine: Machine) -> None:
+    """Print what there is to compute with."""
+    for name, text in machine.lines():
+        console.print(Text.assemble((f"  {name:<16}", "bold"), text), soft_wrap=True)
+
+
+def print_findings(console: Console, findings: list[Finding]) -> None:
+    """One row for each implementation and dtype: its worst error for every variant. Then what failed, and what refused."""
+    for device in dict.fromkeys(finding.device for finding in findings):
+        here = [finding for finding in findings if finding.device == device]
+        table = Table(
+            box=SIMPLE_HEAD,
+            title=f"Largest error against the float64 token loop, on {device}",
+            title_justify="left",
+            pad_edge=False,
+            padding=0,
+        )
+        table.add_column("impl")
+        table.add_column("dtype")
+        for variant in VARIANTS:
+            table.add_column(variant.replace("_", "\n"), justify="right", vertical="bottom")
+        table.add_column("allowed", justify="right", style="dim")
+        rows: dict[tuple[str, str], list[Finding]] = defaultdict(list)
+        order = list(dict.fromkeys(finding.implementation for finding in here))
+        for finding in here:
+            rows[finding.implementation, finding.dtype].append(finding)
+        for (implementation, dtype), found in sorted(rows.items(), key=lambda row: order.index(row[0][0])):
+            if any(finding.error is not None or finding.failed for finding in found):
+                allowed = max((finding.budget for finding in found if finding.budget), default=None)
+                cells = [_worst([finding for finding in found if finding.variant == variant]) for variant in VARIANTS]
+                table.add_row(implementation, dtype, *cells, "" if allowed is None else f"{allowed:.1e}")
+        console.print(table)
+        refusals = dict.fromkeys(
+            f"{finding.implementation} did not run {finding.dtype}: {finding.reason}"
+            for finding in here
+            if finding.reason is not None and not finding.failed
+        )
+        for line in refusals:
+            console.print(f"  {line}", style="dim", markup=False, highlight=False, soft_wrap=True)
+    for finding in findings:
+        if finding.failed:
+            told = finding.reason or f"error {finding.error:.2g}, allowed {finding.budget:.2g}"
+            where = f"{finding.implementation}, {finding.variant}, {finding.dtype} on {finding.device}"
+            console.print(Text(f"  WRONG: {where}: {finding.result}: {told}", style="bold red"), soft_wrap=True)
+
+
+def _worst(found: list[Finding]) -> Text:
+    """Show the error that comes nearest to its budget, or goes furthest beyond it."""
+    if any(finding.failed and finding.error is None for finding in found):
+        return Text("failed", style="bold red")
+    measured = [finding for finding in found if finding.error is not None and finding.budget]
+    if not measured:
+        return Text("-", style="dim")
+    worst = max(measured, key=lambda finding: (finding.error or 0) / (finding.budget or 1))
+    return Text(f"{worst.error:.0e}" if worst.error else "0", style="bold red" if worst.failed else "green")
+
+
+def print_measurements(console: Console, measurements: list[Measurement]) -> None:
+    """One table for each variant and mode; a block of rows for each shape. The first candidate is the baseline."""
+    groups: dict[tuple[str, str, str], list[Measurement]] = defaultdict(list)
+    for measurement in measurements:
+        groups[measurement.variant, measurement.mode, measurement.dtype].append(measurement)
+    for (variant, mode, dtype), group in groups.items():
+        threads = group[0].copy.threads
+        title = f"{variant}, {mode}, {dtype} on {group[0].device}, {threads} thread{'s' * (threads > 1)}"
+        table = Table(box=SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
+        table.add_column("B,T,H,K,V", no_wrap=True)
+        for name in ("median", "quartiles", "times\nas fast", "of\nfloor", "error", *(["memory"] if group[0].device != "cpu" else [])):
+            table.add_column(name, justify="right", no_wrap=True, vertical="bottom")
+        for measurement in group:
+            _add_rows(table, measurement)
+        console.print(table)
+    notes = (
+        "times as fast: against the first of each block. floor: a copy that moves as many bytes as the call must, timed in turn.\n"
+        "of floor: the floor's time over the candidate's. error: against the float64 token loop, checked before anything was timed."
+    )
+    console.print(Text(notes, style="dim"))
+
+
+def _add_rows(table: Table, measurement: Measurement) -> None:
+    base, best = measurement.timings[0], min(one.milliseconds for one in measurement.timings)
+    table.add_row(Text(measurement.shape.text, style="bold"))
+    for timing in measurement.timings:
+        who = f"  {timing.candidate}" + (f", {timing.threads} thread" if timing.threads < measurement.copy.threads else "")
+        cells = [f"{base.milliseconds / timing.milliseconds:.1f}", f"{measurement.copy.milliseconds / timing.milliseconds:.1%}"]
+        memory = [] if timing.peak_bytes is None else [f"{timing.peak_bytes / 2**20:.0f} MiB"]
+        median = Text(duration(timing.milliseconds), style="bold green" if timing.milliseconds == best else "")
+        table.add_row(who, median, _spread(timing), *cells, f"{timing.error:.0e}", *memory)
+    moved = f"{_digits(measurement.moved_bytes / 1e6)} MB, {_digits(measurement.bandwidth / 1e9)} GB/s"
+    table.add_row("  floor", duration(measurement.copy.milliseconds), moved, style="dim", end_section=True)
+
+
+def _spread(timing: Timing) -> str:
+    """First and third quartile, in the unit of the median."""
+    if timing.samples == 1:
+        return "one sample"
+    factor, _ = _unit(timing.milliseconds)
+    return " - ".join(_digits(quartile * factor) for quartile in timing.quartiles)
+
+
+def _unit(milliseconds: float) -> tuple[float, str]:
+    return next(((factor, unit) for factor, unit in ((1e-3, "s"), (1.0, "ms")) if milliseconds * factor >= 1), (1e3, "us"))
+
+
+def _digits(value: float) -> str:
+    """Three digits; no exponent."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def duration(milliseconds: float) -> str:
+    """Three digits in the unit that fits.
+
+    >>> duration(0.0213), duration(14.31), duration(2540.0)
+    ('21.3 us', '14.3 ms', '2.54 s')
+    """
+    factor, unit = _unit(milliseconds)
+    return f"{_digits(milliseconds * factor)} {unit}"
+
+
+def print_cases(console: Console) -> None:
+    """Print the table of cases."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("case", "variant", "B,T,H,K,V", "model"):
+        table.add_column(name, no_wrap=True)
+    for case in CASES:
+        table.add_row(case.name, case.variant, case.shape.text, case.model)
+    console.print(table)

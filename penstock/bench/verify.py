@@ -1,0 +1,130 @@
+"""Every implementation against the oracle: output, final state, every gradient and the decode step, on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from .. import dispatch
+from ..kernels.contract import Implementation, Mode
+from ..problem import FLOATS, Problem, Step, state_dtype
+from ..variants import VARIANTS
+from .cases import Inputs, Shape, inputs
+from .machine import using_threads
+from .oracle import budget, error, exact_forward, exact_gradients
+
+SHAPE = Shape(2, 70, 2, 24, 40)
+"""More tokens than a chunk, sizes that no block divides, K and V different; the oracle takes a few milliseconds for it."""
+SLOTS = (3, -1, 0)
+"""Rows of a pool of 4 in the decode step: out of order, one skipped."""
+STEP = Shape(len(SLOTS), 3, *SHAPE[2:])
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One result of one implementation, or its refusal."""
+
+    implementation: str
+    device: str
+    variant: str
+    dtype: str
+    result: str
+    """"output", "final state", "gradient of q", ..., "decode output", "decode states"."""
+    error: float | None
+    """Largest difference from the oracle over its largest value; None if the implementation did not run."""
+    budget: float | None
+    reason: str | None = None
+    """Why it did not run: a refusal, which is no fault, or an exception, which is one."""
+    failed: bool = False
+
+
+def devices() -> list[str]:
+    """List the CPU and every GPU that torch can use."""
+    return ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+
+
+def findings(variants: tuple[str, ...] = tuple(VARIANTS), dtypes: tuple[torch.dtype, ...] | None = None) -> Iterator[Finding]:
+    """All of them, one after another."""
+    for device in devices():
+        for variant in variants:
+            for dtype in FLOATS if dtypes is None else dtypes:
+                trial = Trial.prepare(variant, dtype, device)
+                for implementation in dispatch.IMPLEMENTATIONS:
+                    yield from trial.hold(implementation)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Inputs and what the oracle says of them."""
+
+    call: Inputs
+    initial_state: Tensor
+    d_output: Tensor
+    d_final_state: Tensor
+    step: Inputs
+    pool: Tensor
+    exact: dict[str, Tensor]
+    """Exact values by name of the result."""
+
+    @classmethod
+    def prepare(cls, variant: str, dtype: torch.dtype, device: str) -> Trial:
+        """Make inputs and ask the oracle."""
+        call, step = inputs(variant, SHAPE, dtype, device), inputs(variant, STEP, dtype, device, seed=1)
+        random = torch.Generator().manual_seed(2)
+        sizes = [
+            (SHAPE.state, state_dtype(dtype)),
+            (call.v.shape, dtype),
+            (SHAPE.state, state_dtype(dtype)),
+            ((4, *STEP.state[1:]), state_dtype(dtype)),
+        ]
+        initial_state, d_output, d_final_state, pool = (torch.randn(size, generator=random).to(device, kind) for size, kind in sizes)
+        output, final_state = exact_forward(call, initial_state)
+        gradients = exact_gradients(call, d_output, initial_state, d_final_state)
+        stepped, states = exact_forward(step, pool[list(SLOTS)])
+        after, live = pool.double().clone(), [n for n, slot in enumerate(SLOTS) if slot >= 0]
+        after[[SLOTS[n] for n in live]] = states[live]
+        decoded = torch.zeros_like(stepped)
+        decoded[live] = stepped[live]
+        exact = {"output": output, "final state": final_state, "decode output": decoded, "decode states": after}
+        exact |= {f"gradient of {name.replace('_', ' ')}": x for name, x in gradients.items()}
+        return cls(call, initial_state, d_output, d_final_state, step, pool, exact)
+
+    def hold(self, implementation: Implementation) -> Iterator[Finding]:
+        """Compare one implementation with the exact values: what "auto" runs on all threads, the others on one."""
+        at = implementation.name, str(self.call.q.device), self.call.variant, str(self.call.q.dtype).removeprefix("torch.")
+        unavailable = implementation.available()
+        if unavailable is not None:
+            yield Finding(*at, "all", None, None, unavailable)
+            return
+        problem = self.call.problem(self.initial_state)
+        threads = None if dispatch.pick(problem, "forward") is implementation else 1
+        for mode in get_args(Mode):
+            reason = implementation.refuses(problem, mode)
+            if reason is not None:
+                yield Finding(*at, mode, None, None, reason)
+                continue
+            try:
+                with using_threads(threads):
+                    found = self._run(implementation, problem, mode)
+            except Exception as failure:  # whatever a kernel does on an unknown machine is a finding, and the others still run
+                yield Finding(*at, mode, None, None, f"{type(failure).__name__}: {failure}", failed=True)
+                continue
+            for name, value in found.items():
+                apart, allowed = error(value, self.exact[name]), budget(self.call.q.dtype, value.dtype)
+                yield Finding(*at, name, apart, allowed, failed=not apart <= allowed)
+
+    def _run(self, implementation: Implementation, problem: Problem, mode: Mode) -> dict[str, Tensor]:
+        with torch.no_grad():
+            if mode == "forward":
+                return dict(zip(("output", "final state"), implementation.forward(problem)))
+            if mode == "backward":
+                gradients = implementation.backward(problem, self.d_output, self.d_final_state)._asdict()
+                return {f"gradient of {name.replace('_', ' ')}": x for name, x in gradients.items() if x is not None}
+            step, pool = self.step, self.pool.clone()
+            slots = torch.tensor(SLOTS, device=pool.device)
+            call = Step.checked(step.q, step.k, step.v, step.g, step.u, pool, slots, step.variant, None)
+            return {"decode output": implementation.step(call), "decode states": pool}

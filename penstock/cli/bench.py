@@ -1,0 +1,141 @@
+"""``penstock bench``: time implementations and peers, each checked first."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+
+from ..bench.candidates import MODES, PEERS, Mode, ours, peer
+from ..bench.cases import Case, Shape, case_named, default_cases, inputs
+from ..bench.machine import Machine, using_threads
+from ..bench.measure import Measurement, measure
+from ..bench.plot import check_plot, draw
+from ..bench.record import Record
+from ..bench.report import print_cases, print_measurements
+from ..dispatch import check_name
+from ..errors import Complaints, DeviceError, RangeError
+from ..problem import FLOATS
+from ..variants import VARIANTS
+
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
+
+
+def bench(
+    variants: Annotated[
+        list[str] | None, typer.Argument(metavar="VARIANT...", help=f"Any of {', '.join(VARIANTS)}.", show_default=False)
+    ] = None,
+    shape: Annotated[list[str] | None, typer.Option(metavar="B,T,H,K[,V]", help="A shape for every variant named. Repeatable.")] = None,
+    case: Annotated[list[str] | None, typer.Option(metavar="NAME", help="A shape of a real model, see --list. Repeatable.")] = None,
+    mode: Annotated[list[str] | None, typer.Option(help="fwd, fwdbwd or decode. Repeatable.  [default: fwd]")] = None,
+    impl: Annotated[list[str] | None, typer.Option(help="auto, or an implementation. Repeatable.  [default: auto]")] = None,
+    peers: Annotated[
+        list[str] | None, typer.Option("--peer", help="loop, fla or none. The first is the baseline.  [default: loop]")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help=f"Of q, k and v: {', '.join(DTYPES)}.")] = "float32",
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.  [default: as torch chooses]")] = None,
+    seconds: Annotated[float, typer.Option(min=0, help="Time for each candidate on each shape.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of the random inputs.")] = 0,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all numbers here.")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw here: png, pdf or svg.")] = None,
+    list_cases: Annotated[bool, typer.Option("--list", help="List the cases and stop.")] = False,
+) -> None:
+    """Time variants of the recurrence: ours beside the token loop, or beside flash-linear-attention.
+
+    Every candidate is first held to the float64 oracle; a wrong one ends the run. Then all take turns, so that noise of
+    the machine hits them alike. Shown are the median, the quartiles, how many times as fast as the baseline, the error,
+    and the floor: a copy of as many bytes as the call has to move, timed in the same turns.
+
+    Without --shape and --case, a variant is measured at its first model in --list.
+
+    [bold]Examples[/bold]
+
+      penstock bench rwkv6
+
+      penstock bench rwkv6 gla --shape 1,1024,32,64 --mode fwd --mode fwdbwd
+
+      penstock bench rwkv6 --shape 1,64,32,64 --shape 1,256,32,64 --shape 1,1024,32,64 --plot time.png
+
+      penstock bench --case rwkv6-7b-decode-64 --mode decode --impl cpu --impl chunkwise --json decode.json
+
+      penstock bench gla --shape 8,2048,32,64 --device cuda --dtype bfloat16 --peer fla --peer loop
+    """
+    console = Console()
+    if list_cases:
+        print_cases(console)
+        return
+    impls, names = impl or ["auto"], [name for name in peers or ["loop"] if name != "none"]
+    modes = _checked(variants or [], mode or ["fwd"], impls, peers or [], dtype, device)
+    jobs = [(one, job) for one in modes for job in _jobs(variants or [], shape or [], case or [], one)]
+    if plot_file is not None:
+        check_plot(plot_file)
+    machine = Machine.here()
+    if machine.busy is not None and device == "cpu":
+        console.print(machine.busy, style="yellow", highlight=False)
+    with using_threads(threads), console.status("measuring", spinner="dots") as status:
+        measurements: list[Measurement] = []
+        for one, job in jobs:
+            status.update(f"{job.variant}, {one}, {job.shape.text}")
+            x = inputs(job.variant, job.shape, DTYPES[dtype], device, seed)
+            candidates = [peer(name, x, one) for name in names] + [ours(name, x, one) for name in impls]
+            measurements.append(measure(job.name, x, one, candidates, seconds))
+        record = Record.of(shlex.join(["penstock", *sys.argv[1:]]), device, measurements, machine)
+    print_measurements(console, measurements)
+    if json_file is not None:
+        record.write(json_file)
+        console.print(f"numbers: {json_file}", highlight=False, soft_wrap=True)
+    if plot_file is not None:
+        draw(measurements, plot_file, record.place)
+        console.print(f"picture: {plot_file}", highlight=False, soft_wrap=True)
+
+
+def _checked(variants: list[str], modes: list[str], impls: list[str], peers: list[str], dtype: str, device: str) -> list[Mode]:
+    """Raise for every name that nobody knows; the modes, typed."""
+    complaints = Complaints("bench")
+    known = {
+        "variant": (variants, tuple(VARIANTS)),
+        "mode": (modes, MODES),
+        "peer": (peers, (*PEERS, "none")),
+        "dtype": ([dtype], tuple(DTYPES)),
+    }
+    for argument, (given, allowed) in known.items():
+        for name in given:
+            if name not in allowed:
+                complaints.add(RangeError, argument, f"one of {', '.join(allowed)}", repr(name))
+    kind, _, index = device.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not index.isdecimal()) or (kind == "cpu" and index):
+        complaints.add(RangeError, "device", "cpu, cuda or cuda:N", repr(device))
+    elif kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
+        complaints.add(DeviceError, "device", "one that torch can use", repr(device), f"It sees {torch.cuda.device_count()} GPUs here.")
+    complaints.raise_any()
+    for name in impls:
+        check_name("bench", name)
+    return [mode for mode in MODES if mode in modes]
+
+
+def _jobs(variants: list[str], shapes: list[str], cases: list[str], mode: Mode) -> list[Case]:
+    """List what to measure in a mode; everything that was named must take part."""
+    named = [case_named(name) for name in cases]
+    complaints = Complaints("bench")
+    if not variants and not named:
+        complaints.add(
+            RangeError, "variant", f"given: one or more of {', '.join(VARIANTS)}", "none", "Or name a --case; --list shows them."
+        )
+    if shapes and not variants:
+        complaints.add(RangeError, "variant", "given with --shape", "none", "For example penstock bench rwkv6 --shape 1,54,32,64.")
+    for case in named:
+        if variants and case.variant not in variants:
+            complaints.add(RangeError, "case", f"a shape of {' or '.join(variants)}", f"{case.name!r}, of {case.variant}", "Use --shape.")
+    complaints.raise_any()
+    jobs = list(named)
+    for variant in variants:
+        jobs += [Case(text, variant, Shape.parse(text), "given by --shape") for text in shapes]
+        if not shapes and variant not in {case.variant for case in named}:
+            jobs += default_cases(variant, mode == "decode")
+    return jobs

@@ -1,0 +1,123 @@
+"""``penstock demo``: is it right here, how fast is it, and does a model learn with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from time import perf_counter
+from typing import Annotated
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from ..bench.candidates import loop, ours
+from ..bench.cases import MODELS, Shape, inputs
+from ..bench.machine import Machine
+from ..bench.measure import Measurement, measure
+from ..bench.plot import MissingExtra, draw
+from ..bench.record import Record
+from ..bench.report import duration
+from .check import print_check
+
+MODEL_ROWS = tuple({case.variant: case for case in reversed(MODELS)}.values())[::-1]
+"""One model for each variant."""
+SWEEP = (64, 128, 256, 512, 1024, 2048, 4096)
+SWEEP_SECONDS = 25.0
+"""For all lengths of the picture; the token loop stops where the next length would not fit."""
+QUICK = Shape(1, 32, 2, 16, 16)
+
+
+def demo(
+    folder: Annotated[Path, typer.Option(help="Where pictures, numbers and the trained model go.")] = Path("penstock-demo"),
+    seconds: Annotated[float, typer.Option(min=1, help="How long to train.")] = 60.0,
+    quick: Annotated[bool, typer.Option("--quick", help="Tiny shapes, a moment of training: does everything run?")] = False,
+) -> None:
+    """Show in about three minutes what this is: checks, speed against the token loop, and a model trained from nothing.
+
+    [bold]Examples[/bold]
+
+      penstock demo
+
+      penstock demo --folder /tmp/demo --seconds 30
+    """
+    console = Console()
+    folder.mkdir(parents=True, exist_ok=True)
+    machine = Machine.here()
+    if machine.busy is not None:
+        console.print(machine.busy, style="yellow", highlight=False)
+    console.rule("1. Is it right on this machine?", align="left")
+    if not print_check(console):
+        raise typer.Exit(1)
+    console.print()
+    console.rule("2. How fast is it?", align="left")
+    written = _speed(console, folder, quick, machine)
+    console.print()
+    console.rule("3. Does a model learn with it?", align="left")
+    written += _learn(console, folder, 1.0 if quick else seconds)
+    console.print()
+    console.rule("What is there now", align="left")
+    for path, what in written:
+        console.print(f"  {path}  {what}", highlight=False, soft_wrap=True)
+    console.print("Next: penstock bench --list, penstock bench rwkv6 --mode fwdbwd, penstock bench --help", highlight=False)
+
+
+def _speed(console: Console, folder: Path, quick: bool, machine: Machine) -> list[tuple[Path, str]]:
+    with console.status("measuring", spinner="dots") as status:
+        models = []
+        for case in MODEL_ROWS:
+            status.update(f"{case.variant}: {case.model}")
+            models.append(_beside_loop(case.name, case.variant, QUICK if quick else case.shape, 0.02 if quick else 0.4))
+        _print_models(console, models)
+        status.update("rwkv6 at growing lengths")
+        lengths = _sweep(QUICK if quick else MODEL_ROWS[-1].shape, SWEEP[:2] if quick else SWEEP, 0.02 if quick else 0.25)
+    record = Record.of("penstock demo", "cpu", models + lengths, machine)
+    numbers, picture = folder / "speed.json", folder / "speed.png"
+    record.write(numbers)
+    written = [(numbers, "every number of part 2, with the machine and the versions")]
+    try:
+        draw(lengths, picture, record.place)
+        written.append((picture, "time against length, rwkv6"))
+    except MissingExtra as missing:
+        console.print(f"No picture: {missing}", markup=False)
+    return written
+
+
+def _beside_loop(name: str, variant: str, shape: Shape, seconds: float, with_loop: bool = True) -> Measurement:
+    x = inputs(variant, shape)
+    return measure(name, x, "fwd", [*([loop(x)] if with_loop else []), ours("auto", x, "fwd")], seconds)
+
+
+def _sweep(shape: Shape, lengths: tuple[int, ...], seconds: float) -> list[Measurement]:
+    """Both at every length, the token loop as far as it gets in the time."""
+    begin, found, with_loop = perf_counter(), [], True
+    for T in lengths:
+        before = perf_counter()
+        found.append(_beside_loop(f"rwkv6, T = {T}", "rwkv6", shape._replace(T=T), seconds, with_loop))
+        with_loop = with_loop and perf_counter() - begin + 2 * (perf_counter() - before) < SWEEP_SECONDS
+    return found
+
+
+def _print_models(console: Console, models: list[Measurement]) -> None:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, title="One layer's recurrence, forward, float32", title_justify="left")
+    for name in ("variant, as in", "B,T,H,K,V"):
+        table.add_column(name, no_wrap=True)
+    for name in ("token loop", "penstock", "times as fast", "error"):
+        table.add_column(name, justify="right", no_wrap=name != "times as fast")
+    for case, measured in zip(MODEL_ROWS, models):
+        slow, auto = measured.timings
+        times = f"[bold green]{slow.milliseconds / auto.milliseconds:.0f}[/]"
+        sizes = measured.shape.text
+        name = f"{case.variant}\n[dim]{case.model.partition(':')[0].partition(',')[0]}[/]"
+        table.add_row(name, sizes, duration(slow.milliseconds), duration(auto.milliseconds), times, f"{auto.error:.0e}")
+    console.print(table)
+
+
+def _learn(console: Console, folder: Path, seconds: float) -> list[tuple[Path, str]]:
+    from ..training.train import train
+
+    trained = train(folder=folder, seconds=seconds, console=console, seed=0)
+    console.print(f"{trained.parameters:,} parameters, {trained.tokens:,} tokens in {trained.seconds:.0f} s")
+    console.print(f"loss [bold]{trained.loss_before:.3f}[/] before, [bold green]{trained.loss_after:.3f}[/] after. It now writes:\n")
+    console.print(trained.sample, markup=False, highlight=False)
+    return [(Path(trained.weights), "the trained model")]

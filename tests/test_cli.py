@@ -1,0 +1,168 @@
+"""The commands: what they print, what they write, and how they refuse."""
+
+import json
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from penstock import dispatch
+from penstock.bench.machine import using_threads
+from penstock.cli import main
+from penstock.problem import FLOATS
+from penstock.variants import VARIANTS
+
+TINY = ["--shape", "1,5,2,4", "--seconds", "0.002", "--threads", "1"]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    with using_threads(1):
+        yield
+
+
+@pytest.fixture
+def run(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "140")
+    return lambda *words: CliRunner().invoke(main, list(words))
+
+
+@pytest.mark.parametrize("command", ["", "check", "bench", "demo"])
+def test_help(run, command):
+    done = run(*command.split(), "--help")
+    assert done.exit_code == 0
+    assert ("Examples" if command else "check") in done.output
+
+
+def test_check_passes_and_its_json_is_complete(run):
+    done = run("check", "--json")
+    assert done.exit_code == 0, done.output
+    content = json.loads(done.stdout)
+    assert content["ok"]
+    assert content["machine"]["torch"] == torch.__version__
+    ran = {(one["implementation"], one["variant"], one["dtype"]) for one in content["findings"] if one["error"] is not None}
+    for implementation in dispatch.implementations():
+        for variant in VARIANTS:
+            for dtype in FLOATS:
+                name = str(dtype).removeprefix("torch.")
+                if implementation.reason is None and (implementation.name, name) != ("cpu", "float64"):
+                    assert (implementation.name, variant, name) in ran
+
+
+def test_check_fails_if_an_implementation_is_wrong(run, monkeypatch):
+    from dataclasses import replace
+
+    right = dispatch.IMPLEMENTATIONS[-1]
+    bad = replace(right, name="bad", step=lambda step: right.step(step) + 1)
+    absent = replace(right, name="absent", available=lambda: "this machine has none")
+    monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", (bad, absent))
+    monkeypatch.setattr("penstock.bench.verify.FLOATS", (torch.float32,))
+    done = run("check")
+    assert done.exit_code == 1
+    assert "WRONG: bad, gla, float32 on cpu: decode output" in done.output
+    assert "absent did not run float32: this machine has none" in done.output
+
+
+def test_bench_prints_and_writes(run, tmp_path):
+    numbers, picture = tmp_path / "numbers.json", tmp_path / "deep" / "picture.png"
+    shapes = ["--shape", "1,9,2,4", "--mode", "fwdbwd", "--mode", "fwd", "--impl", "auto", "--impl", "chunkwise"]
+    done = run("bench", "rwkv6", "gla", *TINY, *shapes, "--json", str(numbers), "--plot", str(picture))
+    assert done.exit_code == 0, done.output
+    for word in (
+        "rwkv6, fwd",
+        "gla, fwdbwd",
+        "token loop",
+        "auto (cpu)" if dispatch.IMPLEMENTATIONS[0].available() is None else "auto",
+        "floor",
+    ):
+        assert word in done.output
+    content = json.loads(numbers.read_text())
+    assert len(content["measurements"]) == 8
+    assert content["machine"]["penstock"]
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_bench_draws_one_shape_and_decodes(run, tmp_path):
+    done = run(
+        "bench",
+        "linear_attention",
+        "--mode",
+        "decode",
+        "--peer",
+        "none",
+        "--shape",
+        "3,1,2,4",
+        "--seconds",
+        "0.002",
+        "--plot",
+        str(tmp_path / "a.svg"),
+    )
+    assert done.exit_code == 0, done.output
+    assert " 1.0 " in done.output
+    assert "token loop  " not in done.output
+    assert (tmp_path / "a.svg").exists()
+
+
+def test_bench_sets_threads_back(run):
+    before = torch.get_num_threads()
+    assert run("bench", "gla", *TINY[:-1], "2").exit_code == 0
+    assert torch.get_num_threads() == before
+
+
+def test_bench_lists_its_cases(run):
+    done = run("bench", "--list")
+    assert done.exit_code == 0
+    assert "rwkv6-7b-decode-256" in done.output
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["rwkv9"], "variant must be one of linear_attention"),
+        (["rwkv6", "--mode", "backward"], "mode must be one of fwd, fwdbwd, decode, got 'backward'"),
+        (["rwkv6", "--impl", "fast"], "impl must be one of auto, cpu"),
+        (["rwkv6", "--peer", "flash"], "peer must be one of loop, fla, none"),
+        (["rwkv6", "--dtype", "int8"], "dtype must be one of float16"),
+        (["rwkv6", "--device", "tpu"], "device must be cpu, cuda or cuda:N"),
+        (["rwkv6", "--device", "cuda:99"], "device must be one that torch can use"),
+        (["rwkv6", "--shape", "1,2,x,4"], "shape must be B,T,H,K or B,T,H,K,V"),
+        (["rwkv6", "--case", "gpt-5"], "case must be one of linear-1024"),
+        (["rwkv6", "--case", "gla-1.3b"], "case must be a shape of rwkv6"),
+        (["--case", "gla-1.3b", "--shape", "1,2,3,4"], "variant must be given with --shape"),
+        ([], "variant must be given"),
+        (["rwkv6", "--case", "rwkv6-7b", "--mode", "decode"], "T must be at most 16 in mode decode"),
+        (["rwkv6", "--plot", "picture.doc"], "file must be named *.png"),
+        (["rwkv6", *TINY, "--peer", "fla"], "peer fla cannot be timed here"),
+        (["rwkv6", *TINY, "--impl", "cpu", "--dtype", "float64"], "impl must be one that takes this call"),
+    ],
+)
+def test_bench_refuses_with_one_message(run, words, message):
+    done = run("bench", *words)
+    assert done.exit_code == 2, done.output
+    assert message in done.output
+    assert "Traceback" not in done.output
+
+
+def test_demo_runs_through(run, tmp_path, monkeypatch):
+    called = {}
+
+    def train(folder, seconds, console, seed):
+        called.update(folder=folder, seconds=seconds, seed=seed)
+        return SimpleNamespace(
+            parameters=10, tokens=20, seconds=1.0, loss_before=5.5, loss_after=2.25, sample="it says [this]", weights=folder / "weights.pth"
+        )
+
+    module = ModuleType("penstock.training.train")
+    module.train = train
+    monkeypatch.setitem(sys.modules, "penstock.training.train", module)
+    monkeypatch.setattr("penstock.bench.verify.FLOATS", (torch.float32,))
+    done = run("demo", "--quick", "--folder", str(tmp_path / "demo"))
+    assert done.exit_code == 0, done.output
+    assert called == {"folder": tmp_path / "demo", "seconds": 1.0, "seed": 0}
+    assert "it says [this]" in done.output
+    assert "5.500" in done.output
+    for name in ("speed.json", "speed.png"):
+        assert (tmp_path / "demo" / name).exists()
+        assert name in done.output
