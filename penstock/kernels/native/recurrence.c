@@ -5,16 +5,17 @@
  *     updated:  o_t = scale q_t S_t          previous:  o_t = scale q_t (S_{t-1} + diag(u) k_t^T v_t)
  *
  * A unit of work is one (sequence, head), in the forward pass a few heads and one block of value columns. Threads take units from
- * a shared counter, so that sequences of very different lengths balance. The state of a block stays in the first-level
- * cache: [K, columns] with K * columns <= BLOCK. Sums over time that leave a unit (du, dg of a constant decay) are
+ * a shared counter, so that sequences of very different lengths balance. The state of a block, [K, columns],
+ * stays in a cache near the core. Sums over time that leave a unit (du, dg of a constant decay) are
  * kept in double.
  *
  * Compiled once per target: LANES floats to a register, SUFFIX behind the names. */
 #include "rows.h"
 #include <stdlib.h>
 
-#define BLOCK 4096  /* floats of state held while tokens pass: 16 KiB, half a first-level data cache */
-#define CHUNK 16    /* tokens between checkpoints in the backward pass: CHUNK states of BLOCK floats fit a 512 KiB second-level cache */
+#define FORWARD_BLOCK 16384 /* floats of state held while tokens pass, in the second-level cache: a group of tokens touches each once */
+#define BACKWARD_BLOCK 4096 /* the same in the backward pass: CHUNK states of them fit a 512 KiB second-level cache */
+#define CHUNK 16            /* tokens between checkpoints in the backward pass */
 #define JOIN(a, b) a##b
 #define NAME(a, b) JOIN(a, b)
 
@@ -197,8 +198,8 @@ static void prepare_group(float *q, float *k, const float *g, const float *w, co
     PREPARE_EVERY_KIND(4)
 }
 
-static int64_t block_columns(int64_t K, int64_t V) {
-    int64_t columns = BLOCK / K / LANES * LANES;
+static int64_t block_columns(int64_t K, int64_t V, int64_t floats) {
+    int64_t columns = floats / K / LANES * LANES;
     return columns < LANES ? LANES : columns > padded(V) ? padded(V) : columns;
 }
 
@@ -278,7 +279,7 @@ static int64_t heads_together(const problem *p, int64_t blocks) {
 
 /* Every thread of a team calls this; each takes units until none is left. */
 void NAME(penstock_forward_, SUFFIX)(problem *p) {
-    int64_t K = p->K, Kp = padded(K), columns = block_columns(K, p->V), blocks = (p->V + columns - 1) / columns;
+    int64_t K = p->K, Kp = padded(K), columns = block_columns(K, p->V, FORWARD_BLOCK), blocks = (p->V + columns - 1) / columns;
     int64_t heads = heads_together(p, blocks), teams = (p->H + heads - 1) / heads;
     float *memory = scratch_of(heads * K * columns + 6 * CHUNK * Kp + 2 * CHUNK * columns + 4 * Kp), *scratch = memory;
     if (!memory) { p->out_of_memory = 1; return; }
@@ -447,7 +448,7 @@ static void finish_chunk(const problem *p, const sequence *s, int64_t n, int64_t
 }
 
 void NAME(penstock_backward_, SUFFIX)(problem *p) {
-    int64_t K = p->K, Kp = padded(K), columns = block_columns(K, p->V), blocks = (p->V + columns - 1) / columns;
+    int64_t K = p->K, Kp = padded(K), columns = block_columns(K, p->V, BACKWARD_BLOCK), blocks = (p->V + columns - 1) / columns;
     int64_t tile_size = K * columns, state = tile_size * blocks, rows_k = CHUNK * Kp, rows_v = CHUNK * columns * blocks, longest = 0;
     for (int64_t n = 0; n < p->N; n++) {
         int64_t length = find_sequence(p, n).length;

@@ -1,0 +1,210 @@
+"""How the tests make a call, ask the oracle about it, and measure an error.
+
+A ``Case`` names a call; its tensors follow from it by a seed, so a case is a test's id and a key of the oracle's cache.
+"""
+
+import zlib
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import penstock as ps
+from penstock.dispatch import IMPLEMENTATIONS
+from penstock.kernels import reference
+from penstock.problem import Problem, state_dtype
+from penstock.variants import VARIANTS, Variant
+
+NAMES = [implementation.name for implementation in IMPLEMENTATIONS]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call over whole sequences."""
+
+    variant: str
+    T: int = 17
+    B: int = 2
+    H: int = 3
+    K: int = 16
+    V: int = 16
+    dtype: torch.dtype = torch.float32
+    others: torch.dtype | None = None
+    """dtype of decay, bonus and initial state, if not that of q, k and v"""
+    gate: str = "logsigmoid"
+    lengths: tuple[int, ...] | None = None
+    """of packed sequences; then B and T follow from them"""
+    state: bool = True
+    reverse: bool = False
+    scale: float | None = None
+    strided: bool = False
+
+    def __str__(self) -> str:
+        changed = [f"{f.name}={_short(getattr(self, f.name))}" for f in fields(self)[1:] if getattr(self, f.name) != f.default]
+        return "-".join([self.variant, *changed])
+
+    @property
+    def row(self) -> Variant:
+        return VARIANTS[self.variant]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Axis letters to sizes, N among them."""
+        B, T, N = (self.B, self.T, self.B) if self.lengths is None else (1, sum(self.lengths), len(self.lengths))
+        return {"B": B, "T": T, "H": self.H, "K": self.K, "V": self.V, "N": N}
+
+
+def _short(value: object) -> str:
+    return str(value).removeprefix("torch.").replace(" ", "")
+
+
+def draw(case: Case) -> dict[str, Tensor | None]:
+    """The tensors of a case by name, None where the variant or the case has none."""
+    rng = torch.Generator().manual_seed(zlib.crc32(str(case).encode()))
+    others = case.others or case.dtype
+
+    def normal(axes: str, dtype: torch.dtype) -> Tensor:
+        return torch.randn([case.sizes[axis] for axis in axes], dtype=torch.float64, generator=rng).to(dtype)
+
+    tensors = {"q": normal("BTHK", case.dtype), "k": normal("BTHK", case.dtype), "v": normal("BTHV", case.dtype)}
+    drawn = normal(case.row.decay, torch.float64) if case.row.decay else None
+    tensors["g"] = None if drawn is None else GATES[case.gate](drawn).to(others)
+    tensors["u"] = normal("HK", others) if case.row.bonus else None
+    tensors["initial_state"] = normal("NHKV", others) if case.state else None
+    if case.strided:
+        tensors = {name: None if x is None else spread(x, i) for i, (name, x) in enumerate(tensors.items())}
+    return tensors
+
+
+GATES = {
+    "logsigmoid": torch.nn.functional.logsigmoid,
+    "zero": torch.zeros_like,
+    "drift": lambda x: torch.full_like(x, -1e-4),
+    "gone": lambda x: torch.full_like(x, -1000.0),
+    "-1e4": lambda x: torch.where(x > 0, -0.1, -1e4),
+    "-inf": lambda x: torch.where(x > 0, -0.1, -torch.inf),
+    "mixture": lambda x: torch.where(x > 0.8, -1000.0, torch.where(x < -0.8, -torch.inf, -1e-4)).to(x),
+}
+
+
+def spread(x: Tensor, way: int) -> Tensor:
+    """The same values with gaps between neighbours on the last axis, or with two axes swapped in memory."""
+    if way % 2 and x.dim() > 1:
+        return x.transpose(-2, -1).contiguous().transpose(-2, -1)
+    wide = x.new_full((*x.shape[:-1], 2 * x.shape[-1] + 1), torch.nan)
+    wide[..., 1::2] = x
+    return wide[..., 1::2]
+
+
+def offsets(case: Case) -> Tensor | None:
+    """cu_seqlens of a packed case."""
+    return None if case.lengths is None else torch.tensor([0, *case.lengths]).cumsum(0)
+
+
+def upstream(case: Case) -> tuple[Tensor, Tensor]:
+    """Gradients of output and final state."""
+    rng = torch.Generator().manual_seed(1)
+    shapes = ([case.sizes[axis] for axis in axes] for axes in ("BTHV", "NHKV"))
+    d_output, d_final_state = (torch.randn(shape, dtype=torch.float64, generator=rng) for shape in shapes)
+    return d_output.to(case.dtype), d_final_state.to(state_dtype(case.dtype))
+
+
+def problem_of(case: Case, tensors: dict[str, Tensor | None]) -> Problem:
+    """The canonical problem of a case with these tensors."""
+    t = tensors
+    return Problem.checked(
+        t["q"], t["k"], t["v"], t["g"], t["u"], t["initial_state"], offsets(case), case.variant, case.scale, case.reverse
+    )
+
+
+def named(case: Case, tensors: dict[str, Tensor | None]) -> dict[str, Tensor]:
+    """The tensors that there are, by the names of the variant's public function."""
+    names = {"q": case.row.query, "g": case.row.gate}
+    return {names.get(name, name): x for name, x in tensors.items() if x is not None}
+
+
+def call(case: Case, tensors: dict[str, Tensor | None], impl: str, **changed: object) -> ps.Result:
+    """The public function of the case's variant."""
+    options = {"scale": case.scale, "reverse": case.reverse, "cu_seqlens": offsets(case), "output_final_state": True}
+    return getattr(ps, case.variant)(**named(case, tensors), **options | changed, impl=impl)
+
+
+def measured(case: Case, impl: str) -> dict[str, Tensor]:
+    """Output, final state and all gradients from both, of one implementation."""
+    tensors = {name: None if x is None else x.requires_grad_() for name, x in draw(case).items()}
+    result = call(case, tensors, impl)
+    inputs = {name: x for name, x in tensors.items() if x is not None}
+    grads = torch.autograd.grad(result, tuple(inputs.values()), upstream(case))
+    return {name: x.detach() for name, x in result._asdict().items()} | {f"d{name}": grad for name, grad in zip(inputs, grads)}
+
+
+class Wanted(NamedTuple):
+    """A value that the oracle found, and the size that errors of it are relative to."""
+
+    value: Tensor
+    size: float
+
+
+@cache
+def oracle(case: Case) -> dict[str, Wanted]:
+    """What ``measured`` should be: the token loop in float64 on the same, already rounded, inputs.
+
+    A constant decay is given to the oracle once a token, so that its gradient is a sum known term by term. The terms can
+    cancel; errors of the sum are relative to the sum of their absolute values.
+    """
+    tensors = {name: None if x is None else x.double() for name, x in draw(case).items()}
+    static = case.row.decay in ("H", "HK")
+    if static:
+        tensors["g"] = tensors["g"].expand(case.sizes["B"], case.sizes["T"], *tensors["g"].shape).clone()
+        case = replace(case, variant={"H": "simple_gla", "HK": "rwkv6"}[case.row.decay])
+    for x in tensors.values():
+        if x is not None:
+            x.requires_grad_()
+    output, final_state = reference.exact(problem_of(case, tensors))
+    inputs = {name: x for name, x in tensors.items() if x is not None}
+    pairs = [(out, d.double()) for out, d in zip((output, final_state), upstream(case)) if out.requires_grad]
+    if pairs:
+        outs, d_outs = zip(*pairs)
+        grads = torch.autograd.grad(outs, tuple(inputs.values()), d_outs, allow_unused=True, materialize_grads=True)
+    else:
+        grads = [torch.zeros_like(x) for x in inputs.values()]
+    found = {"output": output, "final_state": final_state} | {f"d{name}": grad for name, grad in zip(inputs, grads)}
+    wanted = {name: Wanted(x.detach(), float(x.detach().norm())) for name, x in found.items()}
+    if static:
+        terms = wanted["dg"].value
+        wanted["dg"] = Wanted(terms.sum((0, 1)), float(terms.abs().sum((0, 1)).norm()))
+    return wanted
+
+
+def arithmetic(inputs: torch.dtype) -> float:
+    """The relative error allowed to what is computed from q of one dtype, before it is rounded to its own."""
+    return 1e-12 if inputs == torch.float64 else 2e-6
+
+
+def budget(found: Tensor, wanted: Wanted, inputs: torch.dtype) -> float:
+    """How far a result may be from the oracle's, as a Frobenius norm.
+
+    Implementations compute in float32 (float64 for float64 inputs) and round once, at the end; so a float16 or bfloat16
+    result may be off by float32's budget and one rounding. That is tighter than what the design allows to kernels whose
+    products take rounded operands; one that does so needs a wider budget, derived from such a formula. Below a dtype's
+    smallest subnormal nothing can be told.
+    """
+    kind = torch.finfo(found.dtype)
+    rounding = kind.eps / 2 if kind.eps > 1e-7 or inputs == torch.float64 else 0  # float32's is part of its 2e-6
+    underflow = kind.smallest_normal * kind.eps / 2 * found.numel() ** 0.5
+    return arithmetic(inputs) * wanted.size + rounding * float(wanted.value.norm()) + underflow
+
+
+def distance(found: Tensor, wanted: Wanted) -> float:
+    """Frobenius norm of the difference; infinite if anything is not finite."""
+    return float((found.double() - wanted.value).norm()) if bool(found.isfinite().all()) else torch.inf
+
+
+def check_against(found: dict[str, Tensor], wanted: dict[str, Wanted], inputs: torch.dtype) -> None:
+    """Every result of a call within its budget; the failure names all that are not. What is exactly 0 must come out as 0."""
+    assert {name: x.shape for name, x in found.items()} == {name: x.value.shape for name, x in wanted.items()}
+    pairs = {name: (distance(x, wanted[name]), budget(x, wanted[name], inputs)) for name, x in found.items()}
+    over = [f"{name}: off by {off:.2e}, allowed {allowed:.2e}" for name, (off, allowed) in pairs.items() if not off <= allowed]
+    assert not over, "; ".join(over)

@@ -1,0 +1,75 @@
+"""The list of implementations, the walk through it, and who is asked to check values."""
+
+import pytest
+import torch
+from cases import NAMES, Case, call, draw, named
+
+import penstock as ps
+from penstock.dispatch import IMPLEMENTATIONS
+from penstock.variants import VARIANTS
+
+
+def test_implementations_lists_all_in_the_order_they_are_asked():
+    assert [one.name for one in ps.implementations()] == [one.name for one in IMPLEMENTATIONS]
+    assert len(set(NAMES)) == len(NAMES)
+    for one in ps.implementations():
+        assert one.summary
+        assert one.reason is None
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_explain_prints_the_walk(variant):
+    """Every implementation with its answer, forward and backward, and which is run."""
+    case = Case(variant, T=7, state=False)
+    arguments = named(case, draw(case))
+    walk = ps.explain(variant, **arguments)
+    assert str(walk).startswith(f"{variant}(B=2, T=7, H=3, K=16, V=16, N=2, float32 on cpu)\n  forward runs cpu, backward runs cpu")
+    assert [line.split()[:2] for line in str(walk).splitlines()[2:]] == [[name, mode] for name in NAMES for mode in ("forward", "backward")]
+    assert "chosen" in str(walk).splitlines()[2]
+    walk = ps.explain(variant, **{name: x.double() for name, x in arguments.items()}, reverse=True)
+    assert (walk.forward, walk.backward) == ("chunkwise", "chunkwise")
+    assert "refuses: it computes in float32, and the inputs are float64" in str(walk)
+    assert "float64 on cpu, reverse" in str(walk)
+
+
+def test_explain_takes_what_the_function_takes():
+    q = torch.randn(1, 5, 2, 8)
+    assert "V=9" in str(ps.explain("linear_attention", q, q, q, feature_map="elu+1", normalize=True))
+    assert "packed" in str(ps.explain("retention", q, q, q, cu_seqlens=torch.tensor([0, 5])))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert "bfloat16" in str(ps.explain("retention", q, q, q))
+
+
+@pytest.mark.parametrize("changed", [{"q": 1}, {"scale": "x"}, {"reverse": 1}, {"impl": "fast"}, {"g": torch.ones(1, 5, 2, 8)}], ids=str)
+def test_explain_checks_as_the_function_does(changed):
+    q = torch.randn(1, 5, 2, 8)
+    arguments = {"q": q, "k": q, "v": q, "g": -q.abs()} | changed
+    with pytest.raises(ps.InvalidArgument) as wanted:
+        ps.gla(**arguments)
+    with pytest.raises(ps.InvalidArgument) as found:
+        ps.explain("gla", **arguments)
+    assert (type(found.value), str(found.value)) == (type(wanted.value), str(wanted.value))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_auto_runs_what_explain_says(variant):
+    for dtype in (torch.float32, torch.float64):
+        case = Case(variant, dtype=dtype)
+        tensors = draw(case)
+        explained = ps.explain(variant, **named(case, tensors)).forward
+        for found, wanted in zip(call(case, tensors, "auto"), call(case, tensors, explained)):
+            assert torch.equal(found, wanted)
+
+
+def test_checks_nest_and_end_with_their_block():
+    """Values on a device are looked at inside only; the block can be left by an exception and entered again."""
+    from penstock.problem import _checking_values
+
+    with ps.checks():
+        with ps.checks():
+            pass
+        assert _checking_values.get()
+    assert not _checking_values.get()
+    with pytest.raises(KeyError), ps.checks():
+        raise KeyError
+    assert not _checking_values.get()

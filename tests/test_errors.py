@@ -1,0 +1,238 @@
+"""Bad input: which exception, what its message says, and that nothing was changed."""
+
+import re
+
+import pytest
+import torch
+from cases import NAMES, Case, call, draw, named
+
+import penstock as ps
+from penstock.variants import VARIANTS
+
+B, T, H, K, V = 2, 5, 3, 4, 6
+ELSEWHERE = torch.device("meta")
+
+
+def good(variant, **changed):
+    """Arguments of a valid call, by the names of the public function, some changed."""
+    case = Case(variant, B=B, T=T, H=H, K=K, V=V)
+    return named(case, draw(case)) | changed
+
+
+def rejected(kind, function, arguments, *said):
+    """The call raises exactly this kind, saying all of this, each time after ``<function>: ``."""
+    with pytest.raises(ps.PenstockError) as caught:
+        function(**arguments)
+    assert type(caught.value) is kind
+    for text in said:
+        assert text in str(caught.value)
+    return str(caught.value)
+
+
+every_variant = pytest.mark.parametrize("variant", VARIANTS)
+NORMAL = torch.randn(B, T, H, K)
+
+
+@every_variant
+@pytest.mark.parametrize("name", ["k", "v", "gate", "u", "initial_state"])
+def test_shapes(variant, name):
+    """One more on the last axis, then one axis less: function, argument, rule and value are named."""
+    row = VARIANTS[variant]
+    name = row.gate if name == "gate" else name
+    arguments = good(variant)
+    if name not in arguments:
+        return
+    right = arguments[name]
+    if name != "v":  # any V will do
+        wrong = right.new_zeros(*right.shape[:-1], right.shape[-1] + 1)
+        said = f"{variant}: {name} must be of shape [", f"= {list(right.shape)}, got {list(wrong.shape)}"
+        rejected(ps.ShapeError, getattr(ps, variant), arguments | {name: wrong}, *said)
+    rejected(
+        ps.ShapeError, getattr(ps, variant), arguments | {name: right.flatten(0, 1) if right.dim() > 1 else right[0]}, f"{name} must be"
+    )
+
+
+@every_variant
+def test_a_query_of_the_wrong_rank(variant):
+    query = VARIANTS[variant].query
+    said = f"{variant}: {query} must be of shape [B,T,H,K], got [5, 3, 4]", "Tokens come before heads."
+    rejected(ps.ShapeError, getattr(ps, variant), good(variant, **{query: NORMAL[0]}), *said)
+
+
+@pytest.mark.parametrize(("axis", "size"), [("K", (B, T, H, 0)), ("H", (B, T, 0, K))])
+def test_sizes_of_zero(axis, size):
+    empty = torch.zeros(size)
+    rejected(
+        ps.ShapeError, ps.linear_attention, {"q": empty, "k": empty, "v": empty}, f"linear_attention: {axis} must be at least 1, got 0"
+    )
+
+
+@every_variant
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn], ids=str)
+def test_dtypes_that_are_no_floats(variant, dtype):
+    row = VARIANTS[variant]
+    for name in {row.query, "k", "v", row.gate, "u", "initial_state"} & set(good(variant)):
+        arguments = good(variant)
+        said = rejected(ps.DtypeError, getattr(ps, variant), arguments | {name: arguments[name].to(dtype)})
+        assert f"{variant}: {name} must be " in said
+        assert f"got {dtype}. Convert it with {name}.to(...)." in said
+
+
+@every_variant
+@pytest.mark.parametrize("name", ["k", "v"])
+def test_q_k_and_v_share_a_dtype(variant, name):
+    arguments = good(variant)
+    arguments[name] = arguments[name].double()
+    rejected(ps.DtypeError, getattr(ps, variant), arguments, f"{variant}: {name} must be float32, got torch.float64")
+
+
+@every_variant
+def test_one_device(variant):
+    row = VARIANTS[variant]
+    for name in {"k", "v", row.gate, "u", "initial_state"} & set(good(variant)):
+        arguments = good(variant)
+        arguments[name] = arguments[name].to(ELSEWHERE)
+        said = f"{variant}: {name} must be on cpu, where the query is, got meta. Move it with {name}.to('cpu')."
+        rejected(ps.DeviceError, getattr(ps, variant), arguments, said)
+
+
+@pytest.mark.parametrize("ends", [[1, T], [0, 3], [0, T + 1], [0, 4, 2, T], [-1, T], [0, -3, T], [0]], ids=str)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_offsets_that_do_not_fit(ends, dtype):
+    arguments = {name: x[:1] for name, x in good("gla").items() if name != "initial_state"}
+    said = "gla: cu_seqlens must be offsets that begin at 0, never fall and end at T = 5", f"got {ends}"
+    rejected(ps.RangeError, ps.gla, arguments | {"cu_seqlens": torch.tensor(ends, dtype=dtype)}, *said)
+
+
+@pytest.mark.parametrize(
+    ("kind", "ends", "said"),
+    [
+        (ps.DtypeError, torch.tensor([0.0, T]), "cu_seqlens must be int32 or int64, got torch.float32"),
+        (ps.ShapeError, torch.tensor([[0, T]]), "cu_seqlens must be of shape"),
+        (ps.ShapeError, torch.tensor(T), "cu_seqlens must be of shape"),
+        (ps.ShapeError, torch.tensor([], dtype=torch.int64), "cu_seqlens must be of at least one element"),
+        (ps.DeviceError, torch.tensor([0, T], device=ELSEWHERE), "cu_seqlens must be on cpu"),
+        (ps.DtypeError, [0, T], "cu_seqlens must be a torch.Tensor or None, got [0, 5] of type list"),
+    ],
+    ids=lambda x: str(x)[:20],
+)
+def test_offsets_of_the_wrong_kind(kind, ends, said):
+    arguments = {name: x[:1] for name, x in good("gla").items() if name != "initial_state"}
+    rejected(kind, ps.gla, arguments | {"cu_seqlens": ends}, "gla: " + said)
+
+
+def test_packed_sequences_need_one_row():
+    arguments = good("gla", cu_seqlens=torch.tensor([0, T]), initial_state=None)
+    rejected(ps.ShapeError, ps.gla, arguments, "gla: B must be 1 with cu_seqlens, got 2")
+
+
+def test_one_initial_state_a_packed_sequence():
+    arguments = {name: x[:1] for name, x in good("gla").items()} | {"cu_seqlens": torch.tensor([0, 2, T])}
+    rejected(ps.ShapeError, ps.gla, arguments, "initial_state must be of shape [N,H,K,V] = [2, 3, 4, 6], got [1, 3, 4, 6]")
+
+
+@pytest.mark.parametrize("variant", [name for name, row in VARIANTS.items() if row.decay])
+@pytest.mark.parametrize("value", [1e-6, 2.0, float("inf")])
+def test_a_decay_above_zero(variant, value):
+    """Also where just one element is; inside checks() too."""
+    gate = VARIANTS[variant].gate
+    arguments = good(variant)
+    arguments[gate].view(-1)[-1] = value
+    said = f"{variant}: {gate} must be a log decay, natural logarithm, nowhere above 0, got a largest value of {value:g}"
+    rejected(ps.RangeError, getattr(ps, variant), arguments, said, "Pass log(decay)")
+    with ps.checks():
+        rejected(ps.RangeError, getattr(ps, variant), arguments, said)
+
+
+@pytest.mark.parametrize("impl", NAMES)
+@pytest.mark.parametrize("variant", [name for name, row in VARIANTS.items() if row.decay])
+def test_a_decay_that_is_not_a_number(variant, impl):
+    """Nonsense in, nonsense out, and neither an exception nor a crash."""
+    case = Case(variant, T=20)
+    tensors = draw(case)
+    tensors["g"] = torch.full_like(tensors["g"], torch.nan).requires_grad_()
+    result = call(case, tensors, impl)
+    assert result.final_state.isnan().all()
+    assert torch.autograd.grad(result.final_state.sum(), tensors["g"])[0].shape == tensors["g"].shape
+
+
+@every_variant
+def test_things_that_are_no_tensors(variant):
+    row = VARIANTS[variant]
+    for name in {row.query, "k", "v", row.gate, "u", "initial_state"} & set(good(variant)):
+        rejected(
+            ps.DtypeError, getattr(ps, variant), good(variant, **{name: 3}), f"{variant}: {name} must be a torch.Tensor", "3 of type int"
+        )
+    for name in {row.query, "k", "v", row.gate, "u"} & set(good(variant)) - {"g" if variant == "retention" else ""}:
+        rejected(ps.DtypeError, getattr(ps, variant), good(variant, **{name: None}), f"{name} must be a torch.Tensor, got None")
+    sparse = torch.zeros(B, T, H, K).to_sparse()
+    rejected(ps.DtypeError, getattr(ps, variant), good(variant, k=sparse), f"{variant}: k must be a dense tensor, got torch.sparse_coo")
+
+
+@every_variant
+@pytest.mark.parametrize(
+    ("kind", "name", "value", "said"),
+    [
+        (ps.DtypeError, "scale", "big", "scale must be a number or None, got 'big' of type str"),
+        (ps.DtypeError, "scale", True, "scale must be a number or None, got True of type bool"),
+        (ps.DtypeError, "scale", 1j, "scale must be a number or None"),
+        (ps.DtypeError, "reverse", 1, "reverse must be True or False, got 1 of type int"),
+        (ps.DtypeError, "reverse", None, "reverse must be True or False, got None"),
+        (ps.DtypeError, "output_final_state", "yes", "output_final_state must be True or False, got 'yes' of type str"),
+        (ps.RangeError, "impl", "fast", "impl must be one of auto, cpu, chunkwise, parallel, reference, got 'fast'"),
+        (ps.RangeError, "impl", None, "got None"),
+        (ps.RangeError, "impl", ["cpu"], "got ['cpu']"),
+    ],
+    ids=lambda x: str(x)[:20],
+)
+def test_options(variant, kind, name, value, said):
+    rejected(kind, getattr(ps, variant), good(variant, **{name: value}), f"{variant}: {name} must be", said)
+
+
+@pytest.mark.parametrize("value", ["softmax", 3, ["relu"]], ids=str)
+def test_unknown_feature_maps(value):
+    said = "linear_attention: feature_map must be one of 'elu+1', 'relu', 'identity', a callable or None", repr(value)
+    rejected(ps.RangeError, ps.linear_attention, good("linear_attention", feature_map=value), *said)
+
+
+def test_linear_attention_checks_before_it_maps_features():
+    ints = {name: x.long() for name, x in good("linear_attention").items() if name in "qkv"}
+    rejected(ps.DtypeError, ps.linear_attention, ints | {"feature_map": "elu+1"}, "q must be", "k must be", "v must be")
+    arguments = good("linear_attention", v=torch.tensor(1.0), normalize=True)
+    rejected(ps.ShapeError, ps.linear_attention, arguments, "v must be of shape [B,T,H,V], got []")
+    rejected(ps.DtypeError, ps.linear_attention, good("linear_attention", normalize=1), "normalize must be True or False, got 1")
+    rejected(ps.ShapeError, ps.linear_attention, good("linear_attention", feature_map=lambda x: x[..., 0]), "q must be of shape")
+
+
+def test_every_broken_rule_is_listed():
+    """Rules of one kind raise that kind; of several, their common base. All are ValueErrors."""
+    arguments = good("gla")
+    arguments |= {"k": arguments["k"][:, 1:], "v": arguments["v"].double(), "g": -arguments["g"], "initial_state": NORMAL.to(ELSEWHERE)}
+    said = rejected(ps.InvalidArgument, ps.gla, arguments)
+    for name in ("k", "v", "g", "initial_state"):
+        assert re.search(f"^gla: {name} must be ", said, re.MULTILINE)
+    assert issubclass(ps.InvalidArgument, ValueError)
+    several = good("gla", k=NORMAL[:1], g=NORMAL[:1])
+    assert len(rejected(ps.ShapeError, ps.gla, several).splitlines()) == 2
+    assert len(rejected(ps.DtypeError, ps.gla, good("gla", q=1, scale="x", reverse=2)).splitlines()) == 3
+
+
+def test_a_decay_of_another_variant_is_recognised():
+    rejected(ps.ShapeError, ps.gla, good("gla", g=-torch.rand(B, T, H)), "got [2, 5, 3]. A decay of 3 axes belongs to simple_gla.")
+
+
+@every_variant
+def test_a_named_implementation_that_refuses(variant):
+    """The reason is in the message; "auto" takes another."""
+    arguments = {name: x.double() for name, x in good(variant).items()}
+    said = f"{variant}: impl must be one that takes this call, got 'cpu': it computes in float32, and the inputs are float64"
+    rejected(ps.ImplementationRefused, getattr(ps, variant), arguments | {"impl": "cpu"}, said, "Use impl='auto'.")
+    assert issubclass(ps.ImplementationRefused, RuntimeError)
+    assert getattr(ps, variant)(**arguments).output.dtype == torch.float64
+
+
+@every_variant
+def test_arguments_that_typing_would_swallow(variant):
+    """No keyword is ignored."""
+    with pytest.raises(TypeError, match="unexpected keyword argument"):
+        getattr(ps, variant)(**good(variant), out_put_final_state=True)

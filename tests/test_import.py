@@ -1,0 +1,97 @@
+"""What ``import penstock`` costs and brings, in a fresh process; and the public names."""
+
+import inspect
+import subprocess
+import sys
+
+import penstock as ps
+
+FRESH = """
+import sys, time
+import torch
+before, start = set(sys.modules), time.perf_counter()
+import penstock
+print(time.perf_counter() - start, *sorted(name for name in set(sys.modules) - before))
+"""
+HEAVY = {"triton", "numba", "matplotlib", "transformers", "typer", "rich", "fla", "numpy"}
+
+
+def fresh_import():
+    """Seconds beyond torch, and the modules that came with it."""
+    done = subprocess.run([sys.executable, "-W", "error::ImportWarning", "-c", FRESH], capture_output=True, text=True, check=True)
+    seconds, *modules = done.stdout.split()
+    return float(seconds), modules
+
+
+def test_import_is_fast_and_light():
+    """Under half a second (the best of three: the machine may be busy), and nothing optional."""
+    runs = [fresh_import() for _ in range(3)]
+    assert min(seconds for seconds, _ in runs) < 0.5
+    modules = runs[0][1]
+    assert "penstock.functional" in modules
+    assert not {name.partition(".")[0] for name in modules} & HEAVY
+    assert not {name for name in modules if name.startswith(("penstock.cli", "penstock.bench", "penstock.models", "penstock.layers"))}
+
+
+def test_public_names():
+    names = [
+        "DeviceError",
+        "DtypeError",
+        "ImplementationRefused",
+        "InvalidArgument",
+        "PenstockError",
+        "RangeError",
+        "Result",
+        "ShapeError",
+        "checks",
+        "decode_step",
+        "explain",
+        "gla",
+        "implementations",
+        "linear_attention",
+        "retention",
+        "rwkv5",
+        "rwkv6",
+        "simple_gla",
+    ]
+    assert sorted(ps.__all__) == names
+    assert all(hasattr(ps, name) for name in names)
+    assert ps.Result._fields == ("output", "final_state")
+
+
+OVER_SEQUENCES = "scale=None, initial_state=None, output_final_state=False, cu_seqlens=None, reverse=False, impl='auto'"
+SIGNATURES = {
+    "linear_attention": f"q, k, v, *, feature_map=None, normalize=False, {OVER_SEQUENCES}",
+    "retention": f"q, k, v, *, g=None, {OVER_SEQUENCES}",
+    "simple_gla": f"q, k, v, g, *, {OVER_SEQUENCES}",
+    "gla": f"q, k, v, g, *, {OVER_SEQUENCES}",
+    "rwkv5": f"r, k, v, w, u, *, {OVER_SEQUENCES}",
+    "rwkv6": f"r, k, v, w, u, *, {OVER_SEQUENCES}",
+    "decode_step": "variant, q, k, v, g=None, u=None, *, state, slots=None, scale=None, impl='auto'",
+    "explain": "variant, *args, **kwargs",
+}
+
+
+def test_signatures():
+    """Names, order, defaults, and what is keyword-only."""
+    for name, wanted in SIGNATURES.items():
+        parameters = inspect.signature(getattr(ps, name)).parameters.values()
+        bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in parameters]
+        assert str(inspect.Signature(bare)) == f"({wanted})"
+
+
+def test_exception_tree():
+    tree = {
+        name: [base.__name__ for base in getattr(ps, name).__bases__]
+        for name in ps.__all__
+        if name.endswith(("Error", "Argument", "Refused"))
+    }
+    assert tree == {
+        "PenstockError": ["Exception"],
+        "InvalidArgument": ["PenstockError", "ValueError"],
+        "ShapeError": ["InvalidArgument"],
+        "DtypeError": ["InvalidArgument", "TypeError"],
+        "DeviceError": ["InvalidArgument"],
+        "RangeError": ["InvalidArgument"],
+        "ImplementationRefused": ["PenstockError", "RuntimeError"],
+    }

@@ -1,0 +1,49 @@
+"""The native kernels: that they run here at all, and every instruction set of this CPU that they were compiled for."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import Case, check_against, draw, measured, oracle, problem_of
+
+from penstock.kernels import cpu
+from penstock.variants import VARIANTS
+
+CAPABILITIES = ["DEFAULT", "AVX2", "AVX512"]
+HERE = torch.backends.cpu.get_cpu_capability()
+RUN_HERE = CAPABILITIES[: CAPABILITIES.index(HERE) + 1] if HERE in CAPABILITIES else [HERE]
+SHAPES = [
+    replace(Case(variant, K=20, V=36), **options)
+    for variant in VARIANTS
+    for options in ({"lengths": (0, 5, 64, 1)}, {"T": 33, "K": 100, "V": 7, "strided": True}, {"dtype": torch.bfloat16, "reverse": True})
+]
+
+
+@pytest.fixture
+def capability(request, monkeypatch):
+    """Let torch say that this CPU can do no more than this."""
+    cpu._function.cache_clear()
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: request.param)
+    yield request.param
+    cpu._function.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_they_run_here(variant, dtype):
+    """Without this, a library that does not load would turn every contract of ``cpu`` into a refusal."""
+    case = Case(variant, dtype=dtype)
+    problem = problem_of(case, draw(case))
+    assert [cpu.available(), *(cpu.refuses(problem, mode) for mode in ("forward", "backward", "step"))] == [None] * 4
+
+
+@pytest.mark.parametrize("capability", RUN_HERE, indirect=True)
+@pytest.mark.parametrize("case", SHAPES, ids=str)
+def test_every_instruction_set_equals_the_oracle(case, capability):
+    check_against(measured(case, "cpu"), oracle(case), case.dtype)
+
+
+@pytest.mark.parametrize("capability", RUN_HERE, indirect=True)
+def test_the_instruction_set_is_the_best_that_torch_reports(capability):
+    name = {"DEFAULT": "baseline", "AVX2": "avx2", "AVX512": "avx512"}.get(capability, "baseline")
+    assert cpu._function("forward") is getattr(cpu._library(), f"penstock_forward_{name}")
