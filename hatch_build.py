@@ -35,7 +35,9 @@ def build(native: Path) -> None:
             defines = [f"-DLANES={lanes}", f"-DREGISTERS={registers}", f"-DSUFFIX={suffix}"]
             flags = ["-O3", "-std=c11", "-Wall", "-fno-sanitize=all", f"-mcpu={cpu}", *defines]
             subprocess.run([*zig, *flags, "-c", str(native / "recurrence.c"), "-o", objects[-1]], check=True)
-        subprocess.run([*zig, "-shared", "-s", *objects, "-o", str(native / "libpenstock_cpu.so")], check=True)
+        linked = native / "libpenstock_cpu.so.new"
+        subprocess.run([*zig, "-shared", "-s", *objects, "-o", str(linked)], check=True)
+        linked.replace(native / "libpenstock_cpu.so")  # a new file: a process that has the old one loaded keeps it
 
 
 class CustomBuildHook(BuildHookInterface):

@@ -94,7 +94,7 @@ def check_name(function: str, impl: str) -> None:
 
 def pick(problem: Problem, mode: Mode, impl: str = "auto") -> Implementation:
     """The implementation to run: the named one or, for "auto", the first in the list that takes the problem."""
-    name = problem.variant.name
+    name = problem.variant.name if mode != "step" else f"decode_step({problem.variant.name!r})"
     check_name(name, impl)
     if impl != "auto":
         reason = _refusal(_BY_NAME[impl], problem, mode)

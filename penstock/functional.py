@@ -30,24 +30,16 @@ to its dtype, as for a matrix product; decays, u and states are not.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from . import dispatch, operator  # noqa: F401  (operator registers torch.ops.penstock)
 from .errors import Complaints, RangeError
-from .problem import FLOATS, Problem, check_types, state_dtype
+from .feature_maps import FeatureMap, featured
+from .problem import Problem, check_types, state_dtype
 from .variants import VARIANTS
-
-FeatureMap = Literal["elu+1", "relu", "identity"] | Callable[[Tensor], Tensor] | None
-FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
-    "elu+1": lambda x: F.elu(x) + 1,
-    "relu": F.relu,
-    "identity": lambda x: x,
-}
 
 
 class Result(NamedTuple):
@@ -94,7 +86,7 @@ def linear_attention(
     torch.Size([1, 5, 2, 8])
     """
     check_types("linear_attention", {"q": q, "k": k, "v": v}, {}, {"normalize": normalize}, frozenset())
-    q, k, v = _featured(q, k, v, feature_map, normalize)
+    q, k, v = featured(q, k, v, feature_map, normalize)
     result = _run("linear_attention", q, k, v, None, None, scale, initial_state, output_final_state, cu_seqlens, reverse, impl)
     if not normalize:
         return result
@@ -189,7 +181,7 @@ def gla(
     Everything else: see the head of this module. Implementations: reference, parallel, chunkwise, cpu.
 
     >>> q, k, v, x = (torch.randn(1, 5, 2, 8) for _ in range(4))
-    >>> gla(q, k, v, F.logsigmoid(x)).output.shape
+    >>> gla(q, k, v, torch.nn.functional.logsigmoid(x)).output.shape
     torch.Size([1, 5, 2, 8])
     """
     return _run("gla", q, k, v, g, None, scale, initial_state, output_final_state, cu_seqlens, reverse, impl)
@@ -337,7 +329,7 @@ def explain(variant: str, *args: Any, **kwargs: Any) -> dispatch.Explanation:
     q, k, v = given[row.query], given["k"], given["v"]
     if variant == "linear_attention":
         check_types(variant, {"q": q, "k": k, "v": v}, {}, {"normalize": given["normalize"]}, frozenset())
-        q, k, v = _featured(q, k, v, given["feature_map"], given["normalize"])
+        q, k, v = featured(q, k, v, given["feature_map"], given["normalize"])
     g, u = given.get(row.gate) if row.gate else None, given.get("u")
     if variant == "retention" and g is None:
         g = _retnet_decay(q)
@@ -410,21 +402,6 @@ def _retnet_decay(q: Tensor) -> Tensor:
         return q  # refused where all arguments are checked
     h = torch.arange(q.shape[2], dtype=torch.float64, device=q.device)
     return torch.log1p(-torch.exp2(-5 - h)).to(state_dtype(q.dtype))
-
-
-def _featured(q: Tensor, k: Tensor, v: Tensor, feature_map: FeatureMap, normalize: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Q and k through the feature map, v with a column of ones if normalised."""
-    if (isinstance(feature_map, str) and feature_map not in FEATURE_MAPS) or not (
-        feature_map is None or isinstance(feature_map, str) or callable(feature_map)
-    ):
-        complaints = Complaints("linear_attention")
-        rule = f"one of {', '.join(map(repr, FEATURE_MAPS))}, a callable or None"
-        complaints.add(RangeError, "feature_map", rule, repr(feature_map), "A callable takes and returns a tensor.")
-        complaints.raise_any()
-    if feature_map is not None and q.dtype in FLOATS and k.dtype in FLOATS:  # others are refused where all arguments are checked
-        phi = FEATURE_MAPS[feature_map] if isinstance(feature_map, str) else feature_map
-        q, k = phi(q), phi(k)
-    return q, k, torch.cat([v, v.new_ones(*v.shape[:-1], 1)], -1) if normalize and v.dim() else v
 
 
 def _known_variant(function: str, variant: str) -> None:

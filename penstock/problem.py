@@ -265,7 +265,8 @@ def _check_tensor(
         return
     if tensor.dim() != len(axes) or any(size != want for size, want in zip(tensor.shape, wanted) if want != -1):
         shape = "[" + ", ".join("*" if want == -1 else str(want) for want in wanted) + "]"
-        complaints.add(ShapeError, name, f"of shape [{','.join(axes)}] = {shape}", list(tensor.shape), remedy)
+        rule = f"of shape [{','.join(axes)}] = {shape}" if axes != "*" else "of one axis, [N+1]"
+        complaints.add(ShapeError, name, rule, list(tensor.shape), remedy)
     if tensor.dtype not in dtypes:
         complaints.add(DtypeError, name, _dtypes(dtypes), tensor.dtype, f"Convert it with {name}.to(...).")
     if tensor.device != device:
@@ -343,8 +344,14 @@ def _check_packing(complaints: Complaints, cu_seqlens: Tensor, sizes: dict[str, 
 
 
 def _check_no_overlap(complaints: Complaints, state: Tensor) -> None:
-    if any(stride == 0 and size > 1 for stride, size in zip(state.stride(), state.shape)):
-        complaints.add(RangeError, "state", "free of overlap, since it is written in place", "an expanded tensor", "Clone it first.")
+    """Every axis must step over all that the axes with smaller strides reach."""
+    reach = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(state.stride(), state.shape) if size > 1):
+        if stride < reach:
+            value = f"strides {list(state.stride())} over shape {list(state.shape)}"
+            complaints.add(RangeError, "state", "free of overlap, since it is written in place", value, "Clone it first.")
+            return
+        reach += stride * (size - 1)
 
 
 def _check_no_gradients(complaints: Complaints, variant: str, tensors: dict[str, Tensor | None]) -> None:

@@ -74,6 +74,7 @@ def test_skipped_slots_may_repeat():
         ),
         (ps.DeviceError, torch.zeros(ROWS, H, K, V, device="meta"), "state must be on cpu"),
         (ps.RangeError, torch.zeros(1, H, K, V).expand(ROWS, H, K, V), "state must be free of overlap, since it is written in place"),
+        (ps.RangeError, torch.zeros(ROWS * H * K * V).as_strided((ROWS, H, K, V), (K * V, K * V, V, 1)), "state must be free of overlap"),
         (ps.DtypeError, None, "state must be a torch.Tensor, got None"),
         (ps.RangeError, torch.zeros(ROWS, H, K, V, requires_grad=True), "state must be free of gradients"),
     ],
