@@ -108,8 +108,8 @@ def test_offsets_that_do_not_fit(ends, dtype):
     ("kind", "ends", "said"),
     [
         (ps.DtypeError, torch.tensor([0.0, T]), "cu_seqlens must be int32 or int64, got torch.float32"),
-        (ps.ShapeError, torch.tensor([[0, T]]), "cu_seqlens must be of shape"),
-        (ps.ShapeError, torch.tensor(T), "cu_seqlens must be of shape"),
+        (ps.ShapeError, torch.tensor([[0, T]]), "cu_seqlens must be of one axis"),
+        (ps.ShapeError, torch.tensor(T), "cu_seqlens must be of one axis"),
         (ps.ShapeError, torch.tensor([], dtype=torch.int64), "cu_seqlens must be of at least one element"),
         (ps.DeviceError, torch.tensor([0, T], device=ELSEWHERE), "cu_seqlens must be on cpu"),
         (ps.DtypeError, [0, T], "cu_seqlens must be a torch.Tensor or None, got [0, 5] of type list"),
