@@ -46,12 +46,19 @@ INLINE int64_t at(const tensor *x, const sequence *s, int64_t t, int64_t h) {
     return offset(x, s->row, s->first + t * s->direction, h);
 }
 
-/* Rows of one head lie H rows apart, a page or more: too far for the processor to foresee. */
-INLINE void prefetch_token(const tensor *x, const sequence *s, int64_t t, int64_t h, int64_t column, int64_t n) {
+/* Cache lines that will be wanted soon. Rows of one head lie H rows apart, a page or more: too far for the processor to
+ * foresee. They are asked for one by one between the arithmetic, since a burst fills the few slots for missing lines and stalls. */
+typedef struct { const char *line[256]; int64_t count, next; } wanted;
+
+INLINE void want_token(wanted *f, const tensor *x, const sequence *s, int64_t t, int64_t h, int64_t column, int64_t n) {
     if (t >= s->length || !x->data) return;
     int64_t size = x->dtype == FLOAT32 ? 4 : x->dtype == FLOAT64 ? 8 : 2;
     const char *row = (const char *)x->data + (at(x, s, t, h) + column * x->stride[3]) * size;
-    for (int64_t byte = 0; byte < n * size; byte += 64) __builtin_prefetch(row + byte);
+    for (int64_t byte = 0; byte < n * size && f->count < 256; byte += 64) f->line[f->count++] = row + byte;
+}
+
+INLINE void prefetch_one(wanted *f) {
+    if (f->next < f->count) __builtin_prefetch(f->line[f->next++]);
 }
 
 static void load_token(float *to, const tensor *x, const sequence *s, int64_t t, int64_t h, int64_t column, int64_t n) {
@@ -101,27 +108,47 @@ INLINE vec decayed(vec s, factor w) { return s * w.a + (vec)((ivec)s & w.keep); 
  * so that a state element is loaded, decayed and stored once for 4 tokens. */
 #define GROUP 4
 
+/* What a group does to `channels` rows of the state from row d on, over a strip of `vectors` vectors. Channels of a pair share the
+ * loads of v. */
+INLINE void pass_channels(tile from, tile to, int64_t d, int64_t Kp, const float *q, const float *k, decay_row w, const float *v,
+                          vec out[GROUP][8], int64_t columns, const int channels, const int tokens, const int vectors, const int decays) {
+    const int together = tokens == 1 ? 1 : vectors; /* vectors whose chains of additions are in flight at once */
+    factor wd[2];
+    for (int c = 0; decays && c < channels; c++) wd[c] = factor_of(w, d + c);
+    for (int at = 0; at < vectors; at += together) {
+        vec s[2][4];
+        for (int c = 0; c < channels; c++)
+            for (int j = 0; j < together; j++) s[c][j] = load(from.data + (d + c) * from.row + (at + j) * LANES);
+        for (int c = 0; c < channels; c++)
+            for (int i = 0; i < tokens; i++)
+                for (int j = 0; j < together; j++) out[i][at + j] += s[c][j] * splat(q[i * Kp + d + c]);
+        for (int c = 0; decays && c < channels; c++)
+            for (int j = 0; j < together; j++) s[c][j] = decayed(s[c][j], wd[c]);
+        for (int i = 0; i < tokens; i++)
+            for (int j = 0; j < together; j++) {
+                vec value = load(v + i * columns + (at + j) * LANES);
+                for (int c = 0; c < channels; c++) s[c][j] += splat(k[i * Kp + d + c]) * value;
+            }
+        for (int c = 0; c < channels; c++)
+            for (int j = 0; j < together; j++) store(to.data + (d + c) * to.row + (at + j) * LANES, s[c][j]);
+    }
+}
+
 /* One group over one strip of columns: q holds q_i W_i, k holds k_j D_j, the output rows hold A v. Outputs stay in registers. */
 INLINE void strip(tile from, tile to, int64_t K, int64_t Kp, const float *q, const float *k, decay_row w, const float *v, float *o,
-                  int64_t columns, const int tokens, const int vectors, const int decays) {
-    const int together = tokens == 1 ? 1 : vectors; /* vectors whose chains of additions are in flight at once */
+                  int64_t columns, const int tokens, const int vectors, const int decays, wanted *f) {
     vec out[GROUP][8];
     for (int i = 0; i < tokens; i++)
         for (int j = 0; j < vectors; j++) out[i][j] = load(o + i * columns + j * LANES);
-    for (int64_t d = 0; d < K; d++) {
-        const float *row = from.data + d * from.row;
-        factor wd = decays ? factor_of(w, d) : (factor){};
-        for (int line = 0; tokens == 1 && line < vectors * LANES; line += 16) __builtin_prefetch(row + 16 * from.row + line);
-        for (int at = 0; at < vectors; at += together) {
-            vec s[4];
-            for (int j = 0; j < together; j++) s[j] = load(row + (at + j) * LANES);
-            for (int i = 0; i < tokens; i++)
-                for (int j = 0; j < together; j++) out[i][at + j] += s[j] * splat(q[i * Kp + d]);
-            for (int j = 0; decays && j < together; j++) s[j] = decayed(s[j], wd);
-            for (int i = 0; i < tokens; i++)
-                for (int j = 0; j < together; j++) s[j] += splat(k[i * Kp + d]) * load(v + i * columns + (at + j) * LANES);
-            for (int j = 0; j < together; j++) store(to.data + d * to.row + (at + j) * LANES, s[j]);
-        }
+    int64_t d = 0;
+    for (; tokens > 1 && d + 2 <= K; d += 2) {
+        if (d & 2) prefetch_one(f);
+        pass_channels(from, to, d, Kp, q, k, w, v, out, columns, 2, tokens, vectors, decays);
+    }
+    for (; d < K; d++) {
+        const float *ahead = from.data + (d + 16) * from.row;
+        for (int line = 0; tokens == 1 && line < vectors * LANES; line += 16) __builtin_prefetch(ahead + line);
+        pass_channels(from, to, d, Kp, q, k, w, v, out, columns, 1, tokens, vectors, decays);
     }
     for (int i = 0; i < tokens; i++)
         for (int j = 0; j < vectors; j++) store(o + i * columns + j * LANES, out[i][j]);
@@ -130,13 +157,13 @@ INLINE void strip(tile from, tile to, int64_t K, int64_t Kp, const float *q, con
 #define STRIPS(TOKENS, VECTORS)                                                                                         \
     for (; tokens == TOKENS && j + VECTORS * LANES <= width; j += VECTORS * LANES) {                                    \
         tile a = {from.data + j, from.row}, b = {to.data + j, to.row};                                                  \
-        if (decays) strip(a, b, K, Kp, q, k, w, v + j, o + j, columns, TOKENS, VECTORS, 1);                             \
-        else strip(a, b, K, Kp, q, k, w, v + j, o + j, columns, TOKENS, VECTORS, 0);                                    \
+        if (decays) strip(a, b, K, Kp, q, k, w, v + j, o + j, columns, TOKENS, VECTORS, 1, f);                           \
+        else strip(a, b, K, Kp, q, k, w, v + j, o + j, columns, TOKENS, VECTORS, 0, f);                                \
     }
 
 /* One group of 1, 2 or 4 tokens: reads the state in `from`, leaves the next in `to` (which may be the same). */
 static void pass_group(tile from, tile to, int64_t width, int64_t K, int64_t Kp, const float *q, const float *k, decay_row w,
-                       const float *v, float *o, int64_t columns, int tokens, int decays) {
+                       const float *v, float *o, int64_t columns, int tokens, int decays, wanted *f) {
     int64_t j = 0;
 #if REGISTERS >= 32
     STRIPS(4, 4)
@@ -260,11 +287,17 @@ static void load_static_decay(const problem *p, int64_t h, int64_t Kp, const chu
     decay_factors(r->w, r->g, CHUNK * Kp);
 }
 
-static void prefetch_chunk(const problem *p, const sequence *s, int64_t h, int64_t t, int64_t column, int64_t count) {
-    prefetch_token(&p->q, s, t, h, 0, p->K);
-    prefetch_token(&p->k, s, t, h, 0, p->K);
-    prefetch_token(&p->v, s, t, h, column, count);
-    if (p->g.stride[1]) prefetch_token(&p->g, s, t, h, 0, p->K);
+/* Tokens t to t + count of one head. */
+static wanted want_tokens(const problem *p, const sequence *s, int64_t h, int64_t t, int64_t count, int64_t column, int64_t columns) {
+    wanted f;
+    f.count = f.next = 0;
+    for (int64_t end = t + count; t < end; t++) {
+        want_token(&f, &p->q, s, t, h, 0, p->K);
+        want_token(&f, &p->k, s, t, h, 0, p->K);
+        want_token(&f, &p->v, s, t, h, column, columns);
+        if (p->g.stride[1]) want_token(&f, &p->g, s, t, h, 0, p->K);
+    }
+    return f;
 }
 
 /* Heads that a unit of the forward pass takes chunk by chunk in turn. Their rows share pages, and one page-table walk
@@ -317,12 +350,13 @@ void NAME(penstock_forward_, SUFFIX)(problem *p) {
                 for (int64_t i = 0, group; i < tokens; i += group) {
                     group = tokens - i >= 4 ? 4 : tokens - i >= 2 ? 2 : 1;
                     float *q = r.q + i * Kp, *k = r.k + i * Kp, *v = r.v + i * columns, *o = out + i * columns;
-                    for (int64_t t = chunk + i; t < chunk + i + group; t++)
-                        prefetch_chunk(p, &s, h + 1 < last ? h + 1 : first, h + 1 < last ? t : t + CHUNK, column, count);
+                    int more = h + 1 < last; /* else the first head again, a chunk later */
+                    wanted f = want_tokens(p, &s, more ? h + 1 : first, chunk + i + (more ? 0 : CHUNK), group, column, count);
                     prepare_group(q, k, r.g + i * Kp, r.w.w + i * Kp, u, total, Kp, v, o, columns, width, (int)group,
                                   p->g.data != NULL, (int)p->previous);
                     if (end.data && ends && i + group == tokens) to = end;
-                    pass_group(from, to, width, K, Kp, q, k, group == 1 ? decays_of(&r, i, Kp) : total, v, o, columns, (int)group, p->g.data != NULL);
+                    pass_group(from, to, width, K, Kp, q, k, group == 1 ? decays_of(&r, i, Kp) : total, v, o, columns, (int)group, p->g.data != NULL,
+                               &f);
                     from = S;
                 }
                 for (int64_t i = 0; i < tokens; i++) store_token(&p->output, &s, chunk + i, h, column, out + i * columns, count);
