@@ -1,9 +1,10 @@
 """The ordered list of implementations; picks one for a problem, or explains the pick.
 
-``impl="auto"`` walks the list from the top and takes the first that does not refuse. The order is by measured speed
-(benchmarks/NOTES.md, "CPU: which implementation"): on 2 threads of a Zen 3 server at float32, ``cpu`` was the fastest
-at every shape tried, so it stands first; float64 it refuses, and there ``chunkwise`` is faster than the others from 2
-tokens up. ``parallel`` and ``reference`` are there to be named.
+``impl="auto"`` walks the list from the top and takes the first that neither refuses nor knows a faster one. The order is by
+measured speed (benchmarks/NOTES.md, "CPU: which implementation"): on 2 threads of a Zen 3 server at float32, ``cpu`` was the
+fastest at every shape tried, so it stands first; float64 it refuses, and there ``chunkwise`` is faster than the others from 2
+tokens up. On a GPU, the token-serial kernels take short sequences and decode steps, the chunked ones the rest. ``parallel`` and
+``reference`` are there to be named.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .errors import Complaints, ImplementationRefused, RangeError
-from .kernels import chunkwise, cpu, parallel, reference
+from .kernels import chunkwise, cpu, parallel, reference, triton
 from .kernels.contract import Implementation, Mode
 from .problem import Problem
 
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
     cpu.IMPLEMENTATION,
+    triton.RECURRENT,
+    triton.CHUNKWISE,
     chunkwise.IMPLEMENTATION,
     parallel.IMPLEMENTATION,
     reference.IMPLEMENTATION,
@@ -39,9 +42,9 @@ class Verdict(NamedTuple):
 
     name: str
     forward: str | None
-    """Why it refuses the forward pass; None if it would take it."""
+    """Why it does not run the forward pass under "auto"; None if it would."""
     backward: str | None
-    """Why it refuses the backward pass; None if it would take it."""
+    """Why it does not run the backward pass under "auto"; None if it would."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,7 @@ class Explanation:
         for verdict in self.verdicts:
             for mode, reason in (("forward", verdict.forward), ("backward", verdict.backward)):
                 taken = "chosen" if verdict.name == getattr(self, mode) else "would do, stands later in the list"
-                lines.append(f"  {verdict.name:<10} {mode:<9} {taken if reason is None else 'refuses: ' + reason}")
+                lines.append(f"  {verdict.name:<16} {mode:<9} {taken if reason is None else reason}")
         return "\n".join(lines)
 
 
@@ -82,6 +85,15 @@ def implementations() -> tuple[Available, ...]:
 
 def _refusal(implementation: Implementation, problem: Problem, mode: Mode) -> str | None:
     return implementation.available() or implementation.refuses(problem, mode)
+
+
+def _passed_over(implementation: Implementation, problem: Problem, mode: Mode) -> str | None:
+    """Why "auto" does not take it: it refuses, or would be slow."""
+    reason = _refusal(implementation, problem, mode)
+    if reason is not None:
+        return "refuses: " + reason
+    reason = implementation.avoids(problem, mode)
+    return None if reason is None else "passed over: " + reason
 
 
 def check_name(function: str, impl: str) -> None:
@@ -103,10 +115,10 @@ def pick(problem: Problem, mode: Mode, impl: str = "auto") -> Implementation:
         raise ImplementationRefused(f"{name}: impl must be one that takes this call, got {impl!r}: {reason}. Use impl='auto'.")
     reasons = []
     for implementation in IMPLEMENTATIONS:
-        reason = _refusal(implementation, problem, mode)
+        reason = _passed_over(implementation, problem, mode)
         if reason is None:
             return implementation
-        reasons.append(f"{implementation.name}: {reason}")
+        reasons.append(f"{implementation.name} {reason}")
     raise ImplementationRefused(f"{name}: no implementation takes this call. " + "; ".join(reasons))
 
 
@@ -118,5 +130,5 @@ def explain(problem: Problem) -> Explanation:
     return Explanation(
         problem.variant.name,
         call,
-        tuple(Verdict(one.name, _refusal(one, problem, "forward"), _refusal(one, problem, "backward")) for one in IMPLEMENTATIONS),
+        tuple(Verdict(one.name, _passed_over(one, problem, "forward"), _passed_over(one, problem, "backward")) for one in IMPLEMENTATIONS),
     )

@@ -17,7 +17,10 @@ from penstock.kernels import reference
 from penstock.problem import Problem, state_dtype
 from penstock.variants import VARIANTS, Variant
 
-NAMES = [implementation.name for implementation in IMPLEMENTATIONS]
+ALL = [implementation.name for implementation in IMPLEMENTATIONS]
+TRITON = [name for name in ALL if name.startswith("triton")]
+NAMES = [name for name in ALL if name not in TRITON]
+"""Those that run everywhere at full speed; Triton's run under its interpreter where there is no GPU, on smaller cases."""
 
 
 @dataclass(frozen=True)

@@ -164,7 +164,7 @@ def test_peers_say_why_they_cannot_be_had():
         peer("flash", x, "fwd")
 
 
-def test_every_implementation_is_right():
+def test_every_implementation_is_right(at_full_speed):
     found = list(verify.findings(("rwkv6",), (torch.float32, torch.bfloat16)))
     assert not [finding for finding in found if finding.failed]
     results = {finding.result for finding in found if finding.implementation == "reference"}

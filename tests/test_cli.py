@@ -36,7 +36,7 @@ def test_help(run, command):
     assert ("Examples" if command else "check") in done.output
 
 
-def test_check_passes_and_its_json_is_complete(run):
+def test_check_passes_and_its_json_is_complete(run, at_full_speed):
     done = run("check", "--json")
     assert done.exit_code == 0, done.output
     content = json.loads(done.stdout)
@@ -145,7 +145,7 @@ def test_bench_refuses_with_one_message(run, words, message):
     assert "Traceback" not in done.output
 
 
-def test_demo_runs_through(run, tmp_path, monkeypatch):
+def test_demo_runs_through(run, tmp_path, monkeypatch, at_full_speed):
     called = {}
 
     def train(folder, seconds, console, seed):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import NAMES, Case, call, draw, named
+from cases import ALL, Case, call, draw, named
 
 import penstock as ps
 from penstock.dispatch import IMPLEMENTATIONS
@@ -11,7 +11,7 @@ from penstock.variants import VARIANTS
 
 def test_implementations_lists_all_in_the_order_they_are_asked():
     assert [one.name for one in ps.implementations()] == [one.name for one in IMPLEMENTATIONS]
-    assert len(set(NAMES)) == len(NAMES)
+    assert len(set(ALL)) == len(ALL)
     for one in ps.implementations():
         assert one.summary
         assert one.reason is None
@@ -24,7 +24,7 @@ def test_explain_prints_the_walk(variant):
     arguments = named(case, draw(case))
     walk = ps.explain(variant, **arguments)
     assert str(walk).startswith(f"{variant}(B=2, T=7, H=3, K=16, V=16, N=2, float32 on cpu)\n  forward runs cpu, backward runs cpu")
-    assert [line.split()[:2] for line in str(walk).splitlines()[2:]] == [[name, mode] for name in NAMES for mode in ("forward", "backward")]
+    assert [line.split()[:2] for line in str(walk).splitlines()[2:]] == [[name, mode] for name in ALL for mode in ("forward", "backward")]
     assert "chosen" in str(walk).splitlines()[2]
     walk = ps.explain(variant, **{name: x.double() for name, x in arguments.items()}, reverse=True)
     assert (walk.forward, walk.backward) == ("chunkwise", "chunkwise")

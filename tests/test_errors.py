@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from cases import NAMES, Case, call, draw, named
+from cases import ALL, NAMES, Case, call, draw, named
 
 import penstock as ps
 from penstock.variants import VARIANTS
@@ -179,7 +179,7 @@ def test_things_that_are_no_tensors(variant):
         (ps.DtypeError, "reverse", 1, "reverse must be True or False, got 1 of type int"),
         (ps.DtypeError, "reverse", None, "reverse must be True or False, got None"),
         (ps.DtypeError, "output_final_state", "yes", "output_final_state must be True or False, got 'yes' of type str"),
-        (ps.RangeError, "impl", "fast", "impl must be one of auto, cpu, chunkwise, parallel, reference, got 'fast'"),
+        (ps.RangeError, "impl", "fast", f"impl must be one of auto, {', '.join(ALL)}, got 'fast'"),
         (ps.RangeError, "impl", None, "got None"),
         (ps.RangeError, "impl", ["cpu"], "got ['cpu']"),
     ],

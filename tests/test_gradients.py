@@ -5,7 +5,7 @@ from itertools import combinations
 
 import pytest
 import torch
-from cases import NAMES, Case, call, draw, problem_of, upstream
+from cases import NAMES, TRITON, Case, call, draw, problem_of, upstream
 
 import penstock as ps
 from penstock.dispatch import IMPLEMENTATIONS
@@ -48,7 +48,7 @@ def test_only_cpu_refuses_float64():
     """So the list above leaves nothing out."""
     case = SMALL[0]
     problem = problem_of(case, draw(case))
-    assert [one.name for one in IMPLEMENTATIONS if one.refuses(problem, "forward")] == ["cpu"]
+    assert [one.name for one in IMPLEMENTATIONS if one.refuses(problem, "forward")] == ["cpu", *TRITON]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -29,6 +29,16 @@ class Gradients(NamedTuple):
     initial_state: Tensor | None
 
 
+def refused_by_none(problem: Problem, mode: Mode) -> str | None:
+    """For implementations that take every problem."""
+    return None
+
+
+def exact_operands(dtype: torch.dtype) -> int | None:
+    """For implementations whose products take their operands as they are."""
+    return None
+
+
 @dataclass(frozen=True)
 class Implementation:
     """One way to compute the recurrence."""
@@ -45,6 +55,10 @@ class Implementation:
     """Gradients from those of the output and, unless None, of the final state."""
     step: Callable[[Step], Tensor]
     """Output [N,T,H,V] in v's dtype; the state pool is updated in place. A refused step changes nothing."""
+    avoids: Callable[[Problem, Mode], str | None] = refused_by_none
+    """Why "auto" had better pass it over for a problem that it can take, or None."""
+    operands: Callable[[torch.dtype], int | None] = exact_operands
+    """The significant bits that its products round their operands to for inputs of this dtype, or None if they do not."""
 
 
 def gradients_of(
@@ -93,11 +107,6 @@ def step_by_forward(forward: Callable[[Problem], tuple[Tensor, Tensor]], step: S
     output = step.v.new_zeros(step.v.shape)
     output[live] = chosen
     return output
-
-
-def refused_by_none(problem: Problem, mode: Mode) -> str | None:
-    """For implementations that take every problem."""
-    return None
 
 
 def available_everywhere() -> str | None:

@@ -1,0 +1,62 @@
+"""The chunkwise formula with rounded operands: how exact a kernel can be whose products take operands of a low precision.
+
+Everything else is float64, so what is off against the oracle is what rounding the operands of the products costs. A kernel's
+budget is twice that and one rounding of the result.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..problem import Problem
+
+CHUNK = 64
+
+
+class _Rounded(torch.autograd.Function):
+    """x rounded to a number of significant bits; its gradient, an operand of the backward pass, too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bits: int) -> Tensor:
+        ctx.bits = bits
+        return _significant(x, bits)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _significant(grads[0], ctx.bits), None
+
+
+def _significant(x: Tensor, bits: int) -> Tensor:
+    mantissa, exponent = torch.frexp(x)
+    return torch.ldexp(torch.round(mantissa * 2**bits) / 2**bits, exponent)
+
+
+def forward(problem: Problem, bits: int) -> tuple[Tensor, Tensor]:
+    """Output and final state in float64 by the anchored chunkwise formula, operands rounded to so many significant bits.
+
+    For problems in float64, not packed, whose decays within a chunk stay above 2 ** -1000.
+    """
+
+    def rounded(x: Tensor) -> Tensor:
+        return _Rounded.apply(x, bits)  # type: ignore[no-any-return, no-untyped-call]
+
+    p = problem.forward_in_time()
+    B, T, H, K = p.q.shape
+    previous = p.variant.read == "previous"
+    q, k, v = (x.transpose(1, 2) for x in (p.q, p.k, p.v))  # [B, H, T, *]
+    gate = torch.zeros_like(q) if p.gate is None else p.gate.expand(B, T, H, K).transpose(1, 2)
+    S = q.new_zeros(B, H, K, v.shape[3]) if p.initial_state is None else p.initial_state
+    outputs = []
+    for t in range(0, T, CHUNK):
+        qc, kc, vc, g = (x[:, :, t : t + CHUNK] for x in (q, k, v, gate))
+        G = g.cumsum(2)
+        own = (qc * kc if p.u is None else qc * kc * p.u[:, None]).sum(3)
+        qt, kt = rounded(qc * (G - g if previous else G).exp()), rounded(kc * (-G).exp())
+        A = (qt @ kt.mT).tril(-1) + torch.diag_embed(own)
+        outputs.append(rounded(A) @ rounded(vc) + qt @ rounded(S))
+        S = G[:, :, -1, :, None].exp() * (S + kt.mT @ rounded(vc))
+    output = torch.cat(outputs, 2).transpose(1, 2) if outputs else torch.zeros_like(p.v)
+    return p.back_in_time(p.scale * output, S)

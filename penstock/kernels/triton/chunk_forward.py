@@ -1,0 +1,194 @@
+"""The chunkwise forward kernel: one program walks the chunks of a stretch of tokens with its block of the state in registers.
+
+With G the sums of decays from a chunk's beginning, Gq those that a token's query sees (without its own decay where the
+previous state is read), and S the state before the chunk::
+
+    A_ij = sum_d q_id 2^(Gq_id - G_jd) k_jd   for j < i, and on the diagonal q . k, or q . (u o k)
+    O    = scale (A V + (q o 2^Gq) S)
+    S'   = 2^(G_L) o (S + (k o 2^-G)^T V)
+
+A, the sums and the states between chunks are never in memory. 2^-G is only formed where the chunk's decays allow it;
+elsewhere A comes from stretches with anchors of their own and S' from sums that run backwards, whose factors are at most 1.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .tiles import (
+    CHANNEL,
+    FAR,
+    NEAR,
+    NONE,
+    SCALAR,
+    decays,
+    product,
+    read_factors,
+    rest_factors,
+    scalar_decays,
+    scalar_factors,
+    span_of,
+    stretch,
+    sums,
+    tile,
+)
+
+
+@triton.jit
+def weights_by_stretches(
+    q, k, g, step, left, i, j, q_t, q_k, k_t, k_k, g_t, g_k,
+    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, PREVIOUS: tl.constexpr, PRECISION: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
+    """A strictly below the diagonal, for any decay. Tiles are loaded again, so that nothing has to be kept for this rare case."""
+    A = tl.zeros((C, C), tl.float32)
+    m = tl.zeros((), tl.int32)
+    while m < left:
+        n, eq, ek = stretch(g, step, left, m, i, j, g_t, g_k, K, BK, C, PREVIOUS, LIMIT)
+        qt = tile(q, i * step, i < left, q_t, j, q_k, K, BK).to(tl.float32) * eq
+        kt = tile(k, i * step, i < left, k_t, j, k_k, K, BK).to(tl.float32) * ek
+        A += product(qt, tl.trans(kt), PRECISION)
+        m = n
+    return tl.where(i[:, None] > i[None, :], A, 0.0)
+
+
+@triton.jit(do_not_specialize=["N", "T"])
+def forward(
+    q, k, v, g, u, initial_state, output, final_state, resume, cu_seqlens, scale, N, T, H,
+    q_b, q_t, q_h, q_k, k_b, k_t, k_h, k_k, v_b, v_t, v_h, v_v, g_b, g_t, g_h, g_k, u_h, u_k, s_n, s_h, s_k, s_v,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, L: tl.constexpr,
+    DECAY: tl.constexpr, PREVIOUS: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, PACKED: tl.constexpr,
+    REVERSE: tl.constexpr, PRECISION: tl.constexpr, LIMIT: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Program (stretch, head, block of V). L = 0: a stretch is a sequence; else L tokens, whose first states are given.
+
+    Decays per channel take two launches. The first has no code for chunks that 2^-G does not suit; at the first such chunk it
+    leaves its state behind and notes the token in ``resume`` [programs]. The second, EXACT, goes on from there where there
+    is anything left. So the rare case costs the frequent one neither registers nor branches.
+    """
+    NV: tl.constexpr = (V + BV - 1) // BV
+    ANCHOR: tl.constexpr = FAR if LIMIT > 100.0 else NEAR
+    pid = tl.program_id(0)
+    vb = pid % NV
+    h = (pid // NV % H).to(tl.int64)
+    slot = pid // NV // H
+    if L > 0:
+        n, begin, end, done = span_of(slot, cu_seqlens, N, T, L, PACKED)
+        tokens = tl.minimum(end - begin - done, L).to(tl.int32)
+    else:
+        n = slot
+        begin = tl.zeros((), tl.int64)
+        end = begin + T
+        if PACKED:
+            begin = tl.load(cu_seqlens + n).to(tl.int64)
+            end = tl.load(cu_seqlens + n + 1).to(tl.int64)
+        done = tl.zeros((), tl.int64)
+        tokens = (end - begin).to(tl.int32)
+    row = begin + done
+    step = 1
+    if REVERSE:
+        row = end - 1 - done
+        step = -1
+    b = n.to(tl.int64)
+    if PACKED:
+        b = tl.zeros((), tl.int64)
+    slot = slot.to(tl.int64)
+
+    zero = tl.zeros((), tl.int64)
+    i = tl.arange(0, C)
+    dk = tl.arange(0, BK)
+    dv = vb * BV + tl.arange(0, BV)
+    q += b * q_b + row * q_t + h * q_h
+    k += b * k_b + row * k_t + h * k_h
+    v += b * v_b + row * v_t + h * v_h
+    g += b * g_b + row * g_t + h * g_h
+    output += ((b * T + row) * H + h) * V
+    inside = (dk < K)[:, None] & (dv < V)[None, :]
+    start = 0
+    first = initial_state + slot * s_n + h * s_h + dk[:, None] * s_k + dv[None, :] * s_v
+    last = final_state + ((slot * H + h) * K + dk[:, None]) * V + dv[None, :]
+    left_behind = first if L > 0 else last
+    if EXACT:
+        start = tl.load(resume + pid)
+        if start >= tokens:
+            return
+        S = tl.load(left_behind, mask=inside, other=0.0).to(tl.float32)
+    elif INITIAL:
+        S = tl.load(first, mask=inside, other=0.0).to(tl.float32)
+    else:
+        S = tl.zeros((BK, BV), tl.float32)
+    if DECAY == CHANNEL:
+        S *= tl.exp2(-ANCHOR)  # as long as chunks suit: the running sums begin at ANCHOR
+    suited = tokens
+    if PREVIOUS:
+        bonus = tl.load(u + h * u_h + dk * u_k, mask=dk < K, other=0.0).to(tl.float32)
+
+    for t in tl.range(start, tokens, C, num_stages=STAGES):
+        at = zero + t * step
+        live = t + i < tokens
+        Q = tile(q + at * q_t, i * step, live, q_t, dk, q_k, K, BK)
+        Kt = tile(k + at * k_t, i * step, live, k_t, dk, k_k, K, BK)
+        Vt = tile(v + at * v_t, i * step, live, v_t, dv, v_v, V, BV)
+        if DECAY == NONE:
+            A = tl.where(i[:, None] >= i[None, :], product(Q, tl.trans(Kt), PRECISION), 0.0)
+            O = product(Q, S, PRECISION)
+            S += product(tl.trans(Kt), Vt, PRECISION)
+        elif DECAY == SCALAR:
+            d = scalar_decays(g + at * g_t, i * step, live, g_t)
+            A = product(Q, tl.trans(Kt), PRECISION) * scalar_factors(d, i, C, LIMIT)
+            O = product(Q, S, PRECISION) * tl.exp2(tl.cumsum(d, 0))[:, None]
+            rest = tl.cumsum(
+                scalar_decays(g + (at + step) * g_t, i * step, live & (t + i + 1 < tokens) & (i < C - 1), g_t), 0, reverse=True
+            )
+            S = S * tl.exp2(tl.sum(d, 0)) + product(tl.trans(Kt), Vt * tl.exp2(rest)[:, None], PRECISION)
+        else:
+            d = decays(g + at * g_t, i * step, live, g_t, dk, g_k, K, BK)
+            if PREVIOUS:
+                own = tl.sum(Q.to(tl.float32) * bonus[None, :] * Kt.to(tl.float32), 1)
+            total = tl.sum(d, 0)
+            suits = tl.min(total, 0) >= -LIMIT
+            if not EXACT:
+                if (not suits) & (t < suited):
+                    tl.store(left_behind, S * tl.exp2(ANCHOR), mask=inside)
+                    suited = t
+            if (not EXACT) or suits:
+                G = sums(d, i, False, PRECISION) + ANCHOR
+                if PREVIOUS:
+                    qt = Q.to(tl.float32) * tl.exp2(G - d)
+                else:
+                    qt = Q.to(tl.float32) * tl.exp2(G)
+                kt = Kt.to(tl.float32) * tl.exp2(-G)
+                A = product(qt, tl.trans(kt), PRECISION)
+                O = product(qt, S, PRECISION)
+                S = tl.exp2(total)[:, None] * (S + product(tl.trans(kt), Vt, PRECISION))
+            else:
+                left = tl.minimum(tokens - t, C)
+                qc = q + at * q_t
+                kc = k + at * k_t
+                gc = g + at * g_t
+                A = weights_by_stretches(qc, kc, gc, step, left, i, dk, q_t, q_k, k_t, k_k, g_t, g_k, K, BK, C, PREVIOUS, PRECISION, LIMIT)
+                if not PREVIOUS:
+                    A += tl.where(i[:, None] == i[None, :], tl.sum(Q.to(tl.float32) * Kt.to(tl.float32), 1)[:, None], 0.0)
+                qt = tile(qc, i * step, live, q_t, dk, q_k, K, BK).to(tl.float32) * read_factors(
+                    gc, step, left, i, dk, g_t, g_k, K, BK, PREVIOUS
+                )
+                O = product(qt, S * tl.exp2(ANCHOR), PRECISION)
+                rest = rest_factors(gc, step, left, i, dk, g_t, g_k, K, BK, C)
+                kt = tile(kc, i * step, live, k_t, dk, k_k, K, BK).to(tl.float32) * rest
+                S = tl.exp2(total)[:, None] * S + product(tl.trans(kt), Vt, PRECISION) * tl.exp2(-ANCHOR)
+            if PREVIOUS:
+                A = tl.where(i[:, None] > i[None, :], A, tl.where(i[:, None] == i[None, :], own[:, None], 0.0))
+            else:
+                A = tl.where(i[:, None] >= i[None, :], A, 0.0)
+        O = (O + product(A, Vt, PRECISION)) * scale
+        mask = live[:, None] & (dv < V)[None, :]
+        tl.store(output + (at * H * V) + (i * step)[:, None] * (H * V) + dv[None, :], O.to(output.dtype.element_ty), mask=mask)
+
+    if DECAY == CHANNEL:
+        S *= tl.exp2(ANCHOR)
+    if DECAY == CHANNEL and not EXACT:
+        tl.store(resume + pid, suited)
+        if FINAL and suited >= tokens:
+            tl.store(last, S, mask=inside)
+    elif FINAL:
+        tl.store(last, S, mask=inside)

@@ -1,0 +1,159 @@
+"""States between chunks, where one walk along a sequence would leave the GPU idle or where a later kernel needs them all.
+
+``states`` walks segments of L tokens side by side, each from a zero state. Forward in time it sums k_t^T v_t: states. Backward
+in time it sums (scale q_t)^T dO_t: their gradients. ``scan`` then carries the true state from segment to segment: the transition
+is diagonal, so a segment acts on the state as a factor per channel and a sum.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .tiles import FLOOR, LOG2E, NONE, SCALAR, decays, product, scalar_decays, span_of, sums, tile
+
+
+@triton.jit(do_not_specialize=["N", "T"])
+def states(
+    x, y, g, chunk_states, chunk_decays, segment_states, segment_decays, cu_seqlens, scale, N, T, H,
+    x_b, x_t, x_h, x_k, y_b, y_t, y_h, y_v, g_b, g_t, g_h, g_k,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, L: tl.constexpr,
+    DECAY: tl.constexpr, ADJOINT: tl.constexpr, PREVIOUS: tl.constexpr, CHUNKS: tl.constexpr, PACKED: tl.constexpr,
+    REVERSE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Program (segment, head, block of K, block of V).
+
+    ``chunk_states`` [chunk slots,H,K,V] (if CHUNKS) gets the state before each chunk as the segment alone makes it,
+    ``segment_states`` [segment slots,H,K,V] the one behind the segment; ``*_decays`` [slots,H,K] the log2 decays in
+    between. ADJOINT: x is q, y is dO, "before" is behind, and the factors are those of gradients.
+    """
+    NK: tl.constexpr = (K + BK - 1) // BK
+    NV: tl.constexpr = (V + BV - 1) // BV
+    pid = tl.program_id(0)
+    vb = pid % NV
+    kb = pid // NV % NK
+    h = (pid // (NV * NK) % H).to(tl.int64)
+    slot = pid // (NV * NK) // H
+    n, begin, end, done = span_of(slot, cu_seqlens, N, T, L, PACKED)
+    tokens = tl.minimum(end - begin - done, L).to(tl.int32)
+    if tokens <= 0:
+        return
+    row = begin + done
+    step = 1
+    if REVERSE:
+        row = end - 1 - done
+        step = -1
+    b = n.to(tl.int64)
+    first_chunk = (n * tl.cdiv(T, C) + done // C).to(tl.int64)
+    if PACKED:
+        b = tl.zeros((), tl.int64)
+        first_chunk = begin // C + n + done // C
+    slot = slot.to(tl.int64)
+
+    zero = tl.zeros((), tl.int64)
+    i = tl.arange(0, C)
+    dk = kb * BK + tl.arange(0, BK)
+    dv = vb * BV + tl.arange(0, BV)
+    x += b * x_b + row * x_t + h * x_h
+    y += b * y_b + row * y_t + h * y_h
+    g += b * g_b + row * g_t + h * g_h
+    inside = (dk < K)[:, None] & (dv < V)[None, :]
+    S = tl.zeros((BK, BV), tl.float32)
+    D = tl.zeros((BK,), tl.float32)
+    chunks = tl.cdiv(tokens, C)
+    for c in tl.range(0, chunks, num_stages=STAGES):
+        chunk = c
+        if ADJOINT:
+            chunk = chunks - 1 - c
+        t = chunk * C
+        at = zero + t * step
+        live = t + i < tokens
+        if CHUNKS:
+            place = (first_chunk + chunk) * H + h
+            tl.store(chunk_states + (place * K + dk[:, None]) * V + dv[None, :], S.to(chunk_states.dtype.element_ty), mask=inside)
+            if DECAY != NONE and vb == 0:
+                tl.store(chunk_decays + place * K + dk, D, mask=dk < K)
+        X = tile(x + at * x_t, i * step, live, x_t, dk, x_k, K, BK)
+        Y = tile(y + at * y_t, i * step, live, y_t, dv, y_v, V, BV)
+        if DECAY == NONE:
+            made = product(tl.trans(X), Y, PRECISION)
+        elif DECAY == SCALAR:
+            d = scalar_decays(g + at * g_t, i * step, live, g_t)
+            if ADJOINT:
+                factor = tl.cumsum(d, 0)
+            else:
+                later = live & (t + i + 1 < tokens) & (i < C - 1)
+                factor = tl.cumsum(scalar_decays(g + (at + step) * g_t, i * step, later, g_t), 0, reverse=True)
+            total = tl.sum(d, 0)
+            made = product(tl.trans(X), Y * tl.exp2(factor)[:, None], PRECISION)
+            S *= tl.exp2(total)
+            D += total
+        else:
+            if ADJOINT and not PREVIOUS:
+                d = decays(g + at * g_t, i * step, live, g_t, dk, g_k, K, BK)
+                total = tl.sum(d, 0)
+                factor = sums(d, i, False, PRECISION)
+            elif ADJOINT:
+                d = decays(g + (at - step) * g_t, i * step, live & (i > 0), g_t, dk, g_k, K, BK)
+                edge = tl.minimum(C, tokens - t) - 1
+                last = tl.load(g + (at + edge * step) * g_t + dk * g_k, mask=dk < K, other=0.0).to(tl.float32)
+                total = tl.sum(d, 0) + tl.maximum(last * LOG2E, FLOOR)
+                factor = sums(d, i, False, PRECISION)
+            else:
+                later = live & (t + i + 1 < tokens) & (i < C - 1)
+                d = decays(g + (at + step) * g_t, i * step, later, g_t, dk, g_k, K, BK)
+                edge = tl.load(g + at * g_t + dk * g_k, mask=dk < K, other=0.0).to(tl.float32)
+                total = tl.sum(d, 0) + tl.maximum(edge * LOG2E, FLOOR)
+                factor = sums(d, i, True, PRECISION)
+            made = product(tl.trans(X.to(tl.float32) * tl.exp2(factor)), Y, PRECISION)
+            S *= tl.exp2(total)[:, None]
+            D += total
+        if ADJOINT:
+            made *= scale
+        S += made
+    tl.store(segment_states + ((slot * H + h) * K + dk[:, None]) * V + dv[None, :], S, mask=inside)
+    if DECAY != NONE and vb == 0:
+        tl.store(segment_decays + (slot * H + h) * K + dk, D, mask=dk < K)
+
+
+@triton.jit(do_not_specialize=["N", "T"])
+def scan(
+    segment_states, segment_decays, initial_state, final_state, cu_seqlens, N, T, H, s_n, s_h, s_k, s_v,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, L: tl.constexpr,
+    DECAY: tl.constexpr, ADJOINT: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """Program (sequence, head, block of K, block of V): what each segment made becomes what it starts from.
+
+    ADJOINT walks backwards; ``initial_state`` is then the gradient of the final state, ``final_state`` that of the initial.
+    """
+    NK: tl.constexpr = (K + BK - 1) // BK
+    NV: tl.constexpr = (V + BV - 1) // BV
+    pid = tl.program_id(0)
+    dv = pid % NV * BV + tl.arange(0, BV)
+    dk = pid // NV % NK * BK + tl.arange(0, BK)
+    h = (pid // (NV * NK) % H).to(tl.int64)
+    n = (pid // (NV * NK) // H).to(tl.int64)
+    length = tl.zeros((), tl.int64) + T
+    first = n * tl.cdiv(T, L)
+    if PACKED:
+        begin = tl.load(cu_seqlens + n).to(tl.int64)
+        length = tl.load(cu_seqlens + n + 1).to(tl.int64) - begin
+        first = begin // L + n
+    inside = (dk < K)[:, None] & (dv < V)[None, :]
+    if INITIAL:
+        S = tl.load(initial_state + n * s_n + h * s_h + dk[:, None] * s_k + dv[None, :] * s_v, mask=inside, other=0.0).to(tl.float32)
+    else:
+        S = tl.zeros((BK, BV), tl.float32)
+    count = tl.cdiv(length, L).to(tl.int32)
+    for s in tl.range(0, count):
+        slot = first + s
+        if ADJOINT:
+            slot = first + count - 1 - s
+        place = segment_states + ((slot * H + h) * K + dk[:, None]) * V + dv[None, :]
+        made = tl.load(place, mask=inside, other=0.0)
+        tl.store(place, S, mask=inside)
+        if DECAY != NONE:
+            S *= tl.exp2(tl.load(segment_decays + (slot * H + h) * K + dk, mask=dk < K, other=0.0))[:, None]
+        S += made
+    if FINAL:
+        tl.store(final_state + ((n * H + h) * K + dk[:, None]) * V + dv[None, :], S.to(final_state.dtype.element_ty), mask=inside)

@@ -1,0 +1,151 @@
+"""Device functions that all chunk kernels share: where a program's tokens are, loading tiles, decays, and A inside a chunk.
+
+Inside kernels decays are in log2 units, so that a decay is one ``exp2``. Time always runs forward in a kernel: token i of a
+chunk is row ``first + i * step`` of the tensors, step being -1 where the caller's time runs backwards.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+FLOOR = tl.constexpr(-16384.0)  # log2 units: 2 ** FLOOR is 0 in float32, and sums of floored decays stay finite where -inf would not
+NEAR, FAR = tl.constexpr(0.0), tl.constexpr(50.0)  # log2 units: where a chunk's running sums begin
+
+# FAR keeps both factors of a chunk that decays by 2^150 away from overflow; sums that begin at NEAR are more exact.
+
+NONE, SCALAR, CHANNEL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # DECAY: absent, one per head, one per channel
+
+
+@triton.jit
+def span_of(slot, cu_seqlens, N, T, L: tl.constexpr, PACKED: tl.constexpr):
+    """Stretch ``slot`` of L tokens: its sequence, the sequence's begin and end, and how many tokens of it come before.
+
+    Packed, sequence n owns the slots from ``cu_seqlens[n] // L + n`` on: as many as it may need, known without a sum over
+    the others and without the host. A slot that its sequence does not need begins at or behind the sequence's end.
+    """
+    if PACKED:
+        low = tl.zeros((), tl.int32)
+        high = N
+        while high - low > 1:
+            middle = (low + high) // 2
+            if tl.load(cu_seqlens + middle).to(tl.int64) // L + middle <= slot:
+                low = middle
+            else:
+                high = middle
+        n = low
+        begin = tl.load(cu_seqlens + n).to(tl.int64)
+        end = tl.load(cu_seqlens + n + 1).to(tl.int64)
+        done = (slot - begin // L - n) * L
+    else:
+        slots = tl.cdiv(T, L)
+        n = slot // slots
+        begin = tl.zeros((), tl.int64)
+        end = begin + T
+        done = begin + (slot - n * slots) * L
+    return n, begin, end, done
+
+
+@triton.jit
+def tile(base, i, live, stride_i, j, stride_j, J: tl.constexpr, BJ: tl.constexpr):
+    """[len(i), BJ] of a matrix, zeros where a token is not live or a column not there."""
+    mask = live[:, None]
+    if BJ * (J // BJ) != J:
+        mask = mask & (j < J)[None, :]
+    return tl.load(base + i[:, None] * stride_i + j[None, :] * stride_j, mask=mask, other=0.0)
+
+
+@triton.jit
+def product(a, b, PRECISION: tl.constexpr):
+    """a @ b with float32 sums. PRECISION "bf16": bfloat16 operands; else how tl.dot takes float32 operands."""
+    if PRECISION == "bf16":
+        c = tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16))
+    else:
+        c = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision=PRECISION)
+    return c
+
+
+@triton.jit
+def sums(x, i, REVERSE: tl.constexpr, PRECISION: tl.constexpr):
+    """Running sums over the tokens of a tile, each token its own included; from the end if REVERSE.
+
+    With bfloat16 products at hand, by the tensor cores: a triangle of ones times x in two parts of 8 bits, an error of 2^-17 a term.
+    """
+    if PRECISION == "bf16":
+        if REVERSE:
+            ones = (i[:, None] <= i[None, :]).to(tl.bfloat16)
+        else:
+            ones = (i[:, None] >= i[None, :]).to(tl.bfloat16)
+        high = x.to(tl.bfloat16)
+        low = (x - high.to(tl.float32)).to(tl.bfloat16)
+        s = tl.dot(ones, low, tl.dot(ones, high))
+    else:
+        s = tl.cumsum(x, 0, reverse=REVERSE)
+    return s
+
+
+@triton.jit
+def decays(base, i, live, stride_i, j, stride_j, J: tl.constexpr, BJ: tl.constexpr):
+    """A tile of log decays in log2 units, 0 where there is no token: [len(i), BJ]."""
+    return tl.maximum(tile(base, i, live, stride_i, j, stride_j, J, BJ).to(tl.float32) * LOG2E, FLOOR)
+
+
+@triton.jit
+def scalar_decays(base, i, live, stride_i):
+    """The same for a decay without channels: [len(i)]."""
+    return tl.maximum(tl.load(base + i * stride_i, mask=live, other=0.0).to(tl.float32) * LOG2E, FLOOR)
+
+
+@triton.jit
+def scalar_factors(g, i, C: tl.constexpr, LIMIT: tl.constexpr):
+    """[C, C]: 2 ** (sum over j < t <= i of g_t) for j <= i, else 0; exact for every decay."""
+    lower = i[:, None] >= i[None, :]
+    G = tl.cumsum(g, 0)
+    if tl.sum(g, 0) >= -LIMIT:
+        between = G[:, None] - G[None, :]
+    else:
+        between = tl.cumsum(tl.where(i[:, None] > i[None, :], g[:, None], 0.0), 0)
+    return tl.exp2(tl.where(lower, between, float("-inf")))
+
+
+@triton.jit
+def stretch(
+    g, step, left, m, i, j, g_t, g_k,
+    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, PREVIOUS: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
+    """The tokens [m, n) of a chunk that can share an anchor before m, and the factors of q and k for pairs whose later token they are.
+
+    A pair i > j needs ``2 ** -P_j``, P_j being the sum of decays from m to j: the last token may be decayed as strongly as it
+    likes, those before it by LIMIT. But for 2 ** ANCHOR, which goes from one to the other, the query's factor is at most 1, the
+    key's at most 1 for tokens before m and at most 2 ** LIMIT from m on. Sums begin at the anchor, so they are small where the
+    factors are not, whatever lies elsewhere in the chunk.
+    """
+    ANCHOR: tl.constexpr = FAR if LIMIT > 100.0 else NEAR
+    P = tl.cumsum(decays(g, i * step, (i >= m) & (i < left), g_t, j, g_k, K, BK), 0)
+    fits = tl.sum((tl.min(P, 1) >= -LIMIT).to(tl.int32), 0)  # tokens before m have P = 0
+    n = tl.minimum(tl.maximum(fits, m) + 1, C)
+    if PREVIOUS:
+        Pq = tl.cumsum(decays(g - step * g_t, i * step, (i > m) & (i < left), g_t, j, g_k, K, BK), 0)
+    else:
+        Pq = P
+    eq = tl.where(((i >= m) & (i < n))[:, None], tl.exp2(Pq + ANCHOR), 0.0)
+    earlier = tl.cumsum(decays(g + step * g_t, i * step, i + 1 < m, g_t, j, g_k, K, BK), 0, reverse=True)
+    ek = tl.where((i < n - 1)[:, None], tl.exp2(tl.where((i >= m)[:, None], -P, earlier) - ANCHOR), 0.0)
+    return n, eq, ek
+
+
+@triton.jit
+def read_factors(g, step, left, i, j, g_t, g_k, K: tl.constexpr, BK: tl.constexpr, PREVIOUS: tl.constexpr):
+    """What is left at each token's query of the state before the chunk: at most 1."""
+    if PREVIOUS:
+        d = decays(g - step * g_t, i * step, (i > 0) & (i < left), g_t, j, g_k, K, BK)
+    else:
+        d = decays(g, i * step, i < left, g_t, j, g_k, K, BK)
+    return tl.exp2(tl.cumsum(d, 0))
+
+
+@triton.jit
+def rest_factors(g, step, left, i, j, g_t, g_k, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr):
+    """What is left behind the chunk of what each token added: at most 1."""
+    return tl.exp2(tl.cumsum(decays(g + step * g_t, i * step, (i < C - 1) & (i + 1 < left), g_t, j, g_k, K, BK), 0, reverse=True))
