@@ -79,7 +79,7 @@ def linear_attention(
         and final state are then ``[N,H,K,V+1]``. Where no weight is positive (relu), this is 0/0 = nan. To decode on such
         a state, give ``decode_step`` the mapped q and k, and v with a column of ones, and divide by the last column.
 
-    Everything else: see the head of this module. Implementations: reference, parallel, chunkwise, cpu.
+    Everything else: see the head of this module. Implementations: all.
 
     >>> q, k, v = (torch.rand(1, 5, 2, 8) for _ in range(3))
     >>> linear_attention(q, k, v, feature_map="elu+1", normalize=True).output.shape
@@ -115,7 +115,7 @@ def retention(
     g : Tensor [H], optional
         Log decay of each head, natural logarithm, at most 0. Default: RetNet's ``log(1 - 2 ** (-5 - h))``.
 
-    Everything else: see the head of this module. Implementations: reference, parallel, chunkwise, cpu.
+    Everything else: see the head of this module. Implementations: all.
 
     >>> q, k, v = (torch.randn(1, 5, 2, 8) for _ in range(3))
     >>> retention(q, k, v).output.shape
@@ -147,7 +147,7 @@ def simple_gla(
     g : Tensor [B,T,H]
         Log decay, natural logarithm, at most 0.
 
-    Everything else: see the head of this module. Implementations: reference, parallel, chunkwise, cpu.
+    Everything else: see the head of this module. Implementations: all.
 
     >>> q, k, v = (torch.randn(1, 5, 2, 8) for _ in range(3))
     >>> simple_gla(q, k, v, -torch.rand(1, 5, 2)).output.shape
@@ -178,7 +178,7 @@ def gla(
     g : Tensor [B,T,H,K]
         Log decay, natural logarithm, at most 0. GLA layers use ``logsigmoid(low_rank(x)) / 16``.
 
-    Everything else: see the head of this module. Implementations: reference, parallel, chunkwise, cpu.
+    Everything else: see the head of this module. Implementations: all.
 
     >>> q, k, v, x = (torch.randn(1, 5, 2, 8) for _ in range(4))
     >>> gla(q, k, v, torch.nn.functional.logsigmoid(x)).output.shape
@@ -212,7 +212,7 @@ def rwkv5(
     u : Tensor [H,K]
         Bonus ("time_faaaa").
 
-    Everything else: see the head of this module. Implementations: reference, parallel, chunkwise, cpu.
+    Everything else: see the head of this module. Implementations: all.
 
     >>> r, k, v = (torch.randn(1, 5, 2, 8) for _ in range(3))
     >>> rwkv5(r, k, v, -torch.rand(2, 8), torch.randn(2, 8)).output.shape
@@ -246,7 +246,7 @@ def rwkv6(
     u : Tensor [H,K]
         Bonus ("time_faaaa").
 
-    Everything else: see the head of this module. Implementations: reference, parallel, chunkwise, cpu.
+    Everything else: see the head of this module. Implementations: all.
 
     >>> r, k, v, x = (torch.randn(1, 5, 2, 8) for _ in range(4))
     >>> rwkv6(r, k, v, -torch.exp(x), torch.randn(2, 8)).output.shape
