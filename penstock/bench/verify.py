@@ -92,7 +92,7 @@ class Trial:
         decoded = torch.zeros_like(stepped)
         decoded[live] = stepped[live]
         exact = {"output": output, "final state": final_state, "decode output": decoded, "decode states": after}
-        exact |= {f"gradient of {name.replace('_', ' ')}": x for name, x in gradients.items()}
+        exact |= _by_result(gradients)
         return cls(call, initial_state, d_output, d_final_state, step, pool, exact)
 
     def hold(self, implementation: Implementation) -> Iterator[Finding]:
@@ -130,7 +130,7 @@ class Trial:
         output, final_state = formula(problem)
         gradients = gradients_of(formula, problem, self.d_output.double(), self.d_final_state.double())
         found = {"output": output, "final state": final_state}
-        found |= {f"gradient of {name.replace('_', ' ')}": getattr(gradients, name) for name in names}
+        found |= _by_result(gradients._asdict())
         return {name: error(x, self.exact[name]) for name, x in found.items()}
 
     def _run(self, implementation: Implementation, problem: Problem, mode: Mode) -> dict[str, Tensor]:
@@ -138,9 +138,13 @@ class Trial:
             if mode == "forward":
                 return dict(zip(("output", "final state"), implementation.forward(problem)))
             if mode == "backward":
-                gradients = implementation.backward(problem, self.d_output, self.d_final_state)._asdict()
-                return {f"gradient of {name.replace('_', ' ')}": x for name, x in gradients.items() if x is not None}
+                return _by_result(implementation.backward(problem, self.d_output, self.d_final_state)._asdict())
             step, pool = self.step, self.pool.clone()
             slots = torch.tensor(SLOTS, device=pool.device)
             call = Step.checked(step.q, step.k, step.v, step.g, step.u, pool, slots, step.variant, None)
             return {"decode output": implementation.step(call), "decode states": pool}
+
+
+def _by_result(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Gradients by the names of results, without those of inputs that there are not."""
+    return {f"gradient of {name.replace('_', ' ')}": x for name, x in gradients.items() if x is not None}

@@ -19,7 +19,7 @@ SHORT = {"forward": 8, "backward": 8, "step": 16}
 
 @cache
 def interpreting() -> bool:
-    """Whether this process runs Triton's kernels under its interpreter, on CPU tensors."""
+    """Whether this process runs Triton's kernels under its interpreter: on CPU tensors, and without the rounding of bfloat16."""
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "y", "yes")
 
 
@@ -127,10 +127,6 @@ def _step(step: Step) -> Tensor:
     return step.v.new_zeros(step.v.shape) if step.q.numel() == 0 or step.v.numel() == 0 else launch.step_pass(step)
 
 
-def _no_step(step: Step) -> Tensor:
-    raise NotImplementedError  # refused before it is called
-
-
 RECURRENT = Implementation(
     name="triton_recurrent",
     summary="token-serial Triton kernels; one launch, states of a pool in place",
@@ -148,7 +144,7 @@ CHUNKWISE = Implementation(
     refuses=_chunkwise_refuses,
     forward=_chunkwise_forward,
     backward=_chunkwise_backward,
-    step=_no_step,
+    step=_step,
     avoids=_chunkwise_avoids,
     operands=_operands,
 )

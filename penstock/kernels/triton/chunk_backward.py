@@ -31,6 +31,7 @@ from .tiles import (
     rest_factors,
     scalar_decays,
     scalar_factors,
+    slot_of,
     span_of,
     stretch,
     sums,
@@ -128,11 +129,9 @@ def backward(
         row = end - 1 - done
         step = -1
     b = n.to(tl.int64)
-    segment = n * tl.cdiv(T, L) + done // L
     if PACKED:
         b = tl.zeros((), tl.int64)
-        segment = begin // L + n + done // L
-    segment = segment * H + h
+    segment = slot_of(n, begin, done, T, L, PACKED) * H + h
     chunk = slot * H + h
     q += b * q_b + row * q_t + h * q_h
     k += b * k_b + row * k_t + h * k_h

@@ -7,19 +7,18 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from ...problem import Problem, Step
 from ..contract import Gradients
-from . import chunk_backward, chunk_forward, recurrent, segments
+from . import chunk_backward, chunk_forward, interpreting, recurrent, segments, tiles
 from .table import config
 
 LIMITS = {"bf16": 150.0, "tf32x3": 32.0, "ieee": 32.0}
 """How far decays may fall inside a chunk, log2 units, before stretches are cut: factors must not overflow in float32, and where
 products are as exact as float32 the sums of decays should be too (half an ulp of 32 is 2e-6)."""
 
-NONE, SCALAR, CHANNEL = 0, 1, 2  # the kernels' DECAY
+NONE, SCALAR, CHANNEL = (kind.value for kind in (tiles.NONE, tiles.SCALAR, tiles.CHANNEL))
 SPAN = 16
 """Tokens between the states that the token-serial backward pass keeps; those within are computed again."""
 
@@ -29,11 +28,6 @@ LEAST = 64
 
 def _power(x: int, least: int = 16) -> int:
     return max(least, 1 << max(x - 1, 0).bit_length())
-
-
-def interpreting() -> bool:
-    """Whether kernels run under Triton's interpreter, which neither rounds to bfloat16 nor multiplies it."""
-    return bool(triton.knobs.runtime.interpret)
 
 
 def precision(dtype: torch.dtype) -> str:
@@ -83,7 +77,7 @@ def _call(p: Problem) -> Call:
     axes = p.variant.decay
     packed = p.cu_seqlens is not None
     gate = p.gate.expand(p.q.shape) if p.gate is not None else p.q
-    decay = 0 if not axes else 2 if "K" in axes else 1
+    decay = NONE if not axes else CHANNEL if "K" in axes else SCALAR
     return Call(
         B, T, H, K, p.v.shape[3], p.cu_seqlens.shape[0] - 1 if p.cu_seqlens is not None else B,
         gate, p.u if p.u is not None else p.q, p.cu_seqlens if p.cu_seqlens is not None else p.q,
@@ -222,7 +216,7 @@ def recurrent_forward_pass(p: Problem, pool: Tensor | None = None, slots: Tensor
     recurrent.forward[(c.N * c.H * math.ceil(c.V / BV),)](
         p.q, p.k, p.v, c.gate, c.u, initial, output, final, c.cu_seqlens, slots if slots is not None else p.q, p.scale, c.T, c.H,
         *_strides(p.q, p.k, p.v, c.gate), *c.u.stride()[-2:], *_strides(initial, final), K=c.K, V=c.V, BK=BK, BV=BV,
-        DECAY=c.decay, PREVIOUS=c.previous, INITIAL=state is not None, FINAL=True, PACKED=c.packed, REVERSE=p.reverse,
+        DECAY=c.decay, PREVIOUS=c.previous, INITIAL=state is not None, PACKED=c.packed, REVERSE=p.reverse,
         SLOTS=slots is not None, num_warps=o["warps"],
     )  # fmt: skip
     return output, final

@@ -28,13 +28,31 @@ def loss_of(base, j, stride_j, there, DECAY: tl.constexpr):
     return tl.where(g > -0.5, series, tl.exp2(g * LOG2E) - 1.0)
 
 
+@triton.jit
+def decayed(S, g, j, g_k, there, DECAY: tl.constexpr):
+    """The state without what one token's decay takes."""
+    if DECAY == SCALAR:
+        S += S * loss_of(g, j, g_k, there, DECAY)
+    elif DECAY != NONE:
+        S += S * loss_of(g, j, g_k, there, DECAY)[:, None]
+    return S
+
+
+@triton.jit
+def next_state(S, k, v, g, j, g_k, there, mine, DECAY: tl.constexpr):
+    """S_t from S_{t-1}, with pointers to the token's k, v and decay."""
+    kt = tl.load(k, mask=there, other=0.0).to(tl.float32)
+    vt = tl.load(v, mask=mine, other=0.0).to(tl.float32)
+    return decayed(S, g, j, g_k, there, DECAY) + kt[:, None] * vt[None, :]
+
+
 @triton.jit(do_not_specialize=["T"])
 def forward(
     q, k, v, g, u, initial_state, output, final_state, cu_seqlens, slots, scale, T, H,
     q_b, q_t, q_h, q_k, k_b, k_t, k_h, k_k, v_b, v_t, v_h, v_v, g_b, g_t, g_h, g_k, u_h, u_k,
     s_n, s_h, s_k, s_v, f_n, f_h, f_k, f_v,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr, PREVIOUS: tl.constexpr,
-    INITIAL: tl.constexpr, FINAL: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, SLOTS: tl.constexpr,
+    INITIAL: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence, head, block of V)."""
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -84,11 +102,7 @@ def forward(
         vt = tl.load(v, mask=mine, other=0.0).to(tl.float32)
         if PREVIOUS:
             o = tl.sum(qt[:, None] * S, 0) + tl.sum(qt * bonus * kt, 0) * vt
-        if DECAY == SCALAR:
-            S += S * loss_of(g, dk, g_k, there, DECAY)
-        elif DECAY != NONE:
-            S += S * loss_of(g, dk, g_k, there, DECAY)[:, None]
-        S += kt[:, None] * vt[None, :]
+        S = decayed(S, g, dk, g_k, there, DECAY) + kt[:, None] * vt[None, :]
         if not PREVIOUS:
             o = tl.sum(qt[:, None] * S, 0)
         tl.store(output, o.to(output.dtype.element_ty), mask=mine)
@@ -97,9 +111,8 @@ def forward(
         v += v_t * step
         g += g_t * step
         output += H * V * step
-    if FINAL:
-        place = final_state + slot * f_n + h * f_h + dk[:, None] * f_k + dv[None, :] * f_v
-        tl.store(place, S.to(final_state.dtype.element_ty), mask=inside)
+    place = final_state + slot * f_n + h * f_h + dk[:, None] * f_k + dv[None, :] * f_v
+    tl.store(place, S.to(final_state.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["N", "T", "rows"])
@@ -170,13 +183,7 @@ def backward(
         if t % SPAN == 0:
             tl.store(every + (t // SPAN) * (BK * BV) + within, S)
         at = zero + t * step
-        kt = tl.load(k + at * k_t, mask=there, other=0.0).to(tl.float32)
-        vt = tl.load(v + at * v_t, mask=mine, other=0.0).to(tl.float32)
-        if DECAY == SCALAR:
-            S += S * loss_of(g + at * g_t, jk, g_k, there, DECAY)
-        elif DECAY != NONE:
-            S += S * loss_of(g + at * g_t, jk, g_k, there, DECAY)[:, None]
-        S += kt[:, None] * vt[None, :]
+        S = next_state(S, k + at * k_t, v + at * v_t, g + at * g_t, jk, g_k, there, mine, DECAY)
 
     spans = tl.cdiv(length, SPAN)
     for back in tl.range(0, spans):
@@ -187,13 +194,7 @@ def backward(
         for t in tl.range(first, last):
             tl.store(kept + (t - first) * (BK * BV) + within, S)
             at = zero + t * step
-            kt = tl.load(k + at * k_t, mask=there, other=0.0).to(tl.float32)
-            vt = tl.load(v + at * v_t, mask=mine, other=0.0).to(tl.float32)
-            if DECAY == SCALAR:
-                S += S * loss_of(g + at * g_t, jk, g_k, there, DECAY)
-            elif DECAY != NONE:
-                S += S * loss_of(g + at * g_t, jk, g_k, there, DECAY)[:, None]
-            S += kt[:, None] * vt[None, :]
+            S = next_state(S, k + at * k_t, v + at * v_t, g + at * g_t, jk, g_k, there, mine, DECAY)
         tl.debug_barrier()
         for s in tl.range(0, last - first):
             t = last - 1 - s

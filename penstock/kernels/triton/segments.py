@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .tiles import FLOOR, LOG2E, NONE, SCALAR, decays, product, scalar_decays, span_of, sums, tile
+from .tiles import FLOOR, LOG2E, NONE, SCALAR, decays, product, scalar_decays, slot_of, span_of, sums, tile
 
 
 @triton.jit(do_not_specialize=["N", "T"])
@@ -44,10 +44,9 @@ def states(
         row = end - 1 - done
         step = -1
     b = n.to(tl.int64)
-    first_chunk = (n * tl.cdiv(T, C) + done // C).to(tl.int64)
     if PACKED:
         b = tl.zeros((), tl.int64)
-        first_chunk = begin // C + n + done // C
+    first_chunk = slot_of(n, begin, done, T, C, PACKED)
     slot = slot.to(tl.int64)
 
     zero = tl.zeros((), tl.int64)
@@ -133,12 +132,12 @@ def scan(
     dk = pid // NV % NK * BK + tl.arange(0, BK)
     h = (pid // (NV * NK) % H).to(tl.int64)
     n = (pid // (NV * NK) // H).to(tl.int64)
-    length = tl.zeros((), tl.int64) + T
-    first = n * tl.cdiv(T, L)
+    begin = tl.zeros((), tl.int64)
+    length = begin + T
     if PACKED:
         begin = tl.load(cu_seqlens + n).to(tl.int64)
         length = tl.load(cu_seqlens + n + 1).to(tl.int64) - begin
-        first = begin // L + n
+    first = slot_of(n, begin, 0, T, L, PACKED)
     inside = (dk < K)[:, None] & (dv < V)[None, :]
     if INITIAL:
         S = tl.load(initial_state + n * s_n + h * s_h + dk[:, None] * s_k + dv[None, :] * s_v, mask=inside, other=0.0).to(tl.float32)

@@ -48,6 +48,16 @@ def span_of(slot, cu_seqlens, N, T, L: tl.constexpr, PACKED: tl.constexpr):
 
 
 @triton.jit
+def slot_of(n, begin, done, T, L: tl.constexpr, PACKED: tl.constexpr):
+    """The slot of the stretch of L tokens of sequence n that ``done`` tokens come before: the inverse of ``span_of``."""
+    if PACKED:
+        slot = begin // L + n + done // L
+    else:
+        slot = n * tl.cdiv(T, L) + done // L
+    return slot
+
+
+@triton.jit
 def tile(base, i, live, stride_i, j, stride_j, J: tl.constexpr, BJ: tl.constexpr):
     """[len(i), BJ] of a matrix, zeros where a token is not live or a column not there."""
     mask = live[:, None]
