@@ -30,12 +30,13 @@ to its dtype, as for a matrix product; decays, u and states are not.
 from __future__ import annotations
 
 import inspect
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import dispatch, operator  # noqa: F401  (operator registers torch.ops.penstock)
+from . import dispatch, eager
 from .errors import Complaints, RangeError
 from .feature_maps import FeatureMap, featured
 from .problem import Problem, check_types, state_dtype
@@ -295,11 +296,18 @@ def decode_step(
     >>> decode_step("linear_attention", q, k, v, state=state, slots=torch.tensor([2, -1, 0])).shape
     torch.Size([3, 2, 8])
     """
-    _known_variant("decode_step", variant)
-    name = f"decode_step({variant!r})"
-    tensors: dict[str, object] = {"q": q, "k": k, "v": v, "g": g, "u": u, "state": state, "slots": slots}
-    check_types(name, tensors, {"scale": scale}, {}, frozenset({"g", "u", "slots"}))
-    dispatch.check_name(name, impl)
+    options = (variant, scale, impl)
+    direct, call = eager.unobserved(q, k, v, g, u, state, slots), None
+    if direct:
+        q, k, v = _autocast(q, k, v)
+        call = eager.find(q, k, v, g, u, state, slots, *options)
+    if call is None:
+        _known_variant("decode_step", variant)
+        name = f"decode_step({variant!r})"
+        tensors: dict[str, object] = {"q": q, "k": k, "v": v, "g": g, "u": u, "state": state, "slots": slots}
+        check_types(name, tensors, {"scale": scale}, {}, frozenset({"g", "u", "slots"}))
+        dispatch.check_name(name, impl)
+    given = (q, k, v, g, u, state, slots, *options)
     one = q.dim() == 3
     if one:
         q, k, v = (x.unsqueeze(1) if x.dim() == 3 else x for x in (q, k, v))
@@ -307,8 +315,11 @@ def decode_step(
             g = g.unsqueeze(1)
     if variant == "retention" and g is None:
         g = _retnet_decay(q)
-    q, k, v = _autocast(q, k, v)
-    output: Tensor = torch.ops.penstock.step(q, k, v, g, u, state, slots, variant, scale, impl)
+    if direct:
+        call = call or eager.remember(eager.StepCall, given, (q, k, v, g, u, state, slots), *options)
+        output: Tensor = call.run((q, k, v, g, u, state, slots))
+    else:
+        output = torch.ops.penstock.step(*_autocast(q, k, v), g, u, state, slots, *options)
     return output.squeeze(1) if one else output
 
 
@@ -353,11 +364,18 @@ def _run(
     reverse: bool,
     impl: str,
 ) -> Result:
-    _check_types_of_call(variant, q, k, v, g, u, scale, initial_state, output_final_state, cu_seqlens, reverse, impl)
-    q, k, v = _autocast(q, k, v)
-    output, final_state = torch.ops.penstock.forward(
-        q, k, v, g, u, initial_state, cu_seqlens, variant, scale, reverse, output_final_state, impl
-    )
+    others, options = (g, u, initial_state, cu_seqlens), (variant, scale, reverse, impl)
+    direct, call = eager.unobserved(q, k, v, *others), None
+    if direct:
+        q, k, v = _autocast(q, k, v)
+        call = eager.find(q, k, v, *others, *options)
+    if call is None or type(output_final_state) is not bool:
+        _check_types_of_call(variant, q, k, v, g, u, scale, initial_state, output_final_state, cu_seqlens, reverse, impl)
+    tensors = (q, k, v, *others)
+    if direct:
+        call = call or eager.remember(eager.Call, (*tensors, *options), tensors, *options)
+        return Result(*eager.run(call, tensors, output_final_state))
+    output, final_state = torch.ops.penstock.forward(*_autocast(q, k, v), *others, *options[:3], output_final_state, impl)
     return Result(output, final_state if output_final_state else None)
 
 
@@ -400,8 +418,21 @@ def _retnet_decay(q: Tensor) -> Tensor:
     """log(1 - 2 ** (-5 - h)) for the heads of q [B,T,H,K], float32 or float64."""
     if not isinstance(q, Tensor) or q.dim() != 4:
         return q  # refused where all arguments are checked
-    h = torch.arange(q.shape[2], dtype=torch.float64, device=q.device)
-    return torch.log1p(-torch.exp2(-5 - h)).to(state_dtype(q.dtype))
+    made = q.shape[2], state_dtype(q.dtype), q.device
+    keeps = eager.unobserved(q, q, q) and not (q.is_cuda and torch.cuda.is_current_stream_capturing())
+    return _kept_retnet_decay(*made) if keeps else _made_retnet_decay(*made)
+
+
+def _made_retnet_decay(heads: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    h = torch.arange(heads, dtype=torch.float64, device=device)
+    return torch.log1p(-torch.exp2(-5 - h)).to(dtype)
+
+
+@lru_cache(maxsize=256)
+def _kept_retnet_decay(heads: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The same, made once; never of memory that belongs to a graph, nor a tensor that autograd may not keep."""
+    with torch.inference_mode(False):
+        return _made_retnet_decay(heads, dtype, device)
 
 
 def _known_variant(function: str, variant: str) -> None:

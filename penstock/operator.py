@@ -13,7 +13,7 @@ are those of the plain PyTorch chunkwise form, whatever computed the first ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from . import dispatch
 from .kernels import chunkwise
-from .kernels.contract import gradients_of
+from .kernels.contract import Gradients, gradients_of
 from .problem import Problem, Step, state_dtype
 
 _TOKENS = "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? u"
@@ -35,7 +35,7 @@ library.define(f"step({_TOKENS}, Tensor(a!) state, Tensor? slots, str variant, f
 
 
 @contextmanager
-def _no_autocast(x: Tensor) -> Iterator[None]:
+def no_autocast(x: Tensor) -> Iterator[None]:
     """Kernels choose their own precision."""
     kind = x.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
@@ -49,7 +49,7 @@ def _no_autocast(x: Tensor) -> Iterator[None]:
 def _forward(*inputs: Any) -> tuple[Tensor, Tensor]:
     *call, output_final_state, impl = inputs
     problem = Problem.checked(*call)
-    with _no_autocast(problem.q):
+    with no_autocast(problem.q):
         output, final_state = dispatch.pick(problem, "forward", impl).forward(problem)
     return output.contiguous(), final_state.contiguous() if output_final_state else _empty(output)
 
@@ -68,7 +68,7 @@ def _forward_fake(*inputs: Any) -> tuple[Tensor, Tensor]:
 def _backward(d_output: Tensor, d_final_state: Tensor | None, *inputs: Any) -> tuple[Tensor, ...]:
     *call, impl = inputs
     problem = Problem.checked(*call)
-    with _no_autocast(d_output), torch.no_grad():
+    with no_autocast(d_output), torch.no_grad():
         gradients = dispatch.pick(problem, "backward", impl).backward(problem, d_output, d_final_state)
     return tuple(_empty(d_output) if x is None else x.contiguous() for x in gradients)
 
@@ -82,7 +82,7 @@ def _backward_fake(d_output: Tensor, d_final_state: Tensor | None, *inputs: Any)
 def _step(*inputs: Any) -> Tensor:
     *call, impl = inputs
     step = Step.checked(*call)
-    with _no_autocast(step.q):
+    with no_autocast(step.q):
         return dispatch.pick(step.problem(step.state), "step", impl).step(step).contiguous()
 
 
@@ -104,16 +104,21 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.set_materialize_grads(False)
 
 
+def again_differentiable(tensors: Sequence[Tensor | None], options: tuple[Any, ...], d_output: Tensor, d_final: Tensor | None) -> Gradients:
+    """Gradients that can be differentiated again, for create_graph=True."""
+    problem = Problem.checked(*tensors, *options)  # type: ignore[arg-type]
+    with no_autocast(d_output):
+        return gradients_of(chunkwise.forward, problem, d_output, d_final)
+
+
 def _differentiate(ctx: Any, d_output: Tensor | None, d_final_state: Tensor | None) -> tuple[Tensor | None, ...]:
     tensors = ctx.saved_tensors
     if not ctx.output_final_state:
         d_final_state = None
     if d_output is None:
         d_output = tensors[2].new_zeros(tensors[2].shape)
-    if torch.is_grad_enabled():  # create_graph=True: gradients that can be differentiated again
-        problem = Problem.checked(*tensors, *ctx.options)
-        with _no_autocast(d_output):
-            gradients: tuple[Tensor | None, ...] = gradients_of(chunkwise.forward, problem, d_output, d_final_state)
+    if torch.is_grad_enabled():
+        gradients: tuple[Tensor | None, ...] = again_differentiable(tensors, ctx.options, d_output, d_final_state)
     else:
         gradients = torch.ops.penstock.backward(d_output, d_final_state, *tensors, *ctx.options, ctx.impl)
     return *(grad if need else None for grad, need in zip(gradients, ctx.needs_input_grad[:6])), *(None,) * 6

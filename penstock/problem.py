@@ -8,10 +8,11 @@ only inside ``checks()``, because there the host would have to wait for the devi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 
 import torch
@@ -47,6 +48,16 @@ def checks() -> Iterator[None]:
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of final states and of sums over time: float64 for float64 inputs, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def signature(*values: object) -> Hashable:
+    """All that a call can depend on but the values in its tensors: sizes, strides, dtypes, devices, alignment; other arguments whole."""
+    return tuple(
+        [
+            (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) if isinstance(x, Tensor) else x if x is None else (type(x), x)
+            for x in values
+        ]
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,6 +98,19 @@ class Problem:
         if axes == "BTHK":
             return self.g
         return self.g[tuple(slice(None) if axis in axes else None for axis in "BTHK")]
+
+    @cached_property
+    def signature(self) -> Hashable:
+        """The same for all problems that differ in values only."""
+        tensors = self.q, self.k, self.v, self.g, self.u, self.initial_state, self.cu_seqlens
+        return signature(*tensors, self.variant.name, self.scale, self.reverse)
+
+    @classmethod
+    def known(cls, signature: Hashable, *fields: object) -> Problem:
+        """A problem of a signature that was found valid before."""
+        problem = cls(*fields)  # type: ignore[arg-type]
+        problem.__dict__["signature"] = signature
+        return problem
 
     def with_tensors(self, tensors: dict[str, Tensor]) -> Problem:
         """The same problem with other tensors of the same kind in the places named."""
@@ -166,6 +190,18 @@ class Step:
     slots: Tensor | None  # [N]; None: sequence n is slot n
     scale: float
 
+    @cached_property
+    def signature(self) -> Hashable:
+        """The same for all steps that differ in values only."""
+        return signature(self.q, self.k, self.v, self.g, self.u, self.state, self.slots, self.variant.name, self.scale)
+
+    @classmethod
+    def known(cls, signature: Hashable, *fields: object) -> Step:
+        """A step of a signature that was found valid before."""
+        step = cls(*fields)  # type: ignore[arg-type]
+        step.__dict__["signature"] = signature
+        return step
+
     def problem(self, initial_state: Tensor) -> Problem:
         """The same tokens as a call over whole sequences that begins with ``initial_state`` [N,H,K,V]."""
         return Problem(self.variant, self.q, self.k, self.v, self.g, self.u, initial_state, None, self.scale, False)
@@ -202,7 +238,7 @@ class Step:
             _check_no_overlap(complaints, state)
             if torch.is_grad_enabled():
                 _check_no_gradients(complaints, variant, {"q": q, "k": k, "v": v, "g": g, "u": u, "state": state})
-            if not complaints.found and slots is not None and _reads_values(slots):
+            if not complaints.found and slots is not None and reads_values(slots):
                 _check_slots(complaints, slots, state.shape[0])
         complaints.raise_any()
         assert sizes is not None
@@ -234,11 +270,11 @@ def _kind(value: object) -> str:
 
 def _scale(row: Variant, K: int, scale: float | None) -> float:
     if scale is not None:
-        return scale
+        return float(scale) if isinstance(scale, int) else scale
     return row.scale if row.scale is not None else max(K, 1) ** -0.5
 
 
-def _reads_values(tensor: Tensor) -> bool:
+def reads_values(tensor: Tensor) -> bool:
     """Whether the values of this tensor are checked: never those of tensors without data."""
     if tensor.device.type == "meta" or isinstance(tensor, torch._subclasses.FakeTensor):
         return False
@@ -297,7 +333,7 @@ def _check_tokens(
     elif g is not None:
         found = len(complaints.found)
         _check_tensor(complaints, row.gate, g, row.decay, sizes, q.device, FLOATS, _other_variants(row, g.dim()))
-        if len(complaints.found) == found and _reads_values(g) and g.numel() and float(g.detach().amax()) > 0:
+        if len(complaints.found) == found and reads_values(g) and g.numel() and float(g.detach().amax()) > 0:
             complaints.add(
                 RangeError,
                 row.gate,
@@ -329,7 +365,7 @@ def _check_packing(complaints: Complaints, cu_seqlens: Tensor, sizes: dict[str, 
     if len(complaints.found) > found:
         return
     sizes["N"] = cu_seqlens.shape[0] - 1
-    if not _reads_values(cu_seqlens):
+    if not reads_values(cu_seqlens):
         return
     ends, T = cu_seqlens.tolist(), sizes["T"]
     if ends[0] != 0 or ends[-1] != T or any(b < a for a, b in pairwise(ends)):

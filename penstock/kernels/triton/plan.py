@@ -1,0 +1,287 @@
+"""What a call launches: kernels, grids, block sizes and memory, from sizes and strides alone.
+
+A ``Plan`` holds no tensor and touches no device. ``launch`` runs it, ``penstock check --compile`` compiles it for GPUs that are not
+there, ``penstock tune`` times it with other block sizes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...problem import Problem
+from . import chunk_backward, chunk_forward, recurrent, segments, tiles
+from .table import Blocks, Target, blocks
+
+LIMITS = {"bf16": 150.0, "tf32x3": 32.0, "ieee": 32.0}
+"""How far decays may fall inside a chunk, log2 units, before stretches are cut: factors must not overflow in float32, and where
+products are as exact as float32 the sums of decays should be too (half an ulp of 32 is 2e-6)."""
+
+NONE, SCALAR, CHANNEL = (kind.value for kind in (tiles.NONE, tiles.SCALAR, tiles.CHANNEL))
+SPAN = 16
+"""Tokens between the states that the token-serial backward pass keeps; those within are computed again."""
+
+LEAST = 64
+"""Blocks of the chunk kernels: with 32 columns and chunks of 64, Triton 3.6 made code that read out of bounds on Hopper."""
+
+
+class Launch(NamedTuple):
+    """One kernel: its tensors by name, then numbers, then compile-time constants, in the order of its parameters."""
+
+    kernel: Any
+    grid: int
+    tensors: tuple[str, ...]
+    numbers: tuple[int | float, ...]
+    constants: tuple[Any, ...]
+    warps: int
+
+
+@dataclass
+class Plan:
+    """Memory to make, by name, and kernels to launch one after another."""
+
+    memory: dict[str, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
+    launches: list[Launch] = field(default_factory=list)
+
+    def empty(self, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> str:
+        """Plan uninitialised memory."""
+        self.memory[name] = (shape, dtype)
+        return name
+
+    def launch(
+        self, kernel: Any, grid: int, tensors: tuple[str, ...], numbers: tuple[int | float, ...], warps: int, **constants: Any
+    ) -> None:
+        """Plan a launch; ``constants`` in any order."""
+        names = kernel.arg_names[len(tensors) + len(numbers) :]
+        self.launches.append(Launch(kernel, grid, tensors, numbers, tuple(constants[name] for name in names), warps))
+
+
+def precision(dtype: torch.dtype, target: Target) -> str:
+    """How products take their operands.
+
+    float16 cannot hold the factors of a chunk, so it goes the way of float32: three TF32 products, exact to float32. One TF32
+    product would do for float16, and for float32 where torch allows it, but gave a wrong output in one case on Hopper
+    (benchmarks/NOTES.md), so nothing uses it.
+    """
+    if dtype == torch.bfloat16 and not target.interpreted:
+        return "bf16"
+    return "tf32x3" if target.arch.startswith("sm_") else "ieee"
+
+
+class Call(NamedTuple):
+    """What all launches of one problem share."""
+
+    B: int
+    T: int
+    H: int
+    K: int
+    V: int
+    N: int
+    gate: tuple[int, ...]
+    """Strides of the decay, seen as [B,T,H,K]."""
+    decay: int
+    static: bool
+    previous: bool
+    packed: bool
+    precision: str
+    target: Target
+
+    @classmethod
+    def of(cls, p: Problem, target: Target) -> Call:
+        """Sizes and kinds of a problem."""
+        axes = p.variant.decay
+        decay = NONE if not axes else CHANNEL if "K" in axes else SCALAR
+        gate = p.gate.expand(p.q.shape).stride() if p.gate is not None else (0, 0, 0, 0)
+        static, packed = bool(axes) and "T" not in axes, p.cu_seqlens is not None
+        previous, products = p.variant.read == "previous", precision(p.q.dtype, target)
+        return cls(**p.sizes, gate=gate, decay=decay, static=static, previous=previous, packed=packed, precision=products, target=target)
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        """The constants that every chunk kernel takes."""
+        return {"K": self.K, "V": self.V, "DECAY": self.decay, "PACKED": self.packed, "PRECISION": self.precision}
+
+    def blocks(self, kernel: str) -> Blocks:
+        """Block sizes of a launch, no larger than the head."""
+        b = blocks(kernel, self.target, self.K, self.V, self.precision, self.decay, self.previous)
+        least = 16 if kernel in ("states", "recurrent") else LEAST
+        return b._replace(BK=min(power(self.K, least), b.BK), BV=min(power(self.V, least), b.BV))
+
+    def slots(self, L: int) -> int:
+        """Stretches of L tokens that the sequences may need together."""
+        return self.T // L + self.N if self.packed else self.B * math.ceil(self.T / L)
+
+    def segment(self, C: int, programs: int, fill: int) -> int:
+        """Tokens in a segment, a multiple of C, such that ``fill`` programs a multiprocessor run where one a sequence made ``programs``."""
+        chunks, target = max(math.ceil(self.T / C), 1), fill * self.target.multiprocessors
+        if 2 * programs > target:
+            return chunks * C
+        tokens = self.T * self.B if self.packed else self.T
+        segments = min(target // programs if not self.packed else math.ceil(target * self.N / programs), max(tokens // (4 * C), 1))
+        return math.ceil(tokens / segments / C) * C
+
+
+def power(x: int, least: int = 16) -> int:
+    """The smallest power of two that is at least x and ``least``."""
+    return max(least, 1 << max(x - 1, 0).bit_length())
+
+
+def _strides(*tensors: Tensor) -> tuple[int, ...]:
+    return tuple(stride for x in tensors for stride in x.stride())
+
+
+def _contiguous(*shape: int) -> tuple[int, ...]:
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+def _given(name: str, x: Tensor | None, instead: str) -> str:
+    return name if x is not None else instead
+
+
+def _segment_states(
+    plan: Plan, c: Call, names: tuple[str, str], strides: tuple[int, ...], L: int, C: int, scale: float, reverse: bool,
+    start: tuple[str, tuple[int, ...]] | None, end: str | None, adjoint: bool, stored: torch.dtype | None,
+) -> tuple[str, str, str]:  # fmt: skip
+    """Chunk states and their decays, and what each segment starts from (its state at ``start``, if given); ``end`` is written."""
+    x, y = names
+    d = "d_" * adjoint
+    b = c.blocks("states")
+    grid = math.ceil(c.K / b.BK) * math.ceil(c.V / b.BV)
+    slots, chunk_slots = c.slots(L), c.slots(C)
+    segment_states = plan.empty(d + "segment_states", slots, c.H, c.K, c.V)
+    segment_decays = plan.empty(d + "segment_decays", slots, c.H, c.K) if c.decay else x
+    chunk_states = plan.empty(d + "chunk_states", chunk_slots, c.H, c.K, c.V, dtype=stored) if stored is not None else x
+    chunk_decays = plan.empty(d + "chunk_decays", chunk_slots, c.H, c.K) if stored is not None and c.decay else x
+    plan.launch(
+        segments.states, slots * c.H * grid,
+        (x, y, "g", chunk_states, chunk_decays, segment_states, segment_decays, "cu_seqlens"),
+        (scale, c.N, c.T, c.H, *strides, *c.gate), b.warps, **c.flags, BK=b.BK, BV=b.BV, C=C, L=L, ADJOINT=adjoint,
+        PREVIOUS=c.previous, CHUNKS=stored is not None, REVERSE=reverse, STAGES=b.stages,
+    )  # fmt: skip
+    if start is not None or end is not None or L < c.T:
+        state, steps = start if start is not None else (segment_states, _contiguous(slots, c.H, c.K, c.V))
+        BK, BV = min(power(c.K), 64), 16
+        plan.launch(
+            segments.scan, c.N * c.H * math.ceil(c.K / BK) * math.ceil(c.V / BV),
+            (segment_states, segment_decays, state, end if end is not None else segment_states, "cu_seqlens"),
+            (c.N, c.T, c.H, *steps), 2, K=c.K, V=c.V, BK=BK, BV=BV, L=L, DECAY=c.decay, ADJOINT=adjoint,
+            INITIAL=start is not None, FINAL=end is not None, PACKED=c.packed,
+        )  # fmt: skip
+    return chunk_states, chunk_decays, segment_states
+
+
+def chunk_forward_plan(p: Problem, target: Target) -> Plan:
+    """``output`` and ``final_state`` by chunks."""
+    plan, c = Plan(), Call.of(p, target)
+    b = c.blocks("forward")
+    C, BK, grid = b.C, power(c.K, LEAST), math.ceil(c.V / b.BV)
+    output = plan.empty("output", *p.v.shape, dtype=p.v.dtype)
+    final = plan.empty("final_state", *p.state_shape)
+    programs = c.N * c.H * grid
+    L = c.segment(C, programs, b.fill)
+    state = None if p.initial_state is None else ("initial_state", p.initial_state.stride())
+    if L < c.T:
+        segment_states = _segment_states(plan, c, ("k", "v"), _strides(p.k, p.v), L, C, 1.0, p.reverse, state, final, False, None)[2]
+        state = segment_states, _contiguous(c.slots(L), c.H, c.K, c.V)
+        programs = c.slots(L) * c.H * grid
+    else:
+        L = 0
+    first, steps = state if state is not None else (final, (0, 0, 0, 0))
+    channel = c.decay == CHANNEL
+    resume = plan.empty("resume", programs, dtype=torch.int32) if channel else "q"
+    for exact in (False, True)[: 1 + channel]:
+        plan.launch(
+            chunk_forward.forward, programs, ("q", "k", "v", "g", "u", first, output, final, resume, "cu_seqlens"),
+            (p.scale, c.N, c.T, c.H, *_strides(p.q, p.k, p.v), *c.gate, *_bonus(p), *steps), b.warps, **c.flags, BK=BK, BV=b.BV,
+            C=C, L=L, PREVIOUS=c.previous, INITIAL=state is not None, FINAL=L == 0, REVERSE=p.reverse, LIMIT=LIMITS[c.precision],
+            STAGES=1 if exact else b.stages, EXACT=exact,
+        )  # fmt: skip
+    return plan
+
+
+def chunk_backward_plan(p: Problem, d_output: Tensor, d_final_state: Tensor | None, target: Target) -> Plan:
+    """``dq``, ``dk``, ``dv``, ``dg``, ``du`` and ``d_initial_state`` by chunks; a constant decay's dg and du by chunk, to be summed."""
+    plan, c = Plan(), Call.of(p, target)
+    b, walk = c.blocks("backward"), c.blocks("states")
+    C = b.C
+    stored = torch.bfloat16 if c.precision == "bf16" else torch.float32
+    d_initial = None if p.initial_state is None else plan.empty("d_initial_state", *p.state_shape, dtype=p.initial_state.dtype)
+    L = c.segment(C, c.N * c.H * math.ceil(c.K / walk.BK) * math.ceil(c.V / walk.BV), walk.fill)
+    start = None if p.initial_state is None else ("initial_state", p.initial_state.stride())
+    S = _segment_states(plan, c, ("k", "v"), _strides(p.k, p.v), L, C, 1.0, p.reverse, start, None, False, stored)
+    d_start = None if d_final_state is None else ("d_final_state", d_final_state.stride())
+    steps = _strides(p.q, d_output)
+    dS = _segment_states(plan, c, ("q", "d_output"), steps, L, C, p.scale, p.reverse, d_start, d_initial, True, stored)
+    slots = c.slots(C)
+    dq, dk, dv = (plan.empty("d" + name, *x.shape, dtype=x.dtype) for name, x in (("q", p.q), ("k", p.k), ("v", p.v)))
+    dg = du = "q"
+    if p.g is not None:
+        dg = plan.empty("dg", slots, *p.g.shape) if c.static else plan.empty("dg", *p.g.shape, dtype=p.g.dtype)
+    if p.u is not None:
+        du = plan.empty("du", slots, c.H, c.K)
+    several, channel = c.T > L, c.decay == CHANNEL
+    todo = plan.empty("todo", slots * c.H, dtype=torch.int32) if channel else "q"
+    for exact in (False, True)[: 1 + channel]:
+        plan.launch(
+            chunk_backward.backward, slots * c.H,
+            ("q", "k", "v", "g", "u", "d_output", *S, *dS, dq, dk, dv, dg, du, todo, "cu_seqlens"),
+            (p.scale, c.N, c.T, c.H, *_strides(p.q, p.k, p.v), *c.gate, *_bonus(p), *d_output.stride()), b.warps, **c.flags,
+            BK=b.BK, BV=b.BV, C=C, L=L, STATIC=c.static, PREVIOUS=c.previous, CARRIED=several or p.initial_state is not None,
+            D_CARRIED=several or d_final_state is not None, REVERSE=p.reverse, LIMIT=LIMITS[c.precision], EXACT=exact,
+        )  # fmt: skip
+    return plan
+
+
+def _bonus(p: Problem) -> tuple[int, ...]:
+    return p.u.stride() if p.u is not None else (0, 0)
+
+
+def recurrent_forward_plan(p: Problem, pool: Tensor | None, slots: Tensor | None, target: Target) -> Plan:
+    """``output`` and ``final_state`` token by token; with a ``pool`` of states, those are read and written in place at ``slots``."""
+    plan, c = Plan(), Call.of(p, target)
+    b = c.blocks("recurrent")
+    output = plan.empty("output", *p.v.shape, dtype=p.v.dtype)
+    final = "pool" if pool is not None else plan.empty("final_state", *p.state_shape)
+    state = pool if pool is not None else p.initial_state
+    first = "pool" if pool is not None else _given("initial_state", state, final)
+    last = pool.stride() if pool is not None else _contiguous(*p.state_shape)
+    plan.launch(
+        recurrent.forward, c.N * c.H * math.ceil(c.V / b.BV),
+        ("q", "k", "v", "g", "u", first, output, final, "cu_seqlens", _given("slots", slots, "q")),
+        (p.scale, c.T, c.H, *_strides(p.q, p.k, p.v), *c.gate, *_bonus(p), *(state.stride() if state is not None else last), *last),
+        b.warps, K=c.K, V=c.V, BK=power(c.K), BV=b.BV, DECAY=c.decay, PREVIOUS=c.previous, INITIAL=state is not None, PACKED=c.packed,
+        REVERSE=p.reverse, SLOTS=slots is not None,
+    )  # fmt: skip
+    return plan
+
+
+def recurrent_backward_plan(p: Problem, d_output: Tensor, d_final_state: Tensor | None, target: Target) -> Plan:
+    """All gradients token by token: dv, and of the others (float32) the shares of blocks of V, to be summed."""
+    plan, c = Plan(), Call.of(p, target)
+    b = c.blocks("recurrent")
+    BK, NV = power(c.K), math.ceil(c.V / b.BV)
+    kept = c.N * (SPAN + 1) + c.T // SPAN if c.packed else c.N * (SPAN + math.ceil(c.T / SPAN))
+    scratch = plan.empty("kept", kept * c.H * NV * BK * b.BV)
+    dq, dk = plan.empty("dq", NV, *p.q.shape), plan.empty("dk", NV, *p.k.shape)
+    dv = plan.empty("dv", *p.v.shape, dtype=p.v.dtype)
+    dg = du = "q"
+    if p.g is not None:
+        dg = plan.empty("dg", NV, *(c.N,)[: c.static], *p.g.shape)
+    if p.u is not None:
+        du = plan.empty("du", NV, c.N, c.H, c.K)
+    d_initial = plan.empty("d_initial_state", *p.state_shape)
+    own = _contiguous(*p.state_shape)
+    first, last = (x.stride() if x is not None else own for x in (p.initial_state, d_final_state))
+    plan.launch(
+        recurrent.backward, c.N * c.H * NV,
+        ("q", "k", "v", "g", "u", _given("initial_state", p.initial_state, d_initial), "d_output",
+         _given("d_final_state", d_final_state, d_initial), dq, dk, dv, dg, du, d_initial, scratch, "cu_seqlens"),
+        (p.scale, c.N, c.T, c.H, c.B * c.T, *_strides(p.q, p.k, p.v), *c.gate, *_bonus(p), *first, *d_output.stride(), *last),
+        b.warps, K=c.K, V=c.V, BK=BK, BV=b.BV, DECAY=c.decay, STATIC=c.static, PREVIOUS=c.previous, INITIAL=p.initial_state is not None,
+        D_FINAL=d_final_state is not None, PACKED=c.packed, REVERSE=p.reverse, SPAN=SPAN,
+    )  # fmt: skip
+    return plan
