@@ -39,6 +39,7 @@ from torch import Tensor
 from . import dispatch, eager
 from .errors import Complaints, RangeError
 from .feature_maps import FeatureMap, featured
+from .operator import autocasting
 from .problem import Problem, check_types, state_dtype
 from .variants import VARIANTS
 
@@ -408,7 +409,7 @@ def _check_types_of_call(
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Under autocast, floating-point tensors in its dtype, as for a matrix product."""
     kind = tensors[0].device.type
-    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+    if not autocasting(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)

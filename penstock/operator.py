@@ -13,8 +13,8 @@ are those of the plain PyTorch chunkwise form, whatever computed the first ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -34,15 +34,15 @@ library.define(f"backward(Tensor d_output, Tensor? d_final_state, {_INPUTS}, str
 library.define(f"step({_TOKENS}, Tensor(a!) state, Tensor? slots, str variant, float? scale, str impl) -> Tensor")
 
 
-@contextmanager
-def no_autocast(x: Tensor) -> Iterator[None]:
+def autocasting(kind: str) -> bool:
+    """Whether autocast is on for devices of this kind."""
+    return kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind)
+
+
+def no_autocast(x: Tensor) -> AbstractContextManager[object]:
     """Kernels choose their own precision."""
     kind = x.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        with torch.autocast(kind, enabled=False):
-            yield
-    else:
-        yield
+    return torch.autocast(kind, enabled=False) if autocasting(kind) else nullcontext()
 
 
 @torch.library.impl(library, "forward", "CompositeExplicitAutograd")

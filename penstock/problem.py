@@ -106,10 +106,10 @@ class Problem:
         return signature(*tensors, self.variant.name, self.scale, self.reverse)
 
     @classmethod
-    def known(cls, signature: Hashable, *fields: object) -> Problem:
-        """A problem of a signature that was found valid before."""
-        problem = cls(*fields)  # type: ignore[arg-type]
-        problem.__dict__["signature"] = signature
+    def known(cls, signature: Hashable, *values: object) -> Problem:
+        """A problem of a signature that was found valid before, with these values for the fields."""
+        problem = object.__new__(cls)
+        problem.__dict__.update(zip(cls.__dataclass_fields__, values), signature=signature)
         return problem
 
     def with_tensors(self, tensors: dict[str, Tensor]) -> Problem:
@@ -196,10 +196,10 @@ class Step:
         return signature(self.q, self.k, self.v, self.g, self.u, self.state, self.slots, self.variant.name, self.scale)
 
     @classmethod
-    def known(cls, signature: Hashable, *fields: object) -> Step:
-        """A step of a signature that was found valid before."""
-        step = cls(*fields)  # type: ignore[arg-type]
-        step.__dict__["signature"] = signature
+    def known(cls, signature: Hashable, *values: object) -> Step:
+        """A step of a signature that was found valid before, with these values for the fields."""
+        step = object.__new__(cls)
+        step.__dict__.update(zip(cls.__dataclass_fields__, values), signature=signature)
         return step
 
     def problem(self, initial_state: Tensor) -> Problem:

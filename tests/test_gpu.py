@@ -60,14 +60,29 @@ def companions(x: Inputs, N: int) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
 
 
 def exact(x: Inputs, formula, packed=None, reverse=False) -> dict[str, torch.Tensor]:
-    """The same in float64 by a formula of plain PyTorch."""
+    """The same in float64 by a formula of plain PyTorch; of a constant decay's gradient the terms, one a token."""
     state, d_output, d_state = companions(x, x.shape.B if packed is None else len(packed) - 1)
-    tensors = [None if t is None else t.double() for t in (x.q, x.k, x.v, x.g, x.u)]
-    problem = Problem.checked(*tensors, state.double(), packed, x.variant, None, reverse)
+    q, k, v, g, u = (None if t is None else t.double() for t in (x.q, x.k, x.v, x.g, x.u))
+    variant = x.variant
+    if VARIANTS[variant].decay in ("H", "HK"):
+        g, variant = g.expand(*x.shape[:2], *g.shape), {"H": "simple_gla", "HK": "rwkv6"}[VARIANTS[variant].decay]
+    scale = VARIANTS[x.variant].scale or x.shape.K**-0.5
+    problem = Problem.checked(q, k, v, g, u, state.double(), packed, variant, scale, reverse)
     with torch.no_grad():
         output, final_state = formula(problem)
         grads = gradients_of(formula, problem, d_output.double(), d_state.double())
     return {"output": output, "final state": final_state} | {n: t for n, t in grads._asdict().items() if t is not None}
+
+
+def sizes_of_errors(x: Inputs, found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Largest error over largest value. A constant decay's gradient is a sum over tokens: errors of its terms may add up, and are
+    relative to what the terms add up to without their signs."""
+    sizes = {name: error(found[name], wanted[name]) for name in wanted}
+    if VARIANTS[x.variant].decay in ("H", "HK"):
+        of_sum = found["g"].double() - (wanted["g"].sum((0, 1)) if found["g"].dim() < wanted["g"].dim() else wanted["g"])
+        apart = of_sum.abs() if found["g"].dim() < wanted["g"].dim() else of_sum.abs().sum((0, 1))
+        sizes["g"] = float(apart.max() / wanted["g"].abs().sum((0, 1)).max().clamp(min=1e-30))
+    return sizes
 
 
 def hold(x: Inputs, impl: str, packed: torch.Tensor | None = None, reverse: bool = False) -> None:
@@ -80,11 +95,12 @@ def hold(x: Inputs, impl: str, packed: torch.Tensor | None = None, reverse: bool
     if bits is not None:
         tame = x if x.g is None else replace(x, g=x.g.clamp(min=-10.0))
         found, same = (exact(tame, formula, None, reverse) for formula in (partial(rounding.forward, bits=bits), chunkwise.forward))
-        rounded = {name: error(found[name], same[name]) for name in found}
+        rounded = sizes_of_errors(x, found, same)
     growth = max(1.0, (x.shape.T / 1024) ** 0.5)
+    found = results(x, impl, packed, reverse)
     over = {}
-    for name, value in results(x, impl, packed, reverse).items():
-        apart, allowed = error(value, wanted[name]), growth * budget(x.q.dtype, value.dtype) + 2 * rounded.get(name, 0.0)
+    for name, apart in sizes_of_errors(x, found, wanted).items():
+        allowed = growth * budget(x.q.dtype, found[name].dtype) + 2 * rounded.get(name, 0.0)
         if not apart <= allowed:
             over[name] = f"{apart:.2e}, allowed {allowed:.2e}"
     assert not over, over
@@ -183,6 +199,7 @@ def step(x: Inputs, pool: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         return ps.decode_step(x.variant, x.q, x.k, x.v, x.g, x.u, state=pool, slots=slots)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_nothing_waits_for_the_device(variant):
     """Neither a first call, whose launches are planned and compiled, nor later ones."""
@@ -237,7 +254,7 @@ def test_two_runs_are_bitwise_equal(variant, dtype):
 
 @pytest.mark.parametrize("variant", ["gla", "rwkv6"])
 def test_memory_beyond_inputs_and_results(variant):
-    """Forward: the state. Backward: a chunk's states in bfloat16, before and behind, 4 bytes an element at K = V = 64; no copies."""
+    """Backward: the states before chunks and their gradients behind, bfloat16, 4 bytes an element at K = V = 64; 1 byte for segments."""
     x = inputs(variant, Shape(4, 2048, 16, 64, 64), BFLOAT16, "cuda")
     elements = x.q.numel()
     call(x)
@@ -247,7 +264,7 @@ def test_memory_beyond_inputs_and_results(variant):
     before = torch.cuda.memory_allocated()
     found = call(x)
     results = sum(t.numel() * t.element_size() for t in found)
-    assert torch.cuda.max_memory_allocated() - before - results < 4.6 * elements
+    assert torch.cuda.max_memory_allocated() - before - results < 5.5 * elements
 
 
 def test_another_stream_and_another_thread():

@@ -296,7 +296,7 @@ def backward(
         tl.store(dk + place * K + r[:, None] * (H * K) + j[None, :], (dk_ + own_dk).to(dk.dtype.element_ty), mask=mask)
 
     if DECAY == SCALAR:
-        dg_t = tl.cumsum(dg_scalar, 0, reverse=True) + carry_scalar
+        dg_t = tl.where(d_s < -126.0, 0.0, tl.cumsum(dg_scalar, 0, reverse=True) + carry_scalar)
         if STATIC:
             tl.store(dg + chunk, tl.sum(tl.where(live, dg_t, 0.0), 0))
         else:

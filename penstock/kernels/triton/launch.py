@@ -7,8 +7,9 @@ costs the host little more than the launches themselves.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -29,22 +30,38 @@ class Prepared:
     def __init__(self, plan: Plan, device: torch.device) -> None:
         self.device = device
         self.memory = tuple((name, *what) for name, what in plan.memory.items())
-        self.launches = [(launch, launch.numbers + launch.constants, (launch.grid, 1, 1)) for launch in plan.launches]
-        self.compiled: list[Any] = [None] * len(plan.launches)
+        self.launches = tuple(plan.launches)
+        self.numbers = tuple(launch.numbers + launch.constants for launch in plan.launches)
+        self.runners: tuple[Callable[..., object], ...] | None = None
 
     def run(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Add the plan's memory to ``tensors`` and launch its kernels."""
+        device = self.device
         for name, shape, dtype in self.memory:
-            tensors[name] = torch.empty(shape, dtype=dtype, device=self.device)
-        with _at(self.device):
-            for index, (launch, numbers, grid) in enumerate(self.launches):
-                arguments = [tensors[name] for name in launch.tensors]
-                compiled = self.compiled[index]
-                if compiled is None:
-                    self.compiled[index] = _first(launch, arguments, grid)
-                else:
-                    compiled[grid](*arguments, *numbers)
+            tensors[name] = torch.empty(shape, dtype=dtype, device=device)
+        with _at(device):
+            if self.runners is None:
+                self.runners = self.compiled(tensors)
+            for runner, launch, numbers in zip(self.runners, self.launches, self.numbers):
+                runner(*[tensors[name] for name in launch.tensors], *numbers)
         return tensors
+
+    def compiled(self, tensors: dict[str, Tensor]) -> tuple[Callable[..., object], ...]:
+        """Compile all kernels for tensors like these, side by side; what launches each."""
+
+        def compile_one(launch: Launch) -> Callable[..., object]:
+            grid, options = (launch.grid, 1, 1), {"num_warps": launch.warps}
+            if interpreting():
+                return partial(launch.kernel[grid], **options)
+            with _at(self.device):  # the current device is a thread's own
+                arguments = [tensors[name] for name in launch.tensors]
+                compiled = launch.kernel.warmup(*arguments, *launch.numbers, *launch.constants, grid=grid, **options)
+            return compiled[grid]  # type: ignore[no-any-return]
+
+        if len(self.launches) == 1 or interpreting():
+            return tuple(map(compile_one, self.launches))
+        with ThreadPoolExecutor(len(self.launches)) as pool:
+            return tuple(pool.map(compile_one, self.launches))
 
 
 def _at(device: torch.device) -> AbstractContextManager[object]:
@@ -52,12 +69,6 @@ def _at(device: torch.device) -> AbstractContextManager[object]:
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(device)
-
-
-def _first(launch: Launch, arguments: list[Tensor], grid: tuple[int, int, int]) -> Any:
-    """Compile for arguments like these and launch. The compiled kernel, or None under the interpreter."""
-    kernel = launch.kernel[grid](*arguments, *launch.numbers, *launch.constants, num_warps=launch.warps)
-    return None if interpreting() else kernel
 
 
 _prepared: dict[Hashable, Prepared] = {}

@@ -17,9 +17,9 @@ from ...problem import Problem
 from . import chunk_backward, chunk_forward, recurrent, segments, tiles
 from .table import Blocks, Target, blocks
 
-LIMITS = {"bf16": 150.0, "tf32x3": 32.0, "ieee": 32.0}
-"""How far decays may fall inside a chunk, log2 units, before stretches are cut: factors must not overflow in float32, and where
-products are as exact as float32 the sums of decays should be too (half an ulp of 32 is 2e-6)."""
+LIMITS = {"bf16": 124.0, "tf32x3": 32.0, "ieee": 32.0}
+"""How far decays may fall inside a chunk, log2 units, before stretches are cut: a chunk's whole decay must not underflow in float32,
+which ends at 2^-126, and where products are as exact as float32 the sums of decays should be too (half an ulp of 32 is 2e-6)."""
 
 NONE, SCALAR, CHANNEL = (kind.value for kind in (tiles.NONE, tiles.SCALAR, tiles.CHANNEL))
 SPAN = 16
