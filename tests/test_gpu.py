@@ -121,6 +121,17 @@ def test_token_serial_head_sizes(variant, dtype, sizes):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("sizes", [(64, 64), (128, 128), (100, 36)], ids=str)
+def test_float32_in_one_tf32_product_where_torch_allows_it(variant, sizes):
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        hold(inputs(variant, Shape(2, 300, 2, *sizes), FLOAT32, "cuda"), "triton_chunkwise")
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("T", [1, 2, 15, 16, 17, 31, 63, 64, 65, 127, 129, 1000])
 def test_lengths(variant, T):
     hold(inputs(variant, Shape(3, T, 2, 64, 64), BFLOAT16, "cuda"), "triton_chunkwise")

@@ -79,7 +79,7 @@ def _run(
 ) -> dict[str, Tensor]:
     """The plan of a call, made or found, run on its tensors; those that there are not are stood in for by q."""
     q = p.q
-    key = kind, p.signature, signature(*more) if more else ()
+    key = kind, p.signature, signature(*more) if more else (), torch.get_float32_matmul_precision()
     prepared = _prepared.get(key)
     if prepared is None:
         if len(_prepared) >= KEPT:

@@ -17,7 +17,7 @@ from ...problem import Problem
 from . import chunk_backward, chunk_forward, recurrent, segments, tiles
 from .table import Blocks, Target, blocks
 
-LIMITS = {"bf16": 124.0, "tf32x3": 32.0, "ieee": 32.0}
+LIMITS = {"bf16": 124.0, "tf32": 124.0, "tf32x3": 32.0, "ieee": 32.0}
 """How far decays may fall inside a chunk, log2 units, before stretches are cut: a chunk's whole decay must not underflow in float32,
 which ends at 2^-126, and where products are as exact as float32 the sums of decays should be too (half an ulp of 32 is 2e-6)."""
 
@@ -63,13 +63,14 @@ class Plan:
 def precision(dtype: torch.dtype, target: Target) -> str:
     """How products take their operands.
 
-    float16 cannot hold the factors of a chunk, so it goes the way of float32: three TF32 products, exact to float32. One TF32
-    product would do for float16, and for float32 where torch allows it, but gave a wrong output in one case on Hopper
-    (benchmarks/NOTES.md), so nothing uses it.
+    float16 cannot hold the factors of a chunk; TF32 can, and has as many bits. float32 follows
+    ``torch.get_float32_matmul_precision()``: three TF32 products, as exact as float32, or one where it allows that.
     """
-    if dtype == torch.bfloat16 and not target.interpreted:
+    if target.interpreted or not target.arch.startswith("sm_"):
+        return "bf16" if dtype == torch.bfloat16 and not target.interpreted else "ieee"
+    if dtype == torch.bfloat16:
         return "bf16"
-    return "tf32x3" if target.arch.startswith("sm_") else "ieee"
+    return "tf32" if dtype == torch.float16 or torch.get_float32_matmul_precision() != "highest" else "tf32x3"
 
 
 class Call(NamedTuple):
