@@ -10,11 +10,14 @@ import torch
 
 from penstock import RangeError, ShapeError
 from penstock.bench import oracle, verify
+from penstock.bench.calls import moved_bytes
 from penstock.bench.candidates import MODES, Candidate, loop, ours, peer
 from penstock.bench.cases import CASES, MODELS, Inputs, Shape, default_cases, inputs
+from penstock.bench.clock import in_turn
+from penstock.bench.exact import Reach, WrongResult
 from penstock.bench.loop import token_loop
 from penstock.bench.machine import Machine, using_threads
-from penstock.bench.measure import WrongResult, in_turn, measure, moved_bytes
+from penstock.bench.measure import measure
 from penstock.bench.plot import MissingExtra, draw
 from penstock.bench.record import Record
 from penstock.errors import ImplementationRefused
@@ -122,7 +125,7 @@ def wrong(mode: str) -> Candidate:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_wrong_implementation_is_never_timed(mode, monkeypatch):
-    monkeypatch.setattr("penstock.bench.measure.in_turn", lambda *_: pytest.fail("a wrong result was timed"))
+    monkeypatch.setattr("penstock.bench.clock.in_turn", lambda *_: pytest.fail("a wrong result was timed"))
     x = inputs("rwkv6", SMALL)
     with pytest.raises(WrongResult, match=r"wrong is wrong and was not timed.*is allowed"):
         measure("small", x, mode, [ours("auto", x, mode), wrong(mode)], seconds=0.002)
@@ -133,7 +136,7 @@ def test_not_a_number_is_wrong():
 
 
 def test_long_calls_are_checked_on_their_first_tokens(monkeypatch):
-    monkeypatch.setattr("penstock.bench.measure.CHECKED", {mode: 4 * 2 * 2 * 5 * 7 for mode in MODES})
+    monkeypatch.setattr("penstock.bench.exact.CHECKED", {mode: Reach(4 * 2 * 2 * 5 * 7, 1000) for mode in MODES})
     for variant in ("rwkv5", "rwkv6"):
         x = inputs(variant, SMALL)
         for mode in ("fwd", "fwdbwd"):
