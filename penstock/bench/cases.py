@@ -103,7 +103,7 @@ GPU_SHAPES = (
 """Training and prompts on a GPU: the variants measured, their sizes, and what these are like."""
 GPU_TRAINING = tuple(_sized(variant, sizes, model) for variants, sizes, model in GPU_SHAPES for variant in variants)
 GPU_DECODING = tuple(
-    _sized(variant, f"{batch},1,32,64", f"one token for each of {batch} sequences")
+    _sized(variant, f"{batch},1,32,64", f"one token, {batch} sequence{'s' * (batch > 1)}")
     for variant in ("gla", "rwkv6")
     for batch in (1, 256, 1024)
 )

@@ -183,12 +183,14 @@ def print_cases(console: Console) -> None:
             table.add_row(case.name, case.variant, case.shape.text, case.model)
     console.print(table)
     for suite in SUITES:
-        title = Text.assemble((f"--suite {suite.name}", "bold"), f": {suite.summary}")
-        table = Table(box=SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left", title_style="")
-        for name in ("case", "B,T,H,K,V", "variants"):
-            table.add_column(name)
+        console.print(Text.assemble((f"--suite {suite.name}", "bold"), f": {suite.summary}"))
+        table = Table(box=SIMPLE_HEAD, pad_edge=False)
+        table.add_column("case", no_wrap=True)
+        table.add_column("variants")
+        told = ""
         for shape in dict.fromkeys(case.shape for case in suite.cases):
             here = [case for case in suite.cases if case.shape == shape]
+            more, told = (f"\n{here[0].model}" if here[0].model != told else ""), here[0].model
             name = here[0].name.replace(here[0].variant, "VARIANT")
-            table.add_row(name, shape.text, Text.assemble(" ".join(case.variant for case in here), (f"\n{here[0].model}", "dim")))
+            table.add_row(name, Text.assemble(" ".join(case.variant for case in here), (more, "dim")))
         console.print(table)
