@@ -197,6 +197,9 @@ def test_rounded_operands_are_allowed_what_they_cost_and_no_more(mode):
     found = measure("small", x, mode, [rounding_candidate(8, 8)], seconds=0.001).timings[0]
     assert found.error > 1e-3
     assert all(apart.error <= apart.allowed < 0.1 for apart in found.results.values())
+    if mode == "fwd":
+        cost = rounding.errors(x.problem(), 8, {"output": oracle.exact_forward(x)[0]})["output"]
+        assert found.results["output"].allowed == pytest.approx(oracle.budget(torch.bfloat16, torch.float32) + 2 * cost)
     for candidate in (rounding_candidate(5, 8), rounding_candidate(8, None)):
         with pytest.raises(WrongResult):
             measure("small", x, mode, [candidate], seconds=0.001)

@@ -19,7 +19,7 @@ from penstock.bench.candidates import Candidate, ours
 from penstock.bench.cases import Inputs, Shape, inputs
 from penstock.bench.loop import token_loop
 from penstock.bench.machine import Machine, using_threads
-from penstock.bench.measure import OnGpu, Untimed, measure
+from penstock.bench.measure import OnGpu, Untimed, _timed, measure
 from penstock.bench.record import Record
 from penstock.bench.report import print_measurements
 
@@ -139,6 +139,13 @@ def test_a_graph_shows_the_gpus_time_where_events_show_the_hosts(gpu):
     assert min(seen) >= 1.9
     assert sorted(alone)[len(alone) // 2] / graph.calls < 1
     assert 1.9e-3 < clock.host_seconds(call, CPU) < 8e-3
+
+
+def test_the_gpus_time_is_that_of_one_call(gpu):
+    seen, on_gpu = _timed([lambda: gpu.launch(2e-4)], CPU, 0.05)[0]
+    assert 0.2 <= on_gpu.milliseconds < 1  # the graph holds several
+    assert on_gpu.quartiles[0] <= on_gpu.milliseconds <= on_gpu.quartiles[1]
+    assert min(seen) >= 0.2
 
 
 def test_short_calls_are_captured_several_at_once_and_long_ones_not_at_all(gpu):
