@@ -4,19 +4,26 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
+from time import sleep
+from types import ModuleType
 
 import pytest
 import torch
 
 from penstock import RangeError, ShapeError
-from penstock.bench import oracle, verify
+from penstock.bench import clock, oracle, peers, plot, rounding, verify
+from penstock.bench.calls import moved_bytes
 from penstock.bench.candidates import MODES, Candidate, loop, ours, peer
-from penstock.bench.cases import CASES, MODELS, Inputs, Shape, default_cases, inputs
+from penstock.bench.cases import CASES, MODELS, Inputs, Shape, case_named, default_cases, inputs
+from penstock.bench.clock import in_turn
+from penstock.bench.exact import Reach, WrongResult, checked_tokens
 from penstock.bench.loop import token_loop
 from penstock.bench.machine import Machine, using_threads
-from penstock.bench.measure import WrongResult, in_turn, measure, moved_bytes
+from penstock.bench.measure import Measurement, Timing, Untimed, measure
 from penstock.bench.plot import MissingExtra, draw
 from penstock.bench.record import Record
+from penstock.bench.suites import SUITES, suite_named
 from penstock.errors import ImplementationRefused
 from penstock.variants import VARIANTS
 
@@ -36,6 +43,19 @@ def test_every_variant_has_a_model_and_decode_batches_from_1_to_256():
         batches = [case.shape.B for case in default_cases(variant, decode=True)]
         assert batches[0] == 1
         assert batches[-1] == 256
+
+
+def test_suites_ask_for_cases_that_have_names():
+    assert len({suite.name for suite in SUITES}) == len(SUITES)
+    for suite in SUITES:
+        assert all(case_named(case.name).shape == case.shape for case in suite.cases)
+        assert set(suite.modes) <= set(MODES)
+    rows = {(case.variant, case.shape.text) for case in suite_named("gpu-training").cases}
+    sizes = ["8,2048,32,64", "1,65536,32,64", "4,2048,16,128", "1,8192,96,128", "2,16384,16,128", "1,2048,32,64", "1,54,32,64"]
+    assert {(variant, text) for variant in ("gla", "rwkv6") for text in sizes} < rows
+    assert {case.shape[:2] for case in suite_named("gpu-decode").cases} == {(1, 1), (256, 1), (1024, 1)}
+    assert [case.shape.T for case in suite_named("lengths").cases] == [*(2048 * 2**n for n in range(7)), 163840]
+    assert case_named("gla-8x2048x4x256x512").shape == Shape(8, 2048, 4, 256, 512)
 
 
 def test_shapes_are_read_and_shown():
@@ -122,7 +142,7 @@ def wrong(mode: str) -> Candidate:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_wrong_implementation_is_never_timed(mode, monkeypatch):
-    monkeypatch.setattr("penstock.bench.measure.in_turn", lambda *_: pytest.fail("a wrong result was timed"))
+    monkeypatch.setattr("penstock.bench.clock.in_turn", lambda *_: pytest.fail("a wrong result was timed"))
     x = inputs("rwkv6", SMALL)
     with pytest.raises(WrongResult, match=r"wrong is wrong and was not timed.*is allowed"):
         measure("small", x, mode, [ours("auto", x, mode), wrong(mode)], seconds=0.002)
@@ -133,13 +153,105 @@ def test_not_a_number_is_wrong():
 
 
 def test_long_calls_are_checked_on_their_first_tokens(monkeypatch):
-    monkeypatch.setattr("penstock.bench.measure.CHECKED", {mode: 4 * 2 * 2 * 5 * 7 for mode in MODES})
+    monkeypatch.setattr("penstock.bench.exact.CHECKED", {mode: Reach(4 * 2 * 2 * 5 * 7, 1000) for mode in MODES})
     for variant in ("rwkv5", "rwkv6"):
         x = inputs(variant, SMALL)
         for mode in ("fwd", "fwdbwd"):
             assert measure("small", x, mode, [ours("auto", x, mode)], seconds=0.002).checked_tokens == 4
             with pytest.raises(WrongResult):
                 measure("small", x, mode, [wrong(mode)], seconds=0.002)
+
+
+def test_a_gpu_walks_as_many_tokens_as_it_launches_in_a_second(monkeypatch):
+    device, one, many = torch.device("cpu"), Shape(1, 1 << 20, 1, 4, 4), Shape(64, 1 << 20, 1, 4, 4)
+    assert checked_tokens(one, "fwd", device) == 1 << 20
+    monkeypatch.setattr(clock, "on_gpu", lambda device: True)
+    monkeypatch.setattr("penstock.bench.exact.on_gpu", lambda device: True)
+    for mode in ("fwd", "fwdbwd"):
+        walked = checked_tokens(one, mode, device)
+        assert 1000 < walked <= 10_000
+        assert checked_tokens(many, mode, device) == walked // 64
+
+
+def test_the_oracle_is_asked_once_for_all_candidates(monkeypatch):
+    asked, exact_forward = [], oracle.exact_forward
+    monkeypatch.setattr(oracle, "exact_forward", lambda *given: asked.append(1) or exact_forward(*given))
+    x = inputs("gla", SMALL)
+    measure("small", x, "fwd", [ours("auto", x, "fwd"), ours("chunkwise", x, "fwd"), ours("reference", x, "fwd")], seconds=0.001)
+    assert len(asked) == 1
+
+
+def rounding_candidate(bits: int, allowed_bits: int | None) -> Candidate:
+    """The chunkwise formula with operands of so many bits, under the budget of kernels that round to ``allowed_bits``."""
+
+    def forward(x: Inputs) -> torch.Tensor:
+        problem = x.problem()
+        return rounding.forward(problem.with_tensors({name: t.double() for name, t in x.tensors.items()}), bits)[0].float()
+
+    return Candidate("rounding", forward, token_loop, oracle.budget, operand_bits=allowed_bits, ours=True)
+
+
+@pytest.mark.parametrize("mode", ["fwd", "fwdbwd"])
+def test_rounded_operands_are_allowed_what_they_cost_and_no_more(mode):
+    x = inputs("rwkv6", Shape(1, 70, 2, 16, 16), torch.bfloat16)
+    found = measure("small", x, mode, [rounding_candidate(8, 8)], seconds=0.001).timings[0]
+    assert found.error > 1e-3
+    assert all(apart.error <= apart.allowed < 0.1 for apart in found.results.values())
+    if mode == "fwd":
+        cost = rounding.errors(x.problem(), 8, {"output": oracle.exact_forward(x)[0]})["output"]
+        assert found.results["output"].allowed == pytest.approx(oracle.budget(torch.bfloat16, torch.float32) + 2 * cost)
+    for candidate in (rounding_candidate(5, 8), rounding_candidate(8, None)):
+        with pytest.raises(WrongResult):
+            measure("small", x, mode, [candidate], seconds=0.001)
+
+
+def test_a_formula_that_overflows_allows_nothing():
+    x = inputs("gla", Shape(1, 70, 1, 4, 4), torch.bfloat16)
+    x = replace(x, g=x.g - 1000)
+    exact = {"output": oracle.exact_forward(x)[0]}
+    assert rounding.errors(x.problem(), 8, exact) == {"output": 0.0}
+
+
+def refusing(x: Inputs) -> torch.Tensor:
+    raise RuntimeError("no kernel for this\nand much more")
+
+
+def test_one_that_refuses_or_is_wrong_does_not_stop_the_others():
+    x = inputs("rwkv6", SMALL)
+    peer_ = Candidate("peer", refusing, token_loop, oracle.budget)
+    own = replace(peer_, name="own", ours=True)
+    lost = replace(wrong("fwd"), ours=True)
+    found = measure("small", x, "fwd", [peer_, lost, own, ours("auto", x, "fwd"), wrong("fwd")], seconds=0.001, go_on=True)
+    assert [timing.candidate for timing in found.timings] == [ours("auto", x, "fwd").name]
+    assert [(one.candidate, one.fault) for one in found.untimed] == [("peer", False), ("wrong", True), ("own", True), ("wrong", False)]
+    assert found.untimed[0].reason == "refuses: RuntimeError: no kernel for this"
+    assert found.untimed[1].reason.startswith("wrong: its output is ")
+    assert found.untimed[2].reason == "fails: RuntimeError: no kernel for this"
+    assert found.baseline is None
+    with pytest.raises(RuntimeError, match="no kernel"):
+        measure("small", x, "fwd", [peer_], seconds=0.001)
+
+
+def test_fla_refuses_calls_and_is_not_an_error(monkeypatch):
+    monkeypatch.setitem(sys.modules, "fla", ModuleType("fla"))
+    monkeypatch.setitem(sys.modules, "fla.ops", ModuleType("fla.ops"))
+    refused = measure("small", inputs("rwkv5", SMALL), "fwd", [peers.fla()], seconds=0.001, go_on=True).untimed[0]
+    assert refused.reason == "refuses: it has no operator for rwkv5"
+    assert not refused.fault
+
+
+def test_the_first_call_is_timed_apart():
+    slept = []
+
+    def forward(x: Inputs) -> torch.Tensor:
+        if not slept:
+            slept.append(sleep(0.1))
+        return token_loop(x)[0]
+
+    x = inputs("gla", SMALL)
+    timing = measure("small", x, "fwd", [Candidate("slow at first", forward, token_loop, loop(x).budget)], seconds=0.002).timings[0]
+    assert timing.first_call_seconds >= 0.1
+    assert timing.milliseconds < 50
 
 
 def test_decoding_takes_few_tokens():
@@ -190,21 +302,86 @@ def test_wrong_and_broken_implementations_are_found(monkeypatch):
     assert failed["step"].reason == "RuntimeError: no such kernel"
 
 
-def test_a_record_is_json(tmp_path):
+def test_a_record_is_json_and_is_read_back(tmp_path):
     x = inputs("gla", SMALL)
-    measured = measure("small", x, "fwd", [ours("auto", x, "fwd")], seconds=0.002)
+    peer_ = Candidate("peer", refusing, token_loop, oracle.budget)
+    measured = measure("small", x, "fwd", [ours("auto", x, "fwd"), peer_], seconds=0.002, go_on=True)
     record = Record.of("penstock bench gla", "cpu", [measured], Machine.here())
     record.write(tmp_path / "new" / "record.json")
     content = json.loads((tmp_path / "new" / "record.json").read_text())
     assert content["machine"]["torch"] == torch.__version__
     assert content["measurements"][0]["shape"] == SMALL._asdict()
-    assert content["measurements"][0]["timings"][0]["milliseconds"] == measured.timings[0].milliseconds
+    timing = content["measurements"][0]["timings"][0]
+    assert timing["milliseconds"] == measured.timings[0].milliseconds
+    assert timing["results"]["output"] == {"error": timing["error"], "allowed": 2e-6}
+    assert Record.read(tmp_path / "new" / "record.json") == record
+
+
+@pytest.mark.parametrize(
+    "path", sorted((Path(__file__).parent.parent / "benchmarks" / "results").glob("*.json")), ids=lambda path: path.stem
+)
+def test_committed_records_are_read(path):
+    record = Record.read(path)
+    assert record.measurements
+    assert record.place.startswith(record.device)
+    assert all(measurement.baseline is not None for measurement in record.measurements)
+
+
+def test_what_is_no_record_is_refused(tmp_path):
+    for content in ("{", "[]", "{}", '{"measurements": [3]}'):
+        (tmp_path / "a.json").write_text(content)
+        with pytest.raises(RangeError, match="file must be a record that penstock bench --json wrote"):
+            Record.read(tmp_path / "a.json")
 
 
 def test_drawing_without_matplotlib_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(MissingExtra, match=r"pip install 'penstock\[plot\]'"):
         draw([], tmp_path / "a.png")
+
+
+def measured(variant, shape, mode="fwd", *names, untimed=(), gpu=None):
+    timings = tuple(Timing(name, 3.0 - n, (2.0, 4.0), 9, 1e-6, 1, gpu=gpu) for n, name in enumerate(names))
+    return Measurement(
+        variant, "a", shape, mode, "float32", "cpu", 9, 100, Timing("copy", 1.0, (1.0, 1.0), 9, None, 1, gpu=gpu), timings, untimed, "loop"
+    )
+
+
+ONE, LONG, WIDE = Shape(1, 8, 2, 4, 4), Shape(1, 16, 2, 4, 4), Shape(2, 8, 4, 4, 4)
+TWO = ("loop", "auto (cpu)")
+
+
+def spy(called, name, function):
+    return lambda *given: called.add(name) or function(*given)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows"),
+    [
+        ("_lines", [measured("gla", ONE, "fwd", *TWO), measured("gla", LONG, "fwd", *TWO)]),
+        ("_lines", [measured("gla", ONE, "fwd", *TWO), measured("gla", ONE._replace(B=3), "fwd", *TWO)]),
+        ("_bars", [measured("gla", ONE, "fwd", *TWO), measured("gla", WIDE, "fwd", "loop", "auto (reference)")]),
+        ("_bars", [measured("gla", ONE, mode, *TWO) for mode in ("fwd", "fwdbwd")] + [measured("rwkv6", ONE, "fwd", *TWO)]),
+        ("_bars", [measured("gla", shape, "fwd", "auto (cpu)", untimed=(Untimed("loop", "refuses", False),)) for shape in (ONE, WIDE)]),
+        ("_bars", [measured("gla", shape, "fwd", untimed=(Untimed("loop", "refuses", False),) * 2) for shape in (ONE, WIDE)]),
+        ("_bars", [measured("gla", shape, "fwd", "loop", "auto (cpu)", "chunkwise") for shape in (ONE, WIDE)]),
+        ("_dots", [measured("gla", ONE, "fwd", *TWO)]),
+        ("_dots", [measured("gla", shape, "fwd", "auto (cpu)") for shape in (ONE, WIDE)]),
+    ],
+)
+def test_lines_for_sizes_bars_for_cases_dots_for_one(kind, rows, tmp_path, monkeypatch):
+    drawn = set()
+    for name in ("_lines", "_bars", "_dots"):
+        monkeypatch.setattr(plot, name, spy(drawn, name, getattr(plot, name)))
+    draw(rows, tmp_path / "a.png", "somewhere")
+    assert drawn == {kind}
+    assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_pictures_name_auto_by_what_it_ran_only_if_it_is_always_the_same():
+    assert plot._names([measured("gla", ONE, "fwd", *TWO)]) == {"loop": "loop", "auto": "penstock (cpu)"}
+    both = [measured("gla", ONE, "fwd", "auto (cpu)"), measured("gla", LONG, "fwd", "auto (reference)")]
+    assert plot._names(both) == {"auto": "penstock"}
 
 
 def test_importing_the_library_imports_no_command_line():

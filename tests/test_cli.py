@@ -16,6 +16,9 @@ from penstock.variants import VARIANTS
 
 TINY = ["--shape", "1,5,2,4", "--seconds", "0.002", "--threads", "1"]
 
+BENCH = sys.modules["penstock.cli.bench"]
+"""The module: in its package, the command has its name."""
+
 
 @pytest.fixture(autouse=True)
 def one_thread():
@@ -114,7 +117,84 @@ def test_bench_sets_threads_back(run):
 def test_bench_lists_its_cases(run):
     done = run("bench", "--list")
     assert done.exit_code == 0
-    assert "rwkv6-7b-decode-256" in done.output
+    for name in ("rwkv6-7b-decode-256", "--suite gpu-training", "VARIANT-8x2048x4x256x512", "VARIANT-1x163840x32x64"):
+        assert name in done.output
+
+
+def test_bench_draws_again_what_was_measured(run, tmp_path):
+    numbers, picture = tmp_path / "numbers.json", tmp_path / "picture.png"
+    measured = run("bench", "gla", *TINY, "--json", str(numbers))
+    again = run("bench", "--from", str(numbers), "--plot", str(picture))
+    assert again.exit_code == 0, again.output
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+    table = measured.output[measured.output.index("gla, fwd") : measured.output.index("numbers:")]
+    assert table in again.output
+
+
+def test_bench_runs_a_suite_with_its_own_defaults(run, monkeypatch, tmp_path):
+    from penstock.bench.cases import Case, Shape
+    from penstock.bench.suites import Suite
+
+    rows = tuple(Case(f"{variant}-tiny", variant, Shape(1, 5, 2, 4, 4), "tiny") for variant in ("gla", "rwkv6"))
+    tiny = Suite("tiny", "", rows, ("fwd", "fwdbwd"), ("chunkwise",), ("none",), "float64", "cpu", 0.002)
+    monkeypatch.setattr("penstock.bench.suites.SUITES", (tiny,))
+    numbers = tmp_path / "numbers.json"
+
+    def measured(*words):
+        done = run("bench", "--suite", "tiny", "--json", str(numbers), "--threads", "1", *words)
+        assert done.exit_code == 0, done.output
+        content = json.loads(numbers.read_text())["measurements"]
+        return [(one["case"], one["mode"], one["dtype"], [timing["candidate"] for timing in one["timings"]]) for one in content]
+
+    assert measured() == [(f"{name}-tiny", mode, "float64", ["chunkwise"]) for mode in ("fwd", "fwdbwd") for name in ("gla", "rwkv6")]
+    given = ["--mode", "fwd", "--dtype", "float32", "--impl", "reference"]
+    assert measured("gla", *given) == [("gla-tiny", "fwd", "float32", ["reference"])]
+    done = run("bench", "rwkv5", "--suite", "tiny")
+    assert done.exit_code == 2
+    assert "variant must be one of suite tiny, got 'rwkv5'" in done.output
+
+
+def test_a_peer_that_refuses_is_told_and_the_run_goes_on(run, monkeypatch):
+    from penstock.bench.candidates import Candidate
+
+    def refusing(*_):
+        raise RuntimeError("not on this GPU")
+
+    monkeypatch.setattr(BENCH, "peer", lambda *_: Candidate("fla", refusing, refusing, lambda *_: 1.0))
+    done = run("bench", "gla", "rwkv6", *TINY)
+    assert done.exit_code == 0, done.output
+    assert done.output.count("fla refuses: RuntimeError: not on this GPU") == 2
+    assert done.output.count("auto (") == 2
+
+
+def test_a_wrong_result_is_told_at_the_end_by_the_exit_code(run, monkeypatch, tmp_path):
+    from dataclasses import replace
+
+    ours = BENCH.ours
+
+    def tampered(name, x, mode):
+        right = ours(name, x, mode)
+        return replace(right, forward=lambda x: right.forward(x) * 1.01) if x.variant == "gla" else right
+
+    monkeypatch.setattr(BENCH, "ours", tampered)
+    done = run("bench", "gla", "rwkv6", *TINY, "--json", str(tmp_path / "a.json"))
+    assert done.exit_code == 1
+    assert "wrong: its output is 0.0" in done.output
+    content = json.loads((tmp_path / "a.json").read_text())["measurements"]
+    assert [(len(one["timings"]), len(one["untimed"])) for one in content] == [(1, 1), (2, 0)]
+
+
+def test_a_run_cut_short_leaves_what_it_measured(run, monkeypatch, tmp_path):
+    measure = BENCH.measure
+
+    def until_rwkv6(name, x, *rest, **options):
+        if x.variant == "rwkv6":
+            raise KeyboardInterrupt
+        return measure(name, x, *rest, **options)
+
+    monkeypatch.setattr(BENCH, "measure", until_rwkv6)
+    assert run("bench", "gla", "rwkv6", *TINY, "--json", str(tmp_path / "a.json")).exit_code != 0
+    assert [one["variant"] for one in json.loads((tmp_path / "a.json").read_text())["measurements"]] == ["gla"]
 
 
 @pytest.mark.parametrize(
@@ -133,6 +213,9 @@ def test_bench_lists_its_cases(run):
         (["--case", "gla-1.3b", "--shape", "1,2,3,4"], "variant must be given with --shape"),
         ([], "variant must be given"),
         (["rwkv6", "--case", "rwkv6-7b", "--mode", "decode"], "T must be at most 16 in mode decode"),
+        (["--suite", "everything"], "suite must be one of gpu-training, gpu-decode, lengths, got 'everything'"),
+        (["rwkv6", "--from", "a.json"], "--from must be given without variants"),
+        (["--from", "no-such.json"], "file must be a record that penstock bench --json wrote, got 'no-such.json'"),
         (["rwkv6", "--plot", "picture.doc"], "file must be named *.png"),
         (["rwkv6", *TINY, "--peer", "fla"], "peer fla cannot be timed here"),
         (["rwkv6", *TINY, "--impl", "cpu", "--dtype", "float64"], "impl must be one that takes this call"),

@@ -13,6 +13,7 @@ from torch import Tensor
 from .. import dispatch
 from ..errors import Complaints, ImplementationRefused, RangeError
 from ..functional import decode_step
+from ..kernels import contract
 from . import oracle
 from .cases import Inputs
 from .loop import token_loop
@@ -20,6 +21,8 @@ from .machine import using_threads
 
 Mode = Literal["fwd", "fwdbwd", "decode"]
 MODES: tuple[Mode, ...] = ("fwd", "fwdbwd", "decode")
+ASKED: dict[Mode, tuple[contract.Mode, ...]] = {"fwd": ("forward",), "fwdbwd": ("forward", "backward"), "decode": ("step",)}
+"""What an implementation is asked for in each mode."""
 PEERS = ("loop", "fla")
 
 
@@ -36,25 +39,26 @@ class Candidate:
     """The largest error allowed, from the dtype of the inputs and that of the result."""
     threads: int | None = None
     """CPU threads, if fewer than torch's."""
+    operand_bits: int | None = None
+    """Significant bits to which its products round their operands, if they do; the budget then grows by what that costs."""
+    ours: bool = False
+    """Whether a fault of it is one of this library."""
 
 
 def ours(impl: str, inputs: Inputs, mode: Mode) -> Candidate:
     """Take an implementation of this library, or "auto", for inputs like these. Raises ImplementationRefused with its reason."""
     dispatch.check_name("bench", impl)
     name = impl
-    if mode == "decode":
-        taken = [dispatch.pick(inputs.problem(), "step", impl).name]
-    else:
-        taken = [dispatch.pick(inputs.problem(), "forward", impl).name]
-        if mode == "fwdbwd":
-            taken.append(dispatch.pick(inputs.problem(), "backward", impl).name)
+    taken = [dispatch.pick(inputs.problem(), asked, impl) for asked in ASKED[mode]]
     if impl == "auto":
-        name = f"auto ({', '.join(dict.fromkeys(taken))})"
+        name = f"auto ({', '.join(dict.fromkeys(one.name for one in taken))})"
+    # What is checked comes from the last: gradients of the backward pass; a decode step has no products.
+    bits = None if mode == "decode" else taken[-1].operands(inputs.q.dtype)
 
     def step(inputs: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
         return decode_step(inputs.variant, inputs.q, inputs.k, inputs.v, inputs.g, inputs.u, state=state, impl=impl), state
 
-    return Candidate(name, lambda inputs: inputs.run(impl), step, oracle.budget)
+    return Candidate(name, lambda inputs: inputs.run(impl), step, oracle.budget, operand_bits=bits, ours=True)
 
 
 def loop(inputs: Inputs) -> Candidate:
@@ -90,7 +94,7 @@ def peer(name: str, inputs: Inputs, mode: Mode) -> Candidate:
         complaints = Complaints("bench")
         complaints.add(RangeError, "peer", f"one of {', '.join(PEERS)}", repr(name))
         complaints.raise_any()
-    reason = peers.unavailable(inputs)
+    reason = peers.unavailable(inputs.q.device)
     if reason is not None:
         raise ImplementationRefused(f"bench: peer fla cannot be timed here: {reason}.")
-    return peers.fla(inputs.variant)
+    return peers.fla()

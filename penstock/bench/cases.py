@@ -76,13 +76,43 @@ MODELS = (
 )
 """A prompt, or a stretch of training data, as a layer of these models sees it. A variant's first row is its default."""
 
-CASES = MODELS + tuple(
+DECODING = tuple(
     replace(case, name=f"{case.name}-decode-{batch}", shape=case.shape._replace(B=batch, T=1), model=f"{case.model}, decoding")
     for case in MODELS
     if case.shape.T == 1024
     for batch in DECODE_BATCHES
 )
-"""Every case by which ``penstock bench`` can be asked: the models, then one token for batches of 1 to 256 sequences."""
+"""One token of these models for batches of 1 to 256 sequences."""
+
+
+def _sized(variant: str, sizes: str, model: str) -> Case:
+    """Name a case by its sizes, as in gla-8x2048x32x64."""
+    return Case(f"{variant}-{sizes.replace(',', 'x')}", variant, Shape.parse(sizes), model)
+
+
+GPU_SHAPES = (
+    (("linear_attention", "retention", "simple_gla", "gla", "rwkv6"), "8,2048,32,64", "32 heads of 64, a batch that fills a GPU"),
+    (("gla", "rwkv6"), "1,65536,32,64", "the same, one long sequence"),
+    (("linear_attention", "gla", "rwkv6"), "4,2048,16,128", "16 heads of 128"),
+    (("gla", "rwkv6"), "1,8192,96,128", "a wide model: 96 heads of 128"),
+    (("gla", "rwkv6"), "2,16384,16,128", "16 heads of 128, long sequences"),
+    (("gla",), "8,2048,4,256,512", "GLA 1.3B: 4 heads of 256 and 512"),
+    (("gla", "rwkv6"), "1,2048,32,64", "one sequence: few programs"),
+    (("gla", "rwkv6"), "1,54,32,64", "a prompt of 54 tokens: the host decides"),
+)
+"""Training and prompts on a GPU: the variants measured, their sizes, and what these are like."""
+GPU_TRAINING = tuple(_sized(variant, sizes, model) for variants, sizes, model in GPU_SHAPES for variant in variants)
+GPU_DECODING = tuple(
+    _sized(variant, f"{batch},1,32,64", f"one token, {batch} sequence{'s' * (batch > 1)}")
+    for variant in ("gla", "rwkv6")
+    for batch in (1, 256, 1024)
+)
+LENGTHS = tuple(
+    _sized("rwkv6", f"1,{length},32,64", "one sequence, ever longer") for length in (2048, 4096, 8192, 16384, 32768, 65536, 131072, 163840)
+)
+
+CASES = tuple({case.name: case for case in MODELS + DECODING + LENGTHS + GPU_TRAINING + GPU_DECODING}.values())
+"""Every case by which ``penstock bench`` can be asked. Two of the lengths are training shapes as well."""
 
 
 def case_named(name: str) -> Case:
@@ -159,27 +189,30 @@ def inputs(variant: str, shape: Shape, dtype: torch.dtype = torch.float32, devic
     torch.Size([1, 5, 2, 8])
     """
     B, T, H, K, V = shape
-    random = torch.Generator().manual_seed(seed)
+    at = torch.device(device)
+    random = torch.Generator(at).manual_seed(seed)  # numbers drawn on the host would take longer than everything measured
 
     def normal(*size: int) -> Tensor:
-        return torch.randn(*size, generator=random, dtype=torch.float64)
+        return torch.randn(*size, generator=random, dtype=torch.float64, device=at)
+
+    def uniform(*size: int) -> Tensor:
+        return torch.rand(*size, generator=random, dtype=torch.float64, device=at)
 
     q, k, v = normal(B, T, H, K), normal(B, T, H, K), normal(B, T, H, V)
     g, u = None, None
     if variant == "retention":
-        g = torch.log1p(-torch.exp2(-5 - torch.arange(H, dtype=torch.float64)))
+        g = torch.log1p(-torch.exp2(-5 - torch.arange(H, dtype=torch.float64, device=at)))
     elif variant == "simple_gla":  # Mamba-2 at initialisation: A in 1..16, dt from 0.001 to 0.1; v carries dt, g = -dt A
-        A = 1 + 15 * torch.rand(H, generator=random, dtype=torch.float64)
-        middle = 10 ** (-3 + 2 * torch.rand(H, generator=random, dtype=torch.float64))
+        A = 1 + 15 * uniform(H)
+        middle = 10 ** (-3 + 2 * uniform(H))
         dt = F.softplus(middle.expm1().log() + normal(B, T, H))
         g, v = -dt * A, v * dt[..., None]
     elif variant == "gla":
         g = F.logsigmoid(normal(B, T, H, K)) / 16
     elif variant in ("rwkv5", "rwkv6"):  # channels from long to short memory, as these models initialise and train them
-        spread = torch.linspace(-6, 1, K, dtype=torch.float64).expand(H, K)
+        spread = torch.linspace(-6, 1, K, dtype=torch.float64, device=at).expand(H, K)
         g = -torch.exp(spread + 0.5 * normal(B, T, H, K)) if variant == "rwkv6" else -torch.exp(spread)
         u = normal(H, K)
-    at = torch.device(device)
-    q, k, v = (x.to(at, dtype) for x in (q, k, v))
-    g, u = (None if x is None else x.to(at, state_dtype(dtype)) for x in (g, u))
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    g, u = (None if x is None else x.to(state_dtype(dtype)) for x in (g, u))
     return Inputs(variant, q, k, v, g, u)

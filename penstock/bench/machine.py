@@ -36,6 +36,7 @@ class Machine:
     torch: str
     penstock: str
     triton: str | None
+    fla: str | None = None
 
     @classmethod
     def here(cls) -> Machine:
@@ -52,6 +53,7 @@ class Machine:
             torch=torch.__version__,
             penstock=__version__,
             triton=_installed("triton"),
+            fla=_installed("fla-core") or _installed("flash-linear-attention"),
         )
 
     def device_name(self, device: str) -> str:

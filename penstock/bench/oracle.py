@@ -48,3 +48,8 @@ def exact_gradients(
     with torch.no_grad(), using_threads(1):
         found = gradients_of(reference.exact, problem, d_output.double(), None if d_final_state is None else d_final_state.double())
     return {name: getattr(found, name) for name in names}
+
+
+def by_result(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Gradients by the names of results, without those of inputs that there are not."""
+    return {f"gradient of {name.replace('_', ' ')}": x for name, x in gradients.items() if x is not None}

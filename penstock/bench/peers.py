@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..errors import ImplementationRefused
 from .candidates import Candidate
 from .cases import Inputs
 
@@ -27,12 +28,17 @@ BUDGET = {torch.bfloat16: 2e-2, torch.float16: 1e-2, torch.float32: 5e-3, torch.
 """Allowed error by dtype of the inputs: fla multiplies in bfloat16, float16 or TF32."""
 
 
-def unavailable(inputs: Inputs) -> str | None:
-    """Why fla cannot be timed on these inputs, or None."""
+def unavailable(device: torch.device) -> str | None:
+    """Why fla cannot be timed at all on this device, or None."""
     if find_spec("fla") is None:
         return "it is not installed (pip install flash-linear-attention)"
-    if inputs.q.device.type != "cuda":
-        return f"it needs a GPU and the inputs are on {inputs.q.device}"
+    if device.type != "cuda":
+        return f"it needs a GPU and the inputs are on {device}"
+    return None
+
+
+def refusal(inputs: Inputs) -> str | None:
+    """Why fla does not take these inputs, as far as that is known beforehand, or None."""
     if inputs.variant not in CHUNKED:
         return f"it has no operator for {inputs.variant}"
     if inputs.variant == "linear_attention" and 1 < inputs.q.shape[1] < inputs.q.shape[2]:
@@ -40,21 +46,25 @@ def unavailable(inputs: Inputs) -> str | None:
     return None
 
 
-def fla(variant: str) -> Candidate:
-    """Take the chunked operator for sequences, the recurrent one for decoding."""
+def fla() -> Candidate:
+    """Take the chunked operator for sequences, the recurrent one for decoding. Calls that fla refuses raise."""
     ops = import_module("fla.ops")
 
     def forward(inputs: Inputs) -> Tensor:
-        return _call(getattr(ops, CHUNKED[variant]), inputs)[0]
+        return _call(ops, CHUNKED, inputs)[0]
 
     def step(inputs: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
-        return _call(getattr(ops, RECURRENT[variant]), inputs, initial_state=state, output_final_state=True)
+        return _call(ops, RECURRENT, inputs, initial_state=state, output_final_state=True)
 
     return Candidate("fla", forward, step, lambda inputs, result: BUDGET[inputs])
 
 
-def _call(function: Callable[..., Any], inputs: Inputs, **states: Any) -> tuple[Tensor, Tensor]:
+def _call(ops: ModuleType, names: dict[str, str], inputs: Inputs, **states: Any) -> tuple[Tensor, Tensor]:
     """Call with [B,T,H,*]; retention makes its own decay, linear attention would normalise unless told not to."""
+    reason = refusal(inputs)
+    if reason is not None:
+        raise ImplementationRefused(reason)
+    function = getattr(ops, names[inputs.variant])
     options: dict[str, Any] = {"scale": inputs.scale, **states}
     if inputs.variant == "linear_attention":
         options["normalize"] = False

@@ -1,17 +1,24 @@
-"""A picture of measurements: time against tokens or batch, both logarithmic; dots where there is only one size."""
+"""A picture of measurements.
+
+- Every variant at several lengths or batches, all else equal: lines, time against size, both logarithmic.
+- Several cases, more than one candidate: bars, how many times as fast as the first candidate.
+- Else: dots, the time of every candidate.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import Complaints, PenstockError, RangeError
-from .measure import Measurement
+from .measure import Measurement, Timing
 from .report import duration
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 """Okabe and Ito's palette, told apart with any kind of colour vision."""
@@ -43,38 +50,58 @@ def _figures() -> Any:
 
 
 def draw(measurements: Sequence[Measurement], path: Path, subtitle: str = "") -> None:
-    """One panel for each variant and mode, beside each other. ``subtitle`` says where it was measured."""
+    """Lines, bars or dots, as the head of this file says. ``subtitle`` tells where it was measured."""
     check_plot(path)
-    panels: dict[tuple[str, str, str], list[Measurement]] = {}
+    panels: dict[tuple[str, ...], list[Measurement]] = {}
     for measurement in measurements:
         panels.setdefault((measurement.variant, measurement.mode, measurement.dtype), []).append(measurement)
-    across = min(len(panels), 3)
-    down = -(-len(panels) // across)
-    figure = _figures()(figsize=(max(7.6, 5.6 * across), 4.6 * down + 0.3), dpi=160, facecolor="white", layout="constrained")
-    grid = figure.subplots(down, across, squeeze=False)
-    for axes, ((variant, mode, dtype), panel) in zip(grid.flat, panels.items()):
-        (_lines if len(_sizes(panel)[1]) > 1 else _dots)(axes, panel)
-        axes.set_title(f"{variant}: {MODES[mode]}, {dtype}", loc="left", fontsize=12, fontweight="bold", color=INK, pad=24)
-        axes.text(0, 1.025, _held(panel), transform=axes.transAxes, fontsize=9, color=FAINT)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.spines[["left", "bottom"]].set_color(FAINT)
-        axes.tick_params(colors=INK, which="both", labelsize=9)
-    for axes in grid.flat[len(panels) :]:
-        axes.set_visible(False)
+    lines = all(_axis(panel) for panel in panels.values())
+    cases = {(measurement.variant, measurement.shape) for measurement in measurements}
+    if not lines and len(cases) > 1 and all(len(one.timings) + len(one.untimed) > 1 for one in measurements):
+        figure = _bars(measurements)
+    else:
+        figure = _grid(panels, _lines if lines else _dots)
     if subtitle:
         figure.text(0.995, 0.004, subtitle, ha="right", va="bottom", fontsize=7.5, color=FAINT)
-        figure.get_layout_engine().set(rect=(0, 0.03, 1, 0.97))
+        below = 0.22 / figure.get_figheight()
+        figure.set_layout_engine("constrained", rect=(0, below, 1, 1 - below))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 
 
-def _sizes(panel: list[Measurement]) -> tuple[str, list[int]]:
-    """Which size the panel runs over, T or B, and its values; T with one value if the panel has a single shape."""
+def _figure(width: float, height: float) -> Figure:
+    return _figures()(figsize=(width, height), dpi=160, facecolor="white", layout="constrained")  # type: ignore[no-any-return]
+
+
+def _grid(panels: dict[tuple[str, ...], list[Measurement]], kind: Callable[[Axes, list[Measurement]], None]) -> Figure:
+    """One panel for each variant, mode and dtype, beside each other."""
+    across = min(len(panels), 3)
+    down = -(-len(panels) // across)
+    figure = _figure(max(7.6, 5.6 * across), 4.6 * down + 0.3)
+    grid = figure.subplots(down, across, squeeze=False)
+    for axes, ((variant, mode, dtype), panel) in zip(grid.flat, panels.items()):
+        kind(axes, panel)
+        _title(axes, f"{variant}: {MODES[mode]}, {dtype}", _held(panel), pad=24, at=1.025)
+    for axes in grid.flat[len(panels) :]:
+        axes.set_visible(False)
+    return figure
+
+
+def _title(axes: Axes, text: str, below: str, pad: float, at: float) -> None:
+    axes.set_title(text, loc="left", fontsize=12, fontweight="bold", color=INK, pad=pad)
+    axes.text(0, at, below, transform=axes.transAxes, fontsize=9, color=FAINT)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(FAINT)
+    axes.tick_params(colors=INK, which="both", labelsize=9)
+
+
+def _axis(panel: list[Measurement]) -> str | None:
+    """The one size that the panel runs over, T or B; None if it has a single shape, or several sizes change."""
     for axis in ("T", "B"):
-        values = [getattr(measurement.shape, axis) for measurement in panel]
-        if len(set(values)) == len(panel) > 1:
-            return axis, values
-    return "T", [panel[0].shape.T]
+        others = {measurement.shape._replace(**{axis: 0}) for measurement in panel}
+        if len(others) == 1 and len({measurement.shape for measurement in panel}) == len(panel) > 1:
+            return axis
+    return None
 
 
 def _held(panel: list[Measurement]) -> str:
@@ -83,23 +110,33 @@ def _held(panel: list[Measurement]) -> str:
     return ",  ".join(f"{name} = {values.copy().pop()}" for name, values in shared if len(values) == 1)
 
 
-def _names(panel: list[Measurement]) -> list[str]:
-    return list(dict.fromkeys(timing.candidate for measurement in panel for timing in measurement.timings))
+def _kind(candidate: str) -> str:
+    """A candidate without what "auto" ran, which may change from shape to shape."""
+    return candidate.partition(" (")[0]
+
+
+def _names(measurements: Sequence[Measurement]) -> dict[str, str]:
+    """Every kind of candidate, and its name: with what "auto" ran if that was the same everywhere."""
+    names: dict[str, set[str]] = {}
+    for name in (timing.candidate for measurement in measurements for timing in measurement.timings):
+        names.setdefault(_kind(name), set()).add(name)
+    shown = {kind: next(iter(full)) if len(full) == 1 else kind for kind, full in names.items()}
+    return {kind: "penstock" + name.removeprefix("auto") if kind == "auto" else name for kind, name in shown.items()}
 
 
 def _lines(axes: Axes, panel: list[Measurement]) -> None:
-    axis, _ = _sizes(panel)
+    axis = _axis(panel) or "T"
     panel = sorted(panel, key=lambda measurement: getattr(measurement.shape, axis))
     values = [getattr(measurement.shape, axis) for measurement in panel]
     floor = [measurement.copy.milliseconds for measurement in panel]
     axes.plot(values, floor, color=FAINT, linestyle=(0, (4, 3)), linewidth=1.4)
     ends = [(floor[-1], values[-1], "copy of the\nsame bytes", FAINT)]
-    for name, colour, marker in zip(_names(panel), COLOURS * 3, MARKERS * 3):
+    for (kind, name), colour, marker in zip(_names(panel).items(), COLOURS * 3, MARKERS * 3):
         points = [
             (getattr(measurement.shape, axis), timing)
             for measurement in panel
             for timing in measurement.timings
-            if timing.candidate == name
+            if _kind(timing.candidate) == kind
         ]
         x = [size for size, _ in points]
         axes.fill_between(
@@ -109,7 +146,8 @@ def _lines(axes: Axes, panel: list[Measurement]) -> None:
         ends.append((points[-1][1].milliseconds, x[-1], name, colour))
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.set_xticks(values, [str(value) for value in values])
+    close = [value for value, following in pairwise(values) if following < 1.6 * value]  # their numbers would touch
+    axes.set_xticks(values, ["" if value in close else str(value) for value in values])
     axes.set_xlabel({"T": "tokens T", "B": "sequences B"}[axis], color=INK)
     axes.set_ylabel("time of one call, milliseconds", color=INK)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
@@ -121,21 +159,22 @@ def _lines(axes: Axes, panel: list[Measurement]) -> None:
 def _label(axes: Axes, ends: list[tuple[float, float, str, str]]) -> None:
     """Write each line's name at its end, moved apart where two would overlap."""
     low, high = axes.get_ylim()
+    left, right = axes.get_xlim()
     apart, last = (high / low) ** 0.085, 0.0
     for y, x, name, colour in sorted(ends):
         at = max(y, last * apart)
         last = at
         axes.annotate(name, (x, y), (x, at), textcoords=axes.transData, fontsize=9.5, color=colour, va="center", annotation_clip=False)
-        axes.texts[-1].set_position((x * 1.13, at))
+        axes.texts[-1].set_position((x * (right / left) ** 0.025, at))
 
 
 def _dots(axes: Axes, panel: list[Measurement]) -> None:
     """One row for each candidate and shape; a logarithmic axis has no zero for a bar to stand on."""
     rows = [(measurement, timing) for measurement in panel for timing in measurement.timings]
-    names = _names(panel)
+    names = list(_names(panel))
     for place, (_, timing) in enumerate(rows):
         first, third = timing.quartiles
-        colour = COLOURS[names.index(timing.candidate) % len(COLOURS)]
+        colour = COLOURS[names.index(_kind(timing.candidate)) % len(COLOURS)]
         axes.plot([first, third], [place, place], color=colour, linewidth=6, alpha=0.3, solid_capstyle="round")
         axes.plot(timing.milliseconds, place, color=colour, marker="o", markersize=9)
         axes.annotate(
@@ -158,3 +197,81 @@ def _dots(axes: Axes, panel: list[Measurement]) -> None:
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.grid(color="#e4e4e4", linewidth=0.8)
     axes.set_axisbelow(True)
+
+
+def _bars(measurements: Sequence[Measurement]) -> Figure:
+    """One panel for each mode and dtype; a block of rows for each variant, a row for each shape, a bar for each candidate."""
+    panels: dict[tuple[str, str], list[Measurement]] = {}
+    for measurement in measurements:
+        panels.setdefault((measurement.mode, measurement.dtype), []).append(measurement)
+    first = _first(measurements[0])
+    names = _names(measurements)
+    others = [kind for kind in names if kind != _kind(first)]
+    places, headers = _places(measurements, max(1, len(others)))
+    height = max(places.values()) + max(1, len(others))
+    figure = _figure(1.6 + 4.7 * len(panels), 0.25 * height + 1.6)
+    grid = figure.subplots(1, len(panels), squeeze=False, sharey=True)
+    for axes, ((mode, dtype), panel) in zip(grid.flat, panels.items()):
+        fastest = max((times for one in panel for times in _times(one).values()), default=1.0)
+        axes.set_xlim(0, max(1.2, fastest) * 1.34)  # room for what is written behind the longest bar
+        axes.axvline(1, color=FAINT, linestyle=(0, (4, 3)), linewidth=1.2, zorder=3)
+        for measurement in panel:
+            place = places[measurement.variant, measurement.shape.text]
+            for one in measurement.timings:
+                if _kind(one.candidate) != _kind(first):
+                    row = others.index(_kind(one.candidate))
+                    _bar(axes, measurement, one, place + row, COLOURS[(row + 1) % len(COLOURS)])
+        axes.set_ylim(height, -0.6)
+        axes.set_xlabel(f"times as fast as {first}", color=INK)
+        axes.grid(axis="x", color="#e4e4e4", linewidth=0.8)
+        axes.set_axisbelow(True)
+        _title(
+            axes, f"{MODES[mode]}, {dtype}", f"beside the bars: time of one call; {first} is the dashed line", pad=20, at=1 + 0.35 / height
+        )
+        axes.spines["left"].set_visible(False)
+        axes.tick_params(axis="y", length=0)
+    axes = grid[0, 0]
+    axes.set_yticks([place + max(0, len(others) - 1) / 2 for place in places.values()], [text for _, text in places])
+    for variant, place in headers.items():
+        where = axes.get_yaxis_transform()
+        axes.annotate(variant, (0, place), (-3.5, 0), where, "offset points", ha="right", va="center", fontweight="bold", color=INK)
+    marks = [axes.barh(0, 0, color=COLOURS[(row + 1) % len(COLOURS)], label=names[kind]) for row, kind in enumerate(others)]
+    figure.legend(handles=marks, loc="outside upper right", ncols=max(1, len(marks)), fontsize=9, frameon=False)
+    return figure
+
+
+def _first(measurement: Measurement) -> str:
+    """Name the candidate that others are compared with."""
+    return measurement.first or measurement.timings[0].candidate
+
+
+def _times(measurement: Measurement) -> dict[str, float]:
+    """How many times as fast as the first candidate each of the others is; empty if the first was not timed."""
+    base = measurement.baseline
+    return {} if base is None else {one.candidate: base.milliseconds / one.milliseconds for one in measurement.timings if one is not base}
+
+
+def _places(measurements: Sequence[Measurement], rows: int) -> tuple[dict[tuple[str, str], float], dict[str, float]]:
+    """Where the first bar of each variant and shape goes, and where each variant's name does."""
+    places: dict[tuple[str, str], float] = {}
+    headers: dict[str, float] = {}
+    at = 0.0
+    for variant in dict.fromkeys(measurement.variant for measurement in measurements):
+        headers[variant] = at
+        at += 1
+        for text in dict.fromkeys(one.shape.text for one in measurements if one.variant == variant):
+            places[variant, text] = at
+            at += rows + (0.4 if rows > 1 else 0)
+        at += 0.3
+    return places, headers
+
+
+def _bar(axes: Axes, measurement: Measurement, timing: Timing, place: float, colour: str) -> None:
+    times = _times(measurement).get(timing.candidate)
+    if times is None:
+        text, length = f"{duration(timing.milliseconds)} ({_first(measurement)} was not timed)", 0.0
+    else:
+        text, length = f"{times:.1f}x  {duration(timing.milliseconds)}", times
+        axes.barh(place, times, height=0.72, color=colour, zorder=2)
+    at = max(length, 1.0)  # not across the dashed line
+    axes.annotate(text, (at, place), (5, 0), textcoords="offset points", va="center", fontsize=8.5, color=INK if times else FAINT)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
+from ..errors import Complaints, RangeError
+from .cases import Shape
+from .exact import Apart
 from .machine import Machine
-from .measure import Measurement
+from .measure import Measurement, OnGpu, Timing, Untimed
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,8 @@ class Record:
         """Where and with what, in one line."""
         machine = self.machine
         threads = f", {self.measurements[0].copy.threads} threads" if self.device == machine.processor else ""
-        return f"{self.device}{threads}; penstock {machine.penstock}, torch {machine.torch}; {self.date[:10]}"
+        beside = f", fla {machine.fla}" if any(timing.candidate == "fla" for one in self.measurements for timing in one.timings) else ""
+        return f"{self.device}{threads}; penstock {machine.penstock}, torch {machine.torch}{beside}; {self.date[:10]}"
 
     def write(self, path: Path) -> None:
         """Write everything as JSON; folders are made."""
@@ -41,4 +46,48 @@ class Record:
         for plain, measurement in zip(content["measurements"], self.measurements):
             plain["shape"] = measurement.shape._asdict()
             plain["bandwidth_bytes_per_second"] = measurement.bandwidth
+            for timing, known in zip(plain["timings"], measurement.timings):
+                timing["results"] = {name: apart._asdict() for name, apart in known.results.items()}
         path.write_text(json.dumps(content, indent=2) + "\n")
+
+    @classmethod
+    def read(cls, path: Path) -> Record:
+        """Read what ``write`` wrote, now or in an earlier version: what was not measured then is left out."""
+        try:
+            content = json.loads(path.read_text())
+            machine = content["machine"]
+            machine["gpus"] = tuple(machine["gpus"])
+            measurements = tuple(_measurement(one) for one in content["measurements"])
+            return cls(content["command"], content["device"], measurements, _known(Machine, machine), content["date"])
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as failure:
+            complaints = Complaints("bench")
+            rule = "a record that penstock bench --json wrote"
+            complaints.add(RangeError, "file", rule, f"{str(path)!r} ({type(failure).__name__}: {failure})")
+            complaints.raise_any()
+            raise
+
+
+def _known(kind: type[Any], content: dict[str, Any]) -> Any:
+    """Make a dataclass from those of the entries that it has fields for."""
+    names = {one.name for one in fields(kind)}
+    return kind(**{name: value for name, value in content.items() if name in names})
+
+
+def _measurement(content: dict[str, Any]) -> Measurement:
+    read = {
+        "shape": Shape(**content["shape"]),
+        "copy": _timing(content["copy"]),
+        "timings": tuple(_timing(one) for one in content["timings"]),
+        "untimed": tuple(_known(Untimed, one) for one in content.get("untimed", ())),
+    }
+    return _known(Measurement, content | read)  # type: ignore[no-any-return]
+
+
+def _timing(content: dict[str, Any]) -> Timing:
+    gpu = content.get("gpu")
+    read = {
+        "quartiles": tuple(content["quartiles"]),
+        "results": {name: Apart(**apart) for name, apart in content.get("results", {}).items()},
+        "gpu": None if gpu is None else _known(OnGpu, gpu | {"quartiles": gpu["quartiles"] and tuple(gpu["quartiles"])}),
+    }
+    return _known(Timing, content | read)  # type: ignore[no-any-return]

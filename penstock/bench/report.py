@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -13,6 +15,7 @@ from ..variants import VARIANTS
 from .cases import CASES
 from .machine import Machine
 from .measure import Measurement, Timing
+from .suites import SUITES
 from .verify import Finding
 
 
@@ -73,39 +76,73 @@ def _worst(found: list[Finding]) -> Text:
     return Text(f"{worst.error:.0e}" if worst.error else "0", style="bold red" if worst.failed else "green")
 
 
-def print_measurements(console: Console, measurements: list[Measurement]) -> None:
+def print_measurements(console: Console, measurements: Sequence[Measurement]) -> None:
     """One table for each variant and mode; a block of rows for each shape. The first candidate is the baseline."""
     groups: dict[tuple[str, str, str], list[Measurement]] = defaultdict(list)
     for measurement in measurements:
         groups[measurement.variant, measurement.mode, measurement.dtype].append(measurement)
     for (variant, mode, dtype), group in groups.items():
-        threads = group[0].copy.threads
-        title = f"{variant}, {mode}, {dtype} on {group[0].device}, {threads} thread{'s' * (threads > 1)}"
+        gpu, threads = group[0].copy.gpu is not None, group[0].copy.threads
+        title = f"{variant}, {mode}, {dtype} on {group[0].device}" + ("" if gpu else f", {threads} thread{'s' * (threads > 1)}")
         table = Table(box=SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
-        table.add_column("B,T,H,K,V", no_wrap=True)
-        for name in ("median", "quartiles", "times\nas fast", "of\nfloor", "error", *(["memory"] if group[0].device != "cpu" else [])):
+        table.add_column("B,T,H,K,V", max_width=48)
+        for name in _columns(gpu):
             table.add_column(name, justify="right", no_wrap=True, vertical="bottom")
         for measurement in group:
-            _add_rows(table, measurement)
+            _add_rows(table, measurement, gpu)
         console.print(table)
     notes = (
         "times as fast: against the first of each block. floor: a copy that moves as many bytes as the call must, timed in turn.\n"
         "of floor: the floor's time over the candidate's. error: against the float64 token loop, checked before anything was timed."
     )
+    if any(one.copy.gpu is not None for one in measurements):
+        notes += (
+            "\nmedian, quartiles: as a caller sees it. GPU: of the GPU alone, from a replayed CUDA graph; of floor compares these.\n"
+            "host: until the host is through with a call. memory: most beyond the inputs. first call: with compiling and tuning."
+        )
     console.print(Text(notes, style="dim"))
+    for name, why in dict.fromkeys(_without_graph(measurements)):
+        console.print(Text(f"No GPU time of {name}: {why}", style="dim"), soft_wrap=True)
 
 
-def _add_rows(table: Table, measurement: Measurement) -> None:
-    base, best = measurement.timings[0], min(one.milliseconds for one in measurement.timings)
+def _columns(gpu: bool) -> list[str]:
+    alone, more = (["GPU", "host"], ["memory", "first\ncall"]) if gpu else ([], [])
+    return ["median", "quartiles", *alone, "times\nas fast", "of\nfloor", "error", *more]
+
+
+def _without_graph(measurements: Sequence[Measurement]) -> Iterator[tuple[str, str]]:
+    for measurement in measurements:
+        for timing in measurement.timings:
+            if timing.gpu is not None and timing.gpu.not_captured is not None:
+                yield f"{timing.candidate}, {measurement.variant}, {measurement.mode}", timing.gpu.not_captured
+
+
+def _add_rows(table: Table, measurement: Measurement, gpu: bool) -> None:
+    base = measurement.baseline
+    best = min((one.milliseconds for one in measurement.timings), default=0.0)
     table.add_row(Text(measurement.shape.text, style="bold"))
+    for one in measurement.untimed:
+        table.add_row(Padding(Text(f"{one.candidate} {one.reason}", style="bold red" if one.fault else "yellow"), (0, 0, 0, 2)))
     for timing in measurement.timings:
         who = f"  {timing.candidate}" + (f", {timing.threads} thread" if timing.threads < measurement.copy.threads else "")
-        cells = [f"{base.milliseconds / timing.milliseconds:.1f}", f"{measurement.copy.milliseconds / timing.milliseconds:.1%}"]
-        memory = [] if timing.peak_bytes is None else [f"{timing.peak_bytes / 2**20:.0f} MiB"]
         median = Text(duration(timing.milliseconds), style="bold green" if timing.milliseconds == best else "")
-        table.add_row(who, median, _spread(timing), *cells, f"{timing.error:.0e}", *memory)
+        times = "-" if base is None else f"{base.milliseconds / timing.milliseconds:.1f}"
+        alone, more = _on_gpu(timing)
+        cells = [*alone, times, f"{measurement.of_floor(timing):.1%}", f"{timing.error:.0e}", *more]
+        table.add_row(who, median, _spread(timing), *cells)
     moved = f"{_digits(measurement.moved_bytes / 1e6)} MB, {_digits(measurement.bandwidth / 1e9)} GB/s"
-    table.add_row("  floor", duration(measurement.copy.milliseconds), moved, style="dim", end_section=True)
+    alone, _ = _on_gpu(measurement.copy)
+    table.add_row("  floor", duration(measurement.copy.milliseconds), moved, *alone, style="dim", end_section=True)
+
+
+def _on_gpu(timing: Timing) -> tuple[list[str], list[str]]:
+    """Cells of the GPU's and the host's time; of memory and the first call. None on a CPU."""
+    gpu = timing.gpu
+    if gpu is None:
+        return [], []
+    alone = "-" if gpu.milliseconds is None else duration(gpu.milliseconds)
+    first = "" if timing.first_call_seconds is None else duration(timing.first_call_seconds * 1e3)
+    return [alone, duration(gpu.host_microseconds * 1e-3)], [f"{gpu.peak_bytes / 2**20:.0f} MiB", first]
 
 
 def _spread(timing: Timing) -> str:
@@ -136,10 +173,24 @@ def duration(milliseconds: float) -> str:
 
 
 def print_cases(console: Console) -> None:
-    """Print the table of cases."""
+    """Print the table of cases, then the suites: a row for each shape, with all variants that are measured at it."""
+    sized = {case.name for suite in SUITES for case in suite.cases}
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for name in ("case", "variant", "B,T,H,K,V", "model"):
         table.add_column(name, no_wrap=True)
     for case in CASES:
-        table.add_row(case.name, case.variant, case.shape.text, case.model)
+        if case.name not in sized:
+            table.add_row(case.name, case.variant, case.shape.text, case.model)
     console.print(table)
+    for suite in SUITES:
+        console.print(Text.assemble((f"--suite {suite.name}", "bold"), f": {suite.summary}"))
+        table = Table(box=SIMPLE_HEAD, pad_edge=False)
+        table.add_column("case", no_wrap=True)
+        table.add_column("variants")
+        told = ""
+        for shape in dict.fromkeys(case.shape for case in suite.cases):
+            here = [case for case in suite.cases if case.shape == shape]
+            more, told = (f"\n{here[0].model}" if here[0].model != told else ""), here[0].model
+            name = here[0].name.replace(here[0].variant, "VARIANT")
+            table.add_row(name, Text.assemble(" ".join(case.variant for case in here), (more, "dim")))
+        console.print(table)

@@ -6,12 +6,16 @@ budget is twice that and one rounding of the result.
 
 from __future__ import annotations
 
+from functools import partial
+from math import isfinite
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..kernels.contract import Gradients, gradients_of
 from ..problem import Problem
+from .oracle import by_result, error
 
 CHUNK = 64
 
@@ -60,3 +64,22 @@ def forward(problem: Problem, bits: int) -> tuple[Tensor, Tensor]:
         S = G[:, :, -1, :, None].exp() * (S + kt.mT @ rounded(vc))
     output = torch.cat(outputs, 2).transpose(1, 2) if outputs else torch.zeros_like(p.v)
     return p.back_in_time(p.scale * output, S)
+
+
+def errors(
+    problem: Problem, bits: int, exact: dict[str, Tensor], d_output: Tensor | None = None, d_final_state: Tensor | None = None
+) -> dict[str, float]:
+    """What no kernel that rounds its operands can avoid, by name of the result, for those in ``exact``.
+
+    Gradients are among them where ``d_output`` is given. Where the formula itself overflows it says nothing, so 0.
+    """
+    names = [name for name in Gradients._fields if getattr(problem, name) is not None]
+    problem = problem.with_tensors({name: getattr(problem, name).detach().double() for name in names})
+    formula = partial(forward, bits=bits)
+    with torch.no_grad():
+        found = dict(zip(("output", "final state"), formula(problem)))
+        if d_output is not None:
+            last = None if d_final_state is None else d_final_state.double()
+            found |= by_result(gradients_of(formula, problem, d_output.double(), last)._asdict())
+    apart = {name: error(found[name], x) for name, x in exact.items() if name in found}
+    return {name: x if isfinite(x) else 0.0 for name, x in apart.items()}

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import get_args
 
 import torch
 from torch import Tensor
 
 from .. import dispatch
-from ..kernels.contract import Gradients, Implementation, Mode, gradients_of
+from ..kernels.contract import Implementation, Mode
 from ..problem import FLOATS, Problem, Step, state_dtype
 from ..variants import VARIANTS
 from . import rounding
 from .cases import Inputs, Shape, inputs
 from .machine import using_threads
-from .oracle import budget, error, exact_forward, exact_gradients
+from .oracle import budget, by_result, error, exact_forward, exact_gradients
 
 SHAPE = Shape(2, 70, 2, 24, 40)
 """More tokens than a chunk, sizes that no block divides, K and V different; the oracle takes a few milliseconds for it."""
@@ -92,7 +91,7 @@ class Trial:
         decoded = torch.zeros_like(stepped)
         decoded[live] = stepped[live]
         exact = {"output": output, "final state": final_state, "decode output": decoded, "decode states": after}
-        exact |= _by_result(gradients)
+        exact |= by_result(gradients)
         return cls(call, initial_state, d_output, d_final_state, step, pool, exact)
 
     def hold(self, implementation: Implementation) -> Iterator[Finding]:
@@ -105,7 +104,7 @@ class Trial:
         problem = self.call.problem(self.initial_state)
         threads = None if dispatch.pick(problem, "forward") is implementation else 1
         bits = implementation.operands(self.call.q.dtype)
-        rounded = {} if bits is None else self.by_rounded_operands(bits)
+        rounded = {} if bits is None else rounding.errors(problem, bits, self.exact, self.d_output, self.d_final_state)
         for mode in get_args(Mode):
             reason = implementation.refuses(problem, mode)
             if reason is not None:
@@ -121,30 +120,13 @@ class Trial:
                 apart, allowed = error(value, self.exact[name]), budget(self.call.q.dtype, value.dtype) + 2 * rounded.get(name, 0.0)
                 yield Finding(*at, name, apart, allowed, failed=not apart <= allowed)
 
-    def by_rounded_operands(self, bits: int) -> dict[str, float]:
-        """Errors of the chunkwise formula whose products take operands of so many bits: what no kernel that does so can avoid."""
-        given = self.call.problem(self.initial_state)
-        names = [name for name in Gradients._fields if getattr(given, name) is not None]
-        problem = given.with_tensors({name: getattr(given, name).double() for name in names})
-        formula = partial(rounding.forward, bits=bits)
-        output, final_state = formula(problem)
-        gradients = gradients_of(formula, problem, self.d_output.double(), self.d_final_state.double())
-        found = {"output": output, "final state": final_state}
-        found |= _by_result(gradients._asdict())
-        return {name: error(x, self.exact[name]) for name, x in found.items()}
-
     def _run(self, implementation: Implementation, problem: Problem, mode: Mode) -> dict[str, Tensor]:
         with torch.no_grad():
             if mode == "forward":
                 return dict(zip(("output", "final state"), implementation.forward(problem)))
             if mode == "backward":
-                return _by_result(implementation.backward(problem, self.d_output, self.d_final_state)._asdict())
+                return by_result(implementation.backward(problem, self.d_output, self.d_final_state)._asdict())
             step, pool = self.step, self.pool.clone()
             slots = torch.tensor(SLOTS, device=pool.device)
             call = Step.checked(step.q, step.k, step.v, step.g, step.u, pool, slots, step.variant, None)
             return {"decode output": implementation.step(call), "decode states": pool}
-
-
-def _by_result(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Gradients by the names of results, without those of inputs that there are not."""
-    return {f"gradient of {name.replace('_', ' ')}": x for name, x in gradients.items() if x is not None}

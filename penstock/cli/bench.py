@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -18,12 +19,15 @@ from ..bench.measure import Measurement, measure
 from ..bench.plot import check_plot, draw
 from ..bench.record import Record
 from ..bench.report import print_cases, print_measurements
+from ..bench.suites import PLAIN, Suite, suite_named
 from ..dispatch import check_name
 from ..errors import Complaints, DeviceError, RangeError
 from ..problem import FLOATS
 from ..variants import VARIANTS
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
+WIDTH = 140
+"""Columns where the output is no terminal: room for every number."""
 
 
 def bench(
@@ -32,27 +36,35 @@ def bench(
     ] = None,
     shape: Annotated[list[str] | None, typer.Option(metavar="B,T,H,K[,V]", help="A shape for every variant named. Repeatable.")] = None,
     case: Annotated[list[str] | None, typer.Option(metavar="NAME", help="A shape of a real model, see --list. Repeatable.")] = None,
+    suite: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Many cases, and its own defaults for the options below, see --list.")
+    ] = None,
     mode: Annotated[list[str] | None, typer.Option(help="fwd, fwdbwd or decode. Repeatable.  [default: fwd]")] = None,
     impl: Annotated[list[str] | None, typer.Option(help="auto, or an implementation. Repeatable.  [default: auto]")] = None,
     peers: Annotated[
         list[str] | None, typer.Option("--peer", help="loop, fla or none. The first is the baseline.  [default: loop]")
     ] = None,
-    dtype: Annotated[str, typer.Option(help=f"Of q, k and v: {', '.join(DTYPES)}.")] = "float32",
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    dtype: Annotated[str | None, typer.Option(help=f"Of q, k and v: {', '.join(DTYPES)}.  [default: float32]")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N.  [default: cpu]")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.  [default: as torch chooses]")] = None,
-    seconds: Annotated[float, typer.Option(min=0, help="Time for each candidate on each shape.")] = 1.0,
+    seconds: Annotated[float | None, typer.Option(min=0, help="Time for each candidate on each shape.  [default: 1]")] = None,
     seed: Annotated[int, typer.Option(help="Of the random inputs.")] = 0,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all numbers here.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all numbers here, after each case.")] = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw here: png, pdf or svg.")] = None,
-    list_cases: Annotated[bool, typer.Option("--list", help="List the cases and stop.")] = False,
+    from_file: Annotated[
+        Path | None, typer.Option("--from", metavar="FILE", help="Measure nothing: show, and draw, what --json wrote.")
+    ] = None,
+    list_cases: Annotated[bool, typer.Option("--list", help="List the cases and the suites, and stop.")] = False,
 ) -> None:
     """Time variants of the recurrence: ours beside the token loop, or beside flash-linear-attention.
 
-    Every candidate is first held to the float64 oracle; a wrong one ends the run. Then all take turns, so that noise of
-    the machine hits them alike. Shown are the median, the quartiles, how many times as fast as the baseline, the error,
-    and the floor: a copy of as many bytes as the call has to move, timed in the same turns.
+    Every candidate is first held to the float64 oracle; a wrong one is reported, not timed, and the exit code is 1. Then all
+    take turns, so that noise of the machine hits them alike. Shown are the median, the quartiles, how many times as fast as
+    the baseline, the error, and the floor: a copy of as many bytes as the call has to move, timed in the same turns. On a GPU
+    also the GPU's time alone, the host's, the most memory, and the first call. That one compiles what nothing compiled
+    before: empty the caches of Triton on disk first if it is to be a cold one.
 
-    Without --shape and --case, a variant is measured at its first model in --list.
+    Without --shape, --case and --suite, a variant is measured at its first model in --list.
 
     [bold]Examples[/bold]
 
@@ -65,16 +77,30 @@ def bench(
       penstock bench --case rwkv6-7b-decode-64 --mode decode --impl cpu --impl chunkwise --json decode.json
 
       penstock bench gla --shape 8,2048,32,64 --device cuda --dtype bfloat16 --peer fla --peer loop
+
+      penstock bench --suite gpu-training --json training.json --plot training.png
+
+      penstock bench --from training.json --plot training.pdf
     """
     console = Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = WIDTH
     if list_cases:
         print_cases(console)
         return
-    impls, names = impl or ["auto"], [name for name in peers or ["loop"] if name != "none"]
-    modes = _checked(variants or [], mode or ["fwd"], impls, peers or [], dtype, device)
-    jobs = [(one, job) for one in modes for job in _jobs(variants or [], shape or [], case or [], one)]
     if plot_file is not None:
         check_plot(plot_file)
+    if from_file is not None:
+        _refuse_both(variants, shape, case, suite, json_file)
+        record = Record.read(from_file)
+        print_measurements(console, record.measurements)
+        _draw(console, record, plot_file)
+        return
+    usual = PLAIN if suite is None else suite_named(suite)
+    names, impls = [name for name in peers or usual.peers if name != "none"], impl or list(usual.impls)
+    dtype, device, seconds = dtype or usual.dtype, device or usual.device, usual.seconds if seconds is None else seconds
+    modes = _checked(variants or [], mode or list(usual.modes), impls, peers or [], dtype, device)
+    jobs = [(one, job) for one in modes for job in _jobs(variants or [], shape or [], case or [], usual, one)]
     machine = Machine.here()
     if machine.busy is not None and device == "cpu":
         console.print(machine.busy, style="yellow", highlight=False)
@@ -84,15 +110,31 @@ def bench(
             status.update(f"{job.variant}, {one}, {job.shape.text}")
             x = inputs(job.variant, job.shape, DTYPES[dtype], device, seed)
             candidates = [peer(name, x, one) for name in names] + [ours(name, x, one) for name in impls]
-            measurements.append(measure(job.name, x, one, candidates, seconds))
-        record = Record.of(shlex.join(["penstock", *sys.argv[1:]]), device, measurements, machine)
+            measurements.append(measure(job.name, x, one, candidates, seconds, go_on=True))
+            record = Record.of(shlex.join(["penstock", *sys.argv[1:]]), device, measurements, machine)
+            if json_file is not None:  # each time, so that a run cut short leaves what it measured
+                record.write(json_file)
     print_measurements(console, measurements)
     if json_file is not None:
-        record.write(json_file)
         console.print(f"numbers: {json_file}", highlight=False, soft_wrap=True)
-    if plot_file is not None:
-        draw(measurements, plot_file, record.place)
-        console.print(f"picture: {plot_file}", highlight=False, soft_wrap=True)
+    _draw(console, record, plot_file)
+    if any(one.fault for measurement in measurements for one in measurement.untimed):
+        raise typer.Exit(1)
+
+
+def _draw(console: Console, record: Record, path: Path | None) -> None:
+    if path is not None:
+        draw(record.measurements, path, record.place)
+        console.print(f"picture: {path}", highlight=False, soft_wrap=True)
+
+
+def _refuse_both(*given: object) -> None:
+    """Raise if anything is to be measured while numbers come from a file."""
+    if any(given):
+        complaints = Complaints("bench")
+        rule = "given without variants, --shape, --case, --suite and --json"
+        complaints.add(RangeError, "--from", rule, "both", "It shows what was measured and measures nothing.")
+        complaints.raise_any()
 
 
 def _checked(variants: list[str], modes: list[str], impls: list[str], peers: list[str], dtype: str, device: str) -> list[Mode]:
@@ -119,11 +161,12 @@ def _checked(variants: list[str], modes: list[str], impls: list[str], peers: lis
     return [mode for mode in MODES if mode in modes]
 
 
-def _jobs(variants: list[str], shapes: list[str], cases: list[str], mode: Mode) -> list[Case]:
-    """List what to measure in a mode; everything that was named must take part."""
+def _jobs(variants: list[str], shapes: list[str], cases: list[str], suite: Suite, mode: Mode) -> list[Case]:
+    """List what to measure in a mode; everything that was named must take part. Variants choose among a suite's cases."""
     named = [case_named(name) for name in cases]
+    chosen = [case for case in suite.cases if not variants or case.variant in variants]
     complaints = Complaints("bench")
-    if not variants and not named:
+    if not variants and not named and not chosen:
         complaints.add(
             RangeError, "variant", f"given: one or more of {', '.join(VARIANTS)}", "none", "Or name a --case; --list shows them."
         )
@@ -132,10 +175,14 @@ def _jobs(variants: list[str], shapes: list[str], cases: list[str], mode: Mode) 
     for case in named:
         if variants and case.variant not in variants:
             complaints.add(RangeError, "case", f"a shape of {' or '.join(variants)}", f"{case.name!r}, of {case.variant}", "Use --shape.")
+    known = {case.variant for case in named + chosen}
+    for variant in variants:
+        if suite.cases and not shapes and variant not in known:
+            complaints.add(RangeError, "variant", f"one of suite {suite.name}", repr(variant), "Use --shape.")
     complaints.raise_any()
-    jobs = list(named)
+    jobs = named + chosen
     for variant in variants:
         jobs += [Case(text, variant, Shape.parse(text), "given by --shape") for text in shapes]
-        if not shapes and variant not in {case.variant for case in named}:
+        if not shapes and variant not in known:
             jobs += default_cases(variant, mode == "decode")
     return jobs
