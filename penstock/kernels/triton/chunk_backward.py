@@ -11,6 +11,10 @@ in ``chunk_forward``, strictly below the diagonal, R_j the sum of decays behind 
 
 where dg leaves out the terms on the diagonal (they do not depend on a decay) and its first sum begins behind t where the
 previous state is read; u is 1 where there is no bonus. Nothing is shared between programs, so there are no atomics.
+
+Registers are what it is short of. So the factor 2^R is written 2^-G o 2^(G_L), the latter over the rows of dS; tensors that are
+in a product again and again are cast for it once, and are then in shared memory; and q and k are loaded again where they are
+needed again.
 """
 
 from __future__ import annotations
@@ -21,7 +25,8 @@ import triton.language as tl
 from .chunk_forward import weights_by_stretches
 from .tiles import (
     CHANNEL,
-    FAR,
+    FLOOR,
+    LOG2E,
     NEAR,
     NONE,
     SCALAR,
@@ -36,7 +41,46 @@ from .tiles import (
     stretch,
     sums,
     tile,
+    triangle,
 )
+
+
+@triton.jit
+def operands(
+    Q, Kt, ones, g, step, tokens, i, j, g_t, g_k, scale,
+    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr, PREVIOUS: tl.constexpr, PRECISION: tl.constexpr,
+    ANCHOR: tl.constexpr, EXACT: tl.constexpr, OPERAND: tl.constexpr,
+):  # fmt: skip
+    """q and k as products take them, the factors of dq and dk, and two numbers a channel. With decays per channel those are
+
+    - ``grow`` scale 2^(Gq + c) and q times that, ``shrink`` 2^-(G + c) and k times that, ``whole`` G_L + c, ``part`` -c; c is
+      ANCHOR up to a half, such that ``whole`` is an integer: bfloat16 takes 2^whole as a factor without rounding;
+    - if EXACT, scale 2^Gq and q, 2^R and k times that, G_L, and 0.
+    """
+    grow = tl.zeros((C, BK), tl.float32)
+    shrink = grow
+    whole = tl.zeros((BK,), tl.float32)
+    part = whole
+    qt = Q.to(OPERAND)
+    kt = Kt.to(OPERAND)
+    if EXACT:
+        whole = tl.sum(decays(g, i * step, i < tokens, g_t, j, g_k, K, BK), 0)
+        grow = read_factors(g, step, tokens, i, j, g_t, g_k, K, BK, PREVIOUS) * scale
+        shrink = rest_factors(g, step, tokens, i, j, g_t, g_k, K, BK, C)
+        kt = (Kt.to(tl.float32) * shrink).to(OPERAND)
+    elif DECAY == CHANNEL:
+        d = tile(g, i * step, i < tokens, g_t, j, g_k, K, BK).to(tl.float32)
+        total = tl.maximum(tl.sum(d, 0) * LOG2E, FLOOR)
+        whole = tl.floor(total + (0.5 + ANCHOR))
+        part = total - whole
+        G = sums(d, triangle(ones, i, C, True, PRECISION), PRECISION)
+        shrink = tl.exp2(part[None, :] - G * LOG2E)
+        if PREVIOUS:
+            G = sums(d, triangle(ones, i, C, False, PRECISION), PRECISION, OWN=False)
+        grow = tl.exp2(G * LOG2E - part[None, :]) * scale
+        qt = (Q.to(tl.float32) * grow).to(OPERAND)
+        kt = (Kt.to(tl.float32) * shrink).to(OPERAND)
+    return qt, kt, grow, shrink, whole, part
 
 
 @triton.jit
@@ -59,23 +103,15 @@ def gradients_by_stretches(
 
 @triton.jit
 def true_state(
-    chunk_states,
-    chunk_decays,
-    segment_states,
-    chunk,
-    segment,
-    dk,
-    dv,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    DECAY: tl.constexpr,
-    CARRIED: tl.constexpr,
-):
+    chunk_states, chunk_decays, segment_states, chunk, segment, dk, dv,
+    K: tl.constexpr, V: tl.constexpr, DECAY: tl.constexpr, CARRIED: tl.constexpr,
+):  # fmt: skip
     """A chunk's state: what its segment made before it and, if anything was carried into the segment, what is left of that."""
     inside = (dk < K)[:, None] & (dv < V)[None, :]
-    S = tl.load(chunk_states + (chunk * K + dk[:, None]) * V + dv[None, :], mask=inside, other=0.0)
+    at = dk[:, None] * V + dv[None, :]
+    S = tl.load(chunk_states + chunk * (K * V) + at, mask=inside, other=0.0)
     if CARRIED:
-        carried = tl.load(segment_states + (segment * K + dk[:, None]) * V + dv[None, :], mask=inside, other=0.0)
+        carried = tl.load(segment_states + segment * (K * V) + at, mask=inside, other=0.0)
         if DECAY != NONE:
             carried *= tl.exp2(tl.load(chunk_decays + chunk * K + dk, mask=dk < K, other=0.0))[:, None]
         S = S.to(tl.float32) + carried
@@ -84,7 +120,7 @@ def true_state(
 
 @triton.jit(do_not_specialize=["N", "T"])
 def backward(
-    q, k, v, g, u, d_output, chunk_states, chunk_decays, segment_states, d_chunk_states, d_chunk_decays, d_segment_states,
+    q, k, v, g, u, ones, d_output, chunk_states, chunk_decays, segment_states, d_chunk_states, d_chunk_decays, d_segment_states,
     dq, dk, dv, dg, du, todo, cu_seqlens, scale, N, T, H,
     q_b, q_t, q_h, q_k, k_b, k_t, k_h, k_k, v_b, v_t, v_h, v_v, g_b, g_t, g_h, g_k, u_h, u_k, o_b, o_t, o_h, o_v,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, L: tl.constexpr,
@@ -93,12 +129,14 @@ def backward(
 ):  # fmt: skip
     """Program (chunk, head). dq, dk, dv, dg are contiguous; du and a constant decay's dg are [chunk slots, H, K] or [chunk slots, H].
 
-    Decays per channel take two launches: the first notes in ``todo`` [programs] the chunks that 2^-G does not suit, the
-    second, EXACT, does those.
+    Decays per channel take two launches: the first notes in ``todo`` [programs] the chunks that 2^-G does not suit, and what it
+    writes there is worthless; the second, EXACT, does those again.
     """
     NK: tl.constexpr = (K + BK - 1) // BK
     NV: tl.constexpr = (V + BV - 1) // BV
-    ANCHOR: tl.constexpr = FAR if LIMIT > 100.0 else NEAR
+    ANCHOR: tl.constexpr = LIMIT / 2 if LIMIT > 100.0 else NEAR  # no operand is further than that from what it is made of
+    OPERAND: tl.constexpr = tl.bfloat16 if PRECISION == "bf16" else tl.float32
+    FACTORS: tl.constexpr = DECAY == CHANNEL and not EXACT
     pid = tl.program_id(0)
     h = (pid % H).to(tl.int64)
     slot = pid // H
@@ -144,27 +182,24 @@ def backward(
     strict = i[:, None] > i[None, :]
     diagonal = i[:, None] == i[None, :]
 
-    if DECAY == CHANNEL and not EXACT:
-        lowest = tl.zeros((), tl.float32)
-        for kb in tl.range(NK, num_stages=1):
-            d = decays(g, r, live, g_t, kb * BK + columns, g_k, K, BK)
-            lowest = tl.minimum(lowest, tl.min(tl.sum(d, 0), 0))
-        unsuited = lowest < -LIMIT
-        tl.store(todo + pid, unsuited.to(tl.int32))
-        if unsuited:
-            return
     if DECAY == SCALAR:
         d_s = scalar_decays(g, r, live, g_t)
         shares = tl.where(strict, scalar_factors(d_s, i, C, LIMIT), 0.0)
         read = tl.exp2(tl.cumsum(d_s, 0))[:, None]
         rest = tl.exp2(tl.cumsum(scalar_decays(g + step * g_t, r, live & (i + 1 < tokens), g_t), 0, reverse=True))[:, None]
-        kept = tl.exp2(tl.sum(d_s, 0))
         dg_scalar = tl.zeros((C,), tl.float32)
         carry_scalar = tl.zeros((), tl.float32)
 
-    # A, and with it dv
+    # A. Where K or V is one block, what a loop leaves behind is used again further down; blocks of several are made anew.
     A = tl.zeros((C, C), tl.float32)
     own = tl.zeros((C,), tl.float32)
+    lowest = tl.zeros((), tl.float32)
+    qt = tl.zeros((C, BK), OPERAND)
+    kt = qt
+    grow = tl.zeros((C, BK), tl.float32)
+    shrink = grow
+    whole = tl.zeros((BK,), tl.float32)
+    part = whole
     for kb in tl.range(NK, num_stages=1):
         j = kb * BK + columns
         Q = tile(q, r, live, q_t, j, q_k, K, BK)
@@ -174,126 +209,147 @@ def backward(
             own += tl.sum(Q.to(tl.float32) * bonus * Kt.to(tl.float32), 1)
         elif EXACT:
             own += tl.sum(Q.to(tl.float32) * Kt.to(tl.float32), 1)
-        if DECAY != CHANNEL:
-            A += product(Q, tl.trans(Kt), PRECISION)
-        elif EXACT:
+        qt, kt, grow, shrink, whole, part = operands(
+            Q, Kt, ones, g, step, tokens, i, j, g_t, g_k, scale, K, BK, C, DECAY, PREVIOUS, PRECISION, ANCHOR, EXACT, OPERAND
+        )
+        if EXACT:
             A += weights_by_stretches(q, k, g, step, tokens, i, j, q_t, q_k, k_t, k_k, g_t, g_k, K, BK, C, PREVIOUS, PRECISION, LIMIT)
         else:
-            d = decays(g, r, live, g_t, j, g_k, K, BK)
-            G = sums(d, i, False, PRECISION) + ANCHOR
-            qt = Q.to(tl.float32) * tl.exp2(G - d if PREVIOUS else G)
-            A += product(qt, tl.trans(Kt.to(tl.float32) * tl.exp2(-G)), PRECISION)
+            A += product(qt, tl.trans(kt), PRECISION)
+        lowest = tl.minimum(lowest, tl.min(whole + part, 0))
+    if FACTORS:
+        tl.store(todo + pid, (lowest < -LIMIT).to(tl.int32))
+    else:
+        A *= scale
     if DECAY == SCALAR:
         A = tl.where(diagonal, A, A * shares)
     if PREVIOUS or EXACT:
-        A = tl.where(diagonal, own[:, None], A)
-    A = tl.where(strict | diagonal, A, 0.0) * scale
+        A = tl.where(diagonal, own[:, None] * scale, A)
+    A = tl.where(strict | diagonal, A, 0.0).to(OPERAND)
 
-    dA = tl.zeros((C, C), tl.float32)
+    # dv
+    dO = tl.zeros((C, BV), d_output.dtype.element_ty)
+    dS = tl.zeros((BK, BV), OPERAND)
     for vb in tl.range(NV, num_stages=1):
         y = vb * BV + values
-        dO = tile(d_output, r, live, o_t, y, o_v, V, BV)
-        Vt = tile(v, r, live, v_t, y, v_v, V, BV)
-        dA += product(dO, tl.trans(Vt), PRECISION)
-        dv_ = product(tl.trans(A), dO, PRECISION)
+        dv_ = tl.zeros((C, BV), tl.float32)
         for kb in tl.range(NK, num_stages=1):
             j = kb * BK + columns
-            ks = tile(k, r, live, k_t, j, k_k, K, BK)
-            if DECAY == SCALAR:
-                ks = ks.to(tl.float32) * rest
-            elif EXACT:
-                ks = ks.to(tl.float32) * rest_factors(g, step, tokens, i, j, g_t, g_k, K, BK, C)
-            elif DECAY == CHANNEL:
-                d = decays(g, r, live, g_t, j, g_k, K, BK)
-                G = sums(d, i, False, PRECISION) + ANCHOR
-                ks = ks.to(tl.float32) * tl.exp2(-G) * tl.exp2(tl.sum(d, 0) + ANCHOR)[None, :]
-            dS = true_state(d_chunk_states, d_chunk_decays, d_segment_states, chunk, segment, j, y, K, V, DECAY, D_CARRIED)
-            dv_ += product(ks, dS, PRECISION)
+            if NK > 1:
+                Q = tile(q, r, live, q_t, j, q_k, K, BK)
+                Kt = tile(k, r, live, k_t, j, k_k, K, BK)
+                qt, kt, grow, shrink, whole, part = operands(
+                    Q, Kt, ones, g, step, tokens, i, j, g_t, g_k, scale, K, BK, C, DECAY, PREVIOUS, PRECISION, ANCHOR, EXACT, OPERAND
+                )
+            d_state = true_state(d_chunk_states, d_chunk_decays, d_segment_states, chunk, segment, j, y, K, V, DECAY, D_CARRIED)
+            if FACTORS:
+                d_state = d_state.to(tl.float32) * tl.exp2(whole)[:, None]
+            dS = d_state.to(OPERAND)
+            dv_ += product(kt, dS, PRECISION)
+        if DECAY == SCALAR:
+            dv_ *= rest
+        dO = tile(d_output, r, live, o_t, y, o_v, V, BV)
+        dv_ += product(tl.trans(A), dO, PRECISION)
         tl.store(dv + place * V + r[:, None] * (H * V) + y[None, :], dv_.to(dv.dtype.element_ty), mask=live[:, None] & (y < V)[None, :])
-    dA *= scale
-    e = tl.sum(tl.where(diagonal, dA, 0.0), 1)[:, None]
-    dA = tl.where(strict, dA, 0.0)
-    if DECAY == SCALAR:
-        dA *= shares
 
     # dq from the states before, then dk from the gradients behind; dg from both
+    Vt = tl.zeros((C, BV), v.dtype.element_ty)
     for kb in tl.range(NK, num_stages=1):
         j = kb * BK + columns
         mask = live[:, None] & (j < K)[None, :]
+        if NK > 1:
+            Q = tile(q, r, live, q_t, j, q_k, K, BK)
+            Kt = tile(k, r, live, k_t, j, k_k, K, BK)
+            qt, kt, grow, shrink, whole, part = operands(
+                Q, Kt, ones, g, step, tokens, i, j, g_t, g_k, scale, K, BK, C, DECAY, PREVIOUS, PRECISION, ANCHOR, EXACT, OPERAND
+            )
+        bonus = 1.0
         if PREVIOUS:
             bonus = tl.load(u + h * u_h + j * u_k, mask=j < K, other=0.0).to(tl.float32)[None, :]
-        if DECAY == CHANNEL:
-            d = decays(g, r, live, g_t, j, g_k, K, BK)
-            last = tl.sum(d, 0)
-            if not EXACT:
-                G = sums(d, i, False, PRECISION) + ANCHOR
 
+        dA = tl.zeros((C, C), tl.float32)
         dq_ = tl.zeros((C, BK), tl.float32)
         for vb in tl.range(NV, num_stages=1):
             y = vb * BV + values
-            dO = tile(d_output, r, live, o_t, y, o_v, V, BV)
+            if NV > 1:
+                dO = tile(d_output, r, live, o_t, y, o_v, V, BV)
+            Vt = tile(v, r, live, v_t, y, v_v, V, BV)
             S = true_state(chunk_states, chunk_decays, segment_states, chunk, segment, j, y, K, V, DECAY, CARRIED)
+            dA += product(dO, tl.trans(Vt), PRECISION)
             dq_ += product(dO, tl.trans(S), PRECISION)
-        qf = tile(q, r, live, q_t, j, q_k, K, BK).to(tl.float32)
-        kf = tile(k, r, live, k_t, j, k_k, K, BK).to(tl.float32)
-        if DECAY == NONE:
-            dq_ = product(dA, kf, PRECISION) + dq_ * scale
-        elif DECAY == SCALAR:
-            dq_ = product(dA, kf, PRECISION) + dq_ * (read * scale)
+        e = tl.sum(tl.where(diagonal, dA, 0.0), 1)[:, None] * scale
+        if not FACTORS:
+            dA *= scale
+        dA = tl.where(strict, dA, 0.0)
+        if DECAY == SCALAR:
+            dA *= shares
+        dA = dA.to(OPERAND)
+        if FACTORS:
+            dq_ = grow * (dq_ * tl.exp2(part)[None, :] + product(dA, kt, PRECISION))
         elif EXACT:
-            dq_ *= read_factors(g, step, tokens, i, j, g_t, g_k, K, BK, PREVIOUS) * scale
-            dq_, dk_ = gradients_by_stretches(
-                q, k, g, dq_, dA, step, tokens, i, j, q_t, q_k, k_t, k_k, g_t, g_k, K, BK, C, PREVIOUS, PRECISION, LIMIT
+            dq_, inner = gradients_by_stretches(
+                q, k, g, dq_ * grow, dA, step, tokens, i, j, q_t, q_k, k_t, k_k, g_t, g_k, K, BK, C, PREVIOUS, PRECISION, LIMIT
             )
+        elif DECAY == SCALAR:
+            dq_ = product(dA, kt, PRECISION) + dq_ * (read * scale)
         else:
-            dq_ = (product(dA, kf * tl.exp2(-G), PRECISION) + dq_ * (scale * tl.exp2(-ANCHOR))) * tl.exp2(G - d if PREVIOUS else G)
-        z = qf * dq_
-        own_dq = e * kf
+            dq_ = product(dA, kt, PRECISION) + dq_ * scale
+        Q = tile(q, r, live, q_t, j, q_k, K, BK)
+        ek = e * tile(k, r, live, k_t, j, k_k, K, BK).to(tl.float32)
+        qdq = Q.to(tl.float32) * dq_
         if PREVIOUS:
-            own_dq *= bonus
-            tl.store(du + chunk * K + j, tl.sum(e * qf * kf, 0), mask=j < K)
-        tl.store(dq + place * K + r[:, None] * (H * K) + j[None, :], (dq_ + own_dq).to(dq.dtype.element_ty), mask=mask)
+            tl.store(du + chunk * K + j, tl.sum(Q.to(tl.float32) * ek, 0), mask=j < K)
+        tl.store(dq + place * K + r[:, None] * (H * K) + j[None, :], (dq_ + ek * bonus).to(dq.dtype.element_ty), mask=mask)
 
-        carry = tl.zeros((BK,), tl.float32)
-        to_state = tl.zeros((C, BK), tl.float32)
+        dk_ = tl.zeros((C, BK), tl.float32)
         for vb in tl.range(NV, num_stages=1):
             y = vb * BV + values
-            Vt = tile(v, r, live, v_t, y, v_v, V, BV)
-            dS = true_state(d_chunk_states, d_chunk_decays, d_segment_states, chunk, segment, j, y, K, V, DECAY, D_CARRIED)
-            to_state += product(Vt, tl.trans(dS), PRECISION)
-            if DECAY != NONE:
-                S = true_state(chunk_states, chunk_decays, segment_states, chunk, segment, j, y, K, V, DECAY, CARRIED)
-                carry += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
-        if DECAY == NONE:
-            dk_ = product(tl.trans(dA), qf, PRECISION) + to_state
-        elif DECAY == SCALAR:
-            to_state *= rest
-            dk_ = product(tl.trans(dA), qf, PRECISION) + to_state
-            dg_scalar += tl.sum(z - kf * dk_, 1)
-            carry_scalar += kept * tl.sum(carry, 0) + tl.sum(tl.sum(kf * to_state, 1), 0)
+            if NV > 1:
+                Vt = tile(v, r, live, v_t, y, v_v, V, BV)
+            if NK > 1 or NV > 1:
+                d_state = true_state(d_chunk_states, d_chunk_decays, d_segment_states, chunk, segment, j, y, K, V, DECAY, D_CARRIED)
+                if FACTORS:
+                    d_state = d_state.to(tl.float32) * tl.exp2(whole)[:, None]
+                dS = d_state.to(OPERAND)
+            dk_ += product(Vt, tl.trans(dS), PRECISION)
+        Kt = tile(k, r, live, k_t, j, k_k, K, BK)
+        if FACTORS:
+            carry = tl.sum(Kt.to(tl.float32) * (shrink * dk_), 0)
+            dk_ = shrink * (dk_ + product(tl.trans(dA), qt, PRECISION))
         elif EXACT:
-            to_state *= rest_factors(g, step, tokens, i, j, g_t, g_k, K, BK, C)
-            dk_ += to_state
-            carry = tl.exp2(last) * carry + tl.sum(kf * to_state, 0)
+            dk_ *= shrink
+            carry = tl.sum(Kt.to(tl.float32) * dk_, 0)
+            dk_ += inner
         else:
-            to_state *= tl.exp2(last + ANCHOR)[None, :]
-            ek = tl.exp2(-G)
-            carry = tl.exp2(last) * carry + tl.sum(kf * ek * to_state, 0)
-            dk_ = ek * (product(tl.trans(dA), qf * tl.exp2(G - d if PREVIOUS else G), PRECISION) + to_state)
-        if DECAY == CHANNEL:
-            dg_ = sums(z - kf * dk_, i, True, PRECISION) + carry[None, :]
+            if DECAY == SCALAR:
+                dk_ *= rest
+                carry = tl.sum(Kt.to(tl.float32) * dk_, 0)
+            dk_ += product(tl.trans(dA), qt, PRECISION)
+        difference = qdq - Kt.to(tl.float32) * dk_
+        own_dk = e * tile(q, r, live, q_t, j, q_k, K, BK).to(tl.float32) * bonus
+        tl.store(dk + place * K + r[:, None] * (H * K) + j[None, :], (dk_ + own_dk).to(dk.dtype.element_ty), mask=mask)
+
+        if DECAY != NONE:
+            kept = tl.zeros((BK,), tl.float32)
+            for vb in tl.range(NV, num_stages=1):
+                y = vb * BV + values
+                S = true_state(chunk_states, chunk_decays, segment_states, chunk, segment, j, y, K, V, DECAY, CARRIED)
+                d_state = true_state(d_chunk_states, d_chunk_decays, d_segment_states, chunk, segment, j, y, K, V, DECAY, D_CARRIED)
+                kept += tl.sum(S.to(tl.float32) * d_state.to(tl.float32), 1)
+        if DECAY == SCALAR:
+            dg_scalar += tl.sum(difference, 1)
+            carry_scalar += tl.sum(carry + kept * tl.exp2(tl.sum(d_s, 0)), 0)
+        elif DECAY == CHANNEL:
+            start = (carry + kept * tl.exp2(whole + part))[None, :]
             if PREVIOUS:
-                dg_ -= z
+                start -= qdq
+            dg_ = sums(difference, triangle(ones, i, C, True, PRECISION), PRECISION, REVERSE=True, start=start)
             if EXACT:  # dg_t has a factor 2^(g_t), which the difference of sums only shows up to its rounding
-                dg_ = tl.where(d < -126.0, 0.0, dg_)
+                dg_ = tl.where(decays(g, r, live, g_t, j, g_k, K, BK) < -126.0, 0.0, dg_)
             if STATIC:
                 tl.store(dg + chunk * K + j, tl.sum(tl.where(live[:, None], dg_, 0.0), 0), mask=j < K)
             else:
                 tl.store(dg + place * K + r[:, None] * (H * K) + j[None, :], dg_.to(dg.dtype.element_ty), mask=mask)
-        own_dk = e * qf
-        if PREVIOUS:
-            own_dk *= bonus
-        tl.store(dk + place * K + r[:, None] * (H * K) + j[None, :], (dk_ + own_dk).to(dk.dtype.element_ty), mask=mask)
 
     if DECAY == SCALAR:
         dg_t = tl.where(d_s < -126.0, 0.0, tl.cumsum(dg_scalar, 0, reverse=True) + carry_scalar)

@@ -32,6 +32,7 @@ from .tiles import (
     stretch,
     sums,
     tile,
+    triangle,
 )
 
 
@@ -54,7 +55,7 @@ def weights_by_stretches(
 
 @triton.jit(do_not_specialize=["N", "T"])
 def forward(
-    q, k, v, g, u, initial_state, output, final_state, resume, cu_seqlens, scale, N, T, H,
+    q, k, v, g, u, ones, initial_state, output, final_state, resume, cu_seqlens, scale, N, T, H,
     q_b, q_t, q_h, q_k, k_b, k_t, k_h, k_k, v_b, v_t, v_h, v_v, g_b, g_t, g_h, g_k, u_h, u_k, s_n, s_h, s_k, s_v,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, L: tl.constexpr,
     DECAY: tl.constexpr, PREVIOUS: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, PACKED: tl.constexpr,
@@ -120,6 +121,8 @@ def forward(
     if DECAY == CHANNEL:
         S *= tl.exp2(-ANCHOR)  # as long as chunks suit: the running sums begin at ANCHOR
     suited = tokens
+    if DECAY == CHANNEL:
+        lower = triangle(ones, i, C, True, PRECISION)
     if PREVIOUS:
         bonus = tl.load(u + h * u_h + dk * u_k, mask=dk < K, other=0.0).to(tl.float32)
 
@@ -152,7 +155,7 @@ def forward(
                     tl.store(left_behind, S * tl.exp2(ANCHOR), mask=inside)
                     suited = t
             if (not EXACT) or suits:
-                G = sums(d, i, False, PRECISION) + ANCHOR
+                G = sums(d, lower, PRECISION) + ANCHOR
                 if PREVIOUS:
                     qt = Q.to(tl.float32) * tl.exp2(G - d)
                 else:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ class Prepared:
     """A plan with its compiled kernels, for tensors of one signature on one device."""
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
-        self.device = device
+        self.device, self.C = device, plan.C
         self.memory = tuple((name, *what) for name, what in plan.memory.items())
         self.launches = tuple(plan.launches)
         self.numbers = tuple(launch.numbers + launch.constants for launch in plan.launches)
@@ -37,6 +37,8 @@ class Prepared:
     def run(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Add the plan's memory to ``tensors`` and launch its kernels."""
         device = self.device
+        if self.C:
+            tensors["ones"] = _ones(self.C, device)
         for name, shape, dtype in self.memory:
             tensors[name] = torch.empty(shape, dtype=dtype, device=device)
         with _at(device):
@@ -62,6 +64,19 @@ class Prepared:
             return tuple(map(compile_one, self.launches))
         with ThreadPoolExecutor(len(self.launches)) as pool:
             return tuple(pool.map(compile_one, self.launches))
+
+
+def _ones(C: int, device: torch.device) -> Tensor:
+    """[C + 1, C], row n with n ones; kept, unless it would be of memory that belongs to a graph."""
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return _made_ones(C, device) if capturing else _kept_ones(C, device)
+
+
+def _made_ones(C: int, device: torch.device) -> Tensor:
+    return torch.ones(C + 1, C, dtype=torch.bfloat16, device=device).tril(-1)
+
+
+_kept_ones = cache(_made_ones)
 
 
 def _at(device: torch.device) -> AbstractContextManager[object]:

@@ -46,6 +46,8 @@ class Plan:
 
     memory: dict[str, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
     launches: list[Launch] = field(default_factory=list)
+    C: int = 0
+    """Tokens in a chunk; the tensor ``ones`` [C + 1, C], row n with n ones, is at hand for those launches."""
 
     def empty(self, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> str:
         """Plan uninitialised memory."""
@@ -159,7 +161,7 @@ def _segment_states(
     chunk_decays = plan.empty(d + "chunk_decays", chunk_slots, c.H, c.K) if stored is not None and c.decay else x
     plan.launch(
         segments.states, slots * c.H * grid,
-        (x, y, "g", chunk_states, chunk_decays, segment_states, segment_decays, "cu_seqlens"),
+        (x, y, "g", "ones", chunk_states, chunk_decays, segment_states, segment_decays, "cu_seqlens"),
         (scale, c.N, c.T, c.H, *strides, *c.gate), b.warps, **c.flags, BK=b.BK, BV=b.BV, C=C, L=L, ADJOINT=adjoint,
         PREVIOUS=c.previous, CHUNKS=stored is not None, REVERSE=reverse, STAGES=b.stages,
     )  # fmt: skip
@@ -180,6 +182,7 @@ def chunk_forward_plan(p: Problem, target: Target) -> Plan:
     plan, c = Plan(), Call.of(p, target)
     b = c.blocks("forward")
     C, BK, grid = b.C, power(c.K, LEAST), math.ceil(c.V / b.BV)
+    plan.C = C
     output = plan.empty("output", *p.v.shape, dtype=p.v.dtype)
     final = plan.empty("final_state", *p.state_shape)
     programs = c.N * c.H * grid
@@ -196,7 +199,7 @@ def chunk_forward_plan(p: Problem, target: Target) -> Plan:
     resume = plan.empty("resume", programs, dtype=torch.int32) if channel else "q"
     for exact in (False, True)[: 1 + channel]:
         plan.launch(
-            chunk_forward.forward, programs, ("q", "k", "v", "g", "u", first, output, final, resume, "cu_seqlens"),
+            chunk_forward.forward, programs, ("q", "k", "v", "g", "u", "ones", first, output, final, resume, "cu_seqlens"),
             (p.scale, c.N, c.T, c.H, *_strides(p.q, p.k, p.v), *c.gate, *_bonus(p), *steps), b.warps, **c.flags, BK=BK, BV=b.BV,
             C=C, L=L, PREVIOUS=c.previous, INITIAL=state is not None, FINAL=L == 0, REVERSE=p.reverse, LIMIT=LIMITS[c.precision],
             STAGES=1 if exact else b.stages, EXACT=exact,
@@ -208,7 +211,7 @@ def chunk_backward_plan(p: Problem, d_output: Tensor, d_final_state: Tensor | No
     """``dq``, ``dk``, ``dv``, ``dg``, ``du`` and ``d_initial_state`` by chunks; a constant decay's dg and du by chunk, to be summed."""
     plan, c = Plan(), Call.of(p, target)
     b, walk = c.blocks("backward"), c.blocks("states")
-    C = b.C
+    C = plan.C = b.C
     stored = torch.bfloat16 if c.precision == "bf16" else torch.float32
     d_initial = None if p.initial_state is None else plan.empty("d_initial_state", *p.state_shape, dtype=p.initial_state.dtype)
     L = c.segment(C, c.N * c.H * math.ceil(c.K / walk.BK) * math.ceil(c.V / walk.BV), walk.fill)
@@ -229,7 +232,7 @@ def chunk_backward_plan(p: Problem, d_output: Tensor, d_final_state: Tensor | No
     for exact in (False, True)[: 1 + channel]:
         plan.launch(
             chunk_backward.backward, slots * c.H,
-            ("q", "k", "v", "g", "u", "d_output", *S, *dS, dq, dk, dv, dg, du, todo, "cu_seqlens"),
+            ("q", "k", "v", "g", "u", "ones", "d_output", *S, *dS, dq, dk, dv, dg, du, todo, "cu_seqlens"),
             (p.scale, c.N, c.T, c.H, *_strides(p.q, p.k, p.v), *c.gate, *_bonus(p), *d_output.stride()), b.warps, **c.flags,
             BK=b.BK, BV=b.BV, C=C, L=L, STATIC=c.static, PREVIOUS=c.previous, CARRIED=several or p.initial_state is not None,
             D_CARRIED=several or d_final_state is not None, REVERSE=p.reverse, LIMIT=LIMITS[c.precision], EXACT=exact,

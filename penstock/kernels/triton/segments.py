@@ -10,12 +10,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .tiles import FLOOR, LOG2E, NONE, SCALAR, decays, product, scalar_decays, slot_of, span_of, sums, tile
+from .tiles import CHANNEL, FLOOR, LOG2E, NONE, SCALAR, decays, product, scalar_decays, slot_of, span_of, sums, tile, triangle
 
 
 @triton.jit(do_not_specialize=["N", "T"])
 def states(
-    x, y, g, chunk_states, chunk_decays, segment_states, segment_decays, cu_seqlens, scale, N, T, H,
+    x, y, g, ones, chunk_states, chunk_decays, segment_states, segment_decays, cu_seqlens, scale, N, T, H,
     x_b, x_t, x_h, x_k, y_b, y_t, y_h, y_v, g_b, g_t, g_h, g_k,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, L: tl.constexpr,
     DECAY: tl.constexpr, ADJOINT: tl.constexpr, PREVIOUS: tl.constexpr, CHUNKS: tl.constexpr, PACKED: tl.constexpr,
@@ -59,6 +59,8 @@ def states(
     inside = (dk < K)[:, None] & (dv < V)[None, :]
     S = tl.zeros((BK, BV), tl.float32)
     D = tl.zeros((BK,), tl.float32)
+    if DECAY == CHANNEL:
+        lower = triangle(ones, i, C, True, PRECISION)
     chunks = tl.cdiv(tokens, C)
     for c in tl.range(0, chunks, num_stages=STAGES):
         chunk = c
@@ -91,19 +93,19 @@ def states(
             if ADJOINT and not PREVIOUS:
                 d = decays(g + at * g_t, i * step, live, g_t, dk, g_k, K, BK)
                 total = tl.sum(d, 0)
-                factor = sums(d, i, False, PRECISION)
+                factor = sums(d, lower, PRECISION)
             elif ADJOINT:
                 d = decays(g + (at - step) * g_t, i * step, live & (i > 0), g_t, dk, g_k, K, BK)
                 edge = tl.minimum(C, tokens - t) - 1
                 last = tl.load(g + (at + edge * step) * g_t + dk * g_k, mask=dk < K, other=0.0).to(tl.float32)
                 total = tl.sum(d, 0) + tl.maximum(last * LOG2E, FLOOR)
-                factor = sums(d, i, False, PRECISION)
+                factor = sums(d, lower, PRECISION)
             else:
                 later = live & (t + i + 1 < tokens) & (i < C - 1)
                 d = decays(g + (at + step) * g_t, i * step, later, g_t, dk, g_k, K, BK)
                 edge = tl.load(g + at * g_t + dk * g_k, mask=dk < K, other=0.0).to(tl.float32)
                 total = tl.sum(d, 0) + tl.maximum(edge * LOG2E, FLOOR)
-                factor = sums(d, i, True, PRECISION)
+                factor = sums(d, lower, PRECISION, REVERSE=True)
             made = product(tl.trans(X.to(tl.float32) * tl.exp2(factor)), Y, PRECISION)
             S *= tl.exp2(total)[:, None]
             D += total

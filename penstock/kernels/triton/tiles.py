@@ -77,21 +77,34 @@ def product(a, b, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def sums(x, i, REVERSE: tl.constexpr, PRECISION: tl.constexpr):
-    """Running sums over the tokens of a tile, each token its own included; from the end if REVERSE.
+def triangle(ones, i, C: tl.constexpr, OWN: tl.constexpr, PRECISION: tl.constexpr):
+    """[C, C] for ``sums``: row i has ones left of the diagonal, on it too if OWN. From ``ones`` [C + 1, C], whose row n has n ones.
 
-    With bfloat16 products at hand, by the tensor cores: a triangle of ones times x in two parts of 8 bits, an error of 2^-17 a term.
+    Loaded because products take loaded operands from shared memory: no registers, and few instructions.
     """
-    if PRECISION == "bf16":
-        if REVERSE:
-            ones = (i[:, None] <= i[None, :]).to(tl.bfloat16)
-        else:
-            ones = (i[:, None] >= i[None, :]).to(tl.bfloat16)
-        high = x.to(tl.bfloat16)
-        low = (x - high.to(tl.float32)).to(tl.bfloat16)
-        s = tl.dot(ones, low, tl.dot(ones, high))
+    if PRECISION == "bf16" or PRECISION == "tf32":
+        t = tl.load(ones + (i + OWN)[:, None] * C + i[None, :])
     else:
-        s = tl.cumsum(x, 0, reverse=REVERSE)
+        t = 0.0
+    return t
+
+
+@triton.jit
+def sums(x, triangle, PRECISION: tl.constexpr, REVERSE: tl.constexpr = False, OWN: tl.constexpr = True, start=0.0):
+    """``start`` plus running sums over the tokens of a tile, each token itself included if OWN; from the end if REVERSE.
+
+    Where operands are rounded anyway, by the tensor cores: a triangle of ones times x in two parts of 8 bits, an error of 2^-17 a term.
+    """
+    if PRECISION == "bf16" or PRECISION == "tf32":
+        if REVERSE:
+            triangle = tl.trans(triangle)
+        high = ((x.to(tl.int32, bitcast=True) + 0x8000) & -0x10000).to(tl.float32, bitcast=True)  # cheaper than casts there and back
+        s = tl.dot(triangle, high.to(tl.bfloat16), tl.zeros_like(x) + start)
+        s = tl.dot(triangle, (x - high).to(tl.bfloat16), s)
+    else:
+        s = start + tl.cumsum(x, 0, reverse=REVERSE)
+        if not OWN:
+            s -= x
     return s
 
 
