@@ -27,7 +27,6 @@ from .tiles import (
     CHANNEL,
     FLOOR,
     LOG2E,
-    NEAR,
     NONE,
     SCALAR,
     decays,
@@ -49,12 +48,12 @@ from .tiles import (
 def operands(
     Q, Kt, ones, g, step, tokens, i, j, g_t, g_k, scale,
     K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr, PREVIOUS: tl.constexpr, PRECISION: tl.constexpr,
-    ANCHOR: tl.constexpr, EXACT: tl.constexpr, OPERAND: tl.constexpr,
+    EXACT: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
     """q and k as products take them, the factors of dq and dk, and two numbers a channel. With decays per channel those are
 
-    - ``grow`` scale 2^(Gq + c) and q times that, ``shrink`` 2^-(G + c) and k times that, ``whole`` G_L + c, ``part`` -c; c is
-      ANCHOR up to a half, such that ``whole`` is an integer: bfloat16 takes 2^whole as a factor without rounding;
+    - ``grow`` scale 2^(Gq - M) and q times that, ``shrink`` 2^(M - G) and k times that, ``whole`` G_L - M, ``part`` M; M is
+      G_L / 2 up to a half, such that ``whole`` is an integer: bfloat16 takes 2^whole as a factor without rounding;
     - if EXACT, scale 2^Gq and q, 2^R and k times that, G_L, and 0.
     """
     grow = tl.zeros((C, BK), tl.float32)
@@ -71,7 +70,7 @@ def operands(
     elif DECAY == CHANNEL:
         d = tile(g, i * step, i < tokens, g_t, j, g_k, K, BK).to(tl.float32)
         total = tl.maximum(tl.sum(d, 0) * LOG2E, FLOOR)
-        whole = tl.floor(total + (0.5 + ANCHOR))
+        whole = tl.floor(0.5 * total + 0.5)
         part = total - whole
         G = sums(d, triangle(ones, i, C, True, PRECISION), PRECISION)
         shrink = tl.exp2(part[None, :] - G * LOG2E)
@@ -134,7 +133,6 @@ def backward(
     """
     NK: tl.constexpr = (K + BK - 1) // BK
     NV: tl.constexpr = (V + BV - 1) // BV
-    ANCHOR: tl.constexpr = LIMIT / 2 if LIMIT > 100.0 else NEAR  # no operand is further than that from what it is made of
     OPERAND: tl.constexpr = tl.bfloat16 if PRECISION == "bf16" else tl.float32
     FACTORS: tl.constexpr = DECAY == CHANNEL and not EXACT
     pid = tl.program_id(0)
@@ -210,7 +208,7 @@ def backward(
         elif EXACT:
             own += tl.sum(Q.to(tl.float32) * Kt.to(tl.float32), 1)
         qt, kt, grow, shrink, whole, part = operands(
-            Q, Kt, ones, g, step, tokens, i, j, g_t, g_k, scale, K, BK, C, DECAY, PREVIOUS, PRECISION, ANCHOR, EXACT, OPERAND
+            Q, Kt, ones, g, step, tokens, i, j, g_t, g_k, scale, K, BK, C, DECAY, PREVIOUS, PRECISION, EXACT, OPERAND
         )
         if EXACT:
             A += weights_by_stretches(q, k, g, step, tokens, i, j, q_t, q_k, k_t, k_k, g_t, g_k, K, BK, C, PREVIOUS, PRECISION, LIMIT)
@@ -239,7 +237,7 @@ def backward(
                 Q = tile(q, r, live, q_t, j, q_k, K, BK)
                 Kt = tile(k, r, live, k_t, j, k_k, K, BK)
                 qt, kt, grow, shrink, whole, part = operands(
-                    Q, Kt, ones, g, step, tokens, i, j, g_t, g_k, scale, K, BK, C, DECAY, PREVIOUS, PRECISION, ANCHOR, EXACT, OPERAND
+                    Q, Kt, ones, g, step, tokens, i, j, g_t, g_k, scale, K, BK, C, DECAY, PREVIOUS, PRECISION, EXACT, OPERAND
                 )
             d_state = true_state(d_chunk_states, d_chunk_decays, d_segment_states, chunk, segment, j, y, K, V, DECAY, D_CARRIED)
             if FACTORS:
@@ -261,7 +259,7 @@ def backward(
             Q = tile(q, r, live, q_t, j, q_k, K, BK)
             Kt = tile(k, r, live, k_t, j, k_k, K, BK)
             qt, kt, grow, shrink, whole, part = operands(
-                Q, Kt, ones, g, step, tokens, i, j, g_t, g_k, scale, K, BK, C, DECAY, PREVIOUS, PRECISION, ANCHOR, EXACT, OPERAND
+                Q, Kt, ones, g, step, tokens, i, j, g_t, g_k, scale, K, BK, C, DECAY, PREVIOUS, PRECISION, EXACT, OPERAND
             )
         bonus = 1.0
         if PREVIOUS:

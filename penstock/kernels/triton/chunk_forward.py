@@ -1,14 +1,15 @@
 """The chunkwise forward kernel: one program walks the chunks of a stretch of tokens with its block of the state in registers.
 
 With G the sums of decays from a chunk's beginning, Gq those that a token's query sees (without its own decay where the
-previous state is read), and S the state before the chunk::
+previous state is read), S the state before the chunk, L its last token and M = G_L / 2::
 
-    A_ij = sum_d q_id 2^(Gq_id - G_jd) k_jd   for j < i, and on the diagonal q . k, or q . (u o k)
-    O    = scale (A V + (q o 2^Gq) S)
-    S'   = 2^(G_L) o (S + (k o 2^-G)^T V)
+    A_ij = sum_d q_id 2^(Gq_id - M_d) 2^(M_d - G_jd) k_jd   for j < i, and on the diagonal q . k, or q . (u o k)
+    O    = scale (A V + (q o 2^(Gq - M)) (2^M o S))
+    S'   = 2^(G_L) o S + 2^(G_L - M) o (k o 2^(M - G))^T V
 
-A, the sums and the states between chunks are never in memory. 2^-G is only formed where the chunk's decays allow it;
-elsewhere A comes from stretches with anchors of their own and S' from sums that run backwards, whose factors are at most 1.
+A, the sums and the states between chunks are never in memory. M halves the exponents: 2^(M - G) is only formed where the chunk
+decays by no more than 2^LIMIT; elsewhere A comes from stretches with anchors of their own and S' from sums that run backwards,
+whose factors are at most 1.
 """
 
 from __future__ import annotations
@@ -18,8 +19,6 @@ import triton.language as tl
 
 from .tiles import (
     CHANNEL,
-    FAR,
-    NEAR,
     NONE,
     SCALAR,
     decays,
@@ -68,7 +67,6 @@ def forward(
     is anything left. So the rare case costs the frequent one neither registers nor branches.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
-    ANCHOR: tl.constexpr = FAR if LIMIT > 100.0 else NEAR
     pid = tl.program_id(0)
     vb = pid % NV
     h = (pid // NV % H).to(tl.int64)
@@ -118,8 +116,6 @@ def forward(
         S = tl.load(first, mask=inside, other=0.0).to(tl.float32)
     else:
         S = tl.zeros((BK, BV), tl.float32)
-    if DECAY == CHANNEL:
-        S *= tl.exp2(-ANCHOR)  # as long as chunks suit: the running sums begin at ANCHOR
     suited = tokens
     if DECAY == CHANNEL:
         lower = triangle(ones, i, C, True, PRECISION)
@@ -152,18 +148,18 @@ def forward(
             suits = tl.min(total, 0) >= -LIMIT
             if not EXACT:
                 if (not suits) & (t < suited):
-                    tl.store(left_behind, S * tl.exp2(ANCHOR), mask=inside)
+                    tl.store(left_behind, S, mask=inside)
                     suited = t
             if (not EXACT) or suits:
-                G = sums(d, lower, PRECISION) + ANCHOR
-                if PREVIOUS:
-                    qt = Q.to(tl.float32) * tl.exp2(G - d)
-                else:
-                    qt = Q.to(tl.float32) * tl.exp2(G)
+                middle = 0.5 * total
+                G = sums(d, lower, PRECISION) - middle[None, :]
                 kt = Kt.to(tl.float32) * tl.exp2(-G)
+                if PREVIOUS:
+                    G -= d
+                qt = Q.to(tl.float32) * tl.exp2(G)
                 A = product(qt, tl.trans(kt), PRECISION)
-                O = product(qt, S, PRECISION)
-                S = tl.exp2(total)[:, None] * (S + product(tl.trans(kt), Vt, PRECISION))
+                O = product(qt, S * tl.exp2(middle)[:, None], PRECISION)
+                S = tl.exp2(total)[:, None] * S + tl.exp2(total - middle)[:, None] * product(tl.trans(kt), Vt, PRECISION)
             else:
                 left = tl.minimum(tokens - t, C)
                 qc = q + at * q_t
@@ -175,10 +171,10 @@ def forward(
                 qt = tile(qc, i * step, live, q_t, dk, q_k, K, BK).to(tl.float32) * read_factors(
                     gc, step, left, i, dk, g_t, g_k, K, BK, PREVIOUS
                 )
-                O = product(qt, S * tl.exp2(ANCHOR), PRECISION)
+                O = product(qt, S, PRECISION)
                 rest = rest_factors(gc, step, left, i, dk, g_t, g_k, K, BK, C)
                 kt = tile(kc, i * step, live, k_t, dk, k_k, K, BK).to(tl.float32) * rest
-                S = tl.exp2(total)[:, None] * S + product(tl.trans(kt), Vt, PRECISION) * tl.exp2(-ANCHOR)
+                S = tl.exp2(total)[:, None] * S + product(tl.trans(kt), Vt, PRECISION)
             if PREVIOUS:
                 A = tl.where(i[:, None] > i[None, :], A, tl.where(i[:, None] == i[None, :], own[:, None], 0.0))
             else:
@@ -187,8 +183,6 @@ def forward(
         mask = live[:, None] & (dv < V)[None, :]
         tl.store(output + (at * H * V) + (i * step)[:, None] * (H * V) + dv[None, :], O.to(output.dtype.element_ty), mask=mask)
 
-    if DECAY == CHANNEL:
-        S *= tl.exp2(ANCHOR)
     if DECAY == CHANNEL and not EXACT:
         tl.store(resume + pid, suited)
         if FINAL and suited >= tokens:

@@ -17,9 +17,9 @@ from ...problem import Problem
 from . import chunk_backward, chunk_forward, recurrent, segments, tiles
 from .table import Blocks, Target, blocks
 
-LIMITS = {"bf16": 124.0, "tf32": 124.0, "tf32x3": 32.0, "ieee": 32.0}
-"""How far decays may fall inside a chunk, log2 units, before stretches are cut: a chunk's whole decay must not underflow in float32,
-which ends at 2^-126, and where products are as exact as float32 the sums of decays should be too (half an ulp of 32 is 2e-6)."""
+LIMITS = {"bf16": 200.0, "tf32": 200.0, "tf32x3": 32.0, "ieee": 32.0}
+"""How far decays may fall inside a chunk, log2 units, before stretches are cut: factors go from 2^-LIMIT/2 to 2^LIMIT/2, and float32
+ends at 2^-126; and where products are as exact as float32 the sums of decays should be too (half an ulp of 32 is 2e-6)."""
 
 NONE, SCALAR, CHANNEL = (kind.value for kind in (tiles.NONE, tiles.SCALAR, tiles.CHANNEL))
 SPAN = 16
@@ -47,7 +47,7 @@ class Plan:
     memory: dict[str, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
     launches: list[Launch] = field(default_factory=list)
     C: int = 0
-    """Tokens in a chunk; the tensor ``ones`` [C + 1, C], row n with n ones, is at hand for those launches."""
+    """Tokens in a chunk; the tensor ``ones`` [C + 1, C], row n with n ones, is at hand for the launches."""
 
     def empty(self, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> str:
         """Plan uninitialised memory."""
@@ -161,7 +161,7 @@ def _segment_states(
     chunk_decays = plan.empty(d + "chunk_decays", chunk_slots, c.H, c.K) if stored is not None and c.decay else x
     plan.launch(
         segments.states, slots * c.H * grid,
-        (x, y, "g", "ones", chunk_states, chunk_decays, segment_states, segment_decays, "cu_seqlens"),
+        (x, y, "g", chunk_states, chunk_decays, segment_states, segment_decays, "cu_seqlens"),
         (scale, c.N, c.T, c.H, *strides, *c.gate), b.warps, **c.flags, BK=b.BK, BV=b.BV, C=C, L=L, ADJOINT=adjoint,
         PREVIOUS=c.previous, CHUNKS=stored is not None, REVERSE=reverse, STAGES=b.stages,
     )  # fmt: skip

@@ -10,12 +10,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .tiles import CHANNEL, FLOOR, LOG2E, NONE, SCALAR, decays, product, scalar_decays, slot_of, span_of, sums, tile, triangle
+from .tiles import CHANNEL, FLOOR, LOG2E, NONE, SCALAR, decays, product, scalar_decays, slot_of, span_of, sums, tile
 
 
 @triton.jit(do_not_specialize=["N", "T"])
 def states(
-    x, y, g, ones, chunk_states, chunk_decays, segment_states, segment_decays, cu_seqlens, scale, N, T, H,
+    x, y, g, chunk_states, chunk_decays, segment_states, segment_decays, cu_seqlens, scale, N, T, H,
     x_b, x_t, x_h, x_k, y_b, y_t, y_h, y_v, g_b, g_t, g_h, g_k,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, L: tl.constexpr,
     DECAY: tl.constexpr, ADJOINT: tl.constexpr, PREVIOUS: tl.constexpr, CHUNKS: tl.constexpr, PACKED: tl.constexpr,
@@ -60,7 +60,7 @@ def states(
     S = tl.zeros((BK, BV), tl.float32)
     D = tl.zeros((BK,), tl.float32)
     if DECAY == CHANNEL:
-        lower = triangle(ones, i, C, True, PRECISION)
+        lower = (i[:, None] >= i[None, :]).to(tl.bfloat16)  # with 2 warps, products take it from registers
     chunks = tl.cdiv(tokens, C)
     for c in tl.range(0, chunks, num_stages=STAGES):
         chunk = c

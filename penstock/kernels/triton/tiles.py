@@ -11,9 +11,9 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 FLOOR = tl.constexpr(-16384.0)  # log2 units: 2 ** FLOOR is 0 in float32, and sums of floored decays stay finite where -inf would not
-NEAR, FAR = tl.constexpr(0.0), tl.constexpr(50.0)  # log2 units: where a chunk's running sums begin
+NEAR, FAR = tl.constexpr(0.0), tl.constexpr(100.0)  # log2 units: where the sums of a stretch begin
 
-# FAR keeps both factors of a chunk that decays by 2^124 away from overflow; sums that begin at NEAR are more exact.
+# FAR keeps both factors of a stretch that decays by 2^200 away from overflow; sums that begin at NEAR are more exact.
 
 NONE, SCALAR, CHANNEL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # DECAY: absent, one per head, one per channel
 
