@@ -1,11 +1,11 @@
 """The chunkwise forward kernel: one program walks the chunks of a stretch of tokens with its block of the state in registers.
 
 With G the sums of decays from a chunk's beginning, Gq those that a token's query sees (without its own decay where the
-previous state is read), S the state before the chunk, L its last token and M = G_L / 2::
+previous state is read), S the state before the chunk and M half of what the chunk decays by::
 
     A_ij = sum_d q_id 2^(Gq_id - M_d) 2^(M_d - G_jd) k_jd   for j < i, and on the diagonal q . k, or q . (u o k)
     O    = scale (A V + (q o 2^(Gq - M)) (2^M o S))
-    S'   = 2^(G_L) o S + 2^(G_L - M) o (k o 2^(M - G))^T V
+    S'   = 2^M o (2^M o S + (k o 2^(M - G))^T V)
 
 A, the sums and the states between chunks are never in memory. M halves the exponents: 2^(M - G) is only formed where the chunk
 decays by no more than 2^LIMIT; elsewhere A comes from stretches with anchors of their own and S' from sums that run backwards,
@@ -67,6 +67,7 @@ def forward(
     is anything left. So the rare case costs the frequent one neither registers nor branches.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
+    OPERAND: tl.constexpr = tl.bfloat16 if PRECISION == "bf16" else tl.float32
     pid = tl.program_id(0)
     vb = pid % NV
     h = (pid // NV % H).to(tl.int64)
@@ -142,8 +143,6 @@ def forward(
             S = S * tl.exp2(tl.sum(d, 0)) + product(tl.trans(Kt), Vt * tl.exp2(rest)[:, None], PRECISION)
         else:
             d = decays(g + at * g_t, i * step, live, g_t, dk, g_k, K, BK)
-            if PREVIOUS:
-                own = tl.sum(Q.to(tl.float32) * bonus[None, :] * Kt.to(tl.float32), 1)
             total = tl.sum(d, 0)
             suits = tl.min(total, 0) >= -LIMIT
             if not EXACT:
@@ -151,15 +150,16 @@ def forward(
                     tl.store(left_behind, S, mask=inside)
                     suited = t
             if (not EXACT) or suits:
-                middle = 0.5 * total
-                G = sums(d, lower, PRECISION) - middle[None, :]
-                kt = Kt.to(tl.float32) * tl.exp2(-G)
+                half = 0.5 * total
+                G = sums(d, lower, PRECISION) - half[None, :]
+                kt = (Kt.to(tl.float32) * tl.exp2(-G)).to(OPERAND)
                 if PREVIOUS:
                     G -= d
-                qt = Q.to(tl.float32) * tl.exp2(G)
+                qt = (Q.to(tl.float32) * tl.exp2(G)).to(OPERAND)
                 A = product(qt, tl.trans(kt), PRECISION)
-                O = product(qt, S * tl.exp2(middle)[:, None], PRECISION)
-                S = tl.exp2(total)[:, None] * S + tl.exp2(total - middle)[:, None] * product(tl.trans(kt), Vt, PRECISION)
+                S *= tl.exp2(half)[:, None]
+                O = product(qt, S, PRECISION)
+                S = tl.exp2(half)[:, None] * (S + product(tl.trans(kt), Vt, PRECISION))
             else:
                 left = tl.minimum(tokens - t, C)
                 qc = q + at * q_t
@@ -168,14 +168,14 @@ def forward(
                 A = weights_by_stretches(qc, kc, gc, step, left, i, dk, q_t, q_k, k_t, k_k, g_t, g_k, K, BK, C, PREVIOUS, PRECISION, LIMIT)
                 if not PREVIOUS:
                     A += tl.where(i[:, None] == i[None, :], tl.sum(Q.to(tl.float32) * Kt.to(tl.float32), 1)[:, None], 0.0)
-                qt = tile(qc, i * step, live, q_t, dk, q_k, K, BK).to(tl.float32) * read_factors(
-                    gc, step, left, i, dk, g_t, g_k, K, BK, PREVIOUS
-                )
+                read = read_factors(gc, step, left, i, dk, g_t, g_k, K, BK, PREVIOUS)
+                qt = (tile(qc, i * step, live, q_t, dk, q_k, K, BK).to(tl.float32) * read).to(OPERAND)
                 O = product(qt, S, PRECISION)
                 rest = rest_factors(gc, step, left, i, dk, g_t, g_k, K, BK, C)
-                kt = tile(kc, i * step, live, k_t, dk, k_k, K, BK).to(tl.float32) * rest
+                kt = (tile(kc, i * step, live, k_t, dk, k_k, K, BK).to(tl.float32) * rest).to(OPERAND)
                 S = tl.exp2(total)[:, None] * S + product(tl.trans(kt), Vt, PRECISION)
             if PREVIOUS:
+                own = tl.sum(Q.to(tl.float32) * bonus[None, :] * Kt.to(tl.float32), 1)
                 A = tl.where(i[:, None] > i[None, :], A, tl.where(i[:, None] == i[None, :], own[:, None], 0.0))
             else:
                 A = tl.where(i[:, None] >= i[None, :], A, 0.0)
