@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from penstock.bench import trial
 from penstock.bench.apart import Failure, one_by_one, side_by_side
 from penstock.bench.cases import Shape
+from penstock.bench.launch_tables import table_lines
 from penstock.bench.tune import GROUPS, SPACE, Outcome, Tuned, Tuner, candidates, judged
 from penstock.cli import main
 from penstock.cli.tune import entry_of, print_tuned
@@ -56,6 +57,15 @@ def test_the_users_table_stands_before_the_shipped_one_and_that_before_the_rule(
     assert not table_file.in_use("sm_80")
     assert blocks("forward", TARGET._replace(table=found), 33, 64, "bf16", 2, False) == ENTRY.blocks  # 33 channels are rounded up
     assert blocks("forward", TARGET._replace(table=found), 65, 64, "bf16", 2, False) != ENTRY.blocks
+
+
+def test_check_tells_which_tables_are_in_use(own, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(Target, "of", lambda device: TARGET)
+    count = len(table_file.shipped("sm_90"))
+    assert table_lines() == [("sm_90", f"no entries of yours ({own}), then {count} shipped, then by rule")]
+    table_file.write(own, "sm_90", [ENTRY])
+    assert table_lines() == [("sm_90", f"1 entries of {own}, then {count} shipped, then by rule")]
 
 
 @pytest.mark.parametrize("path", sorted(table_file.shipped_path("sm_90").parent.iterdir()), ids=lambda path: path.stem)
@@ -176,7 +186,7 @@ def test_candidates_are_no_wider_than_the_head(kernel):
     assert all(one.BV <= 64 and one.BK <= 64 and one.fill == 3 for one in found)
     wide = candidates(Key(kernel, "none", "updated", "bf16", 256, 512), before)
     assert set(found) <= set(wide)
-    assert (len(wide) > len(found)) == (max(SPACE[kernel]["BV"]) > 64)
+    assert (len(wide) > len(found)) == (max(SPACE[kernel].get("BV", (0,))) > 64)
 
 
 @pytest.mark.parametrize(("kernel", "which"), GROUPS)
