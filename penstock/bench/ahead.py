@@ -109,13 +109,27 @@ def distinct(many: Iterable[Job]) -> dict[Job, Job]:
 
 def resources(job: Job) -> Resources:
     """Compile a job, or find it in Triton's cache, and read what it takes."""
-    kernel = _compile(job)
+    with _quiet():
+        kernel = _compile(job)
     shared = kernel.metadata.shared
     if "amdgcn" in kernel.asm:
         found = dict(re.findall(r"\.(vgpr_count|private_segment_fixed_size):\s+(\d+)", kernel.asm["amdgcn"]))
         return Resources(int(found["vgpr_count"]), int(found["private_segment_fixed_size"]), shared)
     registers, stack = _usage(kernel.asm["cubin"])
     return Resources(registers, stack, shared)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what the compiler writes where it gives up: pages of its inner language. That it did, it raises."""
+    kept = os.dup(2)
+    try:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 def _usage(cubin: bytes) -> tuple[int, int]:

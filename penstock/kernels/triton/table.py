@@ -107,6 +107,8 @@ def by_rule(key: Key, target: Target) -> Blocks:
     blocks = _as_on_hopper(key, target)
     if target.arch.startswith("gfx"):  # 4 warps leave a thread 512 registers: gla at 256 and 512 spilled 3964 bytes with 8, none with 4
         blocks = blocks._replace(warps=min(blocks.warps, 4))
+    if target.arch.startswith("sm_10") and key.kernel == "backward" and key.decay == "scalar":
+        blocks = blocks._replace(C=min(blocks.C, 32))  # Triton 3.7.1 cannot compile chunks of 64 there, whose products go to tensor memory
     return blocks
 
 
