@@ -3,7 +3,7 @@
 import json
 import os
 import signal
-from dataclasses import replace
+from time import sleep
 
 import pytest
 import torch
@@ -203,9 +203,8 @@ def test_trials_run_the_candidate_and_compare_with_the_exact_results(variant, ke
         return made(plan, device)
 
     monkeypatch.setattr(launch, "Prepared", noted)
-    found = trial.trials(given, [before._replace(warps=16), before], lambda call, device: 3.0 if call() is not None else 0.0)
-    assert next(found) is None
-    answers = list(found)
+    tried = trial.prepared(given, lambda call, device: 3.0 if call() is not None else 0.0)
+    answers = [tried(before._replace(warps=16)), tried(before)]
     assert [answer.milliseconds for answer in answers] == [3.0, 3.0]
     assert all(judged(before, answer).reason is None for answer in answers), answers
     assert 16 in planned[0]
@@ -218,9 +217,7 @@ def test_trials_run_the_candidate_and_compare_with_the_exact_results(variant, ke
         return ready._replace(exact={name: x + 0.01 * x.abs().max() for name, x in ready.exact.items()})
 
     monkeypatch.setattr(trial, "_step" if which == "step" else "_pass", off)
-    found = trial.trials(given, [before], lambda call, device: 3.0)
-    next(found)
-    assert judged(before, next(found)).reason.startswith("wrong: error 0.0")
+    assert judged(before, trial.prepared(given, lambda call, device: 3.0)(before)).reason.startswith("wrong: error 0.0")
 
 
 def half(x):
@@ -231,22 +228,31 @@ def half(x):
     return x / 2
 
 
-def halves(given, items):
-    if given is None:
-        raise ValueError("not ready")
-    yield "ready"
-    yield from map(half, items)
+def over(given):
+    begun = [0]
+
+    def share(x):
+        begun[0] += 1
+        return half(x) / given, begun[0]
+
+    return share
 
 
 def test_what_fails_or_crashes_fails_alone():
     assert list(side_by_side(half, [4, 0, -1, 6], 60, workers=2)) == [
         2.0, Failure("ValueError: no half of nothing"), Failure("its process ended with exit code -9"), 3.0,
     ]  # fmt: skip
-    assert list(one_by_one(halves, 1, [4, -1, 0, 6], 60)) == [
-        2.0, Failure("its process ended with exit code -9"), Failure("ValueError: no half of nothing"), 3.0,
+    assert list(side_by_side(half, [], 60)) == []
+    nothing = Failure("ZeroDivisionError: float division by zero")
+    assert list(one_by_one(over, 2, [4, 8, -1, 0, 6, 10], 60)) == [
+        (1.0, 1), (2.0, 2), Failure("its process ended with exit code -9"), Failure("ValueError: no half of nothing"), (1.5, 1), (2.5, 2),
     ]  # fmt: skip
-    with pytest.raises(RuntimeError, match="not ready"):
-        list(one_by_one(halves, None, [4], 60))
+    assert list(one_by_one(over, 0, [4, 6], 60)) == [nothing, nothing]
+
+
+def test_what_takes_too_long_fails_alone():
+    assert list(side_by_side(sleep, [0], 60)) == [None]  # processes are quick to start from now on
+    assert list(side_by_side(sleep, [0, 60, 0], 5, workers=1)) == [None, Failure("not done after 5 s"), None]
 
 
 def test_a_table_of_candidates_shows_the_chosen_and_the_refused(capsys):
@@ -260,7 +266,7 @@ def test_a_table_of_candidates_shows_the_chosen_and_the_refused(capsys):
     assert lines[-3][-1] == "chosen"
     assert lines[-2][-2:] == ["in", "use"]
     assert "wrong:" in lines[-1]
-    print_tuned(Console(width=140), replace(Tuned(KEY, "a call", Blocks(4), found[:1])))
+    print_tuned(Console(width=140), Tuned(KEY, "a call", Blocks(4), found[:1]))
     assert "WRONG: no candidate of forward channel updated bf16 64 64 is right" in capsys.readouterr().out
 
 

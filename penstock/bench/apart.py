@@ -6,9 +6,9 @@ import os
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 PRELOADED = ["__main__", __name__, "penstock.bench.ahead", "penstock.bench.tune"]
@@ -21,86 +21,107 @@ class Failure(NamedTuple):
     reason: str
 
 
-def apart(function: Callable[[Any], Any], job: Any, seconds: float) -> Any:
-    """``function(job)`` in its own process; a Failure if it raises, dies, or takes longer. ``function`` is a module's, ``job`` plain."""
-    process, here = _start(_send, function, job)
-    try:
-        return _received(process, here, seconds)
-    finally:
-        _end(process, here)
+class Worker:
+    """A process that answers; started when it is first asked, and again after it crashed or was too slow. For one thread."""
 
+    def __init__(self, answering: Callable[..., None], *given: Any) -> None:
+        self.answering, self.given = answering, given
+        self.process: Any = None
 
-def one_by_one(function: Callable[[Any, list[Any]], Iterator[Any]], given: Any, items: list[Any], seconds: float) -> Iterator[Any]:
-    """Yield what ``function(given, items)`` yields, an answer an item; a Failure for an item at which its process fails.
-
-    The process is then started anew for the items behind it. It must first yield one answer more, when it is ready for items:
-    a Failure there is raised as RuntimeError.
-    """
-    while items:
-        process, here = _start(_send_all, function, given, items)
+    def ask(self, question: Any, seconds: float) -> Any:
+        """Its answer, or a Failure."""
+        if self.process is None:
+            self._start()
         try:
-            ready = _received(process, here, seconds)
-            if isinstance(ready, Failure):
-                raise RuntimeError(ready.reason)
-            failed = False
-            while items and not failed:
-                answer = _received(process, here, seconds)
-                failed, items = isinstance(answer, Failure), items[1:]
-                yield answer
-        finally:
-            _end(process, here)
+            self.connection.send(question)
+            if not self.connection.poll(seconds):
+                self.close()
+                return Failure(f"not done after {seconds:.0f} s")
+            return self.connection.recv()
+        except (EOFError, ConnectionError):
+            self.process.join()
+            reason = f"its process ended with exit code {self.process.exitcode}"
+            self.close()
+            return Failure(reason)
 
+    def close(self) -> None:
+        """End the process."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.join()
+            self.connection.close()
+            self.process = None
 
-def _start(function: Callable[..., None], *arguments: Any) -> tuple[Any, Connection]:
-    context = get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    here, there = context.Pipe(duplex=False)
-    process = context.Process(target=function, args=(there, *arguments), daemon=True)
-    process.start()
-    there.close()
-    return process, here
-
-
-def _received(process: Any, here: Connection, seconds: float) -> Any:
-    if not here.poll(seconds):
-        return Failure(f"not done after {seconds:.0f} s")
-    try:
-        return here.recv()
-    except EOFError:
-        process.join()
-        return Failure(f"its process ended with exit code {process.exitcode}")
-
-
-def _end(process: Any, here: Connection) -> None:
-    process.kill()
-    process.join()
-    here.close()
-
-
-def _send(there: Connection, function: Callable[[Any], Any], job: Any) -> None:
-    try:
-        result = function(job)
-    except Exception as error:  # whatever a compiler or a GPU raises is told, and may hold what cannot be sent
-        result = _told(error)
-    there.send(result)
-
-
-def _send_all(there: Connection, function: Callable[[Any, list[Any]], Iterator[Any]], given: Any, items: list[Any]) -> None:
-    try:
-        for answer in function(given, items):
-            there.send(answer)
-    except Exception as error:
-        there.send(_told(error))
-
-
-def _told(error: Exception) -> Failure:
-    return Failure("".join(traceback.format_exception_only(error)).strip())
+    def _start(self) -> None:
+        context = get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
+        self.connection, there = context.Pipe()
+        self.process = context.Process(target=self.answering, args=(there, *self.given), daemon=True)
+        self.process.start()
+        there.close()
 
 
 def side_by_side(function: Callable[[Any], Any], jobs: Sequence[Any], seconds: float, workers: int | None = None) -> Iterator[Any]:
-    """Yield each job's result, or Failure, in the order of the jobs; one process a core unless ``workers`` says otherwise."""
-    with ThreadPoolExecutor(workers or cores()) as threads:
-        yield from threads.map(partial(apart, function, seconds=seconds), jobs)
+    """Yield ``function(job)`` for each job, in order; a Failure if it raises, crashes or takes longer.
+
+    One process a core, unless ``workers`` says otherwise. ``function`` is a module's, jobs and results are plain data.
+    """
+    idle: SimpleQueue[Worker] = SimpleQueue()
+    every = [Worker(_answer, function) for _ in range(min(workers or cores(), len(jobs)))]
+    for worker in every:
+        idle.put(worker)
+
+    def ask(job: Any) -> Any:
+        worker = idle.get()
+        try:
+            return worker.ask(job, seconds)
+        finally:
+            idle.put(worker)
+
+    try:
+        if every:
+            with ThreadPoolExecutor(len(every)) as threads:
+                yield from threads.map(ask, jobs)
+    finally:
+        for worker in every:
+            worker.close()
+
+
+def one_by_one(prepare: Callable[[Any], Callable[[Any], Any]], given: Any, jobs: Sequence[Any], seconds: float) -> Iterator[Any]:
+    """Yield ``prepare(given)(job)`` for each job, all in one process, which is started and prepared anew after every failure."""
+    worker = Worker(_prepare_and_answer, prepare, given)
+    try:
+        for job in jobs:
+            answer = worker.ask(job, seconds)
+            if isinstance(answer, Failure):
+                worker.close()
+            yield answer
+    finally:
+        worker.close()
+
+
+def _answer(there: Connection, function: Callable[[Any], Any]) -> None:
+    while True:
+        try:
+            job = there.recv()
+        except EOFError:
+            return
+        try:
+            result = function(job)
+        except Exception as error:  # whatever a compiler or a GPU raises is told, and may hold what cannot be sent
+            result = Failure("".join(traceback.format_exception_only(error)).strip())
+        there.send(result)
+
+
+def _prepare_and_answer(there: Connection, prepare: Callable[[Any], Callable[[Any], Any]], given: Any) -> None:
+    ready: list[Callable[[Any], Any]] = []
+
+    def function(job: Any) -> Any:
+        if not ready:
+            ready.append(prepare(given))
+        return ready[0](job)
+
+    _answer(there, function)
 
 
 def cores() -> int:

@@ -125,9 +125,9 @@ def print_findings(console: Console, findings: list[Finding]) -> None:
     for arch in dict.fromkeys(finding.arch for finding in findings):
         title = f"{arch}: {TARGETS[arch].shared_memory / 1024:.0f} KiB of shared memory"
         table = Table(box=SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
-        table.add_column("call", no_wrap=True)
-        for name in ("kernels", "registers", "spills, bytes", "shared, KiB"):
-            table.add_column(name, justify="right")
+        table.add_column("call", overflow="fold")
+        for name in ("kernels", "registers", "spills,\nbytes", "shared,\nKiB"):
+            table.add_column(name, justify="right", no_wrap=True, vertical="bottom")
         rows: dict[str, list[Finding]] = defaultdict(list)
         for finding in findings:
             if finding.arch == arch:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from math import sqrt
@@ -68,16 +68,18 @@ class Ready(NamedTuple):
     allowed: dict[str, float]
 
 
-def trials(trial: Trial, candidates: list[Blocks], clock: Clock | None = None) -> Iterator[Answer | None]:
-    """Yield None when everything is ready, then an answer for each candidate. What a candidate raises ends the trials."""
+def prepared(trial: Trial, clock: Clock | None = None) -> Callable[[Blocks], Answer]:
+    """A function that tries a candidate. What a candidate raises may leave the GPU unusable for this process."""
     ready = _step(trial) if trial.which == "step" else _pass(trial)
-    yield None
-    for blocks in candidates:
+
+    def tried(blocks: Blocks) -> Answer:
         with launch.trying({**trial.beside, trial.key: blocks}), torch.no_grad():
             found = ready.checked()
             pairs = [(error(found[name], exact), ready.allowed[name]) for name, exact in ready.exact.items()]
             worst = max(pairs, key=lambda pair: pair[0] / pair[1])
-            yield Answer((clock or gpu_clock)(ready.timed, torch.device(trial.device)), *worst)
+            return Answer((clock or gpu_clock)(ready.timed, torch.device(trial.device)), *worst)
+
+    return tried
 
 
 def _step(trial: Trial) -> Ready:

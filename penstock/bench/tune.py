@@ -19,7 +19,7 @@ from . import ahead
 from .apart import Failure, one_by_one, side_by_side
 from .cases import Shape
 from .passes import Pass, planned, without_memory
-from .trial import Trial, trials
+from .trial import Trial, prepared
 
 GROUPS: tuple[tuple[str, Pass], ...] = (("forward", "forward"), ("backward", "backward"), ("states", "backward"), ("recurrent", "step"))
 """Kernels, and the pass that each is timed in."""
@@ -166,4 +166,4 @@ def _unfit(found: list[ahead.Resources | Failure], target: Target) -> str | None
 
 
 def _in_another_process(trial: Trial, blocks: list[Blocks]) -> Iterator[Any]:
-    return one_by_one(trials, trial, blocks, SECONDS)
+    return one_by_one(prepared, trial, blocks, SECONDS)
