@@ -1,30 +1,49 @@
-"""``penstock check``: what this machine has, and whether every implementation is right on it."""
+"""``penstock check``: what this machine has, whether every implementation is right on it, and whether the kernels compile for GPUs."""
 
 from __future__ import annotations
 
 import json
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
+from ..bench.launch_tables import table_lines
 from ..bench.machine import Machine
 from ..bench.report import print_findings, print_machine
 from ..bench.verify import findings
+from ..errors import Complaints, RangeError
 
 
 def check(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print everything as JSON instead: each result, its error, what is allowed.")
     ] = False,
+    compile_ahead: Annotated[
+        bool, typer.Option("--compile", help="Compile the Triton kernels for GPUs that need not be here, instead of running anything.")
+    ] = False,
+    arch: Annotated[list[str] | None, typer.Option(help="With --compile: only for this GPU. Repeatable.  [default: all]")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="With --compile: only launches with this in their name. Repeatable.")
+    ] = None,
+    record: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="With --compile: write what the kernels take here, and compare with nothing.")
+    ] = None,
 ) -> None:
     """Hold every implementation on this machine to the float64 oracle.
 
     Shows the processor, the GPUs and the versions, then runs every implementation for every variant in float16, bfloat16,
     float32 and float64: output, final state, every gradient and the decode step. Allowed are 1e-12 for float64, 2e-6 for
     float32, and one rounding more for bfloat16 and float16 results.
+
+    With --compile, every kind of launch that models make is compiled for an A100 (sm_80), an H100 or H200 (sm_90), a B200
+    (sm_100) and an MI300X (gfx942), which takes minutes. It must compile and fit the GPU's shared memory, and with the
+    Triton that made the record in this package it must not keep more in memory for want of registers than recorded.
 
     Exit code 0 if everything that runs here is right, 1 if anything is wrong.
 
@@ -33,9 +52,51 @@ def check(
       penstock check
 
       penstock check --json > check.json
+
+      penstock check --compile --arch sm_90 --only rwkv6
     """
-    if not print_check(Console(), as_json):
+    if not compile_ahead:
+        complaints = Complaints("check")
+        for name, given in (("arch", arch), ("only", only), ("record", record)):
+            if given:
+                complaints.add(RangeError, name, "left out without --compile", repr(given), "Add --compile.")
+        complaints.raise_any()
+    right = print_compiled(Console(), arch or [], only or [], record, as_json) if compile_ahead else print_check(Console(), as_json)
+    if not right:
         raise typer.Exit(1)
+
+
+def print_compiled(console: Console, archs: list[str], only: list[str], record: Path | None, as_json: bool = False) -> bool:
+    """Compile ahead of time and print; return whether everything is right."""
+    from ..bench.ahead import check_compiler
+
+    check_compiler("check")
+    from ..bench import resources  # needs Triton
+
+    launches = resources.launches(archs, only)
+    triton = version("triton")
+    waiting: AbstractContextManager[object] = nullcontext() if as_json else console.status("compiling", spinner="dots")
+    with waiting:
+        compiled = resources.compiled(launches)
+    known = None if record is not None else resources.Record.read()
+    found = resources.held_to(known, triton, compiled)
+    wrong = [finding for finding in found if finding.wrong]
+    if record is not None and not wrong:
+        resources.Record.of(triton, found).write(record)
+    if as_json:
+        content = {"ok": not wrong, "triton": triton, "recorded_with": known and known.triton}
+        typer.echo(json.dumps(content | {"launches": [finding.plain for finding in found]}, indent=2))
+        return not wrong
+    resources.print_findings(console, found)
+    if record is not None:
+        compared = f"written: {record}" if not wrong else "not written"
+    elif known is not None and known.triton == triton:
+        compared = f"no spills beyond the record of Triton {triton}" if not wrong else f"compared with the record of Triton {triton}"
+    else:
+        compared = f"spills not compared: this is Triton {triton}, the record is of {known and known.triton}"
+    verdict = f"[bold red]{len(wrong)} wrong[/] of {len(found)} launches" if wrong else f"[bold green]right[/]: all {len(found)} launches"
+    console.print(f"{verdict}; {compared}", soft_wrap=True, highlight=False)
+    return not wrong
 
 
 def print_check(console: Console, as_json: bool = False) -> bool:
@@ -43,6 +104,8 @@ def print_check(console: Console, as_json: bool = False) -> bool:
     machine = Machine.here()
     if not as_json:
         print_machine(console, machine)
+        for arch, line in table_lines():
+            console.print(Text.assemble((f"  {'table ' + arch:<16}", "bold"), line), soft_wrap=True)
     waiting: AbstractContextManager[object] = nullcontext() if as_json else console.status("asking the oracle", spinner="dots")
     with waiting:
         found = list(findings())

@@ -6,9 +6,9 @@ costs the host little more than the launches themselves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 
 import torch
@@ -18,7 +18,7 @@ from ...problem import Problem, Step, signature
 from ..contract import Gradients
 from . import interpreting, plan
 from .plan import Launch, Plan
-from .table import Target
+from .table import Blocks, Key, Target
 
 KEPT = 1024
 """Plans that are kept; when there are more, all are forgotten."""
@@ -87,6 +87,26 @@ def _at(device: torch.device) -> AbstractContextManager[object]:
 
 
 _prepared: dict[Hashable, Prepared] = {}
+_tried: dict[Key, Blocks] = {}
+
+
+@contextmanager
+def trying(blocks: Mapping[Key, Blocks]) -> Iterator[None]:
+    """Launch with these block sizes before all others, within this block, in the whole process: how ``penstock tune`` times them."""
+    before = dict(_tried)
+    _prepared.clear()
+    _tried.update(blocks)
+    try:
+        yield
+    finally:
+        _prepared.clear()
+        _tried.clear()
+        _tried.update(before)
+
+
+def _target(device: torch.device) -> Target:
+    target = Target.of(device)
+    return target._replace(table={**target.table, **_tried}) if _tried else target
 
 
 def _run(
@@ -99,7 +119,7 @@ def _run(
     if prepared is None:
         if len(_prepared) >= KEPT:
             _prepared.clear()
-        prepared = _prepared[key] = Prepared(planned(Target.of(q.device)), q.device)
+        prepared = _prepared[key] = Prepared(planned(_target(q.device)), q.device)
     return prepared.run({name: x if x is not None else q for name, x in tensors.items()})
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...problem import Problem
 from . import chunk_backward, chunk_forward, recurrent, segments, tiles
-from .table import Blocks, Target, blocks
+from .table import LEAST, Blocks, Target, blocks
 
 LIMITS = {"bf16": 200.0, "tf32": 200.0, "tf32x3": 32.0, "ieee": 32.0}
 """How far decays may fall inside a chunk, log2 units, before stretches are cut: factors go from 2^-LIMIT/2 to 2^LIMIT/2, and float32
@@ -24,9 +24,6 @@ ends at 2^-126; and where products are as exact as float32 the sums of decays sh
 NONE, SCALAR, CHANNEL = (kind.value for kind in (tiles.NONE, tiles.SCALAR, tiles.CHANNEL))
 SPAN = 16
 """Tokens between the states that the token-serial backward pass keeps; those within are computed again."""
-
-LEAST = 64
-"""Blocks of the chunk kernels: with 32 columns and chunks of 64, Triton 3.6 made code that read out of bounds on Hopper."""
 
 
 class Launch(NamedTuple):

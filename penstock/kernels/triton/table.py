@@ -1,36 +1,27 @@
-"""Block sizes per kernel and head size, from measurements on one NVIDIA H200 (benchmarks/NOTES.md, "Triton")."""
+"""Block sizes of the kernels: measured ones where there are any, else by rule, within the GPU's shared memory.
+
+``Target.of`` reads the tables (``table_file``) once; planning is then a function of its arguments.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 
+KERNELS = ("forward", "backward", "states", "recurrent")
+DECAYS = ("none", "scalar", "channel")
+"""Names of the kinds of decay, in the order of the kernels' constants."""
+READS = ("updated", "previous")
+PRECISIONS = ("bf16", "tf32", "tf32x3", "ieee")
 
-class Target(NamedTuple):
-    """The GPU that launches are planned for."""
-
-    arch: str
-    """"sm_90", "gfx942", ...; "interpreter"."""
-    multiprocessors: int
-    shared_memory: int
-    """Bytes that one program may take."""
-
-    @property
-    def interpreted(self) -> bool:
-        """Whether this is Triton's interpreter."""
-        return self.arch == "interpreter"
-
-    @classmethod
-    @cache
-    def of(cls, device: torch.device) -> Target:
-        """The GPU of this device. The interpreter gets a few multiprocessors, so that segments are walked there too."""
-        if device.type != "cuda":
-            return cls("interpreter", 4, 1 << 20)
-        gpu = torch.cuda.get_device_properties(device)
-        arch = gpu.gcnArchName.partition(":")[0] if torch.version.hip else f"sm_{gpu.major}{gpu.minor}"
-        return cls(arch, gpu.multi_processor_count, getattr(gpu, "shared_memory_per_block_optin", 1 << 16))
+LEAST = 64
+"""Blocks of the chunk kernels: with 32 columns and chunks of 64, Triton 3.6 made code that read out of bounds on Hopper."""
+LONGEST = 64
+"""Tokens in a chunk at most, by rule."""
 
 
 class Blocks(NamedTuple):
@@ -49,19 +40,120 @@ class Blocks(NamedTuple):
     """Programs per multiprocessor to aim at, where a sequence can be cut into segments."""
 
 
+class Key(NamedTuple):
+    """What block sizes are measured for."""
+
+    kernel: str
+    decay: str
+    read: str
+    precision: str
+    """Of the products, see ``plan.precision``."""
+    K: int
+    """Key channels, up to the next power of two."""
+    V: int
+
+    def __str__(self) -> str:
+        return " ".join(map(str, self))
+
+
+class Target(NamedTuple):
+    """The GPU that launches are planned for."""
+
+    arch: str
+    """"sm_90", "gfx942", ...; "interpreter"."""
+    multiprocessors: int
+    shared_memory: int
+    """Bytes that one program may take."""
+    table: Mapping[Key, Blocks] = MappingProxyType({})
+    """Measured block sizes."""
+
+    @property
+    def interpreted(self) -> bool:
+        """Whether this is Triton's interpreter."""
+        return self.arch == "interpreter"
+
+    @classmethod
+    @cache
+    def of(cls, device: torch.device) -> Target:
+        """The GPU of this device, and what was measured for its kind.
+
+        The interpreter gets a few multiprocessors, so that segments are walked there too.
+        """
+        from .table_file import in_use
+
+        if device.type != "cuda":
+            return cls("interpreter", 4, 1 << 20)
+        gpu = torch.cuda.get_device_properties(device)
+        arch = gpu.gcnArchName.partition(":")[0] if torch.version.hip else f"sm_{gpu.major}{gpu.minor}"
+        shared_memory = getattr(gpu, "shared_memory_per_block_optin", 1 << 16)
+        return cls(arch, gpu.multi_processor_count, shared_memory, {key: entry.blocks for key, entry in in_use(arch).items()})
+
+
+def bucket(channels: int) -> int:
+    """Where a head size belongs in a table."""
+    return max(16, 1 << max(channels - 1, 0).bit_length())
+
+
 def blocks(kernel: str, target: Target, K: int, V: int, precision: str, decay: int, previous: bool) -> Blocks:
-    """Sizes for "forward", "backward", "states" or "recurrent"."""
-    wide = precision != "bf16"  # products of float32 operands
+    """Sizes for one of ``KERNELS``."""
+    key = Key(kernel, DECAYS[decay], READS[previous], precision, bucket(K), bucket(V))
+    found = target.table.get(key)
+    return found if found is not None else fitted(by_rule(key, target), key, target.shared_memory)
+
+
+def by_rule(key: Key, target: Target) -> Blocks:
+    """Sizes where nothing was measured: those that were best on one NVIDIA H200 (tables/sm_90.json), carried over."""
+    blocks = _as_on_hopper(key, target)
+    if target.arch.startswith("gfx"):  # 4 warps leave a thread 512 registers: gla at 256 and 512 spilled 3964 bytes with 8, none with 4
+        blocks = blocks._replace(warps=min(blocks.warps, 4))
+    if target.arch.startswith("sm_10") and key.kernel == "backward" and key.decay == "scalar":
+        blocks = blocks._replace(C=min(blocks.C, 32))  # Triton 3.7.1 cannot compile chunks of 64 there, whose products go to tensor memory
+    return blocks
+
+
+def _as_on_hopper(key: Key, target: Target) -> Blocks:
+    kernel, decay, read, precision, K, V = key
+    short = precision == "bf16"
     if kernel == "recurrent":
         if target.interpreted:
             return Blocks(1, BV=64)  # the interpreter's time goes by programs
         return Blocks(1, BV=16) if K <= 128 else Blocks(4, BV=8)
-    if kernel == "states":  # bf16 (8,2048,32,64), both directions: 0.190 ms; 4 warps 0.282; BK 64 and 4 warps 0.199
-        return Blocks(2, BK=32, stages=1 if wide else 3, fill=4)
-    if kernel == "backward":  # bf16 (8,2048,32,64): 0.585 ms; 8 warps 1.11; C 32 0.746
-        return Blocks(4, C=32 if wide or K > 128 else 64)
-    if wide:
-        return Blocks(4, C=32, fill=2) if K <= 64 else Blocks(8, C=16, fill=2)
-    if K <= 64:  # gla, bf16 (8,2048,32,64): C 64 0.146 ms, C 32 0.173; linear attention: C 64 0.124, C 32 0.080
-        return Blocks(4, C=64 if decay else 32, stages=3, fill=3)
-    return Blocks(4 if K <= 128 else 8, C=32, stages=3, fill=1)  # bf16 (4,2048,16,128): 0.232 ms; C 64 0.289
+    if kernel == "states":  # wider blocks read less, but there are fewer: segments cost the backward kernel more than they bring
+        if K <= 64 or V <= 64 or not short:
+            return Blocks(2, BK=32, stages=3 if short else 1, fill=4)
+        return Blocks(4, BK=32 if K <= 128 else 64, BV=128, stages=3, fill=3)
+    if kernel == "backward":
+        if not short:
+            return Blocks(4, C=64 if precision == "tf32" and K <= 64 else 32)
+        if K <= 64:  # chunks of 32 where decays may be strong (RWKV): 2^200 is then 6 bits a token
+            return Blocks(2, C=32) if read == "previous" else Blocks(4, C=64)
+        return Blocks(4, C=32, BK=128) if K <= 128 else Blocks(4, C=64)
+    if not short:
+        return Blocks(4, C=64 if precision == "tf32" else 32, fill=2) if K <= 64 else Blocks(8, C=16, fill=2)
+    if K <= 64:
+        return Blocks(4, C=32 if decay == "none" or read == "previous" else 64, stages=3, fill=3)
+    return Blocks(4 if K <= 128 else 8, C=32, stages=3, fill=1)
+
+
+def fitted(blocks: Blocks, key: Key, shared_memory: int) -> Blocks:
+    """Fewer stages, then shorter chunks, until a program fits; if nothing does, the smallest."""
+    while shared_bytes(blocks, key) > shared_memory and (blocks.stages > 1 or blocks.C > 16):
+        blocks = blocks._replace(stages=blocks.stages - 1) if blocks.stages > 1 else blocks._replace(C=blocks.C // 2)
+    return blocks
+
+
+def shared_bytes(blocks: Blocks, key: Key) -> int:
+    """Shared memory that a program may take: never less than what it was compiled to (bench/resources.json), up to 3 times as much.
+
+    A state, four tiles and A change their layout through it, and each stage but one of the pipeline waits there.
+    """
+    size = 2 if key.precision == "bf16" else 4
+    if key.kernel == "recurrent":
+        return 4 * key.K * blocks.BV
+    K, V, C = min(key.K, blocks.BK), min(key.V, blocks.BV), blocks.C or LONGEST
+    K, V = (max(K, LEAST), max(V, LEAST)) if key.kernel != "states" else (K, V)
+    if key.kernel == "forward":
+        K = max(key.K, LEAST)
+    layouts = size * (K * V + C * (3 * K + V + C))
+    stage = C * (size * (2 * K + V) + 4 * K * (key.decay == "channel"))
+    return layouts + stage * (blocks.stages - 1)

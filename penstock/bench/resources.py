@@ -1,0 +1,145 @@
+"""What compiled kernels take, held to what was recorded: a kernel that begins to spill, or outgrows a GPU, is found without one."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ..errors import Complaints, RangeError
+from .ahead import Job, Resources, distinct, resources
+from .apart import Failure, side_by_side
+from .shipped import CONFIGURATIONS, TARGETS
+
+RECORDED = Path(__file__).with_name("resources.json")
+SECONDS = 300.0
+"""For one kernel; on a quiet core the slowest takes 11 s."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """Resources of launches, by architecture and name."""
+
+    triton: str
+    """The version that compiled them; another one's compiler may spend registers differently."""
+    launches: dict[str, dict[str, Resources]] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path: Path = RECORDED) -> Record:
+        """Read a file that ``write`` wrote."""
+        content = json.loads(path.read_text())
+        launches = {arch: {name: Resources(**one) for name, one in found.items()} for arch, found in content["launches"].items()}
+        return cls(content["triton"], launches)
+
+    @classmethod
+    def of(cls, triton: str, findings: Iterable[Finding]) -> Record:
+        """What was found."""
+        launches: dict[str, dict[str, Resources]] = defaultdict(dict)
+        for finding in findings:
+            if finding.found is not None:
+                launches[finding.arch][finding.launch] = finding.found
+        return cls(triton, dict(launches))
+
+    def write(self, path: Path) -> None:
+        """Write as JSON, a launch a line."""
+        archs = []
+        for arch, found in self.launches.items():
+            lines = ",\n".join(f"   {json.dumps(name)}: {json.dumps(one._asdict())}" for name, one in found.items())
+            archs.append(f"  {json.dumps(arch)}: {{\n{lines}\n  }}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f'{{"triton": {json.dumps(self.triton)},\n "launches": {{\n' + ",\n".join(archs) + "\n }}\n")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One launch, compiled."""
+
+    arch: str
+    launch: str
+    found: Resources | None
+    recorded: Resources | None
+    wrong: str | None
+    """What is not as it must be."""
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """For JSON."""
+        found, recorded = (None if x is None else x._asdict() for x in (self.found, self.recorded))
+        return {"arch": self.arch, "launch": self.launch, "found": found, "recorded": recorded, "wrong": self.wrong}
+
+
+def launches(archs: Iterable[str], only: Iterable[str]) -> dict[tuple[str, str], Job]:
+    """Launches by architecture and name: all, or those of these architectures with one of these texts in their name."""
+    complaints, archs, only = Complaints("check"), list(archs), list(only)
+    for arch in archs:
+        if arch not in TARGETS:
+            complaints.add(RangeError, "arch", f"one of {', '.join(TARGETS)}", repr(arch))
+    complaints.raise_any()
+    every = {(arch, name): job for arch in archs or TARGETS for one in CONFIGURATIONS for name, job in one.launches(arch)}
+    for text in only:
+        if not any(text in name for _, name in every):
+            known = f"a part of a launch's name, such as {CONFIGURATIONS[0].name!r}"
+            complaints.add(RangeError, "only", known, repr(text), "penstock check --compile --json lists them.")
+    complaints.raise_any()
+    return {(arch, name): job for (arch, name), job in every.items() if not only or any(text in name for text in only)}
+
+
+def compiled(launches: Mapping[tuple[str, str], Job]) -> dict[tuple[str, str], Resources | Failure]:
+    """Compile all launches, each distinct one once, over all cores."""
+    firsts = distinct(launches.values())
+    todo: list[Job] = list(dict.fromkeys(firsts.values()))
+    found = dict(zip(todo, side_by_side(resources, todo, SECONDS)))
+    return {where: found[firsts[job]] for where, job in launches.items()}
+
+
+def held_to(record: Record | None, triton: str, found: Mapping[tuple[str, str], Resources | Failure]) -> list[Finding]:
+    """Compare with a record; spills only with one of the same Triton."""
+    same = record is not None and record.triton == triton
+    return [_finding(arch, name, one, record.launches.get(arch, {}).get(name) if record and same else None, same)
+            for (arch, name), one in found.items()]  # fmt: skip
+
+
+def _finding(arch: str, name: str, found: Resources | Failure, recorded: Resources | None, complete: bool) -> Finding:
+    if isinstance(found, Failure):
+        return Finding(arch, name, None, recorded, f"does not compile: {found.reason}")
+    limit, wrong = TARGETS[arch].shared_memory, []
+    if found.shared > limit:
+        wrong.append(f"{found.shared} bytes of shared memory, {arch} has {limit}")
+    if recorded is not None and found.spill > recorded.spill:
+        wrong.append(f"spills {found.spill} bytes, recorded are {recorded.spill}")
+    if recorded is None and complete:
+        wrong.append("not in the record: write it anew with --record")
+    return Finding(arch, name, found, recorded, "; ".join(wrong) or None)
+
+
+def print_findings(console: Console, findings: list[Finding]) -> None:
+    """For each architecture a row a configuration and pass: its most registers, spills and shared memory. Then what is wrong."""
+    for arch in dict.fromkeys(finding.arch for finding in findings):
+        title = f"{arch}: {TARGETS[arch].shared_memory / 1024:.0f} KiB of shared memory"
+        table = Table(box=SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
+        table.add_column("call", overflow="fold")
+        for name in ("kernels", "registers", "spills,\nbytes", "shared,\nKiB"):
+            table.add_column(name, justify="right", no_wrap=True, vertical="bottom")
+        rows: dict[str, list[Finding]] = defaultdict(list)
+        for finding in findings:
+            if finding.arch == arch:
+                rows[finding.launch.rpartition(": ")[0]].append(finding)
+        for call, group in rows.items():
+            taken = [finding.found for finding in group if finding.found is not None]
+            failed = len(group) - len(taken)
+            most = Resources(*(max(column) for column in zip(*taken))) if taken else Resources(0, 0, 0)
+            style = "bold red" if any(finding.wrong for finding in group) else ""
+            count = f"{len(group)}" + f" ({failed} failed)" * bool(failed)
+            table.add_row(Text(call, style=style), count, str(most.registers), str(most.spill), f"{most.shared / 1024:.0f}")
+        console.print(table)
+    for finding in findings:
+        if finding.wrong:
+            console.print(Text(f"  WRONG: {finding.arch}: {finding.launch}: {finding.wrong}", style="bold red"), soft_wrap=True)

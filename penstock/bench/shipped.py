@@ -1,0 +1,81 @@
+"""What is compiled ahead of time: every kind of launch that models make, on every GPU that is promised."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from ..kernels.triton.plan import Launch
+from ..kernels.triton.table import Target
+from ..kernels.triton.table_file import shipped
+from .ahead import Job, jobs, kernel_name
+from .cases import Shape
+from .passes import PASSES, Pass, planned, without_memory
+
+TARGETS = {
+    "sm_80": Target("sm_80", 108, 163 << 10),  # A100
+    "sm_90": Target("sm_90", 132, 227 << 10),  # H100, H200
+    "sm_100": Target("sm_100", 148, 227 << 10),  # B200
+    "gfx942": Target("gfx942", 304, 64 << 10),  # MI300X
+}
+"""By architecture: multiprocessors, and the shared memory that one program may take."""
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A kind of call."""
+
+    variant: str
+    shape: Shape
+    dtype: str = "bfloat16"
+    passes: tuple[Pass, ...] = PASSES
+    packed: bool = False
+
+    @property
+    def name(self) -> str:
+        """For people, and for the record."""
+        return f"{self.variant} {self.shape.text} {self.dtype}" + " packed" * self.packed
+
+    def launches(self, arch: str) -> Iterator[tuple[str, Job]]:
+        """Yield each launch with its name."""
+        target = TARGETS[arch]._replace(table={key: entry.blocks for key, entry in shipped(arch).items()})
+        for which in self.passes:
+            shape = self.shape._replace(T=self.shape.T if which in ("forward", "backward") else 1 if which == "step" else 8)
+            ends = torch.empty(5, dtype=torch.int64, device="meta") if self.packed and which != "step" else None
+            made = planned(which, without_memory(self.variant, shape, getattr(torch, self.dtype)), target, ends)
+            times: Counter[str] = Counter()
+            for launch, job in zip(made.plan.launches, jobs(made.plan, made.tensors, arch)):
+                name = f"{self.name}: {which}: {_told(launch)}"
+                times[name] += 1
+                yield name + f" {times[name]}" * (times[name] > 1), job
+
+
+def _told(launch: Launch) -> str:
+    """The kernel, and which of its two kinds where a pass launches both."""
+    first = len(launch.tensors) + len(launch.numbers)
+    constants = dict(zip(launch.kernel.arg_names[first:], launch.constants))
+    return kernel_name(launch.kernel) + "".join(f" {flag.lower()}" for flag in ("ADJOINT", "EXACT") if constants.get(flag))
+
+
+PROMPT, BATCH = (1, 1024), (8, 2048)
+"""B and T of a prompt, whose sequence is cut into segments, and of training data, whose sequences are walked whole."""
+
+CONFIGURATIONS = (
+    Configuration("linear_attention", Shape(*PROMPT, 16, 64, 64)),
+    Configuration("linear_attention", Shape(*PROMPT, 16, 64, 64), "float16"),
+    Configuration("retention", Shape(*PROMPT, 8, 256, 512)),
+    Configuration("retention", Shape(*PROMPT, 16, 64, 64)),
+    Configuration("simple_gla", Shape(*PROMPT, 64, 128, 64)),
+    Configuration("simple_gla", Shape(*PROMPT, 32, 64, 64), packed=True),
+    Configuration("gla", Shape(*PROMPT, 4, 256, 512)),
+    Configuration("gla", Shape(*PROMPT, 16, 128, 128)),
+    Configuration("gla", Shape(*PROMPT, 16, 100, 100)),
+    Configuration("gla", Shape(*BATCH, 32, 64, 64)),
+    Configuration("gla", Shape(*PROMPT, 32, 64, 64), "float32"),
+    Configuration("rwkv5", Shape(*PROMPT, 32, 64, 64)),
+    Configuration("rwkv6", Shape(*PROMPT, 32, 64, 64)),
+    Configuration("rwkv6", Shape(*PROMPT, 32, 64, 64), "float32"),
+)

@@ -1,0 +1,160 @@
+"""Runs candidates of block sizes on a GPU: results against the float64 chunkwise form, then times."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from math import sqrt
+from statistics import median
+from time import perf_counter
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..kernels import chunkwise
+from ..kernels.contract import Gradients, gradients_of
+from ..kernels.triton import CHUNKWISE, RECURRENT, launch
+from ..kernels.triton.table import Blocks, Key
+from ..problem import Problem, Step
+from . import rounding
+from .cases import Shape, inputs
+from .oracle import budget, error
+from .passes import Pass
+
+CALLS = 20
+FLUSHED = 1 << 28
+"""Bytes written before each call, so that it finds its inputs in memory and not in a cache, as in a model."""
+EVEN_TOKENS = 1024
+"""Tokens up to which a budget holds as it is; beyond, rounding errors grow with the square root."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What candidates are tried on: plain data, for another process."""
+
+    variant: str
+    shape: Shape
+    dtype: torch.dtype
+    device: str
+    seed: int
+    which: Pass
+    key: Key
+    beside: dict[Key, Blocks]
+    """Block sizes of the other kernels, where they are not those in use."""
+
+
+class Answer(NamedTuple):
+    """Of one candidate."""
+
+    milliseconds: float
+    error: float
+    """That comes nearest to what is allowed, or goes furthest beyond."""
+    allowed: float
+
+
+Results = dict[str, Tensor]
+Clock = Callable[[Callable[[], object], torch.device], float]
+
+
+class Ready(NamedTuple):
+    """All that candidates share."""
+
+    checked: Callable[[], Results]
+    """A call whose results are compared."""
+    timed: Callable[[], object]
+    exact: Results
+    allowed: dict[str, float]
+
+
+def prepared(trial: Trial, clock: Clock | None = None) -> Callable[[Blocks], Answer]:
+    """A function that tries a candidate. What a candidate raises may leave the GPU unusable for this process."""
+    ready = _step(trial) if trial.which == "step" else _pass(trial)
+
+    def tried(blocks: Blocks) -> Answer:
+        with launch.trying({**trial.beside, trial.key: blocks}), torch.no_grad():
+            found = ready.checked()
+            pairs = [(error(found[name], exact), ready.allowed[name]) for name, exact in ready.exact.items()]
+            worst = max(pairs, key=lambda pair: pair[0] / pair[1])
+            return Answer((clock or gpu_clock)(ready.timed, torch.device(trial.device)), *worst)
+
+    return tried
+
+
+def _step(trial: Trial) -> Ready:
+    """A decode step in the places of all sequences."""
+    x = inputs(trial.variant, trial.shape, trial.dtype, trial.device, trial.seed)
+    pool = torch.randn(trial.shape.state, generator=torch.Generator().manual_seed(trial.seed + 1)).to(trial.device)
+    step = Step.checked(x.q, x.k, x.v, x.g, x.u, pool.clone(), None, x.variant, None)
+    twin = replace(step, **{name: y.double() for name, y in {**x.tensors, "state": pool}.items()})  # type: ignore[arg-type]
+    exact = {"output": chunkwise.IMPLEMENTATION.step(twin), "states": twin.state}
+
+    def checked() -> Results:
+        step.state.copy_(pool)
+        return {"output": RECURRENT.step(step), "states": step.state}
+
+    allowed = _allowed(trial, exact, {"output": x.v.dtype, "states": pool.dtype}, {})
+    return Ready(checked, lambda: RECURRENT.step(step), exact, allowed)
+
+
+def _pass(trial: Trial) -> Ready:
+    """The chunked kernels over whole sequences, forward or backward."""
+    x = inputs(trial.variant, trial.shape, trial.dtype, trial.device, trial.seed)
+    problem = x.problem()
+    d_output = torch.randn(x.v.shape, generator=torch.Generator().manual_seed(trial.seed + 1)).to(trial.device, trial.dtype)
+    run = _forward if trial.which == "forward" else partial(_backward, d_output=d_output.double())
+    twin = problem.with_tensors({name: y.double() for name, y in x.tensors.items()})
+    exact = run(chunkwise.forward, twin)
+    bits = CHUNKWISE.operands(trial.dtype)
+    rounded = {} if bits is None else run(partial(rounding.forward, bits=bits), twin)
+    dtypes = {"output": x.v.dtype, "final_state": torch.float32} | {name: y.dtype for name, y in x.tensors.items()}
+
+    def checked() -> Results:
+        if trial.which == "forward":
+            return dict(zip(("output", "final_state"), CHUNKWISE.forward(problem)))
+        return _given(CHUNKWISE.backward(problem, d_output, None))
+
+    return Ready(checked, checked, exact, _allowed(trial, exact, dtypes, rounded))
+
+
+def _given(gradients: Gradients) -> Results:
+    return {name: x for name, x in gradients._asdict().items() if x is not None}
+
+
+def _forward(formula: Callable[[Problem], tuple[Tensor, Tensor]], problem: Problem) -> Results:
+    with torch.no_grad():
+        return dict(zip(("output", "final_state"), formula(problem)))
+
+
+def _backward(formula: Callable[[Problem], tuple[Tensor, Tensor]], problem: Problem, d_output: Tensor) -> Results:
+    with torch.no_grad():
+        return _given(gradients_of(formula, problem, d_output, None))
+
+
+def _allowed(trial: Trial, exact: Results, dtypes: dict[str, torch.dtype], rounded: Results) -> dict[str, float]:
+    growth = sqrt(max(1.0, trial.shape.T / EVEN_TOKENS))
+    own = {name: 2 * error(x, exact[name]) for name, x in rounded.items()}
+    return {name: growth * (budget(trial.dtype, dtypes[name]) + own.get(name, 0.0)) for name in exact}
+
+
+def gpu_clock(call: Callable[[], object], device: torch.device) -> float:
+    """Median milliseconds of ``CALLS`` calls on the GPU. It sleeps before each while the host sends the call's kernels."""
+    with torch.cuda.device(device):
+        for _ in range(3):
+            call()
+        torch.cuda.synchronize()
+        begin = perf_counter()
+        call()
+        cycles = int((perf_counter() - begin) * 4e9)  # twice as long as the host takes, at 2 GHz
+        torch.cuda.synchronize()
+        flushed = torch.empty(FLUSHED, dtype=torch.uint8, device=device)
+        pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(CALLS)]
+        for first, last in pairs:
+            flushed.zero_()
+            torch.cuda._sleep(cycles)
+            first.record()
+            call()
+            last.record()
+        torch.cuda.synchronize()
+        return float(median(first.elapsed_time(last) for first, last in pairs))

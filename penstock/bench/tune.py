@@ -1,0 +1,169 @@
+"""Measures block sizes: candidates are compiled side by side, then each is held to the float64 chunkwise form and timed.
+
+A kernel is timed as part of its pass, because that is what a call costs: chunk length, say, also decides what others have to do.
+Kernels are tuned one after another, each beside those already chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+
+from ..kernels.triton.plan import Call
+from ..kernels.triton.table import DECAYS, READS, Blocks, Key, Target, bucket
+from . import ahead
+from .apart import Failure, one_by_one, side_by_side
+from .cases import Shape
+from .passes import Pass, planned, without_memory
+from .trial import Trial, prepared
+
+GROUPS: tuple[tuple[str, Pass], ...] = (("forward", "forward"), ("backward", "backward"), ("states", "backward"), ("recurrent", "step"))
+"""Kernels, and the pass that each is timed in."""
+SPACE: dict[str, dict[str, tuple[int, ...]]] = {
+    "forward": {"warps": (4, 8), "BV": (64, 128), "C": (16, 32, 64), "stages": (1, 2, 3)},
+    "backward": {"warps": (2, 4), "C": (32, 64), "BK": (64, 128)},
+    "states": {"warps": (2, 4), "BV": (64, 128), "BK": (32, 64), "stages": (1, 3)},
+    "recurrent": {"warps": (1, 2, 4), "BV": (8, 16, 32, 64)},
+}
+"""What is tried for each kernel, all combinations; then ``FILLS`` with the best. Compiling is what takes the time, so sizes that are
+known to lose are left out (blocks of 128 in the backward pass: benchmarks/NOTES.md)."""
+FILLS = {"forward": (1, 2, 3, 4), "states": (1, 2, 4, 6)}
+GAIN = 0.01
+"""What is in use stays unless another is faster by more than this: medians of equal code differ by as much."""
+STEP_SEQUENCES = 64
+"""Sequences of the decode step that is timed, unless the shape is of one token itself."""
+SECONDS = 300.0
+"""For one compilation, and for one candidate."""
+
+
+class Outcome(NamedTuple):
+    """What became of a candidate."""
+
+    blocks: Blocks
+    milliseconds: float | None
+    error: float | None
+    """Largest over its results, against their largest exact value."""
+    reason: str | None
+    """Why it cannot be chosen."""
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """One kernel, all candidates."""
+
+    key: Key
+    call: str
+    before: Blocks
+    """What was in use."""
+    outcomes: tuple[Outcome, ...]
+
+    @property
+    def chosen(self) -> Outcome | None:
+        """The fastest that is right; what was in use if that is about as fast; None if nothing is right."""
+        right = [one for one in self.outcomes if one.reason is None and one.milliseconds is not None]
+        best = min(right, key=lambda one: one.milliseconds or 0.0, default=None)
+        stay = next((one for one in right if one.blocks == self.before), None)
+        if best is None or stay is None:
+            return best
+        return stay if (stay.milliseconds or 0.0) <= (best.milliseconds or 0.0) * (1 + GAIN) else best
+
+
+@dataclass(frozen=True)
+class Tuner:
+    """Tunes a variant at one shape, on one device."""
+
+    variant: str
+    shape: Shape
+    dtype: torch.dtype
+    device: str
+    target: Target
+    seed: int = 0
+    table: dict[Key, Blocks] = field(default_factory=dict)
+    """What was chosen so far."""
+    prepare: Callable[[Tuner, Pass, Key, list[Blocks]], list[str | None]] | None = None
+    """Says of each candidate why it cannot run, or None. By default compiles them."""
+    measure: Callable[[Trial, list[Any]], Iterator[Any]] | None = None
+    """Answers for each candidate with milliseconds, error and what is allowed. By default runs them on the GPU in another process."""
+
+    def run(self) -> Iterator[Tuned]:
+        """Tune kernel after kernel."""
+        for kernel, which in GROUPS:
+            shape = self._shape(which)
+            key, before = self._in_use(kernel, shape)
+            outcomes = self._tried(which, key, list(dict.fromkeys([before, *candidates(key, before)])))
+            tuned = Tuned(key, f"{self.variant} {shape.text} {str(self.dtype).removeprefix('torch.')} {which}", before, tuple(outcomes))
+            best = tuned.chosen
+            if best is not None and kernel in FILLS:
+                fills = [best.blocks._replace(fill=fill) for fill in FILLS[kernel] if fill != best.blocks.fill]
+                tuned = replace(tuned, outcomes=(*outcomes, *self._tried(which, key, fills)))
+            if tuned.chosen is not None:
+                self.table[key] = tuned.chosen.blocks
+            yield tuned
+
+    def _shape(self, which: Pass) -> Shape:
+        if which != "step" or self.shape.T == 1:
+            return self.shape
+        return self.shape._replace(B=STEP_SEQUENCES, T=1)
+
+    def _in_use(self, kernel: str, shape: Shape) -> tuple[Key, Blocks]:
+        call = Call.of(without_memory(self.variant, shape, self.dtype).problem(), self.at({}))
+        key = Key(kernel, DECAYS[call.decay], READS[call.previous], call.precision, bucket(call.K), bucket(call.V))
+        return key, call.blocks(kernel)
+
+    def at(self, more: dict[Key, Blocks]) -> Target:
+        """The GPU with what was chosen so far, and ``more``."""
+        return self.target._replace(table={**self.target.table, **self.table, **more})
+
+    def _tried(self, which: Pass, key: Key, blocks: list[Blocks]) -> list[Outcome]:
+        reasons = (self.prepare or compiled)(self, which, key, blocks)
+        runnable = [one for one, reason in zip(blocks, reasons) if reason is None]
+        trial = Trial(self.variant, self._shape(which), self.dtype, self.device, self.seed, which, key, dict(self.table))
+        answers = iter((self.measure or _in_another_process)(trial, runnable))
+        return [judged(one, next(answers)) if reason is None else Outcome(one, None, None, reason) for one, reason in zip(blocks, reasons)]
+
+
+def candidates(key: Key, before: Blocks) -> list[Blocks]:
+    """All combinations of ``SPACE`` that this head size can use; other sizes as before."""
+    space = SPACE[key.kernel]
+    most = {"BV": key.V, "BK": key.K}
+    values = {name: [x for x in sizes if x <= max(most.get(name, x), min(sizes))] for name, sizes in space.items()}
+    return [before._replace(**dict(zip(values, sizes))) for sizes in product(*values.values())]
+
+
+def judged(blocks: Blocks, answer: Any) -> Outcome:
+    """Refuse what failed, and what is further from the exact results than allowed."""
+    if isinstance(answer, Failure):
+        return Outcome(blocks, None, None, answer.reason)
+    milliseconds, error, allowed = answer
+    wrong = None if error <= allowed else f"wrong: error {error:.2g}, allowed {allowed:.2g}"
+    return Outcome(blocks, milliseconds, error, wrong)
+
+
+def compiled(tuner: Tuner, which: Pass, key: Key, blocks: list[Blocks]) -> list[str | None]:
+    """Compile every candidate's pass into Triton's cache, side by side; say which do not compile or do not fit."""
+    inputs = without_memory(tuner.variant, tuner._shape(which), tuner.dtype)
+    needed: list[list[ahead.Job]] = []
+    for one in blocks:
+        made = planned(which, inputs, tuner.at({key: one}))
+        needed.append(ahead.jobs(made.plan, made.tensors, tuner.target.arch))
+    firsts = ahead.distinct(job for jobs in needed for job in jobs)
+    todo = list(dict.fromkeys(firsts.values()))
+    found = dict(zip(todo, side_by_side(ahead.resources, todo, SECONDS)))
+    return [_unfit([found[firsts[job]] for job in jobs], tuner.target) for jobs in needed]
+
+
+def _unfit(found: list[ahead.Resources | Failure], target: Target) -> str | None:
+    for one in found:
+        if isinstance(one, Failure):
+            return f"does not compile: {one.reason}"
+        if one.shared > target.shared_memory:
+            return f"takes {one.shared} bytes of shared memory, of {target.shared_memory}"
+    return None
+
+
+def _in_another_process(trial: Trial, blocks: list[Blocks]) -> Iterator[Any]:
+    return one_by_one(prepared, trial, blocks, SECONDS)

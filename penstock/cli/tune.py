@@ -1,0 +1,136 @@
+"""``penstock tune``: measure block sizes of the Triton kernels on this GPU, and write them to a table."""
+
+from __future__ import annotations
+
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import torch
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from .. import __version__
+from ..bench.cases import Shape, default_cases
+from ..bench.report import duration
+from ..errors import Complaints, DeviceError, RangeError
+from ..kernels.triton.table import Target, bucket
+from ..kernels.triton.table_file import Entry, read, user_path, write
+from ..variants import VARIANTS
+
+if TYPE_CHECKING:
+    from ..bench.tune import Tuned
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def tune(
+    variants: Annotated[
+        list[str] | None, typer.Argument(metavar="VARIANT...", help=f"Any of {', '.join(VARIANTS)}.  [default: all]", show_default=False)
+    ] = None,
+    shape: Annotated[
+        list[str] | None, typer.Option(metavar="B,T,H,K[,V]", help="Repeatable.  [default: the variant's first model in bench --list]")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help=f"Of q, k and v: {', '.join(DTYPES)}.")] = "bfloat16",
+    device: Annotated[str, typer.Option(help="cuda or cuda:N.")] = "cuda",
+    file: Annotated[
+        Path | None, typer.Option("--write", metavar="FILE", help="Write here.  [default: penstock/launch-ARCH.json in ~/.config]")
+    ] = None,
+    dry: Annotated[bool, typer.Option("--dry", help="Write nothing.")] = False,
+    seed: Annotated[int, typer.Option(help="Of the random inputs.")] = 0,
+) -> None:
+    """Measure block sizes of the Triton kernels on this GPU, and write the best to a table.
+
+    For every kernel of the forward pass, the backward pass and the decode step, candidates are compiled side by side. Then each
+    is held to the float64 chunkwise form, and the median of 20 calls is taken; one that fails or is wrong is told and never
+    chosen. Entries of the same key in the table are replaced, others stay.
+
+    The library reads the table of $XDG_CONFIG_HOME/penstock (~/.config/penstock) when the first kernel is launched, before
+    the one that is shipped. It never measures by itself.
+
+    [bold]Examples[/bold]
+
+      penstock tune rwkv6
+
+      penstock tune gla simple_gla --shape 8,2048,32,64 --shape 4,2048,16,128 --dry
+
+      penstock tune --write penstock/kernels/triton/tables/sm_90.json
+    """
+    names = list(dict.fromkeys(variants or VARIANTS))
+    shapes = _checked(names, shape or [], dtype, device)
+    from ..bench.ahead import check_compiler
+
+    check_compiler("tune")
+    from ..bench.tune import Tuner  # needs Triton
+
+    at = torch.device(device if ":" in device else f"cuda:{torch.cuda.current_device()}")
+    target, console = Target.of(at), Console()
+    path = file or user_path(target.arch)
+    table = read(path, target.arch)  # a malformed one is told before anything is measured
+    versions = f"penstock {__version__}, torch {torch.__version__}, triton {version('triton')}"
+    for variant in names:
+        for one in shapes or [default_cases(variant, False)[0].shape]:
+            with console.status(f"{variant}, {one.text}: compiling and measuring", spinner="dots"):
+                for tuned in Tuner(variant, one, DTYPES[dtype], str(at), target).run():
+                    print_tuned(console, tuned)
+                    entry = entry_of(tuned, torch.cuda.get_device_name(at), versions)
+                    if entry is not None:
+                        table[entry.key] = entry
+                        if not dry:
+                            write(path, target.arch, table.values())
+    console.print("nothing written" if dry else f"table: {path}", highlight=False, soft_wrap=True)
+
+
+def _checked(variants: list[str], shapes: list[str], dtype: str, device: str) -> list[Shape]:
+    complaints = Complaints("tune")
+    for name in variants:
+        if name not in VARIANTS:
+            complaints.add(RangeError, "variant", f"one of {', '.join(VARIANTS)}", repr(name))
+    if dtype not in DTYPES:
+        complaints.add(RangeError, "dtype", f"one of {', '.join(DTYPES)}", repr(dtype))
+    parsed = [Shape.parse(text) for text in shapes]
+    sizes = [(bucket(one.K), bucket(one.V)) for one in parsed]
+    if len(set(sizes)) < len(sizes):
+        remedy = "A table has one entry for them all: choose the shape that counts."
+        complaints.add(RangeError, "shape", "the only one of its K and V, up to the next power of two", " ".join(shapes), remedy)
+    for one in parsed:
+        if one.K > 256 or one.V > 512:
+            complaints.add(RangeError, "shape", "of at most K = 256 and V = 512", one.text, "The chunked kernels take no more.")
+    kind, _, index = device.partition(":")
+    if kind != "cuda" or (":" in device and not index.isdecimal()):
+        complaints.add(RangeError, "device", "cuda or cuda:N", repr(device), "Only GPUs have block sizes to measure.")
+    elif int(index or 0) >= torch.cuda.device_count():
+        complaints.add(DeviceError, "device", "one that torch can use", repr(device), f"It sees {torch.cuda.device_count()} GPUs here.")
+    complaints.raise_any()
+    return parsed
+
+
+def entry_of(tuned: Tuned, gpu: str, versions: str) -> Entry | None:
+    """For the table; None if nothing was right."""
+    best = tuned.chosen
+    if best is None or best.milliseconds is None:
+        return None
+    today = datetime.now(timezone.utc).date().isoformat()
+    return Entry(tuned.key, best.blocks, round(best.milliseconds, 5), tuned.call, gpu, versions, today)
+
+
+def print_tuned(console: Console, tuned: Tuned) -> None:
+    """All candidates of a kernel, the fastest first; then what cannot be chosen."""
+    table = Table(box=SIMPLE_HEAD, title=f"{tuned.key.kernel}: {tuned.call}", title_justify="left", pad_edge=False)
+    names = [name for name in tuned.before._fields if len({getattr(one.blocks, name) for one in tuned.outcomes}) > 1]
+    for name in (*names, "time", "error", ""):
+        table.add_column(name, justify="right" if name else "left")
+    for one in sorted(tuned.outcomes, key=lambda one: (one.reason is not None, one.milliseconds or 0.0)):
+        marks = ["chosen"] * (one is tuned.chosen) + ["in use"] * (one.blocks == tuned.before) + [one.reason or ""]
+        style = "bold green" if one is tuned.chosen else "red" if one.reason else ""
+        time = "-" if one.milliseconds is None else duration(one.milliseconds)
+        error = "-" if one.error is None else f"{one.error:.0e}"
+        sizes = [str(getattr(one.blocks, name)) for name in names]
+        table.add_row(*sizes, time, error, Text(", ".join(mark for mark in marks if mark)), style=style)
+    console.print(table)
+    if tuned.chosen is None:
+        console.print(f"  WRONG: no candidate of {tuned.key} is right", style="bold red", soft_wrap=True)

@@ -1,0 +1,174 @@
+"""The kernels compiled ahead of time for GPUs that are not here, and what they take held to the record."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from typer.testing import CliRunner
+
+from penstock.bench import resources
+from penstock.bench.ahead import Resources
+from penstock.bench.apart import Failure
+from penstock.bench.shipped import CONFIGURATIONS, TARGETS
+from penstock.cli import main
+from penstock.kernels.triton import plan, table
+from penstock.kernels.triton.table import Blocks, Key, Target
+from penstock.variants import VARIANTS
+
+RECORD = resources.Record.read()
+COMPILED = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
+"""An environment in which Triton compiles."""
+
+
+def penstock(*words):
+    return subprocess.run([sys.executable, *words], env=COMPILED, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.timeout(900)
+def test_kernels_compile_for_every_gpu_and_take_no_more_than_recorded():
+    """rwkv6 has all of the kernels' code; the other forward pass walks sequences whole. The rest of the table takes minutes."""
+    done = penstock("-m", "penstock", "check", "--compile", "--json", "--only", "rwkv6 1,1024,32,64 bfloat16",
+                    "--only", "gla 8,2048,32,64 bfloat16: forward")  # fmt: skip
+    content = json.loads(done.stdout)
+    assert done.returncode == 0, [one for one in content["launches"] if one["wrong"]]
+    assert {one["arch"] for one in content["launches"]} == set(TARGETS)
+    assert {one["launch"].rpartition(": ")[2] for one in content["launches"]} >= {
+        "segments.states", "segments.states adjoint", "segments.scan", "chunk_forward.forward", "chunk_forward.forward exact",
+        "chunk_backward.backward", "chunk_backward.backward exact", "recurrent.forward", "recurrent.backward",
+    }  # fmt: skip
+    if content["triton"] == RECORD.triton:
+        for one in content["launches"]:
+            assert one["found"] == one["recorded"], one
+
+
+def test_a_call_is_specialised_as_triton_does_it():
+    """Numbers that are 1, or divisible by 16, have code of their own; others share theirs; some are never looked at."""
+    script = """
+import torch
+from penstock.bench.ahead import distinct
+from penstock.bench.shipped import CONFIGURATIONS
+from penstock.kernels.triton import recurrent
+name, job = next((n, j) for n, j in CONFIGURATIONS[0].launches("sm_90") if "step" in n)
+def changed(argument, value):
+    at = recurrent.forward.arg_names.index(argument)
+    return job._replace(arguments=(*job.arguments[:at], value, *job.arguments[at + 1:]))
+strides = [changed("q_b", number) for number in (1024, 2048, 1, 24, 25)]
+jobs = [*strides, changed("T", 1), changed("T", 16)]
+first = distinct(jobs)
+print([jobs.index(first[one]) for one in jobs])
+amd = next(j for n, j in CONFIGURATIONS[0].launches("gfx942") if "step" in n)
+small, large = amd, amd._replace(arguments=(amd.arguments[0]._replace(elements=1 << 31), *amd.arguments[1:]))
+print(len(set(distinct([small, large]).values())))
+"""
+    done = penstock("-c", script)
+    assert done.stdout.split("\n")[:2] == ["[0, 0, 2, 3, 3, 0, 0]", "2"], done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+def test_the_record_has_every_launch_and_no_other(arch):
+    assert [name for one in CONFIGURATIONS for name, _ in one.launches(arch)] == list(RECORD.launches[arch])
+    assert {one.variant for one in CONFIGURATIONS} == set(VARIANTS)
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+def test_recorded_launches_fit_and_take_no_more_shared_memory_than_is_reckoned_with(arch, monkeypatch):
+    """What ``shared_bytes`` says decides whether block sizes fit a GPU that nobody has measured."""
+    reckoned = []
+
+    def noted(kernel, target, K, V, precision, decay, previous):
+        found = table.blocks(kernel, target, K, V, precision, decay, previous)
+        key = Key(kernel, table.DECAYS[decay], table.READS[previous], precision, table.bucket(K), table.bucket(V))
+        reckoned.append((kernel, table.shared_bytes(found, key)))
+        return found
+
+    monkeypatch.setattr(plan, "blocks", noted)
+    kernels = {"chunk_forward.forward": "forward", "chunk_backward.backward": "backward", "segments.states": "states",
+               "recurrent.forward": "recurrent", "recurrent.backward": "recurrent"}  # fmt: skip
+    for one in CONFIGURATIONS:
+        for which in one.passes:
+            reckoned.clear()
+            for name, _ in replace(one, passes=(which,)).launches(arch):
+                taken = RECORD.launches[arch][name].shared
+                assert taken <= TARGETS[arch].shared_memory, name
+                kernel = kernels.get(name.rpartition(": ")[2].partition(" ")[0])
+                if kernel is not None:
+                    assert taken <= max(size for asked, size in reckoned if asked == kernel), name
+
+
+def test_findings_tell_what_is_wrong():
+    name = next(iter(RECORD.launches["sm_80"]))
+    right = RECORD.launches["sm_80"][name]
+    limit = TARGETS["sm_80"].shared_memory
+
+    def told(found, triton=RECORD.triton, record=RECORD, name=name):
+        return resources.held_to(record, triton, {("sm_80", name): found})[0].wrong
+
+    more = right._replace(spill=right.spill + 4)
+    assert told(right) is None
+    assert told(right._replace(registers=255, spill=0)) is None
+    assert told(more) == f"spills {more.spill} bytes, recorded are {right.spill}"
+    assert told(more, triton="3.0") is None
+    assert told(more, record=None) is None
+    for triton in (RECORD.triton, "3.0"):
+        assert told(right._replace(shared=limit), triton) is None
+        assert told(right._replace(shared=limit + 1), triton).startswith(f"{limit + 1} bytes of shared memory")
+        assert told(Failure("no such instruction"), triton) == "does not compile: no such instruction"
+    assert "not in the record" in told(right, name="another")
+    assert told(right, name="another", triton="3.0") is None
+
+
+def test_a_record_is_read_as_it_was_written(tmp_path):
+    found = {("sm_80", "a: b"): Resources(1, 2, 3), ("gfx942", "a: b"): Resources(4, 5, 6), ("gfx942", "c"): Failure("no")}
+    record = resources.Record.of("3.7.1", resources.held_to(None, "3.7.1", found))
+    record.write(tmp_path / "deep" / "record.json")
+    assert resources.Record.read(tmp_path / "deep" / "record.json") == record
+    assert record.launches == {"sm_80": {"a: b": Resources(1, 2, 3)}, "gfx942": {"a: b": Resources(4, 5, 6)}}
+
+
+SIZES = [(K, V) for K in (16, 64, 128, 256) for V in (16, 64, 512)]
+
+
+@pytest.mark.parametrize("precision", table.PRECISIONS)
+@pytest.mark.parametrize("kernel", table.KERNELS)
+def test_sizes_by_rule_fit_a_small_gpu(kernel, precision):
+    small = Target("sm_77", 8, 100 << 10)
+    for decay, name in enumerate(table.DECAYS):
+        for K, V in SIZES:
+            found = table.blocks(kernel, small, K, V, precision, decay, False)
+            key = Key(kernel, name, "updated", precision, K, V)
+            least = found.stages == 1 and found.C in (0, 16)  # nothing is left to shrink
+            assert table.shared_bytes(found, key) <= small.shared_memory or least, (key, found)
+
+
+def test_fitting_takes_stages_first_then_shorter_chunks():
+    key = Key("forward", "channel", "updated", "bf16", 64, 64)
+    wanted = Blocks(4, C=64, stages=3)
+    sizes = [wanted, wanted._replace(stages=2), wanted._replace(stages=1), Blocks(4, C=32), Blocks(4, C=16)]
+    for one in sizes:
+        assert table.fitted(wanted, key, table.shared_bytes(one, key)) == one
+    assert table.fitted(wanted, key, 1) == sizes[-1]
+
+
+def test_nothing_compiles_under_the_interpreter():
+    done = CliRunner().invoke(main, ["check", "--compile"])
+    assert done.exit_code == 2
+    assert "TRITON_INTERPRET must be unset" in done.output
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--arch", "sm_90"], "arch must be left out without --compile"),
+        (["--only", "gla"], "only must be left out without --compile"),
+        (["--compile", "--arch", "sm_1"], "arch must be one of sm_80, sm_90, sm_100, gfx942, got 'sm_1'"),
+        (["--compile", "--only", "mamba"], "only must be a part of a launch's name"),
+    ],
+)
+def test_check_refuses_with_one_message(words, message, monkeypatch):
+    monkeypatch.setattr("penstock.bench.ahead.interpreting", lambda: False)
+    done = CliRunner().invoke(main, ["check", *words])
+    assert done.exit_code == 2, done.output
+    assert message in done.output
