@@ -31,7 +31,9 @@ def unobserved(q: object, k: object, v: object, *optional: object) -> bool:
     """Whether these are plain tensors (optional ones may be None), and nothing but autograd listens to what happens to them."""
     if torch.compiler.is_compiling():
         return False
-    for x in (q, k, v, *(x for x in optional if x is not None)):
+    for x in (q, k, v, *optional):
+        if x is None and x is not q and x is not k and x is not v:
+            continue
         if type(x) not in PLAIN or x.layout != torch.strided or x.is_meta:  # type: ignore[attr-defined]
             return False
     return (
@@ -43,11 +45,11 @@ def unobserved(q: object, k: object, v: object, *optional: object) -> bool:
 
 
 class Call:
-    """What all calls over sequences of one signature have in common."""
+    """What all calls over sequences of one signature have in common. It is their problems' signature, too: quick to compare."""
 
-    def __init__(self, key: Hashable, tensors: Tensors, variant: str, scale: float | None, reverse: bool, impl: str) -> None:
+    def __init__(self, tensors: Tensors, variant: str, scale: float | None, reverse: bool, impl: str) -> None:
         first = Problem.checked(*(*tensors, variant, scale, reverse))
-        self.key, self.impl, self.options = key, impl, (variant, scale, reverse)
+        self.impl, self.options = impl, (variant, scale, reverse)
         self.known = first.variant, first.scale, first.reverse
         self.implementation = dispatch.pick(first, "forward", impl)
         self.backward_implementation: Implementation | None = None
@@ -57,7 +59,7 @@ class Call:
         if reads_values(tensors[0]):
             return Problem.checked(*(*tensors, *self.options))
         variant, *options = self.known
-        return Problem.known(self.key, variant, *tensors, *options)
+        return Problem.known(self, variant, *tensors, *options)
 
     def forward(self, tensors: Tensors, output_final_state: bool) -> tuple[Tensor, Tensor | None]:
         """Output, and the final state if asked for."""
@@ -103,9 +105,9 @@ class Recurrence(torch.autograd.Function):
 class StepCall:
     """What all decode steps of one signature have in common."""
 
-    def __init__(self, key: Hashable, tensors: Tensors, variant: str, scale: float | None, impl: str) -> None:
+    def __init__(self, tensors: Tensors, variant: str, scale: float | None, impl: str) -> None:
         first = Step.checked(*(*tensors, variant, scale))
-        self.key, self.options = key, (variant, scale)
+        self.options = variant, scale
         self.variant, self.scale = first.variant, first.scale
         self.implementation = dispatch.pick(first.problem(first.state), "step", impl)
 
@@ -115,7 +117,7 @@ class StepCall:
         if wants_gradients or reads_values(tensors[0]):
             step = Step.checked(*(*tensors, *self.options))
         else:
-            step = Step.known(self.key, self.variant, *tensors, self.scale)
+            step = Step.known(self, self.variant, *tensors, self.scale)
         with no_autocast(step.q):
             return self.implementation.step(step).contiguous()
 
@@ -133,11 +135,10 @@ def find(*values: object) -> Any:
 
 def remember(kind: type[Call] | type[StepCall], values: Sequence[object], *inputs: Any) -> Any:
     """Validate a call and choose its implementation, for all that have the signature of ``values``."""
-    key = signature(*values)
-    call = kind(key, *inputs)
+    call = kind(*inputs)
     if len(_calls) >= KEPT:
         _calls.clear()
-    _calls[key] = call
+    _calls[signature(*values)] = call
     return call
 
 

@@ -39,10 +39,13 @@ def autocasting(kind: str) -> bool:
     return kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind)
 
 
+_NOTHING = nullcontext()
+
+
 def no_autocast(x: Tensor) -> AbstractContextManager[object]:
     """Kernels choose their own precision."""
     kind = x.device.type
-    return torch.autocast(kind, enabled=False) if autocasting(kind) else nullcontext()
+    return torch.autocast(kind, enabled=False) if autocasting(kind) else _NOTHING
 
 
 @torch.library.impl(library, "forward", "CompositeExplicitAutograd")

@@ -27,8 +27,8 @@ KEPT = 1024
 class Prepared:
     """A plan with its compiled kernels, for tensors of one signature on one device."""
 
-    def __init__(self, plan: Plan, device: torch.device) -> None:
-        self.device, self.C = device, plan.C
+    def __init__(self, plan: Plan, device: torch.device, absent: list[str]) -> None:
+        self.device, self.C, self.absent = device, plan.C, absent
         self.memory = tuple((name, *what) for name, what in plan.memory.items())
         self.launches = tuple(plan.launches)
         self.numbers = tuple(launch.numbers + launch.constants for launch in plan.launches)
@@ -79,10 +79,13 @@ def _made_ones(C: int, device: torch.device) -> Tensor:
 _kept_ones = cache(_made_ones)
 
 
+_NOTHING = nullcontext()
+
+
 def _at(device: torch.device) -> AbstractContextManager[object]:
     """Triton launches on the current device."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return nullcontext()
+        return _NOTHING
     return torch.cuda.device(device)
 
 
@@ -113,14 +116,15 @@ def _run(
     kind: str, p: Problem | Step, planned: Callable[[Target], Plan], tensors: dict[str, Tensor | None], *more: Tensor | None
 ) -> dict[str, Tensor]:
     """The plan of a call, made or found, run on its tensors; those that there are not are stood in for by q."""
-    q = p.q
     key = kind, p.signature, signature(*more) if more else (), torch.get_float32_matmul_precision()
     prepared = _prepared.get(key)
     if prepared is None:
         if len(_prepared) >= KEPT:
             _prepared.clear()
-        prepared = _prepared[key] = Prepared(planned(_target(q.device)), q.device)
-    return prepared.run({name: x if x is not None else q for name, x in tensors.items()})
+        prepared = _prepared[key] = Prepared(planned(_target(p.q.device)), p.q.device, [name for name, x in tensors.items() if x is None])
+    for name in prepared.absent:
+        tensors[name] = p.q
+    return prepared.run(tensors)  # type: ignore[arg-type]
 
 
 def _inputs(p: Problem) -> dict[str, Tensor | None]:
