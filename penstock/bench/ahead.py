@@ -73,6 +73,7 @@ def jobs(plan: Plan, tensors: Mapping[str, Tensor], arch: str) -> list[Job]:
     """The launches of a plan, for tensors by name."""
     given = {name: Memory(x.dtype, x.untyped_storage().size() // x.element_size()) for name, x in tensors.items()}
     given |= {name: Memory(dtype, torch.Size(shape).numel()) for name, (shape, dtype) in plan.memory.items()}
+    given["ones"] = Memory(torch.bfloat16, plan.C * (plan.C + 1))
     return [
         Job(arch, kernel_name(one.kernel), (*(given[name] for name in one.tensors), *one.numbers, *one.constants), one.warps)
         for one in plan.launches

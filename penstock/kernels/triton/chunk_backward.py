@@ -25,11 +25,11 @@ import triton.language as tl
 from .chunk_forward import weights_by_stretches
 from .tiles import (
     CHANNEL,
-    FLOOR,
-    LOG2E,
     NONE,
     SCALAR,
+    SUITS,
     decays,
+    factors,
     product,
     read_factors,
     rest_factors,
@@ -50,36 +50,32 @@ def operands(
     K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr, PREVIOUS: tl.constexpr, PRECISION: tl.constexpr,
     EXACT: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
-    """q and k as products take them, the factors of dq and dk, and two numbers a channel. With decays per channel those are
+    """q and k as products take them, the factors of dq and dk, two factors of states, and the chunk's whole decay.
 
-    - ``grow`` scale 2^(Gq - M) and q times that, ``shrink`` 2^(M - G) and k times that, ``whole`` G_L - M, ``part`` M; M is
-      G_L / 2 up to a half, such that ``whole`` is an integer: bfloat16 takes 2^whole as a factor without rounding;
-    - if EXACT, scale 2^Gq and q, 2^R and k times that, G_L, and 0.
+    With decays per channel these are scale 2^(Gq - M) and q times that, 2^(M - G) and k times that, 2^M and 2^(G_L - M), see
+    ``tiles.factors``. If EXACT: scale 2^Gq and q, 2^R and k times that, 1 and 2^G_L.
     """
     grow = tl.zeros((C, BK), tl.float32)
     shrink = grow
-    whole = tl.zeros((BK,), tl.float32)
-    part = whole
+    total = tl.zeros((BK,), tl.float32)
+    before = total + 1.0
+    behind = before
     qt = Q.to(OPERAND)
     kt = Kt.to(OPERAND)
     if EXACT:
-        whole = tl.sum(decays(g, i * step, i < tokens, g_t, j, g_k, K, BK), 0)
+        total = tl.sum(decays(g, i * step, i < tokens, g_t, j, g_k, K, BK), 0)
+        behind = tl.exp2(total)
         grow = read_factors(g, step, tokens, i, j, g_t, g_k, K, BK, PREVIOUS) * scale
         shrink = rest_factors(g, step, tokens, i, j, g_t, g_k, K, BK, C)
         kt = (Kt.to(tl.float32) * shrink).to(OPERAND)
     elif DECAY == CHANNEL:
         d = tile(g, i * step, i < tokens, g_t, j, g_k, K, BK).to(tl.float32)
-        total = tl.maximum(tl.sum(d, 0) * LOG2E, FLOOR)
-        whole = tl.floor(0.5 * total + 0.5)
-        part = total - whole
-        G = sums(d, triangle(ones, i, C, True, PRECISION), PRECISION)
-        shrink = tl.exp2(part[None, :] - G * LOG2E)
-        if PREVIOUS:
-            G = sums(d, triangle(ones, i, C, False, PRECISION), PRECISION, OWN=False)
-        grow = tl.exp2(G * LOG2E - part[None, :]) * scale
+        lower, strict = triangle(ones, i, C, True, PRECISION), triangle(ones, i, C, False, PRECISION)
+        grow, shrink, before, behind, total = factors(d, lower, strict, PREVIOUS, PRECISION)
+        grow *= scale
         qt = (Q.to(tl.float32) * grow).to(OPERAND)
         kt = (Kt.to(tl.float32) * shrink).to(OPERAND)
-    return qt, kt, grow, shrink, whole, part
+    return qt, kt, grow, shrink, before, behind, total
 
 
 @triton.jit
@@ -196,8 +192,9 @@ def backward(
     kt = qt
     grow = tl.zeros((C, BK), tl.float32)
     shrink = grow
-    whole = tl.zeros((BK,), tl.float32)
-    part = whole
+    total = tl.zeros((BK,), tl.float32)
+    before = total + 1.0
+    behind = before
     for kb in tl.range(NK, num_stages=1):
         j = kb * BK + columns
         Q = tile(q, r, live, q_t, j, q_k, K, BK)
@@ -207,16 +204,16 @@ def backward(
             own += tl.sum(Q.to(tl.float32) * bonus * Kt.to(tl.float32), 1)
         elif EXACT:
             own += tl.sum(Q.to(tl.float32) * Kt.to(tl.float32), 1)
-        qt, kt, grow, shrink, whole, part = operands(
+        qt, kt, grow, shrink, before, behind, total = operands(
             Q, Kt, ones, g, step, tokens, i, j, g_t, g_k, scale, K, BK, C, DECAY, PREVIOUS, PRECISION, EXACT, OPERAND
         )
         if EXACT:
             A += weights_by_stretches(q, k, g, step, tokens, i, j, q_t, q_k, k_t, k_k, g_t, g_k, K, BK, C, PREVIOUS, PRECISION, LIMIT)
         else:
             A += product(qt, tl.trans(kt), PRECISION)
-        lowest = tl.minimum(lowest, tl.min(whole + part, 0))
+        lowest = tl.minimum(lowest, tl.min(total, 0))
     if FACTORS:
-        tl.store(todo + pid, (lowest < -LIMIT).to(tl.int32))
+        tl.store(todo + pid, (lowest < -SUITS).to(tl.int32))
     else:
         A *= scale
     if DECAY == SCALAR:
@@ -236,12 +233,12 @@ def backward(
             if NK > 1:
                 Q = tile(q, r, live, q_t, j, q_k, K, BK)
                 Kt = tile(k, r, live, k_t, j, k_k, K, BK)
-                qt, kt, grow, shrink, whole, part = operands(
+                qt, kt, grow, shrink, before, behind, total = operands(
                     Q, Kt, ones, g, step, tokens, i, j, g_t, g_k, scale, K, BK, C, DECAY, PREVIOUS, PRECISION, EXACT, OPERAND
                 )
             d_state = true_state(d_chunk_states, d_chunk_decays, d_segment_states, chunk, segment, j, y, K, V, DECAY, D_CARRIED)
             if FACTORS:
-                d_state = d_state.to(tl.float32) * tl.exp2(whole)[:, None]
+                d_state = d_state.to(tl.float32) * behind[:, None]
             dS = d_state.to(OPERAND)
             dv_ += product(kt, dS, PRECISION)
         if DECAY == SCALAR:
@@ -258,7 +255,7 @@ def backward(
         if NK > 1:
             Q = tile(q, r, live, q_t, j, q_k, K, BK)
             Kt = tile(k, r, live, k_t, j, k_k, K, BK)
-            qt, kt, grow, shrink, whole, part = operands(
+            qt, kt, grow, shrink, before, behind, total = operands(
                 Q, Kt, ones, g, step, tokens, i, j, g_t, g_k, scale, K, BK, C, DECAY, PREVIOUS, PRECISION, EXACT, OPERAND
             )
         bonus = 1.0
@@ -283,7 +280,7 @@ def backward(
             dA *= shares
         dA = dA.to(OPERAND)
         if FACTORS:
-            dq_ = grow * (dq_ * tl.exp2(part)[None, :] + product(dA, kt, PRECISION))
+            dq_ = grow * (dq_ * before[None, :] + product(dA, kt, PRECISION))
         elif EXACT:
             dq_, inner = gradients_by_stretches(
                 q, k, g, dq_ * grow, dA, step, tokens, i, j, q_t, q_k, k_t, k_k, g_t, g_k, K, BK, C, PREVIOUS, PRECISION, LIMIT
@@ -307,7 +304,7 @@ def backward(
             if NK > 1 or NV > 1:
                 d_state = true_state(d_chunk_states, d_chunk_decays, d_segment_states, chunk, segment, j, y, K, V, DECAY, D_CARRIED)
                 if FACTORS:
-                    d_state = d_state.to(tl.float32) * tl.exp2(whole)[:, None]
+                    d_state = d_state.to(tl.float32) * behind[:, None]
                 dS = d_state.to(OPERAND)
             dk_ += product(Vt, tl.trans(dS), PRECISION)
         Kt = tile(k, r, live, k_t, j, k_k, K, BK)
@@ -338,7 +335,7 @@ def backward(
             dg_scalar += tl.sum(difference, 1)
             carry_scalar += tl.sum(carry + kept * tl.exp2(tl.sum(d_s, 0)), 0)
         elif DECAY == CHANNEL:
-            start = (carry + kept * tl.exp2(whole + part))[None, :]
+            start = (carry + kept * (before * behind))[None, :]
             if PREVIOUS:
                 start -= qdq
             dg_ = sums(difference, triangle(ones, i, C, True, PRECISION), PRECISION, REVERSE=True, start=start)

@@ -8,7 +8,7 @@ previous state is read), S the state before the chunk and M half of what the chu
     S'   = 2^M o (2^M o S + (k o 2^(M - G))^T V)
 
 A, the sums and the states between chunks are never in memory. M halves the exponents: 2^(M - G) is only formed where the chunk
-decays by no more than 2^LIMIT; elsewhere A comes from stretches with anchors of their own and S' from sums that run backwards,
+decays by no more than 2^SUITS; elsewhere A comes from stretches with anchors of their own and S' from sums that run backwards,
 whose factors are at most 1.
 """
 
@@ -21,7 +21,8 @@ from .tiles import (
     CHANNEL,
     NONE,
     SCALAR,
-    decays,
+    SUITS,
+    factors,
     product,
     read_factors,
     rest_factors,
@@ -29,7 +30,6 @@ from .tiles import (
     scalar_factors,
     span_of,
     stretch,
-    sums,
     tile,
     triangle,
 )
@@ -120,6 +120,7 @@ def forward(
     suited = tokens
     if DECAY == CHANNEL:
         lower = triangle(ones, i, C, True, PRECISION)
+        strict = triangle(ones, i, C, False, PRECISION) if PREVIOUS else lower
     if PREVIOUS:
         bonus = tl.load(u + h * u_h + dk * u_k, mask=dk < K, other=0.0).to(tl.float32)
 
@@ -142,24 +143,20 @@ def forward(
             )
             S = S * tl.exp2(tl.sum(d, 0)) + product(tl.trans(Kt), Vt * tl.exp2(rest)[:, None], PRECISION)
         else:
-            d = decays(g + at * g_t, i * step, live, g_t, dk, g_k, K, BK)
-            total = tl.sum(d, 0)
-            suits = tl.min(total, 0) >= -LIMIT
+            d = tile(g + at * g_t, i * step, live, g_t, dk, g_k, K, BK).to(tl.float32)
+            grow, shrink, before, behind, total = factors(d, lower, strict, PREVIOUS, PRECISION)
+            suits = tl.min(total, 0) >= -SUITS
             if not EXACT:
                 if (not suits) & (t < suited):
                     tl.store(left_behind, S, mask=inside)
                     suited = t
             if (not EXACT) or suits:
-                half = 0.5 * total
-                G = sums(d, lower, PRECISION) - half[None, :]
-                kt = (Kt.to(tl.float32) * tl.exp2(-G)).to(OPERAND)
-                if PREVIOUS:
-                    G -= d
-                qt = (Q.to(tl.float32) * tl.exp2(G)).to(OPERAND)
+                kt = (Kt.to(tl.float32) * shrink).to(OPERAND)
+                qt = (Q.to(tl.float32) * grow).to(OPERAND)
                 A = product(qt, tl.trans(kt), PRECISION)
-                S *= tl.exp2(half)[:, None]
+                S *= before[:, None]
                 O = product(qt, S, PRECISION)
-                S = tl.exp2(half)[:, None] * (S + product(tl.trans(kt), Vt, PRECISION))
+                S = behind[:, None] * (S + product(tl.trans(kt), Vt, PRECISION))
             else:
                 left = tl.minimum(tokens - t, C)
                 qc = q + at * q_t
@@ -173,7 +170,7 @@ def forward(
                 O = product(qt, S, PRECISION)
                 rest = rest_factors(gc, step, left, i, dk, g_t, g_k, K, BK, C)
                 kt = (tile(kc, i * step, live, k_t, dk, k_k, K, BK).to(tl.float32) * rest).to(OPERAND)
-                S = tl.exp2(total)[:, None] * S + product(tl.trans(kt), Vt, PRECISION)
+                S = (before * behind)[:, None] * S + product(tl.trans(kt), Vt, PRECISION)
             if PREVIOUS:
                 own = tl.sum(Q.to(tl.float32) * bonus[None, :] * Kt.to(tl.float32), 1)
                 A = tl.where(i[:, None] > i[None, :], A, tl.where(i[:, None] == i[None, :], own[:, None], 0.0))

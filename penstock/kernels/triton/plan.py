@@ -18,8 +18,8 @@ from . import chunk_backward, chunk_forward, recurrent, segments, tiles
 from .table import LEAST, Blocks, Target, blocks
 
 LIMITS = {"bf16": 200.0, "tf32": 200.0, "tf32x3": 32.0, "ieee": 32.0}
-"""How far decays may fall inside a chunk, log2 units, before stretches are cut: factors go from 2^-LIMIT/2 to 2^LIMIT/2, and float32
-ends at 2^-126; and where products are as exact as float32 the sums of decays should be too (half an ulp of 32 is 2e-6)."""
+"""How far the decays of tokens that share an anchor may fall, log2 units, where a chunk has several (or a scalar decay): factors must
+not overflow in float32, and where products are as exact as float32 the sums of decays should be too (half an ulp of 32 is 2e-6)."""
 
 NONE, SCALAR, CHANNEL = (kind.value for kind in (tiles.NONE, tiles.SCALAR, tiles.CHANNEL))
 SPAN = 16

@@ -129,7 +129,7 @@ def _as_on_hopper(key: Key, target: Target) -> Blocks:
             return Blocks(2, C=32) if read == "previous" else Blocks(4, C=64)
         return Blocks(4, C=32, BK=128) if K <= 128 else Blocks(4, C=64)
     if not short:
-        return Blocks(4, C=64 if precision == "tf32" else 32, fill=2) if K <= 64 else Blocks(8, C=16, fill=2)
+        return Blocks(4, C=64 if precision == "tf32" else 16, fill=2) if K <= 64 else Blocks(8, C=16, fill=2)
     if K <= 64:
         return Blocks(4, C=32 if decay == "none" or read == "previous" else 64, stages=3, fill=3)
     return Blocks(4 if K <= 128 else 8, C=32, stages=3, fill=1)

@@ -11,6 +11,8 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 FLOOR = tl.constexpr(-16384.0)  # log2 units: 2 ** FLOOR is 0 in float32, and sums of floored decays stay finite where -inf would not
+SUITS = tl.constexpr(200.0)  # log2 units: a chunk may decay by so much and still have one anchor; factors are then within 2^100
+COARSE = tl.constexpr(49152.0)  # 1.5 * 2^15: added and taken away again, it leaves multiples of 2^-8
 NEAR, FAR = tl.constexpr(0.0), tl.constexpr(100.0)  # log2 units: where the sums of a stretch begin
 
 # FAR keeps both factors of a stretch that decays by 2^200 away from overflow; sums that begin at NEAR are more exact.
@@ -112,6 +114,45 @@ def sums(x, triangle, PRECISION: tl.constexpr, REVERSE: tl.constexpr = False, OW
 def decays(base, i, live, stride_i, j, stride_j, J: tl.constexpr, BJ: tl.constexpr):
     """A tile of log decays in log2 units, 0 where there is no token: [len(i), BJ]."""
     return tl.maximum(tile(base, i, live, stride_i, j, stride_j, J, BJ).to(tl.float32) * LOG2E, FLOOR)
+
+
+@triton.jit
+def factors(d, lower, strict, PREVIOUS: tl.constexpr, PRECISION: tl.constexpr):
+    """What a chunk with decays d (natural logarithms) does to q, to k and to states, and its whole decay in log2 units.
+
+    ``lower`` and ``strict`` are triangles with and without the diagonal, the latter only looked at if PREVIOUS.
+    With G the sums up to a token, Gq those that its query sees, G_L the last and M about half of it: 2^(Gq - M) and 2^(M - G)
+    [C,BK], 2^M and 2^(G_L - M) [BK]. For chunks whose decay is at most 2^SUITS all are well inside float32.
+
+    Where operands are rounded, M is such that 2^(G_L - M) is a power of two, which bfloat16 takes as a factor without rounding. Where
+    they are not, sums are taken of multiples of 2^-8, which is exact, and of the small rest: float32 sums as large as SUITS would be
+    off by 4e-6.
+    """
+    if PRECISION == "bf16" or PRECISION == "tf32":
+        total = tl.maximum(tl.sum(d, 0) * LOG2E, FLOOR)
+        whole = tl.floor(0.5 * total + 0.5)
+        M = total - whole
+        G = sums(d, lower, PRECISION)
+        shrink = tl.exp2(M[None, :] - G * LOG2E)
+        if PREVIOUS:
+            G = sums(d, strict, PRECISION, OWN=False)
+        grow = tl.exp2(G * LOG2E - M[None, :])
+        behind = tl.exp2(whole)
+    else:
+        d = tl.maximum(d * LOG2E, FLOOR)
+        coarse = (d + COARSE) - COARSE
+        fine = d - coarse
+        total = tl.sum(coarse, 0)
+        M = (0.5 * total + COARSE) - COARSE
+        G = tl.cumsum(coarse, 0) - M[None, :]
+        rest = tl.cumsum(fine, 0)
+        shrink = tl.exp2(-G) * tl.exp2(-rest)
+        if PREVIOUS:
+            G -= coarse
+            rest -= fine
+        grow = tl.exp2(G) * tl.exp2(rest)
+        behind = tl.exp2(total - M) * tl.exp2(tl.sum(fine, 0))
+    return grow, shrink, tl.exp2(M), behind, total
 
 
 @triton.jit
