@@ -68,12 +68,12 @@ def _chunkwise_avoids(problem: Problem, mode: Mode) -> str | None:
 
 
 def _operands(dtype: torch.dtype) -> int | None:
-    """bfloat16 has 8 significant bits. TF32 has 11, but what is beyond them is cut off, which is rounding to 10."""
+    """bfloat16 has 8 significant bits, TF32 has 11."""
     if interpreting() or (torch.version.hip and dtype != torch.bfloat16):
         return None
     if dtype == torch.bfloat16:
         return 8
-    return 10 if dtype == torch.float16 or torch.get_float32_matmul_precision() != "highest" else None
+    return 11 if dtype == torch.float16 or torch.get_float32_matmul_precision() != "highest" else None
 
 
 def _nothing(problem: Problem) -> bool:
