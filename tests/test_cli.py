@@ -184,6 +184,21 @@ def test_a_wrong_result_is_told_at_the_end_by_the_exit_code(run, monkeypatch, tm
     assert [(len(one["timings"]), len(one["untimed"])) for one in content] == [(1, 1), (2, 0)]
 
 
+def test_a_case_that_fails_while_timed_does_not_end_the_others(run, monkeypatch):
+    measure = BENCH.measure
+
+    def not_gla(name, x, *rest, **options):
+        if x.variant == "gla":
+            raise torch.OutOfMemoryError("no memory left")
+        return measure(name, x, *rest, **options)
+
+    monkeypatch.setattr(BENCH, "measure", not_gla)
+    done = run("bench", "gla", "rwkv6", *TINY)
+    assert done.exit_code == 1
+    assert "was not measured: OutOfMemoryError: no memory left" in done.output
+    assert done.output.count("auto (") == 1
+
+
 def test_a_run_cut_short_leaves_what_it_measured(run, monkeypatch, tmp_path):
     measure = BENCH.measure
 

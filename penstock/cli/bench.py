@@ -14,6 +14,7 @@ from rich.console import Console
 
 from ..bench.candidates import MODES, PEERS, Mode, ours, peer
 from ..bench.cases import Case, Shape, case_named, default_cases, inputs
+from ..bench.clock import named
 from ..bench.machine import Machine, using_threads
 from ..bench.measure import Measurement, measure
 from ..bench.plot import check_plot, draw
@@ -21,7 +22,7 @@ from ..bench.record import Record
 from ..bench.report import print_cases, print_measurements
 from ..bench.suites import PLAIN, Suite, suite_named
 from ..dispatch import check_name
-from ..errors import Complaints, DeviceError, RangeError
+from ..errors import Complaints, DeviceError, PenstockError, RangeError
 from ..problem import FLOATS
 from ..variants import VARIANTS
 
@@ -106,19 +107,29 @@ def bench(
         console.print(machine.busy, style="yellow", highlight=False)
     with using_threads(threads), console.status("measuring", spinner="dots") as status:
         measurements: list[Measurement] = []
+        failed: list[str] = []
         for one, job in jobs:
             status.update(f"{job.variant}, {one}, {job.shape.text}")
             x = inputs(job.variant, job.shape, DTYPES[dtype], device, seed)
             candidates = [peer(name, x, one) for name in names] + [ours(name, x, one) for name in impls]
-            measurements.append(measure(job.name, x, one, candidates, seconds, go_on=True))
+            try:
+                measurements.append(measure(job.name, x, one, candidates, seconds, go_on=True))
+            except PenstockError:
+                raise
+            except Exception as failure:  # out of memory while timing, say: the other cases are still worth their time
+                failed.append(f"{job.name}, {one}, was not measured: {named(failure)}")
+                continue
             record = Record.of(shlex.join(["penstock", *sys.argv[1:]]), device, measurements, machine)
             if json_file is not None:  # each time, so that a run cut short leaves what it measured
                 record.write(json_file)
     print_measurements(console, measurements)
-    if json_file is not None:
+    if measurements and json_file is not None:
         console.print(f"numbers: {json_file}", highlight=False, soft_wrap=True)
-    _draw(console, record, plot_file)
-    if any(one.fault for measurement in measurements for one in measurement.untimed):
+    if measurements:
+        _draw(console, record, plot_file)
+    for line in failed:
+        console.print(line, style="bold red", highlight=False, soft_wrap=True)
+    if failed or any(one.fault for measurement in measurements for one in measurement.untimed):
         raise typer.Exit(1)
 
 
