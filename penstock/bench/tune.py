@@ -25,7 +25,7 @@ GROUPS: tuple[tuple[str, Pass], ...] = (("forward", "forward"), ("backward", "ba
 """Kernels, and the pass that each is timed in."""
 SPACE: dict[str, dict[str, tuple[int, ...]]] = {
     "forward": {"warps": (4, 8), "BV": (64, 128), "C": (16, 32, 64), "stages": (1, 2, 3)},
-    "backward": {"warps": (2, 4), "C": (32, 64), "BK": (64, 128)},
+    "backward": {"warps": (2, 4), "C": (16, 32, 64), "BK": (64, 128)},
     "states": {"warps": (2, 4), "BV": (64, 128), "BK": (32, 64), "stages": (1, 3)},
     "recurrent": {"warps": (1, 2, 4), "BV": (8, 16, 32, 64)},
 }

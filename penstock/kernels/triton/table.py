@@ -145,7 +145,8 @@ def fitted(blocks: Blocks, key: Key, shared_memory: int) -> Blocks:
 def shared_bytes(blocks: Blocks, key: Key) -> int:
     """Shared memory that a program may take: never less than what it was compiled to (bench/resources.json), up to 3 times as much.
 
-    A state, four tiles and A change their layout through it, and each stage but one of the pipeline waits there.
+    A state (in float32 products also as it was), four tiles and A are operands there or change their layout through it, in the
+    backward pass a fifth tile and the gradient of A; and each stage but one of the pipeline waits there.
     """
     size = 2 if key.precision == "bf16" else 4
     if key.kernel == "recurrent":
@@ -154,6 +155,11 @@ def shared_bytes(blocks: Blocks, key: Key) -> int:
     K, V = (max(K, LEAST), max(V, LEAST)) if key.kernel != "states" else (K, V)
     if key.kernel == "forward":
         K = max(key.K, LEAST)
-    layouts = size * (K * V + C * (3 * K + V + C))
+    tiles, states = C * (3 * K + V + C), K * V
+    if key.kernel == "backward":
+        tiles += C * (K + C)
+    elif key.kernel == "forward" and size == 4:
+        states *= 2
+    layouts = size * (states + tiles)
     stage = C * (size * (2 * K + V) + 4 * K * (key.decay == "channel"))
     return layouts + stage * (blocks.stages - 1)
