@@ -8,6 +8,7 @@ inside ``checks()``; elsewhere both follow from sizes, strides, dtypes and devic
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.autograd import forward_ad
 
 from . import dispatch
 from .kernels.contract import Gradients, Implementation
-from .operator import again_differentiable, no_autocast
+from .operator import differentiated, no_autocast
 from .problem import Problem, Step, reads_values, signature
 
 PLAIN = frozenset({Tensor, torch.nn.Parameter})
@@ -92,12 +93,7 @@ class Recurrence(torch.autograd.Function):
     def backward(ctx: Any, d_output: Tensor | None, d_final_state: Tensor | None) -> tuple[Any, ...]:
         """Gradients of the inputs that need one."""
         tensors, call = ctx.saved_tensors, ctx.call
-        if d_output is None:
-            d_output = tensors[2].new_zeros(tensors[2].shape)
-        if torch.is_grad_enabled():
-            gradients = again_differentiable(tensors, call.options, d_output, d_final_state)
-        else:
-            gradients = call.backward(tensors, d_output, d_final_state)
+        gradients = differentiated(tensors, call.options, d_output, d_final_state, partial(call.backward, tensors))
         needed = ctx.needs_input_grad[2:]
         return None, None, *(x.contiguous() if need and x is not None else None for x, need in zip(gradients, needed)), None
 

@@ -13,7 +13,7 @@ are those of the plain PyTorch chunkwise form, whatever computed the first ones.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from . import dispatch
 from .kernels import chunkwise
-from .kernels.contract import Gradients, gradients_of
+from .kernels.contract import gradients_of
 from .problem import Problem, Step, state_dtype
 
 _TOKENS = "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? u"
@@ -107,23 +107,32 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.set_materialize_grads(False)
 
 
-def again_differentiable(tensors: Sequence[Tensor | None], options: tuple[Any, ...], d_output: Tensor, d_final: Tensor | None) -> Gradients:
-    """Gradients that can be differentiated again, for create_graph=True."""
-    problem = Problem.checked(*tensors, *options)  # type: ignore[arg-type]
+def differentiated(
+    tensors: Sequence[Any],
+    options: tuple[Any, ...],
+    d_output: Tensor | None,
+    d_final_state: Tensor | None,
+    backward: Callable[[Tensor, Tensor | None], Sequence[Tensor | None]],
+) -> Sequence[Tensor | None]:
+    """Gradients of a call's inputs by ``backward``; where they must be differentiable again, by the plain PyTorch form."""
+    if d_output is None:
+        d_output = tensors[2].new_zeros(tensors[2].shape)
+    if not torch.is_grad_enabled():
+        return backward(d_output, d_final_state)
+    problem = Problem.checked(*(*tensors, *options))
     with no_autocast(d_output):
-        return gradients_of(chunkwise.forward, problem, d_output, d_final)
+        return gradients_of(chunkwise.forward, problem, d_output, d_final_state)
 
 
 def _differentiate(ctx: Any, d_output: Tensor | None, d_final_state: Tensor | None) -> tuple[Tensor | None, ...]:
     tensors = ctx.saved_tensors
     if not ctx.output_final_state:
         d_final_state = None
-    if d_output is None:
-        d_output = tensors[2].new_zeros(tensors[2].shape)
-    if torch.is_grad_enabled():
-        gradients: tuple[Tensor | None, ...] = again_differentiable(tensors, ctx.options, d_output, d_final_state)
-    else:
-        gradients = torch.ops.penstock.backward(d_output, d_final_state, *tensors, *ctx.options, ctx.impl)
+
+    def backward(d_output: Tensor, d_final_state: Tensor | None) -> tuple[Tensor, ...]:
+        return torch.ops.penstock.backward(d_output, d_final_state, *tensors, *ctx.options, ctx.impl)  # type: ignore[no-any-return]
+
+    gradients = differentiated(tensors, ctx.options, d_output, d_final_state, backward)
     return *(grad if need else None for grad, need in zip(gradients, ctx.needs_input_grad[:6])), *(None,) * 6
 
 

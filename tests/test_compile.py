@@ -78,10 +78,9 @@ def test_recorded_launches_fit_and_take_no_more_shared_memory_than_is_reckoned_w
     """What ``shared_bytes`` says decides whether block sizes fit a GPU that nobody has measured."""
     reckoned = []
 
-    def noted(kernel, target, K, V, precision, decay, previous):
-        found = table.blocks(kernel, target, K, V, precision, decay, previous)
-        key = Key(kernel, table.DECAYS[decay], table.READS[previous], precision, table.bucket(K), table.bucket(V))
-        reckoned.append((kernel, table.shared_bytes(found, key)))
+    def noted(key, target):
+        found = table.blocks(key, target)
+        reckoned.append((key.kernel, table.shared_bytes(found, key)))
         return found
 
     monkeypatch.setattr(plan, "blocks", noted)
@@ -135,10 +134,10 @@ SIZES = [(K, V) for K in (16, 64, 128, 256) for V in (16, 64, 512)]
 @pytest.mark.parametrize("kernel", table.KERNELS)
 def test_sizes_by_rule_fit_a_small_gpu(kernel, precision):
     small = Target("sm_77", 8, 100 << 10)
-    for decay, name in enumerate(table.DECAYS):
+    for name in table.DECAYS:
         for K, V in SIZES:
-            found = table.blocks(kernel, small, K, V, precision, decay, False)
             key = Key(kernel, name, "updated", precision, K, V)
+            found = table.blocks(key, small)
             least = found.stages == 1 and found.C in (0, 16)  # nothing is left to shrink
             assert table.shared_bytes(found, key) <= small.shared_memory or least, (key, found)
 

@@ -9,7 +9,7 @@ import torch
 import penstock as ps
 from penstock.bench import rounding
 from penstock.bench.cases import Inputs, Shape, inputs
-from penstock.bench.oracle import budget, error
+from penstock.bench.oracle import budget, error, growth
 from penstock.dispatch import IMPLEMENTATIONS
 from penstock.functional import _run
 from penstock.kernels import chunkwise
@@ -96,11 +96,10 @@ def hold(x: Inputs, impl: str, packed: torch.Tensor | None = None, reverse: bool
         tame = x if x.g is None else replace(x, g=x.g.clamp(min=-10.0))
         found, same = (exact(tame, formula, None, reverse) for formula in (partial(rounding.forward, bits=bits), chunkwise.forward))
         rounded = sizes_of_errors(x, found, same)
-    growth = max(1.0, (x.shape.T / 1024) ** 0.5)
     found = results(x, impl, packed, reverse)
     over = {}
     for name, apart in sizes_of_errors(x, found, wanted).items():
-        allowed = growth * budget(x.q.dtype, found[name].dtype) + 2 * rounded.get(name, 0.0)
+        allowed = growth(x.shape.T) * budget(x.q.dtype, found[name].dtype) + 2 * rounded.get(name, 0.0)
         if not apart <= allowed:
             over[name] = f"{apart:.2e}, allowed {allowed:.2e}"
     assert not over, over

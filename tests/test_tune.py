@@ -13,11 +13,13 @@ from penstock.bench import trial
 from penstock.bench.apart import Failure, one_by_one, side_by_side
 from penstock.bench.cases import Shape
 from penstock.bench.launch_tables import table_lines
+from penstock.bench.passes import without_memory
 from penstock.bench.tune import GROUPS, SPACE, Outcome, Tuned, Tuner, candidates, judged
 from penstock.cli import main
 from penstock.cli.tune import entry_of, print_tuned
 from penstock.errors import PenstockError, RangeError
 from penstock.kernels.triton import launch, table_file
+from penstock.kernels.triton.plan import Call
 from penstock.kernels.triton.table import Blocks, Key, Target, blocks, by_rule
 from penstock.kernels.triton.table_file import Entry
 
@@ -39,8 +41,10 @@ def in_use():
     return {key: entry.blocks for key, entry in table_file.in_use("sm_90").items()}
 
 
-def asked(target):
-    return blocks("forward", target, 64, 64, "bf16", 2, False)
+def asked(target, K=64):
+    """The block sizes of gla's forward kernel for a head of K key channels."""
+    inputs = without_memory("gla", Shape(1, 64, 1, K, 64), torch.bfloat16)
+    return blocks(Call.of(inputs.problem(), target).key("forward"), target)
 
 
 def test_the_users_table_stands_before_the_shipped_one_and_that_before_the_rule(own):
@@ -55,8 +59,8 @@ def test_the_users_table_stands_before_the_shipped_one_and_that_before_the_rule(
     assert asked(TARGET._replace(table=found)) == ENTRY.blocks
     assert found == {key: entry.blocks for key, entry in shipped.items()} | {KEY: ENTRY.blocks}
     assert not table_file.in_use("sm_80")
-    assert blocks("forward", TARGET._replace(table=found), 33, 64, "bf16", 2, False) == ENTRY.blocks  # 33 channels are rounded up
-    assert blocks("forward", TARGET._replace(table=found), 65, 64, "bf16", 2, False) != ENTRY.blocks
+    assert asked(TARGET._replace(table=found), 33) == ENTRY.blocks  # 33 channels are rounded up
+    assert asked(TARGET._replace(table=found), 65) != ENTRY.blocks
 
 
 def test_check_tells_which_tables_are_in_use(own, monkeypatch):

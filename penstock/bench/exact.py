@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import prod, sqrt
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -34,8 +34,6 @@ CHECKED = {"fwd": Reach(1 << 27, 1 << 40), "fwdbwd": Reach(1 << 23, 1 << 40), "d
 """By mode, on a CPU: about a second."""
 CHECKED_ON_GPU = {"fwd": Reach(1 << 31, 1 << 13), "fwdbwd": Reach(1 << 28, 1 << 11), "decode": Reach(1 << 40, 1 << 40)}
 """By mode, on a GPU: as long, for all candidates together."""
-EVEN_TOKENS = 1024
-"""Checked tokens up to which a budget holds as it is; beyond, rounding errors grow with the square root."""
 
 
 class WrongResult(PenstockError, RuntimeError):
@@ -123,7 +121,7 @@ class Exact:
 
     def _allowed(self, candidate: Candidate, name: str, dtype: torch.dtype) -> float:
         """The candidate's budget and, if its products round their operands, twice what that costs the formula."""
-        allowed = sqrt(max(1.0, self.tokens / EVEN_TOKENS)) * candidate.budget(self.inputs.q.dtype, dtype)
+        allowed = oracle.growth(self.tokens) * candidate.budget(self.inputs.q.dtype, dtype)
         bits = candidate.operand_bits
         if bits is None:
             return allowed

@@ -6,6 +6,8 @@ waiting of threads for each other costs them dearly.
 
 from __future__ import annotations
 
+from math import sqrt
+
 import torch
 from torch import Tensor
 
@@ -16,6 +18,15 @@ from .machine import using_threads
 
 ACCURACY = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-6, torch.float16: 2e-6}
 """The error of arithmetic, before a result is rounded; sums are float32, or float64 for float64 inputs."""
+
+
+EVEN_TOKENS = 1024
+"""Checked tokens up to which a budget holds as it is."""
+
+
+def growth(tokens: int) -> float:
+    """By how much a budget grows over many tokens: rounding errors add up as the square root."""
+    return sqrt(max(1.0, tokens / EVEN_TOKENS))
 
 
 def budget(inputs: torch.dtype, result: torch.dtype) -> float:

@@ -29,7 +29,7 @@ PLAIN = Suite("", "", (), ("fwd",), peers=("loop",), dtype="float32", device="cp
 """Without a suite: cases are named one by one."""
 
 SUITES = (
-    Suite("gpu-training", "sequences and prompts, beside fla; about four minutes", GPU_TRAINING, ("fwd", "fwdbwd")),
+    Suite("gpu-training", "sequences and prompts, beside fla, whose tuning takes most of the time", GPU_TRAINING, ("fwd", "fwdbwd")),
     Suite("gpu-decode", "one token for 1, 256 and 1024 sequences, beside fla", GPU_DECODING, ("decode",)),
     Suite("lengths", "chunked against token by token as T grows", LENGTHS, ("fwd",), ("triton_recurrent", "triton_chunkwise"), ("none",)),
 )

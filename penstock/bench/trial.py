@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
-from math import sqrt
 from statistics import median
 from time import perf_counter
 from typing import NamedTuple
@@ -17,17 +15,15 @@ from ..kernels import chunkwise
 from ..kernels.contract import Gradients, gradients_of
 from ..kernels.triton import CHUNKWISE, RECURRENT, launch
 from ..kernels.triton.table import Blocks, Key
-from ..problem import Problem, Step
+from ..problem import Step
 from . import rounding
 from .cases import Shape, inputs
-from .oracle import budget, error
+from .oracle import budget, by_result, error, growth
 from .passes import Pass
 
 CALLS = 20
 FLUSHED = 1 << 28
 """Bytes written before each call, so that it finds its inputs in memory and not in a cache, as in a model."""
-EVEN_TOKENS = 1024
-"""Tokens up to which a budget holds as it is; beyond, rounding errors grow with the square root."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +61,8 @@ class Ready(NamedTuple):
     """A call whose results are compared."""
     timed: Callable[[], object]
     exact: Results
-    allowed: dict[str, float]
+    rounded: dict[str, float]
+    """What rounding their products' operands costs the formula, see ``rounding.errors``."""
 
 
 def prepared(trial: Trial, clock: Clock | None = None) -> Callable[[Blocks], Answer]:
@@ -75,7 +72,10 @@ def prepared(trial: Trial, clock: Clock | None = None) -> Callable[[Blocks], Ans
     def tried(blocks: Blocks) -> Answer:
         with launch.trying({**trial.beside, trial.key: blocks}), torch.no_grad():
             found = ready.checked()
-            pairs = [(error(found[name], exact), ready.allowed[name]) for name, exact in ready.exact.items()]
+            pairs = []
+            for name, exact in ready.exact.items():
+                allowed = growth(trial.shape.T) * budget(trial.dtype, found[name].dtype) + 2 * ready.rounded.get(name, 0.0)
+                pairs.append((error(found[name], exact), allowed))
             worst = max(pairs, key=lambda pair: pair[0] / pair[1])
             return Answer((clock or gpu_clock)(ready.timed, torch.device(trial.device)), *worst)
 
@@ -94,8 +94,7 @@ def _step(trial: Trial) -> Ready:
         step.state.copy_(pool)
         return {"output": RECURRENT.step(step), "states": step.state}
 
-    allowed = _allowed(trial, exact, {"output": x.v.dtype, "states": pool.dtype}, {})
-    return Ready(checked, lambda: RECURRENT.step(step), exact, allowed)
+    return Ready(checked, lambda: RECURRENT.step(step), exact, {})
 
 
 def _pass(trial: Trial) -> Ready:
@@ -103,39 +102,25 @@ def _pass(trial: Trial) -> Ready:
     x = inputs(trial.variant, trial.shape, trial.dtype, trial.device, trial.seed)
     problem = x.problem()
     d_output = torch.randn(x.v.shape, generator=torch.Generator().manual_seed(trial.seed + 1)).to(trial.device, trial.dtype)
-    run = _forward if trial.which == "forward" else partial(_backward, d_output=d_output.double())
+    forward = trial.which == "forward"
     twin = problem.with_tensors({name: y.double() for name, y in x.tensors.items()})
-    exact = run(chunkwise.forward, twin)
+    with torch.no_grad():
+        exact = _outputs(chunkwise.forward(twin)) if forward else _gradients(gradients_of(chunkwise.forward, twin, d_output.double(), None))
     bits = CHUNKWISE.operands(trial.dtype)
-    rounded = {} if bits is None else run(partial(rounding.forward, bits=bits), twin)
-    dtypes = {"output": x.v.dtype, "final_state": torch.float32} | {name: y.dtype for name, y in x.tensors.items()}
+    rounded = {} if bits is None else rounding.errors(problem, bits, exact, None if forward else d_output)
 
     def checked() -> Results:
-        if trial.which == "forward":
-            return dict(zip(("output", "final_state"), CHUNKWISE.forward(problem)))
-        return _given(CHUNKWISE.backward(problem, d_output, None))
+        return _outputs(CHUNKWISE.forward(problem)) if forward else _gradients(CHUNKWISE.backward(problem, d_output, None))
 
-    return Ready(checked, checked, exact, _allowed(trial, exact, dtypes, rounded))
+    return Ready(checked, checked, exact, rounded)
 
 
-def _given(gradients: Gradients) -> Results:
-    return {name: x for name, x in gradients._asdict().items() if x is not None}
+def _outputs(found: tuple[Tensor, Tensor]) -> Results:
+    return dict(zip(("output", "final state"), found))
 
 
-def _forward(formula: Callable[[Problem], tuple[Tensor, Tensor]], problem: Problem) -> Results:
-    with torch.no_grad():
-        return dict(zip(("output", "final_state"), formula(problem)))
-
-
-def _backward(formula: Callable[[Problem], tuple[Tensor, Tensor]], problem: Problem, d_output: Tensor) -> Results:
-    with torch.no_grad():
-        return _given(gradients_of(formula, problem, d_output, None))
-
-
-def _allowed(trial: Trial, exact: Results, dtypes: dict[str, torch.dtype], rounded: Results) -> dict[str, float]:
-    growth = sqrt(max(1.0, trial.shape.T / EVEN_TOKENS))
-    own = {name: 2 * error(x, exact[name]) for name, x in rounded.items()}
-    return {name: growth * (budget(trial.dtype, dtypes[name]) + own.get(name, 0.0)) for name in exact}
+def _gradients(found: Gradients) -> Results:
+    return by_result(found._asdict())
 
 
 def gpu_clock(call: Callable[[], object], device: torch.device) -> float:

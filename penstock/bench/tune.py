@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..kernels.triton.plan import Call
-from ..kernels.triton.table import DECAYS, READS, Blocks, Key, Target, bucket
+from ..kernels.triton.table import Blocks, Key, Target
 from . import ahead
 from .apart import Failure, one_by_one, side_by_side
 from .cases import Shape
@@ -30,7 +30,7 @@ SPACE: dict[str, dict[str, tuple[int, ...]]] = {
     "recurrent": {"warps": (1, 2, 4), "BV": (8, 16, 32, 64)},
 }
 """What is tried for each kernel, all combinations; then ``FILLS`` with the best. Compiling is what takes the time, so sizes that are
-known to lose are left out (blocks of 128 in the backward pass: benchmarks/NOTES.md)."""
+known to lose are left out (8 warps in the backward pass: benchmarks/NOTES.md)."""
 FILLS = {"forward": (1, 2, 3, 4), "states": (1, 2, 4, 6)}
 GAIN = 0.01
 """What is in use stays unless another is faster by more than this: medians of equal code differ by as much."""
@@ -111,8 +111,7 @@ class Tuner:
 
     def _in_use(self, kernel: str, shape: Shape) -> tuple[Key, Blocks]:
         call = Call.of(without_memory(self.variant, shape, self.dtype).problem(), self.at({}))
-        key = Key(kernel, DECAYS[call.decay], READS[call.previous], call.precision, bucket(call.K), bucket(call.V))
-        return key, call.blocks(kernel)
+        return call.key(kernel), call.blocks(kernel)
 
     def at(self, more: dict[Key, Blocks]) -> Target:
         """The GPU with what was chosen so far, and ``more``."""

@@ -18,7 +18,7 @@ from .. import __version__
 from ..bench.cases import Shape, default_cases
 from ..bench.report import duration
 from ..errors import Complaints, DeviceError, RangeError
-from ..kernels.triton.table import Target, bucket
+from ..kernels.triton.table import Target, power
 from ..kernels.triton.table_file import Entry, read, user_path, write
 from ..variants import VARIANTS
 
@@ -93,7 +93,7 @@ def _checked(variants: list[str], shapes: list[str], dtype: str, device: str) ->
     if dtype not in DTYPES:
         complaints.add(RangeError, "dtype", f"one of {', '.join(DTYPES)}", repr(dtype))
     parsed = [Shape.parse(text) for text in shapes]
-    sizes = [(bucket(one.K), bucket(one.V)) for one in parsed]
+    sizes = [(power(one.K), power(one.V)) for one in parsed]
     if len(set(sizes)) < len(sizes):
         remedy = "A table has one entry for them all: choose the shape that counts."
         complaints.add(RangeError, "shape", "the only one of its K and V, up to the next power of two", " ".join(shapes), remedy)

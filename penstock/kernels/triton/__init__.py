@@ -76,8 +76,8 @@ def _operands(dtype: torch.dtype) -> int | None:
     return 11 if dtype == torch.float16 or torch.get_float32_matmul_precision() != "highest" else None
 
 
-def _nothing(problem: Problem) -> bool:
-    return 0 in problem.q.shape or 0 in problem.v.shape
+def _nothing(given: Problem | Step) -> bool:
+    return 0 in given.q.shape or 0 in given.v.shape
 
 
 def _forward_of_nothing(problem: Problem) -> tuple[Tensor, Tensor]:
@@ -128,7 +128,7 @@ def _recurrent_backward(problem: Problem, d_output: Tensor, d_final_state: Tenso
 def _step(step: Step) -> Tensor:
     from . import launch
 
-    return step.v.new_zeros(step.v.shape) if step.q.numel() == 0 or step.v.numel() == 0 else launch.step_pass(step)
+    return step.v.new_zeros(step.v.shape) if _nothing(step) else launch.step_pass(step)
 
 
 RECURRENT = Implementation(

@@ -156,12 +156,14 @@ def chunk_backward_pass(p: Problem, d_output: Tensor, d_final_state: Tensor | No
     found = _run(
         "chunk backward", p, lambda target: plan.chunk_backward_plan(p, d_output, d_final_state, target), tensors, d_output, d_final_state
     )
-    dg, du = found.get("dg"), found.get("du")
-    if dg is not None and p.g is not None and dg.dim() > p.g.dim():
-        dg = dg.sum(0).to(p.g.dtype)
-    if du is not None and p.u is not None:
-        du = du.sum(0).to(p.u.dtype)
+    dg, du = (None if x is None else _summed(found[name], x) for name, x in (("dg", p.g), ("du", p.u)))
     return Gradients(found["dq"], found["dk"], found["dv"], dg, du, found.get("d_initial_state"))
+
+
+def _summed(shares: Tensor, like: Tensor) -> Tensor:
+    """The sum of an input's gradient over the axes that the input has not, in its dtype."""
+    more = tuple(range(shares.dim() - like.dim()))
+    return (shares.sum(more) if more else shares).to(like.dtype)
 
 
 def recurrent_backward_pass(p: Problem, d_output: Tensor, d_final_state: Tensor | None) -> Gradients:
@@ -171,10 +173,7 @@ def recurrent_backward_pass(p: Problem, d_output: Tensor, d_final_state: Tensor 
         "recurrent backward", p, lambda target: plan.recurrent_backward_plan(p, d_output, d_final_state, target),
         tensors, d_output, d_final_state,
     )  # fmt: skip
-    dg, du, state = found.get("dg"), found.get("du"), p.initial_state
-    if dg is not None and p.g is not None:
-        dg = dg.sum(tuple(range(dg.dim() - p.g.dim()))).to(p.g.dtype)
-    if du is not None and p.u is not None:
-        du = du.sum((0, 1)).to(p.u.dtype)
-    d_initial = None if state is None else found["d_initial_state"].to(state.dtype)
-    return Gradients(found["dq"].sum(0).to(p.q.dtype), found["dk"].sum(0).to(p.k.dtype), found["dv"], dg, du, d_initial)
+    dq, dk = _summed(found["dq"], p.q), _summed(found["dk"], p.k)
+    dg, du = (None if x is None else _summed(found[name], x) for name, x in (("dg", p.g), ("du", p.u)))
+    d_initial = None if p.initial_state is None else found["d_initial_state"].to(p.initial_state.dtype)
+    return Gradients(dq, dk, found["dv"], dg, du, d_initial)

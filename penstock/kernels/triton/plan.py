@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...problem import Problem
 from . import chunk_backward, chunk_forward, recurrent, segments, tiles
-from .table import LEAST, Blocks, Target, blocks
+from .table import DECAYS, LEAST, READS, Blocks, Key, Target, blocks, power
 
 LIMITS = {"bf16": 200.0, "tf32": 200.0, "tf32x3": 32.0, "ieee": 32.0}
 """How far the decays of tokens that share an anchor may fall, log2 units, where a chunk has several (or a scalar decay): factors must
@@ -105,9 +105,13 @@ class Call(NamedTuple):
         """The constants that every chunk kernel takes."""
         return {"K": self.K, "V": self.V, "DECAY": self.decay, "PACKED": self.packed, "PRECISION": self.precision}
 
+    def key(self, kernel: str) -> Key:
+        """Where its block sizes are looked up."""
+        return Key(kernel, DECAYS[self.decay], READS[self.previous], self.precision, power(self.K), power(self.V))
+
     def blocks(self, kernel: str) -> Blocks:
         """Block sizes of a launch, no larger than the head."""
-        b = blocks(kernel, self.target, self.K, self.V, self.precision, self.decay, self.previous)
+        b = blocks(self.key(kernel), self.target)
         least = 16 if kernel in ("states", "recurrent") else LEAST
         return b._replace(BK=min(power(self.K, least), b.BK), BV=min(power(self.V, least), b.BV))
 
@@ -123,11 +127,6 @@ class Call(NamedTuple):
         tokens = self.T * self.B if self.packed else self.T
         segments = min(target // programs if not self.packed else math.ceil(target * self.N / programs), max(tokens // (4 * C), 1))
         return math.ceil(tokens / segments / C) * C
-
-
-def power(x: int, least: int = 16) -> int:
-    """The smallest power of two that is at least x and ``least``."""
-    return max(least, 1 << max(x - 1, 0).bit_length())
 
 
 def _strides(*tensors: Tensor) -> tuple[int, ...]:

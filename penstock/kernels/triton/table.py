@@ -89,14 +89,13 @@ class Target(NamedTuple):
         return cls(arch, gpu.multi_processor_count, shared_memory, {key: entry.blocks for key, entry in in_use(arch).items()})
 
 
-def bucket(channels: int) -> int:
-    """Where a head size belongs in a table."""
-    return max(16, 1 << max(channels - 1, 0).bit_length())
+def power(x: int, least: int = 16) -> int:
+    """The smallest power of two that is at least x and ``least``; where a head size belongs in a table."""
+    return max(least, 1 << max(x - 1, 0).bit_length())
 
 
-def blocks(kernel: str, target: Target, K: int, V: int, precision: str, decay: int, previous: bool) -> Blocks:
-    """Sizes for one of ``KERNELS``."""
-    key = Key(kernel, DECAYS[decay], READS[previous], precision, bucket(K), bucket(V))
+def blocks(key: Key, target: Target) -> Blocks:
+    """Sizes for a kernel on a GPU."""
     found = target.table.get(key)
     return found if found is not None else fitted(by_rule(key, target), key, target.shared_memory)
 
