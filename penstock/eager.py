@@ -69,13 +69,27 @@ class Call:
             output, final_state = self.implementation.forward(problem)
         return output.contiguous(), final_state.contiguous() if output_final_state else None
 
-    def backward(self, tensors: Tensors, d_output: Tensor, d_final_state: Tensor | None) -> Gradients:
-        """The gradients of all inputs."""
-        problem = self.problem(tensors)
+    def forward_keeping(self, tensors: Tensors, output_final_state: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """The same, and states for ``backward`` where the implementation runs both ways and keeps any."""
+        keeping = self.implementation.forward_keeping
+        if keeping is None or self.backwards(tensors) is not self.implementation:
+            return *self.forward(tensors, output_final_state), None
+        with no_autocast(tensors[0]):
+            output, final_state, states = keeping(self.problem(tensors))
+        return output, final_state if output_final_state else None, states
+
+    def backwards(self, tensors: Tensors) -> Implementation:
+        """What runs the backward pass."""
         if self.backward_implementation is None:
-            self.backward_implementation = dispatch.pick(problem, "backward", self.impl)
+            self.backward_implementation = dispatch.pick(self.problem(tensors), "backward", self.impl)
+        return self.backward_implementation
+
+    def backward(self, tensors: Tensors, states: Tensor | None, dg: bool, d_output: Tensor, d_final_state: Tensor | None) -> Gradients:
+        """The gradients of all inputs; the decay's may be None without ``dg``."""
+        implementation = self.backwards(tensors)
+        options = {"states": states, "dg": dg} if implementation.forward_keeping is not None else {}
         with no_autocast(d_output), torch.no_grad():
-            return self.backward_implementation.backward(problem, d_output, d_final_state)
+            return implementation.backward(self.problem(tensors), d_output, d_final_state, **options)
 
 
 class Recurrence(torch.autograd.Function):
@@ -83,18 +97,19 @@ class Recurrence(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Call, output_final_state: bool, *tensors: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Keep the inputs; run."""
-        ctx.save_for_backward(*tensors)
+        """Run; keep the inputs, and what the backward pass can use of the work."""
+        output, final_state, states = call.forward_keeping(tensors, output_final_state)
+        ctx.save_for_backward(*tensors, states)
         ctx.call = call
         ctx.set_materialize_grads(False)
-        return call.forward(tensors, output_final_state)
+        return output, final_state
 
     @staticmethod
     def backward(ctx: Any, d_output: Tensor | None, d_final_state: Tensor | None) -> tuple[Any, ...]:
         """Gradients of the inputs that need one."""
-        tensors, call = ctx.saved_tensors, ctx.call
-        gradients = differentiated(tensors, call.options, d_output, d_final_state, partial(call.backward, tensors))
-        needed = ctx.needs_input_grad[2:]
+        *inputs, states = ctx.saved_tensors
+        tensors, call, needed = tuple(inputs), ctx.call, ctx.needs_input_grad[2:]
+        gradients = differentiated(tensors, call.options, d_output, d_final_state, partial(call.backward, tensors, states, needed[3]))
         return None, None, *(x.contiguous() if need and x is not None else None for x, need in zip(gradients, needed)), None
 
 

@@ -19,7 +19,7 @@ Mode = Literal["forward", "backward", "step"]
 
 
 class Gradients(NamedTuple):
-    """Gradients of the inputs of a problem, each with its input's shape and dtype; None where the input was None."""
+    """Gradients of a problem's inputs, with their shapes and dtypes; None where an input was None or its gradient not asked for."""
 
     q: Tensor
     k: Tensor
@@ -51,12 +51,15 @@ class Implementation:
     """Why it cannot take this problem in this mode, or None."""
     forward: Callable[[Problem], tuple[Tensor, Tensor]]
     """Output [B,T,H,V] in v's dtype and final state [N,H,K,V] in ``state_dtype``."""
-    backward: Callable[[Problem, Tensor, Tensor | None], Gradients]
-    """Gradients from those of the output and, unless None, of the final state."""
+    backward: Callable[..., Gradients]
+    """``(problem, d_output, d_final_state)``: gradients from those of the output and, unless None, of the final state."""
     step: Callable[[Step], Tensor]
     """Output [N,T,H,V] in v's dtype; the state pool is updated in place. A refused step changes nothing."""
     avoids: Callable[[Problem, Mode], str | None] = refused_by_none
     """Why "auto" had better pass it over for a problem that it can take, or None."""
+    forward_keeping: Callable[[Problem], tuple[Tensor, Tensor, Tensor | None]] | None = None
+    """``forward`` where gradients will be wanted: it also returns states, or None, that ``backward`` need not make again. ``backward``
+    then takes them as ``states``, and as ``dg`` whether the decay's gradient is wanted."""
     operands: Callable[[torch.dtype], int | None] = exact_operands
     """The significant bits that its products round their operands to for inputs of this dtype, or None if they do not."""
 

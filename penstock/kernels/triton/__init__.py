@@ -98,15 +98,23 @@ def _backward_of_nothing(problem: Problem, d_final_state: Tensor | None) -> Grad
 def _chunkwise_forward(problem: Problem) -> tuple[Tensor, Tensor]:
     from . import launch
 
-    return _forward_of_nothing(problem) if _nothing(problem) else launch.chunk_forward_pass(problem)
+    return _forward_of_nothing(problem) if _nothing(problem) else launch.chunk_forward_pass(problem)[:2]
 
 
-def _chunkwise_backward(problem: Problem, d_output: Tensor, d_final_state: Tensor | None) -> Gradients:
+def _chunkwise_forward_keeping(problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
     from . import launch
 
-    return (
-        _backward_of_nothing(problem, d_final_state) if _nothing(problem) else launch.chunk_backward_pass(problem, d_output, d_final_state)
-    )
+    return (*_forward_of_nothing(problem), None) if _nothing(problem) else launch.chunk_forward_pass(problem, keep=True)
+
+
+def _chunkwise_backward(
+    problem: Problem, d_output: Tensor, d_final_state: Tensor | None, states: Tensor | None = None, dg: bool = True
+) -> Gradients:
+    from . import launch
+
+    if _nothing(problem):
+        return _backward_of_nothing(problem, d_final_state)
+    return launch.chunk_backward_pass(problem, d_output, d_final_state, states, dg)
 
 
 def _recurrent_forward(problem: Problem) -> tuple[Tensor, Tensor]:
@@ -150,5 +158,6 @@ CHUNKWISE = Implementation(
     backward=_chunkwise_backward,
     step=_step,
     avoids=_chunkwise_avoids,
+    forward_keeping=_chunkwise_forward_keeping,
     operands=_operands,
 )

@@ -28,13 +28,14 @@ from .tiles import (
     NONE,
     SCALAR,
     SUITS,
+    constant_decay,
     decays,
     factors,
     product,
     read_factors,
     rest_factors,
     scalar_decays,
-    scalar_factors,
+    scalar_sums,
     slot_of,
     span_of,
     stretch,
@@ -119,18 +120,19 @@ def backward(
     dq, dk, dv, dg, du, todo, cu_seqlens, scale, N, T, H,
     q_b, q_t, q_h, q_k, k_b, k_t, k_h, k_k, v_b, v_t, v_h, v_v, g_b, g_t, g_h, g_k, u_h, u_k, o_b, o_t, o_h, o_v,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, L: tl.constexpr,
-    DECAY: tl.constexpr, STATIC: tl.constexpr, PREVIOUS: tl.constexpr, CARRIED: tl.constexpr, D_CARRIED: tl.constexpr,
+    DECAY: tl.constexpr, STATIC: tl.constexpr, DG: tl.constexpr, PREVIOUS: tl.constexpr, CARRIED: tl.constexpr, D_CARRIED: tl.constexpr,
     PACKED: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr, LIMIT: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Program (chunk, head). dq, dk, dv, dg are contiguous; du and a constant decay's dg are [chunk slots, H, K] or [chunk slots, H].
 
     Decays per channel take two launches: the first notes in ``todo`` [programs] the chunks that 2^-G does not suit, and what it
-    writes there is worthless; the second, EXACT, does those again.
+    writes there is worthless; the second, EXACT, does those again. Without DG there is no dg.
     """
     NK: tl.constexpr = (K + BK - 1) // BK
     NV: tl.constexpr = (V + BV - 1) // BV
     OPERAND: tl.constexpr = tl.bfloat16 if PRECISION == "bf16" else tl.float32
     FACTORS: tl.constexpr = DECAY == CHANNEL and not EXACT
+    WIDE: tl.constexpr = BK > 64  # S dS^T would take too many registers
     pid = tl.program_id(0)
     h = (pid % H).to(tl.int64)
     slot = pid // H
@@ -148,9 +150,9 @@ def backward(
             j = kb * BK + columns
             if PREVIOUS:
                 tl.store(du + (slot * H + h) * K + j, tl.zeros((BK,), tl.float32), mask=j < K)
-            if STATIC and DECAY == CHANNEL:
+            if DG and STATIC and DECAY == CHANNEL:
                 tl.store(dg + (slot * H + h) * K + j, tl.zeros((BK,), tl.float32), mask=j < K)
-        if STATIC and DECAY == SCALAR:
+        if DG and STATIC and DECAY == SCALAR:
             tl.store(dg + slot * H + h, 0.0)
         if DECAY == CHANNEL:
             tl.store(todo + pid, 0)
@@ -177,10 +179,13 @@ def backward(
     diagonal = i[:, None] == i[None, :]
 
     if DECAY == SCALAR:
-        d_s = scalar_decays(g, r, live, g_t)
-        shares = tl.where(strict, scalar_factors(d_s, i, C, LIMIT), 0.0)
-        read = tl.exp2(tl.cumsum(d_s, 0))[:, None]
-        rest = tl.exp2(tl.cumsum(scalar_decays(g + step * g_t, r, live & (i + 1 < tokens), g_t), 0, reverse=True))[:, None]
+        constant = 0.0
+        if STATIC:
+            constant = constant_decay(g)
+        between, read, rest, total_s = scalar_sums(g, constant, step, tokens, i, g_t, C, STATIC, LIMIT)
+        shares = tl.exp2(between)
+        read = tl.exp2(read)[:, None]
+        rest = tl.exp2(rest)[:, None]
         dg_scalar = tl.zeros((C,), tl.float32)
         carry_scalar = tl.zeros((), tl.float32)
 
@@ -217,7 +222,7 @@ def backward(
     else:
         A *= scale
     if DECAY == SCALAR:
-        A = tl.where(diagonal, A, A * shares)
+        A *= shares
     if PREVIOUS or EXACT:
         A = tl.where(diagonal, own[:, None] * scale, A)
     A = tl.where(strict | diagonal, A, 0.0).to(OPERAND)
@@ -249,6 +254,8 @@ def backward(
 
     # dq from the states before, then dk from the gradients behind; dg from both
     Vt = tl.zeros((C, BV), v.dtype.element_ty)
+    S = tl.zeros((BK, BV), tl.float32 if CARRIED else chunk_states.dtype.element_ty)
+    same = columns[:, None] == columns[None, :]
     for kb in tl.range(NK, num_stages=1):
         j = kb * BK + columns
         mask = live[:, None] & (j < K)[None, :]
@@ -291,51 +298,62 @@ def backward(
             dq_ = product(dA, kt, PRECISION) + dq_ * scale
         Q = tile(q, r, live, q_t, j, q_k, K, BK)
         ek = e * tile(k, r, live, k_t, j, k_k, K, BK).to(tl.float32)
-        qdq = Q.to(tl.float32) * dq_
+        if DG:
+            qdq = Q.to(tl.float32) * dq_
         if PREVIOUS:
             tl.store(du + chunk * K + j, tl.sum(Q.to(tl.float32) * ek, 0), mask=j < K)
         tl.store(dq + place * K + r[:, None] * (H * K) + j[None, :], (dq_ + ek * bonus).to(dq.dtype.element_ty), mask=mask)
 
         dk_ = tl.zeros((C, BK), tl.float32)
+        kept = tl.zeros((BK,), tl.float32)
         for vb in tl.range(NV, num_stages=1):
             y = vb * BV + values
             if NV > 1:
                 Vt = tile(v, r, live, v_t, y, v_v, V, BV)
+                if DG and not WIDE:
+                    S = true_state(chunk_states, chunk_decays, segment_states, chunk, segment, j, y, K, V, DECAY, CARRIED)
             if NK > 1 or NV > 1:
                 d_state = true_state(d_chunk_states, d_chunk_decays, d_segment_states, chunk, segment, j, y, K, V, DECAY, D_CARRIED)
                 if FACTORS:
                     d_state = d_state.to(tl.float32) * behind[:, None]
                 dS = d_state.to(OPERAND)
             dk_ += product(Vt, tl.trans(dS), PRECISION)
+            if DG and not WIDE:  # rowsum(S o dS), where both are operands already
+                kept += tl.sum(tl.where(same, product(S, tl.trans(dS), PRECISION), 0.0), 1)
         Kt = tile(k, r, live, k_t, j, k_k, K, BK)
         if FACTORS:
-            carry = tl.sum(Kt.to(tl.float32) * (shrink * dk_), 0)
+            if DG:
+                carry = tl.sum(Kt.to(tl.float32) * (shrink * dk_), 0)
             dk_ = shrink * (dk_ + product(tl.trans(dA), qt, PRECISION))
         elif EXACT:
             dk_ *= shrink
-            carry = tl.sum(Kt.to(tl.float32) * dk_, 0)
+            if DG:
+                carry = tl.sum(Kt.to(tl.float32) * dk_, 0)
             dk_ += inner
         else:
             if DECAY == SCALAR:
                 dk_ *= rest
+            if DG:
                 carry = tl.sum(Kt.to(tl.float32) * dk_, 0)
             dk_ += product(tl.trans(dA), qt, PRECISION)
-        difference = qdq - Kt.to(tl.float32) * dk_
+        if DG:
+            difference = qdq - Kt.to(tl.float32) * dk_
         own_dk = e * tile(q, r, live, q_t, j, q_k, K, BK).to(tl.float32) * bonus
         tl.store(dk + place * K + r[:, None] * (H * K) + j[None, :], (dk_ + own_dk).to(dk.dtype.element_ty), mask=mask)
 
-        if DECAY != NONE:
-            kept = tl.zeros((BK,), tl.float32)
+        if DG and WIDE:
             for vb in tl.range(NV, num_stages=1):
                 y = vb * BV + values
                 S = true_state(chunk_states, chunk_decays, segment_states, chunk, segment, j, y, K, V, DECAY, CARRIED)
                 d_state = true_state(d_chunk_states, d_chunk_decays, d_segment_states, chunk, segment, j, y, K, V, DECAY, D_CARRIED)
                 kept += tl.sum(S.to(tl.float32) * d_state.to(tl.float32), 1)
-        if DECAY == SCALAR:
+            if FACTORS:
+                kept *= behind
+        if DG and DECAY == SCALAR:
             dg_scalar += tl.sum(difference, 1)
-            carry_scalar += tl.sum(carry + kept * tl.exp2(tl.sum(d_s, 0)), 0)
-        elif DECAY == CHANNEL:
-            start = (carry + kept * (before * behind))[None, :]
+            carry_scalar += tl.sum(carry + kept * tl.exp2(total_s), 0)
+        elif DG and DECAY == CHANNEL:
+            start = (carry + kept * (before if FACTORS else behind))[None, :]
             if PREVIOUS:
                 start -= qdq
             dg_ = sums(difference, triangle(ones, i, C, True, PRECISION), PRECISION, REVERSE=True, start=start)
@@ -346,7 +364,8 @@ def backward(
             else:
                 tl.store(dg + place * K + r[:, None] * (H * K) + j[None, :], dg_.to(dg.dtype.element_ty), mask=mask)
 
-    if DECAY == SCALAR:
+    if DG and DECAY == SCALAR:
+        d_s = constant if STATIC else scalar_decays(g, r, live, g_t)
         dg_t = tl.where(d_s < -126.0, 0.0, tl.cumsum(dg_scalar, 0, reverse=True) + carry_scalar)
         if STATIC:
             tl.store(dg + chunk, tl.sum(tl.where(live, dg_t, 0.0), 0))

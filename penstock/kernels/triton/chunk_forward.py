@@ -22,12 +22,13 @@ from .tiles import (
     NONE,
     SCALAR,
     SUITS,
+    constant_decay,
     factors,
     product,
     read_factors,
     rest_factors,
-    scalar_decays,
-    scalar_factors,
+    scalar_sums,
+    slot_of,
     span_of,
     stretch,
     tile,
@@ -54,13 +55,15 @@ def weights_by_stretches(
 
 @triton.jit(do_not_specialize=["N", "T"])
 def forward(
-    q, k, v, g, u, ones, initial_state, output, final_state, resume, cu_seqlens, scale, N, T, H,
+    q, k, v, g, u, ones, initial_state, output, final_state, chunk_states, resume, cu_seqlens, scale, N, T, H,
     q_b, q_t, q_h, q_k, k_b, k_t, k_h, k_k, v_b, v_t, v_h, v_v, g_b, g_t, g_h, g_k, u_h, u_k, s_n, s_h, s_k, s_v,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, L: tl.constexpr,
-    DECAY: tl.constexpr, PREVIOUS: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, PACKED: tl.constexpr,
-    REVERSE: tl.constexpr, PRECISION: tl.constexpr, LIMIT: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr,
+    DECAY: tl.constexpr, STATIC: tl.constexpr, PREVIOUS: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, EVERY: tl.constexpr,
+    PACKED: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr, LIMIT: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Program (stretch, head, block of V). L = 0: a stretch is a sequence; else L tokens, whose first states are given.
+
+    ``chunk_states`` [slots of EVERY tokens,H,K,V] gets the state before every EVERY tokens, for the backward pass; EVERY = 0: none.
 
     Decays per channel take two launches. The first has no code for chunks that 2^-G does not suit; at the first such chunk it
     leaves its state behind and notes the token in ``resume`` [programs]. The second, EXACT, goes on from there where there
@@ -92,6 +95,8 @@ def forward(
     b = n.to(tl.int64)
     if PACKED:
         b = tl.zeros((), tl.int64)
+    if EVERY > 0:
+        first_kept = slot_of(n, begin, done, T, EVERY, PACKED).to(tl.int64)
     slot = slot.to(tl.int64)
 
     zero = tl.zeros((), tl.int64)
@@ -124,9 +129,17 @@ def forward(
     if PREVIOUS:
         bonus = tl.load(u + h * u_h + dk * u_k, mask=dk < K, other=0.0).to(tl.float32)
 
+    constant = 0.0
+    if DECAY == SCALAR and STATIC:
+        constant = constant_decay(g)
+
     for t in tl.range(start, tokens, C, num_stages=STAGES):
         at = zero + t * step
         live = t + i < tokens
+        if EVERY > 0:
+            if t % EVERY == 0:
+                kept = chunk_states + (((first_kept + t // EVERY) * H + h) * K + dk[:, None]) * V + dv[None, :]
+                tl.store(kept, S.to(chunk_states.dtype.element_ty), mask=inside)
         Q = tile(q + at * q_t, i * step, live, q_t, dk, q_k, K, BK)
         Kt = tile(k + at * k_t, i * step, live, k_t, dk, k_k, K, BK)
         Vt = tile(v + at * v_t, i * step, live, v_t, dv, v_v, V, BV)
@@ -135,13 +148,10 @@ def forward(
             O = product(Q, S, PRECISION)
             S += product(tl.trans(Kt), Vt, PRECISION)
         elif DECAY == SCALAR:
-            d = scalar_decays(g + at * g_t, i * step, live, g_t)
-            A = product(Q, tl.trans(Kt), PRECISION) * scalar_factors(d, i, C, LIMIT)
-            O = product(Q, S, PRECISION) * tl.exp2(tl.cumsum(d, 0))[:, None]
-            rest = tl.cumsum(
-                scalar_decays(g + (at + step) * g_t, i * step, live & (t + i + 1 < tokens) & (i < C - 1), g_t), 0, reverse=True
-            )
-            S = S * tl.exp2(tl.sum(d, 0)) + product(tl.trans(Kt), Vt * tl.exp2(rest)[:, None], PRECISION)
+            between, read, rest, total = scalar_sums(g + at * g_t, constant, step, tl.minimum(tokens - t, C), i, g_t, C, STATIC, LIMIT)
+            A = product(Q, tl.trans(Kt), PRECISION) * tl.exp2(between)
+            O = product(Q, S, PRECISION) * tl.exp2(read)[:, None]
+            S = S * tl.exp2(total) + product(tl.trans(Kt), Vt * tl.exp2(rest)[:, None], PRECISION)
         else:
             d = tile(g + at * g_t, i * step, live, g_t, dk, g_k, K, BK).to(tl.float32)
             grow, shrink, before, behind, total = factors(d, lower, strict, PREVIOUS, PRECISION)

@@ -131,10 +131,11 @@ def _inputs(p: Problem) -> dict[str, Tensor | None]:
     return {"q": p.q, "k": p.k, "v": p.v, "g": p.g, "u": p.u, "initial_state": p.initial_state, "cu_seqlens": p.cu_seqlens}
 
 
-def chunk_forward_pass(p: Problem) -> tuple[Tensor, Tensor]:
-    """Output and final state by chunks."""
-    found = _run("chunk forward", p, lambda target: plan.chunk_forward_plan(p, target), _inputs(p))
-    return found["output"], found["final_state"]
+def chunk_forward_pass(p: Problem, keep: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Output, final state and, if ``keep``, states for the backward pass, by chunks."""
+    kind = "chunk forward, keeping states" if keep else "chunk forward"
+    found = _run(kind, p, lambda target: plan.chunk_forward_plan(p, target, keep), _inputs(p))
+    return found["output"], found["final_state"], found.get("chunk_states")
 
 
 def recurrent_forward_pass(p: Problem) -> tuple[Tensor, Tensor]:
@@ -150,14 +151,17 @@ def step_pass(s: Step) -> Tensor:
     return found["output"]
 
 
-def chunk_backward_pass(p: Problem, d_output: Tensor, d_final_state: Tensor | None) -> Gradients:
-    """All gradients by chunks."""
-    tensors = _inputs(p) | {"d_output": d_output, "d_final_state": d_final_state}
+def chunk_backward_pass(
+    p: Problem, d_output: Tensor, d_final_state: Tensor | None, states: Tensor | None = None, dg: bool = True
+) -> Gradients:
+    """All gradients by chunks, from the states that a forward pass kept if there are any; the decay's only if ``dg``."""
     found = _run(
-        "chunk backward", p, lambda target: plan.chunk_backward_plan(p, d_output, d_final_state, target), tensors, d_output, d_final_state
-    )
-    dg, du = (None if x is None else _summed(found[name], x) for name, x in (("dg", p.g), ("du", p.u)))
-    return Gradients(found["dq"], found["dk"], found["dv"], dg, du, found.get("d_initial_state"))
+        "chunk backward" if dg else "chunk backward without dg", p,
+        lambda target: plan.chunk_backward_plan(p, d_output, d_final_state, target, states, dg),
+        _inputs(p) | {"d_output": d_output, "d_final_state": d_final_state, "states": states}, d_output, d_final_state, states,
+    )  # fmt: skip
+    d_gate, du = (None if x is None or name not in found else _summed(found[name], x) for name, x in (("dg", p.g), ("du", p.u)))
+    return Gradients(found["dq"], found["dk"], found["dv"], d_gate, du, found.get("d_initial_state"))
 
 
 def _summed(shares: Tensor, like: Tensor) -> Tensor:

@@ -103,7 +103,13 @@ class Call(NamedTuple):
     @property
     def flags(self) -> dict[str, Any]:
         """The constants that every chunk kernel takes."""
-        return {"K": self.K, "V": self.V, "DECAY": self.decay, "PACKED": self.packed, "PRECISION": self.precision}
+        sizes, limit = {"K": self.K, "V": self.V}, LIMITS[self.precision]
+        return {**sizes, "DECAY": self.decay, "STATIC": self.static, "PACKED": self.packed, "PRECISION": self.precision, "LIMIT": limit}
+
+    @property
+    def chunk(self) -> int:
+        """Tokens between the states that the backward pass by chunks goes from."""
+        return self.blocks("backward").C
 
     def key(self, kernel: str) -> Key:
         """Where its block sizes are looked up."""
@@ -114,6 +120,11 @@ class Call(NamedTuple):
         b = blocks(self.key(kernel), self.target)
         least = 16 if kernel in ("states", "recurrent") else LEAST
         return b._replace(BK=min(power(self.K, least), b.BK), BV=min(power(self.V, least), b.BV))
+
+    @property
+    def stored(self) -> torch.dtype:
+        """What states between kernels are stored as: operands of products are rounded anyway."""
+        return torch.bfloat16 if self.precision == "bf16" else torch.float32
 
     def slots(self, L: int) -> int:
         """Stretches of L tokens that the sequences may need together."""
@@ -173,8 +184,8 @@ def _segment_states(
     return chunk_states, chunk_decays, segment_states
 
 
-def chunk_forward_plan(p: Problem, target: Target) -> Plan:
-    """``output`` and ``final_state`` by chunks."""
+def chunk_forward_plan(p: Problem, target: Target, keep: bool = False) -> Plan:
+    """``output`` and ``final_state`` by chunks; if ``keep``, ``chunk_states`` for the backward pass too where its chunks are multiples."""
     plan, c = Plan(), Call.of(p, target)
     b = c.blocks("forward")
     C, BK, grid = b.C, power(c.K, LEAST), math.ceil(c.V / b.BV)
@@ -182,7 +193,9 @@ def chunk_forward_plan(p: Problem, target: Target) -> Plan:
     output = plan.empty("output", *p.v.shape, dtype=p.v.dtype)
     final = plan.empty("final_state", *p.state_shape)
     programs = c.N * c.H * grid
-    L = c.segment(C, programs, b.fill)
+    every = c.chunk if keep and c.chunk % C == 0 else 0
+    chunk_states = plan.empty("chunk_states", c.slots(every), c.H, c.K, c.V, dtype=c.stored) if every else "q"
+    L = c.segment(max(C, every), programs, b.fill)
     state = None if p.initial_state is None else ("initial_state", p.initial_state.stride())
     if L < c.T:
         segment_states = _segment_states(plan, c, ("k", "v"), _strides(p.k, p.v), L, C, 1.0, p.reverse, state, final, False, None)[2]
@@ -195,32 +208,40 @@ def chunk_forward_plan(p: Problem, target: Target) -> Plan:
     resume = plan.empty("resume", programs, dtype=torch.int32) if channel else "q"
     for exact in (False, True)[: 1 + channel]:
         plan.launch(
-            chunk_forward.forward, programs, ("q", "k", "v", "g", "u", "ones", first, output, final, resume, "cu_seqlens"),
+            chunk_forward.forward, programs, ("q", "k", "v", "g", "u", "ones", first, output, final, chunk_states, resume, "cu_seqlens"),
             (p.scale, c.N, c.T, c.H, *_strides(p.q, p.k, p.v), *c.gate, *_bonus(p), *steps), b.warps, **c.flags, BK=BK, BV=b.BV,
-            C=C, L=L, PREVIOUS=c.previous, INITIAL=state is not None, FINAL=L == 0, REVERSE=p.reverse, LIMIT=LIMITS[c.precision],
+            C=C, L=L, PREVIOUS=c.previous, INITIAL=state is not None, FINAL=L == 0, EVERY=every, REVERSE=p.reverse,
             STAGES=1 if exact else b.stages, EXACT=exact,
         )  # fmt: skip
     return plan
 
 
-def chunk_backward_plan(p: Problem, d_output: Tensor, d_final_state: Tensor | None, target: Target) -> Plan:
-    """``dq``, ``dk``, ``dv``, ``dg``, ``du`` and ``d_initial_state`` by chunks; a constant decay's dg and du by chunk, to be summed."""
+def chunk_backward_plan(
+    p: Problem, d_output: Tensor, d_final_state: Tensor | None, target: Target, states: Tensor | None = None, dg: bool = True
+) -> Plan:
+    """``dq``, ``dk``, ``dv``, ``dg``, ``du`` and ``d_initial_state`` by chunks; a constant decay's dg and du by chunk, to be summed.
+
+    ``states`` are a forward pass's ``chunk_states``; without them they are made again. ``dg``: whether there shall be one.
+    """
     plan, c = Plan(), Call.of(p, target)
     b, walk = c.blocks("backward"), c.blocks("states")
     C = plan.C = b.C
-    stored = torch.bfloat16 if c.precision == "bf16" else torch.float32
     d_initial = None if p.initial_state is None else plan.empty("d_initial_state", *p.state_shape, dtype=p.initial_state.dtype)
     L = c.segment(C, c.N * c.H * math.ceil(c.K / walk.BK) * math.ceil(c.V / walk.BV), walk.fill)
     start = None if p.initial_state is None else ("initial_state", p.initial_state.stride())
-    S = _segment_states(plan, c, ("k", "v"), _strides(p.k, p.v), L, C, 1.0, p.reverse, start, None, False, stored)
+    kept = states is not None and states.shape == (c.slots(C), c.H, c.K, c.V)
+    if kept:
+        S = "states", "q", "q"
+    else:
+        S = _segment_states(plan, c, ("k", "v"), _strides(p.k, p.v), L, C, 1.0, p.reverse, start, None, False, c.stored)
     d_start = None if d_final_state is None else ("d_final_state", d_final_state.stride())
     steps = _strides(p.q, d_output)
-    dS = _segment_states(plan, c, ("q", "d_output"), steps, L, C, p.scale, p.reverse, d_start, d_initial, True, stored)
+    dS = _segment_states(plan, c, ("q", "d_output"), steps, L, C, p.scale, p.reverse, d_start, d_initial, True, c.stored)
     slots = c.slots(C)
     dq, dk, dv = (plan.empty("d" + name, *x.shape, dtype=x.dtype) for name, x in (("q", p.q), ("k", p.k), ("v", p.v)))
-    dg = du = "q"
-    if p.g is not None:
-        dg = plan.empty("dg", slots, *p.g.shape) if c.static else plan.empty("dg", *p.g.shape, dtype=p.g.dtype)
+    d_gate = du = "q"
+    if p.g is not None and dg:
+        d_gate = plan.empty("dg", slots, *p.g.shape) if c.static else plan.empty("dg", *p.g.shape, dtype=p.g.dtype)
     if p.u is not None:
         du = plan.empty("du", slots, c.H, c.K)
     several, channel = c.T > L, c.decay == CHANNEL
@@ -228,10 +249,11 @@ def chunk_backward_plan(p: Problem, d_output: Tensor, d_final_state: Tensor | No
     for exact in (False, True)[: 1 + channel]:
         plan.launch(
             chunk_backward.backward, slots * c.H,
-            ("q", "k", "v", "g", "u", "ones", "d_output", *S, *dS, dq, dk, dv, dg, du, todo, "cu_seqlens"),
+            ("q", "k", "v", "g", "u", "ones", "d_output", *S, *dS, dq, dk, dv, d_gate, du, todo, "cu_seqlens"),
             (p.scale, c.N, c.T, c.H, *_strides(p.q, p.k, p.v), *c.gate, *_bonus(p), *d_output.stride()), b.warps, **c.flags,
-            BK=b.BK, BV=b.BV, C=C, L=L, STATIC=c.static, PREVIOUS=c.previous, CARRIED=several or p.initial_state is not None,
-            D_CARRIED=several or d_final_state is not None, REVERSE=p.reverse, LIMIT=LIMITS[c.precision], EXACT=exact,
+            BK=b.BK, BV=b.BV, C=C, L=L, DG=p.g is not None and dg, PREVIOUS=c.previous,
+            CARRIED=not kept and (several or p.initial_state is not None), D_CARRIED=several or d_final_state is not None,
+            REVERSE=p.reverse, EXACT=exact,
         )  # fmt: skip
     return plan
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .tiles import CHANNEL, FLOOR, LOG2E, NONE, SCALAR, decays, product, scalar_decays, slot_of, span_of, sums, tile
+from .tiles import CHANNEL, FLOOR, LOG2E, NONE, SCALAR, constant_decay, decays, product, scalar_sums, slot_of, span_of, sums, tile
 
 
 @triton.jit(do_not_specialize=["N", "T"])
@@ -18,8 +18,8 @@ def states(
     x, y, g, chunk_states, chunk_decays, segment_states, segment_decays, cu_seqlens, scale, N, T, H,
     x_b, x_t, x_h, x_k, y_b, y_t, y_h, y_v, g_b, g_t, g_h, g_k,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, L: tl.constexpr,
-    DECAY: tl.constexpr, ADJOINT: tl.constexpr, PREVIOUS: tl.constexpr, CHUNKS: tl.constexpr, PACKED: tl.constexpr,
-    REVERSE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    DECAY: tl.constexpr, STATIC: tl.constexpr, ADJOINT: tl.constexpr, PREVIOUS: tl.constexpr, CHUNKS: tl.constexpr,
+    PACKED: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr, LIMIT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Program (segment, head, block of K, block of V).
 
@@ -61,6 +61,9 @@ def states(
     D = tl.zeros((BK,), tl.float32)
     if DECAY == CHANNEL:
         lower = (i[:, None] >= i[None, :]).to(tl.bfloat16)  # with 2 warps, products take it from registers
+    constant = 0.0
+    if DECAY == SCALAR and STATIC:
+        constant = constant_decay(g)
     chunks = tl.cdiv(tokens, C)
     for c in tl.range(0, chunks, num_stages=STAGES):
         chunk = c
@@ -79,13 +82,8 @@ def states(
         if DECAY == NONE:
             made = product(tl.trans(X), Y, PRECISION)
         elif DECAY == SCALAR:
-            d = scalar_decays(g + at * g_t, i * step, live, g_t)
-            if ADJOINT:
-                factor = tl.cumsum(d, 0)
-            else:
-                later = live & (t + i + 1 < tokens) & (i < C - 1)
-                factor = tl.cumsum(scalar_decays(g + (at + step) * g_t, i * step, later, g_t), 0, reverse=True)
-            total = tl.sum(d, 0)
+            _, read, rest, total = scalar_sums(g + at * g_t, constant, step, tl.minimum(tokens - t, C), i, g_t, C, STATIC, LIMIT)
+            factor = read if ADJOINT else rest
             made = product(tl.trans(X), Y * tl.exp2(factor)[:, None], PRECISION)
             S *= tl.exp2(total)
             D += total

@@ -164,21 +164,39 @@ def factors(d, lower, strict, PREVIOUS: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def constant_decay(base):
+    """A head's one decay, in log2 units."""
+    return tl.maximum(tl.load(base).to(tl.float32) * LOG2E, FLOOR)
+
+
+@triton.jit
 def scalar_decays(base, i, live, stride_i):
-    """The same for a decay without channels: [len(i)]."""
+    """Decays without channels, 0 where there is no token: [len(i)]."""
     return tl.maximum(tl.load(base + i * stride_i, mask=live, other=0.0).to(tl.float32) * LOG2E, FLOOR)
 
 
 @triton.jit
-def scalar_factors(g, i, C: tl.constexpr, LIMIT: tl.constexpr):
-    """[C, C]: 2 ** (sum over j < t <= i of g_t) for j <= i, else 0; exact for every decay."""
-    lower = i[:, None] >= i[None, :]
-    G = tl.cumsum(g, 0)
-    if tl.sum(g, 0) >= -LIMIT:
-        between = G[:, None] - G[None, :]
+def scalar_sums(g, constant, step, left, i, g_t, C: tl.constexpr, STATIC: tl.constexpr, LIMIT: tl.constexpr):
+    """Sums of scalar decays over a chunk of which ``left`` tokens are there; exact for every decay.
+
+    Between tokens j < t <= i [C,C], -inf for j > i; up to each token and behind each [C]; over the chunk. If STATIC all decays
+    are ``constant``, and the sums multiples of it.
+    """
+    if STATIC:
+        between = (i[:, None] - i[None, :]).to(tl.float32) * constant
+        read = (i + 1).to(tl.float32) * constant
+        rest = tl.maximum(left - 1 - i, 0).to(tl.float32) * constant
+        total = left.to(tl.float32) * constant
     else:
-        between = tl.cumsum(tl.where(i[:, None] > i[None, :], g[:, None], 0.0), 0)
-    return tl.exp2(tl.where(lower, between, float("-inf")))
+        d = scalar_decays(g, i * step, i < left, g_t)
+        read = tl.cumsum(d, 0)
+        rest = tl.cumsum(scalar_decays(g + step * g_t, i * step, (i + 1 < left) & (i < C - 1), g_t), 0, reverse=True)
+        total = tl.sum(d, 0)
+        if total >= -LIMIT:
+            between = read[:, None] - read[None, :]
+        else:
+            between = tl.cumsum(tl.where(i[:, None] > i[None, :], d[:, None], 0.0), 0)
+    return tl.where(i[:, None] >= i[None, :], between, float("-inf")), read, rest, total
 
 
 @triton.jit
