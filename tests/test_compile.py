@@ -7,11 +7,14 @@ import sys
 from dataclasses import replace
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from penstock.bench import resources
 from penstock.bench.ahead import Resources
 from penstock.bench.apart import Failure
+from penstock.bench.cases import Shape
+from penstock.bench.passes import planned, without_memory
 from penstock.bench.shipped import CONFIGURATIONS, TARGETS
 from penstock.cli import main
 from penstock.kernels.triton import plan, table
@@ -92,7 +95,7 @@ def test_recorded_launches_fit_and_take_no_more_shared_memory_than_is_reckoned_w
             for name, _ in replace(one, passes=(which,)).launches(arch):
                 taken = RECORD.launches[arch][name].shared
                 assert taken <= TARGETS[arch].shared_memory, name
-                kernel = kernels.get(name.rpartition(": ")[2].partition(" ")[0])
+                kernel = "step" if which == "step" else kernels.get(name.rpartition(": ")[2].partition(" ")[0])
                 if kernel is not None:
                     assert taken <= max(size for asked, size in reckoned if asked == kernel), name
 
@@ -140,6 +143,32 @@ def test_sizes_by_rule_fit_a_small_gpu(kernel, precision):
             found = table.blocks(key, small)
             least = found.stages == 1 and found.C in (0, 16)  # nothing is left to shrink
             assert table.shared_bytes(found, key) <= small.shared_memory or least, (key, found)
+
+
+@pytest.mark.parametrize(
+    ("variant", "sizes", "widths"),
+    [
+        ("gla", (32, 64, 64), {1: (16, 1), 8: (16, 1), 9: (32, 1), 16: (32, 1), 17: (64, 2), 1024: (64, 2)}),
+        ("gla", (32, 64, 20), {1: (16, 1), 17: (32, 2)}),
+        ("gla", (4, 256, 512), {1: (16, 2), 9: (32, 4), 17: (64, 8)}),
+        ("retention", (8, 512, 512), {1: (16, 4), 8: (32, 8)}),
+    ],
+)
+def test_rows_of_a_decode_step_are_wide_where_its_programs_fill_the_gpu(variant, sizes, widths):
+    """BV and warps by sequences: 4 programs for each of 132 multiprocessors; 64 float32 of the state a thread at most."""
+    for N, wanted in widths.items():
+        launch = planned("step", without_memory(variant, Shape(N, 1, *sizes), torch.bfloat16), TARGETS["sm_90"]).plan.launches[0]
+        constants = dict(zip(launch.kernel.arg_names[-len(launch.constants) :], launch.constants))
+        assert (constants["BV"], launch.warps) == wanted, N
+        assert launch.grid == N * sizes[0] * -(-sizes[2] // constants["BV"])
+        assert constants["BK"] * constants["BV"] <= 64 * 32 * launch.warps
+
+
+def test_a_narrow_step_of_a_table_stays():
+    inputs = without_memory("gla", Shape(1, 1, 1, 64, 64), torch.bfloat16)
+    call = plan.Call.of(inputs.problem(), TARGETS["sm_90"])
+    narrow = Blocks(4, BV=8, fill=64)
+    assert call._replace(target=call.target._replace(table={call.key("step"): narrow})).step_blocks() == narrow
 
 
 def test_fitting_takes_stages_first_then_shorter_chunks():

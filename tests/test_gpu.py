@@ -323,14 +323,15 @@ def test_auto_chooses_by_length(T, name):
 
 
 @pytest.mark.parametrize("kind", [FLOAT32, BFLOAT16], ids=str)
-@pytest.mark.parametrize("T", [1, 3, 16])
+@pytest.mark.parametrize(("N", "T"), [(3, 1), (3, 3), (3, 16), (2000, 1), (2000, 3)])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_decode_steps(variant, T, kind):
-    """In place, out of order, one skipped, in a pool of either dtype, against the oracle."""
-    x = inputs(variant, Shape(3, T, 2, 64, 64), FLOAT32, "cuda")
+def test_decode_steps(variant, N, T, kind):
+    """In place, out of order, one skipped, in a pool of either dtype, against the oracle; few sequences, and enough to fill the GPU."""
+    x = inputs(variant, Shape(N, T, 2, 64, 64), FLOAT32, "cuda")
     random = torch.Generator("cuda").manual_seed(3)
-    pool = torch.randn(5, 2, 64, 64, generator=random, device="cuda").to(kind)
-    slots, wanted = torch.tensor([4, -1, 1], device="cuda"), pool.double()
+    pool = torch.randn(N + 2, 2, 64, 64, generator=random, device="cuda").to(kind)
+    slots, wanted = torch.randperm(N + 2, generator=random, device="cuda")[:N], pool.double()
+    slots[1] = -1
     doubles = [None if t is None else t.double() for t in (x.q, x.k, x.v, x.g, x.u)]
     expected = ps.decode_step(variant, *doubles, state=wanted, slots=slots, impl="chunkwise")
     found = step(x, pool, slots)

@@ -96,7 +96,7 @@ def altered(**changes):
         ({"arch": "sm_90", "entries": [3]}, "entries[0] must be an object with exactly kernel, decay"),
         ({"arch": "sm_90", "entries": [ENTRY.plain | {"speed": 1}]}, "entries[0] must be an object with exactly"),
         ({"arch": "sm_90", "entries": [ENTRY.plain, ENTRY.plain]}, "entries must be of different keys, got 2 for forward channel"),
-        (altered(kernel="sideways"), "entries[1].kernel must be one of forward, backward, states, recurrent, got \"sideways\""),
+        (altered(kernel="sideways"), "entries[1].kernel must be one of forward, backward, states, recurrent, step, got \"sideways\""),
         (altered(decay="strong"), "entries[1].decay must be one of none, scalar, channel"),
         (altered(K=100), "entries[1].K must be a power of two from 16 to 512, got 100"),
         (altered(milliseconds=0), "entries[1].milliseconds must be a number above 0, got 0"),
@@ -173,8 +173,9 @@ def test_kernels_are_tuned_one_after_another_beside_what_was_chosen():
     assert list(found) == [kernel for kernel, _ in GROUPS]
     assert found["forward"].chosen.blocks == Blocks(4, BV=64, BK=64, C=16, stages=2, fill=4)
     assert found["backward"].chosen.blocks.C == 16
-    assert found["recurrent"].call == "gla 64,1,32,64 bfloat16 step"
-    assert [kernel for kernel, _ in tried] == ["forward", "forward", "backward", "states", "states", "recurrent"]
+    assert found["recurrent"].call == "gla 8,8,32,64 bfloat16 short backward"
+    assert found["step"].call == "gla 64,1,32,64 bfloat16 step"
+    assert [kernel for kernel, _ in tried] == ["forward", "forward", "backward", "states", "states", "recurrent", "step"]
     assert all(one.reason for one in found["forward"].outcomes if one.blocks.warps == 8 or one.blocks.stages == 1)
     beside = next(given for given in seen if given.key.kernel == "states").beside
     assert beside == {found[name].key: found[name].chosen.blocks for name in ("forward", "backward")}

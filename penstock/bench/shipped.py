@@ -60,8 +60,9 @@ def _told(launch: Launch) -> str:
     return kernel_name(launch.kernel) + "".join(f" {flag.lower()}" for flag in ("ADJOINT", "EXACT") if constants.get(flag))
 
 
-PROMPT, BATCH = (1, 1024), (8, 2048)
-"""B and T of a prompt, whose sequence is cut into segments, and of training data, whose sequences are walked whole."""
+PROMPT, BATCH, SERVED = (1, 1024), (8, 2048), (256, 1)
+"""B and T of a prompt, whose sequence is cut into segments, of training data, whose sequences are walked whole, and of decode steps
+whose sequences fill the GPU."""
 
 CONFIGURATIONS = (
     Configuration("linear_attention", Shape(*PROMPT, 16, 64, 64)),
@@ -78,4 +79,8 @@ CONFIGURATIONS = (
     Configuration("rwkv5", Shape(*PROMPT, 32, 64, 64)),
     Configuration("rwkv6", Shape(*PROMPT, 32, 64, 64)),
     Configuration("rwkv6", Shape(*PROMPT, 32, 64, 64), "float32"),
+    Configuration("retention", Shape(*SERVED, 8, 256, 512), passes=("step",)),
+    Configuration("gla", Shape(*SERVED, 16, 128, 128), passes=("step",)),
+    Configuration("gla", Shape(*SERVED, 32, 64, 64), passes=("step",)),
+    Configuration("rwkv6", Shape(*SERVED, 32, 64, 64), passes=("step",)),
 )

@@ -98,19 +98,19 @@ def _step(trial: Trial) -> Ready:
 
 
 def _pass(trial: Trial) -> Ready:
-    """The chunked kernels over whole sequences, forward or backward."""
+    """Whole sequences, forward or backward: by the chunked kernels, or the token-serial ones for short sequences."""
     x = inputs(trial.variant, trial.shape, trial.dtype, trial.device, trial.seed)
     problem = x.problem()
     d_output = torch.randn(x.v.shape, generator=torch.Generator().manual_seed(trial.seed + 1)).to(trial.device, trial.dtype)
-    forward = trial.which == "forward"
+    forward, kernels = trial.which == "forward", RECURRENT if trial.which == "short backward" else CHUNKWISE
     twin = problem.with_tensors({name: y.double() for name, y in x.tensors.items()})
     with torch.no_grad():
         exact = _outputs(chunkwise.forward(twin)) if forward else _gradients(gradients_of(chunkwise.forward, twin, d_output.double(), None))
-    bits = CHUNKWISE.operands(trial.dtype)
+    bits = kernels.operands(trial.dtype)
     rounded = {} if bits is None else rounding.errors(problem, bits, exact, None if forward else d_output)
 
     def checked() -> Results:
-        return _outputs(CHUNKWISE.forward(problem)) if forward else _gradients(CHUNKWISE.backward(problem, d_output, None))
+        return _outputs(kernels.forward(problem)) if forward else _gradients(kernels.backward(problem, d_output, None))
 
     return Ready(checked, checked, exact, rounded)
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..kernels.triton import SHORT
 from ..kernels.triton.plan import Call
 from ..kernels.triton.table import Blocks, Key, Target
 from . import ahead
@@ -21,17 +22,25 @@ from .cases import Shape
 from .passes import Pass, planned, without_memory
 from .trial import Trial, prepared
 
-GROUPS: tuple[tuple[str, Pass], ...] = (("forward", "forward"), ("backward", "backward"), ("states", "backward"), ("recurrent", "step"))
-"""Kernels, and the pass that each is timed in."""
+GROUPS: tuple[tuple[str, Pass], ...] = (
+    ("forward", "forward"),
+    ("backward", "backward"),
+    ("states", "backward"),
+    ("recurrent", "short backward"),
+    ("step", "step"),
+)
+"""Kernels, and the pass that each is timed in: of two, the one that takes longer."""
 SPACE: dict[str, dict[str, tuple[int, ...]]] = {
     "forward": {"warps": (4, 8), "BV": (64, 128), "C": (16, 32, 64), "stages": (1, 2, 3)},
     "backward": {"warps": (2, 4), "C": (16, 32, 64), "BK": (64, 128)},
     "states": {"warps": (2, 4), "BV": (64, 128), "BK": (32, 64), "stages": (1, 3)},
     "recurrent": {"warps": (1, 2, 4), "BV": (8, 16, 32, 64)},
+    "step": {"warps": (1, 2, 4, 8), "BV": (16, 32, 64)},
 }
 """What is tried for each kernel, all combinations; then ``FILLS`` with the best. Compiling is what takes the time, so sizes that are
 known to lose are left out (8 warps in the backward pass: benchmarks/NOTES.md)."""
 FILLS = {"forward": (1, 2, 3, 4), "states": (1, 2, 4, 6)}
+"""Not a step's: the sequences that it is timed with fill the GPU."""
 GAIN = 0.01
 """What is in use stays unless another is faster by more than this: medians of equal code differ by as much."""
 STEP_SEQUENCES = 64
@@ -105,6 +114,8 @@ class Tuner:
             yield tuned
 
     def _shape(self, which: Pass) -> Shape:
+        if which == "short backward":
+            return self.shape._replace(T=min(self.shape.T, SHORT["backward"]))
         if which != "step" or self.shape.T == 1:
             return self.shape
         return self.shape._replace(B=STEP_SEQUENCES, T=1)

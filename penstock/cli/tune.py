@@ -45,9 +45,9 @@ def tune(
 ) -> None:
     """Measure block sizes of the Triton kernels on this GPU, and write the best to a table.
 
-    For every kernel of the forward pass, the backward pass and the decode step, candidates are compiled side by side. Then each
-    is held to the float64 chunkwise form, and the median of 20 calls is taken; one that fails or is wrong is told and never
-    chosen. Entries of the same key in the table are replaced, others stay.
+    For every kernel of the forward pass, the backward pass, short sequences and the decode step, candidates are compiled side
+    by side. Then each is held to the float64 chunkwise form, and the median of 20 calls is taken; one that fails or is wrong
+    is told and never chosen. Entries of the same key in the table are replaced, others stay.
 
     The library reads the table of $XDG_CONFIG_HOME/penstock (~/.config/penstock) when the first kernel is launched, before
     the one that is shipped. It never measures by itself.

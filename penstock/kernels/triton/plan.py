@@ -118,13 +118,20 @@ class Call(NamedTuple):
     def blocks(self, kernel: str) -> Blocks:
         """Block sizes of a launch, no larger than the head."""
         b = blocks(self.key(kernel), self.target)
-        least = 16 if kernel in ("states", "recurrent") else LEAST
+        least = 16 if kernel in ("states", "recurrent", "step") else LEAST
         return b._replace(BK=min(power(self.K, least), b.BK), BV=min(power(self.V, least), b.BV))
 
     @property
     def stored(self) -> torch.dtype:
         """What states between kernels are stored as: operands of products are rounded anyway."""
         return torch.bfloat16 if self.precision == "bf16" else torch.float32
+
+    def step_blocks(self) -> Blocks:
+        """Those of a decode step: rows are halved, down to 16, until ``fill`` programs a multiprocessor run; a thread's share stays."""
+        b = self.blocks("step")
+        while b.BV > 16 and self.N * self.H * math.ceil(self.V / b.BV) < b.fill * self.target.multiprocessors:
+            b = b._replace(BV=b.BV // 2, warps=max(b.warps // 2, 1))
+        return b
 
     def slots(self, L: int) -> int:
         """Stretches of L tokens that the sequences may need together."""
@@ -265,7 +272,7 @@ def _bonus(p: Problem) -> tuple[int, ...]:
 def recurrent_forward_plan(p: Problem, pool: Tensor | None, slots: Tensor | None, target: Target) -> Plan:
     """``output`` and ``final_state`` token by token; with a ``pool`` of states, those are read and written in place at ``slots``."""
     plan, c = Plan(), Call.of(p, target)
-    b = c.blocks("recurrent")
+    b = c.blocks("recurrent") if pool is None else c.step_blocks()
     output = plan.empty("output", *p.v.shape, dtype=p.v.dtype)
     final = "pool" if pool is not None else plan.empty("final_state", *p.state_shape)
     state = pool if pool is not None else p.initial_state
