@@ -163,28 +163,36 @@ def _segment_states(
     plan: Plan, c: Call, names: tuple[str, str], strides: tuple[int, ...], L: int, C: int, scale: float, reverse: bool,
     start: tuple[str, tuple[int, ...]] | None, end: str | None, adjoint: bool, stored: torch.dtype | None,
 ) -> tuple[str, str, str]:  # fmt: skip
-    """Chunk states and their decays, and what each segment starts from (its state at ``start``, if given); ``end`` is written."""
+    """Chunk states and their decays, and what each segment starts from (its state at ``start``, if given); ``end`` is written.
+
+    Where a segment is a whole sequence, chunk states are true ones, and there is neither of the others.
+    """
     x, y = names
-    d = "d_" * adjoint
+    d, whole = "d_" * adjoint, L >= c.T
     b = c.blocks("states")
     grid = math.ceil(c.K / b.BK) * math.ceil(c.V / b.BV)
     slots, chunk_slots = c.slots(L), c.slots(C)
-    segment_states = plan.empty(d + "segment_states", slots, c.H, c.K, c.V)
-    segment_decays = plan.empty(d + "segment_decays", slots, c.H, c.K) if c.decay else x
     chunk_states = plan.empty(d + "chunk_states", chunk_slots, c.H, c.K, c.V, dtype=stored) if stored is not None else x
-    chunk_decays = plan.empty(d + "chunk_decays", chunk_slots, c.H, c.K) if stored is not None and c.decay else x
+    segment_states = segment_decays = chunk_decays = x
+    if not whole:
+        segment_states = plan.empty(d + "segment_states", slots, c.H, c.K, c.V)
+        if c.decay:
+            segment_decays = plan.empty(d + "segment_decays", slots, c.H, c.K)
+            chunk_decays = plan.empty(d + "chunk_decays", chunk_slots, c.H, c.K) if stored is not None else x
+    first, steps = start if start is not None else (segment_states, _contiguous(slots, c.H, c.K, c.V))
+    last = end if end is not None else segment_states
     plan.launch(
         segments.states, slots * c.H * grid,
-        (x, y, "g", chunk_states, chunk_decays, segment_states, segment_decays, "cu_seqlens"),
-        (scale, c.N, c.T, c.H, *strides, *c.gate), b.warps, **c.flags, BK=b.BK, BV=b.BV, C=C, L=L, ADJOINT=adjoint,
-        PREVIOUS=c.previous, CHUNKS=stored is not None, REVERSE=reverse, STAGES=b.stages,
+        (x, y, "g", first if whole else x, chunk_states, chunk_decays, last if whole else segment_states, segment_decays, "cu_seqlens"),
+        (scale, c.N, c.T, c.H, *strides, *c.gate, *steps), b.warps, **c.flags, BK=b.BK, BV=b.BV, C=C, L=L, ADJOINT=adjoint,
+        PREVIOUS=c.previous, WHOLE=whole, INITIAL=whole and start is not None, FINAL=whole and end is not None,
+        CHUNKS=stored is not None, REVERSE=reverse, STAGES=b.stages,
     )  # fmt: skip
-    if start is not None or end is not None or L < c.T:
-        state, steps = start if start is not None else (segment_states, _contiguous(slots, c.H, c.K, c.V))
+    if not whole:
         BK, BV = min(power(c.K), 64), 16
         plan.launch(
             segments.scan, c.N * c.H * math.ceil(c.K / BK) * math.ceil(c.V / BV),
-            (segment_states, segment_decays, state, end if end is not None else segment_states, "cu_seqlens"),
+            (segment_states, segment_decays, first, last, "cu_seqlens"),
             (c.N, c.T, c.H, *steps), 2, K=c.K, V=c.V, BK=BK, BV=BV, L=L, DECAY=c.decay, ADJOINT=adjoint,
             INITIAL=start is not None, FINAL=end is not None, PACKED=c.packed,
         )  # fmt: skip
@@ -259,8 +267,7 @@ def chunk_backward_plan(
             ("q", "k", "v", "g", "u", "ones", "d_output", *S, *dS, dq, dk, dv, d_gate, du, todo, "cu_seqlens"),
             (p.scale, c.N, c.T, c.H, *_strides(p.q, p.k, p.v), *c.gate, *_bonus(p), *d_output.stride()), b.warps, **c.flags,
             BK=b.BK, BV=b.BV, C=C, L=L, DG=p.g is not None and dg, PREVIOUS=c.previous,
-            CARRIED=not kept and (several or p.initial_state is not None), D_CARRIED=several or d_final_state is not None,
-            REVERSE=p.reverse, EXACT=exact,
+            CARRIED=several and not kept, D_CARRIED=several, REVERSE=p.reverse, EXACT=exact,
         )  # fmt: skip
     return plan
 

@@ -15,17 +15,20 @@ from .tiles import CHANNEL, FLOOR, LOG2E, NONE, SCALAR, constant_decay, decays, 
 
 @triton.jit(do_not_specialize=["N", "T"])
 def states(
-    x, y, g, chunk_states, chunk_decays, segment_states, segment_decays, cu_seqlens, scale, N, T, H,
-    x_b, x_t, x_h, x_k, y_b, y_t, y_h, y_v, g_b, g_t, g_h, g_k,
+    x, y, g, start, chunk_states, chunk_decays, segment_states, segment_decays, cu_seqlens, scale, N, T, H,
+    x_b, x_t, x_h, x_k, y_b, y_t, y_h, y_v, g_b, g_t, g_h, g_k, s_n, s_h, s_k, s_v,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, L: tl.constexpr,
-    DECAY: tl.constexpr, STATIC: tl.constexpr, ADJOINT: tl.constexpr, PREVIOUS: tl.constexpr, CHUNKS: tl.constexpr,
-    PACKED: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr, LIMIT: tl.constexpr, STAGES: tl.constexpr,
+    DECAY: tl.constexpr, STATIC: tl.constexpr, ADJOINT: tl.constexpr, PREVIOUS: tl.constexpr, WHOLE: tl.constexpr,
+    INITIAL: tl.constexpr, FINAL: tl.constexpr, CHUNKS: tl.constexpr, PACKED: tl.constexpr,
+    REVERSE: tl.constexpr, PRECISION: tl.constexpr, LIMIT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Program (segment, head, block of K, block of V).
 
     ``chunk_states`` [chunk slots,H,K,V] (if CHUNKS) gets the state before each chunk as the segment alone makes it,
     ``segment_states`` [segment slots,H,K,V] the one behind the segment; ``*_decays`` [slots,H,K] the log2 decays in
     between. ADJOINT: x is q, y is dO, "before" is behind, and the factors are those of gradients.
+
+    WHOLE: segments are sequences, their states true ones: from ``start`` (if INITIAL), the last to ``segment_states`` [N,H,K,V] (if FINAL).
     """
     NK: tl.constexpr = (K + BK - 1) // BK
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -36,7 +39,7 @@ def states(
     slot = pid // (NV * NK) // H
     n, begin, end, done = span_of(slot, cu_seqlens, N, T, L, PACKED)
     tokens = tl.minimum(end - begin - done, L).to(tl.int32)
-    if tokens <= 0:
+    if tokens <= 0 and (done > 0 or not WHOLE):
         return
     row = begin + done
     step = 1
@@ -57,7 +60,10 @@ def states(
     y += b * y_b + row * y_t + h * y_h
     g += b * g_b + row * g_t + h * g_h
     inside = (dk < K)[:, None] & (dv < V)[None, :]
-    S = tl.zeros((BK, BV), tl.float32)
+    if INITIAL:
+        S = tl.load(start + n * s_n + h * s_h + dk[:, None] * s_k + dv[None, :] * s_v, mask=inside, other=0.0).to(tl.float32)
+    else:
+        S = tl.zeros((BK, BV), tl.float32)
     D = tl.zeros((BK,), tl.float32)
     if DECAY == CHANNEL:
         lower = (i[:, None] >= i[None, :]).to(tl.bfloat16)  # with 2 warps, products take it from registers
@@ -75,7 +81,7 @@ def states(
         if CHUNKS:
             place = (first_chunk + chunk) * H + h
             tl.store(chunk_states + (place * K + dk[:, None]) * V + dv[None, :], S.to(chunk_states.dtype.element_ty), mask=inside)
-            if DECAY != NONE and vb == 0:
+            if DECAY != NONE and not WHOLE and vb == 0:
                 tl.store(chunk_decays + place * K + dk, D, mask=dk < K)
         X = tile(x + at * x_t, i * step, live, x_t, dk, x_k, K, BK)
         Y = tile(y + at * y_t, i * step, live, y_t, dv, y_v, V, BV)
@@ -110,8 +116,12 @@ def states(
         if ADJOINT:
             made *= scale
         S += made
-    tl.store(segment_states + ((slot * H + h) * K + dk[:, None]) * V + dv[None, :], S, mask=inside)
-    if DECAY != NONE and vb == 0:
+    if WHOLE:
+        slot = n.to(tl.int64)
+    if FINAL or not WHOLE:
+        place = segment_states + ((slot * H + h) * K + dk[:, None]) * V + dv[None, :]
+        tl.store(place, S.to(segment_states.dtype.element_ty), mask=inside)
+    if DECAY != NONE and not WHOLE and vb == 0:
         tl.store(segment_decays + (slot * H + h) * K + dk, D, mask=dk < K)
 
 
