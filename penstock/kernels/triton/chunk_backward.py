@@ -132,7 +132,7 @@ def backward(
     NV: tl.constexpr = (V + BV - 1) // BV
     OPERAND: tl.constexpr = tl.bfloat16 if PRECISION == "bf16" else tl.float32
     FACTORS: tl.constexpr = DECAY == CHANNEL and not EXACT
-    WIDE: tl.constexpr = BK > 64  # S dS^T would take too many registers
+    BY_PRODUCT: tl.constexpr = BK <= 64 and chunk_states.dtype.element_ty == tl.bfloat16  # rowsum(S o dS): else inexact, or too wide
     pid = tl.program_id(0)
     h = (pid % H).to(tl.int64)
     slot = pid // H
@@ -310,7 +310,7 @@ def backward(
             y = vb * BV + values
             if NV > 1:
                 Vt = tile(v, r, live, v_t, y, v_v, V, BV)
-                if DG and not WIDE:
+                if DG and BY_PRODUCT:
                     S = true_state(chunk_states, chunk_decays, segment_states, chunk, segment, j, y, K, V, DECAY, CARRIED)
             if NK > 1 or NV > 1:
                 d_state = true_state(d_chunk_states, d_chunk_decays, d_segment_states, chunk, segment, j, y, K, V, DECAY, D_CARRIED)
@@ -318,7 +318,7 @@ def backward(
                     d_state = d_state.to(tl.float32) * behind[:, None]
                 dS = d_state.to(OPERAND)
             dk_ += product(Vt, tl.trans(dS), PRECISION)
-            if DG and not WIDE:  # rowsum(S o dS), where both are operands already
+            if DG and BY_PRODUCT:  # both are operands already
                 kept += tl.sum(tl.where(same, product(S, tl.trans(dS), PRECISION), 0.0), 1)
         Kt = tile(k, r, live, k_t, j, k_k, K, BK)
         if FACTORS:
@@ -341,7 +341,7 @@ def backward(
         own_dk = e * tile(q, r, live, q_t, j, q_k, K, BK).to(tl.float32) * bonus
         tl.store(dk + place * K + r[:, None] * (H * K) + j[None, :], (dk_ + own_dk).to(dk.dtype.element_ty), mask=mask)
 
-        if DG and WIDE:
+        if DG and not BY_PRODUCT:
             for vb in tl.range(NV, num_stages=1):
                 y = vb * BV + values
                 S = true_state(chunk_states, chunk_decays, segment_states, chunk, segment, j, y, K, V, DECAY, CARRIED)

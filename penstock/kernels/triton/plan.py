@@ -123,8 +123,8 @@ class Call(NamedTuple):
 
     @property
     def stored(self) -> torch.dtype:
-        """What states between kernels are stored as: operands of products are rounded anyway."""
-        return torch.bfloat16 if self.precision == "bf16" else torch.float32
+        """What states between kernels are stored as: operands of products are rounded anyway, but not a caller's states."""
+        return torch.bfloat16 if self.precision == "bf16" and self.chunk < self.T else torch.float32
 
     def step_blocks(self) -> Blocks:
         """Those of a decode step: rows are halved, down to 16, until ``fill`` programs a multiprocessor run; a thread's share stays."""
