@@ -84,7 +84,7 @@ def test_the_token_loop_is_the_recurrence(variant):
     assert oracle.error(found[0], output) < 1e-6
     assert oracle.error(found[1], final_state) < 1e-6
     leaves, d_output = x.with_gradients(), torch.randn(x.v.shape)
-    gradients = torch.autograd.grad(token_loop(leaves)[0], list(leaves.tensors.values()), d_output)
+    gradients = torch.autograd.grad(token_loop(leaves)[0], list(leaves.trained.values()), d_output)
     for gradient, exact in zip(gradients, oracle.exact_gradients(x, d_output).values()):
         assert oracle.error(gradient, exact) < 1e-6
 

@@ -45,9 +45,9 @@ def call_of(candidate: Candidate, inputs: Inputs, mode: Mode) -> Call:
 
 
 def output_and_gradients(candidate: Candidate, leaves: Inputs, upstream: Tensor) -> tuple[Tensor, ...]:
-    """The output, then the gradient of each of ``leaves.tensors``."""
+    """The output, then the gradient of each of ``leaves.trained``."""
     output = candidate.forward(leaves)
-    return output, *torch.autograd.grad(output, list(leaves.tensors.values()), upstream.to(output.dtype))
+    return output, *torch.autograd.grad(output, list(leaves.trained.values()), upstream.to(output.dtype))
 
 
 def d_output(inputs: Inputs) -> Tensor:

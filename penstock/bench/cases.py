@@ -149,6 +149,11 @@ class Inputs:
         return {name: x for name, x in given.items() if x is not None}
 
     @property
+    def trained(self) -> dict[str, Tensor]:
+        """Those that a model learns or computes: all but RetNet's decays, which are fixed numbers."""
+        return {name: x for name, x in self.tensors.items() if (self.variant, name) != ("retention", "g")}
+
+    @property
     def shape(self) -> Shape:
         """The sizes of the call."""
         B, T, H, K = self.q.shape
@@ -177,8 +182,8 @@ class Inputs:
         return Inputs(self.variant, self.q[:, :tokens], self.k[:, :tokens], self.v[:, :tokens], g, self.u)
 
     def with_gradients(self) -> Inputs:
-        """Copy the values into tensors that require gradients."""
-        copies = {name: x.detach().clone().requires_grad_() for name, x in self.tensors.items()}
+        """Copy the values into tensors, those that are ``trained`` requiring gradients."""
+        copies = {name: x.detach().clone().requires_grad_(name in self.trained) for name, x in self.tensors.items()}
         return Inputs(self.variant, copies["q"], copies["k"], copies["v"], copies.get("g"), copies.get("u"))
 
 

@@ -117,7 +117,7 @@ class Exact:
         leaves, upstream = x.with_gradients(), d_output(x)
         upstream[:, self.tokens :] = 0
         seconds, (_, *gradients) = seconds_of(lambda: output_and_gradients(candidate, leaves, upstream), device)
-        return oracle.by_result(dict(zip(x.tensors, gradients))), seconds
+        return oracle.by_result(dict(zip(x.trained, gradients))), seconds
 
     def _allowed(self, candidate: Candidate, name: str, dtype: torch.dtype) -> float:
         """The candidate's budget and, if its products round their operands, twice what that costs the formula."""
