@@ -43,6 +43,29 @@ def test_segments_side_by_side_equal_the_oracle(variant):
     check_contract(Case(variant, B=1, H=1, T=300, K=16, V=16), "triton_chunkwise")
 
 
+KEEPING = (Case("gla", B=2, H=2, T=70), Case("rwkv6", lengths=LENGTHS), Case("simple_gla", B=1, H=1, T=300, K=16, V=16, reverse=True))
+
+
+@pytest.mark.parametrize("case", [*KEEPING, Case("gla", B=1, T=70, gate="mixture"), Case("retention", B=1, T=70, state=False)], ids=str)
+def test_states_that_the_forward_pass_kept_are_those_that_the_backward_pass_would_make(case):
+    from penstock.kernels.triton import launch
+
+    problem = problem_of(case, draw(case))
+    output, final_state, states = launch.chunk_forward_pass(problem, keep=True)
+    alone = launch.chunk_forward_pass(problem)
+    assert torch.equal(output, alone[0])
+    assert torch.equal(final_state, alone[1])
+    assert alone[2] is None
+    upstream, d_final = torch.randn_like(output), torch.randn_like(final_state)
+    given = launch.chunk_backward_pass(problem, upstream, d_final, states)
+    for found, wanted in zip(given, launch.chunk_backward_pass(problem, upstream, d_final)):
+        assert found is wanted is None or torch.allclose(found, wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
+    without = launch.chunk_backward_pass(problem, upstream, d_final, states, dg=False)
+    assert without.g is None
+    for name, found in without._asdict().items():
+        assert name == "g" or found is None or torch.equal(found, getattr(given, name))
+
+
 @pytest.mark.parametrize("impl", TRITON)
 @pytest.mark.parametrize("variant", [name for name, row in VARIANTS.items() if row.decay])
 def test_a_decay_of_minus_infinity_is_one_of_minus_ten_thousand(variant, impl):

@@ -208,9 +208,10 @@ def chunk_forward_plan(p: Problem, target: Target, keep: bool = False) -> Plan:
     output = plan.empty("output", *p.v.shape, dtype=p.v.dtype)
     final = plan.empty("final_state", *p.state_shape)
     programs = c.N * c.H * grid
-    every = c.chunk if keep and c.chunk % C == 0 else 0
+    every = c.chunk if c.chunk % C == 0 else 0
+    L = c.segment(max(C, every), programs, b.fill)  # the same whether states are kept or not, and so are results
+    every *= keep
     chunk_states = plan.empty("chunk_states", c.slots(every), c.H, c.K, c.V, dtype=c.stored) if every else "q"
-    L = c.segment(max(C, every), programs, b.fill)
     state = None if p.initial_state is None else ("initial_state", p.initial_state.stride())
     if L < c.T:
         segment_states = _segment_states(plan, c, ("k", "v"), _strides(p.k, p.v), L, C, 1.0, p.reverse, state, final, False, None)[2]
