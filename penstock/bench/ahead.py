@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -33,6 +34,16 @@ class Memory(NamedTuple):
 
     dtype: torch.dtype
     elements: int
+    tile: tuple[int, int] | None = None
+    """Rows and columns, if the hardware copies it in tiles."""
+
+    def made(self) -> Any:
+        """Make it, without memory."""
+        if self.tile is not None:
+            from ..kernels.triton.hopper import described
+
+            return described(torch.empty(1, self.tile[0], 1, self.tile[1], dtype=self.dtype, device="meta"), self.tile)
+        return torch.empty(self.elements, dtype=self.dtype, device="meta")
 
 
 class Job(NamedTuple):
@@ -43,6 +54,8 @@ class Job(NamedTuple):
     """Module and name."""
     arguments: tuple[Memory | int | float | str, ...]
     warps: int
+    registers: int = 0
+    """For each thread; 0: as many as the compiler takes."""
 
 
 class Resources(NamedTuple):
@@ -74,10 +87,11 @@ def jobs(plan: Plan, tensors: Mapping[str, Tensor], arch: str) -> list[Job]:
     given = {name: Memory(x.dtype, x.untyped_storage().size() // x.element_size()) for name, x in tensors.items()}
     given |= {name: Memory(dtype, torch.Size(shape).numel()) for name, (shape, dtype) in plan.memory.items()}
     given["ones"] = Memory(torch.bfloat16, plan.C * (plan.C + 1))
-    return [
-        Job(arch, kernel_name(one.kernel), (*(given[name] for name in one.tensors), *one.numbers, *one.constants), one.warps)
-        for one in plan.launches
-    ]
+    found = []
+    for one in plan.launches:
+        memory = [given[name]._replace(tile=tile) for name, tile in zip_longest(one.tensors, one.tiles)]
+        found.append(Job(arch, kernel_name(one.kernel), (*memory, *one.numbers, *one.constants), one.warps, one.registers))
+    return found
 
 
 def kernel_name(kernel: Any) -> str:
@@ -150,9 +164,10 @@ def _compile(job: Job) -> Any:
     """Triton's compiled kernel; None if a hook said that it need not be compiled."""
     module, _, name = job.kernel.partition(".")
     kernel = getattr(import_module(f"{PACKAGE}.{module}"), name)
-    arguments = [torch.empty(x.elements, dtype=x.dtype, device="meta") if isinstance(x, Memory) else x for x in job.arguments]
+    arguments = [x.made() if isinstance(x, Memory) else x for x in job.arguments]
+    options = {"num_warps": job.warps} | ({"maxnreg": job.registers} if job.registers else {})
     with _compiling_for(job.arch):
-        return kernel.warmup(*arguments, grid=(1,), num_warps=job.warps)
+        return kernel.warmup(*arguments, grid=(1,), **options)
 
 
 @contextmanager

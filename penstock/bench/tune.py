@@ -137,11 +137,12 @@ class Tuner:
 
 
 def candidates(key: Key, before: Blocks) -> list[Blocks]:
-    """All combinations of ``SPACE`` that this head size can use; other sizes as before."""
+    """All combinations of ``SPACE`` that this head size can use, for the plain kernel; other sizes as before."""
     space = SPACE[key.kernel]
     most = {"BV": key.V, "BK": key.K}
     values = {name: [x for x in sizes if x <= max(most.get(name, x), min(sizes))] for name, sizes in space.items()}
-    return [before._replace(**dict(zip(values, sizes))) for sizes in product(*values.values())]
+    plain = before._replace(form="")
+    return [Blocks(**plain._asdict() | dict(zip(values, sizes))) for sizes in product(*values.values())]
 
 
 def judged(blocks: Blocks, answer: Any) -> Outcome:

@@ -45,18 +45,19 @@ class Prepared:
             if self.runners is None:
                 self.runners = self.compiled(tensors)
             for runner, launch, numbers in zip(self.runners, self.launches, self.numbers):
-                runner(*[tensors[name] for name in launch.tensors], *numbers)
+                given = [tensors[name] for name in launch.tensors]
+                runner(*(launch.arguments(given) if launch.tiles else given), *numbers)
         return tensors
 
     def compiled(self, tensors: dict[str, Tensor]) -> tuple[Callable[..., object], ...]:
         """Compile all kernels for tensors like these, side by side; what launches each."""
 
         def compile_one(launch: Launch) -> Callable[..., object]:
-            grid, options = (launch.grid, 1, 1), {"num_warps": launch.warps}
+            grid, options = (launch.grid, 1, 1), launch.options
             if interpreting():
                 return partial(launch.kernel[grid], **options)
             with _at(self.device):  # the current device is a thread's own
-                arguments = [tensors[name] for name in launch.tensors]
+                arguments = launch.arguments([tensors[name] for name in launch.tensors])
                 compiled = launch.kernel.warmup(*arguments, *launch.numbers, *launch.constants, grid=grid, **options)
             return compiled[grid]  # type: ignore[no-any-return]
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...problem import Problem
-from . import chunk_backward, chunk_forward, recurrent, segments, tiles
+from . import chunk_backward, chunk_forward, hopper, recurrent, segments, tiles
 from .table import DECAYS, LEAST, READS, Blocks, Key, Target, blocks, power
 
 LIMITS = {"bf16": 200.0, "tf32": 200.0, "tf32x3": 32.0, "ieee": 32.0}
@@ -35,6 +35,20 @@ class Launch(NamedTuple):
     numbers: tuple[int | float, ...]
     constants: tuple[Any, ...]
     warps: int
+    tiles: tuple[tuple[int, int], ...] = ()
+    """Rows and columns of tiles, if the first tensors are given as matrices that the hardware copies in tiles."""
+    registers: int = 0
+    """For each thread at first, where the kernel divides them anew; 0: as many as the compiler takes."""
+
+    @property
+    def options(self) -> dict[str, int]:
+        """For Triton's compiler."""
+        return {"num_warps": self.warps} | ({"maxnreg": self.registers} if self.registers else {})
+
+    def arguments(self, tensors: list[Any]) -> list[Any]:
+        """Its tensors as the kernel takes them."""
+        tiled = [hopper.described(x, tile) for x, tile in zip(tensors, self.tiles)]
+        return tiled + tensors[len(tiled) :]
 
 
 @dataclass
@@ -52,11 +66,12 @@ class Plan:
         return name
 
     def launch(
-        self, kernel: Any, grid: int, tensors: tuple[str, ...], numbers: tuple[int | float, ...], warps: int, **constants: Any
-    ) -> None:
+        self, kernel: Any, grid: int, tensors: tuple[str, ...], numbers: tuple[int | float, ...], warps: int,
+        tiles: tuple[tuple[int, int], ...] = (), registers: int = 0, **constants: Any,
+    ) -> None:  # fmt: skip
         """Plan a launch; ``constants`` in any order."""
         names = kernel.arg_names[len(tensors) + len(numbers) :]
-        self.launches.append(Launch(kernel, grid, tensors, numbers, tuple(constants[name] for name in names), warps))
+        self.launches.append(Launch(kernel, grid, tensors, numbers, tuple(constants[name] for name in names), warps, tiles, registers))
 
 
 def precision(dtype: torch.dtype, target: Target) -> str:
@@ -208,8 +223,10 @@ def chunk_forward_plan(p: Problem, target: Target, keep: bool = False) -> Plan:
     output = plan.empty("output", *p.v.shape, dtype=p.v.dtype)
     final = plan.empty("final_state", *p.state_shape)
     programs = c.N * c.H * grid
-    every = c.chunk if c.chunk % C == 0 else 0
-    L = c.segment(max(C, every), programs, b.fill)  # the same whether states are kept or not, and so are results
+    special = hopper.applies(p, b, target, c.precision)
+    unit = hopper.C if special else C
+    every = c.chunk if c.chunk % unit == 0 else 0
+    L = c.segment(max(unit, every), programs, b.fill)  # the same whether states are kept or not, and so are results
     every *= keep
     chunk_states = plan.empty("chunk_states", c.slots(every), c.H, c.K, c.V, dtype=c.stored) if every else "q"
     state = None if p.initial_state is None else ("initial_state", p.initial_state.stride())
@@ -222,12 +239,19 @@ def chunk_forward_plan(p: Problem, target: Target, keep: bool = False) -> Plan:
     first, steps = state if state is not None else (final, (0, 0, 0, 0))
     channel = c.decay == CHANNEL
     resume = plan.empty("resume", programs, dtype=torch.int32) if channel else "q"
-    for exact in (False, True)[: 1 + channel]:
+    flags: dict[str, Any] = {"L": L, "PREVIOUS": c.previous, "INITIAL": state is not None, "FINAL": L == 0, "EVERY": every}
+    if special:
+        plan.launch(
+            hopper.kernel(), programs // (c.V // hopper.BV),
+            ("q", "k", "v", output, "g", "u", first, output, final, chunk_states, resume, "cu_seqlens"),
+            (p.scale, c.N, c.T, c.H, *c.gate, *_bonus(p), *steps), 4, hopper.tiles(c.K), hopper.REGISTERS,
+            K=c.K, V=c.V, PACKED=c.packed, **flags, **hopper.constants(c.K, c.V),
+        )  # fmt: skip
+    for exact in (False, True)[special : 1 + channel]:
         plan.launch(
             chunk_forward.forward, programs, ("q", "k", "v", "g", "u", "ones", first, output, final, chunk_states, resume, "cu_seqlens"),
             (p.scale, c.N, c.T, c.H, *_strides(p.q, p.k, p.v), *c.gate, *_bonus(p), *steps), b.warps, **c.flags, BK=BK, BV=b.BV,
-            C=C, L=L, PREVIOUS=c.previous, INITIAL=state is not None, FINAL=L == 0, EVERY=every, REVERSE=p.reverse,
-            STAGES=1 if exact else b.stages, EXACT=exact,
+            C=C, REVERSE=p.reverse, **flags, STAGES=1 if exact else b.stages, EXACT=exact,
         )  # fmt: skip
     return plan
 

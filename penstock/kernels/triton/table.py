@@ -39,6 +39,8 @@ class Blocks(NamedTuple):
     """Of the software pipeline."""
     fill: int = 0
     """Programs per multiprocessor to aim at, where a sequence can be cut into segments; a step's rows are made narrower."""
+    form: str = ""
+    """"hopper": where it applies, ``hopper_forward`` is the forward kernel's first launch; the sizes are then the second's."""
 
 
 class Key(NamedTuple):
@@ -101,11 +103,17 @@ def blocks(key: Key, target: Target) -> Blocks:
     return found if found is not None else fitted(by_rule(key, target), key, target.shared_memory)
 
 
+HOPPER = tuple(Key("forward", "channel", read, "bf16", size, size) for read in READS for size in (64, 128))
+"""What ``hopper_forward`` is faster at."""
+
+
 def by_rule(key: Key, target: Target) -> Blocks:
     """Sizes where nothing was measured: those that were best on one NVIDIA H200 (tables/sm_90.json), carried over."""
     blocks = _as_on_hopper(key, target)
     if target.arch.startswith("gfx"):  # 4 warps leave a thread 512 registers: gla at 256 and 512 spilled 3964 bytes with 8, none with 4
         blocks = blocks._replace(warps=min(blocks.warps, 4))
+    if target.arch == "sm_90" and key in HOPPER:
+        blocks = blocks._replace(form="hopper")
     if target.arch.startswith("sm_10") and key.kernel == "backward" and key.decay == "scalar":
         blocks = blocks._replace(C=min(blocks.C, 32))  # Triton 3.7.1 cannot compile chunks of 64 there, whose products go to tensor memory
     return blocks

@@ -2,7 +2,7 @@
 
     {"arch": "sm_90",
      "entries": [{"kernel": "forward", "decay": "channel", "read": "updated", "precision": "bf16", "K": 64, "V": 64,
-                  "blocks": {"warps": 4, "BV": 64, "BK": 64, "C": 64, "stages": 3, "fill": 3},
+                  "blocks": {"warps": 4, "BV": 64, "BK": 64, "C": 64, "stages": 3, "fill": 3, "form": ""},
                   "milliseconds": 0.146, "call": "gla 8,2048,32,64 bfloat16 forward",
                   "gpu": "NVIDIA H200", "versions": "torch 2.11.0, triton 3.6.0", "date": "2026-11-21"}]}
 
@@ -77,6 +77,7 @@ ENTRY: dict[str, Rule] = {
     "date": TEXT,
 }
 BLOCKS: dict[str, Rule] = {"warps": _power(1, 32), "BV": _power(8, 512), "BK": _power(8, 512), "stages": _from(1, 8), "fill": _from(0, 64)}
+BLOCKS["form"] = _one_of(("", "hopper"))
 CHUNK, NO_CHUNK = _power(16, 256), ("0: this kernel has no chunks of its own", lambda x: x == 0)
 
 

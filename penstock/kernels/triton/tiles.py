@@ -28,7 +28,7 @@ def span_of(slot, cu_seqlens, N, T, L: tl.constexpr, PACKED: tl.constexpr):
     the others and without the host. A slot that its sequence does not need begins at or behind the sequence's end.
     """
     if PACKED:
-        low = tl.zeros((), tl.int32)
+        low = slot * 0
         high = N
         while high - low > 1:
             middle = (low + high) // 2
@@ -43,7 +43,7 @@ def span_of(slot, cu_seqlens, N, T, L: tl.constexpr, PACKED: tl.constexpr):
     else:
         slots = tl.cdiv(T, L)
         n = slot // slots
-        begin = tl.zeros((), tl.int64)
+        begin = (slot * 0).to(tl.int64)
         end = begin + T
         done = begin + (slot - n * slots) * L
     return n, begin, end, done

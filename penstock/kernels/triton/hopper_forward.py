@@ -1,0 +1,349 @@
+"""The chunkwise forward kernel for decays per channel on Hopper: warps that divide the work, tiles that travel by themselves.
+
+It is the first launch of ``chunk_forward`` (see there for the formula) for bfloat16 products, written in Gluon. A program walks
+the chunks of a stretch of tokens with HALVES blocks of 64 value channels, and its warps are of two kinds:
+
+- ``prepare``: decays from memory, a chunk ahead in registers; then k o 2^(M - G) in place of k in shared memory, q o 2^(Gq - M)
+  in place of q, and beside them 2^M, 2^(G_L - M), the exponent of the latter and, with a bonus, the diagonal of A;
+- ``walk``, 4 warps for each block: products, with a block of the state in registers; outputs leave through shared memory.
+
+Tiles of q, k and v lie in a ring of STAGES, which the tensor memory accelerator fills: ``loaded`` tells that it has, ``prepared``
+that the factors are on them. The first block's warps have a slot filled anew when all blocks are through with it (``done``).
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .tiles import FLOOR, LOG2E, SUITS, slot_of, span_of
+
+meet = getattr(gl, "barrier", None) or gl.thread_barrier  # Triton 3.7 has the first name, 3.6 the second
+C = gl.constexpr(64)  # tokens in a chunk, and value channels in a block: a tile row of 128 bytes, and the rows of one product
+
+
+@gluon.jit
+def exp2(x):
+    """2^x, 0 where that is no normal number."""
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def decays_at(g, g_t, g_k, left, K: gl.constexpr, layout: gl.constexpr):
+    """A chunk's decays [64,K] as they are in memory, 0 where there is no token.
+
+    The compiler is not to know that the rows' offsets are those of the chunk before: it would keep them in registers.
+    """
+    zero = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [left * 0], dtype=gl.int32, is_pure=False, pack=1)
+    i = gl.arange(0, C, gl.SliceLayout(1, layout)) + zero
+    j = gl.arange(0, K, gl.SliceLayout(0, layout))
+    return gl.load(g + (i[:, None] * g_t + j[None, :] * g_k), mask=(i < left)[:, None], other=0.0)
+
+
+@gluon.jit
+def plus(a, b):
+    """For scans."""
+    return a + b
+
+
+@gluon.jit
+def fill(q_tiles, k_tiles, v_tiles, ring, loaded, c, chunks, row, key_column, value_column, HALVES: gl.constexpr, STAGES: gl.constexpr):
+    """Have chunk c brought into its slot, if there is one."""
+    q_s, k_s, v_s = ring
+    s = c % STAGES
+    there = c < chunks
+    bar = loaded.index(s)
+    mbarrier.expect(bar, q_tiles.block_type.nbytes + k_tiles.block_type.nbytes + HALVES * v_tiles.block_type.nbytes, pred=there)
+    tma.async_copy_global_to_shared(q_tiles, [row + c * C, key_column], bar, q_s.index(s), pred=there)
+    tma.async_copy_global_to_shared(k_tiles, [row + c * C, key_column], bar, k_s.index(s), pred=there)
+    for half in gl.static_range(HALVES):
+        tma.async_copy_global_to_shared(v_tiles, [row + c * C, value_column + half * C], bar, v_s.index(s * HALVES + half), pred=there)
+
+
+@gluon.jit
+def zeroed_behind(tile, left, layout: gl.constexpr):
+    """Zeros instead of the rows of a tile that belong to no token, or to another sequence's."""
+    i = gl.arange(0, C, gl.SliceLayout(1, layout))
+    x = tile.load(layout)
+    tile.store(gl.where((i < left)[:, None], x, gl.zeros_like(x)))
+
+
+@gluon.jit
+def factors(
+    d, q, k, part, before, behind, least,
+    K: gl.constexpr, PREVIOUS: gl.constexpr, layout: gl.constexpr, grouped: gl.constexpr, GROUPS: gl.constexpr, COLUMNS: gl.constexpr,
+):  # fmt: skip
+    """Put the factors of decays d [64,K] on q and k. Threads sum runs of tokens by themselves, GROUPS of them make a chunk."""
+    R: gl.constexpr = C // GROUPS
+    across: gl.constexpr = gl.SliceLayout(1, grouped)  # [GROUPS,K]
+    x = gl.convert_layout(gl.reshape(d, [GROUPS, R, K]), grouped, assert_trivial=True)
+    part.store(gl.sum(x, 1))
+    P = gl.associative_scan(x, 1, plus)
+    group = gl.arange(0, GROUPS, gl.SliceLayout(1, across))[:, None]
+    total = gl.zeros([1, K], gl.float32, across)
+    earlier = gl.zeros([GROUPS, K], gl.float32, across)
+    for n in gl.static_range(GROUPS):
+        one = part.slice(n, 1).load(across)
+        total += one
+        if n < GROUPS - 1:
+            earlier += gl.where(group > n, one, 0.0)
+    total = gl.maximum(total * LOG2E, FLOOR)
+    whole = gl.floor(0.5 * total + 0.5)  # 2^whole is a power of two, which bfloat16 takes as a factor without rounding
+    M = total - whole
+    before.store(gl.reshape(exp2(M), [K]))
+    behind.store(gl.reshape(exp2(whole), [K]))
+    ints = gl.reshape(whole.to(gl.int32), [K // (32 * COLUMNS), 32 * COLUMNS]) if COLUMNS == 2 else gl.reshape(whole.to(gl.int32), [1, K])
+    least.store(gl.min(ints, 1))
+    shift = earlier * LOG2E - M
+    G = gl.fma(P, gl.full([GROUPS, R, K], LOG2E, gl.float32, grouped), gl.broadcast(gl.expand_dims(shift, 1), P)[0])
+    Kt = k.load(layout).to(gl.float32)
+    k.store((Kt * exp2(-gl.convert_layout(gl.reshape(G, [C, K]), layout, assert_trivial=True))).to(gl.bfloat16))
+    Q = q.load(layout).to(gl.float32)
+    if PREVIOUS:
+        G = gl.fma(x, gl.full([GROUPS, R, K], -LOG2E, gl.float32, grouped), G)
+    q.store((Q * exp2(gl.convert_layout(gl.reshape(G, [C, K]), layout, assert_trivial=True))).to(gl.bfloat16))
+
+
+@gluon.jit
+def prepare(
+    g, u, ring, sides, bars, chunks, tokens, g_t, g_k, u_k,
+    K: gl.constexpr, PREVIOUS: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr, COLUMNS: gl.constexpr,
+):  # fmt: skip
+    """The warps that put factors on q and k, and zeros where there is no token. A thread has COLUMNS channels of a run of tokens."""
+    q_s, k_s, v_s = ring
+    part_s, before_s, behind_s, least_s, own_s = sides
+    loaded, prepared, _ = bars
+    WARPS: gl.constexpr = gl.num_warps()
+    DOWN: gl.constexpr = COLUMNS // 2  # lanes of a warp one below the other
+    GROUPS: gl.constexpr = 4 * DOWN
+    layout: gl.constexpr = gl.BlockedLayout([C // GROUPS, COLUMNS], [DOWN, 32 // DOWN], [4, WARPS // 4], [1, 0])
+    grouped: gl.constexpr = gl.BlockedLayout([1, C // GROUPS, COLUMNS], [DOWN, 1, 32 // DOWN], [4, 1, WARPS // 4], [2, 1, 0])
+    j = gl.arange(0, K, gl.SliceLayout(0, layout))
+    bonus = j.to(gl.float32)
+    if PREVIOUS:
+        bonus = gl.load(u + j * u_k).to(gl.float32)
+    d = decays_at(g, g_t, g_k, tokens, K, layout)
+    for c in range(chunks):
+        s = c % STAGES
+        left = tokens - c * C
+        g += (g_t + left * 0).to(gl.int64) * C
+        if not PREVIOUS:
+            following = decays_at(g, g_t, g_k, left - C, K, layout)
+        mbarrier.wait(loaded.index(s), (c // STAGES) & 1)
+        if PREVIOUS:
+            own = q_s.index(s).load(layout).to(gl.float32) * bonus[None, :] * k_s.index(s).load(layout).to(gl.float32)
+            own_s.index(s).store(gl.sum(own, 1))
+        factors(
+            d.to(gl.float32), q_s.index(s), k_s.index(s), part_s.index(c & 1), before_s.index(s), behind_s.index(s),
+            least_s.index(s), K, PREVIOUS, layout, grouped, GROUPS, COLUMNS,
+        )  # fmt: skip
+        if PREVIOUS:  # not earlier: decays and their sums take all registers
+            following = decays_at(g, g_t, g_k, left - C, K, layout)
+        if left < C:
+            zeroed_behind(k_s.index(s), left, layout)
+            for half in gl.static_range(HALVES):
+                zeroed_behind(v_s.index(s * HALVES + half), left, layout)
+        fence_async_shared()
+        meet()
+        mbarrier.arrive(prepared.index(s), count=1)
+        d = following
+
+
+@gluon.jit
+def walk(
+    tiles, sides, bars, place, memory, steps, scale, H,
+    K: gl.constexpr, V: gl.constexpr, PREVIOUS: gl.constexpr, INITIAL: gl.constexpr, FINAL: gl.constexpr, EVERY: gl.constexpr,
+    HALVES: gl.constexpr, STAGES: gl.constexpr, HALF: gl.constexpr,
+):  # fmt: skip
+    """The warps of block HALF of the program's value channels."""
+    q_tiles, k_tiles, v_tiles, o_tiles, ring, S_all, o_all = tiles
+    q_s, k_s, v_s = ring
+    row, key_column, value_column, chunks, tokens = place
+    first, left_behind, last, kept, output, resume = memory
+    s_k, s_v, l_k, l_v = steps
+    _, before_s, behind_s, least_s, own_s = sides
+    loaded, prepared, done = bars
+    S_s = S_all.index(HALF)
+    o_s = o_all.index(HALF)
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    channel: gl.constexpr = gl.SliceLayout(1, mma)
+    copied: gl.constexpr = gl.BlockedLayout([least_s.type.shape[1]], [32], [4], [0])
+    i = gl.arange(0, C, gl.SliceLayout(1, mma))
+    j = gl.arange(0, C, gl.SliceLayout(0, mma))
+    dk = gl.arange(0, K, channel)
+    S = gl.zeros([K, C], gl.float32, mma)
+    if INITIAL:
+        S = gl.load(first + dk[:, None] * s_k + (HALF * C + j)[None, :] * s_v).to(gl.float32)
+    suited = tokens
+    for c in range(chunks):
+        s = c % STAGES
+        phase = (c // STAGES) & 1
+        t = c * C
+        qt = q_s.index(s)
+        kt = k_s.index(s)
+        v = v_s.index(s * HALVES + HALF)
+        if EVERY > 0:
+            if t % EVERY == 0:
+                wide: gl.constexpr = gl.DistributedLinearLayout(  # as S lies, but 16 bytes of a row together
+                    [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32]] + ([[64, 0]] if K == 128 else []), [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+                    [[16, 0], [32, 0]], [], [K, C],
+                )  # fmt: skip
+                wk = gl.arange(0, K, gl.SliceLayout(1, wide))
+                wv = gl.arange(0, C, gl.SliceLayout(0, wide))
+                slot = kept + (t // EVERY) * (H.to(gl.int64) * (K * V)) + HALF * C
+                gl.store(slot + (wk[:, None] * V + wv[None, :]), gl.convert_layout(S.to(gl.bfloat16), wide))
+        mbarrier.wait(loaded.index(s), phase)
+        mbarrier.wait(prepared.index(s), phase)
+        worst = gl.min(least_s.index(s).load(copied), 0)
+        if (worst < -SUITS / 2) & (suited >= tokens):
+            gl.store(left_behind + dk[:, None] * l_k + (HALF * C + j)[None, :] * l_v, S)
+            suited = t
+        A = warpgroup_mma(qt, kt.permute((1, 0)), gl.zeros([C, C], gl.float32, mma), use_acc=False)
+        if PREVIOUS:
+            own = own_s.index(s).load(gl.SliceLayout(1, mma))
+            A = gl.where(i[:, None] > j[None, :], A, gl.where(i[:, None] == j[None, :], own[:, None], 0.0))
+        else:
+            A = gl.where(i[:, None] >= j[None, :], A, 0.0)
+        P = gl.convert_layout(A.to(gl.bfloat16), operand)
+        S = S * before_s.index(s).load(channel)[:, None]
+        S_s.store(S.to(gl.bfloat16))
+        behind = behind_s.index(s).load(channel)
+        fence_async_shared()
+        meet()
+        O = warpgroup_mma(qt, S_s, gl.zeros([C, C], gl.float32, mma), use_acc=False, is_async=True)
+        O = warpgroup_mma(P, v, O, is_async=True)
+        S = warpgroup_mma(kt.permute((1, 0)), v, S, is_async=True)
+        O, P, S = warpgroup_mma_wait(0, [O, P, S])
+        S = S * behind[:, None]
+        tma.store_wait(0)
+        meet()
+        if HALF > 0:
+            mbarrier.arrive(done.index(s), count=1)
+        O = (O * scale).to(gl.bfloat16)
+        if t + C <= tokens:
+            o_s.store(O)
+            fence_async_shared()
+            meet()
+            tma.async_copy_shared_to_global(o_tiles, [row + t, value_column + HALF * C], o_s)
+        else:
+            gl.store(output + (t + i)[:, None] * (H.to(gl.int64) * V) + (HALF * C + j)[None, :], O, mask=(t + i < tokens)[:, None])
+        if HALF == 0:
+            if c + STAGES < chunks:
+                if HALVES > 1:
+                    mbarrier.wait(done.index(s), phase)
+                fill(q_tiles, k_tiles, v_tiles, ring, loaded, c + STAGES, chunks, row, key_column, value_column, HALVES, STAGES)
+    gl.store(resume + HALF, suited)
+    if FINAL:
+        if suited >= tokens:
+            gl.store(last + dk[:, None] * V + (HALF * C + j)[None, :], S)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["N", "T"])
+def forward(
+    q_tiles, k_tiles, v_tiles, o_tiles, g, u, initial_state, output, final_state, chunk_states, resume, cu_seqlens, scale, N, T, H,
+    g_b, g_t, g_h, g_k, u_h, u_k, s_n, s_h, s_k, s_v,
+    K: gl.constexpr, V: gl.constexpr, L: gl.constexpr, PREVIOUS: gl.constexpr, INITIAL: gl.constexpr, FINAL: gl.constexpr,
+    EVERY: gl.constexpr, PACKED: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, COLUMNS: gl.constexpr,
+    REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Program (stretch, head, HALVES blocks of V); its blocks are the programs of the launch that follows, and note so in ``resume``.
+
+    ``prepare`` has WARPS warps of REGISTERS registers a thread.
+    """
+    NV: gl.constexpr = V // (C * HALVES)
+    pid = gl.program_id(0)
+    vb = pid % NV
+    slot = pid // NV // H
+    h = pid // NV % H
+    if L > 0:
+        n, begin, end, behind = span_of(slot, cu_seqlens, N, T, L, PACKED)
+        tokens = gl.minimum(end - begin - behind, L).to(gl.int32)
+    else:
+        n = slot
+        begin = (slot * 0).to(gl.int64)
+        end = begin + T
+        if PACKED:
+            begin = gl.load(cu_seqlens + n).to(gl.int64)
+            end = gl.load(cu_seqlens + n + 1).to(gl.int64)
+        behind = begin * 0
+        tokens = (end - begin).to(gl.int32)
+    row = begin + behind
+    b = n.to(gl.int64)
+    if PACKED:
+        b = b * 0
+    chunks = (gl.maximum(tokens, 0) + (C - 1)) // C
+    head = h.to(gl.int64)
+    state = (slot.to(gl.int64) * H + head) * (K * V) + vb * (C * HALVES)
+    first = initial_state + slot.to(gl.int64) * s_n + head * s_h + vb * (C * HALVES) * s_v
+    last = final_state + state
+    kept = chunk_states
+    if EVERY > 0:
+        kept += (slot_of(n, begin, behind, T, EVERY, PACKED).to(gl.int64) * H + head) * (K * V) + vb * (C * HALVES)
+    output += ((b * T + row) * H + head) * V + vb * (C * HALVES)
+    g += b * g_b + row * g_t + head * g_h
+    u += head * u_h
+    row = (b * T + row).to(gl.int32)
+
+    q_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, K], q_tiles.layout)
+    k_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, K], k_tiles.layout)
+    v_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES * HALVES, C, C], v_tiles.layout)
+    S_s = gl.allocate_shared_memory(gl.bfloat16, [HALVES, K, C], v_tiles.layout)
+    o_s = gl.allocate_shared_memory(gl.bfloat16, [HALVES, C, C], o_tiles.layout)
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    part_s = gl.allocate_shared_memory(gl.float32, [2, 2 * COLUMNS, K], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    before_s = gl.allocate_shared_memory(gl.float32, [STAGES, K], flat)
+    behind_s = gl.allocate_shared_memory(gl.float32, [STAGES, K], flat)
+    least_s = gl.allocate_shared_memory(gl.int32, [STAGES, K // 64 if COLUMNS == 2 else 1], flat)
+    own_s = gl.allocate_shared_memory(gl.float32, [STAGES, C], flat)
+    loaded = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    prepared = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    done = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(loaded.index(s), count=1)
+        mbarrier.init(prepared.index(s), count=1)
+        mbarrier.init(done.index(s), count=1)
+    fence_async_shared()
+    meet()
+
+    ring = (q_s, k_s, v_s)
+    sides = (part_s, before_s, behind_s, least_s, own_s)
+    bars = (loaded, prepared, done)
+    key_column = h * K
+    value_column = h * V + vb * (C * HALVES)
+    for c in gl.static_range(STAGES):
+        fill(q_tiles, k_tiles, v_tiles, ring, loaded, c, chunks, row, key_column, value_column, HALVES, STAGES)
+    left_behind = first if L > 0 else last
+    l_k = s_k if L > 0 else V
+    l_v = s_v if L > 0 else 1
+    tiles = (q_tiles, k_tiles, v_tiles, o_tiles, ring, S_s, o_s)
+    place = (row, key_column, value_column, chunks, tokens)
+    memory = (first, left_behind, last, kept, output, resume + pid * HALVES)
+    steps = (s_k, s_v, l_k, l_v)
+    if HALVES == 2:
+        gl.warp_specialize(
+            [
+                (walk, (tiles, sides, bars, place, memory, steps, scale, H, K, V, PREVIOUS, INITIAL, FINAL, EVERY, HALVES, STAGES, 0)),
+                (prepare, (g, u, ring, sides, bars, chunks, tokens, g_t, g_k, u_k, K, PREVIOUS, HALVES, STAGES, COLUMNS)),
+                (walk, (tiles, sides, bars, place, memory, steps, scale, H, K, V, PREVIOUS, INITIAL, FINAL, EVERY, HALVES, STAGES, 1)),
+            ],
+            [WARPS, 4],
+            [REGISTERS, 256 - REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (walk, (tiles, sides, bars, place, memory, steps, scale, H, K, V, PREVIOUS, INITIAL, FINAL, EVERY, HALVES, STAGES, 0)),
+                (prepare, (g, u, ring, sides, bars, chunks, tokens, g_t, g_k, u_k, K, PREVIOUS, HALVES, STAGES, COLUMNS)),
+            ],
+            [WARPS],
+            [REGISTERS],
+        )
