@@ -24,6 +24,7 @@ from ..errors import Complaints, RangeError
 from ..kernels.triton import interpreting
 
 if TYPE_CHECKING:
+    from ..kernels.triton.hopper import Tile
     from ..kernels.triton.plan import Plan  # which imports Triton: this module also says that it is not installed
 
 PACKAGE = "penstock.kernels.triton"
@@ -34,15 +35,15 @@ class Memory(NamedTuple):
 
     dtype: torch.dtype
     elements: int
-    tile: tuple[int, int] | None = None
-    """Rows and columns, if the hardware copies it in tiles."""
+    tile: Tile | None = None
+    """What the hardware copies of it at a time, if it does."""
 
     def made(self) -> Any:
         """Make it, without memory."""
         if self.tile is not None:
             from ..kernels.triton.hopper import described
 
-            return described(torch.empty(1, self.tile[0], 1, self.tile[1], dtype=self.dtype, device="meta"), self.tile)
+            return described(torch.empty(1, self.tile.rows, 1, self.tile.columns, dtype=self.dtype, device="meta"), self.tile)
         return torch.empty(self.elements, dtype=self.dtype, device="meta")
 
 

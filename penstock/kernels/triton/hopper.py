@@ -1,4 +1,4 @@
-"""Where ``hopper_forward`` takes the place of the forward kernel's first launch, and what its launch is told.
+"""Where ``hopper_forward`` and ``hopper_backward`` take the place of the chunk kernels' first launches, and what theirs are told.
 
 Gluon came into Triton late and still changes: it is imported when a launch for Hopper is planned, and done without where it
 cannot be.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
@@ -17,41 +18,60 @@ from .table import Blocks, Target
 if TYPE_CHECKING:
     from ...problem import Problem
 
+
+class Tile(NamedTuple):
+    """What the hardware copies at a time of a tensor of four axes, seen as a matrix."""
+
+    rows: int
+    columns: int
+    axes: int = 2
+    """How many of the tensor's first axes are the matrix's first; [B,T,H,D] is [B * T,H * D]."""
+
+
 FORM = "hopper"
 """Its name in the tables."""
 C, BV = 64, 64
-"""Tokens in a chunk, and value channels that are one program of the launch that follows."""
+"""Tokens in a chunk, and value channels in a block: what one program of the forward launch that follows has."""
 STAGES, COLUMNS = 3, 2
-REGISTERS = 128
-"""A thread's before they are divided anew: 512 threads then have all of a multiprocessor's."""
-SIZES = {(64, 64): (4, 120), (128, 128): (8, 112)}
-"""By K and V: warps that prepare, and registers for their threads. With fewer they spill; with more, those that hold the state do."""
+FORWARD = {(64, 1): (4, 120, 128), (128, 1): (8, 136, 168), (128, 2): (8, 112, 128)}
+"""By K and blocks of V in a program: warps that prepare, registers for their threads, and for every thread before they are divided
+anew. With fewer they spill; with more, those that hold the state do."""
+BACKWARD = {64: (4, 160), 128: (8, 128)}
+"""By K: warps, and registers for their threads, such that 3 and 2 programs share a multiprocessor."""
 
 
 @cache
-def kernel() -> Any:
-    """The kernel; None where Triton has no Gluon as it is written in."""
+def kernels() -> tuple[Any, Any] | None:
+    """Forward and backward; None where Triton has no Gluon as they are written in."""
     try:
-        return import_module(".hopper_forward", __package__).forward
+        forward, backward = (import_module(f".hopper_{name}", __package__) for name in ("forward", "backward"))
     except (ImportError, AttributeError):
         return None
+    return forward.forward, backward.backward
 
 
-def applies(p: Problem, blocks: Blocks, target: Target, precision: str) -> bool:
-    """Whether the table wants it, and it can compute this problem: decays per channel, bfloat16, tiles that the hardware can copy."""
+def applies(p: Problem, blocks: Blocks, target: Target, precision: str, *more: Tensor) -> bool:
+    """Whether the table wants it, and it can compute this problem: decays per channel, bfloat16, tiles that the hardware can copy.
+
+    ``more``: tensors besides q, k and v that are copied in tiles.
+    """
     sizes = p.sizes
     return (
         blocks.form == FORM
-        and blocks.BV == BV
         and target.arch == "sm_90"
         and precision == "bf16"
         and "K" in p.variant.decay
         and not p.reverse
-        and (sizes["K"], sizes["V"]) in SIZES
+        and sizes["K"] == sizes["V"] in BACKWARD
         and 0 < sizes["B"] * sizes["T"] < 1 << 31
-        and all(map(_tiled, (p.q, p.k, p.v)))
-        and kernel() is not None
+        and all(map(_tiled, (p.q, p.k, p.v, *more)))
+        and kernels() is not None
     )
+
+
+def applies_backward(p: Problem, blocks: Blocks, target: Target, precision: str, *d_output: Tensor) -> bool:
+    """The same for the backward pass; a constant decay's gradient is left to the plain kernel, and so is a call of one chunk."""
+    return applies(p, blocks, target, precision, *d_output) and "T" in p.variant.decay and p.sizes["T"] > C
 
 
 def _tiled(x: Tensor) -> bool:
@@ -61,15 +81,25 @@ def _tiled(x: Tensor) -> bool:
     return d == 1 and h in (D, h * (H == 1)) and b in (T * t, b * (B == 1)) and t * x.element_size() % 16 == 0 == x.data_ptr() % 16
 
 
-def constants(K: int, V: int) -> dict[str, Any]:
-    """What it is compiled for besides the problem."""
-    warps, registers = SIZES[K, V]
-    return {"HALVES": V // BV, "STAGES": STAGES, "COLUMNS": COLUMNS, "WARPS": warps, "REGISTERS": registers}
+def together(K: int, programs: int, target: Target) -> int:
+    """Blocks of V that one program walks with: as many as there are, unless ``programs`` of one each can all run at once."""
+    return K // BV if programs > target.multiprocessors else 1
 
 
-def tiles(K: int) -> tuple[tuple[int, int], ...]:
-    """Rows and columns of the tiles of its first tensors: q, k, v and the output."""
-    return (C, K), (C, K), (C, BV), (C, BV)
+def constants(K: int, blocks: int) -> dict[str, Any]:
+    """What the forward kernel is compiled for besides the problem."""
+    warps, registers, _ = FORWARD[K, blocks]
+    return {"HALVES": blocks, "STAGES": STAGES, "COLUMNS": COLUMNS, "WARPS": warps, "REGISTERS": registers}
+
+
+def forward_tiles(K: int) -> tuple[Tile, ...]:
+    """Of its first tensors: q, k, v and the output."""
+    return Tile(C, K), Tile(C, K), Tile(C, BV), Tile(C, BV)
+
+
+def backward_tiles(K: int) -> tuple[Tile, ...]:
+    """Of its first tensors: q, k, v, the output's gradient, states and their gradients."""
+    return *[Tile(C, K)] * 4, Tile(K, K, 3), Tile(K, K, 3)
 
 
 @cache
@@ -86,9 +116,10 @@ def _descriptor() -> Any:
     return TensorDescriptor
 
 
-def described(x: Tensor, tile: tuple[int, int]) -> Any:
-    """[B,T,H,D] as a matrix [B * T,H * D] that is copied in tiles. ``applies`` has looked at it, so Triton need not once more."""
-    B, T, H, D = x.shape
+def described(x: Tensor, tile: Tile) -> Any:
+    """A tensor as a matrix that is copied in tiles. ``applies`` has looked at it, so Triton need not once more."""
+    shape = [prod(x.shape[: tile.axes]), prod(x.shape[tile.axes :])]
     one = object.__new__(_descriptor())
-    one.__dict__.update(base=x, shape=[B * T, H * D], strides=[x.stride(1), 1], block_shape=list(tile), layout=_layout(), padding="zero")
+    box, step = [tile.rows, tile.columns], x.stride(tile.axes - 1)
+    one.__dict__.update(base=x, shape=shape, strides=[step, 1], block_shape=box, layout=_layout(), padding="zero")
     return one

@@ -35,8 +35,8 @@ class Launch(NamedTuple):
     numbers: tuple[int | float, ...]
     constants: tuple[Any, ...]
     warps: int
-    tiles: tuple[tuple[int, int], ...] = ()
-    """Rows and columns of tiles, if the first tensors are given as matrices that the hardware copies in tiles."""
+    tiles: tuple[hopper.Tile, ...] = ()
+    """Of the first tensors, if those are copied in tiles by the hardware."""
     registers: int = 0
     """For each thread at first, where the kernel divides them anew; 0: as many as the compiler takes."""
 
@@ -67,7 +67,7 @@ class Plan:
 
     def launch(
         self, kernel: Any, grid: int, tensors: tuple[str, ...], numbers: tuple[int | float, ...], warps: int,
-        tiles: tuple[tuple[int, int], ...] = (), registers: int = 0, **constants: Any,
+        tiles: tuple[hopper.Tile, ...] = (), registers: int = 0, **constants: Any,
     ) -> None:  # fmt: skip
         """Plan a launch; ``constants`` in any order."""
         names = kernel.arg_names[len(tensors) + len(numbers) :]
@@ -121,10 +121,11 @@ class Call(NamedTuple):
         sizes, limit = {"K": self.K, "V": self.V}, LIMITS[self.precision]
         return {**sizes, "DECAY": self.decay, "STATIC": self.static, "PACKED": self.packed, "PRECISION": self.precision, "LIMIT": limit}
 
-    @property
-    def chunk(self) -> int:
-        """Tokens between the states that the backward pass by chunks goes from."""
-        return self.blocks("backward").C
+    def chunk(self, p: Problem, *d_output: Tensor) -> tuple[int, bool]:
+        """Tokens between the states that the backward pass by chunks goes from, and whether the kernel for Hopper does."""
+        b = self.blocks("backward")
+        special = hopper.applies_backward(p, b, self.target, self.precision, *d_output)
+        return hopper.C if special else b.C, special
 
     def key(self, kernel: str) -> Key:
         """Where its block sizes are looked up."""
@@ -136,10 +137,9 @@ class Call(NamedTuple):
         least = 16 if kernel in ("states", "recurrent", "step") else LEAST
         return b._replace(BK=min(power(self.K, least), b.BK), BV=min(power(self.V, least), b.BV))
 
-    @property
-    def stored(self) -> torch.dtype:
-        """What states between kernels are stored as: operands of products are rounded anyway, but not a caller's states."""
-        return torch.bfloat16 if self.precision == "bf16" and self.chunk < self.T else torch.float32
+    def stored(self, C: int) -> torch.dtype:
+        """What states before C tokens are stored as: operands of products are rounded anyway, but not a caller's states."""
+        return torch.bfloat16 if self.precision == "bf16" and self.T > C else torch.float32
 
     def step_blocks(self) -> Blocks:
         """Those of a decode step: rows are halved, down to 16, until ``fill`` programs a multiprocessor run; a thread's share stays."""
@@ -174,44 +174,45 @@ def _given(name: str, x: Tensor | None, instead: str) -> str:
     return name if x is not None else instead
 
 
-def _segment_states(
+def _states(
     plan: Plan, c: Call, names: tuple[str, str], strides: tuple[int, ...], L: int, C: int, scale: float, reverse: bool,
     start: tuple[str, tuple[int, ...]] | None, end: str | None, adjoint: bool, stored: torch.dtype | None,
-) -> tuple[str, str, str]:  # fmt: skip
-    """Chunk states and their decays, and what each segment starts from (its state at ``start``, if given); ``end`` is written.
-
-    Where a segment is a whole sequence, chunk states are true ones, and there is neither of the others.
-    """
+) -> str:  # fmt: skip
+    """The states before chunks, as ``stored``; None: before segments. Sequences begin with ``start``, if given; ``end`` is written."""
     x, y = names
-    d, whole = "d_" * adjoint, L >= c.T
-    b = c.blocks("states")
-    grid = math.ceil(c.K / b.BK) * math.ceil(c.V / b.BV)
-    slots, chunk_slots = c.slots(L), c.slots(C)
-    chunk_states = plan.empty(d + "chunk_states", chunk_slots, c.H, c.K, c.V, dtype=stored) if stored is not None else x
-    segment_states = segment_decays = chunk_decays = x
-    if not whole:
-        segment_states = plan.empty(d + "segment_states", slots, c.H, c.K, c.V)
-        if c.decay:
-            segment_decays = plan.empty(d + "segment_decays", slots, c.H, c.K)
-            chunk_decays = plan.empty(d + "chunk_decays", chunk_slots, c.H, c.K) if stored is not None else x
-    first, steps = start if start is not None else (segment_states, _contiguous(slots, c.H, c.K, c.V))
-    last = end if end is not None else segment_states
-    plan.launch(
-        segments.states, slots * c.H * grid,
-        (x, y, "g", first if whole else x, chunk_states, chunk_decays, last if whole else segment_states, segment_decays, "cu_seqlens"),
-        (scale, c.N, c.T, c.H, *strides, *c.gate, *steps), b.warps, **c.flags, BK=b.BK, BV=b.BV, C=C, L=L, ADJOINT=adjoint,
-        PREVIOUS=c.previous, WHOLE=whole, INITIAL=whole and start is not None, FINAL=whole and end is not None,
-        CHUNKS=stored is not None, REVERSE=reverse, STAGES=b.stages,
-    )  # fmt: skip
-    if not whole:
-        BK, BV = min(power(c.K), 64), 16
+    d, b = "d_" * adjoint, c.blocks("states")
+    slots, grid = c.slots(L), math.ceil(c.K / b.BK) * math.ceil(c.V / b.BV)
+    chunk_states = plan.empty(d + "chunk_states", c.slots(C), c.H, c.K, c.V, dtype=stored) if stored is not None else x
+
+    def walk(first: tuple[str, tuple[int, ...]] | None, last: str | None, decays: str, of_segments: bool, chunks: bool) -> None:
+        name, steps = first if first is not None else (x, (0, 0, 0, 0))
         plan.launch(
-            segments.scan, c.N * c.H * math.ceil(c.K / BK) * math.ceil(c.V / BV),
-            (segment_states, segment_decays, first, last, "cu_seqlens"),
-            (c.N, c.T, c.H, *steps), 2, K=c.K, V=c.V, BK=BK, BV=BV, L=L, DECAY=c.decay, ADJOINT=adjoint,
-            INITIAL=start is not None, FINAL=end is not None, PACKED=c.packed,
+            segments.states, slots * c.H * grid,
+            (x, y, "g", name, chunk_states, last if last is not None else x, decays, "cu_seqlens"),
+            (scale, c.N, c.T, c.H, *strides, *c.gate, *steps), b.warps, **c.flags, BK=b.BK, BV=b.BV, C=C, L=L, ADJOINT=adjoint,
+            PREVIOUS=c.previous, SEGMENTS=of_segments, INITIAL=first is not None, FINAL=last is not None, CHUNKS=chunks, REVERSE=reverse,
+            STAGES=b.stages,
         )  # fmt: skip
-    return chunk_states, chunk_decays, segment_states
+
+    if L >= c.T:
+        walk(start, end, x, False, stored is not None)
+        return chunk_states
+    segment_states = plan.empty(d + "segment_states", slots, c.H, c.K, c.V)
+    segment_decays = plan.empty(d + "segment_decays", slots, c.H, c.K) if c.decay else x
+    walk(None, segment_states, segment_decays, True, False)
+    BK, BV = min(power(c.K), 64), 16
+    steps = _contiguous(slots, c.H, c.K, c.V)
+    first, given = start if start is not None else (segment_states, steps)
+    plan.launch(
+        segments.scan, c.N * c.H * math.ceil(c.K / BK) * math.ceil(c.V / BV),
+        (segment_states, segment_decays, first, end if end is not None else segment_states, "cu_seqlens"),
+        (c.N, c.T, c.H, *given), 2, K=c.K, V=c.V, BK=BK, BV=BV, L=L, DECAY=c.decay, ADJOINT=adjoint,
+        INITIAL=start is not None, FINAL=end is not None, PACKED=c.packed,
+    )  # fmt: skip
+    if stored is None:
+        return segment_states
+    walk((segment_states, steps), None, x, True, True)
+    return chunk_states
 
 
 def chunk_forward_plan(p: Problem, target: Target, keep: bool = False) -> Plan:
@@ -225,13 +226,14 @@ def chunk_forward_plan(p: Problem, target: Target, keep: bool = False) -> Plan:
     programs = c.N * c.H * grid
     special = hopper.applies(p, b, target, c.precision)
     unit = hopper.C if special else C
-    every = c.chunk if c.chunk % unit == 0 else 0
+    every, _ = c.chunk(p)
+    every *= every % unit == 0
     L = c.segment(max(unit, every), programs, b.fill)  # the same whether states are kept or not, and so are results
     every *= keep
-    chunk_states = plan.empty("chunk_states", c.slots(every), c.H, c.K, c.V, dtype=c.stored) if every else "q"
+    chunk_states = plan.empty("chunk_states", c.slots(every), c.H, c.K, c.V, dtype=c.stored(every)) if every else "q"
     state = None if p.initial_state is None else ("initial_state", p.initial_state.stride())
     if L < c.T:
-        segment_states = _segment_states(plan, c, ("k", "v"), _strides(p.k, p.v), L, C, 1.0, p.reverse, state, final, False, None)[2]
+        segment_states = _states(plan, c, ("k", "v"), _strides(p.k, p.v), L, C, 1.0, p.reverse, state, final, False, None)
         state = segment_states, _contiguous(c.slots(L), c.H, c.K, c.V)
         programs = c.slots(L) * c.H * grid
     else:
@@ -240,12 +242,14 @@ def chunk_forward_plan(p: Problem, target: Target, keep: bool = False) -> Plan:
     channel = c.decay == CHANNEL
     resume = plan.empty("resume", programs, dtype=torch.int32) if channel else "q"
     flags: dict[str, Any] = {"L": L, "PREVIOUS": c.previous, "INITIAL": state is not None, "FINAL": L == 0, "EVERY": every}
-    if special:
+    found = hopper.kernels() if special else None
+    if found:
+        together = hopper.together(c.K, programs, target)
         plan.launch(
-            hopper.kernel(), programs // (c.V // hopper.BV),
+            found[0], programs // together,
             ("q", "k", "v", output, "g", "u", first, output, final, chunk_states, resume, "cu_seqlens"),
-            (p.scale, c.N, c.T, c.H, *c.gate, *_bonus(p), *steps), 4, hopper.tiles(c.K), hopper.REGISTERS,
-            K=c.K, V=c.V, PACKED=c.packed, **flags, **hopper.constants(c.K, c.V),
+            (p.scale, c.N, c.T, c.H, *c.gate, *_bonus(p), *steps), 4, hopper.forward_tiles(c.K), hopper.FORWARD[c.K, together][2],
+            K=c.K, V=c.V, PACKED=c.packed, **flags, **hopper.constants(c.K, together),
         )  # fmt: skip
     for exact in (False, True)[special : 1 + channel]:
         plan.launch(
@@ -265,18 +269,18 @@ def chunk_backward_plan(
     """
     plan, c = Plan(), Call.of(p, target)
     b, walk = c.blocks("backward"), c.blocks("states")
-    C = plan.C = b.C
+    C, special = c.chunk(p, d_output)
+    plan.C, stored = C, c.stored(C)
     d_initial = None if p.initial_state is None else plan.empty("d_initial_state", *p.state_shape, dtype=p.initial_state.dtype)
     L = c.segment(C, c.N * c.H * math.ceil(c.K / walk.BK) * math.ceil(c.V / walk.BV), walk.fill)
     start = None if p.initial_state is None else ("initial_state", p.initial_state.stride())
-    kept = states is not None and states.shape == (c.slots(C), c.H, c.K, c.V)
-    if kept:
-        S = "states", "q", "q"
+    if states is not None and states.shape == (c.slots(C), c.H, c.K, c.V):
+        S = "states"
     else:
-        S = _segment_states(plan, c, ("k", "v"), _strides(p.k, p.v), L, C, 1.0, p.reverse, start, None, False, c.stored)
+        S = _states(plan, c, ("k", "v"), _strides(p.k, p.v), L, C, 1.0, p.reverse, start, None, False, stored)
     d_start = None if d_final_state is None else ("d_final_state", d_final_state.stride())
     steps = _strides(p.q, d_output)
-    dS = _segment_states(plan, c, ("q", "d_output"), steps, L, C, p.scale, p.reverse, d_start, d_initial, True, c.stored)
+    dS = _states(plan, c, ("q", "d_output"), steps, L, C, p.scale, p.reverse, d_start, d_initial, True, stored)
     slots = c.slots(C)
     dq, dk, dv = (plan.empty("d" + name, *x.shape, dtype=x.dtype) for name, x in (("q", p.q), ("k", p.k), ("v", p.v)))
     d_gate = du = "q"
@@ -284,15 +288,24 @@ def chunk_backward_plan(
         d_gate = plan.empty("dg", slots, *p.g.shape) if c.static else plan.empty("dg", *p.g.shape, dtype=p.g.dtype)
     if p.u is not None:
         du = plan.empty("du", slots, c.H, c.K)
-    several, channel = c.T > L, c.decay == CHANNEL
+    channel = c.decay == CHANNEL
     todo = plan.empty("todo", slots * c.H, dtype=torch.int32) if channel else "q"
-    for exact in (False, True)[: 1 + channel]:
+    found = hopper.kernels() if special else None
+    if found:
+        (g_b, g_t, g_h, g_k), (warps, registers) = c.gate, hopper.BACKWARD[c.K]
+        plan.launch(
+            found[1], slots * c.H,
+            ("q", "k", "v", "d_output", S, dS, "q", "k", "g", "u", S, dq, dk, dv, d_gate, du, todo, "cu_seqlens"),
+            (p.scale, c.N, c.T, g_b, g_h, *_bonus(p)), warps, hopper.backward_tiles(c.K), registers,
+            q_t=p.q.stride(1), k_t=p.k.stride(1), g_t=g_t, g_k=g_k, H=c.H, K=c.K, C=C, DG=dg, PREVIOUS=c.previous, PACKED=c.packed,
+        )  # fmt: skip
+    for exact in (False, True)[found is not None : 1 + channel]:
         plan.launch(
             chunk_backward.backward, slots * c.H,
-            ("q", "k", "v", "g", "u", "ones", "d_output", *S, *dS, dq, dk, dv, d_gate, du, todo, "cu_seqlens"),
+            ("q", "k", "v", "g", "u", "ones", "d_output", S, "q", "q", dS, "q", "q", dq, dk, dv, d_gate, du, todo, "cu_seqlens"),
             (p.scale, c.N, c.T, c.H, *_strides(p.q, p.k, p.v), *c.gate, *_bonus(p), *d_output.stride()), b.warps, **c.flags,
             BK=b.BK, BV=b.BV, C=C, L=L, DG=p.g is not None and dg, PREVIOUS=c.previous,
-            CARRIED=several and not kept, D_CARRIED=several, REVERSE=p.reverse, EXACT=exact,
+            CARRIED=False, D_CARRIED=False, REVERSE=p.reverse, EXACT=exact,
         )  # fmt: skip
     return plan
 

@@ -1,8 +1,9 @@
 """States between chunks, where one walk along a sequence would leave the GPU idle or where a later kernel needs them all.
 
-``states`` walks segments of L tokens side by side, each from a zero state. Forward in time it sums k_t^T v_t: states. Backward
-in time it sums (scale q_t)^T dO_t: their gradients. ``scan`` then carries the true state from segment to segment: the transition
-is diagonal, so a segment acts on the state as a factor per channel and a sum.
+``states`` walks sequences, or segments of L tokens side by side. Forward in time it sums k_t^T v_t: states. Backward in time it
+sums (scale q_t)^T dO_t: their gradients. Segments are walked from zero; then ``scan`` carries the true state from segment to
+segment, for the transition is diagonal: a segment acts on the state as a factor per channel and a sum. Where the states before
+all chunks are wanted, segments are walked once more from there.
 """
 
 from __future__ import annotations
@@ -15,20 +16,18 @@ from .tiles import CHANNEL, FLOOR, LOG2E, NONE, SCALAR, constant_decay, decays, 
 
 @triton.jit(do_not_specialize=["N", "T"])
 def states(
-    x, y, g, start, chunk_states, chunk_decays, segment_states, segment_decays, cu_seqlens, scale, N, T, H,
+    x, y, g, first, chunk_states, last, segment_decays, cu_seqlens, scale, N, T, H,
     x_b, x_t, x_h, x_k, y_b, y_t, y_h, y_v, g_b, g_t, g_h, g_k, s_n, s_h, s_k, s_v,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, L: tl.constexpr,
-    DECAY: tl.constexpr, STATIC: tl.constexpr, ADJOINT: tl.constexpr, PREVIOUS: tl.constexpr, WHOLE: tl.constexpr,
+    DECAY: tl.constexpr, STATIC: tl.constexpr, ADJOINT: tl.constexpr, PREVIOUS: tl.constexpr, SEGMENTS: tl.constexpr,
     INITIAL: tl.constexpr, FINAL: tl.constexpr, CHUNKS: tl.constexpr, PACKED: tl.constexpr,
     REVERSE: tl.constexpr, PRECISION: tl.constexpr, LIMIT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Program (segment, head, block of K, block of V).
 
-    ``chunk_states`` [chunk slots,H,K,V] (if CHUNKS) gets the state before each chunk as the segment alone makes it,
-    ``segment_states`` [segment slots,H,K,V] the one behind the segment; ``*_decays`` [slots,H,K] the log2 decays in
-    between. ADJOINT: x is q, y is dO, "before" is behind, and the factors are those of gradients.
-
-    WHOLE: segments are sequences, their states true ones: from ``start`` (if INITIAL), the last to ``segment_states`` [N,H,K,V] (if FINAL).
+    It starts from ``first`` if INITIAL, else from zero; ``chunk_states`` [chunk slots,H,K,V] (if CHUNKS) gets the state before each
+    chunk, ``last`` (if FINAL) the one behind. These are by segment if SEGMENTS, and then FINAL also means ``segment_decays``
+    [slots,H,K], log2; else segments are sequences. ADJOINT: x is q, y is dO, "before" is behind, and the factors are those of gradients.
     """
     NK: tl.constexpr = (K + BK - 1) // BK
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -39,7 +38,7 @@ def states(
     slot = pid // (NV * NK) // H
     n, begin, end, done = span_of(slot, cu_seqlens, N, T, L, PACKED)
     tokens = tl.minimum(end - begin - done, L).to(tl.int32)
-    if tokens <= 0 and (done > 0 or not WHOLE):
+    if tokens <= 0 and (done > 0 or SEGMENTS):
         return
     row = begin + done
     step = 1
@@ -60,8 +59,9 @@ def states(
     y += b * y_b + row * y_t + h * y_h
     g += b * g_b + row * g_t + h * g_h
     inside = (dk < K)[:, None] & (dv < V)[None, :]
+    owner = slot if SEGMENTS else n.to(tl.int64)
     if INITIAL:
-        S = tl.load(start + n * s_n + h * s_h + dk[:, None] * s_k + dv[None, :] * s_v, mask=inside, other=0.0).to(tl.float32)
+        S = tl.load(first + owner * s_n + h * s_h + dk[:, None] * s_k + dv[None, :] * s_v, mask=inside, other=0.0).to(tl.float32)
     else:
         S = tl.zeros((BK, BV), tl.float32)
     D = tl.zeros((BK,), tl.float32)
@@ -81,8 +81,6 @@ def states(
         if CHUNKS:
             place = (first_chunk + chunk) * H + h
             tl.store(chunk_states + (place * K + dk[:, None]) * V + dv[None, :], S.to(chunk_states.dtype.element_ty), mask=inside)
-            if DECAY != NONE and not WHOLE and vb == 0:
-                tl.store(chunk_decays + place * K + dk, D, mask=dk < K)
         X = tile(x + at * x_t, i * step, live, x_t, dk, x_k, K, BK)
         Y = tile(y + at * y_t, i * step, live, y_t, dv, y_v, V, BV)
         if DECAY == NONE:
@@ -101,8 +99,8 @@ def states(
             elif ADJOINT:
                 d = decays(g + (at - step) * g_t, i * step, live & (i > 0), g_t, dk, g_k, K, BK)
                 edge = tl.minimum(C, tokens - t) - 1
-                last = tl.load(g + (at + edge * step) * g_t + dk * g_k, mask=dk < K, other=0.0).to(tl.float32)
-                total = tl.sum(d, 0) + tl.maximum(last * LOG2E, FLOOR)
+                latest = tl.load(g + (at + edge * step) * g_t + dk * g_k, mask=dk < K, other=0.0).to(tl.float32)
+                total = tl.sum(d, 0) + tl.maximum(latest * LOG2E, FLOOR)
                 factor = sums(d, lower, PRECISION)
             else:
                 later = live & (t + i + 1 < tokens) & (i < C - 1)
@@ -116,13 +114,11 @@ def states(
         if ADJOINT:
             made *= scale
         S += made
-    if WHOLE:
-        slot = n.to(tl.int64)
-    if FINAL or not WHOLE:
-        place = segment_states + ((slot * H + h) * K + dk[:, None]) * V + dv[None, :]
-        tl.store(place, S.to(segment_states.dtype.element_ty), mask=inside)
-    if DECAY != NONE and not WHOLE and vb == 0:
-        tl.store(segment_decays + (slot * H + h) * K + dk, D, mask=dk < K)
+    if FINAL:
+        place = last + ((owner * H + h) * K + dk[:, None]) * V + dv[None, :]
+        tl.store(place, S.to(last.dtype.element_ty), mask=inside)
+        if DECAY != NONE and SEGMENTS and vb == 0:
+            tl.store(segment_decays + (slot * H + h) * K + dk, D, mask=dk < K)
 
 
 @triton.jit(do_not_specialize=["N", "T"])

@@ -40,7 +40,7 @@ class Blocks(NamedTuple):
     fill: int = 0
     """Programs per multiprocessor to aim at, where a sequence can be cut into segments; a step's rows are made narrower."""
     form: str = ""
-    """"hopper": where it applies, ``hopper_forward`` is the forward kernel's first launch; the sizes are then the second's."""
+    """"hopper": where they apply, the kernels for Hopper are the first launches; the sizes are then those of what follows."""
 
 
 class Key(NamedTuple):
@@ -103,8 +103,10 @@ def blocks(key: Key, target: Target) -> Blocks:
     return found if found is not None else fitted(by_rule(key, target), key, target.shared_memory)
 
 
-HOPPER = tuple(Key("forward", "channel", read, "bf16", size, size) for read in READS for size in (64, 128))
-"""What ``hopper_forward`` is faster at."""
+HOPPER = tuple(
+    Key(kernel, "channel", read, "bf16", size, size) for kernel in ("forward", "backward") for read in READS for size in (64, 128)
+)
+"""What the kernels for Hopper are faster at."""
 
 
 def by_rule(key: Key, target: Target) -> Blocks:
