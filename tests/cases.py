@@ -3,6 +3,7 @@
 A ``Case`` names a call; its tensors follow from it by a seed, so a case is a test's id and a key of the oracle's cache.
 """
 
+import math
 import zlib
 from dataclasses import dataclass, fields, replace
 from functools import cache
@@ -81,6 +82,16 @@ def draw(case: Case) -> dict[str, Tensor | None]:
     return tensors
 
 
+def uneven(x: Tensor) -> Tensor:
+    """By spans of 32 tokens: of each 64 one anchor suits all, or each half, or only the first half; constant, it suits halves."""
+    strength = torch.tensor([30.0, 130.0, 260.0, 260.0, 30.0, 600.0])  # log2 units that 32 tokens decay by at most
+    if x.dim() == 4:
+        strength = strength[torch.arange(x.shape[1]) // 32 % 6][:, None, None]
+    else:
+        strength = strength[1]
+    return strength * (0.6 + 0.4 * x.tanh()) * (-math.log(2) / 32)
+
+
 GATES = {
     "logsigmoid": torch.nn.functional.logsigmoid,
     "zero": torch.zeros_like,
@@ -89,6 +100,7 @@ GATES = {
     "-1e4": lambda x: torch.where(x > 0, -0.1, -1e4),
     "-inf": lambda x: torch.where(x > 0, -0.1, -torch.inf),
     "mixture": lambda x: torch.where(x > 0.8, -1000.0, torch.where(x < -0.8, -torch.inf, -1e-4)).to(x),
+    "uneven": uneven,
 }
 
 

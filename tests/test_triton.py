@@ -43,6 +43,27 @@ def test_segments_side_by_side_equal_the_oracle(variant):
     check_contract(Case(variant, B=1, H=1, T=300, K=16, V=16), "triton_chunkwise")
 
 
+HALVED = (
+    Case("gla", B=1, H=1, T=200, gate="uneven"),
+    Case("gla", B=1, H=1, T=90, gate="mixture", reverse=True),
+    Case("rwkv6", B=1, H=1, T=520, gate="uneven", reverse=True),  # two segments
+    Case("rwkv6", H=1, lengths=(5, 0, 97, 64), gate="mixture", state=False),
+    Case("rwkv6", H=2, lengths=(0, 192, 1, 100), gate="uneven", strided=True),
+    Case("rwkv5", H=1, lengths=(33, 0, 130), gate="uneven"),
+    Case("gla", B=1, H=1, T=200, K=100, V=70, gate="uneven", state=False),
+)
+
+
+@pytest.mark.parametrize("case", HALVED, ids=str)
+def test_chunks_that_do_not_suit_one_anchor_are_done_again_by_halves(case):
+    """And halves that do not suit either by the kernel for any decay."""
+    from penstock.kernels.triton import launch, plan, table
+
+    c = plan.Call.of(problem_of(case, draw(case)), table.Target.of(torch.device("cpu")))
+    with launch.trying({c.key(kernel): table.Blocks(4, C=64, fill=2) for kernel in ("forward", "backward")}):
+        check_contract(case, "triton_chunkwise")
+
+
 KEEPING = (Case("gla", B=2, H=2, T=70), Case("rwkv6", lengths=LENGTHS), Case("simple_gla", B=1, H=1, T=300, K=16, V=16, reverse=True))
 
 

@@ -54,10 +54,10 @@ class Configuration:
 
 
 def _told(launch: Launch) -> str:
-    """The kernel, and which of its two kinds where a pass launches both."""
+    """The kernel, and which of its kinds where a pass launches several."""
     first = len(launch.tensors) + len(launch.numbers)
     constants = dict(zip(launch.kernel.arg_names[first:], launch.constants))
-    return kernel_name(launch.kernel) + "".join(f" {flag.lower()}" for flag in ("ADJOINT", "EXACT") if constants.get(flag))
+    return kernel_name(launch.kernel) + "".join(f" {flag.lower()}" for flag in ("ADJOINT", "HALVES", "EXACT") if constants.get(flag))
 
 
 PROMPT, BATCH, SERVED = (1, 1024), (8, 2048), (256, 1)

@@ -23,9 +23,9 @@ import triton
 import triton.language as tl
 
 from .chunk_forward import weights_by_stretches
+from .segments import true_state
 from .tiles import (
     CHANNEL,
-    NONE,
     SCALAR,
     SUITS,
     constant_decay,
@@ -36,7 +36,6 @@ from .tiles import (
     rest_factors,
     scalar_decays,
     scalar_sums,
-    slot_of,
     span_of,
     stretch,
     sums,
@@ -48,8 +47,8 @@ from .tiles import (
 @triton.jit
 def operands(
     Q, Kt, ones, g, step, tokens, i, j, g_t, g_k, scale,
-    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr, PREVIOUS: tl.constexpr, PRECISION: tl.constexpr,
-    EXACT: tl.constexpr, OPERAND: tl.constexpr,
+    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, W: tl.constexpr, DECAY: tl.constexpr, PREVIOUS: tl.constexpr,
+    PRECISION: tl.constexpr, EXACT: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
     """q and k as products take them, the factors of dq and dk, two factors of states, and the chunk's whole decay.
 
@@ -71,7 +70,7 @@ def operands(
         kt = (Kt.to(tl.float32) * shrink).to(OPERAND)
     elif DECAY == CHANNEL:
         d = tile(g, i * step, i < tokens, g_t, j, g_k, K, BK).to(tl.float32)
-        lower, strict = triangle(ones, i, C, True, PRECISION), triangle(ones, i, C, False, PRECISION)
+        lower, strict = triangle(ones, i, W, True, PRECISION), triangle(ones, i, W, False, PRECISION)
         grow, shrink, before, behind, total = factors(d, lower, strict, PREVIOUS, PRECISION)
         grow *= scale
         qt = (Q.to(tl.float32) * grow).to(OPERAND)
@@ -98,64 +97,73 @@ def gradients_by_stretches(
 
 
 @triton.jit
-def true_state(
-    chunk_states, chunk_decays, segment_states, chunk, segment, dk, dv,
-    K: tl.constexpr, V: tl.constexpr, DECAY: tl.constexpr, CARRIED: tl.constexpr,
-):  # fmt: skip
-    """A chunk's state: what its segment made before it and, if anything was carried into the segment, what is left of that."""
-    inside = (dk < K)[:, None] & (dv < V)[None, :]
-    at = dk[:, None] * V + dv[None, :]
-    S = tl.load(chunk_states + chunk * (K * V) + at, mask=inside, other=0.0)
-    if CARRIED:
-        carried = tl.load(segment_states + segment * (K * V) + at, mask=inside, other=0.0)
-        if DECAY != NONE:
-            carried *= tl.exp2(tl.load(chunk_decays + chunk * K + dk, mask=dk < K, other=0.0))[:, None]
-        S = S.to(tl.float32) + carried
-    return S
+def no_share(du, dg, share, K: tl.constexpr, BK: tl.constexpr, DECAY: tl.constexpr, DG: tl.constexpr, PREVIOUS: tl.constexpr):
+    """Zeros where a program without tokens would write its share of du (if PREVIOUS) and of a constant decay's dg (if DG)."""
+    for kb in tl.range((K + BK - 1) // BK, num_stages=1):
+        j = kb * BK + tl.arange(0, BK)
+        if PREVIOUS:
+            tl.store(du + share * K + j, tl.zeros((BK,), tl.float32), mask=j < K)
+        if DG and DECAY == CHANNEL:
+            tl.store(dg + share * K + j, tl.zeros((BK,), tl.float32), mask=j < K)
+    if DG and DECAY == SCALAR:
+        tl.store(dg + share, 0.0)
 
 
 @triton.jit(do_not_specialize=["N", "T"])
 def backward(
-    q, k, v, g, u, ones, d_output, chunk_states, chunk_decays, segment_states, d_chunk_states, d_chunk_decays, d_segment_states,
-    dq, dk, dv, dg, du, todo, cu_seqlens, scale, N, T, H,
+    q, k, v, g, u, ones, d_output, chunk_states, d_chunk_states,
+    dq, dk, dv, dg, du, todo, noted, cu_seqlens, scale, N, T, H,
     q_b, q_t, q_h, q_k, k_b, k_t, k_h, k_k, v_b, v_t, v_h, v_v, g_b, g_t, g_h, g_k, u_h, u_k, o_b, o_t, o_h, o_v,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, L: tl.constexpr,
-    DECAY: tl.constexpr, STATIC: tl.constexpr, DG: tl.constexpr, PREVIOUS: tl.constexpr, CARRIED: tl.constexpr, D_CARRIED: tl.constexpr,
-    PACKED: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr, LIMIT: tl.constexpr, EXACT: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    DECAY: tl.constexpr, STATIC: tl.constexpr, DG: tl.constexpr, PREVIOUS: tl.constexpr,
+    PACKED: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr, LIMIT: tl.constexpr,
+    HALVES: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Program (chunk, head). dq, dk, dv, dg are contiguous; du and a constant decay's dg are [chunk slots, H, K] or [chunk slots, H].
+    """Program (chunk, head). dq, dk, dv, dg are contiguous; du and a constant decay's dg are [shares, H, K] or [shares, H].
 
-    Decays per channel take two launches: the first notes in ``todo`` [programs] the chunks that 2^-G does not suit, and what it
-    writes there is worthless; the second, EXACT, does those again. Without DG there is no dg.
+    Decays per channel take more launches than one: the first notes [programs] the chunks that 2^-G does not suit, and what it
+    writes there is worthless; what is ``noted`` is the next one's ``todo``. Long chunks are done again by HALVES, program
+    (chunk, head, half) with C tokens of the chunk's 2 C, and what does not suit then either is noted again; the last launch is
+    EXACT. Shares are chunk slots, then, where there are halves, the second ones of chunk slots. Without DG there is no dg.
     """
+    W: tl.constexpr = 2 * C if HALVES else C
     NK: tl.constexpr = (K + BK - 1) // BK
     NV: tl.constexpr = (V + BV - 1) // BV
     OPERAND: tl.constexpr = tl.bfloat16 if PRECISION == "bf16" else tl.float32
     FACTORS: tl.constexpr = DECAY == CHANNEL and not EXACT
     BY_PRODUCT: tl.constexpr = BK <= 64 and chunk_states.dtype.element_ty == tl.bfloat16  # rowsum(S o dS): else inexact, or too wide
     pid = tl.program_id(0)
-    h = (pid % H).to(tl.int64)
-    slot = pid // H
-    n, begin, end, done = span_of(slot, cu_seqlens, N, T, C, PACKED)
-    tokens = tl.minimum(end - begin - done, C).to(tl.int32)
-    slot = slot.to(tl.int64)
+    program = pid // 2 if HALVES else pid
+    half = pid % 2 if HALVES else 0
+    h = (program % H).to(tl.int64)
+    slot = program // H
+    chunk = slot.to(tl.int64) * H + h
+    share = chunk
+    if HALVES:
+        share += half * (tl.num_programs(0) // 2)
+    if HALVES and not EXACT:
+        if tl.load(todo + program) == 0:
+            tl.store(noted + pid, 0)
+            if half == 1:
+                no_share(du, dg, share, K, BK, DECAY, STATIC and DG, PREVIOUS)
+            return
+    elif EXACT:
+        if tl.load(todo + pid) == 0:
+            return
+    n, begin, end, done = span_of(slot, cu_seqlens, N, T, W, PACKED)
+    tokens = tl.minimum(end - begin - done, W).to(tl.int32)
+    others = 0
+    if HALVES:  # of the chunk's tokens those of the other half, too
+        others = C if half == 1 else tl.maximum(tokens - C, 0)
+        tokens = tokens - C if half == 1 else tl.minimum(tokens, C)
+        done += half * C
     i = tl.arange(0, C)
     columns = tl.arange(0, BK)
     values = tl.arange(0, BV)
-    if EXACT:
-        if tl.load(todo + pid) == 0:
-            return
     if tokens <= 0:
-        for kb in tl.range(NK, num_stages=1):
-            j = kb * BK + columns
-            if PREVIOUS:
-                tl.store(du + (slot * H + h) * K + j, tl.zeros((BK,), tl.float32), mask=j < K)
-            if DG and STATIC and DECAY == CHANNEL:
-                tl.store(dg + (slot * H + h) * K + j, tl.zeros((BK,), tl.float32), mask=j < K)
-        if DG and STATIC and DECAY == SCALAR:
-            tl.store(dg + slot * H + h, 0.0)
-        if DECAY == CHANNEL:
-            tl.store(todo + pid, 0)
+        no_share(du, dg, share, K, BK, DECAY, STATIC and DG, PREVIOUS)
+        if DECAY == CHANNEL and not EXACT:
+            tl.store(noted + pid, 0)
         return
     row = begin + done
     step = 1
@@ -165,14 +173,17 @@ def backward(
     b = n.to(tl.int64)
     if PACKED:
         b = tl.zeros((), tl.int64)
-    segment = slot_of(n, begin, done, T, L, PACKED) * H + h
-    chunk = slot * H + h
     q += b * q_b + row * q_t + h * q_h
     k += b * k_b + row * k_t + h * k_h
     v += b * v_b + row * v_t + h * v_h
     g += b * g_b + row * g_t + h * g_h
     d_output += b * o_b + row * o_t + h * o_h
     place = (b * T + row) * H + h
+    chunk_states += chunk * (K * V)
+    d_chunk_states += chunk * (K * V)
+    away = (1 - 2 * half) * C * step  # the other half's rows
+    other = (half, others, i, step, 1.0, k + away * k_t, v + away * v_t, g + away * g_t, k_t, k_k, v_t, v_v, g_t, g_k)
+    d_other = (half, others, i, step, scale, q + away * q_t, d_output + away * o_t, g + away * g_t, q_t, q_k, o_t, o_v, g_t, g_k)
     live = i < tokens
     r = i * step
     strict = i[:, None] > i[None, :]
@@ -210,7 +221,7 @@ def backward(
         elif EXACT:
             own += tl.sum(Q.to(tl.float32) * Kt.to(tl.float32), 1)
         qt, kt, grow, shrink, before, behind, total = operands(
-            Q, Kt, ones, g, step, tokens, i, j, g_t, g_k, scale, K, BK, C, DECAY, PREVIOUS, PRECISION, EXACT, OPERAND
+            Q, Kt, ones, g, step, tokens, i, j, g_t, g_k, scale, K, BK, C, W, DECAY, PREVIOUS, PRECISION, EXACT, OPERAND
         )
         if EXACT:
             A += weights_by_stretches(q, k, g, step, tokens, i, j, q_t, q_k, k_t, k_k, g_t, g_k, K, BK, C, PREVIOUS, PRECISION, LIMIT)
@@ -218,7 +229,7 @@ def backward(
             A += product(qt, tl.trans(kt), PRECISION)
         lowest = tl.minimum(lowest, tl.min(total, 0))
     if FACTORS:
-        tl.store(todo + pid, (lowest < -SUITS).to(tl.int32))
+        tl.store(noted + pid, (lowest < -SUITS).to(tl.int32))
     else:
         A *= scale
     if DECAY == SCALAR:
@@ -239,9 +250,9 @@ def backward(
                 Q = tile(q, r, live, q_t, j, q_k, K, BK)
                 Kt = tile(k, r, live, k_t, j, k_k, K, BK)
                 qt, kt, grow, shrink, before, behind, total = operands(
-                    Q, Kt, ones, g, step, tokens, i, j, g_t, g_k, scale, K, BK, C, DECAY, PREVIOUS, PRECISION, EXACT, OPERAND
+                    Q, Kt, ones, g, step, tokens, i, j, g_t, g_k, scale, K, BK, C, W, DECAY, PREVIOUS, PRECISION, EXACT, OPERAND
                 )
-            d_state = true_state(d_chunk_states, d_chunk_decays, d_segment_states, chunk, segment, j, y, K, V, DECAY, D_CARRIED)
+            d_state = true_state(d_chunk_states, d_other, True, j, y, K, V, BK, BV, C, PREVIOUS, PRECISION, HALVES)
             if FACTORS:
                 d_state = d_state.to(tl.float32) * behind[:, None]
             dS = d_state.to(OPERAND)
@@ -254,7 +265,7 @@ def backward(
 
     # dq from the states before, then dk from the gradients behind; dg from both
     Vt = tl.zeros((C, BV), v.dtype.element_ty)
-    S = tl.zeros((BK, BV), tl.float32 if CARRIED else chunk_states.dtype.element_ty)
+    S = tl.zeros((BK, BV), chunk_states.dtype.element_ty)
     same = columns[:, None] == columns[None, :]
     for kb in tl.range(NK, num_stages=1):
         j = kb * BK + columns
@@ -263,7 +274,7 @@ def backward(
             Q = tile(q, r, live, q_t, j, q_k, K, BK)
             Kt = tile(k, r, live, k_t, j, k_k, K, BK)
             qt, kt, grow, shrink, before, behind, total = operands(
-                Q, Kt, ones, g, step, tokens, i, j, g_t, g_k, scale, K, BK, C, DECAY, PREVIOUS, PRECISION, EXACT, OPERAND
+                Q, Kt, ones, g, step, tokens, i, j, g_t, g_k, scale, K, BK, C, W, DECAY, PREVIOUS, PRECISION, EXACT, OPERAND
             )
         bonus = 1.0
         if PREVIOUS:
@@ -276,7 +287,7 @@ def backward(
             if NV > 1:
                 dO = tile(d_output, r, live, o_t, y, o_v, V, BV)
             Vt = tile(v, r, live, v_t, y, v_v, V, BV)
-            S = true_state(chunk_states, chunk_decays, segment_states, chunk, segment, j, y, K, V, DECAY, CARRIED)
+            S = true_state(chunk_states, other, False, j, y, K, V, BK, BV, C, PREVIOUS, PRECISION, HALVES)
             dA += product(dO, tl.trans(Vt), PRECISION)
             dq_ += product(dO, tl.trans(S), PRECISION)
         e = tl.sum(tl.where(diagonal, dA, 0.0), 1)[:, None] * scale
@@ -301,7 +312,7 @@ def backward(
         if DG:
             qdq = Q.to(tl.float32) * dq_
         if PREVIOUS:
-            tl.store(du + chunk * K + j, tl.sum(Q.to(tl.float32) * ek, 0), mask=j < K)
+            tl.store(du + share * K + j, tl.sum(Q.to(tl.float32) * ek, 0), mask=j < K)
         tl.store(dq + place * K + r[:, None] * (H * K) + j[None, :], (dq_ + ek * bonus).to(dq.dtype.element_ty), mask=mask)
 
         dk_ = tl.zeros((C, BK), tl.float32)
@@ -311,9 +322,9 @@ def backward(
             if NV > 1:
                 Vt = tile(v, r, live, v_t, y, v_v, V, BV)
                 if DG and BY_PRODUCT:
-                    S = true_state(chunk_states, chunk_decays, segment_states, chunk, segment, j, y, K, V, DECAY, CARRIED)
+                    S = true_state(chunk_states, other, False, j, y, K, V, BK, BV, C, PREVIOUS, PRECISION, HALVES)
             if NK > 1 or NV > 1:
-                d_state = true_state(d_chunk_states, d_chunk_decays, d_segment_states, chunk, segment, j, y, K, V, DECAY, D_CARRIED)
+                d_state = true_state(d_chunk_states, d_other, True, j, y, K, V, BK, BV, C, PREVIOUS, PRECISION, HALVES)
                 if FACTORS:
                     d_state = d_state.to(tl.float32) * behind[:, None]
                 dS = d_state.to(OPERAND)
@@ -344,8 +355,8 @@ def backward(
         if DG and not BY_PRODUCT:
             for vb in tl.range(NV, num_stages=1):
                 y = vb * BV + values
-                S = true_state(chunk_states, chunk_decays, segment_states, chunk, segment, j, y, K, V, DECAY, CARRIED)
-                d_state = true_state(d_chunk_states, d_chunk_decays, d_segment_states, chunk, segment, j, y, K, V, DECAY, D_CARRIED)
+                S = true_state(chunk_states, other, False, j, y, K, V, BK, BV, C, PREVIOUS, PRECISION, HALVES)
+                d_state = true_state(d_chunk_states, d_other, True, j, y, K, V, BK, BV, C, PREVIOUS, PRECISION, HALVES)
                 kept += tl.sum(S.to(tl.float32) * d_state.to(tl.float32), 1)
             if FACTORS:
                 kept *= behind
@@ -356,11 +367,11 @@ def backward(
             start = (carry + kept * (before if FACTORS else behind))[None, :]
             if PREVIOUS:
                 start -= qdq
-            dg_ = sums(difference, triangle(ones, i, C, True, PRECISION), PRECISION, REVERSE=True, start=start)
+            dg_ = sums(difference, triangle(ones, i, W, True, PRECISION), PRECISION, REVERSE=True, start=start)
             if EXACT:  # dg_t has a factor 2^(g_t), which the difference of sums only shows up to its rounding
                 dg_ = tl.where(decays(g, r, live, g_t, j, g_k, K, BK) < -126.0, 0.0, dg_)
             if STATIC:
-                tl.store(dg + chunk * K + j, tl.sum(tl.where(live[:, None], dg_, 0.0), 0), mask=j < K)
+                tl.store(dg + share * K + j, tl.sum(tl.where(live[:, None], dg_, 0.0), 0), mask=j < K)
             else:
                 tl.store(dg + place * K + r[:, None] * (H * K) + j[None, :], dg_.to(dg.dtype.element_ty), mask=mask)
 
@@ -368,6 +379,6 @@ def backward(
         d_s = constant if STATIC else scalar_decays(g, r, live, g_t)
         dg_t = tl.where(d_s < -126.0, 0.0, tl.cumsum(dg_scalar, 0, reverse=True) + carry_scalar)
         if STATIC:
-            tl.store(dg + chunk, tl.sum(tl.where(live, dg_t, 0.0), 0))
+            tl.store(dg + share, tl.sum(tl.where(live, dg_t, 0.0), 0))
         else:
             tl.store(dg + place + r * H, dg_t.to(dg.dtype.element_ty), mask=live)

@@ -59,16 +59,19 @@ def forward(
     q_b, q_t, q_h, q_k, k_b, k_t, k_h, k_k, v_b, v_t, v_h, v_v, g_b, g_t, g_h, g_k, u_h, u_k, s_n, s_h, s_k, s_v,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, L: tl.constexpr,
     DECAY: tl.constexpr, STATIC: tl.constexpr, PREVIOUS: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, EVERY: tl.constexpr,
-    PACKED: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr, LIMIT: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr,
+    PACKED: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr, LIMIT: tl.constexpr, STAGES: tl.constexpr,
+    HALVES: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Program (stretch, head, block of V). L = 0: a stretch is a sequence; else L tokens, whose first states are given.
 
     ``chunk_states`` [slots of EVERY tokens,H,K,V] gets the state before every EVERY tokens, for the backward pass; EVERY = 0: none.
 
-    Decays per channel take two launches. The first has no code for chunks that 2^-G does not suit; at the first such chunk it
-    leaves its state behind and notes the token in ``resume`` [programs]. The second, EXACT, goes on from there where there
-    is anything left. So the rare case costs the frequent one neither registers nor branches.
+    Decays per channel take more launches than one. The first has no code for chunks that 2^-G does not suit; at the first such
+    chunk it leaves its state behind and notes the token in ``resume`` [programs]. The next goes on from there where there is
+    anything left: long chunks by HALVES, C tokens of the 2 C that a chunk had before, which again is left at the first half that
+    does not suit; the last, EXACT, for any decay. So the rare case costs the frequent one neither registers nor branches.
     """
+    W: tl.constexpr = 2 * C if HALVES else C
     NV: tl.constexpr = (V + BV - 1) // BV
     OPERAND: tl.constexpr = tl.bfloat16 if PRECISION == "bf16" else tl.float32
     pid = tl.program_id(0)
@@ -113,7 +116,7 @@ def forward(
     first = initial_state + slot * s_n + h * s_h + dk[:, None] * s_k + dv[None, :] * s_v
     last = final_state + ((slot * H + h) * K + dk[:, None]) * V + dv[None, :]
     left_behind = first if L > 0 else last
-    if EXACT:
+    if HALVES or EXACT:
         start = tl.load(resume + pid)
         if start >= tokens:
             return
@@ -124,8 +127,8 @@ def forward(
         S = tl.zeros((BK, BV), tl.float32)
     suited = tokens
     if DECAY == CHANNEL:
-        lower = triangle(ones, i, C, True, PRECISION)
-        strict = triangle(ones, i, C, False, PRECISION) if PREVIOUS else lower
+        lower = triangle(ones, i, W, True, PRECISION)
+        strict = triangle(ones, i, W, False, PRECISION) if PREVIOUS else lower
     if PREVIOUS:
         bonus = tl.load(u + h * u_h + dk * u_k, mask=dk < K, other=0.0).to(tl.float32)
 

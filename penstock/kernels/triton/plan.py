@@ -127,6 +127,15 @@ class Call(NamedTuple):
         special = hopper.applies_backward(p, b, self.target, self.precision, *d_output)
         return hopper.C if special else b.C, special
 
+    def launches(self, C: int) -> tuple[tuple[int, bool, bool], ...]:
+        """Tokens of a chunk, HALVES and EXACT of the launches of a chunk kernel: each does what did not suit the one before it.
+
+        Chunks of less than 64 tokens are not worth halves: 16 tokens seldom suit where 32 do not, and an idle launch costs 3 us.
+        """
+        if self.decay != CHANNEL:
+            return ((C, False, False),)
+        return ((C, False, False), (C // 2, True, False), (C // 2, True, True)) if C >= 64 else ((C, False, False), (C, False, True))
+
     def key(self, kernel: str) -> Key:
         """Where its block sizes are looked up."""
         return Key(kernel, DECAYS[self.decay], READS[self.previous], self.precision, power(self.K), power(self.V))
@@ -219,16 +228,15 @@ def chunk_forward_plan(p: Problem, target: Target, keep: bool = False) -> Plan:
     """``output`` and ``final_state`` by chunks; if ``keep``, ``chunk_states`` for the backward pass too where its chunks are multiples."""
     plan, c = Plan(), Call.of(p, target)
     b = c.blocks("forward")
-    C, BK, grid = b.C, power(c.K, LEAST), math.ceil(c.V / b.BV)
-    plan.C = C
+    BK, grid = power(c.K, LEAST), math.ceil(c.V / b.BV)
     output = plan.empty("output", *p.v.shape, dtype=p.v.dtype)
     final = plan.empty("final_state", *p.state_shape)
     programs = c.N * c.H * grid
     special = hopper.applies(p, b, target, c.precision)
-    unit = hopper.C if special else C
+    C = plan.C = hopper.C if special else b.C
     every, _ = c.chunk(p)
-    every *= every % unit == 0
-    L = c.segment(max(unit, every), programs, b.fill)  # the same whether states are kept or not, and so are results
+    every *= every % C == 0
+    L = c.segment(max(C, every), programs, b.fill)  # the same whether states are kept or not, and so are results
     every *= keep
     chunk_states = plan.empty("chunk_states", c.slots(every), c.H, c.K, c.V, dtype=c.stored(every)) if every else "q"
     state = None if p.initial_state is None else ("initial_state", p.initial_state.stride())
@@ -239,8 +247,7 @@ def chunk_forward_plan(p: Problem, target: Target, keep: bool = False) -> Plan:
     else:
         L = 0
     first, steps = state if state is not None else (final, (0, 0, 0, 0))
-    channel = c.decay == CHANNEL
-    resume = plan.empty("resume", programs, dtype=torch.int32) if channel else "q"
+    resume = plan.empty("resume", programs, dtype=torch.int32) if c.decay == CHANNEL else "q"
     flags: dict[str, Any] = {"L": L, "PREVIOUS": c.previous, "INITIAL": state is not None, "FINAL": L == 0, "EVERY": every}
     found = hopper.kernels() if special else None
     if found:
@@ -251,11 +258,11 @@ def chunk_forward_plan(p: Problem, target: Target, keep: bool = False) -> Plan:
             (p.scale, c.N, c.T, c.H, *c.gate, *_bonus(p), *steps), 4, hopper.forward_tiles(c.K), hopper.FORWARD[c.K, together][2],
             K=c.K, V=c.V, PACKED=c.packed, **flags, **hopper.constants(c.K, together),
         )  # fmt: skip
-    for exact in (False, True)[special : 1 + channel]:
+    for tokens, halves, exact in c.launches(C)[special:]:
         plan.launch(
             chunk_forward.forward, programs, ("q", "k", "v", "g", "u", "ones", first, output, final, chunk_states, resume, "cu_seqlens"),
             (p.scale, c.N, c.T, c.H, *_strides(p.q, p.k, p.v), *c.gate, *_bonus(p), *steps), b.warps, **c.flags, BK=BK, BV=b.BV,
-            C=C, REVERSE=p.reverse, **flags, STAGES=1 if exact else b.stages, EXACT=exact,
+            C=tokens, REVERSE=p.reverse, **flags, STAGES=1 if exact else b.stages, HALVES=halves, EXACT=exact,
         )  # fmt: skip
     return plan
 
@@ -281,32 +288,34 @@ def chunk_backward_plan(
     d_start = None if d_final_state is None else ("d_final_state", d_final_state.stride())
     steps = _strides(p.q, d_output)
     dS = _states(plan, c, ("q", "d_output"), steps, L, C, p.scale, p.reverse, d_start, d_initial, True, stored)
-    slots = c.slots(C)
+    slots, launches = c.slots(C), c.launches(C)
+    shares = slots * (1 + any(halves for _, halves, _ in launches))
     dq, dk, dv = (plan.empty("d" + name, *x.shape, dtype=x.dtype) for name, x in (("q", p.q), ("k", p.k), ("v", p.v)))
     d_gate = du = "q"
     if p.g is not None and dg:
-        d_gate = plan.empty("dg", slots, *p.g.shape) if c.static else plan.empty("dg", *p.g.shape, dtype=p.g.dtype)
+        d_gate = plan.empty("dg", shares, *p.g.shape) if c.static else plan.empty("dg", *p.g.shape, dtype=p.g.dtype)
     if p.u is not None:
-        du = plan.empty("du", slots, c.H, c.K)
-    channel = c.decay == CHANNEL
-    todo = plan.empty("todo", slots * c.H, dtype=torch.int32) if channel else "q"
-    found = hopper.kernels() if special else None
+        du = plan.empty("du", shares, c.H, c.K)
+    todo, found = "q", hopper.kernels() if special else None
     if found:
         (g_b, g_t, g_h, g_k), (warps, registers) = c.gate, hopper.BACKWARD[c.K]
+        todo = plan.empty("todo", slots * c.H, dtype=torch.int32)
         plan.launch(
             found[1], slots * c.H,
             ("q", "k", "v", "d_output", S, dS, "q", "k", "g", "u", S, dq, dk, dv, d_gate, du, todo, "cu_seqlens"),
             (p.scale, c.N, c.T, g_b, g_h, *_bonus(p)), warps, hopper.backward_tiles(c.K), registers,
             q_t=p.q.stride(1), k_t=p.k.stride(1), g_t=g_t, g_k=g_k, H=c.H, K=c.K, C=C, DG=dg, PREVIOUS=c.previous, PACKED=c.packed,
         )  # fmt: skip
-    for exact in (False, True)[found is not None : 1 + channel]:
+    for tokens, halves, exact in launches[found is not None :]:
+        programs = slots * c.H * (1 + halves)
+        noted = plan.empty("todo_halves" if halves else "todo", programs, dtype=torch.int32) if c.decay == CHANNEL and not exact else "q"
         plan.launch(
-            chunk_backward.backward, slots * c.H,
-            ("q", "k", "v", "g", "u", "ones", "d_output", S, "q", "q", dS, "q", "q", dq, dk, dv, d_gate, du, todo, "cu_seqlens"),
+            chunk_backward.backward, programs,
+            ("q", "k", "v", "g", "u", "ones", "d_output", S, dS, dq, dk, dv, d_gate, du, todo, noted, "cu_seqlens"),
             (p.scale, c.N, c.T, c.H, *_strides(p.q, p.k, p.v), *c.gate, *_bonus(p), *d_output.stride()), b.warps, **c.flags,
-            BK=b.BK, BV=b.BV, C=C, L=L, DG=p.g is not None and dg, PREVIOUS=c.previous,
-            CARRIED=False, D_CARRIED=False, REVERSE=p.reverse, EXACT=exact,
+            BK=b.BK, BV=b.BV, C=tokens, DG=p.g is not None and dg, PREVIOUS=c.previous, REVERSE=p.reverse, HALVES=halves, EXACT=exact,
         )  # fmt: skip
+        todo = noted
     return plan
 
 

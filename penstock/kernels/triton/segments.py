@@ -11,7 +11,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .tiles import CHANNEL, FLOOR, LOG2E, NONE, SCALAR, constant_decay, decays, product, scalar_sums, slot_of, span_of, sums, tile
+from .tiles import (
+    CHANNEL,
+    FLOOR,
+    LOG2E,
+    NONE,
+    SCALAR,
+    constant_decay,
+    decays,
+    product,
+    read_factors,
+    rest_factors,
+    scalar_sums,
+    slot_of,
+    span_of,
+    sums,
+    tile,
+)
 
 
 @triton.jit(do_not_specialize=["N", "T"])
@@ -162,3 +178,44 @@ def scan(
         S += made
     if FINAL:
         tl.store(final_state + ((n * H + h) * K + dk[:, None]) * V + dv[None, :], S.to(final_state.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def true_state(
+    chunk_states, other, ADJOINT: tl.constexpr, j, y,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    PREVIOUS: tl.constexpr, PRECISION: tl.constexpr, HALVES: tl.constexpr,
+):  # fmt: skip
+    """A block of a chunk's state [K,V], which lies at ``chunk_states``.
+
+    HALVES: the state before a half, or (ADJOINT) its gradient behind a half; where the other half lies between, it is gone through.
+    """
+    inside = (j < K)[:, None] & (y < V)[None, :]
+    S = tl.load(chunk_states + j[:, None] * V + y[None, :], mask=inside, other=0.0)
+    if HALVES:
+        S = through(S.to(tl.float32), other, ADJOINT, j, y, K, V, BK, BV, C, PREVIOUS, PRECISION).to(chunk_states.dtype.element_ty)
+    return S
+
+
+@triton.jit
+def through(
+    S, other, ADJOINT: tl.constexpr, j, y,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PREVIOUS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The state S before a chunk's second half instead of before the chunk, or (ADJOINT) its gradient behind the first; for any decay.
+
+    ``other``: which half a program has, and of the other one, which is gone through only where it lies between, the tokens and their
+    tensors: k, v and g forward in time, q (which takes the scale), dO and g backward.
+    """
+    half, left, i, step, scale, a, b, g, a_t, a_k, b_t, b_v, g_t, g_k = other
+    between = half == 0 if ADJOINT else half == 1
+    if between:
+        total = tl.exp2(tl.sum(decays(g, i * step, i < left, g_t, j, g_k, K, BK), 0))
+        if ADJOINT:
+            factor = read_factors(g, step, left, i, j, g_t, g_k, K, BK, PREVIOUS)
+        else:
+            factor = rest_factors(g, step, left, i, j, g_t, g_k, K, BK, C)
+        A = tile(a, i * step, i < left, a_t, j, a_k, K, BK).to(tl.float32) * (factor * scale)
+        B = tile(b, i * step, i < left, b_t, y, b_v, V, BV)
+        S = S * total[:, None] + product(tl.trans(A), B, PRECISION)
+    return S

@@ -138,8 +138,8 @@ def _as_on_hopper(key: Key, target: Target) -> Blocks:
     if kernel == "backward":
         if not short:
             return Blocks(4, C=64 if precision == "tf32" and K <= 64 else 32)
-        if K <= 64:  # chunks of 32 where decays may be strong (RWKV): 2^200 is then 6 bits a token
-            return Blocks(2, C=32) if read == "previous" else Blocks(4, C=64)
+        if K <= 64:
+            return Blocks(4, C=64)
         return Blocks(4, C=32, BK=128) if K <= 128 else Blocks(4, C=64)
     if not short:
         return Blocks(4, C=64 if precision == "tf32" else 16, fill=2) if K <= 64 else Blocks(8, C=16, fill=2)

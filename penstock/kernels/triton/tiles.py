@@ -87,13 +87,13 @@ def product(a, b, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def triangle(ones, i, C: tl.constexpr, OWN: tl.constexpr, PRECISION: tl.constexpr):
-    """[C, C] for ``sums``: row i has ones left of the diagonal, on it too if OWN. From ``ones`` [C + 1, C], whose row n has n ones.
+def triangle(ones, i, W: tl.constexpr, OWN: tl.constexpr, PRECISION: tl.constexpr):
+    """[C, C] for ``sums``: row i has ones left of the diagonal, on it too if OWN. From ``ones`` [W + 1, W], whose row n has n ones.
 
     Loaded because products take loaded operands from shared memory: no registers, and few instructions.
     """
     if PRECISION == "bf16" or PRECISION == "tf32":
-        t = tl.load(ones + (i + OWN)[:, None] * C + i[None, :])
+        t = tl.load(ones + (i + OWN)[:, None] * W + i[None, :])
     else:
         t = 0.0
     return t
