@@ -140,7 +140,9 @@ def _as_on_hopper(key: Key, target: Target) -> Blocks:
             return Blocks(4, C=64 if precision == "tf32" and K <= 64 else 32)
         if K <= 64:
             return Blocks(4, C=64)
-        return Blocks(4, C=32, BK=128) if K <= 128 else Blocks(4, C=64)
+        if decay != "channel" or K > 128:  # no factors to make again for each block
+            return Blocks(4, C=64, BK=128 if decay == "none" and K <= 128 else 64)
+        return Blocks(4, C=32, BK=128)
     if not short:
         return Blocks(4, C=64 if precision == "tf32" else 16, fill=2) if K <= 64 else Blocks(8, C=16, fill=2)
     if K <= 64:

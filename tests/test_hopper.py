@@ -1,0 +1,106 @@
+"""Where the kernels for Hopper are planned, and where the plain ones stand in: plans need no GPU."""
+
+import pytest
+import torch
+
+from penstock.bench.cases import Shape
+from penstock.bench.passes import without_memory
+from penstock.kernels.triton import hopper, plan
+from penstock.kernels.triton.table import Blocks, Key, Target
+from penstock.problem import Problem
+
+BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
+H200 = Target("sm_90", 132, 232448)
+
+pytestmark = pytest.mark.skipif(hopper.kernels() is None, reason="this Triton has no Gluon as the kernels are written in")
+
+
+def problem_of(variant, shape, dtype=BFLOAT16):
+    return without_memory(variant, Shape.parse(shape), dtype).problem()
+
+
+def kernels_of(made):
+    return [launch.kernel.fn.__module__.rpartition(".")[2] for launch in made.launches]
+
+
+def forward(problem, target=H200, **options):
+    return kernels_of(plan.chunk_forward_plan(problem, target, **options))
+
+
+def backward(problem, target=H200, states=None, **options):
+    return kernels_of(plan.chunk_backward_plan(problem, problem.v, None, target, states, **options))
+
+
+@pytest.mark.parametrize("variant", ["gla", "rwkv6"])
+@pytest.mark.parametrize("size", [64, 128])
+def test_they_are_first_and_the_plain_ones_do_what_does_not_suit(variant, size):
+    problem = problem_of(variant, f"8,2048,32,{size}")
+    assert forward(problem) == ["hopper_forward", "chunk_forward", "chunk_forward"]
+    assert backward(problem) == ["segments", "segments", "hopper_backward", "chunk_backward", "chunk_backward"]
+    made = plan.chunk_forward_plan(problem, H200, keep=True)
+    states = torch.empty(*made.memory["chunk_states"][0], dtype=BFLOAT16, device="meta")
+    assert states.shape == (8 * 2048 // hopper.C, 32, size, size)
+    assert backward(problem, states=states) == ["segments", "hopper_backward", "chunk_backward", "chunk_backward"]
+
+
+@pytest.mark.parametrize(
+    ("problem", "target"),
+    [
+        (problem_of("gla", "8,2048,32,64", torch.float16), H200),
+        (problem_of("gla", "8,2048,32,64"), H200._replace(arch="sm_80")),
+        (problem_of("gla", "8,2048,32,64"), H200._replace(arch="sm_100")),
+        (problem_of("gla", "8,2048,32,48"), H200),
+        (problem_of("gla", "8,2048,32,64,128"), H200),
+        (problem_of("simple_gla", "8,2048,32,64"), H200),
+    ],
+    ids=["float16", "sm_80", "sm_100", "odd size", "K is not V", "scalar decay"],
+)
+def test_what_they_do_not_take_the_plain_ones_do(problem, target):
+    assert "hopper_forward" not in forward(problem, target)
+    assert "hopper_backward" not in backward(problem, target)
+
+
+def test_tensors_must_be_matrices_of_aligned_rows():
+    given = problem_of("gla", "2,256,4,64")
+    for change in (lambda x: x.transpose(1, 2).contiguous().transpose(1, 2), lambda x: x.transpose(2, 3).contiguous().transpose(2, 3)):
+        other = Problem.checked(change(given.q), given.k, given.v, given.g, None, None, None, "gla", None, False)
+        assert "hopper_forward" not in forward(other)
+        assert "hopper_backward" not in backward(other)
+    joined = torch.empty(2, 256, 3 * 4 * 64, dtype=BFLOAT16, device="meta").split(256, 2)
+    q, k, v = (x.view(2, 256, 4, 64) for x in joined)
+    assert "hopper_forward" in forward(Problem.checked(q, k, v, given.g, None, None, None, "gla", None, False))
+    backwards = Problem.checked(given.q, given.k, given.v, given.g, None, None, None, "gla", None, True)
+    assert "hopper_forward" not in forward(backwards)
+
+
+def test_constant_decays_and_calls_of_one_chunk_go_backward_by_the_plain_kernel():
+    assert "hopper_forward" in forward(problem_of("rwkv5", "8,2048,32,64"))
+    assert "hopper_backward" not in backward(problem_of("rwkv5", "8,2048,32,64"))
+    assert "hopper_backward" not in backward(problem_of("gla", "8,64,32,64"))
+
+
+def test_a_table_turns_them_off():
+    table = {Key(kernel, "channel", "updated", "bf16", 64, 64): Blocks(4, C=64) for kernel in ("forward", "backward")}
+    problem = problem_of("gla", "8,2048,32,64")
+    assert "hopper_forward" not in forward(problem, H200._replace(table=table))
+    assert "hopper_backward" not in backward(problem, H200._replace(table=table))
+
+
+def test_segments_keep_no_states():
+    problem = problem_of("gla", "1,65536,32,64")
+    made = plan.chunk_forward_plan(problem, H200, keep=True)
+    assert kernels_of(made)[:3] == ["segments", "segments", "hopper_forward"]
+    assert "chunk_states" not in made.memory
+
+
+@pytest.mark.parametrize(("size", "programs", "blocks"), [(64, 10, 1), (64, 1000, 1), (128, 128, 1), (128, 192, 2)])
+def test_a_program_walks_with_all_blocks_of_V_unless_one_each_all_run_at_once(size, programs, blocks):
+    assert hopper.together(size, programs, H200) == blocks
+    assert (size, blocks) in hopper.FORWARD
+
+
+def test_tiles_are_of_matrices():
+    tokens, states = torch.empty(2, 100, 3, 64, dtype=BFLOAT16), torch.empty(4, 3, 64, 64, dtype=BFLOAT16)
+    one, other = hopper.described(tokens, hopper.Tile(64, 64)), hopper.described(states, hopper.Tile(64, 64, 3))
+    assert (one.shape, one.strides, one.block_shape) == ([200, 192], [192, 1], [64, 64])
+    assert (other.shape, other.strides, other.block_shape) == ([768, 64], [64, 1], [64, 64])
