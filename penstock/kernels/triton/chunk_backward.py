@@ -131,7 +131,7 @@ def backward(
     NV: tl.constexpr = (V + BV - 1) // BV
     OPERAND: tl.constexpr = tl.bfloat16 if PRECISION == "bf16" else tl.float32
     FACTORS: tl.constexpr = DECAY == CHANNEL and not EXACT
-    BY_PRODUCT: tl.constexpr = BK <= 64 and chunk_states.dtype.element_ty == tl.bfloat16  # rowsum(S o dS): else inexact, or too wide
+    BY_PRODUCT: tl.constexpr = DECAY == CHANNEL and BK <= 64 and chunk_states.dtype.element_ty == tl.bfloat16  # of S and dS; else no gain
     pid = tl.program_id(0)
     program = pid // 2 if HALVES else pid
     half = pid % 2 if HALVES else 0
