@@ -60,6 +60,13 @@ class Case:
     shape: Shape
     model: str
     """The model whose layer has this shape."""
+    soft: bool = False
+    """Whether decays are those of ``inputs(..., soft=True)``."""
+
+    @property
+    def kind(self) -> str:
+        """The variant, and whether decays are soft."""
+        return self.variant + "-soft" * self.soft
 
 
 DECODE_BATCHES = (1, 4, 16, 64, 256)
@@ -85,23 +92,28 @@ DECODING = tuple(
 """One token of these models for batches of 1 to 256 sequences."""
 
 
-def _sized(variant: str, sizes: str, model: str) -> Case:
+def _sized(kind: str, sizes: str, model: str) -> Case:
     """Name a case by its sizes, as in gla-8x2048x32x64."""
-    return Case(f"{variant}-{sizes.replace(',', 'x')}", variant, Shape.parse(sizes), model)
+    variant, _, soft = kind.partition("-")
+    return Case(f"{kind}-{sizes.replace(',', 'x')}", variant, Shape.parse(sizes), model, bool(soft))
 
 
 GPU_SHAPES = (
-    (("linear_attention", "retention", "simple_gla", "gla", "rwkv6"), "8,2048,32,64", "32 heads of 64, a batch that fills a GPU"),
-    (("gla", "rwkv6"), "1,65536,32,64", "the same, one long sequence"),
-    (("linear_attention", "gla", "rwkv6"), "4,2048,16,128", "16 heads of 128"),
-    (("gla", "rwkv6"), "1,8192,96,128", "a wide model: 96 heads of 128"),
-    (("gla", "rwkv6"), "2,16384,16,128", "16 heads of 128, long sequences"),
+    (
+        ("linear_attention", "retention", "simple_gla", "gla", "rwkv6-soft", "rwkv6"),
+        "8,2048,32,64",
+        "32 heads of 64, a batch that fills a GPU",
+    ),
+    (("gla", "rwkv6-soft"), "1,65536,32,64", "the same, one long sequence"),
+    (("linear_attention", "gla", "rwkv6-soft", "rwkv6"), "4,2048,16,128", "16 heads of 128"),
+    (("gla", "rwkv6-soft"), "1,8192,96,128", "a wide model: 96 heads of 128"),
+    (("gla", "rwkv6-soft"), "2,16384,16,128", "16 heads of 128, long sequences"),
     (("gla",), "8,2048,4,256,512", "GLA 1.3B: 4 heads of 256 and 512"),
-    (("gla", "rwkv6"), "1,2048,32,64", "one sequence: few programs"),
-    (("gla", "rwkv6"), "1,54,32,64", "a prompt of 54 tokens: the host decides"),
+    (("gla", "rwkv6-soft"), "1,2048,32,64", "one sequence: few programs"),
+    (("gla", "rwkv6-soft"), "1,54,32,64", "a prompt of 54 tokens: the host decides"),
 )
-"""Training and prompts on a GPU: the variants measured, their sizes, and what these are like."""
-GPU_TRAINING = tuple(_sized(variant, sizes, model) for variants, sizes, model in GPU_SHAPES for variant in variants)
+"""Training and prompts on a GPU: the variants measured, their sizes, and what these are like. Others measure rwkv6 with soft decays."""
+GPU_TRAINING = tuple(_sized(kind, sizes, model) for kinds, sizes, model in GPU_SHAPES for kind in kinds)
 GPU_DECODING = tuple(
     _sized(variant, f"{batch},1,32,64", f"one token, {batch} sequence{'s' * (batch > 1)}")
     for variant in ("gla", "rwkv6")
@@ -187,8 +199,12 @@ class Inputs:
         return Inputs(self.variant, copies["q"], copies["k"], copies["v"], copies.get("g"), copies.get("u"))
 
 
-def inputs(variant: str, shape: Shape, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0) -> Inputs:
+def inputs(
+    variant: str, shape: Shape, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0, soft: bool = False
+) -> Inputs:
     """Random inputs as a model of this variant makes them: q, k, v in ``dtype``, decays and bonus in float32 or float64.
+
+    rwkv6's decays reach e^-5 a token in every head; ``soft`` ones are logsigmoid(x), x normal, for all channels.
 
     >>> inputs("gla", Shape.parse("1,5,2,8")).g.shape
     torch.Size([1, 5, 2, 8])
@@ -205,7 +221,9 @@ def inputs(variant: str, shape: Shape, dtype: torch.dtype = torch.float32, devic
 
     q, k, v = normal(B, T, H, K), normal(B, T, H, K), normal(B, T, H, V)
     g, u = None, None
-    if variant == "retention":
+    if soft:
+        g = F.logsigmoid(normal(B, T, H, K))
+    elif variant == "retention":
         g = torch.log1p(-torch.exp2(-5 - torch.arange(H, dtype=torch.float64, device=at)))
     elif variant == "simple_gla":  # Mamba-2 at initialisation: A in 1..16, dt from 0.001 to 0.1; v carries dt, g = -dt A
         A = 1 + 15 * uniform(H)
@@ -217,6 +235,7 @@ def inputs(variant: str, shape: Shape, dtype: torch.dtype = torch.float32, devic
     elif variant in ("rwkv5", "rwkv6"):  # channels from long to short memory, as these models initialise and train them
         spread = torch.linspace(-6, 1, K, dtype=torch.float64, device=at).expand(H, K)
         g = -torch.exp(spread + 0.5 * normal(B, T, H, K)) if variant == "rwkv6" else -torch.exp(spread)
+    if variant in ("rwkv5", "rwkv6"):
         u = normal(H, K)
     q, k, v = (x.to(dtype) for x in (q, k, v))
     g, u = (None if x is None else x.to(state_dtype(dtype)) for x in (g, u))

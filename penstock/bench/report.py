@@ -192,5 +192,5 @@ def print_cases(console: Console) -> None:
             here = [case for case in suite.cases if case.shape == shape]
             more, told = (f"\n{here[0].model}" if here[0].model != told else ""), here[0].model
             name = here[0].name.replace(here[0].variant, "VARIANT")
-            table.add_row(name, Text.assemble(" ".join(case.variant for case in here), (more, "dim")))
+            table.add_row(name, Text.assemble(" ".join(case.kind for case in here), (more, "dim")))
         console.print(table)

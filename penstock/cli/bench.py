@@ -110,7 +110,7 @@ def bench(
         failed: list[str] = []
         for one, job in jobs:
             status.update(f"{job.variant}, {one}, {job.shape.text}")
-            x = inputs(job.variant, job.shape, DTYPES[dtype], device, seed)
+            x = inputs(job.variant, job.shape, DTYPES[dtype], device, seed, job.soft)
             candidates = [peer(name, x, one) for name in names] + [ours(name, x, one) for name in impls]
             try:
                 measurements.append(measure(job.name, x, one, candidates, seconds, go_on=True))
