@@ -232,7 +232,7 @@ def chunk_forward_plan(p: Problem, target: Target, keep: bool = False) -> Plan:
     output = plan.empty("output", *p.v.shape, dtype=p.v.dtype)
     final = plan.empty("final_state", *p.state_shape)
     programs = c.N * c.H * grid
-    special = hopper.applies(p, b, target, c.precision)
+    special = hopper.applies(p, b, target, c.precision) and b.BV == hopper.BV
     C = plan.C = hopper.C if special else b.C
     every, _ = c.chunk(p)
     every *= every % C == 0
