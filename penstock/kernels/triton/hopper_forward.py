@@ -306,11 +306,14 @@ def forward(
     own_s = gl.allocate_shared_memory(gl.float32, [STAGES, C], flat)
     loaded = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     prepared = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    done = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    done = prepared
+    if HALVES > 1:  # not else: memory of a barrier that nobody uses is given to others, and a valid barrier must not be written over
+        done = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
         mbarrier.init(loaded.index(s), count=1)
         mbarrier.init(prepared.index(s), count=1)
-        mbarrier.init(done.index(s), count=1)
+        if HALVES > 1:
+            mbarrier.init(done.index(s), count=1)
     fence_async_shared()
     meet()
 
