@@ -89,7 +89,7 @@ def together(K: int, programs: int, target: Target) -> int:
 def constants(K: int, blocks: int) -> dict[str, Any]:
     """What the forward kernel is compiled for besides the problem."""
     warps, registers, _ = FORWARD[K, blocks]
-    return {"HALVES": blocks, "STAGES": STAGES, "COLUMNS": COLUMNS, "WARPS": warps, "REGISTERS": registers}
+    return {"BLOCKS": blocks, "STAGES": STAGES, "COLUMNS": COLUMNS, "WARPS": warps, "REGISTERS": registers}
 
 
 def forward_tiles(K: int) -> tuple[Tile, ...]:

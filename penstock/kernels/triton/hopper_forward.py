@@ -1,7 +1,7 @@
 """The chunkwise forward kernel for decays per channel on Hopper: warps that divide the work, tiles that travel by themselves.
 
 It is the first launch of ``chunk_forward`` (see there for the formula) for bfloat16 products, written in Gluon. A program walks
-the chunks of a stretch of tokens with HALVES blocks of 64 value channels, and its warps are of two kinds:
+the chunks of a stretch of tokens with BLOCKS blocks of 64 value channels, and its warps are of two kinds:
 
 - ``prepare``: decays from memory, a chunk ahead in registers; then k o 2^(M - G) in place of k in shared memory, q o 2^(Gq - M)
   in place of q, and beside them 2^M, 2^(G_L - M), the exponent of the latter and, with a bonus, the diagonal of A;
@@ -54,17 +54,17 @@ def plus(a, b):
 
 
 @gluon.jit
-def fill(q_tiles, k_tiles, v_tiles, ring, loaded, c, chunks, row, key_column, value_column, HALVES: gl.constexpr, STAGES: gl.constexpr):
+def fill(q_tiles, k_tiles, v_tiles, ring, loaded, c, chunks, row, key_column, value_column, BLOCKS: gl.constexpr, STAGES: gl.constexpr):
     """Have chunk c brought into its slot, if there is one."""
     q_s, k_s, v_s = ring
     s = c % STAGES
     there = c < chunks
     bar = loaded.index(s)
-    mbarrier.expect(bar, q_tiles.block_type.nbytes + k_tiles.block_type.nbytes + HALVES * v_tiles.block_type.nbytes, pred=there)
+    mbarrier.expect(bar, q_tiles.block_type.nbytes + k_tiles.block_type.nbytes + BLOCKS * v_tiles.block_type.nbytes, pred=there)
     tma.async_copy_global_to_shared(q_tiles, [row + c * C, key_column], bar, q_s.index(s), pred=there)
     tma.async_copy_global_to_shared(k_tiles, [row + c * C, key_column], bar, k_s.index(s), pred=there)
-    for half in gl.static_range(HALVES):
-        tma.async_copy_global_to_shared(v_tiles, [row + c * C, value_column + half * C], bar, v_s.index(s * HALVES + half), pred=there)
+    for block in gl.static_range(BLOCKS):
+        tma.async_copy_global_to_shared(v_tiles, [row + c * C, value_column + block * C], bar, v_s.index(s * BLOCKS + block), pred=there)
 
 
 @gluon.jit
@@ -114,7 +114,7 @@ def factors(
 @gluon.jit
 def prepare(
     g, u, ring, sides, bars, chunks, tokens, g_t, g_k, u_k,
-    K: gl.constexpr, PREVIOUS: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr, COLUMNS: gl.constexpr,
+    K: gl.constexpr, PREVIOUS: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr, COLUMNS: gl.constexpr,
 ):  # fmt: skip
     """The warps that put factors on q and k, and zeros where there is no token. A thread has COLUMNS channels of a run of tokens."""
     q_s, k_s, v_s = ring
@@ -148,8 +148,8 @@ def prepare(
             following = decays_at(g, g_t, g_k, left - C, K, layout)
         if left < C:
             zeroed_behind(k_s.index(s), left, layout)
-            for half in gl.static_range(HALVES):
-                zeroed_behind(v_s.index(s * HALVES + half), left, layout)
+            for block in gl.static_range(BLOCKS):
+                zeroed_behind(v_s.index(s * BLOCKS + block), left, layout)
         fence_async_shared()
         meet()
         mbarrier.arrive(prepared.index(s), count=1)
@@ -160,9 +160,9 @@ def prepare(
 def walk(
     tiles, sides, bars, place, memory, steps, scale, H,
     K: gl.constexpr, V: gl.constexpr, PREVIOUS: gl.constexpr, INITIAL: gl.constexpr, FINAL: gl.constexpr, EVERY: gl.constexpr,
-    HALVES: gl.constexpr, STAGES: gl.constexpr, HALF: gl.constexpr,
+    BLOCKS: gl.constexpr, STAGES: gl.constexpr, BLOCK: gl.constexpr,
 ):  # fmt: skip
-    """The warps of block HALF of the program's value channels."""
+    """The warps of block BLOCK of the program's value channels."""
     q_tiles, k_tiles, v_tiles, o_tiles, ring, S_all, o_all = tiles
     q_s, k_s, v_s = ring
     row, key_column, value_column, chunks, tokens = place
@@ -170,8 +170,8 @@ def walk(
     s_k, s_v, l_k, l_v = steps
     _, before_s, behind_s, least_s, own_s = sides
     loaded, prepared, done = bars
-    S_s = S_all.index(HALF)
-    o_s = o_all.index(HALF)
+    S_s = S_all.index(BLOCK)
+    o_s = o_all.index(BLOCK)
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     channel: gl.constexpr = gl.SliceLayout(1, mma)
@@ -181,7 +181,7 @@ def walk(
     dk = gl.arange(0, K, channel)
     S = gl.zeros([K, C], gl.float32, mma)
     if INITIAL:
-        S = gl.load(first + dk[:, None] * s_k + (HALF * C + j)[None, :] * s_v).to(gl.float32)
+        S = gl.load(first + dk[:, None] * s_k + (BLOCK * C + j)[None, :] * s_v).to(gl.float32)
     suited = tokens
     for c in range(chunks):
         s = c % STAGES
@@ -189,7 +189,7 @@ def walk(
         t = c * C
         qt = q_s.index(s)
         kt = k_s.index(s)
-        v = v_s.index(s * HALVES + HALF)
+        v = v_s.index(s * BLOCKS + BLOCK)
         if EVERY > 0:
             if t % EVERY == 0:
                 wide: gl.constexpr = gl.DistributedLinearLayout(  # as S lies, but 16 bytes of a row together
@@ -198,13 +198,13 @@ def walk(
                 )  # fmt: skip
                 wk = gl.arange(0, K, gl.SliceLayout(1, wide))
                 wv = gl.arange(0, C, gl.SliceLayout(0, wide))
-                slot = kept + (t // EVERY) * (H.to(gl.int64) * (K * V)) + HALF * C
+                slot = kept + (t // EVERY) * (H.to(gl.int64) * (K * V)) + BLOCK * C
                 gl.store(slot + (wk[:, None] * V + wv[None, :]), gl.convert_layout(S.to(gl.bfloat16), wide))
         mbarrier.wait(loaded.index(s), phase)
         mbarrier.wait(prepared.index(s), phase)
         worst = gl.min(least_s.index(s).load(copied), 0)
         if (worst < -SUITS / 2) & (suited >= tokens):
-            gl.store(left_behind + dk[:, None] * l_k + (HALF * C + j)[None, :] * l_v, S)
+            gl.store(left_behind + dk[:, None] * l_k + (BLOCK * C + j)[None, :] * l_v, S)
             suited = t
         A = warpgroup_mma(qt, kt.permute((1, 0)), gl.zeros([C, C], gl.float32, mma), use_acc=False)
         if PREVIOUS:
@@ -225,25 +225,25 @@ def walk(
         S = S * behind[:, None]
         tma.store_wait(0)
         meet()
-        if HALF > 0:
+        if BLOCK > 0:
             mbarrier.arrive(done.index(s), count=1)
         O = (O * scale).to(gl.bfloat16)
         if t + C <= tokens:
             o_s.store(O)
             fence_async_shared()
             meet()
-            tma.async_copy_shared_to_global(o_tiles, [row + t, value_column + HALF * C], o_s)
+            tma.async_copy_shared_to_global(o_tiles, [row + t, value_column + BLOCK * C], o_s)
         else:
-            gl.store(output + (t + i)[:, None] * (H.to(gl.int64) * V) + (HALF * C + j)[None, :], O, mask=(t + i < tokens)[:, None])
-        if HALF == 0:
+            gl.store(output + (t + i)[:, None] * (H.to(gl.int64) * V) + (BLOCK * C + j)[None, :], O, mask=(t + i < tokens)[:, None])
+        if BLOCK == 0:
             if c + STAGES < chunks:
-                if HALVES > 1:
+                if BLOCKS > 1:
                     mbarrier.wait(done.index(s), phase)
-                fill(q_tiles, k_tiles, v_tiles, ring, loaded, c + STAGES, chunks, row, key_column, value_column, HALVES, STAGES)
-    gl.store(resume + HALF, suited)
+                fill(q_tiles, k_tiles, v_tiles, ring, loaded, c + STAGES, chunks, row, key_column, value_column, BLOCKS, STAGES)
+    gl.store(resume + BLOCK, suited)
     if FINAL:
         if suited >= tokens:
-            gl.store(last + dk[:, None] * V + (HALF * C + j)[None, :], S)
+            gl.store(last + dk[:, None] * V + (BLOCK * C + j)[None, :], S)
     tma.store_wait(0)
 
 
@@ -252,14 +252,14 @@ def forward(
     q_tiles, k_tiles, v_tiles, o_tiles, g, u, initial_state, output, final_state, chunk_states, resume, cu_seqlens, scale, N, T, H,
     g_b, g_t, g_h, g_k, u_h, u_k, s_n, s_h, s_k, s_v,
     K: gl.constexpr, V: gl.constexpr, L: gl.constexpr, PREVIOUS: gl.constexpr, INITIAL: gl.constexpr, FINAL: gl.constexpr,
-    EVERY: gl.constexpr, PACKED: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, COLUMNS: gl.constexpr,
+    EVERY: gl.constexpr, PACKED: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, COLUMNS: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Program (stretch, head, HALVES blocks of V); its blocks are the programs of the launch that follows, and note so in ``resume``.
+    """Program (stretch, head, BLOCKS blocks of V); its blocks are the programs of the launch that follows, and note so in ``resume``.
 
     ``prepare`` has WARPS warps of REGISTERS registers a thread.
     """
-    NV: gl.constexpr = V // (C * HALVES)
+    NV: gl.constexpr = V // (C * BLOCKS)
     pid = gl.program_id(0)
     vb = pid % NV
     slot = pid // NV // H
@@ -282,22 +282,22 @@ def forward(
         b = b * 0
     chunks = (gl.maximum(tokens, 0) + (C - 1)) // C
     head = h.to(gl.int64)
-    state = (slot.to(gl.int64) * H + head) * (K * V) + vb * (C * HALVES)
-    first = initial_state + slot.to(gl.int64) * s_n + head * s_h + vb * (C * HALVES) * s_v
+    state = (slot.to(gl.int64) * H + head) * (K * V) + vb * (C * BLOCKS)
+    first = initial_state + slot.to(gl.int64) * s_n + head * s_h + vb * (C * BLOCKS) * s_v
     last = final_state + state
     kept = chunk_states
     if EVERY > 0:
-        kept += (slot_of(n, begin, behind, T, EVERY, PACKED).to(gl.int64) * H + head) * (K * V) + vb * (C * HALVES)
-    output += ((b * T + row) * H + head) * V + vb * (C * HALVES)
+        kept += (slot_of(n, begin, behind, T, EVERY, PACKED).to(gl.int64) * H + head) * (K * V) + vb * (C * BLOCKS)
+    output += ((b * T + row) * H + head) * V + vb * (C * BLOCKS)
     g += b * g_b + row * g_t + head * g_h
     u += head * u_h
     row = (b * T + row).to(gl.int32)
 
     q_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, K], q_tiles.layout)
     k_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, K], k_tiles.layout)
-    v_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES * HALVES, C, C], v_tiles.layout)
-    S_s = gl.allocate_shared_memory(gl.bfloat16, [HALVES, K, C], v_tiles.layout)
-    o_s = gl.allocate_shared_memory(gl.bfloat16, [HALVES, C, C], o_tiles.layout)
+    v_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES * BLOCKS, C, C], v_tiles.layout)
+    S_s = gl.allocate_shared_memory(gl.bfloat16, [BLOCKS, K, C], v_tiles.layout)
+    o_s = gl.allocate_shared_memory(gl.bfloat16, [BLOCKS, C, C], o_tiles.layout)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     part_s = gl.allocate_shared_memory(gl.float32, [2, 2 * COLUMNS, K], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     before_s = gl.allocate_shared_memory(gl.float32, [STAGES, K], flat)
@@ -307,12 +307,12 @@ def forward(
     loaded = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     prepared = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     done = prepared
-    if HALVES > 1:  # not else: memory of a barrier that nobody uses is given to others, and a valid barrier must not be written over
+    if BLOCKS > 1:  # not else: memory of a barrier that nobody uses is given to others, and a valid barrier must not be written over
         done = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
         mbarrier.init(loaded.index(s), count=1)
         mbarrier.init(prepared.index(s), count=1)
-        if HALVES > 1:
+        if BLOCKS > 1:
             mbarrier.init(done.index(s), count=1)
     fence_async_shared()
     meet()
@@ -321,22 +321,22 @@ def forward(
     sides = (part_s, before_s, behind_s, least_s, own_s)
     bars = (loaded, prepared, done)
     key_column = h * K
-    value_column = h * V + vb * (C * HALVES)
+    value_column = h * V + vb * (C * BLOCKS)
     for c in gl.static_range(STAGES):
-        fill(q_tiles, k_tiles, v_tiles, ring, loaded, c, chunks, row, key_column, value_column, HALVES, STAGES)
+        fill(q_tiles, k_tiles, v_tiles, ring, loaded, c, chunks, row, key_column, value_column, BLOCKS, STAGES)
     left_behind = first if L > 0 else last
     l_k = s_k if L > 0 else V
     l_v = s_v if L > 0 else 1
     tiles = (q_tiles, k_tiles, v_tiles, o_tiles, ring, S_s, o_s)
     place = (row, key_column, value_column, chunks, tokens)
-    memory = (first, left_behind, last, kept, output, resume + pid * HALVES)
+    memory = (first, left_behind, last, kept, output, resume + pid * BLOCKS)
     steps = (s_k, s_v, l_k, l_v)
-    if HALVES == 2:
+    if BLOCKS == 2:
         gl.warp_specialize(
             [
-                (walk, (tiles, sides, bars, place, memory, steps, scale, H, K, V, PREVIOUS, INITIAL, FINAL, EVERY, HALVES, STAGES, 0)),
-                (prepare, (g, u, ring, sides, bars, chunks, tokens, g_t, g_k, u_k, K, PREVIOUS, HALVES, STAGES, COLUMNS)),
-                (walk, (tiles, sides, bars, place, memory, steps, scale, H, K, V, PREVIOUS, INITIAL, FINAL, EVERY, HALVES, STAGES, 1)),
+                (walk, (tiles, sides, bars, place, memory, steps, scale, H, K, V, PREVIOUS, INITIAL, FINAL, EVERY, BLOCKS, STAGES, 0)),
+                (prepare, (g, u, ring, sides, bars, chunks, tokens, g_t, g_k, u_k, K, PREVIOUS, BLOCKS, STAGES, COLUMNS)),
+                (walk, (tiles, sides, bars, place, memory, steps, scale, H, K, V, PREVIOUS, INITIAL, FINAL, EVERY, BLOCKS, STAGES, 1)),
             ],
             [WARPS, 4],
             [REGISTERS, 256 - REGISTERS],
@@ -344,8 +344,8 @@ def forward(
     else:
         gl.warp_specialize(
             [
-                (walk, (tiles, sides, bars, place, memory, steps, scale, H, K, V, PREVIOUS, INITIAL, FINAL, EVERY, HALVES, STAGES, 0)),
-                (prepare, (g, u, ring, sides, bars, chunks, tokens, g_t, g_k, u_k, K, PREVIOUS, HALVES, STAGES, COLUMNS)),
+                (walk, (tiles, sides, bars, place, memory, steps, scale, H, K, V, PREVIOUS, INITIAL, FINAL, EVERY, BLOCKS, STAGES, 0)),
+                (prepare, (g, u, ring, sides, bars, chunks, tokens, g_t, g_k, u_k, K, PREVIOUS, BLOCKS, STAGES, COLUMNS)),
             ],
             [WARPS],
             [REGISTERS],
