@@ -11,6 +11,7 @@ from importlib import import_module
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import triton
 from torch import Tensor
 
 from .table import Blocks, Target
@@ -28,6 +29,8 @@ class Tile(NamedTuple):
     """How many of the tensor's first axes are the matrix's first; [B,T,H,D] is [B * T,H * D]."""
 
 
+GLUON = (3, 6)
+"""The first Triton whose Gluon the kernels are written in."""
 FORM = "hopper"
 """Its name in the tables."""
 C, BV = 64, 64
@@ -43,6 +46,8 @@ BACKWARD = {64: (4, 160), 128: (8, 128)}
 @cache
 def kernels() -> tuple[Any, Any] | None:
     """Forward and backward; None where Triton has no Gluon as they are written in."""
+    if tuple(map(int, triton.__version__.split(".")[:2])) < GLUON:
+        return None
     try:
         forward, backward = (import_module(f".hopper_{name}", __package__) for name in ("forward", "backward"))
     except (ImportError, AttributeError):
