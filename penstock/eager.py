@@ -76,7 +76,7 @@ class Call:
             return *self.forward(tensors, output_final_state), None
         with no_autocast(tensors[0]):
             output, final_state, states = keeping(self.problem(tensors))
-        return output, final_state if output_final_state else None, states
+        return output.contiguous(), final_state.contiguous() if output_final_state else None, states
 
     def backwards(self, tensors: Tensors) -> Implementation:
         """What runs the backward pass."""

@@ -277,6 +277,37 @@ def test_memory_beyond_inputs_and_results(variant):
     assert torch.cuda.max_memory_allocated() - before - results < 5.5 * elements
 
 
+@pytest.mark.parametrize("sizes", [(3, 200, 1, 64, 64), (2, 200, 1, 128, 128)], ids=str)
+def test_one_head(sizes):
+    hold(inputs("gla", Shape(*sizes), BFLOAT16, "cuda"), "triton_chunkwise")
+
+
+@pytest.mark.parametrize("size", [64, 128])
+def test_expanded_tensors_and_gradients(size):
+    """Keys shared by heads, and losses whose gradient is: strides of 0, which are no matrix of rows."""
+    x = inputs("gla", Shape(2, 300, 4, size, size), BFLOAT16, "cuda")
+    key = x.k[:, :, :1].detach()
+    found = []
+    for k in (key.expand_as(x.k), key.expand_as(x.k).contiguous()):
+        leaves = [t.detach().clone().requires_grad_() for t in (x.q, x.v, x.g)]
+        q, v, g = leaves
+        output = ps.gla(q, k, v, g).output
+        weights = torch.linspace(-1, 1, size, device="cuda", dtype=BFLOAT16)
+        found.append([output, *torch.autograd.grad((output.sum(2) * weights).sum(), leaves)])
+    for one, other in zip(*found):
+        assert (one - other).abs().max() <= 2e-2 * other.abs().max()
+
+
+@pytest.mark.parametrize("shape", [(1, 65536, 32, 64, 64), (16, 2048, 32, 64, 64), (4, 16384, 16, 128, 128)], ids=str)
+def test_kept_states_are_finite_where_programs_start_beside_others(shape):
+    from penstock.kernels.triton import launch
+
+    problem = inputs("gla", Shape(*shape), BFLOAT16, "cuda").problem()
+    for _ in range(5):
+        states = launch.chunk_forward_pass(problem, keep=True)[2]
+        assert states is None or states.isfinite().all()
+
+
 def test_another_stream_and_another_thread():
     import threading
 

@@ -66,6 +66,10 @@ def test_tensors_must_be_matrices_of_aligned_rows():
         other = Problem.checked(change(given.q), given.k, given.v, given.g, None, None, None, "gla", None, False)
         assert "hopper_forward" not in forward(other)
         assert "hopper_backward" not in backward(other)
+    for expanded in (given.k[:, :, :1].expand(2, 256, 4, 64), given.k[:1].expand(2, 256, 4, 64), given.k[:, :1].expand(2, 256, 4, 64)):
+        other = Problem.checked(given.q, expanded, given.v, given.g, None, None, None, "gla", None, False)
+        assert "hopper_forward" not in forward(other)
+        assert "hopper_backward" not in kernels_of(plan.chunk_backward_plan(given, expanded, None, H200))
     joined = torch.empty(2, 256, 3 * 4 * 64, dtype=BFLOAT16, device="meta").split(256, 2)
     q, k, v = (x.view(2, 256, 4, 64) for x in joined)
     assert "hopper_forward" in forward(Problem.checked(q, k, v, given.g, None, None, None, "gla", None, False))
@@ -86,11 +90,21 @@ def test_a_table_turns_them_off():
     assert "hopper_backward" not in backward(problem, H200._replace(table=table))
 
 
-def test_segments_keep_no_states():
-    problem = problem_of("gla", "1,65536,32,64")
-    made = plan.chunk_forward_plan(problem, H200, keep=True)
+def test_segments_and_calls_of_one_chunk_keep_no_states():
+    made = plan.chunk_forward_plan(problem_of("gla", "1,65536,32,64"), H200, keep=True)
     assert kernels_of(made)[:3] == ["segments", "segments", "hopper_forward"]
     assert "chunk_states" not in made.memory
+    made = plan.chunk_forward_plan(problem_of("gla", "8,64,32,64"), H200, keep=True)
+    assert kernels_of(made)[0] == "hopper_forward"
+    assert "chunk_states" not in made.memory
+
+
+def test_many_short_sequences_keep_no_states():
+    given = problem_of("gla", "1,4000,4,64")
+    for length, keeps in ((20, False), (1000, True)):
+        offsets = torch.empty(4000 // length + 1, dtype=torch.int32, device="meta")
+        packed = Problem(given.variant, given.q, given.k, given.v, given.g, None, None, offsets, given.scale, False)
+        assert ("chunk_states" in plan.chunk_forward_plan(packed, H200._replace(arch="sm_80"), keep=True).memory) is keeps
 
 
 @pytest.mark.parametrize(("size", "programs", "blocks"), [(64, 10, 1), (64, 1000, 1), (128, 128, 1), (128, 192, 2)])

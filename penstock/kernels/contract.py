@@ -1,4 +1,4 @@
-"""What an implementation is: four functions of a problem, under a name.
+"""What an implementation is: a few functions of a problem, under a name.
 
 Add one by writing a module that makes an ``Implementation`` and naming it in ``dispatch.py``; the contract tests then
 hold it to the oracle without being told.

@@ -80,10 +80,11 @@ def applies_backward(p: Problem, blocks: Blocks, target: Target, precision: str,
 
 
 def _tiled(x: Tensor) -> bool:
-    """Whether [B,T,H,D] is a matrix [B * T,H * D] with rows that begin at multiples of 16 bytes."""
+    """Whether [B,T,H,D] is a matrix [B * T,H * D] with rows of their own that begin at multiples of 16 bytes."""
     B, T, H, D = x.shape
     b, t, h, d = x.stride()
-    return d == 1 and h in (D, h * (H == 1)) and b in (T * t, b * (B == 1)) and t * x.element_size() % 16 == 0 == x.data_ptr() % 16
+    aligned = t * x.element_size() % 16 == 0 == x.data_ptr() % 16
+    return aligned and d == 1 and (H == 1 or h == D) and (B == 1 or b == T * t) and t >= H * D
 
 
 def together(K: int, programs: int, target: Target) -> int:

@@ -247,7 +247,7 @@ def walk(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["N", "T"])
+@gluon.jit(do_not_specialize=["N", "T", "H"])
 def forward(
     q_tiles, k_tiles, v_tiles, o_tiles, g, u, initial_state, output, final_state, chunk_states, resume, cu_seqlens, scale, N, T, H,
     g_b, g_t, g_h, g_k, u_h, u_k, s_n, s_h, s_k, s_v,

@@ -237,7 +237,8 @@ def chunk_forward_plan(p: Problem, target: Target, keep: bool = False) -> Plan:
     every, _ = c.chunk(p)
     every *= every % C == 0
     L = c.segment(max(C, every), programs, b.fill)  # the same whether states are kept or not, and so are results
-    every *= keep and not (special and L < c.T)  # of those 2 in 32768 were not finite; see NOTES.md
+    whole = L >= c.T > C  # with segments, 2 of 32768 states that the kernel for Hopper kept were not finite: NOTES.md
+    every *= keep and (whole or not special) and c.slots(every) * every <= 2 * c.B * c.T  # many short sequences have more slots than tokens
     chunk_states = plan.empty("chunk_states", c.slots(every), c.H, c.K, c.V, dtype=c.stored(every)) if every else "q"
     state = None if p.initial_state is None else ("initial_state", p.initial_state.stride())
     if L < c.T:
