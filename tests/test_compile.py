@@ -32,7 +32,7 @@ def penstock(*words):
 
 @pytest.mark.timeout(900)
 def test_kernels_compile_for_every_gpu_and_take_no_more_than_recorded():
-    """rwkv6 has most of the kernels' code; gla has halves, walks whole sequences and, with odd heads, short chunks. The rest takes minutes."""
+    """rwkv6 has most of the code; gla has halves, walks whole sequences and, with odd heads, short chunks. The rest takes minutes."""
     done = penstock("-m", "penstock", "check", "--compile", "--json", "--only", "rwkv6 1,1024,32,64 bfloat16",
                     "--only", "gla 8,2048,32,64 bfloat16: forward", "--only", "chunk_backward.backward halves",
                     "--only", "gla 1,1024,16,100 bfloat16: backward")  # fmt: skip
