@@ -16,17 +16,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from .hopper_forward import exp2, meet, plus
+from .hopper_tiles import exp2, meet, others, plus, zeroed_behind
 from .tiles import FLOOR, LOG2E, SUITS, span_of
 
 GROUPS = gl.constexpr(4)  # of tokens, which sum by themselves first
-
-
-@gluon.jit
-def clear(x, tokens, lay: gl.constexpr):
-    """Rows of others: zeros instead."""
-    i = gl.arange(0, x.shape[0], gl.SliceLayout(1, lay))
-    x.store(gl.where((i < tokens)[:, None], x.load(lay), 0.0))
 
 
 @gluon.jit
@@ -48,23 +41,6 @@ def spread(x, lay: gl.constexpr, C: gl.constexpr):
 def ungrouped(x3, lay: gl.constexpr):
     """The inverse of ``grouped``."""
     return gl.convert_layout(gl.reshape(x3, [x3.shape[0] * x3.shape[1], x3.shape[2]]), lay, assert_trivial=True)
-
-
-@gluon.jit
-def others(part, row: gl.constexpr, LATER: gl.constexpr):
-    """Of sums by group [GROUPS, K]: all together [1, K], and for each group those of the groups before it, or behind it if LATER."""
-    K: gl.constexpr = part.shape[1]
-    w = gl.arange(0, GROUPS, gl.SliceLayout(1, row))[:, None]
-    total = gl.zeros([1, K], gl.float32, row)
-    rest = gl.zeros([GROUPS, K], gl.float32, row)
-    for n in gl.static_range(GROUPS):
-        r = part.slice(n, 1).load(row)
-        total += r
-        if LATER:
-            rest += gl.where(w < n, r, 0.0)
-        else:
-            rest += gl.where(w > n, r, 0.0)
-    return total, rest
 
 
 @gluon.jit
@@ -203,8 +179,8 @@ def backward(
     x = gl.load(g + (far * g_t + d[None, :] * g_k) + near * g_t, mask=live, other=0.0).to(gl.float32)
     mbarrier.wait(bars.index(0), 0)
     if tokens < C:
-        clear(Q, tokens, lay)
-        clear(Kt, tokens, lay)
+        zeroed_behind(Q, tokens, lay)
+        zeroed_behind(Kt, tokens, lay)
     own = gl.zeros([C], gl.float32, rows_a)
     if PREVIOUS:
         bonus = gl.load(u + h * u_h + d * u_k).to(gl.float32)[None, :]
@@ -227,8 +203,8 @@ def backward(
     Kt.store((Kt.load(lay).to(gl.float32) * exp2(-G)).to(gl.bfloat16))
     mbarrier.wait(bars.index(1), 0)
     if tokens < C:
-        clear(V, tokens, lay)
-        clear(O, tokens, lay)
+        zeroed_behind(V, tokens, lay)
+        zeroed_behind(O, tokens, lay)
     fence_async_shared()
     meet()
     zero = gl.arange(0, K, gl.SliceLayout(0, row))[None, :] * 0

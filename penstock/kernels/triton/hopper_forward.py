@@ -23,16 +23,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .hopper_tiles import exp2, meet, others, plus, zeroed_behind
 from .tiles import FLOOR, LOG2E, SUITS, slot_of, span_of
 
-meet = getattr(gl, "barrier", None) or gl.thread_barrier  # Triton 3.7 has the first name, 3.6 the second
 C = gl.constexpr(64)  # tokens in a chunk, and value channels in a block: a tile row of 128 bytes, and the rows of one product
-
-
-@gluon.jit
-def exp2(x):
-    """2^x, 0 where that is no normal number."""
-    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -45,12 +39,6 @@ def decays_at(g, g_t, g_k, left, K: gl.constexpr, layout: gl.constexpr):
     i = gl.arange(0, C, gl.SliceLayout(1, layout)) + zero
     j = gl.arange(0, K, gl.SliceLayout(0, layout))
     return gl.load(g + (i[:, None] * g_t + j[None, :] * g_k), mask=(i < left)[:, None], other=0.0)
-
-
-@gluon.jit
-def plus(a, b):
-    """For scans."""
-    return a + b
 
 
 @gluon.jit
@@ -68,14 +56,6 @@ def fill(q_tiles, k_tiles, v_tiles, ring, loaded, c, chunks, row, key_column, va
 
 
 @gluon.jit
-def zeroed_behind(tile, left, layout: gl.constexpr):
-    """Zeros instead of the rows of a tile that belong to no token, or to another sequence's."""
-    i = gl.arange(0, C, gl.SliceLayout(1, layout))
-    x = tile.load(layout)
-    tile.store(gl.where((i < left)[:, None], x, gl.zeros_like(x)))
-
-
-@gluon.jit
 def factors(
     d, q, k, part, before, behind, least,
     K: gl.constexpr, PREVIOUS: gl.constexpr, layout: gl.constexpr, grouped: gl.constexpr, GROUPS: gl.constexpr, COLUMNS: gl.constexpr,
@@ -86,14 +66,7 @@ def factors(
     x = gl.convert_layout(gl.reshape(d, [GROUPS, R, K]), grouped, assert_trivial=True)
     part.store(gl.sum(x, 1))
     P = gl.associative_scan(x, 1, plus)
-    group = gl.arange(0, GROUPS, gl.SliceLayout(1, across))[:, None]
-    total = gl.zeros([1, K], gl.float32, across)
-    earlier = gl.zeros([GROUPS, K], gl.float32, across)
-    for n in gl.static_range(GROUPS):
-        one = part.slice(n, 1).load(across)
-        total += one
-        if n < GROUPS - 1:
-            earlier += gl.where(group > n, one, 0.0)
+    total, earlier = others(part, across, False)
     total = gl.maximum(total * LOG2E, FLOOR)
     whole = gl.floor(0.5 * total + 0.5)  # 2^whole is a power of two, which bfloat16 takes as a factor without rounding
     M = total - whole

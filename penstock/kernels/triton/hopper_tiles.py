@@ -1,0 +1,46 @@
+"""Device functions that the kernels for Hopper share, in Gluon: what their dialect needs said, and sums over groups of tokens."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+meet = getattr(gl, "barrier", None) or gl.thread_barrier  # Triton 3.7 has the first name, 3.6 the second
+
+
+@gluon.jit
+def exp2(x):
+    """2^x, 0 where that is no normal number."""
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def plus(a, b):
+    """For scans."""
+    return a + b
+
+
+@gluon.jit
+def zeroed_behind(tile, left, layout: gl.constexpr):
+    """Zeros instead of the rows of a tile that belong to no token, or to another sequence's."""
+    i = gl.arange(0, tile.shape[0], gl.SliceLayout(1, layout))
+    x = tile.load(layout)
+    tile.store(gl.where((i < left)[:, None], x, gl.zeros_like(x)))
+
+
+@gluon.jit
+def others(part, across: gl.constexpr, LATER: gl.constexpr):
+    """Of sums by group [GROUPS,K]: all together [1,K], and for each group those of the groups before it, or behind it if LATER."""
+    GROUPS: gl.constexpr = part.shape[0]
+    K: gl.constexpr = part.shape[1]
+    group = gl.arange(0, GROUPS, gl.SliceLayout(1, across))[:, None]
+    total = gl.zeros([1, K], gl.float32, across)
+    rest = gl.zeros([GROUPS, K], gl.float32, across)
+    for n in gl.static_range(GROUPS):
+        one = part.slice(n, 1).load(across)
+        total += one
+        if LATER:
+            rest += gl.where(group < n, one, 0.0)
+        elif n < GROUPS - 1:
+            rest += gl.where(group > n, one, 0.0)
+    return total, rest
