@@ -62,34 +62,30 @@ class Call:
         variant, *options = self.known
         return Problem.known(self, variant, *tensors, *options)
 
-    def forward(self, tensors: Tensors, output_final_state: bool) -> tuple[Tensor, Tensor | None]:
-        """Output, and the final state if asked for."""
-        problem = self.problem(tensors)
+    def forward(self, tensors: Tensors, output_final_state: bool, keep: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Output, the final state if asked for, and if ``keep`` states for ``backward`` where one implementation runs both."""
+        problem, states = self.problem(tensors), None
+        keeping = self.implementation.forward_keeping if keep else None
         with no_autocast(problem.q):
-            output, final_state = self.implementation.forward(problem)
-        return output.contiguous(), final_state.contiguous() if output_final_state else None
-
-    def forward_keeping(self, tensors: Tensors, output_final_state: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The same, and states for ``backward`` where the implementation runs both ways and keeps any."""
-        keeping = self.implementation.forward_keeping
-        if keeping is None or self.backwards(tensors) is not self.implementation:
-            return *self.forward(tensors, output_final_state), None
-        with no_autocast(tensors[0]):
-            output, final_state, states = keeping(self.problem(tensors))
+            if keeping is not None and self.runs_backward(problem) is self.implementation:
+                output, final_state, states = keeping(problem)
+            else:
+                output, final_state = self.implementation.forward(problem)
         return output.contiguous(), final_state.contiguous() if output_final_state else None, states
 
-    def backwards(self, tensors: Tensors) -> Implementation:
+    def runs_backward(self, problem: Problem) -> Implementation:
         """What runs the backward pass."""
         if self.backward_implementation is None:
-            self.backward_implementation = dispatch.pick(self.problem(tensors), "backward", self.impl)
+            self.backward_implementation = dispatch.pick(problem, "backward", self.impl)
         return self.backward_implementation
 
     def backward(self, tensors: Tensors, states: Tensor | None, dg: bool, d_output: Tensor, d_final_state: Tensor | None) -> Gradients:
         """The gradients of all inputs; the decay's may be None without ``dg``."""
-        implementation = self.backwards(tensors)
+        problem = self.problem(tensors)
+        implementation = self.runs_backward(problem)
         options = {"states": states, "dg": dg} if implementation.forward_keeping is not None else {}
         with no_autocast(d_output), torch.no_grad():
-            return implementation.backward(self.problem(tensors), d_output, d_final_state, **options)
+            return implementation.backward(problem, d_output, d_final_state, **options)
 
 
 class Recurrence(torch.autograd.Function):
@@ -98,7 +94,7 @@ class Recurrence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, output_final_state: bool, *tensors: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Run; keep the inputs, and what the backward pass can use of the work."""
-        output, final_state, states = call.forward_keeping(tensors, output_final_state)
+        output, final_state, states = call.forward(tensors, output_final_state, True)
         ctx.save_for_backward(*tensors, states)
         ctx.call = call
         ctx.set_materialize_grads(False)
@@ -160,4 +156,4 @@ def run(call: Call, tensors: Tensors, output_final_state: bool) -> tuple[Tensor,
         for x in tensors:
             if x is not None and (x.requires_grad or inside):
                 return Recurrence.apply(call, output_final_state, *tensors)  # type: ignore[no-any-return, no-untyped-call]
-    return call.forward(tensors, output_final_state)
+    return call.forward(tensors, output_final_state, False)[:2]

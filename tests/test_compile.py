@@ -161,9 +161,9 @@ def test_rows_of_a_decode_step_are_wide_where_its_programs_fill_the_gpu(variant,
     for N, wanted in widths.items():
         launch = planned("step", without_memory(variant, Shape(N, 1, *sizes), torch.bfloat16), TARGETS["sm_90"]).plan.launches[0]
         constants = dict(zip(launch.kernel.arg_names[-len(launch.constants) :], launch.constants))
-        assert (constants["BV"], launch.warps) == wanted, N
+        assert (constants["BV"], dict(launch.options)["num_warps"]) == wanted, N
         assert launch.grid == N * sizes[0] * -(-sizes[2] // constants["BV"])
-        assert constants["BK"] * constants["BV"] <= 64 * 32 * launch.warps
+        assert constants["BK"] * constants["BV"] <= 64 * 32 * dict(launch.options)["num_warps"]
 
 
 def test_a_narrow_step_of_a_table_stays():

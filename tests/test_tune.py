@@ -204,7 +204,7 @@ def test_trials_run_the_candidate_and_compare_with_the_exact_results(variant, ke
     planned, made = [], launch.Prepared
 
     def noted(plan, *rest):
-        planned.append({launch.warps for launch in plan.launches})
+        planned.append({dict(launch.options)["num_warps"] for launch in plan.launches})
         return made(plan, *rest)
 
     monkeypatch.setattr(launch, "Prepared", noted)

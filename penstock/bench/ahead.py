@@ -54,9 +54,8 @@ class Job(NamedTuple):
     kernel: str
     """Module and name."""
     arguments: tuple[Memory | int | float | str, ...]
-    warps: int
-    registers: int = 0
-    """For each thread; 0: as many as the compiler takes."""
+    options: tuple[tuple[str, int], ...]
+    """For Triton's compiler."""
 
 
 class Resources(NamedTuple):
@@ -91,7 +90,7 @@ def jobs(plan: Plan, tensors: Mapping[str, Tensor], arch: str) -> list[Job]:
     found = []
     for one in plan.launches:
         memory = [given[name]._replace(tile=tile) for name, tile in zip_longest(one.tensors, one.tiles)]
-        found.append(Job(arch, kernel_name(one.kernel), (*memory, *one.numbers, *one.constants), one.warps, one.registers))
+        found.append(Job(arch, kernel_name(one.kernel), (*memory, *one.numbers, *one.constants), one.options))
     return found
 
 
@@ -166,9 +165,8 @@ def _compile(job: Job) -> Any:
     module, _, name = job.kernel.partition(".")
     kernel = getattr(import_module(f"{PACKAGE}.{module}"), name)
     arguments = [x.made() if isinstance(x, Memory) else x for x in job.arguments]
-    options = {"num_warps": job.warps} | ({"maxnreg": job.registers} if job.registers else {})
     with _compiling_for(job.arch):
-        return kernel.warmup(*arguments, grid=(1,), **options)
+        return kernel.warmup(*arguments, grid=(1,), **dict(job.options))
 
 
 @contextmanager

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from .chunk_forward import weights_by_stretches
-from .segments import true_state
+from .segments import chunk_state
 from .tiles import (
     CHANNEL,
     SCALAR,
@@ -252,7 +252,7 @@ def backward(
                 qt, kt, grow, shrink, before, behind, total = operands(
                     Q, Kt, ones, g, step, tokens, i, j, g_t, g_k, scale, K, BK, C, W, DECAY, PREVIOUS, PRECISION, EXACT, OPERAND
                 )
-            d_state = true_state(d_chunk_states, d_other, True, j, y, K, V, BK, BV, C, PREVIOUS, PRECISION, HALVES)
+            d_state = chunk_state(d_chunk_states, d_other, True, j, y, K, V, BK, BV, C, PREVIOUS, PRECISION, HALVES)
             if FACTORS:
                 d_state = d_state.to(tl.float32) * behind[:, None]
             dS = d_state.to(OPERAND)
@@ -287,7 +287,7 @@ def backward(
             if NV > 1:
                 dO = tile(d_output, r, live, o_t, y, o_v, V, BV)
             Vt = tile(v, r, live, v_t, y, v_v, V, BV)
-            S = true_state(chunk_states, other, False, j, y, K, V, BK, BV, C, PREVIOUS, PRECISION, HALVES)
+            S = chunk_state(chunk_states, other, False, j, y, K, V, BK, BV, C, PREVIOUS, PRECISION, HALVES)
             dA += product(dO, tl.trans(Vt), PRECISION)
             dq_ += product(dO, tl.trans(S), PRECISION)
         e = tl.sum(tl.where(diagonal, dA, 0.0), 1)[:, None] * scale
@@ -322,9 +322,9 @@ def backward(
             if NV > 1:
                 Vt = tile(v, r, live, v_t, y, v_v, V, BV)
                 if DG and BY_PRODUCT:
-                    S = true_state(chunk_states, other, False, j, y, K, V, BK, BV, C, PREVIOUS, PRECISION, HALVES)
+                    S = chunk_state(chunk_states, other, False, j, y, K, V, BK, BV, C, PREVIOUS, PRECISION, HALVES)
             if NK > 1 or NV > 1:
-                d_state = true_state(d_chunk_states, d_other, True, j, y, K, V, BK, BV, C, PREVIOUS, PRECISION, HALVES)
+                d_state = chunk_state(d_chunk_states, d_other, True, j, y, K, V, BK, BV, C, PREVIOUS, PRECISION, HALVES)
                 if FACTORS:
                     d_state = d_state.to(tl.float32) * behind[:, None]
                 dS = d_state.to(OPERAND)
@@ -355,8 +355,8 @@ def backward(
         if DG and not BY_PRODUCT:
             for vb in tl.range(NV, num_stages=1):
                 y = vb * BV + values
-                S = true_state(chunk_states, other, False, j, y, K, V, BK, BV, C, PREVIOUS, PRECISION, HALVES)
-                d_state = true_state(d_chunk_states, d_other, True, j, y, K, V, BK, BV, C, PREVIOUS, PRECISION, HALVES)
+                S = chunk_state(chunk_states, other, False, j, y, K, V, BK, BV, C, PREVIOUS, PRECISION, HALVES)
+                d_state = chunk_state(d_chunk_states, d_other, True, j, y, K, V, BK, BV, C, PREVIOUS, PRECISION, HALVES)
                 kept += tl.sum(S.to(tl.float32) * d_state.to(tl.float32), 1)
             if FACTORS:
                 kept *= behind

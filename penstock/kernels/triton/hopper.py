@@ -55,11 +55,21 @@ def kernels() -> tuple[Any, Any] | None:
     return forward.forward, backward.backward
 
 
-def applies(p: Problem, blocks: Blocks, target: Target, precision: str, *more: Tensor) -> bool:
-    """Whether the table wants it, and it can compute this problem: decays per channel, bfloat16, tiles that the hardware can copy.
+def forward(p: Problem, blocks: Blocks, target: Target, precision: str) -> Any:
+    """The kernel of the forward pass if the table wants it and it can compute this problem, or None."""
+    found = kernels() if blocks.BV == BV and _suits(p, blocks, target, precision) else None
+    return found and found[0]
 
-    ``more``: tensors besides q, k and v that are copied in tiles.
-    """
+
+def backward(p: Problem, blocks: Blocks, target: Target, precision: str, *d_output: Tensor) -> Any:
+    """That of the backward pass, or None; a constant decay's gradient is left to the plain kernel, and so is a call of one chunk."""
+    suits = "T" in p.variant.decay and p.sizes["T"] > C and _suits(p, blocks, target, precision, *d_output)
+    found = kernels() if suits else None
+    return found and found[1]
+
+
+def _suits(p: Problem, blocks: Blocks, target: Target, precision: str, *d_output: Tensor) -> bool:
+    """Decays per channel, bfloat16, tensors that the hardware can copy in tiles."""
     sizes = p.sizes
     return (
         blocks.form == FORM
@@ -69,14 +79,8 @@ def applies(p: Problem, blocks: Blocks, target: Target, precision: str, *more: T
         and not p.reverse
         and sizes["K"] == sizes["V"] in BACKWARD
         and 0 < sizes["B"] * sizes["T"] < 1 << 31
-        and all(map(_tiled, (p.q, p.k, p.v, *more)))
-        and kernels() is not None
+        and all(map(_tiled, (p.q, p.k, p.v, *d_output)))
     )
-
-
-def applies_backward(p: Problem, blocks: Blocks, target: Target, precision: str, *d_output: Tensor) -> bool:
-    """The same for the backward pass; a constant decay's gradient is left to the plain kernel, and so is a call of one chunk."""
-    return applies(p, blocks, target, precision, *d_output) and "T" in p.variant.decay and p.sizes["T"] > C
 
 
 def _tiled(x: Tensor) -> bool:
@@ -123,7 +127,7 @@ def _descriptor() -> Any:
 
 
 def described(x: Tensor, tile: Tile) -> Any:
-    """A tensor as a matrix that is copied in tiles. ``applies`` has looked at it, so Triton need not once more."""
+    """A tensor as a matrix that is copied in tiles. ``_suits`` has looked at it, so Triton need not once more."""
     shape = [prod(x.shape[: tile.axes]), prod(x.shape[tile.axes :])]
     one = object.__new__(_descriptor())
     box, step = [tile.rows, tile.columns], x.stride(tile.axes - 1)

@@ -45,15 +45,14 @@ class Prepared:
             if self.runners is None:
                 self.runners = self.compiled(tensors)
             for runner, launch, numbers in zip(self.runners, self.launches, self.numbers):
-                given = [tensors[name] for name in launch.tensors]
-                runner(*(launch.arguments(given) if launch.tiles else given), *numbers)
+                runner(*launch.arguments([tensors[name] for name in launch.tensors]), *numbers)
         return tensors
 
     def compiled(self, tensors: dict[str, Tensor]) -> tuple[Callable[..., object], ...]:
         """Compile all kernels for tensors like these, side by side; what launches each."""
 
         def compile_one(launch: Launch) -> Callable[..., object]:
-            grid, options = (launch.grid, 1, 1), launch.options
+            grid, options = (launch.grid, 1, 1), dict(launch.options)
             if interpreting():
                 return partial(launch.kernel[grid], **options)
             with _at(self.device):  # the current device is a thread's own

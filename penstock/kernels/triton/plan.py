@@ -34,19 +34,15 @@ class Launch(NamedTuple):
     tensors: tuple[str, ...]
     numbers: tuple[int | float, ...]
     constants: tuple[Any, ...]
-    warps: int
+    options: tuple[tuple[str, int], ...]
+    """For Triton's compiler: warps, and registers for each thread at first where the kernel divides them anew."""
     tiles: tuple[hopper.Tile, ...] = ()
     """Of the first tensors, if those are copied in tiles by the hardware."""
-    registers: int = 0
-    """For each thread at first, where the kernel divides them anew; 0: as many as the compiler takes."""
-
-    @property
-    def options(self) -> dict[str, int]:
-        """For Triton's compiler."""
-        return {"num_warps": self.warps} | ({"maxnreg": self.registers} if self.registers else {})
 
     def arguments(self, tensors: list[Any]) -> list[Any]:
         """Its tensors as the kernel takes them."""
+        if not self.tiles:
+            return tensors
         tiled = [hopper.described(x, tile) for x, tile in zip(tensors, self.tiles)]
         return tiled + tensors[len(tiled) :]
 
@@ -71,7 +67,8 @@ class Plan:
     ) -> None:  # fmt: skip
         """Plan a launch; ``constants`` in any order."""
         names = kernel.arg_names[len(tensors) + len(numbers) :]
-        self.launches.append(Launch(kernel, grid, tensors, numbers, tuple(constants[name] for name in names), warps, tiles, registers))
+        options = (("num_warps", warps), *((("maxnreg", registers),) if registers else ()))
+        self.launches.append(Launch(kernel, grid, tensors, numbers, tuple(constants[name] for name in names), options, tiles))
 
 
 def precision(dtype: torch.dtype, target: Target) -> str:
@@ -121,11 +118,11 @@ class Call(NamedTuple):
         sizes, limit = {"K": self.K, "V": self.V}, LIMITS[self.precision]
         return {**sizes, "DECAY": self.decay, "STATIC": self.static, "PACKED": self.packed, "PRECISION": self.precision, "LIMIT": limit}
 
-    def chunk(self, p: Problem, *d_output: Tensor) -> tuple[int, bool]:
-        """Tokens between the states that the backward pass by chunks goes from, and whether the kernel for Hopper does."""
+    def backward_chunk(self, p: Problem, *d_output: Tensor) -> tuple[int, Any]:
+        """Tokens between the states that the backward pass by chunks goes from, and the kernel for Hopper if that does it, or None."""
         b = self.blocks("backward")
-        special = hopper.applies_backward(p, b, self.target, self.precision, *d_output)
-        return hopper.C if special else b.C, special
+        kernel = hopper.backward(p, b, self.target, self.precision, *d_output)
+        return hopper.C if kernel else b.C, kernel
 
     def launches(self, C: int) -> tuple[tuple[int, bool, bool], ...]:
         """Tokens of a chunk, HALVES and EXACT of the launches of a chunk kernel: each does what did not suit the one before it.
@@ -232,13 +229,14 @@ def chunk_forward_plan(p: Problem, target: Target, keep: bool = False) -> Plan:
     output = plan.empty("output", *p.v.shape, dtype=p.v.dtype)
     final = plan.empty("final_state", *p.state_shape)
     programs = c.N * c.H * grid
-    special = hopper.applies(p, b, target, c.precision) and b.BV == hopper.BV
-    C = plan.C = hopper.C if special else b.C
-    every, _ = c.chunk(p)
-    every *= every % C == 0
-    L = c.segment(max(C, every), programs, b.fill)  # the same whether states are kept or not, and so are results
+    kernel = hopper.forward(p, b, target, c.precision)
+    C = plan.C = hopper.C if kernel else b.C
+    apart, _ = c.backward_chunk(p)
+    meets = apart % C == 0
+    L = c.segment(apart if meets else C, programs, b.fill)  # the same whether states are kept or not, and so are results
     whole = L >= c.T > C  # with segments, 2 of 32768 states that the kernel for Hopper kept were not finite: NOTES.md
-    every *= keep and (whole or not special) and c.slots(every) * every <= 2 * c.B * c.T  # many short sequences have more slots than tokens
+    dense = c.slots(apart) * apart <= 2 * c.B * c.T  # many short sequences have more slots than tokens
+    every = apart if keep and meets and dense and (whole or not kernel) else 0
     chunk_states = plan.empty("chunk_states", c.slots(every), c.H, c.K, c.V, dtype=c.stored(every)) if every else "q"
     state = None if p.initial_state is None else ("initial_state", p.initial_state.stride())
     if L < c.T:
@@ -250,16 +248,15 @@ def chunk_forward_plan(p: Problem, target: Target, keep: bool = False) -> Plan:
     first, steps = state if state is not None else (final, (0, 0, 0, 0))
     resume = plan.empty("resume", programs, dtype=torch.int32) if c.decay == CHANNEL else "q"
     flags: dict[str, Any] = {"L": L, "PREVIOUS": c.previous, "INITIAL": state is not None, "FINAL": L == 0, "EVERY": every}
-    found = hopper.kernels() if special else None
-    if found:
+    if kernel:
         together = hopper.together(c.K, programs, target)
         plan.launch(
-            found[0], programs // together,
+            kernel, programs // together,
             ("q", "k", "v", output, "g", "u", first, output, final, chunk_states, resume, "cu_seqlens"),
             (p.scale, c.N, c.T, c.H, *c.gate, *_bonus(p), *steps), 4, hopper.forward_tiles(c.K), hopper.FORWARD[c.K, together][2],
             K=c.K, V=c.V, PACKED=c.packed, **flags, **hopper.constants(c.K, together),
         )  # fmt: skip
-    for tokens, halves, exact in c.launches(C)[special:]:
+    for tokens, halves, exact in c.launches(C)[kernel is not None :]:
         plan.launch(
             chunk_forward.forward, programs, ("q", "k", "v", "g", "u", "ones", first, output, final, chunk_states, resume, "cu_seqlens"),
             (p.scale, c.N, c.T, c.H, *_strides(p.q, p.k, p.v), *c.gate, *_bonus(p), *steps), b.warps, **c.flags, BK=BK, BV=b.BV,
@@ -277,7 +274,7 @@ def chunk_backward_plan(
     """
     plan, c = Plan(), Call.of(p, target)
     b, walk = c.blocks("backward"), c.blocks("states")
-    C, special = c.chunk(p, d_output)
+    C, kernel = c.backward_chunk(p, d_output)
     plan.C, stored = C, c.stored(C)
     d_initial = None if p.initial_state is None else plan.empty("d_initial_state", *p.state_shape, dtype=p.initial_state.dtype)
     L = c.segment(C, c.N * c.H * math.ceil(c.K / walk.BK) * math.ceil(c.V / walk.BV), walk.fill)
@@ -297,17 +294,17 @@ def chunk_backward_plan(
         d_gate = plan.empty("dg", shares, *p.g.shape) if c.static else plan.empty("dg", *p.g.shape, dtype=p.g.dtype)
     if p.u is not None:
         du = plan.empty("du", shares, c.H, c.K)
-    todo, found = "q", hopper.kernels() if special else None
-    if found:
+    todo = "q"
+    if kernel:
         (g_b, g_t, g_h, g_k), (warps, registers) = c.gate, hopper.BACKWARD[c.K]
         todo = plan.empty("todo", slots * c.H, dtype=torch.int32)
         plan.launch(
-            found[1], slots * c.H,
+            kernel, slots * c.H,
             ("q", "k", "v", "d_output", S, dS, "q", "k", "g", "u", S, dq, dk, dv, d_gate, du, todo, "cu_seqlens"),
             (p.scale, c.N, c.T, g_b, g_h, *_bonus(p)), warps, hopper.backward_tiles(c.K), registers,
             q_t=p.q.stride(1), k_t=p.k.stride(1), g_t=g_t, g_k=g_k, H=c.H, K=c.K, C=C, DG=dg, PREVIOUS=c.previous, PACKED=c.packed,
         )  # fmt: skip
-    for tokens, halves, exact in launches[found is not None :]:
+    for tokens, halves, exact in launches[kernel is not None :]:
         programs = slots * c.H * (1 + halves)
         noted = plan.empty("todo_halves" if halves else "todo", programs, dtype=torch.int32) if c.decay == CHANNEL and not exact else "q"
         plan.launch(

@@ -181,7 +181,7 @@ def scan(
 
 
 @triton.jit
-def true_state(
+def chunk_state(
     chunk_states, other, ADJOINT: tl.constexpr, j, y,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     PREVIOUS: tl.constexpr, PRECISION: tl.constexpr, HALVES: tl.constexpr,

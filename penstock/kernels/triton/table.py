@@ -131,7 +131,7 @@ def _as_on_hopper(key: Key, target: Target) -> Blocks:
         return Blocks(max(K * BV // 2048, 1), BV=BV, fill=4)  # one sequence: 2.3 us with rows of 16; between, nothing is measured
     if kernel == "recurrent":
         return Blocks(1, BV=16) if K <= 128 else Blocks(4, BV=8)
-    if kernel == "states":  # wider blocks read less, but there are fewer: segments cost the backward kernel more than they bring
+    if kernel == "states":  # wider blocks read less, but there are fewer: segments are walked twice
         if K <= 64 or V <= 64 or not short:
             return Blocks(2, BK=32, stages=3 if short else 1, fill=4)
         return Blocks(4, BK=32 if K <= 128 else 64, BV=128, stages=3, fill=3)
