@@ -44,8 +44,9 @@ class Prepared:
         with _at(device):
             if self.runners is None:
                 self.runners = self.compiled(tensors)
+            given = tensors if interpreting() else {name: x.data_ptr() for name, x in tensors.items()}  # Triton would ask in every launch
             for runner, launch, numbers in zip(self.runners, self.launches, self.numbers):
-                runner(*launch.arguments([tensors[name] for name in launch.tensors]), *numbers)
+                runner(*launch.arguments(tensors, given), *numbers)
         return tensors
 
     def compiled(self, tensors: dict[str, Tensor]) -> tuple[Callable[..., object], ...]:
@@ -56,7 +57,7 @@ class Prepared:
             if interpreting():
                 return partial(launch.kernel[grid], **options)
             with _at(self.device):  # the current device is a thread's own
-                arguments = launch.arguments([tensors[name] for name in launch.tensors])
+                arguments = launch.arguments(tensors, tensors)
                 compiled = launch.kernel.warmup(*arguments, *launch.numbers, *launch.constants, grid=grid, **options)
             return compiled[grid]  # type: ignore[no-any-return]
 

@@ -7,6 +7,7 @@ there, ``penstock tune`` times it with other block sizes.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -39,12 +40,10 @@ class Launch(NamedTuple):
     tiles: tuple[hopper.Tile, ...] = ()
     """Of the first tensors, if those are copied in tiles by the hardware."""
 
-    def arguments(self, tensors: list[Any]) -> list[Any]:
-        """Its tensors as the kernel takes them."""
-        if not self.tiles:
-            return tensors
-        tiled = [hopper.described(x, tile) for x, tile in zip(tensors, self.tiles)]
-        return tiled + tensors[len(tiled) :]
+    def arguments(self, tensors: Mapping[str, Tensor], others: Mapping[str, Any]) -> list[Any]:
+        """Its tensors as the kernel takes them: those that are copied in tiles are described, the rest is looked up in ``others``."""
+        tiled = [hopper.described(tensors[name], tile) for name, tile in zip(self.tensors, self.tiles)]
+        return tiled + [others[name] for name in self.tensors[len(tiled) :]]
 
 
 @dataclass
