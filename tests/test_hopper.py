@@ -50,14 +50,29 @@ def test_they_are_first_and_the_plain_ones_do_what_does_not_suit(variant, size):
         (problem_of("gla", "8,2048,32,64"), H200._replace(arch="sm_80")),
         (problem_of("gla", "8,2048,32,64"), H200._replace(arch="sm_100")),
         (problem_of("gla", "8,2048,32,48"), H200),
-        (problem_of("gla", "8,2048,32,64,128"), H200),
+        (problem_of("gla", "8,2048,32,64,100"), H200),
         (problem_of("simple_gla", "8,2048,32,64"), H200),
     ],
-    ids=["float16", "sm_80", "sm_100", "odd size", "K is not V", "scalar decay"],
+    ids=["float16", "sm_80", "sm_100", "odd K", "odd V", "scalar decay"],
 )
 def test_what_they_do_not_take_the_plain_ones_do(problem, target):
     assert "hopper_forward" not in forward(problem, target)
     assert "hopper_backward" not in backward(problem, target)
+
+
+@pytest.mark.parametrize("size", ["256,512", "64,128", "128,64", "256,192"])
+def test_forward_K_and_V_may_differ(size):
+    problem = problem_of("gla", f"8,2048,32,{size}")
+    made = plan.chunk_forward_plan(problem, H200, keep=True)
+    assert kernels_of(made) == ["hopper_forward", "chunk_forward", "chunk_forward"]
+    assert "hopper_backward" not in backward(problem)
+    K, V = problem.sizes["K"], problem.sizes["V"]
+    assert made.launches[0].grid == 8 * 32 * V // 64
+    assert ("chunk_states" in made.memory) is (K != 128)  # the plain backward kernel has chunks of 32 there
+    if K != 128:
+        states = torch.empty(*made.memory["chunk_states"][0], dtype=BFLOAT16, device="meta")
+        assert states.shape == (8 * 2048 // 64, 32, K, V)
+        assert backward(problem, states=states) == ["segments", "chunk_backward", "chunk_backward", "chunk_backward"]
 
 
 def test_tensors_must_be_matrices_of_aligned_rows():
@@ -90,10 +105,10 @@ def test_a_table_turns_them_off():
     assert "hopper_backward" not in backward(problem, H200._replace(table=table))
 
 
-def test_segments_and_calls_of_one_chunk_keep_no_states():
+def test_segments_keep_states_and_calls_of_one_chunk_do_not():
     made = plan.chunk_forward_plan(problem_of("gla", "1,65536,32,64"), H200, keep=True)
     assert kernels_of(made)[:3] == ["segments", "segments", "hopper_forward"]
-    assert "chunk_states" not in made.memory
+    assert made.memory["chunk_states"][0] == (1024, 32, 64, 64)
     made = plan.chunk_forward_plan(problem_of("gla", "8,64,32,64"), H200, keep=True)
     assert kernels_of(made)[0] == "hopper_forward"
     assert "chunk_states" not in made.memory
@@ -109,7 +124,7 @@ def test_many_short_sequences_keep_no_states():
 
 @pytest.mark.parametrize(("size", "programs", "blocks"), [(64, 10, 1), (64, 1000, 1), (128, 128, 1), (128, 192, 2)])
 def test_a_program_walks_with_all_blocks_of_V_unless_one_each_all_run_at_once(size, programs, blocks):
-    assert hopper.together(size, programs, H200) == blocks
+    assert hopper.together(size, size, programs, H200) == blocks
     assert (size, blocks) in hopper.FORWARD
 
 

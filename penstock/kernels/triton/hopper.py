@@ -35,8 +35,8 @@ FORM = "hopper"
 """Its name in the tables."""
 C, BV = 64, 64
 """Tokens in a chunk, and value channels in a block: what one program of the forward launch that follows has."""
-STAGES, COLUMNS = 3, 2
-FORWARD = {(64, 1): (4, 120, 128), (128, 1): (8, 136, 168), (128, 2): (8, 112, 128)}
+STAGES, COLUMNS = {64: 3, 128: 3, 256: 2}, 2
+FORWARD = {(64, 1): (4, 120, 128), (128, 1): (8, 136, 168), (128, 2): (8, 112, 128), (256, 1): (8, 128, 168)}
 """By K and blocks of V in a program: warps that prepare, registers for their threads, and for every thread before they are divided
 anew. With fewer they spill; with more, those that hold the state do."""
 BACKWARD = {64: (4, 160), 128: (8, 128)}
@@ -57,13 +57,17 @@ def kernels() -> tuple[Any, Any] | None:
 
 def forward(p: Problem, blocks: Blocks, target: Target, precision: str) -> Any:
     """The kernel of the forward pass if the table wants it and it can compute this problem, or None."""
-    found = kernels() if blocks.BV == BV and _suits(p, blocks, target, precision) else None
+    sizes = p.sizes
+    suits = blocks.BV == BV and sizes["K"] in STAGES and sizes["V"] % BV == 0 and _suits(p, blocks, target, precision)
+    found = kernels() if suits else None
     return found and found[0]
 
 
 def backward(p: Problem, blocks: Blocks, target: Target, precision: str, *d_output: Tensor) -> Any:
     """That of the backward pass, or None; a constant decay's gradient is left to the plain kernel, and so is a call of one chunk."""
-    suits = "T" in p.variant.decay and p.sizes["T"] > C and _suits(p, blocks, target, precision, *d_output)
+    sizes = p.sizes
+    square = sizes["K"] == sizes["V"] in BACKWARD
+    suits = square and "T" in p.variant.decay and sizes["T"] > C and _suits(p, blocks, target, precision, *d_output)
     found = kernels() if suits else None
     return found and found[1]
 
@@ -77,7 +81,6 @@ def _suits(p: Problem, blocks: Blocks, target: Target, precision: str, *d_output
         and precision == "bf16"
         and "K" in p.variant.decay
         and not p.reverse
-        and sizes["K"] == sizes["V"] in BACKWARD
         and 0 < sizes["B"] * sizes["T"] < 1 << 31
         and all(map(_tiled, (p.q, p.k, p.v, *d_output)))
     )
@@ -91,15 +94,15 @@ def _tiled(x: Tensor) -> bool:
     return aligned and d == 1 and (H == 1 or h == D) and (B == 1 or b == T * t) and t >= H * D
 
 
-def together(K: int, programs: int, target: Target) -> int:
-    """Blocks of V that one program walks with: as many as there are, unless ``programs`` of one each can all run at once."""
-    return K // BV if programs > target.multiprocessors else 1
+def together(K: int, V: int, programs: int, target: Target) -> int:
+    """Blocks of V that one program walks with: two if they fit, unless ``programs`` of one each can all run at once."""
+    return 2 if (K, 2) in FORWARD and V % (2 * BV) == 0 and programs > target.multiprocessors else 1
 
 
 def constants(K: int, blocks: int) -> dict[str, Any]:
     """What the forward kernel is compiled for besides the problem."""
     warps, registers, _ = FORWARD[K, blocks]
-    return {"BLOCKS": blocks, "STAGES": STAGES, "COLUMNS": COLUMNS, "WARPS": warps, "REGISTERS": registers}
+    return {"BLOCKS": blocks, "STAGES": STAGES[K], "COLUMNS": COLUMNS, "WARPS": warps, "REGISTERS": registers}
 
 
 def forward_tiles(K: int) -> tuple[Tile, ...]:

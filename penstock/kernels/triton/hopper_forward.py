@@ -4,7 +4,7 @@ It is the first launch of ``chunk_forward`` (see there for the formula) for bflo
 the chunks of a stretch of tokens with BLOCKS blocks of 64 value channels, and its warps are of two kinds:
 
 - ``prepare``: decays from memory, a chunk ahead in registers; then k o 2^(M - G) in place of k in shared memory, q o 2^(Gq - M)
-  in place of q, and beside them 2^M, 2^(G_L - M), the exponent of the latter and, with a bonus, the diagonal of A;
+  in place of q, and beside them 2^M, 2^(G_L - M), the exponent of the latter and, with a bonus, the diagonal of A; 128 channels at a time;
 - ``walk``, 4 warps for each block: products, with a block of the state in registers; outputs leave through shared memory.
 
 Tiles of q, k and v lie in a ring of STAGES, which the tensor memory accelerator fills: ``loaded`` tells that it has, ``prepared``
@@ -93,40 +93,53 @@ def prepare(
     q_s, k_s, v_s = ring
     part_s, before_s, behind_s, least_s, own_s = sides
     loaded, prepared, _ = bars
+    W: gl.constexpr = part_s.type.shape[2]  # channels that all threads together hold at a time
+    LEAST: gl.constexpr = least_s.type.shape[1] * W // K
     WARPS: gl.constexpr = gl.num_warps()
     DOWN: gl.constexpr = COLUMNS // 2  # lanes of a warp one below the other
     GROUPS: gl.constexpr = 4 * DOWN
     layout: gl.constexpr = gl.BlockedLayout([C // GROUPS, COLUMNS], [DOWN, 32 // DOWN], [4, WARPS // 4], [1, 0])
     grouped: gl.constexpr = gl.BlockedLayout([1, C // GROUPS, COLUMNS], [DOWN, 1, 32 // DOWN], [4, 1, WARPS // 4], [2, 1, 0])
-    j = gl.arange(0, K, gl.SliceLayout(0, layout))
+    j = gl.arange(0, W, gl.SliceLayout(0, layout))
     bonus = j.to(gl.float32)
-    if PREVIOUS:
+    if PREVIOUS and K == W:
         bonus = gl.load(u + j * u_k).to(gl.float32)
-    d = decays_at(g, g_t, g_k, tokens, K, layout)
+    d = decays_at(g, g_t, g_k, tokens, W, layout)
     for c in range(chunks):
         s = c % STAGES
         left = tokens - c * C
-        g += (g_t + left * 0).to(gl.int64) * C
-        if not PREVIOUS:
-            following = decays_at(g, g_t, g_k, left - C, K, layout)
-        mbarrier.wait(loaded.index(s), (c // STAGES) & 1)
-        if PREVIOUS:
-            own = q_s.index(s).load(layout).to(gl.float32) * bonus[None, :] * k_s.index(s).load(layout).to(gl.float32)
-            own_s.index(s).store(gl.sum(own, 1))
-        factors(
-            d.to(gl.float32), q_s.index(s), k_s.index(s), part_s.index(c & 1), before_s.index(s), behind_s.index(s),
-            least_s.index(s), K, PREVIOUS, layout, grouped, GROUPS, COLUMNS,
-        )  # fmt: skip
-        if PREVIOUS:  # not earlier: decays and their sums take all registers
-            following = decays_at(g, g_t, g_k, left - C, K, layout)
+        following = g + (g_t + left * 0).to(gl.int64) * C
+        for first in gl.static_range(0, K, W):
+            q = q_s.index(s) if K == W else q_s.index(s).slice(first, W, 1)
+            k = k_s.index(s) if K == W else k_s.index(s).slice(first, W, 1)
+            ahead = following if first + W == K else g + (first + W) * g_k
+            there = left - C if first + W == K else left
+            if not PREVIOUS:
+                d_ahead = decays_at(ahead, g_t, g_k, there, W, layout)
+            if first == 0:
+                mbarrier.wait(loaded.index(s), (c // STAGES) & 1)
+            if PREVIOUS:
+                if K > W:
+                    bonus = gl.load(u + (first + j) * u_k).to(gl.float32)
+                own = q.load(layout).to(gl.float32) * bonus[None, :] * k.load(layout).to(gl.float32)
+                own_s.index(s * (K // W) + first // W).store(gl.sum(own, 1))
+            factors(
+                d.to(gl.float32), q, k, part_s.index((c * (K // W) + first // W) & 1), before_s.index(s).slice(first, W),
+                behind_s.index(s).slice(first, W), least_s.index(s).slice(first // W * LEAST, LEAST),
+                W, PREVIOUS, layout, grouped, GROUPS, COLUMNS,
+            )  # fmt: skip
+            if PREVIOUS:  # not earlier: decays and their sums take all registers
+                d_ahead = decays_at(ahead, g_t, g_k, there, W, layout)
+            if left < C:
+                zeroed_behind(k, left, layout)
+            d = d_ahead
         if left < C:
-            zeroed_behind(k_s.index(s), left, layout)
             for block in gl.static_range(BLOCKS):
                 zeroed_behind(v_s.index(s * BLOCKS + block), left, layout)
         fence_async_shared()
         meet()
         mbarrier.arrive(prepared.index(s), count=1)
-        d = following
+        g = following
 
 
 @gluon.jit
@@ -143,6 +156,7 @@ def walk(
     s_k, s_v, l_k, l_v = steps
     _, before_s, behind_s, least_s, own_s = sides
     loaded, prepared, done = bars
+    PARTS: gl.constexpr = own_s.type.shape[0] // STAGES
     S_s = S_all.index(BLOCK)
     o_s = o_all.index(BLOCK)
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
@@ -166,7 +180,8 @@ def walk(
         if EVERY > 0:
             if t % EVERY == 0:
                 wide: gl.constexpr = gl.DistributedLinearLayout(  # as S lies, but 16 bytes of a row together
-                    [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32]] + ([[64, 0]] if K == 128 else []), [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+                    [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32]] + ([[64, 0]] if K >= 128 else []) + ([[128, 0]] if K == 256 else []),
+                    [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
                     [[16, 0], [32, 0]], [], [K, C],
                 )  # fmt: skip
                 wk = gl.arange(0, K, gl.SliceLayout(1, wide))
@@ -181,7 +196,9 @@ def walk(
             suited = t
         A = warpgroup_mma(qt, kt.permute((1, 0)), gl.zeros([C, C], gl.float32, mma), use_acc=False)
         if PREVIOUS:
-            own = own_s.index(s).load(gl.SliceLayout(1, mma))
+            own = own_s.index(s * PARTS).load(gl.SliceLayout(1, mma))
+            for part in gl.static_range(1, PARTS):
+                own += own_s.index(s * PARTS + part).load(gl.SliceLayout(1, mma))
             A = gl.where(i[:, None] > j[None, :], A, gl.where(i[:, None] == j[None, :], own[:, None], 0.0))
         else:
             A = gl.where(i[:, None] >= j[None, :], A, 0.0)
@@ -272,11 +289,12 @@ def forward(
     S_s = gl.allocate_shared_memory(gl.bfloat16, [BLOCKS, K, C], v_tiles.layout)
     o_s = gl.allocate_shared_memory(gl.bfloat16, [BLOCKS, C, C], o_tiles.layout)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    part_s = gl.allocate_shared_memory(gl.float32, [2, 2 * COLUMNS, K], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    W: gl.constexpr = min(K, 128)
+    part_s = gl.allocate_shared_memory(gl.float32, [2, 2 * COLUMNS, W], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     before_s = gl.allocate_shared_memory(gl.float32, [STAGES, K], flat)
     behind_s = gl.allocate_shared_memory(gl.float32, [STAGES, K], flat)
-    least_s = gl.allocate_shared_memory(gl.int32, [STAGES, K // 64 if COLUMNS == 2 else 1], flat)
-    own_s = gl.allocate_shared_memory(gl.float32, [STAGES, C], flat)
+    least_s = gl.allocate_shared_memory(gl.int32, [STAGES, K // (32 * COLUMNS) if COLUMNS == 2 else K // W], flat)
+    own_s = gl.allocate_shared_memory(gl.float32, [STAGES * (K // W), C], flat)
     loaded = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     prepared = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     done = prepared

@@ -233,9 +233,9 @@ def chunk_forward_plan(p: Problem, target: Target, keep: bool = False) -> Plan:
     apart, _ = c.backward_chunk(p)
     meets = apart % C == 0
     L = c.segment(apart if meets else C, programs, b.fill)  # the same whether states are kept or not, and so are results
-    whole = L >= c.T > C  # with segments, 2 of 32768 states that the kernel for Hopper kept were not finite: NOTES.md
     dense = c.slots(apart) * apart <= 2 * c.B * c.T  # many short sequences have more slots than tokens
-    every = apart if keep and meets and dense and (whole or not kernel) else 0
+    rounded = kernel is None or c.T > C  # the kernel for Hopper keeps bfloat16, which is too little for a caller's own states
+    every = apart if keep and meets and dense and rounded else 0
     chunk_states = plan.empty("chunk_states", c.slots(every), c.H, c.K, c.V, dtype=c.stored(every)) if every else "q"
     state = None if p.initial_state is None else ("initial_state", p.initial_state.stride())
     if L < c.T:
@@ -248,7 +248,7 @@ def chunk_forward_plan(p: Problem, target: Target, keep: bool = False) -> Plan:
     resume = plan.empty("resume", programs, dtype=torch.int32) if c.decay == CHANNEL else "q"
     flags: dict[str, Any] = {"L": L, "PREVIOUS": c.previous, "INITIAL": state is not None, "FINAL": L == 0, "EVERY": every}
     if kernel:
-        together = hopper.together(c.K, programs, target)
+        together = hopper.together(c.K, c.V, programs, target)
         plan.launch(
             kernel, programs // together,
             ("q", "k", "v", output, "g", "u", first, output, final, chunk_states, resume, "cu_seqlens"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
+from itertools import product
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -104,7 +105,10 @@ def blocks(key: Key, target: Target) -> Blocks:
 
 
 HOPPER = tuple(
-    Key(kernel, "channel", read, "bf16", size, size) for kernel in ("forward", "backward") for read in READS for size in (64, 128)
+    Key(kernel, "channel", read, "bf16", K, V)
+    for read in READS
+    for kernel, heads in (("forward", product((64, 128, 256), (64, 128, 256, 512))), ("backward", ((64, 64), (128, 128))))
+    for K, V in heads
 )
 """What the kernels for Hopper are faster at."""
 
