@@ -15,6 +15,7 @@ from rich.console import Console
 from test_bench import measured
 
 from penstock.bench import clock, oracle
+from penstock.bench.calls import call_of
 from penstock.bench.candidates import Candidate, ours
 from penstock.bench.cases import Inputs, Shape, inputs
 from penstock.bench.loop import token_loop
@@ -191,6 +192,20 @@ def test_memory_is_counted_with_and_without_what_a_call_returns(gpu):
         return result
 
     assert clock.peak_bytes(call, CPU) == (500, 500 - 25 * 4 - 3 * 8)
+
+
+def test_steps_read_the_same_memory_every_time():
+    """A graph of a step that had been given another call's result would read memory that nobody holds any more."""
+    read = []
+
+    def step(inputs, state):
+        read.append(state.data_ptr())
+        return inputs.v, state.clone()
+
+    call = call_of(Candidate("peer", None, step, None), inputs("gla", Shape(2, 1, 2, 5, 7)), "decode")
+    for _ in range(3):
+        call()
+    assert len(set(read)) == 1
 
 
 @pytest.mark.parametrize("mode", ["fwd", "fwdbwd", "decode"])

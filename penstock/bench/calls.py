@@ -33,13 +33,11 @@ def call_of(candidate: Candidate, inputs: Inputs, mode: Mode) -> Call:
 
         return forward
 
-    state = states(inputs)
+    state = states(inputs)  # always this memory: a graph would go on reading states that a call before it left and nobody holds
 
     def step() -> object:
-        nonlocal state
         with torch.no_grad(), using_threads(candidate.threads):
-            output, state = candidate.step(inputs, state)
-        return output
+            return candidate.step(inputs, state)[0]
 
     return step
 
