@@ -305,7 +305,8 @@ def test_kept_states_are_finite_where_programs_start_beside_others(shape):
     problem = inputs("gla", Shape(*shape), BFLOAT16, "cuda").problem()
     for _ in range(5):
         states = launch.chunk_forward_pass(problem, keep=True)[2]
-        assert states is not None and states.isfinite().all()
+        assert states is not None
+        assert states.isfinite().all()
 
 
 def test_another_stream_and_another_thread():

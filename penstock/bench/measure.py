@@ -87,6 +87,11 @@ class Measurement:
     """The candidate that others are compared with, timed or not; None in old records, where it is the first timed."""
 
     @property
+    def kind(self) -> str:
+        """The variant, and whether the decays of this case are soft."""
+        return self.variant + " (soft)" * self.case.startswith(f"{self.variant}-soft-")
+
+    @property
     def baseline(self) -> Timing | None:
         """The timing of the first candidate; None if it was not timed."""
         named = [timing for timing in self.timings if self.first in (None, timing.candidate)]

@@ -54,9 +54,9 @@ def draw(measurements: Sequence[Measurement], path: Path, subtitle: str = "") ->
     check_plot(path)
     panels: dict[tuple[str, ...], list[Measurement]] = {}
     for measurement in measurements:
-        panels.setdefault((measurement.variant, measurement.mode, measurement.dtype), []).append(measurement)
+        panels.setdefault((measurement.kind, measurement.mode, measurement.dtype), []).append(measurement)
     lines = all(_axis(panel) for panel in panels.values())
-    cases = {(measurement.variant, measurement.shape) for measurement in measurements}
+    cases = {(measurement.kind, measurement.shape) for measurement in measurements}
     if not lines and len(cases) > 1 and all(len(one.timings) + len(one.untimed) > 1 for one in measurements):
         figure = _bars(measurements)
     else:
@@ -216,7 +216,7 @@ def _bars(measurements: Sequence[Measurement]) -> Figure:
         axes.set_xlim(0, max(1.2, fastest) * 1.34)  # room for what is written behind the longest bar
         axes.axvline(1, color=FAINT, linestyle=(0, (4, 3)), linewidth=1.2, zorder=3)
         for measurement in panel:
-            place = places[measurement.variant, measurement.shape.text]
+            place = places[measurement.kind, measurement.shape.text]
             for one in measurement.timings:
                 if _kind(one.candidate) != _kind(first):
                     row = others.index(_kind(one.candidate))
@@ -256,10 +256,10 @@ def _places(measurements: Sequence[Measurement], rows: int) -> tuple[dict[tuple[
     places: dict[tuple[str, str], float] = {}
     headers: dict[str, float] = {}
     at = 0.0
-    for variant in dict.fromkeys(measurement.variant for measurement in measurements):
+    for variant in dict.fromkeys(measurement.kind for measurement in measurements):
         headers[variant] = at
         at += 1
-        for text in dict.fromkeys(one.shape.text for one in measurements if one.variant == variant):
+        for text in dict.fromkeys(one.shape.text for one in measurements if one.kind == variant):
             places[variant, text] = at
             at += rows + (0.4 if rows > 1 else 0)
         at += 0.3

@@ -80,7 +80,7 @@ def print_measurements(console: Console, measurements: Sequence[Measurement]) ->
     """One table for each variant and mode; a block of rows for each shape. The first candidate is the baseline."""
     groups: dict[tuple[str, str, str], list[Measurement]] = defaultdict(list)
     for measurement in measurements:
-        groups[measurement.variant, measurement.mode, measurement.dtype].append(measurement)
+        groups[measurement.kind, measurement.mode, measurement.dtype].append(measurement)
     for (variant, mode, dtype), group in groups.items():
         gpu, threads = group[0].copy.gpu is not None, group[0].copy.threads
         title = f"{variant}, {mode}, {dtype} on {group[0].device}" + ("" if gpu else f", {threads} thread{'s' * (threads > 1)}")
