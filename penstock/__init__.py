@@ -8,6 +8,7 @@ from .dispatch import implementations
 from .errors import DeviceError, DtypeError, ImplementationRefused, InvalidArgument, PenstockError, RangeError, ShapeError
 from .functional import Result, decode_step, explain, gla, linear_attention, retention, rwkv5, rwkv6, simple_gla
 from .problem import checks
+from .softmax import softmax_attention
 
 __version__ = "0.1.0"
 
@@ -30,4 +31,5 @@ __all__ = [
     "rwkv5",
     "rwkv6",
     "simple_gla",
+    "softmax_attention",
 ]

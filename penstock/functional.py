@@ -39,7 +39,7 @@ from torch import Tensor
 from . import dispatch, eager
 from .errors import Complaints, RangeError
 from .feature_maps import FeatureMap, featured
-from .operator import autocasting
+from .operator import autocast
 from .problem import Problem, check_types, state_dtype
 from .variants import VARIANTS
 
@@ -300,7 +300,7 @@ def decode_step(
     options = (variant, scale, impl)
     direct, call = eager.unobserved(q, k, v, g, u, state, slots), None
     if direct:
-        q, k, v = _autocast(q, k, v)
+        q, k, v = autocast(q, k, v)
         call = eager.find(q, k, v, g, u, state, slots, *options)
     if call is None:
         _known_variant("decode_step", variant)
@@ -320,7 +320,7 @@ def decode_step(
         call = call or eager.remember(eager.StepCall, given, (q, k, v, g, u, state, slots), *options)
         output: Tensor = call.run((q, k, v, g, u, state, slots))
     else:
-        output = torch.ops.penstock.step(*_autocast(q, k, v), g, u, state, slots, *options)
+        output = torch.ops.penstock.step(*autocast(q, k, v), g, u, state, slots, *options)
     return output.squeeze(1) if one else output
 
 
@@ -347,7 +347,7 @@ def explain(variant: str, *args: Any, **kwargs: Any) -> dispatch.Explanation:
         g = _retnet_decay(q)
     scale, initial_state, cu_seqlens, reverse = (given[name] for name in ("scale", "initial_state", "cu_seqlens", "reverse"))
     _check_types_of_call(variant, q, k, v, g, u, scale, initial_state, given["output_final_state"], cu_seqlens, reverse, given["impl"])
-    q, k, v = _autocast(q, k, v)
+    q, k, v = autocast(q, k, v)
     return dispatch.explain(Problem.checked(q, k, v, g, u, initial_state, cu_seqlens, variant, scale, reverse))
 
 
@@ -368,7 +368,7 @@ def _run(
     others, options = (g, u, initial_state, cu_seqlens), (variant, scale, reverse, impl)
     direct, call = eager.unobserved(q, k, v, *others), None
     if direct:
-        q, k, v = _autocast(q, k, v)
+        q, k, v = autocast(q, k, v)
         call = eager.find(q, k, v, *others, *options)
     if call is None or type(output_final_state) is not bool:
         _check_types_of_call(variant, q, k, v, g, u, scale, initial_state, output_final_state, cu_seqlens, reverse, impl)
@@ -376,7 +376,7 @@ def _run(
     if direct:
         call = call or eager.remember(eager.Call, (*tensors, *options), tensors, *options)
         return Result(*eager.run(call, tensors, output_final_state))
-    output, final_state = torch.ops.penstock.forward(*_autocast(q, k, v), *others, *options[:3], output_final_state, impl)
+    output, final_state = torch.ops.penstock.forward(*autocast(q, k, v), *others, *options[:3], output_final_state, impl)
     return Result(output, final_state if output_final_state else None)
 
 
@@ -404,15 +404,6 @@ def _check_types_of_call(
     flags = {"output_final_state": output_final_state, "reverse": reverse}
     check_types(variant, tensors, {"scale": scale}, flags, frozenset({"initial_state", "cu_seqlens"}))
     dispatch.check_name(variant, impl)
-
-
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Under autocast, floating-point tensors in its dtype, as for a matrix product."""
-    kind = tensors[0].device.type
-    if not autocasting(kind):
-        return tensors
-    dtype = torch.get_autocast_dtype(kind)
-    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
 
 
 def _retnet_decay(q: Tensor) -> Tensor:

@@ -48,6 +48,15 @@ def no_autocast(x: Tensor) -> AbstractContextManager[object]:
     return torch.autocast(kind, enabled=False) if autocasting(kind) else _NOTHING
 
 
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Under autocast, floating-point tensors in its dtype, as for a matrix product."""
+    kind = tensors[0].device.type
+    if not autocasting(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
+
+
 @torch.library.impl(library, "forward", "CompositeExplicitAutograd")
 def _forward(*inputs: Any) -> tuple[Tensor, Tensor]:
     *call, output_final_state, impl = inputs

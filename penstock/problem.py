@@ -166,11 +166,12 @@ class Problem:
         sizes = _check_tokens(complaints, row, q, k, v, g, u)
         if sizes is not None:
             if cu_seqlens is not None:
-                _check_packing(complaints, cu_seqlens, sizes, q.device)
+                N = check_packing(complaints, "cu_seqlens", cu_seqlens, sizes, q.device)
             else:
-                sizes["N"] = sizes["B"]
-            if initial_state is not None and "N" in sizes:
-                _check_tensor(complaints, "initial_state", initial_state, "NHKV", sizes, q.device, FLOATS)
+                N = sizes["B"]
+            if initial_state is not None and N is not None:
+                sizes["N"] = N
+                check_tensor(complaints, "initial_state", initial_state, "NHKV", sizes, q.device, FLOATS)
         complaints.raise_any()
         assert sizes is not None
         return cls(row, q, k, v, g, u, initial_state, cu_seqlens, _scale(row, sizes["K"], scale), reverse)
@@ -231,10 +232,10 @@ class Step:
                 )
             sizes["N"] = sizes["B"]
             if slots is None:
-                _check_tensor(complaints, "state", state, "NHKV", sizes, q.device, FLOATS, "Pass slots= to address rows of a larger pool.")
+                check_tensor(complaints, "state", state, "NHKV", sizes, q.device, FLOATS, "Pass slots= to address rows of a larger pool.")
             else:
-                _check_tensor(complaints, "state", state, "*HKV", sizes, q.device, FLOATS)
-                _check_tensor(complaints, "slots", slots, "N", sizes, q.device, (torch.int32, torch.int64))
+                check_tensor(complaints, "state", state, "*HKV", sizes, q.device, FLOATS)
+                check_tensor(complaints, "slots", slots, "N", sizes, q.device, (torch.int32, torch.int64))
             _check_no_overlap(complaints, state)
             if torch.is_grad_enabled():
                 _check_no_gradients(complaints, variant, {"q": q, "k": k, "v": v, "g": g, "u": u, "state": state})
@@ -285,7 +286,7 @@ def _dtypes(dtypes: tuple[torch.dtype, ...]) -> str:
     return " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
-def _check_tensor(
+def check_tensor(
     complaints: Complaints,
     name: str,
     tensor: Tensor,
@@ -325,14 +326,14 @@ def _check_tokens(
         if sizes[name] == 0:
             complaints.add(ShapeError, name, "at least 1", 0)
     same = (q.dtype,) if q.dtype in FLOATS else FLOATS
-    _check_tensor(complaints, "k", k, "BTHK", sizes, q.device, same)
-    _check_tensor(complaints, "v", v, "BTHV", sizes, q.device, same)
+    check_tensor(complaints, "k", k, "BTHK", sizes, q.device, same)
+    check_tensor(complaints, "v", v, "BTHV", sizes, q.device, same)
     if (g is not None) != bool(row.decay):
         rule = f"given, of shape [{','.join(row.decay)}]" if row.decay else "left out (this variant has no decay)"
         complaints.add(ShapeError, row.gate or "g", rule, "None" if g is None else list(g.shape))
     elif g is not None:
         found = len(complaints.found)
-        _check_tensor(complaints, row.gate, g, row.decay, sizes, q.device, FLOATS, _other_variants(row, g.dim()))
+        check_tensor(complaints, row.gate, g, row.decay, sizes, q.device, FLOATS, _other_variants(row, g.dim()))
         if len(complaints.found) == found and reads_values(g) and g.numel() and float(g.detach().amax()) > 0:
             complaints.add(
                 RangeError,
@@ -345,7 +346,7 @@ def _check_tokens(
         rule = "given, of shape [H,K]" if row.bonus else "left out (this variant has no bonus)"
         complaints.add(ShapeError, "u", rule, "None" if u is None else list(u.shape))
     elif u is not None:
-        _check_tensor(complaints, "u", u, "HK", sizes, q.device, FLOATS)
+        check_tensor(complaints, "u", u, "HK", sizes, q.device, FLOATS)
     return sizes
 
 
@@ -355,28 +356,23 @@ def _other_variants(row: Variant, axes: int) -> str:
     return f"A decay of {axes} axes belongs to {' or '.join(others)}." if others and axes != len(row.decay) else ""
 
 
-def _check_packing(complaints: Complaints, cu_seqlens: Tensor, sizes: dict[str, int], device: torch.device) -> None:
+def check_packing(complaints: Complaints, name: str, cu_seqlens: Tensor, sizes: dict[str, int], device: torch.device) -> int | None:
+    """Offsets of packed sequences over an axis of sizes["T"] tokens. Returns how many sequences there are, if all is right with them."""
     found = len(complaints.found)
-    _check_tensor(complaints, "cu_seqlens", cu_seqlens, "*", sizes, device, (torch.int32, torch.int64))
+    check_tensor(complaints, name, cu_seqlens, "*", sizes, device, (torch.int32, torch.int64))
     if cu_seqlens.dim() == 1 and cu_seqlens.shape[0] == 0:
-        complaints.add(ShapeError, "cu_seqlens", "of at least one element (the first offset, 0)", [0])
+        complaints.add(ShapeError, name, "of at least one element (the first offset, 0)", [0])
     if sizes["B"] != 1:
-        complaints.add(ShapeError, "B", "1 with cu_seqlens", sizes["B"], "Pack all sequences along the token axis.")
+        complaints.add(ShapeError, "B", f"1 with {name}", sizes["B"], "Pack all sequences along the token axis.")
     if len(complaints.found) > found:
-        return
-    sizes["N"] = cu_seqlens.shape[0] - 1
-    if not reads_values(cu_seqlens):
-        return
-    ends, T = cu_seqlens.tolist(), sizes["T"]
-    if ends[0] != 0 or ends[-1] != T or any(b < a for a, b in pairwise(ends)):
-        shown = ends if len(ends) <= 16 else f"[{', '.join(map(str, ends[:6]))}, ..., {', '.join(map(str, ends[-6:]))}]"
-        complaints.add(
-            RangeError,
-            "cu_seqlens",
-            f"offsets that begin at 0, never fall and end at T = {T}",
-            shown,
-            "It is the cumulative sum of the sequence lengths with a 0 in front.",
-        )
+        return None
+    if reads_values(cu_seqlens):
+        ends, T = cu_seqlens.tolist(), sizes["T"]
+        if ends[0] != 0 or ends[-1] != T or any(b < a for a, b in pairwise(ends)):
+            shown = ends if len(ends) <= 16 else f"[{', '.join(map(str, ends[:6]))}, ..., {', '.join(map(str, ends[-6:]))}]"
+            rule = f"offsets that begin at 0, never fall and end at T = {T}"
+            complaints.add(RangeError, name, rule, shown, "It is the cumulative sum of the sequence lengths with a 0 in front.")
+    return cu_seqlens.shape[0] - 1
 
 
 def _check_no_overlap(complaints: Complaints, state: Tensor) -> None:

@@ -53,6 +53,7 @@ def test_public_names():
         "rwkv5",
         "rwkv6",
         "simple_gla",
+        "softmax_attention",
     ]
     assert sorted(ps.__all__) == names
     assert all(hasattr(ps, name) for name in names)

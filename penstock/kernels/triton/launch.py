@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -113,8 +114,22 @@ def _target(device: torch.device) -> Target:
     return target._replace(table={**target.table, **_tried}) if _tried else target
 
 
-def _run(
-    kind: str, p: Problem | Step, planned: Callable[[Target], Plan], tensors: dict[str, Tensor | None], *more: Tensor | None
+class Signed(Protocol):
+    """A call that knows what all calls like it have in common."""
+
+    @property
+    def q(self) -> Tensor:
+        """The tensor that stands in for those that there are not."""
+        ...
+
+    @property
+    def signature(self) -> Hashable:
+        """Equal for calls that differ in values only."""
+        ...
+
+
+def run(
+    kind: str, p: Signed, planned: Callable[[Target], Plan], tensors: dict[str, Tensor | None], *more: Tensor | None
 ) -> dict[str, Tensor]:
     """The plan of a call, made or found, run on its tensors; those that there are not are stood in for by q."""
     key = kind, p.signature, signature(*more) if more else (), torch.get_float32_matmul_precision()
@@ -135,20 +150,20 @@ def _inputs(p: Problem) -> dict[str, Tensor | None]:
 def chunk_forward_pass(p: Problem, keep: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
     """Output, final state and, if ``keep``, states for the backward pass, by chunks."""
     kind = "chunk forward, keeping states" if keep else "chunk forward"
-    found = _run(kind, p, lambda target: plan.chunk_forward_plan(p, target, keep), _inputs(p))
+    found = run(kind, p, lambda target: plan.chunk_forward_plan(p, target, keep), _inputs(p))
     return found["output"], found["final_state"], found.get("chunk_states")
 
 
 def recurrent_forward_pass(p: Problem) -> tuple[Tensor, Tensor]:
     """Output and final state token by token."""
-    found = _run("recurrent forward", p, lambda target: plan.recurrent_forward_plan(p, None, None, target), _inputs(p))
+    found = run("recurrent forward", p, lambda target: plan.recurrent_forward_plan(p, None, None, target), _inputs(p))
     return found["output"], found["final_state"]
 
 
 def step_pass(s: Step) -> Tensor:
     """A decode step: one launch, states in place."""
     tensors = {"q": s.q, "k": s.k, "v": s.v, "g": s.g, "u": s.u, "pool": s.state, "slots": s.slots, "cu_seqlens": None}
-    found = _run("step", s, lambda target: plan.recurrent_forward_plan(s.problem(s.state), s.state, s.slots, target), tensors)
+    found = run("step", s, lambda target: plan.recurrent_forward_plan(s.problem(s.state), s.state, s.slots, target), tensors)
     return found["output"]
 
 
@@ -156,7 +171,7 @@ def chunk_backward_pass(
     p: Problem, d_output: Tensor, d_final_state: Tensor | None, states: Tensor | None = None, dg: bool = True
 ) -> Gradients:
     """All gradients by chunks, from the states that a forward pass kept if there are any; the decay's only if ``dg``."""
-    found = _run(
+    found = run(
         "chunk backward" if dg else "chunk backward without dg", p,
         lambda target: plan.chunk_backward_plan(p, d_output, d_final_state, target, states, dg),
         _inputs(p) | {"d_output": d_output, "d_final_state": d_final_state, "states": states}, d_output, d_final_state, states,
@@ -174,7 +189,7 @@ def _summed(shares: Tensor, like: Tensor) -> Tensor:
 def recurrent_backward_pass(p: Problem, d_output: Tensor, d_final_state: Tensor | None) -> Gradients:
     """All gradients token by token; shares of blocks of V are summed here."""
     tensors = _inputs(p) | {"d_output": d_output, "d_final_state": d_final_state}
-    found = _run(
+    found = run(
         "recurrent backward", p, lambda target: plan.recurrent_backward_plan(p, d_output, d_final_state, target),
         tensors, d_output, d_final_state,
     )  # fmt: skip

@@ -1,0 +1,91 @@
+"""Softmax attention by ``torch.nn.functional.scaled_dot_product_attention``: on CPUs, and wherever it is asked for by name.
+
+Torch aligns causal masks at the first key where this library aligns them at the last, and knows no windows: where that matters,
+queries go block by block, each with the keys that it sees and a mask. The log-sum-exp, which torch does not return, is computed beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..problem import state_dtype
+from .problem import Attention
+
+ROWS = 512
+"""Queries in a block."""
+
+
+def refuses(a: Attention) -> str | None:
+    """Why it does not take this call, or None."""
+    if a.cu_seqlens is not None and a.q.device.type != "cpu":
+        return "torch's operator takes no packed sequences, and the host would have to wait for their lengths"
+    return None
+
+
+def attend(a: Attention, return_lse: bool) -> tuple[Tensor, Tensor | None]:
+    """Output [B,Tq,H,D] and, if asked for, log-sum-exp [B,Tq,H] in float32 (float64 for float64)."""
+    if a.cu_seqlens is None:
+        output = _output(a, a.q, a.k, a.v)
+        return output, _lse(a, a.q, a.k) if return_lse else None
+    parts = [(a.q[:, rows], a.k[:, keys], a.v[:, keys]) for rows, keys in a.spans()]
+    output = torch.cat([_nothing(a.q, a.k, a.v), *(_output(a, *part) for part in parts)], 1)
+    if not return_lse:
+        return output, None
+    none = _nothing(a.q, a.k)[..., 0].to(state_dtype(a.q.dtype))
+    return output, torch.cat([none, *(_lse(a, q, k) for q, k, _ in parts)], 1)
+
+
+def _output(a: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Of one sequence, or a batch of equals."""
+    Tq, Tk = q.shape[1], k.shape[1]
+    if not Tq or not Tk:
+        return _nothing(q, k, v).new_zeros(q.shape) + sum(x[..., :0].sum() for x in (q, k, v))
+    heads: dict[str, Any] = {"scale": abs(a.scale), "enable_gqa": q.shape[2] != k.shape[2]}
+    if a.scale < 0:  # torch 2.13 multiplies what is masked by it, too: -inf becomes inf
+        q = -q
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    if a.window is None and (not a.causal or Tq == Tk):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=a.causal, **heads).transpose(1, 2)
+    found = [
+        F.scaled_dot_product_attention(q[:, :, rows], k[:, :, keys], v[:, :, keys], attn_mask=seen, **heads)
+        for rows, keys, seen in _blocks(a, Tq, Tk)
+    ]
+    return torch.cat(found, 2).transpose(1, 2)
+
+
+def _lse(a: Attention, q: Tensor, k: Tensor) -> Tensor:
+    """Of one sequence, or a batch of equals."""
+    Tq, Tk, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
+    dtype = state_dtype(q.dtype)
+    if not Tq or not Tk:
+        return q.new_full(q.shape[:3], float("-inf"), dtype=dtype)
+    q = q.to(dtype).unflatten(2, (k.shape[2], group))
+    found = []
+    for rows, keys, seen in _blocks(a, Tq, Tk):
+        scores = a.scale * torch.einsum("bigrd,bjgd->bgrij", q[:, rows], k[:, keys].to(dtype))
+        some = seen.any(1)
+        scores = scores.masked_fill(~seen & some[:, None], float("-inf"))
+        found.append(torch.logsumexp(scores, -1).masked_fill(~some, float("-inf")))
+    return torch.cat(found, 3).flatten(1, 2).transpose(1, 2)
+
+
+def _blocks(a: Attention, Tq: int, Tk: int) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Blocks of queries, the keys that any of them sees (at least one), and which of them each sees."""
+    for start in range(0, Tq, ROWS):
+        rows = slice(start, min(start + ROWS, Tq))
+        first, last = rows.start + Tk - Tq, rows.stop - 1 + Tk - Tq
+        reach = Tk if a.window is None else a.window
+        low, high = first - reach + 1 if a.window is not None else 0, last + 1 if a.causal else last + reach
+        low = min(max(low, 0), Tk - 1)
+        keys = slice(low, max(min(high, Tk), low + 1))
+        yield rows, keys, a.visible(rows, keys, Tq, Tk)
+
+
+def _nothing(*tensors: Tensor) -> Tensor:
+    """No tokens of the first tensor, with gradients to all."""
+    return tensors[0][:, :0] + sum(x[:0].sum() for x in tensors)

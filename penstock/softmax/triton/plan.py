@@ -1,0 +1,117 @@
+"""What a call of softmax attention launches, from sizes and strides alone."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...kernels.triton.plan import Plan
+from ...kernels.triton.plan import precision as precision_of
+from ...kernels.triton.table import Target, power
+from ..problem import Attention
+from . import kernels
+
+ROWS = 32
+"""Of a program of ``deltas``."""
+
+
+class Blocks(NamedTuple):
+    """Queries and keys of a tile, warps, and tiles under way."""
+
+    BM: int
+    BN: int
+    warps: int
+    stages: int
+
+
+def blocks(kernel: str, D: int, size: int, target: Target) -> Blocks:
+    """Sizes of a launch for heads of D (a power of two) elements of ``size`` bytes, such that it fits the GPU's shared memory."""
+    if target.interpreted:
+        return Blocks(64, 64, 4, 1)
+    found = _half(kernel, D) if size == 2 else Blocks(64, 32, 4, 2) if D <= 128 else Blocks(32, 32, 4, 1)
+    while shared_bytes(kernel, found, D, size) > target.shared_memory and (found.stages > 1 or max(found.BM, found.BN) > 16):
+        if found.stages > 1:
+            found = found._replace(stages=found.stages - 1)
+        else:
+            found = found._replace(**({"BM": found.BM // 2} if found.BM >= found.BN else {"BN": found.BN // 2}))
+    return found
+
+
+def _half(kernel: str, D: int) -> Blocks:
+    """Of 16 bits. Not measured yet: by the registers that the compiler leaves over on an sm_90."""
+    if kernel == "forward":
+        return Blocks(128, 64, 4, 3) if D <= 64 else Blocks(128, 64, 8, 3 if D <= 128 else 2)
+    if kernel == "backward_by_keys":
+        return Blocks(64, 128, 8, 2) if D <= 128 else Blocks(32, 64, 8, 1)
+    return Blocks(128, 64, 8, 2) if D <= 128 else Blocks(64, 32, 8, 2)
+
+
+def shared_bytes(kernel: str, b: Blocks, D: int, size: int) -> int:
+    """Shared memory that a program may take: tiles that stay, tiles under way, and p, which changes its layout through it."""
+    stays = {"forward": b.BM, "backward_by_keys": 2 * b.BN, "backward_by_queries": 2 * b.BM}[kernel]
+    moves = b.BM if kernel == "backward_by_keys" else b.BN
+    return size * (D * (stays + 2 * moves * b.stages) + b.BM * b.BN)
+
+
+def precision(dtype: torch.dtype, target: Target) -> str:
+    """Operands of 16 bits are taken as they are ("half"), float32 as the recurrent kernels take it."""
+    if dtype != torch.float32:
+        return "ieee" if target.interpreted else "half"
+    return precision_of(dtype, target)
+
+
+def _call(a: Attention, target: Target) -> tuple[dict[str, Any], tuple[Any, ...]]:
+    """What all launches of a call take: constants, and the last numbers but strides."""
+    s = a.sizes
+    constants = {
+        "H": s["H"], "G": s["G"], "D": s["D"], "BD": power(s["D"]), "CAUSAL": a.causal, "WINDOW": a.window is not None,
+        "PACKED": a.cu_seqlens is not None, "PRECISION": precision(a.q.dtype, target),
+    }  # fmt: skip
+    return constants, (a.scale, a.window or 0, s["N"], s["Tq"], s["Tk"])
+
+
+def _slots(a: Attention, T: int, L: int) -> int:
+    """Stretches of L tokens that the sequences may need together."""
+    return T // L + a.sizes["N"] if a.cu_seqlens is not None else a.sizes["B"] * math.ceil(T / L)
+
+
+def _strides(*tensors: Tensor) -> tuple[int, ...]:
+    return tuple(stride for x in tensors for stride in x.stride())
+
+
+def _launch(plan: Plan, kernel: str, a: Attention, target: Target, tensors: tuple[str, ...], others: tuple[Tensor, ...] = ()) -> None:
+    constants, numbers = _call(a, target)
+    s, b = a.sizes, blocks(kernel, constants["BD"], a.q.element_size(), target)
+    slots, heads = (_slots(a, s["Tk"], b.BN), s["G"]) if kernel == "backward_by_keys" else (_slots(a, s["Tq"], b.BM), s["H"])
+    plan.launch(
+        getattr(kernels, kernel), slots * heads, (*tensors, "cu_seqlens", "cu_seqlens_k"),
+        (*numbers, *_strides(a.q, a.k, a.v, *others)), b.warps, **constants, BM=b.BM, BN=b.BN, STAGES=b.stages,
+    )  # fmt: skip
+
+
+def forward_plan(a: Attention, target: Target) -> Plan:
+    """``output`` and ``lse``."""
+    plan, s = Plan(), a.sizes
+    output = plan.empty("output", *a.q.shape, dtype=a.q.dtype)
+    lse = plan.empty("lse", s["B"], s["Tq"], s["H"])
+    _launch(plan, "forward", a, target, ("q", "k", "v", output, lse))
+    return plan
+
+
+def backward_plan(a: Attention, d_output: Tensor, d_lse: Tensor | None, target: Target) -> Plan:
+    """``dq``, ``dk`` and ``dv`` from what the forward pass returned and its gradients."""
+    plan, s = Plan(), a.sizes
+    delta = plan.empty("delta", s["B"], s["Tq"], s["H"])
+    dq, dk, dv = (plan.empty("d" + name, *x.shape, dtype=x.dtype) for name, x in (("q", a.q), ("k", a.k), ("v", a.v)))
+    rows = s["B"] * s["Tq"] * s["H"]
+    plan.launch(
+        kernels.deltas, math.ceil(rows / ROWS), ("output", "d_output", "d_lse" if d_lse is not None else "q", delta),
+        (rows, s["Tq"], *d_output.stride(), *(d_lse.stride() if d_lse is not None else (0, 0, 0))), 4,
+        H=s["H"], D=s["D"], BD=power(s["D"]), BM=ROWS, D_LSE=d_lse is not None,
+    )  # fmt: skip
+    _launch(plan, "backward_by_keys", a, target, ("q", "k", "v", "d_output", "lse", delta, dk, dv), (d_output,))
+    _launch(plan, "backward_by_queries", a, target, ("q", "k", "v", "d_output", "lse", delta, dq), (d_output,))
+    return plan
