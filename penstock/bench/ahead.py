@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from ..kernels.triton.hopper import Tile
     from ..kernels.triton.plan import Plan  # which imports Triton: this module also says that it is not installed
 
-PACKAGE = "penstock.kernels.triton"
+PACKAGE = "penstock."
+USUAL = "kernels.triton."
+"""Where most kernels are: left out of their names."""
 
 
 class Memory(NamedTuple):
@@ -96,7 +98,7 @@ def jobs(plan: Plan, tensors: Mapping[str, Tensor], arch: str) -> list[Job]:
 
 def kernel_name(kernel: Any) -> str:
     """Its module and name."""
-    return f"{kernel.fn.__module__.rpartition('.')[2]}.{kernel.fn.__name__}"
+    return f"{kernel.fn.__module__.removeprefix(PACKAGE).removeprefix(USUAL)}.{kernel.fn.__name__}"
 
 
 def distinct(many: Iterable[Job]) -> dict[Job, Job]:
@@ -162,8 +164,8 @@ def _usage(cubin: bytes) -> tuple[int, int]:
 
 def _compile(job: Job) -> Any:
     """Triton's compiled kernel; None if a hook said that it need not be compiled."""
-    module, _, name = job.kernel.partition(".")
-    kernel = getattr(import_module(f"{PACKAGE}.{module}"), name)
+    module, _, name = job.kernel.rpartition(".")
+    kernel = getattr(import_module(PACKAGE + (module if "." in module else USUAL + module)), name)
     arguments = [x.made() if isinstance(x, Memory) else x for x in job.arguments]
     with _compiling_for(job.arch):
         return kernel.warmup(*arguments, grid=(1,), **dict(job.options))

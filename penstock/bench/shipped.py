@@ -11,6 +11,8 @@ import torch
 from ..kernels.triton.plan import Launch
 from ..kernels.triton.table import Target
 from ..kernels.triton.table_file import shipped
+from ..softmax.problem import Attention
+from ..softmax.triton import plan as softmax
 from .ahead import Job, jobs, kernel_name
 from .cases import Shape
 from .passes import PASSES, Pass, planned, without_memory
@@ -53,6 +55,37 @@ class Configuration:
                 yield name + f" {times[name]}" * (times[name] > 1), job
 
 
+@dataclass(frozen=True)
+class Softmax:
+    """A kind of call of softmax attention."""
+
+    H: int
+    G: int
+    D: int
+    dtype: str = "bfloat16"
+    window: int | None = None
+    packed: bool = False
+
+    @property
+    def name(self) -> str:
+        """For people, and for the record."""
+        more = f" window={self.window}" * (self.window is not None) + " packed" * self.packed
+        return f"softmax_attention 1,4096,{self.H},{self.G},{self.D} {self.dtype}{more}"
+
+    def launches(self, arch: str) -> Iterator[tuple[str, Job]]:
+        """Yield each launch with its name."""
+        dtype, target = getattr(torch, self.dtype), TARGETS[arch]
+        q, k = (torch.empty(1, 4096, heads, self.D, dtype=dtype, device="meta") for heads in (self.H, self.G))
+        lse, ends = torch.empty(q.shape[:3], device="meta"), torch.empty(5, dtype=torch.int64, device="meta") if self.packed else None
+        call = Attention.checked(q, k, k, ends, ends, True, None, self.window)
+        tensors = {"q": q, "k": k, "v": k, "cu_seqlens": q if ends is None else ends, "cu_seqlens_k": q if ends is None else ends}
+        more = {"output": q, "d_output": q, "lse": lse, "d_lse": q}
+        for which, made in (("forward", softmax.forward_plan(call, target)), ("backward", softmax.backward_plan(call, q, None, target))):
+            given = tensors | (more if which == "backward" else {})
+            for launch, job in zip(made.launches, jobs(made, given, arch)):
+                yield f"{self.name}: {which}: {_told(launch)}", job
+
+
 def _told(launch: Launch) -> str:
     """The kernel, and which of its kinds where a pass launches several."""
     first = len(launch.tensors) + len(launch.numbers)
@@ -64,7 +97,7 @@ PROMPT, BATCH, SERVED = (1, 1024), (8, 2048), (256, 1)
 """B and T of a prompt, whose sequence is cut into segments, of training data, whose sequences are walked whole, and of decode steps
 whose sequences fill the GPU."""
 
-CONFIGURATIONS = (
+CONFIGURATIONS: tuple[Configuration | Softmax, ...] = (
     Configuration("linear_attention", Shape(*PROMPT, 16, 64, 64)),
     Configuration("linear_attention", Shape(*PROMPT, 16, 64, 64), "float16"),
     Configuration("retention", Shape(*PROMPT, 8, 256, 512)),
@@ -83,4 +116,11 @@ CONFIGURATIONS = (
     Configuration("gla", Shape(*SERVED, 16, 128, 128), passes=("step",)),
     Configuration("gla", Shape(*SERVED, 32, 64, 64), passes=("step",)),
     Configuration("rwkv6", Shape(*SERVED, 32, 64, 64), passes=("step",)),
+    Softmax(16, 16, 128),
+    Softmax(32, 8, 64, packed=True),
+    Softmax(32, 8, 128, "float16", window=1024),
+    Softmax(8, 4, 256),
+    Softmax(16, 16, 64, "float32"),
+    Softmax(8, 8, 128, "float32"),
+    Softmax(6, 6, 100),
 )
