@@ -228,7 +228,7 @@ def test_a_run_cut_short_leaves_what_it_measured(run, monkeypatch, tmp_path):
         (["--case", "gla-1.3b", "--shape", "1,2,3,4"], "variant must be given with --shape"),
         ([], "variant must be given"),
         (["rwkv6", "--case", "rwkv6-7b", "--mode", "decode"], "T must be at most 16 in mode decode"),
-        (["--suite", "everything"], "suite must be one of gpu-training, gpu-decode, lengths, got 'everything'"),
+        (["--suite", "everything"], "suite must be one of gpu-training, gpu-decode, lengths, softmax, got 'everything'"),
         (["rwkv6", "--from", "a.json"], "--from must be given without variants"),
         (["--from", "no-such.json"], "file must be a record that penstock bench --json wrote, got 'no-such.json'"),
         (["rwkv6", "--plot", "picture.doc"], "file must be named *.png"),

@@ -123,7 +123,13 @@ LENGTHS = tuple(
     _sized("rwkv6", f"1,{length},32,64", "one sequence, ever longer") for length in (2048, 4096, 8192, 16384, 32768, 65536, 131072, 163840)
 )
 
-CASES = tuple({case.name: case for case in MODELS + DECODING + LENGTHS + GPU_TRAINING + GPU_DECODING}.values())
+SOFTMAX = tuple(
+    _sized("softmax_attention", sizes, model)
+    for sizes, model in (("4,4096,16,128", "16 heads of 128"), ("8,2048,32,64", "32 heads of 64"), ("1,16384,32,128", "one long sequence"))
+)
+"""Causal softmax attention, as the layers of hybrid models between the recurrent ones."""
+
+CASES = tuple({case.name: case for case in MODELS + DECODING + LENGTHS + GPU_TRAINING + GPU_DECODING + SOFTMAX}.values())
 """Every case by which ``penstock bench`` can be asked. Two of the lengths are training shapes as well."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from statistics import median, quantiles
+from typing import NamedTuple
 
 import torch
 
@@ -120,47 +121,65 @@ def measure(case: str, inputs: Inputs, mode: Mode, candidates: list[Candidate], 
             ShapeError, "T", f"at most {STEP_TOKENS} in mode decode", shape.T, "Take T = 1, or a case whose name has -decode- in it."
         )
         complaints.raise_any()
-    right: list[tuple[Candidate, dict[str, Apart], float]] = []
+    right: list[Right] = []
     untimed: list[Untimed] = []
     with clock.current(device):
         exact = Exact.of(inputs, mode)
         for candidate in candidates:
             try:
-                right.append((candidate, *exact.hold(candidate)))
+                results, first_call = exact.hold(candidate)
+                right.append(Right(candidate.name, candidate.threads, results, first_call, call_of(candidate, inputs, mode)))
             except Exception as failure:
                 if not go_on:
                     raise
-                untimed.append(Untimed(candidate.name, _reason(failure, candidate), candidate.ours))
+                untimed.append(Untimed(candidate.name, reason_of(failure, candidate.ours), candidate.ours))
         tokens = exact.tokens
         del exact  # its tensors are large
-        found = _timed([copy_of(inputs, mode), *(call_of(candidate, inputs, mode) for candidate, *_ in right)], device, seconds)
-    threads, (samples, gpu) = torch.get_num_threads(), found[0]
-    copy = Timing("copy", median(samples), _quartiles(samples), len(samples), None, threads, gpu=gpu)
-    timings = tuple(
-        Timing(
-            candidate.name,
-            median(samples),
-            _quartiles(samples),
-            len(samples),
-            max(apart.error for apart in results.values()),
-            candidate.threads or threads,
-            results,
-            first_call,
-            gpu,
-        )
-        for (candidate, results, first_call), (samples, gpu) in zip(right, found[1:])
-    )
+        copy, timings = timed_in_turn(copy_of(inputs, mode), right, device, seconds)
     at = inputs.variant, case, shape, mode, str(inputs.q.dtype).removeprefix("torch."), str(device)
     first = candidates[0].name if candidates else None
     return Measurement(*at, tokens, moved_bytes(inputs, mode), copy, timings, tuple(untimed), first)
 
 
-def _reason(failure: Exception, candidate: Candidate) -> str:
+class Right(NamedTuple):
+    """A candidate whose results were held to the oracle."""
+
+    name: str
+    threads: int | None
+    results: dict[str, Apart]
+    first_call: float
+    """Seconds."""
+    call: clock.Call
+
+
+def timed_in_turn(copy: clock.Call, right: list[Right], device: torch.device, seconds: float) -> tuple[Timing, tuple[Timing, ...]]:
+    """Time the copy and all candidates, about ``seconds`` each."""
+    found = _timed([copy, *(one.call for one in right)], device, seconds)
+    threads = torch.get_num_threads()
+    timings = tuple(
+        Timing(
+            one.name,
+            median(samples),
+            _quartiles(samples),
+            len(samples),
+            max(apart.error for apart in one.results.values()),
+            one.threads or threads,
+            one.results,
+            one.first_call,
+            gpu,
+        )
+        for one, (samples, gpu) in zip(right, found[1:])
+    )
+    samples, gpu = found[0]
+    return Timing("copy", median(samples), _quartiles(samples), len(samples), None, threads, gpu=gpu), timings
+
+
+def reason_of(failure: Exception, ours: bool) -> str:
     """Say in one sentence why a candidate is not timed."""
     if isinstance(failure, WrongResult):
         return f"wrong: {failure.told}"
     told = str(failure) if isinstance(failure, ImplementationRefused) else clock.named(failure)
-    return f"{'fails' if candidate.ours else 'refuses'}: {told}"
+    return f"{'fails' if ours else 'refuses'}: {told}"
 
 
 def _timed(calls: list[clock.Call], device: torch.device, seconds: float) -> list[tuple[list[float], OnGpu | None]]:

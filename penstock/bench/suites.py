@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ..errors import Complaints, RangeError
 from .candidates import Mode
-from .cases import GPU_DECODING, GPU_TRAINING, LENGTHS, Case
+from .cases import GPU_DECODING, GPU_TRAINING, LENGTHS, SOFTMAX, Case
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ SUITES = (
     Suite("gpu-training", "sequences and prompts, beside fla, whose tuning takes most of the time", GPU_TRAINING, ("fwd", "fwdbwd")),
     Suite("gpu-decode", "one token for 1, 256 and 1024 sequences, beside fla", GPU_DECODING, ("decode",)),
     Suite("lengths", "chunked against token by token as T grows", LENGTHS, ("fwd",), ("triton_recurrent", "triton_chunkwise"), ("none",)),
+    Suite("softmax", "softmax attention beside torch's backends", SOFTMAX, ("fwd", "fwdbwd"), peers=("none",)),
 )
 
 

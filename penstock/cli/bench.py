@@ -12,6 +12,7 @@ import torch
 import typer
 from rich.console import Console
 
+from ..bench import softmax
 from ..bench.candidates import MODES, PEERS, Mode, ours, peer
 from ..bench.cases import Case, Shape, case_named, default_cases, inputs
 from ..bench.clock import named
@@ -24,6 +25,7 @@ from ..bench.suites import PLAIN, Suite, suite_named
 from ..dispatch import check_name
 from ..errors import Complaints, DeviceError, PenstockError, RangeError
 from ..problem import FLOATS
+from ..softmax import FUNCTION
 from ..variants import VARIANTS
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
@@ -110,10 +112,13 @@ def bench(
         failed: list[str] = []
         for one, job in jobs:
             status.update(f"{job.variant}, {one}, {job.shape.text}")
-            x = inputs(job.variant, job.shape, DTYPES[dtype], device, seed, job.soft)
-            candidates = [peer(name, x, one) for name in names] + [ours(name, x, one) for name in impls]
             try:
-                measurements.append(measure(job.name, x, one, candidates, seconds, go_on=True))
+                if job.variant == FUNCTION:
+                    measurements.append(softmax.measure(job, one, DTYPES[dtype], device, seconds, impls[0], seed))
+                else:
+                    x = inputs(job.variant, job.shape, DTYPES[dtype], device, seed, job.soft)
+                    candidates = [peer(name, x, one) for name in names] + [ours(name, x, one) for name in impls]
+                    measurements.append(measure(job.name, x, one, candidates, seconds, go_on=True))
             except PenstockError:
                 raise
             except Exception as failure:  # out of memory while timing, say: the other cases are still worth their time
@@ -152,7 +157,7 @@ def _checked(variants: list[str], modes: list[str], impls: list[str], peers: lis
     """Raise for every name that nobody knows; the modes, typed."""
     complaints = Complaints("bench")
     known = {
-        "variant": (variants, tuple(VARIANTS)),
+        "variant": (variants, (*VARIANTS, FUNCTION)),
         "mode": (modes, MODES),
         "peer": (peers, (*PEERS, "none")),
         "dtype": ([dtype], tuple(DTYPES)),
@@ -194,6 +199,6 @@ def _jobs(variants: list[str], shapes: list[str], cases: list[str], suite: Suite
     jobs = named + chosen
     for variant in variants:
         jobs += [Case(text, variant, Shape.parse(text), "given by --shape") for text in shapes]
-        if not shapes and variant not in known:
+        if not shapes and variant not in known and variant != FUNCTION:
             jobs += default_cases(variant, mode == "decode")
     return jobs

@@ -1,5 +1,6 @@
 """Exact softmax attention, a room of its own: what hybrid models put between their recurrent layers."""
 
 from .attention import softmax_attention
+from .problem import FUNCTION
 
-__all__ = ["softmax_attention"]
+__all__ = ["FUNCTION", "softmax_attention"]
