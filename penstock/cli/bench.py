@@ -43,7 +43,7 @@ def bench(
     mode: Annotated[list[str] | None, typer.Option(help="fwd, fwdbwd or decode. Repeatable.  [default: fwd]")] = None,
     impl: Annotated[list[str] | None, typer.Option(help="auto, or an implementation. Repeatable.  [default: auto]")] = None,
     peers: Annotated[
-        list[str] | None, typer.Option("--peer", help="loop, fla or none. The first is the baseline.  [default: loop]")
+        list[str] | None, typer.Option("--peer", help="loop, fla, fla_recurrent or none. The first is the baseline.  [default: loop]")
     ] = None,
     dtype: Annotated[str | None, typer.Option(help=f"Of q, k and v: {', '.join(DTYPES)}.  [default: float32]")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N.  [default: cpu]")] = None,
