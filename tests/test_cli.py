@@ -32,7 +32,7 @@ def run(monkeypatch):
     return lambda *words: CliRunner().invoke(main, list(words))
 
 
-@pytest.mark.parametrize("command", ["", "check", "bench", "demo"])
+@pytest.mark.parametrize("command", ["", "check", "bench", "profile", "demo"])
 def test_help(run, command):
     done = run(*command.split(), "--help")
     assert done.exit_code == 0

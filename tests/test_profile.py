@@ -166,7 +166,7 @@ def test_ours_takes_a_models_layout_without_a_conversion_on_a_gpu(variant, impl,
     x = hidden(inputs(variant, Shape(1, 54, 32, 64, 64), torch.float16, "cuda"))
     found = profiled("small", x, "fwd", [ours(impl, x, "fwd")], tmp_path, 0.01, 2).timings[0].profile
     assert found.layout_milliseconds == 0
-    assert 1 <= found.launches <= 3
+    assert 1 <= found.launches <= 4
     assert found.kernel_milliseconds > 0
 
 

@@ -59,7 +59,8 @@ def profiled(case: str, inputs: Inputs, mode: Mode, of: Sequence[Candidate], fol
     for timing in found.timings:
         name = re.sub(r"\W+", "_", timing.candidate).strip("_")
         path = folder / name / f"{name}.{time.time_ns()}.pt.trace.json"
-        trace.record(call_of(by_name[timing.candidate], inputs, mode), device, steps, path)
+        with clock.current(device):
+            trace.record(call_of(by_name[timing.candidate], inputs, mode), device, steps, path)
         seen = trace.read(path, clock.on_gpu(device))
         if seen is None:
             complaints = Complaints("profile")

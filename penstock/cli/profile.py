@@ -47,8 +47,8 @@ def profile(
 ) -> None:
     """Look into one call: where the time goes in the token loop, in every implementation here, and in flash-linear-attention.
 
-    Every candidate is first held to the float64 oracle; a wrong one is reported, not timed, and the exit code is 1. Then all
-    are timed in turn without the profiler, and then watched by it. Shown are the time end to end, the time of all kernels, the
+    Every candidate is first held to the float64 oracle; a wrong one is reported, not timed, and if it is ours the exit code is 1.
+    Then all are timed in turn without the profiler, and then watched by it. Shown are the time end to end, the time of all kernels, the
     slowest kernel, how many were launched, and the time of those that only move data. On a CPU, operators take the place of kernels.
 
     The inputs lie in memory as [B,T,H*n], the way a model's projections leave them, and are handed over as views [B,T,H,n].
