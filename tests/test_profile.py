@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity
 from typer.testing import CliRunner
 
 from penstock import DeviceError, ImplementationRefused, dispatch
-from penstock.bench import oracle, trace
+from penstock.bench import oracle, plot, trace
 from penstock.bench.candidates import Candidate, loop, ours
 from penstock.bench.cases import Inputs, Shape, inputs
 from penstock.bench.loop import token_loop
@@ -308,6 +308,19 @@ def test_without_matplotlib_there_is_no_picture_and_the_rest_is_there(run, monke
     assert one(tmp_path / "chunkwise").exists()
     with pytest.raises(MissingExtra):
         draw_profile(None, tmp_path / "a.png")
+
+
+def test_the_picture_shows_both_times_of_every_candidate(tmp_path, monkeypatch):
+    x = hidden(inputs("gla", SMALL))
+    found = profiled("small", x, "fwd", [loop(x), ours("chunkwise", x, "fwd")], tmp_path, 0.001, 1)
+    figures, save = [], plot._save
+    monkeypatch.setattr(plot, "_save", lambda figure, *rest: figures.append(figure) or save(figure, *rest))
+    draw_profile(found, tmp_path / "new" / "a.png", "somewhere")
+    (axes,) = figures[0].axes
+    wanted = [time for one in found.timings for time in (one.milliseconds, one.profile.kernel_milliseconds)]
+    assert [bar.get_width() for bar in axes.patches if bar.get_width()] == wanted
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["token loop", "chunkwise"]
+    assert (tmp_path / "new" / "a.png").read_bytes()[:4] == b"\x89PNG"
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,8 @@ class Record:
     def place(self) -> str:
         """Where and with what, in one line."""
         machine = self.machine
-        threads = f", {self.measurements[0].copy.threads} threads" if self.device == machine.processor else ""
+        count = self.measurements[0].copy.threads
+        threads = f", {count} thread{'s' * (count > 1)}" if self.device == machine.processor else ""
         timed = [timing.candidate for one in self.measurements for timing in one.timings]
         beside = f", fla {machine.fla}" if any(name.startswith("fla") for name in timed) else ""
         return f"{self.device}{threads}; penstock {machine.penstock}, torch {machine.torch}{beside}; {self.date[:10]}"

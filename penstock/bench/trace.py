@@ -184,7 +184,13 @@ def short(kernel: str) -> str:
 
     >>> short("void at::native::elementwise_kernel<128, 4, at::native::gpu_kernel_impl<Functor>(int)>(int, Functor)")
     'elementwise_kernel'
+    >>> short("std::enable_if<!(false), void>::type internal::gemvx::kernel<int, int, float>(Params)")
+    'kernel'
+    >>> short("void at::native::(anonymous namespace)::CatArrayBatchedCopy<Opaque<4u>, int>(Opaque<4u>*)")
+    'CatArrayBatchedCopy'
     >>> short("Memcpy DtoD (Device -> Device)")
     'Memcpy DtoD'
     """
-    return re.sub(r"^void |\w+::|\(anonymous namespace\)::", "", re.split(r"<|\((?!anonymous)", kernel, maxsplit=1)[0]).strip()
+    without_result = re.sub(r"^(void|std::enable_if<.*?>::type) ", "", kernel)
+    name = re.split(r"<|\((?!anonymous)", without_result, maxsplit=1)[0]
+    return re.sub(r"\w+::|\(anonymous namespace\)::", "", name).strip()
