@@ -83,13 +83,14 @@ def implementations() -> tuple[Available, ...]:
     return tuple(Available(one.name, one.summary, one.available()) for one in IMPLEMENTATIONS)
 
 
-def _refusal(implementation: Implementation, problem: Problem, mode: Mode) -> str | None:
+def refusal(implementation: Implementation, problem: Problem, mode: Mode) -> str | None:
+    """Why it cannot take a problem, here or at all; None if it can."""
     return implementation.available() or implementation.refuses(problem, mode)
 
 
 def _passed_over(implementation: Implementation, problem: Problem, mode: Mode) -> str | None:
     """Why "auto" does not take it: it refuses, or would be slow."""
-    reason = _refusal(implementation, problem, mode)
+    reason = refusal(implementation, problem, mode)
     if reason is not None:
         return "refuses: " + reason
     reason = implementation.avoids(problem, mode)
@@ -109,7 +110,7 @@ def pick(problem: Problem, mode: Mode, impl: str = "auto") -> Implementation:
     name = problem.variant.name if mode != "step" else f"decode_step({problem.variant.name!r})"
     check_name(name, impl)
     if impl != "auto":
-        reason = _refusal(_BY_NAME[impl], problem, mode)
+        reason = refusal(_BY_NAME[impl], problem, mode)
         if reason is None:
             return _BY_NAME[impl]
         raise ImplementationRefused(f"{name}: impl must be one that takes this call, got {impl!r}: {reason}. Use impl='auto'.")

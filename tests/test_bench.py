@@ -240,6 +240,28 @@ def test_fla_refuses_calls_and_is_not_an_error(monkeypatch):
     assert not refused.fault
 
 
+def test_fla_computes_sequences_by_chunks_or_token_by_token(monkeypatch):
+    called = []
+
+    def operator(name):
+        def call(q, k, v, g, *, scale, initial_state=None, output_final_state=False):
+            called.append(name)
+            return token_loop(Inputs("gla", q, k, v, g, None), initial_state)
+
+        return call
+
+    ops = ModuleType("fla.ops")
+    ops.chunk_gla, ops.fused_recurrent_gla = operator("chunk"), operator("recurrent")
+    monkeypatch.setitem(sys.modules, "fla", ModuleType("fla"))
+    monkeypatch.setitem(sys.modules, "fla.ops", ops)
+    monkeypatch.setattr(peers, "unavailable", lambda device: None)
+    x = inputs("gla", Shape(2, 1, 2, 5, 7))
+    for name, mode, wanted in (("fla", "fwd", "chunk"), ("fla_recurrent", "fwd", "recurrent"), ("fla", "decode", "recurrent")):
+        called.clear()
+        assert measure("small", x, mode, [peer(name, x, mode)], seconds=0.001).timings[0].candidate == name
+        assert set(called) == {wanted}
+
+
 def test_the_first_call_is_timed_apart():
     slept = []
 
@@ -252,6 +274,15 @@ def test_the_first_call_is_timed_apart():
     timing = measure("small", x, "fwd", [Candidate("slow at first", forward, token_loop, loop(x).budget)], seconds=0.002).timings[0]
     assert timing.first_call_seconds >= 0.1
     assert timing.milliseconds < 50
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_token_loops_gradients_may_be_rounded_once(dtype):
+    x = inputs("rwkv6", Shape(1, 20, 2, 16, 16), dtype)
+    found = measure("small", x, "fwdbwd", [loop(x)], seconds=0.001).timings[0].results
+    assert found["gradient of q"].error > 1e-4  # so what float32 results are allowed would not do
+    assert found["gradient of q"].allowed == pytest.approx(1e-4 + torch.finfo(dtype).eps / 2)
+    assert found["gradient of g"].allowed == pytest.approx(1e-4)
 
 
 def test_decoding_takes_few_tokens():

@@ -32,7 +32,7 @@ def run(monkeypatch):
     return lambda *words: CliRunner().invoke(main, list(words))
 
 
-@pytest.mark.parametrize("command", ["", "check", "bench", "demo"])
+@pytest.mark.parametrize("command", ["", "check", "bench", "profile", "demo"])
 def test_help(run, command):
     done = run(*command.split(), "--help")
     assert done.exit_code == 0
@@ -218,7 +218,7 @@ def test_a_run_cut_short_leaves_what_it_measured(run, monkeypatch, tmp_path):
         (["rwkv9"], "variant must be one of linear_attention"),
         (["rwkv6", "--mode", "backward"], "mode must be one of fwd, fwdbwd, decode, got 'backward'"),
         (["rwkv6", "--impl", "fast"], "impl must be one of auto, cpu"),
-        (["rwkv6", "--peer", "flash"], "peer must be one of loop, fla, none"),
+        (["rwkv6", "--peer", "flash"], "peer must be one of loop, fla, fla_recurrent, none"),
         (["rwkv6", "--dtype", "int8"], "dtype must be one of float16"),
         (["rwkv6", "--device", "tpu"], "device must be cpu, cuda or cuda:N"),
         (["rwkv6", "--device", "cuda:99"], "device must be one that torch can use"),

@@ -15,13 +15,15 @@ from penstock.bench.ahead import Resources
 from penstock.bench.apart import Failure
 from penstock.bench.cases import Shape
 from penstock.bench.passes import planned, without_memory
-from penstock.bench.shipped import CONFIGURATIONS, TARGETS
+from penstock.bench.shipped import CONFIGURATIONS, TARGETS, Softmax
 from penstock.cli import main
 from penstock.kernels.triton import plan, table
 from penstock.kernels.triton.table import Blocks, Key, Target
+from penstock.softmax.triton import plan as softmax
 from penstock.variants import VARIANTS
 
 RECORD = resources.Record.read()
+RECURRENT = [one for one in CONFIGURATIONS if not isinstance(one, Softmax)]
 COMPILED = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
 """An environment in which Triton compiles."""
 
@@ -75,7 +77,7 @@ print(len(set(distinct([small, large]).values())))
 @pytest.mark.parametrize("arch", TARGETS)
 def test_the_record_has_every_launch_and_no_other(arch):
     assert [name for one in CONFIGURATIONS for name, _ in one.launches(arch)] == list(RECORD.launches[arch])
-    assert {one.variant for one in CONFIGURATIONS} == set(VARIANTS)
+    assert {one.variant for one in RECURRENT} == set(VARIANTS)
 
 
 @pytest.mark.parametrize("arch", TARGETS)
@@ -91,7 +93,7 @@ def test_recorded_launches_fit_and_take_no_more_shared_memory_than_is_reckoned_w
     monkeypatch.setattr(plan, "blocks", noted)
     kernels = {"chunk_forward.forward": "forward", "chunk_backward.backward": "backward", "segments.states": "states",
                "recurrent.forward": "recurrent", "recurrent.backward": "recurrent"}  # fmt: skip
-    for one in CONFIGURATIONS:
+    for one in RECURRENT:
         for which in one.passes:
             reckoned.clear()
             for name, _ in replace(one, passes=(which,)).launches(arch):
@@ -100,6 +102,24 @@ def test_recorded_launches_fit_and_take_no_more_shared_memory_than_is_reckoned_w
                 kernel = "step" if which == "step" else kernels.get(name.rpartition(": ")[2].partition(" ")[0])
                 if kernel is not None:
                     assert taken <= max(size for asked, size in reckoned if asked == kernel), name
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+def test_recorded_softmax_launches_fit_and_take_no_more_shared_memory_than_is_reckoned_with(arch, monkeypatch):
+    reckoned, found = [], softmax.blocks
+
+    def noted(kernel, D, size, target):
+        reckoned.append((kernel, softmax.shared_bytes(kernel, found(kernel, D, size, target), D, size)))
+        return found(kernel, D, size, target)
+
+    monkeypatch.setattr(softmax, "blocks", noted)
+    for one in CONFIGURATIONS:
+        if isinstance(one, Softmax):
+            reckoned.clear()
+            names = [name for name, _ in one.launches(arch) if not name.endswith("deltas")]
+            assert [name.rpartition(".")[2] for name in names] == [kernel for kernel, _ in reckoned]
+            for name, (_, size) in zip(names, reckoned):
+                assert RECORD.launches[arch][name].shared <= size <= TARGETS[arch].shared_memory, name
 
 
 def test_findings_tell_what_is_wrong():

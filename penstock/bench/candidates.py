@@ -23,7 +23,7 @@ Mode = Literal["fwd", "fwdbwd", "decode"]
 MODES: tuple[Mode, ...] = ("fwd", "fwdbwd", "decode")
 ASKED: dict[Mode, tuple[contract.Mode, ...]] = {"fwd": ("forward",), "fwdbwd": ("forward", "backward"), "decode": ("step",)}
 """What an implementation is asked for in each mode."""
-PEERS = ("loop", "fla")
+PEERS = ("loop", "fla", "fla_recurrent")
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,16 @@ def loop(inputs: Inputs) -> Candidate:
     """Take the token loop, the baseline, with one thread or all: whichever is faster on the first tokens of these inputs.
 
     Its operations are so small that more threads may slow it down. It multiplies by rounded float32 decays over and over,
-    hence its own budget.
+    hence its own budget; its gradients are rounded as any result is.
     """
     threads = None
     if inputs.q.device.type == "cpu" and torch.get_num_threads() > 1 and _seconds(inputs, 1) < _seconds(inputs, None):
         threads = 1
-    return Candidate("token loop", lambda inputs: token_loop(inputs)[0], token_loop, lambda inputs, result: 1e-4, threads)
+
+    def budget(inputs: torch.dtype, result: torch.dtype) -> float:
+        return 1e-4 + oracle.rounding_once(result)
+
+    return Candidate("token loop", lambda inputs: token_loop(inputs)[0], token_loop, budget, threads)
 
 
 def _seconds(inputs: Inputs, threads: int | None) -> float:
@@ -90,11 +94,11 @@ def peer(name: str, inputs: Inputs, mode: Mode) -> Candidate:
 
     if name == "loop":
         return loop(inputs)
-    if name != "fla":
+    if name not in PEERS:
         complaints = Complaints("bench")
         complaints.add(RangeError, "peer", f"one of {', '.join(PEERS)}", repr(name))
         complaints.raise_any()
     reason = peers.unavailable(inputs.q.device)
     if reason is not None:
-        raise ImplementationRefused(f"bench: peer fla cannot be timed here: {reason}.")
-    return peers.fla()
+        raise ImplementationRefused(f"bench: peer {name} cannot be timed here: {reason}.")
+    return peers.fla(recurrent=name == "fla_recurrent")

@@ -15,6 +15,7 @@ from .calls import call_of, copy_of, moved_bytes
 from .candidates import Candidate, Mode
 from .cases import Inputs, Shape
 from .exact import Apart, Exact, WrongResult
+from .trace import Profile
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ class Timing:
     first_call_seconds: float | None = None
     """The first call of this shape and mode in this process: it compiles, and tunes, what earlier calls and caches on disk have not."""
     gpu: OnGpu | None = None
+    profile: Profile | None = None
+    """What torch.profiler saw of it, if it was asked."""
 
 
 @dataclass(frozen=True)

@@ -29,10 +29,14 @@ def growth(tokens: int) -> float:
     return sqrt(max(1.0, tokens / EVEN_TOKENS))
 
 
+def rounding_once(result: torch.dtype) -> float:
+    """What rounding a result to bfloat16 or float16 may cost."""
+    return torch.finfo(result).eps / 2 if result in (torch.bfloat16, torch.float16) else 0.0
+
+
 def budget(inputs: torch.dtype, result: torch.dtype) -> float:
     """Allow a result the error of the arithmetic and, if it is bfloat16 or float16, one rounding."""
-    rounding = torch.finfo(result).eps / 2 if result in (torch.bfloat16, torch.float16) else 0.0
-    return ACCURACY[inputs] + rounding
+    return ACCURACY[inputs] + rounding_once(result)
 
 
 def error(result: Tensor, exact: Tensor) -> float:

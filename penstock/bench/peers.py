@@ -21,9 +21,9 @@ CHUNKED = {
     "gla": "chunk_gla",
     "rwkv6": "chunk_rwkv6",
 }
-"""Names in ``fla.ops`` for prompts and training."""
+"""Names in ``fla.ops`` of the operators by chunks."""
 RECURRENT = {variant: name.replace("chunk", "fused_recurrent") for variant, name in CHUNKED.items()}
-"""Names in ``fla.ops`` for decoding."""
+"""Those token by token: for decoding, and for sequences where they are asked for."""
 BUDGET = {torch.bfloat16: 2e-2, torch.float16: 1e-2, torch.float32: 5e-3, torch.float64: 5e-3}
 """Allowed error by dtype of the inputs: fla multiplies in bfloat16, float16 or TF32."""
 
@@ -46,17 +46,17 @@ def refusal(inputs: Inputs) -> str | None:
     return None
 
 
-def fla() -> Candidate:
-    """Take the chunked operator for sequences, the recurrent one for decoding. Calls that fla refuses raise."""
+def fla(recurrent: bool = False) -> Candidate:
+    """Take the chunked operator for sequences, unless ``recurrent``; that one for decoding. Calls that fla refuses raise."""
     ops = import_module("fla.ops")
 
     def forward(inputs: Inputs) -> Tensor:
-        return _call(ops, CHUNKED, inputs)[0]
+        return _call(ops, RECURRENT if recurrent else CHUNKED, inputs)[0]
 
     def step(inputs: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
         return _call(ops, RECURRENT, inputs, initial_state=state, output_final_state=True)
 
-    return Candidate("fla", forward, step, lambda inputs, result: BUDGET[inputs])
+    return Candidate("fla_recurrent" if recurrent else "fla", forward, step, lambda inputs, result: BUDGET[inputs])
 
 
 def _call(ops: ModuleType, names: dict[str, str], inputs: Inputs, **states: Any) -> tuple[Tensor, Tensor]:

@@ -3,6 +3,7 @@
 - Every variant at several lengths or batches, all else equal: lines, time against size, both logarithmic.
 - Several cases, more than one candidate: bars, how many times as fast as the first candidate.
 - Else: dots, the time of every candidate.
+- Profiles: a pair of bars for every candidate, end to end and its kernels alone.
 """
 
 from __future__ import annotations
@@ -61,6 +62,37 @@ def draw(measurements: Sequence[Measurement], path: Path, subtitle: str = "") ->
         figure = _bars(measurements)
     else:
         figure = _grid(panels, _lines if lines else _dots)
+    _save(figure, path, subtitle)
+
+
+def draw_profile(measurement: Measurement, path: Path, subtitle: str = "") -> None:
+    """Two bars for each candidate that was profiled: one call end to end, and its kernels."""
+    check_plot(path)
+    rows = [(timing, timing.profile) for timing in measurement.timings if timing.profile is not None]
+    work = "operators" if measurement.device == "cpu" else "kernels"
+    figure = _figure(8.4, 0.62 * len(rows) + 1.8)
+    axes = figure.subplots()
+    bars = [(place, timing.milliseconds, seen.kernel_milliseconds) for place, (timing, seen) in enumerate(rows)]
+    axes.set_xscale("log")
+    shortest = min((min(times) for _, *times in bars), default=1.0)
+    for place, *times in bars:
+        for time, above, colour in zip(times, (-0.2, 0.2), (COLOURS[0], COLOURS[4])):
+            axes.barh(place + above, time, height=0.38, color=colour)
+            axes.annotate(duration(time), (time, place + above), (5, 0), textcoords="offset points", va="center", fontsize=8.5, color=INK)
+    axes.set_xlim(shortest / 3, max((max(times) for _, *times in bars), default=1.0) * 3)
+    axes.set_yticks(range(len(rows)), [timing.candidate for timing, _ in rows])
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.set_xlabel("milliseconds of one call, logarithmic", color=INK)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    _title(axes, f"{measurement.kind}: {MODES[measurement.mode]}, {measurement.dtype}", _held([measurement]), pad=24, at=1.025)
+    for label, colour in (("end to end", COLOURS[0]), (f"{work} alone", COLOURS[4])):
+        axes.barh(0, 0, color=colour, label=label)
+    figure.legend(loc="outside upper right", ncols=2, fontsize=9, frameon=False)
+    _save(figure, path, subtitle)
+
+
+def _save(figure: Figure, path: Path, subtitle: str) -> None:
+    """With the subtitle at the foot, as the path's ending says; folders are made."""
     if subtitle:
         figure.text(0.995, 0.004, subtitle, ha="right", va="bottom", fontsize=7.5, color=FAINT)
         below = 0.22 / figure.get_figheight()

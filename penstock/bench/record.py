@@ -13,6 +13,7 @@ from .cases import Shape
 from .exact import Apart
 from .machine import Machine
 from .measure import Measurement, OnGpu, Timing, Untimed
+from .trace import Profile
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,10 @@ class Record:
     def place(self) -> str:
         """Where and with what, in one line."""
         machine = self.machine
-        threads = f", {self.measurements[0].copy.threads} threads" if self.device == machine.processor else ""
-        beside = f", fla {machine.fla}" if any(timing.candidate == "fla" for one in self.measurements for timing in one.timings) else ""
+        count = self.measurements[0].copy.threads
+        threads = f", {count} thread{'s' * (count > 1)}" if self.device == machine.processor else ""
+        timed = [timing.candidate for one in self.measurements for timing in one.timings]
+        beside = f", fla {machine.fla}" if any(name.startswith("fla") for name in timed) else ""
         return f"{self.device}{threads}; penstock {machine.penstock}, torch {machine.torch}{beside}; {self.date[:10]}"
 
     def write(self, path: Path) -> None:
@@ -84,10 +87,11 @@ def _measurement(content: dict[str, Any]) -> Measurement:
 
 
 def _timing(content: dict[str, Any]) -> Timing:
-    gpu = content.get("gpu")
+    gpu, profile = content.get("gpu"), content.get("profile")
     read = {
         "quartiles": tuple(content["quartiles"]),
         "results": {name: Apart(**apart) for name, apart in content.get("results", {}).items()},
         "gpu": None if gpu is None else _known(OnGpu, gpu | {"quartiles": gpu["quartiles"] and tuple(gpu["quartiles"])}),
+        "profile": None if profile is None else _known(Profile, profile),
     }
     return _known(Timing, content | read)  # type: ignore[no-any-return]

@@ -194,3 +194,34 @@ def print_cases(console: Console) -> None:
             name = here[0].name.replace(here[0].variant, "VARIANT")
             table.add_row(name, Text.assemble(" ".join(case.kind for case in here), (more, "dim")))
         console.print(table)
+
+
+def print_profile(console: Console, measurement: Measurement) -> None:
+    """One row for each candidate: the clock's time, then what the profiler counted; then who was not profiled, and why."""
+    gpu, base = measurement.device != "cpu", measurement.baseline
+    work, threads = ("kernel", "") if gpu else ("operator", f", {measurement.copy.threads} thread{'s' * (measurement.copy.threads > 1)}")
+    title = f"{measurement.kind}, {measurement.mode}, {measurement.dtype} on {measurement.device}{threads}"
+    table = Table(box=SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
+    table.add_column(f"B,T,H,K,V\n{','.join(map(str, measurement.shape))}", no_wrap=True)
+    for name in ("end\nto end", "times\nas fast", "error", f"all\n{work}s", f"slowest {work}", "its\ntime"):
+        table.add_column(name, justify="left" if name.startswith("slowest") else "right", vertical="bottom", no_wrap=True)
+    for name in ("launches" if gpu else "operators", "layout\nconversion", "end to end\nwhen watched"):
+        table.add_column(name, justify="right", vertical="bottom", no_wrap=True)
+    for one in measurement.timings:
+        seen = one.profile
+        if seen is not None:
+            times = "-" if base is None else f"{base.milliseconds / one.milliseconds:.1f}"
+            clock = [one.candidate, duration(one.milliseconds), times, f"{one.error:.0e}"]
+            slowest = seen.slowest if len(seen.slowest) <= 40 else f"{seen.slowest[:37]}..."
+            work_of_a_call = [duration(seen.kernel_milliseconds), slowest, duration(seen.slowest_milliseconds), f"{seen.launches:.0f}"]
+            table.add_row(*map(Text, clock + work_of_a_call), duration(seen.layout_milliseconds), Text(duration(seen.milliseconds), "dim"))
+    console.print(table)
+    for refused in measurement.untimed:
+        console.print(Text(f"  {refused.candidate} {refused.reason}", "bold red" if refused.fault else "yellow"), soft_wrap=True)
+    counted = "kernels, copies and fills of the GPU" if gpu else "on a CPU the operators of torch and the native kernels, by their own time"
+    notes = (
+        "end to end: the median, by a clock, without the profiler. All that follows the error is a mean of what torch.profiler saw.\n"
+        f"{work}s: {counted}. layout conversion: those that only move data.\n"
+        "when watched: with the profiler's own work."
+    )
+    console.print(Text(notes, style="dim"))

@@ -1,4 +1,4 @@
-"""The command line: ``penstock check``, ``penstock bench``, ``penstock tune``, ``penstock demo``. One file per command."""
+"""The command line: ``penstock check``, ``bench``, ``profile``, ``tune`` and ``demo``. One file per command."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from ..errors import PenstockError
 from .bench import bench
 from .check import check
 from .demo import demo
+from .profile import profile
 from .tune import tune
 
 
@@ -36,5 +37,6 @@ main = typer.Typer(
 )
 main.command()(check)
 main.command()(bench)
+main.command()(profile)
 main.command()(tune)
 main.command()(demo)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 from rich.console import Console
 
 from ..bench import softmax
-from ..bench.candidates import MODES, PEERS, Mode, ours, peer
+from ..bench.candidates import MODES, Mode, ours, peer
 from ..bench.cases import Case, Shape, case_named, default_cases, inputs
 from ..bench.clock import named
 from ..bench.machine import Machine, using_threads
@@ -22,15 +20,10 @@ from ..bench.plot import check_plot, draw
 from ..bench.record import Record
 from ..bench.report import print_cases, print_measurements
 from ..bench.suites import PLAIN, Suite, suite_named
-from ..dispatch import check_name
-from ..errors import Complaints, DeviceError, PenstockError, RangeError
-from ..problem import FLOATS
+from ..errors import Complaints, PenstockError, RangeError
 from ..softmax import FUNCTION
 from ..variants import VARIANTS
-
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
-WIDTH = 140
-"""Columns where the output is no terminal: room for every number."""
+from .options import DTYPES, checked, wide_console
 
 
 def bench(
@@ -45,7 +38,7 @@ def bench(
     mode: Annotated[list[str] | None, typer.Option(help="fwd, fwdbwd or decode. Repeatable.  [default: fwd]")] = None,
     impl: Annotated[list[str] | None, typer.Option(help="auto, or an implementation. Repeatable.  [default: auto]")] = None,
     peers: Annotated[
-        list[str] | None, typer.Option("--peer", help="loop, fla or none. The first is the baseline.  [default: loop]")
+        list[str] | None, typer.Option("--peer", help="loop, fla, fla_recurrent or none. The first is the baseline.  [default: loop]")
     ] = None,
     dtype: Annotated[str | None, typer.Option(help=f"Of q, k and v: {', '.join(DTYPES)}.  [default: float32]")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N.  [default: cpu]")] = None,
@@ -85,9 +78,7 @@ def bench(
 
       penstock bench --from training.json --plot training.pdf
     """
-    console = Console()
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = WIDTH
+    console = wide_console()
     if list_cases:
         print_cases(console)
         return
@@ -102,7 +93,7 @@ def bench(
     usual = PLAIN if suite is None else suite_named(suite)
     names, impls = [name for name in peers or usual.peers if name != "none"], impl or list(usual.impls)
     dtype, device, seconds = dtype or usual.dtype, device or usual.device, usual.seconds if seconds is None else seconds
-    modes = _checked(variants or [], mode or list(usual.modes), impls, peers or [], dtype, device)
+    modes = checked("bench", variants or [], (*VARIANTS, FUNCTION), mode or usual.modes, MODES, impls, peers or [], dtype, device)
     jobs = [(one, job) for one in modes for job in _jobs(variants or [], shape or [], case or [], usual, one)]
     machine = Machine.here()
     if machine.busy is not None and device == "cpu":
@@ -151,30 +142,6 @@ def _refuse_both(*given: object) -> None:
         rule = "given without variants, --shape, --case, --suite and --json"
         complaints.add(RangeError, "--from", rule, "both", "It shows what was measured and measures nothing.")
         complaints.raise_any()
-
-
-def _checked(variants: list[str], modes: list[str], impls: list[str], peers: list[str], dtype: str, device: str) -> list[Mode]:
-    """Raise for every name that nobody knows; the modes, typed."""
-    complaints = Complaints("bench")
-    known = {
-        "variant": (variants, (*VARIANTS, FUNCTION)),
-        "mode": (modes, MODES),
-        "peer": (peers, (*PEERS, "none")),
-        "dtype": ([dtype], tuple(DTYPES)),
-    }
-    for argument, (given, allowed) in known.items():
-        for name in given:
-            if name not in allowed:
-                complaints.add(RangeError, argument, f"one of {', '.join(allowed)}", repr(name))
-    kind, _, index = device.partition(":")
-    if kind not in ("cpu", "cuda") or (index and not index.isdecimal()) or (kind == "cpu" and index):
-        complaints.add(RangeError, "device", "cpu, cuda or cuda:N", repr(device))
-    elif kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
-        complaints.add(DeviceError, "device", "one that torch can use", repr(device), f"It sees {torch.cuda.device_count()} GPUs here.")
-    complaints.raise_any()
-    for name in impls:
-        check_name("bench", name)
-    return [mode for mode in MODES if mode in modes]
 
 
 def _jobs(variants: list[str], shapes: list[str], cases: list[str], suite: Suite, mode: Mode) -> list[Case]:
