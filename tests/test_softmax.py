@@ -41,23 +41,23 @@ class Case:
         return " ".join(f"{name}={value}" for name, value in vars(self).items() if value != getattr(default, name)) or "plain"
 
 
-def draw(case: Case, seed: int = 0) -> tuple[Attention, Tensor, Tensor]:
+def draw(case: Case, device: str = "cpu") -> tuple[Attention, Tensor, Tensor]:
     """The call, and gradients of its output and log-sum-exp."""
-    made = torch.Generator().manual_seed(seed)
+    made = torch.Generator(device).manual_seed(0)
     B, Tq, Tk, offsets = case.B, case.Tq, case.Tk, (None, None)
     if case.lengths is not None:
         B, Tq, Tk = 1, *(sum(length[side] for length in case.lengths) for side in (0, 1))
-        offsets = tuple(torch.tensor([0, *(length[side] for length in case.lengths)]).cumsum(0) for side in (0, 1))
+        offsets = tuple(torch.tensor([0, *(length[side] for length in case.lengths)], device=device).cumsum(0) for side in (0, 1))
 
     def normal(*size: int) -> Tensor:
         if case.strided:
             B, T, H, D = size
-            return torch.randn(B, H, D, T, generator=made).permute(0, 3, 1, 2).to(case.dtype)
-        return torch.randn(*size, generator=made).to(case.dtype)
+            return torch.randn(B, H, D, T, generator=made, device=device).permute(0, 3, 1, 2).to(case.dtype)
+        return torch.randn(*size, generator=made, device=device).to(case.dtype)
 
     q, k, v = normal(B, Tq, case.H, case.D) * case.large, normal(B, Tk, case.G, case.D), normal(B, Tk, case.G, case.D)
     a = Attention.checked(q, k, v, *offsets, case.causal, case.scale, case.window)
-    return a, normal(B, Tq, case.H, case.D), torch.randn(B, Tq, case.H, generator=made)
+    return a, normal(B, Tq, case.H, case.D), torch.randn(B, Tq, case.H, generator=made, device=device)
 
 
 def run(a: Attention, impl: str, d_output: Tensor, d_lse: Tensor) -> dict[str, Tensor]:
@@ -104,9 +104,9 @@ def exact(a: Attention, d_output: Tensor, d_lse: Tensor) -> tuple[dict[str, Tens
     return results, lost
 
 
-def check(case: Case, impl: str, times: float = 1.0) -> None:
+def check(case: Case, impl: str, times: float = 1.0, device: str = "cpu") -> None:
     """Hold an implementation to the oracle, entry by entry where operands are rounded."""
-    a, d_output, d_lse = draw(case)
+    a, d_output, d_lse = draw(case, device)
     found, (wanted, lost) = run(a, impl, d_output, d_lse), exact(a, d_output, d_lse)
     unit = torch.finfo(case.dtype).eps / 2
     for name, x in found.items():

@@ -57,10 +57,15 @@ def _whole(kernel: str, D: int) -> Blocks:
 
 
 def shared_bytes(kernel: str, b: Blocks, D: int, size: int) -> int:
-    """Shared memory that a program may take: tiles that stay, tiles under way, and p, which changes its layout through it."""
+    """Shared memory that a program may take: tiles that stay, tiles under way, and p (and ds) as results and as operands.
+
+    Never less than what any was compiled to (bench/resources.json).
+    """
     stays = {"forward": b.BM, "backward_by_keys": 2 * b.BN, "backward_by_queries": 2 * b.BM}[kernel]
     moves = b.BM if kernel == "backward_by_keys" else b.BN
-    return size * (D * (stays + 2 * moves * b.stages) + b.BM * b.BN)
+    weights = 2 if kernel == "forward" else 4
+    turned = moves * (size == 4 and kernel == "backward_by_keys")  # q lies both ways: 16 bits are turned on the way to registers
+    return size * (D * (stays + 2 * moves * b.stages + turned) + weights * b.BM * b.BN) + 2048  # barriers, exponents
 
 
 def precision(dtype: torch.dtype, target: Target) -> str:
