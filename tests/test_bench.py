@@ -443,3 +443,16 @@ def test_wrong_softmax_attention_is_not_timed(monkeypatch):
 def test_softmax_attention_has_no_decode_mode():
     with pytest.raises(RangeError, match="mode must be fwd or fwdbwd for softmax_attention, got 'decode'"):
         softmax.measure(Case("small", "softmax_attention", Shape(1, 2, 1, 8, 8), ""), "decode", torch.float32, "cpu", 0.002)
+
+
+def test_check_holds_softmax_attention_to_its_oracle_too(monkeypatch):
+    from penstock.softmax import sdpa
+
+    right = list(verify.findings(("softmax_attention",), (torch.float32,)))
+    ran = {finding.result for finding in right if finding.implementation == "sdpa"}
+    assert ran == {"output", "log-sum-exp", *(f"gradient of {name}" for name in "qkv")}
+    assert not any(finding.failed for finding in right)
+    attend = sdpa.attend
+    monkeypatch.setattr(sdpa, "attend", lambda call, return_lse: (attend(call, False)[0], attend(call, True)[1] + 1e-3))
+    wrong = [finding for finding in verify.findings(("softmax_attention",), (torch.float32,)) if finding.failed]
+    assert [(finding.implementation, finding.result) for finding in wrong] == [("sdpa", "log-sum-exp")]

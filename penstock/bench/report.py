@@ -11,12 +11,13 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from ..softmax import FUNCTION
 from ..variants import VARIANTS
 from .cases import CASES
+from .finding import Finding
 from .machine import Machine
 from .measure import Measurement, Timing
 from .suites import SUITES
-from .verify import Finding
 
 
 def print_machine(console: Console, machine: Machine) -> None:
@@ -26,31 +27,13 @@ def print_machine(console: Console, machine: Machine) -> None:
 
 
 def print_findings(console: Console, findings: list[Finding]) -> None:
-    """One row for each implementation and dtype: its worst error for every variant. Then what failed, and what refused."""
+    """Tables of the recurrences and of softmax attention for each device. Then what failed, and what refused."""
     for device in dict.fromkeys(finding.device for finding in findings):
         here = [finding for finding in findings if finding.device == device]
-        table = Table(
-            box=SIMPLE_HEAD,
-            title=f"Largest error against the float64 token loop, on {device}",
-            title_justify="left",
-            pad_edge=False,
-            padding=0,
-        )
-        table.add_column("impl")
-        table.add_column("dtype")
-        for variant in VARIANTS:
-            table.add_column(variant.replace("_", "\n"), justify="right", vertical="bottom")
-        table.add_column("allowed", justify="right", style="dim")
-        rows: dict[tuple[str, str], list[Finding]] = defaultdict(list)
-        order = list(dict.fromkeys(finding.implementation for finding in here))
-        for finding in here:
-            rows[finding.implementation, finding.dtype].append(finding)
-        for (implementation, dtype), found in sorted(rows.items(), key=lambda row: order.index(row[0][0])):
-            if any(finding.error is not None or finding.failed for finding in found):
-                allowed = max((finding.budget for finding in found if finding.budget), default=None)
-                cells = [_worst([finding for finding in found if finding.variant == variant]) for variant in VARIANTS]
-                table.add_row(implementation, dtype, *cells, "" if allowed is None else f"{allowed:.1e}")
-        console.print(table)
+        for oracle, variants in (("token loop", tuple(VARIANTS)), ("formula", (FUNCTION,))):
+            told = [finding for finding in here if finding.variant in variants]
+            if told:
+                console.print(_errors(f"Largest error against the float64 {oracle}, on {device}", variants, told))
         refusals = dict.fromkeys(
             f"{finding.implementation} did not run {finding.dtype}: {finding.reason}"
             for finding in here
@@ -60,9 +43,29 @@ def print_findings(console: Console, findings: list[Finding]) -> None:
             console.print(f"  {line}", style="dim", markup=False, highlight=False, soft_wrap=True)
     for finding in findings:
         if finding.failed:
-            told = finding.reason or f"error {finding.error:.2g}, allowed {finding.budget:.2g}"
+            told_of = finding.reason or f"error {finding.error:.2g}, allowed {finding.budget:.2g}"
             where = f"{finding.implementation}, {finding.variant}, {finding.dtype} on {finding.device}"
-            console.print(Text(f"  WRONG: {where}: {finding.result}: {told}", style="bold red"), soft_wrap=True)
+            console.print(Text(f"  WRONG: {where}: {finding.result}: {told_of}", style="bold red"), soft_wrap=True)
+
+
+def _errors(title: str, variants: Sequence[str], findings: list[Finding]) -> Table:
+    """One row for each implementation and dtype: its worst error for every variant."""
+    table = Table(box=SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False, padding=0)
+    table.add_column("impl")
+    table.add_column("dtype")
+    for variant in variants:
+        table.add_column(variant.replace("_", "\n"), justify="right", vertical="bottom")
+    table.add_column("allowed", justify="right", style="dim")
+    rows: dict[tuple[str, str], list[Finding]] = defaultdict(list)
+    order = list(dict.fromkeys(finding.implementation for finding in findings))
+    for finding in findings:
+        rows[finding.implementation, finding.dtype].append(finding)
+    for (implementation, dtype), found in sorted(rows.items(), key=lambda row: order.index(row[0][0])):
+        if any(finding.error is not None or finding.failed for finding in found):
+            allowed = max((finding.budget for finding in found if finding.budget), default=None)
+            cells = [_worst([finding for finding in found if finding.variant == variant]) for variant in variants]
+            table.add_row(implementation, dtype, *cells, "" if allowed is None else f"{allowed:.1e}")
+    return table
 
 
 def _worst(found: list[Finding]) -> Text:

@@ -12,9 +12,11 @@ from torch import Tensor
 from .. import dispatch
 from ..kernels.contract import Implementation, Mode
 from ..problem import FLOATS, Problem, Step, state_dtype
+from ..softmax import FUNCTION
 from ..variants import VARIANTS
-from . import rounding
+from . import rounding, verify_softmax
 from .cases import Inputs, Shape, inputs
+from .finding import Finding
 from .machine import using_threads
 from .oracle import budget, by_result, error, exact_forward, exact_gradients
 
@@ -25,34 +27,19 @@ SLOTS = (3, -1, 0)
 STEP = Shape(len(SLOTS), 3, *SHAPE[2:])
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One result of one implementation, or its refusal."""
-
-    implementation: str
-    device: str
-    variant: str
-    dtype: str
-    result: str
-    """"output", "final state", "gradient of q", ..., "decode output", "decode states"."""
-    error: float | None
-    """Largest difference from the oracle over its largest value; None if the implementation did not run."""
-    budget: float | None
-    reason: str | None = None
-    """Why it did not run: a refusal, which is no fault, or an exception, which is one."""
-    failed: bool = False
-
-
 def devices() -> list[str]:
     """List the CPU and every GPU that torch can use."""
     return ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
 
 
-def findings(variants: tuple[str, ...] = tuple(VARIANTS), dtypes: tuple[torch.dtype, ...] | None = None) -> Iterator[Finding]:
+def findings(variants: tuple[str, ...] = (*VARIANTS, FUNCTION), dtypes: tuple[torch.dtype, ...] | None = None) -> Iterator[Finding]:
     """All of them, one after another."""
     for device in devices():
         for variant in variants:
             for dtype in FLOATS if dtypes is None else dtypes:
+                if variant == FUNCTION:
+                    yield from verify_softmax.findings(device, dtype)
+                    continue
                 trial = Trial.prepare(variant, dtype, device)
                 for implementation in dispatch.IMPLEMENTATIONS:
                     yield from trial.hold(implementation)
