@@ -33,6 +33,18 @@ def dot(a, b, c, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def tokens(base, n, live, stride_t, d, stride_d, D: tl.constexpr, BD: tl.constexpr, MASKED: tl.constexpr):
+    """A tile of tokens n, zeros where they are not live; all are unless MASKED."""
+    if MASKED:
+        x = tile(base, n, live, stride_t, d, stride_d, D, BD)
+    elif D == BD:
+        x = tl.load(base + n[:, None] * stride_t + d[None, :] * stride_d)
+    else:
+        x = tl.load(base + n[:, None] * stride_t + d[None, :] * stride_d, mask=(d < D)[None, :], other=0.0)
+    return x
+
+
+@triton.jit
 def sees(place, j, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
     """Whether queries that stand at ``place`` see keys j, both with all axes of the result."""
     if CAUSAL:
@@ -75,24 +87,24 @@ def keys_of(first, rows, Tk, window, BN: tl.constexpr, CAUSAL: tl.constexpr, WIN
 def queries_of(first, columns, shift, Tq, window, BM: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
     """Of keys from ``first`` on: the queries [low, high) that see any of them, and among them those [begin, end) that see all.
 
-    A query i stands at i + shift. ``low``, ``begin`` and ``end`` are multiples of BM; rows behind the last query may be among them.
+    A query i stands at i + shift. ``low``, ``begin`` and ``end`` are multiples of BM.
     """
     low = first * 0
     high = first * 0 + Tq
     begin = low
-    end = tl.cdiv(high, BM) * BM
+    end = high
     if CAUSAL:
         low = tl.maximum(first - shift, 0) // BM * BM
         begin = tl.cdiv(tl.maximum(first + columns - 1 - shift, 0), BM) * BM
     if WINDOW:
         high = tl.minimum(high, first + columns - 1 + window - shift)
-        end = tl.minimum(end, tl.maximum(first + window - shift, 0) // BM * BM)
+        end = tl.minimum(end, tl.maximum(first + window - shift, 0))
         if not CAUSAL:
             low = tl.maximum(first - window + 1 - shift, 0) // BM * BM
             begin = tl.cdiv(tl.maximum(first + columns - window - shift, 0), BM) * BM
     high = tl.maximum(high, low)
     begin = tl.maximum(tl.minimum(begin, tl.cdiv(high, BM) * BM), low)
-    end = tl.maximum(end, begin)
+    end = tl.maximum(end // BM * BM, begin)
     return low, begin, end, high
 
 
@@ -125,7 +137,7 @@ def walk(
     zero = tl.zeros((), tl.int64)
     for at in tl.range(low, high, BN, num_stages=STAGES):
         j = at + tl.arange(0, BN)
-        K = tile(k + (zero + at) * k_t, tl.arange(0, BN), j < Tk, k_t, d, k_d, D, BD)
+        K = tokens(k + (zero + at) * k_t, tl.arange(0, BN), j < Tk, k_t, d, k_d, D, BD, MASKED)
         s = dot(Q, tl.trans(K), tl.zeros((Q.shape[0], BN), tl.float32), PRECISION) * c
         if MASKED:
             s = tl.where((j < Tk)[None, :] & sees(place[:, None], j[None, :], window, CAUSAL, WINDOW), s, float("-inf"))
@@ -135,7 +147,7 @@ def walk(
             base = tl.where(highest == float("-inf"), 0.0, highest)
         p = tl.exp2(s - base[:, None])
         rest = tl.exp2(m - base)
-        V = tile(v + (zero + at) * v_t, tl.arange(0, BN), j < Tk, v_t, d, v_d, D, BD)
+        V = tokens(v + (zero + at) * v_t, tl.arange(0, BN), j < Tk, v_t, d, v_d, D, BD, MASKED)
         acc = dot(p.to(V.dtype), V, acc * rest[:, None], PRECISION)
         l = l * rest + tl.sum(p, 1)
         m = highest
@@ -210,10 +222,14 @@ def deltas(
 
 
 @triton.jit
-def exponents(lse, where, live):
-    """Log-sum-exps in log2 units; inf where no key was seen and where there is no query, so that p is 0."""
-    x = tl.load(lse + where, mask=live, other=float("-inf")) * LOG2E
-    return tl.where(x == float("-inf"), float("inf"), x)
+def exponents(lse, where, live, MASKED: tl.constexpr):
+    """Log-sum-exps in log2 units. If MASKED, inf where no key was seen and where there is no query, so that p is 0."""
+    if MASKED:
+        x = tl.load(lse + where, mask=live, other=float("-inf")) * LOG2E
+        x = tl.where(x == float("-inf"), float("inf"), x)
+    else:
+        x = tl.load(lse + where) * LOG2E
+    return x
 
 
 @triton.jit
@@ -229,9 +245,9 @@ def walk_queries(
     for at in tl.range(low, high, BM, num_stages=STAGES):
         i = at + tl.arange(0, BM)
         live = i < queries
-        Q = tile(q + (zero + at) * q_t, tl.arange(0, BM), live, q_t, d, q_d, D, BD)
-        dO = tile(d_output + (zero + at) * o_t, tl.arange(0, BM), live, o_t, d, o_d, D, BD)
-        e = exponents(lse, (zero + i) * H, live)
+        Q = tokens(q + (zero + at) * q_t, tl.arange(0, BM), live, q_t, d, q_d, D, BD, MASKED)
+        dO = tokens(d_output + (zero + at) * o_t, tl.arange(0, BM), live, o_t, d, o_d, D, BD, MASKED)
+        e = exponents(lse, (zero + i) * H, live, MASKED)
         s = dot(K, tl.trans(Q), tl.zeros((K.shape[0], BM), tl.float32), PRECISION) * c
         s -= e[None, :]
         if MASKED:
@@ -239,7 +255,11 @@ def walk_queries(
         p = tl.exp2(s)
         dv = dot(p.to(dO.dtype), dO, dv, PRECISION)
         dp = dot(V, tl.trans(dO), tl.zeros((K.shape[0], BM), tl.float32), PRECISION)
-        ds = p * (dp - tl.load(delta + (zero + i) * H, mask=live, other=0.0)[None, :])
+        if MASKED:
+            x = tl.load(delta + (zero + i) * H, mask=live, other=0.0)
+        else:
+            x = tl.load(delta + (zero + i) * H)
+        ds = p * (dp - x[None, :])
         dk = dot(ds.to(Q.dtype), Q, dk, PRECISION)
     return dk, dv
 
@@ -282,14 +302,13 @@ def backward_by_keys(
                 H, D, BD, BM, CAUSAL, WINDOW, True, PRECISION, STAGES,
             )  # fmt: skip
         state = walk_queries(
-            state, K, V, q_, o_, lse_, delta_, all_from, tl.minimum(all_to, high), start, j, c, window, queries, q_t, q_d, o_t, o_d,
+            state, K, V, q_, o_, lse_, delta_, all_from, all_to, start, j, c, window, queries, q_t, q_d, o_t, o_d,
             H, D, BD, BM, CAUSAL, WINDOW, False, PRECISION, STAGES,
         )  # fmt: skip
-        if WINDOW:
-            state = walk_queries(
-                state, K, V, q_, o_, lse_, delta_, all_to, high, start, j, c, window, queries, q_t, q_d, o_t, o_d,
-                H, D, BD, BM, CAUSAL, WINDOW, True, PRECISION, STAGES,
-            )  # fmt: skip
+        state = walk_queries(
+            state, K, V, q_, o_, lse_, delta_, all_to, high, start, j, c, window, queries, q_t, q_d, o_t, o_d,
+            H, D, BD, BM, CAUSAL, WINDOW, True, PRECISION, STAGES,
+        )  # fmt: skip
     dk_, dv_ = state
     where = ((b * Tk + row + n) * G + head)[:, None] * D + d[None, :]
     mask = live[:, None] & (d < D)[None, :]
@@ -308,8 +327,8 @@ def walk_keys(
     zero = tl.zeros((), tl.int64)
     for at in tl.range(low, high, BN, num_stages=STAGES):
         j = at + tl.arange(0, BN)
-        K = tile(k + (zero + at) * k_t, tl.arange(0, BN), j < Tk, k_t, d, k_d, D, BD)
-        V = tile(v + (zero + at) * v_t, tl.arange(0, BN), j < Tk, v_t, d, v_d, D, BD)
+        K = tokens(k + (zero + at) * k_t, tl.arange(0, BN), j < Tk, k_t, d, k_d, D, BD, MASKED)
+        V = tokens(v + (zero + at) * v_t, tl.arange(0, BN), j < Tk, v_t, d, v_d, D, BD, MASKED)
         s = dot(Q, tl.trans(K), tl.zeros((Q.shape[0], BN), tl.float32), PRECISION) * c
         s -= e[:, None]
         if MASKED:
@@ -348,7 +367,7 @@ def backward_by_queries(
     Q = tile(q + b * q_b + row * q_t + h * q_h, i, live, q_t, d, q_d, D, BD)
     dO = tile(d_output + b * o_b + row * o_t + h * o_h, i, live, o_t, d, o_d, D, BD)
     where = (b * Tq + row + i) * H + h
-    e = exponents(lse, where, live)
+    e = exponents(lse, where, live, True)
     x = tl.load(delta + where, mask=live, other=0.0)
     low, all_from, all_to, high = keys_of(start, BM, keys, window, BN, CAUSAL, WINDOW)
     dq_ = tl.zeros((BM, BD), tl.float32)
