@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .errors import Complaints, ImplementationRefused, RangeError
-from .kernels import chunkwise, cpu, parallel, reference, triton
+from .kernels import chunkwise, cpu, cuda, parallel, reference, triton
 from .kernels.contract import Implementation, Mode
 from .problem import Problem
 
@@ -21,6 +21,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     cpu.IMPLEMENTATION,
     triton.RECURRENT,
     triton.CHUNKWISE,
+    cuda.IMPLEMENTATION,
     chunkwise.IMPLEMENTATION,
     parallel.IMPLEMENTATION,
     reference.IMPLEMENTATION,
