@@ -24,9 +24,8 @@ LENGTHS = (0, 5, 40, 0, 1, 33, 0)
 
 
 @pytest.fixture(autouse=True)
-def _emulated(monkeypatch, tmp_path):
+def _emulated(monkeypatch):
     monkeypatch.setattr(launch, "run", emulated.run)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
 def results(case: Case) -> dict[str, torch.Tensor]:
@@ -133,8 +132,9 @@ def test_it_compiles_without_spills(arch, head):
     assert not [one for one, found in spills.items() if found != ["0", "0"]]
 
 
-def test_machine_code_is_kept_and_what_is_broken_is_compiled_anew(monkeypatch):
+def test_machine_code_is_kept_and_what_is_broken_is_compiled_anew(monkeypatch, tmp_path):
     pytest.importorskip("cuda.core")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     configuration = Configuration("forward", 32, FLOAT32, FLOAT32)
     code = compile.machine_code(configuration, "sm_90")
     path = compile.kept_at(configuration, "sm_90")

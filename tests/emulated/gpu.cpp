@@ -4,18 +4,15 @@
 // same kind, else the kernel would hang or read garbage on a GPU, and the run ends with a complaint. The order in which they run is
 // given: two orders with different results show that a barrier is missing.
 
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
 #include <ucontext.h>
-
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <vector>
 
 #define __device__
 #define __global__
 #define __shared__ static
 #define __launch_bounds__(threads)
-using std::expm1f;
 
 struct Index {
     int x;
