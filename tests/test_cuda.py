@@ -10,6 +10,9 @@ import torch
 from cases import Case, Wanted, check_against, draw, oracle, problem_of, upstream
 
 import penstock as ps
+from penstock.bench import ladder
+from penstock.bench.cases import Shape, inputs
+from penstock.bench.oracle import error, exact_forward
 from penstock.dispatch import IMPLEMENTATIONS
 from penstock.errors import PenstockError
 from penstock.kernels import reference
@@ -70,18 +73,16 @@ def test_threads_may_run_in_any_order(case, monkeypatch):
         assert torch.equal(x, found[name]), name
 
 
-def test_the_emulation_finds_a_missing_barrier(monkeypatch, tmp_path):
+def test_the_emulation_finds_a_missing_barrier(monkeypatch):
     """Else the test above could not fail."""
-    for name in ("tokens.cuh", "forward.cu"):
-        (tmp_path / name).write_text((emulated.SOURCES / name).read_text().replace("__syncthreads();", "", 1))
+    whole = Configuration("forward", 32, FLOAT32, FLOAT32).source
+    monkeypatch.setattr(Configuration, "source", whole.replace("__syncthreads();", "", 1))
+    monkeypatch.setattr(emulated, "library", emulated.library.__wrapped__)
     case = replace(RWKV6, T=40)
     problem = problem_of(case, draw(case))
-    with monkeypatch.context() as broken:
-        broken.setattr(emulated, "SOURCES", tmp_path)
-        broken.setattr(emulated, "library", emulated.library.__wrapped__)
-        found = CUDA.forward(problem)[0]
-        broken.setattr(launch, "run", partial(emulated.run, backwards=True))
-        assert not torch.equal(CUDA.forward(problem)[0], found)
+    found = CUDA.forward(problem)[0]
+    monkeypatch.setattr(launch, "run", partial(emulated.run, backwards=True))
+    assert not torch.equal(CUDA.forward(problem)[0], found)
 
 
 def test_without_a_gradient_of_the_final_state():
@@ -215,3 +216,31 @@ def test_it_is_named_or_not_taken():
             ps.ImplementationRefused, match=r"^rwkv6: impl must be one that takes this call, got 'cuda': .*Use impl='auto'\.$"
         ):
             ps.rwkv6(**tensors, impl="cuda")
+
+
+@pytest.mark.parametrize("name", ladder.RUNGS)
+def test_every_rung_of_the_ladder_equals_the_oracle(name):
+    """Also where the last block of threads has work for some of them only."""
+    x = inputs("rwkv6", Shape(3, 20, 1, 32, 32), FLOAT32, "cpu")
+    found = ladder.Rung(name, 32).forward(x, x.g.exp())
+    assert error(found, exact_forward(x)[0]) < 1e-6
+
+
+@pytest.mark.parametrize("name", ladder.RUNGS)
+def test_every_rung_compiles(name):
+    pytest.importorskip("cuda.core")
+    compile.compiled(ladder.Rung(name, 64), "sm_90")
+
+
+def test_a_rung_is_timed_on_a_gpu_only_and_on_what_it_takes(monkeypatch):
+    x = inputs("rwkv6", Shape(1, 2, 1, 32, 32), FLOAT32, "cpu")
+    with pytest.raises(ps.ImplementationRefused, match=r"^bench: rung-wide cannot be timed here: .+\.$"):
+        ladder.rung("rung-wide", x, "fwd")
+    with pytest.raises(ps.InvalidArgument) as broken:
+        ladder.rung("rung-wide", inputs("gla", Shape(1, 2, 1, 6, 4), BFLOAT16, "cpu"), "decode")
+    assert [line.partition(",")[0] for line in str(broken.value).splitlines()] == [
+        "bench: rung-wide: variant must be rwkv6",
+        "bench: rung-wide: mode must be fwd",
+        "bench: rung-wide: dtype must be float32",
+        "bench: rung-wide: shape must be one of equal K and V",
+    ]

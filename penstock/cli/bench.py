@@ -15,12 +15,13 @@ from rich.console import Console
 from ..bench.candidates import MODES, PEERS, Mode, ours, peer
 from ..bench.cases import Case, Shape, case_named, default_cases, inputs
 from ..bench.clock import named
+from ..bench.ladder import RUNGS
 from ..bench.machine import Machine, using_threads
 from ..bench.measure import Measurement, measure
 from ..bench.plot import check_plot, draw
 from ..bench.record import Record
 from ..bench.report import print_cases, print_measurements
-from ..bench.suites import PLAIN, Suite, suite_named
+from ..bench.suites import LADDER, PLAIN, Suite, suite_named
 from ..dispatch import check_name
 from ..errors import Complaints, DeviceError, PenstockError, RangeError
 from ..problem import FLOATS
@@ -43,7 +44,8 @@ def bench(
     mode: Annotated[list[str] | None, typer.Option(help="fwd, fwdbwd or decode. Repeatable.  [default: fwd]")] = None,
     impl: Annotated[list[str] | None, typer.Option(help="auto, or an implementation. Repeatable.  [default: auto]")] = None,
     peers: Annotated[
-        list[str] | None, typer.Option("--peer", help="loop, fla or none. The first is the baseline.  [default: loop]")
+        list[str] | None,
+        typer.Option("--peer", help="loop, fla, a rung of wkv-ladder, or none. The first is the baseline.  [default: loop]"),
     ] = None,
     dtype: Annotated[str | None, typer.Option(help=f"Of q, k and v: {', '.join(DTYPES)}.  [default: float32]")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N.  [default: cpu]")] = None,
@@ -81,6 +83,8 @@ def bench(
 
       penstock bench --suite gpu-training --json training.json --plot training.png
 
+      penstock bench wkv-ladder --json ladder.json
+
       penstock bench --from training.json --plot training.pdf
     """
     console = Console()
@@ -97,6 +101,8 @@ def bench(
         print_measurements(console, record.measurements)
         _draw(console, record, plot_file)
         return
+    if variants == [LADDER] and suite is None:
+        variants, suite = None, LADDER
     usual = PLAIN if suite is None else suite_named(suite)
     names, impls = [name for name in peers or usual.peers if name != "none"], impl or list(usual.impls)
     dtype, device, seconds = dtype or usual.dtype, device or usual.device, usual.seconds if seconds is None else seconds
@@ -154,7 +160,7 @@ def _checked(variants: list[str], modes: list[str], impls: list[str], peers: lis
     known = {
         "variant": (variants, tuple(VARIANTS)),
         "mode": (modes, MODES),
-        "peer": (peers, (*PEERS, "none")),
+        "peer": (peers, (*PEERS, *RUNGS, "none")),
         "dtype": ([dtype], tuple(DTYPES)),
     }
     for argument, (given, allowed) in known.items():

@@ -1,4 +1,4 @@
-// A GPU of one CPU thread: it stands in for gpu.cuh, and runs the kernels' threads as fibers, block after block.
+// A GPU of one CPU thread: it stands in for gpu.cuh, and runs a kernel's threads as fibers, block after block.
 //
 // Every thread of a block runs until its next barrier or exchange between lanes, then the next thread. All must have come to one of the
 // same kind, else the kernel would hang or read garbage on a GPU, and the run ends with a complaint. The order in which they run is
@@ -17,7 +17,7 @@
 struct Index {
     int x;
 };
-static Index threadIdx, blockIdx;
+static Index threadIdx, blockIdx, blockDim;
 
 struct float16 {
     _Float16 x;
@@ -42,6 +42,11 @@ inline void store(bfloat16 *to, float x) {
     memcpy(&wide, &x, 4);
     to->bits = (uint16_t)((wide + 0x7fff + (wide >> 16 & 1)) >> 16);
 }
+
+struct alignas(16) float4 {
+    float x, y, z, w;
+};
+inline void atomicAdd(float *to, float x) { *to += x; }
 
 constexpr int MOST = 256, STACK = 1 << 16;
 enum Stop { BARRIER, EXCHANGE, END };
@@ -71,15 +76,23 @@ inline float of_lane_across(float x, int bits) {
 
 #include SOURCE
 
-static const Call *running;
+template <typename T, T... AT> struct Count {};
+template <typename... P, int... AT> static void launch(void (*kernel)(P...), void **arguments, Count<int, AT...>) {
+    kernel(*(P *)arguments[AT]...);
+}
+template <typename... P> static void launch(void (*kernel)(P...), void **arguments) {
+    launch(kernel, arguments, __make_integer_seq<Count, int, sizeof...(P)>());
+}
+
+static void **given;
 static void body() {
-    KERNEL(*running);
+    launch(KERNEL, given);
     stop(END);
 }
 
 // 0, or 1 if threads of a block did not come to the same stop.
-extern "C" int run(const Call *call, int blocks, int threads, int backwards) {
-    running = call;
+extern "C" int run(void **arguments, int blocks, int threads, int backwards) {
+    given = arguments, blockDim.x = threads;
     for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++) {
         for (int i = 0; i < threads; i++) {
             Fiber &fiber = fibers[i];

@@ -140,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward(const Call call) 
                                 dS[i][c] = ds + ds * lost[i] + qt[i] * dt[c];
                             }
                             of_q[4 * j + i] = dq_ * scale, of_k[4 * j + i] = dk_, of_g[4 * j + i] = dg_;
-                            if (STATIC && chunk * TOKENS + t < p.length) static_dg[i] += dg_;  // tokens past the end lose nothing, but would here
+                            if (STATIC && chunk * TOKENS + t < p.length) static_dg[i] += dg_;  // past the end there is a state still
                         }
                     }
                     const int t = chunk * TOKENS + four + two + my_token;

@@ -15,7 +15,7 @@ import tempfile
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 
@@ -24,6 +24,29 @@ from ...errors import PenstockError
 HERE = Path(__file__).parent
 TYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float", torch.float64: "double"}
 INDICES = {torch.int32: "int", torch.int64: "long long"}
+
+
+class Kernel(Protocol):
+    """What can be compiled and launched."""
+
+    @property
+    def kernel(self) -> str:
+        """The function's name."""
+
+    @property
+    def source(self) -> str:
+        """One text: headers would have to be found."""
+
+    @property
+    def macros(self) -> dict[str, str]:
+        """What the source expects from the command line."""
+
+    @property
+    def threads(self) -> int:
+        """In a block."""
+
+    def __hash__(self) -> int:
+        """Kernels that are equal are loaded once."""
 
 
 @dataclass(frozen=True)
@@ -70,28 +93,28 @@ class Configuration:
         return 2 * self.head
 
 
-def machine_code(configuration: Configuration, arch: str) -> bytes:
+def machine_code(kernel: Kernel, arch: str) -> bytes:
     """The cubin for an architecture such as "sm_90": the kept one if there is one and it is whole, else compiled and kept."""
-    path = kept_at(configuration, arch)
+    path = kept_at(kernel, arch)
     code = _read(path)
     if code is None:
-        code, _ = compiled(configuration, arch)
+        code, _ = compiled(kernel, arch)
         _write(path, code)
     return code
 
 
-def compiled(configuration: Configuration, arch: str) -> tuple[bytes, str]:
+def compiled(kernel: Kernel, arch: str) -> tuple[bytes, str]:
     """The cubin and what the compiler says of registers, spills and shared memory. Raises PenstockError with its log if it fails."""
     from cuda.core import Program, ProgramOptions
 
     log = io.StringIO()
-    macros = list(configuration.macros.items())
+    macros = list(kernel.macros.items())
     try:
         options = ProgramOptions(arch=arch, std="c++17", define_macro=macros, ptxas_options=["-v"])
-        code = Program(configuration.source, "c++", options).compile("cubin", logs=log).code
+        code = Program(kernel.source, "c++", options).compile("cubin", logs=log).code
     except Exception as failure:  # of NVRTC, or there is none
         raise PenstockError(
-            f"cuda: NVRTC {'.'.join(map(str, nvrtc_version()))} must be able to compile the {configuration.kernel} kernel for {arch}, got "
+            f"cuda: NVRTC {'.'.join(map(str, nvrtc_version()))} must be able to compile the {kernel.kernel} kernel for {arch}, got "
             f"{failure}. Install another nvidia-cuda-nvrtc, or use impl='auto'.\n{log.getvalue()}".rstrip()
         ) from failure
     assert isinstance(code, bytes)
@@ -110,11 +133,11 @@ def nvrtc_version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def kept_at(configuration: Configuration, arch: str) -> Path:
+def kept_at(kernel: Kernel, arch: str) -> Path:
     """Where the machine code is kept."""
-    everything = repr((configuration.source, sorted(configuration.macros.items()), arch, nvrtc_version()))
+    everything = repr((kernel.source, sorted(kernel.macros.items()), arch, nvrtc_version()))
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock" / "cuda"
-    return folder / f"{configuration.kernel}-{arch}-{hashlib.sha256(everything.encode()).hexdigest()[:32]}"
+    return folder / f"{kernel.kernel}-{arch}-{hashlib.sha256(everything.encode()).hexdigest()[:32]}"
 
 
 def _read(path: Path) -> bytes | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 from functools import cache
 from math import sqrt
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch import Tensor
 from ...errors import PenstockError
 from ...problem import Problem, Step
 from ..contract import Gradients
-from .compile import Configuration, machine_code
+from .compile import Configuration, Kernel, machine_code
 
 COLUMNS = 16
 """Of the state, in a block of threads: as in tokens.cuh."""
@@ -127,32 +128,31 @@ def _call(p: Problem, **results: Tensor | None) -> Call:
 def _launch(configuration: Configuration, p: Problem, call: Call) -> None:
     """One block of threads a sequence, head and 16 columns."""
     N, H, _, V = p.state_shape
-    run(configuration, N * H * (V // COLUMNS), call, p.q.device)
+    run(configuration, N * H * (V // COLUMNS), p.q.device, call)
 
 
-def run(configuration: Configuration, blocks: int, call: Call, device: torch.device) -> None:
+def run(kernel: Kernel, blocks: int, device: torch.device, *arguments: ctypes.Structure | ctypes._SimpleCData[Any]) -> None:
     """Launch so many blocks of threads. The tests put a CPU in the place of this function."""
     from cuda.bindings import driver
 
     with torch.cuda.device(device):
-        function = _function(configuration, torch.cuda.current_device())
+        function = _function(kernel, torch.cuda.current_device())
         stream = torch.cuda.current_stream().cuda_stream
-        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(call))
-        threads = configuration.threads
-        (status,) = driver.cuLaunchKernel(function, blocks, 1, 1, threads, 1, 1, 0, stream, ctypes.addressof(arguments), 0)
+        addresses = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
+        (status,) = driver.cuLaunchKernel(function, blocks, 1, 1, kernel.threads, 1, 1, 0, stream, ctypes.addressof(addresses), 0)
     _check(status, "launch")
 
 
 @cache
-def _function(configuration: Configuration, device: int) -> object:
+def _function(kernel: Kernel, device: int) -> object:
     """The kernel, compiled or found on disk, and loaded into torch's context of a device, which must be the current one."""
     from cuda.bindings import driver
 
     major, minor = torch.cuda.get_device_capability(device)
-    code = machine_code(configuration, f"sm_{major}{minor}")
+    code = machine_code(kernel, f"sm_{major}{minor}")
     status, module = driver.cuModuleLoadData(code)
     _check(status, "load")
-    status, function = driver.cuModuleGetFunction(module, configuration.kernel.encode())
+    status, function = driver.cuModuleGetFunction(module, kernel.kernel.encode())
     _check(status, "find")
     return function
 
