@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ..errors import Complaints, RangeError
 from .candidates import Mode
-from .cases import GPU_DECODING, GPU_TRAINING, LENGTHS, Case, Shape
+from .cases import GPU_DECODING, GPU_TRAINING, LENGTHS, Case, case_named
 from .ladder import RUNGS
 
 
@@ -30,15 +30,20 @@ PLAIN = Suite("", "", (), ("fwd",), peers=("loop",), dtype="float32", device="cp
 """Without a suite: cases are named one by one."""
 
 LADDER = "wkv-ladder"
-RUNG_CASES = tuple(
-    Case(f"rwkv6-{text.replace(',', 'x')}", "rwkv6", Shape.parse(text), "a prompt") for text in ("1,54,32,64", "1,2048,32,64")
-)
 
 SUITES = (
     Suite("gpu-training", "sequences and prompts, beside fla, whose tuning takes most of the time", GPU_TRAINING, ("fwd", "fwdbwd")),
     Suite("gpu-decode", "one token for 1, 256 and 1024 sequences, beside fla", GPU_DECODING, ("decode",)),
     Suite("lengths", "chunked against token by token as T grows", LENGTHS, ("fwd",), ("triton_recurrent", "triton_chunkwise"), ("none",)),
-    Suite(LADDER, "from a naive CUDA kernel to ours, rung by rung", RUNG_CASES, ("fwd",), ("cuda",), tuple(RUNGS), "float32"),
+    Suite(
+        LADDER,
+        "from a naive CUDA kernel to ours, rung by rung",
+        (case_named("rwkv6-profile"), LENGTHS[0]),
+        ("fwd",),
+        ("cuda",),
+        tuple(RUNGS),
+        "float32",
+    ),
 )
 
 
