@@ -1,8 +1,10 @@
-// The formula, loop by loop. Thread (b, h, i) owns column i of one head's state and adds every product to the output in memory, atomically.
+// The formula, loop by loop. Thread (b, h, i) owns column i of one head's state and adds every product to the output in memory,
+// atomically.
 //
-// Slow because each of the HEAD additions a token waits for the one before it to come back from memory, though no other thread writes there.
+// Slow because every one of a token's HEAD additions goes to memory and back, though no other thread writes there.
 
-extern "C" __global__ void wkv(int B, int T, int H, const float *r, const float *k, const float *v, const float *w, const float *u, float *o) {
+extern "C" __global__ void wkv(int B, int T, int H, const float *r, const float *k, const float *v, const float *w,
+                               const float *u, float *o) {
     int thread = blockIdx.x * blockDim.x + threadIdx.x, channels = H * HEAD;
     if (thread >= B * channels) return;
     int b = thread / channels, h = thread / HEAD % H, i = thread % HEAD;

@@ -1,6 +1,7 @@
 // No thread shares its output with another, so the sum can stay in a register and be written once.
 
-extern "C" __global__ void wkv(int B, int T, int H, const float *r, const float *k, const float *v, const float *w, const float *u, float *o) {
+extern "C" __global__ void wkv(int B, int T, int H, const float *r, const float *k, const float *v, const float *w,
+                               const float *u, float *o) {
     int thread = blockIdx.x * blockDim.x + threadIdx.x, channels = H * HEAD;
     if (thread >= B * channels) return;
     int b = thread / channels, h = thread / HEAD % H, i = thread % HEAD;

@@ -31,7 +31,8 @@ __device__ inline void recall(float (&S)[ROWS][COLS], const float *kept) {
 }
 
 // Walk chunks [begin, end) of tokens, keeping the state before every `every` chunks.
-__device__ inline void walk(const Call &call, const Place &p, Buffers &in, float (&S)[ROWS][COLS], int begin, int end, int every, float *kept) {
+__device__ inline void walk(
+    const Call &call, const Place &p, Buffers &in, float (&S)[ROWS][COLS], int begin, int end, int every, float *kept) {
     Coming<X, TOKENS, HEAD> k(call.k, p, 0);
     Coming<G, TOKENS, HEAD> g(call.g, p, 0);
     Coming<X, TOKENS, COLUMNS> v(call.v, p, p.block * COLUMNS);
@@ -81,7 +82,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward(const Call call) 
     // Where this lane's sums go: of two tokens and four rows, it gets token vv / 4 and row vv % 4.
     const int my_row = p.row + p.vv % 4, my_token = p.vv / 4;
     const int my_share = p.block * HEAD + my_row;
-    const auto dq = channel<float>(call.dq, p, my_share), dk = channel<float>(call.dk, p, my_share), dg = channel<float>(call.dg, p, my_share);
+    const auto dq = channel<float>(call.dq, p, my_share), dk = channel<float>(call.dk, p, my_share);
+    const auto dg = channel<float>(call.dg, p, my_share);
 
     for (int begin = (chunks - 1) / span * span; begin >= 0 && chunks; begin -= span) {
         const int end = begin + span < chunks ? begin + span : chunks;
@@ -100,7 +102,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward(const Call call) 
                 float R[ROWS][COLS], before[4][ROWS][COLS];  // the states before four tokens; registers have no room for those of eight
                 copy(R, S);
                 auto next = [&](int t) {
-                    advance(R, few<ROWS>(&in.lost[turn][t][p.row]), few<ROWS>(&in.k[turn][t][p.row]), few<COLS>(&in.v[turn][t][COLS * p.vv]));
+                    auto lost = few<ROWS>(&in.lost[turn][t][p.row]), kt = few<ROWS>(&in.k[turn][t][p.row]);
+                    advance(R, lost, kt, few<COLS>(&in.v[turn][t][COLS * p.vv]));
                 };
 #pragma unroll 4
                 for (int t = 0; t < four; t++) next(t);

@@ -3,8 +3,9 @@
 // With slots, states are rows of a pool that is read and written in place; a negative slot is skipped, and its output is 0.
 
 constexpr int TOKENS = HEAD == 128 ? 8 : 16;
+constexpr int AT_LEAST = HEAD == 64 ? 3 : 512 / THREADS;  // blocks a multiprocessor: registers of 16 warps, of 12 where 16 spill
 
-extern "C" __global__ void __launch_bounds__(THREADS) forward(const Call call) {
+extern "C" __global__ void __launch_bounds__(THREADS, AT_LEAST) forward(const Call call) {
     alignas(16) __shared__ float q_[2][TOKENS][HEAD], k_[2][TOKENS][HEAD], lost_[2][TOKENS][HEAD], v_[2][TOKENS][COLUMNS];
     alignas(16) __shared__ float shares[2][WARPS][TOKENS][COLUMNS];
     const Place p(call);
@@ -25,7 +26,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const Call call) {
     Coming<X, TOKENS, COLUMNS> v(call.v, p, p.block * COLUMNS);
     const float scale = call.scale;
     auto ask = [&](int chunk) { q.ask(chunk, p.length), k.ask(chunk, p.length), g.ask(chunk, p.length), v.ask(chunk, p.length); };
-    auto put = [&](int turn) { q.put(q_[turn], [=](float x) { return x * scale; }), k.put(k_[turn]), g.put(lost_[turn], loss), v.put(v_[turn]); };
+    auto put = [&](int turn) {
+        q.put(q_[turn], [=](float x) { return x * scale; });
+        k.put(k_[turn]), g.put(lost_[turn], loss), v.put(v_[turn]);
+    };
 
     ask(0);
     put(0);

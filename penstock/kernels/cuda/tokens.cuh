@@ -67,22 +67,23 @@ template <typename T> __device__ inline Channel<T> channel(const Tensor &x, cons
 // memory's latency passes while the chunk before is computed. Tokens after the last are 0, which changes no state.
 template <typename T, int TOKENS, int WIDTH> struct Coming {
     static constexpr int AT_ONCE = THREADS / WIDTH, TIMES = (TOKENS + AT_ONCE - 1) / AT_ONCE;
+    static constexpr bool ALL = TOKENS % AT_ONCE == 0;  // whether no thread has less to bring than others
     Channel<T> from;
     T held[TIMES];
 
     __device__ Coming(const Tensor &x, const Place &p, int first_channel) : from(channel<T>(x, p, first_channel + threadIdx.x % WIDTH)) {}
 
     __device__ void ask(int chunk, int length) {
+        const int left = length - chunk * TOKENS;
+        const T *next = &from[chunk * TOKENS + token(0)];
 #pragma unroll
-        for (int i = 0; i < TIMES; i++) {
-            int t = chunk * TOKENS + token(i);
-            held[i] = t < length && token(i) < TOKENS ? from[t] : T{};
-        }
+        for (int i = 0; i < TIMES; i++, next += AT_ONCE * (long long)from.step)
+            held[i] = token(i) < left && (ALL || token(i) < TOKENS) ? *next : T{};
     }
     template <typename Change> __device__ void put(float (&to)[TOKENS][WIDTH], Change change) const {
 #pragma unroll
         for (int i = 0; i < TIMES; i++)
-            if (token(i) < TOKENS) to[token(i)][threadIdx.x % WIDTH] = change(number(held[i]));
+            if (ALL || token(i) < TOKENS) to[token(i)][threadIdx.x % WIDTH] = change(number(held[i]));
     }
     __device__ void put(float (&to)[TOKENS][WIDTH]) const {
         put(to, [](float x) { return x; });
@@ -90,10 +91,23 @@ template <typename T, int TOKENS, int WIDTH> struct Coming {
     __device__ static int token(int i) { return i * AT_ONCE + threadIdx.x / WIDTH; }
 };
 
-// What a token's decay takes from the state, exp(g) - 1: exact where decays are weak and their losses add up; -1 where g is -inf.
-__device__ inline float loss(float g) { return expm1f(g); }
+// What a token's decay takes from the state, exp(g) - 1: exact where decays are weak and their losses add up; -1 where g is -inf. Unlike
+// expm1f, which does the same, it has no branches, so that those of several tokens are computed side by side.
+__device__ inline float loss(float g) {
+    const float x = fmaxf(g, -0.5f);
+    float series = 1.0f / 40320;
+    series = series * x + 1.0f / 5040;
+    series = series * x + 1.0f / 720;
+    series = series * x + 1.0f / 120;
+    series = series * x + 1.0f / 24;
+    series = series * x + 1.0f / 6;
+    series = series * x + 1.0f / 2;
+    series = series * x * x + x;
+    return g > -0.5f ? series : __expf(g) - 1.0f;
+}
 
-// Sums of x[0..N) over N lanes that are STRIDE apart, halving what is left in each exchange: lane number `mine` of them gets that of x[mine].
+// Sums of x[0..N) over N lanes that are STRIDE apart, halving what is left in each exchange: lane number `mine` of them gets that
+// of x[mine].
 template <int N, int STRIDE> __device__ inline float shared_out(float (&x)[N], int mine) {
 #pragma unroll
     for (int half = N / 2; half; half /= 2) {
