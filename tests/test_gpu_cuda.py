@@ -1,5 +1,7 @@
 """The CUDA implementation on a GPU: exact, repeatable, and never waiting. Run with ``pytest -m gpu``."""
 
+import threading
+
 import pytest
 import torch
 from test_gpu import hold, strong
@@ -132,14 +134,23 @@ def test_two_runs_are_bitwise_equal(variant, dtype):
         assert all(torch.equal(a, b) for a, b in zip(first, call(x)))
 
 
-def test_another_stream_waits_for_nothing_and_is_right():
-    x = inputs("rwkv6", Shape(2, 500, 4, 64, 64), BFLOAT16, "cuda")
+def test_another_stream_and_another_thread():
+    x, found = inputs("rwkv6", Shape(2, 500, 4, 64, 64), BFLOAT16, "cuda"), []
     wanted = call(x)
     torch.cuda.synchronize()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        found = call(x)
-        torch.cuda.current_stream().synchronize()
-    assert all(torch.equal(a, b) for a, b in zip(wanted, found))
+
+    def run():
+        with torch.cuda.stream(torch.cuda.Stream()):
+            found.append(call(x))
+            torch.cuda.current_stream().synchronize()
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4
+    assert all(torch.equal(a, b) for one in found for a, b in zip(wanted, one))
 
 
 @pytest.mark.parametrize("name", ladder.RUNGS)

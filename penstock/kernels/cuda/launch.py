@@ -136,11 +136,27 @@ def run(kernel: Kernel, blocks: int, device: torch.device, *arguments: ctypes.St
     from cuda.bindings import driver
 
     with torch.cuda.device(device):
+        _ensure_context(torch.cuda.current_device())
         function = _function(kernel, torch.cuda.current_device())
         stream = torch.cuda.current_stream().cuda_stream
         addresses = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
         (status,) = driver.cuLaunchKernel(function, blocks, 1, 1, kernel.threads, 1, 1, 0, stream, ctypes.addressof(addresses), 0)
     _check(status, "launch")
+
+
+def _ensure_context(device: int) -> None:
+    """A thread that has asked the runtime for nothing yet has no context: give it the one that torch uses."""
+    from cuda.bindings import driver
+
+    status, context = driver.cuCtxGetCurrent()
+    _check(status, "have a context for")
+    if not int(context):
+        status, handle = driver.cuDeviceGet(device)
+        _check(status, "find the device for")
+        status, context = driver.cuDevicePrimaryCtxRetain(handle)
+        _check(status, "have a context for")
+        (status,) = driver.cuCtxSetCurrent(context)
+        _check(status, "have a context for")
 
 
 @cache
