@@ -20,8 +20,8 @@ from penstock.variants import VARIANTS, Variant
 
 ALL = [implementation.name for implementation in IMPLEMENTATIONS]
 TRITON = [name for name in ALL if name.startswith("triton")]
-NAMES = [name for name in ALL if name not in TRITON]
-"""Those that run everywhere at full speed; Triton's run under its interpreter where there is no GPU, on smaller cases."""
+NAMES = [name for name in ALL if name not in (*TRITON, "cuda")]
+"""Those that run everywhere at full speed; without a GPU, Triton's run under its interpreter and CUDA's emulated, on smaller cases."""
 
 
 @dataclass(frozen=True)

@@ -227,7 +227,7 @@ def test_without_names_all_that_take_the_call_are_candidates(at_full_speed):
     taken, refused = candidates(x, "fwdbwd", [], [])
     assert [one.name for one in taken] == ["token loop", "chunkwise", "parallel", "reference"]
     reasons = {one.candidate: one.reason for one in refused}
-    assert set(reasons) == {"cpu", "fla", "fla_recurrent"}
+    assert set(reasons) == {"cpu", "cuda", "fla", "fla_recurrent"}
     assert "float64" in reasons["cpu"] or dispatch.IMPLEMENTATIONS[0].available()
     assert "fla" in reasons["fla"] or "GPU" in reasons["fla"]
     assert not any(one.fault for one in refused)
@@ -328,7 +328,7 @@ def test_the_picture_shows_both_times_of_every_candidate(tmp_path, monkeypatch):
         (["rwkv9"], "profile: variant must be one of linear_attention"),
         (["rwkv6", "--mode", "decode"], "profile: mode must be one of fwd, fwdbwd, got 'decode'"),
         (["rwkv6", "--impl", "fast"], "profile: impl must be one of auto, cpu"),
-        (["rwkv6", "--peer", "flash"], "profile: peer must be one of loop, fla, fla_recurrent, none"),
+        (["rwkv6", "--peer", "flash"], "profile: peer must be one of loop, fla, fla_recurrent, rung-atomics"),
         (["rwkv6", "--dtype", "int8"], "profile: dtype must be one of float16"),
         (["rwkv6", "--device", "cuda:99"], "profile: device must be one that torch can use"),
         (["rwkv6", *TINY, "--device", "cpu", "--peer", "fla"], "peer fla cannot be timed here"),

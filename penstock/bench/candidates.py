@@ -24,6 +24,7 @@ MODES: tuple[Mode, ...] = ("fwd", "fwdbwd", "decode")
 ASKED: dict[Mode, tuple[contract.Mode, ...]] = {"fwd": ("forward",), "fwdbwd": ("forward", "backward"), "decode": ("step",)}
 """What an implementation is asked for in each mode."""
 PEERS = ("loop", "fla", "fla_recurrent")
+"""Beside the rungs of ``ladder.py``, which have names of their own."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +91,10 @@ def _seconds(inputs: Inputs, threads: int | None) -> float:
 
 def peer(name: str, inputs: Inputs, mode: Mode) -> Candidate:
     """Take the peer of this name, or raise an error that says why it cannot be had."""
-    from . import peers  # it makes candidates itself
+    from . import ladder, peers  # they make candidates themselves
 
+    if name in ladder.RUNGS:
+        return ladder.rung(name, inputs, mode)
     if name == "loop":
         return loop(inputs)
     if name not in PEERS:

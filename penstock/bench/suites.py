@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from ..errors import Complaints, RangeError
 from .candidates import Mode
-from .cases import GPU_DECODING, GPU_TRAINING, LENGTHS, SOFTMAX, Case
+from .cases import GPU_DECODING, GPU_TRAINING, LENGTHS, SOFTMAX, Case, case_named
+from .ladder import RUNGS
 
 
 @dataclass(frozen=True)
@@ -28,11 +29,22 @@ class Suite:
 PLAIN = Suite("", "", (), ("fwd",), peers=("loop",), dtype="float32", device="cpu", seconds=1.0)
 """Without a suite: cases are named one by one."""
 
+LADDER = "wkv-ladder"
+
 SUITES = (
     Suite("gpu-training", "sequences and prompts, beside fla, whose tuning takes most of the time", GPU_TRAINING, ("fwd", "fwdbwd")),
     Suite("gpu-decode", "one token for 1, 256 and 1024 sequences, beside fla", GPU_DECODING, ("decode",)),
     Suite("lengths", "chunked against token by token as T grows", LENGTHS, ("fwd",), ("triton_recurrent", "triton_chunkwise"), ("none",)),
     Suite("softmax", "softmax attention beside torch's backends", SOFTMAX, ("fwd", "fwdbwd"), peers=("none",)),
+    Suite(
+        LADDER,
+        "from a naive CUDA kernel to ours, rung by rung",
+        (case_named("rwkv6-profile"), LENGTHS[0]),
+        ("fwd",),
+        ("cuda",),
+        tuple(RUNGS),
+        "float32",
+    ),
 )
 
 

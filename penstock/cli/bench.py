@@ -19,7 +19,7 @@ from ..bench.measure import Measurement, measure
 from ..bench.plot import check_plot, draw
 from ..bench.record import Record
 from ..bench.report import print_cases, print_measurements
-from ..bench.suites import PLAIN, Suite, suite_named
+from ..bench.suites import LADDER, PLAIN, Suite, suite_named
 from ..errors import Complaints, PenstockError, RangeError
 from ..softmax import FUNCTION
 from ..variants import VARIANTS
@@ -38,7 +38,8 @@ def bench(
     mode: Annotated[list[str] | None, typer.Option(help="fwd, fwdbwd or decode. Repeatable.  [default: fwd]")] = None,
     impl: Annotated[list[str] | None, typer.Option(help="auto, or an implementation. Repeatable.  [default: auto]")] = None,
     peers: Annotated[
-        list[str] | None, typer.Option("--peer", help="loop, fla, fla_recurrent or none. The first is the baseline.  [default: loop]")
+        list[str] | None,
+        typer.Option("--peer", help="loop, fla, fla_recurrent, a rung of wkv-ladder, or none. The first is the baseline.  [default: loop]"),
     ] = None,
     dtype: Annotated[str | None, typer.Option(help=f"Of q, k and v: {', '.join(DTYPES)}.  [default: float32]")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N.  [default: cpu]")] = None,
@@ -76,6 +77,8 @@ def bench(
 
       penstock bench --suite gpu-training --json training.json --plot training.png
 
+      penstock bench wkv-ladder --json ladder.json
+
       penstock bench --from training.json --plot training.pdf
     """
     console = wide_console()
@@ -90,6 +93,8 @@ def bench(
         print_measurements(console, record.measurements)
         _draw(console, record, plot_file)
         return
+    if variants == [LADDER] and suite is None:
+        variants, suite = None, LADDER
     usual = PLAIN if suite is None else suite_named(suite)
     names, impls = [name for name in peers or usual.peers if name != "none"], impl or list(usual.impls)
     dtype, device, seconds = dtype or usual.dtype, device or usual.device, usual.seconds if seconds is None else seconds

@@ -9,6 +9,7 @@ import torch
 from rich.console import Console
 
 from ..bench.candidates import PEERS, Mode
+from ..bench.ladder import RUNGS
 from ..dispatch import check_name
 from ..errors import Complaints, DeviceError, RangeError
 from ..problem import FLOATS
@@ -42,7 +43,7 @@ def checked(
     known: dict[str, tuple[Sequence[str], Sequence[str]]] = {
         "variant": (variants, known_variants),
         "mode": (modes, known_modes),
-        "peer": (peers, (*PEERS, "none")),
+        "peer": (peers, (*PEERS, *RUNGS, "none")),
         "dtype": ([dtype], tuple(DTYPES)),
     }
     for argument, (given, allowed) in known.items():

@@ -115,3 +115,24 @@ def step_by_forward(forward: Callable[[Problem], tuple[Tensor, Tensor]], step: S
 def available_everywhere() -> str | None:
     """For implementations in plain PyTorch."""
     return None
+
+
+def nothing(given: Problem | Step) -> bool:
+    """Whether there is no token, head or channel to compute, and so nothing that a kernel could be launched for."""
+    return 0 in given.q.shape or 0 in given.v.shape
+
+
+def forward_of_nothing(problem: Problem) -> tuple[Tensor, Tensor]:
+    """Without tokens the state stays what it was."""
+    state = problem.initial_state
+    final = problem.q.new_zeros(problem.state_shape, dtype=torch.float32) if state is None else state.to(torch.float32, copy=True)
+    return problem.v.new_zeros(problem.v.shape), final
+
+
+def backward_of_nothing(problem: Problem, d_final_state: Tensor | None) -> Gradients:
+    """The gradient of the final state is that of the initial one; all others are 0."""
+    p, state = problem, problem.initial_state
+    q, k, v = (torch.zeros_like(x) for x in (p.q, p.k, p.v))
+    g, u = (None if x is None else torch.zeros_like(x) for x in (p.g, p.u))
+    d_state = None if state is None else torch.zeros_like(state) if d_final_state is None else d_final_state.to(state.dtype, copy=True)
+    return Gradients(q, k, v, g, u, d_state)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...problem import Problem, Step
-from ..contract import Gradients, Implementation, Mode
+from ..contract import Gradients, Implementation, Mode, backward_of_nothing, forward_of_nothing, nothing
 
 SHORT = {"forward": 8, "backward": 8, "step": 16}
 """Up to this many tokens a sequence, the token-serial kernels are faster than the chunked ones. One NVIDIA H200, rwkv6, bfloat16,
@@ -76,35 +76,16 @@ def _operands(dtype: torch.dtype) -> int | None:
     return 11 if dtype == torch.float16 or torch.get_float32_matmul_precision() != "highest" else None
 
 
-def _nothing(given: Problem | Step) -> bool:
-    return 0 in given.q.shape or 0 in given.v.shape
-
-
-def _forward_of_nothing(problem: Problem) -> tuple[Tensor, Tensor]:
-    """Without tokens the state stays what it was."""
-    state = problem.initial_state
-    final = problem.q.new_zeros(problem.state_shape, dtype=torch.float32) if state is None else state.to(torch.float32, copy=True)
-    return problem.v.new_zeros(problem.v.shape), final
-
-
-def _backward_of_nothing(problem: Problem, d_final_state: Tensor | None) -> Gradients:
-    p, state = problem, problem.initial_state
-    q, k, v = (torch.zeros_like(x) for x in (p.q, p.k, p.v))
-    g, u = (None if x is None else torch.zeros_like(x) for x in (p.g, p.u))
-    d_state = None if state is None else torch.zeros_like(state) if d_final_state is None else d_final_state.to(state.dtype, copy=True)
-    return Gradients(q, k, v, g, u, d_state)
-
-
 def _chunkwise_forward(problem: Problem) -> tuple[Tensor, Tensor]:
     from . import launch
 
-    return _forward_of_nothing(problem) if _nothing(problem) else launch.chunk_forward_pass(problem)[:2]
+    return forward_of_nothing(problem) if nothing(problem) else launch.chunk_forward_pass(problem)[:2]
 
 
 def _chunkwise_forward_keeping(problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
     from . import launch
 
-    return (*_forward_of_nothing(problem), None) if _nothing(problem) else launch.chunk_forward_pass(problem, keep=True)
+    return (*forward_of_nothing(problem), None) if nothing(problem) else launch.chunk_forward_pass(problem, keep=True)
 
 
 def _chunkwise_backward(
@@ -112,23 +93,23 @@ def _chunkwise_backward(
 ) -> Gradients:
     from . import launch
 
-    if _nothing(problem):
-        return _backward_of_nothing(problem, d_final_state)
+    if nothing(problem):
+        return backward_of_nothing(problem, d_final_state)
     return launch.chunk_backward_pass(problem, d_output, d_final_state, states, dg)
 
 
 def _recurrent_forward(problem: Problem) -> tuple[Tensor, Tensor]:
     from . import launch
 
-    return _forward_of_nothing(problem) if _nothing(problem) else launch.recurrent_forward_pass(problem)
+    return forward_of_nothing(problem) if nothing(problem) else launch.recurrent_forward_pass(problem)
 
 
 def _recurrent_backward(problem: Problem, d_output: Tensor, d_final_state: Tensor | None) -> Gradients:
     from . import launch
 
     return (
-        _backward_of_nothing(problem, d_final_state)
-        if _nothing(problem)
+        backward_of_nothing(problem, d_final_state)
+        if nothing(problem)
         else launch.recurrent_backward_pass(problem, d_output, d_final_state)
     )
 
@@ -136,7 +117,7 @@ def _recurrent_backward(problem: Problem, d_output: Tensor, d_final_state: Tenso
 def _step(step: Step) -> Tensor:
     from . import launch
 
-    return step.v.new_zeros(step.v.shape) if _nothing(step) else launch.step_pass(step)
+    return step.v.new_zeros(step.v.shape) if nothing(step) else launch.step_pass(step)
 
 
 RECURRENT = Implementation(

@@ -1,0 +1,26 @@
+// What only a GPU has, in one place: number formats and the exchange between lanes of a warp. No headers are included, because NVRTC
+// finds none where no CUDA toolkit is installed. The tests put threads of a CPU in the place of this file.
+
+struct float16 {
+    unsigned short bits;
+};
+struct bfloat16 {
+    unsigned short bits;
+};
+
+__device__ inline float number(double x) { return (float)x; }
+__device__ inline float number(float x) { return x; }
+__device__ inline float number(bfloat16 x) { return __uint_as_float((unsigned)x.bits << 16); }
+__device__ inline float number(float16 x) {
+    float wide;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(x.bits));
+    return wide;
+}
+
+__device__ inline void store(double *to, float x) { *to = x; }
+__device__ inline void store(float *to, float x) { *to = x; }
+__device__ inline void store(bfloat16 *to, float x) { asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(to->bits) : "f"(x)); }
+__device__ inline void store(float16 *to, float x) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(to->bits) : "f"(x)); }
+
+// The x of the lane whose number differs in these bits.
+__device__ inline float of_lane_across(float x, int bits) { return __shfl_xor_sync(0xffffffffu, x, bits); }

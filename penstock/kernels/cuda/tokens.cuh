@@ -1,0 +1,164 @@
+// What the forward and the backward pass share: the call, who holds what, and how tokens come from memory.
+//
+// A block of threads holds COLUMNS columns of one head's state S [K,V], K = V = HEAD, and takes token after token. Each warp holds 16
+// rows, each lane 4 rows and 2 columns of them: lane = 8 * kk + vv has rows 4 * kk + 0..3 of its warp's and columns 2 * vv + 0..1.
+//
+// Given by the compiler's command line: HEAD; X, the type of q, k, v, output and their gradients; G, U and S0, those of decay, bonus and
+// initial state; F, that of the final state; I, that of cu_seqlens and slots; STATIC, whether the decay is one for all tokens.
+
+constexpr int COLUMNS = 16, ROWS = 4, COLS = 2, WARPS = HEAD / 16, THREADS = 32 * WARPS, BLOCKS = HEAD / COLUMNS;
+
+struct Tensor {
+    void *data;
+    long long stride[4];  // in elements; tokens have axes B, T, H and channel, states N, H, K and V, the bonus H and K
+};
+
+struct Call {  // launch.py has the same
+    Tensor q, k, v, g, u, initial_state, output, final_state;
+    Tensor d_output, d_final_state, dq, dk, dv, dg, du, d_initial_state;
+    const I *cu_seqlens, *slots;
+    float *kept;
+    float scale;
+    int T, H, reverse, span, spans;  // span and spans: of the backward pass
+};
+
+// Neighbours that are read at once, in 64 or 128 bits.
+template <int N> struct alignas(4 * N) Few {
+    float x[N];
+    __device__ float operator[](int i) const { return x[i]; }
+};
+template <int N> __device__ inline Few<N> few(const float *from) { return *reinterpret_cast<const Few<N> *>(from); }
+
+struct Place {  // of a thread
+    int block, row, column, warp, kk, vv;
+    int n, h, b, length;    // sequence, head, row of the batch; how many tokens
+    long long begin, first; // the first token in memory and in time
+    int step;               // token t of the sequence, in the order of its time, is first + t * step
+
+    __device__ explicit Place(const Call &call) {
+        block = blockIdx.x % BLOCKS;
+        h = blockIdx.x / BLOCKS % call.H;
+        n = blockIdx.x / BLOCKS / call.H;
+        bool packed = call.cu_seqlens;
+        begin = packed ? call.cu_seqlens[n] : 0;
+        length = packed ? call.cu_seqlens[n + 1] - begin : call.T;
+        b = packed ? 0 : n;
+        step = call.reverse ? -1 : 1;
+        first = call.reverse ? begin + length - 1 : begin;
+        warp = threadIdx.x / 32;
+        kk = threadIdx.x % 32 / 8;
+        vv = threadIdx.x % 8;
+        row = 16 * warp + ROWS * kk;
+        column = block * COLUMNS + COLS * vv;
+    }
+};
+
+template <typename T> struct Channel {  // of all tokens of a sequence and head
+    T *at;
+    int step;
+    __device__ T &operator[](int t) const { return at[(long long)t * step]; }
+};
+template <typename T> __device__ inline Channel<T> channel(const Tensor &x, const Place &p, int which) {
+    T *at = (T *)x.data + p.b * x.stride[0] + p.first * x.stride[1] + p.h * x.stride[2] + which * x.stride[3];
+    return {at, int(p.step * x.stride[1])};
+}
+
+// A tensor's part of a chunk of tokens on its way from memory to shared memory, in registers: it is asked for a chunk ahead, so that
+// memory's latency passes while the chunk before is computed. Tokens after the last are 0, which changes no state.
+template <typename T, int TOKENS, int WIDTH> struct Coming {
+    static constexpr int AT_ONCE = THREADS / WIDTH, TIMES = (TOKENS + AT_ONCE - 1) / AT_ONCE;
+    static constexpr bool ALL = TOKENS % AT_ONCE == 0;  // whether no thread has less to bring than others
+    Channel<T> from;
+    T held[TIMES];
+
+    __device__ Coming(const Tensor &x, const Place &p, int first_channel) : from(channel<T>(x, p, first_channel + threadIdx.x % WIDTH)) {}
+
+    __device__ void ask(int chunk, int length) {
+        const int left = length - chunk * TOKENS;
+        const T *next = &from[chunk * TOKENS + token(0)];
+#pragma unroll
+        for (int i = 0; i < TIMES; i++, next += AT_ONCE * (long long)from.step)
+            held[i] = token(i) < left && (ALL || token(i) < TOKENS) ? *next : T{};
+    }
+    template <typename Change> __device__ void put(float (&to)[TOKENS][WIDTH], Change change) const {
+#pragma unroll
+        for (int i = 0; i < TIMES; i++)
+            if (ALL || token(i) < TOKENS) to[token(i)][threadIdx.x % WIDTH] = change(number(held[i]));
+    }
+    __device__ void put(float (&to)[TOKENS][WIDTH]) const {
+        put(to, [](float x) { return x; });
+    }
+    __device__ static int token(int i) { return i * AT_ONCE + threadIdx.x / WIDTH; }
+};
+
+// What a token's decay takes from the state, exp(g) - 1: exact where decays are weak and their losses add up; -1 where g is -inf. Unlike
+// expm1f, which does the same, it has no branches, so that those of several tokens are computed side by side.
+__device__ inline float loss(float g) {
+    const float x = fmaxf(g, -0.5f);
+    float series = 1.0f / 40320;
+    series = series * x + 1.0f / 5040;
+    series = series * x + 1.0f / 720;
+    series = series * x + 1.0f / 120;
+    series = series * x + 1.0f / 24;
+    series = series * x + 1.0f / 6;
+    series = series * x + 1.0f / 2;
+    series = series * x * x + x;
+    return g > -0.5f ? series : __expf(g) - 1.0f;
+}
+
+// Sums of x[0..N) over N lanes that are STRIDE apart, halving what is left in each exchange: lane number `mine` of them gets that
+// of x[mine].
+template <int N, int STRIDE> __device__ inline float shared_out(float (&x)[N], int mine) {
+#pragma unroll
+    for (int half = N / 2; half; half /= 2) {
+        bool upper = mine & half;
+#pragma unroll
+        for (int i = 0; i < half; i++) {
+            float given = of_lane_across(upper ? x[i] : x[i + half], half * STRIDE);
+            x[i] = (upper ? x[i + half] : x[i]) + given;
+        }
+    }
+    return x[0];
+}
+
+// The thread's part of a state; zeros if there is none.
+template <typename T> __device__ inline void load_state(float (&S)[ROWS][COLS], const Tensor &from, int n, const Place &p) {
+#pragma unroll
+    for (int i = 0; i < ROWS; i++)
+#pragma unroll
+        for (int c = 0; c < COLS; c++) {
+            long long at = n * from.stride[0] + p.h * from.stride[1] + (p.row + i) * from.stride[2] + (p.column + c) * from.stride[3];
+            S[i][c] = from.data ? number(((const T *)from.data)[at]) : 0.0f;
+        }
+}
+template <typename T> __device__ inline void store_state(const float (&S)[ROWS][COLS], const Tensor &to, int n, const Place &p) {
+#pragma unroll
+    for (int i = 0; i < ROWS; i++)
+#pragma unroll
+        for (int c = 0; c < COLS; c++) {
+            long long at = n * to.stride[0] + p.h * to.stride[1] + (p.row + i) * to.stride[2] + (p.column + c) * to.stride[3];
+            store((T *)to.data + at, S[i][c]);
+        }
+}
+
+// S_t = diag(exp(g_t)) S_{t-1} + k_t^T v_t, with lost = exp(g_t) - 1.
+__device__ inline void advance(float (&S)[ROWS][COLS], const Few<ROWS> &lost, const Few<ROWS> &k, const Few<COLS> &v) {
+#pragma unroll
+    for (int i = 0; i < ROWS; i++)
+#pragma unroll
+        for (int c = 0; c < COLS; c++) S[i][c] = S[i][c] + S[i][c] * lost[i] + k[i] * v[c];
+}
+
+// Sum what the warps hold of each column and write it, one element a thread and turn.
+template <int TOKENS>
+__device__ inline void write_columns(const Tensor &to, const Place &p, const float (&shares)[WARPS][TOKENS][COLUMNS], int chunk) {
+    for (int i = threadIdx.x; i < TOKENS * COLUMNS; i += THREADS) {
+        int token = i / COLUMNS, column = i % COLUMNS;
+        int t = chunk * TOKENS + token;
+        if (t >= p.length) break;
+        float sum = 0.0f;
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) sum += shares[w][token][column];
+        store(&channel<X>(to, p, p.block * COLUMNS + column)[t], sum);
+    }
+}
