@@ -12,15 +12,16 @@ import pytest
 import torch
 
 from penstock import RangeError, ShapeError
-from penstock.bench import clock, oracle, peers, plot, rounding, softmax, verify
+from penstock.bench import clock, fla, oracle, plot, rounding, softmax, verify
 from penstock.bench.calls import moved_bytes
-from penstock.bench.candidates import MODES, Candidate, loop, ours, peer
+from penstock.bench.candidates import MODES, Candidate, loop, ours
 from penstock.bench.cases import CASES, MODELS, Case, Inputs, Shape, case_named, default_cases, inputs
 from penstock.bench.clock import in_turn
 from penstock.bench.exact import Reach, WrongResult, checked_tokens
 from penstock.bench.loop import token_loop
 from penstock.bench.machine import Machine, using_threads
 from penstock.bench.measure import Measurement, Timing, Untimed, measure
+from penstock.bench.peers import peer
 from penstock.bench.plot import MissingExtra, draw
 from penstock.bench.record import Record
 from penstock.bench.suites import SUITES, suite_named
@@ -235,7 +236,7 @@ def test_one_that_refuses_or_is_wrong_does_not_stop_the_others():
 def test_fla_refuses_calls_and_is_not_an_error(monkeypatch):
     monkeypatch.setitem(sys.modules, "fla", ModuleType("fla"))
     monkeypatch.setitem(sys.modules, "fla.ops", ModuleType("fla.ops"))
-    refused = measure("small", inputs("rwkv5", SMALL), "fwd", [peers.fla()], seconds=0.001, go_on=True).untimed[0]
+    refused = measure("small", inputs("rwkv5", SMALL), "fwd", [fla.candidate()], seconds=0.001, go_on=True).untimed[0]
     assert refused.reason == "refuses: it has no operator for rwkv5"
     assert not refused.fault
 
@@ -254,7 +255,7 @@ def test_fla_computes_sequences_by_chunks_or_token_by_token(monkeypatch):
     ops.chunk_gla, ops.fused_recurrent_gla = operator("chunk"), operator("recurrent")
     monkeypatch.setitem(sys.modules, "fla", ModuleType("fla"))
     monkeypatch.setitem(sys.modules, "fla.ops", ops)
-    monkeypatch.setattr(peers, "unavailable", lambda device: None)
+    monkeypatch.setattr(fla, "unavailable", lambda device: None)
     x = inputs("gla", Shape(2, 1, 2, 5, 7))
     for name, mode, wanted in (("fla", "fwd", "chunk"), ("fla_recurrent", "fwd", "recurrent"), ("fla", "decode", "recurrent")):
         called.clear()

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from .. import dispatch
-from ..errors import Complaints, ImplementationRefused, RangeError
 from ..functional import decode_step
 from ..kernels import contract
 from . import oracle
@@ -23,8 +22,6 @@ Mode = Literal["fwd", "fwdbwd", "decode"]
 MODES: tuple[Mode, ...] = ("fwd", "fwdbwd", "decode")
 ASKED: dict[Mode, tuple[contract.Mode, ...]] = {"fwd": ("forward",), "fwdbwd": ("forward", "backward"), "decode": ("step",)}
 """What an implementation is asked for in each mode."""
-PEERS = ("loop", "fla", "fla_recurrent")
-"""Beside the rungs of ``ladder.py``, which have names of their own."""
 
 
 @dataclass(frozen=True)
@@ -87,21 +84,3 @@ def _seconds(inputs: Inputs, threads: int | None) -> float:
             token_loop(inputs.first(8))
             taken.append(perf_counter() - begin)
     return min(taken)
-
-
-def peer(name: str, inputs: Inputs, mode: Mode) -> Candidate:
-    """Take the peer of this name, or raise an error that says why it cannot be had."""
-    from . import ladder, peers  # they make candidates themselves
-
-    if name in ladder.RUNGS:
-        return ladder.rung(name, inputs, mode)
-    if name == "loop":
-        return loop(inputs)
-    if name not in PEERS:
-        complaints = Complaints("bench")
-        complaints.add(RangeError, "peer", f"one of {', '.join(PEERS)}", repr(name))
-        complaints.raise_any()
-    reason = peers.unavailable(inputs.q.device)
-    if reason is not None:
-        raise ImplementationRefused(f"bench: peer {name} cannot be timed here: {reason}.")
-    return peers.fla(recurrent=name == "fla_recurrent")

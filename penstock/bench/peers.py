@@ -1,74 +1,27 @@
-"""flash-linear-attention (fla) beside us, where it is installed and the inputs are on a GPU."""
+"""What we are compared with, by name: the token loop, fla's operators, the rungs of the ladder."""
 
 from __future__ import annotations
 
-from importlib import import_module
-from importlib.util import find_spec
-from types import ModuleType
-from typing import Any
-
-import torch
-from torch import Tensor
-
-from ..errors import ImplementationRefused
-from .candidates import Candidate
+from ..errors import Complaints, ImplementationRefused, RangeError
+from . import fla, ladder
+from .candidates import Candidate, Mode, loop
 from .cases import Inputs
 
-CHUNKED = {
-    "linear_attention": "chunk_linear_attn",
-    "retention": "chunk_retention",
-    "simple_gla": "chunk_simple_gla",
-    "gla": "chunk_gla",
-    "rwkv6": "chunk_rwkv6",
-}
-"""Names in ``fla.ops`` of the operators by chunks."""
-RECURRENT = {variant: name.replace("chunk", "fused_recurrent") for variant, name in CHUNKED.items()}
-"""Those token by token: for decoding, and for sequences where they are asked for."""
-BUDGET = {torch.bfloat16: 2e-2, torch.float16: 1e-2, torch.float32: 5e-3, torch.float64: 5e-3}
-"""Allowed error by dtype of the inputs: fla multiplies in bfloat16, float16 or TF32."""
+PEERS = ("loop", "fla", "fla_recurrent")
+"""Beside the rungs, which have names of their own."""
 
 
-def unavailable(device: torch.device) -> str | None:
-    """Why fla cannot be timed at all on this device, or None."""
-    if find_spec("fla") is None:
-        return "it is not installed (pip install flash-linear-attention)"
-    if device.type != "cuda":
-        return f"it needs a GPU and the inputs are on {device}"
-    return None
-
-
-def refusal(inputs: Inputs) -> str | None:
-    """Why fla does not take these inputs, as far as that is known beforehand, or None."""
-    if inputs.variant not in CHUNKED:
-        return f"it has no operator for {inputs.variant}"
-    if inputs.variant == "linear_attention" and 1 < inputs.q.shape[1] < inputs.q.shape[2]:
-        return "its linear attention refuses fewer tokens than heads"
-    return None
-
-
-def fla(recurrent: bool = False) -> Candidate:
-    """Take the chunked operator for sequences, unless ``recurrent``; that one for decoding. Calls that fla refuses raise."""
-    ops = import_module("fla.ops")
-
-    def forward(inputs: Inputs) -> Tensor:
-        return _call(ops, RECURRENT if recurrent else CHUNKED, inputs)[0]
-
-    def step(inputs: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
-        return _call(ops, RECURRENT, inputs, initial_state=state, output_final_state=True)
-
-    return Candidate("fla_recurrent" if recurrent else "fla", forward, step, lambda inputs, result: BUDGET[inputs])
-
-
-def _call(ops: ModuleType, names: dict[str, str], inputs: Inputs, **states: Any) -> tuple[Tensor, Tensor]:
-    """Call with [B,T,H,*]; retention makes its own decay, linear attention would normalise unless told not to."""
-    reason = refusal(inputs)
+def peer(name: str, inputs: Inputs, mode: Mode) -> Candidate:
+    """Take the peer of this name, or raise an error that says why it cannot be had."""
+    if name in ladder.RUNGS:
+        return ladder.rung(name, inputs, mode)
+    if name == "loop":
+        return loop(inputs)
+    if name not in PEERS:
+        complaints = Complaints("bench")
+        complaints.add(RangeError, "peer", f"one of {', '.join(PEERS)}", repr(name))
+        complaints.raise_any()
+    reason = fla.unavailable(inputs.q.device)
     if reason is not None:
-        raise ImplementationRefused(reason)
-    function = getattr(ops, names[inputs.variant])
-    options: dict[str, Any] = {"scale": inputs.scale, **states}
-    if inputs.variant == "linear_attention":
-        options["normalize"] = False
-    decay = [] if inputs.variant in ("linear_attention", "retention") else [inputs.g]
-    bonus = [] if inputs.u is None else [inputs.u]
-    output, state = function(inputs.q, inputs.k, inputs.v, *decay, *bonus, **options)
-    return output, state
+        raise ImplementationRefused(f"bench: peer {name} cannot be timed here: {reason}.")
+    return fla.candidate(recurrent=name == "fla_recurrent")

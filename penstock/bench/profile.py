@@ -14,11 +14,12 @@ from pathlib import Path
 
 from .. import dispatch
 from ..errors import Complaints, DeviceError
-from . import clock, peers, trace
+from . import clock, fla, trace
 from .calls import call_of
-from .candidates import ASKED, PEERS, Candidate, Mode, ours, peer
+from .candidates import ASKED, Candidate, Mode, ours
 from .cases import Inputs
 from .measure import Measurement, Untimed, measure
+from .peers import PEERS, peer
 
 MODES: tuple[Mode, ...] = ("fwd", "fwdbwd")
 
@@ -33,7 +34,7 @@ def candidates(inputs: Inputs, mode: Mode, impls: Sequence[str], named: Sequence
             refused |= {one.name: reasons[0]} if reasons else {}
         impls = [one.name for one in dispatch.IMPLEMENTATIONS if one.name not in refused]
     if not named:
-        reason = peers.unavailable(inputs.q.device) or peers.refusal(inputs)
+        reason = fla.unavailable(inputs.q.device) or fla.refusal(inputs)
         refused |= {name: reason for name in PEERS if name.startswith("fla") and reason is not None}
         named = [name for name in PEERS if name not in refused]
     taken = [peer(name, inputs, mode) for name in dict.fromkeys(named) if name != "none"]

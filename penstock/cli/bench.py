@@ -11,11 +11,12 @@ import typer
 from rich.console import Console
 
 from ..bench import softmax
-from ..bench.candidates import MODES, Mode, ours, peer
+from ..bench.candidates import MODES, Mode, ours
 from ..bench.cases import Case, Shape, case_named, default_cases, inputs
 from ..bench.clock import named
 from ..bench.machine import Machine, using_threads
 from ..bench.measure import Measurement, measure
+from ..bench.peers import peer
 from ..bench.plot import check_plot, draw
 from ..bench.record import Record
 from ..bench.report import print_cases, print_measurements

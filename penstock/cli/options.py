@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import torch
 from rich.console import Console
 
-from ..bench.candidates import PEERS, Mode
+from ..bench.candidates import Mode
 from ..bench.ladder import RUNGS
+from ..bench.peers import PEERS
 from ..dispatch import check_name
 from ..errors import Complaints, DeviceError, RangeError
 from ..problem import FLOATS

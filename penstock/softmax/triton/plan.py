@@ -12,8 +12,9 @@ from ...kernels.triton.plan import Plan
 from ...kernels.triton.plan import precision as precision_of
 from ...kernels.triton.table import Target, power
 from ..problem import Attention
-from . import kernels
+from . import backward, forward
 
+KERNELS = {"forward": forward.forward, "by_keys": backward.by_keys, "by_queries": backward.by_queries}
 ROWS = 32
 """Of a program of ``deltas``."""
 
@@ -44,7 +45,7 @@ def _half(kernel: str, D: int) -> Blocks:
     """Of 16 bits. Not measured yet: by the registers that the compiler leaves over on an sm_90."""
     if kernel == "forward":
         return Blocks(128, 64, 4, 3) if D <= 64 else Blocks(128, 64, 8, 3 if D <= 128 else 2)
-    if kernel == "backward_by_keys":
+    if kernel == "by_keys":
         return Blocks(64, 128, 8, 2) if D <= 128 else Blocks(32, 64, 8, 1)
     return Blocks(128, 64, 8, 2) if D <= 128 else Blocks(64, 32, 8, 2)
 
@@ -52,7 +53,7 @@ def _half(kernel: str, D: int) -> Blocks:
 def _whole(kernel: str, D: int) -> Blocks:
     """Of float32: three products for one, so small tiles, by the registers that the compiler leaves over on an sm_90."""
     if D <= 64:
-        return Blocks(32, 32, 4, 2) if kernel == "backward_by_keys" else Blocks(64, 32, 4, 1)
+        return Blocks(32, 32, 4, 2) if kernel == "by_keys" else Blocks(64, 32, 4, 1)
     return Blocks(32, 32, 8, 1) if D <= 128 else Blocks(16, 16, 4, 1)
 
 
@@ -61,10 +62,10 @@ def shared_bytes(kernel: str, b: Blocks, D: int, size: int) -> int:
 
     Never less than what any was compiled to (bench/resources.json).
     """
-    stays = {"forward": b.BM, "backward_by_keys": 2 * b.BN, "backward_by_queries": 2 * b.BM}[kernel]
-    moves = b.BM if kernel == "backward_by_keys" else b.BN
+    stays = {"forward": b.BM, "by_keys": 2 * b.BN, "by_queries": 2 * b.BM}[kernel]
+    moves = b.BM if kernel == "by_keys" else b.BN
     weights = 2 if kernel == "forward" else 4
-    turned = moves * (size == 4 and kernel == "backward_by_keys")  # q lies both ways: 16 bits are turned on the way to registers
+    turned = moves * (size == 4 and kernel == "by_keys")  # q lies both ways: 16 bits are turned on the way to registers
     return size * (D * (stays + 2 * moves * b.stages + turned) + weights * b.BM * b.BN) + 2048  # barriers, exponents
 
 
@@ -97,9 +98,9 @@ def _strides(*tensors: Tensor) -> tuple[int, ...]:
 def _launch(plan: Plan, kernel: str, a: Attention, target: Target, tensors: tuple[str, ...], others: tuple[Tensor, ...] = ()) -> None:
     constants, numbers = _call(a, target)
     s, b = a.sizes, blocks(kernel, constants["BD"], a.q.element_size(), target)
-    slots, heads = (_slots(a, s["Tk"], b.BN), s["G"]) if kernel == "backward_by_keys" else (_slots(a, s["Tq"], b.BM), s["H"])
+    slots, heads = (_slots(a, s["Tk"], b.BN), s["G"]) if kernel == "by_keys" else (_slots(a, s["Tq"], b.BM), s["H"])
     plan.launch(
-        getattr(kernels, kernel), slots * heads, (*tensors, "cu_seqlens", "cu_seqlens_k"),
+        KERNELS[kernel], slots * heads, (*tensors, "cu_seqlens", "cu_seqlens_k"),
         (*numbers, *_strides(a.q, a.k, a.v, *others)), b.warps, **constants, BM=b.BM, BN=b.BN, STAGES=b.stages,
     )  # fmt: skip
 
@@ -120,10 +121,10 @@ def backward_plan(a: Attention, d_output: Tensor, d_lse: Tensor | None, target: 
     dq, dk, dv = (plan.empty("d" + name, *x.shape, dtype=x.dtype) for name, x in (("q", a.q), ("k", a.k), ("v", a.v)))
     rows = s["B"] * s["Tq"] * s["H"]
     plan.launch(
-        kernels.deltas, math.ceil(rows / ROWS), ("output", "d_output", "d_lse" if d_lse is not None else "q", delta),
+        backward.deltas, math.ceil(rows / ROWS), ("output", "d_output", "d_lse" if d_lse is not None else "q", delta),
         (rows, s["Tq"], *d_output.stride(), *(d_lse.stride() if d_lse is not None else (0, 0, 0))), 4,
         H=s["H"], D=s["D"], BD=power(s["D"]), BM=ROWS, D_LSE=d_lse is not None,
     )  # fmt: skip
-    _launch(plan, "backward_by_keys", a, target, ("q", "k", "v", "d_output", "lse", delta, dk, dv), (d_output,))
-    _launch(plan, "backward_by_queries", a, target, ("q", "k", "v", "d_output", "lse", delta, dq), (d_output,))
+    _launch(plan, "by_keys", a, target, ("q", "k", "v", "d_output", "lse", delta, dk, dv), (d_output,))
+    _launch(plan, "by_queries", a, target, ("q", "k", "v", "d_output", "lse", delta, dq), (d_output,))
     return plan

@@ -1,0 +1,127 @@
+"""Device functions that the softmax kernels share: products, tiles of tokens, and which tokens see each other.
+
+A query i of a sequence stands at i + Tk - Tq, at the key that lies as far from the end.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ...kernels.triton.tiles import LOG2E, span_of, tile, to_tf32
+
+
+@triton.jit
+def dot(a, b, c, PRECISION: tl.constexpr):
+    """c + a @ b. PRECISION "half": operands as they are, in 16 bits; else how tl.dot takes float32 operands."""
+    if PRECISION == "half":
+        d = tl.dot(a, b, c)
+    elif PRECISION == "tf32":
+        d = tl.dot(to_tf32(a), to_tf32(b), c, input_precision="tf32")
+    else:
+        d = tl.dot(a.to(tl.float32), b.to(tl.float32), c, input_precision=PRECISION)
+    return d
+
+
+@triton.jit
+def tokens(base, n, live, stride_t, d, stride_d, D: tl.constexpr, BD: tl.constexpr, MASKED: tl.constexpr):
+    """A tile of tokens n, zeros where they are not live; all are unless MASKED."""
+    if MASKED:
+        x = tile(base, n, live, stride_t, d, stride_d, D, BD)
+    elif D == BD:
+        x = tl.load(base + n[:, None] * stride_t + d[None, :] * stride_d)
+    else:
+        x = tl.load(base + n[:, None] * stride_t + d[None, :] * stride_d, mask=(d < D)[None, :], other=0.0)
+    return x
+
+
+@triton.jit
+def sees(place, j, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """Whether queries that stand at ``place`` see keys j, both with all axes of the result."""
+    if CAUSAL:
+        seen = j <= place
+    else:
+        seen = j >= 0
+    if WINDOW:
+        seen = seen & (j > place - window)
+        if not CAUSAL:
+            seen = seen & (j < place + window)
+    return seen
+
+
+@triton.jit
+def keys_of(first, rows, Tk, window, BN: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """Of queries that stand at ``first`` and on: the keys [low, high) that any sees, and among them those [begin, end) that all do.
+
+    ``low``, ``begin`` and ``end`` are multiples of BN.
+    """
+    low = first * 0
+    high = first * 0 + Tk
+    begin = low
+    end = high
+    if CAUSAL:
+        high = tl.minimum(high, first + rows)
+        end = tl.minimum(end, first + 1)
+    if WINDOW:
+        low = tl.maximum(first - window + 1, 0) // BN * BN
+        begin = tl.maximum(tl.cdiv(tl.maximum(first + rows - window, 0), BN) * BN, low)
+        if not CAUSAL:
+            high = tl.minimum(high, first + rows - 1 + window)
+            end = tl.minimum(end, first + window)
+    high = tl.maximum(high, low)
+    begin = tl.minimum(begin, tl.cdiv(high, BN) * BN)
+    end = tl.maximum(tl.maximum(end, 0) // BN * BN, begin)
+    return low, begin, end, high
+
+
+@triton.jit
+def queries_of(first, columns, shift, Tq, window, BM: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """Of keys from ``first`` on: the queries [low, high) that see any of them, and among them those [begin, end) that see all.
+
+    A query i stands at i + shift. ``low``, ``begin`` and ``end`` are multiples of BM.
+    """
+    low = first * 0
+    high = first * 0 + Tq
+    begin = low
+    end = high
+    if CAUSAL:
+        low = tl.maximum(first - shift, 0) // BM * BM
+        begin = tl.cdiv(tl.maximum(first + columns - 1 - shift, 0), BM) * BM
+    if WINDOW:
+        high = tl.minimum(high, first + columns - 1 + window - shift)
+        end = tl.minimum(end, tl.maximum(first + window - shift, 0))
+        if not CAUSAL:
+            low = tl.maximum(first - window + 1 - shift, 0) // BM * BM
+            begin = tl.cdiv(tl.maximum(first + columns - window - shift, 0), BM) * BM
+    high = tl.maximum(high, low)
+    begin = tl.maximum(tl.minimum(begin, tl.cdiv(high, BM) * BM), low)
+    end = tl.maximum(end // BM * BM, begin)
+    return low, begin, end, high
+
+
+@triton.jit
+def place_of(slot, cu_seqlens, cu_other, N, T, other, L: tl.constexpr, PACKED: tl.constexpr):
+    """Where stretch ``slot`` of L tokens is: the row of the batch, its sequence's first token, how many tokens come before and are in all.
+
+    Then the first token of the sequence on the other axis, and how many there are.
+    """
+    n, begin, end, done = span_of(slot, cu_seqlens, N, T, L, PACKED)
+    b = n.to(tl.int64)
+    first = begin * 0
+    there = other + 0 * n
+    if PACKED:
+        b = b * 0
+        first = tl.load(cu_other + n).to(tl.int64)
+        there = (tl.load(cu_other + n + 1).to(tl.int64) - first).to(tl.int32)
+    return b, begin, done.to(tl.int32), (end - begin).to(tl.int32), first, there
+
+
+@triton.jit
+def exponents(lse, where, live, MASKED: tl.constexpr):
+    """Log-sum-exps in log2 units. If MASKED, inf where no key was seen and where there is no query, so that p is 0."""
+    if MASKED:
+        x = tl.load(lse + where, mask=live, other=float("-inf")) * LOG2E
+        x = tl.where(x == float("-inf"), float("inf"), x)
+    else:
+        x = tl.load(lse + where) * LOG2E
+    return x
