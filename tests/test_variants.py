@@ -7,15 +7,14 @@ of one sequence and head from q, k [T,K] and v [T,V].
 import numpy as np
 import pytest
 import torch
-from cases import TRITON
+from cases import NAMES, TRITON
 
 import penstock as ps
-from penstock.dispatch import IMPLEMENTATIONS
 from penstock.variants import VARIANTS
 
 B, T, H, K, V = 2, 19, 3, 8, 5
-RUNS = [(one.name, torch.float64, 1e-12) for one in IMPLEMENTATIONS if one.name not in ("cpu", *TRITON)]
-RUNS += [(one.name, torch.float32, 2e-6) for one in IMPLEMENTATIONS]
+RUNS = [(name, torch.float64, 1e-12) for name in NAMES if name != "cpu"]
+RUNS += [(name, torch.float32, 2e-6) for name in (*NAMES, *TRITON)]
 every_implementation = pytest.mark.parametrize(("impl", "dtype", "limit"), RUNS)
 
 
