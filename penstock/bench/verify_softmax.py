@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ def findings(device: str, dtype: torch.dtype) -> Iterator[Finding]:
     )
     d_lse = torch.randn((B, Tq, H), generator=random).to(device)
     call = Attention.checked(q, k, v, None, None, True, None, WINDOW)
-    exact = _results(lambda call, _: reference.exact(call), Attention(q.double(), k.double(), v.double(), *_rest(call)), d_output, d_lse)
+    exact = _results(lambda call, _: reference.exact(call), replace(call, q=q.double(), k=k.double(), v=v.double()), d_output, d_lse)
     for implementation, module in IMPLEMENTATIONS.items():
         at = implementation, device, FUNCTION, str(dtype).removeprefix("torch.")
         reason = module.refuses(call)
@@ -46,15 +47,11 @@ def findings(device: str, dtype: torch.dtype) -> Iterator[Finding]:
             yield Finding(*at, name, apart, BUDGET[dtype], failed=not apart <= BUDGET[dtype])
 
 
-def _rest(call: Attention) -> tuple[None, None, bool, float, int | None]:
-    return None, None, call.causal, call.scale, call.window
-
-
 def _results(
     attend: Callable[[Attention, bool], tuple[Tensor, Tensor]], call: Attention, d_output: Tensor, d_lse: Tensor
 ) -> dict[str, Tensor]:
     leaves = [x.detach().requires_grad_() for x in (call.q, call.k, call.v)]
     with torch.enable_grad():
-        output, lse = attend(Attention(leaves[0], leaves[1], leaves[2], *_rest(call)), True)
+        output, lse = attend(replace(call, q=leaves[0], k=leaves[1], v=leaves[2]), True)
         gradients = torch.autograd.grad((output, lse), leaves, (d_output.to(output.dtype), d_lse.to(lse.dtype)))
     return dict(zip(NAMES, (output.detach(), lse.detach(), *gradients)))

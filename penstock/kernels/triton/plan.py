@@ -155,7 +155,7 @@ class Call(NamedTuple):
 
     def slots(self, L: int) -> int:
         """Stretches of L tokens that the sequences may need together."""
-        return self.T // L + self.N if self.packed else self.B * math.ceil(self.T / L)
+        return slots(self.T, L, self.N, self.packed)
 
     def segment(self, C: int, programs: int, fill: int) -> int:
         """Tokens in a segment, a multiple of C, such that ``fill`` programs a multiprocessor run where one a sequence made ``programs``."""
@@ -167,7 +167,13 @@ class Call(NamedTuple):
         return math.ceil(tokens / segments / C) * C
 
 
-def _strides(*tensors: Tensor) -> tuple[int, ...]:
+def slots(T: int, L: int, N: int, packed: bool) -> int:
+    """Stretches of L tokens that N sequences of T tokens, or of T together if packed, may need: see ``tiles.span_of``."""
+    return T // L + N if packed else N * math.ceil(T / L)
+
+
+def strides(*tensors: Tensor) -> tuple[int, ...]:
+    """Of all axes of all tensors, in a kernel's order."""
     return tuple(stride for x in tensors for stride in x.stride())
 
 
@@ -180,7 +186,7 @@ def _given(name: str, x: Tensor | None, instead: str) -> str:
 
 
 def _states(
-    plan: Plan, c: Call, names: tuple[str, str], strides: tuple[int, ...], L: int, C: int, scale: float, reverse: bool,
+    plan: Plan, c: Call, names: tuple[str, str], steps_of: tuple[int, ...], L: int, C: int, scale: float, reverse: bool,
     start: tuple[str, tuple[int, ...]] | None, end: str | None, adjoint: bool, stored: torch.dtype | None,
 ) -> str:  # fmt: skip
     """The states before chunks, as ``stored``; None: before segments. Sequences begin with ``start``, if given; ``end`` is written."""
@@ -194,7 +200,7 @@ def _states(
         plan.launch(
             segments.states, slots * c.H * grid,
             (x, y, "g", name, chunk_states, last if last is not None else x, decays, "cu_seqlens"),
-            (scale, c.N, c.T, c.H, *strides, *c.gate, *steps), b.warps, **c.flags, BK=b.BK, BV=b.BV, C=C, L=L, ADJOINT=adjoint,
+            (scale, c.N, c.T, c.H, *steps_of, *c.gate, *steps), b.warps, **c.flags, BK=b.BK, BV=b.BV, C=C, L=L, ADJOINT=adjoint,
             PREVIOUS=c.previous, SEGMENTS=of_segments, INITIAL=first is not None, FINAL=last is not None, CHUNKS=chunks, REVERSE=reverse,
             STAGES=b.stages,
         )  # fmt: skip
@@ -239,7 +245,7 @@ def chunk_forward_plan(p: Problem, target: Target, keep: bool = False) -> Plan:
     chunk_states = plan.empty("chunk_states", c.slots(every), c.H, c.K, c.V, dtype=c.stored(every)) if every else "q"
     state = None if p.initial_state is None else ("initial_state", p.initial_state.stride())
     if L < c.T:
-        segment_states = _states(plan, c, ("k", "v"), _strides(p.k, p.v), L, C, 1.0, p.reverse, state, final, False, None)
+        segment_states = _states(plan, c, ("k", "v"), strides(p.k, p.v), L, C, 1.0, p.reverse, state, final, False, None)
         state = segment_states, _contiguous(c.slots(L), c.H, c.K, c.V)
         programs = c.slots(L) * c.H * grid
     else:
@@ -258,7 +264,7 @@ def chunk_forward_plan(p: Problem, target: Target, keep: bool = False) -> Plan:
     for tokens, halves, exact in c.launches(C)[kernel is not None :]:
         plan.launch(
             chunk_forward.forward, programs, ("q", "k", "v", "g", "u", "ones", first, output, final, chunk_states, resume, "cu_seqlens"),
-            (p.scale, c.N, c.T, c.H, *_strides(p.q, p.k, p.v), *c.gate, *_bonus(p), *steps), b.warps, **c.flags, BK=BK, BV=b.BV,
+            (p.scale, c.N, c.T, c.H, *strides(p.q, p.k, p.v), *c.gate, *_bonus(p), *steps), b.warps, **c.flags, BK=BK, BV=b.BV,
             C=tokens, REVERSE=p.reverse, **flags, STAGES=1 if exact else b.stages, HALVES=halves, EXACT=exact,
         )  # fmt: skip
     return plan
@@ -281,9 +287,9 @@ def chunk_backward_plan(
     if states is not None and states.shape == (c.slots(C), c.H, c.K, c.V):
         S = "states"
     else:
-        S = _states(plan, c, ("k", "v"), _strides(p.k, p.v), L, C, 1.0, p.reverse, start, None, False, stored)
+        S = _states(plan, c, ("k", "v"), strides(p.k, p.v), L, C, 1.0, p.reverse, start, None, False, stored)
     d_start = None if d_final_state is None else ("d_final_state", d_final_state.stride())
-    steps = _strides(p.q, d_output)
+    steps = strides(p.q, d_output)
     dS = _states(plan, c, ("q", "d_output"), steps, L, C, p.scale, p.reverse, d_start, d_initial, True, stored)
     slots, launches = c.slots(C), c.launches(C)
     shares = slots * (1 + any(halves for _, halves, _ in launches))
@@ -309,7 +315,7 @@ def chunk_backward_plan(
         plan.launch(
             chunk_backward.backward, programs,
             ("q", "k", "v", "g", "u", "ones", "d_output", S, dS, dq, dk, dv, d_gate, du, todo, noted, "cu_seqlens"),
-            (p.scale, c.N, c.T, c.H, *_strides(p.q, p.k, p.v), *c.gate, *_bonus(p), *d_output.stride()), b.warps, **c.flags,
+            (p.scale, c.N, c.T, c.H, *strides(p.q, p.k, p.v), *c.gate, *_bonus(p), *d_output.stride()), b.warps, **c.flags,
             BK=b.BK, BV=b.BV, C=tokens, DG=p.g is not None and dg, PREVIOUS=c.previous, REVERSE=p.reverse, HALVES=halves, EXACT=exact,
         )  # fmt: skip
         todo = noted
@@ -332,7 +338,7 @@ def recurrent_forward_plan(p: Problem, pool: Tensor | None, slots: Tensor | None
     plan.launch(
         recurrent.forward, c.N * c.H * math.ceil(c.V / b.BV),
         ("q", "k", "v", "g", "u", first, output, final, "cu_seqlens", _given("slots", slots, "q")),
-        (p.scale, c.T, c.H, *_strides(p.q, p.k, p.v), *c.gate, *_bonus(p), *(state.stride() if state is not None else last), *last),
+        (p.scale, c.T, c.H, *strides(p.q, p.k, p.v), *c.gate, *_bonus(p), *(state.stride() if state is not None else last), *last),
         b.warps, K=c.K, V=c.V, BK=power(c.K), BV=b.BV, DECAY=c.decay, PREVIOUS=c.previous, INITIAL=state is not None, PACKED=c.packed,
         REVERSE=p.reverse, SLOTS=slots is not None,
     )  # fmt: skip
@@ -360,7 +366,7 @@ def recurrent_backward_plan(p: Problem, d_output: Tensor, d_final_state: Tensor 
         recurrent.backward, c.N * c.H * NV,
         ("q", "k", "v", "g", "u", _given("initial_state", p.initial_state, d_initial), "d_output",
          _given("d_final_state", d_final_state, d_initial), dq, dk, dv, dg, du, d_initial, scratch, "cu_seqlens"),
-        (p.scale, c.N, c.T, c.H, c.B * c.T, *_strides(p.q, p.k, p.v), *c.gate, *_bonus(p), *first, *d_output.stride(), *last),
+        (p.scale, c.N, c.T, c.H, c.B * c.T, *strides(p.q, p.k, p.v), *c.gate, *_bonus(p), *first, *d_output.stride(), *last),
         b.warps, K=c.K, V=c.V, BK=BK, BV=b.BV, DECAY=c.decay, STATIC=c.static, PREVIOUS=c.previous, INITIAL=p.initial_state is not None,
         D_FINAL=d_final_state is not None, PACKED=c.packed, REVERSE=p.reverse, SPAN=SPAN,
     )  # fmt: skip

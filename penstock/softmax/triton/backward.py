@@ -94,26 +94,18 @@ def by_keys(
     j = done + n
     c = scale * LOG2E
     state = (tl.zeros((BN, BD), tl.float32), tl.zeros((BN, BD), tl.float32))
-    low, all_from, all_to, high = queries_of(done, BN, start, queries, window, BM, CAUSAL, WINDOW)
+    ends = queries_of(done, BN, start, queries, window, BM, CAUSAL, WINDOW)
     for one in range(H // G):
         h = head * (H // G) + one
         q_ = q + b * q_b + first * q_t + h * q_h
         o_ = d_output + b * o_b + first * o_t + h * o_h
         lse_ = lse + (b * Tq + first) * H + h
         delta_ = delta + (b * Tq + first) * H + h
-        if CAUSAL or WINDOW:
+        for part in tl.static_range(0 if CAUSAL or WINDOW else 1, 3):
             state = walk_queries(
-                state, K, V, q_, o_, lse_, delta_, low, all_from, start, j, c, window, queries, q_t, q_d, o_t, o_d,
-                H, D, BD, BM, CAUSAL, WINDOW, True, PRECISION, STAGES,
+                state, K, V, q_, o_, lse_, delta_, ends[part], ends[part + 1], start, j, c, window, queries, q_t, q_d, o_t, o_d,
+                H, D, BD, BM, CAUSAL, WINDOW, part != 1, PRECISION, STAGES,
             )  # fmt: skip
-        state = walk_queries(
-            state, K, V, q_, o_, lse_, delta_, all_from, all_to, start, j, c, window, queries, q_t, q_d, o_t, o_d,
-            H, D, BD, BM, CAUSAL, WINDOW, False, PRECISION, STAGES,
-        )  # fmt: skip
-        state = walk_queries(
-            state, K, V, q_, o_, lse_, delta_, all_to, high, start, j, c, window, queries, q_t, q_d, o_t, o_d,
-            H, D, BD, BM, CAUSAL, WINDOW, True, PRECISION, STAGES,
-        )  # fmt: skip
     dk_, dv_ = state
     where = ((b * Tk + row + n) * G + head)[:, None] * D + d[None, :]
     mask = live[:, None] & (d < D)[None, :]
@@ -174,64 +166,11 @@ def by_queries(
     where = (b * Tq + row + i) * H + h
     e = exponents(lse, where, live, True)
     x = tl.load(delta + where, mask=live, other=0.0)
-    low, all_from, all_to, high = keys_of(start, BM, keys, window, BN, CAUSAL, WINDOW)
+    ends = keys_of(start, BM, keys, window, BN, CAUSAL, WINDOW)
     dq_ = tl.zeros((BM, BD), tl.float32)
-    if WINDOW:
+    for part in tl.static_range(0 if WINDOW else 1, 3):
         dq_ = walk_keys(
-            dq_,
-            Q,
-            dO,
-            e,
-            x,
-            k,
-            v,
-            low,
-            all_from,
-            place,
-            c,
-            window,
-            keys,
-            k_t,
-            k_d,
-            v_t,
-            v_d,
-            D,
-            BD,
-            BN,
-            CAUSAL,
-            WINDOW,
-            True,
-            PRECISION,
-            STAGES,
-        )
-    dq_ = walk_keys(
-        dq_,
-        Q,
-        dO,
-        e,
-        x,
-        k,
-        v,
-        all_from,
-        all_to,
-        place,
-        c,
-        window,
-        keys,
-        k_t,
-        k_d,
-        v_t,
-        v_d,
-        D,
-        BD,
-        BN,
-        CAUSAL,
-        WINDOW,
-        False,
-        PRECISION,
-        STAGES,
-    )
-    dq_ = walk_keys(
-        dq_, Q, dO, e, x, k, v, all_to, high, place, c, window, keys, k_t, k_d, v_t, v_d, D, BD, BN, CAUSAL, WINDOW, True, PRECISION, STAGES
-    )
+            dq_, Q, dO, e, x, k, v, ends[part], ends[part + 1], place, c, window, keys, k_t, k_d, v_t, v_d,
+            D, BD, BN, CAUSAL, WINDOW, part != 1, PRECISION, STAGES,
+        )  # fmt: skip
     tl.store(dq + where[:, None] * D + d[None, :], (dq_ * scale).to(dq.dtype.element_ty), mask=live[:, None] & (d < D)[None, :])

@@ -73,17 +73,12 @@ def forward(
     c = scale * LOG2E
     Q = tile(q, i, live, q_t, d, q_d, D, BD)
     state = (tl.full((BM,), float("-inf"), tl.float32), tl.zeros((BM,), tl.float32), tl.zeros((BM, BD), tl.float32))
-    low, all_from, all_to, high = keys_of(start, BM, keys, window, BN, CAUSAL, WINDOW)
-    if WINDOW:
+    ends = keys_of(start, BM, keys, window, BN, CAUSAL, WINDOW)
+    for part in tl.static_range(0 if WINDOW else 1, 3):
         state = walk(
-            state, Q, k, v, low, all_from, place, c, window, keys, k_t, k_d, v_t, v_d, D, BD, BN, CAUSAL, WINDOW, True, PRECISION, STAGES
-        )
-    state = walk(
-        state, Q, k, v, all_from, all_to, place, c, window, keys, k_t, k_d, v_t, v_d, D, BD, BN, CAUSAL, WINDOW, False, PRECISION, STAGES
-    )
-    state = walk(
-        state, Q, k, v, all_to, high, place, c, window, keys, k_t, k_d, v_t, v_d, D, BD, BN, CAUSAL, WINDOW, True, PRECISION, STAGES
-    )
+            state, Q, k, v, ends[part], ends[part + 1], place, c, window, keys, k_t, k_d, v_t, v_d,
+            D, BD, BN, CAUSAL, WINDOW, part != 1, PRECISION, STAGES,
+        )  # fmt: skip
     m, l, acc = state
     some = l > 0.0
     acc = acc / tl.where(some, l, 1.0)[:, None]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...kernels.triton.plan import Plan
+from ...kernels.triton.plan import Plan, slots, strides
 from ...kernels.triton.plan import precision as precision_of
 from ...kernels.triton.table import Target, power
 from ..problem import Attention
@@ -86,22 +86,13 @@ def _call(a: Attention, target: Target) -> tuple[dict[str, Any], tuple[Any, ...]
     return constants, (a.scale, a.window or 0, s["N"], s["Tq"], s["Tk"])
 
 
-def _slots(a: Attention, T: int, L: int) -> int:
-    """Stretches of L tokens that the sequences may need together."""
-    return T // L + a.sizes["N"] if a.cu_seqlens is not None else a.sizes["B"] * math.ceil(T / L)
-
-
-def _strides(*tensors: Tensor) -> tuple[int, ...]:
-    return tuple(stride for x in tensors for stride in x.stride())
-
-
 def _launch(plan: Plan, kernel: str, a: Attention, target: Target, tensors: tuple[str, ...], others: tuple[Tensor, ...] = ()) -> None:
     constants, numbers = _call(a, target)
     s, b = a.sizes, blocks(kernel, constants["BD"], a.q.element_size(), target)
-    slots, heads = (_slots(a, s["Tk"], b.BN), s["G"]) if kernel == "by_keys" else (_slots(a, s["Tq"], b.BM), s["H"])
+    T, L, heads = (s["Tk"], b.BN, s["G"]) if kernel == "by_keys" else (s["Tq"], b.BM, s["H"])
     plan.launch(
-        KERNELS[kernel], slots * heads, (*tensors, "cu_seqlens", "cu_seqlens_k"),
-        (*numbers, *_strides(a.q, a.k, a.v, *others)), b.warps, **constants, BM=b.BM, BN=b.BN, STAGES=b.stages,
+        KERNELS[kernel], slots(T, L, s["N"], a.cu_seqlens is not None) * heads, (*tensors, "cu_seqlens", "cu_seqlens_k"),
+        (*numbers, *strides(a.q, a.k, a.v, *others)), b.warps, **constants, BM=b.BM, BN=b.BN, STAGES=b.stages,
     )  # fmt: skip
 
 
