@@ -59,6 +59,7 @@ def test_it_is_chosen_and_repeatable_bit_by_bit():
         assert torch.equal(one[name], named[name])
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 def test_nothing_waits_and_all_can_be_captured():
     lengths = ((70, 70), (1, 1), (200, 200))
     a, d_output, _ = draw(replace(LARGE, lengths=lengths, dtype=BFLOAT16), "cuda")

@@ -95,7 +95,12 @@ def record(call: Call, device: torch.device, steps: int, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu(device)
     phases = schedule(wait=WAIT, warmup=WARM_UP, active=steps, repeat=1)
-    with profile(activities=activities, schedule=phases, on_trace_ready=lambda done: done.export_chrome_trace(str(path))) as profiler:
+
+    def ready(done: profile) -> None:
+        done.export_chrome_trace(str(path))
+
+    # acc_events: else some versions of torch warn that they forget cycles before this, the only one
+    with profile(activities=activities, schedule=phases, acc_events=True, on_trace_ready=ready) as profiler:
         for _ in range(WAIT + WARM_UP + steps):
             call()
             if on_gpu(device):
