@@ -7,6 +7,8 @@ import torch
 from test_softmax import CASES, Case, check, draw, run
 
 import penstock as ps
+from penstock.kernels.triton import launch
+from penstock.softmax.triton import hopper
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
@@ -18,6 +20,46 @@ LARGE = Case(B=2, Tq=1000, Tk=1000, H=4, G=2, D=128)
 @pytest.mark.parametrize("case", [case for case in CASES if case.dtype != FLOAT64], ids=str)
 def test_equals_the_oracle(case, dtype):
     check(replace(case, dtype=dtype if case.dtype == FLOAT32 else case.dtype), "triton", device="cuda")
+
+
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("case", [case for case in CASES if case.dtype == FLOAT32 and case.D == 16], ids=str)
+def test_kernels_of_one_gpu_and_of_all_equal_the_oracle(case, D, monkeypatch):
+    check(replace(case, D=D, dtype=BFLOAT16), "triton", device="cuda")
+    monkeypatch.setattr(hopper, "suits", lambda *_: False)
+    launch._prepared.clear()
+    check(replace(case, D=D, dtype=BFLOAT16), "triton", device="cuda")
+    launch._prepared.clear()
+
+
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, 1, 100, 300])
+def test_long_walks(D, causal, window):
+    lengths = ((700, 700), (129, 900), (1, 400), (513, 513))
+    check(replace(LARGE, D=D, causal=causal, window=window, dtype=FLOAT16, lengths=lengths), "triton", device="cuda")
+
+
+@pytest.mark.parametrize("D", [64, 100, 128])
+def test_what_is_no_number_stays_in_its_sequence(D):
+    """Tiles reach into the sequence behind; there zeros would meet NaN."""
+    lengths = ((70, 70), (30, 30), (100, 100))
+    a, d_output, d_lse = draw(replace(LARGE, D=D, lengths=lengths, dtype=BFLOAT16), "cuda")
+    wanted = run(a, "triton", d_output, d_lse)
+    for x in (a.q, a.k, a.v, d_output):
+        x[:, 70:100] = float("nan")
+    found = run(a, "triton", d_output, d_lse)
+    for x, y in zip(found.values(), wanted.values()):
+        for part in (slice(0, 70), slice(100, 200)):
+            assert torch.equal(x[:, part], y[:, part])
+
+
+def test_rows_of_one_projection_need_no_copy():
+    """q, k and v as views of [B,T,3,H,D]."""
+    a, d_output, d_lse = draw(replace(LARGE, H=2, G=2, D=64, dtype=BFLOAT16), "cuda")
+    q, k, v = torch.stack((a.q, a.k, a.v), 2).unbind(2)
+    found, wanted = (run(one, "triton", d_output, d_lse) for one in (replace(a, q=q, k=k, v=v), a))
+    assert all(torch.equal(found[name], wanted[name]) for name in found)
 
 
 @pytest.mark.parametrize("dtype", [FLOAT32, FLOAT16, BFLOAT16], ids=str)
@@ -63,9 +105,9 @@ def test_it_is_chosen_and_repeatable_bit_by_bit():
 def test_nothing_waits_and_all_can_be_captured():
     lengths = ((70, 70), (1, 1), (200, 200))
     a, d_output, _ = draw(replace(LARGE, lengths=lengths, dtype=BFLOAT16), "cuda")
-    q, k, v = (x.detach().requires_grad_() for x in (a.q, a.k, a.v))
 
     def step():
+        q, k, v = (x.detach().requires_grad_() for x in (a.q, a.k, a.v))
         output = ps.softmax_attention(q, k, v, cu_seqlens=a.cu_seqlens)
         return output, *torch.autograd.grad(output, (q, k, v), d_output)
 
@@ -76,13 +118,9 @@ def test_nothing_waits_and_all_can_be_captured():
         step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(side):
-        step()
-        with torch.cuda.graph(graph, stream=side):
-            found = step()
+    with torch.cuda.graph(graph):
+        found = step()
     graph.replay()
     torch.cuda.synchronize()
     for x, y in zip(found, wanted):

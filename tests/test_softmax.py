@@ -205,6 +205,18 @@ def test_the_future_changes_nothing(impl):
     assert torch.equal(before[:, 50:60], after[:, 50:60])
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+def test_what_is_no_number_stays_in_its_sequence(impl):
+    a, d_output, d_lse = draw(replace(PLAIN, lengths=((40, 40), (30, 30), (70, 70))))
+    wanted = run(a, impl, d_output, d_lse)
+    for x in (a.q, a.k, a.v, d_output):
+        x[:, 40:70] = float("nan")
+    found = run(a, impl, d_output, d_lse)
+    for x, y in zip(found.values(), wanted.values()):
+        for part in (slice(0, 40), slice(70, 140)):
+            assert torch.equal(x[:, part], y[:, part])
+
+
 def test_gradients_in_float64():
     q, k, v = (torch.randn(1, 7, H, 4, dtype=FLOAT64, requires_grad=True) for H in (2, 1, 1))
     assert torch.autograd.gradcheck(lambda *x: ps.softmax_attention(*x, window=3, return_lse=True), (q, k, v))

@@ -82,11 +82,11 @@ def _suits(p: Problem, blocks: Blocks, target: Target, precision: str, *d_output
         and "K" in p.variant.decay
         and not p.reverse
         and 0 < sizes["B"] * sizes["T"] < 1 << 31
-        and all(map(_tiled, (p.q, p.k, p.v, *d_output)))
+        and all(map(tiled, (p.q, p.k, p.v, *d_output)))
     )
 
 
-def _tiled(x: Tensor) -> bool:
+def tiled(x: Tensor) -> bool:
     """Whether [B,T,H,D] is a matrix [B * T,H * D] with rows of their own that begin at multiples of 16 bytes."""
     B, T, H, D = x.shape
     b, t, h, d = x.stride()

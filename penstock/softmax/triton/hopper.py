@@ -1,0 +1,118 @@
+"""Where the softmax kernels for Hopper take the place of the plain ones, and what their launches are told."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from ...kernels.triton.hopper import GLUON, Tile, tiled
+from ...kernels.triton.plan import Plan, slots
+from ...kernels.triton.table import Target
+from ..problem import Attention
+
+ROWS = 64
+"""Queries that four warps have."""
+REGISTERS = 65536
+"""Of a multiprocessor."""
+FAR = 1 << 31
+"""Rows of a matrix that is copied in tiles are numbered by 32-bit integers."""
+
+
+class Shape(NamedTuple):
+    """Of a kernel: groups of four warps with 64 rows each, rows of a tile that they walk over, tiles of a ring, registers of a thread."""
+
+    groups: int
+    tile: int
+    stages: int
+    programs: int = 1
+    """That share a multiprocessor."""
+
+    @property
+    def registers(self) -> int:
+        """For the threads that compute, once those that load, counted as four warps, have given all but 24 of theirs up."""
+        return (REGISTERS // self.programs - 24 * 128) // (self.groups * 128) // 8 * 8
+
+    @property
+    def registers_before(self) -> int:
+        """For every thread at first."""
+        return REGISTERS // self.programs // ((self.groups + 1) * 128) // 8 * 8
+
+
+FORWARD = {64: Shape(1, 64, 2, 3), 128: Shape(2, 128, 2), 256: Shape(2, 64, 2)}
+BY_QUERIES = {64: Shape(1, 64, 2, 3), 128: Shape(2, 64, 2)}
+BY_KEYS = {64: Shape(1, 64, 2, 2), 128: Shape(2, 64, 2)}
+"""By D."""
+L2 = 50 << 20
+"""Bytes of the GPU's second cache."""
+
+
+@cache
+def kernels() -> tuple[Any, Any] | None:
+    """The modules of the kernels, forward and backward; None where Triton has no Gluon as they are written in."""
+    if tuple(map(int, triton.__version__.split(".")[:2])) < GLUON:
+        return None
+    try:
+        forward, backward = (import_module(f".hopper_{name}", __package__) for name in ("forward", "backward"))
+    except (ImportError, AttributeError):
+        return None
+    return forward, backward
+
+
+def suits(a: Attention, target: Target, *d_output: Tensor) -> bool:
+    """Whether there are kernels for a call, and its tensors are what the hardware can copy in tiles."""
+    s = a.sizes
+    return (
+        target.arch == "sm_90"
+        and a.q.dtype in (torch.float16, torch.bfloat16)
+        and s["D"] in (BY_KEYS if d_output else FORWARD)
+        and a.scale > 0
+        and 0 < s["B"] * s["Tq"] < FAR
+        and 0 < s["B"] * s["Tk"] < FAR
+        and all(map(tiled, (a.q, a.k, a.v, *d_output)))
+        and kernels() is not None
+    )
+
+
+def _launch(
+    plan: Plan, kernel: Any, shape: Shape, a: Attention, tensors: tuple[str, ...], tiles: str, numbers: tuple[int, ...], **constants: Any
+) -> None:
+    """Plan a kernel, by keys if its first tensor is k. ``tiles``: of its first tensors, "r" as four warps have them, "w" as they walk."""
+    s, packed, by_keys = a.sizes, a.cu_seqlens is not None, tensors[0] == "k"
+    each = s["H"] // s["G"]
+    T, heads, same, walked = (s["Tk"], s["G"], 1, s["Tq"] * each) if by_keys else (s["Tq"], s["H"], each, s["Tk"])
+    bytes_walked = 2 * a.q.element_size() * walked * s["D"]  # by ``same`` heads
+    plan.launch(
+        kernel, slots(T, shape.groups * ROWS, s["N"], packed) * heads, (*tensors, "cu_seqlens", "cu_seqlens_k"),
+        (a.scale, a.window or 0, s["N"], s["Tq"], s["Tk"], min(max(1, L2 // 2 // bytes_walked) * same, s["N"] * heads), *numbers), 4,
+        tuple(Tile(ROWS if kind == "r" else shape.tile, s["D"]) for kind in tiles), shape.registers_before,
+        H=s["H"], G=s["G"], D=s["D"], CAUSAL=a.causal, WINDOW=a.window is not None, PACKED=packed,
+        GROUPS=shape.groups, STAGES=shape.stages, REGISTERS=shape.registers, **constants,
+    )  # fmt: skip
+
+
+def forward(plan: Plan, a: Attention, output: str, lse: str) -> None:
+    """Plan the forward pass."""
+    found, shape = kernels(), FORWARD[a.sizes["D"]]
+    assert found is not None
+    _launch(plan, found[0].forward, shape, a, ("q", "k", "v", output, output, lse), "rwwr", (), BN=shape.tile)
+
+
+def backward(plan: Plan, a: Attention, d_lse: Tensor | None, dq: str, dk: str, dv: str) -> None:
+    """Plan the backward pass."""
+    found, s = kernels(), a.sizes
+    assert found is not None
+    queries, keys, tokens = BY_QUERIES[s["D"]], BY_KEYS[s["D"]], s["B"] * s["Tq"]
+    rows = plan.empty("rows", 2, s["H"], tokens)
+    some = d_lse is not None
+    _launch(
+        plan, found[1].by_queries, queries, a, ("q", "d_output", "k", "v", dq, dq, "output", "lse", "d_lse" if some else "q", rows),
+        "rrwwr", (tokens, *(d_lse.stride() if d_lse is not None else (0, 0, 0))), BN=queries.tile, D_LSE=some,
+    )  # fmt: skip
+    _launch(
+        plan, found[1].by_keys, keys, a, ("k", "v", "q", "d_output", dk, dv, dk, dv, rows), "rrwwrr", (tokens,), BM=keys.tile
+    )  # fmt: skip
