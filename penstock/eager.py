@@ -7,7 +7,7 @@ inside ``checks()``; elsewhere both follow from sizes, strides, dtypes and devic
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any
 
@@ -140,7 +140,7 @@ def find(*values: object) -> Any:
         return None
 
 
-def remember(kind: type[Call] | type[StepCall], values: Sequence[object], *inputs: Any) -> Any:
+def remember(kind: Callable[..., Any], values: Sequence[object], *inputs: Any) -> Any:
     """Validate a call and choose its implementation, for all that have the signature of ``values``."""
     call = kind(*inputs)
     if len(_calls) >= KEPT:

@@ -130,6 +130,7 @@ def test_a_program_walks_with_all_blocks_of_V_unless_one_each_all_run_at_once(si
 
 def test_tiles_are_of_matrices():
     tokens, states = torch.empty(2, 100, 3, 64, dtype=BFLOAT16), torch.empty(4, 3, 64, 64, dtype=BFLOAT16)
-    one, other = hopper.described(tokens, hopper.Tile(64, 64)), hopper.described(states, hopper.Tile(64, 64, 3))
+    tiles = (tokens, hopper.Tile(64, 64)), (states, hopper.Tile(64, 64, 3))
+    one, other = (hopper.described(x, hopper.description(x, tile)) for x, tile in tiles)
     assert (one.shape, one.strides, one.block_shape) == ([200, 192], [192, 1], [64, 64])
     assert (other.shape, other.strides, other.block_shape) == ([768, 64], [64, 1], [64, 64])

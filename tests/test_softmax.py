@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 import penstock as ps
-from penstock.softmax import reference, sdpa
+from penstock import eager
+from penstock.softmax import attention, reference, sdpa
+from penstock.softmax import eager as softmax_eager
 from penstock.softmax.problem import Attention
 
 FLOAT16, BFLOAT16, FLOAT32, FLOAT64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -287,3 +289,34 @@ def test_wrong_input_is_refused_with_the_rule(arguments, options, error, message
         return
     with pytest.raises(error, match=message):
         ps.softmax_attention(*arguments, **options)
+
+
+def test_a_call_seen_before_is_not_validated_again_but_where_values_are_read(monkeypatch):
+    seen, checked = [], Attention.checked.__func__
+    monkeypatch.setattr(eager, "_calls", {})
+    monkeypatch.setattr(Attention, "checked", classmethod(lambda cls, *a: seen.append(1) or checked(cls, *a)))
+    q, k, v = (torch.randn(1, 12, 2, 16) for _ in range(3))
+    offsets = torch.tensor([0, 5, 12])
+    for _ in range(3):
+        ps.softmax_attention(q, k, v, cu_seqlens=offsets)
+    assert len(seen) == 1 + 3
+    monkeypatch.setattr(softmax_eager, "reads_values", lambda x: False)
+    for window in (None, 3):
+        wanted = ps.softmax_attention(q, k, v, cu_seqlens=offsets, window=window)
+        seen.clear()
+        assert torch.equal(ps.softmax_attention(q, k, v, cu_seqlens=offsets, window=window), wanted)
+        assert not seen
+    with pytest.raises(ps.ShapeError):
+        ps.softmax_attention(q, k[:, 1:], v)
+    with pytest.raises(ps.DtypeError, match="return_lse must be True or False"):
+        ps.softmax_attention(q, k, v, cu_seqlens=offsets, return_lse=1)
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_second_derivatives_are_refused(direct, monkeypatch):
+    monkeypatch.setattr(attention, "unobserved", lambda *_: direct)
+    q, k, v = (torch.randn(1, 5, 1, 16, requires_grad=True) for _ in range(3))
+    (dq,) = torch.autograd.grad(ps.softmax_attention(q, k, v, impl="triton").sum(), q, create_graph=True)
+    assert torch.equal(dq, torch.autograd.grad(ps.softmax_attention(q, k, v, impl="triton").sum(), q)[0])
+    with pytest.raises(ps.PenstockError, match="got a second derivative"):
+        torch.autograd.grad(dq.sum(), v)

@@ -43,9 +43,10 @@ class Memory(NamedTuple):
     def made(self) -> Any:
         """Make it, without memory."""
         if self.tile is not None:
-            from ..kernels.triton.hopper import described
+            from ..kernels.triton.hopper import described, description
 
-            return described(torch.empty(1, self.tile.rows, 1, self.tile.columns, dtype=self.dtype, device="meta"), self.tile)
+            x = torch.empty(1, self.tile.rows, 1, self.tile.columns, dtype=self.dtype, device="meta")
+            return described(x, description(x, self.tile))
         return torch.empty(self.elements, dtype=self.dtype, device="meta")
 
 

@@ -70,13 +70,12 @@ def measure(case: Case, mode: Mode, dtype: torch.dtype, device: str, seconds: fl
     wanted = _exact(q, k, v, upstream, tokens, heads, mode)
     right: list[Right] = []
     untimed: list[Untimed] = []
-    leaves = [x.requires_grad_() for x in (q, k, v)] if mode == "fwdbwd" else [q, k, v]
     with clock.current(at):
         peers, own = torchs(at), f"penstock ({impl})"
         for name, attend in (peers | {own: lambda q, k, v: softmax_attention(q, k, v, impl=impl)}).items():
             ours = name == own
             try:
-                first_call, found = clock.seconds_of(_call(attend, leaves, upstream, mode), at)
+                first_call, found = clock.seconds_of(_call(attend, (q, k, v), upstream, mode), at)
                 results = {
                     what: Apart(error(x.detach()[:1, :tokens, :heads], wanted[what]), BUDGET[dtype]) for what, x in zip(wanted, found)
                 }
@@ -84,7 +83,7 @@ def measure(case: Case, mode: Mode, dtype: torch.dtype, device: str, seconds: fl
                     if not apart.error <= apart.allowed:
                         told = f"its {what} is {apart.error:.2g} from the float64 formula, {apart.allowed:.2g} is allowed"
                         raise WrongResult(f"{name} is wrong and was not timed: {FUNCTION} at {case.shape.text}, {mode}", told)
-                right.append(Right(name, None, results, first_call, _call(attend, leaves, d_output, mode)))
+                right.append(Right(name, None, results, first_call, _call(attend, (q, k, v), d_output, mode)))
             except Exception as failure:
                 untimed.append(Untimed(name, reason_of(failure, ours), ours))
         source = torch.zeros(moved_bytes(case, mode, dtype.itemsize) // 2, dtype=torch.uint8, device=at)
@@ -98,14 +97,15 @@ def measure(case: Case, mode: Mode, dtype: torch.dtype, device: str, seconds: fl
     return Measurement(FUNCTION, case.name, case.shape, mode, told, device, tokens, moved, copy, timings, tuple(untimed), first)
 
 
-def _call(attend: Attend, leaves: list[Tensor], upstream: Tensor, mode: Mode) -> Callable[[], tuple[Tensor, ...]]:
-    """The output, then with a backward pass the gradients."""
+def _call(attend: Attend, inputs: tuple[Tensor, ...], upstream: Tensor, mode: Mode) -> Callable[[], tuple[Tensor, ...]]:
+    """The output, then with a backward pass the gradients, of leaves of its own: those of another stream cannot be captured."""
 
     def forward() -> tuple[Tensor, ...]:
         with torch.no_grad():
-            return (attend(*leaves),)
+            return (attend(*inputs),)
 
     def both() -> tuple[Tensor, ...]:
+        leaves = [x.detach().requires_grad_() for x in inputs]
         output = attend(*leaves)
         return output, *torch.autograd.grad(output, leaves, upstream)
 

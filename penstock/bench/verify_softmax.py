@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..softmax import FUNCTION, reference
-from ..softmax.attention import IMPLEMENTATIONS
+from ..softmax.eager import IMPLEMENTATIONS
 from ..softmax.problem import Attention
 from .finding import Finding
 from .oracle import error

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 from torch import Tensor
 
-from ..errors import Complaints, ImplementationRefused, RangeError
+from ..eager import find, remember, unobserved
 from ..operator import autocast
 from ..problem import check_types
-from . import sdpa, triton
+from .eager import IMPLEMENTATIONS, Call, check_impl, pick, run
 from .problem import FUNCTION, Attention
-
-IMPLEMENTATIONS: dict[str, Any] = {"triton": triton, "sdpa": sdpa}
 
 
 @overload
@@ -96,27 +94,22 @@ def softmax_attention(
     >>> lse.shape
     torch.Size([1, 5, 4])
     """
-    optional: dict[str, object] = {"cu_seqlens": cu_seqlens, "cu_seqlens_k": cu_seqlens_k}
-    tensors: dict[str, object] = {"q": q, "k": k, "v": v, **optional}
-    flags: dict[str, object] = {"causal": causal, "return_lse": return_lse}
-    check_types(FUNCTION, tensors, {"scale": scale, "window": window}, flags, frozenset(optional))
-    if impl not in ("auto", *IMPLEMENTATIONS):
-        complaints = Complaints(FUNCTION)
-        complaints.add(RangeError, "impl", f"one of {', '.join(['auto', *IMPLEMENTATIONS])}", repr(impl))
-        complaints.raise_any()
-    q, k, v = autocast(q, k, v)
-    call = Attention.checked(q, k, v, cu_seqlens, cu_seqlens_k, causal, scale, window)
-    found: tuple[Tensor, Tensor] = IMPLEMENTATIONS[_picked(call, impl)].attend(call, return_lse)
-    return found if return_lse else found[0]
-
-
-def _picked(call: Attention, impl: str) -> str:
-    """The named implementation, or the first that takes the call. Raises ImplementationRefused."""
-    reasons = []
-    for name in IMPLEMENTATIONS if impl == "auto" else (impl,):
-        reason = IMPLEMENTATIONS[name].refuses(call) or (triton.avoids(call) if impl == "auto" and name == "triton" else None)
-        if reason is None:
-            return name
-        reasons.append(f"{name} refuses: {reason}")
-    remedy = "" if impl == "auto" else " Use impl='auto'."
-    raise ImplementationRefused(f"{FUNCTION}: no implementation takes this call. {'; '.join(reasons)}.{remedy}")
+    packing, options = (cu_seqlens, cu_seqlens_k), (causal, scale, window, impl)
+    direct, call = unobserved(q, k, v, *packing), None
+    if direct:
+        q, k, v = autocast(q, k, v)
+        call = find(FUNCTION, q, k, v, *packing, *options)
+    if call is None or type(return_lse) is not bool:
+        optional: dict[str, object] = {"cu_seqlens": cu_seqlens, "cu_seqlens_k": cu_seqlens_k}
+        flags: dict[str, object] = {"causal": causal, "return_lse": return_lse}
+        check_types(FUNCTION, {"q": q, "k": k, "v": v, **optional}, {"scale": scale, "window": window}, flags, frozenset(optional))
+        check_impl(impl)
+    if direct:
+        tensors = q, k, v, *packing
+        call = call or remember(Call, (FUNCTION, *tensors, *options), tensors, *options)
+        output, lse = run(call, tensors, return_lse)
+    else:
+        q, k, v = autocast(q, k, v)
+        a = Attention.checked(q, k, v, *packing, causal, scale, window)
+        output, lse = IMPLEMENTATIONS[pick(a, impl)].attend(a, return_lse)
+    return (output, lse) if return_lse and lse is not None else output

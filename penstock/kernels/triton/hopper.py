@@ -6,6 +6,7 @@ cannot be.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
 from math import prod
@@ -129,10 +130,15 @@ def _descriptor() -> Any:
     return TensorDescriptor
 
 
-def described(x: Tensor, tile: Tile) -> Any:
-    """A tensor as a matrix that is copied in tiles. ``_suits`` has looked at it, so Triton need not once more."""
+def description(x: Tensor, tile: Tile) -> dict[str, Any]:
+    """What tensors of one signature have in common as matrices that are copied in tiles."""
     shape = [prod(x.shape[: tile.axes]), prod(x.shape[tile.axes :])]
-    one = object.__new__(_descriptor())
     box, step = [tile.rows, tile.columns], x.stride(tile.axes - 1)
-    one.__dict__.update(base=x, shape=shape, strides=[step, 1], block_shape=box, layout=_layout(), padding="zero")
+    return {"shape": shape, "strides": [step, 1], "block_shape": box, "layout": _layout(), "padding": "zero"}
+
+
+def described(x: Tensor, known: Mapping[str, Any]) -> Any:
+    """A tensor of this description, as Triton takes it. It was looked at when the launch was planned, so Triton need not once more."""
+    one = object.__new__(_descriptor())
+    one.__dict__.update(known, base=x)
     return one

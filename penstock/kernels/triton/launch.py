@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ class Prepared:
         self.launches = tuple(plan.launches)
         self.numbers = tuple(launch.numbers + launch.constants for launch in plan.launches)
         self.runners: tuple[Callable[..., object], ...] | None = None
+        self.known: tuple[list[dict[str, Any]], ...] = ()
 
     def run(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Add the plan's memory to ``tensors`` and launch its kernels."""
@@ -44,10 +45,11 @@ class Prepared:
             tensors[name] = torch.empty(shape, dtype=dtype, device=device)
         with _at(device):
             if self.runners is None:
+                self.known = tuple(launch.descriptions(tensors) for launch in self.launches)
                 self.runners = self.compiled(tensors)
             given = tensors if interpreting() else {name: x.data_ptr() for name, x in tensors.items()}  # Triton would ask in every launch
-            for runner, launch, numbers in zip(self.runners, self.launches, self.numbers):
-                runner(*launch.arguments(tensors, given), *numbers)
+            for runner, launch, known, numbers in zip(self.runners, self.launches, self.known, self.numbers):
+                runner(*launch.arguments(tensors, known, given), *numbers)
         return tensors
 
     def compiled(self, tensors: dict[str, Tensor]) -> tuple[Callable[..., object], ...]:
@@ -58,7 +60,7 @@ class Prepared:
             if interpreting():
                 return partial(launch.kernel[grid], **options)
             with _at(self.device):  # the current device is a thread's own
-                arguments = launch.arguments(tensors, tensors)
+                arguments = launch.arguments(tensors, launch.descriptions(tensors), tensors)
                 compiled = launch.kernel.warmup(*arguments, *launch.numbers, *launch.constants, grid=grid, **options)
             return compiled[grid]  # type: ignore[no-any-return]
 

@@ -7,7 +7,7 @@ there, ``penstock tune`` times it with other block sizes.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -40,9 +40,13 @@ class Launch(NamedTuple):
     tiles: tuple[hopper.Tile, ...] = ()
     """Of the first tensors, if those are copied in tiles by the hardware."""
 
-    def arguments(self, tensors: Mapping[str, Tensor], others: Mapping[str, Any]) -> list[Any]:
-        """Its tensors as the kernel takes them: those that are copied in tiles are described, the rest is looked up in ``others``."""
-        tiled = [hopper.described(tensors[name], tile) for name, tile in zip(self.tensors, self.tiles)]
+    def descriptions(self, tensors: Mapping[str, Tensor]) -> list[dict[str, Any]]:
+        """Of the tensors that are copied in tiles."""
+        return [hopper.description(tensors[name], tile) for name, tile in zip(self.tensors, self.tiles)]
+
+    def arguments(self, tensors: Mapping[str, Tensor], known: Sequence[Mapping[str, Any]], others: Mapping[str, Any]) -> list[Any]:
+        """Its tensors as the kernel takes them: the first by their descriptions, the rest looked up in ``others``."""
+        tiled = [hopper.described(tensors[name], one) for name, one in zip(self.tensors, known)]
         return tiled + [others[name] for name in self.tensors[len(tiled) :]]
 
 
