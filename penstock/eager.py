@@ -51,6 +51,7 @@ class Call:
     def __init__(self, tensors: Tensors, variant: str, scale: float | None, reverse: bool, impl: str) -> None:
         first = Problem.checked(*(*tensors, variant, scale, reverse))
         self.impl, self.options = impl, (variant, scale, reverse)
+        self.of_tensors = signature(*tensors)
         self.known = first.variant, first.scale, first.reverse
         self.implementation = dispatch.pick(first, "forward", impl)
         self.backward_implementation: Implementation | None = None
@@ -81,7 +82,8 @@ class Call:
 
     def backward(self, tensors: Tensors, states: Tensor | None, dg: bool, d_output: Tensor, d_final_state: Tensor | None) -> Gradients:
         """The gradients of all inputs; the decay's may be None without ``dg``."""
-        problem = self.problem(tensors)
+        as_saved = signature(*tensors) == self.of_tensors  # hooks of saved tensors may give them other strides
+        problem = self.problem(tensors) if as_saved else Problem.checked(*(*tensors, *self.options))
         implementation = self.runs_backward(problem)
         options = {"states": states, "dg": dg} if implementation.forward_keeping is not None else {}
         with no_autocast(d_output), torch.no_grad():

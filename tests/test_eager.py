@@ -119,6 +119,17 @@ def test_forward_derivatives_are_refused_rather_than_dropped():
             call(CASE, tensors, "chunkwise")
 
 
+def test_saved_tensors_that_come_back_with_other_strides_are_another_call(fresh, values_unread):
+    tensors = draw(CASE)
+    tensors["q"] = tensors["q"].transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
+    call(CASE, tensors, "cpu").output.sum().backward()
+    assert len(fresh) == 1
+    with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.contiguous, lambda x: x):
+        output = call(CASE, tensors, "cpu").output
+    output.sum().backward()
+    assert len(fresh) == 2
+
+
 def test_remembered_calls_are_bounded(monkeypatch):
     monkeypatch.setattr(eager, "_calls", {})
     monkeypatch.setattr(eager, "KEPT", 3)
