@@ -115,6 +115,33 @@ def test_a_decode_step_updates_its_rows_in_place(of, slots, dtype):
         assert not found[1].any()
 
 
+def test_calls_of_one_signature_share_what_was_prepared(monkeypatch):
+    """They differ in values and in where these lie; other strides are another signature."""
+    monkeypatch.setattr(launch, "_prepared", {})
+    case = replace(RWKV6, lengths=LENGTHS)
+    d_output, d_final_state = upstream(case)
+    tensors = draw(case)
+    across = tensors["v"].transpose(1, 2).contiguous().transpose(1, 2)
+    found = {}
+    for name, v, prepared in (("first", tensors["v"], 2), ("negated", -tensors["v"], 2), ("across", across, 4), ("again", tensors["v"], 4)):
+        problem = problem_of(case, tensors | {"v": v, "initial_state": torch.zeros_like(tensors["initial_state"])})
+        found[name] = [*CUDA.forward(problem), *CUDA.backward(problem, d_output, d_final_state)]
+        assert len(launch._prepared) == prepared
+    for x, negated, *others in zip(*found.values()):
+        assert all(torch.equal(x, other) for other in others)
+        assert torch.equal(x.abs(), negated.abs())
+    assert torch.equal(found["first"][0], -found["negated"][0])
+
+
+def test_what_is_prepared_is_bounded(monkeypatch):
+    monkeypatch.setattr(launch, "_prepared", {})
+    monkeypatch.setattr(launch, "KEPT", 3)
+    for T in range(1, 9):
+        case = replace(RWKV6, T=T, B=1, H=1)
+        CUDA.forward(problem_of(case, draw(case)))
+        assert len(launch._prepared) <= 3
+
+
 def configurations(head: int) -> list[Configuration]:
     """What calls of models need: decays in float32, and gradients of decays that are one for all tokens in float32."""
     found = [Configuration("forward", head, dtype, FLOAT32) for dtype in (BFLOAT16, FLOAT16, FLOAT32)]

@@ -1,11 +1,14 @@
 """Launches the CUDA kernels on torch's current stream. Nothing here waits for the device, and equal calls give equal bits.
 
 A kernel takes one argument, ``Call``: addresses and strides of all tensors. So any strides are taken as they are, and nothing is copied.
+All but the addresses follows from a call's signature (sizes, strides, dtypes) and is kept by it: an equal call makes the memory of its
+results, writes addresses and launches.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable, Hashable
 from functools import cache
 from math import sqrt
 from typing import Any
@@ -14,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...errors import PenstockError
-from ...problem import Problem, Step
+from ...problem import Problem, Step, signature
 from ..contract import Gradients
 from .compile import Configuration, Kernel, machine_code
 
@@ -22,15 +25,12 @@ COLUMNS = 16
 """Of the state, in a block of threads: as in tokens.cuh."""
 CHUNK = 8
 """Tokens that the backward kernel takes at once."""
+KEPT = 1024
+"""Signatures that are kept; when there are more, all are forgotten."""
 
 
 class _Tensor(ctypes.Structure):
     _fields_ = [("data", ctypes.c_void_p), ("stride", ctypes.c_longlong * 4)]
-
-    @classmethod
-    def of(cls, x: Tensor) -> _Tensor:
-        """Up to four axes."""
-        return cls(x.data_ptr(), (ctypes.c_longlong * 4)(*x.stride()))
 
 
 class Call(ctypes.Structure):
@@ -45,52 +45,114 @@ class Call(ctypes.Structure):
     ]
 
 
+Words = ctypes.c_longlong * (ctypes.sizeof(Call) // 8)
+"""``Call`` again: an address is a word, quickly written."""
+Tensors = dict[str, Tensor | None]
+Memory = dict[str, tuple[tuple[int, ...], torch.dtype]]
+"""Shapes and dtypes by name."""
+
+
+class Prepared:
+    """What calls of one signature have in common: the kernel, the memory of its results, its argument but for the addresses."""
+
+    def __init__(self, kernel: Configuration, p: Problem, tensors: Tensors, memory: Memory, **numbers: int) -> None:
+        N, H, _, V = p.state_shape
+        assert p.gate is not None
+        self.kernel, self.device = kernel, p.q.device
+        self.blocks = N * H * (V // COLUMNS)  # of threads: one a sequence, head and 16 columns
+        self.memory = [(name, tuple(shape), dtype) for name, (shape, dtype) in memory.items()]  # torch is slower with a torch.Size
+        made = {name: torch.empty(shape, device="meta") for name, (shape, _) in memory.items()}
+        given = {name: x for name, x in (tensors | made).items() if x is not None}
+        self.words = {name: getattr(Call, name).offset // 8 for name in given}  # where addresses are
+        call = Call(T=p.q.shape[1], H=H, reverse=p.reverse, scale=p.scale, **numbers)
+        for name, x in (given | {"g": p.gate.expand(p.q.shape)}).items():
+            place = getattr(call, name)
+            if isinstance(place, _Tensor):
+                place.stride[: x.dim()] = x.stride()
+        self.call = bytes(call)
+
+    def run(self, tensors: Tensors) -> dict[str, Tensor]:
+        """Add the results to ``tensors`` and launch. What there is not has the address 0."""
+        for name, shape, dtype in self.memory:
+            tensors[name] = torch.empty(shape, dtype=dtype, device=self.device)
+        call = Words.from_buffer_copy(self.call)
+        for name, word in self.words.items():
+            call[word] = tensors[name].data_ptr()  # type: ignore[union-attr]
+        run(self.kernel, self.blocks, self.device, call)
+        return tensors  # type: ignore[return-value]
+
+
+_prepared: dict[Hashable, Prepared] = {}
+
+
+def _run(key: Hashable, tensors: Tensors, prepare: Callable[[], Prepared]) -> dict[str, Tensor]:
+    """Run what was prepared for the key, now or before."""
+    prepared = _prepared.get(key)
+    if prepared is None:
+        if len(_prepared) >= KEPT:
+            _prepared.clear()
+        prepared = _prepared[key] = prepare()
+    return prepared.run(tensors)
+
+
 def forward_pass(p: Problem) -> tuple[Tensor, Tensor]:
     """Output [B,T,H,V] in v's dtype and final state [N,H,K,V] in float32."""
-    output, final_state = p.v.new_empty(p.v.shape), p.q.new_empty(p.state_shape, dtype=torch.float32)
-    call = _call(p, output=output, final_state=final_state)
-    _launch(_configuration(p, "forward"), p, call)
-    return output, final_state
+    tensors = _inputs(p)
+
+    def prepare() -> Prepared:
+        memory = {"output": (p.v.shape, p.v.dtype), "final_state": (p.state_shape, torch.float32)}
+        return Prepared(_configuration(p, "forward"), p, tensors, memory)
+
+    found = _run(("forward", p.signature), tensors, prepare)
+    return found["output"], found["final_state"]
 
 
 def step_pass(s: Step) -> Tensor:
     """Output [N,T,H,V]; the states of the pool are updated in place."""
-    p, output = s.problem(s.state), s.v.new_empty(s.v.shape)
-    call = _call(p, output=output, final_state=s.state)
-    if s.slots is not None:
-        slots = s.slots.contiguous()
-        call.slots = slots.data_ptr()
-    _launch(_configuration(p, "forward", s.state.dtype, s.slots), p, call)
-    return output
+    slots = None if s.slots is None else s.slots.contiguous()
+    tensors = {"q": s.q, "k": s.k, "v": s.v, "g": s.g, "u": s.u, "initial_state": s.state, "final_state": s.state, "slots": slots}
+
+    def prepare() -> Prepared:
+        p = s.problem(s.state)
+        return Prepared(_configuration(p, "forward", s.state.dtype, slots), p, tensors, {"output": (p.v.shape, p.v.dtype)})
+
+    return _run(("step", s.signature), tensors, prepare)["output"]
 
 
 def backward_pass(p: Problem, d_output: Tensor, d_final_state: Tensor | None) -> Gradients:
     """All gradients; blocks of columns give shares of those that are sums over columns, which are summed here."""
-    sizes = p.sizes
-    B, T, H, K, N, static = sizes["B"], sizes["T"], sizes["H"], sizes["K"], sizes["N"], "T" not in p.variant.decay
-    blocks = K // COLUMNS
-    assert p.g is not None and p.u is not None  # noqa: PT018
-    dq, dk = (p.q.new_empty((B, T, H, blocks * K), dtype=torch.float32) for _ in range(2))
-    du = p.q.new_empty((N, H, 1, blocks * K), dtype=torch.float32)
-    dg = torch.empty_like(du if static else dq)
-    dv = p.v.new_empty(p.v.shape)
-    d_initial = None if p.initial_state is None else p.initial_state.new_empty(p.state_shape)
-    span = CHUNK * max(1, round(sqrt(T / CHUNK)))  # as many states of spans as of chunks in a span
-    spans = B * T // span + N
-    kept = p.q.new_empty(H * (spans + N * (span // CHUNK)) * K * K, dtype=torch.float32)
     d_final = None if d_final_state is None else d_final_state.to(torch.float32)
-    more = {"d_final_state": d_final, "d_initial_state": d_initial}
-    call = _call(p, d_output=d_output, dq=dq, dk=dk, dv=dv, dg=dg, du=du, **more)
-    call.kept, call.span, call.spans = kept.data_ptr(), span, spans
-    _launch(_configuration(p, "backward"), p, call)
-    dq, dk = (_summed(x, like) for x, like in ((dq, p.q), (dk, p.k)))
-    return Gradients(dq, dk, dv, _summed(dg, p.g), _summed(du, p.u), d_initial)
+    tensors = _inputs(p) | {"d_output": d_output, "d_final_state": d_final}
+
+    def prepare() -> Prepared:
+        B, T, H, K, N = (p.sizes[name] for name in "BTHKN")
+        tokens, sequences = ((*axes, K // COLUMNS * K) for axes in ((B, T, H), (N, H, 1)))
+        shares = {"dq": tokens, "dk": tokens, "dg": tokens if "T" in p.variant.decay else sequences, "du": sequences}
+        span = CHUNK * max(1, round(sqrt(T / CHUNK)))  # as many states of spans as of chunks in a span
+        spans = B * T // span + N
+        kept = H * (spans + N * (span // CHUNK)) * K * K
+        memory: Memory = {name: (shape, torch.float32) for name, shape in shares.items()}
+        memory |= {"dv": (p.v.shape, p.v.dtype), "kept": ((kept,), torch.float32)}
+        if p.initial_state is not None:
+            memory["d_initial_state"] = p.state_shape, p.initial_state.dtype
+        return Prepared(_configuration(p, "backward"), p, tensors, memory, span=span, spans=spans)
+
+    found = _run(("backward", p.signature, signature(d_output, d_final)), tensors, prepare)
+    assert p.g is not None and p.u is not None  # noqa: PT018
+    dq, dk, dg, du = (_summed(found[name], like) for name, like in (("dq", p.q), ("dk", p.k), ("dg", p.g), ("du", p.u)))
+    return Gradients(dq, dk, found["dv"], dg, du, found.get("d_initial_state"))
+
+
+def _inputs(p: Problem) -> Tensors:
+    packing = None if p.cu_seqlens is None else p.cu_seqlens.contiguous()
+    return {"q": p.q, "k": p.k, "v": p.v, "g": p.g, "u": p.u, "initial_state": p.initial_state, "cu_seqlens": packing}
 
 
 def _summed(shares: Tensor, like: Tensor) -> Tensor:
     """Over blocks of columns and, for what all sequences share, over sequences: the gradient of ``like``, in its dtype."""
     K = like.shape[-1]
-    total: Tensor = shares.unflatten(-1, (-1, K)).sum(-2) if like.dim() == 4 else shares.unflatten(-1, (-1, K)).sum((0, 2, 3))
+    blocks = shares.view(*shares.shape[:-1], -1, K)
+    total: Tensor = blocks.sum(-2) if like.dim() == 4 else blocks.sum((0, 2, 3))
     return total.to(like.dtype)
 
 
@@ -110,28 +172,7 @@ def _configuration(p: Problem, kernel: str, final_state: torch.dtype = torch.flo
     )
 
 
-def _call(p: Problem, **results: Tensor | None) -> Call:
-    """The addresses and strides of inputs and results; what there is not has the address 0."""
-    sizes = p.sizes
-    assert p.gate is not None
-    inputs = {"q": p.q, "k": p.k, "v": p.v, "g": p.gate.expand(p.q.shape), "u": p.u, "initial_state": p.initial_state}
-    call = Call(T=sizes["T"], H=sizes["H"], reverse=p.reverse, scale=p.scale)
-    for name, x in (inputs | results).items():
-        if x is not None:
-            setattr(call, name, _Tensor.of(x))
-    if p.cu_seqlens is not None:
-        call.kept_alive = p.cu_seqlens.contiguous()
-        call.cu_seqlens = call.kept_alive.data_ptr()
-    return call
-
-
-def _launch(configuration: Configuration, p: Problem, call: Call) -> None:
-    """One block of threads a sequence, head and 16 columns."""
-    N, H, _, V = p.state_shape
-    run(configuration, N * H * (V // COLUMNS), p.q.device, call)
-
-
-def run(kernel: Kernel, blocks: int, device: torch.device, *arguments: ctypes.Structure | ctypes._SimpleCData[Any]) -> None:
+def run(kernel: Kernel, blocks: int, device: torch.device, *arguments: ctypes.Array[Any] | ctypes._SimpleCData[Any]) -> None:
     """Launch so many blocks of threads. The tests put a CPU in the place of this function."""
     from cuda.bindings import driver
 
