@@ -174,21 +174,27 @@ def _configuration(p: Problem, kernel: str, final_state: torch.dtype = torch.flo
 
 def run(kernel: Kernel, blocks: int, device: torch.device, *arguments: ctypes.Array[Any] | ctypes._SimpleCData[Any]) -> None:
     """Launch so many blocks of threads. The tests put a CPU in the place of this function."""
+    if device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return run(kernel, blocks, device, *arguments)
+    driver = _driver()
+    _ensure_context(device.index)
+    function, stream = _function(kernel, device.index), torch._C._cuda_getCurrentRawStream(device.index)
+    addresses = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
+    (status,) = driver.cuLaunchKernel(function, blocks, 1, 1, kernel.threads, 1, 1, 0, stream, ctypes.addressof(addresses), 0)
+    _check(status, "launch")
+
+
+@cache
+def _driver() -> Any:
     from cuda.bindings import driver
 
-    with torch.cuda.device(device):
-        _ensure_context(torch.cuda.current_device())
-        function = _function(kernel, torch.cuda.current_device())
-        stream = torch.cuda.current_stream().cuda_stream
-        addresses = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
-        (status,) = driver.cuLaunchKernel(function, blocks, 1, 1, kernel.threads, 1, 1, 0, stream, ctypes.addressof(addresses), 0)
-    _check(status, "launch")
+    return driver
 
 
 def _ensure_context(device: int) -> None:
     """A thread that has asked the runtime for nothing yet has no context: give it the one that torch uses."""
-    from cuda.bindings import driver
-
+    driver = _driver()
     status, context = driver.cuCtxGetCurrent()
     _check(status, "have a context for")
     if not int(context):
@@ -203,8 +209,7 @@ def _ensure_context(device: int) -> None:
 @cache
 def _function(kernel: Kernel, device: int) -> object:
     """The kernel, compiled or found on disk, and loaded into torch's context of a device, which must be the current one."""
-    from cuda.bindings import driver
-
+    driver = _driver()
     major, minor = torch.cuda.get_device_capability(device)
     code = machine_code(kernel, f"sm_{major}{minor}")
     status, module = driver.cuModuleLoadData(code)
