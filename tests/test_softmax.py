@@ -312,6 +312,17 @@ def test_a_call_seen_before_is_not_validated_again_but_where_values_are_read(mon
         ps.softmax_attention(q, k, v, cu_seqlens=offsets, return_lse=1)
 
 
+def test_saved_tensors_may_come_back_with_other_strides(monkeypatch):
+    monkeypatch.setattr(softmax_eager, "reads_values", lambda x: False)
+    a, d_output, d_lse = draw(replace(PLAIN, strided=True))
+    wanted = run(a, "triton", d_output, d_lse)
+    turned = lambda x: x.transpose(1, 2).contiguous().transpose(1, 2) if x.dim() > 2 else x  # noqa: E731
+    for change in (torch.Tensor.contiguous, turned):
+        with torch.autograd.graph.saved_tensors_hooks(change, lambda x: x):
+            found = run(a, "triton", d_output, d_lse)
+        assert all(torch.allclose(found[name], wanted[name], atol=1e-5) for name in wanted)
+
+
 @pytest.mark.parametrize("direct", [True, False])
 def test_second_derivatives_are_refused(direct, monkeypatch):
     monkeypatch.setattr(attention, "unobserved", lambda *_: direct)

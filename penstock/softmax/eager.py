@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..errors import Complaints, ImplementationRefused, RangeError
-from ..problem import reads_values
+from ..problem import reads_values, signature
 from . import sdpa, triton
 from .problem import FUNCTION, Attention
 
@@ -45,6 +45,7 @@ class Call:
     def __init__(self, tensors: Tensors, causal: bool, scale: float | None, window: int | None, impl: str) -> None:
         first = Attention.checked(*(*tensors, causal, scale, window))
         self.given, self.known = (causal, scale, window), (causal, first.scale, window)
+        self.of_tensors = signature(*tensors)
         self.implementation = pick(first, impl)
 
     def attention(self, tensors: Tensors) -> Attention:
@@ -53,6 +54,11 @@ class Call:
             return Attention.checked(*(*tensors, *self.given))
         *others, cu_seqlens, cu_seqlens_k = tensors
         return Attention.known(self, *others, cu_seqlens, cu_seqlens if cu_seqlens_k is None else cu_seqlens_k, *self.known)
+
+    def attention_of_saved(self, tensors: Tensors) -> Attention:
+        """The same in the backward pass: hooks of saved tensors may have given them other strides."""
+        as_saved = signature(*tensors) == self.of_tensors
+        return self.attention(tensors) if as_saved else Attention.checked(*(*tensors, *self.given))
 
 
 class SoftmaxAttention(torch.autograd.Function):
@@ -75,7 +81,7 @@ class SoftmaxAttention(torch.autograd.Function):
         from .triton import operator
 
         *tensors, output, lse = ctx.saved_tensors
-        a = ctx.call.attention(tuple(tensors))
+        a = ctx.call.attention_of_saved(tuple(tensors))
         gradients = operator.gradients(a, d_output, d_lse, output, lse)
         return None, *(x if need else None for x, need in zip(gradients, ctx.needs_input_grad[1:])), None, None
 

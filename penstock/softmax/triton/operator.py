@@ -41,6 +41,7 @@ def backward(a: Attention, d_output: Tensor, d_lse: Tensor | None, output: Tenso
     """Gradients of q, k and v."""
     if not a.q.numel() or not a.k.numel():
         return torch.zeros_like(a.q), torch.zeros_like(a.k), torch.zeros_like(a.v)
+    output, lse = output.contiguous(), lse.contiguous()  # as they were made, unless hooks of saved tensors changed them
     tensors = _tensors(a) | {"output": output, "lse": lse, "d_output": d_output, "d_lse": d_lse}
     found = launch.run("softmax backward", a, lambda target: plan.backward_plan(a, d_output, d_lse, target), tensors, d_output, d_lse)
     return found["dq"], found["dk"], found["dv"]
