@@ -3,8 +3,8 @@
 ``impl="auto"`` walks the list from the top and takes the first that neither refuses nor knows a faster one. The order is by
 measured speed (benchmarks/NOTES.md, "CPU: which implementation"): on 2 threads of a Zen 3 server at float32, ``cpu`` was the
 fastest at every shape tried, so it stands first; float64 it refuses, and there ``chunkwise`` is faster than the others from 2
-tokens up. On a GPU, the token-serial kernels take short sequences and decode steps, the chunked ones the rest. ``cuda``,
-``parallel`` and ``reference`` are there to be named.
+tokens up. On a GPU, ``cuda`` takes short calls that do not fill it, the token-serial Triton kernels the shortest and decode steps, the
+chunked ones the rest. ``parallel`` and ``reference`` are there to be named.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from .problem import Problem
 
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
     cpu.IMPLEMENTATION,
+    cuda.IMPLEMENTATION,
     triton.RECURRENT,
     triton.CHUNKWISE,
-    cuda.IMPLEMENTATION,
     chunkwise.IMPLEMENTATION,
     parallel.IMPLEMENTATION,
     reference.IMPLEMENTATION,

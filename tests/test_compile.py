@@ -116,7 +116,9 @@ def test_recorded_softmax_launches_fit_and_take_no_more_shared_memory_than_is_re
     for one in CONFIGURATIONS:
         if isinstance(one, Softmax):
             reckoned.clear()
-            names = [name for name, _ in one.launches(arch) if not name.endswith("deltas")]
+            every = [name for name, _ in one.launches(arch) if not name.endswith("deltas")]
+            assert all(RECORD.launches[arch][name].shared <= TARGETS[arch].shared_memory for name in every)
+            names = [name for name in every if ".hopper_" not in name]
             assert [name.rpartition(".")[2] for name in names] == [kernel for kernel, _ in reckoned]
             for name, (_, size) in zip(names, reckoned):
                 assert RECORD.launches[arch][name].shared <= size <= TARGETS[arch].shared_memory, name

@@ -13,9 +13,10 @@ import penstock as ps
 from penstock.bench import ladder
 from penstock.bench.cases import Shape, inputs
 from penstock.bench.oracle import error, exact_forward
+from penstock.bench.passes import without_memory
 from penstock.dispatch import IMPLEMENTATIONS
 from penstock.errors import PenstockError
-from penstock.kernels import reference
+from penstock.kernels import cuda, reference
 from penstock.kernels.cuda import HEADS, compile, launch
 from penstock.kernels.cuda.compile import Configuration
 from penstock.problem import Step
@@ -234,9 +235,30 @@ def test_tokens_too_far_apart_are_refused():
     assert reason == f"it takes less than 2^30 tokens less than 2^31 elements apart, these are 1 tokens {1 << 31} elements apart"
 
 
-def test_it_is_named_or_not_taken():
+@pytest.mark.parametrize(
+    ("shape", "mode", "reason"),
+    [
+        ("1,54,32,64", "forward", None),
+        ("1,512,32,64", "forward", None),
+        ("4,8,8,64", "forward", None),
+        ("1,54,32,64", "backward", "the Triton kernels are faster backward and in decode steps"),
+        ("1,1,32,64", "step", "the Triton kernels are faster backward and in decode steps"),
+        ("1,7,32,64", "forward", "faster than the Triton kernels from 8 to 512 tokens, these are 7"),
+        ("1,513,32,64", "forward", "faster than the Triton kernels from 8 to 512 tokens, these are 513"),
+        ("2,54,32,64", "forward", "faster than the Triton kernels where each block of threads has a multiprocessor, these are 256 for 132"),
+    ],
+)
+def test_auto_takes_it_where_it_is_faster(shape, mode, reason, monkeypatch):
+    problem = without_memory("rwkv6", Shape.parse(shape), BFLOAT16).problem()
+    monkeypatch.setattr(cuda, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(cuda.triton, "available", lambda: None)
+    assert CUDA.avoids(problem, mode) == reason
+    monkeypatch.setattr(cuda.triton, "available", lambda: "Triton is not installed")
+    assert CUDA.avoids(problem, mode) is None
+
+
+def test_it_can_be_named_only_where_it_is_available():
     case = replace(RWKV6, T=3)
-    assert CUDA.avoids(problem_of(case, draw(case)), "forward")
     if CUDA.available() is not None:
         tensors = {name: x for name, x in zip(("r", "k", "v", "w", "u"), draw(case).values())}
         with pytest.raises(

@@ -348,8 +348,10 @@ def test_compiled_graphs_hold_one_operator(variant):
     assert torch.equal(found, wanted)
 
 
-@pytest.mark.parametrize(("T", "name"), [(1, "triton_recurrent"), (4096, "triton_chunkwise")])
+@pytest.mark.parametrize(("T", "name"), [(1, "triton_recurrent"), (54, "cuda"), (4096, "triton_chunkwise")])
 def test_auto_chooses_by_length(T, name):
+    if name == "cuda":
+        pytest.importorskip("cuda.core")
     x = inputs("rwkv6", Shape(1, T, 4, 64, 64), BFLOAT16, "cuda")
     assert ps.explain("rwkv6", *x.tensors.values()).forward == name
 

@@ -6,6 +6,7 @@ around them then show the host's time. A CUDA graph of the same calls needs no h
 
 from __future__ import annotations
 
+import gc
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -43,6 +44,17 @@ def on_gpu(device: torch.device) -> bool:
 def current(device: torch.device) -> AbstractContextManager[object]:
     """Make a GPU the one that events and streams belong to."""
     return torch.cuda.device(device) if on_gpu(device) else nullcontext()
+
+
+@contextmanager
+def settled() -> Iterator[None]:
+    """Python's garbage collector leaves alone what there is already: what was imported for one candidate costs the others nothing."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def seconds_of(call: Callable[[], Result], device: torch.device) -> tuple[float, Result]:

@@ -185,6 +185,7 @@ def reason_of(failure: Exception, ours: bool) -> str:
     return f"{'fails' if ours else 'refuses'}: {told}"
 
 
+@clock.settled()
 def _timed(calls: list[clock.Call], device: torch.device, seconds: float) -> list[tuple[list[float], OnGpu | None]]:
     """Samples of each call in milliseconds and, on a GPU, what else there is to know."""
     if not clock.on_gpu(device):

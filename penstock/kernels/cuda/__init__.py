@@ -9,12 +9,17 @@ import torch
 from torch import Tensor
 
 from ...problem import Problem, Step
+from .. import triton
 from ..contract import Gradients, Implementation, Mode, backward_of_nothing, forward_of_nothing, nothing
 
 HEADS = (32, 64, 128)
 """K = V that there are kernels for."""
 CAPABILITY = (8, 0)
 """The first GPUs that have bfloat16."""
+COLUMNS = 16
+"""Of the state, in a block of threads: as in tokens.cuh."""
+LENGTHS = range(8, 513)
+"""Tokens of a call for which it is faster than the Triton kernels if all its blocks run at once: 2 to 3 times on an H200 up to 256."""
 FAR = 1 << 31
 """Tokens are numbered, and told apart in memory, by 32-bit integers."""
 
@@ -53,7 +58,23 @@ def _refuses(problem: Problem, mode: Mode) -> str | None:
 
 
 def _avoids(problem: Problem, mode: Mode) -> str | None:
-    return "it is there to be named; the Triton kernels are meant for every call"
+    if triton.available() is not None:
+        return None
+    if mode != "forward":
+        return "the Triton kernels are faster backward and in decode steps"
+    sizes = problem.sizes
+    if sizes["T"] not in LENGTHS:
+        return f"faster than the Triton kernels from {LENGTHS.start} to {LENGTHS[-1]} tokens, these are {sizes['T']}"
+    blocks, at_once = sizes["N"] * sizes["H"] * sizes["V"] // COLUMNS, multiprocessors(problem.q.device)
+    if blocks > at_once:
+        return f"faster than the Triton kernels where each block of threads has a multiprocessor, these are {blocks} for {at_once}"
+    return None
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _forward(problem: Problem) -> tuple[Tensor, Tensor]:

@@ -19,10 +19,9 @@ from torch import Tensor
 from ...errors import PenstockError
 from ...problem import Problem, Step, signature
 from ..contract import Gradients
+from . import COLUMNS
 from .compile import Configuration, Kernel, machine_code
 
-COLUMNS = 16
-"""Of the state, in a block of threads: as in tokens.cuh."""
 CHUNK = 8
 """Tokens that the backward kernel takes at once."""
 KEPT = 1024
