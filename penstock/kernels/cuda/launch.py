@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...errors import PenstockError
 from ...problem import Problem, Step, signature
-from ..contract import Gradients
+from ..contract import Gradients, contiguous
 from . import COLUMNS
 from .compile import Configuration, Kernel, machine_code
 
@@ -59,7 +59,7 @@ class Prepared:
         assert p.gate is not None
         self.kernel, self.device = kernel, p.q.device
         self.blocks = N * H * (V // COLUMNS)  # of threads: one a sequence, head and 16 columns
-        self.memory = [(name, tuple(shape), dtype) for name, (shape, dtype) in memory.items()]  # torch is slower with a torch.Size
+        self.memory = [(name, tuple(shape), contiguous(*shape), dtype) for name, (shape, dtype) in memory.items()]
         made = {name: torch.empty(shape, device="meta") for name, (shape, _) in memory.items()}
         given = {name: x for name, x in (tensors | made).items() if x is not None}
         self.words = {name: getattr(Call, name).offset // 8 for name in given}  # where addresses are
@@ -72,8 +72,8 @@ class Prepared:
 
     def run(self, tensors: Tensors) -> dict[str, Tensor]:
         """Add the results to ``tensors`` and launch. What there is not has the address 0."""
-        for name, shape, dtype in self.memory:
-            tensors[name] = torch.empty(shape, dtype=dtype, device=self.device)
+        for name, shape, strides, dtype in self.memory:
+            tensors[name] = torch.empty_strided(shape, strides, dtype=dtype, device=self.device)
         call = Words.from_buffer_copy(self.call)
         for name, word in self.words.items():
             call[word] = tensors[name].data_ptr()  # type: ignore[union-attr]

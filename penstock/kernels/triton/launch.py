@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...problem import Problem, Step, signature
-from ..contract import Gradients
+from ..contract import Gradients, contiguous
 from . import interpreting, plan
 from .plan import Launch, Plan
 from .table import Blocks, Key, Target
@@ -30,7 +30,7 @@ class Prepared:
 
     def __init__(self, plan: Plan, device: torch.device, absent: list[str]) -> None:
         self.device, self.C, self.absent = device, plan.C, absent
-        self.memory = tuple((name, *what) for name, what in plan.memory.items())
+        self.memory = tuple((name, shape, contiguous(*shape), dtype) for name, (shape, dtype) in plan.memory.items())
         self.launches = tuple(plan.launches)
         self.numbers = tuple(launch.numbers + launch.constants for launch in plan.launches)
         self.runners: tuple[Callable[..., object], ...] | None = None
@@ -41,8 +41,8 @@ class Prepared:
         device = self.device
         if self.C:
             tensors["ones"] = _ones(self.C, device)
-        for name, shape, dtype in self.memory:
-            tensors[name] = torch.empty(shape, dtype=dtype, device=device)
+        for name, shape, strides, dtype in self.memory:
+            tensors[name] = torch.empty_strided(shape, strides, dtype=dtype, device=device)
         with _at(device):
             if self.runners is None:
                 self.known = tuple(launch.descriptions(tensors) for launch in self.launches)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ...problem import Problem
+from ..contract import contiguous
 from . import chunk_backward, chunk_forward, hopper, recurrent, segments, tiles
 from .table import DECAYS, LEAST, READS, Blocks, Key, Target, blocks, power
 
@@ -181,10 +182,6 @@ def strides(*tensors: Tensor) -> tuple[int, ...]:
     return tuple(stride for x in tensors for stride in x.stride())
 
 
-def _contiguous(*shape: int) -> tuple[int, ...]:
-    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-
-
 def _given(name: str, x: Tensor | None, instead: str) -> str:
     return name if x is not None else instead
 
@@ -216,7 +213,7 @@ def _states(
     segment_decays = plan.empty(d + "segment_decays", slots, c.H, c.K) if c.decay else x
     walk(None, segment_states, segment_decays, True, False)
     BK, BV = min(power(c.K), 64), 16
-    steps = _contiguous(slots, c.H, c.K, c.V)
+    steps = contiguous(slots, c.H, c.K, c.V)
     first, given = start if start is not None else (segment_states, steps)
     plan.launch(
         segments.scan, c.N * c.H * math.ceil(c.K / BK) * math.ceil(c.V / BV),
@@ -250,7 +247,7 @@ def chunk_forward_plan(p: Problem, target: Target, keep: bool = False) -> Plan:
     state = None if p.initial_state is None else ("initial_state", p.initial_state.stride())
     if L < c.T:
         segment_states = _states(plan, c, ("k", "v"), strides(p.k, p.v), L, C, 1.0, p.reverse, state, final, False, None)
-        state = segment_states, _contiguous(c.slots(L), c.H, c.K, c.V)
+        state = segment_states, contiguous(c.slots(L), c.H, c.K, c.V)
         programs = c.slots(L) * c.H * grid
     else:
         L = 0
@@ -338,7 +335,7 @@ def recurrent_forward_plan(p: Problem, pool: Tensor | None, slots: Tensor | None
     final = "pool" if pool is not None else plan.empty("final_state", *p.state_shape)
     state = pool if pool is not None else p.initial_state
     first = "pool" if pool is not None else _given("initial_state", state, final)
-    last = pool.stride() if pool is not None else _contiguous(*p.state_shape)
+    last = pool.stride() if pool is not None else contiguous(*p.state_shape)
     plan.launch(
         recurrent.forward, c.N * c.H * math.ceil(c.V / b.BV),
         ("q", "k", "v", "g", "u", first, output, final, "cu_seqlens", _given("slots", slots, "q")),
@@ -364,7 +361,7 @@ def recurrent_backward_plan(p: Problem, d_output: Tensor, d_final_state: Tensor 
     if p.u is not None:
         du = plan.empty("du", NV, c.N, c.H, c.K)
     d_initial = plan.empty("d_initial_state", *p.state_shape)
-    own = _contiguous(*p.state_shape)
+    own = contiguous(*p.state_shape)
     first, last = (x.stride() if x is not None else own for x in (p.initial_state, d_final_state))
     plan.launch(
         recurrent.backward, c.N * c.H * NV,
