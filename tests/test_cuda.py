@@ -239,12 +239,12 @@ def test_tokens_too_far_apart_are_refused():
     ("shape", "mode", "reason"),
     [
         ("1,54,32,64", "forward", None),
-        ("1,512,32,64", "forward", None),
+        ("1,256,32,64", "forward", None),
         ("4,8,8,64", "forward", None),
         ("1,54,32,64", "backward", "the Triton kernels are faster backward and in decode steps"),
         ("1,1,32,64", "step", "the Triton kernels are faster backward and in decode steps"),
-        ("1,7,32,64", "forward", "faster than the Triton kernels from 8 to 512 tokens, these are 7"),
-        ("1,513,32,64", "forward", "faster than the Triton kernels from 8 to 512 tokens, these are 513"),
+        ("1,7,32,64", "forward", "faster than the Triton kernels from 8 to 256 tokens, these are 7"),
+        ("1,257,32,64", "forward", "faster than the Triton kernels from 8 to 256 tokens, these are 257"),
         ("2,54,32,64", "forward", "faster than the Triton kernels where each block of threads has a multiprocessor, these are 256 for 132"),
     ],
 )

@@ -18,8 +18,8 @@ CAPABILITY = (8, 0)
 """The first GPUs that have bfloat16."""
 COLUMNS = 16
 """Of the state, in a block of threads: as in tokens.cuh."""
-LENGTHS = range(8, 513)
-"""Tokens of a call for which it is faster than the Triton kernels if all its blocks run at once: 2 to 3 times on an H200 up to 256."""
+LENGTHS = range(8, 257)
+"""Tokens of a call for which it is faster than the Triton kernels if all its blocks run at once (benchmarks/NOTES.md, "CUDA")."""
 FAR = 1 << 31
 """Tokens are numbered, and told apart in memory, by 32-bit integers."""
 
