@@ -64,11 +64,11 @@ class Call:
         return Problem.known(self, variant, *tensors, *options)
 
     def forward(self, tensors: Tensors, output_final_state: bool, keep: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Output, the final state if asked for, and if ``keep`` states for ``backward`` where one implementation runs both."""
+        """Output, the final state if asked for, and if ``keep`` states for ``backward``, where what runs that can keep them forward."""
         problem, states = self.problem(tensors), None
-        keeping = self.implementation.forward_keeping if keep else None
+        keeping = self.runs_backward(problem).forward_keeping if keep else None
         with no_autocast(problem.q):
-            if keeping is not None and self.runs_backward(problem) is self.implementation:
+            if keeping is not None:
                 output, final_state, states = keeping(problem)
             else:
                 output, final_state = self.implementation.forward(problem)
@@ -153,9 +153,9 @@ def remember(kind: Callable[..., Any], values: Sequence[object], *inputs: Any) -
 
 def run(call: Call, tensors: Tensors, output_final_state: bool) -> tuple[Tensor, Tensor | None]:
     """Output, and the final state if asked for; differentiable where an input requires gradients."""
-    if torch.is_grad_enabled():
-        inside = forward_ad._current_level >= 0  # then it refuses tensors with a tangent
+    inside, wanted = forward_ad._current_level >= 0, torch.is_grad_enabled()
+    if inside or wanted:  # inside of forward derivatives it refuses tensors with a tangent
         for x in tensors:
-            if x is not None and (x.requires_grad or inside):
+            if x is not None and (inside or x.requires_grad):
                 return Recurrence.apply(call, output_final_state, *tensors)  # type: ignore[no-any-return, no-untyped-call]
     return call.forward(tensors, output_final_state, False)[:2]

@@ -103,7 +103,7 @@ def test_bench_draws_one_shape_and_decodes(run, tmp_path):
         str(tmp_path / "a.svg"),
     )
     assert done.exit_code == 0, done.output
-    assert " 1.0 " in done.output
+    assert " 1.00 " in done.output
     assert "token loop  " not in done.output
     assert (tmp_path / "a.svg").exists()
 

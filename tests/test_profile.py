@@ -341,3 +341,13 @@ def test_the_command_refuses_with_one_message(run, words, message):
     assert done.exit_code == 2, done.output
     assert message in done.output
     assert "Traceback" not in done.output
+
+
+def test_the_bench_command_shows_and_draws_what_the_profile_wrote(run, tmp_path):
+    numbers = tmp_path / "numbers.json"
+    assert run("gla", *TINY, "--impl", "chunkwise", "--device", "cpu", "--output", str(tmp_path), "--json", str(numbers)).exit_code == 0
+    done = CliRunner().invoke(main, ["bench", "--from", str(numbers), "--plot", str(tmp_path / "again.png")])
+    assert done.exit_code == 0, done.output
+    assert "slowest operator" in done.output
+    assert "of floor" not in done.output
+    assert (tmp_path / "again.png").read_bytes() == (tmp_path / "profile.png").read_bytes()

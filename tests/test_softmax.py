@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import penstock as ps
 from penstock import eager
@@ -256,7 +257,7 @@ X = torch.randn(1, 5, 4, 8)
 @pytest.mark.parametrize(
     ("arguments", "options", "error", "message"),
     [
-        ((X, X[:, :, :3], X[:, :, :3]), {}, ps.ShapeError, "H must be a multiple of the keys' heads, 3, got 4"),
+        ((X, X[:, :, :3], X[:, :, :3]), {}, ps.ShapeError, "q must be of a multiple of k's 3 heads, got 4 heads"),
         ((X, X, X[:, :4]), {}, ps.ShapeError, r"v must be of shape \[B,T,G,D\] = \[1, 5, 4, 8\], got \[1, 4, 4, 8\]"),
         ((X[0], X, X), {}, ps.ShapeError, r"q must be of shape \[B,Tq,H,D\], got \[5, 4, 8\]"),
         ((X, X, X.double()), {}, ps.DtypeError, "v must be float32"),
@@ -331,3 +332,63 @@ def test_second_derivatives_are_refused(direct, monkeypatch):
     assert torch.equal(dq, torch.autograd.grad(ps.softmax_attention(q, k, v, impl="triton").sum(), q)[0])
     with pytest.raises(ps.PenstockError, match="got a second derivative"):
         torch.autograd.grad(dq.sum(), v)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_offsets_may_have_strides(impl):
+    a, d_output, d_lse = draw(replace(PLAIN, lengths=((9, 9), (21, 21), (40, 40))))
+    strided = torch.stack((a.cu_seqlens, a.cu_seqlens + 7), 1)[:, 0]
+    found = run(replace(a, cu_seqlens=strided, cu_seqlens_k=strided), impl, d_output, d_lse)
+    assert all(torch.equal(x, y) for x, y in zip(found.values(), run(a, impl, d_output, d_lse).values()))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("window", [(1 << 31) - 80, (1 << 31) - 1, (1 << 63) - 1])
+@pytest.mark.parametrize(("Tq", "causal"), [(70, True), (70, False), (90, True)])
+def test_a_window_wider_than_all_tokens_is_none(window, Tq, causal, impl):
+    a, d_output, d_lse = draw(replace(PLAIN, Tq=Tq, causal=causal))
+    found, wanted = (run(one, impl, d_output, d_lse) for one in (replace(a, window=window), a))
+    assert all(torch.allclose(found[name], wanted[name], atol=1e-5) for name in wanted)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_gradient_that_is_no_number_of_a_row_that_sees_nothing_changes_nothing(impl):
+    """torch's own derivative of logaddexp is none where both are -inf: of parts of the keys that are joined."""
+    q, k, v = (torch.randn(1, T, 1, 16, requires_grad=True) for T in (9, 4, 4))
+    output, lse = ps.softmax_attention(q, k, v, return_lse=True, impl=impl)
+    d_lse = torch.where(lse.isfinite(), 1.0, float("nan"))
+    assert all(x.isfinite().all() for x in torch.autograd.grad((output, lse), (q, k, v), (torch.ones_like(output), d_lse)))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_queries_that_are_no_numbers_have_no_log_sum_exp(impl):
+    q, k, v = (torch.randn(1, 9, 1, 16) for _ in range(3))
+    q[0, 3] = float("nan")
+    output, lse = ps.softmax_attention(q, k, v, return_lse=True, impl=impl)
+    for x in (output, lse):
+        assert x[0, 3].isnan().all()
+        assert x[0, [0, 1, 2, 4, 5, 6, 7, 8]].isfinite().all()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_without_a_scale_all_weigh_the_same(impl):
+    q, k, v = (torch.randn(1, 9, 1, 16) for _ in range(3))
+    for causal in (True, False):
+        found = ps.softmax_attention(q, k, v, scale=0.0, causal=causal, impl=impl)
+        assert torch.allclose(found[:, -1], v.mean(1), atol=1e-6)
+
+
+def test_under_autocast_the_log_sum_exp_is_exact():
+    q, k, v = (torch.randn(1, 9, 1, 16).bfloat16() for _ in range(3))
+    _, wanted = ps.softmax_attention(q, k, v, return_lse=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        _, found = ps.softmax_attention(q, k, v, return_lse=True)
+    assert found.dtype == FLOAT32
+    assert torch.equal(found, wanted)
+
+
+def test_forward_derivatives_are_refused_rather_than_dropped():
+    q, k, v = (torch.randn(1, 5, 2, 16) for _ in range(3))
+    for mode in (torch.no_grad(), torch.enable_grad()):
+        with mode, forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
+            ps.softmax_attention(forward_ad.make_dual(q, torch.ones_like(q)), k, v, impl="triton")

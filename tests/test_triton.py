@@ -104,7 +104,7 @@ def test_a_decode_step_is_a_forward_pass_in_the_pool(variant):
     t = draw(case)
     pool = torch.randn(5, case.H, case.K, case.V)
     wanted = pool.clone()
-    slots = torch.tensor([4, -1, 0])
+    slots = torch.tensor([4, 9, -1, 9, 0, 9])[::2]
     arguments = [t[name] for name in ("q", "k", "v", "g", "u")]
     found = ps.decode_step(variant, *arguments, state=pool, slots=slots, impl="triton_recurrent")
     expected = ps.decode_step(variant, *arguments, state=wanted, slots=slots, impl="reference")

@@ -102,6 +102,11 @@ class Measurement:
         return named[0] if named else None
 
     @property
+    def profiled(self) -> bool:
+        """Whether torch.profiler looked at it."""
+        return any(timing.profile is not None for timing in self.timings)
+
+    @property
     def bandwidth(self) -> float:
         """Bytes a second that the copy moved."""
         return self.moved_bytes / (self.copy.milliseconds * 1e-3)

@@ -23,7 +23,7 @@ from .suites import SUITES
 def print_machine(console: Console, machine: Machine) -> None:
     """Print what there is to compute with."""
     for name, text in machine.lines():
-        console.print(Text.assemble((f"  {name:<16}", "bold"), text), soft_wrap=True)
+        console.print(Text.assemble((f"  {name:<22}", "bold"), text), soft_wrap=True)
 
 
 def print_findings(console: Console, findings: list[Finding]) -> None:
@@ -96,7 +96,7 @@ def print_measurements(console: Console, measurements: Sequence[Measurement]) ->
         console.print(table)
     notes = (
         "times as fast: against the first of each block. floor: a copy that moves as many bytes as the call must, timed in turn.\n"
-        "of floor: the floor's time over the candidate's. error: against the float64 token loop, checked before anything was timed."
+        "of floor: the floor's time over the candidate's. error: against the float64 oracle, checked before anything was timed."
     )
     if any(one.copy.gpu is not None for one in measurements):
         notes += (
@@ -129,7 +129,7 @@ def _add_rows(table: Table, measurement: Measurement, gpu: bool) -> None:
     for timing in measurement.timings:
         who = f"  {timing.candidate}" + (f", {timing.threads} thread" if timing.threads < measurement.copy.threads else "")
         median = Text(duration(timing.milliseconds), style="bold green" if timing.milliseconds == best else "")
-        times = "-" if base is None else f"{base.milliseconds / timing.milliseconds:.1f}"
+        times = "-" if base is None else _digits(base.milliseconds / timing.milliseconds)
         alone, more = _on_gpu(timing)
         cells = [*alone, times, f"{measurement.of_floor(timing):.1%}", f"{timing.error:.0e}", *more]
         table.add_row(who, median, _spread(timing), *cells)
@@ -213,7 +213,7 @@ def print_profile(console: Console, measurement: Measurement) -> None:
     for one in measurement.timings:
         seen = one.profile
         if seen is not None:
-            times = "-" if base is None else f"{base.milliseconds / one.milliseconds:.1f}"
+            times = "-" if base is None else _digits(base.milliseconds / one.milliseconds)
             clock = [one.candidate, duration(one.milliseconds), times, f"{one.error:.0e}"]
             slowest = seen.slowest if len(seen.slowest) <= 40 else f"{seen.slowest[:37]}..."
             work_of_a_call = [duration(seen.kernel_milliseconds), slowest, duration(seen.slowest_milliseconds), f"{seen.launches:.0f}"]

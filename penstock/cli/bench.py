@@ -17,9 +17,9 @@ from ..bench.clock import named
 from ..bench.machine import Machine, using_threads
 from ..bench.measure import Measurement, measure
 from ..bench.peers import peer
-from ..bench.plot import check_plot, draw
+from ..bench.plot import check_plot, draw, draw_profile
 from ..bench.record import Record
-from ..bench.report import print_cases, print_measurements
+from ..bench.report import print_cases, print_measurements, print_profile
 from ..bench.suites import LADDER, PLAIN, Suite, suite_named
 from ..errors import Complaints, PenstockError, RangeError
 from ..softmax import FUNCTION
@@ -91,7 +91,11 @@ def bench(
     if from_file is not None:
         _refuse_both(variants, shape, case, suite, json_file)
         record = Record.read(from_file)
-        print_measurements(console, record.measurements)
+        profiles = [one for one in record.measurements if one.profiled]
+        for profile in profiles:
+            print_profile(console, profile)
+        if len(profiles) < len(record.measurements):
+            print_measurements(console, [one for one in record.measurements if not one.profiled])
         _draw(console, record, plot_file)
         return
     if variants == [LADDER] and suite is None:
@@ -137,7 +141,10 @@ def bench(
 
 def _draw(console: Console, record: Record, path: Path | None) -> None:
     if path is not None:
-        draw(record.measurements, path, record.place)
+        if len(record.measurements) == 1 and record.measurements[0].profiled:
+            draw_profile(record.measurements[0], path, record.place)
+        else:
+            draw(record.measurements, path, record.place)
         console.print(f"picture: {path}", highlight=False, soft_wrap=True)
 
 

@@ -21,21 +21,25 @@ Tensors = tuple[Any, ...]
 
 def pick(a: Attention, impl: str) -> str:
     """The named implementation, or the first that takes the call. Raises ImplementationRefused."""
+    if impl != "auto":
+        reason = IMPLEMENTATIONS[impl].refuses(a)
+        if reason is None:
+            return impl
+        raise ImplementationRefused(f"{FUNCTION}: impl must be one that takes this call, got {impl!r}: {reason}. Use impl='auto'.")
     reasons = []
-    for name in IMPLEMENTATIONS if impl == "auto" else (impl,):
-        reason = IMPLEMENTATIONS[name].refuses(a) or (triton.avoids(a) if impl == "auto" and name == "triton" else None)
+    for name, one in IMPLEMENTATIONS.items():
+        reason = one.refuses(a) or (triton.avoids(a) if one is triton else None)
         if reason is None:
             return name
         reasons.append(f"{name} refuses: {reason}")
-    remedy = "" if impl == "auto" else " Use impl='auto'."
-    raise ImplementationRefused(f"{FUNCTION}: no implementation takes this call. {'; '.join(reasons)}.{remedy}")
+    raise ImplementationRefused(f"{FUNCTION}: no implementation takes this call. {'; '.join(reasons)}.")
 
 
 def check_impl(impl: object) -> None:
     """Raise unless it is the name of an implementation or "auto"."""
     if impl not in ("auto", *IMPLEMENTATIONS):
         complaints = Complaints(FUNCTION)
-        complaints.add(RangeError, "impl", f"one of {', '.join(['auto', *IMPLEMENTATIONS])}", repr(impl))
+        complaints.add(RangeError, "impl", f"one of {', '.join(['auto', *IMPLEMENTATIONS])}", repr(impl), "'auto' takes the fastest.")
         complaints.raise_any()
 
 
@@ -90,10 +94,9 @@ def run(call: Call, tensors: Tensors, return_lse: bool) -> tuple[Tensor, Tensor 
     """Output and log-sum-exp, this perhaps only if asked for; differentiable where an input requires gradients."""
     if call.implementation == "sdpa":
         return sdpa.attend(call.attention(tensors), return_lse)
-    if torch.is_grad_enabled():
-        inside = forward_ad._current_level >= 0  # then it refuses tensors with a tangent
-        if inside or any(x.requires_grad for x in tensors[:3]):
-            return SoftmaxAttention.apply(call, *tensors)  # type: ignore[no-any-return, no-untyped-call]
+    inside = forward_ad._current_level >= 0  # then it refuses tensors with a tangent
+    if inside or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors[:3])):
+        return SoftmaxAttention.apply(call, *tensors)  # type: ignore[no-any-return, no-untyped-call]
     from .triton import operator
 
     return operator.forward(call.attention(tensors))

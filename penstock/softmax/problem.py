@@ -39,6 +39,11 @@ class Attention:
         N = B if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
         return {"B": B, "Tq": Tq, "Tk": Tk, "H": H, "G": G, "D": D, "N": N}
 
+    @property
+    def reach(self) -> int | None:
+        """The window, but no wider than there are tokens: places are added to it in 32 bits."""
+        return None if self.window is None else min(self.window, self.q.shape[1] + self.k.shape[1])
+
     @cached_property
     def signature(self) -> Hashable:
         """The same for all calls that differ in values only."""
@@ -63,10 +68,10 @@ class Attention:
         i = torch.arange(rows.start, rows.stop, device=self.q.device)[:, None] + (Tk - Tq)
         j = torch.arange(columns.start, columns.stop, device=self.q.device)[None, :]
         seen = (j <= i) if self.causal else torch.ones_like(j <= i)
-        if self.window is not None:
-            seen &= j > i - self.window
+        if self.reach is not None:
+            seen &= j > i - self.reach
             if not self.causal:
-                seen &= j < i + self.window
+                seen &= j < i + self.reach
         return seen
 
     @classmethod
@@ -94,7 +99,7 @@ class Attention:
             if size == 0:
                 complaints.add(ShapeError, name, "at least 1", 0)
         if G and H % G:
-            complaints.add(ShapeError, "H", f"a multiple of the keys' heads, {G}", H, "Each head of k and v serves as many heads of q.")
+            complaints.add(ShapeError, "q", f"of a multiple of k's {G} heads", f"{H} heads", "Each head of k and v serves as many of q.")
         sizes, same = {"B": B, "T": Tk, "G": G, "D": D}, (q.dtype,) if q.dtype in FLOATS else FLOATS
         check_tensor(complaints, "k", k, "BTGD", sizes, q.device, same)
         check_tensor(complaints, "v", v, "BTGD", sizes, q.device, same)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..operator import no_autocast
 from ..problem import state_dtype
 from .problem import Attention
 
@@ -31,13 +32,15 @@ def attend(a: Attention, return_lse: bool) -> tuple[Tensor, Tensor | None]:
     """Output [B,Tq,H,D] and, if asked for, log-sum-exp [B,Tq,H] in float32 (float64 for float64)."""
     if a.cu_seqlens is None:
         output = _output(a, a.q, a.k, a.v)
-        return output, _lse(a, a.q, a.k) if return_lse else None
+        with no_autocast(a.q):
+            return output, _lse(a, a.q, a.k) if return_lse else None
     parts = [(a.q[:, rows], a.k[:, keys], a.v[:, keys]) for rows, keys in a.spans()]
     output = torch.cat([_nothing(a.q, a.k, a.v), *(_output(a, *part) for part in parts)], 1)
     if not return_lse:
         return output, None
     none = _nothing(a.q, a.k)[..., 0].to(state_dtype(a.q.dtype))
-    return output, torch.cat([none, *(_lse(a, q, k) for q, k, _ in parts)], 1)
+    with no_autocast(a.q):
+        return output, torch.cat([none, *(_lse(a, q, k) for q, k, _ in parts)], 1)
 
 
 def _output(a: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -45,9 +48,9 @@ def _output(a: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     Tq, Tk = q.shape[1], k.shape[1]
     if not Tq or not Tk:
         return _nothing(q, k, v).new_zeros(q.shape) + sum(x[..., :0].sum() for x in (q, k, v))
-    heads: dict[str, Any] = {"scale": abs(a.scale), "enable_gqa": q.shape[2] != k.shape[2]}
-    if a.scale < 0:  # torch 2.13 multiplies what is masked by it, too: -inf becomes inf
-        q = -q
+    heads: dict[str, Any] = {"scale": abs(a.scale) or 1.0, "enable_gqa": q.shape[2] != k.shape[2]}
+    if a.scale <= 0:  # torch 2.13 multiplies what is masked by it, too: -inf becomes inf, or NaN
+        q = -q if a.scale else q * 0
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if a.window is None and (not a.causal or Tq == Tk):
         return F.scaled_dot_product_attention(q, k, v, is_causal=a.causal, **heads).transpose(1, 2)
@@ -79,7 +82,7 @@ def _blocks(a: Attention, Tq: int, Tk: int) -> Iterator[tuple[slice, slice, Tens
     for start in range(0, Tq, ROWS):
         rows = slice(start, min(start + ROWS, Tq))
         first, last = rows.start + Tk - Tq, rows.stop - 1 + Tk - Tq
-        reach = Tk if a.window is None else a.window
+        reach = Tk if a.reach is None else a.reach
         low, high = first - reach + 1 if a.window is not None else 0, last + 1 if a.causal else last + reach
         low = min(max(low, 0), Tk - 1)
         keys = slice(low, max(min(high, Tk), low + 1))

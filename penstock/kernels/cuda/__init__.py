@@ -27,15 +27,13 @@ FAR = 1 << 31
 @cache
 def available() -> str | None:
     """Why CUDA kernels cannot be compiled or run on this machine, or None."""
+    if not torch.cuda.is_available() or torch.version.hip:
+        return "torch sees no NVIDIA GPU here"
     try:
         missing = find_spec("cuda.core") is None or find_spec("cuda.bindings") is None
     except ModuleNotFoundError:
         missing = True
-    if missing:
-        return "cuda-core is not installed: pip install 'penstock[cuda]'"
-    if not torch.cuda.is_available() or torch.version.hip:
-        return "torch sees no NVIDIA GPU here"
-    return None
+    return "cuda-core is not installed: pip install 'penstock[cuda]'" if missing else None
 
 
 def _refuses(problem: Problem, mode: Mode) -> str | None:

@@ -145,8 +145,13 @@ def run(
     return prepared.run(tensors)  # type: ignore[arg-type]
 
 
+def dense(indices: Tensor | None) -> Tensor | None:
+    """Indices one after another, as all kernels read them."""
+    return None if indices is None else indices.contiguous()
+
+
 def _inputs(p: Problem) -> dict[str, Tensor | None]:
-    return {"q": p.q, "k": p.k, "v": p.v, "g": p.g, "u": p.u, "initial_state": p.initial_state, "cu_seqlens": p.cu_seqlens}
+    return {"q": p.q, "k": p.k, "v": p.v, "g": p.g, "u": p.u, "initial_state": p.initial_state, "cu_seqlens": dense(p.cu_seqlens)}
 
 
 def chunk_forward_pass(p: Problem, keep: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -164,7 +169,7 @@ def recurrent_forward_pass(p: Problem) -> tuple[Tensor, Tensor]:
 
 def step_pass(s: Step) -> Tensor:
     """A decode step: one launch, states in place."""
-    tensors = {"q": s.q, "k": s.k, "v": s.v, "g": s.g, "u": s.u, "pool": s.state, "slots": s.slots, "cu_seqlens": None}
+    tensors = {"q": s.q, "k": s.k, "v": s.v, "g": s.g, "u": s.u, "pool": s.state, "slots": dense(s.slots), "cu_seqlens": None}
     found = run("step", s, lambda target: plan.recurrent_forward_plan(s.problem(s.state), s.state, s.slots, target), tensors)
     return found["output"]
 

@@ -18,10 +18,10 @@ from .tiles import dot, exponents, keys_of, place_of, queries_of, sees, tokens
 
 @triton.jit(do_not_specialize=["rows", "T"])
 def deltas(
-    output, d_output, d_lse, delta, rows, T, o_b, o_t, o_h, o_d, l_b, l_t, l_h,
+    output, d_output, lse, d_lse, delta, rows, T, o_b, o_t, o_h, o_d, l_b, l_t, l_h,
     H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, D_LSE: tl.constexpr,
 ):  # fmt: skip
-    """rowsum(dO o O) - d lse of BM of the rows [B T H]; ``output`` and ``delta`` are contiguous, strides are those of the gradients."""
+    """rowsum(dO o O) - d lse of BM of the rows [B T H], 0 where no key was seen. Strides are those of the gradients."""
     row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     live = row < rows
     d = tl.arange(0, BD)
@@ -34,6 +34,7 @@ def deltas(
     x = tl.sum(O * dO, 1)
     if D_LSE:
         x -= tl.load(d_lse + b * l_b + t * l_t + h * l_h, mask=live, other=0.0).to(tl.float32)
+        x = tl.where(tl.load(lse + row, mask=live, other=0.0) == float("-inf"), 0.0, x)  # such a gradient may be NaN
     tl.store(delta + row, x, mask=live)
 
 

@@ -80,8 +80,9 @@ def forward(
             D, BD, BN, CAUSAL, WINDOW, part != 1, PRECISION, STAGES,
         )  # fmt: skip
     m, l, acc = state
-    some = l > 0.0
-    acc = acc / tl.where(some, l, 1.0)[:, None]
+    none = l == 0.0
+    l = tl.where(none, 1.0, l)
+    acc = acc / l[:, None]
     where = (b * Tq + row + i) * H + h
-    tl.store(lse + where, tl.where(some, (m + tl.log2(tl.where(some, l, 1.0))) / LOG2E, float("-inf")), mask=live)
+    tl.store(lse + where, tl.where(none, float("-inf"), (m + tl.log2(l)) / LOG2E), mask=live)
     tl.store(output + where[:, None] * D + d[None, :], acc.to(output.dtype.element_ty), mask=live[:, None] & (d < D)[None, :])

@@ -70,7 +70,7 @@ def suits(a: Attention, target: Target, *d_output: Tensor) -> bool:
         target.arch == "sm_90"
         and a.q.dtype in (torch.float16, torch.bfloat16)
         and s["D"] in (BY_KEYS if d_output else FORWARD)
-        and a.scale > 0
+        and a.scale >= torch.finfo(torch.float32).tiny
         and 0 < s["B"] * s["Tq"] < FAR
         and 0 < s["B"] * s["Tk"] < FAR
         and all(map(tiled, (a.q, a.k, a.v, *d_output)))
@@ -86,9 +86,10 @@ def _launch(
     each = s["H"] // s["G"]
     T, heads, same, walked = (s["Tk"], s["G"], 1, s["Tq"] * each) if by_keys else (s["Tq"], s["H"], each, s["Tk"])
     bytes_walked = 2 * a.q.element_size() * walked * s["D"]  # by ``same`` heads
+    together = min(max(1, L2 // 2 // bytes_walked) * same, heads if packed else s["N"] * heads)
     plan.launch(
         kernel, slots(T, shape.groups * ROWS, s["N"], packed) * heads, (*tensors, "cu_seqlens", "cu_seqlens_k"),
-        (a.scale, a.window or 0, s["N"], s["Tq"], s["Tk"], min(max(1, L2 // 2 // bytes_walked) * same, s["N"] * heads), *numbers), 4,
+        (a.scale, a.reach or 0, s["N"], s["Tq"], s["Tk"], together, *numbers), 4,
         tuple(Tile(ROWS if kind == "r" else shape.tile, s["D"]) for kind in tiles), shape.registers_before,
         H=s["H"], G=s["G"], D=s["D"], CAUSAL=a.causal, WINDOW=a.window is not None, PACKED=packed,
         GROUPS=shape.groups, STAGES=shape.stages, REGISTERS=shape.registers, **constants,

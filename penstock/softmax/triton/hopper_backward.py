@@ -80,6 +80,7 @@ def walk_keys(
     delta = gl.convert_layout(gl.sum(O.to(gl.float32) * dO.load(wide).to(gl.float32), 1), rows)
     if D_LSE:
         delta -= gl.load(d_lse + ROWS * ONE * l_t + i * l_t, mask=live, other=0.0).to(gl.float32)
+        delta = gl.where(e == float("inf"), 0.0, delta)  # such a gradient may be NaN
     gl.store(exponents + ROWS * ONE + i, e, mask=live)
     gl.store(deltas + ROWS * ONE + i, delta, mask=live)
     c = scale * LOG2E

@@ -113,9 +113,9 @@ def walk(
             n = gl.maximum(until, n)
         there(v_bars, count - 1, STAGES)
         acc = warpgroup_mma(P, v_ring.index((count - 1) % STAGES), acc)
-    some = l > 0.0
-    l = gl.where(some, l, 1.0)
-    gl.store(lse + row * H + h + i * H, gl.where(some, (m * c + gl.log2(l)) / LOG2E, float("-inf")), mask=i < left)
+    none = l == 0.0
+    l = gl.where(none, 1.0, l)
+    gl.store(lse + row * H + h + i * H, gl.where(none, float("-inf"), (m * c + gl.log2(l)) / LOG2E), mask=i < left)
     acc = acc / gl.convert_layout(l, gl.SliceLayout(1, mma), assert_trivial=True)[:, None]
     leave(acc.to(half), q, o_tiles, row, h * D, output + (row * H + h) * D, H * D, left)
 

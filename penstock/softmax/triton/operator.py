@@ -26,7 +26,7 @@ library.define(f"softmax_backward(Tensor d_output, Tensor? d_lse, Tensor output,
 
 
 def _tensors(a: Attention) -> dict[str, Tensor | None]:
-    return {"q": a.q, "k": a.k, "v": a.v, "cu_seqlens": a.cu_seqlens, "cu_seqlens_k": a.cu_seqlens_k}
+    return {"q": a.q, "k": a.k, "v": a.v, "cu_seqlens": launch.dense(a.cu_seqlens), "cu_seqlens_k": launch.dense(a.cu_seqlens_k)}
 
 
 def forward(a: Attention) -> tuple[Tensor, Tensor]:
@@ -43,7 +43,8 @@ def backward(a: Attention, d_output: Tensor, d_lse: Tensor | None, output: Tenso
         return torch.zeros_like(a.q), torch.zeros_like(a.k), torch.zeros_like(a.v)
     output, lse = output.contiguous(), lse.contiguous()  # as they were made, unless hooks of saved tensors changed them
     tensors = _tensors(a) | {"output": output, "lse": lse, "d_output": d_output, "d_lse": d_lse}
-    found = launch.run("softmax backward", a, lambda target: plan.backward_plan(a, d_output, d_lse, target), tensors, d_output, d_lse)
+    more = d_output, d_lse, output, lse
+    found = launch.run("softmax backward", a, lambda target: plan.backward_plan(a, d_output, d_lse, target), tensors, *more)
     return found["dq"], found["dk"], found["dv"]
 
 

@@ -86,7 +86,7 @@ def _call(a: Attention, target: Target) -> tuple[dict[str, Any], tuple[Any, ...]
         "H": s["H"], "G": s["G"], "D": s["D"], "BD": power(s["D"]), "CAUSAL": a.causal, "WINDOW": a.window is not None,
         "PACKED": a.cu_seqlens is not None, "PRECISION": precision(a.q.dtype, target),
     }  # fmt: skip
-    return constants, (a.scale, a.window or 0, s["N"], s["Tq"], s["Tk"])
+    return constants, (a.scale, a.reach or 0, s["N"], s["Tq"], s["Tk"])
 
 
 def _launch(plan: Plan, kernel: str, a: Attention, target: Target, tensors: tuple[str, ...], others: tuple[Tensor, ...] = ()) -> None:
@@ -120,7 +120,7 @@ def backward_plan(a: Attention, d_output: Tensor, d_lse: Tensor | None, target: 
         return plan
     delta, rows = plan.empty("delta", s["B"], s["Tq"], s["H"]), s["B"] * s["Tq"] * s["H"]
     plan.launch(
-        backward.deltas, math.ceil(rows / ROWS), ("output", "d_output", "d_lse" if d_lse is not None else "q", delta),
+        backward.deltas, math.ceil(rows / ROWS), ("output", "d_output", "lse", "d_lse" if d_lse is not None else "q", delta),
         (rows, s["Tq"], *d_output.stride(), *(d_lse.stride() if d_lse is not None else (0, 0, 0))), 4,
         H=s["H"], D=s["D"], BD=power(s["D"]), BM=ROWS, D_LSE=d_lse is not None,
     )  # fmt: skip
