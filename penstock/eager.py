@@ -66,6 +66,7 @@ class Call:
     def forward(self, tensors: Tensors, output_final_state: bool, keep: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Output, the final state if asked for, and if ``keep`` states for ``backward``, where what runs that can keep them forward."""
         problem, states = self.problem(tensors), None
+        keep = keep and (self.impl == "auto" or self.implementation.forward_keeping is not None)
         keeping = self.runs_backward(problem).forward_keeping if keep else None
         with no_autocast(problem.q):
             if keeping is not None:

@@ -1,6 +1,7 @@
 """Calls without torch's dispatcher: the same answers and the same errors, whatever was called before."""
 
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -117,6 +118,21 @@ def test_forward_derivatives_are_refused_rather_than_dropped():
         tensors["q"] = torch.autograd.forward_ad.make_dual(tensors["q"], torch.ones_like(tensors["q"]))
         with pytest.raises((RuntimeError, NotImplementedError)):
             call(CASE, tensors, "chunkwise")
+
+
+def test_what_runs_the_backward_pass_keeps_states_forward(fresh, values_unread, monkeypatch):
+    """Under "auto" two implementations may be the fastest in either pass: with gradients one that can keep states runs both."""
+    keeps = replace(dispatch.IMPLEMENTATIONS[-1], name="keeps", forward_keeping=lambda p: (*dispatch.IMPLEMENTATIONS[-1].forward(p), p.q))
+    backward_only = replace(keeps, avoids=lambda problem, mode: "slow" if mode == "forward" else None)
+    monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", (backward_only, *dispatch.IMPLEMENTATIONS))
+    tensors = draw(CASE)
+    inputs = tuple(tensors[name] for name in ("q", "k", "v", "g", "u", "initial_state")) + (None,)
+    made = eager.Call(inputs, CASE.variant, None, False, "auto")
+    assert made.implementation.name != "keeps"
+    assert made.forward(inputs, True, False)[2] is None
+    assert made.forward(inputs, True, True)[2] is tensors["q"]
+    named = eager.Call(inputs, CASE.variant, None, False, "chunkwise")
+    assert named.forward(inputs, True, True)[2] is None
 
 
 def test_saved_tensors_that_come_back_with_other_strides_are_another_call(fresh, values_unread):

@@ -127,10 +127,11 @@ def test_nothing_waits_and_all_can_be_captured():
         assert torch.equal(x, y)
 
 
-def test_long_sequences_have_64_bit_offsets():
+@pytest.mark.parametrize(("H", "D"), [(32, 136), (33, 128)])
+def test_long_sequences_have_64_bit_offsets(H, D):
     """q has more than 2^31 elements."""
-    q = torch.randn(1, 1 << 19, 32, 136, device="cuda", dtype=BFLOAT16)
-    k = torch.randn(1, 64, 1, 136, device="cuda", dtype=BFLOAT16)
+    q = torch.randn(1, (1 << 19) + 5, H, D, device="cuda", dtype=BFLOAT16)
+    k = torch.randn(1, 64, 1, D, device="cuda", dtype=BFLOAT16)
     whole = ps.softmax_attention(q, k, k, causal=False)
     last = ps.softmax_attention(q[:, -5:], k, k, causal=False)
     assert torch.equal(whole[:, -5:], last)
