@@ -126,7 +126,7 @@ def test_what_runs_the_backward_pass_keeps_states_forward(fresh, values_unread, 
     backward_only = replace(keeps, avoids=lambda problem, mode: "slow" if mode == "forward" else None)
     monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", (backward_only, *dispatch.IMPLEMENTATIONS))
     tensors = draw(CASE)
-    inputs = tuple(tensors[name] for name in ("q", "k", "v", "g", "u", "initial_state")) + (None,)
+    inputs = (*(tensors[name] for name in ("q", "k", "v", "g", "u", "initial_state")), None)
     made = eager.Call(inputs, CASE.variant, None, False, "auto")
     assert made.implementation.name != "keeps"
     assert made.forward(inputs, True, False)[2] is None
