@@ -35,6 +35,11 @@ def contiguous(*shape: int) -> tuple[int, ...]:
     return tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
+def dense(indices: Tensor | None) -> Tensor | None:
+    """Offsets or slots one after another, as kernels on a GPU read them."""
+    return None if indices is None else indices.contiguous()
+
+
 def refused_by_none(problem: Problem, mode: Mode) -> str | None:
     """For implementations that take every problem."""
     return None

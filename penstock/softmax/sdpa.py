@@ -32,15 +32,13 @@ def attend(a: Attention, return_lse: bool) -> tuple[Tensor, Tensor | None]:
     """Output [B,Tq,H,D] and, if asked for, log-sum-exp [B,Tq,H] in float32 (float64 for float64)."""
     if a.cu_seqlens is None:
         output = _output(a, a.q, a.k, a.v)
-        with no_autocast(a.q):
-            return output, _lse(a, a.q, a.k) if return_lse else None
+        return output, _lse(a, a.q, a.k) if return_lse else None
     parts = [(a.q[:, rows], a.k[:, keys], a.v[:, keys]) for rows, keys in a.spans()]
     output = torch.cat([_nothing(a.q, a.k, a.v), *(_output(a, *part) for part in parts)], 1)
     if not return_lse:
         return output, None
     none = _nothing(a.q, a.k)[..., 0].to(state_dtype(a.q.dtype))
-    with no_autocast(a.q):
-        return output, torch.cat([none, *(_lse(a, q, k) for q, k, _ in parts)], 1)
+    return output, torch.cat([none, *(_lse(a, q, k) for q, k, _ in parts)], 1)
 
 
 def _output(a: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -70,7 +68,8 @@ def _lse(a: Attention, q: Tensor, k: Tensor) -> Tensor:
     q = q.to(dtype).unflatten(2, (k.shape[2], group))
     found = []
     for rows, keys, seen in _blocks(a, Tq, Tk):
-        scores = a.scale * torch.einsum("bigrd,bjgd->bgrij", q[:, rows], k[:, keys].to(dtype))
+        with no_autocast(q):
+            scores = a.scale * torch.einsum("bigrd,bjgd->bgrij", q[:, rows], k[:, keys].to(dtype))
         some = seen.any(1)
         scores = scores.masked_fill(~seen & some[:, None], float("-inf"))
         found.append(torch.logsumexp(scores, -1).masked_fill(~some, float("-inf")))

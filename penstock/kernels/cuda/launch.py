@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...errors import PenstockError
 from ...problem import Problem, Step, signature
-from ..contract import Gradients, contiguous
+from ..contract import Gradients, contiguous, dense
 from . import COLUMNS
 from .compile import Configuration, Kernel, machine_code
 
@@ -108,7 +108,7 @@ def forward_pass(p: Problem) -> tuple[Tensor, Tensor]:
 
 def step_pass(s: Step) -> Tensor:
     """Output [N,T,H,V]; the states of the pool are updated in place."""
-    slots = None if s.slots is None else s.slots.contiguous()
+    slots = dense(s.slots)
     tensors = {"q": s.q, "k": s.k, "v": s.v, "g": s.g, "u": s.u, "initial_state": s.state, "final_state": s.state, "slots": slots}
 
     def prepare() -> Prepared:
@@ -143,8 +143,7 @@ def backward_pass(p: Problem, d_output: Tensor, d_final_state: Tensor | None) ->
 
 
 def _inputs(p: Problem) -> Tensors:
-    packing = None if p.cu_seqlens is None else p.cu_seqlens.contiguous()
-    return {"q": p.q, "k": p.k, "v": p.v, "g": p.g, "u": p.u, "initial_state": p.initial_state, "cu_seqlens": packing}
+    return {"q": p.q, "k": p.k, "v": p.v, "g": p.g, "u": p.u, "initial_state": p.initial_state, "cu_seqlens": dense(p.cu_seqlens)}
 
 
 def _summed(shares: Tensor, like: Tensor) -> Tensor:

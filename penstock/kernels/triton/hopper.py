@@ -45,15 +45,20 @@ BACKWARD = {64: (4, 160), 128: (8, 128)}
 
 
 @cache
-def kernels() -> tuple[Any, Any] | None:
-    """Forward and backward; None where Triton has no Gluon as they are written in."""
+def modules(package: str | None) -> tuple[Any, Any] | None:
+    """A package's ``hopper_forward`` and ``hopper_backward``; None where Triton has no Gluon as they are written in."""
     if tuple(map(int, triton.__version__.split(".")[:2])) < GLUON:
         return None
     try:
-        forward, backward = (import_module(f".hopper_{name}", __package__) for name in ("forward", "backward"))
+        return import_module(".hopper_forward", package), import_module(".hopper_backward", package)
     except (ImportError, AttributeError):
         return None
-    return forward.forward, backward.backward
+
+
+def kernels() -> tuple[Any, Any] | None:
+    """Forward and backward, if there are."""
+    found = modules(__package__)
+    return found and (found[0].forward, found[1].backward)
 
 
 def forward(p: Problem, blocks: Blocks, target: Target, precision: str) -> Any:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...problem import Problem, Step, signature
-from ..contract import Gradients, contiguous
+from ..contract import Gradients, contiguous, dense
 from . import interpreting, plan
 from .plan import Launch, Plan
 from .table import Blocks, Key, Target
@@ -143,11 +143,6 @@ def run(
     for name in prepared.absent:
         tensors[name] = p.q
     return prepared.run(tensors)  # type: ignore[arg-type]
-
-
-def dense(indices: Tensor | None) -> Tensor | None:
-    """Indices one after another, as all kernels read them."""
-    return None if indices is None else indices.contiguous()
 
 
 def _inputs(p: Problem) -> dict[str, Tensor | None]:

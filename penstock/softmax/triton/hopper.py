@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from functools import cache
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
-from ...kernels.triton.hopper import GLUON, Tile, tiled
+from ...kernels.triton.hopper import Tile, modules, tiled
 from ...kernels.triton.plan import Plan, slots
 from ...kernels.triton.table import Target
 from ..problem import Attention
@@ -51,16 +48,9 @@ L2 = 50 << 20
 """Bytes of the GPU's second cache."""
 
 
-@cache
 def kernels() -> tuple[Any, Any] | None:
-    """The modules of the kernels, forward and backward; None where Triton has no Gluon as they are written in."""
-    if tuple(map(int, triton.__version__.split(".")[:2])) < GLUON:
-        return None
-    try:
-        forward, backward = (import_module(f".hopper_{name}", __package__) for name in ("forward", "backward"))
-    except (ImportError, AttributeError):
-        return None
-    return forward, backward
+    """The modules of the kernels, forward and backward, if there are."""
+    return modules(__package__)
 
 
 def suits(a: Attention, target: Target, *d_output: Tensor) -> bool:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ...errors import PenstockError
+from ...kernels.contract import dense
 from ...kernels.triton import launch
 from ..problem import FUNCTION, Attention
 from . import plan
@@ -26,7 +27,7 @@ library.define(f"softmax_backward(Tensor d_output, Tensor? d_lse, Tensor output,
 
 
 def _tensors(a: Attention) -> dict[str, Tensor | None]:
-    return {"q": a.q, "k": a.k, "v": a.v, "cu_seqlens": launch.dense(a.cu_seqlens), "cu_seqlens_k": launch.dense(a.cu_seqlens_k)}
+    return {"q": a.q, "k": a.k, "v": a.v, "cu_seqlens": dense(a.cu_seqlens), "cu_seqlens_k": dense(a.cu_seqlens_k)}
 
 
 def forward(a: Attention) -> tuple[Tensor, Tensor]:
