@@ -4,10 +4,10 @@ One recurrence serves linear attention, RetNet, Mamba-2, GLA, RWKV-5 and RWKV-6.
 ``variants`` for the table behind them, ``errors`` for the exceptions.
 """
 
-from .dispatch import implementations
+from .call.validation import checks
 from .errors import DeviceError, DtypeError, ImplementationRefused, InvalidArgument, PenstockError, RangeError, ShapeError
-from .functional import Result, decode_step, explain, gla, linear_attention, retention, rwkv5, rwkv6, simple_gla
-from .problem import checks
+from .explain import explain, implementations
+from .recurrence.functional import Result, advance, decode_step, gla, linear_attention, retention, rwkv5, rwkv6, simple_gla
 from .softmax import softmax_attention
 
 __version__ = "0.1.0"
@@ -21,6 +21,7 @@ __all__ = [
     "RangeError",
     "Result",
     "ShapeError",
+    "advance",
     "checks",
     "decode_step",
     "explain",

@@ -15,6 +15,7 @@ A message reads ``<function>: <argument> must be <rule>, got <value>. <what to d
 
 from __future__ import annotations
 
+import reprlib
 from dataclasses import dataclass, field
 
 
@@ -69,3 +70,18 @@ class Complaints:
         if self.found:
             kinds = {kind for kind, _ in self.found}
             raise (kinds.pop() if len(kinds) == 1 else InvalidArgument)("\n".join(text for _, text in self.found))
+
+
+def described(value: object) -> str:
+    """A value of the wrong type, in a few words."""
+    return "None" if value is None else f"{shortened(value)} of type {type(value).__name__}"
+
+
+def shortened(value: object, length: int = 60) -> str:
+    """A value in at most so many characters, however large it is."""
+    text = _repr.repr(value)
+    return text if len(text) <= length else text[: length - 3] + "..."
+
+
+_repr = reprlib.Repr()
+_repr.maxlevel, _repr.maxother, _repr.maxstring = 3, 60, 60

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 import penstock as ps
-from penstock.dispatch import IMPLEMENTATIONS
-from penstock.kernels import reference
-from penstock.problem import Problem, state_dtype
-from penstock.variants import VARIANTS, Variant
+from penstock.recurrence import reference
+from penstock.recurrence.declaration import Recurrence, state_dtype
+from penstock.recurrence.operators import FAMILY, RECURRENCE
+from penstock.recurrence.variants import VARIANTS, Variant
 
-ALL = [implementation.name for implementation in IMPLEMENTATIONS]
+ALL = [implementation.name for implementation in FAMILY.implementations]
 TRITON = [name for name in ALL if name.startswith("triton")]
 NAMES = [name for name in ALL if name not in (*TRITON, "cuda")]
 """Those that run everywhere at full speed; without a GPU, Triton's run under its interpreter and CUDA's emulated, on smaller cases."""
@@ -129,12 +129,11 @@ def upstream(case: Case) -> tuple[Tensor, Tensor]:
     return d_output.to(case.dtype), d_final_state.to(state_dtype(case.dtype))
 
 
-def problem_of(case: Case, tensors: dict[str, Tensor | None]) -> Problem:
+def problem_of(case: Case, tensors: dict[str, Tensor | None]) -> Recurrence:
     """The canonical problem of a case with these tensors."""
     t = tensors
-    return Problem.checked(
-        t["q"], t["k"], t["v"], t["g"], t["u"], t["initial_state"], offsets(case), case.variant, case.scale, case.reverse
-    )
+    given = t["q"], t["k"], t["v"], t["g"], t["u"], offsets(case), t["initial_state"]
+    return RECURRENCE.checked(case.variant, given, (case.scale, case.reverse, True))
 
 
 def named(case: Case, tensors: dict[str, Tensor | None]) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ def _one_thread():
 @pytest.fixture
 def at_full_speed(monkeypatch):
     """Without the implementations that only the interpreter runs here: test_triton.py holds those to the oracle."""
-    from penstock import dispatch
+    from penstock.recurrence.operators import FAMILY
 
-    fast = tuple(one for one in dispatch.IMPLEMENTATIONS if not one.name.startswith("triton"))
-    monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", fast)
+    fast = tuple(one for one in FAMILY.implementations if not one.name.startswith("triton"))
+    monkeypatch.setattr(FAMILY, "implementations", fast)

@@ -26,7 +26,7 @@ from penstock.bench.plot import MissingExtra, draw
 from penstock.bench.record import Record
 from penstock.bench.suites import SUITES, suite_named
 from penstock.errors import ImplementationRefused
-from penstock.variants import VARIANTS
+from penstock.recurrence.variants import VARIANTS
 
 SMALL = Shape(2, 9, 2, 5, 7)
 

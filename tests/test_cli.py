@@ -12,7 +12,7 @@ from penstock import dispatch
 from penstock.bench.machine import using_threads
 from penstock.cli import main
 from penstock.problem import FLOATS
-from penstock.variants import VARIANTS
+from penstock.recurrence.variants import VARIANTS
 
 TINY = ["--shape", "1,5,2,4", "--seconds", "0.002", "--threads", "1"]
 

@@ -20,7 +20,7 @@ from penstock.cli import main
 from penstock.kernels.triton import plan, table
 from penstock.kernels.triton.table import Blocks, Key, Target
 from penstock.softmax.triton import plan as softmax
-from penstock.variants import VARIANTS
+from penstock.recurrence.variants import VARIANTS
 
 RECORD = resources.Record.read()
 RECURRENT = [one for one in CONFIGURATIONS if not isinstance(one, Softmax)]

@@ -8,8 +8,8 @@ import torch
 from cases import NAMES, Case, call, check_against, draw, measured, oracle, problem_of
 
 import penstock as ps
-from penstock.dispatch import IMPLEMENTATIONS
-from penstock.variants import VARIANTS
+from penstock.recurrence.operators import FAMILY
+from penstock.recurrence.variants import VARIANTS
 
 BFLOAT16, FLOAT16, FLOAT32, FLOAT64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 LENGTHS = (0, 5, 64, 0, 1, 81, 0)
@@ -62,9 +62,9 @@ def test_long_sequences_equal_the_oracle(case, impl):
 
 
 def check_contract(case, impl):
-    implementation = next(one for one in IMPLEMENTATIONS if one.name == impl)
+    implementation = FAMILY.named(impl)
     problem = problem_of(case, draw(case))
-    reason = implementation.available() or implementation.refuses(problem, "forward")
+    reason = implementation.refusal(problem, "forward")
     if reason is not None:
         with pytest.raises(ps.ImplementationRefused, match=re.escape(reason)):
             measured(case, impl)

@@ -14,7 +14,7 @@ from penstock.bench import ladder
 from penstock.bench.cases import Shape, inputs
 from penstock.bench.oracle import error, exact_forward
 from penstock.bench.passes import without_memory
-from penstock.dispatch import IMPLEMENTATIONS
+from penstock.recurrence.operators import FAMILY
 from penstock.errors import PenstockError
 from penstock.kernels import cuda, reference
 from penstock.kernels.cuda import HEADS, compile, launch

@@ -7,10 +7,9 @@ import torch
 from cases import NAMES, Case, Wanted, call, check_against, draw, problem_of
 
 import penstock as ps
-from penstock.dispatch import IMPLEMENTATIONS
-from penstock.kernels import reference
-from penstock.problem import Step
-from penstock.variants import VARIANTS
+from penstock.recurrence import reference
+from penstock.recurrence.operators import ADVANCE, FAMILY
+from penstock.recurrence.variants import VARIANTS
 
 FLOAT32, FLOAT64, BFLOAT16, FLOAT16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 SLOTS = [6, -1, 0, 3, -2]
@@ -44,10 +43,8 @@ def step(case, tensors, impl, **options):
 
 def refusal(case, tensors, impl, state):
     """Why an implementation refuses a step, or None."""
-    implementation = next(one for one in IMPLEMENTATIONS if one.name == impl)
-    arguments = (tensors[name] for name in ("q", "k", "v", "g", "u"))
-    checked = Step.checked(*arguments, state, torch.arange(case.B), case.variant, case.scale)
-    return implementation.available() or implementation.refuses(checked.problem(state), "step")
+    arguments = (*(tensors[name] for name in ("q", "k", "v", "g", "u")), None, torch.arange(case.B), state)
+    return FAMILY.named(impl).refusal(ADVANCE.checked(f"decode_step({case.variant!r})", arguments, (case.scale,)), "advance")
 
 
 def close(found, wanted, inputs):

@@ -5,7 +5,7 @@ import torch
 from cases import NAMES, Case, draw
 
 import penstock as ps
-from penstock.variants import VARIANTS
+from penstock.recurrence.variants import VARIANTS
 
 N, H, K, V, ROWS = 3, 2, 4, 6, 5
 
@@ -65,7 +65,7 @@ def test_skipped_slots_may_repeat():
 @pytest.mark.parametrize(
     ("kind", "state", "said"),
     [
-        (ps.ShapeError, torch.zeros(ROWS, H, K, V + 1), "state must be of shape [*,H,K,V] = [*, 2, 4, 6], got [5, 2, 4, 7]"),
+        (ps.ShapeError, torch.zeros(ROWS, H, K, V + 1), "state must be of shape [P,H,K,V] = [*, 2, 4, 6], got [5, 2, 4, 7]"),
         (ps.ShapeError, torch.zeros(H, K, V), "state must be of shape"),
         (
             ps.DtypeError,
@@ -95,7 +95,7 @@ def test_a_larger_pool_needs_slots():
 
 def test_too_many_tokens():
     long = {name: torch.zeros(N, 17, H, V if name == "v" else K) for name in ("q", "k", "v", "g")}
-    said = "decode_step('gla'): T must be at most 16 tokens a sequence, got 17. Use gla() for longer stretches."
+    said = "decode_step('gla'): T must be at most 16 tokens a sequence, got 17. Use advance() for more."
     rejected(ps.ShapeError, good("gla", **long), said)
 
 
@@ -124,7 +124,7 @@ def test_tokens():
 def test_unknown_variants(variant):
     said = "decode_step: variant must be one of linear_attention, retention, simple_gla, gla, rwkv5, rwkv6, got"
     rejected(ps.RangeError, good("gla"), said, repr(variant), variant=variant)
-    with pytest.raises(ps.RangeError, match="explain: variant must be one of"):
+    with pytest.raises(ps.RangeError, match="explain: function must be one of"):
         ps.explain(variant)
 
 

@@ -5,12 +5,12 @@ import torch
 from cases import ALL, Case, call, draw, named
 
 import penstock as ps
-from penstock.dispatch import IMPLEMENTATIONS
-from penstock.variants import VARIANTS
+from penstock.recurrence.operators import FAMILY
+from penstock.recurrence.variants import VARIANTS
 
 
 def test_implementations_lists_all_in_the_order_they_are_asked():
-    assert [one.name for one in ps.implementations()] == [one.name for one in IMPLEMENTATIONS]
+    assert [one.name for one in ps.implementations()] == [one.name for one in FAMILY.implementations]
     assert len(set(ALL)) == len(ALL)
     for one in ps.implementations():
         assert one.summary
@@ -29,13 +29,13 @@ def test_explain_prints_the_walk(variant):
     walk = ps.explain(variant, **{name: x.double() for name, x in arguments.items()}, reverse=True)
     assert (walk.forward, walk.backward) == ("chunkwise", "chunkwise")
     assert "refuses: it computes in float32, and the inputs are float64" in str(walk)
-    assert "float64 on cpu, reverse" in str(walk)
+    assert "float64 on cpu, reverse=True" in str(walk)
 
 
 def test_explain_takes_what_the_function_takes():
     q = torch.randn(1, 5, 2, 8)
     assert "V=9" in str(ps.explain("linear_attention", q, q, q, feature_map="elu+1", normalize=True))
-    assert "packed" in str(ps.explain("retention", q, q, q, cu_seqlens=torch.tensor([0, 5])))
+    assert "with cu_seqlens" in str(ps.explain("retention", q, q, q, cu_seqlens=torch.tensor([0, 5])))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert "bfloat16" in str(ps.explain("retention", q, q, q))
 
@@ -63,7 +63,7 @@ def test_auto_runs_what_explain_says(variant):
 
 def test_checks_nest_and_end_with_their_block():
     """Values on a device are looked at inside only; the block can be left by an exception and entered again."""
-    from penstock.problem import _checking_values
+    from penstock.call.validation import _checking_values
 
     with ps.checks():
         with ps.checks():

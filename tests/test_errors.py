@@ -4,10 +4,12 @@ import re
 
 import pytest
 import torch
-from cases import ALL, NAMES, Case, call, draw, named
+from cases import ALL, NAMES, Case, draw, named, problem_of, upstream
 
 import penstock as ps
-from penstock.variants import VARIANTS
+from penstock.call.implementation import Upstream
+from penstock.recurrence.operators import FAMILY
+from penstock.recurrence.variants import VARIANTS
 
 B, T, H, K, V = 2, 5, 3, 4, 6
 ELSEWHERE = torch.device("meta")
@@ -92,7 +94,7 @@ def test_one_device(variant):
     for name in {"k", "v", row.gate, "u", "initial_state"} & set(good(variant)):
         arguments = good(variant)
         arguments[name] = arguments[name].to(ELSEWHERE)
-        said = f"{variant}: {name} must be on cpu, where the query is, got meta. Move it with {name}.to('cpu')."
+        said = f"{variant}: {name} must be on cpu, where {row.query} is, got meta. Move it with {name}.to('cpu')."
         rejected(ps.DeviceError, getattr(ps, variant), arguments, said)
 
 
@@ -108,9 +110,9 @@ def test_offsets_that_do_not_fit(ends, dtype):
     ("kind", "ends", "said"),
     [
         (ps.DtypeError, torch.tensor([0.0, T]), "cu_seqlens must be int32 or int64, got torch.float32"),
-        (ps.ShapeError, torch.tensor([[0, T]]), "cu_seqlens must be of one axis"),
-        (ps.ShapeError, torch.tensor(T), "cu_seqlens must be of one axis"),
-        (ps.ShapeError, torch.tensor([], dtype=torch.int64), "cu_seqlens must be of at least one element"),
+        (ps.ShapeError, torch.tensor([[0, T]]), "cu_seqlens must be of shape [N+1], got ["),
+        (ps.ShapeError, torch.tensor(T), "cu_seqlens must be of shape [N+1], got ["),
+        (ps.ShapeError, torch.tensor([], dtype=torch.int64), "cu_seqlens must be of shape [N+1], got [0]"),
         (ps.DeviceError, torch.tensor([0, T], device=ELSEWHERE), "cu_seqlens must be on cpu"),
         (ps.DtypeError, [0, T], "cu_seqlens must be a torch.Tensor or None, got [0, 5] of type list"),
     ],
@@ -138,22 +140,37 @@ def test_a_decay_above_zero(variant, value):
     gate = VARIANTS[variant].gate
     arguments = good(variant)
     arguments[gate].view(-1)[-1] = value
-    said = f"{variant}: {gate} must be a log decay, natural logarithm, nowhere above 0, got a largest value of {value:g}"
+    said = f"{variant}: {gate} must be a log decay, natural logarithm, nowhere above 0 or NaN, got a largest value of {value:g}"
     rejected(ps.RangeError, getattr(ps, variant), arguments, said, "Pass log(decay)")
     with ps.checks():
         rejected(ps.RangeError, getattr(ps, variant), arguments, said)
 
 
+@pytest.mark.parametrize("variant", [name for name, row in VARIANTS.items() if row.decay])
+def test_nan_decays_are_refused(variant):
+    """One NaN is enough, and it does not hide a positive decay beside it."""
+    gate = VARIANTS[variant].gate
+    arguments = good(variant)
+    arguments[gate].view(-1)[0] = torch.nan
+    said = f"{variant}: {gate} must be a log decay, natural logarithm, nowhere above 0 or NaN, got "
+    rejected(ps.RangeError, getattr(ps, variant), arguments, said + "1 times NaN.")
+    arguments[gate].view(-1)[-1] = 2.0
+    rejected(ps.RangeError, getattr(ps, variant), arguments, said + "a largest value of 2 and 1 times NaN.")
+    arguments[gate].fill_(torch.nan)
+    rejected(ps.RangeError, getattr(ps, variant), arguments, f"got {arguments[gate].numel()} times NaN.")
+
+
 @pytest.mark.parametrize("impl", NAMES)
 @pytest.mark.parametrize("variant", [name for name, row in VARIANTS.items() if row.decay])
-def test_a_decay_that_is_not_a_number(variant, impl):
-    """Nonsense in, nonsense out, and neither an exception nor a crash."""
+def test_nan_decays_that_are_not_read_crash_nothing(variant, impl):
+    """As on a GPU, where values are not checked: results are NaN."""
     case = Case(variant, T=20)
-    tensors = draw(case)
-    tensors["g"] = torch.full_like(tensors["g"], torch.nan).requires_grad_()
-    result = call(case, tensors, impl)
-    assert result.final_state.isnan().all()
-    assert torch.autograd.grad(result.final_state.sum(), tensors["g"])[0].shape == tensors["g"].shape
+    problem = problem_of(case, draw(case))
+    problem = problem.with_tensors({"g": torch.full_like(problem.g, torch.nan)})
+    implementation = FAMILY.named(impl)
+    assert implementation.forward(problem)[1].isnan().all()
+    gradients = implementation.gradients(problem, Upstream(upstream(case)))
+    assert gradients[3].shape == problem.g.shape
 
 
 @every_variant
@@ -199,7 +216,7 @@ def test_linear_attention_checks_before_it_maps_features():
     ints = {name: x.long() for name, x in good("linear_attention").items() if name in "qkv"}
     rejected(ps.DtypeError, ps.linear_attention, ints | {"feature_map": "elu+1"}, "q must be", "k must be", "v must be")
     arguments = good("linear_attention", v=torch.tensor(1.0), normalize=True)
-    rejected(ps.ShapeError, ps.linear_attention, arguments, "v must be of shape [B,T,H,V], got []")
+    rejected(ps.ShapeError, ps.linear_attention, arguments, "v must be of shape [B,T,H,V] = [2, 5, 3, *], got []")
     rejected(ps.DtypeError, ps.linear_attention, good("linear_attention", normalize=1), "normalize must be True or False, got 1")
     rejected(ps.ShapeError, ps.linear_attention, good("linear_attention", feature_map=lambda x: x[..., 0]), "q must be of shape")
 

@@ -10,12 +10,12 @@ import penstock as ps
 from penstock.bench import rounding
 from penstock.bench.cases import Inputs, Shape, inputs
 from penstock.bench.oracle import budget, error, growth
-from penstock.dispatch import IMPLEMENTATIONS
+from penstock.recurrence.operators import FAMILY
 from penstock.functional import _run
 from penstock.kernels import chunkwise
 from penstock.kernels.contract import Gradients, gradients_of
 from penstock.problem import Problem
-from penstock.variants import VARIANTS
+from penstock.recurrence.variants import VARIANTS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"), pytest.mark.timeout(600)]
 

@@ -8,9 +8,9 @@ import torch
 from cases import NAMES, TRITON, Case, call, draw, problem_of, upstream
 
 import penstock as ps
-from penstock.dispatch import IMPLEMENTATIONS
-from penstock.kernels import reference
-from penstock.variants import VARIANTS
+from penstock.recurrence.operators import FAMILY
+from penstock.recurrence import reference
+from penstock.recurrence.variants import VARIANTS
 
 FLOAT64 = torch.float64
 TAKE_FLOAT64 = [name for name in NAMES if name != "cpu"]
@@ -48,7 +48,7 @@ def test_only_cpu_refuses_float64():
     """So the list above leaves nothing out."""
     case = SMALL[0]
     problem = problem_of(case, draw(case))
-    assert [one.name for one in IMPLEMENTATIONS if one.refuses(problem, "forward")] == ["cpu", "cuda", *TRITON]
+    assert [one.name for one in FAMILY.implementations if one.refuses(problem, "forward")] == ["cpu", "cuda", *TRITON]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -7,7 +7,7 @@ import torch
 from cases import Case, check_against, draw, measured, oracle, problem_of
 
 from penstock.kernels import cpu
-from penstock.variants import VARIANTS
+from penstock.recurrence.variants import VARIANTS
 
 CAPABILITIES = ["DEFAULT", "AVX2", "AVX512"]
 HERE = torch.backends.cpu.get_cpu_capability()

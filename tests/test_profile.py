@@ -21,7 +21,7 @@ from penstock.bench.profile import MODES, candidates, hidden, profiled
 from penstock.bench.record import Record
 from penstock.bench.trace import ON_GPU, WAIT, WARM_UP, read, record
 from penstock.cli import main
-from penstock.variants import VARIANTS
+from penstock.recurrence.variants import VARIANTS
 
 CPU = torch.device("cpu")
 TINY = ["--heads", "2", "--length", "5", "--head-dim", "4", "--seconds", "0.002", "--threads", "1", "--steps", "2"]

@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import penstock as ps
-from penstock.variants import VARIANTS
+from penstock.recurrence.variants import VARIANTS
 
 settings.register_profile("here", max_examples=50, deadline=None, derandomize=True)
 settings.load_profile("here")

@@ -10,7 +10,7 @@ from cases import NAMES, Case, call, draw, measured, offsets, upstream
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import penstock as ps
-from penstock.variants import VARIANTS
+from penstock.recurrence.variants import VARIANTS
 
 SMALL = {variant: Case(variant, T=9, K=8, V=4) for variant in VARIANTS}
 CASES = [replace(case, **options) for case in SMALL.values() for options in ({}, {"lengths": (4, 0, 5)})]
@@ -35,20 +35,21 @@ def _nothing_compiled():
 
 def operator_arguments(case, tensors):
     """Those that forward and backward share."""
-    return (*tensors.values(), offsets(case), case.variant, case.scale, case.reverse)
+    *others, state = tensors.values()
+    return (*others, offsets(case), state, case.variant, case.scale, case.reverse, True)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_opcheck_forward(case):
     tensors = {name: None if x is None else x.requires_grad_() for name, x in draw(case).items()}
-    torch.library.opcheck(torch.ops.penstock.forward.default, (*operator_arguments(case, tensors), True, "auto"))
+    torch.library.opcheck(torch.ops.penstock.recurrence.default, (*operator_arguments(case, tensors), "auto"))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_opcheck_backward(case):
     d_output, d_final_state = upstream(case)
     arguments = (d_output, d_final_state if case.state else None, *operator_arguments(case, draw(case)), "auto")
-    torch.library.opcheck(torch.ops.penstock.backward.default, arguments)
+    torch.library.opcheck(torch.ops.penstock.recurrence_backward.default, arguments)
 
 
 @pytest.mark.parametrize("slots", [None, [5, -1]], ids=str)
@@ -58,8 +59,8 @@ def test_opcheck_step(variant, slots):
     tensors = list(draw(case).values())[:5]
     state = torch.randn(2 if slots is None else 6, case.H, case.K, case.V)
     torch.library.opcheck(
-        torch.ops.penstock.step.default,
-        (*tensors, state, None if slots is None else torch.tensor(slots), variant, None, "auto"),
+        torch.ops.penstock.advance.default,
+        (*tensors, None, None if slots is None else torch.tensor(slots), state, f"decode_step({variant!r})", None, "auto"),
     )
 
 
@@ -75,7 +76,7 @@ def test_results_are_contiguous_and_new(impl, dtype):
     ):
         tensors, grads = draw(case), upstream(case)
         arguments = operator_arguments(case, tensors)
-        results = [*torch.ops.penstock.forward(*arguments, True, impl), *torch.ops.penstock.backward(*grads, *arguments, impl)]
+        results = [*torch.ops.penstock.recurrence(*arguments, impl), *torch.ops.penstock.recurrence_backward(*grads, *arguments, impl)]
         inputs = {x.untyped_storage().data_ptr() for x in (*tensors.values(), *grads) if x is not None and x.numel()}
         for x in results:
             assert x.is_contiguous()
@@ -151,7 +152,7 @@ def test_exported():
     """The graph holds the operator, and does what the module does, at other lengths too."""
     module = Mixer()
     exported = torch.export.export(module, (torch.randn(2, 9, 16),), dynamic_shapes=({1: torch.export.Dim("T", min=2)},))
-    assert "torch.ops.penstock.forward.default" in exported.graph_module.code
+    assert "torch.ops.penstock.recurrence.default" in exported.graph_module.code
     for T in (9, 30):
         x = torch.randn(2, T, 16)
         torch.testing.assert_close(exported.module()(x), module(x))

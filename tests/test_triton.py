@@ -8,7 +8,8 @@ from cases import TRITON, Case, call, draw, problem_of
 from test_contract import check_contract
 
 import penstock as ps
-from penstock.variants import VARIANTS
+from penstock.recurrence.operators import FAMILY
+from penstock.recurrence.variants import VARIANTS
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")
 """NumPy's, about chunks whose decays do not suit one anchor: what they give is thrown away and computed another way."""
@@ -57,9 +58,10 @@ HALVED = (
 @pytest.mark.parametrize("case", HALVED, ids=str)
 def test_chunks_that_do_not_suit_one_anchor_are_done_again_by_halves(case):
     """And halves that do not suit either by the kernel for any decay."""
-    from penstock.kernels.triton import launch, plan, table
+    from penstock.gpu import launch
+    from penstock.recurrence.triton import plan, table
 
-    c = plan.Call.of(problem_of(case, draw(case)), table.Target.of(torch.device("cpu")))
+    c = plan.Call.of(problem_of(case, draw(case)), table.target(torch.device("cpu")))
     with launch.trying({c.key(kernel): table.Blocks(4, C=64, fill=2) for kernel in ("forward", "backward")}):
         check_contract(case, "triton_chunkwise")
 
@@ -69,19 +71,19 @@ KEEPING = (Case("gla", B=2, H=2, T=70), Case("rwkv6", lengths=LENGTHS), Case("si
 
 @pytest.mark.parametrize("case", [*KEEPING, Case("gla", B=1, T=70, gate="mixture"), Case("retention", B=1, T=70, state=False)], ids=str)
 def test_states_that_the_forward_pass_kept_are_those_that_the_backward_pass_would_make(case):
-    from penstock.kernels.triton import launch
+    from penstock.recurrence.triton import launch
 
     problem = problem_of(case, draw(case))
-    output, final_state, states = launch.chunk_forward_pass(problem, keep=True)
-    alone = launch.chunk_forward_pass(problem)
+    output, final_state, states = launch.chunk_forward(problem, keep=True)
+    alone = launch.chunk_forward(problem)
     assert torch.equal(output, alone[0])
     assert torch.equal(final_state, alone[1])
     assert alone[2] is None
     upstream, d_final = torch.randn_like(output), torch.randn_like(final_state)
-    given = launch.chunk_backward_pass(problem, upstream, d_final, states)
-    for found, wanted in zip(given, launch.chunk_backward_pass(problem, upstream, d_final)):
+    given = launch.chunk_backward(problem, upstream, d_final, states)
+    for found, wanted in zip(given, launch.chunk_backward(problem, upstream, d_final)):
         assert found is wanted is None or torch.allclose(found, wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
-    without = launch.chunk_backward_pass(problem, upstream, d_final, states, dg=False)
+    without = launch.chunk_backward(problem, upstream, d_final, states, dg=False)
     assert without.g is None
     for name, found in without._asdict().items():
         assert name == "g" or found is None or torch.equal(found, getattr(given, name))
@@ -116,15 +118,13 @@ def test_a_decode_step_is_a_forward_pass_in_the_pool(variant):
 def test_the_interpreter_is_never_chosen_by_itself():
     """On CPU tensors auto passes the Triton kernels over."""
     problem = problem_of(Case("gla"), draw(Case("gla")))
-    from penstock.dispatch import explain
-
-    assert explain(problem).forward in ("cpu", "chunkwise")
+    assert FAMILY.pick(problem, "forward", "auto").name in ("cpu", "chunkwise")
 
 
 def test_the_chunked_kernels_refuse_decode_steps_and_large_states():
     t = draw(Case("gla", B=1, T=1, H=1, K=300, V=4))
     arguments = [t[name] for name in ("q", "k", "v", "g", "u")]
-    with pytest.raises(ps.ImplementationRefused, match="no decode step"):
+    with pytest.raises(ps.ImplementationRefused, match="no form that works in place"):
         ps.decode_step("gla", *arguments, state=t["initial_state"], impl="triton_chunkwise")
     with pytest.raises(ps.ImplementationRefused, match="at most K = 256"):
         call(Case("gla", B=1, T=1, H=1, K=300, V=4), t, "triton_chunkwise")

@@ -10,7 +10,7 @@ import torch
 from cases import NAMES, TRITON
 
 import penstock as ps
-from penstock.variants import VARIANTS
+from penstock.recurrence.variants import VARIANTS
 
 B, T, H, K, V = 2, 19, 3, 8, 5
 RUNS = [(name, torch.float64, 1e-12) for name in NAMES if name != "cpu"]

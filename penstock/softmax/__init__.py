@@ -1,6 +1,7 @@
-"""Exact softmax attention, a room of its own: what hybrid models put between their recurrent layers."""
+"""Exact softmax attention, for the layers of hybrid models that are not recurrent: a family of one operator."""
 
-from .attention import softmax_attention
-from .problem import FUNCTION
+from .declaration import FUNCTION
+from .functional import softmax_attention
+from .operators import FAMILY
 
-__all__ = ["FUNCTION", "softmax_attention"]
+__all__ = ["FAMILY", "FUNCTION", "softmax_attention"]

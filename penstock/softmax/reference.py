@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .problem import Attention
+from ..call.implementation import Implementation
+from .declaration import Attention
 
 
 def exact(a: Attention) -> tuple[Tensor, Tensor]:
@@ -30,3 +31,12 @@ def _one(a: Attention, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]
     lse = torch.logsumexp(scores.masked_fill(~some, 0.0), -1) if Tk else scores.sum(-1)
     lse = lse.masked_fill(~some[:, 0], float("-inf"))
     return torch.einsum("bhij,bjhd->bihd", weights, v), lse.transpose(1, 2)
+
+
+def forward(a: Attention) -> tuple[Tensor, Tensor]:
+    """The exact values, rounded once."""
+    output, lse = exact(a)
+    return output.to(a.q.dtype), lse if a.q.dtype == torch.float64 else lse.float()
+
+
+IMPLEMENTATION = Implementation("reference", "the formula in float64, the oracle", forward)

@@ -12,33 +12,43 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..operator import no_autocast
-from ..problem import state_dtype
-from .problem import Attention
+from ..call.implementation import Implementation, Mode
+from .declaration import Attention
 
 ROWS = 512
 """Queries in a block."""
 
 
-def refuses(a: Attention) -> str | None:
+def refuses(a: Attention, mode: Mode) -> str | None:
     """Why it does not take this call, or None."""
     if a.cu_seqlens is not None and a.q.device.type != "cpu":
         return "torch's operator takes no packed sequences, and the host would have to wait for their lengths"
     return None
 
 
-def attend(a: Attention, return_lse: bool) -> tuple[Tensor, Tensor | None]:
+def forward(a: Attention) -> tuple[Tensor, Tensor | None]:
     """Output [B,Tq,H,D] and, if asked for, log-sum-exp [B,Tq,H] in float32 (float64 for float64)."""
     if a.cu_seqlens is None:
         output = _output(a, a.q, a.k, a.v)
-        return output, _lse(a, a.q, a.k) if return_lse else None
+        return output, _lse(a, a.q, a.k) if a.return_lse else None
     parts = [(a.q[:, rows], a.k[:, keys], a.v[:, keys]) for rows, keys in a.spans()]
     output = torch.cat([_nothing(a.q, a.k, a.v), *(_output(a, *part) for part in parts)], 1)
-    if not return_lse:
+    if not a.return_lse:
         return output, None
-    none = _nothing(a.q, a.k)[..., 0].to(state_dtype(a.q.dtype))
+    none = _nothing(a.q, a.k)[..., 0].to(_sums(a.q))
     return output, torch.cat([none, *(_lse(a, q, k) for q, k, _ in parts)], 1)
+
+
+def differentiable(a: Attention) -> tuple[Tensor, Tensor | None]:
+    """The same by torch's formula in plain operations, which can be differentiated any number of times, in any way."""
+    with sdpa_kernel(SDPBackend.MATH):
+        return forward(a)
+
+
+def _sums(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
 def _output(a: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -62,14 +72,13 @@ def _output(a: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def _lse(a: Attention, q: Tensor, k: Tensor) -> Tensor:
     """Of one sequence, or a batch of equals."""
     Tq, Tk, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
-    dtype = state_dtype(q.dtype)
+    dtype = _sums(q)
     if not Tq or not Tk:
         return q.new_full(q.shape[:3], float("-inf"), dtype=dtype)
     q = q.to(dtype).unflatten(2, (k.shape[2], group))
     found = []
     for rows, keys, seen in _blocks(a, Tq, Tk):
-        with no_autocast(q):
-            scores = a.scale * torch.einsum("bigrd,bjgd->bgrij", q[:, rows], k[:, keys].to(dtype))
+        scores = a.scale * torch.einsum("bigrd,bjgd->bgrij", q[:, rows], k[:, keys].to(dtype))
         some = seen.any(1)
         scores = scores.masked_fill(~seen & some[:, None], float("-inf"))
         found.append(torch.logsumexp(scores, -1).masked_fill(~some, float("-inf")))
@@ -91,3 +100,6 @@ def _blocks(a: Attention, Tq: int, Tk: int) -> Iterator[tuple[slice, slice, Tens
 def _nothing(*tensors: Tensor) -> Tensor:
     """No tokens of the first tensor, with gradients to all."""
     return tensors[0][:, :0] + sum(x[:0].sum() for x in tensors)
+
+
+IMPLEMENTATION = Implementation("sdpa", "torch.nn.functional.scaled_dot_product_attention", forward, refuses=refuses, attached=True)

@@ -2,42 +2,51 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import torch
 from torch import Tensor
 
-from ...kernels.triton import interpreting
-from ..problem import Attention
+from ...call.implementation import Implementation, Mode, Upstream
+from ...gpu.target import interpreting, unavailable
+from ...gpu.target import refuses as gpu_refuses
+from ..declaration import Attention
 
-INSTALLED, INTERPRETED = find_spec("triton") is not None, interpreting()
-"""Found out once, not in each call: torch.compile cannot look through caches."""
 LARGEST = 256
 """Elements of a head."""
 
 
-def refuses(a: Attention) -> str | None:
-    """Why it does not take this call, or None."""
-    device = a.q.device
-    if not INSTALLED:
-        return "Triton is not installed: pip install 'penstock[triton]'"
-    if device.type != "cuda" and not (device.type == "cpu" and INTERPRETED):
-        return f"its tensors are on {device}, it works on a GPU (or under Triton's interpreter: TRITON_INTERPRET=1 before Python starts)"
-    if a.q.dtype == torch.float64:
-        return "it computes in float32, and the inputs are float64"
-    if INTERPRETED and a.q.dtype == torch.bfloat16:
-        return "Triton's interpreter cuts bfloat16 off where it should round"
-    return f"heads have at most {LARGEST} elements, these have {a.sizes['D']}" if a.sizes["D"] > LARGEST else None
+def _refuses(a: Attention, mode: Mode) -> str | None:
+    too_large = f"heads have at most {LARGEST} elements, these have {a.sizes['D']}" if a.sizes["D"] > LARGEST else None
+    return gpu_refuses(a.q) or too_large
 
 
-def avoids(a: Attention) -> str | None:
-    """Why "auto" had better pass it over, or None."""
-    return "it runs under the interpreter" if INTERPRETED else None
+def _avoids(a: Attention, mode: Mode) -> str | None:
+    return "it runs under the interpreter" if interpreting() else None
 
 
-def attend(a: Attention, return_lse: bool) -> tuple[Tensor, Tensor]:
-    """Output [B,Tq,H,D] and log-sum-exp [B,Tq,H], which there is anyway."""
-    from . import operator  # noqa: F401
+def _forward(a: Attention) -> tuple[Tensor, Tensor]:
+    from . import launch
 
-    output, lse = torch.ops.penstock.softmax_forward(a.q, a.k, a.v, a.cu_seqlens, a.cu_seqlens_k, a.causal, a.scale, a.window)
-    return output, lse
+    if not a.q.numel():
+        return torch.zeros_like(a.q), a.q.new_zeros(a.q.shape[:3], dtype=torch.float32)
+    return launch.forward(a)
+
+
+def _backward(a: Attention, upstream: Upstream) -> tuple[Tensor, Tensor, Tensor]:
+    from . import launch
+
+    if not a.q.numel() or not a.k.numel():
+        return torch.zeros_like(a.q), torch.zeros_like(a.k), torch.zeros_like(a.v)
+    (d_output, d_lse), (output, lse) = upstream.gradients, upstream.results
+    assert d_output is not None
+    return launch.backward(a, d_output, d_lse, output, lse)
+
+
+IMPLEMENTATION = Implementation(
+    name="triton",
+    summary="FlashAttention kernels in Triton, on Hopper in Gluon",
+    forward=_forward,
+    backward=_backward,
+    available=unavailable,
+    refuses=_refuses,
+    avoids=_avoids,
+)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...kernels.triton.tiles import LOG2E, tile
+from ...gpu.tiles import LOG2E, tile
 from .tiles import dot, exponents, keys_of, place_of, queries_of, sees, tokens
 
 

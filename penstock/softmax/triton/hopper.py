@@ -7,15 +7,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...kernels.triton.hopper import Tile, modules, tiled
-from ...kernels.triton.plan import Plan, slots
-from ...kernels.triton.table import Target
-from ..problem import Attention
+from ...gpu.hopper import Tile, modules, tiled
+from ...gpu.plan import Number, Plan, Sizes, chunks
+from ...gpu.target import Target
+from ..declaration import Attention
 
 ROWS = 64
 """Queries that four warps have."""
 REGISTERS = 65536
 """Of a multiprocessor."""
+Numbers = tuple[Number, ...]
 FAR = 1 << 31
 """Rows of a matrix that is copied in tiles are numbered by 32-bit integers."""
 
@@ -55,55 +56,60 @@ def kernels() -> tuple[Any, Any] | None:
 
 def suits(a: Attention, target: Target, *d_output: Tensor) -> bool:
     """Whether there are kernels for a call, and its tensors are what the hardware can copy in tiles."""
-    s = a.sizes
+    s, c = a.sizes, a.counts
     return (
         target.arch == "sm_90"
         and a.q.dtype in (torch.float16, torch.bfloat16)
         and s["D"] in (BY_KEYS if d_output else FORWARD)
         and a.scale >= torch.finfo(torch.float32).tiny
-        and 0 < s["B"] * s["Tq"] < FAR
-        and 0 < s["B"] * s["Tk"] < FAR
+        and 0 < c["B"] * c["Tq"] < FAR
+        and 0 < c["B"] * c["Tk"] < FAR
         and all(map(tiled, (a.q, a.k, a.v, *d_output)))
         and kernels() is not None
     )
 
 
 def _launch(
-    plan: Plan, kernel: Any, shape: Shape, a: Attention, tensors: tuple[str, ...], tiles: str, numbers: tuple[int, ...], **constants: Any
-) -> None:
+    plan: Plan, kernel: Any, shape: Shape, a: Attention, tensors: tuple[str, ...], tiles: str, given: Numbers, numbers: Numbers,
+    **constants: Any,
+) -> None:  # fmt: skip
     """Plan a kernel, by keys if its first tensor is k. ``tiles``: of its first tensors, "r" as four warps have them, "w" as they walk."""
     s, packed, by_keys = a.sizes, a.cu_seqlens is not None, tensors[0] == "k"
-    each = s["H"] // s["G"]
-    T, heads, same, walked = (s["Tk"], s["G"], 1, s["Tq"] * each) if by_keys else (s["Tq"], s["H"], each, s["Tk"])
-    bytes_walked = 2 * a.q.element_size() * walked * s["D"]  # by ``same`` heads
-    together = min(max(1, L2 // 2 // bytes_walked) * same, heads if packed else s["N"] * heads)
+    each, size = s["H"] // s["G"], a.q.element_size()
+    axis, heads, same = ("Tk", s["G"], 1) if by_keys else ("Tq", s["H"], each)
+
+    def together(s: Sizes) -> int:
+        walked = s["Tq"] * each if by_keys else s["Tk"]
+        bytes_walked = 2 * size * walked * s["D"]  # by ``same`` heads
+        return min(max(1, L2 // 2 // bytes_walked) * same, heads if packed else s["N"] * heads)
+
     plan.launch(
-        kernel, slots(T, shape.groups * ROWS, s["N"], packed) * heads, (*tensors, "cu_seqlens", "cu_seqlens_k"),
-        (a.scale, a.reach or 0, s["N"], s["Tq"], s["Tk"], together, *numbers), 4,
+        kernel, lambda s: chunks(s[axis], shape.groups * ROWS, s["N"], packed) * heads, (*tensors, "cu_seqlens", "cu_seqlens_k"),
+        (*given, together, *numbers), 4,
         tuple(Tile(ROWS if kind == "r" else shape.tile, s["D"]) for kind in tiles), shape.registers_before,
         H=s["H"], G=s["G"], D=s["D"], CAUSAL=a.causal, WINDOW=a.window is not None, PACKED=packed,
         GROUPS=shape.groups, STAGES=shape.stages, REGISTERS=shape.registers, **constants,
     )  # fmt: skip
 
 
-def forward(plan: Plan, a: Attention, output: str, lse: str) -> None:
+def forward(plan: Plan, a: Attention, given: Numbers, output: str, lse: str) -> None:
     """Plan the forward pass."""
     found, shape = kernels(), FORWARD[a.sizes["D"]]
     assert found is not None
-    _launch(plan, found[0].forward, shape, a, ("q", "k", "v", output, output, lse), "rwwr", (), BN=shape.tile)
+    _launch(plan, found[0].forward, shape, a, ("q", "k", "v", output, output, lse), "rwwr", given, (), BN=shape.tile)
 
 
-def backward(plan: Plan, a: Attention, d_lse: Tensor | None, dq: str, dk: str, dv: str) -> None:
+def backward(plan: Plan, a: Attention, given: Numbers, d_lse: Tensor | None, dq: str, dk: str, dv: str) -> None:
     """Plan the backward pass."""
     found, s = kernels(), a.sizes
     assert found is not None
-    queries, keys, tokens = BY_QUERIES[s["D"]], BY_KEYS[s["D"]], s["B"] * s["Tq"]
+    queries, keys, tokens = BY_QUERIES[s["D"]], BY_KEYS[s["D"]], lambda s: s["B"] * s["Tq"]
     rows = plan.empty("rows", 2, s["H"], tokens)
     some = d_lse is not None
     _launch(
         plan, found[1].by_queries, queries, a, ("q", "d_output", "k", "v", dq, dq, "output", "lse", "d_lse" if some else "q", rows),
-        "rrwwr", (tokens, *(d_lse.stride() if d_lse is not None else (0, 0, 0))), BN=queries.tile, D_LSE=some,
+        "rrwwr", given, (tokens, *(d_lse.stride() if d_lse is not None else (0, 0, 0))), BN=queries.tile, D_LSE=some,
     )  # fmt: skip
     _launch(
-        plan, found[1].by_keys, keys, a, ("k", "v", "q", "d_output", dk, dv, dk, dv, rows), "rrwwrr", (tokens,), BM=keys.tile
+        plan, found[1].by_keys, keys, a, ("k", "v", "q", "d_output", dk, dv, dk, dv, rows), "rrwwrr", given, (tokens,), BM=keys.tile
     )  # fmt: skip

@@ -11,8 +11,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from ...kernels.triton.hopper_tiles import exp2, meet
-from ...kernels.triton.tiles import LOG2E
+from ...gpu.hopper_tiles import exp2, meet
+from ...gpu.tiles import LOG2E
 from .hopper_tiles import ROWS, barriers, bring, leave, place_in_grid, ring_of, there, through, tidied
 from .tiles import keys_of, place_of, queries_of, sees
 

@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from ...kernels.triton.hopper_tiles import meet, zeroed_behind
+from ...gpu.hopper_tiles import meet, zeroed_behind
 
 ROWS = gl.constexpr(64)  # that four warps have: as many as one product of theirs takes
 

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...kernels.triton.plan import Plan, slots, strides
-from ...kernels.triton.plan import precision as precision_of
-from ...kernels.triton.table import Target, power
-from ..problem import Attention
+from ...gpu.plan import Number, Plan, Sizes, chunks, strides
+from ...gpu.target import Target, power
+from ...gpu.target import precision as precision_of
+from ..declaration import Attention
 from . import backward, forward, hopper
 
 KERNELS = {"forward": forward.forward, "by_keys": backward.by_keys, "by_queries": backward.by_queries}
@@ -86,26 +86,46 @@ def _call(a: Attention, target: Target) -> tuple[dict[str, Any], tuple[Any, ...]
         "H": s["H"], "G": s["G"], "D": s["D"], "BD": power(s["D"]), "CAUSAL": a.causal, "WINDOW": a.window is not None,
         "PACKED": a.cu_seqlens is not None, "PRECISION": precision(a.q.dtype, target),
     }  # fmt: skip
-    return constants, (a.scale, a.reach or 0, s["N"], s["Tq"], s["Tk"])
+    return constants, numbers(a)
+
+
+def numbers(a: Attention) -> tuple[Number, ...]:
+    """Scale, window, and how many sequences, queries and keys there are: the first numbers of every kernel."""
+    window = a.window
+    reach: Number = 0 if window is None else lambda s: min(window, s["Tq"] + s["Tk"])
+    return a.scale, reach, lambda s: s["N"], lambda s: s["Tq"], lambda s: s["Tk"]
 
 
 def _launch(plan: Plan, kernel: str, a: Attention, target: Target, tensors: tuple[str, ...], others: tuple[Tensor, ...] = ()) -> None:
-    constants, numbers = _call(a, target)
+    constants, given = _call(a, target)
     s, b = a.sizes, blocks(kernel, constants["BD"], a.q.element_size(), target)
-    T, L, heads = (s["Tk"], b.BN, s["G"]) if kernel == "by_keys" else (s["Tq"], b.BM, s["H"])
+    axis, L, heads = ("Tk", b.BN, s["G"]) if kernel == "by_keys" else ("Tq", b.BM, s["H"])
+    packed = a.cu_seqlens is not None
     plan.launch(
-        KERNELS[kernel], slots(T, L, s["N"], a.cu_seqlens is not None) * heads, (*tensors, "cu_seqlens", "cu_seqlens_k"),
-        (*numbers, *strides(a.q, a.k, a.v, *others)), b.warps, **constants, BM=b.BM, BN=b.BN, STAGES=b.stages,
+        KERNELS[kernel], lambda s: chunks(s[axis], L, s["N"], packed) * heads, (*tensors, "cu_seqlens", "cu_seqlens_k"),
+        (*given, *strides(a.q, a.k, a.v, *others)), b.warps, **constants, BM=b.BM, BN=b.BN, STAGES=b.stages,
     )  # fmt: skip
+
+
+def _B(s: Sizes) -> int:
+    return s["B"]
+
+
+def _Tq(s: Sizes) -> int:
+    return s["Tq"]
+
+
+def _Tk(s: Sizes) -> int:
+    return s["Tk"]
 
 
 def forward_plan(a: Attention, target: Target) -> Plan:
     """``output`` and ``lse``."""
-    plan, s = Plan(), a.sizes
-    output = plan.empty("output", *a.q.shape, dtype=a.q.dtype)
-    lse = plan.empty("lse", s["B"], s["Tq"], s["H"])
+    plan, tokens = Plan(), (_B, _Tq, a.sizes["H"])
+    output = plan.empty("output", *tokens, a.sizes["D"], dtype=a.q.dtype)
+    lse = plan.empty("lse", *tokens)
     if hopper.suits(a, target):
-        hopper.forward(plan, a, output, lse)
+        hopper.forward(plan, a, numbers(a), output, lse)
     else:
         _launch(plan, "forward", a, target, ("q", "k", "v", output, lse))
     return plan
@@ -114,14 +134,15 @@ def forward_plan(a: Attention, target: Target) -> Plan:
 def backward_plan(a: Attention, d_output: Tensor, d_lse: Tensor | None, target: Target) -> Plan:
     """``dq``, ``dk`` and ``dv`` from what the forward pass returned and its gradients."""
     plan, s = Plan(), a.sizes
-    dq, dk, dv = (plan.empty("d" + name, *x.shape, dtype=x.dtype) for name, x in (("q", a.q), ("k", a.k), ("v", a.v)))
+    queries, keys = (_B, _Tq, s["H"]), (_B, _Tk, s["G"])
+    dq, dk, dv = (plan.empty("d" + name, *axes, s["D"], dtype=a.q.dtype) for name, axes in (("q", queries), ("k", keys), ("v", keys)))
     if hopper.suits(a, target, d_output):
-        hopper.backward(plan, a, d_lse, dq, dk, dv)
+        hopper.backward(plan, a, numbers(a), d_lse, dq, dk, dv)
         return plan
-    delta, rows = plan.empty("delta", s["B"], s["Tq"], s["H"]), s["B"] * s["Tq"] * s["H"]
+    delta, H = plan.empty("delta", *queries), s["H"]
     plan.launch(
-        backward.deltas, math.ceil(rows / ROWS), ("output", "d_output", "lse", "d_lse" if d_lse is not None else "q", delta),
-        (rows, s["Tq"], *d_output.stride(), *(d_lse.stride() if d_lse is not None else (0, 0, 0))), 4,
+        backward.deltas, lambda s: math.ceil(s["B"] * s["Tq"] * H / ROWS), ("output", "d_output", "lse", "d_lse" if d_lse is not None else "q", delta),
+        (lambda s: s["B"] * s["Tq"] * H, _Tq, *d_output.stride(), *(d_lse.stride() if d_lse is not None else (0, 0, 0))), 4,
         H=s["H"], D=s["D"], BD=power(s["D"]), BM=ROWS, D_LSE=d_lse is not None,
     )  # fmt: skip
     _launch(plan, "by_keys", a, target, ("q", "k", "v", "d_output", "lse", delta, dk, dv), (d_output,))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...kernels.triton.tiles import LOG2E, span_of, tile, to_tf32
+from ...gpu.tiles import LOG2E, span_of, tile, to_tf32
 
 
 @triton.jit

@@ -1,0 +1,140 @@
+"""The ordered list of a family's implementations: picks one for a problem, or explains the pick.
+
+``impl="auto"`` walks the list from the top and takes the first implementation that neither refuses the problem nor knows a faster one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..errors import Complaints, ImplementationRefused, RangeError, shortened
+from .implementation import Implementation, Mode
+from .problem import Problem
+
+
+class Available(NamedTuple):
+    """One implementation on this machine."""
+
+    name: str
+    summary: str
+    reason: str | None
+    """Why it cannot run here; None if it can."""
+
+
+class Verdict(NamedTuple):
+    """What one implementation says to a call in one mode."""
+
+    name: str
+    mode: Mode
+    reason: str | None
+    """Why ``impl="auto"`` does not take it; None if it would."""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The walk through the list for one call. Printing it shows the walk."""
+
+    call: str
+    """Function, sizes, dtype and device."""
+    chosen: dict[Mode, str | None]
+    """What runs, by mode; None if every implementation refuses."""
+    verdicts: tuple[Verdict, ...]
+    note: str = ""
+
+    @property
+    def forward(self) -> str | None:
+        """The implementation that runs the forward pass."""
+        return self.chosen.get("forward")
+
+    @property
+    def backward(self) -> str | None:
+        """The implementation that runs the backward pass."""
+        return self.chosen.get("backward")
+
+    def __str__(self) -> str:
+        lines = [self.call, "  " + ", ".join(f"{mode} runs {name}" for mode, name in self.chosen.items())]
+        for name, mode, reason in self.verdicts:
+            would = "chosen" if name == self.chosen[mode] else "takes it, but stands later in the list"
+            lines.append(f"  {name:<16} {mode:<9} {would if reason is None else reason}")
+        return "\n".join([*lines, *([f"  {self.note}"] if self.note else [])])
+
+
+class Family:
+    """The implementations of one or more operators, in the order in which ``impl="auto"`` asks them."""
+
+    def __init__(self, *implementations: Implementation) -> None:
+        self.implementations = implementations
+
+    def named(self, name: str) -> Implementation:
+        """The implementation of this name, which must be one."""
+        return next(one for one in self.implementations if one.name == name)
+
+    def available(self) -> tuple[Available, ...]:
+        """All of them, and whether they can run on this machine."""
+        return tuple(Available(one.name, one.summary, one.available()) for one in self.implementations)
+
+    def check_name(self, function: str, impl: object) -> None:
+        """Raise RangeError unless ``impl`` is "auto" or an implementation's name."""
+        names = ["auto", *(one.name for one in self.implementations)]
+        if not isinstance(impl, str) or impl not in names:
+            complaints = Complaints(function)
+            complaints.add(RangeError, "impl", f"one of {', '.join(names)}", shortened(impl), "See penstock.implementations().")
+            complaints.raise_any()
+
+    def pick(self, problem: Problem, mode: Mode, impl: str) -> Implementation:
+        """The named implementation or, for "auto", the first that takes the problem. Raises ImplementationRefused."""
+        self.check_name(problem.function, impl)
+        if impl != "auto":
+            one = self.named(impl)
+            reason = one.refusal(problem, mode)
+            if reason is None:
+                return one
+            rule = f"impl must be one that takes this call, got {impl!r}: {reason}. Use impl='auto'."
+            raise ImplementationRefused(f"{problem.function}: {rule}")
+        reasons = []
+        for one in self.implementations:
+            reason = passed_over(one, problem, mode)
+            if reason is None:
+                return one
+            reasons.append(f"{one.name} {reason}")
+        raise ImplementationRefused(f"{problem.function}: no implementation takes this call. {'; '.join(reasons)}.")
+
+    def choose(self, problem: Problem, mode: Mode, impl: str, gradients: bool = False) -> Implementation:
+        """What runs a call: ``pick``, except that a forward pass with gradients to follow is run by what runs the backward pass, if
+        that keeps residuals for itself."""
+        if mode == "forward" and gradients:
+            backward = self.pick(problem, "backward", impl)
+            if backward.forward_with_residuals is not None:
+                return backward
+        return self.pick(problem, mode, impl)
+
+    def explain(self, problem: Problem, modes: tuple[Mode, ...], impl: str, gradients: bool) -> Explanation:
+        """Every implementation's verdict on a problem."""
+        q = next(x for x in problem.tensors if x is not None)
+        operator = problem.operator
+        given = [f"{axis}={size}" for axis, size in problem.sizes.items()]
+        given.append(f"{str(q.dtype).removeprefix('torch.')} on {q.device}")
+        given += [f"{one.name}=True" for one in operator.options if getattr(problem, one.name) is True]
+        optional = [one.name for one in problem.signature.arguments if not one.required and getattr(problem, one.name) is not None]
+        given += [f"with {name}" for name in optional]
+        call = f"{problem.function}({', '.join(given)})"
+        chosen: dict[Mode, str | None] = {}
+        for mode in modes:
+            try:
+                chosen[mode] = self.choose(problem, mode, impl, gradients).name
+            except ImplementationRefused:
+                chosen[mode] = None
+        verdicts = tuple(Verdict(one.name, mode, passed_over(one, problem, mode)) for one in self.implementations for mode in modes)
+        kept = gradients and chosen.get("forward") is not None and self.pick(problem, "forward", impl).name != chosen["forward"]
+        note = "Gradients are wanted: the forward pass keeps residuals for the backward pass, so that one runs both." if kept else ""
+        return Explanation(call, chosen, verdicts, note)
+
+
+def passed_over(one: Implementation, problem: Problem, mode: Mode) -> str | None:
+    """Why "auto" does not take an implementation: it refuses, or would be slow."""
+    reason = one.refusal(problem, mode)
+    if reason is not None:
+        return "refuses: " + reason
+    reason = one.avoids(problem, mode)
+    return None if reason is None else "passed over: " + reason

@@ -1,0 +1,51 @@
+"""Gradients of calls on the fast path: autograd without torch's dispatcher."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import private
+from .derivatives import Tensors
+from .implementation import Upstream
+from .memory import Seen
+from .operator import Operator
+
+
+def differentiable(operator: Operator, seen: Seen, tensors: Tensors, impl: str) -> Tensors:
+    """The results of a known call, attached to autograd."""
+    problem = operator.known(seen, tensors)
+    if operator.choice(problem, "forward", impl, True).attached:
+        return operator.run(problem, impl)[0]
+    results = _Call.apply(operator, problem, impl, *tensors)  # type: ignore[no-untyped-call]
+    return operator.asked_for(results, problem.seen.options)
+
+
+class _Call(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, operator: Operator, problem: Any, impl: str, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        results, residuals = operator.run(problem, impl, saved=True, residuals=True)
+        saved = [x for told, x in zip(operator.results, results) if told.saved]
+        ctx.save_for_backward(*tensors, *saved, *residuals)
+        ctx.call, ctx.counts = (operator, problem.seen, impl), (len(tensors), len(tensors) + len(saved))
+        ctx.set_materialize_grads(False)
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *d_results: Tensor | None) -> tuple[Any, ...]:
+        (operator, seen, impl), (inputs, outputs) = ctx.call, ctx.counts
+        kept, needed = ctx.saved_tensors, ctx.needs_input_grad[3:]
+        tensors, results, residuals = kept[:inputs], kept[inputs:outputs], kept[outputs:]
+        function = seen.signature.function
+        upstream = operator.upstream(function, tensors, d_results)
+        if torch.is_grad_enabled() or not private.fast(upstream):  # gradients that are to be differentiated again, or are not plain
+            found = operator.gradients_in_torch(*upstream, *results, *tensors, function, *seen.options, impl)
+            found = operator.unpacked(found)
+        else:
+            same = operator.recall(function, tensors, seen.given)  # hooks of saved tensors may have changed strides
+            problem = operator.known(same or operator.learn(seen.signature, tensors, seen.given), tensors)
+            wanted = tuple(need for need, gradient in zip(needed, operator.gradient) if gradient)
+            found = operator.gradients(problem, impl, Upstream(tuple(upstream), results, residuals, wanted))
+        return None, None, None, *operator.placed(found, needed)

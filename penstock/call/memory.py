@@ -1,0 +1,121 @@
+"""What was found out about calls, by what they have in common.
+
+Two calls are *equal* if they differ in values only: same sizes, strides, dtypes, devices, alignment and options. They share one ``Seen``:
+validation, the implementations chosen, and the bound launches. Two calls are *alike* if they differ, besides, in how many tokens and
+sequences they have, within powers of two. They share one ``Kind``: choices and plans. So an engine whose batches have another number of
+tokens at every step plans nothing anew.
+
+Both memories are bounded; what was not used for the longest time is forgotten first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+from torch import Tensor
+
+from .declaration import Signature
+from .implementation import Implementation, Mode
+from .problem import rounded
+
+KEPT = 4096
+"""Entries of each memory at most."""
+
+
+class _Stamped(Protocol):
+    used: int
+
+
+V = TypeVar("V", bound=_Stamped)
+
+
+class Recent(Generic[V]):
+    """A dictionary that forgets the least recently used quarter when it is full."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.entries: dict[Hashable, V] = {}
+        self.clock = 0
+
+    def get(self, key: Hashable) -> V | None:
+        """The entry, which counts as used now, or None."""
+        found = self.entries.get(key)
+        if found is not None:
+            self.clock += 1
+            found.used = self.clock
+        return found
+
+    def put(self, key: Hashable, value: V) -> V:
+        """Add an entry; another thread may have been faster, then its entry stays."""
+        if len(self.entries) >= self.limit:
+            for _, old in sorted((entry.used, old) for old, entry in list(self.entries.items()))[: max(self.limit // 4, 1)]:
+                self.entries.pop(old, None)
+        self.clock += 1
+        value.used = self.clock
+        return self.entries.setdefault(key, value)
+
+
+class Kind:
+    """What alike calls share."""
+
+    __slots__ = ("choices", "plans", "used")
+
+    def __init__(self) -> None:
+        self.choices: dict[tuple[Mode, str], Implementation] = {}
+        self.plans: dict[Hashable, Any] = {}
+        self.used = 0
+
+
+class Seen:
+    """What equal calls share."""
+
+    __slots__ = ("bound", "given", "kind", "options", "signature", "sizes", "used")
+
+    def __init__(
+        self, signature: Signature, given: Sequence[Any], options: Sequence[Any], sizes: Mapping[str, int], kind: Kind
+    ) -> None:
+        """``given``: options as the caller gave them; ``options``: as implementations see them."""
+        self.signature, self.given, self.options, self.sizes, self.kind = signature, given, options, sizes, kind
+        self.bound: dict[Hashable, Any] = {}
+        self.used = 0
+
+
+def exact(tensors: Sequence[Tensor | None]) -> tuple[Hashable, ...]:
+    """All that a call can depend on but the values in its tensors."""
+    return tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in tensors])
+
+
+def layout(x: Tensor | None) -> Hashable:
+    """What the launches of a kernel depend on besides sizes; the stride of a first axis of one row does not count."""
+    return None if x is None else (x.stride() if x.dim() and x.shape[0] != 1 else x.stride()[1:], x.dtype, x.device, x.data_ptr() % 16)
+
+
+class Memory:
+    """Of one operator."""
+
+    def __init__(self) -> None:
+        self.calls: Recent[Seen] = Recent(KEPT)
+        self.kinds: Recent[Kind] = Recent(KEPT)
+
+    def kind(self, signature: Signature, tensors: Sequence[Tensor | None], options: Sequence[Any], sizes: Mapping[str, int]) -> Hashable:
+        """The key of the kind of a call."""
+        counts = signature.counts.split()
+        fixed = tuple([size for axis, size in sizes.items() if axis not in counts])
+        rough = tuple([rounded(sizes[axis]) for axis in counts])
+        return signature.function, fixed, rough, typed(options), tuple([layout(x) for x in tensors])
+
+    def seen(self, signature: Signature, tensors: Sequence[Tensor | None], options: Sequence[Any], sizes: Mapping[str, int]) -> Seen:
+        """What calls equal to a valid one share."""
+        key = signature.function, typed(options), exact(tensors)
+        found = self.calls.get(key)
+        if found is not None:
+            return found
+        of_kind = self.kind(signature, tensors, options, sizes)
+        kind = self.kinds.get(of_kind) or self.kinds.put(of_kind, Kind())
+        return self.calls.put(key, Seen(signature, options, options, sizes, kind))
+
+
+def typed(options: Sequence[Any]) -> tuple[Hashable, ...]:
+    """Options with their types: True equals 1."""
+    return tuple([(type(value), value) for value in options])

@@ -1,0 +1,293 @@
+"""Operators: a declaration, the implementations behind it, and the way a call takes.
+
+A call of a public function is a call of its ``Operator``. It takes one of three ways, which all end in ``run``:
+
+- the fast path (``eager``): plain tensors, no modes. What is known of equal calls is looked up, and an implementation runs.
+- ``torch.func`` transforms and forward derivatives (``transforms``).
+- everything else, compiled graphs among it: torch's operators (``registration``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import Complaints, RangeError, shortened
+from . import private
+from .declaration import Option, Result, Signature
+from .dispatch import Explanation, Family
+from .derivatives import Tensors, second_derivatives
+from .implementation import Implementation, Mode, Upstream
+from .memory import Kind, Memory, Seen, exact, typed
+from .problem import Problem
+from .validation import bind, check, check_in_place, check_types, check_values, reads_values
+
+
+class Explain(str):
+    """An ``impl`` for calls that are to be explained, not run."""
+
+
+class Explained(Exception):
+    """Carries an explanation out of a call."""
+
+    def __init__(self, explanation: Explanation) -> None:
+        super().__init__()
+        self.explanation = explanation
+
+
+def explain(function: Callable[..., object], *args: Any, impl: str = "auto", **kwargs: Any) -> Explanation:
+    """What a public function would run for these arguments, which it validates as always."""
+    try:
+        function(*args, impl=Explain(impl), **kwargs)
+    except Explained as found:
+        return found.explanation
+    raise TypeError(f"{function} calls no operator")
+
+
+class Operator:
+    """What public functions call: one signature for each function, the same arguments, options and results for all."""
+
+    def __init__(
+        self,
+        name: str,
+        problem: type[Problem],
+        signatures: Sequence[Signature],
+        results: Sequence[Result],
+        family: Family,
+        options: Sequence[Option] = (),
+        differentiable: Callable[[Any], Tensors] | None = None,
+    ) -> None:
+        """``differentiable`` computes the results by differentiable PyTorch operations: forward derivatives and derivatives of
+        gradients go through it. An operator with an argument that is written has none, and no gradients."""
+        from . import registration
+
+        self.name, self.problem, self.family, self.differentiable = name, problem, family, differentiable
+        self.signatures = {one.function: one for one in signatures}
+        self.options, self.results = tuple(options), tuple(results)
+        self.arguments = signatures[0].arguments
+        self.names = tuple(one.name for one in self.arguments)
+        self.option_names = tuple(one.name for one in options)
+        self.gradient = tuple(one.gradient for one in self.arguments)
+        self.cast = tuple(place == 0 or one.like == self.names[0] for place, one in enumerate(self.arguments))
+        self.in_place = any(one.written for one in self.arguments)
+        self.mode: Mode = "advance" if self.in_place else "forward"
+        self.memory = Memory()
+        self.in_torch, self.gradients_in_torch = registration.register(self)
+
+    def __call__(self, function: str, tensors: Tensors, options: Sequence[Any], impl: str = "auto") -> Tensors:
+        """The results; None for those that are not wanted."""
+        fast = private.fast(tensors)
+        if fast:
+            tensors = self.autocast(tensors)
+            seen = self.recall(function, tensors, options)
+            if seen is not None and type(impl) is str:
+                return self.eager(seen, tensors, impl)
+        signature = self.signature(function)
+        check_types(signature, tensors, self.options, options)
+        self.family.check_name(function, impl)
+        if fast:
+            return self.eager(self.learn(signature, tensors, options), tensors, impl)
+        tensors, options = self.autocast(tensors), self.plain(options)
+        if not torch.compiler.is_compiling() and private.transforming():
+            from . import transforms
+
+            return transforms.run(self, signature, tensors, options, impl)
+        if isinstance(impl, Explain):
+            raise Explained(self.explain(self.checked(function, tensors, options), impl))
+        return self.asked_for(self.unpacked(self.in_torch(*tensors, function, *options, impl)), options)
+
+    # What is known of a call
+
+    def signature(self, function: object) -> Signature:
+        """That of a function of this operator."""
+        if not isinstance(function, str) or function not in self.signatures:
+            complaints = Complaints(f"penstock::{self.name}")
+            complaints.add(RangeError, "function", f"one of {', '.join(self.signatures)}", shortened(function))
+            complaints.raise_any()
+        return self.signatures[function]  # type: ignore[index]
+
+    def recall(self, function: str, tensors: Tensors, options: Sequence[Any]) -> Seen | None:
+        """What equal calls share, also if there were only alike ones; None if there were neither."""
+        memory = self.memory
+        try:
+            key = function, typed(options), exact(tensors)
+            seen = memory.calls.get(key)
+            if seen is None:
+                signature = self.signatures[function]
+                sizes = bind(signature, tensors)
+                kind = None if sizes is None else memory.kinds.get(memory.kind(signature, tensors, options, sizes))
+                if kind is not None and sizes is not None:
+                    seen = memory.calls.put(key, Seen(signature, options, self.resolved(signature, options, sizes), sizes, kind))
+        except (TypeError, KeyError):  # what cannot be hashed, or names no function, was never found valid
+            return None
+        return seen
+
+    def learn(self, signature: Signature, tensors: Tensors, options: Sequence[Any]) -> Seen:
+        """Validate a call for all that are equal to it or alike."""
+        sizes = check(signature, tensors)
+        of_kind = self.memory.kind(signature, tensors, options, sizes)
+        kind = self.memory.kinds.get(of_kind) or self.memory.kinds.put(of_kind, Kind())
+        key = signature.function, typed(options), exact(tensors)
+        return self.memory.calls.put(key, Seen(signature, options, self.resolved(signature, options, sizes), sizes, kind))
+
+    def known(self, seen: Seen, tensors: Tensors) -> Problem:
+        """The problem of a known call; values are checked where they are read."""
+        if self.in_place:
+            check_in_place(seen.signature, tensors)
+        if reads_values(tensors[0]):  # type: ignore[arg-type]
+            check_values(seen.signature, tensors, seen.sizes)
+        problem = self.problem.of(self, seen.signature, tensors, seen.options, seen.sizes)
+        problem.__dict__["seen"] = seen
+        return problem
+
+    def checked(self, function: str, tensors: Tensors, options: Sequence[Any]) -> Problem:
+        """The problem of any call, validated."""
+        signature = self.signature(function)
+        sizes = check(signature, tensors)
+        if self.in_place:
+            check_in_place(signature, tensors)
+        return self.problem.of(self, signature, tensors, self.resolved(signature, options, sizes), sizes)
+
+    def resolved(self, signature: Signature, options: Sequence[Any], sizes: Mapping[str, int]) -> tuple[Any, ...]:
+        """Options as implementations see them."""
+        about = signature.about
+        return tuple([x if one.resolve is None else one.resolve(x, sizes, about) for one, x in zip(self.options, self.plain(options))])
+
+    def plain(self, options: Sequence[Any]) -> list[Any]:
+        """Options as torch's schemas take them: numbers of other libraries as Python's."""
+        return [one.plain(x) for one, x in zip(self.options, options)]
+
+    def asked_for(self, results: Tensors, options: Sequence[Any]) -> Tensors:
+        """Results, or their gradients, with None for those that no option asks for."""
+        given = dict(zip(self.option_names, options))
+        return [x if not one.wanted or given[one.wanted] else None for one, x in zip(self.results, results)]
+
+    def saved(self, results: Sequence[Tensor]) -> list[Tensor]:
+        """Those that the backward pass takes."""
+        return [x for one, x in zip(self.results, results) if one.saved]
+
+    def empty(self, problem: Problem, impl: str) -> list[Tensor]:
+        """Memory like that of the results of ``run`` with ``saved``."""
+        first = problem.tensors[0]
+        assert first is not None
+        shapes = [[problem.sizes[axis] for axis in one.axes.split()] for one in self.results]
+        saved = any(one.saved for one in self.results) and self.family.choose(problem, self.mode, impl).backward is not None
+        return [
+            first.new_empty(shape, dtype=one.dtype(first.dtype)) if some else first.new_empty(0)
+            for one, shape, some in zip(self.results, shapes, self.returned(problem, saved))
+        ]
+
+    def upstream(self, function: str, tensors: Tensors, d_results: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Gradients of the results as a backward pass takes them: that of the first result is zeros where there is none."""
+        first, *others = d_results
+        if first is None:
+            sizes, one, x = bind(self.signatures[function], tensors), self.results[0], tensors[0]
+            assert sizes is not None and x is not None  # noqa: PT018
+            first = x.new_zeros([sizes[axis] for axis in one.axes.split()], dtype=one.dtype(x.dtype))
+        return [first, *others]
+
+    def second_derivatives(
+        self, function: str, options: Sequence[Any], given: Tensors, dd: Tensors, needed: Sequence[bool]
+    ) -> list[Tensor | None]:
+        """Gradients of what ``penstock::name_backward`` takes, from those of what it returns."""
+        assert self.differentiable is not None
+        count, saved = len(self.results), sum(one.saved for one in self.results)
+        tensors = given[count + saved :]
+        problem = self.checked(function, tensors, options)
+        with no_autocast(tensors[0]):
+            of_results, of_tensors = second_derivatives(self.differentiable, problem, given[:count], dd)
+        every = [*of_results, *[None] * saved, *self.placed(of_tensors, needed[count + saved :])]
+        return [x if need else None for x, need in zip(every, needed)]
+
+    def placed(self, gradients: Sequence[Tensor | None], needed: Sequence[bool]) -> list[Tensor | None]:
+        """Gradients of the differentiable arguments in the places of all arguments, where they are needed."""
+        found = iter(gradients)
+        every = [next(found) if gradient else None for gradient in self.gradient]
+        return [x if need else None for x, need in zip(every, needed)]
+
+    @staticmethod
+    def unpacked(results: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """What an operator of torch returned, a tuple also of one."""
+        return results if isinstance(results, tuple) else (results,)
+
+    def autocast(self, tensors: Tensors) -> Tensors:
+        """Under autocast, the first argument and those that share its dtype in autocast's, as for a matrix product."""
+        first = tensors[0]
+        if not isinstance(first, Tensor) or not autocasting(first.device.type):
+            return tensors
+        dtype = torch.get_autocast_dtype(first.device.type)
+        return tuple(
+            x.to(dtype) if cast and isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x
+            for x, cast in zip(tensors, self.cast)
+        )
+
+    def explain(self, problem: Problem, impl: str) -> Explanation:
+        """What would run, and why."""
+        wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in problem.tensors)
+        modes: tuple[Mode, ...] = (self.mode,) if self.in_place else ("forward", "backward")
+        return self.family.explain(problem, modes, str(impl), wanted)
+
+    # Running it
+
+    def eager(self, seen: Seen, tensors: Tensors, impl: str) -> Tensors:
+        """The results of a known call, differentiable where an argument requires gradients."""
+        if isinstance(impl, Explain):
+            raise Explained(self.explain(self.known(seen, tensors), impl))
+        if torch.is_grad_enabled() and not self.in_place:
+            for x, gradient in zip(tensors, self.gradient):
+                if gradient and x is not None and x.requires_grad:
+                    from .eager import differentiable
+
+                    return differentiable(self, seen, tensors, impl)
+        return self.run(self.known(seen, tensors), impl)[0]
+
+    def choice(self, problem: Problem, mode: Mode, impl: str, gradients: bool = False) -> Implementation:
+        """What runs this call, and all that are alike. ``gradients``: whether a backward pass will follow."""
+        choices, key = problem.seen.kind.choices, (mode, impl, gradients)
+        found = choices.get(key)
+        if found is None:
+            found = choices[key] = self.family.choose(problem, mode, impl, gradients)
+        return found
+
+    def run(self, problem: Problem, impl: str, saved: bool = False, residuals: bool = False) -> tuple[Tensors, Tensors]:
+        """The results that are asked for, also those ``saved`` for the backward pass, and if wanted ``residuals`` for it."""
+        one = self.choice(problem, self.mode, impl, residuals)
+        kept: Tensors = ()
+        with no_autocast(problem.tensors[0]):
+            if self.in_place:
+                results: Tensors = (one.advance(problem),)  # type: ignore[misc]
+            elif residuals and one.forward_with_residuals is not None:
+                results, kept = one.forward_with_residuals(problem)
+            else:
+                results = one.forward(problem)
+        returned = self.returned(problem, saved and one.backward is not None)
+        return [x.contiguous() if x is not None and some else None for x, some in zip(results, returned)], kept
+
+    def returned(self, problem: Problem, saved: bool) -> list[bool]:
+        """Which results a call returns."""
+        values = problem.__dict__
+        return [not one.wanted or values[one.wanted] or (saved and one.saved) for one in self.results]
+
+    def gradients(self, problem: Problem, impl: str, upstream: Upstream) -> Tensors:
+        """Gradients of the differentiable arguments, contiguous; None for those that are absent or not wanted."""
+        with no_autocast(problem.tensors[0]), torch.no_grad():
+            found = self.choice(problem, "backward", impl).gradients(problem, upstream)
+        return [None if x is None else x.contiguous() for x in found]
+
+
+def autocasting(kind: str) -> bool:
+    """Whether autocast is on for devices of this kind."""
+    return kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind)
+
+
+_NOTHING = nullcontext()
+
+
+def no_autocast(x: Tensor | None) -> AbstractContextManager[object]:
+    """Implementations choose their own precision."""
+    kind = "" if x is None else x.device.type
+    return torch.autocast(kind, enabled=False) if autocasting(kind) else _NOTHING

@@ -1,0 +1,120 @@
+"""Every private name of torch that the library uses, and what happens without it.
+
+Each name is looked up once, when this module is imported. ``MISSING`` lists those that this torch does not have. Without them calls
+are slower, never wrong: the fast path is off, and every call goes through the public operators in ``torch.ops``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MISSING: list[str] = []
+
+
+def _private(name: str) -> Any:
+    """``torch.<name>``, or None if torch does not have it."""
+    try:
+        return attrgetter(name)(torch)
+    except AttributeError:
+        MISSING.append(name)
+        return None
+
+
+_dispatch_keys = _private("_C._dispatch_keys")
+_dispatch_modes = _private("_C._len_torch_dispatch_stack")
+_function_modes = _private("_C._len_torch_function_stack")
+_transform = _private("_C._functorch.peek_interpreter_stack")
+_transforms = _private("_C._functorch.get_interpreter_stack")
+_jvp = _private("_C._functorch.TransformType.Jvp")
+_tracing_state = _private("_C._get_tracing_state")
+_profiler_enabled = _private("_C._autograd._profiler_enabled")
+_fake_tensor = _private("_subclasses.FakeTensor")
+_raw_stream = _private("_C._cuda_getCurrentRawStream") if torch.version.cuda else None
+if _private("autograd.forward_ad._current_level") is None:
+    _forward_ad: Any = None
+else:
+    from torch.autograd import forward_ad as _forward_ad
+
+FAST_PATH = None not in (_dispatch_keys, _dispatch_modes, _function_modes, _transform, _tracing_state, _forward_ad)
+"""Whether torch has all that ``fast`` needs."""
+_TYPES = frozenset({Tensor, torch.nn.Parameter})
+_KINDS = ("cpu", "cuda")
+_plain_keys: set[int] = set()
+"""Dispatch keys of plain tensors, as integers, for the kinds of device in ``_learned``."""
+_learned: set[str] = set()
+
+
+def fast(tensors: Iterable[object]) -> bool:
+    """Whether a call with these tensors (or None) may run without torch's dispatcher.
+
+    True for dense tensors without lazy negation or conjugation, that are no subclass, where no mode, transform or tracer is active:
+    then only autograd has to know of the call. Anything else takes the operator.
+    """
+    if (
+        not FAST_PATH
+        or torch.compiler.is_compiling()
+        or _dispatch_modes()
+        or _function_modes()
+        or _transform() is not None
+        or _tracing_state() is not None
+        or _forward_ad._current_level >= 0
+    ):
+        return False
+    for x in tensors:
+        if x is None:
+            continue
+        if type(x) not in _TYPES:
+            return False
+        if _dispatch_keys(x).raw_repr() not in _plain_keys and not _is_plain(x):  # type: ignore[arg-type]
+            return False
+    return True
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Whether a tensor has the dispatch keys of a new tensor on its device."""
+    kind = x.device.type
+    if kind not in _KINDS:
+        return False
+    if kind not in _learned:
+        for inference in (False, True):
+            with torch.inference_mode(inference):
+                _plain_keys.add(_dispatch_keys(torch.empty(0, device=kind)).raw_repr())
+        _learned.add(kind)
+    return _dispatch_keys(x).raw_repr() in _plain_keys
+
+
+def in_transform() -> bool:
+    """Whether a transform of ``torch.func`` is active."""
+    return _transform is not None and _transform() is not None
+
+
+def transforming() -> bool:
+    """Whether a transform of ``torch.func`` or forward-mode differentiation is active."""
+    return in_transform() or (_forward_ad is not None and _forward_ad._current_level >= 0)
+
+
+def forward_derivatives() -> bool:
+    """Whether one of the active transforms takes forward derivatives."""
+    if _forward_ad is not None and _forward_ad._current_level >= 0:
+        return True
+    return _transforms is not None and any(one.key() == _jvp for one in _transforms() or ())
+
+
+def is_fake(x: Tensor) -> bool:
+    """Whether a tensor has a shape and no data, as under ``torch.compile``."""
+    return x.is_meta or (_fake_tensor is not None and isinstance(x, _fake_tensor))
+
+
+def profiling() -> bool:
+    """Whether torch's profiler is running; True where torch does not say."""
+    return _profiler_enabled is None or bool(_profiler_enabled())
+
+
+def raw_stream(device: int) -> int:
+    """The address of the current CUDA stream of a device."""
+    return int(_raw_stream(device) if _raw_stream is not None else torch.cuda.current_stream(device).cuda_stream)

@@ -1,0 +1,75 @@
+"""A validated call, as implementations see it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from typing_extensions import Self
+
+from .declaration import Signature
+
+if TYPE_CHECKING:
+    from .memory import Seen
+    from .operator import Operator
+
+
+class Problem:
+    """The tensors and options of a call by name, and the sizes of its axes. A family adds annotations and what its formulas need."""
+
+    operator: Operator
+    signature: Signature
+    sizes: Mapping[str, int]
+    """By axis."""
+
+    @classmethod
+    def of(
+        cls, operator: Operator, signature: Signature, tensors: Sequence[Tensor | None], options: Sequence[Any], sizes: Mapping[str, int]
+    ) -> Self:
+        """A call that is known to be valid."""
+        problem = object.__new__(cls)
+        values = problem.__dict__
+        values.update(zip(operator.names, tensors))
+        values.update(zip(operator.option_names, options))
+        values["operator"], values["signature"], values["sizes"] = operator, signature, sizes
+        return problem
+
+    @property
+    def function(self) -> str:
+        """The public function, as messages name it."""
+        return self.signature.function
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """In the order of the declaration."""
+        return tuple([self.__dict__[name] for name in self.operator.names])
+
+    @cached_property
+    def seen(self) -> Seen:
+        """What equal calls share; launchers keep their plans there."""
+        options = tuple(self.__dict__[name] for name in self.operator.option_names)
+        return self.operator.memory.seen(self.signature, self.tensors, options, self.sizes)
+
+    @cached_property
+    def counts(self) -> dict[str, int]:
+        """Sizes of the axes that count tokens or sequences, rounded up to a power of two: calls with equal ones share their plans."""
+        return {axis: rounded(self.sizes[axis]) for axis in self.signature.counts.split()}
+
+    def with_tensors(self, tensors: Mapping[str, Tensor | None]) -> Self:
+        """The same problem with other tensors of the same shapes in the places named."""
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        other.__dict__.update(tensors)
+        other.__dict__.pop("seen", None)
+        return other
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{axis}={size}" for axis, size in self.sizes.items())
+        return f"{self.function}({sizes})"
+
+
+def rounded(count: int) -> int:
+    """The smallest power of two that is at least ``count``; 0 stays 0."""
+    return 1 << (count - 1).bit_length() if count > 0 else 0

@@ -1,0 +1,250 @@
+"""Validates a call against its declaration. Every broken rule is listed, and nothing has been changed when an error is raised.
+
+Python types, shapes, dtypes and devices are always checked. Values (decays, offsets, slots) are read on a CPU only, because on another
+device the host would have to wait for them; inside ``checks()`` they are read everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from itertools import pairwise
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import Complaints, DeviceError, DtypeError, RangeError, ShapeError, described, shortened
+from . import private
+from .declaration import Argument, Option, Signature, Sizes, Wrong
+
+_checking_values: ContextVar[bool] = ContextVar("penstock_checks", default=False)
+
+
+@contextmanager
+def checks() -> Iterator[None]:
+    """Check values too, on every device, within this block.
+
+    On a CPU values are always checked. On a GPU, decays that are positive or NaN, ``cu_seqlens`` that do not fit and slots out
+    of range are only found in here, because reading them makes the host wait for the device.
+
+    >>> with checks():
+    ...     pass
+    """
+    token = _checking_values.set(True)
+    try:
+        yield
+    finally:
+        _checking_values.reset(token)
+
+
+def reads_values(tensor: Tensor) -> bool:
+    """Whether values of this tensor are checked."""
+    return (tensor.device.type == "cpu" or _checking_values.get()) and not private.is_fake(tensor) and not private.in_transform()
+
+
+def check_types(signature: Signature, tensors: Sequence[object], options: Sequence[Option], values: Sequence[object]) -> None:
+    """Raise unless there are tensors, numbers and flags where they belong."""
+    complaints = Complaints(signature.function)
+    for argument, x in zip(signature.arguments, tensors):
+        nullable = argument.nullable or argument.absent or not argument.required
+        if not (isinstance(x, Tensor) or (x is None and nullable)):
+            complaints.add(DtypeError, argument.public, "a torch.Tensor" + " or None" * bool(nullable), described(x))
+        elif isinstance(x, Tensor) and x.layout != torch.strided:
+            complaints.add(DtypeError, argument.public, "a dense tensor", x.layout, f"Convert it with {argument.public}.to_dense().")
+    for option, value in zip(options, values):
+        _check_option(complaints, option, value)
+    complaints.raise_any()
+
+
+KINDS: dict[str, tuple[str, tuple[type, ...]]] = {
+    "bool": ("True or False", (bool,)),
+    "int": ("a whole number", (Integral, torch.SymInt)),
+    "float": ("a number", (Real, torch.SymInt, torch.SymFloat)),
+}
+
+
+def _check_option(complaints: Complaints, option: Option, value: object) -> None:
+    if value is None and option.optional:
+        return
+    rule, types = KINDS[option.kind]
+    if not isinstance(value, types) or (isinstance(value, bool) and option.kind != "bool"):
+        complaints.add(DtypeError, option.name, rule + " or None" * option.optional, described(value))
+        return
+    wrong = option.values(value) if option.values is not None else None
+    if wrong is not None:
+        complaints.add(RangeError, option.name, *wrong)
+
+
+def finite(value: Any) -> Wrong | None:
+    """For options: a number that float64 holds."""
+    try:
+        if math.isfinite(value):
+            return None
+    except OverflowError:
+        pass
+    return Wrong("finite", shortened(value))
+
+
+def bind(signature: Signature, tensors: Sequence[Tensor | None]) -> dict[str, int] | None:
+    """The size of each axis; None where tensors do not agree on them. Nothing else is checked."""
+    sizes: dict[str, int] = {}
+    for argument, x in zip(signature.arguments, tensors):
+        if x is None:
+            if argument.otherwise is not None:
+                sizes.setdefault(argument.otherwise[0], sizes[argument.otherwise[1]])
+            continue
+        shape, letters = x.shape, argument.letters
+        if len(shape) != len(letters):
+            return None
+        for (axis, more), size in zip(letters, shape):
+            if sizes.setdefault(axis, size - more) != size - more:
+                return None
+    return sizes
+
+
+def check(signature: Signature, tensors: Sequence[Tensor | None]) -> dict[str, int]:
+    """Validate tensors of the right Python types; return the size of each axis."""
+    complaints, sizes = Complaints(signature.function), dict[str, int]()
+    first = tensors[0]
+    assert first is not None
+    given = {argument.name: x for argument, x in zip(signature.arguments, tensors)}
+    wrong: set[str] = set()
+    for argument, x in zip(signature.arguments, tensors):
+        before = len(complaints.found)
+        if x is None:
+            _check_absent(complaints, argument, sizes)
+        elif argument.absent:
+            complaints.add(ShapeError, argument.public, f"left out ({argument.absent})", list(x.shape))
+        else:
+            shared = given.get(argument.like)
+            dtypes = argument.dtypes if shared is None or shared.dtype not in argument.dtypes else (shared.dtype,)
+            _check_shape(complaints, argument, x, sizes)
+            _check_kind(complaints, argument, x, dtypes, first.device, signature.arguments[0].public)
+        if len(complaints.found) > before:
+            wrong.add(argument.name)
+    for axis in signature.nonempty.split():
+        if sizes.get(axis) == 0:
+            complaints.add(ShapeError, axis, "at least 1", 0)
+    for rule in signature.rules:
+        rule(complaints, {name: x for name, x in given.items() if name not in wrong}, sizes)
+    _check_values(complaints, signature, [None if one.name in wrong else x for one, x in zip(signature.arguments, tensors)], sizes)
+    complaints.raise_any()
+    return sizes
+
+
+def check_values(signature: Signature, tensors: Sequence[Tensor | None], sizes: Sizes) -> None:
+    """Raise if values break a rule; shapes, dtypes and devices are known to be right."""
+    complaints = Complaints(signature.function)
+    _check_values(complaints, signature, tensors, sizes)
+    complaints.raise_any()
+
+
+def _check_values(complaints: Complaints, signature: Signature, tensors: Sequence[Tensor | None], sizes: Sizes) -> None:
+    for argument, x in zip(signature.arguments, tensors):
+        if argument.values is not None and x is not None and reads_values(x):
+            wrong = argument.values(x.detach(), sizes)
+            if wrong is not None:
+                complaints.add(RangeError, argument.public, *wrong)
+
+
+def _check_absent(complaints: Complaints, argument: Argument, sizes: dict[str, int]) -> None:
+    if argument.required and not argument.absent:
+        complaints.add(ShapeError, argument.public, f"given, of shape {_bracketed(argument)}", "None")
+    if argument.otherwise is not None and argument.otherwise[1] in sizes:
+        sizes.setdefault(argument.otherwise[0], sizes[argument.otherwise[1]])
+
+
+def _check_shape(complaints: Complaints, argument: Argument, x: Tensor, sizes: dict[str, int]) -> None:
+    """Compare with the sizes that are known, and add those that are not."""
+    letters, shape = argument.letters, x.shape
+    if len(shape) == len(letters):
+        found = {axis: size - more for (axis, more), size in zip(letters, shape)}
+        if all(size >= 0 for size in found.values()) and all(sizes.get(axis, size) == size for axis, size in found.items()):
+            for axis, size in found.items():
+                sizes.setdefault(axis, size)
+            return
+    wanted = ["*" if axis not in sizes else str(sizes[axis] + more) for axis, more in letters]
+    known = "" if all(size == "*" for size in wanted) else f" = [{', '.join(wanted)}]"
+    hint = argument.hint(x) if callable(argument.hint) else argument.hint
+    complaints.add(ShapeError, argument.public, f"of shape {_bracketed(argument)}{known}", list(shape), hint)
+
+
+def _check_kind(
+    complaints: Complaints, argument: Argument, x: Tensor, dtypes: tuple[torch.dtype, ...], device: torch.device, first: str
+) -> None:
+    name = argument.public
+    if x.dtype not in dtypes:
+        allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        complaints.add(DtypeError, name, allowed, x.dtype, f"Convert it with {name}.to(...).")
+    if x.device != device:
+        complaints.add(DeviceError, name, f"on {device}, where {first} is", x.device, f"Move it with {name}.to({str(device)!r}).")
+
+
+def _bracketed(argument: Argument) -> str:
+    return f"[{','.join(argument.axes.split())}]"
+
+
+def check_in_place(signature: Signature, tensors: Sequence[Tensor | None]) -> None:
+    """Raise unless the written argument can be written: no gradients, no overlap, no memory that another argument is read from."""
+    complaints = Complaints(signature.function)
+    pairs = [(argument, x) for argument, x in zip(signature.arguments, tensors) if x is not None]
+    if torch.is_grad_enabled():
+        for argument, x in pairs:
+            if x.requires_grad:
+                remedy = "There is no backward pass through an update in place: use torch.no_grad(), or a function over sequences."
+                complaints.add(RangeError, argument.public, "free of gradients", "requires_grad=True with gradients enabled", remedy)
+    written, target = next(pair for pair in pairs if pair[0].written)
+    if overlaps(target):
+        value = f"strides {list(target.stride())} over shape {list(target.shape)}"
+        complaints.add(RangeError, written.public, "free of overlap, since it is written in place", value, "Clone it first.")
+    begin, end = _reach(target)
+    for argument, x in pairs:
+        if argument is not written and x.device == target.device and not private.is_fake(x):
+            first, last = _reach(x)
+            if first < end and begin < last:
+                remedy = f"Clone {argument.public} first."
+            
+    complaints.raise_any()
+
+
+def overlaps(x: Tensor) -> bool:
+    """Whether two elements may share memory: some axis does not step over all that the axes with smaller strides reach."""
+    reach = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape) if size > 1):
+        if stride < reach:
+            return True
+        reach += stride * (size - 1)
+    return False
+
+
+def _reach(x: Tensor) -> tuple[int, int]:
+    """The first address of a tensor, and the one behind its last."""
+    if not x.numel() or private.is_fake(x):
+        return 0, 0
+    last = sum(stride * (size - 1) for stride, size in zip(x.stride(), x.shape)) + 1
+    return x.data_ptr(), x.data_ptr() + last * x.element_size()
+
+
+def offsets(axis: str) -> Any:
+    """Values of ``cu_seqlens``: where packed sequences begin along ``axis``, and its end."""
+
+    def values(x: Tensor, sizes: Sizes) -> Wrong | None:
+        ends, total = x.tolist(), sizes.get(axis)
+        if total is None or ends[0] == 0 and ends[-1] == total and all(a <= b for a, b in pairwise(ends)):
+            return None
+        shown = str(ends) if len(ends) <= 16 else f"[{', '.join(map(str, ends[:6]))}, ..., {', '.join(map(str, ends[-6:]))}]"
+        rule = f"offsets that begin at 0, never fall and end at {axis} = {total}"
+        return Wrong(rule, shown, "It is the cumulative sum of the sequence lengths with a 0 in front.")
+
+    return values
+
+
+def one_row(complaints: Complaints, tensors: dict[str, Tensor | None], sizes: Sizes) -> None:
+    """For ``Signature.rules``: packed sequences lie along the token axis of one batch row."""
+    if tensors.get("cu_seqlens") is not None and sizes.get("B", 1) != 1:
+        complaints.add(ShapeError, "B", "1 with cu_seqlens", sizes["B"], "Pack all sequences along the token axis.")
+

@@ -1,0 +1,75 @@
+"""Hopper's tensor memory accelerator: tensors as matrices that the hardware copies in tiles. And which Triton has Gluon.
+
+Gluon came into Triton late and still changes: it is imported when a launch for Hopper is planned. Where it cannot be, plain Triton runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from importlib import import_module
+from math import prod
+from typing import Any, NamedTuple
+
+import triton
+from torch import Tensor
+
+
+class Tile(NamedTuple):
+    """What the hardware copies at a time of a tensor of four axes, seen as a matrix."""
+
+    rows: int
+    columns: int
+    axes: int = 2
+    """How many of the tensor's first axes are the matrix's first; [B,T,H,D] is [B * T,H * D]."""
+
+
+GLUON = (3, 6)
+"""The first Triton whose Gluon the kernels are written in."""
+
+
+@cache
+def modules(package: str | None) -> tuple[Any, Any] | None:
+    """A package's ``hopper_forward`` and ``hopper_backward``; None where Triton has no Gluon as they are written in."""
+    if tuple(map(int, triton.__version__.split(".")[:2])) < GLUON:
+        return None
+    try:
+        return import_module(".hopper_forward", package), import_module(".hopper_backward", package)
+    except (ImportError, AttributeError):
+        return None
+
+
+def tiled(x: Tensor) -> bool:
+    """Whether [B,T,H,D] is a matrix [B * T,H * D] with rows of their own that begin at multiples of 16 bytes."""
+    B, T, H, D = x.shape
+    b, t, h, d = x.stride()
+    aligned = t * x.element_size() % 16 == 0 == x.data_ptr() % 16
+    return aligned and d == 1 and (H == 1 or h == D) and (B == 1 or b == T * t) and t >= H * D
+
+
+@cache
+def _layout() -> Any:
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    return NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+
+
+@cache
+def _descriptor() -> Any:
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    return TensorDescriptor
+
+
+def description(x: Tensor, tile: Tile) -> dict[str, Any]:
+    """What tensors of one signature have in common as matrices that are copied in tiles."""
+    shape = [prod(x.shape[: tile.axes]), prod(x.shape[tile.axes :])]
+    box, step = [tile.rows, tile.columns], x.stride(tile.axes - 1)
+    return {"shape": shape, "strides": [step, 1], "block_shape": box, "layout": _layout(), "padding": "zero"}
+
+
+def described(x: Tensor, known: Mapping[str, Any]) -> Any:
+    """A tensor of this description, as Triton takes it. It was looked at when the launch was planned, so Triton need not once more."""
+    one = object.__new__(_descriptor())
+    one.__dict__.update(known, base=x)
+    return one

@@ -1,0 +1,149 @@
+"""Runs plans: allocates their memory, launches their kernels. Nothing here waits for the device.
+
+A plan is compiled once for calls that are alike and bound once to the sizes of equal calls (``penstock.call.memory``), so that an
+equal call costs the host little more than the launches themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..call.memory import exact, layout
+from ..call.problem import Problem
+from .plan import Launch, Plan, Sizes, contiguous
+from .target import Target, interpreting
+
+
+class Prepared:
+    """A plan with its compiled kernels, for calls that are alike."""
+
+    def __init__(self, plan: Plan, device: torch.device) -> None:
+        self.plan, self.device = plan, device
+        self.kernels: tuple[Any, ...] | None = None
+
+    def compile(self, plan: Plan, tensors: Mapping[str, Tensor]) -> tuple[Any, ...]:
+        """Compile all kernels, side by side, for tensors like these; ``plan`` is the plan for their sizes."""
+        if self.kernels is None:
+            job = partial(self._compile_one, tensors=tensors)
+            if len(plan.launches) == 1 or interpreting():
+                self.kernels = tuple(map(job, plan.launches))
+            else:
+                with ThreadPoolExecutor(len(plan.launches)) as pool:
+                    self.kernels = tuple(pool.map(job, plan.launches))
+        return self.kernels
+
+    def _compile_one(self, launch: Launch, tensors: Mapping[str, Tensor]) -> Any:
+        """What ``[grid]`` makes a launch of."""
+        if interpreting():
+            return _Interpreted(launch.kernel, dict(launch.options))
+        with _at(self.device):  # the current device is a thread's own
+            arguments = launch.arguments(tensors, launch.descriptions(tensors), tensors)
+            return launch.kernel.warmup(*arguments, *launch.numbers, *launch.constants, grid=(1, 1, 1), **dict(launch.options))
+
+
+class _Interpreted:
+    """A kernel under the interpreter, used as a compiled one."""
+
+    def __init__(self, kernel: Any, options: dict[str, int]) -> None:
+        self.kernel, self.options = kernel, options
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., object]:
+        return partial(self.kernel[grid], **self.options)
+
+
+class Bound:
+    """A prepared plan for calls that are equal."""
+
+    def __init__(self, prepared: Prepared, sizes: Sizes, absent: list[str]) -> None:
+        self.prepared, self.absent, self.device = prepared, absent, prepared.device
+        plan = self.plan = prepared.plan.at(sizes)
+        self.memory = [(name, shape, contiguous(shape), dtype) for name, (shape, dtype) in plan.memory.items()]  # type: ignore[arg-type]
+        self.numbers = [one.numbers + one.constants for one in plan.launches]
+        self.runners: list[Callable[..., object]] | None = None
+        self.known: list[list[dict[str, Any]]] = []
+
+    def run(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Add the plan's memory to ``tensors`` and launch its kernels."""
+        device, plan = self.device, self.plan
+        if plan.ones:
+            tensors["ones"] = _ones(plan.ones, device)
+        for name, shape, strides, dtype in self.memory:
+            tensors[name] = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        with _at(device):
+            if self.runners is None:
+                self.known = [one.descriptions(tensors) for one in plan.launches]
+                kernels = self.prepared.compile(plan, tensors)
+                self.runners = [kernel[one.grid, 1, 1] for kernel, one in zip(kernels, plan.launches)]
+            given = tensors if interpreting() else {name: x.data_ptr() for name, x in tensors.items()}  # Triton would ask in every launch
+            for runner, one, known, numbers in zip(self.runners, plan.launches, self.known, self.numbers):
+                runner(*one.arguments(tensors, known, given), *numbers)
+        return tensors
+
+
+def _ones(C: int, device: torch.device) -> Tensor:
+    """[C + 1, C], row n with n ones; kept, unless its memory would belong to a graph."""
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return _made_ones(C, device) if capturing else _kept_ones(C, device)
+
+
+def _made_ones(C: int, device: torch.device) -> Tensor:
+    return torch.ones(C + 1, C, dtype=torch.bfloat16, device=device).tril(-1)
+
+
+_kept_ones = cache(_made_ones)
+_NOTHING = nullcontext()
+
+
+def _at(device: torch.device) -> AbstractContextManager[object]:
+    """Triton launches on the current device."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return _NOTHING
+    return torch.cuda.device(device)
+
+
+_trial: Hashable = None
+_tried: Mapping[Any, Any] = {}
+
+
+@contextmanager
+def trying(configurations: Mapping[Any, Any]) -> Iterator[None]:
+    """Plan with these configurations before all others, within this block, in the whole process: how ``penstock tune`` times them."""
+    global _trial, _tried
+    before = _trial, _tried
+    _trial, _tried = object(), dict(configurations)
+    try:
+        yield
+    finally:
+        _trial, _tried = before
+
+
+def run(
+    name: str, p: Problem, target: Target, planned: Callable[[Target], Plan], tensors: dict[str, Tensor | None], *more: Tensor | None
+) -> dict[str, Tensor]:
+    """Run a pass of a problem: find or make its plan, compiled and bound. ``more``: tensors that are not the problem's own.
+
+    Missing tensors get the first tensor of the problem as a dummy pointer.
+    """
+    seen, first = p.seen, p.tensors[0]
+    assert first is not None
+    key = name, exact(more), torch.get_float32_matmul_precision(), _trial
+    bound = seen.bound.get(key)
+    if bound is None:
+        plans = seen.kind.plans
+        rough = name, tuple([layout(x) for x in more]), key[2], _trial
+        prepared = plans.get(rough)
+        if prepared is None:
+            at = target._replace(table={**target.table, **_tried}) if _tried else target
+            prepared = plans[rough] = Prepared(planned(at), first.device)
+        bound = seen.bound[key] = Bound(prepared, p.sizes, [name for name, x in tensors.items() if x is None])
+    for one in bound.absent:
+        tensors[one] = first
+    found: dict[str, Tensor] = bound.run(tensors)  # type: ignore[arg-type]
+    return found

@@ -1,0 +1,101 @@
+"""What a call launches: kernels, grids, constants and memory, from sizes and strides alone.
+
+A ``Plan`` holds no tensor and touches no device. ``launch`` runs it, ``penstock check --compile`` compiles it for GPUs that are absent,
+``penstock tune`` times it with other configurations. Grids, numbers and shapes that depend on how many tokens and sequences there are
+are functions of the sizes: one plan serves all calls that are alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import hopper
+
+Sizes = Mapping[str, int]
+"""Of a problem, by axis."""
+Size = int | Callable[[Sizes], int]
+Number = int | float | Callable[[Sizes], int]
+
+
+def value(x: Any, sizes: Sizes) -> Any:
+    """A size or number for these sizes."""
+    return x(sizes) if callable(x) else x
+
+
+class Launch(NamedTuple):
+    """One kernel: its tensors by name, then numbers, then compile-time constants, in the order of its parameters."""
+
+    kernel: Any
+    grid: Size
+    tensors: tuple[str, ...]
+    numbers: tuple[Number, ...]
+    constants: tuple[Any, ...]
+    options: tuple[tuple[str, int], ...]
+    """For Triton's compiler: warps, and registers for each thread at first where the kernel divides them anew."""
+    tiles: tuple[hopper.Tile, ...] = ()
+    """Of the first tensors, if those are copied in tiles by the hardware."""
+
+    def descriptions(self, tensors: Mapping[str, Tensor]) -> list[dict[str, Any]]:
+        """Of the tensors that are copied in tiles."""
+        return [hopper.description(tensors[name], tile) for name, tile in zip(self.tensors, self.tiles)]
+
+    def arguments(self, tensors: Mapping[str, Tensor], known: Sequence[Mapping[str, Any]], others: Mapping[str, Any]) -> list[Any]:
+        """Its tensors as the kernel takes them: the first by their descriptions, the rest looked up in ``others``."""
+        tiled = [hopper.described(tensors[name], one) for name, one in zip(self.tensors, known)]
+        return tiled + [others[name] for name in self.tensors[len(tiled) :]]
+
+
+@dataclass
+class Plan:
+    """Memory to allocate, by name, and kernels to launch one after another."""
+
+    memory: dict[str, tuple[tuple[Size, ...], torch.dtype]] = field(default_factory=dict)
+    launches: list[Launch] = field(default_factory=list)
+    ones: int = 0
+    """C, for kernels that read the tensor ``ones`` [C + 1, C], whose row n has n ones."""
+
+    def at(self, sizes: Sizes) -> Plan:
+        """The plan for these sizes: all grids, numbers and shapes are integers."""
+        memory = {name: (tuple([value(size, sizes) for size in shape]), dtype) for name, (shape, dtype) in self.memory.items()}
+        launches = [one._replace(grid=value(one.grid, sizes), numbers=tuple([value(x, sizes) for x in one.numbers])) for one in self.launches]
+        return Plan(memory, launches, self.ones)
+
+    def empty(self, name: str, *shape: Size, dtype: torch.dtype = torch.float32) -> str:
+        """Plan uninitialised memory."""
+        self.memory[name] = (shape, dtype)
+        return name
+
+    def launch(
+        self, kernel: Any, grid: Size, tensors: tuple[str, ...], numbers: tuple[Number, ...], warps: int,
+        tiles: tuple[hopper.Tile, ...] = (), registers: int = 0, **constants: Any,
+    ) -> None:  # fmt: skip
+        """Plan a launch; ``constants`` in any order."""
+        names = kernel.arg_names[len(tensors) + len(numbers) :]
+        options = (("num_warps", warps), *((("maxnreg", registers),) if registers else ()))
+        self.launches.append(Launch(kernel, grid, tensors, numbers, tuple(constants[name] for name in names), options, tiles))
+
+
+def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a result. ``torch.empty_strided``, which takes them, needs half the time of ``torch.empty``."""
+    return tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+def dense(indices: Tensor | None) -> Tensor | None:
+    """Offsets or slots without gaps, as kernels on a GPU read them."""
+    return None if indices is None else indices.contiguous()
+
+
+def chunks(T: int, L: int, N: int, packed: bool) -> int:
+    """Chunks of L tokens that N sequences of T tokens, or of T together if packed, may need: see ``tiles.span_of``."""
+    return T // L + N if packed else N * -(-T // L)
+
+
+def strides(*tensors: Tensor) -> tuple[int, ...]:
+    """Of all axes of all tensors, in a kernel's order."""
+    return tuple(stride for x in tensors for stride in x.stride())

@@ -1,0 +1,84 @@
+"""The GPU that launches are planned for, and whether Triton's interpreter stands in for one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from functools import cache
+from importlib.util import find_spec
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+
+
+@cache
+def interpreting() -> bool:
+    """Whether this process runs Triton's kernels under its interpreter: on CPU tensors, and without the rounding of bfloat16."""
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "y", "yes")
+
+
+@cache
+def unavailable() -> str | None:
+    """Why Triton kernels cannot run on this machine, or None."""
+    if find_spec("triton") is None:
+        return "Triton is not installed: pip install 'penstock[triton]'"
+    if interpreting() or torch.cuda.is_available():
+        return None
+    return "torch sees no GPU here (for Triton's interpreter set TRITON_INTERPRET=1 before Python starts)"
+
+
+def refuses(x: torch.Tensor) -> str | None:
+    """Why Triton kernels cannot take tensors like this one, or None."""
+    if x.device.type != "cuda" and not (x.device.type == "cpu" and interpreting()):
+        return f"its tensors are on {x.device}, it works on a GPU"
+    if x.dtype == torch.float64:
+        return "it computes in float32, and the inputs are float64"
+    if interpreting() and x.dtype == torch.bfloat16:
+        return "Triton's interpreter truncates to bfloat16 where it should round"
+    return None
+
+
+class Target(NamedTuple):
+    """A GPU."""
+
+    arch: str
+    """"sm_90", "gfx942", ...; "interpreter"."""
+    multiprocessors: int
+    shared_memory: int
+    """Bytes that one program may take."""
+    table: Mapping[Any, Any] = MappingProxyType({})
+    """Measured configurations of a family's kernels."""
+
+    @property
+    def interpreted(self) -> bool:
+        """Whether this is Triton's interpreter."""
+        return self.arch == "interpreter"
+
+    @classmethod
+    @cache
+    def of(cls, device: torch.device) -> Target:
+        """The GPU of this device. The interpreter gets a few multiprocessors, so that segments are walked there too."""
+        if device.type != "cuda":
+            return cls("interpreter", 4, 1 << 20)
+        gpu = torch.cuda.get_device_properties(device)
+        arch = gpu.gcnArchName.partition(":")[0] if torch.version.hip else f"sm_{gpu.major}{gpu.minor}"
+        return cls(arch, gpu.multi_processor_count, getattr(gpu, "shared_memory_per_block_optin", 1 << 16))
+
+
+def power(x: int, least: int = 16) -> int:
+    """The smallest power of two that is at least x and ``least``."""
+    return max(least, 1 << max(x - 1, 0).bit_length())
+
+
+def precision(dtype: torch.dtype, target: Target) -> str:
+    """How products of a kernel take operands that are not multiplied in their own 16 bits.
+
+    float32 follows ``torch.get_float32_matmul_precision()``: three TF32 products, as exact as float32, or one where it allows that.
+    bfloat16 operands are multiplied as they are, float16 ones in TF32, which has as many bits and a wider exponent.
+    """
+    if target.interpreted or not target.arch.startswith("sm_"):
+        return "bf16" if dtype == torch.bfloat16 and not target.interpreted else "ieee"
+    if dtype == torch.bfloat16:
+        return "bf16"
+    return "tf32" if dtype == torch.float16 or torch.get_float32_matmul_precision() != "highest" else "tf32x3"

@@ -1,0 +1,108 @@
+"""Device functions that kernels of every family share: where a program's tokens are, loading tiles, products.
+
+Time always runs forward in a kernel: token i of a chunk is row ``first + i * step`` of the tensors, step being -1 where the caller's time
+runs backwards.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def span_of(slot, cu_seqlens, N, T, L, PACKED: tl.constexpr):
+    """Stretch ``slot`` of L tokens: its sequence, the sequence's begin and end, and how many tokens of it come before.
+
+    Packed, sequence n owns the slots from ``cu_seqlens[n] // L + n`` on: as many as it may need, known without a sum over
+    the others and without the host. A slot that its sequence does not need begins at or behind the sequence's end.
+    """
+    if PACKED:
+        low = slot * 0
+        high = N
+        while high - low > 1:
+            middle = (low + high) // 2
+            if tl.load(cu_seqlens + middle).to(tl.int64) // L + middle <= slot:
+                low = middle
+            else:
+                high = middle
+        n = low
+        begin = tl.load(cu_seqlens + n).to(tl.int64)
+        end = tl.load(cu_seqlens + n + 1).to(tl.int64)
+        done = (slot - begin // L - n) * L
+    else:
+        slots = tl.cdiv(T, L)
+        n = slot // slots
+        begin = (slot * 0).to(tl.int64)
+        end = begin + T
+        done = begin + (slot - n * slots) * L
+    return n, begin, end, done
+
+
+@triton.jit
+def tokens_of(slot, cu_seqlens, N, T, L, SEGMENTS: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr):
+    """The tokens of a program, which are a sequence or, if SEGMENTS, stretch ``slot`` of L tokens of one.
+
+    Its sequence n, the batch row b that the sequence lies in, the first row and the step on the token axis, where the sequence begins, how
+    many of its tokens come before the program's, and how many the program has (0 or less if the slot is not needed).
+    """
+    if SEGMENTS:
+        n, begin, end, done = span_of(slot, cu_seqlens, N, T, L, PACKED)
+        tokens = tl.minimum(end - begin - done, L).to(tl.int32)
+    else:
+        n = slot
+        begin = (slot * 0).to(tl.int64)
+        end = begin + T
+        if PACKED:
+            begin = tl.load(cu_seqlens + n).to(tl.int64)
+            end = tl.load(cu_seqlens + n + 1).to(tl.int64)
+        done = begin * 0
+        tokens = (end - begin).to(tl.int32)
+    b = n.to(tl.int64)
+    if PACKED:
+        b = b * 0
+    if REVERSE:
+        row = end - 1 - done
+    else:
+        row = begin + done
+    step = -1 if REVERSE else 1
+    return n, b, row, step, begin, done, tokens
+
+
+@triton.jit
+def slot_of(n, begin, done, T, L, PACKED: tl.constexpr):
+    """The slot of the stretch of L tokens of sequence n that ``done`` tokens come before: the inverse of ``span_of``."""
+    if PACKED:
+        slot = begin // L + n + done // L
+    else:
+        slot = n * tl.cdiv(T, L) + done // L
+    return slot
+
+
+@triton.jit
+def tile(base, i, live, stride_i, j, stride_j, J: tl.constexpr, BJ: tl.constexpr):
+    """[len(i), BJ] of a matrix, zeros where a token is not live or a column not there."""
+    mask = live[:, None]
+    if BJ * (J // BJ) != J:
+        mask = mask & (j < J)[None, :]
+    return tl.load(base + i[:, None] * stride_i + j[None, :] * stride_j, mask=mask, other=0.0)
+
+
+@triton.jit
+def to_tf32(x):
+    """x rounded to TF32, 11 significant bits: tl.dot by itself would cut off what is beyond them, and errors of one sign add up."""
+    return ((x.to(tl.float32).to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def product(a, b, PRECISION: tl.constexpr):
+    """a @ b with float32 sums. PRECISION "bf16": bfloat16 operands; else how tl.dot takes float32 operands."""
+    if PRECISION == "bf16":
+        c = tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16))
+    elif PRECISION == "tf32":
+        c = tl.dot(to_tf32(a), to_tf32(b), input_precision="tf32")
+    else:
+        c = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision=PRECISION)
+    return c

@@ -1,1 +1,0 @@
-"""The implementations of the recurrence, one file each, and the contract that they all fill."""

@@ -1,0 +1,62 @@
+"""States that are moved on in place, by way of a forward pass: what an implementation in plain PyTorch does.
+
+The state of a sequence after p tokens is a function of the tokens alone: the first 64 floor(p / 64) tokens are walked in chunks of 64 from
+the row's beginning, the rest token by token, and the state is rounded to the pool's dtype after each. So results do not depend on where
+a sequence is cut, as long as cuts lie at multiples of 64, nor on the other rows of the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .declaration import Advance, Recurrence, state_dtype
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+CHUNK = 64
+
+
+def pieces(tokens: int) -> Iterator[tuple[int, int]]:
+    """Begin and end of the pieces that a row of so many tokens is walked in."""
+    whole = tokens // CHUNK * CHUNK
+    yield from ((begin, begin + CHUNK) for begin in range(0, whole, CHUNK))
+    yield from ((begin, begin + 1) for begin in range(whole, tokens))
+
+
+def advance_by(forward: Callable[[Recurrence], Sequence[Tensor | None]], a: Advance) -> Tensor:
+    """The output; states are copied out of the pool and back. Waits for the device where it has slots or offsets to read."""
+    output = a.v.new_zeros(a.v.shape)
+    slots = list(range(a.sizes["N"])) if a.slots is None else a.slots.tolist()
+    live = [(n, slot) for n, slot in enumerate(slots) if slot >= 0]
+    if a.cu_seqlens is None:  # rows of one length go together
+        together = [([n for n, _ in live], [slot for _, slot in live], 0, a.sizes["T"])] if live else []
+    else:
+        spans = a.spans()
+        together = [([0], [slot], *spans[n]) for n, slot in live]
+    for rows, taken, first, last in together:
+        state = a.state[taken]
+        for begin, end in pieces(last - first):
+            piece = _piece(a, rows, slice(first + begin, first + end), state)
+            o, state = forward(piece)  # type: ignore[assignment]
+            output[rows, first + begin : first + end] = o  # type: ignore[assignment]
+            state = state.to(a.state.dtype)
+        a.state[taken] = state
+    return output
+
+
+def _piece(a: Advance, rows: list[int], tokens: slice, state: Tensor) -> Recurrence:
+    from .operators import RECURRENCE
+
+    q, k, v = (x[rows, tokens] for x in (a.q, a.k, a.v))
+    g = a.g
+    if g is not None and "T" in a.variant.decay:
+        g = g[rows, tokens]
+    state = state.to(torch.promote_types(state.dtype, state_dtype(a.q.dtype)))
+    signature = RECURRENCE.signatures[a.variant.name]
+    sizes = {**a.sizes, "B": len(rows), "N": len(rows), "T": q.shape[1]}
+    return Recurrence.of(RECURRENCE, signature, (q, k, v, g, a.u, None, state), (a.scale, False, True), sizes)

@@ -1,0 +1,226 @@
+"""Launches the CUDA kernels on torch's current stream. Nothing here waits for the device, and equal calls give equal bits.
+
+A kernel takes one argument, ``Call``: addresses and strides of all tensors. So any strides are taken as they are, and nothing is copied.
+All but the addresses is the same for equal calls and is kept (``penstock.call.memory``): an equal call allocates its results, writes
+addresses and launches.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+from math import sqrt
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ...call import private
+from ...call.memory import exact
+from ...errors import PenstockError
+from ...gpu.plan import contiguous, dense
+from ..declaration import Advance, Recurrence, Tokens
+from ..gradients import Gradients
+from . import COLUMNS
+from .compile import Configuration, Kernel, machine_code
+
+CHUNK = 8
+"""Tokens that the backward kernel takes at once."""
+
+
+class _Tensor(ctypes.Structure):
+    _fields_ = [("data", ctypes.c_void_p), ("stride", ctypes.c_longlong * 4)]
+
+
+class Call(ctypes.Structure):
+    """The argument of both kernels: as in tokens.cuh."""
+
+    _fields_ = [
+        *((name, _Tensor) for name in ("q", "k", "v", "g", "u", "initial_state", "output", "final_state")),
+        *((name, _Tensor) for name in ("d_output", "d_final_state", "dq", "dk", "dv", "dg", "du", "d_initial_state")),
+        *((name, ctypes.c_void_p) for name in ("cu_seqlens", "slots", "kept")),
+        ("scale", ctypes.c_float),
+        *((name, ctypes.c_int) for name in ("T", "H", "reverse", "span", "spans")),
+    ]
+
+
+Words = ctypes.c_longlong * (ctypes.sizeof(Call) // 8)
+"""``Call`` again: an address is a word, quickly written."""
+Tensors = dict[str, Tensor | None]
+Memory = dict[str, tuple[tuple[int, ...], torch.dtype]]
+"""Shapes and dtypes by name."""
+
+
+class Prepared:
+    """What equal calls have in common: the kernel, the memory of its results, its argument but for the addresses."""
+
+    def __init__(self, kernel: Configuration, p: Tokens, tensors: Tensors, memory: Memory, reverse: bool, **numbers: int) -> None:
+        N, H, _, V = p.state_shape
+        assert p.gate is not None
+        self.kernel, self.device = kernel, p.q.device
+        self.blocks = N * H * (V // COLUMNS)  # of threads: one a sequence, head and 16 columns
+        self.memory = [(name, tuple(shape), contiguous(shape), dtype) for name, (shape, dtype) in memory.items()]
+        strides = {name: x.stride() for name, x in tensors.items() if x is not None}
+        strides |= {name: steps for name, _, steps, _ in self.memory}
+        self.words = {name: getattr(Call, name).offset // 8 for name in strides}  # where addresses are
+        call = Call(T=p.q.shape[1], H=H, reverse=reverse, scale=p.scale, **numbers)
+        for name, steps in (strides | {"g": p.gate.expand(p.q.shape).stride()}).items():
+            place = getattr(call, name)
+            if isinstance(place, _Tensor):
+                place.stride[: len(steps)] = steps
+        self.call = bytes(call)
+
+    def run(self, tensors: Tensors) -> dict[str, Tensor]:
+        """Add the results to ``tensors`` and launch. A missing tensor has the address 0."""
+        for name, shape, strides, dtype in self.memory:
+            tensors[name] = torch.empty_strided(shape, strides, dtype=dtype, device=self.device)
+        call = Words.from_buffer_copy(self.call)
+        for name, word in self.words.items():
+            call[word] = tensors[name].data_ptr()  # type: ignore[union-attr]
+        run(self.kernel, self.blocks, self.device, call)
+        return tensors  # type: ignore[return-value]
+
+
+def _run(p: Tokens, name: str, tensors: Tensors, prepare: Callable[[], Prepared], *more: Tensor | None) -> dict[str, Tensor]:
+    """Run what was prepared for equal calls, now or before. ``more``: tensors that are not the problem's own."""
+    bound, key = p.seen.bound, (name, exact(more))
+    if key not in bound:
+        bound[key] = prepare()
+    found: dict[str, Tensor] = bound[key].run(tensors)
+    return found
+
+
+def forward_pass(p: Recurrence) -> tuple[Tensor, Tensor]:
+    """Output [B,T,H,V] in v's dtype and final state [N,H,K,V] in float32."""
+    tensors = _inputs(p)
+
+    def prepare() -> Prepared:
+        memory = {"output": (p.v.shape, p.v.dtype), "final_state": (p.state_shape, torch.float32)}
+        return Prepared(_configuration(p, "forward", p.initial_state), p, tensors, memory, p.reverse)
+
+    found = _run(p, "cuda forward", tensors, prepare)
+    return found["output"], found["final_state"]
+
+
+def advance_pass(p: Advance) -> Tensor:
+    """Output; the states of the pool are updated in place."""
+    slots = dense(p.slots)
+    tensors = _tokens(p) | {"initial_state": p.state, "final_state": p.state, "slots": slots}
+
+    def prepare() -> Prepared:
+        kernel = _configuration(p, "forward", p.state, p.state.dtype, slots)
+        return Prepared(kernel, p, tensors, {"output": (p.v.shape, p.v.dtype)}, False)
+
+    return _run(p, "cuda advance", tensors, prepare)["output"]
+
+
+def backward_pass(p: Recurrence, d_output: Tensor, d_final_state: Tensor | None) -> Gradients:
+    """All gradients; blocks of columns give shares of those that are sums over columns, which are summed here."""
+    d_final = None if d_final_state is None else d_final_state.to(torch.float32)
+    tensors = _inputs(p) | {"d_output": d_output, "d_final_state": d_final}
+
+    def prepare() -> Prepared:
+        B, T, H, K, N = (p.sizes[name] for name in "BTHKN")
+        tokens, sequences = ((*axes, K // COLUMNS * K) for axes in ((B, T, H), (N, H, 1)))
+        shares = {"dq": tokens, "dk": tokens, "dg": tokens if "T" in p.variant.decay else sequences, "du": sequences}
+        span = CHUNK * max(1, round(sqrt(T / CHUNK)))  # as many states of spans as of chunks in a span
+        spans = B * T // span + N
+        kept = H * (spans + N * (span // CHUNK)) * K * K
+        memory: Memory = {name: (shape, torch.float32) for name, shape in shares.items()}
+        memory |= {"dv": (p.v.shape, p.v.dtype), "kept": ((kept,), torch.float32)}
+        if p.initial_state is not None:
+            memory["d_initial_state"] = p.state_shape, p.initial_state.dtype
+        return Prepared(_configuration(p, "backward", p.initial_state), p, tensors, memory, p.reverse, span=span, spans=spans)
+
+    found = _run(p, "cuda backward", tensors, prepare, d_output, d_final)
+    assert p.g is not None and p.u is not None  # noqa: PT018
+    dq, dk, dg, du = (_summed(found[name], like) for name, like in (("dq", p.q), ("dk", p.k), ("dg", p.g), ("du", p.u)))
+    return Gradients(dq, dk, found["dv"], dg, du, found.get("d_initial_state"))
+
+
+def _tokens(p: Tokens) -> Tensors:
+    return {"q": p.q, "k": p.k, "v": p.v, "g": p.g, "u": p.u, "cu_seqlens": dense(p.cu_seqlens)}
+
+
+def _inputs(p: Recurrence) -> Tensors:
+    return _tokens(p) | {"initial_state": p.initial_state}
+
+
+def _summed(shares: Tensor, like: Tensor) -> Tensor:
+    """Over blocks of columns and, for what all sequences share, over sequences: the gradient of ``like``, in its dtype."""
+    K = like.shape[-1]
+    blocks = shares.view(*shares.shape[:-1], -1, K)
+    total: Tensor = blocks.sum(-2) if like.dim() == 4 else blocks.sum((0, 2, 3))
+    return total.to(like.dtype)
+
+
+def _configuration(
+    p: Tokens, kernel: Literal["forward", "backward"], state: Tensor | None, final_state: torch.dtype = torch.float32,
+    slots: Tensor | None = None,
+) -> Configuration:  # fmt: skip
+    assert p.g is not None and p.u is not None  # noqa: PT018
+    indices = p.cu_seqlens if slots is None else slots
+    return Configuration(
+        kernel,
+        p.q.shape[3],
+        p.q.dtype,
+        p.g.dtype,
+        p.u.dtype,
+        torch.float32 if state is None else state.dtype,
+        final_state,
+        torch.int64 if indices is None else indices.dtype,
+        kernel == "backward" and "T" not in p.variant.decay,
+    )
+
+
+def run(kernel: Kernel, blocks: int, device: torch.device, *arguments: ctypes.Array[Any] | ctypes._SimpleCData[Any]) -> None:
+    """Launch so many blocks of threads. The tests put a CPU in the place of this function."""
+    if device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return run(kernel, blocks, device, *arguments)
+    driver = _driver()
+    _ensure_context(device.index)
+    function, stream = _function(kernel, device.index), private.raw_stream(device.index)
+    addresses = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
+    (status,) = driver.cuLaunchKernel(function, blocks, 1, 1, kernel.threads, 1, 1, 0, stream, ctypes.addressof(addresses), 0)
+    _check(status, "launch")
+
+
+@cache
+def _driver() -> Any:
+    from cuda.bindings import driver
+
+    return driver
+
+
+def _ensure_context(device: int) -> None:
+    """A thread that has asked the runtime for nothing yet has no context: give it the one that torch uses."""
+    driver = _driver()
+    status, context = driver.cuCtxGetCurrent()
+    _check(status, "have a context for")
+    if not int(context):
+        status, handle = driver.cuDeviceGet(device)
+        _check(status, "find the device for")
+        status, context = driver.cuDevicePrimaryCtxRetain(handle)
+        _check(status, "have a context for")
+        (status,) = driver.cuCtxSetCurrent(context)
+        _check(status, "have a context for")
+
+
+@cache
+def _function(kernel: Kernel, device: int) -> object:
+    """The kernel, compiled or found on disk, and loaded into torch's context of a device, which must be the current one."""
+    driver = _driver()
+    major, minor = torch.cuda.get_device_capability(device)
+    code = machine_code(kernel, f"sm_{major}{minor}")
+    status, module = driver.cuModuleLoadData(code)
+    _check(status, "load")
+    status, function = driver.cuModuleGetFunction(module, kernel.kernel.encode())
+    _check(status, "find")
+    return function
+
+
+def _check(status: object, what: str) -> None:
+    if int(status) != 0:  # type: ignore[call-overload]
+        raise PenstockError(f"cuda: the driver must {what} the kernel, got {status}. Use impl='auto', and please report it.")

@@ -1,0 +1,188 @@
+"""The recurrence as the frame (``penstock.call``) sees it: two operators, over whole sequences and in place, one signature a variant.
+
+B batch, T tokens, H heads, K key channels and V value channels of a head, N sequences (N = B unless packed), P rows of a pool of states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..call.declaration import INDICES, Argument, Option, Result, Signature, Sizes, Wrong
+from ..call.problem import Problem
+from ..call.validation import finite, offsets, one_row
+from ..errors import Complaints, ShapeError
+from .variants import VARIANTS, Variant
+
+
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of final states and of sums over time: float64 for float64 inputs, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class Tokens(Problem):
+    """What both operators share."""
+
+    q: Tensor  # [B, T, H, K]
+    k: Tensor  # [B, T, H, K]
+    v: Tensor  # [B, T, H, V]
+    g: Tensor | None  # log decay, natural logarithm, axes as variant.decay says
+    u: Tensor | None  # [H, K]
+    cu_seqlens: Tensor | None  # [N + 1], packed with B = 1
+    scale: float
+
+    @property
+    def variant(self) -> Variant:
+        """The row of the table."""
+        return self.signature.about  # type: ignore[no-any-return]
+
+    @property
+    def gate(self) -> Tensor | None:
+        """The decay seen as [B or 1, T or 1, H, K or 1]."""
+        if self.g is None:
+            return None
+        axes = self.variant.decay
+        if axes == "BTHK":
+            return self.g
+        return self.g[tuple(slice(None) if axis in axes else None for axis in "BTHK")]
+
+    @property
+    def state_shape(self) -> tuple[int, int, int, int]:
+        """[N, H, K, V]"""
+        N, H, K, V = (self.sizes[axis] for axis in "NHKV")
+        return N, H, K, V
+
+    def spans(self) -> list[tuple[int, int]]:
+        """Begin and end of each sequence on the token axis, on the host. Waits for the device if packed."""
+        if self.cu_seqlens is None:
+            return [(0, self.sizes["T"])] * self.sizes["B"]
+        return list(pairwise(self.cu_seqlens.tolist()))
+
+
+class Recurrence(Tokens):
+    """A call over whole sequences."""
+
+    initial_state: Tensor | None  # [N, H, K, V]
+    reverse: bool
+    output_final_state: bool
+    flipped: bool = False
+    """Set by ``forward_in_time``."""
+
+    def forward_in_time(self) -> Recurrence:
+        """The same problem with ``reverse`` undone by flipping the token axis (and, if packed, the order of sequences)."""
+        if not self.reverse:
+            return self
+        packed, state = self.cu_seqlens is not None, self.initial_state
+        flipped = self.with_tensors(
+            {
+                "q": self.q.flip(1),
+                "k": self.k.flip(1),
+                "v": self.v.flip(1),
+                "g": self.g.flip(1) if self.g is not None and "T" in self.variant.decay else self.g,
+                "initial_state": state.flip(0) if packed and state is not None else state,
+                "cu_seqlens": self.sizes["T"] - self.cu_seqlens.flip(0) if self.cu_seqlens is not None else None,
+            }
+        )
+        flipped.reverse, flipped.flipped = False, True
+        return flipped
+
+    def back_in_time(self, output: Tensor, final_state: Tensor) -> tuple[Tensor, Tensor]:
+        """Undo ``forward_in_time`` on the results."""
+        if not self.flipped:
+            return output, final_state
+        return output.flip(1), final_state.flip(0) if self.cu_seqlens is not None else final_state
+
+
+class Advance(Tokens):
+    """A call that updates states in place: sequence n goes on from row ``slots[n]`` of a pool."""
+
+    state: Tensor  # [P, H, K, V], written
+    slots: Tensor | None  # [N]; None: sequence n is row n. Negative: skipped
+
+
+def log_decay(g: Tensor, sizes: Sizes) -> Wrong | None:
+    """Values of a decay."""
+    if not g.numel() or float(g.amax()) <= 0:  # False for NaN, which amax passes on
+        return None
+    missing, largest = int(g.isnan().sum()), float(g.nan_to_num(nan=-torch.inf, posinf=torch.inf).amax())
+    found = [f"a largest value of {largest:g}"] * (largest > 0) + [f"{missing} times NaN"] * (missing > 0)
+    remedy = "Pass log(decay): for RWKV checkpoints -exp(w), for GLA logsigmoid(x) / 16."
+    return Wrong("a log decay, natural logarithm, nowhere above 0 or NaN", " and ".join(found), remedy)
+
+
+def rows(slots: Tensor, sizes: Sizes) -> Wrong | None:
+    """Values of slots."""
+    taken, count = [slot for slot in slots.tolist() if slot >= 0], sizes.get("P")
+    if count is not None and any(slot >= count for slot in taken):
+        return Wrong(f"below the {count} rows of state", str(max(taken)), "A negative slot skips a sequence.")
+    if len(set(taken)) < len(taken):
+        twice = sorted({slot for slot in taken if taken.count(slot) > 1})
+        return Wrong("different for every sequence", f"{twice} more than once", "Two sequences cannot share a state.")
+    return None
+
+
+def _tokens(row: Variant, query: str, gate: str, nullable: bool) -> tuple[Argument, ...]:
+    """The arguments that both operators share."""
+    decay = " ".join(row.decay)
+    return (
+        Argument("q", "B T H K", label=query, gradient=True, hint="Tokens come before heads."),
+        Argument("k", "B T H K", like="q", gradient=True),
+        Argument("v", "B T H V", like="q", gradient=True, hint="Tokens come before heads."),
+        Argument(
+            "g", decay, label=gate, nullable=nullable, gradient=True, values=log_decay,
+            absent="" if decay else "this variant has no decay", hint=lambda x: _other_variants(row, x.dim()),
+        ),
+        Argument(
+            "u", "H K" if row.bonus else "", nullable=nullable, gradient=True, absent="" if row.bonus else "this variant has no bonus"
+        ),
+        Argument("cu_seqlens", "N+1", INDICES, required=False, values=offsets("T"), otherwise=("N", "B")),
+    )  # fmt: skip
+
+
+def _other_variants(row: Variant, axes: int) -> str:
+    """A hint for a decay with the right axes of another variant."""
+    others = [other.name for other in VARIANTS.values() if other.read == row.read and len(other.decay) == axes and other is not row]
+    return f"A decay of {axes} axes belongs to {' or '.join(others)}." if others and axes != len(row.decay) else ""
+
+
+def _own_row(complaints: Complaints, tensors: Mapping[str, Tensor | None], sizes: Sizes) -> None:
+    """Without slots, sequence n is row n of a pool of N rows."""
+    state = tensors.get("state")
+    if tensors.get("slots", state) is None and state is not None and "N" in sizes and sizes["P"] != sizes["N"]:
+        rule = f"of shape [N,H,K,V] = [{', '.join(str(sizes.get(axis, '*')) for axis in 'NHKV')}]"
+        complaints.add(ShapeError, "state", rule, list(state.shape), "Pass slots= to address rows of a larger pool.")
+
+
+SHARED: dict[str, Any] = {"nonempty": "H K V", "counts": "B T N", "folded": "H"}
+
+
+def over_sequences(row: Variant) -> Signature:
+    """That of a variant's function over whole sequences."""
+    state = Argument("initial_state", "N H K V", required=False, gradient=True)
+    return Signature(row.name, (*_tokens(row, row.query, row.gate, False), state), row, rules=(one_row,), **SHARED)
+
+
+def in_place(row: Variant, function: str) -> Signature:
+    """That of ``advance`` or ``decode_step`` for a variant."""
+    slots = Argument("slots", "N", INDICES, required=False, values=rows)
+    state = Argument("state", "P H K V", written=True)
+    return Signature(f"{function}({row.name!r})", (*_tokens(row, "", "", True), slots, state), row, rules=(one_row, _own_row), **SHARED)
+
+
+def _scale(value: Any, sizes: Sizes, row: Variant) -> Any:
+    if value is None:
+        return row.scale if row.scale is not None else sizes["K"] ** -0.5
+    return value
+
+
+OPTIONS = (
+    Option("scale", "float", optional=True, values=finite, resolve=_scale),
+    Option("reverse", "bool"),
+    Option("output_final_state", "bool"),
+)
+ADVANCE_OPTIONS = OPTIONS[:1]
+RESULTS = (Result("output", "B T H V"), Result("final_state", "N H K V", dtype=state_dtype, wanted="output_final_state"))

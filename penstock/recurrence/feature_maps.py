@@ -1,0 +1,38 @@
+"""Feature maps of linear attention, and the column of ones that carries its normaliser."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..call.declaration import FLOATS
+from ..errors import Complaints, RangeError
+
+FeatureMap = Literal["elu+1", "relu", "identity"] | Callable[[Tensor], Tensor] | None
+FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "elu+1": lambda x: F.elu(x) + 1,
+    "relu": F.relu,
+    "identity": lambda x: x,
+}
+
+
+def featured(q: Tensor, k: Tensor, v: Tensor, feature_map: FeatureMap, normalize: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Q and k through the feature map, v with a column of ones if normalised.
+
+    Raises RangeError for an unknown feature map. Dtypes that are not floating-point pass unmapped: they are refused where
+    all arguments are checked.
+    """
+    named = isinstance(feature_map, str) and feature_map in FEATURE_MAPS
+    if not (named or feature_map is None or (callable(feature_map) and not isinstance(feature_map, str))):
+        complaints = Complaints("linear_attention")
+        rule = f"one of {', '.join(map(repr, FEATURE_MAPS))}, a callable or None"
+        complaints.add(RangeError, "feature_map", rule, repr(feature_map), "A callable takes and returns a tensor.")
+        complaints.raise_any()
+    if feature_map is not None and all(isinstance(x, Tensor) and x.dtype in FLOATS for x in (q, k)):
+        phi = FEATURE_MAPS[feature_map] if isinstance(feature_map, str) else feature_map
+        q, k = phi(q), phi(k)
+    return q, k, torch.cat([v, v.new_ones(*v.shape[:-1], 1)], -1) if normalize and isinstance(v, Tensor) and v.dim() else v

@@ -1,0 +1,420 @@
+"""One public function per variant: formula, shapes, source. All are the same operator behind a row of the table.
+
+Common to all functions over sequences
+--------------------------------------
+q (r in RWKV), k ``[B,T,H,K]`` and v ``[B,T,H,V]`` in one dtype (float16, bfloat16, float32 or float64), any strides, any
+sizes. Log decays are natural logarithms, at most 0 (-inf is legal), in any of these dtypes.
+
+scale : float, optional
+    Multiplies the output. Default ``K ** -0.5``; 1 for RWKV.
+initial_state : Tensor [N,H,K,V], optional
+    The state before the first token of each of the N sequences (N = B unless packed). Default: zeros.
+output_final_state : bool
+    Whether to return the state after the last token.
+cu_seqlens : int32 or int64 Tensor [N+1], optional
+    Packed sequences: B is 1 and sequence n is tokens ``cu_seqlens[n]`` to ``cu_seqlens[n+1]`` of the token axis. Begins
+    at 0, never falls, ends at T; empty sequences are allowed.
+reverse : bool
+    Run time backwards: token T-1 comes first.
+impl : str
+    "auto", or a name from ``penstock.implementations()``, which then runs or raises.
+
+They return ``Result(output, final_state)``: output ``[B,T,H,V]`` in v's dtype; final_state ``[N,H,K,V]`` in float32
+(float64 for float64 inputs), None unless asked for. Gradients flow from both to every floating-point input.
+
+They raise ``ShapeError``, ``DtypeError``, ``DeviceError`` or ``RangeError`` (all ``InvalidArgument``), listing every broken
+rule, and ``ImplementationRefused`` when a named implementation cannot take the call. Under autocast, q, k and v are cast
+to its dtype, as for a matrix product; decays, u and states are not.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..call import private
+from ..errors import Complaints, DtypeError, RangeError, ShapeError, described, shortened
+from .declaration import state_dtype
+from .feature_maps import FeatureMap, featured
+from .operators import ADVANCE, RECURRENCE
+from .variants import VARIANTS
+
+
+STEP_TOKENS = 16
+"""A decode step takes at most this many tokens of a sequence."""
+
+
+class Result(NamedTuple):
+    """What the functions over sequences return."""
+
+    output: Tensor
+    """[B,T,H,V], v's dtype"""
+    final_state: Tensor | None
+    """[N,H,K,V], float32 (float64 for float64 inputs); None unless asked for"""
+
+
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    feature_map: FeatureMap = None,
+    normalize: bool = False,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    reverse: bool = False,
+    impl: str = "auto",
+) -> Result:
+    r"""Causal linear attention: no decay.
+
+    .. math:: S_t = S_{t-1} + \phi(k_t)^T v_t, \qquad o_t = scale \cdot \phi(q_t) S_t
+
+    Source: Katharopoulos et al. 2020, arXiv 2006.16236, equations 16 to 20.
+
+    feature_map : "elu+1", "relu", "identity", a callable or None
+        phi, applied to q and k; None is the identity. A callable maps a tensor to one of the same shape.
+    normalize : bool
+        Divide by the sum of the weights, :math:`o_t = \phi(q_t) S_t / (\phi(q_t) \cdot z_t)` with
+        :math:`z_t = z_{t-1} + \phi(k_t)`; the scale cancels. z is carried as one more column of the state, so initial
+        and final state are then ``[N,H,K,V+1]``. Where no weight is positive (relu), this is 0/0 = nan. To decode on such
+        a state, give ``decode_step`` the mapped q and k, and v with a column of ones, and divide by the last column.
+
+    Everything else: see the head of this module. Implementations: all.
+
+    >>> q, k, v = (torch.rand(1, 5, 2, 8) for _ in range(3))
+    >>> linear_attention(q, k, v, feature_map="elu+1", normalize=True).output.shape
+    torch.Size([1, 5, 2, 8])
+    """
+    _check_normalize(normalize)
+    q, k, v = featured(q, k, v, feature_map, normalize)
+    result = _run("linear_attention", (q, k, v, None, None, cu_seqlens, initial_state), (scale, reverse, output_final_state), impl)
+    if not normalize:
+        return result
+    return Result(result.output[..., :-1] / result.output[..., -1:], result.final_state)
+
+
+def retention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    g: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    reverse: bool = False,
+    impl: str = "auto",
+) -> Result:
+    r"""Retention: one constant decay per head.
+
+    .. math:: S_t = e^{g} S_{t-1} + k_t^T v_t, \qquad o_t = scale \cdot q_t S_t
+
+    Source: Sun et al. 2023 (RetNet), arXiv 2307.08621, equations 5 and 6. With a g of its own it is also Lightning Attention.
+
+    g : Tensor [H], optional
+        Log decay of each head, natural logarithm, at most 0. Default: RetNet's ``log(1 - 2 ** (-5 - h))``.
+
+    Everything else: see the head of this module. Implementations: all.
+
+    >>> q, k, v = (torch.randn(1, 5, 2, 8) for _ in range(3))
+    >>> retention(q, k, v).output.shape
+    torch.Size([1, 5, 2, 8])
+    """
+    g = _retnet_decay(q) if g is None else g
+    return _run("retention", (q, k, v, g, None, cu_seqlens, initial_state), (scale, reverse, output_final_state), impl)
+
+
+def simple_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    reverse: bool = False,
+    impl: str = "auto",
+) -> Result:
+    r"""Gated linear attention with one decay per token and head; Mamba-2's state space duality.
+
+    .. math:: S_t = e^{g_t} S_{t-1} + k_t^T v_t, \qquad o_t = scale \cdot q_t S_t
+
+    Source: Dao and Gu 2024 (Mamba-2), arXiv 2405.21060: q = C, k = B, v = x dt, g = dt A, scale = 1.
+
+    g : Tensor [B,T,H]
+        Log decay, natural logarithm, at most 0.
+
+    Everything else: see the head of this module. Implementations: all.
+
+    >>> q, k, v = (torch.randn(1, 5, 2, 8) for _ in range(3))
+    >>> simple_gla(q, k, v, -torch.rand(1, 5, 2)).output.shape
+    torch.Size([1, 5, 2, 8])
+    """
+    return _run("simple_gla", (q, k, v, g, None, cu_seqlens, initial_state), (scale, reverse, output_final_state), impl)
+
+
+def gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    reverse: bool = False,
+    impl: str = "auto",
+) -> Result:
+    r"""Gated linear attention: one decay per token and key channel.
+
+    .. math:: S_t = diag(e^{g_t}) S_{t-1} + k_t^T v_t, \qquad o_t = scale \cdot q_t S_t
+
+    Source: Yang et al. 2023 (GLA), arXiv 2312.06635, equation 3. HGRN2 is this with k = 1 - exp(g).
+
+    g : Tensor [B,T,H,K]
+        Log decay, natural logarithm, at most 0. GLA layers use ``logsigmoid(low_rank(x)) / 16``.
+
+    Everything else: see the head of this module. Implementations: all.
+
+    >>> q, k, v, x = (torch.randn(1, 5, 2, 8) for _ in range(4))
+    >>> gla(q, k, v, torch.nn.functional.logsigmoid(x)).output.shape
+    torch.Size([1, 5, 2, 8])
+    """
+    return _run("gla", (q, k, v, g, None, cu_seqlens, initial_state), (scale, reverse, output_final_state), impl)
+
+
+def rwkv5(
+    r: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    u: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    reverse: bool = False,
+    impl: str = "auto",
+) -> Result:
+    r"""RWKV-5 (Eagle): a constant decay per channel, the previous state read, a bonus for the token itself.
+
+    .. math:: o_t = scale \cdot r_t (S_{t-1} + diag(u) k_t^T v_t), \qquad S_t = diag(e^{w}) S_{t-1} + k_t^T v_t
+
+    Source: Peng et al. 2024, arXiv 2404.05892, section 4.
+
+    w : Tensor [H,K]
+        Log decay, natural logarithm, at most 0. Checkpoints store x with decay exp(-exp(x)): pass ``-exp(x)``.
+    u : Tensor [H,K]
+        Bonus ("time_faaaa").
+
+    Everything else: see the head of this module. Implementations: all.
+
+    >>> r, k, v = (torch.randn(1, 5, 2, 8) for _ in range(3))
+    >>> rwkv5(r, k, v, -torch.rand(2, 8), torch.randn(2, 8)).output.shape
+    torch.Size([1, 5, 2, 8])
+    """
+    return _run("rwkv5", (r, k, v, w, u, cu_seqlens, initial_state), (scale, reverse, output_final_state), impl)
+
+
+def rwkv6(
+    r: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    u: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    reverse: bool = False,
+    impl: str = "auto",
+) -> Result:
+    r"""RWKV-6 (Finch): a decay per token and channel, the previous state read, a bonus for the token itself.
+
+    .. math:: o_t = scale \cdot r_t (S_{t-1} + diag(u) k_t^T v_t), \qquad S_t = diag(e^{w_t}) S_{t-1} + k_t^T v_t
+
+    Source: Peng et al. 2024, arXiv 2404.05892, section 4.
+
+    w : Tensor [B,T,H,K]
+        Log decay, natural logarithm, at most 0. Models compute x with decay exp(-exp(x)): pass ``-exp(x)``.
+    u : Tensor [H,K]
+        Bonus ("time_faaaa").
+
+    Everything else: see the head of this module. Implementations: all.
+
+    >>> r, k, v, x = (torch.randn(1, 5, 2, 8) for _ in range(4))
+    >>> rwkv6(r, k, v, -torch.exp(x), torch.randn(2, 8)).output.shape
+    torch.Size([1, 5, 2, 8])
+    """
+    return _run("rwkv6", (r, k, v, w, u, cu_seqlens, initial_state), (scale, reverse, output_final_state), impl)
+
+
+def decode_step(
+    variant: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    u: Tensor | None = None,
+    *,
+    state: Tensor,
+    slots: Tensor | None = None,
+    scale: float | None = None,
+    impl: str = "auto",
+) -> Tensor:
+    """One token, or a few, for each of N sequences whose states are rows of a pool; the pool is updated **in place**.
+
+    The formula is that of ``variant``, the name of a function of this module, begun at each sequence's row of the pool.
+
+    q, k : Tensor [N,H,K] or [N,T,H,K]
+        One token a sequence, or T <= 16 of them. RWKV's r is q.
+    v : Tensor [N,H,V] or [N,T,H,V]
+    g : Tensor, optional
+        Log decay: [H] for retention (default RetNet's), [N,(T,)H] for simple_gla, [N,(T,)H,K] for gla and rwkv6, [H,K] for rwkv5.
+    u : Tensor [H,K], optional
+        Bonus, for rwkv5 and rwkv6.
+    state : Tensor [slots,H,K,V]
+        The pool, any floating dtype and strides. Arithmetic is float32 (float64 for float64 q).
+    slots : int32 or int64 Tensor [N], optional
+        The row of each sequence, all different. A negative slot skips its sequence: its output is 0, no row changes.
+        Default: sequence n is row n, and the pool has N rows.
+    scale : float, optional
+        As for the variant.
+
+    Returns the output, [N,H,V] or [N,T,H,V], in v's dtype. Raises as the functions over sequences do; then the pool is
+    unchanged. There is no gradient: inputs that require one are refused unless under ``torch.no_grad()``.
+
+    >>> state = torch.zeros(4, 2, 8, 8)
+    >>> q, k, v = (torch.randn(3, 2, 8) for _ in range(3))
+    >>> decode_step("linear_attention", q, k, v, state=state, slots=torch.tensor([2, -1, 0])).shape
+    torch.Size([3, 2, 8])
+    """
+    _check_variant("decode_step", variant)
+    one = isinstance(q, Tensor) and q.dim() == 3
+    if one:
+        q, k, v = (x.unsqueeze(1) if isinstance(x, Tensor) and x.dim() == 3 else x for x in (q, k, v))
+        if isinstance(g, Tensor) and "T" in VARIANTS[variant].decay:
+            g = g.unsqueeze(1)
+    if isinstance(q, Tensor) and q.dim() == 4 and q.shape[1] > STEP_TOKENS:
+        complaints = Complaints(f"decode_step({variant!r})")
+        complaints.add(ShapeError, "T", f"at most {STEP_TOKENS} tokens a sequence", q.shape[1], "Use advance() for more.")
+        complaints.raise_any()
+    output = _advance("decode_step", variant, q, k, v, g, u, state, slots, None, scale, impl)
+    return output.squeeze(1) if one else output
+
+
+def advance(
+    variant: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    u: Tensor | None = None,
+    *,
+    state: Tensor,
+    slots: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    scale: float | None = None,
+    impl: str = "auto",
+) -> Tensor:
+    """Sequences of any lengths, decode steps and pieces of prompts together, go on from rows of a pool, which is updated **in place**.
+
+    The formula is that of ``variant``, the name of a function of this module, begun at each sequence's row of the pool.
+
+    The state after p tokens of a row is a function of these tokens alone: the first ``64 * (p // 64)`` are walked in chunks of 64 from
+    the row's beginning, the others token by token. So a sequence that is cut at multiples of 64 of its tokens gives the same outputs and
+    states, to the bit, however it is cut and whatever other rows there are. (Exception: ``impl="chunkwise"`` and ``"parallel"`` multiply
+    rows of one length together, without ``cu_seqlens``; the bits are then those of torch's products.)
+
+    q, k : Tensor [1,T,H,K] with ``cu_seqlens``, else [N,T,H,K]
+        RWKV's r is q.
+    v : Tensor [1,T,H,V] or [N,T,H,V]
+    g : Tensor, optional
+        Log decay: [H] for retention (default RetNet's), [1 or N,T,H] for simple_gla, [1 or N,T,H,K] for gla and rwkv6, [H,K] for rwkv5.
+    u : Tensor [H,K], optional
+        Bonus, for rwkv5 and rwkv6.
+    state : Tensor [P,H,K,V]
+        The pool, any floating dtype and strides, without overlap and with memory of its own. Arithmetic is float32 (float64 for float64 q).
+    slots : int32 or int64 Tensor [N], optional
+        The row of each sequence, all different. A negative slot skips its sequence: its output is 0, no row changes.
+        Default: sequence n is row n, and the pool has N rows.
+    cu_seqlens : int32 or int64 Tensor [N+1], optional
+        Packed sequences: sequence n is tokens ``cu_seqlens[n]`` to ``cu_seqlens[n+1]``; it may be empty.
+    scale : float, optional
+        As for the variant.
+
+    Returns the output, in q's layout and v's dtype. Raises as the functions over sequences do; then the pool is unchanged. There is no
+    gradient: inputs that require one are refused unless under ``torch.no_grad()``. On a GPU the host never waits for the device, and the
+    call can be captured in a CUDA graph.
+
+    >>> pool = torch.zeros(4, 2, 8, 8)
+    >>> q, k, v = (torch.randn(1, 9, 2, 8) for _ in range(3))
+    >>> ends, slots = torch.tensor([0, 1, 2, 9]), torch.tensor([3, 0, 1])  # two decode rows, a prompt of 7 tokens
+    >>> advance("linear_attention", q, k, v, state=pool, slots=slots, cu_seqlens=ends).shape
+    torch.Size([1, 9, 2, 8])
+    """
+    _check_variant("advance", variant)
+    return _advance("advance", variant, q, k, v, g, u, state, slots, cu_seqlens, scale, impl)
+
+
+def _run(variant: str, tensors: tuple[Tensor | None, ...], options: tuple[Any, ...], impl: str) -> Result:
+    output, final_state = RECURRENCE(variant, tensors, options, impl)
+    assert output is not None
+    return Result(output, final_state)
+
+
+def _advance(
+    function: str, variant: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, u: Tensor | None, state: Tensor,
+    slots: Tensor | None, cu_seqlens: Tensor | None, scale: float | None, impl: str,
+) -> Tensor:  # fmt: skip
+    if variant == "retention" and g is None:
+        g = _retnet_decay(q)
+    (output,) = ADVANCE(f"{function}({variant!r})", (q, k, v, g, u, cu_seqlens, slots, state), (scale,), impl)
+    assert output is not None
+    return output
+
+
+def _check_variant(function: str, variant: object) -> None:
+    if not isinstance(variant, str) or variant not in VARIANTS:
+        complaints = Complaints(function)
+        complaints.add(RangeError, "variant", f"one of {', '.join(VARIANTS)}", shortened(variant))
+        complaints.raise_any()
+
+
+def _check_normalize(normalize: object) -> None:
+    if not isinstance(normalize, bool):
+        complaints = Complaints("linear_attention")
+        complaints.add(DtypeError, "normalize", "True or False", described(normalize))
+        complaints.raise_any()
+
+
+def _retnet_decay(q: Tensor) -> Tensor:
+    """log(1 - 2 ** (-5 - h)) for the heads of q [B,T,H,K], float32 or float64."""
+    if not isinstance(q, Tensor) or q.dim() != 4:
+        return q  # refused where all arguments are checked
+    made = q.shape[2], state_dtype(q.dtype), q.device
+    keeps = private.fast((q,)) and not (q.is_cuda and torch.cuda.is_current_stream_capturing())
+    return _kept_retnet_decay(*made) if keeps else _made_retnet_decay(*made)
+
+
+def _made_retnet_decay(heads: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    h = torch.arange(heads, dtype=torch.float64, device=device)
+    return torch.log1p(-torch.exp2(-5 - h)).to(dtype)
+
+
+@lru_cache(maxsize=256)
+def _kept_retnet_decay(heads: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The same, made once; never of memory that belongs to a graph, nor a tensor that autograd may not keep."""
+    with torch.inference_mode(False):
+        return _made_retnet_decay(heads, dtype, device)

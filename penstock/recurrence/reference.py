@@ -1,0 +1,63 @@
+"""The oracle: one token after another, in float64. It defines what is right, and is written to be read.
+
+    S_t = diag(exp(g_t)) S_{t-1} + k_t^T v_t
+    updated:  o_t = scale * q_t S_t            previous:  o_t = scale * q_t (S_{t-1} + diag(u) k_t^T v_t)
+
+Gradients are PyTorch's, through the same loop. The output is rounded once, to v's dtype; the final state is rounded to
+``state_dtype``.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ..call.implementation import Implementation
+from .advance import advance_by
+from .declaration import Recurrence, state_dtype
+
+
+def exact(problem: Recurrence) -> tuple[Tensor, Tensor]:
+    """Output and final state in float64, before any rounding."""
+    sizes = problem.sizes
+    q, k, v = problem.q.double(), problem.k.double(), problem.v.double()
+    w = None if problem.gate is None else problem.gate.double().exp().expand(q.shape)
+    u = None if problem.u is None else problem.u.double()[:, :, None]  # converted once: its gradient is summed in float64
+    outputs = torch.zeros_like(v)
+    rows: dict[int, list[Tensor]] = {n: [] for n in range(sizes["B"])}
+    finals = []
+    for n, (begin, end) in enumerate(problem.spans()):
+        row = n if problem.cu_seqlens is None else 0
+        S = q.new_zeros(problem.state_shape[1:]) if problem.initial_state is None else problem.initial_state[n].double()
+        q_, k_, v_ = (x[row, begin:end].unbind(0) for x in (q, k, v))
+        w_ = [None] * len(q_) if w is None else w[row, begin:end].unbind(0)
+        o: list[Tensor] = []
+        for t in reversed(range(len(q_))) if problem.reverse else range(len(q_)):
+            kv = k_[t][:, :, None] * v_[t][:, None, :]
+            read = S if u is None else S + u * kv
+            w_t = w_[t]
+            S = kv + (S if w_t is None else w_t[:, :, None] * S)
+            if problem.variant.read == "updated":
+                read = S
+            o.append((q_[t][:, :, None] * read).sum(1))
+        rows[row] += o[::-1] if problem.reverse else o
+        finals.append(S)
+    if any(rows.values()):
+        outputs = torch.stack([torch.stack(row) for row in rows.values()]) * problem.scale
+    return outputs, torch.stack(finals) if finals else q.new_zeros(problem.state_shape)
+
+
+def forward(problem: Recurrence) -> tuple[Tensor, Tensor]:
+    """The exact values, rounded once."""
+    output, final_state = exact(problem)
+    return output.to(problem.v.dtype), final_state.to(state_dtype(problem.q.dtype))
+
+
+IMPLEMENTATION = Implementation(
+    name="reference",
+    summary="float64 token loop, the oracle",
+    forward=forward,
+    advance=partial(advance_by, forward),
+)

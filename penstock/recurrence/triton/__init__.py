@@ -1,0 +1,122 @@
+"""The Triton implementations. Triton itself is imported when one of them first runs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...call.implementation import Implementation, Mode, Upstream
+from ...gpu.target import interpreting, unavailable
+from ...gpu.target import refuses as gpu_refuses
+from ..declaration import Advance, Recurrence, Tokens
+from ..gradients import Gradients, backward_of_nothing, forward_of_nothing, nothing
+
+SHORT = {"forward": 8, "backward": 8, "advance": 16}
+"""Up to this many tokens, a power of two, the token-serial kernels are faster than the chunked ones. One NVIDIA H200, rwkv6, bfloat16,
+(1,T,32,64): forward 11.2 against 5.5 us at T = 16 and 0.7 us a token; backward 42 against 29 us and 2 us a token."""
+
+
+def _refuses(p: Tokens, K: int, V: int) -> str | None:
+    reason = gpu_refuses(p.q)
+    if reason is None and (p.sizes["K"] > K or p.sizes["V"] > V):
+        return f"its states have at most K = {K} and V = {V}, these have {p.sizes['K']} and {p.sizes['V']}"
+    return reason
+
+
+def _recurrent_refuses(p: Tokens, mode: Mode) -> str | None:
+    return _refuses(p, 512, 512)
+
+
+def _chunkwise_refuses(p: Tokens, mode: Mode) -> str | None:
+    return _refuses(p, 256, 512)
+
+
+def _recurrent_avoids(p: Tokens, mode: Mode) -> str | None:
+    if interpreting():
+        return "it runs under the interpreter"
+    T = p.counts["T"]
+    if mode != "advance" and SHORT[mode] < T and _chunkwise_refuses(p, mode) is None:
+        return f"slower than triton_chunkwise above {SHORT[mode]} tokens, these are {p.sizes['T']}"
+    return None
+
+
+def _chunkwise_avoids(p: Tokens, mode: Mode) -> str | None:
+    return "it runs under the interpreter" if interpreting() else None
+
+
+def _operands(dtype: torch.dtype) -> int | None:
+    """bfloat16 has 8 significant bits, TF32 has 11."""
+    if interpreting() or (torch.version.hip and dtype != torch.bfloat16):
+        return None
+    if dtype == torch.bfloat16:
+        return 8
+    return 11 if dtype == torch.float16 or torch.get_float32_matmul_precision() != "highest" else None
+
+
+def _chunkwise_forward(p: Recurrence) -> tuple[Tensor, Tensor]:
+    from . import launch
+
+    return forward_of_nothing(p) if nothing(p) else launch.chunk_forward(p)[:2]
+
+
+def _chunkwise_forward_with_residuals(p: Recurrence) -> tuple[tuple[Tensor, Tensor], tuple[Tensor | None, ...]]:
+    from . import launch
+
+    if nothing(p):
+        return forward_of_nothing(p), ()
+    output, final_state, states = launch.chunk_forward(p, keep=True)
+    return (output, final_state), (states,)
+
+
+def _chunkwise_backward(p: Recurrence, upstream: Upstream) -> Gradients:
+    from . import launch
+
+    d_output, d_final_state = upstream.gradients
+    if nothing(p):
+        return backward_of_nothing(p, d_final_state)
+    assert d_output is not None
+    states = upstream.residuals[0] if upstream.residuals else None
+    return launch.chunk_backward(p, d_output, d_final_state, states, not upstream.wanted or upstream.wanted[3])
+
+
+def _recurrent_forward(p: Recurrence) -> tuple[Tensor, Tensor]:
+    from . import launch
+
+    return forward_of_nothing(p) if nothing(p) else launch.recurrent_forward(p)
+
+
+def _recurrent_backward(p: Recurrence, upstream: Upstream) -> Gradients:
+    from . import launch
+
+    d_output, d_final_state = upstream.gradients
+    assert d_output is not None
+    return backward_of_nothing(p, d_final_state) if nothing(p) else launch.recurrent_backward(p, d_output, d_final_state)
+
+
+def _advance(p: Advance) -> Tensor:
+    from . import launch
+
+    return p.v.new_zeros(p.v.shape) if nothing(p) else launch.advance(p)
+
+
+RECURRENT = Implementation(
+    name="triton_recurrent",
+    summary="token-serial Triton kernels; one launch, states of a pool in place",
+    forward=_recurrent_forward,
+    backward=_recurrent_backward,
+    advance=_advance,
+    available=unavailable,
+    refuses=_recurrent_refuses,
+    avoids=_recurrent_avoids,
+)
+CHUNKWISE = Implementation(
+    name="triton_chunkwise",
+    summary="chunkwise Triton kernels on tensor cores",
+    forward=_chunkwise_forward,
+    backward=_chunkwise_backward,
+    forward_with_residuals=_chunkwise_forward_with_residuals,
+    available=unavailable,
+    refuses=_chunkwise_refuses,
+    avoids=_chunkwise_avoids,
+    operands=_operands,
+)

@@ -1,0 +1,84 @@
+"""Where ``hopper_forward`` and ``hopper_backward`` take the place of the chunk kernels' first launches, and what theirs are told.
+
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ...gpu.hopper import Tile, modules, tiled
+from ...gpu.target import Target
+from ..declaration import Recurrence
+from .table import Blocks
+
+
+FORM = "hopper"
+"""Its name in the tables."""
+C, BV = 64, 64
+"""Tokens in a chunk, and value channels in a block: what one program of the forward launch that follows has."""
+STAGES, COLUMNS = {64: 3, 128: 3, 256: 2}, 2
+FORWARD = {(64, 1): (4, 120, 128), (128, 1): (8, 136, 168), (128, 2): (8, 112, 128), (256, 1): (8, 128, 168)}
+"""By K and blocks of V in a program: warps that prepare, registers for their threads, and for every thread before they are divided
+anew. With fewer they spill; with more, those that hold the state do."""
+BACKWARD = {64: (4, 160), 128: (8, 128)}
+"""By K: warps, and registers for their threads, such that 3 and 2 programs share a multiprocessor."""
+
+
+def kernels() -> tuple[Any, Any] | None:
+    """Forward and backward, if there are."""
+    found = modules(__package__)
+    return found and (found[0].forward, found[1].backward)
+
+
+def forward(p: Recurrence, blocks: Blocks, target: Target, precision: str) -> Any:
+    """The kernel of the forward pass if the table wants it and it can compute this problem, or None."""
+    sizes = p.sizes
+    suits = blocks.BV == BV and sizes["K"] in STAGES and sizes["V"] % BV == 0 and _suits(p, blocks, target, precision)
+    found = kernels() if suits else None
+    return found and found[0]
+
+
+def backward(p: Recurrence, blocks: Blocks, target: Target, precision: str, *d_output: Tensor) -> Any:
+    """That of the backward pass, or None; a constant decay's gradient is left to the plain kernel, and so is a call of one chunk."""
+    sizes = p.sizes
+    square = sizes["K"] == sizes["V"] in BACKWARD
+    suits = square and "T" in p.variant.decay and sizes["T"] > C and _suits(p, blocks, target, precision, *d_output)
+    found = kernels() if suits else None
+    return found and found[1]
+
+
+def _suits(p: Recurrence, blocks: Blocks, target: Target, precision: str, *d_output: Tensor) -> bool:
+    """Decays per channel, bfloat16, tensors that the hardware can copy in tiles."""
+    sizes = p.sizes
+    return (
+        blocks.form == FORM
+        and target.arch == "sm_90"
+        and precision == "bf16"
+        and "K" in p.variant.decay
+        and not p.reverse
+        and 0 < sizes["B"] * sizes["T"] < 1 << 31
+        and all(map(tiled, (p.q, p.k, p.v, *d_output)))
+    )
+
+
+def together(K: int, V: int, programs: int, target: Target) -> int:
+    """Blocks of V that one program walks with: two if they fit, unless ``programs`` of one each can all run at once."""
+    return 2 if (K, 2) in FORWARD and V % (2 * BV) == 0 and programs > target.multiprocessors else 1
+
+
+def constants(K: int, blocks: int) -> dict[str, Any]:
+    """What the forward kernel is compiled for besides the problem."""
+    warps, registers, _ = FORWARD[K, blocks]
+    return {"BLOCKS": blocks, "STAGES": STAGES[K], "COLUMNS": COLUMNS, "WARPS": warps, "REGISTERS": registers}
+
+
+def forward_tiles(K: int) -> tuple[Tile, ...]:
+    """Of its first tensors: q, k, v and the output."""
+    return Tile(C, K), Tile(C, K), Tile(C, BV), Tile(C, BV)
+
+
+def backward_tiles(K: int) -> tuple[Tile, ...]:
+    """Of its first tensors: q, k, v, the output's gradient, states and their gradients."""
+    return *[Tile(C, K)] * 4, Tile(K, K, 3), Tile(K, K, 3)

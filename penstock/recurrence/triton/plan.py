@@ -1,0 +1,353 @@
+"""What a call of the recurrence launches.
+
+What is chosen (kernels, constants, whether sequences are cut into segments) depends on ``Problem.counts``; grids, numbers and shapes are
+functions of the exact sizes, so that calls with equal counts share a plan.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...gpu.plan import Plan, Size, Sizes, chunks, contiguous, strides
+from ...gpu.target import Target, power, precision
+from ..declaration import Advance, Recurrence, Tokens
+from . import chunk_backward, chunk_forward, hopper, recurrent, segments, tiles
+from .table import DECAYS, LEAST, READS, Blocks, Key, blocks
+
+LIMITS = {"bf16": 200.0, "tf32": 200.0, "tf32x3": 32.0, "ieee": 32.0}
+"""How far the decays of tokens that share an anchor may fall, log2 units, where a chunk has several (or a scalar decay): factors must
+not overflow in float32, and where products are as exact as float32 the sums of decays should be too (half an ulp of 32 is 2e-6)."""
+
+NONE, SCALAR, CHANNEL = (kind.value for kind in (tiles.NONE, tiles.SCALAR, tiles.CHANNEL))
+SPAN = 16
+"""Tokens between the states that the token-serial backward pass keeps; those within are computed again."""
+
+
+class Call(NamedTuple):
+    """What all launches of one problem share."""
+
+    B: int
+    """B, T and N are rounded up to powers of two: for choices."""
+    T: int
+    N: int
+    H: int
+    K: int
+    V: int
+    gate: tuple[int, ...]
+    """Strides of the decay, seen as [B,T,H,K]."""
+    decay: int
+    static: bool
+    previous: bool
+    packed: bool
+    precision: str
+    target: Target
+
+    @classmethod
+    def of(cls, p: Tokens, target: Target) -> Call:
+        """Sizes and kinds of a problem."""
+        axes, sizes = p.variant.decay, p.sizes
+        decay = NONE if not axes else CHANNEL if "K" in axes else SCALAR
+        gate = p.gate.expand(p.q.shape).stride() if p.gate is not None else (0, 0, 0, 0)
+        static, packed = bool(axes) and "T" not in axes, p.cu_seqlens is not None
+        products = precision(p.q.dtype, target)
+        return cls(
+            **p.counts, H=sizes["H"], K=sizes["K"], V=sizes["V"], gate=gate, decay=decay, static=static,
+            previous=p.variant.read == "previous", packed=packed, precision=products, target=target,
+        )  # fmt: skip
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        """The constants that every chunk kernel takes."""
+        sizes, limit = {"K": self.K, "V": self.V}, LIMITS[self.precision]
+        return {**sizes, "DECAY": self.decay, "STATIC": self.static, "PACKED": self.packed, "PRECISION": self.precision, "LIMIT": limit}
+
+    def backward_chunk(self, p: Recurrence, *d_output: Tensor) -> tuple[int, Any]:
+        """Tokens between the states that the backward pass by chunks begins at, and Hopper's kernel if that runs it, or None."""
+        b = self.blocks("backward")
+        kernel = hopper.backward(p, b, self.target, self.precision, *d_output)
+        return hopper.C if kernel else b.C, kernel
+
+    def launches(self, C: int) -> tuple[tuple[int, bool, bool], ...]:
+        """Tokens of a chunk, HALVES and EXACT of the launches of a chunk kernel: each does what did not suit the one before it.
+
+        Chunks of less than 64 tokens are not worth halves: 16 tokens seldom suit where 32 do not, and an idle launch costs 3 us.
+        """
+        if self.decay != CHANNEL:
+            return ((C, False, False),)
+        return ((C, False, False), (C // 2, True, False), (C // 2, True, True)) if C >= 64 else ((C, False, False), (C, False, True))
+
+    def key(self, kernel: str) -> Key:
+        """Where its block sizes are looked up."""
+        return Key(kernel, DECAYS[self.decay], READS[self.previous], self.precision, power(self.K), power(self.V))
+
+    def blocks(self, kernel: str) -> Blocks:
+        """Block sizes of a launch, no larger than the head."""
+        b = blocks(self.key(kernel), self.target)
+        least = 16 if kernel in ("states", "recurrent", "step") else LEAST
+        return b._replace(BK=min(power(self.K, least), b.BK), BV=min(power(self.V, least), b.BV))
+
+    def stored(self, C: int) -> torch.dtype:
+        """What states before C tokens are stored as: operands of products are rounded anyway, but not a caller's states."""
+        return torch.bfloat16 if self.precision == "bf16" and self.T > C else torch.float32
+
+    def step_blocks(self) -> Blocks:
+        """Those of an update in place: rows are halved, down to 16, until ``fill`` programs a multiprocessor run."""
+        b = self.blocks("step")
+        while b.BV > 16 and self.N * self.H * math.ceil(self.V / b.BV) < b.fill * self.target.multiprocessors:
+            b = b._replace(BV=b.BV // 2, warps=max(b.warps // 2, 1))
+        return b
+
+    def chunks(self, L: Size) -> Callable[[Sizes], int]:
+        """Chunks, or segments, of L tokens that the sequences may need together."""
+        return lambda s: chunks(s["T"], L(s) if callable(L) else L, s["N"], self.packed)
+
+    def programs(self, count: Size, each: int) -> Callable[[Sizes], int]:
+        """A grid: ``each`` programs a head for every one of ``count``."""
+        return lambda s: (count(s) if callable(count) else count) * self.H * each
+
+    def segment(self, C: int, each: int, fill: int) -> Callable[[Sizes], int] | None:
+        """Tokens in a segment, a multiple of C, such that ``fill`` programs a multiprocessor run; None where sequences are walked whole.
+
+        ``each``: programs that walk a head of a sequence.
+        """
+        target = fill * self.target.multiprocessors
+        if 2 * self.N * self.H * each > target:
+            return None
+
+        def tokens(s: Sizes) -> int:
+            programs = max(s["N"] * self.H * each, 1)
+            total = s["T"] * s["B"] if self.packed else s["T"]
+            wanted = math.ceil(target * s["N"] / programs) if self.packed else target // programs
+            segments = min(wanted, max(total // (4 * C), 1))
+            return max(math.ceil(total / segments / C), 1) * C
+
+        return tokens if tokens({"B": self.B, "T": self.T, "N": self.N}) < self.T else None
+
+
+def _given(name: str, x: Tensor | None, instead: str) -> str:
+    return name if x is not None else instead
+
+
+def _bonus(p: Tokens) -> tuple[int, ...]:
+    return p.u.stride() if p.u is not None else (0, 0)
+
+
+def _T(s: Sizes) -> int:
+    return s["T"]
+
+
+def _N(s: Sizes) -> int:
+    return s["N"]
+
+
+def _states(
+    plan: Plan, c: Call, names: tuple[str, str], steps_of: tuple[int, ...], L: Callable[[Sizes], int] | None, C: int, scale: float,
+    reverse: bool, start: tuple[str, tuple[int, ...]] | None, end: str | None, adjoint: bool, stored: torch.dtype | None,
+) -> str:  # fmt: skip
+    """The states before chunks, as ``stored``; None: before segments of L tokens. Sequences begin with ``start``, if given; ``end`` is
+    written."""
+    x, y = names
+    d, b = "d_" * adjoint, c.blocks("states")
+    grid = math.ceil(c.K / b.BK) * math.ceil(c.V / b.BV)
+    tokens = L or (lambda s: max(math.ceil(s["T"] / C), 1) * C)
+    slots = c.chunks(tokens)
+    chunk_states = plan.empty(d + "chunk_states", c.chunks(C), c.H, c.K, c.V, dtype=stored) if stored is not None else x
+
+    def walk(first: tuple[str, tuple[int, ...]] | None, last: str | None, decays: str, of_segments: bool, chunks: bool) -> None:
+        name, steps = first if first is not None else (x, (0, 0, 0, 0))
+        plan.launch(
+            segments.states, c.programs(slots, grid),
+            (x, y, "g", name, chunk_states, last if last is not None else x, decays, "cu_seqlens"),
+            (scale, _N, _T, tokens, c.H, *steps_of, *c.gate, *steps), b.warps, **c.flags, BK=b.BK, BV=b.BV, C=C, ADJOINT=adjoint,
+            PREVIOUS=c.previous, SEGMENTS=of_segments, INITIAL=first is not None, FINAL=last is not None, CHUNKS=chunks, REVERSE=reverse,
+            STAGES=b.stages,
+        )  # fmt: skip
+
+    if L is None:
+        walk(start, end, x, False, stored is not None)
+        return chunk_states
+    segment_states = plan.empty(d + "segment_states", slots, c.H, c.K, c.V)
+    segment_decays = plan.empty(d + "segment_decays", slots, c.H, c.K) if c.decay else x
+    walk(None, segment_states, segment_decays, True, False)
+    BK, BV = min(power(c.K), 64), 16
+    steps = contiguous((0, c.H, c.K, c.V))
+    first, given = start if start is not None else (segment_states, steps)
+    plan.launch(
+        segments.scan, c.programs(_N, math.ceil(c.K / BK) * math.ceil(c.V / BV)),
+        (segment_states, segment_decays, first, end if end is not None else segment_states, "cu_seqlens"),
+        (_N, _T, tokens, c.H, *given), 2, K=c.K, V=c.V, BK=BK, BV=BV, DECAY=c.decay, ADJOINT=adjoint,
+        INITIAL=start is not None, FINAL=end is not None, PACKED=c.packed,
+    )  # fmt: skip
+    if stored is None:
+        return segment_states
+    walk((segment_states, steps), None, x, True, True)
+    return chunk_states
+
+
+def chunk_forward_plan(p: Recurrence, target: Target, keep: bool = False) -> Plan:
+    """``output`` and ``final_state`` by chunks; if ``keep``, ``chunk_states`` for the backward pass too where its chunks are multiples."""
+    plan, c = Plan(), Call.of(p, target)
+    b = c.blocks("forward")
+    BK, grid = power(c.K, LEAST), math.ceil(c.V / b.BV)
+    shape = (lambda s: s["B"], _T, c.H, c.V)
+    output = plan.empty("output", *shape, dtype=p.v.dtype)
+    final = plan.empty("final_state", _N, c.H, c.K, c.V)
+    kernel = hopper.forward(p, b, target, c.precision)
+    C = plan.ones = hopper.C if kernel else b.C
+    apart, _ = c.backward_chunk(p)
+    meets = apart % C == 0
+    L = c.segment(apart if meets else C, grid, b.fill)  # the same whether states are kept or not, and so are results
+    dense = chunks(c.T, apart, c.N, c.packed) * apart <= 2 * c.B * c.T  # many short sequences have more slots than tokens
+    rounded = kernel is None or c.T > C  # the kernel for Hopper keeps bfloat16, which is too little for a caller's own states
+    every = apart if keep and meets and dense and rounded else 0
+    chunk_states = plan.empty("chunk_states", c.chunks(every), c.H, c.K, c.V, dtype=c.stored(every)) if every else "q"
+    state = None if p.initial_state is None else ("initial_state", p.initial_state.stride())
+    walked: Size = _N
+    if L is not None:
+        segment_states = _states(plan, c, ("k", "v"), strides(p.k, p.v), L, C, 1.0, p.reverse, state, final, False, None)
+        state, walked = (segment_states, contiguous((0, c.H, c.K, c.V))), c.chunks(L)
+    first, steps = state if state is not None else (final, (0, 0, 0, 0))
+    programs = c.programs(walked, grid)
+    resume = plan.empty("resume", programs, dtype=torch.int32) if c.decay == CHANNEL else "q"
+    flags: dict[str, Any] = {
+        "SEGMENTS": L is not None, "PREVIOUS": c.previous, "INITIAL": state is not None, "FINAL": L is None, "EVERY": every,
+    }  # fmt: skip
+    numbers = (p.scale, _N, _T, L or 0, c.H)
+    if kernel:
+        most = programs({"B": c.B, "T": c.T, "N": c.N})
+        together = hopper.together(c.K, c.V, most, target)
+        plan.launch(
+            kernel, c.programs(walked, grid // together),
+            ("q", "k", "v", output, "g", "u", first, output, final, chunk_states, resume, "cu_seqlens"),
+            (*numbers, *c.gate, *_bonus(p), *steps), 4, hopper.forward_tiles(c.K), hopper.FORWARD[c.K, together][2],
+            K=c.K, V=c.V, PACKED=c.packed, **flags, **hopper.constants(c.K, together),
+        )  # fmt: skip
+    for tokens, halves, exact in c.launches(C)[kernel is not None :]:
+        plan.launch(
+            chunk_forward.forward, programs, ("q", "k", "v", "g", "u", "ones", first, output, final, chunk_states, resume, "cu_seqlens"),
+            (*numbers, *strides(p.q, p.k, p.v), *c.gate, *_bonus(p), *steps), b.warps, **c.flags, BK=BK, BV=b.BV,
+            C=tokens, REVERSE=p.reverse, **flags, STAGES=1 if exact else b.stages, HALVES=halves, EXACT=exact,
+        )  # fmt: skip
+    return plan
+
+
+def chunk_backward_plan(
+    p: Recurrence, d_output: Tensor, d_final_state: Tensor | None, target: Target, states: Tensor | None = None, dg: bool = True
+) -> Plan:
+    """``dq``, ``dk``, ``dv``, ``dg``, ``du`` and ``d_initial_state`` by chunks; a constant decay's dg and du by chunk, to be summed.
+
+    ``states`` are a forward pass's ``chunk_states``; without them they are computed again. ``dg``: whether it is wanted.
+    """
+    plan, c = Plan(), Call.of(p, target)
+    b, walk = c.blocks("backward"), c.blocks("states")
+    C, kernel = c.backward_chunk(p, d_output)
+    plan.ones, stored = C, c.stored(C)
+    state, tokens = (_N, c.H, c.K, c.V), (lambda s: s["B"], _T, c.H)
+    d_initial = None if p.initial_state is None else plan.empty("d_initial_state", *state, dtype=p.initial_state.dtype)
+    L = c.segment(C, math.ceil(c.K / walk.BK) * math.ceil(c.V / walk.BV), walk.fill)
+    start = None if p.initial_state is None else ("initial_state", p.initial_state.stride())
+    if states is not None and c.backward_chunk(p)[0] == C:  # C also without knowing d_output, as when they were kept
+        S = "states"
+    else:
+        S = _states(plan, c, ("k", "v"), strides(p.k, p.v), L, C, 1.0, p.reverse, start, None, False, stored)
+    d_start = None if d_final_state is None else ("d_final_state", d_final_state.stride())
+    steps = strides(p.q, d_output)
+    dS = _states(plan, c, ("q", "d_output"), steps, L, C, p.scale, p.reverse, d_start, d_initial, True, stored)
+    slots, launches = c.chunks(C), c.launches(C)
+    parts = 1 + any(halves for _, halves, _ in launches)
+    shares = lambda s: slots(s) * parts  # noqa: E731
+    dq, dk = (plan.empty("d" + name, *tokens, c.K, dtype=p.q.dtype) for name in ("q", "k"))
+    dv = plan.empty("dv", *tokens, c.V, dtype=p.v.dtype)
+    d_gate = du = "q"
+    if p.g is not None and dg:
+        axes = {"B": tokens[0], "T": _T, "H": c.H, "K": c.K}
+        shape = [axes[axis] for axis in p.variant.decay]
+        d_gate = plan.empty("dg", shares, *shape) if c.static else plan.empty("dg", *shape, dtype=p.g.dtype)
+    if p.u is not None:
+        du = plan.empty("du", shares, c.H, c.K)
+    todo = "q"
+    if kernel:
+        (g_b, g_t, g_h, g_k), (warps, registers) = c.gate, hopper.BACKWARD[c.K]
+        todo = plan.empty("todo", c.programs(slots, 1), dtype=torch.int32)
+        plan.launch(
+            kernel, c.programs(slots, 1),
+            ("q", "k", "v", "d_output", S, dS, "q", "k", "g", "u", S, dq, dk, dv, d_gate, du, todo, "cu_seqlens"),
+            (p.scale, _N, _T, g_b, g_h, *_bonus(p)), warps, hopper.backward_tiles(c.K), registers,
+            q_t=p.q.stride(1), k_t=p.k.stride(1), g_t=g_t, g_k=g_k, H=c.H, K=c.K, C=C, DG=dg, PREVIOUS=c.previous, PACKED=c.packed,
+        )  # fmt: skip
+    for size, halves, exact in launches[kernel is not None :]:
+        programs = c.programs(slots, 1 + halves)
+        noted = plan.empty("todo_halves" if halves else "todo", programs, dtype=torch.int32) if c.decay == CHANNEL and not exact else "q"
+        plan.launch(
+            chunk_backward.backward, programs,
+            ("q", "k", "v", "g", "u", "ones", "d_output", S, dS, dq, dk, dv, d_gate, du, todo, noted, "cu_seqlens"),
+            (p.scale, _N, _T, c.H, *strides(p.q, p.k, p.v), *c.gate, *_bonus(p), *d_output.stride()), b.warps, **c.flags,
+            BK=b.BK, BV=b.BV, C=size, DG=p.g is not None and dg, PREVIOUS=c.previous, REVERSE=p.reverse, HALVES=halves, EXACT=exact,
+        )  # fmt: skip
+        todo = noted
+    return plan
+
+
+def recurrent_forward_plan(p: Recurrence | Advance, target: Target) -> Plan:
+    """``output`` and ``final_state`` token by token; for an update in place the states of the pool are read and written instead."""
+    plan, c = Plan(), Call.of(p, target)
+    moves = isinstance(p, Advance)
+    b = c.step_blocks() if moves else c.blocks("recurrent")
+    output = plan.empty("output", lambda s: s["B"], _T, c.H, c.V, dtype=p.v.dtype)
+    own = contiguous((0, c.H, c.K, c.V))
+    if isinstance(p, Advance):
+        first = final = "state"
+        before = after = p.state.stride()
+        slots, initial, reverse = p.slots is not None, True, False
+    else:
+        final = plan.empty("final_state", _N, c.H, c.K, c.V)
+        first, initial = _given("initial_state", p.initial_state, final), p.initial_state is not None
+        before, after = p.initial_state.stride() if p.initial_state is not None else own, own
+        slots, reverse = False, p.reverse
+    plan.launch(
+        recurrent.forward, c.programs(_N, math.ceil(c.V / b.BV)),
+        ("q", "k", "v", "g", "u", first, output, final, "cu_seqlens", "slots" if slots else "q"),
+        (p.scale, _T, c.H, *strides(p.q, p.k, p.v), *c.gate, *_bonus(p), *before, *after),
+        b.warps, K=c.K, V=c.V, BK=power(c.K), BV=b.BV, DECAY=c.decay, PREVIOUS=c.previous, INITIAL=initial, PACKED=c.packed,
+        REVERSE=reverse, SLOTS=slots,
+    )  # fmt: skip
+    return plan
+
+
+def recurrent_backward_plan(p: Recurrence, d_output: Tensor, d_final_state: Tensor | None, target: Target) -> Plan:
+    """All gradients token by token: dv, and of the others (float32) the shares of blocks of V, to be summed."""
+    plan, c = Plan(), Call.of(p, target)
+    b = c.blocks("recurrent")
+    BK, NV = power(c.K), math.ceil(c.V / b.BV)
+    tokens: tuple[Size, ...] = (lambda s: s["B"], _T, c.H)
+
+    def scratch(s: Sizes) -> int:
+        kept = s["N"] * (SPAN + 1) + s["T"] // SPAN if c.packed else s["N"] * (SPAN + math.ceil(s["T"] / SPAN))
+        return kept * c.H * NV * BK * b.BV
+
+    kept = plan.empty("kept", scratch)
+    dq, dk = plan.empty("dq", NV, *tokens, c.K), plan.empty("dk", NV, *tokens, c.K)
+    dv = plan.empty("dv", *tokens, c.V, dtype=p.v.dtype)
+    dg = du = "q"
+    if p.g is not None:
+        axes = {"B": tokens[0], "T": _T, "H": c.H, "K": c.K}
+        dg = plan.empty("dg", NV, *(_N,)[: c.static], *[axes[axis] for axis in p.variant.decay])
+    if p.u is not None:
+        du = plan.empty("du", NV, _N, c.H, c.K)
+    d_initial = plan.empty("d_initial_state", _N, c.H, c.K, c.V)
+    own = contiguous((0, c.H, c.K, c.V))
+    first, last = (x.stride() if x is not None else own for x in (p.initial_state, d_final_state))
+    plan.launch(
+        recurrent.backward, c.programs(_N, NV),
+        ("q", "k", "v", "g", "u", _given("initial_state", p.initial_state, d_initial), "d_output",
+         _given("d_final_state", d_final_state, d_initial), dq, dk, dv, dg, du, d_initial, kept, "cu_seqlens"),
+        (p.scale, _N, _T, c.H, lambda s: s["B"] * s["T"], *strides(p.q, p.k, p.v), *c.gate, *_bonus(p), *first, *d_output.stride(), *last),
+        b.warps, K=c.K, V=c.V, BK=BK, BV=b.BV, DECAY=c.decay, STATIC=c.static, PREVIOUS=c.previous, INITIAL=p.initial_state is not None,
+        D_FINAL=d_final_state is not None, PACKED=c.packed, REVERSE=p.reverse, SPAN=SPAN,
+    )  # fmt: skip
+    return plan

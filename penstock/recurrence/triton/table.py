@@ -1,0 +1,153 @@
+"""Configurations of the kernels: measured ones where there are any, else by rule, within the GPU's shared memory."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import product
+from typing import NamedTuple
+
+import torch
+
+from ...gpu import target as gpu
+from ...gpu.target import Target
+
+KERNELS = ("forward", "backward", "states", "recurrent", "step")
+"""The last two are one source: whole sequences token by token, and decode steps in place."""
+DECAYS = ("none", "scalar", "channel")
+"""Names of the kinds of decay, in the order of the kernels' constants."""
+READS = ("updated", "previous")
+PRECISIONS = ("bf16", "tf32", "tf32x3", "ieee")
+
+LEAST = 64
+"""Blocks of the chunk kernels: with 32 columns and chunks of 64, Triton 3.6 made code that read out of bounds on Hopper."""
+LONGEST = 64
+"""Tokens in a chunk at most, by rule."""
+
+
+class Blocks(NamedTuple):
+    """Sizes of a launch."""
+
+    warps: int
+    BV: int = 64
+    """Value channels of a program."""
+    BK: int = 64
+    """Key channels it takes at a time; kernels that hold a state take all."""
+    C: int = 0
+    """Tokens in a chunk."""
+    stages: int = 1
+    """Of the software pipeline."""
+    fill: int = 0
+    """Programs per multiprocessor to aim at, where a sequence can be cut into segments; a step's rows are made narrower."""
+    form: str = ""
+    """"hopper": where they apply, the kernels for Hopper are the first launches; the sizes are then those of what follows."""
+
+
+class Key(NamedTuple):
+    """What block sizes are measured for."""
+
+    kernel: str
+    decay: str
+    read: str
+    precision: str
+    """Of the products, see ``plan.precision``."""
+    K: int
+    """Key channels, up to the next power of two."""
+    V: int
+
+    def __str__(self) -> str:
+        return " ".join(map(str, self))
+
+
+@cache
+def target(device: torch.device) -> Target:
+    """The GPU of this device, and what was measured for its kind. The tables are read once."""
+    from .table_file import in_use
+
+    found = gpu.Target.of(device)
+    return found if found.interpreted else found._replace(table={key: entry.blocks for key, entry in in_use(found.arch).items()})
+
+
+def blocks(key: Key, target: Target) -> Blocks:
+    """Sizes for a kernel on a GPU."""
+    found = target.table.get(key)
+    return found if found is not None else fitted(by_rule(key, target), key, target.shared_memory)
+
+
+HOPPER = tuple(
+    Key(kernel, "channel", read, "bf16", K, V)
+    for read in READS
+    for kernel, heads in (("forward", product((64, 128, 256), (64, 128, 256, 512))), ("backward", ((64, 64), (128, 128))))
+    for K, V in heads
+)
+"""What the kernels for Hopper are faster at."""
+
+
+def by_rule(key: Key, target: Target) -> Blocks:
+    """Sizes where nothing was measured: those that were best on one NVIDIA H200 (tables/sm_90.json), carried over."""
+    blocks = _as_on_hopper(key, target)
+    if target.arch.startswith("gfx"):  # 4 warps leave a thread 512 registers: gla at 256 and 512 spilled 3964 bytes with 8, none with 4
+        blocks = blocks._replace(warps=min(blocks.warps, 4))
+    if target.arch == "sm_90" and key in HOPPER:
+        blocks = blocks._replace(form="hopper")
+    if target.arch.startswith("sm_10") and key.kernel == "backward" and key.decay == "scalar":
+        blocks = blocks._replace(C=min(blocks.C, 32))  # Triton 3.7.1 cannot compile chunks of 64 there, whose products go to tensor memory
+    return blocks
+
+
+def _as_on_hopper(key: Key, target: Target) -> Blocks:
+    kernel, decay, read, precision, K, V = key
+    short = precision == "bf16"
+    if kernel in ("recurrent", "step") and target.interpreted:
+        return Blocks(1, BV=64)  # the interpreter's time goes by programs
+    if kernel == "step":  # 64 float32 of the state a thread; gla, 1024 sequences: rows of 64 take 0.276 ms, 32 0.289, 16 0.329
+        BV = 64 if K <= 256 else 32
+        return Blocks(max(K * BV // 2048, 1), BV=BV, fill=4)  # one sequence: 2.3 us with rows of 16; between, nothing is measured
+    if kernel == "recurrent":
+        return Blocks(1, BV=16) if K <= 128 else Blocks(4, BV=8)
+    if kernel == "states":  # wider blocks read less, but there are fewer: segments are walked twice
+        if K <= 64 or V <= 64 or not short:
+            return Blocks(2, BK=32, stages=3 if short else 1, fill=4)
+        return Blocks(4, BK=32 if K <= 128 else 64, BV=128, stages=3, fill=3)
+    if kernel == "backward":
+        if not short:
+            return Blocks(4, C=64 if precision == "tf32" and K <= 64 else 32)
+        if K <= 64:
+            return Blocks(4, C=64)
+        if decay != "channel" or K > 128:  # no factors to make again for each block
+            return Blocks(4, C=64, BK=128 if decay == "none" and K <= 128 else 64)
+        return Blocks(4, C=32, BK=128)
+    if not short:
+        return Blocks(4, C=64 if precision == "tf32" else 16, fill=2) if K <= 64 else Blocks(8, C=16, fill=2)
+    if K <= 64:
+        return Blocks(4, C=32 if decay == "none" or read == "previous" else 64, stages=3, fill=3)
+    return Blocks(4 if K <= 128 else 8, C=32, stages=3, fill=1)
+
+
+def fitted(blocks: Blocks, key: Key, shared_memory: int) -> Blocks:
+    """Fewer stages, then shorter chunks, until a program fits; if nothing does, the smallest."""
+    while shared_bytes(blocks, key) > shared_memory and (blocks.stages > 1 or blocks.C > 16):
+        blocks = blocks._replace(stages=blocks.stages - 1) if blocks.stages > 1 else blocks._replace(C=blocks.C // 2)
+    return blocks
+
+
+def shared_bytes(blocks: Blocks, key: Key) -> int:
+    """Shared memory that a program may take: never less than what it was compiled to (bench/resources.json), up to 3 times as much.
+
+    A state (in float32 products also as it was), four tiles and A are operands there or change their layout through it, in the
+    backward pass a fifth tile and the gradient of A; and each stage but one of the pipeline waits there.
+    """
+    size = 2 if key.precision == "bf16" else 4
+    if key.kernel in ("recurrent", "step"):
+        return 4 * key.K * blocks.BV
+    K, V, C = min(key.K, blocks.BK), min(key.V, blocks.BV), blocks.C or LONGEST
+    K, V = (max(K, LEAST), max(V, LEAST)) if key.kernel != "states" else (K, V)
+    if key.kernel == "forward":
+        K = max(key.K, LEAST)
+    tiles, states = C * (3 * K + V + C), K * V
+    if key.kernel == "backward":
+        tiles += C * (K + C)
+    elif key.kernel == "forward" and size == 4:
+        states *= 2
+    layouts = size * (states + tiles)
+    stage = C * (size * (2 * K + V) + 4 * K * (key.decay == "channel"))
+    return layouts + stage * (blocks.stages - 1)

@@ -1,0 +1,176 @@
+"""Device functions that all chunk kernels share: where a program's tokens are, loading tiles, decays, and A inside a chunk.
+
+Inside kernels decays are in log2 units, so that a decay is one ``exp2``. Time always runs forward in a kernel: token i of a
+chunk is row ``first + i * step`` of the tensors, step being -1 where the caller's time runs backwards.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ...gpu.tiles import LOG2E, tile
+
+FLOOR = tl.constexpr(-16384.0)  # log2 units: 2 ** FLOOR is 0 in float32, and sums of floored decays stay finite where -inf would not
+SUITS = tl.constexpr(200.0)  # log2 units: a chunk may decay by so much and still have one anchor; factors are then within 2^100
+COARSE = tl.constexpr(49152.0)  # 1.5 * 2^15: added and taken away again, it leaves multiples of 2^-8
+NEAR, FAR = tl.constexpr(0.0), tl.constexpr(100.0)  # log2 units: where the sums of a stretch begin
+
+# FAR keeps both factors of a stretch that decays by 2^200 away from overflow; sums that begin at NEAR are more exact.
+
+NONE, SCALAR, CHANNEL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # DECAY: absent, one per head, one per channel
+
+
+@triton.jit
+def triangle(ones, i, W: tl.constexpr, OWN: tl.constexpr, PRECISION: tl.constexpr):
+    """[C, C] for ``sums``: row i has ones left of the diagonal, on it too if OWN. From ``ones`` [W + 1, W], whose row n has n ones.
+
+    Loaded because products take loaded operands from shared memory: no registers, and few instructions.
+    """
+    if PRECISION == "bf16" or PRECISION == "tf32":
+        t = tl.load(ones + (i + OWN)[:, None] * W + i[None, :])
+    else:
+        t = 0.0
+    return t
+
+
+@triton.jit
+def sums(x, triangle, PRECISION: tl.constexpr, REVERSE: tl.constexpr = False, OWN: tl.constexpr = True, start=0.0):
+    """``start`` plus running sums over the tokens of a tile, each token itself included if OWN; from the end if REVERSE.
+
+    Where operands are rounded anyway, by the tensor cores: a triangle of ones times x in two parts of 8 bits, an error of 2^-17 a term.
+    """
+    if PRECISION == "bf16" or PRECISION == "tf32":
+        if REVERSE:
+            triangle = tl.trans(triangle)
+        high = ((x.to(tl.int32, bitcast=True) + 0x8000) & -0x10000).to(tl.float32, bitcast=True)  # cheaper than casts there and back
+        s = tl.dot(triangle, high.to(tl.bfloat16), tl.zeros_like(x) + start)
+        s = tl.dot(triangle, (x - high).to(tl.bfloat16), s)
+    else:
+        s = start + tl.cumsum(x, 0, reverse=REVERSE)
+        if not OWN:
+            s -= x
+    return s
+
+
+@triton.jit
+def decays(base, i, live, stride_i, j, stride_j, J: tl.constexpr, BJ: tl.constexpr):
+    """A tile of log decays in log2 units, 0 where there is no token: [len(i), BJ]."""
+    return tl.maximum(tile(base, i, live, stride_i, j, stride_j, J, BJ).to(tl.float32) * LOG2E, FLOOR)
+
+
+@triton.jit
+def factors(d, lower, strict, PREVIOUS: tl.constexpr, PRECISION: tl.constexpr):
+    """What a chunk with decays d (natural logarithms) does to q, to k and to states, and its whole decay in log2 units.
+
+    ``lower`` and ``strict`` are triangles with and without the diagonal, the latter only looked at if PREVIOUS.
+    With G the sums up to a token, Gq those that its query sees, G_L the last and M about half of it: 2^(Gq - M) and 2^(M - G)
+    [C,BK], 2^M and 2^(G_L - M) [BK]. For chunks whose decay is at most 2^SUITS all are well inside float32.
+
+    Where operands are rounded, M is such that 2^(G_L - M) is a power of two, which bfloat16 takes as a factor without rounding. Where
+    they are not, sums are taken of multiples of 2^-8, which is exact, and of the small rest: float32 sums as large as SUITS would be
+    off by 4e-6.
+    """
+    if PRECISION == "bf16" or PRECISION == "tf32":
+        total = tl.maximum(tl.sum(d, 0) * LOG2E, FLOOR)
+        whole = tl.floor(0.5 * total + 0.5)
+        M = total - whole
+        G = sums(d, lower, PRECISION)
+        shrink = tl.exp2(M[None, :] - G * LOG2E)
+        if PREVIOUS:
+            G = sums(d, strict, PRECISION, OWN=False)
+        grow = tl.exp2(G * LOG2E - M[None, :])
+        behind = tl.exp2(whole)
+    else:
+        d = tl.maximum(d * LOG2E, FLOOR)
+        coarse = (d + COARSE) - COARSE
+        fine = d - coarse
+        total = tl.sum(coarse, 0)
+        M = (0.5 * total + COARSE) - COARSE
+        G = tl.cumsum(coarse, 0) - M[None, :]
+        rest = tl.cumsum(fine, 0)
+        shrink = tl.exp2(-G) * tl.exp2(-rest)
+        if PREVIOUS:
+            G -= coarse
+            rest -= fine
+        grow = tl.exp2(G) * tl.exp2(rest)
+        behind = tl.exp2(total - M) * tl.exp2(tl.sum(fine, 0))
+    return grow, shrink, tl.exp2(M), behind, total
+
+
+@triton.jit
+def constant_decay(base):
+    """A head's one decay, in log2 units."""
+    return tl.maximum(tl.load(base).to(tl.float32) * LOG2E, FLOOR)
+
+
+@triton.jit
+def scalar_decays(base, i, live, stride_i):
+    """Decays without channels, 0 where there is no token: [len(i)]."""
+    return tl.maximum(tl.load(base + i * stride_i, mask=live, other=0.0).to(tl.float32) * LOG2E, FLOOR)
+
+
+@triton.jit
+def scalar_sums(g, constant, step, left, i, g_t, C: tl.constexpr, STATIC: tl.constexpr, LIMIT: tl.constexpr):
+    """Sums of scalar decays over a chunk of which ``left`` tokens are there; exact for every decay.
+
+    Between tokens j < t <= i [C,C], -inf for j > i; up to each token and behind each [C]; over the chunk. If STATIC all decays
+    are ``constant``, and the sums multiples of it.
+    """
+    if STATIC:
+        between = (i[:, None] - i[None, :]).to(tl.float32) * constant
+        read = (i + 1).to(tl.float32) * constant
+        rest = tl.maximum(left - 1 - i, 0).to(tl.float32) * constant
+        total = left.to(tl.float32) * constant
+    else:
+        d = scalar_decays(g, i * step, i < left, g_t)
+        read = tl.cumsum(d, 0)
+        rest = tl.cumsum(scalar_decays(g + step * g_t, i * step, (i + 1 < left) & (i < C - 1), g_t), 0, reverse=True)
+        total = tl.sum(d, 0)
+        if total >= -LIMIT:
+            between = read[:, None] - read[None, :]
+        else:
+            between = tl.cumsum(tl.where(i[:, None] > i[None, :], d[:, None], 0.0), 0)
+    return tl.where(i[:, None] >= i[None, :], between, float("-inf")), read, rest, total
+
+
+@triton.jit
+def stretch(
+    g, step, left, m, i, j, g_t, g_k,
+    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, PREVIOUS: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
+    """The tokens [m, n) of a chunk that can share an anchor before m, and the factors of q and k for pairs whose later token they are.
+
+    A pair i > j needs ``2 ** -P_j``, P_j being the sum of decays from m to j: the last token may be decayed as strongly as it
+    likes, those before it by LIMIT. But for 2 ** ANCHOR, which goes from one to the other, the query's factor is at most 1, the
+    key's at most 1 for tokens before m and at most 2 ** LIMIT from m on. Sums begin at the anchor, so they are small where the
+    factors are not, whatever lies elsewhere in the chunk.
+    """
+    ANCHOR: tl.constexpr = FAR if LIMIT > 100.0 else NEAR
+    P = tl.cumsum(decays(g, i * step, (i >= m) & (i < left), g_t, j, g_k, K, BK), 0)
+    fits = tl.sum((tl.min(P, 1) >= -LIMIT).to(tl.int32), 0)  # tokens before m have P = 0
+    n = tl.minimum(tl.maximum(fits, m) + 1, C)
+    if PREVIOUS:
+        Pq = tl.cumsum(decays(g - step * g_t, i * step, (i > m) & (i < left), g_t, j, g_k, K, BK), 0)
+    else:
+        Pq = P
+    eq = tl.where(((i >= m) & (i < n))[:, None], tl.exp2(Pq + ANCHOR), 0.0)
+    earlier = tl.cumsum(decays(g + step * g_t, i * step, i + 1 < m, g_t, j, g_k, K, BK), 0, reverse=True)
+    ek = tl.where((i < n - 1)[:, None], tl.exp2(tl.where((i >= m)[:, None], -P, earlier) - ANCHOR), 0.0)
+    return n, eq, ek
+
+
+@triton.jit
+def read_factors(g, step, left, i, j, g_t, g_k, K: tl.constexpr, BK: tl.constexpr, PREVIOUS: tl.constexpr):
+    """What is left at each token's query of the state before the chunk: at most 1."""
+    if PREVIOUS:
+        d = decays(g - step * g_t, i * step, (i > 0) & (i < left), g_t, j, g_k, K, BK)
+    else:
+        d = decays(g, i * step, i < left, g_t, j, g_k, K, BK)
+    return tl.exp2(tl.cumsum(d, 0))
+
+
+@triton.jit
+def rest_factors(g, step, left, i, j, g_t, g_k, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr):
+    """What is left behind the chunk of what each token added: at most 1."""
+    return tl.exp2(tl.cumsum(decays(g + step * g_t, i * step, (i < C - 1) & (i + 1 < left), g_t, j, g_k, K, BK), 0, reverse=True))

@@ -1,0 +1,229 @@
+"""Calls on the fast path: the same answers and the same errors, whatever was called before."""
+
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import Case, call, draw
+
+import penstock as ps
+from penstock.call import memory, operator, private, validation
+from penstock.call.memory import Recent
+from penstock.recurrence.operators import ADVANCE, FAMILY, RECURRENCE
+from penstock.recurrence.variants import VARIANTS
+
+CASE = Case("rwkv6", B=1, T=5, H=2, K=4, V=4)
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    """Nothing remembered; returns the functions of the calls that are validated."""
+    seen = []
+    check = validation.check
+    for one in (RECURRENCE, ADVANCE):
+        monkeypatch.setattr(one, "memory", memory.Memory())
+    monkeypatch.setattr(operator, "check", lambda signature, tensors: seen.append(signature.function) or check(signature, tensors))
+    return seen
+
+
+@pytest.fixture
+def values_unread(monkeypatch):
+    """As on a GPU, where values are not checked."""
+    monkeypatch.setattr(operator, "reads_values", lambda x: False)
+    monkeypatch.setattr(validation, "reads_values", lambda x: False)
+
+
+def test_a_call_seen_before_is_not_validated_again(fresh, values_unread):
+    results = [call(CASE, draw(CASE), "chunkwise").output for _ in range(3)]
+    assert len(fresh) == 1
+    assert all(torch.equal(x, results[0]) for x in results)
+
+
+def test_values_are_validated_every_time_on_a_cpu(fresh):
+    tensors = draw(CASE)
+    call(CASE, tensors, "chunkwise")
+    tensors["g"] = -tensors["g"]
+    with pytest.raises(ps.RangeError, match="nowhere above 0 or NaN"):
+        call(CASE, tensors, "chunkwise")
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "g", "u", "initial_state"])
+def test_another_shape_dtype_or_stride_is_another_call(name, fresh, values_unread):
+    tensors = draw(CASE)
+    wanted = call(CASE, tensors, "chunkwise").output
+    call(CASE, tensors | {name: tensors[name].transpose(-1, -2).contiguous().transpose(-1, -2)}, "chunkwise")
+    assert len(fresh) == 2
+    assert torch.equal(call(CASE, tensors, "chunkwise").output, wanted)
+    with pytest.raises(ps.ShapeError):
+        call(CASE, tensors | {name: tensors[name][..., :-1]}, "chunkwise")
+
+
+@pytest.mark.parametrize("options", [{"scale": True}, {"scale": [1]}, {"reverse": 1}, {"output_final_state": 1}, {"impl": 3}])
+def test_types_that_equal_what_was_right_are_still_wrong(options):
+    tensors = draw(CASE)
+    right = {"scale": 1, "reverse": True, "output_final_state": True, "impl": "chunkwise"}
+    arguments = [tensors[name] for name in ("q", "k", "v", "g", "u")]
+    ps.rwkv6(*arguments, **right)
+    with pytest.raises(ps.InvalidArgument):
+        ps.rwkv6(*arguments, **(right | options))
+
+
+def test_scale_may_be_a_whole_number():
+    tensors = draw(CASE)
+    assert torch.equal(call(CASE, tensors, "cpu", scale=2).output, call(CASE, tensors, "cpu", scale=2.0).output)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_both_ways_of_a_call_agree(variant):
+    """With and without the dispatcher: output, state and gradients."""
+    found = []
+    for observed in (False, True):
+        case = Case(variant, B=1, T=9)
+        tensors = {name: None if x is None else x.requires_grad_() for name, x in draw(case).items()}
+        inputs = [x for x in tensors.values() if x is not None]
+        if observed:
+            with Watching():
+                assert not private.fast(tensors.values())
+                result = call(case, tensors, "chunkwise")
+        else:
+            assert private.fast(tensors.values())
+            result = call(case, tensors, "chunkwise")
+        found.append([*result, *torch.autograd.grad([result.output.sum(), result.final_state.square().sum()], inputs)])
+    assert all(torch.equal(one, other) for one, other in zip(*found))
+
+
+class Watching(torch.utils._python_dispatch.TorchDispatchMode):
+    """Notes what it sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.seen.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def test_who_watches_sees_one_operator():
+    tensors = draw(CASE)
+    with Watching() as watching:
+        call(CASE, tensors, "chunkwise")
+    assert "penstock.recurrence.default" in watching.seen
+
+
+def test_what_runs_the_backward_pass_keeps_residuals_forward(fresh, values_unread, monkeypatch):
+    """Under "auto" two implementations may be the fastest in either pass: with gradients one that keeps residuals runs both."""
+    last = FAMILY.implementations[-1]
+    kept = []
+
+    def backward(p, upstream):
+        kept.append(upstream.residuals)
+        return last.gradients(p, upstream)
+
+    keeps = replace(
+        last, name="keeps", backward=backward, forward_with_residuals=lambda p: (last.forward(p), (p.q,)),
+        avoids=lambda problem, mode: "slow" if mode == "forward" else None,
+    )  # fmt: skip
+    monkeypatch.setattr(FAMILY, "implementations", (keeps, *FAMILY.implementations))
+    tensors = draw(CASE)
+    arguments = {name: tensors[name] for name in ("k", "v", "g", "u")}
+    assert ps.explain("rwkv6", tensors["q"], *arguments.values()).forward != "keeps"
+    q = tensors["q"].requires_grad_()
+    assert ps.explain("rwkv6", q, *arguments.values()).forward == "keeps"
+    torch.autograd.grad(call(CASE, tensors | {"q": q}, "auto").output.sum(), q)
+    assert torch.equal(kept[0][0], q)
+    torch.autograd.grad(call(CASE, tensors | {"q": q}, "chunkwise").output.sum(), q)
+    assert len(kept) == 1
+
+
+def test_saved_tensors_that_come_back_with_other_strides_are_another_call(fresh, values_unread):
+    tensors = draw(CASE)
+    tensors["q"] = tensors["q"].transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
+    call(CASE, tensors, "cpu").output.sum().backward()
+    assert len(fresh) == 1
+    with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.contiguous, lambda x: x):
+        output = call(CASE, tensors, "cpu").output
+    output.sum().backward()
+    assert len(fresh) == 2
+
+
+def test_memories_are_bounded_and_forget_the_least_recently_used(monkeypatch):
+    class Entry:
+        used = 0
+
+    recent = Recent(4)
+    entries = {name: recent.put(name, Entry()) for name in "abcd"}
+    assert recent.get("a") is entries["a"]
+    recent.put("e", Entry())
+    assert set(recent.entries) == {"a", "c", "d", "e"}
+
+
+def test_alike_calls_share_their_choices(fresh, values_unread):
+    """Packed batches of other lengths are validated and planned once for each power of two."""
+    offsets = [torch.tensor([0, 3, T]) for T in range(5, 9)]
+    calls = [Case("rwkv6", B=1, T=T, H=2, K=4, V=4, state=False) for T in range(5, 9)]
+    outputs = [call(case, draw(case), "chunkwise", cu_seqlens=ends).output for case, ends in zip(calls, offsets)]
+    assert len(fresh) == 1
+    assert len(RECURRENCE.memory.kinds.entries) == 1
+    assert [x.shape[1] for x in outputs] == [5, 6, 7, 8]
+    with pytest.raises(ps.ShapeError):
+        tensors = draw(calls[0])
+        call(calls[0], tensors | {"k": tensors["k"][:, :4]}, "chunkwise", cu_seqlens=offsets[0])
+    call(calls[0], draw(replace(calls[0], T=9)), "chunkwise", cu_seqlens=torch.tensor([0, 9, 9]))
+    assert len(RECURRENCE.memory.kinds.entries) == 2
+
+
+def test_a_call_that_fails_is_not_remembered(fresh, values_unread):
+    tensors = draw(CASE)
+    for _ in range(2):
+        with pytest.raises(ps.ShapeError):
+            call(CASE, tensors | {"k": tensors["k"][:, :1]}, "auto")
+    assert not RECURRENCE.memory.calls.entries
+
+
+def test_threads_share_what_is_known():
+    tensors, found = draw(CASE), []
+    threads = [threading.Thread(target=lambda: found.append(call(CASE, tensors, "chunkwise").output)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 8
+    assert all(torch.equal(x, found[0]) for x in found)
+
+
+def test_a_step_seen_before_is_not_validated_again(fresh, values_unread):
+    tensors = draw(Case("gla", B=2, T=1))
+    arguments = [tensors[name][:, 0] for name in ("q", "k", "v", "g")]
+    state = torch.zeros(2, 3, 16, 16)
+    outputs = [ps.decode_step("gla", *arguments, state=state.zero_(), impl="chunkwise") for _ in range(3)]
+    assert fresh == ["decode_step('gla')"]
+    assert all(torch.equal(x, outputs[0]) for x in outputs)
+    with pytest.raises(ps.RangeError, match="free of gradients"):
+        ps.decode_step("gla", arguments[0].clone().requires_grad_(), *arguments[1:], state=state, impl="chunkwise")
+
+
+def test_the_default_decay_of_retention_can_be_trained_through_after_inference():
+    q = torch.randn(1, 3, 7, 4)
+    with torch.inference_mode():
+        ps.retention(q, q, q)
+    ps.retention(q.requires_grad_(), q, q).output.sum().backward()
+    assert q.grad is not None
+
+
+def test_autocast_chooses_the_call(fresh):
+    tensors = draw(CASE)
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            assert call(CASE, tensors, "auto").output.dtype == torch.bfloat16
+        assert call(CASE, tensors, "auto").output.dtype == torch.float32
+
+
+def test_a_call_remembers_its_own_choice(fresh):
+    """A named implementation and auto do not share an answer."""
+    tensors = draw(CASE)
+    for impl in ("auto", "reference", "cpu"):
+        call(CASE, tensors, impl)
+    (kind,) = RECURRENCE.memory.kinds.entries.values()
+    assert {impl: one.name for (_, impl, _), one in kind.choices.items()} == {"auto": "cpu", "reference": "reference", "cpu": "cpu"}
