@@ -48,6 +48,9 @@ class Verdict(NamedTuple):
     """Why it does not run the backward pass under "auto"; None if it would."""
 
 
+LATER = "would do, stands later in the list"
+
+
 @dataclass(frozen=True)
 class Explanation:
     """The walk through the list for one call. Printing it shows the walk."""
@@ -55,11 +58,13 @@ class Explanation:
     variant: str
     call: str
     verdicts: tuple[Verdict, ...]
+    keeps: str | None = None
+    """With gradients wanted: the implementation of the backward pass, if it runs forward, too, and keeps states on the way."""
 
     @property
     def forward(self) -> str | None:
         """The implementation that ``impl="auto"`` runs forward."""
-        return next((verdict.name for verdict in self.verdicts if verdict.forward is None), None)
+        return self.keeps or next((verdict.name for verdict in self.verdicts if verdict.forward is None), None)
 
     @property
     def backward(self) -> str | None:
@@ -69,10 +74,17 @@ class Explanation:
     def __str__(self) -> str:
         lines = [f"{self.variant}({self.call})", f"  forward runs {self.forward}, backward runs {self.backward}"]
         for verdict in self.verdicts:
-            for mode, reason in (("forward", verdict.forward), ("backward", verdict.backward)):
-                taken = "chosen" if verdict.name == getattr(self, mode) else "would do, stands later in the list"
-                lines.append(f"  {verdict.name:<16} {mode:<9} {taken if reason is None else reason}")
+            lines.append(f"  {verdict.name:<16} forward   {self._told_forward(verdict)}")
+            chosen = "chosen" if verdict.name == self.backward else LATER
+            lines.append(f"  {verdict.name:<16} backward  {verdict.backward or chosen}")
         return "\n".join(lines)
+
+    def _told_forward(self, verdict: Verdict) -> str:
+        if verdict.name == self.keeps:
+            return "chosen: it runs the backward pass and keeps states for it"
+        if verdict.name == self.forward:
+            return "chosen"
+        return verdict.forward or (LATER if self.keeps is None else "would do, does not run the backward pass")
 
 
 def implementations() -> tuple[Available, ...]:
@@ -124,13 +136,18 @@ def pick(problem: Problem, mode: Mode, impl: str = "auto") -> Implementation:
     raise ImplementationRefused(f"{name}: no implementation takes this call. " + "; ".join(reasons))
 
 
-def explain(problem: Problem) -> Explanation:
-    """Every implementation's verdict on a problem."""
+def pick_with_gradients(problem: Problem, impl: str = "auto") -> tuple[Implementation, Implementation]:
+    """What runs forward and backward in an eager call that wants gradients: one that can keep states for its backward pass runs both."""
+    forward, backward = pick(problem, "forward", impl), pick(problem, "backward", impl)
+    return forward if backward.forward_keeping is None else backward, backward
+
+
+def explain(problem: Problem, gradients: bool = False) -> Explanation:
+    """Every implementation's verdict on a problem; with ``gradients``, on an eager call that wants them."""
     sizes = ", ".join(f"{name}={size}" for name, size in problem.sizes.items())
     call = f"{sizes}, {str(problem.q.dtype).removeprefix('torch.')} on {problem.q.device}"
-    call += ", packed" * (problem.cu_seqlens is not None) + ", reverse" * problem.reverse
-    return Explanation(
-        problem.variant.name,
-        call,
-        tuple(Verdict(one.name, _passed_over(one, problem, "forward"), _passed_over(one, problem, "backward")) for one in IMPLEMENTATIONS),
-    )
+    call += ", packed" * (problem.cu_seqlens is not None) + ", reverse" * problem.reverse + ", with gradients" * gradients
+    verdicts = [Verdict(one.name, _passed_over(one, problem, "forward"), _passed_over(one, problem, "backward")) for one in IMPLEMENTATIONS]
+    backward = next((one for one, verdict in zip(IMPLEMENTATIONS, verdicts) if verdict.backward is None), None)
+    keeps = gradients and backward is not None and backward.forward_keeping is not None
+    return Explanation(problem.variant.name, call, tuple(verdicts), backward.name if backward is not None and keeps else None)

@@ -327,7 +327,9 @@ def decode_step(
 def explain(variant: str, *args: Any, **kwargs: Any) -> dispatch.Explanation:
     """What ``impl="auto"`` would run for this call of a variant's function, and why the others would not.
 
-    Takes the arguments of the function named ``variant`` and checks them as it does. Printing the answer shows the walk.
+    Takes the arguments of the function named ``variant`` and checks them as it does. Printing the answer shows the walk. Where
+    gradients are wanted (an input requires them, and they are enabled), what runs the backward pass also runs forward if it can
+    keep states on the way, so the answer can differ from that for the same call without gradients.
 
     >>> q = torch.randn(1, 5, 2, 8, dtype=torch.float64)
     >>> explain("linear_attention", q, q, q).forward
@@ -348,7 +350,10 @@ def explain(variant: str, *args: Any, **kwargs: Any) -> dispatch.Explanation:
     scale, initial_state, cu_seqlens, reverse = (given[name] for name in ("scale", "initial_state", "cu_seqlens", "reverse"))
     _check_types_of_call(variant, q, k, v, g, u, scale, initial_state, given["output_final_state"], cu_seqlens, reverse, given["impl"])
     q, k, v = autocast(q, k, v)
-    return dispatch.explain(Problem.checked(q, k, v, g, u, initial_state, cu_seqlens, variant, scale, reverse))
+    tensors = q, k, v, g, u, initial_state, cu_seqlens
+    wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    gradients = wanted and eager.unobserved(*tensors)  # torch's operator does not know whether they are
+    return dispatch.explain(Problem.checked(*tensors, variant, scale, reverse), gradients)
 
 
 def _run(

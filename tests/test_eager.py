@@ -5,10 +5,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import Case, call, draw
+from cases import Case, call, draw, named, problem_of
 
 import penstock as ps
 from penstock import dispatch, eager, problem
+from penstock.bench.candidates import ours
+from penstock.bench.cases import Shape, inputs
 from penstock.variants import VARIANTS
 
 CASE = Case("rwkv6", B=1, T=5, H=2, K=4, V=4)
@@ -120,19 +122,68 @@ def test_forward_derivatives_are_refused_rather_than_dropped():
             call(CASE, tensors, "chunkwise")
 
 
-def test_what_runs_the_backward_pass_keeps_states_forward(fresh, values_unread, monkeypatch):
-    """Under "auto" two implementations may be the fastest in either pass: with gradients one that can keep states runs both."""
-    keeps = replace(dispatch.IMPLEMENTATIONS[-1], name="keeps", forward_keeping=lambda p: (*dispatch.IMPLEMENTATIONS[-1].forward(p), p.q))
+@pytest.fixture
+def keeping(monkeypatch):
+    """An implementation that "auto" takes for the backward pass only, and that can keep states for it forward. Lists its forward runs."""
+    reference, ran = dispatch.IMPLEMENTATIONS[-1], []
+
+    def forward_keeping(p):
+        ran.append("keeps")
+        return *reference.forward(p), p.q
+
+    def backward(p, d_output, d_final_state, states, dg):
+        return reference.backward(p, d_output, d_final_state)
+
+    keeps = replace(reference, name="keeps", forward_keeping=forward_keeping, backward=backward)
     backward_only = replace(keeps, avoids=lambda problem, mode: "slow" if mode == "forward" else None)
     monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", (backward_only, *dispatch.IMPLEMENTATIONS))
+    return ran
+
+
+def test_explain_names_what_runs_forward_where_gradients_are_wanted(fresh, keeping):
+    """Gradients are wanted where an input requires them and they are enabled; torch's operator chooses both passes apart."""
     tensors = draw(CASE)
-    inputs = (*(tensors[name] for name in ("q", "k", "v", "g", "u", "initial_state")), None)
-    made = eager.Call(inputs, CASE.variant, None, False, "auto")
+    alone = dispatch.explain(problem_of(CASE, tensors)).forward
+    assert alone != "keeps"
+    for name in ("q", "k", "v", "g", "u", "initial_state", None):
+        given = tensors | ({name: tensors[name].clone().requires_grad_()} if name else {})
+        for enabled in (True, False):
+            with torch.set_grad_enabled(enabled):
+                keeping.clear()
+                call(CASE, given, "auto")
+                walk = ps.explain(CASE.variant, **named(CASE, given))
+            wanted = bool(name) and enabled
+            assert (walk.forward, walk.backward) == ("keeps" if wanted else alone, "keeps")
+            assert keeping == ["keeps"] * wanted, "explain says what ran"
+            assert f"forward runs {walk.forward}, backward runs keeps\n" in str(walk)
+            assert (", with gradients)" in str(walk)) is wanted
+            chosen = [line.split()[:2] for line in str(walk).splitlines() if "chosen" in line]
+            assert chosen == ([["keeps", "forward"], ["keeps", "backward"]] if wanted else [["keeps", "backward"], [alone, "forward"]])
+    given = tensors | {"q": tensors["q"].clone().requires_grad_()}
+    with Watching():
+        keeping.clear()
+        call(CASE, given, "auto")
+        assert ps.explain(CASE.variant, **named(CASE, given)).forward == alone
+    assert keeping == []
+
+
+def test_benchmarks_name_what_runs_forward(fresh, keeping):
+    x = inputs("rwkv6", Shape(1, 5, 2, 4, 4))
+    assert ours("auto", x, "fwdbwd").name == "auto (keeps)"
+    assert ours("auto", x, "fwd").name == f"auto ({dispatch.explain(x.problem()).forward})"
+    assert ours("chunkwise", x, "fwdbwd").name == "chunkwise"
+
+
+def test_what_runs_the_backward_pass_keeps_states_forward(fresh, values_unread, keeping):
+    """Under "auto" two implementations may be the fastest in either pass: with gradients one that can keep states runs both."""
+    tensors = draw(CASE)
+    given = (*(tensors[name] for name in ("q", "k", "v", "g", "u", "initial_state")), None)
+    made = eager.Call(given, CASE.variant, None, False, "auto")
     assert made.implementation.name != "keeps"
-    assert made.forward(inputs, True, False)[2] is None
-    assert made.forward(inputs, True, True)[2] is tensors["q"]
-    named = eager.Call(inputs, CASE.variant, None, False, "chunkwise")
-    assert named.forward(inputs, True, True)[2] is None
+    assert made.forward(given, True, False)[2] is None
+    assert made.forward(given, True, True)[2] is tensors["q"]
+    by_name = eager.Call(given, CASE.variant, None, False, "chunkwise")
+    assert by_name.forward(given, True, True)[2] is None
 
 
 def test_saved_tensors_that_come_back_with_other_strides_are_another_call(fresh, values_unread):

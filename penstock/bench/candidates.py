@@ -46,8 +46,11 @@ class Candidate:
 def ours(impl: str, inputs: Inputs, mode: Mode) -> Candidate:
     """Take an implementation of this library, or "auto", for inputs like these. Raises ImplementationRefused with its reason."""
     dispatch.check_name("bench", impl)
-    name = impl
-    taken = [dispatch.pick(inputs.problem(), asked, impl) for asked in ASKED[mode]]
+    name, problem = impl, inputs.problem()
+    if mode == "fwdbwd":
+        taken = list(dispatch.pick_with_gradients(problem, impl))
+    else:
+        taken = [dispatch.pick(problem, asked, impl) for asked in ASKED[mode]]
     if impl == "auto":
         name = f"auto ({', '.join(dict.fromkeys(one.name for one in taken))})"
     # What is checked comes from the last: gradients of the backward pass; a decode step has no products.
