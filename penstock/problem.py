@@ -236,7 +236,7 @@ class Step:
             else:
                 check_tensor(complaints, "state", state, "*HKV", sizes, q.device, FLOATS)
                 check_tensor(complaints, "slots", slots, "N", sizes, q.device, (torch.int32, torch.int64))
-            _check_no_overlap(complaints, state)
+            check_no_overlap(complaints, "state", state)
             if torch.is_grad_enabled():
                 _check_no_gradients(complaints, variant, {"q": q, "k": k, "v": v, "g": g, "u": u, "state": state})
             if not complaints.found and slots is not None and reads_values(slots):
@@ -253,19 +253,20 @@ def check_types(
     complaints = Complaints(function)
     for name, value in tensors.items():
         if not (isinstance(value, Tensor) or (value is None and name in optional)):
-            complaints.add(DtypeError, name, "a torch.Tensor" + (" or None" if name in optional else ""), _kind(value))
+            complaints.add(DtypeError, name, "a torch.Tensor" + (" or None" if name in optional else ""), kind(value))
         elif isinstance(value, Tensor) and value.layout != torch.strided:
             complaints.add(DtypeError, name, "a dense tensor", value.layout, f"Convert it with {name}.to_dense().")
     for name, value in numbers.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat))):
-            complaints.add(DtypeError, name, "a number or None", _kind(value))
+            complaints.add(DtypeError, name, "a number or None", kind(value))
     for name, value in flags.items():
         if not isinstance(value, bool):
-            complaints.add(DtypeError, name, "True or False", _kind(value))
+            complaints.add(DtypeError, name, "True or False", kind(value))
     complaints.raise_any()
 
 
-def _kind(value: object) -> str:
+def kind(value: object) -> str:
+    """A value of the wrong Python type, for messages."""
     return "None" if value is None else f"{value!r} of type {type(value).__name__}"
 
 
@@ -295,8 +296,9 @@ def check_tensor(
     device: torch.device,
     dtypes: tuple[torch.dtype, ...],
     remedy: str = "",
+    beside: str = "the query",
 ) -> None:
-    """Shape by axis letters ("*" is any size), dtype and device of one argument."""
+    """Shape by axis letters ("*" is any size), dtype and device of one argument; ``beside`` says what else is on that device."""
     wanted = [sizes.get(axis, -1) for axis in axes]
     if list(tensor.shape) == wanted and tensor.dtype in dtypes and tensor.device == device:
         return
@@ -307,7 +309,7 @@ def check_tensor(
     if tensor.dtype not in dtypes:
         complaints.add(DtypeError, name, _dtypes(dtypes), tensor.dtype, f"Convert it with {name}.to(...).")
     if tensor.device != device:
-        complaints.add(DeviceError, name, f"on {device}, where the query is", tensor.device, f"Move it with {name}.to({str(device)!r}).")
+        complaints.add(DeviceError, name, f"on {device}, where {beside} is", tensor.device, f"Move it with {name}.to({str(device)!r}).")
 
 
 def _check_tokens(
@@ -375,13 +377,13 @@ def check_packing(complaints: Complaints, name: str, cu_seqlens: Tensor, sizes: 
     return cu_seqlens.shape[0] - 1
 
 
-def _check_no_overlap(complaints: Complaints, state: Tensor) -> None:
+def check_no_overlap(complaints: Complaints, name: str, state: Tensor) -> None:
     """Every axis must step over all that the axes with smaller strides reach."""
     reach = 1
     for stride, size in sorted((stride, size) for stride, size in zip(state.stride(), state.shape) if size > 1):
         if stride < reach:
             value = f"strides {list(state.stride())} over shape {list(state.shape)}"
-            complaints.add(RangeError, "state", "free of overlap, since it is written in place", value, "Clone it first.")
+            complaints.add(RangeError, name, "free of overlap, since it is written in place", value, "Clone it first.")
             return
         reach += stride * (size - 1)
 
