@@ -128,8 +128,10 @@ SOFTMAX = tuple(
     for sizes, model in (("4,4096,16,128", "16 heads of 128"), ("8,2048,32,64", "32 heads of 64"), ("1,16384,32,128", "one long sequence"))
 )
 """Causal softmax attention, as the layers of hybrid models between the recurrent ones."""
+SOFTMAX_MODEL = Case("llama-7b", "softmax_attention", Shape(1, 1024, 32, 128, 128), "Llama 7B: 32 heads of 128")
+"""Its default, as the first rows of the models are for the variants."""
 
-CASES = tuple({case.name: case for case in MODELS + DECODING + LENGTHS + GPU_TRAINING + GPU_DECODING + SOFTMAX}.values())
+CASES = tuple({case.name: case for case in (*MODELS, SOFTMAX_MODEL, *DECODING, *LENGTHS, *GPU_TRAINING, *GPU_DECODING, *SOFTMAX)}.values())
 """Every case by which ``penstock bench`` can be asked. Two of the lengths are training shapes as well."""
 
 
@@ -145,8 +147,8 @@ def case_named(name: str) -> Case:
 
 def default_cases(variant: str, decode: bool) -> list[Case]:
     """List what is measured where nothing is named: a variant's first model, or all its batches for decoding."""
-    first = next(case for case in MODELS if case.variant == variant)
-    return [case for case in CASES if case.name.startswith(f"{first.name}-decode-")] if decode else [first]
+    first = next(case for case in (*MODELS, SOFTMAX_MODEL) if case.variant == variant)
+    return [case for case in DECODING if case.name.startswith(f"{first.name}-decode-")] if decode else [first]
 
 
 @dataclass(frozen=True)

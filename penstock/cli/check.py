@@ -27,9 +27,10 @@ def check(
     compile_ahead: Annotated[
         bool, typer.Option("--compile", help="Compile the Triton kernels for GPUs that need not be here, instead of running anything.")
     ] = False,
-    arch: Annotated[list[str] | None, typer.Option(help="With --compile: only for this GPU. Repeatable.  [default: all]")] = None,
+    arch: Annotated[list[str] | None, typer.Option(help="With --compile: only for this GPU. Repeatable.", show_default="all")] = None,
     only: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="With --compile: only launches with this in their name. Repeatable.")
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="With --compile: only launches with this in their name. Repeatable.", show_default="all"),
     ] = None,
     record: Annotated[
         Path | None, typer.Option(metavar="FILE", help="With --compile: write what the kernels take here, and compare with nothing.")

@@ -25,19 +25,21 @@ from .options import DTYPES, checked, wide_console
 def profile(
     variant: Annotated[str, typer.Argument(metavar="VARIANT", help=f"One of {', '.join(VARIANTS)}.")],
     batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 1,
-    heads: Annotated[int, typer.Option(min=1)] = 32,
+    heads: Annotated[int, typer.Option(min=1, help="Heads of the layer.")] = 32,
     length: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 54,
     head_dim: Annotated[int, typer.Option(min=1, help="Key channels of a head.")] = 64,
-    value_dim: Annotated[int | None, typer.Option(min=1, help="Value channels of a head.  [default: as --head-dim]")] = None,
+    value_dim: Annotated[int | None, typer.Option(min=1, help="Value channels of a head.", show_default="as --head-dim")] = None,
     dtype: Annotated[str, typer.Option(help=f"Of q, k and v: {', '.join(DTYPES)}.")] = "float16",
     mode: Annotated[str, typer.Option(help="fwd or fwdbwd.")] = "fwd",
-    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N.  [default: a GPU if torch can use one]")] = None,
-    impl: Annotated[list[str] | None, typer.Option(help="auto, or an implementation. Repeatable.  [default: all that take it]")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N.", show_default="a GPU if torch can use one")] = None,
+    impl: Annotated[
+        list[str] | None, typer.Option(help="auto, or an implementation. Repeatable.", show_default="all that take the call")
+    ] = None,
     peers: Annotated[
         list[str] | None,
-        typer.Option("--peer", help="loop, fla, fla_recurrent or none. The first is the baseline.  [default: all that take it]"),
+        typer.Option("--peer", help="loop, fla, fla_recurrent or none. The first is the baseline.", show_default="all that take the call"),
     ] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.  [default: as torch chooses]")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.", show_default="as torch chooses")] = None,
     seconds: Annotated[float, typer.Option(min=0, help="Of the clock, for each candidate.")] = 0.4,
     steps: Annotated[int, typer.Option(min=1, help="Calls that the profiler records, after one it ignores and one to warm up.")] = 3,
     soft: Annotated[bool, typer.Option("--soft", help="Decays logsigmoid(x) for all channels, as others measure rwkv6.")] = False,

@@ -30,15 +30,15 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 def tune(
     variants: Annotated[
-        list[str] | None, typer.Argument(metavar="VARIANT...", help=f"Any of {', '.join(VARIANTS)}.  [default: all]", show_default=False)
+        list[str] | None, typer.Argument(metavar="VARIANT...", help=f"Any of {', '.join(VARIANTS)}.", show_default="all")
     ] = None,
     shape: Annotated[
-        list[str] | None, typer.Option(metavar="B,T,H,K[,V]", help="Repeatable.  [default: the variant's first model in bench --list]")
+        list[str] | None, typer.Option(metavar="B,T,H,K[,V]", help="Repeatable.", show_default="the variant's first model in bench --list")
     ] = None,
     dtype: Annotated[str, typer.Option(help=f"Of q, k and v: {', '.join(DTYPES)}.")] = "bfloat16",
     device: Annotated[str, typer.Option(help="cuda or cuda:N.")] = "cuda",
     file: Annotated[
-        Path | None, typer.Option("--write", metavar="FILE", help="Write here.  [default: penstock/launch-ARCH.json in ~/.config]")
+        Path | None, typer.Option("--write", metavar="FILE", help="Write here.", show_default="~/.config/penstock/launch-ARCH.json")
     ] = None,
     dry: Annotated[bool, typer.Option("--dry", help="Write nothing.")] = False,
     seed: Annotated[int, typer.Option(help="Of the random inputs.")] = 0,
