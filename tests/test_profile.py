@@ -360,7 +360,7 @@ def test_the_picture_shows_both_times_of_every_candidate(tmp_path, monkeypatch):
         (["rwkv6", "--device", "cuda:99"], "profile: device must be one that torch can use"),
         (["rwkv6", *TINY, "--device", "cpu", "--peer", "fla"], "peer fla cannot be timed here"),
         (["rwkv6", "--heads", "0"], "--heads"),
-        (["rwkv6", "--output", __file__], "profile: --output must be a folder, there or to be made"),
+        (["rwkv6", "--output", __file__], "profile: --output must be a folder that can be written"),
     ],
 )
 def test_the_command_refuses_with_one_message(run, words, message):

@@ -91,7 +91,7 @@ def using_threads(threads: int | None) -> Iterator[None]:
 
 
 def _state(one: Available) -> str:
-    return f"{one.summary}: " + ("available" if one.reason is None else f"not available: {one.reason}")
+    return one.summary if one.reason is None else f"not available: {one.reason}"
 
 
 def _processor() -> str:

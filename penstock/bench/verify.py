@@ -97,7 +97,7 @@ class Trial:
         at = implementation.name, str(self.call.q.device), self.call.variant, str(self.call.q.dtype).removeprefix("torch.")
         unavailable = implementation.available()
         if unavailable is not None:
-            yield Finding(*at, "all", None, None, unavailable)
+            yield Finding(*at, "all", None, None, unavailable, absent=True)
             return
         problem = self.call.problem(self.initial_state)
         threads = None if dispatch.pick(problem, "forward") is implementation else 1

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ..kernels import triton
 from ..softmax import FUNCTION, reference
 from ..softmax.eager import IMPLEMENTATIONS
 from ..softmax.problem import Attention
@@ -35,7 +36,7 @@ def findings(device: str, dtype: torch.dtype) -> Iterator[Finding]:
         at = implementation, device, FUNCTION, str(dtype).removeprefix("torch.")
         reason = module.refuses(call)
         if reason is not None:
-            yield Finding(*at, "all", None, None, reason)
+            yield Finding(*at, "all", None, None, reason, absent=implementation == "triton" and triton.available() is not None)
             continue
         try:
             found = _results(module.attend, call, d_output, d_lse)

@@ -25,6 +25,7 @@ from ..errors import Complaints, PenstockError, RangeError
 from ..softmax import FUNCTION
 from ..variants import VARIANTS
 from .options import DTYPES, checked, wide_console
+from .outputs import check_outputs
 
 
 def bench(
@@ -95,6 +96,7 @@ def bench(
     if list_cases:
         print_cases(console)
         return
+    check_outputs("bench", {"--json": json_file, "--plot": plot_file})
     if plot_file is not None:
         check_plot(plot_file)
     if from_file is not None:

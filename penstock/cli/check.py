@@ -11,13 +11,13 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.text import Text
 
 from ..bench.launch_tables import table_lines
 from ..bench.machine import Machine
 from ..bench.report import print_findings, print_machine
 from ..bench.verify import findings
 from ..errors import Complaints, RangeError
+from .outputs import check_outputs
 
 
 def check(
@@ -62,6 +62,7 @@ def check(
             if given:
                 complaints.add(RangeError, name, "left out without --compile", repr(given), "Add --compile.")
         complaints.raise_any()
+    check_outputs("check", {"--record": record})
     right = print_compiled(Console(), arch or [], only or [], record, as_json) if compile_ahead else print_check(Console(), as_json)
     if not right:
         raise typer.Exit(1)
@@ -104,9 +105,7 @@ def print_check(console: Console, as_json: bool = False) -> bool:
     """Check and print; return whether everything is right."""
     machine = Machine.here()
     if not as_json:
-        print_machine(console, machine)
-        for arch, line in table_lines():
-            console.print(Text.assemble((f"  {'table ' + arch:<16}", "bold"), line), soft_wrap=True)
+        print_machine(console, machine, table_lines())
     waiting: AbstractContextManager[object] = nullcontext() if as_json else console.status("asking the oracle", spinner="dots")
     with waiting:
         found = list(findings())
@@ -114,7 +113,6 @@ def print_check(console: Console, as_json: bool = False) -> bool:
     if as_json:
         typer.echo(json.dumps({"ok": not wrong, "machine": asdict(machine), "findings": [asdict(finding) for finding in found]}, indent=2))
     else:
-        console.print()
         print_findings(console, found)
         ran = sum(finding.error is not None for finding in found)
         verdict = f"[bold red]{len(wrong)} wrong[/] of {ran} results" if wrong else f"[bold green]right[/]: all {ran} results"

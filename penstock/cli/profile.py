@@ -17,9 +17,9 @@ from ..bench.plot import MissingExtra, draw_profile
 from ..bench.profile import MODES, candidates, hidden, profiled
 from ..bench.record import Record
 from ..bench.report import print_profile
-from ..errors import Complaints, RangeError
 from ..variants import VARIANTS
 from .options import DTYPES, checked, wide_console
+from .outputs import Folder, check_outputs
 
 
 def profile(
@@ -68,10 +68,8 @@ def profile(
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     (taken,) = checked("profile", [variant], tuple(VARIANTS), [mode], MODES, impl or [], peers or [], dtype, device)
     shape = Shape(batch, length, heads, head_dim, value_dim or head_dim)
-    if output.exists() and not output.is_dir():
-        complaints = Complaints("profile")
-        complaints.add(RangeError, "--output", "a folder, there or to be made", repr(str(output)), "Name another.")
-        complaints.raise_any()
+    picture = output / "profile.png"
+    check_outputs("profile", {"--json": json_file}, Folder("--output", output, (picture.name,)))
     console, machine = wide_console(), Machine.here()
     if machine.busy is not None and device == "cpu":
         console.print(machine.busy, style="yellow", highlight=False)
@@ -88,8 +86,8 @@ def profile(
     if found.timings:
         console.print(f"traces: {output}, for ui.perfetto.dev or tensorboard --logdir {output}", highlight=False, soft_wrap=True)
     try:
-        draw_profile(found, output / "profile.png", record.place)
-        console.print(f"picture: {output / 'profile.png'}", highlight=False, soft_wrap=True)
+        draw_profile(found, picture, record.place)
+        console.print(f"picture: {picture}", highlight=False, soft_wrap=True)
     except MissingExtra as missing:
         console.print(f"no picture: {missing}", style="yellow", markup=False, highlight=False, soft_wrap=True)
     if any(one.fault for one in found.untimed):

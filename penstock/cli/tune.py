@@ -21,6 +21,7 @@ from ..errors import Complaints, DeviceError, RangeError
 from ..kernels.triton.table import Target, power
 from ..kernels.triton.table_file import Entry, read, user_path, write
 from ..variants import VARIANTS
+from .outputs import check_outputs
 
 if TYPE_CHECKING:
     from ..bench.tune import Tuned
@@ -60,6 +61,7 @@ def tune(
 
       penstock tune --write penstock/kernels/triton/tables/sm_90.json
     """
+    check_outputs("tune", {"--write": file})
     names = list(dict.fromkeys(variants or VARIANTS))
     shapes = _checked(names, shape or [], dtype, device)
     from ..bench.ahead import check_compiler
@@ -70,6 +72,8 @@ def tune(
     at = torch.device(device if ":" in device else f"cuda:{torch.cuda.current_device()}")
     target, console = Target.of(at), Console()
     path = file or user_path(target.arch)
+    if not dry:
+        check_outputs("tune", {"--write": path})
     table = read(path, target.arch)  # a malformed one is told before anything is measured
     versions = f"penstock {__version__}, torch {torch.__version__}, triton {version('triton')}"
     for variant in names:
