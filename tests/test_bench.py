@@ -367,6 +367,20 @@ def test_what_is_no_record_is_refused(tmp_path):
             Record.read(tmp_path / "a.json")
 
 
+def test_the_token_loop_leaves_threads_that_wait_for_busy_cores(monkeypatch):
+    """Where two threads are quick once and slow else, the baseline has one."""
+    slept = []
+
+    def token_loop(x):
+        slept.append(torch.get_num_threads())
+        sleep(0.01 if torch.get_num_threads() == 1 else 0.001 if slept.count(2) == 2 else 0.05)
+
+    monkeypatch.setattr("penstock.bench.candidates.token_loop", token_loop)
+    with using_threads(2):
+        assert loop(inputs("gla", SMALL)).threads == 1
+    assert set(slept) == {1, 2}
+
+
 def test_drawing_without_matplotlib_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(MissingExtra, match=r"pip install 'penstock\[plot\]'"):
