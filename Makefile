@@ -19,13 +19,13 @@ lint: .venv/dev
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
 
-.venv/demo: .venv/bin/python pyproject.toml constraints.txt hatch_build.py penstock/kernels/native/recurrence.c penstock/kernels/native/rows.h
+.venv/demo: .venv/bin/python pyproject.toml constraints.txt hatch_build.py penstock/recurrence/cpu/native/recurrence.c penstock/recurrence/cpu/native/rows.h
 	$(PIP) install --quiet -c constraints.txt -e ".[plot]"
 	touch $@
 
-.venv/dev: .venv/bin/python pyproject.toml constraints.txt hatch_build.py penstock/kernels/native/recurrence.c penstock/kernels/native/rows.h
+.venv/dev: .venv/bin/python pyproject.toml constraints.txt hatch_build.py penstock/recurrence/cpu/native/recurrence.c penstock/recurrence/cpu/native/rows.h
 	$(PIP) install --quiet -c constraints.txt -e ".[dev]"
 	touch $@
 
 clean:
-	rm -rf .venv build dist penstock/kernels/native/*.so
+	rm -rf .venv build dist penstock/recurrence/cpu/native/*.so

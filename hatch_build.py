@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-NATIVE = Path(__file__).parent / "penstock" / "kernels" / "native"
+NATIVE = Path(__file__).parent / "penstock" / "recurrence" / "cpu" / "native"
 GLIBC = "2.17"
 # suffix, -mcpu, floats in a vector register, vector registers
 TARGETS = {

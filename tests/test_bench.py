@@ -10,6 +10,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from penstock.bench.machine import Machine, using_threads
 
 from penstock import RangeError, ShapeError
 from penstock.bench import clock, fla, oracle, plot, rounding, softmax, verify
@@ -19,7 +20,6 @@ from penstock.bench.cases import CASES, MODELS, Case, Inputs, Shape, case_named,
 from penstock.bench.clock import in_turn
 from penstock.bench.exact import Reach, WrongResult, checked_tokens
 from penstock.bench.loop import token_loop
-from penstock.bench.machine import Machine, using_threads
 from penstock.bench.measure import Measurement, Timing, Untimed, measure
 from penstock.bench.peers import peer
 from penstock.bench.plot import MissingExtra, draw
@@ -365,6 +365,20 @@ def test_what_is_no_record_is_refused(tmp_path):
         (tmp_path / "a.json").write_text(content)
         with pytest.raises(RangeError, match="file must be a record that penstock bench --json wrote"):
             Record.read(tmp_path / "a.json")
+
+
+def test_the_token_loop_leaves_threads_that_wait_for_busy_cores(monkeypatch):
+    """Where two threads are quick once and slow else, the baseline has one."""
+    slept = []
+
+    def token_loop(x):
+        slept.append(torch.get_num_threads())
+        sleep(0.01 if torch.get_num_threads() == 1 else 0.001 if slept.count(2) == 2 else 0.05)
+
+    monkeypatch.setattr("penstock.bench.candidates.token_loop", token_loop)
+    with using_threads(2):
+        assert loop(inputs("gla", SMALL)).threads == 1
+    assert set(slept) == {1, 2}
 
 
 def test_drawing_without_matplotlib_says_what_to_install(tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from penstock.bench.machine import Machine, using_threads
 from rich.console import Console
 from test_bench import measured
 
@@ -19,7 +20,6 @@ from penstock.bench.calls import call_of
 from penstock.bench.candidates import Candidate, ours
 from penstock.bench.cases import Inputs, Shape, inputs
 from penstock.bench.loop import token_loop
-from penstock.bench.machine import Machine, using_threads
 from penstock.bench.measure import OnGpu, Untimed, _timed, measure
 from penstock.bench.record import Record
 from penstock.bench.report import print_measurements

@@ -1,17 +1,20 @@
 """The commands: what they print, what they write, and how they refuse."""
 
 import json
+import re
 import sys
-from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from penstock.bench.machine import using_threads
+from penstock.problem import FLOATS
+from typer.main import get_command
 from typer.testing import CliRunner
 
+import penstock
 from penstock import dispatch
-from penstock.bench.machine import using_threads
+from penstock.bench.cases import Case, Shape, default_cases
 from penstock.cli import main
-from penstock.problem import FLOATS
 from penstock.recurrence.variants import VARIANTS
 
 TINY = ["--shape", "1,5,2,4", "--seconds", "0.002", "--threads", "1"]
@@ -32,11 +35,46 @@ def run(monkeypatch):
     return lambda *words: CliRunner().invoke(main, list(words))
 
 
-@pytest.mark.parametrize("command", ["", "check", "bench", "profile", "demo"])
-def test_help(run, command):
-    done = run(*command.split(), "--help")
-    assert done.exit_code == 0
-    assert ("Examples" if command else "check") in done.output
+@pytest.mark.parametrize("command", ["", "check", "bench", "profile", "tune", "demo"])
+def test_help_shows_all_that_is_written_and_every_default(run, monkeypatch, command):
+    """Rich takes what is in square brackets for markup, and shows nothing of it."""
+    group = get_command(main)
+    told = group.commands[command] if command else group
+    monkeypatch.setenv("COLUMNS", "1000")  # a line for each option
+    lines = [" ".join(line.split()) for line in run(*command.split(), "--help").output.splitlines()]
+    for paragraph in told.help.split("\n\n"):
+        assert re.sub(r"\[/?bold\]", "", paragraph).strip() in lines
+    defaults = 0
+    for parameter in told.params:
+        (line,) = (line for line in lines if f"{parameter.help} " in line)
+        shown = parameter.show_default if isinstance(parameter.show_default, str) else parameter.default
+        if parameter.show_default and shown is not None and shown is not False:
+            defaults += 1
+            assert f"[default: ({shown})]" in line or f"[default: {shown}]" in line
+    for width in (80, 100, 140):
+        monkeypatch.setenv("COLUMNS", str(width))
+        done = run(*command.split(), "--help")
+        assert done.exit_code == 0
+        assert done.output.count("[default: ") == defaults
+        assert all(len(line) <= width for line in done.output.splitlines())
+
+
+def test_help_of_bench_shows_the_defaults_that_it_takes():
+    shown = {parameter.name: parameter.show_default for parameter in get_command(main).commands["bench"].params}
+    assert [shown[name] for name in ("mode", "impl", "peers", "dtype", "device", "seconds")] == [
+        "fwd",
+        "auto",
+        "loop",
+        "float32",
+        "cpu",
+        "1",
+    ]
+
+
+@pytest.mark.parametrize("words", [["--version"], ["--version", "bench"]])
+def test_version(run, words):
+    done = run(*words)
+    assert (done.exit_code, done.output) == (0, f"penstock {penstock.__version__}\n")
 
 
 def test_check_passes_and_its_json_is_complete(run, at_full_speed):
@@ -65,7 +103,9 @@ def test_check_fails_if_an_implementation_is_wrong(run, monkeypatch):
     done = run("check")
     assert done.exit_code == 1
     assert "WRONG: bad, gla, float32 on cpu: decode output" in done.output
-    assert "absent did not run float32: this machine has none" in done.output
+    assert "not available: this machine has none" in done.output
+    assert "not available on this machine: absent" in done.output
+    assert "absent did not run" not in done.output
 
 
 def test_bench_prints_and_writes(run, tmp_path):
@@ -108,6 +148,42 @@ def test_bench_draws_one_shape_and_decodes(run, tmp_path):
     assert (tmp_path / "a.svg").exists()
 
 
+def test_bench_measures_softmax_attention_at_a_model_if_no_shape_is_named(run, monkeypatch):
+    tiny = Case("tiny", "softmax_attention", Shape(1, 20, 2, 8, 8), "tiny")
+    assert [case.name for case in default_cases("softmax_attention", False)] == ["llama-7b"]
+    monkeypatch.setattr("penstock.bench.cases.SOFTMAX_MODEL", tiny)
+    done = run("bench", "softmax_attention", "--seconds", "0.002", "--threads", "1")
+    assert done.exit_code == 0, done.output
+    for word in ("softmax_attention, fwd, float32 on cpu", "1,20,2,8", "penstock (auto)", "sdpa"):
+        assert word in done.output
+
+
+def test_a_run_that_measured_nothing_fails(run, monkeypatch, tmp_path):
+    """Whatever came of the jobs: none, or none of their candidates was timed."""
+    from dataclasses import replace
+
+    measure = BENCH.measure
+    monkeypatch.setattr(BENCH, "_jobs", lambda *_: [])
+    done = run("bench", "gla", "--json", str(tmp_path / "a.json"))
+    assert done.exit_code == 1
+    assert done.output.endswith("Nothing was measured.\n")
+    assert not (tmp_path / "a.json").exists()
+    monkeypatch.undo()
+    monkeypatch.setattr(BENCH, "measure", lambda *rest, **options: replace(measure(*rest, **options), timings=()))
+    done = run("bench", "gla", *TINY, "--plot", str(tmp_path / "a.png"))
+    assert done.exit_code == 1
+    assert done.output.endswith("Nothing was measured.\n")
+
+
+def test_a_record_without_measurements_is_refused(run, tmp_path):
+    file = tmp_path / "a.json"
+    assert run("bench", "gla", *TINY, "--json", str(file)).exit_code == 0
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"measurements": []}))
+    done = run("bench", "--from", str(file), "--plot", str(tmp_path / "a.png"))
+    assert done.exit_code == 2
+    assert "(ValueError: it has no measurements)" in done.output
+
+
 def test_bench_sets_threads_back(run):
     before = torch.get_num_threads()
     assert run("bench", "gla", *TINY[:-1], "2").exit_code == 0
@@ -132,7 +208,6 @@ def test_bench_draws_again_what_was_measured(run, tmp_path):
 
 
 def test_bench_runs_a_suite_with_its_own_defaults(run, monkeypatch, tmp_path):
-    from penstock.bench.cases import Case, Shape
     from penstock.bench.suites import Suite
 
     rows = tuple(Case(f"{variant}-tiny", variant, Shape(1, 5, 2, 4, 4), "tiny") for variant in ("gla", "rwkv6"))
@@ -232,6 +307,7 @@ def test_a_run_cut_short_leaves_what_it_measured(run, monkeypatch, tmp_path):
         (["rwkv6", "--case", "gla-1.3b"], "case must be a shape of rwkv6"),
         (["--case", "gla-1.3b", "--shape", "1,2,3,4"], "variant must be given with --shape"),
         ([], "variant must be given"),
+        (["softmax_attention", "--mode", "fwd", "--mode", "decode"], "mode must be fwd or fwdbwd for softmax_attention, got 'decode'"),
         (["rwkv6", "--case", "rwkv6-7b", "--mode", "decode"], "T must be at most 16 in mode decode"),
         (["--suite", "everything"], "suite must be one of gpu-training, gpu-decode, lengths, softmax, wkv-ladder, got 'everything'"),
         (["rwkv6", "--from", "a.json"], "--from must be given without variants"),
@@ -246,26 +322,3 @@ def test_bench_refuses_with_one_message(run, words, message):
     assert done.exit_code == 2, done.output
     assert message in done.output
     assert "Traceback" not in done.output
-
-
-def test_demo_runs_through(run, tmp_path, monkeypatch, at_full_speed):
-    called = {}
-
-    def train(folder, seconds, console, seed):
-        called.update(folder=folder, seconds=seconds, seed=seed)
-        return SimpleNamespace(
-            parameters=10, tokens=20, seconds=1.0, loss_before=5.5, loss_after=2.25, sample="it says [this]", weights=folder / "weights.pth"
-        )
-
-    module = ModuleType("penstock.training.train")
-    module.train = train
-    monkeypatch.setitem(sys.modules, "penstock.training.train", module)
-    monkeypatch.setattr("penstock.bench.verify.FLOATS", (torch.float32,))
-    done = run("demo", "--quick", "--folder", str(tmp_path / "demo"))
-    assert done.exit_code == 0, done.output
-    assert called == {"folder": tmp_path / "demo", "seconds": 1.0, "seed": 0}
-    assert "it says [this]" in done.output
-    assert "5.500" in done.output
-    for name in ("speed.json", "speed.png"):
-        assert (tmp_path / "demo" / name).exists()
-        assert name in done.output

@@ -8,19 +8,19 @@ from dataclasses import replace
 
 import pytest
 import torch
+from penstock.bench.ahead import Resources
+from penstock.bench.apart import Failure
+from penstock.bench.passes import planned, without_memory
+from penstock.bench.shipped import CONFIGURATIONS, TARGETS, Softmax
+from penstock.kernels.triton import plan, table
+from penstock.kernels.triton.table import Blocks, Key, Target
 from typer.testing import CliRunner
 
 from penstock.bench import resources
-from penstock.bench.ahead import Resources
-from penstock.bench.apart import Failure
 from penstock.bench.cases import Shape
-from penstock.bench.passes import planned, without_memory
-from penstock.bench.shipped import CONFIGURATIONS, TARGETS, Softmax
 from penstock.cli import main
-from penstock.kernels.triton import plan, table
-from penstock.kernels.triton.table import Blocks, Key, Target
-from penstock.softmax.triton import plan as softmax
 from penstock.recurrence.variants import VARIANTS
+from penstock.softmax.triton import plan as softmax
 
 RECORD = resources.Record.read()
 RECURRENT = [one for one in CONFIGURATIONS if not isinstance(one, Softmax)]

@@ -8,21 +8,20 @@ import emulated
 import pytest
 import torch
 from cases import Case, Wanted, check_against, draw, oracle, problem_of, upstream
-
-import penstock as ps
-from penstock.bench import ladder
-from penstock.bench.cases import Shape, inputs
 from penstock.bench.oracle import error, exact_forward
 from penstock.bench.passes import without_memory
-from penstock.recurrence.operators import FAMILY
-from penstock.errors import PenstockError
 from penstock.kernels import cuda, reference
 from penstock.kernels.cuda import HEADS, compile, launch
 from penstock.kernels.cuda.compile import Configuration
 from penstock.problem import Step
 
+import penstock as ps
+from penstock.bench import ladder
+from penstock.bench.cases import Shape, inputs
+from penstock.errors import PenstockError
+
 BFLOAT16, FLOAT16, FLOAT32, FLOAT64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-CUDA = next(one for one in IMPLEMENTATIONS if one.name == "cuda")
+CUDA = FAMILY.named("cuda")
 RWKV6, RWKV5 = (Case(variant, H=2, K=32, V=32) for variant in ("rwkv6", "rwkv5"))
 LENGTHS = (0, 5, 40, 0, 1, 33, 0)
 

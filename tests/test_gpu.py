@@ -5,16 +5,15 @@ from functools import partial
 
 import pytest
 import torch
-
-import penstock as ps
-from penstock.bench import rounding
-from penstock.bench.cases import Inputs, Shape, inputs
 from penstock.bench.oracle import budget, error, growth
-from penstock.recurrence.operators import FAMILY
 from penstock.functional import _run
 from penstock.kernels import chunkwise
 from penstock.kernels.contract import Gradients, gradients_of
 from penstock.problem import Problem
+
+import penstock as ps
+from penstock.bench import rounding
+from penstock.bench.cases import Inputs, Shape, inputs
 from penstock.recurrence.variants import VARIANTS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"), pytest.mark.timeout(600)]
@@ -90,7 +89,7 @@ def hold(x: Inputs, impl: str, packed: torch.Tensor | None = None, reverse: bool
     with operands as rounded as the implementation's. (There decays are no stronger than e^-10, so that its factors are finite;
     what is left of a token then is too little to matter. And sequences are not packed: it rounds the same operands.)"""
     wanted = exact(x, chunkwise.forward, packed, reverse)
-    bits = next(one for one in IMPLEMENTATIONS if one.name == impl).operands(x.q.dtype)
+    bits = FAMILY.named(impl).operands(x.q.dtype)
     rounded = {}
     if bits is not None:
         tame = x if x.g is None else replace(x, g=x.g.clamp(min=-10.0))

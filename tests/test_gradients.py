@@ -8,8 +8,8 @@ import torch
 from cases import NAMES, TRITON, Case, call, draw, problem_of, upstream
 
 import penstock as ps
-from penstock.recurrence.operators import FAMILY
 from penstock.recurrence import reference
+from penstock.recurrence.operators import FAMILY
 from penstock.recurrence.variants import VARIANTS
 
 FLOAT64 = torch.float64

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-
-from penstock.bench.cases import Shape
 from penstock.bench.passes import without_memory
 from penstock.kernels.triton import hopper, plan
 from penstock.kernels.triton.table import Blocks, Key, Target
 from penstock.problem import Problem
+
+from penstock.bench.cases import Shape
 
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 H200 = Target("sm_90", 132, 232448)

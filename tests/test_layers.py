@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock import DtypeError, InvalidArgument, RangeError, ShapeError
 from penstock.layers.rwkv6 import ChannelMix, State, TimeMix
 from penstock.models.rwkv6 import RWKV6, Configuration
 from penstock.models.sampling import draw
@@ -257,22 +256,3 @@ def test_bfloat16_keeps_its_state_in_float32(model: RWKV6, tokens: Tensor) -> No
     assert state[0].wkv.dtype == torch.float32
     assert error(logits, model(tokens)[0]) < 0.05
     assert half.step(tokens[:, :1], state).dtype == torch.bfloat16
-
-
-def test_mistakes_are_named(model: RWKV6, tokens: Tensor) -> None:
-    with pytest.raises(ShapeError, match=r"tokens must be of shape \[B,T\]"):
-        model(tokens[0])
-    with pytest.raises(DtypeError, match="tokens must be int64 or int32"):
-        model(tokens.float())
-    with pytest.raises(ShapeError, match="state must be of 2 sequences"):
-        model(tokens, model.initial_state(3))
-    with pytest.raises(ShapeError, match="T at least 1"):
-        model.generate(tokens[:, :0], 3)
-    with pytest.raises(RangeError, match="temperature must be at least 0"):
-        model.generate(tokens, 3, temperature=-1)
-    with pytest.raises(RangeError, match="top_p must be above 0"):
-        model.generate(tokens, 3, top_p=0)
-    with pytest.raises(InvalidArgument, match="channels must be a multiple of head_size = 64"):
-        Configuration(vocabulary=5, layers=1, channels=100, ffn_channels=10)
-    with pytest.raises(RangeError, match="layers must be a whole number of at least 1, got 0"):
-        Configuration(vocabulary=5, layers=0, channels=64, ffn_channels=10)

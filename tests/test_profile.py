@@ -1,6 +1,7 @@
 """Profiles: what is counted from traces, what is written, and that a wrong result is not looked into."""
 
 import json
+import os
 import sys
 from dataclasses import replace
 from itertools import pairwise
@@ -120,6 +121,32 @@ def test_a_trace_has_the_steps_that_were_asked_for_and_what_they_ran(tmp_path):
     assert [name for name in names if name.startswith("ProfilerStep#")] == ["ProfilerStep#2", "ProfilerStep#3", "ProfilerStep#4"]
     assert names.count("aten::cumsum") == 3
     assert all(one["dur"] >= 0 for one in events if one["ph"] == "X")
+
+
+def test_the_profilers_probes_stay_off_the_terminal_and_errors_do_not(tmp_path, capfd, monkeypatch):
+    """Kineto writes to the file descriptor, past sys.stderr."""
+    starts = trace.profile.start_trace
+
+    def start_trace(profiler):
+        starts(profiler)
+        os.write(2, b"USDT:2026-11-22 01:58:23 1:1 Handler.cpp:52] profiler_start\nERROR:2026-11-22 a real one\nwithout an end")
+
+    monkeypatch.setattr(trace.profile, "start_trace", start_trace)
+    record(lambda: torch.ones(5).cumsum(0), CPU, 1, tmp_path / "a.pt.trace.json")
+    os.write(2, b" and later\n")
+    assert capfd.readouterr().err == "ERROR:2026-11-22 a real one\nwithout an end and later\n"
+
+
+def test_standard_error_is_given_back_when_the_profiler_fails(tmp_path, capfd, monkeypatch):
+    def stop_trace(profiler):
+        os.write(2, b"why\n")
+        raise RuntimeError("no trace")
+
+    monkeypatch.setattr(trace.profile, "stop_trace", stop_trace)
+    with pytest.raises(RuntimeError, match="no trace"):
+        record(lambda: torch.ones(5).cumsum(0), CPU, 1, tmp_path / "a.pt.trace.json")
+    os.write(2, b"later\n")
+    assert capfd.readouterr().err == "why\nlater\n"
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -252,15 +279,15 @@ def test_a_gpu_whose_work_is_not_seen_is_an_error(tmp_path, monkeypatch):
 
 
 def test_every_step_on_a_gpu_waits_for_its_work(tmp_path, monkeypatch):
-    order, asked, profile = [], [], trace.profile
+    order, asked, profiler = [], [], trace.Profiler
 
     def on_the_cpu_only(activities, **options):
         asked.extend(activities)
-        return profile(activities=[ProfilerActivity.CPU], **options)
+        return profiler(activities=[ProfilerActivity.CPU], **options)
 
     monkeypatch.setattr(trace, "on_gpu", lambda device: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: order.append("wait"))
-    monkeypatch.setattr(trace, "profile", on_the_cpu_only)
+    monkeypatch.setattr(trace, "Profiler", on_the_cpu_only)
     record(lambda: order.append("call"), CPU, 2, tmp_path / "a.json")
     assert asked == [ProfilerActivity.CPU, ProfilerActivity.CUDA]
     assert [what for what in order if what == "call"] == ["call"] * (WAIT + WARM_UP + 2)
@@ -333,7 +360,7 @@ def test_the_picture_shows_both_times_of_every_candidate(tmp_path, monkeypatch):
         (["rwkv6", "--device", "cuda:99"], "profile: device must be one that torch can use"),
         (["rwkv6", *TINY, "--device", "cpu", "--peer", "fla"], "peer fla cannot be timed here"),
         (["rwkv6", "--heads", "0"], "--heads"),
-        (["rwkv6", "--output", __file__], "profile: --output must be a folder, there or to be made"),
+        (["rwkv6", "--output", __file__], "profile: --output must be a folder that can be written"),
     ],
 )
 def test_the_command_refuses_with_one_message(run, words, message):

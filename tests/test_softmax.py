@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from penstock.softmax.problem import Attention
 from torch import Tensor
 from torch.autograd import forward_ad
 
@@ -11,7 +12,6 @@ import penstock as ps
 from penstock import eager
 from penstock.softmax import attention, reference, sdpa
 from penstock.softmax import eager as softmax_eager
-from penstock.softmax.problem import Attention
 
 FLOAT16, BFLOAT16, FLOAT32, FLOAT64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 IMPLS = ("sdpa", "triton")

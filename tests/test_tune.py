@@ -7,21 +7,21 @@ from time import sleep
 
 import pytest
 import torch
-from typer.testing import CliRunner
-
-from penstock.bench import trial
 from penstock.bench.apart import Failure, one_by_one, side_by_side
-from penstock.bench.cases import Shape
 from penstock.bench.launch_tables import table_lines
 from penstock.bench.passes import without_memory
 from penstock.bench.tune import GROUPS, SPACE, Outcome, Tuned, Tuner, candidates, judged
-from penstock.cli import main
-from penstock.cli.tune import entry_of, print_tuned
-from penstock.errors import PenstockError, RangeError
 from penstock.kernels.triton import launch, table_file
 from penstock.kernels.triton.plan import Call
 from penstock.kernels.triton.table import Blocks, Key, Target, blocks, by_rule
 from penstock.kernels.triton.table_file import Entry
+from typer.testing import CliRunner
+
+from penstock.bench import trial
+from penstock.bench.cases import Shape
+from penstock.cli import main
+from penstock.cli.tune import entry_of, print_tuned
+from penstock.errors import PenstockError, RangeError
 
 KEY = Key("forward", "channel", "updated", "bf16", 64, 64)
 ENTRY = Entry(KEY, Blocks(8, C=16, stages=2, fill=7), 0.5, "gla 1,2,3,64 bfloat16 forward", "a GPU", "triton 9", "2030-01-01")

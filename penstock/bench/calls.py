@@ -7,11 +7,11 @@ from math import prod
 import torch
 from torch import Tensor
 
-from ..problem import state_dtype
+from ..recurrence.declaration import state_dtype
+from ..verify.inputs import Inputs
+from ..verify.machine import using_threads
 from .candidates import Candidate, Mode
-from .cases import Inputs
 from .clock import Call
-from .machine import using_threads
 
 
 def call_of(candidate: Candidate, inputs: Inputs, mode: Mode) -> Call:

@@ -1,54 +1,11 @@
-"""What is measured: shapes of real models in one table, and inputs as these models make them."""
+"""What is measured: shapes of real models in one table."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
-import torch
-from torch import Tensor
-from torch.nn import functional as F
-
-from .. import functional
 from ..errors import Complaints, RangeError
-from ..problem import Problem, state_dtype
-from ..variants import VARIANTS
-
-
-class Shape(NamedTuple):
-    """Sizes of one call: batch, tokens, heads, key channels and value channels of a head."""
-
-    B: int
-    T: int
-    H: int
-    K: int
-    V: int
-
-    @classmethod
-    def parse(cls, text: str) -> Shape:
-        """Read "B,T,H,K" or "B,T,H,K,V"; V is K where it is left out.
-
-        >>> Shape.parse("1,54,32,64")
-        Shape(B=1, T=54, H=32, K=64, V=64)
-        """
-        sizes = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
-        if len(sizes) not in (4, 5) or min(sizes) < 1:
-            complaints = Complaints("bench")
-            complaints.add(
-                RangeError, "shape", "B,T,H,K or B,T,H,K,V, whole numbers of at least 1", repr(text), "For example --shape 1,1024,32,64."
-            )
-            complaints.raise_any()
-        return cls(*(sizes if len(sizes) == 5 else [*sizes, sizes[3]]))
-
-    @property
-    def text(self) -> str:
-        """As ``parse`` reads it; V is left out where it is K."""
-        return ",".join(map(str, self[:4] if self.V == self.K else self))
-
-    @property
-    def state(self) -> tuple[int, int, int, int]:
-        """Shape of the states, one for each sequence."""
-        return self.B, self.H, self.K, self.V
+from ..verify.inputs import Shape
 
 
 @dataclass(frozen=True)
@@ -128,8 +85,10 @@ SOFTMAX = tuple(
     for sizes, model in (("4,4096,16,128", "16 heads of 128"), ("8,2048,32,64", "32 heads of 64"), ("1,16384,32,128", "one long sequence"))
 )
 """Causal softmax attention, as the layers of hybrid models between the recurrent ones."""
+SOFTMAX_MODEL = Case("llama-7b", "softmax_attention", Shape(1, 1024, 32, 128, 128), "Llama 7B: 32 heads of 128")
+"""Its default, as the first rows of the models are for the variants."""
 
-CASES = tuple({case.name: case for case in MODELS + DECODING + LENGTHS + GPU_TRAINING + GPU_DECODING + SOFTMAX}.values())
+CASES = tuple({case.name: case for case in (*MODELS, SOFTMAX_MODEL, *DECODING, *LENGTHS, *GPU_TRAINING, *GPU_DECODING, *SOFTMAX)}.values())
 """Every case by which ``penstock bench`` can be asked. Two of the lengths are training shapes as well."""
 
 
@@ -145,104 +104,5 @@ def case_named(name: str) -> Case:
 
 def default_cases(variant: str, decode: bool) -> list[Case]:
     """List what is measured where nothing is named: a variant's first model, or all its batches for decoding."""
-    first = next(case for case in MODELS if case.variant == variant)
-    return [case for case in CASES if case.name.startswith(f"{first.name}-decode-")] if decode else [first]
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """The tensors of one call, under the names that all variants share (RWKV's r is q, its w is g)."""
-
-    variant: str
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    g: Tensor | None
-    u: Tensor | None
-
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        """Those that are not None, by name."""
-        given = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "variant"}
-        return {name: x for name, x in given.items() if x is not None}
-
-    @property
-    def trained(self) -> dict[str, Tensor]:
-        """Those that a model learns or computes: all but RetNet's decays, which are fixed numbers."""
-        return {name: x for name, x in self.tensors.items() if (self.variant, name) != ("retention", "g")}
-
-    @property
-    def shape(self) -> Shape:
-        """The sizes of the call."""
-        B, T, H, K = self.q.shape
-        return Shape(B, T, H, K, self.v.shape[3])
-
-    @property
-    def scale(self) -> float:
-        """The variant's default."""
-        scale = VARIANTS[self.variant].scale
-        return self.q.shape[3] ** -0.5 if scale is None else scale
-
-    def run(self, impl: str) -> Tensor:
-        """Call the variant's public function; return its output."""
-        call = getattr(functional, self.variant)
-        if self.variant == "retention":
-            return call(self.q, self.k, self.v, g=self.g, impl=impl).output  # type: ignore[no-any-return]
-        return call(*self.tensors.values(), impl=impl).output  # type: ignore[no-any-return]
-
-    def problem(self, initial_state: Tensor | None = None) -> Problem:
-        """Show the same call as the implementations see it."""
-        return Problem.checked(self.q, self.k, self.v, self.g, self.u, initial_state, None, self.variant, None, False)
-
-    def first(self, tokens: int) -> Inputs:
-        """Keep the first tokens of every sequence."""
-        g = self.g[:, :tokens] if self.g is not None and "T" in VARIANTS[self.variant].decay else self.g
-        return Inputs(self.variant, self.q[:, :tokens], self.k[:, :tokens], self.v[:, :tokens], g, self.u)
-
-    def with_gradients(self) -> Inputs:
-        """Copy the values into tensors, those that are ``trained`` requiring gradients."""
-        copies = {name: x.detach().clone().requires_grad_(name in self.trained) for name, x in self.tensors.items()}
-        return Inputs(self.variant, copies["q"], copies["k"], copies["v"], copies.get("g"), copies.get("u"))
-
-
-def inputs(
-    variant: str, shape: Shape, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0, soft: bool = False
-) -> Inputs:
-    """Random inputs as a model of this variant makes them: q, k, v in ``dtype``, decays and bonus in float32 or float64.
-
-    rwkv6's decays reach e^-5 a token in every head; ``soft`` ones are logsigmoid(x), x normal, for all channels.
-
-    >>> inputs("gla", Shape.parse("1,5,2,8")).g.shape
-    torch.Size([1, 5, 2, 8])
-    """
-    B, T, H, K, V = shape
-    at = torch.device(device)
-    random = torch.Generator(at).manual_seed(seed)  # numbers drawn on the host would take longer than everything measured
-
-    def normal(*size: int) -> Tensor:
-        return torch.randn(*size, generator=random, dtype=torch.float64, device=at)
-
-    def uniform(*size: int) -> Tensor:
-        return torch.rand(*size, generator=random, dtype=torch.float64, device=at)
-
-    q, k, v = normal(B, T, H, K), normal(B, T, H, K), normal(B, T, H, V)
-    g, u = None, None
-    if soft:
-        g = F.logsigmoid(normal(B, T, H, K))
-    elif variant == "retention":
-        g = torch.log1p(-torch.exp2(-5 - torch.arange(H, dtype=torch.float64, device=at)))
-    elif variant == "simple_gla":  # Mamba-2 at initialisation: A in 1..16, dt from 0.001 to 0.1; v carries dt, g = -dt A
-        A = 1 + 15 * uniform(H)
-        middle = 10 ** (-3 + 2 * uniform(H))
-        dt = F.softplus(middle.expm1().log() + normal(B, T, H))
-        g, v = -dt * A, v * dt[..., None]
-    elif variant == "gla":
-        g = F.logsigmoid(normal(B, T, H, K)) / 16
-    elif variant in ("rwkv5", "rwkv6"):  # channels from long to short memory, as these models initialise and train them
-        spread = torch.linspace(-6, 1, K, dtype=torch.float64, device=at).expand(H, K)
-        g = -torch.exp(spread + 0.5 * normal(B, T, H, K)) if variant == "rwkv6" else -torch.exp(spread)
-    if variant in ("rwkv5", "rwkv6"):
-        u = normal(H, K)
-    q, k, v = (x.to(dtype) for x in (q, k, v))
-    g, u = (None if x is None else x.to(state_dtype(dtype)) for x in (g, u))
-    return Inputs(variant, q, k, v, g, u)
+    first = next(case for case in (*MODELS, SOFTMAX_MODEL) if case.variant == variant)
+    return [case for case in DECODING if case.name.startswith(f"{first.name}-decode-")] if decode else [first]

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from ..errors import PenstockError
-from . import oracle, rounding
+from ..verify import oracle, rounding
+from ..verify.inputs import Inputs, Shape
+from ..verify.machine import using_threads
 from .calls import d_output, output_and_gradients, states
 from .candidates import Candidate, Mode
-from .cases import Inputs, Shape
 from .clock import on_gpu, seconds_of
-from .machine import using_threads
 
 
 class Reach(NamedTuple):
@@ -127,6 +127,6 @@ class Exact:
             return allowed
         if bits not in self.rounded:
             first = self.inputs.first(self.tokens)
-            upstream = d_output(self.inputs)[:, : self.tokens] if self.mode == "fwdbwd" else None
+            upstream = (d_output(self.inputs)[:, : self.tokens], None) if self.mode == "fwdbwd" else ()
             self.rounded[bits] = rounding.errors(first.problem(), bits, self.results, upstream)
         return allowed + 2 * self.rounded[bits].get(name, 0.0)

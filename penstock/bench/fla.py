@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ..errors import ImplementationRefused
+from ..verify.inputs import Inputs
 from .candidates import Candidate
-from .cases import Inputs
 
 CHUNKED = {
     "linear_attention": "chunk_linear_attn",

@@ -1,7 +1,7 @@
 """The ladder to the CUDA kernel: one formula, RWKV-6 forward, written six times, each rung faster for a reason that can be read.
 
 The rungs are the files of ``wkv_ladder/``, from the formula taken literally to what published kernels do; the last is the ``cuda``
-implementation itself (``kernels/cuda/forward.cu``). ``penstock bench wkv-ladder`` holds each to the oracle and times it. All have one
+implementation itself (``recurrence/cuda/forward.cu``). ``penstock bench wkv-ladder`` holds each to the oracle and times it. All have one
 signature: r, k, v, decay factors and output [B,T,H,n], bonus [H,n], float32, contiguous, n a multiple of 4. The factors exp(g) are made
 beforehand, as those who call such kernels do.
 """
@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from ..errors import Complaints, DtypeError, ImplementationRefused, RangeError
-from ..kernels import cuda
+from ..recurrence import cuda
+from ..verify.inputs import Inputs
 from .candidates import Candidate, Mode
-from .cases import Inputs
 
 HERE = Path(__file__).parent / "wkv_ladder"
 RUNGS = {"rung-" + path.stem.partition("_")[2]: path for path in sorted(HERE.glob("*.cu"))}
@@ -52,7 +52,7 @@ class Rung:
 
     def forward(self, inputs: Inputs, factors: Tensor) -> Tensor:
         """Launch it on inputs and their decay factors; the output."""
-        from ..kernels.cuda import launch
+        from ..recurrence.cuda import launch
 
         B, T, H, n, _ = inputs.shape
         output = torch.empty_like(inputs.v)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..variants import VARIANTS
-from .cases import Inputs
+from ..recurrence.variants import VARIANTS
+from ..verify.inputs import Inputs
 
 
 def token_loop(inputs: Inputs, state: Tensor | None = None) -> tuple[Tensor, Tensor]:

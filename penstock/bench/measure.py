@@ -9,11 +9,11 @@ from typing import NamedTuple
 import torch
 
 from ..errors import Complaints, ImplementationRefused, ShapeError
-from ..problem import STEP_TOKENS
+from ..recurrence.functional import STEP_TOKENS
+from ..verify.inputs import Inputs, Shape
 from . import clock
 from .calls import call_of, copy_of, moved_bytes
 from .candidates import Candidate, Mode
-from .cases import Inputs, Shape
 from .exact import Apart, Exact, WrongResult
 from .trace import Profile
 

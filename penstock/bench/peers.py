@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ..errors import Complaints, ImplementationRefused, RangeError
+from ..verify.inputs import Inputs
 from . import fla, ladder
 from .candidates import Candidate, Mode, loop
-from .cases import Inputs
 
 PEERS = ("loop", "fla", "fla_recurrent")
 """Beside the rungs, which have names of their own."""

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from .. import dispatch
 from ..errors import Complaints, DeviceError
+from ..recurrence.operators import FAMILY
+from ..verify.inputs import Inputs
 from . import clock, fla, trace
 from .calls import call_of
-from .candidates import ASKED, Candidate, Mode, ours
-from .cases import Inputs
+from .candidates import ASKED, Candidate, Mode, ours, problem_of
 from .measure import Measurement, Untimed, measure
 from .peers import PEERS, peer
 
@@ -28,11 +28,11 @@ def candidates(inputs: Inputs, mode: Mode, impls: Sequence[str], named: Sequence
     """Implementations and peers of these names, peers first; of all names where none is given, and why some do not take the call."""
     refused: dict[str, str] = {}
     if not impls:
-        problem = inputs.problem()
-        for one in dispatch.IMPLEMENTATIONS:
-            reasons = [reason for asked in ASKED[mode] if (reason := dispatch.refusal(one, problem, asked)) is not None]
+        problem = problem_of(inputs, mode)
+        for one in FAMILY.implementations:
+            reasons = [reason for asked in ASKED[mode] if (reason := one.refusal(problem, asked)) is not None]
             refused |= {one.name: reasons[0]} if reasons else {}
-        impls = [one.name for one in dispatch.IMPLEMENTATIONS if one.name not in refused]
+        impls = [one.name for one in FAMILY.implementations if one.name not in refused]
     if not named:
         reason = fla.unavailable(inputs.q.device) or fla.refusal(inputs)
         refused |= {name: reason for name in PEERS if name.startswith("fla") and reason is not None}

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import Complaints, RangeError
-from .cases import Shape
+from ..verify.inputs import Shape
+from ..verify.machine import Machine
 from .exact import Apart
-from .machine import Machine
 from .measure import Measurement, OnGpu, Timing, Untimed
 from .trace import Profile
 
@@ -61,6 +61,8 @@ class Record:
             machine = content["machine"]
             machine["gpus"] = tuple(machine["gpus"])
             measurements = tuple(_measurement(one) for one in content["measurements"])
+            if not measurements:
+                raise ValueError("it has no measurements")
             return cls(content["command"], content["device"], measurements, _known(Machine, machine), content["date"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as failure:
             complaints = Complaints("bench")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -11,36 +11,35 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from ..recurrence.variants import VARIANTS
 from ..softmax import FUNCTION
-from ..variants import VARIANTS
+from ..verify.finding import Finding
+from ..verify.machine import Machine
 from .cases import CASES
-from .finding import Finding
-from .machine import Machine
 from .measure import Measurement, Timing
 from .suites import SUITES
 
 
-def print_machine(console: Console, machine: Machine) -> None:
-    """Print what there is to compute with."""
-    for name, text in machine.lines():
-        console.print(Text.assemble((f"  {name:<22}", "bold"), text), soft_wrap=True)
+def print_machine(console: Console, machine: Machine, tables: Iterable[tuple[str, str]]) -> None:
+    """Print what there is to compute with, and the launch tables in use; long lines are wrapped within their column."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, text in (*machine.lines(), *((f"table {arch}", line) for arch, line in tables)):
+        table.add_row(Text(f"  {name}"), Text(text))
+    console.print(table)
 
 
 def print_findings(console: Console, findings: list[Finding]) -> None:
-    """Tables of the recurrences and of softmax attention for each device. Then what failed, and what refused."""
+    """Tables of the recurrences and of softmax attention for each device. Then what did not run, and what failed."""
     for device in dict.fromkeys(finding.device for finding in findings):
         here = [finding for finding in findings if finding.device == device]
         for oracle, variants in (("token loop", tuple(VARIANTS)), ("formula", (FUNCTION,))):
             told = [finding for finding in here if finding.variant in variants]
             if told:
-                console.print(_errors(f"Largest error against the float64 {oracle}, on {device}", variants, told))
-        refusals = dict.fromkeys(
-            f"{finding.implementation} did not run {finding.dtype}: {finding.reason}"
-            for finding in here
-            if finding.reason is not None and not finding.failed
-        )
-        for line in refusals:
-            console.print(f"  {line}", style="dim", markup=False, highlight=False, soft_wrap=True)
+                console.print(f"\nLargest error against the float64 {oracle}, on {device}", style="table.title", highlight=False)
+                console.print(_errors(variants, told))
+        _print_refusals(console, here)
     for finding in findings:
         if finding.failed:
             told_of = finding.reason or f"error {finding.error:.2g}, allowed {finding.budget:.2g}"
@@ -48,9 +47,23 @@ def print_findings(console: Console, findings: list[Finding]) -> None:
             console.print(Text(f"  WRONG: {where}: {finding.result}: {told_of}", style="bold red"), soft_wrap=True)
 
 
-def _errors(title: str, variants: Sequence[str], findings: list[Finding]) -> Table:
+def _print_refusals(console: Console, here: list[Finding]) -> None:
+    """A line for all that cannot run on this machine, and one for each other reason."""
+    console.print()
+    absent = dict.fromkeys(finding.implementation for finding in here if finding.absent)
+    if absent:
+        console.print(Text(f"not available on this machine: {', '.join(absent)}", style="dim"))
+    refused: dict[tuple[str, str], dict[str, None]] = defaultdict(dict)
+    for finding in here:
+        if finding.reason is not None and not finding.failed and not finding.absent:
+            refused[finding.implementation, finding.reason][finding.dtype] = None
+    for (implementation, reason), dtypes in refused.items():
+        console.print(Text(f"{implementation} did not run {', '.join(dtypes)}: {reason}", style="dim"))
+
+
+def _errors(variants: Sequence[str], findings: list[Finding]) -> Table:
     """One row for each implementation and dtype: its worst error for every variant."""
-    table = Table(box=SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False, padding=0)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=0, show_edge=False)
     table.add_column("impl")
     table.add_column("dtype")
     for variant in variants:

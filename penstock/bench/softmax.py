@@ -12,14 +12,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..errors import Complaints, RangeError
 from ..softmax import FUNCTION, softmax_attention
-from ..softmax.problem import Attention
+from ..softmax.operators import ATTENTION
 from ..softmax.reference import exact
+from ..verify.oracle import error
 from . import clock
 from .candidates import Mode
 from .cases import Case
 from .exact import Apart, WrongResult
 from .measure import Measurement, Right, Untimed, reason_of, timed_in_turn
-from .oracle import error
 
 BACKENDS = {
     "sdpa (cudnn)": SDPBackend.CUDNN_ATTENTION,
@@ -117,7 +117,7 @@ def _exact(q: Tensor, k: Tensor, v: Tensor, upstream: Tensor, tokens: int, heads
     parts = []
     for h in range(heads):
         leaves = [x.detach()[:1, :tokens, h : h + 1].double().requires_grad_(mode == "fwdbwd") for x in (q, k, v)]
-        output, _ = exact(Attention(leaves[0], leaves[1], leaves[2], None, None, True, q.shape[3] ** -0.5, None))
+        output, _ = exact(ATTENTION.checked(FUNCTION, (*leaves, None, None), (True, None, None, False)))
         gradients = torch.autograd.grad(output, leaves, upstream[:1, :tokens, h : h + 1].double()) if mode == "fwdbwd" else ()
         parts.append((output.detach(), *gradients))
     names = ("output", "gradient of q", "gradient of k", "gradient of v")

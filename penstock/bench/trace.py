@@ -13,9 +13,12 @@ Views cost a little of the host's time and move nothing.
 from __future__ import annotations
 
 import json
+import os
 import re
+import tempfile
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,6 +37,8 @@ HOST = ("cpu_op", "user_annotation")
 MOVES = frozenset(
     f"aten::{name}" for name in ("copy_", "_foreach_copy_", "cat", "flip", "roll", "index", "index_select", "gather", "narrow_copy")
 )
+PROBE = b"USDT:"
+"""What a line of Kineto's log begins with that is meant for probes, not for people."""
 OPERATOR = re.compile(r"(?!autograd|torch)\w+::\w+$")
 """Names of operators, as torch.library has them; around them are steps, autograd's nodes and a user's own ranges."""
 
@@ -90,6 +95,40 @@ class Span:
         return self.end - self.begin - sum(min(one.end, self.end) - one.begin for one in self.inner)
 
 
+class Profiler(profile):
+    """torch's, without the lines that its library writes to the terminal each time it starts and stops."""
+
+    def start_trace(self) -> None:
+        """Begin to record."""
+        with _without_probes():
+            super().start_trace()
+
+    def stop_trace(self) -> None:
+        """End the record."""
+        with _without_probes():
+            super().stop_trace()
+
+
+@contextmanager
+def _without_probes() -> Iterator[None]:
+    """Drop Kineto's lines that begin with USDT from the file descriptor of standard error; pass everything else on, afterwards.
+
+    Kineto logs "profiler_start" and "profiler_stop" at a level above its errors, so no KINETO_LOG_LEVEL hides them and shows errors.
+    """
+    terminal = os.dup(2)
+    with tempfile.TemporaryFile() as written:
+        os.dup2(written.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(terminal, 2)
+            os.close(terminal)
+            written.seek(0)
+            for line in written:
+                if not line.startswith(PROBE):
+                    os.write(2, line)
+
+
 def record(call: Call, device: torch.device, steps: int, path: Path) -> None:
     """Run the call ``WAIT + WARM_UP + steps`` times and write a trace of the last ``steps``; folders are made."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -100,7 +139,7 @@ def record(call: Call, device: torch.device, steps: int, path: Path) -> None:
         done.export_chrome_trace(str(path))
 
     # acc_events: else some versions of torch warn that they forget cycles before this, the only one
-    with profile(activities=activities, schedule=phases, acc_events=True, on_trace_ready=ready) as profiler:
+    with Profiler(activities=activities, schedule=phases, acc_events=True, on_trace_ready=ready) as profiler:
         for _ in range(WAIT + WARM_UP + steps):
             call()
             if on_gpu(device):

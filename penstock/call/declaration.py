@@ -53,6 +53,8 @@ class Argument:
     """Whether it is updated in place."""
     values: Callable[[Tensor, Sizes], Wrong | None] | None = None
     """Looks at the values, after shapes and dtypes were found right."""
+    draw: Callable[[Tensor], Tensor] | None = None
+    """From normal to allowed values, for what draws inputs from a declaration; None where any will do."""
     otherwise: tuple[str, str] | None = None
     """(axis, other): where the argument is None, ``axis`` has the size of ``other``."""
     hint: str | Callable[[Tensor], str] = ""

@@ -48,11 +48,11 @@ def second_derivatives(
         return tuple(found[place] for place in given)  # type: ignore[misc]
 
     def gradients(*both: Tensor) -> tuple[Tensor, ...]:
-        _, pull = torch.func.vjp(results, *both[len(given) :])
+        pull = torch.func.vjp(results, *both[len(given) :])[1]
         return pull(both[: len(given)])  # type: ignore[no-any-return]
 
     tensors = [getattr(problem, name) for name in present]
-    firsts, pull = torch.func.vjp(gradients, *(d_results[place] for place in given), *tensors)
+    firsts, pull = torch.func.vjp(gradients, *(d_results[place] for place in given), *tensors)[:2]
     of_present = dict(zip(names, dd))
     found = pull(tuple(torch.zeros_like(x) if of_present[name] is None else of_present[name] for name, x in zip(present, firsts)))
     of_results, of_tensors = dict(zip(given, found)), dict(zip(present, found[len(given) :]))

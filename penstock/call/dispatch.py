@@ -102,7 +102,8 @@ class Family:
 
     def choose(self, problem: Problem, mode: Mode, impl: str, gradients: bool = False) -> Implementation:
         """What runs a call: ``pick``, except that a forward pass with gradients to follow is run by what runs the backward pass, if
-        that keeps residuals for itself."""
+        that keeps residuals for itself.
+        """
         if mode == "forward" and gradients:
             backward = self.pick(problem, "backward", impl)
             if backward.forward_with_residuals is not None:

@@ -14,7 +14,7 @@ from .memory import Seen
 from .operator import Operator
 
 
-def differentiable(operator: Operator, seen: Seen, tensors: Tensors, impl: str) -> Tensors:
+def differentiable(operator: Operator[Any], seen: Seen, tensors: Tensors, impl: str) -> Tensors:
     """The results of a known call, attached to autograd."""
     problem = operator.known(seen, tensors)
     if operator.choice(problem, "forward", impl, True).attached:
@@ -25,7 +25,7 @@ def differentiable(operator: Operator, seen: Seen, tensors: Tensors, impl: str) 
 
 class _Call(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, operator: Operator, problem: Any, impl: str, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    def forward(ctx: Any, operator: Operator[Any], problem: Any, impl: str, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
         results, residuals = operator.run(problem, impl, saved=True, residuals=True)
         saved = [x for told, x in zip(operator.results, results) if told.saved]
         ctx.save_for_backward(*tensors, *saved, *residuals)

@@ -64,7 +64,7 @@ class Implementation:
     available: Callable[[], str | None] = always
     """Why it cannot run on this machine at all, or None."""
     refuses: Callable[[Any, Mode], str | None] = never
-    """Why it cannot take this problem in this mode, or None. May depend on values of no tensor, and on ``counts`` but not on exact counts."""
+    """Why it cannot take this problem in this mode, or None. Must not depend on values; on how many tokens there are only by ``counts``."""
     avoids: Callable[[Any, Mode], str | None] = never
     """Why ``impl="auto"`` passes it over for a problem that it can take, or None."""
     attached: bool = False

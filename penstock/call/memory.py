@@ -62,7 +62,7 @@ class Kind:
     __slots__ = ("choices", "plans", "used")
 
     def __init__(self) -> None:
-        self.choices: dict[tuple[Mode, str], Implementation] = {}
+        self.choices: dict[tuple[Mode, str, bool], Implementation] = {}
         self.plans: dict[Hashable, Any] = {}
         self.used = 0
 
@@ -72,9 +72,7 @@ class Seen:
 
     __slots__ = ("bound", "given", "kind", "options", "signature", "sizes", "used")
 
-    def __init__(
-        self, signature: Signature, given: Sequence[Any], options: Sequence[Any], sizes: Mapping[str, int], kind: Kind
-    ) -> None:
+    def __init__(self, signature: Signature, given: Sequence[Any], options: Sequence[Any], sizes: Mapping[str, int], kind: Kind) -> None:
         """``given``: options as the caller gave them; ``options``: as implementations see them."""
         self.signature, self.given, self.options, self.sizes, self.kind = signature, given, options, sizes, kind
         self.bound: dict[Hashable, Any] = {}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,12 +19,14 @@ from torch import Tensor
 from ..errors import Complaints, RangeError, shortened
 from . import private
 from .declaration import Option, Result, Signature
-from .dispatch import Explanation, Family
 from .derivatives import Tensors, second_derivatives
+from .dispatch import Explanation, Family
 from .implementation import Implementation, Mode, Upstream
 from .memory import Kind, Memory, Seen, exact, typed
 from .problem import Problem
 from .validation import bind, check, check_in_place, check_types, check_values, reads_values
+
+P = TypeVar("P", bound=Problem)
 
 
 class Explain(str):
@@ -48,13 +50,13 @@ def explain(function: Callable[..., object], *args: Any, impl: str = "auto", **k
     raise TypeError(f"{function} calls no operator")
 
 
-class Operator:
+class Operator(Generic[P]):
     """What public functions call: one signature for each function, the same arguments, options and results for all."""
 
     def __init__(
         self,
         name: str,
-        problem: type[Problem],
+        problem: type[P],
         signatures: Sequence[Signature],
         results: Sequence[Result],
         family: Family,
@@ -62,7 +64,8 @@ class Operator:
         differentiable: Callable[[Any], Tensors] | None = None,
     ) -> None:
         """``differentiable`` computes the results by differentiable PyTorch operations: forward derivatives and derivatives of
-        gradients go through it. An operator with an argument that is written has none, and no gradients."""
+        gradients go through it. An operator with an argument that is written has none, and no gradients.
+        """
         from . import registration
 
         self.name, self.problem, self.family, self.differentiable = name, problem, family, differentiable
@@ -134,7 +137,7 @@ class Operator:
         key = signature.function, typed(options), exact(tensors)
         return self.memory.calls.put(key, Seen(signature, options, self.resolved(signature, options, sizes), sizes, kind))
 
-    def known(self, seen: Seen, tensors: Tensors) -> Problem:
+    def known(self, seen: Seen, tensors: Tensors) -> P:
         """The problem of a known call; values are checked where they are read."""
         if self.in_place:
             check_in_place(seen.signature, tensors)
@@ -144,7 +147,7 @@ class Operator:
         problem.__dict__["seen"] = seen
         return problem
 
-    def checked(self, function: str, tensors: Tensors, options: Sequence[Any]) -> Problem:
+    def checked(self, function: str, tensors: Tensors, options: Sequence[Any]) -> P:
         """The problem of any call, validated."""
         signature = self.signature(function)
         sizes = check(signature, tensors)

@@ -19,14 +19,19 @@ if TYPE_CHECKING:
 class Problem:
     """The tensors and options of a call by name, and the sizes of its axes. A family adds annotations and what its formulas need."""
 
-    operator: Operator
+    operator: Operator[Any]
     signature: Signature
     sizes: Mapping[str, int]
     """By axis."""
 
     @classmethod
     def of(
-        cls, operator: Operator, signature: Signature, tensors: Sequence[Tensor | None], options: Sequence[Any], sizes: Mapping[str, int]
+        cls,
+        operator: Operator[Any],
+        signature: Signature,
+        tensors: Sequence[Tensor | None],
+        options: Sequence[Any],
+        sizes: Mapping[str, int],
     ) -> Self:
         """A call that is known to be valid."""
         problem = object.__new__(cls)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _library = torch.library.Library("penstock", "DEF")
 
 
-def register(operator: Operator) -> tuple[Any, Any]:
+def register(operator: Operator[Any]) -> tuple[Any, Any]:
     """Define an operator's torch operators; the second is None for one in place."""
     forward = _Forward(operator)
     inputs = forward.schema
@@ -41,9 +41,7 @@ def register(operator: Operator) -> tuple[Any, Any]:
     d_results = [f"Tensor{'?' * (place > 0)} d_{one.name}" for place, one in enumerate(operator.results)]
     _library.define(f"{name}({', '.join([*d_results, *saved, inputs])}) -> {_tuple(sum(operator.gradient))}")
     _implement(name, backward)
-    torch.library.register_autograd(
-        f"penstock::{operator.name}", forward.differentiate, setup_context=forward.save, lib=_library
-    )
+    torch.library.register_autograd(f"penstock::{operator.name}", forward.differentiate, setup_context=forward.save, lib=_library)
     torch.library.register_autograd(f"penstock::{name}", backward.differentiate, setup_context=backward.save, lib=_library)
     return getattr(torch.ops.penstock, operator.name), getattr(torch.ops.penstock, name)
 
@@ -60,13 +58,13 @@ def _implement(name: str, one: _Forward | _Backward) -> None:
 class _Forward:
     """``penstock::name``."""
 
-    def __init__(self, operator: Operator) -> None:
+    def __init__(self, operator: Operator[Any]) -> None:
         self.operator = operator
-        optional = [any(not one.arguments[place].required or one.arguments[place].absent for one in operator.signatures.values())
-                    for place in range(len(operator.names))]
-        tensors = [
-            f"Tensor{'(a!)' * one.written}{'?' * some} {one.name}" for one, some in zip(operator.arguments, optional)
+        optional = [
+            any(not one.arguments[place].required or one.arguments[place].absent for one in operator.signatures.values())
+            for place in range(len(operator.names))
         ]
+        tensors = [f"Tensor{'(a!)' * one.written}{'?' * some} {one.name}" for one, some in zip(operator.arguments, optional)]
         self.schema = ", ".join([*tensors, "str function", *(one.schema for one in operator.options), "str impl"])
         self.split = len(tensors)
 
@@ -110,7 +108,7 @@ class _Forward:
 class _Backward:
     """``penstock::name_backward``. Its own derivatives are those of the operator's differentiable form."""
 
-    def __init__(self, operator: Operator) -> None:
+    def __init__(self, operator: Operator[Any]) -> None:
         self.operator, self.forward = operator, _Forward(operator)
         self.results = len(operator.results)
         self.split = self.results + sum(one.saved for one in operator.results)

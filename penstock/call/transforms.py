@@ -19,11 +19,11 @@ from .declaration import Argument, Signature
 from .derivatives import Tensors
 from .operator import Operator, no_autocast
 
-Call = tuple[Operator, Signature, tuple[Any, ...], str]
+Call = tuple[Operator[Any], Signature, tuple[Any, ...], str]
 """Operator, signature, options and implementation."""
 
 
-def run(operator: Operator, signature: Signature, tensors: Tensors, options: Sequence[Any], impl: str) -> Tensors:
+def run(operator: Operator[Any], signature: Signature, tensors: Tensors, options: Sequence[Any], impl: str) -> Tensors:
     """The results of a call, known to torch's transforms."""
     if operator.differentiable is None:
         complaints = Complaints(signature.function)
@@ -103,7 +103,8 @@ def _fold(signature: Signature, argument: Argument, x: Tensor | None, dim: int |
     if x is None or not x.is_floating_point():
         if dim is not None:
             complaints = Complaints(signature.function)
-            complaints.add(RangeError, argument.public, "the same for all copies of a call under vmap", "one for each", "Use in_dims=None for it.")
+            rule = "the same for all copies of a call under vmap"
+            complaints.add(RangeError, argument.public, rule, "one for each", "Use in_dims=None for it.")
             complaints.raise_any()
         return x
     x = x.movedim(dim, 0) if dim is not None else x.expand(copies, *x.shape)

@@ -7,7 +7,7 @@ device the host would have to wait for them; inside ``checks()`` they are read e
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import pairwise
@@ -184,6 +184,12 @@ def _check_kind(
         complaints.add(DeviceError, name, f"on {device}, where {first} is", x.device, f"Move it with {name}.to({str(device)!r}).")
 
 
+def check_tensor(complaints: Complaints, argument: Argument, x: Tensor, sizes: dict[str, int], device: torch.device, beside: str) -> None:
+    """Shape, dtype and device of one argument, for callers with arguments of their own. ``beside``: what else is on the device."""
+    _check_shape(complaints, argument, x, sizes)
+    _check_kind(complaints, argument, x, argument.dtypes, device, beside)
+
+
 def _bracketed(argument: Argument) -> str:
     return f"[{','.join(argument.axes.split())}]"
 
@@ -207,7 +213,7 @@ def check_in_place(signature: Signature, tensors: Sequence[Tensor | None]) -> No
             first, last = _reach(x)
             if first < end and begin < last:
                 remedy = f"Clone {argument.public} first."
-            
+
     complaints.raise_any()
 
 
@@ -234,7 +240,7 @@ def offsets(axis: str) -> Any:
 
     def values(x: Tensor, sizes: Sizes) -> Wrong | None:
         ends, total = x.tolist(), sizes.get(axis)
-        if total is None or ends[0] == 0 and ends[-1] == total and all(a <= b for a, b in pairwise(ends)):
+        if total is None or (ends[0] == 0 and ends[-1] == total and all(a <= b for a, b in pairwise(ends))):
             return None
         shown = str(ends) if len(ends) <= 16 else f"[{', '.join(map(str, ends[:6]))}, ..., {', '.join(map(str, ends[-6:]))}]"
         rule = f"offsets that begin at 0, never fall and end at {axis} = {total}"
@@ -243,8 +249,7 @@ def offsets(axis: str) -> Any:
     return values
 
 
-def one_row(complaints: Complaints, tensors: dict[str, Tensor | None], sizes: Sizes) -> None:
+def one_row(complaints: Complaints, tensors: Mapping[str, Tensor | None], sizes: Sizes) -> None:
     """For ``Signature.rules``: packed sequences lie along the token axis of one batch row."""
     if tensors.get("cu_seqlens") is not None and sizes.get("B", 1) != 1:
         complaints.add(ShapeError, "B", "1 with cu_seqlens", sizes["B"], "Pack all sequences along the token axis.")
-

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from inspect import cleandoc
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
+from .. import __version__
 from ..errors import PenstockError
 from .bench import bench
 from .check import check
@@ -35,8 +37,23 @@ main = typer.Typer(
     rich_markup_mode="rich",
     help="Recurrent language model kernels: what runs here, is it right, and how fast is it.",
 )
-main.command()(check)
-main.command()(bench)
-main.command()(profile)
-main.command()(tune)
-main.command()(demo)
+
+
+def show_version(wanted: bool) -> None:
+    """Print the version and stop."""
+    if wanted:
+        typer.echo(f"penstock {__version__}")
+        raise typer.Exit
+
+
+@main.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version and stop.")] = False,
+) -> None:
+    """What the program itself takes; its help is that of ``main``."""
+
+
+for command in (check, bench, profile, tune, demo):
+    paragraphs = cleandoc(command.__doc__ or "").split("\n\n")
+    # one line each: the terminal's width decides where they are wrapped
+    main.command(help="\n\n".join(paragraph.replace("\n", " ") for paragraph in paragraphs))(command)

@@ -12,9 +12,8 @@ from rich.console import Console
 
 from ..bench import softmax
 from ..bench.candidates import MODES, Mode, ours
-from ..bench.cases import Case, Shape, case_named, default_cases, inputs
+from ..bench.cases import Case, case_named, default_cases
 from ..bench.clock import named
-from ..bench.machine import Machine, using_threads
 from ..bench.measure import Measurement, measure
 from ..bench.peers import peer
 from ..bench.plot import check_plot, draw, draw_profile
@@ -22,30 +21,42 @@ from ..bench.record import Record
 from ..bench.report import print_cases, print_measurements, print_profile
 from ..bench.suites import LADDER, PLAIN, Suite, suite_named
 from ..errors import Complaints, PenstockError, RangeError
+from ..recurrence.variants import VARIANTS
 from ..softmax import FUNCTION
-from ..variants import VARIANTS
+from ..verify.inputs import Shape, inputs
+from ..verify.machine import Machine, using_threads
 from .options import DTYPES, checked, wide_console
+from .outputs import check_outputs
 
 
 def bench(
     variants: Annotated[
-        list[str] | None, typer.Argument(metavar="VARIANT...", help=f"Any of {', '.join(VARIANTS)}.", show_default=False)
+        list[str] | None,
+        typer.Argument(metavar="VARIANT...", help=f"Any of {', '.join((*VARIANTS, FUNCTION))}; or {LADDER} alone.", show_default=False),
     ] = None,
     shape: Annotated[list[str] | None, typer.Option(metavar="B,T,H,K[,V]", help="A shape for every variant named. Repeatable.")] = None,
     case: Annotated[list[str] | None, typer.Option(metavar="NAME", help="A shape of a real model, see --list. Repeatable.")] = None,
     suite: Annotated[
         str | None, typer.Option(metavar="NAME", help="Many cases, and its own defaults for the options below, see --list.")
     ] = None,
-    mode: Annotated[list[str] | None, typer.Option(help="fwd, fwdbwd or decode. Repeatable.  [default: fwd]")] = None,
-    impl: Annotated[list[str] | None, typer.Option(help="auto, or an implementation. Repeatable.  [default: auto]")] = None,
+    mode: Annotated[list[str] | None, typer.Option(help="fwd, fwdbwd or decode. Repeatable.", show_default=", ".join(PLAIN.modes))] = None,
+    impl: Annotated[
+        list[str] | None, typer.Option(help="auto, or an implementation. Repeatable.", show_default=", ".join(PLAIN.impls))
+    ] = None,
     peers: Annotated[
         list[str] | None,
-        typer.Option("--peer", help="loop, fla, fla_recurrent, a rung of wkv-ladder, or none. The first is the baseline.  [default: loop]"),
+        typer.Option(
+            "--peer",
+            help="loop, fla, fla_recurrent, a rung of wkv-ladder, or none. The first is the baseline.",
+            show_default=", ".join(PLAIN.peers),
+        ),
     ] = None,
-    dtype: Annotated[str | None, typer.Option(help=f"Of q, k and v: {', '.join(DTYPES)}.  [default: float32]")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N.  [default: cpu]")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.  [default: as torch chooses]")] = None,
-    seconds: Annotated[float | None, typer.Option(min=0, help="Time for each candidate on each shape.  [default: 1]")] = None,
+    dtype: Annotated[str | None, typer.Option(help=f"Of q, k and v: {', '.join(DTYPES)}.", show_default=PLAIN.dtype)] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N.", show_default=PLAIN.device)] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.", show_default="as torch chooses")] = None,
+    seconds: Annotated[
+        float | None, typer.Option(min=0, help="Time for each candidate on each shape.", show_default=f"{PLAIN.seconds:g}")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the random inputs.")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all numbers here, after each case.")] = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw here: png, pdf or svg.")] = None,
@@ -86,6 +97,7 @@ def bench(
     if list_cases:
         print_cases(console)
         return
+    check_outputs("bench", {"--json": json_file, "--plot": plot_file})
     if plot_file is not None:
         check_plot(plot_file)
     if from_file is not None:
@@ -128,14 +140,16 @@ def bench(
             record = Record.of(shlex.join(["penstock", *sys.argv[1:]]), device, measurements, machine)
             if json_file is not None:  # each time, so that a run cut short leaves what it measured
                 record.write(json_file)
-    print_measurements(console, measurements)
-    if measurements and json_file is not None:
-        console.print(f"numbers: {json_file}", highlight=False, soft_wrap=True)
+    timed = any(measurement.timings for measurement in measurements)
     if measurements:
+        print_measurements(console, measurements)
+        if json_file is not None:
+            console.print(f"numbers: {json_file}", highlight=False, soft_wrap=True)
+    if timed:
         _draw(console, record, plot_file)
-    for line in failed:
-        console.print(line, style="bold red", highlight=False, soft_wrap=True)
-    if failed or any(one.fault for measurement in measurements for one in measurement.untimed):
+    for line in [*failed, *["Nothing was measured."] * (not timed)]:
+        console.print(line, style="bold red", markup=False, highlight=False, soft_wrap=True)
+    if failed or not timed or any(one.fault for measurement in measurements for one in measurement.untimed):
         raise typer.Exit(1)
 
 
@@ -163,9 +177,8 @@ def _jobs(variants: list[str], shapes: list[str], cases: list[str], suite: Suite
     chosen = [case for case in suite.cases if not variants or case.variant in variants]
     complaints = Complaints("bench")
     if not variants and not named and not chosen:
-        complaints.add(
-            RangeError, "variant", f"given: one or more of {', '.join(VARIANTS)}", "none", "Or name a --case; --list shows them."
-        )
+        rule = f"given: one or more of {', '.join((*VARIANTS, FUNCTION))}"
+        complaints.add(RangeError, "variant", rule, "none", "Or name a --case; --list shows them.")
     if shapes and not variants:
         complaints.add(RangeError, "variant", "given with --shape", "none", "For example penstock bench rwkv6 --shape 1,54,32,64.")
     for case in named:
@@ -175,10 +188,12 @@ def _jobs(variants: list[str], shapes: list[str], cases: list[str], suite: Suite
     for variant in variants:
         if suite.cases and not shapes and variant not in known:
             complaints.add(RangeError, "variant", f"one of suite {suite.name}", repr(variant), "Use --shape.")
+    if mode == "decode" and FUNCTION in (*variants, *known):
+        complaints.add(RangeError, "mode", f"fwd or fwdbwd for {FUNCTION}", repr(mode))
     complaints.raise_any()
     jobs = named + chosen
     for variant in variants:
         jobs += [Case(text, variant, Shape.parse(text), "given by --shape") for text in shapes]
-        if not shapes and variant not in known and variant != FUNCTION:
+        if not shapes and variant not in known:
             jobs += default_cases(variant, mode == "decode")
     return jobs

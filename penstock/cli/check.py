@@ -11,13 +11,13 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.text import Text
 
-from ..bench.launch_tables import table_lines
-from ..bench.machine import Machine
 from ..bench.report import print_findings, print_machine
-from ..bench.verify import findings
 from ..errors import Complaints, RangeError
+from ..tune.launch_tables import table_lines
+from ..verify.machine import Machine
+from ..verify.verify import findings
+from .outputs import check_outputs
 
 
 def check(
@@ -27,9 +27,10 @@ def check(
     compile_ahead: Annotated[
         bool, typer.Option("--compile", help="Compile the Triton kernels for GPUs that need not be here, instead of running anything.")
     ] = False,
-    arch: Annotated[list[str] | None, typer.Option(help="With --compile: only for this GPU. Repeatable.  [default: all]")] = None,
+    arch: Annotated[list[str] | None, typer.Option(help="With --compile: only for this GPU. Repeatable.", show_default="all")] = None,
     only: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="With --compile: only launches with this in their name. Repeatable.")
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="With --compile: only launches with this in their name. Repeatable.", show_default="all"),
     ] = None,
     record: Annotated[
         Path | None, typer.Option(metavar="FILE", help="With --compile: write what the kernels take here, and compare with nothing.")
@@ -61,6 +62,7 @@ def check(
             if given:
                 complaints.add(RangeError, name, "left out without --compile", repr(given), "Add --compile.")
         complaints.raise_any()
+    check_outputs("check", {"--record": record})
     right = print_compiled(Console(), arch or [], only or [], record, as_json) if compile_ahead else print_check(Console(), as_json)
     if not right:
         raise typer.Exit(1)
@@ -68,10 +70,10 @@ def check(
 
 def print_compiled(console: Console, archs: list[str], only: list[str], record: Path | None, as_json: bool = False) -> bool:
     """Compile ahead of time and print; return whether everything is right."""
-    from ..bench.ahead import check_compiler
+    from ..tune.ahead import check_compiler
 
     check_compiler("check")
-    from ..bench import resources  # needs Triton
+    from ..tune import resources  # needs Triton
 
     launches = resources.launches(archs, only)
     triton = version("triton")
@@ -103,9 +105,7 @@ def print_check(console: Console, as_json: bool = False) -> bool:
     """Check and print; return whether everything is right."""
     machine = Machine.here()
     if not as_json:
-        print_machine(console, machine)
-        for arch, line in table_lines():
-            console.print(Text.assemble((f"  {'table ' + arch:<16}", "bold"), line), soft_wrap=True)
+        print_machine(console, machine, table_lines())
     waiting: AbstractContextManager[object] = nullcontext() if as_json else console.status("asking the oracle", spinner="dots")
     with waiting:
         found = list(findings())
@@ -113,7 +113,6 @@ def print_check(console: Console, as_json: bool = False) -> bool:
     if as_json:
         typer.echo(json.dumps({"ok": not wrong, "machine": asdict(machine), "findings": [asdict(finding) for finding in found]}, indent=2))
     else:
-        console.print()
         print_findings(console, found)
         ran = sum(finding.error is not None for finding in found)
         verdict = f"[bold red]{len(wrong)} wrong[/] of {ran} results" if wrong else f"[bold green]right[/]: all {ran} results"

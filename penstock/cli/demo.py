@@ -10,15 +10,19 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from ..bench.candidates import loop, ours
-from ..bench.cases import MODELS, Shape, inputs
-from ..bench.machine import Machine
+from ..bench.cases import MODELS
 from ..bench.measure import Measurement, measure
 from ..bench.plot import MissingExtra, draw
 from ..bench.record import Record
 from ..bench.report import duration
+from ..demo.train import WEIGHTS, train
+from ..verify.inputs import Shape, inputs
+from ..verify.machine import Machine
 from .check import print_check
+from .outputs import Folder, check_outputs
 
 MODEL_ROWS = tuple({case.variant: case for case in reversed(MODELS)}.values())[::-1]
 """One model for each variant."""
@@ -26,14 +30,19 @@ SWEEP = (64, 128, 256, 512, 1024, 2048, 4096)
 SWEEP_SECONDS = 25.0
 """For all lengths of the picture; the token loop stops where the next length would not fit."""
 QUICK = Shape(1, 32, 2, 16, 16)
+NUMBERS, PICTURE = "speed.json", "speed.png"
 
 
 def demo(
-    folder: Annotated[Path, typer.Option(help="Where pictures, numbers and the trained model go.")] = Path("penstock-demo"),
+    folder: Annotated[Path, typer.Option(metavar="DIR", help="Where the picture, the numbers and the trained model go.")] = Path(
+        "penstock-demo"
+    ),
     seconds: Annotated[float, typer.Option(min=1, help="How long to train.")] = 60.0,
     quick: Annotated[bool, typer.Option("--quick", help="Tiny shapes, a moment of training: does everything run?")] = False,
 ) -> None:
     """Show in about three minutes what this is: checks, speed against the token loop, and a model trained from nothing.
+
+    Writes all numbers, a picture of time against length, and the model's weights.
 
     [bold]Examples[/bold]
 
@@ -41,9 +50,8 @@ def demo(
 
       penstock demo --folder /tmp/demo --seconds 30
     """
-    console = Console()
-    folder.mkdir(parents=True, exist_ok=True)
-    machine = Machine.here()
+    check_outputs("demo", {}, Folder("--folder", folder, (NUMBERS, PICTURE, WEIGHTS)))
+    console, machine = Console(), Machine.here()
     if machine.busy is not None:
         console.print(machine.busy, style="yellow", highlight=False)
     console.rule("1. Is it right on this machine?", align="left")
@@ -57,9 +65,12 @@ def demo(
     written += _learn(console, folder, 1.0 if quick else seconds)
     console.print()
     console.rule("What is there now", align="left")
+    width = max(len(str(path)) for path, _ in written)
     for path, what in written:
-        console.print(f"  {path}  {what}", highlight=False, soft_wrap=True)
-    console.print("Next: penstock bench --list, penstock bench rwkv6 --mode fwdbwd, penstock bench --help", highlight=False)
+        console.print(f"  {path!s:<{width}}  {what}", markup=False, highlight=False, soft_wrap=True)
+    console.print("\nNext")
+    for command in ("penstock bench --list", "penstock bench rwkv6 --mode fwdbwd", "penstock bench --help"):
+        console.print(f"  {command}", highlight=False)
 
 
 def _speed(console: Console, folder: Path, quick: bool, machine: Machine) -> list[tuple[Path, str]]:
@@ -68,13 +79,13 @@ def _speed(console: Console, folder: Path, quick: bool, machine: Machine) -> lis
         for case in MODEL_ROWS:
             status.update(f"{case.variant}: {case.model}")
             models.append(_beside_loop(case.name, case.variant, QUICK if quick else case.shape, 0.02 if quick else 0.4))
-        _print_models(console, models)
+        print_models(console, models)
         status.update("rwkv6 at growing lengths")
         lengths = _sweep(QUICK if quick else MODEL_ROWS[-1].shape, SWEEP[:2] if quick else SWEEP, 0.02 if quick else 0.25)
     record = Record.of("penstock demo", "cpu", models + lengths, machine)
-    numbers, picture = folder / "speed.json", folder / "speed.png"
+    numbers, picture = folder / NUMBERS, folder / PICTURE
     record.write(numbers)
-    written = [(numbers, "every number of part 2, with the machine and the versions")]
+    written = [(numbers, "the numbers of part 2, and the machine")]
     try:
         draw(lengths, picture, record.place)
         written.append((picture, "time against length, rwkv6"))
@@ -98,24 +109,23 @@ def _sweep(shape: Shape, lengths: tuple[int, ...], seconds: float) -> list[Measu
     return found
 
 
-def _print_models(console: Console, models: list[Measurement]) -> None:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, title="One layer's recurrence, forward, float32", title_justify="left")
-    for name in ("variant, as in", "B,T,H,K,V"):
+def print_models(console: Console, models: list[Measurement]) -> None:
+    """A row for each of ``MODEL_ROWS``, within 80 columns."""
+    console.print("\nOne layer's recurrence, forward, float32", style="table.title", highlight=False)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for name in ("\nvariant, as in", "\nB,T,H,K,V"):
         table.add_column(name, no_wrap=True)
-    for name in ("token loop", "penstock", "times as fast", "error"):
-        table.add_column(name, justify="right", no_wrap=name != "times as fast")
+    for name in ("token\nloop", "\npenstock", "times\nas fast", "\nerror"):
+        table.add_column(name, justify="right", no_wrap=True)
     for case, measured in zip(MODEL_ROWS, models):
         slow, auto = measured.timings
-        times = f"[bold green]{slow.milliseconds / auto.milliseconds:.0f}[/]"
-        sizes = measured.shape.text
-        name = f"{case.variant}\n[dim]{case.model.partition(':')[0].partition(',')[0]}[/]"
-        table.add_row(name, sizes, duration(slow.milliseconds), duration(auto.milliseconds), times, f"{auto.error:.0e}")
+        times = Text(f"{slow.milliseconds / auto.milliseconds:.0f}", style="bold green")
+        model = Text.assemble(case.variant, "\n", (case.model.partition(":")[0].partition(",")[0], "dim"))
+        table.add_row(model, measured.shape.text, duration(slow.milliseconds), duration(auto.milliseconds), times, f"{auto.error:.0e}")
     console.print(table)
 
 
 def _learn(console: Console, folder: Path, seconds: float) -> list[tuple[Path, str]]:
-    from ..training.train import train
-
     trained = train(folder=folder, seconds=seconds, console=console, seed=0)
     console.print(f"{trained.parameters:,} parameters, {trained.tokens:,} tokens in {trained.seconds:.0f} s")
     console.print(f"loss [bold]{trained.loss_before:.3f}[/] before, [bold green]{trained.loss_after:.3f}[/] after. It now writes:\n")

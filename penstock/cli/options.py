@@ -11,9 +11,9 @@ from rich.console import Console
 from ..bench.candidates import Mode
 from ..bench.ladder import RUNGS
 from ..bench.peers import PEERS
-from ..dispatch import check_name
+from ..call.declaration import FLOATS
 from ..errors import Complaints, DeviceError, RangeError
-from ..problem import FLOATS
+from ..recurrence.operators import FAMILY
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
 WIDTH = 140
@@ -58,5 +58,5 @@ def checked(
         complaints.add(DeviceError, "device", "one that torch can use", repr(device), f"It sees {torch.cuda.device_count()} GPUs here.")
     complaints.raise_any()
     for name in impls:
-        check_name(function, name)
+        FAMILY.check_name(function, name)
     return [mode for mode in known_modes if mode in modes]

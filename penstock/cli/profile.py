@@ -11,33 +11,35 @@ from typing import Annotated
 import torch
 import typer
 
-from ..bench.cases import Shape, inputs
-from ..bench.machine import Machine, using_threads
 from ..bench.plot import MissingExtra, draw_profile
 from ..bench.profile import MODES, candidates, hidden, profiled
 from ..bench.record import Record
 from ..bench.report import print_profile
-from ..errors import Complaints, RangeError
-from ..variants import VARIANTS
+from ..recurrence.variants import VARIANTS
+from ..verify.inputs import Shape, inputs
+from ..verify.machine import Machine, using_threads
 from .options import DTYPES, checked, wide_console
+from .outputs import Folder, check_outputs
 
 
 def profile(
     variant: Annotated[str, typer.Argument(metavar="VARIANT", help=f"One of {', '.join(VARIANTS)}.")],
     batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 1,
-    heads: Annotated[int, typer.Option(min=1)] = 32,
+    heads: Annotated[int, typer.Option(min=1, help="Heads of the layer.")] = 32,
     length: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 54,
     head_dim: Annotated[int, typer.Option(min=1, help="Key channels of a head.")] = 64,
-    value_dim: Annotated[int | None, typer.Option(min=1, help="Value channels of a head.  [default: as --head-dim]")] = None,
+    value_dim: Annotated[int | None, typer.Option(min=1, help="Value channels of a head.", show_default="as --head-dim")] = None,
     dtype: Annotated[str, typer.Option(help=f"Of q, k and v: {', '.join(DTYPES)}.")] = "float16",
     mode: Annotated[str, typer.Option(help="fwd or fwdbwd.")] = "fwd",
-    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N.  [default: a GPU if torch can use one]")] = None,
-    impl: Annotated[list[str] | None, typer.Option(help="auto, or an implementation. Repeatable.  [default: all that take it]")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N.", show_default="a GPU if torch can use one")] = None,
+    impl: Annotated[
+        list[str] | None, typer.Option(help="auto, or an implementation. Repeatable.", show_default="all that take the call")
+    ] = None,
     peers: Annotated[
         list[str] | None,
-        typer.Option("--peer", help="loop, fla, fla_recurrent or none. The first is the baseline.  [default: all that take it]"),
+        typer.Option("--peer", help="loop, fla, fla_recurrent or none. The first is the baseline.", show_default="all that take the call"),
     ] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.  [default: as torch chooses]")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.", show_default="as torch chooses")] = None,
     seconds: Annotated[float, typer.Option(min=0, help="Of the clock, for each candidate.")] = 0.4,
     steps: Annotated[int, typer.Option(min=1, help="Calls that the profiler records, after one it ignores and one to warm up.")] = 3,
     soft: Annotated[bool, typer.Option("--soft", help="Decays logsigmoid(x) for all channels, as others measure rwkv6.")] = False,
@@ -66,10 +68,8 @@ def profile(
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     (taken,) = checked("profile", [variant], tuple(VARIANTS), [mode], MODES, impl or [], peers or [], dtype, device)
     shape = Shape(batch, length, heads, head_dim, value_dim or head_dim)
-    if output.exists() and not output.is_dir():
-        complaints = Complaints("profile")
-        complaints.add(RangeError, "--output", "a folder, there or to be made", repr(str(output)), "Name another.")
-        complaints.raise_any()
+    picture = output / "profile.png"
+    check_outputs("profile", {"--json": json_file}, Folder("--output", output, (picture.name,)))
     console, machine = wide_console(), Machine.here()
     if machine.busy is not None and device == "cpu":
         console.print(machine.busy, style="yellow", highlight=False)
@@ -86,8 +86,8 @@ def profile(
     if found.timings:
         console.print(f"traces: {output}, for ui.perfetto.dev or tensorboard --logdir {output}", highlight=False, soft_wrap=True)
     try:
-        draw_profile(found, output / "profile.png", record.place)
-        console.print(f"picture: {output / 'profile.png'}", highlight=False, soft_wrap=True)
+        draw_profile(found, picture, record.place)
+        console.print(f"picture: {picture}", highlight=False, soft_wrap=True)
     except MissingExtra as missing:
         console.print(f"no picture: {missing}", style="yellow", markup=False, highlight=False, soft_wrap=True)
     if any(one.fault for one in found.untimed):

@@ -15,30 +15,33 @@ from rich.table import Table
 from rich.text import Text
 
 from .. import __version__
-from ..bench.cases import Shape, default_cases
+from ..bench.cases import default_cases
 from ..bench.report import duration
 from ..errors import Complaints, DeviceError, RangeError
-from ..kernels.triton.table import Target, power
-from ..kernels.triton.table_file import Entry, read, user_path, write
-from ..variants import VARIANTS
+from ..gpu.target import power
+from ..recurrence.triton.table import target as target_of
+from ..recurrence.triton.table_file import Entry, read, user_path, write
+from ..recurrence.variants import VARIANTS
+from ..verify.inputs import Shape
+from .outputs import check_outputs
 
 if TYPE_CHECKING:
-    from ..bench.tune import Tuned
+    from ..tune.tune import Tuned
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def tune(
     variants: Annotated[
-        list[str] | None, typer.Argument(metavar="VARIANT...", help=f"Any of {', '.join(VARIANTS)}.  [default: all]", show_default=False)
+        list[str] | None, typer.Argument(metavar="VARIANT...", help=f"Any of {', '.join(VARIANTS)}.", show_default="all")
     ] = None,
     shape: Annotated[
-        list[str] | None, typer.Option(metavar="B,T,H,K[,V]", help="Repeatable.  [default: the variant's first model in bench --list]")
+        list[str] | None, typer.Option(metavar="B,T,H,K[,V]", help="Repeatable.", show_default="the variant's first model in bench --list")
     ] = None,
     dtype: Annotated[str, typer.Option(help=f"Of q, k and v: {', '.join(DTYPES)}.")] = "bfloat16",
     device: Annotated[str, typer.Option(help="cuda or cuda:N.")] = "cuda",
     file: Annotated[
-        Path | None, typer.Option("--write", metavar="FILE", help="Write here.  [default: penstock/launch-ARCH.json in ~/.config]")
+        Path | None, typer.Option("--write", metavar="FILE", help="Write here.", show_default="~/.config/penstock/launch-ARCH.json")
     ] = None,
     dry: Annotated[bool, typer.Option("--dry", help="Write nothing.")] = False,
     seed: Annotated[int, typer.Option(help="Of the random inputs.")] = 0,
@@ -60,16 +63,19 @@ def tune(
 
       penstock tune --write penstock/kernels/triton/tables/sm_90.json
     """
+    check_outputs("tune", {"--write": file})
     names = list(dict.fromkeys(variants or VARIANTS))
     shapes = _checked(names, shape or [], dtype, device)
-    from ..bench.ahead import check_compiler
+    from ..tune.ahead import check_compiler
 
     check_compiler("tune")
-    from ..bench.tune import Tuner  # needs Triton
+    from ..tune.tune import Tuner  # needs Triton
 
     at = torch.device(device if ":" in device else f"cuda:{torch.cuda.current_device()}")
-    target, console = Target.of(at), Console()
+    target, console = target_of(at), Console()
     path = file or user_path(target.arch)
+    if not dry:
+        check_outputs("tune", {"--write": path})
     table = read(path, target.arch)  # a malformed one is told before anything is measured
     versions = f"penstock {__version__}, torch {torch.__version__}, triton {version('triton')}"
     for variant in names:

@@ -1,1 +1,1 @@
-"""A small training: a text that every Python has, and the loop that learns it."""
+"""What ``penstock demo`` runs: its text and a training loop."""

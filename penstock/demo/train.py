@@ -31,6 +31,7 @@ WARMUP = 0.05
 """share of the time in which the learning rate rises"""
 WEIGHT_DECAY = 0.1
 PROMPT = b"The with statement "
+WEIGHTS = "rwkv6-bytes.pth"
 
 Report = Callable[[float, float, float], None]
 """called after each step with the loss in nats per byte, the bytes seen and the share of the time that has passed"""
@@ -83,7 +84,7 @@ def train(folder: Path, seconds: float = 60.0, console: Console | None = None, s
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = RWKV6(CONFIGURATION)
-    weights = folder / "rwkv6-bytes.pth"
+    weights = folder / WEIGHTS
     parameters = sum(p.numel() for p in model.parameters())
     probe = windows(corpus.train, torch.Generator().manual_seed(seed))
     with quickest_threads(lambda: cross_entropy(model, probe).backward()):
@@ -173,12 +174,12 @@ def _progress(console: Console | None) -> Iterator[Report]:
         return
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = TextColumn("training"), BarColumn(), TextColumn("loss {task.fields[loss]:.2f}  {task.fields[speed]:,.0f} tokens/s")
-    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
-        task = progress.add_task("training", total=1.0, loss=math.nan, speed=0.0)
+    columns = TextColumn("training"), BarColumn(), TextColumn("{task.fields[reached]}"), TimeRemainingColumn()
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("training", total=1.0, reached="")  # there is no loss before the first step
 
         def report(loss: float, tokens: float, share: float) -> None:
             speed = tokens / max(progress.tasks[task].elapsed or 0.0, 1e-9)
-            progress.update(task, completed=share, loss=loss, speed=speed)
+            progress.update(task, completed=share, reached=f"loss {loss:.2f}  {speed:,.0f} tokens/s")
 
         yield report

@@ -64,7 +64,7 @@ class Bound:
     def __init__(self, prepared: Prepared, sizes: Sizes, absent: list[str]) -> None:
         self.prepared, self.absent, self.device = prepared, absent, prepared.device
         plan = self.plan = prepared.plan.at(sizes)
-        self.memory = [(name, shape, contiguous(shape), dtype) for name, (shape, dtype) in plan.memory.items()]  # type: ignore[arg-type]
+        self.memory = [(name, shape, contiguous(shape), dtype) for name, (shape, dtype) in plan.memory.items()]
         self.numbers = [one.numbers + one.constants for one in plan.launches]
         self.runners: list[Callable[..., object]] | None = None
         self.known: list[list[dict[str, Any]]] = []

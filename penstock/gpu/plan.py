@@ -32,9 +32,9 @@ class Launch(NamedTuple):
     """One kernel: its tensors by name, then numbers, then compile-time constants, in the order of its parameters."""
 
     kernel: Any
-    grid: Size
+    grid: Any
     tensors: tuple[str, ...]
-    numbers: tuple[Number, ...]
+    numbers: tuple[Any, ...]
     constants: tuple[Any, ...]
     options: tuple[tuple[str, int], ...]
     """For Triton's compiler: warps, and registers for each thread at first where the kernel divides them anew."""
@@ -55,7 +55,8 @@ class Launch(NamedTuple):
 class Plan:
     """Memory to allocate, by name, and kernels to launch one after another."""
 
-    memory: dict[str, tuple[tuple[Size, ...], torch.dtype]] = field(default_factory=dict)
+    memory: dict[str, tuple[tuple[Any, ...], torch.dtype]] = field(default_factory=dict)
+    """Shapes, of sizes that ``at`` makes integers, and dtypes."""
     launches: list[Launch] = field(default_factory=list)
     ones: int = 0
     """C, for kernels that read the tensor ``ones`` [C + 1, C], whose row n has n ones."""
@@ -63,7 +64,8 @@ class Plan:
     def at(self, sizes: Sizes) -> Plan:
         """The plan for these sizes: all grids, numbers and shapes are integers."""
         memory = {name: (tuple([value(size, sizes) for size in shape]), dtype) for name, (shape, dtype) in self.memory.items()}
-        launches = [one._replace(grid=value(one.grid, sizes), numbers=tuple([value(x, sizes) for x in one.numbers])) for one in self.launches]
+        numbers = [tuple([value(x, sizes) for x in one.numbers]) for one in self.launches]
+        launches = [one._replace(grid=value(one.grid, sizes), numbers=found) for one, found in zip(self.launches, numbers)]
         return Plan(memory, launches, self.ones)
 
     def empty(self, name: str, *shape: Size, dtype: torch.dtype = torch.float32) -> str:

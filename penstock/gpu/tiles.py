@@ -92,13 +92,13 @@ def tile(base, i, live, stride_i, j, stride_j, J: tl.constexpr, BJ: tl.constexpr
 
 @triton.jit
 def to_tf32(x):
-    """x rounded to TF32, 11 significant bits: tl.dot by itself would cut off what is beyond them, and errors of one sign add up."""
+    """X rounded to TF32, 11 significant bits: tl.dot by itself would cut off what is beyond them, and errors of one sign add up."""
     return ((x.to(tl.float32).to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def product(a, b, PRECISION: tl.constexpr):
-    """a @ b with float32 sums. PRECISION "bf16": bfloat16 operands; else how tl.dot takes float32 operands."""
+    """A @ b with float32 sums. PRECISION "bf16": bfloat16 operands; else how tl.dot takes float32 operands."""
     if PRECISION == "bf16":
         c = tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16))
     elif PRECISION == "tf32":

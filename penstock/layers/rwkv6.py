@@ -22,8 +22,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .. import functional
-from ..problem import state_dtype
+from ..recurrence import functional
+from ..recurrence.declaration import state_dtype
 
 
 class State(NamedTuple):
@@ -104,8 +104,9 @@ class TimeMix(nn.Module):
         """Map x [B,T,C], T from 1 to 16, to y [B,T,C] without gradients; ``state`` is updated **in place**."""
         previous, shift = _shifted(x, state.time_shift)
         r, k, v, w, gate = self._project(x, previous)
-        state.time_shift.copy_(shift)
-        return self._read(functional.decode_step("rwkv6", r, k, v, w, self.time_faaaa, state=state.wkv), gate)
+        output = functional.decode_step("rwkv6", r, k, v, w, self.time_faaaa, state=state.wkv)
+        state.time_shift.copy_(shift)  # after the step, which may refuse and then must leave all as it was
+        return self._read(output, gate)
 
     def _project(self, x: Tensor, previous: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """r, k, v and log decay w [B,T,H,n], gate [B,T,C]."""
@@ -158,8 +159,9 @@ class ChannelMix(nn.Module):
     def step(self, x: Tensor, state: State) -> Tensor:
         """Map x to y without gradients; ``state`` is updated **in place**."""
         previous, shift = _shifted(x, state.channel_shift)
+        y = self._mix(x, previous)
         state.channel_shift.copy_(shift)
-        return self._mix(x, previous)
+        return y
 
     def _mix(self, x: Tensor, previous: Tensor) -> Tensor:
         dx = previous - x

@@ -13,14 +13,16 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor, nn
 
-from ..errors import Complaints, DtypeError, RangeError, ShapeError
+from ..errors import Complaints, DtypeError, RangeError, ShapeError, described
 from ..layers.rwkv6 import ChannelMix, State, TimeMix
+from ..recurrence.functional import STEP_TOKENS
+from .arguments import check_state, check_tokens, check_whole
 from .sampling import check_sampling, draw
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """The sizes of an RWKV-6 model. Raises RangeError for sizes that do not fit together.
+    """The sizes of an RWKV-6 model. Raises DtypeError for sizes that are no whole numbers, RangeError for those that do not fit.
 
     >>> Configuration(vocabulary=65536, layers=24, channels=2048, ffn_channels=7168).heads
     32
@@ -40,9 +42,7 @@ class Configuration:
     def __post_init__(self) -> None:
         complaints = Complaints("Configuration")
         for field in fields(self):
-            size = getattr(self, field.name)
-            if not isinstance(size, int) or size < 1:
-                complaints.add(RangeError, field.name, "a whole number of at least 1", repr(size))
+            check_whole(complaints, field.name, getattr(self, field.name), 1)
         if not complaints.found and self.channels % self.head_size:
             complaints.add(RangeError, "channels", f"a multiple of head_size = {self.head_size}", self.channels)
         complaints.raise_any()
@@ -95,6 +95,10 @@ class RWKV6(nn.Module):
 
     def __init__(self, configuration: Configuration) -> None:
         super().__init__()
+        if not isinstance(configuration, Configuration):
+            complaints = Complaints("RWKV6")
+            complaints.add(DtypeError, "configuration", "a Configuration", described(configuration))
+            complaints.raise_any()
         sizes = self.configuration = configuration
         self.emb = nn.Embedding(sizes.vocabulary, sizes.channels)
         self.blocks = nn.ModuleList(Block(sizes, layer) for layer in range(sizes.layers))
@@ -105,6 +109,9 @@ class RWKV6(nn.Module):
 
     def initial_state(self, batch: int) -> list[State]:
         """Make the state before the first token of ``batch`` sequences: one ``State`` per block, all zeros."""
+        complaints = Complaints("initial_state")
+        check_whole(complaints, "batch", batch, 0)
+        complaints.raise_any()
         sizes = self.configuration
         return [State.zeros(batch, sizes.channels, sizes.head_size, like=self.emb.weight.detach()) for _ in self.blocks]
 
@@ -112,12 +119,13 @@ class RWKV6(nn.Module):
         """Logits after every token, and the state after the last; differentiable.
 
         tokens : int64 or int32 Tensor [B,T]
+            From 0 to vocabulary - 1; that is checked on a CPU, and elsewhere inside ``penstock.checks()``.
         state : list of State, optional
             As an earlier call returned it, for the same B sequences. It is not changed. Default: ``initial_state(B)``.
 
-        Returns logits [B,T,vocabulary] and the new state. Raises ShapeError or DtypeError.
+        Returns logits [B,T,vocabulary] and the new state. Raises ShapeError, DtypeError, DeviceError or RangeError.
         """
-        _check_tokens("RWKV6", tokens, state, self.configuration)
+        self._check("RWKV6", tokens, state)
         after = []
         x = self.emb(tokens)
         for block, before in zip(self.blocks, state or self.initial_state(tokens.shape[0])):
@@ -129,9 +137,12 @@ class RWKV6(nn.Module):
     def step(self, tokens: Tensor, state: list[State]) -> Tensor:
         """Logits after every token, [B,T,vocabulary], for T from 1 to 16; ``state`` is updated **in place**.
 
-        Arguments and errors as for ``forward``. There are no gradients.
+        Arguments and errors as for ``forward``. There are no gradients. A step that raises one of these errors changes nothing.
         """
-        _check_tokens("RWKV6.step", tokens, state, self.configuration)
+        self._check("RWKV6.step", tokens, state, step=True)
+        return self._step(tokens, state)
+
+    def _step(self, tokens: Tensor, state: list[State]) -> Tensor:
         x = self.emb(tokens)
         for block, memory in zip(self.blocks, state):
             assert isinstance(block, Block)  # which nn.ModuleList does not tell
@@ -147,6 +158,8 @@ class RWKV6(nn.Module):
 
         tokens : int64 or int32 Tensor [B,T]
             What the sequences begin with, T at least 1.
+        count : int
+            At least 0.
         temperature : float
             Divides the logits; at least 0, where 0 takes the likeliest token.
         top_p : float
@@ -154,32 +167,33 @@ class RWKV6(nn.Module):
         generator : torch.Generator, optional
             Where the random numbers come from: a seeded one makes the result repeatable.
 
-        Raises ShapeError, DtypeError or RangeError.
+        Raises ShapeError, DtypeError, DeviceError or RangeError.
         """
-        check_sampling("generate", temperature, top_p)
-        _check_tokens("generate", tokens, None, self.configuration)
+        complaints = Complaints("generate")
+        check_whole(complaints, "count", count, 0)
+        check_sampling(complaints, temperature, top_p, generator, self.emb.weight.device)
+        complaints.raise_any()
+        self._check("generate", tokens)
         if tokens.shape[1] == 0:
             raise ShapeError("generate: tokens must be of shape [B,T] with T at least 1, got T = 0. Begin with some token.")
         logits, state = self(tokens)
         drawn = tokens.new_empty(tokens.shape[0], count, dtype=torch.int64)
         for i in range(count):
             if i > 0:
-                logits = self.step(drawn[:, i - 1 : i], state)
+                logits = self._step(drawn[:, i - 1 : i], state)
             drawn[:, i] = draw(logits[:, -1], temperature, top_p, generator)
         return drawn
 
-
-def _check_tokens(function: str, tokens: Tensor, state: list[State] | None, sizes: Configuration) -> None:
-    """Raise InvalidArgument unless tokens are int [B,T] and the state belongs to B sequences of this model."""
-    complaints = Complaints(function)
-    if tokens.dtype not in (torch.int64, torch.int32):
-        complaints.add(DtypeError, "tokens", "int64 or int32", str(tokens.dtype).removeprefix("torch."))
-    if tokens.dim() != 2:
-        complaints.add(ShapeError, "tokens", "of shape [B,T]", list(tokens.shape), "One sequence is tokens[None].")
-    elif state is not None:
-        wanted = [tokens.shape[0], sizes.heads, sizes.head_size, sizes.head_size]
-        if len(state) != sizes.layers:
-            complaints.add(ShapeError, "state", f"one State for each of {sizes.layers} blocks", f"{len(state)} of them")
-        elif list(state[0].wkv.shape) != wanted:
-            complaints.add(ShapeError, "state", f"of {tokens.shape[0]} sequences, wkv {wanted}", list(state[0].wkv.shape))
-    complaints.raise_any()
+    def _check(self, function: str, tokens: Tensor, state: list[State] | None = None, *, step: bool = False) -> None:
+        """Raise unless tokens and state are what this model takes; a step needs a state that can be written."""
+        complaints, sizes = Complaints(function), self.configuration
+        check_tokens(complaints, tokens, sizes.vocabulary, self.emb.weight.device)
+        complaints.raise_any()
+        B, T = tokens.shape
+        if step and T > STEP_TOKENS:
+            remedy = "Call the model itself for longer stretches."
+            complaints.add(ShapeError, "T", f"at most {STEP_TOKENS} tokens a sequence", T, remedy)
+        if step or state is not None:
+            axes = {"B": B, "C": sizes.channels, "H": sizes.heads, "K": sizes.head_size, "V": sizes.head_size}
+            check_state(complaints, state, sizes.layers, axes, self.emb.weight, written=step)
+        complaints.raise_any()

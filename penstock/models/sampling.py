@@ -5,17 +5,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..errors import Complaints, RangeError
+from ..errors import Complaints, DeviceError, DtypeError, RangeError, described
 
 
-def check_sampling(function: str, temperature: float, top_p: float) -> None:
-    """Raise RangeError unless temperature >= 0 and 0 < top_p <= 1."""
-    complaints = Complaints(function)
-    if not temperature >= 0:
-        complaints.add(RangeError, "temperature", "at least 0", temperature, "0 takes the likeliest token.")
-    if not 0 < top_p <= 1:
-        complaints.add(RangeError, "top_p", "above 0 and at most 1", top_p, "1 leaves no token out.")
-    complaints.raise_any()
+def check_sampling(
+    complaints: Complaints, temperature: float, top_p: float, generator: torch.Generator | None, device: torch.device
+) -> None:
+    """Numbers, temperature >= 0 and 0 < top_p <= 1; a generator for this kind of device."""
+    for name, value in (("temperature", temperature), ("top_p", top_p)):
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            complaints.add(DtypeError, name, "a number", described(value))
+        elif name == "temperature" and not value >= 0:
+            complaints.add(RangeError, name, "at least 0", value, "0 takes the likeliest token.")
+        elif name == "top_p" and not 0 < value <= 1:
+            complaints.add(RangeError, name, "above 0 and at most 1", value, "1 leaves no token out.")
+    if generator is None:
+        return
+    if not isinstance(generator, torch.Generator):
+        complaints.add(DtypeError, "generator", "a torch.Generator or None", described(generator))
+    elif generator.device.type != device.type:
+        remedy = f"Make it with torch.Generator({device.type!r})."
+        complaints.add(DeviceError, "generator", f"for {device}, where the model is", generator.device, remedy)
 
 
 def draw(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator | None = None) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..call.declaration import INDICES, Argument, Option, Result, Signature, Sizes, Wrong
 from ..call.problem import Problem
@@ -133,7 +134,7 @@ def _tokens(row: Variant, query: str, gate: str, nullable: bool) -> tuple[Argume
         Argument("k", "B T H K", like="q", gradient=True),
         Argument("v", "B T H V", like="q", gradient=True, hint="Tokens come before heads."),
         Argument(
-            "g", decay, label=gate, nullable=nullable, gradient=True, values=log_decay,
+            "g", decay, label=gate, nullable=nullable, gradient=True, values=log_decay, draw=F.logsigmoid,
             absent="" if decay else "this variant has no decay", hint=lambda x: _other_variants(row, x.dim()),
         ),
         Argument(

@@ -42,7 +42,6 @@ from .feature_maps import FeatureMap, featured
 from .operators import ADVANCE, RECURRENCE
 from .variants import VARIANTS
 
-
 STEP_TOKENS = 16
 """A decode step takes at most this many tokens of a sequence."""
 

@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 
 from ..errors import Complaints, RangeError
-from ..kernels.triton import interpreting
+from ..gpu.target import interpreting
 
 if TYPE_CHECKING:
-    from ..kernels.triton.hopper import Tile
-    from ..kernels.triton.plan import Plan  # which imports Triton: this module also says that it is not installed
+    from ..gpu.hopper import Tile
+    from ..gpu.plan import Plan  # which imports Triton: this module also says that it is not installed
 
 PACKAGE = "penstock."
-USUAL = "kernels.triton."
+USUAL = "recurrence.triton."
 """Where most kernels are: left out of their names."""
 
 
@@ -43,7 +43,7 @@ class Memory(NamedTuple):
     def made(self) -> Any:
         """Make it, without memory."""
         if self.tile is not None:
-            from ..kernels.triton.hopper import described, description
+            from ..gpu.hopper import described, description
 
             x = torch.empty(1, self.tile.rows, 1, self.tile.columns, dtype=self.dtype, device="meta")
             return described(x, description(x, self.tile))
@@ -89,7 +89,7 @@ def jobs(plan: Plan, tensors: Mapping[str, Tensor], arch: str) -> list[Job]:
     """The launches of a plan, for tensors by name."""
     given = {name: Memory(x.dtype, x.untyped_storage().size() // x.element_size()) for name, x in tensors.items()}
     given |= {name: Memory(dtype, torch.Size(shape).numel()) for name, (shape, dtype) in plan.memory.items()}
-    given["ones"] = Memory(torch.bfloat16, plan.C * (plan.C + 1))
+    given["ones"] = Memory(torch.bfloat16, plan.ones * (plan.ones + 1))
     found = []
     for one in plan.launches:
         memory = [given[name]._replace(tile=tile) for name, tile in zip_longest(one.tensors, one.tiles)]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ..kernels.triton.table import Target
-from ..kernels.triton.table_file import read, shipped, user_path
+from ..gpu.target import Target
+from ..recurrence.triton.table_file import read, shipped, user_path
 
 
 def table_lines() -> list[tuple[str, str]]:

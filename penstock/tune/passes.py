@@ -7,12 +7,12 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.triton import plan
-from ..kernels.triton.plan import Plan
-from ..kernels.triton.table import Target
-from ..problem import Problem, Step, state_dtype
-from ..variants import VARIANTS
-from .cases import Inputs, Shape
+from ..gpu.plan import Plan
+from ..gpu.target import Target
+from ..recurrence.declaration import state_dtype
+from ..recurrence.triton import plan
+from ..recurrence.variants import VARIANTS
+from ..verify.inputs import Inputs, Shape
 
 Pass = Literal["forward", "backward", "step", "short forward", "short backward"]
 PASSES: tuple[Pass, ...] = ("forward", "backward", "step", "short forward", "short backward")
@@ -41,7 +41,7 @@ def without_memory(variant: str, shape: Shape, dtype: torch.dtype) -> Inputs:
 def planned(which: Pass, inputs: Inputs, target: Target, cu_seqlens: Tensor | None = None) -> Planned:
     """Plan a pass over these inputs, states starting at 0; a step's states are a pool without slots."""
     x = inputs
-    problem = Problem.checked(x.q, x.k, x.v, x.g, x.u, None, cu_seqlens, x.variant, None, False)
+    problem = x.problem(cu_seqlens=cu_seqlens)
     given: dict[str, Tensor | None] = {name: getattr(x, name) for name in ("q", "k", "v", "g", "u")} | {"cu_seqlens": cu_seqlens}
     given |= {"initial_state": None, "d_final_state": None, "slots": None, "d_output": torch.empty_like(x.v)}
     if which == "forward":
@@ -49,11 +49,10 @@ def planned(which: Pass, inputs: Inputs, target: Target, cu_seqlens: Tensor | No
     elif which == "backward":
         made = plan.chunk_backward_plan(problem, torch.empty_like(x.v), None, target)
     elif which == "short forward":
-        made = plan.recurrent_forward_plan(problem, None, None, target)
+        made = plan.recurrent_forward_plan(problem, target)
     elif which == "short backward":
         made = plan.recurrent_backward_plan(problem, torch.empty_like(x.v), None, target)
     else:
-        pool = torch.empty(x.shape.state, device=x.q.device)
-        step = Step.checked(x.q, x.k, x.v, x.g, x.u, pool, None, x.variant, None)
-        made, given["pool"] = plan.recurrent_forward_plan(step.problem(pool), pool, None, target), pool
-    return Planned(made, {name: x.q if tensor is None else tensor for name, tensor in given.items()})
+        given["state"] = pool = torch.empty(x.shape.state, device=x.q.device)
+        made = plan.recurrent_forward_plan(x.in_place(pool), target)
+    return Planned(made.at(problem.sizes), {name: x.q if tensor is None else tensor for name, tensor in given.items()})

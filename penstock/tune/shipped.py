@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 import torch
 
-from ..kernels.triton.plan import Launch
-from ..kernels.triton.table import Target
-from ..kernels.triton.table_file import shipped
-from ..softmax.problem import Attention
+from ..gpu.plan import Launch
+from ..gpu.target import Target
+from ..recurrence.triton.table_file import shipped
+from ..softmax.operators import ATTENTION
 from ..softmax.triton import plan as softmax
+from ..verify.inputs import Shape
 from .ahead import Job, jobs, kernel_name
-from .cases import Shape
 from .passes import PASSES, Pass, planned, without_memory
 
 TARGETS = {
@@ -77,12 +77,13 @@ class Softmax:
         dtype, target = getattr(torch, self.dtype), TARGETS[arch]
         q, k = (torch.empty(1, 4096, heads, self.D, dtype=dtype, device="meta") for heads in (self.H, self.G))
         lse, ends = torch.empty(q.shape[:3], device="meta"), torch.empty(5, dtype=torch.int64, device="meta") if self.packed else None
-        call = Attention.checked(q, k, k, ends, ends, True, None, self.window)
+        call = ATTENTION.checked("softmax_attention", (q, k, k, ends, ends), (True, None, self.window, False))
         tensors = {"q": q, "k": k, "v": k, "cu_seqlens": q if ends is None else ends, "cu_seqlens_k": q if ends is None else ends}
         more = {"output": q, "d_output": q, "lse": lse, "d_lse": q}
         for which, made in (("forward", softmax.forward_plan(call, target)), ("backward", softmax.backward_plan(call, q, None, target))):
             given = tensors | (more if which == "backward" else {})
-            for launch, job in zip(made.launches, jobs(made, given, arch)):
+            bound = made.at(call.sizes)
+            for launch, job in zip(bound.launches, jobs(bound, given, arch)):
                 yield f"{self.name}: {which}: {_told(launch)}", job
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
 from typing import NamedTuple
@@ -11,14 +11,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels import chunkwise
-from ..kernels.contract import Gradients, gradients_of
-from ..kernels.triton import CHUNKWISE, RECURRENT, launch
-from ..kernels.triton.table import Blocks, Key
-from ..problem import Step
-from . import rounding
-from .cases import Shape, inputs
-from .oracle import budget, by_result, error, growth
+from ..call.derivatives import Tensors, gradients_of
+from ..call.implementation import Upstream
+from ..gpu import launch
+from ..recurrence import chunkwise
+from ..recurrence.gradients import Gradients
+from ..recurrence.triton import CHUNKWISE, RECURRENT
+from ..recurrence.triton.table import Blocks, Key
+from ..verify import rounding
+from ..verify.inputs import Shape, inputs
+from ..verify.oracle import budget, by_result, error, growth
 from .passes import Pass
 
 CALLS = 20
@@ -86,15 +88,16 @@ def _step(trial: Trial) -> Ready:
     """A decode step in the places of all sequences."""
     x = inputs(trial.variant, trial.shape, trial.dtype, trial.device, trial.seed)
     pool = torch.randn(trial.shape.state, generator=torch.Generator().manual_seed(trial.seed + 1)).to(trial.device)
-    step = Step.checked(x.q, x.k, x.v, x.g, x.u, pool.clone(), None, x.variant, None)
-    twin = replace(step, **{name: y.double() for name, y in {**x.tensors, "state": pool}.items()})  # type: ignore[arg-type]
-    exact = {"output": chunkwise.IMPLEMENTATION.step(twin), "states": twin.state}
+    step = x.in_place(pool.clone())
+    twin = step.with_tensors({name: y.double() for name, y in {**x.tensors, "state": pool}.items()})
+    assert chunkwise.IMPLEMENTATION.advance is not None and RECURRENT.advance is not None  # noqa: PT018
+    exact, advance = {"output": chunkwise.IMPLEMENTATION.advance(twin), "states": twin.state}, RECURRENT.advance
 
     def checked() -> Results:
         step.state.copy_(pool)
-        return {"output": RECURRENT.step(step), "states": step.state}
+        return {"output": advance(step), "states": step.state}
 
-    return Ready(checked, lambda: RECURRENT.step(step), exact, {})
+    return Ready(checked, lambda: advance(step), exact, {})
 
 
 def _pass(trial: Trial) -> Ready:
@@ -105,22 +108,25 @@ def _pass(trial: Trial) -> Ready:
     forward, kernels = trial.which == "forward", RECURRENT if trial.which == "short backward" else CHUNKWISE
     twin = problem.with_tensors({name: y.double() for name, y in x.tensors.items()})
     with torch.no_grad():
-        exact = _outputs(chunkwise.forward(twin)) if forward else _gradients(gradients_of(chunkwise.forward, twin, d_output.double(), None))
+        if forward:
+            exact = _outputs(chunkwise.forward(twin))
+        else:
+            exact = _gradients(gradients_of(chunkwise.forward, twin, (d_output.double(), None)))
     bits = kernels.operands(trial.dtype)
-    rounded = {} if bits is None else rounding.errors(problem, bits, exact, None if forward else d_output)
+    rounded = {} if bits is None else rounding.errors(problem, bits, exact, () if forward else (d_output, None))
 
     def checked() -> Results:
-        return _outputs(kernels.forward(problem)) if forward else _gradients(kernels.backward(problem, d_output, None))
+        return _outputs(kernels.forward(problem)) if forward else _gradients(kernels.gradients(problem, Upstream((d_output, None))))
 
     return Ready(checked, checked, exact, rounded)
 
 
-def _outputs(found: tuple[Tensor, Tensor]) -> Results:
-    return dict(zip(("output", "final state"), found))
+def _outputs(found: Tensors) -> Results:
+    return {name: x for name, x in zip(("output", "final state"), found) if x is not None}
 
 
-def _gradients(found: Gradients) -> Results:
-    return by_result(found._asdict())
+def _gradients(found: Tensors) -> Results:
+    return by_result(dict(zip(Gradients._fields, found)))
 
 
 def gpu_clock(call: Callable[[], object], device: torch.device) -> float:

@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..kernels.triton import SHORT
-from ..kernels.triton.plan import Call
-from ..kernels.triton.table import Blocks, Key, Target
+from ..gpu.target import Target
+from ..recurrence.triton import SHORT
+from ..recurrence.triton.plan import Call
+from ..recurrence.triton.table import Blocks, Key
+from ..verify.inputs import Shape
 from . import ahead
 from .apart import Failure, one_by_one, side_by_side
-from .cases import Shape
 from .passes import Pass, planned, without_memory
 from .trial import Trial, prepared
 

@@ -21,3 +21,5 @@ class Finding:
     reason: str | None = None
     """Why it did not run: a refusal, which is no fault, or an exception, which is one."""
     failed: bool = False
+    absent: bool = False
+    """Whether it does not run because nothing on this machine could run it."""

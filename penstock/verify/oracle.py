@@ -6,14 +6,16 @@ waiting of threads for each other costs them dearly.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import sqrt
 
 import torch
 from torch import Tensor
 
-from ..kernels import reference
-from ..kernels.contract import gradients_of
-from .cases import Inputs
+from ..call.derivatives import gradients_of
+from ..recurrence import reference
+from ..recurrence.gradients import Gradients
+from .inputs import Inputs
 from .machine import using_threads
 
 ACCURACY = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-6, torch.float16: 2e-6}
@@ -61,10 +63,11 @@ def exact_gradients(
     names = [*inputs.tensors, *(["initial_state"] if initial_state is not None else [])]
     problem = problem.with_tensors({name: getattr(problem, name).detach().double() for name in names})
     with torch.no_grad(), using_threads(1):
-        found = gradients_of(reference.exact, problem, d_output.double(), None if d_final_state is None else d_final_state.double())
-    return {name: getattr(found, name) for name in names}
+        d_final = None if d_final_state is None else d_final_state.double()
+        found = dict(zip(Gradients._fields, gradients_of(reference.exact, problem, (d_output.double(), d_final))))
+    return {name: x for name in names if (x := found[name]) is not None}
 
 
-def by_result(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+def by_result(gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
     """Gradients by the names of results, without those of inputs that there are not."""
     return {f"gradient of {name.replace('_', ' ')}": x for name, x in gradients.items() if x is not None}

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.contract import Gradients, gradients_of
-from ..problem import Problem
+from ..call.derivatives import Tensors, gradients_of
+from ..recurrence.declaration import Recurrence
+from ..recurrence.gradients import Gradients
 from .oracle import by_result, error
 
 CHUNK = 64
@@ -38,7 +39,7 @@ def _significant(x: Tensor, bits: int) -> Tensor:
     return torch.ldexp(torch.round(mantissa * 2**bits) / 2**bits, exponent)
 
 
-def forward(problem: Problem, bits: int) -> tuple[Tensor, Tensor]:
+def forward(problem: Recurrence, bits: int) -> tuple[Tensor, Tensor]:
     """Output and final state in float64 by the anchored chunkwise formula, operands rounded to so many significant bits.
 
     For problems in float64, not packed, whose decays within a chunk stay above 2 ** -1000.
@@ -66,20 +67,18 @@ def forward(problem: Problem, bits: int) -> tuple[Tensor, Tensor]:
     return p.back_in_time(p.scale * output, S)
 
 
-def errors(
-    problem: Problem, bits: int, exact: dict[str, Tensor], d_output: Tensor | None = None, d_final_state: Tensor | None = None
-) -> dict[str, float]:
+def errors(problem: Recurrence, bits: int, exact: dict[str, Tensor], d_results: Tensors = ()) -> dict[str, float]:
     """What no kernel that rounds its operands can avoid, by name of the result, for those in ``exact``.
 
-    Gradients are among them where ``d_output`` is given. Where the formula itself overflows it says nothing, so 0.
+    Gradients are among them where ``d_results`` are given. Where the formula itself overflows it says nothing, so 0.
     """
     names = [name for name in Gradients._fields if getattr(problem, name) is not None]
     problem = problem.with_tensors({name: getattr(problem, name).detach().double() for name in names})
     formula = partial(forward, bits=bits)
     with torch.no_grad():
         found = dict(zip(("output", "final state"), formula(problem)))
-        if d_output is not None:
-            last = None if d_final_state is None else d_final_state.double()
-            found |= by_result(gradients_of(formula, problem, d_output.double(), last)._asdict())
+        if d_results:
+            doubles = [None if d is None else d.double() for d in d_results]
+            found |= by_result(dict(zip(Gradients._fields, gradients_of(formula, problem, doubles))))
     apart = {name: error(found[name], x) for name, x in exact.items() if name in found}
     return {name: x if isfinite(x) else 0.0 for name, x in apart.items()}

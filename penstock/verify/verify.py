@@ -1,53 +1,80 @@
-"""Every implementation against the oracle: output, final state, every gradient and the decode step, on this machine."""
+"""Every implementation of every operator against its oracle: results, every gradient and updates in place, on this machine.
+
+The oracle of a family is its implementation named "reference", asked in float64. What a call takes is drawn from its declaration.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import get_args
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import dispatch
-from ..kernels.contract import Implementation, Mode
-from ..problem import FLOATS, Problem, Step, state_dtype
-from ..softmax import FUNCTION
-from ..variants import VARIANTS
-from . import rounding, verify_softmax
-from .cases import Inputs, Shape, inputs
+from ..call.declaration import FLOATS, Argument, Signature
+from ..call.derivatives import Tensors
+from ..call.implementation import Implementation, Mode, Upstream
+from ..call.operator import Operator
+from ..call.problem import Problem
+from ..recurrence.declaration import Recurrence, state_dtype
+from ..recurrence.operators import ADVANCE, RECURRENCE
+from ..softmax.operators import ATTENTION
+from . import oracle, rounding
 from .finding import Finding
 from .machine import using_threads
-from .oracle import budget, by_result, error, exact_forward, exact_gradients
 
-SHAPE = Shape(2, 70, 2, 24, 40)
-"""More tokens than a chunk, sizes that no block divides, K and V different; the oracle takes a few milliseconds for it."""
-SLOTS = (3, -1, 0)
-"""Rows of a pool of 4 in the decode step: out of order, one skipped."""
-SQUARE = SHAPE._replace(K=64, V=64)
+SOFTMAX_BUDGET = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-5, torch.float64: 1e-11}
+"""Allowed error of softmax attention by dtype; the tests derive theirs entry by entry."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A call that implementations are held to: more tokens than a chunk, sizes that no block divides."""
+
+    operator: Operator[Any]
+    sizes: Mapping[str, int]
+    options: tuple[Any, ...]
+    indices: Mapping[str, tuple[int, ...]]
+
+    def signatures(self) -> list[Signature]:
+        """One for each variant: names that only messages differ by are left out."""
+        return list({str(one.about): one for one in self.operator.signatures.values()}.values())
+
+
+SIZES = {"B": 2, "N": 2, "T": 70, "H": 2, "K": 24, "V": 40}
+TRIALS = (
+    Trial(RECURRENCE, SIZES, (None, False, True), {}),
+    Trial(ADVANCE, SIZES | {"B": 3, "N": 3, "T": 67, "P": 4}, (None,), {"slots": (3, -1, 0)}),
+    Trial(ATTENTION, {"B": 2, "Tq": 70, "Tk": 130, "H": 4, "G": 2, "D": 40}, (True, None, 90, True), {}),
+)
+SQUARE = {"K": 64, "V": 64}
 """For implementations that only take the heads that models have."""
 
 
 def devices() -> list[str]:
-    """List the CPU and every GPU that torch can use."""
+    """The CPU and every GPU that torch can use."""
     return ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
 
 
-def findings(variants: tuple[str, ...] = (*VARIANTS, FUNCTION), dtypes: tuple[torch.dtype, ...] | None = None) -> Iterator[Finding]:
+def findings(trials: tuple[Trial, ...] = TRIALS, dtypes: tuple[torch.dtype, ...] = FLOATS) -> Iterator[Finding]:
     """All of them, one after another."""
     for device in devices():
-        for variant in variants:
-            for dtype in FLOATS if dtypes is None else dtypes:
-                if variant == FUNCTION:
-                    yield from verify_softmax.findings(device, dtype)
-                    continue
-                trial = Trial.prepare(variant, dtype, device)
-                for implementation in dispatch.IMPLEMENTATIONS:
-                    found = list(trial.hold(implementation))
-                    if _refused(found) and implementation.available() is None:
-                        again = list(Trial.prepare(variant, dtype, device, SQUARE).hold(implementation))
-                        found = found if _refused(again) else again
-                    yield from found
+        for trial in trials:
+            for signature in trial.signatures():
+                for dtype in dtypes:
+                    yield from _findings(trial, signature, dtype, device)
+
+
+def _findings(trial: Trial, signature: Signature, dtype: torch.dtype, device: str) -> Iterator[Finding]:
+    made = Held(trial, signature, dtype, device)
+    for one in trial.operator.family.implementations:
+        found = list(made.hold(one))
+        if _refused(found) and one.available() is None and "K" in trial.sizes:
+            square = replace(trial, sizes={**trial.sizes, **SQUARE})
+            again = list(Held(square, signature, dtype, device).hold(one))
+            found = found if _refused(again) else again
+        yield from found
 
 
 def _refused(found: list[Finding]) -> bool:
@@ -55,76 +82,104 @@ def _refused(found: list[Finding]) -> bool:
     return all(one.error is None and not one.failed for one in found)
 
 
-@dataclass(frozen=True)
-class Trial:
-    """Inputs and what the oracle says of them."""
+class Held:
+    """A trial with its tensors, and what the oracle says of them."""
 
-    call: Inputs
-    initial_state: Tensor
-    d_output: Tensor
-    d_final_state: Tensor
-    step: Inputs
-    pool: Tensor
-    exact: dict[str, Tensor]
-    """Exact values by name of the result."""
+    def __init__(self, trial: Trial, signature: Signature, dtype: torch.dtype, device: str) -> None:
+        self.trial, self.signature, self.dtype, self.device = trial, signature, dtype, device
+        self.operator = trial.operator
+        random = torch.Generator().manual_seed(0)
+        self.tensors = [self._draw(one, random) for one in signature.arguments]
+        self.problem = self.checked(self.tensors)
+        empty = self.operator.results
+        shapes = [[self.problem.sizes[axis] for axis in one.axes.split()] for one in empty]
+        self.d_results = tuple(torch.randn(shape, generator=random).to(device, one.dtype(dtype)) for one, shape in zip(empty, shapes))
+        with using_threads(1):  # many small operations one after another gain nothing from more
+            self.exact = self._exact()
 
-    @classmethod
-    def prepare(cls, variant: str, dtype: torch.dtype, device: str, shape: Shape = SHAPE) -> Trial:
-        """Make inputs and ask the oracle."""
-        of_step = shape._replace(B=len(SLOTS), T=3)
-        call, step = inputs(variant, shape, dtype, device), inputs(variant, of_step, dtype, device, seed=1)
-        random = torch.Generator().manual_seed(2)
-        sizes = [
-            (shape.state, state_dtype(dtype)),
-            (call.v.shape, dtype),
-            (shape.state, state_dtype(dtype)),
-            ((4, *of_step.state[1:]), state_dtype(dtype)),
-        ]
-        initial_state, d_output, d_final_state, pool = (torch.randn(size, generator=random).to(device, kind) for size, kind in sizes)
-        output, final_state = exact_forward(call, initial_state)
-        gradients = exact_gradients(call, d_output, initial_state, d_final_state)
-        stepped, states = exact_forward(step, pool[list(SLOTS)])
-        after, live = pool.double().clone(), [n for n, slot in enumerate(SLOTS) if slot >= 0]
-        after[[SLOTS[n] for n in live]] = states[live]
-        decoded = torch.zeros_like(stepped)
-        decoded[live] = stepped[live]
-        exact = {"output": output, "final state": final_state, "decode output": decoded, "decode states": after}
-        exact |= by_result(gradients)
-        return cls(call, initial_state, d_output, d_final_state, step, pool, exact)
+    def _draw(self, one: Argument, random: torch.Generator) -> Tensor | None:
+        if one.name in self.trial.indices:
+            return torch.tensor(self.trial.indices[one.name], device=self.device)
+        if one.absent or not torch.is_floating_point(torch.empty(0, dtype=one.dtypes[0])):
+            return None
+        shape = [self.trial.sizes[axis] for axis, _ in one.letters]
+        x = torch.randn(shape, dtype=torch.float64, generator=random)
+        dtype = self.dtype if one.like or one is self.signature.arguments[0] else state_dtype(self.dtype)
+        return (x if one.draw is None else one.draw(x)).to(self.device, dtype)
 
-    def hold(self, implementation: Implementation) -> Iterator[Finding]:
+    def checked(self, tensors: Tensors) -> Problem:
+        """The problem of these tensors."""
+        problem: Problem = self.operator.checked(self.signature.function, tensors, self.trial.options)
+        return problem
+
+    def _exact(self) -> dict[str, Tensor]:
+        reference = self.operator.family.named("reference")
+        double = [x.double() if x is not None and x.is_floating_point() else x for x in self.tensors]
+        return self.results(reference, self.checked(double), self.operator.mode) | (
+            {} if self.operator.in_place else self.results(reference, self.checked(double), "backward")
+        )
+
+    def results(self, one: Implementation, problem: Problem, mode: Mode) -> dict[str, Tensor]:
+        """What an implementation returns in a mode, by name."""
+        with torch.no_grad():
+            if mode == "backward":
+                d_results = tuple(d.to(x.dtype) for d, x in zip(self.d_results, self._like(problem)))
+                found = one.gradients(problem, Upstream(d_results, self._saved(problem)))
+                names = [f"gradient of {argument.public}" for argument in self.signature.arguments if argument.gradient]
+            elif mode == "advance":
+                pool = next(argument.name for argument in self.signature.arguments if argument.written)
+                written = getattr(problem, pool).clone()
+                assert one.advance is not None
+                found, names = (one.advance(problem.with_tensors({pool: written})), written), ["output in place", "states in place"]
+            else:
+                found, names = one.forward(problem), [result.name for result in self.operator.results]
+        return {name.replace("_", " "): x for name, x in zip(names, found) if x is not None}
+
+    def _like(self, problem: Problem) -> list[Tensor]:
+        first = problem.tensors[0]
+        assert first is not None
+        return [first.new_empty(0, dtype=one.dtype(first.dtype)) for one in self.operator.results]
+
+    def _saved(self, problem: Problem) -> tuple[Tensor, ...]:
+        """Results that the backward pass takes, from the oracle, rounded."""
+        if not any(one.saved for one in self.operator.results):
+            return ()
+        found = self.operator.family.named("reference").forward(problem)
+        return tuple(x for x, one in zip(found, self.operator.results) if one.saved and x is not None)
+
+    def hold(self, one: Implementation) -> Iterator[Finding]:
         """Compare one implementation with the exact values: what "auto" runs on all threads, the others on one."""
-        at = implementation.name, str(self.call.q.device), self.call.variant, str(self.call.q.dtype).removeprefix("torch.")
-        unavailable = implementation.available()
+        name = self.signature.about.name if self.signature.about is not None else self.signature.function
+        at = one.name, self.device, name, str(self.dtype).removeprefix("torch.")
+        unavailable = one.available()
         if unavailable is not None:
-            yield Finding(*at, "all", None, None, unavailable)
+            yield Finding(*at, "all", None, None, unavailable, absent=True)
             return
-        problem = self.call.problem(self.initial_state)
-        threads = None if dispatch.pick(problem, "forward") is implementation else 1
-        bits = implementation.operands(self.call.q.dtype)
-        rounded = {} if bits is None else rounding.errors(problem, bits, self.exact, self.d_output, self.d_final_state)
-        for mode in get_args(Mode):
-            reason = implementation.refuses(problem, mode)
+        modes: tuple[Mode, ...] = (self.operator.mode,) if self.operator.in_place else ("forward", "backward")
+        threads = None if self.operator.family.pick(self.problem, self.operator.mode, "auto") is one else 1
+        rounded = self._rounded(one)
+        for mode in modes:
+            reason = one.refusal(self.problem, mode)
             if reason is not None:
                 yield Finding(*at, mode, None, None, reason)
                 continue
             try:
                 with using_threads(threads):
-                    found = self._run(implementation, problem, mode)
+                    found = self.results(one, self.problem, mode)
             except Exception as failure:  # whatever a kernel does on an unknown machine is a finding, and the others still run
                 yield Finding(*at, mode, None, None, f"{type(failure).__name__}: {failure}", failed=True)
                 continue
-            for name, value in found.items():
-                apart, allowed = error(value, self.exact[name]), budget(self.call.q.dtype, value.dtype) + 2 * rounded.get(name, 0.0)
-                yield Finding(*at, name, apart, allowed, failed=not apart <= allowed)
+            for result, value in found.items():
+                error = oracle.error(value, self.exact[result])
+                allowed = self._budget(value.dtype) + 2 * rounded.get(result, 0.0)
+                yield Finding(*at, result, error, allowed, failed=not error <= allowed)
 
-    def _run(self, implementation: Implementation, problem: Problem, mode: Mode) -> dict[str, Tensor]:
-        with torch.no_grad():
-            if mode == "forward":
-                return dict(zip(("output", "final state"), implementation.forward(problem)))
-            if mode == "backward":
-                return by_result(implementation.backward(problem, self.d_output, self.d_final_state)._asdict())
-            step, pool = self.step, self.pool.clone()
-            slots = torch.tensor(SLOTS, device=pool.device)
-            call = Step.checked(step.q, step.k, step.v, step.g, step.u, pool, slots, step.variant, None)
-            return {"decode output": implementation.step(call), "decode states": pool}
+    def _rounded(self, one: Implementation) -> dict[str, float]:
+        """What rounding the operands of products costs, by result, if an implementation does that."""
+        bits = one.operands(self.dtype)
+        if bits is None or not isinstance(self.problem, Recurrence):
+            return {}
+        return rounding.errors(self.problem, bits, self.exact, self.d_results)
+
+    def _budget(self, result: torch.dtype) -> float:
+        return SOFTMAX_BUDGET[self.dtype] if self.operator is ATTENTION else oracle.budget(self.dtype, result)

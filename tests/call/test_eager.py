@@ -167,8 +167,8 @@ def test_alike_calls_share_their_choices(fresh, values_unread):
     assert len(fresh) == 1
     assert len(RECURRENCE.memory.kinds.entries) == 1
     assert [x.shape[1] for x in outputs] == [5, 6, 7, 8]
+    tensors = draw(calls[0])
     with pytest.raises(ps.ShapeError):
-        tensors = draw(calls[0])
         call(calls[0], tensors | {"k": tensors["k"][:, :4]}, "chunkwise", cu_seqlens=offsets[0])
     call(calls[0], draw(replace(calls[0], T=9)), "chunkwise", cu_seqlens=torch.tensor([0, 9, 9]))
     assert len(RECURRENCE.memory.kinds.entries) == 2

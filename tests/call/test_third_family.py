@@ -61,7 +61,9 @@ ARGUMENTS = (
 )
 SIGNATURE = Signature("gated_sum", ARGUMENTS, nonempty="C", counts="B T N", folded="C", rules=(one_row,))
 FAMILY = Family(
-    Implementation("by_hand", "backward written out", loop, backward, refuses=lambda p, mode: "packed" if p.cu_seqlens is not None else None),
+    Implementation(
+        "by_hand", "backward written out", loop, backward, refuses=lambda p, mode: "packed" * (p.cu_seqlens is not None) or None
+    ),
     Implementation("loop", "token loop", loop),
 )
 SUM = Operator(
@@ -88,14 +90,15 @@ def test_results_and_gradients():
         y, last = gated_sum(**given, last=True, impl=impl)
         torch.testing.assert_close(y[:, -1], last)
         assert gated_sum(**given, impl=impl)[1] is None
-        assert torch.autograd.gradcheck(lambda *a, impl=impl: tuple(gated_sum(a[0], a[1], start=a[2], last=True, impl=impl)), [*given.values()])
-        assert torch.autograd.gradgradcheck(lambda *a, impl=impl: gated_sum(a[0], a[1], start=a[2], impl=impl)[0], [*given.values()])
+        run = lambda x, g, start, impl=impl: tuple(gated_sum(x, g, start=start, last=True, impl=impl))  # noqa: E731
+        assert torch.autograd.gradcheck(run, [*given.values()])
+        assert torch.autograd.gradgradcheck(run, [*given.values()])
 
 
 def test_in_torch():
     given = inputs()
-    arguments = (given["x"], given["g"], None, given["start"], "gated_sum", True, "auto")
-    torch.library.opcheck(torch.ops.penstock.gated_sum.default, tuple(x.requires_grad_() if isinstance(x, Tensor) else x for x in arguments))
+    x, g, start = (x.clone().requires_grad_() for x in given.values())
+    torch.library.opcheck(torch.ops.penstock.gated_sum.default, (x, g, None, start, "gated_sum", True, "auto"))
     compiled = torch.compile(lambda x, g: gated_sum(x, g)[0].sum(), fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(given["x"], given["g"]), gated_sum(given["x"], given["g"])[0].sum())
 

@@ -20,7 +20,8 @@ CAPABILITY = (8, 0)
 COLUMNS = 16
 """Of the state, in a block of threads: as in tokens.cuh."""
 LENGTHS = (8, 256)
-"""More than so many tokens, and at most so many, both powers of two, of a call for which it is faster than the Triton kernels if all its blocks run at once (benchmarks/NOTES.md, "CUDA")."""
+"""More than so many tokens and at most so many, powers of two: there it is faster than the Triton kernels if all its blocks run at once
+(benchmarks/NOTES.md, "CUDA")."""
 FAR = 1 << 31
 """Tokens are numbered, and told apart in memory, by 32-bit integers."""
 

@@ -1,6 +1,4 @@
-"""Where ``hopper_forward`` and ``hopper_backward`` take the place of the chunk kernels' first launches, and what theirs are told.
-
-"""
+"""Where ``hopper_forward`` and ``hopper_backward`` take the place of the chunk kernels' first launches, and what theirs are told."""
 
 from __future__ import annotations
 
@@ -12,7 +10,6 @@ from ...gpu.hopper import Tile, modules, tiled
 from ...gpu.target import Target
 from ..declaration import Recurrence
 from .table import Blocks
-
 
 FORM = "hopper"
 """Its name in the tables."""

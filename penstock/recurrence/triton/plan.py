@@ -150,7 +150,8 @@ def _states(
     reverse: bool, start: tuple[str, tuple[int, ...]] | None, end: str | None, adjoint: bool, stored: torch.dtype | None,
 ) -> str:  # fmt: skip
     """The states before chunks, as ``stored``; None: before segments of L tokens. Sequences begin with ``start``, if given; ``end`` is
-    written."""
+    written.
+    """
     x, y = names
     d, b = "d_" * adjoint, c.blocks("states")
     grid = math.ceil(c.K / b.BK) * math.ceil(c.V / b.BV)
@@ -265,7 +266,7 @@ def chunk_backward_plan(
     dv = plan.empty("dv", *tokens, c.V, dtype=p.v.dtype)
     d_gate = du = "q"
     if p.g is not None and dg:
-        axes = {"B": tokens[0], "T": _T, "H": c.H, "K": c.K}
+        axes: dict[str, Size] = {"B": tokens[0], "T": _T, "H": c.H, "K": c.K}
         shape = [axes[axis] for axis in p.variant.decay]
         d_gate = plan.empty("dg", shares, *shape) if c.static else plan.empty("dg", *shape, dtype=p.g.dtype)
     if p.u is not None:
@@ -335,7 +336,7 @@ def recurrent_backward_plan(p: Recurrence, d_output: Tensor, d_final_state: Tens
     dv = plan.empty("dv", *tokens, c.V, dtype=p.v.dtype)
     dg = du = "q"
     if p.g is not None:
-        axes = {"B": tokens[0], "T": _T, "H": c.H, "K": c.K}
+        axes: dict[str, Size] = {"B": tokens[0], "T": _T, "H": c.H, "K": c.K}
         dg = plan.empty("dg", NV, *(_N,)[: c.static], *[axes[axis] for axis in p.variant.decay])
     if p.u is not None:
         du = plan.empty("du", NV, _N, c.H, c.K)

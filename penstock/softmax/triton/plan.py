@@ -141,7 +141,8 @@ def backward_plan(a: Attention, d_output: Tensor, d_lse: Tensor | None, target: 
         return plan
     delta, H = plan.empty("delta", *queries), s["H"]
     plan.launch(
-        backward.deltas, lambda s: math.ceil(s["B"] * s["Tq"] * H / ROWS), ("output", "d_output", "lse", "d_lse" if d_lse is not None else "q", delta),
+        backward.deltas, lambda s: math.ceil(s["B"] * s["Tq"] * H / ROWS),
+        ("output", "d_output", "lse", "d_lse" if d_lse is not None else "q", delta),
         (lambda s: s["B"] * s["Tq"] * H, _Tq, *d_output.stride(), *(d_lse.stride() if d_lse is not None else (0, 0, 0))), 4,
         H=s["H"], D=s["D"], BD=power(s["D"]), BM=ROWS, D_LSE=d_lse is not None,
     )  # fmt: skip

@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 
 from .. import __version__
-from ..dispatch import Available, implementations
+from ..call.dispatch import Available
+from ..explain import implementations
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def using_threads(threads: int | None) -> Iterator[None]:
 
 
 def _state(one: Available) -> str:
-    return f"{one.summary}: " + ("available" if one.reason is None else f"not available: {one.reason}")
+    return one.summary if one.reason is None else f"not available: {one.reason}"
 
 
 def _processor() -> str:

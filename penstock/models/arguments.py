@@ -1,0 +1,75 @@
+"""What models are given: tokens, states and numbers. Everything is checked before anything is computed or written."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..call.declaration import FLOATS, INDICES, Argument
+from ..call.operator import autocasting
+from ..call.validation import check_tensor, overlaps, reads_values
+from ..errors import Complaints, DtypeError, RangeError, ShapeError, described
+from ..layers.rwkv6 import State
+
+MODEL = "the model"
+
+
+def check_whole(complaints: Complaints, name: str, value: object, least: int) -> None:
+    """A whole number of at least ``least``."""
+    if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
+        complaints.add(DtypeError, name, "a whole number", described(value))
+    elif value < least:
+        complaints.add(RangeError, name, f"a whole number of at least {least}", value)
+
+
+def check_tokens(complaints: Complaints, tokens: Tensor, vocabulary: int, device: torch.device) -> None:
+    """Whole numbers [B,T] on the model's device. Their values are checked where ``reads_values`` says, and not in compiled graphs."""
+    found = len(complaints.found)
+    if not isinstance(tokens, Tensor):
+        complaints.add(DtypeError, "tokens", "a torch.Tensor", described(tokens), "Make one with torch.tensor([[...]]).")
+        return
+    remedy = "One sequence is tokens[None]."
+    check_tensor(complaints, Argument("tokens", "B T", INDICES, hint=remedy), tokens, {}, device, MODEL)
+    if len(complaints.found) > found or torch.compiler.is_compiling() or not reads_values(tokens) or tokens.numel() == 0:
+        return
+    least, most = (int(x) for x in tokens.aminmax())
+    if least < 0 or most >= vocabulary:
+        value = least if least < 0 else most
+        complaints.add(RangeError, "tokens", f"from 0 to {vocabulary - 1}", value, "Use the tokenizer that belongs to the model.")
+
+
+def check_state(complaints: Complaints, state: object, layers: int, sizes: dict[str, int], like: Tensor, written: bool) -> None:
+    """One ``State`` for each layer, of these sizes, on the device and with the dtype of ``like``; one that is written owns its memory.
+
+    Under autocast, norms compute in float32 whatever the model's dtype, and shift states may have any.
+    """
+    if not isinstance(state, list | tuple) or not all(isinstance(one, State) for one in state):
+        parts = {type(one).__name__ for one in state} if isinstance(state, list | tuple) else set()
+        found = type(state).__name__ + f" of {', '.join(sorted(parts))}" * bool(parts)
+        complaints.add(DtypeError, "state", "a list of State", found, "Take what the model or its initial_state returned.")
+        return
+    if len(state) != layers:
+        complaints.add(ShapeError, "state", f"one State for each of {layers} blocks", f"{len(state)} of them")
+        return
+    shifts = FLOATS if autocasting(like.device.type) else (like.dtype,)
+    remedy = f"initial_state({sizes['B']}) makes one for this batch."
+    for n, one in enumerate(state):
+        for field, axes, dtypes in (("time_shift", "B C", shifts), ("channel_shift", "B C", shifts), ("wkv", "B H K V", FLOATS)):
+            name, x = f"state[{n}].{field}", getattr(one, field)
+            if not isinstance(x, Tensor):
+                complaints.add(DtypeError, name, "a torch.Tensor", described(x))
+                continue
+            check_tensor(complaints, Argument(name, axes, dtypes, hint=remedy), x, sizes, like.device, MODEL)
+            if written:
+                _check_writable(complaints, name, x)
+        if complaints.found:
+            return  # the other blocks' states are usually wrong in the same way
+
+
+def _check_writable(complaints: Complaints, name: str, x: Tensor) -> None:
+    if overlaps(x):
+        value = f"strides {list(x.stride())} over shape {list(x.shape)}"
+        complaints.add(RangeError, name, "free of overlap, since it is written in place", value, "Clone it first.")
+    if not torch.compiler.is_compiling() and x.is_inference() and not torch.is_inference_mode_enabled():
+        rule = "made outside of torch.inference_mode() to be written outside of it"
+        complaints.add(RangeError, name, rule, "one made inside", "Clone it first.")
