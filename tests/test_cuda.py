@@ -19,6 +19,7 @@ import penstock as ps
 from penstock.bench import ladder
 from penstock.bench.cases import Shape, inputs
 from penstock.errors import PenstockError
+from penstock.recurrence.operators import FAMILY
 
 BFLOAT16, FLOAT16, FLOAT32, FLOAT64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 CUDA = FAMILY.named("cuda")

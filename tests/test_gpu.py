@@ -5,15 +5,15 @@ from functools import partial
 
 import pytest
 import torch
-from penstock.bench.oracle import budget, error, growth
-from penstock.functional import _run
-from penstock.kernels import chunkwise
+from penstock.verify.oracle import budget, error, growth
+from penstock.recurrence import chunkwise
 from penstock.kernels.contract import Gradients, gradients_of
 from penstock.problem import Problem
 
 import penstock as ps
-from penstock.bench import rounding
-from penstock.bench.cases import Inputs, Shape, inputs
+from penstock.verify import rounding
+from penstock.verify.inputs import Inputs, Shape, inputs
+from penstock.recurrence.operators import FAMILY
 from penstock.recurrence.variants import VARIANTS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"), pytest.mark.timeout(600)]

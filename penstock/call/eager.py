@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,7 +11,9 @@ from . import private
 from .derivatives import Tensors
 from .implementation import Upstream
 from .memory import Seen
-from .operator import Operator
+
+if TYPE_CHECKING:
+    from .operator import Operator
 
 
 def differentiable(operator: Operator[Any], seen: Seen, tensors: Tensors, impl: str) -> Tensors:

@@ -10,14 +10,14 @@ A call of a public function is a call of its ``Operator``. It takes one of three
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..errors import Complaints, RangeError, shortened
-from . import private
+from . import eager, private, registration, transforms
+from .autocast import autocasting, no_autocast
 from .declaration import Option, Result, Signature
 from .derivatives import Tensors, second_derivatives
 from .dispatch import Explanation, Family
@@ -66,8 +66,6 @@ class Operator(Generic[P]):
         """``differentiable`` computes the results by differentiable PyTorch operations: forward derivatives and derivatives of
         gradients go through it. An operator with an argument that is written has none, and no gradients.
         """
-        from . import registration
-
         self.name, self.problem, self.family, self.differentiable = name, problem, family, differentiable
         self.signatures = {one.function: one for one in signatures}
         self.options, self.results = tuple(options), tuple(results)
@@ -96,8 +94,6 @@ class Operator(Generic[P]):
             return self.eager(self.learn(signature, tensors, options), tensors, impl)
         tensors, options = self.autocast(tensors), self.plain(options)
         if not torch.compiler.is_compiling() and private.transforming():
-            from . import transforms
-
             return transforms.run(self, signature, tensors, options, impl)
         if isinstance(impl, Explain):
             raise Explained(self.explain(self.checked(function, tensors, options), impl))
@@ -243,9 +239,7 @@ class Operator(Generic[P]):
         if torch.is_grad_enabled() and not self.in_place:
             for x, gradient in zip(tensors, self.gradient):
                 if gradient and x is not None and x.requires_grad:
-                    from .eager import differentiable
-
-                    return differentiable(self, seen, tensors, impl)
+                    return eager.differentiable(self, seen, tensors, impl)
         return self.run(self.known(seen, tensors), impl)[0]
 
     def choice(self, problem: Problem, mode: Mode, impl: str, gradients: bool = False) -> Implementation:
@@ -280,17 +274,3 @@ class Operator(Generic[P]):
         with no_autocast(problem.tensors[0]), torch.no_grad():
             found = self.choice(problem, "backward", impl).gradients(problem, upstream)
         return [None if x is None else x.contiguous() for x in found]
-
-
-def autocasting(kind: str) -> bool:
-    """Whether autocast is on for devices of this kind."""
-    return kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind)
-
-
-_NOTHING = nullcontext()
-
-
-def no_autocast(x: Tensor | None) -> AbstractContextManager[object]:
-    """Implementations choose their own precision."""
-    kind = "" if x is None else x.device.type
-    return torch.autocast(kind, enabled=False) if autocasting(kind) else _NOTHING

@@ -8,18 +8,21 @@ differentiable form, which is plain PyTorch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from ..errors import Complaints, RangeError
 from . import private
+from .autocast import no_autocast
 from .declaration import Argument, Signature
 from .derivatives import Tensors
-from .operator import Operator, no_autocast
 
-Call = tuple[Operator[Any], Signature, tuple[Any, ...], str]
+if TYPE_CHECKING:
+    from .operator import Operator
+
+Call: TypeAlias = "tuple[Operator[Any], Signature, tuple[Any, ...], str]"
 """Operator, signature, options and implementation."""
 
 

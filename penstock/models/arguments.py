@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..call.autocast import autocasting
 from ..call.declaration import FLOATS, INDICES, Argument
-from ..call.operator import autocasting
 from ..call.validation import check_tensor, overlaps, reads_values
 from ..errors import Complaints, DtypeError, RangeError, ShapeError, described
 from ..layers.rwkv6 import State
