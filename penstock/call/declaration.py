@@ -7,8 +7,7 @@ than N. From a declaration follow validation (``validation``), torch's operators
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -59,17 +58,17 @@ class Argument:
     """(axis, other): where the argument is None, ``axis`` has the size of ``other``."""
     hint: str | Callable[[Tensor], str] = ""
     """What to do about a wrong shape."""
+    letters: tuple[tuple[str, int], ...] = field(init=False, repr=False)
+    """Each axis, and how much longer than it the tensor is."""
+
+    def __post_init__(self) -> None:
+        pairs = [axis.partition("+") for axis in self.axes.split()]
+        object.__setattr__(self, "letters", tuple([(axis, int(more or 0)) for axis, _, more in pairs]))
 
     @property
     def public(self) -> str:
         """Its name in messages."""
         return self.label or self.name
-
-    @cached_property
-    def letters(self) -> tuple[tuple[str, int], ...]:
-        """Each axis, and how much longer than it the tensor is."""
-        pairs = (axis.partition("+") for axis in self.axes.split())
-        return tuple((axis, int(more or 0)) for axis, _, more in pairs)
 
 
 @dataclass(frozen=True)
@@ -122,13 +121,23 @@ class Signature:
     nonempty: str = ""
     """Axes of at least 1."""
     counts: str = ""
-    """Axes that count tokens or sequences: calls that differ in nothing else share their plans (``memory``)."""
+    """Axes that count tokens or sequences, the first axes of their arguments: calls that differ in nothing else share their plans
+    (``memory``)."""
     folded: str = ""
     """Axes that independent copies of a call can be laid along, which is how ``torch.vmap`` is served."""
     rules: tuple[Callable[[Complaints, Mapping[str, Tensor | None], Sizes], None], ...] = ()
     """Rules between arguments: of those whose own rules hold, None for those not given."""
 
-    @cached_property
-    def by_name(self) -> dict[str, Argument]:
-        """Arguments by name."""
-        return {one.name: one for one in self.arguments}
+    counted: tuple[tuple[tuple[str, int], ...], ...] = field(init=False, repr=False)
+    """Of each argument, the axes that count, and how much longer than these it is."""
+    written: int = field(init=False, repr=False)
+    """The place of the argument that is updated in place; -1 if there is none."""
+
+    def __post_init__(self) -> None:
+        counts = self.counts.split()
+        counted = [tuple([(axis, more) for axis, more in one.letters if axis in counts]) for one in self.arguments]
+        for one, axes in zip(self.arguments, counted):
+            assert one.letters[: len(axes)] == axes, f"{self.function}: axes that count must come first in {one.name}"
+        object.__setattr__(self, "counted", tuple(counted))
+        written = [place for place, one in enumerate(self.arguments) if one.written]
+        object.__setattr__(self, "written", written[0] if written else -1)

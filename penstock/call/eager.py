@@ -22,7 +22,7 @@ def differentiable(operator: Operator[Any], seen: Seen, tensors: Tensors, impl: 
     if operator.choice(problem, "forward", impl, True).attached:
         return operator.run(problem, impl)[0]
     results = _Call.apply(operator, problem, impl, *tensors)  # type: ignore[no-untyped-call]
-    return [x if wanted else None for x, wanted in zip(results, seen.returned)]
+    return [x if wanted else None for x, wanted in zip(results, seen.kind.returned)]
 
 
 class _Call(torch.autograd.Function):
@@ -40,14 +40,15 @@ class _Call(torch.autograd.Function):
         (operator, seen, impl), (inputs, outputs) = ctx.call, ctx.counts
         kept, needed = ctx.saved_tensors, ctx.needs_input_grad[3:]
         tensors, results, residuals = kept[:inputs], kept[inputs:outputs], kept[outputs:]
-        function = seen.signature.function
+        signature, given = seen.kind.signature, seen.kind.given
+        function = signature.function
         upstream = operator.upstream(function, tensors, d_results)
         if torch.is_grad_enabled() or not private.fast(upstream):  # gradients that are to be differentiated again, or are not plain
-            found = operator.gradients_in_torch(*upstream, *results, *tensors, function, *operator.plain(seen.given), impl)
+            found = operator.gradients_in_torch(*upstream, *results, *tensors, function, *operator.plain(given), impl)
             found = operator.unpacked(found)
         else:
-            same = operator.recall(function, tensors, seen.given)  # hooks of saved tensors may have changed strides
-            problem = operator.known(same or operator.learn(seen.signature, tensors, seen.given), tensors)
+            same = operator.recall(function, tensors, given)  # hooks of saved tensors may have changed strides
+            problem = operator.known(same or operator.learn(signature, tensors, given), tensors)
             wanted = tuple(need for need, gradient in zip(needed, operator.gradient) if gradient)
             found = operator.gradients(problem, impl, Upstream(tuple(upstream), results, residuals, wanted))
         return None, None, None, *operator.placed(found, needed)
