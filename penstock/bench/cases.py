@@ -59,7 +59,7 @@ GPU_SHAPES = (
     (
         ("linear_attention", "retention", "simple_gla", "gla", "rwkv6-soft", "rwkv6"),
         "8,2048,32,64",
-        "32 heads of 64, a batch that fills a GPU",
+        "32 heads of 64, a batch that others a GPU",
     ),
     (("gla", "rwkv6-soft"), "1,65536,32,64", "the same, one long sequence"),
     (("linear_attention", "gla", "rwkv6-soft", "rwkv6"), "4,2048,16,128", "16 heads of 128"),

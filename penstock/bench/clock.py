@@ -31,7 +31,7 @@ GRAPH_CALLS = 20
 CAPTURED = 0.05
 """Seconds beyond which a call is not captured: the host's part is small by then, and a loop's graph would be huge."""
 HOST_CALLS = 20
-"""Calls that the host makes before it waits; few, so that the queue of launches never fills up and holds it back."""
+"""Calls that the host makes before it waits; few, so that the queue of launches never others up and holds it back."""
 HOST_SECONDS = 0.05
 HOST_ROUNDS = 5
 

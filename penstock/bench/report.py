@@ -234,7 +234,9 @@ def print_profile(console: Console, measurement: Measurement) -> None:
     console.print(table)
     for refused in measurement.untimed:
         console.print(Text(f"  {refused.candidate} {refused.reason}", "bold red" if refused.fault else "yellow"), soft_wrap=True)
-    counted = "kernels, copies and fills of the GPU" if gpu else "on a CPU the operators of torch and the native kernels, by their own time"
+    counted = (
+        "kernels, copies and others of the GPU" if gpu else "on a CPU the operators of torch and the native kernels, by their own time"
+    )
     notes = (
         "end to end: the median, by a clock, without the profiler. All that follows the error is a mean of what torch.profiler saw.\n"
         f"{work}s: {counted}. layout conversion: those that only move data.\n"

@@ -1,7 +1,7 @@
 """A call under torch.profiler: records the trace, and counts from it what the call launched.
 
 The figures are taken from the trace itself, the file that TensorBoard and Perfetto show: what is in the table can be looked at
-there. On a GPU, work is what the GPU was given: kernels, copies and fills. Each belongs to the operator of torch that launched
+there. On a GPU, work is what the GPU was given: kernels, copies and others. Each belongs to the operator of torch that launched
 it, the innermost one around the launch on the host; Triton's kernels belong to none. On a CPU, work is the operators themselves, by the
 time they spend outside of other operators; the native kernels show as operators, too.
 
@@ -56,7 +56,7 @@ class Profile:
     slowest_milliseconds: float
     """All its launches in a call."""
     launches: float
-    """Kernels, copies and fills of a call; on a CPU operators that call no others."""
+    """Kernels, copies and others of a call; on a CPU operators that call no others."""
     layout_milliseconds: float
     """Of the work, what only moves data."""
     calls: int

@@ -121,21 +121,21 @@ def entry_of(tuned: Tuned, gpu: str, versions: str) -> Entry | None:
     if best is None or best.milliseconds is None:
         return None
     today = datetime.now(timezone.utc).date().isoformat()
-    return Entry(tuned.key, best.blocks, round(best.milliseconds, 5), tuned.call, gpu, versions, today)
+    return Entry(tuned.key, best.config, round(best.milliseconds, 5), tuned.call, gpu, versions, today)
 
 
 def print_tuned(console: Console, tuned: Tuned) -> None:
     """All candidates of a kernel, the fastest first; then what cannot be chosen."""
     table = Table(box=SIMPLE_HEAD, title=f"{tuned.key.kernel}: {tuned.call}", title_justify="left", pad_edge=False)
-    names = [name for name in tuned.before._fields if len({getattr(one.blocks, name) for one in tuned.outcomes}) > 1]
+    names = [name for name in tuned.before._fields if len({getattr(one.config, name) for one in tuned.outcomes}) > 1]
     for name in (*names, "time", "error", ""):
         table.add_column(name, justify="right" if name else "left")
     for one in sorted(tuned.outcomes, key=lambda one: (one.reason is not None, one.milliseconds or 0.0)):
-        marks = ["chosen"] * (one is tuned.chosen) + ["in use"] * (one.blocks == tuned.before) + [one.reason or ""]
+        marks = ["chosen"] * (one is tuned.chosen) + ["in use"] * (one.config == tuned.before) + [one.reason or ""]
         style = "bold green" if one is tuned.chosen else "red" if one.reason else ""
         time = "-" if one.milliseconds is None else duration(one.milliseconds)
         error = "-" if one.error is None else f"{one.error:.0e}"
-        sizes = [str(getattr(one.blocks, name)) for name in names]
+        sizes = [str(getattr(one.config, name)) for name in names]
         table.add_row(*sizes, time, error, Text(", ".join(mark for mark in marks if mark)), style=style)
     console.print(table)
     if tuned.chosen is None:

@@ -3,7 +3,7 @@
 Both look one token back: p is the input of the token before (the *shift state*), dx = p - x. TimeMix also carries the
 state of the recurrence. What goes in and comes out is a ``State``, so a sequence can be cut anywhere:
 
->>> mixer = TimeMix(channels=16, head_size=8, mix_rank=4, decay_rank=4, layer=0, layers=2)
+>>> mixer = TimeMix(hidden_size=16, head_size=8, mix_rank=4, decay_rank=4, layer=0, num_layers=2)
 >>> x, state = torch.randn(1, 6, 16), State.zeros(1, 16, 8, like=torch.empty(0))
 >>> whole, _ = mixer(x, state)
 >>> first, state = mixer(x[:, :2], state)
@@ -37,11 +37,11 @@ class State(NamedTuple):
     """[B,H,K,V] the recurrence, float32 (float64 for float64 models)"""
 
     @classmethod
-    def zeros(cls, batch: int, channels: int, head_size: int, *, like: Tensor) -> State:
+    def zeros(cls, batch: int, hidden_size: int, head_size: int, *, like: Tensor) -> State:
         """Before the first token; shift states with the dtype of ``like``, everything on its device."""
-        heads = channels // head_size
+        heads = hidden_size // head_size
         wkv = like.new_zeros(batch, heads, head_size, head_size, dtype=state_dtype(like.dtype))
-        return cls(like.new_zeros(batch, channels), like.new_zeros(batch, channels), wkv)
+        return cls(like.new_zeros(batch, hidden_size), like.new_zeros(batch, hidden_size), wkv)
 
 
 class TimeMix(nn.Module):
@@ -56,19 +56,19 @@ class TimeMix(nn.Module):
 
     w is a log decay (natural logarithm), computed in float32 whatever the model's dtype; u is ``time_faaaa``.
 
-    channels : int
+    hidden_size : int
         C, a multiple of head_size; H = C / head_size.
     mix_rank, decay_rank : int
         M and D, the ranks of the offsets and of the decay. Published: 32 and 64, from C = 4096 on 64 and 128.
-    layer, layers : int
+    layer, num_layers : int
         Which of how many blocks: the initialisation depends on the depth.
     """
 
-    def __init__(self, channels: int, head_size: int, mix_rank: int, decay_rank: int, *, layer: int, layers: int) -> None:
+    def __init__(self, hidden_size: int, head_size: int, mix_rank: int, decay_rank: int, *, layer: int, num_layers: int) -> None:
         super().__init__()
-        C, n = channels, head_size
-        deep = layer / max(layers - 1, 1)  # 0 in the first block, 1 in the last
-        shallow = 1 - layer / layers  # 1 in the first block, nearly 0 in the last
+        C, n = hidden_size, head_size
+        deep = layer / max(num_layers - 1, 1)  # 0 in the first block, 1 in the last
+        shallow = 1 - layer / num_layers  # 1 in the first block, nearly 0 in the last
         self.time_maa_x = nn.Parameter(1 - _ramp(C, shallow))
         self.time_maa_w = nn.Parameter(1 - _ramp(C, shallow))
         self.time_maa_k = nn.Parameter(1 - _ramp(C, shallow))
@@ -90,7 +90,7 @@ class TimeMix(nn.Module):
         self.gate = _matrix(C, C, gain=0.1)
         self.output = _matrix(C, C, gain=0)
         self.ln_x = nn.GroupNorm(C // n, C, eps=64e-5)  # 1e-5 * 8**2: the authors' norm of x / 8
-        nn.init.constant_(self.ln_x.weight, ((1 + layer) / layers) ** 0.7)
+        nn.init.constant_(self.ln_x.weight, ((1 + layer) / num_layers) ** 0.7)
 
     def forward(self, x: Tensor, state: State) -> tuple[Tensor, State]:
         """Map normed x [B,T,C], T at least 0, to y [B,T,C] and the state after it, a new one. Differentiable."""
@@ -137,19 +137,19 @@ class ChannelMix(nn.Module):
 
     .. math:: y = \sigma(W_r (x + dx \cdot maa_r)) \cdot W_v \, relu(W_k (x + dx \cdot maa_k))^2
 
-    channels, ffn_channels : int
+    hidden_size, intermediate_size : int
         C and F, the width inside; published models have F of about 3.5 C.
-    layer, layers : int
+    layer, num_layers : int
         Which of how many blocks, for the initialisation.
     """
 
-    def __init__(self, channels: int, ffn_channels: int, *, layer: int, layers: int) -> None:
+    def __init__(self, hidden_size: int, intermediate_size: int, *, layer: int, num_layers: int) -> None:
         super().__init__()
-        self.time_maa_k = nn.Parameter(1 - _ramp(channels, 1 - layer / layers))
-        self.time_maa_r = nn.Parameter(1 - _ramp(channels, 1 - layer / layers))
-        self.key = _matrix(channels, ffn_channels, gain=1)
-        self.receptance = _matrix(channels, channels, gain=0)
-        self.value = _matrix(ffn_channels, channels, gain=0)
+        self.time_maa_k = nn.Parameter(1 - _ramp(hidden_size, 1 - layer / num_layers))
+        self.time_maa_r = nn.Parameter(1 - _ramp(hidden_size, 1 - layer / num_layers))
+        self.key = _matrix(hidden_size, intermediate_size, gain=1)
+        self.receptance = _matrix(hidden_size, hidden_size, gain=0)
+        self.value = _matrix(intermediate_size, hidden_size, gain=0)
 
     def forward(self, x: Tensor, state: State) -> tuple[Tensor, State]:
         """Map normed x [B,T,C], T at least 0, to y [B,T,C] and the state after it, a new one. Differentiable."""
@@ -176,9 +176,9 @@ def _shifted(x: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1], tokens[:, -1].clone()  # a view would keep all of them in memory
 
 
-def _ramp(channels: int, power: float, last: int = 0) -> Tensor:
+def _ramp(hidden_size: int, power: float, last: int = 0) -> Tensor:
     """[1,1,C] from 0 up, (c / C) ** power; with ``last`` = 1 it ends at 1: (c / (C - 1)) ** power."""
-    return (torch.arange(channels) / max(channels - last, 1)).pow(power).view(1, 1, channels)
+    return (torch.arange(hidden_size) / max(hidden_size - last, 1)).pow(power).view(1, 1, hidden_size)
 
 
 def _matrix(inputs: int, outputs: int, gain: float) -> nn.Linear:

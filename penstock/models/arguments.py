@@ -22,7 +22,7 @@ def check_whole(complaints: Complaints, name: str, value: object, least: int) ->
         complaints.add(RangeError, name, f"a whole number of at least {least}", value)
 
 
-def check_tokens(complaints: Complaints, tokens: Tensor, vocabulary: int, device: torch.device) -> None:
+def check_tokens(complaints: Complaints, tokens: Tensor, vocab_size: int, device: torch.device) -> None:
     """Whole numbers [B,T] on the model's device. Their values are checked where ``reads_values`` says, and not in compiled graphs."""
     found = len(complaints.found)
     if not isinstance(tokens, Tensor):
@@ -33,12 +33,12 @@ def check_tokens(complaints: Complaints, tokens: Tensor, vocabulary: int, device
     if len(complaints.found) > found or torch.compiler.is_compiling() or not reads_values(tokens) or tokens.numel() == 0:
         return
     least, most = (int(x) for x in tokens.aminmax())
-    if least < 0 or most >= vocabulary:
+    if least < 0 or most >= vocab_size:
         value = least if least < 0 else most
-        complaints.add(RangeError, "tokens", f"from 0 to {vocabulary - 1}", value, "Use the tokenizer that belongs to the model.")
+        complaints.add(RangeError, "tokens", f"from 0 to {vocab_size - 1}", value, "Use the tokenizer that belongs to the model.")
 
 
-def check_state(complaints: Complaints, state: object, layers: int, sizes: dict[str, int], like: Tensor, written: bool) -> None:
+def check_state(complaints: Complaints, state: object, num_layers: int, sizes: dict[str, int], like: Tensor, written: bool) -> None:
     """One ``State`` for each layer, of these sizes, on the device and with the dtype of ``like``; one that is written owns its memory.
 
     Under autocast, norms compute in float32 whatever the model's dtype, and shift states may have any.
@@ -48,8 +48,8 @@ def check_state(complaints: Complaints, state: object, layers: int, sizes: dict[
         found = type(state).__name__ + f" of {', '.join(sorted(parts))}" * bool(parts)
         complaints.add(DtypeError, "state", "a list of State", found, "Take what the model or its initial_state returned.")
         return
-    if len(state) != layers:
-        complaints.add(ShapeError, "state", f"one State for each of {layers} blocks", f"{len(state)} of them")
+    if len(state) != num_layers:
+        complaints.add(ShapeError, "state", f"one State for each of {num_layers} blocks", f"{len(state)} of them")
         return
     shifts = FLOATS if autocasting(like.device.type) else (like.dtype,)
     remedy = f"initial_state({sizes['B']}) makes one for this batch."

@@ -24,33 +24,33 @@ from .sampling import check_sampling, draw
 class Configuration:
     """The sizes of an RWKV-6 model. Raises DtypeError for sizes that are no whole numbers, RangeError for those that do not fit.
 
-    >>> Configuration(vocabulary=65536, layers=24, channels=2048, ffn_channels=7168).heads
+    >>> Configuration(vocab_size=65536, num_layers=24, hidden_size=2048, intermediate_size=7168).heads
     32
     """
 
-    vocabulary: int
-    layers: int
-    channels: int
-    ffn_channels: int
-    """published: 3.5 * channels, rounded down to a multiple of 32"""
+    vocab_size: int
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    """published: 3.5 * hidden_size, rounded down to a multiple of 32"""
     head_size: int = 64
     mix_rank: int = 32
-    """rank of the five token-shift offsets; published: 64 from channels = 4096 on"""
+    """rank of the five token-shift offsets; published: 64 from hidden_size = 4096 on"""
     decay_rank: int = 64
-    """rank of the decay; published: 128 from channels = 4096 on"""
+    """rank of the decay; published: 128 from hidden_size = 4096 on"""
 
     def __post_init__(self) -> None:
         complaints = Complaints("Configuration")
         for field in fields(self):
             check_whole(complaints, field.name, getattr(self, field.name), 1)
-        if not complaints.found and self.channels % self.head_size:
-            complaints.add(RangeError, "channels", f"a multiple of head_size = {self.head_size}", self.channels)
+        if not complaints.found and self.hidden_size % self.head_size:
+            complaints.add(RangeError, "hidden_size", f"a multiple of head_size = {self.head_size}", self.hidden_size)
         complaints.raise_any()
 
     @property
     def heads(self) -> int:
         """H, the number of heads of the recurrence."""
-        return self.channels // self.head_size
+        return self.hidden_size // self.head_size
 
 
 class Block(nn.Module):
@@ -58,12 +58,12 @@ class Block(nn.Module):
 
     def __init__(self, sizes: Configuration, layer: int) -> None:
         super().__init__()
-        C, layers = sizes.channels, sizes.layers
+        C, num_layers = sizes.hidden_size, sizes.num_layers
         self.ln0 = nn.LayerNorm(C) if layer == 0 else None
         self.ln1 = nn.LayerNorm(C)
         self.ln2 = nn.LayerNorm(C)
-        self.att = TimeMix(C, sizes.head_size, sizes.mix_rank, sizes.decay_rank, layer=layer, layers=layers)
-        self.ffn = ChannelMix(C, sizes.ffn_channels, layer=layer, layers=layers)
+        self.att = TimeMix(C, sizes.head_size, sizes.mix_rank, sizes.decay_rank, layer=layer, num_layers=num_layers)
+        self.ffn = ChannelMix(C, sizes.intermediate_size, layer=layer, num_layers=num_layers)
 
     def forward(self, x: Tensor, state: State) -> tuple[Tensor, State]:
         """Map x [B,T,C] to the same shape, and to the state after it."""
@@ -86,7 +86,7 @@ class Block(nn.Module):
 class RWKV6(nn.Module):
     """A causal language model: tokens in, logits of the next token out.
 
-    >>> model = RWKV6(Configuration(vocabulary=11, layers=2, channels=16, ffn_channels=32, head_size=8))
+    >>> model = RWKV6(Configuration(vocab_size=11, num_layers=2, hidden_size=16, intermediate_size=32, head_size=8))
     >>> logits, state = model(torch.tensor([[3, 1, 4]]))
     >>> logits, state = model(torch.tensor([[1, 5]]), state)  # goes on where the first call ended
     >>> logits.shape
@@ -100,12 +100,12 @@ class RWKV6(nn.Module):
             complaints.add(DtypeError, "configuration", "a Configuration", described(configuration))
             complaints.raise_any()
         sizes = self.configuration = configuration
-        self.emb = nn.Embedding(sizes.vocabulary, sizes.channels)
-        self.blocks = nn.ModuleList(Block(sizes, layer) for layer in range(sizes.layers))
-        self.ln_out = nn.LayerNorm(sizes.channels)
-        self.head = nn.Linear(sizes.channels, sizes.vocabulary, bias=False)
+        self.emb = nn.Embedding(sizes.vocab_size, sizes.hidden_size)
+        self.blocks = nn.ModuleList(Block(sizes, layer) for layer in range(sizes.num_layers))
+        self.ln_out = nn.LayerNorm(sizes.hidden_size)
+        self.head = nn.Linear(sizes.hidden_size, sizes.vocab_size, bias=False)
         nn.init.uniform_(self.emb.weight, -1e-4, 1e-4)  # ln0 follows
-        nn.init.orthogonal_(self.head.weight, 0.5 * math.sqrt(max(sizes.vocabulary / sizes.channels, 1)))
+        nn.init.orthogonal_(self.head.weight, 0.5 * math.sqrt(max(sizes.vocab_size / sizes.hidden_size, 1)))
 
     def initial_state(self, batch: int) -> list[State]:
         """Make the state before the first token of ``batch`` sequences: one ``State`` per block, all zeros."""
@@ -113,17 +113,17 @@ class RWKV6(nn.Module):
         check_whole(complaints, "batch", batch, 0)
         complaints.raise_any()
         sizes = self.configuration
-        return [State.zeros(batch, sizes.channels, sizes.head_size, like=self.emb.weight.detach()) for _ in self.blocks]
+        return [State.zeros(batch, sizes.hidden_size, sizes.head_size, like=self.emb.weight.detach()) for _ in self.blocks]
 
     def forward(self, tokens: Tensor, state: list[State] | None = None) -> tuple[Tensor, list[State]]:
         """Logits after every token, and the state after the last; differentiable.
 
         tokens : int64 or int32 Tensor [B,T]
-            From 0 to vocabulary - 1; that is checked on a CPU, and elsewhere inside ``penstock.checks()``.
+            From 0 to vocab_size - 1; that is checked on a CPU, and elsewhere inside ``penstock.checks()``.
         state : list of State, optional
             As an earlier call returned it, for the same B sequences. It is not changed. Default: ``initial_state(B)``.
 
-        Returns logits [B,T,vocabulary] and the new state. Raises ShapeError, DtypeError, DeviceError or RangeError.
+        Returns logits [B,T,vocab_size] and the new state. Raises ShapeError, DtypeError, DeviceError or RangeError.
         """
         self._check("RWKV6", tokens, state)
         after = []
@@ -135,7 +135,7 @@ class RWKV6(nn.Module):
 
     @torch.no_grad()
     def step(self, tokens: Tensor, state: list[State]) -> Tensor:
-        """Logits after every token, [B,T,vocabulary], for T from 1 to 16; ``state`` is updated **in place**.
+        """Logits after every token, [B,T,vocab_size], for T from 1 to 16; ``state`` is updated **in place**.
 
         Arguments and errors as for ``forward``. There are no gradients. A step that raises one of these errors changes nothing.
         """
@@ -187,13 +187,13 @@ class RWKV6(nn.Module):
     def _check(self, function: str, tokens: Tensor, state: list[State] | None = None, *, step: bool = False) -> None:
         """Raise unless tokens and state are what this model takes; a step needs a state that can be written."""
         complaints, sizes = Complaints(function), self.configuration
-        check_tokens(complaints, tokens, sizes.vocabulary, self.emb.weight.device)
+        check_tokens(complaints, tokens, sizes.vocab_size, self.emb.weight.device)
         complaints.raise_any()
         B, T = tokens.shape
         if step and T > STEP_TOKENS:
             remedy = "Call the model itself for longer stretches."
             complaints.add(ShapeError, "T", f"at most {STEP_TOKENS} tokens a sequence", T, remedy)
         if step or state is not None:
-            axes = {"B": B, "C": sizes.channels, "H": sizes.heads, "K": sizes.head_size, "V": sizes.head_size}
-            check_state(complaints, state, sizes.layers, axes, self.emb.weight, written=step)
+            axes = {"B": B, "C": sizes.hidden_size, "H": sizes.heads, "K": sizes.head_size, "V": sizes.head_size}
+            check_state(complaints, state, sizes.num_layers, axes, self.emb.weight, written=step)
         complaints.raise_any()

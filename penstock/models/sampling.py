@@ -29,7 +29,7 @@ def check_sampling(
 
 
 def draw(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator | None = None) -> Tensor:
-    """One token for each row of logits [N,vocabulary]: int64 [N].
+    """One token for each row of logits [N,vocab_size]: int64 [N].
 
     p = softmax(logits / temperature), cut to its *nucleus*: the fewest likeliest tokens whose p sums to ``top_p`` or
     more. Temperature 0 takes the likeliest token.

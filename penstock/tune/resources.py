@@ -16,8 +16,8 @@ from rich.text import Text
 
 from ..errors import Complaints, RangeError
 from .ahead import Job, Resources, distinct, resources
-from .apart import Failure, side_by_side
 from .shipped import CONFIGURATIONS, TARGETS
+from .workers import Failure, side_by_side
 
 RECORDED = Path(__file__).with_name("resources.json")
 SECONDS = 300.0

@@ -43,7 +43,7 @@ class Configuration:
 
     def launches(self, arch: str) -> Iterator[tuple[str, Job]]:
         """Yield each launch with its name."""
-        target = TARGETS[arch]._replace(table={key: entry.blocks for key, entry in shipped(arch).items()})
+        target = TARGETS[arch]._replace(table={key: entry.config for key, entry in shipped(arch).items()})
         for which in self.passes:
             shape = self.shape._replace(T=self.shape.T if which in ("forward", "backward") else 1 if which == "step" else 8)
             ends = torch.empty(5, dtype=torch.int64, device="meta") if self.packed and which != "step" else None

@@ -17,7 +17,7 @@ from ..gpu import launch
 from ..recurrence import chunkwise
 from ..recurrence.gradients import Gradients
 from ..recurrence.triton import CHUNKWISE, RECURRENT
-from ..recurrence.triton.table import Blocks, Key
+from ..recurrence.triton.table import KernelConfig, Key
 from ..verify import rounding
 from ..verify.inputs import Shape, inputs
 from ..verify.oracle import budget, by_result, error, growth
@@ -39,7 +39,7 @@ class Trial:
     seed: int
     which: Pass
     key: Key
-    beside: dict[Key, Blocks]
+    beside: dict[Key, KernelConfig]
     """Block sizes of the other kernels, where they are not those in use."""
 
 
@@ -67,12 +67,12 @@ class Ready(NamedTuple):
     """What rounding their products' operands costs the formula, see ``rounding.errors``."""
 
 
-def prepared(trial: Trial, clock: Clock | None = None) -> Callable[[Blocks], Answer]:
+def prepared(trial: Trial, clock: Clock | None = None) -> Callable[[KernelConfig], Answer]:
     """A function that tries a candidate. What a candidate raises may leave the GPU unusable for this process."""
     ready = _step(trial) if trial.which == "step" else _pass(trial)
 
-    def tried(blocks: Blocks) -> Answer:
-        with launch.trying({**trial.beside, trial.key: blocks}), torch.no_grad():
+    def tried(config: KernelConfig) -> Answer:
+        with launch.trying({**trial.beside, trial.key: config}), torch.no_grad():
             found = ready.checked()
             pairs = []
             for name, exact in ready.exact.items():

@@ -16,12 +16,12 @@ import torch
 from ..gpu.target import Target
 from ..recurrence.triton import SHORT
 from ..recurrence.triton.plan import Call
-from ..recurrence.triton.table import Blocks, Key
+from ..recurrence.triton.table import KernelConfig, Key
 from ..verify.inputs import Shape
 from . import ahead
-from .apart import Failure, one_by_one, side_by_side
 from .passes import Pass, planned, without_memory
 from .trial import Trial, prepared
+from .workers import Failure, one_by_one, side_by_side
 
 GROUPS: tuple[tuple[str, Pass], ...] = (
     ("forward", "forward"),
@@ -38,9 +38,9 @@ SPACE: dict[str, dict[str, tuple[int, ...]]] = {
     "recurrent": {"warps": (1, 2, 4), "BV": (8, 16, 32, 64)},
     "step": {"warps": (1, 2, 4, 8), "BV": (16, 32, 64)},
 }
-"""What is tried for each kernel, all combinations; then ``FILLS`` with the best. Compiling is what takes the time, so sizes that are
-known to lose are left out (8 warps in the backward pass: benchmarks/NOTES.md)."""
-FILLS = {"forward": (1, 2, 3, 4), "states": (1, 2, 4, 6)}
+"""The values tried for each kernel, in all combinations; then ``PROGRAMS_PER_SM`` with the best of them. Compilation dominates the time, so
+values known to lose are left out (8 warps in the backward pass: benchmarks/NOTES.md)."""
+PROGRAMS_PER_SM = {"forward": (1, 2, 3, 4), "states": (1, 2, 4, 6)}
 """Not a step's: the sequences that it is timed with fill the GPU."""
 GAIN = 0.01
 """What is in use stays unless another is faster by more than this: medians of equal code differ by as much."""
@@ -53,7 +53,7 @@ SECONDS = 300.0
 class Outcome(NamedTuple):
     """What became of a candidate."""
 
-    blocks: Blocks
+    config: KernelConfig
     milliseconds: float | None
     error: float | None
     """Largest over its results, against their largest exact value."""
@@ -67,7 +67,7 @@ class Tuned:
 
     key: Key
     call: str
-    before: Blocks
+    before: KernelConfig
     """What was in use."""
     outcomes: tuple[Outcome, ...]
 
@@ -76,7 +76,7 @@ class Tuned:
         """The fastest that is right; what was in use if that is about as fast; None if nothing is right."""
         right = [one for one in self.outcomes if one.reason is None and one.milliseconds is not None]
         best = min(right, key=lambda one: one.milliseconds or 0.0, default=None)
-        stay = next((one for one in right if one.blocks == self.before), None)
+        stay = next((one for one in right if one.config == self.before), None)
         if best is None or stay is None:
             return best
         return stay if (stay.milliseconds or 0.0) <= (best.milliseconds or 0.0) * (1 + GAIN) else best
@@ -92,9 +92,9 @@ class Tuner:
     device: str
     target: Target
     seed: int = 0
-    table: dict[Key, Blocks] = field(default_factory=dict)
+    table: dict[Key, KernelConfig] = field(default_factory=dict)
     """What was chosen so far."""
-    prepare: Callable[[Tuner, Pass, Key, list[Blocks]], list[str | None]] | None = None
+    prepare: Callable[[Tuner, Pass, Key, list[KernelConfig]], list[str | None]] | None = None
     """Says of each candidate why it cannot run, or None. By default compiles them."""
     measure: Callable[[Trial, list[Any]], Iterator[Any]] | None = None
     """Answers for each candidate with milliseconds, error and what is allowed. By default runs them on the GPU in another process."""
@@ -107,11 +107,11 @@ class Tuner:
             outcomes = self._tried(which, key, list(dict.fromkeys([before, *candidates(key, before)])))
             tuned = Tuned(key, f"{self.variant} {shape.text} {str(self.dtype).removeprefix('torch.')} {which}", before, tuple(outcomes))
             best = tuned.chosen
-            if best is not None and kernel in FILLS:
-                fills = [best.blocks._replace(fill=fill) for fill in FILLS[kernel] if fill != best.blocks.fill]
-                tuned = replace(tuned, outcomes=(*outcomes, *self._tried(which, key, fills)))
+            if best is not None and kernel in PROGRAMS_PER_SM:
+                others = [best.config._replace(programs_per_sm=n) for n in PROGRAMS_PER_SM[kernel] if n != best.config.programs_per_sm]
+                tuned = replace(tuned, outcomes=(*outcomes, *self._tried(which, key, others)))
             if tuned.chosen is not None:
-                self.table[key] = tuned.chosen.blocks
+                self.table[key] = tuned.chosen.config
             yield tuned
 
     def _shape(self, which: Pass) -> Shape:
@@ -121,45 +121,45 @@ class Tuner:
             return self.shape
         return self.shape._replace(B=STEP_SEQUENCES, T=1)
 
-    def _in_use(self, kernel: str, shape: Shape) -> tuple[Key, Blocks]:
+    def _in_use(self, kernel: str, shape: Shape) -> tuple[Key, KernelConfig]:
         call = Call.of(without_memory(self.variant, shape, self.dtype).problem(), self.at({}))
-        return call.key(kernel), call.blocks(kernel)
+        return call.key(kernel), call.config(kernel)
 
-    def at(self, more: dict[Key, Blocks]) -> Target:
+    def at(self, more: dict[Key, KernelConfig]) -> Target:
         """The GPU with what was chosen so far, and ``more``."""
         return self.target._replace(table={**self.target.table, **self.table, **more})
 
-    def _tried(self, which: Pass, key: Key, blocks: list[Blocks]) -> list[Outcome]:
-        reasons = (self.prepare or compiled)(self, which, key, blocks)
-        runnable = [one for one, reason in zip(blocks, reasons) if reason is None]
+    def _tried(self, which: Pass, key: Key, configs: list[KernelConfig]) -> list[Outcome]:
+        reasons = (self.prepare or compiled)(self, which, key, configs)
+        runnable = [one for one, reason in zip(configs, reasons) if reason is None]
         trial = Trial(self.variant, self._shape(which), self.dtype, self.device, self.seed, which, key, dict(self.table))
         answers = iter((self.measure or _in_another_process)(trial, runnable))
-        return [judged(one, next(answers)) if reason is None else Outcome(one, None, None, reason) for one, reason in zip(blocks, reasons)]
+        return [judged(one, next(answers)) if reason is None else Outcome(one, None, None, reason) for one, reason in zip(configs, reasons)]
 
 
-def candidates(key: Key, before: Blocks) -> list[Blocks]:
+def candidates(key: Key, before: KernelConfig) -> list[KernelConfig]:
     """All combinations of ``SPACE`` that this head size can use, for the plain kernel; other sizes as before."""
     space = SPACE[key.kernel]
     most = {"BV": key.V, "BK": key.K}
     values = {name: [x for x in sizes if x <= max(most.get(name, x), min(sizes))] for name, sizes in space.items()}
     plain = before._replace(form="")
-    return [Blocks(**plain._asdict() | dict(zip(values, sizes))) for sizes in product(*values.values())]
+    return [KernelConfig(**plain._asdict() | dict(zip(values, sizes))) for sizes in product(*values.values())]
 
 
-def judged(blocks: Blocks, answer: Any) -> Outcome:
+def judged(config: KernelConfig, answer: Any) -> Outcome:
     """Refuse what failed, and what is further from the exact results than allowed."""
     if isinstance(answer, Failure):
-        return Outcome(blocks, None, None, answer.reason)
+        return Outcome(config, None, None, answer.reason)
     milliseconds, error, allowed = answer
     wrong = None if error <= allowed else f"wrong: error {error:.2g}, allowed {allowed:.2g}"
-    return Outcome(blocks, milliseconds, error, wrong)
+    return Outcome(config, milliseconds, error, wrong)
 
 
-def compiled(tuner: Tuner, which: Pass, key: Key, blocks: list[Blocks]) -> list[str | None]:
+def compiled(tuner: Tuner, which: Pass, key: Key, configs: list[KernelConfig]) -> list[str | None]:
     """Compile every candidate's pass into Triton's cache, side by side; say which do not compile or do not fit."""
     inputs = without_memory(tuner.variant, tuner._shape(which), tuner.dtype)
     needed: list[list[ahead.Job]] = []
-    for one in blocks:
+    for one in configs:
         made = planned(which, inputs, tuner.at({key: one}))
         needed.append(ahead.jobs(made.plan, made.tensors, tuner.target.arch))
     firsts = ahead.distinct(job for jobs in needed for job in jobs)
@@ -177,5 +177,5 @@ def _unfit(found: list[ahead.Resources | Failure], target: Target) -> str | None
     return None
 
 
-def _in_another_process(trial: Trial, blocks: list[Blocks]) -> Iterator[Any]:
-    return one_by_one(prepared, trial, blocks, SECONDS)
+def _in_another_process(trial: Trial, configs: list[KernelConfig]) -> Iterator[Any]:
+    return one_by_one(prepared, trial, configs, SECONDS)

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from ...gpu.tiles import product, span_of, tile
-from .chunk_forward import weights_by_stretches
+from .chunk_forward import weights_by_subchunks
 from .segments import chunk_state
 from .tiles import (
     CHANNEL,
@@ -36,7 +36,7 @@ from .tiles import (
     rest_factors,
     scalar_decays,
     scalar_sums,
-    stretch,
+    subchunk,
     sums,
     triangle,
 )
@@ -77,7 +77,7 @@ def operands(
 
 
 @triton.jit
-def gradients_by_stretches(
+def gradients_by_subchunks(
     q, k, g, dq, dA, step, left, i, j, q_t, q_k, k_t, k_k, g_t, g_k,
     K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, PREVIOUS: tl.constexpr, PRECISION: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
@@ -85,7 +85,7 @@ def gradients_by_stretches(
     dk = tl.zeros((C, BK), tl.float32)
     m = tl.zeros((), tl.int32)
     while m < left:
-        n, eq, ek = stretch(g, step, left, m, i, j, g_t, g_k, K, BK, C, PREVIOUS, LIMIT)
+        n, eq, ek = subchunk(g, step, left, m, i, j, g_t, g_k, K, BK, C, PREVIOUS, LIMIT)
         kt = tile(k, i * step, i < left, k_t, j, k_k, K, BK).to(tl.float32) * ek
         dq += eq * product(dA, kt, PRECISION)
         qt = tile(q, i * step, i < left, q_t, j, q_k, K, BK).to(tl.float32) * eq
@@ -222,7 +222,7 @@ def penstock_chunk_bwd(
             Q, Kt, ones, g, step, tokens, i, j, g_t, g_k, scale, K, BK, C, W, DECAY, PREVIOUS, PRECISION, EXACT, OPERAND
         )
         if EXACT:
-            A += weights_by_stretches(q, k, g, step, tokens, i, j, q_t, q_k, k_t, k_k, g_t, g_k, K, BK, C, PREVIOUS, PRECISION, LIMIT)
+            A += weights_by_subchunks(q, k, g, step, tokens, i, j, q_t, q_k, k_t, k_k, g_t, g_k, K, BK, C, PREVIOUS, PRECISION, LIMIT)
         else:
             A += product(qt, tl.trans(kt), PRECISION)
         lowest = tl.minimum(lowest, tl.min(total, 0))
@@ -298,7 +298,7 @@ def penstock_chunk_bwd(
         if FACTORS:
             dq_ = grow * (dq_ * before[None, :] + product(dA, kt, PRECISION))
         elif EXACT:
-            dq_, inner = gradients_by_stretches(
+            dq_, inner = gradients_by_subchunks(
                 q, k, g, dq_ * grow, dA, step, tokens, i, j, q_t, q_k, k_t, k_k, g_t, g_k, K, BK, C, PREVIOUS, PRECISION, LIMIT
             )
         elif DECAY == SCALAR:

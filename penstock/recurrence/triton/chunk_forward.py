@@ -18,11 +18,11 @@ import triton
 import triton.language as tl
 
 from ...gpu.tiles import product, slot_of, tile, tokens_of
-from .tiles import CHANNEL, NONE, SCALAR, SUITS, constant_decay, factors, read_factors, rest_factors, scalar_sums, stretch, triangle
+from .tiles import CHANNEL, NONE, SCALAR, SUITS, constant_decay, factors, read_factors, rest_factors, scalar_sums, subchunk, triangle
 
 
 @triton.jit
-def weights_by_stretches(
+def weights_by_subchunks(
     q, k, g, step, left, i, j, q_t, q_k, k_t, k_k, g_t, g_k,
     K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, PREVIOUS: tl.constexpr, PRECISION: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
@@ -30,7 +30,7 @@ def weights_by_stretches(
     A = tl.zeros((C, C), tl.float32)
     m = tl.zeros((), tl.int32)
     while m < left:
-        n, eq, ek = stretch(g, step, left, m, i, j, g_t, g_k, K, BK, C, PREVIOUS, LIMIT)
+        n, eq, ek = subchunk(g, step, left, m, i, j, g_t, g_k, K, BK, C, PREVIOUS, LIMIT)
         qt = tile(q, i * step, i < left, q_t, j, q_k, K, BK).to(tl.float32) * eq
         kt = tile(k, i * step, i < left, k_t, j, k_k, K, BK).to(tl.float32) * ek
         A += product(qt, tl.trans(kt), PRECISION)
@@ -47,7 +47,7 @@ def penstock_chunk_fwd(
     PACKED: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr, LIMIT: tl.constexpr, STAGES: tl.constexpr,
     HALVES: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Program (stretch, head, block of V). A stretch is a sequence or, if SEGMENTS, L tokens of one, whose first states are given.
+    """Program (subchunk, head, block of V). A stretch is a sequence or, if SEGMENTS, L tokens of one, whose first states are given.
 
     ``chunk_states`` [slots of EVERY tokens,H,K,V] gets the state before every EVERY tokens, for the backward pass; EVERY = 0: none.
 
@@ -141,7 +141,7 @@ def penstock_chunk_fwd(
                 qc = q + at * q_t
                 kc = k + at * k_t
                 gc = g + at * g_t
-                A = weights_by_stretches(qc, kc, gc, step, left, i, dk, q_t, q_k, k_t, k_k, g_t, g_k, K, BK, C, PREVIOUS, PRECISION, LIMIT)
+                A = weights_by_subchunks(qc, kc, gc, step, left, i, dk, q_t, q_k, k_t, k_k, g_t, g_k, K, BK, C, PREVIOUS, PRECISION, LIMIT)
                 if not PREVIOUS:
                     A += tl.where(i[:, None] == i[None, :], tl.sum(Q.to(tl.float32) * Kt.to(tl.float32), 1)[:, None], 0.0)
                 read = read_factors(gc, step, left, i, dk, g_t, g_k, K, BK, PREVIOUS)

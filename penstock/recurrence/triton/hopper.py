@@ -9,7 +9,7 @@ from torch import Tensor
 from ...gpu.hopper import Tile, modules, tiled
 from ...gpu.target import Target
 from ..declaration import Recurrence
-from .table import Blocks
+from .table import KernelConfig
 
 FORM = "hopper"
 """Its name in the tables."""
@@ -29,28 +29,28 @@ def kernels() -> tuple[Any, Any] | None:
     return found and (found[0].penstock_chunk_fwd_hopper, found[1].penstock_chunk_bwd_hopper)
 
 
-def forward(p: Recurrence, blocks: Blocks, target: Target, precision: str) -> Any:
+def forward(p: Recurrence, config: KernelConfig, target: Target, precision: str) -> Any:
     """The kernel of the forward pass if the table wants it and it can compute this problem, or None."""
     sizes = p.sizes
-    suits = blocks.BV == BV and sizes["K"] in STAGES and sizes["V"] % BV == 0 and _suits(p, blocks, target, precision)
+    suits = config.BV == BV and sizes["K"] in STAGES and sizes["V"] % BV == 0 and _suits(p, config, target, precision)
     found = kernels() if suits else None
     return found and found[0]
 
 
-def backward(p: Recurrence, blocks: Blocks, target: Target, precision: str, *d_output: Tensor) -> Any:
+def backward(p: Recurrence, config: KernelConfig, target: Target, precision: str, *d_output: Tensor) -> Any:
     """That of the backward pass, or None; a constant decay's gradient is left to the plain kernel, and so is a call of one chunk."""
     sizes = p.sizes
     square = sizes["K"] == sizes["V"] in BACKWARD
-    suits = square and "T" in p.variant.decay and sizes["T"] > C and _suits(p, blocks, target, precision, *d_output)
+    suits = square and "T" in p.variant.decay and sizes["T"] > C and _suits(p, config, target, precision, *d_output)
     found = kernels() if suits else None
     return found and found[1]
 
 
-def _suits(p: Recurrence, blocks: Blocks, target: Target, precision: str, *d_output: Tensor) -> bool:
+def _suits(p: Recurrence, config: KernelConfig, target: Target, precision: str, *d_output: Tensor) -> bool:
     """Decays per channel, bfloat16, tensors that the hardware can copy in tiles."""
     sizes = p.sizes
     return (
-        blocks.form == FORM
+        config.form == FORM
         and target.arch == "sm_90"
         and precision == "bf16"
         and "K" in p.variant.decay

@@ -7,7 +7,7 @@ the chunks of a stretch of tokens with BLOCKS blocks of 64 value channels, and i
   in place of q, and beside them 2^M, 2^(G_L - M), the exponent of the latter and, with a bonus, the diagonal of A; 128 channels at a time;
 - ``walk``, 4 warps for each block: products, with a block of the state in registers; outputs leave through shared memory.
 
-Tiles of q, k and v lie in a ring of STAGES, which the tensor memory accelerator fills: ``loaded`` tells that it has, ``prepared``
+Tiles of q, k and v lie in a ring of STAGES, which the tensor memory accelerator others: ``loaded`` tells that it has, ``prepared``
 that the factors are on them. The first block's warps have a slot filled anew when all blocks are through with it (``done``).
 """
 

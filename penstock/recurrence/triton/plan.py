@@ -17,7 +17,7 @@ from ...gpu.plan import Plan, Size, Sizes, chunks, contiguous, strides
 from ...gpu.target import Target, power, precision
 from ..declaration import Advance, Recurrence, Tokens
 from . import chunk_backward, chunk_forward, hopper, recurrent, segments, tiles
-from .table import DECAYS, LEAST, READS, Blocks, Key, blocks
+from .table import DECAYS, LEAST, READS, KernelConfig, Key, config
 
 LIMITS = {"bf16": 200.0, "tf32": 200.0, "tf32x3": 32.0, "ieee": 32.0}
 """How far the decays of tokens that share an anchor may fall, log2 units, where a chunk has several (or a scalar decay): factors must
@@ -68,7 +68,7 @@ class Call(NamedTuple):
 
     def backward_chunk(self, p: Recurrence, *d_output: Tensor) -> tuple[int, Any]:
         """Tokens between the states that the backward pass by chunks begins at, and Hopper's kernel if that runs it, or None."""
-        b = self.blocks("backward")
+        b = self.config("backward")
         kernel = hopper.backward(p, b, self.target, self.precision, *d_output)
         return hopper.C if kernel else b.C, kernel
 
@@ -85,9 +85,9 @@ class Call(NamedTuple):
         """Where its block sizes are looked up."""
         return Key(kernel, DECAYS[self.decay], READS[self.previous], self.precision, power(self.K), power(self.V))
 
-    def blocks(self, kernel: str) -> Blocks:
+    def config(self, kernel: str) -> KernelConfig:
         """Block sizes of a launch, no larger than the head."""
-        b = blocks(self.key(kernel), self.target)
+        b = config(self.key(kernel), self.target)
         least = 16 if kernel in ("states", "recurrent", "step") else LEAST
         return b._replace(BK=min(power(self.K, least), b.BK), BV=min(power(self.V, least), b.BV))
 
@@ -95,10 +95,10 @@ class Call(NamedTuple):
         """What states before C tokens are stored as: operands of products are rounded anyway, but not a caller's states."""
         return torch.bfloat16 if self.precision == "bf16" and self.T > C else torch.float32
 
-    def step_blocks(self) -> Blocks:
-        """Those of an update in place: rows are halved, down to 16, until ``fill`` programs a multiprocessor run."""
-        b = self.blocks("step")
-        while b.BV > 16 and self.N * self.H * math.ceil(self.V / b.BV) < b.fill * self.target.multiprocessors:
+    def step_config(self) -> KernelConfig:
+        """The configuration of an update in place: BV is halved, down to 16, until each multiprocessor has ``programs_per_sm`` programs."""
+        b = self.config("step")
+        while b.BV > 16 and self.N * self.H * math.ceil(self.V / b.BV) < b.programs_per_sm * self.target.multiprocessors:
             b = b._replace(BV=b.BV // 2, warps=max(b.warps // 2, 1))
         return b
 
@@ -110,12 +110,12 @@ class Call(NamedTuple):
         """A grid: ``each`` programs a head for every one of ``count``."""
         return lambda s: (count(s) if callable(count) else count) * self.H * each
 
-    def segment(self, C: int, each: int, fill: int) -> Callable[[Sizes], int] | None:
-        """Tokens in a segment, a multiple of C, such that ``fill`` programs a multiprocessor run; None where sequences are walked whole.
+    def segment(self, C: int, each: int, programs_per_sm: int) -> Callable[[Sizes], int] | None:
+        """Tokens in a segment, a multiple of C, for ``programs_per_sm`` programs on each multiprocessor; None: sequences stay whole.
 
         ``each``: programs that walk a head of a sequence.
         """
-        target = fill * self.target.multiprocessors
+        target = programs_per_sm * self.target.multiprocessors
         if 2 * self.N * self.H * each > target:
             return None
 
@@ -153,7 +153,7 @@ def _states(
     written.
     """
     x, y = names
-    d, b = "d_" * adjoint, c.blocks("states")
+    d, b = "d_" * adjoint, c.config("states")
     grid = math.ceil(c.K / b.BK) * math.ceil(c.V / b.BV)
     tokens = L or (lambda s: max(math.ceil(s["T"] / C), 1) * C)
     slots = c.chunks(tokens)
@@ -193,7 +193,7 @@ def _states(
 def chunk_forward_plan(p: Recurrence, target: Target, keep: bool = False) -> Plan:
     """``output`` and ``final_state`` by chunks; if ``keep``, ``chunk_states`` for the backward pass too where its chunks are multiples."""
     plan, c = Plan(), Call.of(p, target)
-    b = c.blocks("forward")
+    b = c.config("forward")
     BK, grid = power(c.K, LEAST), math.ceil(c.V / b.BV)
     shape = (lambda s: s["B"], _T, c.H, c.V)
     output = plan.empty("output", *shape, dtype=p.v.dtype)
@@ -202,7 +202,7 @@ def chunk_forward_plan(p: Recurrence, target: Target, keep: bool = False) -> Pla
     C = plan.ones = hopper.C if kernel else b.C
     apart, _ = c.backward_chunk(p)
     meets = apart % C == 0
-    L = c.segment(apart if meets else C, grid, b.fill)  # the same whether states are kept or not, and so are results
+    L = c.segment(apart if meets else C, grid, b.programs_per_sm)  # the same whether states are kept or not, and so are results
     dense = chunks(c.T, apart, c.N, c.packed) * apart <= 2 * c.B * c.T  # many short sequences have more slots than tokens
     rounded = kernel is None or c.T > C  # the kernel for Hopper keeps bfloat16, which is too little for a caller's own states
     every = apart if keep and meets and dense and rounded else 0
@@ -246,12 +246,12 @@ def chunk_backward_plan(
     ``states`` are a forward pass's ``chunk_states``; without them they are computed again. ``dg``: whether it is wanted.
     """
     plan, c = Plan(), Call.of(p, target)
-    b, walk = c.blocks("backward"), c.blocks("states")
+    b, walk = c.config("backward"), c.config("states")
     C, kernel = c.backward_chunk(p, d_output)
     plan.ones, stored = C, c.stored(C)
     state, tokens = (_N, c.H, c.K, c.V), (lambda s: s["B"], _T, c.H)
     d_initial = None if p.initial_state is None else plan.empty("d_initial_state", *state, dtype=p.initial_state.dtype)
-    L = c.segment(C, math.ceil(c.K / walk.BK) * math.ceil(c.V / walk.BV), walk.fill)
+    L = c.segment(C, math.ceil(c.K / walk.BK) * math.ceil(c.V / walk.BV), walk.programs_per_sm)
     start = None if p.initial_state is None else ("initial_state", p.initial_state.stride())
     if states is not None and c.backward_chunk(p)[0] == C:  # C also without knowing d_output, as when they were kept
         S = "states"
@@ -299,7 +299,7 @@ def recurrent_forward_plan(p: Recurrence | Advance, target: Target) -> Plan:
     """``output`` and ``final_state`` token by token; for an update in place the states of the pool are read and written instead."""
     plan, c = Plan(), Call.of(p, target)
     moves = isinstance(p, Advance)
-    b = c.step_blocks() if moves else c.blocks("recurrent")
+    b = c.step_config() if moves else c.config("recurrent")
     output = plan.empty("output", lambda s: s["B"], _T, c.H, c.V, dtype=p.v.dtype)
     own = contiguous((0, c.H, c.K, c.V))
     if isinstance(p, Advance):
@@ -324,7 +324,7 @@ def recurrent_forward_plan(p: Recurrence | Advance, target: Target) -> Plan:
 def recurrent_backward_plan(p: Recurrence, d_output: Tensor, d_final_state: Tensor | None, target: Target) -> Plan:
     """All gradients token by token: dv, and of the others (float32) the shares of blocks of V, to be summed."""
     plan, c = Plan(), Call.of(p, target)
-    b = c.blocks("recurrent")
+    b = c.config("recurrent")
     BK, NV = power(c.K), math.ceil(c.V / b.BV)
     tokens: tuple[Size, ...] = (lambda s: s["B"], _T, c.H)
 

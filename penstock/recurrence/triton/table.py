@@ -24,7 +24,7 @@ LONGEST = 64
 """Tokens in a chunk at most, by rule."""
 
 
-class Blocks(NamedTuple):
+class KernelConfig(NamedTuple):
     """Sizes of a launch."""
 
     warps: int
@@ -36,7 +36,7 @@ class Blocks(NamedTuple):
     """Tokens in a chunk."""
     stages: int = 1
     """Of the software pipeline."""
-    fill: int = 0
+    programs_per_sm: int = 0
     """Programs per multiprocessor to aim at, where a sequence can be cut into segments; a step's rows are made narrower."""
     form: str = ""
     """"hopper": where they apply, the kernels for Hopper are the first launches; the sizes are then those of what follows."""
@@ -64,10 +64,10 @@ def target(device: torch.device) -> Target:
     from .table_file import in_use
 
     found = gpu.Target.of(device)
-    return found if found.interpreted else found._replace(table={key: entry.blocks for key, entry in in_use(found.arch).items()})
+    return found if found.interpreted else found._replace(table={key: entry.config for key, entry in in_use(found.arch).items()})
 
 
-def blocks(key: Key, target: Target) -> Blocks:
+def config(key: Key, target: Target) -> KernelConfig:
     """Sizes for a kernel on a GPU."""
     found = target.table.get(key)
     return found if found is not None else fitted(by_rule(key, target), key, target.shared_memory)
@@ -82,55 +82,59 @@ HOPPER = tuple(
 """What the kernels for Hopper are faster at."""
 
 
-def by_rule(key: Key, target: Target) -> Blocks:
+def by_rule(key: Key, target: Target) -> KernelConfig:
     """Sizes where nothing was measured: those that were best on one NVIDIA H200 (tables/sm_90.json), carried over."""
-    blocks = _as_on_hopper(key, target)
+    config = _as_on_hopper(key, target)
     if target.arch.startswith("gfx"):  # 4 warps leave a thread 512 registers: gla at 256 and 512 spilled 3964 bytes with 8, none with 4
-        blocks = blocks._replace(warps=min(blocks.warps, 4))
+        config = config._replace(warps=min(config.warps, 4))
     if target.arch == "sm_90" and key in HOPPER:
-        blocks = blocks._replace(form="hopper")
+        config = config._replace(form="hopper")
     if target.arch.startswith("sm_10") and key.kernel == "backward" and key.decay == "scalar":
-        blocks = blocks._replace(C=min(blocks.C, 32))  # Triton 3.7.1 cannot compile chunks of 64 there, whose products go to tensor memory
-    return blocks
+        config = config._replace(C=min(config.C, 32))  # Triton 3.7.1 cannot compile chunks of 64 there, whose products go to tensor memory
+    return config
 
 
-def _as_on_hopper(key: Key, target: Target) -> Blocks:
+def _as_on_hopper(key: Key, target: Target) -> KernelConfig:
     kernel, decay, read, precision, K, V = key
     short = precision == "bf16"
     if kernel in ("recurrent", "step") and target.interpreted:
-        return Blocks(1, BV=64)  # the interpreter's time goes by programs
+        return KernelConfig(1, BV=64)  # the interpreter's time goes by programs
     if kernel == "step":  # 64 float32 of the state a thread; gla, 1024 sequences: rows of 64 take 0.276 ms, 32 0.289, 16 0.329
         BV = 64 if K <= 256 else 32
-        return Blocks(max(K * BV // 2048, 1), BV=BV, fill=4)  # one sequence: 2.3 us with rows of 16; between, nothing is measured
+        return KernelConfig(
+            max(K * BV // 2048, 1), BV=BV, programs_per_sm=4
+        )  # one sequence: 2.3 us with rows of 16; between, nothing is measured
     if kernel == "recurrent":
-        return Blocks(1, BV=16) if K <= 128 else Blocks(4, BV=8)
-    if kernel == "states":  # wider blocks read less, but there are fewer: segments are walked twice
+        return KernelConfig(1, BV=16) if K <= 128 else KernelConfig(4, BV=8)
+    if kernel == "states":  # wider config read less, but there are fewer: segments are walked twice
         if K <= 64 or V <= 64 or not short:
-            return Blocks(2, BK=32, stages=3 if short else 1, fill=4)
-        return Blocks(4, BK=32 if K <= 128 else 64, BV=128, stages=3, fill=3)
+            return KernelConfig(2, BK=32, stages=3 if short else 1, programs_per_sm=4)
+        return KernelConfig(4, BK=32 if K <= 128 else 64, BV=128, stages=3, programs_per_sm=3)
     if kernel == "backward":
         if not short:
-            return Blocks(4, C=64 if precision == "tf32" and K <= 64 else 32)
+            return KernelConfig(4, C=64 if precision == "tf32" and K <= 64 else 32)
         if K <= 64:
-            return Blocks(4, C=64)
+            return KernelConfig(4, C=64)
         if decay != "channel" or K > 128:  # no factors to make again for each block
-            return Blocks(4, C=64, BK=128 if decay == "none" and K <= 128 else 64)
-        return Blocks(4, C=32, BK=128)
+            return KernelConfig(4, C=64, BK=128 if decay == "none" and K <= 128 else 64)
+        return KernelConfig(4, C=32, BK=128)
     if not short:
-        return Blocks(4, C=64 if precision == "tf32" else 16, fill=2) if K <= 64 else Blocks(8, C=16, fill=2)
+        return (
+            KernelConfig(4, C=64 if precision == "tf32" else 16, programs_per_sm=2) if K <= 64 else KernelConfig(8, C=16, programs_per_sm=2)
+        )
     if K <= 64:
-        return Blocks(4, C=32 if decay == "none" or read == "previous" else 64, stages=3, fill=3)
-    return Blocks(4 if K <= 128 else 8, C=32, stages=3, fill=1)
+        return KernelConfig(4, C=32 if decay == "none" or read == "previous" else 64, stages=3, programs_per_sm=3)
+    return KernelConfig(4 if K <= 128 else 8, C=32, stages=3, programs_per_sm=1)
 
 
-def fitted(blocks: Blocks, key: Key, shared_memory: int) -> Blocks:
+def fitted(config: KernelConfig, key: Key, shared_memory: int) -> KernelConfig:
     """Fewer stages, then shorter chunks, until a program fits; if nothing does, the smallest."""
-    while shared_bytes(blocks, key) > shared_memory and (blocks.stages > 1 or blocks.C > 16):
-        blocks = blocks._replace(stages=blocks.stages - 1) if blocks.stages > 1 else blocks._replace(C=blocks.C // 2)
-    return blocks
+    while shared_bytes(config, key) > shared_memory and (config.stages > 1 or config.C > 16):
+        config = config._replace(stages=config.stages - 1) if config.stages > 1 else config._replace(C=config.C // 2)
+    return config
 
 
-def shared_bytes(blocks: Blocks, key: Key) -> int:
+def shared_bytes(config: KernelConfig, key: Key) -> int:
     """Shared memory that a program may take: never less than what it was compiled to (bench/resources.json), up to 3 times as much.
 
     A state (in float32 products also as it was), four tiles and A are operands there or change their layout through it, in the
@@ -138,8 +142,8 @@ def shared_bytes(blocks: Blocks, key: Key) -> int:
     """
     size = 2 if key.precision == "bf16" else 4
     if key.kernel in ("recurrent", "step"):
-        return 4 * key.K * blocks.BV
-    K, V, C = min(key.K, blocks.BK), min(key.V, blocks.BV), blocks.C or LONGEST
+        return 4 * key.K * config.BV
+    K, V, C = min(key.K, config.BK), min(key.V, config.BV), config.C or LONGEST
     K, V = (max(K, LEAST), max(V, LEAST)) if key.kernel != "states" else (K, V)
     if key.kernel == "forward":
         K = max(key.K, LEAST)
@@ -150,4 +154,4 @@ def shared_bytes(blocks: Blocks, key: Key) -> int:
         states *= 2
     layouts = size * (states + tiles)
     stage = C * (size * (2 * K + V) + 4 * K * (key.decay == "channel"))
-    return layouts + stage * (blocks.stages - 1)
+    return layouts + stage * (config.stages - 1)

@@ -2,7 +2,7 @@
 
     {"arch": "sm_90",
      "entries": [{"kernel": "forward", "decay": "channel", "read": "updated", "precision": "bf16", "K": 64, "V": 64,
-                  "blocks": {"warps": 4, "BV": 64, "BK": 64, "C": 64, "stages": 3, "fill": 3, "form": ""},
+                  "config": {"warps": 4, "BV": 64, "BK": 64, "C": 64, "stages": 3, "programs_per_sm": 3, "form": ""},
                   "milliseconds": 0.146, "call": "gla 8,2048,32,64 bfloat16 forward",
                   "gpu": "NVIDIA H200", "versions": "torch 2.11.0, triton 3.6.0", "date": "2026-11-21"}]}
 
@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...errors import Complaints, RangeError
-from .table import DECAYS, KERNELS, PRECISIONS, READS, Blocks, Key
+from .table import DECAYS, KERNELS, PRECISIONS, READS, KernelConfig, Key
 
 
 class Entry(NamedTuple):
     """Block sizes, and what they took."""
 
     key: Key
-    blocks: Blocks
+    config: KernelConfig
     milliseconds: float
     """Of the whole pass."""
     call: str
@@ -39,7 +39,7 @@ class Entry(NamedTuple):
     @property
     def plain(self) -> dict[str, Any]:
         """As in a file."""
-        return self.key._asdict() | {"blocks": self.blocks._asdict()} | {name: getattr(self, name) for name in self._fields[2:]}
+        return self.key._asdict() | {"config": self.config._asdict()} | {name: getattr(self, name) for name in self._fields[2:]}
 
 
 Rule = tuple[str, Callable[[Any], bool]]
@@ -69,15 +69,21 @@ ENTRY: dict[str, Rule] = {
     "precision": _one_of(PRECISIONS),
     "K": _power(16, 512),
     "V": _power(16, 512),
-    "blocks": ("an object with at least warps", lambda x: isinstance(x, dict) and "warps" in x),
+    "config": ("an object with at least warps", lambda x: isinstance(x, dict) and "warps" in x),
     "milliseconds": ("a number above 0", lambda x: isinstance(x, int | float) and not isinstance(x, bool) and 0 < x < float("inf")),
     "call": TEXT,
     "gpu": TEXT,
     "versions": TEXT,
     "date": TEXT,
 }
-BLOCKS: dict[str, Rule] = {"warps": _power(1, 32), "BV": _power(8, 512), "BK": _power(8, 512), "stages": _from(1, 8), "fill": _from(0, 64)}
-BLOCKS["form"] = _one_of(("", "hopper"))
+CONFIG: dict[str, Rule] = {
+    "warps": _power(1, 32),
+    "BV": _power(8, 512),
+    "BK": _power(8, 512),
+    "stages": _from(1, 8),
+    "programs_per_sm": _from(0, 64),
+}
+CONFIG["form"] = _one_of(("", "hopper"))
 CHUNK, NO_CHUNK = _power(16, 256), ("0: this kernel has no chunks of its own", lambda x: x == 0)
 
 
@@ -143,16 +149,16 @@ def _entry(complaints: Complaints, n: int, plain: Any) -> Entry | None:
     for name, (rule, holds) in ENTRY.items():
         if not holds(plain[name]):
             complaints.add(RangeError, f"{where}.{name}", rule, json.dumps(plain[name]), REMEDY)
-    sizes = plain["blocks"] if isinstance(plain["blocks"], dict) else {}
-    rules = BLOCKS | {"C": CHUNK if plain["kernel"] in ("forward", "backward") else NO_CHUNK}
+    sizes = plain["config"] if isinstance(plain["config"], dict) else {}
+    rules = CONFIG | {"C": CHUNK if plain["kernel"] in ("forward", "backward") else NO_CHUNK}
     for name, size in sizes.items():
-        rule, holds = rules.get(name, (f"left out, being none of {', '.join(Blocks._fields)}", lambda x: False))
+        rule, holds = rules.get(name, (f"left out, being none of {', '.join(KernelConfig._fields)}", lambda x: False))
         if not holds(size):
-            complaints.add(RangeError, f"{where}.blocks.{name}", rule, json.dumps(size), REMEDY)
+            complaints.add(RangeError, f"{where}.config.{name}", rule, json.dumps(size), REMEDY)
     if len(complaints.found) > before:
         return None
     key = Key(*(plain[name] for name in Key._fields))
-    return Entry(key, Blocks(**sizes), *(plain[name] for name in Entry._fields[2:]))
+    return Entry(key, KernelConfig(**sizes), *(plain[name] for name in Entry._fields[2:]))
 
 
 def _check_once(complaints: Complaints, entries: list[Entry]) -> None:

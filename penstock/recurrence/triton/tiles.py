@@ -135,7 +135,7 @@ def scalar_sums(g, constant, step, left, i, g_t, C: tl.constexpr, STATIC: tl.con
 
 
 @triton.jit
-def stretch(
+def subchunk(
     g, step, left, m, i, j, g_t, g_k,
     K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, PREVIOUS: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip

@@ -23,7 +23,7 @@ ROWS = 32
 """Of a program of ``deltas``."""
 
 
-class Blocks(NamedTuple):
+class KernelConfig(NamedTuple):
     """Queries and keys of a tile, warps, and tiles under way."""
 
     BM: int
@@ -32,10 +32,10 @@ class Blocks(NamedTuple):
     stages: int
 
 
-def blocks(kernel: str, D: int, size: int, target: Target) -> Blocks:
+def config(kernel: str, D: int, size: int, target: Target) -> KernelConfig:
     """Sizes of a launch for heads of D (a power of two) elements of ``size`` bytes, such that it fits the GPU's shared memory."""
     if target.interpreted:
-        return Blocks(64, 64, 4, 1)
+        return KernelConfig(64, 64, 4, 1)
     found = _half(kernel, D, target.arch == "sm_90") if size == 2 else _whole(kernel, D)
     while shared_bytes(kernel, found, D, size) > target.shared_memory and (found.stages > 1 or max(found.BM, found.BN) > 16):
         if found.stages > 1:
@@ -45,26 +45,26 @@ def blocks(kernel: str, D: int, size: int, target: Target) -> Blocks:
     return found
 
 
-def _half(kernel: str, D: int, measured: bool) -> Blocks:
+def _half(kernel: str, D: int, measured: bool) -> KernelConfig:
     """Of 16 bits: the fastest of those tried on an sm_90 with heads of 64 and 128, where that was ``measured``; else by registers left."""
     stages = 3 if measured else 2
     if kernel == "forward":
         if D <= 64:
-            return Blocks(64, 64, 4, 3)
-        return Blocks(128, 128, 8, 3) if D <= 128 and measured else Blocks(128, 64, 8, 3 if D <= 128 else 2)
+            return KernelConfig(64, 64, 4, 3)
+        return KernelConfig(128, 128, 8, 3) if D <= 128 and measured else KernelConfig(128, 64, 8, 3 if D <= 128 else 2)
     if kernel == "by_keys":
-        return Blocks(32, 64, 4, 2) if D <= 64 else Blocks(64, 128, 8, stages) if D <= 128 else Blocks(32, 64, 8, 1)
-    return Blocks(64, 64, 4, 3) if D <= 64 else Blocks(128, 64, 8, stages) if D <= 128 else Blocks(64, 32, 8, 2)
+        return KernelConfig(32, 64, 4, 2) if D <= 64 else KernelConfig(64, 128, 8, stages) if D <= 128 else KernelConfig(32, 64, 8, 1)
+    return KernelConfig(64, 64, 4, 3) if D <= 64 else KernelConfig(128, 64, 8, stages) if D <= 128 else KernelConfig(64, 32, 8, 2)
 
 
-def _whole(kernel: str, D: int) -> Blocks:
+def _whole(kernel: str, D: int) -> KernelConfig:
     """Of float32: three products for one, so small tiles, by the registers that the compiler leaves over on an sm_90."""
     if D <= 64:
-        return Blocks(32, 32, 4, 2) if kernel == "by_keys" else Blocks(64, 32, 4, 1)
-    return Blocks(32, 32, 8, 1) if D <= 128 else Blocks(16, 16, 4, 1)
+        return KernelConfig(32, 32, 4, 2) if kernel == "by_keys" else KernelConfig(64, 32, 4, 1)
+    return KernelConfig(32, 32, 8, 1) if D <= 128 else KernelConfig(16, 16, 4, 1)
 
 
-def shared_bytes(kernel: str, b: Blocks, D: int, size: int) -> int:
+def shared_bytes(kernel: str, b: KernelConfig, D: int, size: int) -> int:
     """Shared memory that a program may take: tiles that stay, tiles under way, and p (and ds) as results and as operands.
 
     Never less than what any was compiled to (bench/resources.json).
@@ -102,7 +102,7 @@ def numbers(a: Attention) -> tuple[Number, ...]:
 
 def _launch(plan: Plan, kernel: str, a: Attention, target: Target, tensors: tuple[str, ...], others: tuple[Tensor, ...] = ()) -> None:
     constants, given = _call(a, target)
-    s, b = a.sizes, blocks(kernel, constants["BD"], a.q.element_size(), target)
+    s, b = a.sizes, config(kernel, constants["BD"], a.q.element_size(), target)
     axis, L, heads = ("Tk", b.BN, s["G"]) if kernel == "by_keys" else ("Tq", b.BM, s["H"])
     packed = a.cu_seqlens is not None
     plan.launch(
