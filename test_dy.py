@@ -1,4 +1,4 @@
-import sys; sys.path.insert(0,'/tmp/emu'); sys.path.insert(0,'/work/main')
+import sys; sys.path.insert(0,'/tmp/emu'); sys.path.insert(0,'/tmp/wt/dyadic')
 import torch, time, math
 import gluon as emu
 from penstock.verify.inputs import inputs, Shape

@@ -37,6 +37,7 @@ from ...gpu.tiles import LOG2E, slot_of, tokens_of
 C = gl.constexpr(64)  # tokens in a chunk, and value channels in a block
 GROUPS = gl.constexpr(4)  # of R tokens, each in one thread
 R = gl.constexpr(16)
+ROWS = gl.constexpr(16)  # of a product within a warp
 LEVELS = gl.constexpr(6)
 TILES = gl.constexpr(8)  # that a chunk sends through the ring: one for each level, then q and k with the factors that a state needs
 
@@ -143,7 +144,6 @@ def prepare(
     grouped: gl.constexpr = gl.BlockedLayout([1, R, 2], [1, 1, 32], [GROUPS, 1, WARPS // GROUPS], [2, 1, 0])
     across: gl.constexpr = gl.SliceLayout(1, grouped)  # [GROUPS,K]
     i = gl.arange(0, C, gl.SliceLayout(1, layout))
-    group = gl.arange(0, GROUPS, gl.SliceLayout(1, across))[:, None]
     d = decays_at(g, g_t, g_k, tokens, K, layout)
     for c in range(chunks):
         s = c % STAGES
@@ -159,33 +159,26 @@ def prepare(
         if not PREVIOUS:
             through = total * scale
         behind = gl.full([GROUPS, R, K], 1.0, gl.float32, grouped)
-        for n in gl.static_range(2):
-            X = factored(Q, Kt, through, behind, 2 * n, layout)
-            through, behind, total = widened(through, behind, total, grouped, WARPS)
-            Y = factored(Q, Kt, through, behind, 2 * n + 1, layout)
-            publish(X, Y, n, c, x_s, full, empty)
-            through, behind, total = widened(through, behind, total, grouped, WARPS)
-        g += (g_t + left * 0).to(gl.int64) * C
-        d = decays_at(g, g_t, g_k, left - C, K, layout)
-        before = gl.zeros([GROUPS, K], gl.float32, across)
-        after = gl.zeros([GROUPS, K], gl.float32, across)
-        middle = gl.zeros([GROUPS, K], gl.float32, across)
-        whole = gl.zeros([1, K], gl.float32, across)
-        for n in gl.static_range(GROUPS):
-            one = part.slice(n, 1).load(across)
-            whole += one
-            before += gl.where(group > n, one, 0.0)
-            after += gl.where(group < n, one, 0.0)
-            if n == 1:
-                middle += gl.where(group == 0, one, 0.0)
-            if n == 2:
-                middle += gl.where(group == 3, one, 0.0)
+        for n in gl.static_range(LEVELS):
+            if 1 << n < R:
+                X = factored(Q, Kt, through, behind, n, layout)
+                through, behind, total = widened(through, behind, total, grouped, WARPS)
+            else:
+                if 1 << n == R:
+                    g += (g_t + left * 0).to(gl.int64) * C
+                    d = decays_at(g, g_t, g_k, left - C, K, layout)
+                    Qf = Q.to(gl.float32) * flat(through, layout)
+                    Kf = Kt.to(gl.float32) * flat(behind, layout)
+                X = gl.where(((i >> n) & 1)[:, None] == 1, Qf, Kf)
+                if 1 << n > R:
+                    X = X * spread(exp2(between(part, (1 << n) // R, across)), layout)
+                X = X.to(q_s.dtype)
+            if n % 2 == 0:
+                E = X
+            else:
+                publish(E, X, n // 2, c, x_s, full, empty)
+        before, after, whole = around(part, across)
         total_s.index(s).store(gl.reshape(exp2(whole), [K]))
-        Qf = Q.to(gl.float32) * flat(through, layout)
-        Kf = Kt.to(gl.float32) * flat(behind, layout)
-        X = gl.where(((i >> 4) & 1)[:, None] == 1, Qf, Kf).to(q_s.dtype)
-        Y = (gl.where((i >> 5)[:, None] == 1, Qf, Kf) * spread(exp2(middle), layout)).to(q_s.dtype)
-        publish(X, Y, 2, c, x_s, full, empty)
         X = (Qf * spread(exp2(before), layout)).to(q_s.dtype)
         Y = (Kf * spread(exp2(after), layout)).to(q_s.dtype)
         if left < C:
@@ -197,10 +190,44 @@ def prepare(
 
 
 @gluon.jit
+def between(part, N: gl.constexpr, across: gl.constexpr):
+    """In blocks of 2 N groups, the sums between a group and the middle: [GROUPS,K]."""
+    group = gl.arange(0, GROUPS, gl.SliceLayout(1, across))[:, None]
+    K: gl.constexpr = part.type.shape[1]
+    x = gl.zeros([GROUPS, K], gl.float32, across)
+    for n in gl.static_range(GROUPS):
+        if n // N % 2 == 0:
+            x += gl.where((group // N == n // N) & (group < n), part.slice(n, 1).load(across), 0.0)
+        else:
+            x += gl.where((group // N == n // N) & (group > n), part.slice(n, 1).load(across), 0.0)
+    return x
+
+
+@gluon.jit
+def around(part, across: gl.constexpr):
+    """The sums before each group, behind it, and of all."""
+    group = gl.arange(0, GROUPS, gl.SliceLayout(1, across))[:, None]
+    K: gl.constexpr = part.type.shape[1]
+    before = gl.zeros([GROUPS, K], gl.float32, across)
+    after = gl.zeros([GROUPS, K], gl.float32, across)
+    whole = gl.zeros([1, K], gl.float32, across)
+    for n in gl.static_range(GROUPS):
+        one = part.slice(n, 1).load(across)
+        whole += one
+        before += gl.where(group > n, one, 0.0)
+        after += gl.where(group < n, one, 0.0)
+    return before, after, whole
+
+
+@gluon.jit
 def factored(q, k, through, behind, n: gl.constexpr, layout: gl.constexpr):
     """X of blocks of 2^n tokens."""
     second = ((gl.arange(0, C, gl.SliceLayout(1, layout)) >> n) & 1)[:, None] == 1
-    return gl.where(second, q.to(gl.float32) * flat(through, layout), k.to(gl.float32) * flat(behind, layout)).to(q.dtype)
+    Q = (q.to(gl.float32) * flat(through, layout)).to(q.dtype)
+    if n == 0:
+        return gl.where(second, Q, k)  # no token lies between k and the middle
+    else:
+        return gl.where(second, Q, (k.to(gl.float32) * flat(behind, layout)).to(q.dtype))
 
 
 @gluon.jit
@@ -217,33 +244,33 @@ def spread(x, layout: gl.constexpr):
 
 @gluon.jit
 def operand(tile, LEFT: gl.constexpr):
-    """A tile [64,K] in registers for products within groups: [GROUPS,R,K] for the left, transposed for the right."""
+    """A tile [64,K] in registers for products within groups: [4,ROWS,K] for the left, transposed for the right."""
     K: gl.constexpr = tile.type.shape[1]
-    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [GROUPS, 1, 1], [1, 16, 8])
+    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
     more: gl.constexpr = [[0, 16], [0, 32]] + ([[0, 64]] if K >= 128 else []) + ([[0, 128]] if K == 256 else [])
     lanes: gl.constexpr = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
     warps: gl.constexpr = [[16, 0], [32, 0]]
     if LEFT:
         layout: gl.constexpr = gl.DistributedLinearLayout([[0, 1], [8, 0], [0, 8]] + more, lanes, warps, [], [C, K])
-        x = gl.reshape(tile.load(layout), [GROUPS, R, K])
+        x = gl.reshape(tile.load(layout), [4, ROWS, K])
         return gl.convert_layout(x, gl.DotOperandLayout(0, mma, 2), assert_trivial=True)
     else:
         layout: gl.constexpr = gl.DistributedLinearLayout([[0, 1], [0, 8], [8, 0]] + more, lanes, warps, [], [C, K])
-        x = gl.permute(gl.reshape(tile.load(layout), [GROUPS, R, K]), (0, 2, 1))
+        x = gl.permute(gl.reshape(tile.load(layout), [4, ROWS, K]), (0, 2, 1))
         return gl.convert_layout(x, gl.DotOperandLayout(1, mma, 2), assert_trivial=True)
 
 
 @gluon.jit
 def product(a, b):
-    """Within groups: [GROUPS,R,R]."""
-    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [GROUPS, 1, 1], [1, 16, 8])
-    return mma_v2(a, b, gl.zeros([GROUPS, R, R], gl.float32, mma))
+    """Within groups: [4,ROWS,ROWS]."""
+    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
+    return mma_v2(a, b, gl.zeros([4, ROWS, ROWS], gl.float32, mma))
 
 
 @gluon.jit
 def pairs(x, n: gl.constexpr, layout: gl.constexpr):
-    """All tokens of a tile with those of its group n: [64,R]."""
-    return warpgroup_mma(x, x.slice(n * R, R).permute((1, 0)), gl.zeros([C, R], gl.float32, layout), use_acc=False)
+    """All tokens of a tile with those of its group n: [64,ROWS]."""
+    return warpgroup_mma(x, x.slice(n * ROWS, ROWS).permute((1, 0)), gl.zeros([C, ROWS], gl.float32, layout), use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -264,15 +291,15 @@ def walk(
     S_s = S_all.index(BLOCK)
     o_s = o_all.index(BLOCK)
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
-    narrow: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R, 16])
-    inner: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [GROUPS, 1, 1], [1, 16, 8])
+    narrow: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    inner: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     channel: gl.constexpr = gl.SliceLayout(1, mma)
     i = gl.arange(0, C, gl.SliceLayout(1, mma))
     j = gl.arange(0, C, gl.SliceLayout(0, mma))
-    a = gl.arange(0, R, gl.SliceLayout(0, gl.SliceLayout(2, inner)))[None, :, None]
-    b = gl.arange(0, R, gl.SliceLayout(0, gl.SliceLayout(1, inner)))[None, None, :]
-    group = gl.arange(0, C, gl.SliceLayout(1, narrow))[:, None] // R
+    a = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, inner)))[None, :, None]
+    b = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(1, inner)))[None, None, :]
+    group = gl.arange(0, C, gl.SliceLayout(1, narrow))[:, None] // ROWS
     dk = gl.arange(0, K, channel)
     if PREVIOUS:
         across: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.DotOperandLayout(1, inner, 2)))
@@ -309,14 +336,13 @@ def walk(
             P = product(operand(y, True), operand(y, False))
             D = gl.where(((a ^ b) >> (2 * n + 1) == 1) & (a > b), P, D)
             released(n, x_s, empty)
-        D = gl.convert_layout(gl.reshape(D, [C, R]), narrow, assert_trivial=True)
+        D = gl.convert_layout(gl.reshape(D, [C, ROWS]), narrow, assert_trivial=True)
         x, y = awaited(2, c, x_s, full)
-        A_0 = pairs(x, 0, narrow)
-        A_2 = pairs(x, 2, narrow)
-        A_0 = gl.where(group == 0, D, gl.where(group == 1, A_0, pairs(y, 0, narrow))).to(q_s.dtype)
-        A_1 = gl.where(group == 1, D, gl.where(group > 1, pairs(y, 1, narrow), 0.0)).to(q_s.dtype)
+        near_0, near_2, far_0, far_1 = warpgroup_mma_wait(0, [pairs(x, 0, narrow), pairs(x, 2, narrow), pairs(y, 0, narrow), pairs(y, 1, narrow)])
         released(2, x_s, empty)
-        A_2 = gl.where(group == 2, D, gl.where(group > 2, A_2, 0.0)).to(q_s.dtype)
+        A_0 = gl.where(group == 0, D, gl.where(group == 1, near_0, far_0)).to(q_s.dtype)
+        A_1 = gl.where(group == 1, D, gl.where(group > 1, far_1, 0.0)).to(q_s.dtype)
+        A_2 = gl.where(group == 2, D, gl.where(group > 2, near_2, 0.0)).to(q_s.dtype)
         A_3 = gl.where(group == 3, D, 0.0).to(q_s.dtype)
         v = v_s.index(s * BLOCKS + BLOCK)
         q, k = awaited(3, c, x_s, full)
@@ -328,10 +354,10 @@ def walk(
         A_1 = gl.convert_layout(A_1, left, assert_trivial=True)
         A_2 = gl.convert_layout(A_2, left, assert_trivial=True)
         A_3 = gl.convert_layout(A_3, left, assert_trivial=True)
-        O = warpgroup_mma(A_0, v.slice(0, R), O, is_async=True)
-        O = warpgroup_mma(A_1, v.slice(R, R), O, is_async=True)
-        O = warpgroup_mma(A_2, v.slice(2 * R, R), O, is_async=True)
-        O = warpgroup_mma(A_3, v.slice(3 * R, R), O, is_async=True)
+        O = warpgroup_mma(A_0, v.slice(0, ROWS), O, is_async=True)
+        O = warpgroup_mma(A_1, v.slice(ROWS, ROWS), O, is_async=True)
+        O = warpgroup_mma(A_2, v.slice(2 * ROWS, ROWS), O, is_async=True)
+        O = warpgroup_mma(A_3, v.slice(3 * ROWS, ROWS), O, is_async=True)
         S = warpgroup_mma(k.permute((1, 0)), v, S, is_async=True)
         O, A_0, A_1, A_2, A_3, S = warpgroup_mma_wait(0, [O, A_0, A_1, A_2, A_3, S])
         released(3, x_s, empty)

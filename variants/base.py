@@ -1,0 +1,468 @@
+"""The chunkwise forward kernel for decays per channel on Hopper, in Gluon: any decay at one speed.
+
+A chunk of 64 tokens is cut in two, the halves in two, and so on: six levels of blocks of L = 32, 16, ... 1 tokens. Every pair of tokens
+s < t is split by one level: s lies in the first half of a block of 2 L tokens, t in the second. With w the decay of a token,
+
+    X_L = q_t o w_{m+1} ... w_t   for t in the second half of such a block, whose middle is m  ("previous": up to t - 1)
+        = k_s o w_{s+1} ... w_m   for s in the first
+    A   = X_L X_L^T  for the pairs that L splits; on the diagonal q . k, or q . (u o k)
+    O   = scale (A V + (q o w_1 ... w_t) S)               S' = (w_1 ... w_64) o S + (k o w_{s+1} ... w_64)^T V
+
+All factors are at most 1, so no decay is too strong. The warps of a program divide the work:
+
+- ``prepare``: decays from memory, a chunk ahead in registers; each thread has 16 tokens of two channels, so that factors of levels up to
+  8 are running products in its registers. It writes X_1, X_2, ... X_32 into a ring of tiles, then q and k with their factors in place.
+- ``walk``, 4 warps for each block of 64 value channels: X X^T level by level into A, then the products with V and the state, which is in
+  their registers.
+
+Tiles of q, k and v lie in a ring of STAGES, which the tensor memory accelerator fills.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from penstock.gpu.hopper_tiles import exp2, meet, zeroed_behind
+from penstock.gpu.tiles import LOG2E, slot_of, tokens_of
+
+C = gl.constexpr(64)  # tokens in a chunk, and value channels in a block
+GROUPS = gl.constexpr(4)  # of R tokens, each in one thread
+R = gl.constexpr(16)
+ROWS = gl.constexpr(16)  # of a product within a warp
+LEVELS = gl.constexpr(6)
+TILES = gl.constexpr(8)  # that a chunk sends through the ring: one for each level, then q and k with the factors that a state needs
+
+
+@gluon.jit
+def decays_at(g, g_t, g_k, left, K: gl.constexpr, layout: gl.constexpr):
+    """A chunk's decays [64,K] as they are in memory, 0 where there is no token.
+
+    The compiler is not to know that the rows' offsets are those of the chunk before: it would keep them in registers.
+    """
+    zero = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [left * 0], dtype=gl.int32, is_pure=False, pack=1)
+    i = gl.arange(0, C, gl.SliceLayout(1, layout)) + zero
+    j = gl.arange(0, K, gl.SliceLayout(0, layout))
+    return gl.load(g + (i[:, None] * g_t + j[None, :] * g_k), mask=(i < left)[:, None], other=0.0)
+
+
+@gluon.jit
+def halves(x, L: gl.constexpr, WARPS: gl.constexpr):
+    """Of [GROUPS,N,K] the first and the second half of each 2 L of N: [GROUPS,N / 2 L,L,K]."""
+    N: gl.constexpr = x.shape[1] // (2 * L)
+    K: gl.constexpr = x.shape[2]
+    both: gl.constexpr = gl.BlockedLayout([1, N, L, 2, 2], [1, 1, 1, 32, 1], [GROUPS, 1, 1, WARPS // GROUPS, 1], [4, 3, 2, 1, 0])
+    one: gl.constexpr = gl.BlockedLayout([1, N, L, 2], [1, 1, 1, 32], [GROUPS, 1, 1, WARPS // GROUPS], [3, 2, 1, 0])
+    x = gl.permute(gl.reshape(x, [GROUPS, N, 2, L, K]), (0, 1, 3, 4, 2))
+    a, b = gl.split(gl.convert_layout(x, both, assert_trivial=True))
+    return gl.convert_layout(a, one, assert_trivial=True), gl.convert_layout(b, one, assert_trivial=True)
+
+
+@gluon.jit
+def joined(a, b, layout: gl.constexpr):
+    """The converse."""
+    N: gl.constexpr = 2 * a.shape[1] * a.shape[2]
+    K: gl.constexpr = a.shape[3]
+    return gl.convert_layout(gl.reshape(gl.permute(gl.join(a, b), (0, 1, 4, 2, 3)), [GROUPS, N, K]), layout, assert_trivial=True)
+
+
+@gluon.jit
+def widened(through, behind, total, layout: gl.constexpr, WARPS: gl.constexpr):
+    """From blocks of L tokens to those of 2 L: products up to each token, of those behind it, and of all."""
+    L: gl.constexpr = R // total.shape[1]
+    N: gl.constexpr = total.shape[1] // 2
+    one: gl.constexpr = gl.BlockedLayout([1, N, L, 2], [1, 1, 1, 32], [GROUPS, 1, 1, WARPS // GROUPS], [3, 2, 1, 0])
+    first, second = halves(total, 1, WARPS)
+    a, b = halves(through, L, WARPS)
+    through = joined(a, b * gl.convert_layout(first, one, assert_trivial=True), layout)
+    a, b = halves(behind, L, WARPS)
+    behind = joined(a * gl.convert_layout(second, one, assert_trivial=True), b, layout)
+    return through, behind, gl.convert_layout(gl.reshape(first * second, [GROUPS, N, total.shape[2]]), layout, assert_trivial=True)
+
+
+@gluon.jit
+def publish(X, Y, n: gl.constexpr, c, x_s, full, empty):
+    """Pair n of a chunk's tiles into the ring."""
+    PAIRS: gl.constexpr = x_s.type.shape[0] // 2
+    s: gl.constexpr = n % PAIRS
+    mbarrier.wait(empty.index(s), (c * (TILES // 2 // PAIRS) + n // PAIRS) & 1 ^ 1)
+    x_s.index(2 * s).store(X)
+    x_s.index(2 * s + 1).store(Y)
+    fence_async_shared()
+    meet()
+    mbarrier.arrive(full.index(s), count=1)
+
+
+@gluon.jit
+def awaited(n: gl.constexpr, c, x_s, full):
+    """Pair n of a chunk's tiles."""
+    PAIRS: gl.constexpr = x_s.type.shape[0] // 2
+    s: gl.constexpr = n % PAIRS
+    mbarrier.wait(full.index(s), (c * (TILES // 2 // PAIRS) + n // PAIRS) & 1)
+    return x_s.index(2 * s), x_s.index(2 * s + 1)
+
+
+@gluon.jit
+def released(n: gl.constexpr, x_s, empty):
+    """Nobody here reads it any more."""
+    mbarrier.arrive(empty.index(n % (x_s.type.shape[0] // 2)), count=1)
+
+
+@gluon.jit
+def fill(q_tiles, k_tiles, v_tiles, ring, loaded, c, chunks, row, key_column, value_column, BLOCKS: gl.constexpr, STAGES: gl.constexpr):
+    """Have chunk c brought into its slot, if there is one."""
+    q_s, k_s, v_s = ring
+    s = c % STAGES
+    there = c < chunks
+    bar = loaded.index(s)
+    mbarrier.expect(bar, q_tiles.block_type.nbytes + k_tiles.block_type.nbytes + BLOCKS * v_tiles.block_type.nbytes, pred=there)
+    tma.async_copy_global_to_shared(q_tiles, [row + c * C, key_column], bar, q_s.index(s), pred=there)
+    tma.async_copy_global_to_shared(k_tiles, [row + c * C, key_column], bar, k_s.index(s), pred=there)
+    for block in gl.static_range(BLOCKS):
+        tma.async_copy_global_to_shared(v_tiles, [row + c * C, value_column + block * C], bar, v_s.index(s * BLOCKS + block), pred=there)
+
+
+@gluon.jit
+def prepare(
+    g, ring, x_s, sides, bars, chunks, tokens, scale, g_t, g_k,
+    K: gl.constexpr, PREVIOUS: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The warps that put factors on q and k. A thread has two channels of a group's tokens."""
+    q_s, k_s, v_s = ring
+    part_s, total_s = sides
+    loaded, full, empty, _ = bars
+    WARPS: gl.constexpr = gl.num_warps()
+    layout: gl.constexpr = gl.BlockedLayout([R, 2], [1, 32], [GROUPS, WARPS // GROUPS], [1, 0])
+    grouped: gl.constexpr = gl.BlockedLayout([1, R, 2], [1, 1, 32], [GROUPS, 1, WARPS // GROUPS], [2, 1, 0])
+    across: gl.constexpr = gl.SliceLayout(1, grouped)  # [GROUPS,K]
+    i = gl.arange(0, C, gl.SliceLayout(1, layout))
+    d = decays_at(g, g_t, g_k, tokens, K, layout)
+    for c in range(chunks):
+        s = c % STAGES
+        left = tokens - c * C
+        x = gl.convert_layout(gl.reshape(d.to(gl.float32) * LOG2E, [GROUPS, R, K]), grouped, assert_trivial=True)
+        part = part_s.index(c & 1)
+        part.store(gl.sum(x, 1))
+        total = exp2(x)
+        mbarrier.wait(loaded.index(s), (c // STAGES) & 1)
+        Q = q_s.index(s).load(layout)
+        Kt = k_s.index(s).load(layout)
+        through = gl.full([GROUPS, R, K], scale, gl.float32, grouped)
+        if not PREVIOUS:
+            through = total * scale
+        behind = gl.full([GROUPS, R, K], 1.0, gl.float32, grouped)
+        for n in gl.static_range(LEVELS):
+            if 1 << n < R:
+                X = factored(Q, Kt, through, behind, n, layout)
+                through, behind, total = widened(through, behind, total, grouped, WARPS)
+            else:
+                if 1 << n == R:
+                    g += (g_t + left * 0).to(gl.int64) * C
+                    d = decays_at(g, g_t, g_k, left - C, K, layout)
+                    Qf = Q.to(gl.float32) * flat(through, layout)
+                    Kf = Kt.to(gl.float32) * flat(behind, layout)
+                X = gl.where(((i >> n) & 1)[:, None] == 1, Qf, Kf)
+                if 1 << n > R:
+                    X = X * spread(exp2(between(part, (1 << n) // R, across)), layout)
+                X = X.to(q_s.dtype)
+            if n % 2 == 0:
+                E = X
+            else:
+                publish(E, X, n // 2, c, x_s, full, empty)
+        before, after, whole = around(part, across)
+        total_s.index(s).store(gl.reshape(exp2(whole), [K]))
+        X = (Qf * spread(exp2(before), layout)).to(q_s.dtype)
+        Y = (Kf * spread(exp2(after), layout)).to(q_s.dtype)
+        if left < C:
+            Y = gl.where((i < left)[:, None], Y, gl.zeros_like(Y))
+            wide: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+            for block in gl.static_range(BLOCKS):
+                zeroed_behind(v_s.index(s * BLOCKS + block), left, wide)
+        publish(X, Y, 3, c, x_s, full, empty)
+
+
+@gluon.jit
+def between(part, N: gl.constexpr, across: gl.constexpr):
+    """In blocks of 2 N groups, the sums between a group and the middle: [GROUPS,K]."""
+    group = gl.arange(0, GROUPS, gl.SliceLayout(1, across))[:, None]
+    K: gl.constexpr = part.type.shape[1]
+    x = gl.zeros([GROUPS, K], gl.float32, across)
+    for n in gl.static_range(GROUPS):
+        if n // N % 2 == 0:
+            x += gl.where((group // N == n // N) & (group < n), part.slice(n, 1).load(across), 0.0)
+        else:
+            x += gl.where((group // N == n // N) & (group > n), part.slice(n, 1).load(across), 0.0)
+    return x
+
+
+@gluon.jit
+def around(part, across: gl.constexpr):
+    """The sums before each group, behind it, and of all."""
+    group = gl.arange(0, GROUPS, gl.SliceLayout(1, across))[:, None]
+    K: gl.constexpr = part.type.shape[1]
+    before = gl.zeros([GROUPS, K], gl.float32, across)
+    after = gl.zeros([GROUPS, K], gl.float32, across)
+    whole = gl.zeros([1, K], gl.float32, across)
+    for n in gl.static_range(GROUPS):
+        one = part.slice(n, 1).load(across)
+        whole += one
+        before += gl.where(group > n, one, 0.0)
+        after += gl.where(group < n, one, 0.0)
+    return before, after, whole
+
+
+@gluon.jit
+def factored(q, k, through, behind, n: gl.constexpr, layout: gl.constexpr):
+    """X of blocks of 2^n tokens."""
+    second = ((gl.arange(0, C, gl.SliceLayout(1, layout)) >> n) & 1)[:, None] == 1
+    Q = (q.to(gl.float32) * flat(through, layout)).to(q.dtype)
+    if n == 0:
+        return gl.where(second, Q, k)  # no token lies between k and the middle
+    else:
+        return gl.where(second, Q, (k.to(gl.float32) * flat(behind, layout)).to(q.dtype))
+
+
+@gluon.jit
+def flat(x, layout: gl.constexpr):
+    """[GROUPS,R,K] as [64,K]."""
+    return gl.convert_layout(gl.reshape(x, [C, x.shape[2]]), layout, assert_trivial=True)
+
+
+@gluon.jit
+def spread(x, layout: gl.constexpr):
+    """[GROUPS,K] to all tokens of a group: [64,K]."""
+    return flat(gl.expand_dims(x, 1).broadcast_to([GROUPS, R, x.shape[1]]), layout)
+
+
+@gluon.jit
+def operand(tile, LEFT: gl.constexpr):
+    """A tile [64,K] in registers for products within groups: [4,ROWS,K] for the left, transposed for the right."""
+    K: gl.constexpr = tile.type.shape[1]
+    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
+    more: gl.constexpr = [[0, 16], [0, 32]] + ([[0, 64]] if K >= 128 else []) + ([[0, 128]] if K == 256 else [])
+    lanes: gl.constexpr = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
+    warps: gl.constexpr = [[16, 0], [32, 0]]
+    if LEFT:
+        layout: gl.constexpr = gl.DistributedLinearLayout([[0, 1], [8, 0], [0, 8]] + more, lanes, warps, [], [C, K])
+        x = gl.reshape(tile.load(layout), [4, ROWS, K])
+        return gl.convert_layout(x, gl.DotOperandLayout(0, mma, 2), assert_trivial=True)
+    else:
+        layout: gl.constexpr = gl.DistributedLinearLayout([[0, 1], [0, 8], [8, 0]] + more, lanes, warps, [], [C, K])
+        x = gl.permute(gl.reshape(tile.load(layout), [4, ROWS, K]), (0, 2, 1))
+        return gl.convert_layout(x, gl.DotOperandLayout(1, mma, 2), assert_trivial=True)
+
+
+@gluon.jit
+def product(a, b):
+    """Within groups: [4,ROWS,ROWS]."""
+    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
+    return mma_v2(a, b, gl.zeros([4, ROWS, ROWS], gl.float32, mma))
+
+
+@gluon.jit
+def pairs(x, n: gl.constexpr, layout: gl.constexpr):
+    """All tokens of a tile with those of its group n: [64,ROWS]."""
+    return warpgroup_mma(x, x.slice(n * ROWS, ROWS).permute((1, 0)), gl.zeros([C, ROWS], gl.float32, layout), use_acc=False, is_async=True)
+
+
+@gluon.jit
+def walk(
+    tiles, x_s, sides, bars, place, memory, steps, bonus, scale, H,
+    K: gl.constexpr, V: gl.constexpr, PREVIOUS: gl.constexpr, INITIAL: gl.constexpr, FINAL: gl.constexpr, EVERY: gl.constexpr,
+    BLOCKS: gl.constexpr, STAGES: gl.constexpr, BLOCK: gl.constexpr,
+):  # fmt: skip
+    """The warps of block BLOCK of the program's value channels."""
+    q_tiles, k_tiles, v_tiles, o_tiles, ring, S_all, o_all = tiles
+    q_s, k_s, v_s = ring
+    row, key_column, value_column, chunks, tokens = place
+    first, last, kept, output = memory
+    s_k, s_v = steps
+    u, u_k = bonus
+    _, total_s = sides
+    loaded, full, empty, done = bars
+    S_s = S_all.index(BLOCK)
+    o_s = o_all.index(BLOCK)
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    narrow: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    inner: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
+    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    channel: gl.constexpr = gl.SliceLayout(1, mma)
+    i = gl.arange(0, C, gl.SliceLayout(1, mma))
+    j = gl.arange(0, C, gl.SliceLayout(0, mma))
+    a = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, inner)))[None, :, None]
+    b = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(1, inner)))[None, None, :]
+    group = gl.arange(0, C, gl.SliceLayout(1, narrow))[:, None] // ROWS
+    dk = gl.arange(0, K, channel)
+    if PREVIOUS:
+        across: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.DotOperandLayout(1, inner, 2)))
+        own_u = gl.load(u + gl.arange(0, K, across) * u_k).to(q_s.dtype)
+    S = gl.zeros([K, C], gl.float32, mma)
+    if INITIAL:
+        S = gl.load(first + dk[:, None] * s_k + (BLOCK * C + j)[None, :] * s_v).to(gl.float32)
+    for c in range(chunks):
+        s = c % STAGES
+        phase = (c // STAGES) & 1
+        t = c * C
+        if EVERY > 0:
+            if t % EVERY == 0:
+                wide: gl.constexpr = gl.DistributedLinearLayout(  # as S lies, but 16 bytes of a row together
+                    [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32]] + ([[64, 0]] if K >= 128 else []) + ([[128, 0]] if K == 256 else []),
+                    [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+                    [[16, 0], [32, 0]], [], [K, C],
+                )  # fmt: skip
+                wk = gl.arange(0, K, gl.SliceLayout(1, wide))
+                wv = gl.arange(0, C, gl.SliceLayout(0, wide))
+                slot = kept + (t // EVERY) * (H.to(gl.int64) * (K * V)) + BLOCK * C
+                gl.store(slot + (wk[:, None] * V + wv[None, :]), gl.convert_layout(S.to(gl.bfloat16), wide))
+        S_s.store(S.to(S_s.dtype))
+        mbarrier.wait(loaded.index(s), phase)
+        x = operand(k_s.index(s), False)
+        if PREVIOUS:
+            x = x * own_u[None, :, None]
+        D = product(operand(q_s.index(s), True), x) * scale
+        D = gl.where(a == b, D, 0.0)
+        for n in gl.static_range(2):
+            x, y = awaited(n, c, x_s, full)
+            P = product(operand(x, True), operand(x, False))
+            D = gl.where(((a ^ b) >> (2 * n) == 1) & (a > b), P, D)
+            P = product(operand(y, True), operand(y, False))
+            D = gl.where(((a ^ b) >> (2 * n + 1) == 1) & (a > b), P, D)
+            released(n, x_s, empty)
+        D = gl.convert_layout(gl.reshape(D, [C, ROWS]), narrow, assert_trivial=True)
+        x, y = awaited(2, c, x_s, full)
+        near_0, near_2, far_0, far_1 = warpgroup_mma_wait(0, [pairs(x, 0, narrow), pairs(x, 2, narrow), pairs(y, 0, narrow), pairs(y, 1, narrow)])
+        released(2, x_s, empty)
+        A_0 = gl.where(group == 0, D, gl.where(group == 1, near_0, far_0)).to(q_s.dtype)
+        A_1 = gl.where(group == 1, D, gl.where(group > 1, far_1, 0.0)).to(q_s.dtype)
+        A_2 = gl.where(group == 2, D, gl.where(group > 2, near_2, 0.0)).to(q_s.dtype)
+        A_3 = gl.where(group == 3, D, 0.0).to(q_s.dtype)
+        v = v_s.index(s * BLOCKS + BLOCK)
+        q, k = awaited(3, c, x_s, full)
+        S = S * total_s.index(s).load(channel)[:, None]
+        fence_async_shared()
+        meet()
+        O = warpgroup_mma(q, S_s, gl.zeros([C, C], gl.float32, mma), use_acc=False, is_async=True)
+        A_0 = gl.convert_layout(A_0, left, assert_trivial=True)
+        A_1 = gl.convert_layout(A_1, left, assert_trivial=True)
+        A_2 = gl.convert_layout(A_2, left, assert_trivial=True)
+        A_3 = gl.convert_layout(A_3, left, assert_trivial=True)
+        O = warpgroup_mma(A_0, v.slice(0, ROWS), O, is_async=True)
+        O = warpgroup_mma(A_1, v.slice(ROWS, ROWS), O, is_async=True)
+        O = warpgroup_mma(A_2, v.slice(2 * ROWS, ROWS), O, is_async=True)
+        O = warpgroup_mma(A_3, v.slice(3 * ROWS, ROWS), O, is_async=True)
+        S = warpgroup_mma(k.permute((1, 0)), v, S, is_async=True)
+        O, A_0, A_1, A_2, A_3, S = warpgroup_mma_wait(0, [O, A_0, A_1, A_2, A_3, S])
+        released(3, x_s, empty)
+        tma.store_wait(0)
+        meet()
+        if BLOCK > 0:
+            mbarrier.arrive(done.index(s), count=1)
+        O = O.to(gl.bfloat16)
+        if t + C <= tokens:
+            o_s.store(O)
+            fence_async_shared()
+            meet()
+            tma.async_copy_shared_to_global(o_tiles, [row + t, value_column + BLOCK * C], o_s)
+        else:
+            gl.store(output + (t + i)[:, None] * (H.to(gl.int64) * V) + (BLOCK * C + j)[None, :], O, mask=(t + i < tokens)[:, None])
+        if BLOCK == 0:
+            if c + STAGES < chunks:
+                if BLOCKS > 1:
+                    mbarrier.wait(done.index(s), phase)
+                fill(q_tiles, k_tiles, v_tiles, ring, loaded, c + STAGES, chunks, row, key_column, value_column, BLOCKS, STAGES)
+    if FINAL:
+        gl.store(last + dk[:, None] * V + (BLOCK * C + j)[None, :], S)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["N", "T", "L", "H"])
+def penstock_chunk_fwd_hopper(
+    q_tiles, k_tiles, v_tiles, o_tiles, g, u, initial_state, output, final_state, chunk_states, cu_seqlens, scale, N, T, L, H,
+    g_b, g_t, g_h, g_k, u_h, u_k, s_n, s_h, s_k, s_v,
+    K: gl.constexpr, V: gl.constexpr, SEGMENTS: gl.constexpr, PREVIOUS: gl.constexpr, INITIAL: gl.constexpr, FINAL: gl.constexpr,
+    EVERY: gl.constexpr, PACKED: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, WARPS: gl.constexpr,
+    REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Program (stretch, head, BLOCKS blocks of V). ``prepare`` has WARPS warps of REGISTERS registers a thread."""
+    NV: gl.constexpr = V // (C * BLOCKS)
+    pid = gl.program_id(0)
+    vb = pid % NV
+    slot = pid // NV // H
+    h = pid // NV % H
+    n, b, row, _, begin, behind, tokens = tokens_of(slot, cu_seqlens, N, T, L, SEGMENTS, PACKED, False)
+    chunks = (gl.maximum(tokens, 0) + (C - 1)) // C
+    head = h.to(gl.int64)
+    state = (slot.to(gl.int64) * H + head) * (K * V) + vb * (C * BLOCKS)
+    first = initial_state + slot.to(gl.int64) * s_n + head * s_h + vb * (C * BLOCKS) * s_v
+    last = final_state + state
+    kept = chunk_states
+    if EVERY > 0:
+        kept += (slot_of(n, begin, behind, T, EVERY, PACKED).to(gl.int64) * H + head) * (K * V) + vb * (C * BLOCKS)
+    output += ((b * T + row) * H + head) * V + vb * (C * BLOCKS)
+    g += b * g_b + row * g_t + head * g_h
+    u += head * u_h
+    row = (b * T + row).to(gl.int32)
+
+    q_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, K], q_tiles.layout)
+    k_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, K], k_tiles.layout)
+    v_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES * BLOCKS, C, C], v_tiles.layout)
+    x_s = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, C, K], q_tiles.layout)
+    S_s = gl.allocate_shared_memory(gl.bfloat16, [BLOCKS, K, C], v_tiles.layout)
+    o_s = gl.allocate_shared_memory(gl.bfloat16, [BLOCKS, C, C], o_tiles.layout)
+    part_s = gl.allocate_shared_memory(gl.float32, [2, GROUPS, K], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    total_s = gl.allocate_shared_memory(gl.float32, [STAGES, K], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    loaded = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS // 2, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS // 2, 1], mbarrier.MBarrierLayout())
+    done = loaded
+    if BLOCKS > 1:  # unused shared memory may be aliased, and a valid barrier must not be overwritten
+        done = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(loaded.index(s), count=1)
+        if BLOCKS > 1:
+            mbarrier.init(done.index(s), count=1)
+    for s in gl.static_range(SLOTS // 2):
+        mbarrier.init(full.index(s), count=1)
+        mbarrier.init(empty.index(s), count=BLOCKS)
+    fence_async_shared()
+    meet()
+
+    ring = (q_s, k_s, v_s)
+    sides = (part_s, total_s)
+    bars = (loaded, full, empty, done)
+    key_column = h * K
+    value_column = h * V + vb * (C * BLOCKS)
+    for c in gl.static_range(STAGES):
+        fill(q_tiles, k_tiles, v_tiles, ring, loaded, c, chunks, row, key_column, value_column, BLOCKS, STAGES)
+    tiles = (q_tiles, k_tiles, v_tiles, o_tiles, ring, S_s, o_s)
+    place = (row, key_column, value_column, chunks, tokens)
+    memory = (first, last, kept, output)
+    steps = (s_k, s_v)
+    bonus = (u, u_k)
+    if BLOCKS == 2:
+        gl.warp_specialize(
+            [
+                (walk, (tiles, x_s, sides, bars, place, memory, steps, bonus, scale, H, K, V, PREVIOUS, INITIAL, FINAL, EVERY, BLOCKS, STAGES, 0)),
+                (prepare, (g, ring, x_s, sides, bars, chunks, tokens, scale, g_t, g_k, K, PREVIOUS, BLOCKS, STAGES)),
+                (walk, (tiles, x_s, sides, bars, place, memory, steps, bonus, scale, H, K, V, PREVIOUS, INITIAL, FINAL, EVERY, BLOCKS, STAGES, 1)),
+            ],
+            [WARPS, 4],
+            [REGISTERS, 256 - REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (walk, (tiles, x_s, sides, bars, place, memory, steps, bonus, scale, H, K, V, PREVIOUS, INITIAL, FINAL, EVERY, BLOCKS, STAGES, 0)),
+                (prepare, (g, ring, x_s, sides, bars, chunks, tokens, scale, g_t, g_k, K, PREVIOUS, BLOCKS, STAGES)),
+            ],
+            [WARPS],
+            [REGISTERS],
+        )
