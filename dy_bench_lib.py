@@ -11,7 +11,7 @@ def call(q, k, v, g, u, blocks, stages, slots, warps, regs, maxnreg, state=None,
     B, T, H, K = q.shape; V = v.shape[3]
     o = torch.empty(B, T, H, V, dtype=v.dtype, device=dev); f = torch.empty(B, H, K, V, device=dev)
     tiles = hopper.forward_tiles(K)
-    d = [desc(x, t) for x, t in zip((q, k, v, o), tiles)]
+    d = [desc(x, t) for x, t in zip((q, k, v, o, g), (*tiles, Tile(64, K)))]
     prev = u is not None
     uu = u if prev else q
     st = state.stride() if state is not None else (0, 0, 0, 0)
@@ -19,7 +19,7 @@ def call(q, k, v, g, u, blocks, stages, slots, warps, regs, maxnreg, state=None,
     scale = float(K) ** -0.5 if not prev else 1.0
     def go():
         dy.penstock_chunk_fwd_hopper[grid](*d, g, uu, state if state is not None else f, o, f, f, f, scale, B, T, 0, H, *g.stride(), *((uu.stride()) if prev else (0, 0)), *st,
-            K, V, False, prev, state is not None, final, 0, False, blocks, stages, slots, warps, regs, num_warps=4, maxnreg=maxnreg)
+            K, V, False, prev, state is not None, final, 0, False, blocks, stages, slots, warps, regs, True, num_warps=4, maxnreg=maxnreg)
     return go, o, f, scale
 def oracle(q, k, v, g, u, scale, state=None):
     B, T, H, K = q.shape

@@ -48,10 +48,10 @@ def tiled(x: Tensor) -> bool:
 
 
 @cache
-def _layout() -> Any:
+def _layout(bits: int) -> Any:
     from triton.experimental.gluon.language import NVMMASharedLayout
 
-    return NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    return NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=2)
 
 
 @cache
@@ -64,7 +64,7 @@ def _descriptor() -> Any:
 def description(x: Tensor, tile: Tile) -> dict[str, Any]:
     """What tensors of one layout have in common as matrices that are copied in tiles."""
     strides, box = [x.stride(tile.axes - 1), 1], [tile.rows, tile.columns]
-    return {"columns": prod(x.shape[tile.axes :]), "strides": strides, "block_shape": box, "layout": _layout(), "padding": "zero"}
+    return {"columns": prod(x.shape[tile.axes :]), "strides": strides, "block_shape": box, "layout": _layout(8 * x.element_size()), "padding": "zero"}
 
 
 def described(x: Tensor, known: Mapping[str, Any]) -> Any:

@@ -43,13 +43,15 @@ TILES = gl.constexpr(8)  # that a chunk sends through the ring: one for each lev
 
 
 @gluon.jit
-def decays_at(g, g_t, g_k, left, K: gl.constexpr, layout: gl.constexpr):
-    """A chunk's decays [64,K] as they are in memory, 0 where there is no token.
+def unknown(x):
+    """x, of which the compiler does not know that it is the same in each chunk: what follows from it does not take registers for ever."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
-    The compiler is not to know that the rows' offsets are those of the chunk before: it would keep them in registers.
-    """
-    zero = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [left * 0], dtype=gl.int32, is_pure=False, pack=1)
-    i = gl.arange(0, C, gl.SliceLayout(1, layout)) + zero
+
+@gluon.jit
+def decays_at(g, g_t, g_k, left, K: gl.constexpr, layout: gl.constexpr):
+    """A chunk's decays [64,K] as they are in memory, 0 where there is no token."""
+    i = gl.arange(0, C, gl.SliceLayout(1, layout)) + unknown(left * 0)
     j = gl.arange(0, K, gl.SliceLayout(0, layout))
     return gl.load(g + (i[:, None] * g_t + j[None, :] * g_k), mask=(i < left)[:, None], other=0.0)
 
@@ -102,12 +104,12 @@ def publish(X, Y, n: gl.constexpr, c, x_s, full, empty):
 
 
 @gluon.jit
-def awaited(n: gl.constexpr, c, x_s, full):
+def awaited(n: gl.constexpr, c, zero, x_s, full):
     """Pair n of a chunk's tiles."""
     PAIRS: gl.constexpr = x_s.type.shape[0] // 2
     s: gl.constexpr = n % PAIRS
     mbarrier.wait(full.index(s), (c * (TILES // 2 // PAIRS) + n // PAIRS) & 1)
-    return x_s.index(2 * s), x_s.index(2 * s + 1)
+    return x_s.index(zero + 2 * s), x_s.index(zero + (2 * s + 1))
 
 
 @gluon.jit
@@ -117,37 +119,50 @@ def released(n: gl.constexpr, x_s, empty):
 
 
 @gluon.jit
-def fill(q_tiles, k_tiles, v_tiles, ring, loaded, c, chunks, row, key_column, value_column, BLOCKS: gl.constexpr, STAGES: gl.constexpr):
-    """Have chunk c brought into its slot, if there is one."""
-    q_s, k_s, v_s = ring
-    s = c % STAGES
-    there = c < chunks
-    bar = loaded.index(s)
-    mbarrier.expect(bar, q_tiles.block_type.nbytes + k_tiles.block_type.nbytes + BLOCKS * v_tiles.block_type.nbytes, pred=there)
-    tma.async_copy_global_to_shared(q_tiles, [row + c * C, key_column], bar, q_s.index(s), pred=there)
-    tma.async_copy_global_to_shared(k_tiles, [row + c * C, key_column], bar, k_s.index(s), pred=there)
-    for block in gl.static_range(BLOCKS):
-        tma.async_copy_global_to_shared(v_tiles, [row + c * C, value_column + block * C], bar, v_s.index(s * BLOCKS + block), pred=there)
+def ask(tiles, tile, bar, row, column, there):
+    """Have a tile brought, and nothing else with this barrier."""
+    mbarrier.expect(bar, tiles.block_type.nbytes, pred=there)
+    tma.async_copy_global_to_shared(tiles, [row, column], bar, tile, pred=there)
+
+
+@gluon.jit
+def ask_both(q_tiles, k_tiles, q, k, bar, row, column, there):
+    """Have tiles of q and k brought."""
+    mbarrier.expect(bar, q_tiles.block_type.nbytes + k_tiles.block_type.nbytes, pred=there)
+    tma.async_copy_global_to_shared(q_tiles, [row, column], bar, q, pred=there)
+    tma.async_copy_global_to_shared(k_tiles, [row, column], bar, k, pred=there)
 
 
 @gluon.jit
 def prepare(
-    g, ring, x_s, sides, bars, chunks, tokens, scale, g_t, g_k,
-    K: gl.constexpr, PREVIOUS: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr,
+    g, tiles, ring, x_s, sides, bars, place, scale, g_t, g_k,
+    K: gl.constexpr, TILED: gl.constexpr, PREVIOUS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The warps that put factors on q and k. A thread has two channels of a group's tokens."""
-    q_s, k_s, v_s = ring
-    part_s, total_s = sides
-    loaded, full, empty, _ = bars
+    q_s, k_s, _ = ring
+    part_s, total_s, g_s = sides
+    loaded, full, empty, _, arrived = bars
+    row, key_column, _, chunks, tokens = place
+    q_tiles, k_tiles, g_tiles, _, _ = tiles
     WARPS: gl.constexpr = gl.num_warps()
     layout: gl.constexpr = gl.BlockedLayout([R, 2], [1, 32], [GROUPS, WARPS // GROUPS], [1, 0])
     grouped: gl.constexpr = gl.BlockedLayout([1, R, 2], [1, 1, 32], [GROUPS, 1, WARPS // GROUPS], [2, 1, 0])
     across: gl.constexpr = gl.SliceLayout(1, grouped)  # [GROUPS,K]
     i = gl.arange(0, C, gl.SliceLayout(1, layout))
-    d = decays_at(g, g_t, g_k, tokens, K, layout)
+    for n in gl.static_range(STAGES):
+        ask_both(q_tiles, k_tiles, q_s.index(n), k_s.index(n), loaded.index(n), row + n * C, key_column, n < chunks)
+    if TILED:
+        ask(g_tiles, g_s, arrived, row, key_column, chunks > 0)
+    else:
+        d = decays_at(g, g_t, g_k, tokens, K, layout)
     for c in range(chunks):
         s = c % STAGES
         left = tokens - c * C
+        if TILED:
+            mbarrier.wait(arrived, c & 1)
+            d = g_s.load(layout).to(gl.float32)
+            if left < C:
+                d = gl.where((i < left)[:, None], d, 0.0)
         x = gl.convert_layout(gl.reshape(d.to(gl.float32) * LOG2E, [GROUPS, R, K]), grouped, assert_trivial=True)
         part = part_s.index(c & 1)
         part.store(gl.sum(x, 1))
@@ -165,8 +180,9 @@ def prepare(
                 through, behind, total = widened(through, behind, total, grouped, WARPS)
             else:
                 if 1 << n == R:
-                    g += (g_t + left * 0).to(gl.int64) * C
-                    d = decays_at(g, g_t, g_k, left - C, K, layout)
+                    if not TILED:
+                        g += (g_t + left * 0).to(gl.int64) * C
+                        d = decays_at(g, g_t, g_k, left - C, K, layout)
                     Qf = Q.to(gl.float32) * flat(through, layout)
                     Kf = Kt.to(gl.float32) * flat(behind, layout)
                 X = gl.where(((i >> n) & 1)[:, None] == 1, Qf, Kf)
@@ -177,15 +193,17 @@ def prepare(
                 E = X
             else:
                 publish(E, X, n // 2, c, x_s, full, empty)
+                if TILED and n == 1:  # all have read the decays
+                    ask(g_tiles, g_s, arrived, row + (c + 1) * C, key_column, c + 1 < chunks)
+                if n == 5:  # and those who multiply, q and k as they were
+                    there = c + STAGES < chunks
+                    ask_both(q_tiles, k_tiles, q_s.index(s), k_s.index(s), loaded.index(s), row + (c + STAGES) * C, key_column, there)
         before, after, whole = around(part, across)
         total_s.index(s).store(gl.reshape(exp2(whole), [K]))
         X = (Qf * spread(exp2(before), layout)).to(q_s.dtype)
         Y = (Kf * spread(exp2(after), layout)).to(q_s.dtype)
         if left < C:
             Y = gl.where((i < left)[:, None], Y, gl.zeros_like(Y))
-            wide: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
-            for block in gl.static_range(BLOCKS):
-                zeroed_behind(v_s.index(s * BLOCKS + block), left, wide)
         publish(X, Y, 3, c, x_s, full, empty)
 
 
@@ -275,21 +293,23 @@ def pairs(x, n: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def walk(
-    tiles, x_s, sides, bars, place, memory, steps, bonus, scale, H,
+    tiles, ring, S_all, x_s, sides, bars, place, memory, steps, bonus, scale, H,
     K: gl.constexpr, V: gl.constexpr, PREVIOUS: gl.constexpr, INITIAL: gl.constexpr, FINAL: gl.constexpr, EVERY: gl.constexpr,
     BLOCKS: gl.constexpr, STAGES: gl.constexpr, BLOCK: gl.constexpr,
 ):  # fmt: skip
     """The warps of block BLOCK of the program's value channels."""
-    q_tiles, k_tiles, v_tiles, o_tiles, ring, S_all, o_all = tiles
+    _, _, _, v_tiles, o_tiles = tiles
     q_s, k_s, v_s = ring
-    row, key_column, value_column, chunks, tokens = place
+    row, _, value_column, chunks, tokens = place
     first, last, kept, output = memory
     s_k, s_v = steps
-    u, u_k = bonus
-    _, total_s = sides
-    loaded, full, empty, done = bars
-    S_s = S_all.index(BLOCK)
-    o_s = o_all.index(BLOCK)
+    u, u_k, u_all = bonus
+    u_s = u_all.index(BLOCK)
+    _, total_s, _ = sides
+    loaded, full, empty, ready, _ = bars
+    value_column += BLOCK * C
+    for n in gl.static_range(STAGES):
+        ask(v_tiles, v_s.index(n * BLOCKS + BLOCK), ready.index(n * BLOCKS + BLOCK), row + n * C, value_column, n < chunks)
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     narrow: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     inner: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
@@ -303,7 +323,9 @@ def walk(
     dk = gl.arange(0, K, channel)
     if PREVIOUS:
         across: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.DotOperandLayout(1, inner, 2)))
-        own_u = gl.load(u + gl.arange(0, K, across) * u_k).to(q_s.dtype)
+        flat_u: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        u_s.store(gl.load(u + gl.arange(0, K, flat_u) * u_k).to(q_s.dtype))
+        meet()
     S = gl.zeros([K, C], gl.float32, mma)
     if INITIAL:
         S = gl.load(first + dk[:, None] * s_k + (BLOCK * C + j)[None, :] * s_v).to(gl.float32)
@@ -322,22 +344,30 @@ def walk(
                 wv = gl.arange(0, C, gl.SliceLayout(0, wide))
                 slot = kept + (t // EVERY) * (H.to(gl.int64) * (K * V)) + BLOCK * C
                 gl.store(slot + (wk[:, None] * V + wv[None, :]), gl.convert_layout(S.to(gl.bfloat16), wide))
+        zero = unknown(t * 0)
+        S_s = S_all.index(BLOCK + zero)
         S_s.store(S.to(S_s.dtype))
         mbarrier.wait(loaded.index(s), phase)
         x = operand(k_s.index(s), False)
         if PREVIOUS:
-            x = x * own_u[None, :, None]
+            x = x * u_s.load(across)[None, :, None]
         D = product(operand(q_s.index(s), True), x) * scale
         D = gl.where(a == b, D, 0.0)
         for n in gl.static_range(2):
-            x, y = awaited(n, c, x_s, full)
+            x, y = awaited(n, c, zero, x_s, full)
             P = product(operand(x, True), operand(x, False))
             D = gl.where(((a ^ b) >> (2 * n) == 1) & (a > b), P, D)
             P = product(operand(y, True), operand(y, False))
             D = gl.where(((a ^ b) >> (2 * n + 1) == 1) & (a > b), P, D)
             released(n, x_s, empty)
+        if c > 0:
+            if c - 1 + STAGES < chunks:  # the output of the chunk before has left the slot that it shares with v
+                tma.store_wait(0)
+                meet()
+                slot = (c - 1) % STAGES * BLOCKS + BLOCK
+                ask(v_tiles, v_s.index(slot), ready.index(slot), row + (c - 1 + STAGES) * C, value_column, True)
         D = gl.convert_layout(gl.reshape(D, [C, ROWS]), narrow, assert_trivial=True)
-        x, y = awaited(2, c, x_s, full)
+        x, y = awaited(2, c, zero, x_s, full)
         near_0, near_2, far_0, far_1 = warpgroup_mma_wait(0, [pairs(x, 0, narrow), pairs(x, 2, narrow), pairs(y, 0, narrow), pairs(y, 1, narrow)])
         released(2, x_s, empty)
         A_0 = gl.where(group == 0, D, gl.where(group == 1, near_0, far_0)).to(q_s.dtype)
@@ -345,7 +375,10 @@ def walk(
         A_2 = gl.where(group == 2, D, gl.where(group > 2, near_2, 0.0)).to(q_s.dtype)
         A_3 = gl.where(group == 3, D, 0.0).to(q_s.dtype)
         v = v_s.index(s * BLOCKS + BLOCK)
-        q, k = awaited(3, c, x_s, full)
+        mbarrier.wait(ready.index(s * BLOCKS + BLOCK), phase)
+        if t + C > tokens:
+            zeroed_behind(v, tokens - t, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+        q, k = awaited(3, c, zero, x_s, full)
         S = S * total_s.index(s).load(channel)[:, None]
         fence_async_shared()
         meet()
@@ -361,23 +394,14 @@ def walk(
         S = warpgroup_mma(k.permute((1, 0)), v, S, is_async=True)
         O, A_0, A_1, A_2, A_3, S = warpgroup_mma_wait(0, [O, A_0, A_1, A_2, A_3, S])
         released(3, x_s, empty)
-        tma.store_wait(0)
-        meet()
-        if BLOCK > 0:
-            mbarrier.arrive(done.index(s), count=1)
         O = O.to(gl.bfloat16)
         if t + C <= tokens:
-            o_s.store(O)
+            v.store(O)
             fence_async_shared()
             meet()
-            tma.async_copy_shared_to_global(o_tiles, [row + t, value_column + BLOCK * C], o_s)
+            tma.async_copy_shared_to_global(o_tiles, [row + t, value_column], v)
         else:
             gl.store(output + (t + i)[:, None] * (H.to(gl.int64) * V) + (BLOCK * C + j)[None, :], O, mask=(t + i < tokens)[:, None])
-        if BLOCK == 0:
-            if c + STAGES < chunks:
-                if BLOCKS > 1:
-                    mbarrier.wait(done.index(s), phase)
-                fill(q_tiles, k_tiles, v_tiles, ring, loaded, c + STAGES, chunks, row, key_column, value_column, BLOCKS, STAGES)
     if FINAL:
         gl.store(last + dk[:, None] * V + (BLOCK * C + j)[None, :], S)
     tma.store_wait(0)
@@ -385,11 +409,11 @@ def walk(
 
 @gluon.jit(do_not_specialize=["N", "T", "L", "H"])
 def penstock_chunk_fwd_hopper(
-    q_tiles, k_tiles, v_tiles, o_tiles, g, u, initial_state, output, final_state, chunk_states, cu_seqlens, scale, N, T, L, H,
+    q_tiles, k_tiles, v_tiles, o_tiles, g_tiles, g, u, initial_state, output, final_state, chunk_states, cu_seqlens, scale, N, T, L, H,
     g_b, g_t, g_h, g_k, u_h, u_k, s_n, s_h, s_k, s_v,
     K: gl.constexpr, V: gl.constexpr, SEGMENTS: gl.constexpr, PREVIOUS: gl.constexpr, INITIAL: gl.constexpr, FINAL: gl.constexpr,
     EVERY: gl.constexpr, PACKED: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, WARPS: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    REGISTERS: gl.constexpr, TILED: gl.constexpr,
 ):  # fmt: skip
     """Program (stretch, head, BLOCKS blocks of V). ``prepare`` has WARPS warps of REGISTERS registers a thread."""
     NV: gl.constexpr = V // (C * BLOCKS)
@@ -416,43 +440,44 @@ def penstock_chunk_fwd_hopper(
     v_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES * BLOCKS, C, C], v_tiles.layout)
     x_s = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, C, K], q_tiles.layout)
     S_s = gl.allocate_shared_memory(gl.bfloat16, [BLOCKS, K, C], v_tiles.layout)
-    o_s = gl.allocate_shared_memory(gl.bfloat16, [BLOCKS, C, C], o_tiles.layout)
+    u_s = gl.allocate_shared_memory(gl.bfloat16, [BLOCKS, K], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     part_s = gl.allocate_shared_memory(gl.float32, [2, GROUPS, K], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     total_s = gl.allocate_shared_memory(gl.float32, [STAGES, K], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     loaded = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [SLOTS // 2, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS // 2, 1], mbarrier.MBarrierLayout())
-    done = loaded
-    if BLOCKS > 1:  # unused shared memory may be aliased, and a valid barrier must not be overwritten
-        done = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES * BLOCKS, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
         mbarrier.init(loaded.index(s), count=1)
-        if BLOCKS > 1:
-            mbarrier.init(done.index(s), count=1)
+    for s in gl.static_range(STAGES * BLOCKS):
+        mbarrier.init(ready.index(s), count=1)
     for s in gl.static_range(SLOTS // 2):
         mbarrier.init(full.index(s), count=1)
         mbarrier.init(empty.index(s), count=BLOCKS)
+    ring = (q_s, k_s, v_s)
+    g_s = part_s
+    arrived = loaded
+    if TILED:
+        g_s = gl.allocate_shared_memory(g_tiles.dtype, [C, K], g_tiles.layout)
+        arrived = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        mbarrier.init(arrived, count=1)
     fence_async_shared()
     meet()
-
-    ring = (q_s, k_s, v_s)
-    sides = (part_s, total_s)
-    bars = (loaded, full, empty, done)
+    sides = (part_s, total_s, g_s)
+    bars = (loaded, full, empty, ready, arrived)
     key_column = h * K
     value_column = h * V + vb * (C * BLOCKS)
-    for c in gl.static_range(STAGES):
-        fill(q_tiles, k_tiles, v_tiles, ring, loaded, c, chunks, row, key_column, value_column, BLOCKS, STAGES)
-    tiles = (q_tiles, k_tiles, v_tiles, o_tiles, ring, S_s, o_s)
+    tiles = (q_tiles, k_tiles, g_tiles, v_tiles, o_tiles)
     place = (row, key_column, value_column, chunks, tokens)
     memory = (first, last, kept, output)
     steps = (s_k, s_v)
-    bonus = (u, u_k)
+    bonus = (u, u_k, u_s)
     if BLOCKS == 2:
         gl.warp_specialize(
             [
-                (walk, (tiles, x_s, sides, bars, place, memory, steps, bonus, scale, H, K, V, PREVIOUS, INITIAL, FINAL, EVERY, BLOCKS, STAGES, 0)),
-                (prepare, (g, ring, x_s, sides, bars, chunks, tokens, scale, g_t, g_k, K, PREVIOUS, BLOCKS, STAGES)),
-                (walk, (tiles, x_s, sides, bars, place, memory, steps, bonus, scale, H, K, V, PREVIOUS, INITIAL, FINAL, EVERY, BLOCKS, STAGES, 1)),
+                (walk, (tiles, ring, S_s, x_s, sides, bars, place, memory, steps, bonus, scale, H, K, V, PREVIOUS, INITIAL, FINAL, EVERY, BLOCKS, STAGES, 0)),
+                (prepare, (g, tiles, ring, x_s, sides, bars, place, scale, g_t, g_k, K, TILED, PREVIOUS, STAGES)),
+                (walk, (tiles, ring, S_s, x_s, sides, bars, place, memory, steps, bonus, scale, H, K, V, PREVIOUS, INITIAL, FINAL, EVERY, BLOCKS, STAGES, 1)),
             ],
             [WARPS, 4],
             [REGISTERS, 256 - REGISTERS],
@@ -460,8 +485,8 @@ def penstock_chunk_fwd_hopper(
     else:
         gl.warp_specialize(
             [
-                (walk, (tiles, x_s, sides, bars, place, memory, steps, bonus, scale, H, K, V, PREVIOUS, INITIAL, FINAL, EVERY, BLOCKS, STAGES, 0)),
-                (prepare, (g, ring, x_s, sides, bars, chunks, tokens, scale, g_t, g_k, K, PREVIOUS, BLOCKS, STAGES)),
+                (walk, (tiles, ring, S_s, x_s, sides, bars, place, memory, steps, bonus, scale, H, K, V, PREVIOUS, INITIAL, FINAL, EVERY, BLOCKS, STAGES, 0)),
+                (prepare, (g, tiles, ring, x_s, sides, bars, place, scale, g_t, g_k, K, TILED, PREVIOUS, STAGES)),
             ],
             [WARPS],
             [REGISTERS],
