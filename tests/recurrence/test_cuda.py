@@ -8,18 +8,18 @@ import emulated
 import pytest
 import torch
 from cases import Case, Wanted, check_against, draw, oracle, problem_of, upstream
-from penstock.bench.oracle import error, exact_forward
-from penstock.bench.passes import without_memory
-from penstock.kernels import cuda, reference
-from penstock.kernels.cuda import HEADS, compile, launch
-from penstock.kernels.cuda.compile import Configuration
 from penstock.problem import Step
 
 import penstock as ps
 from penstock.bench import ladder
-from penstock.bench.cases import Shape, inputs
 from penstock.errors import PenstockError
+from penstock.recurrence import cuda, reference
+from penstock.recurrence.cuda import HEADS, compile, launch
+from penstock.recurrence.cuda.compile import Configuration
 from penstock.recurrence.operators import FAMILY
+from penstock.tune.passes import without_memory
+from penstock.verify.inputs import Shape, inputs
+from penstock.verify.oracle import error, exact_forward
 
 BFLOAT16, FLOAT16, FLOAT32, FLOAT64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 CUDA = FAMILY.named("cuda")

@@ -4,13 +4,13 @@ import threading
 
 import pytest
 import torch
-from penstock.bench.oracle import error, exact_forward
 from penstock.functional import _run
 from test_gpu import hold, strong
 
 import penstock as ps
 from penstock.bench import ladder
-from penstock.bench.cases import Inputs, Shape, inputs
+from penstock.verify.inputs import Inputs, Shape, inputs
+from penstock.verify.oracle import error, exact_forward
 
 pytest.importorskip("cuda.core")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"), pytest.mark.timeout(600)]

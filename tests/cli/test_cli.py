@@ -1,32 +1,26 @@
-"""The commands: what they print, what they write, and how they refuse."""
+"""The commands: what they print and write, and their errors."""
 
 import json
 import re
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
-from penstock.bench.machine import using_threads
-from penstock.problem import FLOATS
 from typer.main import get_command
 from typer.testing import CliRunner
 
 import penstock
-from penstock import dispatch
-from penstock.bench.cases import Case, Shape, default_cases
+from penstock.bench.cases import Case, default_cases
 from penstock.cli import main
+from penstock.recurrence.operators import FAMILY
 from penstock.recurrence.variants import VARIANTS
+from penstock.verify.inputs import Shape
 
 TINY = ["--shape", "1,5,2,4", "--seconds", "0.002", "--threads", "1"]
 
 BENCH = sys.modules["penstock.cli.bench"]
 """The module: in its package, the command has its name."""
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    with using_threads(1):
-        yield
 
 
 @pytest.fixture
@@ -36,8 +30,8 @@ def run(monkeypatch):
 
 
 @pytest.mark.parametrize("command", ["", "check", "bench", "profile", "tune", "demo"])
-def test_help_shows_all_that_is_written_and_every_default(run, monkeypatch, command):
-    """Rich takes what is in square brackets for markup, and shows nothing of it."""
+def test_help_shows_all_text_and_every_default(run, monkeypatch, command):
+    """Rich parses square brackets as markup and drops them."""
     group = get_command(main)
     told = group.commands[command] if command else group
     monkeypatch.setenv("COLUMNS", "1000")  # a line for each option
@@ -59,7 +53,7 @@ def test_help_shows_all_that_is_written_and_every_default(run, monkeypatch, comm
         assert all(len(line) <= width for line in done.output.splitlines())
 
 
-def test_help_of_bench_shows_the_defaults_that_it_takes():
+def test_help_of_bench_shows_its_defaults():
     shown = {parameter.name: parameter.show_default for parameter in get_command(main).commands["bench"].params}
     assert [shown[name] for name in ("mode", "impl", "peers", "dtype", "device", "seconds")] == [
         "fwd",
@@ -77,32 +71,23 @@ def test_version(run, words):
     assert (done.exit_code, done.output) == (0, f"penstock {penstock.__version__}\n")
 
 
-def test_check_passes_and_its_json_is_complete(run, at_full_speed):
+def test_check_passes_and_prints_json(run, at_full_speed, check_in_float32):
     done = run("check", "--json")
     assert done.exit_code == 0, done.output
     content = json.loads(done.stdout)
     assert content["ok"]
     assert content["machine"]["torch"] == torch.__version__
-    ran = {(one["implementation"], one["variant"], one["dtype"]) for one in content["findings"] if one["error"] is not None}
-    for implementation in dispatch.implementations():
-        for variant in VARIANTS:
-            for dtype in FLOATS:
-                name = str(dtype).removeprefix("torch.")
-                if implementation.reason is None and (implementation.name, name) != ("cpu", "float64"):
-                    assert (implementation.name, variant, name) in ran
+    assert {one["variant"] for one in content["findings"] if one["error"] is not None} == {*VARIANTS, "softmax_attention"}
 
 
-def test_check_fails_if_an_implementation_is_wrong(run, monkeypatch):
-    from dataclasses import replace
-
-    right = dispatch.IMPLEMENTATIONS[-1]
-    bad = replace(right, name="bad", step=lambda step: right.step(step) + 1)
+def test_check_fails_if_an_implementation_is_wrong(run, monkeypatch, at_full_speed, check_in_float32):
+    right = FAMILY.named("reference")
+    bad = replace(right, name="bad", advance=lambda problem: right.advance(problem) + 1)
     absent = replace(right, name="absent", available=lambda: "this machine has none")
-    monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", (bad, absent))
-    monkeypatch.setattr("penstock.bench.verify.FLOATS", (torch.float32,))
+    monkeypatch.setattr(FAMILY, "implementations", (bad, absent, right))
     done = run("check")
     assert done.exit_code == 1
-    assert "WRONG: bad, gla, float32 on cpu: decode output" in done.output
+    assert "WRONG: bad, gla, float32 on cpu: output in place" in done.output
     assert "not available: this machine has none" in done.output
     assert "not available on this machine: absent" in done.output
     assert "absent did not run" not in done.output
@@ -117,7 +102,7 @@ def test_bench_prints_and_writes(run, tmp_path):
         "rwkv6, fwd",
         "gla, fwdbwd",
         "token loop",
-        "auto (cpu)" if dispatch.IMPLEMENTATIONS[0].available() is None else "auto",
+        "auto (cpu)" if FAMILY.named("cpu").available() is None else "auto",
         "floor",
     ):
         assert word in done.output
@@ -148,7 +133,7 @@ def test_bench_draws_one_shape_and_decodes(run, tmp_path):
     assert (tmp_path / "a.svg").exists()
 
 
-def test_bench_measures_softmax_attention_at_a_model_if_no_shape_is_named(run, monkeypatch):
+def test_bench_has_a_default_case_for_softmax_attention(run, monkeypatch):
     tiny = Case("tiny", "softmax_attention", Shape(1, 20, 2, 8, 8), "tiny")
     assert [case.name for case in default_cases("softmax_attention", False)] == ["llama-7b"]
     monkeypatch.setattr("penstock.bench.cases.SOFTMAX_MODEL", tiny)
@@ -158,10 +143,8 @@ def test_bench_measures_softmax_attention_at_a_model_if_no_shape_is_named(run, m
         assert word in done.output
 
 
-def test_a_run_that_measured_nothing_fails(run, monkeypatch, tmp_path):
-    """Whatever came of the jobs: none, or none of their candidates was timed."""
-    from dataclasses import replace
-
+def test_a_bench_without_measurements_fails(run, monkeypatch, tmp_path):
+    """Either no job ran, or no candidate was timed."""
     measure = BENCH.measure
     monkeypatch.setattr(BENCH, "_jobs", lambda *_: [])
     done = run("bench", "gla", "--json", str(tmp_path / "a.json"))
@@ -184,7 +167,7 @@ def test_a_record_without_measurements_is_refused(run, tmp_path):
     assert "(ValueError: it has no measurements)" in done.output
 
 
-def test_bench_sets_threads_back(run):
+def test_bench_restores_threads(run):
     before = torch.get_num_threads()
     assert run("bench", "gla", *TINY[:-1], "2").exit_code == 0
     assert torch.get_num_threads() == before
@@ -197,7 +180,7 @@ def test_bench_lists_its_cases(run):
         assert name in done.output
 
 
-def test_bench_draws_again_what_was_measured(run, tmp_path):
+def test_bench_redraws_a_record(run, tmp_path):
     numbers, picture = tmp_path / "numbers.json", tmp_path / "picture.png"
     measured = run("bench", "gla", *TINY, "--json", str(numbers))
     again = run("bench", "--from", str(numbers), "--plot", str(picture))
@@ -207,7 +190,7 @@ def test_bench_draws_again_what_was_measured(run, tmp_path):
     assert table in again.output
 
 
-def test_bench_runs_a_suite_with_its_own_defaults(run, monkeypatch, tmp_path):
+def test_suites_have_their_own_defaults(run, monkeypatch, tmp_path):
     from penstock.bench.suites import Suite
 
     rows = tuple(Case(f"{variant}-tiny", variant, Shape(1, 5, 2, 4, 4), "tiny") for variant in ("gla", "rwkv6"))
@@ -229,7 +212,7 @@ def test_bench_runs_a_suite_with_its_own_defaults(run, monkeypatch, tmp_path):
     assert "variant must be one of suite tiny, got 'rwkv5'" in done.output
 
 
-def test_a_peer_that_refuses_is_told_and_the_run_goes_on(run, monkeypatch):
+def test_a_refusing_peer_does_not_end_the_run(run, monkeypatch):
     from penstock.bench.candidates import Candidate
 
     def refusing(*_):
@@ -242,9 +225,7 @@ def test_a_peer_that_refuses_is_told_and_the_run_goes_on(run, monkeypatch):
     assert done.output.count("auto (") == 2
 
 
-def test_a_wrong_result_is_told_at_the_end_by_the_exit_code(run, monkeypatch, tmp_path):
-    from dataclasses import replace
-
+def test_wrong_results_set_the_exit_code(run, monkeypatch, tmp_path):
     ours = BENCH.ours
 
     def tampered(name, x, mode):
@@ -259,7 +240,7 @@ def test_a_wrong_result_is_told_at_the_end_by_the_exit_code(run, monkeypatch, tm
     assert [(len(one["timings"]), len(one["untimed"])) for one in content] == [(1, 1), (2, 0)]
 
 
-def test_a_case_that_fails_while_timed_does_not_end_the_others(run, monkeypatch):
+def test_a_failing_case_does_not_end_the_others(run, monkeypatch):
     measure = BENCH.measure
 
     def not_gla(name, x, *rest, **options):
@@ -274,7 +255,7 @@ def test_a_case_that_fails_while_timed_does_not_end_the_others(run, monkeypatch)
     assert done.output.count("auto (") == 1
 
 
-def test_a_run_cut_short_leaves_what_it_measured(run, monkeypatch, tmp_path):
+def test_an_interrupted_run_keeps_its_measurements(run, monkeypatch, tmp_path):
     measure = BENCH.measure
 
     def until_rwkv6(name, x, *rest, **options):
@@ -317,7 +298,7 @@ def test_a_run_cut_short_leaves_what_it_measured(run, monkeypatch, tmp_path):
         (["rwkv6", *TINY, "--impl", "cpu", "--dtype", "float64"], "impl must be one that takes this call"),
     ],
 )
-def test_bench_refuses_with_one_message(run, words, message):
+def test_wrong_options_give_one_message(run, words, message):
     done = run("bench", *words)
     assert done.exit_code == 2, done.output
     assert message in done.output

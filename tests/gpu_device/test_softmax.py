@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from penstock.kernels.triton import launch
 from test_softmax import CASES, Case, check, draw, run
 
 import penstock as ps
+from penstock.recurrence.triton import launch
 from penstock.softmax.triton import hopper
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]

@@ -7,21 +7,23 @@ from time import sleep
 
 import pytest
 import torch
-from penstock.bench.apart import Failure, one_by_one, side_by_side
-from penstock.bench.launch_tables import table_lines
-from penstock.bench.passes import without_memory
-from penstock.bench.tune import GROUPS, SPACE, Outcome, Tuned, Tuner, candidates, judged
-from penstock.kernels.triton import launch, table_file
-from penstock.kernels.triton.plan import Call
-from penstock.kernels.triton.table import Blocks, Key, Target, blocks, by_rule
-from penstock.kernels.triton.table_file import Entry
 from typer.testing import CliRunner
 
-from penstock.bench import trial
-from penstock.bench.cases import Shape
 from penstock.cli import main
 from penstock.cli.tune import entry_of, print_tuned
 from penstock.errors import PenstockError, RangeError
+from penstock.gpu import launch
+from penstock.gpu.target import Target
+from penstock.recurrence.triton import table_file
+from penstock.recurrence.triton.plan import Call
+from penstock.recurrence.triton.table import Blocks, Key, blocks, by_rule
+from penstock.recurrence.triton.table_file import Entry
+from penstock.tune import trial
+from penstock.tune.apart import Failure, one_by_one, side_by_side
+from penstock.tune.launch_tables import table_lines
+from penstock.tune.passes import without_memory
+from penstock.tune.tune import GROUPS, SPACE, Outcome, Tuned, Tuner, candidates, judged
+from penstock.verify.inputs import Shape
 
 KEY = Key("forward", "channel", "updated", "bf16", 64, 64)
 ENTRY = Entry(KEY, Blocks(8, C=16, stages=2, fill=7), 0.5, "gla 1,2,3,64 bfloat16 forward", "a GPU", "triton 9", "2030-01-01")
@@ -305,7 +307,7 @@ def test_tune_writes_what_it_chose_beside_what_was_there(own, monkeypatch, tmp_p
     other = ENTRY._replace(key=KEY._replace(K=128))
     file = tmp_path / "table.json"
     table_file.write(file, "sm_90", [other, ENTRY])
-    monkeypatch.setattr("penstock.bench.ahead.check_compiler", lambda function: None)
+    monkeypatch.setattr("penstock.tune.ahead.check_compiler", lambda function: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Made Up 1")
     monkeypatch.setattr(Target, "of", lambda device: TARGET)

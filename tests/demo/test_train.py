@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from penstock.training import train as training
-from penstock.training.text import python_topics, split
-from penstock.training.train import Trained, train
 from rich.console import Console
 
 from penstock import PenstockError, RangeError
+from penstock.demo import train as training
+from penstock.demo.text import python_topics, split
+from penstock.demo.train import Trained, train
 from penstock.models.rwkv6 import RWKV6, Configuration
 
 

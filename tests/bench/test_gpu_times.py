@@ -1,7 +1,7 @@
-"""What is measured on a GPU only: on a stand-in for one, since most machines that run these tests have none.
+"""Times and memory that are measured on a GPU only, on a fake GPU.
 
-The stand-in is a queue. A call puts work into it and returns; ``synchronize`` takes the time of all that is queued. Capturing a graph
-notes the work instead, and replaying it queues it again.
+The fake is a queue. A call enqueues work and returns; ``synchronize`` takes the time of all queued work. Capturing a graph records the
+work, replaying it enqueues it again.
 """
 
 import time
@@ -11,25 +11,25 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from penstock.bench.machine import Machine, using_threads
+from measurements import SMALL, measured
 from rich.console import Console
-from test_bench import measured
 
-from penstock.bench import clock, oracle
+from penstock.bench import clock
 from penstock.bench.calls import call_of
 from penstock.bench.candidates import Candidate, ours
-from penstock.bench.cases import Inputs, Shape, inputs
 from penstock.bench.loop import token_loop
 from penstock.bench.measure import OnGpu, Untimed, _timed, measure
 from penstock.bench.record import Record
 from penstock.bench.report import print_measurements
+from penstock.verify import oracle
+from penstock.verify.inputs import Inputs, Shape, inputs
+from penstock.verify.machine import Machine, using_threads
 
 CPU = torch.device("cpu")
-SMALL = Shape(2, 9, 2, 5, 7)
 
 
 class Queue:
-    """The stand-in."""
+    """The fake GPU."""
 
     def __init__(self):
         self.queued, self.capturing, self.invalid = 0.0, None, False
@@ -37,7 +37,7 @@ class Queue:
         self.under_way, self.captures = [], 0
         self.allocated, self.peak = 1000, 0
         self.now = None
-        """The time, where it is what the queue takes and nothing else; None: everybody's."""
+        """A clock that only the queue advances; None: the real time."""
 
     def launch(self, seconds):
         if self.capturing is not None:
@@ -108,7 +108,7 @@ def gpu(monkeypatch):
         def replay(self):
             queue.launch(self.work)
 
-    stand_in = {
+    fake = {
         "Event": Event,
         "CUDAGraph": Graph,
         "Stream": lambda device: SimpleNamespace(wait_stream=lambda other: None),
@@ -125,7 +125,7 @@ def gpu(monkeypatch):
         "memory_allocated": lambda device: queue.allocated,
         "max_memory_allocated": lambda device: queue.peak,
     }
-    for name, value in stand_in.items():
+    for name, value in fake.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda index, pool: queue.under_way.remove(pool), raising=False)
     monkeypatch.setattr(clock, "on_gpu", lambda device: True)
@@ -134,7 +134,7 @@ def gpu(monkeypatch):
         yield queue
 
 
-def test_a_graph_shows_the_gpus_time_where_events_show_the_hosts(gpu):
+def test_graph_replays_take_gpu_time_and_events_end_to_end_time(gpu):
     def call():
         time.sleep(2e-3)  # the host
         gpu.launch(2e-4)
@@ -147,14 +147,14 @@ def test_a_graph_shows_the_gpus_time_where_events_show_the_hosts(gpu):
     assert 1.9e-3 < clock.host_seconds(call, CPU) < 8e-3
 
 
-def test_the_gpus_time_is_that_of_one_call(gpu):
+def test_gpu_time_is_of_one_call(gpu):
     seen, on_gpu = _timed([lambda: gpu.launch(2e-4)], CPU, 0.05)[0]
     assert 0.2 <= on_gpu.milliseconds < 1  # the graph holds several
     assert on_gpu.quartiles[0] <= on_gpu.milliseconds <= on_gpu.quartiles[1]
     assert min(seen) >= 0.2
 
 
-def test_short_calls_are_captured_several_at_once_and_long_ones_not_at_all(gpu, monkeypatch):
+def test_a_graph_holds_several_short_calls_and_no_long_one(gpu, monkeypatch):
     gpu.now = 0.0
     monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: gpu.now))
     assert clock.captured(lambda: gpu.launch(1e-6), CPU).calls == clock.GRAPH_CALLS
@@ -164,16 +164,16 @@ def test_short_calls_are_captured_several_at_once_and_long_ones_not_at_all(gpu, 
     assert gpu.captures == 3
 
 
-def test_the_hosts_time_leaves_out_the_gpus(gpu):
+def test_host_time_excludes_gpu_time(gpu):
     assert clock.host_seconds(lambda: gpu.launch(0.02), CPU) < 1e-3
 
 
-def test_a_call_that_waits_is_found_out_before_anything_is_captured(gpu):
+def test_synchronizing_calls_are_not_captured(gpu):
     assert clock.captured(gpu.wait, CPU) == "RuntimeError: called a synchronizing CUDA operation"
     assert (gpu.captures, gpu.sync_mode) == (0, 0)
 
 
-def test_a_capture_that_fails_leaves_everything_as_it_was(gpu):
+def test_a_failed_capture_leaves_no_trace(gpu):
     def tunes():  # waits in a way that torch does not see
         if gpu.capturing is not None:
             gpu.wait()
@@ -184,7 +184,7 @@ def test_a_capture_that_fails_leaves_everything_as_it_was(gpu):
     assert isinstance(clock.captured(lambda: gpu.launch(1e-5), CPU), clock.Replay)
 
 
-def test_memory_is_counted_with_and_without_what_a_call_returns(gpu):
+def test_peak_memory_with_and_without_results(gpu):
     result = torch.zeros(25), torch.zeros(3, dtype=torch.float64)
 
     def call():
@@ -194,8 +194,8 @@ def test_memory_is_counted_with_and_without_what_a_call_returns(gpu):
     assert clock.peak_bytes(call, CPU) == (500, 500 - 25 * 4 - 3 * 8)
 
 
-def test_steps_read_the_same_memory_every_time():
-    """A graph of a step that had been given another call's result would read memory that nobody holds any more."""
+def test_decode_steps_read_the_same_memory_every_time():
+    """A graph of a step that reads another call's result would read freed memory."""
     read = []
 
     def step(inputs, state):
@@ -209,7 +209,7 @@ def test_steps_read_the_same_memory_every_time():
 
 
 @pytest.mark.parametrize("mode", ["fwd", "fwdbwd", "decode"])
-def test_measurements_on_a_gpu_record_all_of_it(mode, gpu, tmp_path):
+def test_measurements_on_a_gpu_are_recorded(mode, gpu, tmp_path):
     def waiting(x: Inputs, *state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if gpu.capturing is not None:
             gpu.wait()
@@ -231,7 +231,7 @@ def test_measurements_on_a_gpu_record_all_of_it(mode, gpu, tmp_path):
     assert Record.read(tmp_path / "record.json") == record
 
 
-def test_the_floor_is_compared_by_the_gpus_time_where_both_are_known():
+def test_floor_is_compared_by_gpu_time_where_known():
     known, unknown = (OnGpu(alone, None, None, 50.0, 2**20, 0) for alone in (0.5, None))
     one = measured("gla", SMALL, "fwd", "loop", gpu=known)
     assert one.of_floor(one.timings[0]) == 1
@@ -239,7 +239,7 @@ def test_the_floor_is_compared_by_the_gpus_time_where_both_are_known():
     assert other.of_floor(other.timings[0]) == pytest.approx(1 / 3)
 
 
-def test_the_table_of_a_gpu_shows_all_of_it():
+def test_table_shows_gpu_columns():
     untimed = (Untimed("fla", "refuses: RuntimeError: known wrong", False),)
     console = Console(width=140, file=StringIO())
     gpu = OnGpu(0.5, (0.4, 0.6), None, 77.0, 3 << 20, 0)

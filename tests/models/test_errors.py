@@ -33,7 +33,7 @@ def tokens() -> Tensor:
 def test_mistakes_are_named(model: RWKV6, tokens: Tensor) -> None:
     with pytest.raises(ShapeError, match=r"tokens must be of shape \[B,T\]"):
         model(tokens[0])
-    with pytest.raises(DtypeError, match="tokens must be int64 or int32"):
+    with pytest.raises(DtypeError, match="tokens must be int32 or int64"):
         model(tokens.float())
     wrong = r"RWKV6: state\[0\].time_shift must be of shape \[B,C\] = \[2, 24\], got \[3, 24\]. initial_state\(2\) makes one"
     with pytest.raises(ShapeError, match=wrong):
@@ -69,7 +69,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
     "17 tokens": (lambda tokens, state: (tokens.repeat(1, 17), state), ShapeError, "T must be at most 16 tokens a sequence, got 17"),
     "no list of tokens": (lambda tokens, state: (tokens.tolist(), state), DtypeError, "tokens must be a torch.Tensor, got [["),
     "one axis": (lambda tokens, state: (tokens[0], state), ShapeError, "tokens must be of shape [B,T]"),
-    "float tokens": (lambda tokens, state: (tokens.float(), state), DtypeError, "tokens must be int64 or int32, got torch.float32"),
+    "float tokens": (lambda tokens, state: (tokens.float(), state), DtypeError, "tokens must be int32 or int64, got torch.float32"),
     "tokens elsewhere": (lambda tokens, state: (tokens.to("meta"), state), DeviceError, "tokens must be on cpu, where the model is"),
     "a token beyond": (lambda tokens, state: (tokens * 0 + 13, state), RangeError, "tokens must be from 0 to 12, got 13"),
     "a token below": (lambda tokens, state: (tokens * 0 - 2, state), RangeError, "tokens must be from 0 to 12, got -2"),

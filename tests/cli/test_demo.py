@@ -1,4 +1,4 @@
-"""``penstock demo``: what it shows at the widths of usual terminals, and what it leaves."""
+"""``penstock demo``: its output at usual terminal widths, and its files."""
 
 import re
 import sys
@@ -8,16 +8,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from penstock.bench.machine import Machine
-from penstock.bench.verify import findings
+from measurements import measured
 from rich.console import Console
-from test_bench import measured
 from typer.testing import CliRunner
 
-from penstock import dispatch
 from penstock.bench.report import print_findings, print_machine
 from penstock.cli import main
 from penstock.cli.demo import MODEL_ROWS, print_models
+from penstock.recurrence.operators import FAMILY
+from penstock.softmax.operators import FAMILY as SOFTMAX
+from penstock.verify.machine import Machine
+from penstock.verify.verify import TRIALS, findings
 
 DEMO = sys.modules["penstock.cli.demo"]
 """The module: in its package, the command has its name."""
@@ -25,20 +26,20 @@ DEMO = sys.modules["penstock.cli.demo"]
 
 @pytest.fixture
 def lines(capsys):
-    """Lines that a console of this width shows, all of which fit."""
+    """The lines that a console of this width prints, all of which fit."""
 
     def shown(width, show, *given):
         show(Console(width=width), *given)
         found = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
         assert max(map(len, found)) <= width
-        assert not any("…" in line for line in found), "nothing is cut off"
+        assert not any("…" in line for line in found), "text is cut off"
         return found
 
     return shown
 
 
 @pytest.mark.parametrize("width", [80, 100, 140])
-def test_the_table_of_models_has_two_lines_of_names_at_every_width(lines, width):
+def test_model_table_has_two_header_lines_at_every_width(lines, width):
     slow = [replace(measured(case.variant, case.shape, "fwd", "loop", "auto (cpu)"), case=case.name) for case in MODEL_ROWS]
     slow = [
         replace(one, timings=(replace(one.timings[0], milliseconds=1370.0), replace(one.timings[1], milliseconds=11.1))) for one in slow
@@ -56,13 +57,13 @@ def test_the_table_of_models_has_two_lines_of_names_at_every_width(lines, width)
     assert rows[2].split() == ["retention", "1,1024,8,256,512", "1.37", "s", "11.1", "ms", "123", "1e-06"]
 
 
-def test_what_cannot_run_here_is_one_line(lines, monkeypatch):
-    """Reasons that every dtype shares are told once; those why nothing here could run are told with the machine."""
-    right = dispatch.IMPLEMENTATIONS[-1]
+def test_absent_and_refusing_implementations_take_one_line(lines, monkeypatch, at_full_speed):
+    """Reasons that every dtype shares are printed once; those why nothing here could run are printed with the machine."""
+    right = FAMILY.named("reference")
     absent = [replace(right, name=f"absent_{n}", available=lambda: "this machine has none") for n in range(2)]
     picky = replace(right, name="picky", refuses=lambda problem, mode: "it wants other tensors")
-    monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", (right, *absent, picky))
-    found = list(findings(("gla", "softmax_attention")))
+    monkeypatch.setattr(FAMILY, "implementations", (right, *absent, picky))
+    found = list(findings((TRIALS[0], TRIALS[2])))
     for width in (80, 100, 140):
         shown = lines(width, print_findings, found)
         told = " ".join(shown[next(n for n, line in enumerate(shown) if line.startswith("not available")) :])
@@ -75,14 +76,15 @@ def test_what_cannot_run_here_is_one_line(lines, monkeypatch):
 
 
 @pytest.mark.parametrize("reason", [None, "torch sees no GPU here"])
-def test_softmax_attentions_kernels_are_absent_where_nothing_runs_them(monkeypatch, reason):
-    monkeypatch.setattr("penstock.softmax.triton.refuses", lambda call: "its tensors are on cpu")
-    monkeypatch.setattr("penstock.kernels.triton.available", lambda: reason)
-    (found,) = (one for one in findings(("softmax_attention",), (torch.float32,)) if one.implementation == "triton")
-    assert (found.reason, found.absent, found.failed) == ("its tensors are on cpu", reason is not None, False)
+def test_softmax_kernels_are_absent_where_nothing_runs_them(monkeypatch, reason):
+    triton = replace(SOFTMAX.named("triton"), available=lambda: reason, refuses=lambda problem, mode: "its tensors are on cpu")
+    monkeypatch.setattr(SOFTMAX, "implementations", (triton, SOFTMAX.named("sdpa"), SOFTMAX.named("reference")))
+    found = [one for one in findings(TRIALS[2:], (torch.float32,)) if one.implementation == "triton"]
+    wanted = {"its tensors are on cpu"} if reason is None else {reason}
+    assert {(one.reason, one.absent, one.failed) for one in found} == {(told, reason is not None, False) for told in wanted}
 
 
-def test_demo_runs_through(tmp_path, monkeypatch, at_full_speed):
+def test_demo_runs_through(tmp_path, monkeypatch, at_full_speed, check_in_float32):
     called = {}
 
     def train(folder, seconds, console, seed):
@@ -94,7 +96,6 @@ def test_demo_runs_through(tmp_path, monkeypatch, at_full_speed):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(DEMO, "train", train)
-    monkeypatch.setattr("penstock.bench.verify.FLOATS", (torch.float32,))
     done = CliRunner().invoke(main, ["demo", "--quick"])
     assert done.exit_code == 0, done.output
     assert called == {"folder": Path("penstock-demo"), "seconds": 1.0, "seed": 0}

@@ -1,4 +1,4 @@
-"""Where commands write is checked before they do anything else."""
+"""Commands check their output paths before any work."""
 
 import os
 import sys
@@ -15,7 +15,7 @@ WORK = {
     "check": ["penstock.cli.check.print_compiled", "penstock.cli.check.print_check"],
     "demo": ["penstock.cli.demo.print_check", "penstock.cli.demo.measure", "penstock.cli.demo.train"],
     "profile": ["penstock.cli.profile.inputs", "penstock.cli.profile.profiled"],
-    "tune": ["penstock.bench.ahead.check_compiler", "penstock.bench.tune.Tuner.run"],
+    "tune": ["penstock.tune.ahead.check_compiler", "penstock.tune.tune.Tuner.run"],
 }
 """What each command must not have called."""
 FILES = {
@@ -33,7 +33,7 @@ FOLDERS = {"demo --folder": "--folder", "profile gla --output": "--output"}
 
 @pytest.fixture(autouse=True)
 def in_a_folder(tmp_path, monkeypatch):
-    """With a file, a folder with something in it, and one that cannot be written (asked of the system: root may write anywhere)."""
+    """With a file, folders, and paths that ``os.access`` calls not writable: root may write anywhere."""
     monkeypatch.chdir(tmp_path)
     Path("file").write_text("mine")
     Path("folder.png").mkdir()
@@ -52,7 +52,7 @@ def refused(monkeypatch, tmp_path):
         for name in WORK[words[0]]:
             path, _, attribute = name.rpartition(".")
             module = sys.modules.get(path) or sys.modules[path.rpartition(".")[0]].__dict__[path.rpartition(".")[2]]
-            monkeypatch.setattr(module, attribute, lambda *_, **__: pytest.fail("it began to work"))
+            monkeypatch.setattr(module, attribute, lambda *_, **__: pytest.fail("work began"))
         before = sorted(tmp_path.rglob("*"))
         done = CliRunner().invoke(main, list(words))
         assert done.exit_code == 2, done.output
@@ -60,7 +60,7 @@ def refused(monkeypatch, tmp_path):
         assert Path("file").read_text() == Path("kept").read_text() == "mine"
         return done.output
 
-    import penstock.bench.tune  # noqa: F401
+    import penstock.tune.tune  # noqa: F401
 
     return run
 
@@ -78,7 +78,7 @@ def refused(monkeypatch, tmp_path):
         ("n" * 300 + ".png", ": File name too long"),
     ],
 )
-def test_files_that_cannot_be_written_are_refused_before_any_work(refused, words, path, why, tmp_path):
+def test_unwritable_files_are_refused_before_any_work(refused, words, path, why, tmp_path):
     command, option = words.split()[0], FILES[words]
     wanted = f"{command}: {option} must be a file that can be written, got '{path}'{why.format(tmp_path)}. Name another file.\n"
     assert refused(*words.split(), path) == wanted
@@ -94,7 +94,7 @@ def test_files_that_cannot_be_written_are_refused_before_any_work(refused, words
         ("locked/new", ", where '{}/locked' is not writable"),
     ],
 )
-def test_folders_that_cannot_be_written_are_refused_before_any_work(refused, words, path, why, tmp_path):
+def test_unwritable_folders_are_refused_before_any_work(refused, words, path, why, tmp_path):
     command, option = words.split()[0], FOLDERS[words]
     wanted = f"{command}: {option} must be a folder that can be written, got '{path}'{why.format(tmp_path)}. Name another folder.\n"
     assert refused(*words.split(), path) == wanted
@@ -103,7 +103,7 @@ def test_folders_that_cannot_be_written_are_refused_before_any_work(refused, wor
 @pytest.mark.parametrize(
     ("words", "name"), [*(("demo --folder", name) for name in (NUMBERS, PICTURE, WEIGHTS)), ("profile gla --output", "profile.png")]
 )
-def test_folders_in_the_place_of_what_is_written_are_refused(refused, words, name):
+def test_folders_in_place_of_files_are_refused(refused, words, name):
     Path("out", name).mkdir(parents=True)
     command, option = words.split()[0], FOLDERS[words]
     said = refused(*words.split(), "out")
@@ -123,7 +123,7 @@ def test_folders_in_the_place_of_what_is_written_are_refused(refused, words, nam
         ("profile gla --json new/profile.png --output new", "profile: --json must be apart from profile.png in --output"),
     ],
 )
-def test_outputs_that_are_in_the_way_of_each_other_are_refused(refused, words, said):
+def test_conflicting_outputs_are_refused(refused, words, said):
     assert said in refused(*words.split())
 
 
@@ -132,7 +132,7 @@ def test_every_broken_path_is_named(refused):
     assert said.count("must be a file that can be written") == 2
 
 
-def test_files_that_are_there_are_written_anew():
+def test_existing_files_are_overwritten():
     words = ["bench", "gla", "--shape", "1,5,2,4", "--seconds", "0.002", "--threads", "1", "--json", "file"]
     done = CliRunner().invoke(main, words)
     assert done.exit_code == 0, done.output

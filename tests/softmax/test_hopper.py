@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from penstock.kernels.triton.table import Target
 from penstock.softmax.problem import Attention
 
+from penstock.gpu.target import Target
 from penstock.softmax.triton import hopper, plan
 
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import Case, check_against, draw, measured, oracle, problem_of
-from penstock.kernels import cpu
 
+from penstock.recurrence import cpu
 from penstock.recurrence.variants import VARIANTS
 
 CAPABILITIES = ["DEFAULT", "AVX2", "AVX512"]

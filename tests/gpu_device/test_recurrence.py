@@ -5,16 +5,16 @@ from functools import partial
 
 import pytest
 import torch
-from penstock.verify.oracle import budget, error, growth
-from penstock.recurrence import chunkwise
-from penstock.kernels.contract import Gradients, gradients_of
 from penstock.problem import Problem
+from penstock.recurrence.contract import Gradients, gradients_of
 
 import penstock as ps
-from penstock.verify import rounding
-from penstock.verify.inputs import Inputs, Shape, inputs
+from penstock.recurrence import chunkwise
 from penstock.recurrence.operators import FAMILY
 from penstock.recurrence.variants import VARIANTS
+from penstock.verify import rounding
+from penstock.verify.inputs import Inputs, Shape, inputs
+from penstock.verify.oracle import budget, error, growth
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"), pytest.mark.timeout(600)]
 
@@ -299,7 +299,7 @@ def test_expanded_tensors_and_gradients(size):
 
 @pytest.mark.parametrize("shape", [(1, 65536, 32, 64, 64), (16, 2048, 32, 64, 64), (4, 16384, 16, 128, 128)], ids=str)
 def test_kept_states_are_finite_where_programs_start_beside_others(shape):
-    from penstock.kernels.triton import launch
+    from penstock.recurrence.triton import launch
 
     problem = inputs("gla", Shape(*shape), BFLOAT16, "cuda").problem()
     for _ in range(5):

@@ -1,4 +1,4 @@
-"""Profiles: what is counted from traces, what is written, and that a wrong result is not looked into."""
+"""Profiles: what is counted from traces, what is written, and that wrong results are not profiled."""
 
 import json
 import os
@@ -8,25 +8,27 @@ from itertools import pairwise
 
 import pytest
 import torch
-from test_bench import SMALL, wrong
+from measurements import SMALL, wrong
 from torch.profiler import ProfilerActivity
 from typer.testing import CliRunner
 
-from penstock import DeviceError, ImplementationRefused, dispatch
-from penstock.bench import oracle, plot, trace
+from penstock import DeviceError, ImplementationRefused
+from penstock.bench import plot, trace
 from penstock.bench.candidates import Candidate, loop, ours
-from penstock.bench.cases import Inputs, Shape, inputs
 from penstock.bench.loop import token_loop
 from penstock.bench.plot import MissingExtra, draw_profile
 from penstock.bench.profile import MODES, candidates, hidden, profiled
 from penstock.bench.record import Record
 from penstock.bench.trace import ON_GPU, WAIT, WARM_UP, read, record
 from penstock.cli import main
+from penstock.recurrence.operators import FAMILY
 from penstock.recurrence.variants import VARIANTS
+from penstock.verify import oracle
+from penstock.verify.inputs import Inputs, Shape, inputs
 
 CPU = torch.device("cpu")
 TINY = ["--heads", "2", "--length", "5", "--head-dim", "4", "--seconds", "0.002", "--threads", "1", "--steps", "2"]
-NATIVE = pytest.mark.skipif(dispatch.IMPLEMENTATIONS[0].available() is not None, reason="no native kernels here")
+NATIVE = pytest.mark.skipif(FAMILY.named("cpu").available() is not None, reason="no native kernels here")
 
 
 def one(folder, pattern="*.pt.trace.json"):
@@ -68,7 +70,7 @@ GPU_TRACE = [
 ]
 
 
-def test_a_gpus_trace_is_counted_by_kernels_and_by_what_launched_them(tmp_path):
+def test_gpu_traces_are_counted_by_kernel_and_by_launching_operator(tmp_path):
     found = read(written(tmp_path / "a.json", GPU_TRACE), gpu=True)
     assert found.calls == 2
     assert found.milliseconds == pytest.approx(2)
@@ -78,19 +80,19 @@ def test_a_gpus_trace_is_counted_by_kernels_and_by_what_launched_them(tmp_path):
     assert found.layout_milliseconds == pytest.approx((4 + 6) / 2 * 1e-3)
 
 
-def test_a_kernel_of_torch_is_named_with_its_operator(tmp_path):
+def test_torch_kernels_are_named_with_their_operator(tmp_path):
     events = [one for one in GPU_TRACE if one["name"] != "recurrent_forward"]
     assert read(written(tmp_path / "a.json", events), gpu=True).slowest == "Memcpy DtoD (aten::add)"
     events = [one for one in events if one["cat"] != "gpu_memcpy"]
     assert read(written(tmp_path / "a.json", events), gpu=True).slowest == "elementwise_kernel (aten::copy_)"
 
 
-def test_a_trace_without_work_is_no_profile(tmp_path):
+def test_a_trace_without_gpu_work_gives_no_profile(tmp_path):
     events = [one for one in GPU_TRACE if one["cat"] not in ON_GPU]
     assert read(written(tmp_path / "a.json", events), gpu=True) is None
 
 
-def test_operators_are_counted_once_by_their_own_time(tmp_path):
+def test_operators_are_counted_once_by_self_time(tmp_path):
     events = [
         event("user_annotation", "ProfilerStep#2", 0, 1000),
         event("cpu_op", "Recurrence", 5, 900),  # a node of autograd: no operator
@@ -108,7 +110,7 @@ def test_operators_are_counted_once_by_their_own_time(tmp_path):
     assert found.layout_milliseconds == pytest.approx(0.03)
 
 
-def test_a_trace_has_the_steps_that_were_asked_for_and_what_they_ran(tmp_path):
+def test_traces_hold_the_requested_steps(tmp_path):
     called = []
 
     def call():
@@ -123,7 +125,7 @@ def test_a_trace_has_the_steps_that_were_asked_for_and_what_they_ran(tmp_path):
     assert all(one["dur"] >= 0 for one in events if one["ph"] == "X")
 
 
-def test_the_profilers_probes_stay_off_the_terminal_and_errors_do_not(tmp_path, capfd, monkeypatch):
+def test_profiler_messages_are_hidden_and_errors_are_not(tmp_path, capfd, monkeypatch):
     """Kineto writes to the file descriptor, past sys.stderr."""
     starts = trace.profile.start_trace
 
@@ -137,7 +139,7 @@ def test_the_profilers_probes_stay_off_the_terminal_and_errors_do_not(tmp_path, 
     assert capfd.readouterr().err == "ERROR:2026-11-22 a real one\nwithout an end and later\n"
 
 
-def test_standard_error_is_given_back_when_the_profiler_fails(tmp_path, capfd, monkeypatch):
+def test_stderr_is_restored_when_the_profiler_fails(tmp_path, capfd, monkeypatch):
     def stop_trace(profiler):
         os.write(2, b"why\n")
         raise RuntimeError("no trace")
@@ -150,7 +152,7 @@ def test_standard_error_is_given_back_when_the_profiler_fails(tmp_path, capfd, m
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_figures_of_a_profile_fit_together(mode, tmp_path):
+def test_profile_times_are_consistent(mode, tmp_path):
     x = hidden(inputs("rwkv6", SMALL))
     found = profiled("small", x, mode, [loop(x), ours("chunkwise", x, mode)], tmp_path, 0.002, 2)
     assert [timing.candidate for timing in found.timings] == ["token loop", "chunkwise"]
@@ -166,39 +168,27 @@ def test_the_figures_of_a_profile_fit_together(mode, tmp_path):
 
 
 @NATIVE
-def test_the_native_kernels_show_in_profiles_and_cost_nothing_else(tmp_path, monkeypatch):
+def test_native_kernels_appear_in_profiles_only(tmp_path, monkeypatch):
     x = hidden(inputs("gla", Shape(1, 400, 4, 64, 64)))  # milliseconds, beside which nothing else counts
     profile = profiled("small", x, "fwdbwd", [ours("cpu", x, "fwdbwd")], tmp_path, 0.002, 2).timings[0].profile
     assert profile.slowest == "penstock::cpu_backward"
     names = [one["name"] for one in json.loads(one(tmp_path).read_text())["traceEvents"]]
     assert names.count("penstock::cpu_forward") == names.count("penstock::cpu_backward") == 2
-    monkeypatch.setattr("penstock.kernels.cpu.record_function", lambda name: pytest.fail("a range without a profiler"))
+    monkeypatch.setattr("penstock.recurrence.cpu.record_function", lambda name: pytest.fail("a range without a profiler"))
     x.run("cpu")
 
 
 @NATIVE
 @pytest.mark.parametrize(("variant", "mode"), [*((variant, "fwd") for variant in VARIANTS), ("gla", "fwdbwd")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_ours_takes_a_models_layout_without_a_conversion(variant, mode, dtype, tmp_path):
+def test_model_layouts_are_not_converted(variant, mode, dtype, tmp_path):
     x = hidden(inputs(variant, Shape(2, 9, 2, 8, 8), dtype))
     assert profiled("small", x, mode, [ours("cpu", x, mode)], tmp_path, 0.001, 1).timings[0].profile.layout_milliseconds == 0
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-@pytest.mark.parametrize("impl", ["triton_recurrent", "triton_chunkwise"])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_ours_takes_a_models_layout_without_a_conversion_on_a_gpu(variant, impl, tmp_path):
-    x = hidden(inputs(variant, Shape(1, 54, 32, 64, 64), torch.float16, "cuda"))
-    found = profiled("small", x, "fwd", [ours(impl, x, "fwd")], tmp_path, 0.01, 2).timings[0].profile
-    assert found.layout_milliseconds == 0
-    assert 1 <= found.launches <= 4
-    assert found.kernel_milliseconds > 0
-
-
-def test_a_conversion_on_purpose_is_found(tmp_path):
+def test_layout_conversions_are_found(tmp_path):
     def straight(x: Inputs) -> torch.Tensor:
-        return x.run("cpu" if dispatch.IMPLEMENTATIONS[0].available() is None else "reference")
+        return x.run("cpu" if FAMILY.named("cpu").available() is None else "reference")
 
     def through_heads_first(x: Inputs) -> torch.Tensor:
         q, k, v = (one.transpose(1, 2).contiguous().transpose(1, 2) for one in (x.q, x.k, x.v))
@@ -213,7 +203,7 @@ def test_a_conversion_on_purpose_is_found(tmp_path):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_inputs_are_views_of_what_projections_write(variant):
+def test_hidden_inputs_are_views_of_projections(variant):
     x = inputs(variant, SMALL)
     made = hidden(x)
     for name, tensor in made.tensors.items():
@@ -225,7 +215,7 @@ def test_inputs_are_views_of_what_projections_write(variant):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_wrong_candidate_is_neither_timed_nor_profiled(mode, tmp_path):
+def test_wrong_candidates_are_neither_timed_nor_profiled(mode, tmp_path):
     x = hidden(inputs("rwkv6", SMALL))
     found = profiled("small", x, mode, [wrong(mode), ours("chunkwise", x, mode)], tmp_path, 0.001, 1)
     assert [timing.candidate for timing in found.timings] == ["chunkwise"]
@@ -234,7 +224,7 @@ def test_a_wrong_candidate_is_neither_timed_nor_profiled(mode, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["chunkwise"]
 
 
-def test_end_to_end_is_timed_without_the_profiler(tmp_path):
+def test_end_to_end_times_are_taken_without_the_profiler(tmp_path):
     watched = []
 
     def forward(x: Inputs) -> torch.Tensor:
@@ -249,13 +239,13 @@ def test_end_to_end_is_timed_without_the_profiler(tmp_path):
     assert len(watched) > timing.samples + WAIT + WARM_UP + 4
 
 
-def test_without_names_all_that_take_the_call_are_candidates(at_full_speed):
+def test_default_candidates_are_all_that_take_the_call(at_full_speed):
     x = inputs("rwkv6", SMALL, torch.float64)
     taken, refused = candidates(x, "fwdbwd", [], [])
     assert [one.name for one in taken] == ["token loop", "chunkwise", "parallel", "reference"]
     reasons = {one.candidate: one.reason for one in refused}
     assert set(reasons) == {"cpu", "cuda", "fla", "fla_recurrent"}
-    assert "float64" in reasons["cpu"] or dispatch.IMPLEMENTATIONS[0].available()
+    assert "float64" in reasons["cpu"] or FAMILY.named("cpu").available()
     assert "fla" in reasons["fla"] or "GPU" in reasons["fla"]
     assert not any(one.fault for one in refused)
 
@@ -271,14 +261,14 @@ def test_named_candidates_run_or_raise():
         candidates(x, "fwd", ["reference"], ["fla_recurrent"])
 
 
-def test_a_gpu_whose_work_is_not_seen_is_an_error(tmp_path, monkeypatch):
+def test_an_unseen_gpu_is_an_error(tmp_path, monkeypatch):
     x = hidden(inputs("gla", SMALL))
     monkeypatch.setattr(trace, "read", lambda path, gpu: None)
     with pytest.raises(DeviceError, match=r"profile: device must be one whose work torch.profiler sees, got cpu"):
         profiled("small", x, "fwd", [ours("chunkwise", x, "fwd")], tmp_path, 0.001, 1)
 
 
-def test_every_step_on_a_gpu_waits_for_its_work(tmp_path, monkeypatch):
+def test_steps_on_a_gpu_are_synchronized(tmp_path, monkeypatch):
     order, asked, profiler = [], [], trace.Profiler
 
     def on_the_cpu_only(activities, **options):
@@ -301,7 +291,7 @@ def run(monkeypatch):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_command_prints_and_writes(run, mode, tmp_path, at_full_speed):
+def test_command_prints_and_writes(run, mode, tmp_path, at_full_speed):
     numbers, folder = tmp_path / "numbers.json", tmp_path / "deep" / "profile"
     words = ["rwkv6", *TINY, "--value-dim", "6", "--dtype", "float32", "--device", "cpu", "--mode", mode]
     done = run(*words, "--output", str(folder), "--json", str(numbers))
@@ -317,7 +307,7 @@ def test_the_command_prints_and_writes(run, mode, tmp_path, at_full_speed):
     assert (folder / "profile.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_the_command_tells_a_wrong_result_by_its_exit_code(run, monkeypatch, tmp_path):
+def test_wrong_results_set_the_exit_code(run, monkeypatch, tmp_path):
     module = sys.modules["penstock.cli.profile"]  # in its package, the command has its name
     lost = replace(wrong("fwd"), ours=True)
     monkeypatch.setattr(module, "candidates", lambda x, *_: ([loop(x), lost], []))
@@ -326,7 +316,7 @@ def test_the_command_tells_a_wrong_result_by_its_exit_code(run, monkeypatch, tmp
     assert "wrong wrong: its output is 0.0001 from the float64 token loop" in done.output
 
 
-def test_without_matplotlib_there_is_no_picture_and_the_rest_is_there(run, monkeypatch, tmp_path):
+def test_without_matplotlib_only_the_picture_is_missing(run, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     done = run("gla", *TINY, "--impl", "chunkwise", "--device", "cpu", "--output", str(tmp_path))
     assert done.exit_code == 0, done.output
@@ -336,7 +326,7 @@ def test_without_matplotlib_there_is_no_picture_and_the_rest_is_there(run, monke
         draw_profile(None, tmp_path / "a.png")
 
 
-def test_the_picture_shows_both_times_of_every_candidate(tmp_path, monkeypatch):
+def test_picture_shows_both_times_of_every_candidate(tmp_path, monkeypatch):
     x = hidden(inputs("gla", SMALL))
     found = profiled("small", x, "fwd", [loop(x), ours("chunkwise", x, "fwd")], tmp_path, 0.001, 1)
     figures, save = [], plot._save
@@ -363,14 +353,14 @@ def test_the_picture_shows_both_times_of_every_candidate(tmp_path, monkeypatch):
         (["rwkv6", "--output", __file__], "profile: --output must be a folder that can be written"),
     ],
 )
-def test_the_command_refuses_with_one_message(run, words, message):
+def test_wrong_options_give_one_message(run, words, message):
     done = run(*words)
     assert done.exit_code == 2, done.output
     assert message in done.output
     assert "Traceback" not in done.output
 
 
-def test_the_bench_command_shows_and_draws_what_the_profile_wrote(run, tmp_path):
+def test_bench_command_reads_what_profile_wrote(run, tmp_path):
     numbers = tmp_path / "numbers.json"
     assert run("gla", *TINY, "--impl", "chunkwise", "--device", "cpu", "--output", str(tmp_path), "--json", str(numbers)).exit_code == 0
     done = CliRunner().invoke(main, ["bench", "--from", str(numbers), "--plot", str(tmp_path / "again.png")])

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from penstock.bench.passes import without_memory
-from penstock.kernels.triton import hopper, plan
-from penstock.kernels.triton.table import Blocks, Key, Target
 from penstock.problem import Problem
 
-from penstock.bench.cases import Shape
+from penstock.gpu.target import Target
+from penstock.recurrence.triton import hopper, plan
+from penstock.recurrence.triton.table import Blocks, Key
+from penstock.tune.passes import without_memory
+from penstock.verify.inputs import Shape
 
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 H200 = Target("sm_90", 132, 232448)

@@ -8,19 +8,20 @@ from dataclasses import replace
 
 import pytest
 import torch
-from penstock.bench.ahead import Resources
-from penstock.bench.apart import Failure
-from penstock.bench.passes import planned, without_memory
-from penstock.bench.shipped import CONFIGURATIONS, TARGETS, Softmax
-from penstock.kernels.triton import plan, table
-from penstock.kernels.triton.table import Blocks, Key, Target
 from typer.testing import CliRunner
 
-from penstock.bench import resources
-from penstock.bench.cases import Shape
 from penstock.cli import main
+from penstock.gpu.target import Target
+from penstock.recurrence.triton import plan, table
+from penstock.recurrence.triton.table import Blocks, Key
 from penstock.recurrence.variants import VARIANTS
 from penstock.softmax.triton import plan as softmax
+from penstock.tune import resources
+from penstock.tune.ahead import Resources
+from penstock.tune.apart import Failure
+from penstock.tune.passes import planned, without_memory
+from penstock.tune.shipped import CONFIGURATIONS, TARGETS, Softmax
+from penstock.verify.inputs import Shape
 
 RECORD = resources.Record.read()
 RECURRENT = [one for one in CONFIGURATIONS if not isinstance(one, Softmax)]
@@ -55,9 +56,9 @@ def test_a_call_is_specialised_as_triton_does_it():
     """Numbers that are 1, or divisible by 16, have code of their own; others share theirs; some are never looked at."""
     script = """
 import torch
-from penstock.bench.ahead import distinct
-from penstock.bench.shipped import CONFIGURATIONS
-from penstock.kernels.triton import recurrent
+from penstock.tune.ahead import distinct
+from penstock.tune.shipped import CONFIGURATIONS
+from penstock.recurrence.triton import recurrent
 name, job = next((n, j) for n, j in CONFIGURATIONS[0].launches("sm_90") if "step" in n)
 def changed(argument, value):
     at = recurrent.forward.arg_names.index(argument)
@@ -220,7 +221,7 @@ def test_nothing_compiles_under_the_interpreter():
     ],
 )
 def test_check_refuses_with_one_message(words, message, monkeypatch):
-    monkeypatch.setattr("penstock.bench.ahead.interpreting", lambda: False)
+    monkeypatch.setattr("penstock.tune.ahead.interpreting", lambda: False)
     done = CliRunner().invoke(main, ["check", *words])
     assert done.exit_code == 2, done.output
     assert message in done.output
