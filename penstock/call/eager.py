@@ -22,7 +22,7 @@ def differentiable(operator: Operator[Any], seen: Seen, tensors: Tensors, impl: 
     if operator.choice(problem, "forward", impl, True).attached:
         return operator.run(problem, impl)[0]
     results = _Call.apply(operator, problem, impl, *tensors)  # type: ignore[no-untyped-call]
-    return operator.asked_for(results, problem.seen.options)
+    return [x if wanted else None for x, wanted in zip(results, seen.returned)]
 
 
 class _Call(torch.autograd.Function):
@@ -43,7 +43,7 @@ class _Call(torch.autograd.Function):
         function = seen.signature.function
         upstream = operator.upstream(function, tensors, d_results)
         if torch.is_grad_enabled() or not private.fast(upstream):  # gradients that are to be differentiated again, or are not plain
-            found = operator.gradients_in_torch(*upstream, *results, *tensors, function, *seen.options, impl)
+            found = operator.gradients_in_torch(*upstream, *results, *tensors, function, *operator.plain(seen.given), impl)
             found = operator.unpacked(found)
         else:
             same = operator.recall(function, tensors, seen.given)  # hooks of saved tensors may have changed strides

@@ -37,19 +37,20 @@ class Recent(Generic[V]):
         self.limit = limit
         self.entries: dict[Hashable, V] = {}
         self.clock = 0
+        """Goes forward with each new entry; an entry notes when it was used last."""
 
     def get(self, key: Hashable) -> V | None:
         """The entry, which counts as used now, or None."""
         found = self.entries.get(key)
         if found is not None:
-            self.clock += 1
             found.used = self.clock
         return found
 
     def put(self, key: Hashable, value: V) -> V:
-        """Add an entry; another thread may have been faster, then its entry stays."""
+        """Add an entry; if another thread was faster, its entry stays."""
         if len(self.entries) >= self.limit:
-            for _, old in sorted((entry.used, old) for old, entry in list(self.entries.items()))[: max(self.limit // 4, 1)]:
+            oldest = sorted(list(self.entries.items()), key=lambda entry: entry[1].used)
+            for old, _ in oldest[: max(self.limit // 4, 1)]:
                 self.entries.pop(old, None)
         self.clock += 1
         value.used = self.clock
@@ -70,23 +71,22 @@ class Kind:
 class Seen:
     """What equal calls share."""
 
-    __slots__ = ("bound", "given", "kind", "options", "signature", "sizes", "used")
+    __slots__ = ("bound", "given", "kind", "options", "returned", "signature", "sizes", "used")
 
-    def __init__(self, signature: Signature, given: Sequence[Any], options: Sequence[Any], sizes: Mapping[str, int], kind: Kind) -> None:
-        """``given``: options as the caller gave them; ``options``: as implementations see them."""
-        self.signature, self.given, self.options, self.sizes, self.kind = signature, given, options, sizes, kind
+    def __init__(
+        self,
+        signature: Signature,
+        given: Sequence[Any],
+        options: Mapping[str, Any],
+        sizes: Mapping[str, int],
+        returned: list[bool],
+        kind: Kind,
+    ) -> None:
+        """``given``: options as the caller gave them; ``options``: as implementations see them; ``returned``: which results are wanted."""
+        self.signature, self.given, self.options, self.sizes, self.returned, self.kind = signature, given, options, sizes, returned, kind
         self.bound: dict[Hashable, Any] = {}
+        """What is kept for these calls by whoever runs them."""
         self.used = 0
-
-
-def exact(tensors: Sequence[Tensor | None]) -> tuple[Hashable, ...]:
-    """All that a call can depend on but the values in its tensors."""
-    return tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in tensors])
-
-
-def layout(x: Tensor | None) -> Hashable:
-    """What the launches of a kernel depend on besides sizes; the stride of a first axis of one row does not count."""
-    return None if x is None else (x.stride() if x.dim() and x.shape[0] != 1 else x.stride()[1:], x.dtype, x.device, x.data_ptr() % 16)
 
 
 class Memory:
@@ -96,24 +96,32 @@ class Memory:
         self.calls: Recent[Seen] = Recent(KEPT)
         self.kinds: Recent[Kind] = Recent(KEPT)
 
-    def kind(self, signature: Signature, tensors: Sequence[Tensor | None], options: Sequence[Any], sizes: Mapping[str, int]) -> Hashable:
-        """The key of the kind of a call."""
-        counts = signature.counts.split()
-        fixed = tuple([size for axis, size in sizes.items() if axis not in counts])
-        rough = tuple([rounded(sizes[axis]) for axis in counts])
-        return signature.function, fixed, rough, typed(options), tuple([layout(x) for x in tensors])
-
-    def seen(self, signature: Signature, tensors: Sequence[Tensor | None], options: Sequence[Any], sizes: Mapping[str, int]) -> Seen:
-        """What calls equal to a valid one share."""
-        key = signature.function, typed(options), exact(tensors)
-        found = self.calls.get(key)
-        if found is not None:
-            return found
-        of_kind = self.kind(signature, tensors, options, sizes)
-        kind = self.kinds.get(of_kind) or self.kinds.put(of_kind, Kind())
-        return self.calls.put(key, Seen(signature, options, options, sizes, kind))
+    def kind(self, key: Hashable) -> Kind:
+        """The kind with this key, a new one if there is none."""
+        return self.kinds.get(key) or self.kinds.put(key, Kind())
 
 
-def typed(options: Sequence[Any]) -> tuple[Hashable, ...]:
-    """Options with their types: True equals 1."""
-    return tuple([(type(value), value) for value in options])
+def exact(tensors: Sequence[Tensor | None]) -> tuple[Hashable, ...]:
+    """All that a call can depend on but the values in its tensors."""
+    return tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in tensors])
+
+
+def layout(x: Tensor | None) -> Hashable:
+    """What the launches of a kernel depend on besides sizes; the stride of a first axis of one row does not count."""
+    if x is None:
+        return None
+    strides = x.stride()
+    return strides if not strides or x.shape[0] != 1 else strides[1:], x.dtype, x.device, x.data_ptr() % 16
+
+
+def equality(function: str, tensors: Sequence[Tensor | None], options: Sequence[Any]) -> Hashable:
+    """The same for equal calls. Options go with their types, because True equals 1."""
+    return function, *options, *map(type, options), *exact(tensors)
+
+
+def likeness(signature: Signature, tensors: Sequence[Tensor | None], options: Sequence[Any], sizes: Mapping[str, int]) -> Hashable:
+    """The same for valid calls that are alike."""
+    counts = signature.counts.split()
+    fixed = [size for axis, size in sizes.items() if axis not in counts]
+    rough = [rounded(sizes[axis]) for axis in counts]
+    return signature.function, *options, *map(type, options), *fixed, *rough, *[layout(x) for x in tensors]

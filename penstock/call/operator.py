@@ -17,12 +17,12 @@ from torch import Tensor
 
 from ..errors import Complaints, RangeError, shortened
 from . import eager, private, registration, transforms
-from .autocast import autocasting, no_autocast
+from .autocast import cast, no_autocast
 from .declaration import Option, Result, Signature
 from .derivatives import Tensors, second_derivatives
 from .dispatch import Explanation, Family
 from .implementation import Implementation, Mode, Upstream
-from .memory import Kind, Memory, Seen, exact, typed
+from .memory import Kind, Memory, Seen, equality, likeness
 from .problem import Problem
 from .validation import bind, check, check_in_place, check_types, check_values, reads_values
 
@@ -83,7 +83,8 @@ class Operator(Generic[P]):
         """The results; None for those that are not wanted."""
         fast = private.fast(tensors)
         if fast:
-            tensors = self.autocast(tensors)
+            if private.autocasting():
+                tensors = cast(tensors, self.cast)
             seen = self.recall(function, tensors, options)
             if seen is not None and type(impl) is str:
                 return self.eager(seen, tensors, impl)
@@ -92,7 +93,7 @@ class Operator(Generic[P]):
         self.family.check_name(function, impl)
         if fast:
             return self.eager(self.learn(signature, tensors, options), tensors, impl)
-        tensors, options = self.autocast(tensors), self.plain(options)
+        tensors, options = cast(tensors, self.cast), self.plain(options)
         if not torch.compiler.is_compiling() and private.transforming():
             return transforms.run(self, signature, tensors, options, impl)
         if isinstance(impl, Explain):
@@ -113,43 +114,55 @@ class Operator(Generic[P]):
         """What equal calls share, also if there were only alike ones; None if there were neither."""
         memory = self.memory
         try:
-            key = function, typed(options), exact(tensors)
+            key = equality(function, tensors, options)
             seen = memory.calls.get(key)
             if seen is None:
                 signature = self.signatures[function]
                 sizes = bind(signature, tensors)
-                kind = None if sizes is None else memory.kinds.get(memory.kind(signature, tensors, options, sizes))
+                kind = None if sizes is None else memory.kinds.get(likeness(signature, tensors, options, sizes))
                 if kind is not None and sizes is not None:
-                    seen = memory.calls.put(key, Seen(signature, options, self.resolved(signature, options, sizes), sizes, kind))
+                    seen = memory.calls.put(key, self.seen(signature, tensors, options, sizes, kind))
         except (TypeError, KeyError):  # what cannot be hashed, or names no function, was never found valid
             return None
         return seen
 
     def learn(self, signature: Signature, tensors: Tensors, options: Sequence[Any]) -> Seen:
         """Validate a call for all that are equal to it or alike."""
-        sizes = check(signature, tensors)
-        of_kind = self.memory.kind(signature, tensors, options, sizes)
-        kind = self.memory.kinds.get(of_kind) or self.memory.kinds.put(of_kind, Kind())
-        key = signature.function, typed(options), exact(tensors)
-        return self.memory.calls.put(key, Seen(signature, options, self.resolved(signature, options, sizes), sizes, kind))
+        sizes, memory = check(signature, tensors), self.memory
+        kind = memory.kind(likeness(signature, tensors, options, sizes))
+        key = equality(signature.function, tensors, options)
+        return memory.calls.put(key, self.seen(signature, tensors, options, sizes, kind))
+
+    def seen(self, signature: Signature, tensors: Tensors, options: Sequence[Any], sizes: Mapping[str, int], kind: Kind) -> Seen:
+        """What calls equal to a valid one share."""
+        resolved = self.resolved(signature, options, sizes)
+        return Seen(signature, options, dict(zip(self.option_names, resolved)), sizes, self.returned(options), kind)
+
+    def seen_of(self, problem: Problem) -> Seen:
+        """What calls equal to a valid one share, whatever way it came."""
+        tensors, options = problem.tensors, [getattr(problem, name) for name in self.option_names]
+        key, memory = equality(problem.function, tensors, options), self.memory
+        found = memory.calls.get(key)
+        if found is not None:
+            return found
+        kind = memory.kind(likeness(problem.signature, tensors, options, problem.sizes))
+        return memory.calls.put(key, self.seen(problem.signature, tensors, options, problem.sizes, kind))
 
     def known(self, seen: Seen, tensors: Tensors) -> P:
         """The problem of a known call; values are checked where they are read."""
         if self.in_place:
-            check_in_place(seen.signature, tensors)
+            check_in_place(seen.signature, tensors, seen.bound)
         if reads_values(tensors[0]):  # type: ignore[arg-type]
             check_values(seen.signature, tensors, seen.sizes)
-        problem = self.problem.of(self, seen.signature, tensors, seen.options, seen.sizes)
-        problem.__dict__["seen"] = seen
-        return problem
+        return self.problem.known(self, seen, tensors)
 
     def checked(self, function: str, tensors: Tensors, options: Sequence[Any]) -> P:
         """The problem of any call, validated."""
         signature = self.signature(function)
         sizes = check(signature, tensors)
         if self.in_place:
-            check_in_place(signature, tensors)
-        return self.problem.of(self, signature, tensors, self.resolved(signature, options, sizes), sizes)
+            check_in_place(signature, tensors, {})
+        return self.problem.of(self, signature, tensors, dict(zip(self.option_names, self.resolved(signature, options, sizes))), sizes)
 
     def resolved(self, signature: Signature, options: Sequence[Any], sizes: Mapping[str, int]) -> tuple[Any, ...]:
         """Options as implementations see them."""
@@ -160,10 +173,14 @@ class Operator(Generic[P]):
         """Options as torch's schemas take them: numbers of other libraries as Python's."""
         return [one.plain(x) for one, x in zip(self.options, options)]
 
+    def returned(self, options: Sequence[Any]) -> list[bool]:
+        """Which results the options ask for."""
+        given = dict(zip(self.option_names, options))
+        return [not one.wanted or bool(given[one.wanted]) for one in self.results]
+
     def asked_for(self, results: Tensors, options: Sequence[Any]) -> Tensors:
         """Results, or their gradients, with None for those that no option asks for."""
-        given = dict(zip(self.option_names, options))
-        return [x if not one.wanted or given[one.wanted] else None for one, x in zip(self.results, results)]
+        return [x if wanted else None for x, wanted in zip(results, self.returned(options))]
 
     def saved(self, results: Sequence[Tensor]) -> list[Tensor]:
         """Those that the backward pass takes."""
@@ -175,9 +192,10 @@ class Operator(Generic[P]):
         assert first is not None
         shapes = [[problem.sizes[axis] for axis in one.axes.split()] for one in self.results]
         saved = any(one.saved for one in self.results) and self.family.choose(problem, self.mode, impl).backward is not None
+        wanted = self.returned([getattr(problem, name) for name in self.option_names])
         return [
-            first.new_empty(shape, dtype=one.dtype(first.dtype)) if some else first.new_empty(0)
-            for one, shape, some in zip(self.results, shapes, self.returned(problem, saved))
+            first.new_empty(shape, dtype=one.dtype(first.dtype)) if some or (saved and one.saved) else first.new_empty(0)
+            for one, shape, some in zip(self.results, shapes, wanted)
         ]
 
     def upstream(self, function: str, tensors: Tensors, d_results: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -212,17 +230,6 @@ class Operator(Generic[P]):
     def unpacked(results: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """What an operator of torch returned, a tuple also of one."""
         return results if isinstance(results, tuple) else (results,)
-
-    def autocast(self, tensors: Tensors) -> Tensors:
-        """Under autocast, the first argument and those that share its dtype in autocast's, as for a matrix product."""
-        first = tensors[0]
-        if not isinstance(first, Tensor) or not autocasting(first.device.type):
-            return tensors
-        dtype = torch.get_autocast_dtype(first.device.type)
-        return tuple(
-            x.to(dtype) if cast and isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x
-            for x, cast in zip(tensors, self.cast)
-        )
 
     def explain(self, problem: Problem, impl: str) -> Explanation:
         """What would run, and why."""
@@ -261,13 +268,10 @@ class Operator(Generic[P]):
                 results, kept = one.forward_with_residuals(problem)
             else:
                 results = one.forward(problem)
-        returned = self.returned(problem, saved and one.backward is not None)
-        return [x.contiguous() if x is not None and some else None for x, some in zip(results, returned)], kept
-
-    def returned(self, problem: Problem, saved: bool) -> list[bool]:
-        """Which results a call returns."""
-        values = problem.__dict__
-        return [not one.wanted or values[one.wanted] or (saved and one.saved) for one in self.results]
+        wanted = problem.seen.returned
+        if saved and one.backward is not None:
+            wanted = [some or told.saved for some, told in zip(wanted, self.results)]
+        return [x.contiguous() if some and x is not None else None for x, some in zip(results, wanted)], kept
 
     def gradients(self, problem: Problem, impl: str, upstream: Upstream) -> Tensors:
         """Gradients of the differentiable arguments, contiguous; None for those that are absent or not wanted."""

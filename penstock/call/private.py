@@ -32,6 +32,7 @@ _transform = _private("_C._functorch.peek_interpreter_stack")
 _transforms = _private("_C._functorch.get_interpreter_stack")
 _jvp = _private("_C._functorch.TransformType.Jvp")
 _tracing_state = _private("_C._get_tracing_state")
+_autocasting = _private("_C._is_any_autocast_enabled")
 _profiler_enabled = _private("_C._autograd._profiler_enabled")
 _fake_tensor = _private("_subclasses.FakeTensor")
 _raw_stream = _private("_C._cuda_getCurrentRawStream") if torch.version.cuda else None
@@ -103,6 +104,11 @@ def forward_derivatives() -> bool:
     if _forward_ad is not None and _forward_ad._current_level >= 0:
         return True
     return _transforms is not None and any(one.key() == _jvp for one in _transforms() or ())
+
+
+def autocasting() -> bool:
+    """Whether autocast is on for some kind of device; True where torch does not say."""
+    return _autocasting is None or bool(_autocasting())
 
 
 def is_fake(x: Tensor) -> bool:

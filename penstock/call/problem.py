@@ -30,15 +30,23 @@ class Problem:
         operator: Operator[Any],
         signature: Signature,
         tensors: Sequence[Tensor | None],
-        options: Sequence[Any],
+        options: Mapping[str, Any],
         sizes: Mapping[str, int],
     ) -> Self:
-        """A call that is known to be valid."""
+        """A call that is valid."""
         problem = object.__new__(cls)
         values = problem.__dict__
         values.update(zip(operator.names, tensors))
-        values.update(zip(operator.option_names, options))
-        values["operator"], values["signature"], values["sizes"] = operator, signature, sizes
+        values.update(options, operator=operator, signature=signature, sizes=sizes)
+        return problem
+
+    @classmethod
+    def known(cls, operator: Operator[Any], seen: Seen, tensors: Sequence[Tensor | None]) -> Self:
+        """A call that is equal to calls seen before."""
+        problem = object.__new__(cls)
+        values = problem.__dict__
+        values.update(zip(operator.names, tensors))
+        values.update(seen.options, operator=operator, signature=seen.signature, sizes=seen.sizes, seen=seen)
         return problem
 
     @property
@@ -54,8 +62,7 @@ class Problem:
     @cached_property
     def seen(self) -> Seen:
         """What equal calls share; launchers keep their plans there."""
-        options = tuple(self.__dict__[name] for name in self.operator.option_names)
-        return self.operator.memory.seen(self.signature, self.tensors, options, self.sizes)
+        return self.operator.seen_of(self)
 
     @cached_property
     def counts(self) -> dict[str, int]:

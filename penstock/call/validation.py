@@ -194,26 +194,44 @@ def _bracketed(argument: Argument) -> str:
     return f"[{','.join(argument.axes.split())}]"
 
 
-def check_in_place(signature: Signature, tensors: Sequence[Tensor | None]) -> None:
-    """Raise unless the written argument can be written: no gradients, no overlap, no memory that another argument is read from."""
+def check_in_place(signature: Signature, tensors: Sequence[Tensor | None], kept: dict[Any, Any]) -> None:
+    """Raise unless the written argument can be written: no gradients, no overlap, no memory that another argument is read from.
+
+    ``kept`` keeps between equal calls how many bytes each tensor reaches over.
+    """
+    reach = kept.get("reach")
+    if reach is None:
+        reach = kept["reach"] = [0 if x is None or private.is_fake(x) else _reach(x) for x in tensors]
+    place = next(place for place, one in enumerate(signature.arguments) if one.written)
+    target = tensors[place]
+    assert target is not None
+    begin = target.data_ptr() if reach[place] else 0
+    end = begin + reach[place]
+    wrong = torch.is_grad_enabled() and any([x is not None and x.requires_grad for x in tensors])
+    for x, size in zip(tensors, reach):
+        if size and x is not None and x is not target and x.data_ptr() < end and begin < x.data_ptr() + size:
+            wrong = True
+    if wrong or overlaps(target):
+        _raise_in_place(signature, tensors, target, reach)
+
+
+def _raise_in_place(signature: Signature, tensors: Sequence[Tensor | None], target: Tensor, reach: Sequence[int]) -> None:
     complaints = Complaints(signature.function)
-    pairs = [(argument, x) for argument, x in zip(signature.arguments, tensors) if x is not None]
-    if torch.is_grad_enabled():
-        for argument, x in pairs:
-            if x.requires_grad:
-                remedy = "There is no backward pass through an update in place: use torch.no_grad(), or a function over sequences."
-                complaints.add(RangeError, argument.public, "free of gradients", "requires_grad=True with gradients enabled", remedy)
-    written, target = next(pair for pair in pairs if pair[0].written)
+    written = next(one for one in signature.arguments if one.written)
     if overlaps(target):
         value = f"strides {list(target.stride())} over shape {list(target.shape)}"
         complaints.add(RangeError, written.public, "free of overlap, since it is written in place", value, "Clone it first.")
-    begin, end = _reach(target)
-    for argument, x in pairs:
-        if argument is not written and x.device == target.device and not private.is_fake(x):
-            first, last = _reach(x)
-            if first < end and begin < last:
-                remedy = f"Clone {argument.public} first."
-
+    begin = target.data_ptr() if any(reach) else 0
+    end = begin + next(size for x, size in zip(tensors, reach) if x is target)
+    for argument, x, size in zip(signature.arguments, tensors, reach):
+        if x is None:
+            continue
+        if torch.is_grad_enabled() and x.requires_grad:
+            remedy = "There is no backward pass through an update in place: use torch.no_grad(), or a function over sequences."
+            complaints.add(RangeError, argument.public, "free of gradients", "requires_grad=True with gradients enabled", remedy)
+        if size and argument is not written and x.data_ptr() < end and begin < x.data_ptr() + size:
+            rule, remedy = "in memory of its own, since it is written in place", f"Clone {argument.public} first."
+            complaints.add(RangeError, written.public, rule, f"memory of {argument.public}", remedy)
     complaints.raise_any()
 
 
@@ -227,12 +245,10 @@ def overlaps(x: Tensor) -> bool:
     return False
 
 
-def _reach(x: Tensor) -> tuple[int, int]:
-    """The first address of a tensor, and the one behind its last."""
-    if not x.numel() or private.is_fake(x):
-        return 0, 0
-    last = sum(stride * (size - 1) for stride, size in zip(x.stride(), x.shape)) + 1
-    return x.data_ptr(), x.data_ptr() + last * x.element_size()
+def _reach(x: Tensor) -> int:
+    """Bytes from the first element of a tensor to the end of its last."""
+    last = sum(stride * (size - 1) for stride, size in zip(x.stride(), x.shape))
+    return (last + 1) * x.element_size() if x.numel() else 0
 
 
 def offsets(axis: str) -> Any:

@@ -59,4 +59,6 @@ def _piece(a: Advance, rows: list[int], tokens: slice, state: Tensor) -> Recurre
     state = state.to(torch.promote_types(state.dtype, state_dtype(a.q.dtype)))
     signature = RECURRENCE.signatures[a.variant.name]
     sizes = {**a.sizes, "B": len(rows), "N": len(rows), "T": q.shape[1]}
-    return Recurrence.of(RECURRENCE, signature, (q, k, v, g, a.u, None, state), (a.scale, False, True), sizes)
+    return Recurrence.of(
+        RECURRENCE, signature, (q, k, v, g, a.u, None, state), {"scale": a.scale, "reverse": False, "output_final_state": True}, sizes
+    )

@@ -27,10 +27,6 @@ if TYPE_CHECKING:
     from ..gpu.hopper import Tile
     from ..gpu.plan import Plan  # which imports Triton: this module also says that it is not installed
 
-PACKAGE = "penstock."
-USUAL = "recurrence.triton."
-"""Where most kernels are: left out of their names."""
-
 
 class Memory(NamedTuple):
     """A tensor as the JIT sees it."""
@@ -99,7 +95,7 @@ def jobs(plan: Plan, tensors: Mapping[str, Tensor], arch: str) -> list[Job]:
 
 def kernel_name(kernel: Any) -> str:
     """Its module and name."""
-    return f"{kernel.fn.__module__.removeprefix(PACKAGE).removeprefix(USUAL)}.{kernel.fn.__name__}"
+    return f"{kernel.fn.__module__}.{kernel.fn.__name__}"
 
 
 def distinct(many: Iterable[Job]) -> dict[Job, Job]:
@@ -166,7 +162,7 @@ def _usage(cubin: bytes) -> tuple[int, int]:
 def _compile(job: Job) -> Any:
     """Triton's compiled kernel; None if a hook said that it need not be compiled."""
     module, _, name = job.kernel.rpartition(".")
-    kernel = getattr(import_module(PACKAGE + (module if "." in module else USUAL + module)), name)
+    kernel = getattr(import_module(module), name)
     arguments = [x.made() if isinstance(x, Memory) else x for x in job.arguments]
     with _compiling_for(job.arch):
         return kernel.warmup(*arguments, grid=(1,), **dict(job.options))

@@ -14,7 +14,7 @@ from ..recurrence.triton.table_file import shipped
 from ..softmax.operators import ATTENTION
 from ..softmax.triton import plan as softmax
 from ..verify.inputs import Shape
-from .ahead import Job, jobs, kernel_name
+from .ahead import Job, jobs
 from .passes import PASSES, Pass, planned, without_memory
 
 TARGETS = {
@@ -91,7 +91,8 @@ def _told(launch: Launch) -> str:
     """The kernel, and which of its kinds where a pass launches several."""
     first = len(launch.tensors) + len(launch.numbers)
     constants = dict(zip(launch.kernel.arg_names[first:], launch.constants))
-    return kernel_name(launch.kernel) + "".join(f" {flag.lower()}" for flag in ("ADJOINT", "HALVES", "EXACT") if constants.get(flag))
+    name: str = launch.kernel.fn.__name__
+    return name + "".join(f" {flag.lower()}" for flag in ("ADJOINT", "HALVES", "EXACT") if constants.get(flag))
 
 
 PROMPT, BATCH, SERVED = (1, 1024), (8, 2048), (256, 1)

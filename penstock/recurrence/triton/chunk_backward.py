@@ -108,7 +108,7 @@ def no_share(du, dg, share, K: tl.constexpr, BK: tl.constexpr, DECAY: tl.constex
 
 
 @triton.jit(do_not_specialize=["N", "T"])
-def backward(
+def penstock_chunk_bwd(
     q, k, v, g, u, ones, d_output, chunk_states, d_chunk_states,
     dq, dk, dv, dg, du, todo, noted, cu_seqlens, scale, N, T, H,
     q_b, q_t, q_h, q_k, k_b, k_t, k_h, k_k, v_b, v_t, v_h, v_v, g_b, g_t, g_h, g_k, u_h, u_k, o_b, o_t, o_h, o_v,

@@ -39,7 +39,7 @@ def weights_by_stretches(
 
 
 @triton.jit(do_not_specialize=["N", "T", "L"])
-def forward(
+def penstock_chunk_fwd(
     q, k, v, g, u, ones, initial_state, output, final_state, chunk_states, resume, cu_seqlens, scale, N, T, L, H,
     q_b, q_t, q_h, q_k, k_b, k_t, k_h, k_k, v_b, v_t, v_h, v_v, g_b, g_t, g_h, g_k, u_h, u_k, s_n, s_h, s_k, s_v,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, SEGMENTS: tl.constexpr,

@@ -26,7 +26,7 @@ BACKWARD = {64: (4, 160), 128: (8, 128)}
 def kernels() -> tuple[Any, Any] | None:
     """Forward and backward, if there are."""
     found = modules(__package__)
-    return found and (found[0].forward, found[1].backward)
+    return found and (found[0].penstock_chunk_fwd_hopper, found[1].penstock_chunk_bwd_hopper)
 
 
 def forward(p: Recurrence, blocks: Blocks, target: Target, precision: str) -> Any:

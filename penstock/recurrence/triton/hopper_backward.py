@@ -85,7 +85,7 @@ def scale_rows(dS, X, before, behind, begin: gl.constexpr, lay: gl.constexpr, DG
 
 
 @gluon.jit(do_not_specialize=["N", "T"])
-def backward(
+def penstock_chunk_bwd_hopper(
     q_tiles, k_tiles, v_tiles, o_tiles, S_tiles, dS_tiles, q, k, g, u, chunk_states, dq, dk, dv, dg, du, todo, cu_seqlens, scale, N, T,
     g_b, g_h, u_h, u_k,
     q_t: gl.constexpr, k_t: gl.constexpr, g_t: gl.constexpr, g_k: gl.constexpr,

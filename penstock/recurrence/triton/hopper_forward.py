@@ -239,7 +239,7 @@ def walk(
 
 
 @gluon.jit(do_not_specialize=["N", "T", "L", "H"])
-def forward(
+def penstock_chunk_fwd_hopper(
     q_tiles, k_tiles, v_tiles, o_tiles, g, u, initial_state, output, final_state, chunk_states, resume, cu_seqlens, scale, N, T, L, H,
     g_b, g_t, g_h, g_k, u_h, u_k, s_n, s_h, s_k, s_v,
     K: gl.constexpr, V: gl.constexpr, SEGMENTS: gl.constexpr, PREVIOUS: gl.constexpr, INITIAL: gl.constexpr, FINAL: gl.constexpr,

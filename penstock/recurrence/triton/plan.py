@@ -162,7 +162,7 @@ def _states(
     def walk(first: tuple[str, tuple[int, ...]] | None, last: str | None, decays: str, of_segments: bool, chunks: bool) -> None:
         name, steps = first if first is not None else (x, (0, 0, 0, 0))
         plan.launch(
-            segments.states, c.programs(slots, grid),
+            segments.penstock_chunk_states, c.programs(slots, grid),
             (x, y, "g", name, chunk_states, last if last is not None else x, decays, "cu_seqlens"),
             (scale, _N, _T, tokens, c.H, *steps_of, *c.gate, *steps), b.warps, **c.flags, BK=b.BK, BV=b.BV, C=C, ADJOINT=adjoint,
             PREVIOUS=c.previous, SEGMENTS=of_segments, INITIAL=first is not None, FINAL=last is not None, CHUNKS=chunks, REVERSE=reverse,
@@ -179,7 +179,7 @@ def _states(
     steps = contiguous((0, c.H, c.K, c.V))
     first, given = start if start is not None else (segment_states, steps)
     plan.launch(
-        segments.scan, c.programs(_N, math.ceil(c.K / BK) * math.ceil(c.V / BV)),
+        segments.penstock_segment_scan, c.programs(_N, math.ceil(c.K / BK) * math.ceil(c.V / BV)),
         (segment_states, segment_decays, first, end if end is not None else segment_states, "cu_seqlens"),
         (_N, _T, tokens, c.H, *given), 2, K=c.K, V=c.V, BK=BK, BV=BV, DECAY=c.decay, ADJOINT=adjoint,
         INITIAL=start is not None, FINAL=end is not None, PACKED=c.packed,
@@ -230,7 +230,8 @@ def chunk_forward_plan(p: Recurrence, target: Target, keep: bool = False) -> Pla
         )  # fmt: skip
     for tokens, halves, exact in c.launches(C)[kernel is not None :]:
         plan.launch(
-            chunk_forward.forward, programs, ("q", "k", "v", "g", "u", "ones", first, output, final, chunk_states, resume, "cu_seqlens"),
+            chunk_forward.penstock_chunk_fwd, programs,
+            ("q", "k", "v", "g", "u", "ones", first, output, final, chunk_states, resume, "cu_seqlens"),
             (*numbers, *strides(p.q, p.k, p.v), *c.gate, *_bonus(p), *steps), b.warps, **c.flags, BK=BK, BV=b.BV,
             C=tokens, REVERSE=p.reverse, **flags, STAGES=1 if exact else b.stages, HALVES=halves, EXACT=exact,
         )  # fmt: skip
@@ -285,7 +286,7 @@ def chunk_backward_plan(
         programs = c.programs(slots, 1 + halves)
         noted = plan.empty("todo_halves" if halves else "todo", programs, dtype=torch.int32) if c.decay == CHANNEL and not exact else "q"
         plan.launch(
-            chunk_backward.backward, programs,
+            chunk_backward.penstock_chunk_bwd, programs,
             ("q", "k", "v", "g", "u", "ones", "d_output", S, dS, dq, dk, dv, d_gate, du, todo, noted, "cu_seqlens"),
             (p.scale, _N, _T, c.H, *strides(p.q, p.k, p.v), *c.gate, *_bonus(p), *d_output.stride()), b.warps, **c.flags,
             BK=b.BK, BV=b.BV, C=size, DG=p.g is not None and dg, PREVIOUS=c.previous, REVERSE=p.reverse, HALVES=halves, EXACT=exact,
@@ -311,7 +312,7 @@ def recurrent_forward_plan(p: Recurrence | Advance, target: Target) -> Plan:
         before, after = p.initial_state.stride() if p.initial_state is not None else own, own
         slots, reverse = False, p.reverse
     plan.launch(
-        recurrent.forward, c.programs(_N, math.ceil(c.V / b.BV)),
+        recurrent.penstock_recurrent_fwd, c.programs(_N, math.ceil(c.V / b.BV)),
         ("q", "k", "v", "g", "u", first, output, final, "cu_seqlens", "slots" if slots else "q"),
         (p.scale, _T, c.H, *strides(p.q, p.k, p.v), *c.gate, *_bonus(p), *before, *after),
         b.warps, K=c.K, V=c.V, BK=power(c.K), BV=b.BV, DECAY=c.decay, PREVIOUS=c.previous, INITIAL=initial, PACKED=c.packed,
@@ -344,7 +345,7 @@ def recurrent_backward_plan(p: Recurrence, d_output: Tensor, d_final_state: Tens
     own = contiguous((0, c.H, c.K, c.V))
     first, last = (x.stride() if x is not None else own for x in (p.initial_state, d_final_state))
     plan.launch(
-        recurrent.backward, c.programs(_N, NV),
+        recurrent.penstock_recurrent_bwd, c.programs(_N, NV),
         ("q", "k", "v", "g", "u", _given("initial_state", p.initial_state, d_initial), "d_output",
          _given("d_final_state", d_final_state, d_initial), dq, dk, dv, dg, du, d_initial, kept, "cu_seqlens"),
         (p.scale, _N, _T, c.H, lambda s: s["B"] * s["T"], *strides(p.q, p.k, p.v), *c.gate, *_bonus(p), *first, *d_output.stride(), *last),

@@ -48,7 +48,7 @@ def next_state(S, k, v, g, j, g_k, there, mine, DECAY: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T"])
-def forward(
+def penstock_recurrent_fwd(
     q, k, v, g, u, initial_state, output, final_state, cu_seqlens, slots, scale, T, H,
     q_b, q_t, q_h, q_k, k_b, k_t, k_h, k_k, v_b, v_t, v_h, v_v, g_b, g_t, g_h, g_k, u_h, u_k,
     s_n, s_h, s_k, s_v, f_n, f_h, f_k, f_v,
@@ -117,7 +117,7 @@ def forward(
 
 
 @triton.jit(do_not_specialize=["N", "T", "rows"])
-def backward(
+def penstock_recurrent_bwd(
     q, k, v, g, u, initial_state, d_output, d_final_state, dq, dk, dv, dg, du, d_initial_state, kept, cu_seqlens, scale, N, T, H, rows,
     q_b, q_t, q_h, q_k, k_b, k_t, k_h, k_k, v_b, v_t, v_h, v_v, g_b, g_t, g_h, g_k, u_h, u_k,
     s_n, s_h, s_k, s_v, o_b, o_t, o_h, o_v, f_n, f_h, f_k, f_v,

@@ -16,7 +16,7 @@ from .tiles import CHANNEL, FLOOR, NONE, SCALAR, constant_decay, decays, read_fa
 
 
 @triton.jit(do_not_specialize=["N", "T", "L"])
-def states(
+def penstock_chunk_states(
     x, y, g, first, chunk_states, last, segment_decays, cu_seqlens, scale, N, T, L, H,
     x_b, x_t, x_h, x_k, y_b, y_t, y_h, y_v, g_b, g_t, g_h, g_k, s_n, s_h, s_k, s_v,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
@@ -114,7 +114,7 @@ def states(
 
 
 @triton.jit(do_not_specialize=["N", "T", "L"])
-def scan(
+def penstock_segment_scan(
     segment_states, segment_decays, initial_state, final_state, cu_seqlens, N, T, L, H, s_n, s_h, s_k, s_v,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     DECAY: tl.constexpr, ADJOINT: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, PACKED: tl.constexpr,

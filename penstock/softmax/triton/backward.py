@@ -17,7 +17,7 @@ from .tiles import dot, exponents, keys_of, place_of, queries_of, sees, tokens
 
 
 @triton.jit(do_not_specialize=["rows", "T"])
-def deltas(
+def penstock_attention_delta(
     output, d_output, lse, d_lse, delta, rows, T, o_b, o_t, o_h, o_d, l_b, l_t, l_h,
     H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, D_LSE: tl.constexpr,
 ):  # fmt: skip
@@ -71,7 +71,7 @@ def walk_queries(
 
 
 @triton.jit(do_not_specialize=["N", "Tq", "Tk"])
-def by_keys(
+def penstock_attention_bwd_dkdv(
     q, k, v, d_output, lse, delta, dk, dv, cu_seqlens, cu_seqlens_k, scale, window, N, Tq, Tk,
     q_b, q_t, q_h, q_d, k_b, k_t, k_h, k_d, v_b, v_t, v_h, v_d, o_b, o_t, o_h, o_d,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -139,7 +139,7 @@ def walk_keys(
 
 
 @triton.jit(do_not_specialize=["N", "Tq", "Tk"])
-def by_queries(
+def penstock_attention_bwd_dq(
     q, k, v, d_output, lse, delta, dq, cu_seqlens, cu_seqlens_k, scale, window, N, Tq, Tk,
     q_b, q_t, q_h, q_d, k_b, k_t, k_h, k_d, v_b, v_t, v_h, v_d, o_b, o_t, o_h, o_d,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,

@@ -47,7 +47,7 @@ def walk(
 
 
 @triton.jit(do_not_specialize=["N", "Tq", "Tk"])
-def forward(
+def penstock_attention_fwd(
     q, k, v, output, lse, cu_seqlens, cu_seqlens_k, scale, window, N, Tq, Tk,
     q_b, q_t, q_h, q_d, k_b, k_t, k_h, k_d, v_b, v_t, v_h, v_d,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,

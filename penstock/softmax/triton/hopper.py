@@ -96,7 +96,7 @@ def forward(plan: Plan, a: Attention, given: Numbers, output: str, lse: str) -> 
     """Plan the forward pass."""
     found, shape = kernels(), FORWARD[a.sizes["D"]]
     assert found is not None
-    _launch(plan, found[0].forward, shape, a, ("q", "k", "v", output, output, lse), "rwwr", given, (), BN=shape.tile)
+    _launch(plan, found[0].penstock_attention_fwd_hopper, shape, a, ("q", "k", "v", output, output, lse), "rwwr", given, (), BN=shape.tile)
 
 
 def backward(plan: Plan, a: Attention, given: Numbers, d_lse: Tensor | None, dq: str, dk: str, dv: str) -> None:
@@ -107,9 +107,11 @@ def backward(plan: Plan, a: Attention, given: Numbers, d_lse: Tensor | None, dq:
     rows = plan.empty("rows", 2, s["H"], tokens)
     some = d_lse is not None
     _launch(
-        plan, found[1].by_queries, queries, a, ("q", "d_output", "k", "v", dq, dq, "output", "lse", "d_lse" if some else "q", rows),
-        "rrwwr", given, (tokens, *(d_lse.stride() if d_lse is not None else (0, 0, 0))), BN=queries.tile, D_LSE=some,
+        plan, found[1].penstock_attention_bwd_dq_hopper, queries, a,
+        ("q", "d_output", "k", "v", dq, dq, "output", "lse", "d_lse" if some else "q", rows), "rrwwr", given,
+        (tokens, *(d_lse.stride() if d_lse is not None else (0, 0, 0))), BN=queries.tile, D_LSE=some,
     )  # fmt: skip
     _launch(
-        plan, found[1].by_keys, keys, a, ("k", "v", "q", "d_output", dk, dv, dk, dv, rows), "rrwwrr", given, (tokens,), BM=keys.tile
+        plan, found[1].penstock_attention_bwd_dkdv_hopper, keys, a,
+        ("k", "v", "q", "d_output", dk, dv, dk, dv, rows), "rrwwrr", given, (tokens,), BM=keys.tile,
     )  # fmt: skip

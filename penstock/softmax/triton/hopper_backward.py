@@ -114,7 +114,7 @@ def walk_keys(
 
 
 @gluon.jit(do_not_specialize=["N", "Tq", "Tk", "together", "pitch"])
-def by_queries(
+def penstock_attention_bwd_dq_hopper(
     q_tiles, o_tiles, k_tiles, v_tiles, dq_tiles, dq, output, lse, d_lse, rows, cu_seqlens, cu_seqlens_k,
     scale, window, N, Tq, Tk, together, pitch, l_b, l_t, l_h,
     H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
@@ -263,7 +263,7 @@ def walk_queries(
 
 
 @gluon.jit(do_not_specialize=["N", "Tq", "Tk", "together", "pitch"])
-def by_keys(
+def penstock_attention_bwd_dkdv_hopper(
     k_tiles, v_tiles, q_tiles, o_tiles, dk_tiles, dv_tiles, dk, dv, rows, cu_seqlens, cu_seqlens_k,
     scale, window, N, Tq, Tk, together, pitch,
     H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,

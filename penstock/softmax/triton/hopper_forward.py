@@ -121,7 +121,7 @@ def walk(
 
 
 @gluon.jit(do_not_specialize=["N", "Tq", "Tk", "together"])
-def forward(
+def penstock_attention_fwd_hopper(
     q_tiles, k_tiles, v_tiles, o_tiles, output, lse, cu_seqlens, cu_seqlens_k, scale, window, N, Tq, Tk, together,
     H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
     PACKED: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,

@@ -14,7 +14,11 @@ from ...gpu.target import precision as precision_of
 from ..declaration import Attention
 from . import backward, forward, hopper
 
-KERNELS = {"forward": forward.forward, "by_keys": backward.by_keys, "by_queries": backward.by_queries}
+KERNELS = {
+    "forward": forward.penstock_attention_fwd,
+    "by_keys": backward.penstock_attention_bwd_dkdv,
+    "by_queries": backward.penstock_attention_bwd_dq,
+}
 ROWS = 32
 """Of a program of ``deltas``."""
 
@@ -141,7 +145,7 @@ def backward_plan(a: Attention, d_output: Tensor, d_lse: Tensor | None, target: 
         return plan
     delta, H = plan.empty("delta", *queries), s["H"]
     plan.launch(
-        backward.deltas, lambda s: math.ceil(s["B"] * s["Tq"] * H / ROWS),
+        backward.penstock_attention_delta, lambda s: math.ceil(s["B"] * s["Tq"] * H / ROWS),
         ("output", "d_output", "lse", "d_lse" if d_lse is not None else "q", delta),
         (lambda s: s["B"] * s["Tq"] * H, _Tq, *d_output.stride(), *(d_lse.stride() if d_lse is not None else (0, 0, 0))), 4,
         H=s["H"], D=s["D"], BD=power(s["D"]), BM=ROWS, D_LSE=d_lse is not None,
