@@ -7,7 +7,7 @@ than N. From a declaration follow validation (``validation``), torch's operators
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
@@ -59,17 +59,17 @@ class Argument:
     """(axis, other): where the argument is None, ``axis`` has the size of ``other``."""
     hint: str | Callable[[Tensor], str] = ""
     """What to do about a wrong shape."""
+    letters: tuple[tuple[str, int], ...] = field(init=False, repr=False)
+    """Each axis, and how much longer than it the tensor is."""
+
+    def __post_init__(self) -> None:
+        pairs = [axis.partition("+") for axis in self.axes.split()]
+        object.__setattr__(self, "letters", tuple([(axis, int(more or 0)) for axis, _, more in pairs]))
 
     @property
     def public(self) -> str:
         """Its name in messages."""
         return self.label or self.name
-
-    @cached_property
-    def letters(self) -> tuple[tuple[str, int], ...]:
-        """Each axis, and how much longer than it the tensor is."""
-        pairs = (axis.partition("+") for axis in self.axes.split())
-        return tuple((axis, int(more or 0)) for axis, _, more in pairs)
 
 
 @dataclass(frozen=True)
