@@ -31,6 +31,16 @@ def at_full_speed(monkeypatch):
 
 
 @pytest.fixture
+def emulated_cuda(monkeypatch):
+    """The CUDA kernels run on the CPU."""
+    import emulated
+
+    from penstock.recurrence.cuda import launch
+
+    monkeypatch.setattr(launch, "run", emulated.run)
+
+
+@pytest.fixture
 def check_in_float32(monkeypatch):
     """``penstock check`` in one dtype."""
     import penstock.cli

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import NAMES, Case, call, draw, measured, offsets, upstream
+from cases import NAMES, Case, call, draw, offsets, upstream
+from contract import measured
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import penstock as ps

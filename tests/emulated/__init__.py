@@ -1,4 +1,4 @@
-"""The CUDA kernels on a CPU: compiled as C++ beside ``gpu.cpp``, which stands in for the GPU."""
+"""The CUDA kernels on a CPU: compiled as C++ with ``gpu.cpp``, which emulates threads and barriers."""
 
 import ctypes
 import re
@@ -30,7 +30,7 @@ def library(kernel: Kernel) -> ctypes.CDLL:
 
 
 def run(kernel: Kernel, blocks: int, device: object, *arguments: ctypes.Structure, backwards: bool = False) -> None:
-    """In the place of ``launch.run``."""
+    """As ``launch.run``, on the CPU."""
     addresses = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
     stray = library(kernel).run(addresses, blocks, kernel.threads, backwards)
-    assert not stray, "threads of a block came to different barriers"
+    assert not stray, "threads of a block reach different barriers"

@@ -1,10 +1,11 @@
-"""The native kernels: that they run here at all, and every instruction set of this CPU that they were compiled for."""
+"""The native kernels: they run here, with every instruction set of this CPU that they were compiled for."""
 
 from dataclasses import replace
 
 import pytest
 import torch
-from cases import Case, check_against, draw, measured, oracle, problem_of
+from cases import Case, check_against, draw, oracle, problem_of
+from contract import measured
 
 from penstock.recurrence import cpu
 from penstock.recurrence.variants import VARIANTS
@@ -21,7 +22,7 @@ SHAPES = [
 
 @pytest.fixture
 def capability(request, monkeypatch):
-    """Let torch say that this CPU can do no more than this."""
+    """Torch reports this capability."""
     cpu._function.cache_clear()
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: request.param)
     yield request.param
@@ -30,11 +31,11 @@ def capability(request, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_they_run_here(variant, dtype):
-    """Without this, a library that does not load would turn every contract of ``cpu`` into a refusal."""
+def test_native_kernels_run_here(variant, dtype):
+    """Else a library that does not load would turn all contract tests of ``cpu`` into refusals."""
     case = Case(variant, dtype=dtype)
     problem = problem_of(case, draw(case))
-    assert [cpu.available(), *(cpu.refuses(problem, mode) for mode in ("forward", "backward", "step"))] == [None] * 4
+    assert [cpu.available(), *(cpu.refuses(problem, mode) for mode in ("forward", "backward", "advance"))] == [None] * 4
 
 
 @pytest.mark.parametrize("capability", RUN_HERE, indirect=True)
@@ -44,6 +45,6 @@ def test_every_instruction_set_equals_the_oracle(case, capability):
 
 
 @pytest.mark.parametrize("capability", RUN_HERE, indirect=True)
-def test_the_instruction_set_is_the_best_that_torch_reports(capability):
+def test_instruction_set_is_the_best_that_torch_reports(capability):
     name = {"DEFAULT": "baseline", "AVX2": "avx2", "AVX512": "avx512"}.get(capability, "baseline")
     assert cpu._function("forward") is getattr(cpu._library(), f"penstock_forward_{name}")

@@ -1,4 +1,4 @@
-"""The CUDA kernels without a GPU: compiled for three architectures, emulated and held to the oracle, kept on disk, refused with reasons."""
+"""The CUDA kernels without a GPU: compiled for three architectures, emulated against the oracle, cached on disk, and their refusals."""
 
 import re
 from dataclasses import replace
@@ -8,18 +8,18 @@ import emulated
 import pytest
 import torch
 from cases import Case, Wanted, check_against, draw, oracle, problem_of, upstream
-from penstock.problem import Step
 
 import penstock as ps
-from penstock.bench import ladder
+from penstock.call.implementation import Upstream
+from penstock.call.memory import Memory
 from penstock.errors import PenstockError
+from penstock.gpu.target import Target
 from penstock.recurrence import cuda, reference
 from penstock.recurrence.cuda import HEADS, compile, launch
 from penstock.recurrence.cuda.compile import Configuration
-from penstock.recurrence.operators import FAMILY
+from penstock.recurrence.operators import ADVANCE, FAMILY, RECURRENCE
 from penstock.tune.passes import without_memory
-from penstock.verify.inputs import Shape, inputs
-from penstock.verify.oracle import error, exact_forward
+from penstock.verify.inputs import Shape
 
 BFLOAT16, FLOAT16, FLOAT32, FLOAT64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 CUDA = FAMILY.named("cuda")
@@ -27,17 +27,15 @@ RWKV6, RWKV5 = (Case(variant, H=2, K=32, V=32) for variant in ("rwkv6", "rwkv5")
 LENGTHS = (0, 5, 40, 0, 1, 33, 0)
 
 
-@pytest.fixture(autouse=True)
-def _emulated(monkeypatch):
-    monkeypatch.setattr(launch, "run", emulated.run)
+pytestmark = pytest.mark.usefixtures("emulated_cuda")
 
 
 def results(case: Case) -> dict[str, torch.Tensor]:
-    """Output, final state and all gradients, straight from the implementation."""
+    """Output, final state and all gradients, from the implementation itself."""
     tensors = draw(case)
     problem = problem_of(case, tensors)
     output, final_state = CUDA.forward(problem)
-    grads = CUDA.backward(problem, *upstream(case))
+    grads = CUDA.gradients(problem, Upstream(upstream(case)))
     return {"output": output, "final_state": final_state} | {f"d{name}": x for name, x in grads._asdict().items() if x is not None}
 
 
@@ -67,15 +65,15 @@ def test_rounding_errors_of_decays_do_not_add_up(gate):
 
 @pytest.mark.parametrize("case", [replace(RWKV6, T=70), replace(RWKV5, lengths=LENGTHS), replace(RWKV6, T=20, K=128, V=128)], ids=str)
 def test_threads_may_run_in_any_order(case, monkeypatch):
-    """Where a barrier is missing, a thread reads before or after another has written, as the order has it."""
+    """Without a barrier, results depend on the order."""
     found = results(case)
     monkeypatch.setattr(launch, "run", partial(emulated.run, backwards=True))
     for name, x in results(case).items():
         assert torch.equal(x, found[name]), name
 
 
-def test_the_emulation_finds_a_missing_barrier(monkeypatch):
-    """Else the test above could not fail."""
+def test_emulation_finds_a_missing_barrier(monkeypatch):
+    """Else the test above cannot fail."""
     whole = Configuration("forward", 32, FLOAT32, FLOAT32).source
     monkeypatch.setattr(Configuration, "source", whole.replace("__syncthreads();", "", 1))
     monkeypatch.setattr(emulated, "library", emulated.library.__wrapped__)
@@ -90,7 +88,7 @@ def test_without_a_gradient_of_the_final_state():
     case = replace(RWKV6, T=20)
     problem = problem_of(case, draw(case))
     d_output, d_final_state = upstream(case)
-    found, wanted = CUDA.backward(problem, d_output, None), CUDA.backward(problem, d_output, torch.zeros_like(d_final_state))
+    found, wanted = (CUDA.gradients(problem, Upstream((d_output, d))) for d in (None, torch.zeros_like(d_final_state)))
     for one, other in zip(found, wanted):
         assert torch.equal(one, other)
 
@@ -98,7 +96,7 @@ def test_without_a_gradient_of_the_final_state():
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=str)
 @pytest.mark.parametrize("slots", [None, [3, -1, 0]], ids=["all rows", "slots"])
 @pytest.mark.parametrize("of", [RWKV6, RWKV5], ids=str)
-def test_a_decode_step_updates_its_rows_in_place(of, slots, dtype):
+def test_advance_updates_its_rows_in_place(of, slots, dtype):
     tensors = draw(replace(of, B=3, T=2, dtype=dtype))
     rows = torch.tensor([0, 1, 2] if slots is None else slots)
     pool = torch.randn(3 if slots is None else 5, of.H, 32, 32).to(dtype)
@@ -106,45 +104,36 @@ def test_a_decode_step_updates_its_rows_in_place(of, slots, dtype):
     arguments = [tensors[name] for name in ("q", "k", "v", "g", "u")]
 
     def step(state, *inputs):
-        return Step.checked(*inputs, state, None if slots is None else rows, of.variant, None)
+        given = (*inputs, None, None if slots is None else rows, state)
+        return ADVANCE.checked(f"decode_step({of.variant!r})", given, (None,))
 
-    wanted = reference.IMPLEMENTATION.step(step(exact, *(x.double() for x in arguments)))
-    found = CUDA.step(step(pool, *arguments))
+    wanted = reference.IMPLEMENTATION.advance(step(exact, *(x.double() for x in arguments)))
+    found = CUDA.advance(step(pool, *arguments))
     exactly = {"output": wanted, "pool": exact}
     check_against({"output": found, "pool": pool}, {name: Wanted(x, float(x.norm())) for name, x in exactly.items()}, dtype)
     if slots is not None:
         assert not found[1].any()
 
 
-def test_calls_of_one_signature_share_what_was_prepared(monkeypatch):
-    """They differ in values and in where these lie; other strides are another signature."""
-    monkeypatch.setattr(launch, "_prepared", {})
+def test_equal_calls_share_what_is_prepared(monkeypatch):
+    """Values and addresses may differ; other strides are another call."""
+    monkeypatch.setattr(RECURRENCE, "memory", Memory())
     case = replace(RWKV6, lengths=LENGTHS)
-    d_output, d_final_state = upstream(case)
     tensors = draw(case)
     across = tensors["v"].transpose(1, 2).contiguous().transpose(1, 2)
     found = {}
     for name, v, prepared in (("first", tensors["v"], 2), ("negated", -tensors["v"], 2), ("across", across, 4), ("again", tensors["v"], 4)):
         problem = problem_of(case, tensors | {"v": v, "initial_state": torch.zeros_like(tensors["initial_state"])})
-        found[name] = [*CUDA.forward(problem), *CUDA.backward(problem, d_output, d_final_state)]
-        assert len(launch._prepared) == prepared
+        found[name] = [*CUDA.forward(problem), *CUDA.gradients(problem, Upstream(upstream(case)))]
+        assert sum(len(seen.bound) for seen in RECURRENCE.memory.calls.entries.values()) == prepared
     for x, negated, *others in zip(*found.values()):
         assert all(torch.equal(x, other) for other in others)
         assert torch.equal(x.abs(), negated.abs())
     assert torch.equal(found["first"][0], -found["negated"][0])
 
 
-def test_what_is_prepared_is_bounded(monkeypatch):
-    monkeypatch.setattr(launch, "_prepared", {})
-    monkeypatch.setattr(launch, "KEPT", 3)
-    for T in range(1, 9):
-        case = replace(RWKV6, T=T, B=1, H=1)
-        CUDA.forward(problem_of(case, draw(case)))
-        assert len(launch._prepared) <= 3
-
-
 def configurations(head: int) -> list[Configuration]:
-    """What calls of models need: decays in float32, and gradients of decays that are one for all tokens in float32."""
+    """Those of models: decays in float32, gradients of constant decays in float32."""
     found = [Configuration("forward", head, dtype, FLOAT32) for dtype in (BFLOAT16, FLOAT16, FLOAT32)]
     found += [Configuration("backward", head, BFLOAT16, FLOAT32), Configuration("backward", head, FLOAT32, FLOAT32, static=True)]
     odd = Configuration("forward", head, BFLOAT16, BFLOAT16, BFLOAT16, FLOAT16, FLOAT64, torch.int32)
@@ -153,7 +142,7 @@ def configurations(head: int) -> list[Configuration]:
 
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
-def test_it_compiles_without_spills(arch, head):
+def test_kernels_compile_without_spills(arch, head):
     pytest.importorskip("cuda.core")
     told = {configuration: compile.compiled(configuration, arch)[1] for configuration in configurations(head)}
     spills = {one: re.findall(r"(\d+) bytes spill (?:stores|loads)", log) for one, log in told.items()}
@@ -161,7 +150,7 @@ def test_it_compiles_without_spills(arch, head):
     assert not [one for one, found in spills.items() if found != ["0", "0"]]
 
 
-def test_machine_code_is_kept_and_what_is_broken_is_compiled_anew(monkeypatch, tmp_path):
+def test_machine_code_is_cached_and_broken_files_are_compiled_again(monkeypatch, tmp_path):
     pytest.importorskip("cuda.core")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     configuration = Configuration("forward", 32, FLOAT32, FLOAT32)
@@ -182,7 +171,7 @@ def test_machine_code_is_kept_and_what_is_broken_is_compiled_anew(monkeypatch, t
         assert path.read_bytes() == kept
 
 
-def test_what_machine_code_depends_on_is_in_its_name(monkeypatch):
+def test_file_names_hold_what_machine_code_depends_on(monkeypatch):
     pytest.importorskip("cuda.bindings")
     configuration = Configuration("forward", 32, FLOAT32, FLOAT32)
     names = {
@@ -196,7 +185,7 @@ def test_what_machine_code_depends_on_is_in_its_name(monkeypatch):
     assert len(names) == 6
 
 
-def test_a_folder_that_cannot_be_written_is_no_failure(monkeypatch, tmp_path):
+def test_an_unwritable_cache_is_no_failure(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     monkeypatch.setattr(compile, "compiled", lambda *given: (b"code", ""))
@@ -204,7 +193,7 @@ def test_a_folder_that_cannot_be_written_is_no_failure(monkeypatch, tmp_path):
     assert compile.machine_code(Configuration("forward", 32, FLOAT32, FLOAT32), "sm_90") == b"code"
 
 
-def test_an_architecture_that_the_compiler_does_not_know():
+def test_unknown_architectures_raise():
     pytest.importorskip("cuda.core")
     with pytest.raises(
         PenstockError, match=r"^cuda: NVRTC \d+\.\d+ must be able to compile the forward kernel for sm_12, got (.|\n)*impl='auto'"
@@ -240,24 +229,24 @@ def test_tokens_too_far_apart_are_refused():
     [
         ("1,54,32,64", "forward", None),
         ("1,256,32,64", "forward", None),
-        ("4,8,8,64", "forward", None),
-        ("1,54,32,64", "backward", "the Triton kernels are faster backward and in decode steps"),
-        ("1,1,32,64", "step", "the Triton kernels are faster backward and in decode steps"),
-        ("1,7,32,64", "forward", "faster than the Triton kernels from 8 to 256 tokens, these are 7"),
-        ("1,257,32,64", "forward", "faster than the Triton kernels from 8 to 256 tokens, these are 257"),
+        ("4,9,8,64", "forward", None),
+        ("1,54,32,64", "backward", "the Triton kernels are faster backward and in place"),
+        ("1,1,32,64", "advance", "the Triton kernels are faster backward and in place"),
+        ("1,8,32,64", "forward", "faster than the Triton kernels from 9 to 256 tokens, these are 8"),
+        ("1,257,32,64", "forward", "faster than the Triton kernels from 9 to 256 tokens, these are 257"),
         ("2,54,32,64", "forward", "faster than the Triton kernels where each block of threads has a multiprocessor, these are 256 for 132"),
     ],
 )
 def test_auto_takes_it_where_it_is_faster(shape, mode, reason, monkeypatch):
     problem = without_memory("rwkv6", Shape.parse(shape), BFLOAT16).problem()
-    monkeypatch.setattr(cuda, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(cuda.triton, "available", lambda: None)
+    monkeypatch.setattr(Target, "of", lambda device: Target("sm_90", 132, 227 << 10))
+    monkeypatch.setattr(cuda, "unavailable", lambda: None)
     assert CUDA.avoids(problem, mode) == reason
-    monkeypatch.setattr(cuda.triton, "available", lambda: "Triton is not installed")
+    monkeypatch.setattr(cuda, "unavailable", lambda: "Triton is not installed")
     assert CUDA.avoids(problem, mode) is None
 
 
-def test_it_can_be_named_only_where_it_is_available():
+def test_named_without_a_gpu_it_raises():
     case = replace(RWKV6, T=3)
     if CUDA.available() is not None:
         tensors = {name: x for name, x in zip(("r", "k", "v", "w", "u"), draw(case).values())}
@@ -265,31 +254,3 @@ def test_it_can_be_named_only_where_it_is_available():
             ps.ImplementationRefused, match=r"^rwkv6: impl must be one that takes this call, got 'cuda': .*Use impl='auto'\.$"
         ):
             ps.rwkv6(**tensors, impl="cuda")
-
-
-@pytest.mark.parametrize("name", ladder.RUNGS)
-def test_every_rung_of_the_ladder_equals_the_oracle(name):
-    """Also where the last block of threads has work for some of them only."""
-    x = inputs("rwkv6", Shape(3, 20, 1, 32, 32), FLOAT32, "cpu")
-    found = ladder.Rung(name, 32).forward(x, x.g.exp())
-    assert error(found, exact_forward(x)[0]) < 1e-6
-
-
-@pytest.mark.parametrize("name", ladder.RUNGS)
-def test_every_rung_compiles(name):
-    pytest.importorskip("cuda.core")
-    compile.compiled(ladder.Rung(name, 64), "sm_90")
-
-
-def test_a_rung_is_timed_on_a_gpu_only_and_on_what_it_takes(monkeypatch):
-    x = inputs("rwkv6", Shape(1, 2, 1, 32, 32), FLOAT32, "cpu")
-    with pytest.raises(ps.ImplementationRefused, match=r"^bench: rung-wide cannot be timed here: .+\.$"):
-        ladder.rung("rung-wide", x, "fwd")
-    with pytest.raises(ps.InvalidArgument) as broken:
-        ladder.rung("rung-wide", inputs("gla", Shape(1, 2, 1, 6, 4), BFLOAT16, "cpu"), "decode")
-    assert [line.partition(",")[0] for line in str(broken.value).splitlines()] == [
-        "bench: rung-wide: variant must be rwkv6",
-        "bench: rung-wide: mode must be fwd",
-        "bench: rung-wide: dtype must be float32",
-        "bench: rung-wide: shape must be one of equal K and V",
-    ]

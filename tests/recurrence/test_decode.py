@@ -4,36 +4,16 @@ import re
 
 import pytest
 import torch
-from cases import NAMES, Case, Wanted, call, check_against, draw, problem_of
+from cases import NAMES, Case, Wanted, call, check_against, draw
+from pools import exact, pool_of
 
 import penstock as ps
-from penstock.recurrence import reference
 from penstock.recurrence.operators import ADVANCE, FAMILY
 from penstock.recurrence.variants import VARIANTS
 
 FLOAT32, FLOAT64, BFLOAT16, FLOAT16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 SLOTS = [6, -1, 0, 3, -2]
 """Rows of a pool of 8 for 5 sequences; two of them are skipped."""
-
-
-def pool_of(rows, case, dtype, layout="contiguous"):
-    """A state pool, and the whole memory behind it."""
-    rng = torch.Generator().manual_seed(2)
-    values = torch.randn(rows, case.H, case.K, case.V, dtype=torch.float64, generator=rng).to(dtype)
-    if layout == "contiguous":
-        return values, values
-    if layout == "heads first":
-        memory = values.transpose(0, 1).contiguous()
-        return memory.transpose(0, 1), memory
-    memory = torch.full((rows, case.H, case.K + 2, 2 * case.V), 7.0, dtype=dtype)
-    memory[:, :, 1:-1, ::2] = values
-    return memory[:, :, 1:-1, ::2], memory
-
-
-def exact(case, tensors, state):
-    """Output and states of the oracle begun at ``state``, one row a sequence."""
-    double = {name: None if x is None else x.double() for name, x in tensors.items()} | {"initial_state": state.double()}
-    return reference.exact(problem_of(case, double))
 
 
 def step(case, tensors, impl, **options):

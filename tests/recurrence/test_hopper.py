@@ -1,10 +1,10 @@
-"""Where the kernels for Hopper are planned, and where the plain ones stand in: plans need no GPU."""
+"""Which problems the kernels for Hopper are planned for. Plans need no GPU."""
 
 import pytest
 import torch
-from penstock.problem import Problem
 
 from penstock.gpu.target import Target
+from penstock.recurrence.operators import RECURRENCE
 from penstock.recurrence.triton import hopper, plan
 from penstock.recurrence.triton.table import Blocks, Key
 from penstock.tune.passes import without_memory
@@ -13,7 +13,7 @@ from penstock.verify.inputs import Shape
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 H200 = Target("sm_90", 132, 232448)
 
-pytestmark = pytest.mark.skipif(hopper.kernels() is None, reason="this Triton has no Gluon as the kernels are written in")
+pytestmark = pytest.mark.skipif(hopper.kernels() is None, reason="the Gluon of this Triton does not fit the kernels")
 
 
 def problem_of(variant, shape, dtype=BFLOAT16):
@@ -24,21 +24,30 @@ def kernels_of(made):
     return [launch.kernel.fn.__module__.rpartition(".")[2] for launch in made.launches]
 
 
-def forward(problem, target=H200, **options):
-    return kernels_of(plan.chunk_forward_plan(problem, target, **options))
+def gla(q, k, v, g, reverse=False):
+    return RECURRENCE.checked("gla", (q, k, v, g, None, None, None), (None, reverse, True))
 
 
-def backward(problem, target=H200, states=None, **options):
-    return kernels_of(plan.chunk_backward_plan(problem, problem.v, None, target, states, **options))
+def planned(problem, target=H200, keep=False):
+    """The plan of a forward pass, for the sizes of the problem."""
+    return plan.chunk_forward_plan(problem, target, keep).at(problem.sizes)
+
+
+def forward(problem, target=H200):
+    return kernels_of(planned(problem, target))
+
+
+def backward(problem, target=H200, states=None):
+    return kernels_of(plan.chunk_backward_plan(problem, problem.v, None, target, states))
 
 
 @pytest.mark.parametrize("variant", ["gla", "rwkv6"])
 @pytest.mark.parametrize("size", [64, 128])
-def test_they_are_first_and_the_plain_ones_do_what_does_not_suit(variant, size):
+def test_hopper_kernels_come_first_and_plain_kernels_do_the_rest(variant, size):
     problem = problem_of(variant, f"8,2048,32,{size}")
     assert forward(problem) == ["hopper_forward", "chunk_forward", "chunk_forward"]
     assert backward(problem) == ["segments", "segments", "hopper_backward", "chunk_backward", "chunk_backward"]
-    made = plan.chunk_forward_plan(problem, H200, keep=True)
+    made = planned(problem, keep=True)
     states = torch.empty(*made.memory["chunk_states"][0], dtype=BFLOAT16, device="meta")
     assert states.shape == (8 * 2048 // hopper.C, 32, size, size)
     assert backward(problem, states=states) == ["segments", "hopper_backward", "chunk_backward", "chunk_backward"]
@@ -56,15 +65,15 @@ def test_they_are_first_and_the_plain_ones_do_what_does_not_suit(variant, size):
     ],
     ids=["float16", "sm_80", "sm_100", "odd K", "odd V", "scalar decay"],
 )
-def test_what_they_do_not_take_the_plain_ones_do(problem, target):
+def test_other_problems_take_the_plain_kernels(problem, target):
     assert "hopper_forward" not in forward(problem, target)
     assert "hopper_backward" not in backward(problem, target)
 
 
 @pytest.mark.parametrize("size", ["256,512", "64,128", "128,64", "256,192"])
-def test_forward_K_and_V_may_differ(size):
+def test_K_and_V_may_differ_forward(size):
     problem = problem_of("gla", f"8,2048,32,{size}")
-    made = plan.chunk_forward_plan(problem, H200, keep=True)
+    made = planned(problem, keep=True)
     assert kernels_of(made) == ["hopper_forward", "chunk_forward", "chunk_forward"]
     assert "hopper_backward" not in backward(problem)
     K, V = problem.sizes["K"], problem.sizes["V"]
@@ -79,38 +88,38 @@ def test_forward_K_and_V_may_differ(size):
 def test_tensors_must_be_matrices_of_aligned_rows():
     given = problem_of("gla", "2,256,4,64")
     for change in (lambda x: x.transpose(1, 2).contiguous().transpose(1, 2), lambda x: x.transpose(2, 3).contiguous().transpose(2, 3)):
-        other = Problem.checked(change(given.q), given.k, given.v, given.g, None, None, None, "gla", None, False)
+        other = gla(change(given.q), given.k, given.v, given.g)
         assert "hopper_forward" not in forward(other)
         assert "hopper_backward" not in backward(other)
     for expanded in (given.k[:, :, :1].expand(2, 256, 4, 64), given.k[:1].expand(2, 256, 4, 64), given.k[:, :1].expand(2, 256, 4, 64)):
-        other = Problem.checked(given.q, expanded, given.v, given.g, None, None, None, "gla", None, False)
+        other = gla(given.q, expanded, given.v, given.g)
         assert "hopper_forward" not in forward(other)
         assert "hopper_backward" not in kernels_of(plan.chunk_backward_plan(given, expanded, None, H200))
     joined = torch.empty(2, 256, 3 * 4 * 64, dtype=BFLOAT16, device="meta").split(256, 2)
     q, k, v = (x.view(2, 256, 4, 64) for x in joined)
-    assert "hopper_forward" in forward(Problem.checked(q, k, v, given.g, None, None, None, "gla", None, False))
-    backwards = Problem.checked(given.q, given.k, given.v, given.g, None, None, None, "gla", None, True)
+    assert "hopper_forward" in forward(gla(q, k, v, given.g))
+    backwards = gla(given.q, given.k, given.v, given.g, reverse=True)
     assert "hopper_forward" not in forward(backwards)
 
 
-def test_constant_decays_and_calls_of_one_chunk_go_backward_by_the_plain_kernel():
+def test_constant_decays_and_single_chunks_take_the_plain_backward_kernel():
     assert "hopper_forward" in forward(problem_of("rwkv5", "8,2048,32,64"))
     assert "hopper_backward" not in backward(problem_of("rwkv5", "8,2048,32,64"))
     assert "hopper_backward" not in backward(problem_of("gla", "8,64,32,64"))
 
 
-def test_a_table_turns_them_off():
+def test_a_table_turns_hopper_kernels_off():
     table = {Key(kernel, "channel", "updated", "bf16", 64, 64): Blocks(4, C=64) for kernel in ("forward", "backward")}
     problem = problem_of("gla", "8,2048,32,64")
     assert "hopper_forward" not in forward(problem, H200._replace(table=table))
     assert "hopper_backward" not in backward(problem, H200._replace(table=table))
 
 
-def test_segments_keep_states_and_calls_of_one_chunk_do_not():
-    made = plan.chunk_forward_plan(problem_of("gla", "1,65536,32,64"), H200, keep=True)
+def test_segments_keep_states_and_single_chunks_do_not():
+    made = planned(problem_of("gla", "1,65536,32,64"), keep=True)
     assert kernels_of(made)[:3] == ["segments", "segments", "hopper_forward"]
     assert made.memory["chunk_states"][0] == (1024, 32, 64, 64)
-    made = plan.chunk_forward_plan(problem_of("gla", "8,64,32,64"), H200, keep=True)
+    made = planned(problem_of("gla", "8,64,32,64"), keep=True)
     assert kernels_of(made)[0] == "hopper_forward"
     assert "chunk_states" not in made.memory
 
@@ -119,19 +128,11 @@ def test_many_short_sequences_keep_no_states():
     given = problem_of("gla", "1,4000,4,64")
     for length, keeps in ((20, False), (1000, True)):
         offsets = torch.empty(4000 // length + 1, dtype=torch.int32, device="meta")
-        packed = Problem(given.variant, given.q, given.k, given.v, given.g, None, None, offsets, given.scale, False)
-        assert ("chunk_states" in plan.chunk_forward_plan(packed, H200._replace(arch="sm_80"), keep=True).memory) is keeps
+        packed = RECURRENCE.checked("gla", (given.q, given.k, given.v, given.g, None, offsets, None), (None, False, True))
+        assert ("chunk_states" in planned(packed, H200._replace(arch="sm_80"), keep=True).memory) is keeps
 
 
 @pytest.mark.parametrize(("size", "programs", "blocks"), [(64, 10, 1), (64, 1000, 1), (128, 128, 1), (128, 192, 2)])
-def test_a_program_walks_with_all_blocks_of_V_unless_one_each_all_run_at_once(size, programs, blocks):
+def test_a_program_takes_all_blocks_of_V_unless_one_each_run_at_once(size, programs, blocks):
     assert hopper.together(size, size, programs, H200) == blocks
     assert (size, blocks) in hopper.FORWARD
-
-
-def test_tiles_are_of_matrices():
-    tokens, states = torch.empty(2, 100, 3, 64, dtype=BFLOAT16), torch.empty(4, 3, 64, 64, dtype=BFLOAT16)
-    tiles = (tokens, hopper.Tile(64, 64)), (states, hopper.Tile(64, 64, 3))
-    one, other = (hopper.described(x, hopper.description(x, tile)) for x, tile in tiles)
-    assert (one.shape, one.strides, one.block_shape) == ([200, 192], [192, 1], [64, 64])
-    assert (other.shape, other.strides, other.block_shape) == ([768, 64], [64, 1], [64, 64])

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import TRITON, Case, call, draw, problem_of
-from test_contract import check_contract
+from contract import check_contract
 
 import penstock as ps
 from penstock.recurrence.operators import FAMILY

@@ -1,25 +1,38 @@
-"""Where the softmax kernels for Hopper are planned, and where the plain ones stand in: plans need no GPU."""
+"""Which calls the softmax kernels for Hopper are planned for. Plans need no GPU."""
 
 import pytest
 import torch
-from penstock.softmax.problem import Attention
 
 from penstock.gpu.target import Target
+from penstock.softmax.operators import ATTENTION
 from penstock.softmax.triton import hopper, plan
 
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
 H200 = Target("sm_90", 132, 232448)
+HOPPER = {
+    "forward": ["penstock_attention_fwd_hopper"],
+    "backward": ["penstock_attention_bwd_dq_hopper", "penstock_attention_bwd_dkdv_hopper"],
+}
+PLAIN = {
+    "forward": ["penstock_attention_fwd"],
+    "backward": ["penstock_attention_delta", "penstock_attention_bwd_dkdv", "penstock_attention_bwd_dq"],
+}
+"""Kernels that are launched."""
 
-pytestmark = pytest.mark.skipif(hopper.kernels() is None, reason="this Triton has no Gluon as the kernels are written in")
+pytestmark = pytest.mark.skipif(hopper.kernels() is None, reason="the Gluon of this Triton does not fit the kernels")
 
 
-def call(B=2, Tq=300, Tk=300, H=4, G=2, D=64, dtype=BFLOAT16, scale=0.1, offsets=None, **options):
+def attention(q, k, v, offsets=None, causal=True, scale=0.1, window=None):
+    return ATTENTION.checked("softmax_attention", (q, k, v, offsets, offsets), (causal, scale, window, False))
+
+
+def call(B=2, Tq=300, Tk=300, H=4, G=2, D=64, dtype=BFLOAT16, offsets=None, **options):
     q, k, v = (torch.empty(B, T, heads, D, dtype=dtype, device="meta") for T, heads in ((Tq, H), (Tk, G), (Tk, G)))
-    return Attention(q, k, v, offsets, offsets, options.get("causal", True), scale, options.get("window"))
+    return attention(q, k, v, offsets, **options)
 
 
 def kernels_of(made):
-    return [f"{launch.kernel.fn.__module__.rpartition('.')[2]}.{launch.kernel.fn.__name__}" for launch in made.launches]
+    return [launch.kernel.fn.__name__ for launch in made.launches]
 
 
 def forward(a, target=H200):
@@ -32,16 +45,16 @@ def backward(a, d_output=None, target=H200):
 
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
 @pytest.mark.parametrize("D", [64, 128])
-def test_they_take_calls_in_16_bits(D, dtype):
+def test_calls_in_16_bits_take_hopper_kernels(D, dtype):
     for options in ({}, {"causal": False}, {"window": 40}, {"offsets": torch.empty(5, dtype=torch.int64, device="meta"), "B": 1}):
         a = call(D=D, dtype=dtype, **options)
-        assert forward(a) == ["hopper_forward.forward"]
-        assert backward(a) == ["hopper_backward.by_queries", "hopper_backward.by_keys"]
+        assert forward(a) == HOPPER["forward"]
+        assert backward(a) == HOPPER["backward"]
 
 
 def test_heads_of_256_have_a_forward_kernel():
-    assert forward(call(D=256)) == ["hopper_forward.forward"]
-    assert backward(call(D=256)) == ["backward.deltas", "backward.by_keys", "backward.by_queries"]
+    assert forward(call(D=256)) == HOPPER["forward"]
+    assert backward(call(D=256)) == PLAIN["backward"]
 
 
 @pytest.mark.parametrize(
@@ -56,23 +69,23 @@ def test_heads_of_256_have_a_forward_kernel():
     ],
     ids=["sm_80", "sm_100", "float32", "odd D", "a scale below 0", "no keys"],
 )
-def test_what_they_do_not_take_the_plain_ones_do(a, target):
-    assert forward(a, target) == ["forward.forward"]
-    assert backward(a, target=target) == ["backward.deltas", "backward.by_keys", "backward.by_queries"]
+def test_other_calls_take_the_plain_kernels(a, target):
+    assert forward(a, target) == PLAIN["forward"]
+    assert backward(a, target=target) == PLAIN["backward"]
 
 
-def test_rows_of_a_wider_matrix_are_taken_and_other_strides_are_left_to_the_plain_ones():
+def test_tensors_must_be_rows_of_a_matrix():
     a, wide = call(H=2, G=2), torch.empty(2, 300, 3, 2, 64, dtype=BFLOAT16, device="meta")
     q, k, v = wide.unbind(2)
-    assert forward(Attention(q, k, v, None, None, True, 0.1, None)) == ["hopper_forward.forward"]
+    assert forward(attention(q, k, v)) == HOPPER["forward"]
     turned = torch.empty(2, 2, 300, 64, dtype=BFLOAT16, device="meta").transpose(1, 2)
-    assert forward(Attention(a.q, turned, a.v, None, None, True, 0.1, None)) == ["forward.forward"]
-    assert backward(a, turned) == ["backward.deltas", "backward.by_keys", "backward.by_queries"]
-    assert backward(a, torch.empty(1, dtype=BFLOAT16, device="meta").expand(a.q.shape))[0] == "backward.deltas"
+    assert forward(attention(a.q, turned, a.v)) == PLAIN["forward"]
+    assert backward(a, turned) == PLAIN["backward"]
+    assert backward(a, torch.empty(1, dtype=BFLOAT16, device="meta").expand(a.q.shape)) == PLAIN["backward"]
 
 
 @pytest.mark.parametrize("shape", [*hopper.FORWARD.values(), *hopper.BY_QUERIES.values(), *hopper.BY_KEYS.values()], ids=str)
-def test_registers_are_divided_as_the_hardware_has_them(shape):
+def test_registers_fit_the_hardware(shape):
     threads = (shape.groups + 1) * 128
     assert shape.programs * threads * shape.registers_before <= hopper.REGISTERS
     assert shape.programs * (shape.groups * 128 * shape.registers + 128 * 24) <= hopper.REGISTERS
@@ -82,10 +95,10 @@ def test_registers_are_divided_as_the_hardware_has_them(shape):
 
 @pytest.mark.parametrize("heads", [(1, 1), (8, 8), (32, 4)], ids=str)
 @pytest.mark.parametrize("T", [1, 4096, 1 << 19])
-def test_heads_go_together_as_the_cache_holds_them(T, heads):
+def test_heads_that_run_together_fit_the_cache(T, heads):
     H, G = heads
     a = call(B=3, Tq=T, Tk=T, H=H, G=G, D=128)
-    (made,) = plan.forward_plan(a, H200).launches
+    (made,) = plan.forward_plan(a, H200).at(a.sizes).launches
     together = made.numbers[made.kernel.arg_names.index("together") - len(made.tensors)]
     assert 1 <= together <= 3 * H
     assert together * -(-T // 128) <= made.grid < 1 << 31

@@ -1,4 +1,4 @@
-"""The kernels compiled ahead of time for GPUs that are not here, and what they take held to the record."""
+"""The kernels compiled ahead of time for GPUs that are absent, and their resources against the record."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def penstock(*words):
 
 
 @pytest.mark.timeout(900)
-def test_kernels_compile_for_every_gpu_and_take_no_more_than_recorded():
+def test_kernels_compile_as_recorded():
     """rwkv6 has most of the code; gla has halves, walks whole sequences and, with odd heads, short chunks. The rest takes minutes."""
     done = penstock("-m", "penstock", "check", "--compile", "--json", "--only", "rwkv6 1,1024,32,64 bfloat16",
                     "--only", "gla 8,2048,32,64 bfloat16: forward", "--only", "chunk_backward.backward halves",
@@ -52,7 +52,7 @@ def test_kernels_compile_for_every_gpu_and_take_no_more_than_recorded():
             assert one["found"] == one["recorded"], one
 
 
-def test_a_call_is_specialised_as_triton_does_it():
+def test_launches_are_specialised_as_by_triton():
     """Numbers that are 1, or divisible by 16, have code of their own; others share theirs; some are never looked at."""
     script = """
 import torch
@@ -82,7 +82,7 @@ def test_the_record_has_every_launch_and_no_other(arch):
 
 
 @pytest.mark.parametrize("arch", TARGETS)
-def test_recorded_launches_fit_and_take_no_more_shared_memory_than_is_reckoned_with(arch, monkeypatch):
+def test_recorded_shared_memory_is_within_the_estimate(arch, monkeypatch):
     """What ``shared_bytes`` says decides whether block sizes fit a GPU that nobody has measured."""
     reckoned = []
 
@@ -106,7 +106,7 @@ def test_recorded_launches_fit_and_take_no_more_shared_memory_than_is_reckoned_w
 
 
 @pytest.mark.parametrize("arch", TARGETS)
-def test_recorded_softmax_launches_fit_and_take_no_more_shared_memory_than_is_reckoned_with(arch, monkeypatch):
+def test_recorded_shared_memory_of_softmax_attention_is_within_the_estimate(arch, monkeypatch):
     reckoned, found = [], softmax.blocks
 
     def noted(kernel, D, size, target):
@@ -125,7 +125,7 @@ def test_recorded_softmax_launches_fit_and_take_no_more_shared_memory_than_is_re
                 assert RECORD.launches[arch][name].shared <= size <= TARGETS[arch].shared_memory, name
 
 
-def test_findings_tell_what_is_wrong():
+def test_findings_say_what_is_wrong():
     name = next(iter(RECORD.launches["sm_80"]))
     right = RECORD.launches["sm_80"][name]
     limit = TARGETS["sm_80"].shared_memory
@@ -147,7 +147,7 @@ def test_findings_tell_what_is_wrong():
     assert told(right, name="another", triton="3.0") is None
 
 
-def test_a_record_is_read_as_it_was_written(tmp_path):
+def test_a_record_is_read_as_written(tmp_path):
     found = {("sm_80", "a: b"): Resources(1, 2, 3), ("gfx942", "a: b"): Resources(4, 5, 6), ("gfx942", "c"): Failure("no")}
     record = resources.Record.of("3.7.1", resources.held_to(None, "3.7.1", found))
     record.write(tmp_path / "deep" / "record.json")
@@ -179,7 +179,7 @@ def test_sizes_by_rule_fit_a_small_gpu(kernel, precision):
         ("retention", (8, 512, 512), {1: (16, 4), 8: (32, 8)}),
     ],
 )
-def test_rows_of_a_decode_step_are_wide_where_its_programs_fill_the_gpu(variant, sizes, widths):
+def test_decode_steps_have_wide_rows_where_programs_fill_the_gpu(variant, sizes, widths):
     """BV and warps by sequences: 4 programs for each of 132 multiprocessors; 64 float32 of the state a thread at most."""
     for N, wanted in widths.items():
         launch = planned("step", without_memory(variant, Shape(N, 1, *sizes), torch.bfloat16), TARGETS["sm_90"]).plan.launches[0]
@@ -189,14 +189,14 @@ def test_rows_of_a_decode_step_are_wide_where_its_programs_fill_the_gpu(variant,
         assert constants["BK"] * constants["BV"] <= 64 * 32 * dict(launch.options)["num_warps"]
 
 
-def test_a_narrow_step_of_a_table_stays():
+def test_narrow_steps_of_a_table_are_kept():
     inputs = without_memory("gla", Shape(1, 1, 1, 64, 64), torch.bfloat16)
     call = plan.Call.of(inputs.problem(), TARGETS["sm_90"])
     narrow = Blocks(4, BV=8, fill=64)
     assert call._replace(target=call.target._replace(table={call.key("step"): narrow})).step_blocks() == narrow
 
 
-def test_fitting_takes_stages_first_then_shorter_chunks():
+def test_fitting_takes_fewer_stages_then_shorter_chunks():
     key = Key("forward", "channel", "updated", "bf16", 64, 64)
     wanted = Blocks(4, C=64, stages=3)
     sizes = [wanted, wanted._replace(stages=2), wanted._replace(stages=1), Blocks(4, C=32), Blocks(4, C=16)]
@@ -220,7 +220,7 @@ def test_nothing_compiles_under_the_interpreter():
         (["--compile", "--only", "mamba"], "only must be a part of a launch's name"),
     ],
 )
-def test_check_refuses_with_one_message(words, message, monkeypatch):
+def test_wrong_options_of_check_give_one_message(words, message, monkeypatch):
     monkeypatch.setattr("penstock.tune.ahead.interpreting", lambda: False)
     done = CliRunner().invoke(main, ["check", *words])
     assert done.exit_code == 2, done.output
