@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -122,13 +121,23 @@ class Signature:
     nonempty: str = ""
     """Axes of at least 1."""
     counts: str = ""
-    """Axes that count tokens or sequences: calls that differ in nothing else share their plans (``memory``)."""
+    """Axes that count tokens or sequences, the first axes of their arguments: calls that differ in nothing else share their plans
+    (``memory``)."""
     folded: str = ""
     """Axes that independent copies of a call can be laid along, which is how ``torch.vmap`` is served."""
     rules: tuple[Callable[[Complaints, Mapping[str, Tensor | None], Sizes], None], ...] = ()
     """Rules between arguments: of those whose own rules hold, None for those not given."""
 
-    @cached_property
-    def by_name(self) -> dict[str, Argument]:
-        """Arguments by name."""
-        return {one.name: one for one in self.arguments}
+    counted: tuple[tuple[tuple[str, int], ...], ...] = field(init=False, repr=False)
+    """Of each argument, the axes that count, and how much longer than these it is."""
+    written: int = field(init=False, repr=False)
+    """The place of the argument that is updated in place; -1 if there is none."""
+
+    def __post_init__(self) -> None:
+        counts = self.counts.split()
+        counted = [tuple([(axis, more) for axis, more in one.letters if axis in counts]) for one in self.arguments]
+        for one, axes in zip(self.arguments, counted):
+            assert one.letters[: len(axes)] == axes, f"{self.function}: axes that count must come first in {one.name}"
+        object.__setattr__(self, "counted", tuple(counted))
+        written = [place for place, one in enumerate(self.arguments) if one.written]
+        object.__setattr__(self, "written", written[0] if written else -1)

@@ -23,7 +23,7 @@ def differentiable(operator: Operator[Any], seen: Seen, tensors: Tensors, impl: 
         found = operator.run(problem, impl)[0]
         return _Attached.apply(operator, seen, impl, len(found), *found, *tensors)  # type: ignore[no-any-return, no-untyped-call]
     results = _Call.apply(operator, problem, impl, *tensors)  # type: ignore[no-untyped-call]
-    return [x if wanted else None for x, wanted in zip(results, seen.returned)]
+    return [x if wanted else None for x, wanted in zip(results, seen.kind.returned)]
 
 
 class _Call(torch.autograd.Function):
@@ -41,13 +41,14 @@ class _Call(torch.autograd.Function):
         (operator, seen, impl), (inputs, outputs) = ctx.call, ctx.counts
         kept, needed = ctx.saved_tensors, ctx.needs_input_grad[3:]
         tensors, results, residuals = kept[:inputs], kept[inputs:outputs], kept[outputs:]
-        function = seen.signature.function
+        signature, given = seen.kind.signature, seen.kind.given
+        function = signature.function
         upstream = operator.upstream(function, tensors, d_results)
         if torch.is_grad_enabled() or not private.fast(upstream):  # gradients that are to be differentiated again, or are not plain
             found = _in_torch(operator, seen, impl, tensors, results, upstream)
         else:
-            same = operator.recall(function, tensors, seen.given)  # hooks of saved tensors may have changed strides
-            problem = operator.known(same or operator.learn(seen.signature, tensors, seen.given), tensors)
+            same = operator.recall(function, tensors, given)  # hooks of saved tensors may have changed strides
+            problem = operator.known(same or operator.learn(signature, tensors, given), tensors)
             wanted = tuple(need for need, gradient in zip(needed, operator.gradient) if gradient)
             found = operator.gradients(problem, impl, Upstream(tuple(upstream), results, residuals, wanted))
         return None, None, None, *operator.placed(found, needed)
@@ -72,12 +73,12 @@ class _Attached(torch.autograd.Function):
         if not torch.is_grad_enabled():
             return None, None, None, None, *d_results, *[None] * inputs
         tensors, results = kept[:inputs], kept[inputs:]
-        upstream = operator.upstream(seen.signature.function, tensors, d_results)
+        upstream = operator.upstream(seen.kind.signature.function, tensors, d_results)
         found = _in_torch(operator, seen, impl, tensors, results, upstream)
         return None, None, None, None, *[None] * count, *operator.placed(found, ctx.needs_input_grad[4 + count :])
 
 
 def _in_torch(operator: Operator[Any], seen: Seen, impl: str, tensors: Tensors, results: Tensors, upstream: Tensors) -> Tensors:
     """Gradients by torch's operator, which can be differentiated again."""
-    options = operator.plain(seen.given)
-    return operator.unpacked(operator.gradients_in_torch(*upstream, *results, *tensors, seen.signature.function, *options, impl))
+    options = operator.plain(seen.kind.given)
+    return operator.unpacked(operator.gradients_in_torch(*upstream, *results, *tensors, seen.kind.signature.function, *options, impl))

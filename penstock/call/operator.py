@@ -22,7 +22,7 @@ from .declaration import Option, Result, Signature
 from .derivatives import Tensors, second_derivatives
 from .dispatch import Explanation, Family
 from .implementation import Implementation, Mode, Upstream
-from .memory import Kind, Memory, Seen, equality, likeness
+from .memory import Kind, Memory, Seen
 from .problem import Problem
 from .validation import bind, check, check_in_place, check_types, check_values, reads_values
 
@@ -111,49 +111,34 @@ class Operator(Generic[P]):
         return self.signatures[function]  # type: ignore[index]
 
     def recall(self, function: str, tensors: Tensors, options: Sequence[Any]) -> Seen | None:
-        """What equal calls share, also if there were only alike ones; None if there were neither."""
-        memory = self.memory
+        """What is known of equal calls or, if there were none, of alike ones; None if there were neither."""
         try:
-            key = equality(function, tensors, options)
-            seen = memory.calls.get(key)
-            if seen is None:
-                signature = self.signatures[function]
-                sizes = bind(signature, tensors)
-                kind = None if sizes is None else memory.kinds.get(likeness(signature, tensors, options, sizes))
-                if kind is not None and sizes is not None:
-                    seen = memory.calls.put(key, self.seen(signature, tensors, options, sizes, kind))
+            return self.memory.find(self.signatures[function], tensors, options)
         except (TypeError, KeyError):  # what cannot be hashed, or names no function, was never found valid
             return None
-        return seen
 
     def learn(self, signature: Signature, tensors: Tensors, options: Sequence[Any]) -> Seen:
-        """Validate a call for all that are equal to it or alike."""
-        sizes, memory = check(signature, tensors), self.memory
-        kind = memory.kind(likeness(signature, tensors, options, sizes))
-        key = equality(signature.function, tensors, options)
-        return memory.calls.put(key, self.seen(signature, tensors, options, sizes, kind))
+        """Validate a call, for all that are equal to it or alike."""
+        sizes = check(signature, tensors)
+        return self.memory.keep(self.kind(signature, options, sizes), tensors, sizes)
 
-    def seen(self, signature: Signature, tensors: Tensors, options: Sequence[Any], sizes: Mapping[str, int], kind: Kind) -> Seen:
-        """What calls equal to a valid one share."""
-        resolved = self.resolved(signature, options, sizes)
-        return Seen(signature, options, dict(zip(self.option_names, resolved)), sizes, self.returned(options), kind)
+    def kind(self, signature: Signature, options: Sequence[Any], sizes: Mapping[str, int]) -> Kind:
+        """What calls that are alike will share."""
+        resolved = dict(zip(self.option_names, self.resolved(signature, options, sizes)))
+        return Kind(signature, tuple(options), resolved, self.returned(options), sizes)
 
     def seen_of(self, problem: Problem) -> Seen:
         """What calls equal to a valid one share, whatever way it came."""
-        tensors, options = problem.tensors, [getattr(problem, name) for name in self.option_names]
-        key, memory = equality(problem.function, tensors, options), self.memory
-        found = memory.calls.get(key)
-        if found is not None:
-            return found
-        kind = memory.kind(likeness(problem.signature, tensors, options, problem.sizes))
-        return memory.calls.put(key, self.seen(problem.signature, tensors, options, problem.sizes, kind))
+        options = tuple([getattr(problem, name) for name in self.option_names])
+        found = self.memory.find(problem.signature, problem.tensors, options)
+        return found or self.memory.keep(self.kind(problem.signature, options, problem.sizes), problem.tensors, problem.sizes)
 
     def known(self, seen: Seen, tensors: Tensors) -> P:
         """The problem of a known call; values are checked where they are read."""
         if self.in_place:
-            check_in_place(seen.signature, tensors, seen.bound)
+            check_in_place(seen.kind.signature, tensors, seen.bound)
         if reads_values(tensors[0]):  # type: ignore[arg-type]
-            check_values(seen.signature, tensors, seen.sizes)
+            check_values(seen.kind.signature, tensors, seen.sizes)
         return self.problem.known(self, seen, tensors)
 
     def checked(self, function: str, tensors: Tensors, options: Sequence[Any]) -> P:
@@ -268,7 +253,7 @@ class Operator(Generic[P]):
                 results, kept = one.forward_with_residuals(problem)
             else:
                 results = one.forward(problem)
-        wanted = problem.seen.returned
+        wanted = problem.seen.kind.returned
         if saved and one.backward is not None:
             wanted = [some or told.saved for some, told in zip(wanted, self.results)]
         return [x.contiguous() if some and x is not None else None for x, some in zip(results, wanted)], kept

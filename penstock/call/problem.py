@@ -46,7 +46,8 @@ class Problem:
         problem = object.__new__(cls)
         values = problem.__dict__
         values.update(zip(operator.names, tensors))
-        values.update(seen.options, operator=operator, signature=seen.signature, sizes=seen.sizes, seen=seen)
+        kind = seen.kind
+        values.update(kind.options, operator=operator, signature=kind.signature, sizes=seen.sizes, seen=seen)
         return problem
 
     @property

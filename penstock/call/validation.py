@@ -201,28 +201,33 @@ def check_in_place(signature: Signature, tensors: Sequence[Tensor | None], kept:
     """
     reach = kept.get("reach")
     if reach is None:
-        reach = kept["reach"] = [0 if x is None or private.is_fake(x) else _reach(x) for x in tensors]
-    place = next(place for place, one in enumerate(signature.arguments) if one.written)
-    target = tensors[place]
-    assert target is not None
-    begin = target.data_ptr() if reach[place] else 0
-    end = begin + reach[place]
-    wrong = torch.is_grad_enabled() and any([x is not None and x.requires_grad for x in tensors])
-    for x, size in zip(tensors, reach):
-        if size and x is not None and x is not target and x.data_ptr() < end and begin < x.data_ptr() + size:
-            wrong = True
-    if wrong or overlaps(target):
-        _raise_in_place(signature, tensors, target, reach)
+        reach = [0 if x is None or private.is_fake(x) else _reach(x) for x in tensors]
+        target = tensors[signature.written]
+        if target is not None and overlaps(target):
+            _raise_in_place(signature, tensors, reach)
+        kept["reach"] = reach
+    begin = end = 0
+    if reach[signature.written]:
+        begin = tensors[signature.written].data_ptr()  # type: ignore[union-attr]
+        end = begin + reach[signature.written]
+    gradients = torch.is_grad_enabled()
+    for place, x in enumerate(tensors):
+        if x is not None:
+            if gradients and x.requires_grad:
+                _raise_in_place(signature, tensors, reach)
+            if reach[place] and place != signature.written and begin - reach[place] < x.data_ptr() < end:
+                _raise_in_place(signature, tensors, reach)
 
 
-def _raise_in_place(signature: Signature, tensors: Sequence[Tensor | None], target: Tensor, reach: Sequence[int]) -> None:
+def _raise_in_place(signature: Signature, tensors: Sequence[Tensor | None], reach: Sequence[int]) -> None:
     complaints = Complaints(signature.function)
-    written = next(one for one in signature.arguments if one.written)
+    written, target = signature.arguments[signature.written], tensors[signature.written]
+    assert target is not None
     if overlaps(target):
         value = f"strides {list(target.stride())} over shape {list(target.shape)}"
         complaints.add(RangeError, written.public, "free of overlap, since it is written in place", value, "Clone it first.")
-    begin = target.data_ptr() if any(reach) else 0
-    end = begin + next(size for x, size in zip(tensors, reach) if x is target)
+    begin = target.data_ptr() if reach[signature.written] else 0
+    end = begin + reach[signature.written]
     for argument, x, size in zip(signature.arguments, tensors, reach):
         if x is None:
             continue

@@ -62,14 +62,13 @@ def _descriptor() -> Any:
 
 
 def description(x: Tensor, tile: Tile) -> dict[str, Any]:
-    """What tensors of one signature have in common as matrices that are copied in tiles."""
-    shape = [prod(x.shape[: tile.axes]), prod(x.shape[tile.axes :])]
-    box, step = [tile.rows, tile.columns], x.stride(tile.axes - 1)
-    return {"shape": shape, "strides": [step, 1], "block_shape": box, "layout": _layout(), "padding": "zero"}
+    """What tensors of one layout have in common as matrices that are copied in tiles."""
+    strides, box = [x.stride(tile.axes - 1), 1], [tile.rows, tile.columns]
+    return {"columns": prod(x.shape[tile.axes :]), "strides": strides, "block_shape": box, "layout": _layout(), "padding": "zero"}
 
 
 def described(x: Tensor, known: Mapping[str, Any]) -> Any:
-    """A tensor of this description, as Triton takes it. It was looked at when the launch was planned, so Triton need not once more."""
-    one = object.__new__(_descriptor())
-    one.__dict__.update(known, base=x)
+    """A tensor of this description, as Triton takes it. It was checked when the launch was planned, so Triton need not check again."""
+    one, columns = object.__new__(_descriptor()), known["columns"]
+    one.__dict__.update(known, base=x, shape=[x.numel() // columns, columns])
     return one

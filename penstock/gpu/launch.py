@@ -6,7 +6,7 @@ equal call costs the host little more than the launches themselves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..call.memory import exact, layout
 from ..call.problem import Problem
-from .plan import Launch, Plan, Sizes, contiguous
+from .plan import Launch, Plan, Sizes, contiguous, value
 from .target import Target, interpreting
 
 
@@ -27,10 +27,16 @@ class Prepared:
     def __init__(self, plan: Plan, device: torch.device) -> None:
         self.plan, self.device = plan, device
         self.kernels: tuple[Any, ...] | None = None
+        self.descriptions: list[list[dict[str, Any]]] = []
+        """Of the tensors of each launch that are copied in tiles."""
+        self.numbers = [_Template(one.numbers) for one in plan.launches]
+        self.memory = [(name, _Template(shape), dtype) for name, (shape, dtype) in plan.memory.items()]
 
-    def compile(self, plan: Plan, tensors: Mapping[str, Tensor]) -> tuple[Any, ...]:
-        """Compile all kernels, side by side, for tensors like these; ``plan`` is the plan for their sizes."""
+    def compile(self, tensors: Mapping[str, Tensor], sizes: Sizes) -> tuple[Any, ...]:
+        """Compile all kernels, side by side, for tensors like these."""
         if self.kernels is None:
+            plan = self.plan.at(sizes)
+            self.descriptions = [one.descriptions(tensors) for one in plan.launches]
             job = partial(self._compile_one, tensors=tensors)
             if len(plan.launches) == 1 or interpreting():
                 self.kernels = tuple(map(job, plan.launches))
@@ -48,6 +54,23 @@ class Prepared:
             return launch.kernel.warmup(*arguments, *launch.numbers, *launch.constants, grid=(1, 1, 1), **dict(launch.options))
 
 
+class _Template:
+    """Numbers of which some depend on sizes: those are told apart once."""
+
+    __slots__ = ("fixed", "open")
+
+    def __init__(self, numbers: Sequence[Any]) -> None:
+        self.fixed = list(numbers)
+        self.open = [(place, x) for place, x in enumerate(numbers) if callable(x)]
+
+    def at(self, sizes: Sizes) -> tuple[Any, ...]:
+        """All of them as numbers."""
+        found = self.fixed.copy()
+        for place, x in self.open:
+            found[place] = x(sizes)
+        return tuple(found)
+
+
 class _Interpreted:
     """A kernel under the interpreter, used as a compiled one."""
 
@@ -59,30 +82,29 @@ class _Interpreted:
 
 
 class Bound:
-    """A prepared plan for calls that are equal."""
+    """A prepared plan for calls that are equal: all sizes are numbers."""
 
     def __init__(self, prepared: Prepared, sizes: Sizes, absent: list[str]) -> None:
-        self.prepared, self.absent, self.device = prepared, absent, prepared.device
-        plan = self.plan = prepared.plan.at(sizes)
-        self.memory = [(name, shape, contiguous(shape), dtype) for name, (shape, dtype) in plan.memory.items()]
-        self.numbers = [one.numbers + one.constants for one in plan.launches]
+        self.prepared, self.sizes, self.absent = prepared, sizes, absent
+        self.launches, self.ones, self.device = prepared.plan.launches, prepared.plan.ones, prepared.device
+        shapes = [(name, shape.at(sizes), dtype) for name, shape, dtype in prepared.memory]
+        self.memory = [(name, shape, contiguous(shape), dtype) for name, shape, dtype in shapes]
+        self.numbers = [numbers.at(sizes) + one.constants for numbers, one in zip(prepared.numbers, self.launches)]
         self.runners: list[Callable[..., object]] | None = None
-        self.known: list[list[dict[str, Any]]] = []
 
     def run(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Add the plan's memory to ``tensors`` and launch its kernels."""
-        device, plan = self.device, self.plan
-        if plan.ones:
-            tensors["ones"] = _ones(plan.ones, device)
+        device, launches = self.device, self.launches
+        if self.ones:
+            tensors["ones"] = _ones(self.ones, device)
         for name, shape, strides, dtype in self.memory:
             tensors[name] = torch.empty_strided(shape, strides, dtype=dtype, device=device)
         with _at(device):
             if self.runners is None:
-                self.known = [one.descriptions(tensors) for one in plan.launches]
-                kernels = self.prepared.compile(plan, tensors)
-                self.runners = [kernel[one.grid, 1, 1] for kernel, one in zip(kernels, plan.launches)]
+                kernels = self.prepared.compile(tensors, self.sizes)
+                self.runners = [kernel[value(one.grid, self.sizes), 1, 1] for kernel, one in zip(kernels, launches)]
             given = tensors if interpreting() else {name: x.data_ptr() for name, x in tensors.items()}  # Triton would ask in every launch
-            for runner, one, known, numbers in zip(self.runners, plan.launches, self.known, self.numbers):
+            for runner, one, known, numbers in zip(self.runners, launches, self.prepared.descriptions, self.numbers):
                 runner(*one.arguments(tensors, known, given), *numbers)
         return tensors
 
@@ -133,11 +155,11 @@ def run(
     """
     seen, first = p.seen, p.tensors[0]
     assert first is not None
-    key = name, exact(more), torch.get_float32_matmul_precision(), _trial
+    key = name, exact(more) if more else (), torch.get_float32_matmul_precision(), _trial
     bound = seen.bound.get(key)
     if bound is None:
         plans = seen.kind.plans
-        rough = name, tuple([layout(x) for x in more]), key[2], _trial
+        rough = name, tuple([layout(part) for part in key[1]]), key[2], _trial
         prepared = plans.get(rough)
         if prepared is None:
             at = target._replace(table={**target.table, **_tried}) if _tried else target

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -47,6 +46,8 @@ class Launch(NamedTuple):
 
     def arguments(self, tensors: Mapping[str, Tensor], known: Sequence[Mapping[str, Any]], others: Mapping[str, Any]) -> list[Any]:
         """Its tensors as the kernel takes them: the first by their descriptions, the rest looked up in ``others``."""
+        if not known:
+            return [others[name] for name in self.tensors]
         tiled = [hopper.described(tensors[name], one) for name, one in zip(self.tensors, known)]
         return tiled + [others[name] for name in self.tensors[len(tiled) :]]
 
@@ -85,7 +86,11 @@ class Plan:
 
 def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
     """Strides of a result. ``torch.empty_strided``, which takes them, needs half the time of ``torch.empty``."""
-    return tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    strides, step = [0] * len(shape), 1
+    for axis in range(len(shape) - 1, -1, -1):
+        strides[axis] = step
+        step *= shape[axis]
+    return tuple(strides)
 
 
 def dense(indices: Tensor | None) -> Tensor | None:

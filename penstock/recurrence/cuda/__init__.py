@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from importlib.util import find_spec
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -36,6 +37,14 @@ def available() -> str | None:
     except ModuleNotFoundError:
         missing = True
     return "cuda-core is not installed: pip install 'penstock[cuda]'" if missing else None
+
+
+@cache
+def _launch() -> ModuleType:
+    """The module that launches, imported when it is first needed."""
+    from . import launch
+
+    return launch
 
 
 def _refuses(problem: Tokens, mode: Mode) -> str | None:
@@ -72,23 +81,17 @@ def _avoids(problem: Tokens, mode: Mode) -> str | None:
 
 
 def _forward(problem: Recurrence) -> tuple[Tensor, Tensor]:
-    from . import launch
-
-    return forward_of_nothing(problem) if nothing(problem) else launch.forward_pass(problem)
+    return forward_of_nothing(problem) if nothing(problem) else _launch().forward_pass(problem)
 
 
 def _backward(problem: Recurrence, upstream: Upstream) -> Gradients:
-    from . import launch
-
     d_output, d_final_state = upstream.gradients
     assert d_output is not None
-    return backward_of_nothing(problem, d_final_state) if nothing(problem) else launch.backward_pass(problem, d_output, d_final_state)
+    return backward_of_nothing(problem, d_final_state) if nothing(problem) else _launch().backward_pass(problem, d_output, d_final_state)
 
 
 def _advance(problem: Advance) -> Tensor:
-    from . import launch
-
-    return problem.v.new_zeros(problem.v.shape) if nothing(problem) else launch.advance_pass(problem)
+    return problem.v.new_zeros(problem.v.shape) if nothing(problem) else _launch().advance_pass(problem)
 
 
 IMPLEMENTATION = Implementation(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cache
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
@@ -14,6 +17,14 @@ from ..gradients import Gradients, backward_of_nothing, forward_of_nothing, noth
 SHORT = {"forward": 8, "backward": 8, "advance": 16}
 """Up to this many tokens, a power of two, the token-serial kernels are faster than the chunked ones. One NVIDIA H200, rwkv6, bfloat16,
 (1,T,32,64): forward 11.2 against 5.5 us at T = 16 and 0.7 us a token; backward 42 against 29 us and 2 us a token."""
+
+
+@cache
+def _launch() -> ModuleType:
+    """The module that launches, imported when it is first needed."""
+    from . import launch
+
+    return launch
 
 
 def _refuses(p: Tokens, K: int, V: int) -> str | None:
@@ -54,49 +65,38 @@ def _operands(dtype: torch.dtype) -> int | None:
 
 
 def _chunkwise_forward(p: Recurrence) -> tuple[Tensor, Tensor]:
-    from . import launch
-
-    return forward_of_nothing(p) if nothing(p) else launch.chunk_forward(p)[:2]
+    return forward_of_nothing(p) if nothing(p) else _launch().chunk_forward(p)[:2]
 
 
 def _chunkwise_forward_with_residuals(p: Recurrence) -> tuple[tuple[Tensor, Tensor], tuple[Tensor | None, ...]]:
-    from . import launch
-
     if nothing(p):
         return forward_of_nothing(p), ()
-    output, final_state, states = launch.chunk_forward(p, keep=True)
+    output, final_state, states = _launch().chunk_forward(p, keep=True)
     return (output, final_state), (states,)
 
 
 def _chunkwise_backward(p: Recurrence, upstream: Upstream) -> Gradients:
-    from . import launch
-
     d_output, d_final_state = upstream.gradients
     if nothing(p):
         return backward_of_nothing(p, d_final_state)
     assert d_output is not None
     states = upstream.residuals[0] if upstream.residuals else None
-    return launch.chunk_backward(p, d_output, d_final_state, states, not upstream.wanted or upstream.wanted[3])
+    found: Gradients = _launch().chunk_backward(p, d_output, d_final_state, states, not upstream.wanted or upstream.wanted[3])
+    return found
 
 
 def _recurrent_forward(p: Recurrence) -> tuple[Tensor, Tensor]:
-    from . import launch
-
-    return forward_of_nothing(p) if nothing(p) else launch.recurrent_forward(p)
+    return forward_of_nothing(p) if nothing(p) else _launch().recurrent_forward(p)
 
 
 def _recurrent_backward(p: Recurrence, upstream: Upstream) -> Gradients:
-    from . import launch
-
     d_output, d_final_state = upstream.gradients
     assert d_output is not None
-    return backward_of_nothing(p, d_final_state) if nothing(p) else launch.recurrent_backward(p, d_output, d_final_state)
+    return backward_of_nothing(p, d_final_state) if nothing(p) else _launch().recurrent_backward(p, d_output, d_final_state)
 
 
 def _advance(p: Advance) -> Tensor:
-    from . import launch
-
-    return p.v.new_zeros(p.v.shape) if nothing(p) else launch.advance(p)
+    return p.v.new_zeros(p.v.shape) if nothing(p) else _launch().advance(p)
 
 
 RECURRENT = Implementation(

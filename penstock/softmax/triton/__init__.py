@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cache
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
@@ -14,6 +17,14 @@ LARGEST = 256
 """Elements of a head."""
 
 
+@cache
+def _launch() -> ModuleType:
+    """The module that launches, imported when it is first needed."""
+    from . import launch
+
+    return launch
+
+
 def _refuses(a: Attention, mode: Mode) -> str | None:
     too_large = f"heads have at most {LARGEST} elements, these have {a.sizes['D']}" if a.sizes["D"] > LARGEST else None
     return gpu_refuses(a.q) or too_large
@@ -24,21 +35,19 @@ def _avoids(a: Attention, mode: Mode) -> str | None:
 
 
 def _forward(a: Attention) -> tuple[Tensor, Tensor]:
-    from . import launch
-
     if not a.q.numel():
         return torch.zeros_like(a.q), a.q.new_zeros(a.q.shape[:3], dtype=torch.float32)
-    return launch.forward(a)
+    output, lse = _launch().forward(a)
+    return output, lse
 
 
 def _backward(a: Attention, upstream: Upstream) -> tuple[Tensor, Tensor, Tensor]:
-    from . import launch
-
     if not a.q.numel() or not a.k.numel():
         return torch.zeros_like(a.q), torch.zeros_like(a.k), torch.zeros_like(a.v)
     (d_output, d_lse), (output, lse) = upstream.gradients, upstream.results
     assert d_output is not None
-    return launch.backward(a, d_output, d_lse, output, lse)
+    dq, dk, dv = _launch().backward(a, d_output, d_lse, output, lse)
+    return dq, dk, dv
 
 
 IMPLEMENTATION = Implementation(
