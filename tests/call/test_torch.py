@@ -1,4 +1,4 @@
-"""The operators inside PyTorch: opcheck, compile, export, autocast, inference, shapes without data, and threads."""
+"""The operators inside PyTorch: opcheck, compile, export, autocast, inference mode, meta and fake tensors, threads."""
 
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -6,36 +6,42 @@ from dataclasses import replace
 
 import pytest
 import torch
+from attention import Attention
 from cases import NAMES, Case, call, draw, offsets, upstream
-from contract import measured
+from contract import measured, run
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import penstock as ps
 from penstock.recurrence.variants import VARIANTS
 
 SMALL = {variant: Case(variant, T=9, K=8, V=4) for variant in VARIANTS}
-CASES = [replace(case, **options) for case in SMALL.values() for options in ({}, {"lengths": (4, 0, 5)})]
-CASES += [
-    replace(SMALL[variant], **options)
-    for variant in ("retention", "rwkv6")
-    for options in (
-        {"state": False, "reverse": True},
-        {"strided": True},
-        {"strided": True, "dtype": torch.float64},
-        {"T": 0, "dtype": torch.float64},
-        {"dtype": torch.bfloat16, "others": torch.float32, "lengths": (4, 0, 5)},
-    )
+CASES = [
+    *SMALL.values(),
+    *(
+        replace(SMALL[variant], **options)
+        for variant in ("retention", "rwkv6")
+        for options in (
+            {"lengths": (4, 0, 5)},
+            {"state": False, "reverse": True},
+            {"strided": True},
+            {"strided": True, "dtype": torch.float64},
+            {"T": 0, "dtype": torch.float64},
+            {"dtype": torch.bfloat16, "others": torch.float32, "lengths": (4, 0, 5)},
+        )
+    ),
 ]
+"""All variants; what they have in common with two of them."""
 BACKENDS = ["aot_eager"] + ["inductor"] * bool(shutil.which("g++"))
 
 
 @pytest.fixture(autouse=True)
-def _nothing_compiled():
+def _reset_compiler():
     torch.compiler.reset()
 
 
 def operator_arguments(case, tensors):
-    """Those that forward and backward share."""
+    """Arguments of both passes."""
     *others, state = tensors.values()
     return (*others, offsets(case), state, case.variant, case.scale, case.reverse, True)
 
@@ -55,7 +61,7 @@ def test_opcheck_backward(case):
 
 @pytest.mark.parametrize("slots", [None, [5, -1]], ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_opcheck_step(variant, slots):
+def test_opcheck_advance(variant, slots):
     case = Case(variant, T=2, state=False)
     tensors = list(draw(case).values())[:5]
     state = torch.randn(2 if slots is None else 6, case.H, case.K, case.V)
@@ -63,6 +69,30 @@ def test_opcheck_step(variant, slots):
         torch.ops.penstock.advance.default,
         (*tensors, None, None if slots is None else torch.tensor(slots), state, f"decode_step({variant!r})", None, "auto"),
     )
+
+
+@pytest.mark.parametrize("impl", ["triton", "sdpa"])
+@pytest.mark.parametrize("case", [Attention(Tq=9, Tk=9, D=16), Attention(lengths=((4, 4), (0, 0), (5, 7)), window=3)], ids=str)
+def test_opcheck_softmax_attention(case, impl):
+    tensors, upstream = case.drawn("cpu")
+    leaves = [x.requires_grad_() if x is not None and x.is_floating_point() else x for x in tensors.values()]
+    arguments = (*leaves, case.function, *case.options, impl)
+    torch.library.opcheck(torch.ops.penstock.softmax_attention.default, arguments)
+    saved = [x.detach() for x in torch.ops.penstock.softmax_attention(*arguments)]
+    given = [x.detach() if isinstance(x, Tensor) else x for x in arguments]
+    torch.library.opcheck(torch.ops.penstock.softmax_attention_backward.default, (*upstream, *saved, *given))
+
+
+def test_compiled_softmax_attention():
+    case = Attention(Tq=40, Tk=40, window=9)
+    tensors, upstream = case.drawn("cpu")
+    compiled = torch.compile(lambda tensors: case.call(tensors, "auto"), fullgraph=True, backend="aot_eager")
+    wanted = run(case, tensors, upstream, "auto")
+    leaves = {name: x.detach().requires_grad_() for name, x in tensors.items() if x is not None}
+    results = compiled(tensors | leaves)
+    found = [*results, *torch.autograd.grad(results, list(leaves.values()), upstream)]
+    for x, y in zip(found, wanted.values(), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -94,13 +124,13 @@ def train(function, case):
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_compiled_whole_it_does_what_it_does_eagerly(case):
+def test_compiled_results_equal_eager_results(case):
     found = train(torch.compile(call, fullgraph=True, backend="aot_eager"), case)
     assert all(torch.equal(one, other) for one, other in zip(found, train(call, case), strict=True))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_compiled_among_other_operations(backend):
+def test_compiled_with_other_operations(backend):
     """A gate computed on the fly, a normalised read, gradients of everything."""
 
     def layer(q, k, v, x):
@@ -118,7 +148,7 @@ def test_compiled_among_other_operations(backend):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_compiled_once_for_every_length(variant):
+def test_compiled_once_for_all_lengths(variant):
     compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
     with torch._dynamo.config.patch(error_on_recompile=True):
         for T in (9, 21):
@@ -193,7 +223,7 @@ def test_autocast_decode_step(variant):
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_without_gradients(variant, mode):
+def test_no_grad_and_inference_mode(variant, mode):
     case = Case(variant)
     tensors = {name: None if x is None else x.requires_grad_() for name, x in draw(case).items()}
     wanted = call(case, draw(case), "auto")
@@ -207,7 +237,7 @@ def test_without_gradients(variant, mode):
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_shapes_without_data(case):
+def test_meta_and_fake_tensors(case):
     """On the meta device and as fake tensors: shapes, dtypes and layout as with data, of gradients too."""
     real = measured(case, "auto")
 
@@ -230,7 +260,7 @@ THREADED = [Case(variant, T=130, B=3, H=5, K=32, V=40) for variant in VARIANTS] 
 
 @pytest.mark.parametrize("impl", ["cpu", "auto"])
 @pytest.mark.parametrize("case", THREADED, ids=str)
-def test_the_same_bits_every_time_on_any_number_of_threads(case, impl):
+def test_bits_do_not_depend_on_the_number_of_threads(case, impl):
     """Enough work for several threads to be started, see THREAD_WORK of the native kernels."""
     torch.set_num_threads(1)
     wanted = measured(case, impl)
@@ -241,7 +271,7 @@ def test_the_same_bits_every_time_on_any_number_of_threads(case, impl):
 
 
 @pytest.mark.parametrize("impl", NAMES)
-def test_called_from_several_python_threads_at_once(impl):
+def test_concurrent_calls(impl):
     cases = [Case(variant, T=33) for variant in VARIANTS] * 3
     wanted = [measured(case, impl) for case in cases]
     with ThreadPoolExecutor(4) as pool:

@@ -1,11 +1,10 @@
-"""The small training: its text, its loop, and what it leaves behind."""
+"""The demo's training: its text, its loop, and its files."""
 
 from __future__ import annotations
 
 import io
 import math
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,15 +16,9 @@ from penstock.demo import train as training
 from penstock.demo.text import python_topics, split
 from penstock.demo.train import Trained, train
 from penstock.models.rwkv6 import RWKV6, Configuration
+from penstock.verify.machine import using_threads
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tests run side by side: threads that wait for each other on busy cores make a step ten times slower."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+TEXT = python_topics()[:60_000]
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +28,11 @@ def screen() -> io.StringIO:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, screen: io.StringIO) -> Trained:
+    """On the first part of the text: half of the time would go into evaluation."""
     folder = tmp_path_factory.mktemp("trained") / "made" / "on the way"
-    return train(folder, seconds=2.0, console=Console(file=screen, force_terminal=True, width=100), seed=3)
+    with pytest.MonkeyPatch.context() as patch, using_threads(1):
+        patch.setattr(training.text, "python_topics", lambda: TEXT)
+        return train(folder, seconds=2.0, console=Console(file=screen, force_terminal=True, width=100), seed=3)
 
 
 def test_a_short_training_lowers_the_loss(trained: Trained) -> None:
@@ -49,7 +45,7 @@ def test_a_short_training_lowers_the_loss(trained: Trained) -> None:
     assert trained.sample.startswith("The with statement ")
 
 
-def test_the_weights_come_back(trained: Trained) -> None:
+def test_weights_are_saved_and_loaded(trained: Trained) -> None:
     assert trained.weights.name == "rwkv6-bytes.pth"
     weights = torch.load(trained.weights, weights_only=True)
     assert "blocks.0.att.time_maa_w1" in weights
@@ -58,12 +54,12 @@ def test_the_weights_come_back(trained: Trained) -> None:
     again.load_state_dict(torch.load(trained.weights, weights_only=True))
     tokens = torch.tensor([list(b"The with statement")])
     assert torch.equal(model(tokens)[0], again(tokens)[0])
-    held_out = split(python_topics()).held_out
+    held_out = split(TEXT).held_out
     assert training.evaluate(model, held_out) == pytest.approx(trained.loss_after, rel=1e-5)
     assert training.sample(model, training.PROMPT, 300, seed=3)[:50] == trained.sample[:50]
 
 
-def test_the_console_shows_the_loss_and_the_speed_as_soon_as_there_are_any(trained: Trained, screen: io.StringIO) -> None:
+def test_console_shows_loss_and_speed(trained: Trained, screen: io.StringIO) -> None:
     begin, *rest = screen.getvalue().split("loss")
     assert "training" in begin
     assert rest
@@ -71,7 +67,7 @@ def test_the_console_shows_the_loss_and_the_speed_as_soon_as_there_are_any(train
     assert "nan" not in screen.getvalue()
 
 
-def test_the_seed_decides_and_the_global_generator_is_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_results_follow_from_the_seed_and_not_the_global_generator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     sizes = Configuration(vocabulary=256, layers=1, channels=32, ffn_channels=64, head_size=16, mix_rank=4, decay_rank=4)
     monkeypatch.setattr(training, "CONFIGURATION", sizes)
     torch.manual_seed(9)
@@ -83,7 +79,7 @@ def test_the_seed_decides_and_the_global_generator_is_left_alone(monkeypatch: py
     assert one.loss_before != other.loss_before
 
 
-def test_only_matrices_decay() -> None:
+def test_only_matrices_have_weight_decay() -> None:
     model = RWKV6(training.CONFIGURATION)
     decaying, others = training.optimizer_of(model).param_groups
     names = {id(p): name for name, p in model.named_parameters()}
@@ -93,7 +89,7 @@ def test_only_matrices_decay() -> None:
     assert len(decaying["params"]) + len(others["params"]) == len(names)
 
 
-def test_the_loss_counts_every_prediction_once() -> None:
+def test_loss_counts_every_prediction_once() -> None:
     torch.manual_seed(5)
     model = RWKV6(Configuration(vocabulary=256, layers=1, channels=16, ffn_channels=16, head_size=8, mix_rank=2, decay_rank=2))
     text = torch.randint(256, (18 * 8 + 5,), dtype=torch.uint8)
@@ -105,7 +101,7 @@ def test_the_loss_counts_every_prediction_once() -> None:
     assert training.evaluate(model, text, length=8) == pytest.approx(sum(losses) / len(losses), rel=1e-5)
 
 
-def test_the_text_is_english_and_its_parts_are_apart() -> None:
+def test_training_and_held_out_text_are_disjoint() -> None:
     text = python_topics()
     assert len(text) > 100_000
     assert b'The "with" statement' in text
@@ -117,13 +113,13 @@ def test_the_text_is_english_and_its_parts_are_apart() -> None:
     assert len(paragraphs) == len(set(paragraphs))
 
 
-def test_a_python_without_the_text_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_python_without_the_text_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
     with pytest.raises(PenstockError, match=r"without pydoc_data\.topics"):
         python_topics()
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan])
-def test_no_time_is_refused(tmp_path: Path, seconds: float) -> None:
+def test_seconds_must_be_positive(tmp_path: Path, seconds: float) -> None:
     with pytest.raises(RangeError, match="seconds must be above 0"):
         train(tmp_path, seconds=seconds)

@@ -3,11 +3,14 @@
 import re
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
+import contract
 import emulated
 import pytest
 import torch
 from cases import Case, Wanted, check_against, draw, oracle, problem_of, upstream
+from pools import Pooled
 
 import penstock as ps
 from penstock.call.implementation import Upstream
@@ -57,19 +60,33 @@ def test_equals_the_oracle(case):
     check_against(results(case), oracle(case), case.dtype)
 
 
-@pytest.mark.parametrize("gate", ["drift", "mixture"])
+@pytest.mark.parametrize("gate", ["drift", pytest.param("mixture", marks=pytest.mark.slow)])
 def test_rounding_errors_of_decays_do_not_add_up(gate):
     case = replace(RWKV6, B=1, H=1, T=4096, gate=gate)
     check_against(results(case), oracle(case), case.dtype)
 
 
-@pytest.mark.parametrize("case", [replace(RWKV6, T=70), replace(RWKV5, lengths=LENGTHS), replace(RWKV6, T=20, K=128, V=128)], ids=str)
+ORDERED = [
+    replace(RWKV6, T=70),
+    replace(RWKV5, lengths=LENGTHS),
+    pytest.param(replace(RWKV6, T=20, K=128, V=128), marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("case", ORDERED, ids=str)
 def test_threads_may_run_in_any_order(case, monkeypatch):
     """Without a barrier, results depend on the order."""
     found = results(case)
     monkeypatch.setattr(launch, "run", partial(emulated.run, backwards=True))
     for name, x in results(case).items():
         assert torch.equal(x, found[name]), name
+
+
+@pytest.mark.parametrize("variant", ["rwkv5", "rwkv6"])
+def test_advance_equals_the_oracle(variant):
+    case = Pooled(variant, H=2, K=32, V=32, lengths=(0, 1, 63, 64, 65, 130), slots=(4, 0, -1, 2, 7, 5))
+    problem = contract.problem_of(case, case.tensors())
+    case.check({"output": CUDA.advance(problem), "state": problem.state}, "cuda")
 
 
 def test_emulation_finds_a_missing_barrier(monkeypatch):
@@ -140,8 +157,12 @@ def configurations(head: int) -> list[Configuration]:
     return [*found, odd, replace(odd, kernel="backward", tokens=FLOAT16, final_state=FLOAT32)]
 
 
-@pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
+SAMPLED = tuple(zip(ARCHITECTURES, HEADS))
+OTHERS = [pytest.param(*pair, marks=pytest.mark.slow) for pair in product(ARCHITECTURES, HEADS) if pair not in SAMPLED]
+
+
+@pytest.mark.parametrize(("arch", "head"), [*SAMPLED, *OTHERS])
 def test_kernels_compile_without_spills(arch, head):
     pytest.importorskip("cuda.core")
     told = {configuration: compile.compiled(configuration, arch)[1] for configuration in configurations(head)}

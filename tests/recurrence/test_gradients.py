@@ -19,6 +19,10 @@ SMALL = [
     for variant in VARIANTS
     for options in ({}, {"lengths": (2, 0, 1)}, {"reverse": True, "scale": 0.5}, {"state": False})
 ]
+HELD = [(case, impl) for case in SMALL for impl in TAKE_FLOAT64]
+SAMPLED = [pair for pair in HELD if pair[1] == "chunkwise" or pair[0].variant == "rwkv6"]
+"""All variants by the implementation that second derivatives go through; by the others, whose gradients are autograd's, one."""
+DERIVATIVES = [*SAMPLED, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in HELD if pair not in SAMPLED)]
 
 
 def as_function(case, impl):
@@ -31,21 +35,16 @@ def as_function(case, impl):
     return function, [x.requires_grad_() for x in tensors.values()]
 
 
-@pytest.mark.parametrize("impl", TAKE_FLOAT64)
-@pytest.mark.parametrize("case", SMALL, ids=str)
-def test_first_derivatives(case, impl):
+@pytest.mark.parametrize(("case", "impl"), DERIVATIVES, ids=str)
+def test_first_and_second_derivatives(case, impl):
+    """The second are those of the chunkwise form, whatever computes the first."""
     assert torch.autograd.gradcheck(*as_function(case, impl))
+    if case.state:
+        assert torch.autograd.gradgradcheck(*as_function(case, impl), fast_mode=True)
 
 
-@pytest.mark.parametrize("impl", TAKE_FLOAT64)
-@pytest.mark.parametrize("case", [case for case in SMALL if case.state], ids=str)
-def test_second_derivatives(case, impl):
-    """Those of the plain PyTorch chunkwise form, whatever computed the first ones."""
-    assert torch.autograd.gradgradcheck(*as_function(case, impl), fast_mode=True)
-
-
-def test_only_cpu_refuses_float64():
-    """So the list above leaves nothing out."""
+def test_only_kernels_refuse_float64():
+    """So the list above is complete."""
     case = SMALL[0]
     problem = problem_of(case, draw(case))
     assert [one.name for one in FAMILY.implementations if one.refuses(problem, "forward")] == ["cpu", "cuda", *TRITON]
@@ -107,7 +106,7 @@ def test_gradients_of_both_results_add_up(variant, impl, packed):
 
 @pytest.mark.parametrize("impl", NAMES)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_query_and_bonus_do_not_touch_the_final_state(variant, impl):
+def test_query_and_bonus_have_no_gradient_from_the_final_state(variant, impl):
     case = Case(variant, T=8)
     tensors = {name: None if x is None else x.requires_grad_() for name, x in draw(case).items()}
     call(case, tensors, impl).final_state.sum().backward()
@@ -119,7 +118,7 @@ def test_query_and_bonus_do_not_touch_the_final_state(variant, impl):
 
 @pytest.mark.parametrize("impl", NAMES)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_upstream_gradients_of_any_layout(variant, impl):
+def test_upstream_gradients_may_have_any_layout(variant, impl):
     """Expanded ones (of a sum) and transposed ones give what contiguous ones give."""
     case = Case(variant, T=9)
     shape, state_shape = ([case.sizes[axis] for axis in axes] for axes in ("BTHV", "NHKV"))

@@ -25,28 +25,42 @@ from penstock.verify.inputs import Shape
 
 RECORD = resources.Record.read()
 RECURRENT = [one for one in CONFIGURATIONS if not isinstance(one, Softmax)]
-COMPILED = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
+WITH_COMPILER = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
 """An environment in which Triton compiles."""
 
 
 def penstock(*words):
-    return subprocess.run([sys.executable, *words], env=COMPILED, capture_output=True, text=True, check=False)
+    return subprocess.run([sys.executable, *words], env=WITH_COMPILER, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.timeout(900)
-def test_kernels_compile_as_recorded():
-    """rwkv6 has most of the code; gla has halves, walks whole sequences and, with odd heads, short chunks. The rest takes minutes."""
-    done = penstock("-m", "penstock", "check", "--compile", "--json", "--only", "rwkv6 1,1024,32,64 bfloat16",
-                    "--only", "gla 8,2048,32,64 bfloat16: forward", "--only", "chunk_backward.backward halves",
-                    "--only", "gla 1,1024,16,100 bfloat16: backward")  # fmt: skip
+HOPPER = (["sm_90"], ["rwkv6 1,1024,32,64 bfloat16", "gla 8,2048,32,64 bfloat16: forward"])
+ELSEWHERE = (["sm_80", "sm_100", "gfx942"], ["rwkv6 1,1024,32,64 bfloat16: forward", "rwkv6 1,1024,32,64 bfloat16: step"])
+MOST = (TARGETS, [*HOPPER[1], "penstock_chunk_bwd halves", "gla 1,1024,16,100 bfloat16: backward"])
+"""rwkv6 has most of the code; gla has halves, walks whole sequences and, with odd heads, short chunks. The rest takes minutes."""
+EVERY = {
+    "penstock_chunk_states", "penstock_chunk_states adjoint", "penstock_segment_scan", "penstock_chunk_fwd", "penstock_chunk_fwd exact",
+    "penstock_chunk_fwd halves", "penstock_chunk_fwd halves exact", "penstock_chunk_bwd", "penstock_chunk_bwd exact",
+    "penstock_chunk_bwd halves", "penstock_chunk_bwd halves exact", "penstock_recurrent_fwd", "penstock_recurrent_bwd",
+}  # fmt: skip
+
+
+COMPILED = [
+    pytest.param(*HOPPER, id="Hopper"),
+    pytest.param(*ELSEWHERE, id="others"),
+    pytest.param(*MOST, marks=pytest.mark.slow, id="most"),
+]
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("archs", "only"), COMPILED)
+def test_kernels_compile_as_recorded(archs, only):
+    words = [*(f"--arch={arch}" for arch in archs), *(f"--only={text}" for text in only)]
+    done = penstock("-m", "penstock", "check", "--compile", "--json", *words)
     content = json.loads(done.stdout)
     assert done.returncode == 0, [one for one in content["launches"] if one["wrong"]]
-    assert {one["arch"] for one in content["launches"]} == set(TARGETS)
-    assert {one["launch"].rpartition(": ")[2] for one in content["launches"]} >= {
-        "segments.states", "segments.states adjoint", "segments.scan", "chunk_forward.forward", "chunk_forward.forward exact",
-        "chunk_forward.forward halves", "chunk_forward.forward halves exact", "chunk_backward.backward", "chunk_backward.backward exact",
-        "chunk_backward.backward halves", "chunk_backward.backward halves exact", "recurrent.forward", "recurrent.backward",
-    }  # fmt: skip
+    assert {one["arch"] for one in content["launches"]} == set(archs)
+    if only is MOST[1]:
+        assert {one["launch"].rpartition(": ")[2] for one in content["launches"]} >= EVERY
     if content["triton"] == RECORD.triton:
         for one in content["launches"]:
             assert one["found"] == one["recorded"], one
@@ -61,7 +75,7 @@ from penstock.tune.shipped import CONFIGURATIONS
 from penstock.recurrence.triton import recurrent
 name, job = next((n, j) for n, j in CONFIGURATIONS[0].launches("sm_90") if "step" in n)
 def changed(argument, value):
-    at = recurrent.forward.arg_names.index(argument)
+    at = recurrent.penstock_recurrent_fwd.arg_names.index(argument)
     return job._replace(arguments=(*job.arguments[:at], value, *job.arguments[at + 1:]))
 strides = [changed("q_b", number) for number in (1024, 2048, 1, 24, 25)]
 jobs = [*strides, changed("T", 1), changed("T", 16)]
@@ -92,15 +106,16 @@ def test_recorded_shared_memory_is_within_the_estimate(arch, monkeypatch):
         return found
 
     monkeypatch.setattr(plan, "blocks", noted)
-    kernels = {"chunk_forward.forward": "forward", "chunk_backward.backward": "backward", "segments.states": "states",
-               "recurrent.forward": "recurrent", "recurrent.backward": "recurrent"}  # fmt: skip
+    kernels = {"penstock_chunk_fwd": "forward", "penstock_chunk_bwd": "backward", "penstock_chunk_states": "states",
+               "penstock_recurrent_fwd": "recurrent", "penstock_recurrent_bwd": "recurrent",
+               "penstock_segment_scan": None, "penstock_chunk_fwd_hopper": None, "penstock_chunk_bwd_hopper": None}  # fmt: skip
     for one in RECURRENT:
         for which in one.passes:
             reckoned.clear()
             for name, _ in replace(one, passes=(which,)).launches(arch):
                 taken = RECORD.launches[arch][name].shared
                 assert taken <= TARGETS[arch].shared_memory, name
-                kernel = "step" if which == "step" else kernels.get(name.rpartition(": ")[2].partition(" ")[0])
+                kernel = "step" if which == "step" else kernels[name.rpartition(": ")[2].partition(" ")[0]]
                 if kernel is not None:
                     assert taken <= max(size for asked, size in reckoned if asked == kernel), name
 
@@ -117,10 +132,10 @@ def test_recorded_shared_memory_of_softmax_attention_is_within_the_estimate(arch
     for one in CONFIGURATIONS:
         if isinstance(one, Softmax):
             reckoned.clear()
-            every = [name for name, _ in one.launches(arch) if not name.endswith("deltas")]
+            every = [name for name, _ in one.launches(arch) if not name.endswith("penstock_attention_delta")]
             assert all(RECORD.launches[arch][name].shared <= TARGETS[arch].shared_memory for name in every)
-            names = [name for name in every if ".hopper_" not in name]
-            assert [name.rpartition(".")[2] for name in names] == [kernel for kernel, _ in reckoned]
+            names = [name for name in every if not name.endswith("_hopper")]
+            assert [name.rpartition(": ")[2] for name in names] == [softmax.KERNELS[kernel].fn.__name__ for kernel, _ in reckoned]
             for name, (_, size) in zip(names, reckoned):
                 assert RECORD.launches[arch][name].shared <= size <= TARGETS[arch].shared_memory, name
 

@@ -1,9 +1,6 @@
-"""Launch tables, and ``penstock tune`` with clocks that tell what the test wants: kernels run under the interpreter."""
+"""Launch tables, and ``penstock tune`` with made-up times: kernels run under the interpreter."""
 
 import json
-import os
-import signal
-from time import sleep
 
 import pytest
 import torch
@@ -19,7 +16,7 @@ from penstock.recurrence.triton.plan import Call
 from penstock.recurrence.triton.table import Blocks, Key, blocks, by_rule
 from penstock.recurrence.triton.table_file import Entry
 from penstock.tune import trial
-from penstock.tune.apart import Failure, one_by_one, side_by_side
+from penstock.tune.apart import Failure
 from penstock.tune.launch_tables import table_lines
 from penstock.tune.passes import without_memory
 from penstock.tune.tune import GROUPS, SPACE, Outcome, Tuned, Tuner, candidates, judged
@@ -49,7 +46,7 @@ def asked(target, K=64):
     return blocks(Call.of(inputs.problem(), target).key("forward"), target)
 
 
-def test_the_users_table_stands_before_the_shipped_one_and_that_before_the_rule(own):
+def test_tables_of_the_user_come_before_shipped_ones_and_rules(own):
     shipped = table_file.shipped("sm_90")
     assert in_use() == {key: entry.blocks for key, entry in shipped.items()}
     assert asked(TARGET) == by_rule(KEY, TARGET)
@@ -65,7 +62,7 @@ def test_the_users_table_stands_before_the_shipped_one_and_that_before_the_rule(
     assert asked(TARGET._replace(table=found), 65) != ENTRY.blocks
 
 
-def test_check_tells_which_tables_are_in_use(own, monkeypatch):
+def test_check_lists_the_tables_in_use(own, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(Target, "of", lambda device: TARGET)
     count = len(table_file.shipped("sm_90"))
@@ -75,7 +72,7 @@ def test_check_tells_which_tables_are_in_use(own, monkeypatch):
 
 
 @pytest.mark.parametrize("path", sorted(table_file.shipped_path("sm_90").parent.iterdir()), ids=lambda path: path.stem)
-def test_shipped_tables_are_well_formed_and_say_where_they_come_from(path, tmp_path):
+def test_shipped_tables_are_well_formed(path, tmp_path):
     entries = table_file.read(path, path.stem)
     assert entries
     table_file.write(tmp_path / "again.json", path.stem, entries.values())
@@ -111,7 +108,7 @@ def altered(**changes):
         (altered(BX=1), "entries[1].blocks.BX must be left out, being none of warps, BV"),
     ],
 )  # fmt: skip
-def test_a_malformed_table_is_refused_by_file_entry_and_rule(own, content, message):
+def test_malformed_tables_are_refused_with_file_entry_and_rule(own, content, message):
     own.parent.mkdir()
     own.write_text(content if isinstance(content, str) else json.dumps(content))
     with pytest.raises(PenstockError) as caught:
@@ -120,7 +117,7 @@ def test_a_malformed_table_is_refused_by_file_entry_and_rule(own, content, messa
     assert str(caught.value).endswith("penstock tune writes a new one.")
 
 
-def test_every_broken_rule_is_told(own):
+def test_every_broken_rule_is_listed(own):
     table_file.write(own, "sm_90", [ENTRY._replace(blocks=Blocks(3, C=16, stages=9))])
     with pytest.raises(RangeError, match=r"(?s)blocks\.warps.*blocks\.stages"):
         table_file.in_use("sm_90")
@@ -141,7 +138,7 @@ def test_wrong_and_failing_candidates_are_never_chosen():
     assert entry_of(Tuned(KEY, "a call", Blocks(1), found[:2]), "a GPU", "") is None
 
 
-def test_what_is_in_use_stays_unless_another_is_clearly_faster():
+def test_sizes_in_use_stay_unless_others_are_clearly_faster():
     before, faster = (4, (1.0, 0.0, 1.0)), 1.0 / 1.02
     assert Tuned(KEY, "", Blocks(4), outcomes(before, (8, (0.995, 0.0, 1.0)))).chosen.blocks == Blocks(4)
     assert Tuned(KEY, "", Blocks(4), outcomes(before, (8, (faster, 0.0, 1.0)))).chosen.blocks == Blocks(8)
@@ -160,7 +157,7 @@ def fake(times, seen):
     return measure
 
 
-def test_kernels_are_tuned_one_after_another_beside_what_was_chosen():
+def test_kernels_are_tuned_in_turn_with_earlier_choices():
     seen, tried = [], []
 
     def prepare(tuner, which, key, found):
@@ -198,8 +195,8 @@ def test_candidates_are_no_wider_than_the_head(kernel):
 
 @pytest.mark.parametrize(("kernel", "which"), GROUPS)
 @pytest.mark.parametrize("variant", ["gla", "rwkv5"])
-def test_trials_run_the_candidate_and_compare_with_the_exact_results(variant, kernel, which, monkeypatch):
-    shape = Shape(1, 1 if which == "step" else 70, 1, 16, 16)
+def test_trials_run_candidates_and_compare_with_exact_results(variant, kernel, which, monkeypatch):
+    shape = Shape(1, {"step": 1, "recurrent": 17}.get(kernel, 40), 1, 16, 16)
     tuner = Tuner(variant, shape, torch.float32, "cpu", Target.of(torch.device("cpu")))
     key, before = tuner._in_use(kernel, shape)
     given = trial.Trial(variant, shape, torch.float32, "cpu", 0, which, key, {})
@@ -227,42 +224,7 @@ def test_trials_run_the_candidate_and_compare_with_the_exact_results(variant, ke
     assert judged(before, trial.prepared(given, lambda call, device: 3.0)(before)).reason.startswith("wrong: error 0.0")
 
 
-def half(x):
-    if x == 0:
-        raise ValueError("no half of nothing")
-    if x < 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return x / 2
-
-
-def over(given):
-    begun = [0]
-
-    def share(x):
-        begun[0] += 1
-        return half(x) / given, begun[0]
-
-    return share
-
-
-def test_what_fails_or_crashes_fails_alone():
-    assert list(side_by_side(half, [4, 0, -1, 6], 60, workers=2)) == [
-        2.0, Failure("ValueError: no half of nothing"), Failure("its process ended with exit code -9"), 3.0,
-    ]  # fmt: skip
-    assert list(side_by_side(half, [], 60)) == []
-    nothing = Failure("ZeroDivisionError: float division by zero")
-    assert list(one_by_one(over, 2, [4, 8, -1, 0, 6, 10], 60)) == [
-        (1.0, 1), (2.0, 2), Failure("its process ended with exit code -9"), Failure("ValueError: no half of nothing"), (1.5, 1), (2.5, 2),
-    ]  # fmt: skip
-    assert list(one_by_one(over, 0, [4, 6], 60)) == [nothing, nothing]
-
-
-def test_what_takes_too_long_fails_alone():
-    assert list(side_by_side(sleep, [0], 60)) == [None]  # processes are quick to start from now on
-    assert list(side_by_side(sleep, [0, 60, 0], 5, workers=1)) == [None, Failure("not done after 5 s"), None]
-
-
-def test_a_table_of_candidates_shows_the_chosen_and_the_refused(capsys):
+def test_candidates_are_printed(capsys):
     from rich.console import Console
 
     found = outcomes((1, (0.1, 0.5, 0.2)), (4, (0.3, 0.1, 0.2)), (2, (0.2, 0.1, 0.2)))
@@ -289,7 +251,7 @@ def test_a_table_of_candidates_shows_the_chosen_and_the_refused(capsys):
         (["gla", "--shape", "1,2,3,512"], "shape must be of at most K = 256 and V = 512, got 1,2,3,512"),
     ],
 )
-def test_tune_refuses_with_one_message(words, message):
+def test_wrong_options_give_one_message(words, message):
     done = CliRunner().invoke(main, ["tune", *words])
     assert done.exit_code == 2, done.output
     assert message in done.output
@@ -302,7 +264,7 @@ def test_tune_has_help(monkeypatch):
     assert "Examples" in done.output
 
 
-def test_tune_writes_what_it_chose_beside_what_was_there(own, monkeypatch, tmp_path):
+def test_tune_adds_to_a_table(own, monkeypatch, tmp_path):
     """The command with a GPU that is not there: its name, its kind and its times are made up."""
     other = ENTRY._replace(key=KEY._replace(K=128))
     file = tmp_path / "table.json"
