@@ -1,6 +1,6 @@
 """Calls of softmax attention: how the tests draw one, ask the oracle about it, and measure an error."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import ClassVar
 
 import torch
@@ -97,12 +97,13 @@ class Attention:
             assert bool((apart <= allowed).all()), f"{name}: {float((apart - allowed).max()):.2e} beyond what is allowed"
 
 
-def exact(case: Attention, device: str = "cpu") -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def exact(case: Attention, device: str = "cpu", upstream: tuple[Tensor, ...] | None = None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Results and gradients in float64, and what each entry loses for each unit of rounding of the operands of products.
 
     p and ds are rounded before they are multiplied, the output before delta is made of it: 1 unit each of the sums of absolute values.
     """
-    tensors, (d_output, d_lse) = case.drawn(device)
+    tensors, drawn = case.drawn(device)
+    d_output, d_lse = upstream or drawn
     q, k, v = (tensors[name].double().requires_grad_() for name in "qkv")
     a = problem_of(case, tensors | {"q": q, "k": k, "v": v})
     output, lse = reference.exact(a)
@@ -126,3 +127,44 @@ def exact(case: Attention, device: str = "cpu") -> tuple[dict[str, Tensor], dict
         for name, x in by_head.items():
             lost[name][:, keys] = x.unflatten(2, (-1, group)).sum(3)
     return results, lost
+
+
+PLAIN = Attention()
+CASES = [
+    PLAIN,
+    *(replace(PLAIN, Tq=T, Tk=T) for T in (1, 2, 63, 64, 65, 130)),
+    *(replace(PLAIN, Tq=Tq, Tk=Tk) for Tq, Tk in ((1, 130), (30, 100), (100, 30), (0, 5), (5, 0))),
+    *(replace(PLAIN, Tq=Tq, Tk=Tk, causal=False) for Tq, Tk in ((70, 70), (65, 130), (130, 3))),
+    *(replace(PLAIN, Tq=150, Tk=150, window=window, causal=causal) for window in (1, 40, 64, 100, 1000) for causal in (True, False)),
+    *(replace(PLAIN, Tq=Tq, Tk=Tk, window=50, causal=causal) for Tq, Tk in ((40, 200), (200, 40)) for causal in (True, False)),
+    *(replace(PLAIN, H=H, G=G) for H, G in ((1, 1), (4, 2), (6, 2), (3, 3))),
+    *(replace(PLAIN, D=D) for D in (1, 20, 64, 100, 256)),
+    replace(PLAIN, scale=-0.3),
+    replace(PLAIN, strided=True, H=4, G=2),
+    replace(PLAIN, large=300.0),
+    *(replace(PLAIN, dtype=dtype, D=32) for dtype in (torch.float16, torch.bfloat16, FLOAT64)),
+    replace(PLAIN, dtype=torch.float16, window=30, Tq=100, Tk=120),
+    *(
+        replace(PLAIN, lengths=lengths, window=window, H=4, G=2)
+        for lengths in (((70, 70), (1, 1), (0, 0), (65, 65)), ((5, 100), (0, 7), (80, 0), (64, 64), (90, 20)), ((0, 0),))
+        for window in (None, 33)
+    ),
+    replace(PLAIN, lengths=((64, 64), (30, 90)), causal=False, dtype=torch.float16),
+]
+
+SMALL_CASES = [
+    *(replace(PLAIN, B=1, Tq=Tq, Tk=Tk) for Tq, Tk in ((65, 65), (1, 70), (70, 30), (0, 5), (5, 0))),
+    *(replace(PLAIN, B=1, Tq=Tq, Tk=Tk, causal=False) for Tq, Tk in ((65, 70), (70, 3))),
+    *(replace(PLAIN, B=1, Tq=130, Tk=130, H=1, window=window, causal=causal) for window, causal in ((1, True), (64, False), (100, True))),
+    replace(PLAIN, B=1, Tq=40, Tk=140, H=1, window=50, causal=False),
+    *(replace(PLAIN, Tq=20, Tk=20, H=H, G=G) for H, G in ((6, 2), (3, 3))),
+    *(replace(PLAIN, B=1, Tq=20, Tk=20, D=D) for D in (1, 20, 100, 256)),
+    *(replace(PLAIN, B=1, Tq=20, Tk=20, dtype=dtype, D=32) for dtype in (torch.float16, torch.bfloat16, FLOAT64)),
+    replace(PLAIN, B=1, Tq=20, Tk=20, scale=-0.3),
+    replace(PLAIN, Tq=20, Tk=20, strided=True, H=4, G=2),
+    replace(PLAIN, B=1, Tq=20, Tk=20, large=300.0),
+    replace(PLAIN, lengths=((65, 65), (1, 1), (0, 0), (5, 70)), window=33),
+    replace(PLAIN, lengths=((5, 20), (0, 7), (20, 0), (20, 5))),
+    replace(PLAIN, lengths=((0, 0),)),
+]
+"""Of these the smallest that still cross a tile, for the interpreter."""

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
+import attention
 import pytest
 import torch
-from attention import IMPLEMENTATIONS, Attention
 from cases import NAMES, TRITON, Case, call, draw
 from contract import check_contract, measured
 from pools import Pooled
@@ -97,59 +97,18 @@ def interpreted_pooled_cases(variant: str) -> list[Pooled]:
     return [of, replace(of, lengths=None, B=3, T=2, K=20, slots=(4, -1, 0), strided=True, layout="gaps")]
 
 
-PLAIN = Attention()
-ATTENTIONS = [
-    PLAIN,
-    *(replace(PLAIN, Tq=T, Tk=T) for T in (1, 2, 63, 64, 65, 130)),
-    *(replace(PLAIN, Tq=Tq, Tk=Tk) for Tq, Tk in ((1, 130), (30, 100), (100, 30), (0, 5), (5, 0))),
-    *(replace(PLAIN, Tq=Tq, Tk=Tk, causal=False) for Tq, Tk in ((70, 70), (65, 130), (130, 3))),
-    *(replace(PLAIN, Tq=150, Tk=150, window=window, causal=causal) for window in (1, 40, 64, 100, 1000) for causal in (True, False)),
-    *(replace(PLAIN, Tq=Tq, Tk=Tk, window=50, causal=causal) for Tq, Tk in ((40, 200), (200, 40)) for causal in (True, False)),
-    *(replace(PLAIN, H=H, G=G) for H, G in ((1, 1), (4, 2), (6, 2), (3, 3))),
-    *(replace(PLAIN, D=D) for D in (1, 20, 64, 100, 256)),
-    replace(PLAIN, scale=-0.3),
-    replace(PLAIN, strided=True, H=4, G=2),
-    replace(PLAIN, large=300.0),
-    *(replace(PLAIN, dtype=dtype, D=32) for dtype in (FLOAT16, BFLOAT16, FLOAT64)),
-    replace(PLAIN, dtype=FLOAT16, window=30, Tq=100, Tk=120),
-    *(
-        replace(PLAIN, lengths=lengths, window=window, H=4, G=2)
-        for lengths in (((70, 70), (1, 1), (0, 0), (65, 65)), ((5, 100), (0, 7), (80, 0), (64, 64), (90, 20)), ((0, 0),))
-        for window in (None, 33)
-    ),
-    replace(PLAIN, lengths=((64, 64), (30, 90)), causal=False, dtype=FLOAT16),
-]
-
-SMALL_ATTENTIONS = [
-    *(replace(PLAIN, B=1, Tq=Tq, Tk=Tk) for Tq, Tk in ((65, 65), (1, 70), (70, 30), (0, 5), (5, 0))),
-    *(replace(PLAIN, B=1, Tq=Tq, Tk=Tk, causal=False) for Tq, Tk in ((65, 70), (70, 3))),
-    *(replace(PLAIN, B=1, Tq=130, Tk=130, H=1, window=window, causal=causal) for window, causal in ((1, True), (64, False), (100, True))),
-    replace(PLAIN, B=1, Tq=40, Tk=140, H=1, window=50, causal=False),
-    *(replace(PLAIN, Tq=20, Tk=20, H=H, G=G) for H, G in ((6, 2), (3, 3))),
-    *(replace(PLAIN, B=1, Tq=20, Tk=20, D=D) for D in (1, 20, 100, 256)),
-    *(replace(PLAIN, B=1, Tq=20, Tk=20, dtype=dtype, D=32) for dtype in (FLOAT16, BFLOAT16, FLOAT64)),
-    replace(PLAIN, B=1, Tq=20, Tk=20, scale=-0.3),
-    replace(PLAIN, Tq=20, Tk=20, strided=True, H=4, G=2),
-    replace(PLAIN, B=1, Tq=20, Tk=20, large=300.0),
-    replace(PLAIN, lengths=((65, 65), (1, 1), (0, 0), (5, 70)), window=33),
-    replace(PLAIN, lengths=((5, 20), (0, 7), (20, 0), (20, 5))),
-    replace(PLAIN, lengths=((0, 0),)),
-]
-"""Of these the smallest that still cross a tile, for the interpreter."""
-
-
 HELD = [
     *((case, impl) for variant in VARIANTS for case in cases(variant) for impl in NAMES),
     *((case, impl) for variant in VARIANTS for case in long_cases(variant) for impl in LONG),
     *((case, impl) for variant in VARIANTS for impl in TRITON for case in sampled_cases(variant, impl)),
     *((case, impl) for variant in VARIANTS for case in pooled_cases(variant) for impl in NAMES),
     *((case, "triton_recurrent") for variant in VARIANTS for case in interpreted_pooled_cases(variant)),
-    *((case, impl) for case in ATTENTIONS for impl in IMPLEMENTATIONS if impl != "triton"),
-    *((case, "triton") for case in SMALL_ATTENTIONS),
+    *((case, impl) for case in attention.CASES for impl in attention.IMPLEMENTATIONS if impl != "triton"),
+    *((case, "triton") for case in attention.SMALL_CASES),
 ]
 HELD_TOO = [
     *((case, impl) for variant in VARIANTS for case in interpreted_cases(variant) for impl in TRITON),
-    *((case, "triton") for case in ATTENTIONS),
+    *((case, "triton") for case in attention.CASES),
 ]
 """Sweeps that take the interpreter minutes."""
 SWEEPS = [pytest.param(*pair, marks=pytest.mark.slow) for pair in HELD_TOO if pair not in HELD]

@@ -1,26 +1,32 @@
-"""On a GPU: large and odd shapes, every dtype, extreme decays, and what a call may not do. Run with ``pytest -m gpu``."""
+"""The recurrence on a GPU against exact formulas: large and odd shapes, every dtype, extreme decays. Run with ``pytest -m gpu``.
+
+``cuda`` computes two of the variants; everything else is asked of all.
+"""
 
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
-from penstock.problem import Problem
-from penstock.recurrence.contract import Gradients, gradients_of
 
 import penstock as ps
-from penstock.recurrence import chunkwise
-from penstock.recurrence.operators import FAMILY
+from penstock.bench import ladder
+from penstock.call.derivatives import gradients_of
+from penstock.recurrence import chunkwise, cuda
+from penstock.recurrence.gradients import Gradients
+from penstock.recurrence.operators import FAMILY, RECURRENCE
 from penstock.recurrence.variants import VARIANTS
 from penstock.verify import rounding
 from penstock.verify.inputs import Inputs, Shape, inputs
-from penstock.verify.oracle import budget, error, growth
+from penstock.verify.oracle import budget, error, exact_forward, growth
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"), pytest.mark.timeout(600)]
 
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
 GATED = [name for name, row in VARIANTS.items() if row.decay]
-CHANNELS = [name for name, row in VARIANTS.items() if row.decay == "BTHK"]
+WITH_CUDA = ["rwkv5", "rwkv6"]
+"""Variants that ``cuda`` computes."""
+needs_cuda = pytest.mark.skipif(cuda.available() is not None, reason="cuda-core is not installed")
 SMALL = Shape(2, 300, 2, 64, 64)
 
 
@@ -43,11 +49,11 @@ def results(x: Inputs, impl: str, packed: torch.Tensor | None = None, reverse: b
     state, d_output, d_state = companions(x, N)
     leaves = [None if t is None else t.detach().clone().requires_grad_() for t in (x.q, x.k, x.v, x.g, x.u)]
     state.requires_grad_()
-    found = _run(x.variant, *leaves, None, state, True, packed, reverse, impl)
+    found = RECURRENCE(x.variant, (*leaves, packed, state), (None, reverse, True), impl)
     asked = [t for t in (*leaves, state) if t is not None]
     grads = iter(torch.autograd.grad(found, asked, (d_output, d_state)))
     names = [name for name, t in zip(Gradients._fields, (*leaves, state)) if t is not None]
-    return {"output": found.output.detach(), "final state": found.final_state.detach()} | dict(zip(names, grads))
+    return {"output": found[0].detach(), "final state": found[1].detach()} | dict(zip(names, grads))
 
 
 def companions(x: Inputs, N: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -66,11 +72,11 @@ def exact(x: Inputs, formula, packed=None, reverse=False) -> dict[str, torch.Ten
     if VARIANTS[variant].decay in ("H", "HK"):
         g, variant = g.expand(*x.shape[:2], *g.shape), {"H": "simple_gla", "HK": "rwkv6"}[VARIANTS[variant].decay]
     scale = VARIANTS[x.variant].scale or x.shape.K**-0.5
-    problem = Problem.checked(q, k, v, g, u, state.double(), packed, variant, scale, reverse)
+    problem = RECURRENCE.checked(variant, (q, k, v, g, u, packed, state.double()), (scale, reverse, True))
     with torch.no_grad():
         output, final_state = formula(problem)
-        grads = gradients_of(formula, problem, d_output.double(), d_state.double())
-    return {"output": output, "final state": final_state} | {n: t for n, t in grads._asdict().items() if t is not None}
+        grads = dict(zip(Gradients._fields, gradients_of(formula, problem, (d_output.double(), d_state.double()))))
+    return {"output": output, "final state": final_state} | {name: t for name, t in grads.items() if t is not None}
 
 
 def sizes_of_errors(x: Inputs, found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> dict[str, float]:
@@ -114,8 +120,17 @@ def test_head_sizes(variant, dtype, sizes):
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16, FLOAT32], ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("sizes", [(64, 64), (128, 128), (100, 36), (512, 512)], ids=str)
-def test_token_serial_head_sizes(variant, dtype, sizes):
+def test_head_sizes_token_by_token(variant, dtype, sizes):
     hold(inputs(variant, Shape(2, 40, 2, *sizes), dtype, "cuda"), "triton_recurrent")
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16, FLOAT32], ids=str)
+@pytest.mark.parametrize("variant", WITH_CUDA)
+@pytest.mark.parametrize("head", cuda.HEADS)
+def test_head_sizes_of_cuda(variant, head, dtype):
+    """Several sequences, each with a state of its own."""
+    hold(inputs(variant, Shape(3, 300, 2, head, head), dtype, "cuda"), "cuda")
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -135,6 +150,13 @@ def test_lengths(variant, T):
     hold(inputs(variant, Shape(3, T, 2, 64, 64), BFLOAT16, "cuda"), "triton_chunkwise")
 
 
+@needs_cuda
+@pytest.mark.parametrize("variant", WITH_CUDA)
+@pytest.mark.parametrize("T", [1, 2, 7, 8, 9, 15, 16, 17, 54, 63, 65, 1000, 4100])
+def test_lengths_of_cuda(variant, T):
+    hold(inputs(variant, Shape(2, T, 2, 64, 64), FLOAT32, "cuda"), "cuda")
+
+
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32], ids=str)
 @pytest.mark.parametrize("variant", ["gla", "rwkv6"])
 @pytest.mark.parametrize("shape", [Shape(8, 2048, 32, 64, 64), Shape(4, 2048, 16, 128, 128), Shape(1, 16384, 8, 64, 64)], ids=str)
@@ -148,6 +170,11 @@ def test_one_very_long_sequence(variant):
     hold(inputs(variant, Shape(1, 131072, 2, 64, 64), BFLOAT16, "cuda"), "triton_chunkwise")
 
 
+@pytest.mark.parametrize("sizes", [(3, 200, 1, 64, 64), (2, 200, 1, 128, 128)], ids=str)
+def test_one_head(sizes):
+    hold(inputs("gla", Shape(*sizes), BFLOAT16, "cuda"), "triton_chunkwise")
+
+
 @pytest.mark.parametrize("impl", ["triton_chunkwise", "triton_recurrent"])
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16, FLOAT32], ids=str)
 @pytest.mark.parametrize("which", ["mixture", "gone", "few", "zero"])
@@ -156,11 +183,22 @@ def test_extreme_decays(variant, which, dtype, impl):
     hold(strong(inputs(variant, SMALL, dtype, "cuda"), which), impl)
 
 
+@needs_cuda
+@pytest.mark.parametrize("variant", WITH_CUDA)
+@pytest.mark.parametrize("which", ["mixture", "gone", "few", "zero"])
+@pytest.mark.parametrize("head", [64, 128])
+def test_extreme_decays_of_cuda(variant, which, head):
+    hold(strong(inputs(variant, Shape(2, 200, 2, head, head), FLOAT32, "cuda"), which), "cuda")
+
+
 @pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_packed(variant, reverse):
+@pytest.mark.parametrize(
+    ("variant", "impl"),
+    [*((name, "triton_chunkwise") for name in VARIANTS), *(pytest.param(name, "cuda", marks=needs_cuda) for name in WITH_CUDA)],
+)
+def test_packed(variant, impl, reverse):
     packed = torch.tensor([0, 0, 5, 70, 70, 71, 900, 1024], device="cuda")
-    hold(inputs(variant, Shape(1, 1024, 4, 64, 64), BFLOAT16, "cuda"), "triton_chunkwise", packed, reverse)
+    hold(inputs(variant, Shape(1, 1024, 4, 64, 64), BFLOAT16, "cuda"), impl, packed, reverse)
 
 
 def test_offsets_beyond_two_to_the_31():
@@ -196,91 +234,6 @@ def test_a_pool_beyond_two_to_the_31():
     assert not pool[1:-1].any()
 
 
-def call(x: Inputs, packed: torch.Tensor | None = None):
-    """Forward and backward; what they give."""
-    leaves = [None if t is None else t.detach().requires_grad_() for t in (x.q, x.k, x.v, x.g, x.u)]
-    output = _run(x.variant, *leaves, None, None, True, packed, False, "auto").output
-    return [output.detach(), *torch.autograd.grad(output, [t for t in leaves if t is not None], x.v)]
-
-
-def step(x: Inputs, pool: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        return ps.decode_step(x.variant, x.q, x.k, x.v, x.g, x.u, state=pool, slots=slots)
-
-
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_nothing_waits_for_the_device(variant):
-    """Neither a first call, whose launches are planned and compiled, nor later ones."""
-    x, one = inputs(variant, Shape(1, 333, 2, 64, 64), BFLOAT16, "cuda"), inputs(variant, Shape(3, 2, 2, 64, 64), BFLOAT16, "cuda")
-    packed = torch.tensor([0, 100, 333], device="cuda")
-    pool, slots = torch.zeros(4, 2, 64, 64, device="cuda"), torch.tensor([2, -1, 0], device="cuda")
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for _ in range(2):
-            call(x)
-            call(x, packed)
-            step(one, pool, slots)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_calls_can_be_captured(variant):
-    """A CUDA graph replays forward, backward and a decode step on new values."""
-    shape = Shape(1, 200, 2, 64, 64)
-    x, other = (inputs(variant, shape, BFLOAT16, "cuda", seed=seed) for seed in (0, 1))
-    packed = torch.tensor([0, 50, 200], device="cuda")
-    one = inputs(variant, Shape(3, 1, 2, 64, 64), BFLOAT16, "cuda")
-    pool, slots = torch.zeros(4, 2, 64, 64, device="cuda"), torch.tensor([2, -1, 0], device="cuda")
-    everything = lambda y: [*call(y), *call(y, packed)]  # noqa: E731
-    wanted = [everything(x), everything(other)]
-    step(one, pool, slots)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = everything(x)
-        token = step(one, pool, slots)
-    for values, expected in zip((x, other), wanted):
-        for name, tensor in values.tensors.items():
-            x.tensors[name].copy_(tensor)
-        pool.zero_()
-        graph.replay()
-        assert all(torch.equal(a, b) for a, b in zip(found, expected))
-        again = pool.clone()
-        pool.zero_()
-        assert torch.equal(token, step(one, pool, slots))
-        assert torch.equal(pool, again)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32], ids=str)
-def test_two_runs_are_bitwise_equal(variant, dtype):
-    x = inputs(variant, Shape(4, 777, 4, 64, 64), dtype, "cuda")
-    first = call(x)
-    for _ in range(3):
-        assert all(torch.equal(a, b) for a, b in zip(first, call(x)))
-
-
-@pytest.mark.parametrize("variant", ["gla", "rwkv6"])
-def test_memory_beyond_inputs_and_results(variant):
-    """Backward: the states before chunks and their gradients behind, bfloat16, 4 bytes an element at K = V = 64; 1 byte for segments."""
-    x = inputs(variant, Shape(4, 2048, 16, 64, 64), BFLOAT16, "cuda")
-    elements = x.q.numel()
-    call(x)
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    found = call(x)
-    results = sum(t.numel() * t.element_size() for t in found)
-    assert torch.cuda.max_memory_allocated() - before - results < 5.5 * elements
-
-
-@pytest.mark.parametrize("sizes", [(3, 200, 1, 64, 64), (2, 200, 1, 128, 128)], ids=str)
-def test_one_head(sizes):
-    hold(inputs("gla", Shape(*sizes), BFLOAT16, "cuda"), "triton_chunkwise")
-
-
 @pytest.mark.parametrize("size", [64, 128])
 def test_expanded_tensors_and_gradients(size):
     """Keys shared by heads, and losses whose gradient is: strides of 0, which are no matrix of rows."""
@@ -298,81 +251,74 @@ def test_expanded_tensors_and_gradients(size):
 
 
 @pytest.mark.parametrize("shape", [(1, 65536, 32, 64, 64), (16, 2048, 32, 64, 64), (4, 16384, 16, 128, 128)], ids=str)
-def test_kept_states_are_finite_where_programs_start_beside_others(shape):
+def test_kept_states_are_finite_where_programs_run_side_by_side(shape):
     from penstock.recurrence.triton import launch
 
     problem = inputs("gla", Shape(*shape), BFLOAT16, "cuda").problem()
     for _ in range(5):
-        states = launch.chunk_forward_pass(problem, keep=True)[2]
+        states = launch.chunk_forward(problem, keep=True)[2]
         assert states is not None
         assert states.isfinite().all()
 
 
-def test_another_stream_and_another_thread():
-    import threading
-
-    x, found = inputs("gla", Shape(2, 500, 4, 64, 64), BFLOAT16, "cuda"), []
-    wanted = call(x)
-    torch.cuda.synchronize()
-
-    def run():
-        with torch.cuda.stream(torch.cuda.Stream()):
-            found.append(call(x))
-            torch.cuda.current_stream().synchronize()
-
-    threads = [threading.Thread(target=run) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 4
-    assert all(torch.equal(a, b) for one in found for a, b in zip(wanted, one))
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
-def test_another_gpu_than_the_current_one():
-    with torch.cuda.device(0):
-        x = inputs("rwkv6", Shape(2, 100, 2, 64, 64), BFLOAT16, "cuda:1")
-        here = inputs("rwkv6", Shape(2, 100, 2, 64, 64), BFLOAT16, "cuda:0")
-        assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(call(x), call(here)))
-        assert torch.cuda.current_device() == 0
-
-
-@pytest.mark.parametrize("variant", ["gla", "rwkv6"])
-def test_compiled_graphs_hold_one_operator(variant):
-    x = inputs(variant, Shape(2, 130, 2, 64, 64), BFLOAT16, "cuda")
-    function = partial(getattr(ps, variant), impl="triton_chunkwise")
-    wanted = function(*x.tensors.values()).output
-    found = torch.compile(lambda *t: function(*t).output, fullgraph=True)(*x.tensors.values())
-    assert torch.equal(found, wanted)
-
-
-@pytest.mark.parametrize(("T", "name"), [(1, "triton_recurrent"), (54, "cuda"), (4096, "triton_chunkwise")])
-def test_auto_chooses_by_length(T, name):
-    if name == "cuda":
-        pytest.importorskip("cuda.core")
-    x = inputs("rwkv6", Shape(1, T, 4, 64, 64), BFLOAT16, "cuda")
-    assert ps.explain("rwkv6", *x.tensors.values()).forward == name
-
-
 @pytest.mark.parametrize("kind", [FLOAT32, BFLOAT16], ids=str)
 @pytest.mark.parametrize(("N", "T"), [(3, 1), (3, 3), (3, 16), (2000, 1), (2000, 3)])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_decode_steps(variant, N, T, kind):
-    """In place, out of order, one skipped, in a pool of either dtype, against the oracle; few sequences, and enough to fill the GPU."""
-    x = inputs(variant, Shape(N, T, 2, 64, 64), FLOAT32, "cuda")
+@pytest.mark.parametrize(
+    ("variant", "dtype", "impl", "limit"),
+    [
+        *((name, FLOAT32, "auto", 2e-6) for name in VARIANTS),
+        *(pytest.param(name, dtype, "cuda", 1e-6, marks=needs_cuda) for name in WITH_CUDA for dtype in (FLOAT32, BFLOAT16)),
+    ],
+)
+def test_decode_steps(variant, dtype, impl, limit, N, T, kind):
+    """In place, out of order, one skipped, in a pool of either dtype; few sequences, and enough to fill the GPU."""
+    x = inputs(variant, Shape(N, T, 2, 64, 64), dtype, "cuda")
     random = torch.Generator("cuda").manual_seed(3)
     pool = torch.randn(N + 2, 2, 64, 64, generator=random, device="cuda").to(kind)
     slots, wanted = torch.randperm(N + 2, generator=random, device="cuda")[:N], pool.double()
     slots[1] = -1
     doubles = [None if t is None else t.double() for t in (x.q, x.k, x.v, x.g, x.u)]
     expected = ps.decode_step(variant, *doubles, state=wanted, slots=slots, impl="chunkwise")
-    found = step(x, pool, slots)
+    found = ps.decode_step(variant, x.q, x.k, x.v, x.g, x.u, state=pool, slots=slots, impl=impl)
+    assert error(found, expected) < limit + (0 if dtype == FLOAT32 else torch.finfo(dtype).eps)
+    assert error(pool, wanted) < (limit if kind == FLOAT32 else torch.finfo(kind).eps)
+    assert not found[1].any()
+
+
+@pytest.mark.parametrize(
+    ("variant", "impl"), [*((name, "auto") for name in VARIANTS), *(pytest.param(name, "cuda", marks=needs_cuda) for name in WITH_CUDA)]
+)
+def test_rows_of_any_length_advance(variant, impl):
+    """Decode rows and prompts together, one skipped, the others in any order."""
+    lengths = torch.tensor([0, 1, 63, 64, 65, 130, 700])
+    ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to("cuda")
+    x = inputs(variant, Shape(1, int(lengths.sum()), 2, 64, 64), FLOAT32, "cuda")
+    random = torch.Generator("cuda").manual_seed(4)
+    pool = torch.randn(9, 2, 64, 64, generator=random, device="cuda")
+    slots, wanted = torch.tensor([4, 0, -1, 2, 7, 5, 8], device="cuda"), pool.double()
+    doubles = [None if t is None else t.double() for t in (x.q, x.k, x.v, x.g, x.u)]
+    expected = ps.advance(variant, *doubles, state=wanted, slots=slots, cu_seqlens=ends, impl="chunkwise")
+    found = ps.advance(variant, x.q, x.k, x.v, x.g, x.u, state=pool, slots=slots, cu_seqlens=ends, impl=impl)
     assert error(found, expected) < 2e-6
-    assert error(pool, wanted) < (2e-6 if kind == FLOAT32 else torch.finfo(kind).eps)
+    assert error(pool, wanted) < 2e-6
+    assert not found[:, 1:64].any()
 
 
-def test_wrong_values_are_seen_inside_checks():
-    x = inputs("gla", Shape(1, 10, 2, 16, 16), FLOAT32, "cuda")
-    with ps.checks(), pytest.raises(ps.RangeError):
-        ps.gla(x.q, x.k, x.v, -x.g)
+@needs_cuda
+def test_views_of_one_projection():
+    """Slices of [B,T,4 * H * n], as Hugging Face models have them: equal to contiguous copies, bit for bit."""
+    B, T, H, n = 2, 100, 4, 64
+    wide = torch.randn(B, T, 4 * H * n, device="cuda")
+    wide[..., 3 * H * n :] = torch.nn.functional.logsigmoid(wide[..., 3 * H * n :])
+    r, k, v, w = (x.unflatten(-1, (H, n)) for x in wide.chunk(4, -1))
+    u = torch.randn(H, n, device="cuda")
+    assert not any(x.is_contiguous() for x in (r, k, v, w))
+    found = ps.rwkv6(r, k, v, w, u, impl="cuda").output
+    assert torch.equal(found, ps.rwkv6(*(x.contiguous() for x in (r, k, v, w)), u, impl="cuda").output)
+
+
+@needs_cuda
+@pytest.mark.parametrize("name", ladder.RUNGS)
+def test_every_rung_of_the_ladder_equals_the_oracle(name):
+    x = inputs("rwkv6", Shape(2, 200, 3, 64, 64), FLOAT32, "cuda")
+    assert error(ladder.rung(name, x, "fwd").forward(x), exact_forward(x)[0]) < ladder.BUDGET
