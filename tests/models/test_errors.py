@@ -1,4 +1,4 @@
-"""What RWKV-6 models refuse: which exception, what its message says, and that a refused step changes nothing."""
+"""Wrong arguments of RWKV-6 models: which exception, its message, and that a refused step changes nothing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def tokens() -> Tensor:
     return torch.randint(SIZES.vocabulary, (2, 20), generator=torch.Generator().manual_seed(2))
 
 
-def test_mistakes_are_named(model: RWKV6, tokens: Tensor) -> None:
+def test_messages(model: RWKV6, tokens: Tensor) -> None:
     with pytest.raises(ShapeError, match=r"tokens must be of shape \[B,T\]"):
         model(tokens[0])
     with pytest.raises(DtypeError, match="tokens must be int32 or int64"):
@@ -115,7 +115,7 @@ def test_a_refused_step_of_a_mixer_changes_nothing(model: RWKV6) -> None:
 
 @pytest.mark.parametrize("why", ["no list of tokens", "tokens elsewhere", "a token beyond", "a token below"])
 @pytest.mark.parametrize("function", ["RWKV6", "generate"])
-def test_wrong_tokens_are_refused_everywhere(model: RWKV6, tokens: Tensor, function: str, why: str) -> None:
+def test_wrong_tokens_raise_everywhere(model: RWKV6, tokens: Tensor, function: str, why: str) -> None:
     change, error, message = REFUSED[why]
     piece, _ = change(tokens, [])
     with pytest.raises(error) as caught:
@@ -124,7 +124,7 @@ def test_wrong_tokens_are_refused_everywhere(model: RWKV6, tokens: Tensor, funct
     assert message in str(caught.value)
 
 
-def test_values_of_tokens_are_read_where_that_does_not_wait(model: RWKV6, tokens: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_values_are_read_on_a_cpu_only(model: RWKV6, tokens: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: values are read inside ``checks()`` only. Tokens that are drawn are not read again."""
     asked: list[bool] = []
     read = "penstock.models.arguments.reads_values"
@@ -156,14 +156,14 @@ def test_values_of_tokens_are_read_where_that_does_not_wait(model: RWKV6, tokens
         ({"count": -1, "top_p": 0}, RangeError, "generate: top_p must be above 0"),
     ],
 )
-def test_generate_names_its_mistakes(model: RWKV6, tokens: Tensor, options: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_messages_of_generate(model: RWKV6, tokens: Tensor, options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error) as caught:
         model.generate(tokens, **({"count": 3} | options))
     assert str(caught.value).startswith("generate: ")
     assert message in str(caught.value)
 
 
-def test_sizes_of_the_wrong_type_are_named(model: RWKV6) -> None:
+def test_sizes_of_the_wrong_type_raise(model: RWKV6) -> None:
     with pytest.raises(DtypeError, match="Configuration: layers must be a whole number, got True of type bool"):
         Configuration(vocabulary=5, layers=True, channels=64, ffn_channels=10)
     with pytest.raises(DtypeError, match="RWKV6: configuration must be a Configuration, got 5 of type int"):
@@ -185,14 +185,14 @@ def test_compiled_calls_have_no_graph_breaks(model: RWKV6, tokens: Tensor) -> No
     assert all(torch.equal(x, y) for one, other in zip(ours, theirs) for x, y in zip(one, other))
 
 
-def test_a_generator_of_another_device_is_refused() -> None:
+def test_a_generator_of_another_device_raises() -> None:
     complaints = Complaints("generate")
     check_sampling(complaints, 1.0, 1.0, torch.Generator(), torch.device("cuda"))
     with pytest.raises(DeviceError, match="generator must be for cuda, where the model is, got cpu"):
         complaints.raise_any()
 
 
-def test_states_made_under_autocast_go_on_under_autocast(model: RWKV6, tokens: Tensor) -> None:
+def test_states_from_autocast_are_valid_under_autocast(model: RWKV6, tokens: Tensor) -> None:
     """Norms may then compute in another dtype than the model's, and shift states with them."""
     _, state = model(tokens)
     state = [State(*(x.detach() for x in one)) for one in state]

@@ -1,4 +1,4 @@
-"""RWKV-6 layers and model against their formulas, written out token by token in float64."""
+"""The RWKV-6 model against its formulas, in float64."""
 
 from __future__ import annotations
 
@@ -6,21 +6,20 @@ import math
 
 import pytest
 import torch
+from formulas import error, literal_logits
 from torch import Tensor
 
-from penstock.layers.rwkv6 import ChannelMix, State, TimeMix
+from penstock.layers.rwkv6 import State
 from penstock.models.rwkv6 import RWKV6, Configuration
 from penstock.models.sampling import draw
 
 SIZES = Configuration(vocabulary=13, layers=3, channels=24, ffn_channels=40, head_size=8, mix_rank=5, decay_rank=6)
 BATCH, LENGTH = 2, 70
 
-Weights = dict[str, Tensor]
-
 
 @pytest.fixture(scope="module")
 def model() -> RWKV6:
-    """A model whose every parameter is away from its initial value: zeros and ones would hide mistakes."""
+    """Every parameter is away from its initial value: zeros and ones would hide mistakes."""
     torch.manual_seed(1)
     model = RWKV6(SIZES)
     with torch.no_grad():
@@ -35,74 +34,8 @@ def tokens() -> Tensor:
     return torch.randint(SIZES.vocabulary, (BATCH, LENGTH), generator=torch.Generator().manual_seed(2))
 
 
-def layer_norm(x: Tensor, w: Weights, name: str) -> Tensor:
-    x = (x - x.mean()) / (((x - x.mean()) ** 2).mean() + 1e-5).sqrt()
-    return x * w[f"{name}.weight"] + w[f"{name}.bias"]
-
-
-def time_mix(x: Tensor, p: Tensor, S: Tensor, w: Weights) -> tuple[Tensor, Tensor]:
-    """One token x [C] after p [C]; S [H,n,n]. The formulas of the paper, one line each."""
-    dx = p - x
-    hidden = torch.tanh((x + dx * w["time_maa_x"].view(-1)) @ w["time_maa_w1"])
-    M = len(hidden) // 5
-    mixed = {}
-    for i, name in enumerate("wkvrg"):
-        offset = hidden[i * M : (i + 1) * M] @ w["time_maa_w2"][i]
-        mixed[name] = x + dx * (w[f"time_maa_{name}"].view(-1) + offset)
-    r, k, v = w["receptance.weight"] @ mixed["r"], w["key.weight"] @ mixed["k"], w["value.weight"] @ mixed["v"]
-    gate = w["gate.weight"] @ mixed["g"]
-    gate = gate / (1 + torch.exp(-gate))
-    decay = torch.exp(-torch.exp(w["time_decay"].view(-1) + torch.tanh(mixed["w"] @ w["time_decay_w1"]) @ w["time_decay_w2"]))
-    H, n = w["time_faaaa"].shape
-    outputs, states = [], []
-    for h in range(H):
-        c = slice(h * n, (h + 1) * n)
-        kv = torch.outer(k[c], v[c])
-        o = r[c] @ (S[h] + torch.diag(w["time_faaaa"][h]) @ kv)
-        states.append(torch.diag(decay[c]) @ S[h] + kv)
-        o = o / 8  # the norm of o / 8 with eps 1e-5
-        outputs.append((o - o.mean()) / (((o - o.mean()) ** 2).mean() + 1e-5).sqrt())
-    normed = torch.cat(outputs) * w["ln_x.weight"] + w["ln_x.bias"]
-    return w["output.weight"] @ (normed * gate), torch.stack(states)
-
-
-def channel_mix(x: Tensor, p: Tensor, w: Weights) -> Tensor:
-    dx = p - x
-    k = torch.clamp(w["key.weight"] @ (x + dx * w["time_maa_k"].view(-1)), min=0) ** 2
-    r = 1 / (1 + torch.exp(-(w["receptance.weight"] @ (x + dx * w["time_maa_r"].view(-1)))))
-    return r * (w["value.weight"] @ k)
-
-
-def below(w: Weights, prefix: str) -> Weights:
-    return {name.removeprefix(prefix): x for name, x in w.items() if name.startswith(prefix)}
-
-
-def literal_logits(w: Weights, tokens: Tensor) -> Tensor:
-    """One sequence [T], token by token, from published weights [T,vocabulary]."""
-    H, n = w["blocks.0.att.time_faaaa"].shape
-    C, layers = H * n, 1 + max(int(name.split(".")[1]) for name in w if name.startswith("blocks."))
-    zero = torch.zeros(C, dtype=torch.float64)
-    memory = [(zero, torch.zeros(H, n, n, dtype=torch.float64), zero) for _ in range(layers)]
-    logits = []
-    for token in tokens.tolist():
-        x = layer_norm(w["emb.weight"][token], w, "blocks.0.ln0")
-        for i, (p_time, S, p_channel) in enumerate(memory):
-            normed = layer_norm(x, w, f"blocks.{i}.ln1")
-            y, S = time_mix(normed, p_time, S, below(w, f"blocks.{i}.att."))
-            x = x + y
-            last = layer_norm(x, w, f"blocks.{i}.ln2")
-            x = x + channel_mix(last, p_channel, below(w, f"blocks.{i}.ffn."))
-            memory[i] = normed, S, last
-        logits.append(w["head.weight"] @ layer_norm(x, w, "ln_out"))
-    return torch.stack(logits)
-
-
-def error(x: Tensor, true: Tensor) -> float:
-    return ((x.double() - true.double()).norm() / true.double().norm()).item()
-
-
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
-def test_the_model_is_its_formulas(model: RWKV6, tokens: Tensor, dtype: torch.dtype, bound: float) -> None:
+def test_model_is_its_formulas(model: RWKV6, tokens: Tensor, dtype: torch.dtype, bound: float) -> None:
     weights = {name: x.double() for name, x in model.state_dict().items()}
     copy = RWKV6(SIZES).to(dtype)
     copy.load_state_dict(model.state_dict())
@@ -111,29 +44,8 @@ def test_the_model_is_its_formulas(model: RWKV6, tokens: Tensor, dtype: torch.dt
     assert error(copy(tokens)[0], true) < bound
 
 
-def test_the_mixers_are_their_formulas(model: RWKV6) -> None:
-    x = torch.randn(LENGTH, SIZES.channels, generator=torch.Generator().manual_seed(3))
-    block = model.blocks[1]
-    time, channel = ({name: p.double() for name, p in part.state_dict().items()} for part in (block.att, block.ffn))
-    p, S = torch.zeros(SIZES.channels).double(), torch.zeros(SIZES.heads, SIZES.head_size, SIZES.head_size).double()
-    mixed, channels = [], []
-    for one in x.double():
-        y, S = time_mix(one, p, S, time)
-        mixed.append(y)
-        channels.append(channel_mix(one, p, channel))
-        p = one
-    before = State.zeros(1, SIZES.channels, SIZES.head_size, like=x)
-    y, after = block.att(x[None], before)
-    assert error(y[0], torch.stack(mixed)) < 1e-5
-    assert error(after.wkv[0], S) < 1e-5
-    assert torch.equal(after.time_shift[0], x[-1])
-    y, after = block.ffn(x[None], before)
-    assert error(y[0], torch.stack(channels)) < 1e-5
-    assert torch.equal(after.channel_shift[0], x[-1])
-
-
 @pytest.mark.parametrize("cuts", [[0], [1], [LENGTH - 1], [LENGTH], [7, 8, 40], [33, 33]])
-def test_a_sequence_can_be_cut_anywhere(model: RWKV6, tokens: Tensor, cuts: list[int]) -> None:
+def test_sequences_can_be_cut_anywhere(model: RWKV6, tokens: Tensor, cuts: list[int]) -> None:
     whole, end = model(tokens)
     parts, state = [], None
     for piece in torch.tensor_split(tokens, cuts, dim=1):
@@ -159,12 +71,12 @@ def test_steps_equal_the_whole(model: RWKV6, tokens: Tensor, width: int) -> None
     assert all(error(x, y) < 1e-5 for one, other in zip(state, end) for x, y in zip(one, other))
 
 
-def test_sequences_do_not_see_each_other(model: RWKV6, tokens: Tensor) -> None:
+def test_sequences_are_independent(model: RWKV6, tokens: Tensor) -> None:
     alone = torch.cat([model(one[None])[0] for one in tokens])
     assert error(alone, model(tokens)[0]) < 1e-6
 
 
-def test_the_future_changes_nothing(model: RWKV6, tokens: Tensor) -> None:
+def test_causality(model: RWKV6, tokens: Tensor) -> None:
     other = tokens.clone()
     other[:, 50:] = (other[:, 50:] + 1) % SIZES.vocabulary
     assert torch.equal(model(tokens)[0][:, :50], model(other)[0][:, :50])
@@ -182,23 +94,7 @@ def test_gradients_reach_every_parameter(model: RWKV6, tokens: Tensor) -> None:
     model.zero_grad()
 
 
-def test_gradients_are_derivatives() -> None:
-    torch.manual_seed(4)
-    mixer = TimeMix(8, 4, 2, 3, layer=1, layers=2).double()
-    channel = ChannelMix(8, 12, layer=1, layers=2).double()
-    for parameter in [*mixer.parameters(), *channel.parameters()]:
-        torch.nn.init.normal_(parameter, std=0.5)
-    x, p, S = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in [(1, 5, 8), (1, 8), (1, 2, 4, 4)])
-
-    def block(x: Tensor, p: Tensor, S: Tensor) -> tuple[Tensor, ...]:
-        y, state = mixer(x, State(p, p, S))
-        y, state = channel(y, state)
-        return y, *state
-
-    assert torch.autograd.gradcheck(block, (x, p, S))
-
-
-def test_names_and_shapes_are_the_published_ones() -> None:
+def test_names_and_shapes_are_as_published() -> None:
     C, F, H, n, M, D, V = 24, 40, 3, 8, 5, 6, 13
     block = {f"{norm}.{part}": [C] for norm in ("ln1", "ln2") for part in ("weight", "bias")}
     block |= {f"att.time_maa_{i}": [1, 1, C] for i in "xwkvrg"}
@@ -213,7 +109,7 @@ def test_names_and_shapes_are_the_published_ones() -> None:
     assert {name: list(x.shape) for name, x in RWKV6(SIZES).state_dict().items()} == wanted
 
 
-def test_a_new_block_adds_nothing(tokens: Tensor) -> None:
+def test_a_new_block_is_the_identity(tokens: Tensor) -> None:
     model = RWKV6(SIZES)
     x = torch.randn(1, 9, SIZES.channels)
     y, _ = model.blocks[1](x, State.zeros(1, SIZES.channels, SIZES.head_size, like=x))
@@ -224,7 +120,7 @@ def test_a_new_block_adds_nothing(tokens: Tensor) -> None:
     assert (decay.diff() > 0).all()
 
 
-def test_generation_repeats_with_its_seed(model: RWKV6, tokens: Tensor) -> None:
+def test_generation_follows_from_the_seed(model: RWKV6, tokens: Tensor) -> None:
     def generate(seed: int) -> Tensor:
         return model.generate(tokens, 20, temperature=0.9, top_p=0.95, generator=torch.Generator().manual_seed(seed))
 
@@ -233,14 +129,14 @@ def test_generation_repeats_with_its_seed(model: RWKV6, tokens: Tensor) -> None:
     assert not torch.equal(generate(0), generate(1))
 
 
-def test_temperature_zero_takes_the_likeliest(model: RWKV6, tokens: Tensor) -> None:
+def test_temperature_zero_takes_the_most_likely_token(model: RWKV6, tokens: Tensor) -> None:
     drawn = model.generate(tokens, 4, temperature=0)
     for _ in range(4):
         tokens = torch.cat([tokens, model(tokens)[0][:, -1:].argmax(-1)], 1)
     assert torch.equal(drawn, tokens[:, -4:])
 
 
-def test_the_nucleus_leaves_the_rest_out() -> None:
+def test_top_p_drops_unlikely_tokens() -> None:
     logits = torch.tensor([[0.1, 0.5, 0.15, 0.25]]).log().expand(2000, 4)
     counts = draw(logits, 1.0, 0.7, torch.Generator().manual_seed(0)).bincount(minlength=4) / 2000
     assert counts[0] == counts[2] == 0
@@ -249,7 +145,7 @@ def test_the_nucleus_leaves_the_rest_out() -> None:
     assert torch.allclose(counts, logits[0].exp(), atol=0.05)
 
 
-def test_bfloat16_keeps_its_state_in_float32(model: RWKV6, tokens: Tensor) -> None:
+def test_states_of_bfloat16_models_are_float32(model: RWKV6, tokens: Tensor) -> None:
     half = RWKV6(SIZES).to(torch.bfloat16)
     half.load_state_dict(model.state_dict())
     logits, state = half(tokens)
