@@ -1,4 +1,4 @@
-"""How the tests make a call, ask the oracle about it, and measure an error.
+"""Calls of the recurrence over whole sequences: how the tests draw one, ask the oracle about it, and measure an error.
 
 A ``Case`` names a call; its tensors follow from it by a seed, so a case is a test's id and a key of the oracle's cache.
 """
@@ -7,8 +7,9 @@ import math
 import zlib
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
+import contract
 import torch
 from torch import Tensor
 
@@ -28,6 +29,8 @@ NAMES = [name for name in ALL if name not in (*TRITON, "cuda")]
 class Case:
     """A call over whole sequences."""
 
+    operator: ClassVar = RECURRENCE
+
     variant: str
     T: int = 17
     B: int = 2
@@ -46,7 +49,7 @@ class Case:
     strided: bool = False
 
     def __str__(self) -> str:
-        changed = [f"{f.name}={_short(getattr(self, f.name))}" for f in fields(self)[1:] if getattr(self, f.name) != f.default]
+        changed = [f"{f.name}={contract.shortened(getattr(self, f.name))}" for f in fields(self)[1:] if getattr(self, f.name) != f.default]
         return "-".join([self.variant, *changed])
 
     @property
@@ -59,9 +62,26 @@ class Case:
         B, T, N = (self.B, self.T, self.B) if self.lengths is None else (1, sum(self.lengths), len(self.lengths))
         return {"B": B, "T": T, "H": self.H, "K": self.K, "V": self.V, "N": N}
 
+    @property
+    def function(self) -> str:
+        return self.variant
 
-def _short(value: object) -> str:
-    return str(value).removeprefix("torch.").replace(" ", "")
+    @property
+    def options(self) -> tuple[object, ...]:
+        return self.scale, self.reverse, True
+
+    def tensors(self, device: str = "cpu") -> dict[str, Tensor | None]:
+        """By the declared names of the arguments."""
+        return {name: None if x is None else x.to(device) for name, x in (draw(self) | {"cu_seqlens": offsets(self)}).items()}
+
+    def upstream(self, device: str = "cpu") -> tuple[Tensor, ...]:
+        return tuple(d.to(device) for d in upstream(self))
+
+    def call(self, tensors: dict[str, Tensor | None], impl: str) -> ps.Result:
+        return call(self, tensors, impl)
+
+    def check(self, found: dict[str, Tensor], impl: str, device: str = "cpu") -> None:
+        check_against({name: x.cpu() for name, x in found.items()}, oracle(self), self.dtype)
 
 
 def draw(case: Case) -> dict[str, Tensor | None]:
@@ -130,14 +150,12 @@ def upstream(case: Case) -> tuple[Tensor, Tensor]:
 
 
 def problem_of(case: Case, tensors: dict[str, Tensor | None]) -> Recurrence:
-    """The canonical problem of a case with these tensors."""
-    t = tensors
-    given = t["q"], t["k"], t["v"], t["g"], t["u"], offsets(case), t["initial_state"]
-    return RECURRENCE.checked(case.variant, given, (case.scale, case.reverse, True))
+    """The problem of a case with these tensors."""
+    return contract.problem_of(case, {"cu_seqlens": offsets(case)} | tensors)
 
 
 def named(case: Case, tensors: dict[str, Tensor | None]) -> dict[str, Tensor]:
-    """The tensors that there are, by the names of the variant's public function."""
+    """The given tensors by the names of the variant's public function."""
     names = {"q": case.row.query, "g": case.row.gate}
     return {names.get(name, name): x for name, x in tensors.items() if x is not None}
 
@@ -145,20 +163,11 @@ def named(case: Case, tensors: dict[str, Tensor | None]) -> dict[str, Tensor]:
 def call(case: Case, tensors: dict[str, Tensor | None], impl: str, **changed: object) -> ps.Result:
     """The public function of the case's variant."""
     options = {"scale": case.scale, "reverse": case.reverse, "cu_seqlens": offsets(case), "output_final_state": True}
-    return getattr(ps, case.variant)(**named(case, tensors), **options | changed, impl=impl)
-
-
-def measured(case: Case, impl: str) -> dict[str, Tensor]:
-    """Output, final state and all gradients from both, of one implementation."""
-    tensors = {name: None if x is None else x.requires_grad_() for name, x in draw(case).items()}
-    result = call(case, tensors, impl)
-    inputs = {name: x for name, x in tensors.items() if x is not None}
-    grads = torch.autograd.grad(result, tuple(inputs.values()), upstream(case))
-    return {name: x.detach() for name, x in result._asdict().items()} | {f"d{name}": grad for name, grad in zip(inputs, grads)}
+    return getattr(ps, case.variant)(**options | named(case, tensors) | changed, impl=impl)
 
 
 class Wanted(NamedTuple):
-    """A value that the oracle found, and the size that errors of it are relative to."""
+    """An exact value, and the size that errors are relative to."""
 
     value: Tensor
     size: float
