@@ -68,7 +68,7 @@ def test_console_shows_loss_and_speed(trained: Trained, screen: io.StringIO) -> 
 
 
 def test_results_follow_from_the_seed_and_not_the_global_generator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    sizes = Configuration(vocabulary=256, layers=1, channels=32, ffn_channels=64, head_size=16, mix_rank=4, decay_rank=4)
+    sizes = Configuration(vocab_size=256, num_layers=1, hidden_size=32, intermediate_size=64, head_size=16, mix_rank=4, decay_rank=4)
     monkeypatch.setattr(training, "CONFIGURATION", sizes)
     torch.manual_seed(9)
     state = torch.get_rng_state()
@@ -91,7 +91,7 @@ def test_only_matrices_have_weight_decay() -> None:
 
 def test_loss_counts_every_prediction_once() -> None:
     torch.manual_seed(5)
-    model = RWKV6(Configuration(vocabulary=256, layers=1, channels=16, ffn_channels=16, head_size=8, mix_rank=2, decay_rank=2))
+    model = RWKV6(Configuration(vocab_size=256, num_layers=1, hidden_size=16, intermediate_size=16, head_size=8, mix_rank=2, decay_rank=2))
     text = torch.randint(256, (18 * 8 + 5,), dtype=torch.uint8)
     losses = []
     for begin in range(0, 18 * 8, 8):

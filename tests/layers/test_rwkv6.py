@@ -19,7 +19,7 @@ LENGTH = 70
 def mixers() -> tuple[TimeMix, ChannelMix]:
     """Every parameter is away from its initial value: zeros and ones would hide mistakes."""
     torch.manual_seed(1)
-    mixers = TimeMix(C, n, 5, 6, layer=1, layers=3), ChannelMix(C, 40, layer=1, layers=3)
+    mixers = TimeMix(C, n, 5, 6, layer=1, num_layers=3), ChannelMix(C, 40, layer=1, num_layers=3)
     with torch.no_grad():
         for mixer in mixers:
             for parameter in mixer.parameters():
@@ -49,8 +49,8 @@ def test_mixers_are_their_formulas(mixers: tuple[TimeMix, ChannelMix]) -> None:
 
 def test_gradients_are_derivatives() -> None:
     torch.manual_seed(4)
-    mixer = TimeMix(8, 4, 2, 3, layer=1, layers=2).double()
-    channel = ChannelMix(8, 12, layer=1, layers=2).double()
+    mixer = TimeMix(8, 4, 2, 3, layer=1, num_layers=2).double()
+    channel = ChannelMix(8, 12, layer=1, num_layers=2).double()
     for parameter in [*mixer.parameters(), *channel.parameters()]:
         torch.nn.init.normal_(parameter, std=0.5)
     x, p, S = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in [(1, 5, 8), (1, 8), (1, 2, 4, 4)])

@@ -16,7 +16,7 @@ from penstock.layers.rwkv6 import State
 from penstock.models.rwkv6 import RWKV6, Configuration
 from penstock.models.sampling import check_sampling
 
-SIZES = Configuration(vocabulary=13, layers=3, channels=24, ffn_channels=40, head_size=8, mix_rank=5, decay_rank=6)
+SIZES = Configuration(vocab_size=13, num_layers=3, hidden_size=24, intermediate_size=40, head_size=8, mix_rank=5, decay_rank=6)
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def model() -> RWKV6:
 
 @pytest.fixture(scope="module")
 def tokens() -> Tensor:
-    return torch.randint(SIZES.vocabulary, (2, 20), generator=torch.Generator().manual_seed(2))
+    return torch.randint(SIZES.vocab_size, (2, 20), generator=torch.Generator().manual_seed(2))
 
 
 def test_messages(model: RWKV6, tokens: Tensor) -> None:
@@ -44,10 +44,10 @@ def test_messages(model: RWKV6, tokens: Tensor) -> None:
         model.generate(tokens, 3, temperature=-1)
     with pytest.raises(RangeError, match="top_p must be above 0"):
         model.generate(tokens, 3, top_p=0)
-    with pytest.raises(InvalidArgument, match="channels must be a multiple of head_size = 64"):
-        Configuration(vocabulary=5, layers=1, channels=100, ffn_channels=10)
-    with pytest.raises(RangeError, match="layers must be a whole number of at least 1, got 0"):
-        Configuration(vocabulary=5, layers=0, channels=64, ffn_channels=10)
+    with pytest.raises(InvalidArgument, match="hidden_size must be a multiple of head_size = 64"):
+        Configuration(vocab_size=5, num_layers=1, hidden_size=100, intermediate_size=10)
+    with pytest.raises(RangeError, match="num_layers must be a whole number of at least 1, got 0"):
+        Configuration(vocab_size=5, num_layers=0, hidden_size=64, intermediate_size=10)
 
 
 def shared(x: Tensor) -> Tensor:
@@ -107,9 +107,9 @@ def test_a_refused_step_changes_nothing(model: RWKV6, tokens: Tensor, why: str) 
 
 
 def test_a_refused_step_of_a_mixer_changes_nothing(model: RWKV6) -> None:
-    state = State.zeros(1, SIZES.channels, SIZES.head_size, like=torch.empty(0))
+    state = State.zeros(1, SIZES.hidden_size, SIZES.head_size, like=torch.empty(0))
     with pytest.raises(ShapeError, match="T must be at most 16"), torch.no_grad():
-        model.blocks[0].att.step(torch.randn(1, 17, SIZES.channels), state)
+        model.blocks[0].att.step(torch.randn(1, 17, SIZES.hidden_size), state)
     assert not any(x.any() for x in state)
 
 
@@ -164,8 +164,8 @@ def test_messages_of_generate(model: RWKV6, tokens: Tensor, options: dict[str, A
 
 
 def test_sizes_of_the_wrong_type_raise(model: RWKV6) -> None:
-    with pytest.raises(DtypeError, match="Configuration: layers must be a whole number, got True of type bool"):
-        Configuration(vocabulary=5, layers=True, channels=64, ffn_channels=10)
+    with pytest.raises(DtypeError, match="Configuration: num_layers must be a whole number, got True of type bool"):
+        Configuration(vocab_size=5, num_layers=True, hidden_size=64, intermediate_size=10)
     with pytest.raises(DtypeError, match="RWKV6: configuration must be a Configuration, got 5 of type int"):
         RWKV6(5)
     with pytest.raises(RangeError, match="initial_state: batch must be a whole number of at least 0, got -1"):

@@ -13,7 +13,7 @@ from penstock.layers.rwkv6 import State
 from penstock.models.rwkv6 import RWKV6, Configuration
 from penstock.models.sampling import draw
 
-SIZES = Configuration(vocabulary=13, layers=3, channels=24, ffn_channels=40, head_size=8, mix_rank=5, decay_rank=6)
+SIZES = Configuration(vocab_size=13, num_layers=3, hidden_size=24, intermediate_size=40, head_size=8, mix_rank=5, decay_rank=6)
 BATCH, LENGTH = 2, 70
 
 
@@ -31,7 +31,7 @@ def model() -> RWKV6:
 
 @pytest.fixture(scope="module")
 def tokens() -> Tensor:
-    return torch.randint(SIZES.vocabulary, (BATCH, LENGTH), generator=torch.Generator().manual_seed(2))
+    return torch.randint(SIZES.vocab_size, (BATCH, LENGTH), generator=torch.Generator().manual_seed(2))
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
@@ -78,7 +78,7 @@ def test_sequences_are_independent(model: RWKV6, tokens: Tensor) -> None:
 
 def test_causality(model: RWKV6, tokens: Tensor) -> None:
     other = tokens.clone()
-    other[:, 50:] = (other[:, 50:] + 1) % SIZES.vocabulary
+    other[:, 50:] = (other[:, 50:] + 1) % SIZES.vocab_size
     assert torch.equal(model(tokens)[0][:, :50], model(other)[0][:, :50])
 
 
@@ -111,8 +111,8 @@ def test_names_and_shapes_are_as_published() -> None:
 
 def test_a_new_block_is_the_identity(tokens: Tensor) -> None:
     model = RWKV6(SIZES)
-    x = torch.randn(1, 9, SIZES.channels)
-    y, _ = model.blocks[1](x, State.zeros(1, SIZES.channels, SIZES.head_size, like=x))
+    x = torch.randn(1, 9, SIZES.hidden_size)
+    y, _ = model.blocks[1](x, State.zeros(1, SIZES.hidden_size, SIZES.head_size, like=x))
     assert torch.equal(x, y)
     decay = model.blocks[2].att.time_decay.flatten()
     assert decay[0] == -6

@@ -6,7 +6,7 @@ import torch
 from penstock.gpu.target import Target
 from penstock.recurrence.operators import RECURRENCE
 from penstock.recurrence.triton import hopper, plan
-from penstock.recurrence.triton.table import Blocks, Key
+from penstock.recurrence.triton.table import KernelConfig, Key
 from penstock.tune.passes import without_memory
 from penstock.verify.inputs import Shape
 
@@ -109,7 +109,7 @@ def test_constant_decays_and_single_chunks_take_the_plain_backward_kernel():
 
 
 def test_a_table_turns_hopper_kernels_off():
-    table = {Key(kernel, "channel", "updated", "bf16", 64, 64): Blocks(4, C=64) for kernel in ("forward", "backward")}
+    table = {Key(kernel, "channel", "updated", "bf16", 64, 64): KernelConfig(4, C=64) for kernel in ("forward", "backward")}
     problem = problem_of("gla", "8,2048,32,64")
     assert "hopper_forward" not in forward(problem, H200._replace(table=table))
     assert "hopper_backward" not in backward(problem, H200._replace(table=table))
@@ -132,7 +132,7 @@ def test_many_short_sequences_keep_no_states():
         assert ("chunk_states" in planned(packed, H200._replace(arch="sm_80"), keep=True).memory) is keeps
 
 
-@pytest.mark.parametrize(("size", "programs", "blocks"), [(64, 10, 1), (64, 1000, 1), (128, 128, 1), (128, 192, 2)])
+@pytest.mark.parametrize(("size", "programs", "config"), [(64, 10, 1), (64, 1000, 1), (128, 128, 1), (128, 192, 2)])
 def test_a_program_takes_all_blocks_of_V_unless_one_each_run_at_once(size, programs, blocks):
     assert hopper.together(size, size, programs, H200) == blocks
     assert (size, blocks) in hopper.FORWARD

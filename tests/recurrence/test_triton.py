@@ -48,7 +48,7 @@ HALVED = (
 def test_chunks_that_do_not_suit_one_anchor_are_done_by_halves(case):
     """And halves that do not suit by the kernel for any decay."""
     c = plan.Call.of(problem_of(case, draw(case)), table.target(torch.device("cpu")))
-    with trying({c.key(kernel): table.Blocks(4, C=64, fill=2) for kernel in ("forward", "backward")}):
+    with trying({c.key(kernel): table.KernelConfig(4, C=64, programs_per_sm=2) for kernel in ("forward", "backward")}):
         check_contract(case, "triton_chunkwise")
 
 

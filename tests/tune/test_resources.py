@@ -13,14 +13,14 @@ from typer.testing import CliRunner
 from penstock.cli import main
 from penstock.gpu.target import Target
 from penstock.recurrence.triton import plan, table
-from penstock.recurrence.triton.table import Blocks, Key
+from penstock.recurrence.triton.table import KernelConfig, Key
 from penstock.recurrence.variants import VARIANTS
 from penstock.softmax.triton import plan as softmax
 from penstock.tune import resources
 from penstock.tune.ahead import Resources
-from penstock.tune.apart import Failure
 from penstock.tune.passes import planned, without_memory
 from penstock.tune.shipped import CONFIGURATIONS, TARGETS, Softmax
+from penstock.tune.workers import Failure
 from penstock.verify.inputs import Shape
 
 RECORD = resources.Record.read()
@@ -101,11 +101,11 @@ def test_recorded_shared_memory_is_within_the_estimate(arch, monkeypatch):
     reckoned = []
 
     def noted(key, target):
-        found = table.blocks(key, target)
+        found = table.config(key, target)
         reckoned.append((key.kernel, table.shared_bytes(found, key)))
         return found
 
-    monkeypatch.setattr(plan, "blocks", noted)
+    monkeypatch.setattr(plan, "config", noted)
     kernels = {"penstock_chunk_fwd": "forward", "penstock_chunk_bwd": "backward", "penstock_chunk_states": "states",
                "penstock_recurrent_fwd": "recurrent", "penstock_recurrent_bwd": "recurrent",
                "penstock_segment_scan": None, "penstock_chunk_fwd_hopper": None, "penstock_chunk_bwd_hopper": None}  # fmt: skip
@@ -122,13 +122,13 @@ def test_recorded_shared_memory_is_within_the_estimate(arch, monkeypatch):
 
 @pytest.mark.parametrize("arch", TARGETS)
 def test_recorded_shared_memory_of_softmax_attention_is_within_the_estimate(arch, monkeypatch):
-    reckoned, found = [], softmax.blocks
+    reckoned, found = [], softmax.config
 
     def noted(kernel, D, size, target):
         reckoned.append((kernel, softmax.shared_bytes(kernel, found(kernel, D, size, target), D, size)))
         return found(kernel, D, size, target)
 
-    monkeypatch.setattr(softmax, "blocks", noted)
+    monkeypatch.setattr(softmax, "config", noted)
     for one in CONFIGURATIONS:
         if isinstance(one, Softmax):
             reckoned.clear()
@@ -180,7 +180,7 @@ def test_sizes_by_rule_fit_a_small_gpu(kernel, precision):
     for name in table.DECAYS:
         for K, V in SIZES:
             key = Key(kernel, name, "updated", precision, K, V)
-            found = table.blocks(key, small)
+            found = table.config(key, small)
             least = found.stages == 1 and found.C in (0, 16)  # nothing is left to shrink
             assert table.shared_bytes(found, key) <= small.shared_memory or least, (key, found)
 
@@ -207,14 +207,14 @@ def test_decode_steps_have_wide_rows_where_programs_fill_the_gpu(variant, sizes,
 def test_narrow_steps_of_a_table_are_kept():
     inputs = without_memory("gla", Shape(1, 1, 1, 64, 64), torch.bfloat16)
     call = plan.Call.of(inputs.problem(), TARGETS["sm_90"])
-    narrow = Blocks(4, BV=8, fill=64)
-    assert call._replace(target=call.target._replace(table={call.key("step"): narrow})).step_blocks() == narrow
+    narrow = KernelConfig(4, BV=8, programs_per_sm=64)
+    assert call._replace(target=call.target._replace(table={call.key("step"): narrow})).step_config() == narrow
 
 
 def test_fitting_takes_fewer_stages_then_shorter_chunks():
     key = Key("forward", "channel", "updated", "bf16", 64, 64)
-    wanted = Blocks(4, C=64, stages=3)
-    sizes = [wanted, wanted._replace(stages=2), wanted._replace(stages=1), Blocks(4, C=32), Blocks(4, C=16)]
+    wanted = KernelConfig(4, C=64, stages=3)
+    sizes = [wanted, wanted._replace(stages=2), wanted._replace(stages=1), KernelConfig(4, C=32), KernelConfig(4, C=16)]
     for one in sizes:
         assert table.fitted(wanted, key, table.shared_bytes(one, key)) == one
     assert table.fitted(wanted, key, 1) == sizes[-1]

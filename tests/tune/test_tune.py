@@ -13,17 +13,19 @@ from penstock.gpu import launch
 from penstock.gpu.target import Target
 from penstock.recurrence.triton import table_file
 from penstock.recurrence.triton.plan import Call
-from penstock.recurrence.triton.table import Blocks, Key, blocks, by_rule
+from penstock.recurrence.triton.table import KernelConfig, Key, by_rule, config
 from penstock.recurrence.triton.table_file import Entry
 from penstock.tune import trial
-from penstock.tune.apart import Failure
 from penstock.tune.launch_tables import table_lines
 from penstock.tune.passes import without_memory
 from penstock.tune.tune import GROUPS, SPACE, Outcome, Tuned, Tuner, candidates, judged
+from penstock.tune.workers import Failure
 from penstock.verify.inputs import Shape
 
 KEY = Key("forward", "channel", "updated", "bf16", 64, 64)
-ENTRY = Entry(KEY, Blocks(8, C=16, stages=2, fill=7), 0.5, "gla 1,2,3,64 bfloat16 forward", "a GPU", "triton 9", "2030-01-01")
+ENTRY = Entry(
+    KEY, KernelConfig(8, C=16, stages=2, programs_per_sm=7), 0.5, "gla 1,2,3,64 bfloat16 forward", "a GPU", "triton 9", "2030-01-01"
+)
 TARGET = Target("sm_90", 132, 227 << 10)
 
 
@@ -37,29 +39,29 @@ def own(tmp_path, monkeypatch):
 
 
 def in_use():
-    return {key: entry.blocks for key, entry in table_file.in_use("sm_90").items()}
+    return {key: entry.config for key, entry in table_file.in_use("sm_90").items()}
 
 
 def asked(target, K=64):
     """The block sizes of gla's forward kernel for a head of K key channels."""
     inputs = without_memory("gla", Shape(1, 64, 1, K, 64), torch.bfloat16)
-    return blocks(Call.of(inputs.problem(), target).key("forward"), target)
+    return config(Call.of(inputs.problem(), target).key("forward"), target)
 
 
 def test_tables_of_the_user_come_before_shipped_ones_and_rules(own):
     shipped = table_file.shipped("sm_90")
-    assert in_use() == {key: entry.blocks for key, entry in shipped.items()}
+    assert in_use() == {key: entry.config for key, entry in shipped.items()}
     assert asked(TARGET) == by_rule(KEY, TARGET)
-    assert asked(TARGET._replace(table={KEY: Blocks(1, C=32)})) == Blocks(1, C=32)
+    assert asked(TARGET._replace(table={KEY: KernelConfig(1, C=32)})) == KernelConfig(1, C=32)
     table_file.write(own, "sm_90", [ENTRY])
-    assert asked(TARGET._replace(table=in_use())) == shipped[KEY].blocks  # the file is read once in a process
+    assert asked(TARGET._replace(table=in_use())) == shipped[KEY].config  # the file is read once in a process
     table_file.in_use.cache_clear()
     found = in_use()
-    assert asked(TARGET._replace(table=found)) == ENTRY.blocks
-    assert found == {key: entry.blocks for key, entry in shipped.items()} | {KEY: ENTRY.blocks}
+    assert asked(TARGET._replace(table=found)) == ENTRY.config
+    assert found == {key: entry.config for key, entry in shipped.items()} | {KEY: ENTRY.config}
     assert not table_file.in_use("sm_80")
-    assert asked(TARGET._replace(table=found), 33) == ENTRY.blocks  # 33 channels are rounded up
-    assert asked(TARGET._replace(table=found), 65) != ENTRY.blocks
+    assert asked(TARGET._replace(table=found), 33) == ENTRY.config  # 33 channels are rounded up
+    assert asked(TARGET._replace(table=found), 65) != ENTRY.config
 
 
 def test_check_lists_the_tables_in_use(own, monkeypatch):
@@ -81,8 +83,8 @@ def test_shipped_tables_are_well_formed(path, tmp_path):
 
 def altered(**changes):
     plain = ENTRY.plain | {name: value for name, value in changes.items() if name in ENTRY.plain}
-    plain["blocks"] = plain["blocks"] | {name: value for name, value in changes.items() if name not in ENTRY.plain} if changes else {}
-    return {"arch": "sm_90", "entries": [ENTRY.plain | {"kernel": "states", "blocks": {"warps": 2}}, plain]}
+    plain["config"] = plain["config"] | {name: value for name, value in changes.items() if name not in ENTRY.plain} if changes else {}
+    return {"arch": "sm_90", "entries": [ENTRY.plain | {"kernel": "states", "config": {"warps": 2}}, plain]}
 
 
 @pytest.mark.parametrize(
@@ -100,12 +102,12 @@ def altered(**changes):
         (altered(K=100), "entries[1].K must be a power of two from 16 to 512, got 100"),
         (altered(milliseconds=0), "entries[1].milliseconds must be a number above 0, got 0"),
         (altered(gpu=""), "entries[1].gpu must be a text"),
-        (altered(), "entries[1].blocks must be an object with at least warps, got {}"),
-        (altered(C=48), "entries[1].blocks.C must be a power of two from 16 to 256, got 48"),
-        (altered(kernel="states", C=64), "entries[1].blocks.C must be 0: this kernel has no chunks of its own, got 64"),
-        (altered(warps=True), "entries[1].blocks.warps must be a power of two from 1 to 32, got true"),
-        (altered(stages=0), "entries[1].blocks.stages must be a whole number from 1 to 8, got 0"),
-        (altered(BX=1), "entries[1].blocks.BX must be left out, being none of warps, BV"),
+        (altered(), "entries[1].config must be an object with at least warps, got {}"),
+        (altered(C=48), "entries[1].config.C must be a power of two from 16 to 256, got 48"),
+        (altered(kernel="states", C=64), "entries[1].config.C must be 0: this kernel has no chunks of its own, got 64"),
+        (altered(warps=True), "entries[1].config.warps must be a power of two from 1 to 32, got true"),
+        (altered(stages=0), "entries[1].config.stages must be a whole number from 1 to 8, got 0"),
+        (altered(BX=1), "entries[1].config.BX must be left out, being none of warps, BV"),
     ],
 )  # fmt: skip
 def test_malformed_tables_are_refused_with_file_entry_and_rule(own, content, message):
@@ -118,32 +120,32 @@ def test_malformed_tables_are_refused_with_file_entry_and_rule(own, content, mes
 
 
 def test_every_broken_rule_is_listed(own):
-    table_file.write(own, "sm_90", [ENTRY._replace(blocks=Blocks(3, C=16, stages=9))])
-    with pytest.raises(RangeError, match=r"(?s)blocks\.warps.*blocks\.stages"):
+    table_file.write(own, "sm_90", [ENTRY._replace(config=KernelConfig(3, C=16, stages=9))])
+    with pytest.raises(RangeError, match=r"(?s)config\.warps.*config\.stages"):
         table_file.in_use("sm_90")
 
 
 def outcomes(*found):
-    return tuple(judged(Blocks(warps), answer) for warps, answer in found)
+    return tuple(judged(KernelConfig(warps), answer) for warps, answer in found)
 
 
 def test_wrong_and_failing_candidates_are_never_chosen():
     found = outcomes((1, (0.1, 0.5, 0.2)), (2, Failure("illegal access")), (4, (0.3, 0.1, 0.2)), (8, (0.4, 0.1, 0.2)))
-    tuned = Tuned(KEY, "a call", Blocks(8), found)
+    tuned = Tuned(KEY, "a call", KernelConfig(8), found)
     assert tuned.chosen == found[2]
     assert found[0].reason == "wrong: error 0.5, allowed 0.2"
     assert found[1].reason == "illegal access"
-    assert judged(Blocks(1), (0.1, float("nan"), 0.2)).reason is not None
-    assert Tuned(KEY, "a call", Blocks(1), found[:2]).chosen is None
-    assert entry_of(Tuned(KEY, "a call", Blocks(1), found[:2]), "a GPU", "") is None
+    assert judged(KernelConfig(1), (0.1, float("nan"), 0.2)).reason is not None
+    assert Tuned(KEY, "a call", KernelConfig(1), found[:2]).chosen is None
+    assert entry_of(Tuned(KEY, "a call", KernelConfig(1), found[:2]), "a GPU", "") is None
 
 
 def test_sizes_in_use_stay_unless_others_are_clearly_faster():
     before, faster = (4, (1.0, 0.0, 1.0)), 1.0 / 1.02
-    assert Tuned(KEY, "", Blocks(4), outcomes(before, (8, (0.995, 0.0, 1.0)))).chosen.blocks == Blocks(4)
-    assert Tuned(KEY, "", Blocks(4), outcomes(before, (8, (faster, 0.0, 1.0)))).chosen.blocks == Blocks(8)
+    assert Tuned(KEY, "", KernelConfig(4), outcomes(before, (8, (0.995, 0.0, 1.0)))).chosen.config == KernelConfig(4)
+    assert Tuned(KEY, "", KernelConfig(4), outcomes(before, (8, (faster, 0.0, 1.0)))).chosen.config == KernelConfig(8)
     wrong = (4, (1.0, 2.0, 1.0))
-    assert Tuned(KEY, "", Blocks(4), outcomes(wrong, (8, (5.0, 0.0, 1.0)))).chosen.blocks == Blocks(8)
+    assert Tuned(KEY, "", KernelConfig(4), outcomes(wrong, (8, (5.0, 0.0, 1.0)))).chosen.config == KernelConfig(8)
 
 
 def fake(times, seen):
@@ -165,29 +167,29 @@ def test_kernels_are_tuned_in_turn_with_earlier_choices():
         return ["does not compile: no" if one.stages == 1 and key.kernel == "forward" else None for one in found]
 
     def times(kernel, one):
-        return 1.0 + one.C / 64 - one.fill / 100 + one.stages
+        return 1.0 + one.C / 64 - one.programs_per_sm / 100 + one.stages
 
     tuner = Tuner("gla", Shape(8, 2048, 32, 64, 64), torch.bfloat16, "cuda:0", TARGET, prepare=prepare, measure=fake(times, seen))
     found = {tuned.key.kernel: tuned for tuned in tuner.run()}
     assert list(found) == [kernel for kernel, _ in GROUPS]
-    assert found["forward"].chosen.blocks == Blocks(4, BV=64, BK=64, C=16, stages=2, fill=4)
-    assert found["backward"].chosen.blocks.C == 16
+    assert found["forward"].chosen.config == KernelConfig(4, BV=64, BK=64, C=16, stages=2, programs_per_sm=4)
+    assert found["backward"].chosen.config.C == 16
     assert found["recurrent"].call == "gla 8,8,32,64 bfloat16 short backward"
     assert found["step"].call == "gla 64,1,32,64 bfloat16 step"
     assert [kernel for kernel, _ in tried] == ["forward", "forward", "backward", "states", "states", "recurrent", "step"]
-    assert all(one.reason for one in found["forward"].outcomes if one.blocks.warps == 8 or one.blocks.stages == 1)
+    assert all(one.reason for one in found["forward"].outcomes if one.config.warps == 8 or one.config.stages == 1)
     beside = next(given for given in seen if given.key.kernel == "states").beside
-    assert beside == {found[name].key: found[name].chosen.blocks for name in ("forward", "backward")}
+    assert beside == {found[name].key: found[name].chosen.config for name in ("forward", "backward")}
     entry = entry_of(found["forward"], "a GPU", "triton 9")
-    assert (entry.blocks, entry.gpu, entry.milliseconds) == (found["forward"].chosen.blocks, "a GPU", 3.21)
+    assert (entry.config, entry.gpu, entry.milliseconds) == (found["forward"].chosen.config, "a GPU", 3.21)
 
 
 @pytest.mark.parametrize("kernel", SPACE)
 def test_candidates_are_no_wider_than_the_head(kernel):
-    before = Blocks(4, C=64, fill=3)
+    before = KernelConfig(4, C=64, programs_per_sm=3)
     found = candidates(Key(kernel, "none", "updated", "bf16", 64, 64), before)
     assert len(set(found)) == len(found) > 3
-    assert all(one.BV <= 64 and one.BK <= 64 and one.fill == 3 for one in found)
+    assert all(one.BV <= 64 and one.BK <= 64 and one.programs_per_sm == 3 for one in found)
     wide = candidates(Key(kernel, "none", "updated", "bf16", 256, 512), before)
     assert set(found) <= set(wide)
     assert (len(wide) > len(found)) == (max(size for name in ("BV", "BK") for size in SPACE[kernel].get(name, (0,))) > 64)
@@ -228,14 +230,14 @@ def test_candidates_are_printed(capsys):
     from rich.console import Console
 
     found = outcomes((1, (0.1, 0.5, 0.2)), (4, (0.3, 0.1, 0.2)), (2, (0.2, 0.1, 0.2)))
-    print_tuned(Console(width=140), Tuned(KEY, "a call", Blocks(4), found))
+    print_tuned(Console(width=140), Tuned(KEY, "a call", KernelConfig(4), found))
     lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip()]
     assert lines[0][:3] == ["forward:", "a", "call"]
     assert [line[0] for line in lines[-3:]] == ["2", "4", "1"]
     assert lines[-3][-1] == "chosen"
     assert lines[-2][-2:] == ["in", "use"]
     assert "wrong:" in lines[-1]
-    print_tuned(Console(width=140), Tuned(KEY, "a call", Blocks(4), found[:1]))
+    print_tuned(Console(width=140), Tuned(KEY, "a call", KernelConfig(4), found[:1]))
     assert "WRONG: no candidate of forward channel updated bf16 64 64 is right" in capsys.readouterr().out
 
 
@@ -273,12 +275,12 @@ def test_tune_adds_to_a_table(own, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Made Up 1")
     monkeypatch.setattr(Target, "of", lambda device: TARGET)
-    best = Outcome(Blocks(4, C=64, stages=2, fill=1), 0.125, 1e-3, None)
+    best = Outcome(KernelConfig(4, C=64, stages=2, programs_per_sm=1), 0.125, 1e-3, None)
 
     def run(tuner):
         assert (tuner.variant, tuner.shape.text, tuner.device) == ("gla", "2,64,3,64", "cuda:0")
-        yield Tuned(KEY, "gla 2,64,3,64 bfloat16 forward", ENTRY.blocks, (best,))
-        yield Tuned(KEY._replace(kernel="states"), "gla", Blocks(2), (Outcome(Blocks(2), None, None, "broken"),))
+        yield Tuned(KEY, "gla 2,64,3,64 bfloat16 forward", ENTRY.config, (best,))
+        yield Tuned(KEY._replace(kernel="states"), "gla", KernelConfig(2), (Outcome(KernelConfig(2), None, None, "broken"),))
 
     monkeypatch.setattr(Tuner, "run", run)
     words = ["tune", "gla", "--shape", "2,64,3,64", "--device", "cuda:0"]
@@ -287,7 +289,7 @@ def test_tune_adds_to_a_table(own, monkeypatch, tmp_path):
     found = table_file.read(file, "sm_90")
     assert set(found) == {KEY, other.key}
     assert found[other.key] == other
-    assert (found[KEY].blocks, found[KEY].gpu, found[KEY].milliseconds) == (best.blocks, "Made Up 1", 0.125)
+    assert (found[KEY].config, found[KEY].gpu, found[KEY].milliseconds) == (best.config, "Made Up 1", 0.125)
     assert "torch" in found[KEY].versions
     assert not own.exists()
     assert CliRunner().invoke(main, [*words, "--dry"]).exit_code == 0

@@ -5,7 +5,7 @@ import signal
 from importlib import import_module
 from time import sleep
 
-from penstock.tune.apart import PRELOADED, Failure, one_by_one, side_by_side
+from penstock.tune.workers import PRELOADED, Failure, one_by_one, side_by_side
 
 
 def test_preloaded_modules_exist():
