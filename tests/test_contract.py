@@ -9,6 +9,7 @@ from cases import NAMES, Case, call, check_against, draw, measured, oracle, prob
 
 import penstock as ps
 from penstock.dispatch import IMPLEMENTATIONS
+from penstock.kernels import chunkwise
 from penstock.variants import VARIANTS
 
 BFLOAT16, FLOAT16, FLOAT32, FLOAT64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -59,6 +60,16 @@ def test_equals_the_oracle(case, impl):
 @pytest.mark.parametrize("case", [case for variant in VARIANTS for case in long_cases(variant)], ids=str)
 def test_long_sequences_equal_the_oracle(case, impl):
     check_contract(case, impl)
+
+
+@pytest.mark.parametrize("elements", [1, 10_000], ids=["one chunk", "three chunks"])
+@pytest.mark.parametrize("options", [{"T": 300}, {"T": 90, "B": 5, "state": False}, {"lengths": (*LENGTHS, 300), "reverse": True}], ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_blocks_of_chunks_equal_the_oracle(variant, options, elements, monkeypatch):
+    """``chunkwise`` cuts long sequences into blocks; with smaller blocks, short ones too."""
+    monkeypatch.setattr(chunkwise, "BLOCK", elements)
+    for dtype in (FLOAT32, FLOAT64):
+        check_contract(replace(Case(variant, dtype=dtype), **options), "chunkwise")
 
 
 def check_contract(case, impl):
