@@ -10,7 +10,7 @@ from cases import Case, draw, problem_of, upstream
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from penstock.kernels import chunkwise
+from penstock.kernels import chunkwise, reference
 from penstock.kernels.contract import gradients_of
 from penstock.variants import VARIANTS
 
@@ -22,6 +22,7 @@ LAYOUTS = {
 LINEAR = {
     "chunkwise": (chunkwise.IMPLEMENTATION.backward, 64, 2048),
     "autograd through chunkwise.forward": (partial(gradients_of, chunkwise.forward), 64, 2048),
+    "reference": (reference.IMPLEMENTATION.backward, 8, 128),
 }
 """The backward pass, the head size, and the number of tokens to begin with."""
 
