@@ -9,6 +9,7 @@ from cases import NAMES, TRITON, Case, call, draw
 from contract import check_contract, measured
 from pools import Pooled
 
+from penstock.recurrence import chunkwise
 from penstock.recurrence.variants import VARIANTS
 from penstock.verify import verify
 
@@ -129,6 +130,16 @@ def test_everything_is_held_to_the_oracle():
         for one in operator.family.implementations:
             if one.name != "cuda" and not (operator.in_place and one.advance is None):
                 assert {(operator.name, signature.about, one.name) for signature in trial.signatures()} <= held
+
+
+@pytest.mark.parametrize("elements", [1, 10_000], ids=["one chunk", "three chunks"])
+@pytest.mark.parametrize("options", [{"T": 300}, {"T": 90, "B": 5, "state": False}, {"lengths": (*LENGTHS, 300), "reverse": True}], ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_blocks_of_chunks_equal_the_oracle(variant, options, elements, monkeypatch):
+    """``chunkwise`` cuts long sequences into blocks; with smaller blocks, short ones too."""
+    monkeypatch.setattr(chunkwise, "BLOCK", elements)
+    for dtype in (FLOAT32, FLOAT64):
+        check_contract(replace(Case(variant, dtype=dtype), **options), "chunkwise")
 
 
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")

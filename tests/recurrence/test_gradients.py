@@ -5,10 +5,11 @@ from itertools import combinations
 
 import pytest
 import torch
-from cases import NAMES, TRITON, Case, call, draw, problem_of, upstream
+from cases import NAMES, TRITON, Case, arithmetic, call, draw, problem_of, upstream
+from torch.utils._pytree import tree_leaves
 
 import penstock as ps
-from penstock.recurrence import reference
+from penstock.recurrence import chunkwise, reference
 from penstock.recurrence.operators import FAMILY
 from penstock.recurrence.variants import VARIANTS
 
@@ -23,6 +24,11 @@ HELD = [(case, impl) for case in SMALL for impl in TAKE_FLOAT64]
 SAMPLED = [pair for pair in HELD if pair[1] == "chunkwise" or pair[0].variant == "rwkv6"]
 """All variants by the implementation that second derivatives go through; by the others, whose gradients are autograd's, one."""
 DERIVATIVES = [*SAMPLED, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in HELD if pair not in SAMPLED)]
+TWO_CHUNKS = [
+    replace(Case(variant, B=1, T=67, H=1, K=2, V=2, dtype=FLOAT64), **options)
+    for variant in VARIANTS
+    for options in ({}, {"lengths": (66, 0, 2)}, {"reverse": True, "state": False})
+]
 
 
 def as_function(case, impl):
@@ -41,6 +47,63 @@ def test_first_and_second_derivatives(case, impl):
     assert torch.autograd.gradcheck(*as_function(case, impl))
     if case.state:
         assert torch.autograd.gradgradcheck(*as_function(case, impl), fast_mode=True)
+
+
+@pytest.fixture
+def chunkwise_forward(monkeypatch):
+    """``chunkwise.forward`` as a function of the tensors of a case, in blocks of one chunk, and these tensors."""
+    monkeypatch.setattr(chunkwise, "BLOCK", 1)
+
+    def of(case):
+        tensors = {name: x for name, x in draw(case).items() if x is not None}
+        problem = problem_of(case, draw(case))
+        return lambda *values: chunkwise.forward(problem.with_tensors(dict(zip(tensors, values)))), tuple(tensors.values())
+
+    return of
+
+
+def assert_near(found, wanted):
+    torch.testing.assert_close(found, wanted, rtol=0, atol=arithmetic(FLOAT64) * max(float(x.norm()) for x in tree_leaves(wanted)))
+
+
+def stacked(tuples):
+    return tuple(torch.stack(x) for x in zip(*tuples))
+
+
+@pytest.mark.parametrize("case", TWO_CHUNKS, ids=str)
+def test_jacobians_of_torch_func(case, chunkwise_forward):
+    """``jacfwd``, ``jacrev`` and ``jvp`` equal autograd."""
+    function, values = chunkwise_forward(case)
+    every = tuple(range(len(values)))
+    wanted = torch.autograd.functional.jacobian(function, values)
+    assert_near(torch.func.jacfwd(function, every)(*values), wanted)
+    assert_near(torch.func.jacrev(function, every)(*values), wanted)
+    tangents = tuple(torch.linspace(-1, 1, x.numel(), dtype=FLOAT64).view(x.shape) for x in values)
+    along = tuple(sum(torch.tensordot(d, x, x.dim()) for d, x in zip(row, tangents)) for row in wanted)
+    found, derivatives = torch.func.jvp(function, values, tangents)
+    assert_near(found, function(*values))
+    assert_near(derivatives, along)
+
+
+@pytest.mark.parametrize("case", TWO_CHUNKS, ids=str)
+def test_gradients_of_torch_func(case, chunkwise_forward):
+    """``grad``, ``vmap``, ``vmap`` of ``grad`` and ``hessian`` equal autograd."""
+    function, values = chunkwise_forward(case)
+    every = tuple(range(len(values)))
+
+    def loss(*values):
+        return sum(x.sin().sum() for x in function(*values))
+
+    def wanted(*values):
+        values = [x.clone().requires_grad_() for x in values]
+        return torch.autograd.grad(loss(*values), values)
+
+    assert_near(torch.func.grad(loss, every)(*values), wanted(*values))
+    several = [tuple(factor * x for x in values) for factor in (1, 0.5, 0.1)]
+    assert_near(torch.func.vmap(function)(*stacked(several)), stacked(function(*one) for one in several))
+    assert_near(torch.func.vmap(torch.func.grad(loss, every))(*stacked(several)), stacked(wanted(*one) for one in several))
+    hessian = torch.autograd.functional.hessian(lambda v: loss(*values[:2], v, *values[3:]), values[2])
+    assert_near(torch.func.hessian(loss, 2)(*values), hessian)
 
 
 def test_only_kernels_refuse_float64():

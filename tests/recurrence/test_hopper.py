@@ -132,7 +132,7 @@ def test_many_short_sequences_keep_no_states():
         assert ("chunk_states" in planned(packed, H200._replace(arch="sm_80"), keep=True).memory) is keeps
 
 
-@pytest.mark.parametrize(("size", "programs", "config"), [(64, 10, 1), (64, 1000, 1), (128, 128, 1), (128, 192, 2)])
+@pytest.mark.parametrize(("size", "programs", "blocks"), [(64, 10, 1), (64, 1000, 1), (128, 128, 1), (128, 192, 2)])
 def test_a_program_takes_all_blocks_of_V_unless_one_each_run_at_once(size, programs, blocks):
     assert hopper.together(size, size, programs, H200) == blocks
     assert (size, blocks) in hopper.FORWARD
