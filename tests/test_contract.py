@@ -1,11 +1,13 @@
 """Every implementation of every variant against the float64 oracle: values, final states and all gradients."""
 
+import math
 import re
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
-from cases import NAMES, Case, call, check_against, draw, measured, oracle, problem_of
+from cases import NAMES, SHARED, Case, arithmetic, call, check_against, distance, draw, measured, oracle, problem_of
 
 import penstock as ps
 from penstock.dispatch import IMPLEMENTATIONS
@@ -35,6 +37,8 @@ def cases(variant: str) -> list[Case]:
     found += [replace(of, lengths=LENGTHS, reverse=True, dtype=dtype) for dtype in (FLOAT32, FLOAT64)]
     found += [replace(of, T=33, strided=True, dtype=dtype) for dtype in (FLOAT32, FLOAT64, BFLOAT16)]
     found += [replace(of, lengths=LENGTHS, strided=True, reverse=True)]
+    found += [replace(of, T=19, shared=axes) for axes in SHARED]
+    found += [replace(of, lengths=(9, 0, 17), shared="N"), replace(of, lengths=(0, 0), shared="N")]
     found += [replace(of, B=0, T=5), replace(of, B=5, H=1, T=40), replace(of, B=1, H=9, T=40)]
     found += [replace(of, T=130, gate=gate, dtype=dtype) for gate in ("zero", "gone", "mixture") for dtype in (FLOAT32, FLOAT64) if gated]
     found += [replace(of, T=70, gate="mixture", reverse=True)] * gated
@@ -44,8 +48,10 @@ def cases(variant: str) -> list[Case]:
 
 def long_cases(variant: str) -> list[Case]:
     """Thousands of tokens: rounding errors of the decays must not add up."""
-    of = Case(variant, B=1, H=2, K=16, V=8, T=4096)
-    return [replace(of, gate=gate) for gate in ("drift", "mixture") if VARIANTS[variant].decay or gate == "drift"]
+    of = Case(variant, B=1, H=3, K=16, V=8, T=4096)
+    if not VARIANTS[variant].decay:
+        return [of]
+    return [*(replace(of, gate=gate) for gate in ("drift", "mixture", "weak")), replace(of, gate="weak", still=True)]
 
 
 @pytest.mark.parametrize("impl", NAMES)
@@ -83,6 +89,25 @@ def test_a_decay_of_minus_infinity_is_one_of_minus_ten_thousand(variant, impl):
     for found, wanted in zip(call(case, tensors, impl), call(case, finite, impl)):
         assert found.isfinite().all()
         assert torch.equal(found, wanted)
+
+
+NEAR_UNDERFLOW = (-80.0, -86.0, -87.0, -87.3, -88.0, -90.0, -103.0, -104.0)
+"""Log decays whose exponentials are among float32's smallest numbers: exp(-87.33) is the last normal one."""
+
+
+@pytest.mark.parametrize("impl", NAMES)
+@pytest.mark.parametrize("variant", [name for name, row in VARIANTS.items() if row.decay])
+def test_decay_gradients_near_underflow(variant, impl):
+    check_near_underflow(Case(variant, T=5, B=1, H=1), impl)
+
+
+def check_near_underflow(case, impl):
+    """dg = exp(g) rowsum(S o dS), with dS large enough to make it visible. Factors below the smallest normal number may be flushed to 0."""
+    for g in NEAR_UNDERFLOW:
+        found, wanted = (of(replace(case, gate=g, upstream=1e30)) for of in (partial(measured, impl=impl), oracle))
+        off, size = distance(found["dg"], wanted["dg"]), wanted["dg"].size
+        flushed = torch.finfo(FLOAT32).smallest_normal / math.exp(g) * size if math.exp(g) < torch.finfo(FLOAT32).smallest_normal else 0
+        assert off <= arithmetic(case.dtype) * size + flushed, g
 
 
 @pytest.mark.parametrize("impl", NAMES)
