@@ -1,11 +1,12 @@
 """The Triton kernels under the interpreter (on a GPU: compiled), on sizes it takes in a second."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
-from cases import TRITON, Case, call, draw, problem_of
-from test_contract import check_contract
+from cases import TRITON, Case, call, draw, measured, problem_of
+from test_contract import check_contract, check_near_underflow
 
 import penstock as ps
 from penstock.variants import VARIANTS
@@ -26,7 +27,9 @@ def cases(variant: str) -> list[Case]:
     found += [replace(of, T=33, dtype=BFLOAT16, others=torch.float32), replace(of, T=20, dtype=FLOAT16), replace(of, T=5, dtype=FLOAT64)]
     found += [replace(of, T=40, state=False, scale=-0.3), replace(of, T=40, reverse=True), replace(of, T=20, strided=True)]
     found += [replace(of, lengths=LENGTHS), replace(of, lengths=LENGTHS, reverse=True, strided=True, state=False), replace(of, lengths=())]
+    found += [replace(of, B=2, T=7, shared=axes) for axes in ("BNH", "TKV", "overlap")]
     found += [replace(of, T=70, gate=gate) for gate in ("zero", "gone", "mixture") if gated]
+    found += [replace(of, T=20, gate=-30.0, still=True)] * gated
     found += [replace(of, lengths=LENGTHS, gate="mixture", reverse=True)] * gated
     return found
 
@@ -35,6 +38,19 @@ def cases(variant: str) -> list[Case]:
 @pytest.mark.parametrize("case", [case for variant in VARIANTS for case in cases(variant)], ids=str)
 def test_equals_the_oracle(case, impl):
     check_contract(case, impl)
+
+
+GATED = [name for name, row in VARIANTS.items() if row.decay]
+
+
+@pytest.mark.parametrize("variant", GATED)
+def test_weak_decays_over_many_tokens_equal_the_oracle(variant):
+    check_contract(Case(variant, B=1, H=1, K=16, V=8, T=200, gate="weak", still=True), "triton_recurrent")
+
+
+@pytest.mark.parametrize("variant", GATED)
+def test_decay_gradients_near_underflow(variant):
+    check_near_underflow(Case(variant, T=5, B=1, H=1), partial(measured, impl="triton_recurrent"))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -88,7 +104,7 @@ def test_states_that_the_forward_pass_kept_are_those_that_the_backward_pass_woul
 
 
 @pytest.mark.parametrize("impl", TRITON)
-@pytest.mark.parametrize("variant", [name for name, row in VARIANTS.items() if row.decay])
+@pytest.mark.parametrize("variant", GATED)
 def test_a_decay_of_minus_infinity_is_one_of_minus_ten_thousand(variant, impl):
     tensors = draw(Case(variant, B=1, T=40, gate="-inf"))
     finite = tensors | {"g": tensors["g"].clamp(min=-1e4)}
@@ -97,10 +113,11 @@ def test_a_decay_of_minus_infinity_is_one_of_minus_ten_thousand(variant, impl):
         assert torch.equal(found, wanted)
 
 
+@pytest.mark.parametrize("shared", ["", "overlap"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_decode_step_is_a_forward_pass_in_the_pool(variant):
+def test_a_decode_step_is_a_forward_pass_in_the_pool(variant, shared):
     """Slots out of order, one skipped: its row and the rows of nobody stay as they are."""
-    case = Case(variant, B=3, T=2, K=20, V=12)
+    case = Case(variant, B=3, T=2, K=20, V=12, shared=shared)
     t = draw(case)
     pool = torch.randn(5, case.H, case.K, case.V)
     wanted = pool.clone()

@@ -24,8 +24,11 @@ LIMITS = {"bf16": 200.0, "tf32": 200.0, "tf32x3": 32.0, "ieee": 32.0}
 not overflow in float32, and where products are as exact as float32 the sums of decays should be too (half an ulp of 32 is 2e-6)."""
 
 NONE, SCALAR, CHANNEL = (kind.value for kind in (tiles.NONE, tiles.SCALAR, tiles.CHANNEL))
+FEW = 16
+"""Tokens over which the rounding of a float32 state that decays token by token, 2^-24 each, stays below its budget."""
 SPAN = 16
-"""Tokens between the states that the token-serial backward pass keeps; those within are computed again."""
+"""Tokens between the states that the token-serial backward pass keeps; those within are computed again. A state has two rows beside it,
+for pending decays."""
 
 
 class Launch(NamedTuple):
@@ -115,6 +118,11 @@ class Call(NamedTuple):
         static, packed = bool(axes) and "T" not in axes, p.cu_seqlens is not None
         previous, products = p.variant.read == "previous", precision(p.q.dtype, target)
         return cls(**p.sizes, gate=gate, decay=decay, static=static, previous=previous, packed=packed, precision=products, target=target)
+
+    @property
+    def pending(self) -> bool:
+        """Whether the token-serial kernels keep decays pending: of packed sequences always, as nobody knows how long each of them is."""
+        return self.decay != NONE and (self.packed or self.T > FEW)
 
     @property
     def flags(self) -> dict[str, Any]:
@@ -341,7 +349,7 @@ def recurrent_forward_plan(p: Problem, pool: Tensor | None, slots: Tensor | None
         ("q", "k", "v", "g", "u", first, output, final, "cu_seqlens", _given("slots", slots, "q")),
         (p.scale, c.T, c.H, *strides(p.q, p.k, p.v), *c.gate, *_bonus(p), *(state.stride() if state is not None else last), *last),
         b.warps, K=c.K, V=c.V, BK=power(c.K), BV=b.BV, DECAY=c.decay, PREVIOUS=c.previous, INITIAL=state is not None, PACKED=c.packed,
-        REVERSE=p.reverse, SLOTS=slots is not None,
+        REVERSE=p.reverse, SLOTS=slots is not None, PENDING=c.pending,
     )  # fmt: skip
     return plan
 
@@ -352,7 +360,7 @@ def recurrent_backward_plan(p: Problem, d_output: Tensor, d_final_state: Tensor 
     b = c.blocks("recurrent")
     BK, NV = power(c.K), math.ceil(c.V / b.BV)
     kept = c.N * (SPAN + 1) + c.T // SPAN if c.packed else c.N * (SPAN + math.ceil(c.T / SPAN))
-    scratch = plan.empty("kept", kept * c.H * NV * BK * b.BV)
+    scratch = plan.empty("kept", kept * c.H * NV * BK * (b.BV + 2))
     dq, dk = plan.empty("dq", NV, *p.q.shape), plan.empty("dk", NV, *p.k.shape)
     dv = plan.empty("dv", *p.v.shape, dtype=p.v.dtype)
     dg = du = "q"
@@ -370,5 +378,6 @@ def recurrent_backward_plan(p: Problem, d_output: Tensor, d_final_state: Tensor 
         (p.scale, c.N, c.T, c.H, c.B * c.T, *strides(p.q, p.k, p.v), *c.gate, *_bonus(p), *first, *d_output.stride(), *last),
         b.warps, K=c.K, V=c.V, BK=BK, BV=b.BV, DECAY=c.decay, STATIC=c.static, PREVIOUS=c.previous, INITIAL=p.initial_state is not None,
         D_FINAL=d_final_state is not None, PACKED=c.packed, REVERSE=p.reverse, SPAN=SPAN,
+        PENDING=c.pending,
     )  # fmt: skip
     return plan
