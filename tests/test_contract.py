@@ -1,11 +1,12 @@
 """Every implementation of every operator against the float64 oracle of its family: results, states and all gradients."""
 
 from dataclasses import replace
+from functools import partial
 
 import attention
 import pytest
 import torch
-from cases import NAMES, TRITON, Case, call, draw
+from cases import NAMES, SHARED, TRITON, Case, call, check_near_underflow, draw, long_cases
 from contract import check_contract, measured
 from pools import Pooled
 
@@ -38,17 +39,14 @@ def cases(variant: str) -> list[Case]:
     found += [replace(of, lengths=LENGTHS, reverse=True, dtype=dtype) for dtype in (FLOAT32, FLOAT64)]
     found += [replace(of, T=33, strided=True, dtype=dtype) for dtype in (FLOAT32, FLOAT64, BFLOAT16)]
     found += [replace(of, lengths=LENGTHS, strided=True, reverse=True)]
+    found += [replace(of, T=19, shared=axes) for axes in SHARED]
+    found += [replace(of, lengths=(9, 0, 17), shared="N"), replace(of, lengths=(0, 0), shared="N")]
     found += [replace(of, B=0, T=5), replace(of, B=5, H=1, T=40), replace(of, B=1, H=9, T=40)]
+    found += [replace(of, T=5, gate=gate, still=True) for gate in (-0.3, -3.0, -30.0) if gated]
     found += [replace(of, T=130, gate=gate, dtype=dtype) for gate in ("zero", "gone", "mixture") for dtype in (FLOAT32, FLOAT64) if gated]
     found += [replace(of, T=70, gate="mixture", reverse=True)] * gated
     found += [replace(of, T=70, gate="mixture", dtype=FLOAT16), replace(of, T=70, gate="mixture", dtype=BFLOAT16)] * gated
     return found
-
-
-def long_cases(variant: str) -> list[Case]:
-    """Thousands of tokens: rounding errors of the decays must not add up."""
-    of = Case(variant, B=1, H=2, K=16, V=8, T=4096)
-    return [replace(of, gate=gate) for gate in ("drift", "mixture") if VARIANTS[variant].decay or gate == "drift"]
 
 
 def interpreted_cases(variant: str) -> list[Case]:
@@ -61,7 +59,9 @@ def interpreted_cases(variant: str) -> list[Case]:
     found += [replace(of, T=40, state=False, scale=-0.3), replace(of, T=40, reverse=True), replace(of, T=20, strided=True)]
     found += [replace(of, lengths=lengths) for lengths in (SHORT_LENGTHS, ())]
     found += [replace(of, lengths=SHORT_LENGTHS, reverse=True, strided=True, state=False)]
+    found += [replace(of, B=2, T=7, shared=axes) for axes in ("BNH", "TKV", "overlap")]
     found += [replace(of, T=70, gate=gate) for gate in ("zero", "gone", "mixture") if gated]
+    found += [replace(of, T=20, gate=-30.0, still=True)] * gated
     found += [replace(of, lengths=SHORT_LENGTHS, gate="mixture", reverse=True)] * gated
     return found
 
@@ -79,7 +79,8 @@ def sampled_cases(variant: str, impl: str) -> list[Case]:
     found += [replace(of, dtype=dtype, others=FLOAT32, T=5) for dtype in (BFLOAT16, FLOAT64)]
     found += [replace(of, state=False, scale=-0.3), replace(of, reverse=True), replace(of, strided=True)]
     found += [replace(of, lengths=lengths), replace(of, lengths=lengths, reverse=True, strided=True, state=False)]
-    return found + [replace(of, gate=gate) for gate in ("zero", "gone")]
+    found += [replace(of, B=2, T=7, shared=axes) for axes in ("BNH", "TKV", "overlap")]
+    return found + [replace(of, gate=gate) for gate in ("zero", "gone")] + [replace(of, gate=-30.0, still=True)]
 
 
 def pooled_cases(variant: str) -> list[Pooled]:
@@ -154,6 +155,12 @@ def test_a_decay_of_minus_infinity_is_one_of_minus_ten_thousand(variant, impl):
     for found, wanted in zip(call(case, tensors, impl), call(case, finite, impl)):
         assert found.isfinite().all()
         assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("impl", NAMES)
+@pytest.mark.parametrize("variant", [name for name, row in VARIANTS.items() if row.decay])
+def test_decay_gradients_near_underflow(variant, impl):
+    check_near_underflow(Case(variant, T=5, B=1, H=1), partial(measured, impl=impl))
 
 
 @pytest.mark.parametrize("impl", NAMES)

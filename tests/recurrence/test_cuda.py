@@ -9,7 +9,7 @@ import contract
 import emulated
 import pytest
 import torch
-from cases import Case, Wanted, check_against, draw, oracle, problem_of, upstream
+from cases import SHARED, Case, Wanted, check_against, check_near_underflow, draw, long_cases, oracle, problem_of, upstream
 from pools import Pooled
 
 import penstock as ps
@@ -51,6 +51,7 @@ def cases() -> list[Case]:
     found += [replace(of, lengths=LENGTHS) for of in (RWKV6, RWKV5)]
     found += [replace(RWKV6, lengths=LENGTHS, gate="mixture", reverse=True, state=False), replace(RWKV6, lengths=())]
     found += [replace(RWKV6, T=20, state=False, scale=-0.3), replace(RWKV5, T=20, reverse=True), replace(RWKV6, T=20, strided=True)]
+    found += [replace(of, T=10, shared=axes) for of, axes in zip((RWKV6, RWKV5, RWKV6, RWKV5, RWKV6), SHARED)]
     found += [replace(RWKV6, B=3, T=11), replace(RWKV6, B=0, T=5), replace(RWKV6, B=1, H=1, T=600)]
     return found
 
@@ -60,10 +61,15 @@ def test_equals_the_oracle(case):
     check_against(results(case), oracle(case), case.dtype)
 
 
-@pytest.mark.parametrize("gate", ["drift", pytest.param("mixture", marks=pytest.mark.slow)])
-def test_rounding_errors_of_decays_do_not_add_up(gate):
-    case = replace(RWKV6, B=1, H=1, T=4096, gate=gate)
+@pytest.mark.parametrize("case", [case for variant in ("rwkv5", "rwkv6") for case in long_cases(variant)], ids=str)
+def test_long_sequences_equal_the_oracle(case):
+    case = replace(case, K=32, V=32)
     check_against(results(case), oracle(case), case.dtype)
+
+
+@pytest.mark.parametrize("of", [RWKV6, RWKV5], ids=str)
+def test_decay_gradients_near_underflow(of):
+    check_near_underflow(replace(of, T=5, B=1, H=1), results)
 
 
 ORDERED = [
@@ -112,7 +118,7 @@ def test_without_a_gradient_of_the_final_state():
 
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=str)
 @pytest.mark.parametrize("slots", [None, [3, -1, 0]], ids=["all rows", "slots"])
-@pytest.mark.parametrize("of", [RWKV6, RWKV5], ids=str)
+@pytest.mark.parametrize("of", [RWKV6, RWKV5, replace(RWKV6, shared="BNH"), replace(RWKV6, shared="overlap")], ids=str)
 def test_advance_updates_its_rows_in_place(of, slots, dtype):
     tensors = draw(replace(of, B=3, T=2, dtype=dtype))
     rows = torch.tensor([0, 1, 2] if slots is None else slots)

@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from cases import NAMES, Case, Wanted, call, check_against, draw
+from cases import NAMES, SHARED, Case, Wanted, call, check_against, draw
 from pools import exact, pool_of
 
 import penstock as ps
@@ -32,18 +32,19 @@ def close(found, wanted, inputs):
 
 
 STEPS = [
-    (Case(variant, B=5, T=T, K=K, V=V, state=False, dtype=dtype, others=others, scale=scale, strided=strided), pool, layout)
+    (Case(variant, B=5, T=T, K=K, V=V, state=False, dtype=dtype, others=others, scale=scale, strided=strided, shared=shared), pool, layout)
     for variant in VARIANTS
-    for T, K, V, dtype, others, scale, strided, pool, layout in [
-        (1, 16, 16, FLOAT32, None, None, False, FLOAT32, "contiguous"),
-        (3, 20, 36, FLOAT32, None, 0.3, False, FLOAT32, "heads first"),
-        (16, 8, 3, FLOAT32, None, None, True, FLOAT32, "gaps"),
-        (2, 64, 96, BFLOAT16, FLOAT32, None, False, FLOAT32, "contiguous"),
-        (1, 16, 16, BFLOAT16, None, None, False, BFLOAT16, "gaps"),
-        (3, 16, 16, FLOAT16, None, None, True, FLOAT16, "contiguous"),
-        (3, 16, 24, FLOAT32, None, None, False, FLOAT64, "gaps"),
-        (3, 16, 16, FLOAT64, None, None, False, FLOAT64, "heads first"),
-        (1, 5, 7, FLOAT64, None, None, False, FLOAT32, "contiguous"),
+    for T, K, V, dtype, others, scale, strided, pool, layout, shared in [
+        (1, 16, 16, FLOAT32, None, None, False, FLOAT32, "contiguous", ""),
+        (3, 20, 36, FLOAT32, None, 0.3, False, FLOAT32, "heads first", ""),
+        (16, 8, 3, FLOAT32, None, None, True, FLOAT32, "gaps", ""),
+        (2, 64, 96, BFLOAT16, FLOAT32, None, False, FLOAT32, "contiguous", ""),
+        (1, 16, 16, BFLOAT16, None, None, False, BFLOAT16, "gaps", ""),
+        (3, 16, 16, FLOAT16, None, None, True, FLOAT16, "contiguous", ""),
+        (3, 16, 24, FLOAT32, None, None, False, FLOAT64, "gaps", ""),
+        (3, 16, 16, FLOAT64, None, None, False, FLOAT64, "heads first", ""),
+        (1, 5, 7, FLOAT64, None, None, False, FLOAT32, "contiguous", ""),
+        *((T, 16, 16, FLOAT32, None, None, False, FLOAT32, "contiguous", shared) for T, shared in zip((3, 3, 1, 3, 5), SHARED)),
     ]
 ]
 IDS = [f"{case}-pool={str(pool).removeprefix('torch.')}-{layout}" for case, pool, layout in STEPS]
@@ -78,12 +79,12 @@ def test_equals_the_oracle_in_the_rows_it_was_given(case, dtype, layout, impl):
     assert torch.equal(memory, untouched)
 
 
-@pytest.mark.parametrize("slots", [None, torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize(("slots", "shared"), [(None, ""), (torch.int32, ""), (torch.int64, ""), (None, "H")], ids=str)
 @pytest.mark.parametrize("impl", NAMES)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_one_token_without_its_axis(variant, impl, slots):
+def test_one_token_without_its_axis(variant, impl, slots, shared):
     """[N,H,K] is [N,1,H,K] without the axis; without slots, sequence n is row n."""
-    case = Case(variant, B=4, T=1, state=False)
+    case = Case(variant, B=4, T=1, state=False, shared=shared)
     tensors = draw(case)
     flat = {name: x if x is None or name == "u" or (name == "g" and "T" not in case.row.decay) else x[:, 0] for name, x in tensors.items()}
     (one, _), (other, _) = pool_of(4, case, FLOAT32), pool_of(4, case, FLOAT32)
@@ -124,12 +125,12 @@ def test_retention_decays_as_retnet_does_by_default(impl):
 
 
 @pytest.mark.parametrize("impl", NAMES)
-@pytest.mark.parametrize("slots", [[-1, -1], []], ids=str)
+@pytest.mark.parametrize("slots", [torch.tensor([-1, -1]), torch.tensor([-1]).expand(3), torch.tensor([], dtype=torch.int64)], ids=str)
 def test_nothing_to_do_changes_nothing(impl, slots):
     case = Case("gla", B=len(slots), T=1, state=False)
     state, memory = pool_of(3, case, FLOAT32)
     before = memory.clone()
-    assert step(case, draw(case), impl, state=state, slots=torch.tensor(slots, dtype=torch.int64)).eq(0).all()
+    assert step(case, draw(case), impl, state=state, slots=slots).eq(0).all()
     assert torch.equal(memory, before)
 
 

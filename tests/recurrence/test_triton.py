@@ -1,11 +1,12 @@
 """What only the Triton kernels do, under the interpreter (on a GPU: compiled): segments, halves, kept states."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
-from cases import Case, call, draw, problem_of
-from contract import check_contract
+from cases import Case, call, check_near_underflow, draw, problem_of
+from contract import check_contract, measured
 
 import penstock as ps
 from penstock.gpu.launch import trying
@@ -28,6 +29,20 @@ SEGMENTED = {name: Case(name, B=1, H=1, T=300) for name in VARIANTS}
 def test_segments_equal_the_oracle(case):
     """Few heads, many tokens: states are carried from segment to segment."""
     check_contract(case, "triton_chunkwise")
+
+
+GATED = [name for name, row in VARIANTS.items() if row.decay]
+SAMPLED = ["rwkv6", *slow(*(name for name in GATED if name != "rwkv6"))]
+
+
+@pytest.mark.parametrize("variant", SAMPLED)
+def test_weak_decays_over_many_tokens_equal_the_oracle(variant):
+    check_contract(Case(variant, B=1, H=1, K=16, V=8, T=200, gate="weak", still=True), "triton_recurrent")
+
+
+@pytest.mark.parametrize("variant", SAMPLED)
+def test_decay_gradients_near_underflow(variant):
+    check_near_underflow(Case(variant, T=5, B=1, H=1), partial(measured, impl="triton_recurrent"))
 
 
 HALVED = (
@@ -84,10 +99,11 @@ def test_kept_states_are_those_that_the_backward_pass_computes(case):
         assert name == "g" or found is None or torch.equal(found, getattr(given, name))
 
 
+@pytest.mark.parametrize("shared", ["", "overlap"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_decode_steps_run_in_the_pool(variant):
+def test_decode_steps_run_in_the_pool(variant, shared):
     """Slots out of order, one skipped: its row and all other rows keep their bits."""
-    case = Case(variant, B=3, T=2, K=20, V=12)
+    case = Case(variant, B=3, T=2, K=20, V=12, shared=shared)
     t = draw(case)
     pool = torch.randn(5, case.H, case.K, case.V)
     wanted = pool.clone()
