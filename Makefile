@@ -19,11 +19,11 @@ lint: .venv/dev
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
 
-.venv/demo: .venv/bin/python pyproject.toml constraints.txt hatch_build.py penstock/recurrence/cpu/native/recurrence.c penstock/recurrence/cpu/native/rows.h
+.venv/demo: .venv/bin/python pyproject.toml constraints.txt hatch_build.py $(wildcard penstock/recurrence/cpu/native/*.[ch])
 	$(PIP) install --quiet -c constraints.txt -e ".[plot]"
 	touch $@
 
-.venv/dev: .venv/bin/python pyproject.toml constraints.txt hatch_build.py penstock/recurrence/cpu/native/recurrence.c penstock/recurrence/cpu/native/rows.h
+.venv/dev: .venv/bin/python pyproject.toml constraints.txt hatch_build.py $(wildcard penstock/recurrence/cpu/native/*.[ch])
 	$(PIP) install --quiet -c constraints.txt -e ".[dev]"
 	touch $@
 

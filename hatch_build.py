@@ -16,6 +16,7 @@ from pathlib import Path
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 NATIVE = Path(__file__).parent / "penstock" / "recurrence" / "cpu" / "native"
+SOURCES = ("forward", "backward")
 GLIBC = "2.17"
 # suffix, -mcpu, floats in a vector register, vector registers
 TARGETS = {
@@ -31,10 +32,11 @@ def build(native: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         objects = []
         for suffix, cpu, lanes, registers in TARGETS[machine]:
-            objects.append(f"{folder}/{suffix}.o")
             defines = [f"-DLANES={lanes}", f"-DREGISTERS={registers}", f"-DSUFFIX={suffix}"]
             flags = ["-O3", "-std=c11", "-Wall", "-fno-sanitize=all", f"-mcpu={cpu}", *defines]
-            subprocess.run([*zig, *flags, "-c", str(native / "recurrence.c"), "-o", objects[-1]], check=True)
+            for source in SOURCES:
+                objects.append(f"{folder}/{source}-{suffix}.o")
+                subprocess.run([*zig, *flags, "-c", str(native / f"{source}.c"), "-o", objects[-1]], check=True)
         linked = native / "libpenstock_cpu.so.new"
         subprocess.run([*zig, "-shared", "-s", *objects, "-o", str(linked)], check=True)
         linked.replace(native / "libpenstock_cpu.so")  # a new file: a process that has the old one loaded keeps it

@@ -1,4 +1,4 @@
-"""How the tests make a call, ask the oracle about it, and measure an error.
+"""Calls of the recurrence over whole sequences: how the tests draw one, ask the oracle about it, and measure an error.
 
 A ``Case`` names a call; its tensors follow from it by a seed, so a case is a test's id and a key of the oracle's cache.
 """
@@ -7,8 +7,9 @@ import math
 import zlib
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
+import contract
 import torch
 from torch import Tensor
 
@@ -28,6 +29,8 @@ NAMES = [name for name in ALL if name not in (*TRITON, "cuda")]
 class Case:
     """A call over whole sequences."""
 
+    operator: ClassVar = RECURRENCE
+
     variant: str
     T: int = 17
     B: int = 2
@@ -37,16 +40,23 @@ class Case:
     dtype: torch.dtype = torch.float32
     others: torch.dtype | None = None
     """dtype of decay, bonus and initial state, if not that of q, k and v"""
-    gate: str = "logsigmoid"
+    gate: str | float = "logsigmoid"
+    """a name of GATES, or one decay for all tokens and channels"""
     lengths: tuple[int, ...] | None = None
     """of packed sequences; then B and T follow from them"""
     state: bool = True
     reverse: bool = False
     scale: float | None = None
     strided: bool = False
+    shared: str = ""
+    """axes along which all elements of a tensor lie in one place (strides of 0), or "overlap": neighbours on every axis lie one apart"""
+    still: bool = False
+    """whether v and the output's gradient are 0: states and their gradients only decay"""
+    upstream_factor: float = 1.0
+    """of the gradients of output and final state"""
 
     def __str__(self) -> str:
-        changed = [f"{f.name}={_short(getattr(self, f.name))}" for f in fields(self)[1:] if getattr(self, f.name) != f.default]
+        changed = [f"{f.name}={contract.shortened(getattr(self, f.name))}" for f in fields(self)[1:] if getattr(self, f.name) != f.default]
         return "-".join([self.variant, *changed])
 
     @property
@@ -59,9 +69,34 @@ class Case:
         B, T, N = (self.B, self.T, self.B) if self.lengths is None else (1, sum(self.lengths), len(self.lengths))
         return {"B": B, "T": T, "H": self.H, "K": self.K, "V": self.V, "N": N}
 
+    @property
+    def function(self) -> str:
+        return self.variant
 
-def _short(value: object) -> str:
-    return str(value).removeprefix("torch.").replace(" ", "")
+    @property
+    def options(self) -> tuple[object, ...]:
+        return self.scale, self.reverse, True
+
+    def tensors(self, device: str = "cpu") -> dict[str, Tensor | None]:
+        """By the declared names of the arguments."""
+        return {name: None if x is None else x.to(device) for name, x in (draw(self) | {"cu_seqlens": offsets(self)}).items()}
+
+    def upstream(self, device: str = "cpu") -> tuple[Tensor, ...]:
+        return tuple(d.to(device) for d in upstream(self))
+
+    def call(self, tensors: dict[str, Tensor | None], impl: str) -> ps.Result:
+        return call(self, tensors, impl)
+
+    def check(self, found: dict[str, Tensor], impl: str, device: str = "cpu") -> None:
+        check_against({name: x.cpu() for name, x in found.items()}, oracle(self), self.dtype)
+
+
+def long_cases(variant: str) -> list[Case]:
+    """Thousands of tokens: rounding errors of the decays must not add up."""
+    of = Case(variant, B=1, H=3, K=16, V=8, T=4096)
+    if not VARIANTS[variant].decay:
+        return [of]
+    return [*(replace(of, gate=gate) for gate in ("drift", "mixture", "weak")), replace(of, gate="weak", still=True)]
 
 
 def draw(case: Case) -> dict[str, Tensor | None]:
@@ -74,12 +109,22 @@ def draw(case: Case) -> dict[str, Tensor | None]:
 
     tensors = {"q": normal("BTHK", case.dtype), "k": normal("BTHK", case.dtype), "v": normal("BTHV", case.dtype)}
     drawn = normal(case.row.decay, torch.float64) if case.row.decay else None
-    tensors["g"] = None if drawn is None else GATES[case.gate](drawn).to(others)
+    constant = isinstance(case.gate, float)
+    tensors["g"] = None if drawn is None else (torch.full_like(drawn, case.gate) if constant else GATES[case.gate](drawn)).to(others)
     tensors["u"] = normal("HK", others) if case.row.bonus else None
     tensors["initial_state"] = normal("NHKV", others) if case.state else None
+    if case.still:
+        tensors["v"].zero_()
     if case.strided:
         tensors = {name: None if x is None else spread(x, i) for i, (name, x) in enumerate(tensors.items())}
-    return tensors
+    axes = AXES | {"g": case.row.decay}
+    return {name: None if x is None else share(x, axes[name], case.shared) for name, x in tensors.items()}
+
+
+AXES = {"q": "BTHK", "k": "BTHK", "v": "BTHV", "u": "HK", "initial_state": "NHKV", "output": "BTHV", "final_state": "NHKV", "slots": "N"}
+"""Of every tensor but the decay."""
+SHARED = ("BN", "T", "H", "KV", "overlap")
+"""What ``Case.shared`` is tested with."""
 
 
 def uneven(x: Tensor) -> Tensor:
@@ -96,6 +141,7 @@ GATES = {
     "logsigmoid": torch.nn.functional.logsigmoid,
     "zero": torch.zeros_like,
     "drift": lambda x: torch.full_like(x, -1e-4),
+    "weak": lambda x: torch.tensor([-1e-8, -3e-8, -1e-6]).to(x)[torch.arange(x.shape[-1]) % 3].expand_as(x).clone(),
     "gone": lambda x: torch.full_like(x, -1000.0),
     "-1e4": lambda x: torch.where(x > 0, -0.1, -1e4),
     "-inf": lambda x: torch.where(x > 0, -0.1, -torch.inf),
@@ -113,11 +159,23 @@ def spread(x: Tensor, way: int) -> Tensor:
     return wide[..., 1::2]
 
 
+def share(x: Tensor, axes: str, shared: str) -> Tensor:
+    """Memory that elements share, as ``Case.shared`` says; their values change to what lies there."""
+    if not shared or not x.numel():
+        return x
+    if shared == "overlap":
+        return x.flatten().as_strided(x.shape, [1] * x.dim())
+    first = tuple(slice(1) if axis in shared else slice(None) for axis in axes)
+    return x[first].expand_as(x)
+
+
 def offsets(case: Case) -> Tensor | None:
     """cu_seqlens of a packed case."""
     if case.lengths is None:
         return None
     found = torch.tensor([0, *case.lengths]).cumsum(0)
+    if case.shared and not any(case.lengths):
+        return found[:1].expand_as(found)
     return torch.stack((found, found + 7), 1)[:, 0] if case.strided else found
 
 
@@ -125,19 +183,20 @@ def upstream(case: Case) -> tuple[Tensor, Tensor]:
     """Gradients of output and final state."""
     rng = torch.Generator().manual_seed(1)
     shapes = ([case.sizes[axis] for axis in axes] for axes in ("BTHV", "NHKV"))
-    d_output, d_final_state = (torch.randn(shape, dtype=torch.float64, generator=rng) for shape in shapes)
-    return d_output.to(case.dtype), d_final_state.to(state_dtype(case.dtype))
+    d_output, d_final_state = (case.upstream_factor * torch.randn(shape, dtype=torch.float64, generator=rng) for shape in shapes)
+    if case.still:
+        d_output.zero_()
+    d_output, d_final_state = d_output.to(case.dtype), d_final_state.to(state_dtype(case.dtype))
+    return share(d_output, AXES["output"], case.shared), share(d_final_state, AXES["final_state"], case.shared)
 
 
 def problem_of(case: Case, tensors: dict[str, Tensor | None]) -> Recurrence:
-    """The canonical problem of a case with these tensors."""
-    t = tensors
-    given = t["q"], t["k"], t["v"], t["g"], t["u"], offsets(case), t["initial_state"]
-    return RECURRENCE.checked(case.variant, given, (case.scale, case.reverse, True))
+    """The problem of a case with these tensors."""
+    return contract.problem_of(case, {"cu_seqlens": offsets(case)} | tensors)
 
 
 def named(case: Case, tensors: dict[str, Tensor | None]) -> dict[str, Tensor]:
-    """The tensors that there are, by the names of the variant's public function."""
+    """The given tensors by the names of the variant's public function."""
     names = {"q": case.row.query, "g": case.row.gate}
     return {names.get(name, name): x for name, x in tensors.items() if x is not None}
 
@@ -145,20 +204,11 @@ def named(case: Case, tensors: dict[str, Tensor | None]) -> dict[str, Tensor]:
 def call(case: Case, tensors: dict[str, Tensor | None], impl: str, **changed: object) -> ps.Result:
     """The public function of the case's variant."""
     options = {"scale": case.scale, "reverse": case.reverse, "cu_seqlens": offsets(case), "output_final_state": True}
-    return getattr(ps, case.variant)(**named(case, tensors), **options | changed, impl=impl)
-
-
-def measured(case: Case, impl: str) -> dict[str, Tensor]:
-    """Output, final state and all gradients from both, of one implementation."""
-    tensors = {name: None if x is None else x.requires_grad_() for name, x in draw(case).items()}
-    result = call(case, tensors, impl)
-    inputs = {name: x for name, x in tensors.items() if x is not None}
-    grads = torch.autograd.grad(result, tuple(inputs.values()), upstream(case))
-    return {name: x.detach() for name, x in result._asdict().items()} | {f"d{name}": grad for name, grad in zip(inputs, grads)}
+    return getattr(ps, case.variant)(**options | named(case, tensors) | changed, impl=impl)
 
 
 class Wanted(NamedTuple):
-    """A value that the oracle found, and the size that errors of it are relative to."""
+    """An exact value, and the size that errors are relative to."""
 
     value: Tensor
     size: float
@@ -225,3 +275,20 @@ def check_against(found: dict[str, Tensor], wanted: dict[str, Wanted], inputs: t
     pairs = {name: (distance(x, wanted[name]), budget(x, wanted[name], inputs)) for name, x in found.items()}
     over = [f"{name}: off by {off:.2e}, allowed {allowed:.2e}" for name, (off, allowed) in pairs.items() if not off <= allowed]
     assert not over, "; ".join(over)
+
+
+NEAR_UNDERFLOW = (-80.0, -86.0, -87.0, -87.3, -88.0, -90.0, -103.0, -104.0)
+"""Log decays whose exponentials are among float32's smallest numbers: exp(-87.33) is the last normal one."""
+
+
+def check_near_underflow(case, results):
+    """dg = exp(g) rowsum(S o dS), with dS large enough to make it visible. Factors below the smallest normal number may be flushed to 0."""
+    for g in NEAR_UNDERFLOW:
+        found, wanted = (of(replace(case, gate=g, upstream_factor=1e30)) for of in (results, oracle))
+        off, size = distance(found["dg"], wanted["dg"]), wanted["dg"].size
+        flushed = (
+            torch.finfo(torch.float32).smallest_normal / math.exp(g) * size
+            if math.exp(g) < torch.finfo(torch.float32).smallest_normal
+            else 0
+        )
+        assert off <= arithmetic(case.dtype) * size + flushed, g

@@ -1,6 +1,7 @@
 """Fixtures."""
 
 import os
+import sys
 
 import pytest
 import torch
@@ -20,8 +21,30 @@ def _one_thread():
 
 @pytest.fixture
 def at_full_speed(monkeypatch):
-    """Without the implementations that only the interpreter runs here: test_triton.py holds those to the oracle."""
-    from penstock.recurrence.operators import FAMILY
+    """Without the implementations that run under the interpreter here: the contract tests hold those to the oracle."""
+    from penstock.recurrence import operators as recurrence
+    from penstock.softmax import operators as softmax
 
-    fast = tuple(one for one in FAMILY.implementations if not one.name.startswith("triton"))
-    monkeypatch.setattr(FAMILY, "implementations", fast)
+    for family in (recurrence.FAMILY, softmax.FAMILY):
+        fast = tuple(one for one in family.implementations if not one.name.startswith("triton"))
+        monkeypatch.setattr(family, "implementations", fast)
+
+
+@pytest.fixture
+def emulated_cuda(monkeypatch):
+    """The CUDA kernels run on the CPU."""
+    import emulated
+
+    from penstock.recurrence.cuda import launch
+
+    monkeypatch.setattr(launch, "run", emulated.run)
+
+
+@pytest.fixture
+def check_in_float32(monkeypatch):
+    """``penstock check`` in one dtype."""
+    import penstock.cli
+    from penstock.verify.verify import findings
+
+    module = sys.modules[f"{penstock.cli.__name__}.check"]  # in its package, the command has its name
+    monkeypatch.setattr(module, "findings", lambda: findings(dtypes=(torch.float32,)))

@@ -1,20 +1,24 @@
-"""Every implementation of every variant against the float64 oracle: values, final states and all gradients."""
+"""Every implementation of every operator against the float64 oracle of its family: results, states and all gradients."""
 
-import re
 from dataclasses import replace
+from functools import partial
 
+import attention
 import pytest
 import torch
-from cases import NAMES, Case, call, check_against, draw, measured, oracle, problem_of
+from cases import NAMES, SHARED, TRITON, Case, call, check_near_underflow, draw, long_cases
+from contract import check_contract, measured
+from pools import Pooled
 
-import penstock as ps
-from penstock.recurrence.operators import FAMILY
+from penstock.recurrence import chunkwise
 from penstock.recurrence.variants import VARIANTS
+from penstock.verify import verify
 
 BFLOAT16, FLOAT16, FLOAT32, FLOAT64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 LENGTHS = (0, 5, 64, 0, 1, 81, 0)
+SHORT_LENGTHS = (0, 5, 40, 0, 1, 33, 0)
 LONG = ("cpu", "chunkwise")
-"""Implementations that are also held to the oracle on long sequences; the others are quadratic or as slow as it."""
+"""Implementations that also run long sequences; the others are quadratic or as slow as the oracle."""
 
 
 def cases(variant: str) -> list[Case]:
@@ -35,54 +39,128 @@ def cases(variant: str) -> list[Case]:
     found += [replace(of, lengths=LENGTHS, reverse=True, dtype=dtype) for dtype in (FLOAT32, FLOAT64)]
     found += [replace(of, T=33, strided=True, dtype=dtype) for dtype in (FLOAT32, FLOAT64, BFLOAT16)]
     found += [replace(of, lengths=LENGTHS, strided=True, reverse=True)]
+    found += [replace(of, T=19, shared=axes) for axes in SHARED]
+    found += [replace(of, lengths=(9, 0, 17), shared="N"), replace(of, lengths=(0, 0), shared="N")]
     found += [replace(of, B=0, T=5), replace(of, B=5, H=1, T=40), replace(of, B=1, H=9, T=40)]
+    found += [replace(of, T=5, gate=gate, still=True) for gate in (-0.3, -3.0, -30.0) if gated]
     found += [replace(of, T=130, gate=gate, dtype=dtype) for gate in ("zero", "gone", "mixture") for dtype in (FLOAT32, FLOAT64) if gated]
     found += [replace(of, T=70, gate="mixture", reverse=True)] * gated
     found += [replace(of, T=70, gate="mixture", dtype=FLOAT16), replace(of, T=70, gate="mixture", dtype=BFLOAT16)] * gated
     return found
 
 
-def long_cases(variant: str) -> list[Case]:
-    """Thousands of tokens: rounding errors of the decays must not add up."""
-    of = Case(variant, B=1, H=2, K=16, V=8, T=4096)
-    return [replace(of, gate=gate) for gate in ("drift", "mixture") if VARIANTS[variant].decay or gate == "drift"]
+def interpreted_cases(variant: str) -> list[Case]:
+    """Each part of the Triton kernels, in sizes that the interpreter takes."""
+    of = Case(variant, B=1, H=2)
+    gated = bool(VARIANTS[variant].decay)
+    found = [replace(of, T=T) for T in (0, 1, 16, 33, 70)] + [replace(of, B=2, T=5), replace(of, B=0, T=5)]
+    found += [replace(of, T=20, K=K, V=V) for K, V in ((20, 36), (8, 3), (100, 70), (1, 1))]
+    found += [replace(of, T=33, dtype=BFLOAT16, others=FLOAT32), replace(of, T=20, dtype=FLOAT16), replace(of, T=5, dtype=FLOAT64)]
+    found += [replace(of, T=40, state=False, scale=-0.3), replace(of, T=40, reverse=True), replace(of, T=20, strided=True)]
+    found += [replace(of, lengths=lengths) for lengths in (SHORT_LENGTHS, ())]
+    found += [replace(of, lengths=SHORT_LENGTHS, reverse=True, strided=True, state=False)]
+    found += [replace(of, B=2, T=7, shared=axes) for axes in ("BNH", "TKV", "overlap")]
+    found += [replace(of, T=70, gate=gate) for gate in ("zero", "gone", "mixture") if gated]
+    found += [replace(of, T=20, gate=-30.0, still=True)] * gated
+    found += [replace(of, lengths=SHORT_LENGTHS, gate="mixture", reverse=True)] * gated
+    return found
 
 
-@pytest.mark.parametrize("impl", NAMES)
-@pytest.mark.parametrize("case", [case for variant in VARIANTS for case in cases(variant)], ids=str)
+def sampled_cases(variant: str, impl: str) -> list[Case]:
+    """Of these the smallest that still cross a block of the kernels: every part for one variant, and all that variants differ in."""
+    T = 20 if impl == "triton_recurrent" else 33
+    of = Case(variant, B=1, H=1, T=T)
+    lengths, gate = (0, 5, T, 0, 1), "mixture" if VARIANTS[variant].decay else "logsigmoid"
+    found = [replace(of, H=2), replace(of, lengths=lengths, gate=gate, reverse=True), replace(of, H=2, T=5, B=2, dtype=FLOAT16)]
+    if variant != "rwkv6":
+        return found
+    found += [replace(of, T=T) for T in (0, 1, 16)] + [replace(of, B=0, T=5), replace(of, lengths=())]
+    found += [replace(of, T=17, K=K, V=V) for K, V in ((20, 36), (8, 3), (100, 70), (1, 1))]
+    found += [replace(of, dtype=dtype, others=FLOAT32, T=5) for dtype in (BFLOAT16, FLOAT64)]
+    found += [replace(of, state=False, scale=-0.3), replace(of, reverse=True), replace(of, strided=True)]
+    found += [replace(of, lengths=lengths), replace(of, lengths=lengths, reverse=True, strided=True, state=False)]
+    found += [replace(of, B=2, T=7, shared=axes) for axes in ("BNH", "TKV", "overlap")]
+    return found + [replace(of, gate=gate) for gate in ("zero", "gone")] + [replace(of, gate=-30.0, still=True)]
+
+
+def pooled_cases(variant: str) -> list[Pooled]:
+    """Rows of all lengths around a chunk, some skipped."""
+    of = Pooled(variant, H=2, K=8, V=12, lengths=(0, 1, 63, 64, 65, 130), slots=(4, 0, -1, 2, 7, 5))
+    found = [of, replace(of, dtype=FLOAT64, pool=FLOAT64, slots=(1, 6, 3, 0, -1, 2))]
+    found += [replace(of, lengths=(3, 0, 66), slots=None, rows=3, strided=True, layout="gaps")]
+    found += [replace(of, lengths=(2, 5), slots=(6, 1), dtype=BFLOAT16, others=FLOAT32, pool=BFLOAT16, layout="heads first")]
+    found += [replace(of, lengths=None, B=3, T=67, slots=(3, -1, 0), scale=0.3), replace(of, lengths=(), slots=(), K=1, V=3)]
+    return found
+
+
+def interpreted_pooled_cases(variant: str) -> list[Pooled]:
+    """The same in sizes that the interpreter takes."""
+    of = Pooled(variant, H=2, K=8, V=12, lengths=(0, 1, 5, 17), slots=(4, 0, -1, 2))
+    return [of, replace(of, lengths=None, B=3, T=2, K=20, slots=(4, -1, 0), strided=True, layout="gaps")]
+
+
+HELD = [
+    *((case, impl) for variant in VARIANTS for case in cases(variant) for impl in NAMES),
+    *((case, impl) for variant in VARIANTS for case in long_cases(variant) for impl in LONG),
+    *((case, impl) for variant in VARIANTS for impl in TRITON for case in sampled_cases(variant, impl)),
+    *((case, impl) for variant in VARIANTS for case in pooled_cases(variant) for impl in NAMES),
+    *((case, "triton_recurrent") for variant in VARIANTS for case in interpreted_pooled_cases(variant)),
+    *((case, impl) for case in attention.CASES for impl in attention.IMPLEMENTATIONS if impl != "triton"),
+    *((case, "triton") for case in attention.SMALL_CASES),
+]
+HELD_TOO = [
+    *((case, impl) for variant in VARIANTS for case in interpreted_cases(variant) for impl in TRITON),
+    *((case, "triton") for case in attention.CASES),
+]
+"""Sweeps that take the interpreter minutes."""
+SWEEPS = [pytest.param(*pair, marks=pytest.mark.slow) for pair in HELD_TOO if pair not in HELD]
+
+
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")
+@pytest.mark.parametrize(("case", "impl"), [*HELD, *SWEEPS], ids=str)
 def test_equals_the_oracle(case, impl):
-    """Forward and backward, or a refusal that is heard."""
+    """NumPy warns of values in the interpreter that masks discard."""
     check_contract(case, impl)
 
 
-@pytest.mark.parametrize("impl", LONG)
-@pytest.mark.parametrize("case", [case for variant in VARIANTS for case in long_cases(variant)], ids=str)
-def test_long_sequences_equal_the_oracle(case, impl):
-    check_contract(case, impl)
+def test_everything_is_held_to_the_oracle():
+    """Every operator, in every variant, by every implementation that has a form for it. ``cuda`` is emulated in a file of its own."""
+    held = {(case.operator.name, case.operator.signatures[case.function].about, impl) for case, impl in HELD}
+    for trial in verify.TRIALS:
+        operator = trial.operator
+        for one in operator.family.implementations:
+            if one.name != "cuda" and not (operator.in_place and one.advance is None):
+                assert {(operator.name, signature.about, one.name) for signature in trial.signatures()} <= held
 
 
-def check_contract(case, impl):
-    implementation = FAMILY.named(impl)
-    problem = problem_of(case, draw(case))
-    reason = implementation.refusal(problem, "forward")
-    if reason is not None:
-        with pytest.raises(ps.ImplementationRefused, match=re.escape(reason)):
-            measured(case, impl)
-        return
-    check_against(measured(case, impl), oracle(case), case.dtype)
+@pytest.mark.parametrize("elements", [1, 10_000], ids=["one chunk", "three chunks"])
+@pytest.mark.parametrize("options", [{"T": 300}, {"T": 90, "B": 5, "state": False}, {"lengths": (*LENGTHS, 300), "reverse": True}], ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_blocks_of_chunks_equal_the_oracle(variant, options, elements, monkeypatch):
+    """``chunkwise`` cuts long sequences into blocks; with smaller blocks, short ones too."""
+    monkeypatch.setattr(chunkwise, "BLOCK", elements)
+    for dtype in (FLOAT32, FLOAT64):
+        check_contract(replace(Case(variant, dtype=dtype), **options), "chunkwise")
 
 
-@pytest.mark.parametrize("impl", NAMES)
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")
+@pytest.mark.parametrize("impl", [*NAMES, *TRITON])
 @pytest.mark.parametrize("variant", [name for name, row in VARIANTS.items() if row.decay])
 def test_a_decay_of_minus_infinity_is_one_of_minus_ten_thousand(variant, impl):
     """Both are a factor of 0; with what they leave standing, bit for bit the same."""
-    case = Case(variant, T=70, gate="-inf")
+    case = Case(variant, T=70, gate="-inf") if impl in NAMES else Case(variant, B=1, H=1, T=33, gate="-inf")
     tensors = draw(case)
     finite = tensors | {"g": tensors["g"].clamp(min=-1e4)}
     assert tensors["g"].isinf().any()
     for found, wanted in zip(call(case, tensors, impl), call(case, finite, impl)):
         assert found.isfinite().all()
         assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("impl", NAMES)
+@pytest.mark.parametrize("variant", [name for name, row in VARIANTS.items() if row.decay])
+def test_decay_gradients_near_underflow(variant, impl):
+    check_near_underflow(Case(variant, T=5, B=1, H=1), partial(measured, impl=impl))
 
 
 @pytest.mark.parametrize("impl", NAMES)

@@ -1,4 +1,4 @@
-"""What ``import penstock`` costs and brings, in a fresh process; and the public names."""
+"""The time and the modules of ``import penstock`` in a fresh process; and the public names."""
 
 import inspect
 import subprocess
@@ -17,20 +17,23 @@ HEAVY = {"triton", "numba", "matplotlib", "transformers", "typer", "rich", "fla"
 
 
 def fresh_import():
-    """Seconds beyond torch, and the modules that came with it."""
+    """Seconds beyond torch, and the modules imported."""
     done = subprocess.run([sys.executable, "-W", "error::ImportWarning", "-c", FRESH], capture_output=True, text=True, check=True)
     seconds, *modules = done.stdout.split()
     return float(seconds), modules
 
 
 def test_import_is_fast_and_light():
-    """Under half a second (the best of three: the machine may be busy), and nothing optional."""
-    runs = [fresh_import() for _ in range(3)]
-    assert min(seconds for seconds, _ in runs) < 0.5
-    modules = runs[0][1]
-    assert "penstock.functional" in modules
+    """Under half a second (in one of three: the machine may be busy), and nothing optional."""
+    for _ in range(3):
+        seconds, modules = fresh_import()
+        if seconds < 0.5:
+            break
+    assert seconds < 0.5
+    assert "penstock.recurrence.functional" in modules
     assert not {name.partition(".")[0] for name in modules} & HEAVY
-    assert not {name for name in modules if name.startswith(("penstock.cli", "penstock.bench", "penstock.models", "penstock.layers"))}
+    upper = ("cli", "demo", "bench", "tune", "verify", "models", "layers")
+    assert not {name for name in modules if name.startswith(tuple(f"penstock.{folder}" for folder in upper))}
 
 
 def test_public_names():
@@ -43,6 +46,7 @@ def test_public_names():
         "RangeError",
         "Result",
         "ShapeError",
+        "advance",
         "checks",
         "decode_step",
         "explain",
@@ -69,7 +73,11 @@ SIGNATURES = {
     "rwkv5": f"r, k, v, w, u, *, {OVER_SEQUENCES}",
     "rwkv6": f"r, k, v, w, u, *, {OVER_SEQUENCES}",
     "decode_step": "variant, q, k, v, g=None, u=None, *, state, slots=None, scale=None, impl='auto'",
-    "explain": "variant, *args, **kwargs",
+    "advance": "variant, q, k, v, g=None, u=None, *, state, slots=None, cu_seqlens=None, scale=None, impl='auto'",
+    "softmax_attention": "q, k, v, *, causal=True, scale=None, cu_seqlens=None, cu_seqlens_k=None, window=None, "
+    "return_lse=False, impl='auto'",
+    "explain": "function, *args, **kwargs",
+    "implementations": "function='gla'",
 }
 
 

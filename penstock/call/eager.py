@@ -20,7 +20,8 @@ def differentiable(operator: Operator[Any], seen: Seen, tensors: Tensors, impl: 
     """The results of a known call, attached to autograd."""
     problem = operator.known(seen, tensors)
     if operator.choice(problem, "forward", impl, True).attached:
-        return operator.run(problem, impl)[0]
+        found = operator.run(problem, impl)[0]
+        return _Attached.apply(operator, seen, impl, len(found), *found, *tensors)  # type: ignore[no-any-return, no-untyped-call]
     results = _Call.apply(operator, problem, impl, *tensors)  # type: ignore[no-untyped-call]
     return [x if wanted else None for x, wanted in zip(results, seen.kind.returned)]
 
@@ -44,11 +45,40 @@ class _Call(torch.autograd.Function):
         function = signature.function
         upstream = operator.upstream(function, tensors, d_results)
         if torch.is_grad_enabled() or not private.fast(upstream):  # gradients that are to be differentiated again, or are not plain
-            found = operator.gradients_in_torch(*upstream, *results, *tensors, function, *operator.plain(given), impl)
-            found = operator.unpacked(found)
+            found = _in_torch(operator, seen, impl, tensors, results, upstream)
         else:
             same = operator.recall(function, tensors, given)  # hooks of saved tensors may have changed strides
             problem = operator.known(same or operator.learn(signature, tensors, given), tensors)
             wanted = tuple(need for need, gradient in zip(needed, operator.gradient) if gradient)
             found = operator.gradients(problem, impl, Upstream(tuple(upstream), results, residuals, wanted))
         return None, None, None, *operator.placed(found, needed)
+
+
+class _Attached(torch.autograd.Function):
+    """Results that are attached to autograd already, as they are, with derivatives of their gradients too."""
+
+    @staticmethod
+    def forward(ctx: Any, operator: Operator[Any], seen: Seen, impl: str, count: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        results = [None if x is None else x.detach() for x in tensors[:count]]
+        saved = [x for told, x in zip(operator.results, results) if told.saved]
+        ctx.save_for_backward(*tensors[count:], *saved)
+        ctx.call, ctx.count = (operator, seen, impl), count
+        ctx.set_materialize_grads(False)
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *d_results: Tensor | None) -> tuple[Any, ...]:
+        (operator, seen, impl), kept, count = ctx.call, ctx.saved_tensors, ctx.count
+        inputs = len(operator.names)
+        if not torch.is_grad_enabled():
+            return None, None, None, None, *d_results, *[None] * inputs
+        tensors, results = kept[:inputs], kept[inputs:]
+        upstream = operator.upstream(seen.kind.signature.function, tensors, d_results)
+        found = _in_torch(operator, seen, impl, tensors, results, upstream)
+        return None, None, None, None, *[None] * count, *operator.placed(found, ctx.needs_input_grad[4 + count :])
+
+
+def _in_torch(operator: Operator[Any], seen: Seen, impl: str, tensors: Tensors, results: Tensors, upstream: Tensors) -> Tensors:
+    """Gradients by torch's operator, which can be differentiated again."""
+    options = operator.plain(seen.kind.given)
+    return operator.unpacked(operator.gradients_in_torch(*upstream, *results, *tensors, seen.kind.signature.function, *options, impl))

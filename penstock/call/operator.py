@@ -94,10 +94,10 @@ class Operator(Generic[P]):
         if fast:
             return self.eager(self.learn(signature, tensors, options), tensors, impl)
         tensors, options = cast(tensors, self.cast), self.plain(options)
-        if not torch.compiler.is_compiling() and private.transforming():
-            return transforms.run(self, signature, tensors, options, impl)
         if isinstance(impl, Explain):
             raise Explained(self.explain(self.checked(function, tensors, options), impl))
+        if not torch.compiler.is_compiling() and private.transforming():
+            return transforms.run(self, signature, tensors, options, impl)
         return self.asked_for(self.unpacked(self.in_torch(*tensors, function, *options, impl)), options)
 
     # What is known of a call

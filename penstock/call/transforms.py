@@ -110,6 +110,8 @@ def _fold(signature: Signature, argument: Argument, x: Tensor | None, dim: int |
             complaints.add(RangeError, argument.public, rule, "one for each", "Use in_dims=None for it.")
             complaints.raise_any()
         return x
+    if dim is None and _empty(argument.axes, x):
+        return x
     x = x.movedim(dim, 0) if dim is not None else x.expand(copies, *x.shape)
     place = _head(signature, argument.axes)
     return x.movedim(0, place).flatten(place, place + 1)
@@ -121,9 +123,14 @@ def _head(signature: Signature, axes: str) -> int:
 
 def _unfold_all(signature: Signature, axes: list[str], found: Sequence[Tensor], copies: int) -> tuple[Any, ...]:
     """Results with the mapped axis in front; one that is empty, not being wanted, has none."""
-    empty = [x.dim() == 1 and not len(x) and len(one.split()) != 1 for one, x in zip(axes, found)]
+    empty = [_empty(one, x) for one, x in zip(axes, found)]
     unfolded = tuple(
         x if none else x.unflatten(_head(signature, one), (copies, -1)).movedim(_head(signature, one), 0)
         for one, x, none in zip(axes, found, empty)
     )
     return unfolded, tuple(None if none else 0 for none in empty)
+
+
+def _empty(axes: str, x: Tensor) -> bool:
+    """Whether a tensor stands for a result or gradient that is not wanted."""
+    return x.dim() == 1 and not len(x) and len(axes.split()) != 1

@@ -55,6 +55,9 @@ def check_types(signature: Signature, tensors: Sequence[object], options: Sequen
             complaints.add(DtypeError, argument.public, "a torch.Tensor" + " or None" * bool(nullable), described(x))
         elif isinstance(x, Tensor) and x.layout != torch.strided:
             complaints.add(DtypeError, argument.public, "a dense tensor", x.layout, f"Convert it with {argument.public}.to_dense().")
+        elif isinstance(x, Tensor) and argument.written and not torch.compiler.is_compiling() and (x.is_neg() or x.is_conj()):
+            rule, remedy = "memory that can be written", f"Resolve it with {argument.public}.resolve_neg()."
+            complaints.add(RangeError, argument.public, rule, "a lazily negated or conjugated tensor", remedy)
     for option, value in zip(options, values):
         _check_option(complaints, option, value)
     complaints.raise_any()

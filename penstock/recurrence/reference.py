@@ -19,30 +19,32 @@ from .advance import advance_by
 from .declaration import Recurrence, state_dtype
 
 
+def _tokens(problem: Recurrence, x: Tensor) -> list[tuple[Tensor, ...]]:
+    """Of each sequence of x [B, T, H, *] the tokens [H, *]. No slices: each would have a gradient of the size of x."""
+    sequences = x.unbind() if problem.cu_seqlens is None else x[0].split([end - begin for begin, end in problem.spans()])
+    return [sequence.unbind() for sequence in sequences]
+
+
 def exact(problem: Recurrence) -> tuple[Tensor, Tensor]:
     """Output and final state in float64, before any rounding."""
-    sizes = problem.sizes
     q, k, v = problem.q.double(), problem.k.double(), problem.v.double()
     w = None if problem.gate is None else problem.gate.double().exp().expand(q.shape)
     u = None if problem.u is None else problem.u.double()[:, :, None]  # converted once: its gradient is summed in float64
+    states = q.new_zeros(problem.state_shape) if problem.initial_state is None else problem.initial_state.double()
+    decays = None if w is None else _tokens(problem, w)
     outputs = torch.zeros_like(v)
-    rows: dict[int, list[Tensor]] = {n: [] for n in range(sizes["B"])}
+    rows: dict[int, list[Tensor]] = {n: [] for n in range(problem.sizes["B"])}
     finals = []
-    for n, (begin, end) in enumerate(problem.spans()):
-        row = n if problem.cu_seqlens is None else 0
-        S = q.new_zeros(problem.state_shape[1:]) if problem.initial_state is None else problem.initial_state[n].double()
-        q_, k_, v_ = (x[row, begin:end].unbind(0) for x in (q, k, v))
-        w_ = [None] * len(q_) if w is None else w[row, begin:end].unbind(0)
+    for n, (S, q_, k_, v_) in enumerate(zip(states.unbind(), _tokens(problem, q), _tokens(problem, k), _tokens(problem, v))):
         o: list[Tensor] = []
         for t in reversed(range(len(q_))) if problem.reverse else range(len(q_)):
             kv = k_[t][:, :, None] * v_[t][:, None, :]
             read = S if u is None else S + u * kv
-            w_t = w_[t]
-            S = kv + (S if w_t is None else w_t[:, :, None] * S)
+            S = kv + (S if decays is None else decays[n][t][:, :, None] * S)
             if problem.variant.read == "updated":
                 read = S
             o.append((q_[t][:, :, None] * read).sum(1))
-        rows[row] += o[::-1] if problem.reverse else o
+        rows[n if problem.cu_seqlens is None else 0] += o[::-1] if problem.reverse else o
         finals.append(S)
     if any(rows.values()):
         outputs = torch.stack([torch.stack(row) for row in rows.values()]) * problem.scale

@@ -78,8 +78,8 @@ def softmax_attention(
         "triton" (a GPU; D up to 256; float16, bfloat16 and float32), "sdpa" (torch's operator), or "auto": triton where it takes the call.
 
     Returns the output [B,Tq,H,D] in q's dtype, or with ``return_lse`` that and the log-sum-exp [B,Tq,H], natural logarithm, float32
-    (float64 for float64). Queries that see no key get 0 and -inf. Gradients flow from both to q, k and v, once: second derivatives
-    are torch's, where its operator has them. Under autocast q, k and v are cast to its dtype.
+    (float64 for float64). Queries that see no key get 0 and -inf. Gradients flow from both to q, k and v, and can be
+    differentiated again. Under autocast q, k and v are cast to its dtype.
 
     Raises ShapeError, DtypeError, DeviceError or RangeError (all InvalidArgument), listing every broken rule, and ImplementationRefused.
 

@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
-PRELOADED = ["__main__", __name__, "penstock.bench.ahead", "penstock.bench.tune"]
+PRELOADED = ["__main__", __name__, "penstock.tune.ahead", "penstock.tune.tune"]
 """What the process that the others are forked from imports: torch takes seconds, once. It never touches a GPU."""
 
 

@@ -1,4 +1,4 @@
-"""The CUDA kernels on a CPU: compiled as C++ beside ``gpu.cpp``, which stands in for the GPU."""
+"""The CUDA kernels on a CPU: compiled as C++ with ``gpu.cpp``, which emulates threads and barriers."""
 
 import ctypes
 import re
@@ -8,8 +8,8 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from penstock.kernels.cuda.compile import HERE as SOURCES
-from penstock.kernels.cuda.compile import Kernel
+from penstock.recurrence.cuda.compile import HERE as SOURCES
+from penstock.recurrence.cuda.compile import Kernel
 
 HERE = Path(__file__).parent
 OF_A_GPU = (SOURCES / "gpu.cuh").read_text()
@@ -30,7 +30,7 @@ def library(kernel: Kernel) -> ctypes.CDLL:
 
 
 def run(kernel: Kernel, blocks: int, device: object, *arguments: ctypes.Structure, backwards: bool = False) -> None:
-    """In the place of ``launch.run``."""
+    """As ``launch.run``, on the CPU."""
     addresses = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
     stray = library(kernel).run(addresses, blocks, kernel.threads, backwards)
-    assert not stray, "threads of a block came to different barriers"
+    assert not stray, "threads of a block reach different barriers"

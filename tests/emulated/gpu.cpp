@@ -43,6 +43,9 @@ inline void store(bfloat16 *to, float x) {
     to->bits = (uint16_t)((wide + 0x7fff + (wide >> 16 & 1)) >> 16);
 }
 
+inline bool negative(float x) { return signbit(x); }
+inline float exp2_near(float x) { return exp2f(x); }
+
 struct alignas(16) float4 {
     float x, y, z, w;
 };

@@ -1,7 +1,8 @@
-"""Launches the native CPU kernels of ``native/recurrence.c``: forward, backward and decode step, multi-threaded.
+"""Launches the native CPU kernels of ``native/``: forward, backward and decode step, multi-threaded.
 
-float32, bfloat16 and float16 storage, float32 arithmetic; any strides; decays of any kind by strides of 0. The library
-is compiled when the package is built, once per instruction set; which one runs is torch's own finding about this CPU.
+float32, bfloat16 and float16 storage, float32 arithmetic; any strides. Decays of any kind are read as [B,T,H,K], with strides
+of 0 for the axes that they lack; the variant says which axes these are, since a caller's tensor may have strides of 0 as well. The
+library is compiled when the package is built, once per instruction set; which one runs is torch's own finding about this CPU.
 Threads are as many as ``torch.get_num_threads()``; each takes (sequence, head) units from a shared counter.
 """
 
@@ -45,8 +46,7 @@ _TENSORS = (
     *("q", "k", "v", "g", "u", "initial_state", "output", "final_state"),
     *("d_output", "d_final_state", "dq", "dk", "dv", "dg", "du", "d_initial_state"),
 )
-DECAY_GRADIENTS = {"BTHK": 0, "BTH": 1, "HK": 2, "H": 2}  # the enum of recurrence.c
-_NUMBERS = ["N", "T", "H", "K", "V", "previous", "reverse", "decay_gradient", "threads"]
+_NUMBERS = ["N", "T", "H", "K", "V", "previous", "reverse", "constant_decay", "scalar_decay", "threads"]
 
 
 class _Call(ctypes.Structure):
@@ -102,11 +102,13 @@ def _run(name: str, call: _Call, work: int) -> None:
 
 
 def _call(problem: Tokens, reverse: bool = False) -> _Call:
-    gate, sizes = problem.gate, {axis: problem.sizes[axis] for axis in "NTHKV"}
+    gate, axes = problem.gate, problem.variant.decay
+    sizes = {axis: problem.sizes[axis] for axis in "NTHKV"}
     call = _Call(**sizes, previous=problem.variant.read == "previous", reverse=reverse, scale=problem.scale)
     call.q, call.k, call.v = _Tensor.of(problem.q), _Tensor.of(problem.k), _Tensor.of(problem.v)
     if gate is not None:
         call.g = _Tensor.of(gate.expand(problem.q.shape))
+        call.constant_decay, call.scalar_decay = "T" not in axes, "K" not in axes
     if problem.u is not None:
         call.u = _Tensor.of(problem.u)
     call.cu_seqlens = _offsets(call, problem.cu_seqlens)
@@ -156,14 +158,14 @@ def backward(problem: Recurrence, upstream: Upstream) -> Gradients:
         du = problem.u.new_zeros(N, H, K, dtype=torch.float64)
         call.du = _Tensor.of(du)
     if problem.g is not None:
-        static = "T" not in problem.variant.decay
-        dg = problem.g.new_zeros(N, H, K, dtype=torch.float64) if static else problem.g.new_empty(problem.g.shape)
-        call.dg, call.decay_gradient = _Tensor.of(dg), DECAY_GRADIENTS[problem.variant.decay]
+        constant = "T" not in problem.variant.decay
+        dg = problem.g.new_zeros(N, H, K, dtype=torch.float64) if constant else problem.g.new_empty(problem.g.shape)
+        call.dg = _Tensor.of(dg)
     if problem.initial_state is not None:
         d_initial_state = problem.initial_state.new_empty(problem.state_shape)
         call.d_initial_state = _Tensor.of(d_initial_state)
     _run("backward", call, 4 * problem.q.numel() * problem.v.shape[3])
-    if problem.g is not None and dg is not None and static:
+    if problem.g is not None and dg is not None and constant:
         dg = dg.sum((0,) if problem.variant.decay == "HK" else (0, 2)).to(problem.g.dtype)
     if problem.u is not None and du is not None:
         du = du.sum(0).to(problem.u.dtype)

@@ -71,7 +71,7 @@ class Configuration:
     @property
     def source(self) -> str:
         """One text: headers would have to be found."""
-        return "\n".join((HERE / name).read_text() for name in ("gpu.cuh", "tokens.cuh", f"{self.kernel}.cu"))
+        return "\n".join((HERE / name).read_text() for name in ("gpu.cuh", "tokens.cuh", "decays.cuh", f"{self.kernel}.cu"))
 
     @property
     def macros(self) -> dict[str, str]:

@@ -3,10 +3,11 @@
 // With slots, states are rows of a pool that is read and written in place; a negative slot is skipped, and its output is 0.
 
 constexpr int TOKENS = HEAD == 128 ? 8 : 16;
-constexpr int AT_LEAST = HEAD == 64 ? 3 : 512 / THREADS;  // blocks a multiprocessor: registers of 16 warps, of 12 where 16 spill
+constexpr int AT_LEAST = HEAD == 128 ? 2 : 192 / HEAD;  // blocks a multiprocessor: registers of 16 warps, of 12 where 16 spill
 
 extern "C" __global__ void __launch_bounds__(THREADS, AT_LEAST) forward(const Call call) {
-    alignas(16) __shared__ float q_[2][TOKENS][HEAD], k_[2][TOKENS][HEAD], lost_[2][TOKENS][HEAD], v_[2][TOKENS][COLUMNS];
+    alignas(16) __shared__ float q_[2][TOKENS][HEAD], k_[2][TOKENS][HEAD], factor_[2][TOKENS][HEAD], own_[2][TOKENS][HEAD];
+    alignas(16) __shared__ float v_[2][TOKENS][COLUMNS], left[HEAD];
     alignas(16) __shared__ float shares[2][WARPS][TOKENS][COLUMNS];
     const Place p(call);
     const int slot = call.slots ? call.slots[p.n] : p.n;
@@ -16,19 +17,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, AT_LEAST) forward(const Ca
             store(&channel<X>(call.output, p, p.block * COLUMNS + i % COLUMNS)[i / COLUMNS], 0.0f);
         return;
     }
-    float S[ROWS][COLS], u[ROWS];
+    float S[ROWS][COLS];
     load_state<S0>(S, call.initial_state, slot, p);
-#pragma unroll
-    for (int i = 0; i < ROWS; i++) u[i] = number(((const U *)call.u.data)[p.h * call.u.stride[0] + (p.row + i) * call.u.stride[1]]);
 
     Coming<X, TOKENS, HEAD> q(call.q, p, 0), k(call.k, p, 0);
-    Coming<G, TOKENS, HEAD> g(call.g, p, 0);
     Coming<X, TOKENS, COLUMNS> v(call.v, p, p.block * COLUMNS);
-    const float scale = call.scale;
+    Decays<TOKENS> g(call.g, p);
+    Pending pending;
+    const int mine = threadIdx.x % HEAD;  // the channel whose tokens this thread puts down
+    const float scale = call.scale, u = number(((const U *)call.u.data)[p.h * call.u.stride[0] + mine * call.u.stride[1]]);
     auto ask = [&](int chunk) { q.ask(chunk, p.length), k.ask(chunk, p.length), g.ask(chunk, p.length), v.ask(chunk, p.length); };
     auto put = [&](int turn) {
-        q.put(q_[turn], [=](float x) { return x * scale; });
-        k.put(k_[turn]), g.put(lost_[turn], loss), v.put(v_[turn]);
+        v.put(v_[turn]);
+        const float before = pending.sum;
+        const bool weak = pending.pend(g.sums());
+#pragma unroll
+        for (int i = 0; i < g.MINE; i++) {  // without branches: what is selected are the exponents
+            const int t = g.token(i);
+            const float qt = number(q.held[i]) * scale, kt = number(k.held[i]);
+            own_[turn][t][mine] = qt * u * kt;
+            q_[turn][t][mine] = qt * near_exponential(weak || t == 0 ? before + g.before[i] : 0.0f);
+            k_[turn][t][mine] = kt * near_exponential(weak ? -before - g.after[i] : 0.0f);
+            factor_[turn][t][mine] = exponential(weak ? 0.0f : t == 0 ? before + g.own[i] : g.own[i]);
+        }
     };
 
     ask(0);
@@ -44,25 +55,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, AT_LEAST) forward(const Ca
 #pragma unroll
             for (int j = 0; j < 4; j++) {
                 auto qt = few<ROWS>(&q_[turn][four + j][p.row]), kt = few<ROWS>(&k_[turn][four + j][p.row]);
-                auto lost = few<ROWS>(&lost_[turn][four + j][p.row]);
+                auto factor = few<ROWS>(&factor_[turn][four + j][p.row]), own = few<ROWS>(&own_[turn][four + j][p.row]);
                 auto vt = few<COLS>(&v_[turn][four + j][COLS * p.vv]);
                 float bonus = 0.0f;
 #pragma unroll
-                for (int i = 0; i < ROWS; i++) bonus += qt[i] * u[i] * kt[i];
+                for (int i = 0; i < ROWS; i++) bonus += own[i];
 #pragma unroll
                 for (int c = 0; c < COLS; c++) {
                     o[c][j] = bonus * vt[c];
 #pragma unroll
                     for (int i = 0; i < ROWS; i++) o[c][j] += qt[i] * S[i][c];
                 }
-                advance(S, lost, kt, vt);
+                advance(S, factor, kt, vt);
             }
 #pragma unroll
             for (int c = 0; c < COLS; c++) shares[turn][p.warp][four + p.kk][COLS * p.vv + c] = shared_out<4, 8>(o[c], p.kk);
         }
-        put(1 - turn);
+        if (chunk + 1 < chunks) put(1 - turn);
     }
+    if (threadIdx.x < HEAD) left[mine] = pending.sum;
     __syncthreads();
     if (chunks) write_columns(call.output, p, shares[(chunks - 1) % 2], chunks - 1);
+    apply(S, few<ROWS>(&left[p.row]));
     store_state<F>(S, call.final_state, slot, p);
 }

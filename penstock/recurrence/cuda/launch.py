@@ -126,7 +126,7 @@ def backward_pass(p: Recurrence, d_output: Tensor, d_final_state: Tensor | None)
         shares = {"dq": tokens, "dk": tokens, "dg": tokens if "T" in p.variant.decay else sequences, "du": sequences}
         span = CHUNK * max(1, round(sqrt(T / CHUNK)))  # as many states of spans as of chunks in a span
         spans = B * T // span + N
-        kept = H * (spans + N * (span // CHUNK)) * K * K
+        kept = H * (spans + N * (span // CHUNK)) * K // COLUMNS * K * (COLUMNS + 2)
         memory: Memory = {name: (shape, torch.float32) for name, shape in shares.items()}
         memory |= {"dv": (p.v.shape, p.v.dtype), "kept": ((kept,), torch.float32)}
         if p.initial_state is not None:

@@ -80,31 +80,13 @@ template <typename T, int TOKENS, int WIDTH> struct Coming {
         for (int i = 0; i < TIMES; i++, next += AT_ONCE * (long long)from.step)
             held[i] = token(i) < left && (ALL || token(i) < TOKENS) ? *next : T{};
     }
-    template <typename Change> __device__ void put(float (&to)[TOKENS][WIDTH], Change change) const {
+    __device__ void put(float (&to)[TOKENS][WIDTH], float factor = 1.0f) const {
 #pragma unroll
         for (int i = 0; i < TIMES; i++)
-            if (ALL || token(i) < TOKENS) to[token(i)][threadIdx.x % WIDTH] = change(number(held[i]));
-    }
-    __device__ void put(float (&to)[TOKENS][WIDTH]) const {
-        put(to, [](float x) { return x; });
+            if (ALL || token(i) < TOKENS) to[token(i)][threadIdx.x % WIDTH] = number(held[i]) * factor;
     }
     __device__ static int token(int i) { return i * AT_ONCE + threadIdx.x / WIDTH; }
 };
-
-// What a token's decay takes from the state, exp(g) - 1: exact where decays are weak and their losses add up; -1 where g is -inf. Unlike
-// expm1f, which does the same, it has no branches, so that those of several tokens are computed side by side.
-__device__ inline float loss(float g) {
-    const float x = fmaxf(g, -0.5f);
-    float series = 1.0f / 40320;
-    series = series * x + 1.0f / 5040;
-    series = series * x + 1.0f / 720;
-    series = series * x + 1.0f / 120;
-    series = series * x + 1.0f / 24;
-    series = series * x + 1.0f / 6;
-    series = series * x + 1.0f / 2;
-    series = series * x * x + x;
-    return g > -0.5f ? series : __expf(g) - 1.0f;
-}
 
 // Sums of x[0..N) over N lanes that are STRIDE apart, halving what is left in each exchange: lane number `mine` of them gets that
 // of x[mine].
@@ -141,12 +123,12 @@ template <typename T> __device__ inline void store_state(const float (&S)[ROWS][
         }
 }
 
-// S_t = diag(exp(g_t)) S_{t-1} + k_t^T v_t, with lost = exp(g_t) - 1.
-__device__ inline void advance(float (&S)[ROWS][COLS], const Few<ROWS> &lost, const Few<ROWS> &k, const Few<COLS> &v) {
+// S_t from S_{t-1}, with the token's factors of the rows, and its keys as they are written.
+__device__ inline void advance(float (&S)[ROWS][COLS], const Few<ROWS> &factor, const Few<ROWS> &k, const Few<COLS> &v) {
 #pragma unroll
     for (int i = 0; i < ROWS; i++)
 #pragma unroll
-        for (int c = 0; c < COLS; c++) S[i][c] = S[i][c] + S[i][c] * lost[i] + k[i] * v[c];
+        for (int c = 0; c < COLS; c++) S[i][c] = S[i][c] * factor[i] + k[i] * v[c];
 }
 
 // Sum what the warps hold of each column and write it, one element a thread and turn.

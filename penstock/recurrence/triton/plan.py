@@ -24,8 +24,11 @@ LIMITS = {"bf16": 200.0, "tf32": 200.0, "tf32x3": 32.0, "ieee": 32.0}
 not overflow in float32, and where products are as exact as float32 the sums of decays should be too (half an ulp of 32 is 2e-6)."""
 
 NONE, SCALAR, CHANNEL = (kind.value for kind in (tiles.NONE, tiles.SCALAR, tiles.CHANNEL))
+FEW = 16
+"""Tokens over which the rounding of a float32 state that decays token by token, 2^-24 each, stays below its budget."""
 SPAN = 16
-"""Tokens between the states that the token-serial backward pass keeps; those within are computed again."""
+"""Tokens between the states that the token-serial backward pass keeps; those within are computed again. A state has two rows beside it,
+for pending decays."""
 
 
 class Call(NamedTuple):
@@ -59,6 +62,11 @@ class Call(NamedTuple):
             **p.counts, H=sizes["H"], K=sizes["K"], V=sizes["V"], gate=gate, decay=decay, static=static,
             previous=p.variant.read == "previous", packed=packed, precision=products, target=target,
         )  # fmt: skip
+
+    @property
+    def pending(self) -> bool:
+        """Whether the token-serial kernels keep decays pending. Packed sequences always: their lengths are not known on the host."""
+        return self.decay != NONE and (self.packed or self.T > FEW)
 
     @property
     def flags(self) -> dict[str, Any]:
@@ -316,7 +324,7 @@ def recurrent_forward_plan(p: Recurrence | Advance, target: Target) -> Plan:
         ("q", "k", "v", "g", "u", first, output, final, "cu_seqlens", "slots" if slots else "q"),
         (p.scale, _T, c.H, *strides(p.q, p.k, p.v), *c.gate, *_bonus(p), *before, *after),
         b.warps, K=c.K, V=c.V, BK=power(c.K), BV=b.BV, DECAY=c.decay, PREVIOUS=c.previous, INITIAL=initial, PACKED=c.packed,
-        REVERSE=reverse, SLOTS=slots,
+        REVERSE=reverse, SLOTS=slots, PENDING=c.pending,
     )  # fmt: skip
     return plan
 
@@ -330,7 +338,7 @@ def recurrent_backward_plan(p: Recurrence, d_output: Tensor, d_final_state: Tens
 
     def scratch(s: Sizes) -> int:
         kept = s["N"] * (SPAN + 1) + s["T"] // SPAN if c.packed else s["N"] * (SPAN + math.ceil(s["T"] / SPAN))
-        return kept * c.H * NV * BK * b.BV
+        return kept * c.H * NV * BK * (b.BV + 2)
 
     kept = plan.empty("kept", scratch)
     dq, dk = plan.empty("dq", NV, *tokens, c.K), plan.empty("dk", NV, *tokens, c.K)
@@ -351,5 +359,6 @@ def recurrent_backward_plan(p: Recurrence, d_output: Tensor, d_final_state: Tens
         (p.scale, _N, _T, c.H, lambda s: s["B"] * s["T"], *strides(p.q, p.k, p.v), *c.gate, *_bonus(p), *first, *d_output.stride(), *last),
         b.warps, K=c.K, V=c.V, BK=BK, BV=b.BV, DECAY=c.decay, STATIC=c.static, PREVIOUS=c.previous, INITIAL=p.initial_state is not None,
         D_FINAL=d_final_state is not None, PACKED=c.packed, REVERSE=p.reverse, SPAN=SPAN,
+        PENDING=c.pending,
     )  # fmt: skip
     return plan

@@ -2,6 +2,10 @@
 
 One program holds a block of V of one head's state in registers and takes token after token. No decay is too strong or too
 weak for it, and no size odd: this is the recurrence as it is defined, in float32.
+
+Over many tokens (PENDING) decays stay pending: a row of the state is exp(P) times what is held, reads are multiplied by exp(P), writes
+by exp(-P), and the row by exp(P) once P is below -0.5 and where the state leaves the kernel. So weak decays are not lost in the rounding
+of the state. Over a few tokens rounding loses too little to pay for it in registers.
 """
 
 from __future__ import annotations
@@ -10,17 +14,30 @@ import triton
 import triton.language as tl
 
 from ...gpu.tiles import LOG2E
-from .tiles import FLOOR, NONE, SCALAR
+from .tiles import CHANNEL, FLOOR, NONE, SCALAR
 
 
 @triton.jit
-def loss_of(base, j, stride_j, there, DECAY: tl.constexpr):
-    """exp(g) - 1 of one token, per channel or one for all: what the state loses. Exact where decays are weak and losses add up."""
+def log_decay(base, j, stride_j, there, DECAY: tl.constexpr):
+    """A token's log decay, per channel or one for all; finite."""
     if DECAY == SCALAR:
         g = tl.load(base)
     else:
         g = tl.load(base + j * stride_j, mask=there, other=0.0)
-    g = tl.maximum(g.to(tl.float32), FLOOR)
+    return tl.maximum(g.to(tl.float32), FLOOR)
+
+
+@triton.jit
+def exp(x):
+    """The exponential of x, by 2^n and the rest: the error of exp2(x * log2(e)) grows with x."""
+    n = tl.floor(x * LOG2E + 0.5)
+    r = (x - n * 0.693359375) + n * 2.12194440e-4  # ln2 in two pieces
+    return tl.exp2(n) * tl.exp2(r * LOG2E)
+
+
+@triton.jit
+def loss(g):
+    """exp(g) - 1: what the state loses. Exact where decays are weak and losses add up."""
     near = tl.maximum(g, -0.5)
     series = 1.0 + near * (1.0 / 7.0) * (1.0 + near * (1.0 / 8.0))
     series = 1.0 + near * (1.0 / 5.0) * (1.0 + near * (1.0 / 6.0) * series)
@@ -30,21 +47,67 @@ def loss_of(base, j, stride_j, there, DECAY: tl.constexpr):
 
 
 @triton.jit
-def decayed(S, g, j, g_k, there, DECAY: tl.constexpr):
-    """The state without what one token's decay takes."""
-    if DECAY == SCALAR:
-        S += S * loss_of(g, j, g_k, there, DECAY)
-    elif DECAY != NONE:
-        S += S * loss_of(g, j, g_k, there, DECAY)[:, None]
-    return S
+def by_row(x, DECAY: tl.constexpr):
+    """A factor per channel, or one for all, as a factor of a state."""
+    if DECAY == CHANNEL:
+        x = x[:, None]
+    return x
 
 
 @triton.jit
-def next_state(S, k, v, g, j, g_k, there, mine, DECAY: tl.constexpr):
+def decayed(S, g, DECAY: tl.constexpr):
+    """The state without what it loses. Its rounding is random: a rounded exp(g) would be off by the same factor at every decode step."""
+    return S + S * by_row(loss(g), DECAY)
+
+
+@triton.jit
+def add(total, rest, x):
+    """Add to a sum of many terms; ``rest`` is what rounding dropped from it."""
+    addend = x + rest
+    grown = total + addend
+    return grown, addend - (grown - total)
+
+
+@triton.jit
+def pend(P, rest, g):
+    """Add a log decay to the pending ones. Also returns the factors of the state and of reads from now on; writes are divided by these."""
+    P, rest = add(P, rest, g)
+    e = exp(P)
+    stays = P >= -0.5
+    return tl.where(stays, P, 0.0), tl.where(stays, rest, 0.0), tl.where(stays, 1.0, e), tl.where(stays, e, 1.0)
+
+
+@triton.jit
+def nothing_pending(BK: tl.constexpr, DECAY: tl.constexpr):
+    """Zero, per channel or one for all."""
+    if DECAY == CHANNEL:
+        zero = tl.zeros((BK,), tl.float32)
+    else:
+        zero = tl.zeros((), tl.float32)
+    return zero
+
+
+@triton.jit
+def apply_or_pend(S, P, rest, read, g, DECAY: tl.constexpr, PENDING: tl.constexpr):
+    """The state behind one log decay, and what is pending then: see ``pend``."""
+    if PENDING:
+        P, rest, w, read = pend(P, rest, g)
+        S *= by_row(w, DECAY)
+    else:
+        S = decayed(S, g, DECAY)
+    return S, P, rest, read
+
+
+@triton.jit
+def advance(S, P, rest, read, k, v, g, j, g_k, there, mine, DECAY: tl.constexpr, PENDING: tl.constexpr):
     """S_t from S_{t-1}, with pointers to the token's k, v and decay."""
     kt = tl.load(k, mask=there, other=0.0).to(tl.float32)
     vt = tl.load(v, mask=mine, other=0.0).to(tl.float32)
-    return decayed(S, g, j, g_k, there, DECAY) + kt[:, None] * vt[None, :]
+    if DECAY != NONE:
+        S, P, rest, read = apply_or_pend(S, P, rest, read, log_decay(g, j, g_k, there, DECAY), DECAY, PENDING)
+    if PENDING:
+        kt /= read
+    return S + kt[:, None] * vt[None, :], P, rest, read
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -53,7 +116,7 @@ def penstock_recurrent_fwd(
     q_b, q_t, q_h, q_k, k_b, k_t, k_h, k_k, v_b, v_t, v_h, v_v, g_b, g_t, g_h, g_k, u_h, u_k,
     s_n, s_h, s_k, s_v, f_n, f_h, f_k, f_v,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr, PREVIOUS: tl.constexpr,
-    INITIAL: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, SLOTS: tl.constexpr,
+    INITIAL: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, SLOTS: tl.constexpr, PENDING: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence, head, block of V)."""
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -97,21 +160,32 @@ def penstock_recurrent_fwd(
         S = tl.zeros((BK, BV), tl.float32)
     if PREVIOUS:
         bonus = tl.load(u + h * u_h + dk * u_k, mask=there, other=0.0).to(tl.float32)
+    P = nothing_pending(BK, DECAY)
+    rest = P
+    read = P + 1.0
     for _ in tl.range(0, length):
         qt = tl.load(q, mask=there, other=0.0).to(tl.float32) * scale
         kt = tl.load(k, mask=there, other=0.0).to(tl.float32)
         vt = tl.load(v, mask=mine, other=0.0).to(tl.float32)
         if PREVIOUS:
-            o = tl.sum(qt[:, None] * S, 0) + tl.sum(qt * bonus * kt, 0) * vt
-        S = decayed(S, g, dk, g_k, there, DECAY) + kt[:, None] * vt[None, :]
+            seen = qt * read if PENDING else qt
+            o = tl.sum(seen[:, None] * S, 0) + tl.sum(qt * bonus * kt, 0) * vt
+        if DECAY != NONE:
+            S, P, rest, read = apply_or_pend(S, P, rest, read, log_decay(g, dk, g_k, there, DECAY), DECAY, PENDING)
+        if PENDING:
+            kt /= read
+        S += kt[:, None] * vt[None, :]
         if not PREVIOUS:
-            o = tl.sum(qt[:, None] * S, 0)
+            seen = qt * read if PENDING else qt
+            o = tl.sum(seen[:, None] * S, 0)
         tl.store(output, o.to(output.dtype.element_ty), mask=mine)
         q += q_t * step
         k += k_t * step
         v += v_t * step
         g += g_t * step
         output += H * V * step
+    if PENDING:
+        S = decayed(S, P, DECAY)
     place = final_state + slot * f_n + h * f_h + dk[:, None] * f_k + dv[None, :] * f_v
     tl.store(place, S.to(final_state.dtype.element_ty), mask=inside)
 
@@ -123,14 +197,15 @@ def penstock_recurrent_bwd(
     s_n, s_h, s_k, s_v, o_b, o_t, o_h, o_v, f_n, f_h, f_k, f_v,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr, STATIC: tl.constexpr,
     PREVIOUS: tl.constexpr, INITIAL: tl.constexpr, D_FINAL: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
-    SPAN: tl.constexpr,
+    SPAN: tl.constexpr, PENDING: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence, head, block of V).
 
     dq, dk [NV,B,T,H,K], dg [NV,B,T,H,K] (a constant decay's: [NV,N,H,K]; a scalar's without K) and du [NV,N,H,K] are the shares of
-    blocks of V, float32, to be summed; dv is whole. ``kept`` [N,H,NV,SPAN + 1 + ceil(T / SPAN),BK,BV] holds states: one every SPAN
-    tokens, and those within a span while it is walked backwards.
+    blocks of V, float32, to be summed; dv is whole. ``kept`` [N,H,NV,SPAN + 1 + ceil(T / SPAN),BK,BV + 2] holds states: one every SPAN
+    tokens, with what is pending of their decays, and those within a span, with their factors of reads, while it is walked backwards.
     """
+    SLOT: tl.constexpr = BK * (BV + 2)
     NV: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0)
     vb = pid % NV
@@ -164,8 +239,11 @@ def penstock_recurrent_bwd(
     place = (b * T + row) * H + h
     share = (zero + vb) * rows * H
     within = jk[:, None] * BV + tl.arange(0, BV)[None, :]
-    kept += first_state * (BK * BV)
-    every = kept + SPAN * (BK * BV)
+    beside = BK * BV
+    if DECAY == CHANNEL:
+        beside += jk
+    kept += first_state * SLOT
+    every = kept + SPAN * SLOT
     if INITIAL:
         S = tl.load(initial_state + n * s_n + h * s_h + jk[:, None] * s_k + jv[None, :] * s_v, mask=inside, other=0.0).to(tl.float32)
     else:
@@ -177,71 +255,94 @@ def penstock_recurrent_bwd(
     if PREVIOUS:
         bonus = tl.load(u + h * u_h + jk * u_k, mask=there, other=0.0).to(tl.float32)
         du_ = tl.zeros((BK,), tl.float32)
+        du_rest = du_
     if STATIC:
         dg_ = tl.zeros((BK,), tl.float32)
+        dg_rest = dg_
 
+    P = nothing_pending(BK, DECAY)
+    rest = P
+    read = P + 1.0
     for t in tl.range(0, length):
         if t % SPAN == 0:
-            tl.store(every + (t // SPAN) * (BK * BV) + within, S)
+            slot = every + (t // SPAN) * SLOT
+            tl.store(slot + within, S)
+            if PENDING:
+                tl.store(slot + beside, P)
+                tl.store(slot + beside + BK, rest)
         at = zero + t * step
-        S = next_state(S, k + at * k_t, v + at * v_t, g + at * g_t, jk, g_k, there, mine, DECAY)
+        S, P, rest, read = advance(S, P, rest, read, k + at * k_t, v + at * v_t, g + at * g_t, jk, g_k, there, mine, DECAY, PENDING)
 
+    Q = nothing_pending(BK, DECAY)
+    rest_behind = Q
+    read_behind = Q + 1.0
     spans = tl.cdiv(length, SPAN)
     for back in tl.range(0, spans):
         first = (spans - 1 - back) * SPAN
         last = tl.minimum(first + SPAN, length)
         tl.debug_barrier()
-        S = tl.load(every + (first // SPAN) * (BK * BV) + within)
+        slot = every + (first // SPAN) * SLOT
+        S = tl.load(slot + within)
+        if PENDING:
+            P = tl.load(slot + beside)
+            rest = tl.load(slot + beside + BK)
+            read = exp(P)
         for t in tl.range(first, last):
-            tl.store(kept + (t - first) * (BK * BV) + within, S)
+            slot = kept + (t - first) * SLOT
             at = zero + t * step
-            S = next_state(S, k + at * k_t, v + at * v_t, g + at * g_t, jk, g_k, there, mine, DECAY)
+            where = place + at * H
+            dot = tl.load(d_output + at * o_t, mask=mine, other=0.0).to(tl.float32)
+            if DECAY != NONE:
+                tl.store(slot + within, S)
+            if PENDING:
+                tl.store(slot + beside, read)
+            if PREVIOUS:
+                kt = tl.load(k + at * k_t, mask=there, other=0.0).to(tl.float32)
+                vt = tl.load(v + at * v_t, mask=mine, other=0.0).to(tl.float32)
+                dq_t = read * tl.sum(S * dot[None, :], 1) + bonus * kt * tl.sum(dot * vt, 0)
+            S, P, rest, read = advance(S, P, rest, read, k + at * k_t, v + at * v_t, g + at * g_t, jk, g_k, there, mine, DECAY, PENDING)
+            if not PREVIOUS:
+                dq_t = read * tl.sum(S * dot[None, :], 1)
+            tl.store(dq + (share + where) * K + jk, (dq_t * scale).to(dq.dtype.element_ty), mask=there)
         tl.debug_barrier()
         for s in tl.range(0, last - first):
             t = last - 1 - s
             at = zero + t * step
+            where = place + at * H
             qt = tl.load(q + at * q_t, mask=there, other=0.0).to(tl.float32) * scale
             kt = tl.load(k + at * k_t, mask=there, other=0.0).to(tl.float32)
             vt = tl.load(v + at * v_t, mask=mine, other=0.0).to(tl.float32)
             dot = tl.load(d_output + at * o_t, mask=mine, other=0.0).to(tl.float32)
-            S = tl.load(kept + (t - first) * (BK * BV) + within)
-            if DECAY == NONE:
-                decayed = S
-            elif DECAY == SCALAR:
-                loss = loss_of(g + at * g_t, jk, g_k, there, DECAY)
-                decayed = S + S * loss
-            else:
-                loss = loss_of(g + at * g_t, jk, g_k, there, DECAY)
-                decayed = S + S * loss[:, None]
+            if not PREVIOUS:
+                dS += (qt / read_behind)[:, None] * dot[None, :]
+            dk_t = read_behind * tl.sum(dS * vt[None, :], 1)
+            dv_t = tl.sum(dS * (kt * read_behind)[:, None], 0)
             if PREVIOUS:
                 e = tl.sum(dot * vt, 0)
-                dq_t = (tl.sum(S * dot[None, :], 1) + bonus * kt * e) * scale
-                dk_t = tl.sum(dS * vt[None, :], 1) + qt * bonus * e
-                dv_t = tl.sum(dS * kt[:, None], 0) + tl.sum(qt * bonus * kt, 0) * dot
-                du_ += qt * kt * e
-            else:
-                dS += qt[:, None] * dot[None, :]
-                dq_t = tl.sum((decayed + kt[:, None] * vt[None, :]) * dot[None, :], 1) * scale
-                dk_t = tl.sum(dS * vt[None, :], 1)
-                dv_t = tl.sum(dS * kt[:, None], 0)
-            where = place + at * H
+                dk_t += qt * bonus * e
+                dv_t += tl.sum(qt * bonus * kt, 0) * dot
+                du_, du_rest = add(du_, du_rest, qt * kt * e)
             if DECAY != NONE:
-                dg_t = tl.sum(decayed * dS, 1)
+                slot = kept + (t - first) * SLOT
+                gt = log_decay(g + at * g_t, jk, g_k, there, DECAY)
+                S = tl.load(slot + within)
+                dg_t = tl.sum(S * dS, 1)
+                if PENDING:
+                    dg_t *= tl.load(slot + beside) * read_behind
+                dg_t *= exp(gt)
                 if STATIC:
-                    dg_ += dg_t
+                    dg_, dg_rest = add(dg_, dg_rest, dg_t)
                 elif DECAY == SCALAR:
                     tl.store(dg + share + where, tl.sum(dg_t, 0))
                 else:
                     tl.store(dg + (share + where) * K + jk, dg_t, mask=there)
-            tl.store(dq + (share + where) * K + jk, dq_t.to(dq.dtype.element_ty), mask=there)
+                dS, Q, rest_behind, read_behind = apply_or_pend(dS, Q, rest_behind, read_behind, gt, DECAY, PENDING)
             tl.store(dk + (share + where) * K + jk, dk_t.to(dk.dtype.element_ty), mask=there)
             tl.store(dv + where * V + jv, dv_t.to(dv.dtype.element_ty), mask=mine)
-            if DECAY == SCALAR:
-                dS += dS * loss
-            elif DECAY != NONE:
-                dS += dS * loss[:, None]
             if PREVIOUS:
-                dS += qt[:, None] * dot[None, :]
+                dS += (qt / read_behind)[:, None] * dot[None, :]
+    if PENDING:
+        dS = decayed(dS, Q, DECAY)
     sums = (vb * N + n) * H + h
     if PREVIOUS:
         tl.store(du + sums * K + jk, du_, mask=there)

@@ -1,4 +1,4 @@
-/* Rows of a strided tensor to and from float32 scratch, and the decay factors of one token.
+/* Rows of a strided tensor to and from float32 scratch.
  *
  * Everything here works on rows padded with zeros to a whole number of vectors, so that no loop has a tail.
  * LANES is the number of float32 in one register of the target; the build compiles this once per target. */
@@ -108,45 +108,6 @@ static void store_row(const tensor *x, int64_t at, int64_t step, const float *fr
         double *p = (double *)x->data + at;
         for (int64_t i = 0; i < n; i++) p[i * step] = from[i];
     }
-    }
-}
-
-/* The factor w = exp(g) in the form the state is multiplied by it: S w = S a + (S & keep).
- *
- * For w of about 0.35 and more, a = expm1(g) and keep is all ones: the rounding error is then relative to 1 - w, so a
- * thousand tokens of a decay near 1 do not drift (a rounded exp(g) would be wrong by the same 3e-8 at every token).
- * Below, a = exp(g) and keep is 0: small factors keep their relative accuracy. */
-typedef struct {
-    float *a;
-    int32_t *keep;
-    float *w;
-} decay_row;
-
-/* expm1 by g = n ln2 + r, |r| <= ln2 / 2, and the Taylor polynomial of expm1(r) to degree 8 (relative error < 1e-8). */
-static void decay_factors(decay_row to, const float *g, int64_t n) {
-    for (int64_t i = 0; i < n; i += LANES) {
-        vec x = load(g + i);
-        ivec gone = x < splat(-87.0f); /* exp underflows: the factor is 0, also for g = -inf */
-        x = choose(gone, splat(0), x);
-        ivec exponent = __builtin_convertvector(x * splat(1.44269504f) - splat(0.5f), ivec); /* x <= 0: to nearest */
-        vec whole = __builtin_convertvector(exponent, vec);
-        vec r = x - whole * splat(0.693359375f); /* ln2 in two pieces, the first exact times a small integer */
-        r = r - whole * splat(-2.12194440e-4f);
-        vec p = splat(1.0f / 40320);
-        p = p * r + splat(1.0f / 5040);
-        p = p * r + splat(1.0f / 720);
-        p = p * r + splat(1.0f / 120);
-        p = p * r + splat(1.0f / 24);
-        p = p * r + splat(1.0f / 6);
-        p = p * r + splat(0.5f);
-        p = p * r * r + r;
-        vec power = (vec)((exponent + isplat(127)) << 23);
-        vec w = choose(gone, splat(0), power * p + power);
-        vec below_one = power * p + (power - splat(1));
-        ivec near_one = ~gone & (exponent >= isplat(-1));
-        store(to.a + i, choose(near_one, below_one, w));
-        *(ivec *)(to.keep + i) = near_one;
-        store(to.w + i, w);
     }
 }
 

@@ -1,0 +1,108 @@
+// Decays. Over a chunk of tokens in which a channel decays weakly they stay pending: a row of the state is exp(sum) times what is held, reads
+// are multiplied by exp(sum), writes by exp(-sum). So weak decays are not lost in the rounding of a state that goes through many tokens.
+// Where the sum at the end of a chunk would be below WEAK, the chunk's decays are applied token by token.
+
+constexpr float WEAK = -4.0f;
+constexpr float LOG2E = 1.4426950216f, LOG2E_REST = 1.9259629e-8f;
+
+__device__ inline float near_exponential(float x) { return exp2_near(x * LOG2E); }  // of small x
+
+// exp(x) for x <= 0: the error of exp2(x * LOG2E) grows with x.
+__device__ inline float exponential(float x) {
+    x = fmaxf(x, -105.0f);  // 0 in float32
+    const float power = x * LOG2E, rest = fmaf(x, LOG2E_REST, fmaf(x, LOG2E, -power)), e = exp2_near(power);
+    return fmaf(e, 0.69314718f * rest, e);
+}
+
+// exp(x) - 1 for -0.5 <= x <= 0.
+__device__ inline float expm1_near(float x) {
+    float series = 1.0f / 40320;
+    series = series * x + 1.0f / 5040;
+    series = series * x + 1.0f / 720;
+    series = series * x + 1.0f / 120;
+    series = series * x + 1.0f / 24;
+    series = series * x + 1.0f / 6;
+    series = series * x + 1.0f / 2;
+    return series * x * x + x;
+}
+
+// A sum of many terms, and what rounding dropped from it.
+struct Sum {
+    float sum = 0.0f, rest = 0.0f;
+
+    __device__ void add(float x) {
+        const float addend = x + rest, all = sum + addend;
+        rest = addend - (all - sum);
+        sum = all;
+    }
+};
+
+// The log decays of a channel that are not yet applied to the state.
+struct Pending : Sum {
+    // Add those of a chunk; whether they stay pending.
+    __device__ bool pend(float chunk) {
+        add(chunk);
+        const bool weak = sum >= WEAK;
+        sum = weak ? sum : 0.0f;
+        rest = weak ? rest : 0.0f;
+        return weak;
+    }
+};
+
+// Apply pending decays. Where they are weak the state is rounded at random: a rounded exp(sum) would be off by the same factor at every
+// decode step.
+__device__ inline void apply(float (&S)[ROWS][COLS], const Few<ROWS> &sum) {
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) {
+        const bool small = sum[i] > -0.5f;
+        const float factor = small ? expm1_near(sum[i]) : exponential(sum[i]);
+#pragma unroll
+        for (int c = 0; c < COLS; c++) S[i][c] = S[i][c] * factor + (small ? S[i][c] : 0.0f);
+    }
+}
+
+// The decays of one channel in a chunk of tokens, on their way from memory like other tensors' parts (see Coming). Two threads share a
+// channel: each brings all of its decays, for their sums, and puts down what follows for every other token.
+template <int TOKENS> struct Decays {
+    static constexpr int MINE = TOKENS / 2;
+    Channel<G> from;
+    G held[TOKENS];
+    float before[MINE], after[MINE], own[MINE];  // sums in the order of walking, without and with the token's own decay; that
+
+    __device__ explicit Decays(const Tensor &g, const Place &p) : from(channel<G>(g, p, threadIdx.x % HEAD)) {}
+
+    __device__ void ask(int chunk, int length) {
+        const int left = length - chunk * TOKENS;
+        const G *next = &from[chunk * TOKENS];
+#pragma unroll
+        for (int t = 0; t < TOKENS; t++, next += from.step) held[t] = t < left ? *next : G{};
+    }
+    // The number of the i-th token that this thread puts down.
+    __device__ static int token(int i) { return 2 * i + threadIdx.x / HEAD; }
+
+    // Fill `before`, `after` and `own`; the sum over the chunk.
+    template <bool BACKWARDS = false> __device__ float sums() {
+        const bool odd = threadIdx.x / HEAD;
+        float sum = 0.0f;
+#pragma unroll
+        for (int n = 0; n < TOKENS; n++) {
+            const int t = BACKWARDS ? TOKENS - 1 - n : n;
+            const float g = number(held[t]), next = sum + g;
+            if (odd == t % 2) before[t / 2] = sum, after[t / 2] = next, own[t / 2] = g;
+            sum = next;
+        }
+        return sum;
+    }
+};
+
+// What a token does to rows of the state: factor of the state, of reads before it, and of writes.
+struct Passing {
+    float factor, read, write;
+};
+
+// Put down for a token: exp(pending + sum) where decays stay pending, else -exp(g). From that and the same of the token before it (in the
+// order of walking), a chunk's first being exp(pending), follows what the token does.
+__device__ inline Passing passing(float before, float own) {
+    const float read = negative(before) ? 1.0f : before;
+    return negative(own) ? Passing{-own * read, read, 1.0f} : Passing{1.0f, read, 1.0f / own};
+}

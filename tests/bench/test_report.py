@@ -1,0 +1,98 @@
+"""Records of measurements, and pictures of them."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from measurements import SMALL, measured, refusing
+
+from penstock import RangeError
+from penstock.bench import plot
+from penstock.bench.candidates import Candidate, ours
+from penstock.bench.loop import token_loop
+from penstock.bench.measure import Untimed, measure
+from penstock.bench.plot import MissingExtra, draw
+from penstock.bench.record import Record
+from penstock.verify import oracle
+from penstock.verify.inputs import Shape, inputs
+from penstock.verify.machine import Machine
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+
+
+def test_record_is_json_and_is_read_back(tmp_path):
+    x = inputs("gla", SMALL)
+    peer_ = Candidate("peer", refusing, token_loop, oracle.budget)
+    measured = measure("small", x, "fwd", [ours("auto", x, "fwd"), peer_], seconds=0.002, go_on=True)
+    record = Record.of("penstock bench gla", "cpu", [measured], Machine.here())
+    record.write(tmp_path / "new" / "record.json")
+    content = json.loads((tmp_path / "new" / "record.json").read_text())
+    assert content["machine"]["torch"] == torch.__version__
+    assert content["measurements"][0]["shape"] == SMALL._asdict()
+    timing = content["measurements"][0]["timings"][0]
+    assert timing["milliseconds"] == measured.timings[0].milliseconds
+    assert timing["results"]["output"] == {"error": timing["error"], "allowed": 2e-6}
+    assert Record.read(tmp_path / "new" / "record.json") == record
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
+def test_committed_records_are_read(path):
+    record = Record.read(path)
+    assert record.measurements
+    assert record.place.startswith(record.device)
+    for measurement in record.measurements:
+        assert (measurement.baseline is None) is (measurement.first in [one.candidate for one in measurement.untimed])
+
+
+def test_other_files_are_refused(tmp_path):
+    for content in ("{", "[]", "{}", '{"measurements": [3]}'):
+        (tmp_path / "a.json").write_text(content)
+        with pytest.raises(RangeError, match="file must be a record that penstock bench --json wrote"):
+            Record.read(tmp_path / "a.json")
+
+
+def test_drawing_without_matplotlib_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(MissingExtra, match=r"pip install 'penstock\[plot\]'"):
+        draw([], tmp_path / "a.png")
+
+
+ONE, LONG, WIDE = Shape(1, 8, 2, 4, 4), Shape(1, 16, 2, 4, 4), Shape(2, 8, 4, 4, 4)
+
+
+TWO = ("loop", "auto (cpu)")
+
+
+def spy(called, name, function):
+    return lambda *given: called.add(name) or function(*given)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows"),
+    [
+        ("_lines", [measured("gla", ONE, "fwd", *TWO), measured("gla", LONG, "fwd", *TWO)]),
+        ("_lines", [measured("gla", ONE, "fwd", *TWO), measured("gla", ONE._replace(B=3), "fwd", *TWO)]),
+        ("_bars", [measured("gla", ONE, "fwd", *TWO), measured("gla", WIDE, "fwd", "loop", "auto (reference)")]),
+        ("_bars", [measured("gla", ONE, mode, *TWO) for mode in ("fwd", "fwdbwd")] + [measured("rwkv6", ONE, "fwd", *TWO)]),
+        ("_bars", [measured("gla", shape, "fwd", "auto (cpu)", untimed=(Untimed("loop", "refuses", False),)) for shape in (ONE, WIDE)]),
+        ("_bars", [measured("gla", shape, "fwd", untimed=(Untimed("loop", "refuses", False),) * 2) for shape in (ONE, WIDE)]),
+        ("_bars", [measured("gla", shape, "fwd", "loop", "auto (cpu)", "chunkwise") for shape in (ONE, WIDE)]),
+        ("_dots", [measured("gla", ONE, "fwd", *TWO)]),
+        ("_dots", [measured("gla", shape, "fwd", "auto (cpu)") for shape in (ONE, WIDE)]),
+    ],
+)
+def test_lines_for_sizes_bars_for_cases_dots_for_one(kind, rows, tmp_path, monkeypatch):
+    drawn = set()
+    for name in ("_lines", "_bars", "_dots"):
+        monkeypatch.setattr(plot, name, spy(drawn, name, getattr(plot, name)))
+    draw(rows, tmp_path / "a.png", "somewhere")
+    assert drawn == {kind}
+    assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_pictures_name_what_auto_ran_only_if_it_is_the_same_everywhere():
+    assert plot._names([measured("gla", ONE, "fwd", *TWO)]) == {"loop": "loop", "auto": "penstock (cpu)"}
+    both = [measured("gla", ONE, "fwd", "auto (cpu)"), measured("gla", LONG, "fwd", "auto (reference)")]
+    assert plot._names(both) == {"auto": "penstock"}

@@ -1,0 +1,107 @@
+"""``penstock demo``: its output at usual terminal widths, and its files."""
+
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from measurements import measured
+from rich.console import Console
+from typer.testing import CliRunner
+
+from penstock.bench.report import print_findings, print_machine
+from penstock.cli import main
+from penstock.cli.demo import MODEL_ROWS, print_models
+from penstock.recurrence.operators import FAMILY
+from penstock.softmax.operators import FAMILY as SOFTMAX
+from penstock.verify.machine import Machine
+from penstock.verify.verify import TRIALS, findings
+
+DEMO = sys.modules["penstock.cli.demo"]
+"""The module: in its package, the command has its name."""
+
+
+@pytest.fixture
+def lines(capsys):
+    """The lines that a console of this width prints, all of which fit."""
+
+    def shown(width, show, *given):
+        show(Console(width=width), *given)
+        found = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+        assert max(map(len, found)) <= width
+        assert not any("…" in line for line in found), "text is cut off"
+        return found
+
+    return shown
+
+
+@pytest.mark.parametrize("width", [80, 100, 140])
+def test_model_table_has_two_header_lines_at_every_width(lines, width):
+    slow = [replace(measured(case.variant, case.shape, "fwd", "loop", "auto (cpu)"), case=case.name) for case in MODEL_ROWS]
+    slow = [
+        replace(one, timings=(replace(one.timings[0], milliseconds=1370.0), replace(one.timings[1], milliseconds=11.1))) for one in slow
+    ]
+    _, title, *names, rule = lines(width, print_models, slow)[:5]
+    assert title == "One layer's recurrence, forward, float32"
+    assert set(rule) == {"─"}
+    assert [name.split() for name in names] == [
+        ["token", "times"],
+        ["variant,", "as", "in", "B,T,H,K,V", "loop", "penstock", "as", "fast", "error"],
+    ]
+    rows = lines(width, print_models, slow)[5:]
+    assert len(rows) == 2 * len(MODEL_ROWS), "a variant, and its model below"
+    assert [row.split()[0] for row in rows[::2]] == [case.variant for case in MODEL_ROWS]
+    assert rows[2].split() == ["retention", "1,1024,8,256,512", "1.37", "s", "11.1", "ms", "123", "1e-06"]
+
+
+def test_absent_and_refusing_implementations_take_one_line(lines, monkeypatch, at_full_speed):
+    """Reasons that every dtype shares are printed once; those why nothing here could run are printed with the machine."""
+    right = FAMILY.named("reference")
+    absent = [replace(right, name=f"absent_{n}", available=lambda: "this machine has none") for n in range(2)]
+    picky = replace(right, name="picky", refuses=lambda problem, mode: "it wants other tensors")
+    monkeypatch.setattr(FAMILY, "implementations", (right, *absent, picky))
+    found = list(findings((TRIALS[0], TRIALS[2])))
+    for width in (80, 100, 140):
+        shown = lines(width, print_findings, found)
+        told = " ".join(shown[next(n for n, line in enumerate(shown) if line.startswith("not available")) :])
+        assert told.startswith("not available on this machine: absent_0, absent_1")
+        assert told.count("picky did not run float16, bfloat16, float32, float64: it wants other tensors") == 1
+        assert not re.search(r"absent_\d did not run", told)
+        machine = " ".join(" ".join(lines(width, print_machine, Machine.here(), [("sm_90", "no entries of yours")])).split())
+        assert machine.count("not available: this machine has none") == 2
+        assert machine.endswith("table sm_90 no entries of yours")
+
+
+@pytest.mark.parametrize("reason", [None, "torch sees no GPU here"])
+def test_softmax_kernels_are_absent_where_nothing_runs_them(monkeypatch, reason):
+    triton = replace(SOFTMAX.named("triton"), available=lambda: reason, refuses=lambda problem, mode: "its tensors are on cpu")
+    monkeypatch.setattr(SOFTMAX, "implementations", (triton, SOFTMAX.named("sdpa"), SOFTMAX.named("reference")))
+    found = [one for one in findings(TRIALS[2:], (torch.float32,)) if one.implementation == "triton"]
+    wanted = {"its tensors are on cpu"} if reason is None else {reason}
+    assert {(one.reason, one.absent, one.failed) for one in found} == {(told, reason is not None, False) for told in wanted}
+
+
+def test_demo_runs_through(tmp_path, monkeypatch, at_full_speed, check_in_float32):
+    called = {}
+
+    def train(folder, seconds, console, seed):
+        called.update(folder=folder, seconds=seconds, seed=seed)
+        return SimpleNamespace(
+            parameters=10, tokens=20, seconds=1.0, loss_before=5.5, loss_after=2.25, sample="it says [this]", weights=folder / "weights.pth"
+        )
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(DEMO, "train", train)
+    done = CliRunner().invoke(main, ["demo", "--quick"])
+    assert done.exit_code == 0, done.output
+    assert called == {"folder": Path("penstock-demo"), "seconds": 1.0, "seed": 0}
+    assert "it says [this]" in done.output
+    assert "5.500" in done.output
+    for name in ("speed.json", "speed.png"):
+        assert (tmp_path / "penstock-demo" / name).exists()
+        assert f"penstock-demo/{name}" in done.output
+    assert max(map(len, done.output.splitlines())) <= 80

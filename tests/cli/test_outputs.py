@@ -1,0 +1,139 @@
+"""Commands check their output paths before any work."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from penstock.cli import main
+from penstock.cli.demo import NUMBERS, PICTURE, WEIGHTS
+
+WORK = {
+    "bench": ["penstock.cli.bench.measure", "penstock.cli.bench.softmax.measure"],
+    "check": ["penstock.cli.check.print_compiled", "penstock.cli.check.print_check"],
+    "demo": ["penstock.cli.demo.print_check", "penstock.cli.demo.measure", "penstock.cli.demo.train"],
+    "profile": ["penstock.cli.profile.inputs", "penstock.cli.profile.profiled"],
+    "tune": ["penstock.tune.ahead.check_compiler", "penstock.tune.tune.Tuner.run"],
+}
+"""What each command must not have called."""
+FILES = {
+    "bench gla --json": "--json",
+    "bench softmax_attention --json": "--json",
+    "bench --suite lengths --plot": "--plot",
+    "bench --from no-such.json --plot": "--plot",
+    "check --compile --record": "--record",
+    "profile gla --json": "--json",
+    "tune gla --write": "--write",
+    "tune gla --dry --write": "--write",
+}
+FOLDERS = {"demo --folder": "--folder", "profile gla --output": "--output"}
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder(tmp_path, monkeypatch):
+    """With a file, folders, and paths that ``os.access`` calls not writable: root may write anywhere."""
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("mine")
+    Path("folder.png").mkdir()
+    Path("locked").mkdir()
+    Path("kept").write_text("mine")
+    right = os.access
+    locked = {str(tmp_path / "locked"), str(tmp_path / "kept")}
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path) not in locked and right(path, mode))
+
+
+@pytest.fixture
+def refused(monkeypatch, tmp_path):
+    """Run a command that must not begin to work; returns what it says."""
+
+    def run(*words):
+        for name in WORK[words[0]]:
+            path, _, attribute = name.rpartition(".")
+            module = sys.modules.get(path) or sys.modules[path.rpartition(".")[0]].__dict__[path.rpartition(".")[2]]
+            monkeypatch.setattr(module, attribute, lambda *_, **__: pytest.fail("work began"))
+        before = sorted(tmp_path.rglob("*"))
+        done = CliRunner().invoke(main, list(words))
+        assert done.exit_code == 2, done.output
+        assert sorted(tmp_path.rglob("*")) == before, "nothing is made"
+        assert Path("file").read_text() == Path("kept").read_text() == "mine"
+        return done.output
+
+    import penstock.tune.tune  # noqa: F401
+
+    return run
+
+
+@pytest.mark.parametrize("words", FILES)
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("folder.png", ", which is a folder"),
+        ("file/a.png", ", where '{}/file' is a file"),
+        ("file/new/a.png", ", where '{}/file' is a file"),
+        ("locked/a.png", ", where '{}/locked' is not writable"),
+        ("locked/new/a.png", ", where '{}/locked' is not writable"),
+        ("kept", ", where '{}/kept' is not writable"),
+        ("n" * 300 + ".png", ": File name too long"),
+    ],
+)
+def test_unwritable_files_are_refused_before_any_work(refused, words, path, why, tmp_path):
+    command, option = words.split()[0], FILES[words]
+    wanted = f"{command}: {option} must be a file that can be written, got '{path}'{why.format(tmp_path)}. Name another file.\n"
+    assert refused(*words.split(), path) == wanted
+
+
+@pytest.mark.parametrize("words", FOLDERS)
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("file", ", which is a file"),
+        ("file/new", ", where '{}/file' is a file"),
+        ("locked", ", where '{}/locked' is not writable"),
+        ("locked/new", ", where '{}/locked' is not writable"),
+    ],
+)
+def test_unwritable_folders_are_refused_before_any_work(refused, words, path, why, tmp_path):
+    command, option = words.split()[0], FOLDERS[words]
+    wanted = f"{command}: {option} must be a folder that can be written, got '{path}'{why.format(tmp_path)}. Name another folder.\n"
+    assert refused(*words.split(), path) == wanted
+
+
+@pytest.mark.parametrize(
+    ("words", "name"), [*(("demo --folder", name) for name in (NUMBERS, PICTURE, WEIGHTS)), ("profile gla --output", "profile.png")]
+)
+def test_folders_in_place_of_files_are_refused(refused, words, name):
+    Path("out", name).mkdir(parents=True)
+    command, option = words.split()[0], FOLDERS[words]
+    said = refused(*words.split(), "out")
+    assert (
+        said
+        == f"{command}: {name} in {option} must be a file that can be written, got 'out/{name}', which is a folder. Name another file.\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("bench gla --json a.png --plot ./a.png", "bench: --json must be apart from --plot, got 'a.png' and 'a.png'"),
+        ("bench gla --json new --plot new/a.png", "bench: --json must be apart from --plot, got 'new' and 'new/a.png'"),
+        ("bench gla --json new/a --plot new", "bench: --json must be apart from --plot, got 'new/a' and 'new'"),
+        ("profile gla --json new --output new", "profile: --json must be apart from profile.png in --output"),
+        ("profile gla --json new/profile.png --output new", "profile: --json must be apart from profile.png in --output"),
+    ],
+)
+def test_conflicting_outputs_are_refused(refused, words, said):
+    assert said in refused(*words.split())
+
+
+def test_every_broken_path_is_named(refused):
+    said = refused("bench", "gla", "--json", "folder.png", "--plot", "file/a.png")
+    assert said.count("must be a file that can be written") == 2
+
+
+def test_existing_files_are_overwritten():
+    words = ["bench", "gla", "--shape", "1,5,2,4", "--seconds", "0.002", "--threads", "1", "--json", "file"]
+    done = CliRunner().invoke(main, words)
+    assert done.exit_code == 0, done.output
+    assert Path("file").read_text().startswith("{")

@@ -1,0 +1,99 @@
+"""What is asked of every implementation of every operator, by way of the operator's declaration.
+
+A case is a call: it has ``operator``, ``function``, ``options``, ``tensors()`` by the declared names of the arguments, ``upstream()``
+(gradients of the results), ``call()`` (the public function) and ``check()`` (results against the oracle). ``cases``, ``pools`` and
+``attention`` have those of this library's operators.
+"""
+
+import re
+from typing import Any, Protocol
+
+import pytest
+import torch
+from torch import Tensor
+
+import penstock as ps
+from penstock.call.operator import Operator
+from penstock.call.problem import Problem
+
+Tensors = dict[str, Tensor | None]
+
+
+class Case(Protocol):
+    """A call of an operator."""
+
+    operator: Operator[Any]
+    function: str
+    options: tuple[Any, ...]
+
+    def tensors(self, device: str = "cpu") -> Tensors: ...
+    def upstream(self, device: str = "cpu") -> tuple[Tensor, ...]: ...
+    def call(self, tensors: Tensors, impl: str) -> Any: ...
+    def check(self, found: dict[str, Tensor], impl: str, device: str = "cpu") -> None: ...
+
+
+def shortened(value: object) -> str:
+    """A value in the name of a test."""
+    return str(value).removeprefix("torch.").replace(" ", "")
+
+
+def problem_of(case: Case, tensors: Tensors) -> Any:
+    """The call as implementations see it."""
+    return case.operator.checked(case.function, [tensors.get(name) for name in case.operator.names], case.options)
+
+
+def measured(case: Case, impl: str, device: str = "cpu") -> dict[str, Tensor]:
+    """What a case gives: see ``run``."""
+    return run(case, case.tensors(device), case.upstream(device), impl)
+
+
+def run(case: Case, tensors: Tensors, upstream: tuple[Tensor, ...], impl: str) -> dict[str, Tensor]:
+    """All results by name, and ``dx`` for every differentiable argument x; of an operator in place, its output and what it wrote."""
+    operator = case.operator
+    arguments, names = operator.signatures[case.function].arguments, [one.name for one in operator.results]
+    if operator.in_place:
+        written = next(one.name for one in arguments if one.written)
+        return {names[0]: case.call(tensors, impl), written: tensors[written]}
+    given = [one.name for one in arguments if one.gradient and tensors[one.name] is not None]
+    leaves = {name: tensors[name].detach().requires_grad_() for name in given}
+    results = case.call(tensors | leaves, impl)
+    grads = torch.autograd.grad(results, tuple(leaves.values()), upstream)
+    return {name: x.detach() for name, x in zip(names, results)} | {f"d{name}": grad for name, grad in zip(leaves, grads)}
+
+
+def check_contract(case: Case, impl: str, device: str = "cpu") -> None:
+    """Results, final states and gradients as the oracle says, or an exception with the reason of a refusal."""
+    tensors, one = case.tensors(device), case.operator.family.named(impl)
+    problem = problem_of(case, tensors)
+    reason = one.refusal(problem, case.operator.mode)
+    if reason is not None:
+        before = {name: x.clone() for name, x in tensors.items() if x is not None}
+        with pytest.raises(ps.ImplementationRefused, match=re.escape(reason)):
+            case.call(tensors, impl)
+        assert all(torch.equal(tensors[name], x) for name, x in before.items())
+        return
+    check_results(case, impl, device)
+
+
+def check_results(case: Case, impl: str, device: str = "cpu") -> None:
+    """The same where no refusal is expected."""
+    tensors = case.tensors(device)
+    problem = problem_of(case, tensors)
+    found = run(case, tensors, case.upstream(device), impl)
+    check_declared(problem, found)
+    case.check(found, impl, device)
+
+
+def check_declared(problem: Problem, found: dict[str, Tensor]) -> None:
+    """Shapes and dtypes as declared; results contiguous; gradients like their arguments."""
+    first = problem.tensors[0]
+    for one in problem.operator.results:
+        x = found[one.name]
+        assert list(x.shape) == [problem.sizes[axis] for axis in one.axes.split()], one.name
+        assert x.dtype == one.dtype(first.dtype), one.name
+        assert x.is_contiguous(), one.name
+    for one in problem.signature.arguments:
+        x = found.get(f"d{one.name}")
+        if x is not None:
+            given = getattr(problem, one.name)
+            assert (x.shape, x.dtype) == (given.shape, given.dtype), one.name

@@ -1,0 +1,154 @@
+"""The RWKV-6 model against its formulas, in float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from formulas import error, literal_logits
+from torch import Tensor
+
+from penstock.layers.rwkv6 import State
+from penstock.models.rwkv6 import RWKV6, Configuration
+from penstock.models.sampling import draw
+
+SIZES = Configuration(vocab_size=13, num_layers=3, hidden_size=24, intermediate_size=40, head_size=8, mix_rank=5, decay_rank=6)
+BATCH, LENGTH = 2, 70
+
+
+@pytest.fixture(scope="module")
+def model() -> RWKV6:
+    """Every parameter is away from its initial value: zeros and ones would hide mistakes."""
+    torch.manual_seed(1)
+    model = RWKV6(SIZES)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            size = 1 / math.sqrt(parameter.shape[-1]) if parameter.dim() == 2 else 0.3
+            parameter.add_(torch.randn_like(parameter) * (size if name != "emb.weight" else 1.0))
+    return model
+
+
+@pytest.fixture(scope="module")
+def tokens() -> Tensor:
+    return torch.randint(SIZES.vocab_size, (BATCH, LENGTH), generator=torch.Generator().manual_seed(2))
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+def test_model_is_its_formulas(model: RWKV6, tokens: Tensor, dtype: torch.dtype, bound: float) -> None:
+    weights = {name: x.double() for name, x in model.state_dict().items()}
+    copy = RWKV6(SIZES).to(dtype)
+    copy.load_state_dict(model.state_dict())
+    true = torch.stack([literal_logits(weights, sequence) for sequence in tokens])
+    assert true.std() > 0.3
+    assert error(copy(tokens)[0], true) < bound
+
+
+@pytest.mark.parametrize("cuts", [[0], [1], [LENGTH - 1], [LENGTH], [7, 8, 40], [33, 33]])
+def test_sequences_can_be_cut_anywhere(model: RWKV6, tokens: Tensor, cuts: list[int]) -> None:
+    whole, end = model(tokens)
+    parts, state = [], None
+    for piece in torch.tensor_split(tokens, cuts, dim=1):
+        before = state and [[x.clone() for x in one] for one in state]
+        logits, after = model(piece, state)
+        if state is not None:  # what goes in is not changed
+            assert all(torch.equal(x, y) for one, other in zip(state, before) for x, y in zip(one, other))
+        parts.append(logits)
+        state = after
+    assert error(torch.cat(parts, 1), whole) < 1e-5
+    assert all(error(x, y) < 1e-5 for one, other in zip(state, end) for x, y in zip(one, other))
+
+
+@pytest.mark.parametrize("width", [1, 7, 16])
+def test_steps_equal_the_whole(model: RWKV6, tokens: Tensor, width: int) -> None:
+    with torch.no_grad():
+        whole, end = model(tokens)
+        logits, state = model(tokens[:, :5])
+    places = [x.data_ptr() for one in state for x in one]
+    parts = [logits, *(model.step(piece, state) for piece in tokens[:, 5:].split(width, 1))]
+    assert error(torch.cat(parts, 1), whole) < 1e-5
+    assert places == [x.data_ptr() for one in state for x in one], "the state is updated in place"
+    assert all(error(x, y) < 1e-5 for one, other in zip(state, end) for x, y in zip(one, other))
+
+
+def test_sequences_are_independent(model: RWKV6, tokens: Tensor) -> None:
+    alone = torch.cat([model(one[None])[0] for one in tokens])
+    assert error(alone, model(tokens)[0]) < 1e-6
+
+
+def test_causality(model: RWKV6, tokens: Tensor) -> None:
+    other = tokens.clone()
+    other[:, 50:] = (other[:, 50:] + 1) % SIZES.vocab_size
+    assert torch.equal(model(tokens)[0][:, :50], model(other)[0][:, :50])
+
+
+def test_gradients_reach_every_parameter(model: RWKV6, tokens: Tensor) -> None:
+    _, state = model(tokens[:, :40])
+    logits, _ = model(tokens[:, 40:], state)  # through the state as well
+    model.zero_grad()
+    logits.square().mean().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all(), name
+        assert parameter.grad.abs().max() > 0, name
+    model.zero_grad()
+
+
+def test_names_and_shapes_are_as_published() -> None:
+    C, F, H, n, M, D, V = 24, 40, 3, 8, 5, 6, 13
+    block = {f"{norm}.{part}": [C] for norm in ("ln1", "ln2") for part in ("weight", "bias")}
+    block |= {f"att.time_maa_{i}": [1, 1, C] for i in "xwkvrg"}
+    block |= {"att.time_maa_w1": [C, 5 * M], "att.time_maa_w2": [5, M, C], "att.time_faaaa": [H, n]}
+    block |= {"att.time_decay": [1, 1, C], "att.time_decay_w1": [C, D], "att.time_decay_w2": [D, C]}
+    block |= {f"att.{name}.weight": [C, C] for name in ("receptance", "key", "value", "gate", "output")}
+    block |= {"att.ln_x.weight": [C], "att.ln_x.bias": [C], "ffn.time_maa_k": [1, 1, C], "ffn.time_maa_r": [1, 1, C]}
+    block |= {"ffn.key.weight": [F, C], "ffn.receptance.weight": [C, C], "ffn.value.weight": [C, F]}
+    wanted = {f"blocks.{i}.{name}": shape for i in range(3) for name, shape in block.items()}
+    wanted |= {"emb.weight": [V, C], "head.weight": [V, C], "ln_out.weight": [C], "ln_out.bias": [C]}
+    wanted |= {"blocks.0.ln0.weight": [C], "blocks.0.ln0.bias": [C]}
+    assert {name: list(x.shape) for name, x in RWKV6(SIZES).state_dict().items()} == wanted
+
+
+def test_a_new_block_is_the_identity(tokens: Tensor) -> None:
+    model = RWKV6(SIZES)
+    x = torch.randn(1, 9, SIZES.hidden_size)
+    y, _ = model.blocks[1](x, State.zeros(1, SIZES.hidden_size, SIZES.head_size, like=x))
+    assert torch.equal(x, y)
+    decay = model.blocks[2].att.time_decay.flatten()
+    assert decay[0] == -6
+    assert decay[-1] == -1
+    assert (decay.diff() > 0).all()
+
+
+def test_generation_follows_from_the_seed(model: RWKV6, tokens: Tensor) -> None:
+    def generate(seed: int) -> Tensor:
+        return model.generate(tokens, 20, temperature=0.9, top_p=0.95, generator=torch.Generator().manual_seed(seed))
+
+    assert generate(0).shape == (BATCH, 20)
+    assert torch.equal(generate(0), generate(0))
+    assert not torch.equal(generate(0), generate(1))
+
+
+def test_temperature_zero_takes_the_most_likely_token(model: RWKV6, tokens: Tensor) -> None:
+    drawn = model.generate(tokens, 4, temperature=0)
+    for _ in range(4):
+        tokens = torch.cat([tokens, model(tokens)[0][:, -1:].argmax(-1)], 1)
+    assert torch.equal(drawn, tokens[:, -4:])
+
+
+def test_top_p_drops_unlikely_tokens() -> None:
+    logits = torch.tensor([[0.1, 0.5, 0.15, 0.25]]).log().expand(2000, 4)
+    counts = draw(logits, 1.0, 0.7, torch.Generator().manual_seed(0)).bincount(minlength=4) / 2000
+    assert counts[0] == counts[2] == 0
+    assert counts[1].item() == pytest.approx(2 / 3, abs=0.05)
+    counts = draw(logits, 1.0, 1.0, torch.Generator().manual_seed(0)).bincount(minlength=4) / 2000
+    assert torch.allclose(counts, logits[0].exp(), atol=0.05)
+
+
+def test_states_of_bfloat16_models_are_float32(model: RWKV6, tokens: Tensor) -> None:
+    half = RWKV6(SIZES).to(torch.bfloat16)
+    half.load_state_dict(model.state_dict())
+    logits, state = half(tokens)
+    assert state[0].wkv.dtype == torch.float32
+    assert error(logits, model(tokens)[0]) < 0.05
+    assert half.step(tokens[:, :1], state).dtype == torch.bfloat16

@@ -1,0 +1,138 @@
+"""Which problems the kernels for Hopper are planned for. Plans need no GPU."""
+
+import pytest
+import torch
+
+from penstock.gpu.target import Target
+from penstock.recurrence.operators import RECURRENCE
+from penstock.recurrence.triton import hopper, plan
+from penstock.recurrence.triton.table import KernelConfig, Key
+from penstock.tune.passes import without_memory
+from penstock.verify.inputs import Shape
+
+BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
+H200 = Target("sm_90", 132, 232448)
+
+pytestmark = pytest.mark.skipif(hopper.kernels() is None, reason="the Gluon of this Triton does not fit the kernels")
+
+
+def problem_of(variant, shape, dtype=BFLOAT16):
+    return without_memory(variant, Shape.parse(shape), dtype).problem()
+
+
+def kernels_of(made):
+    return [launch.kernel.fn.__module__.rpartition(".")[2] for launch in made.launches]
+
+
+def gla(q, k, v, g, reverse=False):
+    return RECURRENCE.checked("gla", (q, k, v, g, None, None, None), (None, reverse, True))
+
+
+def planned(problem, target=H200, keep=False):
+    """The plan of a forward pass, for the sizes of the problem."""
+    return plan.chunk_forward_plan(problem, target, keep).at(problem.sizes)
+
+
+def forward(problem, target=H200):
+    return kernels_of(planned(problem, target))
+
+
+def backward(problem, target=H200, states=None):
+    return kernels_of(plan.chunk_backward_plan(problem, problem.v, None, target, states))
+
+
+@pytest.mark.parametrize("variant", ["gla", "rwkv6"])
+@pytest.mark.parametrize("size", [64, 128])
+def test_hopper_kernels_come_first_and_plain_kernels_do_the_rest(variant, size):
+    problem = problem_of(variant, f"8,2048,32,{size}")
+    assert forward(problem) == ["hopper_forward", "chunk_forward", "chunk_forward"]
+    assert backward(problem) == ["segments", "segments", "hopper_backward", "chunk_backward", "chunk_backward"]
+    made = planned(problem, keep=True)
+    states = torch.empty(*made.memory["chunk_states"][0], dtype=BFLOAT16, device="meta")
+    assert states.shape == (8 * 2048 // hopper.C, 32, size, size)
+    assert backward(problem, states=states) == ["segments", "hopper_backward", "chunk_backward", "chunk_backward"]
+
+
+@pytest.mark.parametrize(
+    ("problem", "target"),
+    [
+        (problem_of("gla", "8,2048,32,64", torch.float16), H200),
+        (problem_of("gla", "8,2048,32,64"), H200._replace(arch="sm_80")),
+        (problem_of("gla", "8,2048,32,64"), H200._replace(arch="sm_100")),
+        (problem_of("gla", "8,2048,32,48"), H200),
+        (problem_of("gla", "8,2048,32,64,100"), H200),
+        (problem_of("simple_gla", "8,2048,32,64"), H200),
+    ],
+    ids=["float16", "sm_80", "sm_100", "odd K", "odd V", "scalar decay"],
+)
+def test_other_problems_take_the_plain_kernels(problem, target):
+    assert "hopper_forward" not in forward(problem, target)
+    assert "hopper_backward" not in backward(problem, target)
+
+
+@pytest.mark.parametrize("size", ["256,512", "64,128", "128,64", "256,192"])
+def test_K_and_V_may_differ_forward(size):
+    problem = problem_of("gla", f"8,2048,32,{size}")
+    made = planned(problem, keep=True)
+    assert kernels_of(made) == ["hopper_forward", "chunk_forward", "chunk_forward"]
+    assert "hopper_backward" not in backward(problem)
+    K, V = problem.sizes["K"], problem.sizes["V"]
+    assert made.launches[0].grid == 8 * 32 * V // 64
+    assert ("chunk_states" in made.memory) is (K != 128)  # the plain backward kernel has chunks of 32 there
+    if K != 128:
+        states = torch.empty(*made.memory["chunk_states"][0], dtype=BFLOAT16, device="meta")
+        assert states.shape == (8 * 2048 // 64, 32, K, V)
+        assert backward(problem, states=states) == ["segments", "chunk_backward", "chunk_backward", "chunk_backward"]
+
+
+def test_tensors_must_be_matrices_of_aligned_rows():
+    given = problem_of("gla", "2,256,4,64")
+    for change in (lambda x: x.transpose(1, 2).contiguous().transpose(1, 2), lambda x: x.transpose(2, 3).contiguous().transpose(2, 3)):
+        other = gla(change(given.q), given.k, given.v, given.g)
+        assert "hopper_forward" not in forward(other)
+        assert "hopper_backward" not in backward(other)
+    for expanded in (given.k[:, :, :1].expand(2, 256, 4, 64), given.k[:1].expand(2, 256, 4, 64), given.k[:, :1].expand(2, 256, 4, 64)):
+        other = gla(given.q, expanded, given.v, given.g)
+        assert "hopper_forward" not in forward(other)
+        assert "hopper_backward" not in kernels_of(plan.chunk_backward_plan(given, expanded, None, H200))
+    joined = torch.empty(2, 256, 3 * 4 * 64, dtype=BFLOAT16, device="meta").split(256, 2)
+    q, k, v = (x.view(2, 256, 4, 64) for x in joined)
+    assert "hopper_forward" in forward(gla(q, k, v, given.g))
+    backwards = gla(given.q, given.k, given.v, given.g, reverse=True)
+    assert "hopper_forward" not in forward(backwards)
+
+
+def test_constant_decays_and_single_chunks_take_the_plain_backward_kernel():
+    assert "hopper_forward" in forward(problem_of("rwkv5", "8,2048,32,64"))
+    assert "hopper_backward" not in backward(problem_of("rwkv5", "8,2048,32,64"))
+    assert "hopper_backward" not in backward(problem_of("gla", "8,64,32,64"))
+
+
+def test_a_table_turns_hopper_kernels_off():
+    table = {Key(kernel, "channel", "updated", "bf16", 64, 64): KernelConfig(4, C=64) for kernel in ("forward", "backward")}
+    problem = problem_of("gla", "8,2048,32,64")
+    assert "hopper_forward" not in forward(problem, H200._replace(table=table))
+    assert "hopper_backward" not in backward(problem, H200._replace(table=table))
+
+
+def test_segments_keep_states_and_single_chunks_do_not():
+    made = planned(problem_of("gla", "1,65536,32,64"), keep=True)
+    assert kernels_of(made)[:3] == ["segments", "segments", "hopper_forward"]
+    assert made.memory["chunk_states"][0] == (1024, 32, 64, 64)
+    made = planned(problem_of("gla", "8,64,32,64"), keep=True)
+    assert kernels_of(made)[0] == "hopper_forward"
+    assert "chunk_states" not in made.memory
+
+
+def test_many_short_sequences_keep_no_states():
+    given = problem_of("gla", "1,4000,4,64")
+    for length, keeps in ((20, False), (1000, True)):
+        offsets = torch.empty(4000 // length + 1, dtype=torch.int32, device="meta")
+        packed = RECURRENCE.checked("gla", (given.q, given.k, given.v, given.g, None, offsets, None), (None, False, True))
+        assert ("chunk_states" in planned(packed, H200._replace(arch="sm_80"), keep=True).memory) is keeps
+
+
+@pytest.mark.parametrize(("size", "programs", "blocks"), [(64, 10, 1), (64, 1000, 1), (128, 128, 1), (128, 192, 2)])
+def test_a_program_takes_all_blocks_of_V_unless_one_each_run_at_once(size, programs, blocks):
+    assert hopper.together(size, size, programs, H200) == blocks
+    assert (size, blocks) in hopper.FORWARD

@@ -1,0 +1,131 @@
+"""What only the Triton kernels do, under the interpreter (on a GPU: compiled): segments, halves, kept states."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from cases import Case, call, check_near_underflow, draw, problem_of
+from contract import check_contract, measured
+
+import penstock as ps
+from penstock.gpu.launch import trying
+from penstock.recurrence.operators import FAMILY
+from penstock.recurrence.triton import launch, plan, table
+from penstock.recurrence.variants import VARIANTS
+
+pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")
+"""NumPy's, of values in the interpreter that masks discard."""
+
+
+def slow(*values):
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
+SEGMENTED = {name: Case(name, B=1, H=1, T=300) for name in VARIANTS}
+
+
+@pytest.mark.parametrize("case", [SEGMENTED["retention"], *slow(*(SEGMENTED[name] for name in VARIANTS if name != "retention"))], ids=str)
+def test_segments_equal_the_oracle(case):
+    """Few heads, many tokens: states are carried from segment to segment."""
+    check_contract(case, "triton_chunkwise")
+
+
+GATED = [name for name, row in VARIANTS.items() if row.decay]
+SAMPLED = ["rwkv6", *slow(*(name for name in GATED if name != "rwkv6"))]
+
+
+@pytest.mark.parametrize("variant", SAMPLED)
+def test_weak_decays_over_many_tokens_equal_the_oracle(variant):
+    check_contract(Case(variant, B=1, H=1, K=16, V=8, T=200, gate="weak", still=True), "triton_recurrent")
+
+
+@pytest.mark.parametrize("variant", SAMPLED)
+def test_decay_gradients_near_underflow(variant):
+    check_near_underflow(Case(variant, T=5, B=1, H=1), partial(measured, impl="triton_recurrent"))
+
+
+HALVED = (
+    Case("gla", B=1, H=1, T=130, gate="uneven"),
+    Case("rwkv5", H=1, lengths=(33, 0, 130), gate="uneven"),
+    *slow(
+        Case("gla", B=1, H=1, T=200, gate="uneven"),
+        Case("gla", B=1, H=1, T=90, gate="mixture", reverse=True),
+        Case("rwkv6", B=1, H=1, T=520, gate="uneven", reverse=True),  # two segments
+        Case("rwkv6", H=1, lengths=(5, 0, 97, 64), gate="mixture", state=False),
+        Case("rwkv6", H=2, lengths=(0, 192, 1, 100), gate="uneven", strided=True),
+        Case("gla", B=1, H=1, T=200, K=100, V=70, gate="uneven", state=False),
+    ),
+)
+
+
+@pytest.mark.parametrize("case", HALVED, ids=str)
+def test_chunks_that_do_not_suit_one_anchor_are_done_by_halves(case):
+    """And halves that do not suit by the kernel for any decay."""
+    c = plan.Call.of(problem_of(case, draw(case)), table.target(torch.device("cpu")))
+    with trying({c.key(kernel): table.KernelConfig(4, C=64, programs_per_sm=2) for kernel in ("forward", "backward")}):
+        check_contract(case, "triton_chunkwise")
+
+
+KEEPING = (
+    Case("gla", B=2, H=1, T=40),
+    Case("rwkv6", H=1, lengths=(0, 40, 33)),
+    Case("retention", B=1, H=1, T=70, state=False),
+    *slow(
+        Case("gla", B=2, H=2, T=70),
+        Case("rwkv6", lengths=(5, 0, 97, 64)),
+        Case("simple_gla", B=1, H=1, T=300, reverse=True),
+        Case("gla", B=1, T=70, gate="mixture"),
+    ),
+)
+
+
+@pytest.mark.parametrize("case", KEEPING, ids=str)
+def test_kept_states_are_those_that_the_backward_pass_computes(case):
+    problem = problem_of(case, draw(case))
+    output, final_state, states = launch.chunk_forward(problem, keep=True)
+    alone = launch.chunk_forward(problem)
+    assert states is not None
+    assert torch.equal(output, alone[0])
+    assert torch.equal(final_state, alone[1])
+    assert alone[2] is None
+    upstream, d_final = torch.randn_like(output), torch.randn_like(final_state)
+    given = launch.chunk_backward(problem, upstream, d_final, states)
+    for found, wanted in zip(given, launch.chunk_backward(problem, upstream, d_final)):
+        assert found is wanted is None or torch.allclose(found, wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
+    without = launch.chunk_backward(problem, upstream, d_final, states, dg=False)
+    assert without.g is None
+    for name, found in without._asdict().items():
+        assert name == "g" or found is None or torch.equal(found, getattr(given, name))
+
+
+@pytest.mark.parametrize("shared", ["", "overlap"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_decode_steps_run_in_the_pool(variant, shared):
+    """Slots out of order, one skipped: its row and all other rows keep their bits."""
+    case = Case(variant, B=3, T=2, K=20, V=12, shared=shared)
+    t = draw(case)
+    pool = torch.randn(5, case.H, case.K, case.V)
+    wanted = pool.clone()
+    slots = torch.tensor([4, 9, -1, 9, 0, 9])[::2]
+    arguments = [t[name] for name in ("q", "k", "v", "g", "u")]
+    found = ps.decode_step(variant, *arguments, state=pool, slots=slots, impl="triton_recurrent")
+    expected = ps.decode_step(variant, *arguments, state=wanted, slots=slots, impl="reference")
+    assert torch.allclose(found, expected, rtol=1e-5, atol=1e-5)
+    assert torch.allclose(pool, wanted, rtol=1e-5, atol=1e-5)
+    assert (found[1] == 0).all()
+
+
+def test_auto_does_not_choose_the_interpreter():
+    problem = problem_of(Case("gla"), draw(Case("gla")))
+    assert FAMILY.pick(problem, "forward", "auto").name in ("cpu", "chunkwise")
+
+
+def test_chunked_kernels_refuse_updates_in_place_and_large_states():
+    case = Case("gla", B=1, T=1, H=1, K=300, V=4)
+    with pytest.raises(ps.ImplementationRefused, match="at most K = 256"):
+        call(case, draw(case), "triton_chunkwise")
+    t = draw(replace(case, K=30))
+    arguments = [t[name] for name in ("q", "k", "v", "g", "u")]
+    with pytest.raises(ps.ImplementationRefused, match="no form that works in place"):
+        ps.decode_step("gla", *arguments, state=t["initial_state"], impl="triton_chunkwise")

@@ -1,0 +1,242 @@
+"""The kernels compiled ahead of time for GPUs that are absent, and their resources against the record."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from penstock.cli import main
+from penstock.gpu.target import Target
+from penstock.recurrence.triton import plan, table
+from penstock.recurrence.triton.table import KernelConfig, Key
+from penstock.recurrence.variants import VARIANTS
+from penstock.softmax.triton import plan as softmax
+from penstock.tune import resources
+from penstock.tune.ahead import Resources
+from penstock.tune.passes import planned, without_memory
+from penstock.tune.shipped import CONFIGURATIONS, TARGETS, Softmax
+from penstock.tune.workers import Failure
+from penstock.verify.inputs import Shape
+
+RECORD = resources.Record.read()
+RECURRENT = [one for one in CONFIGURATIONS if not isinstance(one, Softmax)]
+WITH_COMPILER = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
+"""An environment in which Triton compiles."""
+
+
+def penstock(*words):
+    return subprocess.run([sys.executable, *words], env=WITH_COMPILER, capture_output=True, text=True, check=False)
+
+
+HOPPER = (["sm_90"], ["rwkv6 1,1024,32,64 bfloat16", "gla 8,2048,32,64 bfloat16: forward"])
+ELSEWHERE = (["sm_80", "sm_100", "gfx942"], ["rwkv6 1,1024,32,64 bfloat16: forward", "rwkv6 1,1024,32,64 bfloat16: step"])
+MOST = (TARGETS, [*HOPPER[1], "penstock_chunk_bwd halves", "gla 1,1024,16,100 bfloat16: backward"])
+"""rwkv6 has most of the code; gla has halves, walks whole sequences and, with odd heads, short chunks. The rest takes minutes."""
+EVERY = {
+    "penstock_chunk_states", "penstock_chunk_states adjoint", "penstock_segment_scan", "penstock_chunk_fwd", "penstock_chunk_fwd exact",
+    "penstock_chunk_fwd halves", "penstock_chunk_fwd halves exact", "penstock_chunk_bwd", "penstock_chunk_bwd exact",
+    "penstock_chunk_bwd halves", "penstock_chunk_bwd halves exact", "penstock_recurrent_fwd", "penstock_recurrent_bwd",
+}  # fmt: skip
+
+
+COMPILED = [
+    pytest.param(*HOPPER, id="Hopper"),
+    pytest.param(*ELSEWHERE, id="others"),
+    pytest.param(*MOST, marks=pytest.mark.slow, id="most"),
+]
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("archs", "only"), COMPILED)
+def test_kernels_compile_as_recorded(archs, only):
+    words = [*(f"--arch={arch}" for arch in archs), *(f"--only={text}" for text in only)]
+    done = penstock("-m", "penstock", "check", "--compile", "--json", *words)
+    content = json.loads(done.stdout)
+    assert done.returncode == 0, [one for one in content["launches"] if one["wrong"]]
+    assert {one["arch"] for one in content["launches"]} == set(archs)
+    if only is MOST[1]:
+        assert {one["launch"].rpartition(": ")[2] for one in content["launches"]} >= EVERY
+    if content["triton"] == RECORD.triton:
+        for one in content["launches"]:
+            assert one["found"] == one["recorded"], one
+
+
+def test_launches_are_specialised_as_by_triton():
+    """Numbers that are 1, or divisible by 16, have code of their own; others share theirs; some are never looked at."""
+    script = """
+import torch
+from penstock.tune.ahead import distinct
+from penstock.tune.shipped import CONFIGURATIONS
+from penstock.recurrence.triton import recurrent
+name, job = next((n, j) for n, j in CONFIGURATIONS[0].launches("sm_90") if "step" in n)
+def changed(argument, value):
+    at = recurrent.penstock_recurrent_fwd.arg_names.index(argument)
+    return job._replace(arguments=(*job.arguments[:at], value, *job.arguments[at + 1:]))
+strides = [changed("q_b", number) for number in (1024, 2048, 1, 24, 25)]
+jobs = [*strides, changed("T", 1), changed("T", 16)]
+first = distinct(jobs)
+print([jobs.index(first[one]) for one in jobs])
+amd = next(j for n, j in CONFIGURATIONS[0].launches("gfx942") if "step" in n)
+small, large = amd, amd._replace(arguments=(amd.arguments[0]._replace(elements=1 << 31), *amd.arguments[1:]))
+print(len(set(distinct([small, large]).values())))
+"""
+    done = penstock("-c", script)
+    assert done.stdout.split("\n")[:2] == ["[0, 0, 2, 3, 3, 0, 0]", "2"], done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+def test_the_record_has_every_launch_and_no_other(arch):
+    assert [name for one in CONFIGURATIONS for name, _ in one.launches(arch)] == list(RECORD.launches[arch])
+    assert {one.variant for one in RECURRENT} == set(VARIANTS)
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+def test_recorded_shared_memory_is_within_the_estimate(arch, monkeypatch):
+    """What ``shared_bytes`` says decides whether block sizes fit a GPU that nobody has measured."""
+    reckoned = []
+
+    def noted(key, target):
+        found = table.config(key, target)
+        reckoned.append((key.kernel, table.shared_bytes(found, key)))
+        return found
+
+    monkeypatch.setattr(plan, "config", noted)
+    kernels = {"penstock_chunk_fwd": "forward", "penstock_chunk_bwd": "backward", "penstock_chunk_states": "states",
+               "penstock_recurrent_fwd": "recurrent", "penstock_recurrent_bwd": "recurrent",
+               "penstock_segment_scan": None, "penstock_chunk_fwd_hopper": None, "penstock_chunk_bwd_hopper": None}  # fmt: skip
+    for one in RECURRENT:
+        for which in one.passes:
+            reckoned.clear()
+            for name, _ in replace(one, passes=(which,)).launches(arch):
+                taken = RECORD.launches[arch][name].shared
+                assert taken <= TARGETS[arch].shared_memory, name
+                kernel = "step" if which == "step" else kernels[name.rpartition(": ")[2].partition(" ")[0]]
+                if kernel is not None:
+                    assert taken <= max(size for asked, size in reckoned if asked == kernel), name
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+def test_recorded_shared_memory_of_softmax_attention_is_within_the_estimate(arch, monkeypatch):
+    reckoned, found = [], softmax.config
+
+    def noted(kernel, D, size, target):
+        reckoned.append((kernel, softmax.shared_bytes(kernel, found(kernel, D, size, target), D, size)))
+        return found(kernel, D, size, target)
+
+    monkeypatch.setattr(softmax, "config", noted)
+    for one in CONFIGURATIONS:
+        if isinstance(one, Softmax):
+            reckoned.clear()
+            every = [name for name, _ in one.launches(arch) if not name.endswith("penstock_attention_delta")]
+            assert all(RECORD.launches[arch][name].shared <= TARGETS[arch].shared_memory for name in every)
+            names = [name for name in every if not name.endswith("_hopper")]
+            assert [name.rpartition(": ")[2] for name in names] == [softmax.KERNELS[kernel].fn.__name__ for kernel, _ in reckoned]
+            for name, (_, size) in zip(names, reckoned):
+                assert RECORD.launches[arch][name].shared <= size <= TARGETS[arch].shared_memory, name
+
+
+def test_findings_say_what_is_wrong():
+    name = next(iter(RECORD.launches["sm_80"]))
+    right = RECORD.launches["sm_80"][name]
+    limit = TARGETS["sm_80"].shared_memory
+
+    def told(found, triton=RECORD.triton, record=RECORD, name=name):
+        return resources.held_to(record, triton, {("sm_80", name): found})[0].wrong
+
+    more = right._replace(spill=right.spill + 4)
+    assert told(right) is None
+    assert told(right._replace(registers=255, spill=0)) is None
+    assert told(more) == f"spills {more.spill} bytes, recorded are {right.spill}"
+    assert told(more, triton="3.0") is None
+    assert told(more, record=None) is None
+    for triton in (RECORD.triton, "3.0"):
+        assert told(right._replace(shared=limit), triton) is None
+        assert told(right._replace(shared=limit + 1), triton).startswith(f"{limit + 1} bytes of shared memory")
+        assert told(Failure("no such instruction"), triton) == "does not compile: no such instruction"
+    assert "not in the record" in told(right, name="another")
+    assert told(right, name="another", triton="3.0") is None
+
+
+def test_a_record_is_read_as_written(tmp_path):
+    found = {("sm_80", "a: b"): Resources(1, 2, 3), ("gfx942", "a: b"): Resources(4, 5, 6), ("gfx942", "c"): Failure("no")}
+    record = resources.Record.of("3.7.1", resources.held_to(None, "3.7.1", found))
+    record.write(tmp_path / "deep" / "record.json")
+    assert resources.Record.read(tmp_path / "deep" / "record.json") == record
+    assert record.launches == {"sm_80": {"a: b": Resources(1, 2, 3)}, "gfx942": {"a: b": Resources(4, 5, 6)}}
+
+
+SIZES = [(K, V) for K in (16, 64, 128, 256) for V in (16, 64, 512)]
+
+
+@pytest.mark.parametrize("precision", table.PRECISIONS)
+@pytest.mark.parametrize("kernel", table.KERNELS)
+def test_sizes_by_rule_fit_a_small_gpu(kernel, precision):
+    small = Target("sm_77", 8, 100 << 10)
+    for name in table.DECAYS:
+        for K, V in SIZES:
+            key = Key(kernel, name, "updated", precision, K, V)
+            found = table.config(key, small)
+            least = found.stages == 1 and found.C in (0, 16)  # nothing is left to shrink
+            assert table.shared_bytes(found, key) <= small.shared_memory or least, (key, found)
+
+
+@pytest.mark.parametrize(
+    ("variant", "sizes", "widths"),
+    [
+        ("gla", (32, 64, 64), {1: (16, 1), 8: (16, 1), 9: (32, 1), 16: (32, 1), 17: (64, 2), 1024: (64, 2)}),
+        ("gla", (32, 64, 20), {1: (16, 1), 17: (32, 2)}),
+        ("gla", (4, 256, 512), {1: (16, 2), 9: (32, 4), 17: (64, 8)}),
+        ("retention", (8, 512, 512), {1: (16, 4), 8: (32, 8)}),
+    ],
+)
+def test_decode_steps_have_wide_rows_where_programs_fill_the_gpu(variant, sizes, widths):
+    """BV and warps by sequences: 4 programs for each of 132 multiprocessors; 64 float32 of the state a thread at most."""
+    for N, wanted in widths.items():
+        launch = planned("step", without_memory(variant, Shape(N, 1, *sizes), torch.bfloat16), TARGETS["sm_90"]).plan.launches[0]
+        constants = dict(zip(launch.kernel.arg_names[-len(launch.constants) :], launch.constants))
+        assert (constants["BV"], dict(launch.options)["num_warps"]) == wanted, N
+        assert launch.grid == N * sizes[0] * -(-sizes[2] // constants["BV"])
+        assert constants["BK"] * constants["BV"] <= 64 * 32 * dict(launch.options)["num_warps"]
+
+
+def test_narrow_steps_of_a_table_are_kept():
+    inputs = without_memory("gla", Shape(1, 1, 1, 64, 64), torch.bfloat16)
+    call = plan.Call.of(inputs.problem(), TARGETS["sm_90"])
+    narrow = KernelConfig(4, BV=8, programs_per_sm=64)
+    assert call._replace(target=call.target._replace(table={call.key("step"): narrow})).step_config() == narrow
+
+
+def test_fitting_takes_fewer_stages_then_shorter_chunks():
+    key = Key("forward", "channel", "updated", "bf16", 64, 64)
+    wanted = KernelConfig(4, C=64, stages=3)
+    sizes = [wanted, wanted._replace(stages=2), wanted._replace(stages=1), KernelConfig(4, C=32), KernelConfig(4, C=16)]
+    for one in sizes:
+        assert table.fitted(wanted, key, table.shared_bytes(one, key)) == one
+    assert table.fitted(wanted, key, 1) == sizes[-1]
+
+
+def test_nothing_compiles_under_the_interpreter():
+    done = CliRunner().invoke(main, ["check", "--compile"])
+    assert done.exit_code == 2
+    assert "TRITON_INTERPRET must be unset" in done.output
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--arch", "sm_90"], "arch must be left out without --compile"),
+        (["--only", "gla"], "only must be left out without --compile"),
+        (["--compile", "--arch", "sm_1"], "arch must be one of sm_80, sm_90, sm_100, gfx942, got 'sm_1'"),
+        (["--compile", "--only", "mamba"], "only must be a part of a launch's name"),
+    ],
+)
+def test_wrong_options_of_check_give_one_message(words, message, monkeypatch):
+    monkeypatch.setattr("penstock.tune.ahead.interpreting", lambda: False)
+    done = CliRunner().invoke(main, ["check", *words])
+    assert done.exit_code == 2, done.output
+    assert message in done.output

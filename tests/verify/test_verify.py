@@ -1,0 +1,85 @@
+"""``penstock check``: every implementation against its oracle, and the errors it allows."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+
+import penstock as ps
+from penstock.call.declaration import FLOATS
+from penstock.recurrence.operators import FAMILY
+from penstock.recurrence.variants import VARIANTS
+from penstock.softmax.operators import FAMILY as SOFTMAX
+from penstock.verify import oracle, rounding, verify
+from penstock.verify.inputs import Shape, inputs
+
+
+@pytest.fixture
+def only_rwkv6(monkeypatch):
+    """A trial of the recurrence with one variant: the others differ in what is drawn only."""
+    trial = verify.TRIALS[0]
+    monkeypatch.setattr(verify.Trial, "signatures", lambda trial: [trial.operator.signatures["rwkv6"]])
+    return (trial,)
+
+
+def test_every_implementation_passes(at_full_speed):
+    """And all that run here are looked at, in all their results."""
+    found = list(verify.findings())
+    assert not [finding for finding in found if finding.failed]
+    results = {finding.result for finding in found if finding.implementation == "reference"}
+    gradients = {f"gradient of {name}" for name in ("q", "r", "k", "v", "g", "w", "u", "initial state")}
+    assert results == {"output", "final state", "output in place", "states in place", "lse", *gradients}
+    ran = {(finding.implementation, finding.variant, finding.dtype) for finding in found if finding.error is not None}
+    for one in ps.implementations():
+        for variant, dtype in product(VARIANTS, FLOATS):
+            name = str(dtype).removeprefix("torch.")
+            if one.reason is None and (one.name, name) != ("cpu", "float64"):
+                assert (one.name, variant, name) in ran
+
+
+def test_wrong_and_broken_implementations_are_found(monkeypatch, only_rwkv6):
+    right = FAMILY.named("reference")
+
+    def shifted(problem):
+        output, state = right.forward(problem)
+        return output + 1e-3, state
+
+    def broken(problem, upstream):
+        raise RuntimeError("no such kernel")
+
+    bad = replace(right, name="bad", forward=shifted, backward=broken)
+    monkeypatch.setattr(FAMILY, "implementations", (bad, right))
+    failed = {finding.result: finding for finding in verify.findings(only_rwkv6, (torch.float32,)) if finding.failed}
+    assert set(failed) == {"output", "backward"}
+    assert failed["backward"].reason == "RuntimeError: no such kernel"
+
+
+def test_a_wrong_lse_is_found(monkeypatch):
+    right = SOFTMAX.named("sdpa")
+
+    def shifted(a):
+        output, lse = right.forward(a)
+        return output, lse + 1e-3
+
+    monkeypatch.setattr(SOFTMAX, "implementations", (replace(right, forward=shifted), SOFTMAX.named("reference")))
+    wrong = [finding for finding in verify.findings(verify.TRIALS[2:], (torch.float32,)) if finding.failed]
+    assert [(finding.implementation, finding.result) for finding in wrong] == [("sdpa", "lse")]
+
+
+def test_wrong_updates_in_place_are_found(monkeypatch):
+    right = FAMILY.named("reference")
+    monkeypatch.setattr(FAMILY, "implementations", (replace(right, name="bad", advance=lambda problem: right.advance(problem) + 1), right))
+    failed = [finding for finding in verify.findings(verify.TRIALS[1:2], (torch.float32,)) if finding.failed]
+    assert {(finding.implementation, finding.result) for finding in failed} == {("bad", "output in place")}
+
+
+def test_nan_is_an_infinite_error():
+    assert oracle.error(torch.tensor([1.0, float("nan")]), torch.ones(2, dtype=torch.float64)) == float("inf")
+
+
+def test_overflow_of_the_rounded_formula_adds_nothing_to_the_budget():
+    x = inputs("gla", Shape(1, 70, 1, 4, 4), torch.bfloat16)
+    x = replace(x, g=x.g - 1000)
+    exact = {"output": oracle.exact_forward(x)[0]}
+    assert rounding.errors(x.problem(), 8, exact) == {"output": 0.0}
