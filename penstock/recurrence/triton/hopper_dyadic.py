@@ -1,0 +1,115 @@
+"""Factors of dyadic chunks for Hopper, in Gluon: what the forward and the backward kernel share.
+
+A chunk of 64 tokens is GROUPS groups of R tokens. A thread holds all tokens of a group for two channels, so factors of levels up to R
+are running products in its registers; beyond that, exponentials of sums over groups.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ...gpu.hopper_tiles import exp2
+
+
+@gluon.jit
+def halves(x, L: gl.constexpr, WARPS: gl.constexpr):
+    """Of [GROUPS,N,K] the first and the second half of each 2 L of N: [GROUPS,N / 2 L,L,K]."""
+    GROUPS: gl.constexpr = x.shape[0]
+    N: gl.constexpr = x.shape[1] // (2 * L)
+    K: gl.constexpr = x.shape[2]
+    both: gl.constexpr = gl.BlockedLayout([1, N, L, 2, 2], [1, 1, 1, 32, 1], [GROUPS, 1, 1, WARPS // GROUPS, 1], [4, 3, 2, 1, 0])
+    one: gl.constexpr = gl.BlockedLayout([1, N, L, 2], [1, 1, 1, 32], [GROUPS, 1, 1, WARPS // GROUPS], [3, 2, 1, 0])
+    x = gl.permute(gl.reshape(x, [GROUPS, N, 2, L, K]), (0, 1, 3, 4, 2))
+    a, b = gl.split(gl.convert_layout(x, both, assert_trivial=True))
+    return gl.convert_layout(a, one, assert_trivial=True), gl.convert_layout(b, one, assert_trivial=True)
+
+
+@gluon.jit
+def joined(a, b, layout: gl.constexpr):
+    """The inverse of ``halves``."""
+    N: gl.constexpr = 2 * a.shape[1] * a.shape[2]
+    y = gl.reshape(gl.permute(gl.join(a, b), (0, 1, 4, 2, 3)), [a.shape[0], N, a.shape[3]])
+    return gl.convert_layout(y, layout, assert_trivial=True)
+
+
+@gluon.jit
+def widened(through, behind, total, layout: gl.constexpr, WARPS: gl.constexpr):
+    """From blocks of L tokens to those of 2 L: products up to each token, of those behind it, and of all."""
+    GROUPS: gl.constexpr = total.shape[0]
+    L: gl.constexpr = through.shape[1] // total.shape[1]
+    N: gl.constexpr = total.shape[1] // 2
+    one: gl.constexpr = gl.BlockedLayout([1, N, L, 2], [1, 1, 1, 32], [GROUPS, 1, 1, WARPS // GROUPS], [3, 2, 1, 0])
+    first, second = halves(total, 1, WARPS)
+    a, b = halves(through, L, WARPS)
+    through = joined(a, b * gl.convert_layout(first, one, assert_trivial=True), layout)
+    a, b = halves(behind, L, WARPS)
+    behind = joined(a * gl.convert_layout(second, one, assert_trivial=True), b, layout)
+    return through, behind, gl.convert_layout(gl.reshape(first * second, [GROUPS, N, total.shape[2]]), layout, assert_trivial=True)
+
+
+@gluon.jit
+def grouped(x, GROUPS: gl.constexpr, layout: gl.constexpr):
+    """[C,K] as [GROUPS,R,K]."""
+    return gl.convert_layout(gl.reshape(x, [GROUPS, x.shape[0] // GROUPS, x.shape[1]]), layout, assert_trivial=True)
+
+
+@gluon.jit
+def flat(x, layout: gl.constexpr):
+    """[GROUPS,R,K] as [C,K]."""
+    return gl.convert_layout(gl.reshape(x, [x.shape[0] * x.shape[1], x.shape[2]]), layout, assert_trivial=True)
+
+
+@gluon.jit
+def spread(x, R: gl.constexpr, layout: gl.constexpr):
+    """[GROUPS,K] to all R tokens of a group: [C,K]."""
+    return flat(gl.expand_dims(x, 1).broadcast_to([x.shape[0], R, x.shape[1]]), layout)
+
+
+@gluon.jit
+def between(part, N: gl.constexpr, across: gl.constexpr):
+    """In blocks of 2 N groups, the sums between a group and the middle: [GROUPS,K]."""
+    GROUPS: gl.constexpr = part.shape[0]
+    K: gl.constexpr = part.shape[1]
+    group = gl.arange(0, GROUPS, gl.SliceLayout(1, across))[:, None]
+    x = gl.zeros([GROUPS, K], gl.float32, across)
+    for n in gl.static_range(GROUPS):
+        if n // N % 2 == 0:
+            x += gl.where((group // N == n // N) & (group < n), part.slice(n, 1).load(across), 0.0)
+        else:
+            x += gl.where((group // N == n // N) & (group > n), part.slice(n, 1).load(across), 0.0)
+    return x
+
+
+@gluon.jit
+def around(part, across: gl.constexpr):
+    """The sums before each group, behind it, and of all."""
+    GROUPS: gl.constexpr = part.shape[0]
+    K: gl.constexpr = part.shape[1]
+    group = gl.arange(0, GROUPS, gl.SliceLayout(1, across))[:, None]
+    before = gl.zeros([GROUPS, K], gl.float32, across)
+    after = gl.zeros([GROUPS, K], gl.float32, across)
+    whole = gl.zeros([1, K], gl.float32, across)
+    for n in gl.static_range(GROUPS):
+        one = part.slice(n, 1).load(across)
+        whole += one
+        before += gl.where(group > n, one, 0.0)
+        after += gl.where(group < n, one, 0.0)
+    return before, after, whole
+
+
+@gluon.jit
+def in_second_half(n: gl.constexpr, C: gl.constexpr, layout: gl.constexpr):
+    """[C,1]: which tokens lie in the second half of their block of level n."""
+    return ((gl.arange(0, C, gl.SliceLayout(1, layout)) >> n) & 1)[:, None] == 1
+
+
+@gluon.jit
+def factored(q, k, through, behind, n: gl.constexpr, layout: gl.constexpr):
+    """X of blocks of 2^n tokens."""
+    second = in_second_half(n, q.shape[0], layout)
+    Q = (q.to(gl.float32) * flat(through, layout)).to(q.dtype)
+    if n == 0:
+        return gl.where(second, Q, k)  # no token lies between k and the middle
+    else:
+        return gl.where(second, Q, (k.to(gl.float32) * flat(behind, layout)).to(q.dtype))
