@@ -8,7 +8,7 @@ demo: .venv/demo
 	.venv/bin/penstock demo
 
 test: .venv/dev lint
-	.venv/bin/python -m pytest -n auto
+	.venv/bin/python -m pytest -n auto -m "not slow"
 
 lint: .venv/dev
 	.venv/bin/ruff check .
