@@ -64,7 +64,13 @@ def _descriptor() -> Any:
 def description(x: Tensor, tile: Tile) -> dict[str, Any]:
     """What tensors of one layout have in common as matrices that are copied in tiles."""
     strides, box = [x.stride(tile.axes - 1), 1], [tile.rows, tile.columns]
-    return {"columns": prod(x.shape[tile.axes :]), "strides": strides, "block_shape": box, "layout": _layout(8 * x.element_size()), "padding": "zero"}
+    return {
+        "columns": prod(x.shape[tile.axes :]),
+        "strides": strides,
+        "block_shape": box,
+        "layout": _layout(8 * x.element_size()),
+        "padding": "zero",
+    }
 
 
 def described(x: Tensor, known: Mapping[str, Any]) -> Any:

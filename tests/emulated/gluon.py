@@ -79,7 +79,9 @@ def _promoted(a, b):
     if not isinstance(b, torch.Tensor):
         if isinstance(b, float) and not a.is_floating_point():
             a = a.to(F32)
-        b = torch.tensor(b, dtype=a.dtype if not (isinstance(b, int) and not isinstance(b, bool) and a.dtype == torch.bool) else torch.int32)
+        b = torch.tensor(
+            b, dtype=a.dtype if not (isinstance(b, int) and not isinstance(b, bool) and a.dtype == torch.bool) else torch.int32
+        )
         if isinstance(b, torch.Tensor) and a.dtype in (torch.bfloat16, torch.float16) and b.dtype != a.dtype:
             b = b.to(a.dtype)
     return a, b
@@ -322,7 +324,7 @@ def copy_in(descriptor, at, bar, target, pred=True):
         tile = torch.zeros(R, C, dtype=descriptor.matrix.dtype)
         height, width = descriptor.matrix.shape
         r, c = max(min(R, height - row), 0), max(min(C, width - column), 0)
-        assert 0 <= row and 0 <= column
+        assert row >= 0 and column >= 0
         tile[:r, :c] = descriptor.matrix[row : row + r, column : column + c]
         target.data.copy_(tile.view(target.data.shape))
         one.bytes -= descriptor.block_type.nbytes
@@ -522,7 +524,6 @@ def emulated(kernel, replaced=None):
     """A kernel's Python function in which the language is this one."""
     if id(kernel) in _made:
         return _made[id(kernel)]
-    from triton.runtime.jit import JITFunction
     from triton.language import constexpr
 
     fn = kernel.fn

@@ -15,12 +15,13 @@ FORM = "hopper"
 """Its name in the tables."""
 C, BV = 64, 64
 """Tokens in a chunk, and value channels in a block: what one program of the forward launch that follows has."""
-STAGES, COLUMNS = {64: 3, 128: 3, 256: 2}, 2
-FORWARD = {(64, 1): (4, 120, 128), (128, 1): (8, 136, 168), (128, 2): (8, 112, 128), (256, 1): (8, 128, 168)}
-"""By K and blocks of V in a program: warps that prepare, registers for their threads, and for every thread before they are divided
-anew. With fewer they spill; with more, those that hold the state do."""
-BACKWARD = {64: (4, 160), 128: (8, 128)}
-"""By K: warps, and registers for their threads, such that 3 and 2 programs share a multiprocessor."""
+STAGES, SLOTS = 2, 4
+"""Tiles of q, k and v in flight, and tiles with factors. With these, two programs share a multiprocessor at K = 64."""
+FORWARD = {64: (4, 136, 128), 128: (8, 152, 168)}
+"""By K: warps that prepare, registers for their threads, and for every thread before they are divided anew. With fewer they spill; with
+more, those that hold the state do."""
+BACKWARD = {64: (8, 128), 128: (8, 255)}
+"""By K: warps, and registers for their threads. At K = 64 two programs share a multiprocessor."""
 
 
 def kernels() -> tuple[Any, Any] | None:
@@ -32,7 +33,7 @@ def kernels() -> tuple[Any, Any] | None:
 def forward(p: Recurrence, config: KernelConfig, target: Target, precision: str) -> Any:
     """The kernel of the forward pass if the table wants it and it can compute this problem, or None."""
     sizes = p.sizes
-    suits = config.BV == BV and sizes["K"] in STAGES and sizes["V"] % BV == 0 and _suits(p, config, target, precision)
+    suits = config.BV == BV and sizes["K"] in FORWARD and sizes["V"] % BV == 0 and _suits(p, config, target, precision)
     found = kernels() if suits else None
     return found and found[0]
 
@@ -60,20 +61,20 @@ def _suits(p: Recurrence, config: KernelConfig, target: Target, precision: str, 
     )
 
 
-def together(K: int, V: int, programs: int, target: Target) -> int:
-    """Blocks of V that one program walks with: two if they fit, unless ``programs`` of one each can all run at once."""
-    return 2 if (K, 2) in FORWARD and V % (2 * BV) == 0 and programs > target.multiprocessors else 1
-
-
-def constants(K: int, blocks: int) -> dict[str, Any]:
+def constants(K: int, in_tiles: bool) -> dict[str, Any]:
     """What the forward kernel is compiled for besides the problem."""
-    warps, registers, _ = FORWARD[K, blocks]
-    return {"BLOCKS": blocks, "STAGES": STAGES[K], "COLUMNS": COLUMNS, "WARPS": warps, "REGISTERS": registers}
+    warps, registers, _ = FORWARD[K]
+    return {"STAGES": STAGES, "SLOTS": SLOTS, "WARPS": warps, "REGISTERS": registers, "TILED": in_tiles}
+
+
+def decays_in_tiles(p: Recurrence) -> bool:
+    """Whether the hardware can copy the decays in tiles too."""
+    return p.g is not None and "T" in p.variant.decay and tiled(p.g)
 
 
 def forward_tiles(K: int) -> tuple[Tile, ...]:
-    """Of its first tensors: q, k, v and the output."""
-    return Tile(C, K), Tile(C, K), Tile(C, BV), Tile(C, BV)
+    """Of its first tensors: q, k, v, the output and the decays."""
+    return Tile(C, K), Tile(C, K), Tile(C, BV), Tile(C, BV), Tile(C, K)
 
 
 def backward_tiles(K: int) -> tuple[Tile, ...]:

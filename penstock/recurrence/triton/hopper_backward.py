@@ -1,318 +1,414 @@
-"""The chunkwise backward kernel for Hopper, in Gluon: decays per channel, bfloat16 products, chunks of 64 tokens, K = V = 64 or 128.
+"""The chunkwise backward kernel for decays per channel on Hopper, in Gluon: any decay at one speed. One program per chunk and head.
 
-The formulas and the meaning of what is written are those of ``chunk_backward``'s first launch, which this stands in for: one program
-per chunk and head, between the state S before the chunk and the state's gradient dS behind it. It differs in how it keeps things:
+Between the state S before the chunk and the state's gradient dS behind it, with the tiles X and factors f of ``hopper_forward``:
 
-- Tiles come by TMA, all that fit at once; at K = 128 dS follows S into the same memory, so that two programs share a multiprocessor.
-- qt and kt overwrite q and k; all products read shared memory, and none waits for registers.
-- Sums over tokens are taken in registers, by threads that each hold 16 tokens of two channels. What comes out of products goes to that
-  layout through memory that is free by then, and the factors are made once more there, from decays read again: registers are scarce.
-- dg's sums take q dq and k dk as qt dqt and kt dkt with the rounded qt and kt, as products had them: what cancels there cancels exactly.
+    dA = scale dO V^T                                   M = dA below the diagonal, its transpose above
+    dX_L = f o Y_L,   Y_L = (M where L splits the pair) X_L      dq takes the second halves, dk the first
+    dq += e k + scale read o (dO S^T)                   dk += e q + rest o (V dS^T)            e the diagonal of dA
+    dV = A^T dO + (k o rest) dS                         A = sum of X_L X_L^T as in the forward pass
+    dg_t = sum of q o dX over tokens behind t in its second half, of k o dX over those before t in its first half, of all levels,
+           the same of what comes through the state, and total o rowsum(S o dS)
+
+Every term of dg is a pair of tokens with t between: nothing cancels. Y_L overwrites X_L, and factors are made once more for q's side and
+once for k's, as registers are scarcer than exponentials.
 """
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from ...gpu.hopper_tiles import exp2, meet, others, plus, zeroed_behind
+from ...gpu.hopper_tiles import exp2, meet, zeroed_behind
 from ...gpu.tiles import LOG2E, span_of
-from .tiles import FLOOR, SUITS
+from .hopper_dyadic import around, between, factored, flat, grouped, halves, in_second_half, joined, spread, widened
 
-GROUPS = gl.constexpr(4)  # of tokens, which sum by themselves first
-
-
-@gluon.jit
-def grouped(x, lay3: gl.constexpr):
-    """[C, K] as [GROUPS, C / GROUPS, K]: the same registers."""
-    GROUP: gl.constexpr = x.shape[0] // GROUPS
-    return gl.convert_layout(gl.reshape(x, [GROUPS, GROUP, x.shape[1]]), lay3, assert_trivial=True)
+C = gl.constexpr(64)
+GROUPS = gl.constexpr(8)  # of R tokens, each in one thread
+R = gl.constexpr(8)
+LEVELS = gl.constexpr(6)
+ROWS = gl.constexpr(16)  # of products within a warp
+KINDS = gl.constexpr(3)  # of sums over groups: of levels 16 and 32, and of what comes through the state
 
 
 @gluon.jit
-def spread(x, lay: gl.constexpr, C: gl.constexpr):
-    """[GROUPS, K] to all tokens of a group: [C, K]."""
-    K: gl.constexpr = x.shape[1]
-    x3 = gl.expand_dims(x, 1).broadcast_to([GROUPS, C // GROUPS, K])
-    return gl.convert_layout(gl.reshape(x3, [C, K]), lay, assert_trivial=True)
+def decays(g, g_t: gl.constexpr, g_k: gl.constexpr, tokens, K: gl.constexpr, layout: gl.constexpr):
+    """The chunk's log2 decays [C,K], 0 where there is no token."""
+    i = gl.arange(0, C, gl.SliceLayout(1, layout))
+    j = gl.arange(0, K, gl.SliceLayout(0, layout))
+    at = (i // R * R)[:, None] * g_t + j[None, :] * g_k + (i % R)[:, None] * g_t
+    return gl.load(g + at, mask=(i < tokens)[:, None], other=0.0).to(gl.float32) * LOG2E
 
 
 @gluon.jit
-def ungrouped(x3, lay: gl.constexpr):
-    """The inverse of ``grouped``."""
-    return gl.convert_layout(gl.reshape(x3, [x3.shape[0] * x3.shape[1], x3.shape[2]]), lay, assert_trivial=True)
-
-
-@gluon.jit
-def row_sums(x, memory, PARTS: gl.constexpr, to: gl.constexpr):
-    """[C] of [C, N], whose columns PARTS warps share, by way of ``memory`` [PARTS C]."""
-    C: gl.constexpr = x.shape[0]
-    y = gl.sum(gl.reshape(x, [C, PARTS, x.shape[1] // PARTS]), 2)
-    memory.store(gl.reshape(gl.permute(y, (1, 0)), [PARTS * C]))
-    total = memory.slice(0, C).load(to)
-    for n in gl.static_range(1, PARTS):
-        total += memory.slice(n * C, C).load(to)
-    return total
-
-
-@gluon.jit
-def state_rows(base, S, begin: gl.constexpr, lay: gl.constexpr, HERE: gl.constexpr):
-    """Half of a state's rows, from shared memory if it is still HERE."""
-    K: gl.constexpr = S.shape[1]
-    ROWS: gl.constexpr = K // 2
-    if HERE:
-        X = S.slice(begin, ROWS).load(lay)
+def over_the_middle(x, L: gl.constexpr, LATER: gl.constexpr, layout: gl.constexpr, WARPS: gl.constexpr):
+    """In blocks of 2 L tokens: for the first half the sum of x over the second, if LATER; else for the second that over the first."""
+    a, b = halves(x, L, WARPS)
+    if LATER:
+        y = gl.expand_dims(gl.sum(b, 2), 2).broadcast_to(a.shape)
+        y = joined(y, gl.zeros_like(b), layout)
     else:
-        WAVE: gl.constexpr = gl.num_warps() * 256 // K  # rows that all threads together hold at a time
-        i = gl.arange(0, ROWS, gl.SliceLayout(1, lay))[:, None]
-        j = gl.arange(0, K, gl.SliceLayout(0, lay))[None, :]
-        X = gl.load(base + (i % WAVE * K + j) + (i // WAVE * (WAVE * K) + begin * K))
-    return X
+        y = gl.expand_dims(gl.sum(a, 2), 2).broadcast_to(b.shape)
+        y = joined(gl.zeros_like(a), y, layout)
+    return y
 
 
 @gluon.jit
-def scale_rows(dS, X, before, behind, begin: gl.constexpr, lay: gl.constexpr, DG: gl.constexpr):
-    """Half of dS times ``behind`` in place; if DG, ``before`` times rowsum(X o that) in place of ``before``."""
-    ROWS: gl.constexpr = dS.shape[0] // 2
-    row: gl.constexpr = gl.SliceLayout(1, lay)
-    half = dS.slice(begin, ROWS)
-    D = half.load(lay).to(gl.float32) * behind.slice(begin, ROWS).load(row).to(gl.float32)[:, None]
-    half.store(D.to(gl.bfloat16))
+def from_groups(sums, carry, LATER: gl.constexpr, across: gl.constexpr):
+    """Of sums by group [KINDS,GROUPS,K]: those of later groups, or of earlier ones, in the same 2, 4 and 8 groups: [GROUPS,K]."""
+    WARPS: gl.constexpr = gl.num_warps()
+    K: gl.constexpr = sums.shape[2]
+    whole: gl.constexpr = gl.BlockedLayout([1, GROUPS, 2], [1, 1, 32], [1, 1, WARPS], [2, 1, 0])
+    eight = sums.index(2).load(gl.SliceLayout(0, whole))[None, :, :]
+    four = eight + sums.index(1).load(gl.SliceLayout(0, whole))[None, :, :]
+    two = four + sums.index(0).load(gl.SliceLayout(0, whole))[None, :, :]
+    x = over_the_middle(two, 1, LATER, whole, WARPS)
+    x += over_the_middle(four, 2, LATER, whole, WARPS)
+    x += over_the_middle(eight, 4, LATER, whole, WARPS)
+    carry.store(gl.convert_layout(gl.reshape(x, [GROUPS, K]), gl.SliceLayout(0, whole), assert_trivial=True))
+    return carry.load(across)
+
+
+@gluon.jit
+def collected(
+    tile, through_state, Y_s, x, tables, sums, layout: gl.constexpr, by_group: gl.constexpr,
+    QUERIES: gl.constexpr, PREVIOUS: gl.constexpr, DG: gl.constexpr,
+):  # fmt: skip
+    """dq, or dk, of levels and state; and dg's share of it [GROUPS,R,K] but for other groups, whose sums go to ``sums``."""
+    WARPS: gl.constexpr = gl.num_warps()
+    K: gl.constexpr = tile.shape[1]
+    across: gl.constexpr = gl.SliceLayout(1, by_group)
+    group = gl.arange(0, GROUPS, gl.SliceLayout(1, across))[:, None]
+    total = exp2(grouped(x, GROUPS, by_group))
+    behind = gl.full([GROUPS, R, K], 1.0, gl.float32, by_group)
+    through = behind
+    if not PREVIOUS:
+        through = total
+    raw = tile.load(layout).to(gl.float32)
+    d = gl.zeros([C, K], gl.float32, layout)
+    d_gate = gl.zeros([GROUPS, R, K], gl.float32, by_group)
+    for n in gl.static_range(3):  # levels within a group
+        here = in_second_half(n, C, layout)
+        factor = flat(through, layout)
+        if not QUERIES:
+            here = here == 0
+            factor = flat(behind, layout)
+        y = gl.where(here, Y_s.index(n).load(layout).to(gl.float32) * factor, 0.0)
+        d += y
+        if DG:
+            z = grouped(raw * y, GROUPS, by_group)
+            if QUERIES and not PREVIOUS:
+                d_gate += z
+            for m in gl.static_range(n):
+                d_gate += over_the_middle(z, 1 << m, QUERIES, by_group, WARPS)
+        through, behind, total = widened(through, behind, total, by_group, WARPS)
+    factor = flat(through, layout)
+    if not QUERIES:
+        factor = flat(behind, layout)
+    raw = raw * factor
+    far = gl.zeros([C, K], gl.float32, layout)
+    for n in gl.static_range(4):  # those of groups, and the state
+        if n < 3:
+            y = Y_s.index(3 + n).load(layout).to(gl.float32)
+            here = (group >> n & 1) == 1
+            if not QUERIES:
+                here = here == 0
+            if n == 0:
+                to_middle = gl.where(here, 1.0, gl.zeros([GROUPS, K], gl.float32, across))
+            else:
+                to_middle = gl.where(here, tables.index(n - 1).load(across), 0.0)
+        else:
+            y = through_state.load(layout).to(gl.float32)
+            if QUERIES:
+                to_middle = tables.index(2).load(across)
+            else:
+                to_middle = tables.index(3).load(across)
+        far += y * spread(to_middle, R, layout)
+        if DG and n > 0:
+            sums.index(n - 1).store(gl.sum(grouped(raw * y, GROUPS, by_group), 1) * to_middle)
     if DG:
-        factor = before.slice(begin, ROWS)
-        factor.store(gl.sum(X.to(gl.float32) * D, 1) * factor.load(row))
+        z = grouped(raw * far, GROUPS, by_group)
+        if QUERIES and not PREVIOUS:
+            d_gate += z
+        for m in gl.static_range(3):
+            d_gate += over_the_middle(z, 1 << m, QUERIES, by_group, WARPS)
+    return d + far * factor, d_gate
+
+
+@gluon.constexpr_function
+def folded(layout, TRANSPOSED):
+    """A layout of four blocks [4,ROWS,K], or [4,K,ROWS] if TRANSPOSED, as one of the tile [C,K] that they stack up to."""
+
+    def fold(bases):
+        return [[ROWS.value * x[0] + x[2], x[1]] if TRANSPOSED else [ROWS.value * x[0] + x[1], x[2]] for x in bases]
+
+    shape = [layout.shape[0] * layout.shape[2], layout.shape[1]] if TRANSPOSED else [layout.shape[0] * layout.shape[1], layout.shape[2]]
+    return gl.DistributedLinearLayout(
+        fold(layout.reg_bases), fold(layout.lane_bases), fold(layout.warp_bases), fold(layout.block_bases), shape
+    )
+
+
+@gluon.constexpr_function
+def in_blocks(layout):
+    """A layout of [C,C] as one of [C,4,ROWS]."""
+
+    def cut(bases):
+        return [[x[0], x[1] // ROWS.value, x[1] % ROWS.value] for x in bases]
+
+    shape = [C.value, C.value // ROWS.value, ROWS.value]
+    return gl.DistributedLinearLayout(cut(layout.reg_bases), cut(layout.lane_bases), cut(layout.warp_bases), cut(layout.block_bases), shape)
+
+
+@gluon.jit
+def blocks(tile, layout: gl.constexpr, TRANSPOSED: gl.constexpr):
+    """A tile [C,K] as an operand of products within its four blocks: [4,ROWS,K], or [4,K,ROWS] if TRANSPOSED."""
+    K: gl.constexpr = tile.shape[1]
+    N: gl.constexpr = C // ROWS
+    if TRANSPOSED:
+        x = tile.load(folded(gl.to_linear_layout(layout, [N, K, ROWS]), True))
+        x = gl.permute(gl.reshape(x, [N, ROWS, K]), (0, 2, 1))
+    else:
+        x = gl.reshape(tile.load(folded(gl.to_linear_layout(layout, [N, ROWS, K]), False)), [N, ROWS, K])
+    return gl.convert_layout(x, layout, assert_trivial=True)
 
 
 @gluon.jit(do_not_specialize=["N", "T"])
 def penstock_chunk_bwd_hopper(
-    q_tiles, k_tiles, v_tiles, o_tiles, S_tiles, dS_tiles, q, k, g, u, chunk_states, dq, dk, dv, dg, du, todo, cu_seqlens, scale, N, T,
-    g_b, g_h, u_h, u_k,
-    q_t: gl.constexpr, k_t: gl.constexpr, g_t: gl.constexpr, g_k: gl.constexpr,
-    H: gl.constexpr, K: gl.constexpr, C: gl.constexpr, DG: gl.constexpr, PREVIOUS: gl.constexpr, PACKED: gl.constexpr,
+    q_tiles, k_tiles, v_tiles, o_tiles, S_tiles, dS_tiles, g, u, dq, dk, dv, dg, du, cu_seqlens, scale, N, T, g_b, g_h, u_h, u_k,
+    g_t: gl.constexpr, g_k: gl.constexpr, H: gl.constexpr, K: gl.constexpr,
+    DG: gl.constexpr, PREVIOUS: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """Program (chunk slot, head). Tiles: tokens [B T, H K] in tiles of [C, K], states [slots H K, K] of [K, K].
 
-    q and k are [B T, H, K] with token strides q_t and k_t; dq, dk, dv, dg are contiguous; du is [slots, H, K]; ``todo`` [programs].
+    dq, dk, dv, dg are contiguous; du is [slots, H, K].
     """
-    NW: gl.constexpr = gl.num_warps()
-    BOTH: gl.constexpr = 1 if K <= 64 else 0  # S and dS are in shared memory together
-    WC: gl.constexpr = NW // 4
-    GROUP: gl.constexpr = C // GROUPS
-    lay: gl.constexpr = gl.BlockedLayout([GROUP, 2], [1, 32], [GROUPS, NW // GROUPS], [1, 0])
-    lay3: gl.constexpr = gl.BlockedLayout([1, GROUP, 2], [1, 1, 32], [GROUPS, 1, NW // GROUPS], [2, 1, 0])
-    row: gl.constexpr = gl.SliceLayout(1, lay3)  # [GROUPS, K]
-    lay_s: gl.constexpr = gl.BlockedLayout([1, 8], [256 // K, K // 8], [NW, 1], [1, 0])
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WC], [16, K // WC, 16])
-    mma_a: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WC], [16, C // WC, 16])
-    rows_a: gl.constexpr = gl.SliceLayout(1, mma_a)
+    WARPS: gl.constexpr = gl.num_warps()
+    ACROSS: gl.constexpr = WARPS // 4
+    layout: gl.constexpr = gl.BlockedLayout([R, 2], [1, 32], [GROUPS, WARPS // GROUPS], [1, 0])
+    by_group: gl.constexpr = gl.BlockedLayout([1, R, 2], [1, 1, 32], [GROUPS, 1, WARPS // GROUPS], [2, 1, 0])
+    across: gl.constexpr = gl.SliceLayout(1, by_group)
+    by_row: gl.constexpr = gl.BlockedLayout([1, 8], [256 // K, K // 8], [WARPS, 1], [1, 0])
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, ACROSS], [16, K // ACROSS, 16])
+    square: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, ACROSS], [16, C // ACROSS, 16])
+    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    block: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, ACROSS], [1, 16, 8])
+    block_left: gl.constexpr = gl.DotOperandLayout(0, block, 2)
+    block_right: gl.constexpr = gl.DotOperandLayout(1, block, 2)
     half: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    full: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
-    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    flat2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    plain2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
 
     pid = gl.program_id(0)
     h = (pid % H).to(gl.int64)
-    slot = pid // H
-    n, begin, end, done = span_of(slot, cu_seqlens, N, T, C, PACKED)
+    n, begin, end, done = span_of(pid // H, cu_seqlens, N, T, C, PACKED)
     tokens = gl.minimum(end - begin - done, C).to(gl.int32)
-    d = gl.arange(0, K, gl.SliceLayout(0, lay))
-    d = gl.max_contiguous(gl.multiple_of(d, 2), 2)
     per_chunk = pid.to(gl.int64) * K
     if tokens <= 0:
         if PREVIOUS:
-            gl.store(du + per_chunk + d, gl.zeros([K], gl.float32, gl.SliceLayout(0, lay)))
-        gl.store(todo + pid, 0)
+            j = gl.arange(0, K, gl.SliceLayout(0, layout))
+            gl.store(du + per_chunk + j, gl.zeros([K], gl.float32, gl.SliceLayout(0, layout)))
         return
     b = n.to(gl.int64)
     if PACKED:
         b = b * 0
     token = b * T + begin + done
     place = (token * H + h) * K
-    i = gl.arange(0, C, gl.SliceLayout(1, lay))
-    live = (i < tokens)[:, None]
-    far = (i & -GROUP).to(gl.int64)[:, None]  # a thread's first token; its others are constant distances from there, and need no address
-    near = (i & (GROUP - 1)).to(gl.int64)[:, None]
-    at = place + (far * (H * K) + d[None, :])
-    step = near * (H * K)
     g += b * g_b + (begin + done) * g_t + h * g_h
 
-    Q = gl.allocate_shared_memory(gl.bfloat16, [C, K], half)
-    Kt = gl.allocate_shared_memory(gl.bfloat16, [C, K], half)
-    VO = gl.allocate_shared_memory(gl.bfloat16, [2, C, K], half)
-    states = gl.allocate_shared_memory(gl.bfloat16, [1 + BOTH, K, K], half)
-    weights = gl.allocate_shared_memory(gl.bfloat16, [2, C, C], half)
-    before_s = gl.allocate_shared_memory(gl.float32, [K], flat)
-    behind_s = gl.allocate_shared_memory(gl.bfloat16, [K], flat)  # powers of two
-    bars = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
-    V = VO.index(0)
-    O = VO.index(1)
+    q_s = gl.allocate_shared_memory(gl.bfloat16, [C, K], half)
+    k_s = gl.allocate_shared_memory(gl.bfloat16, [C, K], half)
+    v_s = gl.allocate_shared_memory(gl.bfloat16, [C, K], half)  # then dq through the state
+    o_s = gl.allocate_shared_memory(gl.bfloat16, [C, K], half)
+    dk_s = gl.allocate_shared_memory(gl.bfloat16, [C, K], half)  # dk through the state
+    M_s = gl.allocate_shared_memory(gl.bfloat16, [C, C], half)  # then A
+    X_s = gl.allocate_shared_memory(gl.bfloat16, [LEVELS, C, K], half)  # before that S, dS and k o rest
+    part = gl.allocate_shared_memory(gl.float32, [GROUPS, K], plain2)
+    tables = gl.allocate_shared_memory(gl.float32, [4, GROUPS, K], plain2)  # to the middle of 4 and 8 groups, from the begin, to the end
+    e_s = gl.allocate_shared_memory(gl.float32, [C], plain)
+    D_s = gl.allocate_shared_memory(gl.bfloat16, [C, ROWS], plain2)
+    row_s = gl.allocate_shared_memory(gl.float32, [K], plain)
+    bars = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    TILES: gl.constexpr = K // C  # that a state takes
+    states = X_s._reinterpret(gl.bfloat16, [LEVELS // TILES, K, K], half)
     S = states.index(0)
-    dS = states.index(BOTH)
-    A_s = weights.index(0)
-    dA_s = weights.index(1)
-    part = A_s._reinterpret(gl.float32, [C * C // (2 * K), K], flat2).slice(0, GROUPS)
-    own_s = A_s._reinterpret(gl.float32, [C * C // 2], flat).slice(0, WC * C)
-    e_s = dA_s._reinterpret(gl.float32, [C * C // 2], flat).slice(0, C)
-    carry_s = dA_s._reinterpret(gl.float32, [C * C // (2 * K), K], flat2).slice(0, GROUPS)
-    for n_bar in gl.static_range(3):
+    dS = states.index(1)
+    rest_s = X_s.index(2 * TILES)
+    uk_s = X_s.index(LEVELS - 1)
+    for n_bar in gl.static_range(2):
         mbarrier.init(bars.index(n_bar), count=1)
     fence_async_shared()
     meet()
     line = token.to(gl.int32)
     column = (h * K).to(gl.int32)
-    state = pid * K
-    bar = bars.index(0)
-    mbarrier.expect(bar, 2 * q_tiles.block_type.nbytes)
-    tma.async_copy_global_to_shared(q_tiles, [line, column], bar, Q)
-    tma.async_copy_global_to_shared(k_tiles, [line, column], bar, Kt)
-    bar = bars.index(1)
-    mbarrier.expect(bar, 2 * v_tiles.block_type.nbytes + S_tiles.block_type.nbytes)
-    tma.async_copy_global_to_shared(o_tiles, [line, column], bar, O)
-    tma.async_copy_global_to_shared(v_tiles, [line, column], bar, V)
-    tma.async_copy_global_to_shared(S_tiles, [state, 0], bar, S)
-    bar = bars.index(2)
-    mbarrier.expect(bar, dS_tiles.block_type.nbytes)
-    if BOTH:
-        tma.async_copy_global_to_shared(dS_tiles, [state, 0], bar, dS)
+    mbarrier.expect(bars.index(0), 4 * q_tiles.block_type.nbytes)
+    tma.async_copy_global_to_shared(v_tiles, [line, column], bars.index(0), v_s)
+    tma.async_copy_global_to_shared(o_tiles, [line, column], bars.index(0), o_s)
+    tma.async_copy_global_to_shared(q_tiles, [line, column], bars.index(0), q_s)
+    tma.async_copy_global_to_shared(k_tiles, [line, column], bars.index(0), k_s)
+    mbarrier.expect(bars.index(1), 2 * S_tiles.block_type.nbytes)
+    tma.async_copy_global_to_shared(S_tiles, [pid * K, 0], bars.index(1), S)
+    tma.async_copy_global_to_shared(dS_tiles, [pid * K, 0], bars.index(1), dS)
 
-    # the factors; qt and kt in place of q and k
-    x = gl.load(g + (far * g_t + d[None, :] * g_k) + near * g_t, mask=live, other=0.0).to(gl.float32)
+    x = decays(g, g_t, g_k, tokens, K, layout)
+    part.store(gl.sum(grouped(x, GROUPS, by_group), 1))
+    bonus = gl.full([1, K], 1.0, gl.float32, layout)
+    if PREVIOUS:
+        bonus = gl.load(u + h * u_h + gl.arange(0, K, gl.SliceLayout(0, layout)) * u_k).to(gl.float32)[None, :]
     mbarrier.wait(bars.index(0), 0)
     if tokens < C:
-        zeroed_behind(Q, tokens, lay)
-        zeroed_behind(Kt, tokens, lay)
-    own = gl.zeros([C], gl.float32, rows_a)
-    if PREVIOUS:
-        bonus = gl.load(u + h * u_h + d * u_k).to(gl.float32)[None, :]
-        own = row_sums(Q.load(lay).to(gl.float32) * bonus * Kt.load(lay).to(gl.float32), own_s, WC, rows_a) * scale
-    part.store(gl.sum(grouped(x, lay3), 1))
-    P = gl.associative_scan(grouped(x, lay3), 1, plus)
-    total, carry = others(part, row, False)
-    total = gl.maximum(total * LOG2E, FLOOR)
-    whole = gl.floor(0.5 * total + 0.5)
-    M = total - whole
-    gl.store(todo + pid, 0)
-    before_s.store(gl.sum(exp2(M), 0))
-    behind_s.store(gl.sum(exp2(whole), 0).to(gl.bfloat16))
-    shift = carry * LOG2E - M
-    G = ungrouped(P, lay) * LOG2E + spread(shift, lay, C)
-    Gq = G
-    if PREVIOUS:
-        Gq = G - x * LOG2E
-    Q.store((Q.load(lay).to(gl.float32) * (exp2(Gq) * scale)).to(gl.bfloat16))
-    Kt.store((Kt.load(lay).to(gl.float32) * exp2(-G)).to(gl.bfloat16))
+        zeroed_behind(q_s, tokens, layout)
+        zeroed_behind(k_s, tokens, layout)
+        zeroed_behind(v_s, tokens, layout)
+        zeroed_behind(o_s, tokens, layout)
+        fence_async_shared()
+        meet()
+
+    # M, and what comes through the states
+    dA = warpgroup_mma(o_s, v_s.permute((1, 0)), gl.zeros([C, C], gl.float32, square), use_acc=False, is_async=True)
+    dA_t = warpgroup_mma(v_s, o_s.permute((1, 0)), gl.zeros([C, C], gl.float32, square), use_acc=False, is_async=True)
     mbarrier.wait(bars.index(1), 0)
-    if tokens < C:
-        zeroed_behind(V, tokens, lay)
-        zeroed_behind(O, tokens, lay)
+    dq_in = warpgroup_mma(o_s, S.permute((1, 0)), gl.zeros([C, K], gl.float32, mma), use_acc=False, is_async=True)
+    dk_in = warpgroup_mma(v_s, dS.permute((1, 0)), gl.zeros([C, K], gl.float32, mma), use_acc=False, is_async=True)
+    a = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, block)))[None, :, None]
+    b = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(1, block)))[None, None, :]
+    zero = gl.zeros([C // ROWS, ROWS, ROWS], gl.float32, block)
+    D = mma_v2(blocks(o_s, block_left, False), blocks(v_s, block_right, True), zero)
+    D_t = mma_v2(blocks(v_s, block_left, False), blocks(o_s, block_right, True), zero)
+    near = gl.convert_layout((gl.where(a > b, D, D_t) * scale).to(gl.bfloat16), block_left)
+    e_s.store(gl.reshape(gl.sum(gl.where(a == b, D, 0.0), 2), [C]) * scale)
+    if DG:
+        row_s.store(gl.sum(S.load(by_row).to(gl.float32) * dS.load(by_row).to(gl.float32), 1))
+    dA, dA_t, dq_in, dk_in = warpgroup_mma_wait(0, [dA, dA_t, dq_in, dk_in])
+    meet()
+    i = gl.arange(0, C, gl.SliceLayout(1, square))[:, None]
+    j = gl.arange(0, C, gl.SliceLayout(0, square))[None, :]
+    M_s.store((gl.where(i > j, dA, dA_t) * scale).to(gl.bfloat16))
+    v_s.store((dq_in * scale).to(gl.bfloat16))
+    dk_s.store(dk_in.to(gl.bfloat16))
+
+    # the tiles of all levels
+    q = q_s.load(layout)
+    k = k_s.load(layout)
+    total = exp2(grouped(x, GROUPS, by_group))
+    behind = gl.full([GROUPS, R, K], 1.0, gl.float32, by_group)
+    through = behind
+    if not PREVIOUS:
+        through = total
+    X_0 = factored(q, k, through, behind, 0, layout)
+    through, behind, total = widened(through, behind, total, by_group, WARPS)
+    X_1 = factored(q, k, through, behind, 1, layout)
+    through, behind, total = widened(through, behind, total, by_group, WARPS)
+    X_2 = factored(q, k, through, behind, 2, layout)
+    through, behind, total = widened(through, behind, total, by_group, WARPS)
+    qf = q.to(gl.float32) * flat(through, layout)
+    kf = k.to(gl.float32) * flat(behind, layout)
+    before, after, whole = around(part, across)
+    after = exp2(after)
+    quarter = exp2(between(part, 2, across))
+    half_way = exp2(between(part, 4, across))
+    tables.index(0).store(quarter)
+    tables.index(1).store(half_way)
+    tables.index(2).store(exp2(before))
+    tables.index(3).store(after)
+    rest_s.store((kf * spread(after, R, layout)).to(gl.bfloat16))
+    if PREVIOUS:
+        uk_s.store((k.to(gl.float32) * bonus).to(gl.bfloat16))
     fence_async_shared()
     meet()
-    zero = gl.arange(0, K, gl.SliceLayout(0, row))[None, :] * 0
-    gl.store(todo + pid + zero, zero + 1, mask=total < -SUITS)
-
-    # what needs S, and A
-    ia = gl.arange(0, C, rows_a)[:, None]
-    ja = gl.arange(0, C, gl.SliceLayout(0, mma_a))[None, :]
-    dA = warpgroup_mma(O, V.permute((1, 0)), gl.zeros([C, C], gl.float32, mma_a), use_acc=False, is_async=True)
-    A = warpgroup_mma(Q, Kt.permute((1, 0)), gl.zeros([C, C], gl.float32, mma_a), use_acc=False, is_async=True)
-    dqt = warpgroup_mma(O, S.permute((1, 0)), gl.zeros([C, K], gl.float32, mma), use_acc=False, is_async=True)
-    dA, A = warpgroup_mma_wait(1, [dA, A])
-    e = gl.zeros([C], gl.float32, rows_a)
+    dV = warpgroup_mma(rest_s, dS, gl.zeros([C, K], gl.float32, mma), use_acc=False, is_async=True)
+    X_3 = gl.where(in_second_half(3, C, layout), qf, kf)
+    X_4 = gl.where(in_second_half(4, C, layout), qf, kf) * spread(quarter, R, layout)
+    X_5 = gl.where(in_second_half(5, C, layout), qf, kf) * spread(half_way, R, layout)
     if PREVIOUS:
-        e = row_sums(gl.where(ia == ja, dA, 0.0), own_s, WC, rows_a) * scale
-        dA_s.store(gl.where(ia > ja, dA, 0.0).to(gl.bfloat16))
-        A_s.store(gl.where(ia > ja, A, gl.where(ia == ja, own[:, None], 0.0)).to(gl.bfloat16))
+        D = mma_v2(blocks(q_s, block_left, False), blocks(uk_s, block_right, True), zero)
     else:
-        dA_s.store(gl.where(ia >= ja, dA, 0.0).to(gl.bfloat16))
-        A_s.store(gl.where(ia >= ja, A, 0.0).to(gl.bfloat16))
-    dqt = warpgroup_mma_wait(0, [dqt])
+        D = mma_v2(blocks(q_s, block_left, False), blocks(k_s, block_right, True), zero)
+    D = gl.where(a == b, D, 0.0)
+    dV = warpgroup_mma_wait(0, [dV])
+    meet()
+    X_s.index(0).store(X_0)
+    X_s.index(1).store(X_1)
+    X_s.index(2).store(X_2)
+    X_s.index(3).store(X_3.to(gl.bfloat16))
+    X_s.index(4).store(X_4.to(gl.bfloat16))
+    X_s.index(5).store(X_5.to(gl.bfloat16))
     fence_async_shared()
     meet()
-    if not BOTH:
-        tma.async_copy_global_to_shared(dS_tiles, [state, 0], bars.index(2), dS)
-    dqt = dqt * before_s.load(gl.SliceLayout(0, mma))[None, :]
-    dqt = warpgroup_mma(dA_s, Kt, dqt, is_async=True)
 
-    # dS o 2^(G_L - M) in place of dS, and rowsum(S o dS)
-    chunk_states += per_chunk * K
-    upper = S
-    lower = S
-    if DG:
-        upper = state_rows(chunk_states, S, 0, lay_s, BOTH)
-        lower = state_rows(chunk_states, S, K // 2, lay_s, BOTH)
-    mbarrier.wait(bars.index(2), 0)
-    scale_rows(dS, upper, before_s, behind_s, 0, lay_s, DG)
-    scale_rows(dS, lower, before_s, behind_s, K // 2, lay_s, DG)
+    # A, and Y in place of X
+    M = M_s.load(left)
+    differ = gl.arange(0, C, gl.SliceLayout(1, left))[:, None] ^ gl.arange(0, C, gl.SliceLayout(0, left))[None, :]
+    none = gl.zeros_like(M)
+    P_4 = warpgroup_mma(X_s.index(4), X_s.index(4).permute((1, 0)), gl.zeros([C, C], gl.float32, square), use_acc=False, is_async=True)
+    P_5 = warpgroup_mma(X_s.index(5), X_s.index(5).permute((1, 0)), gl.zeros([C, C], gl.float32, square), use_acc=False, is_async=True)
+    far = gl.where(differ >> 4 == 1, M, none)
+    Y_4 = warpgroup_mma(far, X_s.index(4), gl.zeros([C, K], gl.float32, mma), use_acc=False, is_async=True)
+    M = gl.where(differ >> 5 == 1, M, none)
+    Y_5 = warpgroup_mma(M, X_s.index(5), gl.zeros([C, K], gl.float32, mma), use_acc=False, is_async=True)
+    near_a = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, block_left)))[None, :, None]
+    near_b = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(1, block_left)))[None, None, :]
+    wide = gl.zeros([C // ROWS, ROWS, K], gl.float32, block)
+    for n in gl.static_range(4):
+        X = X_s.index(n)
+        P = mma_v2(blocks(X, block_left, False), blocks(X, block_right, True), zero)
+        D = gl.where(((a ^ b) >> n == 1) & (a > b), P, D)
+        Y = mma_v2(gl.where((near_a ^ near_b) >> n == 1, near, gl.zeros_like(near)), blocks(X, block_right, False), wide)
+        Y = gl.reshape(Y.to(gl.bfloat16), [C, K])
+        meet()
+        X.store(Y)
+    D_s.store(gl.reshape((D * scale).to(gl.bfloat16), [C, ROWS]))
+    P_4, P_5, far, M, Y_4, Y_5 = warpgroup_mma_wait(0, [P_4, P_5, far, M, Y_4, Y_5])
+    meet()
+    X_s.index(4).store(Y_4.to(gl.bfloat16))
+    X_s.index(5).store(Y_5.to(gl.bfloat16))
+    cut: gl.constexpr = in_blocks(gl.to_linear_layout(square, [C, C]))
+    D = gl.expand_dims(D_s.load(gl.SliceLayout(1, cut)), 1).broadcast_to([C, C // ROWS, ROWS])
+    D = gl.convert_layout(gl.reshape(D, [C, C]), square, assert_trivial=True)
+    A = (gl.where((i ^ j) >> 4 == 1, P_4, P_5) * scale).to(gl.bfloat16)
+    A = gl.where(i // ROWS == j // ROWS, D, gl.where(i > j, A, gl.zeros_like(A)))
+    M_s.store(A)
     fence_async_shared()
     meet()
-    dkt = warpgroup_mma(V, dS.permute((1, 0)), gl.zeros([C, K], gl.float32, mma), use_acc=False, is_async=True)
-    dvt = warpgroup_mma(A_s.permute((1, 0)), O, gl.zeros([C, K], gl.float32, mma), use_acc=False, is_async=True)
-    dvt = warpgroup_mma(Kt, dS, dvt, is_async=True)
-    dqt, dkt, dvt = warpgroup_mma_wait(0, [dqt, dkt, dvt])
-    meet()  # all warps are done with V, dO, A and dS
-    row_m = gl.arange(0, C, gl.SliceLayout(1, mma))[:, None]
-    column_m = gl.max_contiguous(gl.multiple_of(gl.arange(0, K, gl.SliceLayout(0, mma)), 2), 2)[None, :]
-    first_m = (row_m // 16 * 16 + row_m % 8).to(gl.int64) * (H * K) + (column_m // 64 * 64 + column_m % 8)
-    step_m = (row_m // 8 % 2).to(gl.int64) * (8 * H * K) + column_m // 8 % 8 * 8
-    where = gl.max_contiguous(gl.multiple_of(first_m + step_m, [1, 2]), [1, 2])
-    gl.store(dv + place + where, dvt.to(gl.bfloat16), mask=row_m < tokens)
-    if DG:
-        kept = Kt.load(mma).to(gl.float32) * dkt
-        part.store(gl.sum(gl.reshape(kept, [GROUPS, GROUP, K]), 1))
-    dkt = warpgroup_mma(dA_s.permute((1, 0)), Q, dkt, is_async=True)
-    dqt_s = states._reinterpret(gl.float32, [C, K], full)
-    dkt_s = VO._reinterpret(gl.float32, [C, K], full)
-    dqt_s.store(dqt)
-    dkt = warpgroup_mma_wait(0, [dkt])
-    dkt_s.store(dkt)
+    dV = warpgroup_mma(M_s.permute((1, 0)), o_s, dV, is_async=True)
+    dV = warpgroup_mma_wait(0, [dV])
+    meet()
+    row = gl.arange(0, C, gl.SliceLayout(1, mma))[:, None]
+    where = row.to(gl.int64) * (H * K) + gl.arange(0, K, gl.SliceLayout(0, mma))[None, :]
+    gl.store(dv + place + where, dV.to(gl.bfloat16), mask=row < tokens)
 
-    # dq, dk, dg: the factors again
-    x = gl.load(g + (far * g_t + d[None, :] * g_k) + near * g_t, mask=live, other=0.0).to(gl.float32)
-    P = gl.associative_scan(grouped(x, lay3), 1, plus)
-    G = ungrouped(P, lay) * LOG2E + spread(shift, lay, C)
-    Gq = G
-    if PREVIOUS:
-        Gq = G - x * LOG2E
-    e_ = gl.zeros([C], gl.float32, gl.SliceLayout(1, lay))[:, None]
+    # dq, dk, dg
+    i = gl.arange(0, C, gl.SliceLayout(1, layout))
+    j = gl.arange(0, K, gl.SliceLayout(0, layout))
+    live = (i < tokens)[:, None]
+    at = (i // R * R).to(gl.int64)[:, None] * (H * K) + j[None, :] + (i % R).to(gl.int64)[:, None] * (H * K) + place
+    e = e_s.load(gl.SliceLayout(1, layout))[:, None]
+    sums = o_s._reinterpret(gl.float32, [KINDS, GROUPS, K], plain2)
+    x = decays(g, g_t, g_k, tokens, K, layout)
+    d, d_gate = collected(q_s, v_s, X_s, x, tables, sums, layout, by_group, True, PREVIOUS, DG)
+    gl.store(dq + at, (d + k_s.load(layout).to(gl.float32) * (e * bonus)).to(gl.bfloat16), mask=live)
+    if DG:
+        meet()
+        d_gate = flat(d_gate, layout) + spread(from_groups(sums, part, True, across), R, layout)
+        whole = exp2(whole) * grouped_row(row_s, across)
+        d_gate += spread(whole.broadcast_to([GROUPS, K]), R, layout)
+        meet()
+    x = decays(g, g_t, g_k, tokens, K, layout)
+    d, more = collected(k_s, dk_s, X_s, x, tables, sums, layout, by_group, False, PREVIOUS, DG)
+    gl.store(dk + at, (d + q_s.load(layout).to(gl.float32) * (e * bonus)).to(gl.bfloat16), mask=live)
+    if DG:
+        meet()
+        d_gate += flat(more, layout) + spread(from_groups(sums, part, False, across), R, layout)
+        gl.store(dg + at, d_gate.to(dg.dtype.element_ty), mask=live)
     if PREVIOUS:
         meet()
-        e_s.store(e)
-        e_ = e_s.load(gl.SliceLayout(1, lay))[:, None]
-        bonus = gl.load(u + h * u_h + d * u_k).to(gl.float32)[None, :]
-    dq_ = dqt_s.load(lay)
-    qdq = Q.load(lay).to(gl.float32) * dq_
-    dq_ = dq_ * (exp2(Gq) * scale)
-    if PREVIOUS:
-        k0 = gl.load(k + token * k_t + h * K + (far * k_t + d[None, :]) + near * k_t, mask=live, other=0.0)
-        dq_ += k0.to(gl.float32) * (e_ * bonus)
-    gl.store(dq + at + step, dq_.to(gl.bfloat16), mask=live)
-    dk_ = dkt_s.load(lay)
-    difference = qdq - Kt.load(lay).to(gl.float32) * dk_
-    dk_ = dk_ * exp2(-G)
-    if PREVIOUS:
-        meet()  # so that the load stays below
-        q0 = gl.load(q + token * q_t + h * K + (far * q_t + d[None, :]) + near * q_t, mask=live, other=0.0)
-        carry_s.store(gl.sum(grouped(q0.to(gl.float32) * k0.to(gl.float32) * e_, lay3), 1))
-        sum_du, _rest = others(carry_s, row, False)
-        gl.store(du + per_chunk + gl.arange(0, K, gl.SliceLayout(0, row)), gl.sum(sum_du, 0))
-        dk_ = dkt_s.load(lay) * exp2(-G) + q0.to(gl.float32) * (e_ * bonus)
-    gl.store(dk + at + step, dk_.to(gl.bfloat16), mask=live)
-    if DG:
-        if PREVIOUS:
-            meet()
-            kdk = Kt.load(lay).to(gl.float32) * dkt_s.load(lay)
-            difference = Q.load(lay).to(gl.float32) * dqt_s.load(lay) - kdk
-        start, _rest = others(part, row, False)
-        start += gl.expand_dims(before_s.load(gl.SliceLayout(0, row)), 0)
-        diff3 = grouped(difference, lay3)
-        carry_s.store(gl.sum(diff3, 1))
-        total, later = others(carry_s, row, True)
-        own_sum = gl.sum(diff3, 1)
-        P = ungrouped(gl.associative_scan(diff3, 1, plus), lay)
-        d_gate = spread(start + later + own_sum, lay, C) - P
-        if PREVIOUS:
-            d_gate -= kdk
-        else:
-            d_gate += difference
-        gl.store(dg + at + step, d_gate.to(dg.dtype.element_ty), mask=live)
+        own = q_s.load(layout).to(gl.float32) * k_s.load(layout).to(gl.float32) * e
+        part.store(gl.sum(grouped(own, GROUPS, by_group), 1))
+        _before, _after, whole = around(part, across)
+        gl.store(du + per_chunk + gl.arange(0, K, gl.SliceLayout(0, across)), gl.sum(whole, 0))
+
+
+@gluon.jit
+def grouped_row(row, across: gl.constexpr):
+    """[K] as [1,K]."""
+    return row.load(gl.SliceLayout(0, across))[None, :]

@@ -9,8 +9,6 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ...gpu.hopper_tiles import exp2
-
 
 @gluon.jit
 def halves(x, L: gl.constexpr, WARPS: gl.constexpr):

@@ -1,20 +1,28 @@
-"""The chunkwise forward kernel for decays per channel on Hopper: warps that divide the work, tiles that travel by themselves.
+"""The chunkwise forward kernel for decays per channel on Hopper, in Gluon: any decay at one speed.
 
-It is the first launch of ``chunk_forward`` (see there for the formula) for bfloat16 products, written in Gluon. A program walks
-the chunks of a stretch of tokens with BLOCKS blocks of 64 value channels, and its warps are of two kinds:
+A chunk of 64 tokens is cut in two, the halves in two, and so on: six levels of blocks of L = 32, 16, ... 1 tokens. Every pair of tokens
+s < t is split by one level: s lies in the first half of a block of 2 L tokens, t in the second. With w the decay of a token,
 
-- ``prepare``: decays from memory, a chunk ahead in registers; then k o 2^(M - G) in place of k in shared memory, q o 2^(Gq - M)
-  in place of q, and beside them 2^M, 2^(G_L - M), the exponent of the latter and, with a bonus, the diagonal of A; 128 channels at a time;
-- ``walk``, 4 warps for each block: products, with a block of the state in registers; outputs leave through shared memory.
+    X_L = q_t o w_{m+1} ... w_t   for t in the second half of such a block, whose middle is m  ("previous": up to t - 1)
+        = k_s o w_{s+1} ... w_m   for s in the first
+    A   = X_L X_L^T  for the pairs that L splits; on the diagonal q . k, or q . (u o k)
+    O   = scale (A V + (q o w_1 ... w_t) S)               S' = (w_1 ... w_64) o S + (k o w_{s+1} ... w_64)^T V
 
-Tiles of q, k and v lie in a ring of STAGES, which the tensor memory accelerator others: ``loaded`` tells that it has, ``prepared``
-that the factors are on them. The first block's warps have a slot filled anew when all blocks are through with it (``done``).
+All factors are at most 1, so no decay is too strong. The warps of a program divide the work:
+
+- ``prepare``: decays from memory, a chunk ahead in registers; each thread has 16 tokens of two channels, so that factors of levels up to
+  8 are running products in its registers. It writes X_1, X_2, ... X_32 into a ring of tiles, then q and k with their factors in place.
+- ``walk``, 4 warps: X X^T level by level into A, then the products with V and the state, which is in
+  their registers.
+
+Tiles of q, k and v lie in a ring of STAGES, which the tensor memory accelerator fills.
 """
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -23,161 +31,220 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...gpu.hopper_tiles import exp2, meet, others, plus, zeroed_behind
-from ...gpu.tiles import LOG2E, slot_of, span_of
-from .tiles import FLOOR, SUITS
+from ...gpu.hopper_tiles import exp2, meet, zeroed_behind
+from ...gpu.tiles import LOG2E, slot_of, tokens_of
+from .hopper_dyadic import around, between, factored, flat, grouped, spread, widened
 
-C = gl.constexpr(64)  # tokens in a chunk, and value channels in a block: a tile row of 128 bytes, and the rows of one product
+C = gl.constexpr(64)  # tokens in a chunk, and value channels in a block
+GROUPS = gl.constexpr(4)  # of R tokens, each in one thread
+R = gl.constexpr(16)
+ROWS = gl.constexpr(16)  # of a product within a warp
+LEVELS = gl.constexpr(6)
+TILES = gl.constexpr(8)  # that a chunk sends through the ring: one for each level, then q and k with the factors that a state needs
+
+
+@gluon.jit
+def unknown(x):
+    """x, of which the compiler does not know that it is the same in each chunk: what follows from it does not take registers for ever."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def decays_at(g, g_t, g_k, left, K: gl.constexpr, layout: gl.constexpr):
-    """A chunk's decays [64,K] as they are in memory, 0 where there is no token.
-
-    The compiler is not to know that the rows' offsets are those of the chunk before: it would keep them in registers.
-    """
-    zero = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [left * 0], dtype=gl.int32, is_pure=False, pack=1)
-    i = gl.arange(0, C, gl.SliceLayout(1, layout)) + zero
+    """A chunk's decays [64,K] as they are in memory, 0 where there is no token."""
+    i = gl.arange(0, C, gl.SliceLayout(1, layout)) + unknown(left * 0)
     j = gl.arange(0, K, gl.SliceLayout(0, layout))
     return gl.load(g + (i[:, None] * g_t + j[None, :] * g_k), mask=(i < left)[:, None], other=0.0)
 
 
 @gluon.jit
-def fill(q_tiles, k_tiles, v_tiles, ring, loaded, c, chunks, row, key_column, value_column, BLOCKS: gl.constexpr, STAGES: gl.constexpr):
-    """Have chunk c brought into its slot, if there is one."""
-    q_s, k_s, v_s = ring
-    s = c % STAGES
-    there = c < chunks
-    bar = loaded.index(s)
-    mbarrier.expect(bar, q_tiles.block_type.nbytes + k_tiles.block_type.nbytes + BLOCKS * v_tiles.block_type.nbytes, pred=there)
-    tma.async_copy_global_to_shared(q_tiles, [row + c * C, key_column], bar, q_s.index(s), pred=there)
-    tma.async_copy_global_to_shared(k_tiles, [row + c * C, key_column], bar, k_s.index(s), pred=there)
-    for block in gl.static_range(BLOCKS):
-        tma.async_copy_global_to_shared(v_tiles, [row + c * C, value_column + block * C], bar, v_s.index(s * BLOCKS + block), pred=there)
+def publish(X, Y, n: gl.constexpr, c, x_s, full, empty):
+    """Pair n of a chunk's tiles into the ring."""
+    PAIRS: gl.constexpr = x_s.type.shape[0] // 2
+    s: gl.constexpr = n % PAIRS
+    mbarrier.wait(empty.index(s), (c * (TILES // 2 // PAIRS) + n // PAIRS) & 1 ^ 1)
+    x_s.index(2 * s).store(X)
+    x_s.index(2 * s + 1).store(Y)
+    fence_async_shared()
+    meet()
+    mbarrier.arrive(full.index(s), count=1)
 
 
 @gluon.jit
-def factors(
-    d, q, k, part, before, behind, least,
-    K: gl.constexpr, PREVIOUS: gl.constexpr, layout: gl.constexpr, grouped: gl.constexpr, GROUPS: gl.constexpr, COLUMNS: gl.constexpr,
-):  # fmt: skip
-    """Put the factors of decays d [64,K] on q and k. Threads sum runs of tokens by themselves, GROUPS of them make a chunk."""
-    R: gl.constexpr = C // GROUPS
-    across: gl.constexpr = gl.SliceLayout(1, grouped)  # [GROUPS,K]
-    x = gl.convert_layout(gl.reshape(d, [GROUPS, R, K]), grouped, assert_trivial=True)
-    part.store(gl.sum(x, 1))
-    P = gl.associative_scan(x, 1, plus)
-    total, earlier = others(part, across, False)
-    total = gl.maximum(total * LOG2E, FLOOR)
-    whole = gl.floor(0.5 * total + 0.5)  # 2^whole is a power of two, which bfloat16 takes as a factor without rounding
-    M = total - whole
-    before.store(gl.reshape(exp2(M), [K]))
-    behind.store(gl.reshape(exp2(whole), [K]))
-    ints = gl.reshape(whole.to(gl.int32), [K // (32 * COLUMNS), 32 * COLUMNS]) if COLUMNS == 2 else gl.reshape(whole.to(gl.int32), [1, K])
-    least.store(gl.min(ints, 1))
-    shift = earlier * LOG2E - M
-    G = gl.fma(P, gl.full([GROUPS, R, K], LOG2E, gl.float32, grouped), gl.broadcast(gl.expand_dims(shift, 1), P)[0])
-    Kt = k.load(layout).to(gl.float32)
-    k.store((Kt * exp2(-gl.convert_layout(gl.reshape(G, [C, K]), layout, assert_trivial=True))).to(gl.bfloat16))
-    Q = q.load(layout).to(gl.float32)
-    if PREVIOUS:
-        G = gl.fma(x, gl.full([GROUPS, R, K], -LOG2E, gl.float32, grouped), G)
-    q.store((Q * exp2(gl.convert_layout(gl.reshape(G, [C, K]), layout, assert_trivial=True))).to(gl.bfloat16))
+def awaited(n: gl.constexpr, c, zero, x_s, full):
+    """Pair n of a chunk's tiles."""
+    PAIRS: gl.constexpr = x_s.type.shape[0] // 2
+    s: gl.constexpr = n % PAIRS
+    mbarrier.wait(full.index(s), (c * (TILES // 2 // PAIRS) + n // PAIRS) & 1)
+    return x_s.index(zero + 2 * s), x_s.index(zero + (2 * s + 1))
+
+
+@gluon.jit
+def released(n: gl.constexpr, x_s, empty):
+    """Nobody here reads it any more."""
+    mbarrier.arrive(empty.index(n % (x_s.type.shape[0] // 2)), count=1)
+
+
+@gluon.jit
+def ask(tiles, tile, bar, row, column, there):
+    """Have a tile brought, and nothing else with this barrier."""
+    mbarrier.expect(bar, tiles.block_type.nbytes, pred=there)
+    tma.async_copy_global_to_shared(tiles, [row, column], bar, tile, pred=there)
+
+
+@gluon.jit
+def ask_both(q_tiles, k_tiles, q, k, bar, row, column, there):
+    """Have tiles of q and k brought."""
+    mbarrier.expect(bar, q_tiles.block_type.nbytes + k_tiles.block_type.nbytes, pred=there)
+    tma.async_copy_global_to_shared(q_tiles, [row, column], bar, q, pred=there)
+    tma.async_copy_global_to_shared(k_tiles, [row, column], bar, k, pred=there)
 
 
 @gluon.jit
 def prepare(
-    g, u, ring, sides, bars, chunks, tokens, g_t, g_k, u_k,
-    K: gl.constexpr, PREVIOUS: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr, COLUMNS: gl.constexpr,
+    g, tiles, ring, x_s, sides, bars, place, scale, g_t, g_k,
+    K: gl.constexpr, TILED: gl.constexpr, PREVIOUS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The warps that put factors on q and k, and zeros where there is no token. A thread has COLUMNS channels of a run of tokens."""
-    q_s, k_s, v_s = ring
-    part_s, before_s, behind_s, least_s, own_s = sides
-    loaded, prepared, _ = bars
-    W: gl.constexpr = part_s.type.shape[2]  # channels that all threads together hold at a time
-    LEAST: gl.constexpr = least_s.type.shape[1] * W // K
+    """The warps that put factors on q and k. A thread has two channels of a group's tokens."""
+    q_s, k_s, _ = ring
+    part_s, total_s, g_s = sides
+    loaded, full, empty, _, arrived = bars
+    row, key_column, _, chunks, tokens = place
+    q_tiles, k_tiles, g_tiles, _, _ = tiles
     WARPS: gl.constexpr = gl.num_warps()
-    DOWN: gl.constexpr = COLUMNS // 2  # lanes of a warp one below the other
-    GROUPS: gl.constexpr = 4 * DOWN
-    layout: gl.constexpr = gl.BlockedLayout([C // GROUPS, COLUMNS], [DOWN, 32 // DOWN], [4, WARPS // 4], [1, 0])
-    grouped: gl.constexpr = gl.BlockedLayout([1, C // GROUPS, COLUMNS], [DOWN, 1, 32 // DOWN], [4, 1, WARPS // 4], [2, 1, 0])
-    j = gl.arange(0, W, gl.SliceLayout(0, layout))
-    bonus = j.to(gl.float32)
-    if PREVIOUS and K == W:
-        bonus = gl.load(u + j * u_k).to(gl.float32)
-    d = decays_at(g, g_t, g_k, tokens, W, layout)
+    layout: gl.constexpr = gl.BlockedLayout([R, 2], [1, 32], [GROUPS, WARPS // GROUPS], [1, 0])
+    by_group: gl.constexpr = gl.BlockedLayout([1, R, 2], [1, 1, 32], [GROUPS, 1, WARPS // GROUPS], [2, 1, 0])
+    across: gl.constexpr = gl.SliceLayout(1, by_group)  # [GROUPS,K]
+    i = gl.arange(0, C, gl.SliceLayout(1, layout))
+    for n in gl.static_range(STAGES):
+        ask_both(q_tiles, k_tiles, q_s.index(n), k_s.index(n), loaded.index(n), row + n * C, key_column, n < chunks)
+    if TILED:
+        ask(g_tiles, g_s, arrived, row, key_column, chunks > 0)
+    else:
+        d = decays_at(g, g_t, g_k, tokens, K, layout)
     for c in range(chunks):
         s = c % STAGES
         left = tokens - c * C
-        following = g + (g_t + left * 0).to(gl.int64) * C
-        for first in gl.static_range(0, K, W):
-            q = q_s.index(s) if K == W else q_s.index(s).slice(first, W, 1)
-            k = k_s.index(s) if K == W else k_s.index(s).slice(first, W, 1)
-            ahead = following if first + W == K else g + (first + W) * g_k
-            there = left - C if first + W == K else left
-            if not PREVIOUS:
-                d_ahead = decays_at(ahead, g_t, g_k, there, W, layout)
-            if first == 0:
-                mbarrier.wait(loaded.index(s), (c // STAGES) & 1)
-            if PREVIOUS:
-                if K > W:
-                    bonus = gl.load(u + (first + j) * u_k).to(gl.float32)
-                own = q.load(layout).to(gl.float32) * bonus[None, :] * k.load(layout).to(gl.float32)
-                own_s.index(s * (K // W) + first // W).store(gl.sum(own, 1))
-            factors(
-                d.to(gl.float32), q, k, part_s.index((c * (K // W) + first // W) & 1), before_s.index(s).slice(first, W),
-                behind_s.index(s).slice(first, W), least_s.index(s).slice(first // W * LEAST, LEAST),
-                W, PREVIOUS, layout, grouped, GROUPS, COLUMNS,
-            )  # fmt: skip
-            if PREVIOUS:  # not earlier: decays and their sums take all registers
-                d_ahead = decays_at(ahead, g_t, g_k, there, W, layout)
+        if TILED:
+            mbarrier.wait(arrived, c & 1)
+            d = g_s.load(layout).to(gl.float32)
             if left < C:
-                zeroed_behind(k, left, layout)
-            d = d_ahead
+                d = gl.where((i < left)[:, None], d, 0.0)
+        x = grouped(d.to(gl.float32) * LOG2E, GROUPS, by_group)
+        part = part_s.index(c & 1)
+        part.store(gl.sum(x, 1))
+        total = exp2(x)
+        mbarrier.wait(loaded.index(s), (c // STAGES) & 1)
+        Q = q_s.index(s).load(layout)
+        Kt = k_s.index(s).load(layout)
+        through = gl.full([GROUPS, R, K], scale, gl.float32, by_group)
+        if not PREVIOUS:
+            through = total * scale
+        behind = gl.full([GROUPS, R, K], 1.0, gl.float32, by_group)
+        for n in gl.static_range(LEVELS):
+            if 1 << n < R:
+                X = factored(Q, Kt, through, behind, n, layout)
+                through, behind, total = widened(through, behind, total, by_group, WARPS)
+            else:
+                if 1 << n == R:
+                    if not TILED:
+                        g += (g_t + left * 0).to(gl.int64) * C
+                        d = decays_at(g, g_t, g_k, left - C, K, layout)
+                    Qf = Q.to(gl.float32) * flat(through, layout)
+                    Kf = Kt.to(gl.float32) * flat(behind, layout)
+                X = gl.where(((i >> n) & 1)[:, None] == 1, Qf, Kf)
+                if 1 << n > R:
+                    X = X * spread(exp2(between(part, (1 << n) // R, across)), R, layout)
+                X = X.to(q_s.dtype)
+            if n % 2 == 0:
+                E = X
+            else:
+                publish(E, X, n // 2, c, x_s, full, empty)
+                if TILED and n == 1:  # all have read the decays
+                    ask(g_tiles, g_s, arrived, row + (c + 1) * C, key_column, c + 1 < chunks)
+                if n == 5:  # and those who multiply, q and k as they were
+                    there = c + STAGES < chunks
+                    ask_both(q_tiles, k_tiles, q_s.index(s), k_s.index(s), loaded.index(s), row + (c + STAGES) * C, key_column, there)
+        before, after, whole = around(part, across)
+        total_s.index(s).store(gl.reshape(exp2(whole), [K]))
+        X = (Qf * spread(exp2(before), R, layout)).to(q_s.dtype)
+        Y = (Kf * spread(exp2(after), R, layout)).to(q_s.dtype)
         if left < C:
-            for block in gl.static_range(BLOCKS):
-                zeroed_behind(v_s.index(s * BLOCKS + block), left, layout)
-        fence_async_shared()
-        meet()
-        mbarrier.arrive(prepared.index(s), count=1)
-        g = following
+            Y = gl.where((i < left)[:, None], Y, gl.zeros_like(Y))
+        publish(X, Y, 3, c, x_s, full, empty)
+
+
+@gluon.jit
+def operand(tile, LEFT: gl.constexpr):
+    """A tile [64,K] in registers for products within groups: [4,ROWS,K] for the left, transposed for the right."""
+    K: gl.constexpr = tile.type.shape[1]
+    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
+    more: gl.constexpr = [[0, 16], [0, 32]] + ([[0, 64]] if K >= 128 else []) + ([[0, 128]] if K == 256 else [])
+    lanes: gl.constexpr = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
+    warps: gl.constexpr = [[16, 0], [32, 0]]
+    if LEFT:
+        layout: gl.constexpr = gl.DistributedLinearLayout([[0, 1], [8, 0], [0, 8]] + more, lanes, warps, [], [C, K])
+        x = gl.reshape(tile.load(layout), [4, ROWS, K])
+        return gl.convert_layout(x, gl.DotOperandLayout(0, mma, 2), assert_trivial=True)
+    else:
+        layout: gl.constexpr = gl.DistributedLinearLayout([[0, 1], [0, 8], [8, 0]] + more, lanes, warps, [], [C, K])
+        x = gl.permute(gl.reshape(tile.load(layout), [4, ROWS, K]), (0, 2, 1))
+        return gl.convert_layout(x, gl.DotOperandLayout(1, mma, 2), assert_trivial=True)
+
+
+@gluon.jit
+def product(a, b):
+    """Within groups: [4,ROWS,ROWS]."""
+    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
+    return mma_v2(a, b, gl.zeros([4, ROWS, ROWS], gl.float32, mma))
+
+
+@gluon.jit
+def pairs(x, n: gl.constexpr, layout: gl.constexpr):
+    """All tokens of a tile with those of its group n: [64,ROWS]."""
+    return warpgroup_mma(x, x.slice(n * ROWS, ROWS).permute((1, 0)), gl.zeros([C, ROWS], gl.float32, layout), use_acc=False, is_async=True)
 
 
 @gluon.jit
 def walk(
-    tiles, sides, bars, place, memory, steps, scale, H,
+    tiles, ring, S_all, x_s, sides, bars, place, memory, steps, bonus, scale, H,
     K: gl.constexpr, V: gl.constexpr, PREVIOUS: gl.constexpr, INITIAL: gl.constexpr, FINAL: gl.constexpr, EVERY: gl.constexpr,
-    BLOCKS: gl.constexpr, STAGES: gl.constexpr, BLOCK: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The warps of block BLOCK of the program's value channels."""
-    q_tiles, k_tiles, v_tiles, o_tiles, ring, S_all, o_all = tiles
+    """The warps that hold the state."""
+    _, _, _, v_tiles, o_tiles = tiles
     q_s, k_s, v_s = ring
-    row, key_column, value_column, chunks, tokens = place
-    first, left_behind, last, kept, output, resume = memory
-    s_k, s_v, l_k, l_v = steps
-    _, before_s, behind_s, least_s, own_s = sides
-    loaded, prepared, done = bars
-    PARTS: gl.constexpr = own_s.type.shape[0] // STAGES
-    S_s = S_all.index(BLOCK)
-    o_s = o_all.index(BLOCK)
+    row, _, value_column, chunks, tokens = place
+    first, last, kept, output = memory
+    s_k, s_v = steps
+    u, u_k, u_s = bonus
+    _, total_s, _ = sides
+    loaded, full, empty, ready, _ = bars
+    for n in gl.static_range(STAGES):
+        ask(v_tiles, v_s.index(n), ready.index(n), row + n * C, value_column, n < chunks)
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
-    operand: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    narrow: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    inner: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
+    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     channel: gl.constexpr = gl.SliceLayout(1, mma)
-    copied: gl.constexpr = gl.BlockedLayout([least_s.type.shape[1]], [32], [4], [0])
     i = gl.arange(0, C, gl.SliceLayout(1, mma))
     j = gl.arange(0, C, gl.SliceLayout(0, mma))
+    a = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, inner)))[None, :, None]
+    b = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(1, inner)))[None, None, :]
+    group = gl.arange(0, C, gl.SliceLayout(1, narrow))[:, None] // ROWS
     dk = gl.arange(0, K, channel)
+    if PREVIOUS:
+        across: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.DotOperandLayout(1, inner, 2)))
+        flat_u: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        u_s.store(gl.load(u + gl.arange(0, K, flat_u) * u_k).to(q_s.dtype))
+        meet()
     S = gl.zeros([K, C], gl.float32, mma)
     if INITIAL:
-        S = gl.load(first + dk[:, None] * s_k + (BLOCK * C + j)[None, :] * s_v).to(gl.float32)
-    suited = tokens
+        S = gl.load(first + dk[:, None] * s_k + j[None, :] * s_v).to(gl.float32)
     for c in range(chunks):
         s = c % STAGES
         phase = (c // STAGES) & 1
         t = c * C
-        qt = q_s.index(s)
-        kt = k_s.index(s)
-        v = v_s.index(s * BLOCKS + BLOCK)
         if EVERY > 0:
             if t % EVERY == 0:
                 wide: gl.constexpr = gl.DistributedLinearLayout(  # as S lies, but 16 bytes of a row together
@@ -187,158 +254,143 @@ def walk(
                 )  # fmt: skip
                 wk = gl.arange(0, K, gl.SliceLayout(1, wide))
                 wv = gl.arange(0, C, gl.SliceLayout(0, wide))
-                slot = kept + (t // EVERY) * (H.to(gl.int64) * (K * V)) + BLOCK * C
+                slot = kept + (t // EVERY) * (H.to(gl.int64) * (K * V))
                 gl.store(slot + (wk[:, None] * V + wv[None, :]), gl.convert_layout(S.to(gl.bfloat16), wide))
+        zero = unknown(t * 0)
+        S_s = S_all.index(zero)
+        S_s.store(S.to(S_s.dtype))
         mbarrier.wait(loaded.index(s), phase)
-        mbarrier.wait(prepared.index(s), phase)
-        worst = gl.min(least_s.index(s).load(copied), 0)
-        if (worst < -SUITS / 2) & (suited >= tokens):
-            gl.store(left_behind + dk[:, None] * l_k + (BLOCK * C + j)[None, :] * l_v, S)
-            suited = t
-        A = warpgroup_mma(qt, kt.permute((1, 0)), gl.zeros([C, C], gl.float32, mma), use_acc=False)
+        x = operand(k_s.index(s), False)
         if PREVIOUS:
-            own = own_s.index(s * PARTS).load(gl.SliceLayout(1, mma))
-            for part in gl.static_range(1, PARTS):
-                own += own_s.index(s * PARTS + part).load(gl.SliceLayout(1, mma))
-            A = gl.where(i[:, None] > j[None, :], A, gl.where(i[:, None] == j[None, :], own[:, None], 0.0))
-        else:
-            A = gl.where(i[:, None] >= j[None, :], A, 0.0)
-        P = gl.convert_layout(A.to(gl.bfloat16), operand)
-        S = S * before_s.index(s).load(channel)[:, None]
-        S_s.store(S.to(gl.bfloat16))
-        behind = behind_s.index(s).load(channel)
+            x = x * u_s.load(across)[None, :, None]
+        D = product(operand(q_s.index(s), True), x) * scale
+        D = gl.where(a == b, D, 0.0)
+        for n in gl.static_range(2):
+            x, y = awaited(n, c, zero, x_s, full)
+            P = product(operand(x, True), operand(x, False))
+            D = gl.where(((a ^ b) >> (2 * n) == 1) & (a > b), P, D)
+            P = product(operand(y, True), operand(y, False))
+            D = gl.where(((a ^ b) >> (2 * n + 1) == 1) & (a > b), P, D)
+            released(n, x_s, empty)
+        if c > 0:
+            if c - 1 + STAGES < chunks:  # the output of the chunk before has left the slot that it shares with v
+                tma.store_wait(0)
+                meet()
+                slot = (c - 1) % STAGES
+                ask(v_tiles, v_s.index(slot), ready.index(slot), row + (c - 1 + STAGES) * C, value_column, True)
+        D = gl.convert_layout(gl.reshape(D, [C, ROWS]), narrow, assert_trivial=True)
+        x, y = awaited(2, c, zero, x_s, full)
+        near_0, near_2 = pairs(x, 0, narrow), pairs(x, 2, narrow)
+        far_0, far_1 = pairs(y, 0, narrow), pairs(y, 1, narrow)
+        near_0, near_2, far_0, far_1 = warpgroup_mma_wait(0, [near_0, near_2, far_0, far_1])
+        released(2, x_s, empty)
+        A_0 = gl.where(group == 0, D, gl.where(group == 1, near_0, far_0)).to(q_s.dtype)
+        A_1 = gl.where(group == 1, D, gl.where(group > 1, far_1, 0.0)).to(q_s.dtype)
+        A_2 = gl.where(group == 2, D, gl.where(group > 2, near_2, 0.0)).to(q_s.dtype)
+        A_3 = gl.where(group == 3, D, 0.0).to(q_s.dtype)
+        v = v_s.index(s)
+        mbarrier.wait(ready.index(s), phase)
+        if t + C > tokens:
+            zeroed_behind(v, tokens - t, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+        q, k = awaited(3, c, zero, x_s, full)
+        S = S * total_s.index(s).load(channel)[:, None]
         fence_async_shared()
         meet()
-        O = warpgroup_mma(qt, S_s, gl.zeros([C, C], gl.float32, mma), use_acc=False, is_async=True)
-        O = warpgroup_mma(P, v, O, is_async=True)
-        S = warpgroup_mma(kt.permute((1, 0)), v, S, is_async=True)
-        O, P, S = warpgroup_mma_wait(0, [O, P, S])
-        S = S * behind[:, None]
-        tma.store_wait(0)
-        meet()
-        if BLOCK > 0:
-            mbarrier.arrive(done.index(s), count=1)
-        O = (O * scale).to(gl.bfloat16)
+        O = warpgroup_mma(q, S_s, gl.zeros([C, C], gl.float32, mma), use_acc=False, is_async=True)
+        A_0 = gl.convert_layout(A_0, left, assert_trivial=True)
+        A_1 = gl.convert_layout(A_1, left, assert_trivial=True)
+        A_2 = gl.convert_layout(A_2, left, assert_trivial=True)
+        A_3 = gl.convert_layout(A_3, left, assert_trivial=True)
+        O = warpgroup_mma(A_0, v.slice(0, ROWS), O, is_async=True)
+        O = warpgroup_mma(A_1, v.slice(ROWS, ROWS), O, is_async=True)
+        O = warpgroup_mma(A_2, v.slice(2 * ROWS, ROWS), O, is_async=True)
+        O = warpgroup_mma(A_3, v.slice(3 * ROWS, ROWS), O, is_async=True)
+        S = warpgroup_mma(k.permute((1, 0)), v, S, is_async=True)
+        O, A_0, A_1, A_2, A_3, S = warpgroup_mma_wait(0, [O, A_0, A_1, A_2, A_3, S])
+        released(3, x_s, empty)
+        O = O.to(gl.bfloat16)
         if t + C <= tokens:
-            o_s.store(O)
+            v.store(O)
             fence_async_shared()
             meet()
-            tma.async_copy_shared_to_global(o_tiles, [row + t, value_column + BLOCK * C], o_s)
+            tma.async_copy_shared_to_global(o_tiles, [row + t, value_column], v)
         else:
-            gl.store(output + (t + i)[:, None] * (H.to(gl.int64) * V) + (BLOCK * C + j)[None, :], O, mask=(t + i < tokens)[:, None])
-        if BLOCK == 0:
-            if c + STAGES < chunks:
-                if BLOCKS > 1:
-                    mbarrier.wait(done.index(s), phase)
-                fill(q_tiles, k_tiles, v_tiles, ring, loaded, c + STAGES, chunks, row, key_column, value_column, BLOCKS, STAGES)
-    gl.store(resume + BLOCK, suited)
+            gl.store(output + (t + i)[:, None] * (H.to(gl.int64) * V) + j[None, :], O, mask=(t + i < tokens)[:, None])
     if FINAL:
-        if suited >= tokens:
-            gl.store(last + dk[:, None] * V + (BLOCK * C + j)[None, :], S)
+        gl.store(last + dk[:, None] * V + j[None, :], S)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["N", "T", "L", "H"])
 def penstock_chunk_fwd_hopper(
-    q_tiles, k_tiles, v_tiles, o_tiles, g, u, initial_state, output, final_state, chunk_states, resume, cu_seqlens, scale, N, T, L, H,
+    q_tiles, k_tiles, v_tiles, o_tiles, g_tiles, g, u, initial_state, output, final_state, chunk_states, cu_seqlens, scale, N, T, L, H,
     g_b, g_t, g_h, g_k, u_h, u_k, s_n, s_h, s_k, s_v,
     K: gl.constexpr, V: gl.constexpr, SEGMENTS: gl.constexpr, PREVIOUS: gl.constexpr, INITIAL: gl.constexpr, FINAL: gl.constexpr,
-    EVERY: gl.constexpr, PACKED: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, COLUMNS: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    EVERY: gl.constexpr, PACKED: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, WARPS: gl.constexpr,
+    REGISTERS: gl.constexpr, TILED: gl.constexpr,
 ):  # fmt: skip
-    """Program (stretch, head, BLOCKS blocks of V); its blocks are the programs of the launch that follows, and note so in ``resume``.
-
-    ``prepare`` has WARPS warps of REGISTERS registers a thread.
-    """
-    NV: gl.constexpr = V // (C * BLOCKS)
+    """Program (stretch, head, block of V). ``prepare`` has WARPS warps of REGISTERS registers a thread."""
+    NV: gl.constexpr = V // C
     pid = gl.program_id(0)
     vb = pid % NV
     slot = pid // NV // H
     h = pid // NV % H
-    if SEGMENTS:
-        n, begin, end, behind = span_of(slot, cu_seqlens, N, T, L, PACKED)
-        tokens = gl.minimum(end - begin - behind, L).to(gl.int32)
-    else:
-        n = slot
-        begin = (slot * 0).to(gl.int64)
-        end = begin + T
-        if PACKED:
-            begin = gl.load(cu_seqlens + n).to(gl.int64)
-            end = gl.load(cu_seqlens + n + 1).to(gl.int64)
-        behind = begin * 0
-        tokens = (end - begin).to(gl.int32)
-    row = begin + behind
-    b = n.to(gl.int64)
-    if PACKED:
-        b = b * 0
+    n, b, row, _, begin, behind, tokens = tokens_of(slot, cu_seqlens, N, T, L, SEGMENTS, PACKED, False)
     chunks = (gl.maximum(tokens, 0) + (C - 1)) // C
     head = h.to(gl.int64)
-    state = (slot.to(gl.int64) * H + head) * (K * V) + vb * (C * BLOCKS)
-    first = initial_state + slot.to(gl.int64) * s_n + head * s_h + vb * (C * BLOCKS) * s_v
+    state = (slot.to(gl.int64) * H + head) * (K * V) + vb * C
+    first = initial_state + slot.to(gl.int64) * s_n + head * s_h + vb * C * s_v
     last = final_state + state
     kept = chunk_states
     if EVERY > 0:
-        kept += (slot_of(n, begin, behind, T, EVERY, PACKED).to(gl.int64) * H + head) * (K * V) + vb * (C * BLOCKS)
-    output += ((b * T + row) * H + head) * V + vb * (C * BLOCKS)
+        kept += (slot_of(n, begin, behind, T, EVERY, PACKED).to(gl.int64) * H + head) * (K * V) + vb * C
+    output += ((b * T + row) * H + head) * V + vb * C
     g += b * g_b + row * g_t + head * g_h
     u += head * u_h
     row = (b * T + row).to(gl.int32)
 
     q_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, K], q_tiles.layout)
     k_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, K], k_tiles.layout)
-    v_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES * BLOCKS, C, C], v_tiles.layout)
-    S_s = gl.allocate_shared_memory(gl.bfloat16, [BLOCKS, K, C], v_tiles.layout)
-    o_s = gl.allocate_shared_memory(gl.bfloat16, [BLOCKS, C, C], o_tiles.layout)
-    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    W: gl.constexpr = min(K, 128)
-    part_s = gl.allocate_shared_memory(gl.float32, [2, 2 * COLUMNS, W], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    before_s = gl.allocate_shared_memory(gl.float32, [STAGES, K], flat)
-    behind_s = gl.allocate_shared_memory(gl.float32, [STAGES, K], flat)
-    least_s = gl.allocate_shared_memory(gl.int32, [STAGES, K // (32 * COLUMNS) if COLUMNS == 2 else K // W], flat)
-    own_s = gl.allocate_shared_memory(gl.float32, [STAGES * (K // W), C], flat)
+    v_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, C], v_tiles.layout)
+    x_s = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, C, K], q_tiles.layout)
+    S_s = gl.allocate_shared_memory(gl.bfloat16, [1, K, C], v_tiles.layout)
+    u_s = gl.allocate_shared_memory(gl.bfloat16, [K], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    part_s = gl.allocate_shared_memory(gl.float32, [2, GROUPS, K], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    total_s = gl.allocate_shared_memory(gl.float32, [STAGES, K], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     loaded = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    prepared = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    done = prepared
-    if BLOCKS > 1:  # not else: memory of a barrier that nobody uses is given to others, and a valid barrier must not be written over
-        done = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS // 2, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS // 2, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
         mbarrier.init(loaded.index(s), count=1)
-        mbarrier.init(prepared.index(s), count=1)
-        if BLOCKS > 1:
-            mbarrier.init(done.index(s), count=1)
+        mbarrier.init(ready.index(s), count=1)
+    for s in gl.static_range(SLOTS // 2):
+        mbarrier.init(full.index(s), count=1)
+        mbarrier.init(empty.index(s), count=1)
+    ring = (q_s, k_s, v_s)
+    g_s = part_s
+    arrived = loaded
+    if TILED:
+        g_s = gl.allocate_shared_memory(g_tiles.dtype, [C, K], g_tiles.layout)
+        arrived = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        mbarrier.init(arrived, count=1)
     fence_async_shared()
     meet()
-
-    ring = (q_s, k_s, v_s)
-    sides = (part_s, before_s, behind_s, least_s, own_s)
-    bars = (loaded, prepared, done)
+    sides = (part_s, total_s, g_s)
+    bars = (loaded, full, empty, ready, arrived)
     key_column = h * K
-    value_column = h * V + vb * (C * BLOCKS)
-    for c in gl.static_range(STAGES):
-        fill(q_tiles, k_tiles, v_tiles, ring, loaded, c, chunks, row, key_column, value_column, BLOCKS, STAGES)
-    left_behind = first if SEGMENTS else last
-    l_k = s_k if SEGMENTS else V
-    l_v = s_v if SEGMENTS else 1
-    tiles = (q_tiles, k_tiles, v_tiles, o_tiles, ring, S_s, o_s)
+    value_column = h * V + vb * C
+    tiles = (q_tiles, k_tiles, g_tiles, v_tiles, o_tiles)
     place = (row, key_column, value_column, chunks, tokens)
-    memory = (first, left_behind, last, kept, output, resume + pid * BLOCKS)
-    steps = (s_k, s_v, l_k, l_v)
-    if BLOCKS == 2:
-        gl.warp_specialize(
-            [
-                (walk, (tiles, sides, bars, place, memory, steps, scale, H, K, V, PREVIOUS, INITIAL, FINAL, EVERY, BLOCKS, STAGES, 0)),
-                (prepare, (g, u, ring, sides, bars, chunks, tokens, g_t, g_k, u_k, K, PREVIOUS, BLOCKS, STAGES, COLUMNS)),
-                (walk, (tiles, sides, bars, place, memory, steps, scale, H, K, V, PREVIOUS, INITIAL, FINAL, EVERY, BLOCKS, STAGES, 1)),
-            ],
-            [WARPS, 4],
-            [REGISTERS, 256 - REGISTERS],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (walk, (tiles, sides, bars, place, memory, steps, scale, H, K, V, PREVIOUS, INITIAL, FINAL, EVERY, BLOCKS, STAGES, 0)),
-                (prepare, (g, u, ring, sides, bars, chunks, tokens, g_t, g_k, u_k, K, PREVIOUS, BLOCKS, STAGES, COLUMNS)),
-            ],
-            [WARPS],
-            [REGISTERS],
-        )
+    memory = (first, last, kept, output)
+    steps = (s_k, s_v)
+    bonus = (u, u_k, u_s)
+    gl.warp_specialize(
+        [
+            (walk, (tiles, ring, S_s, x_s, sides, bars, place, memory, steps, bonus, scale, H,
+                    K, V, PREVIOUS, INITIAL, FINAL, EVERY, STAGES)),
+            (prepare, (g, tiles, ring, x_s, sides, bars, place, scale, g_t, g_k, K, TILED, PREVIOUS, STAGES)),
+        ],
+        [WARPS],
+        [REGISTERS],
+    )  # fmt: skip

@@ -222,21 +222,20 @@ def chunk_forward_plan(p: Recurrence, target: Target, keep: bool = False) -> Pla
         state, walked = (segment_states, contiguous((0, c.H, c.K, c.V))), c.chunks(L)
     first, steps = state if state is not None else (final, (0, 0, 0, 0))
     programs = c.programs(walked, grid)
-    resume = plan.empty("resume", programs, dtype=torch.int32) if c.decay == CHANNEL else "q"
+    resume = plan.empty("resume", programs, dtype=torch.int32) if c.decay == CHANNEL and not kernel else "q"
     flags: dict[str, Any] = {
         "SEGMENTS": L is not None, "PREVIOUS": c.previous, "INITIAL": state is not None, "FINAL": L is None, "EVERY": every,
     }  # fmt: skip
     numbers = (p.scale, _N, _T, L or 0, c.H)
     if kernel:
-        most = programs({"B": c.B, "T": c.T, "N": c.N})
-        together = hopper.together(c.K, c.V, most, target)
+        in_tiles = hopper.decays_in_tiles(p)
         plan.launch(
-            kernel, c.programs(walked, grid // together),
-            ("q", "k", "v", output, "g", "u", first, output, final, chunk_states, resume, "cu_seqlens"),
-            (*numbers, *c.gate, *_bonus(p), *steps), 4, hopper.forward_tiles(c.K), hopper.FORWARD[c.K, together][2],
-            K=c.K, V=c.V, PACKED=c.packed, **flags, **hopper.constants(c.K, together),
+            kernel, c.programs(walked, grid),
+            ("q", "k", "v", output, "g" if in_tiles else "q", "g", "u", first, output, final, chunk_states, "cu_seqlens"),
+            (*numbers, *c.gate, *_bonus(p), *steps), 4, hopper.forward_tiles(c.K), hopper.FORWARD[c.K][2],
+            K=c.K, V=c.V, PACKED=c.packed, **flags, **hopper.constants(c.K, in_tiles),
         )  # fmt: skip
-    for tokens, halves, exact in c.launches(C)[kernel is not None :]:
+    for tokens, halves, exact in () if kernel else c.launches(C):
         plan.launch(
             chunk_forward.penstock_chunk_fwd, programs,
             ("q", "k", "v", "g", "u", "ones", first, output, final, chunk_states, resume, "cu_seqlens"),
@@ -268,7 +267,7 @@ def chunk_backward_plan(
     d_start = None if d_final_state is None else ("d_final_state", d_final_state.stride())
     steps = strides(p.q, d_output)
     dS = _states(plan, c, ("q", "d_output"), steps, L, C, p.scale, p.reverse, d_start, d_initial, True, stored)
-    slots, launches = c.chunks(C), c.launches(C)
+    slots, launches = c.chunks(C), () if kernel else c.launches(C)
     parts = 1 + any(halves for _, halves, _ in launches)
     shares = lambda s: slots(s) * parts  # noqa: E731
     dq, dk = (plan.empty("d" + name, *tokens, c.K, dtype=p.q.dtype) for name in ("q", "k"))
@@ -283,14 +282,13 @@ def chunk_backward_plan(
     todo = "q"
     if kernel:
         (g_b, g_t, g_h, g_k), (warps, registers) = c.gate, hopper.BACKWARD[c.K]
-        todo = plan.empty("todo", c.programs(slots, 1), dtype=torch.int32)
         plan.launch(
             kernel, c.programs(slots, 1),
-            ("q", "k", "v", "d_output", S, dS, "q", "k", "g", "u", S, dq, dk, dv, d_gate, du, todo, "cu_seqlens"),
+            ("q", "k", "v", "d_output", S, dS, "g", "u", dq, dk, dv, d_gate, du, "cu_seqlens"),
             (p.scale, _N, _T, g_b, g_h, *_bonus(p)), warps, hopper.backward_tiles(c.K), registers,
-            q_t=p.q.stride(1), k_t=p.k.stride(1), g_t=g_t, g_k=g_k, H=c.H, K=c.K, C=C, DG=dg, PREVIOUS=c.previous, PACKED=c.packed,
+            g_t=g_t, g_k=g_k, H=c.H, K=c.K, DG=dg, PREVIOUS=c.previous, PACKED=c.packed,
         )  # fmt: skip
-    for size, halves, exact in launches[kernel is not None :]:
+    for size, halves, exact in launches:
         programs = c.programs(slots, 1 + halves)
         noted = plan.empty("todo_halves" if halves else "todo", programs, dtype=torch.int32) if c.decay == CHANNEL and not exact else "q"
         plan.launch(
