@@ -40,7 +40,7 @@ def test_messages(model: RWKV6, tokens: Tensor) -> None:
         model(tokens, model.initial_state(3))
     with pytest.raises(ShapeError, match="T at least 1"):
         model.generate(tokens[:, :0], 3)
-    with pytest.raises(RangeError, match="temperature must be at least 0"):
+    with pytest.raises(RangeError, match="temperature must be a finite number of at least 0"):
         model.generate(tokens, 3, temperature=-1)
     with pytest.raises(RangeError, match="top_p must be above 0"):
         model.generate(tokens, 3, top_p=0)
@@ -147,7 +147,9 @@ def test_token_values_are_read_on_a_cpu_only(model: RWKV6, tokens: Tensor, monke
         ({"count": None}, DtypeError, "count must be a whole number, got None"),
         ({"temperature": "1"}, DtypeError, "temperature must be a number, got '1' of type str"),
         ({"temperature": None}, DtypeError, "temperature must be a number, got None"),
-        ({"temperature": math.nan}, RangeError, "temperature must be at least 0, got nan"),
+        ({"temperature": math.nan}, RangeError, "temperature must be a finite number of at least 0, got nan"),
+        ({"temperature": math.inf}, RangeError, "temperature must be a finite number of at least 0, got inf"),
+        ({"temperature": 10**400}, RangeError, "temperature must be a finite number of at least 0, got 1"),
         ({"top_p": True}, DtypeError, "top_p must be a number, got True of type bool"),
         ({"top_p": [0.5]}, DtypeError, "top_p must be a number, got [0.5] of type list"),
         ({"top_p": math.nan}, RangeError, "top_p must be above 0 and at most 1, got nan"),

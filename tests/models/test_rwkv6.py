@@ -136,6 +136,23 @@ def test_temperature_zero_takes_the_most_likely_token(model: RWKV6, tokens: Tens
     assert torch.equal(drawn, tokens[:, -4:])
 
 
+@pytest.mark.parametrize("temperature", [1e-6, 1e-40, 1e-46, 5e-324])
+def test_very_low_temperatures_take_the_most_likely_token(model: RWKV6, tokens: Tensor, temperature: float) -> None:
+    assert torch.equal(model.generate(tokens, 4, temperature=temperature), model.generate(tokens, 4, temperature=0))
+    assert torch.equal(draw(torch.tensor([[-3e38, 3e38, -math.inf]]), temperature, 1.0), torch.tensor([1]))
+
+
+@pytest.mark.parametrize("temperature", [1e30, 1e300, 1.7e308])
+def test_very_high_temperatures_draw_uniformly(temperature: float) -> None:
+    logits = torch.tensor([[-9.0, 0.0, 5.0, -math.inf]]).expand(3000, 4)
+    counts = draw(logits, temperature, 1.0, torch.Generator().manual_seed(0)).bincount(minlength=4) / 3000
+    assert torch.allclose(counts, torch.tensor([1 / 3, 1 / 3, 1 / 3, 0]), atol=0.05)
+
+
+def test_a_tiny_top_p_takes_the_most_likely_token() -> None:
+    assert draw(torch.tensor([[0.0, 3.0, 1.0]]), 1.0, 5e-324).item() == 1
+
+
 def test_top_p_drops_unlikely_tokens() -> None:
     logits = torch.tensor([[0.1, 0.5, 0.15, 0.25]]).log().expand(2000, 4)
     counts = draw(logits, 1.0, 0.7, torch.Generator().manual_seed(0)).bincount(minlength=4) / 2000
