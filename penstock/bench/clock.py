@@ -146,7 +146,7 @@ def captured(call: Call, device: torch.device) -> Replay | str:
         torch.cuda.synchronize(device)
     except Exception as failure:  # whatever a peer does in a call that cannot be captured
         _clear(device, pool)
-        return named(failure)
+        return one_line(failure)
     return Replay(graph.replay, count)
 
 
@@ -176,7 +176,7 @@ def _clear(device: torch.device, pool: tuple[int, int]) -> None:
             torch.cuda.synchronize(device)
 
 
-def named(failure: Exception) -> str:
+def one_line(failure: Exception) -> str:
     """A failure in one line of a table."""
     return f"{type(failure).__name__}: {str(failure).strip().partition(chr(10))[0]}"
 

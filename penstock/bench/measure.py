@@ -117,18 +117,22 @@ class Measurement:
         return alone[0] / alone[1] if len(alone) == 2 else self.copy.milliseconds / timing.milliseconds
 
 
+def check_decode_shape(mode: Mode, shape: Shape) -> None:
+    """Raise ShapeError if a decode step has more tokens than a step takes."""
+    if mode == "decode" and shape.T > STEP_TOKENS:
+        complaints = Complaints("bench")
+        remedy = "Take T = 1, or a case whose name has -decode- in it."
+        complaints.add(ShapeError, "T", f"at most {STEP_TOKENS} in mode decode", shape.T, remedy)
+        complaints.raise_any()
+
+
 def measure(case: str, inputs: Inputs, mode: Mode, candidates: list[Candidate], seconds: float = 1.0, go_on: bool = False) -> Measurement:
     """Check every candidate, then time them in turn for about ``seconds`` each.
 
     Raises WrongResult, or what a candidate raises. With ``go_on`` that candidate is noted as untimed, and the others are timed.
     """
     shape, device = inputs.shape, inputs.q.device
-    if mode == "decode" and shape.T > STEP_TOKENS:
-        complaints = Complaints("bench")
-        complaints.add(
-            ShapeError, "T", f"at most {STEP_TOKENS} in mode decode", shape.T, "Take T = 1, or a case whose name has -decode- in it."
-        )
-        complaints.raise_any()
+    check_decode_shape(mode, shape)
     right: list[Right] = []
     untimed: list[Untimed] = []
     with clock.current(device):
@@ -186,7 +190,7 @@ def reason_of(failure: Exception, ours: bool) -> str:
     """Say in one sentence why a candidate is not timed."""
     if isinstance(failure, WrongResult):
         return f"wrong: {failure.told}"
-    told = str(failure) if isinstance(failure, ImplementationRefused) else clock.named(failure)
+    told = str(failure) if isinstance(failure, ImplementationRefused) else clock.one_line(failure)
     return f"{'fails' if ours else 'refuses'}: {told}"
 
 

@@ -143,8 +143,8 @@ def _held(panel: list[Measurement]) -> str:
 
 
 def _kind(candidate: str) -> str:
-    """A candidate without what "auto" ran, which may change from shape to shape."""
-    return candidate.partition(" (")[0]
+    """The candidate's name without what differs from shape to shape: the implementation that "auto" ran, or the backend of "sdpa"."""
+    return candidate.partition(" (")[0] if candidate.startswith(("auto (", "sdpa (")) else candidate
 
 
 def _names(measurements: Sequence[Measurement]) -> dict[str, str]:

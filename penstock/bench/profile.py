@@ -49,6 +49,11 @@ def hidden(inputs: Inputs) -> Inputs:
     return Inputs(inputs.variant, made["q"], made["k"], made["v"], made.get("g"), made.get("u"))
 
 
+def trace_folder(candidate: str) -> str:
+    """Name of the folder that gets the trace of a candidate."""
+    return re.sub(r"\W+", "_", candidate).strip("_")
+
+
 def profiled(case: str, inputs: Inputs, mode: Mode, of: Sequence[Candidate], folder: Path, seconds: float, steps: int) -> Measurement:
     """Check and time the candidates for about ``seconds`` each, then profile ``steps`` calls of each; traces go to ``folder``.
 
@@ -58,7 +63,7 @@ def profiled(case: str, inputs: Inputs, mode: Mode, of: Sequence[Candidate], fol
     by_name = {one.name: one for one in of}
     timings = []
     for timing in found.timings:
-        name = re.sub(r"\W+", "_", timing.candidate).strip("_")
+        name = trace_folder(timing.candidate)
         path = folder / name / f"{name}.{time.time_ns()}.pt.trace.json"
         with clock.current(device):
             trace.record(call_of(by_name[timing.candidate], inputs, mode), device, steps, path)

@@ -35,7 +35,7 @@ SUITES = (
     Suite("gpu-training", "sequences and prompts, beside fla, whose tuning takes most of the time", GPU_TRAINING, ("fwd", "fwdbwd")),
     Suite("gpu-decode", "one token for 1, 256 and 1024 sequences, beside fla", GPU_DECODING, ("decode",)),
     Suite("lengths", "chunked against token by token as T grows", LENGTHS, ("fwd",), ("triton_recurrent", "triton_chunkwise"), ("none",)),
-    Suite("softmax", "softmax attention beside torch's backends", SOFTMAX, ("fwd", "fwdbwd"), peers=("none",)),
+    Suite("softmax", "softmax attention beside torch's backends", SOFTMAX, ("fwd", "fwdbwd"), peers=("sdpa",)),
     Suite(
         LADDER,
         "from a naive CUDA kernel to ours, rung by rung",

@@ -19,9 +19,11 @@ from ..bench.plot import MissingExtra, draw
 from ..bench.record import Record
 from ..bench.report import duration
 from ..demo.train import WEIGHTS, train
+from ..errors import Complaints
 from ..verify.inputs import Shape, inputs
 from ..verify.machine import Machine
 from .check import print_check
+from .options import check_seconds
 from .outputs import Folder, check_outputs
 
 MODEL_ROWS = tuple({case.variant: case for case in reversed(MODELS)}.values())[::-1]
@@ -37,7 +39,7 @@ def demo(
     folder: Annotated[Path, typer.Option(metavar="DIR", help="Where the picture, the numbers and the trained model go.")] = Path(
         "penstock-demo"
     ),
-    seconds: Annotated[float, typer.Option(min=1, help="How long to train.")] = 60.0,
+    seconds: Annotated[float, typer.Option(help="Training time.")] = 60.0,
     quick: Annotated[bool, typer.Option("--quick", help="Tiny shapes, a moment of training: does everything run?")] = False,
 ) -> None:
     """Show in about three minutes what this is: checks, speed against the token loop, and a model trained from nothing.
@@ -50,6 +52,9 @@ def demo(
 
       penstock demo --folder /tmp/demo --seconds 30
     """
+    complaints = Complaints("demo")
+    check_seconds(complaints, seconds)
+    complaints.raise_any()
     check_outputs("demo", {}, Folder("--folder", folder, (NUMBERS, PICTURE, WEIGHTS)))
     console, machine = Console(), Machine.here()
     if machine.busy is not None:

@@ -17,12 +17,13 @@ from rich.text import Text
 from .. import __version__
 from ..bench.cases import default_cases
 from ..bench.report import duration
-from ..errors import Complaints, DeviceError, RangeError
+from ..errors import Complaints, RangeError
 from ..gpu.target import power
 from ..recurrence.triton.table import target as target_of
 from ..recurrence.triton.table_file import Entry, read, user_path, write
 from ..recurrence.variants import VARIANTS
 from ..verify.inputs import Shape
+from .options import check_device, check_names, check_seed
 from .outputs import check_outputs
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def tune(
     """
     check_outputs("tune", {"--write": file})
     names = list(dict.fromkeys(variants or VARIANTS))
-    shapes = _checked(names, shape or [], dtype, device)
+    shapes = _checked(names, shape or [], dtype, device, seed)
     from ..tune.ahead import check_compiler
 
     check_compiler("tune")
@@ -81,7 +82,7 @@ def tune(
     for variant in names:
         for one in shapes or [default_cases(variant, False)[0].shape]:
             with console.status(f"{variant}, {one.text}: compiling and measuring", spinner="dots"):
-                for tuned in Tuner(variant, one, DTYPES[dtype], str(at), target).run():
+                for tuned in Tuner(variant, one, DTYPES[dtype], str(at), target, seed).run():
                     print_tuned(console, tuned)
                     entry = entry_of(tuned, torch.cuda.get_device_name(at), versions)
                     if entry is not None:
@@ -91,14 +92,11 @@ def tune(
     console.print("nothing written" if dry else f"table: {path}", highlight=False, soft_wrap=True)
 
 
-def _checked(variants: list[str], shapes: list[str], dtype: str, device: str) -> list[Shape]:
+def _checked(variants: list[str], shapes: list[str], dtype: str, device: str, seed: int) -> list[Shape]:
     complaints = Complaints("tune")
-    for name in variants:
-        if name not in VARIANTS:
-            complaints.add(RangeError, "variant", f"one of {', '.join(VARIANTS)}", repr(name))
-    if dtype not in DTYPES:
-        complaints.add(RangeError, "dtype", f"one of {', '.join(DTYPES)}", repr(dtype))
-    parsed = [Shape.parse(text) for text in shapes]
+    check_names(complaints, "variant", variants, VARIANTS)
+    check_names(complaints, "dtype", [dtype], DTYPES)
+    parsed = [Shape.parse(text, "tune") for text in shapes]
     sizes = [(power(one.K), power(one.V)) for one in parsed]
     if len(set(sizes)) < len(sizes):
         remedy = "A table has one entry for them all: choose the shape that counts."
@@ -106,11 +104,8 @@ def _checked(variants: list[str], shapes: list[str], dtype: str, device: str) ->
     for one in parsed:
         if one.K > 256 or one.V > 512:
             complaints.add(RangeError, "shape", "of at most K = 256 and V = 512", one.text, "The chunked kernels take no more.")
-    kind, _, index = device.partition(":")
-    if kind != "cuda" or (":" in device and not index.isdecimal()):
-        complaints.add(RangeError, "device", "cuda or cuda:N", repr(device), "Only GPUs have block sizes to measure.")
-    elif int(index or 0) >= torch.cuda.device_count():
-        complaints.add(DeviceError, "device", "one that torch can use", repr(device), f"It sees {torch.cuda.device_count()} GPUs here.")
+    check_device(complaints, device, ("cuda",), "Block sizes are measured on GPUs only.")
+    check_seed(complaints, seed)
     complaints.raise_any()
     return parsed
 

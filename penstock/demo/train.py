@@ -77,9 +77,9 @@ def train(folder: Path, seconds: float = 60.0, console: Console | None = None, s
 
     Raises RangeError, or PenstockError where the text is missing.
     """
-    if not seconds > 0:
+    if not (seconds > 0 and math.isfinite(seconds)):
         complaints = Complaints("train")
-        complaints.add(RangeError, "seconds", "above 0", seconds)
+        complaints.add(RangeError, "seconds", "a finite number above 0", seconds)
         complaints.raise_any()
     folder.mkdir(parents=True, exist_ok=True)
     corpus = text.split(text.python_topics())

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from math import prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..errors import Complaints, RangeError
+from ..errors import Complaints, RangeError, shortened
 from ..recurrence import functional
 from ..recurrence.declaration import Advance, Recurrence, state_dtype
 from ..recurrence.operators import ADVANCE, RECURRENCE
 from ..recurrence.variants import VARIANTS
+
+MOST_ELEMENTS = 1 << 56
+"""Tensors of more elements have no size in bytes that torch can represent."""
 
 
 class Shape(NamedTuple):
@@ -26,20 +30,24 @@ class Shape(NamedTuple):
     V: int
 
     @classmethod
-    def parse(cls, text: str) -> Shape:
-        """Read "B,T,H,K" or "B,T,H,K,V"; V is K where it is left out.
+    def parse(cls, text: str, function: str = "bench") -> Shape:
+        """Read "B,T,H,K" or "B,T,H,K,V"; V defaults to K. Raises RangeError in the name of ``function``.
 
         >>> Shape.parse("1,54,32,64")
         Shape(B=1, T=54, H=32, K=64, V=64)
         """
-        sizes = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
+        parts = [part.strip() for part in text.split(",")]
+        sizes = [int(part) if part.isdecimal() and len(part) <= 18 else 0 for part in parts]
+        complaints = Complaints(function)
         if len(sizes) not in (4, 5) or min(sizes) < 1:
-            complaints = Complaints("bench")
-            complaints.add(
-                RangeError, "shape", "B,T,H,K or B,T,H,K,V, whole numbers of at least 1", repr(text), "For example --shape 1,1024,32,64."
-            )
-            complaints.raise_any()
-        return cls(*(sizes if len(sizes) == 5 else [*sizes, sizes[3]]))
+            rule = "B,T,H,K or B,T,H,K,V, whole numbers of at least 1"
+            complaints.add(RangeError, "shape", rule, shortened(text), "For example --shape 1,1024,32,64.")
+        complaints.raise_any()
+        shape = cls(*(sizes if len(sizes) == 5 else [*sizes, sizes[3]]))
+        if prod(shape) >= MOST_ELEMENTS:
+            complaints.add(RangeError, "shape", "one whose B * T * H * K * V is below 2**56", shortened(text))
+        complaints.raise_any()
+        return shape
 
     @property
     def text(self) -> str:

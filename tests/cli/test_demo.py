@@ -105,3 +105,11 @@ def test_demo_runs_through(tmp_path, monkeypatch, at_full_speed, check_in_float3
         assert (tmp_path / "penstock-demo" / name).exists()
         assert f"penstock-demo/{name}" in done.output
     assert max(map(len, done.output.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("seconds", ["nan", "inf", "0", "-1"])
+def test_training_time_must_be_finite_and_positive(tmp_path, monkeypatch, seconds):
+    monkeypatch.setattr(DEMO, "print_check", lambda *_: pytest.fail("work began"))
+    done = CliRunner().invoke(main, ["demo", "--folder", str(tmp_path), "--seconds", seconds])
+    assert done.exit_code == 2
+    assert done.output == f"demo: seconds must be a finite number above 0, got {float(seconds)}.\n"

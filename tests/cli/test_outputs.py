@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from penstock.cli import main
 from penstock.cli.demo import NUMBERS, PICTURE, WEIGHTS
+from penstock.cli.outputs import Folder, check_outputs
 
 WORK = {
     "bench": ["penstock.cli.bench.measure", "penstock.cli.bench.softmax.measure"],
@@ -111,6 +112,51 @@ def test_folders_in_place_of_files_are_refused(refused, words, name):
         said
         == f"{command}: {name} in {option} must be a file that can be written, got 'out/{name}', which is a folder. Name another file.\n"
     )
+
+
+@pytest.fixture
+def profile(monkeypatch):
+    """Run ``penstock profile`` on a tiny call; it must end before it measures."""
+    monkeypatch.setattr(sys.modules["penstock.cli.profile"], "profiled", lambda *_: pytest.fail("work began"))
+    words = ["profile", "gla", "--length", "5", "--heads", "2", "--head-dim", "4", "--device", "cpu", "--impl", "chunkwise"]
+    return lambda *more: CliRunner().invoke(main, [*words, *more])
+
+
+@pytest.mark.parametrize("folder", ["token_loop", "chunkwise"])
+def test_trace_folders_that_cannot_be_written_are_refused(profile, monkeypatch, tmp_path, folder):
+    Path("out").mkdir()
+    Path("out", folder).write_text("mine")
+    done = profile("--output", "out")
+    assert done.exit_code == 2
+    rule = f"profile: {folder} in --output must be a folder that can be written, got 'out/{folder}'"
+    assert done.output.endswith(f"{rule}, which is a file. Name another folder.\n")
+    Path("out", folder).unlink()
+    Path("out", folder).mkdir()
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != folder and access(path, mode))
+    done = profile("--output", "out")
+    assert done.exit_code == 2
+    assert done.output.endswith(f"{rule}, where '{tmp_path}/out/{folder}' is not writable. Name another folder.\n")
+
+
+def test_numbers_in_place_of_a_trace_folder_are_refused(profile):
+    done = profile("--output", "new", "--json", "new/token_loop")
+    assert done.exit_code == 2
+    assert "profile: --json must be apart from token_loop in --output, got 'new/token_loop' and 'new/token_loop'" in done.output
+
+
+def test_numbers_inside_a_trace_folder_are_allowed():
+    check_outputs("profile", {"--json": Path("new/token_loop/a.json")}, Folder("--output", Path("new"), (), ("token_loop",)))
+
+
+def test_broken_links_to_missing_files_are_checked_at_their_target(refused):
+    Path("link.png").symlink_to("file/a.png")
+    assert "--json must be a file that can be written, got 'link.png', where" in refused("bench", "gla", "--json", "link.png")
+
+
+def test_two_names_of_one_file_are_refused(refused):
+    Path("link.png").symlink_to("a.png")
+    assert "--json must be apart from --plot" in refused("bench", "gla", "--json", "link.png", "--plot", "a.png")
 
 
 @pytest.mark.parametrize(

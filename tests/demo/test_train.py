@@ -119,7 +119,7 @@ def test_a_python_without_the_text_raises(monkeypatch: pytest.MonkeyPatch) -> No
         python_topics()
 
 
-@pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan])
-def test_seconds_must_be_positive(tmp_path: Path, seconds: float) -> None:
-    with pytest.raises(RangeError, match="seconds must be above 0"):
+@pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf])
+def test_seconds_must_be_finite_and_positive(tmp_path: Path, seconds: float) -> None:
+    with pytest.raises(RangeError, match="seconds must be a finite number above 0"):
         train(tmp_path, seconds=seconds)

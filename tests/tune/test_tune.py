@@ -248,7 +248,10 @@ def test_candidates_are_printed(capsys):
         (["gla", "--dtype", "float64"], "dtype must be one of bfloat16, float16, float32, got 'float64'"),
         (["gla", "--device", "cpu"], "device must be cuda or cuda:N, got 'cpu'"),
         (["gla", "--device", "cuda:99"], "device must be one that torch can use"),
-        (["gla", "--shape", "1,2,x,4"], "shape must be B,T,H,K or B,T,H,K,V"),
+        (["gla", "--device", "cuda:"], "device must be cuda or cuda:N, got 'cuda:'"),
+        (["gla", "--seed", "-1"], "tune: seed must be from 0 to"),
+        (["gla", "--shape", "999999999,999999999,3,4"], "tune: shape must be one whose B * T * H * K * V is below 2**56"),
+        (["gla", "--shape", "1,2,x,4"], "tune: shape must be B,T,H,K or B,T,H,K,V"),
         (["gla", "--shape", "1,2,3,64", "--shape", "8,2,3,63"], "shape must be the only one of its K and V"),
         (["gla", "--shape", "1,2,3,512"], "shape must be of at most K = 256 and V = 512, got 1,2,3,512"),
     ],
@@ -278,12 +281,12 @@ def test_tune_adds_to_a_table(own, monkeypatch, tmp_path):
     best = Outcome(KernelConfig(4, C=64, stages=2, programs_per_sm=1), 0.125, 1e-3, None)
 
     def run(tuner):
-        assert (tuner.variant, tuner.shape.text, tuner.device) == ("gla", "2,64,3,64", "cuda:0")
+        assert (tuner.variant, tuner.shape.text, tuner.device, tuner.seed) == ("gla", "2,64,3,64", "cuda:0", 5)
         yield Tuned(KEY, "gla 2,64,3,64 bfloat16 forward", ENTRY.config, (best,))
         yield Tuned(KEY._replace(kernel="states"), "gla", KernelConfig(2), (Outcome(KernelConfig(2), None, None, "broken"),))
 
     monkeypatch.setattr(Tuner, "run", run)
-    words = ["tune", "gla", "--shape", "2,64,3,64", "--device", "cuda:0"]
+    words = ["tune", "gla", "--shape", "2,64,3,64", "--device", "cuda:0", "--seed", "5"]
     done = CliRunner().invoke(main, [*words, "--write", str(file)])
     assert done.exit_code == 0, done.output
     found = table_file.read(file, "sm_90")
