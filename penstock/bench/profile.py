@@ -59,7 +59,7 @@ def profiled(case: str, inputs: Inputs, mode: Mode, of: Sequence[Candidate], fol
 
     Every candidate has a folder of its own there, named after it, as TensorBoard wants it. A wrong candidate is not run again.
     """
-    found, device = measure(case, inputs, mode, list(of), seconds, go_on=True), inputs.q.device
+    found, device = measure(case, inputs, mode, list(of), seconds, keep_going=True), inputs.q.device
     by_name = {one.name: one for one in of}
     timings = []
     for timing in found.timings:

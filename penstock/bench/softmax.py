@@ -20,7 +20,7 @@ from ..verify.oracle import error
 from . import clock
 from .candidates import ASKED, Mode
 from .cases import Case
-from .exact import Apart, WrongResult
+from .exact import Deviation, WrongResult
 from .measure import Measurement, Right, Untimed, reason_of, timed_in_turn
 
 BACKENDS = {
@@ -117,11 +117,12 @@ def _checked(
         try:
             first_call, found = clock.seconds_of(_call(attend, inputs, upstream, mode), d_output.device)
             results = {
-                result: Apart(error(x.detach()[:1, :tokens, :heads], expected[result]), BUDGET[dtype]) for result, x in zip(expected, found)
+                result: Deviation(error(x.detach()[:1, :tokens, :heads], expected[result]), BUDGET[dtype])
+                for result, x in zip(expected, found)
             }
-            for result, apart in results.items():
-                if not apart.error <= apart.allowed:
-                    detail = f"its {result} is {apart.error:.2g} from the float64 formula, {apart.allowed:.2g} is allowed"
+            for result, one in results.items():
+                if not one.error <= one.allowed:
+                    detail = f"its {result} is {one.error:.2g} from the float64 formula, {one.allowed:.2g} is allowed"
                     raise WrongResult(f"{name} is wrong and was not timed: {FUNCTION} at {shape.text}, {mode}", detail)
             right.append(Right(name, None, results, first_call, _call(attend, inputs, d_output, mode)))
         except Exception as failure:

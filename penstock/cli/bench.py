@@ -264,7 +264,7 @@ def _measured(job: Job, options: Options) -> Measurement:
         return softmax.measure(case, mode, options.torch_dtype, options.device, options.seconds, job.impls, job.peers, options.seed)
     x = inputs(case.variant, case.shape, options.torch_dtype, options.device, options.seed, case.soft)
     candidates = [peer(name, x, mode) for name in job.peers] + [ours(name, x, mode) for name in job.impls]
-    return measure(case.name, x, mode, candidates, options.seconds, go_on=True)
+    return measure(case.name, x, mode, candidates, options.seconds, keep_going=True)
 
 
 def _show_record(console: Console, record: Record, plot_file: Path | None) -> None:

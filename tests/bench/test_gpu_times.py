@@ -18,7 +18,7 @@ from penstock.bench import clock
 from penstock.bench.calls import call_of
 from penstock.bench.candidates import Candidate, ours
 from penstock.bench.loop import token_loop
-from penstock.bench.measure import OnGpu, Untimed, _timed, measure
+from penstock.bench.measure import GpuTiming, Untimed, _timed, measure
 from penstock.bench.record import Record
 from penstock.bench.report import print_measurements
 from penstock.verify import oracle
@@ -232,7 +232,7 @@ def test_measurements_on_a_gpu_are_recorded(mode, gpu, tmp_path):
 
 
 def test_floor_is_compared_by_gpu_time_where_known():
-    known, unknown = (OnGpu(alone, None, None, 50.0, 2**20, 0) for alone in (0.5, None))
+    known, unknown = (GpuTiming(alone, None, None, 50.0, 2**20, 0) for alone in (0.5, None))
     one = measured("gla", SMALL, "fwd", "loop", gpu=known)
     assert one.of_floor(one.timings[0]) == 1
     other = measured("gla", SMALL, "fwd", "loop", gpu=unknown)
@@ -242,9 +242,9 @@ def test_floor_is_compared_by_gpu_time_where_known():
 def test_table_shows_gpu_columns():
     untimed = (Untimed("fla", "refuses: RuntimeError: known wrong", False),)
     console = Console(width=140, file=StringIO())
-    gpu = OnGpu(0.5, (0.4, 0.6), None, 77.0, 3 << 20, 0)
+    gpu = GpuTiming(0.5, (0.4, 0.6), None, 77.0, 3 << 20, 0)
     rows = [measured("gla", SMALL, "fwd", "loop", "auto (cpu)", untimed=untimed, gpu=gpu)]
-    rows += [measured("gla", SMALL, "fwd", "loop", gpu=OnGpu(None, None, "it waits", 77.0, 3 << 20, 0))]
+    rows += [measured("gla", SMALL, "fwd", "loop", gpu=GpuTiming(None, None, "it waits", 77.0, 3 << 20, 0))]
     print_measurements(console, rows)
     text = console.file.getvalue()
     for word in (

@@ -13,7 +13,7 @@ from penstock import RangeError, ShapeError
 from penstock.bench import clock, fla
 from penstock.bench.candidates import MODES, Candidate, loop, ours
 from penstock.bench.clock import in_turn
-from penstock.bench.exact import Reach, WrongResult, checked_tokens
+from penstock.bench.exact import OracleLimit, WrongResult, checked_tokens
 from penstock.bench.loop import token_loop
 from penstock.bench.measure import measure
 from penstock.bench.peers import peer
@@ -61,7 +61,7 @@ def test_wrong_candidates_are_not_timed(mode, monkeypatch):
 
 
 def test_long_calls_are_checked_on_their_first_tokens(monkeypatch):
-    monkeypatch.setattr("penstock.bench.exact.CHECKED", {mode: Reach(4 * 2 * 2 * 5 * 7, 1000) for mode in MODES})
+    monkeypatch.setattr("penstock.bench.exact.CHECKED", {mode: OracleLimit(4 * 2 * 2 * 5 * 7, 1000) for mode in MODES})
     for variant in ("rwkv5", "rwkv6"):
         x = inputs(variant, SMALL)
         for mode in ("fwd", "fwdbwd"):
@@ -104,7 +104,7 @@ def test_budget_of_rounded_operands_is_their_cost(mode):
     x = inputs("rwkv6", Shape(1, 70, 2, 16, 16), torch.bfloat16)
     found = measure("small", x, mode, [rounding_candidate(8, 8)], seconds=0.001).timings[0]
     assert found.error > 1e-3
-    assert all(apart.error <= apart.allowed < 0.1 for apart in found.results.values())
+    assert all(one.error <= one.allowed < 0.1 for one in found.results.values())
     if mode == "fwd":
         cost = rounding.errors(x.problem(), 8, {"output": oracle.exact_forward(x)[0]})["output"]
         assert found.results["output"].allowed == pytest.approx(oracle.budget(torch.bfloat16, torch.float32) + 2 * cost)
@@ -118,7 +118,7 @@ def test_refusing_and_wrong_candidates_do_not_stop_the_others():
     peer_ = Candidate("peer", refusing, token_loop, oracle.budget)
     own = replace(peer_, name="own", ours=True)
     lost = replace(wrong("fwd"), ours=True)
-    found = measure("small", x, "fwd", [peer_, lost, own, ours("auto", x, "fwd"), wrong("fwd")], seconds=0.001, go_on=True)
+    found = measure("small", x, "fwd", [peer_, lost, own, ours("auto", x, "fwd"), wrong("fwd")], seconds=0.001, keep_going=True)
     assert [timing.candidate for timing in found.timings] == [ours("auto", x, "fwd").name]
     assert [(one.candidate, one.fault) for one in found.untimed] == [("peer", False), ("wrong", True), ("own", True), ("wrong", False)]
     assert found.untimed[0].reason == "refuses: RuntimeError: no kernel for this"
@@ -132,7 +132,7 @@ def test_refusing_and_wrong_candidates_do_not_stop_the_others():
 def test_fla_without_an_operator_is_refused_without_fault(monkeypatch):
     monkeypatch.setitem(sys.modules, "fla", ModuleType("fla"))
     monkeypatch.setitem(sys.modules, "fla.ops", ModuleType("fla.ops"))
-    refused = measure("small", inputs("rwkv5", SMALL), "fwd", [fla.candidate()], seconds=0.001, go_on=True).untimed[0]
+    refused = measure("small", inputs("rwkv5", SMALL), "fwd", [fla.candidate()], seconds=0.001, keep_going=True).untimed[0]
     assert refused.reason == "refuses: it has no operator for rwkv5"
     assert not refused.fault
 

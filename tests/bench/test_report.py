@@ -25,7 +25,7 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 def test_record_is_json_and_is_read_back(tmp_path):
     x = inputs("gla", SMALL)
     peer_ = Candidate("peer", refusing, token_loop, oracle.budget)
-    measured = measure("small", x, "fwd", [ours("auto", x, "fwd"), peer_], seconds=0.002, go_on=True)
+    measured = measure("small", x, "fwd", [ours("auto", x, "fwd"), peer_], seconds=0.002, keep_going=True)
     record = Record.of("penstock bench gla", "cpu", [measured], Machine.here())
     record.write(tmp_path / "new" / "record.json")
     content = json.loads((tmp_path / "new" / "record.json").read_text())
@@ -51,6 +51,31 @@ def test_other_files_are_refused(tmp_path):
         (tmp_path / "a.json").write_text(content)
         with pytest.raises(RangeError, match="file must be a record that penstock bench --json wrote"):
             Record.read(tmp_path / "a.json")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("mode", "sideways"), ("variant", 3), ("moved_bytes", None), ("shape", {"B": "x", "T": 1, "H": 1, "K": 1, "V": 1})],
+)
+def test_records_with_wrong_values_are_refused(tmp_path, name, value):
+    path = tmp_path / "a.json"
+    Record.of("penstock bench gla", "cpu", [measured("gla", SMALL, "fwd", "loop")], Machine.here()).write(path)
+    content = json.loads(path.read_text())
+    content["measurements"][0][name] = value
+    path.write_text(json.dumps(content))
+    with pytest.raises(RangeError, match="file must be a record that penstock bench --json wrote"):
+        Record.read(path)
+
+
+@pytest.mark.parametrize(("name", "value"), [("milliseconds", "x"), ("milliseconds", 0), ("quartiles", [1.0]), ("error", None)])
+def test_records_with_wrong_times_are_refused(tmp_path, name, value):
+    path = tmp_path / "a.json"
+    Record.of("penstock bench gla", "cpu", [measured("gla", SMALL, "fwd", "loop")], Machine.here()).write(path)
+    content = json.loads(path.read_text())
+    content["measurements"][0]["timings"][0][name] = value
+    path.write_text(json.dumps(content))
+    with pytest.raises(RangeError, match="file must be a record that penstock bench --json wrote"):
+        Record.read(path)
 
 
 def test_drawing_without_matplotlib_says_what_to_install(tmp_path, monkeypatch):
