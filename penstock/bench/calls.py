@@ -11,10 +11,10 @@ from ..recurrence.declaration import state_dtype
 from ..verify.inputs import Inputs
 from ..verify.machine import using_threads
 from .candidates import Candidate, Mode
-from .clock import Call
+from .clock import TimedCall
 
 
-def call_of(candidate: Candidate, inputs: Inputs, mode: Mode) -> Call:
+def call_of(candidate: Candidate, inputs: Inputs, mode: Mode) -> TimedCall:
     """Return the call that is timed. It returns the output and, with a backward pass, the gradients."""
     if mode == "fwdbwd":
         leaves, upstream = inputs.with_gradients(), d_output(inputs)
@@ -76,7 +76,7 @@ def moved_bytes(inputs: Inputs, mode: Mode) -> int:
     return read + output if mode == "fwd" else (read + output) + (read + output) + read
 
 
-def copy_of(inputs: Inputs, mode: Mode) -> Call:
+def copy_of(inputs: Inputs, mode: Mode) -> TimedCall:
     """A call that moves ``moved_bytes``: a decode step scales its states in place, other modes copy one half to the other."""
     if mode == "decode":
         state = states(inputs)

@@ -18,7 +18,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-Call = Callable[[], object]
+TimedCall = Callable[[], object]
 Result = TypeVar("Result")
 
 SAMPLE = 5e-4
@@ -68,7 +68,7 @@ def seconds_of(call: Callable[[], Result], device: torch.device) -> tuple[float,
     return time.perf_counter() - begin, result
 
 
-def in_turn(calls: list[Call], device: torch.device, seconds: float) -> list[list[float]]:
+def in_turn(calls: list[TimedCall], device: torch.device, seconds: float) -> list[list[float]]:
     """Samples of each call in milliseconds. The calls are sampled in turn, each for about ``seconds``."""
     clock = _gpu_clock if on_gpu(device) else _cpu_clock
     first = [clock(call, 1, device) for call in calls]
@@ -83,7 +83,7 @@ def in_turn(calls: list[Call], device: torch.device, seconds: float) -> list[lis
     return samples
 
 
-def _cpu_clock(call: Call, count: int, device: torch.device) -> float:
+def _cpu_clock(call: TimedCall, count: int, device: torch.device) -> float:
     """Seconds for ``count`` calls."""
     begin = time.perf_counter()
     for _ in range(count):
@@ -91,7 +91,7 @@ def _cpu_clock(call: Call, count: int, device: torch.device) -> float:
     return time.perf_counter() - begin
 
 
-def _gpu_clock(call: Call, count: int, device: torch.device) -> float:
+def _gpu_clock(call: TimedCall, count: int, device: torch.device) -> float:
     """Seconds between two GPU events around ``count`` calls."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize(device)
@@ -103,7 +103,7 @@ def _gpu_clock(call: Call, count: int, device: torch.device) -> float:
     return float(begin.elapsed_time(end)) * 1e-3
 
 
-def host_seconds(call: Call, device: torch.device) -> float:
+def host_seconds(call: TimedCall, device: torch.device) -> float:
     """Time until a call returns, without waiting for the device: the median of a few rounds."""
     once, _ = seconds_of(call, device)
     count, taken = _repetitions(HOST_SECONDS, once, HOST_CALLS), []
@@ -123,12 +123,12 @@ def _repetitions(seconds: float, once: float, most: int) -> int:
 class Replay:
     """A CUDA graph of calls."""
 
-    replay: Call
+    replay: TimedCall
     calls: int
     """Number of calls in the graph."""
 
 
-def captured(call: Call, device: torch.device) -> Replay | str:
+def captured(call: TimedCall, device: torch.device) -> Replay | str:
     """A CUDA graph of the call, or the reason why it cannot be captured. A failed capture leaves the device usable."""
     once, _ = seconds_of(call, device)
     if once > CAPTURED:
@@ -181,7 +181,7 @@ def one_line(failure: Exception) -> str:
     return f"{type(failure).__name__}: {str(failure).strip().partition(chr(10))[0]}"
 
 
-def peak_bytes(call: Call, device: torch.device) -> tuple[int, int]:
+def peak_bytes(call: TimedCall, device: torch.device) -> tuple[int, int]:
     """Peak memory of a call beyond what was allocated before it, and the same without the tensors that it returns."""
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)

@@ -163,10 +163,10 @@ class Right(NamedTuple):
     results: dict[str, Deviation]
     first_call: float
     """Seconds."""
-    call: clock.Call
+    call: clock.TimedCall
 
 
-def timed_in_turn(copy: clock.Call, right: list[Right], device: torch.device, seconds: float) -> tuple[Timing, tuple[Timing, ...]]:
+def timed_in_turn(copy: clock.TimedCall, right: list[Right], device: torch.device, seconds: float) -> tuple[Timing, tuple[Timing, ...]]:
     """Time the copy and all candidates, about ``seconds`` each."""
     found = _timed([copy, *(one.call for one in right)], device, seconds)
     threads = torch.get_num_threads()
@@ -197,7 +197,7 @@ def reason_of(failure: Exception, ours: bool) -> str:
 
 
 @clock.settled()
-def _timed(calls: list[clock.Call], device: torch.device, seconds: float) -> list[tuple[list[float], GpuTiming | None]]:
+def _timed(calls: list[clock.TimedCall], device: torch.device, seconds: float) -> list[tuple[list[float], GpuTiming | None]]:
     """Samples of each call in milliseconds and, on a GPU, its GPU time, host time and memory."""
     if not clock.on_gpu(device):
         return [(samples, None) for samples in clock.in_turn(calls, device, seconds)]

@@ -19,7 +19,7 @@ from ..bench.cases import Case, case_named, default_cases
 from ..bench.clock import one_line
 from ..bench.measure import Measurement, check_decode_shape, measure
 from ..bench.peers import peer, peer_names
-from ..bench.plot import check_plot, draw, draw_profile
+from ..bench.plot import check_plot, plot_measurements, plot_profile
 from ..bench.record import Record
 from ..bench.report import print_cases, print_measurements, print_profile
 from ..bench.suites import LADDER, PLAIN, Suite, suite_named
@@ -128,7 +128,7 @@ def bench(
         if json_file is not None:
             console.print(f"numbers: {json_file}", highlight=False, soft_wrap=True)
     if timed:
-        _draw(console, Record.of(command, options.device, measurements, machine), plot_file)
+        _plot(console, Record.of(command, options.device, measurements, machine), plot_file)
     for line in [*failed, *["Nothing was measured."] * (not timed)]:
         console.print(line, style="bold red", markup=False, highlight=False, soft_wrap=True)
     if failed or not timed or any(one.fault for measurement in measurements for one in measurement.untimed):
@@ -274,14 +274,14 @@ def _show_record(console: Console, record: Record, plot_file: Path | None) -> No
         print_profile(console, measurement)
     if len(profiles) < len(record.measurements):
         print_measurements(console, [one for one in record.measurements if not one.profiled])
-    _draw(console, record, plot_file)
+    _plot(console, record, plot_file)
 
 
-def _draw(console: Console, record: Record, path: Path | None) -> None:
+def _plot(console: Console, record: Record, path: Path | None) -> None:
     if path is None:
         return
     if len(record.measurements) == 1 and record.measurements[0].profiled:
-        draw_profile(record.measurements[0], path, record.place)
+        plot_profile(record.measurements[0], path, record.place)
     else:
-        draw(record.measurements, path, record.place)
+        plot_measurements(record.measurements, path, record.place)
     console.print(f"picture: {path}", highlight=False, soft_wrap=True)

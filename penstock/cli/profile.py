@@ -15,7 +15,7 @@ from rich.console import Console
 from ..bench.candidates import Mode
 from ..bench.clock import one_line
 from ..bench.measure import Measurement
-from ..bench.plot import MissingExtra, draw_profile
+from ..bench.plot import MissingExtra, plot_profile
 from ..bench.profile import MODES, candidates, hidden, profiled, trace_folder
 from ..bench.record import Record
 from ..bench.report import print_profile
@@ -126,7 +126,7 @@ def _print(console: Console, found: Measurement, record: Record, json_file: Path
     if found.timings:
         console.print(f"traces: {output}, for ui.perfetto.dev or tensorboard --logdir {output}", highlight=False, soft_wrap=True)
     try:
-        draw_profile(found, output / PICTURE, record.place)
+        plot_profile(found, output / PICTURE, record.place)
         console.print(f"picture: {output / PICTURE}", highlight=False, soft_wrap=True)
     except MissingExtra as missing:
         console.print(f"no picture: {missing}", style="yellow", markup=False, highlight=False, soft_wrap=True)

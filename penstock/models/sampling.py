@@ -33,7 +33,7 @@ def check_sampling(
         complaints.add(DeviceError, "generator", f"for {device}, where the model is", generator.device, remedy)
 
 
-def draw(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator | None = None) -> Tensor:
+def sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator | None = None) -> Tensor:
     """One token for each row of logits [N,vocab_size]: int64 [N].
 
     p = softmax(logits / temperature), cut to its *nucleus*: the smallest set of most likely tokens whose p sum to at least
@@ -41,7 +41,7 @@ def draw(logits: Tensor, temperature: float, top_p: float, generator: torch.Gene
 
     Source: Holtzman et al. 2020, arXiv 1904.09751, section 3.1.
 
-    >>> draw(torch.tensor([[0.0, 3.0, 1.0]]), temperature=1.0, top_p=0.5)
+    >>> sample(torch.tensor([[0.0, 3.0, 1.0]]), temperature=1.0, top_p=0.5)
     tensor([1])
     """
     if temperature == 0:

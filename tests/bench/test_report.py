@@ -1,4 +1,4 @@
-"""Records of measurements, and pictures of them."""
+"""Records and pictures of measurements."""
 
 import json
 import sys
@@ -13,7 +13,7 @@ from penstock.bench import plot
 from penstock.bench.candidates import Candidate, ours
 from penstock.bench.loop import token_loop
 from penstock.bench.measure import Untimed, measure
-from penstock.bench.plot import MissingExtra, draw
+from penstock.bench.plot import MissingExtra, plot_measurements
 from penstock.bench.record import Record
 from penstock.verify import oracle
 from penstock.verify.inputs import Shape, inputs
@@ -81,7 +81,7 @@ def test_records_with_wrong_times_are_refused(tmp_path, name, value):
 def test_drawing_without_matplotlib_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(MissingExtra, match=r"pip install 'penstock\[plot\]'"):
-        draw([], tmp_path / "a.png")
+        plot_measurements([], tmp_path / "a.png")
 
 
 ONE, LONG, WIDE = Shape(1, 8, 2, 4, 4), Shape(1, 16, 2, 4, 4), Shape(2, 8, 4, 4, 4)
@@ -90,7 +90,7 @@ ONE, LONG, WIDE = Shape(1, 8, 2, 4, 4), Shape(1, 16, 2, 4, 4), Shape(2, 8, 4, 4,
 TWO = ("loop", "auto (cpu)")
 
 
-def spy(called, name, function):
+def recording(called, name, function):
     return lambda *given: called.add(name) or function(*given)
 
 
@@ -108,11 +108,11 @@ def spy(called, name, function):
         ("_dots", [measured("gla", shape, "fwd", "auto (cpu)") for shape in (ONE, WIDE)]),
     ],
 )
-def test_lines_for_sizes_bars_for_cases_dots_for_one(kind, rows, tmp_path, monkeypatch):
+def test_lines_show_sizes_bars_show_cases_dots_show_one_shape(kind, rows, tmp_path, monkeypatch):
     drawn = set()
     for name in ("_lines", "_bars", "_dots"):
-        monkeypatch.setattr(plot, name, spy(drawn, name, getattr(plot, name)))
-    draw(rows, tmp_path / "a.png", "somewhere")
+        monkeypatch.setattr(plot, name, recording(drawn, name, getattr(plot, name)))
+    plot_measurements(rows, tmp_path / "a.png", "somewhere")
     assert drawn == {kind}
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
 

@@ -20,7 +20,7 @@ from penstock.verify.inputs import Shape
 TINY = ["--shape", "1,5,2,4", "--seconds", "0.002", "--threads", "1"]
 
 BENCH = sys.modules["penstock.cli.bench"]
-"""The module: in its package, the command has its name."""
+"""The module. Its package has the command under the same name."""
 
 
 @pytest.fixture
@@ -31,15 +31,15 @@ def run(monkeypatch):
 
 @pytest.mark.parametrize("command", ["", "check", "bench", "profile", "tune", "demo"])
 def test_help_shows_all_text_and_every_default(run, monkeypatch, command):
-    """Rich parses square brackets as markup and drops them."""
+    """Rich would drop text in square brackets as markup."""
     group = get_command(main)
-    told = group.commands[command] if command else group
+    documented = group.commands[command] if command else group
     monkeypatch.setenv("COLUMNS", "1000")  # a line for each option
     lines = [" ".join(line.split()) for line in run(*command.split(), "--help").output.splitlines()]
-    for paragraph in told.help.split("\n\n"):
+    for paragraph in documented.help.split("\n\n"):
         assert re.sub(r"\[/?bold\]", "", paragraph).strip() in lines
     defaults = 0
-    for parameter in told.params:
+    for parameter in documented.params:
         (line,) = (line for line in lines if f"{parameter.help} " in line)
         shown = parameter.show_default if isinstance(parameter.show_default, str) else parameter.default
         if parameter.show_default and shown is not None and shown is not False:
@@ -164,7 +164,7 @@ def test_bench_of_both_families_has_the_default_peers_of_each(run, tmp_path):
 
 
 def test_bench_without_measurements_fails(run, monkeypatch, tmp_path):
-    """Either no job ran, or no candidate was timed."""
+    """There is no job, or no candidate was timed."""
     measure = BENCH.measure
     monkeypatch.setattr(BENCH, "_jobs", lambda *_: [])
     done = run("bench", "gla", "--json", str(tmp_path / "a.json"))
@@ -263,12 +263,12 @@ def test_wrong_results_set_the_exit_code(run, monkeypatch, tmp_path):
 def test_a_failing_case_does_not_end_the_others(run, monkeypatch):
     measure = BENCH.measure
 
-    def not_gla(name, x, *rest, **options):
+    def all_but_gla(name, x, *rest, **options):
         if x.variant == "gla":
             raise torch.OutOfMemoryError("no memory left")
         return measure(name, x, *rest, **options)
 
-    monkeypatch.setattr(BENCH, "measure", not_gla)
+    monkeypatch.setattr(BENCH, "measure", all_but_gla)
     done = run("bench", "gla", "rwkv6", *TINY)
     assert done.exit_code == 1
     assert "was not measured: OutOfMemoryError: no memory left" in done.output

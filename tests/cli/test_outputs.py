@@ -18,7 +18,7 @@ WORK = {
     "profile": ["penstock.cli.profile.inputs", "penstock.cli.profile.profiled"],
     "tune": ["penstock.tune.ahead.check_compiler", "penstock.tune.tune.Tuner.run"],
 }
-"""What each command must not have called."""
+"""Functions that a command must not call before it checks its paths."""
 FILES = {
     "bench gla --json": "--json",
     "bench softmax_attention --json": "--json",
@@ -34,20 +34,20 @@ FOLDERS = {"demo --folder": "--folder", "profile gla --output": "--output"}
 
 @pytest.fixture(autouse=True)
 def in_a_folder(tmp_path, monkeypatch):
-    """With a file, folders, and paths that ``os.access`` calls not writable: root may write anywhere."""
+    """A folder with a file, folders, and paths that ``os.access`` reports as not writable, because root can write anywhere."""
     monkeypatch.chdir(tmp_path)
     Path("file").write_text("mine")
     Path("folder.png").mkdir()
     Path("locked").mkdir()
     Path("kept").write_text("mine")
-    right = os.access
+    access = os.access
     locked = {str(tmp_path / "locked"), str(tmp_path / "kept")}
-    monkeypatch.setattr(os, "access", lambda path, mode: str(path) not in locked and right(path, mode))
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path) not in locked and access(path, mode))
 
 
 @pytest.fixture
 def refused(monkeypatch, tmp_path):
-    """Run a command that must not begin to work; returns what it says."""
+    """Run a command that must fail before any work; return its output."""
 
     def run(*words):
         for name in WORK[words[0]]:
@@ -104,7 +104,7 @@ def test_unwritable_folders_are_refused_before_any_work(refused, words, path, wh
 @pytest.mark.parametrize(
     ("words", "name"), [*(("demo --folder", name) for name in (NUMBERS, PICTURE, WEIGHTS)), ("profile gla --output", "profile.png")]
 )
-def test_folders_in_place_of_files_are_refused(refused, words, name):
+def test_folders_with_the_name_of_an_output_file_are_refused(refused, words, name):
     Path("out", name).mkdir(parents=True)
     command, option = words.split()[0], FOLDERS[words]
     said = refused(*words.split(), "out")

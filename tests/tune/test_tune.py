@@ -1,4 +1,4 @@
-"""Launch tables, and ``penstock tune`` with made-up times: kernels run under the interpreter."""
+"""Launch tables, and ``penstock tune`` with fake times. Kernels run under the interpreter."""
 
 import json
 
@@ -31,7 +31,7 @@ TARGET = Target("sm_90", 132, 227 << 10)
 
 @pytest.fixture
 def own(tmp_path, monkeypatch):
-    """The user's table for sm_90, in a folder of the test's own."""
+    """The user's table for sm_90, in a temporary folder."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     table_file.in_use.cache_clear()
     yield tmp_path / "penstock" / "launch-sm_90.json"
@@ -42,7 +42,7 @@ def in_use():
     return {key: entry.config for key, entry in table_file.in_use("sm_90").items()}
 
 
-def asked(target, K=64):
+def forward_config(target, K=64):
     """The block sizes of gla's forward kernel for a head of K key channels."""
     inputs = without_memory("gla", Shape(1, 64, 1, K, 64), torch.bfloat16)
     return config(Call.of(inputs.problem(), target).key("forward"), target)
@@ -51,17 +51,17 @@ def asked(target, K=64):
 def test_tables_of_the_user_come_before_shipped_ones_and_rules(own):
     shipped = table_file.shipped("sm_90")
     assert in_use() == {key: entry.config for key, entry in shipped.items()}
-    assert asked(TARGET) == by_rule(KEY, TARGET)
-    assert asked(TARGET._replace(table={KEY: KernelConfig(1, C=32)})) == KernelConfig(1, C=32)
+    assert forward_config(TARGET) == by_rule(KEY, TARGET)
+    assert forward_config(TARGET._replace(table={KEY: KernelConfig(1, C=32)})) == KernelConfig(1, C=32)
     table_file.write(own, "sm_90", [ENTRY])
-    assert asked(TARGET._replace(table=in_use())) == shipped[KEY].config  # the file is read once in a process
+    assert forward_config(TARGET._replace(table=in_use())) == shipped[KEY].config  # the file is read once in a process
     table_file.in_use.cache_clear()
     found = in_use()
-    assert asked(TARGET._replace(table=found)) == ENTRY.config
+    assert forward_config(TARGET._replace(table=found)) == ENTRY.config
     assert found == {key: entry.config for key, entry in shipped.items()} | {KEY: ENTRY.config}
     assert not table_file.in_use("sm_80")
-    assert asked(TARGET._replace(table=found), 33) == ENTRY.config  # 33 channels are rounded up
-    assert asked(TARGET._replace(table=found), 65) != ENTRY.config
+    assert forward_config(TARGET._replace(table=found), 33) == ENTRY.config  # 33 channels are rounded up
+    assert forward_config(TARGET._replace(table=found), 65) != ENTRY.config
 
 
 def test_check_lists_the_tables_in_use(own, monkeypatch):
@@ -149,7 +149,7 @@ def test_sizes_in_use_stay_unless_others_are_clearly_faster():
 
 
 def fake(times, seen):
-    """Answers for candidates: milliseconds by block sizes; all are right but those of 8 warps, which are the fastest."""
+    """Fake measurements: milliseconds by block sizes. Candidates with 8 warps are the fastest, and wrong."""
 
     def measure(given, found):
         seen.append(given)
@@ -270,13 +270,13 @@ def test_tune_has_help(monkeypatch):
 
 
 def test_tune_adds_to_a_table(own, monkeypatch, tmp_path):
-    """The command with a GPU that is not there: its name, its kind and its times are made up."""
+    """The command with a fake GPU: its name, type and times."""
     other = ENTRY._replace(key=KEY._replace(K=128))
     file = tmp_path / "table.json"
     table_file.write(file, "sm_90", [other, ENTRY])
     monkeypatch.setattr("penstock.tune.ahead.check_compiler", lambda function: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Made Up 1")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Fake GPU")
     monkeypatch.setattr(Target, "of", lambda device: TARGET)
     best = Outcome(KernelConfig(4, C=64, stages=2, programs_per_sm=1), 0.125, 1e-3, None)
 
@@ -292,7 +292,7 @@ def test_tune_adds_to_a_table(own, monkeypatch, tmp_path):
     found = table_file.read(file, "sm_90")
     assert set(found) == {KEY, other.key}
     assert found[other.key] == other
-    assert (found[KEY].config, found[KEY].gpu, found[KEY].milliseconds) == (best.config, "Made Up 1", 0.125)
+    assert (found[KEY].config, found[KEY].gpu, found[KEY].milliseconds) == (best.config, "Fake GPU", 0.125)
     assert "torch" in found[KEY].versions
     assert not own.exists()
     assert CliRunner().invoke(main, [*words, "--dry"]).exit_code == 0
