@@ -17,6 +17,7 @@ from ..softmax.operators import ATTENTION
 from ..softmax.reference import exact
 from ..verify.inputs import Shape
 from ..verify.oracle import error
+from ..verify.verify import SOFTMAX_BUDGET
 from . import clock
 from .candidates import ASKED, Mode
 from .cases import Case
@@ -29,8 +30,6 @@ BACKENDS = {
     "sdpa (efficient)": SDPBackend.EFFICIENT_ATTENTION,
 }
 """Backends of torch's operator on a GPU. On a CPU torch chooses."""
-BUDGET = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-5, torch.float64: 1e-11}
-"""Largest error allowed, by dtype. The table shows the error of each candidate."""
 HEADS, TOKENS = 2, 4096
 """The results of this many heads of the first sequence, and of their first tokens, are compared with the oracle."""
 
@@ -117,7 +116,7 @@ def _checked(
         try:
             first_call, found = clock.seconds_of(_call(attend, inputs, upstream, mode), d_output.device)
             results = {
-                result: Deviation(error(x.detach()[:1, :tokens, :heads], expected[result]), BUDGET[dtype])
+                result: Deviation(error(x.detach()[:1, :tokens, :heads], expected[result]), SOFTMAX_BUDGET[dtype])
                 for result, x in zip(expected, found)
             }
             for result, one in results.items():

@@ -85,7 +85,7 @@ def _speed(console: Console, folder: Path, quick: bool, machine: Machine) -> lis
         models = []
         for case in MODEL_ROWS:
             status.update(f"{case.variant}: {case.model}")
-            models.append(_beside_loop(case.name, case.variant, QUICK if quick else case.shape, 0.02 if quick else 0.4))
+            models.append(_measured(case.name, case.variant, QUICK if quick else case.shape, 0.02 if quick else 0.4))
         print_models(console, models)
         status.update("rwkv6 at several lengths")
         lengths = _sweep(QUICK if quick else MODEL_ROWS[-1].shape, SWEEP[:2] if quick else SWEEP, 0.02 if quick else 0.25)
@@ -101,7 +101,7 @@ def _speed(console: Console, folder: Path, quick: bool, machine: Machine) -> lis
     return written
 
 
-def _beside_loop(name: str, variant: str, shape: Shape, seconds: float, with_loop: bool = True) -> Measurement:
+def _measured(name: str, variant: str, shape: Shape, seconds: float, with_loop: bool = True) -> Measurement:
     x = inputs(variant, shape)
     return measure(name, x, "fwd", [*([loop(x)] if with_loop else []), ours("auto", x, "fwd")], seconds)
 
@@ -111,7 +111,7 @@ def _sweep(shape: Shape, lengths: tuple[int, ...], seconds: float) -> list[Measu
     begin, found, with_loop = perf_counter(), [], True
     for T in lengths:
         before = perf_counter()
-        found.append(_beside_loop(f"rwkv6, T = {T}", "rwkv6", shape._replace(T=T), seconds, with_loop))
+        found.append(_measured(f"rwkv6, T = {T}", "rwkv6", shape._replace(T=T), seconds, with_loop))
         with_loop = with_loop and perf_counter() - begin + 2 * (perf_counter() - before) < SWEEP_SECONDS
     return found
 

@@ -46,7 +46,7 @@ def check_state(complaints: Complaints, state: object, num_layers: int, sizes: d
     if not isinstance(state, list | tuple) or not all(isinstance(one, State) for one in state):
         parts = {type(one).__name__ for one in state} if isinstance(state, list | tuple) else set()
         found = type(state).__name__ + f" of {', '.join(sorted(parts))}" * bool(parts)
-        complaints.add(DtypeError, "state", "a list of State", found, "Take what the model or its initial_state returned.")
+        complaints.add(DtypeError, "state", "a list of State", found, "Pass the state that the model or its initial_state returned.")
         return
     if len(state) != num_layers:
         complaints.add(ShapeError, "state", f"one State for each of {num_layers} blocks", len(state))

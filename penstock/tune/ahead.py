@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ..errors import Complaints, RangeError
 from ..gpu.target import interpreting
+from .workers import Failure, side_by_side
 
 if TYPE_CHECKING:
     from ..gpu.hopper import Tile
@@ -119,6 +120,14 @@ def distinct(many: Iterable[Job]) -> dict[Job, Job]:
     finally:
         knobs.runtime.jit_cache_hook = before
     return found
+
+
+def compile_all(many: Iterable[Job], seconds: float) -> dict[Job, Resources | Failure]:
+    """Compile jobs on all cores, each within ``seconds``. Jobs with the same code are compiled once."""
+    firsts = distinct(many)
+    todo = list(dict.fromkeys(firsts.values()))
+    found = dict(zip(todo, side_by_side(resources, todo, seconds)))
+    return {job: found[first] for job, first in firsts.items()}
 
 
 def resources(job: Job) -> Resources:

@@ -15,9 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from ..errors import Complaints, RangeError
-from .ahead import Job, Resources, distinct, resources
+from .ahead import Job, Resources, compile_all
 from .shipped import CONFIGURATIONS, TARGETS
-from .workers import Failure, side_by_side
+from .workers import Failure
 
 RECORDED = Path(__file__).with_name("resources.json")
 SECONDS = 300.0
@@ -93,10 +93,8 @@ def launches(archs: Iterable[str], only: Iterable[str]) -> dict[tuple[str, str],
 
 def compiled(launches: Mapping[tuple[str, str], Job]) -> dict[tuple[str, str], Resources | Failure]:
     """Compile all launches on all cores. Launches with the same code are compiled once."""
-    firsts = distinct(launches.values())
-    todo: list[Job] = list(dict.fromkeys(firsts.values()))
-    found = dict(zip(todo, side_by_side(resources, todo, SECONDS)))
-    return {where: found[firsts[job]] for where, job in launches.items()}
+    found = compile_all(launches.values(), SECONDS)
+    return {where: found[job] for where, job in launches.items()}
 
 
 def compared(record: RecordedResources | None, triton: str, found: Mapping[tuple[str, str], Resources | Failure]) -> list[Finding]:

@@ -21,7 +21,7 @@ from ..verify.inputs import Shape
 from . import ahead
 from .passes import Pass, planned, without_memory
 from .trial import Trial, prepared
-from .workers import Failure, one_by_one, side_by_side
+from .workers import Failure, one_by_one
 
 GROUPS: tuple[tuple[str, Pass], ...] = (
     ("forward", "forward"),
@@ -162,13 +162,12 @@ def compiled(tuner: Tuner, which: Pass, key: Key, configs: list[KernelConfig]) -
     for one in configs:
         made = planned(which, inputs, tuner.target_with({key: one}))
         needed.append(ahead.jobs(made.plan, made.tensors, tuner.target.arch))
-    firsts = ahead.distinct(job for jobs in needed for job in jobs)
-    todo = list(dict.fromkeys(firsts.values()))
-    found = dict(zip(todo, side_by_side(ahead.resources, todo, SECONDS)))
-    return [_unfit([found[firsts[job]] for job in jobs], tuner.target) for jobs in needed]
+    found = ahead.compile_all((job for jobs in needed for job in jobs), SECONDS)
+    return [_unfit([found[job] for job in jobs], tuner.target) for jobs in needed]
 
 
 def _unfit(found: list[ahead.Resources | Failure], target: Target) -> str | None:
+    """Why a candidate does not compile or fit the GPU, or None."""
     for one in found:
         if isinstance(one, Failure):
             return f"does not compile: {one.reason}"

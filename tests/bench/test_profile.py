@@ -269,17 +269,17 @@ def test_a_device_without_traced_kernels_is_an_error(tmp_path, monkeypatch):
 
 
 def test_steps_on_a_gpu_are_synchronized(tmp_path, monkeypatch):
-    order, asked, profiler = [], [], trace.Profiler
+    order, requested, profiler = [], [], trace.Profiler
 
     def on_the_cpu_only(activities, **options):
-        asked.extend(activities)
+        requested.extend(activities)
         return profiler(activities=[ProfilerActivity.CPU], **options)
 
     monkeypatch.setattr(trace, "on_gpu", lambda device: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: order.append("wait"))
     monkeypatch.setattr(trace, "Profiler", on_the_cpu_only)
     record(lambda: order.append("call"), CPU, 2, tmp_path / "a.json")
-    assert asked == [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    assert requested == [ProfilerActivity.CPU, ProfilerActivity.CUDA]
     assert [what for what in order if what == "call"] == ["call"] * (WAIT + WARM_UP + 2)
     assert all(following == "wait" for what, following in pairwise(order) if what == "call")
 

@@ -81,7 +81,7 @@ def test_softmax_kernels_are_absent_without_a_gpu(monkeypatch, reason):
     monkeypatch.setattr(SOFTMAX, "implementations", (triton, SOFTMAX.named("sdpa"), SOFTMAX.named("reference")))
     found = [one for one in findings(TRIALS[2:], (torch.float32,)) if one.implementation == "triton"]
     wanted = {"its tensors are on cpu"} if reason is None else {reason}
-    assert {(one.reason, one.absent, one.failed) for one in found} == {(told, reason is not None, False) for one in wanted}
+    assert {(one.reason, one.absent, one.failed) for one in found} == {(text, reason is not None, False) for text in wanted}
 
 
 def test_demo_runs_through(tmp_path, monkeypatch, at_full_speed, check_in_float32):
