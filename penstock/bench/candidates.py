@@ -22,7 +22,11 @@ from .loop import token_loop
 
 Mode = Literal["fwd", "fwdbwd", "decode"]
 MODES: tuple[Mode, ...] = ("fwd", "fwdbwd", "decode")
-ASKED: dict[Mode, tuple[implementation.Mode, ...]] = {"fwd": ("forward",), "fwdbwd": ("forward", "backward"), "decode": ("advance",)}
+IMPLEMENTATION_MODES: dict[Mode, tuple[implementation.Mode, ...]] = {
+    "fwd": ("forward",),
+    "fwdbwd": ("forward", "backward"),
+    "decode": ("advance",),
+}
 """The modes of an implementation that each mode of a benchmark runs."""
 
 
@@ -49,7 +53,7 @@ def ours(impl: str, inputs: Inputs, mode: Mode) -> Candidate:
     """The candidate for an implementation of this library, or "auto". Raises ImplementationRefused with the reason."""
     FAMILY.check_name("bench", impl)
     name, problem = impl, problem_of(inputs, mode)
-    taken = [FAMILY.choose(problem, asked, impl, gradients=mode == "fwdbwd") for asked in ASKED[mode]]
+    taken = [FAMILY.choose(problem, run_mode, impl, gradients=mode == "fwdbwd") for run_mode in IMPLEMENTATION_MODES[mode]]
     if impl == "auto":
         name = f"auto ({', '.join(dict.fromkeys(one.name for one in taken))})"
     # The checked results come from the last mode: gradients from the backward pass. A decode step has no matrix products.

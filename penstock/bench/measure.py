@@ -135,14 +135,14 @@ def measure(
     """
     shape, device = inputs.shape, inputs.q.device
     check_decode_shape(mode, shape)
-    right: list[Right] = []
+    right: list[Checked] = []
     untimed: list[Untimed] = []
     with clock.current(device):
         exact = Exact.of(inputs, mode)
         for candidate in candidates:
             try:
                 results, first_call = exact.compare(candidate)
-                right.append(Right(candidate.name, candidate.threads, results, first_call, call_of(candidate, inputs, mode)))
+                right.append(Checked(candidate.name, candidate.threads, results, first_call, call_of(candidate, inputs, mode)))
             except Exception as failure:
                 if not keep_going:
                     raise
@@ -155,7 +155,7 @@ def measure(
     return Measurement(*at, tokens, moved_bytes(inputs, mode), copy, timings, tuple(untimed), first)
 
 
-class Right(NamedTuple):
+class Checked(NamedTuple):
     """A candidate whose results are right."""
 
     name: str
@@ -166,7 +166,7 @@ class Right(NamedTuple):
     call: clock.TimedCall
 
 
-def timed_in_turn(copy: clock.TimedCall, right: list[Right], device: torch.device, seconds: float) -> tuple[Timing, tuple[Timing, ...]]:
+def timed_in_turn(copy: clock.TimedCall, right: list[Checked], device: torch.device, seconds: float) -> tuple[Timing, tuple[Timing, ...]]:
     """Time the copy and all candidates, about ``seconds`` each."""
     found = _timed([copy, *(one.call for one in right)], device, seconds)
     threads = torch.get_num_threads()

@@ -17,7 +17,7 @@ from ..recurrence.operators import FAMILY
 from ..verify.inputs import Inputs
 from . import clock, fla, trace
 from .calls import call_of
-from .candidates import ASKED, Candidate, Mode, ours, problem_of
+from .candidates import IMPLEMENTATION_MODES, Candidate, Mode, ours, problem_of
 from .measure import Measurement, Untimed, measure
 from .peers import PEERS, peer
 
@@ -30,7 +30,7 @@ def candidates(inputs: Inputs, mode: Mode, impls: Sequence[str], named: Sequence
     if not impls:
         problem = problem_of(inputs, mode)
         for one in FAMILY.implementations:
-            reasons = [reason for asked in ASKED[mode] if (reason := one.refusal(problem, asked)) is not None]
+            reasons = [reason for run_mode in IMPLEMENTATION_MODES[mode] if (reason := one.refusal(problem, run_mode)) is not None]
             refused |= {one.name: reasons[0]} if reasons else {}
         impls = [one.name for one in FAMILY.implementations if one.name not in refused]
     if not named:

@@ -19,10 +19,10 @@ from ..verify.inputs import Shape
 from ..verify.oracle import error
 from ..verify.verify import SOFTMAX_BUDGET
 from . import clock
-from .candidates import ASKED, Mode
+from .candidates import IMPLEMENTATION_MODES, Mode
 from .cases import Case
 from .exact import Deviation, WrongResult
-from .measure import Measurement, Right, Untimed, reason_of, timed_in_turn
+from .measure import Checked, Measurement, Untimed, reason_of, timed_in_turn
 
 BACKENDS = {
     "sdpa (cudnn)": SDPBackend.CUDNN_ATTENTION,
@@ -86,8 +86,8 @@ def measure(
     q, k, v, d_output = (torch.randn(B, T, H, D, generator=random, device=place).to(dtype) for _ in range(4))
     problem = ATTENTION.checked(FUNCTION, (q, k, v, None, None), (True, None, None, False))
     for impl in impls:
-        for asked in ASKED[mode]:
-            FAMILY.choose(problem, asked, impl, gradients=mode == "fwdbwd")
+        for run_mode in IMPLEMENTATION_MODES[mode]:
+            FAMILY.choose(problem, run_mode, impl, gradients=mode == "fwdbwd")
     backends = sdpa_backends(place) if "sdpa" in peers else {}
     own: dict[str, Attend] = {f"penstock ({impl})": partial(softmax_attention, impl=impl) for impl in impls}
     moved = moved_bytes(case, mode, dtype.itemsize)
@@ -105,12 +105,12 @@ def measure(
 
 def _checked(
     candidates: Mapping[str, Attend], own: Mapping[str, Attend], inputs: tuple[Tensor, ...], d_output: Tensor, shape: Shape, mode: Mode
-) -> tuple[list[Right], list[Untimed]]:
+) -> tuple[list[Checked], list[Untimed]]:
     """Compare every candidate with the oracle; candidates that fail or are wrong are not timed."""
     tokens, heads, dtype = min(shape.T, TOKENS), min(shape.H, HEADS), d_output.dtype
     upstream = torch.cat([d_output[:, :tokens], torch.zeros_like(d_output[:, tokens:])], 1)
     expected = _exact(inputs, upstream, tokens, heads, mode)
-    right: list[Right] = []
+    right: list[Checked] = []
     untimed: list[Untimed] = []
     for name, attend in candidates.items():
         try:
@@ -123,7 +123,7 @@ def _checked(
                 if not one.error <= one.allowed:
                     detail = f"its {result} is {one.error:.2g} from the float64 formula, {one.allowed:.2g} is allowed"
                     raise WrongResult(f"{name} is wrong and was not timed: {FUNCTION} at {shape.text}, {mode}", detail)
-            right.append(Right(name, None, results, first_call, _call(attend, inputs, d_output, mode)))
+            right.append(Checked(name, None, results, first_call, _call(attend, inputs, d_output, mode)))
         except Exception as failure:
             untimed.append(Untimed(name, reason_of(failure, name in own), name in own))
     return right, untimed

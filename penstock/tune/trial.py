@@ -39,7 +39,7 @@ class Trial:
     seed: int
     which: Pass
     key: Key
-    beside: dict[Key, KernelConfig]
+    other_configs: dict[Key, KernelConfig]
     """Block sizes of the other kernels that differ from those in use."""
 
 
@@ -72,7 +72,7 @@ def prepared(trial: Trial, clock: Clock | None = None) -> Callable[[KernelConfig
     ready = _step(trial) if trial.which == "step" else _pass(trial)
 
     def tried(config: KernelConfig) -> Answer:
-        with launch.trying({**trial.beside, trial.key: config}), torch.no_grad():
+        with launch.trying({**trial.other_configs, trial.key: config}), torch.no_grad():
             found = ready.checked()
             pairs = []
             for name, exact in ready.exact.items():

@@ -173,7 +173,7 @@ def test_synchronizing_calls_are_not_captured(gpu):
     assert (gpu.captures, gpu.sync_mode) == (0, 0)
 
 
-def test_a_failed_capture_leaves_no_trace(gpu):
+def test_a_failed_capture_restores_the_state(gpu):
     def autotunes():  # synchronizes in a way that torch does not detect
         if gpu.capturing is not None:
             gpu.wait()

@@ -204,7 +204,7 @@ def test_unavailable_peers_raise_with_a_reason():
         peer("flash", x, "fwd")
 
 
-def test_token_loop_uses_one_thread_where_two_are_slow_on_median(monkeypatch):
+def test_token_loop_uses_one_thread_if_its_median_time_is_lower(monkeypatch):
     """The median decides: two threads are fast once and slow otherwise."""
     slept = []
 

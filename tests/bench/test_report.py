@@ -117,6 +117,11 @@ def test_lines_show_sizes_bars_show_cases_dots_show_one_shape(kind, rows, tmp_pa
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_pictures_distinguish_implementations_of_softmax_attention():
+    names = ["sdpa (flash)", "penstock (triton)", "penstock (reference)"]
+    assert plot._names([measured("softmax_attention", ONE, "fwd", *names)]) == {"sdpa": names[0], names[1]: names[1], names[2]: names[2]}
+
+
 def test_pictures_name_what_auto_ran_only_if_it_is_the_same_everywhere():
     assert plot._names([measured("gla", ONE, "fwd", *TWO)]) == {"loop": "loop", "auto": "penstock (cpu)"}
     both = [measured("gla", ONE, "fwd", "auto (cpu)"), measured("gla", LONG, "fwd", "auto (reference)")]

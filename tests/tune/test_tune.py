@@ -178,8 +178,8 @@ def test_kernels_are_tuned_in_turn_with_earlier_choices():
     assert found["step"].call == "gla 64,1,32,64 bfloat16 step"
     assert [kernel for kernel, _ in tried] == ["forward", "forward", "backward", "states", "states", "recurrent", "step"]
     assert all(one.reason for one in found["forward"].outcomes if one.config.warps == 8 or one.config.stages == 1)
-    beside = next(given for given in seen if given.key.kernel == "states").beside
-    assert beside == {found[name].key: found[name].chosen.config for name in ("forward", "backward")}
+    others = next(given for given in seen if given.key.kernel == "states").other_configs
+    assert others == {found[name].key: found[name].chosen.config for name in ("forward", "backward")}
     entry = entry_of(found["forward"], "a GPU", "triton 9")
     assert (entry.config, entry.gpu, entry.milliseconds) == (found["forward"].chosen.config, "a GPU", 3.21)
 
