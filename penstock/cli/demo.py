@@ -18,6 +18,7 @@ from ..bench.measure import Measurement, measure
 from ..bench.plot import MissingExtra, plot_measurements
 from ..bench.record import Record
 from ..bench.report import duration
+from ..demo.text import python_topics
 from ..demo.train import WEIGHTS, train
 from ..errors import Complaints
 from ..verify.inputs import Shape, inputs
@@ -58,6 +59,7 @@ def demo(
     check_seconds(complaints, seconds)
     complaints.raise_any()
     check_outputs("demo", {}, Folder("--folder", folder, (NUMBERS, PICTURE, WEIGHTS)))
+    python_topics()  # raises before any work if the training text is missing
     console, machine = Console(), Machine.here()
     if machine.busy is not None:
         console.print(machine.busy, style="yellow", highlight=False)

@@ -113,3 +113,12 @@ def test_training_time_must_be_finite_and_positive(tmp_path, monkeypatch, second
     done = CliRunner().invoke(main, ["demo", "--folder", str(tmp_path), "--seconds", seconds])
     assert done.exit_code == 2
     assert done.output == f"demo: seconds must be a finite number above 0, got {float(seconds)}.\n"
+
+
+def test_a_missing_training_text_is_found_before_any_work(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
+    monkeypatch.setattr(DEMO, "print_check", lambda *_: pytest.fail("work began"))
+    done = CliRunner().invoke(main, ["demo", "--folder", str(tmp_path / "new")])
+    assert done.exit_code == 2
+    assert done.output.startswith("python_topics: the standard library must be whole, got one without pydoc_data.topics.")
+    assert not (tmp_path / "new").exists()
