@@ -1,16 +1,16 @@
-"""The exceptions of Penstock, and the one way in which their messages are written.
+"""The exceptions of Penstock and the format of their messages.
 
 ::
 
     PenstockError
-    ├── InvalidArgument (ValueError)      several rules of different kinds broken, or a kind not listed below
+    ├── InvalidArgument (ValueError)      several broken rules of different kinds
     │   ├── ShapeError                    a size, or the number of axes
-    │   ├── DtypeError (TypeError)        a dtype, or something that is no tensor, number or bool where one belongs
-    │   ├── DeviceError                   tensors on different devices
-    │   └── RangeError                    a value: a positive decay, cu_seqlens that do not fit, an unknown name
-    └── ImplementationRefused (RuntimeError)   no implementation takes this call, or the named one does not
+    │   ├── DtypeError (TypeError)        a wrong dtype or Python type
+    │   ├── DeviceError                   tensors on different devices, or a device that torch cannot use
+    │   └── RangeError                    a wrong value: a positive decay, inconsistent cu_seqlens, an unknown name
+    └── ImplementationRefused (RuntimeError)   no implementation, or not the named one, takes this call
 
-A message reads ``<function>: <argument> must be <rule>, got <value>. <what to do>.`` and lists every broken rule.
+A message has the form ``<function>: <argument> must be <rule>, got <value>. <what to do>.`` and lists every broken rule.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class PenstockError(Exception):
 
 
 class InvalidArgument(PenstockError, ValueError):
-    """An argument breaks a rule of the function it was given to."""
+    """An argument breaks a rule of its function."""
 
 
 class ShapeError(InvalidArgument):
@@ -36,20 +36,20 @@ class DtypeError(InvalidArgument, TypeError):
 
 
 class DeviceError(InvalidArgument):
-    """The tensors of one call lie on different devices."""
+    """The tensors of one call are on different devices, or torch cannot use a device."""
 
 
 class RangeError(InvalidArgument):
-    """A value lies outside the range its argument allows."""
+    """A value is outside the allowed range of its argument."""
 
 
 class ImplementationRefused(PenstockError, RuntimeError):
-    """The named implementation cannot take this call, or, with ``impl="auto"``, none can."""
+    """The named implementation refuses this call or, with ``impl="auto"``, all implementations do."""
 
 
 @dataclass
 class Complaints:
-    """Collects every broken rule of one call, then raises them together.
+    """Collects the broken rules of one call and raises them together.
 
     >>> complaints = Complaints("gla")
     >>> complaints.add(ShapeError, "g", "of shape [B,T,H,K] = [1, 8, 2, 4]", "[1, 8, 2]", "Did you mean simple_gla?")
@@ -62,23 +62,23 @@ class Complaints:
     found: list[tuple[type[InvalidArgument], str]] = field(default_factory=list)
 
     def add(self, kind: type[InvalidArgument], argument: str, rule: str, value: object, remedy: str = "") -> None:
-        """Note that ``argument`` breaks ``rule``; ``remedy`` is a whole sentence."""
+        """Add a broken rule of ``argument``; ``remedy`` is a whole sentence."""
         self.found.append((kind, f"{self.function}: {argument} must be {rule}, got {value}.{' ' + remedy if remedy else ''}"))
 
     def raise_any(self) -> None:
-        """Raise what was noted: as its own kind if all are of one kind, else as InvalidArgument."""
+        """Raise the broken rules: as their own kind if all have the same kind, otherwise as InvalidArgument."""
         if self.found:
             kinds = {kind for kind, _ in self.found}
             raise (kinds.pop() if len(kinds) == 1 else InvalidArgument)("\n".join(text for _, text in self.found))
 
 
 def described(value: object) -> str:
-    """A value of the wrong type, in a few words."""
+    """A value and its type, for messages about wrong types."""
     return "None" if value is None else f"{shortened(value)} of type {type(value).__name__}"
 
 
 def shortened(value: object, length: int = 60) -> str:
-    """A value in at most so many characters, however large it is."""
+    """A value in at most ``length`` characters."""
     text = _repr.repr(value)
     return text if len(text) <= length else text[: length - 3] + "..."
 

@@ -1,4 +1,4 @@
-"""What would run: implementations by function, and the walk through them for one call."""
+"""Which implementations exist, and which one a call runs."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ FUNCTIONS: dict[str, tuple[Callable[..., object], Family]] = {
     **{name: (getattr(functional, name), operators.FAMILY) for name in (*VARIANTS, "advance", "decode_step")},
     "softmax_attention": (softmax_attention, SOFTMAX),
 }
-"""Every public function that runs implementations, and their family."""
+"""The public functions and their families of implementations."""
 
 
 def explain(function: str, *args: Any, **kwargs: Any) -> Explanation:
-    """What a call would run, and why the other implementations would not.
+    """Which implementation a call runs, and why the others do not run it.
 
-    Takes the arguments of the public function of that name and validates them as it does. Where gradients are wanted (an argument
-    requires them and they are enabled) it names what runs then. Printing the answer shows the walk.
+    Takes and validates the arguments of the public function of that name. If gradients are enabled and an argument requires them, the
+    answer includes the backward pass. Printing the answer shows the reasons.
 
     >>> import torch
     >>> q = torch.randn(1, 5, 2, 8, dtype=torch.float64)
@@ -35,9 +35,9 @@ def explain(function: str, *args: Any, **kwargs: Any) -> Explanation:
 
 
 def implementations(function: str = "gla") -> tuple[Available, ...]:
-    """The implementations of a public function, in the order in which ``impl="auto"`` asks them, and whether each can run here.
+    """The implementations of a public function in the order of ``impl="auto"``, and whether each can run here.
 
-    All variants of the recurrence have the same; ``softmax_attention`` has its own.
+    All variants of the recurrence have the same implementations; ``softmax_attention`` has its own.
 
     >>> [one.name for one in implementations() if one.reason is None][-1]
     'reference'

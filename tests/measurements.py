@@ -1,4 +1,4 @@
-"""Benchmark candidates that are wrong or refuse, and measurements with made-up times, for tests of what is done with them."""
+"""Benchmark candidates that are wrong or raise, and measurements with fake times."""
 
 import torch
 
@@ -12,7 +12,7 @@ SMALL = Shape(2, 9, 2, 5, 7)
 
 
 def wrong(mode: str) -> Candidate:
-    """Off by 1e-4 in the result that a mode checks."""
+    """A candidate with a relative error of 1e-4 in the checked result of a mode."""
 
     def forward(x: Inputs) -> torch.Tensor:
         output = x.run("chunkwise")

@@ -1,1 +1,1 @@
-"""Benchmarks: every implementation held to the oracle, then timed beside the token loop and other projects."""
+"""Benchmarks: every implementation is compared with the oracle, then timed beside the token loop and other projects."""

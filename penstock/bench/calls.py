@@ -1,4 +1,4 @@
-"""One call of a candidate in a mode, with everything it needs made beforehand; the copy beside it; and the bytes both move."""
+"""The timed call of a candidate, with its inputs allocated beforehand; the copy that is the floor; and the bytes that both move."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ..recurrence.declaration import state_dtype
 from ..verify.inputs import Inputs
 from ..verify.machine import using_threads
 from .candidates import Candidate, Mode
-from .clock import Call
+from .clock import TimedCall
 
 
-def call_of(candidate: Candidate, inputs: Inputs, mode: Mode) -> Call:
-    """Make what is timed. It returns what has to exist afterwards: the output and, with a backward pass, the gradients."""
+def call_of(candidate: Candidate, inputs: Inputs, mode: Mode) -> TimedCall:
+    """Return the call that is timed. It returns the output and, with a backward pass, the gradients."""
     if mode == "fwdbwd":
         leaves, upstream = inputs.with_gradients(), d_output(inputs)
 
@@ -33,7 +33,8 @@ def call_of(candidate: Candidate, inputs: Inputs, mode: Mode) -> Call:
 
         return forward
 
-    state = states(inputs)  # always this memory: a graph would go on reading states that a call before it left and nobody holds
+    # Every call uses the same memory: a CUDA graph that reads the result of another call would read freed memory.
+    state = states(inputs)
 
     def step() -> object:
         with torch.no_grad(), using_threads(candidate.threads):
@@ -43,7 +44,7 @@ def call_of(candidate: Candidate, inputs: Inputs, mode: Mode) -> Call:
 
 
 def output_and_gradients(candidate: Candidate, leaves: Inputs, upstream: Tensor) -> tuple[Tensor, ...]:
-    """The output, then the gradient of each of ``leaves.trained``."""
+    """The output, and the gradient of each of ``leaves.trained``."""
     output = candidate.forward(leaves)
     return output, *torch.autograd.grad(output, list(leaves.trained.values()), upstream.to(output.dtype))
 
@@ -54,7 +55,7 @@ def d_output(inputs: Inputs) -> Tensor:
 
 
 def states(inputs: Inputs) -> Tensor:
-    """States to decode from, the same for every candidate."""
+    """Initial states of a decode step, the same for every candidate."""
     return _normal(inputs.shape.state, inputs.q.device, seed=2).to(state_dtype(inputs.q.dtype))
 
 
@@ -63,10 +64,10 @@ def _normal(size: tuple[int, ...], device: torch.device, seed: int) -> Tensor:
 
 
 def moved_bytes(inputs: Inputs, mode: Mode) -> int:
-    """Count the bytes of reading every input once and writing every result once.
+    """Count the bytes to read every input once and to write every result once.
 
-    Forward: q, k, v, g, u and the output. Backward, on top: all of these again (the output's gradient in the place of the
-    output) and a gradient for every input. Decode: the states, read and written; its tokens are too few to count.
+    Forward: q, k, v, g, u and the output. The backward pass adds the same bytes again (the output's gradient instead of the
+    output) and a gradient for every input. Decode: the states are read and written; the tokens are negligible.
     """
     read = sum(x.numel() * x.element_size() for x in inputs.tensors.values())
     output = inputs.v.numel() * inputs.v.element_size()
@@ -75,8 +76,8 @@ def moved_bytes(inputs: Inputs, mode: Mode) -> int:
     return read + output if mode == "fwd" else (read + output) + (read + output) + read
 
 
-def copy_of(inputs: Inputs, mode: Mode) -> Call:
-    """Move as many bytes as the floor counts: for decoding the states in place, else from one half to another."""
+def copy_of(inputs: Inputs, mode: Mode) -> TimedCall:
+    """A call that moves ``moved_bytes``: a decode step scales its states in place, other modes copy one half to the other."""
     if mode == "decode":
         state = states(inputs)
         return lambda: state.mul_(1.0)

@@ -1,4 +1,4 @@
-"""What is timed: an implementation of ours, or a peer, behind two functions that take the same inputs."""
+"""Candidates: implementations of this library and peers, with one interface."""
 
 from __future__ import annotations
 
@@ -22,8 +22,12 @@ from .loop import token_loop
 
 Mode = Literal["fwd", "fwdbwd", "decode"]
 MODES: tuple[Mode, ...] = ("fwd", "fwdbwd", "decode")
-ASKED: dict[Mode, tuple[implementation.Mode, ...]] = {"fwd": ("forward",), "fwdbwd": ("forward", "backward"), "decode": ("advance",)}
-"""What an implementation is asked for in each mode."""
+IMPLEMENTATION_MODES: dict[Mode, tuple[implementation.Mode, ...]] = {
+    "fwd": ("forward",),
+    "fwdbwd": ("forward", "backward"),
+    "decode": ("advance",),
+}
+"""The modes of an implementation that each mode of a benchmark runs."""
 
 
 @dataclass(frozen=True)
@@ -32,27 +36,27 @@ class Candidate:
 
     name: str
     forward: Callable[[Inputs], Tensor]
-    """The output [B,T,H,V]; differentiable where inputs require gradients."""
+    """The output [B,T,H,V]; differentiable if inputs require gradients."""
     step: Callable[[Inputs, Tensor], tuple[Tensor, Tensor]]
-    """Output and new states from the tokens and states [B,H,K,V] of B sequences; may update the states in place."""
+    """Output and new states of a decode step, from tokens and states [B,H,K,V]; may update the states in place."""
     budget: Callable[[torch.dtype, torch.dtype], float]
-    """The largest error allowed, from the dtype of the inputs and that of the result."""
+    """The largest error allowed, by dtype of the inputs and dtype of the result."""
     threads: int | None = None
-    """CPU threads, if fewer than torch's."""
+    """CPU threads; None: as many as torch uses."""
     operand_bits: int | None = None
-    """Significant bits to which its products round their operands, if they do; the budget then grows by what that costs."""
+    """Significant bits of the rounded operands of its products, or None. The budget includes the error of this rounding."""
     ours: bool = False
-    """Whether a fault of it is one of this library."""
+    """Whether it belongs to this library."""
 
 
 def ours(impl: str, inputs: Inputs, mode: Mode) -> Candidate:
-    """Take an implementation of this library, or "auto", for inputs like these. Raises ImplementationRefused with its reason."""
+    """The candidate for an implementation of this library, or "auto". Raises ImplementationRefused with the reason."""
     FAMILY.check_name("bench", impl)
     name, problem = impl, problem_of(inputs, mode)
-    taken = [FAMILY.choose(problem, asked, impl, gradients=mode == "fwdbwd") for asked in ASKED[mode]]
+    taken = [FAMILY.choose(problem, run_mode, impl, gradients=mode == "fwdbwd") for run_mode in IMPLEMENTATION_MODES[mode]]
     if impl == "auto":
         name = f"auto ({', '.join(dict.fromkeys(one.name for one in taken))})"
-    # What is checked comes from the last: gradients of the backward pass; a decode step has no products.
+    # The checked results come from the last mode: gradients from the backward pass. A decode step has no matrix products.
     bits = None if mode == "decode" else taken[-1].operands(inputs.q.dtype)
 
     def step(inputs: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -62,15 +66,15 @@ def ours(impl: str, inputs: Inputs, mode: Mode) -> Candidate:
 
 
 def problem_of(inputs: Inputs, mode: Mode) -> Problem:
-    """The call as implementations see it."""
+    """The problem that implementations get for a mode."""
     return inputs.in_place(inputs.q.new_empty(inputs.shape.state)) if mode == "decode" else inputs.problem()
 
 
 def loop(inputs: Inputs) -> Candidate:
-    """Take the token loop, the baseline, with one thread or all: whichever is faster on the first tokens of these inputs.
+    """The token loop, the baseline. It uses one thread or all of them, whichever is faster on the first tokens of these inputs.
 
-    Its operations are so small that more threads may slow it down. It multiplies by rounded float32 decays over and over,
-    hence its own budget; its gradients are rounded as any result is.
+    Its operations are small, and more threads can slow it down. Its budget is larger because it multiplies repeatedly by
+    rounded float32 decays.
     """
     threads = None
     if inputs.q.device.type == "cpu" and torch.get_num_threads() > 1 and _seconds(inputs, 1) < _seconds(inputs, None):
@@ -83,7 +87,7 @@ def loop(inputs: Inputs) -> Candidate:
 
 
 def _seconds(inputs: Inputs, threads: int | None) -> float:
-    """Time the loop's first tokens: the median, because threads that wait for busy cores are quick now and then."""
+    """Median time of the loop's first tokens; single times vary when other processes use the cores."""
     taken = []
     with using_threads(threads), torch.no_grad():
         for _ in range(5):

@@ -1,4 +1,4 @@
-"""What is measured: shapes of real models in one table."""
+"""Benchmark cases: shapes of real models in one table."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Case:
     model: str
     """The model whose layer has this shape."""
     soft: bool = False
-    """Whether decays are those of ``inputs(..., soft=True)``."""
+    """Whether the decays are made by ``inputs(..., soft=True)``."""
 
     @property
     def kind(self) -> str:
-        """The variant, and whether decays are soft."""
+        """The variant, with "-soft" for soft decays."""
         return self.variant + "-soft" * self.soft
 
 
@@ -38,7 +38,7 @@ MODELS = (
     Case("rwkv6-7b", "rwkv6", Shape(1, 1024, 64, 64, 64), "RWKV-6 World 7B"),
     Case("rwkv6-profile", "rwkv6", Shape(1, 54, 32, 64, 64), "RWKV-6 World 1.6B, a prompt of 54 tokens"),
 )
-"""A prompt, or a stretch of training data, as a layer of these models sees it. A variant's first row is its default."""
+"""The input of one layer of each model for a prompt or a training sequence. The first row of a variant is its default."""
 
 DECODING = tuple(
     replace(case, name=f"{case.name}-decode-{batch}", shape=case.shape._replace(B=batch, T=1), model=f"{case.model}, decoding")
@@ -46,7 +46,7 @@ DECODING = tuple(
     if case.shape.T == 1024
     for batch in DECODE_BATCHES
 )
-"""One token of these models for batches of 1 to 256 sequences."""
+"""A decode step of these models for batches of 1 to 256 sequences."""
 
 
 def _sized(kind: str, sizes: str, model: str) -> Case:
@@ -59,7 +59,7 @@ GPU_SHAPES = (
     (
         ("linear_attention", "retention", "simple_gla", "gla", "rwkv6-soft", "rwkv6"),
         "8,2048,32,64",
-        "32 heads of 64, a batch that others a GPU",
+        "32 heads of 64, a batch that fills a GPU",
     ),
     (("gla", "rwkv6-soft"), "1,65536,32,64", "the same, one long sequence"),
     (("linear_attention", "gla", "rwkv6-soft", "rwkv6"), "4,2048,16,128", "16 heads of 128"),
@@ -67,9 +67,9 @@ GPU_SHAPES = (
     (("gla", "rwkv6-soft"), "2,16384,16,128", "16 heads of 128, long sequences"),
     (("gla",), "8,2048,4,256,512", "GLA 1.3B: 4 heads of 256 and 512"),
     (("gla", "rwkv6-soft"), "1,2048,32,64", "one sequence: few programs"),
-    (("gla", "rwkv6-soft"), "1,54,32,64", "a prompt of 54 tokens: the host decides"),
+    (("gla", "rwkv6-soft"), "1,54,32,64", "a prompt of 54 tokens: bound by the host"),
 )
-"""Training and prompts on a GPU: the variants measured, their sizes, and what these are like. Others measure rwkv6 with soft decays."""
+"""Training and prompts on a GPU: variants, sizes and a description. Other projects measure rwkv6 with soft decays."""
 GPU_TRAINING = tuple(_sized(kind, sizes, model) for kinds, sizes, model in GPU_SHAPES for kind in kinds)
 GPU_DECODING = tuple(
     _sized(variant, f"{batch},1,32,64", f"one token, {batch} sequence{'s' * (batch > 1)}")
@@ -77,23 +77,24 @@ GPU_DECODING = tuple(
     for batch in (1, 256, 1024)
 )
 LENGTHS = tuple(
-    _sized("rwkv6", f"1,{length},32,64", "one sequence, ever longer") for length in (2048, 4096, 8192, 16384, 32768, 65536, 131072, 163840)
+    _sized("rwkv6", f"1,{length},32,64", "one sequence of growing length")
+    for length in (2048, 4096, 8192, 16384, 32768, 65536, 131072, 163840)
 )
 
 SOFTMAX = tuple(
     _sized("softmax_attention", sizes, model)
     for sizes, model in (("4,4096,16,128", "16 heads of 128"), ("8,2048,32,64", "32 heads of 64"), ("1,16384,32,128", "one long sequence"))
 )
-"""Causal softmax attention, as the layers of hybrid models between the recurrent ones."""
+"""Causal softmax attention of hybrid models."""
 SOFTMAX_MODEL = Case("llama-7b", "softmax_attention", Shape(1, 1024, 32, 128, 128), "Llama 7B: 32 heads of 128")
-"""Its default, as the first rows of the models are for the variants."""
+"""The default case of softmax attention."""
 
 CASES = tuple({case.name: case for case in (*MODELS, SOFTMAX_MODEL, *DECODING, *LENGTHS, *GPU_TRAINING, *GPU_DECODING, *SOFTMAX)}.values())
-"""Every case by which ``penstock bench`` can be asked. Two of the lengths are training shapes as well."""
+"""Every case of ``penstock bench --case``. Two of the lengths are also training shapes."""
 
 
 def case_named(name: str) -> Case:
-    """Find the case of this name, or raise RangeError."""
+    """The case of this name. Raises RangeError if there is none."""
     found = [case for case in CASES if case.name == name]
     if not found:
         complaints = Complaints("bench")
@@ -103,6 +104,6 @@ def case_named(name: str) -> Case:
 
 
 def default_cases(variant: str, decode: bool) -> list[Case]:
-    """List what is measured where nothing is named: a variant's first model, or all its batches for decoding."""
+    """The cases of a variant if no case is named: its first model, or for decoding that model with every batch size."""
     first = next(case for case in (*MODELS, SOFTMAX_MODEL) if case.variant == variant)
     return [case for case in DECODING if case.name.startswith(f"{first.name}-decode-")] if decode else [first]

@@ -1,7 +1,7 @@
-"""Clocks: how long calls take, as their caller sees it, on the GPU alone and on the host alone; and the memory they take.
+"""Clocks: end-to-end time, GPU time and host time of calls, and their peak memory.
 
-On a GPU these are three numbers. Calls that are short on the GPU are bound by the host, which has to launch them: events
-around them then show the host's time. A CUDA graph of the same calls needs no host, so replaying it shows the GPU's.
+Short calls on a GPU are bound by the host, which launches them: events around them measure the host time. Replaying a CUDA graph
+of the same calls does not need the host, so it measures the GPU time.
 """
 
 from __future__ import annotations
@@ -18,37 +18,37 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-Call = Callable[[], object]
+TimedCall = Callable[[], object]
 Result = TypeVar("Result")
 
 SAMPLE = 5e-4
-"""Seconds that one sample lasts at least, by calling more than once: far above the resolution of any clock."""
+"""Shortest duration of a sample in seconds; short calls are repeated. It is far above the resolution of the clock."""
 SAMPLES = 3
-"""Samples of a slow candidate, as long as they stay within three times its budget."""
+"""Smallest number of samples, unless they take more than three times the time limit."""
 GRAPH = 2e-3
-"""Seconds that one CUDA graph lasts about, by holding a call more than once: far above what starting it costs."""
+"""Approximate duration of a CUDA graph in seconds; it repeats short calls. It is far above the launch overhead of a graph."""
 GRAPH_CALLS = 20
 CAPTURED = 0.05
-"""Seconds beyond which a call is not captured: the host's part is small by then, and a loop's graph would be huge."""
+"""Longest call in seconds that is captured. For longer calls the host time is negligible, and the graph of a loop would be huge."""
 HOST_CALLS = 20
-"""Calls that the host makes before it waits; few, so that the queue of launches never others up and holds it back."""
+"""Calls that the host makes before it waits; few, because a full launch queue blocks the host."""
 HOST_SECONDS = 0.05
 HOST_ROUNDS = 5
 
 
 def on_gpu(device: torch.device) -> bool:
-    """Whether calls on this device return before they are done."""
+    """Whether calls on this device are asynchronous."""
     return device.type == "cuda"
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:
-    """Make a GPU the one that events and streams belong to."""
+    """Make a GPU the current device."""
     return torch.cuda.device(device) if on_gpu(device) else nullcontext()
 
 
 @contextmanager
 def settled() -> Iterator[None]:
-    """Python's garbage collector leaves alone what there is already: what was imported for one candidate costs the others nothing."""
+    """Exclude existing objects from garbage collection, so that modules imported for one candidate do not slow down the others."""
     gc.collect()
     gc.freeze()
     try:
@@ -58,7 +58,7 @@ def settled() -> Iterator[None]:
 
 
 def seconds_of(call: Callable[[], Result], device: torch.device) -> tuple[float, Result]:
-    """Time one call until its result is there, and return the result."""
+    """Time one call until its result is complete; also return the result."""
     if on_gpu(device):
         torch.cuda.synchronize(device)
     begin = time.perf_counter()
@@ -68,12 +68,12 @@ def seconds_of(call: Callable[[], Result], device: torch.device) -> tuple[float,
     return time.perf_counter() - begin, result
 
 
-def in_turn(calls: list[Call], device: torch.device, seconds: float) -> list[list[float]]:
-    """Milliseconds of one call, sample by sample for each of ``calls``, which take turns; about ``seconds`` for each."""
+def in_turn(calls: list[TimedCall], device: torch.device, seconds: float) -> list[list[float]]:
+    """Samples of each call in milliseconds. The calls are sampled in turn, each for about ``seconds``."""
     clock = _gpu_clock if on_gpu(device) else _cpu_clock
     first = [clock(call, 1, device) for call in calls]
     counts = [1 if once > SAMPLE else max(1, round(SAMPLE / max(clock(call, 1, device), 1e-7))) for call, once in zip(calls, first)]
-    samples = [[once * 1e3] if once > seconds else [] for once in first]  # one that takes so long is warm after its check
+    samples = [[once * 1e3] if once > seconds else [] for once in first]  # the check was the warm-up of such a call
     spent = [sum(taken) * 1e-3 for taken in samples]
     while running := [n for n in range(len(calls)) if spent[n] < (seconds if len(samples[n]) >= SAMPLES else 3 * seconds)]:
         for n in running:
@@ -83,16 +83,16 @@ def in_turn(calls: list[Call], device: torch.device, seconds: float) -> list[lis
     return samples
 
 
-def _cpu_clock(call: Call, count: int, device: torch.device) -> float:
-    """Seconds for so many calls."""
+def _cpu_clock(call: TimedCall, count: int, device: torch.device) -> float:
+    """Seconds for ``count`` calls."""
     begin = time.perf_counter()
     for _ in range(count):
         call()
     return time.perf_counter() - begin
 
 
-def _gpu_clock(call: Call, count: int, device: torch.device) -> float:
-    """Seconds between two events on the GPU around so many calls."""
+def _gpu_clock(call: TimedCall, count: int, device: torch.device) -> float:
+    """Seconds between two GPU events around ``count`` calls."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize(device)
     begin.record()
@@ -103,10 +103,10 @@ def _gpu_clock(call: Call, count: int, device: torch.device) -> float:
     return float(begin.elapsed_time(end)) * 1e-3
 
 
-def host_seconds(call: Call, device: torch.device) -> float:
-    """Time until the host is through with a call, without waiting for the device: the median of a few rounds."""
+def host_seconds(call: TimedCall, device: torch.device) -> float:
+    """Time until a call returns, without waiting for the device: the median of a few rounds."""
     once, _ = seconds_of(call, device)
-    count, taken = _as_many(HOST_SECONDS, once, HOST_CALLS), []
+    count, taken = _repetitions(HOST_SECONDS, once, HOST_CALLS), []
     for _ in range(HOST_ROUNDS):
         torch.cuda.synchronize(device)
         taken.append(_cpu_clock(call, count, device) / count)
@@ -114,8 +114,8 @@ def host_seconds(call: Call, device: torch.device) -> float:
     return median(taken)
 
 
-def _as_many(seconds: float, once: float, most: int) -> int:
-    """How many calls of ``once`` seconds fit."""
+def _repetitions(seconds: float, once: float, most: int) -> int:
+    """How many calls of ``once`` seconds fit in ``seconds``, from 1 to ``most``."""
     return max(1, min(most, int(seconds / max(once, 1e-9))))
 
 
@@ -123,40 +123,40 @@ def _as_many(seconds: float, once: float, most: int) -> int:
 class Replay:
     """A CUDA graph of calls."""
 
-    replay: Call
+    replay: TimedCall
     calls: int
-    """How many it holds."""
+    """Number of calls in the graph."""
 
 
-def captured(call: Call, device: torch.device) -> Replay | str:
-    """A CUDA graph of the call, or why there is none. A capture that fails leaves the device as usable as before."""
+def captured(call: TimedCall, device: torch.device) -> Replay | str:
+    """A CUDA graph of the call, or the reason why it cannot be captured. A failed capture leaves the device usable."""
     once, _ = seconds_of(call, device)
     if once > CAPTURED:
         return f"a call takes more than {CAPTURED * 1e3:.0f} ms"
-    graph, count = torch.cuda.CUDAGraph(), _as_many(GRAPH, once, GRAPH_CALLS)
+    graph, count = torch.cuda.CUDAGraph(), _repetitions(GRAPH, once, GRAPH_CALLS)
     side, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
     try:
-        with torch.cuda.stream(side):  # also leads back to the stream before, where a capture that failed stays on its own
-            with _waiting_refused():
-                call()  # what would wait for the device fails here, harmlessly, before anything is captured
+        with torch.cuda.stream(side):  # a failed capture does not restore the stream; this does
+            with _synchronization_raises():
+                call()  # a synchronizing call fails here, before the capture begins
             with torch.cuda.graph(graph, pool=pool, stream=side):
                 for _ in range(count):
                     call()
         graph.replay()
         torch.cuda.synchronize(device)
-    except Exception as failure:  # whatever a peer does in a call that cannot be captured
+    except Exception as failure:  # a peer can raise anything
         _clear(device, pool)
-        return named(failure)
+        return one_line(failure)
     return Replay(graph.replay, count)
 
 
 @contextmanager
-def _waiting_refused() -> Iterator[None]:
-    """Let torch raise where the host would wait for the device."""
+def _synchronization_raises() -> Iterator[None]:
+    """Make torch raise an error if the host synchronizes with the device."""
     before = torch.cuda.get_sync_debug_mode()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch calls it a prototype
+            warnings.simplefilter("ignore")  # torch warns that this is a prototype
             torch.cuda.set_sync_debug_mode("error")
         yield
     finally:
@@ -164,25 +164,25 @@ def _waiting_refused() -> Iterator[None]:
 
 
 def _clear(device: torch.device, pool: tuple[int, int]) -> None:
-    """Undo what a failed capture leaves behind in torch before 2.12: an allocator that takes it for still under way.
+    """Reset the allocator after a failed capture: torch before 2.12 still treats the capture as under way.
 
-    Emptying its cache would then raise, and with it every later capture. See pytorch/pytorch#180395.
+    Emptying its cache, and every later capture, would then raise an error. See pytorch/pytorch#180395.
     """
-    with suppress(Exception):  # not under way, which is as it should be
+    with suppress(Exception):  # raises if no capture is under way
         torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
-    for _ in range(2):  # an error that nobody was told of yet is told, once, to whoever calls next
+    for _ in range(2):  # a pending asynchronous CUDA error is raised once, by the next call
         with suppress(RuntimeError):
             torch.zeros(1, device=device)
             torch.cuda.synchronize(device)
 
 
-def named(failure: Exception) -> str:
-    """A failure in one line of a table."""
+def one_line(failure: Exception) -> str:
+    """The type and the first line of an exception, for a table."""
     return f"{type(failure).__name__}: {str(failure).strip().partition(chr(10))[0]}"
 
 
-def peak_bytes(call: Call, device: torch.device) -> tuple[int, int]:
-    """Most memory that a call takes beyond what is there before it, and the same without the tensors that it returns."""
+def peak_bytes(call: TimedCall, device: torch.device) -> tuple[int, int]:
+    """Peak memory of a call beyond what was allocated before it, and the same without the tensors that it returns."""
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)

@@ -1,4 +1,4 @@
-"""What is right for one call in one mode, asked of the oracle once, and every candidate held to it before it is timed."""
+"""The exact results of one call, computed once by the oracle. Every candidate is compared with them before it is timed."""
 
 from __future__ import annotations
 
@@ -18,42 +18,42 @@ from .candidates import Candidate, Mode
 from .clock import on_gpu, seconds_of
 
 
-class Reach(NamedTuple):
-    """How far the oracle walks.
+class OracleLimit(NamedTuple):
+    """How many tokens the oracle computes.
 
-    Longer calls are checked on their first tokens, while the candidate runs the whole call: what comes later must not change them.
+    Longer calls are checked on their first tokens. The candidate runs the whole call: later tokens must not change earlier results.
     """
 
     elements: int
-    """Of the states, summed over tokens. On a CPU they take the time; backward, autograd keeps them."""
+    """Elements of the states, summed over tokens. They determine the time on a CPU, and the memory of a backward pass."""
     tokens: int
-    """Summed over sequences. On a GPU each is a few small launches, which take the time."""
+    """Tokens, summed over sequences. They determine the time on a GPU: each token is a few small launches."""
 
 
-CHECKED = {"fwd": Reach(1 << 27, 1 << 40), "fwdbwd": Reach(1 << 23, 1 << 40), "decode": Reach(1 << 40, 1 << 40)}
-"""By mode, on a CPU: about a second."""
-CHECKED_ON_GPU = {"fwd": Reach(1 << 31, 1 << 13), "fwdbwd": Reach(1 << 28, 1 << 11), "decode": Reach(1 << 40, 1 << 40)}
-"""By mode, on a GPU: as long, for all candidates together."""
+CHECKED = {"fwd": OracleLimit(1 << 27, 1 << 40), "fwdbwd": OracleLimit(1 << 23, 1 << 40), "decode": OracleLimit(1 << 40, 1 << 40)}
+"""Limits on a CPU by mode: about one second."""
+CHECKED_ON_GPU = {"fwd": OracleLimit(1 << 31, 1 << 13), "fwdbwd": OracleLimit(1 << 28, 1 << 11), "decode": OracleLimit(1 << 40, 1 << 40)}
+"""Limits on a GPU by mode: about one second."""
 
 
 class WrongResult(PenstockError, RuntimeError):
-    """A candidate's result is further from the oracle than its budget allows. It is not timed."""
+    """The error of a candidate's result exceeds its budget. The candidate is not timed."""
 
-    def __init__(self, what: str, told: str) -> None:
-        super().__init__(f"bench: {what}: {told}.")
-        self.told = told
-        """Which result, how far, and how far it may be."""
+    def __init__(self, what: str, detail: str) -> None:
+        super().__init__(f"bench: {what}: {detail}.")
+        self.detail = detail
+        """The result, its error and the allowed error."""
 
 
-class Apart(NamedTuple):
-    """How far one result is from the oracle's."""
+class Deviation(NamedTuple):
+    """Error of one result against the oracle, and the allowed error."""
 
     error: float
     allowed: float
 
 
 def checked_tokens(shape: Shape, mode: Mode, device: torch.device) -> int:
-    """How many tokens of each sequence the oracle can walk in about a second."""
+    """How many tokens of each sequence the oracle computes in about one second."""
     elements, tokens = (CHECKED_ON_GPU if on_gpu(device) else CHECKED)[mode]
     return max(1, min(shape.T, elements // prod(shape.state), tokens // shape.B))
 
@@ -65,14 +65,14 @@ class Exact:
     inputs: Inputs
     mode: Mode
     tokens: int
-    """How many of each sequence are checked."""
+    """Checked tokens of each sequence."""
     results: dict[str, Tensor]
     rounded: dict[int, dict[str, float]] = field(default_factory=dict)
-    """What rounding operands to so many bits costs each result; filled as candidates ask for it."""
+    """Error of each result from operands rounded to this many bits. Computed when a candidate needs it."""
 
     @classmethod
     def of(cls, inputs: Inputs, mode: Mode) -> Exact:
-        """Ask the oracle."""
+        """Compute the exact results."""
         tokens = checked_tokens(inputs.shape, mode, inputs.q.device)
         if mode == "decode":
             results = dict(zip(("output", "states"), oracle.exact_forward(inputs, states(inputs))))
@@ -82,28 +82,28 @@ class Exact:
             results = oracle.by_result(oracle.exact_gradients(inputs.first(tokens), d_output(inputs)[:, :tokens]))
         return cls(inputs, mode, tokens, results)
 
-    def hold(self, candidate: Candidate) -> tuple[dict[str, Apart], float]:
-        """Errors of a candidate's first call by result, and the seconds it took. Raises WrongResult if one is beyond its budget."""
+    def compare(self, candidate: Candidate) -> tuple[dict[str, Deviation], float]:
+        """Errors of a candidate's first call by result, and its seconds. Raises WrongResult if an error exceeds its budget."""
         with using_threads(candidate.threads):
             found, seconds = self._first_call(candidate)
-        apart = {}
+        deviations = {}
         for name, value in found.items():
             exact = self.results[name]
-            if value.shape != exact.shape:  # a gradient of the whole call: none comes from tokens after the checked ones
+            if value.shape != exact.shape:  # a gradient of all tokens: those after the checked ones are 0
                 whole = exact.new_zeros(value.shape)
                 whole[:, : self.tokens] = exact
                 exact = whole
-            apart[name] = Apart(oracle.error(value, exact), self._allowed(candidate, name, value.dtype))
-            if not apart[name].error <= apart[name].allowed:
+            deviations[name] = Deviation(oracle.error(value, exact), self._allowed(candidate, name, value.dtype))
+            if not deviations[name].error <= deviations[name].allowed:
                 x = self.inputs
                 raise WrongResult(
                     f"{candidate.name} is wrong and was not timed: {x.variant} at {x.shape.text}, {self.mode}, {x.q.dtype} on {x.q.device}",
-                    f"its {name} is {apart[name].error:.2g} from the float64 token loop, {apart[name].allowed:.2g} is allowed",
+                    f"its {name} is {deviations[name].error:.2g} from the float64 token loop, {deviations[name].allowed:.2g} is allowed",
                 )
-        return apart, seconds
+        return deviations, seconds
 
     def _first_call(self, candidate: Candidate) -> tuple[dict[str, Tensor], float]:
-        """Results by name, cut to what is checked, and seconds, which include compiling and tuning."""
+        """Results by name, cut to the checked tokens, and seconds, including compilation and autotuning."""
         x, device = self.inputs, self.inputs.q.device
         if self.mode == "decode":
             state = states(x)
@@ -120,7 +120,7 @@ class Exact:
         return oracle.by_result(dict(zip(x.trained, gradients))), seconds
 
     def _allowed(self, candidate: Candidate, name: str, dtype: torch.dtype) -> float:
-        """The candidate's budget and, if its products round their operands, twice what that costs the formula."""
+        """The candidate's budget and, if its products round their operands, twice the error of that rounding."""
         allowed = oracle.growth(self.tokens) * candidate.budget(self.inputs.q.dtype, dtype)
         bits = candidate.operand_bits
         if bits is None:

@@ -1,4 +1,4 @@
-"""flash-linear-attention (fla) beside us, where it is installed and the inputs are on a GPU."""
+"""flash-linear-attention (fla) as a peer. It must be installed, and the inputs must be on a GPU."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ CHUNKED = {
     "gla": "chunk_gla",
     "rwkv6": "chunk_rwkv6",
 }
-"""Names in ``fla.ops`` of the operators by chunks."""
+"""Names of the chunked operators in ``fla.ops``."""
 RECURRENT = {variant: name.replace("chunk", "fused_recurrent") for variant, name in CHUNKED.items()}
-"""Those token by token: for decoding, and for sequences where they are asked for."""
+"""Names of the token-by-token operators: for decoding, and for the peer "fla_recurrent"."""
 BUDGET = {torch.bfloat16: 2e-2, torch.float16: 1e-2, torch.float32: 5e-3, torch.float64: 5e-3}
 """Allowed error by dtype of the inputs: fla multiplies in bfloat16, float16 or TF32."""
 
@@ -38,7 +38,7 @@ def unavailable(device: torch.device) -> str | None:
 
 
 def refusal(inputs: Inputs) -> str | None:
-    """Why fla does not take these inputs, as far as that is known beforehand, or None."""
+    """Why fla does not take these inputs, or None. Other calls may still raise."""
     if inputs.variant not in CHUNKED:
         return f"it has no operator for {inputs.variant}"
     if inputs.variant == "linear_attention" and 1 < inputs.q.shape[1] < inputs.q.shape[2]:
@@ -47,7 +47,7 @@ def refusal(inputs: Inputs) -> str | None:
 
 
 def candidate(recurrent: bool = False) -> Candidate:
-    """Take the chunked operator for sequences, unless ``recurrent``; that one for decoding. Calls that fla refuses raise."""
+    """The chunked operator, or with ``recurrent`` the token-by-token one. Decoding always uses the latter. Refused calls raise."""
     ops = import_module("fla.ops")
 
     def forward(inputs: Inputs) -> Tensor:
@@ -60,7 +60,7 @@ def candidate(recurrent: bool = False) -> Candidate:
 
 
 def _call(ops: ModuleType, names: dict[str, str], inputs: Inputs, **states: Any) -> tuple[Tensor, Tensor]:
-    """Call with [B,T,H,*]; retention makes its own decay, linear attention would normalise unless told not to."""
+    """Call an operator with [B,T,H,*]. Its retention computes its own decay; its linear attention normalises by default."""
     reason = refusal(inputs)
     if reason is not None:
         raise ImplementationRefused(reason)

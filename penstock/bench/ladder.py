@@ -1,9 +1,9 @@
-"""The ladder to the CUDA kernel: one formula, RWKV-6 forward, written six times, each rung faster for a reason that can be read.
+"""The CUDA ladder: the RWKV-6 forward pass as a sequence of kernels, each with one more optimisation.
 
-The rungs are the files of ``wkv_ladder/``, from the formula taken literally to what published kernels do; the last is the ``cuda``
-implementation itself (``recurrence/cuda/forward.cu``). ``penstock bench wkv-ladder`` holds each to the oracle and times it. All have one
-signature: r, k, v, decay factors and output [B,T,H,n], bonus [H,n], float32, contiguous, n a multiple of 4. The factors exp(g) are made
-beforehand, as those who call such kernels do.
+The rungs are the files of ``wkv_ladder/``, from a literal kernel of the formula to the design of published kernels. The last step is the
+``cuda`` implementation (``recurrence/cuda/forward.cu``). ``penstock bench wkv-ladder`` compares each with the oracle and times it. All
+rungs have the same signature: r, k, v, decay factors and output [B,T,H,n], bonus [H,n], float32, contiguous, n a multiple of 4. The
+decay factors exp(g) are computed beforehand, as callers of such kernels do.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from .candidates import Candidate, Mode
 
 HERE = Path(__file__).parent / "wkv_ladder"
 RUNGS = {"rung-" + path.stem.partition("_")[2]: path for path in sorted(HERE.glob("*.cu"))}
-"""From the lowest: rung-atomics, rung-register, rung-wide, rung-block, rung-shared."""
+"""From the first: rung-atomics, rung-register, rung-wide, rung-block, rung-shared."""
 BUDGET = 1e-4
-"""They multiply by rounded float32 decays over and over, as the token loop does."""
+"""Largest error allowed: like the token loop, the rungs multiply repeatedly by rounded float32 decays."""
 
 
 @dataclass(frozen=True)
 class Rung:
-    """One of the files for one head size."""
+    """One rung for one head size."""
 
     name: str
     head: int
@@ -37,21 +37,21 @@ class Rung:
 
     @property
     def source(self) -> str:
-        """The file's text."""
+        """The source code."""
         return RUNGS[self.name].read_text()
 
     @property
     def macros(self) -> dict[str, str]:
-        """The head size is a constant of the kernel."""
+        """Macros of the compiler: the head size is a constant of the kernel."""
         return {"HEAD": str(self.head)}
 
     @property
     def threads(self) -> int:
-        """In a block: one warp, or a head's."""
+        """Threads of a block: one warp, or one thread for each channel of a head."""
         return self.head if self.name in ("rung-block", "rung-shared") else 32
 
     def forward(self, inputs: Inputs, factors: Tensor) -> Tensor:
-        """Launch it on inputs and their decay factors; the output."""
+        """Launch the kernel on inputs and their decay factors, and return the output."""
         from ..recurrence.cuda import launch
 
         B, T, H, n, _ = inputs.shape
@@ -64,7 +64,7 @@ class Rung:
 
 
 def rung(name: str, inputs: Inputs, mode: Mode) -> Candidate:
-    """A rung for these inputs. Raises the exceptions of ``errors.py`` if they are not what it takes."""
+    """The candidate of a rung. Raises the exceptions of ``errors.py`` if the rung does not take these inputs."""
     complaints = Complaints(f"bench: {name}")
     if inputs.variant != "rwkv6":
         complaints.add(RangeError, "variant", "rwkv6", inputs.variant)

@@ -1,8 +1,8 @@
 """The token loop of the RWKV-6 model on Hugging Face, in float32, for every variant: the baseline.
 
-That model's ``rwkv6_linear_attention_cpu`` is what runs on a CPU, and for a single token anywhere. Its layout and its
-operations are kept: heads before tokens, keys and decays with tokens last, and for every token one outer product by
-matmul, the bonus, the read by matmul, and the state made anew. Other variants leave out or move what their formula says.
+That model runs ``rwkv6_linear_attention_cpu`` on a CPU, and for a single token on every device. This loop has the same layout and
+operations: heads before tokens, keys and decays with tokens last, and for every token an outer product by matmul, the bonus, the
+read by matmul, and a new state tensor. Other variants differ as their formulas do.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from ..verify.inputs import Inputs
 
 
 def token_loop(inputs: Inputs, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Output [B,T,H,V] and final state [B,H,K,V], both float32; ``state`` is left as it was.
+    """Output [B,T,H,V] and final state [B,H,K,V], both float32; ``state`` is not changed.
 
-    Two things differ from the original so that backward passes are not slower than they need be, for each would write a
-    whole tensor once for every token: tokens are split off all at once instead of sliced one by one, and under autograd
-    outputs are gathered and stacked instead of written into one tensor.
+    Two changes make the backward pass linear in T: tokens are split in one operation instead of sliced one by one, and under
+    autograd the outputs are stacked instead of written into one tensor. Otherwise each token would write a whole tensor.
     """
     key = inputs.k.float().transpose(1, 2).transpose(-2, -1)  # [B, H, K, T]
     value = inputs.v.float().transpose(1, 2)  # [B, H, T, V]

@@ -1,18 +1,24 @@
-"""What we are compared with, by name: the token loop, fla's operators, the rungs of the ladder."""
+"""Peers by name: the token loop, flash-linear-attention's operators and the rungs of the CUDA ladder."""
 
 from __future__ import annotations
 
 from ..errors import Complaints, ImplementationRefused, RangeError
+from ..softmax import FUNCTION
 from ..verify.inputs import Inputs
 from . import fla, ladder
 from .candidates import Candidate, Mode, loop
 
 PEERS = ("loop", "fla", "fla_recurrent")
-"""Beside the rungs, which have names of their own."""
+"""Peers of every variant of the recurrence. The rungs of the ladder are peers of rwkv6 only."""
+
+
+def peer_names(variant: str) -> tuple[str, ...]:
+    """Names of the peers of a variant of the recurrence, or of softmax attention. The first is the default."""
+    return ("sdpa",) if variant == FUNCTION else (*PEERS, *ladder.RUNGS)
 
 
 def peer(name: str, inputs: Inputs, mode: Mode) -> Candidate:
-    """Take the peer of this name, or raise an error that says why it cannot be had."""
+    """The peer of this name. Raises RangeError for an unknown name, ImplementationRefused if the peer cannot run here."""
     if name in ladder.RUNGS:
         return ladder.rung(name, inputs, mode)
     if name == "loop":

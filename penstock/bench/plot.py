@@ -1,9 +1,9 @@
-"""A picture of measurements.
+"""Pictures of measurements.
 
-- Every variant at several lengths or batches, all else equal: lines, time against size, both logarithmic.
-- Several cases, more than one candidate: bars, how many times as fast as the first candidate.
-- Else: dots, the time of every candidate.
-- Profiles: a pair of bars for every candidate, end to end and its kernels alone.
+- Every variant at several lengths or batch sizes, other sizes equal: lines of time against size on logarithmic axes.
+- Several cases and more than one candidate: bars of the speed relative to the baseline.
+- Otherwise: dots of the time of every candidate.
+- Profiles: two bars for every candidate, the end-to-end time and the time of its kernels.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-"""Okabe and Ito's palette, told apart with any kind of colour vision."""
+"""Okabe and Ito's palette, safe for colour-blind readers."""
 MARKERS = "osD^vP"
 INK, FAINT = "#222222", "#8a8a8a"
 FORMATS = (".png", ".pdf", ".svg")
@@ -34,7 +34,7 @@ class MissingExtra(PenstockError, ImportError):
 
 
 def check_plot(path: Path) -> None:
-    """Raise, before anything is measured, if no picture could be written."""
+    """Raise RangeError for an unknown file type, MissingExtra without matplotlib."""
     if path.suffix not in FORMATS:
         complaints = Complaints("plot")
         complaints.add(RangeError, "file", f"named *{', *'.join(FORMATS)}", repr(path.name))
@@ -44,14 +44,14 @@ def check_plot(path: Path) -> None:
 
 def _figures() -> Any:
     try:
-        from matplotlib.figure import Figure  # draws without a display and leaves the global state of pyplot alone
+        from matplotlib.figure import Figure  # needs no display, and does not change the global state of pyplot
     except ImportError as error:
-        raise MissingExtra("plot: matplotlib is needed to draw, and not installed. pip install 'penstock[plot]'") from error
+        raise MissingExtra("plot: matplotlib must be installed, got none. Run pip install 'penstock[plot]'.") from error
     return Figure
 
 
-def draw(measurements: Sequence[Measurement], path: Path, subtitle: str = "") -> None:
-    """Lines, bars or dots, as the head of this file says. ``subtitle`` tells where it was measured."""
+def plot_measurements(measurements: Sequence[Measurement], path: Path, subtitle: str = "") -> None:
+    """Draw lines, bars or dots, see the docstring of this file. ``subtitle`` names the device and the versions."""
     check_plot(path)
     panels: dict[tuple[str, ...], list[Measurement]] = {}
     for measurement in measurements:
@@ -65,8 +65,8 @@ def draw(measurements: Sequence[Measurement], path: Path, subtitle: str = "") ->
     _save(figure, path, subtitle)
 
 
-def draw_profile(measurement: Measurement, path: Path, subtitle: str = "") -> None:
-    """Two bars for each candidate that was profiled: one call end to end, and its kernels."""
+def plot_profile(measurement: Measurement, path: Path, subtitle: str = "") -> None:
+    """Draw two bars for each profiled candidate: the end-to-end time of a call, and the time of its kernels."""
     check_plot(path)
     rows = [(timing, timing.profile) for timing in measurement.timings if timing.profile is not None]
     work = "operators" if measurement.device == "cpu" else "kernels"
@@ -76,23 +76,23 @@ def draw_profile(measurement: Measurement, path: Path, subtitle: str = "") -> No
     axes.set_xscale("log")
     shortest = min((min(times) for _, *times in bars), default=1.0)
     for place, *times in bars:
-        for time, above, colour in zip(times, (-0.2, 0.2), (COLOURS[0], COLOURS[4])):
-            axes.barh(place + above, time, height=0.38, color=colour)
-            axes.annotate(duration(time), (time, place + above), (5, 0), textcoords="offset points", va="center", fontsize=8.5, color=INK)
+        for time, offset, colour in zip(times, (-0.2, 0.2), (COLOURS[0], COLOURS[4])):
+            axes.barh(place + offset, time, height=0.38, color=colour)
+            axes.annotate(duration(time), (time, place + offset), (5, 0), textcoords="offset points", va="center", fontsize=8.5, color=INK)
     axes.set_xlim(shortest / 3, max((max(times) for _, *times in bars), default=1.0) * 3)
     axes.set_yticks(range(len(rows)), [timing.candidate for timing, _ in rows])
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xlabel("milliseconds of one call, logarithmic", color=INK)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    _title(axes, f"{measurement.kind}: {MODES[measurement.mode]}, {measurement.dtype}", _held([measurement]), pad=24, at=1.025)
-    for label, colour in (("end to end", COLOURS[0]), (f"{work} alone", COLOURS[4])):
+    _title(axes, f"{measurement.kind}: {MODES[measurement.mode]}, {measurement.dtype}", _shared_sizes([measurement]), pad=24, at=1.025)
+    for label, colour in (("end to end", COLOURS[0]), (f"{work} only", COLOURS[4])):
         axes.barh(0, 0, color=colour, label=label)
     figure.legend(loc="outside upper right", ncols=2, fontsize=9, frameon=False)
     _save(figure, path, subtitle)
 
 
 def _save(figure: Figure, path: Path, subtitle: str) -> None:
-    """With the subtitle at the foot, as the path's ending says; folders are made."""
+    """Write the figure, with the subtitle at its foot, in the format of the path's suffix. Makes missing folders."""
     if subtitle:
         figure.text(0.995, 0.004, subtitle, ha="right", va="bottom", fontsize=7.5, color=FAINT)
         below = 0.22 / figure.get_figheight()
@@ -106,14 +106,14 @@ def _figure(width: float, height: float) -> Figure:
 
 
 def _grid(panels: dict[tuple[str, ...], list[Measurement]], kind: Callable[[Axes, list[Measurement]], None]) -> Figure:
-    """One panel for each variant, mode and dtype, beside each other."""
+    """One panel for each variant, mode and dtype, side by side."""
     across = min(len(panels), 3)
     down = -(-len(panels) // across)
     figure = _figure(max(7.6, 5.6 * across), 4.6 * down + 0.3)
     grid = figure.subplots(down, across, squeeze=False)
     for axes, ((variant, mode, dtype), panel) in zip(grid.flat, panels.items()):
         kind(axes, panel)
-        _title(axes, f"{variant}: {MODES[mode]}, {dtype}", _held(panel), pad=24, at=1.025)
+        _title(axes, f"{variant}: {MODES[mode]}, {dtype}", _shared_sizes(panel), pad=24, at=1.025)
     for axes in grid.flat[len(panels) :]:
         axes.set_visible(False)
     return figure
@@ -128,7 +128,7 @@ def _title(axes: Axes, text: str, below: str, pad: float, at: float) -> None:
 
 
 def _axis(panel: list[Measurement]) -> str | None:
-    """The one size that the panel runs over, T or B; None if it has a single shape, or several sizes change."""
+    """The only size that differs within the panel, T or B; None if there is a single shape or several sizes differ."""
     for axis in ("T", "B"):
         others = {measurement.shape._replace(**{axis: 0}) for measurement in panel}
         if len(others) == 1 and len({measurement.shape for measurement in panel}) == len(panel) > 1:
@@ -136,19 +136,19 @@ def _axis(panel: list[Measurement]) -> str | None:
     return None
 
 
-def _held(panel: list[Measurement]) -> str:
-    """Name the sizes that all shapes share."""
+def _shared_sizes(panel: list[Measurement]) -> str:
+    """The sizes that all shapes share, as text."""
     shared = [(name, {getattr(measurement.shape, name) for measurement in panel}) for name in panel[0].shape._fields]
     return ",  ".join(f"{name} = {values.copy().pop()}" for name, values in shared if len(values) == 1)
 
 
 def _kind(candidate: str) -> str:
-    """A candidate without what "auto" ran, which may change from shape to shape."""
-    return candidate.partition(" (")[0]
+    """The candidate's name without what differs from shape to shape: the implementation that "auto" ran, or the backend of "sdpa"."""
+    return candidate.partition(" (")[0] if candidate.startswith(("auto (", "sdpa (")) else candidate
 
 
 def _names(measurements: Sequence[Measurement]) -> dict[str, str]:
-    """Every kind of candidate, and its name: with what "auto" ran if that was the same everywhere."""
+    """Names of the candidates in the picture. "auto" and "sdpa" get the implementation or backend if it is the same everywhere."""
     names: dict[str, set[str]] = {}
     for name in (timing.candidate for measurement in measurements for timing in measurement.timings):
         names.setdefault(_kind(name), set()).add(name)
@@ -178,7 +178,7 @@ def _lines(axes: Axes, panel: list[Measurement]) -> None:
         ends.append((points[-1][1].milliseconds, x[-1], name, colour))
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    close = [value for value, following in pairwise(values) if following < 1.6 * value]  # their numbers would touch
+    close = [value for value, following in pairwise(values) if following < 1.6 * value]  # their tick labels would overlap
     axes.set_xticks(values, ["" if value in close else str(value) for value in values])
     axes.set_xlabel({"T": "tokens T", "B": "sequences B"}[axis], color=INK)
     axes.set_ylabel("time of one call, milliseconds", color=INK)
@@ -189,19 +189,19 @@ def _lines(axes: Axes, panel: list[Measurement]) -> None:
 
 
 def _label(axes: Axes, ends: list[tuple[float, float, str, str]]) -> None:
-    """Write each line's name at its end, moved apart where two would overlap."""
+    """Write the name of each line at its end; move labels that would overlap."""
     low, high = axes.get_ylim()
     left, right = axes.get_xlim()
-    apart, last = (high / low) ** 0.085, 0.0
+    spacing, last = (high / low) ** 0.085, 0.0
     for y, x, name, colour in sorted(ends):
-        at = max(y, last * apart)
+        at = max(y, last * spacing)
         last = at
         axes.annotate(name, (x, y), (x, at), textcoords=axes.transData, fontsize=9.5, color=colour, va="center", annotation_clip=False)
         axes.texts[-1].set_position((x * (right / left) ** 0.025, at))
 
 
 def _dots(axes: Axes, panel: list[Measurement]) -> None:
-    """One row for each candidate and shape; a logarithmic axis has no zero for a bar to stand on."""
+    """One row for each candidate and shape. Dots, because a logarithmic axis has no zero for bars."""
     rows = [(measurement, timing) for measurement in panel for timing in measurement.timings]
     names = list(_names(panel))
     for place, (_, timing) in enumerate(rows):
@@ -245,7 +245,7 @@ def _bars(measurements: Sequence[Measurement]) -> Figure:
     grid = figure.subplots(1, len(panels), squeeze=False, sharey=True)
     for axes, ((mode, dtype), panel) in zip(grid.flat, panels.items()):
         fastest = max((times for one in panel for times in _times(one).values()), default=1.0)
-        axes.set_xlim(0, max(1.2, fastest) * 1.34)  # room for what is written behind the longest bar
+        axes.set_xlim(0, max(1.2, fastest) * 1.34)  # room for the label of the longest bar
         axes.axvline(1, color=FAINT, linestyle=(0, (4, 3)), linewidth=1.2, zorder=3)
         for measurement in panel:
             place = places[measurement.kind, measurement.shape.text]
@@ -273,18 +273,18 @@ def _bars(measurements: Sequence[Measurement]) -> Figure:
 
 
 def _first(measurement: Measurement) -> str:
-    """Name the candidate that others are compared with."""
+    """Name of the baseline."""
     return measurement.first or measurement.timings[0].candidate
 
 
 def _times(measurement: Measurement) -> dict[str, float]:
-    """How many times as fast as the first candidate each of the others is; empty if the first was not timed."""
+    """Speed of each candidate relative to the baseline; empty if the baseline was not timed."""
     base = measurement.baseline
     return {} if base is None else {one.candidate: base.milliseconds / one.milliseconds for one in measurement.timings if one is not base}
 
 
 def _places(measurements: Sequence[Measurement], rows: int) -> tuple[dict[tuple[str, str], float], dict[str, float]]:
-    """Where the first bar of each variant and shape goes, and where each variant's name does."""
+    """Position of the first bar of each variant and shape, and of the name of each variant."""
     places: dict[tuple[str, str], float] = {}
     headers: dict[str, float] = {}
     at = 0.0
@@ -305,5 +305,5 @@ def _bar(axes: Axes, measurement: Measurement, timing: Timing, place: float, col
     else:
         text, length = f"{times:.1f}x  {duration(timing.milliseconds)}", times
         axes.barh(place, times, height=0.72, color=colour, zorder=2)
-    at = max(length, 1.0)  # not across the dashed line
+    at = max(length, 1.0)  # right of the dashed line
     axes.annotate(text, (at, place), (5, 0), textcoords="offset points", va="center", fontsize=8.5, color=INK if times else FAINT)

@@ -1,7 +1,7 @@
-"""Profiles of a call: every candidate checked and timed as ``penstock bench`` does it, then run once more under torch.profiler.
+"""Profiles of a call: every candidate is checked and timed as in ``penstock bench``, then run once more under torch.profiler.
 
-End-to-end times come from the clocks, without the profiler, whose own work would be most of a short call; kernels, launches and
-conversions come from its traces.
+End-to-end times are measured without the profiler, because its overhead dominates a short call. Kernels, launches and layout conversions
+are counted from its traces.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..recurrence.operators import FAMILY
 from ..verify.inputs import Inputs
 from . import clock, fla, trace
 from .calls import call_of
-from .candidates import ASKED, Candidate, Mode, ours, problem_of
+from .candidates import IMPLEMENTATION_MODES, Candidate, Mode, ours, problem_of
 from .measure import Measurement, Untimed, measure
 from .peers import PEERS, peer
 
@@ -25,12 +25,12 @@ MODES: tuple[Mode, ...] = ("fwd", "fwdbwd")
 
 
 def candidates(inputs: Inputs, mode: Mode, impls: Sequence[str], named: Sequence[str]) -> tuple[list[Candidate], list[Untimed]]:
-    """Implementations and peers of these names, peers first; of all names where none is given, and why some do not take the call."""
+    """The named peers and implementations, peers first; by default all that take the call. Also lists those that refuse it."""
     refused: dict[str, str] = {}
     if not impls:
         problem = problem_of(inputs, mode)
         for one in FAMILY.implementations:
-            reasons = [reason for asked in ASKED[mode] if (reason := one.refusal(problem, asked)) is not None]
+            reasons = [reason for run_mode in IMPLEMENTATION_MODES[mode] if (reason := one.refusal(problem, run_mode)) is not None]
             refused |= {one.name: reasons[0]} if reasons else {}
         impls = [one.name for one in FAMILY.implementations if one.name not in refused]
     if not named:
@@ -43,29 +43,34 @@ def candidates(inputs: Inputs, mode: Mode, impls: Sequence[str], named: Sequence
 
 
 def hidden(inputs: Inputs) -> Inputs:
-    """The same values as a model of Hugging Face has them: q, k, v and decays are views of [B,T,H*n], which their projections wrote."""
+    """The same values in the layout of a Hugging Face model: q, k, v and decays are views of [B,T,H*n], the output of projections."""
     B, T = inputs.q.shape[:2]
     made = {name: x.reshape(B, T, -1).clone().view(x.shape) if x.ndim == 4 else x for name, x in inputs.tensors.items()}
     return Inputs(inputs.variant, made["q"], made["k"], made["v"], made.get("g"), made.get("u"))
 
 
-def profiled(case: str, inputs: Inputs, mode: Mode, of: Sequence[Candidate], folder: Path, seconds: float, steps: int) -> Measurement:
+def trace_folder(candidate: str) -> str:
+    """Name of the folder that gets the trace of a candidate."""
+    return re.sub(r"\W+", "_", candidate).strip("_")
+
+
+def profiled(case: str, inputs: Inputs, mode: Mode, chosen: Sequence[Candidate], folder: Path, seconds: float, steps: int) -> Measurement:
     """Check and time the candidates for about ``seconds`` each, then profile ``steps`` calls of each; traces go to ``folder``.
 
-    Every candidate has a folder of its own there, named after it, as TensorBoard wants it. A wrong candidate is not run again.
+    Each candidate gets a folder, which TensorBoard shows as a run. A wrong candidate is not profiled.
     """
-    found, device = measure(case, inputs, mode, list(of), seconds, go_on=True), inputs.q.device
-    by_name = {one.name: one for one in of}
+    found, device = measure(case, inputs, mode, list(chosen), seconds, keep_going=True), inputs.q.device
+    by_name = {one.name: one for one in chosen}
     timings = []
     for timing in found.timings:
-        name = re.sub(r"\W+", "_", timing.candidate).strip("_")
+        name = trace_folder(timing.candidate)
         path = folder / name / f"{name}.{time.time_ns()}.pt.trace.json"
         with clock.current(device):
             trace.record(call_of(by_name[timing.candidate], inputs, mode), device, steps, path)
         seen = trace.read(path, clock.on_gpu(device))
         if seen is None:
             complaints = Complaints("profile")
-            rule, remedy = "one whose work torch.profiler sees", "Let this process use the GPU's performance counters (CUPTI)."
+            rule, remedy = "one whose kernels torch.profiler sees", "Allow this process to use the GPU's performance counters (CUPTI)."
             complaints.add(DeviceError, "device", rule, f"{device}, without a kernel in {path}", remedy)
             complaints.raise_any()
         timings.append(replace(timing, profile=seen))

@@ -1,18 +1,20 @@
-"""What a run of measurements leaves behind: the numbers, and where, when and with what they were taken."""
+"""A run of measurements as JSON: the numbers, the command, the machine and the date."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime, timezone
+from math import inf
 from pathlib import Path
 from typing import Any
 
 from ..errors import Complaints, RangeError
 from ..verify.inputs import Shape
 from ..verify.machine import Machine
-from .exact import Apart
-from .measure import Measurement, OnGpu, Timing, Untimed
+from .candidates import MODES
+from .exact import Deviation
+from .measure import GpuTiming, Measurement, Timing, Untimed
 from .trace import Profile
 
 
@@ -22,40 +24,40 @@ class Record:
 
     command: str
     device: str
-    """Name of the processor or GPU that computed."""
+    """Name of the processor or GPU that was measured."""
     measurements: tuple[Measurement, ...]
     machine: Machine
     date: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds"))
 
     @classmethod
     def of(cls, command: str, device: str, measurements: list[Measurement], machine: Machine) -> Record:
-        """Note the machine, as it was before, and the date."""
+        """A record with today's date; ``machine`` is from before the measurements."""
         return cls(command, machine.device_name(device), tuple(measurements), machine)
 
     @property
     def place(self) -> str:
-        """Where and with what, in one line."""
+        """Device, versions and date in one line."""
         machine = self.machine
         count = self.measurements[0].copy.threads
         threads = f", {count} thread{'s' * (count > 1)}" if self.device == machine.processor else ""
         timed = [timing.candidate for one in self.measurements for timing in one.timings]
-        beside = f", fla {machine.fla}" if any(name.startswith("fla") for name in timed) else ""
-        return f"{self.device}{threads}; penstock {machine.penstock}, torch {machine.torch}{beside}; {self.date[:10]}"
+        fla = f", fla {machine.fla}" if any(name.startswith("fla") for name in timed) else ""
+        return f"{self.device}{threads}; penstock {machine.penstock}, torch {machine.torch}{fla}; {self.date[:10]}"
 
     def write(self, path: Path) -> None:
-        """Write everything as JSON; folders are made."""
+        """Write everything as JSON. Makes missing folders."""
         path.parent.mkdir(parents=True, exist_ok=True)
         content = asdict(self)
         for plain, measurement in zip(content["measurements"], self.measurements):
             plain["shape"] = measurement.shape._asdict()
             plain["bandwidth_bytes_per_second"] = measurement.bandwidth
             for timing, known in zip(plain["timings"], measurement.timings):
-                timing["results"] = {name: apart._asdict() for name, apart in known.results.items()}
+                timing["results"] = {name: one._asdict() for name, one in known.results.items()}
         path.write_text(json.dumps(content, indent=2) + "\n")
 
     @classmethod
     def read(cls, path: Path) -> Record:
-        """Read what ``write`` wrote, now or in an earlier version: what was not measured then is left out."""
+        """Read a file that ``write`` wrote, in this or an earlier version. Fields missing in an earlier version get their default."""
         try:
             content = json.loads(path.read_text())
             machine = content["machine"]
@@ -63,8 +65,11 @@ class Record:
             measurements = tuple(_measurement(one) for one in content["measurements"])
             if not measurements:
                 raise ValueError("it has no measurements")
-            return cls(content["command"], content["device"], measurements, _known(Machine, machine), content["date"])
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as failure:
+            texts = content["command"], content["device"], content["date"]
+            if not all(isinstance(text, str) for text in texts):
+                raise ValueError("command, device and date must be texts")
+            return cls(texts[0], texts[1], measurements, _from_fields(Machine, machine), texts[2])
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as failure:
             complaints = Complaints("bench")
             rule = "a record that penstock bench --json wrote"
             complaints.add(RangeError, "file", rule, f"{str(path)!r} ({type(failure).__name__}: {failure})")
@@ -72,8 +77,8 @@ class Record:
             raise
 
 
-def _known(kind: type[Any], content: dict[str, Any]) -> Any:
-    """Make a dataclass from those of the entries that it has fields for."""
+def _from_fields(kind: type[Any], content: dict[str, Any]) -> Any:
+    """Make a dataclass from the entries that are fields of it."""
     names = {one.name for one in fields(kind)}
     return kind(**{name: value for name, value in content.items() if name in names})
 
@@ -83,17 +88,34 @@ def _measurement(content: dict[str, Any]) -> Measurement:
         "shape": Shape(**content["shape"]),
         "copy": _timing(content["copy"]),
         "timings": tuple(_timing(one) for one in content["timings"]),
-        "untimed": tuple(_known(Untimed, one) for one in content.get("untimed", ())),
+        "untimed": tuple(_from_fields(Untimed, one) for one in content.get("untimed", ())),
     }
-    return _known(Measurement, content | read)  # type: ignore[no-any-return]
+    found: Measurement = _from_fields(Measurement, content | read)
+    for name in ("variant", "case", "dtype", "device"):
+        if not isinstance(getattr(found, name), str):
+            raise ValueError(f"{name} must be a text, got {getattr(found, name)!r}")
+    if found.mode not in MODES:
+        raise ValueError(f"mode must be one of {', '.join(MODES)}, got {found.mode!r}")
+    _check_positive("sizes", *found.shape, found.moved_bytes)
+    if any(timing.error is None for timing in found.timings):
+        raise ValueError("error must be a number, got None")
+    return found
 
 
 def _timing(content: dict[str, Any]) -> Timing:
     gpu, profile = content.get("gpu"), content.get("profile")
+    first, third = content["quartiles"]
     read = {
-        "quartiles": tuple(content["quartiles"]),
-        "results": {name: Apart(**apart) for name, apart in content.get("results", {}).items()},
-        "gpu": None if gpu is None else _known(OnGpu, gpu | {"quartiles": gpu["quartiles"] and tuple(gpu["quartiles"])}),
-        "profile": None if profile is None else _known(Profile, profile),
+        "quartiles": (first, third),
+        "results": {name: Deviation(**one) for name, one in content.get("results", {}).items()},
+        "gpu": None if gpu is None else _from_fields(GpuTiming, gpu | {"quartiles": gpu["quartiles"] and tuple(gpu["quartiles"])}),
+        "profile": None if profile is None else _from_fields(Profile, profile),
     }
-    return _known(Timing, content | read)  # type: ignore[no-any-return]
+    found: Timing = _from_fields(Timing, content | read)
+    _check_positive("times", found.milliseconds, first, third, found.threads)
+    return found
+
+
+def _check_positive(what: str, *values: object) -> None:
+    if not all(isinstance(value, int | float) and 0 < value < inf for value in values):
+        raise ValueError(f"{what} must be numbers above 0, got {values}")

@@ -21,7 +21,7 @@ from .suites import SUITES
 
 
 def print_machine(console: Console, machine: Machine, tables: Iterable[tuple[str, str]]) -> None:
-    """Print what there is to compute with, and the launch tables in use; long lines are wrapped within their column."""
+    """Print the machine and the launch tables in use. Long lines are wrapped within their column."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -31,24 +31,24 @@ def print_machine(console: Console, machine: Machine, tables: Iterable[tuple[str
 
 
 def print_findings(console: Console, findings: list[Finding]) -> None:
-    """Tables of the recurrences and of softmax attention for each device. Then what did not run, and what failed."""
+    """Print tables of the recurrences and of softmax attention for each device, then the refusals and the failures."""
     for device in dict.fromkeys(finding.device for finding in findings):
         here = [finding for finding in findings if finding.device == device]
         for oracle, variants in (("token loop", tuple(VARIANTS)), ("formula", (FUNCTION,))):
-            told = [finding for finding in here if finding.variant in variants]
-            if told:
+            selected = [finding for finding in here if finding.variant in variants]
+            if selected:
                 console.print(f"\nLargest error against the float64 {oracle}, on {device}", style="table.title", highlight=False)
-                console.print(_errors(variants, told))
+                console.print(_errors(variants, selected))
         _print_refusals(console, here)
     for finding in findings:
         if finding.failed:
-            told_of = finding.reason or f"error {finding.error:.2g}, allowed {finding.budget:.2g}"
+            detail = finding.reason or f"error {finding.error:.2g}, allowed {finding.budget:.2g}"
             where = f"{finding.implementation}, {finding.variant}, {finding.dtype} on {finding.device}"
-            console.print(Text(f"  WRONG: {where}: {finding.result}: {told_of}", style="bold red"), soft_wrap=True)
+            console.print(Text(f"  WRONG: {where}: {finding.result}: {detail}", style="bold red"), soft_wrap=True)
 
 
 def _print_refusals(console: Console, here: list[Finding]) -> None:
-    """A line for all that cannot run on this machine, and one for each other reason."""
+    """Print one line for all implementations that cannot run on this machine, and one for each other reason."""
     console.print()
     absent = dict.fromkeys(finding.implementation for finding in here if finding.absent)
     if absent:
@@ -62,7 +62,7 @@ def _print_refusals(console: Console, here: list[Finding]) -> None:
 
 
 def _errors(variants: Sequence[str], findings: list[Finding]) -> Table:
-    """One row for each implementation and dtype: its worst error for every variant."""
+    """One row for each implementation and dtype: its largest error for every variant."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=0, show_edge=False)
     table.add_column("impl")
     table.add_column("dtype")
@@ -82,7 +82,7 @@ def _errors(variants: Sequence[str], findings: list[Finding]) -> Table:
 
 
 def _worst(found: list[Finding]) -> Text:
-    """Show the error that comes nearest to its budget, or goes furthest beyond it."""
+    """The error that is largest relative to its budget."""
     if any(finding.failed and finding.error is None for finding in found):
         return Text("failed", style="bold red")
     measured = [finding for finding in found if finding.error is not None and finding.budget]
@@ -93,7 +93,7 @@ def _worst(found: list[Finding]) -> Text:
 
 
 def print_measurements(console: Console, measurements: Sequence[Measurement]) -> None:
-    """One table for each variant and mode; a block of rows for each shape. The first candidate is the baseline."""
+    """Print one table for each variant and mode, with a block of rows for each shape."""
     groups: dict[tuple[str, str, str], list[Measurement]] = defaultdict(list)
     for measurement in measurements:
         groups[measurement.kind, measurement.mode, measurement.dtype].append(measurement)
@@ -108,13 +108,13 @@ def print_measurements(console: Console, measurements: Sequence[Measurement]) ->
             _add_rows(table, measurement, gpu)
         console.print(table)
     notes = (
-        "times as fast: against the first of each block. floor: a copy that moves as many bytes as the call must, timed in turn.\n"
-        "of floor: the floor's time over the candidate's. error: against the float64 oracle, checked before anything was timed."
+        "times as fast: relative to the baseline. floor: a copy of as many bytes as the call must move, timed in turn.\n"
+        "of floor: the floor's time over the candidate's. error: against the float64 oracle, checked before timing."
     )
     if any(one.copy.gpu is not None for one in measurements):
         notes += (
-            "\nmedian, quartiles: as a caller sees it. GPU: of the GPU alone, from a replayed CUDA graph; of floor compares these.\n"
-            "host: until the host is through with a call. memory: most beyond the inputs. first call: with compiling and tuning."
+            "\nmedian, quartiles: end to end. GPU: GPU time, from a replayed CUDA graph; of floor compares GPU times.\n"
+            "host: until the call returns. memory: peak beyond the inputs. first call: with compilation and autotuning."
         )
     console.print(Text(notes, style="dim"))
     for name, why in dict.fromkeys(_without_graph(measurements)):
@@ -122,8 +122,8 @@ def print_measurements(console: Console, measurements: Sequence[Measurement]) ->
 
 
 def _columns(gpu: bool) -> list[str]:
-    alone, more = (["GPU", "host"], ["memory", "first\ncall"]) if gpu else ([], [])
-    return ["median", "quartiles", *alone, "times\nas fast", "of\nfloor", "error", *more]
+    gpu_times, more = (["GPU", "host"], ["memory", "first\ncall"]) if gpu else ([], [])
+    return ["median", "quartiles", *gpu_times, "times\nas fast", "of\nfloor", "error", *more]
 
 
 def _without_graph(measurements: Sequence[Measurement]) -> Iterator[tuple[str, str]]:
@@ -140,29 +140,29 @@ def _add_rows(table: Table, measurement: Measurement, gpu: bool) -> None:
     for one in measurement.untimed:
         table.add_row(Padding(Text(f"{one.candidate} {one.reason}", style="bold red" if one.fault else "yellow"), (0, 0, 0, 2)))
     for timing in measurement.timings:
-        who = f"  {timing.candidate}" + (f", {timing.threads} thread" if timing.threads < measurement.copy.threads else "")
+        name = f"  {timing.candidate}" + (f", {timing.threads} thread" if timing.threads < measurement.copy.threads else "")
         median = Text(duration(timing.milliseconds), style="bold green" if timing.milliseconds == best else "")
         times = "-" if base is None else _digits(base.milliseconds / timing.milliseconds)
-        alone, more = _on_gpu(timing)
-        cells = [*alone, times, f"{measurement.of_floor(timing):.1%}", f"{timing.error:.0e}", *more]
-        table.add_row(who, median, _spread(timing), *cells)
+        gpu_times, more = _gpu_cells(timing)
+        cells = [*gpu_times, times, f"{measurement.of_floor(timing):.1%}", f"{timing.error:.0e}", *more]
+        table.add_row(name, median, _spread(timing), *cells)
     moved = f"{_digits(measurement.moved_bytes / 1e6)} MB, {_digits(measurement.bandwidth / 1e9)} GB/s"
-    alone, _ = _on_gpu(measurement.copy)
-    table.add_row("  floor", duration(measurement.copy.milliseconds), moved, *alone, style="dim", end_section=True)
+    gpu_times, _ = _gpu_cells(measurement.copy)
+    table.add_row("  floor", duration(measurement.copy.milliseconds), moved, *gpu_times, style="dim", end_section=True)
 
 
-def _on_gpu(timing: Timing) -> tuple[list[str], list[str]]:
-    """Cells of the GPU's and the host's time; of memory and the first call. None on a CPU."""
+def _gpu_cells(timing: Timing) -> tuple[list[str], list[str]]:
+    """Cells of GPU time and host time, and cells of memory and the first call. Empty on a CPU."""
     gpu = timing.gpu
     if gpu is None:
         return [], []
-    alone = "-" if gpu.milliseconds is None else duration(gpu.milliseconds)
+    gpu_time = "-" if gpu.milliseconds is None else duration(gpu.milliseconds)
     first = "" if timing.first_call_seconds is None else duration(timing.first_call_seconds * 1e3)
-    return [alone, duration(gpu.host_microseconds * 1e-3)], [f"{gpu.peak_bytes / 2**20:.0f} MiB", first]
+    return [gpu_time, duration(gpu.host_microseconds * 1e-3)], [f"{gpu.peak_bytes / 2**20:.0f} MiB", first]
 
 
 def _spread(timing: Timing) -> str:
-    """First and third quartile, in the unit of the median."""
+    """The first and the third quartile, in the unit of the median."""
     if timing.samples == 1:
         return "one sample"
     factor, _ = _unit(timing.milliseconds)
@@ -174,12 +174,12 @@ def _unit(milliseconds: float) -> tuple[float, str]:
 
 
 def _digits(value: float) -> str:
-    """Three digits; no exponent."""
+    """A number with three digits and no exponent."""
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
 def duration(milliseconds: float) -> str:
-    """Three digits in the unit that fits.
+    """A time with three digits, in s, ms or us.
 
     >>> duration(0.0213), duration(14.31), duration(2540.0)
     ('21.3 us', '14.3 ms', '2.54 s')
@@ -189,13 +189,13 @@ def duration(milliseconds: float) -> str:
 
 
 def print_cases(console: Console) -> None:
-    """Print the table of cases, then the suites: a row for each shape, with all variants that are measured at it."""
-    sized = {case.name for suite in SUITES for case in suite.cases}
+    """Print the table of cases, then each suite with one row for each shape and its variants."""
+    in_suites = {case.name for suite in SUITES for case in suite.cases}
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for name in ("case", "variant", "B,T,H,K,V", "model"):
         table.add_column(name, no_wrap=True)
     for case in CASES:
-        if case.name not in sized:
+        if case.name not in in_suites:
             table.add_row(case.name, case.variant, case.shape.text, case.model)
     console.print(table)
     for suite in SUITES:
@@ -203,17 +203,17 @@ def print_cases(console: Console) -> None:
         table = Table(box=SIMPLE_HEAD, pad_edge=False)
         table.add_column("case", no_wrap=True)
         table.add_column("variants")
-        told = ""
+        previous = ""
         for shape in dict.fromkeys(case.shape for case in suite.cases):
             here = [case for case in suite.cases if case.shape == shape]
-            more, told = (f"\n{here[0].model}" if here[0].model != told else ""), here[0].model
+            more, previous = (f"\n{here[0].model}" if here[0].model != previous else ""), here[0].model
             name = here[0].name.replace(here[0].variant, "VARIANT")
             table.add_row(name, Text.assemble(" ".join(case.kind for case in here), (more, "dim")))
         console.print(table)
 
 
 def print_profile(console: Console, measurement: Measurement) -> None:
-    """One row for each candidate: the clock's time, then what the profiler counted; then who was not profiled, and why."""
+    """Print one row for each candidate: the end-to-end time and the counts of the profiler. Then the candidates that were not profiled."""
     gpu, base = measurement.device != "cpu", measurement.baseline
     work, threads = ("kernel", "") if gpu else ("operator", f", {measurement.copy.threads} thread{'s' * (measurement.copy.threads > 1)}")
     title = f"{measurement.kind}, {measurement.mode}, {measurement.dtype} on {measurement.device}{threads}"
@@ -221,7 +221,7 @@ def print_profile(console: Console, measurement: Measurement) -> None:
     table.add_column(f"B,T,H,K,V\n{','.join(map(str, measurement.shape))}", no_wrap=True)
     for name in ("end\nto end", "times\nas fast", "error", f"all\n{work}s", f"slowest {work}", "its\ntime"):
         table.add_column(name, justify="left" if name.startswith("slowest") else "right", vertical="bottom", no_wrap=True)
-    for name in ("launches" if gpu else "operators", "layout\nconversion", "end to end\nwhen watched"):
+    for name in ("launches" if gpu else "operators", "layout\nconversion", "end to end\nprofiled"):
         table.add_column(name, justify="right", vertical="bottom", no_wrap=True)
     for one in measurement.timings:
         seen = one.profile
@@ -234,12 +234,10 @@ def print_profile(console: Console, measurement: Measurement) -> None:
     console.print(table)
     for refused in measurement.untimed:
         console.print(Text(f"  {refused.candidate} {refused.reason}", "bold red" if refused.fault else "yellow"), soft_wrap=True)
-    counted = (
-        "kernels, copies and others of the GPU" if gpu else "on a CPU the operators of torch and the native kernels, by their own time"
-    )
+    counted = "kernels, copies and fills on the GPU" if gpu else "operators of torch and native kernels, by self time"
     notes = (
-        "end to end: the median, by a clock, without the profiler. All that follows the error is a mean of what torch.profiler saw.\n"
+        "end to end: the median, without the profiler. The columns after error are means of torch.profiler's counts.\n"
         f"{work}s: {counted}. layout conversion: those that only move data.\n"
-        "when watched: with the profiler's own work."
+        "end to end, profiled: with the overhead of the profiler."
     )
     console.print(Text(notes, style="dim"))

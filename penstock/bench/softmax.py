@@ -1,104 +1,139 @@
-"""Softmax attention beside every backend of torch's operator that takes the call, the fastest of them as the baseline."""
+"""Softmax attention beside torch's ``scaled_dot_product_attention``. The fastest of its backends is the baseline."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..errors import Complaints, RangeError
-from ..softmax import FUNCTION, softmax_attention
+from ..errors import Complaints, RangeError, ShapeError
+from ..softmax import FAMILY, FUNCTION, softmax_attention
 from ..softmax.operators import ATTENTION
 from ..softmax.reference import exact
+from ..verify.inputs import Shape
 from ..verify.oracle import error
+from ..verify.verify import SOFTMAX_BUDGET
 from . import clock
-from .candidates import Mode
+from .candidates import IMPLEMENTATION_MODES, Mode
 from .cases import Case
-from .exact import Apart, WrongResult
-from .measure import Measurement, Right, Untimed, reason_of, timed_in_turn
+from .exact import Deviation, WrongResult
+from .measure import Checked, Measurement, Untimed, reason_of, timed_in_turn
 
 BACKENDS = {
     "sdpa (cudnn)": SDPBackend.CUDNN_ATTENTION,
     "sdpa (flash)": SDPBackend.FLASH_ATTENTION,
     "sdpa (efficient)": SDPBackend.EFFICIENT_ATTENTION,
 }
-"""Of torch's operator on a GPU. On a CPU torch chooses."""
-BUDGET = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-5, torch.float64: 1e-11}
-"""Allowed error by dtype; the errors themselves stand in the table, for all candidates."""
+"""Backends of torch's operator on a GPU. On a CPU torch chooses."""
 HEADS, TOKENS = 2, 4096
-"""How much the oracle is asked about: so many heads of the first sequence, and their first tokens, which later ones must not change."""
+"""The results of this many heads of the first sequence, and of their first tokens, are compared with the oracle."""
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
+def check_case(mode: Mode, shape: Shape | None = None) -> None:
+    """Raise RangeError or ShapeError unless softmax attention has this mode and shape."""
+    complaints = Complaints("bench")
+    if mode == "decode":
+        complaints.add(RangeError, "mode", f"fwd or fwdbwd for {FUNCTION}", repr(mode))
+    if shape is not None and shape.K != shape.V:
+        complaints.add(ShapeError, "shape", f"one of equal K and V for {FUNCTION}", shape.text, "Leave V out.")
+    complaints.raise_any()
+
+
 def moved_bytes(case: Case, mode: Mode, size: int) -> int:
-    """q, k, v and the output once; with a backward pass these and their gradients once more, and the output's gradient."""
+    """Count the bytes of q, k, v and the output; with a backward pass, also of these again, the gradients and the output's gradient."""
     B, T, H, D, _ = case.shape
     return (4 if mode == "fwd" else 4 + 8) * B * T * H * D * size
 
 
-def torchs(device: torch.device) -> dict[str, Attend]:
-    """Torch's operator by name of the backend; takes [B,T,H,D]."""
+def sdpa_backends(device: torch.device) -> dict[str, Attend]:
+    """Torch's operator by name of the backend, as functions of [B,T,H,D]."""
 
-    def backend(kind: SDPBackend | None) -> Attend:
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-            with sdpa_kernel(kind) if kind is not None else nullcontext():
-                return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+    def attend(kind: SDPBackend | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        with sdpa_kernel(kind) if kind is not None else nullcontext():
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
-        return attend
+    if not clock.on_gpu(device):
+        return {"sdpa": partial(attend, None)}
+    return {name: partial(attend, kind) for name, kind in BACKENDS.items()}
 
-    return {name: backend(kind) for name, kind in BACKENDS.items()} if clock.on_gpu(device) else {"sdpa": backend(None)}
 
+def measure(
+    case: Case,
+    mode: Mode,
+    dtype: torch.dtype,
+    device: str,
+    seconds: float,
+    impls: Sequence[str] = ("auto",),
+    peers: Sequence[str] = ("sdpa",),
+    seed: int = 0,
+) -> Measurement:
+    """Check every candidate, then time them in turn. The fastest backend of "sdpa" is the baseline; without it, the first of ``impls``.
 
-def measure(case: Case, mode: Mode, dtype: torch.dtype, device: str, seconds: float, impl: str = "auto", seed: int = 0) -> Measurement:
-    """Check every candidate, then time them in turn. The first named is the fastest of torch's."""
-    if mode == "decode":
-        complaints = Complaints("bench")
-        complaints.add(RangeError, "mode", f"fwd or fwdbwd for {FUNCTION}", repr(mode))
-        complaints.raise_any()
+    Raises ImplementationRefused if a named implementation refuses the call.
+    """
+    check_case(mode, case.shape)
     B, T, H, D, _ = case.shape
-    at = torch.device(device)
-    random = torch.Generator(at).manual_seed(seed)
-    q, k, v, d_output = (torch.randn(B, T, H, D, generator=random, device=at).to(dtype) for _ in range(4))
-    tokens, heads = min(T, TOKENS), min(H, HEADS)
-    upstream = torch.cat([d_output[:, :tokens], torch.zeros_like(d_output[:, tokens:])], 1)
-    wanted = _exact(q, k, v, upstream, tokens, heads, mode)
-    right: list[Right] = []
-    untimed: list[Untimed] = []
-    with clock.current(at):
-        peers, own = torchs(at), f"penstock ({impl})"
-        for name, attend in (peers | {own: lambda q, k, v: softmax_attention(q, k, v, impl=impl)}).items():
-            ours = name == own
-            try:
-                first_call, found = clock.seconds_of(_call(attend, (q, k, v), upstream, mode), at)
-                results = {
-                    what: Apart(error(x.detach()[:1, :tokens, :heads], wanted[what]), BUDGET[dtype]) for what, x in zip(wanted, found)
-                }
-                for what, apart in results.items():
-                    if not apart.error <= apart.allowed:
-                        told = f"its {what} is {apart.error:.2g} from the float64 formula, {apart.allowed:.2g} is allowed"
-                        raise WrongResult(f"{name} is wrong and was not timed: {FUNCTION} at {case.shape.text}, {mode}", told)
-                right.append(Right(name, None, results, first_call, _call(attend, (q, k, v), d_output, mode)))
-            except Exception as failure:
-                untimed.append(Untimed(name, reason_of(failure, ours), ours))
-        source = torch.zeros(moved_bytes(case, mode, dtype.itemsize) // 2, dtype=torch.uint8, device=at)
-        target = torch.ones_like(source)
-        copy, timings = timed_in_turn(lambda: target.copy_(source), right, at, seconds)
-    fastest = min((one for one in timings if one.candidate in peers), key=lambda one: one.milliseconds, default=None)
-    timings = tuple(sorted(timings, key=lambda one: one is not fastest))
-    first = None if fastest is None else fastest.candidate
-    told = str(dtype).removeprefix("torch.")
+    place = torch.device(device)
+    random = torch.Generator(place).manual_seed(seed)
+    q, k, v, d_output = (torch.randn(B, T, H, D, generator=random, device=place).to(dtype) for _ in range(4))
+    problem = ATTENTION.checked(FUNCTION, (q, k, v, None, None), (True, None, None, False))
+    for impl in impls:
+        for run_mode in IMPLEMENTATION_MODES[mode]:
+            FAMILY.choose(problem, run_mode, impl, gradients=mode == "fwdbwd")
+    backends = sdpa_backends(place) if "sdpa" in peers else {}
+    own: dict[str, Attend] = {f"penstock ({impl})": partial(softmax_attention, impl=impl) for impl in impls}
     moved = moved_bytes(case, mode, dtype.itemsize)
-    return Measurement(FUNCTION, case.name, case.shape, mode, told, device, tokens, moved, copy, timings, tuple(untimed), first)
+    with clock.current(place):
+        right, untimed = _checked(backends | own, own, (q, k, v), d_output, case.shape, mode)
+        source = torch.zeros(moved // 2, dtype=torch.uint8, device=place)
+        target = torch.ones_like(source)
+        copy, timings = timed_in_turn(lambda: target.copy_(source), right, place, seconds)
+    baseline = min((one for one in timings if one.candidate in backends), key=lambda one: one.milliseconds, default=None)
+    timings = tuple(sorted(timings, key=lambda one: one is not baseline))
+    first = next(iter(own), None) if not backends else None if baseline is None else baseline.candidate
+    name = str(dtype).removeprefix("torch.")
+    return Measurement(FUNCTION, case.name, case.shape, mode, name, device, min(T, TOKENS), moved, copy, timings, tuple(untimed), first)
+
+
+def _checked(
+    candidates: Mapping[str, Attend], own: Mapping[str, Attend], inputs: tuple[Tensor, ...], d_output: Tensor, shape: Shape, mode: Mode
+) -> tuple[list[Checked], list[Untimed]]:
+    """Compare every candidate with the oracle; candidates that fail or are wrong are not timed."""
+    tokens, heads, dtype = min(shape.T, TOKENS), min(shape.H, HEADS), d_output.dtype
+    upstream = torch.cat([d_output[:, :tokens], torch.zeros_like(d_output[:, tokens:])], 1)
+    expected = _exact(inputs, upstream, tokens, heads, mode)
+    right: list[Checked] = []
+    untimed: list[Untimed] = []
+    for name, attend in candidates.items():
+        try:
+            first_call, found = clock.seconds_of(_call(attend, inputs, upstream, mode), d_output.device)
+            results = {
+                result: Deviation(error(x.detach()[:1, :tokens, :heads], expected[result]), SOFTMAX_BUDGET[dtype])
+                for result, x in zip(expected, found)
+            }
+            for result, one in results.items():
+                if not one.error <= one.allowed:
+                    detail = f"its {result} is {one.error:.2g} from the float64 formula, {one.allowed:.2g} is allowed"
+                    raise WrongResult(f"{name} is wrong and was not timed: {FUNCTION} at {shape.text}, {mode}", detail)
+            right.append(Checked(name, None, results, first_call, _call(attend, inputs, d_output, mode)))
+        except Exception as failure:
+            untimed.append(Untimed(name, reason_of(failure, name in own), name in own))
+    return right, untimed
 
 
 def _call(attend: Attend, inputs: tuple[Tensor, ...], upstream: Tensor, mode: Mode) -> Callable[[], tuple[Tensor, ...]]:
-    """The output, then with a backward pass the gradients, of leaves of its own: those of another stream cannot be captured."""
+    """Return a call that computes the output and, with a backward pass, the gradients.
+
+    Every call makes its own leaves: a CUDA graph cannot capture the gradients of leaves of another stream.
+    """
 
     def forward() -> tuple[Tensor, ...]:
         with torch.no_grad():
@@ -112,11 +147,11 @@ def _call(attend: Attend, inputs: tuple[Tensor, ...], upstream: Tensor, mode: Mo
     return forward if mode == "fwd" else both
 
 
-def _exact(q: Tensor, k: Tensor, v: Tensor, upstream: Tensor, tokens: int, heads: int, mode: Mode) -> dict[str, Tensor]:
-    """What is right for the checked heads and tokens, one head after another: the oracle has all scores in memory."""
+def _exact(inputs: tuple[Tensor, ...], upstream: Tensor, tokens: int, heads: int, mode: Mode) -> dict[str, Tensor]:
+    """The exact results for the checked heads and tokens. Heads are computed one by one: the oracle stores all scores of a head."""
     parts = []
     for h in range(heads):
-        leaves = [x.detach()[:1, :tokens, h : h + 1].double().requires_grad_(mode == "fwdbwd") for x in (q, k, v)]
+        leaves = [x.detach()[:1, :tokens, h : h + 1].double().requires_grad_(mode == "fwdbwd") for x in inputs]
         output, _ = exact(ATTENTION.checked(FUNCTION, (*leaves, None, None), (True, None, None, False)))
         gradients = torch.autograd.grad(output, leaves, upstream[:1, :tokens, h : h + 1].double()) if mode == "fwdbwd" else ()
         parts.append((output.detach(), *gradients))

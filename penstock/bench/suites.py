@@ -1,4 +1,4 @@
-"""What one command measures: cases, with the questions that are usually asked of them."""
+"""Suites: lists of cases with their own default options."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .ladder import RUNGS
 
 @dataclass(frozen=True)
 class Suite:
-    """Cases, and what ``penstock bench`` takes for every option that is not given."""
+    """Cases, and the defaults of the options of ``penstock bench``."""
 
     name: str
     summary: str
@@ -23,22 +23,24 @@ class Suite:
     dtype: str = "bfloat16"
     device: str = "cuda"
     seconds: float = 0.4
-    """For each candidate on each case, and once more for its GPU time alone."""
+    """Time for each candidate on each case, end to end and again for its GPU time."""
 
 
 PLAIN = Suite("", "", (), ("fwd",), peers=("loop",), dtype="float32", device="cpu", seconds=1.0)
-"""Without a suite: cases are named one by one."""
+"""The defaults without a suite."""
 
 LADDER = "wkv-ladder"
 
 SUITES = (
-    Suite("gpu-training", "sequences and prompts, beside fla, whose tuning takes most of the time", GPU_TRAINING, ("fwd", "fwdbwd")),
+    Suite("gpu-training", "sequences and prompts, beside fla; most of the time is fla's autotuning", GPU_TRAINING, ("fwd", "fwdbwd")),
     Suite("gpu-decode", "one token for 1, 256 and 1024 sequences, beside fla", GPU_DECODING, ("decode",)),
-    Suite("lengths", "chunked against token by token as T grows", LENGTHS, ("fwd",), ("triton_recurrent", "triton_chunkwise"), ("none",)),
-    Suite("softmax", "softmax attention beside torch's backends", SOFTMAX, ("fwd", "fwdbwd"), peers=("none",)),
+    Suite(
+        "lengths", "chunked and token-by-token kernels as T grows", LENGTHS, ("fwd",), ("triton_recurrent", "triton_chunkwise"), ("none",)
+    ),
+    Suite("softmax", "softmax attention beside torch's backends", SOFTMAX, ("fwd", "fwdbwd"), peers=("sdpa",)),
     Suite(
         LADDER,
-        "from a naive CUDA kernel to ours, rung by rung",
+        "CUDA kernels from a literal one to the cuda implementation",
         (case_named("rwkv6-profile"), LENGTHS[0]),
         ("fwd",),
         ("cuda",),
@@ -49,7 +51,7 @@ SUITES = (
 
 
 def suite_named(name: str) -> Suite:
-    """Find the suite of this name, or raise RangeError."""
+    """The suite of this name. Raises RangeError if there is none."""
     found = [suite for suite in SUITES if suite.name == name]
     if not found:
         complaints = Complaints("bench")

@@ -1,13 +1,11 @@
-"""A call under torch.profiler: records the trace, and counts from it what the call launched.
+"""Traces of torch.profiler: recording a call, and counting its kernels, launches and layout conversions.
 
-The figures are taken from the trace itself, the file that TensorBoard and Perfetto show: what is in the table can be looked at
-there. On a GPU, work is what the GPU was given: kernels, copies and others. Each belongs to the operator of torch that launched
-it, the innermost one around the launch on the host; Triton's kernels belong to none. On a CPU, work is the operators themselves, by the
-time they spend outside of other operators; the native kernels show as operators, too.
+All numbers come from the trace file that TensorBoard and Perfetto show. On a GPU, work is kernels, copies and fills. Each belongs to
+the torch operator that launched it, the innermost one around the launch on the host; Triton's kernels belong to none. On a CPU, work is
+the operators themselves, by self time; native kernels appear as operators.
 
-Work that moves data and computes nothing is what ``MOVES`` names: copies (which ``contiguous``, ``reshape``, ``clone`` and ``to`` come
-down to, a change of dtype among them), concatenations, reversals and gathers; and every copy that the GPU makes without a kernel.
-Views cost a little of the host's time and move nothing.
+The operators in ``MOVES`` only move data: copies (also those of ``contiguous``, ``reshape``, ``clone`` and ``to``, with a change of dtype
+or without), concatenations, reversals and gathers. Copies of the GPU without a kernel only move data, too. Views move nothing.
 """
 
 from __future__ import annotations
@@ -26,46 +24,46 @@ from typing import Any, NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from .clock import Call, on_gpu
+from .clock import TimedCall, on_gpu
 
 WAIT, WARM_UP = 1, 1
-"""Calls before those that are recorded: not looked at, and looked at without being kept."""
+"""Calls before the recorded ones: without the profiler, and with the profiler but not recorded."""
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
-"""Categories of what a GPU was given."""
+"""Categories of work on a GPU."""
 HOST = ("cpu_op", "user_annotation")
-"""Categories of operators and of ranges that somebody named; the host's other events are calls of the GPU's driver."""
+"""Categories of operators and user ranges on the host. Other events of the host are calls of the GPU driver."""
 MOVES = frozenset(
     f"aten::{name}" for name in ("copy_", "_foreach_copy_", "cat", "flip", "roll", "index", "index_select", "gather", "narrow_copy")
 )
 PROBE = b"USDT:"
-"""What a line of Kineto's log begins with that is meant for probes, not for people."""
+"""Prefix of the lines in Kineto's log that are for tracing probes."""
 OPERATOR = re.compile(r"(?!autograd|torch)\w+::\w+$")
-"""Names of operators, as torch.library has them; around them are steps, autograd's nodes and a user's own ranges."""
+"""Operator names of torch.library. Profiler steps, autograd nodes and user ranges do not match."""
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What a profiler saw of one candidate: means over the calls that were recorded."""
+    """Counts of one candidate: means over the recorded calls."""
 
     milliseconds: float
-    """One call while the profiler watches: with its own work, so longer than without."""
+    """End-to-end time of a call with the overhead of the profiler."""
     kernel_milliseconds: float
-    """All work of a call."""
+    """Time of all work of a call."""
     slowest: str
-    """The kernel, or on a CPU the operator, that takes most of this."""
+    """The kernel, or on a CPU the operator, that takes the most time."""
     slowest_milliseconds: float
-    """All its launches in a call."""
+    """Time of all its launches in a call."""
     launches: float
-    """Kernels, copies and others of a call; on a CPU operators that call no others."""
+    """Kernels, copies and fills of a call; on a CPU the operators that call no other operator."""
     layout_milliseconds: float
-    """Of the work, what only moves data."""
+    """Time of the work that only moves data."""
     calls: int
     trace: str
-    """The file."""
+    """Path of the trace."""
 
 
 class Work(NamedTuple):
-    """Something that took time."""
+    """A kernel, copy or fill on a GPU, or an operator on a CPU."""
 
     name: str
     microseconds: float
@@ -77,43 +75,43 @@ class Work(NamedTuple):
 
 @dataclass
 class Span:
-    """A stretch of the host's time."""
+    """An operator, range or launch on the host."""
 
     name: str
     begin: float
     end: float
     launch: int | None
-    """What a launch and its kernel have in common, if this is one."""
+    """Correlation id of a launch and its kernel; None if this is not a launch."""
     parent: Span | None = None
-    """The operator around it."""
+    """The operator or range directly around it."""
     inner: list[Span] = field(default_factory=list)
-    """Operators and other ranges directly inside."""
+    """Operators and ranges directly inside it."""
 
     @property
-    def own(self) -> float:
-        """Microseconds outside of what is inside."""
+    def self_time(self) -> float:
+        """Microseconds outside of the inner operators and ranges."""
         return self.end - self.begin - sum(min(one.end, self.end) - one.begin for one in self.inner)
 
 
 class Profiler(profile):
-    """torch's, without the lines that its library writes to the terminal each time it starts and stops."""
+    """torch's profiler without the lines that Kineto writes to the terminal when it starts and stops."""
 
     def start_trace(self) -> None:
-        """Begin to record."""
-        with _without_probes():
+        """Start recording."""
+        with _probe_lines_hidden():
             super().start_trace()
 
     def stop_trace(self) -> None:
-        """End the record."""
-        with _without_probes():
+        """Stop recording."""
+        with _probe_lines_hidden():
             super().stop_trace()
 
 
 @contextmanager
-def _without_probes() -> Iterator[None]:
-    """Drop Kineto's lines that begin with USDT from the file descriptor of standard error; pass everything else on, afterwards.
+def _probe_lines_hidden() -> Iterator[None]:
+    """Drop the lines of Kineto that begin with USDT from the file descriptor of standard error; write the other lines at the end.
 
-    Kineto logs "profiler_start" and "profiler_stop" at a level above its errors, so no KINETO_LOG_LEVEL hides them and shows errors.
+    Kineto logs "profiler_start" and "profiler_stop" at a level above its errors: no KINETO_LOG_LEVEL hides them and keeps errors.
     """
     terminal = os.dup(2)
     with tempfile.TemporaryFile() as written:
@@ -129,8 +127,8 @@ def _without_probes() -> Iterator[None]:
                     os.write(2, line)
 
 
-def record(call: Call, device: torch.device, steps: int, path: Path) -> None:
-    """Run the call ``WAIT + WARM_UP + steps`` times and write a trace of the last ``steps``; folders are made."""
+def record(call: TimedCall, device: torch.device, steps: int, path: Path) -> None:
+    """Run the call ``WAIT + WARM_UP + steps`` times and write a trace of the last ``steps``. Makes missing folders."""
     path.parent.mkdir(parents=True, exist_ok=True)
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu(device)
     phases = schedule(wait=WAIT, warmup=WARM_UP, active=steps, repeat=1)
@@ -138,17 +136,17 @@ def record(call: Call, device: torch.device, steps: int, path: Path) -> None:
     def ready(done: profile) -> None:
         done.export_chrome_trace(str(path))
 
-    # acc_events: else some versions of torch warn that they forget cycles before this, the only one
+    # acc_events: without it, some versions of torch warn that events of earlier cycles are cleared
     with Profiler(activities=activities, schedule=phases, acc_events=True, on_trace_ready=ready) as profiler:
         for _ in range(WAIT + WARM_UP + steps):
             call()
             if on_gpu(device):
-                torch.cuda.synchronize(device)  # so that a call's work lies in its own step
+                torch.cuda.synchronize(device)  # the work of a call ends in its own step
             profiler.step()
 
 
 def read(path: Path, gpu: bool) -> Profile | None:
-    """Count what a trace shows; None if it shows no work on the device."""
+    """Count the work in a trace; None if it has no work on the device."""
     events = [one for one in json.loads(path.read_text())["traceEvents"] if one.get("ph") == "X"]
     steps = [one for one in events if one.get("cat") == "user_annotation" and one["name"].startswith("ProfilerStep#")]
     done = _on_gpu(events) if gpu else _on_cpu(events)
@@ -175,7 +173,7 @@ def read(path: Path, gpu: bool) -> Profile | None:
 
 
 def _on_gpu(events: Sequence[dict[str, Any]]) -> list[Work]:
-    """What the GPU was given, each with the operator that launched it."""
+    """Work on the GPU, with the operator that launched it."""
     launches = {one.launch: one for one in _host(events) if one.launch is not None}
     done = []
     for one in events:
@@ -189,23 +187,23 @@ def _on_gpu(events: Sequence[dict[str, Any]]) -> list[Work]:
 
 
 def _on_cpu(events: Sequence[dict[str, Any]]) -> list[Work]:
-    """Operators by their own time."""
+    """Operators by self time."""
     return [
-        Work(one.name, one.own, not any(OPERATOR.match(inside.name) for inside in one.inner), one.name in MOVES)
+        Work(one.name, one.self_time, not any(OPERATOR.match(inside.name) for inside in one.inner), one.name in MOVES)
         for one in _host(events)
         if OPERATOR.match(one.name)
     ]
 
 
 def _operator(span: Span | None) -> Span | None:
-    """The innermost operator around."""
+    """The innermost operator around a span, or the span itself."""
     while span is not None and not OPERATOR.match(span.name):
         span = span.parent
     return span
 
 
 def _host(events: Sequence[dict[str, Any]]) -> list[Span]:
-    """Operators, ranges and launches on the host, nested as they were, thread by thread."""
+    """Operators, ranges and launches on the host, nested by thread."""
     threads: dict[Any, list[Span]] = defaultdict(list)
     for one in events:
         launch = one.get("args", {}).get("correlation")

@@ -18,7 +18,7 @@ from .tune import tune
 
 
 class Commands(TyperGroup):
-    """Shows an error that is raised on purpose as its message, without a traceback, and ends with exit code 2."""
+    """Prints the message of a PenstockError without a traceback and ends with exit code 2."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command."""
@@ -35,13 +35,13 @@ main = typer.Typer(
     add_completion=False,
     pretty_exceptions_show_locals=False,
     rich_markup_mode="rich",
-    help="Recurrent language model kernels: what runs here, is it right, and how fast is it.",
+    help="Check, time, profile and tune the kernels of recurrent language models.",
 )
 
 
-def show_version(wanted: bool) -> None:
+def show_version(requested: bool) -> None:
     """Print the version and stop."""
-    if wanted:
+    if requested:
         typer.echo(f"penstock {__version__}")
         raise typer.Exit
 
@@ -50,10 +50,10 @@ def show_version(wanted: bool) -> None:
 def options(
     version: Annotated[bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version and stop.")] = False,
 ) -> None:
-    """What the program itself takes; its help is that of ``main``."""
+    """Options of the program itself."""
 
 
 for command in (check, bench, profile, tune, demo):
     paragraphs = cleandoc(command.__doc__ or "").split("\n\n")
-    # one line each: the terminal's width decides where they are wrapped
+    # each paragraph is one line, and the terminal wraps it
     main.command(help="\n\n".join(paragraph.replace("\n", " ") for paragraph in paragraphs))(command)

@@ -1,4 +1,4 @@
-"""``penstock check``: what this machine has, whether every implementation is right on it, and whether the kernels compile for GPUs."""
+"""``penstock check``: compare every implementation with the oracle on this machine, or compile the kernels for GPUs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from ..bench.report import print_findings, print_machine
-from ..errors import Complaints, RangeError
+from ..errors import Complaints, RangeError, shortened
 from ..tune.launch_tables import table_lines
 from ..verify.machine import Machine
 from ..verify.verify import findings
@@ -21,30 +21,29 @@ from .outputs import check_outputs
 
 
 def check(
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print everything as JSON instead: each result, its error, what is allowed.")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON: each result, its error and the allowed error.")] = False,
     compile_ahead: Annotated[
-        bool, typer.Option("--compile", help="Compile the Triton kernels for GPUs that need not be here, instead of running anything.")
+        bool, typer.Option("--compile", help="Compile the Triton kernels for GPUs, present or absent, and run nothing.")
     ] = False,
     arch: Annotated[list[str] | None, typer.Option(help="With --compile: only for this GPU. Repeatable.", show_default="all")] = None,
     only: Annotated[
         list[str] | None,
-        typer.Option(metavar="TEXT", help="With --compile: only launches with this in their name. Repeatable.", show_default="all"),
+        typer.Option(metavar="TEXT", help="With --compile: only launches whose name contains this. Repeatable.", show_default="all"),
     ] = None,
     record: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="With --compile: write what the kernels take here, and compare with nothing.")
+        Path | None,
+        typer.Option(metavar="FILE", help="With --compile: write registers, spills and shared memory to this file instead of comparing."),
     ] = None,
 ) -> None:
-    """Hold every implementation on this machine to the float64 oracle.
+    """Compare every implementation on this machine with the float64 oracle.
 
     Shows the processor, the GPUs and the versions, then runs every implementation for every variant in float16, bfloat16,
-    float32 and float64: output, final state, every gradient and the decode step. Allowed are 1e-12 for float64, 2e-6 for
-    float32, and one rounding more for bfloat16 and float16 results.
+    float32 and float64: output, final state, every gradient and the decode step. The allowed error is 1e-12 for float64, 2e-6
+    for float32, and one rounding more for bfloat16 and float16 results.
 
-    With --compile, every kind of launch that models make is compiled for an A100 (sm_80), an H100 or H200 (sm_90), a B200
-    (sm_100) and an MI300X (gfx942), which takes minutes. It must compile and fit the GPU's shared memory, and with the
-    Triton that made the record in this package it must not keep more in memory for want of registers than recorded.
+    With --compile, every kind of launch of the models is compiled for an A100 (sm_80), an H100 or H200 (sm_90), a B200
+    (sm_100) and an MI300X (gfx942), which takes minutes. Each must compile and fit the GPU's shared memory. With the Triton
+    version of the record in this package, each must also spill no more bytes than recorded.
 
     Exit code 0 if everything that runs here is right, 1 if anything is wrong.
 
@@ -60,7 +59,7 @@ def check(
         complaints = Complaints("check")
         for name, given in (("arch", arch), ("only", only), ("record", record)):
             if given:
-                complaints.add(RangeError, name, "left out without --compile", repr(given), "Add --compile.")
+                complaints.add(RangeError, name, "left out without --compile", shortened(given), "Add --compile.")
         complaints.raise_any()
     check_outputs("check", {"--record": record})
     right = print_compiled(Console(), arch or [], only or [], record, as_json) if compile_ahead else print_check(Console(), as_json)
@@ -77,27 +76,27 @@ def print_compiled(console: Console, archs: list[str], only: list[str], record: 
 
     launches = resources.launches(archs, only)
     triton = version("triton")
-    waiting: AbstractContextManager[object] = nullcontext() if as_json else console.status("compiling", spinner="dots")
-    with waiting:
+    status: AbstractContextManager[object] = nullcontext() if as_json else console.status("compiling", spinner="dots")
+    with status:
         compiled = resources.compiled(launches)
-    known = None if record is not None else resources.Record.read()
-    found = resources.held_to(known, triton, compiled)
+    recorded = None if record is not None else resources.RecordedResources.read()
+    found = resources.compared(recorded, triton, compiled)
     wrong = [finding for finding in found if finding.wrong]
     if record is not None and not wrong:
-        resources.Record.of(triton, found).write(record)
+        resources.RecordedResources.of(triton, found).write(record)
     if as_json:
-        content = {"ok": not wrong, "triton": triton, "recorded_with": known and known.triton}
-        typer.echo(json.dumps(content | {"launches": [finding.plain for finding in found]}, indent=2))
+        content = {"ok": not wrong, "triton": triton, "recorded_with": recorded and recorded.triton}
+        typer.echo(json.dumps(content | {"launches": [finding.as_json() for finding in found]}, indent=2))
         return not wrong
     resources.print_findings(console, found)
     if record is not None:
-        compared = f"written: {record}" if not wrong else "not written"
-    elif known is not None and known.triton == triton:
-        compared = f"no spills beyond the record of Triton {triton}" if not wrong else f"compared with the record of Triton {triton}"
+        note = f"written: {record}" if not wrong else "not written"
+    elif recorded is not None and recorded.triton == triton:
+        note = f"no spills beyond the record of Triton {triton}" if not wrong else f"compared with the record of Triton {triton}"
     else:
-        compared = f"spills not compared: this is Triton {triton}, the record is of {known and known.triton}"
+        note = f"spills not compared: this is Triton {triton}, the record is of {recorded and recorded.triton}"
     verdict = f"[bold red]{len(wrong)} wrong[/] of {len(found)} launches" if wrong else f"[bold green]right[/]: all {len(found)} launches"
-    console.print(f"{verdict}; {compared}", soft_wrap=True, highlight=False)
+    console.print(f"{verdict}; {note}", soft_wrap=True, highlight=False)
     return not wrong
 
 
@@ -106,8 +105,8 @@ def print_check(console: Console, as_json: bool = False) -> bool:
     machine = Machine.here()
     if not as_json:
         print_machine(console, machine, table_lines())
-    waiting: AbstractContextManager[object] = nullcontext() if as_json else console.status("asking the oracle", spinner="dots")
-    with waiting:
+    status: AbstractContextManager[object] = nullcontext() if as_json else console.status("checking", spinner="dots")
+    with status:
         found = list(findings())
     wrong = [finding for finding in found if finding.failed]
     if as_json:

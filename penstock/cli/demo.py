@@ -1,4 +1,4 @@
-"""``penstock demo``: is it right here, how fast is it, and does a model learn with it."""
+"""``penstock demo``: checks, times and a short training run."""
 
 from __future__ import annotations
 
@@ -15,32 +15,37 @@ from rich.text import Text
 from ..bench.candidates import loop, ours
 from ..bench.cases import MODELS
 from ..bench.measure import Measurement, measure
-from ..bench.plot import MissingExtra, draw
+from ..bench.plot import MissingExtra, plot_measurements
 from ..bench.record import Record
 from ..bench.report import duration
+from ..demo.text import python_topics
 from ..demo.train import WEIGHTS, train
+from ..errors import Complaints
 from ..verify.inputs import Shape, inputs
 from ..verify.machine import Machine
 from .check import print_check
+from .options import check_seconds
 from .outputs import Folder, check_outputs
 
 MODEL_ROWS = tuple({case.variant: case for case in reversed(MODELS)}.values())[::-1]
 """One model for each variant."""
 SWEEP = (64, 128, 256, 512, 1024, 2048, 4096)
 SWEEP_SECONDS = 25.0
-"""For all lengths of the picture; the token loop stops where the next length would not fit."""
+"""Time for all lengths of the picture. The token loop is left out of lengths that would not fit."""
 QUICK = Shape(1, 32, 2, 16, 16)
 NUMBERS, PICTURE = "speed.json", "speed.png"
 
 
 def demo(
-    folder: Annotated[Path, typer.Option(metavar="DIR", help="Where the picture, the numbers and the trained model go.")] = Path(
+    folder: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the picture, the numbers and the trained model.")] = Path(
         "penstock-demo"
     ),
-    seconds: Annotated[float, typer.Option(min=1, help="How long to train.")] = 60.0,
-    quick: Annotated[bool, typer.Option("--quick", help="Tiny shapes, a moment of training: does everything run?")] = False,
+    seconds: Annotated[float, typer.Option(help="Training time in seconds.")] = 60.0,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Use tiny shapes and one second of training, to test that everything runs.")
+    ] = False,
 ) -> None:
-    """Show in about three minutes what this is: checks, speed against the token loop, and a model trained from nothing.
+    """Run checks, compare speed with the token loop, and train a model from scratch, in about three minutes.
 
     Writes all numbers, a picture of time against length, and the model's weights.
 
@@ -50,25 +55,29 @@ def demo(
 
       penstock demo --folder /tmp/demo --seconds 30
     """
+    complaints = Complaints("demo")
+    check_seconds(complaints, seconds)
+    complaints.raise_any()
     check_outputs("demo", {}, Folder("--folder", folder, (NUMBERS, PICTURE, WEIGHTS)))
+    python_topics()  # raises before any work if the training text is missing
     console, machine = Console(), Machine.here()
     if machine.busy is not None:
         console.print(machine.busy, style="yellow", highlight=False)
-    console.rule("1. Is it right on this machine?", align="left")
+    console.rule("1. Correctness on this machine", align="left")
     if not print_check(console):
         raise typer.Exit(1)
     console.print()
-    console.rule("2. How fast is it?", align="left")
+    console.rule("2. Speed", align="left")
     written = _speed(console, folder, quick, machine)
     console.print()
-    console.rule("3. Does a model learn with it?", align="left")
-    written += _learn(console, folder, 1.0 if quick else seconds)
+    console.rule("3. Training", align="left")
+    written += _train(console, folder, 1.0 if quick else seconds)
     console.print()
-    console.rule("What is there now", align="left")
+    console.rule("Files", align="left")
     width = max(len(str(path)) for path, _ in written)
-    for path, what in written:
-        console.print(f"  {path!s:<{width}}  {what}", markup=False, highlight=False, soft_wrap=True)
-    console.print("\nNext")
+    for path, content in written:
+        console.print(f"  {path!s:<{width}}  {content}", markup=False, highlight=False, soft_wrap=True)
+    console.print("\nNext commands")
     for command in ("penstock bench --list", "penstock bench rwkv6 --mode fwdbwd", "penstock bench --help"):
         console.print(f"  {command}", highlight=False)
 
@@ -78,39 +87,39 @@ def _speed(console: Console, folder: Path, quick: bool, machine: Machine) -> lis
         models = []
         for case in MODEL_ROWS:
             status.update(f"{case.variant}: {case.model}")
-            models.append(_beside_loop(case.name, case.variant, QUICK if quick else case.shape, 0.02 if quick else 0.4))
+            models.append(_measured(case.name, case.variant, QUICK if quick else case.shape, 0.02 if quick else 0.4))
         print_models(console, models)
-        status.update("rwkv6 at growing lengths")
+        status.update("rwkv6 at several lengths")
         lengths = _sweep(QUICK if quick else MODEL_ROWS[-1].shape, SWEEP[:2] if quick else SWEEP, 0.02 if quick else 0.25)
     record = Record.of("penstock demo", "cpu", models + lengths, machine)
     numbers, picture = folder / NUMBERS, folder / PICTURE
     record.write(numbers)
     written = [(numbers, "the numbers of part 2, and the machine")]
     try:
-        draw(lengths, picture, record.place)
+        plot_measurements(lengths, picture, record.place)
         written.append((picture, "time against length, rwkv6"))
     except MissingExtra as missing:
         console.print(f"No picture: {missing}", markup=False)
     return written
 
 
-def _beside_loop(name: str, variant: str, shape: Shape, seconds: float, with_loop: bool = True) -> Measurement:
+def _measured(name: str, variant: str, shape: Shape, seconds: float, with_loop: bool = True) -> Measurement:
     x = inputs(variant, shape)
     return measure(name, x, "fwd", [*([loop(x)] if with_loop else []), ours("auto", x, "fwd")], seconds)
 
 
 def _sweep(shape: Shape, lengths: tuple[int, ...], seconds: float) -> list[Measurement]:
-    """Both at every length, the token loop as far as it gets in the time."""
+    """Measure every length; the token loop only as long as the time allows."""
     begin, found, with_loop = perf_counter(), [], True
     for T in lengths:
         before = perf_counter()
-        found.append(_beside_loop(f"rwkv6, T = {T}", "rwkv6", shape._replace(T=T), seconds, with_loop))
+        found.append(_measured(f"rwkv6, T = {T}", "rwkv6", shape._replace(T=T), seconds, with_loop))
         with_loop = with_loop and perf_counter() - begin + 2 * (perf_counter() - before) < SWEEP_SECONDS
     return found
 
 
 def print_models(console: Console, models: list[Measurement]) -> None:
-    """A row for each of ``MODEL_ROWS``, within 80 columns."""
+    """Print a row for each of ``MODEL_ROWS``, within 80 columns."""
     console.print("\nOne layer's recurrence, forward, float32", style="table.title", highlight=False)
     table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for name in ("\nvariant, as in", "\nB,T,H,K,V"):
@@ -125,9 +134,9 @@ def print_models(console: Console, models: list[Measurement]) -> None:
     console.print(table)
 
 
-def _learn(console: Console, folder: Path, seconds: float) -> list[tuple[Path, str]]:
+def _train(console: Console, folder: Path, seconds: float) -> list[tuple[Path, str]]:
     trained = train(folder=folder, seconds=seconds, console=console, seed=0)
     console.print(f"{trained.parameters:,} parameters, {trained.tokens:,} tokens in {trained.seconds:.0f} s")
-    console.print(f"loss [bold]{trained.loss_before:.3f}[/] before, [bold green]{trained.loss_after:.3f}[/] after. It now writes:\n")
+    console.print(f"loss [bold]{trained.loss_before:.3f}[/] before, [bold green]{trained.loss_after:.3f}[/] after. A sample:\n")
     console.print(trained.sample, markup=False, highlight=False)
     return [(Path(trained.weights), "the trained model")]

@@ -1,62 +1,70 @@
-"""What the commands that measure have in common: names that are checked, and room for their tables."""
+"""Options that several commands share: checks of their values, and the width of tables."""
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 
 import torch
 from rich.console import Console
 
-from ..bench.candidates import Mode
-from ..bench.ladder import RUNGS
-from ..bench.peers import PEERS
+from ..bench.peers import peer_names
 from ..call.declaration import FLOATS
 from ..errors import Complaints, DeviceError, RangeError
-from ..recurrence.operators import FAMILY
+from ..explain import FUNCTIONS
+from ..softmax import FUNCTION
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
+MAX_THREADS = 1024
+MAX_SEED = 2**63 - 1
+"""``torch.Generator.manual_seed`` takes 64 bits; commands also use the seeds that follow the given one."""
 WIDTH = 140
-"""Columns where the output is no terminal: room for every number."""
+"""Columns of the output if it is not a terminal: wide enough for every table."""
 
 
 def wide_console() -> Console:
-    """The terminal, or a wide page where the output goes elsewhere and nobody asked for another width."""
+    """The terminal; or, for redirected output without COLUMNS in the environment, ``WIDTH`` columns."""
     console = Console()
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = WIDTH
     return console
 
 
-def checked(
-    function: str,
-    variants: Sequence[str],
-    known_variants: Sequence[str],
-    modes: Sequence[str],
-    known_modes: Sequence[Mode],
-    impls: Sequence[str],
-    peers: Sequence[str],
-    dtype: str,
-    device: str,
-) -> list[Mode]:
-    """Raise for every name that nobody knows; the modes, typed."""
-    complaints = Complaints(function)
-    known: dict[str, tuple[Sequence[str], Sequence[str]]] = {
-        "variant": (variants, known_variants),
-        "mode": (modes, known_modes),
-        "peer": (peers, (*PEERS, *RUNGS, "none")),
-        "dtype": ([dtype], tuple(DTYPES)),
-    }
-    for argument, (given, allowed) in known.items():
-        for name in given:
-            if name not in allowed:
-                complaints.add(RangeError, argument, f"one of {', '.join(allowed)}", repr(name))
-    kind, _, index = device.partition(":")
-    if kind not in ("cpu", "cuda") or (index and not index.isdecimal()) or (kind == "cpu" and index):
-        complaints.add(RangeError, "device", "cpu, cuda or cuda:N", repr(device))
-    elif kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
+def check_names(complaints: Complaints, argument: str, names: Iterable[str], known: Iterable[str], of: str = "", remedy: str = "") -> None:
+    """Add a complaint for each name that is not known."""
+    known = list(known)
+    for name in names:
+        if name not in known:
+            complaints.add(RangeError, argument, f"one of {', '.join(known)}{of}", repr(name), remedy)
+
+
+def check_device(complaints: Complaints, device: str, kinds: Sequence[str] = ("cpu", "cuda"), remedy: str = "") -> None:
+    """Check that a device is one of these kinds and that torch can use it."""
+    match = re.fullmatch(r"cpu|cuda(?::(0|[1-9][0-9]*))?", device, re.ASCII)
+    if match is None or device.partition(":")[0] not in kinds:
+        rule = " or ".join((*kinds, "cuda:N")) if len(kinds) == 1 else f"{', '.join(kinds)} or cuda:N"
+        complaints.add(RangeError, "device", rule, repr(device), remedy)
+    elif device != "cpu" and int(match[1] or 0) >= torch.cuda.device_count():
         complaints.add(DeviceError, "device", "one that torch can use", repr(device), f"It sees {torch.cuda.device_count()} GPUs here.")
-    complaints.raise_any()
-    for name in impls:
-        FAMILY.check_name(function, name)
-    return [mode for mode in known_modes if mode in modes]
+
+
+def check_seconds(complaints: Complaints, seconds: float) -> None:
+    """Check a time limit."""
+    if not (seconds > 0 and math.isfinite(seconds)):
+        complaints.add(RangeError, "seconds", "a finite number above 0", seconds)
+
+
+def check_seed(complaints: Complaints, seed: int) -> None:
+    """Check the seed of the random inputs."""
+    if not 0 <= seed <= MAX_SEED:
+        complaints.add(RangeError, "seed", f"from 0 to {MAX_SEED}", seed)
+
+
+def check_candidates(complaints: Complaints, variant: str, impls: Iterable[str], peers: Iterable[str]) -> None:
+    """Check the names of implementations and peers for a variant of the recurrence or for softmax attention."""
+    of, argument = (f" for {variant}", repr(variant)) if variant == FUNCTION else ("", "")
+    names = ["auto", *(one.name for one in FUNCTIONS[variant][1].implementations)]
+    check_names(complaints, "impl", impls, names, of, f"See penstock.implementations({argument}).")
+    check_names(complaints, "peer", peers, (*peer_names(variant), "none"), of)

@@ -1,1 +1,1 @@
-"""What ``penstock demo`` runs: its text and a training loop."""
+"""The text and the training loop of ``penstock demo``."""

@@ -1,4 +1,4 @@
-"""English text that every CPython ships, as bytes: the language reference behind ``help("topics")``."""
+"""The training text: the language reference of ``help("topics")``, which CPython ships."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Text(NamedTuple):
 def python_topics() -> bytes:
     """Return the topics of ``pydoc_data``, about 370 KB of UTF-8, in the order of their names.
 
-    Topics quote each other at length. Every paragraph is kept once only, so that a part held out is not also learned.
+    Topics repeat paragraphs of each other. Each paragraph is kept once, so that held-out text is not in the training text.
 
-    Raises PenstockError where this Python comes without ``pydoc_data``.
+    Raises PenstockError if this Python has no ``pydoc_data``.
 
     >>> python_topics()[:22]
     b'The "assert" statement'
@@ -33,18 +33,18 @@ def python_topics() -> bytes:
     except ModuleNotFoundError as missing:
         raise PenstockError(
             f"python_topics: the standard library must be whole, got one without {missing.name}. "
-            "Some distributions leave it out: install their full Python, or use another text."
+            "Some distributions leave it out: install the full Python."
         ) from missing
     paragraphs = "\n\n".join(topics[name].strip("\n") for name in sorted(topics)).split("\n\n")
     return "\n\n".join(dict.fromkeys(paragraphs)).encode()
 
 
 def split(text: bytes, held_out: float = 0.1) -> Text:
-    """Cut a text in two: its last part, a share of ``held_out`` between 0 and 1, is never trained on.
+    """Split a text: its last part, a fraction ``held_out`` between 0 and 1, is for evaluation.
 
     >>> [len(part) for part in split(bytes(50))]
     [45, 5]
     """
-    everything = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     at = round(len(text) * (1 - held_out))
-    return Text(everything[:at], everything[at:])
+    return Text(data[:at], data[at:])

@@ -1,4 +1,4 @@
-"""How many CPU threads a small model is quickest with."""
+"""The fastest number of CPU threads for a small model."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import torch
 
 
 @contextmanager
-def quickest_threads(work: Callable[[], object]) -> Iterator[int]:
-    """Within, torch has as many threads as make ``work`` quickest: 1, 2, 4, ... up to its own number, while that helps.
+def fastest_threads(work: Callable[[], object]) -> Iterator[int]:
+    """Set the fastest number of torch's threads for ``work`` within a block: 1, 2, 4, ... up to the current number, while it helps.
 
-    Threads wait for each other after every operation. Two of them train the model of ``train.py`` with 8,000 bytes a
-    second on two free cores, and with 200 to 600 on the same cores beside two other busy programs; one thread does 5,000.
+    Threads synchronize after every operation. Two threads train the model of ``train.py`` with 8,000 bytes per second on two
+    idle cores, and with 200 to 600 if two other programs use the same cores; one thread trains with 5,000.
 
-    >>> with quickest_threads(lambda: None) as threads:
+    >>> with fastest_threads(lambda: None) as threads:
     ...     threads == torch.get_num_threads()
     True
     """
     most = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        work()  # the first run of anything is slower
+        work()  # the first run is slower
         best, threads = _seconds(work), 1
         while 2 * threads <= most:
             torch.set_num_threads(2 * threads)

@@ -1,7 +1,7 @@
 """The two mixers of an RWKV-6 ("Finch", x060) block, with the parameter names of its published checkpoints.
 
-Both look one token back: p is the input of the token before (the *shift state*), dx = p - x. TimeMix also carries the
-state of the recurrence. What goes in and comes out is a ``State``, so a sequence can be cut anywhere:
+Both use the previous token: p is its input (the *shift state*), dx = p - x. TimeMix also has the state of the recurrence. Both
+take and return a ``State``, so a sequence can be cut anywhere:
 
 >>> mixer = TimeMix(hidden_size=16, head_size=8, mix_rank=4, decay_rank=4, layer=0, num_layers=2)
 >>> x, state = torch.randn(1, 6, 16), State.zeros(1, 16, 8, like=torch.empty(0))
@@ -11,8 +11,8 @@ state of the recurrence. What goes in and comes out is a ``State``, so a sequenc
 >>> torch.allclose(torch.cat([first, second], 1), whole, atol=1e-6)
 True
 
-Source: Peng et al. 2024, arXiv 2404.05892, sections 3 and 4 and appendix (initialisation); the constants below are those
-of the authors' training code, github.com/BlinkDL/RWKV-LM, ``RWKV-v5/src/model.py``.
+Source: Peng et al. 2024, arXiv 2404.05892, sections 3 and 4 and appendix (initialisation); the constants are from the
+authors' training code, github.com/BlinkDL/RWKV-LM, ``RWKV-v5/src/model.py``.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from ..recurrence.declaration import state_dtype
 
 
 class State(NamedTuple):
-    """What one block remembers of the tokens before, for each of B sequences."""
+    """The state of one block for each of B sequences."""
 
     time_shift: Tensor
-    """[B,C] TimeMix's last input"""
+    """[B,C], the last input of TimeMix."""
     channel_shift: Tensor
-    """[B,C] ChannelMix's last input"""
+    """[B,C], the last input of ChannelMix."""
     wkv: Tensor
-    """[B,H,K,V] the recurrence, float32 (float64 for float64 models)"""
+    """[B,H,K,V], the state of the recurrence, float32 (float64 for float64 models)."""
 
     @classmethod
     def zeros(cls, batch: int, hidden_size: int, head_size: int, *, like: Tensor) -> State:
-        """Before the first token; shift states with the dtype of ``like``, everything on its device."""
+        """The state before the first token, on the device of ``like``; shift states have its dtype."""
         heads = hidden_size // head_size
         wkv = like.new_zeros(batch, heads, head_size, head_size, dtype=state_dtype(like.dtype))
         return cls(like.new_zeros(batch, hidden_size), like.new_zeros(batch, hidden_size), wkv)
 
 
 class TimeMix(nn.Module):
-    r"""Mixes along time, by the RWKV-6 recurrence.
+    r"""Time mixing by the RWKV-6 recurrence.
 
     With five low-rank offsets :math:`\delta_i = \tanh((x + dx \cdot maa_x) W_1)_i W_{2,i}`, i in w, k, v, r, g in this order:
 
@@ -54,14 +54,14 @@ class TimeMix(nn.Module):
 
         w = -\exp(time\_decay + \tanh(x_w D_1) D_2), \qquad y = W_o (GroupNorm_H(rwkv6(r, k, v, w, u)) \cdot g)
 
-    w is a log decay (natural logarithm), computed in float32 whatever the model's dtype; u is ``time_faaaa``.
+    w is a log decay (natural logarithm), computed in float32 for float16 and bfloat16 models; u is ``time_faaaa``.
 
     hidden_size : int
         C, a multiple of head_size; H = C / head_size.
     mix_rank, decay_rank : int
-        M and D, the ranks of the offsets and of the decay. Published: 32 and 64, from C = 4096 on 64 and 128.
+        M and D, the ranks of the offsets and of the decay. In published models 32 and 64; 64 and 128 for C >= 4096.
     layer, num_layers : int
-        Which of how many blocks: the initialisation depends on the depth.
+        Index of the block and number of blocks; the initialisation depends on them.
     """
 
     def __init__(self, hidden_size: int, head_size: int, mix_rank: int, decay_rank: int, *, layer: int, num_layers: int) -> None:
@@ -89,24 +89,24 @@ class TimeMix(nn.Module):
         self.value = _matrix(C, C, gain=1)
         self.gate = _matrix(C, C, gain=0.1)
         self.output = _matrix(C, C, gain=0)
-        self.ln_x = nn.GroupNorm(C // n, C, eps=64e-5)  # 1e-5 * 8**2: the authors' norm of x / 8
+        self.ln_x = nn.GroupNorm(C // n, C, eps=64e-5)  # 1e-5 * 8**2: the authors normalise x / 8
         nn.init.constant_(self.ln_x.weight, ((1 + layer) / num_layers) ** 0.7)
 
     def forward(self, x: Tensor, state: State) -> tuple[Tensor, State]:
-        """Map normed x [B,T,C], T at least 0, to y [B,T,C] and the state after it, a new one. Differentiable."""
+        """Map normed x [B,T,C], T at least 0, to y [B,T,C] and a new state. Differentiable."""
         previous, shift = _shifted(x, state.time_shift)
         r, k, v, w, gate = self._project(x, previous)
         output, wkv = functional.rwkv6(r, k, v, w, self.time_faaaa, initial_state=state.wkv, output_final_state=True)
-        assert wkv is not None  # it was asked for
-        return self._read(output, gate), state._replace(time_shift=shift, wkv=wkv)
+        assert wkv is not None  # output_final_state=True
+        return self._project_output(output, gate), state._replace(time_shift=shift, wkv=wkv)
 
     def step(self, x: Tensor, state: State) -> Tensor:
         """Map x [B,T,C], T from 1 to 16, to y [B,T,C] without gradients; ``state`` is updated **in place**."""
         previous, shift = _shifted(x, state.time_shift)
         r, k, v, w, gate = self._project(x, previous)
         output = functional.decode_step("rwkv6", r, k, v, w, self.time_faaaa, state=state.wkv)
-        state.time_shift.copy_(shift)  # after the step, which may refuse and then must leave all as it was
-        return self._read(output, gate)
+        state.time_shift.copy_(shift)  # after the recurrence, which may raise; then nothing must change
+        return self._project_output(output, gate)
 
     def _project(self, x: Tensor, previous: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """r, k, v and log decay w [B,T,H,n], gate [B,T,C]."""
@@ -125,22 +125,22 @@ class TimeMix(nn.Module):
         heads = *x.shape[:-1], *self.time_faaaa.shape
         return r.view(heads), k.view(heads), v.view(heads), w.view(heads), gate
 
-    def _read(self, output: Tensor, gate: Tensor) -> Tensor:
-        """Output of the recurrence [B,T,H,n] to y [B,T,C]."""
+    def _project_output(self, output: Tensor, gate: Tensor) -> Tensor:
+        """Map the output of the recurrence [B,T,H,n] to y [B,T,C]."""
         normed = self.ln_x(output.reshape(-1, gate.shape[-1])).view(gate.shape)
         y: Tensor = self.output(normed * gate)
         return y
 
 
 class ChannelMix(nn.Module):
-    r"""Mixes channels; its only memory is the token before.
+    r"""Channel mixing; its only state is the previous token.
 
     .. math:: y = \sigma(W_r (x + dx \cdot maa_r)) \cdot W_v \, relu(W_k (x + dx \cdot maa_k))^2
 
     hidden_size, intermediate_size : int
-        C and F, the width inside; published models have F of about 3.5 C.
+        C and F, the width of the hidden layer; F is about 3.5 C in published models.
     layer, num_layers : int
-        Which of how many blocks, for the initialisation.
+        Index of the block and number of blocks; the initialisation depends on them.
     """
 
     def __init__(self, hidden_size: int, intermediate_size: int, *, layer: int, num_layers: int) -> None:
@@ -152,7 +152,7 @@ class ChannelMix(nn.Module):
         self.value = _matrix(intermediate_size, hidden_size, gain=0)
 
     def forward(self, x: Tensor, state: State) -> tuple[Tensor, State]:
-        """Map normed x [B,T,C], T at least 0, to y [B,T,C] and the state after it, a new one. Differentiable."""
+        """Map normed x [B,T,C], T at least 0, to y [B,T,C] and a new state. Differentiable."""
         previous, shift = _shifted(x, state.channel_shift)
         return self._mix(x, previous), state._replace(channel_shift=shift)
 
@@ -171,18 +171,18 @@ class ChannelMix(nn.Module):
 
 
 def _shifted(x: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
-    """For x [B,T,C] after ``shift`` [B,C]: every token's predecessor [B,T,C], and the last token [B,C]."""
+    """The previous token of every token of x [B,T,C], with ``shift`` [B,C] before the first; and the last token [B,C]."""
     tokens = torch.cat([shift.unsqueeze(1), x], 1)
-    return tokens[:, :-1], tokens[:, -1].clone()  # a view would keep all of them in memory
+    return tokens[:, :-1], tokens[:, -1].clone()  # a view would keep all tokens in memory
 
 
 def _ramp(hidden_size: int, power: float, last: int = 0) -> Tensor:
-    """[1,1,C] from 0 up, (c / C) ** power; with ``last`` = 1 it ends at 1: (c / (C - 1)) ** power."""
+    """(c / C) ** power for c from 0 to C - 1: [1,1,C]; with ``last`` = 1, (c / (C - 1)) ** power, which ends at 1."""
     return (torch.arange(hidden_size) / max(hidden_size - last, 1)).pow(power).view(1, 1, hidden_size)
 
 
 def _matrix(inputs: int, outputs: int, gain: float) -> nn.Linear:
-    """Make a linear map without bias; orthogonal times gain, or 0, so that a block of a new model adds nothing."""
+    """A linear map without bias: orthogonal times gain, or 0 for gain = 0, so that a new block is the identity."""
     linear = nn.Linear(inputs, outputs, bias=False)
     if gain == 0:
         nn.init.zeros_(linear.weight)

@@ -1,4 +1,4 @@
-"""What models are given: tokens, states and numbers. Everything is checked before anything is computed or written."""
+"""Checks of the arguments of models: tokens, states and numbers. They run before anything is computed or written."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MODEL = "the model"
 
 
 def check_whole(complaints: Complaints, name: str, value: object, least: int) -> None:
-    """A whole number of at least ``least``."""
+    """Check a whole number of at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
         complaints.add(DtypeError, name, "a whole number", described(value))
     elif value < least:
@@ -23,7 +23,7 @@ def check_whole(complaints: Complaints, name: str, value: object, least: int) ->
 
 
 def check_tokens(complaints: Complaints, tokens: Tensor, vocab_size: int, device: torch.device) -> None:
-    """Whole numbers [B,T] on the model's device. Their values are checked where ``reads_values`` says, and not in compiled graphs."""
+    """Check token indices [B,T] on the model's device; their values only if ``reads_values`` allows it, and not in compiled graphs."""
     found = len(complaints.found)
     if not isinstance(tokens, Tensor):
         complaints.add(DtypeError, "tokens", "a torch.Tensor", described(tokens), "Make one with torch.tensor([[...]]).")
@@ -39,17 +39,17 @@ def check_tokens(complaints: Complaints, tokens: Tensor, vocab_size: int, device
 
 
 def check_state(complaints: Complaints, state: object, num_layers: int, sizes: dict[str, int], like: Tensor, written: bool) -> None:
-    """One ``State`` for each layer, of these sizes, on the device and with the dtype of ``like``; one that is written owns its memory.
+    """Check one ``State`` for each layer: sizes, and device and dtype of ``like``. A state that is written must not overlap itself.
 
-    Under autocast, norms compute in float32 whatever the model's dtype, and shift states may have any.
+    Under autocast, norms compute in float32, so shift states may have any dtype.
     """
     if not isinstance(state, list | tuple) or not all(isinstance(one, State) for one in state):
         parts = {type(one).__name__ for one in state} if isinstance(state, list | tuple) else set()
         found = type(state).__name__ + f" of {', '.join(sorted(parts))}" * bool(parts)
-        complaints.add(DtypeError, "state", "a list of State", found, "Take what the model or its initial_state returned.")
+        complaints.add(DtypeError, "state", "a list of State", found, "Pass the state that the model or its initial_state returned.")
         return
     if len(state) != num_layers:
-        complaints.add(ShapeError, "state", f"one State for each of {num_layers} blocks", f"{len(state)} of them")
+        complaints.add(ShapeError, "state", f"one State for each of {num_layers} blocks", len(state))
         return
     shifts = FLOATS if autocasting(like.device.type) else (like.dtype,)
     remedy = f"initial_state({sizes['B']}) makes one for this batch."
@@ -63,13 +63,13 @@ def check_state(complaints: Complaints, state: object, num_layers: int, sizes: d
             if written:
                 _check_writable(complaints, name, x)
         if complaints.found:
-            return  # the other blocks' states are usually wrong in the same way
+            return  # the states of other blocks are usually wrong in the same way
 
 
 def _check_writable(complaints: Complaints, name: str, x: Tensor) -> None:
     if overlaps(x):
         value = f"strides {list(x.stride())} over shape {list(x.shape)}"
-        complaints.add(RangeError, name, "free of overlap, since it is written in place", value, "Clone it first.")
+        complaints.add(RangeError, name, "free of overlap, because it is written in place", value, "Clone it first.")
     if not torch.compiler.is_compiling() and x.is_inference() and not torch.is_inference_mode_enabled():
-        rule = "made outside of torch.inference_mode() to be written outside of it"
-        complaints.add(RangeError, name, rule, "one made inside", "Clone it first.")
+        rule = "made outside of torch.inference_mode() if it is written outside of it"
+        complaints.add(RangeError, name, rule, "an inference tensor", "Clone it first.")

@@ -1,24 +1,29 @@
-"""From logits to a token."""
+"""Sampling: from logits to a token."""
 
 from __future__ import annotations
+
+import sys
 
 import torch
 from torch import Tensor
 
-from ..errors import Complaints, DeviceError, DtypeError, RangeError, described
+from ..errors import Complaints, DeviceError, DtypeError, RangeError, described, shortened
+
+LOWEST_TEMPERATURE = sys.float_info.min
+"""Its reciprocal is finite. Nonzero temperatures below it are raised to it."""
 
 
 def check_sampling(
     complaints: Complaints, temperature: float, top_p: float, generator: torch.Generator | None, device: torch.device
 ) -> None:
-    """Numbers, temperature >= 0 and 0 < top_p <= 1; a generator for this kind of device."""
+    """Check that temperature is finite and at least 0, that 0 < top_p <= 1, and that the generator is on this type of device."""
     for name, value in (("temperature", temperature), ("top_p", top_p)):
         if isinstance(value, bool) or not isinstance(value, int | float):
             complaints.add(DtypeError, name, "a number", described(value))
-        elif name == "temperature" and not value >= 0:
-            complaints.add(RangeError, name, "at least 0", value, "0 takes the likeliest token.")
+        elif name == "temperature" and not 0 <= value <= sys.float_info.max:  # holds for integers of any size
+            complaints.add(RangeError, name, "a finite number of at least 0", shortened(value), "0 takes the most likely token.")
         elif name == "top_p" and not 0 < value <= 1:
-            complaints.add(RangeError, name, "above 0 and at most 1", value, "1 leaves no token out.")
+            complaints.add(RangeError, name, "above 0 and at most 1", shortened(value), "1 keeps every token.")
     if generator is None:
         return
     if not isinstance(generator, torch.Generator):
@@ -28,20 +33,23 @@ def check_sampling(
         complaints.add(DeviceError, "generator", f"for {device}, where the model is", generator.device, remedy)
 
 
-def draw(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator | None = None) -> Tensor:
+def sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator | None = None) -> Tensor:
     """One token for each row of logits [N,vocab_size]: int64 [N].
 
-    p = softmax(logits / temperature), cut to its *nucleus*: the fewest likeliest tokens whose p sums to ``top_p`` or
-    more. Temperature 0 takes the likeliest token.
+    p = softmax(logits / temperature), cut to its *nucleus*: the smallest set of most likely tokens whose p sum to at least
+    ``top_p``. Temperature 0 takes the most likely token.
 
     Source: Holtzman et al. 2020, arXiv 1904.09751, section 3.1.
 
-    >>> draw(torch.tensor([[0.0, 3.0, 1.0]]), temperature=1.0, top_p=0.5)
+    >>> sample(torch.tensor([[0.0, 3.0, 1.0]]), temperature=1.0, top_p=0.5)
     tensor([1])
     """
     if temperature == 0:
         return logits.argmax(-1)
-    p, tokens = torch.softmax(logits.float() / temperature, -1).sort(-1, descending=True)
+    # float64, and differences from the largest logit: the quotients stay finite, or are -inf, at every temperature
+    logits = logits.double()
+    scaled = (logits - logits.amax(-1, keepdim=True)) / max(float(temperature), LOWEST_TEMPERATURE)
+    p, tokens = torch.softmax(scaled, -1).sort(-1, descending=True)
     before = p.cumsum(-1) - p
     p = p.masked_fill(before >= top_p, 0)
     return tokens.gather(-1, torch.multinomial(p, 1, generator=generator)).squeeze(-1)

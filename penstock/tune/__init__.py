@@ -1,1 +1,1 @@
-"""Configurations of the GPU kernels: compiling ahead of time, the record of registers and spills, measuring candidates."""
+"""GPU kernels without a call: ahead-of-time compilation, the record of registers and spills, and measured block sizes."""

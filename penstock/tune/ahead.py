@@ -1,8 +1,8 @@
-"""Compiles launches for a GPU that need not be there, and reads from the machine code what they take.
+"""Ahead-of-time compilation for GPUs that may be absent, and the registers, spills and shared memory of the machine code.
 
-What a call compiles to (types, which numbers are 1 or divisible by 16, ranges of pointers) Triton's own JIT decides, as in a call
-on the GPU: it meets a driver that knows its target and nothing else, and tensors without memory. So what is compiled here is
-what runs there, and it is in Triton's cache when a call on the GPU looks for it.
+Triton's JIT specialises a launch (types, numbers that are 1 or divisible by 16, pointer ranges) as in a call on the GPU. It gets a driver
+that only knows its target, and tensors without memory. The result is the code that runs on the GPU, and a later call on the GPU finds
+it in Triton's cache.
 """
 
 from __future__ import annotations
@@ -22,22 +22,23 @@ from torch import Tensor
 
 from ..errors import Complaints, RangeError
 from ..gpu.target import interpreting
+from .workers import Failure, side_by_side
 
 if TYPE_CHECKING:
     from ..gpu.hopper import Tile
-    from ..gpu.plan import Plan  # which imports Triton: this module also says that it is not installed
+    from ..gpu.plan import Plan  # imports Triton, which check_compiler reports if it is missing
 
 
 class Memory(NamedTuple):
-    """A tensor as the JIT sees it."""
+    """A tensor argument of the JIT."""
 
     dtype: torch.dtype
     elements: int
     tile: Tile | None = None
-    """What the hardware copies of it at a time, if it does."""
+    """The tile of a TMA copy, or None."""
 
-    def made(self) -> Any:
-        """Make it, without memory."""
+    def tensor(self) -> Any:
+        """The tensor, without memory."""
         if self.tile is not None:
             from ..gpu.hopper import described, description
 
@@ -47,32 +48,32 @@ class Memory(NamedTuple):
 
 
 class Job(NamedTuple):
-    """One launch to compile: plain data, for another process."""
+    """One launch to compile. It is plain data, which can be sent to another process."""
 
     arch: str
     kernel: str
-    """Module and name."""
+    """Module and name of the kernel."""
     arguments: tuple[Memory | int | float | str, ...]
     options: tuple[tuple[str, int], ...]
-    """For Triton's compiler."""
+    """Options of Triton's compiler."""
 
 
 class Resources(NamedTuple):
-    """What a program takes of its multiprocessor."""
+    """Registers, spills and shared memory of a program."""
 
     registers: int
-    """For each thread."""
+    """Registers per thread."""
     spill: int
-    """Bytes for each thread that found no register and lie in memory."""
+    """Spilled bytes per thread."""
     shared: int
     """Bytes of shared memory."""
 
 
 def check_compiler(function: str) -> None:
-    """Raise unless this process has Triton's compiler."""
+    """Raise RangeError unless this process has Triton's compiler."""
     complaints = Complaints(function)
     if interpreting():
-        complaints.add(RangeError, "TRITON_INTERPRET", "unset: its kernels are interpreted here, not compiled", "1", "Unset it.")
+        complaints.add(RangeError, "TRITON_INTERPRET", "unset, because interpreted kernels are not compiled", "1", "Unset it.")
     complaints.raise_any()
     try:
         import_module("triton")
@@ -94,12 +95,12 @@ def jobs(plan: Plan, tensors: Mapping[str, Tensor], arch: str) -> list[Job]:
 
 
 def kernel_name(kernel: Any) -> str:
-    """Its module and name."""
+    """Module and name of a kernel."""
     return f"{kernel.fn.__module__}.{kernel.fn.__name__}"
 
 
 def distinct(many: Iterable[Job]) -> dict[Job, Job]:
-    """For each job the first of those that compile to the same code."""
+    """Map each job to the first job that compiles to the same code."""
     from triton import knobs
 
     firsts: dict[tuple[str, str, str], Job] = {}
@@ -108,7 +109,7 @@ def distinct(many: Iterable[Job]) -> dict[Job, Job]:
 
     def note(*, key: str, **_: object) -> bool:
         seen.append(key)
-        return True  # it need not be compiled
+        return True  # skips the compilation
 
     before, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, note
     try:
@@ -121,9 +122,17 @@ def distinct(many: Iterable[Job]) -> dict[Job, Job]:
     return found
 
 
+def compile_all(many: Iterable[Job], seconds: float) -> dict[Job, Resources | Failure]:
+    """Compile jobs on all cores, each within ``seconds``. Jobs with the same code are compiled once."""
+    firsts = distinct(many)
+    todo = list(dict.fromkeys(firsts.values()))
+    found = dict(zip(todo, side_by_side(resources, todo, seconds)))
+    return {job: found[first] for job, first in firsts.items()}
+
+
 def resources(job: Job) -> Resources:
-    """Compile a job, or find it in Triton's cache, and read what it takes."""
-    with _quiet():
+    """Compile a job, or find it in Triton's cache, and read its resources."""
+    with _stderr_hidden():
         kernel = _compile(job)
     shared = kernel.metadata.shared
     if "amdgcn" in kernel.asm:
@@ -134,43 +143,43 @@ def resources(job: Job) -> Resources:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Without what the compiler writes where it gives up: pages of its inner language. That it did, it raises."""
-    kept = os.dup(2)
+def _stderr_hidden() -> Iterator[None]:
+    """Hide the intermediate code that a failing compiler writes to standard error. The failure itself is raised."""
+    terminal = os.dup(2)
     try:
         with open(os.devnull, "wb") as nowhere:
             os.dup2(nowhere.fileno(), 2)
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+        os.dup2(terminal, 2)
+        os.close(terminal)
 
 
 def _usage(cubin: bytes) -> tuple[int, int]:
-    """Registers and stack of a CUDA kernel. Ours have no arrays of their own and call nothing: their stack holds what was spilled."""
+    """Registers and spilled bytes of a CUDA kernel. The kernels have no local arrays and no calls, so their stack holds spills only."""
     from triton import knobs
 
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "kernel.cubin")
         with open(path, "wb") as file:
             file.write(cubin)
-        told = subprocess.run([knobs.nvidia.cuobjdump.path, "-res-usage", path], capture_output=True, text=True, check=True).stdout
-    registers, stack = re.findall(r"REG:(\d+) STACK:(\d+)", told)[0]
+        output = subprocess.run([knobs.nvidia.cuobjdump.path, "-res-usage", path], capture_output=True, text=True, check=True).stdout
+    registers, stack = re.findall(r"REG:(\d+) STACK:(\d+)", output)[0]
     return int(registers), int(stack)
 
 
 def _compile(job: Job) -> Any:
-    """Triton's compiled kernel; None if a hook said that it need not be compiled."""
+    """Triton's compiled kernel; None if a hook skips the compilation."""
     module, _, name = job.kernel.rpartition(".")
     kernel = getattr(import_module(module), name)
-    arguments = [x.made() if isinstance(x, Memory) else x for x in job.arguments]
+    arguments = [x.tensor() if isinstance(x, Memory) else x for x in job.arguments]
     with _compiling_for(job.arch):
         return kernel.warmup(*arguments, grid=(1,), **dict(job.options))
 
 
 @contextmanager
 def _compiling_for(arch: str) -> Iterator[None]:
-    """Give Triton a driver of an absent GPU."""
+    """Give Triton a driver for a GPU that may be absent."""
     from triton.backends.compiler import GPUTarget
     from triton.backends.driver import DriverBase
     from triton.runtime import driver
@@ -179,8 +188,8 @@ def _compiling_for(arch: str) -> Iterator[None]:
         GPUTarget("cuda", int(arch[3:]), 32) if arch.startswith("sm_") else GPUTarget("hip", arch, 64 if arch.startswith("gfx9") else 32)
     )
 
-    class Absent(DriverBase):  # type: ignore[misc]
-        """Knows its target; there is nothing to launch on."""
+    class TargetOnly(DriverBase):  # type: ignore[misc]
+        """A driver that knows its target and cannot launch."""
 
         @classmethod
         def is_active(cls) -> bool:
@@ -205,7 +214,7 @@ def _compiling_for(arch: str) -> Iterator[None]:
             return 0
 
     before = driver._active
-    driver.set_active(Absent())
+    driver.set_active(TargetOnly())
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""The passes of the Triton kernels as plans, for tensors that may have no memory: what is compiled ahead of time, and tuned."""
+"""Plans of the passes of the Triton kernels, for ahead-of-time compilation and tuning. The tensors may have no memory."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from ..verify.inputs import Inputs, Shape
 
 Pass = Literal["forward", "backward", "step", "short forward", "short backward"]
 PASSES: tuple[Pass, ...] = ("forward", "backward", "step", "short forward", "short backward")
-"""The chunked kernels forward and backward, the token-serial ones for decode steps and short sequences."""
+"""The chunked kernels forward and backward; the token-serial kernels for decode steps and short sequences."""
 
 
 class Planned(NamedTuple):
-    """A plan and the tensors that it is given, by name; q stands in for those that there are not."""
+    """A plan and its tensors by name. Missing optional tensors get q as a dummy pointer."""
 
     plan: Plan
     tensors: dict[str, Tensor]
 
 
 def without_memory(variant: str, shape: Shape, dtype: torch.dtype) -> Inputs:
-    """Inputs like those of ``cases.inputs``, without values."""
+    """Inputs with the shapes and dtypes of ``verify.inputs.inputs``, without memory."""
     size, row = shape._asdict(), VARIANTS[variant]
 
     def empty(axes: str, dtype: torch.dtype) -> Tensor:
@@ -39,7 +39,7 @@ def without_memory(variant: str, shape: Shape, dtype: torch.dtype) -> Inputs:
 
 
 def planned(which: Pass, inputs: Inputs, target: Target, cu_seqlens: Tensor | None = None) -> Planned:
-    """Plan a pass over these inputs, states starting at 0; a step's states are a pool without slots."""
+    """Plan a pass over these inputs with initial states of 0. A step gets a pool of states without slots."""
     x = inputs
     problem = x.problem(cu_seqlens=cu_seqlens)
     given: dict[str, Tensor | None] = {name: getattr(x, name) for name in ("q", "k", "v", "g", "u")} | {"cu_seqlens": cu_seqlens}

@@ -1,4 +1,4 @@
-"""What compiled kernels take, held to what was recorded: a kernel that begins to spill, or outgrows a GPU, is found without one."""
+"""Registers, spills and shared memory of compiled kernels, compared with a record. No GPU is needed."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from rich.table import Table
 from rich.text import Text
 
 from ..errors import Complaints, RangeError
-from .ahead import Job, Resources, distinct, resources
+from .ahead import Job, Resources, compile_all
 from .shipped import CONFIGURATIONS, TARGETS
-from .workers import Failure, side_by_side
+from .workers import Failure
 
 RECORDED = Path(__file__).with_name("resources.json")
 SECONDS = 300.0
-"""For one kernel; on a quiet core the slowest takes 11 s."""
+"""Time limit for one kernel. On an idle core the slowest takes 11 s."""
 
 
 @dataclass(frozen=True)
-class Record:
+class RecordedResources:
     """Resources of launches, by architecture and name."""
 
     triton: str
-    """The version that compiled them; another one's compiler may spend registers differently."""
+    """The version that compiled the kernels. Other versions can allocate registers differently."""
     launches: dict[str, dict[str, Resources]] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, path: Path = RECORDED) -> Record:
-        """Read a file that ``write`` wrote."""
+    def read(cls, path: Path = RECORDED) -> RecordedResources:
+        """Read a record that ``write`` wrote."""
         content = json.loads(path.read_text())
         launches = {arch: {name: Resources(**one) for name, one in found.items()} for arch, found in content["launches"].items()}
         return cls(content["triton"], launches)
 
     @classmethod
-    def of(cls, triton: str, findings: Iterable[Finding]) -> Record:
-        """What was found."""
+    def of(cls, triton: str, findings: Iterable[Finding]) -> RecordedResources:
+        """A record of these findings."""
         launches: dict[str, dict[str, Resources]] = defaultdict(dict)
         for finding in findings:
             if finding.found is not None:
@@ -49,7 +49,7 @@ class Record:
         return cls(triton, dict(launches))
 
     def write(self, path: Path) -> None:
-        """Write as JSON, a launch a line."""
+        """Write the record as JSON, with one line for each launch."""
         archs = []
         for arch, found in self.launches.items():
             lines = ",\n".join(f"   {json.dumps(name)}: {json.dumps(one._asdict())}" for name, one in found.items())
@@ -60,24 +60,23 @@ class Record:
 
 @dataclass(frozen=True)
 class Finding:
-    """One launch, compiled."""
+    """The resources of one launch, and what is wrong with them."""
 
     arch: str
     launch: str
     found: Resources | None
     recorded: Resources | None
     wrong: str | None
-    """What is not as it must be."""
+    """What is wrong, or None."""
 
-    @property
-    def plain(self) -> dict[str, Any]:
-        """For JSON."""
+    def as_json(self) -> dict[str, Any]:
+        """The finding as plain data for JSON."""
         found, recorded = (None if x is None else x._asdict() for x in (self.found, self.recorded))
         return {"arch": self.arch, "launch": self.launch, "found": found, "recorded": recorded, "wrong": self.wrong}
 
 
 def launches(archs: Iterable[str], only: Iterable[str]) -> dict[tuple[str, str], Job]:
-    """Launches by architecture and name: all, or those of these architectures with one of these texts in their name."""
+    """Launches by architecture and name: for these architectures (default: all) and with one of these texts in their name."""
     complaints, archs, only = Complaints("check"), list(archs), list(only)
     for arch in archs:
         if arch not in TARGETS:
@@ -93,15 +92,13 @@ def launches(archs: Iterable[str], only: Iterable[str]) -> dict[tuple[str, str],
 
 
 def compiled(launches: Mapping[tuple[str, str], Job]) -> dict[tuple[str, str], Resources | Failure]:
-    """Compile all launches, each distinct one once, over all cores."""
-    firsts = distinct(launches.values())
-    todo: list[Job] = list(dict.fromkeys(firsts.values()))
-    found = dict(zip(todo, side_by_side(resources, todo, SECONDS)))
-    return {where: found[firsts[job]] for where, job in launches.items()}
+    """Compile all launches on all cores. Launches with the same code are compiled once."""
+    found = compile_all(launches.values(), SECONDS)
+    return {where: found[job] for where, job in launches.items()}
 
 
-def held_to(record: Record | None, triton: str, found: Mapping[tuple[str, str], Resources | Failure]) -> list[Finding]:
-    """Compare with a record; spills only with one of the same Triton."""
+def compared(record: RecordedResources | None, triton: str, found: Mapping[tuple[str, str], Resources | Failure]) -> list[Finding]:
+    """Compare resources with a record. Spills are compared only if the record has the same Triton version."""
     same = record is not None and record.triton == triton
     return [_finding(arch, name, one, record.launches.get(arch, {}).get(name) if record and same else None, same)
             for (arch, name), one in found.items()]  # fmt: skip
@@ -114,14 +111,14 @@ def _finding(arch: str, name: str, found: Resources | Failure, recorded: Resourc
     if found.shared > limit:
         wrong.append(f"{found.shared} bytes of shared memory, {arch} has {limit}")
     if recorded is not None and found.spill > recorded.spill:
-        wrong.append(f"spills {found.spill} bytes, recorded are {recorded.spill}")
+        wrong.append(f"spills {found.spill} bytes, the record has {recorded.spill}")
     if recorded is None and complete:
-        wrong.append("not in the record: write it anew with --record")
+        wrong.append("not in the record: write a new record with --record")
     return Finding(arch, name, found, recorded, "; ".join(wrong) or None)
 
 
 def print_findings(console: Console, findings: list[Finding]) -> None:
-    """For each architecture a row a configuration and pass: its most registers, spills and shared memory. Then what is wrong."""
+    """Print a row for each architecture, configuration and pass: most registers, spills and shared memory. Then the faults."""
     for arch in dict.fromkeys(finding.arch for finding in findings):
         title = f"{arch}: {TARGETS[arch].shared_memory / 1024:.0f} KiB of shared memory"
         table = Table(box=SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
@@ -133,9 +130,9 @@ def print_findings(console: Console, findings: list[Finding]) -> None:
             if finding.arch == arch:
                 rows[finding.launch.rpartition(": ")[0]].append(finding)
         for call, group in rows.items():
-            taken = [finding.found for finding in group if finding.found is not None]
-            failed = len(group) - len(taken)
-            most = Resources(*(max(column) for column in zip(*taken))) if taken else Resources(0, 0, 0)
+            compiled = [finding.found for finding in group if finding.found is not None]
+            failed = len(group) - len(compiled)
+            most = Resources(*(max(column) for column in zip(*compiled))) if compiled else Resources(0, 0, 0)
             style = "bold red" if any(finding.wrong for finding in group) else ""
             count = f"{len(group)}" + f" ({failed} failed)" * bool(failed)
             table.add_row(Text(call, style=style), count, str(most.registers), str(most.spill), f"{most.shared / 1024:.0f}")

@@ -1,4 +1,4 @@
-"""What is compiled ahead of time: every kind of launch that models make, on every GPU that is promised."""
+"""Configurations that are compiled ahead of time: every kind of launch of the models on every supported GPU."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ TARGETS = {
     "sm_100": Target("sm_100", 148, 227 << 10),  # B200
     "gfx942": Target("gfx942", 304, 64 << 10),  # MI300X
 }
-"""By architecture: multiprocessors, and the shared memory that one program may take."""
+"""Multiprocessors and shared memory per program, by architecture."""
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """A kind of call."""
+    """A call of the recurrence."""
 
     variant: str
     shape: Shape
@@ -38,7 +38,7 @@ class Configuration:
 
     @property
     def name(self) -> str:
-        """For people, and for the record."""
+        """The name in tables and in the record."""
         return f"{self.variant} {self.shape.text} {self.dtype}" + " packed" * self.packed
 
     def launches(self, arch: str) -> Iterator[tuple[str, Job]]:
@@ -50,14 +50,14 @@ class Configuration:
             made = planned(which, without_memory(self.variant, shape, getattr(torch, self.dtype)), target, ends)
             times: Counter[str] = Counter()
             for launch, job in zip(made.plan.launches, jobs(made.plan, made.tensors, arch)):
-                name = f"{self.name}: {which}: {_told(launch)}"
+                name = f"{self.name}: {which}: {_kernel(launch)}"
                 times[name] += 1
                 yield name + f" {times[name]}" * (times[name] > 1), job
 
 
 @dataclass(frozen=True)
 class Softmax:
-    """A kind of call of softmax attention."""
+    """A call of softmax attention."""
 
     H: int
     G: int
@@ -68,7 +68,7 @@ class Softmax:
 
     @property
     def name(self) -> str:
-        """For people, and for the record."""
+        """The name in tables and in the record."""
         more = f" window={self.window}" * (self.window is not None) + " packed" * self.packed
         return f"softmax_attention 1,4096,{self.H},{self.G},{self.D} {self.dtype}{more}"
 
@@ -84,20 +84,20 @@ class Softmax:
             given = tensors | (more if which == "backward" else {})
             bound = made.at(call.sizes)
             for launch, job in zip(bound.launches, jobs(bound, given, arch)):
-                yield f"{self.name}: {which}: {_told(launch)}", job
+                yield f"{self.name}: {which}: {_kernel(launch)}", job
 
 
-def _told(launch: Launch) -> str:
-    """The kernel, and which of its kinds where a pass launches several."""
+def _kernel(launch: Launch) -> str:
+    """Name of the kernel, with the flags that distinguish several launches of a pass."""
     first = len(launch.tensors) + len(launch.numbers)
     constants = dict(zip(launch.kernel.arg_names[first:], launch.constants))
     name: str = launch.kernel.fn.__name__
     return name + "".join(f" {flag.lower()}" for flag in ("ADJOINT", "HALVES", "EXACT") if constants.get(flag))
 
 
-PROMPT, BATCH, SERVED = (1, 1024), (8, 2048), (256, 1)
-"""B and T of a prompt, whose sequence is cut into segments, of training data, whose sequences are walked whole, and of decode steps
-whose sequences fill the GPU."""
+PROMPT, BATCH, DECODE = (1, 1024), (8, 2048), (256, 1)
+"""B and T of a prompt, whose sequence is cut into segments; of training data, whose sequences are not cut; and of decode steps whose
+sequences fill the GPU."""
 
 CONFIGURATIONS: tuple[Configuration | Softmax, ...] = (
     Configuration("linear_attention", Shape(*PROMPT, 16, 64, 64)),
@@ -114,10 +114,10 @@ CONFIGURATIONS: tuple[Configuration | Softmax, ...] = (
     Configuration("rwkv5", Shape(*PROMPT, 32, 64, 64)),
     Configuration("rwkv6", Shape(*PROMPT, 32, 64, 64)),
     Configuration("rwkv6", Shape(*PROMPT, 32, 64, 64), "float32"),
-    Configuration("retention", Shape(*SERVED, 8, 256, 512), passes=("step",)),
-    Configuration("gla", Shape(*SERVED, 16, 128, 128), passes=("step",)),
-    Configuration("gla", Shape(*SERVED, 32, 64, 64), passes=("step",)),
-    Configuration("rwkv6", Shape(*SERVED, 32, 64, 64), passes=("step",)),
+    Configuration("retention", Shape(*DECODE, 8, 256, 512), passes=("step",)),
+    Configuration("gla", Shape(*DECODE, 16, 128, 128), passes=("step",)),
+    Configuration("gla", Shape(*DECODE, 32, 64, 64), passes=("step",)),
+    Configuration("rwkv6", Shape(*DECODE, 32, 64, 64), passes=("step",)),
     Softmax(16, 16, 128),
     Softmax(32, 8, 64, packed=True),
     Softmax(32, 8, 128, "float16", window=1024),

@@ -1,4 +1,4 @@
-"""Runs candidates of block sizes on a GPU: results against the float64 chunkwise form, then times."""
+"""Trials of block sizes on a GPU: the results are compared with the float64 chunkwise form, then the calls are timed."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from .passes import Pass
 
 CALLS = 20
 FLUSHED = 1 << 28
-"""Bytes written before each call, so that it finds its inputs in memory and not in a cache, as in a model."""
+"""Bytes written before each call to evict its inputs from the cache, as other layers do in a model."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What candidates are tried on: plain data, for another process."""
+    """The call that candidates are tried on. It is plain data, which can be sent to another process."""
 
     variant: str
     shape: Shape
@@ -39,16 +39,16 @@ class Trial:
     seed: int
     which: Pass
     key: Key
-    beside: dict[Key, KernelConfig]
-    """Block sizes of the other kernels, where they are not those in use."""
+    other_configs: dict[Key, KernelConfig]
+    """Block sizes of the other kernels that differ from those in use."""
 
 
 class Answer(NamedTuple):
-    """Of one candidate."""
+    """Time and error of one candidate."""
 
     milliseconds: float
     error: float
-    """That comes nearest to what is allowed, or goes furthest beyond."""
+    """The error that is largest relative to the allowed error."""
     allowed: float
 
 
@@ -57,22 +57,22 @@ Clock = Callable[[Callable[[], object], torch.device], float]
 
 
 class Ready(NamedTuple):
-    """All that candidates share."""
+    """A trial's calls and exact results, shared by all candidates."""
 
     checked: Callable[[], Results]
-    """A call whose results are compared."""
+    """Runs the call and returns its results."""
     timed: Callable[[], object]
     exact: Results
     rounded: dict[str, float]
-    """What rounding their products' operands costs the formula, see ``rounding.errors``."""
+    """Errors from rounded operands of the products, see ``rounding.errors``."""
 
 
 def prepared(trial: Trial, clock: Clock | None = None) -> Callable[[KernelConfig], Answer]:
-    """A function that tries a candidate. What a candidate raises may leave the GPU unusable for this process."""
+    """Return a function that tries a candidate. After an exception the GPU may be unusable in this process."""
     ready = _step(trial) if trial.which == "step" else _pass(trial)
 
     def tried(config: KernelConfig) -> Answer:
-        with launch.trying({**trial.beside, trial.key: config}), torch.no_grad():
+        with launch.trying({**trial.other_configs, trial.key: config}), torch.no_grad():
             found = ready.checked()
             pairs = []
             for name, exact in ready.exact.items():
@@ -85,13 +85,13 @@ def prepared(trial: Trial, clock: Clock | None = None) -> Callable[[KernelConfig
 
 
 def _step(trial: Trial) -> Ready:
-    """A decode step in the places of all sequences."""
+    """Prepare a decode step of all sequences, which updates a pool in place."""
     x = inputs(trial.variant, trial.shape, trial.dtype, trial.device, trial.seed)
     pool = torch.randn(trial.shape.state, generator=torch.Generator().manual_seed(trial.seed + 1)).to(trial.device)
     step = x.in_place(pool.clone())
-    twin = step.with_tensors({name: y.double() for name, y in {**x.tensors, "state": pool}.items()})
+    double = step.with_tensors({name: y.double() for name, y in {**x.tensors, "state": pool}.items()})
     assert chunkwise.IMPLEMENTATION.advance is not None and RECURRENT.advance is not None  # noqa: PT018
-    exact, advance = {"output": chunkwise.IMPLEMENTATION.advance(twin), "states": twin.state}, RECURRENT.advance
+    exact, advance = {"output": chunkwise.IMPLEMENTATION.advance(double), "states": double.state}, RECURRENT.advance
 
     def checked() -> Results:
         step.state.copy_(pool)
@@ -101,17 +101,17 @@ def _step(trial: Trial) -> Ready:
 
 
 def _pass(trial: Trial) -> Ready:
-    """Whole sequences, forward or backward: by the chunked kernels, or the token-serial ones for short sequences."""
+    """Prepare a pass over whole sequences by the chunked kernels, or by the token-serial ones for short sequences."""
     x = inputs(trial.variant, trial.shape, trial.dtype, trial.device, trial.seed)
     problem = x.problem()
     d_output = torch.randn(x.v.shape, generator=torch.Generator().manual_seed(trial.seed + 1)).to(trial.device, trial.dtype)
     forward, kernels = trial.which == "forward", RECURRENT if trial.which == "short backward" else CHUNKWISE
-    twin = problem.with_tensors({name: y.double() for name, y in x.tensors.items()})
+    double = problem.with_tensors({name: y.double() for name, y in x.tensors.items()})
     with torch.no_grad():
         if forward:
-            exact = _outputs(chunkwise.forward(twin))
+            exact = _outputs(chunkwise.forward(double))
         else:
-            exact = _gradients(gradients_of(chunkwise.forward, twin, (d_output.double(), None)))
+            exact = _gradients(gradients_of(chunkwise.forward, double, (d_output.double(), None)))
     bits = kernels.operands(trial.dtype)
     rounded = {} if bits is None else rounding.errors(problem, bits, exact, () if forward else (d_output, None))
 
@@ -130,7 +130,7 @@ def _gradients(found: Tensors) -> Results:
 
 
 def gpu_clock(call: Callable[[], object], device: torch.device) -> float:
-    """Median milliseconds of ``CALLS`` calls on the GPU. It sleeps before each while the host sends the call's kernels."""
+    """Median GPU time of ``CALLS`` calls in milliseconds. The GPU sleeps before each call while the host launches its kernels."""
     with torch.cuda.device(device):
         for _ in range(3):
             call()

@@ -1,7 +1,7 @@
-"""Measures block sizes: candidates are compiled side by side, then each is held to the float64 chunkwise form and timed.
+"""Tuning of block sizes: candidates are compiled in parallel, then each is compared with the float64 chunkwise form and timed.
 
-A kernel is timed as part of its pass, because that is what a call costs: chunk length, say, also decides what others have to do.
-Kernels are tuned one after another, each beside those already chosen.
+A kernel is timed as part of its pass, because its block sizes change the work of the other kernels: the chunk length, for example.
+Kernels are tuned one after another, each with the block sizes that are already chosen.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..verify.inputs import Shape
 from . import ahead
 from .passes import Pass, planned, without_memory
 from .trial import Trial, prepared
-from .workers import Failure, one_by_one, side_by_side
+from .workers import Failure, one_by_one
 
 GROUPS: tuple[tuple[str, Pass], ...] = (
     ("forward", "forward"),
@@ -30,7 +30,7 @@ GROUPS: tuple[tuple[str, Pass], ...] = (
     ("recurrent", "short backward"),
     ("step", "step"),
 )
-"""Kernels, and the pass that each is timed in: of two, the one that takes longer."""
+"""Kernels, and the pass in which each is timed. A kernel of two passes is timed in the longer one."""
 SPACE: dict[str, dict[str, tuple[int, ...]]] = {
     "forward": {"warps": (4, 8), "BV": (64, 128), "C": (16, 32, 64), "stages": (1, 2, 3)},
     "backward": {"warps": (2, 4), "C": (16, 32, 64), "BK": (64, 128)},
@@ -38,48 +38,48 @@ SPACE: dict[str, dict[str, tuple[int, ...]]] = {
     "recurrent": {"warps": (1, 2, 4), "BV": (8, 16, 32, 64)},
     "step": {"warps": (1, 2, 4, 8), "BV": (16, 32, 64)},
 }
-"""The values tried for each kernel, in all combinations; then ``PROGRAMS_PER_SM`` with the best of them. Compilation dominates the time, so
-values known to lose are left out (8 warps in the backward pass: benchmarks/NOTES.md)."""
+"""Values for each kernel, tried in all combinations; then ``PROGRAMS_PER_SM`` is tried with the best combination. Compilation dominates the
+time, so values that are known to be slow are left out (8 warps in the backward pass: benchmarks/NOTES.md)."""
 PROGRAMS_PER_SM = {"forward": (1, 2, 3, 4), "states": (1, 2, 4, 6)}
-"""Not a step's: the sequences that it is timed with fill the GPU."""
+"""Not for steps: the timed step has enough sequences to fill the GPU."""
 GAIN = 0.01
-"""What is in use stays unless another is faster by more than this: medians of equal code differ by as much."""
+"""Smallest relative speedup that replaces the block sizes in use. Medians of the same code differ by as much."""
 STEP_SEQUENCES = 64
-"""Sequences of the decode step that is timed, unless the shape is of one token itself."""
+"""Sequences of the timed decode step, unless the shape has one token."""
 SECONDS = 300.0
-"""For one compilation, and for one candidate."""
+"""Time limit for one compilation, and for one candidate."""
 
 
 class Outcome(NamedTuple):
-    """What became of a candidate."""
+    """The result of a candidate."""
 
     config: KernelConfig
     milliseconds: float | None
     error: float | None
-    """Largest over its results, against their largest exact value."""
+    """Largest error of its results, relative to their largest exact value."""
     reason: str | None
-    """Why it cannot be chosen."""
+    """Why it cannot be chosen, or None."""
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """One kernel, all candidates."""
+    """One kernel with all its candidates."""
 
     key: Key
     call: str
     before: KernelConfig
-    """What was in use."""
+    """The block sizes in use."""
     outcomes: tuple[Outcome, ...]
 
     @property
     def chosen(self) -> Outcome | None:
-        """The fastest that is right; what was in use if that is about as fast; None if nothing is right."""
+        """The fastest right candidate; the block sizes in use if they are within ``GAIN`` of it; None if no candidate is right."""
         right = [one for one in self.outcomes if one.reason is None and one.milliseconds is not None]
         best = min(right, key=lambda one: one.milliseconds or 0.0, default=None)
-        stay = next((one for one in right if one.config == self.before), None)
-        if best is None or stay is None:
+        current = next((one for one in right if one.config == self.before), None)
+        if best is None or current is None:
             return best
-        return stay if (stay.milliseconds or 0.0) <= (best.milliseconds or 0.0) * (1 + GAIN) else best
+        return current if (current.milliseconds or 0.0) <= (best.milliseconds or 0.0) * (1 + GAIN) else best
 
 
 @dataclass(frozen=True)
@@ -93,14 +93,14 @@ class Tuner:
     target: Target
     seed: int = 0
     table: dict[Key, KernelConfig] = field(default_factory=dict)
-    """What was chosen so far."""
+    """The block sizes chosen so far."""
     prepare: Callable[[Tuner, Pass, Key, list[KernelConfig]], list[str | None]] | None = None
-    """Says of each candidate why it cannot run, or None. By default compiles them."""
+    """Returns why each candidate cannot run, or None. Default: ``compiled``."""
     measure: Callable[[Trial, list[Any]], Iterator[Any]] | None = None
-    """Answers for each candidate with milliseconds, error and what is allowed. By default runs them on the GPU in another process."""
+    """Yields milliseconds, error and allowed error of each candidate. Default: runs them on the GPU in another process."""
 
     def run(self) -> Iterator[Tuned]:
-        """Tune kernel after kernel."""
+        """Tune the kernels one after another."""
         for kernel, which in GROUPS:
             shape = self._shape(which)
             key, before = self._in_use(kernel, shape)
@@ -122,11 +122,11 @@ class Tuner:
         return self.shape._replace(B=STEP_SEQUENCES, T=1)
 
     def _in_use(self, kernel: str, shape: Shape) -> tuple[Key, KernelConfig]:
-        call = Call.of(without_memory(self.variant, shape, self.dtype).problem(), self.at({}))
+        call = Call.of(without_memory(self.variant, shape, self.dtype).problem(), self.target_with({}))
         return call.key(kernel), call.config(kernel)
 
-    def at(self, more: dict[Key, KernelConfig]) -> Target:
-        """The GPU with what was chosen so far, and ``more``."""
+    def target_with(self, more: dict[Key, KernelConfig]) -> Target:
+        """The target with the block sizes chosen so far, and ``more``."""
         return self.target._replace(table={**self.target.table, **self.table, **more})
 
     def _tried(self, which: Pass, key: Key, configs: list[KernelConfig]) -> list[Outcome]:
@@ -138,7 +138,7 @@ class Tuner:
 
 
 def candidates(key: Key, before: KernelConfig) -> list[KernelConfig]:
-    """All combinations of ``SPACE`` that this head size can use, for the plain kernel; other sizes as before."""
+    """All combinations of ``SPACE`` that fit this head size, for the plain kernel; other block sizes as in ``before``."""
     space = SPACE[key.kernel]
     most = {"BV": key.V, "BK": key.K}
     values = {name: [x for x in sizes if x <= max(most.get(name, x), min(sizes))] for name, sizes in space.items()}
@@ -147,7 +147,7 @@ def candidates(key: Key, before: KernelConfig) -> list[KernelConfig]:
 
 
 def judged(config: KernelConfig, answer: Any) -> Outcome:
-    """Refuse what failed, and what is further from the exact results than allowed."""
+    """The outcome of a candidate from its answer; failures and too large errors have a reason."""
     if isinstance(answer, Failure):
         return Outcome(config, None, None, answer.reason)
     milliseconds, error, allowed = answer
@@ -156,19 +156,18 @@ def judged(config: KernelConfig, answer: Any) -> Outcome:
 
 
 def compiled(tuner: Tuner, which: Pass, key: Key, configs: list[KernelConfig]) -> list[str | None]:
-    """Compile every candidate's pass into Triton's cache, side by side; say which do not compile or do not fit."""
+    """Compile the pass of every candidate into Triton's cache, in parallel. Returns why a candidate does not compile or fit, or None."""
     inputs = without_memory(tuner.variant, tuner._shape(which), tuner.dtype)
     needed: list[list[ahead.Job]] = []
     for one in configs:
-        made = planned(which, inputs, tuner.at({key: one}))
+        made = planned(which, inputs, tuner.target_with({key: one}))
         needed.append(ahead.jobs(made.plan, made.tensors, tuner.target.arch))
-    firsts = ahead.distinct(job for jobs in needed for job in jobs)
-    todo = list(dict.fromkeys(firsts.values()))
-    found = dict(zip(todo, side_by_side(ahead.resources, todo, SECONDS)))
-    return [_unfit([found[firsts[job]] for job in jobs], tuner.target) for jobs in needed]
+    found = ahead.compile_all((job for jobs in needed for job in jobs), SECONDS)
+    return [_unfit([found[job] for job in jobs], tuner.target) for jobs in needed]
 
 
 def _unfit(found: list[ahead.Resources | Failure], target: Target) -> str | None:
+    """Why a candidate does not compile or fit the GPU, or None."""
     for one in found:
         if isinstance(one, Failure):
             return f"does not compile: {one.reason}"

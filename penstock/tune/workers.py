@@ -1,4 +1,4 @@
-"""Runs functions in processes of their own, several side by side: one that crashes takes nothing with it."""
+"""Functions in worker processes: a crash or a timeout affects one job only."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 PRELOADED = ["__main__", __name__, "penstock.tune.ahead", "penstock.tune.tune"]
-"""What the process that the others are forked from imports: torch takes seconds, once. It never touches a GPU."""
+"""Modules that the fork server imports once, because importing torch takes seconds. It never initialises a GPU."""
 
 
 class Failure(NamedTuple):
-    """Why a call gave nothing."""
+    """Why a job has no result."""
 
     reason: str
 
 
 class Worker:
-    """A process that answers; started when it is first asked, and again after it crashed or was too slow. For one thread."""
+    """A worker process. It starts at the first job, and again after a crash or a timeout. Not thread-safe."""
 
-    def __init__(self, answering: Callable[..., None], *given: Any) -> None:
-        self.answering, self.given = answering, given
+    def __init__(self, serve: Callable[..., None], *arguments: Any) -> None:
+        self.serve, self.arguments = serve, arguments
         self.process: Any = None
 
-    def ask(self, question: Any, seconds: float) -> Any:
-        """Its answer, or a Failure."""
+    def run(self, job: Any, seconds: float) -> Any:
+        """The result of a job, or a Failure."""
         if self.process is None:
             self._start()
         try:
-            self.connection.send(question)
+            self.connection.send(job)
             if not self.connection.poll(seconds):
                 self.close()
                 return Failure(f"not done after {seconds:.0f} s")
@@ -45,7 +45,7 @@ class Worker:
             return Failure(reason)
 
     def close(self) -> None:
-        """End the process."""
+        """Kill the process."""
         if self.process is not None:
             self.process.kill()
             self.process.join()
@@ -55,44 +55,44 @@ class Worker:
     def _start(self) -> None:
         context = get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
-        self.connection, there = context.Pipe()
-        self.process = context.Process(target=self.answering, args=(there, *self.given), daemon=True)
+        self.connection, other_end = context.Pipe()
+        self.process = context.Process(target=self.serve, args=(other_end, *self.arguments), daemon=True)
         self.process.start()
-        there.close()
+        other_end.close()
 
 
 def side_by_side(function: Callable[[Any], Any], jobs: Sequence[Any], seconds: float, workers: int | None = None) -> Iterator[Any]:
-    """Yield ``function(job)`` for each job, in order; a Failure if it raises, crashes or takes longer.
+    """Yield ``function(job)`` for each job, in order; a Failure if it raises, crashes or exceeds ``seconds``.
 
-    One process a core, unless ``workers`` says otherwise. ``function`` is a module's, jobs and results are plain data.
+    Starts one process per core by default. ``function`` must be at module level; jobs and results must be picklable.
     """
     idle: SimpleQueue[Worker] = SimpleQueue()
-    every = [Worker(_answer, function) for _ in range(min(workers or cores(), len(jobs)))]
-    for worker in every:
+    started = [Worker(_serve, function) for _ in range(min(workers or cores(), len(jobs)))]
+    for worker in started:
         idle.put(worker)
 
-    def ask(job: Any) -> Any:
+    def run(job: Any) -> Any:
         worker = idle.get()
         try:
-            return worker.ask(job, seconds)
+            return worker.run(job, seconds)
         finally:
             idle.put(worker)
 
     try:
-        if every:
-            with ThreadPoolExecutor(len(every)) as threads:
-                yield from threads.map(ask, jobs)
+        if started:
+            with ThreadPoolExecutor(len(started)) as threads:
+                yield from threads.map(run, jobs)
     finally:
-        for worker in every:
+        for worker in started:
             worker.close()
 
 
 def one_by_one(prepare: Callable[[Any], Callable[[Any], Any]], given: Any, jobs: Sequence[Any], seconds: float) -> Iterator[Any]:
-    """Yield ``prepare(given)(job)`` for each job, all in one process, which is started and prepared anew after every failure."""
-    worker = Worker(_prepare_and_answer, prepare, given)
+    """Yield ``prepare(given)(job)`` for each job, in one process. After a failure, a new process is started and prepared."""
+    worker = Worker(_prepare_and_serve, prepare, given)
     try:
         for job in jobs:
-            answer = worker.ask(job, seconds)
+            answer = worker.run(job, seconds)
             if isinstance(answer, Failure):
                 worker.close()
             yield answer
@@ -100,20 +100,20 @@ def one_by_one(prepare: Callable[[Any], Callable[[Any], Any]], given: Any, jobs:
         worker.close()
 
 
-def _answer(there: Connection, function: Callable[[Any], Any]) -> None:
+def _serve(connection: Connection, function: Callable[[Any], Any]) -> None:
     while True:
         try:
-            job = there.recv()
+            job = connection.recv()
         except EOFError:
             return
         try:
             result = function(job)
-        except Exception as error:  # whatever a compiler or a GPU raises is told, and may hold what cannot be sent
+        except Exception as error:  # any exception of a compiler or a GPU; sent as text, because it may not be picklable
             result = Failure("".join(traceback.format_exception_only(error)).strip())
-        there.send(result)
+        connection.send(result)
 
 
-def _prepare_and_answer(there: Connection, prepare: Callable[[Any], Callable[[Any], Any]], given: Any) -> None:
+def _prepare_and_serve(connection: Connection, prepare: Callable[[Any], Callable[[Any], Any]], given: Any) -> None:
     ready: list[Callable[[Any], Any]] = []
 
     def function(job: Any) -> Any:
@@ -121,9 +121,9 @@ def _prepare_and_answer(there: Connection, prepare: Callable[[Any], Callable[[An
             ready.append(prepare(given))
         return ready[0](job)
 
-    _answer(there, function)
+    _serve(connection, function)
 
 
 def cores() -> int:
-    """Cores that this process may run on."""
+    """Number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

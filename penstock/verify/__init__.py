@@ -1,1 +1,1 @@
-"""Implementations held to the oracle: what ``penstock check`` runs, and every benchmark before it times."""
+"""Comparison of implementations with the oracle, for ``penstock check`` and for benchmarks before they time."""

@@ -1,4 +1,4 @@
-"""What ``penstock check`` finds out."""
+"""Results of ``penstock check``."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Finding:
     result: str
     """"output", "final state", "gradient of q", ..., "decode output", "decode states"."""
     error: float | None
-    """Largest difference from the oracle over its largest value; None if the implementation did not run."""
+    """Largest difference from the oracle, relative to its largest value; None if the implementation did not run."""
     budget: float | None
     reason: str | None = None
-    """Why it did not run: a refusal, which is no fault, or an exception, which is one."""
+    """Why it did not run: a refusal, or an exception, which is a failure."""
     failed: bool = False
     absent: bool = False
-    """Whether it does not run because nothing on this machine could run it."""
+    """Whether it cannot run on this machine at all."""

@@ -1,19 +1,23 @@
-"""Inputs of the recurrence as models make them, and their shapes."""
+"""Random inputs of the recurrence with the distributions of real models, and their shapes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from math import prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..errors import Complaints, RangeError
+from ..errors import Complaints, RangeError, shortened
 from ..recurrence import functional
 from ..recurrence.declaration import Advance, Recurrence, state_dtype
 from ..recurrence.operators import ADVANCE, RECURRENCE
 from ..recurrence.variants import VARIANTS
+
+MOST_ELEMENTS = 1 << 56
+"""Tensors of more elements have no size in bytes that torch can represent."""
 
 
 class Shape(NamedTuple):
@@ -26,35 +30,39 @@ class Shape(NamedTuple):
     V: int
 
     @classmethod
-    def parse(cls, text: str) -> Shape:
-        """Read "B,T,H,K" or "B,T,H,K,V"; V is K where it is left out.
+    def parse(cls, text: str, function: str = "bench") -> Shape:
+        """Read "B,T,H,K" or "B,T,H,K,V"; V defaults to K. Raises RangeError in the name of ``function``.
 
         >>> Shape.parse("1,54,32,64")
         Shape(B=1, T=54, H=32, K=64, V=64)
         """
-        sizes = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
+        parts = [part.strip() for part in text.split(",")]
+        sizes = [int(part) if part.isdecimal() and len(part) <= 18 else 0 for part in parts]
+        complaints = Complaints(function)
         if len(sizes) not in (4, 5) or min(sizes) < 1:
-            complaints = Complaints("bench")
-            complaints.add(
-                RangeError, "shape", "B,T,H,K or B,T,H,K,V, whole numbers of at least 1", repr(text), "For example --shape 1,1024,32,64."
-            )
-            complaints.raise_any()
-        return cls(*(sizes if len(sizes) == 5 else [*sizes, sizes[3]]))
+            rule = "B,T,H,K or B,T,H,K,V, whole numbers of at least 1"
+            complaints.add(RangeError, "shape", rule, shortened(text), "For example --shape 1,1024,32,64.")
+        complaints.raise_any()
+        shape = cls(*(sizes if len(sizes) == 5 else [*sizes, sizes[3]]))
+        if prod(shape) >= MOST_ELEMENTS:
+            complaints.add(RangeError, "shape", "one whose B * T * H * K * V is below 2**56", shortened(text))
+        complaints.raise_any()
+        return shape
 
     @property
     def text(self) -> str:
-        """As ``parse`` reads it; V is left out where it is K."""
+        """The text that ``parse`` reads, without V if it equals K."""
         return ",".join(map(str, self[:4] if self.V == self.K else self))
 
     @property
     def state(self) -> tuple[int, int, int, int]:
-        """Shape of the states, one for each sequence."""
+        """Shape of the states [B,H,K,V]."""
         return self.B, self.H, self.K, self.V
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """The tensors of one call, under the names that all variants share (RWKV's r is q, its w is g)."""
+    """The tensors of one call, by the names that all variants share (RWKV's r is q, its w is g)."""
 
     variant: str
     q: Tensor
@@ -65,13 +73,13 @@ class Inputs:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Those that are not None, by name."""
+        """The tensors that are not None, by name."""
         given = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "variant"}
         return {name: x for name, x in given.items() if x is not None}
 
     @property
     def trained(self) -> dict[str, Tensor]:
-        """Those that a model learns or computes: all but RetNet's decays, which are fixed numbers."""
+        """The tensors that need gradients: all but RetNet's decays, which are constants."""
         return {name: x for name, x in self.tensors.items() if (self.variant, name) != ("retention", "g")}
 
     @property
@@ -82,7 +90,7 @@ class Inputs:
 
     @property
     def scale(self) -> float:
-        """The variant's default."""
+        """The default scale of the variant."""
         scale = VARIANTS[self.variant].scale
         return self.q.shape[3] ** -0.5 if scale is None else scale
 
@@ -94,22 +102,22 @@ class Inputs:
         return call(*self.tensors.values(), impl=impl).output  # type: ignore[no-any-return]
 
     def problem(self, initial_state: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Recurrence:
-        """The same call as the implementations see it."""
+        """The problem that implementations get for this call."""
         tensors = self.q, self.k, self.v, self.g, self.u, cu_seqlens, initial_state
         return RECURRENCE.checked(self.variant, tensors, (None, False, True))
 
     def in_place(self, pool: Tensor, slots: Tensor | None = None) -> Advance:
-        """A step of these tokens from rows of a pool, as the implementations see it."""
+        """The problem that implementations get for a step of these tokens from rows of a pool."""
         tensors = self.q, self.k, self.v, self.g, self.u, None, slots, pool
         return ADVANCE.checked(f"advance({self.variant!r})", tensors, (None,))
 
     def first(self, tokens: int) -> Inputs:
-        """Keep the first tokens of every sequence."""
+        """The first tokens of every sequence."""
         g = self.g[:, :tokens] if self.g is not None and "T" in VARIANTS[self.variant].decay else self.g
         return Inputs(self.variant, self.q[:, :tokens], self.k[:, :tokens], self.v[:, :tokens], g, self.u)
 
     def with_gradients(self) -> Inputs:
-        """Copy the values into tensors, those that are ``trained`` requiring gradients."""
+        """A copy whose ``trained`` tensors require gradients."""
         copies = {name: x.detach().clone().requires_grad_(name in self.trained) for name, x in self.tensors.items()}
         return Inputs(self.variant, copies["q"], copies["k"], copies["v"], copies.get("g"), copies.get("u"))
 
@@ -117,29 +125,29 @@ class Inputs:
 def inputs(
     variant: str, shape: Shape, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0, soft: bool = False
 ) -> Inputs:
-    """Random inputs as a model of this variant makes them: q, k, v in ``dtype``, decays and bonus in float32 or float64.
+    """Random inputs with the distributions of a model of this variant: q, k, v in ``dtype``, decays and bonus in float32 or float64.
 
-    rwkv6's decays reach e^-5 a token in every head; ``soft`` ones are logsigmoid(x), x normal, for all channels.
+    The decays of rwkv6 reach e^-5 per token in every head. With ``soft``, the decays of all channels are logsigmoid(x), x normal.
 
     >>> inputs("gla", Shape.parse("1,5,2,8")).g.shape
     torch.Size([1, 5, 2, 8])
     """
     B, T, H, K, V = shape
-    at = torch.device(device)
-    random = torch.Generator(at).manual_seed(seed)  # numbers drawn on the host would take longer than everything measured
+    place = torch.device(device)
+    random = torch.Generator(place).manual_seed(seed)  # drawing on the host would take longer than the measurement
 
     def normal(*size: int) -> Tensor:
-        return torch.randn(*size, generator=random, dtype=torch.float64, device=at)
+        return torch.randn(*size, generator=random, dtype=torch.float64, device=place)
 
     def uniform(*size: int) -> Tensor:
-        return torch.rand(*size, generator=random, dtype=torch.float64, device=at)
+        return torch.rand(*size, generator=random, dtype=torch.float64, device=place)
 
     q, k, v = normal(B, T, H, K), normal(B, T, H, K), normal(B, T, H, V)
     g, u = None, None
     if soft:
         g = F.logsigmoid(normal(B, T, H, K))
     elif variant == "retention":
-        g = torch.log1p(-torch.exp2(-5 - torch.arange(H, dtype=torch.float64, device=at)))
+        g = torch.log1p(-torch.exp2(-5 - torch.arange(H, dtype=torch.float64, device=place)))
     elif variant == "simple_gla":  # Mamba-2 at initialisation: A in 1..16, dt from 0.001 to 0.1; v carries dt, g = -dt A
         A = 1 + 15 * uniform(H)
         middle = 10 ** (-3 + 2 * uniform(H))
@@ -147,8 +155,8 @@ def inputs(
         g, v = -dt * A, v * dt[..., None]
     elif variant == "gla":
         g = F.logsigmoid(normal(B, T, H, K)) / 16
-    elif variant in ("rwkv5", "rwkv6"):  # channels from long to short memory, as these models initialise and train them
-        spread = torch.linspace(-6, 1, K, dtype=torch.float64, device=at).expand(H, K)
+    elif variant in ("rwkv5", "rwkv6"):  # decays from slow to fast over the channels, as in trained models
+        spread = torch.linspace(-6, 1, K, dtype=torch.float64, device=place).expand(H, K)
         g = -torch.exp(spread + 0.5 * normal(B, T, H, K)) if variant == "rwkv6" else -torch.exp(spread)
     if variant in ("rwkv5", "rwkv6"):
         u = normal(H, K)

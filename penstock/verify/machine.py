@@ -1,4 +1,4 @@
-"""What this machine is: processor, instruction set, GPUs, versions."""
+"""Description of this machine: processor, instruction set, GPUs and versions."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from ..explain import implementations
 
 @dataclass(frozen=True)
 class Machine:
-    """Facts that a measurement or a fault report needs."""
+    """The description of a machine in records and bug reports."""
 
     processor: str
     cores: int
     """Cores this process may run on."""
     threads: int
-    """Threads that torch, and with it this library, uses."""
+    """Threads of torch and of this library."""
     instructions: str
-    """The instruction set as torch sees it."""
+    """The instruction set that torch uses."""
     load: float
-    """Cores that other processes kept busy while this one slept for a moment."""
+    """Number of cores that other processes use."""
     gpus: tuple[str, ...]
     system: str
     python: str
@@ -41,7 +41,7 @@ class Machine:
 
     @classmethod
     def here(cls) -> Machine:
-        """Look at the machine as it is now."""
+        """Describe the current machine."""
         return cls(
             processor=_processor(),
             cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
@@ -58,18 +58,18 @@ class Machine:
         )
 
     def device_name(self, device: str) -> str:
-        """Name the processor or the GPU."""
+        """Name of the processor or the GPU."""
         return torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else self.processor
 
     @property
     def busy(self) -> str | None:
-        """What to say if others were computing here; None if the machine was quiet."""
+        """A warning if other processes use the machine, or None."""
         if self.load < 0.2 * (os.cpu_count() or 1):
             return None
-        return f"The machine is busy ({self.load:.1f} of {os.cpu_count()} cores taken by others): times will be too long, and uneven."
+        return f"Other processes use {self.load:.1f} of {os.cpu_count()} cores: times will be too long and will vary."
 
     def lines(self) -> list[tuple[str, str]]:
-        """For people: what, and which."""
+        """Names and values for a table."""
         return [
             ("processor", f"{self.processor}, {self.cores} cores, {self.threads} threads in use, {self.instructions}"),
             ("GPUs", "; ".join(self.gpus) or "none that torch can use"),
@@ -80,7 +80,7 @@ class Machine:
 
 @contextmanager
 def using_threads(threads: int | None) -> Iterator[None]:
-    """Let torch, and with it this library, use so many CPU threads in this block; None changes nothing."""
+    """Set the number of CPU threads of torch and of this library within a block; None keeps it."""
     before = torch.get_num_threads()
     if threads not in (None, before):
         torch.set_num_threads(threads)
@@ -105,13 +105,13 @@ def _processor() -> str:
 
 
 def _load() -> float:
-    """Ask the kernel's own accounts; the average over the last minute where there are none."""
-    accounts = Path("/proc/stat")
-    if not accounts.exists():
+    """Busy cores during 0.2 s, from /proc/stat; without that file, the load average of the last minute."""
+    statistics = Path("/proc/stat")
+    if not statistics.exists():
         return os.getloadavg()[0]
     totals = []
     for _ in range(2):
-        user, nice, system, idle, waiting, *rest = map(int, accounts.read_text().partition("\n")[0].split()[1:9])
+        user, nice, system, idle, waiting, *rest = map(int, statistics.read_text().partition("\n")[0].split()[1:9])
         totals.append((user + nice + system + sum(rest), idle + waiting))
         time.sleep(0.2 if len(totals) == 1 else 0)
     busy, free = totals[1][0] - totals[0][0], totals[1][1] - totals[0][1]
@@ -124,7 +124,7 @@ def _gpu(index: int) -> str:
 
 
 def _installed(package: str) -> str | None:
-    """Its version from the package's own records; nothing is imported."""
+    """The version of a package from its metadata, without importing it; None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:

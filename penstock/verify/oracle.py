@@ -1,7 +1,6 @@
-"""How wrong a result is: its distance from the float64 token loop, and how much of that is allowed.
+"""The oracle: exact results in float64, the error of a result against them, and the allowed error.
 
-The oracle runs on one thread: many small operations one after another gain little from more, and on a busy machine the
-waiting of threads for each other costs them dearly.
+The oracle runs on one thread. It consists of many small operations, which more threads slow down on a busy machine.
 """
 
 from __future__ import annotations
@@ -19,30 +18,29 @@ from .inputs import Inputs
 from .machine import using_threads
 
 ACCURACY = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-6, torch.float16: 2e-6}
-"""The error of arithmetic, before a result is rounded; sums are float32, or float64 for float64 inputs."""
+"""Largest error of a result before it is rounded. Sums are float32, or float64 for float64 inputs."""
 
-
-EVEN_TOKENS = 1024
-"""Checked tokens up to which a budget holds as it is."""
+BUDGET_TOKENS = 1024
+"""Number of checked tokens up to which the budget does not grow."""
 
 
 def growth(tokens: int) -> float:
-    """By how much a budget grows over many tokens: rounding errors add up as the square root."""
-    return sqrt(max(1.0, tokens / EVEN_TOKENS))
+    """Factor of the budget for many tokens: rounding errors grow with the square root of their number."""
+    return sqrt(max(1.0, tokens / BUDGET_TOKENS))
 
 
 def rounding_once(result: torch.dtype) -> float:
-    """What rounding a result to bfloat16 or float16 may cost."""
+    """Largest error from rounding a result to bfloat16 or float16; 0 for other dtypes."""
     return torch.finfo(result).eps / 2 if result in (torch.bfloat16, torch.float16) else 0.0
 
 
 def budget(inputs: torch.dtype, result: torch.dtype) -> float:
-    """Allow a result the error of the arithmetic and, if it is bfloat16 or float16, one rounding."""
+    """Allowed error: that of the arithmetic and, for bfloat16 and float16 results, of one rounding."""
     return ACCURACY[inputs] + rounding_once(result)
 
 
 def error(result: Tensor, exact: Tensor) -> float:
-    """Largest absolute difference over the largest absolute exact value; infinite if anything is not a number."""
+    """Largest absolute difference, relative to the largest absolute exact value; infinite if a value is not finite."""
     if result.shape != exact.shape or not bool(result.isfinite().all()):
         return float("inf")
     largest, difference = float(exact.abs().max()), float((result.double() - exact).abs().max())
@@ -58,7 +56,7 @@ def exact_forward(inputs: Inputs, initial_state: Tensor | None = None) -> tuple[
 def exact_gradients(
     inputs: Inputs, d_output: Tensor, initial_state: Tensor | None = None, d_final_state: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """Gradients of the inputs in float64, by name; that of the initial state under "initial_state"."""
+    """Gradients of the inputs in float64, by name; also of "initial_state" if it is given."""
     problem = inputs.problem(initial_state)
     names = [*inputs.tensors, *(["initial_state"] if initial_state is not None else [])]
     problem = problem.with_tensors({name: getattr(problem, name).detach().double() for name in names})
@@ -69,5 +67,5 @@ def exact_gradients(
 
 
 def by_result(gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-    """Gradients by the names of results, without those of inputs that there are not."""
+    """Gradients by names of results such as "gradient of q". Missing inputs are left out."""
     return {f"gradient of {name.replace('_', ' ')}": x for name, x in gradients.items() if x is not None}

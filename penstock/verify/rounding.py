@@ -1,7 +1,7 @@
-"""The chunkwise formula with rounded operands: how exact a kernel can be whose products take operands of a low precision.
+"""The chunkwise formula with rounded operands: the error of a kernel whose matrix products have operands of low precision.
 
-Everything else is float64, so what is off against the oracle is what rounding the operands of the products costs. A kernel's
-budget is twice that and one rounding of the result.
+Everything else is float64, so the error against the oracle comes from the rounded operands only. A kernel's budget is twice that error
+plus one rounding of the result.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CHUNK = 64
 
 
 class _Rounded(torch.autograd.Function):
-    """x rounded to a number of significant bits; its gradient, an operand of the backward pass, too."""
+    """Rounds x, and its gradient in the backward pass, to a number of significant bits."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bits: int) -> Tensor:
@@ -40,9 +40,9 @@ def _significant(x: Tensor, bits: int) -> Tensor:
 
 
 def forward(problem: Recurrence, bits: int) -> tuple[Tensor, Tensor]:
-    """Output and final state in float64 by the anchored chunkwise formula, operands rounded to so many significant bits.
+    """Output and final state in float64 by the anchored chunkwise formula with operands rounded to ``bits`` significant bits.
 
-    For problems in float64, not packed, whose decays within a chunk stay above 2 ** -1000.
+    The problem must be float64 and not packed, with decays within a chunk above 2 ** -1000.
     """
 
     def rounded(x: Tensor) -> Tensor:
@@ -68,9 +68,9 @@ def forward(problem: Recurrence, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def errors(problem: Recurrence, bits: int, exact: dict[str, Tensor], d_results: Tensors = ()) -> dict[str, float]:
-    """What no kernel that rounds its operands can avoid, by name of the result, for those in ``exact``.
+    """Errors of the results in ``exact`` from rounding the operands, by name.
 
-    Gradients are among them where ``d_results`` are given. Where the formula itself overflows it says nothing, so 0.
+    Gradients are computed if ``d_results`` are given. An error is 0 if the formula overflows.
     """
     names = [name for name in Gradients._fields if getattr(problem, name) is not None]
     problem = problem.with_tensors({name: getattr(problem, name).detach().double() for name in names})
@@ -80,5 +80,5 @@ def errors(problem: Recurrence, bits: int, exact: dict[str, Tensor], d_results: 
         if d_results:
             doubles = [None if d is None else d.double() for d in d_results]
             found |= by_result(dict(zip(Gradients._fields, gradients_of(formula, problem, doubles))))
-    apart = {name: error(found[name], x) for name, x in exact.items() if name in found}
-    return {name: x if isfinite(x) else 0.0 for name, x in apart.items()}
+    found_errors = {name: error(found[name], x) for name, x in exact.items() if name in found}
+    return {name: x if isfinite(x) else 0.0 for name, x in found_errors.items()}

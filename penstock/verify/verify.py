@@ -1,6 +1,6 @@
-"""Every implementation of every operator against its oracle: results, every gradient and updates in place, on this machine.
+"""Comparison of every implementation of every operator with its oracle: results, gradients and in-place updates.
 
-The oracle of a family is its implementation named "reference", asked in float64. What a call takes is drawn from its declaration.
+The oracle of a family is its implementation named "reference", in float64. The tensors of a call are drawn from its declaration.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from .finding import Finding
 from .machine import using_threads
 
 SOFTMAX_BUDGET = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-5, torch.float64: 1e-11}
-"""Allowed error of softmax attention by dtype; the tests derive theirs entry by entry."""
+"""Allowed error of softmax attention by dtype. The tests use budgets that are derived for each element."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A call that implementations are held to: more tokens than a chunk, sizes that no block divides."""
+    """A call on which implementations are compared with the oracle: more tokens than a chunk, sizes that no block divides."""
 
     operator: Operator[Any]
     sizes: Mapping[str, int]
@@ -38,7 +38,7 @@ class Trial:
     indices: Mapping[str, tuple[int, ...]]
 
     def signatures(self) -> list[Signature]:
-        """One for each variant: names that only messages differ by are left out."""
+        """One signature for each variant; aliases are left out."""
         return list({str(one.about): one for one in self.operator.signatures.values()}.values())
 
 
@@ -49,7 +49,7 @@ TRIALS = (
     Trial(ATTENTION, {"B": 2, "Tq": 70, "Tk": 130, "H": 4, "G": 2, "D": 40}, (True, None, 90, True), {}),
 )
 SQUARE = {"K": 64, "V": 64}
-"""For implementations that only take the heads that models have."""
+"""Head sizes for implementations that take only those of real models."""
 
 
 def devices() -> list[str]:
@@ -58,7 +58,7 @@ def devices() -> list[str]:
 
 
 def findings(trials: tuple[Trial, ...] = TRIALS, dtypes: tuple[torch.dtype, ...] = FLOATS) -> Iterator[Finding]:
-    """All of them, one after another."""
+    """Yield the findings of all implementations, on every device."""
     for device in devices():
         for trial in trials:
             for signature in trial.signatures():
@@ -67,23 +67,23 @@ def findings(trials: tuple[Trial, ...] = TRIALS, dtypes: tuple[torch.dtype, ...]
 
 
 def _findings(trial: Trial, signature: Signature, dtype: torch.dtype, device: str) -> Iterator[Finding]:
-    made = Held(trial, signature, dtype, device)
+    comparison = Comparison(trial, signature, dtype, device)
     for one in trial.operator.family.implementations:
-        found = list(made.hold(one))
+        found = list(comparison.compare(one))
         if _refused(found) and one.available() is None and "K" in trial.sizes:
             square = replace(trial, sizes={**trial.sizes, **SQUARE})
-            again = list(Held(square, signature, dtype, device).hold(one))
+            again = list(Comparison(square, signature, dtype, device).compare(one))
             found = found if _refused(again) else again
         yield from found
 
 
 def _refused(found: list[Finding]) -> bool:
-    """Whether an implementation took nothing."""
+    """Whether an implementation refused every mode."""
     return all(one.error is None and not one.failed for one in found)
 
 
-class Held:
-    """A trial with its tensors, and what the oracle says of them."""
+class Comparison:
+    """A trial with its tensors and the exact results."""
 
     def __init__(self, trial: Trial, signature: Signature, dtype: torch.dtype, device: str) -> None:
         self.trial, self.signature, self.dtype, self.device = trial, signature, dtype, device
@@ -94,7 +94,7 @@ class Held:
         empty = self.operator.results
         shapes = [[self.problem.sizes[axis] for axis in one.axes.split()] for one in empty]
         self.d_results = tuple(torch.randn(shape, generator=random).to(device, one.dtype(dtype)) for one, shape in zip(empty, shapes))
-        with using_threads(1):  # many small operations one after another gain nothing from more
+        with using_threads(1):  # the oracle's many small operations do not gain from more threads
             self.exact = self._exact()
 
     def _draw(self, one: Argument, random: torch.Generator) -> Tensor | None:
@@ -108,7 +108,7 @@ class Held:
         return (x if one.draw is None else one.draw(x)).to(self.device, dtype)
 
     def checked(self, tensors: Tensors) -> Problem:
-        """The problem of these tensors."""
+        """The problem with these tensors."""
         problem: Problem = self.operator.checked(self.signature.function, tensors, self.trial.options)
         return problem
 
@@ -120,7 +120,7 @@ class Held:
         )
 
     def results(self, one: Implementation, problem: Problem, mode: Mode) -> dict[str, Tensor]:
-        """What an implementation returns in a mode, by name."""
+        """The results of an implementation in a mode, by name."""
         with torch.no_grad():
             if mode == "backward":
                 d_results = tuple(d.to(x.dtype) for d, x in zip(self.d_results, self._like(problem)))
@@ -141,14 +141,14 @@ class Held:
         return [first.new_empty(0, dtype=one.dtype(first.dtype)) for one in self.operator.results]
 
     def _saved(self, problem: Problem) -> tuple[Tensor, ...]:
-        """Results that the backward pass takes, from the oracle, rounded."""
+        """The saved results that the backward pass takes, computed by the oracle."""
         if not any(one.saved for one in self.operator.results):
             return ()
         found = self.operator.family.named("reference").forward(problem)
         return tuple(x for x, one in zip(found, self.operator.results) if one.saved and x is not None)
 
-    def hold(self, one: Implementation) -> Iterator[Finding]:
-        """Compare one implementation with the exact values: what "auto" runs on all threads, the others on one."""
+    def compare(self, one: Implementation) -> Iterator[Finding]:
+        """Compare one implementation with the exact results. What "auto" chooses runs on all threads, the others on one."""
         name = self.signature.about.name if self.signature.about is not None else self.signature.function
         at = one.name, self.device, name, str(self.dtype).removeprefix("torch.")
         unavailable = one.available()
@@ -166,7 +166,7 @@ class Held:
             try:
                 with using_threads(threads):
                     found = self.results(one, self.problem, mode)
-            except Exception as failure:  # whatever a kernel does on an unknown machine is a finding, and the others still run
+            except Exception as failure:  # any failure of a kernel on this machine is a finding
                 yield Finding(*at, mode, None, None, f"{type(failure).__name__}: {failure}", failed=True)
                 continue
             for result, value in found.items():
@@ -175,7 +175,7 @@ class Held:
                 yield Finding(*at, result, error, allowed, failed=not error <= allowed)
 
     def _rounded(self, one: Implementation) -> dict[str, float]:
-        """What rounding the operands of products costs, by result, if an implementation does that."""
+        """Errors from rounded operands of the products, by result; empty if the implementation does not round them."""
         bits = one.operands(self.dtype)
         if bits is None or not isinstance(self.problem, Recurrence):
             return {}

@@ -1,4 +1,4 @@
-"""Times and memory that are measured on a GPU only, on a fake GPU.
+"""Times and memory of a GPU, measured on a fake GPU.
 
 The fake is a queue. A call enqueues work and returns; ``synchronize`` takes the time of all queued work. Capturing a graph records the
 work, replaying it enqueues it again.
@@ -18,7 +18,7 @@ from penstock.bench import clock
 from penstock.bench.calls import call_of
 from penstock.bench.candidates import Candidate, ours
 from penstock.bench.loop import token_loop
-from penstock.bench.measure import OnGpu, Untimed, _timed, measure
+from penstock.bench.measure import GpuTiming, Untimed, _timed, measure
 from penstock.bench.record import Record
 from penstock.bench.report import print_measurements
 from penstock.verify import oracle
@@ -37,7 +37,7 @@ class Queue:
         self.under_way, self.captures = [], 0
         self.allocated, self.peak = 1000, 0
         self.now = None
-        """A clock that only the queue advances; None: the real time."""
+        """Simulated time, which only the queue advances; None: real time."""
 
     def launch(self, seconds):
         if self.capturing is not None:
@@ -74,7 +74,7 @@ class Queue:
         self.under_way.append(pool)
         try:
             yield
-        finally:  # as in torch: where ending fails, the stream and the pool stay as they are
+        finally:  # as in torch: a failed end does not restore the stream and the pool
             self.capturing = None
             if self.invalid:
                 self.invalid = False
@@ -141,20 +141,20 @@ def test_graph_replays_take_gpu_time_and_events_end_to_end_time(gpu):
 
     graph = clock.captured(call, CPU)
     assert isinstance(graph, clock.Replay)
-    seen, alone = clock.in_turn([call, graph.replay], CPU, 0.05)
-    assert min(seen) >= 1.9
-    assert sorted(alone)[len(alone) // 2] / graph.calls < 1
+    end_to_end, replayed = clock.in_turn([call, graph.replay], CPU, 0.05)
+    assert min(end_to_end) >= 1.9
+    assert sorted(replayed)[len(replayed) // 2] / graph.calls < 1
     assert 1.9e-3 < clock.host_seconds(call, CPU) < 8e-3
 
 
 def test_gpu_time_is_of_one_call(gpu):
     seen, on_gpu = _timed([lambda: gpu.launch(2e-4)], CPU, 0.05)[0]
-    assert 0.2 <= on_gpu.milliseconds < 1  # the graph holds several
+    assert 0.2 <= on_gpu.milliseconds < 1  # the graph has several calls
     assert on_gpu.quartiles[0] <= on_gpu.milliseconds <= on_gpu.quartiles[1]
     assert min(seen) >= 0.2
 
 
-def test_a_graph_holds_several_short_calls_and_no_long_one(gpu, monkeypatch):
+def test_graphs_repeat_short_calls_and_exclude_long_ones(gpu, monkeypatch):
     gpu.now = 0.0
     monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: gpu.now))
     assert clock.captured(lambda: gpu.launch(1e-6), CPU).calls == clock.GRAPH_CALLS
@@ -173,13 +173,13 @@ def test_synchronizing_calls_are_not_captured(gpu):
     assert (gpu.captures, gpu.sync_mode) == (0, 0)
 
 
-def test_a_failed_capture_leaves_no_trace(gpu):
-    def tunes():  # waits in a way that torch does not see
+def test_a_failed_capture_restores_the_state(gpu):
+    def autotunes():  # synchronizes in a way that torch does not detect
         if gpu.capturing is not None:
             gpu.wait()
         gpu.launch(1e-5)
 
-    assert "during capture" in clock.captured(tunes, CPU)
+    assert "during capture" in clock.captured(autotunes, CPU)
     assert (gpu.stream, gpu.sync_mode, gpu.capturing, gpu.under_way) == ("main", 0, None, [])
     assert isinstance(clock.captured(lambda: gpu.launch(1e-5), CPU), clock.Replay)
 
@@ -195,7 +195,7 @@ def test_peak_memory_with_and_without_results(gpu):
 
 
 def test_decode_steps_read_the_same_memory_every_time():
-    """A graph of a step that reads another call's result would read freed memory."""
+    """A CUDA graph of a step that reads the result of another call would read freed memory."""
     read = []
 
     def step(inputs, state):
@@ -232,7 +232,7 @@ def test_measurements_on_a_gpu_are_recorded(mode, gpu, tmp_path):
 
 
 def test_floor_is_compared_by_gpu_time_where_known():
-    known, unknown = (OnGpu(alone, None, None, 50.0, 2**20, 0) for alone in (0.5, None))
+    known, unknown = (GpuTiming(alone, None, None, 50.0, 2**20, 0) for alone in (0.5, None))
     one = measured("gla", SMALL, "fwd", "loop", gpu=known)
     assert one.of_floor(one.timings[0]) == 1
     other = measured("gla", SMALL, "fwd", "loop", gpu=unknown)
@@ -242,9 +242,9 @@ def test_floor_is_compared_by_gpu_time_where_known():
 def test_table_shows_gpu_columns():
     untimed = (Untimed("fla", "refuses: RuntimeError: known wrong", False),)
     console = Console(width=140, file=StringIO())
-    gpu = OnGpu(0.5, (0.4, 0.6), None, 77.0, 3 << 20, 0)
+    gpu = GpuTiming(0.5, (0.4, 0.6), None, 77.0, 3 << 20, 0)
     rows = [measured("gla", SMALL, "fwd", "loop", "auto (cpu)", untimed=untimed, gpu=gpu)]
-    rows += [measured("gla", SMALL, "fwd", "loop", gpu=OnGpu(None, None, "it waits", 77.0, 3 << 20, 0))]
+    rows += [measured("gla", SMALL, "fwd", "loop", gpu=GpuTiming(None, None, "it waits", 77.0, 3 << 20, 0))]
     print_measurements(console, rows)
     text = console.file.getvalue()
     for word in (

@@ -1,4 +1,4 @@
-"""The ladder of CUDA kernels without a GPU: emulated and compiled."""
+"""The CUDA ladder without a GPU: its kernels are emulated and compiled."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 
 @pytest.mark.parametrize("name", ladder.RUNGS)
 def test_every_rung_equals_the_oracle(name, emulated_cuda):
-    """Also where some threads of the last block have no work."""
+    """The shape leaves some threads of the last block without work."""
     x = inputs("rwkv6", Shape(3, 20, 1, 32, 32), FLOAT32, "cpu")
     found = ladder.Rung(name, 32).forward(x, x.g.exp())
     assert error(found, exact_forward(x)[0]) < 1e-6

@@ -1,4 +1,4 @@
-"""Measuring: every candidate is held to the oracle before it is timed, and a wrong result is never timed."""
+"""Measurements: every candidate is compared with the oracle first, and a wrong one is not timed."""
 
 import sys
 from dataclasses import replace
@@ -13,7 +13,7 @@ from penstock import RangeError, ShapeError
 from penstock.bench import clock, fla
 from penstock.bench.candidates import MODES, Candidate, loop, ours
 from penstock.bench.clock import in_turn
-from penstock.bench.exact import Reach, WrongResult, checked_tokens
+from penstock.bench.exact import OracleLimit, WrongResult, checked_tokens
 from penstock.bench.loop import token_loop
 from penstock.bench.measure import measure
 from penstock.bench.peers import peer
@@ -61,7 +61,7 @@ def test_wrong_candidates_are_not_timed(mode, monkeypatch):
 
 
 def test_long_calls_are_checked_on_their_first_tokens(monkeypatch):
-    monkeypatch.setattr("penstock.bench.exact.CHECKED", {mode: Reach(4 * 2 * 2 * 5 * 7, 1000) for mode in MODES})
+    monkeypatch.setattr("penstock.bench.exact.CHECKED", {mode: OracleLimit(4 * 2 * 2 * 5 * 7, 1000) for mode in MODES})
     for variant in ("rwkv5", "rwkv6"):
         x = inputs(variant, SMALL)
         for mode in ("fwd", "fwdbwd"):
@@ -82,15 +82,15 @@ def test_checked_tokens_on_a_gpu_are_bounded_by_launches(monkeypatch):
 
 
 def test_oracle_runs_once_for_all_candidates(monkeypatch):
-    asked, exact_forward = [], oracle.exact_forward
-    monkeypatch.setattr(oracle, "exact_forward", lambda *given: asked.append(1) or exact_forward(*given))
+    calls, exact_forward = [], oracle.exact_forward
+    monkeypatch.setattr(oracle, "exact_forward", lambda *given: calls.append(1) or exact_forward(*given))
     x = inputs("gla", SMALL)
     measure("small", x, "fwd", [ours("auto", x, "fwd"), ours("chunkwise", x, "fwd"), ours("reference", x, "fwd")], seconds=0.001)
-    assert len(asked) == 1
+    assert len(calls) == 1
 
 
 def rounding_candidate(bits: int, allowed_bits: int | None) -> Candidate:
-    """The chunkwise formula with operands of so many bits, under the budget of kernels that round to ``allowed_bits``."""
+    """The chunkwise formula with operands of ``bits`` bits, and the budget of kernels that round to ``allowed_bits``."""
 
     def forward(x: Inputs) -> torch.Tensor:
         problem = x.problem()
@@ -104,7 +104,7 @@ def test_budget_of_rounded_operands_is_their_cost(mode):
     x = inputs("rwkv6", Shape(1, 70, 2, 16, 16), torch.bfloat16)
     found = measure("small", x, mode, [rounding_candidate(8, 8)], seconds=0.001).timings[0]
     assert found.error > 1e-3
-    assert all(apart.error <= apart.allowed < 0.1 for apart in found.results.values())
+    assert all(one.error <= one.allowed < 0.1 for one in found.results.values())
     if mode == "fwd":
         cost = rounding.errors(x.problem(), 8, {"output": oracle.exact_forward(x)[0]})["output"]
         assert found.results["output"].allowed == pytest.approx(oracle.budget(torch.bfloat16, torch.float32) + 2 * cost)
@@ -117,8 +117,8 @@ def test_refusing_and_wrong_candidates_do_not_stop_the_others():
     x = inputs("rwkv6", SMALL)
     peer_ = Candidate("peer", refusing, token_loop, oracle.budget)
     own = replace(peer_, name="own", ours=True)
-    lost = replace(wrong("fwd"), ours=True)
-    found = measure("small", x, "fwd", [peer_, lost, own, ours("auto", x, "fwd"), wrong("fwd")], seconds=0.001, go_on=True)
+    own_wrong = replace(wrong("fwd"), ours=True)
+    found = measure("small", x, "fwd", [peer_, own_wrong, own, ours("auto", x, "fwd"), wrong("fwd")], seconds=0.001, keep_going=True)
     assert [timing.candidate for timing in found.timings] == [ours("auto", x, "fwd").name]
     assert [(one.candidate, one.fault) for one in found.untimed] == [("peer", False), ("wrong", True), ("own", True), ("wrong", False)]
     assert found.untimed[0].reason == "refuses: RuntimeError: no kernel for this"
@@ -132,7 +132,7 @@ def test_refusing_and_wrong_candidates_do_not_stop_the_others():
 def test_fla_without_an_operator_is_refused_without_fault(monkeypatch):
     monkeypatch.setitem(sys.modules, "fla", ModuleType("fla"))
     monkeypatch.setitem(sys.modules, "fla.ops", ModuleType("fla.ops"))
-    refused = measure("small", inputs("rwkv5", SMALL), "fwd", [fla.candidate()], seconds=0.001, go_on=True).untimed[0]
+    refused = measure("small", inputs("rwkv5", SMALL), "fwd", [fla.candidate()], seconds=0.001, keep_going=True).untimed[0]
     assert refused.reason == "refuses: it has no operator for rwkv5"
     assert not refused.fault
 
@@ -177,7 +177,7 @@ def test_first_call_is_timed_separately():
 def test_gradients_of_the_token_loop_may_be_rounded_once(dtype):
     x = inputs("rwkv6", Shape(1, 20, 2, 16, 16), dtype)
     found = measure("small", x, "fwdbwd", [loop(x)], seconds=0.001).timings[0].results
-    assert found["gradient of q"].error > 1e-4  # so what float32 results are allowed would not do
+    assert found["gradient of q"].error > 1e-4  # beyond the budget of float32 results
     assert found["gradient of q"].allowed == pytest.approx(1e-4 + torch.finfo(dtype).eps / 2)
     assert found["gradient of g"].allowed == pytest.approx(1e-4)
 
@@ -204,8 +204,8 @@ def test_unavailable_peers_raise_with_a_reason():
         peer("flash", x, "fwd")
 
 
-def test_token_loop_uses_one_thread_where_two_are_slow_on_median(monkeypatch):
-    """Where two threads are quick once and slow else, the baseline has one."""
+def test_token_loop_uses_one_thread_if_its_median_time_is_lower(monkeypatch):
+    """The median decides: two threads are fast once and slow otherwise."""
     slept = []
 
     def token_loop(x):

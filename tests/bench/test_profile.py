@@ -1,4 +1,4 @@
-"""Profiles: what is counted from traces, what is written, and that wrong results are not profiled."""
+"""Profiles: counts from traces, output files, and that wrong candidates are not profiled."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from penstock import DeviceError, ImplementationRefused
 from penstock.bench import plot, trace
 from penstock.bench.candidates import Candidate, loop, ours
 from penstock.bench.loop import token_loop
-from penstock.bench.plot import MissingExtra, draw_profile
+from penstock.bench.plot import MissingExtra, plot_profile
 from penstock.bench.profile import MODES, candidates, hidden, profiled
 from penstock.bench.record import Record
 from penstock.bench.trace import ON_GPU, WAIT, WARM_UP, read, record
@@ -53,7 +53,7 @@ GPU_TRACE = [
     event("cpu_op", "aten::copy_", 30, 60),
     event("cuda_runtime", "cudaLaunchKernel", 40, 5, correlation=7),
     event("kernel", COPY, 300, 4, tid=77, correlation=7),
-    event("cuda_driver", "cuLaunchKernelEx", 150, 5, correlation=8),  # Triton's: inside of no operator
+    event("cuda_driver", "cuLaunchKernelEx", 150, 5, correlation=8),  # a Triton kernel: no operator around it
     event("kernel", "recurrent_forward", 310, 20, tid=77, correlation=8),
     event("cpu_op", "aten::zero_", 160, 20),
     event("cuda_runtime", "cudaMemsetAsync", 165, 5, correlation=9),
@@ -95,18 +95,18 @@ def test_a_trace_without_gpu_work_gives_no_profile(tmp_path):
 def test_operators_are_counted_once_by_self_time(tmp_path):
     events = [
         event("user_annotation", "ProfilerStep#2", 0, 1000),
-        event("cpu_op", "Recurrence", 5, 900),  # a node of autograd: no operator
+        event("cpu_op", "Recurrence", 5, 900),  # an autograd node is not an operator
         event("user_annotation", "penstock::cpu_forward", 10, 500),
         event("cpu_op", "autograd::engine::evaluate_function: CopyBackward", 520, 100),
         event("cpu_op", "aten::contiguous", 530, 50),
         event("cpu_op", "aten::copy_", 540, 30),
         event("cpu_op", "aten::bmm", 700, 40),
-        event("cpu_op", "aten::as_strided", 740, 1),  # begins where the other ends: not inside
+        event("cpu_op", "aten::as_strided", 740, 1),  # starts at the end of the other: not inside it
     ]
     found = read(written(tmp_path / "a.json", events), gpu=False)
     assert found.kernel_milliseconds == pytest.approx(0.5 + 0.02 + 0.03 + 0.04 + 0.001)
     assert (found.slowest, found.slowest_milliseconds) == ("penstock::cpu_forward", 0.5)
-    assert found.launches == 4  # contiguous only calls another
+    assert found.launches == 4  # contiguous calls another operator
     assert found.layout_milliseconds == pytest.approx(0.03)
 
 
@@ -164,12 +164,12 @@ def test_profile_times_are_consistent(mode, tmp_path):
         assert seen.calls == 2
         assert seen.launches == int(seen.launches) > SMALL.T
     own = [event["dur"] for event in json.loads(one(tmp_path / "chunkwise").read_text())["traceEvents"] if event.get("cat") == "cpu_op"]
-    assert found.timings[1].profile.kernel_milliseconds < sum(own) * 1e-3  # operators inside others are in both
+    assert found.timings[1].profile.kernel_milliseconds < sum(own) * 1e-3  # the sum counts nested operators twice
 
 
 @NATIVE
 def test_native_kernels_appear_in_profiles_only(tmp_path, monkeypatch):
-    x = hidden(inputs("gla", Shape(1, 400, 4, 64, 64)))  # milliseconds, beside which nothing else counts
+    x = hidden(inputs("gla", Shape(1, 400, 4, 64, 64)))  # takes milliseconds, so overheads are negligible
     profile = profiled("small", x, "fwdbwd", [ours("cpu", x, "fwdbwd")], tmp_path, 0.002, 2).timings[0].profile
     assert profile.slowest == "penstock::cpu_backward"
     names = [one["name"] for one in json.loads(one(tmp_path).read_text())["traceEvents"]]
@@ -225,18 +225,18 @@ def test_wrong_candidates_are_neither_timed_nor_profiled(mode, tmp_path):
 
 
 def test_end_to_end_times_are_taken_without_the_profiler(tmp_path):
-    watched = []
+    profiling = []
 
     def forward(x: Inputs) -> torch.Tensor:
-        watched.append(torch.autograd._profiler_enabled())
+        profiling.append(torch.autograd._profiler_enabled())
         return token_loop(x)[0]
 
     x = hidden(inputs("gla", SMALL))
     candidate = Candidate("a", forward, token_loop, loop(x).budget)
     timing = profiled("small", x, "fwd", [candidate], tmp_path, 0.002, 4).timings[0]
-    assert sum(watched) == 4
-    assert all(watched[-4:])
-    assert len(watched) > timing.samples + WAIT + WARM_UP + 4
+    assert sum(profiling) == 4
+    assert all(profiling[-4:])
+    assert len(profiling) > timing.samples + WAIT + WARM_UP + 4
 
 
 def test_default_candidates_are_all_that_take_the_call(at_full_speed):
@@ -261,25 +261,25 @@ def test_named_candidates_run_or_raise():
         candidates(x, "fwd", ["reference"], ["fla_recurrent"])
 
 
-def test_an_unseen_gpu_is_an_error(tmp_path, monkeypatch):
+def test_a_device_without_traced_kernels_is_an_error(tmp_path, monkeypatch):
     x = hidden(inputs("gla", SMALL))
     monkeypatch.setattr(trace, "read", lambda path, gpu: None)
-    with pytest.raises(DeviceError, match=r"profile: device must be one whose work torch.profiler sees, got cpu"):
+    with pytest.raises(DeviceError, match=r"profile: device must be one whose kernels torch.profiler sees, got cpu"):
         profiled("small", x, "fwd", [ours("chunkwise", x, "fwd")], tmp_path, 0.001, 1)
 
 
 def test_steps_on_a_gpu_are_synchronized(tmp_path, monkeypatch):
-    order, asked, profiler = [], [], trace.Profiler
+    order, requested, profiler = [], [], trace.Profiler
 
     def on_the_cpu_only(activities, **options):
-        asked.extend(activities)
+        requested.extend(activities)
         return profiler(activities=[ProfilerActivity.CPU], **options)
 
     monkeypatch.setattr(trace, "on_gpu", lambda device: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: order.append("wait"))
     monkeypatch.setattr(trace, "Profiler", on_the_cpu_only)
     record(lambda: order.append("call"), CPU, 2, tmp_path / "a.json")
-    assert asked == [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    assert requested == [ProfilerActivity.CPU, ProfilerActivity.CUDA]
     assert [what for what in order if what == "call"] == ["call"] * (WAIT + WARM_UP + 2)
     assert all(following == "wait" for what, following in pairwise(order) if what == "call")
 
@@ -308,9 +308,9 @@ def test_command_prints_and_writes(run, mode, tmp_path, at_full_speed):
 
 
 def test_wrong_results_set_the_exit_code(run, monkeypatch, tmp_path):
-    module = sys.modules["penstock.cli.profile"]  # in its package, the command has its name
-    lost = replace(wrong("fwd"), ours=True)
-    monkeypatch.setattr(module, "candidates", lambda x, *_: ([loop(x), lost], []))
+    module = sys.modules["penstock.cli.profile"]  # its package has the command under the same name
+    own_wrong = replace(wrong("fwd"), ours=True)
+    monkeypatch.setattr(module, "candidates", lambda x, *_: ([loop(x), own_wrong], []))
     done = run("gla", *TINY, "--dtype", "float32", "--device", "cpu", "--output", str(tmp_path))
     assert done.exit_code == 1, done.output
     assert "wrong wrong: its output is 0.0001 from the float64 token loop" in done.output
@@ -323,7 +323,7 @@ def test_without_matplotlib_only_the_picture_is_missing(run, monkeypatch, tmp_pa
     assert "pip install 'penstock[plot]'" in done.output
     assert one(tmp_path / "chunkwise").exists()
     with pytest.raises(MissingExtra):
-        draw_profile(None, tmp_path / "a.png")
+        plot_profile(None, tmp_path / "a.png")
 
 
 def test_picture_shows_both_times_of_every_candidate(tmp_path, monkeypatch):
@@ -331,7 +331,7 @@ def test_picture_shows_both_times_of_every_candidate(tmp_path, monkeypatch):
     found = profiled("small", x, "fwd", [loop(x), ours("chunkwise", x, "fwd")], tmp_path, 0.001, 1)
     figures, save = [], plot._save
     monkeypatch.setattr(plot, "_save", lambda figure, *rest: figures.append(figure) or save(figure, *rest))
-    draw_profile(found, tmp_path / "new" / "a.png", "somewhere")
+    plot_profile(found, tmp_path / "new" / "a.png", "somewhere")
     (axes,) = figures[0].axes
     wanted = [time for one in found.timings for time in (one.milliseconds, one.profile.kernel_milliseconds)]
     assert [bar.get_width() for bar in axes.patches if bar.get_width()] == wanted
@@ -350,14 +350,30 @@ def test_picture_shows_both_times_of_every_candidate(tmp_path, monkeypatch):
         (["rwkv6", "--device", "cuda:99"], "profile: device must be one that torch can use"),
         (["rwkv6", *TINY, "--device", "cpu", "--peer", "fla"], "peer fla cannot be timed here"),
         (["rwkv6", "--heads", "0"], "--heads"),
+        *(
+            (["gla", "--seconds", value], f"profile: seconds must be a finite number above 0, got {value}")
+            for value in ("nan", "inf", "0.0")
+        ),
+        (["gla", "--seed", "-1"], "profile: seed must be from 0 to"),
+        (["gla", "--threads", "1000000000000"], "--threads"),
+        (["gla", "--device", "cpu:"], "profile: device must be cpu, cuda or cuda:N, got 'cpu:'"),
+        (["softmax_attention"], "profile: variant must be one of linear_attention"),
         (["rwkv6", "--output", __file__], "profile: --output must be a folder that can be written"),
     ],
 )
 def test_wrong_options_give_one_message(run, words, message):
     done = run(*words)
     assert done.exit_code == 2, done.output
+    assert isinstance(done.exception, SystemExit)
     assert message in done.output
-    assert "Traceback" not in done.output
+
+
+def test_calls_that_do_not_fit_in_memory_give_one_message(run, tmp_path):
+    done = run("gla", "--batch", str(10**9), "--length", str(10**9), "--device", "cpu", "--output", str(tmp_path / "new"))
+    assert done.exit_code == 1
+    assert isinstance(done.exception, SystemExit)
+    assert "gla, fwd, 1000000000,1000000000,32,64 was not measured: " in done.output
+    assert not (tmp_path / "new").exists()
 
 
 def test_bench_command_reads_what_profile_wrote(run, tmp_path):

@@ -1,4 +1,4 @@
-"""Records of measurements, and pictures of them."""
+"""Records and pictures of measurements."""
 
 import json
 import sys
@@ -13,7 +13,7 @@ from penstock.bench import plot
 from penstock.bench.candidates import Candidate, ours
 from penstock.bench.loop import token_loop
 from penstock.bench.measure import Untimed, measure
-from penstock.bench.plot import MissingExtra, draw
+from penstock.bench.plot import MissingExtra, plot_measurements
 from penstock.bench.record import Record
 from penstock.verify import oracle
 from penstock.verify.inputs import Shape, inputs
@@ -25,7 +25,7 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 def test_record_is_json_and_is_read_back(tmp_path):
     x = inputs("gla", SMALL)
     peer_ = Candidate("peer", refusing, token_loop, oracle.budget)
-    measured = measure("small", x, "fwd", [ours("auto", x, "fwd"), peer_], seconds=0.002, go_on=True)
+    measured = measure("small", x, "fwd", [ours("auto", x, "fwd"), peer_], seconds=0.002, keep_going=True)
     record = Record.of("penstock bench gla", "cpu", [measured], Machine.here())
     record.write(tmp_path / "new" / "record.json")
     content = json.loads((tmp_path / "new" / "record.json").read_text())
@@ -53,10 +53,35 @@ def test_other_files_are_refused(tmp_path):
             Record.read(tmp_path / "a.json")
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("mode", "sideways"), ("variant", 3), ("moved_bytes", None), ("shape", {"B": "x", "T": 1, "H": 1, "K": 1, "V": 1})],
+)
+def test_records_with_wrong_values_are_refused(tmp_path, name, value):
+    path = tmp_path / "a.json"
+    Record.of("penstock bench gla", "cpu", [measured("gla", SMALL, "fwd", "loop")], Machine.here()).write(path)
+    content = json.loads(path.read_text())
+    content["measurements"][0][name] = value
+    path.write_text(json.dumps(content))
+    with pytest.raises(RangeError, match="file must be a record that penstock bench --json wrote"):
+        Record.read(path)
+
+
+@pytest.mark.parametrize(("name", "value"), [("milliseconds", "x"), ("milliseconds", 0), ("quartiles", [1.0]), ("error", None)])
+def test_records_with_wrong_times_are_refused(tmp_path, name, value):
+    path = tmp_path / "a.json"
+    Record.of("penstock bench gla", "cpu", [measured("gla", SMALL, "fwd", "loop")], Machine.here()).write(path)
+    content = json.loads(path.read_text())
+    content["measurements"][0]["timings"][0][name] = value
+    path.write_text(json.dumps(content))
+    with pytest.raises(RangeError, match="file must be a record that penstock bench --json wrote"):
+        Record.read(path)
+
+
 def test_drawing_without_matplotlib_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(MissingExtra, match=r"pip install 'penstock\[plot\]'"):
-        draw([], tmp_path / "a.png")
+        plot_measurements([], tmp_path / "a.png")
 
 
 ONE, LONG, WIDE = Shape(1, 8, 2, 4, 4), Shape(1, 16, 2, 4, 4), Shape(2, 8, 4, 4, 4)
@@ -65,7 +90,7 @@ ONE, LONG, WIDE = Shape(1, 8, 2, 4, 4), Shape(1, 16, 2, 4, 4), Shape(2, 8, 4, 4,
 TWO = ("loop", "auto (cpu)")
 
 
-def spy(called, name, function):
+def recording(called, name, function):
     return lambda *given: called.add(name) or function(*given)
 
 
@@ -83,13 +108,18 @@ def spy(called, name, function):
         ("_dots", [measured("gla", shape, "fwd", "auto (cpu)") for shape in (ONE, WIDE)]),
     ],
 )
-def test_lines_for_sizes_bars_for_cases_dots_for_one(kind, rows, tmp_path, monkeypatch):
+def test_lines_show_sizes_bars_show_cases_dots_show_one_shape(kind, rows, tmp_path, monkeypatch):
     drawn = set()
     for name in ("_lines", "_bars", "_dots"):
-        monkeypatch.setattr(plot, name, spy(drawn, name, getattr(plot, name)))
-    draw(rows, tmp_path / "a.png", "somewhere")
+        monkeypatch.setattr(plot, name, recording(drawn, name, getattr(plot, name)))
+    plot_measurements(rows, tmp_path / "a.png", "somewhere")
     assert drawn == {kind}
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_pictures_distinguish_implementations_of_softmax_attention():
+    names = ["sdpa (flash)", "penstock (triton)", "penstock (reference)"]
+    assert plot._names([measured("softmax_attention", ONE, "fwd", *names)]) == {"sdpa": names[0], names[1]: names[1], names[2]: names[2]}
 
 
 def test_pictures_name_what_auto_ran_only_if_it_is_the_same_everywhere():

@@ -20,7 +20,7 @@ from penstock.verify.inputs import Shape
 TINY = ["--shape", "1,5,2,4", "--seconds", "0.002", "--threads", "1"]
 
 BENCH = sys.modules["penstock.cli.bench"]
-"""The module: in its package, the command has its name."""
+"""The module. Its package has the command under the same name."""
 
 
 @pytest.fixture
@@ -31,15 +31,15 @@ def run(monkeypatch):
 
 @pytest.mark.parametrize("command", ["", "check", "bench", "profile", "tune", "demo"])
 def test_help_shows_all_text_and_every_default(run, monkeypatch, command):
-    """Rich parses square brackets as markup and drops them."""
+    """Rich would drop text in square brackets as markup."""
     group = get_command(main)
-    told = group.commands[command] if command else group
+    documented = group.commands[command] if command else group
     monkeypatch.setenv("COLUMNS", "1000")  # a line for each option
     lines = [" ".join(line.split()) for line in run(*command.split(), "--help").output.splitlines()]
-    for paragraph in told.help.split("\n\n"):
+    for paragraph in documented.help.split("\n\n"):
         assert re.sub(r"\[/?bold\]", "", paragraph).strip() in lines
     defaults = 0
-    for parameter in told.params:
+    for parameter in documented.params:
         (line,) = (line for line in lines if f"{parameter.help} " in line)
         shown = parameter.show_default if isinstance(parameter.show_default, str) else parameter.default
         if parameter.show_default and shown is not None and shown is not False:
@@ -55,14 +55,8 @@ def test_help_shows_all_text_and_every_default(run, monkeypatch, command):
 
 def test_help_of_bench_shows_its_defaults():
     shown = {parameter.name: parameter.show_default for parameter in get_command(main).commands["bench"].params}
-    assert [shown[name] for name in ("mode", "impl", "peers", "dtype", "device", "seconds")] == [
-        "fwd",
-        "auto",
-        "loop",
-        "float32",
-        "cpu",
-        "1",
-    ]
+    wanted = ["fwd", "auto", "loop; sdpa for softmax_attention", "float32", "cpu", "1"]
+    assert [shown[name] for name in ("mode", "impl", "peers", "dtype", "device", "seconds")] == wanted
 
 
 @pytest.mark.parametrize("words", [["--version"], ["--version", "bench"]])
@@ -143,8 +137,34 @@ def test_bench_has_a_default_case_for_softmax_attention(run, monkeypatch):
         assert word in done.output
 
 
-def test_a_bench_without_measurements_fails(run, monkeypatch, tmp_path):
-    """Either no job ran, or no candidate was timed."""
+@pytest.mark.parametrize("words", [["--impl", "sdpa", "--impl", "reference"], ["--impl", "reference", "--peer", "none"]])
+def test_bench_of_softmax_attention_takes_implementations_and_peers(run, tmp_path, words):
+    numbers, picture = tmp_path / "a.json", tmp_path / "a.png"
+    shapes = ["--shape", "1,20,2,8", "--shape", "1,30,3,8"]
+    done = run("bench", "softmax_attention", *shapes, *words, "--seconds", "0.002", "--json", str(numbers), "--plot", str(picture))
+    assert done.exit_code == 0, done.output
+    impls = [f"penstock ({name})" for name in words[1::2] if name != "none"]
+    for one in json.loads(numbers.read_text())["measurements"]:
+        assert [timing["candidate"] for timing in one["timings"]] == (["sdpa"] if "none" not in words else []) + impls
+        assert one["first"] == one["timings"][0]["candidate"]
+    assert picture.exists()
+
+
+def test_a_refusing_implementation_of_softmax_attention_is_an_error(run):
+    done = run("bench", "softmax_attention", "--shape", "1,20,2,8", "--impl", "triton", "--dtype", "float64")
+    assert done.exit_code == 2
+    assert "softmax_attention: impl must be one that takes this call, got 'triton'" in done.output
+
+
+def test_bench_of_both_families_has_the_default_peers_of_each(run, tmp_path):
+    numbers = tmp_path / "a.json"
+    done = run("bench", "gla", "softmax_attention", "--shape", "1,5,2,4", "--seconds", "0.002", "--json", str(numbers))
+    assert done.exit_code == 0, done.output
+    assert [one["timings"][0]["candidate"] for one in json.loads(numbers.read_text())["measurements"]] == ["token loop", "sdpa"]
+
+
+def test_bench_without_measurements_fails(run, monkeypatch, tmp_path):
+    """There is no job, or no candidate was timed."""
     measure = BENCH.measure
     monkeypatch.setattr(BENCH, "_jobs", lambda *_: [])
     done = run("bench", "gla", "--json", str(tmp_path / "a.json"))
@@ -243,12 +263,12 @@ def test_wrong_results_set_the_exit_code(run, monkeypatch, tmp_path):
 def test_a_failing_case_does_not_end_the_others(run, monkeypatch):
     measure = BENCH.measure
 
-    def not_gla(name, x, *rest, **options):
+    def all_but_gla(name, x, *rest, **options):
         if x.variant == "gla":
             raise torch.OutOfMemoryError("no memory left")
         return measure(name, x, *rest, **options)
 
-    monkeypatch.setattr(BENCH, "measure", not_gla)
+    monkeypatch.setattr(BENCH, "measure", all_but_gla)
     done = run("bench", "gla", "rwkv6", *TINY)
     assert done.exit_code == 1
     assert "was not measured: OutOfMemoryError: no memory left" in done.output
@@ -292,6 +312,28 @@ def test_an_interrupted_run_keeps_its_measurements(run, monkeypatch, tmp_path):
         (["rwkv6", "--case", "rwkv6-7b", "--mode", "decode"], "T must be at most 16 in mode decode"),
         (["--suite", "everything"], "suite must be one of gpu-training, gpu-decode, lengths, softmax, wkv-ladder, got 'everything'"),
         (["rwkv6", "--from", "a.json"], "--from must be given without variants"),
+        (["--from", "a.json", "--seconds", "1"], "--from must be given without variants and with no option but --plot"),
+        (["softmax_attention", "--impl", "cpu"], "impl must be one of auto, triton, sdpa, reference for softmax_attention, got 'cpu'"),
+        (["softmax_attention", "--peer", "loop"], "peer must be one of sdpa, none for softmax_attention, got 'loop'"),
+        (["softmax_attention", "--shape", "1,20,2,8,16"], "shape must be one of equal K and V for softmax_attention, got 1,20,2,8,16"),
+        (["--suite", "softmax", "--impl", "cpu", "--device", "cpu"], "impl must be one of auto, triton, sdpa, reference for softmax"),
+        (["gla", "--impl", "triton"], "impl must be one of auto, cpu, cuda,"),
+        (["gla", "--peer", "sdpa"], "peer must be one of loop, fla"),
+        *(
+            (["gla", "--seconds", value], f"seconds must be a finite number above 0, got {value}")
+            for value in ("nan", "inf", "0.0", "-1.0")
+        ),
+        (["gla", "--seed", "-1"], "seed must be from 0 to 9223372036854775807, got -1"),
+        (["gla", "--seed", "99999999999999999999"], "seed must be from 0 to"),
+        (["gla", "--threads", "1000000000000"], "--threads"),
+        (["gla", "--threads", "0"], "--threads"),
+        (["gla", "--device", "cpu:"], "device must be cpu, cuda or cuda:N, got 'cpu:'"),
+        (["gla", "--device", "cuda:"], "device must be cpu, cuda or cuda:N, got 'cuda:'"),
+        (["gla", "--device", "cuda:01"], "device must be cpu, cuda or cuda:N, got 'cuda:01'"),
+        (["gla", "--shape", "1,2,3,99999999999999999999"], "shape must be B,T,H,K or B,T,H,K,V, whole numbers of at least 1"),
+        (["gla", "--shape", "999999999,999999999,3,4"], "shape must be one whose B * T * H * K * V is below 2**56"),
+        (["gla", "--shape", "9" * 5000 + ",1,1,1"], "shape must be B,T,H,K or B,T,H,K,V"),
+        (["--from", "."], "file must be a record that penstock bench --json wrote, got '.'"),
         (["--from", "no-such.json"], "file must be a record that penstock bench --json wrote, got 'no-such.json'"),
         (["rwkv6", "--plot", "picture.doc"], "file must be named *.png"),
         (["rwkv6", *TINY, "--peer", "fla"], "peer fla cannot be timed here"),
@@ -301,5 +343,12 @@ def test_an_interrupted_run_keeps_its_measurements(run, monkeypatch, tmp_path):
 def test_wrong_options_give_one_message(run, words, message):
     done = run("bench", *words)
     assert done.exit_code == 2, done.output
+    assert isinstance(done.exception, SystemExit)
     assert message in done.output
-    assert "Traceback" not in done.output
+
+
+def test_wrong_modes_are_found_before_any_case_is_measured(run, monkeypatch):
+    monkeypatch.setattr(BENCH, "measure", lambda *_, **__: pytest.fail("a case was measured"))
+    done = run("bench", "--case", "rwkv6-7b", "--mode", "fwd", "--mode", "decode")
+    assert done.exit_code == 2
+    assert "T must be at most 16 in mode decode" in done.output

@@ -21,12 +21,12 @@ from penstock.verify.machine import Machine
 from penstock.verify.verify import TRIALS, findings
 
 DEMO = sys.modules["penstock.cli.demo"]
-"""The module: in its package, the command has its name."""
+"""The module. Its package has the command under the same name."""
 
 
 @pytest.fixture
 def lines(capsys):
-    """The lines that a console of this width prints, all of which fit."""
+    """Return the lines printed on a console of this width, and check that they fit."""
 
     def shown(width, show, *given):
         show(Console(width=width), *given)
@@ -58,30 +58,30 @@ def test_model_table_has_two_header_lines_at_every_width(lines, width):
 
 
 def test_absent_and_refusing_implementations_take_one_line(lines, monkeypatch, at_full_speed):
-    """Reasons that every dtype shares are printed once; those why nothing here could run are printed with the machine."""
+    """A reason that all dtypes share is printed once. Why an implementation is absent is printed with the machine."""
     right = FAMILY.named("reference")
     absent = [replace(right, name=f"absent_{n}", available=lambda: "this machine has none") for n in range(2)]
-    picky = replace(right, name="picky", refuses=lambda problem, mode: "it wants other tensors")
+    picky = replace(right, name="picky", refuses=lambda problem, mode: "it takes other tensors")
     monkeypatch.setattr(FAMILY, "implementations", (right, *absent, picky))
     found = list(findings((TRIALS[0], TRIALS[2])))
     for width in (80, 100, 140):
         shown = lines(width, print_findings, found)
-        told = " ".join(shown[next(n for n, line in enumerate(shown) if line.startswith("not available")) :])
-        assert told.startswith("not available on this machine: absent_0, absent_1")
-        assert told.count("picky did not run float16, bfloat16, float32, float64: it wants other tensors") == 1
-        assert not re.search(r"absent_\d did not run", told)
+        text = " ".join(shown[next(n for n, line in enumerate(shown) if line.startswith("not available")) :])
+        assert text.startswith("not available on this machine: absent_0, absent_1")
+        assert text.count("picky did not run float16, bfloat16, float32, float64: it takes other tensors") == 1
+        assert not re.search(r"absent_\d did not run", text)
         machine = " ".join(" ".join(lines(width, print_machine, Machine.here(), [("sm_90", "no entries of yours")])).split())
         assert machine.count("not available: this machine has none") == 2
         assert machine.endswith("table sm_90 no entries of yours")
 
 
 @pytest.mark.parametrize("reason", [None, "torch sees no GPU here"])
-def test_softmax_kernels_are_absent_where_nothing_runs_them(monkeypatch, reason):
+def test_softmax_kernels_are_absent_without_a_gpu(monkeypatch, reason):
     triton = replace(SOFTMAX.named("triton"), available=lambda: reason, refuses=lambda problem, mode: "its tensors are on cpu")
     monkeypatch.setattr(SOFTMAX, "implementations", (triton, SOFTMAX.named("sdpa"), SOFTMAX.named("reference")))
     found = [one for one in findings(TRIALS[2:], (torch.float32,)) if one.implementation == "triton"]
     wanted = {"its tensors are on cpu"} if reason is None else {reason}
-    assert {(one.reason, one.absent, one.failed) for one in found} == {(told, reason is not None, False) for told in wanted}
+    assert {(one.reason, one.absent, one.failed) for one in found} == {(text, reason is not None, False) for text in wanted}
 
 
 def test_demo_runs_through(tmp_path, monkeypatch, at_full_speed, check_in_float32):
@@ -105,3 +105,20 @@ def test_demo_runs_through(tmp_path, monkeypatch, at_full_speed, check_in_float3
         assert (tmp_path / "penstock-demo" / name).exists()
         assert f"penstock-demo/{name}" in done.output
     assert max(map(len, done.output.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("seconds", ["nan", "inf", "0", "-1"])
+def test_training_time_must_be_finite_and_positive(tmp_path, monkeypatch, seconds):
+    monkeypatch.setattr(DEMO, "print_check", lambda *_: pytest.fail("work began"))
+    done = CliRunner().invoke(main, ["demo", "--folder", str(tmp_path), "--seconds", seconds])
+    assert done.exit_code == 2
+    assert done.output == f"demo: seconds must be a finite number above 0, got {float(seconds)}.\n"
+
+
+def test_a_missing_training_text_is_found_before_any_work(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
+    monkeypatch.setattr(DEMO, "print_check", lambda *_: pytest.fail("work began"))
+    done = CliRunner().invoke(main, ["demo", "--folder", str(tmp_path / "new")])
+    assert done.exit_code == 2
+    assert done.output.startswith("python_topics: the standard library must be whole, got one without pydoc_data.topics.")
+    assert not (tmp_path / "new").exists()

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from penstock.cli import main
 from penstock.cli.demo import NUMBERS, PICTURE, WEIGHTS
+from penstock.cli.outputs import Folder, check_outputs
 
 WORK = {
     "bench": ["penstock.cli.bench.measure", "penstock.cli.bench.softmax.measure"],
@@ -17,7 +18,7 @@ WORK = {
     "profile": ["penstock.cli.profile.inputs", "penstock.cli.profile.profiled"],
     "tune": ["penstock.tune.ahead.check_compiler", "penstock.tune.tune.Tuner.run"],
 }
-"""What each command must not have called."""
+"""Functions that a command must not call before it checks its paths."""
 FILES = {
     "bench gla --json": "--json",
     "bench softmax_attention --json": "--json",
@@ -33,20 +34,20 @@ FOLDERS = {"demo --folder": "--folder", "profile gla --output": "--output"}
 
 @pytest.fixture(autouse=True)
 def in_a_folder(tmp_path, monkeypatch):
-    """With a file, folders, and paths that ``os.access`` calls not writable: root may write anywhere."""
+    """A folder with a file, folders, and paths that ``os.access`` reports as not writable, because root can write anywhere."""
     monkeypatch.chdir(tmp_path)
     Path("file").write_text("mine")
     Path("folder.png").mkdir()
     Path("locked").mkdir()
     Path("kept").write_text("mine")
-    right = os.access
+    access = os.access
     locked = {str(tmp_path / "locked"), str(tmp_path / "kept")}
-    monkeypatch.setattr(os, "access", lambda path, mode: str(path) not in locked and right(path, mode))
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path) not in locked and access(path, mode))
 
 
 @pytest.fixture
 def refused(monkeypatch, tmp_path):
-    """Run a command that must not begin to work; returns what it says."""
+    """Run a command that must fail before any work; return its output."""
 
     def run(*words):
         for name in WORK[words[0]]:
@@ -103,7 +104,7 @@ def test_unwritable_folders_are_refused_before_any_work(refused, words, path, wh
 @pytest.mark.parametrize(
     ("words", "name"), [*(("demo --folder", name) for name in (NUMBERS, PICTURE, WEIGHTS)), ("profile gla --output", "profile.png")]
 )
-def test_folders_in_place_of_files_are_refused(refused, words, name):
+def test_folders_with_the_name_of_an_output_file_are_refused(refused, words, name):
     Path("out", name).mkdir(parents=True)
     command, option = words.split()[0], FOLDERS[words]
     said = refused(*words.split(), "out")
@@ -111,6 +112,51 @@ def test_folders_in_place_of_files_are_refused(refused, words, name):
         said
         == f"{command}: {name} in {option} must be a file that can be written, got 'out/{name}', which is a folder. Name another file.\n"
     )
+
+
+@pytest.fixture
+def profile(monkeypatch):
+    """Run ``penstock profile`` on a tiny call; it must end before it measures."""
+    monkeypatch.setattr(sys.modules["penstock.cli.profile"], "profiled", lambda *_: pytest.fail("work began"))
+    words = ["profile", "gla", "--length", "5", "--heads", "2", "--head-dim", "4", "--device", "cpu", "--impl", "chunkwise"]
+    return lambda *more: CliRunner().invoke(main, [*words, *more])
+
+
+@pytest.mark.parametrize("folder", ["token_loop", "chunkwise"])
+def test_trace_folders_that_cannot_be_written_are_refused(profile, monkeypatch, tmp_path, folder):
+    Path("out").mkdir()
+    Path("out", folder).write_text("mine")
+    done = profile("--output", "out")
+    assert done.exit_code == 2
+    rule = f"profile: {folder} in --output must be a folder that can be written, got 'out/{folder}'"
+    assert done.output.endswith(f"{rule}, which is a file. Name another folder.\n")
+    Path("out", folder).unlink()
+    Path("out", folder).mkdir()
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != folder and access(path, mode))
+    done = profile("--output", "out")
+    assert done.exit_code == 2
+    assert done.output.endswith(f"{rule}, where '{tmp_path}/out/{folder}' is not writable. Name another folder.\n")
+
+
+def test_numbers_in_place_of_a_trace_folder_are_refused(profile):
+    done = profile("--output", "new", "--json", "new/token_loop")
+    assert done.exit_code == 2
+    assert "profile: --json must be apart from token_loop in --output, got 'new/token_loop' and 'new/token_loop'" in done.output
+
+
+def test_numbers_inside_a_trace_folder_are_allowed():
+    check_outputs("profile", {"--json": Path("new/token_loop/a.json")}, Folder("--output", Path("new"), (), ("token_loop",)))
+
+
+def test_broken_links_to_missing_files_are_checked_at_their_target(refused):
+    Path("link.png").symlink_to("file/a.png")
+    assert "--json must be a file that can be written, got 'link.png', where" in refused("bench", "gla", "--json", "link.png")
+
+
+def test_two_names_of_one_file_are_refused(refused):
+    Path("link.png").symlink_to("a.png")
+    assert "--json must be apart from --plot" in refused("bench", "gla", "--json", "link.png", "--plot", "a.png")
 
 
 @pytest.mark.parametrize(

@@ -18,21 +18,21 @@ from penstock.demo.train import Trained, train
 from penstock.models.rwkv6 import RWKV6, Configuration
 from penstock.verify.machine import using_threads
 
-TEXT = python_topics()[:60_000]
+TEXT = python_topics()[:30_000]
 
 
 @pytest.fixture(scope="module")
-def screen() -> io.StringIO:
+def terminal() -> io.StringIO:
     return io.StringIO()
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, screen: io.StringIO) -> Trained:
-    """On the first part of the text: half of the time would go into evaluation."""
-    folder = tmp_path_factory.mktemp("trained") / "made" / "on the way"
+def trained(tmp_path_factory: pytest.TempPathFactory, terminal: io.StringIO) -> Trained:
+    """Trained on the first part of the text only, because evaluation of the whole text takes long."""
+    folder = tmp_path_factory.mktemp("trained") / "new" / "folder"
     with pytest.MonkeyPatch.context() as patch, using_threads(1):
         patch.setattr(training.text, "python_topics", lambda: TEXT)
-        return train(folder, seconds=2.0, console=Console(file=screen, force_terminal=True, width=100), seed=3)
+        return train(folder, seconds=2.0, console=Console(file=terminal, force_terminal=True, width=100), seed=3)
 
 
 def test_a_short_training_lowers_the_loss(trained: Trained) -> None:
@@ -59,12 +59,12 @@ def test_weights_are_saved_and_loaded(trained: Trained) -> None:
     assert training.sample(model, training.PROMPT, 300, seed=3)[:50] == trained.sample[:50]
 
 
-def test_console_shows_loss_and_speed(trained: Trained, screen: io.StringIO) -> None:
-    begin, *rest = screen.getvalue().split("loss")
+def test_console_shows_loss_and_speed(trained: Trained, terminal: io.StringIO) -> None:
+    begin, *rest = terminal.getvalue().split("loss")
     assert "training" in begin
     assert rest
     assert "tokens/s" in rest[-1]
-    assert "nan" not in screen.getvalue()
+    assert "nan" not in terminal.getvalue()
 
 
 def test_results_follow_from_the_seed_and_not_the_global_generator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_results_follow_from_the_seed_and_not_the_global_generator(monkeypatch: 
     monkeypatch.setattr(training, "CONFIGURATION", sizes)
     torch.manual_seed(9)
     state = torch.get_rng_state()
-    # so little time that every run is one step
+    # the time is so short that every run is one step
     one, same, other = (train(tmp_path, seconds=1e-9, seed=seed) for seed in (0, 0, 1))
     assert torch.equal(torch.get_rng_state(), state)
     assert (one.loss_before, one.loss_after, one.sample) == (same.loss_before, same.loss_after, same.sample)
@@ -119,7 +119,7 @@ def test_a_python_without_the_text_raises(monkeypatch: pytest.MonkeyPatch) -> No
         python_topics()
 
 
-@pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan])
-def test_seconds_must_be_positive(tmp_path: Path, seconds: float) -> None:
-    with pytest.raises(RangeError, match="seconds must be above 0"):
+@pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf])
+def test_seconds_must_be_finite_and_positive(tmp_path: Path, seconds: float) -> None:
+    with pytest.raises(RangeError, match="seconds must be a finite number above 0"):
         train(tmp_path, seconds=seconds)

@@ -17,7 +17,7 @@ LENGTH = 70
 
 @pytest.fixture(scope="module")
 def mixers() -> tuple[TimeMix, ChannelMix]:
-    """Every parameter is away from its initial value: zeros and ones would hide mistakes."""
+    """All parameters differ from their initial values: zeros and ones would hide errors."""
     torch.manual_seed(1)
     mixers = TimeMix(C, n, 5, 6, layer=1, num_layers=3), ChannelMix(C, 40, layer=1, num_layers=3)
     with torch.no_grad():
@@ -27,7 +27,7 @@ def mixers() -> tuple[TimeMix, ChannelMix]:
     return mixers
 
 
-def test_mixers_are_their_formulas(mixers: tuple[TimeMix, ChannelMix]) -> None:
+def test_mixers_equal_their_formulas(mixers: tuple[TimeMix, ChannelMix]) -> None:
     x = torch.randn(LENGTH, C, generator=torch.Generator().manual_seed(3))
     time, channel = ({name: p.double() for name, p in part.state_dict().items()} for part in mixers)
     p, S = torch.zeros(C).double(), torch.zeros(H, n, n).double()
@@ -47,7 +47,7 @@ def test_mixers_are_their_formulas(mixers: tuple[TimeMix, ChannelMix]) -> None:
     assert torch.equal(after.channel_shift[0], x[-1])
 
 
-def test_gradients_are_derivatives() -> None:
+def test_gradients_pass_gradcheck() -> None:
     torch.manual_seed(4)
     mixer = TimeMix(8, 4, 2, 3, layer=1, num_layers=2).double()
     channel = ChannelMix(8, 12, layer=1, num_layers=2).double()

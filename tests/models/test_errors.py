@@ -1,9 +1,10 @@
-"""Wrong arguments of RWKV-6 models: which exception, its message, and that a refused step changes nothing."""
+"""Wrong arguments of RWKV-6 models: the exception, its message, and that a refused step changes nothing."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -40,7 +41,7 @@ def test_messages(model: RWKV6, tokens: Tensor) -> None:
         model(tokens, model.initial_state(3))
     with pytest.raises(ShapeError, match="T at least 1"):
         model.generate(tokens[:, :0], 3)
-    with pytest.raises(RangeError, match="temperature must be at least 0"):
+    with pytest.raises(RangeError, match="temperature must be a finite number of at least 0"):
         model.generate(tokens, 3, temperature=-1)
     with pytest.raises(RangeError, match="top_p must be above 0"):
         model.generate(tokens, 3, top_p=0)
@@ -51,7 +52,7 @@ def test_messages(model: RWKV6, tokens: Tensor) -> None:
 
 
 def shared(x: Tensor) -> Tensor:
-    """The same shape, all elements in one place."""
+    """The same shape with all elements at one address."""
     return x.new_zeros(()).expand(x.shape)
 
 
@@ -61,29 +62,29 @@ def in_inference_mode(x: Tensor) -> Tensor:
 
 
 def last(field: str, change: Callable[[Tensor], object]) -> Callable[..., Any]:
-    """Changes one tensor of the last block's state: the blocks before it would already be written."""
+    """Change one tensor of the last block's state: a late check would find the earlier blocks already written."""
     return lambda tokens, state: (tokens, [*state[:-1], state[-1]._replace(**{field: change(getattr(state[-1], field))})])
 
 
 REFUSED: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
     "17 tokens": (lambda tokens, state: (tokens.repeat(1, 17), state), ShapeError, "T must be at most 16 tokens a sequence, got 17"),
-    "no list of tokens": (lambda tokens, state: (tokens.tolist(), state), DtypeError, "tokens must be a torch.Tensor, got [["),
+    "a list of tokens": (lambda tokens, state: (tokens.tolist(), state), DtypeError, "tokens must be a torch.Tensor, got [["),
     "one axis": (lambda tokens, state: (tokens[0], state), ShapeError, "tokens must be of shape [B,T]"),
     "float tokens": (lambda tokens, state: (tokens.float(), state), DtypeError, "tokens must be int32 or int64, got torch.float32"),
-    "tokens elsewhere": (lambda tokens, state: (tokens.to("meta"), state), DeviceError, "tokens must be on cpu, where the model is"),
-    "a token beyond": (lambda tokens, state: (tokens * 0 + 13, state), RangeError, "tokens must be from 0 to 12, got 13"),
-    "a token below": (lambda tokens, state: (tokens * 0 - 2, state), RangeError, "tokens must be from 0 to 12, got -2"),
+    "another device": (lambda tokens, state: (tokens.to("meta"), state), DeviceError, "tokens must be on cpu, where the model is"),
+    "a token too large": (lambda tokens, state: (tokens * 0 + 13, state), RangeError, "tokens must be from 0 to 12, got 13"),
+    "a negative token": (lambda tokens, state: (tokens * 0 - 2, state), RangeError, "tokens must be from 0 to 12, got -2"),
     "another batch": (lambda tokens, state: (tokens[:1], state), ShapeError, "state[0].wkv must be of shape [B,H,K,V] = [1, 3, 8, 8]"),
     "no state": (lambda tokens, state: (tokens, None), DtypeError, "state must be a list of State, got NoneType"),
     "one State": (lambda tokens, state: (tokens, state[0]), DtypeError, "state must be a list of State, got State of Tensor"),
-    "a State too few": (lambda tokens, state: (tokens, state[:2]), ShapeError, "one State for each of 3 blocks, got 2 of them"),
-    "a State too many": (lambda tokens, state: (tokens, state + state[:1]), ShapeError, "one State for each of 3 blocks, got 4 of them"),
+    "a State too few": (lambda tokens, state: (tokens, state[:2]), ShapeError, "one State for each of 3 blocks, got 2."),
+    "a State too many": (lambda tokens, state: (tokens, state + state[:1]), ShapeError, "one State for each of 3 blocks, got 4."),
 }
 for _field in State._fields:
     _name = f"RWKV6.step: state[2].{_field} must be"
     _dtype: Any = {"wkv": lambda x: x.int()}.get(_field, lambda x: x.double())
     REFUSED |= {
-        f"{_field}: no tensor": (last(_field, lambda x: 3), DtypeError, f"{_name} a torch.Tensor, got 3 of type int"),
+        f"{_field}: not a tensor": (last(_field, lambda x: 3), DtypeError, f"{_name} a torch.Tensor, got 3 of type int"),
         f"{_field}: shape": (last(_field, lambda x: x[..., 1:]), ShapeError, f"{_name} of shape [B,"),
         f"{_field}: dtype": (last(_field, _dtype), DtypeError, f"{_name} float"),
         f"{_field}: device": (last(_field, lambda x: x.to("meta")), DeviceError, f"{_name} on cpu, where the model is, got meta"),
@@ -113,7 +114,7 @@ def test_a_refused_step_of_a_mixer_changes_nothing(model: RWKV6) -> None:
     assert not any(x.any() for x in state)
 
 
-@pytest.mark.parametrize("why", ["no list of tokens", "tokens elsewhere", "a token beyond", "a token below"])
+@pytest.mark.parametrize("why", ["a list of tokens", "another device", "a token too large", "a negative token"])
 @pytest.mark.parametrize("function", ["RWKV6", "generate"])
 def test_wrong_tokens_raise_everywhere(model: RWKV6, tokens: Tensor, function: str, why: str) -> None:
     change, error, message = REFUSED[why]
@@ -125,14 +126,14 @@ def test_wrong_tokens_raise_everywhere(model: RWKV6, tokens: Tensor, function: s
 
 
 def test_token_values_are_read_on_a_cpu_only(model: RWKV6, tokens: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: values are read inside ``checks()`` only. Tokens that are drawn are not read again."""
-    asked: list[bool] = []
+    """On a GPU, values are read inside ``checks()`` only. Sampled tokens are not read again."""
+    reads: list[bool] = []
     read = "penstock.models.arguments.reads_values"
-    monkeypatch.setattr(read, lambda x: asked.append(True))
-    with pytest.raises(IndexError):  # torch's own, which a GPU does not raise
+    monkeypatch.setattr(read, lambda x: reads.append(True))
+    with pytest.raises(IndexError):  # raised by torch, and not on a GPU
         model(tokens + 13)
     model.generate(tokens, 3)
-    assert len(asked) == 3, "the call that fails, generate's prompt and the call inside"
+    assert len(reads) == 3, "the failing call, the prompt of generate, and its first call of the model"
     monkeypatch.setattr(read, lambda x: True)
     with pytest.raises(RangeError, match="tokens must be from 0 to 12, got 2"):
         model(tokens + 13)
@@ -147,7 +148,9 @@ def test_token_values_are_read_on_a_cpu_only(model: RWKV6, tokens: Tensor, monke
         ({"count": None}, DtypeError, "count must be a whole number, got None"),
         ({"temperature": "1"}, DtypeError, "temperature must be a number, got '1' of type str"),
         ({"temperature": None}, DtypeError, "temperature must be a number, got None"),
-        ({"temperature": math.nan}, RangeError, "temperature must be at least 0, got nan"),
+        ({"temperature": math.nan}, RangeError, "temperature must be a finite number of at least 0, got nan"),
+        ({"temperature": math.inf}, RangeError, "temperature must be a finite number of at least 0, got inf"),
+        ({"temperature": 10**400}, RangeError, "temperature must be a finite number of at least 0, got 1"),
         ({"top_p": True}, DtypeError, "top_p must be a number, got True of type bool"),
         ({"top_p": [0.5]}, DtypeError, "top_p must be a number, got [0.5] of type list"),
         ({"top_p": math.nan}, RangeError, "top_p must be above 0 and at most 1, got nan"),
@@ -172,9 +175,10 @@ def test_sizes_of_the_wrong_type_raise(model: RWKV6) -> None:
         model.initial_state(-1)
 
 
-def test_compiled_calls_have_no_graph_breaks(model: RWKV6, tokens: Tensor) -> None:
-    """The checks are traced too, but for what only values tell."""
+def test_compiled_calls_have_no_graph_breaks(tokens: Tensor) -> None:
+    """The checks are traced, except those of values. Two layers cover both kinds of block."""
     torch._dynamo.reset()
+    model = RWKV6(replace(SIZES, num_layers=2))
     with torch.no_grad():
         wanted, state = model(tokens[:, :9])
         found, _ = torch.compile(model, fullgraph=True, backend="eager")(tokens[:, :9])
@@ -193,7 +197,7 @@ def test_a_generator_of_another_device_raises() -> None:
 
 
 def test_states_from_autocast_are_valid_under_autocast(model: RWKV6, tokens: Tensor) -> None:
-    """Norms may then compute in another dtype than the model's, and shift states with them."""
+    """Under autocast, norms and shift states can have another dtype than the model."""
     _, state = model(tokens)
     state = [State(*(x.detach() for x in one)) for one in state]
     state[2] = state[2]._replace(time_shift=state[2].time_shift.bfloat16())

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock.layers.rwkv6 import State
 from penstock.models.rwkv6 import RWKV6, Configuration
-from penstock.models.sampling import draw
+from penstock.models.sampling import sample
 
 SIZES = Configuration(vocab_size=13, num_layers=3, hidden_size=24, intermediate_size=40, head_size=8, mix_rank=5, decay_rank=6)
 BATCH, LENGTH = 2, 70
@@ -19,7 +19,7 @@ BATCH, LENGTH = 2, 70
 
 @pytest.fixture(scope="module")
 def model() -> RWKV6:
-    """Every parameter is away from its initial value: zeros and ones would hide mistakes."""
+    """All parameters differ from their initial values: zeros and ones would hide errors."""
     torch.manual_seed(1)
     model = RWKV6(SIZES)
     with torch.no_grad():
@@ -35,7 +35,7 @@ def tokens() -> Tensor:
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
-def test_model_is_its_formulas(model: RWKV6, tokens: Tensor, dtype: torch.dtype, bound: float) -> None:
+def test_model_equals_its_formulas(model: RWKV6, tokens: Tensor, dtype: torch.dtype, bound: float) -> None:
     weights = {name: x.double() for name, x in model.state_dict().items()}
     copy = RWKV6(SIZES).to(dtype)
     copy.load_state_dict(model.state_dict())
@@ -45,13 +45,13 @@ def test_model_is_its_formulas(model: RWKV6, tokens: Tensor, dtype: torch.dtype,
 
 
 @pytest.mark.parametrize("cuts", [[0], [1], [LENGTH - 1], [LENGTH], [7, 8, 40], [33, 33]])
-def test_sequences_can_be_cut_anywhere(model: RWKV6, tokens: Tensor, cuts: list[int]) -> None:
+def test_cut_sequences_equal_one_call(model: RWKV6, tokens: Tensor, cuts: list[int]) -> None:
     whole, end = model(tokens)
     parts, state = [], None
     for piece in torch.tensor_split(tokens, cuts, dim=1):
         before = state and [[x.clone() for x in one] for one in state]
         logits, after = model(piece, state)
-        if state is not None:  # what goes in is not changed
+        if state is not None:  # the input state is not changed
             assert all(torch.equal(x, y) for one, other in zip(state, before) for x, y in zip(one, other))
         parts.append(logits)
         state = after
@@ -60,7 +60,7 @@ def test_sequences_can_be_cut_anywhere(model: RWKV6, tokens: Tensor, cuts: list[
 
 
 @pytest.mark.parametrize("width", [1, 7, 16])
-def test_steps_equal_the_whole(model: RWKV6, tokens: Tensor, width: int) -> None:
+def test_steps_equal_one_call(model: RWKV6, tokens: Tensor, width: int) -> None:
     with torch.no_grad():
         whole, end = model(tokens)
         logits, state = model(tokens[:, :5])
@@ -84,7 +84,7 @@ def test_causality(model: RWKV6, tokens: Tensor) -> None:
 
 def test_gradients_reach_every_parameter(model: RWKV6, tokens: Tensor) -> None:
     _, state = model(tokens[:, :40])
-    logits, _ = model(tokens[:, 40:], state)  # through the state as well
+    logits, _ = model(tokens[:, 40:], state)  # also through the state
     model.zero_grad()
     logits.square().mean().backward()
     for name, parameter in model.named_parameters():
@@ -136,12 +136,29 @@ def test_temperature_zero_takes_the_most_likely_token(model: RWKV6, tokens: Tens
     assert torch.equal(drawn, tokens[:, -4:])
 
 
+@pytest.mark.parametrize("temperature", [1e-6, 1e-40, 1e-46, 5e-324])
+def test_very_low_temperatures_take_the_most_likely_token(model: RWKV6, tokens: Tensor, temperature: float) -> None:
+    assert torch.equal(model.generate(tokens, 4, temperature=temperature), model.generate(tokens, 4, temperature=0))
+    assert torch.equal(sample(torch.tensor([[-3e38, 3e38, -math.inf]]), temperature, 1.0), torch.tensor([1]))
+
+
+@pytest.mark.parametrize("temperature", [1e30, 1e300, 1.7e308])
+def test_very_high_temperatures_draw_uniformly(temperature: float) -> None:
+    logits = torch.tensor([[-9.0, 0.0, 5.0, -math.inf]]).expand(3000, 4)
+    counts = sample(logits, temperature, 1.0, torch.Generator().manual_seed(0)).bincount(minlength=4) / 3000
+    assert torch.allclose(counts, torch.tensor([1 / 3, 1 / 3, 1 / 3, 0]), atol=0.05)
+
+
+def test_a_tiny_top_p_takes_the_most_likely_token() -> None:
+    assert sample(torch.tensor([[0.0, 3.0, 1.0]]), 1.0, 5e-324).item() == 1
+
+
 def test_top_p_drops_unlikely_tokens() -> None:
     logits = torch.tensor([[0.1, 0.5, 0.15, 0.25]]).log().expand(2000, 4)
-    counts = draw(logits, 1.0, 0.7, torch.Generator().manual_seed(0)).bincount(minlength=4) / 2000
+    counts = sample(logits, 1.0, 0.7, torch.Generator().manual_seed(0)).bincount(minlength=4) / 2000
     assert counts[0] == counts[2] == 0
     assert counts[1].item() == pytest.approx(2 / 3, abs=0.05)
-    counts = draw(logits, 1.0, 1.0, torch.Generator().manual_seed(0)).bincount(minlength=4) / 2000
+    counts = sample(logits, 1.0, 1.0, torch.Generator().manual_seed(0)).bincount(minlength=4) / 2000
     assert torch.allclose(counts, logits[0].exp(), atol=0.05)
 
 

@@ -1,4 +1,4 @@
-"""The kernels compiled ahead of time for GPUs that are absent, and their resources against the record."""
+"""Ahead-of-time compilation of the kernels for absent GPUs, and their resources compared with the record."""
 
 import json
 import os
@@ -23,10 +23,10 @@ from penstock.tune.shipped import CONFIGURATIONS, TARGETS, Softmax
 from penstock.tune.workers import Failure
 from penstock.verify.inputs import Shape
 
-RECORD = resources.Record.read()
+RECORD = resources.RecordedResources.read()
 RECURRENT = [one for one in CONFIGURATIONS if not isinstance(one, Softmax)]
 WITH_COMPILER = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
-"""An environment in which Triton compiles."""
+"""The environment of a process in which Triton compiles."""
 
 
 def penstock(*words):
@@ -36,7 +36,7 @@ def penstock(*words):
 HOPPER = (["sm_90"], ["rwkv6 1,1024,32,64 bfloat16", "gla 8,2048,32,64 bfloat16: forward"])
 ELSEWHERE = (["sm_80", "sm_100", "gfx942"], ["rwkv6 1,1024,32,64 bfloat16: forward", "rwkv6 1,1024,32,64 bfloat16: step"])
 MOST = (TARGETS, [*HOPPER[1], "penstock_chunk_bwd halves", "gla 1,1024,16,100 bfloat16: backward"])
-"""rwkv6 has most of the code; gla has halves, walks whole sequences and, with odd heads, short chunks. The rest takes minutes."""
+"""rwkv6 covers most of the code; gla covers halves, uncut sequences and, with odd head sizes, short chunks. The rest takes minutes."""
 EVERY = {
     "penstock_chunk_states", "penstock_chunk_states adjoint", "penstock_segment_scan", "penstock_chunk_fwd", "penstock_chunk_fwd exact",
     "penstock_chunk_fwd halves", "penstock_chunk_fwd halves exact", "penstock_chunk_bwd", "penstock_chunk_bwd exact",
@@ -44,30 +44,42 @@ EVERY = {
 }  # fmt: skip
 
 
-COMPILED = [
-    pytest.param(*HOPPER, id="Hopper"),
-    pytest.param(*ELSEWHERE, id="others"),
-    pytest.param(*MOST, marks=pytest.mark.slow, id="most"),
+SELECTIONS = [
+    pytest.param([HOPPER, ELSEWHERE], id="sample"),
+    pytest.param([MOST], marks=pytest.mark.slow, id="most"),
 ]
+CHECK = """
+import json, sys
+from typer.testing import CliRunner
+from penstock.cli import main
+for words in json.loads(sys.argv[1]):
+    done = CliRunner().invoke(main, ["check", "--compile", "--json", *words])
+    print(json.dumps([done.exit_code, done.stdout]))
+"""
+"""Runs ``penstock check --compile`` for several selections in one process: imports take longer than the kernels in Triton's cache."""
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("archs", "only"), COMPILED)
-def test_kernels_compile_as_recorded(archs, only):
-    words = [*(f"--arch={arch}" for arch in archs), *(f"--only={text}" for text in only)]
-    done = penstock("-m", "penstock", "check", "--compile", "--json", *words)
-    content = json.loads(done.stdout)
-    assert done.returncode == 0, [one for one in content["launches"] if one["wrong"]]
-    assert {one["arch"] for one in content["launches"]} == set(archs)
-    if only is MOST[1]:
-        assert {one["launch"].rpartition(": ")[2] for one in content["launches"]} >= EVERY
-    if content["triton"] == RECORD.triton:
-        for one in content["launches"]:
-            assert one["found"] == one["recorded"], one
+@pytest.mark.parametrize("selections", SELECTIONS)
+def test_kernels_compile_as_recorded(selections):
+    words = [[*(f"--arch={arch}" for arch in archs), *(f"--only={text}" for text in only)] for archs, only in selections]
+    done = penstock("-c", CHECK, json.dumps(words))
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(results) == len(selections), done.stderr
+    wrong = []
+    for (archs, only), (code, output) in zip(selections, results):
+        content = json.loads(output)
+        assert {one["arch"] for one in content["launches"]} == set(archs)
+        if only is MOST[1]:
+            assert {one["launch"].rpartition(": ")[2] for one in content["launches"]} >= EVERY
+        assert (code == 0) == content["ok"] == (not any(one["wrong"] for one in content["launches"]))
+        same = content["triton"] == RECORD.triton
+        wrong += [one for one in content["launches"] if one["wrong"] or (same and one["found"] != one["recorded"])]
+    assert not wrong
 
 
 def test_launches_are_specialised_as_by_triton():
-    """Numbers that are 1, or divisible by 16, have code of their own; others share theirs; some are never looked at."""
+    """Numbers that are 1 or divisible by 16 are specialised; other numbers share one specialisation; some arguments have none."""
     script = """
 import torch
 from penstock.tune.ahead import distinct
@@ -97,12 +109,12 @@ def test_the_record_has_every_launch_and_no_other(arch):
 
 @pytest.mark.parametrize("arch", TARGETS)
 def test_recorded_shared_memory_is_within_the_estimate(arch, monkeypatch):
-    """What ``shared_bytes`` says decides whether block sizes fit a GPU that nobody has measured."""
-    reckoned = []
+    """``shared_bytes`` decides whether block sizes fit a GPU for which no measurements exist."""
+    estimates = []
 
     def noted(key, target):
         found = table.config(key, target)
-        reckoned.append((key.kernel, table.shared_bytes(found, key)))
+        estimates.append((key.kernel, table.shared_bytes(found, key)))
         return found
 
     monkeypatch.setattr(plan, "config", noted)
@@ -111,32 +123,32 @@ def test_recorded_shared_memory_is_within_the_estimate(arch, monkeypatch):
                "penstock_segment_scan": None, "penstock_chunk_fwd_hopper": None, "penstock_chunk_bwd_hopper": None}  # fmt: skip
     for one in RECURRENT:
         for which in one.passes:
-            reckoned.clear()
+            estimates.clear()
             for name, _ in replace(one, passes=(which,)).launches(arch):
                 taken = RECORD.launches[arch][name].shared
                 assert taken <= TARGETS[arch].shared_memory, name
                 kernel = "step" if which == "step" else kernels[name.rpartition(": ")[2].partition(" ")[0]]
                 if kernel is not None:
-                    assert taken <= max(size for asked, size in reckoned if asked == kernel), name
+                    assert taken <= max(size for asked, size in estimates if asked == kernel), name
 
 
 @pytest.mark.parametrize("arch", TARGETS)
 def test_recorded_shared_memory_of_softmax_attention_is_within_the_estimate(arch, monkeypatch):
-    reckoned, found = [], softmax.config
+    estimates, found = [], softmax.config
 
     def noted(kernel, D, size, target):
-        reckoned.append((kernel, softmax.shared_bytes(kernel, found(kernel, D, size, target), D, size)))
+        estimates.append((kernel, softmax.shared_bytes(kernel, found(kernel, D, size, target), D, size)))
         return found(kernel, D, size, target)
 
     monkeypatch.setattr(softmax, "config", noted)
     for one in CONFIGURATIONS:
         if isinstance(one, Softmax):
-            reckoned.clear()
+            estimates.clear()
             every = [name for name, _ in one.launches(arch) if not name.endswith("penstock_attention_delta")]
             assert all(RECORD.launches[arch][name].shared <= TARGETS[arch].shared_memory for name in every)
             names = [name for name in every if not name.endswith("_hopper")]
-            assert [name.rpartition(": ")[2] for name in names] == [softmax.KERNELS[kernel].fn.__name__ for kernel, _ in reckoned]
-            for name, (_, size) in zip(names, reckoned):
+            assert [name.rpartition(": ")[2] for name in names] == [softmax.KERNELS[kernel].fn.__name__ for kernel, _ in estimates]
+            for name, (_, size) in zip(names, estimates):
                 assert RECORD.launches[arch][name].shared <= size <= TARGETS[arch].shared_memory, name
 
 
@@ -145,28 +157,28 @@ def test_findings_say_what_is_wrong():
     right = RECORD.launches["sm_80"][name]
     limit = TARGETS["sm_80"].shared_memory
 
-    def told(found, triton=RECORD.triton, record=RECORD, name=name):
-        return resources.held_to(record, triton, {("sm_80", name): found})[0].wrong
+    def fault(found, triton=RECORD.triton, record=RECORD, name=name):
+        return resources.compared(record, triton, {("sm_80", name): found})[0].wrong
 
     more = right._replace(spill=right.spill + 4)
-    assert told(right) is None
-    assert told(right._replace(registers=255, spill=0)) is None
-    assert told(more) == f"spills {more.spill} bytes, recorded are {right.spill}"
-    assert told(more, triton="3.0") is None
-    assert told(more, record=None) is None
+    assert fault(right) is None
+    assert fault(right._replace(registers=255, spill=0)) is None
+    assert fault(more) == f"spills {more.spill} bytes, the record has {right.spill}"
+    assert fault(more, triton="3.0") is None
+    assert fault(more, record=None) is None
     for triton in (RECORD.triton, "3.0"):
-        assert told(right._replace(shared=limit), triton) is None
-        assert told(right._replace(shared=limit + 1), triton).startswith(f"{limit + 1} bytes of shared memory")
-        assert told(Failure("no such instruction"), triton) == "does not compile: no such instruction"
-    assert "not in the record" in told(right, name="another")
-    assert told(right, name="another", triton="3.0") is None
+        assert fault(right._replace(shared=limit), triton) is None
+        assert fault(right._replace(shared=limit + 1), triton).startswith(f"{limit + 1} bytes of shared memory")
+        assert fault(Failure("no such instruction"), triton) == "does not compile: no such instruction"
+    assert "not in the record" in fault(right, name="another")
+    assert fault(right, name="another", triton="3.0") is None
 
 
 def test_a_record_is_read_as_written(tmp_path):
     found = {("sm_80", "a: b"): Resources(1, 2, 3), ("gfx942", "a: b"): Resources(4, 5, 6), ("gfx942", "c"): Failure("no")}
-    record = resources.Record.of("3.7.1", resources.held_to(None, "3.7.1", found))
+    record = resources.RecordedResources.of("3.7.1", resources.compared(None, "3.7.1", found))
     record.write(tmp_path / "deep" / "record.json")
-    assert resources.Record.read(tmp_path / "deep" / "record.json") == record
+    assert resources.RecordedResources.read(tmp_path / "deep" / "record.json") == record
     assert record.launches == {"sm_80": {"a: b": Resources(1, 2, 3)}, "gfx942": {"a: b": Resources(4, 5, 6)}}
 
 
@@ -181,7 +193,7 @@ def test_sizes_by_rule_fit_a_small_gpu(kernel, precision):
         for K, V in SIZES:
             key = Key(kernel, name, "updated", precision, K, V)
             found = table.config(key, small)
-            least = found.stages == 1 and found.C in (0, 16)  # nothing is left to shrink
+            least = found.stages == 1 and found.C in (0, 16)  # the smallest configuration
             assert table.shared_bytes(found, key) <= small.shared_memory or least, (key, found)
 
 
@@ -194,7 +206,7 @@ def test_sizes_by_rule_fit_a_small_gpu(kernel, precision):
         ("retention", (8, 512, 512), {1: (16, 4), 8: (32, 8)}),
     ],
 )
-def test_decode_steps_have_wide_rows_where_programs_fill_the_gpu(variant, sizes, widths):
+def test_decode_steps_have_wide_rows_if_programs_fill_the_gpu(variant, sizes, widths):
     """BV and warps by sequences: 4 programs for each of 132 multiprocessors; 64 float32 of the state a thread at most."""
     for N, wanted in widths.items():
         launch = planned("step", without_memory(variant, Shape(N, 1, *sizes), torch.bfloat16), TARGETS["sm_90"]).plan.launches[0]

@@ -1,4 +1,4 @@
-"""Launch tables, and ``penstock tune`` with made-up times: kernels run under the interpreter."""
+"""Launch tables, and ``penstock tune`` with fake times. Kernels run under the interpreter."""
 
 import json
 
@@ -31,7 +31,7 @@ TARGET = Target("sm_90", 132, 227 << 10)
 
 @pytest.fixture
 def own(tmp_path, monkeypatch):
-    """The user's table for sm_90, in a folder of the test's own."""
+    """The user's table for sm_90, in a temporary folder."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     table_file.in_use.cache_clear()
     yield tmp_path / "penstock" / "launch-sm_90.json"
@@ -42,7 +42,7 @@ def in_use():
     return {key: entry.config for key, entry in table_file.in_use("sm_90").items()}
 
 
-def asked(target, K=64):
+def forward_config(target, K=64):
     """The block sizes of gla's forward kernel for a head of K key channels."""
     inputs = without_memory("gla", Shape(1, 64, 1, K, 64), torch.bfloat16)
     return config(Call.of(inputs.problem(), target).key("forward"), target)
@@ -51,17 +51,17 @@ def asked(target, K=64):
 def test_tables_of_the_user_come_before_shipped_ones_and_rules(own):
     shipped = table_file.shipped("sm_90")
     assert in_use() == {key: entry.config for key, entry in shipped.items()}
-    assert asked(TARGET) == by_rule(KEY, TARGET)
-    assert asked(TARGET._replace(table={KEY: KernelConfig(1, C=32)})) == KernelConfig(1, C=32)
+    assert forward_config(TARGET) == by_rule(KEY, TARGET)
+    assert forward_config(TARGET._replace(table={KEY: KernelConfig(1, C=32)})) == KernelConfig(1, C=32)
     table_file.write(own, "sm_90", [ENTRY])
-    assert asked(TARGET._replace(table=in_use())) == shipped[KEY].config  # the file is read once in a process
+    assert forward_config(TARGET._replace(table=in_use())) == shipped[KEY].config  # the file is read once in a process
     table_file.in_use.cache_clear()
     found = in_use()
-    assert asked(TARGET._replace(table=found)) == ENTRY.config
+    assert forward_config(TARGET._replace(table=found)) == ENTRY.config
     assert found == {key: entry.config for key, entry in shipped.items()} | {KEY: ENTRY.config}
     assert not table_file.in_use("sm_80")
-    assert asked(TARGET._replace(table=found), 33) == ENTRY.config  # 33 channels are rounded up
-    assert asked(TARGET._replace(table=found), 65) != ENTRY.config
+    assert forward_config(TARGET._replace(table=found), 33) == ENTRY.config  # 33 channels are rounded up
+    assert forward_config(TARGET._replace(table=found), 65) != ENTRY.config
 
 
 def test_check_lists_the_tables_in_use(own, monkeypatch):
@@ -149,7 +149,7 @@ def test_sizes_in_use_stay_unless_others_are_clearly_faster():
 
 
 def fake(times, seen):
-    """Answers for candidates: milliseconds by block sizes; all are right but those of 8 warps, which are the fastest."""
+    """Fake measurements: milliseconds by block sizes. Candidates with 8 warps are the fastest, and wrong."""
 
     def measure(given, found):
         seen.append(given)
@@ -178,8 +178,8 @@ def test_kernels_are_tuned_in_turn_with_earlier_choices():
     assert found["step"].call == "gla 64,1,32,64 bfloat16 step"
     assert [kernel for kernel, _ in tried] == ["forward", "forward", "backward", "states", "states", "recurrent", "step"]
     assert all(one.reason for one in found["forward"].outcomes if one.config.warps == 8 or one.config.stages == 1)
-    beside = next(given for given in seen if given.key.kernel == "states").beside
-    assert beside == {found[name].key: found[name].chosen.config for name in ("forward", "backward")}
+    others = next(given for given in seen if given.key.kernel == "states").other_configs
+    assert others == {found[name].key: found[name].chosen.config for name in ("forward", "backward")}
     entry = entry_of(found["forward"], "a GPU", "triton 9")
     assert (entry.config, entry.gpu, entry.milliseconds) == (found["forward"].chosen.config, "a GPU", 3.21)
 
@@ -248,7 +248,10 @@ def test_candidates_are_printed(capsys):
         (["gla", "--dtype", "float64"], "dtype must be one of bfloat16, float16, float32, got 'float64'"),
         (["gla", "--device", "cpu"], "device must be cuda or cuda:N, got 'cpu'"),
         (["gla", "--device", "cuda:99"], "device must be one that torch can use"),
-        (["gla", "--shape", "1,2,x,4"], "shape must be B,T,H,K or B,T,H,K,V"),
+        (["gla", "--device", "cuda:"], "device must be cuda or cuda:N, got 'cuda:'"),
+        (["gla", "--seed", "-1"], "tune: seed must be from 0 to"),
+        (["gla", "--shape", "999999999,999999999,3,4"], "tune: shape must be one whose B * T * H * K * V is below 2**56"),
+        (["gla", "--shape", "1,2,x,4"], "tune: shape must be B,T,H,K or B,T,H,K,V"),
         (["gla", "--shape", "1,2,3,64", "--shape", "8,2,3,63"], "shape must be the only one of its K and V"),
         (["gla", "--shape", "1,2,3,512"], "shape must be of at most K = 256 and V = 512, got 1,2,3,512"),
     ],
@@ -267,29 +270,29 @@ def test_tune_has_help(monkeypatch):
 
 
 def test_tune_adds_to_a_table(own, monkeypatch, tmp_path):
-    """The command with a GPU that is not there: its name, its kind and its times are made up."""
+    """The command with a fake GPU: its name, type and times."""
     other = ENTRY._replace(key=KEY._replace(K=128))
     file = tmp_path / "table.json"
     table_file.write(file, "sm_90", [other, ENTRY])
     monkeypatch.setattr("penstock.tune.ahead.check_compiler", lambda function: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Made Up 1")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Fake GPU")
     monkeypatch.setattr(Target, "of", lambda device: TARGET)
     best = Outcome(KernelConfig(4, C=64, stages=2, programs_per_sm=1), 0.125, 1e-3, None)
 
     def run(tuner):
-        assert (tuner.variant, tuner.shape.text, tuner.device) == ("gla", "2,64,3,64", "cuda:0")
+        assert (tuner.variant, tuner.shape.text, tuner.device, tuner.seed) == ("gla", "2,64,3,64", "cuda:0", 5)
         yield Tuned(KEY, "gla 2,64,3,64 bfloat16 forward", ENTRY.config, (best,))
         yield Tuned(KEY._replace(kernel="states"), "gla", KernelConfig(2), (Outcome(KernelConfig(2), None, None, "broken"),))
 
     monkeypatch.setattr(Tuner, "run", run)
-    words = ["tune", "gla", "--shape", "2,64,3,64", "--device", "cuda:0"]
+    words = ["tune", "gla", "--shape", "2,64,3,64", "--device", "cuda:0", "--seed", "5"]
     done = CliRunner().invoke(main, [*words, "--write", str(file)])
     assert done.exit_code == 0, done.output
     found = table_file.read(file, "sm_90")
     assert set(found) == {KEY, other.key}
     assert found[other.key] == other
-    assert (found[KEY].config, found[KEY].gpu, found[KEY].milliseconds) == (best.config, "Made Up 1", 0.125)
+    assert (found[KEY].config, found[KEY].gpu, found[KEY].milliseconds) == (best.config, "Fake GPU", 0.125)
     assert "torch" in found[KEY].versions
     assert not own.exists()
     assert CliRunner().invoke(main, [*words, "--dry"]).exit_code == 0

@@ -1,4 +1,4 @@
-"""Functions in processes of their own: one that fails, crashes or hangs does so alone."""
+"""Functions in worker processes: a failure, crash or timeout affects one job only."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ from penstock.tune.workers import PRELOADED, Failure, one_by_one, side_by_side
 
 
 def test_preloaded_modules_exist():
-    """A forkserver ignores those that do not, and every process then imports torch again."""
+    """The fork server ignores missing modules, and every process would then import torch again."""
     for name in PRELOADED:
         import_module(name)
 
@@ -22,14 +22,14 @@ def half(x):
     return x / 2
 
 
-def over(given):
-    begun = [0]
+def division_by(given):
+    calls = [0]
 
-    def share(x):
-        begun[0] += 1
-        return half(x) / given, begun[0]
+    def divide(x):
+        calls[0] += 1
+        return half(x) / given, calls[0]
 
-    return share
+    return divide
 
 
 def test_failures_and_crashes_do_not_affect_other_jobs():
@@ -37,13 +37,13 @@ def test_failures_and_crashes_do_not_affect_other_jobs():
         2.0, Failure("ValueError: no half of nothing"), Failure("its process ended with exit code -9"), 3.0,
     ]  # fmt: skip
     assert list(side_by_side(half, [], 60)) == []
-    nothing = Failure("ZeroDivisionError: float division by zero")
-    assert list(one_by_one(over, 2, [4, 8, -1, 0, 6, 10], 60)) == [
+    zero = Failure("ZeroDivisionError: float division by zero")
+    assert list(one_by_one(division_by, 2, [4, 8, -1, 0, 6, 10], 60)) == [
         (1.0, 1), (2.0, 2), Failure("its process ended with exit code -9"), Failure("ValueError: no half of nothing"), (1.5, 1), (2.5, 2),
     ]  # fmt: skip
-    assert list(one_by_one(over, 0, [4, 6], 60)) == [nothing, nothing]
+    assert list(one_by_one(division_by, 0, [4, 6], 60)) == [zero, zero]
 
 
 def test_timeouts_do_not_affect_other_jobs():
-    assert list(side_by_side(sleep, [0], 60)) == [None]  # processes are quick to start from now on
-    assert list(side_by_side(sleep, [0, 60, 0], 5, workers=1)) == [None, Failure("not done after 5 s"), None]
+    assert list(side_by_side(sleep, [0], 60)) == [None]  # starts the fork server; later processes start fast
+    assert list(side_by_side(sleep, [0, 60, 0], 2, workers=1)) == [None, Failure("not done after 2 s"), None]

@@ -1,4 +1,4 @@
-"""Shapes as they are written, and random inputs of valid calls."""
+"""Shapes as text, and random inputs."""
 
 import pytest
 import torch

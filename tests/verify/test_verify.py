@@ -1,4 +1,4 @@
-"""``penstock check``: every implementation against its oracle, and the errors it allows."""
+"""``penstock check``: comparison of every implementation with its oracle, and the allowed errors."""
 
 from dataclasses import replace
 from itertools import product
@@ -17,14 +17,14 @@ from penstock.verify.inputs import Shape, inputs
 
 @pytest.fixture
 def only_rwkv6(monkeypatch):
-    """A trial of the recurrence with one variant: the others differ in what is drawn only."""
+    """The trial of the recurrence with one variant. Other variants have different tensors only."""
     trial = verify.TRIALS[0]
     monkeypatch.setattr(verify.Trial, "signatures", lambda trial: [trial.operator.signatures["rwkv6"]])
     return (trial,)
 
 
 def test_every_implementation_passes(at_full_speed):
-    """And all that run here are looked at, in all their results."""
+    """All results of all implementations that run here are compared."""
     found = list(verify.findings())
     assert not [finding for finding in found if finding.failed]
     results = {finding.result for finding in found if finding.implementation == "reference"}

@@ -1,7 +1,6 @@
-// The formula, loop by loop. Thread (b, h, i) owns column i of one head's state and adds every product to the output in memory,
-// atomically.
+// The literal formula. Thread (b, h, i) owns column i of one head's state and adds every product to the output by an atomic operation.
 //
-// Slow because every one of a token's HEAD additions goes to memory and back, though no other thread writes there.
+// Slow: each of the HEAD additions of a token accesses memory, although no other thread writes to the same address.
 
 extern "C" __global__ void wkv(int B, int T, int H, const float *r, const float *k, const float *v, const float *w,
                                const float *u, float *o) {

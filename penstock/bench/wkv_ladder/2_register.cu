@@ -1,4 +1,4 @@
-// No thread shares its output with another, so the sum can stay in a register and be written once.
+// Threads do not share outputs, so the sum stays in a register and is written once.
 
 extern "C" __global__ void wkv(int B, int T, int H, const float *r, const float *k, const float *v, const float *w,
                                const float *u, float *o) {

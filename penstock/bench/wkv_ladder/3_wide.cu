@@ -1,4 +1,4 @@
-// Four neighbours in one load of 128 bits: a quarter of the load instructions. All threads of a head still load the same r, k, w and u.
+// Each load has 128 bits, four channels: a quarter of the load instructions. All threads of a head still load the same r, k, w and u.
 
 extern "C" __global__ void wkv(int B, int T, int H, const float *r, const float *k, const float *v, const float *w,
                                const float *u, float *o) {

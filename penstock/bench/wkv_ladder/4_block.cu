@@ -1,5 +1,4 @@
-// The same with one block of HEAD threads a head: its warps run on one multiprocessor, so one finds in the cache what another
-// loaded.
+// One block of HEAD threads for each head: its warps run on one multiprocessor and share its cache.
 
 extern "C" __global__ void wkv(int B, int T, int H, const float *r, const float *k, const float *v, const float *w,
                                const float *u, float *o) {

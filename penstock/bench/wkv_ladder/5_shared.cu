@@ -1,5 +1,5 @@
-// Each thread brings one channel of r, k and w to shared memory, where all threads of the head read it. What remains is a chain: memory's
-// latency, two barriers and HEAD steps for every token, on as few multiprocessors as there are heads.
+// Each thread copies one channel of r, k and w to shared memory, where all threads of the head read it. The critical path is the memory
+// latency, two barriers and HEAD steps for every token. Only as many multiprocessors as heads are busy.
 
 extern "C" __global__ void wkv(int B, int T, int H, const float *r, const float *k, const float *v, const float *w,
                                const float *u, float *o) {
