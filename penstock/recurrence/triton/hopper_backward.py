@@ -267,9 +267,10 @@ def penstock_chunk_bwd_hopper(
     # M, and what comes through the states
     dA = warpgroup_mma(o_s, v_s.permute((1, 0)), gl.zeros([C, C], gl.float32, square), use_acc=False, is_async=True)
     dA_t = warpgroup_mma(v_s, o_s.permute((1, 0)), gl.zeros([C, C], gl.float32, square), use_acc=False, is_async=True)
-    mbarrier.wait(bars.index(1), 0)
-    dq_in = warpgroup_mma(o_s, S.permute((1, 0)), gl.zeros([C, K], gl.float32, mma), use_acc=False, is_async=True)
-    dk_in = warpgroup_mma(v_s, dS.permute((1, 0)), gl.zeros([C, K], gl.float32, mma), use_acc=False, is_async=True)
+    dA, dA_t = warpgroup_mma_wait(0, [dA, dA_t])
+    i = gl.arange(0, C, gl.SliceLayout(1, square))[:, None]
+    j = gl.arange(0, C, gl.SliceLayout(0, square))[None, :]
+    M_s.store((gl.where(i > j, dA, dA_t) * scale).to(gl.bfloat16))
     a = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, block)))[None, :, None]
     b = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(1, block)))[None, None, :]
     zero = gl.zeros([C // ROWS, ROWS, ROWS], gl.float32, block)
@@ -277,15 +278,15 @@ def penstock_chunk_bwd_hopper(
     D_t = mma_v2(blocks(v_s, block_left, False), blocks(o_s, block_right, True), zero)
     near = gl.convert_layout((gl.where(a > b, D, D_t) * scale).to(gl.bfloat16), block_left)
     e_s.store(gl.reshape(gl.sum(gl.where(a == b, D, 0.0), 2), [C]) * scale)
-    if DG:
-        row_s.store(gl.sum(S.load(by_row).to(gl.float32) * dS.load(by_row).to(gl.float32), 1))
-    dA, dA_t, dq_in, dk_in = warpgroup_mma_wait(0, [dA, dA_t, dq_in, dk_in])
+    mbarrier.wait(bars.index(1), 0)
+    dq_in = warpgroup_mma(o_s, S.permute((1, 0)), gl.zeros([C, K], gl.float32, mma), use_acc=False, is_async=True)
+    dk_in = warpgroup_mma(v_s, dS.permute((1, 0)), gl.zeros([C, K], gl.float32, mma), use_acc=False, is_async=True)
+    dq_in, dk_in = warpgroup_mma_wait(0, [dq_in, dk_in])
     meet()
-    i = gl.arange(0, C, gl.SliceLayout(1, square))[:, None]
-    j = gl.arange(0, C, gl.SliceLayout(0, square))[None, :]
-    M_s.store((gl.where(i > j, dA, dA_t) * scale).to(gl.bfloat16))
     v_s.store((dq_in * scale).to(gl.bfloat16))
     dk_s.store(dk_in.to(gl.bfloat16))
+    if DG:
+        row_s.store(gl.sum(S.load(by_row).to(gl.float32) * dS.load(by_row).to(gl.float32), 1))
 
     # the tiles of all levels
     q = q_s.load(layout)
@@ -340,12 +341,17 @@ def penstock_chunk_bwd_hopper(
     M = M_s.load(left)
     differ = gl.arange(0, C, gl.SliceLayout(1, left))[:, None] ^ gl.arange(0, C, gl.SliceLayout(0, left))[None, :]
     none = gl.zeros_like(M)
-    P_4 = warpgroup_mma(X_s.index(4), X_s.index(4).permute((1, 0)), gl.zeros([C, C], gl.float32, square), use_acc=False, is_async=True)
-    P_5 = warpgroup_mma(X_s.index(5), X_s.index(5).permute((1, 0)), gl.zeros([C, C], gl.float32, square), use_acc=False, is_async=True)
-    far = gl.where(differ >> 4 == 1, M, none)
-    Y_4 = warpgroup_mma(far, X_s.index(4), gl.zeros([C, K], gl.float32, mma), use_acc=False, is_async=True)
-    M = gl.where(differ >> 5 == 1, M, none)
-    Y_5 = warpgroup_mma(M, X_s.index(5), gl.zeros([C, K], gl.float32, mma), use_acc=False, is_async=True)
+    A = gl.zeros([C, C], gl.float32, square)
+    for n in gl.static_range(4, LEVELS):
+        X = X_s.index(n)
+        far = gl.where(differ >> n == 1, M, none)
+        P = warpgroup_mma(X, X.permute((1, 0)), gl.zeros([C, C], gl.float32, square), use_acc=False, is_async=True)
+        Y = warpgroup_mma(far, X, gl.zeros([C, K], gl.float32, mma), use_acc=False, is_async=True)
+        P, far, Y = warpgroup_mma_wait(0, [P, far, Y])
+        A = gl.where((i > j) & ((i ^ j) >> n == 1), P, A)
+        Y = Y.to(gl.bfloat16)
+        meet()
+        X.store(Y)
     near_a = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, block_left)))[None, :, None]
     near_b = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(1, block_left)))[None, None, :]
     wide = gl.zeros([C // ROWS, ROWS, K], gl.float32, block)
@@ -358,15 +364,10 @@ def penstock_chunk_bwd_hopper(
         meet()
         X.store(Y)
     D_s.store(gl.reshape((D * scale).to(gl.bfloat16), [C, ROWS]))
-    P_4, P_5, far, M, Y_4, Y_5 = warpgroup_mma_wait(0, [P_4, P_5, far, M, Y_4, Y_5])
-    meet()
-    X_s.index(4).store(Y_4.to(gl.bfloat16))
-    X_s.index(5).store(Y_5.to(gl.bfloat16))
     cut: gl.constexpr = in_blocks(gl.to_linear_layout(square, [C, C]))
     D = gl.expand_dims(D_s.load(gl.SliceLayout(1, cut)), 1).broadcast_to([C, C // ROWS, ROWS])
     D = gl.convert_layout(gl.reshape(D, [C, C]), square, assert_trivial=True)
-    A = (gl.where((i ^ j) >> 4 == 1, P_4, P_5) * scale).to(gl.bfloat16)
-    A = gl.where(i // ROWS == j // ROWS, D, gl.where(i > j, A, gl.zeros_like(A)))
+    A = gl.where(i // ROWS == j // ROWS, D, (A * scale).to(gl.bfloat16))
     M_s.store(A)
     fence_async_shared()
     meet()
