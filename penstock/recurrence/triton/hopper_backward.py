@@ -20,7 +20,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from ...gpu.hopper_tiles import exp2, meet, zeroed_behind
+from ...gpu.hopper_tiles import exp2, hold, meet, zeroed_behind
 from ...gpu.tiles import LOG2E, span_of
 from .hopper_dyadic import around, between, factored, flat, grouped, halves, in_second_half, joined, spread, widened
 
@@ -71,10 +71,10 @@ def from_groups(sums, carry, LATER: gl.constexpr, across: gl.constexpr):
 
 @gluon.jit
 def collected(
-    tile, through_state, Y_s, x, tables, sums, layout: gl.constexpr, by_group: gl.constexpr,
+    tile, through_state, Y_s, x, d_gate, tables, sums, layout: gl.constexpr, by_group: gl.constexpr,
     QUERIES: gl.constexpr, PREVIOUS: gl.constexpr, DG: gl.constexpr,
 ):  # fmt: skip
-    """dq, or dk, of levels and state; and dg's share of it [GROUPS,R,K] but for other groups, whose sums go to ``sums``."""
+    """dq, or dk, of levels and state. What follows for dg is added to ``d_gate`` [GROUPS,R,K]; sums for other groups go to ``sums``."""
     WARPS: gl.constexpr = gl.num_warps()
     K: gl.constexpr = tile.shape[1]
     across: gl.constexpr = gl.SliceLayout(1, by_group)
@@ -84,9 +84,8 @@ def collected(
     through = behind
     if not PREVIOUS:
         through = total
-    raw = tile.load(layout).to(gl.float32)
+    raw = tile.load(layout)
     d = gl.zeros([C, K], gl.float32, layout)
-    d_gate = gl.zeros([GROUPS, R, K], gl.float32, by_group)
     for n in gl.static_range(3):  # levels within a group
         here = in_second_half(n, C, layout)
         factor = flat(through, layout)
@@ -96,16 +95,17 @@ def collected(
         y = gl.where(here, Y_s[n].load(layout).to(gl.float32) * factor, 0.0)
         d += y
         if DG:
-            z = grouped(raw * y, GROUPS, by_group)
+            z = grouped(raw.to(gl.float32) * y, GROUPS, by_group)
             if QUERIES and not PREVIOUS:
                 d_gate += z
             for m in gl.static_range(n):
                 d_gate += over_the_middle(z, 1 << m, QUERIES, by_group, WARPS)
         through, behind, total = widened(through, behind, total, by_group, WARPS)
+        hold()
     factor = flat(through, layout)
     if not QUERIES:
         factor = flat(behind, layout)
-    raw = raw * factor
+    raw = raw.to(gl.float32) * factor
     far = gl.zeros([C, K], gl.float32, layout)
     for n in gl.static_range(4):  # those of groups, and the state
         if n < 3:
@@ -126,6 +126,7 @@ def collected(
         far += y * spread(to_middle, R, layout)
         if DG and n > 0:
             sums[n - 1].store(gl.sum(grouped(raw * y, GROUPS, by_group), 1) * to_middle)
+        hold()
     if DG:
         z = grouped(raw * far, GROUPS, by_group)
         if QUERIES and not PREVIOUS:
@@ -402,36 +403,35 @@ def penstock_chunk_bwd_hopper(
     j = gl.arange(0, K, gl.SliceLayout(0, layout))
     live = (i < tokens)[:, None]
     at = (i // R * R).to(gl.int64)[:, None] * (H * K) + j[None, :] + (i % R).to(gl.int64)[:, None] * (H * K) + place
-    e = e_s.load(gl.SliceLayout(1, layout))[:, None]
     sum_4 = M_s._reinterpret(gl.float32, [C * C // (2 * K), K], plain2).slice(0, GROUPS)
     sum_5 = o_s._reinterpret(gl.float32, [C // 2, K], plain2).slice(0, GROUPS)
     sum_q = v_s._reinterpret(gl.float32, [C // 2, K], plain2).slice(0, GROUPS)
     sum_k = dk_s._reinterpret(gl.float32, [C // 2, K], plain2).slice(0, GROUPS)
+    d_gate = gl.zeros([GROUPS, R, K], gl.float32, by_group)
+    if DG:
+        whole = exp2(whole) * row_s.load(gl.SliceLayout(0, across))[None, :]
+        d_gate = grouped(spread(whole.broadcast_to([GROUPS, K]), R, layout), GROUPS, by_group)
     x = decays(g, g_t, g_k, tokens, K, layout)
-    d, d_gate = collected(q_s, v_s, X_s, x, tables, (sum_4, sum_5, sum_q), layout, by_group, True, PREVIOUS, DG)
+    d, d_gate = collected(q_s, v_s, X_s, x, d_gate, tables, (sum_4, sum_5, sum_q), layout, by_group, True, PREVIOUS, DG)
+    e = e_s.load(gl.SliceLayout(1, layout))[:, None]
     gl.store(dq + at, (d + k_s.load(layout).to(gl.float32) * (e * bonus)).to(gl.bfloat16), mask=live)
     if DG:
         meet()
-        d_gate = flat(d_gate, layout) + spread(from_groups((sum_4, sum_5, sum_q), part, True, across), R, layout)
-        whole = exp2(whole) * grouped_row(row_s, across)
-        d_gate += spread(whole.broadcast_to([GROUPS, K]), R, layout)
+        d_gate += grouped(spread(from_groups((sum_4, sum_5, sum_q), part, True, across), R, layout), GROUPS, by_group)
         meet()
+    hold()
     x = decays(g, g_t, g_k, tokens, K, layout)
-    d, more = collected(k_s, dk_s, X_s, x, tables, (sum_4, sum_5, sum_k), layout, by_group, False, PREVIOUS, DG)
+    d, d_gate = collected(k_s, dk_s, X_s, x, d_gate, tables, (sum_4, sum_5, sum_k), layout, by_group, False, PREVIOUS, DG)
+    e = e_s.load(gl.SliceLayout(1, layout))[:, None]
     gl.store(dk + at, (d + q_s.load(layout).to(gl.float32) * (e * bonus)).to(gl.bfloat16), mask=live)
     if DG:
         meet()
-        d_gate += flat(more, layout) + spread(from_groups((sum_4, sum_5, sum_k), part, False, across), R, layout)
-        gl.store(dg + at, d_gate.to(dg.dtype.element_ty), mask=live)
+        d_gate += grouped(spread(from_groups((sum_4, sum_5, sum_k), part, False, across), R, layout), GROUPS, by_group)
+        gl.store(dg + at, flat(d_gate, layout).to(dg.dtype.element_ty), mask=live)
     if PREVIOUS:
         meet()
+        e = e_s.load(gl.SliceLayout(1, layout))[:, None]
         own = q_s.load(layout).to(gl.float32) * k_s.load(layout).to(gl.float32) * e
         part.store(gl.sum(grouped(own, GROUPS, by_group), 1))
         _before, _after, whole = around(part, across)
         gl.store(du + per_chunk + gl.arange(0, K, gl.SliceLayout(0, across)), gl.sum(whole, 0))
-
-
-@gluon.jit
-def grouped_row(row, across: gl.constexpr):
-    """[K] as [1,K]."""
-    return row.load(gl.SliceLayout(0, across))[None, :]
