@@ -20,7 +20,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from ...gpu.hopper_tiles import exp2, hold, meet, zeroed_behind
+from ...gpu.hopper_tiles import exp2, hold, meet, unknown, zeroed_behind
 from ...gpu.tiles import LOG2E, span_of
 from .hopper_dyadic import around, between, factored, flat, grouped, halves, in_second_half, joined, spread, widened
 
@@ -70,44 +70,39 @@ def from_groups(sums, carry, LATER: gl.constexpr, across: gl.constexpr):
 
 
 @gluon.jit
+def widest(x, through, behind, QUERIES: gl.constexpr, layout: gl.constexpr, by_group: gl.constexpr):
+    """The factors of whole groups [C,K]."""
+    total = exp2(x)
+    for _ in gl.static_range(3):
+        through, behind, total = widened(through, behind, total, by_group, gl.num_warps())
+    if QUERIES:
+        factor = flat(through, layout)
+    else:
+        factor = flat(behind, layout)
+    return factor
+
+
+@gluon.jit
 def collected(
-    tile, through_state, Y_s, x, d_gate, tables, sums, layout: gl.constexpr, by_group: gl.constexpr,
-    QUERIES: gl.constexpr, PREVIOUS: gl.constexpr, DG: gl.constexpr,
+    tile, through_state, Y_s, g, zero, tokens, d_gate, tables, sums, g_t: gl.constexpr, g_k: gl.constexpr,
+    layout: gl.constexpr, by_group: gl.constexpr, QUERIES: gl.constexpr, PREVIOUS: gl.constexpr, DG: gl.constexpr,
 ):  # fmt: skip
-    """dq, or dk, of levels and state. What follows for dg is added to ``d_gate`` [GROUPS,R,K]; sums for other groups go to ``sums``."""
+    """dq, or dk, of levels and state. What follows for dg is added to ``d_gate`` [GROUPS,R,K]; sums for other groups go to ``sums``.
+
+    Levels within a group come last: their factors are made once more, as both kinds together would not fit into the registers.
+    """
     WARPS: gl.constexpr = gl.num_warps()
     K: gl.constexpr = tile.shape[1]
     across: gl.constexpr = gl.SliceLayout(1, by_group)
     group = gl.arange(0, GROUPS, gl.SliceLayout(1, across))[:, None]
-    total = exp2(grouped(x, GROUPS, by_group))
-    behind = gl.full([GROUPS, R, K], 1.0, gl.float32, by_group)
-    through = behind
-    if not PREVIOUS:
-        through = total
-    raw = tile.load(layout)
-    d = gl.zeros([C, K], gl.float32, layout)
-    for n in gl.static_range(3):  # levels within a group
-        here = in_second_half(n, C, layout)
-        factor = flat(through, layout)
-        if not QUERIES:
-            here = here == 0
-            factor = flat(behind, layout)
-        y = gl.where(here, Y_s[n].load(layout).to(gl.float32) * factor, 0.0)
-        d += y
-        if DG:
-            z = grouped(raw.to(gl.float32) * y, GROUPS, by_group)
-            if QUERIES and not PREVIOUS:
-                d_gate += z
-            for m in gl.static_range(n):
-                d_gate += over_the_middle(z, 1 << m, QUERIES, by_group, WARPS)
-        through, behind, total = widened(through, behind, total, by_group, WARPS)
-        hold()
-    factor = flat(through, layout)
-    if not QUERIES:
-        factor = flat(behind, layout)
-    raw = raw.to(gl.float32) * factor
+    ones = gl.full([GROUPS, R, K], 1.0, gl.float32, by_group)
+    x = grouped(decays(g + unknown(zero), g_t, g_k, tokens, K, layout), GROUPS, by_group)
+    if PREVIOUS:
+        factor = widest(x, ones, ones, QUERIES, layout, by_group)
+    else:
+        factor = widest(x, exp2(x), ones, QUERIES, layout, by_group)
     far = gl.zeros([C, K], gl.float32, layout)
-    for n in gl.static_range(4):  # those of groups, and the state
+    for n in gl.static_range(4):  # levels of groups, and the state
         if n < 3:
             y = Y_s[3 + n].load(layout).to(gl.float32)
             here = (group >> n & 1) == 1
@@ -125,15 +120,41 @@ def collected(
                 to_middle = tables[3].load(across)
         far += y * spread(to_middle, R, layout)
         if DG and n > 0:
-            sums[n - 1].store(gl.sum(grouped(raw * y, GROUPS, by_group), 1) * to_middle)
+            z = tile.load(layout).to(gl.float32) * factor * y
+            sums[n - 1].store(gl.sum(grouped(z, GROUPS, by_group), 1) * to_middle)
         hold()
+    d = far * factor
     if DG:
-        z = grouped(raw * far, GROUPS, by_group)
+        z = grouped(tile.load(layout).to(gl.float32) * d, GROUPS, by_group)
         if QUERIES and not PREVIOUS:
             d_gate += z
         for m in gl.static_range(3):
             d_gate += over_the_middle(z, 1 << m, QUERIES, by_group, WARPS)
-    return d + far * factor, d_gate
+    hold()
+    x = grouped(decays(g + unknown(zero), g_t, g_k, tokens, K, layout), GROUPS, by_group)
+    total = exp2(x)
+    behind = ones
+    through = ones
+    if not PREVIOUS:
+        through = total
+    for n in gl.static_range(3):  # levels within a group
+        here = in_second_half(n, C, layout)
+        factor = flat(through, layout)
+        if not QUERIES:
+            here = here == 0
+            factor = flat(behind, layout)
+        y = gl.where(here, Y_s[n].load(layout).to(gl.float32) * factor, 0.0)
+        d += y
+        if DG:
+            z = grouped(tile.load(layout).to(gl.float32) * y, GROUPS, by_group)
+            if QUERIES and not PREVIOUS:
+                d_gate += z
+            for m in gl.static_range(n):
+                d_gate += over_the_middle(z, 1 << m, QUERIES, by_group, WARPS)
+        if n < 2:
+            through, behind, total = widened(through, behind, total, by_group, WARPS)
+        hold()
+    return d, d_gate
 
 
 @gluon.constexpr_function
@@ -411,8 +432,9 @@ def penstock_chunk_bwd_hopper(
     if DG:
         whole = exp2(whole) * row_s.load(gl.SliceLayout(0, across))[None, :]
         d_gate = grouped(spread(whole.broadcast_to([GROUPS, K]), R, layout), GROUPS, by_group)
-    x = decays(g, g_t, g_k, tokens, K, layout)
-    d, d_gate = collected(q_s, v_s, X_s, x, d_gate, tables, (sum_4, sum_5, sum_q), layout, by_group, True, PREVIOUS, DG)
+    d, d_gate = collected(
+        q_s, v_s, X_s, g, tokens * 0, tokens, d_gate, tables, (sum_4, sum_5, sum_q), g_t, g_k, layout, by_group, True, PREVIOUS, DG
+    )
     e = e_s.load(gl.SliceLayout(1, layout))[:, None]
     gl.store(dq + at, (d + k_s.load(layout).to(gl.float32) * (e * bonus)).to(gl.bfloat16), mask=live)
     if DG:
@@ -420,8 +442,9 @@ def penstock_chunk_bwd_hopper(
         d_gate += grouped(spread(from_groups((sum_4, sum_5, sum_q), part, True, across), R, layout), GROUPS, by_group)
         meet()
     hold()
-    x = decays(g, g_t, g_k, tokens, K, layout)
-    d, d_gate = collected(k_s, dk_s, X_s, x, d_gate, tables, (sum_4, sum_5, sum_k), layout, by_group, False, PREVIOUS, DG)
+    d, d_gate = collected(
+        k_s, dk_s, X_s, g, tokens * 0, tokens, d_gate, tables, (sum_4, sum_5, sum_k), g_t, g_k, layout, by_group, False, PREVIOUS, DG
+    )
     e = e_s.load(gl.SliceLayout(1, layout))[:, None]
     gl.store(dk + at, (d + q_s.load(layout).to(gl.float32) * (e * bonus)).to(gl.bfloat16), mask=live)
     if DG:
