@@ -15,18 +15,6 @@ def exp2(x):
 
 
 @gluon.jit
-def unknown(x):
-    """x, of which the compiler does not know that it is the same in each chunk: what follows from it does not take registers for ever."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def hold():
-    """Loads that come later are not moved before this: each would take registers from then on."""
-    gl.inline_asm_elementwise("bar.warp.sync -1; mov.b32 $0, $1;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
 def plus(a, b):
     """For scans."""
     return a + b

@@ -513,7 +513,7 @@ _LANGUAGE = language()
 _LANGUAGE.to_linear_layout = lambda layout, shape: None
 _SPECIAL = {
     "gl": _LANGUAGE, "tl": _LANGUAGE, "gluon": None, "triton": None, "warpgroup_mma": mma, "warpgroup_mma_wait": mma_wait,
-    "folded": lambda *layout: None, "in_blocks": lambda layout: None, "fence_async_shared": lambda: None, "meet": lambda: None, "hold": lambda: None, "mma_v2": lambda a, b, acc: mma(a, b, acc),
+    "folded": lambda *layout: None, "in_blocks": lambda layout: None, "fence_async_shared": lambda: None, "meet": lambda: None, "mma_v2": lambda a, b, acc: mma(a, b, acc),
     "mbarrier": SimpleNamespace(init=bar_init, expect=bar_expect, wait=bar_wait, arrive=bar_arrive, MBarrierLayout=_Layout),
     "tma": SimpleNamespace(async_copy_global_to_shared=copy_in, async_copy_shared_to_global=copy_out, store_wait=store_wait),
 }  # fmt: skip

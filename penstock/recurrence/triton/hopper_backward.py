@@ -20,7 +20,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from ...gpu.hopper_tiles import exp2, hold, meet, unknown, zeroed_behind
+from ...gpu.hopper_tiles import exp2, meet, zeroed_behind
 from ...gpu.tiles import LOG2E, span_of
 from .hopper_dyadic import around, between, factored, flat, grouped, halves, in_second_half, joined, spread, widened
 
@@ -29,6 +29,7 @@ GROUPS = gl.constexpr(8)  # of R tokens, each in one thread
 R = gl.constexpr(8)
 LEVELS = gl.constexpr(6)
 ROWS = gl.constexpr(16)  # of products within a warp
+KINDS = gl.constexpr(3)  # of sums over groups: of levels 16 and 32, and of what comes through the state
 
 
 @gluon.jit
@@ -55,13 +56,13 @@ def over_the_middle(x, L: gl.constexpr, LATER: gl.constexpr, layout: gl.constexp
 
 @gluon.jit
 def from_groups(sums, carry, LATER: gl.constexpr, across: gl.constexpr):
-    """Of three sums by group [GROUPS,K]: those of later groups, or of earlier ones, in the same 2, 4 and 8 groups: [GROUPS,K]."""
+    """Of sums by group [KINDS,GROUPS,K]: those of later groups, or of earlier ones, in the same 2, 4 and 8 groups: [GROUPS,K]."""
     WARPS: gl.constexpr = gl.num_warps()
-    K: gl.constexpr = carry.shape[1]
+    K: gl.constexpr = sums.shape[2]
     whole: gl.constexpr = gl.BlockedLayout([1, GROUPS, 2], [1, 1, 32], [1, 1, WARPS], [2, 1, 0])
-    eight = sums[2].load(gl.SliceLayout(0, whole))[None, :, :]
-    four = eight + sums[1].load(gl.SliceLayout(0, whole))[None, :, :]
-    two = four + sums[0].load(gl.SliceLayout(0, whole))[None, :, :]
+    eight = sums.index(2).load(gl.SliceLayout(0, whole))[None, :, :]
+    four = eight + sums.index(1).load(gl.SliceLayout(0, whole))[None, :, :]
+    two = four + sums.index(0).load(gl.SliceLayout(0, whole))[None, :, :]
     x = over_the_middle(two, 1, LATER, whole, WARPS)
     x += over_the_middle(four, 2, LATER, whole, WARPS)
     x += over_the_middle(eight, 4, LATER, whole, WARPS)
@@ -70,91 +71,69 @@ def from_groups(sums, carry, LATER: gl.constexpr, across: gl.constexpr):
 
 
 @gluon.jit
-def widest(x, through, behind, QUERIES: gl.constexpr, layout: gl.constexpr, by_group: gl.constexpr):
-    """The factors of whole groups [C,K]."""
-    total = exp2(x)
-    for _ in gl.static_range(3):
-        through, behind, total = widened(through, behind, total, by_group, gl.num_warps())
-    if QUERIES:
-        factor = flat(through, layout)
-    else:
-        factor = flat(behind, layout)
-    return factor
-
-
-@gluon.jit
 def collected(
-    tile, through_state, Y_s, g, zero, tokens, d_gate, tables, sums, g_t: gl.constexpr, g_k: gl.constexpr,
-    layout: gl.constexpr, by_group: gl.constexpr, QUERIES: gl.constexpr, PREVIOUS: gl.constexpr, DG: gl.constexpr,
+    tile, through_state, Y_s, x, tables, sums, layout: gl.constexpr, by_group: gl.constexpr,
+    QUERIES: gl.constexpr, PREVIOUS: gl.constexpr, DG: gl.constexpr,
 ):  # fmt: skip
-    """dq, or dk, of levels and state. What follows for dg is added to ``d_gate`` [GROUPS,R,K]; sums for other groups go to ``sums``.
-
-    Levels within a group come last: their factors are made once more, as both kinds together would not fit into the registers.
-    """
+    """dq, or dk, of levels and state; and dg's share of it [GROUPS,R,K] but for other groups, whose sums go to ``sums``."""
     WARPS: gl.constexpr = gl.num_warps()
     K: gl.constexpr = tile.shape[1]
     across: gl.constexpr = gl.SliceLayout(1, by_group)
     group = gl.arange(0, GROUPS, gl.SliceLayout(1, across))[:, None]
-    ones = gl.full([GROUPS, R, K], 1.0, gl.float32, by_group)
-    x = grouped(decays(g + unknown(zero), g_t, g_k, tokens, K, layout), GROUPS, by_group)
-    if PREVIOUS:
-        factor = widest(x, ones, ones, QUERIES, layout, by_group)
-    else:
-        factor = widest(x, exp2(x), ones, QUERIES, layout, by_group)
-    far = gl.zeros([C, K], gl.float32, layout)
-    for n in gl.static_range(4):  # levels of groups, and the state
-        if n < 3:
-            y = Y_s[3 + n].load(layout).to(gl.float32)
-            here = (group >> n & 1) == 1
-            if not QUERIES:
-                here = here == 0
-            if n == 0:
-                to_middle = gl.where(here, 1.0, gl.zeros([GROUPS, K], gl.float32, across))
-            else:
-                to_middle = gl.where(here, tables[n - 1].load(across), 0.0)
-        else:
-            y = through_state.load(layout).to(gl.float32)
-            if QUERIES:
-                to_middle = tables[2].load(across)
-            else:
-                to_middle = tables[3].load(across)
-        far += y * spread(to_middle, R, layout)
-        if DG and n > 0:
-            z = tile.load(layout).to(gl.float32) * factor * y
-            sums[n - 1].store(gl.sum(grouped(z, GROUPS, by_group), 1) * to_middle)
-        hold()
-    d = far * factor
-    if DG:
-        z = grouped(tile.load(layout).to(gl.float32) * d, GROUPS, by_group)
-        if QUERIES and not PREVIOUS:
-            d_gate += z
-        for m in gl.static_range(3):
-            d_gate += over_the_middle(z, 1 << m, QUERIES, by_group, WARPS)
-    hold()
-    x = grouped(decays(g + unknown(zero), g_t, g_k, tokens, K, layout), GROUPS, by_group)
-    total = exp2(x)
-    behind = ones
-    through = ones
+    total = exp2(grouped(x, GROUPS, by_group))
+    behind = gl.full([GROUPS, R, K], 1.0, gl.float32, by_group)
+    through = behind
     if not PREVIOUS:
         through = total
+    raw = tile.load(layout).to(gl.float32)
+    d = gl.zeros([C, K], gl.float32, layout)
+    d_gate = gl.zeros([GROUPS, R, K], gl.float32, by_group)
     for n in gl.static_range(3):  # levels within a group
         here = in_second_half(n, C, layout)
         factor = flat(through, layout)
         if not QUERIES:
             here = here == 0
             factor = flat(behind, layout)
-        y = gl.where(here, Y_s[n].load(layout).to(gl.float32) * factor, 0.0)
+        y = gl.where(here, Y_s.index(n).load(layout).to(gl.float32) * factor, 0.0)
         d += y
         if DG:
-            z = grouped(tile.load(layout).to(gl.float32) * y, GROUPS, by_group)
+            z = grouped(raw * y, GROUPS, by_group)
             if QUERIES and not PREVIOUS:
                 d_gate += z
             for m in gl.static_range(n):
                 d_gate += over_the_middle(z, 1 << m, QUERIES, by_group, WARPS)
-        if n < 2:
-            through, behind, total = widened(through, behind, total, by_group, WARPS)
-        hold()
-    return d, d_gate
+        through, behind, total = widened(through, behind, total, by_group, WARPS)
+    factor = flat(through, layout)
+    if not QUERIES:
+        factor = flat(behind, layout)
+    raw = raw * factor
+    far = gl.zeros([C, K], gl.float32, layout)
+    for n in gl.static_range(4):  # those of groups, and the state
+        if n < 3:
+            y = Y_s.index(3 + n).load(layout).to(gl.float32)
+            here = (group >> n & 1) == 1
+            if not QUERIES:
+                here = here == 0
+            if n == 0:
+                to_middle = gl.where(here, 1.0, gl.zeros([GROUPS, K], gl.float32, across))
+            else:
+                to_middle = gl.where(here, tables.index(n - 1).load(across), 0.0)
+        else:
+            y = through_state.load(layout).to(gl.float32)
+            if QUERIES:
+                to_middle = tables.index(2).load(across)
+            else:
+                to_middle = tables.index(3).load(across)
+        far += y * spread(to_middle, R, layout)
+        if DG and n > 0:
+            sums.index(n - 1).store(gl.sum(grouped(raw * y, GROUPS, by_group), 1) * to_middle)
+    if DG:
+        z = grouped(raw * far, GROUPS, by_group)
+        if QUERIES and not PREVIOUS:
+            d_gate += z
+        for m in gl.static_range(3):
+            d_gate += over_the_middle(z, 1 << m, QUERIES, by_group, WARPS)
+    return d + far * factor, d_gate
 
 
 @gluon.constexpr_function
@@ -179,15 +158,6 @@ def in_blocks(layout):
 
     shape = [C.value, C.value // ROWS.value, ROWS.value]
     return gl.DistributedLinearLayout(cut(layout.reg_bases), cut(layout.lane_bases), cut(layout.warp_bases), cut(layout.block_bases), shape)
-
-
-@gluon.jit
-def within(tile, M, mask, block: gl.constexpr):
-    """The masked M, four blocks [4,ROWS,ROWS], times a tile's blocks of rows: [C,K]."""
-    K: gl.constexpr = tile.shape[1]
-    X = blocks(tile, gl.DotOperandLayout(1, block, 2), False)
-    Y = mma_v2(gl.where(mask, M, gl.zeros_like(M)), X, gl.zeros([C // ROWS, ROWS, K], gl.float32, block))
-    return gl.reshape(Y.to(gl.bfloat16), [C, K])
 
 
 @gluon.jit
@@ -252,24 +222,19 @@ def penstock_chunk_bwd_hopper(
     o_s = gl.allocate_shared_memory(gl.bfloat16, [C, K], half)
     dk_s = gl.allocate_shared_memory(gl.bfloat16, [C, K], half)  # dk through the state
     M_s = gl.allocate_shared_memory(gl.bfloat16, [C, C], half)  # then A
-    X_01 = gl.allocate_shared_memory(gl.bfloat16, [2, C, K], half)  # before that S
-    X_23 = gl.allocate_shared_memory(gl.bfloat16, [2, C, K], half)  # before that dS
-    X_45 = gl.allocate_shared_memory(gl.bfloat16, [2, C, K], half)  # before that k o rest, u o k
+    X_s = gl.allocate_shared_memory(gl.bfloat16, [LEVELS, C, K], half)  # before that S, dS and k o rest
     part = gl.allocate_shared_memory(gl.float32, [GROUPS, K], plain2)
-    quarter_s = gl.allocate_shared_memory(gl.float32, [GROUPS, K], plain2)  # factors to the middle of 4 groups
-    half_way_s = gl.allocate_shared_memory(gl.float32, [GROUPS, K], plain2)  # of 8
-    before_s = gl.allocate_shared_memory(gl.float32, [GROUPS, K], plain2)  # from the begin of the chunk
-    after_s = gl.allocate_shared_memory(gl.float32, [GROUPS, K], plain2)  # to its end
+    tables = gl.allocate_shared_memory(gl.float32, [4, GROUPS, K], plain2)  # to the middle of 4 and 8 groups, from the begin, to the end
     e_s = gl.allocate_shared_memory(gl.float32, [C], plain)
     D_s = gl.allocate_shared_memory(gl.bfloat16, [C, ROWS], plain2)
     row_s = gl.allocate_shared_memory(gl.float32, [K], plain)
     bars = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    S = X_01._reinterpret(gl.bfloat16, [2 * C // K, K, K], half).index(0)
-    dS = X_23._reinterpret(gl.bfloat16, [2 * C // K, K, K], half).index(0)
-    rest_s = X_45.index(0)
-    uk_s = X_45.index(1)
-    X_s = (X_01.index(0), X_01.index(1), X_23.index(0), X_23.index(1), X_45.index(0), X_45.index(1))
-    tables = (quarter_s, half_way_s, before_s, after_s)
+    TILES: gl.constexpr = K // C  # that a state takes
+    states = X_s._reinterpret(gl.bfloat16, [LEVELS // TILES, K, K], half)
+    S = states.index(0)
+    dS = states.index(1)
+    rest_s = X_s.index(2 * TILES)
+    uk_s = X_s.index(LEVELS - 1)
     for n_bar in gl.static_range(2):
         mbarrier.init(bars.index(n_bar), count=1)
     fence_async_shared()
@@ -343,10 +308,10 @@ def penstock_chunk_bwd_hopper(
     after = exp2(after)
     quarter = exp2(between(part, 2, across))
     half_way = exp2(between(part, 4, across))
-    quarter_s.store(quarter)
-    half_way_s.store(half_way)
-    before_s.store(exp2(before))
-    after_s.store(after)
+    tables.index(0).store(quarter)
+    tables.index(1).store(half_way)
+    tables.index(2).store(exp2(before))
+    tables.index(3).store(after)
     rest_s.store((kf * spread(after, R, layout)).to(gl.bfloat16))
     if PREVIOUS:
         uk_s.store((k.to(gl.float32) * bonus).to(gl.bfloat16))
@@ -363,48 +328,42 @@ def penstock_chunk_bwd_hopper(
     D = gl.where(a == b, D, 0.0)
     dV = warpgroup_mma_wait(0, [dV])
     meet()
-    X_s[0].store(X_0)  # in an order in which neighbours are in different memory: Triton puts barriers between stores to the same
-    X_s[2].store(X_2)
-    X_s[4].store(X_4.to(gl.bfloat16))
-    X_s[1].store(X_1)
-    X_s[3].store(X_3.to(gl.bfloat16))
-    X_s[5].store(X_5.to(gl.bfloat16))
+    X_s.index(0).store(X_0)
+    X_s.index(1).store(X_1)
+    X_s.index(2).store(X_2)
+    X_s.index(3).store(X_3.to(gl.bfloat16))
+    X_s.index(4).store(X_4.to(gl.bfloat16))
+    X_s.index(5).store(X_5.to(gl.bfloat16))
     fence_async_shared()
     meet()
 
     # A, and Y in place of X
-    near_a = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, block_left)))[None, :, None]
-    near_b = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(1, block_left)))[None, None, :]
-    for n in gl.static_range(4):
-        P = mma_v2(blocks(X_s[n], block_left, False), blocks(X_s[n], block_right, True), zero)
-        D = gl.where(((a ^ b) >> n == 1) & (a > b), P, D)
-    D_s.store(gl.reshape((D * scale).to(gl.bfloat16), [C, ROWS]))
-    Y_0 = within(X_s[0], near, (near_a ^ near_b) == 1, block)
-    Y_1 = within(X_s[1], near, (near_a ^ near_b) >> 1 == 1, block)
-    Y_2 = within(X_s[2], near, (near_a ^ near_b) >> 2 == 1, block)
-    Y_3 = within(X_s[3], near, (near_a ^ near_b) >> 3 == 1, block)
-    meet()
-    X_s[0].store(Y_0)
-    X_s[2].store(Y_2)
-    X_s[1].store(Y_1)
-    X_s[3].store(Y_3)
     M = M_s.load(left)
     differ = gl.arange(0, C, gl.SliceLayout(1, left))[:, None] ^ gl.arange(0, C, gl.SliceLayout(0, left))[None, :]
     none = gl.zeros_like(M)
-    P_4 = warpgroup_mma(X_s[4], X_s[4].permute((1, 0)), gl.zeros([C, C], gl.float32, square), use_acc=False, is_async=True)
-    far = gl.where(differ >> 4 == 1, M, none)
-    Y_4 = warpgroup_mma(far, X_s[4], gl.zeros([C, K], gl.float32, mma), use_acc=False, is_async=True)
-    P_4, far, Y_4 = warpgroup_mma_wait(0, [P_4, far, Y_4])
-    A = gl.where((i > j) & ((i ^ j) >> 4 == 1), P_4, 0.0)
-    Y_4 = Y_4.to(gl.bfloat16)
-    P_5 = warpgroup_mma(X_s[5], X_s[5].permute((1, 0)), gl.zeros([C, C], gl.float32, square), use_acc=False, is_async=True)
-    M = gl.where(differ >> 5 == 1, M, none)
-    Y_5 = warpgroup_mma(M, X_s[5], gl.zeros([C, K], gl.float32, mma), use_acc=False, is_async=True)
-    P_5, M, Y_5 = warpgroup_mma_wait(0, [P_5, M, Y_5])
-    A = gl.where((i > j) & ((i ^ j) >> 5 == 1), P_5, A)
-    meet()
-    X_s[4].store(Y_4)
-    X_s[5].store(Y_5.to(gl.bfloat16))
+    A = gl.zeros([C, C], gl.float32, square)
+    for n in gl.static_range(4, LEVELS):
+        X = X_s.index(n)
+        far = gl.where(differ >> n == 1, M, none)
+        P = warpgroup_mma(X, X.permute((1, 0)), gl.zeros([C, C], gl.float32, square), use_acc=False, is_async=True)
+        Y = warpgroup_mma(far, X, gl.zeros([C, K], gl.float32, mma), use_acc=False, is_async=True)
+        P, far, Y = warpgroup_mma_wait(0, [P, far, Y])
+        A = gl.where((i > j) & ((i ^ j) >> n == 1), P, A)
+        Y = Y.to(gl.bfloat16)
+        meet()
+        X.store(Y)
+    near_a = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, block_left)))[None, :, None]
+    near_b = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(1, block_left)))[None, None, :]
+    wide = gl.zeros([C // ROWS, ROWS, K], gl.float32, block)
+    for n in gl.static_range(4):
+        X = X_s.index(n)
+        P = mma_v2(blocks(X, block_left, False), blocks(X, block_right, True), zero)
+        D = gl.where(((a ^ b) >> n == 1) & (a > b), P, D)
+        Y = mma_v2(gl.where((near_a ^ near_b) >> n == 1, near, gl.zeros_like(near)), blocks(X, block_right, False), wide)
+        Y = gl.reshape(Y.to(gl.bfloat16), [C, K])
+        meet()
+        X.store(Y)
+    D_s.store(gl.reshape((D * scale).to(gl.bfloat16), [C, ROWS]))
     cut: gl.constexpr = in_blocks(gl.to_linear_layout(square, [C, C]))
     D = gl.expand_dims(D_s.load(gl.SliceLayout(1, cut)), 1).broadcast_to([C, C // ROWS, ROWS])
     D = gl.convert_layout(gl.reshape(D, [C, C]), square, assert_trivial=True)
@@ -424,37 +383,33 @@ def penstock_chunk_bwd_hopper(
     j = gl.arange(0, K, gl.SliceLayout(0, layout))
     live = (i < tokens)[:, None]
     at = (i // R * R).to(gl.int64)[:, None] * (H * K) + j[None, :] + (i % R).to(gl.int64)[:, None] * (H * K) + place
-    sum_4 = M_s._reinterpret(gl.float32, [C * C // (2 * K), K], plain2).slice(0, GROUPS)
-    sum_5 = o_s._reinterpret(gl.float32, [C // 2, K], plain2).slice(0, GROUPS)
-    sum_q = v_s._reinterpret(gl.float32, [C // 2, K], plain2).slice(0, GROUPS)
-    sum_k = dk_s._reinterpret(gl.float32, [C // 2, K], plain2).slice(0, GROUPS)
-    d_gate = gl.zeros([GROUPS, R, K], gl.float32, by_group)
-    if DG:
-        whole = exp2(whole) * row_s.load(gl.SliceLayout(0, across))[None, :]
-        d_gate = grouped(spread(whole.broadcast_to([GROUPS, K]), R, layout), GROUPS, by_group)
-    d, d_gate = collected(
-        q_s, v_s, X_s, g, tokens * 0, tokens, d_gate, tables, (sum_4, sum_5, sum_q), g_t, g_k, layout, by_group, True, PREVIOUS, DG
-    )
     e = e_s.load(gl.SliceLayout(1, layout))[:, None]
+    sums = o_s._reinterpret(gl.float32, [KINDS, GROUPS, K], plain2)
+    x = decays(g, g_t, g_k, tokens, K, layout)
+    d, d_gate = collected(q_s, v_s, X_s, x, tables, sums, layout, by_group, True, PREVIOUS, DG)
     gl.store(dq + at, (d + k_s.load(layout).to(gl.float32) * (e * bonus)).to(gl.bfloat16), mask=live)
     if DG:
         meet()
-        d_gate += grouped(spread(from_groups((sum_4, sum_5, sum_q), part, True, across), R, layout), GROUPS, by_group)
+        d_gate = flat(d_gate, layout) + spread(from_groups(sums, part, True, across), R, layout)
+        whole = exp2(whole) * grouped_row(row_s, across)
+        d_gate += spread(whole.broadcast_to([GROUPS, K]), R, layout)
         meet()
-    hold()
-    d, d_gate = collected(
-        k_s, dk_s, X_s, g, tokens * 0, tokens, d_gate, tables, (sum_4, sum_5, sum_k), g_t, g_k, layout, by_group, False, PREVIOUS, DG
-    )
-    e = e_s.load(gl.SliceLayout(1, layout))[:, None]
+    x = decays(g, g_t, g_k, tokens, K, layout)
+    d, more = collected(k_s, dk_s, X_s, x, tables, sums, layout, by_group, False, PREVIOUS, DG)
     gl.store(dk + at, (d + q_s.load(layout).to(gl.float32) * (e * bonus)).to(gl.bfloat16), mask=live)
     if DG:
         meet()
-        d_gate += grouped(spread(from_groups((sum_4, sum_5, sum_k), part, False, across), R, layout), GROUPS, by_group)
-        gl.store(dg + at, flat(d_gate, layout).to(dg.dtype.element_ty), mask=live)
+        d_gate += flat(more, layout) + spread(from_groups(sums, part, False, across), R, layout)
+        gl.store(dg + at, d_gate.to(dg.dtype.element_ty), mask=live)
     if PREVIOUS:
         meet()
-        e = e_s.load(gl.SliceLayout(1, layout))[:, None]
         own = q_s.load(layout).to(gl.float32) * k_s.load(layout).to(gl.float32) * e
         part.store(gl.sum(grouped(own, GROUPS, by_group), 1))
         _before, _after, whole = around(part, across)
         gl.store(du + per_chunk + gl.arange(0, K, gl.SliceLayout(0, across)), gl.sum(whole, 0))
+
+
+@gluon.jit
+def grouped_row(row, across: gl.constexpr):
+    """[K] as [1,K]."""
+    return row.load(gl.SliceLayout(0, across))[None, :]

@@ -31,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...gpu.hopper_tiles import exp2, meet, unknown, zeroed_behind
+from ...gpu.hopper_tiles import exp2, meet, zeroed_behind
 from ...gpu.tiles import LOG2E, slot_of, tokens_of
 from .hopper_dyadic import around, between, factored, flat, grouped, spread, widened
 
@@ -41,6 +41,12 @@ R = gl.constexpr(16)
 ROWS = gl.constexpr(16)  # of a product within a warp
 LEVELS = gl.constexpr(6)
 TILES = gl.constexpr(8)  # that a chunk sends through the ring: one for each level, then q and k with the factors that a state needs
+
+
+@gluon.jit
+def unknown(x):
+    """x, of which the compiler does not know that it is the same in each chunk: what follows from it does not take registers for ever."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
