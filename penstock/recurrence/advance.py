@@ -56,7 +56,7 @@ def _piece(a: Advance, rows: list[int], tokens: slice, state: Tensor) -> Recurre
     g = a.g
     if g is not None and "T" in a.variant.decay:
         g = g[rows, tokens]
-    state = state.to(torch.promote_types(state.dtype, state_dtype(a.q.dtype)))
+    state = state.to(torch.promote_types(state.dtype, state_dtype(a.q.dtype))).contiguous()  # products depend on the layout
     signature = RECURRENCE.signatures[a.variant.name]
     sizes = {**a.sizes, "B": len(rows), "N": len(rows), "T": q.shape[1]}
     return Recurrence.of(

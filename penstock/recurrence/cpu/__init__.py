@@ -46,7 +46,7 @@ _TENSORS = (
     *("q", "k", "v", "g", "u", "initial_state", "output", "final_state"),
     *("d_output", "d_final_state", "dq", "dk", "dv", "dg", "du", "d_initial_state"),
 )
-_NUMBERS = ["N", "T", "H", "K", "V", "previous", "reverse", "constant_decay", "scalar_decay", "threads"]
+_NUMBERS = ["N", "T", "H", "K", "V", "previous", "reverse", "constant_decay", "scalar_decay", "advance", "threads"]
 
 
 class _Call(ctypes.Structure):
@@ -173,10 +173,11 @@ def backward(problem: Recurrence, upstream: Upstream) -> Gradients:
 
 
 def advance(problem: Advance) -> Tensor:
-    """The forward pass, reading and writing rows of the pool in place."""
+    """The forward pass on rows of the pool. The state is rounded to the pool's dtype where ``advance.pieces`` ends a piece."""
     v, state = problem.v, problem.state
     output = v.new_empty(v.shape) if problem.slots is None else v.new_zeros(v.shape)  # 0 where skipped
     call = _call(problem)
+    call.advance = True
     call.initial_state, call.output, call.final_state = _Tensor.of(state), _Tensor.of(output), _Tensor.of(state)
     call.slots = _offsets(call, problem.slots)
     _run("forward", call, problem.q.numel() * v.shape[3])

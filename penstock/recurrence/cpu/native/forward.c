@@ -222,10 +222,15 @@ void NAME(penstock_forward_, SUFFIX)(problem *p) {
         sequence s = find_sequence(p, n);
         int64_t slot = p->slots ? p->slots[n] : n;
         if (slot < 0) continue;
+        if (p->advance && !s.length) continue;
+        int64_t whole = p->advance ? s.length / PIECE * PIECE : s.length; /* tokens before those that are taken one by one */
         for (int64_t chunk = 0; chunk < s.length || chunk == 0; chunk += CHUNK)
             for (int64_t h = first; h < last; h++) {
                 int64_t tokens = s.length - chunk < CHUNK ? s.length - chunk : CHUNK;
-                tile S = {states + (h - first) * K * columns, width}, from = S, to = S;
+                tile S = {states + (h - first) * K * columns, width};
+                tile end = in_place(&p->final_state, slot, h, column, count);
+                if (p->advance && end.data) S = end;
+                tile from = S, to = S;
                 pending before = pending_at(sums + (h - first) * 3 * Kp, Kp);
                 if (chunk == 0) {
                     tile begin = in_place(&p->initial_state, slot, h, column, count);
@@ -238,22 +243,27 @@ void NAME(penstock_forward_, SUFFIX)(problem *p) {
                 if (p->u.data) load_row(u, &p->u, h * p->u.stride[0], p->u.stride[1], K);
                 load_chunk(p, &s, h, chunk, tokens, Kp, columns, block, 1, &r);
                 if (decays && !p->constant_decay) exp_row(w, r.g, tokens / 2 * 2 * Kp);
-                tile end = in_place(&p->final_state, slot, h, column, count);
                 int ends = chunk + tokens == s.length;
                 for (int64_t i = 0, group; i < tokens; i += group) {
-                    group = tokens - i >= 4 ? 4 : tokens - i >= 2 ? 2 : 1;
+                    int64_t left = p->advance && chunk + i >= whole ? 1 : tokens - i, t;
+                    group = left >= 4 ? 4 : left >= 2 ? 2 : 1, t = chunk + i + group;
                     float *q = r.q + i * Kp, *k = r.k + i * Kp, *v = r.v + i * columns, *o = out + i * columns;
                     int more = h + 1 < last; /* else the first head again, a chunk later */
                     wanted f = want_tokens(p, &s, more ? h + 1 : first, chunk + i + (more ? 0 : CHUNK), group, column, count);
-                    int leaves = ends && i + group == tokens; /* the state, with all decays applied */
+                    /* The state leaves the pass, with all decays applied: at the end and, in place, behind each piece. */
+                    int leaves = t == s.length || (p->advance && (t % PIECE == 0 || t > whole));
                     prepare_group(q, k, r.g + i * Kp, w + i * Kp, u, before, leaves, total, Kp, v, o, columns,
                                   width, (int)group, decays, previous);
                     if (end.data && leaves) to = end;
                     pass_group(from, to, width, K, Kp, q, k, total, v, o, columns, (int)group, decays, &f);
                     from = S;
+                    if (p->advance && leaves && !end.data) { /* rounded to the dtype of the pool */
+                        store_state(&p->final_state, slot, h, K, column, count, S);
+                        if (t < s.length) load_state(S, &p->final_state, slot, h, K, column, count);
+                    }
                 }
                 for (int64_t i = 0; i < tokens; i++) store_token(&p->output, &s, chunk + i, h, column, out + i * columns, count);
-                if (ends && to.data == S.data) store_state(&p->final_state, slot, h, K, column, count, S);
+                if (ends && !p->advance && to.data == S.data) store_state(&p->final_state, slot, h, K, column, count, S);
             }
     }
     restore_denormals(mode);
