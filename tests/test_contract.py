@@ -7,9 +7,10 @@ import attention
 import pytest
 import torch
 from cases import NAMES, SHARED, TRITON, Case, call, check_near_underflow, draw, long_cases
-from contract import check_contract, measured
+from contract import LAZY, check_contract, check_lazy, measured, takers
 from pools import Pooled
 
+import penstock as ps
 from penstock.recurrence import chunkwise
 from penstock.recurrence.variants import VARIANTS
 from penstock.verify import verify
@@ -131,6 +132,29 @@ def test_everything_is_held_to_the_oracle():
         for one in operator.family.implementations:
             if one.name != "cuda" and not (operator.in_place and one.advance is None):
                 assert {(operator.name, signature.about, one.name) for signature in trial.signatures()} <= held
+
+
+SMALL = [
+    Case("retention", B=1, T=5, H=2, K=4, V=3),
+    Case("rwkv6", B=1, T=5, H=2, K=4, V=3),
+    Pooled("rwkv6", H=2, K=4, V=3, lengths=(1, 4), slots=(5, 2)),
+    attention.Attention(B=1, Tq=5, Tk=5, D=4),
+]
+"""One small call or two of every operator."""
+
+
+@pytest.mark.parametrize("kind", LAZY)
+@pytest.mark.parametrize(("case", "impl"), [(case, impl) for case in SMALL for impl in takers(case)], ids=str)
+def test_lazy_tensors_equal_tensors_in_memory(case, impl, kind):
+    check_lazy(case, impl, kind, together=impl.startswith("triton"))
+
+
+@pytest.mark.parametrize("kind", LAZY)
+@pytest.mark.parametrize("impl", takers(SMALL[2]))
+def test_lazy_pools_are_refused(impl, kind):
+    tensors = SMALL[2].tensors()
+    with pytest.raises(ps.RangeError, match="state must be memory that can be written, got a"):
+        SMALL[2].call(tensors | {"state": LAZY[kind][0](tensors["state"])}, impl)
 
 
 @pytest.mark.parametrize("elements", [1, 10_000], ids=["one chunk", "three chunks"])

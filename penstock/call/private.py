@@ -35,6 +35,7 @@ _tracing_state = _private("_C._get_tracing_state")
 _autocasting = _private("_C._is_any_autocast_enabled")
 _profiler_enabled = _private("_C._autograd._profiler_enabled")
 _fake_tensor = _private("_subclasses.FakeTensor")
+_is_lazy_zero = _private("Tensor._is_zerotensor")
 _raw_stream = _private("_C._cuda_getCurrentRawStream") if torch.version.cuda else None
 if _private("autograd.forward_ad._current_level") is None:
     _forward_ad: Any = None
@@ -114,6 +115,11 @@ def autocasting() -> bool:
 def is_fake(x: Tensor) -> bool:
     """Whether a tensor has a shape and no data, as under ``torch.compile``."""
     return x.is_meta or (_fake_tensor is not None and isinstance(x, _fake_tensor))
+
+
+def is_lazy_zero(x: Tensor) -> bool:
+    """Whether a tensor of zeros has no memory, as autograd makes them."""
+    return _is_lazy_zero is not None and bool(_is_lazy_zero(x))
 
 
 def profiling() -> bool:

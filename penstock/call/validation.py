@@ -58,6 +58,9 @@ def check_types(signature: Signature, tensors: Sequence[object], options: Sequen
         elif isinstance(x, Tensor) and argument.written and not torch.compiler.is_compiling() and (x.is_neg() or x.is_conj()):
             rule, remedy = "memory that can be written", f"Resolve it with {argument.public}.resolve_neg()."
             complaints.add(RangeError, argument.public, rule, "a lazily negated or conjugated tensor", remedy)
+        elif isinstance(x, Tensor) and argument.written and not torch.compiler.is_compiling() and private.is_lazy_zero(x):
+            remedy = f"Clone {argument.public} first."
+            complaints.add(RangeError, argument.public, "memory that can be written", "a tensor of zeros without memory", remedy)
     for option, value in zip(options, values):
         _check_option(complaints, option, value)
     complaints.raise_any()
