@@ -246,10 +246,13 @@ def _raise_in_place(signature: Signature, tensors: Sequence[Tensor | None], reac
     complaints.raise_any()
 
 
-def overlaps(x: Tensor) -> bool:
-    """Whether two elements may share memory: some axis does not step over all that the axes with smaller strides reach."""
+def overlaps(x: Tensor, expanded: bool = True) -> bool:
+    """Whether two elements may share memory: some axis does not step over all that the axes with smaller strides reach.
+
+    ``expanded``: whether strides of 0 count.
+    """
     reach = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape) if size > 1):
+    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape) if size > 1 and (stride or expanded)):
         if stride < reach:
             return True
         reach += stride * (size - 1)

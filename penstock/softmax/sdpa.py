@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..call.implementation import Implementation, Mode
+from ..call.validation import overlaps
 from .declaration import Attention
 
 ROWS = 512
@@ -59,7 +60,8 @@ def _output(a: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     heads: dict[str, Any] = {"scale": abs(a.scale) or 1.0, "enable_gqa": q.shape[2] != k.shape[2]}
     if a.scale <= 0:  # torch 2.13 multiplies what is masked by it, too: -inf becomes inf, or NaN
         q = -q if a.scale else q * 0
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    # torch 2.13 computes wrong values from tensors whose elements share memory other than by strides of 0
+    q, k, v = ((x.contiguous() if overlaps(x, expanded=False) else x).transpose(1, 2) for x in (q, k, v))
     if a.window is None and (not a.causal or Tq == Tk):
         return F.scaled_dot_product_attention(q, k, v, is_causal=a.causal, **heads).transpose(1, 2)
     found = [
