@@ -122,6 +122,7 @@ class _Backward:
 
     def fake(self, *inputs: Any) -> Any:
         """The gradients without data."""
+        self.forward.problem(inputs[self.split :])
         tensors = [x for x, gradient in zip(inputs[self.split :], self.operator.gradient) if gradient]
         return _packed([_empty(inputs[0]) if x is None else x.new_empty(x.shape) for x in tensors])
 

@@ -400,8 +400,10 @@ def _check_normalize(normalize: object) -> None:
 
 def _retnet_decay(q: Tensor) -> Tensor:
     """log(1 - 2 ** (-5 - h)) for the heads of q [B,T,H,K], float32 or float64."""
-    if not isinstance(q, Tensor) or q.dim() != 4:
-        return q  # refused where all arguments are checked
+    if not isinstance(q, Tensor):
+        return torch.zeros(1)  # q is refused where all arguments are checked
+    if q.dim() != 4:
+        return q  # as above
     made = q.shape[2], state_dtype(q.dtype), q.device
     keeps = private.fast((q,)) and not (q.is_cuda and torch.cuda.is_current_stream_capturing())
     return _kept_retnet_decay(*made) if keeps else _made_retnet_decay(*made)

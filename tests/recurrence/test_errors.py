@@ -1,7 +1,9 @@
 """Bad input: which exception, what its message says, and that nothing was changed."""
 
+import math
 import re
 
+import numpy
 import pytest
 import torch
 from cases import ALL, NAMES, Case, draw, named, problem_of, upstream
@@ -193,6 +195,13 @@ def test_things_that_are_no_tensors(variant):
         (ps.DtypeError, "scale", "big", "scale must be a number or None, got 'big' of type str"),
         (ps.DtypeError, "scale", True, "scale must be a number or None, got True of type bool"),
         (ps.DtypeError, "scale", 1j, "scale must be a number or None"),
+        (ps.DtypeError, "scale", numpy.bool_(True), "scale must be a number or None"),
+        (ps.DtypeError, "scale", torch.tensor(0.5), "scale must be a number or None"),
+        (ps.RangeError, "scale", math.nan, "scale must be finite, got nan"),
+        (ps.RangeError, "scale", math.inf, "scale must be finite, got inf"),
+        (ps.RangeError, "scale", -math.inf, "scale must be finite, got -inf"),
+        (ps.RangeError, "scale", numpy.float32("inf"), "scale must be finite, got np.float32(inf)"),
+        (ps.RangeError, "scale", 10**400, "scale must be finite, got 100000"),
         (ps.DtypeError, "reverse", 1, "reverse must be True or False, got 1 of type int"),
         (ps.DtypeError, "reverse", None, "reverse must be True or False, got None"),
         (ps.DtypeError, "output_final_state", "yes", "output_final_state must be True or False, got 'yes' of type str"),
@@ -203,7 +212,44 @@ def test_things_that_are_no_tensors(variant):
     ids=lambda x: str(x)[:20],
 )
 def test_options(variant, kind, name, value, said):
-    rejected(kind, getattr(ps, variant), good(variant, **{name: value}), f"{variant}: {name} must be", said)
+    found = rejected(kind, getattr(ps, variant), good(variant, **{name: value}), f"{variant}: {name} must be", said)
+    assert len(found) < 250
+
+
+@every_variant
+@pytest.mark.parametrize("value", [0.5, 2, numpy.float32(0.5), numpy.float64(0.5), numpy.int64(2), numpy.float16(0.5)], ids=repr)
+def test_numbers_of_numpy_are_numbers(variant, value):
+    found, wanted = (getattr(ps, variant)(**good(variant, scale=scale)).output for scale in (value, float(value)))
+    assert torch.equal(found, wanted)
+
+
+@every_variant
+def test_messages_about_long_lists_are_short(variant):
+    query = VARIANTS[variant].query
+    values = torch.randn(40, 20, 30, 4).tolist()
+    found = rejected(
+        ps.DtypeError, getattr(ps, variant), good(variant, **{query: values}), f"{query} must be a torch.Tensor", "of type list"
+    )
+    assert len(found) < 200
+
+
+@pytest.mark.parametrize("operator", ["recurrence", "recurrence_backward", "advance", "softmax_attention", "softmax_attention_backward"])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_unknown_implementations_through_torch_ops(operator, device):
+    """Every operator of torch raises the error that the public functions raise."""
+    q = torch.randn(B, T, H, K, device=device)
+    tensors = q, q, q, -q.abs(), None, None
+    whole, state = (*tensors, None, "gla", None, False, True, "fast"), torch.zeros(B, H, K, K, device=device)
+    attention = q, q, q, None, None, "softmax_attention", True, None, None, False, "fast"
+    arguments = {
+        "recurrence": whole,
+        "recurrence_backward": (q, None, *whole),
+        "advance": (*tensors, None, state, "advance('gla')", None, "fast"),
+        "softmax_attention": attention,
+        "softmax_attention_backward": (q, None, q, q[..., 0], *attention),
+    }[operator]
+    with pytest.raises(ps.RangeError, match=r": impl must be one of auto, .*, got 'fast'\. See penstock\.implementations"):
+        getattr(torch.ops.penstock, operator)(*arguments)
 
 
 @pytest.mark.parametrize("value", ["softmax", 3, ["relu"]], ids=str)
