@@ -1,7 +1,7 @@
 """Every private name of torch that the library uses, and what happens without it.
 
-Each name is looked up once, when this module is imported. ``MISSING`` lists those that this torch does not have. Without them calls
-are slower, never wrong: the fast path is off, and every call goes through the public operators in ``torch.ops``.
+Each name is looked up once, when this module is imported. ``MISSING`` lists the names that this torch does not have. Without any one of
+them results stay the same. Without a name that ``fast`` needs, calls are slower: all of them go through the operators in ``torch.ops``.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def _private(name: str) -> Any:
 _dispatch_keys = _private("_C._dispatch_keys")
 _dispatch_modes = _private("_C._len_torch_dispatch_stack")
 _function_modes = _private("_C._len_torch_function_stack")
-_transform = _private("_C._functorch.peek_interpreter_stack")
 _transforms = _private("_C._functorch.get_interpreter_stack")
+_transform = _private("_C._functorch.peek_interpreter_stack") or _transforms
 _jvp = _private("_C._functorch.TransformType.Jvp")
 _tracing_state = _private("_C._get_tracing_state")
 _autocasting = _private("_C._is_any_autocast_enabled")
@@ -113,8 +113,8 @@ def autocasting() -> bool:
 
 
 def is_fake(x: Tensor) -> bool:
-    """Whether a tensor has a shape and no data, as under ``torch.compile``."""
-    return x.is_meta or (_fake_tensor is not None and isinstance(x, _fake_tensor))
+    """Whether a tensor has a shape and no data, as under ``torch.compile``. Every subclass may be one if torch does not say."""
+    return x.is_meta or (type(x) not in _TYPES if _fake_tensor is None else isinstance(x, _fake_tensor))
 
 
 def is_lazy_zero(x: Tensor) -> bool:
