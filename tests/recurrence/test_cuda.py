@@ -160,7 +160,7 @@ def configurations(head: int) -> list[Configuration]:
     found = [Configuration("forward", head, dtype, FLOAT32) for dtype in (BFLOAT16, FLOAT16, FLOAT32)]
     found += [Configuration("backward", head, BFLOAT16, FLOAT32), Configuration("backward", head, FLOAT32, FLOAT32, static=True)]
     odd = Configuration("forward", head, BFLOAT16, BFLOAT16, BFLOAT16, FLOAT16, FLOAT64, torch.int32)
-    return [*found, odd, replace(odd, kernel="backward", tokens=FLOAT16, final_state=FLOAT32)]
+    return [*found, odd, replace(odd, direction="backward", tokens=FLOAT16, final_state=FLOAT32)]
 
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
@@ -223,7 +223,7 @@ def test_an_unwritable_cache_is_no_failure(monkeypatch, tmp_path):
 def test_unknown_architectures_raise():
     pytest.importorskip("cuda.core")
     with pytest.raises(
-        PenstockError, match=r"^cuda: NVRTC \d+\.\d+ must be able to compile the forward kernel for sm_12, got (.|\n)*impl='auto'"
+        PenstockError, match=r"^cuda: NVRTC \d+\.\d+ must be able to compile the penstock_wkv_fwd kernel for sm_12, got (.|\n)*impl='auto'"
     ):
         compile.compiled(Configuration("forward", 32, FLOAT32, FLOAT32), "sm_12")
 
