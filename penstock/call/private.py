@@ -1,4 +1,4 @@
-"""Every private name of torch that the library uses, and what happens without it.
+"""The private names of torch that the library uses, with fallbacks.
 
 Each name is looked up once, when this module is imported. ``MISSING`` lists the names that this torch does not have. Without any one of
 them results stay the same. Without a name that ``fast`` needs, calls are slower: all of them go through the operators in ``torch.ops``.
@@ -43,19 +43,19 @@ else:
     from torch.autograd import forward_ad as _forward_ad
 
 FAST_PATH = None not in (_dispatch_keys, _dispatch_modes, _function_modes, _transform, _tracing_state, _forward_ad)
-"""Whether torch has all that ``fast`` needs."""
+"""Whether torch has all names that ``fast`` needs."""
 _TYPES = frozenset({Tensor, torch.nn.Parameter})
 _KINDS = ("cpu", "cuda")
 _plain_keys: set[int] = set()
-"""Dispatch keys of plain tensors, as integers, for the kinds of device in ``_learned``."""
+"""Dispatch keys of plain tensors, as integers, for the device types in ``_learned``."""
 _learned: set[str] = set()
 
 
 def fast(tensors: Iterable[object]) -> bool:
-    """Whether a call with these tensors (or None) may run without torch's dispatcher.
+    """Whether a call with these tensors (or None) may skip torch's dispatcher.
 
-    True for dense tensors without lazy negation or conjugation, that are no subclass, where no mode, transform or tracer is active:
-    then only autograd has to know of the call. Anything else takes the operator.
+    True for dense tensors without lazy negation or conjugation if there are no subclasses and no mode, transform or tracer is active.
+    Then only autograd needs to see the call. All other calls go through the operator.
     """
     if (
         not FAST_PATH
@@ -108,22 +108,22 @@ def forward_derivatives() -> bool:
 
 
 def autocasting() -> bool:
-    """Whether autocast is on for some kind of device; True where torch does not say."""
+    """Whether autocast is on for some device type; True if unknown."""
     return _autocasting is None or bool(_autocasting())
 
 
 def is_fake(x: Tensor) -> bool:
-    """Whether a tensor has a shape and no data, as under ``torch.compile``. Every subclass may be one if torch does not say."""
+    """Whether a tensor has a shape and no data, as under ``torch.compile``. If unknown, True for all subclasses."""
     return x.is_meta or (type(x) not in _TYPES if _fake_tensor is None else isinstance(x, _fake_tensor))
 
 
 def is_lazy_zero(x: Tensor) -> bool:
-    """Whether a tensor of zeros has no memory, as autograd makes them."""
+    """Whether it is a tensor of zeros without memory, as autograd may create them."""
     return _is_lazy_zero is not None and bool(_is_lazy_zero(x))
 
 
 def profiling() -> bool:
-    """Whether torch's profiler is running; True where torch does not say."""
+    """Whether torch's profiler is running; True if unknown."""
     return _profiler_enabled is None or bool(_profiler_enabled())
 
 

@@ -1,6 +1,6 @@
-"""Device functions that kernels of every family share: where a program's tokens are, loading tiles, products.
+"""Device functions that kernels of all families share: token ranges of programs, loads of tiles, products.
 
-Time always runs forward in a kernel: token i of a chunk is row ``first + i * step`` of the tensors, step being -1 where the caller's time
+Time always runs forward in a kernel: token i of a chunk is row ``first + i * step`` of the tensors, where step is -1 if the caller's time
 runs backwards.
 """
 
@@ -83,7 +83,7 @@ def slot_of(n, begin, done, T, L, PACKED: tl.constexpr):
 
 @triton.jit
 def tile(base, i, live, stride_i, j, stride_j, J: tl.constexpr, BJ: tl.constexpr):
-    """[len(i), BJ] of a matrix, zeros where a token is not live or a column not there."""
+    """[len(i), BJ] of a matrix, zeros where a token is not live or a column is out of range."""
     mask = live[:, None]
     if BJ * (J // BJ) != J:
         mask = mask & (j < J)[None, :]
@@ -92,7 +92,7 @@ def tile(base, i, live, stride_i, j, stride_j, J: tl.constexpr, BJ: tl.constexpr
 
 @triton.jit
 def to_tf32(x):
-    """X rounded to TF32, 11 significant bits: tl.dot by itself would cut off what is beyond them, and errors of one sign add up."""
+    """X rounded to TF32, 11 significant bits: tl.dot truncates, and truncation errors have one sign and add up."""
     return ((x.to(tl.float32).to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
 
 

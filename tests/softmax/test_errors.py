@@ -45,7 +45,7 @@ X = torch.randn(1, 5, 4, 8)
             (X, X[:, :4], X[:, :4]),
             {"cu_seqlens": torch.tensor([0, 5])},
             ps.ShapeError,
-            "cu_seqlens_k must be given where there are not as many keys as queries, got Tq = 5 and Tk = 4 without it",
+            "cu_seqlens_k must be given if Tq and Tk differ, got Tq = 5 and Tk = 4 without it",
         ),
         ((X.expand(2, 5, 4, 8),) * 3, {"cu_seqlens": torch.tensor([0, 5])}, ps.ShapeError, "B must be 1 with cu_seqlens, got 2"),
         (

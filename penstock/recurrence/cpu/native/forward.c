@@ -4,16 +4,16 @@
  *     S_t = diag(exp(g_t)) S_{t-1} + k_t^T v_t
  *     updated:  o_t = scale q_t S_t          previous:  o_t = scale q_t (S_{t-1} + diag(u) k_t^T v_t)
  *
- * A unit of work is one sequence, a few heads and one block of value columns. Threads take units from a shared counter, so that
- * sequences of very different lengths balance. The state of a block, [K, columns], stays in a cache near the core.
+ * A unit of work is one sequence, a few heads and one block of value columns. Threads take units from a shared counter, which balances
+ * sequences of different lengths. The state of a block, [K, columns], stays in a cache near the core.
  *
  * Compiled once per target: LANES floats to a register, SUFFIX behind the names. */
 #include "problem.h"
 
 #define FORWARD_BLOCK 16384 /* floats of state held while tokens pass, in the second-level cache: a group of tokens touches each once */
 
-/* Cache lines that will be wanted soon. Rows of one head lie H rows apart, a page or more: too far for the processor to
- * foresee. They are asked for one by one between the arithmetic, since a burst fills the few slots for missing lines and stalls. */
+/* Cache lines to prefetch. Rows of one head are H rows apart, a page or more: too far for the hardware prefetcher. Prefetches are
+ * interleaved with the arithmetic, because a burst fills the few line-fill buffers and stalls. */
 typedef struct { const char *line[256]; int64_t count, next; } wanted;
 
 INLINE void want_token(wanted *f, const tensor *x, const sequence *s, int64_t t, int64_t h, int64_t column, int64_t n) {
@@ -40,7 +40,7 @@ static wanted want_tokens(const problem *p, const sequence *s, int64_t h, int64_
     return f;
 }
 
-/* Where a state block can be read and written in place; data is NULL where it needs a copy. */
+/* A state block that can be read and written in place; data is NULL if it needs a copy. */
 static inline tile in_place(const tensor *x, int64_t n, int64_t h, int64_t column, int64_t columns) {
     if (!x->data || x->dtype != FLOAT32 || x->stride[3] != 1 || columns % LANES) return (tile){NULL, 0};
     return (tile){(float *)x->data + offset(x, n, h, 0) + column, x->stride[2]};
@@ -55,7 +55,7 @@ typedef struct { vec a; ivec keep; } factor; /* of one channel, on every lane */
 INLINE factor factor_of(factors w, int64_t d) { return (factor){splat(w.a[d]), isplat(w.keep[d])}; }
 INLINE vec decayed(vec s, factor w) { return s * w.a + (vec)((ivec)s & w.keep); }
 
-/* Tokens are taken in groups of up to 4, as a chunkwise form in small: with W_i the decay from the state before the group
+/* Tokens are processed in groups of up to 4, a small chunkwise form: with W_i the decay from the state before the group
  * up to token i and D_j that from token j to the group's end, all at most 1,
  *
  *     o_i = (q_i W_i read) S + sum_{j<=i} A_ij v_j          S <- w S + sum_j (k_j D_j write)^T v_j
