@@ -1,4 +1,4 @@
-"""What is asked of every implementation of every operator, by way of the operator's declaration.
+"""The contract of every implementation of every operator, derived from the operator's declaration.
 
 A case is a call: it has ``operator``, ``function``, ``options``, ``tensors()`` by the declared names of the arguments, ``upstream()``
 (gradients of the results), ``call()`` (the public function) and ``check()`` (results against the oracle). ``cases``, ``pools`` and
@@ -39,17 +39,17 @@ def shortened(value: object) -> str:
 
 
 def problem_of(case: Case, tensors: Tensors) -> Any:
-    """The call as implementations see it."""
+    """The validated call."""
     return case.operator.checked(case.function, [tensors.get(name) for name in case.operator.names], case.options)
 
 
 def measured(case: Case, impl: str, device: str = "cpu") -> dict[str, Tensor]:
-    """What a case gives: see ``run``."""
+    """The results of a case: see ``run``."""
     return run(case, case.tensors(device), case.upstream(device), impl)
 
 
 def run(case: Case, tensors: Tensors, upstream: tuple[Tensor, ...], impl: str) -> dict[str, Tensor]:
-    """All results by name, and ``dx`` for every differentiable argument x; of an operator in place, its output and what it wrote."""
+    """All results by name, and ``dx`` for every differentiable argument x; for an operator in place, output and written argument."""
     operator = case.operator
     arguments, names = operator.signatures[case.function].arguments, [one.name for one in operator.results]
     if operator.in_place:
@@ -63,7 +63,7 @@ def run(case: Case, tensors: Tensors, upstream: tuple[Tensor, ...], impl: str) -
 
 
 def check_contract(case: Case, impl: str, device: str = "cpu") -> None:
-    """Results, final states and gradients as the oracle says, or an exception with the reason of a refusal."""
+    """Results and gradients equal the oracle, or the call raises the reason of a refusal and changes nothing."""
     tensors, one = case.tensors(device), case.operator.family.named(impl)
     problem = problem_of(case, tensors)
     reason = one.refusal(problem, case.operator.mode)
@@ -77,7 +77,7 @@ def check_contract(case: Case, impl: str, device: str = "cpu") -> None:
 
 
 def check_results(case: Case, impl: str, device: str = "cpu") -> None:
-    """The same where no refusal is expected."""
+    """Results and gradients equal the oracle."""
     tensors = case.tensors(device)
     problem = problem_of(case, tensors)
     found = run(case, tensors, case.upstream(device), impl)

@@ -81,8 +81,8 @@ def test_other_rows_change_no_bit(variant, impl, dtype, layout):
     [((5, 1), (-1, -7)), ((), ()), ((0, 0), (3, 1)), ((0, 0), None), ((0, 2), (1, -1))],
     ids=["all skipped", "no rows", "empty rows", "empty rows without slots", "one empty, one skipped"],
 )
-def test_rows_without_tokens_change_nothing(lengths, slots, impl, dtype):
-    """Values of the pool that its arithmetic cannot hold keep their bits too."""
+def test_rows_without_tokens_leave_the_pool_unchanged(lengths, slots, impl, dtype):
+    """Also not by rounding a float64 pool to float32."""
     case = Case("gla", lengths=lengths, state=False)
     pool, _ = pool_of(4 if slots is not None else len(lengths), case, dtype)
     before = pool.clone()
