@@ -1,4 +1,4 @@
-"""Calls of softmax attention: how the tests draw one, ask the oracle about it, and measure an error."""
+"""Calls of softmax attention: inputs, results of the oracle, and error budgets."""
 
 from dataclasses import dataclass, fields, replace
 from typing import ClassVar
