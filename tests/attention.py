@@ -1,9 +1,10 @@
-"""Calls of softmax attention: how the tests draw one, ask the oracle about it, and measure an error."""
+"""Calls of softmax attention: inputs, results of the oracle, and error budgets."""
 
 from dataclasses import dataclass, fields, replace
 from typing import ClassVar
 
 import torch
+from cases import share
 from contract import Tensors, problem_of, shortened
 from torch import Tensor
 
@@ -38,6 +39,8 @@ class Attention:
     lengths: tuple[tuple[int, int], ...] | None = None
     """of packed sequences, queries and keys; then B, Tq and Tk follow from them"""
     strided: bool = False
+    shared: str = ""
+    """axes of "BTHD" along which all elements of a tensor lie in one place (strides of 0), or "overlap": as in ``cases``"""
     large: float = 1.0
     """factor of q, for scores beyond the range of exp"""
 
@@ -71,10 +74,12 @@ class Attention:
             return torch.randn(*size, generator=made, device=device).to(self.dtype)
 
         q, k, v = normal(B, Tq, self.H, self.D) * self.large, normal(B, Tk, self.G, self.D), normal(B, Tk, self.G, self.D)
-        tensors = {"q": q, "k": k, "v": v, "cu_seqlens": offsets[0], "cu_seqlens_k": offsets[1]}
         d_output = normal(B, Tq, self.H, self.D)
         dtype = torch.promote_types(FLOAT32, self.dtype)
-        return tensors, (d_output, torch.randn(B, Tq, self.H, generator=made, device=device).to(dtype))
+        d_lse = torch.randn(B, Tq, self.H, generator=made, device=device).to(dtype)
+        q, k, v, d_output, d_lse = (share(x, "BTHD"[: x.dim()], self.shared) for x in (q, k, v, d_output, d_lse))
+        tensors = {"q": q, "k": k, "v": v, "cu_seqlens": offsets[0], "cu_seqlens_k": offsets[1]}
+        return tensors, (d_output, d_lse)
 
     def call(self, tensors: Tensors, impl: str) -> tuple[Tensor, Tensor]:
         options = {"causal": self.causal, "scale": self.scale, "window": self.window, "return_lse": True}
@@ -91,6 +96,8 @@ class Attention:
             apart = (x.double() - y).masked_fill(none, 0).abs()
             sizes = y.masked_fill(none, 0).abs()
             largest = float(sizes.max()) if y.numel() else 0.0
+            if self.shared and y.numel():  # terms of equal keys cancel
+                largest = max(largest, float(lost[name].max()))
             allowed = {FLOAT64: 1e-12, FLOAT32: 2e-6}.get(self.dtype, 4e-6) * max(largest, 1e-3) * max(1.0, self.large)
             if self.dtype.itemsize == 2 and name != "lse":
                 allowed = allowed + times * unit * (lost[name] + sizes)
@@ -129,6 +136,9 @@ def exact(case: Attention, device: str = "cpu", upstream: tuple[Tensor, ...] | N
     return results, lost
 
 
+SHARED = ("B", "T", "H", "D", "overlap")
+"""What ``Attention.shared`` is tested with."""
+
 PLAIN = Attention()
 CASES = [
     PLAIN,
@@ -141,6 +151,9 @@ CASES = [
     *(replace(PLAIN, D=D) for D in (1, 20, 64, 100, 256)),
     replace(PLAIN, scale=-0.3),
     replace(PLAIN, strided=True, H=4, G=2),
+    *(replace(PLAIN, shared=axes, H=4, G=2, window=window) for axes in SHARED for window in (None, 33)),
+    replace(PLAIN, shared="BTHD", causal=False),
+    replace(PLAIN, shared="T", lengths=((5, 20), (0, 7), (20, 5))),
     replace(PLAIN, large=300.0),
     *(replace(PLAIN, dtype=dtype, D=32) for dtype in (torch.float16, torch.bfloat16, FLOAT64)),
     replace(PLAIN, dtype=torch.float16, window=30, Tq=100, Tk=120),
@@ -162,6 +175,7 @@ SMALL_CASES = [
     *(replace(PLAIN, B=1, Tq=20, Tk=20, dtype=dtype, D=32) for dtype in (torch.float16, torch.bfloat16, FLOAT64)),
     replace(PLAIN, B=1, Tq=20, Tk=20, scale=-0.3),
     replace(PLAIN, Tq=20, Tk=20, strided=True, H=4, G=2),
+    *(replace(PLAIN, Tq=20, Tk=20, shared=axes, H=4, G=2) for axes in SHARED),
     replace(PLAIN, B=1, Tq=20, Tk=20, large=300.0),
     replace(PLAIN, lengths=((65, 65), (1, 1), (0, 0), (5, 70)), window=33),
     replace(PLAIN, lengths=((5, 20), (0, 7), (20, 0), (20, 5))),

@@ -1,4 +1,4 @@
-"""Calls of the recurrence over whole sequences: how the tests draw one, ask the oracle about it, and measure an error.
+"""Calls of the recurrence over whole sequences: inputs, results of the oracle, and error budgets.
 
 A ``Case`` names a call; its tensors follow from it by a seed, so a case is a test's id and a key of the oracle's cache.
 """
@@ -22,7 +22,7 @@ from penstock.recurrence.variants import VARIANTS, Variant
 ALL = [implementation.name for implementation in FAMILY.implementations]
 TRITON = [name for name in ALL if name.startswith("triton")]
 NAMES = [name for name in ALL if name not in (*TRITON, "cuda")]
-"""Those that run everywhere at full speed; without a GPU, Triton's run under its interpreter and CUDA's emulated, on smaller cases."""
+"""Implementations that run everywhere at full speed. Triton (interpreted) and CUDA (emulated) run small cases."""
 
 
 @dataclass(frozen=True)
@@ -255,8 +255,8 @@ def budget(found: Tensor, wanted: Wanted, inputs: torch.dtype) -> float:
 
     Implementations compute in float32 (float64 for float64 inputs) and round once, at the end; so a float16 or bfloat16
     result may be off by float32's budget and one rounding. That is tighter than what the design allows to kernels whose
-    products take rounded operands; one that does so needs a wider budget, derived from such a formula. Below a dtype's
-    smallest subnormal nothing can be told.
+    products take rounded operands; one that does so needs a wider budget, derived from such a formula. Errors below
+    a dtype's smallest subnormal are allowed.
     """
     kind = torch.finfo(found.dtype)
     rounding = kind.eps / 2 if kind.eps > 1e-7 or inputs == torch.float64 else 0  # float32's is part of its 2e-6

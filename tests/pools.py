@@ -1,4 +1,4 @@
-"""Calls that update a pool of states in place: their tensors, the memory behind the pool, and what the oracle says of them."""
+"""Calls that update a pool of states in place: inputs, the memory of the pool, and results of the oracle."""
 
 from dataclasses import dataclass
 from typing import ClassVar

@@ -7,9 +7,10 @@ import attention
 import pytest
 import torch
 from cases import NAMES, SHARED, TRITON, Case, call, check_near_underflow, draw, long_cases
-from contract import check_contract, measured
+from contract import LAZY, check_contract, check_lazy, measured, takers
 from pools import Pooled
 
+import penstock as ps
 from penstock.recurrence import chunkwise
 from penstock.recurrence.variants import VARIANTS
 from penstock.verify import verify
@@ -67,7 +68,7 @@ def interpreted_cases(variant: str) -> list[Case]:
 
 
 def sampled_cases(variant: str, impl: str) -> list[Case]:
-    """Of these the smallest that still cross a block of the kernels: every part for one variant, and all that variants differ in."""
+    """The smallest cases that still cross a block of the kernels: all features for one variant, fewer for the others."""
     T = 20 if impl == "triton_recurrent" else 33
     of = Case(variant, B=1, H=1, T=T)
     lengths, gate = (0, 5, T, 0, 1), "mixture" if VARIANTS[variant].decay else "logsigmoid"
@@ -119,18 +120,41 @@ SWEEPS = [pytest.param(*pair, marks=pytest.mark.slow) for pair in HELD_TOO if pa
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")
 @pytest.mark.parametrize(("case", "impl"), [*HELD, *SWEEPS], ids=str)
 def test_equals_the_oracle(case, impl):
-    """NumPy warns of values in the interpreter that masks discard."""
+    """NumPy warns about values in the interpreter that masks discard."""
     check_contract(case, impl)
 
 
-def test_everything_is_held_to_the_oracle():
-    """Every operator, in every variant, by every implementation that has a form for it. ``cuda`` is emulated in a file of its own."""
+def test_contract_covers_all_operators_and_implementations():
+    """Every operator and variant by every implementation that supports it. ``cuda`` has a test file of its own."""
     held = {(case.operator.name, case.operator.signatures[case.function].about, impl) for case, impl in HELD}
     for trial in verify.TRIALS:
         operator = trial.operator
         for one in operator.family.implementations:
             if one.name != "cuda" and not (operator.in_place and one.advance is None):
                 assert {(operator.name, signature.about, one.name) for signature in trial.signatures()} <= held
+
+
+SMALL = [
+    Case("retention", B=1, T=5, H=2, K=4, V=3),
+    Case("rwkv6", B=1, T=5, H=2, K=4, V=3),
+    Pooled("rwkv6", H=2, K=4, V=3, lengths=(1, 4), slots=(5, 2)),
+    attention.Attention(B=1, Tq=5, Tk=5, D=4),
+]
+"""One small call or two of every operator."""
+
+
+@pytest.mark.parametrize("kind", LAZY)
+@pytest.mark.parametrize(("case", "impl"), [(case, impl) for case in SMALL for impl in takers(case)], ids=str)
+def test_lazy_tensors_equal_tensors_in_memory(case, impl, kind):
+    check_lazy(case, impl, kind, together=impl.startswith("triton"))
+
+
+@pytest.mark.parametrize("kind", LAZY)
+@pytest.mark.parametrize("impl", takers(SMALL[2]))
+def test_lazy_pools_are_refused(impl, kind):
+    tensors = SMALL[2].tensors()
+    with pytest.raises(ps.RangeError, match="state must be memory that can be written, got a"):
+        SMALL[2].call(tensors | {"state": LAZY[kind][0](tensors["state"])}, impl)
 
 
 @pytest.mark.parametrize("elements", [1, 10_000], ids=["one chunk", "three chunks"])
@@ -146,8 +170,8 @@ def test_blocks_of_chunks_equal_the_oracle(variant, options, elements, monkeypat
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")
 @pytest.mark.parametrize("impl", [*NAMES, *TRITON])
 @pytest.mark.parametrize("variant", [name for name, row in VARIANTS.items() if row.decay])
-def test_a_decay_of_minus_infinity_is_one_of_minus_ten_thousand(variant, impl):
-    """Both are a factor of 0; with what they leave standing, bit for bit the same."""
+def test_a_decay_of_minus_infinity_equals_minus_ten_thousand(variant, impl):
+    """Both are a factor of 0, so the results have the same bits."""
     case = Case(variant, T=70, gate="-inf") if impl in NAMES else Case(variant, B=1, H=1, T=33, gate="-inf")
     tensors = draw(case)
     finite = tensors | {"g": tensors["g"].clamp(min=-1e4)}

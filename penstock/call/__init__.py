@@ -1,1 +1,1 @@
-"""The frame: from the declaration of an operator to validation, the choice of an implementation, torch's operators and the fast path."""
+"""The frame: declares operators, validates calls, chooses implementations, registers torch operators, and runs the fast path."""

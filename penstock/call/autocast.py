@@ -1,4 +1,4 @@
-"""torch.autocast: the dtype that a call runs in, and none inside of implementations."""
+"""torch.autocast: casts the arguments of a call, and disables autocast inside implementations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def autocasting(kind: str) -> bool:
 
 
 def cast(tensors: Sequence[Tensor | None], which: Sequence[bool]) -> Sequence[Tensor | None]:
-    """Under autocast, floating-point tensors in its dtype, as for a matrix product, where ``which`` says so. float64 stays."""
+    """Under autocast, cast the floating-point tensors that ``which`` selects to its dtype, as for a matrix product, except float64."""
     first = tensors[0]
     if not isinstance(first, Tensor) or not autocasting(first.device.type):
         return tensors
@@ -32,7 +32,7 @@ _NOTHING = nullcontext()
 
 
 def no_autocast(x: Tensor | None) -> AbstractContextManager[object]:
-    """Implementations choose their own precision."""
+    """Disable autocast: implementations choose their own precision."""
     if not private.autocasting() or x is None or not autocasting(x.device.type):
         return _NOTHING
     return torch.autocast(x.device.type, enabled=False)

@@ -1,7 +1,7 @@
 """How an operator is declared: its arguments, options and results.
 
-Axes are written as in papers, ``"B T H K"``. The first argument with an axis sets its size, all later ones must agree; ``N+1`` is one more
-than N. From a declaration follow validation (``validation``), torch's operators (``operator``), and the fast path (``memory``).
+Axes are written as in papers, ``"B T H K"``. The first argument with an axis sets its size, later arguments must agree; ``N+1`` is one more
+than N. Validation (``validation``), torch's operators (``registration``) and the fast path (``memory``) are derived from a declaration.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Sizes = Mapping[str, int]
 
 
 class Wrong(NamedTuple):
-    """Values that an argument must not have."""
+    """A rule that the values of an argument break."""
 
     rule: str
     found: str
@@ -32,7 +32,7 @@ class Wrong(NamedTuple):
 
 @dataclass(frozen=True)
 class Argument:
-    """A tensor that a call takes."""
+    """A tensor argument."""
 
     name: str
     """In the operator's schema, and as an attribute of a ``Problem``."""
@@ -41,25 +41,25 @@ class Argument:
     like: str = ""
     """The argument whose dtype it shares."""
     label: str = ""
-    """Its name in messages, if another."""
+    """Its name in messages, if different."""
     required: bool = True
     nullable: bool = False
-    """Whether a missing one is an error of shape, not of type: where the public function has None as its default."""
+    """Whether None is reported as a ShapeError, not as a DtypeError: the public function has None as its default."""
     absent: str = ""
-    """Why this signature does not have it. It must then be None."""
+    """Why it must be None in this signature; empty if the signature has it."""
     gradient: bool = False
     written: bool = False
     """Whether it is updated in place."""
     values: Callable[[Tensor, Sizes], Wrong | None] | None = None
-    """Looks at the values, after shapes and dtypes were found right."""
+    """Checks the values, after shapes and dtypes."""
     draw: Callable[[Tensor], Tensor] | None = None
-    """From normal to allowed values, for what draws inputs from a declaration; None where any will do."""
+    """Maps normal values to allowed values, for tools that draw inputs; None if all values are allowed."""
     otherwise: tuple[str, str] | None = None
-    """(axis, other): where the argument is None, ``axis`` has the size of ``other``."""
+    """(axis, other): if the argument is None, ``axis`` has the size of ``other``."""
     hint: str | Callable[[Tensor], str] = ""
-    """What to do about a wrong shape."""
+    """Advice in messages about a wrong shape."""
     letters: tuple[tuple[str, int], ...] = field(init=False, repr=False)
-    """Each axis, and how much longer than it the tensor is."""
+    """Each axis, and the number added to its size."""
 
     def __post_init__(self) -> None:
         pairs = [axis.partition("+") for axis in self.axes.split()]
@@ -73,7 +73,7 @@ class Argument:
 
 @dataclass(frozen=True)
 class Option:
-    """A number, flag or name that a call takes."""
+    """A number or flag that a call takes."""
 
     name: str
     kind: Literal["bool", "int", "float"]
@@ -81,17 +81,17 @@ class Option:
     """Whether None is allowed."""
     values: Callable[[Any], Wrong | None] | None = None
     resolve: Callable[[Any, Sizes, Any], Any] | None = None
-    """What implementations see, from what was given, the sizes, and what the signature is about."""
+    """Maps (given value, sizes, ``Signature.about``) to the value that implementations see."""
 
     def plain(self, value: Any) -> Any:
-        """The value as a number of Python's; those of other libraries are not in torch's schemas."""
+        """The value as a Python number: torch's schemas take no numbers of other libraries."""
         if value is None or isinstance(value, (torch.SymInt, torch.SymFloat)) or self.kind == "bool":
             return value
         return float(value) if self.kind == "float" else int(value)
 
     @property
     def schema(self) -> str:
-        """As in the schema of the operator."""
+        """Its declaration in the schema of the operator."""
         return f"{self.kind}{'?' * self.optional} {self.name}"
 
 
@@ -102,36 +102,36 @@ class Result:
     name: str
     axes: str
     dtype: Callable[[torch.dtype], torch.dtype] = lambda dtype: dtype
-    """From the dtype of the first argument."""
+    """Its dtype, given the dtype of the first argument."""
     wanted: str = ""
-    """The option that asks for it; without one it is always returned."""
+    """The option that requests it; empty if it is always returned."""
     saved: bool = False
-    """Whether the backward pass takes it."""
+    """Whether the backward pass needs it."""
 
 
 @dataclass(frozen=True)
 class Signature:
-    """One public function of an operator: the same arguments in the same order as its others, with their own axes and names."""
+    """One public function of an operator. Its signatures have the same arguments in the same order; axes and labels differ."""
 
     function: str
-    """As messages name it."""
+    """Its name in messages."""
     arguments: tuple[Argument, ...]
     about: Any = None
-    """What implementations need to know of it."""
+    """Data for the implementations, for example the row of a table of variants."""
     nonempty: str = ""
-    """Axes of at least 1."""
+    """Axes whose size must be at least 1."""
     counts: str = ""
-    """Axes that count tokens or sequences, the first axes of their arguments: calls that differ in nothing else share their plans
+    """Axes that count tokens or sequences. They are the first axes of their arguments. Calls that differ only in these share their plans
     (``memory``)."""
     folded: str = ""
-    """Axes that independent copies of a call can be laid along, which is how ``torch.vmap`` is served."""
+    """Axes along which ``torch.vmap`` folds the mapped axis."""
     rules: tuple[Callable[[Complaints, Mapping[str, Tensor | None], Sizes], None], ...] = ()
-    """Rules between arguments: of those whose own rules hold, None for those not given."""
+    """Rules between arguments. They get the tensors that pass their own rules, None for missing ones."""
 
     counted: tuple[tuple[tuple[str, int], ...], ...] = field(init=False, repr=False)
-    """Of each argument, the axes that count, and how much longer than these it is."""
+    """For each argument, its axes in ``counts``, and the number added to their sizes."""
     written: int = field(init=False, repr=False)
-    """The place of the argument that is updated in place; -1 if there is none."""
+    """The index of the argument that is updated in place, or -1."""
 
     def __post_init__(self) -> None:
         counts = self.counts.split()

@@ -20,11 +20,11 @@ def gradients_of(forward: Callable[[Any], Tensors], problem: Problem, d_results:
     """
     given = {one.name: getattr(problem, one.name) for one in problem.signature.arguments if one.gradient}
     inputs = {name: x for name, x in given.items() if x is not None}
-    with torch.inference_mode(False), torch.enable_grad():  # the first also where a compiled graph runs this below autograd
+    with torch.inference_mode(False), torch.enable_grad():  # inference mode also in a compiled graph, which runs this below autograd
         inputs = {name: x.detach().requires_grad_() for name, x in inputs.items()}
         results = forward(problem.with_tensors(inputs))
         pairs = [(x, d) for x, d in zip(results, d_results) if x is not None and d is not None and x.requires_grad]
-        if not pairs:  # without tokens results depend on nothing
+        if not pairs:  # without tokens the results depend on no argument
             return [None if x is None else torch.zeros_like(x) for x in given.values()]
         outputs, d_outputs = zip(*pairs)
         grads = torch.autograd.grad(outputs, tuple(inputs.values()), d_outputs, allow_unused=True, materialize_grads=True)
@@ -35,9 +35,9 @@ def gradients_of(forward: Callable[[Any], Tensors], problem: Problem, d_results:
 def second_derivatives(
     forward: Callable[[Any], Tensors], problem: Problem, d_results: Tensors, dd: Tensors
 ) -> tuple[list[Tensor | None], list[Tensor | None]]:
-    """Gradients of ``d_results`` and of the differentiable arguments, where those of ``gradients_of`` have the gradients ``dd``.
+    """Gradients of ``d_results`` and of the differentiable arguments; ``dd`` are the gradients of the results of ``gradients_of``.
 
-    Differentiable any number of times, in any way.
+    They can be differentiated again, in forward and in reverse mode.
     """
     names = [one.name for one in problem.signature.arguments if one.gradient]
     present = [name for name in names if getattr(problem, name) is not None]

@@ -1,6 +1,6 @@
-"""The ordered list of a family's implementations: picks one for a problem, or explains the pick.
+"""The ordered list of a family's implementations: chooses one for a problem, or explains the choice.
 
-``impl="auto"`` walks the list from the top and takes the first implementation that neither refuses the problem nor knows a faster one.
+``impl="auto"`` walks the list from the top and takes the first implementation that neither refuses nor avoids the problem.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .problem import Problem
 
 
 class Available(NamedTuple):
-    """One implementation on this machine."""
+    """Whether an implementation can run on this machine."""
 
     name: str
     summary: str
@@ -23,22 +23,22 @@ class Available(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What one implementation says to a call in one mode."""
+    """The answer of one implementation for a call in one mode."""
 
     name: str
     mode: Mode
     reason: str | None
-    """Why ``impl="auto"`` does not take it; None if it would."""
+    """Why ``impl="auto"`` does not take it, or None."""
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """The walk through the list for one call. Printing it shows the walk."""
+    """The answers of all implementations for one call. ``print`` shows them as a table."""
 
     call: str
     """Function, sizes, dtype and device."""
     chosen: dict[Mode, str | None]
-    """What runs, by mode; None if every implementation refuses."""
+    """The implementation that runs, by mode; None if all refuse."""
     verdicts: tuple[Verdict, ...]
     note: str = ""
 
@@ -55,23 +55,23 @@ class Explanation:
     def __str__(self) -> str:
         lines = [self.call, "  " + ", ".join(f"{mode} runs {name}" for mode, name in self.chosen.items())]
         for name, mode, reason in self.verdicts:
-            would = "chosen" if name == self.chosen[mode] else "takes it, but stands later in the list"
+            would = "chosen" if name == self.chosen[mode] else "takes it, but is later in the list"
             lines.append(f"  {name:<16} {mode:<9} {would if reason is None else reason}")
         return "\n".join([*lines, *([f"  {self.note}"] if self.note else [])])
 
 
 class Family:
-    """The implementations of one or more operators, in the order in which ``impl="auto"`` asks them."""
+    """The implementations of one or more operators, in the order in which ``impl="auto"`` tries them."""
 
     def __init__(self, *implementations: Implementation) -> None:
         self.implementations = implementations
 
     def named(self, name: str) -> Implementation:
-        """The implementation of this name, which must be one."""
+        """The implementation of this name, which must exist."""
         return next(one for one in self.implementations if one.name == name)
 
     def available(self) -> tuple[Available, ...]:
-        """All of them, and whether they can run on this machine."""
+        """All implementations, and whether they can run on this machine."""
         return tuple(Available(one.name, one.summary, one.available()) for one in self.implementations)
 
     def check_name(self, function: str, impl: object) -> None:
@@ -101,8 +101,8 @@ class Family:
         raise ImplementationRefused(f"{problem.function}: no implementation takes this call. {'; '.join(reasons)}.")
 
     def choose(self, problem: Problem, mode: Mode, impl: str, gradients: bool = False) -> Implementation:
-        """What runs a call: ``pick``, except that a forward pass with gradients to follow is run by what runs the backward pass, if
-        that keeps residuals for itself.
+        """The implementation that runs a call, by ``pick``. If gradients are needed and the implementation of the backward pass saves
+        residuals, it also runs the forward pass.
         """
         if mode == "forward" and gradients:
             backward = self.pick(problem, "backward", impl)

@@ -44,7 +44,7 @@ class _Call(torch.autograd.Function):
         signature, given = seen.kind.signature, seen.kind.given
         function = signature.function
         upstream = operator.upstream(function, tensors, d_results)
-        if torch.is_grad_enabled() or not private.fast(upstream):  # gradients that are to be differentiated again, or are not plain
+        if torch.is_grad_enabled() or not private.fast(upstream):  # differentiated again, or not plain tensors
             found = _in_torch(operator, seen, impl, tensors, results, upstream)
         else:
             same = operator.recall(function, tensors, given)  # hooks of saved tensors may have changed strides
@@ -55,7 +55,7 @@ class _Call(torch.autograd.Function):
 
 
 class _Attached(torch.autograd.Function):
-    """Results that are attached to autograd already, as they are, with derivatives of their gradients too."""
+    """Passes on results that autograd already tracks, and adds derivatives of their gradients."""
 
     @staticmethod
     def forward(ctx: Any, operator: Operator[Any], seen: Seen, impl: str, count: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -79,6 +79,6 @@ class _Attached(torch.autograd.Function):
 
 
 def _in_torch(operator: Operator[Any], seen: Seen, impl: str, tensors: Tensors, results: Tensors, upstream: Tensors) -> Tensors:
-    """Gradients by torch's operator, which can be differentiated again."""
+    """Gradients by torch's operator. They can be differentiated again."""
     options = operator.plain(seen.kind.given)
     return operator.unpacked(operator.gradients_in_torch(*upstream, *results, *tensors, seen.kind.signature.function, *options, impl))

@@ -1,11 +1,11 @@
-"""What was found out about calls, by what they have in common.
+"""Caches of validated calls.
 
-Two calls are *equal* if they differ in values only: same sizes, strides, dtypes, devices, alignment and options. They share one ``Seen``:
-validation, the implementations chosen, and the bound launches. Two calls are *alike* if they differ, besides, in how many tokens and
-sequences they have, within powers of two. They share one ``Kind``: choices and plans. So an engine whose batches have another number of
-tokens at every step plans nothing anew.
+Two calls are *equal* if they differ only in values: same sizes, strides, dtypes, devices, alignment and options. They share one ``Seen``:
+validation and bound launches. Two calls are *alike* if they also differ in the numbers of tokens and sequences, with the same power of two
+above them. They share one ``Kind``: the chosen implementations and plans. So an engine whose batches have a different number of tokens at
+every step reuses its plans.
 
-Both memories are bounded; what was not used for the longest time is forgotten first.
+Both caches are bounded and evict the least recently used entries.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .implementation import Implementation, Mode
 from .problem import rounded
 
 KEPT = 4096
-"""Entries of each memory at most."""
+"""The limit of each cache."""
 
 
 class _Stamped(Protocol):
@@ -31,23 +31,23 @@ V = TypeVar("V", bound=_Stamped)
 
 
 class Recent(Generic[V]):
-    """A dictionary that forgets the least recently used quarter when it is full."""
+    """A dictionary that evicts the least recently used quarter when it is full."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.entries: dict[Hashable, V] = {}
         self.clock = 0
-        """Counts new entries; an entry notes when it was used last."""
+        """The number of entries added so far; each entry has the time of its last use."""
 
     def get(self, key: Hashable) -> V | None:
-        """The entry, which counts as used now, or None."""
+        """The entry, marked as used now, or None."""
         found = self.entries.get(key)
         if found is not None:
             found.used = self.clock
         return found
 
     def put(self, key: Hashable, value: V) -> V:
-        """Add an entry; if another thread was faster, its entry stays."""
+        """Add an entry and return it; an entry that another thread has added stays."""
         if len(self.entries) >= self.limit:
             oldest = sorted(list(self.entries.items()), key=lambda entry: entry[1].used)
             for old, _ in oldest[: max(self.limit // 4, 1)]:
@@ -65,8 +65,8 @@ class Kind:
     def __init__(
         self, signature: Signature, given: Sequence[Any], options: Mapping[str, Any], returned: list[bool], fixed: Mapping[str, int]
     ) -> None:
-        """``given``: options as callers give them; ``options``: as implementations see them; ``returned``: which results are wanted;
-        ``fixed``: sizes of all axes, of which those that count are an example.
+        """``given``: options as given by callers; ``options``: as implementations see them; ``returned``: whether each result is requested;
+        ``fixed``: sizes of all axes (for the axes in ``counts``, the sizes of the first call).
         """
         self.signature, self.given, self.options, self.returned, self.fixed = signature, given, options, returned, fixed
         self.choices: dict[tuple[Mode, str, bool], Implementation] = {}
@@ -82,21 +82,21 @@ class Seen:
     def __init__(self, kind: Kind, sizes: Mapping[str, int]) -> None:
         self.kind, self.sizes = kind, sizes
         self.bound: dict[Hashable, Any] = {}
-        """What is kept for these calls by whoever runs them."""
+        """Data that implementations cache for these calls."""
         self.used = 0
 
 
 class Memory:
-    """Of one operator."""
+    """The caches of one operator."""
 
     def __init__(self) -> None:
         self.calls: Recent[Seen] = Recent(KEPT)
         self.kinds: Recent[Kind] = Recent(KEPT)
         self.once: set[int] = set()
-        """Hashes of calls that were alike others and came once: they are not kept before they come again."""
+        """Hashes of calls that were alike an earlier call and occurred once. They are cached at the second occurrence."""
 
     def find(self, signature: Signature, tensors: Sequence[Tensor | None], options: Sequence[Any]) -> Seen | None:
-        """What equal calls share, also if there were only alike ones; None if there were neither."""
+        """The data of equal calls, new if there were only alike calls; None if there were neither."""
         parts = exact(tensors)
         types = tuple(map(type, options))
         key = signature.function, options, types, parts
@@ -116,7 +116,7 @@ class Memory:
         return seen
 
     def keep(self, kind: Kind, tensors: Sequence[Tensor | None], sizes: Mapping[str, int]) -> Seen:
-        """Remember a valid call, for all that are equal to it or alike."""
+        """Cache a valid call for equal and alike calls."""
         options, parts = kind.given, exact(tensors)
         found = likeness(kind.signature, parts, options)
         if found is not None:
@@ -125,12 +125,12 @@ class Memory:
 
 
 def exact(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    """All that a call can depend on but the values in its tensors."""
+    """Everything that a call depends on except the values of its tensors."""
     return tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in tensors])
 
 
 def layout(part: Any, counted: int = 1) -> Hashable:
-    """Of a part of ``exact`` what the launches of a kernel depend on besides counts; the stride of a first axis of one row is left out."""
+    """The part of an entry of ``exact`` that kernels depend on: no counted sizes, and no stride of a first axis of size 1."""
     if part is None:
         return None
     shape, strides, *others = part
@@ -138,7 +138,7 @@ def layout(part: Any, counted: int = 1) -> Hashable:
 
 
 def likeness(signature: Signature, parts: Sequence[Any], options: Sequence[Any]) -> tuple[Hashable, dict[str, int]] | None:
-    """What is the same for valid calls that are alike, and the sizes of the axes that count; None where tensors do not agree on them."""
+    """A key for alike calls, and the sizes of the counted axes; None if tensors do not agree on them."""
     counts: dict[str, int] = {}
     layouts = []
     for argument, axes, part in zip(signature.arguments, signature.counted, parts):

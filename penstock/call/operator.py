@@ -1,10 +1,10 @@
-"""Operators: a declaration, the implementations behind it, and the way a call takes.
+"""Operators: a declaration, its implementations, and the paths of a call.
 
-A call of a public function is a call of its ``Operator``. It takes one of three ways, which all end in ``run``:
+A public function calls its ``Operator``. A call takes one of three paths, which all end in ``run``:
 
-- the fast path (``eager``): plain tensors, no modes. What is known of equal calls is looked up, and an implementation runs.
+- the fast path (``eager``): no tracing, modes or subclasses. The cache of equal calls is looked up, and an implementation runs.
 - ``torch.func`` transforms and forward derivatives (``transforms``).
-- everything else, compiled graphs among it: torch's operators (``registration``).
+- torch's operators (``registration``): everything else, for example compiled graphs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ P = TypeVar("P", bound=Problem)
 
 
 class Explain(str):
-    """An ``impl`` for calls that are to be explained, not run."""
+    """An ``impl`` for calls that are explained, not run."""
 
 
 class Explained(Exception):
@@ -42,7 +42,7 @@ class Explained(Exception):
 
 
 def explain(function: Callable[..., object], *args: Any, impl: str = "auto", **kwargs: Any) -> Explanation:
-    """What a public function would run for these arguments, which it validates as always."""
+    """Which implementations a public function would run for these arguments, which are validated as in a call."""
     try:
         function(*args, impl=Explain(impl), **kwargs)
     except Explained as found:
@@ -51,7 +51,7 @@ def explain(function: Callable[..., object], *args: Any, impl: str = "auto", **k
 
 
 class Operator(Generic[P]):
-    """What public functions call: one signature for each function, the same arguments, options and results for all."""
+    """An operator that public functions call: one signature per function, the same arguments, options and results for all."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Operator(Generic[P]):
         differentiable: Callable[[Any], Tensors] | None = None,
     ) -> None:
         """``differentiable`` computes the results by differentiable PyTorch operations: forward derivatives and derivatives of
-        gradients go through it. An operator with an argument that is written has none, and no gradients.
+        gradients use it. An operator in place has none, and no gradients.
         """
         self.name, self.problem, self.family, self.differentiable = name, problem, family, differentiable
         self.signatures = {one.function: one for one in signatures}
@@ -80,7 +80,7 @@ class Operator(Generic[P]):
         self.in_torch, self.gradients_in_torch = registration.register(self)
 
     def __call__(self, function: str, tensors: Tensors, options: Sequence[Any], impl: str = "auto") -> Tensors:
-        """The results; None for those that are not wanted."""
+        """The results, None if not requested."""
         fast = private.fast(tensors)
         if fast:
             if private.autocasting():
@@ -100,10 +100,10 @@ class Operator(Generic[P]):
             return transforms.run(self, signature, tensors, options, impl)
         return self.asked_for(self.unpacked(self.in_torch(*tensors, function, *options, impl)), options)
 
-    # What is known of a call
+    # Validation and caches
 
     def signature(self, function: object) -> Signature:
-        """That of a function of this operator."""
+        """The signature of a function."""
         if not isinstance(function, str) or function not in self.signatures:
             complaints = Complaints(f"penstock::{self.name}")
             complaints.add(RangeError, "function", f"one of {', '.join(self.signatures)}", shortened(function))
@@ -111,30 +111,30 @@ class Operator(Generic[P]):
         return self.signatures[function]  # type: ignore[index]
 
     def recall(self, function: str, tensors: Tensors, options: Sequence[Any]) -> Seen | None:
-        """What is known of equal calls or, if there were none, of alike ones; None if there were neither."""
+        """The data of equal calls or, if there were none, of alike calls; None if there were neither."""
         try:
             return self.memory.find(self.signatures[function], tensors, options)
-        except (TypeError, KeyError):  # what cannot be hashed, or names no function, was never found valid
+        except (TypeError, KeyError):  # an unhashable option or an unknown function: not a valid call
             return None
 
     def learn(self, signature: Signature, tensors: Tensors, options: Sequence[Any]) -> Seen:
-        """Validate a call, for all that are equal to it or alike."""
+        """Validate and cache a call."""
         sizes = check(signature, tensors)
         return self.memory.keep(self.kind(signature, options, sizes), tensors, sizes)
 
     def kind(self, signature: Signature, options: Sequence[Any], sizes: Mapping[str, int]) -> Kind:
-        """What calls that are alike will share."""
+        """The data that alike calls share."""
         resolved = dict(zip(self.option_names, self.resolved(signature, options, sizes)))
         return Kind(signature, tuple(options), resolved, self.returned(options), sizes)
 
     def seen_of(self, problem: Problem) -> Seen:
-        """What calls equal to a valid one share, whatever way it came."""
+        """The data of calls equal to a valid problem, cached if new."""
         options = tuple([getattr(problem, name) for name in self.option_names])
         found = self.memory.find(problem.signature, problem.tensors, options)
         return found or self.memory.keep(self.kind(problem.signature, options, problem.sizes), problem.tensors, problem.sizes)
 
     def known(self, seen: Seen, tensors: Tensors) -> P:
-        """The problem of a known call; values are checked where they are read."""
+        """The problem of a cached call. Values are checked, see ``reads_values``."""
         if self.in_place:
             check_in_place(seen.kind.signature, tensors, seen.bound)
         if reads_values(tensors[0]):  # type: ignore[arg-type]
@@ -142,7 +142,7 @@ class Operator(Generic[P]):
         return self.problem.known(self, seen, tensors)
 
     def checked(self, function: str, tensors: Tensors, options: Sequence[Any]) -> P:
-        """The problem of any call, validated."""
+        """The problem of a call, validated without the cache."""
         signature = self.signature(function)
         sizes = check(signature, tensors)
         if self.in_place:
@@ -155,24 +155,24 @@ class Operator(Generic[P]):
         return tuple([x if one.resolve is None else one.resolve(x, sizes, about) for one, x in zip(self.options, self.plain(options))])
 
     def plain(self, options: Sequence[Any]) -> list[Any]:
-        """Options as torch's schemas take them: numbers of other libraries as Python's."""
+        """Options as torch's schemas take them: numbers of other libraries become Python numbers."""
         return [one.plain(x) for one, x in zip(self.options, options)]
 
     def returned(self, options: Sequence[Any]) -> list[bool]:
-        """Which results the options ask for."""
+        """For each result, whether the options request it."""
         given = dict(zip(self.option_names, options))
         return [not one.wanted or bool(given[one.wanted]) for one in self.results]
 
     def asked_for(self, results: Tensors, options: Sequence[Any]) -> Tensors:
-        """Results, or their gradients, with None for those that no option asks for."""
+        """Results or their gradients, None if not requested."""
         return [x if wanted else None for x, wanted in zip(results, self.returned(options))]
 
     def saved(self, results: Sequence[Tensor]) -> list[Tensor]:
-        """Those that the backward pass takes."""
+        """The results that the backward pass needs."""
         return [x for one, x in zip(self.results, results) if one.saved]
 
     def empty(self, problem: Problem, impl: str) -> list[Tensor]:
-        """Memory like that of the results of ``run`` with ``saved``."""
+        """Uninitialised results of ``run`` with ``saved``."""
         first = problem.tensors[0]
         assert first is not None
         shapes = [[problem.sizes[axis] for axis in one.axes.split()] for one in self.results]
@@ -184,7 +184,7 @@ class Operator(Generic[P]):
         ]
 
     def upstream(self, function: str, tensors: Tensors, d_results: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Gradients of the results as a backward pass takes them: that of the first result is zeros where there is none."""
+        """Gradients of the results as a backward pass takes them: a missing gradient of the first result becomes zeros."""
         first, *others = d_results
         if first is None:
             sizes, one, x = bind(self.signatures[function], tensors), self.results[0], tensors[0]
@@ -195,7 +195,7 @@ class Operator(Generic[P]):
     def second_derivatives(
         self, function: str, options: Sequence[Any], given: Tensors, dd: Tensors, needed: Sequence[bool]
     ) -> list[Tensor | None]:
-        """Gradients of what ``penstock::name_backward`` takes, from those of what it returns."""
+        """Gradients of the arguments of ``penstock::name_backward``, given the gradients ``dd`` of its results."""
         assert self.differentiable is not None
         count, saved = len(self.results), sum(one.saved for one in self.results)
         tensors = given[count + saved :]
@@ -206,26 +206,26 @@ class Operator(Generic[P]):
         return [x if need else None for x, need in zip(every, needed)]
 
     def placed(self, gradients: Sequence[Tensor | None], needed: Sequence[bool]) -> list[Tensor | None]:
-        """Gradients of the differentiable arguments in the places of all arguments, where they are needed."""
+        """For each argument its gradient, None if it is not needed or the argument is not differentiable."""
         found = iter(gradients)
         every = [next(found) if gradient else None for gradient in self.gradient]
         return [x if need else None for x, need in zip(every, needed)]
 
     @staticmethod
     def unpacked(results: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """What an operator of torch returned, a tuple also of one."""
+        """The results of a torch operator as a tuple, also a single one."""
         return results if isinstance(results, tuple) else (results,)
 
     def explain(self, problem: Problem, impl: str) -> Explanation:
-        """What would run, and why."""
+        """Which implementations would run, and why."""
         wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in problem.tensors)
         modes: tuple[Mode, ...] = (self.mode,) if self.in_place else ("forward", "backward")
         return self.family.explain(problem, modes, str(impl), wanted)
 
-    # Running it
+    # Running
 
     def eager(self, seen: Seen, tensors: Tensors, impl: str) -> Tensors:
-        """The results of a known call, differentiable where an argument requires gradients."""
+        """The results of a cached call, differentiable if an argument requires gradients."""
         if isinstance(impl, Explain):
             raise Explained(self.explain(self.known(seen, tensors), impl))
         if torch.is_grad_enabled() and not self.in_place:
@@ -235,7 +235,7 @@ class Operator(Generic[P]):
         return self.run(self.known(seen, tensors), impl)[0]
 
     def choice(self, problem: Problem, mode: Mode, impl: str, gradients: bool = False) -> Implementation:
-        """What runs this call, and all that are alike. ``gradients``: whether a backward pass will follow."""
+        """The implementation for this call and alike calls. ``gradients``: whether a backward pass may follow."""
         choices, key = problem.seen.kind.choices, (mode, impl, gradients)
         found = choices.get(key)
         if found is None:
@@ -243,7 +243,7 @@ class Operator(Generic[P]):
         return found
 
     def run(self, problem: Problem, impl: str, saved: bool = False, residuals: bool = False) -> tuple[Tensors, Tensors]:
-        """The results that are asked for, also those ``saved`` for the backward pass, and if wanted ``residuals`` for it."""
+        """The requested results, with ``saved`` also the results that the backward pass needs, and with ``residuals`` its residuals."""
         one = self.choice(problem, self.mode, impl, residuals)
         kept: Tensors = ()
         with no_autocast(problem.tensors[0]):
@@ -259,7 +259,7 @@ class Operator(Generic[P]):
         return [x.contiguous() if some and x is not None else None for x, some in zip(results, wanted)], kept
 
     def gradients(self, problem: Problem, impl: str, upstream: Upstream) -> Tensors:
-        """Gradients of the differentiable arguments, contiguous; None for those that are absent or not wanted."""
+        """Gradients of the differentiable arguments, contiguous; None for arguments that are missing or need none."""
         with no_autocast(problem.tensors[0]), torch.no_grad():
             found = self.choice(problem, "backward", impl).gradients(problem, upstream)
         return [None if x is None else x.contiguous() for x in found]

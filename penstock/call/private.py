@@ -1,7 +1,7 @@
-"""Every private name of torch that the library uses, and what happens without it.
+"""The private names of torch that the library uses, with fallbacks.
 
-Each name is looked up once, when this module is imported. ``MISSING`` lists those that this torch does not have. Without them calls
-are slower, never wrong: the fast path is off, and every call goes through the public operators in ``torch.ops``.
+Each name is looked up once, when this module is imported. ``MISSING`` lists the names that this torch does not have. Without any one of
+them results stay the same. Without a name that ``fast`` needs, calls are slower: all of them go through the operators in ``torch.ops``.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ def _private(name: str) -> Any:
 _dispatch_keys = _private("_C._dispatch_keys")
 _dispatch_modes = _private("_C._len_torch_dispatch_stack")
 _function_modes = _private("_C._len_torch_function_stack")
-_transform = _private("_C._functorch.peek_interpreter_stack")
 _transforms = _private("_C._functorch.get_interpreter_stack")
+_transform = _private("_C._functorch.peek_interpreter_stack") or _transforms
 _jvp = _private("_C._functorch.TransformType.Jvp")
 _tracing_state = _private("_C._get_tracing_state")
 _autocasting = _private("_C._is_any_autocast_enabled")
 _profiler_enabled = _private("_C._autograd._profiler_enabled")
 _fake_tensor = _private("_subclasses.FakeTensor")
+_is_lazy_zero = _private("Tensor._is_zerotensor")
 _raw_stream = _private("_C._cuda_getCurrentRawStream") if torch.version.cuda else None
 if _private("autograd.forward_ad._current_level") is None:
     _forward_ad: Any = None
@@ -42,19 +43,19 @@ else:
     from torch.autograd import forward_ad as _forward_ad
 
 FAST_PATH = None not in (_dispatch_keys, _dispatch_modes, _function_modes, _transform, _tracing_state, _forward_ad)
-"""Whether torch has all that ``fast`` needs."""
+"""Whether torch has all names that ``fast`` needs."""
 _TYPES = frozenset({Tensor, torch.nn.Parameter})
 _KINDS = ("cpu", "cuda")
 _plain_keys: set[int] = set()
-"""Dispatch keys of plain tensors, as integers, for the kinds of device in ``_learned``."""
+"""Dispatch keys of plain tensors, as integers, for the device types in ``_learned``."""
 _learned: set[str] = set()
 
 
 def fast(tensors: Iterable[object]) -> bool:
-    """Whether a call with these tensors (or None) may run without torch's dispatcher.
+    """Whether a call with these tensors (or None) may skip torch's dispatcher.
 
-    True for dense tensors without lazy negation or conjugation, that are no subclass, where no mode, transform or tracer is active:
-    then only autograd has to know of the call. Anything else takes the operator.
+    True for dense tensors without lazy negation or conjugation if there are no subclasses and no mode, transform or tracer is active.
+    Then only autograd needs to see the call. All other calls go through the operator.
     """
     if (
         not FAST_PATH
@@ -107,17 +108,22 @@ def forward_derivatives() -> bool:
 
 
 def autocasting() -> bool:
-    """Whether autocast is on for some kind of device; True where torch does not say."""
+    """Whether autocast is on for some device type; True if unknown."""
     return _autocasting is None or bool(_autocasting())
 
 
 def is_fake(x: Tensor) -> bool:
-    """Whether a tensor has a shape and no data, as under ``torch.compile``."""
-    return x.is_meta or (_fake_tensor is not None and isinstance(x, _fake_tensor))
+    """Whether a tensor has a shape and no data, as under ``torch.compile``. If unknown, True for all subclasses."""
+    return x.is_meta or (type(x) not in _TYPES if _fake_tensor is None else isinstance(x, _fake_tensor))
+
+
+def is_lazy_zero(x: Tensor) -> bool:
+    """Whether it is a tensor of zeros without memory, as autograd may create them."""
+    return _is_lazy_zero is not None and bool(_is_lazy_zero(x))
 
 
 def profiling() -> bool:
-    """Whether torch's profiler is running; True where torch does not say."""
+    """Whether torch's profiler is running; True if unknown."""
     return _profiler_enabled is None or bool(_profiler_enabled())
 
 

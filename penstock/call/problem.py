@@ -1,4 +1,4 @@
-"""A validated call, as implementations see it."""
+"""A validated call: the argument of implementations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Problem:
-    """The tensors and options of a call by name, and the sizes of its axes. A family adds annotations and what its formulas need."""
+    """The tensors and options of a call by name, and the sizes of its axes. A family adds annotations and properties."""
 
     operator: Operator[Any]
     signature: Signature
@@ -33,7 +33,7 @@ class Problem:
         options: Mapping[str, Any],
         sizes: Mapping[str, int],
     ) -> Self:
-        """A call that is valid."""
+        """A valid call."""
         problem = object.__new__(cls)
         values = problem.__dict__
         values.update(zip(operator.names, tensors))
@@ -42,7 +42,7 @@ class Problem:
 
     @classmethod
     def known(cls, operator: Operator[Any], seen: Seen, tensors: Sequence[Tensor | None]) -> Self:
-        """A call that is equal to calls seen before."""
+        """A call that equals a cached call."""
         problem = object.__new__(cls)
         values = problem.__dict__
         values.update(zip(operator.names, tensors))
@@ -52,7 +52,7 @@ class Problem:
 
     @property
     def function(self) -> str:
-        """The public function, as messages name it."""
+        """The name of the public function in messages."""
         return self.signature.function
 
     @property
@@ -62,16 +62,16 @@ class Problem:
 
     @cached_property
     def seen(self) -> Seen:
-        """What equal calls share; launchers keep their plans there."""
+        """The data that equal calls share; launchers cache their plans in it."""
         return self.operator.seen_of(self)
 
     @cached_property
     def counts(self) -> dict[str, int]:
-        """Sizes of the axes that count tokens or sequences, rounded up to a power of two: calls with equal ones share their plans."""
+        """Sizes of the axes that count tokens or sequences, rounded up to powers of two. Calls with equal counts share their plans."""
         return {axis: rounded(self.sizes[axis]) for axis in self.signature.counts.split()}
 
     def with_tensors(self, tensors: Mapping[str, Tensor | None]) -> Self:
-        """The same problem with other tensors of the same shapes in the places named."""
+        """The same problem with some tensors replaced by others of the same shapes."""
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         other.__dict__.update(tensors)

@@ -1,12 +1,12 @@
-"""The only file that talks to torch.library: operators, their fake kernels and autograd, made from a declaration.
+"""Registers operators with torch.library: kernels, fake kernels and autograd, from a declaration.
 
-An operator ``name`` that is not in place becomes two operators of torch, one that is becomes the first alone::
+An operator ``name`` becomes two torch operators. An operator in place has only the first::
 
     penstock::name            (tensors, function, options, impl) -> results
     penstock::name_backward   (gradients of results, saved results, tensors, function, options, impl) -> gradients
 
-Results are contiguous and new. A result that is not wanted, or the gradient of an argument that is None, comes back empty. ``impl``
-travels as a string, so that a compiled graph holds one operator whatever runs inside it.
+Results are contiguous and new. A result that is not requested, or the gradient of a missing argument, is an empty tensor. ``impl`` is a
+string, so that a compiled graph contains the same operator for all implementations.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _library = torch.library.Library("penstock", "DEF")
 
 
 def register(operator: Operator[Any]) -> tuple[Any, Any]:
-    """Define an operator's torch operators; the second is None for one in place."""
+    """Define the torch operators of an operator; the second is None for an operator in place."""
     forward = _Forward(operator)
     inputs = forward.schema
     _library.define(f"{operator.name}({inputs}) -> {_tuple(len(operator.results))}")
@@ -90,7 +90,7 @@ class _Forward:
         return _packed(self.operator.empty(*self.problem(inputs)))
 
     def save(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """Keep what the backward pass takes."""
+        """Save the tensors that the backward pass needs."""
         outputs = self.operator.unpacked(output)
         ctx.save_for_backward(*inputs[: self.split], *self.operator.saved(outputs))
         ctx.rest = inputs[self.split :]
@@ -106,7 +106,7 @@ class _Forward:
 
 
 class _Backward:
-    """``penstock::name_backward``. Its own derivatives are those of the operator's differentiable form."""
+    """``penstock::name_backward``. Its derivatives are computed by the operator's differentiable form."""
 
     def __init__(self, operator: Operator[Any]) -> None:
         self.operator, self.forward = operator, _Forward(operator)
@@ -122,11 +122,12 @@ class _Backward:
 
     def fake(self, *inputs: Any) -> Any:
         """The gradients without data."""
+        self.forward.problem(inputs[self.split :])
         tensors = [x for x, gradient in zip(inputs[self.split :], self.operator.gradient) if gradient]
         return _packed([_empty(inputs[0]) if x is None else x.new_empty(x.shape) for x in tensors])
 
     def save(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """Keep everything."""
+        """Save all tensors."""
         count = self.split + self.forward.split
         ctx.save_for_backward(*inputs[:count])
         ctx.rest = inputs[count:]

@@ -1,7 +1,7 @@
 """Calls under ``torch.func`` transforms and forward-mode differentiation.
 
-``grad``, ``vjp``, ``jacrev`` and ``vmap`` run the implementations that an eager call runs; ``vmap`` lays the mapped axis along the heads,
-so that one call serves all copies. Forward derivatives (``jvp``, ``jacfwd``, ``hessian``, dual numbers) run the operator's
+``grad``, ``vjp``, ``jacrev`` and ``vmap`` run the same implementations as an eager call; ``vmap`` folds the mapped axis into the axis of
+heads, so that one call computes all copies. Forward derivatives (``jvp``, ``jacfwd``, ``hessian``, dual numbers) run the operator's
 differentiable form, which is plain PyTorch.
 """
 
@@ -27,12 +27,12 @@ Call: TypeAlias = "tuple[Operator[Any], Signature, tuple[Any, ...], str]"
 
 
 def run(operator: Operator[Any], signature: Signature, tensors: Tensors, options: Sequence[Any], impl: str) -> Tensors:
-    """The results of a call, known to torch's transforms."""
+    """The results of a call, differentiable and mappable by torch's transforms."""
     if operator.differentiable is None:
         complaints = Complaints(signature.function)
         written = next(one.name for one in signature.arguments if one.written)
         rule = "outside of torch.func transforms and forward-mode differentiation"
-        complaints.add(RangeError, "the call", rule, "one inside", f"They cannot follow {written}, which is updated in place.")
+        complaints.add(RangeError, "the call", rule, "one inside", f"They do not support {written}, which is updated in place.")
         complaints.raise_any()
     if private.forward_derivatives():
         problem = operator.checked(signature.function, tensors, options)
@@ -74,7 +74,7 @@ class _Forward(torch.autograd.Function):
 
 
 class _Backward(torch.autograd.Function):
-    """``penstock::name_backward``, with a rule for vmap. Its own derivatives are those of the differentiable form."""
+    """``penstock::name_backward``, with a rule for vmap. Its derivatives are computed by the differentiable form."""
 
     @staticmethod
     def forward(call: Call, *given: Tensor | None) -> tuple[Tensor, ...]:
@@ -102,7 +102,7 @@ class _Backward(torch.autograd.Function):
 
 
 def _fold(signature: Signature, argument: Argument, x: Tensor | None, dim: int | None, copies: int) -> Tensor | None:
-    """A tensor whose mapped axis, or as many copies of it, lie along its axis of heads."""
+    """Fold the mapped axis of a tensor, or as many copies of it, into its axis of heads."""
     if x is None or not x.is_floating_point():
         if dim is not None:
             complaints = Complaints(signature.function)
@@ -122,7 +122,7 @@ def _head(signature: Signature, axes: str) -> int:
 
 
 def _unfold_all(signature: Signature, axes: list[str], found: Sequence[Tensor], copies: int) -> tuple[Any, ...]:
-    """Results with the mapped axis in front; one that is empty, not being wanted, has none."""
+    """Unfold the mapped axis of results to the front. An empty result, which was not requested, has none."""
     empty = [_empty(one, x) for one, x in zip(axes, found)]
     unfolded = tuple(
         x if none else x.unflatten(_head(signature, one), (copies, -1)).movedim(_head(signature, one), 0)
@@ -132,5 +132,5 @@ def _unfold_all(signature: Signature, axes: list[str], found: Sequence[Tensor], 
 
 
 def _empty(axes: str, x: Tensor) -> bool:
-    """Whether a tensor stands for a result or gradient that is not wanted."""
+    """Whether a tensor is the empty placeholder of a result or gradient that was not requested."""
     return x.dim() == 1 and not len(x) and len(axes.split()) != 1

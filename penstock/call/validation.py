@@ -1,7 +1,7 @@
-"""Validates a call against its declaration. Every broken rule is listed, and nothing has been changed when an error is raised.
+"""Validates a call against its declaration. An error lists every broken rule; a call that raises changes nothing.
 
-Python types, shapes, dtypes and devices are always checked. Values (decays, offsets, slots) are read on a CPU only, because on another
-device the host would have to wait for them; inside ``checks()`` they are read everywhere.
+Python types, shapes, dtypes and devices are always checked. Values (decays, offsets, slots) are read only on the CPU, because on
+another device the host would wait for them; inside ``checks()`` they are read on every device.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def checks() -> Iterator[None]:
     """Check values too, on every device, within this block.
 
     On a CPU values are always checked. On a GPU, decays that are positive or NaN, ``cu_seqlens`` that do not fit and slots out
-    of range are only found in here, because reading them makes the host wait for the device.
+    of range are only found inside this block, because reading them makes the host wait for the device.
 
     >>> with checks():
     ...     pass
@@ -47,7 +47,7 @@ def reads_values(tensor: Tensor) -> bool:
 
 
 def check_types(signature: Signature, tensors: Sequence[object], options: Sequence[Option], values: Sequence[object]) -> None:
-    """Raise unless there are tensors, numbers and flags where they belong."""
+    """Raise unless all arguments have the right Python types and all options are valid."""
     complaints = Complaints(signature.function)
     for argument, x in zip(signature.arguments, tensors):
         nullable = argument.nullable or argument.absent or not argument.required
@@ -58,6 +58,9 @@ def check_types(signature: Signature, tensors: Sequence[object], options: Sequen
         elif isinstance(x, Tensor) and argument.written and not torch.compiler.is_compiling() and (x.is_neg() or x.is_conj()):
             rule, remedy = "memory that can be written", f"Resolve it with {argument.public}.resolve_neg()."
             complaints.add(RangeError, argument.public, rule, "a lazily negated or conjugated tensor", remedy)
+        elif isinstance(x, Tensor) and argument.written and not torch.compiler.is_compiling() and private.is_lazy_zero(x):
+            remedy = f"Clone {argument.public} first."
+            complaints.add(RangeError, argument.public, "memory that can be written", "a tensor of zeros without memory", remedy)
     for option, value in zip(options, values):
         _check_option(complaints, option, value)
     complaints.raise_any()
@@ -83,7 +86,7 @@ def _check_option(complaints: Complaints, option: Option, value: object) -> None
 
 
 def finite(value: Any) -> Wrong | None:
-    """For options: a number that float64 holds."""
+    """For options: a finite float64 number."""
     try:
         if math.isfinite(value):
             return None
@@ -93,7 +96,7 @@ def finite(value: Any) -> Wrong | None:
 
 
 def bind(signature: Signature, tensors: Sequence[Tensor | None]) -> dict[str, int] | None:
-    """The size of each axis; None where tensors do not agree on them. Nothing else is checked."""
+    """The size of each axis; None if tensors do not agree. Checks nothing else."""
     sizes: dict[str, int] = {}
     for argument, x in zip(signature.arguments, tensors):
         if x is None:
@@ -162,7 +165,7 @@ def _check_absent(complaints: Complaints, argument: Argument, sizes: dict[str, i
 
 
 def _check_shape(complaints: Complaints, argument: Argument, x: Tensor, sizes: dict[str, int]) -> None:
-    """Compare with the sizes that are known, and add those that are not."""
+    """Compare with the known sizes, and add new ones."""
     letters, shape = argument.letters, x.shape
     if len(shape) == len(letters):
         found = {axis: size - more for (axis, more), size in zip(letters, shape)}
@@ -188,7 +191,7 @@ def _check_kind(
 
 
 def check_tensor(complaints: Complaints, argument: Argument, x: Tensor, sizes: dict[str, int], device: torch.device, beside: str) -> None:
-    """Shape, dtype and device of one argument, for callers with arguments of their own. ``beside``: what else is on the device."""
+    """Check shape, dtype and device of one argument outside a declaration. ``beside``: the name of a tensor on ``device``."""
     _check_shape(complaints, argument, x, sizes)
     _check_kind(complaints, argument, x, argument.dtypes, device, beside)
 
@@ -198,9 +201,9 @@ def _bracketed(argument: Argument) -> str:
 
 
 def check_in_place(signature: Signature, tensors: Sequence[Tensor | None], kept: dict[Any, Any]) -> None:
-    """Raise unless the written argument can be written: no gradients, no overlap, no memory that another argument is read from.
+    """Raise unless the written argument can be written: no gradients, no overlap, no memory shared with another argument.
 
-    ``kept`` keeps between equal calls how many bytes each tensor reaches over.
+    ``kept`` caches, for equal calls, the number of bytes that each tensor spans.
     """
     reach = kept.get("reach")
     if reach is None:
@@ -243,10 +246,13 @@ def _raise_in_place(signature: Signature, tensors: Sequence[Tensor | None], reac
     complaints.raise_any()
 
 
-def overlaps(x: Tensor) -> bool:
-    """Whether two elements may share memory: some axis does not step over all that the axes with smaller strides reach."""
+def overlaps(x: Tensor, expanded: bool = True) -> bool:
+    """Whether two elements may share memory: the stride of some axis is smaller than the span of the axes with smaller strides.
+
+    ``expanded``: whether strides of 0 count.
+    """
     reach = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape) if size > 1):
+    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape) if size > 1 and (stride or expanded)):
         if stride < reach:
             return True
         reach += stride * (size - 1)
@@ -260,7 +266,7 @@ def _reach(x: Tensor) -> int:
 
 
 def offsets(axis: str) -> Any:
-    """Values of ``cu_seqlens``: where packed sequences begin along ``axis``, and its end."""
+    """The rule for values of ``cu_seqlens``: the begins of packed sequences along ``axis``, then its end."""
 
     def values(x: Tensor, sizes: Sizes) -> Wrong | None:
         ends, total = x.tolist(), sizes.get(axis)
@@ -274,6 +280,6 @@ def offsets(axis: str) -> Any:
 
 
 def one_row(complaints: Complaints, tensors: Mapping[str, Tensor | None], sizes: Sizes) -> None:
-    """For ``Signature.rules``: packed sequences lie along the token axis of one batch row."""
+    """For ``Signature.rules``: packed sequences are concatenated along the token axis of one batch row."""
     if tensors.get("cu_seqlens") is not None and sizes.get("B", 1) != 1:
         complaints.add(ShapeError, "B", "1 with cu_seqlens", sizes["B"], "Pack all sequences along the token axis.")

@@ -1,1 +1,1 @@
-"""What every family's GPU kernels share: plans, launching, the GPU they run on, device functions for tiles, Hopper's descriptors."""
+"""Shared by the GPU kernels of all families: plans, launches, the target GPU, device functions for tiles, Hopper's descriptors."""

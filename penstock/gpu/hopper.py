@@ -1,6 +1,6 @@
-"""Hopper's tensor memory accelerator: tensors as matrices that the hardware copies in tiles. And which Triton has Gluon.
+"""Descriptors for Hopper's tensor memory accelerator, and the check whether Triton has Gluon.
 
-Gluon came into Triton late and still changes: it is imported when a launch for Hopper is planned. Where it cannot be, plain Triton runs.
+Gluon is new in Triton and still changes. It is imported when a launch for Hopper is planned; without it, plain Triton kernels run.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from torch import Tensor
 
 
 class Tile(NamedTuple):
-    """What the hardware copies at a time of a tensor of four axes, seen as a matrix."""
+    """The tile that the hardware copies, of a tensor of four axes viewed as a matrix."""
 
     rows: int
     columns: int
     axes: int = 2
-    """How many of the tensor's first axes are the matrix's first; [B,T,H,D] is [B * T,H * D]."""
+    """The number of leading axes that form the rows; [B,T,H,D] is the matrix [B * T,H * D]."""
 
 
 GLUON = (3, 6)
-"""The first Triton whose Gluon the kernels are written in."""
+"""The first Triton version whose Gluon supports the kernels."""
 
 
 @cache
 def modules(package: str | None) -> tuple[Any, Any] | None:
-    """A package's ``hopper_forward`` and ``hopper_backward``; None where Triton has no Gluon as they are written in."""
+    """A package's ``hopper_forward`` and ``hopper_backward``; None if Triton's Gluon is missing or too old."""
     if tuple(map(int, triton.__version__.split(".")[:2])) < GLUON:
         return None
     try:
@@ -40,7 +40,7 @@ def modules(package: str | None) -> tuple[Any, Any] | None:
 
 
 def tiled(x: Tensor) -> bool:
-    """Whether [B,T,H,D] is a matrix [B * T,H * D] with rows of their own that begin at multiples of 16 bytes."""
+    """Whether [B,T,H,D] is a matrix [B * T,H * D] whose rows do not overlap and begin at multiples of 16 bytes."""
     B, T, H, D = x.shape
     b, t, h, d = x.stride()
     aligned = t * x.element_size() % 16 == 0 == x.data_ptr() % 16
@@ -62,7 +62,7 @@ def _descriptor() -> Any:
 
 
 def description(x: Tensor, tile: Tile) -> dict[str, Any]:
-    """What tensors of one layout have in common as matrices that are copied in tiles."""
+    """The fields of a descriptor that tensors of one layout share."""
     strides, box = [x.stride(tile.axes - 1), 1], [tile.rows, tile.columns]
     return {
         "columns": prod(x.shape[tile.axes :]),
@@ -74,7 +74,7 @@ def description(x: Tensor, tile: Tile) -> dict[str, Any]:
 
 
 def described(x: Tensor, known: Mapping[str, Any]) -> Any:
-    """A tensor of this description, as Triton takes it. It was checked when the launch was planned, so Triton need not check again."""
+    """The descriptor of a tensor. It skips Triton's checks: they were done when the launch was planned."""
     one, columns = object.__new__(_descriptor()), known["columns"]
     one.__dict__.update(known, base=x, shape=[x.numel() // columns, columns])
     return one

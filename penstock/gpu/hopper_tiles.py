@@ -1,4 +1,4 @@
-"""Device functions that the kernels for Hopper share, in Gluon: what their dialect needs said, and sums over groups of tokens."""
+"""Device functions that the kernels for Hopper share, in Gluon: barriers, exponentials, masks, and sums over groups of tokens."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ meet = getattr(gl, "barrier", None) or gl.thread_barrier  # Triton 3.7 has the f
 
 @gluon.jit
 def exp2(x):
-    """2^x, 0 where that is no normal number."""
+    """2^x, with subnormal results flushed to 0."""
     return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
 def plus(a, b):
-    """For scans."""
+    """The operation of scans."""
     return a + b
 
 
 @gluon.jit
 def zeroed_behind(tile, left, layout: gl.constexpr):
-    """Zeros instead of the rows of a tile that belong to no token, or to another sequence's."""
+    """Zero the rows of a tile behind the first ``left``: they belong to no token or to another sequence."""
     i = gl.arange(0, tile.shape[0], gl.SliceLayout(1, layout))
     x = tile.load(layout)
     tile.store(gl.where((i < left)[:, None], x, gl.zeros_like(x)))
@@ -30,7 +30,7 @@ def zeroed_behind(tile, left, layout: gl.constexpr):
 
 @gluon.jit
 def others(part, across: gl.constexpr, LATER: gl.constexpr):
-    """Of sums by group [GROUPS,K]: all together [1,K], and for each group those of the groups before it, or behind it if LATER."""
+    """From sums by group [GROUPS,K]: the total [1,K], and for each group the sum of the groups before it, or behind it if LATER."""
     GROUPS: gl.constexpr = part.shape[0]
     K: gl.constexpr = part.shape[1]
     group = gl.arange(0, GROUPS, gl.SliceLayout(1, across))[:, None]

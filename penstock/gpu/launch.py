@@ -1,7 +1,7 @@
-"""Runs plans: allocates their memory, launches their kernels. Nothing here waits for the device.
+"""Runs plans: allocates their memory and launches their kernels. The host never waits for the device.
 
-A plan is compiled once for calls that are alike and bound once to the sizes of equal calls (``penstock.call.memory``), so that an
-equal call costs the host little more than the launches themselves.
+A plan is compiled once for alike calls and bound once to the sizes of equal calls (``penstock.call.memory``). So the host overhead of an
+equal call is little more than the launches.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from .target import Target, interpreting
 
 
 class Prepared:
-    """A plan with its compiled kernels, for calls that are alike."""
+    """A plan with its compiled kernels, for alike calls."""
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
         self.plan, self.device = plan, device
         self.kernels: tuple[Any, ...] | None = None
         self.descriptions: list[list[dict[str, Any]]] = []
-        """Of the tensors of each launch that are copied in tiles."""
+        """For each launch, the descriptors of its tiled tensors."""
         self.numbers = [_Template(one.numbers) for one in plan.launches]
         self.memory = [(name, _Template(shape), dtype) for name, (shape, dtype) in plan.memory.items()]
 
     def compile(self, tensors: Mapping[str, Tensor], sizes: Sizes) -> tuple[Any, ...]:
-        """Compile all kernels, side by side, for tensors like these."""
+        """Compile all kernels in parallel, for tensors like these."""
         if self.kernels is None:
             plan = self.plan.at(sizes)
             self.descriptions = [one.descriptions(tensors) for one in plan.launches]
@@ -46,16 +46,16 @@ class Prepared:
         return self.kernels
 
     def _compile_one(self, launch: Launch, tensors: Mapping[str, Tensor]) -> Any:
-        """What ``[grid]`` makes a launch of."""
+        """The compiled kernel; ``[grid]`` gives a function that launches it."""
         if interpreting():
             return _Interpreted(launch.kernel, dict(launch.options))
-        with _at(self.device):  # the current device is a thread's own
+        with _at(self.device):  # each thread has its own current device
             arguments = launch.arguments(tensors, launch.descriptions(tensors), tensors)
             return launch.kernel.warmup(*arguments, *launch.numbers, *launch.constants, grid=(1, 1, 1), **dict(launch.options))
 
 
 class _Template:
-    """Numbers of which some depend on sizes: those are told apart once."""
+    """Numbers, some of them functions of the sizes."""
 
     __slots__ = ("fixed", "open")
 
@@ -64,7 +64,7 @@ class _Template:
         self.open = [(place, x) for place, x in enumerate(numbers) if callable(x)]
 
     def at(self, sizes: Sizes) -> tuple[Any, ...]:
-        """All of them as numbers."""
+        """The numbers for these sizes."""
         found = self.fixed.copy()
         for place, x in self.open:
             found[place] = x(sizes)
@@ -72,7 +72,7 @@ class _Template:
 
 
 class _Interpreted:
-    """A kernel under the interpreter, used as a compiled one."""
+    """A kernel under the interpreter, with the interface of a compiled kernel."""
 
     def __init__(self, kernel: Any, options: dict[str, int]) -> None:
         self.kernel, self.options = kernel, options
@@ -82,7 +82,7 @@ class _Interpreted:
 
 
 class Bound:
-    """A prepared plan for calls that are equal: all sizes are numbers."""
+    """A prepared plan for equal calls: all sizes are numbers."""
 
     def __init__(self, prepared: Prepared, sizes: Sizes, absent: list[str]) -> None:
         self.prepared, self.sizes, self.absent = prepared, sizes, absent
@@ -103,14 +103,16 @@ class Bound:
             if self.runners is None:
                 kernels = self.prepared.compile(tensors, self.sizes)
                 self.runners = [kernel[value(one.grid, self.sizes), 1, 1] for kernel, one in zip(kernels, launches)]
-            given = tensors if interpreting() else {name: x.data_ptr() for name, x in tensors.items()}  # Triton would ask in every launch
+            given = (
+                tensors if interpreting() else {name: x.data_ptr() for name, x in tensors.items()}
+            )  # saves Triton a call of data_ptr per launch
             for runner, one, known, numbers in zip(self.runners, launches, self.prepared.descriptions, self.numbers):
                 runner(*one.arguments(tensors, known, given), *numbers)
         return tensors
 
 
 def _ones(C: int, device: torch.device) -> Tensor:
-    """[C + 1, C], row n with n ones; kept, unless its memory would belong to a graph."""
+    """[C + 1, C], row n with n ones. Cached, except during the capture of a CUDA graph, which would own the memory."""
     capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     return _made_ones(C, device) if capturing else _kept_ones(C, device)
 
@@ -136,7 +138,7 @@ _tried: Mapping[Any, Any] = {}
 
 @contextmanager
 def trying(configurations: Mapping[Any, Any]) -> Iterator[None]:
-    """Plan with these configurations before all others, within this block, in the whole process: how ``penstock tune`` times them."""
+    """Within this block, these configurations take precedence in the whole process. ``penstock tune`` uses it."""
     global _trial, _tried
     before = _trial, _tried
     _trial, _tried = object(), dict(configurations)
@@ -149,7 +151,7 @@ def trying(configurations: Mapping[Any, Any]) -> Iterator[None]:
 def run(
     name: str, p: Problem, target: Target, planned: Callable[[Target], Plan], tensors: dict[str, Tensor | None], *more: Tensor | None
 ) -> dict[str, Tensor]:
-    """Run a pass of a problem: find or make its plan, compiled and bound. ``more``: tensors that are not the problem's own.
+    """Run a pass of a problem: find or create its plan, compiled and bound. ``more``: tensors that are not in the problem.
 
     Missing tensors get the first tensor of the problem as a dummy pointer.
     """

@@ -1,8 +1,8 @@
-"""What a call launches: kernels, grids, constants and memory, from sizes and strides alone.
+"""The launches of a call: kernels, grids, constants and memory, computed from sizes and strides.
 
-A ``Plan`` holds no tensor and touches no device. ``launch`` runs it, ``penstock check --compile`` compiles it for GPUs that are absent,
-``penstock tune`` times it with other configurations. Grids, numbers and shapes that depend on how many tokens and sequences there are
-are functions of the sizes: one plan serves all calls that are alike.
+A ``Plan`` holds no tensor and needs no device. ``launch`` runs it, ``penstock check --compile`` compiles it for other GPUs,
+``penstock tune`` times it with other configurations. Grids, numbers and shapes that depend on the numbers of tokens and sequences
+are functions of the sizes, so alike calls share one plan.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from . import hopper
 
 Sizes = Mapping[str, int]
-"""Of a problem, by axis."""
+"""The sizes of a problem by axis."""
 Size = int | Callable[[Sizes], int]
 Number = int | float | Callable[[Sizes], int]
 
@@ -36,16 +36,16 @@ class Launch(NamedTuple):
     numbers: tuple[Any, ...]
     constants: tuple[Any, ...]
     options: tuple[tuple[str, int], ...]
-    """For Triton's compiler: warps, and registers for each thread at first where the kernel divides them anew."""
+    """For Triton's compiler: warps, and the initial registers per thread if the kernel reallocates them."""
     tiles: tuple[hopper.Tile, ...] = ()
-    """Of the first tensors, if those are copied in tiles by the hardware."""
+    """For the first tensors, the tiles in which the hardware copies them."""
 
     def descriptions(self, tensors: Mapping[str, Tensor]) -> list[dict[str, Any]]:
-        """Of the tensors that are copied in tiles."""
+        """The descriptors of the tiled tensors."""
         return [hopper.description(tensors[name], tile) for name, tile in zip(self.tensors, self.tiles)]
 
     def arguments(self, tensors: Mapping[str, Tensor], known: Sequence[Mapping[str, Any]], others: Mapping[str, Any]) -> list[Any]:
-        """Its tensors as the kernel takes them: the first by their descriptions, the rest looked up in ``others``."""
+        """The tensor arguments of the kernel: descriptors of the tiled tensors, the rest looked up in ``others``."""
         if not known:
             return [others[name] for name in self.tensors]
         tiled = [hopper.described(tensors[name], one) for name, one in zip(self.tensors, known)]
@@ -57,7 +57,7 @@ class Plan:
     """Memory to allocate, by name, and kernels to launch one after another."""
 
     memory: dict[str, tuple[tuple[Any, ...], torch.dtype]] = field(default_factory=dict)
-    """Shapes, of sizes that ``at`` makes integers, and dtypes."""
+    """Shapes and dtypes; ``at`` turns functions of the sizes into integers."""
     launches: list[Launch] = field(default_factory=list)
     ones: int = 0
     """C, for kernels that read the tensor ``ones`` [C + 1, C], whose row n has n ones."""
@@ -85,7 +85,7 @@ class Plan:
 
 
 def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a result. ``torch.empty_strided``, which takes them, needs half the time of ``torch.empty``."""
+    """Strides of a contiguous tensor. ``torch.empty_strided`` takes half the time of ``torch.empty``."""
     strides, step = [0] * len(shape), 1
     for axis in range(len(shape) - 1, -1, -1):
         strides[axis] = step
@@ -94,15 +94,15 @@ def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def dense(indices: Tensor | None) -> Tensor | None:
-    """Offsets or slots without gaps, as kernels on a GPU read them."""
+    """Contiguous offsets or slots, as the GPU kernels read them."""
     return None if indices is None else indices.contiguous()
 
 
 def chunks(T: int, L: int, N: int, packed: bool) -> int:
-    """Chunks of L tokens that N sequences of T tokens, or of T together if packed, may need: see ``tiles.span_of``."""
+    """The most chunks of L tokens in N sequences of T tokens each, or in total if packed: see ``tiles.span_of``."""
     return T // L + N if packed else N * -(-T // L)
 
 
 def strides(*tensors: Tensor) -> tuple[int, ...]:
-    """Of all axes of all tensors, in a kernel's order."""
+    """The strides of all axes of all tensors, in the order of kernel parameters."""
     return tuple(stride for x in tensors for stride in x.stride())

@@ -1,4 +1,4 @@
-"""The GPU that launches are planned for, and whether Triton's interpreter stands in for one."""
+"""The GPU that launches are planned for, or Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Target(NamedTuple):
     """"sm_90", "gfx942", ...; "interpreter"."""
     multiprocessors: int
     shared_memory: int
-    """Bytes that one program may take."""
+    """Bytes available to one program."""
     table: Mapping[Any, Any] = MappingProxyType({})
     """Measured configurations of a family's kernels."""
 
@@ -58,7 +58,7 @@ class Target(NamedTuple):
     @classmethod
     @cache
     def of(cls, device: torch.device) -> Target:
-        """The GPU of this device. The interpreter gets a few multiprocessors, so that segments are walked there too."""
+        """The GPU of this device. The interpreter gets a few multiprocessors, so that tests cover segments."""
         if device.type != "cuda":
             return cls("interpreter", 4, 1 << 20)
         gpu = torch.cuda.get_device_properties(device)

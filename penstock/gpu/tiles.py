@@ -1,6 +1,6 @@
-"""Device functions that kernels of every family share: where a program's tokens are, loading tiles, products.
+"""Device functions that kernels of all families share: token ranges of programs, loads of tiles, products.
 
-Time always runs forward in a kernel: token i of a chunk is row ``first + i * step`` of the tensors, step being -1 where the caller's time
+Time always runs forward in a kernel: token i of a chunk is row ``first + i * step`` of the tensors, where step is -1 if the caller's time
 runs backwards.
 """
 
@@ -14,10 +14,10 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def span_of(slot, cu_seqlens, N, T, L, PACKED: tl.constexpr):
-    """Stretch ``slot`` of L tokens: its sequence, the sequence's begin and end, and how many tokens of it come before.
+    """Span ``slot`` of L tokens: its sequence, the begin and end of the sequence, and the number of its tokens before the span.
 
-    Packed, sequence n owns the slots from ``cu_seqlens[n] // L + n`` on: as many as it may need, known without a sum over
-    the others and without the host. A slot that its sequence does not need begins at or behind the sequence's end.
+    Packed, sequence n has the slots from ``cu_seqlens[n] // L + n`` on, at least as many as it needs. This needs no sum over other
+    sequences and no host. An unused slot begins at or behind the end of its sequence.
     """
     if PACKED:
         low = slot * 0
@@ -43,10 +43,10 @@ def span_of(slot, cu_seqlens, N, T, L, PACKED: tl.constexpr):
 
 @triton.jit
 def tokens_of(slot, cu_seqlens, N, T, L, SEGMENTS: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr):
-    """The tokens of a program, which are a sequence or, if SEGMENTS, stretch ``slot`` of L tokens of one.
+    """The tokens of a program: a sequence or, with SEGMENTS, span ``slot`` of L tokens of a sequence.
 
-    Its sequence n, the batch row b that the sequence lies in, the first row and the step on the token axis, where the sequence begins, how
-    many of its tokens come before the program's, and how many the program has (0 or less if the slot is not needed).
+    Returns sequence n, its batch row b, the first row and the step on the token axis, the begin of the sequence, the number of its tokens
+    before the program's tokens, and the number of the program's tokens (0 or less for an unused slot).
     """
     if SEGMENTS:
         n, begin, end, done = span_of(slot, cu_seqlens, N, T, L, PACKED)
@@ -73,7 +73,7 @@ def tokens_of(slot, cu_seqlens, N, T, L, SEGMENTS: tl.constexpr, PACKED: tl.cons
 
 @triton.jit
 def slot_of(n, begin, done, T, L, PACKED: tl.constexpr):
-    """The slot of the stretch of L tokens of sequence n that ``done`` tokens come before: the inverse of ``span_of``."""
+    """The slot of the span of L tokens of sequence n behind ``done`` tokens: the inverse of ``span_of``."""
     if PACKED:
         slot = begin // L + n + done // L
     else:
@@ -83,7 +83,7 @@ def slot_of(n, begin, done, T, L, PACKED: tl.constexpr):
 
 @triton.jit
 def tile(base, i, live, stride_i, j, stride_j, J: tl.constexpr, BJ: tl.constexpr):
-    """[len(i), BJ] of a matrix, zeros where a token is not live or a column not there."""
+    """[len(i), BJ] of a matrix, zeros where a token is not live or a column is out of range."""
     mask = live[:, None]
     if BJ * (J // BJ) != J:
         mask = mask & (j < J)[None, :]
@@ -92,7 +92,7 @@ def tile(base, i, live, stride_i, j, stride_j, J: tl.constexpr, BJ: tl.constexpr
 
 @triton.jit
 def to_tf32(x):
-    """X rounded to TF32, 11 significant bits: tl.dot by itself would cut off what is beyond them, and errors of one sign add up."""
+    """X rounded to TF32, 11 significant bits: tl.dot truncates, and truncation errors have one sign and add up."""
     return ((x.to(tl.float32).to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
 
 

@@ -1,8 +1,8 @@
-"""States that are moved on in place, by way of a forward pass: what an implementation in plain PyTorch does.
+"""Updates states in place by forward passes, for implementations in plain PyTorch.
 
-The state of a sequence after p tokens is a function of the tokens alone: the first 64 floor(p / 64) tokens are walked in chunks of 64 from
-the row's beginning, the rest token by token, and the state is rounded to the pool's dtype after each. So results do not depend on where
-a sequence is cut, as long as cuts lie at multiples of 64, nor on the other rows of the call.
+The state of a row after p tokens is a function of these tokens alone: the first 64 floor(p / 64) tokens are processed in pieces of 64 from
+the beginning of the row, the rest token by token, and the state is rounded to the pool's dtype after each piece. So results do not depend
+on where a sequence is cut if cuts are at multiples of 64, nor on the other rows of the call.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ CHUNK = 64
 
 
 def pieces(tokens: int) -> Iterator[tuple[int, int]]:
-    """Begin and end of the pieces that a row of so many tokens is walked in."""
+    """Begin and end of the pieces of a row with this number of tokens."""
     whole = tokens // CHUNK * CHUNK
     yield from ((begin, begin + CHUNK) for begin in range(0, whole, CHUNK))
     yield from ((begin, begin + 1) for begin in range(whole, tokens))
 
 
 def advance_by(forward: Callable[[Recurrence], Sequence[Tensor | None]], a: Advance) -> Tensor:
-    """The output; states are copied out of the pool and back. Waits for the device where it has slots or offsets to read."""
+    """The output. States are copied out of the pool and back. Waits for the device to read slots and offsets."""
     output = a.v.new_zeros(a.v.shape)
     slots = list(range(a.sizes["N"])) if a.slots is None else a.slots.tolist()
     live = [(n, slot) for n, slot in enumerate(slots) if slot >= 0]
-    if a.cu_seqlens is None:  # rows of one length go together
+    if a.cu_seqlens is None:  # all rows have the same length and run together
         together = [([n for n, _ in live], [slot for _, slot in live], 0, a.sizes["T"])] if live else []
     else:
         spans = a.spans()
@@ -56,7 +56,7 @@ def _piece(a: Advance, rows: list[int], tokens: slice, state: Tensor) -> Recurre
     g = a.g
     if g is not None and "T" in a.variant.decay:
         g = g[rows, tokens]
-    state = state.to(torch.promote_types(state.dtype, state_dtype(a.q.dtype)))
+    state = state.to(torch.promote_types(state.dtype, state_dtype(a.q.dtype))).contiguous()  # products depend on the layout
     signature = RECURRENCE.signatures[a.variant.name]
     sizes = {**a.sizes, "B": len(rows), "N": len(rows), "T": q.shape[1]}
     return Recurrence.of(

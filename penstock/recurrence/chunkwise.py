@@ -7,8 +7,8 @@ Tokens are cut into chunks. Between chunks a state [K, V] is carried; inside a c
 
 A is built by halving. Split a span in two: every token i of the second half sees token j of the first through the
 border between them, A_ij = (q_i o exp(sum_{border<t<=i} g_t)) . (k_j o exp(sum_{j<t<=border} g_t)). Both factors are at
-most 1 and their sums begin at the border, so nothing can overflow and nothing large cancels; then each half is split
-again. A decay that is the same for all channels needs no halving: it multiplies A directly.
+most 1 and their sums begin at the border, so there is no overflow and no cancellation of large numbers; then each half is
+split again. A decay that is the same for all channels needs no halving: it multiplies A directly.
 
 Chunks are computed in blocks. The backward pass recomputes and differentiates one block at a time, to save memory.
 """
@@ -33,7 +33,7 @@ CHUNK = 64
 BLOCKS = 16
 """A block has at most 1/16 of the tokens: its intermediates then take about as much memory as inputs and outputs, or less."""
 BLOCK = 1 << 19
-"""Elements in the largest tensor of a block that are always allowed: small blocks are slow. rwkv6 (1,1024,32,64), forward and backward,
+"""Elements in the largest tensor of a block that is always allowed: small blocks are slow. rwkv6 (1,1024,32,64), forward and backward,
 2 threads with 512 KiB of L2 cache each: 490 ms with 2^18, 440 ms with 2^19, 425 ms with 2^20, 531 ms without blocks."""
 
 
@@ -47,7 +47,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Chunks:
-    """The layout of the tokens in rows of C, one chunk a row.
+    """The layout of the tokens in rows of C, one chunk per row.
 
     A lane is a sequence. Lanes are ordered by number of chunks, the longest first, and cut into groups. The rows of a group are the
     first chunks of its lanes, then their second chunks, and so on, so the lanes that have a chunk at a step are the first
@@ -57,9 +57,9 @@ class Chunks:
     order: Tensor  # [N] sequence of each lane
     width: int  # the most lanes in a group, and the most rows in a block
     groups: list[list[Block]]
-    token: Tensor  # [R, C] which token (of B * T) stands where; 0 in the padding
+    token: Tensor  # [R, C] index of the token (of B * T) in each place; 0 in the padding
     padding: Tensor | None  # [R, C] True in the padding, or None if there is none
-    place: Tensor  # [B * T] where each token stands in the rows
+    place: Tensor  # [B * T] the place of each token in the rows
 
     @classmethod
     def of(cls, problem: Recurrence) -> Chunks:
@@ -194,7 +194,7 @@ def _block(
 ) -> tuple[Tensor, Tensor]:
     """Outputs of a block before ``scale``, and the states after it."""
     weight = q * k if u is None else q * k * u[:, None]
-    o = weight.sum(-1, keepdim=True) * v  # what a token sees of itself
+    o = weight.sum(-1, keepdim=True) * v  # the diagonal of A v
     if g is None or g.shape[-1] == 1:
         o = o + _same_for_all_channels(q, k, g, own) @ v
     else:
@@ -230,7 +230,7 @@ def forward(problem: Recurrence) -> tuple[Tensor, Tensor]:
     dtype, own = state_dtype(problem.q.dtype), problem.variant.read == "updated"
     chunks, initial = Chunks.of(problem), _initial_state(problem, dtype)
     if not any(chunks.groups):
-        return problem.v.new_zeros(problem.v.shape), initial * 1  # new, as its gradient will be
+        return problem.v.new_zeros(problem.v.shape), initial * 1  # a new tensor, as the schema requires
     sizes = [sum(block.alive) for group in chunks.groups for block in group]
     rows = {name: iter(chunks.rows(x, dtype).split(sizes)) for name, x in _tokens(problem, dtype).items()}
     u = None if problem.u is None else problem.u.to(dtype)
@@ -247,12 +247,12 @@ def forward(problem: Recurrence) -> tuple[Tensor, Tensor]:
 def backward(problem: Recurrence, upstream: Upstream) -> Gradients:
     """Blocks in reverse order. Each is recomputed from the states before it and differentiated by autograd.
 
-    The gradients are not differentiable again: ``gradients_of(forward, ...)`` returns such.
+    The gradients cannot be differentiated again.
     """
     d_output, d_final_state = upstream.gradients
     assert d_output is not None
     dtype, own = state_dtype(problem.q.dtype), problem.variant.read == "updated"
-    with torch.inference_mode(False), torch.no_grad():  # the first where a compiled graph runs this below autograd
+    with torch.inference_mode(False), torch.no_grad():  # inference mode: a compiled graph runs this below autograd
         chunks, tokens, initial = Chunks.of(problem), _tokens(problem, dtype), _initial_state(problem, dtype)
         d_final = torch.zeros_like(initial) if d_final_state is None else d_final_state
         d_tokens = {name: torch.empty(x.shape, dtype=x.dtype, device=x.device) for name, x in tokens.items()}

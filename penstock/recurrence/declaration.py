@@ -1,4 +1,4 @@
-"""The recurrence as the frame (``penstock.call``) sees it: two operators, over whole sequences and in place, one signature a variant.
+"""The declaration of the recurrence for the frame (``penstock.call``): two operators, over sequences and in place, a signature per variant.
 
 B batch, T tokens, H heads, K key channels and V value channels of a head, N sequences (N = B unless packed), P rows of a pool of states.
 """
@@ -26,7 +26,7 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class Tokens(Problem):
-    """What both operators share."""
+    """The problem that both operators share."""
 
     q: Tensor  # [B, T, H, K]
     k: Tensor  # [B, T, H, K]
@@ -43,7 +43,7 @@ class Tokens(Problem):
 
     @property
     def gate(self) -> Tensor | None:
-        """The decay seen as [B or 1, T or 1, H, K or 1]."""
+        """The decay as a view [B or 1, T or 1, H, K or 1]."""
         if self.g is None:
             return None
         axes = self.variant.decay
@@ -99,15 +99,15 @@ class Recurrence(Tokens):
 
 
 class Advance(Tokens):
-    """A call that updates states in place: sequence n goes on from row ``slots[n]`` of a pool."""
+    """A call that updates states in place: sequence n starts from row ``slots[n]`` of a pool."""
 
     state: Tensor  # [P, H, K, V], written
     slots: Tensor | None  # [N]; None: sequence n is row n. Negative: skipped
 
 
 def log_decay(g: Tensor, sizes: Sizes) -> Wrong | None:
-    """Values of a decay."""
-    if not g.numel() or float(g.amax()) <= 0:  # False for NaN, which amax passes on
+    """The rule for values of a decay."""
+    if not g.numel() or float(g.amax()) <= 0:  # False for NaN, which amax propagates
         return None
     missing, largest = int(g.isnan().sum()), float(g.nan_to_num(nan=-torch.inf, posinf=torch.inf).amax())
     found = [f"a largest value of {largest:g}"] * (largest > 0) + [f"{missing} times NaN"] * (missing > 0)
@@ -116,7 +116,7 @@ def log_decay(g: Tensor, sizes: Sizes) -> Wrong | None:
 
 
 def rows(slots: Tensor, sizes: Sizes) -> Wrong | None:
-    """Values of slots."""
+    """The rule for values of slots."""
     taken, count = [slot for slot in slots.tolist() if slot >= 0], sizes.get("P")
     if count is not None and any(slot >= count for slot in taken):
         return Wrong(f"below the {count} rows of state", str(max(taken)), "A negative slot skips a sequence.")
@@ -145,7 +145,7 @@ def _tokens(row: Variant, query: str, gate: str, nullable: bool) -> tuple[Argume
 
 
 def _other_variants(row: Variant, axes: int) -> str:
-    """A hint for a decay with the right axes of another variant."""
+    """A hint for a decay whose axes fit another variant."""
     others = [other.name for other in VARIANTS.values() if other.read == row.read and len(other.decay) == axes and other is not row]
     return f"A decay of {axes} axes belongs to {' or '.join(others)}." if others and axes != len(row.decay) else ""
 
@@ -162,13 +162,13 @@ SHARED: dict[str, Any] = {"nonempty": "H K V", "counts": "B T N", "folded": "H"}
 
 
 def over_sequences(row: Variant) -> Signature:
-    """That of a variant's function over whole sequences."""
+    """The signature of a variant's function over whole sequences."""
     state = Argument("initial_state", "N H K V", required=False, gradient=True)
     return Signature(row.name, (*_tokens(row, row.query, row.gate, False), state), row, rules=(one_row,), **SHARED)
 
 
 def in_place(row: Variant, function: str) -> Signature:
-    """That of ``advance`` or ``decode_step`` for a variant."""
+    """The signature of ``advance`` or ``decode_step`` for a variant."""
     slots = Argument("slots", "N", INDICES, required=False, values=rows)
     state = Argument("state", "P H K V", written=True)
     return Signature(f"{function}({row.name!r})", (*_tokens(row, "", "", True), slots, state), row, rules=(one_row, _own_row), **SHARED)

@@ -1,4 +1,4 @@
-"""Feature maps of linear attention, and the column of ones that carries its normaliser."""
+"""Feature maps of linear attention, and the column of ones for its normaliser."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
 def featured(q: Tensor, k: Tensor, v: Tensor, feature_map: FeatureMap, normalize: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Q and k through the feature map, v with a column of ones if normalised.
 
-    Raises RangeError for an unknown feature map. Dtypes that are not floating-point pass unmapped: they are refused where
-    all arguments are checked.
+    Raises RangeError for an unknown feature map. Other dtypes than floating-point are not mapped: validation refuses
+    them later.
     """
     named = isinstance(feature_map, str) and feature_map in FEATURE_MAPS
     if not (named or feature_map is None or (callable(feature_map) and not isinstance(feature_map, str))):

@@ -1,4 +1,4 @@
-"""One public function per variant: formula, shapes, source. All are the same operator behind a row of the table.
+"""One public function per variant: formula, shapes, source. All of them call one operator with a row of the table.
 
 Common to all functions over sequences
 --------------------------------------
@@ -83,7 +83,7 @@ def linear_attention(
         and final state are then ``[N,H,K,V+1]``. Where no weight is positive (relu), this is 0/0 = nan. To decode on such
         a state, give ``decode_step`` the mapped q and k, and v with a column of ones, and divide by the last column.
 
-    Everything else: see the head of this module. Implementations: all.
+    Other arguments: see the docstring of this module. Implementations: all.
 
     >>> q, k, v = (torch.rand(1, 5, 2, 8) for _ in range(3))
     >>> linear_attention(q, k, v, feature_map="elu+1", normalize=True).output.shape
@@ -119,7 +119,7 @@ def retention(
     g : Tensor [H], optional
         Log decay of each head, natural logarithm, at most 0. Default: RetNet's ``log(1 - 2 ** (-5 - h))``.
 
-    Everything else: see the head of this module. Implementations: all.
+    Other arguments: see the docstring of this module. Implementations: all.
 
     >>> q, k, v = (torch.randn(1, 5, 2, 8) for _ in range(3))
     >>> retention(q, k, v).output.shape
@@ -151,7 +151,7 @@ def simple_gla(
     g : Tensor [B,T,H]
         Log decay, natural logarithm, at most 0.
 
-    Everything else: see the head of this module. Implementations: all.
+    Other arguments: see the docstring of this module. Implementations: all.
 
     >>> q, k, v = (torch.randn(1, 5, 2, 8) for _ in range(3))
     >>> simple_gla(q, k, v, -torch.rand(1, 5, 2)).output.shape
@@ -182,7 +182,7 @@ def gla(
     g : Tensor [B,T,H,K]
         Log decay, natural logarithm, at most 0. GLA layers use ``logsigmoid(low_rank(x)) / 16``.
 
-    Everything else: see the head of this module. Implementations: all.
+    Other arguments: see the docstring of this module. Implementations: all.
 
     >>> q, k, v, x = (torch.randn(1, 5, 2, 8) for _ in range(4))
     >>> gla(q, k, v, torch.nn.functional.logsigmoid(x)).output.shape
@@ -216,7 +216,7 @@ def rwkv5(
     u : Tensor [H,K]
         Bonus ("time_faaaa").
 
-    Everything else: see the head of this module. Implementations: all.
+    Other arguments: see the docstring of this module. Implementations: all.
 
     >>> r, k, v = (torch.randn(1, 5, 2, 8) for _ in range(3))
     >>> rwkv5(r, k, v, -torch.rand(2, 8), torch.randn(2, 8)).output.shape
@@ -250,7 +250,7 @@ def rwkv6(
     u : Tensor [H,K]
         Bonus ("time_faaaa").
 
-    Everything else: see the head of this module. Implementations: all.
+    Other arguments: see the docstring of this module. Implementations: all.
 
     >>> r, k, v, x = (torch.randn(1, 5, 2, 8) for _ in range(4))
     >>> rwkv6(r, k, v, -torch.exp(x), torch.randn(2, 8)).output.shape
@@ -327,13 +327,13 @@ def advance(
     scale: float | None = None,
     impl: str = "auto",
 ) -> Tensor:
-    """Sequences of any lengths, decode steps and pieces of prompts together, go on from rows of a pool, which is updated **in place**.
+    """Advance sequences of any lengths, decode steps and parts of prompts, from rows of a pool that is updated **in place**.
 
     The formula is that of ``variant``, the name of a function of this module, begun at each sequence's row of the pool.
 
-    The state after p tokens of a row is a function of these tokens alone: the first ``64 * (p // 64)`` are walked in chunks of 64 from
-    the row's beginning, the others token by token. So a sequence that is cut at multiples of 64 of its tokens gives the same outputs and
-    states, to the bit, however it is cut and whatever other rows there are. (Exception: ``impl="chunkwise"`` and ``"parallel"`` multiply
+    The state after p tokens of a row is a function of these tokens alone: the first ``64 * (p // 64)`` are processed in pieces of 64 from
+    the beginning of the row, the rest token by token. So a sequence that is cut at multiples of 64 tokens gives the same bits of outputs
+    and states, wherever it is cut and whatever the other rows are. (Exception: ``impl="chunkwise"`` and ``"parallel"`` multiply
     rows of one length together, without ``cu_seqlens``; the bits are then those of torch's products.)
 
     q, k : Tensor [1,T,H,K] with ``cu_seqlens``, else [N,T,H,K]
@@ -400,8 +400,10 @@ def _check_normalize(normalize: object) -> None:
 
 def _retnet_decay(q: Tensor) -> Tensor:
     """log(1 - 2 ** (-5 - h)) for the heads of q [B,T,H,K], float32 or float64."""
-    if not isinstance(q, Tensor) or q.dim() != 4:
-        return q  # refused where all arguments are checked
+    if not isinstance(q, Tensor):
+        return torch.zeros(1)  # validation refuses q
+    if q.dim() != 4:
+        return q  # validation refuses q
     made = q.shape[2], state_dtype(q.dtype), q.device
     keeps = private.fast((q,)) and not (q.is_cuda and torch.cuda.is_current_stream_capturing())
     return _kept_retnet_decay(*made) if keeps else _made_retnet_decay(*made)
@@ -414,6 +416,6 @@ def _made_retnet_decay(heads: int, dtype: torch.dtype, device: torch.device) -> 
 
 @lru_cache(maxsize=256)
 def _kept_retnet_decay(heads: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The same, made once; never of memory that belongs to a graph, nor a tensor that autograd may not keep."""
+    """The same, cached: not in memory of a CUDA graph, and not as an inference tensor, which autograd cannot save."""
     with torch.inference_mode(False):
         return _made_retnet_decay(heads, dtype, device)

@@ -1,4 +1,4 @@
-"""Gradients of the recurrence's inputs, and what every kernel answers to a call without tokens."""
+"""Gradients of the inputs of the recurrence, and results of calls without tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .declaration import Recurrence, Tokens
 
 
 class Gradients(NamedTuple):
-    """Of a problem's differentiable inputs, with their shapes and dtypes; None where an input is None or its gradient not wanted."""
+    """Gradients of the differentiable inputs, with their shapes and dtypes; None if an input is missing or needs no gradient."""
 
     q: Tensor | None
     k: Tensor | None
@@ -28,12 +28,12 @@ def summed(shares: Tensor, like: Tensor) -> Tensor:
 
 
 def nothing(p: Tokens) -> bool:
-    """Whether there is no token to compute, so that no kernel can be launched."""
+    """Whether there are no tokens, so that no kernel is launched."""
     return 0 in p.q.shape or 0 in p.v.shape
 
 
 def forward_of_nothing(p: Recurrence) -> tuple[Tensor, Tensor]:
-    """Without tokens the state stays what it was."""
+    """Without tokens the final state is the initial state."""
     state = p.initial_state
     final = p.q.new_zeros(p.state_shape, dtype=torch.float32) if state is None else state.to(torch.float32, copy=True)
     return p.v.new_zeros(p.v.shape), final

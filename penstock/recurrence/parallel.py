@@ -1,11 +1,10 @@
-"""The quadratic form, in the log domain: every token looks at every token before it.
+"""The quadratic form, in the log domain: every token attends to every token before it.
 
     o_i = scale * sum_j A_ij v_j + scale * (q_i o exp(sum_{t<=i} g_t)) S_0
     A_ij = sum_d q_id k_jd exp(D_ijd),     D_ij = sum_{j<t<=i} g_t   ["previous": j<t<i, and u on the diagonal]
 
-D is a running sum that begins anew at every j, never a difference of two long sums: no decay, however strong, makes it
-inaccurate or undefined. Time and memory grow with T^2 (T^2 K for decays per channel), so this is for short sequences,
-for teaching, and as a second opinion that shares nothing with the token loop.
+D is a separate running sum for every j, not a difference of two long sums, so it is accurate and defined for any decay. Time and memory
+grow with T^2 (T^2 K for decays per channel), so this is for short sequences, for teaching, and as an independent check of the token loop.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The oracle: one token after another, in float64. It defines what is right, and is written to be read.
+"""The oracle: one token after another, in float64. It defines the correct results, and is written for readability.
 
     S_t = diag(exp(g_t)) S_{t-1} + k_t^T v_t
     updated:  o_t = scale * q_t S_t            previous:  o_t = scale * q_t (S_{t-1} + diag(u) k_t^T v_t)
@@ -20,7 +20,7 @@ from .declaration import Recurrence, state_dtype
 
 
 def _tokens(problem: Recurrence, x: Tensor) -> list[tuple[Tensor, ...]]:
-    """Of each sequence of x [B, T, H, *] the tokens [H, *]. No slices: each would have a gradient of the size of x."""
+    """The tokens [H, *] of each sequence of x [B, T, H, *]. By unbind: the gradient of a slice has the size of x."""
     sequences = x.unbind() if problem.cu_seqlens is None else x[0].split([end - begin for begin, end in problem.spans()])
     return [sequence.unbind() for sequence in sequences]
 

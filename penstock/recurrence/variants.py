@@ -38,7 +38,7 @@ class Variant:
 
     @property
     def bonus(self) -> bool:
-        """Whether there is a u: exactly the variants that read the previous state have one."""
+        """Whether the variant has a bonus u. These are the variants that read the previous state."""
         return self.read == "previous"
 
 

@@ -1,4 +1,4 @@
-"""Softmax attention as the frame (``penstock.call``) sees it, and which keys its queries see.
+"""The declaration of softmax attention for the frame (``penstock.call``), and its masks.
 
 B batch, Tq queries, Tk keys, H heads of queries, G heads of keys and values, D elements of a head, N sequences.
 """
@@ -21,9 +21,9 @@ FUNCTION = "softmax_attention"
 
 
 class Attention(Problem):
-    """A call. Query i of a sequence stands at i + Tk - Tq, so the last query stands at the last key.
+    """A call. Query i of a sequence has position i + Tk - Tq, so the last query is aligned with the last key.
 
-    It sees the keys up to there if ``causal``, all of them if not, and with a ``window`` those that are less than ``window`` away.
+    With ``causal`` it sees keys up to its position, else all keys; with a ``window`` only keys less than ``window`` away.
     """
 
     q: Tensor  # [B, Tq, H, D]
@@ -38,7 +38,7 @@ class Attention(Problem):
 
     @property
     def reach(self) -> int | None:
-        """The window, but no wider than there are tokens: places are added to it in 32 bits."""
+        """The window, at most the number of tokens: positions are added to it in 32 bits."""
         return None if self.window is None else min(self.window, self.sizes["Tq"] + self.sizes["Tk"])
 
     @property
@@ -53,7 +53,7 @@ class Attention(Problem):
         return [(slice(*one), slice(*other)) for one, other in zip(queries, keys)]
 
     def visible(self, rows: slice, columns: slice, Tq: int, Tk: int) -> Tensor:
-        """Which of these keys each of these queries sees, of a sequence with so many of both: bool [rows, columns]."""
+        """The mask of queries ``rows`` and keys ``columns`` in a sequence of Tq queries and Tk keys: bool [rows, columns]."""
         i = torch.arange(rows.start, rows.stop, device=self.q.device)[:, None] + (Tk - Tq)
         j = torch.arange(columns.start, columns.stop, device=self.q.device)[None, :]
         seen = (j <= i) if self.causal else torch.ones_like(j <= i)
@@ -71,14 +71,14 @@ def _groups(complaints: Complaints, tensors: Mapping[str, Tensor | None], sizes:
 
 
 def _packing(complaints: Complaints, tensors: Mapping[str, Tensor | None], sizes: Sizes) -> None:
-    if not {"cu_seqlens", "cu_seqlens_k"} <= tensors.keys():  # one of them breaks a rule of its own
+    if not {"cu_seqlens", "cu_seqlens_k"} <= tensors.keys():  # one of them is already reported
         return
     queries, keys = tensors["cu_seqlens"], tensors["cu_seqlens_k"]
     if queries is None and keys is not None:
         complaints.add(ShapeError, "cu_seqlens_k", "left out without cu_seqlens", list(keys.shape), "Pass both.")
     if queries is not None and keys is None and sizes.get("Tq") != sizes.get("Tk"):
         value = f"Tq = {sizes.get('Tq')} and Tk = {sizes.get('Tk')} without it"
-        complaints.add(ShapeError, "cu_seqlens_k", "given where there are not as many keys as queries", value, "Pass the offsets of keys.")
+        complaints.add(ShapeError, "cu_seqlens_k", "given if Tq and Tk differ", value, "Pass the offsets of keys.")
 
 
 def _window(value: Any) -> Wrong | None:

@@ -1,4 +1,4 @@
-"""The public function of this room."""
+"""The public function for softmax attention."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def softmax_attention(
     k, v : Tensor [B,Tk,G,D]
         H is a multiple of G: each head of k and v serves H / G heads of q that lie beside each other.
     causal : bool
-        Queries see no later keys. The last query stands at the last key, also where Tq and Tk differ.
+        Queries see no later keys. The last query is aligned with the last key, also if Tq and Tk differ.
     scale : float, optional
         Default ``D ** -0.5``.
     cu_seqlens : int32 or int64 Tensor [N+1], optional

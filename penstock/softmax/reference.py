@@ -1,4 +1,4 @@
-"""Softmax attention as it is written, in float64: the oracle of this room."""
+"""Softmax attention by its formula in float64: the oracle of this family."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Softmax attention by ``torch.nn.functional.scaled_dot_product_attention``: on CPUs, and wherever it is asked for by name.
+"""Softmax attention by ``torch.nn.functional.scaled_dot_product_attention``: the default on CPUs, elsewhere by name.
 
-Torch aligns causal masks at the first key where this library aligns them at the last, and knows no windows: where that matters,
-queries go block by block, each with the keys that it sees and a mask. The log-sum-exp, which torch does not return, is computed beside it.
+Torch aligns causal masks at the first key, this library at the last, and torch has no windows. Where that matters, queries are computed
+in blocks, each with its visible keys and a mask. Torch does not return the log-sum-exp; it is computed separately.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..call.implementation import Implementation, Mode
+from ..call.validation import overlaps
 from .declaration import Attention
 
 ROWS = 512
@@ -29,7 +30,7 @@ def refuses(a: Attention, mode: Mode) -> str | None:
 
 
 def forward(a: Attention) -> tuple[Tensor, Tensor | None]:
-    """Output [B,Tq,H,D] and, if asked for, log-sum-exp [B,Tq,H] in float32 (float64 for float64)."""
+    """Output [B,Tq,H,D] and, if requested, log-sum-exp [B,Tq,H] in float32 (float64 for float64)."""
     if a.cu_seqlens is None:
         output = _output(a, a.q, a.k, a.v)
         return output, _lse(a, a.q, a.k) if a.return_lse else None
@@ -42,7 +43,7 @@ def forward(a: Attention) -> tuple[Tensor, Tensor | None]:
 
 
 def differentiable(a: Attention) -> tuple[Tensor, Tensor | None]:
-    """The same by torch's formula in plain operations, which can be differentiated any number of times, in any way."""
+    """The same by torch's math backend, which can be differentiated any number of times, in forward and reverse mode."""
     with sdpa_kernel(SDPBackend.MATH):
         return forward(a)
 
@@ -52,14 +53,15 @@ def _sums(q: Tensor) -> torch.dtype:
 
 
 def _output(a: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Of one sequence, or a batch of equals."""
+    """For one sequence, or a batch of sequences of one length."""
     Tq, Tk = q.shape[1], k.shape[1]
     if not Tq or not Tk:
         return _nothing(q, k, v).new_zeros(q.shape) + sum(x[..., :0].sum() for x in (q, k, v))
     heads: dict[str, Any] = {"scale": abs(a.scale) or 1.0, "enable_gqa": q.shape[2] != k.shape[2]}
-    if a.scale <= 0:  # torch 2.13 multiplies what is masked by it, too: -inf becomes inf, or NaN
+    if a.scale <= 0:  # torch 2.13 multiplies masked scores by the scale: -inf becomes inf or NaN
         q = -q if a.scale else q * 0
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    # torch 2.13 computes wrong values from tensors whose elements share memory other than by strides of 0
+    q, k, v = ((x.contiguous() if overlaps(x, expanded=False) else x).transpose(1, 2) for x in (q, k, v))
     if a.window is None and (not a.causal or Tq == Tk):
         return F.scaled_dot_product_attention(q, k, v, is_causal=a.causal, **heads).transpose(1, 2)
     found = [
@@ -70,7 +72,7 @@ def _output(a: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _lse(a: Attention, q: Tensor, k: Tensor) -> Tensor:
-    """Of one sequence, or a batch of equals."""
+    """For one sequence, or a batch of sequences of one length."""
     Tq, Tk, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
     dtype = _sums(q)
     if not Tq or not Tk:
@@ -86,7 +88,7 @@ def _lse(a: Attention, q: Tensor, k: Tensor) -> Tensor:
 
 
 def _blocks(a: Attention, Tq: int, Tk: int) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Blocks of queries, the keys that any of them sees (at least one), and which of them each sees."""
+    """Blocks of queries, the range of keys visible to a block (at least one key), and its mask."""
     for start in range(0, Tq, ROWS):
         rows = slice(start, min(start + ROWS, Tq))
         first, last = rows.start + Tk - Tq, rows.stop - 1 + Tk - Tq
@@ -98,7 +100,7 @@ def _blocks(a: Attention, Tq: int, Tk: int) -> Iterator[tuple[slice, slice, Tens
 
 
 def _nothing(*tensors: Tensor) -> Tensor:
-    """No tokens of the first tensor, with gradients to all."""
+    """The first tensor without tokens, attached to the graph of all tensors."""
     return tensors[0][:, :0] + sum(x[:0].sum() for x in tensors)
 
 

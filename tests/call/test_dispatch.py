@@ -1,4 +1,4 @@
-"""The list of implementations, the walk through it, and who is asked to check values."""
+"""The list of implementations, the choice among them, and the validation of values."""
 
 import pytest
 import torch
@@ -9,17 +9,17 @@ from penstock.recurrence.operators import FAMILY
 from penstock.recurrence.variants import VARIANTS
 
 
-def test_implementations_lists_all_in_the_order_they_are_asked():
+def test_implementations_are_listed_in_order():
     assert [one.name for one in ps.implementations()] == [one.name for one in FAMILY.implementations]
     assert len(set(ALL)) == len(ALL)
     for one in ps.implementations():
         assert one.summary
-        assert one.reason is None or one.name == "cuda"  # of all, only this one cannot run without a GPU
+        assert one.reason is None or one.name == "cuda"  # the only one that needs a GPU
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_explain_prints_the_walk(variant):
-    """Every implementation with its answer, forward and backward, and which is run."""
+    """It lists every implementation with its verdict, forward and backward, and the chosen one."""
     case = Case(variant, T=7, state=False)
     arguments = named(case, draw(case))
     walk = ps.explain(variant, **arguments)
@@ -32,7 +32,7 @@ def test_explain_prints_the_walk(variant):
     assert "float64 on cpu, reverse=True" in str(walk)
 
 
-def test_explain_takes_what_the_function_takes():
+def test_explain_takes_the_arguments_of_the_function():
     q = torch.randn(1, 5, 2, 8)
     assert "V=9" in str(ps.explain("linear_attention", q, q, q, feature_map="elu+1", normalize=True))
     assert "with cu_seqlens" in str(ps.explain("retention", q, q, q, cu_seqlens=torch.tensor([0, 5])))
@@ -41,7 +41,7 @@ def test_explain_takes_what_the_function_takes():
 
 
 @pytest.mark.parametrize("changed", [{"q": 1}, {"scale": "x"}, {"reverse": 1}, {"impl": "fast"}, {"g": torch.ones(1, 5, 2, 8)}], ids=str)
-def test_explain_checks_as_the_function_does(changed):
+def test_explain_raises_the_errors_of_the_function(changed):
     q = torch.randn(1, 5, 2, 8)
     arguments = {"q": q, "k": q, "v": q, "g": -q.abs()} | changed
     with pytest.raises(ps.InvalidArgument) as wanted:
@@ -62,7 +62,7 @@ def test_auto_runs_what_explain_says(variant):
 
 
 def test_checks_nest_and_end_with_their_block():
-    """Values on a device are looked at inside only; the block can be left by an exception and entered again."""
+    """The block can be nested, left by an exception and entered again."""
     from penstock.call.validation import _checking_values
 
     with ps.checks():

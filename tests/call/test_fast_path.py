@@ -1,4 +1,4 @@
-"""Calls on the fast path: the same answers and the same errors, whatever was called before."""
+"""The fast path: results and errors do not depend on earlier calls."""
 
 import threading
 from dataclasses import replace
@@ -18,7 +18,7 @@ CASE = Case("rwkv6", B=1, T=5, H=2, K=4, V=4)
 
 @pytest.fixture
 def fresh(monkeypatch):
-    """Nothing remembered; returns the functions of the calls that are validated."""
+    """Empty caches; returns a list of the functions whose calls are validated."""
     seen = []
     check = validation.check
     for one in (RECURRENCE, ADVANCE):
@@ -34,7 +34,7 @@ def values_unread(monkeypatch):
     monkeypatch.setattr(validation, "reads_values", lambda x: False)
 
 
-def test_a_call_seen_before_is_not_validated_again(fresh, values_unread):
+def test_equal_calls_are_validated_once(fresh, values_unread):
     results = [call(CASE, draw(CASE), "chunkwise").output for _ in range(3)]
     assert len(fresh) == 1
     assert all(torch.equal(x, results[0]) for x in results)
@@ -60,7 +60,7 @@ def test_another_shape_dtype_or_stride_is_another_call(name, fresh, values_unrea
 
 
 @pytest.mark.parametrize("options", [{"scale": True}, {"scale": [1]}, {"reverse": 1}, {"output_final_state": 1}, {"impl": 3}])
-def test_types_that_equal_what_was_right_are_still_wrong(options):
+def test_equal_values_of_wrong_types_are_refused(options):
     tensors = draw(CASE)
     right = {"scale": 1, "reverse": True, "output_final_state": True, "impl": "chunkwise"}
     arguments = [tensors[name] for name in ("q", "k", "v", "g", "u")]
@@ -75,7 +75,7 @@ def test_scale_may_be_a_whole_number():
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_both_ways_of_a_call_agree(variant):
+def test_fast_path_equals_dispatcher(variant):
     """With and without the dispatcher: output, state and gradients."""
     found = []
     for observed in (False, True):
@@ -83,7 +83,7 @@ def test_both_ways_of_a_call_agree(variant):
         tensors = {name: None if x is None else x.requires_grad_() for name, x in draw(case).items()}
         inputs = [x for x in tensors.values() if x is not None]
         if observed:
-            with Watching():
+            with Recording():
                 assert not private.fast(tensors.values())
                 result = call(case, tensors, "chunkwise")
         else:
@@ -93,8 +93,8 @@ def test_both_ways_of_a_call_agree(variant):
     assert all(torch.equal(one, other) for one, other in zip(*found))
 
 
-class Watching(torch.utils._python_dispatch.TorchDispatchMode):
-    """Notes what it sees."""
+class Recording(torch.utils._python_dispatch.TorchDispatchMode):
+    """Records the operators that it sees."""
 
     def __init__(self):
         super().__init__()
@@ -105,15 +105,15 @@ class Watching(torch.utils._python_dispatch.TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_who_watches_sees_one_operator():
+def test_dispatch_modes_see_one_operator():
     tensors = draw(CASE)
-    with Watching() as watching:
+    with Recording() as recording:
         call(CASE, tensors, "chunkwise")
-    assert "penstock.recurrence.default" in watching.seen
+    assert "penstock.recurrence.default" in recording.seen
 
 
-def test_what_runs_the_backward_pass_keeps_residuals_forward(fresh, values_unread, monkeypatch):
-    """Under "auto" two implementations may be the fastest in either pass: with gradients one that keeps residuals runs both."""
+def test_the_backward_implementation_saves_residuals_forward(fresh, values_unread, monkeypatch):
+    """With "auto" and gradients, an implementation that saves residuals and runs the backward pass also runs the forward pass."""
     last = FAMILY.implementations[-1]
     kept = []
 
@@ -137,7 +137,7 @@ def test_what_runs_the_backward_pass_keeps_residuals_forward(fresh, values_unrea
     assert len(kept) == 1
 
 
-def test_saved_tensors_that_come_back_with_other_strides_are_another_call(fresh, values_unread):
+def test_saved_tensors_with_changed_strides_are_validated_again(fresh, values_unread):
     tensors = draw(CASE)
     tensors["q"] = tensors["q"].transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
     call(CASE, tensors, "cpu").output.sum().backward()
@@ -148,7 +148,7 @@ def test_saved_tensors_that_come_back_with_other_strides_are_another_call(fresh,
     assert len(fresh) == 2
 
 
-def test_memories_are_bounded_and_forget_the_least_recently_used(monkeypatch):
+def test_caches_evict_the_least_recently_used(monkeypatch):
     class Entry:
         used = 0
 
@@ -159,7 +159,7 @@ def test_memories_are_bounded_and_forget_the_least_recently_used(monkeypatch):
     assert set(recent.entries) == {"a", "c", "d", "e"}
 
 
-def test_alike_calls_share_their_choices(fresh, values_unread):
+def test_alike_calls_share_a_plan(fresh, values_unread):
     """Packed batches of other lengths are validated and planned once for each power of two."""
     offsets = [torch.tensor([0, 3, T]) for T in range(5, 9)]
     calls = [Case("rwkv6", B=1, T=T, H=2, K=4, V=4, state=False) for T in range(5, 9)]
@@ -174,7 +174,7 @@ def test_alike_calls_share_their_choices(fresh, values_unread):
     assert len(RECURRENCE.memory.kinds.entries) == 2
 
 
-def test_a_call_that_fails_is_not_remembered(fresh, values_unread):
+def test_failed_calls_are_not_cached(fresh, values_unread):
     tensors = draw(CASE)
     for _ in range(2):
         with pytest.raises(ps.ShapeError):
@@ -182,7 +182,7 @@ def test_a_call_that_fails_is_not_remembered(fresh, values_unread):
     assert not RECURRENCE.memory.calls.entries
 
 
-def test_threads_share_what_is_known():
+def test_concurrent_calls_share_a_cache():
     tensors, found = draw(CASE), []
     threads = [threading.Thread(target=lambda: found.append(call(CASE, tensors, "chunkwise").output)) for _ in range(8)]
     for thread in threads:
@@ -193,7 +193,7 @@ def test_threads_share_what_is_known():
     assert all(torch.equal(x, found[0]) for x in found)
 
 
-def test_a_step_seen_before_is_not_validated_again(fresh, values_unread):
+def test_equal_steps_are_validated_once(fresh, values_unread):
     tensors = draw(Case("gla", B=2, T=1))
     arguments = [tensors[name][:, 0] for name in ("q", "k", "v", "g")]
     state = torch.zeros(2, 3, 16, 16)
@@ -204,7 +204,7 @@ def test_a_step_seen_before_is_not_validated_again(fresh, values_unread):
         ps.decode_step("gla", arguments[0].clone().requires_grad_(), *arguments[1:], state=state, impl="chunkwise")
 
 
-def test_the_default_decay_of_retention_can_be_trained_through_after_inference():
+def test_default_retention_decay_allows_gradients_after_inference_mode():
     q = torch.randn(1, 3, 7, 4)
     with torch.inference_mode():
         ps.retention(q, q, q)
@@ -220,8 +220,8 @@ def test_autocast_chooses_the_call(fresh):
         assert call(CASE, tensors, "auto").output.dtype == torch.float32
 
 
-def test_a_call_remembers_its_own_choice(fresh):
-    """A named implementation and auto do not share an answer."""
+def test_choices_are_cached_by_impl(fresh):
+    """A named implementation and auto have separate entries."""
     tensors = draw(CASE)
     for impl in ("auto", "reference", "cpu"):
         call(CASE, tensors, impl)

@@ -1,4 +1,4 @@
-"""A family declared in a test: what it takes, and that the frame then serves it whole."""
+"""A family declared in a test: the frame provides validation, gradients, torch operators and transforms."""
 
 import pytest
 import torch

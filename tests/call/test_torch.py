@@ -31,7 +31,7 @@ CASES = [
         )
     ),
 ]
-"""All variants; what they have in common with two of them."""
+"""All variants, and layouts and dtypes with two of them."""
 BACKENDS = ["aot_eager"] + ["inductor"] * bool(shutil.which("g++"))
 
 
@@ -99,7 +99,7 @@ def test_compiled_softmax_attention():
     ("impl", "dtype"), [*((impl, torch.float32) for impl in NAMES), *((impl, torch.float64) for impl in NAMES if impl != "cpu")]
 )
 def test_results_are_contiguous_and_new(impl, dtype):
-    """As the fake kernels say, whatever the layout of the inputs and whatever runs."""
+    """For all implementations and layouts of inputs, as fake kernels declare."""
     for case in (
         Case("rwkv6", strided=True, dtype=dtype),
         Case("gla", T=0, strided=True, dtype=dtype),
@@ -180,7 +180,7 @@ class Mixer(torch.nn.Module):
 
 
 def test_exported():
-    """The graph holds the operator, and does what the module does, at other lengths too."""
+    """The graph contains the operator and equals the module, also at other lengths."""
     module = Mixer()
     exported = torch.export.export(module, (torch.randn(2, 9, 16),), dynamic_shapes=({1: torch.export.Dim("T", min=2)},))
     assert "torch.ops.penstock.recurrence.default" in exported.graph_module.code

@@ -251,7 +251,7 @@ def test_expanded_tensors_and_gradients(size):
 
 
 @pytest.mark.parametrize("shape", [(1, 65536, 32, 64, 64), (16, 2048, 32, 64, 64), (4, 16384, 16, 128, 128)], ids=str)
-def test_kept_states_are_finite_where_programs_run_side_by_side(shape):
+def test_saved_states_are_finite_with_concurrent_programs(shape):
     from penstock.recurrence.triton import launch
 
     problem = inputs("gla", Shape(*shape), BFLOAT16, "cuda").problem()

@@ -94,7 +94,7 @@ def same(found: list[Tensor], wanted: list[Tensor]) -> bool:
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 @every_call
-def test_nothing_waits_for_the_device(make):
+def test_the_host_does_not_wait_for_the_device(make):
     """Neither a first call, whose launches are planned and compiled, nor later ones."""
     work = make(333)
     torch.cuda.synchronize()
@@ -171,14 +171,14 @@ def test_compiled_graphs_hold_one_operator(variant):
 
 
 @pytest.mark.parametrize(("T", "name"), [(1, "triton_recurrent"), (54, "cuda"), (4096, "triton_chunkwise")])
-def test_auto_chooses_by_length(T, name):
+def test_auto_depends_on_length(T, name):
     if name == "cuda":
         pytest.importorskip("cuda.core")
     x = inputs("rwkv6", Shape(1, T, 4, 64, 64), BFLOAT16, "cuda")
     assert ps.explain("rwkv6", *x.tensors.values()).forward == name
 
 
-def test_wrong_values_are_found_inside_checks():
+def test_checks_reads_values():
     x = inputs("gla", Shape(1, 10, 2, 16, 16), FLOAT32, "cuda")
     with ps.checks(), pytest.raises(ps.RangeError):
         ps.gla(x.q, x.k, x.v, -x.g)

@@ -160,7 +160,7 @@ def configurations(head: int) -> list[Configuration]:
     found = [Configuration("forward", head, dtype, FLOAT32) for dtype in (BFLOAT16, FLOAT16, FLOAT32)]
     found += [Configuration("backward", head, BFLOAT16, FLOAT32), Configuration("backward", head, FLOAT32, FLOAT32, static=True)]
     odd = Configuration("forward", head, BFLOAT16, BFLOAT16, BFLOAT16, FLOAT16, FLOAT64, torch.int32)
-    return [*found, odd, replace(odd, kernel="backward", tokens=FLOAT16, final_state=FLOAT32)]
+    return [*found, odd, replace(odd, direction="backward", tokens=FLOAT16, final_state=FLOAT32)]
 
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
@@ -212,7 +212,7 @@ def test_file_names_hold_what_machine_code_depends_on(monkeypatch):
     assert len(names) == 6
 
 
-def test_an_unwritable_cache_is_no_failure(monkeypatch, tmp_path):
+def test_an_unwritable_cache_is_ignored(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     monkeypatch.setattr(compile, "compiled", lambda *given: (b"code", ""))
@@ -223,7 +223,7 @@ def test_an_unwritable_cache_is_no_failure(monkeypatch, tmp_path):
 def test_unknown_architectures_raise():
     pytest.importorskip("cuda.core")
     with pytest.raises(
-        PenstockError, match=r"^cuda: NVRTC \d+\.\d+ must be able to compile the forward kernel for sm_12, got (.|\n)*impl='auto'"
+        PenstockError, match=r"^cuda: NVRTC \d+\.\d+ must be able to compile the penstock_wkv_fwd kernel for sm_12, got (.|\n)*impl='auto'"
     ):
         compile.compiled(Configuration("forward", 32, FLOAT32, FLOAT32), "sm_12")
 
@@ -264,7 +264,7 @@ def test_tokens_too_far_apart_are_refused():
         ("2,54,32,64", "forward", "faster than the Triton kernels where each block of threads has a multiprocessor, these are 256 for 132"),
     ],
 )
-def test_auto_takes_it_where_it_is_faster(shape, mode, reason, monkeypatch):
+def test_auto_takes_cuda_where_it_is_faster(shape, mode, reason, monkeypatch):
     problem = without_memory("rwkv6", Shape.parse(shape), BFLOAT16).problem()
     monkeypatch.setattr(Target, "of", lambda device: Target("sm_90", 132, 227 << 10))
     monkeypatch.setattr(cuda, "unavailable", lambda: None)
@@ -273,7 +273,7 @@ def test_auto_takes_it_where_it_is_faster(shape, mode, reason, monkeypatch):
     assert CUDA.avoids(problem, mode) is None
 
 
-def test_named_without_a_gpu_it_raises():
+def test_cuda_by_name_raises_without_a_gpu():
     case = replace(RWKV6, T=3)
     if CUDA.available() is not None:
         tensors = {name: x for name, x in zip(("r", "k", "v", "w", "u"), draw(case).values())}

@@ -1,4 +1,4 @@
-"""decode_step of every implementation: it equals the functions over sequences, in place, in the rows it was given."""
+"""decode_step of every implementation equals the functions over sequences, in place in the given rows."""
 
 import re
 
@@ -52,7 +52,7 @@ IDS = [f"{case}-pool={str(pool).removeprefix('torch.')}-{layout}" for case, pool
 
 @pytest.mark.parametrize("impl", NAMES)
 @pytest.mark.parametrize(("case", "dtype", "layout"), STEPS, ids=IDS)
-def test_equals_the_oracle_in_the_rows_it_was_given(case, dtype, layout, impl):
+def test_steps_equal_the_oracle(case, dtype, layout, impl):
     """Rows that are addressed advance; all others, and the memory between them, keep their bits; skipped outputs are 0."""
     tensors = draw(case)
     state, memory = pool_of(8, case, dtype, layout)
@@ -82,7 +82,7 @@ def test_equals_the_oracle_in_the_rows_it_was_given(case, dtype, layout, impl):
 @pytest.mark.parametrize(("slots", "shared"), [(None, ""), (torch.int32, ""), (torch.int64, ""), (None, "H")], ids=str)
 @pytest.mark.parametrize("impl", NAMES)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_one_token_without_its_axis(variant, impl, slots, shared):
+def test_token_axis_may_be_left_out(variant, impl, slots, shared):
     """[N,H,K] is [N,1,H,K] without the axis; without slots, sequence n is row n."""
     case = Case(variant, B=4, T=1, state=False, shared=shared)
     tensors = draw(case)
@@ -98,7 +98,7 @@ def test_one_token_without_its_axis(variant, impl, slots, shared):
 
 @pytest.mark.parametrize("impl", NAMES)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_prefill_then_tokens_one_by_one_is_the_whole_sequence(variant, impl):
+def test_prefill_and_decode_equal_the_whole_sequence(variant, impl):
     """Generation: the state of a prompt, then a token at a time, in a pool of float32."""
     case = Case(variant, B=2, T=24, state=False)
     tensors = draw(case)
@@ -114,7 +114,7 @@ def test_prefill_then_tokens_one_by_one_is_the_whole_sequence(variant, impl):
 
 
 @pytest.mark.parametrize("impl", NAMES)
-def test_retention_decays_as_retnet_does_by_default(impl):
+def test_default_decay_of_retention(impl):
     case = Case("retention", B=2, T=3, state=False)
     tensors = draw(case)
     gamma = 1 - 2 ** (-5 - torch.arange(case.H, dtype=torch.float64))
@@ -126,7 +126,7 @@ def test_retention_decays_as_retnet_does_by_default(impl):
 
 @pytest.mark.parametrize("impl", NAMES)
 @pytest.mark.parametrize("slots", [torch.tensor([-1, -1]), torch.tensor([-1]).expand(3), torch.tensor([], dtype=torch.int64)], ids=str)
-def test_nothing_to_do_changes_nothing(impl, slots):
+def test_no_live_slots_leave_the_pool_unchanged(impl, slots):
     case = Case("gla", B=len(slots), T=1, state=False)
     state, memory = pool_of(3, case, FLOAT32)
     before = memory.clone()

@@ -30,7 +30,7 @@ def rejected(kind, arguments, *said, variant="gla", impl="auto"):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_decay_and_bonus_are_given_where_they_belong(variant):
+def test_decay_and_bonus_are_required_or_refused(variant):
     row, name = VARIANTS[variant], f"decode_step({variant!r}): "
     if row.decay and variant != "retention":  # which has a default
         rejected(ps.ShapeError, good(variant, g=None), f"{name}g must be given", "got None", variant=variant)
@@ -93,7 +93,7 @@ def test_a_larger_pool_needs_slots():
     rejected(ps.ShapeError, good("gla", slots=None), said)
 
 
-def test_too_many_tokens():
+def test_too_many_tokens_in_a_step():
     long = {name: torch.zeros(N, 17, H, V if name == "v" else K) for name in ("q", "k", "v", "g")}
     said = "decode_step('gla'): T must be at most 16 tokens a sequence, got 17. Use advance() for more."
     rejected(ps.ShapeError, good("gla", **long), said)
@@ -107,8 +107,8 @@ def test_inputs_that_require_gradients(name):
     rejected(ps.RangeError, arguments, said, "torch.no_grad()", variant="rwkv6")
 
 
-def test_tokens():
-    """What is asked of the functions over sequences is asked here."""
+def test_token_arguments():
+    """The rules of the functions over sequences hold here too."""
     arguments = good("gla")
     rejected(ps.ShapeError, arguments | {"k": arguments["k"][:, :, :1]}, "decode_step('gla'): k must be of shape")
     rejected(ps.ShapeError, arguments | {"q": arguments["q"][0, 0]}, "decode_step('gla'): q must be of shape")
@@ -128,7 +128,7 @@ def test_unknown_variants(variant):
         ps.explain(variant)
 
 
-def test_implementations_by_name():
+def test_named_implementations():
     rejected(ps.RangeError, good("gla"), "decode_step('gla'): impl must be one of auto", impl="fast")
     double = {name: x.double() for name, x in good("gla").items() if name in "qkvg"}
     rejected(ps.ImplementationRefused, good("gla", **double), "it computes in float32, and the inputs are float64", impl="cpu")

@@ -1,7 +1,9 @@
 """Bad input: which exception, what its message says, and that nothing was changed."""
 
+import math
 import re
 
+import numpy
 import pytest
 import torch
 from cases import ALL, NAMES, Case, draw, named, problem_of, upstream
@@ -71,7 +73,7 @@ def test_sizes_of_zero(axis, size):
 
 @every_variant
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn], ids=str)
-def test_dtypes_that_are_no_floats(variant, dtype):
+def test_non_float_dtypes(variant, dtype):
     row = VARIANTS[variant]
     for name in {row.query, "k", "v", row.gate, "u", "initial_state"} & set(good(variant)):
         arguments = good(variant)
@@ -100,7 +102,7 @@ def test_one_device(variant):
 
 @pytest.mark.parametrize("ends", [[1, T], [0, 3], [0, T + 1], [0, 4, 2, T], [-1, T], [0, -3, T], [0]], ids=str)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-def test_offsets_that_do_not_fit(ends, dtype):
+def test_wrong_offsets(ends, dtype):
     arguments = {name: x[:1] for name, x in good("gla").items() if name != "initial_state"}
     said = "gla: cu_seqlens must be offsets that begin at 0, never fall and end at T = 5", f"got {ends}"
     rejected(ps.RangeError, ps.gla, arguments | {"cu_seqlens": torch.tensor(ends, dtype=dtype)}, *said)
@@ -128,7 +130,7 @@ def test_packed_sequences_need_one_row():
     rejected(ps.ShapeError, ps.gla, arguments, "gla: B must be 1 with cu_seqlens, got 2")
 
 
-def test_one_initial_state_a_packed_sequence():
+def test_initial_states_of_packed_sequences():
     arguments = {name: x[:1] for name, x in good("gla").items()} | {"cu_seqlens": torch.tensor([0, 2, T])}
     rejected(ps.ShapeError, ps.gla, arguments, "initial_state must be of shape [N,H,K,V] = [2, 3, 4, 6], got [1, 3, 4, 6]")
 
@@ -136,7 +138,7 @@ def test_one_initial_state_a_packed_sequence():
 @pytest.mark.parametrize("variant", [name for name, row in VARIANTS.items() if row.decay])
 @pytest.mark.parametrize("value", [1e-6, 2.0, float("inf")])
 def test_a_decay_above_zero(variant, value):
-    """Also where just one element is; inside checks() too."""
+    """One element is enough; also inside checks()."""
     gate = VARIANTS[variant].gate
     arguments = good(variant)
     arguments[gate].view(-1)[-1] = value
@@ -162,7 +164,7 @@ def test_nan_decays_are_refused(variant):
 
 @pytest.mark.parametrize("impl", NAMES)
 @pytest.mark.parametrize("variant", [name for name, row in VARIANTS.items() if row.decay])
-def test_nan_decays_that_are_not_read_crash_nothing(variant, impl):
+def test_unvalidated_nan_decays_give_nan(variant, impl):
     """As on a GPU, where values are not checked: results are NaN."""
     case = Case(variant, T=20)
     problem = problem_of(case, draw(case))
@@ -174,7 +176,7 @@ def test_nan_decays_that_are_not_read_crash_nothing(variant, impl):
 
 
 @every_variant
-def test_things_that_are_no_tensors(variant):
+def test_arguments_that_are_not_tensors(variant):
     row = VARIANTS[variant]
     for name in {row.query, "k", "v", row.gate, "u", "initial_state"} & set(good(variant)):
         rejected(
@@ -193,6 +195,13 @@ def test_things_that_are_no_tensors(variant):
         (ps.DtypeError, "scale", "big", "scale must be a number or None, got 'big' of type str"),
         (ps.DtypeError, "scale", True, "scale must be a number or None, got True of type bool"),
         (ps.DtypeError, "scale", 1j, "scale must be a number or None"),
+        (ps.DtypeError, "scale", numpy.bool_(True), "scale must be a number or None"),
+        (ps.DtypeError, "scale", torch.tensor(0.5), "scale must be a number or None"),
+        (ps.RangeError, "scale", math.nan, "scale must be finite, got nan"),
+        (ps.RangeError, "scale", math.inf, "scale must be finite, got inf"),
+        (ps.RangeError, "scale", -math.inf, "scale must be finite, got -inf"),
+        (ps.RangeError, "scale", numpy.float32("inf"), "scale must be finite, got np.float32(inf)"),
+        (ps.RangeError, "scale", 10**400, "scale must be finite, got 100000"),
         (ps.DtypeError, "reverse", 1, "reverse must be True or False, got 1 of type int"),
         (ps.DtypeError, "reverse", None, "reverse must be True or False, got None"),
         (ps.DtypeError, "output_final_state", "yes", "output_final_state must be True or False, got 'yes' of type str"),
@@ -203,7 +212,44 @@ def test_things_that_are_no_tensors(variant):
     ids=lambda x: str(x)[:20],
 )
 def test_options(variant, kind, name, value, said):
-    rejected(kind, getattr(ps, variant), good(variant, **{name: value}), f"{variant}: {name} must be", said)
+    found = rejected(kind, getattr(ps, variant), good(variant, **{name: value}), f"{variant}: {name} must be", said)
+    assert len(found) < 250
+
+
+@every_variant
+@pytest.mark.parametrize("value", [0.5, 2, numpy.float32(0.5), numpy.float64(0.5), numpy.int64(2), numpy.float16(0.5)], ids=repr)
+def test_numbers_of_numpy_are_numbers(variant, value):
+    found, wanted = (getattr(ps, variant)(**good(variant, scale=scale)).output for scale in (value, float(value)))
+    assert torch.equal(found, wanted)
+
+
+@every_variant
+def test_messages_about_long_lists_are_short(variant):
+    query = VARIANTS[variant].query
+    values = torch.randn(40, 20, 30, 4).tolist()
+    found = rejected(
+        ps.DtypeError, getattr(ps, variant), good(variant, **{query: values}), f"{query} must be a torch.Tensor", "of type list"
+    )
+    assert len(found) < 200
+
+
+@pytest.mark.parametrize("operator", ["recurrence", "recurrence_backward", "advance", "softmax_attention", "softmax_attention_backward"])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_unknown_implementations_through_torch_ops(operator, device):
+    """Every operator of torch raises the error that the public functions raise."""
+    q = torch.randn(B, T, H, K, device=device)
+    tensors = q, q, q, -q.abs(), None, None
+    whole, state = (*tensors, None, "gla", None, False, True, "fast"), torch.zeros(B, H, K, K, device=device)
+    attention = q, q, q, None, None, "softmax_attention", True, None, None, False, "fast"
+    arguments = {
+        "recurrence": whole,
+        "recurrence_backward": (q, None, *whole),
+        "advance": (*tensors, None, state, "advance('gla')", None, "fast"),
+        "softmax_attention": attention,
+        "softmax_attention_backward": (q, None, q, q[..., 0], *attention),
+    }[operator]
+    with pytest.raises(ps.RangeError, match=r": impl must be one of auto, .*, got 'fast'\. See penstock\.implementations"):
+        getattr(torch.ops.penstock, operator)(*arguments)
 
 
 @pytest.mark.parametrize("value", ["softmax", 3, ["relu"]], ids=str)
@@ -212,7 +258,7 @@ def test_unknown_feature_maps(value):
     rejected(ps.RangeError, ps.linear_attention, good("linear_attention", feature_map=value), *said)
 
 
-def test_linear_attention_checks_before_it_maps_features():
+def test_linear_attention_validates_before_feature_maps():
     ints = {name: x.long() for name, x in good("linear_attention").items() if name in "qkv"}
     rejected(ps.DtypeError, ps.linear_attention, ints | {"feature_map": "elu+1"}, "q must be", "k must be", "v must be")
     arguments = good("linear_attention", v=torch.tensor(1.0), normalize=True)
@@ -234,7 +280,7 @@ def test_every_broken_rule_is_listed():
     assert len(rejected(ps.DtypeError, ps.gla, good("gla", q=1, scale="x", reverse=2)).splitlines()) == 3
 
 
-def test_a_decay_of_another_variant_is_recognised():
+def test_hint_for_a_decay_of_another_variant():
     rejected(ps.ShapeError, ps.gla, good("gla", g=-torch.rand(B, T, H)), "got [2, 5, 3]. A decay of 3 axes belongs to simple_gla.")
 
 
@@ -249,7 +295,7 @@ def test_a_named_implementation_that_refuses(variant):
 
 
 @every_variant
-def test_arguments_that_typing_would_swallow(variant):
+def test_unknown_keywords_raise(variant):
     """No keyword is ignored."""
     with pytest.raises(TypeError, match="unexpected keyword argument"):
         getattr(ps, variant)(**good(variant), out_put_final_state=True)

@@ -106,7 +106,7 @@ def test_gradients_of_torch_func(case, chunkwise_forward):
     assert_near(torch.func.hessian(loss, 2)(*values), hessian)
 
 
-def test_only_kernels_refuse_float64():
+def test_only_native_kernels_refuse_float64():
     """So the list above is complete."""
     case = SMALL[0]
     problem = problem_of(case, draw(case))

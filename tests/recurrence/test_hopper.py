@@ -43,7 +43,7 @@ def backward(problem, target=H200, states=None):
 
 @pytest.mark.parametrize("variant", ["gla", "rwkv6"])
 @pytest.mark.parametrize("size", [64, 128])
-def test_hopper_kernels_come_first_and_plain_kernels_do_the_rest(variant, size):
+def test_launches_of_hopper_and_plain_kernels(variant, size):
     problem = problem_of(variant, f"8,2048,32,{size}")
     assert forward(problem) == ["hopper_forward", "chunk_forward", "chunk_forward"]
     assert backward(problem) == ["segments", "segments", "hopper_backward", "chunk_backward", "chunk_backward"]
@@ -108,7 +108,7 @@ def test_constant_decays_and_single_chunks_take_the_plain_backward_kernel():
     assert "hopper_backward" not in backward(problem_of("gla", "8,64,32,64"))
 
 
-def test_a_table_turns_hopper_kernels_off():
+def test_a_table_disables_hopper_kernels():
     table = {Key(kernel, "channel", "updated", "bf16", 64, 64): KernelConfig(4, C=64) for kernel in ("forward", "backward")}
     problem = problem_of("gla", "8,2048,32,64")
     assert "hopper_forward" not in forward(problem, H200._replace(table=table))
@@ -133,6 +133,6 @@ def test_many_short_sequences_keep_no_states():
 
 
 @pytest.mark.parametrize(("size", "programs", "blocks"), [(64, 10, 1), (64, 1000, 1), (128, 128, 1), (128, 192, 2)])
-def test_a_program_takes_all_blocks_of_V_unless_one_each_run_at_once(size, programs, blocks):
+def test_blocks_of_V_per_program(size, programs, blocks):
     assert hopper.together(size, size, programs, H200) == blocks
     assert (size, blocks) in hopper.FORWARD

@@ -1,4 +1,4 @@
-"""NaN and inf in one sequence, head or slot change no bit of any other: of outputs, states and gradients, for every implementation."""
+"""NaN and inf in one sequence, head or slot change no bit of outputs, states and gradients of the others."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -117,7 +117,7 @@ def test_passes(impl, unit, monkeypatch):
 
 @pytest.mark.parametrize("impl", [name for name in ALL if name != "triton_chunkwise"])
 def test_updates_in_place(impl, monkeypatch):
-    """A sick sequence, a sick row of the pool, and a sick row that no sequence has."""
+    """In a sequence, in a row of the pool, and in a row that no sequence uses."""
     monkeypatch.setattr(launch, "run", emulated.run)
     for first, variant in enumerate(variants_of(impl)):
         case = replace(case_of(impl, B=4, T=2, state=False), variant=variant)

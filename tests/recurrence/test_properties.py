@@ -115,7 +115,7 @@ def test_linear_in_values_and_state(chosen, a, b):
 
 
 @given(a_case(gate="zero", dtype=torch.float32))
-def test_without_decay_it_is_linear_attention(chosen):
+def test_zero_decay_equals_linear_attention(chosen):
     """Reading the previous state is reading the updated one less the token's own share, plus the bonus."""
     case, impl = chosen
     tensors = draw(case)
@@ -132,7 +132,7 @@ def test_without_decay_it_is_linear_attention(chosen):
 
 
 @given(a_case(dtype=torch.float32), st.floats(-1e30, -200.0))
-def test_a_decay_that_forgets_everything(chosen, decay):
+def test_very_strong_decays(chosen, decay):
     """However strong, nothing overflows: a token sees itself (and, read "previous", the token before, through the state)."""
     case, impl = chosen
     tensors = draw(case)
@@ -166,7 +166,7 @@ def test_reverse_is_a_flip(chosen):
 
 
 @given(a_case(dtype=torch.float32, lengths=(9, 0, 30), reverse=True))
-def test_reverse_turns_each_packed_sequence_round(chosen):
+def test_reverse_flips_each_packed_sequence(chosen):
     case, impl = chosen
     tensors = draw(case)
     order = torch.tensor([*reversed(range(9)), *reversed(range(9, 39))])
@@ -177,7 +177,7 @@ def test_reverse_turns_each_packed_sequence_round(chosen):
 
 
 @given(a_case(dtype=torch.float32), st.lists(st.integers(1, 9), min_size=1, max_size=4))
-def test_decode_continues_where_a_call_ended(chosen, pieces):
+def test_decode_steps_continue_a_call(chosen, pieces):
     """Any split of the tokens into steps of at most 16."""
     case, impl = replace(chosen[0], T=sum(pieces), reverse=False, B=2), chosen[1]
     tensors = draw(case)

@@ -60,7 +60,7 @@ HALVED = (
 
 
 @pytest.mark.parametrize("case", HALVED, ids=str)
-def test_chunks_that_do_not_suit_one_anchor_are_done_by_halves(case):
+def test_chunks_with_strong_decays_are_computed_by_halves(case):
     """And halves that do not suit by the kernel for any decay."""
     c = plan.Call.of(problem_of(case, draw(case)), table.target(torch.device("cpu")))
     with trying({c.key(kernel): table.KernelConfig(4, C=64, programs_per_sm=2) for kernel in ("forward", "backward")}):
@@ -81,7 +81,7 @@ KEEPING = (
 
 
 @pytest.mark.parametrize("case", KEEPING, ids=str)
-def test_kept_states_are_those_that_the_backward_pass_computes(case):
+def test_saved_states_equal_recomputed_states(case):
     problem = problem_of(case, draw(case))
     output, final_state, states = launch.chunk_forward(problem, keep=True)
     alone = launch.chunk_forward(problem)

@@ -68,7 +68,7 @@ def test_linear_attention_is_a_sum_of_weighted_values(qkv, feature_map, impl, dt
 
 
 @every_implementation
-def test_linear_attention_normalised(qkv, impl, dtype, limit):
+def test_normalised_linear_attention_equals_the_formula(qkv, impl, dtype, limit):
     """Katharopoulos et al. 2020, equations 9 and 12, with phi(x) = elu(x) + 1 of equation 7."""
 
     def formula(h, q, k, v):
@@ -164,7 +164,7 @@ def test_gla_is_the_gated_recurrence(qkv, impl, dtype, limit):
 
 
 @every_implementation
-def test_gla_serves_hgrn2(qkv, impl, dtype, limit):
+def test_gla_computes_hgrn2(qkv, impl, dtype, limit):
     """HGRN2: S_t = diag(f_t) S_{t-1} + (1 - f_t)^T v_t, o_t = q_t S_t."""
     q, _, v = qkv
     f = 1 / (1 + np.exp(-normal(B, T, H, K, seed=7)))
@@ -216,7 +216,7 @@ def test_rwkv6_is_finch(qkv, impl, dtype, limit):
 
 @every_implementation
 @pytest.mark.parametrize("tokens", [1, 7])
-def test_rwkv6_keeps_state_as_the_hugging_face_loop_does(qkv, tokens, impl, dtype, limit):
+def test_rwkv6_equals_the_hugging_face_loop(qkv, tokens, impl, dtype, limit):
     """That loop takes flat [B,T,H*K] tensors, the raw time_decay, and a state [B,H,K,V] in and out; calls follow one another."""
     receptance, key, value = qkv[0], qkv[1], np.concatenate([qkv[2], qkv[2][..., : K - V]], -1)
     time_decay, time_first = normal(B, T, H, K, seed=12), normal(H, K, seed=13)
@@ -237,13 +237,13 @@ def test_rwkv6_keeps_state_as_the_hugging_face_loop_does(qkv, tokens, impl, dtyp
     check(carried, state, limit)
 
 
-def test_every_row_has_its_formula():
-    """A new row brings a test of its own, named after it."""
+def test_every_variant_has_a_formula():
+    """Each variant has a test named after it."""
     tested = {name for name in VARIANTS if any(test.startswith(f"test_{name}_") for test in globals())}
     assert tested == set(VARIANTS)
 
 
-def test_rows_name_their_functions():
+def test_variants_name_their_functions():
     for name, row in VARIANTS.items():
         assert row.name == name
         assert name in ps.__all__

@@ -39,14 +39,14 @@ def test_oracle_is_the_formula():
 
 
 @every_implementation
-def test_last_query_stands_at_the_last_key(impl):
+def test_last_query_is_aligned_with_the_last_key(impl):
     before, q, k, v = random((1, 2, 1, 4), (1, 3, 1, 4), (1, 5, 1, 4), (1, 5, 1, 4))
     whole = ps.softmax_attention(torch.cat([before, q], 1), k, v, impl=impl)
     assert torch.allclose(ps.softmax_attention(q, k, v, impl=impl), whole[:, 2:], atol=1e-6)
 
 
 @every_implementation
-def test_attention_to_parts_of_the_keys_joins_by_lse(impl):
+def test_partial_attention_is_merged_by_lse(impl):
     q, k, v = random((1, 4, 2, 8), (1, 50, 2, 8), (1, 50, 2, 8))
     options = {"causal": False, "return_lse": True, "impl": impl}
     parts = [ps.softmax_attention(q, k[:, part], v[:, part], **options) for part in (slice(0, 20), slice(20, 50))]
@@ -73,7 +73,7 @@ def test_queries_without_keys_get_zeros_and_no_gradient(Tk, impl):
 
 
 @every_implementation
-def test_unseen_keys_change_nothing(impl):
+def test_masked_keys_have_no_effect(impl):
     q, k, v = random(*[(1, 100, 2, 16)] * 3)
     before = ps.softmax_attention(q, k, v, window=40, impl=impl)
     k[:, 60:], v[:, 60:] = 1e4, -1e4
@@ -130,7 +130,7 @@ def test_second_derivatives_in_float32(impl):
         assert (found.double() - wanted).norm() <= arithmetic(FLOAT32) * wanted.norm()
 
 
-def test_saved_tensors_may_come_back_with_other_strides(monkeypatch):
+def test_hooks_may_change_strides_of_saved_tensors(monkeypatch):
     monkeypatch.setattr("penstock.call.operator.reads_values", lambda x: False)
     case = replace(PLAIN, strided=True)
     wanted = run(case, *case.drawn("cpu"), "triton")
@@ -184,7 +184,7 @@ def test_auto_takes_sdpa_on_a_cpu():
     assert (explained.forward, explained.backward) == ("sdpa", "sdpa")
 
 
-def test_masked_gradients_are_those_of_the_oracle():
+def test_masked_gradients_of_the_oracle_are_finite():
     """The oracle of ``attention`` masks gradients of lse at queries without keys itself."""
     case = Attention(B=1, Tq=9, Tk=4, D=8)
     results, _ = exact(case)

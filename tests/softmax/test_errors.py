@@ -1,5 +1,8 @@
 """Wrong arguments of softmax attention: which exception, and its message."""
 
+import math
+
+import numpy
 import pytest
 import torch
 
@@ -21,6 +24,12 @@ X = torch.randn(1, 5, 4, 8)
         ((X, X.to("meta"), X), {}, ps.DeviceError, "k must be on cpu, where q is, got meta"),
         ((X, X, X), {"window": 0}, ps.RangeError, "window must be at least 1"),
         ((X, X, X), {"window": 2.5}, ps.DtypeError, "window must be a whole number or None, got 2.5 of type float"),
+        ((X, X, X), {"scale": math.nan}, ps.RangeError, "scale must be finite, got nan"),
+        ((X, X, X), {"scale": -math.inf}, ps.RangeError, "scale must be finite, got -inf"),
+        ((X, X, X), {"scale": 10**400}, ps.RangeError, "scale must be finite, got 1000"),
+        ((X, X, X), {"scale": "1"}, ps.DtypeError, "scale must be a number or None, got '1' of type str"),
+        ((X, X, X), {"scale": True}, ps.DtypeError, "scale must be a number or None, got True of type bool"),
+        ((torch.randn(90, 9, 9, 9).tolist(), X, X), {}, ps.DtypeError, "q must be a torch.Tensor, got [["),
         ((X, X, X), {"causal": 1}, ps.DtypeError, "causal must be True or False"),
         ((X, X, X), {"return_lse": 1}, ps.DtypeError, "return_lse must be True or False"),
         ((X, X, X), {"impl": "flash"}, ps.RangeError, "impl must be one of auto, triton, sdpa, reference, got 'flash'"),
@@ -36,7 +45,7 @@ X = torch.randn(1, 5, 4, 8)
             (X, X[:, :4], X[:, :4]),
             {"cu_seqlens": torch.tensor([0, 5])},
             ps.ShapeError,
-            "cu_seqlens_k must be given where there are not as many keys as queries, got Tq = 5 and Tk = 4 without it",
+            "cu_seqlens_k must be given if Tq and Tk differ, got Tq = 5 and Tk = 4 without it",
         ),
         ((X.expand(2, 5, 4, 8),) * 3, {"cu_seqlens": torch.tensor([0, 5])}, ps.ShapeError, "B must be 1 with cu_seqlens, got 2"),
         (
@@ -52,6 +61,12 @@ def test_messages(arguments, options, error, message):
         ps.softmax_attention(*arguments, **options)
     assert type(caught.value) is error
     assert f"softmax_attention: {message}" in str(caught.value) or message in str(caught.value)
+    assert len(str(caught.value)) < 250
+
+
+@pytest.mark.parametrize("scale", [0.5, 2, numpy.float32(0.5), numpy.float64(0.5), numpy.int64(2)], ids=repr)
+def test_numbers_of_numpy_are_numbers(scale):
+    assert torch.equal(ps.softmax_attention(X, X, X, scale=scale), ps.softmax_attention(X, X, X, scale=float(scale)))
 
 
 @pytest.mark.parametrize("offsets", [[0, 4], [1, 5], [0, 3, 2, 5], [0.0, 5.0], [[0, 5]]], ids=str)

@@ -1,9 +1,9 @@
 """Launches the native CPU kernels of ``native/``: forward, backward and decode step, multi-threaded.
 
-float32, bfloat16 and float16 storage, float32 arithmetic; any strides. Decays of any kind are read as [B,T,H,K], with strides
-of 0 for the axes that they lack; the variant says which axes these are, since a caller's tensor may have strides of 0 as well. The
-library is compiled when the package is built, once per instruction set; which one runs is torch's own finding about this CPU.
-Threads are as many as ``torch.get_num_threads()``; each takes (sequence, head) units from a shared counter.
+float32, bfloat16 and float16 storage, float32 arithmetic; any strides. All decays are read as [B,T,H,K], with strides of 0 for
+missing axes; the variant tells which axes are missing, because a caller's tensor may also have strides of 0. The library is compiled
+when the package is built, once per instruction set; torch's CPU capability selects one. At most ``torch.get_num_threads()`` threads
+run; each takes (sequence, head) units from a shared counter.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..gradients import Gradients
 LIBRARY = Path(__file__).parent / "native" / "libpenstock_cpu.so"
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}  # the enum of rows.h
 THREAD_WORK = 1 << 16
-"""Multiply-adds below which a further thread costs more than it brings: about 5 us to wake one, about 10 per ns and thread."""
+"""Multiply-adds per thread below which another thread does not pay: it takes about 5 us to wake, and computes about 10 per ns."""
 
 
 _Strides = ctypes.c_int64 * 4
@@ -46,7 +46,7 @@ _TENSORS = (
     *("q", "k", "v", "g", "u", "initial_state", "output", "final_state"),
     *("d_output", "d_final_state", "dq", "dk", "dv", "dg", "du", "d_initial_state"),
 )
-_NUMBERS = ["N", "T", "H", "K", "V", "previous", "reverse", "constant_decay", "scalar_decay", "threads"]
+_NUMBERS = ["N", "T", "H", "K", "V", "previous", "reverse", "constant_decay", "scalar_decay", "advance", "threads"]
 
 
 class _Call(ctypes.Structure):
@@ -63,11 +63,11 @@ class _Call(ctypes.Structure):
 
 @cache
 def _library() -> ctypes.CDLL | str:
-    """The native library, or why there is none."""
+    """The native library, or why it is not available."""
     if not LIBRARY.exists():
         return f"the native library is missing ({LIBRARY.name}): install the package with pip, which builds it"
     if not hasattr(_openmp(), "GOMP_parallel"):
-        return "this torch brings no OpenMP runtime to run threads on"
+        return "this torch has no OpenMP runtime"
     try:
         return ctypes.CDLL(str(LIBRARY))
     except OSError as error:
@@ -91,10 +91,10 @@ def _function(name: str) -> Any:
 
 
 def _run(name: str, call: _Call, work: int) -> None:
-    """Run on as many of torch's own threads as the work is worth (a second pool would fight with them for the cores)."""
+    """Run on torch's own threads, as many as pay (a second thread pool would compete for the cores)."""
     threads = max(1, min(torch.get_num_threads(), work // THREAD_WORK))
     call.threads = threads
-    watched = private.profiling()  # no operator of torch's is around this call, and a range costs 17 us
+    watched = private.profiling()  # on the fast path no torch operator shows this call; a range costs 17 us
     with record_function(f"penstock::cpu_{name}") if watched else nullcontext():
         _openmp().GOMP_parallel(_function(name), ctypes.byref(call), threads, 0)
     if call.out_of_memory:
@@ -116,7 +116,7 @@ def _call(problem: Tokens, reverse: bool = False) -> _Call:
 
 
 def _offsets(call: _Call, x: Tensor | None) -> int | None:
-    """The address of int64 values, kept alive as long as the call."""
+    """The address of int64 values, which the call keeps alive."""
     if x is None:
         return None
     offsets = x.to(torch.int64).contiguous()
@@ -132,7 +132,7 @@ def _whole(problem: Recurrence) -> _Call:
 
 
 def forward(problem: Recurrence) -> tuple[Tensor, Tensor]:
-    """One pass over the tokens, the state of a block of columns in the first-level cache."""
+    """One pass over the tokens, with the state of a block of columns in a cache near the core."""
     sizes = problem.sizes
     output = problem.v.new_empty(problem.v.shape)
     final_state = problem.q.new_empty(problem.state_shape, dtype=torch.float32)
@@ -143,7 +143,7 @@ def forward(problem: Recurrence) -> tuple[Tensor, Tensor]:
 
 
 def backward(problem: Recurrence, upstream: Upstream) -> Gradients:
-    """States between checkpoints are computed again: memory beyond the results is one state every 16 tokens and thread."""
+    """States between checkpoints are recomputed: the scratch is one state per 16 tokens and thread."""
     N, H, K, _ = problem.state_shape
     d_output, d_final_state = upstream.gradients
     assert d_output is not None
@@ -173,10 +173,11 @@ def backward(problem: Recurrence, upstream: Upstream) -> Gradients:
 
 
 def advance(problem: Advance) -> Tensor:
-    """The forward pass, reading and writing rows of the pool in place."""
+    """The forward pass on rows of the pool. The state is rounded to the pool's dtype where ``advance.pieces`` ends a piece."""
     v, state = problem.v, problem.state
     output = v.new_empty(v.shape) if problem.slots is None else v.new_zeros(v.shape)  # 0 where skipped
     call = _call(problem)
+    call.advance = True
     call.initial_state, call.output, call.final_state = _Tensor.of(state), _Tensor.of(output), _Tensor.of(state)
     call.slots = _offsets(call, problem.slots)
     _run("forward", call, problem.q.numel() * v.shape[3])
@@ -190,7 +191,7 @@ def available() -> str | None:
 
 
 def refuses(problem: Tokens, mode: Mode) -> str | None:
-    """Only tensors on the CPU, and no float64 arithmetic."""
+    """Why the kernels cannot take a call, or None."""
     if problem.q.device.type != "cpu":
         return f"its tensors are on {problem.q.device}, it works on the CPU"
     if problem.q.dtype == torch.float64:

@@ -1,4 +1,4 @@
-"""The CUDA implementation: RWKV-5 and RWKV-6 token by token. NVRTC compiles it when it is first used; then cuda-core is imported."""
+"""The CUDA implementation: RWKV-5 and RWKV-6 token by token. The first call imports cuda-core and compiles with NVRTC."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from ..declaration import Advance, Recurrence, Tokens
 from ..gradients import Gradients, backward_of_nothing, forward_of_nothing, nothing
 
 HEADS = (32, 64, 128)
-"""K = V that there are kernels for."""
+"""Supported head sizes, K = V."""
 CAPABILITY = (8, 0)
-"""The first GPUs that have bfloat16."""
+"""The first GPUs with bfloat16."""
 COLUMNS = 16
-"""Of the state, in a block of threads: as in tokens.cuh."""
+"""Columns of the state in a thread block, as in tokens.cuh."""
 LENGTHS = (8, 256)
-"""More than so many tokens and at most so many, powers of two: there it is faster than the Triton kernels if all its blocks run at once
-(benchmarks/NOTES.md, "CUDA")."""
+"""Lower (exclusive) and upper bound of T, powers of two. Between them it is faster than the Triton kernels if all thread blocks run at
+once (benchmarks/NOTES.md, "CUDA")."""
 FAR = 1 << 31
-"""Tokens are numbered, and told apart in memory, by 32-bit integers."""
+"""Token indices and token offsets are 32-bit integers."""
 
 
 @cache

@@ -1,24 +1,24 @@
-// Gradients, token after token backwards in time. With dS_t the gradient of S_t, e_t = dO_t . v_t and the state S_{t-1}:
+// Gradients, one token after another, from the last to the first. With dS_t the gradient of S_t, e_t = dO_t . v_t and the state S_{t-1}:
 //
 //     dq_t = scale * (S_{t-1} dO_t + u k_t e_t)         dv_t = dS_t^T k_t + (scale * q_t u k_t) dO_t
 //     dk_t = dS_t v_t + scale * q_t u e_t               dg_t = rowsum(exp(g_t) S_{t-1} o dS_t)
 //     du   = sum_t scale * q_t k_t e_t                  dS_{t-1} = diag(exp(g_t)) dS_t + scale * q_t^T dO_t
 //
-// States cannot be walked backwards, so they are walked forwards three times: from the start, keeping one every `span` tokens; through a
-// span, keeping one every 8; through 8 tokens, keeping four in registers. With span near sqrt(8 T) little memory is needed.
+// States are recomputed forward, three times: from the start, with a checkpoint every `span` tokens; through a span, with a checkpoint
+// every 8 tokens; through 8 tokens, with four states in registers. A span near sqrt(8 T) minimises the memory of checkpoints.
 //
-// dq, dk, dg [B,T,H,BLOCKS * K] and du, and a static decay's dg, [N,H,1,BLOCKS * K] are shares of blocks of columns, float32, to be summed.
+// dq, dk, dg [B,T,H,BLOCKS * K] and du, and a static decay's dg, [N,H,1,BLOCKS * K] are one float32 share per block of columns; the host sums them.
 
 constexpr int TOKENS = 8;
-constexpr long long STATE = HEAD * (COLUMNS + 2);  // a kept state: a block of columns, and two for what is pending of its decays
+constexpr long long STATE = HEAD * (COLUMNS + 2);  // a checkpoint: a block of columns, and two columns for pending decays
 
-// past and future: what tokens do to the state and to its gradient, as ``passing`` takes it; past[0] and future[TOKENS] are exp(pending).
+// past and future: factors of tokens for the state and for its gradient, see `passing`; past[0] and future[TOKENS] are exp(pending).
 struct Buffers {
     float q[2][TOKENS][HEAD], k[2][TOKENS][HEAD], past[2][TOKENS + 1][HEAD], future[2][TOKENS + 1][HEAD];
     float v[2][TOKENS][COLUMNS], d[2][TOKENS][COLUMNS];
 };
 
-// A kept state: each thread reads back only what it wrote.
+// A checkpoint: each thread reads back only what it wrote.
 __device__ inline void keep(float *kept, const float (&S)[ROWS][COLS]) {
 #pragma unroll
     for (int e = 0; e < ROWS * COLS; e++) kept[e * THREADS + threadIdx.x] = S[e / COLS][e % COLS];
@@ -43,7 +43,7 @@ __device__ inline Pending recall(const float *kept) {
     return pending;
 }
 
-// Walk chunks [begin, end) of tokens, keeping the state before every `every` chunks.
+// Recompute the states of chunks [begin, end), with a checkpoint before every `every` chunks.
 __device__ inline void walk(
     const Call &call, const Place &p, Buffers &in, float (&S)[ROWS][COLS], Pending pending, int begin, int end, int every, float *kept) {
     Coming<X, TOKENS, HEAD> k(call.k, p, 0);
@@ -79,7 +79,7 @@ __device__ inline void walk(
     __syncthreads();
 }
 
-// A chunk's decays as states see them, and as their gradients do, behind which `behind` is pending.
+// Writes a chunk's factors for the state and for its gradient; `behind` are the pending decays of the gradient.
 __device__ inline void put_decays(
     float (&past)[TOKENS + 1][HEAD], float (&future)[TOKENS + 1][HEAD], Decays<TOKENS> &g, Pending before, Pending &behind) {
     const int mine = threadIdx.x % HEAD;
@@ -97,7 +97,7 @@ __device__ inline void put_decays(
     put(future, 0, behind, g.sums<true>());
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) backward(const Call call) {
+extern "C" __global__ void __launch_bounds__(THREADS) penstock_wkv_bwd(const Call call) {
     alignas(16) __shared__ Buffers in;
     alignas(16) __shared__ float shares[2][WARPS][TOKENS][COLUMNS];
     const Place p(call);
@@ -125,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward(const Call call) 
         q.put(in.q[turn], scale), k.put(in.k[turn]), v.put(in.v[turn]), d.put(in.d[turn]);
         put_decays(in.past[turn], in.future[turn], g, recall(kept), behind);
     };
-    // Where this lane's sums go: of two tokens and four rows, it gets token vv / 4 and row vv % 4.
+    // The lane's sums after shared_out: token vv / 4 of two and row vv % 4 of four.
     const int my_row = p.row + p.vv % 4, my_token = p.vv / 4;
     const int my_share = p.block * HEAD + my_row;
     const auto dq = channel<float>(call.dq, p, my_share), dk = channel<float>(call.dk, p, my_share);
@@ -145,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward(const Call call) 
             if (chunk < end - 1) write_columns(call.dv, p, shares[1 - turn], chunk + 1);
 #pragma unroll 1
             for (int four = TOKENS - 4; four >= 0; four -= 4) {
-                float R[ROWS][COLS], before[4][ROWS][COLS];  // the states before four tokens; registers have no room for those of eight
+                float R[ROWS][COLS], before[4][ROWS][COLS];  // the states before four tokens; eight would spill
                 copy(R, S);
                 auto next = [&](int t) {
                     auto before = few<ROWS>(&in.past[turn][t][p.row]), own = few<ROWS>(&in.past[turn][t + 1][p.row]);
@@ -202,7 +202,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward(const Call call) 
                             dg_ *= of_gradient.read;
                             dg_ = negative(past[i]) ? -past[i] * (of_state.read * dg_) : past[i] * dg_;
                             of_q[4 * j + i] = dq_ * scale, of_k[4 * j + i] = dk_, of_g[4 * j + i] = dg_;
-                            if (STATIC && chunk * TOKENS + t < p.length) static_dg_[i] += dg_;  // past the end there is a state still
+                            if (STATIC && chunk * TOKENS + t < p.length) static_dg_[i] += dg_;  // padding is left out: its s and ds are not 0
                         }
                     }
                     const int t = chunk * TOKENS + four + two + my_token;

@@ -1,8 +1,8 @@
-"""Compiles the CUDA sources at run time with NVRTC, and keeps the machine code on disk. No compiler and no GPU are needed for it.
+"""Compiles the CUDA sources at run time with NVRTC, and keeps the machine code on disk. It needs no compiler and no GPU.
 
-NVRTC comes with torch's CUDA wheels; ``cuda-core`` speaks to it. Kept files are named after all that their content depends on (source,
-options, architecture, version of NVRTC), so none is ever out of date; they lie in ``~/.cache/penstock/cuda`` (or under
-``XDG_CACHE_HOME``) and may be deleted at any time.
+NVRTC comes with torch's CUDA wheels and is called through ``cuda-core``. The name of a cached file is a hash of everything that its content
+depends on (source, options, architecture, version of NVRTC), so a cached file is never out of date. The files are in
+``~/.cache/penstock/cuda`` (or under ``XDG_CACHE_HOME``) and may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ INDICES = {torch.int32: "int", torch.int64: "long long"}
 
 
 class Kernel(Protocol):
-    """What can be compiled and launched."""
+    """A kernel that can be compiled and launched."""
 
     @property
     def kernel(self) -> str:
@@ -35,11 +35,11 @@ class Kernel(Protocol):
 
     @property
     def source(self) -> str:
-        """One text: headers would have to be found."""
+        """One text, because NVRTC would have to find headers."""
 
     @property
     def macros(self) -> dict[str, str]:
-        """What the source expects from the command line."""
+        """Macros that the source expects."""
 
     @property
     def threads(self) -> int:
@@ -51,9 +51,9 @@ class Kernel(Protocol):
 
 @dataclass(frozen=True)
 class Configuration:
-    """A kernel and what it is specialised to; dtypes of tensors that a call has not are those of stand-ins."""
+    """A kernel and its compile-time parameters. The dtype of a missing tensor has no effect."""
 
-    kernel: Literal["forward", "backward"]
+    direction: Literal["forward", "backward"]
     head: int
     """K = V."""
     tokens: torch.dtype
@@ -62,20 +62,25 @@ class Configuration:
     bonus: torch.dtype = torch.float32
     initial_state: torch.dtype = torch.float32
     final_state: torch.dtype = torch.float32
-    """float32 but for a pool of states that a decode step updates."""
+    """float32, or the dtype of the pool that a decode step updates."""
     indices: torch.dtype = torch.int64
     """Of cu_seqlens or slots."""
     static: bool = False
-    """Whether the decay is one for all tokens."""
+    """Whether all tokens have the same decay."""
+
+    @property
+    def kernel(self) -> str:
+        """The function's name, as a profile shows it."""
+        return {"forward": "penstock_wkv_fwd", "backward": "penstock_wkv_bwd"}[self.direction]
 
     @property
     def source(self) -> str:
-        """One text: headers would have to be found."""
-        return "\n".join((HERE / name).read_text() for name in ("gpu.cuh", "tokens.cuh", "decays.cuh", f"{self.kernel}.cu"))
+        """One text, because NVRTC would have to find headers."""
+        return "\n".join((HERE / name).read_text() for name in ("gpu.cuh", "tokens.cuh", "decays.cuh", f"{self.direction}.cu"))
 
     @property
     def macros(self) -> dict[str, str]:
-        """What the source expects from the command line."""
+        """Macros that the source expects."""
         return {
             "HEAD": str(self.head),
             "X": TYPES[self.tokens],
@@ -89,12 +94,12 @@ class Configuration:
 
     @property
     def threads(self) -> int:
-        """In a block; tokens.cuh says who does what."""
+        """In a block; tokens.cuh describes what each thread computes."""
         return 2 * self.head
 
 
 def machine_code(kernel: Kernel, arch: str) -> bytes:
-    """The cubin for an architecture such as "sm_90": the kept one if there is one and it is whole, else compiled and kept."""
+    """The cubin for an architecture such as "sm_90": the cached file if it exists and is complete; otherwise compiled and cached."""
     path = kept_at(kernel, arch)
     code = _read(path)
     if code is None:
@@ -104,7 +109,7 @@ def machine_code(kernel: Kernel, arch: str) -> bytes:
 
 
 def compiled(kernel: Kernel, arch: str) -> tuple[bytes, str]:
-    """The cubin and what the compiler says of registers, spills and shared memory. Raises PenstockError with its log if it fails."""
+    """The cubin, and the compiler's report on registers, spills and shared memory. Raises PenstockError if compilation fails."""
     from cuda.core import Program, ProgramOptions
 
     log = io.StringIO()
@@ -134,14 +139,14 @@ def nvrtc_version() -> tuple[int, int]:
 
 
 def kept_at(kernel: Kernel, arch: str) -> Path:
-    """Where the machine code is kept."""
+    """The path of the cached machine code."""
     everything = repr((kernel.source, sorted(kernel.macros.items()), arch, nvrtc_version()))
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock" / "cuda"
     return folder / f"{kernel.kernel}-{arch}-{hashlib.sha256(everything.encode()).hexdigest()[:32]}"
 
 
 def _read(path: Path) -> bytes | None:
-    """What was kept, after its checksum; None if there is nothing, or it is not what was written."""
+    """The machine code behind its checksum; None if the file is missing or damaged."""
     try:
         content = path.read_bytes()
     except OSError:
@@ -151,7 +156,7 @@ def _read(path: Path) -> bytes | None:
 
 
 def _write(path: Path, code: bytes) -> None:
-    """Keep it under its name only when it is whole; a folder that cannot be written costs the next process a second."""
+    """Rename a complete file into place. If the folder cannot be written, the next process compiles again (about a second)."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as new:

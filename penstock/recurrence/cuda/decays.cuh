@@ -1,6 +1,6 @@
-// Decays. Over a chunk of tokens in which a channel decays weakly they stay pending: a row of the state is exp(sum) times what is held, reads
-// are multiplied by exp(sum), writes by exp(-sum). So weak decays are not lost in the rounding of a state that goes through many tokens.
-// Where the sum at the end of a chunk would be below WEAK, the chunk's decays are applied token by token.
+// Decays. The weak decays of a chunk stay pending: a row of the state is exp(sum) times the stored row, reads are multiplied by exp(sum),
+// writes by exp(-sum). So weak decays are not lost when the state is rounded. If the sum at the end of a chunk is below WEAK, the chunk's
+// decays are applied token by token.
 
 constexpr float WEAK = -4.0f;
 constexpr float LOG2E = 1.4426950216f, LOG2E_REST = 1.9259629e-8f;
@@ -26,7 +26,7 @@ __device__ inline float expm1_near(float x) {
     return series * x * x + x;
 }
 
-// A sum of many terms, and what rounding dropped from it.
+// A compensated sum of many terms: the sum and its rounding error.
 struct Sum {
     float sum = 0.0f, rest = 0.0f;
 
@@ -39,7 +39,7 @@ struct Sum {
 
 // The log decays of a channel that are not yet applied to the state.
 struct Pending : Sum {
-    // Add those of a chunk; whether they stay pending.
+    // Add the sum of a chunk; returns whether it stays pending.
     __device__ bool pend(float chunk) {
         add(chunk);
         const bool weak = sum >= WEAK;
@@ -49,8 +49,8 @@ struct Pending : Sum {
     }
 };
 
-// Apply pending decays. Where they are weak the state is rounded at random: a rounded exp(sum) would be off by the same factor at every
-// decode step.
+// Apply pending decays. Weak ones are applied by expm1, so that rounding errors are random: a rounded exp(sum) has the same relative error
+// at every decode step.
 __device__ inline void apply(float (&S)[ROWS][COLS], const Few<ROWS> &sum) {
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
@@ -61,13 +61,13 @@ __device__ inline void apply(float (&S)[ROWS][COLS], const Few<ROWS> &sum) {
     }
 }
 
-// The decays of one channel in a chunk of tokens, on their way from memory like other tensors' parts (see Coming). Two threads share a
-// channel: each brings all of its decays, for their sums, and puts down what follows for every other token.
+// Loads the decays of one channel in a chunk of tokens (see Coming). Two threads share a channel: each loads all of its decays to sum them,
+// and writes factors for every other token.
 template <int TOKENS> struct Decays {
     static constexpr int MINE = TOKENS / 2;
     Channel<G> from;
     G held[TOKENS];
-    float before[MINE], after[MINE], own[MINE];  // sums in the order of walking, without and with the token's own decay; that
+    float before[MINE], after[MINE], own[MINE];  // sums in loop order without and with the token's own decay, and the own decay
 
     __device__ explicit Decays(const Tensor &g, const Place &p) : from(channel<G>(g, p, threadIdx.x % HEAD)) {}
 
@@ -77,7 +77,7 @@ template <int TOKENS> struct Decays {
 #pragma unroll
         for (int t = 0; t < TOKENS; t++, next += from.step) held[t] = t < left ? *next : G{};
     }
-    // The number of the i-th token that this thread puts down.
+    // The i-th token for which this thread writes factors.
     __device__ static int token(int i) { return 2 * i + threadIdx.x / HEAD; }
 
     // Fill `before`, `after` and `own`; the sum over the chunk.
@@ -95,13 +95,13 @@ template <int TOKENS> struct Decays {
     }
 };
 
-// What a token does to rows of the state: factor of the state, of reads before it, and of writes.
+// Factors of a token: of the state, of reads before it, and of writes.
 struct Passing {
     float factor, read, write;
 };
 
-// Put down for a token: exp(pending + sum) where decays stay pending, else -exp(g). From that and the same of the token before it (in the
-// order of walking), a chunk's first being exp(pending), follows what the token does.
+// Shared memory holds for each token exp(pending + sum) if decays stay pending, else -exp(g). The factors of a token follow from its value
+// and from the value of the token before it in loop order; the value before a chunk is exp(pending).
 __device__ inline Passing passing(float before, float own) {
     const float read = negative(before) ? 1.0f : before;
     return negative(own) ? Passing{-own * read, read, 1.0f} : Passing{1.0f, read, 1.0f / own};

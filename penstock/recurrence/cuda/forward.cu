@@ -1,11 +1,11 @@
-// o_t = scale * q_t (S_{t-1} + diag(u) k_t^T v_t), and the final state. One block of threads a sequence, head and 16 columns.
+// o_t = scale * q_t (S_{t-1} + diag(u) k_t^T v_t), and the final state. One thread block per sequence, head and 16 columns.
 //
-// With slots, states are rows of a pool that is read and written in place; a negative slot is skipped, and its output is 0.
+// With slots, states are rows of a pool that is updated in place; a sequence with a negative slot is skipped, its output is 0.
 
 constexpr int TOKENS = HEAD == 128 ? 8 : 16;
-constexpr int AT_LEAST = HEAD == 128 ? 2 : 192 / HEAD;  // blocks a multiprocessor: registers of 16 warps, of 12 where 16 spill
+constexpr int AT_LEAST = HEAD == 128 ? 2 : 192 / HEAD;  // thread blocks per multiprocessor: registers for 16 warps, or for 12 where 16 spill
 
-extern "C" __global__ void __launch_bounds__(THREADS, AT_LEAST) forward(const Call call) {
+extern "C" __global__ void __launch_bounds__(THREADS, AT_LEAST) penstock_wkv_fwd(const Call call) {
     alignas(16) __shared__ float q_[2][TOKENS][HEAD], k_[2][TOKENS][HEAD], factor_[2][TOKENS][HEAD], own_[2][TOKENS][HEAD];
     alignas(16) __shared__ float v_[2][TOKENS][COLUMNS], left[HEAD];
     alignas(16) __shared__ float shares[2][WARPS][TOKENS][COLUMNS];
@@ -24,7 +24,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, AT_LEAST) forward(const Ca
     Coming<X, TOKENS, COLUMNS> v(call.v, p, p.block * COLUMNS);
     Decays<TOKENS> g(call.g, p);
     Pending pending;
-    const int mine = threadIdx.x % HEAD;  // the channel whose tokens this thread puts down
+    const int mine = threadIdx.x % HEAD;  // the channel that this thread writes to shared memory
     const float scale = call.scale, u = number(((const U *)call.u.data)[p.h * call.u.stride[0] + mine * call.u.stride[1]]);
     auto ask = [&](int chunk) { q.ask(chunk, p.length), k.ask(chunk, p.length), g.ask(chunk, p.length), v.ask(chunk, p.length); };
     auto put = [&](int turn) {
@@ -32,7 +32,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, AT_LEAST) forward(const Ca
         const float before = pending.sum;
         const bool weak = pending.pend(g.sums());
 #pragma unroll
-        for (int i = 0; i < g.MINE; i++) {  // without branches: what is selected are the exponents
+        for (int i = 0; i < g.MINE; i++) {  // without branches: the exponents are selected
             const int t = g.token(i);
             const float qt = number(q.held[i]) * scale, kt = number(k.held[i]);
             own_[turn][t][mine] = qt * u * kt;

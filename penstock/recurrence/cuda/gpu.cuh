@@ -1,5 +1,5 @@
-// What only a GPU has, in one place: number formats and the exchange between lanes of a warp. No headers are included, because NVRTC
-// finds none where no CUDA toolkit is installed. The tests put threads of a CPU in the place of this file.
+// GPU-specific code: number formats and shuffles between the lanes of a warp. It includes no headers, because NVRTC finds none without
+// a CUDA toolkit. The tests replace this file by an emulation on the CPU.
 
 struct float16 {
     unsigned short bits;

@@ -1,8 +1,8 @@
 """Launches the CUDA kernels on torch's current stream. Nothing here waits for the device, and equal calls give equal bits.
 
-A kernel takes one argument, ``Call``: addresses and strides of all tensors. So any strides are taken as they are, and nothing is copied.
-All but the addresses is the same for equal calls and is kept (``penstock.call.memory``): an equal call allocates its results, writes
-addresses and launches.
+A kernel takes one argument, ``Call``: addresses and strides of all tensors. So tensors with any strides are read without a copy.
+Everything but the addresses is the same for equal calls and is cached (``penstock.call.memory``): an equal call allocates its results,
+writes addresses and launches.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from . import COLUMNS
 from .compile import Configuration, Kernel, machine_code
 
 CHUNK = 8
-"""Tokens that the backward kernel takes at once."""
+"""Tokens that the backward kernel processes together."""
 
 
 class _Tensor(ctypes.Structure):
@@ -46,14 +46,14 @@ class Call(ctypes.Structure):
 
 
 Words = ctypes.c_longlong * (ctypes.sizeof(Call) // 8)
-"""``Call`` again: an address is a word, quickly written."""
+"""``Call`` as an array of words: addresses are written faster into an array."""
 Tensors = dict[str, Tensor | None]
 Memory = dict[str, tuple[tuple[int, ...], torch.dtype]]
 """Shapes and dtypes by name."""
 
 
 class Prepared:
-    """What equal calls have in common: the kernel, the memory of its results, its argument but for the addresses."""
+    """What equal calls share: the kernel, the shapes of its results, and its argument without the addresses."""
 
     def __init__(self, kernel: Configuration, p: Tokens, tensors: Tensors, memory: Memory, reverse: bool, **numbers: int) -> None:
         N, H, _, V = p.state_shape
@@ -83,7 +83,7 @@ class Prepared:
 
 
 def _run(p: Tokens, name: str, tensors: Tensors, prepare: Callable[[], Prepared], *more: Tensor | None) -> dict[str, Tensor]:
-    """Run what was prepared for equal calls, now or before. ``more``: tensors that are not the problem's own."""
+    """Run a call, prepared once for all equal calls. ``more``: tensors that are not in the problem."""
     bound, key = p.seen.bound, (name, exact(more))
     if key not in bound:
         bound[key] = prepare()
@@ -156,13 +156,13 @@ def _summed(shares: Tensor, like: Tensor) -> Tensor:
 
 
 def _configuration(
-    p: Tokens, kernel: Literal["forward", "backward"], state: Tensor | None, final_state: torch.dtype = torch.float32,
+    p: Tokens, direction: Literal["forward", "backward"], state: Tensor | None, final_state: torch.dtype = torch.float32,
     slots: Tensor | None = None,
 ) -> Configuration:  # fmt: skip
     assert p.g is not None and p.u is not None  # noqa: PT018
     indices = p.cu_seqlens if slots is None else slots
     return Configuration(
-        kernel,
+        direction,
         p.q.shape[3],
         p.q.dtype,
         p.g.dtype,
@@ -170,12 +170,12 @@ def _configuration(
         torch.float32 if state is None else state.dtype,
         final_state,
         torch.int64 if indices is None else indices.dtype,
-        kernel == "backward" and "T" not in p.variant.decay,
+        direction == "backward" and "T" not in p.variant.decay,
     )
 
 
 def run(kernel: Kernel, blocks: int, device: torch.device, *arguments: ctypes.Array[Any] | ctypes._SimpleCData[Any]) -> None:
-    """Launch so many blocks of threads. The tests put a CPU in the place of this function."""
+    """Launch a number of thread blocks. The tests replace this function by an emulation on the CPU."""
     if device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             return run(kernel, blocks, device, *arguments)
@@ -195,7 +195,7 @@ def _driver() -> Any:
 
 
 def _ensure_context(device: int) -> None:
-    """A thread that has asked the runtime for nothing yet has no context: give it the one that torch uses."""
+    """Set torch's context in a thread that has none: a new thread has no current CUDA context."""
     driver = _driver()
     status, context = driver.cuCtxGetCurrent()
     _check(status, "have a context for")

@@ -1,10 +1,10 @@
-// What the forward and the backward pass share: the call, who holds what, and how tokens come from memory.
+// Shared by the forward and the backward pass: the argument, the distribution of the state over threads, and loads of tokens.
 //
-// A block of threads holds COLUMNS columns of one head's state S [K,V], K = V = HEAD, and takes token after token. Each warp holds 16
-// rows, each lane 4 rows and 2 columns of them: lane = 8 * kk + vv has rows 4 * kk + 0..3 of its warp's and columns 2 * vv + 0..1.
+// A thread block holds COLUMNS columns of one head's state S [K,V], K = V = HEAD, and processes one token after another. Each warp holds
+// 16 rows, each lane 4 of these rows and 2 columns: lane 8 * kk + vv holds rows 4 * kk + 0..3 of its warp and columns 2 * vv + 0..1.
 //
-// Given by the compiler's command line: HEAD; X, the type of q, k, v, output and their gradients; G, U and S0, those of decay, bonus and
-// initial state; F, that of the final state; I, that of cu_seqlens and slots; STATIC, whether the decay is one for all tokens.
+// Macros: HEAD; X, the type of q, k, v, output and their gradients; G, U and S0, the types of decay, bonus and initial state; F, the type
+// of the final state; I, the type of cu_seqlens and slots; STATIC, whether all tokens have the same decay.
 
 constexpr int COLUMNS = 16, ROWS = 4, COLS = 2, WARPS = HEAD / 16, THREADS = 32 * WARPS, BLOCKS = HEAD / COLUMNS;
 
@@ -13,7 +13,7 @@ struct Tensor {
     long long stride[4];  // in elements; tokens have axes B, T, H and channel, states N, H, K and V, the bonus H and K
 };
 
-struct Call {  // launch.py has the same
+struct Call {  // as in launch.py
     Tensor q, k, v, g, u, initial_state, output, final_state;
     Tensor d_output, d_final_state, dq, dk, dv, dg, du, d_initial_state;
     const I *cu_seqlens, *slots;
@@ -22,7 +22,7 @@ struct Call {  // launch.py has the same
     int T, H, reverse, span, spans;  // span and spans: of the backward pass
 };
 
-// Neighbours that are read at once, in 64 or 128 bits.
+// N adjacent numbers, loaded in one instruction of 64 or 128 bits.
 template <int N> struct alignas(4 * N) Few {
     float x[N];
     __device__ float operator[](int i) const { return x[i]; }
@@ -63,11 +63,11 @@ template <typename T> __device__ inline Channel<T> channel(const Tensor &x, cons
     return {at, int(p.step * x.stride[1])};
 }
 
-// A tensor's part of a chunk of tokens on its way from memory to shared memory, in registers: it is asked for a chunk ahead, so that
-// memory's latency passes while the chunk before is computed. Tokens after the last are 0, which changes no state.
+// Loads a tensor's part of a chunk of tokens from global memory to shared memory through registers. The loads are issued one chunk ahead,
+// so that their latency overlaps with the computation of the previous chunk. Tokens behind the last are 0 and do not change the state.
 template <typename T, int TOKENS, int WIDTH> struct Coming {
     static constexpr int AT_ONCE = THREADS / WIDTH, TIMES = (TOKENS + AT_ONCE - 1) / AT_ONCE;
-    static constexpr bool ALL = TOKENS % AT_ONCE == 0;  // whether no thread has less to bring than others
+    static constexpr bool ALL = TOKENS % AT_ONCE == 0;  // whether all threads load equally many elements
     Channel<T> from;
     T held[TIMES];
 
@@ -88,7 +88,7 @@ template <typename T, int TOKENS, int WIDTH> struct Coming {
     __device__ static int token(int i) { return i * AT_ONCE + threadIdx.x / WIDTH; }
 };
 
-// Sums of x[0..N) over N lanes that are STRIDE apart, halving what is left in each exchange: lane number `mine` of them gets that
+// Sums of x[0..N) over N lanes that are STRIDE apart, by shuffles that halve the number of values: lane number `mine` gets the sum
 // of x[mine].
 template <int N, int STRIDE> __device__ inline float shared_out(float (&x)[N], int mine) {
 #pragma unroll
@@ -103,7 +103,7 @@ template <int N, int STRIDE> __device__ inline float shared_out(float (&x)[N], i
     return x[0];
 }
 
-// The thread's part of a state; zeros if there is none.
+// The thread's part of a state; zeros if the state is missing.
 template <typename T> __device__ inline void load_state(float (&S)[ROWS][COLS], const Tensor &from, int n, const Place &p) {
 #pragma unroll
     for (int i = 0; i < ROWS; i++)
@@ -123,7 +123,7 @@ template <typename T> __device__ inline void store_state(const float (&S)[ROWS][
         }
 }
 
-// S_t from S_{t-1}, with the token's factors of the rows, and its keys as they are written.
+// S_t from S_{t-1}, with the token's row factors and its scaled keys.
 __device__ inline void advance(float (&S)[ROWS][COLS], const Few<ROWS> &factor, const Few<ROWS> &k, const Few<COLS> &v) {
 #pragma unroll
     for (int i = 0; i < ROWS; i++)
@@ -131,7 +131,7 @@ __device__ inline void advance(float (&S)[ROWS][COLS], const Few<ROWS> &factor, 
         for (int c = 0; c < COLS; c++) S[i][c] = S[i][c] * factor[i] + k[i] * v[c];
 }
 
-// Sum what the warps hold of each column and write it, one element a thread and turn.
+// Sum the shares of the warps and write the sums, one element per thread and iteration.
 template <int TOKENS>
 __device__ inline void write_columns(const Tensor &to, const Place &p, const float (&shares)[WARPS][TOKENS][COLUMNS], int chunk) {
     for (int i = threadIdx.x; i < TOKENS * COLUMNS; i += THREADS) {

@@ -1,11 +1,11 @@
 """The token-serial kernels: forward (decode steps are forward passes on a pool of states) and backward.
 
-One program holds a block of V of one head's state in registers and takes token after token. No decay is too strong or too
-weak for it, and no size odd: this is the recurrence as it is defined, in float32.
+One program holds a block of V of one head's state in registers and processes one token after another. It computes the recurrence by its
+definition, in float32, for decays and sizes of any kind.
 
-Over many tokens (PENDING) decays stay pending: a row of the state is exp(P) times what is held, reads are multiplied by exp(P), writes
-by exp(-P), and the row by exp(P) once P is below -0.5 and where the state leaves the kernel. So weak decays are not lost in the rounding
-of the state. Over a few tokens rounding loses too little to pay for it in registers.
+Over many tokens (PENDING) decays stay pending: a row of the state is exp(P) times the stored row, reads are multiplied by exp(P), writes
+by exp(-P), and the row by exp(P) once P is below -0.5 and where the state leaves the kernel. So weak decays are not lost in the
+rounding of the state. Over few tokens this loss is small, and pending decays would only take registers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def log_decay(base, j, stride_j, there, DECAY: tl.constexpr):
 
 @triton.jit
 def exp(x):
-    """The exponential of x, by 2^n and the rest: the error of exp2(x * log2(e)) grows with x."""
+    """The exponential of x, by 2^n and the rest: the error of exp2(x * log2(e)) would grow with x."""
     n = tl.floor(x * LOG2E + 0.5)
     r = (x - n * 0.693359375) + n * 2.12194440e-4  # ln2 in two pieces
     return tl.exp2(n) * tl.exp2(r * LOG2E)
@@ -37,7 +37,7 @@ def exp(x):
 
 @triton.jit
 def loss(g):
-    """exp(g) - 1: what the state loses. Exact where decays are weak and losses add up."""
+    """exp(g) - 1, the relative change of the state. Accurate for weak decays, whose errors would add up."""
     near = tl.maximum(g, -0.5)
     series = 1.0 + near * (1.0 / 7.0) * (1.0 + near * (1.0 / 8.0))
     series = 1.0 + near * (1.0 / 5.0) * (1.0 + near * (1.0 / 6.0) * series)
@@ -56,13 +56,13 @@ def by_row(x, DECAY: tl.constexpr):
 
 @triton.jit
 def decayed(S, g, DECAY: tl.constexpr):
-    """The state without what it loses. Its rounding is random: a rounded exp(g) would be off by the same factor at every decode step."""
+    """The decayed state. Its rounding errors are random: a rounded exp(g) has the same relative error at every decode step."""
     return S + S * by_row(loss(g), DECAY)
 
 
 @triton.jit
 def add(total, rest, x):
-    """Add to a sum of many terms; ``rest`` is what rounding dropped from it."""
+    """Add to a compensated sum; ``rest`` is its rounding error."""
     addend = x + rest
     grown = total + addend
     return grown, addend - (grown - total)
@@ -70,7 +70,7 @@ def add(total, rest, x):
 
 @triton.jit
 def pend(P, rest, g):
-    """Add a log decay to the pending ones. Also returns the factors of the state and of reads from now on; writes are divided by these."""
+    """Add a log decay to the pending sum. Also returns the factors of the state and of later reads; writes are divided by the latter."""
     P, rest = add(P, rest, g)
     e = exp(P)
     stays = P >= -0.5

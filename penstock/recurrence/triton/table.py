@@ -1,4 +1,4 @@
-"""Configurations of the kernels: measured ones where there are any, else by rule, within the GPU's shared memory."""
+"""Configurations of the kernels: measured, or by rule, within the GPU's shared memory."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ class KernelConfig(NamedTuple):
 
     warps: int
     BV: int = 64
-    """Value channels of a program."""
+    """Value channels per program."""
     BK: int = 64
-    """Key channels it takes at a time; kernels that hold a state take all."""
+    """Key channels per block; kernels that hold a state have one block."""
     C: int = 0
     """Tokens in a chunk."""
     stages: int = 1
     """Of the software pipeline."""
     programs_per_sm: int = 0
-    """Programs per multiprocessor to aim at, where a sequence can be cut into segments; a step's rows are made narrower."""
+    """The target of programs per multiprocessor: sequences are cut into segments, or the blocks of a step get fewer columns."""
     form: str = ""
     """"hopper": where they apply, the kernels for Hopper are the first launches; the sizes are then those of what follows."""
 
 
 class Key(NamedTuple):
-    """What block sizes are measured for."""
+    """The key of a measured configuration."""
 
     kernel: str
     decay: str
@@ -60,7 +60,7 @@ class Key(NamedTuple):
 
 @cache
 def target(device: torch.device) -> Target:
-    """The GPU of this device, and what was measured for its kind. The tables are read once."""
+    """The GPU of this device, with the measured configurations for its architecture. The tables are read once."""
     from .table_file import in_use
 
     found = gpu.Target.of(device)
@@ -79,7 +79,7 @@ HOPPER = tuple(
     for kernel, heads in (("forward", product((64, 128, 256), (64, 128, 256, 512))), ("backward", ((64, 64), (128, 128))))
     for K, V in heads
 )
-"""What the kernels for Hopper are faster at."""
+"""Where the kernels for Hopper are faster."""
 
 
 def by_rule(key: Key, target: Target) -> KernelConfig:
@@ -98,7 +98,7 @@ def _as_on_hopper(key: Key, target: Target) -> KernelConfig:
     kernel, decay, read, precision, K, V = key
     short = precision == "bf16"
     if kernel in ("recurrent", "step") and target.interpreted:
-        return KernelConfig(1, BV=64)  # the interpreter's time goes by programs
+        return KernelConfig(1, BV=64)  # the time of the interpreter is proportional to the number of programs
     if kernel == "step":  # 64 float32 of the state a thread; gla, 1024 sequences: rows of 64 take 0.276 ms, 32 0.289, 16 0.329
         BV = 64 if K <= 256 else 32
         return KernelConfig(

@@ -1,11 +1,11 @@
 """Softmax attention forward, by online softmax on tensor cores.
 
-Scores are in log2 units, s = scale log2(e) q k^T. A program has BM queries and walks the keys that they see with a running maximum m,
-the denominator l of what was seen, and the output as it was so far::
+Scores are in log2 units, s = scale log2(e) q k^T. A program has BM queries and loops over their visible keys with the running maximum m,
+the running denominator l, and the unnormalised output acc::
 
     m' = max(m, rowmax(s))    p = 2^(s - m')    l' = 2^(m - m') l + rowsum(p)    acc' = 2^(m - m') acc + p v
 
-and divides once at the end. Only tiles on the border of what is seen are masked.
+and divides once at the end. Only tiles on the border of the mask are masked.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def walk(
     D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One stretch of the forward pass's walk over keys."""
+    """A range of the forward loop over keys."""
     m, l, acc = state
     d = tl.arange(0, BD)
     zero = tl.zeros((), tl.int64)
@@ -53,7 +53,7 @@ def penstock_attention_fwd(
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Program (head, stretch of BM queries), the longest walks first. ``output`` [B,Tq,H,D] and ``lse`` [B,Tq,H] are contiguous."""
+    """Program (head, span of BM queries), the longest loops first. ``output`` [B,Tq,H,D] and ``lse`` [B,Tq,H] are contiguous."""
     slots = tl.num_programs(0) // H
     pid = tl.program_id(0)
     h = (pid // slots).to(tl.int64)

@@ -1,4 +1,4 @@
-"""Where the softmax kernels for Hopper take the place of the plain ones, and what their launches are told."""
+"""Selects the softmax kernels for Hopper, and plans their launches."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from ...gpu.target import Target
 from ..declaration import Attention
 
 ROWS = 64
-"""Queries that four warps have."""
+"""Rows of a group of four warps."""
 REGISTERS = 65536
-"""Of a multiprocessor."""
+"""Registers of a multiprocessor."""
 Numbers = tuple[Number, ...]
 FAR = 1 << 31
 """Rows of a matrix that is copied in tiles are numbered by 32-bit integers."""
 
 
 class Shape(NamedTuple):
-    """Of a kernel: groups of four warps with 64 rows each, rows of a tile that they walk over, tiles of a ring, registers of a thread."""
+    """Of a kernel: groups of four warps with 64 rows each, rows of a streamed tile, and tiles of the ring buffer."""
 
     groups: int
     tile: int
     stages: int
     programs: int = 1
-    """That share a multiprocessor."""
+    """Programs per multiprocessor."""
 
     @property
     def registers(self) -> int:
-        """For the threads that compute, once those that load, counted as four warps, have given all but 24 of theirs up."""
+        """Registers per computing thread, after the loading warps (counted as four) have released all but 24 of theirs."""
         return (REGISTERS // self.programs - 24 * 128) // (self.groups * 128) // 8 * 8
 
     @property
     def registers_before(self) -> int:
-        """For every thread at first."""
+        """Registers per thread at the start."""
         return REGISTERS // self.programs // ((self.groups + 1) * 128) // 8 * 8
 
 
@@ -46,16 +46,16 @@ BY_QUERIES = {64: Shape(1, 64, 2, 3), 128: Shape(2, 64, 2)}
 BY_KEYS = {64: Shape(1, 64, 2, 2), 128: Shape(2, 64, 2)}
 """By D."""
 L2 = 50 << 20
-"""Bytes of the GPU's second cache."""
+"""Bytes of the L2 cache."""
 
 
 def kernels() -> tuple[Any, Any] | None:
-    """The modules of the kernels, forward and backward, if there are."""
+    """The modules of the kernels, forward and backward, or None."""
     return modules(__package__)
 
 
 def suits(a: Attention, target: Target, *d_output: Tensor) -> bool:
-    """Whether there are kernels for a call, and its tensors are what the hardware can copy in tiles."""
+    """Whether there are kernels for a call, and the hardware can copy its tensors in tiles."""
     s, c = a.sizes, a.counts
     return (
         target.arch == "sm_90"
@@ -73,7 +73,7 @@ def _launch(
     plan: Plan, kernel: Any, shape: Shape, a: Attention, tensors: tuple[str, ...], tiles: str, given: Numbers, numbers: Numbers,
     **constants: Any,
 ) -> None:  # fmt: skip
-    """Plan a kernel, by keys if its first tensor is k. ``tiles``: of its first tensors, "r" as four warps have them, "w" as they walk."""
+    """Plan a kernel, by keys if its first tensor is k. ``tiles``: its first tensors as resident rows ("r") or streamed ("w")."""
     s, packed, by_keys = a.sizes, a.cu_seqlens is not None, tensors[0] == "k"
     each, size = s["H"] // s["G"], a.q.element_size()
     axis, heads, same = ("Tk", s["G"], 1) if by_keys else ("Tq", s["H"], each)

@@ -1,7 +1,7 @@
-"""Softmax attention backward on Hopper, in Gluon: the formulas of ``backward``, by warps that divide the work as in ``hopper_forward``.
+"""Softmax attention backward on Hopper, in Gluon: the formulas of ``backward``, warp-specialised as ``hopper_forward``.
 
-``by_queries`` comes first: it also takes delta = rowsum(dO o O) - d lse, and leaves it to ``by_keys`` together with the log-sum-exps in
-log2 units, inf where no key was seen, both by heads. Each product's first operand that depends on the tile stays in registers:
+``by_queries`` runs first. It also stores delta = rowsum(dO o O) - d lse and the log-sum-exps in log2 units (inf for queries without keys)
+by heads, for ``by_keys``. The first operand of a product stays in registers if it depends on the tile:
 ``by_queries`` multiplies ds with keys, ``by_keys`` p^T with dO and ds^T with q.
 """
 
@@ -19,7 +19,7 @@ from .tiles import keys_of, place_of, queries_of, sees
 
 @gluon.jit
 def both(a, b, x_ring, y_ring, bars, n, L: gl.constexpr, STAGES: gl.constexpr, mma: gl.constexpr):
-    """Begin a x^T and b y^T with the n-th tiles x and y of two rings."""
+    """Start a x^T and b y^T with the n-th tiles x and y of two rings."""
     x_bars, y_bars = bars
     x = x_ring.index(n % STAGES).permute((1, 0))
     y = y_ring.index(n % STAGES).permute((1, 0))
@@ -32,7 +32,7 @@ def both(a, b, x_ring, y_ring, bars, n, L: gl.constexpr, STAGES: gl.constexpr, m
 
 @gluon.jit
 def load_keys(loads, GROUPS: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr):
-    """The warp of ``by_queries`` that has tiles brought."""
+    """The loading warp of ``by_queries``."""
     tiles, shared, bars, q_bar, q_row, k_row, q_column, k_column, count = loads
     q_tiles, o_tiles, k_tiles, v_tiles = tiles
     q_s, o_s, k_ring, v_ring = shared
@@ -52,7 +52,7 @@ def walk_keys(
     H: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, D_LSE: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The warps of queries ROWS * ONE and on of ``by_queries``."""
+    """The computing warps of ``by_queries`` for queries from ROWS * ONE."""
     q_s, o_s, k_ring, v_ring = shared
     k_bars, v_bars = bars
     q_bar, dq_tiles, dq, output, lse, d_lse, exponents, deltas = memory
@@ -80,7 +80,7 @@ def walk_keys(
     delta = gl.convert_layout(gl.sum(O.to(gl.float32) * dO.load(wide).to(gl.float32), 1), rows)
     if D_LSE:
         delta -= gl.load(d_lse + ROWS * ONE * l_t + i * l_t, mask=live, other=0.0).to(gl.float32)
-        delta = gl.where(e == float("inf"), 0.0, delta)  # such a gradient may be NaN
+        delta = gl.where(e == float("inf"), 0.0, delta)  # its gradient may be NaN
     gl.store(exponents + ROWS * ONE + i, e, mask=live)
     gl.store(deltas + ROWS * ONE + i, delta, mask=live)
     c = scale * LOG2E
@@ -120,7 +120,7 @@ def penstock_attention_bwd_dq_hopper(
     H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
     PACKED: gl.constexpr, D_LSE: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Program (head, stretch of queries), the longest walks first. ``rows`` [2,H,pitch]: exponents and deltas by heads, for ``by_keys``."""
+    """Program (head, span of queries), the longest loops first. ``rows`` [2,H,pitch]: exponents and deltas by heads, for ``by_keys``."""
     BM: gl.constexpr = ROWS * GROUPS
     slot, h = place_in_grid(N, Tq, together, H, BM, PACKED, True)
     b, begins, done, queries, k_begins, keys = place_of(slot, cu_seqlens, cu_seqlens_k, N, Tq, Tk, BM, PACKED)
@@ -170,7 +170,7 @@ def penstock_attention_bwd_dq_hopper(
 
 @gluon.jit
 def load_queries(loads, GROUPS: gl.constexpr, EACH: gl.constexpr, BM: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr):
-    """The warp of ``by_keys`` that has tiles brought, for EACH heads of queries."""
+    """The loading warp of ``by_keys``, for EACH heads of queries."""
     tiles, shared, bars, k_bar, rows, k_row, q_row, k_column, count, queries, far, pitch = loads
     k_tiles, v_tiles, q_tiles, o_tiles = tiles
     k_s, v_s, q_ring, o_ring, row_ring = shared
@@ -203,7 +203,7 @@ def walk_queries(
     G: gl.constexpr, D: gl.constexpr, EACH: gl.constexpr, BM: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The warps of keys ROWS * ONE and on of ``by_keys``."""
+    """The computing warps of ``by_keys`` for keys from ROWS * ONE."""
     k_s, v_s, q_ring, o_ring, row_ring = shared
     q_bars, o_bars = bars
     k_bar, dk_tiles, dv_tiles, dk, dv = memory
@@ -269,7 +269,7 @@ def penstock_attention_bwd_dkdv_hopper(
     H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
     PACKED: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Program (head of keys, stretch of keys), for all heads of queries that it serves, the longest walks first."""
+    """Program (head of keys, span of keys), for all its heads of queries, the longest loops first."""
     BN: gl.constexpr = ROWS * GROUPS
     EACH: gl.constexpr = H // G
     slot, head = place_in_grid(N, Tk, together, G, BN, PACKED, False)
@@ -283,7 +283,7 @@ def penstock_attention_bwd_dkdv_hopper(
     q_row = b * Tq + q_begins
     k_s = gl.allocate_shared_memory(k_tiles.dtype, [GROUPS, ROWS, D], k_tiles.layout)
     v_s = gl.allocate_shared_memory(v_tiles.dtype, [GROUPS, ROWS, D], v_tiles.layout)
-    q_ring, q_bars = ring_of(q_tiles, STAGES, 2, GROUPS)  # the tile, and its rows' numbers
+    q_ring, q_bars = ring_of(q_tiles, STAGES, 2, GROUPS)  # a tile of q, and exponents and deltas of its rows
     o_ring, o_bars = ring_of(o_tiles, STAGES, 1, GROUPS)
     row_ring = gl.allocate_shared_memory(gl.float32, [2 * STAGES, BM], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     k_bar = barriers(1, 1).index(0)

@@ -1,8 +1,8 @@
-"""Softmax attention forward on Hopper, in Gluon: the formula of ``forward``, by warps that divide the work.
+"""Softmax attention forward on Hopper, in Gluon: the formula of ``forward``, warp-specialised.
 
-A program has GROUPS times 64 queries. One warp, ``load``, has tiles of keys and values brought into two rings by the tensor memory
-accelerator. Four warps for each 64 queries walk over them, from the last tile that any query sees to the first; while their tensor
-cores multiply the weights of one tile with its values, they take the exponents of the next. Two groups take turns at the tensor cores.
+A program has GROUPS times 64 queries. One warp, ``load``, copies tiles of keys and values into two ring buffers by the tensor memory
+accelerator. Groups of four warps, one group per 64 queries, loop over them from the last visible tile to the first. While the tensor
+cores multiply the weights of one tile with its values, the warps compute the exponentials of the next. Two groups alternate.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .tiles import keys_of, place_of, sees
 
 @gluon.jit
 def load(loads, GROUPS: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr):
-    """The warp that has tiles brought: ``count`` of them, the last one first."""
+    """The loading warp: copies ``count`` tiles, the last one first."""
     q_tiles, k_tiles, v_tiles, q_s, k_ring, v_ring, q_bar, k_bars, v_bars, q_row, k_row, q_column, k_column, last, count = loads
     mbarrier.expect(q_bar, GROUPS * q_tiles.block_type.nbytes)
     for one in gl.static_range(GROUPS):
@@ -32,7 +32,7 @@ def load(loads, GROUPS: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr):
 
 @gluon.jit
 def scores(q, k_ring, k_bars, n, BN: gl.constexpr, STAGES: gl.constexpr, mma: gl.constexpr):
-    """Have q k^T begun for tile n."""
+    """Start q k^T for tile n."""
     there(k_bars, n, STAGES)
     k = k_ring.index(n % STAGES).permute((1, 0))
     return warpgroup_mma(q, k, gl.zeros([ROWS, BN], gl.float32, mma), use_acc=False, is_async=True)
@@ -43,7 +43,7 @@ def weights(
     S, m, l, at, place, c, window, keys,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, MASKED: gl.constexpr, mma: gl.constexpr,
 ):  # fmt: skip
-    """p of a tile, the running maximum (not scaled) and denominator with it, and by how much what was is to shrink."""
+    """p of a tile, the new running maximum (not scaled) and denominator, and the factor of the earlier sums."""
     if MASKED:
         j = at + gl.arange(0, S.shape[1], gl.SliceLayout(0, mma))
         S = gl.where((j < keys)[None, :] & sees(place[:, None], j[None, :], window, CAUSAL, WINDOW), S, float("-inf"))
@@ -62,7 +62,7 @@ def walk(
     H: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
     GROUPS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The warps of queries ROWS * ONE and on."""
+    """The computing warps of queries from ROWS * ONE."""
     q_s, k_ring, v_ring, q_bar, k_bars, v_bars, turns, o_tiles, output, lse, numbers, ends = shared
     c, window, first, left, keys, row, h = numbers
     low, begin, end, high, count = ends
@@ -126,7 +126,7 @@ def penstock_attention_fwd_hopper(
     H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
     PACKED: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Program (head, stretch of queries), the longest walks first. Tiles are of q, k, v and the output as matrices [B T, H D]."""
+    """Program (head, span of queries), the longest loops first. Tiles are parts of q, k, v and the output as matrices [B T, H D]."""
     BM: gl.constexpr = ROWS * GROUPS
     slot, h = place_in_grid(N, Tq, together, H, BM, PACKED, True)
     b, begins, done, queries, k_begins, keys = place_of(slot, cu_seqlens, cu_seqlens_k, N, Tq, Tk, BM, PACKED)

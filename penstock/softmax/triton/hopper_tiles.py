@@ -1,4 +1,4 @@
-"""Device functions that the softmax kernels for Hopper share: rings of tiles, results on their way out, and the order of programs."""
+"""Device functions that the softmax kernels for Hopper share: rings of tiles, stores of results, and the order of programs."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ...gpu.hopper_tiles import meet, zeroed_behind
 
-ROWS = gl.constexpr(64)  # that four warps have: as many as one product of theirs takes
+ROWS = gl.constexpr(64)  # of a group of four warps: the rows of one wgmma product
 
 
 @gluon.jit
 def exp2_here(x):
-    """2^x, 0 where that is no normal number; taken here, while products are under way, not where it is first needed."""
+    """2^x, with subnormal results flushed to 0. Volatile, so that it overlaps with products and is not moved to its first use."""
     return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def barriers(count: gl.constexpr, arrivals: gl.constexpr):
-    """So many barriers, open when so many have arrived. Whoever makes them uses them: what nobody uses is given to others."""
+    """An array of barriers, with the number of arrivals that completes a phase. All must be used: unused shared memory may be aliased."""
     made = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
     for n in gl.static_range(count):
         mbarrier.init(made.index(n), count=arrivals)
@@ -28,7 +28,7 @@ def barriers(count: gl.constexpr, arrivals: gl.constexpr):
 
 @gluon.jit
 def ring_of(tiles, STAGES: gl.constexpr, WRITERS: gl.constexpr, READERS: gl.constexpr):
-    """Memory for STAGES tiles, and its barriers: a slot is full when WRITERS have put in what they bring, free when READERS are through."""
+    """Memory for STAGES tiles, and barriers: a slot is full after WRITERS arrivals, and free after READERS arrivals."""
     shape: gl.constexpr = tiles.block_type.shape
     memory = gl.allocate_shared_memory(tiles.dtype, [STAGES, shape[0], shape[1]], tiles.layout)
     return memory, (barriers(STAGES, WRITERS), barriers(STAGES, READERS))
@@ -36,7 +36,7 @@ def ring_of(tiles, STAGES: gl.constexpr, WRITERS: gl.constexpr, READERS: gl.cons
 
 @gluon.jit
 def bring(tiles, row, column, ring, bars, n, STAGES: gl.constexpr):
-    """Have the n-th tile brought into its slot of a ring when that is free."""
+    """Start the copy of the n-th tile into its slot of a ring when the slot is free."""
     full, free = bars
     s = n % STAGES
     mbarrier.wait(free.index(s), (n // STAGES + 1) & 1)
@@ -53,14 +53,14 @@ def there(bars, n, STAGES: gl.constexpr):
 
 @gluon.jit
 def through(bars, n, STAGES: gl.constexpr):
-    """These warps are through with the n-th tile."""
+    """Release the n-th tile."""
     _, free = bars
     mbarrier.arrive(free.index(n % STAGES), count=1)
 
 
 @gluon.jit
 def tidied(tile, left):
-    """Zeros instead of the rows of a tile behind its sequence: what is not a number there must not meet a weight of 0."""
+    """Zero the rows of a tile behind the end of its sequence: 0 * NaN is NaN."""
     D: gl.constexpr = tile.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     zeroed_behind(tile, left, layout)
@@ -70,7 +70,7 @@ def tidied(tile, left):
 
 @gluon.jit
 def leave(x, memory, tiles, row, column, to, stride, left):
-    """Store a result [ROWS, D] to the rows from ``row``, where ``to`` points; if all are there, by way of shared memory."""
+    """Store a result [ROWS, D] to the rows from ``row`` at ``to``; complete tiles through shared memory."""
     layout: gl.constexpr = x.type.layout
     if left >= ROWS:
         memory.store(x)
@@ -86,9 +86,9 @@ def leave(x, memory, tiles, row, column, to, stride, left):
 
 @gluon.jit
 def place_in_grid(N, T, together, H: gl.constexpr, L: gl.constexpr, PACKED: gl.constexpr, LAST_FIRST: gl.constexpr):
-    """Stretch of L tokens and head of this program, such that long walks begin first.
+    """The span of L tokens and the head of this program; long loops start first.
 
-    ``together`` heads, whose walks the GPU's L2 cache can hold, go at a time from stretch to stretch; packed, all sequences are one.
+    Programs of ``together`` heads, whose streamed tensors fit into the L2 cache, run span by span; packed sequences count as one.
     """
     pid = gl.program_id(0)
     if PACKED:

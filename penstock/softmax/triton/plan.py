@@ -1,4 +1,4 @@
-"""What a call of softmax attention launches, from sizes and strides alone."""
+"""The launches of a call of softmax attention, computed from sizes and strides."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROWS = 32
 
 
 class KernelConfig(NamedTuple):
-    """Queries and keys of a tile, warps, and tiles under way."""
+    """Queries and keys of a tile, warps, and pipeline stages."""
 
     BM: int
     BN: int
@@ -33,7 +33,7 @@ class KernelConfig(NamedTuple):
 
 
 def config(kernel: str, D: int, size: int, target: Target) -> KernelConfig:
-    """Sizes of a launch for heads of D (a power of two) elements of ``size`` bytes, such that it fits the GPU's shared memory."""
+    """The configuration for heads of D (a power of two) elements of ``size`` bytes that fits into the GPU's shared memory."""
     if target.interpreted:
         return KernelConfig(64, 64, 4, 1)
     found = _half(kernel, D, target.arch == "sm_90") if size == 2 else _whole(kernel, D)
@@ -46,7 +46,7 @@ def config(kernel: str, D: int, size: int, target: Target) -> KernelConfig:
 
 
 def _half(kernel: str, D: int, measured: bool) -> KernelConfig:
-    """Of 16 bits: the fastest of those tried on an sm_90 with heads of 64 and 128, where that was ``measured``; else by registers left."""
+    """For 16-bit inputs: ``measured`` on an sm_90 for heads of 64 and 128, else chosen by free registers."""
     stages = 3 if measured else 2
     if kernel == "forward":
         if D <= 64:
@@ -58,33 +58,33 @@ def _half(kernel: str, D: int, measured: bool) -> KernelConfig:
 
 
 def _whole(kernel: str, D: int) -> KernelConfig:
-    """Of float32: three products for one, so small tiles, by the registers that the compiler leaves over on an sm_90."""
+    """For float32: a product is three TF32 products, so tiles are small. Chosen by free registers on an sm_90."""
     if D <= 64:
         return KernelConfig(32, 32, 4, 2) if kernel == "by_keys" else KernelConfig(64, 32, 4, 1)
     return KernelConfig(32, 32, 8, 1) if D <= 128 else KernelConfig(16, 16, 4, 1)
 
 
 def shared_bytes(kernel: str, b: KernelConfig, D: int, size: int) -> int:
-    """Shared memory that a program may take: tiles that stay, tiles under way, and p (and ds) as results and as operands.
+    """An upper bound of a program's shared memory: resident tiles, pipelined tiles, and p (and ds) as results and as operands.
 
-    Never less than what any was compiled to (bench/resources.json).
+    At least the compiled size of every configuration (bench/resources.json).
     """
     stays = {"forward": b.BM, "by_keys": 2 * b.BN, "by_queries": 2 * b.BM}[kernel]
     moves = b.BM if kernel == "by_keys" else b.BN
     weights = 2 if kernel == "forward" else 4
-    turned = moves * (size == 4 and kernel == "by_keys")  # q lies both ways: 16 bits are turned on the way to registers
+    turned = moves * (size == 4 and kernel == "by_keys")  # q in both layouts; 16-bit tiles are transposed on the way to registers
     return size * (D * (stays + 2 * moves * b.stages + turned) + weights * b.BM * b.BN) + 2048  # barriers, exponents
 
 
 def precision(dtype: torch.dtype, target: Target) -> str:
-    """Operands of 16 bits are taken as they are ("half"), float32 as the recurrent kernels take it."""
+    """16-bit operands are multiplied as they are ("half"), float32 as in the kernels of the recurrence."""
     if dtype != torch.float32:
         return "ieee" if target.interpreted else "half"
     return precision_of(dtype, target)
 
 
 def _call(a: Attention, target: Target) -> tuple[dict[str, Any], tuple[Any, ...]]:
-    """What all launches of a call take: constants, and the last numbers but strides."""
+    """Constants of all launches of a call, and their numbers before the strides."""
     s = a.sizes
     constants = {
         "H": s["H"], "G": s["G"], "D": s["D"], "BD": power(s["D"]), "CAUSAL": a.causal, "WINDOW": a.window is not None,
@@ -94,7 +94,7 @@ def _call(a: Attention, target: Target) -> tuple[dict[str, Any], tuple[Any, ...]
 
 
 def numbers(a: Attention) -> tuple[Number, ...]:
-    """Scale, window, and how many sequences, queries and keys there are: the first numbers of every kernel."""
+    """Scale, window, and the numbers of sequences, queries and keys: the first numbers of every kernel."""
     window = a.window
     reach: Number = 0 if window is None else lambda s: min(window, s["Tq"] + s["Tk"])
     return a.scale, reach, lambda s: s["N"], lambda s: s["Tq"], lambda s: s["Tk"]

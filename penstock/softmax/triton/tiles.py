@@ -1,6 +1,6 @@
-"""Device functions that the softmax kernels share: products, tiles of tokens, and which tokens see each other.
+"""Device functions that the softmax kernels share: products, tiles of tokens, and masks.
 
-A query i of a sequence stands at i + Tk - Tq, at the key that lies as far from the end.
+Query i of a sequence has position i + Tk - Tq, so the last query is aligned with the last key.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def dot(a, b, c, PRECISION: tl.constexpr):
 
 @triton.jit
 def tokens(base, n, live, stride_t, d, stride_d, D: tl.constexpr, BD: tl.constexpr, MASKED: tl.constexpr):
-    """A tile of tokens n, zeros where they are not live; all are unless MASKED."""
+    """A tile of tokens n, zeros where they are not live. Without MASKED all tokens are live."""
     if MASKED:
         x = tile(base, n, live, stride_t, d, stride_d, D, BD)
     elif D == BD:
@@ -37,7 +37,7 @@ def tokens(base, n, live, stride_t, d, stride_d, D: tl.constexpr, BD: tl.constex
 
 @triton.jit
 def sees(place, j, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """Whether queries that stand at ``place`` see keys j, both with all axes of the result."""
+    """Whether queries at positions ``place`` see keys j; both have all axes of the result."""
     if CAUSAL:
         seen = j <= place
     else:
@@ -51,7 +51,7 @@ def sees(place, j, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
 
 @triton.jit
 def keys_of(first, rows, Tk, window, BN: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """Of queries that stand at ``first`` and on: the keys [low, high) that any sees, and among them those [begin, end) that all do.
+    """For ``rows`` queries from position ``first``: the keys [low, high) that any of them sees, and the keys [begin, end) that all see.
 
     ``low``, ``begin`` and ``end`` are multiples of BN.
     """
@@ -76,9 +76,9 @@ def keys_of(first, rows, Tk, window, BN: tl.constexpr, CAUSAL: tl.constexpr, WIN
 
 @triton.jit
 def queries_of(first, columns, shift, Tq, window, BM: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """Of keys from ``first`` on: the queries [low, high) that see any of them, and among them those [begin, end) that see all.
+    """For ``columns`` keys from ``first``: the queries [low, high) that see any of them, and the queries [begin, end) that see all.
 
-    A query i stands at i + shift. ``low``, ``begin`` and ``end`` are multiples of BM.
+    Query i has position i + shift. ``low``, ``begin`` and ``end`` are multiples of BM.
     """
     low = first * 0
     high = first * 0 + Tq
@@ -101,9 +101,9 @@ def queries_of(first, columns, shift, Tq, window, BM: tl.constexpr, CAUSAL: tl.c
 
 @triton.jit
 def place_of(slot, cu_seqlens, cu_other, N, T, other, L: tl.constexpr, PACKED: tl.constexpr):
-    """Where stretch ``slot`` of L tokens is: the row of the batch, its sequence's first token, how many tokens come before and are in all.
+    """Of span ``slot`` of L tokens: the batch row, the begin of its sequence, the tokens before the span, and the length of the sequence.
 
-    Then the first token of the sequence on the other axis, and how many there are.
+    Then the begin and the length of the sequence on the other axis.
     """
     n, begin, end, done = span_of(slot, cu_seqlens, N, T, L, PACKED)
     b = n.to(tl.int64)
@@ -118,7 +118,7 @@ def place_of(slot, cu_seqlens, cu_other, N, T, other, L: tl.constexpr, PACKED: t
 
 @triton.jit
 def exponents(lse, where, live, MASKED: tl.constexpr):
-    """Log-sum-exps in log2 units. If MASKED, inf where no key was seen and where there is no query, so that p is 0."""
+    """Log-sum-exps in log2 units. If MASKED, inf for padding and for queries without keys, so that p is 0."""
     if MASKED:
         x = tl.load(lse + where, mask=live, other=float("-inf")) * LOG2E
         x = tl.where(x == float("-inf"), float("inf"), x)

@@ -37,10 +37,10 @@ static inline void exp_row(float *to, const float *x, int64_t n) {
     for (int64_t i = 0; i < n; i += LANES) store(to + i, exp_of(exponential_of(load(x + i))));
 }
 
-/* The pending sums of K channels, what rounding dropped from them, and the factors of reads, exp(sum). */
+/* The pending sums of K channels, their rounding errors, and the factors of reads, exp(sum). */
 typedef struct { float *sum, *rest, *read; } pending;
 
-/* What one addition does: whether the sum stays pending, its exponential, and the factor of writes from now on, exp(-sum) or 1. */
+/* The result of an addition: the sum, whether it stays pending, its exponential, and the factor of later writes, exp(-sum) or 1. */
 typedef struct { vec sum; ivec stays; exponential e; vec write; } addition;
 
 /* Add log decays g to the sums of channels d and on. Sums below `limit` are to be applied, and start again at 0. */

@@ -4,16 +4,16 @@
  *     S_t = diag(exp(g_t)) S_{t-1} + k_t^T v_t
  *     updated:  o_t = scale q_t S_t          previous:  o_t = scale q_t (S_{t-1} + diag(u) k_t^T v_t)
  *
- * A unit of work is one sequence, a few heads and one block of value columns. Threads take units from a shared counter, so that
- * sequences of very different lengths balance. The state of a block, [K, columns], stays in a cache near the core.
+ * A unit of work is one sequence, a few heads and one block of value columns. Threads take units from a shared counter, which balances
+ * sequences of different lengths. The state of a block, [K, columns], stays in a cache near the core.
  *
  * Compiled once per target: LANES floats to a register, SUFFIX behind the names. */
 #include "problem.h"
 
 #define FORWARD_BLOCK 16384 /* floats of state held while tokens pass, in the second-level cache: a group of tokens touches each once */
 
-/* Cache lines that will be wanted soon. Rows of one head lie H rows apart, a page or more: too far for the processor to
- * foresee. They are asked for one by one between the arithmetic, since a burst fills the few slots for missing lines and stalls. */
+/* Cache lines to prefetch. Rows of one head are H rows apart, a page or more: too far for the hardware prefetcher. Prefetches are
+ * interleaved with the arithmetic, because a burst fills the few line-fill buffers and stalls. */
 typedef struct { const char *line[256]; int64_t count, next; } wanted;
 
 INLINE void want_token(wanted *f, const tensor *x, const sequence *s, int64_t t, int64_t h, int64_t column, int64_t n) {
@@ -40,7 +40,7 @@ static wanted want_tokens(const problem *p, const sequence *s, int64_t h, int64_
     return f;
 }
 
-/* Where a state block can be read and written in place; data is NULL where it needs a copy. */
+/* A state block that can be read and written in place; data is NULL if it needs a copy. */
 static inline tile in_place(const tensor *x, int64_t n, int64_t h, int64_t column, int64_t columns) {
     if (!x->data || x->dtype != FLOAT32 || x->stride[3] != 1 || columns % LANES) return (tile){NULL, 0};
     return (tile){(float *)x->data + offset(x, n, h, 0) + column, x->stride[2]};
@@ -55,7 +55,7 @@ typedef struct { vec a; ivec keep; } factor; /* of one channel, on every lane */
 INLINE factor factor_of(factors w, int64_t d) { return (factor){splat(w.a[d]), isplat(w.keep[d])}; }
 INLINE vec decayed(vec s, factor w) { return s * w.a + (vec)((ivec)s & w.keep); }
 
-/* Tokens are taken in groups of up to 4, as a chunkwise form in small: with W_i the decay from the state before the group
+/* Tokens are processed in groups of up to 4, a small chunkwise form: with W_i the decay from the state before the group
  * up to token i and D_j that from token j to the group's end, all at most 1,
  *
  *     o_i = (q_i W_i read) S + sum_{j<=i} A_ij v_j          S <- w S + sum_j (k_j D_j write)^T v_j
@@ -222,10 +222,15 @@ void NAME(penstock_forward_, SUFFIX)(problem *p) {
         sequence s = find_sequence(p, n);
         int64_t slot = p->slots ? p->slots[n] : n;
         if (slot < 0) continue;
+        if (p->advance && !s.length) continue;
+        int64_t whole = p->advance ? s.length / PIECE * PIECE : s.length; /* tokens before those that are taken one by one */
         for (int64_t chunk = 0; chunk < s.length || chunk == 0; chunk += CHUNK)
             for (int64_t h = first; h < last; h++) {
                 int64_t tokens = s.length - chunk < CHUNK ? s.length - chunk : CHUNK;
-                tile S = {states + (h - first) * K * columns, width}, from = S, to = S;
+                tile S = {states + (h - first) * K * columns, width};
+                tile end = in_place(&p->final_state, slot, h, column, count);
+                if (p->advance && end.data) S = end;
+                tile from = S, to = S;
                 pending before = pending_at(sums + (h - first) * 3 * Kp, Kp);
                 if (chunk == 0) {
                     tile begin = in_place(&p->initial_state, slot, h, column, count);
@@ -238,22 +243,27 @@ void NAME(penstock_forward_, SUFFIX)(problem *p) {
                 if (p->u.data) load_row(u, &p->u, h * p->u.stride[0], p->u.stride[1], K);
                 load_chunk(p, &s, h, chunk, tokens, Kp, columns, block, 1, &r);
                 if (decays && !p->constant_decay) exp_row(w, r.g, tokens / 2 * 2 * Kp);
-                tile end = in_place(&p->final_state, slot, h, column, count);
                 int ends = chunk + tokens == s.length;
                 for (int64_t i = 0, group; i < tokens; i += group) {
-                    group = tokens - i >= 4 ? 4 : tokens - i >= 2 ? 2 : 1;
+                    int64_t left = p->advance && chunk + i >= whole ? 1 : tokens - i, t;
+                    group = left >= 4 ? 4 : left >= 2 ? 2 : 1, t = chunk + i + group;
                     float *q = r.q + i * Kp, *k = r.k + i * Kp, *v = r.v + i * columns, *o = out + i * columns;
                     int more = h + 1 < last; /* else the first head again, a chunk later */
                     wanted f = want_tokens(p, &s, more ? h + 1 : first, chunk + i + (more ? 0 : CHUNK), group, column, count);
-                    int leaves = ends && i + group == tokens; /* the state, with all decays applied */
+                    /* The state leaves the pass, with all decays applied: at the end and, in place, behind each piece. */
+                    int leaves = t == s.length || (p->advance && (t % PIECE == 0 || t > whole));
                     prepare_group(q, k, r.g + i * Kp, w + i * Kp, u, before, leaves, total, Kp, v, o, columns,
                                   width, (int)group, decays, previous);
                     if (end.data && leaves) to = end;
                     pass_group(from, to, width, K, Kp, q, k, total, v, o, columns, (int)group, decays, &f);
                     from = S;
+                    if (p->advance && leaves && !end.data) { /* rounded to the dtype of the pool */
+                        store_state(&p->final_state, slot, h, K, column, count, S);
+                        if (t < s.length) load_state(S, &p->final_state, slot, h, K, column, count);
+                    }
                 }
                 for (int64_t i = 0; i < tokens; i++) store_token(&p->output, &s, chunk + i, h, column, out + i * columns, count);
-                if (ends && to.data == S.data) store_state(&p->final_state, slot, h, K, column, count, S);
+                if (ends && !p->advance && to.data == S.data) store_state(&p->final_state, slot, h, K, column, count, S);
             }
     }
     restore_denormals(mode);

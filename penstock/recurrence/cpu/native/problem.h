@@ -6,6 +6,7 @@
 #include <stdlib.h>
 
 #define CHUNK 16 /* tokens loaded at once; also those between checkpoints in the backward pass */
+#define PIECE 64 /* tokens of an update in place between roundings of the state, as in advance.py; a multiple of CHUNK */
 #define JOIN(a, b) a##b
 #define NAME(a, b) JOIN(a, b)
 
@@ -17,6 +18,7 @@ typedef struct {
     const int64_t *slots;                                              /* [N] rows of the states, negative: skip; or NULL */
     int64_t N, T, H, K, V, previous, reverse;
     int64_t constant_decay, scalar_decay;                              /* one decay for all tokens; one for all channels */
+    int64_t advance;                                                   /* initial_state and final_state are one pool, updated in place */
     int64_t threads;
     double scale;
     int64_t next;                                                      /* the unit of work to be taken next */

@@ -1,0 +1,90 @@
+"""Without any one of torch's private names, calls go through the public operators and give the same results."""
+
+import importlib
+import inspect
+import operator
+import re
+
+import pytest
+import torch
+from attention import Attention
+from cases import Case
+from contract import run
+from pools import Pooled
+
+import penstock as ps
+from penstock.call import private
+
+NAMES = re.findall(r'_private\("(.+?)"\)', inspect.getsource(private))
+CASES = [
+    Case("rwkv6", T=9, K=4, V=4),
+    Case("gla", lengths=(4, 0, 5), K=4, V=4),
+    Pooled("rwkv6", H=2, K=4, V=4, lengths=(1, 70), slots=(5, 2)),
+    Attention(B=1, Tq=9, Tk=9, D=4),
+]
+
+
+def reloaded(monkeypatch, *hidden):
+    """``private`` as it is where torch does not have these names."""
+    found = operator.attrgetter
+
+    def attrgetter(name):
+        if name in hidden:
+            raise AttributeError(name)
+        return found(name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(operator, "attrgetter", attrgetter)
+        importlib.reload(private)
+
+
+@pytest.fixture
+def without(monkeypatch):
+    """A function that hides names."""
+    yield lambda *hidden: reloaded(monkeypatch, *hidden)
+    importlib.reload(private)
+
+
+def results(transforms=True):
+    """Of every case, under torch's modes, of a compiled function, and of transforms. Values are still validated."""
+    found = [x for case in CASES for x in run(case, case.tensors(), case.upstream(), "auto").values()]
+    q, k, v = (torch.randn(1, 5, 2, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
+    with torch.autocast("cpu", torch.bfloat16):
+        found.append(ps.retention(q, k, v).output)
+    with torch.no_grad():
+        found.append(ps.retention(q, k, v.clone().requires_grad_()).output)
+    with torch.inference_mode():
+        found.append(ps.retention(q, k, v).output.clone())
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        found.append(ps.retention(q, k, v).output)
+    torch.compiler.reset()
+    found.append(torch.compile(lambda q: ps.gla(q, k, v, -q.abs()).output, fullgraph=True, backend="aot_eager")(q))
+    with pytest.raises(ps.RangeError, match="nowhere above 0"):
+        ps.gla(q, k, v, q)
+    if transforms:
+        found.append(torch.func.grad(lambda q: ps.gla(q, k, v, -q.abs()).output.sum())(q))
+        found.append(torch.func.vmap(lambda q: ps.gla(q, k, v, -q.abs()).output)(torch.stack([q, -q])))
+        found.append(torch.func.jvp(lambda q: ps.gla(q, k, v, -q.abs()).output, (q,), (k,))[1])
+    return found
+
+
+def test_this_torch_has_all_names():
+    assert private.MISSING == []
+    assert private.FAST_PATH
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_results_without_one_private_name(name, without):
+    wanted = results()
+    without(name)
+    assert name in private.MISSING or "cuda" in name  # a stream is looked up by a torch with CUDA
+    for found, x in zip(results(), wanted, strict=True):
+        assert torch.equal(found, x)
+
+
+def test_results_without_any_private_name(without):
+    wanted = results(transforms=False)
+    without(*NAMES)
+    assert not private.FAST_PATH
+    for found, x in zip(results(transforms=False), wanted, strict=True):
+        assert torch.equal(found, x)
