@@ -324,7 +324,8 @@ def copy_in(descriptor, at, bar, target, pred=True):
         tile = torch.zeros(R, C, dtype=descriptor.matrix.dtype)
         height, width = descriptor.matrix.shape
         r, c = max(min(R, height - row), 0), max(min(C, width - column), 0)
-        assert row >= 0 and column >= 0
+        assert row >= 0
+        assert column >= 0
         tile[:r, :c] = descriptor.matrix[row : row + r, column : column + c]
         target.data.copy_(tile.view(target.data.shape))
         one.bytes -= descriptor.block_type.nbytes
@@ -492,9 +493,12 @@ def language():
         zeros=lambda shape, dtype=F32, layout=None: Value(torch.zeros(shape, dtype=dtype)),
         full=lambda shape, value, dtype=F32, layout=None: Value(torch.full(shape, value, dtype=dtype)),
         zeros_like=lambda x: Value(torch.zeros_like(x.data)), load=load, store=store, where=where, sum=_sum,
-        min=_reduce(lambda x, a=None: x.min() if a is None else x.amin(a)), max=_reduce(lambda x, a=None: x.max() if a is None else x.amax(a)),
-        maximum=_pair(torch.maximum), minimum=_pair(torch.minimum), floor=lambda x: Value(x.data.floor()), abs=lambda x: Value(x.data.abs()),
-        exp2=lambda x: Value(torch.exp2(x.data)), fma=lambda a, b, c: Value((raw(a).double() * raw(b).double() + raw(c).double()).float()),
+        min=_reduce(lambda x, a=None: x.min() if a is None else x.amin(a)),
+        max=_reduce(lambda x, a=None: x.max() if a is None else x.amax(a)),
+        maximum=_pair(torch.maximum), minimum=_pair(torch.minimum),
+        floor=lambda x: Value(x.data.floor()), abs=lambda x: Value(x.data.abs()),
+        exp2=lambda x: Value(torch.exp2(x.data)),
+        fma=lambda a, b, c: Value((raw(a).double() * raw(b).double() + raw(c).double()).float()),
         convert_layout=lambda x, layout, assert_trivial=False: x, reshape=lambda x, shape: Value(x.data.reshape(shape)),
         permute=lambda x, order: Value(x.data.permute(order)), expand_dims=lambda x, axis: Value(x.data.unsqueeze(axis)),
         broadcast=lambda a, b: tuple(map(Value, torch.broadcast_tensors(a.data, b.data))), associative_scan=associative_scan,
@@ -511,9 +515,14 @@ def language():
 
 _LANGUAGE = language()
 _LANGUAGE.to_linear_layout = lambda layout, shape: None
+_LANGUAGE.dot = lambda a, b, acc=0.0, **_: Value(raw(a).float() @ raw(b).float() + raw(acc))
+_LANGUAGE.range = lambda *bounds, **_: range(*map(int, bounds))
+_LANGUAGE.trans = lambda x: Value(raw(x).mT)
+_LANGUAGE.cumsum = lambda x, axis: Value(raw(x).cumsum(axis))
 _SPECIAL = {
     "gl": _LANGUAGE, "tl": _LANGUAGE, "gluon": None, "triton": None, "warpgroup_mma": mma, "warpgroup_mma_wait": mma_wait,
-    "folded": lambda *layout: None, "in_blocks": lambda layout: None, "fence_async_shared": lambda: None, "meet": lambda: None, "mma_v2": lambda a, b, acc: mma(a, b, acc),
+    "folded": lambda *layout: None, "in_blocks": lambda layout: None, "fence_async_shared": lambda: None, "meet": lambda: None,
+    "mma_v2": lambda a, b, acc: mma(a, b, acc),
     "mbarrier": SimpleNamespace(init=bar_init, expect=bar_expect, wait=bar_wait, arrive=bar_arrive, MBarrierLayout=_Layout),
     "tma": SimpleNamespace(async_copy_global_to_shared=copy_in, async_copy_shared_to_global=copy_out, store_wait=store_wait),
 }  # fmt: skip
@@ -562,3 +571,23 @@ def launch(kernel, programs, arguments, constants, warps=4, seed=0):
         one.allocate = allocate
         _local.machine, _local.warps = one, warps
         function(*given, **constants)
+
+
+def run(plan, tensors, sizes, seed=0):
+    """All launches of a plan for these sizes. Its memory, NaN at first, is added to the tensors."""
+    plan = plan.at(sizes)
+    for name, (shape, dtype) in plan.memory.items():
+        tensors[name] = torch.zeros(shape, dtype=dtype) if dtype == torch.int32 else torch.full(shape, float("nan"), dtype=dtype)
+    for one in plan.launches:
+        given = [tensors[name] for name in one.tensors]
+        tiled = [Descriptor(_matrix(x, tile.axes), (tile.rows, tile.columns)) for x, tile in zip(given, one.tiles)]
+        constants = dict(zip(one.kernel.arg_names[-len(one.constants) :], one.constants))
+        arguments = [*tiled, *given[len(tiled) :], *one.numbers]
+        launch(one.kernel, one.grid, arguments, constants, dict(one.options)["num_warps"], seed)
+    return tensors
+
+
+def _matrix(x, axes):
+    """A tensor as a matrix of its first axes and its last ones, in place."""
+    columns = int(np.prod(x.shape[axes:]))
+    return x.as_strided((x.numel() // columns, columns), (x.stride(axes - 1), 1))

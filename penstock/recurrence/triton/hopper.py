@@ -1,8 +1,13 @@
-"""Where ``hopper_forward`` and ``hopper_backward`` take the place of the chunk kernels' first launches, and what theirs are told."""
+"""Where the kernels for Hopper take the place of the plain chunk kernels, and how they are launched.
+
+``hopper_forward`` and ``hopper_backward`` take any decay. At K = 256 the state leaves no registers for the tiles of all levels:
+``hopper_anchored`` stands in for the plain kernel's first launch there, and strong decays are left to the later ones.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from importlib import import_module
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -14,12 +19,14 @@ from .table import KernelConfig
 FORM = "hopper"
 """Its name in the tables."""
 C, BV = 64, 64
-"""Tokens in a chunk, and value channels in a block: what one program of the forward launch that follows has."""
+"""Tokens in a chunk, and value channels in a block."""
 STAGES, SLOTS = 2, 4
 """Tiles of q, k and v in flight, and tiles with factors. With these, two programs share a multiprocessor at K = 64."""
 FORWARD = {64: (4, 136, 128), 128: (8, 152, 168)}
 """By K: warps that prepare, registers for their threads, and for every thread before they are divided anew. With fewer they spill; with
 more, those that hold the state do."""
+ANCHORED = {256: (8, 128, 168)}
+"""The same for the anchored kernel."""
 BACKWARD = {64: (8, 128), 128: (8, 255)}
 """By K: warps, and registers for their threads. At K = 64 two programs share a multiprocessor."""
 
@@ -30,12 +37,32 @@ def kernels() -> tuple[Any, Any] | None:
     return found and (found[0].penstock_chunk_fwd_hopper, found[1].penstock_chunk_bwd_hopper)
 
 
-def forward(p: Recurrence, config: KernelConfig, target: Target, precision: str) -> Any:
-    """The kernel of the forward pass if the table wants it and it can compute this problem, or None."""
-    sizes = p.sizes
-    suits = config.BV == BV and sizes["K"] in FORWARD and sizes["V"] % BV == 0 and _suits(p, config, target, precision)
-    found = kernels() if suits else None
-    return found and found[0]
+class Forward(NamedTuple):
+    """A forward kernel and its launch."""
+
+    kernel: Any
+    every_decay: bool
+    """Whether no later launches are needed."""
+    tiles: tuple[Tile, ...]
+    registers: int
+    """For each thread before they are divided anew."""
+    constants: dict[str, Any]
+
+
+def forward(p: Recurrence, config: KernelConfig, target: Target, precision: str) -> Forward | None:
+    """The kernel of the forward pass if the table wants one and it can compute this problem, or None."""
+    K, V = p.sizes["K"], p.sizes["V"]
+    found = kernels() if config.BV == BV and V % BV == 0 and _suits(p, config, target, precision) else None
+    tiles = Tile(C, K), Tile(C, K), Tile(C, BV), Tile(C, BV)
+    if found and K in FORWARD:
+        warps, registers, first = FORWARD[K]
+        constants = {"STAGES": STAGES, "SLOTS": SLOTS, "WARPS": warps, "REGISTERS": registers, "TILED": decays_in_tiles(p)}
+        return Forward(found[0], True, (*tiles, Tile(C, K)), first, constants)
+    if found and K in ANCHORED:
+        warps, registers, first = ANCHORED[K]
+        kernel = import_module(".hopper_anchored", __package__).penstock_chunk_fwd_hopper_anchored
+        return Forward(kernel, False, tiles, first, {"BLOCKS": 1, "STAGES": 2, "COLUMNS": 2, "WARPS": warps, "REGISTERS": registers})
+    return None
 
 
 def backward(p: Recurrence, config: KernelConfig, target: Target, precision: str, *d_output: Tensor) -> Any:
@@ -61,20 +88,9 @@ def _suits(p: Recurrence, config: KernelConfig, target: Target, precision: str, 
     )
 
 
-def constants(K: int, in_tiles: bool) -> dict[str, Any]:
-    """What the forward kernel is compiled for besides the problem."""
-    warps, registers, _ = FORWARD[K]
-    return {"STAGES": STAGES, "SLOTS": SLOTS, "WARPS": warps, "REGISTERS": registers, "TILED": in_tiles}
-
-
 def decays_in_tiles(p: Recurrence) -> bool:
     """Whether the hardware can copy the decays in tiles too."""
     return p.g is not None and "T" in p.variant.decay and tiled(p.g)
-
-
-def forward_tiles(K: int) -> tuple[Tile, ...]:
-    """Of its first tensors: q, k, v, the output and the decays."""
-    return Tile(C, K), Tile(C, K), Tile(C, BV), Tile(C, BV), Tile(C, K)
 
 
 def backward_tiles(K: int) -> tuple[Tile, ...]:

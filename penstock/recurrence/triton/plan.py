@@ -222,20 +222,21 @@ def chunk_forward_plan(p: Recurrence, target: Target, keep: bool = False) -> Pla
         state, walked = (segment_states, contiguous((0, c.H, c.K, c.V))), c.chunks(L)
     first, steps = state if state is not None else (final, (0, 0, 0, 0))
     programs = c.programs(walked, grid)
-    resume = plan.empty("resume", programs, dtype=torch.int32) if c.decay == CHANNEL and not kernel else "q"
+    done = kernel is not None and kernel.every_decay
+    resume = plan.empty("resume", programs, dtype=torch.int32) if c.decay == CHANNEL and not done else "q"
     flags: dict[str, Any] = {
         "SEGMENTS": L is not None, "PREVIOUS": c.previous, "INITIAL": state is not None, "FINAL": L is None, "EVERY": every,
     }  # fmt: skip
     numbers = (p.scale, _N, _T, L or 0, c.H)
     if kernel:
-        in_tiles = hopper.decays_in_tiles(p)
+        in_tiles: tuple[str, ...] = ("g" if kernel.constants["TILED"] else "q",) if done else ()
         plan.launch(
-            kernel, c.programs(walked, grid),
-            ("q", "k", "v", output, "g" if in_tiles else "q", "g", "u", first, output, final, chunk_states, "cu_seqlens"),
-            (*numbers, *c.gate, *_bonus(p), *steps), 4, hopper.forward_tiles(c.K), hopper.FORWARD[c.K][2],
-            K=c.K, V=c.V, PACKED=c.packed, **flags, **hopper.constants(c.K, in_tiles),
+            kernel.kernel, c.programs(walked, grid),
+            ("q", "k", "v", output, *in_tiles, "g", "u", first, output, final, chunk_states, *[resume] * (not done), "cu_seqlens"),
+            (*numbers, *c.gate, *_bonus(p), *steps), 4, kernel.tiles, kernel.registers,
+            K=c.K, V=c.V, PACKED=c.packed, **flags, **kernel.constants,
         )  # fmt: skip
-    for tokens, halves, exact in () if kernel else c.launches(C):
+    for tokens, halves, exact in () if done else c.launches(C)[kernel is not None :]:
         plan.launch(
             chunk_forward.penstock_chunk_fwd, programs,
             ("q", "k", "v", "g", "u", "ones", first, output, final, chunk_states, resume, "cu_seqlens"),

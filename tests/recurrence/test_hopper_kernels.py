@@ -1,0 +1,63 @@
+"""The Gluon kernels for Hopper, emulated on the CPU: results and gradients against the oracle."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import Case, draw, oracle, problem_of, upstream
+from emulated import gluon
+
+from penstock.gpu.target import Target
+from penstock.recurrence.triton import hopper, plan
+
+pytestmark = [
+    pytest.mark.skipif(hopper.kernels() is None, reason="the Gluon of this Triton does not fit the kernels"),
+    pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning"),
+]
+H200 = Target("sm_90", 132, 232448)
+BUDGET = 4 * 2**-9
+"""Relative error of a result: two operands of every product, what lies between two products, and the result are rounded to bfloat16."""
+
+OF = Case("rwkv6", B=1, H=2, T=100, K=64, V=64, dtype=torch.bfloat16, others=torch.float32)
+CASES = [
+    *(replace(OF, variant=variant, gate=gate) for variant in ("gla", "rwkv6") for gate in ("logsigmoid", "mixture", "zero")),
+    replace(OF, gate="gone", B=2, T=70),
+    replace(OF, variant="gla", T=300, H=1),  # segments
+    replace(OF, T=128, H=1, K=128, V=128, gate="mixture"),
+    replace(OF, variant="gla", T=70, H=1, K=128, V=128),
+    replace(OF, lengths=(0, 5, 64, 1, 81, 0), gate="mixture"),
+    replace(OF, variant="gla", lengths=(130, 0, 3), state=False, scale=0.3),
+    replace(OF, variant="rwkv5", T=70, H=1),
+]
+
+
+def check(found, case, names):
+    wanted = oracle(case)
+    for name in names:
+        x, exact = found[name].double(), wanted[name]
+        if name == "du":
+            x = x.sum(0)
+        off = float((x - exact.value).norm())
+        assert off <= BUDGET * exact.size, (name, off / exact.size)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_equal_the_oracle(case):
+    drawn = draw(case)
+    problem = problem_of(case, drawn)
+    made = plan.chunk_forward_plan(problem, H200, keep=True)
+    assert made.launches[-1].kernel is hopper.kernels()[0]
+    tensors = {name: problem.q if x is None else x for name, x in zip(problem.operator.names, problem.tensors)}
+    tensors["ones"] = torch.ones(hopper.C + 1, hopper.C, dtype=torch.bfloat16).tril(-1)
+    found = gluon.run(made, dict(tensors), problem.sizes)
+    check(found, case, ("output", "final_state"))
+    if case.variant == "rwkv5":
+        return  # a constant decay's gradients are left to the plain kernel
+    d_output, d_final_state = upstream(case)
+    states = found.get("chunk_states")
+    made = plan.chunk_backward_plan(problem, d_output, d_final_state, H200, states)
+    assert made.launches[-1].kernel is hopper.kernels()[1]
+    tensors |= {"d_output": d_output, "d_final_state": d_final_state, "states": states}
+    found = gluon.run(made, tensors, problem.sizes)
+    names = ["dq", "dk", "dv", "dg", *(["du"] if case.row.bonus else []), *(["d_initial_state"] if case.state else [])]
+    check(found | {"dinitial_state": found.get("d_initial_state")}, case, [name.replace("d_initial", "dinitial") for name in names])
