@@ -249,6 +249,7 @@ class Operator(Generic[P]):
         with no_autocast(problem.tensors[0]):
             if self.in_place:
                 results: Tensors = (one.advance(problem),)  # type: ignore[misc]
+                self.count_write(problem)
             elif residuals and one.forward_with_residuals is not None:
                 results, kept = one.forward_with_residuals(problem)
             else:
@@ -257,6 +258,12 @@ class Operator(Generic[P]):
         if saved and one.backward is not None:
             wanted = [some or told.saved for some, told in zip(wanted, self.results)]
         return [x.contiguous() if some and x is not None else None for x, some in zip(results, wanted)], kept
+
+    def count_write(self, problem: Problem) -> None:
+        """Tell autograd of the write: kernels do not. A backward pass through an earlier use of the argument then raises."""
+        written = problem.tensors[problem.signature.written]
+        if written is not None and not written.is_inference():
+            torch.autograd.graph.increment_version(written)
 
     def gradients(self, problem: Problem, impl: str, upstream: Upstream) -> Tensors:
         """Gradients of the differentiable arguments, contiguous; None for arguments that are missing or need none."""

@@ -7,6 +7,7 @@ another device the host would wait for them; inside ``checks()`` they are read o
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -87,11 +88,9 @@ def _check_option(complaints: Complaints, option: Option, value: object) -> None
 
 def finite(value: Any) -> Wrong | None:
     """For options: a finite float64 number."""
-    try:
-        if math.isfinite(value):
-            return None
-    except OverflowError:
-        pass
+    large = isinstance(value, int) and abs(value) > sys.float_info.max
+    if -math.inf < value < math.inf and not large:  # comparisons, since compiled graphs pass symbolic numbers
+        return None
     return Wrong("finite", shortened(value))
 
 
@@ -205,36 +204,41 @@ def check_in_place(signature: Signature, tensors: Sequence[Tensor | None], kept:
 
     ``kept`` caches, for equal calls, the number of bytes that each tensor spans.
     """
-    reach = kept.get("reach")
-    if reach is None:
-        reach = [0 if x is None or private.is_fake(x) else _reach(x) for x in tensors]
+    spans = kept.get("spans")
+    if spans is None:
+        spans = [0 if x is None or private.is_fake(x) else reach(x) for x in tensors]
         target = tensors[signature.written]
         if target is not None and overlaps(target):
-            _raise_in_place(signature, tensors, reach)
-        kept["reach"] = reach
+            _raise_in_place(signature, tensors, spans)
+        kept["spans"] = spans
     begin = end = 0
-    if reach[signature.written]:
+    if spans[signature.written]:
         begin = tensors[signature.written].data_ptr()  # type: ignore[union-attr]
-        end = begin + reach[signature.written]
+        end = begin + spans[signature.written]
     gradients = torch.is_grad_enabled()
+    if _is_frozen(tensors[signature.written]):  # type: ignore[arg-type]
+        _raise_in_place(signature, tensors, spans)
     for place, x in enumerate(tensors):
         if x is not None:
             if gradients and x.requires_grad:
-                _raise_in_place(signature, tensors, reach)
-            if reach[place] and place != signature.written and begin - reach[place] < x.data_ptr() < end:
-                _raise_in_place(signature, tensors, reach)
+                _raise_in_place(signature, tensors, spans)
+            if spans[place] and place != signature.written and begin - spans[place] < x.data_ptr() < end:
+                _raise_in_place(signature, tensors, spans)
 
 
-def _raise_in_place(signature: Signature, tensors: Sequence[Tensor | None], reach: Sequence[int]) -> None:
+def _raise_in_place(signature: Signature, tensors: Sequence[Tensor | None], spans: Sequence[int]) -> None:
     complaints = Complaints(signature.function)
     written, target = signature.arguments[signature.written], tensors[signature.written]
     assert target is not None
     if overlaps(target):
         value = f"strides {list(target.stride())} over shape {list(target.shape)}"
         complaints.add(RangeError, written.public, "free of overlap, since it is written in place", value, "Clone it first.")
-    begin = target.data_ptr() if reach[signature.written] else 0
-    end = begin + reach[signature.written]
-    for argument, x, size in zip(signature.arguments, tensors, reach):
+    if _is_frozen(target):
+        rule = "made outside of torch.inference_mode() if it is written outside of it"
+        complaints.add(RangeError, written.public, rule, "an inference tensor", "Clone it first.")
+    begin = target.data_ptr() if spans[signature.written] else 0
+    end = begin + spans[signature.written]
+    for argument, x, size in zip(signature.arguments, tensors, spans):
         if x is None:
             continue
         if torch.is_grad_enabled() and x.requires_grad:
@@ -246,20 +250,25 @@ def _raise_in_place(signature: Signature, tensors: Sequence[Tensor | None], reac
     complaints.raise_any()
 
 
+def _is_frozen(x: Tensor) -> bool:
+    """Whether a tensor was made in inference mode and is used outside of it."""
+    return not torch.compiler.is_compiling() and x.is_inference() and not torch.is_inference_mode_enabled()
+
+
 def overlaps(x: Tensor, expanded: bool = True) -> bool:
     """Whether two elements may share memory: the stride of some axis is smaller than the span of the axes with smaller strides.
 
     ``expanded``: whether strides of 0 count.
     """
-    reach = 1
+    span = 1
     for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape) if size > 1 and (stride or expanded)):
-        if stride < reach:
+        if stride < span:
             return True
-        reach += stride * (size - 1)
+        span += stride * (size - 1)
     return False
 
 
-def _reach(x: Tensor) -> int:
+def reach(x: Tensor) -> int:
     """Bytes from the first element of a tensor to the end of its last."""
     last = sum(stride * (size - 1) for stride, size in zip(x.stride(), x.shape))
     return (last + 1) * x.element_size() if x.numel() else 0

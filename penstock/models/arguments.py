@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
 from ..call.autocast import autocasting
 from ..call.declaration import FLOATS, INDICES, Argument
-from ..call.validation import check_tensor, overlaps, reads_values
-from ..errors import Complaints, DtypeError, RangeError, ShapeError, described
+from ..call.private import is_lazy_zero
+from ..call.validation import check_tensor, overlaps, reach, reads_values
+from ..errors import Complaints, DtypeError, RangeError, ShapeError, described, shortened
 from ..layers.rwkv6 import State
 
 MODEL = "the model"
@@ -20,6 +24,8 @@ def check_whole(complaints: Complaints, name: str, value: object, least: int) ->
         complaints.add(DtypeError, name, "a whole number", described(value))
     elif value < least:
         complaints.add(RangeError, name, f"a whole number of at least {least}", value)
+    elif value >= 2**63:
+        complaints.add(RangeError, name, "a whole number below 2^63", shortened(value))
 
 
 def check_tokens(complaints: Complaints, tokens: Tensor, vocab_size: int, device: torch.device) -> None:
@@ -64,9 +70,27 @@ def check_state(complaints: Complaints, state: object, num_layers: int, sizes: d
                 _check_writable(complaints, name, x)
         if complaints.found:
             return  # the states of other blocks are usually wrong in the same way
+    if written and not torch.compiler.is_compiling():
+        _check_apart(complaints, state)
+
+
+def _check_apart(complaints: Complaints, state: Sequence[State]) -> None:
+    """Check that no two tensors of a state share memory."""
+    named = [(f"state[{n}].{field}", x) for n, one in enumerate(state) for field, x in one._asdict().items() if x.numel()]
+    for (name, x), (other, y) in pairwise(sorted(named, key=lambda pair: pair[1].data_ptr())):
+        if y.data_ptr() < x.data_ptr() + reach(x) and (x.is_contiguous() or x.data_ptr() == y.data_ptr()):
+            complaints.add(RangeError, other, "in memory of its own, since it is written in place", f"memory of {name}", "Clone it first.")
 
 
 def _check_writable(complaints: Complaints, name: str, x: Tensor) -> None:
+    if not torch.compiler.is_compiling() and (x.is_neg() or x.is_conj() or is_lazy_zero(x)):
+        complaints.add(
+            RangeError,
+            name,
+            "memory that can be written",
+            "a lazily negated or conjugated tensor, or zeros without memory",
+            "Clone it first.",
+        )
     if overlaps(x):
         value = f"strides {list(x.stride())} over shape {list(x.shape)}"
         complaints.add(RangeError, name, "free of overlap, because it is written in place", value, "Clone it first.")

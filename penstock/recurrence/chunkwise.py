@@ -92,7 +92,7 @@ class Chunks:
             width,
             groups,
             token.masked_fill(padding, 0).to(device),
-            padding.to(device) if bool(padding.any()) else None,
+            padding.to(device) if any(count < C for count in counts) else None,
             place.to(device),
         )
 

@@ -303,7 +303,7 @@ def decode_step(
     one = isinstance(q, Tensor) and q.dim() == 3
     if one:
         q, k, v = (x.unsqueeze(1) if isinstance(x, Tensor) and x.dim() == 3 else x for x in (q, k, v))
-        if isinstance(g, Tensor) and "T" in VARIANTS[variant].decay:
+        if isinstance(g, Tensor) and g.dim() and "T" in VARIANTS[variant].decay:
             g = g.unsqueeze(1)
     if isinstance(q, Tensor) and q.dim() == 4 and q.shape[1] > STEP_TOKENS:
         complaints = Complaints(f"decode_step({variant!r})")

@@ -9,6 +9,8 @@ from torch import Tensor
 from .declaration import FUNCTION
 from .operators import ATTENTION
 
+WIDEST = 2**62
+
 
 @overload
 def softmax_attention(
@@ -91,6 +93,8 @@ def softmax_attention(
     >>> lse.shape
     torch.Size([1, 5, 4])
     """
+    if isinstance(window, int) and window > WIDEST:
+        window = WIDEST  # as torch's schemas take it; both mask nothing
     output, lse = ATTENTION(FUNCTION, (q, k, v, cu_seqlens, cu_seqlens_k), (causal, scale, window, return_lse), impl)
     assert output is not None
     return (output, lse) if return_lse and lse is not None else output

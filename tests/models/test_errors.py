@@ -205,3 +205,30 @@ def test_states_from_autocast_are_valid_under_autocast(model: RWKV6, tokens: Ten
         model.step(tokens[:, :1], state)
     with torch.autocast("cpu", torch.bfloat16):
         model.step(tokens[:, :1], state)
+
+
+@pytest.mark.parametrize("shared", ["whole states", "wkv", "fields of one state"])
+def test_states_that_share_memory_are_refused(shared):
+    model = RWKV6(SIZES)
+    one, two, three = model.initial_state(1)
+    state = {
+        "whole states": [one, one, three],
+        "wkv": [one, two._replace(wkv=one.wkv), three],
+        "fields of one state": [one._replace(channel_shift=one.time_shift), two, three],
+    }[shared]
+    with torch.no_grad(), pytest.raises(RangeError, match="in memory of its own"):
+        model.step(torch.zeros(1, 1, dtype=torch.int64), state)
+
+
+@pytest.mark.parametrize("lazy", [torch._neg_view, lambda x: torch._efficientzerotensor(x.shape)], ids=["negated", "zeros"])
+def test_lazy_states_are_refused_before_any_write(lazy):
+    model = RWKV6(SIZES)
+    one, two, three = model.initial_state(1)
+    with torch.no_grad(), pytest.raises(RangeError, match="memory that can be written"):
+        model.step(torch.zeros(1, 1, dtype=torch.int64), [one, two._replace(wkv=lazy(two.wkv)), three])
+    assert not any(x.any() for x in one)
+
+
+def test_counts_beyond_int64_are_refused():
+    with pytest.raises(RangeError, match="below 2\\^63"):
+        RWKV6(SIZES).generate(torch.zeros(1, 1, dtype=torch.int64), count=10**30)

@@ -76,3 +76,9 @@ def test_wrong_offsets_are_reported_once(offsets):
         ps.softmax_attention(X, X, X, cu_seqlens=torch.tensor(offsets))
     assert len(str(caught.value).splitlines()) == 1
     assert str(caught.value).startswith("softmax_attention: cu_seqlens must be ")
+
+
+def test_windows_beyond_int64_mask_nothing():
+    q = torch.randn(1, 5, 2, 8)
+    compiled = torch.compile(lambda q: ps.softmax_attention(q, q, q, window=10**30), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(q), ps.softmax_attention(q, q, q))
