@@ -35,6 +35,8 @@ _tracing_state = _private("_C._get_tracing_state")
 _autocasting = _private("_C._is_any_autocast_enabled")
 _profiler_enabled = _private("_C._autograd._profiler_enabled")
 _fake_tensor = _private("_subclasses.FakeTensor")
+_is_wrapped = _private("_C._functorch.is_functorch_wrapped_tensor")
+_unwrap = _private("_C._functorch.get_unwrapped")
 _is_lazy_zero = _private("Tensor._is_zerotensor")
 _raw_stream = _private("_C._cuda_getCurrentRawStream") if torch.version.cuda else None
 if _private("autograd.forward_ad._current_level") is None:
@@ -105,6 +107,15 @@ def forward_derivatives() -> bool:
     if _forward_ad is not None and _forward_ad._current_level >= 0:
         return True
     return _transforms is not None and any(one.key() == _jvp for one in _transforms() or ())
+
+
+def behind_transforms(x: Tensor) -> Tensor | None:
+    """The tensor that torch.func's transforms wrap; None if its values cannot be read here."""
+    if None in (_is_wrapped, _unwrap, _dispatch_modes) or _dispatch_modes() or is_fake(x):
+        return None
+    while _is_wrapped(x):
+        x = _unwrap(x)
+    return x.detach()
 
 
 def autocasting() -> bool:

@@ -7,7 +7,7 @@ differentiable form, which is plain PyTorch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -36,11 +36,25 @@ def run(operator: Operator[Any], signature: Signature, tensors: Tensors, options
         complaints.raise_any()
     if private.forward_derivatives():
         problem = operator.checked(signature.function, tensors, options)
+        if impl != "auto":
+            operator.family.choose(problem, operator.mode, str(impl))  # raises if that implementation refuses the call
+        _check_values(signature, tensors, problem.sizes)
         with no_autocast(tensors[0]):
             results: Tensors = operator.differentiable(problem)  # type: ignore[misc]
     else:
         results = _Forward.apply((operator, signature, tuple(options), str(impl)), *tensors)  # type: ignore[no-untyped-call]
     return operator.asked_for(results, options)
+
+
+def _check_values(signature: Signature, tensors: Tensors, sizes: Mapping[str, int]) -> None:
+    """On a CPU, what ``validation.check_values`` checks outside of transforms."""
+    complaints = Complaints(signature.function)
+    for argument, x in zip(signature.arguments, tensors):
+        plain = None if x is None or argument.values is None or x.device.type != "cpu" else private.behind_transforms(x)
+        wrong = None if plain is None or argument.values is None else argument.values(plain, sizes)
+        if wrong is not None:
+            complaints.add(RangeError, argument.public, *wrong)
+    complaints.raise_any()
 
 
 class _Forward(torch.autograd.Function):

@@ -181,3 +181,14 @@ def test_operators_in_place_are_refused(function, transform):
     with pytest.raises(ps.RangeError, match=r"the call must be outside of torch.func transforms .* state, which is updated in place"):
         transformed(call)(q)
     assert torch.equal(pool, before)
+
+
+def test_forward_derivatives_check_values_and_implementations():
+    q, k, v, x = (torch.randn(1, 5, 1, 4) for _ in range(4))
+    with pytest.raises(ps.RangeError, match="g must be a log decay"):
+        torch.func.jvp(lambda q: ps.gla(q, k, v, x.abs() + 5).output, (q,), (q,))
+    offsets = torch.tensor([0, 4, 2, 5])
+    with pytest.raises(ps.RangeError, match="cu_seqlens must be offsets"):
+        torch.func.jvp(lambda q: ps.gla(q, k, v, -x.abs(), cu_seqlens=offsets).output, (q,), (q,))
+    with pytest.raises(ps.ImplementationRefused):
+        torch.func.jvp(lambda q: ps.gla(q, k, v, -x.abs(), impl="cuda").output, (q,), (q,))

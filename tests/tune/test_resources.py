@@ -120,7 +120,8 @@ def test_recorded_shared_memory_is_within_the_estimate(arch, monkeypatch):
     monkeypatch.setattr(plan, "config", noted)
     kernels = {"penstock_chunk_fwd": "forward", "penstock_chunk_bwd": "backward", "penstock_chunk_states": "states",
                "penstock_recurrent_fwd": "recurrent", "penstock_recurrent_bwd": "recurrent",
-               "penstock_segment_scan": None, "penstock_chunk_fwd_hopper": None, "penstock_chunk_bwd_hopper": None}  # fmt: skip
+               "penstock_segment_scan": None, "penstock_chunk_fwd_hopper": None,
+               "penstock_chunk_fwd_hopper_anchored": None, "penstock_chunk_bwd_hopper": None}  # fmt: skip
     for one in RECURRENT:
         for which in one.passes:
             estimates.clear()
