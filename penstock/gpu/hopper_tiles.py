@@ -1,11 +1,11 @@
-"""Device functions that the kernels for Hopper share, in Gluon: barriers, exponentials, masks, and sums over groups of tokens."""
+"""Device functions that the Hopper kernels share, in Gluon: barriers, exponentials, masks, and sums over groups of tokens."""
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-meet = getattr(gl, "barrier", None) or gl.thread_barrier  # Triton 3.7 has the first name, 3.6 the second
+meet = getattr(gl, "barrier", None) or gl.thread_barrier  # the name in Triton 3.7 and in 3.6
 
 
 @gluon.jit
@@ -16,13 +16,13 @@ def exp2(x):
 
 @gluon.jit
 def plus(a, b):
-    """The operation of scans."""
+    """The sum of a and b, for scans."""
     return a + b
 
 
 @gluon.jit
 def zeroed_behind(tile, left, layout: gl.constexpr):
-    """Zero the rows of a tile behind the first ``left``: they belong to no token or to another sequence."""
+    """Zero the rows of a tile behind the first ``left``. They are padding or belong to another sequence."""
     i = gl.arange(0, tile.shape[0], gl.SliceLayout(1, layout))
     x = tile.load(layout)
     tile.store(gl.where((i < left)[:, None], x, gl.zeros_like(x)))
@@ -30,7 +30,7 @@ def zeroed_behind(tile, left, layout: gl.constexpr):
 
 @gluon.jit
 def others(part, across: gl.constexpr, LATER: gl.constexpr):
-    """From sums by group [GROUPS,K]: the total [1,K], and for each group the sum of the groups before it, or behind it if LATER."""
+    """From sums of groups [GROUPS,K]: the total [1,K] and, for each group, the sum of the groups before it (LATER: behind it)."""
     GROUPS: gl.constexpr = part.shape[0]
     K: gl.constexpr = part.shape[1]
     group = gl.arange(0, GROUPS, gl.SliceLayout(1, across))[:, None]

@@ -1,7 +1,7 @@
 """Device functions that kernels of all families share: token ranges of programs, loads of tiles, products.
 
-Time always runs forward in a kernel: token i of a chunk is row ``first + i * step`` of the tensors, where step is -1 if the caller's time
-runs backwards.
+Time runs forward in a kernel: token i of a chunk is row ``first + i * step`` of the tensors, and step is -1 if the caller's time runs
+backward.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def span_of(slot, cu_seqlens, N, T, L, PACKED: tl.constexpr):
-    """Span ``slot`` of L tokens: its sequence, the begin and end of the sequence, and the number of its tokens before the span.
+    """Span ``slot`` of L tokens: its sequence, the begin and end of the sequence, and the number of the sequence's tokens before the span.
 
-    Packed, sequence n has the slots from ``cu_seqlens[n] // L + n`` on, at least as many as it needs. This needs no sum over other
-    sequences and no host. An unused slot begins at or behind the end of its sequence.
+    Packed: the slots of sequence n start at ``cu_seqlens[n] // L + n``. Each sequence has at least as many slots as it needs. This needs
+    no sum over sequences and no synchronization with the host. An unused slot begins at or behind the end of its sequence.
     """
     if PACKED:
         low = slot * 0
@@ -73,7 +73,7 @@ def tokens_of(slot, cu_seqlens, N, T, L, SEGMENTS: tl.constexpr, PACKED: tl.cons
 
 @triton.jit
 def slot_of(n, begin, done, T, L, PACKED: tl.constexpr):
-    """The slot of the span of L tokens of sequence n behind ``done`` tokens: the inverse of ``span_of``."""
+    """The slot of the span of L tokens that begins behind ``done`` tokens of sequence n: the inverse of ``span_of``."""
     if PACKED:
         slot = begin // L + n + done // L
     else:
@@ -83,7 +83,7 @@ def slot_of(n, begin, done, T, L, PACKED: tl.constexpr):
 
 @triton.jit
 def tile(base, i, live, stride_i, j, stride_j, J: tl.constexpr, BJ: tl.constexpr):
-    """[len(i), BJ] of a matrix, zeros where a token is not live or a column is out of range."""
+    """Load [len(i), BJ] of a matrix, 0 where ``live`` is false or a column is out of range."""
     mask = live[:, None]
     if BJ * (J // BJ) != J:
         mask = mask & (j < J)[None, :]
@@ -92,13 +92,13 @@ def tile(base, i, live, stride_i, j, stride_j, J: tl.constexpr, BJ: tl.constexpr
 
 @triton.jit
 def to_tf32(x):
-    """X rounded to TF32, 11 significant bits: tl.dot truncates, and truncation errors have one sign and add up."""
+    """Round x to TF32, 11 significant bits. tl.dot truncates; truncation errors have the same sign and accumulate."""
     return ((x.to(tl.float32).to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def product(a, b, PRECISION: tl.constexpr):
-    """A @ b with float32 sums. PRECISION "bf16": bfloat16 operands; else how tl.dot takes float32 operands."""
+    """The product a b with float32 sums. PRECISION "bf16": bfloat16 operands; else tl.dot's ``input_precision`` for float32 operands."""
     if PRECISION == "bf16":
         c = tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16))
     elif PRECISION == "tf32":

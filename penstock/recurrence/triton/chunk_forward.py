@@ -1,15 +1,15 @@
-"""The chunkwise forward kernel: one program walks the chunks of a stretch of tokens with its block of the state in registers.
+"""The chunkwise forward kernel: one program processes the chunks of a sequence or segment, with its block of the state in registers.
 
-With G the sums of decays from a chunk's beginning, Gq those that a token's query sees (without its own decay where the
-previous state is read), S the state before the chunk and M half of what the chunk decays by::
+G are the cumulative sums of decays in a chunk. Gq are the sums that a token's query uses: without the token's own decay if the previous
+state is read. S is the state before the chunk, and M is half of the chunk's total decay::
 
     A_ij = sum_d q_id 2^(Gq_id - M_d) 2^(M_d - G_jd) k_jd   for j < i, and on the diagonal q . k, or q . (u o k)
     O    = scale (A V + (q o 2^(Gq - M)) (2^M o S))
     S'   = 2^M o (2^M o S + (k o 2^(M - G))^T V)
 
-A, the sums and the states between chunks are never in memory. M halves the exponents: 2^(M - G) is only formed where the chunk
-decays by no more than 2^SUITS; elsewhere A comes from stretches with anchors of their own and S' from sums that run backwards,
-whose factors are at most 1.
+A, the sums and the states between chunks are not stored in memory. M halves the exponents. 2^(M - G) is used only if the chunk
+decays by at most 2^SUITS. Otherwise A is computed by subchunks, each with its own anchor, and S' from reversed sums, whose factors
+are at most 1.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def weights_by_subchunks(
     q, k, g, step, left, i, j, q_t, q_k, k_t, k_k, g_t, g_k,
     K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, PREVIOUS: tl.constexpr, PRECISION: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """A strictly below the diagonal, for any decay. Tiles are loaded again, so that nothing has to be kept for this rare case."""
+    """A [C,C] strictly below the diagonal, for any decay. Tiles are loaded again, so this rare case needs no registers elsewhere."""
     A = tl.zeros((C, C), tl.float32)
     m = tl.zeros((), tl.int32)
     while m < left:
@@ -47,14 +47,14 @@ def penstock_chunk_fwd(
     PACKED: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr, LIMIT: tl.constexpr, STAGES: tl.constexpr,
     HALVES: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Program (subchunk, head, block of V). A stretch is a sequence or, if SEGMENTS, L tokens of one, whose first states are given.
+    """Program (sequence, head, block of V); if SEGMENTS (segment of L tokens, head, block of V), and initial states are per segment.
 
-    ``chunk_states`` [slots of EVERY tokens,H,K,V] gets the state before every EVERY tokens, for the backward pass; EVERY = 0: none.
+    ``chunk_states`` [slots of EVERY tokens,H,K,V]: the state before every EVERY tokens, for the backward pass; EVERY = 0: not stored.
 
-    Decays per channel take more launches than one. The first has no code for chunks that 2^-G does not suit; at the first such
-    chunk it leaves its state behind and notes the token in ``resume`` [programs]. The next goes on from there where there is
-    anything left: long chunks by HALVES, C tokens of the 2 C that a chunk had before, which again is left at the first half that
-    does not suit; the last, EXACT, for any decay. So the rare case costs the frequent one neither registers nor branches.
+    Decays per channel need several launches. The first has no code for chunks whose decay is too strong for 2^-G. At the first such
+    chunk it stores its state, and the token in ``resume`` [programs]. The next launch resumes there if tokens are left: with HALVES,
+    it computes long chunks as two chunks of C tokens each, and stops at the first half whose decay is too strong. The last launch is
+    EXACT: for any decay. So the rare case costs the frequent case no registers and no branches.
     """
     W: tl.constexpr = 2 * C if HALVES else C
     NV: tl.constexpr = (V + BV - 1) // BV

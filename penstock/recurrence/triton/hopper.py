@@ -1,7 +1,7 @@
-"""Where the kernels for Hopper take the place of the plain chunk kernels, and how they are launched.
+"""When the Hopper kernels replace the plain chunk kernels, and their launch parameters.
 
-``hopper_forward`` and ``hopper_backward`` take any decay. At K = 256 the state leaves no registers for the tiles of all levels:
-``hopper_anchored`` stands in for the plain kernel's first launch there, and strong decays are left to the later ones.
+``hopper_forward`` and ``hopper_backward`` take any decay. At K = 256 there are not enough registers for the state and the tiles of all
+levels. ``hopper_anchored`` then replaces the plain kernel's first launch; the later launches compute chunks with strong decays.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from ..declaration import Recurrence
 from .table import KernelConfig
 
 FORM = "hopper"
-"""Its name in the tables."""
+"""The name of the Hopper kernels in the tables."""
 C, BV = 64, 64
 """Tokens in a chunk, and value channels in a block."""
 STAGES, SLOTS = 2, 4
-"""Tiles of q, k and v in flight, and tiles with factors. With these, two programs share a multiprocessor at K = 64."""
+"""Stages of tiles of q, k and v, and slots for tiles with factors. With these, two programs fit on a multiprocessor at K = 64."""
 FORWARD = {64: (4, 136, 128), 128: (8, 152, 168)}
-"""By K: warps that prepare, registers for their threads, and for every thread before they are divided anew. With fewer they spill; with
-more, those that hold the state do."""
+"""By K: warps of ``prepare``, registers of their threads, and registers of every thread at launch. With fewer, ``prepare`` spills; with
+more, the warps that hold the state spill."""
 ANCHORED = {256: (8, 128, 168)}
 """The same for the anchored kernel."""
 BACKWARD = {64: (8, 128), 128: (8, 255)}
-"""By K: warps, and registers for their threads. At K = 64 two programs share a multiprocessor."""
+"""By K: warps, and registers of their threads. At K = 64 two programs fit on a multiprocessor."""
 
 
 def kernels() -> tuple[Any, Any] | None:
-    """Forward and backward, if there are."""
+    """The forward and the backward kernel; None if this Triton has no Gluon for Hopper."""
     found = modules(__package__)
     return found and (found[0].penstock_chunk_fwd_hopper, found[1].penstock_chunk_bwd_hopper)
 
@@ -42,15 +42,15 @@ class Forward(NamedTuple):
 
     kernel: Any
     every_decay: bool
-    """Whether no later launches are needed."""
+    """Whether the kernel takes every decay, so that no later launches are needed."""
     tiles: tuple[Tile, ...]
     registers: int
-    """For each thread before they are divided anew."""
+    """Registers of each thread at launch."""
     constants: dict[str, Any]
 
 
 def forward(p: Recurrence, config: KernelConfig, target: Target, precision: str) -> Forward | None:
-    """The kernel of the forward pass if the table wants one and it can compute this problem, or None."""
+    """The forward kernel and its launch if the table selects it and it supports this problem, or None."""
     K, V = p.sizes["K"], p.sizes["V"]
     found = kernels() if config.BV == BV and V % BV == 0 and _suits(p, config, target, precision) else None
     tiles = Tile(C, K), Tile(C, K), Tile(C, BV), Tile(C, BV)
@@ -66,7 +66,7 @@ def forward(p: Recurrence, config: KernelConfig, target: Target, precision: str)
 
 
 def backward(p: Recurrence, config: KernelConfig, target: Target, precision: str, *d_output: Tensor) -> Any:
-    """That of the backward pass, or None; a constant decay's gradient is left to the plain kernel, and so is a call of one chunk."""
+    """The backward kernel, or None. The plain kernel computes constant decays and calls of one chunk."""
     sizes = p.sizes
     square = sizes["K"] == sizes["V"] in BACKWARD
     suits = square and "T" in p.variant.decay and sizes["T"] > C and _suits(p, config, target, precision, *d_output)
@@ -75,7 +75,7 @@ def backward(p: Recurrence, config: KernelConfig, target: Target, precision: str
 
 
 def _suits(p: Recurrence, config: KernelConfig, target: Target, precision: str, *d_output: Tensor) -> bool:
-    """Decays per channel, bfloat16, tensors that the hardware can copy in tiles."""
+    """Whether the call has decays per channel, bfloat16 products, and tensors that the tensor memory accelerator can copy."""
     sizes = p.sizes
     return (
         config.form == FORM
@@ -89,10 +89,10 @@ def _suits(p: Recurrence, config: KernelConfig, target: Target, precision: str, 
 
 
 def decays_in_tiles(p: Recurrence) -> bool:
-    """Whether the hardware can copy the decays in tiles too."""
+    """Whether the tensor memory accelerator can copy the decays too."""
     return p.g is not None and "T" in p.variant.decay and tiled(p.g)
 
 
 def backward_tiles(K: int) -> tuple[Tile, ...]:
-    """Of its first tensors: q, k, v, the output's gradient, states and their gradients."""
+    """The tiles of the backward kernel's first tensors: q, k, v, dO, states and their gradients."""
     return *[Tile(C, K)] * 4, Tile(K, K, 3), Tile(K, K, 3)

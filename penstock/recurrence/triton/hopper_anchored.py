@@ -1,14 +1,14 @@
-"""The chunkwise forward kernel for decays per channel on Hopper at K = 256, in Gluon: anchored factors, one decay for a chunk's channel.
+"""The chunkwise forward kernel for decays per channel on Hopper at K = 256, in Gluon: factors with one anchor per chunk and channel.
 
-It is the first launch of ``chunk_forward`` (formula there) for bfloat16 products. A program walks the chunks of a span of tokens with
-BLOCKS blocks of 64 value channels. Its warps divide the work:
+It replaces the first launch of ``chunk_forward`` (formula there) for bfloat16 products. A program processes the chunks of a span of
+tokens with BLOCKS blocks of 64 value channels. Its warps are specialized:
 
-- ``prepare``: decays from memory, a chunk ahead in registers; then k o 2^(M - G) in place of k in shared memory, q o 2^(Gq - M)
-  in place of q, and beside them 2^M, 2^(G_L - M), the exponent of the latter and, with a bonus, the diagonal of A; 128 channels at a time;
-- ``walk``, 4 warps for each block: products, with a block of the state in registers; outputs leave through shared memory.
+- ``prepare``: loads decays one chunk ahead into registers. It replaces k in shared memory by k o 2^(M - G) and q by q o 2^(Gq - M). It
+  also stores 2^M, 2^(G_L - M), the exponent of the latter and, with a bonus, the diagonal of A. It processes 128 channels at a time.
+- ``walk``, 4 warps for each block: computes products, with a block of the state in registers. Outputs are stored through shared memory.
 
-Tiles of q, k and v lie in a ring of STAGES, which the tensor memory accelerator fills. Barrier ``loaded`` completes when a slot is filled,
-``prepared`` when its factors are applied, ``done`` when all blocks have read it and it can be filled again.
+Tiles of q, k and v are in a ring buffer of STAGES, which the tensor memory accelerator fills. Barrier ``loaded`` completes when a slot is
+filled, ``prepared`` when its factors are applied, ``done`` when all blocks have read it and it can be filled again.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ C = gl.constexpr(64)  # tokens in a chunk, and value channels in a block: a tile
 
 @gluon.jit
 def decays_at(g, g_t, g_k, left, K: gl.constexpr, layout: gl.constexpr):
-    """A chunk's decays [64,K] as they are in memory, 0 where there is no token.
+    """Load a chunk's decays [64,K] in their dtype, 0 behind the last token.
 
-    The compiler is not to know that the rows' offsets are those of the chunk before: it would keep them in registers.
+    The opaque zero keeps the compiler from hoisting the rows' offsets out of the loop over chunks, where they take registers.
     """
     zero = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [left * 0], dtype=gl.int32, is_pure=False, pack=1)
     i = gl.arange(0, C, gl.SliceLayout(1, layout)) + zero
@@ -44,7 +44,7 @@ def decays_at(g, g_t, g_k, left, K: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def fill(q_tiles, k_tiles, v_tiles, ring, loaded, c, chunks, row, key_column, value_column, BLOCKS: gl.constexpr, STAGES: gl.constexpr):
-    """Have chunk c brought into its slot, if there is one."""
+    """Start the loads of chunk c into its slot, if the chunk exists."""
     q_s, k_s, v_s = ring
     s = c % STAGES
     there = c < chunks
@@ -61,7 +61,7 @@ def factors(
     d, q, k, part, before, behind, least,
     K: gl.constexpr, PREVIOUS: gl.constexpr, layout: gl.constexpr, grouped: gl.constexpr, GROUPS: gl.constexpr, COLUMNS: gl.constexpr,
 ):  # fmt: skip
-    """Put the factors of decays d [64,K] on q and k. Threads sum runs of tokens by themselves, GROUPS of them make a chunk."""
+    """Multiply q and k by the factors of decays d [64,K]. A thread sums the tokens of a group; a chunk is GROUPS groups."""
     R: gl.constexpr = C // GROUPS
     across: gl.constexpr = gl.SliceLayout(1, grouped)  # [GROUPS,K]
     x = gl.convert_layout(gl.reshape(d, [GROUPS, R, K]), grouped, assert_trivial=True)
@@ -69,7 +69,7 @@ def factors(
     P = gl.associative_scan(x, 1, plus)
     total, earlier = others(part, across, False)
     total = gl.maximum(total * LOG2E, FLOOR)
-    whole = gl.floor(0.5 * total + 0.5)  # 2^whole is a power of two, which bfloat16 takes as a factor without rounding
+    whole = gl.floor(0.5 * total + 0.5)  # 2^whole is a power of two: multiplying by it does not round in bfloat16
     M = total - whole
     before.store(gl.reshape(exp2(M), [K]))
     behind.store(gl.reshape(exp2(whole), [K]))
@@ -90,14 +90,14 @@ def prepare(
     g, u, ring, sides, bars, chunks, tokens, g_t, g_k, u_k,
     K: gl.constexpr, PREVIOUS: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr, COLUMNS: gl.constexpr,
 ):  # fmt: skip
-    """The warps that put factors on q and k, and zeros where there is no token. A thread has COLUMNS channels of a run of tokens."""
+    """The warps that multiply q and k by their factors and zero the padding. A thread has COLUMNS channels of a group of tokens."""
     q_s, k_s, v_s = ring
     part_s, before_s, behind_s, least_s, own_s = sides
     loaded, prepared, _ = bars
-    W: gl.constexpr = part_s.type.shape[2]  # channels that all threads together hold at a time
+    W: gl.constexpr = part_s.type.shape[2]  # channels that all threads hold at a time
     LEAST: gl.constexpr = least_s.type.shape[1] * W // K
     WARPS: gl.constexpr = gl.num_warps()
-    DOWN: gl.constexpr = COLUMNS // 2  # lanes of a warp one below the other
+    DOWN: gl.constexpr = COLUMNS // 2  # lanes of a warp along the tokens
     GROUPS: gl.constexpr = 4 * DOWN
     layout: gl.constexpr = gl.BlockedLayout([C // GROUPS, COLUMNS], [DOWN, 32 // DOWN], [4, WARPS // 4], [1, 0])
     grouped: gl.constexpr = gl.BlockedLayout([1, C // GROUPS, COLUMNS], [DOWN, 1, 32 // DOWN], [4, 1, WARPS // 4], [2, 1, 0])
@@ -129,7 +129,7 @@ def prepare(
                 behind_s.index(s).slice(first, W), least_s.index(s).slice(first // W * LEAST, LEAST),
                 W, PREVIOUS, layout, grouped, GROUPS, COLUMNS,
             )  # fmt: skip
-            if PREVIOUS:  # not earlier: decays and their sums take all registers
+            if PREVIOUS:  # not before: decays and their sums take all registers
                 d_ahead = decays_at(ahead, g_t, g_k, there, W, layout)
             if left < C:
                 zeroed_behind(k, left, layout)
@@ -149,7 +149,7 @@ def walk(
     K: gl.constexpr, V: gl.constexpr, PREVIOUS: gl.constexpr, INITIAL: gl.constexpr, FINAL: gl.constexpr, EVERY: gl.constexpr,
     BLOCKS: gl.constexpr, STAGES: gl.constexpr, BLOCK: gl.constexpr,
 ):  # fmt: skip
-    """The warps of block BLOCK of the program's value channels."""
+    """The 4 warps of block BLOCK of the program's value channels. They hold the state and compute the products."""
     q_tiles, k_tiles, v_tiles, o_tiles, ring, S_all, o_all = tiles
     q_s, k_s, v_s = ring
     row, key_column, value_column, chunks, tokens = place
@@ -180,7 +180,7 @@ def walk(
         v = v_s.index(s * BLOCKS + BLOCK)
         if EVERY > 0:
             if t % EVERY == 0:
-                wide: gl.constexpr = gl.DistributedLinearLayout(  # as S lies, but 16 bytes of a row together
+                wide: gl.constexpr = gl.DistributedLinearLayout(  # the layout of S, but with 16 contiguous bytes of a row
                     [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32]] + ([[64, 0]] if K >= 128 else []) + ([[128, 0]] if K == 256 else []),
                     [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
                     [[16, 0], [32, 0]], [], [K, C],
@@ -246,9 +246,9 @@ def penstock_chunk_fwd_hopper_anchored(
     EVERY: gl.constexpr, PACKED: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, COLUMNS: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Program (stretch, head, BLOCKS blocks of V); its blocks are the programs of the launch that follows, and note so in ``resume``.
+    """Program (sequence or segment, head, BLOCKS blocks of V). ``resume`` has an element per block: a program of the next launch.
 
-    ``prepare`` has WARPS warps of REGISTERS registers a thread.
+    ``prepare`` has WARPS warps, with REGISTERS registers per thread.
     """
     NV: gl.constexpr = V // (C * BLOCKS)
     pid = gl.program_id(0)
@@ -299,7 +299,7 @@ def penstock_chunk_fwd_hopper_anchored(
     loaded = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     prepared = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     done = prepared
-    if BLOCKS > 1:  # not else: memory of a barrier that nobody uses is given to others, and a valid barrier must not be written over
+    if BLOCKS > 1:  # only if used: unused shared memory may be aliased, and a valid barrier must not be overwritten
         done = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
         mbarrier.init(loaded.index(s), count=1)

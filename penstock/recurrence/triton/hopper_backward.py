@@ -1,16 +1,16 @@
-"""The chunkwise backward kernel for decays per channel on Hopper, in Gluon: any decay at one speed. One program per chunk and head.
+"""The chunkwise backward kernel for decays per channel on Hopper, in Gluon: any decay at the same speed. One program per chunk and head.
 
 Between the state S before the chunk and the state's gradient dS behind it, with the tiles X and factors f of ``hopper_forward``:
 
     dA = scale dO V^T                                   M = dA below the diagonal, its transpose above
-    dX_L = f o Y_L,   Y_L = (M where L splits the pair) X_L      dq takes the second halves, dk the first
+    dX_L = f o Y_L,   Y_L = (M where L splits the pair) X_L      second halves are added to dq, first halves to dk
     dq += e k + scale read o (dO S^T)                   dk += e q + rest o (V dS^T)            e the diagonal of dA
     dV = A^T dO + (k o rest) dS                         A = sum of X_L X_L^T as in the forward pass
-    dg_t = sum of q o dX over tokens behind t in its second half, of k o dX over those before t in its first half, of all levels,
-           the same of what comes through the state, and total o rowsum(S o dS)
+    dg_t = sum over all levels of q o dX over later tokens in the second half, and of k o dX over earlier tokens in the first half,
+           the same sums for the terms of the states, and total o rowsum(S o dS)
 
-Every term of dg is a pair of tokens with t between: nothing cancels. Y_L overwrites X_L, and factors are made once more for q's side and
-once for k's, as registers are scarcer than exponentials.
+Every term of dg is a pair of tokens with t between them, so there is no cancellation. Y_L overwrites X_L. Factors are computed again for
+dq and again for dk, because registers limit the kernel more than exponentials do.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from ...gpu.tiles import LOG2E, span_of
 from .hopper_dyadic import around, between, factored, flat, grouped, halves, in_second_half, joined, spread, widened
 
 C = gl.constexpr(64)
-GROUPS = gl.constexpr(8)  # of R tokens, each in one thread
+GROUPS = gl.constexpr(8)  # groups of R tokens; a thread holds all tokens of a group
 R = gl.constexpr(8)
 LEVELS = gl.constexpr(6)
-ROWS = gl.constexpr(16)  # of products within a warp
-KINDS = gl.constexpr(3)  # of sums over groups: of levels 16 and 32, and of what comes through the state
+ROWS = gl.constexpr(16)  # rows of a warp's product
+KINDS = gl.constexpr(3)  # kinds of sums over groups: of levels 16 and 32, and of the terms of the states
 
 
 @gluon.jit
 def decays(g, g_t: gl.constexpr, g_k: gl.constexpr, tokens, K: gl.constexpr, layout: gl.constexpr):
-    """The chunk's log2 decays [C,K], 0 where there is no token."""
+    """Load the chunk's log2 decays [C,K], 0 behind the last token."""
     i = gl.arange(0, C, gl.SliceLayout(1, layout))
     j = gl.arange(0, K, gl.SliceLayout(0, layout))
     at = (i // R * R)[:, None] * g_t + j[None, :] * g_k + (i % R)[:, None] * g_t
@@ -43,7 +43,7 @@ def decays(g, g_t: gl.constexpr, g_k: gl.constexpr, tokens, K: gl.constexpr, lay
 
 @gluon.jit
 def over_the_middle(x, L: gl.constexpr, LATER: gl.constexpr, layout: gl.constexpr, WARPS: gl.constexpr):
-    """In blocks of 2 L tokens: for the first half the sum of x over the second, if LATER; else for the second that over the first."""
+    """In blocks of 2 L tokens: the sum of x over the second half, for tokens of the first (LATER); else of the first, for the second."""
     a, b = halves(x, L, WARPS)
     if LATER:
         y = gl.expand_dims(gl.sum(b, 2), 2).broadcast_to(a.shape)
@@ -56,7 +56,7 @@ def over_the_middle(x, L: gl.constexpr, LATER: gl.constexpr, layout: gl.constexp
 
 @gluon.jit
 def from_groups(sums, carry, LATER: gl.constexpr, across: gl.constexpr):
-    """Of sums by group [KINDS,GROUPS,K]: those of later groups, or of earlier ones, in the same 2, 4 and 8 groups: [GROUPS,K]."""
+    """From sums of groups [KINDS,GROUPS,K]: the sums over later (LATER) or earlier groups in blocks of 2, 4 and 8 groups: [GROUPS,K]."""
     WARPS: gl.constexpr = gl.num_warps()
     K: gl.constexpr = sums.shape[2]
     whole: gl.constexpr = gl.BlockedLayout([1, GROUPS, 2], [1, 1, 32], [1, 1, WARPS], [2, 1, 0])
@@ -75,7 +75,7 @@ def collected(
     tile, through_state, Y_s, x, tables, sums, layout: gl.constexpr, by_group: gl.constexpr,
     QUERIES: gl.constexpr, PREVIOUS: gl.constexpr, DG: gl.constexpr,
 ):  # fmt: skip
-    """dq, or dk, of levels and state; and dg's share of it [GROUPS,R,K] but for other groups, whose sums go to ``sums``."""
+    """dq (QUERIES) or dk [C,K] from levels and state, and its part of dg [GROUPS,R,K] within groups; ``sums`` gets sums of groups."""
     WARPS: gl.constexpr = gl.num_warps()
     K: gl.constexpr = tile.shape[1]
     across: gl.constexpr = gl.SliceLayout(1, by_group)
@@ -88,7 +88,7 @@ def collected(
     raw = tile.load(layout).to(gl.float32)
     d = gl.zeros([C, K], gl.float32, layout)
     d_gate = gl.zeros([GROUPS, R, K], gl.float32, by_group)
-    for n in gl.static_range(3):  # levels within a group
+    for n in gl.static_range(3):  # the levels within a group
         here = in_second_half(n, C, layout)
         factor = flat(through, layout)
         if not QUERIES:
@@ -108,7 +108,7 @@ def collected(
         factor = flat(behind, layout)
     raw = raw * factor
     far = gl.zeros([C, K], gl.float32, layout)
-    for n in gl.static_range(4):  # those of groups, and the state
+    for n in gl.static_range(4):  # the levels of groups, then the state
         if n < 3:
             y = Y_s.index(3 + n).load(layout).to(gl.float32)
             here = (group >> n & 1) == 1
@@ -138,7 +138,7 @@ def collected(
 
 @gluon.constexpr_function
 def folded(layout, TRANSPOSED):
-    """A layout of four blocks [4,ROWS,K], or [4,K,ROWS] if TRANSPOSED, as one of the tile [C,K] that they stack up to."""
+    """Convert a layout of four blocks [4,ROWS,K] ([4,K,ROWS] if TRANSPOSED) to the layout of the tile [C,K] of these blocks."""
 
     def fold(bases):
         return [[ROWS.value * x[0] + x[2], x[1]] if TRANSPOSED else [ROWS.value * x[0] + x[1], x[2]] for x in bases]
@@ -151,7 +151,7 @@ def folded(layout, TRANSPOSED):
 
 @gluon.constexpr_function
 def in_blocks(layout):
-    """A layout of [C,C] as one of [C,4,ROWS]."""
+    """Convert a layout of [C,C] to a layout of [C,4,ROWS]."""
 
     def cut(bases):
         return [[x[0], x[1] // ROWS.value, x[1] % ROWS.value] for x in bases]
@@ -162,7 +162,7 @@ def in_blocks(layout):
 
 @gluon.jit
 def blocks(tile, layout: gl.constexpr, TRANSPOSED: gl.constexpr):
-    """A tile [C,K] as an operand of products within its four blocks: [4,ROWS,K], or [4,K,ROWS] if TRANSPOSED."""
+    """Load a tile [C,K] as an operand of products within its four blocks: [4,ROWS,K], or [4,K,ROWS] if TRANSPOSED."""
     K: gl.constexpr = tile.shape[1]
     N: gl.constexpr = C // ROWS
     if TRANSPOSED:
@@ -179,7 +179,7 @@ def penstock_chunk_bwd_hopper(
     g_t: gl.constexpr, g_k: gl.constexpr, H: gl.constexpr, K: gl.constexpr,
     DG: gl.constexpr, PREVIOUS: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """Program (chunk slot, head). Tiles: tokens [B T, H K] in tiles of [C, K], states [slots H K, K] of [K, K].
+    """Program (chunk slot, head). TMA tiles: [C, K] of tokens [B T, H K], and [K, K] of states [slots H K, K].
 
     dq, dk, dv, dg are contiguous; du is [slots, H, K].
     """
@@ -218,18 +218,18 @@ def penstock_chunk_bwd_hopper(
 
     q_s = gl.allocate_shared_memory(gl.bfloat16, [C, K], half)
     k_s = gl.allocate_shared_memory(gl.bfloat16, [C, K], half)
-    v_s = gl.allocate_shared_memory(gl.bfloat16, [C, K], half)  # then dq through the state
+    v_s = gl.allocate_shared_memory(gl.bfloat16, [C, K], half)  # later the state's part of dq
     o_s = gl.allocate_shared_memory(gl.bfloat16, [C, K], half)
-    dk_s = gl.allocate_shared_memory(gl.bfloat16, [C, K], half)  # dk through the state
-    M_s = gl.allocate_shared_memory(gl.bfloat16, [C, C], half)  # then A
-    X_s = gl.allocate_shared_memory(gl.bfloat16, [LEVELS, C, K], half)  # before that S, dS and k o rest
+    dk_s = gl.allocate_shared_memory(gl.bfloat16, [C, K], half)  # the state's part of dk
+    M_s = gl.allocate_shared_memory(gl.bfloat16, [C, C], half)  # later A
+    X_s = gl.allocate_shared_memory(gl.bfloat16, [LEVELS, C, K], half)  # before that: S, dS and k o rest
     part = gl.allocate_shared_memory(gl.float32, [GROUPS, K], plain2)
-    tables = gl.allocate_shared_memory(gl.float32, [4, GROUPS, K], plain2)  # to the middle of 4 and 8 groups, from the begin, to the end
+    tables = gl.allocate_shared_memory(gl.float32, [4, GROUPS, K], plain2)  # to the middle of 4 and 8 groups, from the start, to the end
     e_s = gl.allocate_shared_memory(gl.float32, [C], plain)
     D_s = gl.allocate_shared_memory(gl.bfloat16, [C, ROWS], plain2)
     row_s = gl.allocate_shared_memory(gl.float32, [K], plain)
     bars = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    TILES: gl.constexpr = K // C  # that a state takes
+    TILES: gl.constexpr = K // C  # tiles of a state
     states = X_s._reinterpret(gl.bfloat16, [LEVELS // TILES, K, K], half)
     S = states.index(0)
     dS = states.index(1)
@@ -264,7 +264,7 @@ def penstock_chunk_bwd_hopper(
         fence_async_shared()
         meet()
 
-    # M, and what comes through the states
+    # M, and the terms of the states
     dA = warpgroup_mma(o_s, v_s.permute((1, 0)), gl.zeros([C, C], gl.float32, square), use_acc=False, is_async=True)
     dA_t = warpgroup_mma(v_s, o_s.permute((1, 0)), gl.zeros([C, C], gl.float32, square), use_acc=False, is_async=True)
     dA, dA_t = warpgroup_mma_wait(0, [dA, dA_t])
@@ -288,7 +288,7 @@ def penstock_chunk_bwd_hopper(
     if DG:
         row_s.store(gl.sum(S.load(by_row).to(gl.float32) * dS.load(by_row).to(gl.float32), 1))
 
-    # the tiles of all levels
+    # X of all levels
     q = q_s.load(layout)
     k = k_s.load(layout)
     total = exp2(grouped(x, GROUPS, by_group))
@@ -337,7 +337,7 @@ def penstock_chunk_bwd_hopper(
     fence_async_shared()
     meet()
 
-    # A, and Y in place of X
+    # A, and Y, which overwrites X
     M = M_s.load(left)
     differ = gl.arange(0, C, gl.SliceLayout(1, left))[:, None] ^ gl.arange(0, C, gl.SliceLayout(0, left))[None, :]
     none = gl.zeros_like(M)
@@ -411,5 +411,5 @@ def penstock_chunk_bwd_hopper(
 
 @gluon.jit
 def grouped_row(row, across: gl.constexpr):
-    """[K] as [1,K]."""
+    """Load [K] as [1,K]."""
     return row.load(gl.SliceLayout(0, across))[None, :]

@@ -1,7 +1,7 @@
-"""Factors of dyadic chunks for Hopper, in Gluon: what the forward and the backward kernel share.
+"""Factors of dyadic chunks for Hopper, in Gluon: the device functions that the forward and the backward kernel share.
 
-A chunk of 64 tokens is GROUPS groups of R tokens. A thread holds all tokens of a group for two channels, so factors of levels up to R
-are running products in its registers; beyond that, exponentials of sums over groups.
+A chunk of 64 tokens is GROUPS groups of R tokens. A thread holds all tokens of a group for two channels. Factors of levels up to R are
+cumulative products in its registers; factors of higher levels are exponentials of sums over groups.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def halves(x, L: gl.constexpr, WARPS: gl.constexpr):
-    """Of [GROUPS,N,K] the first and the second half of each 2 L of N: [GROUPS,N / 2 L,L,K]."""
+    """The first and the second half of each block of 2 L tokens of x [GROUPS,N,K]: [GROUPS,N / 2 L,L,K] each."""
     GROUPS: gl.constexpr = x.shape[0]
     N: gl.constexpr = x.shape[1] // (2 * L)
     K: gl.constexpr = x.shape[2]
@@ -33,7 +33,7 @@ def joined(a, b, layout: gl.constexpr):
 
 @gluon.jit
 def widened(through, behind, total, layout: gl.constexpr, WARPS: gl.constexpr):
-    """From blocks of L tokens to those of 2 L: products up to each token, of those behind it, and of all."""
+    """From blocks of L tokens to blocks of 2 L: the products of decays up to each token, behind each token, and of the block."""
     GROUPS: gl.constexpr = total.shape[0]
     L: gl.constexpr = through.shape[1] // total.shape[1]
     N: gl.constexpr = total.shape[1] // 2
@@ -48,25 +48,25 @@ def widened(through, behind, total, layout: gl.constexpr, WARPS: gl.constexpr):
 
 @gluon.jit
 def grouped(x, GROUPS: gl.constexpr, layout: gl.constexpr):
-    """[C,K] as [GROUPS,R,K]."""
+    """Reshape [C,K] to [GROUPS,R,K]."""
     return gl.convert_layout(gl.reshape(x, [GROUPS, x.shape[0] // GROUPS, x.shape[1]]), layout, assert_trivial=True)
 
 
 @gluon.jit
 def flat(x, layout: gl.constexpr):
-    """[GROUPS,R,K] as [C,K]."""
+    """Reshape [GROUPS,R,K] to [C,K]."""
     return gl.convert_layout(gl.reshape(x, [x.shape[0] * x.shape[1], x.shape[2]]), layout, assert_trivial=True)
 
 
 @gluon.jit
 def spread(x, R: gl.constexpr, layout: gl.constexpr):
-    """[GROUPS,K] to all R tokens of a group: [C,K]."""
+    """Broadcast [GROUPS,K] over the R tokens of each group: [C,K]."""
     return flat(gl.expand_dims(x, 1).broadcast_to([x.shape[0], R, x.shape[1]]), layout)
 
 
 @gluon.jit
 def between(part, N: gl.constexpr, across: gl.constexpr):
-    """In blocks of 2 N groups, the sums between a group and the middle: [GROUPS,K]."""
+    """In blocks of 2 N groups, the sums of the groups between each group and the middle of its block: [GROUPS,K]."""
     GROUPS: gl.constexpr = part.shape[0]
     K: gl.constexpr = part.shape[1]
     group = gl.arange(0, GROUPS, gl.SliceLayout(1, across))[:, None]
@@ -81,7 +81,7 @@ def between(part, N: gl.constexpr, across: gl.constexpr):
 
 @gluon.jit
 def around(part, across: gl.constexpr):
-    """The sums before each group, behind it, and of all."""
+    """The sums before each group and behind each group [GROUPS,K], and of all groups [1,K]."""
     GROUPS: gl.constexpr = part.shape[0]
     K: gl.constexpr = part.shape[1]
     group = gl.arange(0, GROUPS, gl.SliceLayout(1, across))[:, None]
@@ -98,16 +98,16 @@ def around(part, across: gl.constexpr):
 
 @gluon.jit
 def in_second_half(n: gl.constexpr, C: gl.constexpr, layout: gl.constexpr):
-    """[C,1]: which tokens lie in the second half of their block of level n."""
+    """Whether a token is in the second half of its block of level n: [C,1]."""
     return ((gl.arange(0, C, gl.SliceLayout(1, layout)) >> n) & 1)[:, None] == 1
 
 
 @gluon.jit
 def factored(q, k, through, behind, n: gl.constexpr, layout: gl.constexpr):
-    """X of blocks of 2^n tokens."""
+    """X of level n [C,K]: q with its factor in second halves, k with its factor in first halves."""
     second = in_second_half(n, q.shape[0], layout)
     Q = (q.to(gl.float32) * flat(through, layout)).to(q.dtype)
     if n == 0:
-        return gl.where(second, Q, k)  # no token lies between k and the middle
+        return gl.where(second, Q, k)  # there is no token between k and the middle
     else:
         return gl.where(second, Q, (k.to(gl.float32) * flat(behind, layout)).to(q.dtype))

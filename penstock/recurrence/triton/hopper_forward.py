@@ -1,21 +1,20 @@
-"""The chunkwise forward kernel for decays per channel on Hopper, in Gluon: any decay at one speed.
+"""The chunkwise forward kernel for decays per channel on Hopper, in Gluon: any decay at the same speed.
 
-A chunk of 64 tokens is cut in two, the halves in two, and so on: six levels of blocks of L = 32, 16, ... 1 tokens. Every pair of tokens
-s < t is split by one level: s lies in the first half of a block of 2 L tokens, t in the second. With w the decay of a token,
+A chunk of 64 tokens is split into halves, the halves into halves, and so on: six levels of blocks of L = 32, 16, ... 1 tokens. One level
+splits each pair of tokens s < t: s is in the first half of a block of 2 L tokens, t in the second. With w the decay of a token,
 
-    X_L = q_t o w_{m+1} ... w_t   for t in the second half of such a block, whose middle is m  ("previous": up to t - 1)
-        = k_s o w_{s+1} ... w_m   for s in the first
+    X_L = q_t o w_{m+1} ... w_t   for t in the second half of a block, where m is the block's middle  ("previous": up to t - 1)
+        = k_s o w_{s+1} ... w_m   for s in the first half
     A   = X_L X_L^T  for the pairs that L splits; on the diagonal q . k, or q . (u o k)
     O   = scale (A V + (q o w_1 ... w_t) S)               S' = (w_1 ... w_64) o S + (k o w_{s+1} ... w_64)^T V
 
-All factors are at most 1, so no decay is too strong. The warps of a program divide the work:
+All factors are at most 1, so every decay is supported. A program's warps are specialized:
 
-- ``prepare``: decays from memory, a chunk ahead in registers; each thread has 16 tokens of two channels, so that factors of levels up to
-  8 are running products in its registers. It writes X_1, X_2, ... X_32 into a ring of tiles, then q and k with their factors in place.
-- ``walk``, 4 warps: X X^T level by level into A, then the products with V and the state, which is in
-  their registers.
+- ``prepare``: loads decays one chunk ahead into registers. Each thread has 16 tokens of two channels, so factors of levels up to 8 are
+  cumulative products in its registers. It writes X_1, X_2, ... X_32 into a ring of tiles, then q and k with the factors of the state.
+- ``walk``, 4 warps: computes A from X X^T level by level, then the products with V and the state, which stays in registers.
 
-Tiles of q, k and v lie in a ring of STAGES, which the tensor memory accelerator fills.
+Tiles of q, k and v are in a ring buffer of STAGES, which the tensor memory accelerator (TMA) fills.
 """
 
 from __future__ import annotations
@@ -36,22 +35,22 @@ from ...gpu.tiles import LOG2E, slot_of, tokens_of
 from .hopper_dyadic import around, between, factored, flat, grouped, spread, widened
 
 C = gl.constexpr(64)  # tokens in a chunk, and value channels in a block
-GROUPS = gl.constexpr(4)  # of R tokens, each in one thread
+GROUPS = gl.constexpr(4)  # groups of R tokens; a thread holds all tokens of a group
 R = gl.constexpr(16)
-ROWS = gl.constexpr(16)  # of a product within a warp
+ROWS = gl.constexpr(16)  # rows of a warp's product
 LEVELS = gl.constexpr(6)
-TILES = gl.constexpr(8)  # that a chunk sends through the ring: one for each level, then q and k with the factors that a state needs
+TILES = gl.constexpr(8)  # of a chunk in the ring: one for each level, then q and k with the factors of the state
 
 
 @gluon.jit
 def unknown(x):
-    """x, of which the compiler does not know that it is the same in each chunk: what follows from it does not take registers for ever."""
+    """x, opaque to the compiler: values derived from it are not hoisted out of the loop, where they take registers."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def decays_at(g, g_t, g_k, left, K: gl.constexpr, layout: gl.constexpr):
-    """A chunk's decays [64,K] as they are in memory, 0 where there is no token."""
+    """Load a chunk's decays [64,K] in their dtype, 0 behind the last token."""
     i = gl.arange(0, C, gl.SliceLayout(1, layout)) + unknown(left * 0)
     j = gl.arange(0, K, gl.SliceLayout(0, layout))
     return gl.load(g + (i[:, None] * g_t + j[None, :] * g_k), mask=(i < left)[:, None], other=0.0)
@@ -59,7 +58,7 @@ def decays_at(g, g_t, g_k, left, K: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def publish(X, Y, n: gl.constexpr, c, x_s, full, empty):
-    """Pair n of a chunk's tiles into the ring."""
+    """Store pair n of a chunk's tiles in the ring, when its slot is empty."""
     PAIRS: gl.constexpr = x_s.type.shape[0] // 2
     s: gl.constexpr = n % PAIRS
     mbarrier.wait(empty.index(s), (c * (TILES // 2 // PAIRS) + n // PAIRS) & 1 ^ 1)
@@ -72,7 +71,7 @@ def publish(X, Y, n: gl.constexpr, c, x_s, full, empty):
 
 @gluon.jit
 def awaited(n: gl.constexpr, c, zero, x_s, full):
-    """Pair n of a chunk's tiles."""
+    """Wait for pair n of a chunk's tiles in the ring."""
     PAIRS: gl.constexpr = x_s.type.shape[0] // 2
     s: gl.constexpr = n % PAIRS
     mbarrier.wait(full.index(s), (c * (TILES // 2 // PAIRS) + n // PAIRS) & 1)
@@ -81,20 +80,20 @@ def awaited(n: gl.constexpr, c, zero, x_s, full):
 
 @gluon.jit
 def released(n: gl.constexpr, x_s, empty):
-    """Nobody here reads it any more."""
+    """Mark the slot of pair n as empty."""
     mbarrier.arrive(empty.index(n % (x_s.type.shape[0] // 2)), count=1)
 
 
 @gluon.jit
 def ask(tiles, tile, bar, row, column, there):
-    """Have a tile brought, and nothing else with this barrier."""
+    """Start the TMA load of a tile; the barrier waits for nothing else."""
     mbarrier.expect(bar, tiles.block_type.nbytes, pred=there)
     tma.async_copy_global_to_shared(tiles, [row, column], bar, tile, pred=there)
 
 
 @gluon.jit
 def ask_both(q_tiles, k_tiles, q, k, bar, row, column, there):
-    """Have tiles of q and k brought."""
+    """Start the TMA loads of tiles of q and k, with one barrier."""
     mbarrier.expect(bar, q_tiles.block_type.nbytes + k_tiles.block_type.nbytes, pred=there)
     tma.async_copy_global_to_shared(q_tiles, [row, column], bar, q, pred=there)
     tma.async_copy_global_to_shared(k_tiles, [row, column], bar, k, pred=there)
@@ -105,7 +104,7 @@ def prepare(
     g, tiles, ring, x_s, sides, bars, place, scale, g_t, g_k,
     K: gl.constexpr, TILED: gl.constexpr, PREVIOUS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The warps that put factors on q and k. A thread has two channels of a group's tokens."""
+    """The warps that multiply q and k by their factors. A thread has two channels of a group's tokens."""
     q_s, k_s, _ = ring
     part_s, total_s, g_s = sides
     loaded, full, empty, _, arrived = bars
@@ -160,9 +159,9 @@ def prepare(
                 E = X
             else:
                 publish(E, X, n // 2, c, x_s, full, empty)
-                if TILED and n == 1:  # all have read the decays
+                if TILED and n == 1:  # all warps have read the decays
                     ask(g_tiles, g_s, arrived, row + (c + 1) * C, key_column, c + 1 < chunks)
-                if n == 5:  # and those who multiply, q and k as they were
+                if n == 5:  # ``walk`` has read q and k
                     there = c + STAGES < chunks
                     ask_both(q_tiles, k_tiles, q_s.index(s), k_s.index(s), loaded.index(s), row + (c + STAGES) * C, key_column, there)
         before, after, whole = around(part, across)
@@ -176,7 +175,7 @@ def prepare(
 
 @gluon.jit
 def operand(tile, LEFT: gl.constexpr):
-    """A tile [64,K] in registers for products within groups: [4,ROWS,K] for the left, transposed for the right."""
+    """Load a tile [64,K] as an operand of products within groups: [4,ROWS,K] if LEFT, else its transpose [4,K,ROWS]."""
     K: gl.constexpr = tile.type.shape[1]
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
     more: gl.constexpr = [[0, 16], [0, 32]] + ([[0, 64]] if K >= 128 else []) + ([[0, 128]] if K == 256 else [])
@@ -194,14 +193,14 @@ def operand(tile, LEFT: gl.constexpr):
 
 @gluon.jit
 def product(a, b):
-    """Within groups: [4,ROWS,ROWS]."""
+    """The products a b within groups: [4,ROWS,ROWS]."""
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
     return mma_v2(a, b, gl.zeros([4, ROWS, ROWS], gl.float32, mma))
 
 
 @gluon.jit
 def pairs(x, n: gl.constexpr, layout: gl.constexpr):
-    """All tokens of a tile with those of its group n: [64,ROWS]."""
+    """The products of all tokens of a tile with those of its group n: [64,ROWS]."""
     return warpgroup_mma(x, x.slice(n * ROWS, ROWS).permute((1, 0)), gl.zeros([C, ROWS], gl.float32, layout), use_acc=False, is_async=True)
 
 
@@ -211,7 +210,7 @@ def walk(
     K: gl.constexpr, V: gl.constexpr, PREVIOUS: gl.constexpr, INITIAL: gl.constexpr, FINAL: gl.constexpr, EVERY: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The warps that hold the state."""
+    """The 4 warps that hold the state and compute the products."""
     _, _, _, v_tiles, o_tiles = tiles
     q_s, k_s, v_s = ring
     row, _, value_column, chunks, tokens = place
@@ -247,7 +246,7 @@ def walk(
         t = c * C
         if EVERY > 0:
             if t % EVERY == 0:
-                wide: gl.constexpr = gl.DistributedLinearLayout(  # as S lies, but 16 bytes of a row together
+                wide: gl.constexpr = gl.DistributedLinearLayout(  # the layout of S, but with 16 contiguous bytes of a row
                     [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32]] + ([[64, 0]] if K >= 128 else []) + ([[128, 0]] if K == 256 else []),
                     [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
                     [[16, 0], [32, 0]], [], [K, C],
@@ -273,7 +272,7 @@ def walk(
             D = gl.where(((a ^ b) >> (2 * n + 1) == 1) & (a > b), P, D)
             released(n, x_s, empty)
         if c > 0:
-            if c - 1 + STAGES < chunks:  # the output of the chunk before has left the slot that it shares with v
+            if c - 1 + STAGES < chunks:  # wait until the previous output has left its slot, which it shares with v
                 tma.store_wait(0)
                 meet()
                 slot = (c - 1) % STAGES
@@ -329,7 +328,7 @@ def penstock_chunk_fwd_hopper(
     EVERY: gl.constexpr, PACKED: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, WARPS: gl.constexpr,
     REGISTERS: gl.constexpr, TILED: gl.constexpr,
 ):  # fmt: skip
-    """Program (stretch, head, block of V). ``prepare`` has WARPS warps of REGISTERS registers a thread."""
+    """Program (sequence or segment, head, block of V). ``prepare`` has WARPS warps, with REGISTERS registers per thread."""
     NV: gl.constexpr = V // C
     pid = gl.program_id(0)
     vb = pid % NV

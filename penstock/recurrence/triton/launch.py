@@ -1,4 +1,4 @@
-"""The passes of the Triton implementations: a plan each, run on the tensors of a problem."""
+"""The passes of the Triton implementations: each runs a plan on the tensors of a problem."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _inputs(p: Recurrence) -> Inputs:
 
 
 def chunk_forward(p: Recurrence, keep: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Output, final state and, if ``keep``, states for the backward pass, by chunks."""
+    """Output, final state and, if ``keep``, residuals (states before chunks) for the backward pass, chunk by chunk."""
     name = "chunk forward with residuals" if keep else "chunk forward"
     found = launch.run(name, p, target(p.q.device), lambda at: plan.chunk_forward_plan(p, at, keep), _inputs(p))
     return found["output"], found["final_state"], found.get("chunk_states")
@@ -36,7 +36,7 @@ def recurrent_forward(p: Recurrence) -> tuple[Tensor, Tensor]:
 
 
 def advance(p: Advance) -> Tensor:
-    """Output, token by token; one launch, states in place."""
+    """Output, token by token; one launch, which updates the states in place."""
     tensors = _tokens(p) | {"state": p.state, "slots": dense(p.slots)}
     return launch.run("advance", p, target(p.q.device), lambda at: plan.recurrent_forward_plan(p, at), tensors)["output"]
 
@@ -44,7 +44,7 @@ def advance(p: Advance) -> Tensor:
 def chunk_backward(
     p: Recurrence, d_output: Tensor, d_final_state: Tensor | None, states: Tensor | None = None, dg: bool = True
 ) -> Gradients:
-    """All gradients by chunks, from the states that a forward pass kept if there are any; the decay's only if ``dg``."""
+    """All gradients chunk by chunk; the decay's only if ``dg``. ``states``: the forward pass's residuals, or None."""
     found = launch.run(
         "chunk backward" if dg else "chunk backward without dg", p, target(p.q.device),
         lambda at: plan.chunk_backward_plan(p, d_output, d_final_state, at, states, dg),
@@ -55,7 +55,7 @@ def chunk_backward(
 
 
 def recurrent_backward(p: Recurrence, d_output: Tensor, d_final_state: Tensor | None) -> Gradients:
-    """All gradients token by token; shares of blocks of V are summed here."""
+    """All gradients token by token. Partial sums of blocks of V are added here."""
     tensors = _inputs(p) | {"d_output": d_output, "d_final_state": d_final_state}
     found = launch.run(
         "recurrent backward", p, target(p.q.device), lambda at: plan.recurrent_backward_plan(p, d_output, d_final_state, at),

@@ -1,7 +1,7 @@
-"""What a call of the recurrence launches.
+"""The launches of a call of the recurrence.
 
-What is chosen (kernels, constants, whether sequences are cut into segments) depends on ``Problem.counts``; grids, numbers and shapes are
-functions of the exact sizes, so that calls with equal counts share a plan.
+Kernels, constants and whether sequences are split into segments depend on ``Problem.counts``. Grids, numbers and shapes are functions of
+the exact sizes, so calls with equal counts share a plan.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from . import chunk_backward, chunk_forward, hopper, recurrent, segments, tiles
 from .table import DECAYS, LEAST, READS, KernelConfig, Key, config
 
 LIMITS = {"bf16": 200.0, "tf32": 200.0, "tf32x3": 32.0, "ieee": 32.0}
-"""How far the decays of tokens that share an anchor may fall, log2 units, where a chunk has several (or a scalar decay): factors must
-not overflow in float32, and where products are as exact as float32 the sums of decays should be too (half an ulp of 32 is 2e-6)."""
+"""The strongest decay of tokens that share an anchor, log2 units, in chunks with several anchors or a scalar decay. Factors must not
+overflow in float32. If products have float32 accuracy, sums of decays need it too (half an ulp of 32 is 2e-6)."""
 
 NONE, SCALAR, CHANNEL = (kind.value for kind in (tiles.NONE, tiles.SCALAR, tiles.CHANNEL))
 FEW = 16
-"""Tokens over which the rounding of a float32 state that decays token by token, 2^-24 each, stays below its budget."""
+"""Up to this many tokens the rounding error of a float32 state that decays at each token, 2^-24 each, stays below its budget."""
 SPAN = 16
-"""Tokens between the states that the token-serial backward pass keeps; those within are computed again. A state has two rows beside it,
+"""Tokens between the states that the token-serial backward pass stores; states between them are recomputed. Each state has two more rows,
 for pending decays."""
 
 
 class Call(NamedTuple):
-    """What all launches of one problem share."""
+    """The sizes and choices that all launches of a problem share."""
 
     B: int
-    """B, T and N are rounded up to powers of two: for choices."""
+    """B, T and N are rounded up to powers of two; only choices depend on them."""
     T: int
     N: int
     H: int
     K: int
     V: int
     gate: tuple[int, ...]
-    """Strides of the decay, seen as [B,T,H,K]."""
+    """Strides of the decay, expanded to [B,T,H,K]."""
     decay: int
     static: bool
     previous: bool
@@ -52,7 +52,7 @@ class Call(NamedTuple):
 
     @classmethod
     def of(cls, p: Tokens, target: Target) -> Call:
-        """Sizes and kinds of a problem."""
+        """The sizes and choices of a problem."""
         axes, sizes = p.variant.decay, p.sizes
         decay = NONE if not axes else CHANNEL if "K" in axes else SCALAR
         gate = p.gate.expand(p.q.shape).stride() if p.gate is not None else (0, 0, 0, 0)
@@ -65,32 +65,33 @@ class Call(NamedTuple):
 
     @property
     def pending(self) -> bool:
-        """Whether the token-serial kernels keep decays pending. Packed sequences always: their lengths are not known on the host."""
+        """Whether the token-serial kernels keep decays pending. Always for packed sequences: the host does not know their lengths."""
         return self.decay != NONE and (self.packed or self.T > FEW)
 
     @property
     def flags(self) -> dict[str, Any]:
-        """The constants that every chunk kernel takes."""
+        """The constants of every chunk kernel."""
         sizes, limit = {"K": self.K, "V": self.V}, LIMITS[self.precision]
         return {**sizes, "DECAY": self.decay, "STATIC": self.static, "PACKED": self.packed, "PRECISION": self.precision, "LIMIT": limit}
 
     def backward_chunk(self, p: Recurrence, *d_output: Tensor) -> tuple[int, Any]:
-        """Tokens between the states that the backward pass by chunks begins at, and Hopper's kernel if that runs it, or None."""
+        """Tokens of a chunk of the backward pass, and the Hopper kernel that computes it, or None for the plain kernel."""
         b = self.config("backward")
         kernel = hopper.backward(p, b, self.target, self.precision, *d_output)
         return hopper.C if kernel else b.C, kernel
 
     def launches(self, C: int) -> tuple[tuple[int, bool, bool], ...]:
-        """Tokens of a chunk, HALVES and EXACT of the launches of a chunk kernel: each does what did not suit the one before it.
+        """Tokens of a chunk, HALVES and EXACT of the launches of a chunk kernel. Each computes chunks that the one before cannot.
 
-        Chunks of less than 64 tokens are not worth halves: 16 tokens seldom suit where 32 do not, and an idle launch costs 3 us.
+        Chunks of less than 64 tokens have no launch of halves: where 32 tokens decay too much, 16 usually do too, and an idle launch
+        costs 3 us.
         """
         if self.decay != CHANNEL:
             return ((C, False, False),)
         return ((C, False, False), (C // 2, True, False), (C // 2, True, True)) if C >= 64 else ((C, False, False), (C, False, True))
 
     def key(self, kernel: str) -> Key:
-        """Where its block sizes are looked up."""
+        """The key of a kernel's block sizes in the tables."""
         return Key(kernel, DECAYS[self.decay], READS[self.previous], self.precision, power(self.K), power(self.V))
 
     def config(self, kernel: str) -> KernelConfig:
@@ -100,28 +101,28 @@ class Call(NamedTuple):
         return b._replace(BK=min(power(self.K, least), b.BK), BV=min(power(self.V, least), b.BV))
 
     def stored(self, C: int) -> torch.dtype:
-        """What states before C tokens are stored as: operands of products are rounded anyway, but not a caller's states."""
+        """The dtype of stored states before chunks of C tokens. Products round them to bfloat16, but a caller's own state stays float32."""
         return torch.bfloat16 if self.precision == "bf16" and self.T > C else torch.float32
 
     def step_config(self) -> KernelConfig:
-        """The configuration of an update in place: BV is halved, down to 16, until each multiprocessor has ``programs_per_sm`` programs."""
+        """The configuration of an update in place. BV is halved, down to 16, until each multiprocessor has ``programs_per_sm`` programs."""
         b = self.config("step")
         while b.BV > 16 and self.N * self.H * math.ceil(self.V / b.BV) < b.programs_per_sm * self.target.multiprocessors:
             b = b._replace(BV=b.BV // 2, warps=max(b.warps // 2, 1))
         return b
 
     def chunks(self, L: Size) -> Callable[[Sizes], int]:
-        """Chunks, or segments, of L tokens that the sequences may need together."""
+        """An upper bound of the number of chunks (or segments) of L tokens in all sequences."""
         return lambda s: chunks(s["T"], L(s) if callable(L) else L, s["N"], self.packed)
 
     def programs(self, count: Size, each: int) -> Callable[[Sizes], int]:
-        """A grid: ``each`` programs a head for every one of ``count``."""
+        """A grid: ``each`` programs for every head of each of ``count`` sequences, segments or chunks."""
         return lambda s: (count(s) if callable(count) else count) * self.H * each
 
     def segment(self, C: int, each: int, programs_per_sm: int) -> Callable[[Sizes], int] | None:
-        """Tokens in a segment, a multiple of C, for ``programs_per_sm`` programs on each multiprocessor; None: sequences stay whole.
+        """Tokens in a segment, a multiple of C, for ``programs_per_sm`` programs on each multiprocessor; None: no segments.
 
-        ``each``: programs that walk a head of a sequence.
+        ``each``: the number of programs for a head of a sequence.
         """
         target = programs_per_sm * self.target.multiprocessors
         if 2 * self.N * self.H * each > target:
@@ -157,8 +158,9 @@ def _states(
     plan: Plan, c: Call, names: tuple[str, str], steps_of: tuple[int, ...], L: Callable[[Sizes], int] | None, C: int, scale: float,
     reverse: bool, start: tuple[str, tuple[int, ...]] | None, end: str | None, adjoint: bool, stored: torch.dtype | None,
 ) -> str:  # fmt: skip
-    """The states before chunks, as ``stored``; None: before segments of L tokens. Sequences begin with ``start``, if given; ``end`` is
-    written.
+    """Add launches for the states before chunks, of dtype ``stored``, or before segments of L tokens if ``stored`` is None.
+
+    Returns the name of these states. ``start``: the name and strides of the initial state; ``end``: the name of the final state.
     """
     x, y = names
     d, b = "d_" * adjoint, c.config("states")
@@ -199,7 +201,7 @@ def _states(
 
 
 def chunk_forward_plan(p: Recurrence, target: Target, keep: bool = False) -> Plan:
-    """``output`` and ``final_state`` by chunks; if ``keep``, ``chunk_states`` for the backward pass too where its chunks are multiples."""
+    """``output`` and ``final_state`` by chunks; if ``keep``, also ``chunk_states`` for the backward pass if its chunks are multiples."""
     plan, c = Plan(), Call.of(p, target)
     b = c.config("forward")
     BK, grid = power(c.K, LEAST), math.ceil(c.V / b.BV)
@@ -210,9 +212,9 @@ def chunk_forward_plan(p: Recurrence, target: Target, keep: bool = False) -> Pla
     C = plan.ones = hopper.C if kernel else b.C
     apart, _ = c.backward_chunk(p)
     meets = apart % C == 0
-    L = c.segment(apart if meets else C, grid, b.programs_per_sm)  # the same whether states are kept or not, and so are results
+    L = c.segment(apart if meets else C, grid, b.programs_per_sm)  # does not depend on ``keep``: nor do results
     dense = chunks(c.T, apart, c.N, c.packed) * apart <= 2 * c.B * c.T  # many short sequences have more slots than tokens
-    rounded = kernel is None or c.T > C  # the kernel for Hopper keeps bfloat16, which is too little for a caller's own states
+    rounded = kernel is None or c.T > C  # the Hopper kernel stores bfloat16, which is too inaccurate for a caller's own states
     every = apart if keep and meets and dense and rounded else 0
     chunk_states = plan.empty("chunk_states", c.chunks(every), c.H, c.K, c.V, dtype=c.stored(every)) if every else "q"
     state = None if p.initial_state is None else ("initial_state", p.initial_state.stride())
@@ -249,9 +251,9 @@ def chunk_forward_plan(p: Recurrence, target: Target, keep: bool = False) -> Pla
 def chunk_backward_plan(
     p: Recurrence, d_output: Tensor, d_final_state: Tensor | None, target: Target, states: Tensor | None = None, dg: bool = True
 ) -> Plan:
-    """``dq``, ``dk``, ``dv``, ``dg``, ``du`` and ``d_initial_state`` by chunks; a constant decay's dg and du by chunk, to be summed.
+    """``dq``, ``dk``, ``dv``, ``dg``, ``du`` and ``d_initial_state`` by chunks. ``du`` and a constant decay's ``dg`` are partial sums.
 
-    ``states`` are a forward pass's ``chunk_states``; without them they are computed again. ``dg``: whether it is wanted.
+    ``states`` are the forward pass's ``chunk_states``; if None, they are recomputed. ``dg``: whether to compute dg.
     """
     plan, c = Plan(), Call.of(p, target)
     b, walk = c.config("backward"), c.config("states")
@@ -261,7 +263,7 @@ def chunk_backward_plan(
     d_initial = None if p.initial_state is None else plan.empty("d_initial_state", *state, dtype=p.initial_state.dtype)
     L = c.segment(C, math.ceil(c.K / walk.BK) * math.ceil(c.V / walk.BV), walk.programs_per_sm)
     start = None if p.initial_state is None else ("initial_state", p.initial_state.stride())
-    if states is not None and c.backward_chunk(p)[0] == C:  # C also without knowing d_output, as when they were kept
+    if states is not None and c.backward_chunk(p)[0] == C:  # without d_output, as in the forward pass that stored them
         S = "states"
     else:
         S = _states(plan, c, ("k", "v"), strides(p.k, p.v), L, C, 1.0, p.reverse, start, None, False, stored)
@@ -303,7 +305,7 @@ def chunk_backward_plan(
 
 
 def recurrent_forward_plan(p: Recurrence | Advance, target: Target) -> Plan:
-    """``output`` and ``final_state`` token by token; for an update in place the states of the pool are read and written instead."""
+    """``output`` and ``final_state`` token by token. An update in place reads and writes the states of the pool instead."""
     plan, c = Plan(), Call.of(p, target)
     moves = isinstance(p, Advance)
     b = c.step_config() if moves else c.config("recurrent")
@@ -329,7 +331,7 @@ def recurrent_forward_plan(p: Recurrence | Advance, target: Target) -> Plan:
 
 
 def recurrent_backward_plan(p: Recurrence, d_output: Tensor, d_final_state: Tensor | None, target: Target) -> Plan:
-    """All gradients token by token: dv, and of the others (float32) the shares of blocks of V, to be summed."""
+    """All gradients token by token. All but dv are float32 partial sums of blocks of V, which the caller adds."""
     plan, c = Plan(), Call.of(p, target)
     b = c.config("recurrent")
     BK, NV = power(c.K), math.ceil(c.V / b.BV)

@@ -1,11 +1,11 @@
 """The token-serial kernels: forward (decode steps are forward passes on a pool of states) and backward.
 
 One program holds a block of V of one head's state in registers and processes one token after another. It computes the recurrence by its
-definition, in float32, for decays and sizes of any kind.
+definition, in float32, for all decays and sizes.
 
-Over many tokens (PENDING) decays stay pending: a row of the state is exp(P) times the stored row, reads are multiplied by exp(P), writes
-by exp(-P), and the row by exp(P) once P is below -0.5 and where the state leaves the kernel. So weak decays are not lost in the
-rounding of the state. Over few tokens this loss is small, and pending decays would only take registers.
+Over many tokens (PENDING) decays stay pending: a row of the state is exp(P) times the stored row. Reads are multiplied by exp(P) and
+writes by exp(-P). The row is multiplied by exp(P) when P is below -0.5 and before the final state is stored. Without this, the rounding
+of the state loses weak decays. Over few tokens this loss is small, and pending decays only cost registers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...gpu.tiles import LOG2E
+from ...gpu.tiles import LOG2E, tokens_of
 from .tiles import CHANNEL, FLOOR, NONE, SCALAR
 
 
@@ -29,15 +29,15 @@ def log_decay(base, j, stride_j, there, DECAY: tl.constexpr):
 
 @triton.jit
 def exp(x):
-    """The exponential of x, by 2^n and the rest: the error of exp2(x * log2(e)) would grow with x."""
+    """The exponential of x, with range reduction. The error of exp2(x * log2(e)) grows with x."""
     n = tl.floor(x * LOG2E + 0.5)
-    r = (x - n * 0.693359375) + n * 2.12194440e-4  # ln2 in two pieces
+    r = (x - n * 0.693359375) + n * 2.12194440e-4  # ln2 in two parts
     return tl.exp2(n) * tl.exp2(r * LOG2E)
 
 
 @triton.jit
 def loss(g):
-    """exp(g) - 1, the relative change of the state. Accurate for weak decays, whose errors would add up."""
+    """exp(g) - 1, the relative change of the state. Accurate for weak decays, because their errors accumulate."""
     near = tl.maximum(g, -0.5)
     series = 1.0 + near * (1.0 / 7.0) * (1.0 + near * (1.0 / 8.0))
     series = 1.0 + near * (1.0 / 5.0) * (1.0 + near * (1.0 / 6.0) * series)
@@ -48,7 +48,7 @@ def loss(g):
 
 @triton.jit
 def by_row(x, DECAY: tl.constexpr):
-    """A factor per channel, or one for all, as a factor of a state."""
+    """A factor per channel or a scalar factor, in the shape that broadcasts over a state [BK,BV]."""
     if DECAY == CHANNEL:
         x = x[:, None]
     return x
@@ -56,13 +56,13 @@ def by_row(x, DECAY: tl.constexpr):
 
 @triton.jit
 def decayed(S, g, DECAY: tl.constexpr):
-    """The decayed state. Its rounding errors are random: a rounded exp(g) has the same relative error at every decode step."""
+    """The decayed state, as S + S (exp(g) - 1). S exp(g) has the same rounding error of exp(g) at every decode step."""
     return S + S * by_row(loss(g), DECAY)
 
 
 @triton.jit
 def add(total, rest, x):
-    """Add to a compensated sum; ``rest`` is its rounding error."""
+    """Add x to a compensated sum; ``rest`` is the sum's rounding error."""
     addend = x + rest
     grown = total + addend
     return grown, addend - (grown - total)
@@ -70,7 +70,10 @@ def add(total, rest, x):
 
 @triton.jit
 def pend(P, rest, g):
-    """Add a log decay to the pending sum. Also returns the factors of the state and of later reads; writes are divided by the latter."""
+    """Add a log decay to the pending sum P.
+
+    Returns P, its rounding error, the factor of the state and the factor of later reads. Writes are divided by the factor of reads.
+    """
     P, rest = add(P, rest, g)
     e = exp(P)
     stays = P >= -0.5
@@ -79,7 +82,7 @@ def pend(P, rest, g):
 
 @triton.jit
 def nothing_pending(BK: tl.constexpr, DECAY: tl.constexpr):
-    """Zero, per channel or one for all."""
+    """Pending decays of zero: per channel [BK], or a scalar."""
     if DECAY == CHANNEL:
         zero = tl.zeros((BK,), tl.float32)
     else:
@@ -89,7 +92,7 @@ def nothing_pending(BK: tl.constexpr, DECAY: tl.constexpr):
 
 @triton.jit
 def apply_or_pend(S, P, rest, read, g, DECAY: tl.constexpr, PENDING: tl.constexpr):
-    """The state behind one log decay, and what is pending then: see ``pend``."""
+    """Apply a log decay to the state or, if PENDING, to the pending decay (see ``pend``)."""
     if PENDING:
         P, rest, w, read = pend(P, rest, g)
         S *= by_row(w, DECAY)
@@ -100,7 +103,7 @@ def apply_or_pend(S, P, rest, read, g, DECAY: tl.constexpr, PENDING: tl.constexp
 
 @triton.jit
 def advance(S, P, rest, read, k, v, g, j, g_k, there, mine, DECAY: tl.constexpr, PENDING: tl.constexpr):
-    """S_t from S_{t-1}, with pointers to the token's k, v and decay."""
+    """S_t from S_{t-1}. k, v and g are pointers to the token's k, v and decay."""
     kt = tl.load(k, mask=there, other=0.0).to(tl.float32)
     vt = tl.load(v, mask=mine, other=0.0).to(tl.float32)
     if DECAY != NONE:
@@ -118,26 +121,13 @@ def penstock_recurrent_fwd(
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr, PREVIOUS: tl.constexpr,
     INITIAL: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, SLOTS: tl.constexpr, PENDING: tl.constexpr,
 ):  # fmt: skip
-    """Program (sequence, head, block of V)."""
+    """Program (sequence, head, block of V). With SLOTS, sequence n uses state ``slots[n]``; output is 0 if the slot is negative."""
     NV: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0)
     dv = pid % NV * BV + tl.arange(0, BV)
     dk = tl.arange(0, BK)
     h = (pid // NV % H).to(tl.int64)
-    n = (pid // NV // H).to(tl.int64)
-    zero = tl.zeros((), tl.int64)
-    begin = zero
-    length = T
-    b = n
-    if PACKED:
-        begin = tl.load(cu_seqlens + n).to(tl.int64)
-        length = (tl.load(cu_seqlens + n + 1).to(tl.int64) - begin).to(tl.int32)
-        b = zero
-    row = begin
-    step = 1
-    if REVERSE:
-        row = begin + length - 1
-        step = -1
+    n, b, row, step, _, _, length = tokens_of((pid // NV // H).to(tl.int64), cu_seqlens, 0, T, 0, False, PACKED, REVERSE)
     there = dk < K
     mine = dv < V
     inside = there[:, None] & mine[None, :]
@@ -201,9 +191,9 @@ def penstock_recurrent_bwd(
 ):  # fmt: skip
     """Program (sequence, head, block of V).
 
-    dq, dk [NV,B,T,H,K], dg [NV,B,T,H,K] (a constant decay's: [NV,N,H,K]; a scalar's without K) and du [NV,N,H,K] are the shares of
-    blocks of V, float32, to be summed; dv is whole. ``kept`` [N,H,NV,SPAN + 1 + ceil(T / SPAN),BK,BV + 2] holds states: one every SPAN
-    tokens, with what is pending of their decays, and those within a span, with their factors of reads, while it is walked backwards.
+    dq, dk [NV,B,T,H,K], dg [NV,B,T,H,K] (constant decays: [NV,N,H,K]; scalar decays: without K) and du [NV,N,H,K] are partial sums
+    for each block of V, float32; the caller sums them. dv is complete. ``kept`` [N,H,NV,SPAN + 1 + ceil(T / SPAN),BK,BV + 2] is scratch
+    memory for states: one state every SPAN tokens with its pending decay, and all states of the current span with their read factors.
     """
     SLOT: tl.constexpr = BK * (BV + 2)
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -212,22 +202,11 @@ def penstock_recurrent_bwd(
     jv = vb * BV + tl.arange(0, BV)
     jk = tl.arange(0, BK)
     h = (pid // NV % H).to(tl.int64)
-    n = (pid // NV // H).to(tl.int64)
+    n, b, row, step, begin, _, length = tokens_of((pid // NV // H).to(tl.int64), cu_seqlens, 0, T, 0, False, PACKED, REVERSE)
     zero = tl.zeros((), tl.int64)
-    begin = zero
-    length = T
-    b = n
     first_state = pid.to(tl.int64) * (SPAN + tl.cdiv(T, SPAN))
     if PACKED:
-        begin = tl.load(cu_seqlens + n).to(tl.int64)
-        length = (tl.load(cu_seqlens + n + 1).to(tl.int64) - begin).to(tl.int32)
-        b = zero
         first_state = (begin // SPAN + n * (SPAN + 1)) * (H * NV) + (h * NV + vb) * (SPAN + tl.cdiv(length, SPAN))
-    row = begin
-    step = 1
-    if REVERSE:
-        row = begin + length - 1
-        step = -1
     there = jk < K
     mine = jv < V
     inside = there[:, None] & mine[None, :]

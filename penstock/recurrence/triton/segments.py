@@ -1,9 +1,9 @@
-"""States between chunks, where one walk along a sequence would leave the GPU idle or where a later kernel needs them all.
+"""States between chunks: for parallelism over segments of a sequence, and for kernels that need the state before each chunk.
 
-``states`` walks sequences, or segments of L tokens side by side. Forward in time it sums k_t^T v_t: states. Backward in time it
-sums (scale q_t)^T dO_t: their gradients. Segments are walked from zero; then ``scan`` carries the true state from segment to
-segment, for the transition is diagonal: a segment acts on the state as a factor per channel and a sum. Where the states before
-all chunks are wanted, segments are walked once more from there.
+``penstock_chunk_states`` processes sequences, or segments of L tokens in parallel. Forward in time it sums k_t^T v_t: states. Backward
+in time it sums (scale q_t)^T dO_t: gradients of states. Segments start from zero. Then ``penstock_segment_scan`` computes the state
+before each segment: the transition is diagonal, so a segment multiplies the state by a factor per channel and adds a sum. If the states
+before all chunks are needed, the segments are processed again from these states.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ def penstock_chunk_states(
 ):  # fmt: skip
     """Program (segment, head, block of K, block of V).
 
-    It starts from ``first`` if INITIAL, else from zero; ``chunk_states`` [chunk slots,H,K,V] (if CHUNKS) gets the state before each
-    chunk, ``last`` (if FINAL) the one behind. These are by segment if SEGMENTS, and then FINAL also means ``segment_decays``
-    [slots,H,K], log2; else segments are sequences. ADJOINT: x is q, y is dO, "before" is behind, and the factors are those of gradients.
+    It starts from ``first`` if INITIAL, else from zero. It stores the state before each chunk in ``chunk_states`` [chunk slots,H,K,V]
+    (if CHUNKS) and the final state in ``last`` (if FINAL). If SEGMENTS, ``first`` and ``last`` are per segment, and FINAL also stores
+    ``segment_decays`` [slots,H,K], log2; else segments are whole sequences. ADJOINT: time runs backward, x is q, y is dO, and the
+    states are gradients of states.
     """
     NK: tl.constexpr = (K + BK - 1) // BK
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -58,7 +59,7 @@ def penstock_chunk_states(
         S = tl.zeros((BK, BV), tl.float32)
     D = tl.zeros((BK,), tl.float32)
     if DECAY == CHANNEL:
-        lower = (i[:, None] >= i[None, :]).to(tl.bfloat16)  # with 2 warps, products take it from registers
+        lower = (i[:, None] >= i[None, :]).to(tl.bfloat16)  # with 2 warps, products read it from registers
     constant = 0.0
     if DECAY == SCALAR and STATIC:
         constant = constant_decay(g)
@@ -119,9 +120,9 @@ def penstock_segment_scan(
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     DECAY: tl.constexpr, ADJOINT: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Program (sequence, head, block of K, block of V): what each segment made becomes what it starts from.
+    """Program (sequence, head, block of K, block of V): replaces each segment's sum by the state before the segment.
 
-    ADJOINT walks backwards; ``initial_state`` is then the gradient of the final state, ``final_state`` that of the initial.
+    ADJOINT: from the last segment to the first; ``initial_state`` is the gradient of the final state, ``final_state`` that of the initial.
     """
     NK: tl.constexpr = (K + BK - 1) // BK
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -162,9 +163,9 @@ def chunk_state(
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     PREVIOUS: tl.constexpr, PRECISION: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
-    """A block of a chunk's state [K,V], which lies at ``chunk_states``.
+    """A block [BK,BV] of a chunk's state [K,V], loaded from ``chunk_states``.
 
-    HALVES: the state before a half, or (ADJOINT) its gradient behind a half; where the other half lies between, it is gone through.
+    HALVES: the state before a half, or (ADJOINT) its gradient behind a half. If the other half lies between, the state is advanced over it.
     """
     inside = (j < K)[:, None] & (y < V)[None, :]
     S = tl.load(chunk_states + j[:, None] * V + y[None, :], mask=inside, other=0.0)
@@ -178,10 +179,10 @@ def through(
     S, other, ADJOINT: tl.constexpr, j, y,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PREVIOUS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The state S before a chunk's second half instead of before the chunk, or (ADJOINT) its gradient behind the first; for any decay.
+    """Advance the state S from before the chunk to before its second half; ADJOINT: dS from behind the chunk to behind the first half.
 
-    ``other``: which half a program has, and of the other one, which is gone through only where it lies between, the tokens and their
-    tensors: k, v and g forward in time, q (which takes the scale), dO and g backward.
+    Works for any decay. ``other``: the program's half (0 or 1), then the other half's number of tokens, token indices, step, scale,
+    pointers and strides: of k, v and g forward in time; of q (multiplied by the scale), dO and g backward.
     """
     half, left, i, step, scale, a, b, g, a_t, a_k, b_t, b_v, g_t, g_k = other
     between = half == 0 if ADJOINT else half == 1

@@ -1,7 +1,7 @@
-"""Device functions that all chunk kernels share: where a program's tokens are, loading tiles, decays, and A inside a chunk.
+"""Device functions that all chunk kernels share: loads, sums and factors of decays.
 
-Inside kernels decays are in log2 units, so that a decay is one ``exp2``. Time always runs forward in a kernel: token i of a
-chunk is row ``first + i * step`` of the tensors, step being -1 where the caller's time runs backwards.
+Inside kernels decays are in log2 units, so a decay is one ``exp2``. Time runs forward in a kernel: token i of a chunk is row
+``first + i * step`` of the tensors, and step is -1 if the caller's time runs backward.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ import triton.language as tl
 
 from ...gpu.tiles import LOG2E, tile
 
-FLOOR = tl.constexpr(-16384.0)  # log2 units: 2 ** FLOOR is 0 in float32, and sums of floored decays stay finite where -inf would not
-SUITS = tl.constexpr(200.0)  # log2 units: a chunk may decay by so much and still have one anchor; factors are then within 2^100
-COARSE = tl.constexpr(49152.0)  # 1.5 * 2^15: added and taken away again, it leaves multiples of 2^-8
-NEAR, FAR = tl.constexpr(0.0), tl.constexpr(100.0)  # log2 units: where the sums of a stretch begin
+FLOOR = tl.constexpr(-16384.0)  # log2 units: 2 ** FLOOR is 0 in float32, and sums of clamped decays are finite
+SUITS = tl.constexpr(200.0)  # log2 units: the strongest decay of a chunk with one anchor; factors are then at most 2^100
+COARSE = tl.constexpr(49152.0)  # 1.5 * 2^15: adding and subtracting it rounds to multiples of 2^-8
+NEAR, FAR = tl.constexpr(0.0), tl.constexpr(100.0)  # log2 units: the offset of a subchunk's sums
 
-# FAR keeps both factors of a stretch that decays by 2^200 away from overflow; sums that begin at NEAR are more exact.
+# With FAR neither factor of a subchunk that decays by 2^200 overflows. With NEAR sums are more accurate.
 
 NONE, SCALAR, CHANNEL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # DECAY: absent, one per head, one per channel
 
 
 @triton.jit
 def triangle(ones, i, W: tl.constexpr, OWN: tl.constexpr, PRECISION: tl.constexpr):
-    """[C, C] for ``sums``: row i has ones left of the diagonal, on it too if OWN. From ``ones`` [W + 1, W], whose row n has n ones.
+    """[C, C] for ``sums``: ones left of the diagonal and, if OWN, on it. Loaded from ``ones`` [W + 1, W], whose row n has n ones.
 
-    Loaded because products take loaded operands from shared memory: no registers, and few instructions.
+    Loaded operands of products stay in shared memory, which takes no registers and few instructions.
     """
     if PRECISION == "bf16" or PRECISION == "tf32":
         t = tl.load(ones + (i + OWN)[:, None] * W + i[None, :])
@@ -36,14 +36,15 @@ def triangle(ones, i, W: tl.constexpr, OWN: tl.constexpr, PRECISION: tl.constexp
 
 @triton.jit
 def sums(x, triangle, PRECISION: tl.constexpr, REVERSE: tl.constexpr = False, OWN: tl.constexpr = True, start=0.0):
-    """``start`` plus running sums over the tokens of a tile, each token itself included if OWN; from the end if REVERSE.
+    """``start`` plus cumulative sums over the tokens of a tile, including the token itself if OWN; from the end if REVERSE.
 
-    Where operands are rounded anyway, by the tensor cores: a triangle of ones times x in two parts of 8 bits, an error of 2^-17 a term.
+    If products round their operands, tensor cores compute the sums: a triangle of ones times x in two parts of 8 bits. The error is
+    2^-17 per term.
     """
     if PRECISION == "bf16" or PRECISION == "tf32":
         if REVERSE:
             triangle = tl.trans(triangle)
-        high = ((x.to(tl.int32, bitcast=True) + 0x8000) & -0x10000).to(tl.float32, bitcast=True)  # cheaper than casts there and back
+        high = ((x.to(tl.int32, bitcast=True) + 0x8000) & -0x10000).to(tl.float32, bitcast=True)  # cheaper than two casts
         s = tl.dot(triangle, high.to(tl.bfloat16), tl.zeros_like(x) + start)
         s = tl.dot(triangle, (x - high).to(tl.bfloat16), s)
     else:
@@ -55,21 +56,21 @@ def sums(x, triangle, PRECISION: tl.constexpr, REVERSE: tl.constexpr = False, OW
 
 @triton.jit
 def decays(base, i, live, stride_i, j, stride_j, J: tl.constexpr, BJ: tl.constexpr):
-    """A tile of log decays in log2 units, 0 where there is no token: [len(i), BJ]."""
+    """A tile of log decays in log2 units, 0 outside the mask: [len(i), BJ]."""
     return tl.maximum(tile(base, i, live, stride_i, j, stride_j, J, BJ).to(tl.float32) * LOG2E, FLOOR)
 
 
 @triton.jit
 def factors(d, lower, strict, PREVIOUS: tl.constexpr, PRECISION: tl.constexpr):
-    """What a chunk with decays d (natural logarithms) does to q, to k and to states, and its whole decay in log2 units.
+    """The factors of q, k and states in a chunk with decays d (natural logarithms), and the chunk's total decay in log2 units.
 
-    ``lower`` and ``strict`` are triangles with and without the diagonal, the latter only looked at if PREVIOUS.
-    With G the sums up to a token, Gq those that its query sees, G_L the last and M about half of it: 2^(Gq - M) and 2^(M - G)
-    [C,BK], 2^M and 2^(G_L - M) [BK]. For chunks whose decay is at most 2^SUITS all are well inside float32.
+    ``lower`` and ``strict`` are triangles with and without the diagonal; ``strict`` is used only if PREVIOUS.
+    G are the sums up to a token, Gq the sums that its query uses, G_L is the last sum and M about half of it. The factors are
+    2^(Gq - M) and 2^(M - G) [C,BK], 2^M and 2^(G_L - M) [BK]. If the chunk decays by at most 2^SUITS, none overflows float32.
 
-    Where operands are rounded, M is such that 2^(G_L - M) is a power of two, which bfloat16 takes as a factor without rounding. Where
-    they are not, sums are taken of multiples of 2^-8, which is exact, and of the small rest: float32 sums as large as SUITS would be
-    off by 4e-6.
+    If products round their operands, M is chosen so that 2^(G_L - M) is a power of two: multiplying by it does not round in bfloat16.
+    Otherwise decays are split into multiples of 2^-8, whose sums are exact, and small rests. A single float32 sum as large as SUITS
+    has an error of 4e-6.
     """
     if PRECISION == "bf16" or PRECISION == "tf32":
         total = tl.maximum(tl.sum(d, 0) * LOG2E, FLOOR)
@@ -100,22 +101,22 @@ def factors(d, lower, strict, PREVIOUS: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def constant_decay(base):
-    """A head's one decay, in log2 units."""
+    """A head's constant decay, in log2 units."""
     return tl.maximum(tl.load(base).to(tl.float32) * LOG2E, FLOOR)
 
 
 @triton.jit
 def scalar_decays(base, i, live, stride_i):
-    """Decays without channels, 0 where there is no token: [len(i)]."""
+    """Scalar decays in log2 units, 0 outside the mask: [len(i)]."""
     return tl.maximum(tl.load(base + i * stride_i, mask=live, other=0.0).to(tl.float32) * LOG2E, FLOOR)
 
 
 @triton.jit
 def scalar_sums(g, constant, step, left, i, g_t, C: tl.constexpr, STATIC: tl.constexpr, LIMIT: tl.constexpr):
-    """Sums of scalar decays over a chunk of which ``left`` tokens are there; exact for every decay.
+    """Sums of scalar decays over a chunk with ``left`` tokens, accurate for every decay.
 
-    Between tokens j < t <= i [C,C], -inf for j > i; up to each token and behind each [C]; over the chunk. If STATIC all decays
-    are ``constant``, and the sums multiples of it.
+    Returns the sums over j < t <= i [C,C], -inf for j > i; up to each token [C]; behind each token [C]; over the chunk. If STATIC all
+    decays are ``constant``, and the sums are multiples of it.
     """
     if STATIC:
         between = (i[:, None] - i[None, :]).to(tl.float32) * constant
@@ -139,12 +140,12 @@ def subchunk(
     g, step, left, m, i, j, g_t, g_k,
     K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, PREVIOUS: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """The tokens [m, n) of a chunk that can share an anchor before m, and the factors of q and k for pairs whose later token they are.
+    """The tokens [m, n) of a chunk that share an anchor before m, and the factors of q and k for the pairs (i, j), m <= i < n, j < i.
 
-    A pair i > j needs ``2 ** -P_j``, P_j being the sum of decays from m to j: the last token may be decayed as strongly as it
-    likes, those before it by LIMIT. But for 2 ** ANCHOR, which goes from one to the other, the query's factor is at most 1, the
-    key's at most 1 for tokens before m and at most 2 ** LIMIT from m on. Sums begin at the anchor, so they are small where the
-    factors are not, whatever lies elsewhere in the chunk.
+    A pair i > j needs ``2 ** -P_j``, where P_j is the sum of decays from m to j. The tokens before the last may decay by at most
+    LIMIT; the last by any amount. 2 ** ANCHOR is moved from the key's factor to the query's. Apart from it, the query's factor is at
+    most 1; the key's is at most 1 for tokens before m and at most 2 ** LIMIT from m on. Sums begin at the anchor, so they are small
+    where the factors are large, for any decays elsewhere in the chunk.
     """
     ANCHOR: tl.constexpr = FAR if LIMIT > 100.0 else NEAR
     P = tl.cumsum(decays(g, i * step, (i >= m) & (i < left), g_t, j, g_k, K, BK), 0)
@@ -162,7 +163,7 @@ def subchunk(
 
 @triton.jit
 def read_factors(g, step, left, i, j, g_t, g_k, K: tl.constexpr, BK: tl.constexpr, PREVIOUS: tl.constexpr):
-    """What is left at each token's query of the state before the chunk: at most 1."""
+    """2^Gq, the decay from the chunk's beginning to each token's query: [C,BK], at most 1."""
     if PREVIOUS:
         d = decays(g - step * g_t, i * step, (i > 0) & (i < left), g_t, j, g_k, K, BK)
     else:
@@ -172,5 +173,5 @@ def read_factors(g, step, left, i, j, g_t, g_k, K: tl.constexpr, BK: tl.constexp
 
 @triton.jit
 def rest_factors(g, step, left, i, j, g_t, g_k, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr):
-    """What is left behind the chunk of what each token added: at most 1."""
+    """2^R, the decay from each token to the end of the chunk: [C,BK], at most 1."""
     return tl.exp2(tl.cumsum(decays(g + step * g_t, i * step, (i < C - 1) & (i + 1 < left), g_t, j, g_k, K, BK), 0, reverse=True))
