@@ -84,7 +84,7 @@ class Option:
     """Maps (given value, sizes, ``Signature.about``) to the value that implementations see."""
 
     def plain(self, value: Any) -> Any:
-        """The value as a Python number: torch's schemas take no numbers of other libraries."""
+        """The value as a Python number. torch's schemas refuse numbers of other libraries."""
         if value is None or isinstance(value, (torch.SymInt, torch.SymFloat)) or self.kind == "bool":
             return value
         return float(value) if self.kind == "float" else int(value)

@@ -5,7 +5,7 @@ their phases, copies that are still in flight. Layouts are not: they say where a
 
 Warps that divide the work are threads of which one runs at a time; they take turns where one waits for a barrier. A copy into shared
 memory leaves NaN there until somebody has waited for its barrier; a copy out of it reads when it is waited for; a product reads its
-operands when it is waited for. So a missing wait gives a wrong result, and a barrier that nobody completes an error.
+operands when it is waited for. So a missing wait gives a wrong result, and a barrier that is never completed an error.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ class Machine:
         me = threading.get_ident()
         if len(self.alive) <= 1:
             if not may_go():
-                raise RuntimeError("deadlock: a barrier that nobody completes")
+                raise RuntimeError("deadlock: a barrier that is never completed")
             return
         with self.turn:
             self.waiting[me] = may_go
