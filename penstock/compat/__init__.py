@@ -1,0 +1,1 @@
+"""Names and signatures of other projects on Penstock's operators and models."""

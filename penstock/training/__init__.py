@@ -1,0 +1,1 @@
+"""Training of language models: data, the Trainer wiring and evaluation."""
