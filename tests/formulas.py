@@ -49,22 +49,22 @@ def below(w: Weights, prefix: str) -> Weights:
 
 
 def literal_logits(w: Weights, tokens: Tensor) -> Tensor:
-    """One sequence [T], token by token, from published weights [T,vocabulary]."""
-    H, n = w["blocks.0.att.time_faaaa"].shape
-    C, layers = H * n, 1 + max(int(name.split(".")[1]) for name in w if name.startswith("blocks."))
+    """One sequence [T], token by token, from the weights [T,vocabulary]."""
+    H, n = w["layers.0.mixer.time_faaaa"].shape
+    C, layers = H * n, 1 + max(int(name.split(".")[1]) for name in w if name.startswith("layers."))
     zero = torch.zeros(C, dtype=torch.float64)
     memory = [(zero, torch.zeros(H, n, n, dtype=torch.float64), zero) for _ in range(layers)]
     logits = []
     for token in tokens.tolist():
-        x = layer_norm(w["emb.weight"][token], w, "blocks.0.ln0")
+        x = layer_norm(w["embeddings.weight"][token], w, "embedding_norm")
         for i, (p_time, S, p_channel) in enumerate(memory):
-            normed = layer_norm(x, w, f"blocks.{i}.ln1")
-            y, S = time_mix(normed, p_time, S, below(w, f"blocks.{i}.att."))
+            normed = layer_norm(x, w, f"layers.{i}.mixer_norm")
+            y, S = time_mix(normed, p_time, S, below(w, f"layers.{i}.mixer."))
             x = x + y
-            last = layer_norm(x, w, f"blocks.{i}.ln2")
-            x = x + channel_mix(last, p_channel, below(w, f"blocks.{i}.ffn."))
+            last = layer_norm(x, w, f"layers.{i}.channel_norm")
+            x = x + channel_mix(last, p_channel, below(w, f"layers.{i}.channel."))
             memory[i] = normed, S, last
-        logits.append(w["head.weight"] @ layer_norm(x, w, "ln_out"))
+        logits.append(w["head.weight"] @ layer_norm(x, w, "norm"))
     return torch.stack(logits)
 
 
