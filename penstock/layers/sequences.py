@@ -120,7 +120,7 @@ class Sequences:
     def write(self, pools: State, states: State) -> None:
         """Write new states [N,...] to rows of their pools. A state that is its pool is already written."""
         for pool, state in zip(pools, states):
-            if state is pool or self.count == 0:
+            if state is pool or state.numel() == 0:
                 continue
             if self.slots is None:
                 pool.copy_(state)

@@ -89,8 +89,8 @@ def named_tensors(state: object, name: str = "state") -> Iterator[tuple[str, Ten
 def check_state(complaints: Complaints, state: object, wanted: Sequence[Any], count: int | None, written: bool) -> None:
     """Check the states of all layers against ``wanted``, states of no sequences: types, sizes, dtypes and device.
 
-    The first axis has ``count`` rows; None: any number, the same everywhere. Floating-point states may have any floating dtype. A state
-    that is written must not overlap itself.
+    The first axis has ``count`` rows; None: any number, the same everywhere. A size of 0 in ``wanted`` fits any size (a cache has room
+    for any number of tokens). Floating-point states may have any floating dtype. A state that is written must not overlap itself.
     """
     if not isinstance(state, list | tuple) or hasattr(state, "_fields"):
         remedy = "Pass the state that the model or its initial_state returned."
@@ -120,7 +120,9 @@ def _check_part(complaints: Complaints, name: str, state: object, wanted: Any, s
         complaints.add(DtypeError, name, "a torch.Tensor", described(state))
         return
     shape = [sizes.setdefault("N", state.shape[0]) if state.dim() else 0, *wanted.shape[1:]]
-    if list(state.shape) != shape:
+    if state.dim() != wanted.dim() or any(
+        size != known and (known or axis == 0) for axis, (size, known) in enumerate(zip(state.shape, shape))
+    ):
         remedy = f"initial_state({shape[0]}) makes one for these sequences."
         complaints.add(ShapeError, name, f"of shape {shape}", list(state.shape), remedy)
     dtypes = FLOATS if wanted.dtype.is_floating_point else (wanted.dtype,)

@@ -21,6 +21,7 @@ from ..errors import Complaints, DtypeError, ShapeError, described
 from ..layers import Mixer, Sequences, Stateless
 from .arguments import check_sequences, check_state, check_tokens, check_whole
 from .config import Config
+from .loss import CHUNK_TOKENS, Reduction, linear_cross_entropy
 from .sampling import check_sampling, sample
 
 
@@ -157,6 +158,32 @@ class CausalLM(nn.Module):
     def hidden(self, ids: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None) -> tuple[Tensor, State]:
         """What ``forward`` gives to the head [B,T,C], and the state. Arguments and errors as for ``forward``."""
         return self._hidden("hidden", ids, state, cu_seqlens)
+
+    def loss(
+        self, ids: Tensor, labels: Tensor, cu_seqlens: Tensor | None = None, *, state: State | None = None, ignore_index: int = -100,
+        reduction: Reduction = "mean", chunk_tokens: int = CHUNK_TOKENS,
+    ) -> Tensor:  # fmt: skip
+        """Cross entropy of the next tokens, equal to ``F.cross_entropy(logits.flatten(0, 1), labels.flatten())``, in less memory.
+
+        Only the logits of ``chunk_tokens`` tokens are in memory together, see ``loss.linear_cross_entropy``.
+
+        labels : int64 or int32 Tensor [B,T]
+            The token that follows each of ``ids``: for tokens [B,T+1], ``ids = tokens[:, :-1]`` and ``labels = tokens[:, 1:]``. Tokens
+            with label ``ignore_index`` do not count.
+        reduction : "mean", "sum" or "none"
+            Over the tokens that count; "none" returns [B,T].
+
+        Other arguments and errors as for ``forward``.
+
+        >>> from penstock.models import gla
+        >>> model = CausalLM(gla(vocab_size=11, num_layers=1, hidden_size=16, num_heads=2))
+        >>> tokens = torch.randint(11, (2, 7))
+        >>> model.loss(tokens[:, :-1], tokens[:, 1:]).backward()
+        """
+        x, _ = self._hidden("loss", ids, state, cu_seqlens)
+        return linear_cross_entropy(
+            x, self.head.weight, labels, ignore_index=ignore_index, reduction=reduction, chunk_tokens=chunk_tokens
+        )  # fmt: skip
 
     def _hidden(self, function: str, ids: Tensor, state: State | None, cu_seqlens: Tensor | None) -> tuple[Tensor, State]:
         sequences = self._check(function, ids, state, cu_seqlens)

@@ -7,12 +7,25 @@ True
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from ..errors import Complaints, DtypeError, RangeError, ShapeError, described
-from ..layers import CONFIGS, GLAConfig, MixerConfig, RWKV6ChannelConfig, RWKV6Config, SwiGLUConfig
+from ..layers import (
+    CONFIGS,
+    GLAConfig,
+    LinearAttentionConfig,
+    Mamba2Config,
+    MixerConfig,
+    RetentionConfig,
+    RWKV5ChannelConfig,
+    RWKV5Config,
+    RWKV6ChannelConfig,
+    RWKV6Config,
+    SoftmaxAttentionConfig,
+    SwiGLUConfig,
+)
 from .arguments import check_whole
 
 Norm = Literal["layer_norm", "rms_norm"]
@@ -107,6 +120,17 @@ def _restored(value: Any) -> Any:
     return CONFIGS[kind](**sizes)
 
 
+def rwkv5(
+    *, vocab_size: int, hidden_size: int, num_layers: int, intermediate_size: int | None = None, head_size: int = 64,
+    version: Literal["5.0", "5.1", "5.2"] = "5.2",
+) -> Config:  # fmt: skip
+    """RWKV-5 ("Eagle"). Defaults as in published models."""
+    return _rwkv(
+        vocab_size, hidden_size, num_layers, RWKV5Config(head_size, version=version),
+        RWKV5ChannelConfig(intermediate_size or int(hidden_size * 3.5) // 32 * 32),
+    )  # fmt: skip
+
+
 def rwkv6(
     *, vocab_size: int, hidden_size: int, num_layers: int, intermediate_size: int | None = None, head_size: int = 64,
     mix_rank: int | None = None, decay_rank: int | None = None,
@@ -118,10 +142,12 @@ def rwkv6(
     """
     large = 1 + (hidden_size >= 4096)
     mixer = RWKV6Config(head_size, mix_rank=mix_rank or 32 * large, decay_rank=decay_rank or 64 * large)
-    return Config(
-        vocab_size, hidden_size, num_layers, mixer, RWKV6ChannelConfig(intermediate_size or int(hidden_size * 3.5) // 32 * 32),
-        norm="layer_norm", norm_eps=1e-5, embedding_norm=True,
-    )  # fmt: skip
+    channel = RWKV6ChannelConfig(intermediate_size or int(hidden_size * 3.5) // 32 * 32)
+    return _rwkv(vocab_size, hidden_size, num_layers, mixer, channel)
+
+
+def _rwkv(vocab_size: int, hidden_size: int, num_layers: int, mixer: MixerConfig, channel: MixerConfig) -> Config:
+    return Config(vocab_size, hidden_size, num_layers, mixer, channel, norm="layer_norm", norm_eps=1e-5, embedding_norm=True)
 
 
 def gla(
@@ -129,8 +155,56 @@ def gla(
     num_kv_heads: int | None = None, conv_size: int = 0,
 ) -> Config:  # fmt: skip
     """Gated linear attention with a gated feed-forward layer. Defaults as in published models."""
-    mixer = GLAConfig(num_heads=num_heads, num_kv_heads=num_kv_heads, conv_size=conv_size)
+    mixer = GLAConfig(num_heads, num_kv_heads, conv_size=conv_size)
     return Config(vocab_size, hidden_size, num_layers, mixer, SwiGLUConfig(intermediate_size or feed_forward_size(hidden_size)))
+
+
+def retnet(
+    *, vocab_size: int, hidden_size: int, num_layers: int, intermediate_size: int | None = None, num_heads: int = 8,
+    num_kv_heads: int | None = None, conv_size: int = 0,
+) -> Config:  # fmt: skip
+    """RetNet with a gated feed-forward layer. Defaults as in published models."""
+    mixer = RetentionConfig(num_heads, num_kv_heads, conv_size=conv_size)
+    return Config(vocab_size, hidden_size, num_layers, mixer, SwiGLUConfig(intermediate_size or feed_forward_size(hidden_size, 2)))
+
+
+def linear(
+    *, vocab_size: int, hidden_size: int, num_layers: int, intermediate_size: int | None = None, num_heads: int = 8,
+    feature_map: str | None = "elu+1", normalize: bool = False,
+) -> Config:  # fmt: skip
+    """Linear attention with a gated feed-forward layer."""
+    mixer = LinearAttentionConfig(num_heads, feature_map=feature_map, normalize=normalize)
+    return Config(vocab_size, hidden_size, num_layers, mixer, SwiGLUConfig(intermediate_size or feed_forward_size(hidden_size)))
+
+
+def mamba2(
+    *, vocab_size: int, hidden_size: int, num_layers: int, num_heads: int | None = None, head_dim: int = 64, state_size: int = 128,
+    n_groups: int = 1, tie_embeddings: bool = True,
+) -> Config:  # fmt: skip
+    """Mamba-2: layers of token mixers only. Defaults as in published models; num_heads is 2 * hidden_size / head_dim.
+
+    >>> mamba2(vocab_size=50288, hidden_size=768, num_layers=24).mixer.num_heads
+    24
+    """
+    mixer = Mamba2Config(num_heads or 2 * hidden_size // head_dim, head_dim, state_size, n_groups)
+    return Config(
+        vocab_size, hidden_size, num_layers, mixer, norm_eps=1e-5, tie_embeddings=tie_embeddings, residual_in_float32=True
+    )  # fmt: skip
+
+
+def hybrid(config: Config, attention: SoftmaxAttentionConfig, layers: Iterable[int]) -> Config:
+    """The same model with softmax attention in some layers.
+
+    >>> config = hybrid(gla(vocab_size=256, hidden_size=64, num_layers=4), SoftmaxAttentionConfig(num_heads=4), layers=[1, 3])
+    >>> [mixer.kind for mixer in config.mixers]
+    ['gla', 'softmax_attention', 'gla', 'softmax_attention']
+    """
+    chosen = set(layers)
+    complaints = Complaints("hybrid")
+    for layer in sorted(chosen - set(range(config.num_layers))):
+        complaints.add(RangeError, "layers", f"from 0 to {config.num_layers - 1}", layer)
+    complaints.raise_any()
+    return replace(config, mixer=tuple(attention if n in chosen else mixer for n, mixer in enumerate(config.mixers)))
 
 
 def feed_forward_size(hidden_size: int, ratio: float = 4) -> int:
