@@ -55,9 +55,13 @@ def linear_cross_entropy(
     if autocasting(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight = x.to(dtype), weight.to(dtype)
+    if not torch.is_grad_enabled():
+        x, weight = x.detach(), weight.detach()  # no gradients are computed for these
     flat = x.reshape(-1, x.shape[-1])
-    losses = _LinearCrossEntropy.apply(flat, weight, labels.reshape(-1).long(), ignore_index, reduction, chunk_tokens)
-    return losses.view(labels.shape) if reduction == "none" else losses  # type: ignore[no-any-return, no-untyped-call]
+    losses: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        flat, weight, labels.reshape(-1).long(), ignore_index, reduction, chunk_tokens
+    )
+    return losses.view(labels.shape) if reduction == "none" else losses
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -81,7 +85,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return losses.sum() * share
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.options[1] == "none":
             x, weight, labels, counted = ctx.saved_tensors
