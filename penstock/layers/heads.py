@@ -14,6 +14,7 @@ from ..recurrence.declaration import state_dtype
 from ..recurrence.feature_maps import FEATURE_MAPS
 from .convolution import ShortConvolution
 from .mixer import Mixer, MixerConfig
+from .norms import RMSNorm
 from .sequences import Sequences
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -94,7 +95,7 @@ class HeadsMixer(Mixer):
             self.k_conv1d = ShortConvolution(G * K, config.conv_size, config.conv_bias)
             self.v_conv1d = ShortConvolution(G * V, config.conv_size, config.conv_bias)
         if config.use_output_norm:
-            self.norm = nn.RMSNorm(V, config.norm_eps, config.elementwise_affine)
+            self.norm = RMSNorm(V, config.norm_eps, config.elementwise_affine)
 
     def _initial_kv(self, count: int, like: Tensor, columns: int = 0) -> Tensor:
         K, V = self.head_sizes

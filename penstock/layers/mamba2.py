@@ -19,6 +19,7 @@ from ..recurrence.declaration import state_dtype
 from .convolution import ShortConvolution
 from .heads import repeated
 from .mixer import Mixer, MixerConfig
+from .norms import GroupedRMSNorm
 from .sequences import Sequences
 
 
@@ -120,19 +121,3 @@ class Mamba2(Mixer):
         output, ssm = sequences.recur("simple_gla", repeated(C, H), repeated(B, H), v, g, state=state.ssm, scale=1.0)
         output = torch.addcmul(output, x, self.D.to(x.dtype)[:, None]).flatten(-2)
         return self.out_proj(self.norm(output, z)), Mamba2State(tail, ssm)
-
-
-class GroupedRMSNorm(nn.Module):
-    """Norm of ``x * silu(gate)`` by the root mean square of each group of channels, computed in float32 for narrower dtypes."""
-
-    def __init__(self, size: int, groups: int, eps: float) -> None:
-        super().__init__()
-        self.groups, self.eps = groups, eps
-        self.weight = nn.Parameter(torch.ones(size))
-
-    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Map x and gate [B,T,size] to the same shape."""
-        dtype = state_dtype(x.dtype)
-        gated = (x.to(dtype) * F.silu(gate.to(dtype))).unflatten(-1, (self.groups, -1))
-        normed = F.rms_norm(gated, gated.shape[-1:], eps=self.eps).flatten(-2)
-        return (normed * self.weight.to(dtype)).to(x.dtype)

@@ -112,7 +112,7 @@ class RWKV5TimeMix(Mixer):
         )
         w = -torch.exp(self.time_decay.to(state_dtype(r.dtype))).expand(heads)
         output, wkv = sequences.recur("rwkv5", r, k, v, w, self.time_faaaa.expand(heads), state=state.wkv)
-        normed = self.ln_x(output.reshape(-1, heads[0] * heads[1])).view(*x.shape[:-1], -1)
+        normed = self.ln_x(output.reshape(-1, heads[0] * heads[1])).view(*x.shape[:-1], heads[0] * heads[1])
         if self.config.version != "5.0":
             normed = normed * nn.functional.silu(self.gate(torch.lerp(previous, x, self.time_mix_g)))
         return self.output(normed), RWKV5State(shift, wkv)

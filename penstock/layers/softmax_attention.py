@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..call.validation import reads_values
 from ..errors import Complaints, RangeError
@@ -14,6 +14,7 @@ from ..recurrence.declaration import state_dtype
 from ..softmax import softmax_attention
 from .heads import projection
 from .mixer import Mixer, MixerConfig
+from .norms import RMSNorm
 from .rotary import rotary, rotated
 from .sequences import Sequences
 
@@ -93,7 +94,7 @@ class SoftmaxAttention(Mixer):
         self.v_proj = projection(hidden_size, G * D, config.qkv_bias)
         self.o_proj = projection(H * D, hidden_size)
         if config.qk_norm:
-            self.q_norm, self.k_norm = nn.RMSNorm(D, config.norm_eps), nn.RMSNorm(D, config.norm_eps)
+            self.q_norm, self.k_norm = RMSNorm(D, config.norm_eps), RMSNorm(D, config.norm_eps)
 
     def initial_state(self, count: int, like: Tensor, max_length: int | None = None) -> SoftmaxAttentionState:
         """Empty rows with room for ``max_length`` tokens, by default those of the configuration."""

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..errors import Complaints, DtypeError, ShapeError, described
 from ..layers import Mixer, Sequences, Stateless
+from ..layers.norms import RMSNorm
 from .arguments import check_sequences, check_state, check_tokens, check_whole
 from .config import Config
 from .loss import CHUNK_TOKENS, Reduction, linear_cross_entropy
@@ -298,4 +299,4 @@ def norm(config: Config) -> nn.Module:
     """A norm of hidden_size elements."""
     if config.norm == "layer_norm":
         return nn.LayerNorm(config.hidden_size, config.norm_eps, bias=config.norm_bias)
-    return nn.RMSNorm(config.hidden_size, config.norm_eps)
+    return RMSNorm(config.hidden_size, config.norm_eps)
