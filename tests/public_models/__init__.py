@@ -5,6 +5,7 @@ Nothing here uses penstock: these files decide whether it is right.
 """
 
 import json
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -31,20 +32,24 @@ def tokens(count: int, vocab_size: int, seed: int = 2) -> Tensor:
     return torch.randint(vocab_size, (count,), generator=torch.Generator().manual_seed(seed))
 
 
-def write_safetensors(folder: Path, weights: Weights, config: dict[str, object], shards: int = 1) -> Path:
+def write_pth(weights: Weights, folder: Path) -> Path:
+    """One file, as BlinkDL's."""
+    torch.save(weights, folder / "small.pth")
+    return folder / "small.pth"
+
+
+def write_safetensors(weights: Weights, config: dict[str, object], folder: Path, shards: int = 1) -> Path:
     """A folder as on a model hub: config.json, and the weights in one or several files."""
     from safetensors.torch import save_file
 
-    return _write_folder(
-        folder, weights, config, shards, "model", "safetensors", lambda part, path: save_file(part, path, {"format": "pt"})
-    )
+    return _write_folder(weights, config, folder, shards, "model", "safetensors", partial(save_file, metadata={"format": "pt"}))
 
 
-def write_bin(folder: Path, weights: Weights, config: dict[str, object], shards: int = 1) -> Path:
-    return _write_folder(folder, weights, config, shards, "pytorch_model", "bin", torch.save)
+def write_bin(weights: Weights, config: dict[str, object], folder: Path, shards: int = 1) -> Path:
+    return _write_folder(weights, config, folder, shards, "pytorch_model", "bin", torch.save)
 
 
-def _write_folder(folder, weights, config, shards, stem, suffix, save) -> Path:
+def _write_folder(weights, config, folder, shards, stem, suffix, save) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     weights = {name: x.contiguous() for name, x in weights.items()}
