@@ -36,6 +36,8 @@ def _published() -> dict[str, Published]:
     found["blinkdl rwkv6"] = Published(partial(write_pth, w), partial(rwkv6.logits, w), formats)
     write = partial(write_bin, rwkv6.hf_names(w), rwkv6.hf_config(w), shards=3)
     found["hf rwkv6"] = Published(write, partial(rwkv6.logits, w), formats)
+    w = rwkv6.with_time_state(w)
+    found["blinkdl rwkv6 with states"] = Published(partial(write_pth, w), partial(rwkv6.logits, w), ("blinkdl", "hf"))
     w = rwkv6.draw_fla()
     write = partial(write_safetensors, w, rwkv6.fla_config(w, 1e-3))
     found["fla rwkv6"] = Published(write, partial(rwkv6.fla_logits, w, norm_eps=1e-3, group_norm_eps=1e-3), ("fla",))

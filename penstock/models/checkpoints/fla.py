@@ -191,6 +191,8 @@ def refuses(config: Config) -> str | None:
     if any(one != mixer for one in config.mixers) or any(one != channel for one in config.channels):
         return "all its layers have the same sizes"
     if isinstance(mixer, RWKV6Config):
+        if mixer.tuned_state:
+            return "its sequences begin with states of zeros"
         return None if config.norm == "layer_norm" else "its RWKV-6 has layer norms"
     assert isinstance(mixer, HeadsConfig)
     if config.norm != "rms_norm" or config.embedding_norm or mixer.norm_eps != config.norm_eps or not mixer.use_output_norm:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from ...errors import Complaints, RangeError
 from ...layers import RWKV5ChannelConfig, RWKV5Config, RWKV6ChannelConfig, RWKV6Config
@@ -49,10 +50,16 @@ def blinkdl_rows(config: Config, archive: Archive | None = None, name: Callable[
             names, channel = (*MIXER, *RWKV6_MIXER), RWKV6_CHANNEL
         rows += [same(f"{ours}mixer.{one}", f"{theirs}att.{one}") for one in names]
         rows += [same(f"{ours}channel.{one}", f"{theirs}ffn.{one}") for one in channel]
+        if isinstance(mixer, RWKV6Config) and mixer.tuned_state:  # stored V x K
+            rows.append(Row((f"{ours}mixer.time_state",), (f"{theirs}att.time_state",), _swapped, _swapped))
     if isinstance(mixer, RWKV5Config) and mixer.version != "5.2":
         old = archive is not None and archive.has(name("blocks.{}.att.time_first"))
         rows = [_of_heads(row, old) for row in rows]
     return renamed(rows, name)
+
+
+def _swapped(x: Tensor) -> tuple[Tensor]:
+    return (x.transpose(1, 2),)
 
 
 def _of_heads(row: Row, old: bool) -> Row:
@@ -84,7 +91,8 @@ def config_of(archive: Archive, name: Callable[[str], str] = str) -> Config:
         heads, size = archive.shape(name(f"{mixing}time_faaaa"), "H n")
         _, rank, _ = archive.shape(name(f"{mixing}time_maa_w2"), "5 M C")
         _, decay_rank = archive.shape(name(f"{mixing}time_decay_w1"), "C D")
-        mixer = RWKV6Config(size, num_heads=_count(heads, size, hidden_size), mix_rank=rank, decay_rank=decay_rank)
+        count, tuned = _count(heads, size, hidden_size), archive.has(name(f"{mixing}time_state"))
+        mixer = RWKV6Config(size, num_heads=count, mix_rank=rank, decay_rank=decay_rank, tuned_state=tuned)
         channel: RWKV5ChannelConfig | RWKV6ChannelConfig = RWKV6ChannelConfig(width)
     else:
         inner, _ = archive.shape(name(f"{mixing}key.weight"), "A C")
@@ -111,8 +119,6 @@ def _check_supported(archive: Archive, name: Callable[[str], str]) -> None:
         found = {"RWKV-4 or older": "no att.ln_x.weight"}
     for model, tensor in found.items():
         complaints.add(RangeError, "path", "a checkpoint of a supported architecture", f"{model} ({tensor})", remedy)
-    if archive.has(name("blocks.{}.att.time_state")):
-        complaints.add(RangeError, "path", "a checkpoint without tuned initial states", "one with att.time_state", "Remove these tensors.")
     complaints.raise_any()
 
 
