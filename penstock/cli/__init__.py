@@ -1,4 +1,4 @@
-"""The command line: ``penstock check``, ``bench``, ``profile``, ``tune``, ``demo`` and ``convert``. One file per command."""
+"""The command line. One file per command."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from .bench import bench
 from .check import check
 from .convert import convert
 from .demo import demo
+from .generate import generate
 from .profile import profile
 from .tune import tune
 
@@ -54,7 +55,7 @@ def options(
     """Options of the program itself."""
 
 
-for command in (check, bench, profile, tune, demo, convert):
+for command in (check, bench, profile, tune, generate, convert, demo):
     paragraphs = cleandoc(command.__doc__ or "").split("\n\n")
     # each paragraph is one line, and the terminal wraps it
     main.command(help="\n\n".join(paragraph.replace("\n", " ") for paragraph in paragraphs))(command)
