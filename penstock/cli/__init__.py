@@ -16,6 +16,7 @@ from .convert import convert
 from .demo import demo
 from .generate import generate
 from .profile import profile
+from .train import train
 from .tune import tune
 
 
@@ -37,7 +38,7 @@ main = typer.Typer(
     add_completion=False,
     pretty_exceptions_show_locals=False,
     rich_markup_mode="rich",
-    help="Check, time, profile and tune the kernels of recurrent language models.",
+    help="Check, time, profile and tune the kernels of recurrent language models; train models, and generate text.",
 )
 
 
@@ -55,7 +56,7 @@ def options(
     """Options of the program itself."""
 
 
-for command in (check, bench, profile, tune, generate, convert, demo):
+for command in (check, bench, profile, tune, train, generate, convert, demo):
     paragraphs = cleandoc(command.__doc__ or "").split("\n\n")
     # each paragraph is one line, and the terminal wraps it
     main.command(help="\n\n".join(paragraph.replace("\n", " ") for paragraph in paragraphs))(command)
