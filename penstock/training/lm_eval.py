@@ -9,16 +9,14 @@ model to lm_eval under the name "penstock".
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from ..errors import Complaints, MissingExtra, RangeError
-from ..models import CausalLM
+from ..models import CausalLM, load
 from ..models.streaming import stream
 from ..models.tokenizers import Tokenizer, load_tokenizer
-from .checkpoint import load
 from .scoring import score
 
 GENERATED = 256
@@ -119,8 +117,8 @@ def register() -> Any:
             # lm_eval always passes batch sizes; tokens are packed here instead
             LM.__init__(self)
             device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-            model = load(Path(path), dtype=None if dtype is None else getattr(torch, dtype), device=device)
-            Answers.__init__(self, model.eval(), load_tokenizer(tokenizer or path))
+            model = load(path, dtype=None if dtype is None else getattr(torch, dtype), device=device)
+            Answers.__init__(self, model, load_tokenizer(tokenizer or path))
 
     return Penstock
 

@@ -8,9 +8,8 @@ import torch
 
 from penstock import RangeError
 from penstock.errors import MissingExtra
-from penstock.models import CausalLM, rwkv6
+from penstock.models import CausalLM, rwkv6, save
 from penstock.models.tokenizers import Bytes
-from penstock.training.checkpoint import save
 from penstock.training.lm_eval import Answers, register
 
 

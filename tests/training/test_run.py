@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from penstock import RangeError
+from penstock.models import load
 from penstock.models.tokenizers import load_tokenizer
-from penstock.training.checkpoint import load
 from penstock.training.run import train
 from penstock.training.settings import parse
 
@@ -122,9 +122,13 @@ def test_a_tokenizer_file_is_kept_with_the_model(settings, tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={"a": 0, "t": 1, "c": 2}, merges=[]))
     tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text('{"eos_token_id": 1}')
     trained = train(settings(data__tokenizer=str(tmp_path / "tokenizer.json"), data__length=8, training__steps=1))
     assert load(trained.folder).config.vocab_size == 3
-    assert load_tokenizer(trained.folder).encode("cat") == [2, 0, 1]
+    for folder in (trained.folder, trained.folder / "checkpoint-1"):
+        kept = load_tokenizer(folder)
+        assert kept.encode("cat") == [2, 0, 1]
+        assert kept.end_of_text == 1
 
 
 def test_checkpoints_of_another_model_are_refused(settings):
