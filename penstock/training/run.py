@@ -70,7 +70,8 @@ def train(settings: Settings, callbacks: tuple[Any, ...] = ()) -> Trained:
 
     trainer = _trainer(Objective(model), training, device, samples, evaluation, callbacks, write)
     trainer.train(resume_from_checkpoint=_last_checkpoint(training, model.config))
-    write(output)
+    if trainer.is_world_process_zero():
+        write(output)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     found = trainer.evaluate()["eval_loss"] if evaluation is not None else None
     return Trained(output, trainer.state.global_step, losses[-1] if losses else None, found)
@@ -143,7 +144,8 @@ def _trainer(
 
     class Wired(Trainer):
         def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-            write(Path(output_dir or training.output))
+            if self.args.should_save:
+                write(Path(output_dir or training.output))
 
         def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
             objective.model.load_state_dict(load(resume_from_checkpoint).state_dict())
