@@ -12,6 +12,7 @@ from torch import Tensor
 from ..errors import Complaints, RangeError
 from ..models import CausalLM
 from ..models.tokenizers import Bytes, Tokenizer
+from ..recurrence.declaration import state_dtype
 
 BUDGET = 8192
 """Tokens of one call of the model."""
@@ -55,9 +56,9 @@ def score(model: CausalLM, sequences: Sequence[Sequence[int]], budget: int = BUD
 
 
 def _score(model: CausalLM, x: Tensor, labels: Tensor) -> Scores:
-    logits = model.head(x).double()
-    log_p = logits.log_softmax(-1).gather(-1, labels[:, None])[:, 0]
-    return Scores(log_p.cpu(), (logits.argmax(-1) == labels).cpu())
+    logits = model.head(x)
+    log_p = logits.to(state_dtype(logits.dtype)).log_softmax(-1).gather(-1, labels[:, None])[:, 0]
+    return Scores(log_p.double().cpu(), (logits.argmax(-1) == labels).cpu())
 
 
 def _groups(sequences: Sequence[Sequence[int]], budget: int) -> Iterator[list[int]]:
