@@ -179,6 +179,7 @@ def _trainer(
         prediction_loss_only=True,
         report_to=["tensorboard"] if training.tensorboard else [],
         dataloader_pin_memory=device == "cuda",
+        ddp_find_unused_parameters=False,
         remove_unused_columns=False,
     )
     arguments._n_gpu = min(arguments.n_gpu, 1)  # several GPUs by torchrun, not by DataParallel, which would cut packed batches
