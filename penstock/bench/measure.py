@@ -10,7 +10,7 @@ import torch
 
 from ..errors import Complaints, ImplementationRefused, ShapeError
 from ..recurrence.functional import STEP_TOKENS
-from ..verify.inputs import Inputs, Shape
+from ..verify.inputs import GATES, Inputs, Shape
 from . import clock
 from .calls import call_of, copy_of, moved_bytes
 from .candidates import Candidate, Mode
@@ -91,9 +91,15 @@ class Measurement:
     """The baseline, timed or not; None in old records, whose baseline is the first timed candidate."""
 
     @property
+    def gates(self) -> str:
+        """The distribution of the decays: one of ``GATES``, or "" for that of the variant."""
+        named = self.case.removeprefix(f"{self.variant}-").rpartition("-")[0]
+        return named if named in GATES else ""
+
+    @property
     def kind(self) -> str:
-        """The variant, with "(soft)" for soft decays."""
-        return self.variant + " (soft)" * self.case.startswith(f"{self.variant}-soft-")
+        """The variant, with the distribution of its decays if it is not the variant's own, as in "rwkv6 (soft)"."""
+        return f"{self.variant} ({self.gates})" if self.gates else self.variant
 
     @property
     def baseline(self) -> Timing | None:
