@@ -204,13 +204,15 @@ def _gates(axes: Axes, panel: list[Measurement]) -> None:
     parts = [[one for one in panel if one.gates.startswith("mu")], *([one] for one in panel if not one.gates.startswith("mu"))]
     for part in parts:
         x = [places[measurement.gates] for measurement in part]
-        axes.plot(x, [_own_time(one.copy) for one in part], color=FAINT, linestyle=(0, (4, 3)), marker="_", linewidth=1.4)
-    ends = [(_own_time(panel[-1].copy), len(panel) - 1.0, "copy of the\nsame bytes", FAINT)]
+        axes.plot(x, [one.floor for one in part], color=FAINT, linestyle=(0, (4, 3)), marker="_", linewidth=1.4)
+    ends = [(panel[-1].floor, len(panel) - 1.0, "copy of the\nsame bytes", FAINT)]
     for (kind, name), colour, marker in zip(_names(panel).items(), COLOURS[1::-1] + COLOURS[2:], MARKERS):
         for part in parts:
-            points = [(places[one.gates], _own_time(timing)) for one in part for timing in one.timings if _kind(timing.candidate) == kind]
+            points = [
+                (places[one.gates], timing.own_milliseconds) for one in part for timing in one.timings if _kind(timing.candidate) == kind
+            ]
             axes.plot([x for x, _ in points], [y for _, y in points], color=colour, marker=marker, markersize=5.5, linewidth=2.2)
-        last = [_own_time(timing) for timing in panel[-1].timings if _kind(timing.candidate) == kind]
+        last = [timing.own_milliseconds for timing in panel[-1].timings if _kind(timing.candidate) == kind]
         ends += [(time, len(panel) - 1.0, name.partition(" (")[0], colour) for time in last]
     axes.set_ylim(bottom=0)
     labels = [f"$\\mu$ = {gates[2:]}" if gates.startswith("mu") else gates for gates in places]
@@ -224,12 +226,6 @@ def _gates(axes: Axes, panel: list[Measurement]) -> None:
     for y, x_end, name, colour in sorted(ends):
         at = max(y, at + spacing)
         axes.annotate(name, (x_end, y), (x_end + 0.25, at), fontsize=9.5, color=colour, va="center", annotation_clip=False)
-
-
-def _own_time(timing: Timing) -> float:
-    """GPU time in milliseconds; on a CPU, or if it is not known, the end-to-end time."""
-    known = timing.gpu.milliseconds if timing.gpu is not None else None
-    return timing.milliseconds if known is None else known
 
 
 def _label(axes: Axes, ends: list[tuple[float, float, str, str]]) -> None:

@@ -113,7 +113,7 @@ def print_measurements(console: Console, measurements: Sequence[Measurement]) ->
     )
     if any(one.copy.gpu is not None for one in measurements):
         notes += (
-            "\nmedian, quartiles: end to end. GPU: GPU time, from a replayed CUDA graph; of floor compares GPU times.\n"
+            "\nmedian, quartiles: end to end. GPU: GPU time, from a replayed CUDA graph; of floor: by GPU time.\n"
             "host: until the call returns. memory: peak beyond the inputs. first call: with compilation and autotuning."
         )
     console.print(Text(notes, style="dim"))
