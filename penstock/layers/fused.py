@@ -106,29 +106,35 @@ def norm_gate_formula(x: Tensor, gate: Tensor, weight: Tensor | None, bias: Tens
     return normed * F.silu(gate)
 
 
-def gated(a: Tensor, b: Tensor, activation: Literal["sigmoid", "silu"]) -> Tensor:
-    """``activation(a) * b``, element by element."""
-    formula = partial(gated_formula, activation=activation)
-    launch = _kernels(a, b)
-    if launch is None or a.shape != b.shape or a.dtype != b.dtype:
-        return formula(a, b)
-    return launch.Gated.apply(a.contiguous(), b.contiguous(), activation, formula)  # type: ignore[no-any-return]
+Activation = Literal["sigmoid", "silu", "relu_squared"]
 
 
-def gated_formula(a: Tensor, b: Tensor, *, activation: str) -> Tensor:
-    """``gated``."""
-    return (torch.sigmoid(a) if activation == "sigmoid" else F.silu(a)) * b
+def activated(a: Tensor, b: Tensor | None, activation: Activation, weight: Tensor | None = None) -> Tensor:
+    """``activation(a) * b`` element by element, for "relu_squared" ``relu(a)**2`` without b; then, if given, a linear map.
+
+    With ``weight`` [N,C], on a GPU, the result of the activation is computed again in the backward pass, not kept.
+    """
+    formula = partial(activated_formula, activation=activation)
+    launch = _kernels(a, b, weight)
+    same = (b is None or (a.shape == b.shape and a.dtype == b.dtype)) and (weight is None or weight.dtype == a.dtype)
+    if launch is None or not same or (weight is not None and private.autocasting()):
+        return formula(a, b, weight)
+    a, b = a.contiguous(), None if b is None else b.contiguous()
+    found: Tensor
+    if weight is None:
+        found = launch.Activated.apply(a, b, activation, formula)
+    else:
+        found = launch.ActivatedLinear.apply(a, b, weight, activation, formula)
+    return found
 
 
-def relu_squared(x: Tensor) -> Tensor:
-    """``relu(x)**2``, element by element."""
-    launch = _kernels(x)
-    return relu_squared_formula(x) if launch is None else launch.ReluSquared.apply(x.contiguous(), relu_squared_formula)
-
-
-def relu_squared_formula(x: Tensor) -> Tensor:
-    """``relu_squared``."""
-    return torch.relu(x).square()
+def activated_formula(a: Tensor, b: Tensor | None, weight: Tensor | None = None, *, activation: Activation) -> Tensor:
+    """``activated``."""
+    if b is None:
+        y = torch.relu(a).square()
+    else:
+        y = (torch.sigmoid(a) if activation == "sigmoid" else F.silu(a)) * b
+    return y if weight is None else F.linear(y, weight)
 
 
 def decay(x: Tensor, bias: Tensor) -> Tensor:

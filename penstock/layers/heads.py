@@ -13,7 +13,7 @@ from ..errors import Complaints, RangeError
 from ..recurrence.declaration import state_dtype
 from ..recurrence.feature_maps import FEATURE_MAPS
 from .convolution import ShortConvolution
-from .fused import gated, norm_gate
+from .fused import activated, norm_gate
 from .mixer import Mixer, MixerConfig
 from .norms import RMSNorm
 from .sequences import Sequences
@@ -132,7 +132,7 @@ class HeadsMixer(Mixer):
         elif self.heads.use_output_norm:
             output = self.norm(output).flatten(-2)
         elif self.heads.use_output_gate:
-            output = gated(self.g_proj(x), output.flatten(-2), "silu")
+            output = activated(self.g_proj(x), output.flatten(-2), "silu")
         else:
             output = output.flatten(-2)
         y: Tensor = self.o_proj(output)

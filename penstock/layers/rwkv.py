@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import Complaints, RangeError
-from .fused import gated, relu_squared, token_shift
+from .fused import activated, token_shift
 from .mixer import Mixer, MixerConfig
 from .sequences import Sequences
 
@@ -68,7 +68,8 @@ class ChannelMix(Mixer):
         """Y and the new state."""
         last, shift = sequences.shifted(x, state.shift)
         x_k, x_r = token_shift(x, last, sequences, *self._factors())
-        return gated(self.receptance(x_r), self.value(relu_squared(self.key(x_k))), "sigmoid"), ShiftState(shift)
+        hidden = activated(self.key(x_k), None, "relu_squared", self.value.weight)
+        return activated(self.receptance(x_r), hidden, "sigmoid"), ShiftState(shift)
 
     def _factors(self) -> tuple[Tensor, Tensor]:
         """The shares of the previous token in the inputs of k and r."""

@@ -90,17 +90,19 @@ def test_norm_gate(heads, size, centre, affine, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_element_wise(dtype):
     a, b, bias = normal(37, 67, dtype=dtype), normal(37, 67, dtype=dtype, seed=1), normal(67, dtype=dtype)
-    for activation in ("sigmoid", "silu"):
-        formula = partial(fused.gated_formula, activation=activation)
-        hold(lambda a, b, name=activation, formula=formula: launch.Gated.apply(a, b, name, formula), formula, (a, b), dtype=dtype)
-    hold(lambda x: launch.ReluSquared.apply(x, fused.relu_squared_formula), fused.relu_squared_formula, (a,), dtype=dtype)
+    weight = normal(11, 67, dtype=dtype) / 8
+    for activation in ("sigmoid", "silu", "relu_squared"):
+        formula, other = partial(fused.activated_formula, activation=activation), None if activation == "relu_squared" else b
+        given = (activation, formula)
+        hold(lambda a, b, given=given: launch.Activated.apply(a, b, *given), formula, (a, other), dtype=dtype)
+        hold(lambda a, b, weight, given=given: launch.ActivatedLinear.apply(a, b, weight, *given), formula, (a, other, weight), dtype=dtype)
     hold(lambda x, bias: launch.Decay.apply(x, bias, fused.decay_formula), fused.decay_formula, (a, bias), dtype=dtype)
 
 
 def test_second_derivatives_go_through_the_formula():
     a, b = normal(4, 6).requires_grad_(), normal(4, 6, seed=1).requires_grad_()
-    formula = partial(fused.gated_formula, activation="silu")
-    for first in (launch.Gated.apply(a, b, "silu", formula), formula(a, b)):
+    formula = partial(fused.activated_formula, activation="silu")
+    for first in (launch.Activated.apply(a, b, "silu", formula), formula(a, b)):
         (da,) = torch.autograd.grad(first.square().sum(), a, create_graph=True)
         found = torch.autograd.grad(da.sum(), (a, b))
         if first.grad_fn.name() != "MulBackward0":
@@ -111,8 +113,8 @@ def test_second_derivatives_go_through_the_formula():
 
 def test_one_tensor_as_two_arguments():
     a = normal(4, 6).requires_grad_()
-    formula = partial(fused.gated_formula, activation="silu")
-    (found,) = torch.autograd.grad(launch.Gated.apply(a, a, "silu", formula).sum(), a, create_graph=True)
+    formula = partial(fused.activated_formula, activation="silu")
+    (found,) = torch.autograd.grad(launch.Activated.apply(a, a, "silu", formula).sum(), a, create_graph=True)
     (wanted,) = torch.autograd.grad(formula(a, a).sum(), a)
     torch.testing.assert_close(found, wanted)
 
@@ -133,7 +135,7 @@ def test_nan_of_other_tokens_stays_theirs():
     x[25] = float("nan")
     (found,) = launch.TokenShift.apply(x, normal(3, 8), at.starts, normal(1, 8), None, None, fused.shift_formula)
     assert sorted(found.isnan().any(1).nonzero().flatten().tolist()) == [25, 26]
-    assert launch.ReluSquared.apply(x, fused.relu_squared_formula).isnan().any(1).sum() == 1
+    assert launch.Activated.apply(x, None, "relu_squared", None).isnan().any(1).sum() == 1
 
 
 def test_empty_inputs():

@@ -144,18 +144,33 @@ class NormGate(torch.autograd.Function):
         return dx, dgate, summed(dweight, weight), summed(dbias, bias), None, None, None
 
 
-class Gated(torch.autograd.Function):
-    """activation(a) b, element by element."""
+def _activated(a: Tensor, b: Tensor | None, activation: str) -> Tensor:
+    y, size = torch.empty_like(a), a.numel()
+    if size and b is None:
+        gates.penstock_relu_squared_fwd[(_blocks(size, BLOCK),)](a, y, size, BLOCK=BLOCK)
+    elif size:
+        gates.penstock_gated_fwd[(_blocks(size, BLOCK),)](a, b, y, size, ACTIVATION=ACTIVATIONS[activation], BLOCK=BLOCK)
+    return y
+
+
+def _activated_backward(a: Tensor, b: Tensor | None, activation: str, dy: Tensor) -> tuple[Tensor, Tensor | None]:
+    da, db, size = torch.empty_like(a), None if b is None else torch.empty_like(b), a.numel()
+    if size and b is None:
+        gates.penstock_relu_squared_bwd[(_blocks(size, BLOCK),)](a, dy, da, size, BLOCK=BLOCK)
+    elif size:
+        gates.penstock_gated_bwd[(_blocks(size, BLOCK),)](a, b, dy, da, db, size, ACTIVATION=ACTIVATIONS[activation], BLOCK=BLOCK)
+    return da, db
+
+
+class Activated(torch.autograd.Function):
+    """``activation(a) * b`` element by element, or without b ``relu(a)**2``."""
 
     @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, activation: str, formula: Formula) -> Tensor:
+    def forward(ctx: Any, a: Tensor, b: Tensor | None, activation: str, formula: Formula) -> Tensor:
         """The result."""
-        y = torch.empty_like(a)
-        if a.numel():
-            gates.penstock_gated_fwd[(_blocks(a.numel(), BLOCK),)](a, b, y, a.numel(), ACTIVATION=ACTIVATIONS[activation], BLOCK=BLOCK)
         ctx.save_for_backward(a, b)
         ctx.activation, ctx.formula = activation, formula
-        return y
+        return _activated(a, b, activation)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Tensors:
@@ -163,37 +178,31 @@ class Gated(torch.autograd.Function):
         a, b = ctx.saved_tensors
         if torch.is_grad_enabled():
             return *_by_formula(ctx, ctx.formula, (a, b), (dy,)), None, None
-        da, db = torch.empty_like(a), torch.empty_like(b)
-        if a.numel():
-            gates.penstock_gated_bwd[(_blocks(a.numel(), BLOCK),)](
-                a, b, dy.contiguous(), da, db, a.numel(), ACTIVATION=ACTIVATIONS[ctx.activation], BLOCK=BLOCK
-            )  # fmt: skip
-        return da, db, None, None
+        return *_activated_backward(a, b, ctx.activation, dy.contiguous()), None, None
 
 
-class ReluSquared(torch.autograd.Function):
-    """relu(x)^2, element by element."""
+class ActivatedLinear(torch.autograd.Function):
+    """The same, then a linear map. The backward pass computes the activation again, so it is not kept."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, formula: Formula) -> Tensor:
+    def forward(ctx: Any, a: Tensor, b: Tensor | None, weight: Tensor, activation: str, formula: Formula) -> Tensor:
         """The result."""
-        y = torch.empty_like(x)
-        if x.numel():
-            gates.penstock_relu_squared_fwd[(_blocks(x.numel(), BLOCK),)](x, y, x.numel(), BLOCK=BLOCK)
-        ctx.save_for_backward(x)
-        ctx.formula = formula
-        return y
+        ctx.save_for_backward(a, b, weight)
+        ctx.activation, ctx.formula = activation, formula
+        return _activated(a, b, activation) @ weight.T
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Tensors:
         """Gradients of all arguments."""
-        (x,) = ctx.saved_tensors
+        a, b, weight = tensors = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return *_by_formula(ctx, ctx.formula, (x,), (dy,)), None
-        dx = torch.empty_like(x)
-        if x.numel():
-            gates.penstock_relu_squared_bwd[(_blocks(x.numel(), BLOCK),)](x, dy.contiguous(), dx, x.numel(), BLOCK=BLOCK)
-        return dx, None
+            return *_by_formula(ctx, ctx.formula, tensors, (dy,)), None, None
+        da = db = dweight = None
+        if ctx.needs_input_grad[2]:
+            dweight = dy.flatten(0, -2).T @ _activated(a, b, ctx.activation).flatten(0, -2)
+        if any(ctx.needs_input_grad[:2]):
+            da, db = _activated_backward(a, b, ctx.activation, dy @ weight)
+        return da, db, dweight, None, None
 
 
 class Decay(torch.autograd.Function):
