@@ -326,11 +326,11 @@ def patch() -> Replacement:
     states have fla's layouts. fla's norms, convolutions and other kernels are untouched.
 
     Returns the ``Replacement``, whose ``replaced`` says what was replaced. Raises PenstockError where fla is not installed or is a version
-    that this module does not know.
+    that this module does not know. ::
 
-    >>> with patch() as patched:  # doctest: +SKIP
-    ...     print(patched.replaced)
-    ...     model.generate(ids)
+        with patch() as patched:
+            print(patched.replaced)
+            model.generate(ids)
     """
     try:
         fla, ops, layers = (importlib.import_module(name) for name in ("fla", "fla.ops", "fla.layers"))
