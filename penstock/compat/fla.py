@@ -61,8 +61,9 @@ _EARLIER_NAMES = {"offsets": "cu_seqlens", "transpose_state_layout": "state_v_fi
 
 
 class _Call(dict[str, Any]):
-    """The arguments of one call by name, those of 0.6.0 and older ones together."""
+    """The arguments of one call by name; those of older versions only where the caller passed one."""
 
+    __slots__ = ()
     function: str
 
     def refuse(self, argument: str, rule: str, remedy: str) -> NoReturn:
@@ -85,17 +86,18 @@ class _Call(dict[str, Any]):
         size = self.get("chunk_size")
         if size is not None and not (isinstance(size, int) and size > 0 and size & (size - 1) == 0):
             self.refuse("chunk_size", "a power of 2 or None", "It does not change results: leave it out.")
-
-    def settle(self) -> None:
-        """Bring the arguments into the form that the operators take: views, and no copies."""
-        if isinstance(self["scale"], int | float) and self["scale"] == -1:
-            self["scale"] = None  # the default of older versions
-        if self.get("head_first"):
+        if self["head_first"]:
             for name in ("q", "r", "k", "v", "g", "gk", "w"):
                 if isinstance(self.get(name), Tensor) and self[name].dim() > 2:
                     self[name] = self[name].transpose(1, 2)
-        if self.get("state_v_first") and isinstance(self["initial_state"], Tensor):
-            self["initial_state"] = self["initial_state"].transpose(-1, -2)
+
+    def settle(self) -> None:
+        """Bring the arguments into the form that the operators take: views, and no copies."""
+        scale, state = self["scale"], self.get("initial_state")
+        if scale is not None and not isinstance(scale, Tensor) and scale == -1:
+            self["scale"] = None  # the default of older versions
+        if state is not None and self.get("state_v_first") and isinstance(state, Tensor):
+            self["initial_state"] = state.transpose(-1, -2)
         if self.get("cu_seqlens_cpu") is not None and self["cu_seqlens"] is None:
             self.refuse("cu_seqlens_cpu", "left out without cu_seqlens", "Pass cu_seqlens, on the device of q.")
 
@@ -252,20 +254,22 @@ def _made(name: str, run: Callable[[_Call], Output], parameters: str, older_para
     names = tuple(current)
     known = current.keys() | older.keys()
     required = [one for one in names if current[one] is _REQUIRED]
+    kind = type("_Call", (_Call,), {"__slots__": (), "function": name})
 
     def function(*arguments: Any, **named: Any) -> Output:
-        call = _Call(current)
-        call.function = name
+        call = kind(current)
         call.update(zip(names, arguments))
         call.update(named)
-        if len(arguments) > len(names) or not named.keys() <= known or not named.keys().isdisjoint(names[: len(arguments)]):
+        given = len(arguments)
+        if given > len(names) or (given and not named.keys().isdisjoint(names[:given])) or not named.keys() <= known:
             raise TypeError(_misfit(name, names, arguments, named, known))
-        if not named.keys() <= current.keys():
-            call.update({**older, **call})
-            call.settle_older(set(older), {*names[: len(arguments)], *named})
-        for one in required:
-            if call[one] is _REQUIRED:
-                raise TypeError(f"{name}: {one} must be given, got nothing. The parameters are {', '.join(names)}.")
+        if len(call) > len(names):
+            call = kind({**older, **call})
+            call.settle_older(set(older), {*names[:given], *named})
+        if given < len(required):
+            for one in required:
+                if call[one] is _REQUIRED:
+                    raise TypeError(f"{name}: {one} must be given, got nothing. The parameters are {', '.join(names)}.")
         call.settle()
         return run(call)
 
@@ -274,8 +278,8 @@ def _made(name: str, run: Callable[[_Call], Output], parameters: str, older_para
     function.__doc__ = f"Fla's ``{name}`` on Penstock's operators; the arguments are described in the module's docstring."
     function.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [
-            kinds(one, kind, default=kinds.empty if default is _REQUIRED else default)
-            for kind, table in ((kinds.POSITIONAL_OR_KEYWORD, current), (kinds.KEYWORD_ONLY, older))
+            kinds(one, way, default=kinds.empty if default is _REQUIRED else default)
+            for way, table in ((kinds.POSITIONAL_OR_KEYWORD, current), (kinds.KEYWORD_ONLY, older))
             for one, default in table.items()
         ]
     )
