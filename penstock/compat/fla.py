@@ -261,7 +261,7 @@ def _made(name: str, run: Callable[[_Call], Output], parameters: str, older_para
         call.update(zip(names, arguments))
         call.update(named)
         given = len(arguments)
-        if given > len(names) or (given and not named.keys().isdisjoint(names[:given])) or not named.keys() <= known:
+        if given > len(names) or any(one not in known or one in names[:given] for one in named):
             raise TypeError(_misfit(name, names, arguments, named, known))
         if len(call) > len(names):
             call = kind({**older, **call})

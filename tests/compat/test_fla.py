@@ -260,3 +260,16 @@ def test_inputs_are_not_copied(name, inputs, monkeypatch):
     assert seen["q"].data_ptr() == inputs["q"].data_ptr()
     assert seen["g"].data_ptr() == inputs["g"].data_ptr()
     assert seen["initial_state"].data_ptr() == state.data_ptr()
+
+
+@pytest.mark.parametrize("name", ["chunk_gla", "fused_recurrent_rwkv6", "chunk_linear_attn"])
+def test_calls_are_compiled_without_graph_breaks(name, inputs):
+    call = {**named_inputs(name, inputs), "initial_state": inputs["state"], "output_final_state": True}
+    compiled = torch.compile(lambda **x: ours.FUNCTIONS[name](**x), backend="eager", fullgraph=True)
+    for one, other in zip(compiled(**call), ours.FUNCTIONS[name](**call)):
+        assert torch.equal(one, other)
+
+
+def test_lists_of_states_are_refused_without_normalize(inputs):
+    with pytest.raises(InvalidArgument, match="linear_attention: initial_state must be"):
+        ours.chunk_linear_attn(*(inputs[one] for one in "qkv"), initial_state=(inputs["state"], None), normalize=False)

@@ -158,6 +158,44 @@ MODELS = {
 }
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="no GPU")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", PATCHED)
+def test_the_kernels_of_fla_agree(name, fla):
+    B, T, H, K, V = 2, 130, 2, 32, 64
+    torch.manual_seed(0)
+    shapes = {"q": (B, T, H, K), "r": (B, T, H, K), "k": (B, T, H, K), "v": (B, T, H, V), "u": (H, K)}
+    shapes |= {"g": (B, T, H) if "simple_gla" in name else (B, T, H, K), "gk": (B, T, H, K), "w": (B, T, H, K)}
+    parameters = inspect.signature(getattr(fla.ops, name)).parameters
+    call = {key: torch.rand(shape, device=DEVICE) for key, shape in shapes.items() if key in parameters}
+    call |= {key: F.logsigmoid(4 * call[key]) for key in ("g", "gk", "w") if key in call}
+    variations = [{}, {"scale": 0.3}]
+    if "initial_state" in parameters:
+        state = torch.randn(B, H, K, V, device=DEVICE)
+        variations.append({"initial_state": state, "output_final_state": True} | ({"normalize": False} if "linear_attn" in name else {}))
+    if "reverse" in parameters:
+        variations.append({**variations[-1], "reverse": True})
+    if "state_v_first" in parameters:
+        swapped = state.transpose(2, 3).contiguous()
+        variations.append({"initial_state": swapped, "output_final_state": True, "state_v_first": True})
+    if "normalize" in parameters:
+        variations.append({"normalize": True, "initial_state": (state, torch.rand(B, 1, H, K, device=DEVICE)), "output_final_state": True})
+    if "g_gamma" in parameters:
+        variations.append({"g": None, "g_gamma": -torch.rand(H, device=DEVICE)})
+    if "output_attentions" in parameters:
+        variations.append({"output_attentions": True})
+    for options in variations:
+        mine, theirs = FUNCTIONS[name](**{**call, **options}), getattr(fla.ops, name)(**{**call, **options})
+        pairs = [(mine[0], theirs[0])]
+        if options.get("output_final_state") or options.get("output_attentions"):
+            pairs += zip(mine[1], theirs[1]) if isinstance(mine[1], tuple) else [(mine[1], theirs[1])]
+        for one, other in pairs:
+            assert one.shape == other.shape
+            error = (one - other).double().pow(2).mean().sqrt() / other.double().pow(2).mean().sqrt()
+            assert error < 5e-3, options  # their products of float32 use TF32
+
+
 @pytest.fixture
 def model_of(fla, monkeypatch):
     """Small models of fla. Without a GPU, its other kernels run under Triton's interpreter, whose autotuner cannot measure."""
