@@ -19,8 +19,8 @@ class Place(NamedTuple):
 
 
 _LOCK = threading.Lock()
-_ACTIVE: dict[tuple[str, str], tuple[object, int]] = {}
-"""By module and name: the original, and how many replacements in force ask for ours."""
+_ACTIVE: dict[tuple[int, str], tuple[object, int]] = {}
+"""By the id of a module and a name: the original, and how many replacements in force ask for ours."""
 
 
 class Replacement:
@@ -35,7 +35,7 @@ class Replacement:
         self._in_force = True
         with _LOCK:
             for module, name, ours in self._places:
-                key = module.__name__, name
+                key = id(module), name
                 original, count = _ACTIVE.get(key, (getattr(module, name), 0))
                 _ACTIVE[key] = original, count + 1
                 setattr(module, name, ours)
@@ -52,7 +52,7 @@ class Replacement:
                 return
             self._in_force = False
             for module, name, ours in self._places:
-                key = module.__name__, name
+                key = id(module), name
                 original, count = _ACTIVE.pop(key)
                 if count > 1:
                     _ACTIVE[key] = original, count - 1

@@ -152,6 +152,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2, "vocab_size": 50, "intermediate_size": 48}
 MODELS = {
     "GLA": {},
+    "HGRN2": {"expand_ratio": 16},
     "LinearAttention": {"feature_map": "elu", "do_feature_map_norm": True},
     "RetNet": {},
     "RWKV6": {},
