@@ -47,7 +47,7 @@ class Tokenizer(Protocol):
     """The token that ends a text."""
 
     def encode(self, text: str, special: bool = False) -> list[int]:
-        """Tokens of a text. With ``special``, also those that the tokenizer's file puts around a text, for example at its begin."""
+        """Tokens of a text. With ``special``, also those that the tokenizer's file adds to a text, for example before it."""
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Text of tokens. Special tokens have none, and bytes that are not UTF-8 become U+FFFD."""
@@ -184,7 +184,7 @@ class HuggingFace:
         return self._rust.token_to_id(found) if isinstance(found, str) else None
 
     def encode(self, text: str, special: bool = False) -> list[int]:
-        """Tokens of a text; with ``special``, also those that the file puts around a text."""
+        """Tokens of a text; with ``special``, also those that the file adds."""
         _utf8(text)
         return list(self._rust.encode(text, add_special_tokens=special).ids)
 

@@ -31,12 +31,12 @@ class Request(Protocol):
 
 
 class Answers:
-    """The three questions that lm_eval asks of a model."""
+    """The three kinds of requests of lm_eval."""
 
     def __init__(self, model: CausalLM, tokenizer: Tokenizer) -> None:
         self.language_model, self.coder = model, tokenizer
         self.begin = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
-        """What a text without context follows."""
+        """The tokens before a text without context."""
 
     def loglikelihood(self, requests: Sequence[Request], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """For (context, continuation): log p(continuation | context), natural logarithm, and whether it is the most likely one."""

@@ -21,7 +21,7 @@ LOGITS = 512
 
 
 class Scores(NamedTuple):
-    """What a model says of the tokens of a sequence but the first."""
+    """The scores of the tokens of a sequence but the first."""
 
     log_p: Tensor
     """float64 [n-1]: log probabilities given all tokens before, natural logarithm, on the CPU."""
@@ -31,7 +31,7 @@ class Scores(NamedTuple):
 
 @torch.no_grad()
 def score(model: CausalLM, sequences: Sequence[Sequence[int]], budget: int = BUDGET) -> list[Scores]:
-    """Score sequences of tokens, each of at least one. Short ones share calls; the state of long ones is carried.
+    """Score sequences of tokens, each of at least one. Short ones are packed into one call; long ones take several, with a carried state.
 
     >>> from penstock.models import gla
     >>> model = CausalLM(gla(vocab_size=11, num_layers=1, hidden_size=16, num_heads=2))
@@ -62,7 +62,7 @@ def _score(model: CausalLM, x: Tensor, labels: Tensor) -> Scores:
 
 
 def _groups(sequences: Sequence[Sequence[int]], budget: int) -> Iterator[list[int]]:
-    """Indices of sequences that share a call, in order of length."""
+    """Indices of sequences that are packed into one call, in order of length."""
     group: list[int] = []
     filled = 0
     for n in sorted(range(len(sequences)), key=lambda n: len(sequences[n])):

@@ -1,4 +1,4 @@
-"""The answers to lm_eval's questions, and the registration with a stand-in of its base class."""
+"""Requests of lm_eval, and the registration with a stand-in of its base class."""
 
 import sys
 from types import ModuleType, SimpleNamespace
