@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ..errors import Complaints, RangeError
-from ..verify.inputs import Shape
+from ..verify.inputs import GATES, Shape
 
 
 @dataclass(frozen=True)
@@ -17,13 +17,13 @@ class Case:
     shape: Shape
     model: str
     """The model whose layer has this shape."""
-    soft: bool = False
-    """Whether the decays are made by ``inputs(..., soft=True)``."""
+    gates: str = ""
+    """The distribution of the decays: one of ``GATES``, or "" for that of the variant."""
 
     @property
     def kind(self) -> str:
-        """The variant, with "-soft" for soft decays."""
-        return self.variant + "-soft" * self.soft
+        """The variant, with the distribution of its decays if it is not the variant's own, as in rwkv6-soft."""
+        return f"{self.variant}-{self.gates}" if self.gates else self.variant
 
 
 DECODE_BATCHES = (1, 4, 16, 64, 256)
@@ -51,8 +51,8 @@ DECODING = tuple(
 
 def _sized(kind: str, sizes: str, model: str) -> Case:
     """Name a case by its sizes, as in gla-8x2048x32x64."""
-    variant, _, soft = kind.partition("-")
-    return Case(f"{kind}-{sizes.replace(',', 'x')}", variant, Shape.parse(sizes), model, bool(soft))
+    variant, _, gates = kind.partition("-")
+    return Case(f"{kind}-{sizes.replace(',', 'x')}", variant, Shape.parse(sizes), model, gates)
 
 
 GPU_SHAPES = (
@@ -76,6 +76,14 @@ GPU_DECODING = tuple(
     for variant in ("gla", "rwkv6")
     for batch in (1, 256, 1024)
 )
+GATED = tuple(
+    _sized(f"{variant}-{gates}", sizes, model)
+    for sizes, model in (("8,2048,32,64", "32 heads of 64"), ("4,2048,16,128", "16 heads of 128"))
+    for variant in ("rwkv6", "gla")
+    for gates in GATES
+    if gates != "soft"
+)
+"""From decays that keep nearly everything to those that forget nearly everything. The soft ones are among the training shapes."""
 LENGTHS = tuple(
     _sized("rwkv6", f"1,{length},32,64", "one sequence of growing length")
     for length in (2048, 4096, 8192, 16384, 32768, 65536, 131072, 163840)
@@ -89,7 +97,13 @@ SOFTMAX = tuple(
 SOFTMAX_MODEL = Case("llama-7b", "softmax_attention", Shape(1, 1024, 32, 128, 128), "Llama 7B: 32 heads of 128")
 """The default case of softmax attention."""
 
-CASES = tuple({case.name: case for case in (*MODELS, SOFTMAX_MODEL, *DECODING, *LENGTHS, *GPU_TRAINING, *GPU_DECODING, *SOFTMAX)}.values())
+CASES = tuple(
+    {
+        case.name: case
+        for cases in (MODELS, (SOFTMAX_MODEL,), DECODING, LENGTHS, GPU_TRAINING, GPU_DECODING, GATED, SOFTMAX)
+        for case in cases
+    }.values()
+)
 """Every case of ``penstock bench --case``. Two of the lengths are also training shapes."""
 
 

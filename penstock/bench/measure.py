@@ -10,7 +10,7 @@ import torch
 
 from ..errors import Complaints, ImplementationRefused, ShapeError
 from ..recurrence.functional import STEP_TOKENS
-from ..verify.inputs import Inputs, Shape
+from ..verify.inputs import GATES, Inputs, Shape
 from . import clock
 from .calls import call_of, copy_of, moved_bytes
 from .candidates import Candidate, Mode
@@ -57,6 +57,12 @@ class Timing:
     profile: Profile | None = None
     """Counts of torch.profiler, if the candidate was profiled."""
 
+    @property
+    def own_milliseconds(self) -> float:
+        """GPU time; on a CPU, or if it is not known, the end-to-end time."""
+        known = None if self.gpu is None else self.gpu.milliseconds
+        return self.milliseconds if known is None else known
+
 
 @dataclass(frozen=True)
 class Untimed:
@@ -91,9 +97,15 @@ class Measurement:
     """The baseline, timed or not; None in old records, whose baseline is the first timed candidate."""
 
     @property
+    def gates(self) -> str:
+        """The distribution of the decays: one of ``GATES``, or "" for that of the variant."""
+        named = self.case.removeprefix(f"{self.variant}-").rpartition("-")[0]
+        return named if named in GATES else ""
+
+    @property
     def kind(self) -> str:
-        """The variant, with "(soft)" for soft decays."""
-        return self.variant + " (soft)" * self.case.startswith(f"{self.variant}-soft-")
+        """The variant, with the distribution of its decays if it is not the variant's own, as in "rwkv6 (soft)"."""
+        return f"{self.variant} ({self.gates})" if self.gates else self.variant
 
     @property
     def baseline(self) -> Timing | None:
@@ -111,10 +123,14 @@ class Measurement:
         """Bytes per second of the copy."""
         return self.moved_bytes / (self.copy.milliseconds * 1e-3)
 
+    @property
+    def floor(self) -> float:
+        """Milliseconds of the copy: the least of its times, because a copy in a CUDA graph can be slower than the same copy outside."""
+        return min(self.copy.milliseconds, self.copy.own_milliseconds)
+
     def of_floor(self, timing: Timing) -> float:
-        """The floor's time over the candidate's; GPU times if both are known."""
-        gpu_times = [one.gpu.milliseconds for one in (self.copy, timing) if one.gpu is not None and one.gpu.milliseconds is not None]
-        return gpu_times[0] / gpu_times[1] if len(gpu_times) == 2 else self.copy.milliseconds / timing.milliseconds
+        """The floor over the candidate's time, its GPU time if that is known."""
+        return self.floor / timing.own_milliseconds
 
 
 def check_decode_shape(mode: Mode, shape: Shape) -> None:

@@ -1,5 +1,6 @@
 """Pictures of measurements.
 
+- Cases of several distributions of decays: lines of GPU time against the distribution.
 - Every variant at several lengths or batch sizes, other sizes equal: lines of time against size on logarithmic axes.
 - Several cases and more than one candidate: bars of the speed relative to the baseline.
 - Otherwise: dots of the time of every candidate.
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import Complaints, MissingExtra, RangeError
+from ..verify.inputs import GATES
 from .measure import Measurement, Timing
 from .report import duration
 
@@ -50,6 +52,13 @@ def plot_measurements(measurements: Sequence[Measurement], path: Path, subtitle:
     """Draw lines, bars or dots, see the docstring of this file. ``subtitle`` names the device and the versions."""
     check_plot(path)
     panels: dict[tuple[str, ...], list[Measurement]] = {}
+    if all(measurement.gates for measurement in measurements):
+        for measurement in measurements:
+            panels.setdefault((measurement.variant, measurement.mode, measurement.dtype, measurement.shape.text), []).append(measurement)
+        if any(len(panel) > 1 for panel in panels.values()):
+            _save(_grid(panels, _gates, across=2), path, subtitle)
+            return
+        panels = {}
     for measurement in measurements:
         panels.setdefault((measurement.kind, measurement.mode, measurement.dtype), []).append(measurement)
     lines = all(_axis(panel) for panel in panels.values())
@@ -101,13 +110,13 @@ def _figure(width: float, height: float) -> Figure:
     return _figures()(figsize=(width, height), dpi=160, facecolor="white", layout="constrained")  # type: ignore[no-any-return]
 
 
-def _grid(panels: dict[tuple[str, ...], list[Measurement]], kind: Callable[[Axes, list[Measurement]], None]) -> Figure:
-    """One panel for each variant, mode and dtype, side by side."""
-    across = min(len(panels), 3)
+def _grid(panels: dict[tuple[str, ...], list[Measurement]], kind: Callable[[Axes, list[Measurement]], None], across: int = 3) -> Figure:
+    """One panel for each variant, mode, dtype and further part of its key, side by side."""
+    across = min(len(panels), across)
     down = -(-len(panels) // across)
     figure = _figure(max(7.6, 5.6 * across), 4.6 * down + 0.3)
     grid = figure.subplots(down, across, squeeze=False)
-    for axes, ((variant, mode, dtype), panel) in zip(grid.flat, panels.items()):
+    for axes, ((variant, mode, dtype, *_), panel) in zip(grid.flat, panels.items()):
         kind(axes, panel)
         _title(axes, f"{variant}: {MODES[mode]}, {dtype}", _shared_sizes(panel), pad=24, at=1.025)
     for axes in grid.flat[len(panels) :]:
@@ -182,6 +191,37 @@ def _lines(axes: Axes, panel: list[Measurement]) -> None:
     axes.grid(axis="y", color="#e4e4e4", linewidth=0.8)
     axes.set_axisbelow(True)
     _label(axes, ends)
+
+
+def _gates(axes: Axes, panel: list[Measurement]) -> None:
+    """GPU time against the distribution of decays. Log-normal ones are joined by lines, the others are separate points."""
+    panel = sorted(panel, key=lambda measurement: GATES.index(measurement.gates))
+    places = {measurement.gates: float(place) for place, measurement in enumerate(panel)}
+    parts = [[one for one in panel if one.gates.startswith("mu")], *([one] for one in panel if not one.gates.startswith("mu"))]
+    for part in parts:
+        x = [places[measurement.gates] for measurement in part]
+        axes.plot(x, [one.floor for one in part], color=FAINT, linestyle=(0, (4, 3)), marker="_", linewidth=1.4)
+    ends = [(panel[-1].floor, len(panel) - 1.0, "copy of the\nsame bytes", FAINT)]
+    for (kind, name), colour, marker in zip(_names(panel).items(), COLOURS[1::-1] + COLOURS[2:], MARKERS):
+        for part in parts:
+            points = [
+                (places[one.gates], timing.own_milliseconds) for one in part for timing in one.timings if _kind(timing.candidate) == kind
+            ]
+            axes.plot([x for x, _ in points], [y for _, y in points], color=colour, marker=marker, markersize=5.5, linewidth=2.2)
+        last = [timing.own_milliseconds for timing in panel[-1].timings if _kind(timing.candidate) == kind]
+        ends += [(time, len(panel) - 1.0, name.partition(" (")[0], colour) for time in last]
+    axes.set_ylim(bottom=0)
+    labels = [f"$\\mu$ = {gates[2:]}" if gates.startswith("mu") else gates for gates in places]
+    axes.set_xticks(range(len(panel)), labels, rotation=30, ha="right")
+    axes.set_xlabel(r"log decays $g = -\exp(x + \mu)$, x normal", color=INK)
+    axes.set_ylabel("GPU time of one call, milliseconds", color=INK)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.grid(axis="y", color="#e4e4e4", linewidth=0.8)
+    axes.set_axisbelow(True)
+    spacing, at = axes.get_ylim()[1] * 0.085, 0.0
+    for y, x_end, name, colour in sorted(ends):
+        at = max(y, at + spacing)
+        axes.annotate(name, (x_end, y), (x_end + 0.25, at), fontsize=9.5, color=colour, va="center", annotation_clip=False)
 
 
 def _label(axes: Axes, ends: list[tuple[float, float, str, str]]) -> None:

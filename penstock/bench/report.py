@@ -93,10 +93,10 @@ def _worst(found: list[Finding]) -> Text:
 
 
 def print_measurements(console: Console, measurements: Sequence[Measurement]) -> None:
-    """Print one table for each variant and mode, with a block of rows for each shape."""
+    """Print one table for each variant and mode, with a block of rows for each shape and distribution of decays."""
     groups: dict[tuple[str, str, str], list[Measurement]] = defaultdict(list)
     for measurement in measurements:
-        groups[measurement.kind, measurement.mode, measurement.dtype].append(measurement)
+        groups[measurement.variant, measurement.mode, measurement.dtype].append(measurement)
     for (variant, mode, dtype), group in groups.items():
         gpu, threads = group[0].copy.gpu is not None, group[0].copy.threads
         title = f"{variant}, {mode}, {dtype} on {group[0].device}" + ("" if gpu else f", {threads} thread{'s' * (threads > 1)}")
@@ -113,7 +113,7 @@ def print_measurements(console: Console, measurements: Sequence[Measurement]) ->
     )
     if any(one.copy.gpu is not None for one in measurements):
         notes += (
-            "\nmedian, quartiles: end to end. GPU: GPU time, from a replayed CUDA graph; of floor compares GPU times.\n"
+            "\nmedian, quartiles: end to end. GPU: GPU time, from a replayed CUDA graph; of floor: by GPU time.\n"
             "host: until the call returns. memory: peak beyond the inputs. first call: with compilation and autotuning."
         )
     console.print(Text(notes, style="dim"))
@@ -136,7 +136,7 @@ def _without_graph(measurements: Sequence[Measurement]) -> Iterator[tuple[str, s
 def _add_rows(table: Table, measurement: Measurement, gpu: bool) -> None:
     base = measurement.baseline
     best = min((one.milliseconds for one in measurement.timings), default=0.0)
-    table.add_row(Text(measurement.shape.text, style="bold"))
+    table.add_row(Text(f"{measurement.shape.text}  {measurement.gates}".rstrip(), style="bold"))
     for one in measurement.untimed:
         table.add_row(Padding(Text(f"{one.candidate} {one.reason}", style="bold red" if one.fault else "yellow"), (0, 0, 0, 2)))
     for timing in measurement.timings:
@@ -207,7 +207,7 @@ def print_cases(console: Console) -> None:
         for shape in dict.fromkeys(case.shape for case in suite.cases):
             here = [case for case in suite.cases if case.shape == shape]
             more, previous = (f"\n{here[0].model}" if here[0].model != previous else ""), here[0].model
-            name = here[0].name.replace(here[0].variant, "VARIANT")
+            name = here[0].name.replace(here[0].kind, "VARIANT")
             table.add_row(name, Text.assemble(" ".join(case.kind for case in here), (more, "dim")))
         console.print(table)
 

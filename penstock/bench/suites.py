@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ..errors import Complaints, RangeError
 from .candidates import Mode
-from .cases import GPU_DECODING, GPU_TRAINING, LENGTHS, SOFTMAX, Case, case_named
+from .cases import GATED, GPU_DECODING, GPU_TRAINING, LENGTHS, SOFTMAX, Case, case_named
 from .ladder import RUNGS
 
 
@@ -33,6 +33,7 @@ LADDER = "wkv-ladder"
 
 SUITES = (
     Suite("gpu-training", "sequences and prompts, beside fla; most of the time is fla's autotuning", GPU_TRAINING, ("fwd", "fwdbwd")),
+    Suite("gates", "weak to strong decays per channel, beside fla", GATED, ("fwd", "fwdbwd"), seconds=0.1),
     Suite("gpu-decode", "one token for 1, 256 and 1024 sequences, beside fla", GPU_DECODING, ("decode",)),
     Suite(
         "lengths", "chunked and token-by-token kernels as T grows", LENGTHS, ("fwd",), ("triton_recurrent", "triton_chunkwise"), ("none",)

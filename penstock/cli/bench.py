@@ -94,6 +94,8 @@ def bench(
 
       penstock bench --suite gpu-training --json training.json --plot training.png
 
+      penstock bench --suite gates --json gates.json --plot gates.png
+
       penstock bench wkv-ladder --json ladder.json
 
       penstock bench --from training.json --plot training.pdf
@@ -262,7 +264,7 @@ def _measured(job: Job, options: Options) -> Measurement:
     case, mode = job.case, job.mode
     if case.variant == FUNCTION:
         return softmax.measure(case, mode, options.torch_dtype, options.device, options.seconds, job.impls, job.peers, options.seed)
-    x = inputs(case.variant, case.shape, options.torch_dtype, options.device, options.seed, case.soft)
+    x = inputs(case.variant, case.shape, options.torch_dtype, options.device, options.seed, case.gates)
     candidates = [peer(name, x, mode) for name in job.peers] + [ours(name, x, mode) for name in job.impls]
     return measure(case.name, x, mode, candidates, options.seconds, keep_going=True)
 

@@ -82,7 +82,7 @@ def profile(
         console.print(machine.busy, style="yellow", highlight=False)
     try:
         with using_threads(threads), console.status(f"{variant}, {mode}, {shape.text}", spinner="dots"):
-            x = hidden(inputs(variant, shape, DTYPES[dtype], device, seed, soft))
+            x = hidden(inputs(variant, shape, DTYPES[dtype], device, seed, "soft" * soft))
             chosen, refused = candidates(x, checked_mode, impl or [], peers or [])
             folders = tuple(trace_folder(one.name) for one in chosen)
             check_outputs("profile", {"--json": json_file}, Folder("--output", output, (PICTURE,), folders))

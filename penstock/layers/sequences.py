@@ -55,6 +55,18 @@ class Sequences:
         return self._once("owner", lambda: torch.searchsorted(self.ends[1:], self._range(self.tokens), right=True))
 
     @property
+    def starts(self) -> Tensor:
+        """For each token of x, row after row, the sequence that begins with it, or -1: int32 [B*T]."""
+
+        def make() -> Tensor:
+            if self.cu_seqlens is not None:
+                return torch.where(self._range(self.tokens) == self.ends[self.owner], self.owner, -1).int()
+            token = self._range(self.batch * self.tokens)
+            return torch.where(token % self.tokens == 0, token // self.tokens, -1).int() if self.tokens else token.int()
+
+        return self._once("starts", make)
+
+    @property
     def lengths(self) -> Tensor:
         """The number of tokens of each sequence in this call: int64 [N]."""
         if self.cu_seqlens is None:
@@ -101,10 +113,14 @@ class Sequences:
 
         return self._once(W, make)
 
-    def previous(self, x: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
-        """The token before each token of x [B,T,C], with ``last`` [N,C] before the first; and the new last tokens."""
-        rows, windows, tail = self.extended(x, self.read(last).unsqueeze(1))
-        return windows(rows[:, :-1]), tail.squeeze(1)
+    def shifted(self, x: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+        """The token before the first one of each sequence [N,C], from the states ``last``, and the last tokens: the new states [N,C]."""
+        last = self.read(last).to(x.dtype)
+        if self.tokens == 0:
+            return last, last
+        if self.cu_seqlens is None:
+            return last, x[:, -1].clone()  # a view would keep all tokens in memory
+        return last, torch.where((self.lengths > 0)[:, None], self.last(x), last)
 
     def recur(
         self, variant: str, q: Tensor, k: Tensor, v: Tensor, *gates: Tensor, state: Tensor, scale: float | None = None

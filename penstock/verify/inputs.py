@@ -16,6 +16,8 @@ from ..recurrence.declaration import Advance, Recurrence, state_dtype
 from ..recurrence.operators import ADVANCE, RECURRENCE
 from ..recurrence.variants import VARIANTS
 
+GATES = ("soft", "mu-5", "mu-3", "mu-1", "mu0", "mu1", "mu2", "initial", "forgetting")
+"""Distributions of decays per channel that ``inputs`` can draw, from the mildest log-normal one to those of trained models."""
 MOST_ELEMENTS = 1 << 56
 """Tensors of more elements have no size in bytes that torch can represent."""
 
@@ -122,12 +124,16 @@ class Inputs:
         return Inputs(self.variant, copies["q"], copies["k"], copies["v"], copies.get("g"), copies.get("u"))
 
 
-def inputs(
-    variant: str, shape: Shape, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0, soft: bool = False
-) -> Inputs:
+def inputs(variant: str, shape: Shape, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0, gates: str = "") -> Inputs:
     """Random inputs with the distributions of a model of this variant: q, k, v in ``dtype``, decays and bonus in float32 or float64.
 
-    The decays of rwkv6 reach e^-5 per token in every head. With ``soft``, the decays of all channels are logsigmoid(x), x normal.
+    The decays of rwkv6 reach e^-5 per token in every head. Decays per channel can be drawn otherwise by ``gates``, one of ``GATES``,
+    where x is normal:
+
+    - "soft": logsigmoid(x)
+    - "mu-5" to "mu2": -exp(x + mu)
+    - "initial": -exp(-6 + 5 c^0.85 + 0.3 x), c from 0 to 1 over the channels, as a new RWKV-6 has them
+    - "forgetting": the same with 6 added to the exponent for 2 % of the channels, which forget everything at each token
 
     >>> inputs("gla", Shape.parse("1,5,2,8")).g.shape
     torch.Size([1, 5, 2, 8])
@@ -144,8 +150,16 @@ def inputs(
 
     q, k, v = normal(B, T, H, K), normal(B, T, H, K), normal(B, T, H, V)
     g, u = None, None
-    if soft:
+    if gates == "soft":
         g = F.logsigmoid(normal(B, T, H, K))
+    elif gates:
+        g = normal(B, T, H, K)
+        if gates.startswith("mu"):
+            g = -torch.exp(g + int(gates[2:]))
+        else:
+            spread = -6 + 5 * torch.linspace(0, 1, K, dtype=torch.float64, device=place) ** 0.85
+            forgetting = 6.0 * (uniform(H, K) < 0.02) if gates == "forgetting" else 0.0
+            g = -torch.exp(spread + 0.3 * g + forgetting)
     elif variant == "retention":
         g = torch.log1p(-torch.exp2(-5 - torch.arange(H, dtype=torch.float64, device=place)))
     elif variant == "simple_gla":  # Mamba-2 at initialisation: A in 1..16, dt from 0.001 to 0.1; v carries dt, g = -dt A

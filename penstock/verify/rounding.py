@@ -1,5 +1,8 @@
-"""The chunkwise formula with rounded operands: the error of a kernel whose matrix products have operands of low precision.
+"""The dyadic chunkwise formula with rounded operands: the error of a kernel whose matrix products have operands of low precision.
 
+A chunk is cut into blocks of 2 L tokens for L = 32, 16, ..., 1. Every pair of tokens is split by one level, in which they lie in different
+halves of a block. The decay between them is the product of two factors that meet in the middle of the block: from the earlier token to
+the middle, and from there to the later token. Each factor is the exponential of one sum and at most 1, so any decay is represented.
 Everything else is float64, so the error against the oracle comes from the rounded operands only. A kernel's budget is twice that error
 plus one rounding of the result.
 """
@@ -19,6 +22,8 @@ from ..recurrence.gradients import Gradients
 from .oracle import by_result, error
 
 CHUNK = 64
+LEVELS = (32, 16, 8, 4, 2, 1)
+"""L: half of the length of a level's blocks."""
 
 
 class _Rounded(torch.autograd.Function):
@@ -39,10 +44,23 @@ def _significant(x: Tensor, bits: int) -> Tensor:
     return torch.ldexp(torch.round(mantissa * 2**bits) / 2**bits, exponent)
 
 
-def forward(problem: Recurrence, bits: int) -> tuple[Tensor, Tensor]:
-    """Output and final state in float64 by the anchored chunkwise formula with operands rounded to ``bits`` significant bits.
+def _factors(g: Tensor, previous: bool) -> list[Tensor]:
+    """Factors of decays g [..., CHUNK, K]: one of each level of L = 32, 16, ..., 1, then those from and to the borders of the chunk.
 
-    The problem must be float64 and not packed, with decays within a chunk above 2 ** -1000.
+    In the second half of a block, a token's factor is the decay from the middle to its query; in the first half, from behind the token to
+    the middle. With ``previous``, a query does not include its own decay.
+    """
+    u = torch.arange(CHUNK, device=g.device)  # made on the device: a copy from the host would wait for it
+    t = u[:, None]
+    to_query, behind = (u < t if previous else u <= t), u > t
+    inner = [(t // L == u // L) & torch.where(t // L % 2 == 1, to_query, behind) for L in LEVELS]
+    return [(within.to(g.dtype) @ g).exp() for within in (*inner, to_query, behind)]
+
+
+def forward(problem: Recurrence, bits: int) -> tuple[Tensor, Tensor]:
+    """Output and final state in float64 by the dyadic chunkwise formula with operands rounded to ``bits`` significant bits.
+
+    The problem must be float64 and not packed. Any decay is allowed.
     """
 
     def rounded(x: Tensor) -> Tensor:
@@ -50,27 +68,32 @@ def forward(problem: Recurrence, bits: int) -> tuple[Tensor, Tensor]:
 
     p = problem.forward_in_time()
     B, T, H, K = p.q.shape
-    previous = p.variant.read == "previous"
-    q, k, v = (x.transpose(1, 2) for x in (p.q, p.k, p.v))  # [B, H, T, *]
-    gate = torch.zeros_like(q) if p.gate is None else p.gate.expand(B, T, H, K).transpose(1, 2)
-    S = q.new_zeros(B, H, K, v.shape[3]) if p.initial_state is None else p.initial_state
-    outputs = []
-    for t in range(0, T, CHUNK):
-        qc, kc, vc, g = (x[:, :, t : t + CHUNK] for x in (q, k, v, gate))
-        G = g.cumsum(2)
-        own = (qc * kc if p.u is None else qc * kc * p.u[:, None]).sum(3)
-        qt, kt = rounded(qc * (G - g if previous else G).exp()), rounded(kc * (-G).exp())
-        A = (qt @ kt.mT).tril(-1) + torch.diag_embed(own)
-        outputs.append(rounded(A) @ rounded(vc) + qt @ rounded(S))
-        S = G[:, :, -1, :, None].exp() * (S + kt.mT @ rounded(vc))
-    output = torch.cat(outputs, 2).transpose(1, 2) if outputs else torch.zeros_like(p.v)
-    return p.back_in_time(p.scale * output, S)
+    gate = torch.zeros_like(p.q) if p.gate is None else p.gate.expand(B, T, H, K).clamp(min=-1e4)  # 0 * inf is NaN
+    pad = (0, 0, 0, -T % CHUNK)
+    q, k, v, g = (torch.nn.functional.pad(x.transpose(1, 2), pad).unflatten(2, (-1, CHUNK)) for x in (p.q, p.k, p.v, gate))
+    *inner, read, rest = _factors(g, p.variant.read == "previous")  # [B, H, chunks, CHUNK, K]
+    t = torch.arange(CHUNK, device=g.device)
+    A = torch.diag_embed((q * k if p.u is None else q * k * p.u[:, None, None]).sum(4))
+    for L, factor in zip(LEVELS, inner):
+        half = t // L
+        X = rounded(factor * torch.where((half % 2 == 1)[:, None], q, k))
+        A = A + torch.where((half[:, None] == half + 1) & (half % 2 == 0), X @ X.mT, 0.0)
+    output, total = rounded(A) @ rounded(v), g.sum(3).exp()
+    reads, added = rounded(q * read), rounded(k * rest).mT @ rounded(v)
+    S = q.new_zeros(B, H, K, v.shape[4]) if p.initial_state is None else p.initial_state
+    of_states = []
+    for n in range(g.shape[2]):
+        of_states.append(reads[:, :, n] @ rounded(S))
+        S = total[:, :, n, :, None] * S + added[:, :, n]
+    if of_states:
+        output = output + torch.stack(of_states, 2)
+    return p.back_in_time(p.scale * output.flatten(2, 3)[:, :, :T].transpose(1, 2), S)
 
 
 def errors(problem: Recurrence, bits: int, exact: dict[str, Tensor], d_results: Tensors = ()) -> dict[str, float]:
     """Errors of the results in ``exact`` from rounding the operands, by name.
 
-    Gradients are computed if ``d_results`` are given. An error is 0 if the formula overflows.
+    Gradients are computed if ``d_results`` are given. An error is 0 if the formula's result is not finite.
     """
     names = [name for name in Gradients._fields if getattr(problem, name) is not None]
     problem = problem.with_tensors({name: getattr(problem, name).detach().double() for name in names})

@@ -6,9 +6,10 @@ import torch
 from penstock.bench.calls import moved_bytes
 from penstock.bench.candidates import MODES
 from penstock.bench.cases import CASES, MODELS, case_named, default_cases
+from penstock.bench.measure import Measurement, Timing
 from penstock.bench.suites import SUITES, suite_named
 from penstock.recurrence.variants import VARIANTS
-from penstock.verify.inputs import Shape, inputs
+from penstock.verify.inputs import GATES, Shape, inputs
 
 
 def test_every_variant_has_a_model_and_decode_batches_from_1_to_256():
@@ -31,6 +32,30 @@ def test_suites_consist_of_named_cases():
     assert {case.shape[:2] for case in suite_named("gpu-decode").cases} == {(1, 1), (256, 1), (1024, 1)}
     assert [case.shape.T for case in suite_named("lengths").cases] == [*(2048 * 2**n for n in range(7)), 163840]
     assert case_named("gla-8x2048x4x256x512").shape == Shape(8, 2048, 4, 256, 512)
+
+
+def test_cases_name_the_distribution_of_their_decays():
+    for case in (case for suite in SUITES for case in suite.cases):
+        copy = Timing("copy", 1.0, (1.0, 1.0), 9, None, 1)
+        row = Measurement(case.variant, case.name, case.shape, "fwd", "float32", "cpu", 9, 100, copy, ())
+        assert row.gates == case.gates
+        assert case.gates in ("", *GATES)
+    assert {case.gates for case in suite_named("gates").cases} == set(GATES) - {"soft"}
+
+
+@pytest.mark.parametrize("gates", GATES)
+def test_distributions_of_decays(gates):
+    g = inputs("rwkv6", Shape(2, 500, 4, 64, 4), torch.float64, gates=gates).g
+    assert bool((g <= 0).all())
+    assert bool(g.isfinite().all())
+    if gates.startswith("mu"):
+        logs = (-g).log()
+        assert logs.mean().item() == pytest.approx(int(gates[2:]), abs=0.02)
+        assert logs.std().item() == pytest.approx(1, abs=0.02)
+    if gates == "forgetting":
+        weak = inputs("rwkv6", Shape(2, 500, 4, 64, 4), torch.float64, gates="initial").g
+        stronger = (g / weak).amin((0, 1)) > 400  # e^6 is 403
+        assert 0 < stronger.sum().item() < 0.06 * 256
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ work, replaying it enqueues it again.
 
 import time
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from io import StringIO
 from types import SimpleNamespace
 
@@ -237,6 +238,8 @@ def test_floor_is_compared_by_gpu_time_where_known():
     assert one.of_floor(one.timings[0]) == 1
     other = measured("gla", SMALL, "fwd", "loop", gpu=unknown)
     assert other.of_floor(other.timings[0]) == pytest.approx(1 / 3)
+    slow_in_graphs = replace(one, copy=replace(one.copy, milliseconds=0.25))
+    assert slow_in_graphs.of_floor(one.timings[0]) == 0.5
 
 
 def test_table_shows_gpu_columns():

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from penstock.bench.plot import plot_measurements
 from penstock.bench.record import Record
 from penstock.errors import MissingExtra
 from penstock.verify import oracle
-from penstock.verify.inputs import Shape, inputs
+from penstock.verify.inputs import GATES, Shape, inputs
 from penstock.verify.machine import Machine
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -105,13 +106,15 @@ def recording(called, name, function):
         ("_bars", [measured("gla", shape, "fwd", "auto (cpu)", untimed=(Untimed("loop", "refuses", False),)) for shape in (ONE, WIDE)]),
         ("_bars", [measured("gla", shape, "fwd", untimed=(Untimed("loop", "refuses", False),) * 2) for shape in (ONE, WIDE)]),
         ("_bars", [measured("gla", shape, "fwd", "loop", "auto (cpu)", "chunkwise") for shape in (ONE, WIDE)]),
+        ("_gates", [replace(measured("gla", ONE, mode, *TWO), case=f"gla-{x}-a") for mode in ("fwd", "fwdbwd") for x in GATES]),
+        ("_dots", [replace(measured("gla", ONE, "fwd", *TWO), case="gla-mu2-a")]),
         ("_dots", [measured("gla", ONE, "fwd", *TWO)]),
         ("_dots", [measured("gla", shape, "fwd", "auto (cpu)") for shape in (ONE, WIDE)]),
     ],
 )
-def test_lines_show_sizes_bars_show_cases_dots_show_one_shape(kind, rows, tmp_path, monkeypatch):
+def test_pictures_show_what_differs_between_measurements(kind, rows, tmp_path, monkeypatch):
     drawn = set()
-    for name in ("_lines", "_bars", "_dots"):
+    for name in ("_lines", "_bars", "_dots", "_gates"):
         monkeypatch.setattr(plot, name, recording(drawn, name, getattr(plot, name)))
     plot_measurements(rows, tmp_path / "a.png", "somewhere")
     assert drawn == {kind}

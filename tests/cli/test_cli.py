@@ -310,7 +310,7 @@ def test_an_interrupted_run_keeps_its_measurements(run, monkeypatch, tmp_path):
         ([], "variant must be given"),
         (["softmax_attention", "--mode", "fwd", "--mode", "decode"], "mode must be fwd or fwdbwd for softmax_attention, got 'decode'"),
         (["rwkv6", "--case", "rwkv6-7b", "--mode", "decode"], "T must be at most 16 in mode decode"),
-        (["--suite", "everything"], "suite must be one of gpu-training, gpu-decode, lengths, softmax, wkv-ladder, got 'everything'"),
+        (["--suite", "everything"], "suite must be one of gpu-training, gates, gpu-decode, lengths, softmax, wkv-ladder, got 'everything'"),
         (["rwkv6", "--from", "a.json"], "--from must be given without variants"),
         (["--from", "a.json", "--seconds", "1"], "--from must be given without variants and with no option but --plot"),
         (["softmax_attention", "--impl", "cpu"], "impl must be one of auto, triton, sdpa, reference for softmax_attention, got 'cpu'"),

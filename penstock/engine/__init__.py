@@ -1,0 +1,1 @@
+"""The continuous-batching engine: one packed forward pass a step over a pool of states."""
