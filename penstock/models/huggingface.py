@@ -103,8 +103,9 @@ def _rows(part: Any, rows: Tensor) -> Any:
 class PenstockForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-call]
     """A ``CausalLM``, which is ``model``, as transformers expects one.
 
-    Padding is left out of the computation wherever ``attention_mask`` is 0, so batches may be padded on either side and every
-    sequence has the results that it has alone. Beam search works; assisted generation, which would take tokens back, is refused.
+    Padding is left out of the computation wherever ``attention_mask`` is 0, so batches may be padded on either side and every sequence
+    has the results that it has alone. The logits at padding are those of the last token before it. Beam search works; assisted
+    generation, which would take tokens back, is refused.
     """
 
     config_class = PenstockConfig
@@ -205,36 +206,36 @@ class PenstockForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-
         """
         self._check(input_ids, attention_mask, past_key_values, inputs_embeds, labels, cu_seqlens, output_attentions, output_hidden_states)
         assert input_ids is not None
-        keep = None if attention_mask is None else attention_mask[:, attention_mask.shape[1] - input_ids.shape[1] :] != 0
-        if keep is not None and bool(keep.all()):
-            keep = None
+        B, T = input_ids.shape
+        ids, starts, keep = input_ids, cu_seqlens, None
+        if attention_mask is not None and not bool((attention_mask[:, attention_mask.shape[1] - T :] != 0).all()):
+            keep = attention_mask[:, attention_mask.shape[1] - T :] != 0
+            ids, starts = input_ids[keep][None], F.pad(keep.sum(1).cumsum(0), (1, 0))
+            if ids.numel() == 0:
+                raise RangeError("PenstockForCausalLM: attention_mask must be 1 for at least one token, got padding only.")
         cached = past_key_values is not None or (use_cache if use_cache is not None else self.config.use_cache and not self.training)
-        ids, lengths = (input_ids, cu_seqlens) if keep is None else (input_ids[keep][None], _starts(keep))
         loss, logits = None, None
-        if labels is None and cached and not torch.is_grad_enabled() and self._fixed_size:
+        if labels is None and cached and self._fixed_size and not torch.is_grad_enabled():
             if past_key_values is None:
-                past_key_values = StateCache(self.model.initial_state(ids.shape[0] if lengths is None else lengths.numel() - 1))
-            only = logits_to_keep == 1 and input_ids.shape[1] > 0
-            logits = self.model.advance(ids, past_key_values.state, cu_seqlens=lengths, last_only=only)
-            if only:
-                logits = logits[:, None] if keep is None else logits[:, None] * keep[:, -1:, None]
-                keep = None
-        else:
-            x, state = self.model.hidden(ids, None if past_key_values is None else past_key_values.state, lengths)
-            if labels is not None:
-                loss = self._loss(x, input_ids, labels, keep, cu_seqlens, num_items_in_batch)
-            if loss is None or not (self.config.fuse_loss and self.training):
-                logits = self.model.head(x)
-            if past_key_values is None:
-                past_key_values = StateCache(state) if cached else None
+                past_key_values = StateCache(self.model.initial_state(B if starts is None else starts.numel() - 1))
+            last = logits_to_keep == 1 and cu_seqlens is None and T > 0
+            logits = self.model.advance(ids, past_key_values.state, cu_seqlens=starts, last_only=last)
+            if not last:
+                logits = _columns(logits, keep, logits_to_keep)
             else:
+                logits = logits[:, None] if keep is None else logits[:, None].where(keep.any(1)[:, None, None], 0.0)
+        else:
+            x, state = self.model.hidden(ids, None if past_key_values is None else past_key_values.state, starts)
+            if labels is not None:
+                loss = self._loss(x, labels, keep, cu_seqlens, num_items_in_batch)
+            if loss is None or not (self.config.fuse_loss and self.training):
+                logits = self.model.head(_columns(x, keep, logits_to_keep))
+            if past_key_values is not None:
                 past_key_values.state = state
+            elif cached:
+                past_key_values = StateCache(state)
         if past_key_values is not None:
-            past_key_values.columns += input_ids.shape[1]
-        if logits is not None:
-            if keep is not None:
-                logits = logits.new_zeros(*keep.shape, logits.shape[-1]).masked_scatter(keep[..., None], logits)
-            logits = logits[:, -logits_to_keep:] if logits_to_keep else logits
+            past_key_values.columns += T
         output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)  # type: ignore[arg-type]
         return output if return_dict in (None, True) else output.to_tuple()
 
@@ -279,7 +280,7 @@ class PenstockForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-
         return all(mixer.kind != "softmax_attention" for mixer in self.model.config.mixers)
 
     def _loss(
-        self, x: Tensor, ids: Tensor, labels: Tensor, keep: Tensor | None, cu_seqlens: Tensor | None, count: Tensor | int | None
+        self, x: Tensor, labels: Tensor, keep: Tensor | None, cu_seqlens: Tensor | None, count: Tensor | int | None
     ) -> Tensor:  # fmt: skip
         """The loss of x, what the head gets: of all tokens or (``keep``) of those that are not padding."""
         from .loss import linear_cross_entropy
@@ -330,9 +331,17 @@ class PenstockForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-
         complaints.raise_any()
 
 
-def _starts(keep: Tensor) -> Tensor:
-    """Where sequences of a mask [B,T] begin, packed: [B+1]."""
-    return F.pad(keep.sum(1).cumsum(0), (1, 0))
+def _columns(x: Tensor, keep: Tensor | None, count: int) -> Tensor:
+    """The last ``count`` columns (0: all) of x [B,T,C]; or, packed [1,S,C], of the tokens that ``keep`` [B,T] has.
+
+    A column of padding is that of the last token before it, or 0.
+    """
+    if keep is None:
+        return x[:, -count:] if count else x
+    seen = keep.cumsum(1)
+    before = F.pad(keep.sum(1).cumsum(0), (1, 0))[:-1, None]
+    columns = (before + seen - 1)[:, -count:]
+    return x[0][columns.clamp(min=0)].where(seen[:, -count:, None] > 0, 0.0)
 
 
 def _dtype(complaints: Complaints, value: Any) -> torch.dtype | None:

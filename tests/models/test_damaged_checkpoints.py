@@ -6,13 +6,14 @@ import json
 import pickle
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
-from public_models import Weights, gla, mamba2, rwkv5, rwkv6, write_bin, write_pth, write_safetensors
+from public_models import Weights, gla, mamba2, retnet, rwkv5, rwkv6, write_bin, write_pth, write_safetensors
 
-from penstock import DtypeError, InvalidArgument, RangeError, ShapeError
+from penstock import DtypeError, InvalidArgument, PenstockError, RangeError, ShapeError
 from penstock.models import CausalLM, linear, load, save
 from penstock.models import gla as gla_config
 from penstock.models import rwkv6 as rwkv6_config
@@ -246,3 +247,74 @@ def test_formats_without_a_place_for_the_model(tmp_path: Path) -> None:
     with pytest.raises(DtypeError, match="model must be a CausalLM"):
         save(torch.nn.Linear(2, 2), tmp_path / "x")  # type: ignore[arg-type]
     assert not list(tmp_path.iterdir())
+
+
+FOLDERS = {
+    "gla": (gla.draw(gla.config()), gla.config()),
+    "retnet": (retnet.draw(retnet.config()), retnet.config()),
+    "fla rwkv6": (rwkv6.draw_fla(), rwkv6.fla_config(rwkv6.draw_fla())),
+    "hf rwkv6": (rwkv6.hf_names(rwkv6.draw()), rwkv6.hf_config(rwkv6.draw())),
+    "mamba2": (mamba2.draw(mamba2.config()), mamba2.config()),
+    "state-spaces": (mamba2.state_spaces_names(mamba2.draw(mamba2.config())), mamba2.state_spaces_config(mamba2.config())),
+}
+
+
+VALUES = (None, 0, -1, 3, 7.5, "text", [], {}, [1, 2], {"a": 1}, True)
+SHAPES = ([], [0], [1], [5], [3, 0], [2, 3], [1, 2, 3], [1, 1, 1, 1])
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+@pytest.mark.parametrize("every", [pytest.param(True, marks=pytest.mark.slow), False])
+def test_any_value_in_config_json_loads_or_is_refused(name: str, every: bool, tmp_path: Path) -> None:
+    """No other exception, and no model of wrong sizes."""
+    w, config = FOLDERS[name]
+    path = write_bin(w, config, tmp_path / "model")
+    load(path)
+    for n, key in enumerate(config):
+        for value in VALUES if every else VALUES[n % 6 :: 6]:
+            (path / "config.json").write_text(json.dumps(config | {key: value}))
+            with suppress(PenstockError):
+                assert load(path).embeddings.weight.shape == w[next(one for one in w if "embedding" in one)].shape, (key, value)
+
+
+@pytest.mark.parametrize("name", [*FOLDERS, "blinkdl rwkv5"])
+@pytest.mark.parametrize("every", [pytest.param(True, marks=pytest.mark.slow), False])
+def test_any_shape_is_refused(name: str, every: bool, tmp_path: Path) -> None:
+    w, config = FOLDERS.get(name, (rwkv5.draw(), {}))
+    path = write_bin(w, config, tmp_path / "model")
+    for n, one in enumerate(list(w) if every else list(w)[::2]):
+        for shape in SHAPES if every else SHAPES[n % 8 :: 8]:
+            torch.save(w | {one: torch.zeros(shape)}, path / "pytorch_model.bin")
+            with pytest.raises(PenstockError, match="must be "):
+                load(path)
+
+
+def test_layers_that_cannot_be_there(tmp_path: Path) -> None:
+    with pytest.raises(RangeError, match=r"blocks.9999999999.ln1.weight must be a tensor of one of at most \d+ layers"):
+        load(write_pth(rwkv6.draw() | {"blocks.9999999999.ln1.weight": torch.zeros(24)}, tmp_path))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"vocab_size": "many"},
+        {"num_layers": 10**12},
+        {"mixer": {"kind": "gla", "heads": 2}},
+        {"mixer": {"kind": "other"}},
+        {"mixer": None},
+        {"mixer": [1, 2]},
+        {"channel": "swiglu"},
+        {"extra": 1},
+    ],
+)
+def test_our_own_configuration(change: dict, tmp_path: Path) -> None:
+    save(CausalLM(gla_config(**SMALL, num_heads=2)), tmp_path)
+    stored = json.loads((tmp_path / "config.json").read_text())
+    stored["model"] |= change
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    with pytest.raises(PenstockError):
+        load(tmp_path)
+    del stored["model"]["hidden_size"]
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    with pytest.raises(PenstockError):
+        load(tmp_path)

@@ -102,11 +102,13 @@ def test_padded_batches_equal_sequences_alone(model: PenstockForCausalLM, side: 
     alone = [row[mask == 1][None] for row, mask in zip(ids, keep)]
     with torch.no_grad():
         out = model(ids, attention_mask=keep, labels=ids, use_cache=True)
+        assert error(model(ids, attention_mask=keep, use_cache=True).logits, out.logits) < 1e-5
     for n, one in enumerate(alone):
         with torch.no_grad():
             assert error(out.logits[n][keep[n] == 1], model(one).logits[0]) < 1e-5
-        if side != "right":
-            assert torch.equal(greedy(model, ids, attention_mask=keep)[n, 9:], greedy(model, one)[0, one.shape[1] :])
+        for cached in (True, False):
+            found = greedy(model, ids, 4, attention_mask=keep, use_cache=cached)[n, 9:]
+            assert torch.equal(found, greedy(model, one, 4)[0, one.shape[1] :])
     if side == "left":
         losses = [F.cross_entropy(model(one).logits[0, :-1], one[0, 1:], reduction="sum") for one in alone]
         assert error(out.loss, torch.stack(losses).sum() / sum(length - 1 for length in lengths)) < 1e-5
@@ -223,6 +225,7 @@ def test_errors(tmp_path: Path) -> None:
     for options, kind, message in (
         ({"inputs_embeds": torch.zeros(3, 9, 16)}, RangeError, "inputs_embeds must be None"),
         ({"attention_mask": torch.ones(3, 1, 9, 9)}, ShapeError, r"attention_mask must be of shape \[3, 9\] or wider, got \[3, 1, 9, 9\]"),
+        ({"attention_mask": torch.zeros_like(IDS)}, RangeError, "attention_mask must be 1 for at least one token, got padding only"),
         ({"labels": IDS[:, 1:]}, ShapeError, r"labels must be of shape \[3, 9\], as input_ids, got \[3, 8\]"),
         ({"output_hidden_states": True}, RangeError, "output_hidden_states must be False"),
         ({"past_key_values": transformers.DynamicCache()}, DtypeError, "past_key_values must be a StateCache, got DynamicCache"),

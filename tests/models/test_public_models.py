@@ -11,6 +11,10 @@ from formulas import error
 from public_models import Weights, gla, mamba2, retnet, rwkv5, rwkv6, tokens
 from torch import Tensor
 
+from penstock.models import CausalLM, load, save
+from penstock.models import mamba2 as mamba2_config
+from penstock.models import rwkv6 as rwkv6_config
+
 IDS = tokens(20, 13)
 
 
@@ -50,6 +54,28 @@ def test_mamba2_equals_transformers(changes: dict) -> None:
     model.load_state_dict(w)
     with torch.no_grad():
         assert error(model(IDS[None], use_cache=False).logits[0], mamba2.logits(w, config, IDS)) < 1e-5
+
+
+@torch.no_grad()
+def test_what_we_save_other_projects_load(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    model = CausalLM(rwkv6_config(vocab_size=13, hidden_size=16, num_layers=2, head_size=8))
+    for x in model.parameters():
+        x.add_(torch.randn_like(x) * 0.2)
+    save(model, tmp_path / "ours.pth", "blinkdl")
+    assert error(of_the_rwkv_package(torch.load(tmp_path / "ours.pth", weights_only=True), tmp_path), model(IDS[None]).logits[0]) < 1e-5
+
+    transformers = pytest.importorskip("transformers")
+    for tie in (False, True):
+        ours = CausalLM(mamba2_config(vocab_size=13, hidden_size=16, num_layers=2, head_dim=8, state_size=8, tie_embeddings=tie))
+        save(ours, tmp_path / f"hf{tie}", "hf")
+        theirs, info = transformers.Mamba2ForCausalLM.from_pretrained(tmp_path / f"hf{tie}", output_loading_info=True)
+        assert not any(info.values()), info
+        assert error(theirs(IDS[None], use_cache=False).logits[0], ours(IDS[None]).logits[0]) < 1e-5
+        theirs.save_pretrained(tmp_path / f"theirs{tie}")
+        again = load(tmp_path / f"theirs{tie}")
+        assert again.config == ours.config
+        assert all(torch.equal(x, again.state_dict()[name]) for name, x in ours.state_dict().items())
 
 
 def test_formulas_depend_on_every_weight() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 import zipfile
 from collections import Counter
@@ -18,6 +19,7 @@ from ...errors import Complaints, DtypeError, MissingExtra, RangeError, describe
 STEMS = ("model.safetensors", "pytorch_model.bin")
 """Files of weights in folders, as the Hugging Face hub has them; in parts with NAME.index.json, which lists the part of each tensor."""
 SUFFIXES = (".safetensors", ".bin", ".pth", ".pt")
+DAMAGED = "The file is damaged or of another model."
 FOUND = "Use the path of a .pth, .bin or .safetensors file, or of a folder with config.json and such files."
 
 
@@ -51,8 +53,13 @@ class Archive:
 
     def depth(self, prefix: str) -> int:
         """The number of layers: 1 + the highest N of names ``prefix``N.more."""
-        numbers = (name.removeprefix(prefix).partition(".")[0] for name in self.tensors if name.startswith(prefix))
-        return 1 + max((int(one) for one in numbers if one.isdecimal()), default=-1)
+        numbers = {name.removeprefix(prefix).partition(".")[0]: name for name in self.tensors if name.startswith(prefix)}
+        depth = 1 + max((int(one) for one in numbers if re.fullmatch("[0-9]+", one)), default=-1)
+        if depth > len(self.tensors):
+            complaints, name = Complaints("load"), numbers[str(depth - 1)]
+            complaints.add(RangeError, name, f"a tensor of one of at most {len(self.tensors)} layers", f"layer {depth - 1}", DAMAGED)
+            complaints.raise_any()
+        return depth
 
     def shape(self, name: str, axes: str) -> tuple[int, ...]:
         """The shape of a tensor whose axes are given as in "V C", with "..." for any others at the end.
@@ -63,15 +70,37 @@ class Archive:
         letters = axes.split()
         before, layered, after = name.partition("{}")
         names = [f"{before}{n}{after}" for n in range(self.depth(before))] if layered else [name]
-        found = [tuple(self.tensors[one].shape) for one in names if one in self.tensors]
+        found = [tuple(self.tensors[one].shape) for one in names if one in self.tensors and self.tensors[one].numel()]
         shapes = Counter(one for one in found if len(one) == len(letters) or (letters[-1] == "..." and len(one) >= len(letters) - 1))
         if not shapes:
             complaints = Complaints("load")
             one = name.replace("{}", "0", 1)
             value = list(self.tensors[one].shape) if one in self.tensors else "none"
-            complaints.add(RangeError, one, f"a tensor of shape [{','.join(letters)}]", value, "The file is damaged or of another model.")
+            complaints.add(RangeError, one, f"a tensor of shape [{','.join(letters)}]", value, DAMAGED)
             complaints.raise_any()
         return shapes.most_common(1)[0][0]
+
+    def number(self, name: str, default: float | None, least: float | None = None) -> Any:
+        """A number of config.json, not below ``least``; whole if ``least`` is. Raises RangeError if it is something else."""
+        value = self.config.get(name)
+        if value is None:
+            return default
+        kinds = int if isinstance(least, int) else int | float
+        if isinstance(value, bool) or not isinstance(value, kinds) or (least is not None and not least <= value < 2**63):
+            complaints = Complaints("load")
+            rule = f"a{' whole' * isinstance(least, int)} number{'' if least is None else f' of at least {least}'}"
+            complaints.add(RangeError, f"{name} in config.json", rule, described(value))
+            complaints.raise_any()
+        return value
+
+    def flag(self, name: str, default: bool) -> bool:
+        """A boolean of config.json. Raises RangeError if it is something else."""
+        value = self.config.get(name)
+        if value is not None and not isinstance(value, bool):
+            complaints = Complaints("load")
+            complaints.add(RangeError, f"{name} in config.json", "true or false", described(value))
+            complaints.raise_any()
+        return default if value is None else value
 
     def has(self, name: str) -> bool:
         """Whether any layer, for {} in the name, has a tensor."""

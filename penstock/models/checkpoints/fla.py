@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import Complaints, RangeError
+from ...errors import Complaints, RangeError, described
 from ...layers import GLAConfig, RetentionConfig, RWKV6ChannelConfig, RWKV6Config, SwiGLUConfig
 from ..config import Config
 from .archive import Archive
-from .layout import Format, Row, common, flat, needed, norms, same, tied, transposed
+from .layout import Format, Row, common, divided, flat, needed, norms, same, tied, transposed
 
 HeadsConfig = GLAConfig | RetentionConfig
 FEATURE_MAPS = {"swish": "silu", "sqrelu": "squared_relu"}
@@ -126,26 +126,26 @@ def config_of(archive: Archive) -> Config:
     complaints.raise_any()
     vocab_size, hidden_size = archive.shape("model.embeddings.weight", "V C")
     sizes: dict[str, Any] = {"vocab_size": vocab_size, "hidden_size": hidden_size, "num_layers": archive.depth("model.layers.")}
-    sizes["tie_embeddings"] = tied(archive, stored.get("tie_word_embeddings", False), "model.embeddings.weight", "lm_head.weight")
+    sizes["tie_embeddings"] = tied(archive, archive.flag("tie_word_embeddings", False), "model.embeddings.weight", "lm_head.weight")
     return _rwkv6_config(archive, sizes) if kind == "rwkv6" else _heads_config(archive, sizes, kind == "gla")
 
 
 def _rwkv6_config(archive: Archive, sizes: dict[str, Any]) -> Config:
-    stored, mixing = archive.config, "model.layers.{}.attn."
+    mixing = "model.layers.{}.attn."
     heads, K = archive.shape(f"{mixing}bonus", "H K")
     (inner,) = archive.shape(f"{mixing}g_norm.weight", "A")
     rank, _ = archive.shape(f"{mixing}x_proj.0.linear.weight", "5M C")
     decay_rank, _ = archive.shape(f"{mixing}w_proj.linear.lora.0.weight", "D C")
     width, _ = archive.shape("model.layers.{}.ffn.key.linear.weight", "F C")
-    V, eps = inner // heads, stored.get("norm_eps", 1e-5)
+    V, eps = divided(inner, heads, f"heads of {mixing}bonus"), archive.number("norm_eps", 1e-5, 0.0)
     converted = sizes["vocab_size"] == WORLD and K == V
     mixer = RWKV6Config(
         V,
         key_size=None if K == V else K,
         num_heads=None if heads * V == sizes["hidden_size"] else heads,
-        mix_rank=rank // 5,
+        mix_rank=divided(rank, 5, f"ranks of {mixing}x_proj.0.linear.weight"),
         decay_rank=decay_rank,
-        norm_eps=stored.get("group_norm_eps", 64e-5 if converted else eps),
+        norm_eps=archive.number("group_norm_eps", 64e-5 if converted else eps, 0.0),
     )
     bias = archive.has("model.layers.{}.attn_norm.bias")
     return Config(
@@ -158,28 +158,33 @@ def _heads_config(archive: Archive, sizes: dict[str, Any], gla: bool) -> Config:
     stored, mixing, C = archive.config, "model.layers.{}.attn.", sizes["hidden_size"]
     (keys, _), (shared, _) = archive.shape(f"{mixing}q_proj.weight", "HK C"), archive.shape(f"{mixing}k_proj.weight", "GK C")
     _, values = archive.shape(f"{mixing}o_proj.weight", "C HV")
-    heads = stored.get("num_heads", 4 if gla else 8)
+    heads = archive.number("num_heads", 4 if gla else 8, 1)
+    served = divided(keys, shared, f"rows of {mixing}k_proj.weight")
     feature_map: Any = stored.get("feature_map")
+    if not isinstance(feature_map, str | None):
+        complaints = Complaints("load")
+        complaints.add(RangeError, "feature_map in config.json", "a name or null", described(feature_map))
+        complaints.raise_any()
     shape: dict[str, Any] = {
         "num_heads": heads,
-        "num_kv_heads": None if keys == shared else heads * shared // keys,
+        "num_kv_heads": None if served == 1 else divided(heads, served, "heads of q for each of k"),
         "expand_k": keys / C,
         "expand_v": values / C,
         "feature_map": FEATURE_MAPS.get(feature_map, feature_map),
         "conv_size": archive.shape(f"{mixing}q_conv1d.weight", "HK 1 W")[2] if archive.has(f"{mixing}q_conv1d.weight") else 0,
         "conv_bias": archive.has(f"{mixing}q_conv1d.bias"),
         "use_output_gate": archive.has(f"{mixing}g_proj.weight"),
-        "norm_eps": stored.get("norm_eps", 1e-6),
+        "norm_eps": archive.number("norm_eps", 1e-6, 0.0),
         "elementwise_affine": archive.has(f"{mixing}g_norm.weight") or archive.has(f"{mixing}g_norm_swish_gate.weight"),
     }
     if gla:
         rank, _ = archive.shape(f"{mixing}gk_proj.0.weight", "R C")
-        shape["clamp_min"] = stored.get("clamp_min")
-        mixer: HeadsConfig = GLAConfig(gate_low_rank_dim=rank, gate_logit_normalizer=stored.get("gate_logit_normalizer", 16), **shape)
+        shape |= {"gate_low_rank_dim": rank, "clamp_min": archive.number("clamp_min", None)}
+        mixer: HeadsConfig = GLAConfig(**shape)
     else:
         mixer = RetentionConfig(**shape)
     _, width = archive.shape("model.layers.{}.mlp.down_proj.weight", "C F")
-    return Config(mixer=mixer, channel=SwiGLUConfig(width), norm="rms_norm", norm_eps=stored.get("norm_eps", 1e-6), **sizes)
+    return Config(mixer=mixer, channel=SwiGLUConfig(width), norm="rms_norm", norm_eps=shape["norm_eps"], **sizes)
 
 
 def refuses(config: Config) -> str | None:

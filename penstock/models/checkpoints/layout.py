@@ -12,7 +12,7 @@ from torch import Tensor
 from ...errors import Complaints, RangeError, ShapeError
 from ..causal_lm import CausalLM
 from ..config import Config
-from .archive import Archive
+from .archive import DAMAGED, Archive
 
 Change = Callable[..., tuple[Tensor, ...]]
 
@@ -113,13 +113,13 @@ def check(archive: Archive, form: Format, model: CausalLM, rows: list[Row]) -> N
             known.add(name)
             rule = f"of shape {list(x.shape)}"
             if name not in archive.tensors:
-                complaints.add(RangeError, name, f"a tensor {rule}", "none", "The file is damaged or of another model.")
+                complaints.add(RangeError, name, f"a tensor {rule}", "none", DAMAGED)
             elif significant(archive.tensors[name]) != significant(x):
                 complaints.add(ShapeError, name, rule, list(archive.tensors[name].shape))
     for name in sorted(archive.tensors.keys() - known):
         if not name.endswith(form.ignored or ("\0",)):
             value = f"a tensor of shape {list(archive.tensors[name].shape)}"
-            complaints.add(RangeError, name, f"absent from {form.title}", value, "The file is damaged or of another model.")
+            complaints.add(RangeError, name, f"absent from {form.title}", value, DAMAGED)
     complaints.raise_any()
 
 
@@ -157,6 +157,15 @@ def needed(archive: Archive, models: str) -> None:
         rule = f"a checkpoint with its config.json, without which sizes of {models} are unknown"
         complaints.add(RangeError, "path", rule, f"no config.json in {str(archive.folder)!r}", "Put both into one folder and pass that.")
         complaints.raise_any()
+
+
+def divided(size: int, parts: int, name: str) -> int:
+    """Size / parts; raises RangeError, which names a tensor or value, if that is not whole."""
+    if size < parts or size % parts:
+        complaints = Complaints("load")
+        complaints.add(RangeError, name, f"such that {size} is a multiple of it", parts, DAMAGED)
+        complaints.raise_any()
+    return size // parts
 
 
 def tied(archive: Archive, configured: bool, embeddings: str, head: str) -> bool:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...errors import Complaints, RangeError
+from ...errors import Complaints, RangeError, described
 from ...layers import Mamba2Config
 from ..config import Config
 from .archive import Archive
-from .layout import Format, Row, common, needed, norms, same, tied
+from .layout import Format, Row, common, divided, needed, norms, same, tied
 
 MIXER = ("A_log", "D", "dt_bias", "in_proj.weight", "conv1d.weight", "norm.weight", "out_proj.weight")
 
@@ -38,6 +38,9 @@ def config_of(archive: Archive) -> Config:
         complaints.raise_any()
     needed(archive, "Mamba-2")
     layer = stored.get("ssm_cfg", {})
+    if not isinstance(layer, dict):
+        complaints.add(RangeError, "ssm_cfg in config.json", "an object", described(layer))
+        complaints.raise_any()
     if layer.get("layer", "Mamba2") != "Mamba2":
         complaints.add(RangeError, "ssm_cfg", "that of Mamba2", layer["layer"])
     if stored.get("attn_layer_idx") or stored.get("d_intermediate"):
@@ -51,28 +54,42 @@ def config_of(archive: Archive) -> Config:
     (heads,) = archive.shape(f"{mixing}A_log", "H")
     (inner,) = archive.shape(f"{mixing}norm.weight", "I")
     mixed, _, width = archive.shape(f"{mixing}conv1d.weight", "M 1 W")
-    groups = stored.get("n_groups", layer.get("ngroups", 8 if "num_hidden_layers" in stored else 1))  # the projects' own defaults
+    if not stored.keys() & {"n_groups"}:  # the projects' own defaults
+        archive.config["n_groups"] = layer.get("ngroups", 8 if "num_hidden_layers" in stored else 1)
+    groups = archive.number("n_groups", 1, 1)
+    eps = archive.number("layer_norm_epsilon", 1e-5, 0.0)
     mixer = Mamba2Config(
         heads,
-        head_dim=inner // heads,
-        state_size=(mixed - inner) // (2 * groups),
+        head_dim=divided(inner, heads, f"{mixing}A_log"),
+        state_size=divided(mixed - inner, 2 * groups, "twice n_groups"),
         n_groups=groups,
         conv_kernel=width,
         use_conv_bias=archive.has(f"{mixing}conv1d.bias"),
         use_bias=archive.has(f"{mixing}in_proj.bias"),
-        time_step_limit=tuple(stored.get("time_step_limit", layer.get("dt_limit", (0.0, float("inf"))))),
-        norm_eps=stored.get("layer_norm_epsilon", 1e-5),
+        time_step_limit=_limits(complaints, stored.get("time_step_limit", layer.get("dt_limit"))),
+        norm_eps=eps,
     )
+    tie = archive.flag("tie_word_embeddings", archive.flag("tie_embeddings", "n_layer" in stored))
     return Config(
         vocab_size,
         hidden_size,
         archive.depth("backbone.layers."),
         mixer,
         norm="rms_norm",
-        norm_eps=stored.get("layer_norm_epsilon", 1e-5),
-        tie_embeddings=tied(archive, stored.get("tie_word_embeddings", stored.get("tie_embeddings", True)), embeddings, "lm_head.weight"),
-        residual_in_float32=stored.get("residual_in_fp32", True),
+        norm_eps=eps,
+        tie_embeddings=tied(archive, tie, embeddings, "lm_head.weight"),
+        residual_in_float32=archive.flag("residual_in_fp32", True),
     )
+
+
+def _limits(complaints: Complaints, value: Any) -> tuple[float, float]:
+    """Limits of dt."""
+    if value is None:
+        return 0.0, float("inf")
+    if not isinstance(value, list) or len(value) != 2 or not all(isinstance(one, int | float) for one in value):
+        complaints.add(RangeError, "time_step_limit in config.json", "two numbers", described(value))
+        complaints.raise_any()
+    return float(value[0]), float(value[1])
 
 
 def refuses(config: Config) -> str | None:

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from ... import __version__
-from ...errors import Complaints, DtypeError, described
+from ...errors import Complaints, DtypeError, PenstockError, RangeError, described
 from ..causal_lm import CausalLM
 from ..config import Config
-from .archive import Archive
+from .archive import DAMAGED, Archive
 from .layout import Format, Row, needed, same
 
 PREFIX = "model."
@@ -31,11 +31,22 @@ def config_of(archive: Archive) -> Config:
     """The stored configuration."""
     needed(archive, "Penstock's models")
     found: Any = archive.config.get("model")
+    complaints = Complaints("load")
     if not isinstance(found, dict):
-        complaints = Complaints("load")
         complaints.add(DtypeError, "model in config.json", "the configuration of a Penstock model", described(found))
         complaints.raise_any()
-    return Config.from_dict(found)
+    layers = found.get("num_layers")
+    if isinstance(layers, int) and layers > len(archive.tensors):
+        complaints.add(RangeError, "num_layers in config.json", "that of the weights", layers, DAMAGED)
+        complaints.raise_any()
+    try:
+        return Config.from_dict(found)
+    except (TypeError, ValueError) as error:  # also those that Python raises for missing and unknown names
+        if isinstance(error, PenstockError):
+            raise
+        complaints.add(RangeError, "model in config.json", "the configuration of a Penstock model", str(error))
+        complaints.raise_any()
+        raise
 
 
 def stored(config: Config) -> dict[str, Any]:
