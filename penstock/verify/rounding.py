@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from ..call.derivatives import Tensors, gradients_of
-from ..recurrence.declaration import Recurrence
+from ..recurrence import chunkwise
+from ..recurrence.advance import CHUNK, advance_by
+from ..recurrence.declaration import Advance, Recurrence
 from ..recurrence.gradients import Gradients
 from .oracle import by_result, error
-
-CHUNK = 64
 
 
 class _Rounded(torch.autograd.Function):
@@ -65,6 +65,11 @@ def forward(problem: Recurrence, bits: int) -> tuple[Tensor, Tensor]:
         S = G[:, :, -1, :, None].exp() * (S + kt.mT @ rounded(vc))
     output = torch.cat(outputs, 2).transpose(1, 2) if outputs else torch.zeros_like(p.v)
     return p.back_in_time(p.scale * output, S)
+
+
+def advance(problem: Advance, bits: int) -> Tensor:
+    """The output of an update in place, in float64: pieces of 64 tokens by ``forward``, the other tokens without rounding."""
+    return advance_by(lambda p: forward(p, bits) if p.sizes["T"] == CHUNK else chunkwise.forward(p), problem)
 
 
 def errors(problem: Recurrence, bits: int, exact: dict[str, Tensor], d_results: Tensors = ()) -> dict[str, float]:

@@ -95,7 +95,7 @@ def hold(x: Inputs, impl: str, packed: torch.Tensor | None = None, reverse: bool
     with operands as rounded as the implementation's. (There decays are no stronger than e^-10, so that its factors are finite;
     what is left of a token then is too little to matter. And sequences are not packed: it rounds the same operands.)"""
     wanted = exact(x, chunkwise.forward, packed, reverse)
-    bits = FAMILY.named(impl).operands(x.q.dtype)
+    bits = FAMILY.named(impl).operands(x.q.dtype, "forward")
     rounded = {}
     if bits is not None:
         tame = x if x.g is None else replace(x, g=x.g.clamp(min=-10.0))
