@@ -1,18 +1,34 @@
-"""RWKV-6's layers and model, written out token by token."""
+"""Layers and models written out token by token in float64, from their formulas and a state_dict. They share no code with the package."""
+
+import math
 
 import torch
 from torch import Tensor
 
+from penstock.models import Config
+
 Weights = dict[str, Tensor]
 
 
-def layer_norm(x: Tensor, w: Weights, name: str) -> Tensor:
-    x = (x - x.mean()) / (((x - x.mean()) ** 2).mean() + 1e-5).sqrt()
+def sigmoid(x: Tensor) -> Tensor:
+    return 1 / (1 + torch.exp(-x))
+
+
+def silu(x: Tensor) -> Tensor:
+    return x * sigmoid(x)
+
+
+def layer_norm(x: Tensor, w: Weights, name: str, eps: float = 1e-5) -> Tensor:
+    x = (x - x.mean()) / (((x - x.mean()) ** 2).mean() + eps).sqrt()
     return x * w[f"{name}.weight"] + w[f"{name}.bias"]
 
 
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / ((x**2).mean() + eps).sqrt() * weight
+
+
 def time_mix(x: Tensor, p: Tensor, S: Tensor, w: Weights) -> tuple[Tensor, Tensor]:
-    """One token x [C] after p [C]; S [H,n,n]. The formulas of the paper, one line each."""
+    """One token x [C] of RWKV-6 after p [C]; S [H,K,V]. The formulas of the paper, one line each."""
     dx = p - x
     hidden = torch.tanh((x + dx * w["time_maa_x"].view(-1)) @ w["time_maa_w1"])
     M = len(hidden) // 5
@@ -21,50 +37,220 @@ def time_mix(x: Tensor, p: Tensor, S: Tensor, w: Weights) -> tuple[Tensor, Tenso
         offset = hidden[i * M : (i + 1) * M] @ w["time_maa_w2"][i]
         mixed[name] = x + dx * (w[f"time_maa_{name}"].view(-1) + offset)
     r, k, v = w["receptance.weight"] @ mixed["r"], w["key.weight"] @ mixed["k"], w["value.weight"] @ mixed["v"]
-    gate = w["gate.weight"] @ mixed["g"]
-    gate = gate / (1 + torch.exp(-gate))
+    gate = silu(w["gate.weight"] @ mixed["g"])
     decay = torch.exp(-torch.exp(w["time_decay"].view(-1) + torch.tanh(mixed["w"] @ w["time_decay_w1"]) @ w["time_decay_w2"]))
-    H, n = w["time_faaaa"].shape
+    o, S = rwkv_heads(r, k, v, decay.view(S.shape[:2]), w["time_faaaa"], S)
+    return w["output.weight"] @ ((o * w["ln_x.weight"] + w["ln_x.bias"]) * gate), S
+
+
+def time_mix_5(x: Tensor, p: Tensor, S: Tensor, w: Weights) -> tuple[Tensor, Tensor]:
+    """One token of RWKV-5; without gate in 5.0, with one decay and bonus a head before 5.2."""
+    m = {name: w[f"time_mix_{name}"].view(-1) for name in "rkvg" if f"time_mix_{name}" in w}
+    mixed = {name: x * one + p * (1 - one) for name, one in m.items()}
+    r, k, v = w["receptance.weight"] @ mixed["r"], w["key.weight"] @ mixed["k"], w["value.weight"] @ mixed["v"]
+    decay = torch.exp(-torch.exp(w["time_decay"])) * torch.ones(S.shape[:2])
+    o, S = rwkv_heads(r, k, v, decay, w["time_faaaa"] * torch.ones(S.shape[:2]), S)
+    o = o * w["ln_x.weight"] + w["ln_x.bias"]
+    if "g" in m:
+        o = o * silu(w["gate.weight"] @ mixed["g"])
+    return w["output.weight"] @ o, S
+
+
+def rwkv_heads(r: Tensor, k: Tensor, v: Tensor, decay: Tensor, u: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
+    """The recurrence of both, and the norm of each head of the output."""
+    H, K, V = S.shape
     outputs, states = [], []
     for h in range(H):
-        c = slice(h * n, (h + 1) * n)
-        kv = torch.outer(k[c], v[c])
-        o = r[c] @ (S[h] + torch.diag(w["time_faaaa"][h]) @ kv)
-        states.append(torch.diag(decay[c]) @ S[h] + kv)
+        kv = torch.outer(k[h * K : h * K + K], v[h * V : h * V + V])
+        o = r[h * K : h * K + K] @ (S[h] + torch.diag(u[h]) @ kv)
+        states.append(torch.diag(decay[h]) @ S[h] + kv)
         o = o / 8  # the norm of o / 8 with eps 1e-5
         outputs.append((o - o.mean()) / (((o - o.mean()) ** 2).mean() + 1e-5).sqrt())
-    normed = torch.cat(outputs) * w["ln_x.weight"] + w["ln_x.bias"]
-    return w["output.weight"] @ (normed * gate), torch.stack(states)
+    return torch.cat(outputs), torch.stack(states)
 
 
 def channel_mix(x: Tensor, p: Tensor, w: Weights) -> Tensor:
+    """One token of RWKV-5 or RWKV-6."""
+    maa = {name: w[f"time_maa_{name}"] if f"time_maa_{name}" in w else 1 - w[f"time_mix_{name}"] for name in "kr"}
     dx = p - x
-    k = torch.clamp(w["key.weight"] @ (x + dx * w["time_maa_k"].view(-1)), min=0) ** 2
-    r = 1 / (1 + torch.exp(-(w["receptance.weight"] @ (x + dx * w["time_maa_r"].view(-1)))))
-    return r * (w["value.weight"] @ k)
+    k = torch.clamp(w["key.weight"] @ (x + dx * maa["k"].view(-1)), min=0) ** 2
+    return sigmoid(w["receptance.weight"] @ (x + dx * maa["r"].view(-1))) * (w["value.weight"] @ k)
+
+
+def rwkv(x: Tensor, w: Weights, config, past: dict, time) -> Tensor:
+    H = w["ln_x.weight"].shape[0] // config.head_size
+    K = w["receptance.weight"].shape[0] // H
+    p, S = past.get("p", torch.zeros_like(x)), past.get("S", torch.zeros(H, K, config.head_size, dtype=x.dtype))
+    y, past["S"] = time(x, p, S, w)
+    past["p"] = x
+    return y
+
+
+def rwkv_channel(x: Tensor, w: Weights, config, past: dict) -> Tensor:
+    y = channel_mix(x, past.get("p", torch.zeros_like(x)), w)
+    past["p"] = x
+    return y
+
+
+def convolution(x: Tensor, w: Weights, name: str, past: dict) -> Tensor:
+    """Silu of the weighted sum of the last W inputs; all past inputs are kept."""
+    past.setdefault(name, []).append(x)
+    W = w[f"{name}.weight"].shape[-1]
+    y = w[f"{name}.bias"] if f"{name}.bias" in w else torch.zeros_like(x)
+    for j in range(W):
+        place = len(past[name]) - W + j
+        if place >= 0:
+            y = y + w[f"{name}.weight"][:, 0, j] * past[name][place]
+    return silu(y)
+
+
+def rotation(x: Tensor, t: int, theta: float) -> Tensor:
+    """Rotate the head x [K] to position t, as complex numbers."""
+    half = len(x) // 2
+    angles = torch.tensor([t * theta ** (-2 * i / len(x)) for i in range(half)], dtype=torch.float64)
+    turned = torch.complex(x[:half], x[half:]) * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat([turned.real, turned.imag])
+
+
+FEATURES = {
+    None: lambda x: x,
+    "identity": lambda x: x,
+    "elu+1": lambda x: torch.where(x > 0, x + 1, torch.exp(x)),
+    "relu": lambda x: x.clamp(min=0),
+    "silu": silu,
+    "sigmoid": sigmoid,
+    "squared_relu": lambda x: x.clamp(min=0) ** 2,
+}
+
+
+def heads_mixer(x: Tensor, w: Weights, config, past: dict) -> Tensor:
+    """Gated linear attention, retention and linear attention."""
+    C, H = len(x), config.num_heads
+    G = config.num_kv_heads or H
+    K, V = round(C * config.expand_k) // H, round(C * config.expand_v) // H
+    parts = {name: w[f"{name}_proj.weight"] @ x for name in "qkv"}
+    if config.conv_size:
+        parts = {name: convolution(part, w, f"{name}_conv1d", past) for name, part in parts.items()}
+    phi, t = FEATURES[config.feature_map], past.get("t", 0)
+    q = [phi(one) for one in parts["q"].split(K)]
+    k = [phi(one) for one in parts["k"].split(K)]
+    v = list(parts["v"].split(V))
+    if config.kind == "retention":
+        q, k = ([rotation(one, t, config.rope_theta) for one in heads] for heads in (q, k))
+    if config.kind == "gla":
+        gates = w["gk_proj.1.weight"] @ (w["gk_proj.0.weight"] @ x) + w["gk_proj.1.bias"]
+        g = -torch.log(1 + torch.exp(-gates)) / config.gate_logit_normalizer
+        g = list((g if config.clamp_min is None else g.clamp(min=config.clamp_min)).split(K))
+    outputs = []
+    for h in range(H):
+        served = h // (H // G)
+        decay = {
+            "gla": lambda: torch.exp(g[served]),  # noqa: B023
+            "retention": lambda: torch.full((K,), 1 - 2.0 ** (-5 - h), dtype=torch.float64),  # noqa: B023
+            "linear_attention": lambda: torch.ones(K, dtype=torch.float64),
+        }[config.kind]()
+        S = past.get(("S", h), torch.zeros(K, V, dtype=torch.float64))
+        past["S", h] = torch.diag(decay) @ S + torch.outer(k[served], v[served])
+        o = q[h] @ past["S", h] * K**-0.5
+        if getattr(config, "normalize", False):
+            past["z", h] = past.get(("z", h), torch.zeros(K, dtype=torch.float64)) + k[served]
+            o = q[h] @ past["S", h] / (q[h] @ past["z", h])
+        weight = w.get("norm.weight", torch.ones(V, dtype=torch.float64))
+        outputs.append(rms_norm(o, weight, config.norm_eps) if config.use_output_norm else o)
+    past["t"] = t + 1
+    o = torch.cat(outputs)
+    return w["o_proj.weight"] @ (o * silu(w["g_proj.weight"] @ x) if config.use_output_gate else o)
+
+
+def mamba2(x: Tensor, w: Weights, config, past: dict) -> Tensor:
+    H, K, V, G = config.num_heads, config.state_size, config.head_dim, config.n_groups
+    bias = w.get("in_proj.bias", 0)
+    z, mixed, dt = (w["in_proj.weight"] @ x + bias).split([H * V, H * V + 2 * G * K, H])
+    x, B, C = convolution(mixed, w, "conv1d", past).split([H * V, G * K, G * K])
+    dt = torch.log(1 + torch.exp(dt + w["dt_bias"])).clamp(*config.time_step_limit)
+    outputs = []
+    for h in range(H):
+        group, head = h // (H // G), slice(h * V, h * V + V)
+        S = past.get(("S", h), torch.zeros(K, V, dtype=torch.float64))
+        past["S", h] = torch.exp(-torch.exp(w["A_log"][h]) * dt[h]) * S + torch.outer(B[group * K : group * K + K], dt[h] * x[head])
+        outputs.append(C[group * K : group * K + K] @ past["S", h] + w["D"][h] * x[head])
+    y = torch.cat(outputs) * silu(z)
+    normed = torch.cat([rms_norm(part, torch.ones(()), config.norm_eps) for part in y.split(H * V // G)]) * w["norm.weight"]
+    return w["out_proj.weight"] @ normed + w.get("out_proj.bias", 0)
+
+
+def softmax_attention(x: Tensor, w: Weights, config, past: dict) -> Tensor:
+    H, G = config.num_heads, config.num_kv_heads or config.num_heads
+    D, t = config.head_dim or len(x) // H, len(past.setdefault("k", []))
+    q, k, v = ((w[f"{name}_proj.weight"] @ x + w.get(f"{name}_proj.bias", 0)).split(D) for name in "qkv")
+    if config.qk_norm:
+        q = [rms_norm(one, w["q_norm.weight"], config.norm_eps) for one in q]
+        k = [rms_norm(one, w["k_norm.weight"], config.norm_eps) for one in k]
+    if config.rope_theta is not None:
+        q, k = ([rotation(one, t, config.rope_theta) for one in heads] for heads in (q, k))
+    past["k"].append(k)
+    past.setdefault("v", []).append(v)
+    first = 0 if config.window_size is None else max(0, t + 1 - config.window_size)
+    outputs = []
+    for h in range(H):
+        served = h // (H // G)
+        weights = torch.stack([torch.exp(q[h] @ past["k"][j][served] / math.sqrt(D)) for j in range(first, t + 1)])
+        values = torch.stack([past["v"][j][served] for j in range(first, t + 1)])
+        outputs.append(weights / weights.sum() @ values)
+    return w["o_proj.weight"] @ torch.cat(outputs)
+
+
+def swiglu(x: Tensor, w: Weights, config, past: dict) -> Tensor:
+    return w["down_proj.weight"] @ (silu(w["gate_proj.weight"] @ x) * (w["up_proj.weight"] @ x))
+
+
+MIXERS = {
+    "rwkv6": lambda *arguments: rwkv(*arguments, time_mix),
+    "rwkv5": lambda *arguments: rwkv(*arguments, time_mix_5),
+    "rwkv6_channel": rwkv_channel,
+    "rwkv5_channel": rwkv_channel,
+    "gla": heads_mixer,
+    "retention": heads_mixer,
+    "linear_attention": heads_mixer,
+    "mamba2": mamba2,
+    "softmax_attention": softmax_attention,
+    "swiglu": swiglu,
+}
+"""For each kind: (x [C], weights, config, past) -> y [C]; ``past`` holds what it keeps of earlier tokens, empty at first."""
 
 
 def below(w: Weights, prefix: str) -> Weights:
     return {name.removeprefix(prefix): x for name, x in w.items() if name.startswith(prefix)}
 
 
-def literal_logits(w: Weights, tokens: Tensor) -> Tensor:
-    """One sequence [T], token by token, from published weights [T,vocabulary]."""
-    H, n = w["blocks.0.att.time_faaaa"].shape
-    C, layers = H * n, 1 + max(int(name.split(".")[1]) for name in w if name.startswith("blocks."))
-    zero = torch.zeros(C, dtype=torch.float64)
-    memory = [(zero, torch.zeros(H, n, n, dtype=torch.float64), zero) for _ in range(layers)]
+def literal_outputs(config, w: Weights, x: Tensor) -> Tensor:
+    """One mixer over one sequence x [T,C]: [T,C]."""
+    past: dict = {}
+    w = {name: one.double() for name, one in w.items()}
+    return torch.stack([MIXERS[config.kind](one, w, config, past) for one in x.double()])
+
+
+def literal_logits(config: Config, w: Weights, ids: Tensor) -> Tensor:
+    """A model over one sequence [T], token by token: [T,V]."""
+    w = {name: x.double() for name, x in w.items()}
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        if config.norm == "layer_norm":
+            return layer_norm(x, w, name, config.norm_eps)
+        return rms_norm(x, w[f"{name}.weight"], config.norm_eps)
+
+    pasts: dict = {}
     logits = []
-    for token in tokens.tolist():
-        x = layer_norm(w["emb.weight"][token], w, "blocks.0.ln0")
-        for i, (p_time, S, p_channel) in enumerate(memory):
-            normed = layer_norm(x, w, f"blocks.{i}.ln1")
-            y, S = time_mix(normed, p_time, S, below(w, f"blocks.{i}.att."))
-            x = x + y
-            last = layer_norm(x, w, f"blocks.{i}.ln2")
-            x = x + channel_mix(last, p_channel, below(w, f"blocks.{i}.ffn."))
-            memory[i] = normed, S, last
-        logits.append(w["head.weight"] @ layer_norm(x, w, "ln_out"))
+    for token in ids.tolist():
+        x = w["embeddings.weight"][token]
+        if config.embedding_norm:
+            x = norm(x, "embedding_norm")
+        for i, (mixer, channel) in enumerate(zip(config.mixers, config.channels)):
+            for part, one in (("mixer", mixer), ("channel", channel)):
+                if one is not None:
+                    normed = norm(x, f"layers.{i}.{part}_norm")
+                    x = x + MIXERS[one.kind](normed, below(w, f"layers.{i}.{part}."), one, pasts.setdefault((i, part), {}))
+        logits.append(w["head.weight"] @ norm(x, "norm"))
     return torch.stack(logits)
 
 

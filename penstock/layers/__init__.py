@@ -1,1 +1,66 @@
 """Token mixers and channel mixers as ``nn.Module``, one file per architecture."""
+
+from .gla import GatedLinearAttention, GLAConfig, GLAState
+from .linear_attention import LinearAttention, LinearAttentionConfig, LinearAttentionState
+from .mamba2 import Mamba2, Mamba2Config, Mamba2State
+from .mixer import Mixer, MixerConfig, Stateless
+from .retention import Retention, RetentionConfig, RetentionState
+from .rwkv import RWKV5ChannelConfig, RWKV5ChannelMix, RWKV6ChannelConfig, RWKV6ChannelMix, ShiftState
+from .rwkv5 import RWKV5Config, RWKV5State, RWKV5TimeMix
+from .rwkv6 import RWKV6Config, RWKV6State, RWKV6TimeMix
+from .sequences import Sequences
+from .softmax_attention import SoftmaxAttention, SoftmaxAttentionConfig, SoftmaxAttentionState
+from .swiglu import SwiGLU, SwiGLUConfig
+
+CONFIGS: dict[str, type[MixerConfig]] = {
+    config.kind: config
+    for config in (
+        GLAConfig,
+        LinearAttentionConfig,
+        Mamba2Config,
+        RetentionConfig,
+        RWKV5ChannelConfig,
+        RWKV6ChannelConfig,
+        RWKV5Config,
+        RWKV6Config,
+        SoftmaxAttentionConfig,
+        SwiGLUConfig,
+    )
+}
+"""The configurations of all mixers and channel mixers by the name of their kind."""
+
+__all__ = [
+    "CONFIGS",
+    "GLAConfig",
+    "GLAState",
+    "GatedLinearAttention",
+    "LinearAttention",
+    "LinearAttentionConfig",
+    "LinearAttentionState",
+    "Mamba2",
+    "Mamba2Config",
+    "Mamba2State",
+    "Mixer",
+    "MixerConfig",
+    "RWKV5ChannelConfig",
+    "RWKV5ChannelMix",
+    "RWKV5Config",
+    "RWKV5State",
+    "RWKV5TimeMix",
+    "RWKV6ChannelConfig",
+    "RWKV6ChannelMix",
+    "RWKV6Config",
+    "RWKV6State",
+    "RWKV6TimeMix",
+    "Retention",
+    "RetentionConfig",
+    "RetentionState",
+    "Sequences",
+    "ShiftState",
+    "SoftmaxAttention",
+    "SoftmaxAttentionConfig",
+    "SoftmaxAttentionState",
+    "Stateless",
+    "SwiGLU",
+    "SwiGLUConfig",
+]

@@ -15,7 +15,7 @@ from penstock import PenstockError, RangeError
 from penstock.demo import train as training
 from penstock.demo.text import python_topics, split
 from penstock.demo.train import Trained, train
-from penstock.models.rwkv6 import RWKV6, Configuration
+from penstock.models import CausalLM, rwkv6
 from penstock.verify.machine import using_threads
 
 TEXT = python_topics()[:30_000]
@@ -48,8 +48,8 @@ def test_a_short_training_lowers_the_loss(trained: Trained) -> None:
 def test_weights_are_saved_and_loaded(trained: Trained) -> None:
     assert trained.weights.name == "rwkv6-bytes.pth"
     weights = torch.load(trained.weights, weights_only=True)
-    assert "blocks.0.att.time_maa_w1" in weights
-    model, again = (RWKV6(training.CONFIGURATION) for _ in range(2))
+    assert "layers.0.mixer.time_maa_w1" in weights
+    model, again = (CausalLM(training.CONFIG) for _ in range(2))
     model.load_state_dict(weights)
     again.load_state_dict(torch.load(trained.weights, weights_only=True))
     tokens = torch.tensor([list(b"The with statement")])
@@ -68,8 +68,8 @@ def test_console_shows_loss_and_speed(trained: Trained, terminal: io.StringIO) -
 
 
 def test_results_follow_from_the_seed_and_not_the_global_generator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    sizes = Configuration(vocab_size=256, num_layers=1, hidden_size=32, intermediate_size=64, head_size=16, mix_rank=4, decay_rank=4)
-    monkeypatch.setattr(training, "CONFIGURATION", sizes)
+    sizes = rwkv6(vocab_size=256, num_layers=1, hidden_size=32, intermediate_size=64, head_size=16, mix_rank=4, decay_rank=4)
+    monkeypatch.setattr(training, "CONFIG", sizes)
     torch.manual_seed(9)
     state = torch.get_rng_state()
     # the time is so short that every run is one step
@@ -80,18 +80,18 @@ def test_results_follow_from_the_seed_and_not_the_global_generator(monkeypatch: 
 
 
 def test_only_matrices_have_weight_decay() -> None:
-    model = RWKV6(training.CONFIGURATION)
+    model = CausalLM(training.CONFIG)
     decaying, others = training.optimizer_of(model).param_groups
     names = {id(p): name for name, p in model.named_parameters()}
     assert others["weight_decay"] == 0
-    matrices = {"emb", "head", "receptance", "key", "value", "gate", "output"}
+    matrices = {"embeddings", "head", "receptance", "key", "value", "gate", "output"}
     assert {names[id(p)].split(".")[-2] for p in decaying["params"]} == matrices
     assert len(decaying["params"]) + len(others["params"]) == len(names)
 
 
 def test_loss_counts_every_prediction_once() -> None:
     torch.manual_seed(5)
-    model = RWKV6(Configuration(vocab_size=256, num_layers=1, hidden_size=16, intermediate_size=16, head_size=8, mix_rank=2, decay_rank=2))
+    model = CausalLM(rwkv6(vocab_size=256, num_layers=1, hidden_size=16, intermediate_size=16, head_size=8, mix_rank=2, decay_rank=2))
     text = torch.randint(256, (18 * 8 + 5,), dtype=torch.uint8)
     losses = []
     for begin in range(0, 18 * 8, 8):

@@ -9,23 +9,28 @@ import torch
 from formulas import error, literal_logits
 from torch import Tensor
 
-from penstock.layers.rwkv6 import State
-from penstock.models.rwkv6 import RWKV6, Configuration
+from penstock.layers import Sequences
+from penstock.models import CausalLM, rwkv6
+from penstock.models.arguments import named_tensors
 from penstock.models.sampling import sample
 
-SIZES = Configuration(vocab_size=13, num_layers=3, hidden_size=24, intermediate_size=40, head_size=8, mix_rank=5, decay_rank=6)
+SIZES = rwkv6(vocab_size=13, num_layers=3, hidden_size=24, intermediate_size=40, head_size=8, mix_rank=5, decay_rank=6)
 BATCH, LENGTH = 2, 70
 
 
+def flat(state: object, clone: bool = False) -> list[Tensor]:
+    return [x.clone() if clone else x for _, x in named_tensors(state)]
+
+
 @pytest.fixture(scope="module")
-def model() -> RWKV6:
+def model() -> CausalLM:
     """All parameters differ from their initial values: zeros and ones would hide errors."""
     torch.manual_seed(1)
-    model = RWKV6(SIZES)
+    model = CausalLM(SIZES)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             size = 1 / math.sqrt(parameter.shape[-1]) if parameter.dim() == 2 else 0.3
-            parameter.add_(torch.randn_like(parameter) * (size if name != "emb.weight" else 1.0))
+            parameter.add_(torch.randn_like(parameter) * (size if name != "embeddings.weight" else 1.0))
     return model
 
 
@@ -35,9 +40,9 @@ def tokens() -> Tensor:
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
-def test_model_equals_its_formulas(model: RWKV6, tokens: Tensor, dtype: torch.dtype, bound: float) -> None:
+def test_model_equals_its_formulas(model: CausalLM, tokens: Tensor, dtype: torch.dtype, bound: float) -> None:
     weights = {name: x.double() for name, x in model.state_dict().items()}
-    copy = RWKV6(SIZES).to(dtype)
+    copy = CausalLM(SIZES).to(dtype)
     copy.load_state_dict(model.state_dict())
     true = torch.stack([literal_logits(weights, sequence) for sequence in tokens])
     assert true.std() > 0.3
@@ -45,44 +50,44 @@ def test_model_equals_its_formulas(model: RWKV6, tokens: Tensor, dtype: torch.dt
 
 
 @pytest.mark.parametrize("cuts", [[0], [1], [LENGTH - 1], [LENGTH], [7, 8, 40], [33, 33]])
-def test_cut_sequences_equal_one_call(model: RWKV6, tokens: Tensor, cuts: list[int]) -> None:
+def test_cut_sequences_equal_one_call(model: CausalLM, tokens: Tensor, cuts: list[int]) -> None:
     whole, end = model(tokens)
     parts, state = [], None
     for piece in torch.tensor_split(tokens, cuts, dim=1):
-        before = state and [[x.clone() for x in one] for one in state]
+        before = state and flat(state, clone=True)
         logits, after = model(piece, state)
         if state is not None:  # the input state is not changed
-            assert all(torch.equal(x, y) for one, other in zip(state, before) for x, y in zip(one, other))
+            assert all(torch.equal(x, y) for x, y in zip(flat(state), before))
         parts.append(logits)
         state = after
     assert error(torch.cat(parts, 1), whole) < 1e-5
-    assert all(error(x, y) < 1e-5 for one, other in zip(state, end) for x, y in zip(one, other))
+    assert all(error(x, y) < 1e-5 for x, y in zip(flat(state), flat(end)))
 
 
 @pytest.mark.parametrize("width", [1, 7, 16])
-def test_steps_equal_one_call(model: RWKV6, tokens: Tensor, width: int) -> None:
+def test_steps_equal_one_call(model: CausalLM, tokens: Tensor, width: int) -> None:
     with torch.no_grad():
         whole, end = model(tokens)
         logits, state = model(tokens[:, :5])
-    places = [x.data_ptr() for one in state for x in one]
-    parts = [logits, *(model.step(piece, state) for piece in tokens[:, 5:].split(width, 1))]
+    places = [x.data_ptr() for x in flat(state)]
+    parts = [logits, *(model.advance(piece, state) for piece in tokens[:, 5:].split(width, 1))]
     assert error(torch.cat(parts, 1), whole) < 1e-5
-    assert places == [x.data_ptr() for one in state for x in one], "the state is updated in place"
-    assert all(error(x, y) < 1e-5 for one, other in zip(state, end) for x, y in zip(one, other))
+    assert places == [x.data_ptr() for x in flat(state)], "the state is updated in place"
+    assert all(error(x, y) < 1e-5 for x, y in zip(flat(state), flat(end)))
 
 
-def test_sequences_are_independent(model: RWKV6, tokens: Tensor) -> None:
+def test_sequences_are_independent(model: CausalLM, tokens: Tensor) -> None:
     alone = torch.cat([model(one[None])[0] for one in tokens])
     assert error(alone, model(tokens)[0]) < 1e-6
 
 
-def test_causality(model: RWKV6, tokens: Tensor) -> None:
+def test_causality(model: CausalLM, tokens: Tensor) -> None:
     other = tokens.clone()
     other[:, 50:] = (other[:, 50:] + 1) % SIZES.vocab_size
     assert torch.equal(model(tokens)[0][:, :50], model(other)[0][:, :50])
 
 
-def test_gradients_reach_every_parameter(model: RWKV6, tokens: Tensor) -> None:
+def test_gradients_reach_every_parameter(model: CausalLM, tokens: Tensor) -> None:
     _, state = model(tokens[:, :40])
     logits, _ = model(tokens[:, 40:], state)  # also through the state
     model.zero_grad()
@@ -94,33 +99,34 @@ def test_gradients_reach_every_parameter(model: RWKV6, tokens: Tensor) -> None:
     model.zero_grad()
 
 
-def test_names_and_shapes_are_as_published() -> None:
+def test_names_and_shapes() -> None:
     C, F, H, n, M, D, V = 24, 40, 3, 8, 5, 6, 13
-    block = {f"{norm}.{part}": [C] for norm in ("ln1", "ln2") for part in ("weight", "bias")}
-    block |= {f"att.time_maa_{i}": [1, 1, C] for i in "xwkvrg"}
-    block |= {"att.time_maa_w1": [C, 5 * M], "att.time_maa_w2": [5, M, C], "att.time_faaaa": [H, n]}
-    block |= {"att.time_decay": [1, 1, C], "att.time_decay_w1": [C, D], "att.time_decay_w2": [D, C]}
-    block |= {f"att.{name}.weight": [C, C] for name in ("receptance", "key", "value", "gate", "output")}
-    block |= {"att.ln_x.weight": [C], "att.ln_x.bias": [C], "ffn.time_maa_k": [1, 1, C], "ffn.time_maa_r": [1, 1, C]}
-    block |= {"ffn.key.weight": [F, C], "ffn.receptance.weight": [C, C], "ffn.value.weight": [C, F]}
-    wanted = {f"blocks.{i}.{name}": shape for i in range(3) for name, shape in block.items()}
-    wanted |= {"emb.weight": [V, C], "head.weight": [V, C], "ln_out.weight": [C], "ln_out.bias": [C]}
-    wanted |= {"blocks.0.ln0.weight": [C], "blocks.0.ln0.bias": [C]}
-    assert {name: list(x.shape) for name, x in RWKV6(SIZES).state_dict().items()} == wanted
+    layer = {f"{norm}.{part}": [C] for norm in ("mixer_norm", "channel_norm") for part in ("weight", "bias")}
+    layer |= {f"mixer.time_maa_{i}": [1, 1, C] for i in "xwkvrg"}
+    layer |= {"mixer.time_maa_w1": [C, 5 * M], "mixer.time_maa_w2": [5, M, C], "mixer.time_faaaa": [H, n]}
+    layer |= {"mixer.time_decay": [1, 1, C], "mixer.time_decay_w1": [C, D], "mixer.time_decay_w2": [D, C]}
+    layer |= {f"mixer.{name}.weight": [C, C] for name in ("receptance", "key", "value", "gate", "output")}
+    layer |= {"mixer.ln_x.weight": [C], "mixer.ln_x.bias": [C], "channel.time_maa_k": [1, 1, C], "channel.time_maa_r": [1, 1, C]}
+    layer |= {"channel.key.weight": [F, C], "channel.receptance.weight": [C, C], "channel.value.weight": [C, F]}
+    wanted = {f"layers.{i}.{name}": shape for i in range(3) for name, shape in layer.items()}
+    wanted |= {"embeddings.weight": [V, C], "head.weight": [V, C], "norm.weight": [C], "norm.bias": [C]}
+    wanted |= {"embedding_norm.weight": [C], "embedding_norm.bias": [C]}
+    assert {name: list(x.shape) for name, x in CausalLM(SIZES).state_dict().items()} == wanted
 
 
-def test_a_new_block_is_the_identity(tokens: Tensor) -> None:
-    model = RWKV6(SIZES)
+def test_a_new_layer_is_the_identity(tokens: Tensor) -> None:
+    model = CausalLM(SIZES)
     x = torch.randn(1, 9, SIZES.hidden_size)
-    y, _ = model.blocks[1](x, State.zeros(1, SIZES.hidden_size, SIZES.head_size, like=x))
+    layer = model.layers[1]
+    y, _ = layer(x, layer.initial_state(1, x), Sequences(x))
     assert torch.equal(x, y)
-    decay = model.blocks[2].att.time_decay.flatten()
+    decay = model.layers[2].mixer.time_decay.flatten()
     assert decay[0] == -6
     assert decay[-1] == -1
     assert (decay.diff() > 0).all()
 
 
-def test_generation_follows_from_the_seed(model: RWKV6, tokens: Tensor) -> None:
+def test_generation_follows_from_the_seed(model: CausalLM, tokens: Tensor) -> None:
     def generate(seed: int) -> Tensor:
         return model.generate(tokens, 20, temperature=0.9, top_p=0.95, generator=torch.Generator().manual_seed(seed))
 
@@ -129,7 +135,7 @@ def test_generation_follows_from_the_seed(model: RWKV6, tokens: Tensor) -> None:
     assert not torch.equal(generate(0), generate(1))
 
 
-def test_temperature_zero_takes_the_most_likely_token(model: RWKV6, tokens: Tensor) -> None:
+def test_temperature_zero_takes_the_most_likely_token(model: CausalLM, tokens: Tensor) -> None:
     drawn = model.generate(tokens, 4, temperature=0)
     for _ in range(4):
         tokens = torch.cat([tokens, model(tokens)[0][:, -1:].argmax(-1)], 1)
@@ -137,7 +143,7 @@ def test_temperature_zero_takes_the_most_likely_token(model: RWKV6, tokens: Tens
 
 
 @pytest.mark.parametrize("temperature", [1e-6, 1e-40, 1e-46, 5e-324])
-def test_very_low_temperatures_take_the_most_likely_token(model: RWKV6, tokens: Tensor, temperature: float) -> None:
+def test_very_low_temperatures_take_the_most_likely_token(model: CausalLM, tokens: Tensor, temperature: float) -> None:
     assert torch.equal(model.generate(tokens, 4, temperature=temperature), model.generate(tokens, 4, temperature=0))
     assert torch.equal(sample(torch.tensor([[-3e38, 3e38, -math.inf]]), temperature, 1.0), torch.tensor([1]))
 
@@ -162,10 +168,10 @@ def test_top_p_drops_unlikely_tokens() -> None:
     assert torch.allclose(counts, logits[0].exp(), atol=0.05)
 
 
-def test_states_of_bfloat16_models_are_float32(model: RWKV6, tokens: Tensor) -> None:
-    half = RWKV6(SIZES).to(torch.bfloat16)
+def test_states_of_bfloat16_models_are_float32(model: CausalLM, tokens: Tensor) -> None:
+    half = CausalLM(SIZES).to(torch.bfloat16)
     half.load_state_dict(model.state_dict())
     logits, state = half(tokens)
-    assert state[0].wkv.dtype == torch.float32
+    assert state[0].mixer.wkv.dtype == torch.float32
     assert error(logits, model(tokens)[0]) < 0.05
-    assert half.step(tokens[:, :1], state).dtype == torch.bfloat16
+    assert half.advance(tokens[:, :1], state).dtype == torch.bfloat16

@@ -1,0 +1,152 @@
+"""What gated linear attention, retention and linear attention share: projections, convolutions, feature maps, and the gated output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..errors import Complaints, RangeError
+from ..recurrence.declaration import state_dtype
+from ..recurrence.feature_maps import FEATURE_MAPS
+from .convolution import ShortConvolution
+from .mixer import Mixer, MixerConfig
+from .norms import RMSNorm
+from .sequences import Sequences
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    **FEATURE_MAPS,
+    "silu": F.silu,
+    "sigmoid": torch.sigmoid,
+    "squared_relu": lambda x: F.relu(x).square(),
+}
+"""The feature maps of layers."""
+
+
+@dataclass(frozen=True)
+class HeadsConfig(MixerConfig):
+    """The sizes that these layers share. Raises RangeError for sizes that do not fit."""
+
+    num_heads: int
+    num_kv_heads: int | None = None
+    """Heads of k and v; each serves num_heads / num_kv_heads heads of q beside each other. Default: num_heads."""
+    expand_k: float = 1.0
+    """H * K / hidden_size."""
+    expand_v: float = 1.0
+    """H * V / hidden_size."""
+    feature_map: str | None = None
+    """A name of ``ACTIVATIONS``, applied to q and k. Default: none."""
+    conv_size: int = 0
+    """The width of the short convolutions of q, k and v; 0: none."""
+    conv_bias: bool = False
+    use_output_gate: bool = True
+    """Whether the output is multiplied by silu(g_proj(x))."""
+    use_output_norm: bool = True
+    """Whether each head of the output is normed by its root mean square."""
+    norm_eps: float = 1e-6
+    elementwise_affine: bool = True
+    """Whether the norm has a weight [V]."""
+
+    def __post_init__(self) -> None:
+        complaints = Complaints(type(self).__name__)
+        if self.num_heads % self.kv_heads:
+            complaints.add(RangeError, "num_kv_heads", f"a divisor of num_heads = {self.num_heads}", self.num_kv_heads)
+        if self.feature_map is not None and self.feature_map not in ACTIVATIONS:
+            complaints.add(RangeError, "feature_map", f"None or one of {', '.join(ACTIVATIONS)}", repr(self.feature_map))
+        complaints.raise_any()
+
+    @property
+    def kv_heads(self) -> int:
+        """G, the number of heads of k and v."""
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    def head_sizes(self, hidden_size: int) -> tuple[int, int]:
+        """K and V; raises RangeError if they are not whole."""
+        complaints, sizes = Complaints(type(self).__name__), []
+        for name, expand in (("expand_k", self.expand_k), ("expand_v", self.expand_v)):
+            size = round(hidden_size * expand)
+            if abs(size - hidden_size * expand) > 1e-6 * size or size % self.num_heads or size < 1:
+                rule = f"such that hidden_size * {name} is a multiple of num_heads = {self.num_heads}"
+                complaints.add(RangeError, name, rule, f"{expand} with hidden_size = {hidden_size}")
+            sizes.append(size // self.num_heads)
+        complaints.raise_any()
+        return sizes[0], sizes[1]
+
+
+class HeadsMixer(Mixer):
+    """Base: x [B,T,C] to heads of q, k, v, and the output of the recurrence to y [B,T,C]."""
+
+    def __init__(self, config: HeadsConfig, hidden_size: int) -> None:
+        super().__init__()
+        self.heads = config
+        C, H, G = hidden_size, config.num_heads, config.kv_heads
+        K, V = self.head_sizes = config.head_sizes(hidden_size)
+        self.q_proj = projection(C, H * K)
+        self.k_proj = projection(C, G * K)
+        self.v_proj = projection(C, G * V)
+        if config.use_output_gate:
+            self.g_proj = projection(C, H * V)
+        self.o_proj = projection(H * V, C)
+        if config.conv_size:
+            self.q_conv1d = ShortConvolution(H * K, config.conv_size, config.conv_bias)
+            self.k_conv1d = ShortConvolution(G * K, config.conv_size, config.conv_bias)
+            self.v_conv1d = ShortConvolution(G * V, config.conv_size, config.conv_bias)
+        if config.use_output_norm:
+            self.norm = RMSNorm(V, config.norm_eps, config.elementwise_affine)
+
+    def _initial_kv(self, count: int, like: Tensor, columns: int = 0) -> Tensor:
+        K, V = self.head_sizes
+        return like.new_zeros(count, self.heads.num_heads, K, V + columns, dtype=state_dtype(like.dtype))
+
+    def _initial_tails(self, count: int, like: Tensor) -> Tensor:
+        channels = sum(projection.out_features for projection in (self.q_proj, self.k_proj, self.v_proj))
+        return like.new_zeros(count, max(self.heads.conv_size - 1, 0), channels if self.heads.conv_size else 0)
+
+    def _project(self, x: Tensor, tails: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Heads: q [B,T,H,K], k [B,T,G,K] and v [B,T,G,V], before feature maps, and the new tails of the convolutions."""
+        parts = [self.q_proj(x), self.k_proj(x), self.v_proj(x)]
+        if self.heads.conv_size:
+            before = sequences.read(tails).split([part.shape[-1] for part in parts], -1)
+            convolutions = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
+            pairs = [one(part, tail, sequences) for one, part, tail in zip(convolutions, parts, before)]
+            parts, tails = [part for part, _ in pairs], torch.cat([tail for _, tail in pairs], -1)
+        K, V = self.head_sizes
+        q, k, v = (part.unflatten(-1, (-1, size)) for part, size in zip(parts, (K, K, V)))
+        return q, k, v, tails
+
+    def _features(self, x: Tensor) -> Tensor:
+        return x if self.heads.feature_map is None else ACTIVATIONS[self.heads.feature_map](x)
+
+    def _served(self, x: Tensor) -> Tensor:
+        """Repeat heads of k or v [B,T,G,K] to [B,T,H,K]; a single head is not copied."""
+        return repeated(x, self.heads.num_heads)
+
+    def _project_output(self, output: Tensor, x: Tensor) -> Tensor:
+        """Map the output of the recurrence [B,T,H,V] to y [B,T,C]."""
+        if self.heads.use_output_norm:
+            output = self.norm(output)
+        output = output.flatten(-2)
+        if self.heads.use_output_gate:
+            output = output * F.silu(self.g_proj(x))
+        y: Tensor = self.o_proj(output)
+        return y
+
+
+def repeated(x: Tensor, heads: int) -> Tensor:
+    """Repeat each of the heads of x [B,T,G,K] for the heads that it serves: [B,T,heads,K]. One head is expanded with stride 0."""
+    G = x.shape[2]
+    if heads == G:
+        return x
+    return x.expand(-1, -1, heads, -1) if G == 1 else x.repeat_interleave(heads // G, 2)
+
+
+def projection(inputs: int, outputs: int, bias: bool = False) -> nn.Linear:
+    """A linear map, normal with a standard deviation of 0.02; its bias is 0."""
+    linear = nn.Linear(inputs, outputs, bias)
+    nn.init.normal_(linear.weight, std=0.02)
+    if bias:
+        nn.init.zeros_(linear.bias)
+    return linear

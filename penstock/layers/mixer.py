@@ -1,0 +1,79 @@
+"""What all mixers share: their interface and the base of their configurations."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .sequences import Sequences
+
+
+class Stateless(NamedTuple):
+    """The state of a mixer without state."""
+
+
+@dataclass(frozen=True)
+class MixerConfig:
+    """Base of the configurations of mixers. A subclass is a frozen dataclass with the sizes of one kind of mixer."""
+
+    kind: ClassVar[str]
+    """The name of the kind in files."""
+
+    def build(self, hidden_size: int, layer: int = 0, num_layers: int = 1) -> Mixer:
+        """A new mixer with initial weights. Some initialisations depend on the index of the layer and the number of layers."""
+        raise NotImplementedError
+
+
+class Mixer(nn.Module):
+    """Base of token mixers and channel mixers: maps x [B,T,C] and a state to y [B,T,C] and the state after the last token.
+
+    A state is a ``NamedTuple`` of tensors whose first axis is the sequence or, for ``advance``, the row of a pool. Subclasses write
+    ``initial_state`` and ``mix``.
+    """
+
+    @abstractmethod
+    def initial_state(self, count: int, like: Tensor, max_length: int | None = None) -> Any:
+        """The state of ``count`` sequences before their first token, on the device of ``like``; shift states have its dtype.
+
+        ``max_length`` matters to softmax attention only: for how many tokens a row has room. Default: as configured.
+        """
+
+    @abstractmethod
+    def mix(self, x: Tensor, state: Any, sequences: Sequences) -> tuple[Tensor, Any]:
+        """Y and the new state; in place, parts of it may be the pool itself."""
+
+    def empty_state(self, count: int, like: Tensor) -> Any:
+        """The state that ``forward`` begins with if it gets none."""
+        return self.initial_state(count, like)
+
+    def forward(self, x: Tensor, state: Any = None, cu_seqlens: Tensor | Sequences | None = None) -> tuple[Tensor, Any]:
+        """Map x [B,T,C] to y of the same shape and the state after the last token. Differentiable; ``state`` is not changed.
+
+        x : Tensor [B,T,C]
+            With ``cu_seqlens``, B is 1.
+        state : NamedTuple, optional
+            The state that an earlier call returned for the same N sequences. Default: before the first token.
+        cu_seqlens : int32 or int64 Tensor [N+1], optional
+            Packed sequences, as for ``penstock.gla``. Models pass the ``Sequences`` that all of their layers share.
+        """
+        sequences = Sequences.of(x, cu_seqlens)
+        return self.mix(x, self.empty_state(sequences.count, x) if state is None else state, sequences)
+
+    @torch.no_grad()
+    def advance(self, x: Tensor, state: Any, *, cu_seqlens: Tensor | Sequences | None = None, slots: Tensor | None = None) -> Tensor:
+        """Map x [B,T,C] to y of the same shape; the rows of the pool ``state`` are updated **in place**. Computes no gradients.
+
+        slots : int32 or int64 Tensor [N], optional
+            The row of each sequence, all different. A negative slot skips its sequence: no row changes, its y has no meaning.
+            Default: sequence n is row n.
+
+        Other arguments as for ``forward``.
+        """
+        sequences = cu_seqlens if isinstance(cu_seqlens, Sequences) else Sequences(x, cu_seqlens, slots, in_place=True)
+        y, after = self.mix(x, state, sequences)
+        sequences.write(state, after)
+        return y

@@ -1,0 +1,33 @@
+"""Norms by the root mean square."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..recurrence.declaration import state_dtype
+
+
+class RMSNorm(nn.RMSNorm):
+    """``nn.RMSNorm`` that computes in the dtype of its weight, so under autocast in float32, as layer norms do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x [...,C] to the same shape."""
+        return super().forward(x if self.weight is None else x.to(self.weight.dtype))
+
+
+class GroupedRMSNorm(nn.Module):
+    """Norm of ``x * silu(gate)`` by the root mean square of each group of channels, computed in float32 for narrower dtypes."""
+
+    def __init__(self, size: int, groups: int, eps: float) -> None:
+        super().__init__()
+        self.groups, self.eps = groups, eps
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Map x and gate [B,T,size] to the same shape."""
+        dtype = state_dtype(x.dtype)
+        gated = (x.to(dtype) * F.silu(gate.to(dtype))).unflatten(-1, (self.groups, -1))
+        normed = F.rms_norm(gated, gated.shape[-1:], eps=self.eps).flatten(-2)
+        return (normed * self.weight.to(dtype)).to(x.dtype)

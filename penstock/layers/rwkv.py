@@ -1,0 +1,144 @@
+"""What RWKV-5 and RWKV-6 share: the channel mix, and the initialisation of weights.
+
+Source: Peng et al. 2024, arXiv 2404.05892, sections 3 and 4 and appendix; the constants are from the authors' training code,
+github.com/BlinkDL/RWKV-LM, ``RWKV-v5/src/model.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import Complaints, RangeError
+from .mixer import Mixer, MixerConfig
+from .sequences import Sequences
+
+
+class ShiftState(NamedTuple):
+    """The state of a channel mix."""
+
+    shift: Tensor
+    """[N,C], the last input."""
+
+
+@dataclass(frozen=True)
+class RWKV6ChannelConfig(MixerConfig):
+    """The sizes of an RWKV-6 channel mix."""
+
+    kind = "rwkv6_channel"
+    intermediate_size: int
+    """F. In published models 3.5 * hidden_size, rounded down to a multiple of 32."""
+
+    def build(self, hidden_size: int, layer: int = 0, num_layers: int = 1) -> RWKV6ChannelMix:
+        """A new channel mix."""
+        return RWKV6ChannelMix(self, hidden_size, layer, num_layers)
+
+
+@dataclass(frozen=True)
+class RWKV5ChannelConfig(MixerConfig):
+    """The sizes of an RWKV-5 channel mix."""
+
+    kind = "rwkv5_channel"
+    intermediate_size: int
+    """F. In published models 3.5 * hidden_size, rounded down to a multiple of 32, and 4 * hidden_size in small ones."""
+
+    def build(self, hidden_size: int, layer: int = 0, num_layers: int = 1) -> RWKV5ChannelMix:
+        """A new channel mix."""
+        return RWKV5ChannelMix(self, hidden_size, layer, num_layers)
+
+
+class ChannelMix(Mixer):
+    """What both channel mixes share."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+        super().__init__()
+        self.key = matrix(hidden_size, intermediate_size, gain=1)
+        self.receptance = matrix(hidden_size, hidden_size, gain=0)
+        self.value = matrix(intermediate_size, hidden_size, gain=0)
+
+    def initial_state(self, count: int, like: Tensor, max_length: int | None = None) -> ShiftState:
+        """Zeros."""
+        return ShiftState(like.new_zeros(count, self.value.out_features))
+
+    def mix(self, x: Tensor, state: ShiftState, sequences: Sequences) -> tuple[Tensor, ShiftState]:
+        """Y and the new state."""
+        previous, shift = sequences.previous(x, state.shift)
+        x_k, x_r = self._interpolate(x, previous)
+        k = torch.relu(self.key(x_k)).square()
+        return torch.sigmoid(self.receptance(x_r)) * self.value(k), ShiftState(shift)
+
+    def _interpolate(self, x: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+
+class RWKV6ChannelMix(ChannelMix):
+    r"""Channel mixing of RWKV-6; its only state is the previous input p, dx = p - x.
+
+    .. math:: y = \sigma(W_r (x + dx \cdot maa_r)) \cdot W_v \, relu(W_k (x + dx \cdot maa_k))^2
+    """
+
+    def __init__(self, config: RWKV6ChannelConfig, hidden_size: int, layer: int = 0, num_layers: int = 1) -> None:
+        super().__init__(hidden_size, config.intermediate_size)
+        self.config = config
+        self.time_maa_k = nn.Parameter(1 - ramp(hidden_size, 1 - layer / num_layers))
+        self.time_maa_r = nn.Parameter(1 - ramp(hidden_size, 1 - layer / num_layers))
+
+    def _interpolate(self, x: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
+        dx = previous - x
+        return torch.addcmul(x, dx, self.time_maa_k), torch.addcmul(x, dx, self.time_maa_r)
+
+
+class RWKV5ChannelMix(ChannelMix):
+    r"""Channel mixing of RWKV-5; its only state is the previous input p.
+
+    .. math:: y = \sigma(W_r (x m_r + p (1 - m_r))) \cdot W_v \, relu(W_k (x m_k + p (1 - m_k)))^2
+
+    m is ``time_mix``.
+    """
+
+    def __init__(self, config: RWKV5ChannelConfig, hidden_size: int, layer: int = 0, num_layers: int = 1) -> None:
+        super().__init__(hidden_size, config.intermediate_size)
+        self.config = config
+        self.time_mix_k = nn.Parameter(ramp(hidden_size, 1 - layer / num_layers))
+        self.time_mix_r = nn.Parameter(ramp(hidden_size, 1 - layer / num_layers))
+
+    def _interpolate(self, x: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.lerp(previous, x, self.time_mix_k), torch.lerp(previous, x, self.time_mix_r)
+
+
+class Heads(Protocol):
+    """The sizes of heads."""
+
+    @property
+    def head_size(self) -> int: ...  # noqa: D102
+    @property
+    def num_heads(self) -> int | None: ...  # noqa: D102
+
+
+def head_count(config: Heads, hidden_size: int) -> int:
+    """The number of heads; raises RangeError if hidden_size is no multiple of head_size."""
+    if config.num_heads is not None:
+        return config.num_heads
+    if hidden_size % config.head_size:
+        complaints = Complaints(type(config).__name__)
+        complaints.add(RangeError, "hidden_size", f"a multiple of head_size = {config.head_size}", hidden_size, "Or pass num_heads.")
+        complaints.raise_any()
+    return hidden_size // config.head_size
+
+
+def ramp(size: int, power: float, last: int = 0) -> Tensor:
+    """(c / C) ** power for c from 0 to C - 1: [1,1,C]; with ``last`` = 1, (c / (C - 1)) ** power, which ends at 1."""
+    return (torch.arange(size) / max(size - last, 1)).pow(power).view(1, 1, size)
+
+
+def matrix(inputs: int, outputs: int, gain: float) -> nn.Linear:
+    """A linear map without bias: orthogonal times gain, or 0 for gain = 0, so that a new block is the identity."""
+    linear = nn.Linear(inputs, outputs, bias=False)
+    if gain == 0:
+        nn.init.zeros_(linear.weight)
+    else:
+        nn.init.orthogonal_(linear.weight, gain)
+    return linear

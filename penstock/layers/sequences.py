@@ -1,0 +1,150 @@
+"""The sequences of one call: where their tokens are in x, and which rows of the states are theirs.
+
+All index tensors are computed on the device of x and kept, so a model computes them once for all of its layers. Nothing waits for
+the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..recurrence import functional
+
+State = TypeVar("State", bound=tuple[Any, ...])
+
+
+class Sequences:
+    """N sequences in x [B,T,C]: the B rows, or with ``cu_seqlens`` [N+1] pieces of one row (B = 1).
+
+    ``in_place``: states are rows of pools and updated in place; sequence n is row ``slots[n]``, without slots row n. A negative slot
+    skips its sequence: no row changes, and its output has no meaning.
+    """
+
+    def __init__(self, x: Tensor, cu_seqlens: Tensor | None = None, slots: Tensor | None = None, *, in_place: bool = False) -> None:
+        self.batch, self.tokens = x.shape[:2]
+        self.device = x.device
+        self.cu_seqlens, self.slots, self.in_place = cu_seqlens, slots, in_place
+        self.count = self.batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        self._layouts: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+
+    @staticmethod
+    def of(x: Tensor, given: Tensor | Sequences | None) -> Sequences:
+        """``given`` itself if it is already one, else made from x and ``cu_seqlens``."""
+        return given if isinstance(given, Sequences) else Sequences(x, given)
+
+    @cached_property
+    def ends(self) -> Tensor:
+        """``cu_seqlens`` as int64."""
+        assert self.cu_seqlens is not None
+        return self.cu_seqlens.long()
+
+    @cached_property
+    def owner(self) -> Tensor:
+        """The sequence of each token of a packed row: int64 [T]."""
+        return torch.searchsorted(self.ends[1:], self._range(self.tokens), right=True)
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """The number of tokens of each sequence in this call: int64 [N]."""
+        if self.cu_seqlens is None:
+            return torch.full((self.count,), self.tokens, dtype=torch.int64, device=self.device)
+        return self.ends.diff()
+
+    def positions(self, before: Tensor) -> Tensor:
+        """The position of each token [B,T], for sequences with ``before`` [N] earlier tokens."""
+        if self.cu_seqlens is None:
+            return before[:, None] + self._range(self.tokens)
+        return ((before - self.ends[:-1])[self.owner] + self._range(self.tokens))[None]
+
+    def last(self, x: Tensor) -> Tensor:
+        """The last token [N,C] of each sequence of x [B,T,C]; of an empty sequence, any token."""
+        if self.cu_seqlens is None:
+            return x[:, -1]
+        return x[0].index_select(0, (self.ends[1:] - 1).clamp(min=0))
+
+    def extended(self, x: Tensor, tail: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor], Tensor]:
+        """Put the ``tail`` [N,W,C] of each sequence before its tokens.
+
+        Returns the tokens with tails in front [B,T',C]; a function from [B,T'-W,C], one element for each window of W + 1 tokens of
+        it, to [B,T,C], those of the windows that end at a token of x; and the new tail [N,W,C].
+        """
+        W, tail = tail.shape[1], tail.to(x.dtype)
+        if self.cu_seqlens is None:
+            rows = torch.cat([tail, x], 1)
+            return rows, lambda windows: windows, rows[:, self.tokens :].clone()  # a view would keep all tokens in memory
+        source, windows, tails = self._layout(W)
+        rows = torch.cat([tail.flatten(0, 1), x[0]]).index_select(0, source)
+        return rows[None], lambda given: given.index_select(1, windows), rows.index_select(0, tails).view(tail.shape)
+
+    def _layout(self, W: int) -> tuple[Tensor, Tensor, Tensor]:
+        """For packed sequences: sequence n has rows ``ends[n] + n W`` to ``ends[n+1] + (n+1) W``, its tail first."""
+        if W not in self._layouts:
+            N, T = self.count, self.tokens
+            windows = self._range(T) + self.owner * W  # of token t: its row less W
+            shift = self._range(N) * W
+            tail_rows = ((self.ends[:-1] + shift)[:, None] + self._range(W)).flatten()
+            rows = torch.cat([tail_rows, windows + W])
+            source = torch.empty_like(rows).scatter_(0, rows, self._range(N * W + T))
+            self._layouts[W] = source, windows, ((self.ends[1:] + shift)[:, None] + self._range(W)).flatten()
+        return self._layouts[W]
+
+    def previous(self, x: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+        """The token before each token of x [B,T,C], with ``last`` [N,C] before the first; and the new last tokens."""
+        rows, windows, tail = self.extended(x, self.read(last).unsqueeze(1))
+        return windows(rows[:, :-1]), tail.squeeze(1)
+
+    def recur(
+        self, variant: str, q: Tensor, k: Tensor, v: Tensor, *gates: Tensor, state: Tensor, scale: float | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Run the recurrence ``variant`` from ``state``: the output [B,T,H,V], and the new state or, in place, the same pool."""
+        if self.in_place:
+            g, u = (*gates, None, None)[:2]
+            slots, cu_seqlens = self.slots, self.cu_seqlens
+            return functional.advance(variant, q, k, v, g, u, state=state, slots=slots, cu_seqlens=cu_seqlens, scale=scale), state
+        options: dict[str, Any] = {"g": gates[0]} if variant == "retention" and gates else {}
+        given = () if options else gates
+        output, after = getattr(functional, variant)(
+            q, k, v, *given, **options, scale=scale, initial_state=state, output_final_state=True, cu_seqlens=self.cu_seqlens
+        )
+        return output, after
+
+    def read(self, pool: Tensor) -> Tensor:
+        """The rows [N,...] of the sequences. A skipped sequence gets the row of another one."""
+        return pool if self.slots is None else pool.index_select(0, self._rows)
+
+    def write(self, pools: State, states: State) -> None:
+        """Write new states [N,...] to rows of their pools. A state that is its pool is already written."""
+        for pool, state in zip(pools, states):
+            if state is pool or state.numel() == 0:
+                continue
+            if self.slots is None:
+                pool.copy_(state)
+                continue
+            # A skipped sequence writes the same row with the same values as the sequence with the highest slot. If all are skipped,
+            # they write what row 0 has.
+            state = torch.where(self._any, state.to(pool.dtype), self.read(pool))
+            pool.index_copy_(0, self._rows, state.index_select(0, self._writers))
+
+    @cached_property
+    def _rows(self) -> Tensor:
+        assert self.slots is not None
+        slots = self.slots.long()
+        return slots if self.count == 0 else torch.where(slots < 0, slots.amax().clamp(min=0), slots)
+
+    @cached_property
+    def _writers(self) -> Tensor:
+        assert self.slots is not None
+        return torch.where(self.slots < 0, self.slots.argmax(), self._range(self.count))
+
+    @cached_property
+    def _any(self) -> Tensor:
+        assert self.slots is not None
+        return self.slots.amax() >= 0
+
+    def _range(self, count: int) -> Tensor:
+        return torch.arange(count, device=self.device)

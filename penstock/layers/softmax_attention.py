@@ -1,0 +1,189 @@
+"""Softmax attention with a cache of keys and values, for some layers of hybrid models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..call.validation import reads_values
+from ..errors import Complaints, RangeError
+from ..recurrence.declaration import state_dtype
+from ..softmax import softmax_attention
+from .heads import projection
+from .mixer import Mixer, MixerConfig
+from .norms import RMSNorm
+from .rotary import rotary, rotated
+from .sequences import Sequences
+
+
+@dataclass(frozen=True)
+class SoftmaxAttentionConfig(MixerConfig):
+    """The sizes of a softmax attention layer. Raises RangeError for sizes that do not fit."""
+
+    kind = "softmax_attention"
+    num_heads: int
+    num_kv_heads: int | None = None
+    """Heads of k and v; each serves num_heads / num_kv_heads heads of q beside each other. Default: num_heads."""
+    head_dim: int | None = None
+    """D. Default: hidden_size / num_heads."""
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    """Whether each head of q and k is normed by its root mean square."""
+    norm_eps: float = 1e-5
+    window_size: int | None = None
+    """A token sees only this many tokens, itself included. Default: all earlier ones."""
+    rope_theta: float | None = 10000.0
+    """The base of the rotary embedding; None: no rotary embedding."""
+    max_length: int = 2048
+    """The room for tokens in a row of the states that ``initial_state`` makes."""
+
+    def __post_init__(self) -> None:
+        complaints = Complaints("SoftmaxAttentionConfig")
+        if self.num_kv_heads is not None and (self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads):
+            complaints.add(RangeError, "num_kv_heads", f"a divisor of num_heads = {self.num_heads}", self.num_kv_heads)
+        complaints.raise_any()
+
+    def build(self, hidden_size: int, layer: int = 0, num_layers: int = 1) -> SoftmaxAttention:
+        """A new layer."""
+        return SoftmaxAttention(self, hidden_size)
+
+
+class SoftmaxAttentionState(NamedTuple):
+    """The state of a layer: a cache with room for S tokens of each sequence."""
+
+    keys: Tensor
+    """[N,S,G,D], after the rotary embedding."""
+    values: Tensor
+    """[N,S,G,D]"""
+    length: Tensor
+    """[N], the number of tokens so far, int64."""
+
+
+class SoftmaxAttention(Mixer):
+    r"""Causal softmax attention with grouped heads, rotary embedding and, if wanted, a sliding window.
+
+    .. math:: q, k, v = R_t W_q x, R_t W_k x, W_v x, \qquad y = W_o softmax\_attention(q, k, v)
+
+    The state grows with the sequence. ``forward`` returns one that is as long as needed, for which the host waits for the device if
+    sequences are packed or a state is given. ``advance`` writes to rows of a fixed length: a call that needs more raises RangeError on a
+    CPU and inside ``penstock.checks()``; elsewhere tokens beyond the end are not stored.
+
+    >>> mixer = SoftmaxAttentionConfig(num_heads=4, num_kv_heads=2).build(hidden_size=16)
+    >>> y, state = mixer(torch.randn(1, 5, 16))
+    >>> state.keys.shape, state.length
+    (torch.Size([1, 5, 2, 4]), tensor([5]))
+    """
+
+    def __init__(self, config: SoftmaxAttentionConfig, hidden_size: int) -> None:
+        super().__init__()
+        self.config = config
+        H, G = config.num_heads, config.num_kv_heads or config.num_heads
+        D = config.head_dim or hidden_size // H
+        complaints = Complaints("SoftmaxAttentionConfig")
+        if config.head_dim is None and hidden_size % H:
+            complaints.add(RangeError, "hidden_size", f"a multiple of num_heads = {H}", hidden_size, "Or pass head_dim.")
+        if config.rope_theta is not None and D % 2:
+            complaints.add(RangeError, "head_dim", "even with rotary embedding", D)
+        complaints.raise_any()
+        self.sizes = H, G, D
+        self.q_proj = projection(hidden_size, H * D, config.qkv_bias)
+        self.k_proj = projection(hidden_size, G * D, config.qkv_bias)
+        self.v_proj = projection(hidden_size, G * D, config.qkv_bias)
+        self.o_proj = projection(H * D, hidden_size)
+        if config.qk_norm:
+            self.q_norm, self.k_norm = RMSNorm(D, config.norm_eps), RMSNorm(D, config.norm_eps)
+
+    def initial_state(self, count: int, like: Tensor, max_length: int | None = None) -> SoftmaxAttentionState:
+        """Empty rows with room for ``max_length`` tokens, by default those of the configuration."""
+        shape = count, self.config.max_length if max_length is None else max_length, *self.sizes[1:]
+        length = torch.zeros(count, dtype=torch.int64, device=like.device)
+        return SoftmaxAttentionState(like.new_zeros(shape), like.new_zeros(shape), length)
+
+    def empty_state(self, count: int, like: Tensor) -> SoftmaxAttentionState:
+        """Rows without room."""
+        return self.initial_state(count, like, 0)
+
+    def mix(self, x: Tensor, state: SoftmaxAttentionState, sequences: Sequences) -> tuple[Tensor, SoftmaxAttentionState]:
+        """Y and the new state."""
+        length = sequences.read(state.length)
+        q, k, v = self._project(x, sequences.positions(length))
+        after = length + sequences.lengths
+        if state.keys.shape[1] == 0 and not sequences.in_place:  # no earlier tokens
+            output = softmax_attention(q, k, v, cu_seqlens=sequences.cu_seqlens, window=self.config.window_size)
+            if sequences.cu_seqlens is None:
+                return self._project_output(output), SoftmaxAttentionState(k, v, after)
+            room, keys, values = self._room(state, after, sequences), state.keys, state.values
+            keys, values = (self._stored(cache, one, length, room, sequences) for cache, one in ((keys, k), (values, v)))
+            return self._project_output(output), SoftmaxAttentionState(keys, values, after)
+        room = self._room(state, after, sequences)
+        keys, values = (
+            self._stored(sequences.read(cache), one, length, room, sequences) for cache, one in ((state.keys, k), (state.values, v))
+        )
+        return self._project_output(self._attend(q, keys, values, after, sequences)), SoftmaxAttentionState(keys, values, after)
+
+    def _project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        H, G, D = self.sizes
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        q, k, v = q.unflatten(-1, (H, D)), k.unflatten(-1, (G, D)), v.unflatten(-1, (G, D))
+        if self.config.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.config.rope_theta is not None:
+            cos, sin = rotary(positions, D, self.config.rope_theta, state_dtype(q.dtype))
+            q, k = rotated(q, cos, sin), rotated(k, cos, sin)
+        return q, k, v
+
+    def _project_output(self, output: Tensor) -> Tensor:
+        y: Tensor = self.o_proj(output.flatten(-2))
+        return y
+
+    def _room(self, state: SoftmaxAttentionState, after: Tensor, sequences: Sequences) -> int:
+        """The number of tokens of a row of the new state."""
+        room = state.keys.shape[1]
+        if sequences.count == 0:
+            return room
+        if not sequences.in_place:
+            return max(room, int(after.max()))
+        live = after if sequences.slots is None else after.masked_fill(sequences.slots < 0, 0)
+        if reads_values(after) and int(live.max()) > room:
+            complaints = Complaints("advance")
+            remedy = "Make it with a larger max_length."
+            complaints.add(RangeError, "state", f"a pool with room for {int(live.max())} tokens a row", f"room for {room}", remedy)
+            complaints.raise_any()
+        return room
+
+    def _stored(self, cache: Tensor, tokens: Tensor, length: Tensor, room: int, sequences: Sequences) -> Tensor:
+        """The rows [N,room,G,D] with tokens [B,T,G,D] after the ``length`` earlier ones. In place, tokens beyond the room are left out."""
+        N, S, G, D = cache.shape
+        positions = sequences.positions(length)
+        if sequences.cu_seqlens is None:
+            owner = torch.arange(N, device=cache.device)[:, None].expand(positions.shape)
+        else:
+            owner = sequences.owner[None]
+        # one more row takes what has no place
+        rows = torch.cat([torch.cat([cache, cache.new_zeros(N, room - S, G, D)], 1).flatten(0, 1), cache.new_zeros(1, G, D)])
+        places = torch.where(positions < room, owner * room + positions, N * room)
+        stored = rows.index_copy(0, places.flatten(), tokens.flatten(0, 1).to(rows.dtype))
+        return stored[:-1].view(N, room, G, D)
+
+    def _attend(self, q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, sequences: Sequences) -> Tensor:
+        """Attention of the tokens to the first ``lengths`` keys of their rows [N,S,G,D].
+
+        All rows lie behind each other as packed sequences. What a row has beyond its length is a sequence of its own, without queries.
+        """
+        N, S = keys.shape[:2]
+        if sequences.cu_seqlens is None:
+            queries = torch.arange(1, N + 1, device=q.device) * sequences.tokens
+        else:
+            queries = sequences.ends[1:]
+        rows = torch.arange(N, device=q.device) * S
+        ends = torch.stack([rows + lengths.clamp(max=S), rows + S], 1).flatten()
+        zero = ends.new_zeros(1)
+        output = softmax_attention(
+            q.flatten(0, 1)[None], keys.flatten(0, 1)[None].to(q.dtype), values.flatten(0, 1)[None].to(q.dtype),
+            cu_seqlens=torch.cat([zero, queries.repeat_interleave(2)]), cu_seqlens_k=torch.cat([zero, ends]),
+            window=self.config.window_size,
+        )  # fmt: skip
+        return output.view(q.shape)

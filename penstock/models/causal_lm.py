@@ -1,0 +1,302 @@
+"""A causal language model from any mixers.
+
+>>> from penstock.models import rwkv6
+>>> model = CausalLM(rwkv6(vocab_size=11, num_layers=2, hidden_size=16, head_size=8))
+>>> logits, state = model(torch.tensor([[3, 1, 4]]))
+>>> logits, state = model(torch.tensor([[1, 5]]), state)  # continues after the first call
+>>> logits.shape
+torch.Size([1, 2, 11])
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ..errors import Complaints, DtypeError, ShapeError, described
+from ..layers import Mixer, Sequences, Stateless
+from ..layers.norms import RMSNorm
+from .arguments import check_sequences, check_state, check_tokens, check_whole
+from .config import Config
+from .loss import CHUNK_TOKENS, Reduction, linear_cross_entropy
+from .sampling import check_sampling, sample
+
+
+class LayerState(NamedTuple):
+    """The state of one layer: what its two mixers return."""
+
+    mixer: Any
+    channel: Any
+
+
+State = list[LayerState]
+"""The state of a model: one ``LayerState`` for each layer."""
+
+
+class Output(NamedTuple):
+    """What a model returns."""
+
+    logits: Tensor
+    """[B,T,vocab_size]"""
+    state: State
+    """After the last token of each sequence."""
+
+
+class Layer(nn.Module):
+    """``x += mixer(mixer_norm(x)); x += channel(channel_norm(x))``; a layer without channel mixer has the first part only."""
+
+    mixer: Mixer
+    channel: Mixer | None
+
+    def __init__(self, config: Config, layer: int) -> None:
+        super().__init__()
+        C, L, channel = config.hidden_size, config.num_layers, config.channels[layer]
+        self.residual_in_float32 = config.residual_in_float32
+        self.mixer_norm = norm(config)
+        self.mixer = config.mixers[layer].build(C, layer, L)
+        self.channel_norm = None if channel is None else norm(config)
+        self.channel = None if channel is None else channel.build(C, layer, L)
+
+    def forward(self, x: Tensor, state: LayerState, sequences: Sequences) -> tuple[Tensor, LayerState]:
+        """Map x [B,T,C] to y of the same shape and the new state."""
+        y, mixer = self.mixer(self._normed(self.mixer_norm, x), state.mixer, sequences)
+        x = x + y
+        if self.channel is None:
+            return x, LayerState(mixer, state.channel)
+        y, channel = self.channel(self._normed(self.channel_norm, x), state.channel, sequences)
+        return x + y, LayerState(mixer, channel)
+
+    def advance(self, x: Tensor, state: LayerState, sequences: Sequences) -> Tensor:
+        """Map x to y; ``state`` is updated in place."""
+        x = x + self.mixer.advance(self._normed(self.mixer_norm, x), state.mixer, cu_seqlens=sequences)
+        if self.channel is None:
+            return x
+        return x + self.channel.advance(self._normed(self.channel_norm, x), state.channel, cu_seqlens=sequences)
+
+    def initial_state(self, count: int, like: Tensor, max_length: int | None = None) -> LayerState:
+        """The state of ``count`` sequences before their first token."""
+        channel = Stateless() if self.channel is None else self.channel.initial_state(count, like)
+        return LayerState(self.mixer.initial_state(count, like, max_length), channel)
+
+    def empty_state(self, count: int, like: Tensor) -> LayerState:
+        """The state that a call without state begins with."""
+        channel = Stateless() if self.channel is None else self.channel.empty_state(count, like)
+        return LayerState(self.mixer.empty_state(count, like), channel)
+
+    def _normed(self, norm: nn.Module | None, x: Tensor) -> Tensor:
+        assert norm is not None
+        normed: Tensor = norm(x.to(norm.weight.dtype) if self.residual_in_float32 else x)  # type: ignore[arg-type]
+        return normed
+
+
+class CausalLM(nn.Module):
+    """A causal language model: maps tokens to logits of the next token. See the docstring of this module.
+
+    Names of parameters: ``embeddings``, ``embedding_norm`` (if there is one), ``layers.{i}.mixer_norm``, ``layers.{i}.mixer``,
+    ``layers.{i}.channel_norm``, ``layers.{i}.channel``, ``norm``, ``head``.
+
+    ``gradient_checkpointing = True`` keeps only the inputs of layers for the backward pass, which computes the rest again.
+    """
+
+    gradient_checkpointing = False
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        if not isinstance(config, Config):
+            complaints = Complaints("CausalLM")
+            complaints.add(DtypeError, "config", "a Config", described(config), "See penstock.models.config.")
+            complaints.raise_any()
+        self.config = config
+        self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embedding_norm = norm(config) if config.embedding_norm else None
+        self.layers = nn.ModuleList(Layer(config, layer) for layer in range(config.num_layers))
+        self.norm = norm(config)
+        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.embedding_norm:  # as RWKV's training code
+            nn.init.uniform_(self.embeddings.weight, -1e-4, 1e-4)
+            nn.init.orthogonal_(self.head.weight, 0.5 * math.sqrt(max(config.vocab_size / config.hidden_size, 1)))
+        else:
+            nn.init.normal_(self.embeddings.weight, std=0.02)
+            nn.init.normal_(self.head.weight, std=0.02)
+        self.tie()
+
+    def tie(self) -> None:
+        """Make the head's weight that of the embeddings, if configured so."""
+        if self.config.tie_embeddings:
+            self.head.weight = self.embeddings.weight
+
+    def initial_state(self, count: int, *, max_length: int | None = None) -> State:
+        """The state of ``count`` sequences before their first token; also a pool of ``count`` rows for ``advance``.
+
+        ``max_length`` matters to models with softmax attention only: for how many tokens a row has room.
+        """
+        complaints = Complaints("initial_state")
+        check_whole(complaints, "count", count, 0)
+        if max_length is not None:
+            check_whole(complaints, "max_length", max_length, 0)
+        complaints.raise_any()
+        return [layer.initial_state(count, self._like, max_length) for layer in self._layers]
+
+    def forward(self, ids: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None) -> Output:
+        """Logits after every token, and the state after the last token of each sequence. Differentiable.
+
+        ids : int64 or int32 Tensor [B,T]
+            From 0 to vocab_size - 1. Checked on a CPU, and on other devices inside ``penstock.checks()``.
+        state : list of LayerState, optional
+            The state that an earlier call returned for the same N sequences. It is not changed. Default: before the first token.
+        cu_seqlens : int32 or int64 Tensor [N+1], optional
+            Packed sequences: B is 1 and sequence n is tokens ``cu_seqlens[n]`` to ``cu_seqlens[n+1]``. Default: N = B.
+
+        Raises ShapeError, DtypeError, DeviceError or RangeError.
+        """
+        x, state = self._hidden("forward", ids, state, cu_seqlens)
+        return Output(self.head(x), state)
+
+    def hidden(self, ids: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None) -> tuple[Tensor, State]:
+        """What ``forward`` gives to the head [B,T,C], and the state. Arguments and errors as for ``forward``."""
+        return self._hidden("hidden", ids, state, cu_seqlens)
+
+    def loss(
+        self, ids: Tensor, labels: Tensor, cu_seqlens: Tensor | None = None, *, state: State | None = None, ignore_index: int = -100,
+        reduction: Reduction = "mean", chunk_tokens: int = CHUNK_TOKENS,
+    ) -> Tensor:  # fmt: skip
+        """Cross entropy of the next tokens, equal to ``F.cross_entropy(logits.flatten(0, 1), labels.flatten())``, in less memory.
+
+        Only the logits of ``chunk_tokens`` tokens are in memory together, see ``loss.linear_cross_entropy``.
+
+        labels : int64 or int32 Tensor [B,T]
+            The token that follows each of ``ids``: for tokens [B,T+1], ``ids = tokens[:, :-1]`` and ``labels = tokens[:, 1:]``. Tokens
+            with label ``ignore_index`` do not count.
+        reduction : "mean", "sum" or "none"
+            Over the tokens that count; "none" returns [B,T].
+
+        Other arguments and errors as for ``forward``.
+
+        >>> from penstock.models import gla
+        >>> model = CausalLM(gla(vocab_size=11, num_layers=1, hidden_size=16, num_heads=2))
+        >>> tokens = torch.randint(11, (2, 7))
+        >>> model.loss(tokens[:, :-1], tokens[:, 1:]).backward()
+        """
+        x, _ = self._hidden("loss", ids, state, cu_seqlens)
+        return linear_cross_entropy(
+            x, self.head.weight, labels, ignore_index=ignore_index, reduction=reduction, chunk_tokens=chunk_tokens
+        )  # fmt: skip
+
+    def _hidden(self, function: str, ids: Tensor, state: State | None, cu_seqlens: Tensor | None) -> tuple[Tensor, State]:
+        sequences = self._check(function, ids, state, cu_seqlens)
+        x = self._embedded(ids)
+        after = []
+        for n, layer in enumerate(self._layers):
+            before = layer.empty_state(sequences.count, self._like) if state is None else state[n]
+            if self.gradient_checkpointing and torch.is_grad_enabled():
+                x, new = checkpoint(layer, x, before, sequences, use_reentrant=False)
+            else:
+                x, new = layer(x, before, sequences)
+            after.append(new)
+        return self._normed(x), after
+
+    @torch.no_grad()
+    def advance(
+        self, ids: Tensor, state: State, *, cu_seqlens: Tensor | None = None, slots: Tensor | None = None, last_only: bool = False
+    ) -> Tensor:
+        """Logits after every token [B,T,vocab_size]; the rows of the pool ``state`` are updated **in place**.
+
+        state : list of LayerState
+            A pool of P rows, made by ``initial_state(P)``. Without ``slots``, P = N.
+        slots : int32 or int64 Tensor [N], optional
+            The row of each sequence, all different. A negative slot skips its sequence: no row changes, its logits have no meaning.
+        last_only : bool
+            Return the logits after the last token of each sequence only, [N,vocab_size]; those of empty sequences have no meaning.
+
+        Other arguments and errors as for ``forward``. Computes no gradients. A call that raises one of these errors changes nothing.
+        """
+        sequences = self._check("advance", ids, state, cu_seqlens, slots, in_place=True)
+        x = self._embedded(ids)
+        for layer, one in zip(self._layers, state):
+            x = layer.advance(x, one, sequences)
+        if last_only:
+            x = sequences.last(x)
+        logits: Tensor = self.head(self._normed(x))
+        return logits
+
+    @torch.no_grad()
+    def generate(
+        self, ids: Tensor, count: int, *, temperature: float = 1.0, top_p: float = 1.0, generator: torch.Generator | None = None
+    ) -> Tensor:
+        """Generate ``count`` tokens for each of B sequences: int64 [B,count].
+
+        ids : int64 or int32 Tensor [B,T]
+            The prompts, T at least 1.
+        count : int
+            At least 0.
+        temperature : float
+            Divides the logits. Finite and at least 0; 0 takes the most likely token.
+        top_p : float
+            Sample from the smallest set of most likely tokens whose probabilities sum to at least this; above 0 and at most 1.
+        generator : torch.Generator, optional
+            Source of random numbers. Default: torch's global generator.
+
+        Raises ShapeError, DtypeError, DeviceError or RangeError.
+        """
+        complaints = Complaints("generate")
+        check_whole(complaints, "count", count, 0)
+        check_sampling(complaints, temperature, top_p, generator, self._like.device)
+        complaints.raise_any()
+        self._check("generate", ids)
+        if ids.shape[1] == 0:
+            raise ShapeError("generate: ids must be of shape [B,T] with T at least 1, got T = 0. Start with at least one token.")
+        B, T = ids.shape
+        state = self.initial_state(B, max_length=T + count)
+        sampled = ids.new_empty(B, count, dtype=torch.int64)
+        given = ids
+        for i in range(count):
+            logits = self.advance(given, state, last_only=True)
+            sampled[:, i] = sample(logits, temperature, top_p, generator)
+            given = sampled[:, i : i + 1]
+        return sampled
+
+    @property
+    def _layers(self) -> list[Layer]:
+        return list(self.layers)  # type: ignore[arg-type]
+
+    @property
+    def _like(self) -> Tensor:
+        return self.embeddings.weight.detach()
+
+    def _embedded(self, ids: Tensor) -> Tensor:
+        x: Tensor = self.embeddings(ids)
+        if self.embedding_norm is not None:
+            x = self.embedding_norm(x)
+        return x.float() if self.config.residual_in_float32 and x.dtype != torch.float64 else x
+
+    def _normed(self, x: Tensor) -> Tensor:
+        normed: Tensor = self.norm(x.to(self.norm.weight.dtype) if self.config.residual_in_float32 else x)  # type: ignore[arg-type]
+        return normed
+
+    def _check(
+        self, function: str, ids: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None, slots: Tensor | None = None,
+        *, in_place: bool = False,
+    ) -> Sequences:  # fmt: skip
+        """Raise for wrong arguments; states in place must be writable."""
+        complaints = Complaints(function)
+        check_tokens(complaints, ids, self.config.vocab_size, self._like.device)
+        complaints.raise_any()
+        check_sequences(complaints, ids, cu_seqlens, slots, state)
+        complaints.raise_any()
+        sequences = Sequences(ids, cu_seqlens, slots, in_place=in_place)
+        if in_place or state is not None:
+            wanted = [layer.empty_state(0, self._like) for layer in self._layers]
+            check_state(complaints, state, wanted, None if slots is not None else sequences.count, written=in_place)
+        complaints.raise_any()
+        return sequences
+
+
+def norm(config: Config) -> nn.Module:
+    """A norm of hidden_size elements."""
+    if config.norm == "layer_norm":
+        return nn.LayerNorm(config.hidden_size, config.norm_eps, bias=config.norm_bias)
+    return RMSNorm(config.hidden_size, config.norm_eps)

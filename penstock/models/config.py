@@ -1,0 +1,212 @@
+"""The configuration of a language model, and functions that make one for each architecture.
+
+>>> config = gla(vocab_size=256, hidden_size=64, num_layers=2)
+>>> Config.from_dict(config.to_dict()) == config
+True
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+from ..errors import Complaints, DtypeError, RangeError, ShapeError, described
+from ..layers import (
+    CONFIGS,
+    GLAConfig,
+    LinearAttentionConfig,
+    Mamba2Config,
+    MixerConfig,
+    RetentionConfig,
+    RWKV5ChannelConfig,
+    RWKV5Config,
+    RWKV6ChannelConfig,
+    RWKV6Config,
+    SoftmaxAttentionConfig,
+    SwiGLUConfig,
+)
+from .arguments import check_whole
+
+Norm = Literal["layer_norm", "rms_norm"]
+
+
+@dataclass(frozen=True)
+class Config:
+    """The sizes of a model: what ``CausalLM`` is built from. Raises DtypeError, RangeError or ShapeError for wrong sizes.
+
+    The functions of this module make the usual ones.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    """C"""
+    num_layers: int
+    mixer: MixerConfig | tuple[MixerConfig, ...]
+    """The token mixer of all layers, or (hybrids) one for each layer."""
+    channel: MixerConfig | tuple[MixerConfig | None, ...] | None = None
+    """The channel mixer, likewise. None: layers are token mixers only."""
+    norm: Norm = "rms_norm"
+    """The norms before mixers and before the head."""
+    norm_eps: float = 1e-6
+    norm_bias: bool = True
+    """Whether layer norms have a bias."""
+    embedding_norm: bool = False
+    """Whether embeddings are normed (RWKV's ln0)."""
+    tie_embeddings: bool = False
+    """Whether the head's weight is that of the embeddings."""
+    residual_in_float32: bool = False
+    """Whether sums over layers are float32 also in float16 and bfloat16 models."""
+
+    def __post_init__(self) -> None:
+        complaints = Complaints("Config")
+        for name in ("vocab_size", "hidden_size", "num_layers"):
+            check_whole(complaints, name, getattr(self, name), 1)
+        if self.norm not in ("layer_norm", "rms_norm"):
+            complaints.add(RangeError, "norm", "'layer_norm' or 'rms_norm'", repr(self.norm))
+        for name, value in (("mixer", self.mixer), ("channel", self.channel)):
+            several = isinstance(value, tuple)
+            for one in value if isinstance(value, tuple) else (value,):
+                if not (isinstance(one, MixerConfig) or (one is None and name == "channel")):
+                    complaints.add(DtypeError, name, f"a MixerConfig or a tuple of {'them' if several else 'several'}", described(one))
+            if several and not complaints.found and len(value) != self.num_layers:  # type: ignore[arg-type]
+                complaints.add(ShapeError, name, f"one for each of {self.num_layers} layers", len(value))  # type: ignore[arg-type]
+        complaints.raise_any()
+
+    @property
+    def mixers(self) -> tuple[MixerConfig, ...]:
+        """The token mixer of each layer."""
+        return self.mixer if isinstance(self.mixer, tuple) else (self.mixer,) * self.num_layers
+
+    @property
+    def channels(self) -> tuple[MixerConfig | None, ...]:
+        """The channel mixer of each layer."""
+        return self.channel if isinstance(self.channel, tuple) else (self.channel,) * self.num_layers
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as for JSON; a mixer is a dict with its ``kind``."""
+        return {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Config:
+        """The inverse of ``to_dict``. Raises RangeError for unknown names."""
+        known = {field.name for field in fields(cls)}
+        complaints = Complaints("Config.from_dict")
+        for name in sorted(set(values) - known):
+            complaints.add(RangeError, "values", f"made of {', '.join(sorted(known))}", repr(name))
+        complaints.raise_any()
+        return cls(**{name: _restored(value) if name in ("mixer", "channel") else value for name, value in values.items()})
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(one) for one in value]
+    if isinstance(value, MixerConfig):
+        return {"kind": value.kind, **{field.name: _plain(getattr(value, field.name)) for field in fields(value)}}
+    return value
+
+
+def _restored(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return tuple(_restored(one) for one in value)
+    if not isinstance(value, Mapping):
+        return value
+    kind = str(value.get("kind"))
+    if kind not in CONFIGS:
+        complaints = Complaints("Config.from_dict")
+        complaints.add(RangeError, "kind", f"one of {', '.join(CONFIGS)}", repr(kind))
+        complaints.raise_any()
+    sizes = {name: tuple(one) if isinstance(one, list) else one for name, one in value.items() if name != "kind"}
+    return CONFIGS[kind](**sizes)
+
+
+def rwkv5(
+    *, vocab_size: int, hidden_size: int, num_layers: int, intermediate_size: int | None = None, head_size: int = 64,
+    version: Literal["5.0", "5.1", "5.2"] = "5.2",
+) -> Config:  # fmt: skip
+    """RWKV-5 ("Eagle"). Defaults as in published models."""
+    return _rwkv(
+        vocab_size, hidden_size, num_layers, RWKV5Config(head_size, version=version),
+        RWKV5ChannelConfig(intermediate_size or int(hidden_size * 3.5) // 32 * 32),
+    )  # fmt: skip
+
+
+def rwkv6(
+    *, vocab_size: int, hidden_size: int, num_layers: int, intermediate_size: int | None = None, head_size: int = 64,
+    mix_rank: int | None = None, decay_rank: int | None = None,
+) -> Config:  # fmt: skip
+    """RWKV-6 ("Finch", x060). Defaults as in published models.
+
+    >>> rwkv6(vocab_size=65536, hidden_size=2048, num_layers=24).channel
+    RWKV6ChannelConfig(intermediate_size=7168)
+    """
+    large = 1 + (hidden_size >= 4096)
+    mixer = RWKV6Config(head_size, mix_rank=mix_rank or 32 * large, decay_rank=decay_rank or 64 * large)
+    channel = RWKV6ChannelConfig(intermediate_size or int(hidden_size * 3.5) // 32 * 32)
+    return _rwkv(vocab_size, hidden_size, num_layers, mixer, channel)
+
+
+def _rwkv(vocab_size: int, hidden_size: int, num_layers: int, mixer: MixerConfig, channel: MixerConfig) -> Config:
+    return Config(vocab_size, hidden_size, num_layers, mixer, channel, norm="layer_norm", norm_eps=1e-5, embedding_norm=True)
+
+
+def gla(
+    *, vocab_size: int, hidden_size: int, num_layers: int, intermediate_size: int | None = None, num_heads: int = 4,
+    num_kv_heads: int | None = None, conv_size: int = 0,
+) -> Config:  # fmt: skip
+    """Gated linear attention with a gated feed-forward layer. Defaults as in published models."""
+    mixer = GLAConfig(num_heads, num_kv_heads, conv_size=conv_size)
+    return Config(vocab_size, hidden_size, num_layers, mixer, SwiGLUConfig(intermediate_size or feed_forward_size(hidden_size)))
+
+
+def retnet(
+    *, vocab_size: int, hidden_size: int, num_layers: int, intermediate_size: int | None = None, num_heads: int = 8,
+    num_kv_heads: int | None = None, conv_size: int = 0,
+) -> Config:  # fmt: skip
+    """RetNet with a gated feed-forward layer. Defaults as in published models."""
+    mixer = RetentionConfig(num_heads, num_kv_heads, conv_size=conv_size)
+    return Config(vocab_size, hidden_size, num_layers, mixer, SwiGLUConfig(intermediate_size or feed_forward_size(hidden_size, 2)))
+
+
+def linear(
+    *, vocab_size: int, hidden_size: int, num_layers: int, intermediate_size: int | None = None, num_heads: int = 8,
+    feature_map: str | None = "elu+1", normalize: bool = False,
+) -> Config:  # fmt: skip
+    """Linear attention with a gated feed-forward layer."""
+    mixer = LinearAttentionConfig(num_heads, feature_map=feature_map, normalize=normalize)
+    return Config(vocab_size, hidden_size, num_layers, mixer, SwiGLUConfig(intermediate_size or feed_forward_size(hidden_size)))
+
+
+def mamba2(
+    *, vocab_size: int, hidden_size: int, num_layers: int, num_heads: int | None = None, head_dim: int = 64, state_size: int = 128,
+    n_groups: int = 1, tie_embeddings: bool = True,
+) -> Config:  # fmt: skip
+    """Mamba-2: layers of token mixers only. Defaults as in published models; num_heads is 2 * hidden_size / head_dim.
+
+    >>> mamba2(vocab_size=50288, hidden_size=768, num_layers=24).mixer.num_heads
+    24
+    """
+    mixer = Mamba2Config(num_heads or 2 * hidden_size // head_dim, head_dim, state_size, n_groups)
+    return Config(
+        vocab_size, hidden_size, num_layers, mixer, norm_eps=1e-5, tie_embeddings=tie_embeddings, residual_in_float32=True
+    )  # fmt: skip
+
+
+def hybrid(config: Config, attention: SoftmaxAttentionConfig, layers: Iterable[int]) -> Config:
+    """The same model with softmax attention in some layers.
+
+    >>> config = hybrid(gla(vocab_size=256, hidden_size=64, num_layers=4), SoftmaxAttentionConfig(num_heads=4), layers=[1, 3])
+    >>> [mixer.kind for mixer in config.mixers]
+    ['gla', 'softmax_attention', 'gla', 'softmax_attention']
+    """
+    chosen = set(layers)
+    complaints = Complaints("hybrid")
+    for layer in sorted(chosen - set(range(config.num_layers))):
+        complaints.add(RangeError, "layers", f"from 0 to {config.num_layers - 1}", layer)
+    complaints.raise_any()
+    return replace(config, mixer=tuple(attention if n in chosen else mixer for n, mixer in enumerate(config.mixers)))
+
+
+def feed_forward_size(hidden_size: int, ratio: float = 4) -> int:
+    """The usual width of a gated feed-forward layer: 2/3 ratio * hidden_size, rounded up to a multiple of 256."""
+    return 256 * ((int(hidden_size * ratio * 2 / 3) + 255) // 256)

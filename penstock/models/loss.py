@@ -1,0 +1,157 @@
+"""Cross entropy of a linear map's outputs, without keeping them."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..call.autocast import autocasting
+from ..call.declaration import FLOATS, INDICES, Argument
+from ..call.validation import check_tensor, reads_values
+from ..errors import Complaints, DtypeError, RangeError, described, shortened
+from ..recurrence.declaration import state_dtype
+from .arguments import check_whole
+
+CHUNK_TOKENS = 1024
+"""Tokens whose logits are in memory together: 256 MB of float32 for a vocabulary of 65,536."""
+
+Reduction = Literal["mean", "sum", "none"]
+
+
+def linear_cross_entropy(
+    x: Tensor, weight: Tensor, labels: Tensor, *, ignore_index: int = -100, reduction: Reduction = "mean", chunk_tokens: int = CHUNK_TOKENS
+) -> Tensor:
+    r"""Cross entropy of the logits :math:`x W^T`, as ``F.cross_entropy``, with the logits of one chunk of tokens in memory.
+
+    .. math:: loss_t = \log \sum_v e^{x_t \cdot W_v} - x_t \cdot W_{label_t}
+
+    Gradients are computed in the forward pass, chunk by chunk; the backward pass only multiplies them (for ``reduction="none"``, it
+    computes the logits again). Logits are computed in the dtype of x, or under autocast in its dtype; exponentials and sums, and the
+    sum over chunks of the gradient of the weight, are float32 (float64 for float64 x).
+
+    x : Tensor [...,C]
+    weight : Tensor [V,C]
+        In the dtype of x, except under autocast.
+    labels : int64 or int32 Tensor [...]
+        From 0 to V - 1, or ``ignore_index``. Values are checked on a CPU, and on other devices inside ``penstock.checks()``.
+    ignore_index : int
+        Tokens with this label have loss 0 and are not counted by the mean. Without any other token, the mean is NaN.
+    reduction : "mean", "sum" or "none"
+    chunk_tokens : int
+        At least 1.
+
+    Returns a float32 (or float64) scalar, for "none" a Tensor [...]. Differentiable once, with respect to x and weight.
+    Raises ShapeError, DtypeError, DeviceError or RangeError.
+
+    >>> x, weight, labels = torch.randn(3, 5, 8), torch.randn(11, 8), torch.randint(11, (3, 5))
+    >>> loss = linear_cross_entropy(x, weight, labels)
+    >>> torch.allclose(loss, torch.nn.functional.cross_entropy((x @ weight.T).flatten(0, 1), labels.flatten()))
+    True
+    """
+    _check(x, weight, labels, ignore_index, reduction, chunk_tokens)
+    if autocasting(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, weight = x.to(dtype), weight.to(dtype)
+    if not torch.is_grad_enabled():
+        x, weight = x.detach(), weight.detach()  # no gradients are computed for these
+    flat = x.reshape(-1, x.shape[-1])
+    losses: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        flat, weight, labels.reshape(-1).long(), ignore_index, reduction, chunk_tokens
+    )
+    return losses.view(labels.shape) if reduction == "none" else losses
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """x [T,C], weight [V,C], labels [T]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, reduction: Reduction, chunk_tokens: int) -> Tensor:
+        ctx.options = ignore_index, reduction, chunk_tokens
+        losses = x.new_empty(labels.shape, dtype=state_dtype(x.dtype))
+        counted = labels != ignore_index
+        share = 1 / counted.sum().to(losses.dtype) if reduction == "mean" else losses.new_ones(())
+        if reduction == "none":
+            for begin in range(0, len(labels), chunk_tokens):
+                part = slice(begin, begin + chunk_tokens)
+                _, losses[part] = _chunk(x[part], weight, labels[part], counted[part])
+            ctx.save_for_backward(x, weight, labels, counted)
+            return losses
+        wanted = ctx.needs_input_grad[:2]
+        losses, dx, dweight = _pass(x, weight, labels, counted, share.expand(labels.shape), wanted, chunk_tokens)
+        ctx.save_for_backward(dx, dweight)
+        return losses.sum() * share
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.options[1] == "none":
+            x, weight, labels, counted = ctx.saved_tensors
+            _, dx, dweight = _pass(x, weight, labels, counted, gradient, ctx.needs_input_grad[:2], ctx.options[2])
+        else:
+            dx, dweight = (None if one is None else one * gradient.to(one.dtype) for one in ctx.saved_tensors)
+        return dx, dweight, None, None, None, None
+
+
+def _pass(
+    x: Tensor, weight: Tensor, labels: Tensor, counted: Tensor, gradient: Tensor, wanted: tuple[bool, bool], chunk_tokens: int
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Losses [T], and the gradients of x and weight for the gradients [T] of the losses."""
+    losses = x.new_empty(labels.shape, dtype=state_dtype(x.dtype))
+    dx = torch.empty_like(x) if wanted[0] else None
+    dweight = torch.zeros_like(weight, dtype=losses.dtype) if wanted[1] else None
+    for begin in range(0, len(labels), chunk_tokens):
+        part = slice(begin, begin + chunk_tokens)
+        logits, losses[part] = _chunk(x[part], weight, labels[part], counted[part])
+        if not any(wanted):
+            continue
+        # softmax less the one-hot label, in the memory of the logits
+        target = labels[part].masked_fill(~counted[part], 0)[:, None]
+        logits.exp_().scatter_add_(1, target, logits.new_full(target.shape, -1.0))
+        logits *= torch.where(counted[part], gradient[part], 0)[:, None]
+        narrow = logits.to(x.dtype)
+        if dx is not None:
+            dx[part] = narrow @ weight
+        if dweight is not None:
+            if narrow.dtype == dweight.dtype:
+                dweight.addmm_(narrow.T, x[part])
+            else:
+                dweight += narrow.T @ x[part]
+    return losses, dx, None if dweight is None else dweight.to(weight.dtype)
+
+
+def _chunk(x: Tensor, weight: Tensor, labels: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
+    """Log probabilities [T,V] and losses [T]."""
+    logits = (x @ weight.T).to(state_dtype(x.dtype))
+    logits -= logits.logsumexp(1, keepdim=True)
+    picked = logits.gather(1, labels.masked_fill(~counted, 0)[:, None])[:, 0]
+    return logits, torch.where(counted, -picked, 0)
+
+
+def _check(x: object, weight: object, labels: object, ignore_index: object, reduction: object, chunk_tokens: object) -> None:
+    complaints = Complaints("linear_cross_entropy")
+    for name, value in (("x", x), ("weight", weight), ("labels", labels)):
+        if not isinstance(value, Tensor):
+            complaints.add(DtypeError, name, "a torch.Tensor", described(value))
+    if reduction not in ("mean", "sum", "none"):
+        complaints.add(RangeError, "reduction", "'mean', 'sum' or 'none'", shortened(reduction))
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
+        complaints.add(DtypeError, "ignore_index", "a whole number", described(ignore_index))
+    check_whole(complaints, "chunk_tokens", chunk_tokens, 1)
+    complaints.raise_any()
+    assert isinstance(x, Tensor) and isinstance(weight, Tensor) and isinstance(labels, Tensor)  # noqa: PT018
+    axes = " ".join(f"x{n}" for n in range(max(x.dim() - 1, 0)))
+    sizes: dict[str, int] = {}
+    check_tensor(complaints, Argument("x", f"{axes} C", FLOATS), x, sizes, x.device, "x")
+    dtypes = FLOATS if autocasting(x.device.type) else (x.dtype,)
+    check_tensor(complaints, Argument("weight", "V C", dtypes), weight, sizes, x.device, "x")
+    check_tensor(complaints, Argument("labels", axes, INDICES), labels, sizes, x.device, "x")
+    complaints.raise_any()
+    if reads_values(labels) and not torch.compiler.is_compiling():
+        counted = labels[labels != ignore_index]
+        if counted.numel() and (int(counted.min()) < 0 or int(counted.max()) >= len(weight)):
+            value = int(counted.min()) if int(counted.min()) < 0 else int(counted.max())
+            complaints.add(RangeError, "labels", f"from 0 to {len(weight) - 1} or ignore_index = {ignore_index}", value)
+    complaints.raise_any()

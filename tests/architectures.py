@@ -1,0 +1,71 @@
+"""Small models of every architecture, with weights that differ from their initial values."""
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from penstock.layers import GLAConfig, LinearAttentionConfig, Mamba2Config, RetentionConfig, SoftmaxAttentionConfig
+from penstock.models import CausalLM, Config, gla, hybrid, linear, mamba2, retnet, rwkv5, rwkv6
+from penstock.models.arguments import named_tensors
+
+SIZES = {"vocab_size": 13, "hidden_size": 24, "num_layers": 2}
+NARROW = {**SIZES, "intermediate_size": 40}
+
+
+def with_mixer(config: Config, mixer) -> Config:
+    return replace(config, mixer=mixer)
+
+
+ARCHITECTURES: dict[str, Config] = {
+    "rwkv6": rwkv6(**NARROW, head_size=8, mix_rank=5, decay_rank=6),
+    "rwkv5.0": rwkv5(**NARROW, head_size=8, version="5.0"),
+    "rwkv5.1": rwkv5(**NARROW, head_size=8, version="5.1"),
+    "rwkv5.2": rwkv5(**NARROW, head_size=8, version="5.2"),
+    "gla": gla(**NARROW, num_heads=3),
+    "gla_grouped": with_mixer(
+        gla(**NARROW),
+        GLAConfig(num_heads=4, num_kv_heads=2, conv_size=3, conv_bias=True, feature_map="silu", expand_k=1.0, clamp_min=-0.05),
+    ),
+    "gla_plain": with_mixer(gla(**NARROW), GLAConfig(num_heads=2, use_output_gate=False, use_output_norm=False)),
+    "retnet": retnet(**NARROW, num_heads=3),
+    "retnet_grouped": with_mixer(retnet(**NARROW), RetentionConfig(num_heads=4, num_kv_heads=1, conv_size=4, elementwise_affine=False)),
+    "linear": linear(**NARROW, num_heads=3),
+    "linear_normalized": with_mixer(
+        linear(**NARROW), LinearAttentionConfig(num_heads=2, normalize=True, feature_map="sigmoid", use_output_norm=False)
+    ),
+    "mamba2": mamba2(**SIZES, head_dim=8, state_size=10),
+    "mamba2_grouped": with_mixer(
+        mamba2(**SIZES, tie_embeddings=False),
+        Mamba2Config(4, 6, 5, n_groups=2, conv_kernel=3, use_conv_bias=False, use_bias=True, time_step_limit=(0.01, 0.5)),
+    ),
+    "hybrid": hybrid(gla(**NARROW, num_heads=2), SoftmaxAttentionConfig(4, 2, max_length=64), [1]),
+    "hybrid_window": hybrid(
+        mamba2(**SIZES, head_dim=8, state_size=10),
+        SoftmaxAttentionConfig(3, head_dim=6, window_size=4, qk_norm=True, qkv_bias=True, max_length=64),
+        [0],
+    ),
+    "hybrid_without_rotary": hybrid(rwkv6(**NARROW, head_size=8), SoftmaxAttentionConfig(2, 1, rope_theta=None, max_length=64), [1]),
+}
+
+
+def randomised(module: nn.Module, seed: int = 1) -> None:
+    """Change all parameters: zeros and ones would hide errors."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            size = 1 / math.sqrt(parameter.shape[-1]) if parameter.dim() == 2 else 0.3
+            size = 1.0 if name == "embeddings.weight" else size
+            parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * size)
+
+
+def model_of(name: str, dtype: torch.dtype = torch.float32) -> CausalLM:
+    torch.manual_seed(0)
+    model = CausalLM(ARCHITECTURES[name])
+    randomised(model)
+    return model.to(dtype)
+
+
+def flat(state: object) -> list[Tensor]:
+    return [x for _, x in named_tensors(state)]

@@ -1,0 +1,240 @@
+"""Every mixer against its formulas, token by token in float64; cut, packed and pooled sequences."""
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, flat, randomised
+from formulas import error, literal_outputs
+from torch import Tensor
+
+from penstock import RangeError
+from penstock.layers import GLAConfig, Mixer, RetentionConfig, Sequences, SoftmaxAttentionConfig
+
+C, LENGTH = 24, 11
+CONFIGS = {
+    f"{name} {part}": config
+    for name, architecture in ARCHITECTURES.items()
+    for part, config in (("mixer", architecture.mixers[0]), ("last mixer", architecture.mixers[-1]), ("channel", architecture.channels[0]))
+    if config is not None
+}
+CONFIGS = {name: config for n, (name, config) in enumerate(CONFIGS.items()) if config not in list(CONFIGS.values())[:n]}
+BOUNDS = {torch.float32: 1e-4, torch.float64: 1e-10}
+
+
+def mixer_of(name: str, dtype: torch.dtype = torch.float64) -> Mixer:
+    torch.manual_seed(0)
+    mixer = CONFIGS[name].build(C, 1, 3)
+    randomised(mixer)
+    return mixer.to(dtype)
+
+
+def inputs(*shape: int, seed: int = 3, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, C, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_outputs_equal_the_formulas(name: str, dtype: torch.dtype) -> None:
+    mixer, x = mixer_of(name, dtype), inputs(2, LENGTH, dtype=dtype)
+    y, _ = mixer(x)
+    true = torch.stack([literal_outputs(CONFIGS[name], mixer.state_dict(), one) for one in x])
+    assert true.std() > 0.02
+    assert error(y, true) < BOUNDS[dtype]
+    assert y.dtype == dtype
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_cut_sequences_equal_whole_ones(name: str) -> None:
+    mixer, x = mixer_of(name), inputs(2, LENGTH)
+    whole, end = mixer(x)
+    for cuts in ([0], [1], [LENGTH - 1], [LENGTH], [1, 2, 3, 3], list(range(LENGTH))):
+        parts, state = [], None
+        for piece in torch.tensor_split(x, cuts, dim=1):
+            before = [one.clone() for one in flat(state)]
+            y, after = mixer(piece, state)
+            assert all(torch.equal(one, other) for one, other in zip(flat(state), before)), "the given state is not changed"
+            parts.append(y)
+            state = after
+        assert error(torch.cat(parts, 1), whole) < 1e-10
+        assert all(torch.allclose(one, other) for one, other in zip(flat(state), flat(end)))
+
+
+LENGTHS = [[3, 0, 7, 1], [2, 5, 0, 4], [0, 0, 1, 1]]
+"""The tokens of four sequences in three calls: empty ones, shorter ones than the convolutions."""
+
+
+def offsets(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0)
+
+
+def packed_parts(x: Tensor) -> list[Tensor]:
+    """The calls' packed rows [1,T,C], from the whole sequences x [4,T,C]."""
+    begins = torch.tensor([[0] * 4, *LENGTHS]).cumsum(0).tolist()
+    return [
+        torch.cat([x[n, begin : begin + length] for n, (begin, length) in enumerate(zip(begins[call], lengths))])[None]
+        for call, lengths in enumerate(LENGTHS)
+    ]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_packed_sequences_equal_separate_ones(name: str) -> None:
+    """Also with states that earlier calls left."""
+    mixer, x = mixer_of(name), inputs(4, LENGTH + 1)
+    wanted = packed_parts(mixer(x)[0])
+    state = None
+    for lengths, piece, true in zip(LENGTHS, packed_parts(x), wanted):
+        y, state = mixer(piece, state, offsets(lengths))
+        assert error(y, true) < 1e-10
+    totals = torch.tensor(LENGTHS).sum(0).tolist()
+    for n, total in enumerate(totals):
+        _, alone = mixer(x[n : n + 1, :total])
+        for one, other in zip(flat(state), flat(alone)):
+            assert torch.allclose(one[n : n + 1, : other.shape[1]] if other.dim() > 1 else one[n : n + 1], other)
+
+
+@pytest.mark.parametrize("slots", [torch.tensor([4, 0, 5, 2]), torch.tensor([4, -1, 5, -3], dtype=torch.int32), torch.tensor([-1] * 4)])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_rows_of_a_pool_are_updated_in_place(name: str, slots: Tensor) -> None:
+    mixer, x = mixer_of(name), inputs(4, LENGTH + 1)
+    wanted = packed_parts(mixer(x)[0])
+    pool = mixer.initial_state(6, x)
+    for one in flat(pool):
+        one.fill_(7) if one.is_floating_point() else one.fill_(1)
+        one[slots[slots >= 0].long()] = 0
+    untouched = [row for row in range(6) if row not in slots.tolist()]
+    before = [one.clone() for one in flat(pool)]
+    for lengths, piece, true in zip(LENGTHS, packed_parts(x), wanted):
+        y = mixer.advance(piece, pool, cu_seqlens=offsets(lengths), slots=slots)
+        for part, known, slot in zip(y[0].split(lengths), true[0].split(lengths), slots.tolist()):
+            assert slot < 0 or torch.allclose(part, known, atol=1e-10)
+    assert all(torch.equal(one[untouched], other[untouched]) for one, other in zip(flat(pool), before))
+    totals = torch.tensor(LENGTHS).sum(0).tolist()
+    for n, (total, slot) in enumerate(zip(totals, slots.tolist())):
+        _, alone = mixer(x[n : n + 1, :total])
+        for one, other in zip(flat(pool), flat(alone)):
+            found = one[slot : slot + 1, : other.shape[1]] if other.dim() > 1 else one[slot : slot + 1]
+            assert slot < 0 or torch.allclose(found, other)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_steps_without_slots(name: str) -> None:
+    mixer, x = mixer_of(name), inputs(3, LENGTH)
+    whole, _ = mixer(x)
+    pool = mixer.initial_state(3, x)
+    parts = [mixer.advance(piece, pool) for piece in x.split([1, 1, 5, 1, 3], 1)]
+    assert error(torch.cat(parts, 1), whole) < 1e-10
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_gradients_pass_gradcheck(name: str, packed: bool) -> None:
+    mixer = mixer_of(name)
+    x = inputs(1, 6)
+    _, state = mixer(inputs(2, 4), None) if packed else mixer(inputs(1, 4), None)
+    kinds = [type(state)]
+    given = [one.detach().requires_grad_(one.is_floating_point()) for one in flat(state)]
+
+    def call(x: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
+        y, after = mixer(x, kinds[0](*given), torch.tensor([0, 2, 6]) if packed else None)
+        return y, *[one for one in flat(after) if one.is_floating_point()]
+
+    assert torch.autograd.gradcheck(call, (x.requires_grad_(), *given), fast_mode=True)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_empty_calls(name: str) -> None:
+    mixer, x = mixer_of(name), inputs(2, 5)
+    _, state = mixer(x)
+    y, after = mixer(x[:, :0], state)
+    assert y.shape == (2, 0, C)
+    assert all(torch.equal(one, other) for one, other in zip(flat(state), flat(after)))
+    y, after = mixer(x[:1, :0], None, torch.tensor([0]))
+    assert y.shape == (1, 0, C)
+    assert all(one.shape[0] == 0 for one in flat(after))
+    y = mixer.advance(x[:0], mixer.initial_state(3, x), slots=torch.tensor([], dtype=torch.int64))
+    assert y.shape == (0, 5, C)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_half_precision(name: str) -> None:
+    """Recurrent states stay float32."""
+    mixer = mixer_of(name, torch.bfloat16)
+    x = inputs(2, LENGTH, dtype=torch.bfloat16)
+    y, state = mixer(x)
+    true, _ = mixer_of(name)(x.double())
+    assert error(y, true) < 0.05
+    assert y.dtype == torch.bfloat16
+    for field in ("wkv", "kv", "ssm"):
+        assert getattr(state, field, torch.zeros(1)).dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_autocast(name: str) -> None:
+    mixer, x = mixer_of(name, torch.float32), inputs(2, LENGTH, dtype=torch.float32)
+    true, _ = mixer(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, state = mixer(x[:, :5])
+        more, _ = mixer(x[:, 5:], state)
+        pool = mixer.initial_state(2, x)
+        advanced = mixer.advance(x, pool)
+    assert error(torch.cat([y, more], 1), true) < 0.05
+    assert error(advanced, true) < 0.05
+
+
+def test_windows_of_packed_rows() -> None:
+    """The token before each token, and the layout with tails."""
+    x = torch.arange(1.0, 7).view(1, 6, 1)
+    sequences = Sequences(x, torch.tensor([0, 2, 2, 6]))
+    previous, last = sequences.previous(x, torch.tensor([[-1.0], [-2], [-3]]))
+    assert previous.flatten().tolist() == [-1, 1, -3, 3, 4, 5]
+    assert last.flatten().tolist() == [2, -2, 6]
+    rows, windows, tail = sequences.extended(x, -torch.arange(1.0, 7).view(3, 2, 1))
+    assert rows.flatten().tolist() == [-1, -2, 1, 2, -3, -4, -5, -6, 3, 4, 5, 6]
+    assert windows(rows[:, :-2]).flatten().tolist() == [-1, -2, -5, -6, 3, 4]
+    assert tail.flatten().tolist() == [1, 2, -3, -4, 5, 6]
+    assert sequences.positions(torch.tensor([5, 0, 7])).tolist() == [[5, 6, 7, 8, 9, 10]]
+    assert sequences.lengths.tolist() == [2, 0, 4]
+
+
+def test_convolutions_do_not_depend_on_cuts_or_packing() -> None:
+    """Equal bits."""
+    torch.manual_seed(0)
+    convolution = GLAConfig(num_heads=2, conv_size=4, expand_k=1.0).build(C).q_conv1d
+    x = inputs(3, LENGTH, dtype=torch.float32)
+    zero = convolution.initial_state(3, x)
+    whole, end = convolution(x, zero, Sequences(x))
+    first, tail = convolution(x[:, :2], zero, Sequences(x[:, :2]))
+    second, tail = convolution(x[:, 2:], tail, Sequences(x[:, 2:]))
+    assert torch.equal(torch.cat([first, second], 1), whole)
+    assert torch.equal(tail, end)
+    packed, tail = convolution(x.view(1, -1, C), zero, Sequences(x.view(1, -1, C), torch.arange(4) * LENGTH))
+    assert torch.equal(packed.view(whole.shape), whole)
+    assert torch.equal(tail, end)
+
+
+def test_a_pool_without_room_raises() -> None:
+    mixer = SoftmaxAttentionConfig(num_heads=2, max_length=4).build(C)
+    x = inputs(2, 3, dtype=torch.float32)
+    pool = mixer.initial_state(3, x)
+    with torch.no_grad():
+        mixer.advance(x, pool, slots=torch.tensor([0, 2]))
+        before = [one.clone() for one in flat(pool)]
+        with pytest.raises(RangeError, match="state must be a pool with room for 6 tokens a row, got room for 4"):
+            mixer.advance(x, pool, slots=torch.tensor([0, 1]))
+        assert all(torch.equal(one, other) for one, other in zip(flat(pool), before))
+        mixer.advance(x, pool, slots=torch.tensor([1, -1]))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: GLAConfig(num_heads=4, num_kv_heads=3), "num_kv_heads must be a divisor of num_heads = 4, got 3"),
+        (lambda: GLAConfig(feature_map="tan"), "feature_map must be None or one of"),
+        (lambda: GLAConfig(num_heads=5).build(24), "expand_k must be such that hidden_size"),
+        (lambda: RetentionConfig(num_heads=8).build(24), "K is even, got K = 3"),
+        (lambda: SoftmaxAttentionConfig(5).build(24), "hidden_size must be a multiple of num_heads = 5"),
+        (lambda: ARCHITECTURES["rwkv6"].mixers[0].build(25), "hidden_size must be a multiple of head_size = 8"),
+    ],
+)
+def test_wrong_sizes_raise(make, message: str) -> None:
+    with pytest.raises(RangeError, match=message):
+        make()
