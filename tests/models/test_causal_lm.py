@@ -1,0 +1,199 @@
+"""Models of every architecture against their formulas in float64; cut, packed and pooled sequences."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, SIZES, flat, model_of
+from formulas import error, literal_logits
+from torch import Tensor
+from torch.nn import functional as F
+
+from penstock.layers import Sequences
+from penstock.models import CausalLM, Config, gla, rwkv6
+from penstock.models.config import feed_forward_size
+
+BATCH, LENGTH = 2, 40
+BOUNDS = {torch.float32: 1e-4, torch.float64: 1e-10}
+
+
+@pytest.fixture(scope="module")
+def ids() -> Tensor:
+    return torch.randint(SIZES["vocab_size"], (BATCH, LENGTH), generator=torch.Generator().manual_seed(2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_logits_equal_the_formulas(name: str, dtype: torch.dtype, ids: Tensor) -> None:
+    model = model_of(name, dtype)
+    true = torch.stack([literal_logits(model.config, model.state_dict(), one) for one in ids])
+    assert true.std() > 0.3
+    assert error(model(ids).logits, true) < BOUNDS[dtype]
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_training_gradients_equal_those_of_the_formulas(name: str, ids: Tensor) -> None:
+    model, ids = model_of(name, torch.float64), ids[:, :7]
+    model.loss(ids[:, :-1], ids[:, 1:]).backward()
+    weights = {key: x.detach().clone().requires_grad_() for key, x in model.state_dict(keep_vars=True).items()}
+    if model.config.tie_embeddings:
+        weights["head.weight"] = weights["embeddings.weight"]
+    logits = torch.stack([literal_logits(model.config, weights, one) for one in ids[:, :-1]])
+    F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).backward()
+    for key, parameter in model.named_parameters():
+        assert parameter.grad is not None, key
+        assert parameter.grad.abs().max() > 0, key
+        assert error(parameter.grad, weights[key].grad) < 1e-8, key
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_cut_sequences_equal_whole_ones(name: str, ids: Tensor) -> None:
+    model = model_of(name)
+    whole, end = model(ids)
+    for cuts in ([1], [LENGTH - 1], [7, 8, 8, 30]):
+        parts, state = [], None
+        for piece in torch.tensor_split(ids, cuts, dim=1):
+            before = [x.clone() for x in flat(state)]
+            logits, after = model(piece, state)
+            assert all(torch.equal(x, y) for x, y in zip(flat(state), before)), "the given state is not changed"
+            parts.append(logits)
+            state = after
+        assert error(torch.cat(parts, 1), whole) < 1e-5
+        assert all(error(x, y) < 1e-5 for x, y in zip(flat(state), flat(end)) if x.numel())
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_packed_prompts_and_decode_steps_in_one_call(name: str, ids: Tensor) -> None:
+    """Rows of a pool: prompts in pieces beside decode steps, with and without ``last_only``."""
+    model, wanted = model_of(name), model_of(name)(ids).logits
+    pool = model.initial_state(4)
+    places = [x.data_ptr() for x in flat(pool)]
+    done, slots = [0, 0], torch.tensor([2, -1, 0])
+    for first, second in ((9, 1), (1, 20), (0, 5), (1, 1), (LENGTH - 11, LENGTH - 27)):
+        pieces = [ids[0, done[0] : done[0] + first], ids[0, :3], ids[1, done[1] : done[1] + second]]
+        cu_seqlens = torch.tensor([0, *(len(piece) for piece in pieces)]).cumsum(0)
+        call = {"cu_seqlens": cu_seqlens, "slots": slots}
+        last = model.advance(torch.cat(pieces)[None], [*map(copied, pool)], **call, last_only=True)
+        logits = model.advance(torch.cat(pieces)[None], pool, **call)
+        done[0], done[1] = done[0] + first, done[1] + second
+        assert torch.allclose(logits[0, :first], wanted[0, done[0] - first : done[0]], atol=1e-4)
+        assert torch.allclose(logits[0, first + 3 :], wanted[1, done[1] - second : done[1]], atol=1e-4)
+        assert last.shape == (3, SIZES["vocab_size"])
+        for row, n in ((0, 0), (2, 1)):
+            assert (first, 3, second)[row] == 0 or torch.allclose(last[row], wanted[n, done[n] - 1], atol=1e-4)
+    assert done == [LENGTH, LENGTH]
+    assert places == [x.data_ptr() for x in flat(pool)], "the pool is updated in place"
+    for x, initial in zip(flat(pool), flat(model.initial_state(4))):
+        assert torch.equal(x[[1, 3]], initial[[1, 3]])
+
+
+def copied(state):
+    return type(state)(*(x.clone() if isinstance(x, Tensor) else copied(x) for x in state))
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_packed_training_equals_separate_sequences(name: str, ids: Tensor) -> None:
+    model, cu_seqlens = model_of(name, torch.float64), torch.tensor([0, 4, 4, 5, LENGTH], dtype=torch.int32)
+    labels = ids[1:].clone()
+    labels[0, ::5] = -100
+    packed = model.loss(ids[:1], labels, cu_seqlens, reduction="sum")
+    spans = list(zip(cu_seqlens.tolist(), cu_seqlens[1:].tolist()))
+    alone = [model.loss(ids[:1, a:b], labels[:, a:b], reduction="sum") for a, b in spans]
+    assert torch.allclose(packed, torch.stack(alone).sum())
+    gradients = torch.autograd.grad(packed, list(model.parameters()))
+    for x, y in zip(gradients, torch.autograd.grad(torch.stack(alone).sum(), list(model.parameters()))):
+        assert error(x, y) < 1e-8
+
+
+@pytest.mark.parametrize("name", ["rwkv6", "gla_grouped", "mamba2", "hybrid"])
+def test_gradient_checkpointing_changes_no_bits(name: str, ids: Tensor) -> None:
+    model, results = model_of(name), []
+    for checkpointing in (False, True):
+        model.gradient_checkpointing = checkpointing
+        _, state = model(ids[:, :9])
+        model.zero_grad()
+        loss = model.loss(ids[:, 9:-1], ids[:, 10:], state=state)  # also through the state
+        loss.backward()
+        results.append([loss.detach(), *(parameter.grad for parameter in model.parameters())])
+    assert all(torch.equal(x, y) for x, y in zip(*results))
+
+
+def test_causality_and_independence(ids: Tensor) -> None:
+    for name in ARCHITECTURES:
+        model, other = model_of(name), ids.clone()
+        other[:, 30:] = (other[:, 30:] + 1) % SIZES["vocab_size"]
+        assert torch.equal(model(ids).logits[:, :30], model(other).logits[:, :30])
+        assert error(torch.cat([model(one[None]).logits for one in ids]), model(ids).logits) < 1e-6
+
+
+def test_names_and_shapes() -> None:
+    config = rwkv6(vocab_size=13, hidden_size=24, num_layers=3, intermediate_size=40, head_size=8, mix_rank=5, decay_rank=6)
+    C, F, H, n, M, D, V = 24, 40, 3, 8, 5, 6, 13
+    layer = {f"{norm}.{part}": [C] for norm in ("mixer_norm", "channel_norm") for part in ("weight", "bias")}
+    layer |= {f"mixer.time_maa_{i}": [1, 1, C] for i in "xwkvrg"}
+    layer |= {"mixer.time_maa_w1": [C, 5 * M], "mixer.time_maa_w2": [5, M, C], "mixer.time_faaaa": [H, n]}
+    layer |= {"mixer.time_decay": [1, 1, C], "mixer.time_decay_w1": [C, D], "mixer.time_decay_w2": [D, C]}
+    layer |= {f"mixer.{name}.weight": [C, C] for name in ("receptance", "key", "value", "gate", "output")}
+    layer |= {"mixer.ln_x.weight": [C], "mixer.ln_x.bias": [C], "channel.time_maa_k": [1, 1, C], "channel.time_maa_r": [1, 1, C]}
+    layer |= {"channel.key.weight": [F, C], "channel.receptance.weight": [C, C], "channel.value.weight": [C, F]}
+    wanted = {f"layers.{i}.{name}": shape for i in range(3) for name, shape in layer.items()}
+    wanted |= {"embeddings.weight": [V, C], "head.weight": [V, C], "norm.weight": [C], "norm.bias": [C]}
+    wanted |= {"embedding_norm.weight": [C], "embedding_norm.bias": [C]}
+    assert {name: list(x.shape) for name, x in CausalLM(config).state_dict().items()} == wanted
+
+
+def test_a_new_rwkv_layer_is_the_identity() -> None:
+    model = CausalLM(rwkv6(vocab_size=13, hidden_size=24, num_layers=3, head_size=8))
+    x = torch.randn(1, 9, 24)
+    layer = model.layers[1]
+    y, _ = layer(x, layer.initial_state(1, x), Sequences(x))
+    assert torch.equal(x, y)
+    decay = model.layers[2].mixer.time_decay.flatten()
+    assert decay[0] == -6
+    assert decay[-1] == -1
+    assert (decay.diff() > 0).all()
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_new_models_predict_nothing(name: str, ids: Tensor) -> None:
+    """The loss of a new model is near that of a uniform distribution, and all parameters are finite."""
+    torch.manual_seed(0)
+    model = CausalLM(ARCHITECTURES[name])
+    assert all(x.isfinite().all() for x in model.parameters())
+    assert model.loss(ids[:, :-1], ids[:, 1:]).item() == pytest.approx(torch.tensor(13.0).log().item(), abs=0.4)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_bfloat16(name: str, ids: Tensor) -> None:
+    half = model_of(name, torch.bfloat16)
+    logits, _ = half(ids)
+    assert logits.dtype == torch.bfloat16
+    assert error(logits, model_of(name)(ids).logits) < 0.1
+    pool = half.initial_state(BATCH)
+    assert half.advance(ids, pool).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_models_without_memory_take_weights(name: str, ids: Tensor) -> None:
+    """Built on the meta device, as loaders do: there are no buffers."""
+    model = model_of(name)
+    with torch.device("meta"):
+        empty = CausalLM(ARCHITECTURES[name])
+    empty.load_state_dict(model.state_dict(), assign=True)
+    empty.tie()
+    assert not list(empty.buffers())
+    assert torch.equal(empty(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_configs_are_plain_values(name: str) -> None:
+    import json
+
+    config = ARCHITECTURES[name]
+    assert Config.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_feed_forward_sizes_of_published_models() -> None:
+    assert feed_forward_size(2048) == 5632
+    assert gla(vocab_size=5, hidden_size=2048, num_layers=1).channel.intermediate_size == 5632
+    assert rwkv6(vocab_size=5, hidden_size=4096, num_layers=1).mixer.decay_rank == 128

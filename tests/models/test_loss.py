@@ -1,0 +1,130 @@
+"""The chunked loss against ``F.cross_entropy``."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from formulas import error
+from torch.nn import functional as F
+
+from penstock import DtypeError, InvalidArgument, RangeError, ShapeError
+from penstock.models.loss import linear_cross_entropy
+
+T, C, V = 23, 8, 37
+
+
+def arguments(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(size, C, generator=generator, dtype=torch.float64).to(dtype) for size in (T, V))
+    labels = torch.randint(V, (T,), generator=generator)
+    return x.requires_grad_(), (weight * 2).requires_grad_(), labels
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 5, T, 1000])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_loss_and_gradients(reduction: str, chunk_tokens: int) -> None:
+    x, weight, labels = arguments()
+    labels[::4] = -7
+    options = {"ignore_index": -7, "reduction": reduction}
+    found = linear_cross_entropy(x, weight, labels, **options, chunk_tokens=chunk_tokens)
+    true = F.cross_entropy(x @ weight.T, labels, **options)
+    assert torch.allclose(found, true, rtol=1e-12)
+    upstream = torch.linspace(-1, 2, true.numel(), dtype=torch.float64).view(true.shape)
+    for one, other in zip(torch.autograd.grad(found, (x, weight), upstream), torch.autograd.grad(true, (x, weight), upstream)):
+        assert torch.allclose(one, other, rtol=1e-10, atol=1e-12)
+
+
+def test_gradcheck() -> None:
+    x, weight, labels = arguments()
+    for reduction in ("mean", "sum", "none"):
+        assert torch.autograd.gradcheck(
+            lambda x, weight: linear_cross_entropy(x, weight, labels, reduction=reduction, chunk_tokens=7),  # noqa: B023
+            (x, weight),
+            fast_mode=True,
+        )
+
+
+def test_only_one_gradient_is_computed_if_only_one_is_wanted() -> None:
+    x, weight, labels = arguments()
+    frozen = weight.detach()
+    linear_cross_entropy(x, frozen, labels).backward()
+    assert error(x.grad, torch.autograd.grad(F.cross_entropy(x @ frozen.T, labels), x)[0]) < 1e-12
+
+
+def test_narrow_dtypes_sum_in_float32() -> None:
+    x, weight, labels = arguments(torch.bfloat16)
+    loss = linear_cross_entropy(x, weight, labels, chunk_tokens=4)
+    assert loss.dtype == torch.float32
+    loss.backward()
+    wide = [one.detach().double().requires_grad_() for one in (x, weight)]
+    true = F.cross_entropy(wide[0] @ wide[1].T, labels)
+    true.backward()
+    assert error(loss, true) < 5e-3
+    for one, other in zip((x, weight), wide):
+        assert one.grad.dtype == torch.bfloat16
+        assert error(one.grad, other.grad) < 1e-2
+
+
+def test_autocast() -> None:
+    x, weight, labels = arguments(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = linear_cross_entropy(x, weight, labels)
+    loss.backward()
+    assert error(loss, F.cross_entropy(x @ weight.T, labels)) < 1e-2
+    assert weight.grad.dtype == torch.float32
+
+
+def test_large_logits_stay_finite() -> None:
+    x, weight, labels = arguments(torch.float32)
+    loss = linear_cross_entropy(x * 1e4, weight, labels)
+    loss.backward()
+    assert loss.isfinite()
+    assert x.grad.isfinite().all()
+
+
+def test_no_token_counts() -> None:
+    x, weight, labels = arguments()
+    assert linear_cross_entropy(x, weight, labels * 0 - 100).isnan()
+    assert linear_cross_entropy(x, weight, labels * 0 - 100, reduction="sum") == 0
+    assert linear_cross_entropy(x[:0], weight, labels[:0], reduction="sum") == 0
+
+
+def test_peak_memory_is_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tensor of more than chunk_tokens * V elements is made."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    largest = 0
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            nonlocal largest
+            result = function(*args, **(kwargs or {}))
+            largest = max(largest, *(x.numel() for x in [result] if isinstance(x, torch.Tensor)), 0)
+            return result
+
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(64, 4, generator=generator).requires_grad_(), torch.randn(100, 4, generator=generator).requires_grad_()
+    with Sizes():
+        linear_cross_entropy(x, weight, torch.zeros(64, dtype=torch.int64), chunk_tokens=8).backward()
+    assert largest == 800
+
+
+@pytest.mark.parametrize(
+    ("change", "error_type", "message"),
+    [
+        ({"labels": torch.zeros(T + 1, dtype=torch.int64)}, ShapeError, "labels must be of shape"),
+        ({"labels": torch.zeros(T)}, DtypeError, "labels must be int32 or int64"),
+        ({"labels": torch.full((T,), V)}, RangeError, f"labels must be from 0 to {V - 1} or ignore_index = -100, got {V}"),
+        ({"labels": torch.full((T,), -1)}, RangeError, "got -1"),
+        ({"weight": torch.zeros(V, C + 1, dtype=torch.float64)}, ShapeError, "weight must be of shape"),
+        ({"weight": torch.zeros(V, C)}, DtypeError, "weight must be float64"),
+        ({"reduction": "average"}, RangeError, "reduction must be 'mean', 'sum' or 'none', got 'average'"),
+        ({"chunk_tokens": 0}, RangeError, "chunk_tokens must be a whole number of at least 1, got 0"),
+        ({"ignore_index": 1.5}, DtypeError, "ignore_index must be a whole number"),
+        ({"x": 3, "reduction": "x"}, InvalidArgument, "x must be a torch.Tensor"),
+    ],
+)
+def test_wrong_arguments(change: dict, error_type: type[Exception], message: str) -> None:
+    x, weight, labels = arguments()
+    with pytest.raises(error_type, match=message):
+        linear_cross_entropy(**({"x": x, "weight": weight, "labels": labels} | change))
