@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from ..errors import Complaints, RangeError
+from .data import IGNORED
 
-IGNORED = -100
-"""Label of the tokens whose next token is not predicted."""
 NEARNESS = 0.01
 """The exponent a of the distances from the pairs to their queries: p(d) is in proportion to d^(a - 1)."""
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from penstock import RangeError
-from penstock.training.mqar import IGNORED, NEARNESS, Recall, accuracy, draw
+from penstock.training.data import IGNORED
+from penstock.training.mqar import NEARNESS, Recall, accuracy, draw
 
 
 def drawn(recall, count, seed=0):
