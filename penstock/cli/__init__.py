@@ -1,4 +1,4 @@
-"""The command line: ``penstock check``, ``bench``, ``profile``, ``tune`` and ``demo``. One file per command."""
+"""The command line: ``penstock check``, ``bench``, ``profile``, ``tune``, ``generate`` and ``demo``. One file per command."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ..errors import PenstockError
 from .bench import bench
 from .check import check
 from .demo import demo
+from .generate import generate
 from .profile import profile
 from .tune import tune
 
@@ -53,7 +54,7 @@ def options(
     """Options of the program itself."""
 
 
-for command in (check, bench, profile, tune, demo):
+for command in (check, bench, profile, tune, generate, demo):
     paragraphs = cleandoc(command.__doc__ or "").split("\n\n")
     # each paragraph is one line, and the terminal wraps it
     main.command(help="\n\n".join(paragraph.replace("\n", " ") for paragraph in paragraphs))(command)
