@@ -1,4 +1,4 @@
-"""The command line: ``penstock check``, ``bench``, ``profile``, ``tune``, ``generate`` and ``demo``. One file per command."""
+"""The command line. One file per command."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from .check import check
 from .demo import demo
 from .generate import generate
 from .profile import profile
+from .train import train
 from .tune import tune
 
 
@@ -36,7 +37,7 @@ main = typer.Typer(
     add_completion=False,
     pretty_exceptions_show_locals=False,
     rich_markup_mode="rich",
-    help="Check, time, profile and tune the kernels of recurrent language models.",
+    help="Check, time, profile and tune the kernels of recurrent language models; train models, and generate text.",
 )
 
 
@@ -54,7 +55,7 @@ def options(
     """Options of the program itself."""
 
 
-for command in (check, bench, profile, tune, generate, demo):
+for command in (check, bench, profile, tune, train, generate, demo):
     paragraphs = cleandoc(command.__doc__ or "").split("\n\n")
     # each paragraph is one line, and the terminal wraps it
     main.command(help="\n\n".join(paragraph.replace("\n", " ") for paragraph in paragraphs))(command)
