@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from ..errors import Complaints, DeviceError, MissingExtra, RangeError
 from ..models import CausalLM, Config
@@ -41,8 +40,7 @@ class Objective(nn.Module):
 
     def forward(self, ids: Tensor, labels: Tensor, cu_seqlens: Tensor | None = None) -> dict[str, Tensor]:
         """Mean loss in nats of the labels that are not ignored."""
-        logits = self.model(ids, cu_seqlens=cu_seqlens).logits
-        return {"loss": F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED)}
+        return {"loss": self.model.loss(ids, labels, cu_seqlens, ignore_index=IGNORED)}
 
 
 def train(settings: Settings, callbacks: tuple[Any, ...] = ()) -> Trained:

@@ -4,8 +4,12 @@ import pytest
 import torch
 
 from penstock import RangeError
+from penstock.models import CausalLM
+from penstock.training import mqar
 from penstock.training.data import IGNORED
-from penstock.training.mqar import NEARNESS, Recall, accuracy, draw
+from penstock.training.mqar import NEARNESS, Recall, draw, evaluate, learn, model_config
+from penstock.training.settings import ARCHITECTURES
+from penstock.verify.machine import using_threads
 
 
 def drawn(recall, count, seed=0):
@@ -43,9 +47,33 @@ def test_equal_seeds_give_equal_sequences():
 
 
 def test_accuracy_counts_queries_only():
-    labels = torch.tensor([[IGNORED, 1, IGNORED, 2]])
-    logits = torch.nn.functional.one_hot(torch.tensor([[0, 1, 2, 3]]), 4).float()
-    assert accuracy(logits, labels) == 0.5
+    torch.manual_seed(0)
+    model = CausalLM(model_config("rwkv6", Recall(1, 4, 6), hidden_size=16, num_layers=1))
+    tokens, labels = drawn(Recall(1, 4, 6), 100)
+    best = model(tokens).logits.argmax(-1)
+    right = [best[n, t] == labels[n, t] for n, t in (labels != IGNORED).nonzero().tolist()]
+    assert evaluate(model, tokens, labels) == sum(right) / 100
+
+
+@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
+def test_every_architecture_takes_the_task(architecture, monkeypatch):
+    monkeypatch.setattr(mqar, "CHECKED", 8)
+    monkeypatch.setattr(mqar, "BATCH", 4)
+    recall = Recall(2, 10, 16)
+    model = CausalLM(model_config(architecture, recall, hidden_size=16, num_layers=2))
+    seen = []
+    points = learn(model, recall, seconds=1e-6, report=seen.append)
+    assert points == seen
+    assert points[-1].steps == 1
+
+
+@pytest.mark.slow
+def test_rwkv6_learns_two_pairs():
+    recall = Recall(2, 8, 8)
+    torch.manual_seed(0)
+    with using_threads(1):
+        points = learn(CausalLM(model_config("rwkv6", recall, hidden_size=32, num_layers=2)), recall, seconds=40, enough=0.9)
+    assert points[-1].accuracy >= 0.9
 
 
 @pytest.mark.parametrize(
