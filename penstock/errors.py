@@ -8,7 +8,8 @@
     │   ├── DtypeError (TypeError)        a wrong dtype or Python type
     │   ├── DeviceError                   tensors on different devices, or a device that torch cannot use
     │   └── RangeError                    a wrong value: a positive decay, inconsistent cu_seqlens, an unknown name
-    └── ImplementationRefused (RuntimeError)   no implementation, or not the named one, takes this call
+    ├── ImplementationRefused (RuntimeError)   no implementation, or not the named one, takes this call
+    └── MissingExtra (ImportError)        an optional package is needed and not installed
 
 A message has the form ``<function>: <argument> must be <rule>, got <value>. <what to do>.`` and lists every broken rule.
 """
@@ -45,6 +46,19 @@ class RangeError(InvalidArgument):
 
 class ImplementationRefused(PenstockError, RuntimeError):
     """The named implementation refuses this call or, with ``impl="auto"``, all implementations do."""
+
+
+class MissingExtra(PenstockError, ImportError):
+    """An optional package is needed and not installed."""
+
+    @classmethod
+    def of(cls, function: str, package: str, extra: str) -> MissingExtra:
+        """The error for a package that belongs to an extra.
+
+        >>> MissingExtra.of("load", "safetensors", "models")
+        MissingExtra("load: safetensors must be installed, got none. Run pip install 'penstock[models]'.")
+        """
+        return cls(f"{function}: {package} must be installed, got none. Run pip install 'penstock[{extra}]'.")
 
 
 @dataclass
