@@ -179,7 +179,7 @@ def test_streams_give_events_as_they_come_and_may_be_left():
                 own = [event for event in events if event.index == index]
                 assert [token for event in own for token in event.tokens] == completion.tokens
                 assert "".join(event.text for event in own) == completion.text
-                assert [found for event in own for found in event.logprobs] == completion.logprobs
+                assert [found.token for event in own for found in event.logprobs] == completion.tokens
                 assert [event.finish_reason for event in own] == [None] * (len(own) - 1) + [completion.finish_reason]
     assert_idle(engine)
 
