@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from ..errors import Complaints, DtypeError, PenstockError, RangeError, described, shortened
 
@@ -148,7 +148,8 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
-class Event(NamedTuple):
+@dataclass(slots=True)
+class Event:
     """What one step adds to one completion of a request."""
 
     index: int
