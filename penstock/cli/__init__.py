@@ -13,6 +13,7 @@ from .. import __version__
 from ..errors import PenstockError
 from .bench import bench
 from .check import check
+from .convert import convert
 from .demo import demo
 from .eval import evaluate
 from .generate import generate
@@ -65,6 +66,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "train": train,
     "generate": generate,
     "eval": evaluate,
+    "convert": convert,
     "demo": demo,
 }
 for name, command in COMMANDS.items():

@@ -1,1 +1,1 @@
-"""Names and signatures of other projects on Penstock's operators and models."""
+"""Other projects' functions on Penstock's operators: ``fla``, ``flash_rwkv`` and ``transformers``. See docs/compat.md."""

@@ -13,6 +13,7 @@ from ..errors import Complaints, RangeError
 from ..recurrence.declaration import state_dtype
 from ..recurrence.feature_maps import FEATURE_MAPS
 from .convolution import ShortConvolution
+from .fused import activated, norm_gate
 from .mixer import Mixer, MixerConfig
 from .norms import RMSNorm
 from .sequences import Sequences
@@ -126,11 +127,14 @@ class HeadsMixer(Mixer):
 
     def _project_output(self, output: Tensor, x: Tensor) -> Tensor:
         """Map the output of the recurrence [B,T,H,V] to y [B,T,C]."""
-        if self.heads.use_output_norm:
-            output = self.norm(output)
-        output = output.flatten(-2)
-        if self.heads.use_output_gate:
-            output = output * F.silu(self.g_proj(x))
+        if self.heads.use_output_norm and self.heads.use_output_gate:
+            output = norm_gate(output, self.g_proj(x), self.norm.weight, None, self.heads.norm_eps, centre=False)
+        elif self.heads.use_output_norm:
+            output = self.norm(output).flatten(-2)
+        elif self.heads.use_output_gate:
+            output = activated(self.g_proj(x), output.flatten(-2), "silu")
+        else:
+            output = output.flatten(-2)
         y: Tensor = self.o_proj(output)
         return y
 

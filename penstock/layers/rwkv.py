@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import Complaints, RangeError
+from .fused import activated, token_shift
 from .mixer import Mixer, MixerConfig
 from .sequences import Sequences
 
@@ -65,12 +66,13 @@ class ChannelMix(Mixer):
 
     def mix(self, x: Tensor, state: ShiftState, sequences: Sequences) -> tuple[Tensor, ShiftState]:
         """Y and the new state."""
-        previous, shift = sequences.previous(x, state.shift)
-        x_k, x_r = self._interpolate(x, previous)
-        k = torch.relu(self.key(x_k)).square()
-        return torch.sigmoid(self.receptance(x_r)) * self.value(k), ShiftState(shift)
+        last, shift = sequences.shifted(x, state.shift)
+        x_k, x_r = token_shift(x, last, sequences, *self._factors())
+        hidden = activated(self.key(x_k), None, "relu_squared", self.value.weight)
+        return activated(self.receptance(x_r), hidden, "sigmoid"), ShiftState(shift)
 
-    def _interpolate(self, x: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
+    def _factors(self) -> tuple[Tensor, Tensor]:
+        """The shares of the previous token in the inputs of k and r."""
         raise NotImplementedError
 
 
@@ -86,9 +88,8 @@ class RWKV6ChannelMix(ChannelMix):
         self.time_maa_k = nn.Parameter(1 - ramp(hidden_size, 1 - layer / num_layers))
         self.time_maa_r = nn.Parameter(1 - ramp(hidden_size, 1 - layer / num_layers))
 
-    def _interpolate(self, x: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
-        dx = previous - x
-        return torch.addcmul(x, dx, self.time_maa_k), torch.addcmul(x, dx, self.time_maa_r)
+    def _factors(self) -> tuple[Tensor, Tensor]:
+        return self.time_maa_k, self.time_maa_r
 
 
 class RWKV5ChannelMix(ChannelMix):
@@ -105,8 +106,8 @@ class RWKV5ChannelMix(ChannelMix):
         self.time_mix_k = nn.Parameter(ramp(hidden_size, 1 - layer / num_layers))
         self.time_mix_r = nn.Parameter(ramp(hidden_size, 1 - layer / num_layers))
 
-    def _interpolate(self, x: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.lerp(previous, x, self.time_mix_k), torch.lerp(previous, x, self.time_mix_r)
+    def _factors(self) -> tuple[Tensor, Tensor]:
+        return 1 - self.time_mix_k, 1 - self.time_mix_r
 
 
 class Heads(Protocol):

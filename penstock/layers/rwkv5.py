@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import Complaints, RangeError
 from ..recurrence.declaration import state_dtype
+from .fused import norm_gate, token_shift
 from .mixer import Mixer, MixerConfig
 from .rwkv import head_count, matrix, ramp
 from .sequences import Sequences
@@ -104,15 +105,16 @@ class RWKV5TimeMix(Mixer):
 
     def mix(self, x: Tensor, state: RWKV5State, sequences: Sequences) -> tuple[Tensor, RWKV5State]:
         """Y and the new state."""
-        previous, shift = sequences.previous(x, state.shift)
-        heads = self.time_decay.shape[0], self.config.head_size
-        r, k, v = (
-            projection(torch.lerp(previous, x, mix)).unflatten(-1, heads)
-            for projection, mix in ((self.receptance, self.time_mix_r), (self.key, self.time_mix_k), (self.value, self.time_mix_v))
-        )
+        last, shift = sequences.shifted(x, state.shift)
+        H, n = heads = self.time_decay.shape[0], self.config.head_size
+        gated = self.config.version != "5.0"
+        mixes = (self.time_mix_r, self.time_mix_k, self.time_mix_v, *([self.time_mix_g] if gated else []))
+        x_r, x_k, x_v, *x_g = token_shift(x, last, sequences, *(1 - mix for mix in mixes))
+        r, k, v = (one.unflatten(-1, heads) for one in (self.receptance(x_r), self.key(x_k), self.value(x_v)))
         w = -torch.exp(self.time_decay.to(state_dtype(r.dtype))).expand(heads)
         output, wkv = sequences.recur("rwkv5", r, k, v, w, self.time_faaaa.expand(heads), state=state.wkv)
-        normed = self.ln_x(output.reshape(-1, heads[0] * heads[1])).view(*x.shape[:-1], heads[0] * heads[1])
-        if self.config.version != "5.0":
-            normed = normed * nn.functional.silu(self.gate(torch.lerp(previous, x, self.time_mix_g)))
+        if gated:
+            normed = norm_gate(output, self.gate(x_g[0]), self.ln_x.weight, self.ln_x.bias, self.ln_x.eps, centre=True)
+        else:
+            normed = self.ln_x(output.reshape(-1, H * n)).view(*x.shape[:-1], H * n)
         return self.output(normed), RWKV5State(shift, wkv)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..recurrence.declaration import state_dtype
+from .fused import decay, norm_gate, token_shift
 from .mixer import Mixer, MixerConfig
 from .rwkv import head_count, matrix, ramp
 from .sequences import Sequences
@@ -43,6 +44,8 @@ class RWKV6Config(MixerConfig):
     """D, the rank of the decay; 128 in published models of hidden_size >= 4096."""
     norm_eps: float = 64e-5
     """Of ``ln_x``. The authors normalise x / 8 with 1e-5."""
+    tuned_state: bool = False
+    """Whether sequences begin with a trained state, ``time_state`` [H,K,V], in place of zeros."""
 
     def build(self, hidden_size: int, layer: int = 0, num_layers: int = 1) -> RWKV6TimeMix:
         """A new time mix."""
@@ -101,39 +104,38 @@ class RWKV6TimeMix(Mixer):
         self.output = matrix(H * V, C, gain=0)
         self.ln_x = nn.GroupNorm(H, H * V, eps=config.norm_eps)
         nn.init.constant_(self.ln_x.weight, ((1 + layer) / num_layers) ** 0.7)
+        if config.tuned_state:
+            self.time_state = nn.Parameter(torch.zeros(H, K, V))
 
     def initial_state(self, count: int, like: Tensor, max_length: int | None = None) -> RWKV6State:
-        """Zeros."""
-        H, K = self.time_faaaa.shape
-        shift, wkv = (count, self.time_maa_x.shape[-1]), (count, H, K, self.config.head_size)
-        return RWKV6State(like.new_zeros(shift), like.new_zeros(wkv, dtype=state_dtype(like.dtype)))
+        """Zeros, or ``time_state``."""
+        state = self.empty_state(count, like)
+        return state._replace(wkv=state.wkv.detach())
+
+    def empty_state(self, count: int, like: Tensor) -> RWKV6State:
+        """The same, with gradients of ``time_state``."""
+        (H, K), dtype = self.time_faaaa.shape, state_dtype(like.dtype)
+        shift = like.new_zeros(count, self.time_maa_x.shape[-1])
+        if self.config.tuned_state:
+            return RWKV6State(shift, self.time_state.to(dtype).repeat(count, 1, 1, 1))
+        return RWKV6State(shift, like.new_zeros(count, H, K, self.config.head_size, dtype=dtype))
 
     def mix(self, x: Tensor, state: RWKV6State, sequences: Sequences) -> tuple[Tensor, RWKV6State]:
         """Y and the new state."""
-        previous, shift = sequences.previous(x, state.shift)
-        r, k, v, w, gate = self._project(x, previous)
+        last, shift = sequences.shifted(x, state.shift)
+        r, k, v, w, gate = self._project(x, last, sequences)
         output, wkv = sequences.recur("rwkv6", r, k, v, w, self.time_faaaa, state=state.wkv)
-        return self._project_output(output, gate), RWKV6State(shift, wkv)
+        normed = norm_gate(output, gate, self.ln_x.weight, self.ln_x.bias, self.ln_x.eps, centre=True)
+        return self.output(normed), RWKV6State(shift, wkv)
 
-    def _project(self, x: Tensor, previous: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """r, k and log decay w [B,T,H,K], v [B,T,H,V], gate [B,T,H*V]."""
-        dx = previous - x
-        hidden = torch.tanh((x + dx * self.time_maa_x) @ self.time_maa_w1)
-        hidden = hidden.view(-1, *self.time_maa_w2.shape[:2]).transpose(0, 1)  # [5,BT,M]
-        maa = torch.cat([self.time_maa_w, self.time_maa_k, self.time_maa_v, self.time_maa_r, self.time_maa_g])  # [5,1,C]
-        offsets = torch.baddbmm(maa, hidden, self.time_maa_w2).view(5, *x.shape)
-        x_w, x_k, x_v, x_r, x_g = (torch.addcmul(x, dx, offset) for offset in offsets.unbind())
-
-        decay = torch.tanh(x_w @ self.time_decay_w1) @ self.time_decay_w2
-        dtype = state_dtype(decay.dtype)
-        w = -torch.exp(self.time_decay.to(dtype) + decay.to(dtype))
+    def _project(self, x: Tensor, last: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """r, k and log decay w [B,T,H,K], v [B,T,H,V], gate before silu [B,T,H*V]."""
+        (mixed,) = token_shift(x, last, sequences, self.time_maa_x)
+        hidden = torch.tanh(mixed @ self.time_maa_w1).unflatten(-1, self.time_maa_w2.shape[:2])  # [B,T,5,M]
+        maa = (self.time_maa_w, self.time_maa_k, self.time_maa_v, self.time_maa_r, self.time_maa_g)
+        x_w, x_k, x_v, x_r, x_g = token_shift(x, last, sequences, *maa, low_rank=(hidden, self.time_maa_w2))
+        w = decay(torch.tanh(x_w @ self.time_decay_w1) @ self.time_decay_w2, self.time_decay)
         r, k, v = self.receptance(x_r), self.key(x_k), self.value(x_v)
-        gate = nn.functional.silu(self.gate(x_g))
         tokens, (H, K) = x.shape[:-1], self.time_faaaa.shape
-        return r.view(*tokens, H, K), k.view(*tokens, H, K), v.view(*tokens, H, self.config.head_size), w.view(*tokens, H, K), gate
-
-    def _project_output(self, output: Tensor, gate: Tensor) -> Tensor:
-        """Map the output of the recurrence [B,T,H,V] to y [B,T,C]."""
-        normed = self.ln_x(output.reshape(-1, gate.shape[-1])).view(gate.shape)
-        y: Tensor = self.output(normed * gate)
-        return y
+        heads = r.view(*tokens, H, K), k.view(*tokens, H, K), v.view(*tokens, H, self.config.head_size), w.view(*tokens, H, K)
+        return *heads, self.gate(x_g)

@@ -7,7 +7,6 @@ the device.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 from ..recurrence import functional
 
 State = TypeVar("State", bound=tuple[Any, ...])
+Kept = TypeVar("Kept")
 
 
 class Sequences:
@@ -30,30 +30,48 @@ class Sequences:
         self.device = x.device
         self.cu_seqlens, self.slots, self.in_place = cu_seqlens, slots, in_place
         self.count = self.batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        self._layouts: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+        self._kept: dict[Any, Any] = {}
 
     @staticmethod
     def of(x: Tensor, given: Tensor | Sequences | None) -> Sequences:
         """``given`` itself if it is already one, else made from x and ``cu_seqlens``."""
         return given if isinstance(given, Sequences) else Sequences(x, given)
 
-    @cached_property
+    def _once(self, name: Any, make: Callable[[], Kept]) -> Kept:
+        """What ``make`` returns, computed at the first use (``cached_property`` breaks compiled graphs)."""
+        if name not in self._kept:
+            self._kept[name] = make()
+        return self._kept[name]  # type: ignore[no-any-return]
+
+    @property
     def ends(self) -> Tensor:
         """``cu_seqlens`` as int64."""
         assert self.cu_seqlens is not None
-        return self.cu_seqlens.long()
+        return self._once("ends", self.cu_seqlens.long)
 
-    @cached_property
+    @property
     def owner(self) -> Tensor:
         """The sequence of each token of a packed row: int64 [T]."""
-        return torch.searchsorted(self.ends[1:], self._range(self.tokens), right=True)
+        return self._once("owner", lambda: torch.searchsorted(self.ends[1:], self._range(self.tokens), right=True))
 
-    @cached_property
+    @property
+    def starts(self) -> Tensor:
+        """For each token of x, row after row, the sequence that begins with it, or -1: int32 [B*T]."""
+
+        def make() -> Tensor:
+            if self.cu_seqlens is not None:
+                return torch.where(self._range(self.tokens) == self.ends[self.owner], self.owner, -1).int()
+            token = self._range(self.batch * self.tokens)
+            return torch.where(token % self.tokens == 0, token // self.tokens, -1).int() if self.tokens else token.int()
+
+        return self._once("starts", make)
+
+    @property
     def lengths(self) -> Tensor:
         """The number of tokens of each sequence in this call: int64 [N]."""
         if self.cu_seqlens is None:
-            return torch.full((self.count,), self.tokens, dtype=torch.int64, device=self.device)
-        return self.ends.diff()
+            return self._once("lengths", lambda: torch.full((self.count,), self.tokens, dtype=torch.int64, device=self.device))
+        return self._once("lengths", self.ends.diff)
 
     def positions(self, before: Tensor) -> Tensor:
         """The position of each token [B,T], for sequences with ``before`` [N] earlier tokens."""
@@ -83,20 +101,26 @@ class Sequences:
 
     def _layout(self, W: int) -> tuple[Tensor, Tensor, Tensor]:
         """For packed sequences: sequence n has rows ``ends[n] + n W`` to ``ends[n+1] + (n+1) W``, its tail first."""
-        if W not in self._layouts:
+
+        def make() -> tuple[Tensor, Tensor, Tensor]:
             N, T = self.count, self.tokens
             windows = self._range(T) + self.owner * W  # of token t: its row less W
             shift = self._range(N) * W
             tail_rows = ((self.ends[:-1] + shift)[:, None] + self._range(W)).flatten()
             rows = torch.cat([tail_rows, windows + W])
             source = torch.empty_like(rows).scatter_(0, rows, self._range(N * W + T))
-            self._layouts[W] = source, windows, ((self.ends[1:] + shift)[:, None] + self._range(W)).flatten()
-        return self._layouts[W]
+            return source, windows, ((self.ends[1:] + shift)[:, None] + self._range(W)).flatten()
 
-    def previous(self, x: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
-        """The token before each token of x [B,T,C], with ``last`` [N,C] before the first; and the new last tokens."""
-        rows, windows, tail = self.extended(x, self.read(last).unsqueeze(1))
-        return windows(rows[:, :-1]), tail.squeeze(1)
+        return self._once(W, make)
+
+    def shifted(self, x: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+        """The token before the first one of each sequence [N,C], from the states ``last``, and the last tokens: the new states [N,C]."""
+        last = self.read(last).to(x.dtype)
+        if self.tokens == 0:
+            return last, last
+        if self.cu_seqlens is None:
+            return last, x[:, -1].clone()  # a view would keep all tokens in memory
+        return last, torch.where((self.lengths > 0)[:, None], self.last(x), last)
 
     def recur(
         self, variant: str, q: Tensor, k: Tensor, v: Tensor, *gates: Tensor, state: Tensor, scale: float | None = None
@@ -127,24 +151,22 @@ class Sequences:
                 continue
             # A skipped sequence writes the same row with the same values as the sequence with the highest slot. If all are skipped,
             # they write what row 0 has.
-            state = torch.where(self._any, state.to(pool.dtype), self.read(pool))
+            state = torch.where(self.slots.amax() >= 0, state.to(pool.dtype), self.read(pool))
             pool.index_copy_(0, self._rows, state.index_select(0, self._writers))
 
-    @cached_property
+    @property
     def _rows(self) -> Tensor:
+        """The row that each sequence reads and writes."""
         assert self.slots is not None
         slots = self.slots.long()
-        return slots if self.count == 0 else torch.where(slots < 0, slots.amax().clamp(min=0), slots)
+        return self._once("rows", lambda: torch.where(slots < 0, slots.amax().clamp(min=0), slots) if self.count else slots)
 
-    @cached_property
+    @property
     def _writers(self) -> Tensor:
-        assert self.slots is not None
-        return torch.where(self.slots < 0, self.slots.argmax(), self._range(self.count))
-
-    @cached_property
-    def _any(self) -> Tensor:
-        assert self.slots is not None
-        return self.slots.amax() >= 0
+        """The sequence whose state each sequence writes."""
+        slots = self.slots
+        assert slots is not None
+        return self._once("writers", lambda: torch.where(slots < 0, slots.argmax(), self._range(self.count)))
 
     def _range(self, count: int) -> Tensor:
         return torch.arange(count, device=self.device)

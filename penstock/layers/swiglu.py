@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import Tensor
-from torch.nn import functional as F
 
+from .fused import activated
 from .heads import projection
 from .mixer import Mixer, MixerConfig, Stateless
 from .sequences import Sequences
@@ -51,4 +51,4 @@ class SwiGLU(Mixer):
 
     def mix(self, x: Tensor, state: Stateless, sequences: Sequences) -> tuple[Tensor, Stateless]:
         """Y and no state."""
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)), state
+        return activated(self.gate_proj(x), self.up_proj(x), "silu", self.down_proj.weight), state

@@ -184,8 +184,9 @@ def test_windows_of_packed_rows() -> None:
     """The token before each token, and the layout with tails."""
     x = torch.arange(1.0, 7).view(1, 6, 1)
     sequences = Sequences(x, torch.tensor([0, 2, 2, 6]))
-    previous, last = sequences.previous(x, torch.tensor([[-1.0], [-2], [-3]]))
-    assert previous.flatten().tolist() == [-1, 1, -3, 3, 4, 5]
+    first, last = sequences.shifted(x, torch.tensor([[-1.0], [-2], [-3]]))
+    assert sequences.starts.tolist() == [0, -1, 2, -1, -1, -1]
+    assert first.flatten().tolist() == [-1, -2, -3]
     assert last.flatten().tolist() == [2, -2, 6]
     rows, windows, tail = sequences.extended(x, -torch.arange(1.0, 7).view(3, 2, 1))
     assert rows.flatten().tolist() == [-1, -2, 1, 2, -3, -4, -5, -6, 3, 4, 5, 6]

@@ -1,0 +1,357 @@
+"""The functions of flash-linear-attention (fla) 0.6.0 for our variants, and ``patch()``, which makes an installed fla run on them.
+
+Every function has the parameters of fla's own, in its order and with its defaults (``inspect.signature`` shows them); ``FUNCTIONS`` is the
+table of all of them. They return fla's pair: the output ``[B,T,H,V]``, and the final state, or None unless ``output_final_state``
+(``parallel_`` functions: the attention matrix, or None unless ``output_attentions``).
+
+q (r), k : [B,T,H,K]; v : [B,T,H,V]; all in one dtype
+g, gk, w : log decays, natural logarithm, at most 0: [B,T,H] in simple_gla, [B,T,H,K] in gla and rwkv6
+g_gamma : [H]
+    The log decay of each head, in simple_gla, instead of g.
+gv :
+    Decays of value channels are refused: no variant has them.
+scale : float, optional
+    Default ``K ** -0.5`` in every function, rwkv6 included (``penstock.rwkv6`` has 1). -1 is the default too, as in older versions.
+initial_state, final_state : [N,H,K,V], or [N,H,V,K] with ``state_v_first=True``
+    Any floating dtype goes in; float32 (float64 for float64 inputs) comes out.
+    With ``normalize=True``, pairs of a state [N,H,K,V] and the running sum of keys [N,1,H,K].
+normalize : bool
+    Divide by ``scale * q . (running sum of keys) + 1e-10``. The default is True for the chunk forms and False for the recurrent one.
+cu_seqlens, cu_seqlens_cpu :
+    Packed sequences. The copy on the host is not needed here: no call waits for the device.
+
+Arguments of older versions are keywords of every function that had them:
+
+head_first : bool
+    True: tokens and heads are the other way round, [B,H,T,...], in the inputs and the output.
+causal, offsets, transpose_state_layout, and q and g of ``chunk_rwkv6`` :
+    causal=True is how every function works, False is refused; the others are earlier names of cu_seqlens, state_v_first, r and w.
+chunk_size :
+    A block size of fla's kernels, a power of 2. It does not change results; block sizes are chosen per implementation here.
+checkpoint_level :
+    Refused unless 0: what is kept for the backward pass is fixed for each implementation.
+
+Gradients flow to every input, initial states included, and from final states (older versions detach both).
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import sys
+from ast import literal_eval
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from ..errors import Complaints, PenstockError, RangeError, described
+from ..recurrence import functional
+from ..recurrence.declaration import state_dtype
+from .replacement import Place, Replacement
+
+VERSIONS = ("0.6.0",)
+"""The versions of fla that ``patch()`` knows."""
+Output = tuple[Tensor, Any]
+Function = Callable[..., Output]
+_EARLIER_NAMES = {"offsets": "cu_seqlens", "transpose_state_layout": "state_v_first", "q": "r", "g": "w"}
+
+
+class _Call(dict[str, Any]):
+    """The arguments of one call by name; those of older versions only where the caller passed one."""
+
+    __slots__ = ()
+    function: str
+
+    def refuse(self, argument: str, rule: str, remedy: str) -> NoReturn:
+        complaints = Complaints(self.function)
+        complaints.add(RangeError, argument, rule, described(self[argument]), remedy)
+        complaints.raise_any()
+        raise AssertionError
+
+    def settle_older(self, older: set[str], given: set[str]) -> None:
+        """Give the arguments of older versions their meaning, or refuse them; ``given`` are the names that the caller passed."""
+        for earlier in older & given & _EARLIER_NAMES.keys():
+            name = _EARLIER_NAMES[earlier]
+            if name in given:
+                self.refuse(earlier, f"left out where {name} is given", f"It is an earlier name of {name}.")
+            self[name] = self.pop(earlier)
+        if not self["causal"]:
+            self.refuse("causal", "True", "Every variant is causal. reverse=True of the fused_recurrent functions runs time backwards.")
+        if self.get("checkpoint_level"):
+            self.refuse("checkpoint_level", "0", "What is kept for the backward pass is fixed for each implementation: leave it out.")
+        size = self.get("chunk_size")
+        if size is not None and not (isinstance(size, int) and size > 0 and size & (size - 1) == 0):
+            self.refuse("chunk_size", "a power of 2 or None", "It does not change results: leave it out.")
+        if self["head_first"]:
+            for name in ("q", "r", "k", "v", "g", "gk", "w"):
+                if isinstance(self.get(name), Tensor) and self[name].dim() > 2:
+                    self[name] = self[name].transpose(1, 2)
+
+    def settle(self) -> None:
+        """Bring the arguments into the form that the operators take: views, and no copies."""
+        scale, state = self["scale"], self.get("initial_state")
+        if scale is not None and not isinstance(scale, Tensor) and scale == -1:
+            self["scale"] = None  # the default of older versions
+        if state is not None and self.get("state_v_first") and isinstance(state, Tensor):
+            self["initial_state"] = state.transpose(-1, -2)
+        if self.get("cu_seqlens_cpu") is not None and self["cu_seqlens"] is None:
+            self.refuse("cu_seqlens_cpu", "left out without cu_seqlens", "Pass cu_seqlens, on the device of q.")
+
+    def results(self, output: Tensor, second: Any) -> Output:
+        """The output and the state as the caller lays them out: views."""
+        if self.get("head_first"):
+            output = output.transpose(1, 2)
+        return output, second.transpose(-1, -2) if self.get("state_v_first") and second is not None else second
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments that our functions take under the same names."""
+        return {
+            "scale": self["scale"],
+            "initial_state": self.get("initial_state"),
+            "output_final_state": bool(self.get("output_final_state")),
+            "cu_seqlens": self.get("cu_seqlens"),
+            "reverse": self.get("reverse", False),
+        }
+
+
+def _linear_attn(call: _Call) -> Output:
+    q, k, v, options = call["q"], call["k"], call["v"], call.options
+    if not call["normalize"]:
+        return call.results(*functional.linear_attention(q, k, v, **options))
+    state = options["initial_state"]
+    kv, z = state if isinstance(state, tuple | list) and len(state) == 2 else (state, None)
+    if isinstance(v, Tensor) and v.dim():
+        v = torch.cat([v, v.new_ones(*v.shape[:-1], 1)], -1)  # the running sum of keys is one more column of the state
+    if isinstance(kv, Tensor) or isinstance(z, Tensor):
+        options["initial_state"] = _with_sum_of_keys(call, kv, z, v)
+    weighted, final = functional.linear_attention(q, k, v, **options)
+    output = weighted[..., :-1] / (weighted[..., -1:] + 1e-10)
+    return call.results(output, None if final is None else (final[..., :-1], final[..., -1:].permute(0, 3, 1, 2)))
+
+
+def _with_sum_of_keys(call: _Call, kv: Tensor | None, z: Tensor | None, v: Tensor) -> Tensor:
+    """A state [N,H,K,V] and a sum of keys [N,1,H,K] as one tensor [N,H,K,V+1]; a missing part is zero."""
+    if (kv is not None and kv.dim() != 4) or (z is not None and (z.dim() != 4 or z.shape[1] != 1)):
+        call.refuse("initial_state", "a pair of tensors [N,H,K,V] and [N,1,H,K]", "Pass the pair that a call with normalize=True returned.")
+    column = None if z is None else z.permute(0, 2, 3, 1)
+    if kv is None:
+        assert column is not None
+        kv = column.new_zeros(()).expand(*column.shape[:3], v.shape[-1] - 1)
+    return torch.cat([kv, kv.new_zeros(()).expand(*kv.shape[:3], 1) if column is None else column], -1)
+
+
+def _retention(call: _Call) -> Output:
+    q, k, v = call["q"], call["k"], call["v"]
+    output, final = functional.retention(q, k, v, **call.options)
+    if call.get("output_attentions"):
+        h = torch.arange(q.shape[2], dtype=torch.float64, device=q.device)
+        final = _attentions(call, torch.log1p(-torch.exp2(-5 - h)).expand(*q.shape[:3]))
+    return call.results(output, final)
+
+
+def _simple_gla(call: _Call) -> Output:
+    q, k, v, g, g_gamma = call["q"], call["k"], call["v"], call["g"], call.get("g_gamma")
+    if g is not None and g_gamma is not None:
+        call.refuse("g_gamma", "left out where g is given", "Add the two decays and pass the sum as g.")
+    if g is not None:
+        output, final = functional.simple_gla(q, k, v, g, **call.options)
+    elif g_gamma is not None:
+        output, final = functional.retention(q, k, v, g=g_gamma, **call.options)
+    else:
+        output, final = functional.linear_attention(q, k, v, **call.options)
+    if call.get("output_attentions"):
+        final = _attentions(call, g)
+    return call.results(output, final)
+
+
+def _attentions(call: _Call, g: Tensor | None) -> Tensor:
+    """The weights [B,H,T,T] by which the output is a sum of values, in q's dtype; g [B,T,H]. Memory grows with T^2."""
+    if call["cu_seqlens"] is not None:
+        call.refuse("output_attentions", "False where cu_seqlens is given", "Call it once a sequence.")
+    q, k, scale = call["q"], call["k"], call["scale"]
+    dtype = state_dtype(q.dtype)
+    weights: Tensor = torch.einsum("bihk,bjhk->bhij", q.to(dtype), k.to(dtype)) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if g is not None:
+        later = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).tril(-1)
+        between = torch.where(later[:, :, None], g[:, :, None].to(dtype), 0).cumsum(1)  # [b, i, j, h]: the sum of g over j < t <= i
+        weights = weights * between.exp().permute(0, 3, 1, 2)
+    return weights.tril().to(q.dtype)
+
+
+def _gla(call: _Call) -> Output:
+    if call.get("gv") is not None:
+        call.refuse("gv", "None", "No variant has decays of value channels. Use fla's own function for them.")
+    g = call["gk"] if "gk" in call else call["g"]
+    if g is None:
+        output, final = functional.linear_attention(call["q"], call["k"], call["v"], **call.options)
+    else:
+        output, final = functional.gla(call["q"], call["k"], call["v"], g, **call.options)
+    return call.results(output, final)
+
+
+def _rwkv6(call: _Call) -> Output:
+    options = call.options
+    if options["scale"] is None and isinstance(call["r"], Tensor) and call["r"].dim():
+        options["scale"] = call["r"].shape[-1] ** -0.5
+    output, final = functional.rwkv6(call["r"], call["k"], call["v"], call["w"], call["u"], **options)
+    return call.results(output, final)
+
+
+_REQUIRED = object()
+_STATES = "scale=None initial_state=None output_final_state=False"
+_WEIGHTS = "scale=None output_attentions=False cu_seqlens=None"
+_OLD = "head_first=False causal=True offsets=None"
+_TABLE = (
+    # (function, what runs it, the parameters of fla 0.6.0, the keywords of older versions)
+    ("chunk_linear_attn", _linear_attn, f"q k v {_STATES} normalize=True cu_seqlens=None", _OLD),
+    ("fused_chunk_linear_attn", _linear_attn, f"q k v {_STATES} normalize=True cu_seqlens=None", _OLD),
+    ("fused_recurrent_linear_attn", _linear_attn, f"q k v {_STATES} reverse=False normalize=False cu_seqlens=None", _OLD),
+    ("chunk_retention", _retention, f"q k v {_STATES} cu_seqlens=None", f"{_OLD} chunk_size=None"),
+    ("fused_chunk_retention", _retention, f"q k v {_STATES} cu_seqlens=None", _OLD),
+    (
+        "fused_recurrent_retention", _retention, f"q k v {_STATES} reverse=False state_v_first=False cu_seqlens=None",
+        f"{_OLD} transpose_state_layout=None",
+    ),
+    ("parallel_retention", _retention, f"q k v {_WEIGHTS}", _OLD),
+    (
+        "chunk_simple_gla", _simple_gla, f"q k v g=None g_gamma=None {_STATES} state_v_first=False cu_seqlens=None cu_seqlens_cpu=None",
+        f"{_OLD} chunk_size=None",
+    ),
+    ("fused_chunk_simple_gla", _simple_gla, f"q k v g=None g_gamma=None {_STATES} cu_seqlens=None", _OLD),
+    (
+        "fused_recurrent_simple_gla", _simple_gla, f"q k v g=None g_gamma=None {_STATES} reverse=False state_v_first=False cu_seqlens=None",
+        f"{_OLD} transpose_state_layout=None",
+    ),
+    ("parallel_simple_gla", _simple_gla, f"q k v g=None {_WEIGHTS} cu_seqlens_cpu=None", _OLD),
+    ("chunk_gla", _gla, f"q k v g {_STATES} state_v_first=False cu_seqlens=None cu_seqlens_cpu=None", f"{_OLD} checkpoint_level=0"),
+    ("fused_chunk_gla", _gla, f"q k v g {_STATES}", "head_first=False causal=True"),  # as it was: in 0.6.0 it only raises
+    (
+        "fused_recurrent_gla", _gla, f"q k v gk=None gv=None {_STATES} reverse=False state_v_first=False cu_seqlens=None",
+        f"{_OLD} transpose_state_layout=None",
+    ),
+    (
+        "chunk_rwkv6", _rwkv6, f"r k v w u {_STATES} cu_seqlens=None cu_seqlens_cpu=None",
+        f"{_OLD} q=None g=None chunk_size=None checkpoint_level=0",
+    ),
+    ("fused_recurrent_rwkv6", _rwkv6, f"r k v w u {_STATES} reverse=False cu_seqlens=None", _OLD),
+)  # fmt: skip
+
+
+def _parsed(parameters: str) -> dict[str, Any]:
+    """``"q scale=None"`` as names and defaults; ``_REQUIRED`` without one."""
+    pairs = (parameter.partition("=") for parameter in parameters.split())
+    return {name: literal_eval(default) if equals else _REQUIRED for name, equals, default in pairs}
+
+
+def _made(name: str, run: Callable[[_Call], Output], parameters: str, older_parameters: str) -> Function:
+    """A function of the table."""
+    current, older = _parsed(parameters), _parsed(older_parameters)
+    names = tuple(current)
+    known = current.keys() | older.keys()
+    required = [one for one in names if current[one] is _REQUIRED]
+    kind = type("_Call", (_Call,), {"__slots__": (), "function": name})
+
+    def function(*arguments: Any, **named: Any) -> Output:
+        call = kind(current)
+        call.update(zip(names, arguments))
+        call.update(named)
+        given = len(arguments)
+        if given > len(names) or any(one not in known or one in names[:given] for one in named):
+            raise TypeError(_misfit(name, names, arguments, named, known))
+        if len(call) > len(names):
+            call = kind({**older, **call})
+            call.settle_older(set(older), {*names[:given], *named})
+        if given < len(required):
+            for one in required:
+                if call[one] is _REQUIRED:
+                    raise TypeError(f"{name}: {one} must be given, got nothing. The parameters are {', '.join(names)}.")
+        call.settle()
+        return run(call)
+
+    kinds = inspect.Parameter
+    function.__name__ = function.__qualname__ = name
+    function.__doc__ = f"Fla's ``{name}`` on Penstock's operators; the arguments are described in the module's docstring."
+    function.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
+            kinds(one, way, default=kinds.empty if default is _REQUIRED else default)
+            for way, table in ((kinds.POSITIONAL_OR_KEYWORD, current), (kinds.KEYWORD_ONLY, older))
+            for one, default in table.items()
+        ]
+    )
+    return function
+
+
+def _misfit(name: str, names: tuple[str, ...], arguments: tuple[Any, ...], named: dict[str, Any], known: set[str]) -> str:
+    """The message for arguments that do not fit the parameters."""
+    if len(arguments) > len(names):
+        return f"{name}: there must be at most {len(names)} positional arguments, got {len(arguments)}. They are {', '.join(names)}."
+    unknown = sorted(named.keys() - known)
+    if unknown:
+        rest = ", ".join(sorted(known - set(names)))
+        return f"{name}: keywords must be among {', '.join(names)} (older: {rest}), got {', '.join(unknown)}. Leave them out."
+    twice = ", ".join(one for one in names[: len(arguments)] if one in named)
+    return f"{name}: {twice} must be given once, got a positional argument and a keyword. Leave one out."
+
+
+FUNCTIONS: Mapping[str, Function] = MappingProxyType({row[0]: _made(*row) for row in _TABLE})
+"""Every function of this module by name."""
+
+chunk_linear_attn = FUNCTIONS["chunk_linear_attn"]
+fused_chunk_linear_attn = FUNCTIONS["fused_chunk_linear_attn"]
+fused_recurrent_linear_attn = FUNCTIONS["fused_recurrent_linear_attn"]
+chunk_retention = FUNCTIONS["chunk_retention"]
+fused_chunk_retention = FUNCTIONS["fused_chunk_retention"]
+fused_recurrent_retention = FUNCTIONS["fused_recurrent_retention"]
+parallel_retention = FUNCTIONS["parallel_retention"]
+chunk_simple_gla = FUNCTIONS["chunk_simple_gla"]
+fused_chunk_simple_gla = FUNCTIONS["fused_chunk_simple_gla"]
+fused_recurrent_simple_gla = FUNCTIONS["fused_recurrent_simple_gla"]
+parallel_simple_gla = FUNCTIONS["parallel_simple_gla"]
+chunk_gla = FUNCTIONS["chunk_gla"]
+fused_chunk_gla = FUNCTIONS["fused_chunk_gla"]
+fused_recurrent_gla = FUNCTIONS["fused_recurrent_gla"]
+chunk_rwkv6 = FUNCTIONS["chunk_rwkv6"]
+fused_recurrent_rwkv6 = FUNCTIONS["fused_recurrent_rwkv6"]
+
+_UNPATCHED = ("fused_chunk_gla",)
+"""fla 0.6.0 raises NotImplementedError in it, and its layers would store its state transposed to what their decode steps read."""
+
+
+def patch() -> Replacement:
+    """Make the layers and models of an installed fla run on Penstock's operators, until ``restore()`` or the end of a ``with`` block.
+
+    Replaces the functions of this module (except ``fused_chunk_gla``, which fla 0.6.0 does not implement) wherever a module of fla holds
+    them. Modules outside fla that have imported a function by name keep what they imported. Generation with fla's cache works as before:
+    states have fla's layouts. fla's norms, convolutions and other kernels are untouched.
+
+    Returns the ``Replacement``, whose ``replaced`` says what was replaced. Raises PenstockError where fla is not installed or is a version
+    that this module does not know. ::
+
+        with patch() as patched:
+            print(patched.replaced)
+            model.generate(ids)
+    """
+    try:
+        fla, ops, layers = (importlib.import_module(name) for name in ("fla", "fla.ops", "fla.layers"))
+        for found in pkgutil.iter_modules(layers.__path__):  # not all of them are imported with the package
+            importlib.import_module(f"fla.layers.{found.name}")
+    except ImportError as error:
+        raise PenstockError(f"patch: fla must be installed, got {error!r}. Install flash-linear-attention=={VERSIONS[-1]}.") from error
+    if fla.__version__ not in VERSIONS:
+        remedy = "Call the functions of penstock.compat.fla instead, whose parameters are those of 0.6.0."
+        raise PenstockError(f"patch: fla must be of version {' or '.join(VERSIONS)}, got {fla.__version__}. {remedy}")
+    ours = {id(getattr(ops, name)): one for name, one in FUNCTIONS.items() if name not in _UNPATCHED}
+    ours |= {id(one): one for one in ours.values()}  # already patched: counted once more
+    return Replacement(Place(module, name, ours[id(value)]) for module, name, value in _names_of_fla() if id(value) in ours)
+
+
+def _names_of_fla() -> Iterator[tuple[Any, str, object]]:
+    for path, module in sorted(sys.modules.items()):
+        if path == "fla" or path.startswith("fla."):
+            for name, value in sorted(vars(module).items()):
+                yield module, name, value

@@ -1,0 +1,70 @@
+"""Replacing functions of other packages' modules, reversibly."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from types import ModuleType, TracebackType
+from typing import NamedTuple
+
+from typing_extensions import Self
+
+
+class Place(NamedTuple):
+    """A name in a module, and the function to put there."""
+
+    module: ModuleType
+    name: str
+    ours: object
+
+
+_LOCK = threading.Lock()
+_ACTIVE: dict[tuple[int, str], tuple[object, int]] = {}
+"""By the id of a module and a name: the original, and how many replacements in force ask for ours."""
+
+
+class Replacement:
+    """Functions of another package that are replaced. ``restore()``, or the end of a ``with`` block, puts the originals back.
+
+    Replacements count: where two are in force, the originals come back with the second ``restore()``. Safe to call from several threads;
+    a call that is running goes on in the function it began in.
+    """
+
+    def __init__(self, places: Iterable[Place]):
+        self._places = tuple(places)
+        self._in_force = True
+        with _LOCK:
+            for module, name, ours in self._places:
+                key = id(module), name
+                original, count = _ACTIVE.get(key, (getattr(module, name), 0))
+                _ACTIVE[key] = original, count + 1
+                setattr(module, name, ours)
+
+    @property
+    def replaced(self) -> tuple[str, ...]:
+        """What is replaced, as ``module.name``."""
+        return tuple(f"{module.__name__}.{name}" for module, name, _ in self._places)
+
+    def restore(self) -> None:
+        """Put the originals back. A second call does nothing; a name that has been set to something else since stays as it is."""
+        with _LOCK:
+            if not self._in_force:
+                return
+            self._in_force = False
+            for module, name, ours in self._places:
+                key = id(module), name
+                original, count = _ACTIVE.pop(key)
+                if count > 1:
+                    _ACTIVE[key] = original, count - 1
+                elif getattr(module, name, None) is ours:
+                    setattr(module, name, original)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.restore()
+
+    def __repr__(self) -> str:
+        state = "" if self._in_force else ", restored"
+        return f"<Replacement of {len(self._places)} names{state}: {', '.join(self.replaced)}>"

@@ -1,0 +1,152 @@
+"""Chains of element-wise operations between matrix products: one Triton kernel a chain on a GPU, plain PyTorch elsewhere.
+
+A layer's matrix products read and write each activation once; written as single operations, such a chain reads and writes it up to ten
+times. The fused kernels compute in float32 and round once. Both forms have the same gradients, of any order.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from importlib import import_module
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..call import private
+from ..gpu.target import unavailable
+from ..recurrence.declaration import state_dtype
+from .sequences import Sequences
+
+KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def _kernels(*tensors: Tensor | None) -> Any:
+    """The module that launches the kernels, or None where plain PyTorch computes: not on a GPU, float64, compiled graphs, transforms."""
+    given = [x for x in tensors if x is not None]
+    if given[0].device.type != "cuda" or any(x.dtype not in KERNEL_DTYPES for x in given) or not private.fast(given):
+        return None
+    return None if unavailable() else import_module(".triton.launch", __package__)
+
+
+def token_shift(
+    x: Tensor, last: Tensor, sequences: Sequences, *factors: Tensor, low_rank: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, ...]:
+    r"""Interpolations between each token and the one before it.
+
+    .. math:: y_{i,t} = x_t + (x_{t-1} - x_t) m_i, \qquad m_i = factors_i + hidden_{i,t} W_i
+
+    x : Tensor [B,T,C]
+    last : Tensor [N,C]
+        The token before the first one of each sequence.
+    factors : Tensors of C elements
+    low_rank : (hidden [B,T,n,M], W [n,M,C]), optional
+        A further part of the factors of each token.
+
+    Returns one Tensor [B,T,C] for each of the factors.
+    """
+    last = last.to(x.dtype)
+    hidden, up = low_rank or (None, None)
+    launch = _kernels(x, last, *factors, hidden, up) if len(factors) <= 5 else None
+    mu = torch.stack([factor.reshape(-1) for factor in factors])
+    if up is not None and hidden is not None:
+        hidden, up = hidden.flatten(0, 1), up.to(hidden.dtype)
+        if launch and up.shape[1] > 64:
+            launch = None
+    flat = x.flatten(0, 1)
+    if launch is None:
+        found = shift_formula(flat, last, sequences.starts, mu, hidden, up)
+    else:
+        given = [None if one is None else one.contiguous() for one in (flat, last, sequences.starts, mu, hidden, up)]
+        found = launch.TokenShift.apply(*given, shift_formula)
+    return tuple(one.view(x.shape) for one in found)
+
+
+def shift_formula(x: Tensor, last: Tensor, starts: Tensor, mu: Tensor, hidden: Tensor | None, up: Tensor | None) -> tuple[Tensor, ...]:
+    """``token_shift`` of x [R,C]: ``starts`` [R] is the sequence that begins with this token, or -1; mu [n,C], hidden [R,n,M]."""
+    dx = torch.where((starts < 0)[:, None], x.roll(1, 0), last.index_select(0, starts.clamp(min=0).long())) - x
+    if hidden is None or up is None:
+        return tuple(torch.addcmul(x, dx, factor) for factor in mu.to(x.dtype))
+    factors = torch.baddbmm(mu[:, None].to(hidden.dtype), hidden.transpose(0, 1), up)
+    return tuple(torch.addcmul(x, dx, factor.to(x.dtype)) for factor in factors)
+
+
+def norm_gate(x: Tensor, gate: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centre: bool) -> Tensor:
+    r"""The norm of each head, times a gate.
+
+    .. math:: y = (norm(x) \cdot weight + bias) \cdot silu(gate)
+
+    x : Tensor [B,T,H,V]
+    gate : Tensor [B,T,H*V]
+    weight, bias : Tensor [H*V] or [V], optional
+    centre : bool
+        True: layer norm of each head (a group norm). False: norm by the root mean square, without bias.
+
+    Returns a Tensor [B,T,H*V].
+    """
+    B, T, H, V = x.shape
+    formula = partial(norm_gate_formula, eps=eps, centre=centre)
+    launch = _kernels(x, gate, weight, bias) if V <= 2048 else None
+    flat, gates = x.flatten(0, 1), gate.reshape(B * T, H, V)
+    per_head = [None if one is None else one if one.numel() == V else one.view(H, V) for one in (weight, bias)]
+    if launch is None:
+        return formula(flat, gates, *per_head).view(B, T, H * V)
+    found: Tensor = launch.NormGate.apply(flat.contiguous(), gates.contiguous(), *per_head, eps, centre, formula)
+    return found.view(B, T, H * V)
+
+
+def norm_gate_formula(x: Tensor, gate: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float, centre: bool) -> Tensor:
+    """``norm_gate`` of x and gate [R,H,V], in the dtype of the weight."""
+    R, H, V = x.shape
+    if centre and weight is not None and bias is not None:
+        normed = F.group_norm(x.reshape(R, H * V).to(weight.dtype), H, weight.reshape(-1), bias.reshape(-1), eps).view(x.shape)
+    else:
+        normed = F.rms_norm(x if weight is None else x.to(weight.dtype), (V,), weight, eps)
+    return normed * F.silu(gate)
+
+
+Activation = Literal["sigmoid", "silu", "relu_squared"]
+
+
+def activated(a: Tensor, b: Tensor | None, activation: Activation, weight: Tensor | None = None) -> Tensor:
+    """``activation(a) * b`` element by element, for "relu_squared" ``relu(a)**2`` without b; then, if given, a linear map.
+
+    With ``weight`` [N,C], on a GPU, the result of the activation is computed again in the backward pass, not kept.
+    """
+    formula = partial(activated_formula, activation=activation)
+    launch = _kernels(a, b, weight)
+    same = (b is None or (a.shape == b.shape and a.dtype == b.dtype)) and (weight is None or weight.dtype == a.dtype)
+    if launch is None or not same or (weight is not None and private.autocasting()):
+        return formula(a, b, weight)
+    a, b = a.contiguous(), None if b is None else b.contiguous()
+    found: Tensor
+    if weight is None:
+        found = launch.Activated.apply(a, b, activation, formula)
+    else:
+        found = launch.ActivatedLinear.apply(a, b, weight, activation, formula)
+    return found
+
+
+def activated_formula(a: Tensor, b: Tensor | None, weight: Tensor | None = None, *, activation: Activation) -> Tensor:
+    """``activated``."""
+    if b is None:
+        y = torch.relu(a).square()
+    else:
+        y = (torch.sigmoid(a) if activation == "sigmoid" else F.silu(a)) * b
+    return y if weight is None else F.linear(y, weight)
+
+
+def decay(x: Tensor, bias: Tensor) -> Tensor:
+    """The log decay ``-exp(bias + x)``, float32 (float64 for float64 x): x [...,C], bias of C elements."""
+    launch = _kernels(x, bias)
+    if launch is None:
+        return decay_formula(x, bias)
+    found: Tensor = launch.Decay.apply(x.flatten(0, -2).contiguous(), bias.reshape(-1).contiguous(), decay_formula)
+    return found.view(x.shape)
+
+
+def decay_formula(x: Tensor, bias: Tensor) -> Tensor:
+    """``decay``."""
+    dtype = state_dtype(x.dtype)
+    return -torch.exp(bias.to(dtype).reshape(-1) + x.to(dtype))

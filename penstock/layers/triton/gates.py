@@ -1,0 +1,171 @@
+"""Kernels of gates, norms and decays: element-wise, or over the channels of one head."""
+
+import triton
+import triton.language as tl
+
+SIGMOID = tl.constexpr(0)
+SILU = tl.constexpr(1)
+
+
+@triton.jit
+def penstock_norm_gate_fwd(
+    x,  # [R,H,V]
+    gate,  # [R,H,V]
+    weight, bias,  # [H,V], or with ``h_step`` = 0 [V]
+    y,  # [R,H,V]
+    R, H, V, h_step, eps,
+    CENTRE: tl.constexpr, AFFINE: tl.constexpr, BIAS: tl.constexpr, BR: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """y = norm(x) silu(gate). The norm is over V: with ``CENTRE`` a layer norm, else by the root mean square."""
+    h = tl.program_id(1)
+    r = tl.program_id(0) * BR + tl.arange(0, BR)
+    v = tl.arange(0, BV)
+    here = (r < R)[:, None] & (v < V)[None, :]
+    at = (r.to(tl.int64)[:, None] * H + h) * V + v[None, :]
+    normed, _ = _normed(x, at, here, v, V, eps, CENTRE)
+    if AFFINE:
+        normed *= tl.load(weight + h * h_step + v, v < V, other=0.0).to(tl.float32)[None, :]
+    if BIAS:
+        normed += tl.load(bias + h * h_step + v, v < V, other=0.0).to(tl.float32)[None, :]
+    z = tl.load(gate + at, here, other=0.0).to(tl.float32)
+    tl.store(y + at, (normed * z * tl.sigmoid(z)).to(y.dtype.element_ty), here)
+
+
+@triton.jit
+def _normed(x, at, here, v, V, eps, CENTRE: tl.constexpr):
+    """The normed rows, and 1 / their deviation [BR,1]."""
+    values = tl.load(x + at, here, other=0.0).to(tl.float32)
+    if CENTRE:
+        values -= tl.sum(values, 1)[:, None] / V
+        values = tl.where((v < V)[None, :], values, 0.0)
+    scale = tl.rsqrt(tl.sum(values * values, 1)[:, None] / V + eps)
+    return values * scale, scale
+
+
+@triton.jit
+def penstock_norm_gate_bwd(
+    x, gate, weight, bias,
+    dy,  # [R,H,V]
+    dx, dgate,  # [R,H,V]
+    dweight, dbias,  # [programs,H,V] float32, sums over the tokens of a program
+    R, H, V, h_step, eps, each,
+    CENTRE: tl.constexpr, AFFINE: tl.constexpr, BIAS: tl.constexpr, BR: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """A program takes ``each`` blocks of BR tokens of one head."""
+    p, h = tl.program_id(0), tl.program_id(1)
+    v = tl.arange(0, BV)
+    w = tl.full([BV], 1.0, tl.float32)
+    b = tl.zeros([BV], tl.float32)
+    if AFFINE:
+        w = tl.load(weight + h * h_step + v, v < V, other=0.0).to(tl.float32)
+    if BIAS:
+        b = tl.load(bias + h * h_step + v, v < V, other=0.0).to(tl.float32)
+    dw = tl.zeros([BV], tl.float32)
+    db = tl.zeros([BV], tl.float32)
+    for block in range(each):
+        r = (p * each + block) * BR + tl.arange(0, BR)
+        here = (r < R)[:, None] & (v < V)[None, :]
+        at = (r.to(tl.int64)[:, None] * H + h) * V + v[None, :]
+        normed, scale = _normed(x, at, here, v, V, eps, CENTRE)
+        z = tl.load(gate + at, here, other=0.0).to(tl.float32)
+        d = tl.load(dy + at, here, other=0.0).to(tl.float32)
+        share = tl.sigmoid(z)
+        tl.store(dgate + at, (d * (normed * w[None, :] + b[None, :]) * share * (1 + z * (1 - share))).to(dgate.dtype.element_ty), here)
+        d *= z * share
+        dw += tl.sum(d * normed, 0)
+        db += tl.sum(d, 0)
+        d *= w[None, :]
+        back = d - normed * (tl.sum(d * normed, 1)[:, None] / V)
+        if CENTRE:
+            back -= tl.sum(d, 1)[:, None] / V
+        tl.store(dx + at, (back * scale).to(dx.dtype.element_ty), here)
+    to = (p * H + h).to(tl.int64) * V + v
+    if AFFINE:
+        tl.store(dweight + to, dw, v < V)
+    if BIAS:
+        tl.store(dbias + to, db, v < V)
+
+
+@triton.jit
+def penstock_gated_fwd(a, b, y, size, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+    """y = activation(a) b."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    here = at < size
+    z = tl.load(a + at, here, other=0.0).to(tl.float32)
+    share = tl.sigmoid(z)
+    if ACTIVATION == SILU:
+        share *= z
+    tl.store(y + at, (share * tl.load(b + at, here, other=0.0).to(tl.float32)).to(y.dtype.element_ty), here)
+
+
+@triton.jit
+def penstock_gated_bwd(a, b, dy, da, db, size, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+    """Gradients of a and b."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    here = at < size
+    z = tl.load(a + at, here, other=0.0).to(tl.float32)
+    d = tl.load(dy + at, here, other=0.0).to(tl.float32)
+    share = tl.sigmoid(z)
+    slope = share * (1 - share)
+    if ACTIVATION == SILU:
+        slope = share * (1 + z * (1 - share))
+        share *= z
+    tl.store(da + at, (d * tl.load(b + at, here, other=0.0).to(tl.float32) * slope).to(da.dtype.element_ty), here)
+    tl.store(db + at, (d * share).to(db.dtype.element_ty), here)
+
+
+@triton.jit
+def penstock_relu_squared_fwd(x, y, size, BLOCK: tl.constexpr):
+    """y = relu(x)^2."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    z = tl.load(x + at, at < size, other=0.0).to(tl.float32)
+    z = tl.where(z < 0, 0.0, z)  # a NaN stays one
+    tl.store(y + at, (z * z).to(y.dtype.element_ty), at < size)
+
+
+@triton.jit
+def penstock_relu_squared_bwd(x, dy, dx, size, BLOCK: tl.constexpr):
+    """dx = 2 relu(x) dy."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    z = tl.load(x + at, at < size, other=0.0).to(tl.float32)
+    z = tl.where(z < 0, 0.0, z)
+    tl.store(dx + at, (2 * z * tl.load(dy + at, at < size, other=0.0).to(tl.float32)).to(dx.dtype.element_ty), at < size)
+
+
+@triton.jit
+def penstock_decay_fwd(
+    x,  # [R,C]
+    bias,  # [C]
+    w,  # [R,C] float32
+    R, C,
+    BR: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """w = -exp(bias + x)."""
+    r = tl.program_id(0) * BR + tl.arange(0, BR)
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    here = (r < R)[:, None] & (c < C)[None, :]
+    at = r.to(tl.int64)[:, None] * C + c[None, :]
+    b = tl.load(bias + c, c < C, other=0.0).to(tl.float32)[None, :]
+    tl.store(w + at, -tl.exp(tl.load(x + at, here, other=0.0).to(tl.float32) + b), here)
+
+
+@triton.jit
+def penstock_decay_bwd(
+    w, dw,  # [R,C] float32
+    dx,  # [R,C]
+    dbias,  # [programs,C] float32, sums over the tokens of a program
+    R, C, each,
+    BR: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """A program takes ``each`` blocks of BR tokens."""
+    p = tl.program_id(0)
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    sums = tl.zeros([BC], tl.float32)
+    for block in range(each):
+        r = (p * each + block) * BR + tl.arange(0, BR)
+        here = (r < R)[:, None] & (c < C)[None, :]
+        at = r.to(tl.int64)[:, None] * C + c[None, :]
+        d = tl.load(dw + at, here, other=0.0) * tl.load(w + at, here, other=0.0)
+        tl.store(dx + at, d.to(dx.dtype.element_ty), here)
+        sums += tl.sum(d, 0)
+    tl.store(dbias + p.to(tl.int64) * C + c, sums, c < C)

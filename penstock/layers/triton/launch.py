@@ -1,0 +1,234 @@
+"""Autograd functions of the fused kernels. Each is given its formula in plain PyTorch, which second derivatives go through."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...gpu.target import power
+from . import gates, token_shift
+
+Tensors = tuple[Tensor | None, ...]
+Formula = Callable[..., Tensor | tuple[Tensor, ...]]
+
+PROGRAMS = 512
+"""About as many programs as a launch has that sums over tokens: each takes several blocks of tokens and stores one partial sum."""
+BLOCK = 1024
+"""Elements of a program of an element-wise kernel."""
+ACTIVATIONS = {"sigmoid": gates.SIGMOID.value, "silu": gates.SILU.value}
+
+
+def _blocks(count: int, size: int) -> int:
+    return -(-count // size)
+
+
+def _shares(blocks: int, others: int) -> tuple[int, int]:
+    """Programs, and blocks of tokens for each, if ``others`` programs share a block."""
+    each = max(1, _blocks(blocks, max(1, PROGRAMS // max(others, 1))))
+    return _blocks(blocks, each), each
+
+
+def _summed(parts: Tensor, like: Tensor) -> Tensor:
+    return parts.sum(0).view(like.shape).to(like.dtype)
+
+
+def _by_formula(ctx: Any, formula: Formula, tensors: Tensors, d_results: Tensors) -> Tensors:
+    """Gradients through plain PyTorch, which can be differentiated again."""
+    with torch.enable_grad():
+        apart = tuple(None if x is None else x.view_as(x) for x in tensors)  # one tensor may be given as two arguments
+        found = formula(*apart)
+    pairs = [(y, d) for y, d in zip(found if isinstance(found, tuple) else (found,), d_results) if d is not None]
+    wanted = [n for n in range(len(tensors)) if ctx.needs_input_grad[n] and apart[n] is not None]
+    grads: list[Tensor | None] = [None] * len(tensors)
+    if pairs:
+        results, upstream = zip(*pairs)
+        inputs = [x for n, x in enumerate(apart) if n in wanted]
+        for n, grad in zip(wanted, torch.autograd.grad(results, inputs, upstream, create_graph=torch.is_grad_enabled(), allow_unused=True)):  # type: ignore[arg-type]
+            grads[n] = grad
+    return tuple(grads)
+
+
+class TokenShift(torch.autograd.Function):
+    """x [R,C], last [n,C], starts [R], mu [N,C], hidden [R,N,M] and up [N,M,C] or None: y_i [R,C], see ``token_shift``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, last: Tensor, starts: Tensor, mu: Tensor, hidden: Tensor | None, up: Tensor | None, formula: Formula
+    ) -> tuple[Tensor, ...]:
+        """The result."""
+        (R, C), N, M = x.shape, mu.shape[0], 0 if up is None else up.shape[1]
+        y = x.new_empty(N, R, C)
+        BR, BC = (64, 64) if M else (16, 256)
+        if y.numel():
+            token_shift.penstock_shift_fwd[_blocks(R, BR), _blocks(C, BC)](
+                x, last, starts, mu, x if hidden is None else hidden, x if up is None else up, y, R, C, N=N, M=M,
+                BM=power(M, 16), BR=BR, BC=BC, PRECISION=_precision(x), num_warps=4,
+            )  # fmt: skip
+        ctx.save_for_backward(x, last, starts, mu, hidden, up)
+        ctx.formula = formula
+        ctx.set_materialize_grads(False)
+        return y.unbind()
+
+    @staticmethod
+    def backward(ctx: Any, *d_results: Tensor | None) -> Tensors:
+        """Gradients of all arguments."""
+        x, last, starts, mu, hidden, up = tensors = ctx.saved_tensors
+        if torch.is_grad_enabled() or ctx.needs_input_grad[1]:
+            return *_by_formula(ctx, ctx.formula, tensors, d_results), None
+        (R, C), N, M = x.shape, mu.shape[0], 0 if up is None else up.shape[1]
+        dy = [torch.zeros_like(x) if d is None else d.contiguous() for d in d_results]
+        BR, BC = 32, 64
+        programs, each = _shares(_blocks(R, BR - 1), _blocks(C, BC))
+        dx, dmu = torch.empty_like(x), mu.new_empty(programs, N, C, dtype=torch.float32)
+        dm = x.new_empty(N, R, C) if M else dx
+        if x.numel():
+            token_shift.penstock_shift_bwd[programs, _blocks(C, BC)](
+                x, last, starts, mu, x if hidden is None else hidden, x if up is None else up, *dy, *[x] * (5 - N), dx, dm, dmu,
+                R, C, each, N=N, M=M, BM=power(M, 16), BN=power(N, 1), BR=BR, BC=BC, PRECISION=_precision(x), num_warps=4,
+            )  # fmt: skip
+        d_hidden = d_up = None
+        if up is not None:
+            d_hidden = torch.bmm(dm, up.mT).transpose(0, 1).contiguous()
+            d_up = torch.bmm(hidden.permute(1, 2, 0), dm)
+        return dx, None, None, _summed(dmu, mu), d_hidden, d_up, None
+
+
+def _precision(x: Tensor) -> str:
+    return "ieee" if x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+class NormGate(torch.autograd.Function):
+    """x and gate [R,H,V], weight and bias [H,V] or [V] or None: norm(x) silu(gate) [R,H,V]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, gate: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centre: bool, formula: Formula
+    ) -> Tensor:
+        """The result."""
+        R, H, V = x.shape
+        y, BV = torch.empty_like(x), power(V, 16)
+        ctx.constants = {"CENTRE": centre, "AFFINE": weight is not None, "BIAS": bias is not None, "BR": max(1, 4096 // BV), "BV": BV}
+        ctx.h_step = 0 if weight is None or weight.dim() == 1 else V
+        if x.numel():
+            gates.penstock_norm_gate_fwd[_blocks(R, ctx.constants["BR"]), H](
+                x, gate, x if weight is None else weight, x if bias is None else bias, y, R, H, V, ctx.h_step, eps,
+                **ctx.constants, num_warps=4,
+            )  # fmt: skip
+        ctx.save_for_backward(x, gate, weight, bias)
+        ctx.formula, ctx.eps = formula, eps
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensors:
+        """Gradients of all arguments."""
+        x, gate, weight, bias = tensors = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return *_by_formula(ctx, ctx.formula, tensors, (dy,)), None, None, None
+        R, H, V = x.shape
+        programs, each = _shares(_blocks(R, ctx.constants["BR"]), H)
+        dx, dgate = torch.empty_like(x), torch.empty_like(gate)
+        dweight, dbias = (None if one is None else one.new_empty(programs, H, V, dtype=torch.float32) for one in (weight, bias))
+        if x.numel():
+            gates.penstock_norm_gate_bwd[programs, H](
+                x, gate, x if weight is None else weight, x if bias is None else bias, dy.contiguous(), dx, dgate,
+                x if dweight is None else dweight, x if dbias is None else dbias, R, H, V, ctx.h_step, ctx.eps, each,
+                **ctx.constants, num_warps=4,
+            )  # fmt: skip
+
+        def summed(parts: Tensor | None, like: Tensor | None) -> Tensor | None:
+            return None if parts is None or like is None else _summed(parts.sum(1) if like.dim() == 1 else parts, like)
+
+        return dx, dgate, summed(dweight, weight), summed(dbias, bias), None, None, None
+
+
+def _activated(a: Tensor, b: Tensor | None, activation: str) -> Tensor:
+    y, size = torch.empty_like(a), a.numel()
+    if size and b is None:
+        gates.penstock_relu_squared_fwd[(_blocks(size, BLOCK),)](a, y, size, BLOCK=BLOCK)
+    elif size:
+        gates.penstock_gated_fwd[(_blocks(size, BLOCK),)](a, b, y, size, ACTIVATION=ACTIVATIONS[activation], BLOCK=BLOCK)
+    return y
+
+
+def _activated_backward(a: Tensor, b: Tensor | None, activation: str, dy: Tensor) -> tuple[Tensor, Tensor | None]:
+    da, db, size = torch.empty_like(a), None if b is None else torch.empty_like(b), a.numel()
+    if size and b is None:
+        gates.penstock_relu_squared_bwd[(_blocks(size, BLOCK),)](a, dy, da, size, BLOCK=BLOCK)
+    elif size:
+        gates.penstock_gated_bwd[(_blocks(size, BLOCK),)](a, b, dy, da, db, size, ACTIVATION=ACTIVATIONS[activation], BLOCK=BLOCK)
+    return da, db
+
+
+class Activated(torch.autograd.Function):
+    """``activation(a) * b`` element by element, or without b ``relu(a)**2``."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor | None, activation: str, formula: Formula) -> Tensor:
+        """The result."""
+        ctx.save_for_backward(a, b)
+        ctx.activation, ctx.formula = activation, formula
+        return _activated(a, b, activation)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensors:
+        """Gradients of all arguments."""
+        a, b = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return *_by_formula(ctx, ctx.formula, (a, b), (dy,)), None, None
+        return *_activated_backward(a, b, ctx.activation, dy.contiguous()), None, None
+
+
+class ActivatedLinear(torch.autograd.Function):
+    """The same, then a linear map. The backward pass computes the activation again, so it is not kept."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor | None, weight: Tensor, activation: str, formula: Formula) -> Tensor:
+        """The result."""
+        ctx.save_for_backward(a, b, weight)
+        ctx.activation, ctx.formula = activation, formula
+        return _activated(a, b, activation) @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensors:
+        """Gradients of all arguments."""
+        a, b, weight = tensors = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return *_by_formula(ctx, ctx.formula, tensors, (dy,)), None, None
+        da = db = dweight = None
+        if ctx.needs_input_grad[2]:
+            dweight = dy.flatten(0, -2).T @ _activated(a, b, ctx.activation).flatten(0, -2)
+        if any(ctx.needs_input_grad[:2]):
+            da, db = _activated_backward(a, b, ctx.activation, dy @ weight)
+        return da, db, dweight, None, None
+
+
+class Decay(torch.autograd.Function):
+    """-exp(bias + x) in float32: x [R,C], bias [C]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor, formula: Formula) -> Tensor:
+        """The result."""
+        R, C = x.shape
+        w = torch.empty_like(x, dtype=torch.float32)
+        BR, BC = 16, 256
+        if x.numel():
+            gates.penstock_decay_fwd[_blocks(R, BR), _blocks(C, BC)](x, bias, w, R, C, BR=BR, BC=BC)
+        ctx.save_for_backward(x, bias, w)
+        ctx.formula = formula
+        return w
+
+    @staticmethod
+    def backward(ctx: Any, dw: Tensor) -> Tensors:
+        """Gradients of all arguments."""
+        x, bias, w = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return *_by_formula(ctx, ctx.formula, (x, bias), (dw,)), None
+        (R, C), BR, BC = x.shape, 16, 256
+        programs, each = _shares(_blocks(R, BR), _blocks(C, BC))
+        dx, dbias = torch.empty_like(x), bias.new_empty(programs, C, dtype=torch.float32)
+        if x.numel():
+            gates.penstock_decay_bwd[programs, _blocks(C, BC)](w, dw.contiguous(), dx, dbias, R, C, each, BR=BR, BC=BC)
+        return dx, _summed(dbias, bias), None

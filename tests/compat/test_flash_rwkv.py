@@ -1,0 +1,107 @@
+"""flash_rwkv's functions against its kernels' loop, written out: raw decays, flat channels, states with value channels first."""
+
+import re
+
+import pytest
+import torch
+
+from penstock.compat import flash_rwkv
+from penstock.errors import InvalidArgument
+
+B, T, H, N = 2, 7, 3, 4
+FUNCTIONS = {"rwkv5": flash_rwkv.rwkv5_cuda_linear_attention, "rwkv6": flash_rwkv.rwkv6_cuda_linear_attention}
+
+
+def kernel(r, k, v, time_decay, u, state):
+    """One loop for both: state[i][j] of value channel i and key channel j, as a thread of the CUDA kernel holds it."""
+    w = time_decay.view(1, 1, H, N).expand(B, T, H, N) if time_decay.dim() == 2 else time_decay
+    r, k, v, w = (x.double().reshape(B, T, H, N) for x in (r, k, v, w))
+    u, state = u.double().view(H, N), list(state.double().unbind())
+    rows = []
+    for b in range(B):
+        for t in range(T):
+            x = v[b, t, :, :, None] * k[b, t, :, None, :]
+            rows.append((r[b, t, :, None, :] * (u[:, None, :] * x + state[b])).sum(-1))
+            state[b] = state[b] * torch.exp(-torch.exp(w[b, t]))[:, None, :] + x
+    return torch.stack(rows).view(B, T, H, N), torch.stack(state)
+
+
+@pytest.fixture(params=FUNCTIONS)
+def name(request):
+    return request.param
+
+
+@pytest.fixture
+def inputs(name):
+    torch.manual_seed(0)
+    r, k, v = (torch.randn(B, T, H * N) for _ in range(3))
+    decay = torch.randn(H, N) if name == "rwkv5" else torch.randn(B, T, H * N)
+    return [r, k, v, decay, torch.randn(H, N), torch.randn(B, H, N, N)]
+
+
+def test_outputs_and_states(name, inputs):
+    before = inputs[5].clone()
+    output, state = FUNCTIONS[name](*inputs)
+    expected, last = kernel(*inputs)
+    assert output.shape == ((B, T, H * N) if name == "rwkv5" else (B, T, H, N))
+    torch.testing.assert_close(output.double().view(B, T, H, N), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(state.double(), last, rtol=1e-4, atol=1e-5)
+    assert state.dtype == torch.float32
+    assert torch.equal(inputs[5], before)
+
+
+def test_flat_decays_and_bonuses_are_the_same(name, inputs):
+    flat = [*inputs[:3], inputs[3].flatten() if name == "rwkv5" else inputs[3], inputs[4].flatten(), inputs[5]]
+    for one, other in zip(FUNCTIONS[name](*flat), FUNCTIONS[name](*inputs)):
+        assert torch.equal(one, other)
+
+
+def test_states_with_key_channels_first(name, inputs):
+    output, state = FUNCTIONS[name](*inputs)
+    other, keys_first = FUNCTIONS[name](*inputs[:5], inputs[5].transpose(2, 3).contiguous(), state_v_first=False)
+    assert torch.equal(output, other)
+    assert torch.equal(state, keys_first.transpose(2, 3))
+
+
+def test_a_sequence_in_two_calls_equals_one(name, inputs):
+    whole, last = FUNCTIONS[name](*inputs)
+    state, parts = inputs[5], []
+    for part in (slice(3), slice(3, T)):
+        decay = inputs[3] if name == "rwkv5" else inputs[3][:, part]
+        output, state = FUNCTIONS[name](*(x[:, part] for x in inputs[:3]), decay, inputs[4], state)
+        parts.append(output)
+    torch.testing.assert_close(torch.cat(parts, 1), whole)
+    torch.testing.assert_close(state, last)
+
+
+def test_gradients_reach_every_input_and_the_raw_decay(name, inputs):
+    leaves = [x.double().requires_grad_() for x in inputs]
+    gradients = []
+    for function in (FUNCTIONS[name], kernel):
+        output, state = function(*leaves)
+        gradients.append(torch.autograd.grad(output.sin().sum() + state.cos().sum(), leaves))
+    for mine, theirs in zip(*gradients):
+        torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_low_precision_inputs_give_outputs_of_their_dtype(name, inputs, dtype):
+    low = [x.to(dtype) for x in inputs[:5]]
+    output, state = FUNCTIONS[name](*low, inputs[5])
+    assert output.dtype == dtype
+    assert state.dtype == torch.float32
+    torch.testing.assert_close(output.double().view(B, T, H, N), kernel(*low, inputs[5])[0], rtol=2e-2, atol=2e-2)
+
+
+def test_wrong_shapes_are_named(name, inputs):
+    function = FUNCTIONS[name]
+    cases = [
+        ({5: None}, f"{name}_cuda_linear_attention: state must be of shape [B,H,n,n], got None. Without a state"),
+        ({5: inputs[5][0]}, "state must be of shape [B,H,n,n], got [3, 4, 4]"),
+        ({1: inputs[1][..., :-1]}, "key must be of shape [B,T,H*n] with H = 3, got [2, 7, 11]"),
+        ({4: inputs[4][0]}, "time_first must be of shape [H,n] or [H*n] with H = 3, got [4]"),
+        ({2: "v"}, "value must be a torch.Tensor, got 'v' of type str"),
+    ]
+    for changed, message in cases:
+        with pytest.raises(InvalidArgument, match=re.escape(message)):
+            function(*(changed.get(i, x) for i, x in enumerate(inputs)))

@@ -1,0 +1,147 @@
+"""Fused element-wise kernels against their formulas in float64, under Triton's interpreter."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from penstock.gpu.target import interpreting
+from penstock.layers import fused
+from penstock.layers.sequences import Sequences
+
+launch = pytest.importorskip("penstock.layers.triton.launch")
+pytestmark = pytest.mark.skipif(not interpreting(), reason="needs Triton's interpreter")
+
+
+def normal(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)), dtype=torch.float64).to(dtype)
+
+
+def hold(kernel, formula, tensors, *rest, dtype=torch.float32):
+    """Results and gradients of all float tensors are within a few roundings of the formula in float64."""
+    floats = [n for n, x in enumerate(tensors) if x is not None and x.is_floating_point()]
+    ours = [x if n not in floats else x.clone().requires_grad_() for n, x in enumerate(tensors)]
+    exact = [x if n not in floats else x.double().requires_grad_() for n, x in enumerate(tensors)]
+    found, wanted = kernel(*ours, *rest), formula(*exact)
+    found, wanted = (x if isinstance(x, tuple) else (x,) for x in (found, wanted))
+    upstream = [normal(*x.shape, seed=n).to(y.dtype) for n, (x, y) in enumerate(zip(wanted, found))]
+    grads = torch.autograd.grad(found, [ours[n] for n in floats], upstream, allow_unused=True)
+    exact_grads = torch.autograd.grad(wanted, [exact[n] for n in floats], [d.double() for d in upstream], allow_unused=True)
+    for x, y in zip((*found, *grads), (*wanted, *exact_grads)):
+        assert (x is None) == (y is None)
+        if y is not None:
+            assert x.shape == y.shape
+            assert (x.double() - y).norm() <= 3 * torch.finfo(dtype).eps * y.norm() + 1e-30
+
+
+def sequences(packed):
+    """Three sequences, or with ``packed`` five, two of them empty."""
+    if packed:
+        return Sequences(torch.empty(1, 75, 1), torch.tensor([0, 0, 33, 40, 40, 75]))
+    return Sequences(torch.empty(3, 25, 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("count", "rank"), [(1, 0), (2, 0), (4, 0), (5, 4), (5, 32), (1, 16)])
+def test_token_shift(count, rank, packed, dtype):
+    at = sequences(packed)
+    C = 70
+    x, last, mu = normal(75, C, dtype=dtype), normal(at.count, C, dtype=dtype), normal(count, C, dtype=dtype)
+    hidden, up = (normal(75, count, rank, dtype=dtype), normal(count, rank, C, dtype=dtype) / rank**0.5) if rank else (None, None)
+    kernel = launch.TokenShift.apply
+    known = partial(fused.shift_formula)
+
+    def ours(x, mu, hidden, up):
+        return kernel(x, last, at.starts, mu, hidden, up, known)
+
+    def formula(x, mu, hidden, up):
+        return fused.shift_formula(x, last.double(), at.starts, mu, hidden, up)
+
+    hold(ours, formula, (x, mu, hidden, up), dtype=dtype)
+
+
+def test_token_shift_is_the_loop_over_tokens():
+    for packed in (False, True):
+        at = sequences(packed)
+        last, m = normal(at.count, 3), normal(3, seed=5)
+        x = normal(1, 75, 3) if packed else normal(3, 25, 3)
+        (found,) = fused.token_shift(x, last, at, m)
+        spans = [(0, 0), (0, 33), (33, 40), (40, 40), (40, 75)] if packed else [(25 * n, 25 * n + 25) for n in range(3)]
+        for n, (begin, end) in enumerate(spans):
+            before = last[n]
+            for t in range(begin, end):
+                now = x.flatten(0, 1)[t]
+                torch.testing.assert_close(found.flatten(0, 1)[t], now + (before - now) * m)
+                before = now
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(("heads", "size", "centre", "affine"), [(3, 64, True, 2), (2, 40, True, 2), (2, 96, False, 1), (1, 32, False, 0)])
+def test_norm_gate(heads, size, centre, affine, dtype):
+    x, gate = normal(70, heads, size, dtype=dtype) + 0.5, normal(70, heads, size, dtype=dtype, seed=3)
+    shape = (heads, size) if centre else (size,)
+    weight = normal(*shape, dtype=dtype) if affine else None
+    bias = normal(*shape, dtype=dtype, seed=9) if affine == 2 else None
+    formula = partial(fused.norm_gate_formula, eps=1e-4, centre=centre)
+    hold(lambda *given: launch.NormGate.apply(*given, 1e-4, centre, formula), formula, (x, gate, weight, bias), dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_element_wise(dtype):
+    a, b, bias = normal(37, 67, dtype=dtype), normal(37, 67, dtype=dtype, seed=1), normal(67, dtype=dtype)
+    weight = normal(11, 67, dtype=dtype) / 8
+    for activation in ("sigmoid", "silu", "relu_squared"):
+        formula, other = partial(fused.activated_formula, activation=activation), None if activation == "relu_squared" else b
+        given = (activation, formula)
+        hold(lambda a, b, given=given: launch.Activated.apply(a, b, *given), formula, (a, other), dtype=dtype)
+        hold(lambda a, b, weight, given=given: launch.ActivatedLinear.apply(a, b, weight, *given), formula, (a, other, weight), dtype=dtype)
+    hold(lambda x, bias: launch.Decay.apply(x, bias, fused.decay_formula), fused.decay_formula, (a, bias), dtype=dtype)
+
+
+def test_second_derivatives_go_through_the_formula():
+    a, b = normal(4, 6).requires_grad_(), normal(4, 6, seed=1).requires_grad_()
+    formula = partial(fused.activated_formula, activation="silu")
+    for first in (launch.Activated.apply(a, b, "silu", formula), formula(a, b)):
+        (da,) = torch.autograd.grad(first.square().sum(), a, create_graph=True)
+        found = torch.autograd.grad(da.sum(), (a, b))
+        if first.grad_fn.name() != "MulBackward0":
+            ours = found
+    for x, y in zip(ours, found):
+        torch.testing.assert_close(x, y)
+
+
+def test_one_tensor_as_two_arguments():
+    a = normal(4, 6).requires_grad_()
+    formula = partial(fused.activated_formula, activation="silu")
+    (found,) = torch.autograd.grad(launch.Activated.apply(a, a, "silu", formula).sum(), a, create_graph=True)
+    (wanted,) = torch.autograd.grad(formula(a, a).sum(), a)
+    torch.testing.assert_close(found, wanted)
+
+
+def test_gradients_of_the_token_before_the_first():
+    at, formula = sequences(True), fused.shift_formula
+    x, last, mu = normal(75, 8), normal(5, 8).requires_grad_(), normal(2, 8)
+    found = launch.TokenShift.apply(x, last, at.starts, mu, None, None, formula)
+    wanted = formula(x, last, at.starts, mu, None, None)
+    grads = [torch.autograd.grad(sum(y.square().sum() for y in results), last)[0] for results in (found, wanted)]
+    torch.testing.assert_close(*grads)
+    assert grads[0][0].abs().max() == 0  # its sequence is empty
+
+
+def test_nan_of_other_tokens_stays_theirs():
+    at = sequences(False)
+    x = normal(75, 8)
+    x[25] = float("nan")
+    (found,) = launch.TokenShift.apply(x, normal(3, 8), at.starts, normal(1, 8), None, None, fused.shift_formula)
+    assert sorted(found.isnan().any(1).nonzero().flatten().tolist()) == [25, 26]
+    assert launch.Activated.apply(x, None, "relu_squared", None).isnan().any(1).sum() == 1
+
+
+def test_empty_inputs():
+    at = Sequences(torch.empty(2, 0, 1))
+    x, mu = torch.zeros(0, 8, requires_grad=True), torch.ones(2, 8, requires_grad=True)
+    found = launch.TokenShift.apply(x, torch.zeros(2, 8), at.starts, mu, None, None, fused.shift_formula)
+    dx, dmu = torch.autograd.grad(sum(y.sum() for y in found), (x, mu))
+    assert dx.shape == (0, 8)
+    assert dmu.abs().max() == 0
