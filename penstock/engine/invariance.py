@@ -1,0 +1,66 @@
+"""How many rows a product of matrices needs for bits that do not depend on the number of rows.
+
+Libraries choose kernels by the shape: with MKL, one, two and three rows take other ones than four and more, and other libraries split
+sums over rows of the weight where there are few rows of tokens. In element-wise operators, the last elements of a tensor are computed by
+other instructions than whole vectors (with MKL, also exp of the last row). So the engine puts at least one skipped token behind those of a
+step, rounds their number up to a multiple of a block, and finds the smallest block for which a token gets equal bits in any place of any
+number of tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..errors import EngineError
+from ..models import CausalLM
+from ..models.arguments import named_tensors
+
+BLOCKS = (4, 8, 16, 32, 64)
+"""Tried in this order. On a CPU, 4 or 8 suffice with MKL 2024.2 and AVX2."""
+LIVE = 3
+"""Tokens that are compared. With one skipped token they fit into the smallest block."""
+
+
+def smallest_block(model: CausalLM, most_tokens: int) -> int:
+    """The smallest of ``BLOCKS`` that holds for passes of up to ``most_tokens`` tokens. Raises EngineError if none does."""
+    for block in BLOCKS:
+        if _holds(model, block, most_tokens):
+            return block
+    raise EngineError(
+        f"Engine: batch_invariant must be False here, got True. With {torch.get_num_threads()} threads, products of this model depend on "
+        f"the number of rows, also in multiples of {BLOCKS[-1]}. Try torch.set_num_threads(1)."
+    )
+
+
+def padding(tokens: int, block: int) -> int:
+    """The number of skipped tokens behind ``tokens``. A block of 1 needs none."""
+    return block - tokens % block if block > 1 else 0
+
+
+def _holds(model: CausalLM, block: int, most_tokens: int) -> bool:
+    """Whether some tokens get equal logits and equal states at several places of passes of several sizes."""
+    wanted: list[Tensor] | None = None
+    whole = most_tokens + padding(most_tokens, block)
+    for tokens in sorted({min(size, whole) for size in (block, 2 * block, 3 * block, 7 * block, whole)}):
+        for place in sorted({0, tokens // 2 - 1, tokens - 1 - LIVE}):
+            found = _probe(model, tokens, place)
+            if wanted is None:
+                wanted = found
+            elif not all(map(torch.equal, found, wanted)):
+                return False
+    return True
+
+
+@torch.no_grad()
+def _probe(model: CausalLM, tokens: int, place: int) -> list[Tensor]:
+    """Logits and states of ``LIVE`` decode rows from ``place`` on. All others are skipped pieces of a prompt."""
+    device, V = model.embeddings.weight.device, model.config.vocab_size
+    pool = model.initial_state(LIVE)
+    model.advance(torch.arange(2 * LIVE, device=device).view(LIVE, 2) % V, pool)
+    ids = torch.arange(tokens, device=device) * (7 + tokens) % V
+    ids[place : place + LIVE] = torch.arange(LIVE, device=device) * 5 % V
+    ends = [0, *range(place, place + LIVE + 1), tokens]
+    rows = torch.tensor([-1, *range(LIVE), -1], device=device)
+    logits = model.advance(ids[None], pool, cu_seqlens=torch.tensor(ends, device=device), slots=rows)
+    return [logits[0, place : place + LIVE], *(x for _, x in named_tensors(pool))]
