@@ -39,7 +39,7 @@ class MixerConfig:
 
 
 def check_fields(complaints: Complaints, config: Any) -> None:
-    """Check the whole numbers (at least 1, or 0 where that is the default), finite numbers (eps: at least 0) and booleans of a dataclass."""
+    """Check whole numbers (at least 1, or 0 where that is the default), finite numbers (eps: at least 0) and booleans of a dataclass."""
     for one in fields(config):
         name, value = one.name, getattr(config, one.name)
         kind, _, optional = str(one.type).partition(" | ")
