@@ -23,13 +23,15 @@ from .tune import tune
 
 
 class Commands(TyperGroup):
-    """Prints the message of a PenstockError without a traceback and ends with exit code 2."""
+    """Prints the message of a PenstockError or OSError without a traceback and ends with exit code 2."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command."""
         try:
             return super().invoke(ctx)
-        except PenstockError as error:
+        except BrokenPipeError:
+            raise
+        except (PenstockError, OSError) as error:
             typer.echo(str(error), err=True)
             raise typer.Exit(2) from None
 

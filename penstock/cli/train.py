@@ -33,5 +33,5 @@ def train(
         raise typer.Exit(INTERRUPTED) from None
     losses = [("training", trained.loss), ("evaluation", trained.evaluation_loss)]
     found = ", ".join(f"{name} loss {loss:.4f} nats a token" for name, loss in losses if loss is not None)
-    typer.echo(f"{trained.steps} steps, {found}")
+    typer.echo(f"{trained.steps} steps{f', {found}' * bool(found)}")
     typer.echo(f"penstock generate --model {trained.folder} --prompt TEXT")

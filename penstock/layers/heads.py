@@ -52,6 +52,7 @@ class HeadsConfig(MixerConfig):
     """Whether the norm has a weight [V]."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         complaints = Complaints(type(self).__name__)
         if self.num_heads % self.kv_heads:
             complaints.add(RangeError, "num_kv_heads", f"a divisor of num_heads = {self.num_heads}", self.num_kv_heads)

@@ -46,11 +46,13 @@ class Mamba2Config(MixerConfig):
     norm_eps: float = 1e-5
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         complaints = Complaints("Mamba2Config")
-        if self.n_groups < 1 or self.num_heads % self.n_groups:
+        if self.num_heads % self.n_groups:
             complaints.add(RangeError, "n_groups", f"a divisor of num_heads = {self.num_heads}", self.n_groups)
-        low, high = self.time_step_limit
-        if not 0 <= low <= high:
+        limits = self.time_step_limit
+        two = isinstance(limits, tuple) and len(limits) == 2 and all(isinstance(one, int | float) for one in limits)
+        if not two or not 0 <= limits[0] <= limits[1]:
             complaints.add(RangeError, "time_step_limit", "two numbers, 0 <= low <= high", self.time_step_limit)
         complaints.raise_any()
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ..errors import Complaints, DtypeError, RangeError, described, shortened
 from .sequences import Sequences
 
 
@@ -18,14 +20,48 @@ class Stateless(NamedTuple):
 
 @dataclass(frozen=True)
 class MixerConfig:
-    """Base of the configurations of mixers. A subclass is a frozen dataclass with the sizes of one kind of mixer."""
+    """Base of the configurations of mixers. A subclass is a frozen dataclass with the sizes of one kind of mixer.
+
+    Raises DtypeError or RangeError for values that are not of their fields' types.
+    """
 
     kind: ClassVar[str]
     """The name of the kind in files."""
 
+    def __post_init__(self) -> None:
+        complaints = Complaints(type(self).__name__)
+        check_fields(complaints, self)
+        complaints.raise_any()
+
     def build(self, hidden_size: int, layer: int = 0, num_layers: int = 1) -> Mixer:
         """A new mixer with initial weights. Some initialisations depend on the index of the layer and the number of layers."""
         raise NotImplementedError
+
+
+def check_fields(complaints: Complaints, config: Any) -> None:
+    """Check whole numbers (at least 1, or 0 where that is the default), finite numbers (eps: at least 0) and booleans of a dataclass."""
+    for one in fields(config):
+        name, value = one.name, getattr(config, one.name)
+        kind, _, optional = str(one.type).partition(" | ")
+        if kind not in _TYPES or (optional and value is None):
+            continue
+        rule, types = _TYPES[kind]
+        if not isinstance(value, types) or (isinstance(value, bool) and kind != "bool"):
+            complaints.add(DtypeError, name, rule, described(value))
+        elif kind == "int":
+            least = 0 if one.default == 0 else 1
+            if not least <= value < 2**63:
+                bound = f"of at least {least}" if value < least else "below 2^63"
+                complaints.add(RangeError, name, f"{rule} {bound}", shortened(value))
+        elif kind == "float" and not (0 if name.endswith("eps") else -math.inf) <= value < math.inf:
+            complaints.add(RangeError, name, f"a finite number{' of at least 0' * name.endswith('eps')}", value)
+
+
+_TYPES: dict[str, tuple[str, Any]] = {
+    "int": ("a whole number", int),
+    "float": ("a number", int | float),
+    "bool": ("True or False", bool),
+}
 
 
 class Mixer(nn.Module):

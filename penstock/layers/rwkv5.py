@@ -35,6 +35,7 @@ class RWKV5Config(MixerConfig):
     """Of ``ln_x``. The authors normalise x / 8 with 1e-5."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.version not in ("5.0", "5.1", "5.2"):
             complaints = Complaints("RWKV5Config")
             complaints.add(RangeError, "version", "'5.0', '5.1' or '5.2'", repr(self.version))

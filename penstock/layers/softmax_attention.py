@@ -41,8 +41,9 @@ class SoftmaxAttentionConfig(MixerConfig):
     """The room for tokens in a row of the states that ``initial_state`` makes."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         complaints = Complaints("SoftmaxAttentionConfig")
-        if self.num_kv_heads is not None and (self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads):
+        if self.num_kv_heads is not None and self.num_heads % self.num_kv_heads:
             complaints.add(RangeError, "num_kv_heads", f"a divisor of num_heads = {self.num_heads}", self.num_kv_heads)
         complaints.raise_any()
 

@@ -26,6 +26,7 @@ from ..layers import (
     SoftmaxAttentionConfig,
     SwiGLUConfig,
 )
+from ..layers.mixer import check_fields
 from .arguments import check_whole
 
 Norm = Literal["layer_norm", "rms_norm"]
@@ -60,8 +61,7 @@ class Config:
 
     def __post_init__(self) -> None:
         complaints = Complaints("Config")
-        for name in ("vocab_size", "hidden_size", "num_layers"):
-            check_whole(complaints, name, getattr(self, name), 1)
+        check_fields(complaints, self)
         if self.norm not in ("layer_norm", "rms_norm"):
             complaints.add(RangeError, "norm", "'layer_norm' or 'rms_norm'", repr(self.norm))
         for name, value in (("mixer", self.mixer), ("channel", self.channel)):
@@ -125,9 +125,10 @@ def rwkv5(
     version: Literal["5.0", "5.1", "5.2"] = "5.2",
 ) -> Config:  # fmt: skip
     """RWKV-5 ("Eagle"). Defaults as in published models."""
+    _check_sizes("rwkv5", hidden_size=hidden_size)
     return _rwkv(
         vocab_size, hidden_size, num_layers, RWKV5Config(head_size, version=version),
-        RWKV5ChannelConfig(intermediate_size or int(hidden_size * 3.5) // 32 * 32),
+        RWKV5ChannelConfig(intermediate_size if intermediate_size is not None else int(hidden_size * 3.5) // 32 * 32),
     )  # fmt: skip
 
 
@@ -140,9 +141,10 @@ def rwkv6(
     >>> rwkv6(vocab_size=65536, hidden_size=2048, num_layers=24).channel
     RWKV6ChannelConfig(intermediate_size=7168)
     """
+    _check_sizes("rwkv6", hidden_size=hidden_size, mix_rank=mix_rank, decay_rank=decay_rank)
     large = 1 + (hidden_size >= 4096)
     mixer = RWKV6Config(head_size, mix_rank=mix_rank or 32 * large, decay_rank=decay_rank or 64 * large)
-    channel = RWKV6ChannelConfig(intermediate_size or int(hidden_size * 3.5) // 32 * 32)
+    channel = RWKV6ChannelConfig(intermediate_size if intermediate_size is not None else int(hidden_size * 3.5) // 32 * 32)
     return _rwkv(vocab_size, hidden_size, num_layers, mixer, channel)
 
 
@@ -155,8 +157,15 @@ def gla(
     num_kv_heads: int | None = None, conv_size: int = 0,
 ) -> Config:  # fmt: skip
     """Gated linear attention with a gated feed-forward layer. Defaults as in published models."""
+    _check_sizes("gla", hidden_size=hidden_size)
     mixer = GLAConfig(num_heads, num_kv_heads, conv_size=conv_size)
-    return Config(vocab_size, hidden_size, num_layers, mixer, SwiGLUConfig(intermediate_size or feed_forward_size(hidden_size)))
+    return Config(
+        vocab_size,
+        hidden_size,
+        num_layers,
+        mixer,
+        SwiGLUConfig(intermediate_size if intermediate_size is not None else feed_forward_size(hidden_size)),
+    )
 
 
 def retnet(
@@ -164,8 +173,15 @@ def retnet(
     num_kv_heads: int | None = None, conv_size: int = 0,
 ) -> Config:  # fmt: skip
     """RetNet with a gated feed-forward layer. Defaults as in published models."""
+    _check_sizes("retnet", hidden_size=hidden_size)
     mixer = RetentionConfig(num_heads, num_kv_heads, conv_size=conv_size)
-    return Config(vocab_size, hidden_size, num_layers, mixer, SwiGLUConfig(intermediate_size or feed_forward_size(hidden_size, 2)))
+    return Config(
+        vocab_size,
+        hidden_size,
+        num_layers,
+        mixer,
+        SwiGLUConfig(intermediate_size if intermediate_size is not None else feed_forward_size(hidden_size, 2)),
+    )
 
 
 def linear(
@@ -173,8 +189,15 @@ def linear(
     feature_map: str | None = "elu+1", normalize: bool = False,
 ) -> Config:  # fmt: skip
     """Linear attention with a gated feed-forward layer."""
+    _check_sizes("linear", hidden_size=hidden_size)
     mixer = LinearAttentionConfig(num_heads, feature_map=feature_map, normalize=normalize)
-    return Config(vocab_size, hidden_size, num_layers, mixer, SwiGLUConfig(intermediate_size or feed_forward_size(hidden_size)))
+    return Config(
+        vocab_size,
+        hidden_size,
+        num_layers,
+        mixer,
+        SwiGLUConfig(intermediate_size if intermediate_size is not None else feed_forward_size(hidden_size)),
+    )
 
 
 def mamba2(
@@ -186,10 +209,23 @@ def mamba2(
     >>> mamba2(vocab_size=50288, hidden_size=768, num_layers=24).mixer.num_heads
     24
     """
-    mixer = Mamba2Config(num_heads or 2 * hidden_size // head_dim, head_dim, state_size, n_groups)
+    _check_sizes("mamba2", hidden_size=hidden_size, num_heads=num_heads, head_dim=head_dim)
+    if num_heads is None:
+        num_heads = 2 * hidden_size // head_dim
+        _check_sizes("mamba2", **{"2 * hidden_size // head_dim": num_heads})
+    mixer = Mamba2Config(num_heads, head_dim, state_size, n_groups)
     return Config(
         vocab_size, hidden_size, num_layers, mixer, norm_eps=1e-5, tie_embeddings=tie_embeddings, residual_in_float32=True
     )  # fmt: skip
+
+
+def _check_sizes(function: str, **sizes: int | None) -> None:
+    """Check the sizes that others are computed from."""
+    complaints = Complaints(function)
+    for name, value in sizes.items():
+        if value is not None or name == "hidden_size":
+            check_whole(complaints, name, value, 1)
+    complaints.raise_any()
 
 
 def hybrid(config: Config, attention: SoftmaxAttentionConfig, layers: Iterable[int]) -> Config:

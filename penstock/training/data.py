@@ -80,7 +80,7 @@ def _tokens(file: Path, tokenizer: Tokenizer) -> tuple[Any, Tensor]:
     numpy = _numpy()
     try:
         tokens = numpy.load(file, mmap_mode="r") if file.suffix == ".npy" else numpy.memmap(file, numpy.uint16, "r")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, EOFError) as error:
         _refuse(file, "a file of tokens", str(error))
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         _refuse(file, "a row of integers", f"{tokens.dtype} of shape {list(tokens.shape)}")

@@ -105,11 +105,24 @@ def read(file: Path) -> Settings:
         raise MissingExtra.of(FUNCTION, "pyyaml", "transformers") from error
     complaints = Complaints(FUNCTION)
     try:
-        content = yaml.safe_load(file.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        text = file.read_text("utf-8")
+        content = yaml.safe_load(text)
+        _check_keys(complaints, yaml.compose(text, yaml.SafeLoader))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: a date or a number that is none
         complaints.add(RangeError, "config", "a YAML file", f"{str(file)!r} ({error})")
-        complaints.raise_any()
+    complaints.raise_any()
     return parse(content)
+
+
+def _check_keys(complaints: Complaints, node: Any) -> None:
+    """Check that no mapping of a YAML document has a key twice, of which only the last would count."""
+    pairs = getattr(node, "value", None)
+    seen = set()
+    for key, value in pairs if isinstance(pairs, list) and getattr(node, "id", "") == "mapping" else ():
+        if key.value in seen:
+            complaints.add(RangeError, "config", "a YAML file with every key once", f"{key.value!r} again in line {key.start_mark.line + 1}")
+        seen.add(str(key.value))
+        _check_keys(complaints, value)
 
 
 def parse(content: Any) -> Settings:

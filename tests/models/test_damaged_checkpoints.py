@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import pickle
 import re
+import resource
+import signal
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -107,7 +109,9 @@ class Payload:
 def test_nothing_in_a_file_is_run(legacy: bool, tmp_path: Path) -> None:
     content = rwkv6.draw() | {"payload": Payload(tmp_path / "written")}
     torch.save(content, tmp_path / "small.pth", _use_new_zipfile_serialization=not legacy)
-    with pytest.raises(RangeError, match=r"path must be a checkpoint, got 'small.pth', which torch cannot read: Weights only load failed"):
+    with pytest.raises(
+        RangeError, match=r"path must be a checkpoint, got 'small.pth', which torch cannot read: it is no file of torch, or has more"
+    ):
         load(tmp_path / "small.pth")
     (tmp_path / "small.pth").write_bytes(pickle.dumps(content))
     with pytest.raises(RangeError, match="path must be a checkpoint"):
@@ -183,7 +187,7 @@ def test_paths(tmp_path: Path) -> None:
     assert load(tmp_path).config.num_layers == 2
     with pytest.raises(DtypeError, match="path must be a str or a Path, got 3 of type int"):
         load(3)  # type: ignore[arg-type]
-    with pytest.raises(DtypeError, match=r"dtype must be a floating point torch.dtype or None, got 'bfloat16'"):
+    with pytest.raises(DtypeError, match=r"dtype must be float16, bfloat16, float32, float64 or None, got 'bfloat16'"):
         load(tmp_path, dtype="bfloat16")  # type: ignore[arg-type]
     index = {"weight_map": {"emb.weight": "../a.pth"}}
     (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
@@ -318,3 +322,68 @@ def test_our_own_configuration(change: dict, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(stored))
     with pytest.raises(PenstockError):
         load(tmp_path)
+
+
+def test_what_torch_and_the_system_raise_for_files(tmp_path: Path) -> None:
+    """No error of theirs reaches the caller, and no advice to run what is in a file."""
+    weights = rwkv6.draw()
+    contents = {
+        "a pickle": ({"x": Payload(tmp_path / "written")}, "it is no file of torch, or has more than tensors in it"),
+        "numbers as names": ({1: torch.zeros(2)}, "tensors have texts as names, got 1 of type int"),
+        "a state in a dict": (
+            {"state_dict": weights},
+            "state_dict must be a tensor .* of type dict. Pass a file that has the tensors of a model alone",
+        ),
+        "float8": ({name: x.to(torch.float8_e4m3fn) for name, x in weights.items()}, "got torch.float8_e4m3fn. Quantised weights"),
+        "sparse": (weights | {"emb.weight": weights["emb.weight"].to_sparse()}, "with all its values, got sparse values"),
+        "meta": (weights | {"emb.weight": weights["emb.weight"].to("meta")}, "with all its values, got no values"),
+    }
+    for content, message in contents.values():
+        torch.save(content, tmp_path / "other.pth")
+        with pytest.raises(InvalidArgument, match=message) as caught:
+            load(tmp_path / "other.pth")
+        assert "weights_only" not in str(caught.value)
+    with pytest.raises(RangeError, match=r"path must be a file or folder that can be read, got .*name too long"):
+        load("a" * 5000)
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "config.json").write_text("[" * 100_000)
+    with pytest.raises(RangeError, match=r"config\.json must be a JSON file, got maximum recursion"):
+        load(tmp_path / "deep")
+
+
+@pytest.mark.parametrize("device", ["banana", 3.5, "cuda:999"])
+def test_devices_that_torch_cannot_use(device: object, tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="load: device must be"):
+        load(tmp_path, device=device)  # type: ignore[arg-type]
+
+
+def test_wrong_arguments_of_save(tmp_path: Path) -> None:
+    model = CausalLM(rwkv6_config(**SMALL, head_size=8))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidArgument, match="save: path must be a str or a Path, got None") as caught:
+        save(model, None, shard_bytes="5", overwrite="no")  # type: ignore[arg-type]
+    assert "shard_bytes must be a whole number" in str(caught.value)
+    assert "overwrite must be a bool" in str(caught.value)
+    with pytest.raises(InvalidArgument, match="save: model must be on a device with memory"):
+        save(CausalLM(rwkv6_config(**SMALL, head_size=8)).to("meta"), tmp_path / "new")
+    with pytest.raises(RangeError, match=r"path must be the name of a file of torch, such as model\.pth"):
+        save(model, tmp_path / "model.safetensors", "blinkdl")
+    for path, form in ((tmp_path / "file" / "new", "penstock"), (tmp_path / "file" / "new.pth", "blinkdl")):
+        with pytest.raises(OSError, match="save: path must be a place that can be written"):
+            save(model, path, form)
+    with pytest.raises(RangeError, match="path must be a file that does not exist, got '/dev/null'"):
+        save(model, "/dev/null", "blinkdl", overwrite=True)
+    assert [one.name for one in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize(("name", "form"), [("new", "penstock"), ("new.pth", "blinkdl")])
+def test_a_full_disk(name: str, form: str, tmp_path: Path) -> None:
+    limit, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limit[1]))
+    try:
+        with pytest.raises(OSError, match="save: path must be a place that can be written"):
+            save(CausalLM(rwkv6_config(**SMALL, head_size=8)), tmp_path / name, form)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert not list(tmp_path.iterdir())

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import torch
 
-from ...errors import Complaints, DtypeError, RangeError, described
+from ...call.declaration import FLOATS
+from ...errors import Complaints, DeviceError, DtypeError, RangeError, described
+from ..arguments import check_whole
 from ..causal_lm import CausalLM
 from .archive import Archive
 from .fla import FLA
@@ -15,7 +17,7 @@ from .layout import Format, read, tensors_of
 from .mamba2 import MAMBA2
 from .native import PENSTOCK
 from .rwkv import BLINKDL, HF_RWKV
-from .writing import SHARD, write_file, write_folder
+from .writing import SHARD, write_file, write_folder, writing
 
 FORMATS = (PENSTOCK, BLINKDL, HF_RWKV, MAMBA2, FLA)
 NAMES = tuple(dict.fromkeys(one.name for one in FORMATS))
@@ -51,11 +53,25 @@ def load(path: str | os.PathLike[str], *, dtype: torch.dtype | None = None, devi
     complaints = Complaints("load")
     if not isinstance(path, str | os.PathLike):
         complaints.add(DtypeError, "path", "a str or a Path", described(path))
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        complaints.add(DtypeError, "dtype", "a floating point torch.dtype or None", described(dtype))
+    if dtype is not None and dtype not in FLOATS:
+        complaints.add(DtypeError, "dtype", "float16, bfloat16, float32, float64 or None", described(dtype))
+    if device is not None:
+        _check_device(complaints, device)
     complaints.raise_any()
     archive = Archive(Path(path))
     return read(archive, format_of(archive), dtype, None if device is None else torch.device(device))
+
+
+def _check_device(complaints: Complaints, device: object) -> None:
+    """Check that torch can use a device."""
+    if not isinstance(device, str | torch.device):
+        complaints.add(DtypeError, "device", "a torch.device, its name or None", described(device))
+        return
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).partition("\n")[0]
+        complaints.add(DeviceError, "device", "one that torch can use", f"{str(device)!r} ({reason})")
 
 
 def format_of(archive: Archive) -> Format:
@@ -86,27 +102,35 @@ def save(
         The largest size of a file of weights in a folder; a tensor is never divided.
 
     Weights keep their dtypes and bits. A file has its name only when it is whole. Raises RangeError if the format has no place for the
-    model, with the formats that have, or if there are such files already.
+    model, with the formats that have, or if there are such files already; OSError if files cannot be written.
     """
     complaints = Complaints("save")
     if not isinstance(model, CausalLM):
         complaints.add(DtypeError, "model", "a CausalLM", described(model))
-        complaints.raise_any()
+    elif any(x.is_meta for x in model.state_dict().values()):
+        complaints.add(DeviceError, "model", "on a device with memory", "weights on meta", "Load or initialise it first.")
+    if not isinstance(path, str | os.PathLike):
+        complaints.add(DtypeError, "path", "a str or a Path", described(path))
+    check_whole(complaints, "shard_bytes", shard_bytes, 1)
+    if not isinstance(overwrite, bool):
+        complaints.add(DtypeError, "overwrite", "a bool", described(overwrite))
+    complaints.raise_any()
     reasons = {form: form.refuses(model.config) for form in FORMATS}
     possible = [form for form in FORMATS if form.name == format and reasons[form] is None]
     if not possible:
         why = "; ".join(f"{form.title}: {reasons[form]}" for form in FORMATS if form.name == format)
         rule = f"one of {', '.join(form.name for form in FORMATS if reasons[form] is None)} for this model"
         complaints.add(RangeError, "format", rule, f"{format!r}{f' ({why})' * bool(why)}")
-    if shard_bytes < 1:
-        complaints.add(RangeError, "shard_bytes", "at least 1", shard_bytes)
+    if possible and possible[0].stored is None and Path(path).suffix in (".safetensors", ".json"):
+        complaints.add(RangeError, "path", "the name of a file of torch, such as model.pth", repr(str(path)), "Name another file.")
     complaints.raise_any()
     form, tensors = possible[0], tensors_of(model, possible[0])
-    if form.stored is None:
-        write_file(Path(path), tensors, overwrite)
-        return
-    dtypes = {x.dtype for x in tensors.values()}
-    stored = form.stored(model.config)
-    if len(dtypes) == 1:
-        stored["dtype"] = str(dtypes.pop()).removeprefix("torch.")
-    write_folder(Path(path), tensors, stored, overwrite, shard_bytes)
+    with writing(Path(path)):
+        if form.stored is None:
+            write_file(Path(path), tensors, overwrite)
+            return
+        dtypes = {x.dtype for x in tensors.values()}
+        stored = form.stored(model.config)
+        if len(dtypes) == 1:
+            stored["dtype"] = str(dtypes.pop()).removeprefix("torch.")
+        write_folder(Path(path), tensors, stored, overwrite, shard_bytes)

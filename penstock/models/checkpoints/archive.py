@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
 import warnings
 import zipfile
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...call.declaration import FLOATS
 from ...errors import Complaints, DtypeError, MissingExtra, RangeError, described
 
 STEMS = ("model.safetensors", "pytorch_model.bin")
@@ -33,6 +35,14 @@ class Archive:
     def __init__(self, path: Path) -> None:
         self.path = path
         complaints = Complaints("load")
+        try:
+            self._read(complaints)
+        except OSError as error:
+            complaints.add(RangeError, "path", "a file or folder that can be read", f"{str(path)!r} ({error.strerror or error})")
+            complaints.raise_any()
+
+    def _read(self, complaints: Complaints) -> None:
+        path = self.path
         if not path.exists():
             complaints.add(RangeError, "path", "an existing file or folder", repr(str(path)), FOUND)
             complaints.raise_any()
@@ -46,9 +56,15 @@ class Archive:
                 complaints.add(RangeError, "path", "a checkpoint with every tensor in one file", f"{name!r} again in {file.name}")
             self.tensors |= tensors
         for name, x in self.tensors.items():
-            if not isinstance(x, Tensor) or not x.is_floating_point():
-                found = str(x.dtype) if isinstance(x, Tensor) else described(x)
-                complaints.add(DtypeError, str(name), "a tensor of floating point numbers", found, "Quantised weights are not supported.")
+            rule = "a tensor of floating point numbers"
+            if not isinstance(name, str):
+                complaints.add(DtypeError, "path", "a checkpoint whose tensors have texts as names", described(name))
+            elif not isinstance(x, Tensor):
+                complaints.add(DtypeError, name, rule, described(x), "Pass a file that has the tensors of a model alone.")
+            elif x.dtype not in FLOATS:
+                complaints.add(DtypeError, name, rule, x.dtype, "Quantised weights are not supported.")
+            elif x.layout != torch.strided or x.is_meta:
+                complaints.add(RangeError, name, f"{rule} with all its values", "sparse values" if not x.is_meta else "no values")
         complaints.raise_any()
 
     def depth(self, prefix: str) -> int:
@@ -155,6 +171,8 @@ def _read(complaints: Complaints, path: Path) -> Mapping[str, Tensor]:
             content: Any = torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
     except Exception as error:  # damaged bytes raise whatever the unpickler stumbles on
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if isinstance(error, pickle.UnpicklingError):  # torch's message advises to run what is in the file
+            reason = "it is no file of torch, or has more than tensors in it"
         complaints.add(
             RangeError, "path", "a checkpoint", f"{path.name!r}, which torch cannot read: {reason}", f"It may be cut off. {FOUND}"
         )
@@ -173,7 +191,7 @@ def _read_safetensors(complaints: Complaints, path: Path) -> Mapping[str, Tensor
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
+    except SafetensorError as error:
         complaints.add(RangeError, "path", "a checkpoint", f"{path.name!r}, which safetensors cannot read: {error}", "It may be cut off.")
         complaints.raise_any()
         raise
@@ -185,7 +203,7 @@ def _read_json(complaints: Complaints, path: Path) -> dict[str, Any]:
         return {}
     try:
         found = json.loads(path.read_text(encoding="utf-8"), object_hook=_with_infinities)
-    except (ValueError, OSError) as error:
+    except (ValueError, RecursionError) as error:
         complaints.add(RangeError, path.name, "a JSON file", str(error))
         complaints.raise_any()
         raise

@@ -6,14 +6,15 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...errors import Complaints, MissingExtra, RangeError
+from ...errors import Complaints, MissingExtra, PenstockError, RangeError
 
 SHARD = 5 * 2**30
 """Bytes of a file of a folder, as transformers has them."""
@@ -21,11 +22,28 @@ CONFIG = "config.json"
 WEIGHTS = "model*.safetensors*"
 
 
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise OSError, with the path, for files that cannot be written, as on a full disk. Leaves no new folder at ``path``."""
+    new = not path.exists()
+    try:
+        yield
+    except (OSError, RuntimeError) as error:  # torch raises RuntimeError
+        if isinstance(error, PenstockError):
+            raise
+        if new and path.is_dir() and not any(path.iterdir()):
+            path.rmdir()
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        text = f"save: path must be a place that can be written, got {str(path)!r} ({reason}). The disk may be full."
+        raise OSError(text) from error
+
+
 def write_file(path: Path, tensors: Mapping[str, Tensor], overwrite: bool) -> None:
     """Write one file of torch. Raises RangeError if there is one already."""
     complaints = Complaints("save")
-    if path.is_dir() or (path.exists() and not overwrite):
-        remedy = "Name a file." if path.is_dir() else "Name another one, or overwrite it."
+    special = path.exists() and not path.is_file()
+    if special or (path.exists() and not overwrite):
+        remedy = "Name a file." if special else "Name another one, or overwrite it."
         complaints.add(RangeError, "path", "a file that does not exist", repr(str(path)), remedy)
         complaints.raise_any()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -40,6 +58,7 @@ def write_folder(path: Path, tensors: Mapping[str, Tensor], config: Mapping[str,
     Raises RangeError if the folder has such files already.
     """
     try:
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
     except ImportError as error:
         raise MissingExtra.of("save", "safetensors", "models") from error
@@ -55,7 +74,10 @@ def write_folder(path: Path, tensors: Mapping[str, Tensor], config: Mapping[str,
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as scratch:
         files = dict(_files(tensors, shard))
         for name, inside in files.items():
-            save_file({one: _whole(tensors[one]) for one in inside}, Path(scratch) / name, {"format": "pt"})
+            try:
+                save_file({one: _whole(tensors[one]) for one in inside}, Path(scratch) / name, {"format": "pt"})
+            except SafetensorError as error:
+                raise OSError(str(error)) from error
         if len(files) > 1:
             placed = {one: name for name, inside in files.items() for one in inside}
             total = sum(x.numel() * x.element_size() for x in tensors.values())
