@@ -308,7 +308,10 @@ def _utf8(text: str) -> bytes:
 
 
 def _check_token(token: int, vocab_size: int) -> None:
+    complaints = Complaints("decode")
+    if not hasattr(token, "__index__"):
+        complaints.add(DtypeError, "token", "a whole number", described(token))
+        complaints.raise_any()
     if not 0 <= token < vocab_size:
-        complaints = Complaints("decode")
         complaints.add(RangeError, "token", f"from 0 to {vocab_size - 1}", token, "Use the tokenizer that belongs to the model.")
         complaints.raise_any()

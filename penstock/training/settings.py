@@ -120,7 +120,9 @@ def _check_keys(complaints: Complaints, node: Any) -> None:
     seen = set()
     for key, value in pairs if isinstance(pairs, list) and getattr(node, "id", "") == "mapping" else ():
         if key.value in seen:
-            complaints.add(RangeError, "config", "a YAML file with every key once", f"{key.value!r} again in line {key.start_mark.line + 1}")
+            complaints.add(
+                RangeError, "config", "a YAML file with every key once", f"{key.value!r} again in line {key.start_mark.line + 1}"
+            )
         seen.add(str(key.value))
         _check_keys(complaints, value)
 

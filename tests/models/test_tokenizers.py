@@ -243,3 +243,9 @@ def test_a_missing_package_names_its_extra(monkeypatch, module, make, extra):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(MissingExtra, match=rf"{extra} must be installed, got none\. Run pip install 'penstock\[models\]'"):
         make()
+
+
+@pytest.mark.parametrize("token", [1.5, "a", None])
+def test_tokens_of_other_types_are_refused(token):
+    with pytest.raises(DtypeError, match="decode: token must be a whole number, got"):
+        Bytes().decode([token])

@@ -99,6 +99,22 @@ def test_a_file_that_is_not_yaml_is_refused(tmp_path):
             read(tmp_path / name)
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("data: {train: 2024-13-45}", "must be a YAML file, got .*month must be in"),
+        ("data: {length: !!int abc}", "must be a YAML file, got .*invalid literal"),
+        ("[" * 50_000, "must be a YAML file, got .*recursion"),
+        ("data: {length: 16, length: 8}", "must be a YAML file with every key once, got 'length' again in line 1"),
+        ("data: {}\ndata: {}", "must be a YAML file with every key once, got 'data' again in line 2"),
+    ],
+)
+def test_values_that_yaml_cannot_read_and_keys_given_twice(text, message, tmp_path):
+    (tmp_path / "a.yaml").write_text(text)
+    with pytest.raises(InvalidArgument, match=message):
+        read(tmp_path / "a.yaml")
+
+
 def test_without_yaml_the_extra_is_named(monkeypatch, tmp_path):
     monkeypatch.setitem(__import__("sys").modules, "yaml", None)
     with pytest.raises(MissingExtra, match=r"train: pyyaml must be installed, got none\. Run pip install 'penstock\[transformers\]'"):
