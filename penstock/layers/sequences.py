@@ -80,7 +80,9 @@ class Sequences:
         return ((before - self.ends[:-1])[self.owner] + self._range(self.tokens))[None]
 
     def last(self, x: Tensor) -> Tensor:
-        """The last token [N,C] of each sequence of x [B,T,C]; of an empty sequence, any token."""
+        """The last token [N,C] of each sequence of x [B,T,C]; of an empty sequence, any token, or zeros if there is none."""
+        if self.tokens == 0:
+            return x.new_zeros(self.count, x.shape[-1])
         if self.cu_seqlens is None:
             return x[:, -1]
         return x[0].index_select(0, (self.ends[1:] - 1).clamp(min=0))
@@ -138,13 +140,15 @@ class Sequences:
         return output, after
 
     def read(self, pool: Tensor) -> Tensor:
-        """The rows [N,...] of the sequences. A skipped sequence gets the row of another one."""
-        return pool if self.slots is None else pool.index_select(0, self._rows)
+        """The rows [N,...] of the sequences. A skipped sequence gets the row of another one, or zeros if the pool has no rows."""
+        if self.slots is None:
+            return pool
+        return pool.index_select(0, self._rows) if pool.shape[0] else pool.new_zeros(self.count, *pool.shape[1:])
 
     def write(self, pools: State, states: State) -> None:
         """Write new states [N,...] to rows of their pools. A state that is its pool is already written."""
         for pool, state in zip(pools, states):
-            if state is pool or state.numel() == 0:
+            if state is pool or state.numel() == 0 or pool.numel() == 0:
                 continue
             if self.slots is None:
                 pool.copy_(state)

@@ -152,6 +152,16 @@ def test_empty_calls(name: str) -> None:
     assert all(one.shape[0] == 0 for one in flat(after))
     y = mixer.advance(x[:0], mixer.initial_state(3, x), slots=torch.tensor([], dtype=torch.int64))
     assert y.shape == (0, 5, C)
+    before = [one.clone() for one in flat(state)]
+    for rows, call in (
+        (2, {}),
+        (2, {"slots": torch.tensor([1, -1])}),
+        (1, {"cu_seqlens": torch.zeros(3, dtype=torch.int32)}),
+        (1, {"cu_seqlens": torch.zeros(3, dtype=torch.int32), "slots": torch.tensor([-1, 0])}),
+    ):
+        assert mixer.advance(x[:rows, :0], state, **call).shape == (rows, 0, C)
+    assert all(torch.equal(one, other) for one, other in zip(flat(state), before))
+    assert mixer.advance(x, mixer.initial_state(0, x), slots=torch.tensor([-1, -1])).shape == x.shape, "a pool without rows"
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -87,6 +87,19 @@ def test_packed_prompts_and_decode_steps_in_one_call(name: str, ids: Tensor) -> 
         assert torch.equal(x[[1, 3]], initial[[1, 3]])
 
 
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_calls_without_tokens(name: str, ids: Tensor) -> None:
+    model, none = model_of(name), ids[:, :0]
+    pool = model.initial_state(2)
+    model.advance(ids[:, :5], pool)
+    before = [x.clone() for x in flat(pool)]
+    packed = {"cu_seqlens": torch.tensor([0, 0, 0])}
+    for given, call in ((none, {}), (none[:1], packed), (none[:1], {**packed, "slots": torch.tensor([1, -1])})):
+        assert model.advance(given, pool, **call, last_only=True).shape == (2, SIZES["vocab_size"])
+        assert model.advance(given, pool, **call).shape == (*given.shape, SIZES["vocab_size"])
+    assert all(torch.equal(x, y) for x, y in zip(flat(pool), before))
+
+
 def copied(state):
     return type(state)(*(x.clone() if isinstance(x, Tensor) else copied(x) for x in state))
 
