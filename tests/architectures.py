@@ -37,7 +37,7 @@ ARCHITECTURES: dict[str, Config] = {
     ),
     "mamba2": mamba2(**SIZES, head_dim=8, state_size=10),
     "mamba2_grouped": with_mixer(
-        mamba2(**SIZES, tie_embeddings=False),
+        mamba2(**SIZES, head_dim=8, tie_embeddings=False),
         Mamba2Config(4, 6, 5, n_groups=2, conv_kernel=3, use_conv_bias=False, use_bias=True, time_step_limit=(0.01, 0.5)),
     ),
     "hybrid": hybrid(gla(**NARROW, num_heads=2), SoftmaxAttentionConfig(4, 2, max_length=64), [1]),

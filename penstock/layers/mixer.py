@@ -9,7 +9,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..errors import Complaints
 from .sequences import Sequences
+from .sizes import check_fields
 
 
 class Stateless(NamedTuple):
@@ -18,10 +20,23 @@ class Stateless(NamedTuple):
 
 @dataclass(frozen=True)
 class MixerConfig:
-    """Base of the configurations of mixers. A subclass is a frozen dataclass with the sizes of one kind of mixer."""
+    """Base of the configurations of mixers. A subclass is a frozen dataclass with the sizes of one kind of mixer.
+
+    Raises DtypeError or RangeError for wrong values. Rules that types do not say are in ``check``.
+    """
 
     kind: ClassVar[str]
     """The name of the kind in files."""
+
+    def __post_init__(self) -> None:
+        complaints = Complaints(type(self).__name__)
+        check_fields(complaints, self)
+        if not complaints.found:
+            self.check(complaints)
+        complaints.raise_any()
+
+    def check(self, complaints: Complaints) -> None:
+        """Check what a subclass requires beyond the types of its fields, which are right."""
 
     def build(self, hidden_size: int, layer: int = 0, num_layers: int = 1) -> Mixer:
         """A new mixer with initial weights. Some initialisations depend on the index of the layer and the number of layers."""

@@ -12,20 +12,10 @@ from torch import Tensor
 from ..call.declaration import FLOATS, INDICES, Argument
 from ..call.private import is_lazy_zero
 from ..call.validation import check_tensor, offsets, overlaps, reach, reads_values
-from ..errors import Complaints, DtypeError, RangeError, ShapeError, described, shortened
+from ..errors import Complaints, DtypeError, RangeError, ShapeError, described
 from ..recurrence.declaration import rows
 
 MODEL = "the model"
-
-
-def check_whole(complaints: Complaints, name: str, value: object, least: int) -> None:
-    """Check a whole number of at least ``least``."""
-    if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
-        complaints.add(DtypeError, name, "a whole number", described(value))
-    elif value < least:
-        complaints.add(RangeError, name, f"a whole number of at least {least}", value)
-    elif value >= 2**63:
-        complaints.add(RangeError, name, "a whole number below 2^63", shortened(value))
 
 
 def check_tokens(complaints: Complaints, ids: Tensor, vocab_size: int, device: torch.device) -> None:

@@ -12,8 +12,8 @@ from ..call.autocast import autocasting
 from ..call.declaration import FLOATS, INDICES, Argument
 from ..call.validation import check_tensor, reads_values
 from ..errors import Complaints, DtypeError, RangeError, described, shortened
+from ..layers.sizes import check_whole
 from ..recurrence.declaration import state_dtype
-from .arguments import check_whole
 
 CHUNK_TOKENS = 1024
 """Tokens whose logits are in memory together: 256 MB of float32 for a vocabulary of 65,536."""

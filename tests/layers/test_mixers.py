@@ -1,13 +1,25 @@
 """Every mixer against its formulas, token by token in float64; cut, packed and pooled sequences."""
 
+import math
+
 import pytest
 import torch
 from architectures import ARCHITECTURES, flat, randomised
 from formulas import error, literal_outputs
 from torch import Tensor
 
-from penstock import RangeError
-from penstock.layers import GLAConfig, Mixer, RetentionConfig, Sequences, SoftmaxAttentionConfig
+from penstock import InvalidArgument, RangeError
+from penstock.layers import (
+    GLAConfig,
+    Mamba2Config,
+    Mixer,
+    RetentionConfig,
+    RWKV5Config,
+    RWKV6Config,
+    Sequences,
+    SoftmaxAttentionConfig,
+    SwiGLUConfig,
+)
 
 C, LENGTH = 24, 11
 CONFIGS = {
@@ -239,6 +251,26 @@ def test_a_pool_without_room_raises() -> None:
     ("make", "message"),
     [
         (lambda: GLAConfig(num_heads=4, num_kv_heads=3), "num_kv_heads must be a divisor of num_heads = 4, got 3"),
+        (lambda: GLAConfig(num_heads=0), "GLAConfig: num_heads must be a whole number of at least 1, got 0"),
+        (lambda: GLAConfig(num_heads="4"), "num_heads must be a whole number, got '4' of type str"),
+        (lambda: GLAConfig(num_heads=2.0), "num_heads must be a whole number, got 2.0"),
+        (lambda: GLAConfig(num_kv_heads=0), "num_kv_heads must be a whole number of at least 1, got 0"),
+        (lambda: GLAConfig(conv_size=-1), "conv_size must be a whole number of at least 0, got -1"),
+        (lambda: GLAConfig(norm_eps=None), "norm_eps must be a number, got None"),
+        (lambda: GLAConfig(norm_eps="1e-5"), "norm_eps must be a number, got '1e-5' of type str"),
+        (lambda: GLAConfig(expand_k=math.nan), "expand_k must be a finite number of at least 0, got nan"),
+        (lambda: GLAConfig(use_output_gate="no"), "use_output_gate must be True or False, got 'no'"),
+        (lambda: GLAConfig(gate_logit_normalizer=0), "gate_logit_normalizer must be above 0, got 0"),
+        (lambda: GLAConfig(clamp_min=0.5), "clamp_min must be at most 0 or None, got 0.5"),
+        (lambda: GLAConfig(clamp_min=-math.inf), "clamp_min must be a finite number, got -inf"),
+        (lambda: RetentionConfig(rope_theta=0), "rope_theta must be above 0"),
+        (lambda: SoftmaxAttentionConfig(4, window_size=0), "window_size must be a whole number of at least 1, got 0"),
+        (lambda: Mamba2Config(4, conv_kernel=0), "conv_kernel must be a whole number of at least 1, got 0"),
+        (lambda: Mamba2Config(4, time_step_limit=None), "time_step_limit must be two numbers, 0 <= low <= high, got None"),
+        (lambda: RWKV6Config(head_size=None), "head_size must be a whole number, got None"),
+        (lambda: RWKV6Config(key_size=0), "key_size must be a whole number of at least 1, got 0"),
+        (lambda: RWKV5Config(version=5.2), "version must be '5.0', '5.1' or '5.2', got 5.2"),
+        (lambda: SwiGLUConfig(0), "intermediate_size must be a whole number of at least 1, got 0"),
         (lambda: GLAConfig(feature_map="tan"), "feature_map must be None or one of"),
         (lambda: GLAConfig(num_heads=5).build(24), "expand_k must be such that hidden_size"),
         (lambda: RetentionConfig(num_heads=8).build(24), "K is even, got K = 3"),
@@ -247,5 +279,13 @@ def test_a_pool_without_room_raises() -> None:
     ],
 )
 def test_wrong_sizes_raise(make, message: str) -> None:
-    with pytest.raises(RangeError, match=message):
+    with pytest.raises(InvalidArgument, match=message):
         make()
+
+
+@pytest.mark.parametrize("config", [RWKV6Config(head_size=1), RWKV5Config(head_size=1), RWKV5Config(head_size=1, version="5.0")])
+def test_heads_of_one_channel(config) -> None:
+    """Also for one token, whose norm has one value a head."""
+    mixer, x = config.build(C), inputs(1, 1, dtype=torch.float32)
+    randomised(mixer)
+    assert error(mixer(x)[0], literal_outputs(config, mixer.state_dict(), x[0])[None]) < 1e-4
