@@ -7,11 +7,13 @@ the device.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from ..call.validation import known_values
 from ..recurrence import functional
 
 State = TypeVar("State", bound=tuple[Any, ...])
@@ -131,7 +133,9 @@ class Sequences:
         if self.in_place:
             g, u = (*gates, None, None)[:2]
             slots, cu_seqlens = self.slots, self.cu_seqlens
-            return functional.advance(variant, q, k, v, g, u, state=state, slots=slots, cu_seqlens=cu_seqlens, scale=scale), state
+            # A NaN in the state of one sequence gives NaN decays in the next layer. That must not refuse a call which is half written.
+            with nullcontext() if torch.compiler.is_compiling() else known_values("g"):
+                return functional.advance(variant, q, k, v, g, u, state=state, slots=slots, cu_seqlens=cu_seqlens, scale=scale), state
         options: dict[str, Any] = {"g": gates[0]} if variant == "retention" and gates else {}
         given = () if options else gates
         output, after = getattr(functional, variant)(

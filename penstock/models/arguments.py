@@ -24,6 +24,9 @@ def check_tokens(complaints: Complaints, ids: Tensor, vocab_size: int, device: t
     if not isinstance(ids, Tensor):
         complaints.add(DtypeError, "ids", "a torch.Tensor", described(ids), "Make one with torch.tensor([[...]]).")
         return
+    if ids.layout != torch.strided:
+        complaints.add(DtypeError, "ids", "a dense tensor", ids.layout, "Convert it with ids.to_dense().")
+        return
     remedy = "One sequence is ids[None]."
     check_tensor(complaints, Argument("ids", "B T", INDICES, hint=remedy), ids, {}, device, MODEL)
     if len(complaints.found) > found or torch.compiler.is_compiling() or not reads_values(ids) or ids.numel() == 0:
@@ -143,7 +146,7 @@ def _check_part(complaints: Complaints, name: str, state: object, wanted: Any, s
 
 def _check_apart(complaints: Complaints, state: Sequence[Any]) -> None:
     """Check that no two tensors of a state share memory."""
-    named = [(name, x) for name, x in named_tensors(state) if x.numel()]
+    named = [(name, x) for name, x in named_tensors(state) if x.numel() and x.device.type != "meta"]
     for (name, x), (other, y) in pairwise(sorted(named, key=lambda pair: pair[1].data_ptr())):
         if y.data_ptr() < x.data_ptr() + reach(x) and (x.is_contiguous() or x.data_ptr() == y.data_ptr()):
             complaints.add(RangeError, other, "in memory of its own, since it is written in place", f"memory of {name}", "Clone it first.")

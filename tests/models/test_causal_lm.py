@@ -100,6 +100,24 @@ def test_calls_without_tokens(name: str, ids: Tensor) -> None:
     assert all(torch.equal(x, y) for x, y in zip(flat(pool), before))
 
 
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_nan_in_one_row_of_a_pool_stays_there(name: str, ids: Tensor) -> None:
+    """Bits of the other rows do not change, and the call is not refused after it has written a part of the pool."""
+    model, cu_seqlens, slots = model_of(name), torch.tensor([0, 3, 6, 8]), torch.tensor([3, 1, 0])
+    pools = [model.initial_state(4) for _ in range(2)]
+    for x in flat(pools[1][0]):
+        x[1] = torch.nan if x.is_floating_point() else x[1]
+    wanted, found = (model.advance(ids[:1, :8], pool, cu_seqlens=cu_seqlens, slots=slots) for pool in pools)
+    assert torch.equal(found[0, [0, 1, 2, 6, 7]], wanted[0, [0, 1, 2, 6, 7]])
+    assert all(torch.equal(x[[0, 2, 3]], y[[0, 2, 3]]) for x, y in zip(*map(flat, pools)))
+
+
+@pytest.mark.parametrize("name", ["rwkv6", "gla_grouped", "mamba2"])
+def test_models_on_the_meta_device_advance(name: str, ids: Tensor) -> None:
+    model = CausalLM(ARCHITECTURES[name]).to("meta")
+    assert model.advance(ids.to("meta"), model.initial_state(BATCH)).shape == (*ids.shape, SIZES["vocab_size"])
+
+
 def copied(state):
     return type(state)(*(x.clone() if isinstance(x, Tensor) else copied(x) for x in state))
 

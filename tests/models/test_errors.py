@@ -72,6 +72,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
     "a list of ids": (lambda ids, state: {"ids": ids.tolist()}, DtypeError, "ids must be a torch.Tensor, got [["),
     "one axis": (lambda ids, state: {"ids": ids[0]}, ShapeError, "ids must be of shape [B,T]"),
     "float ids": (lambda ids, state: {"ids": ids.float()}, DtypeError, "ids must be int32 or int64, got torch.float32"),
+    "sparse ids": (lambda ids, state: {"ids": ids.to_sparse()}, DtypeError, "ids must be a dense tensor, got torch.sparse_coo"),
     "another device": (lambda ids, state: {"ids": ids.to("meta")}, DeviceError, "ids must be on cpu, where the model is"),
     "an id too large": (lambda ids, state: {"ids": ids * 0 + 13}, RangeError, "ids must be from 0 to 12, got 13"),
     "a negative id": (lambda ids, state: {"ids": ids * 0 - 2}, RangeError, "ids must be from 0 to 12, got -2"),
