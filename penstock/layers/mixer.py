@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import Complaints
+from .arguments import check_input, check_sequences
 from .sequences import Sequences
 from .sizes import check_fields
 
@@ -75,7 +76,7 @@ class Mixer(nn.Module):
         cu_seqlens : int32 or int64 Tensor [N+1], optional
             Packed sequences, as for ``penstock.gla``. Models pass the ``Sequences`` that all of their layers share.
         """
-        sequences = Sequences.of(x, cu_seqlens)
+        sequences = cu_seqlens if isinstance(cu_seqlens, Sequences) else self._sequences("forward", x, cu_seqlens)
         return self.mix(x, self.empty_state(sequences.count, x) if state is None else state, sequences)
 
     @torch.no_grad()
@@ -88,7 +89,20 @@ class Mixer(nn.Module):
 
         Other arguments as for ``forward``.
         """
-        sequences = cu_seqlens if isinstance(cu_seqlens, Sequences) else Sequences(x, cu_seqlens, slots, in_place=True)
+        sequences = cu_seqlens
+        if not isinstance(sequences, Sequences):
+            sequences = self._sequences("advance", x, sequences, slots, state, in_place=True)
         y, after = self.mix(x, state, sequences)
         sequences.write(state, after)
         return y
+
+    def _sequences(
+        self, function: str, x: Tensor, cu_seqlens: Tensor | None, slots: Tensor | None = None, state: Any = None, *, in_place: bool = False
+    ) -> Sequences:
+        """The sequences of a call that is not a model's, which has checked its arguments."""
+        complaints = Complaints(f"{type(self).__name__}.{function}")
+        check_input(complaints, x)
+        complaints.raise_any()
+        check_sequences(complaints, x, cu_seqlens, slots, state, "x")
+        complaints.raise_any()
+        return Sequences(x, cu_seqlens, slots, in_place=in_place)

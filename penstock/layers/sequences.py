@@ -34,11 +34,6 @@ class Sequences:
         self.count = self.batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
         self._kept: dict[Any, Any] = {}
 
-    @staticmethod
-    def of(x: Tensor, given: Tensor | Sequences | None) -> Sequences:
-        """``given`` itself if it is already one, else made from x and ``cu_seqlens``."""
-        return given if isinstance(given, Sequences) else Sequences(x, given)
-
     def _once(self, name: Any, make: Callable[[], Kept]) -> Kept:
         """What ``make`` returns, computed at the first use (``cached_property`` breaks compiled graphs)."""
         if name not in self._kept:

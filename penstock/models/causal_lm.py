@@ -287,7 +287,7 @@ class CausalLM(nn.Module):
         complaints = Complaints(function)
         check_tokens(complaints, ids, self.config.vocab_size, self._like.device)
         complaints.raise_any()
-        check_sequences(complaints, ids, cu_seqlens, slots, state)
+        check_sequences(complaints, ids, cu_seqlens, slots, state, "ids")
         complaints.raise_any()
         sequences = Sequences(ids, cu_seqlens, slots, in_place=in_place)
         if in_place or state is not None:

@@ -283,6 +283,32 @@ def test_wrong_sizes_raise(make, message: str) -> None:
         make()
 
 
+WRONG_CALLS = {
+    "no batch": (lambda x: {"x": x[0]}, r"x must be of shape \[B,T,C\]"),
+    "numpy": (lambda x: {"x": x.numpy()}, "x must be a torch.Tensor, got"),
+    "whole numbers": (lambda x: {"x": x.long()}, "x must be float16 or bfloat16 or float32 or float64, got torch.int64"),
+    "a list of offsets": (lambda x: {"x": x[:1], "cu_seqlens": [0, 5]}, "cu_seqlens must be a torch.Tensor or None"),
+    "a batch with offsets": (lambda x: {"cu_seqlens": torch.tensor([0, 5])}, "B must be 1 with cu_seqlens, got 2"),
+    "offsets that end early": (lambda x: {"x": x[:1], "cu_seqlens": torch.tensor([0, 4])}, "end at T = 5"),
+    "a slot twice": (lambda x: {"slots": torch.tensor([1, 1])}, "slots must be different for every sequence"),
+    "a slot too large": (lambda x: {"slots": torch.tensor([-1, 3])}, "slots must be"),
+}
+
+
+@pytest.mark.parametrize("why", WRONG_CALLS)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_wrong_calls_raise_and_change_nothing(name: str, why: str) -> None:
+    if why.startswith("a slot") and CONFIGS[name].kind == "swiglu":
+        pytest.skip("without state there is no pool")
+    mixer, x = mixer_of(name), inputs(2, 5)
+    change, message = WRONG_CALLS[why]
+    pool = mixer.initial_state(3, x)
+    before = [one.clone() for one in flat(pool)]
+    with pytest.raises(InvalidArgument, match=message):
+        mixer.advance(**{"x": x, "state": pool} | change(x))
+    assert all(torch.equal(one, other) for one, other in zip(flat(pool), before))
+
+
 @pytest.mark.parametrize("config", [RWKV6Config(head_size=1), RWKV5Config(head_size=1), RWKV5Config(head_size=1, version="5.0")])
 def test_heads_of_one_channel(config) -> None:
     """Also for one token, whose norm has one value a head."""
