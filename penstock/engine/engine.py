@@ -12,8 +12,8 @@ from typing import Any
 
 from ..errors import Complaints, DtypeError, EngineError, QueueFull, RangeError, ShapeError, described, shortened
 from ..layers import SoftmaxAttentionConfig
+from ..layers.sizes import check_whole
 from ..models import CausalLM
-from ..models.arguments import check_whole
 from .graphs import DecodeGraphs
 from .invariance import smallest_block
 from .request import CHUNK, Event, Request, Result, SamplingParams

@@ -100,7 +100,8 @@ def norm_gate_formula(x: Tensor, gate: Tensor, weight: Tensor | None, bias: Tens
     """``norm_gate`` of x and gate [R,H,V], in the dtype of the weight."""
     R, H, V = x.shape
     if centre and weight is not None and bias is not None:
-        normed = F.group_norm(x.reshape(R, H * V).to(weight.dtype), H, weight.reshape(-1), bias.reshape(-1), eps).view(x.shape)
+        # F.group_norm refuses one value a head
+        normed = torch.group_norm(x.reshape(R, H * V).to(weight.dtype), H, weight.reshape(-1), bias.reshape(-1), eps).view(x.shape)
     else:
         normed = F.rms_norm(x if weight is None else x.to(weight.dtype), (V,), weight, eps)
     return normed * F.silu(gate)

@@ -5,12 +5,13 @@ Source: Yang et al. 2023, arXiv 2312.06635, section 4.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..errors import Complaints, RangeError
 from ..recurrence.declaration import state_dtype
 from .heads import HeadsConfig, HeadsMixer, projection
 from .sequences import Sequences
@@ -27,8 +28,16 @@ class GLAConfig(HeadsConfig):
     """The rank of the decay."""
     gate_logit_normalizer: float = 16.0
     """The log decay is divided by it."""
-    clamp_min: float | None = None
-    """The lowest log decay."""
+    clamp_min: float | None = field(default=None, metadata={"signed": True})
+    """The lowest log decay, at most 0."""
+
+    def check(self, complaints: Complaints) -> None:
+        """Check that log decays are at most 0."""
+        super().check(complaints)
+        if self.gate_logit_normalizer == 0:
+            complaints.add(RangeError, "gate_logit_normalizer", "above 0", self.gate_logit_normalizer)
+        if self.clamp_min is not None and self.clamp_min > 0:
+            complaints.add(RangeError, "clamp_min", "at most 0 or None", self.clamp_min)
 
     def build(self, hidden_size: int, layer: int = 0, num_layers: int = 1) -> GatedLinearAttention:
         """A new layer."""

@@ -29,7 +29,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class HeadsConfig(MixerConfig):
-    """The sizes that these layers share. Raises RangeError for sizes that do not fit."""
+    """The sizes that these layers share."""
 
     num_heads: int
     num_kv_heads: int | None = None
@@ -51,14 +51,12 @@ class HeadsConfig(MixerConfig):
     elementwise_affine: bool = True
     """Whether the norm has a weight [V]."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        complaints = Complaints(type(self).__name__)
+    def check(self, complaints: Complaints) -> None:
+        """Check that heads of q can share heads of k and v, and that the feature map exists."""
         if self.num_heads % self.kv_heads:
             complaints.add(RangeError, "num_kv_heads", f"a divisor of num_heads = {self.num_heads}", self.num_kv_heads)
-        if self.feature_map is not None and self.feature_map not in ACTIVATIONS:
+        if self.feature_map is not None and self.feature_map not in tuple(ACTIVATIONS):
             complaints.add(RangeError, "feature_map", f"None or one of {', '.join(ACTIVATIONS)}", repr(self.feature_map))
-        complaints.raise_any()
 
     @property
     def kv_heads(self) -> int:

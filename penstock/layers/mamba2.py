@@ -25,7 +25,7 @@ from .sequences import Sequences
 
 @dataclass(frozen=True)
 class Mamba2Config(MixerConfig):
-    """The sizes of a Mamba-2 layer. Raises RangeError for sizes that do not fit."""
+    """The sizes of a Mamba-2 layer."""
 
     kind = "mamba2"
     num_heads: int
@@ -45,16 +45,14 @@ class Mamba2Config(MixerConfig):
     """Limits of dt."""
     norm_eps: float = 1e-5
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        complaints = Complaints("Mamba2Config")
+    def check(self, complaints: Complaints) -> None:
+        """Check that groups share heads evenly, and the limits of dt."""
         if self.num_heads % self.n_groups:
             complaints.add(RangeError, "n_groups", f"a divisor of num_heads = {self.num_heads}", self.n_groups)
         limits = self.time_step_limit
-        two = isinstance(limits, tuple) and len(limits) == 2 and all(isinstance(one, int | float) for one in limits)
+        two = isinstance(limits, tuple | list) and len(limits) == 2 and all(isinstance(one, int | float) for one in limits)
         if not two or not 0 <= limits[0] <= limits[1]:
-            complaints.add(RangeError, "time_step_limit", "two numbers, 0 <= low <= high", self.time_step_limit)
-        complaints.raise_any()
+            complaints.add(RangeError, "time_step_limit", "two numbers, 0 <= low <= high", limits)
 
     def build(self, hidden_size: int, layer: int = 0, num_layers: int = 1) -> Mamba2:
         """A new layer."""

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import Complaints, DtypeError, RangeError, described, shortened
+from ..errors import Complaints
+from .arguments import check_input, check_sequences
 from .sequences import Sequences
+from .sizes import check_fields
 
 
 class Stateless(NamedTuple):
@@ -22,7 +23,7 @@ class Stateless(NamedTuple):
 class MixerConfig:
     """Base of the configurations of mixers. A subclass is a frozen dataclass with the sizes of one kind of mixer.
 
-    Raises DtypeError or RangeError for values that are not of their fields' types.
+    Raises DtypeError or RangeError for wrong values. Rules that types do not say are in ``check``.
     """
 
     kind: ClassVar[str]
@@ -31,37 +32,16 @@ class MixerConfig:
     def __post_init__(self) -> None:
         complaints = Complaints(type(self).__name__)
         check_fields(complaints, self)
+        if not complaints.found:
+            self.check(complaints)
         complaints.raise_any()
+
+    def check(self, complaints: Complaints) -> None:
+        """Check what a subclass requires beyond the types of its fields, which are right."""
 
     def build(self, hidden_size: int, layer: int = 0, num_layers: int = 1) -> Mixer:
         """A new mixer with initial weights. Some initialisations depend on the index of the layer and the number of layers."""
         raise NotImplementedError
-
-
-def check_fields(complaints: Complaints, config: Any) -> None:
-    """Check whole numbers (at least 1, or 0 where that is the default), finite numbers (eps: at least 0) and booleans of a dataclass."""
-    for one in fields(config):
-        name, value = one.name, getattr(config, one.name)
-        kind, _, optional = str(one.type).partition(" | ")
-        if kind not in _TYPES or (optional and value is None):
-            continue
-        rule, types = _TYPES[kind]
-        if not isinstance(value, types) or (isinstance(value, bool) and kind != "bool"):
-            complaints.add(DtypeError, name, rule, described(value))
-        elif kind == "int":
-            least = 0 if one.default == 0 else 1
-            if not least <= value < 2**63:
-                bound = f"of at least {least}" if value < least else "below 2^63"
-                complaints.add(RangeError, name, f"{rule} {bound}", shortened(value))
-        elif kind == "float" and not (0 if name.endswith("eps") else -math.inf) <= value < math.inf:
-            complaints.add(RangeError, name, f"a finite number{' of at least 0' * name.endswith('eps')}", value)
-
-
-_TYPES: dict[str, tuple[str, Any]] = {
-    "int": ("a whole number", int),
-    "float": ("a number", int | float),
-    "bool": ("True or False", bool),
-}
 
 
 class Mixer(nn.Module):
@@ -96,7 +76,7 @@ class Mixer(nn.Module):
         cu_seqlens : int32 or int64 Tensor [N+1], optional
             Packed sequences, as for ``penstock.gla``. Models pass the ``Sequences`` that all of their layers share.
         """
-        sequences = Sequences.of(x, cu_seqlens)
+        sequences = cu_seqlens if isinstance(cu_seqlens, Sequences) else self._sequences("forward", x, cu_seqlens)
         return self.mix(x, self.empty_state(sequences.count, x) if state is None else state, sequences)
 
     @torch.no_grad()
@@ -109,7 +89,20 @@ class Mixer(nn.Module):
 
         Other arguments as for ``forward``.
         """
-        sequences = cu_seqlens if isinstance(cu_seqlens, Sequences) else Sequences(x, cu_seqlens, slots, in_place=True)
+        sequences = cu_seqlens
+        if not isinstance(sequences, Sequences):
+            sequences = self._sequences("advance", x, sequences, slots, state, in_place=True)
         y, after = self.mix(x, state, sequences)
         sequences.write(state, after)
         return y
+
+    def _sequences(
+        self, function: str, x: Tensor, cu_seqlens: Tensor | None, slots: Tensor | None = None, state: Any = None, *, in_place: bool = False
+    ) -> Sequences:
+        """The sequences of a call that is not a model's, which has checked its arguments."""
+        complaints = Complaints(f"{type(self).__name__}.{function}")
+        check_input(complaints, x)
+        complaints.raise_any()
+        check_sequences(complaints, x, cu_seqlens, slots, state, "x")
+        complaints.raise_any()
+        return Sequences(x, cu_seqlens, slots, in_place=in_place)

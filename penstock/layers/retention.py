@@ -14,7 +14,7 @@ from torch import Tensor
 from ..errors import Complaints, RangeError
 from ..recurrence.declaration import state_dtype
 from .heads import HeadsConfig, HeadsMixer
-from .rotary import rotary, rotated
+from .rotary import check_base, rotary, rotated
 from .sequences import Sequences
 
 
@@ -27,6 +27,11 @@ class RetentionConfig(HeadsConfig):
     expand_v: float = 2.0
     rope_theta: float = 10000.0
     """The base of the rotary embedding."""
+
+    def check(self, complaints: Complaints) -> None:
+        """Check the base of the rotary embedding."""
+        super().check(complaints)
+        check_base(complaints, self.rope_theta)
 
     def build(self, hidden_size: int, layer: int = 0, num_layers: int = 1) -> Retention:
         """A new layer."""

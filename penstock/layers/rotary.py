@@ -5,6 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..errors import Complaints, RangeError
+
+
+def check_base(complaints: Complaints, base: float) -> None:
+    """Check the base of a configuration."""
+    if base == 0:
+        complaints.add(RangeError, "rope_theta", "above 0", base)
+
 
 def rotary(positions: Tensor, size: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the angles ``position * base ** (-2 i / size)``, [B,T,1,size/2]; the angles are float64."""

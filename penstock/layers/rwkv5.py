@@ -34,12 +34,10 @@ class RWKV5Config(MixerConfig):
     norm_eps: float = 64e-5
     """Of ``ln_x``. The authors normalise x / 8 with 1e-5."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self, complaints: Complaints) -> None:
+        """Check the version."""
         if self.version not in ("5.0", "5.1", "5.2"):
-            complaints = Complaints("RWKV5Config")
             complaints.add(RangeError, "version", "'5.0', '5.1' or '5.2'", repr(self.version))
-            complaints.raise_any()
 
     def build(self, hidden_size: int, layer: int = 0, num_layers: int = 1) -> RWKV5TimeMix:
         """A new time mix."""
@@ -117,5 +115,7 @@ class RWKV5TimeMix(Mixer):
         if gated:
             normed = norm_gate(output, self.gate(x_g[0]), self.ln_x.weight, self.ln_x.bias, self.ln_x.eps, centre=True)
         else:
-            normed = self.ln_x(output.reshape(-1, H * n)).view(*x.shape[:-1], H * n)
+            norm = self.ln_x  # whose forward refuses one value a head
+            normed = torch.group_norm(output.reshape(-1, H * n).to(norm.weight.dtype), H, norm.weight, norm.bias, norm.eps)
+            normed = normed.view(*x.shape[:-1], H * n)
         return self.output(normed), RWKV5State(shift, wkv)

@@ -7,11 +7,13 @@ the device.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from ..call.validation import known_values
 from ..recurrence import functional
 
 State = TypeVar("State", bound=tuple[Any, ...])
@@ -31,11 +33,6 @@ class Sequences:
         self.cu_seqlens, self.slots, self.in_place = cu_seqlens, slots, in_place
         self.count = self.batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
         self._kept: dict[Any, Any] = {}
-
-    @staticmethod
-    def of(x: Tensor, given: Tensor | Sequences | None) -> Sequences:
-        """``given`` itself if it is already one, else made from x and ``cu_seqlens``."""
-        return given if isinstance(given, Sequences) else Sequences(x, given)
 
     def _once(self, name: Any, make: Callable[[], Kept]) -> Kept:
         """What ``make`` returns, computed at the first use (``cached_property`` breaks compiled graphs)."""
@@ -80,7 +77,9 @@ class Sequences:
         return ((before - self.ends[:-1])[self.owner] + self._range(self.tokens))[None]
 
     def last(self, x: Tensor) -> Tensor:
-        """The last token [N,C] of each sequence of x [B,T,C]; of an empty sequence, any token."""
+        """The last token [N,C] of each sequence of x [B,T,C]; of an empty sequence, any token, or zeros if there is none."""
+        if self.tokens == 0:
+            return x.new_zeros(self.count, x.shape[-1])
         if self.cu_seqlens is None:
             return x[:, -1]
         return x[0].index_select(0, (self.ends[1:] - 1).clamp(min=0))
@@ -129,7 +128,9 @@ class Sequences:
         if self.in_place:
             g, u = (*gates, None, None)[:2]
             slots, cu_seqlens = self.slots, self.cu_seqlens
-            return functional.advance(variant, q, k, v, g, u, state=state, slots=slots, cu_seqlens=cu_seqlens, scale=scale), state
+            # A NaN in the state of one sequence gives NaN decays in the next layer. That must not refuse a call which is half written.
+            with nullcontext() if torch.compiler.is_compiling() else known_values("g"):
+                return functional.advance(variant, q, k, v, g, u, state=state, slots=slots, cu_seqlens=cu_seqlens, scale=scale), state
         options: dict[str, Any] = {"g": gates[0]} if variant == "retention" and gates else {}
         given = () if options else gates
         output, after = getattr(functional, variant)(
@@ -138,13 +139,15 @@ class Sequences:
         return output, after
 
     def read(self, pool: Tensor) -> Tensor:
-        """The rows [N,...] of the sequences. A skipped sequence gets the row of another one."""
-        return pool if self.slots is None else pool.index_select(0, self._rows)
+        """The rows [N,...] of the sequences. A skipped sequence gets the row of another one, or zeros if the pool has no rows."""
+        if self.slots is None:
+            return pool
+        return pool.index_select(0, self._rows) if pool.shape[0] else pool.new_zeros(self.count, *pool.shape[1:])
 
     def write(self, pools: State, states: State) -> None:
         """Write new states [N,...] to rows of their pools. A state that is its pool is already written."""
         for pool, state in zip(pools, states):
-            if state is pool or state.numel() == 0:
+            if state is pool or state.numel() == 0 or pool.numel() == 0:
                 continue
             if self.slots is None:
                 pool.copy_(state)

@@ -15,13 +15,13 @@ from ..softmax import softmax_attention
 from .heads import projection
 from .mixer import Mixer, MixerConfig
 from .norms import RMSNorm
-from .rotary import rotary, rotated
+from .rotary import check_base, rotary, rotated
 from .sequences import Sequences
 
 
 @dataclass(frozen=True)
 class SoftmaxAttentionConfig(MixerConfig):
-    """The sizes of a softmax attention layer. Raises RangeError for sizes that do not fit."""
+    """The sizes of a softmax attention layer."""
 
     kind = "softmax_attention"
     num_heads: int
@@ -40,12 +40,12 @@ class SoftmaxAttentionConfig(MixerConfig):
     max_length: int = 2048
     """The room for tokens in a row of the states that ``initial_state`` makes."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        complaints = Complaints("SoftmaxAttentionConfig")
+    def check(self, complaints: Complaints) -> None:
+        """Check that heads of q can share heads of k and v, and the base of the rotary embedding."""
         if self.num_kv_heads is not None and self.num_heads % self.num_kv_heads:
             complaints.add(RangeError, "num_kv_heads", f"a divisor of num_heads = {self.num_heads}", self.num_kv_heads)
-        complaints.raise_any()
+        if self.rope_theta is not None:
+            check_base(complaints, self.rope_theta)
 
     def build(self, hidden_size: int, layer: int = 0, num_layers: int = 1) -> SoftmaxAttention:
         """A new layer."""

@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..call.declaration import FLOATS, INDICES, Argument
 from ..call.private import is_lazy_zero
-from ..call.validation import check_tensor, offsets, overlaps, reach, reads_values
-from ..errors import Complaints, DtypeError, RangeError, ShapeError, described, shortened
-from ..recurrence.declaration import rows
+from ..call.validation import check_tensor, overlaps, reach, reads_values
+from ..errors import Complaints, DtypeError, RangeError, ShapeError, described
+from ..layers.arguments import check_sequences, named_tensors
+
+__all__ = ["check_sequences", "check_state", "check_tokens", "marks", "named_tensors"]
 
 MODEL = "the model"
-
-
-def check_whole(complaints: Complaints, name: str, value: object, least: int) -> None:
-    """Check a whole number of at least ``least``."""
-    if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
-        complaints.add(DtypeError, name, "a whole number", described(value))
-    elif value < least:
-        complaints.add(RangeError, name, f"a whole number of at least {least}", value)
-    elif value >= 2**63:
-        complaints.add(RangeError, name, "a whole number below 2^63", shortened(value))
 
 
 def check_tokens(complaints: Complaints, ids: Tensor, vocab_size: int, device: torch.device) -> None:
@@ -33,6 +25,9 @@ def check_tokens(complaints: Complaints, ids: Tensor, vocab_size: int, device: t
     found = len(complaints.found)
     if not isinstance(ids, Tensor):
         complaints.add(DtypeError, "ids", "a torch.Tensor", described(ids), "Make one with torch.tensor([[...]]).")
+        return
+    if ids.layout != torch.strided:
+        complaints.add(DtypeError, "ids", "a dense tensor", ids.layout, "Convert it with ids.to_dense().")
         return
     remedy = "One sequence is ids[None]."
     check_tensor(complaints, Argument("ids", "B T", INDICES, hint=remedy), ids, {}, device, MODEL)
@@ -42,48 +37,6 @@ def check_tokens(complaints: Complaints, ids: Tensor, vocab_size: int, device: t
     if least < 0 or most >= vocab_size:
         value = least if least < 0 else most
         complaints.add(RangeError, "ids", f"from 0 to {vocab_size - 1}", value, "Use the tokenizer that belongs to the model.")
-
-
-def check_sequences(complaints: Complaints, ids: Tensor, cu_seqlens: object, slots: object, state: object) -> None:
-    """Check the offsets of packed sequences and the rows of a pool."""
-    B, T = ids.shape
-    sizes = {"B": B, "T": T}
-    if cu_seqlens is None:
-        sizes["N"] = B
-    elif _is_tensor(cu_seqlens, "cu_seqlens", complaints):
-        if B != 1:
-            complaints.add(ShapeError, "B", "1 with cu_seqlens", B, "Pack all sequences along the token axis.")
-        check_tensor(complaints, Argument("cu_seqlens", "N+1", INDICES), cu_seqlens, sizes, ids.device, "ids")
-    if slots is not None and _is_tensor(slots, "slots", complaints):
-        check_tensor(complaints, Argument("slots", "N", INDICES), slots, sizes, ids.device, "ids")
-    if complaints.found or torch.compiler.is_compiling():
-        return
-    rows_of_pool = next((x.shape[0] for _, x in named_tensors(state) if x.dim()), None)
-    if rows_of_pool is not None:
-        sizes["P"] = rows_of_pool
-    for name, x, rule in (("cu_seqlens", cu_seqlens, offsets("T")), ("slots", slots, rows)):
-        if isinstance(x, Tensor) and reads_values(x):
-            wrong = rule(x, sizes)
-            if wrong is not None:
-                complaints.add(RangeError, name, *wrong)
-
-
-def _is_tensor(value: object, name: str, complaints: Complaints) -> TypeGuard[Tensor]:
-    if not isinstance(value, Tensor):
-        complaints.add(DtypeError, name, "a torch.Tensor or None", described(value))
-    return isinstance(value, Tensor)
-
-
-def named_tensors(state: object, name: str = "state") -> Iterator[tuple[str, Tensor]]:
-    """All tensors of a state with their names, as ``state[3].mixer.shift``."""
-    if isinstance(state, Tensor):
-        yield name, state
-    elif isinstance(state, tuple) and hasattr(state, "_fields"):
-        for field, one in zip(state._fields, state):
-            yield from named_tensors(one, f"{name}.{field}")
-    elif isinstance(state, list | tuple):
-        for n, one in enumerate(state):
-            yield from named_tensors(one, f"{name}[{n}]")
 
 
 def marks(state: object, *others: object) -> tuple[object, ...] | None:
@@ -153,7 +106,7 @@ def _check_part(complaints: Complaints, name: str, state: object, wanted: Any, s
 
 def _check_apart(complaints: Complaints, state: Sequence[Any]) -> None:
     """Check that no two tensors of a state share memory."""
-    named = [(name, x) for name, x in named_tensors(state) if x.numel()]
+    named = [(name, x) for name, x in named_tensors(state) if x.numel() and x.device.type != "meta"]
     for (name, x), (other, y) in pairwise(sorted(named, key=lambda pair: pair[1].data_ptr())):
         if y.data_ptr() < x.data_ptr() + reach(x) and (x.is_contiguous() or x.data_ptr() == y.data_ptr()):
             complaints.add(RangeError, other, "in memory of its own, since it is written in place", f"memory of {name}", "Clone it first.")

@@ -20,7 +20,8 @@ from torch.utils.checkpoint import checkpoint
 from ..errors import Complaints, DtypeError, ShapeError, described
 from ..layers import Mixer, Sequences, Stateless
 from ..layers.norms import RMSNorm
-from .arguments import check_sequences, check_state, check_tokens, check_whole, marks
+from ..layers.sizes import check_whole
+from .arguments import check_sequences, check_state, check_tokens, marks
 from .config import Config
 from .loss import CHUNK_TOKENS, Reduction, linear_cross_entropy
 from .sampling import check_sampling, sample
@@ -286,7 +287,7 @@ class CausalLM(nn.Module):
         complaints = Complaints(function)
         check_tokens(complaints, ids, self.config.vocab_size, self._like.device)
         complaints.raise_any()
-        check_sequences(complaints, ids, cu_seqlens, slots, state)
+        check_sequences(complaints, ids, cu_seqlens, slots, state, "ids")
         complaints.raise_any()
         sequences = Sequences(ids, cu_seqlens, slots, in_place=in_place)
         if in_place or state is not None:

@@ -8,7 +8,7 @@ True
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, Literal
 
 from ..errors import Complaints, DtypeError, RangeError, ShapeError, described
@@ -26,8 +26,7 @@ from ..layers import (
     SoftmaxAttentionConfig,
     SwiGLUConfig,
 )
-from ..layers.mixer import check_fields
-from .arguments import check_whole
+from ..layers.sizes import check_fields, check_whole
 
 Norm = Literal["layer_norm", "rms_norm"]
 
@@ -89,13 +88,10 @@ class Config:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Config:
-        """The inverse of ``to_dict``. Raises RangeError for unknown names."""
-        known = {field.name for field in fields(cls)}
-        complaints = Complaints("Config.from_dict")
-        for name in sorted(set(values) - known):
-            complaints.add(RangeError, "values", f"made of {', '.join(sorted(known))}", repr(name))
-        complaints.raise_any()
-        return cls(**{name: _restored(value) if name in ("mixer", "channel") else value for name, value in values.items()})
+        """The inverse of ``to_dict``. Raises RangeError for unknown or missing names."""
+        given = {name: _restored(value) if name in ("mixer", "channel") else value for name, value in values.items()}
+        _check_names(cls, "values", given)
+        return cls(**given)
 
 
 def _plain(value: Any) -> Any:
@@ -117,7 +113,19 @@ def _restored(value: Any) -> Any:
         complaints.add(RangeError, "kind", f"one of {', '.join(CONFIGS)}", repr(kind))
         complaints.raise_any()
     sizes = {name: tuple(one) if isinstance(one, list) else one for name, one in value.items() if name != "kind"}
+    _check_names(CONFIGS[kind], kind, sizes)
     return CONFIGS[kind](**sizes)
+
+
+def _check_names(config: type[Any], name: str, values: Mapping[str, Any]) -> None:
+    """Check that a configuration has these fields, and that none without default is missing."""
+    known = {field.name: field.default is MISSING for field in fields(config)}
+    complaints = Complaints("Config.from_dict")
+    for one in sorted(set(values) - set(known), key=str):
+        complaints.add(RangeError, name, f"made of {', '.join(sorted(known))}", repr(one))
+    for one in (one for one, required in known.items() if required and one not in values):
+        complaints.add(RangeError, name, f"a mapping with {one}", f"{', '.join(map(str, values)) or 'nothing'}")
+    complaints.raise_any()
 
 
 def rwkv5(
@@ -125,10 +133,9 @@ def rwkv5(
     version: Literal["5.0", "5.1", "5.2"] = "5.2",
 ) -> Config:  # fmt: skip
     """RWKV-5 ("Eagle"). Defaults as in published models."""
-    _check_sizes("rwkv5", hidden_size=hidden_size)
     return _rwkv(
         vocab_size, hidden_size, num_layers, RWKV5Config(head_size, version=version),
-        RWKV5ChannelConfig(intermediate_size if intermediate_size is not None else int(hidden_size * 3.5) // 32 * 32),
+        RWKV5ChannelConfig(_channel_size(hidden_size) if intermediate_size is None else intermediate_size),
     )  # fmt: skip
 
 
@@ -141,11 +148,24 @@ def rwkv6(
     >>> rwkv6(vocab_size=65536, hidden_size=2048, num_layers=24).channel
     RWKV6ChannelConfig(intermediate_size=7168)
     """
-    _check_sizes("rwkv6", hidden_size=hidden_size, mix_rank=mix_rank, decay_rank=decay_rank)
+    channel = RWKV6ChannelConfig(_channel_size(hidden_size) if intermediate_size is None else intermediate_size)
     large = 1 + (hidden_size >= 4096)
-    mixer = RWKV6Config(head_size, mix_rank=mix_rank or 32 * large, decay_rank=decay_rank or 64 * large)
-    channel = RWKV6ChannelConfig(intermediate_size if intermediate_size is not None else int(hidden_size * 3.5) // 32 * 32)
+    ranks = 32 * large if mix_rank is None else mix_rank, 64 * large if decay_rank is None else decay_rank
+    mixer = RWKV6Config(head_size, mix_rank=ranks[0], decay_rank=ranks[1])
     return _rwkv(vocab_size, hidden_size, num_layers, mixer, channel)
+
+
+def _channel_size(hidden_size: int) -> int:
+    """The usual width of a channel mix: 3.5 * hidden_size, rounded down to a multiple of 32."""
+    _check_hidden_size(hidden_size)
+    return max(int(hidden_size * 3.5) // 32 * 32, 32)
+
+
+def _check_hidden_size(hidden_size: object) -> None:
+    """Check it before other sizes are computed from it."""
+    complaints = Complaints("Config")
+    check_whole(complaints, "hidden_size", hidden_size, 1)
+    complaints.raise_any()
 
 
 def _rwkv(vocab_size: int, hidden_size: int, num_layers: int, mixer: MixerConfig, channel: MixerConfig) -> Config:
@@ -157,15 +177,8 @@ def gla(
     num_kv_heads: int | None = None, conv_size: int = 0,
 ) -> Config:  # fmt: skip
     """Gated linear attention with a gated feed-forward layer. Defaults as in published models."""
-    _check_sizes("gla", hidden_size=hidden_size)
     mixer = GLAConfig(num_heads, num_kv_heads, conv_size=conv_size)
-    return Config(
-        vocab_size,
-        hidden_size,
-        num_layers,
-        mixer,
-        SwiGLUConfig(intermediate_size if intermediate_size is not None else feed_forward_size(hidden_size)),
-    )
+    return Config(vocab_size, hidden_size, num_layers, mixer, _feed_forward(intermediate_size, hidden_size))
 
 
 def retnet(
@@ -173,15 +186,8 @@ def retnet(
     num_kv_heads: int | None = None, conv_size: int = 0,
 ) -> Config:  # fmt: skip
     """RetNet with a gated feed-forward layer. Defaults as in published models."""
-    _check_sizes("retnet", hidden_size=hidden_size)
     mixer = RetentionConfig(num_heads, num_kv_heads, conv_size=conv_size)
-    return Config(
-        vocab_size,
-        hidden_size,
-        num_layers,
-        mixer,
-        SwiGLUConfig(intermediate_size if intermediate_size is not None else feed_forward_size(hidden_size, 2)),
-    )
+    return Config(vocab_size, hidden_size, num_layers, mixer, _feed_forward(intermediate_size, hidden_size, 2))
 
 
 def linear(
@@ -189,15 +195,13 @@ def linear(
     feature_map: str | None = "elu+1", normalize: bool = False,
 ) -> Config:  # fmt: skip
     """Linear attention with a gated feed-forward layer."""
-    _check_sizes("linear", hidden_size=hidden_size)
     mixer = LinearAttentionConfig(num_heads, feature_map=feature_map, normalize=normalize)
-    return Config(
-        vocab_size,
-        hidden_size,
-        num_layers,
-        mixer,
-        SwiGLUConfig(intermediate_size if intermediate_size is not None else feed_forward_size(hidden_size)),
-    )
+    return Config(vocab_size, hidden_size, num_layers, mixer, _feed_forward(intermediate_size, hidden_size))
+
+
+def _feed_forward(intermediate_size: int | None, hidden_size: int, ratio: float = 4) -> SwiGLUConfig:
+    _check_hidden_size(hidden_size)
+    return SwiGLUConfig(feed_forward_size(hidden_size, ratio) if intermediate_size is None else intermediate_size)
 
 
 def mamba2(
@@ -209,23 +213,18 @@ def mamba2(
     >>> mamba2(vocab_size=50288, hidden_size=768, num_layers=24).mixer.num_heads
     24
     """
-    _check_sizes("mamba2", hidden_size=hidden_size, num_heads=num_heads, head_dim=head_dim)
     if num_heads is None:
+        _check_hidden_size(hidden_size)
+        complaints = Complaints("mamba2")
+        check_whole(complaints, "head_dim", head_dim, 1)
+        if not complaints.found and 2 * hidden_size % head_dim:
+            complaints.add(RangeError, "head_dim", f"a divisor of 2 * hidden_size = {2 * hidden_size}", head_dim, "Or pass num_heads.")
+        complaints.raise_any()
         num_heads = 2 * hidden_size // head_dim
-        _check_sizes("mamba2", **{"2 * hidden_size // head_dim": num_heads})
     mixer = Mamba2Config(num_heads, head_dim, state_size, n_groups)
     return Config(
         vocab_size, hidden_size, num_layers, mixer, norm_eps=1e-5, tie_embeddings=tie_embeddings, residual_in_float32=True
     )  # fmt: skip
-
-
-def _check_sizes(function: str, **sizes: int | None) -> None:
-    """Check the sizes that others are computed from."""
-    complaints = Complaints(function)
-    for name, value in sizes.items():
-        if value is not None or name == "hidden_size":
-            check_whole(complaints, name, value, 1)
-    complaints.raise_any()
 
 
 def hybrid(config: Config, attention: SoftmaxAttentionConfig, layers: Iterable[int]) -> Config:

@@ -12,8 +12,8 @@ from ..call.autocast import autocasting
 from ..call.declaration import FLOATS, INDICES, Argument
 from ..call.validation import check_tensor, reads_values
 from ..errors import Complaints, DtypeError, RangeError, described, shortened
+from ..layers.sizes import check_whole
 from ..recurrence.declaration import state_dtype
-from .arguments import check_whole
 
 CHUNK_TOKENS = 1024
 """Tokens whose logits are in memory together: 256 MB of float32 for a vocabulary of 65,536."""
@@ -69,19 +69,23 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, reduction: Reduction, chunk_tokens: int) -> Tensor:
-        ctx.options = ignore_index, reduction, chunk_tokens
+        ctx.options, ctx.dtype = (ignore_index, reduction, chunk_tokens), x.dtype
         losses = x.new_empty(labels.shape, dtype=state_dtype(x.dtype))
         counted = labels != ignore_index
-        share = 1 / counted.sum().to(losses.dtype) if reduction == "mean" else losses.new_ones(())
+        one = losses.new_ones(())
+        share = 1 / counted.sum().to(losses.dtype) if reduction == "mean" else one
         if reduction == "none":
             for begin in range(0, len(labels), chunk_tokens):
                 part = slice(begin, begin + chunk_tokens)
                 _, losses[part] = _chunk(x[part], weight, labels[part], counted[part])
             ctx.save_for_backward(x, weight, labels, counted)
             return losses
-        wanted = ctx.needs_input_grad[:2]
-        losses, dx, dweight = _pass(x, weight, labels, counted, share.expand(labels.shape), wanted, chunk_tokens)
-        ctx.save_for_backward(dx, dweight)
+        # the gradients of a mean are too small for float16: there the share is multiplied in the backward pass, after the loss scale
+        now, later = (one, share.masked_fill(share.isinf(), 0)) if x.dtype == torch.float16 else (share, one)
+        losses, dx, dweight = _pass(x, weight, labels, counted, now.expand(labels.shape), ctx.needs_input_grad[:2], chunk_tokens)
+        if dweight is not None and x.dtype != torch.float16:
+            dweight = dweight.to(weight.dtype)
+        ctx.save_for_backward(dx, dweight, later)
         return losses.sum() * share
 
     @staticmethod
@@ -90,15 +94,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if ctx.options[1] == "none":
             x, weight, labels, counted = ctx.saved_tensors
             _, dx, dweight = _pass(x, weight, labels, counted, gradient, ctx.needs_input_grad[:2], ctx.options[2])
-        else:
-            dx, dweight = (None if one is None else one * gradient.to(one.dtype) for one in ctx.saved_tensors)
+            return dx, None if dweight is None else dweight.to(weight.dtype), None, None, None, None
+        dx, dweight, later = ctx.saved_tensors
+        factor = (gradient * later).view(1, 1)  # an axis, so that products are computed in its dtype
+        dx, dweight = (
+            None if one is None else torch.mul(one, factor, out=torch.empty_like(one, dtype=ctx.dtype)) for one in (dx, dweight)
+        )  # fmt: skip
         return dx, dweight, None, None, None, None
 
 
 def _pass(
     x: Tensor, weight: Tensor, labels: Tensor, counted: Tensor, gradient: Tensor, wanted: tuple[bool, bool], chunk_tokens: int
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Losses [T], and the gradients of x and weight for the gradients [T] of the losses."""
+    """Losses [T], and the gradients of x and weight for the gradients [T] of the losses; that of the weight is not rounded."""
     losses = x.new_empty(labels.shape, dtype=state_dtype(x.dtype))
     dx = torch.empty_like(x) if wanted[0] else None
     dweight = torch.zeros_like(weight, dtype=losses.dtype) if wanted[1] else None
@@ -119,7 +127,7 @@ def _pass(
                 dweight.addmm_(narrow.T, x[part])
             else:
                 dweight += narrow.T @ x[part]
-    return losses, dx, None if dweight is None else dweight.to(weight.dtype)
+    return losses, dx, dweight
 
 
 def _chunk(x: Tensor, weight: Tensor, labels: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from ..errors import Complaints, RangeError, ShapeError
-from .arguments import check_whole
+from ..layers.sizes import check_whole
 from .causal_lm import CausalLM
 from .sampling import check_sampling, sample
 

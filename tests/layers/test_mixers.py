@@ -1,13 +1,25 @@
 """Every mixer against its formulas, token by token in float64; cut, packed and pooled sequences."""
 
+import math
+
 import pytest
 import torch
 from architectures import ARCHITECTURES, flat, randomised
 from formulas import error, literal_outputs
 from torch import Tensor
 
-from penstock import RangeError
-from penstock.layers import GLAConfig, Mixer, RetentionConfig, Sequences, SoftmaxAttentionConfig
+from penstock import InvalidArgument, RangeError
+from penstock.layers import (
+    GLAConfig,
+    Mamba2Config,
+    Mixer,
+    RetentionConfig,
+    RWKV5Config,
+    RWKV6Config,
+    Sequences,
+    SoftmaxAttentionConfig,
+    SwiGLUConfig,
+)
 
 C, LENGTH = 24, 11
 CONFIGS = {
@@ -152,6 +164,16 @@ def test_empty_calls(name: str) -> None:
     assert all(one.shape[0] == 0 for one in flat(after))
     y = mixer.advance(x[:0], mixer.initial_state(3, x), slots=torch.tensor([], dtype=torch.int64))
     assert y.shape == (0, 5, C)
+    before = [one.clone() for one in flat(state)]
+    for rows, call in (
+        (2, {}),
+        (2, {"slots": torch.tensor([1, -1])}),
+        (1, {"cu_seqlens": torch.zeros(3, dtype=torch.int32)}),
+        (1, {"cu_seqlens": torch.zeros(3, dtype=torch.int32), "slots": torch.tensor([-1, 0])}),
+    ):
+        assert mixer.advance(x[:rows, :0], state, **call).shape == (rows, 0, C)
+    assert all(torch.equal(one, other) for one, other in zip(flat(state), before))
+    assert mixer.advance(x, mixer.initial_state(0, x), slots=torch.tensor([-1, -1])).shape == x.shape, "a pool without rows"
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -229,6 +251,26 @@ def test_a_pool_without_room_raises() -> None:
     ("make", "message"),
     [
         (lambda: GLAConfig(num_heads=4, num_kv_heads=3), "num_kv_heads must be a divisor of num_heads = 4, got 3"),
+        (lambda: GLAConfig(num_heads=0), "GLAConfig: num_heads must be a whole number of at least 1, got 0"),
+        (lambda: GLAConfig(num_heads="4"), "num_heads must be a whole number, got '4' of type str"),
+        (lambda: GLAConfig(num_heads=2.0), "num_heads must be a whole number, got 2.0"),
+        (lambda: GLAConfig(num_kv_heads=0), "num_kv_heads must be a whole number of at least 1, got 0"),
+        (lambda: GLAConfig(conv_size=-1), "conv_size must be a whole number of at least 0, got -1"),
+        (lambda: GLAConfig(norm_eps=None), "norm_eps must be a number, got None"),
+        (lambda: GLAConfig(norm_eps="1e-5"), "norm_eps must be a number, got '1e-5' of type str"),
+        (lambda: GLAConfig(expand_k=math.nan), "expand_k must be a finite number of at least 0, got nan"),
+        (lambda: GLAConfig(use_output_gate="no"), "use_output_gate must be True or False, got 'no'"),
+        (lambda: GLAConfig(gate_logit_normalizer=0), "gate_logit_normalizer must be above 0, got 0"),
+        (lambda: GLAConfig(clamp_min=0.5), "clamp_min must be at most 0 or None, got 0.5"),
+        (lambda: GLAConfig(clamp_min=-math.inf), "clamp_min must be a finite number, got -inf"),
+        (lambda: RetentionConfig(rope_theta=0), "rope_theta must be above 0"),
+        (lambda: SoftmaxAttentionConfig(4, window_size=0), "window_size must be a whole number of at least 1, got 0"),
+        (lambda: Mamba2Config(4, conv_kernel=0), "conv_kernel must be a whole number of at least 1, got 0"),
+        (lambda: Mamba2Config(4, time_step_limit=None), "time_step_limit must be two numbers, 0 <= low <= high, got None"),
+        (lambda: RWKV6Config(head_size=None), "head_size must be a whole number, got None"),
+        (lambda: RWKV6Config(key_size=0), "key_size must be a whole number of at least 1, got 0"),
+        (lambda: RWKV5Config(version=5.2), "version must be '5.0', '5.1' or '5.2', got 5.2"),
+        (lambda: SwiGLUConfig(0), "intermediate_size must be a whole number of at least 1, got 0"),
         (lambda: GLAConfig(feature_map="tan"), "feature_map must be None or one of"),
         (lambda: GLAConfig(num_heads=5).build(24), "expand_k must be such that hidden_size"),
         (lambda: RetentionConfig(num_heads=8).build(24), "K is even, got K = 3"),
@@ -237,5 +279,39 @@ def test_a_pool_without_room_raises() -> None:
     ],
 )
 def test_wrong_sizes_raise(make, message: str) -> None:
-    with pytest.raises(RangeError, match=message):
+    with pytest.raises(InvalidArgument, match=message):
         make()
+
+
+WRONG_CALLS = {
+    "no batch": (lambda x: {"x": x[0]}, r"x must be of shape \[B,T,C\]"),
+    "numpy": (lambda x: {"x": x.numpy()}, "x must be a torch.Tensor, got"),
+    "whole numbers": (lambda x: {"x": x.long()}, "x must be float16 or bfloat16 or float32 or float64, got torch.int64"),
+    "a list of offsets": (lambda x: {"x": x[:1], "cu_seqlens": [0, 5]}, "cu_seqlens must be a torch.Tensor or None"),
+    "a batch with offsets": (lambda x: {"cu_seqlens": torch.tensor([0, 5])}, "B must be 1 with cu_seqlens, got 2"),
+    "offsets that end early": (lambda x: {"x": x[:1], "cu_seqlens": torch.tensor([0, 4])}, "end at T = 5"),
+    "a slot twice": (lambda x: {"slots": torch.tensor([1, 1])}, "slots must be different for every sequence"),
+    "a slot too large": (lambda x: {"slots": torch.tensor([-1, 3])}, "slots must be"),
+}
+
+
+@pytest.mark.parametrize("why", WRONG_CALLS)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_wrong_calls_raise_and_change_nothing(name: str, why: str) -> None:
+    if why.startswith("a slot") and CONFIGS[name].kind == "swiglu":
+        pytest.skip("without state there is no pool")
+    mixer, x = mixer_of(name), inputs(2, 5)
+    change, message = WRONG_CALLS[why]
+    pool = mixer.initial_state(3, x)
+    before = [one.clone() for one in flat(pool)]
+    with pytest.raises(InvalidArgument, match=message):
+        mixer.advance(**{"x": x, "state": pool} | change(x))
+    assert all(torch.equal(one, other) for one, other in zip(flat(pool), before))
+
+
+@pytest.mark.parametrize("config", [RWKV6Config(head_size=1), RWKV5Config(head_size=1), RWKV5Config(head_size=1, version="5.0")])
+def test_heads_of_one_channel(config) -> None:
+    """Also for one token, whose norm has one value a head."""
+    mixer, x = config.build(C), inputs(1, 1, dtype=torch.float32)
+    randomised(mixer)
+    assert error(mixer(x)[0], literal_outputs(config, mixer.state_dict(), x[0])[None]) < 1e-4

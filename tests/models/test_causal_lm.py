@@ -87,6 +87,37 @@ def test_packed_prompts_and_decode_steps_in_one_call(name: str, ids: Tensor) -> 
         assert torch.equal(x[[1, 3]], initial[[1, 3]])
 
 
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_calls_without_tokens(name: str, ids: Tensor) -> None:
+    model, none = model_of(name), ids[:, :0]
+    pool = model.initial_state(2)
+    model.advance(ids[:, :5], pool)
+    before = [x.clone() for x in flat(pool)]
+    packed = {"cu_seqlens": torch.tensor([0, 0, 0])}
+    for given, call in ((none, {}), (none[:1], packed), (none[:1], {**packed, "slots": torch.tensor([1, -1])})):
+        assert model.advance(given, pool, **call, last_only=True).shape == (2, SIZES["vocab_size"])
+        assert model.advance(given, pool, **call).shape == (*given.shape, SIZES["vocab_size"])
+    assert all(torch.equal(x, y) for x, y in zip(flat(pool), before))
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_nan_in_one_row_of_a_pool_stays_there(name: str, ids: Tensor) -> None:
+    """Bits of the other rows do not change, and the call is not refused after it has written a part of the pool."""
+    model, cu_seqlens, slots = model_of(name), torch.tensor([0, 3, 6, 8]), torch.tensor([3, 1, 0])
+    pools = [model.initial_state(4) for _ in range(2)]
+    for x in flat(pools[1][0]):
+        x[1] = torch.nan if x.is_floating_point() else x[1]
+    wanted, found = (model.advance(ids[:1, :8], pool, cu_seqlens=cu_seqlens, slots=slots) for pool in pools)
+    assert torch.equal(found[0, [0, 1, 2, 6, 7]], wanted[0, [0, 1, 2, 6, 7]])
+    assert all(torch.equal(x[[0, 2, 3]], y[[0, 2, 3]]) for x, y in zip(*map(flat, pools)))
+
+
+@pytest.mark.parametrize("name", ["rwkv6", "gla_grouped", "mamba2"])
+def test_models_on_the_meta_device_advance(name: str, ids: Tensor) -> None:
+    model = CausalLM(ARCHITECTURES[name]).to("meta")
+    assert model.advance(ids.to("meta"), model.initial_state(BATCH)).shape == (*ids.shape, SIZES["vocab_size"])
+
+
 def copied(state):
     return type(state)(*(x.clone() if isinstance(x, Tensor) else copied(x) for x in state))
 

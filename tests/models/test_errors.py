@@ -14,7 +14,7 @@ from torch import Tensor
 from penstock import DeviceError, DtypeError, InvalidArgument, RangeError, ShapeError
 from penstock.errors import Complaints
 from penstock.layers import GLAConfig, RWKV6State, ShiftState, SwiGLUConfig
-from penstock.models import CausalLM, Config, LayerState, causal_lm, gla, hybrid, rwkv6
+from penstock.models import CausalLM, Config, LayerState, causal_lm, gla, hybrid, mamba2, rwkv6
 from penstock.models.arguments import named_tensors
 from penstock.models.sampling import check_sampling
 
@@ -72,6 +72,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
     "a list of ids": (lambda ids, state: {"ids": ids.tolist()}, DtypeError, "ids must be a torch.Tensor, got [["),
     "one axis": (lambda ids, state: {"ids": ids[0]}, ShapeError, "ids must be of shape [B,T]"),
     "float ids": (lambda ids, state: {"ids": ids.float()}, DtypeError, "ids must be int32 or int64, got torch.float32"),
+    "sparse ids": (lambda ids, state: {"ids": ids.to_sparse()}, DtypeError, "ids must be a dense tensor, got torch.sparse_coo"),
     "another device": (lambda ids, state: {"ids": ids.to("meta")}, DeviceError, "ids must be on cpu, where the model is"),
     "an id too large": (lambda ids, state: {"ids": ids * 0 + 13}, RangeError, "ids must be from 0 to 12, got 13"),
     "a negative id": (lambda ids, state: {"ids": ids * 0 - 2}, RangeError, "ids must be from 0 to 12, got -2"),
@@ -239,6 +240,14 @@ def test_messages_of_generate(model: CausalLM, ids: Tensor, options: dict[str, A
         (lambda: CausalLM(5), DtypeError, "CausalLM: config must be a Config, got 5 of type int"),
         (lambda: CausalLM(rwkv6(vocab_size=5, num_layers=1, hidden_size=100)), InvalidArgument, "a multiple of head_size = 64"),
         (lambda: Config(5, 8, 2, (GLAConfig(),)), ShapeError, "mixer must be one for each of 2 layers, got 1"),
+        (lambda: Config(5, 8, 1, GLAConfig(), norm_eps=None), DtypeError, "Config: norm_eps must be a number, got None"),
+        (lambda: Config(5, 8, 1, GLAConfig(), tie_embeddings="no"), DtypeError, "tie_embeddings must be True or False, got 'no'"),
+        (lambda: rwkv6(vocab_size=5, num_layers=1, hidden_size=None), DtypeError, "hidden_size must be a whole number, got None"),
+        (lambda: gla(vocab_size=5, num_layers=1, hidden_size="64"), DtypeError, "hidden_size must be a whole number, got '64'"),
+        (lambda: mamba2(vocab_size=5, num_layers=1, hidden_size=24), RangeError, "head_dim must be a divisor of 2 * hidden_size = 48"),
+        (lambda: rwkv6(vocab_size=5, num_layers=1, hidden_size=64, intermediate_size=0), RangeError, "intermediate_size must be a whole"),
+        (lambda: Config.from_dict({"mixer": {"kind": "gla", "heads": 3}}), RangeError, "gla must be made of clamp_min, conv_bias"),
+        (lambda: Config.from_dict({"mixer": {"kind": "mamba2"}}), RangeError, "mamba2 must be a mapping with num_heads, got nothing"),
         (lambda: Config(5, 8, 2, "gla"), DtypeError, "mixer must be a MixerConfig"),
         (lambda: Config(5, 8, 2, None), DtypeError, "mixer must be a MixerConfig"),
         (lambda: Config(5, 8, 1, GLAConfig(), norm="batch"), RangeError, "norm must be 'layer_norm' or 'rms_norm', got 'batch'"),

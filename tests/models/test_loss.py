@@ -74,6 +74,20 @@ def test_autocast() -> None:
     assert weight.grad.dtype == torch.float32
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_float16_gradients_with_a_loss_scale(reduction: str) -> None:
+    """Gradients of a mean over many tokens are below the range of float16 before they are multiplied by the scale."""
+    x, weight, labels = arguments(torch.float16)
+    x, labels = x.detach().repeat(400, 1).requires_grad_(), labels.repeat(400)
+    scale = 2.0**17 if reduction == "mean" else 16.0
+    (linear_cross_entropy(x, weight, labels, reduction=reduction) * scale).backward()
+    wide = [one.detach().double().requires_grad_() for one in (x, weight)]
+    (F.cross_entropy(wide[0] @ wide[1].T, labels, reduction=reduction) * scale).backward()
+    for one, other in zip((x, weight), wide):
+        assert one.grad.dtype == torch.float16
+        assert error(one.grad, other.grad) < 2e-3
+
+
 def test_large_logits_stay_finite() -> None:
     x, weight, labels = arguments(torch.float32)
     loss = linear_cross_entropy(x * 1e4, weight, labels)
@@ -87,6 +101,11 @@ def test_no_token_counts() -> None:
     assert linear_cross_entropy(x, weight, labels * 0 - 100).isnan()
     assert linear_cross_entropy(x, weight, labels * 0 - 100, reduction="sum") == 0
     assert linear_cross_entropy(x[:0], weight, labels[:0], reduction="sum") == 0
+    for dtype in (torch.float16, torch.float64):
+        x, weight, labels = arguments(dtype)
+        linear_cross_entropy(x, weight, labels * 0 - 100).backward()
+        assert not x.grad.any()
+        assert not weight.grad.any()
 
 
 def test_peak_memory_is_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from ...call.declaration import FLOATS
 from ...errors import Complaints, DeviceError, DtypeError, RangeError, described
-from ..arguments import check_whole
+from ...layers.sizes import check_whole
 from ..causal_lm import CausalLM
 from .archive import Archive
 from .fla import FLA
