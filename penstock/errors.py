@@ -8,7 +8,11 @@
     │   ├── DtypeError (TypeError)        a wrong dtype or Python type
     │   ├── DeviceError                   tensors on different devices, or a device that torch cannot use
     │   └── RangeError                    a wrong value: a positive decay, inconsistent cu_seqlens, an unknown name
-    └── ImplementationRefused (RuntimeError)   no implementation, or not the named one, takes this call
+    ├── ImplementationRefused (RuntimeError)   no implementation, or not the named one, takes this call
+    ├── MissingExtra (ImportError)        an optional package is needed and not installed
+    └── EngineError (RuntimeError)        a request that the engine could not finish
+        ├── QueueFull                     too many requests wait
+        └── OutOfMemory                   a step did not fit into memory
 
 A message has the form ``<function>: <argument> must be <rule>, got <value>. <what to do>.`` and lists every broken rule.
 """
@@ -45,6 +49,31 @@ class RangeError(InvalidArgument):
 
 class ImplementationRefused(PenstockError, RuntimeError):
     """The named implementation refuses this call or, with ``impl="auto"``, all implementations do."""
+
+
+class MissingExtra(PenstockError, ImportError):
+    """An optional package is needed and not installed."""
+
+    @classmethod
+    def of(cls, function: str, package: str, extra: str) -> MissingExtra:
+        """The error for a package that belongs to an extra.
+
+        >>> MissingExtra.of("load", "safetensors", "models")
+        MissingExtra("load: safetensors must be installed, got none. Run pip install 'penstock[models]'.")
+        """
+        return cls(f"{function}: {package} must be installed, got none. Run pip install 'penstock[{extra}]'.")
+
+
+class EngineError(PenstockError, RuntimeError):
+    """A request that the engine could not finish."""
+
+
+class QueueFull(EngineError):
+    """Too many requests wait."""
+
+
+class OutOfMemory(EngineError):
+    """A step did not fit into memory."""
 
 
 @dataclass

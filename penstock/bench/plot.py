@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import Complaints, PenstockError, RangeError
+from ..errors import Complaints, MissingExtra, RangeError
 from ..verify.inputs import GATES
 from .measure import Measurement, Timing
 from .report import duration
@@ -31,10 +31,6 @@ FORMATS = (".png", ".pdf", ".svg")
 MODES = {"fwd": "forward", "fwdbwd": "forward and backward", "decode": "decode step"}
 
 
-class MissingExtra(PenstockError, ImportError):
-    """An optional package is needed and not installed."""
-
-
 def check_plot(path: Path) -> None:
     """Raise RangeError for an unknown file type, MissingExtra without matplotlib."""
     if path.suffix not in FORMATS:
@@ -48,7 +44,7 @@ def _figures() -> Any:
     try:
         from matplotlib.figure import Figure  # needs no display, and does not change the global state of pyplot
     except ImportError as error:
-        raise MissingExtra("plot: matplotlib must be installed, got none. Run pip install 'penstock[plot]'.") from error
+        raise MissingExtra.of("plot", "matplotlib", "plot") from error
     return Figure
 
 

@@ -1,7 +1,8 @@
-"""The command line: ``penstock check``, ``bench``, ``profile``, ``tune`` and ``demo``. One file per command."""
+"""The command line. One file per command."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from inspect import cleandoc
 from typing import Annotated, Any
 
@@ -13,7 +14,10 @@ from ..errors import PenstockError
 from .bench import bench
 from .check import check
 from .demo import demo
+from .eval import evaluate
+from .generate import generate
 from .profile import profile
+from .train import train
 from .tune import tune
 
 
@@ -35,7 +39,7 @@ main = typer.Typer(
     add_completion=False,
     pretty_exceptions_show_locals=False,
     rich_markup_mode="rich",
-    help="Check, time, profile and tune the kernels of recurrent language models.",
+    help="Check, time, profile and tune the kernels of recurrent language models; train and evaluate models, and generate text.",
 )
 
 
@@ -53,7 +57,17 @@ def options(
     """Options of the program itself."""
 
 
-for command in (check, bench, profile, tune, demo):
+COMMANDS: dict[str, Callable[..., None]] = {
+    "check": check,
+    "bench": bench,
+    "profile": profile,
+    "tune": tune,
+    "train": train,
+    "generate": generate,
+    "eval": evaluate,
+    "demo": demo,
+}
+for name, command in COMMANDS.items():
     paragraphs = cleandoc(command.__doc__ or "").split("\n\n")
     # each paragraph is one line, and the terminal wraps it
-    main.command(help="\n\n".join(paragraph.replace("\n", " ") for paragraph in paragraphs))(command)
+    main.command(name, help="\n\n".join(paragraph.replace("\n", " ") for paragraph in paragraphs))(command)

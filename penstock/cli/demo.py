@@ -15,12 +15,12 @@ from rich.text import Text
 from ..bench.candidates import loop, ours
 from ..bench.cases import MODELS
 from ..bench.measure import Measurement, measure
-from ..bench.plot import MissingExtra, plot_measurements
+from ..bench.plot import plot_measurements
 from ..bench.record import Record
 from ..bench.report import duration
 from ..demo.text import python_topics
 from ..demo.train import WEIGHTS, train
-from ..errors import Complaints
+from ..errors import Complaints, MissingExtra
 from ..verify.inputs import Shape, inputs
 from ..verify.machine import Machine
 from .check import print_check

@@ -15,11 +15,11 @@ from rich.console import Console
 from ..bench.candidates import Mode
 from ..bench.clock import one_line
 from ..bench.measure import Measurement
-from ..bench.plot import MissingExtra, plot_profile
+from ..bench.plot import plot_profile
 from ..bench.profile import MODES, candidates, hidden, profiled, trace_folder
 from ..bench.record import Record
 from ..bench.report import print_profile
-from ..errors import Complaints, PenstockError
+from ..errors import Complaints, MissingExtra, PenstockError
 from ..recurrence.variants import VARIANTS
 from ..verify.inputs import Shape, inputs
 from ..verify.machine import Machine, using_threads

@@ -16,11 +16,12 @@ from penstock import DeviceError, ImplementationRefused
 from penstock.bench import plot, trace
 from penstock.bench.candidates import Candidate, loop, ours
 from penstock.bench.loop import token_loop
-from penstock.bench.plot import MissingExtra, plot_profile
+from penstock.bench.plot import plot_profile
 from penstock.bench.profile import MODES, candidates, hidden, profiled
 from penstock.bench.record import Record
 from penstock.bench.trace import ON_GPU, WAIT, WARM_UP, read, record
 from penstock.cli import main
+from penstock.errors import MissingExtra
 from penstock.recurrence.operators import FAMILY
 from penstock.recurrence.variants import VARIANTS
 from penstock.verify import oracle

@@ -14,8 +14,9 @@ from penstock.bench import plot
 from penstock.bench.candidates import Candidate, ours
 from penstock.bench.loop import token_loop
 from penstock.bench.measure import Untimed, measure
-from penstock.bench.plot import MissingExtra, plot_measurements
+from penstock.bench.plot import plot_measurements
 from penstock.bench.record import Record
+from penstock.errors import MissingExtra
 from penstock.verify import oracle
 from penstock.verify.inputs import GATES, Shape, inputs
 from penstock.verify.machine import Machine

@@ -1,0 +1,37 @@
+"""``penstock train``: training as a YAML file says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..training.run import train as run
+from ..training.settings import read
+from .generate import INTERRUPTED
+
+
+def train(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="The settings; docs/training.md lists them.")],
+) -> None:
+    """Train a model, new or from a checkpoint, on text or tokens.
+
+    Writes the model, checkpoints, and events for TensorBoard. The same command continues after an interruption.
+
+    [bold]Examples[/bold]
+
+      penstock train small.yaml
+
+      tensorboard --logdir runs/small
+    """
+    settings = read(config)
+    try:
+        trained = run(settings)
+    except KeyboardInterrupt:
+        typer.echo("\nInterrupted. The same command continues from the last checkpoint.", err=True)
+        raise typer.Exit(INTERRUPTED) from None
+    losses = [("training", trained.loss), ("evaluation", trained.evaluation_loss)]
+    found = ", ".join(f"{name} loss {loss:.4f} nats a token" for name, loss in losses if loss is not None)
+    typer.echo(f"{trained.steps} steps, {found}")
+    typer.echo(f"penstock generate --model {trained.folder} --prompt TEXT")

@@ -1,0 +1,346 @@
+"""The engine: requests in, tokens out."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import Complaints, DtypeError, EngineError, QueueFull, RangeError, ShapeError, described, shortened
+from ..layers import SoftmaxAttentionConfig
+from ..models import CausalLM
+from ..models.arguments import check_whole
+from .invariance import smallest_block
+from .request import CHUNK, Event, Request, Result, SamplingParams
+from .runner import Runner
+from .state_cache import CacheCounts, StateCache
+from .state_pool import StatePool
+from .states import KeptState, SequenceState, fingerprint, load_state, save_state
+from .steps import Steps
+from .streaming import Mailboxes
+
+Prompt = str | Items[int]
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What an engine does now, and did so far."""
+
+    running: int
+    waiting: int
+    slots: int
+    steps: int
+    prompt_tokens: int
+    """Computed ones: those from the cache do not count."""
+    generated_tokens: int
+    cache_bytes: int
+    cache_entries: int
+    cache: CacheCounts
+
+
+class Engine:
+    """Generates for many requests together: one forward pass a step for all of them. See ``docs/engine.md``.
+
+    The tokens of a request do not depend on what runs beside it, nor on how its prompt was cut, cached, forked or preempted: in
+    float32, tokens are equal; with ``batch_invariant``, logits are equal to the bit.
+
+    model : CausalLM
+        In evaluation; its weights must not change. Models with softmax attention are refused: their state grows with the sequence.
+    tokenizer : penstock.models.tokenizers.Tokenizer, optional
+        Without one, prompts are tokens, results have no text, and there are no stop strings.
+    slots : int
+        Sequences that run together. Each one takes two states of memory.
+    token_budget : int
+        The most tokens of a forward pass; at least slots + 128. It bounds the time between two tokens of a stream.
+    cache_bytes, host_cache_bytes : int
+        Memory for states of earlier prompts on the device, and on the host for those that leave the device. 0: none.
+    keep_every : int
+        States of long prompts are kept at multiples of this many tokens. A multiple of 64.
+    max_queue : int
+        Requests that may wait; one more raises QueueFull.
+    batch_invariant : bool
+        Equal bits, at the cost of padding: see ``invariance.py``. Raises EngineError where products depend on the number of rows.
+    overlap : bool, optional
+        Launch the next step before the tokens of this one are on the host. Default: on a GPU.
+
+    >>> from penstock.models import CausalLM, rwkv6
+    >>> engine = Engine(CausalLM(rwkv6(vocab_size=16, hidden_size=16, num_layers=1, head_size=8)), slots=4)
+    >>> results = engine.generate([[1, 2, 3], [4, 5]], SamplingParams(max_tokens=3, seed=1))
+    >>> [len(result.tokens) for result in results]
+    [3, 3]
+    """
+
+    def __init__(
+        self, model: CausalLM, tokenizer: Any = None, *, slots: int = 32, token_budget: int = 2048, cache_bytes: int = 2**28,
+        host_cache_bytes: int = 0, keep_every: int = 1024, max_queue: int = 1024, batch_invariant: bool = False,
+        overlap: bool | None = None,
+    ) -> None:  # fmt: skip
+        self._check_model(model)
+        numbers = {"slots": (slots, 1), "token_budget": (token_budget, 1), "cache_bytes": (cache_bytes, 0), "max_queue": (max_queue, 0)}
+        complaints = Complaints("Engine")
+        for name, (value, least) in {**numbers, "host_cache_bytes": (host_cache_bytes, 0), "keep_every": (keep_every, CHUNK)}.items():
+            check_whole(complaints, name, value, least)
+        complaints.raise_any()
+        if token_budget < slots + 2 * CHUNK:
+            rule = f"at least slots + {2 * CHUNK} = {slots + 2 * CHUNK}"
+            complaints.add(RangeError, "token_budget", rule, token_budget, "All streams and two chunks must fit into a step.")
+        if keep_every % CHUNK:
+            complaints.add(RangeError, "keep_every", f"a multiple of {CHUNK}", keep_every)
+        complaints.raise_any()
+        self.model, self.tokenizer, self.max_queue = model, tokenizer, max_queue
+        self.vocab_size = min(model.config.vocab_size, getattr(tokenizer, "vocab_size", model.config.vocab_size))
+        self._pool = StatePool(model, slots)
+        device = self._pool.memory.device
+        self._cache = StateCache(cache_bytes, host_cache_bytes, KeptState.to_host, lambda state: state.to(device))
+        self._block = smallest_block(model, token_budget) if batch_invariant else 1
+        runner = Runner(model, self._pool, self.vocab_size, self._block)
+        self._steps = Steps(
+            runner, self._pool, self._cache, token_budget=token_budget, keep_every=keep_every,
+            overlap=device.type == "cuda" if overlap is None else overlap, tokenizer=tokenizer, model_hash=self._hash,
+        )  # fmt: skip
+        self._model_hash: str | None = None
+        self._lock = threading.RLock()
+        """Held by a step, and by whatever changes what steps see."""
+        self._inbox: deque[Request] = deque()
+        self._commands: deque[Callable[[], None]] = deque()
+        """Run between steps."""
+        self._wake = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self._mailboxes = Mailboxes()
+
+    # requests
+
+    def generate(self, prompts: Prompt | Items[Prompt], params: SamplingParams | Items[SamplingParams] | None = None) -> list[Result]:
+        """Run prompts to their ends: one Result for each, in their order.
+
+        prompts : a text or tokens, or a list of such
+        params : SamplingParams, or one for each prompt
+
+        A request that fails has its error in its Result. Raises InvalidArgument for wrong arguments, before anything runs.
+
+        May be called from several threads.
+        """
+        one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        listed: Items[Any] = [prompts] if one else prompts  # type: ignore[list-item]
+        given = list(params) if isinstance(params, list | tuple) else [params or SamplingParams()] * len(listed)
+        if len(given) != len(listed):
+            raise ShapeError(f"generate: params must be one for each of {len(listed)} prompts, got {len(given)}. Or pass a single one.")
+        requests = [self._request("generate", prompt, some) for prompt, some in zip(listed, given)]
+        for request in requests:
+            self._put(request)
+        while not all(request.done for request in requests):
+            self.step()
+        return [request.result for request in requests]
+
+    def submit(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0, boundaries: Items[int] = (),
+        state: SequenceState | None = None, sink: Callable[[Request, Event], None] | None = None,
+    ) -> Request:  # fmt: skip
+        """Queue a request. Steps run while ``stream`` or ``generate`` are in use, after ``start``, or by calls of ``step``.
+
+        priority : int
+            Higher ones run first, and take the slots of lower ones if none is free.
+        boundaries : sequence of int
+            Positions in the prompt whose states are worth keeping, such as the ends of chat messages.
+        state : SequenceState, optional
+            Continue from it: the prompt, which may be empty, comes behind its tokens.
+        sink : callable, optional
+            Called for each Event, by the thread that runs the step. If it raises, this request fails.
+
+        Raises InvalidArgument, or QueueFull.
+        """
+        request = self._request("submit", prompt, params or SamplingParams(), priority, boundaries, state)
+        request.sink = sink
+        if self.waiting >= self.max_queue:
+            raise QueueFull(f"submit: waiting requests must be at most {self.max_queue}, got one more. Try again later.")
+        self._put(request)
+        return request
+
+    async def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0, boundaries: Items[int] = (),
+        state: SequenceState | None = None,
+    ) -> AsyncIterator[Event]:  # fmt: skip
+        """Events of a request as they come. Leaving the loop early cancels it. Arguments and errors as for ``submit``.
+
+        A request that fails raises its error after its last event.
+        """
+        self.start()
+        with self._mailboxes.open() as mailbox:
+            request = self.submit(prompt, params, priority=priority, boundaries=boundaries, state=state, sink=mailbox.put)
+            try:
+                left = request.params.n
+                while left:
+                    event = await mailbox.get()
+                    left -= event.finish_reason is not None
+                    yield event
+                if request.result.error is not None:
+                    raise request.result.error
+            finally:
+                self.cancel(request)
+
+    def cancel(self, request: Request) -> None:
+        """End a request and free its slot before the next step. One that is done stays as it is."""
+        if not request.done:
+            self._command(lambda: None if request.done else self._steps.cancel(request))
+
+    def fork(self, request: Request, prompt: Prompt = (), params: SamplingParams | None = None, *, index: int = 0) -> Request:
+        """A new request that continues a completion of a running one after its last token, or after a further prompt.
+
+        Raises EngineError if the completion does not run.
+        """
+        return self.submit(prompt, params or request.params, state=self.state_of(request, index=index))
+
+    def state_of(self, request: Request, *, index: int = 0) -> SequenceState:
+        """The state of a completion that runs, after its last token. Raises EngineError if it does not run."""
+        with self._lock:
+            self._receive()
+            self._steps.drain()
+            one = request.sequences[index] if index < len(request.sequences) else None
+            if one is None or one.slot is None or one.computed < len(request.prompt):
+                remedy = "For a finished one, set keep_state in its SamplingParams."
+                raise EngineError(f"state_of: completion {index} must be running and past its prompt, got one that is not. {remedy}")
+            return self._steps.state_of(one)
+
+    # states in files
+
+    def save_state(self, state: SequenceState, path: str | Path) -> None:
+        """Write a state as safetensors. Raises MissingExtra, or RangeError for the state of another model."""
+        if state.model != self._hash():
+            raise RangeError("save_state: state must be of this engine's model, got one of another model. Save it with its own engine.")
+        save_state(state, path, self.model, self._pool)
+
+    def load_state(self, path: str | Path) -> SequenceState:
+        """Read a state that ``save_state`` wrote. Raises MissingExtra, and RangeError or ShapeError unless it fits this model."""
+        return load_state(path, self.model, self._pool, self._hash())
+
+    # running
+
+    def step(self) -> bool:
+        """Run one step; whether there was anything to do."""
+        with self._lock:
+            self._receive()
+            try:
+                return self._steps.step()
+            finally:
+                self._mailboxes.deliver()
+
+    def start(self) -> None:
+        """Run steps in a background thread from now on."""
+        with self._lock:
+            if self._closed:
+                raise EngineError("start: the engine must be open, got a closed one. Make a new one.")
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="penstock-engine", daemon=True)
+                self._thread.start()
+
+    def close(self) -> None:
+        """Cancel all requests and end the background thread."""
+        self._closed = True
+        self._wake.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        with self._lock:
+            self._receive()
+            self._steps.drain()
+            for request in list(self._steps.requests):
+                self._steps.cancel(request)
+            self._mailboxes.deliver()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def waiting(self) -> int:
+        """Sequences that wait for a slot."""
+        return len(self._inbox) + self._steps.scheduler.waiting
+
+    @property
+    def stats(self) -> Stats:
+        """Counts of now and so far."""
+        steps, cache = self._steps, self._cache
+        return Stats(
+            len(steps.scheduler.running), self.waiting, self._pool.slots, steps.steps, steps.prompt_tokens, steps.generated_tokens,
+            cache.bytes, len(cache), cache.counts,
+        )  # fmt: skip
+
+    def check_integrity(self) -> None:
+        """Raise PenstockError if a slot is lost or shared."""
+        with self._lock:
+            self._pool.check_integrity([one.slot for one in self._steps.scheduler.running if one.slot is not None])
+
+    def _work(self) -> None:
+        while not self._closed:
+            self._wake.clear()
+            if not self.step():
+                self._wake.wait()
+
+    def _put(self, request: Request) -> None:
+        if self._closed:
+            raise EngineError("submit: the engine must be open, got a closed one. Make a new one.")
+        self._inbox.append(request)
+        self._wake.set()
+
+    def _command(self, command: Callable[[], None]) -> None:
+        self._commands.append(command)
+        self._wake.set()
+
+    def _receive(self) -> None:
+        while self._inbox:
+            self._steps.add(self._inbox.popleft())
+        while self._commands:
+            self._commands.popleft()()
+
+    def _hash(self) -> str:
+        if self._model_hash is None:
+            self._model_hash = fingerprint(self.model)
+        return self._model_hash
+
+    def _request(
+        self, function: str, prompt: Any, params: SamplingParams, priority: int = 0, boundaries: Items[int] = (),
+        state: SequenceState | None = None,
+    ) -> Request:  # fmt: skip
+        complaints = Complaints(function)
+        if not isinstance(params, SamplingParams):
+            complaints.add(DtypeError, "params", "SamplingParams", described(params))
+            complaints.raise_any()
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                complaints.add(DtypeError, "prompt", "tokens, because the engine has no tokenizer", described(prompt))
+                complaints.raise_any()
+            prompt = self.tokenizer.encode(prompt)
+        tokens = list(prompt)
+        wrong = next((token for token in tokens if type(token) is not int or not 0 <= token < self.model.config.vocab_size), None)
+        if wrong is not None:
+            complaints.add(RangeError, "prompt", f"tokens from 0 to {self.model.config.vocab_size - 1}", shortened(wrong))
+        if state is not None and state.model != self._hash():
+            complaints.add(RangeError, "state", "of this model", "one of another model")
+        if not tokens and state is None:
+            complaints.add(ShapeError, "prompt", "at least one token", "none")
+        if params.stop and self.tokenizer is None:
+            complaints.add(RangeError, "stop", "empty, because the engine has no tokenizer", shortened(params.stop), "Use stop_ids.")
+        if state is not None and params.prompt_logprobs is not None:
+            complaints.add(RangeError, "prompt_logprobs", "None with a state", params.prompt_logprobs)
+        complaints.raise_any()
+        whole = tokens if state is None else [*state.tokens, *tokens]
+        return Request(whole, params, priority, tuple(boundaries), state=state)
+
+    @staticmethod
+    def _check_model(model: object) -> None:
+        complaints = Complaints("Engine")
+        if not isinstance(model, CausalLM):
+            complaints.add(DtypeError, "model", "a CausalLM", described(model), "penstock.models.load reads one.")
+            complaints.raise_any()
+        assert isinstance(model, CausalLM)
+        softmax = [n for n, mixer in enumerate(model.config.mixers) if isinstance(mixer, SoftmaxAttentionConfig)]
+        if softmax:
+            remedy = "Its state grows with the sequence, and the slots of the engine have a fixed size. Use CausalLM.generate."
+            complaints.add(RangeError, "model", "free of softmax attention", f"softmax attention in layers {softmax}", remedy)
+        complaints.raise_any()

@@ -1,0 +1,287 @@
+"""What callers give and get: sampling parameters, events, results. And the sequences that the scheduler sees. No torch."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ..errors import Complaints, DtypeError, PenstockError, RangeError, described, shortened
+
+CHUNK = 64
+"""Prompts are cut, kept and cached at multiples of this many tokens only: ``CausalLM.advance`` walks a row in chunks of 64."""
+MOST_LOGPROBS = 20
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+def aligned(position: int) -> int:
+    """A position rounded down to a multiple of ``CHUNK``."""
+    return position // CHUNK * CHUNK
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are chosen, and when a sequence ends. Raises DtypeError or RangeError.
+
+    In this order: logit_bias, repetition penalty, presence and frequency penalties, temperature, min_p, top_k, top_p.
+    """
+
+    max_tokens: int = 16
+    """At most this many new tokens; 0 with ``prompt_logprobs`` only scores the prompt."""
+    temperature: float = 1.0
+    """Divides the logits; 0 takes the most likely token."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 keeps all. Of equal logits, the lower tokens come first."""
+    top_p: float = 1.0
+    """Keep the smallest set of most likely tokens whose probabilities sum to at least this."""
+    min_p: float = 0.0
+    """Keep tokens with at least this share of the probability of the most likely one."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens that were generated."""
+    frequency_penalty: float = 0.0
+    """Subtracted from the logits of tokens as often as they were generated."""
+    repetition_penalty: float = 1.0
+    """Positive logits of tokens of the prompt and of generated tokens are divided by this, negative ones multiplied."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Added to the logits of these tokens; -inf excludes one."""
+    seed: int | None = None
+    """Equal seeds give equal tokens, whatever runs beside them. None: a random one."""
+    stop: tuple[str, ...] = ()
+    """End before the first of these texts (behind it with ``include_stop``). Needs a tokenizer."""
+    stop_ids: tuple[int, ...] = ()
+    """End at one of these tokens. It is among the tokens of the result; its text is left out."""
+    include_stop: bool = False
+    ignore_end: bool = False
+    """Go on after the tokenizer's end of text."""
+    n: int = 1
+    """The number of completions, of one prefill. Completion i has a seed derived from ``seed`` and i."""
+    logprobs: int | None = None
+    """Log probabilities of generated tokens, and of this many most likely ones. They are of the model's own logits."""
+    prompt_logprobs: int | None = None
+    """Likewise of the tokens of the prompt, each given those before it. The prompt is then never taken from the cache."""
+    keep_state: bool = False
+    """Return the state after each completion, to continue from it."""
+    echo: bool = False
+    """Put the prompt's text before the completions' texts."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        for name in ("stop", "stop_ids"):
+            if isinstance(getattr(self, name), list):
+                object.__setattr__(self, name, tuple(getattr(self, name)))
+        complaints = Complaints("SamplingParams")
+        for name, (least, most) in _WHOLE.items():
+            _check_whole(complaints, name, getattr(self, name), least, most)
+        for name, (lowest, highest) in _NUMBERS.items():
+            _check_number(complaints, name, getattr(self, name), lowest, highest)
+        if isinstance(self.top_p, int | float) and self.top_p == 0:
+            complaints.add(RangeError, "top_p", "above 0 and at most 1", self.top_p)
+        if isinstance(self.repetition_penalty, int | float) and self.repetition_penalty == 0:
+            complaints.add(RangeError, "repetition_penalty", "above 0", self.repetition_penalty, "1 changes nothing.")
+        _check_items(complaints, "stop", self.stop, str, "non-empty texts")
+        _check_items(complaints, "stop_ids", self.stop_ids, int, "tokens")
+        if not isinstance(self.logit_bias, Mapping) or not all(
+            isinstance(token, int) and isinstance(bias, int | float) and not math.isnan(bias) and bias < math.inf
+            for token, bias in self.logit_bias.items()
+        ):
+            complaints.add(DtypeError, "logit_bias", "a mapping of tokens to numbers below inf", described(self.logit_bias))
+        complaints.raise_any()
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is taken."""
+        return self.temperature == 0 or self.top_k == 1
+
+    @property
+    def penalised(self) -> bool:
+        """Whether logits depend on earlier tokens."""
+        return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+
+
+_WHOLE: dict[str, tuple[int, int | None]] = {
+    "max_tokens": (0, None), "top_k": (0, None), "n": (1, None), "logprobs": (0, MOST_LOGPROBS), "prompt_logprobs": (0, MOST_LOGPROBS),
+    "seed": (-(2**63), 2**64 - 1),
+}  # fmt: skip
+_OPTIONAL = {"logprobs", "prompt_logprobs", "seed"}
+_NUMBERS = {
+    "temperature": (0.0, math.inf), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0), "presence_penalty": (-math.inf, math.inf),
+    "frequency_penalty": (-math.inf, math.inf), "repetition_penalty": (0.0, math.inf),
+}  # fmt: skip
+
+
+def _check_whole(complaints: Complaints, name: str, value: object, least: int, most: int | None) -> None:
+    if value is None and name in _OPTIONAL:
+        return
+    rule = f"a whole number of at least {least}" if most is None else f"a whole number from {least} to {most}"
+    if isinstance(value, bool) or not isinstance(value, int):
+        complaints.add(DtypeError, name, rule, described(value))
+    elif value < least or (most is not None and value > most):
+        complaints.add(RangeError, name, rule, shortened(value))
+
+
+def _check_number(complaints: Complaints, name: str, value: object, lowest: float, highest: float) -> None:
+    rule = "a finite number" if lowest == -math.inf else f"a finite number of at least {lowest:g}"
+    rule = f"a number from {lowest:g} to {highest:g}" if math.isfinite(highest) else rule
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        complaints.add(DtypeError, name, rule, described(value))
+    elif not (lowest <= value <= highest and abs(value) < math.inf):
+        complaints.add(RangeError, name, rule, shortened(value))
+
+
+def _check_items(complaints: Complaints, name: str, value: object, kind: type, rule: str) -> None:
+    if not isinstance(value, tuple) or not all(isinstance(one, kind) and not isinstance(one, bool) and one != "" for one in value):
+        complaints.add(DtypeError, name, f"a tuple of {rule}", described(value))
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """The log probability of a token, and the most likely tokens at its place, best first."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Event:
+    """What one step adds to one completion of a request."""
+
+    index: int
+    """Which of the n completions."""
+    tokens: tuple[int, ...] = ()
+    text: str = ""
+    """Text that no later token can change. It may be empty where tokens are not, and the reverse."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    """Set by the last event of the completion."""
+
+
+@dataclass
+class Completion:
+    """One completion of a request."""
+
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    """One of "stop" (a stop text, a stop token or the end of text), "length" (``max_tokens``), "cancelled" and "error"."""
+    state: Any = None
+    """The ``SequenceState`` after all of its tokens, with ``keep_state``."""
+
+
+@dataclass
+class Result:
+    """What a request gives."""
+
+    prompt_tokens: list[int]
+    completions: list[Completion]
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """For each token of the prompt; None for the first."""
+    cached_tokens: int = 0
+    """Tokens of the prompt whose state came from the cache."""
+    error: PenstockError | None = None
+    """Why the request failed."""
+
+    @property
+    def tokens(self) -> list[int]:
+        """Those of the first completion."""
+        return self.completions[0].tokens
+
+    @property
+    def text(self) -> str:
+        """That of the first completion."""
+        return self.completions[0].text
+
+
+@dataclass(eq=False)
+class Request:
+    """One request on its way through the engine."""
+
+    prompt: list[int]
+    params: SamplingParams
+    priority: int = 0
+    """Higher ones run first; see ``scheduler.PATIENCE``."""
+    boundaries: tuple[int, ...] = ()
+    """Positions in the prompt whose states are worth keeping, such as the ends of chat messages."""
+    sink: Callable[[Request, Event], None] | None = None
+    """Called for every event, by the thread that runs the steps."""
+    state: Any = None
+    """The ``SequenceState`` to continue from; ``prompt`` begins with its tokens."""
+    sequences: list[Sequence] = field(default_factory=list)
+    result: Result = field(init=False)
+    done: bool = False
+    seed: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.result = Result(self.prompt, [Completion() for _ in range(self.params.n)])
+        self.seed = secrets.randbits(64) if self.params.seed is None else self.params.seed
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One completion as the scheduler sees it: counts of tokens, and where its state is.
+
+    The state is in two rows of the pool. The aligned row has the first ``aligned`` tokens, a multiple of ``CHUNK``, processed as
+    chunks; the live row has the first ``computed`` tokens, those behind ``aligned`` one by one. So both are functions of the tokens alone.
+    """
+
+    request: Request
+    index: int = 0
+    tokens: list[int] = field(default_factory=list)
+    """Of the prompt, and generated ones whose values are known."""
+    pending: int = 0
+    """Generated tokens whose values are not known yet: they were sampled by a step that still runs."""
+    computed: int = 0
+    aligned: int = 0
+    cuts: set[int] = field(default_factory=set)
+    """Multiples of ``CHUNK`` at which pieces of the prompt end and their state is kept."""
+    slot: int | None = None
+    saved: Any = None
+    """The state, while the sequence is out of the pool. None: before the first token."""
+    sample_only: bool = False
+    """The logits of the last token are known (a fork, or a hit of the cache): nothing is computed before the first sample."""
+    queued: bool = False
+    """Whether it waits for a slot."""
+    deadline: int = 0
+    order: int = 0
+    ready: int = 0
+    """The step from which on it waits for a piece of 64 tokens."""
+    finished: bool = False
+    text: Any = None
+    counts: dict[int, int] = field(default_factory=dict)
+    """How often tokens were generated; kept if there are penalties."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of the prompt and generated ones, with the pending one."""
+        return len(self.tokens) + self.pending
+
+    @property
+    def generated(self) -> int:
+        """Generated tokens, with the pending one."""
+        return self.length - len(self.request.prompt)
+
+    @property
+    def needs_values(self) -> bool:
+        """Whether its next step may begin only when the values of all earlier tokens are on the host."""
+        return self.request.params.penalised or self.request.params.keep_state
+
+
+def shared_prefix(one: Items[int], other: Items[int]) -> int:
+    """The number of tokens that two sequences begin with in common."""
+    most = min(len(one), len(other))
+    if one[:most] == other[:most]:
+        return most
+    low, high = 0, most  # one[:low] equals other[:low]; one[:high] does not
+    while high - low > 1:
+        middle = (low + high) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low

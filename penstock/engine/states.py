@@ -1,0 +1,124 @@
+"""States outside of the pool: kept, saved to files, and continued from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import Complaints, MissingExtra, RangeError, ShapeError, shortened
+from ..models import CausalLM
+from .state_pool import StatePool
+
+FORMAT = "penstock-state-1"
+
+
+@dataclass(eq=False)
+class KeptState:
+    """A row of the pool, and the logits after its last token if they are known."""
+
+    row: Tensor
+    """[1,W], or [2,W]: the live and the aligned row."""
+    logits: Tensor | None = None
+    """[vocab_size]"""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory."""
+        return self.row.nbytes + (0 if self.logits is None else self.logits.nbytes)
+
+    def to_host(self) -> KeptState:
+        """A copy on the host."""
+        return self.to(torch.device("cpu"))
+
+    def to(self, device: torch.device) -> KeptState:
+        """A copy on a device."""
+        return KeptState(self.row.to(device), None if self.logits is None else self.logits.to(device))
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceState:
+    """The state of a sequence after its tokens: an aligned state, and the tokens behind it, which are processed again to continue."""
+
+    tokens: tuple[int, ...]
+    aligned: int
+    """The number of tokens that the row has seen: a multiple of 64, less than ``len(tokens)``."""
+    row: Tensor
+    """[W], an aligned row."""
+    model: str
+    """``fingerprint`` of the model."""
+
+
+def fingerprint(model: CausalLM) -> str:
+    """SHA-256 of the configuration and all weights."""
+    digest = hashlib.sha256(json.dumps(model.config.to_dict(), sort_keys=True).encode())
+    for name, x in model.state_dict().items():
+        digest.update(f"{name} {x.dtype} {list(x.shape)}".encode())
+        digest.update(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def save_state(state: SequenceState, path: str | Path, model: CausalLM, pool: StatePool) -> None:
+    """Write a safetensors file: the tensors of the aligned row by their names, the tokens, and what they belong to."""
+    _, save_file = _safetensors("save_state")
+    tensors = {name: x.cpu().contiguous() for name, x in pool.tensors(state.row).items()}
+    tensors["tokens"] = torch.tensor(state.tokens, dtype=torch.int64)
+    about = {**_about(model, pool, state.model), "tokens": str(len(state.tokens)), "aligned": str(state.aligned)}
+    save_file(tensors, str(path), metadata=about)
+
+
+def load_state(path: str | Path, model: CausalLM, pool: StatePool, model_hash: str) -> SequenceState:
+    """Read what ``save_state`` wrote. Raises RangeError or ShapeError unless it belongs to this model, layout and dtype."""
+    safe_open, _ = _safetensors("load_state")
+    complaints = Complaints("load_state")
+    try:
+        with safe_open(str(path), "pt") as file:
+            about = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except Exception as error:  # the package raises its own kinds for broken files
+        complaints.add(RangeError, "path", "a file that save_state wrote", f"{str(path)!r} ({error})")
+        complaints.raise_any()
+    remedy = "A state continues with the model that made it only."
+    for name, wanted in _about(model, pool, model_hash).items():
+        if about.get(name) != wanted:
+            complaints.add(RangeError, f"the {name} of the file", shortened(wanted), shortened(about.get(name)), remedy)
+    tokens = tensors.pop("tokens", torch.zeros(0, dtype=torch.int64))
+    if about.get("tokens") != str(len(tokens)):
+        complaints.add(RangeError, "the tokens of the file", f"{about.get('tokens')} of them", len(tokens))
+    complaints.raise_any()
+    row = pool.memory.new_zeros(pool.memory.shape[1])
+    for name, x in pool.tensors(row).items():
+        found = tensors.get(name)
+        if found is None or found.shape != x.shape or found.dtype != x.dtype:
+            got = "none" if found is None else f"{found.dtype} {list(found.shape)}"
+            complaints.add(ShapeError, name, f"{x.dtype} {list(x.shape)}", got, remedy)
+        else:
+            x.copy_(found)
+    complaints.raise_any()
+    return SequenceState(tuple(tokens.tolist()), int(about["aligned"]), row, model_hash)
+
+
+def _about(model: CausalLM, pool: StatePool, model_hash: str) -> dict[str, str]:
+    dtypes = sorted({str(dtype).removeprefix("torch.") for _, dtype, _, _ in pool.layout})
+    kinds = [mixer.kind for mixer in model.config.mixers]
+    return {
+        "format": FORMAT,
+        "architecture": ",".join(dict.fromkeys(kinds)),
+        "layout": ";".join(f"{name}{list(shape)}" for name, _, shape, _ in pool.layout),
+        "dtype": ",".join(dtypes),
+        "model": model_hash,
+    }
+
+
+def _safetensors(function: str) -> tuple[Any, Any]:
+    try:
+        from safetensors import safe_open
+        from safetensors.torch import save_file
+    except ImportError as error:
+        raise MissingExtra.of(function, "safetensors", "models") from error
+    return safe_open, save_file

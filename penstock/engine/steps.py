@@ -1,0 +1,265 @@
+"""One step: schedule, run, process. Also what happens to a request when it ends, fails or is cancelled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ..errors import EngineError, OutOfMemory, PenstockError
+from .request import Event, FinishReason, Request, Sequence, TokenLogprobs, aligned
+from .runner import Flight, Runner
+from .sampler import to_logprobs
+from .scheduler import Plan, Scheduler
+from .state_cache import StateCache
+from .state_pool import StatePool
+from .states import KeptState, SequenceState
+from .text import TextStream
+
+
+class Steps:
+    """The state of an engine and its transitions. Not safe to use from several threads: ``Engine`` holds a lock.
+
+    overlap : bool
+        Launch a step before the tokens of the one before are known on the host: the device never waits for Python. A sequence that
+        turns out to be finished has computed one token too many, which is dropped.
+    """
+
+    def __init__(
+        self, runner: Runner, pool: StatePool, cache: StateCache, *, token_budget: int, keep_every: int, overlap: bool, tokenizer: Any,
+        model_hash: Any,
+    ) -> None:  # fmt: skip
+        self.runner, self.pool, self.cache, self.tokenizer = runner, pool, cache, tokenizer
+        self.keep_every, self.overlap, self.model_hash = keep_every, overlap, model_hash
+        self.scheduler = Scheduler(pool, token_budget, self._admit, self._preempt)
+        self.end_of_text: int | None = getattr(tokenizer, "end_of_text", None)
+        self.requests: set[Request] = set()
+        self.prompt_tokens = self.generated_tokens = self.steps = 0
+        self._flight: Flight | None = None
+
+    def add(self, request: Request) -> None:
+        """Take a request in."""
+        self.requests.add(request)
+        params, tokenizer = request.params, self.tokenizer
+        for index in range(params.n):
+            text = None if tokenizer is None else TextStream(tokenizer.stream(), params.stop, params.include_stop)
+            request.sequences.append(Sequence(request, index, list(request.prompt), text=text))
+        self.scheduler.add(request.sequences[0])
+
+    def cancel(self, request: Request) -> None:
+        """End a request now."""
+        self._end(request, "cancelled")
+
+    def drain(self) -> None:
+        """Process the step that still runs, if there is one."""
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            self._guarded(flight)
+
+    def step(self) -> bool:
+        """Run one step; whether there was anything to do."""
+        if self._flight is not None and any(one.pending and one.needs_values for one in self.scheduler.running):
+            self.drain()
+        plan = Plan()
+        try:
+            plan = self.scheduler.schedule()
+            flight = self.runner.launch(plan.works) if plan.works else None
+            self.steps += flight is not None
+        except Exception as error:
+            flight = None
+            self._fail_step(plan, error)
+        before, self._flight = self._flight, flight
+        if before is not None:
+            self._guarded(before)
+        if not self.overlap:
+            self.drain()
+        return flight is not None or before is not None or bool(plan.admitted)
+
+    def state_of(self, sequence: Sequence) -> SequenceState:
+        """The state of a running sequence after all of its tokens. Call ``drain`` before."""
+        assert sequence.slot is not None
+        row = self.pool.copy_out([self.pool.aligned(sequence.slot)])[0]
+        return SequenceState(tuple(sequence.tokens), sequence.aligned, row, self.model_hash())
+
+    # entering and leaving the pool
+
+    def _admit(self, one: Sequence) -> None:
+        """Write the state that a sequence begins with to its slot, which has the state before the first token."""
+        assert one.slot is not None
+        request, rows = one.request, [self.pool.live(one.slot), self.pool.aligned(one.slot)]
+        if one.saved is not None:
+            self.pool.copy_in(rows, one.saved.row)
+            one.saved = one.saved if one.sample_only else None  # its logits are needed
+            return
+        known = 0
+        if request.state is not None:
+            one.computed = one.aligned = request.state.aligned
+            self.pool.copy_in(rows, request.state.row[None])
+        elif self.cache.budget and request.params.prompt_logprobs is None:
+            most = len(request.prompt) - (request.params.max_tokens == 0)
+            found, state, known = self.cache.lookup(request.prompt[:most])
+            if found:
+                one.computed = one.aligned = request.result.cached_tokens = found
+                self.pool.copy_in(rows, state.row)
+                if found == len(request.prompt):
+                    one.sample_only, one.saved = True, state
+        self.prompt_tokens += len(request.prompt) - one.computed
+        if self.cache.budget:
+            most = len(request.prompt) + request.params.max_tokens
+            marks = {len(request.prompt), known, *request.boundaries, *range(self.keep_every, most, self.keep_every)}
+            one.cuts = {aligned(mark) for mark in marks}
+
+    def _preempt(self, one: Sequence) -> None:
+        """Copy both rows to the host."""
+        assert one.slot is not None
+        one.saved = KeptState(self.pool.copy_out([self.pool.live(one.slot), self.pool.aligned(one.slot)]).cpu())
+
+    # results of a step
+
+    def _guarded(self, flight: Flight) -> None:
+        """Process a step; where the device reports an error only now, its requests fail."""
+        try:
+            self._process(flight)
+        except Exception as error:
+            self._fail(dict.fromkeys(work.sequence.request for work in flight.works), self._described(error, len(flight.works)))
+
+    def _process(self, flight: Flight) -> None:
+        tokens = [] if flight.tokens is None else flight.tokens.tolist()
+        wanted = [work.sequence.request.params.logprobs for work in flight.sampled]
+        logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
+        if flight.logprobs is not None:
+            logprobs = list(to_logprobs(tokens, flight.logprobs, [most or 0 for most in wanted]))
+        for work, scores in flight.prompt_logprobs:
+            self._add_prompt_logprobs(work.sequence, work.begin, work.end, scores)
+        for request, length, state in flight.forks:
+            self._fork(request, length, state)
+        for work, token, logprob, most in zip(flight.sampled, tokens, logprobs, wanted):
+            one = work.sequence
+            if one.finished:
+                continue
+            one.saved = None if work.begin == work.end else one.saved
+            one.pending -= 1
+            one.tokens.append(token)
+            try:
+                self._accept(one, token, None if most is None else logprob)
+            except Exception as error:
+                self._fail([one.request], error)
+        for one, length, state in flight.kept:
+            self.cache.insert(one.tokens[:length], state)
+        for work in flight.works:
+            one = work.sequence
+            if not work.sample and not one.finished and one.request.params.max_tokens == 0 and one.computed == one.length:
+                self._emit(one, Event(one.index, finish_reason="length"))
+
+    def _fork(self, request: Request, length: int, state: KeptState) -> None:
+        """Let the other completions of a request wait for slots, with the state after the prompt."""
+        for one in request.sequences[1:]:
+            if not one.finished:
+                one.saved, one.sample_only, one.computed, one.aligned = state, True, len(request.prompt), length
+                one.cuts = request.sequences[0].cuts
+                self.scheduler.add(one, like=request.sequences[0])
+
+    def _accept(self, one: Sequence, token: int, logprob: TokenLogprobs | None) -> None:
+        """Take a sampled token: text, reasons to end, the event."""
+        params, self.generated_tokens = one.request.params, self.generated_tokens + 1
+        if params.penalised:
+            one.counts[token] = one.counts.get(token, 0) + 1
+        reason: FinishReason | None = None
+        text = ""
+        if token in params.stop_ids or (token == self.end_of_text and not params.ignore_end):
+            reason = "stop"
+        else:
+            if one.text is not None:
+                text = one.text.push(token)
+                reason = "stop" if one.text.stopped else None
+            if reason is None and len(one.tokens) - len(one.request.prompt) >= params.max_tokens:
+                reason = "length"
+        if reason is not None and one.text is not None:
+            text += one.text.finish()
+        if params.echo and len(one.tokens) == len(one.request.prompt) + 1 and self.tokenizer is not None:
+            text = self.tokenizer.decode(one.request.prompt) + text
+        self._emit(one, Event(one.index, (token,), text, () if logprob is None else (logprob,), reason))
+
+    def _emit(self, one: Sequence, event: Event) -> None:
+        request = one.request
+        completion = request.result.completions[one.index]
+        completion.tokens += event.tokens
+        completion.text += event.text
+        completion.logprobs += event.logprobs
+        if event.finish_reason is not None:
+            completion.finish_reason = event.finish_reason
+            if request.params.keep_state:
+                completion.state = self.state_of(one)
+            self._keep_last(one)
+            self.scheduler.remove(one)
+            self._close_if_done(request)
+        if request.sink is not None:
+            request.sink(request, event)
+
+    def _keep_last(self, one: Sequence) -> None:
+        """Keep the aligned state of a finished sequence: the next turn of a conversation continues there."""
+        if self.cache.budget and one.slot is not None and one.aligned > len(one.request.prompt):
+            tokens = one.tokens[: one.aligned]
+            if not self.cache.contains(tokens):
+                self.cache.insert(tokens, KeptState(self.pool.copy_out([self.pool.aligned(one.slot)])))
+
+    def _add_prompt_logprobs(self, one: Sequence, begin: int, end: int, scores: Any) -> None:
+        request = one.request
+        if request.result.prompt_logprobs is None:
+            request.result.prompt_logprobs = [None]
+        following = request.prompt[begin + 1 : end + 1]
+        most = request.params.prompt_logprobs or 0
+        request.result.prompt_logprobs += to_logprobs(following, scores, [most] * len(following))
+
+    # ends
+
+    def _end(self, request: Request, reason: FinishReason) -> None:
+        """End all completions that still run."""
+        for one, completion in zip(request.sequences, request.result.completions):
+            if completion.finish_reason is None:
+                completion.finish_reason = reason
+                self.scheduler.remove(one)
+        self._close_if_done(request)
+        if request.sink is not None:
+            for index, completion in enumerate(request.result.completions):
+                if completion.finish_reason == reason:
+                    request.sink(request, Event(index, finish_reason=reason))
+
+    def _close_if_done(self, request: Request) -> None:
+        if all(one.finished for one in request.sequences):
+            request.done = True
+            self.requests.discard(request)
+
+    def _fail(self, requests: Iterable[Request], error: Exception) -> None:
+        for request in requests:
+            failed = error if isinstance(error, PenstockError) else None
+            if failed is None:
+                rule = f"post-processing must not raise, got {type(error).__name__}: {error}"
+                failed = EngineError(f"engine: {rule}. Only this request failed.")
+                failed.__cause__ = error
+            request.result.error = failed
+            if request.done:
+                continue
+            try:
+                self._end(request, "error")
+            except Exception:  # its sink is what raises
+                request.sink = None
+                self._end(request, "error")
+
+    def _fail_step(self, plan: Plan, error: Exception) -> None:
+        """The rows of a step that failed have no meaning: its requests fail, and free their slots. Others go on."""
+        sequences = [work.sequence for work in plan.works] or [*self.scheduler.running]
+        self._fail(dict.fromkeys(one.request for one in sequences), self._described(error, plan.tokens))
+
+    def _described(self, error: Exception, tokens: int) -> PenstockError:
+        full = isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error)
+        if full:
+            failed: EngineError = OutOfMemory(
+                f"engine: a step of {tokens} tokens must fit into memory, got {type(error).__name__}. "
+                "Lower token_budget, slots or cache_bytes."
+            )
+        else:
+            failed = EngineError(f"engine: a step must run, got {type(error).__name__}: {error}. The requests of this step failed.")
+        failed.__cause__ = error
+        return failed

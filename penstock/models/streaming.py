@@ -1,0 +1,69 @@
+"""Generation of one sequence, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from ..errors import Complaints, RangeError, ShapeError
+from .arguments import check_whole
+from .causal_lm import CausalLM
+from .sampling import check_sampling, sample
+
+PROMPT_TOKENS = 2048
+"""Tokens of a prompt in one call of the model; the state is carried."""
+
+
+def stream(
+    model: CausalLM,
+    prompt: Sequence[int],
+    count: int,
+    *,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    end: int | None = None,
+    vocab_size: int | None = None,
+    generator: torch.Generator | None = None,
+) -> Iterator[int]:
+    """At most ``count`` tokens that follow a prompt, each as soon as it is sampled.
+
+    prompt : sequence of int
+        At least one token.
+    end : int, optional
+        Stop at this token; it is not returned.
+    vocab_size : int, optional
+        Sample tokens below it only: that of the tokenizer, where the model has more.
+
+    Other arguments as for ``CausalLM.generate``. Raises ShapeError, DtypeError, DeviceError or RangeError.
+    """
+    device = model.embeddings.weight.device
+    complaints = Complaints("stream")
+    check_whole(complaints, "count", count, 0)
+    check_sampling(complaints, temperature, top_p, generator, device)
+    if len(prompt) == 0:
+        complaints.add(ShapeError, "prompt", "at least one token", "none")
+    if vocab_size is not None and not 1 <= vocab_size <= model.config.vocab_size:
+        remedy = "Use the tokenizer that belongs to the model."
+        complaints.add(RangeError, "vocab_size", f"from 1 to the model's {model.config.vocab_size}", vocab_size, remedy)
+    complaints.raise_any()
+    return _tokens(model, prompt, count, temperature, top_p, end, vocab_size, generator)
+
+
+def _tokens(
+    model: CausalLM, prompt: Sequence[int], count: int, temperature: float, top_p: float, end: int | None, vocab_size: int | None,
+    generator: torch.Generator | None,
+) -> Iterator[int]:  # fmt: skip
+    state = model.initial_state(1, max_length=len(prompt) + count)
+    given = torch.tensor([list(prompt)], device=model.embeddings.weight.device)
+    for n in range(count):
+        for piece in given.split(PROMPT_TOKENS, 1):
+            logits = model.advance(piece, state, last_only=True)
+        token = sample(logits[:, :vocab_size], temperature, top_p, generator)
+        if n == 0:
+            given = given[:, :1].clone()
+        given[:, 0] = token
+        found = int(token)
+        if found == end:
+            return
+        yield found

@@ -1,0 +1,349 @@
+"""Tokenizers of public models: RWKV World, Hugging Face ``tokenizers``, and bytes.
+
+All have the interface of ``Tokenizer``. Text is decoded whole or token by token; a decoder never splits a character:
+
+>>> tokenizer = Bytes()
+>>> stream = tokenizer.stream()
+>>> [stream.push(token) for token in tokenizer.encode("aé")]
+['a', '', 'é']
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import pickle
+from ast import literal_eval
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from ..errors import Complaints, DtypeError, MissingExtra, RangeError, described, shortened
+
+WORLD_VOCAB = "rwkv_vocab_v20230424.txt"
+"""The vocabulary of RWKV World, as its authors and Hugging Face repositories name it."""
+WORLD_SIZES = range(65530, 65537)
+"""65,530 ids; published models have rows for 65,536."""
+HF_FILE = "tokenizer.json"
+
+
+class Stream(Protocol):
+    """An incremental decoder of one sequence of tokens."""
+
+    def push(self, token: int) -> str:
+        """Take the next token; return the text that no later token can change. It may be empty."""
+
+    def finish(self) -> str:
+        """Return the rest of the text. Incomplete UTF-8 becomes U+FFFD."""
+
+
+class Tokenizer(Protocol):
+    """Text to tokens and back."""
+
+    vocab_size: int
+    """Tokens are below it. Models may have more rows; mask the others when sampling."""
+    end_of_text: int | None
+    """The token that ends a text."""
+
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        """Tokens of a text. With ``special``, also those that the tokenizer's file puts around a text, for example at its begin."""
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Text of tokens. Special tokens have none, and bytes that are not UTF-8 become U+FFFD."""
+
+    def stream(self) -> Stream:
+        """A new incremental decoder. Its texts joined equal ``decode`` of all tokens."""
+
+
+class Bytes:
+    """A token for each byte of UTF-8.
+
+    vocab_size : int
+        256, or 257 for an ``end_of_text`` of 256.
+
+    >>> Bytes(257).encode("ab"), Bytes(257).end_of_text
+    ([97, 98], 256)
+    """
+
+    def __init__(self, vocab_size: int = 256) -> None:
+        if vocab_size not in (256, 257):
+            complaints = Complaints("Bytes")
+            complaints.add(RangeError, "vocab_size", "256, or 257 with a token that ends a text", vocab_size)
+            complaints.raise_any()
+        self.vocab_size = vocab_size
+        self.end_of_text = 256 if vocab_size == 257 else None
+
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        """The bytes of a text."""
+        return list(_utf8(text))
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Text of tokens."""
+        return _text(self, tokens)
+
+    def stream(self) -> ByteStream:
+        """A new incremental decoder."""
+        return ByteStream([bytes([byte]) for byte in range(256)] + [b""] * (self.vocab_size - 256))
+
+
+class World:
+    """RWKV World: the longest of 65,529 byte strings at each place. Needs the package pyrwkv-tokenizer.
+
+    file : Path, optional
+        A vocabulary in the format of ``rwkv_vocab_v20230424.txt``. Default: the published one.
+
+    >>> World().encode("Hello world")
+    [33155, 40213]
+    """
+
+    vocab_size = WORLD_SIZES[0]
+    end_of_text: int | None = 0
+
+    def __init__(self, file: Path | None = None) -> None:
+        try:
+            import pyrwkv_tokenizer
+        except ImportError as error:
+            raise MissingExtra.of("World", "pyrwkv-tokenizer", "models") from error
+        file = Path(file or Path(pyrwkv_tokenizer.__file__).with_name(WORLD_VOCAB))
+        self._bytes = [b""] * self.vocab_size
+        try:
+            for line in file.read_text("utf-8").rstrip("\n").split("\n"):
+                token, _, rest = line.partition(" ")
+                value = literal_eval(rest.rpartition(" ")[0])
+                self._bytes[int(token)] = value.encode() if isinstance(value, str) else value
+        except (OSError, ValueError, SyntaxError, IndexError) as error:
+            complaints = Complaints("World")
+            complaints.add(RangeError, "file", "a vocabulary of RWKV World", f"{str(file)!r} ({error})")
+            complaints.raise_any()
+        # only for encoding: its decode panics on bytes that are not UTF-8
+        self._rust = pyrwkv_tokenizer.RWKVTokenizer(vocab_filepath=str(file))
+
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        """Tokens of a text, by greedy longest match."""
+        _utf8(text)
+        tokens: list[int] = self._rust.encode(text)
+        return tokens
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Text of tokens."""
+        return _text(self, tokens)
+
+    def stream(self) -> ByteStream:
+        """A new incremental decoder."""
+        return ByteStream(self._bytes)
+
+
+class ByteStream:
+    """The decoder of tokens that are byte strings."""
+
+    def __init__(self, values: Sequence[bytes]) -> None:
+        self._values = values
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token: int) -> str:
+        """Take the next token; return the text that no later token can change."""
+        _check_token(token, len(self._values))
+        return self._decoder.decode(self._values[token])
+
+    def finish(self) -> str:
+        """Return the rest of the text."""
+        return self._decoder.decode(b"", final=True)
+
+
+class HuggingFace:
+    """A ``tokenizer.json``. Needs the package tokenizers.
+
+    file : Path
+        ``tokenizer.json``. The token that ends a text is read from ``generation_config.json``, ``config.json`` or
+        ``tokenizer_config.json`` beside it, the first that names one.
+    """
+
+    def __init__(self, file: Path) -> None:
+        try:
+            from tokenizers import Tokenizer as Rust
+        except ImportError as error:
+            raise MissingExtra.of("HuggingFace", "tokenizers", "models") from error
+        try:
+            self._rust = Rust.from_file(str(file))
+        except Exception as error:  # the package raises plain Exceptions
+            complaints = Complaints("HuggingFace")
+            complaints.add(RangeError, "file", f"a {HF_FILE} that tokenizers reads", f"{str(file)!r} ({error})")
+            complaints.raise_any()
+        self.vocab_size = max(self._rust.get_vocab().values(), default=-1) + 1
+        self.end_of_text = self._find_end(Path(file).parent)
+
+    def _find_end(self, folder: Path) -> int | None:
+        for name in ("generation_config.json", "config.json"):
+            found = _json(folder / name).get("eos_token_id")
+            found = found[0] if isinstance(found, list) and found else found
+            if isinstance(found, int) and 0 <= found < self.vocab_size:
+                return found
+        found = _json(folder / "tokenizer_config.json").get("eos_token")
+        found = found.get("content") if isinstance(found, dict) else found
+        return self._rust.token_to_id(found) if isinstance(found, str) else None
+
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        """Tokens of a text; with ``special``, also those that the file puts around a text."""
+        _utf8(text)
+        return list(self._rust.encode(text, add_special_tokens=special).ids)
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Text of tokens."""
+        tokens = list(tokens)
+        for token in tokens:
+            _check_token(token, self.vocab_size)
+        return str(self._rust.decode(tokens, skip_special_tokens=True))
+
+    def stream(self) -> WindowStream:
+        """A new incremental decoder."""
+        return WindowStream(self)
+
+
+class WindowStream:
+    """The decoder of a tokenizer whose text of a token depends on the tokens before it.
+
+    Decodes the last tokens twice, without and with the new ones; the difference is their text.
+    """
+
+    def __init__(self, tokenizer: HuggingFace) -> None:
+        self._tokenizer = tokenizer
+        self._tokens: list[int] = []
+        self._done = 0
+        """Tokens at the begin of ``_tokens`` whose text was returned."""
+
+    def push(self, token: int) -> str:
+        """Take the next token; return the text that no later token can change."""
+        self._tokens.append(token)
+        before, after = self._texts()
+        if len(after) <= len(before) or after.endswith("\ufffd"):  # a character may be incomplete
+            return ""
+        self._tokens, self._done = self._tokens[self._done :], len(self._tokens) - self._done
+        return after[len(before) :]
+
+    def finish(self) -> str:
+        """Return the rest of the text."""
+        before, after = self._texts()
+        self._tokens, self._done = [], 0
+        return after[len(before) :]
+
+    def _texts(self) -> tuple[str, str]:
+        return self._tokenizer.decode(self._tokens[: self._done]), self._tokenizer.decode(self._tokens)
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """The tokenizer that belongs to a checkpoint.
+
+    path : str or Path
+        A checkpoint file or folder, or a ``tokenizer.json``. A ``tokenizer.json`` or a World vocabulary in the folder decides for a
+        folder. A file's number of embeddings decides first: 65,536 are World, 256 and 257 bytes.
+
+    Raises RangeError if no tokenizer is found, MissingExtra if its package is not installed.
+    """
+    path = Path(path)
+    complaints = Complaints("load_tokenizer")
+    if not path.exists():
+        complaints.add(RangeError, "path", "a checkpoint file or folder", f"{str(path)!r}, which does not exist")
+        complaints.raise_any()
+    if path.name == HF_FILE:
+        return HuggingFace(path)
+    folder = path if path.is_dir() else path.parent
+    by_size = None if path.is_dir() else _of_size(_vocab_size(path))
+    if by_size is not None:
+        return by_size
+    if (folder / HF_FILE).is_file():
+        return HuggingFace(folder / HF_FILE)
+    if path.is_dir():
+        if (folder / WORLD_VOCAB).is_file():
+            return World(folder / WORLD_VOCAB)
+        sizes = (_vocab_size(file) for file in (folder / "config.json", *sorted(folder.iterdir())) if file.is_file())
+        by_size = next((found for found in map(_of_size, sizes) if found is not None), None)
+        if by_size is not None:
+            return by_size
+    rule = f"a checkpoint with {HF_FILE} in its folder, or with 65,536 (World), 256 or 257 (bytes) embeddings"
+    complaints.add(RangeError, "path", rule, repr(str(path)), f"Put the {HF_FILE} of the model in {str(folder)!r}.")
+    complaints.raise_any()
+    raise AssertionError
+
+
+def _of_size(vocab_size: int | None) -> Tokenizer | None:
+    if vocab_size in (256, 257):
+        return Bytes(vocab_size)
+    return World() if vocab_size in WORLD_SIZES else None
+
+
+def _vocab_size(file: Path) -> int | None:
+    """The number of embeddings of a checkpoint file, or the size that a configuration names; None if neither is found."""
+    shapes: Iterator[tuple[str, Sequence[int]]] = iter(())
+    if file.suffix == ".json":
+        found = _json(file).get("vocab_size")
+        return found if isinstance(found, int) else None
+    if file.suffix == ".safetensors":
+        shapes = ((name, entry["shape"]) for name, entry in _header(file).items() if name != "__metadata__")
+    elif file.suffix in (".pth", ".pt", ".bin"):
+        try:
+            content = torch.load(file, map_location="meta", weights_only=True, mmap=True)
+        except (OSError, RuntimeError, pickle.UnpicklingError):  # not a file of tensors, or an old one that cannot be mapped
+            return None
+        shapes = ((name, x.shape) for name, x in _tensors(content))
+    return next((shape[0] for name, shape in shapes if len(shape) == 2 and name.startswith(EMBEDDINGS)), None)
+
+
+EMBEDDINGS = ("emb.", "embeddings.", "model.embeddings.", "rwkv.embeddings.", "backbone.embedding")
+"""How names of embeddings begin in the formats that models are loaded from."""
+
+
+def _tensors(content: object) -> Iterator[tuple[str, torch.Tensor]]:
+    """All tensors of nested dictionaries, with their own names."""
+    for name, value in content.items() if isinstance(content, dict) else ():
+        if isinstance(value, torch.Tensor):
+            yield str(name), value
+        else:
+            yield from _tensors(value)
+
+
+def _header(file: Path) -> dict[str, Any]:
+    """The names and shapes in a safetensors file: JSON behind its length in 8 bytes."""
+    with file.open("rb") as content:
+        size = int.from_bytes(content.read(8), "little")
+        try:
+            header = json.loads(content.read(size)) if size < file.stat().st_size else {}
+        except ValueError:
+            header = {}
+    return header if isinstance(header, dict) else {}
+
+
+def _json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty if there is none."""
+    try:
+        content = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _text(tokenizer: Bytes | World, tokens: Iterable[int]) -> str:
+    stream = tokenizer.stream()
+    return "".join([*map(stream.push, tokens), stream.finish()])
+
+
+def _utf8(text: str) -> bytes:
+    """UTF-8 of a text. Raises DtypeError for another type, RangeError for lone surrogates."""
+    complaints = Complaints("encode")
+    if not isinstance(text, str):
+        complaints.add(DtypeError, "text", "a str", described(text))
+        complaints.raise_any()
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        complaints.add(RangeError, "text", "free of lone surrogates", shortened(error.object[error.start : error.end]))
+        complaints.raise_any()
+        raise
+
+
+def _check_token(token: int, vocab_size: int) -> None:
+    if not 0 <= token < vocab_size:
+        complaints = Complaints("decode")
+        complaints.add(RangeError, "token", f"from 0 to {vocab_size - 1}", token, "Use the tokenizer that belongs to the model.")
+        complaints.raise_any()

@@ -1,0 +1,155 @@
+"""Training text: files to tokens, tokens to samples.
+
+A corpus is a row of tokens and the places where documents begin. Samples are windows of equal length. In fixed-length samples
+a state runs through the whole window; in packed samples it starts anew at each document.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from glob import glob
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from ..errors import Complaints, MissingExtra, RangeError
+from ..models.tokenizers import Tokenizer
+
+IGNORED = -100
+"""Label of the tokens whose next token is not predicted."""
+BINARY = (".bin", ".npy")
+
+
+class Corpus(NamedTuple):
+    """Tokens of all documents, one after the other."""
+
+    tokens: Any
+    """Integers [N]: a numpy array, in memory or mapped from a file."""
+    begins: Tensor
+    """int64 [D]: where documents begin; the first is 0."""
+
+
+def find_files(patterns: Sequence[str], function: str, argument: str) -> list[Path]:
+    """The files of names and glob patterns, each pattern's in alphabetical order. Raises RangeError for a pattern without files."""
+    complaints, found = Complaints(function), []
+    for pattern in patterns:
+        files = [Path(name) for name in sorted(glob(pattern, recursive=True)) if Path(name).is_file()]
+        if not files:
+            complaints.add(RangeError, argument, "files that exist, or patterns of them", repr(pattern))
+        found += files
+    complaints.raise_any()
+    return found
+
+
+def read(files: Sequence[Path], tokenizer: Tokenizer, separator: str | None = None) -> Corpus:
+    """The tokens of text files, ``.npy`` files (integers [N]) and ``.bin`` files (uint16 [N], native byte order).
+
+    A text file is UTF-8; it is one document, or several with ``separator`` between them, which is left out. Each is followed by
+    the tokenizer's ``end_of_text``, if it has one. In token files, a document ends behind an ``end_of_text``. A single token
+    file is mapped, not read.
+
+    Raises RangeError for files that are not as above, have tokens the tokenizer does not know, or hold no tokens.
+    """
+    numpy = _numpy()
+    kind = numpy.uint16 if tokenizer.vocab_size <= 2**16 else numpy.int32
+    parts = [_tokens(file, tokenizer) if file.suffix in BINARY else _text(file, tokenizer, separator, kind) for file in files]
+    lengths = torch.tensor([0, *(len(tokens) for tokens, _ in parts)]).cumsum(0)
+    begins = torch.cat([offset + begins for offset, (_, begins) in zip(lengths, parts)])
+    if lengths[-1] == 0:
+        _refuse(files[0], "files with tokens", "which is empty")
+    tokens = parts[0][0] if len(parts) == 1 else numpy.concatenate([tokens for tokens, _ in parts])
+    return Corpus(tokens, begins)
+
+
+def _text(file: Path, tokenizer: Tokenizer, separator: str | None, kind: Any) -> tuple[Any, Tensor]:
+    try:
+        text = file.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        _refuse(file, "a text in UTF-8", str(error))
+    documents = text.split(separator) if separator else [text]
+    end = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
+    rows = [_numpy().array(tokenizer.encode(document) + end, dtype=kind) for document in documents if document]
+    lengths = torch.tensor([0, *map(len, rows)]).cumsum(0)
+    return _numpy().concatenate([_numpy().empty(0, kind), *rows]), lengths[:-1]
+
+
+def _tokens(file: Path, tokenizer: Tokenizer) -> tuple[Any, Tensor]:
+    numpy = _numpy()
+    try:
+        tokens = numpy.load(file, mmap_mode="r") if file.suffix == ".npy" else numpy.memmap(file, numpy.uint16, "r")
+    except (OSError, ValueError) as error:
+        _refuse(file, "a file of tokens", str(error))
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        _refuse(file, "a row of integers", f"{tokens.dtype} of shape {list(tokens.shape)}")
+    least, most = (int(tokens.min()), int(tokens.max())) if len(tokens) else (0, 0)
+    if least < 0 or most >= tokenizer.vocab_size:
+        rule = f"tokens from 0 to {tokenizer.vocab_size - 1}"
+        _refuse(file, rule, str(least if least < 0 else most), "Use the tokenizer that they were made with.")
+    ends = numpy.flatnonzero(tokens == tokenizer.end_of_text) + 1 if tokenizer.end_of_text is not None else ()
+    begins = [0, *(int(end) for end in ends if end < len(tokens))]
+    return tokens, torch.tensor(begins[: len(tokens)], dtype=torch.int64)
+
+
+def _refuse(file: Path, rule: str, reason: str, remedy: str = "") -> None:
+    complaints = Complaints("train")
+    complaints.add(RangeError, "data", rule, f"{str(file)!r} ({reason})", remedy)
+    complaints.raise_any()
+
+
+class Windows(Dataset[dict[str, Tensor]]):
+    """Samples of ``length`` tokens. The remainder of the corpus is left out.
+
+    Each is a dict of ``ids`` and ``labels``, int64 [length]: labels are the next tokens. With ``packed``, it also has ``begins``,
+    int64 [n], the places in the window where documents begin, with 0; and a document's last label is ``IGNORED``.
+    """
+
+    def __init__(self, corpus: Corpus, length: int, *, packed: bool = False) -> None:
+        self.corpus, self.length, self.packed = corpus, length, packed
+        if len(self) == 0:
+            complaints = Complaints("train")
+            value = f"{len(corpus.tokens)} tokens"
+            complaints.add(RangeError, "data", f"at least length + 1 = {length + 1} tokens", value, "Take more text or a smaller length.")
+            complaints.raise_any()
+
+    def __len__(self) -> int:
+        return max(len(self.corpus.tokens) - 1, 0) // self.length
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        begin = index * self.length
+        window = torch.from_numpy(self.corpus.tokens[begin : begin + self.length + 1].astype("int64"))
+        ids, labels = window[:-1], window[1:].clone()
+        if not self.packed:
+            return {"ids": ids, "labels": labels}
+        first, last = torch.searchsorted(self.corpus.begins, torch.tensor([begin + 1, begin + self.length + 1])).tolist()
+        begins = self.corpus.begins[first:last] - begin  # from 1 to length
+        labels[begins - 1] = IGNORED
+        return {"ids": ids, "labels": labels, "begins": torch.cat([begins.new_zeros(1), begins[begins < self.length]])}
+
+
+def collate(samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """A batch of samples: ids and labels [B,length]; packed samples become one row, [1,B*length], with ``cu_seqlens`` int32 [N+1].
+
+    >>> one = {"ids": torch.arange(4), "labels": torch.arange(4), "begins": torch.tensor([0, 3])}
+    >>> collate([one, one])["cu_seqlens"]
+    tensor([0, 3, 4, 7, 8], dtype=torch.int32)
+    """
+    ids, labels = (torch.stack([sample[name] for sample in samples]) for name in ("ids", "labels"))
+    if "begins" not in samples[0]:
+        return {"ids": ids, "labels": labels}
+    length = ids.shape[1]
+    begins = [sample["begins"] + i * length for i, sample in enumerate(samples)]
+    cu_seqlens = torch.cat([*begins, torch.tensor([ids.numel()])]).int()
+    return {"ids": ids.view(1, -1), "labels": labels.view(1, -1), "cu_seqlens": cu_seqlens}
+
+
+def _numpy() -> Any:
+    try:
+        import numpy
+    except ImportError as error:
+        raise MissingExtra.of("train", "numpy", "transformers") from error
+    return numpy

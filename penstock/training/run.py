@@ -1,0 +1,175 @@
+"""``penstock train``: a model, its data and transformers' Trainer, put together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import Complaints, DeviceError, MissingExtra, RangeError
+from ..models import CausalLM, Config
+from ..models.tokenizers import Bytes, Tokenizer, World, load_tokenizer
+from .checkpoint import load, save
+from .data import IGNORED, Windows, collate, find_files, read
+from .settings import ARCHITECTURES, FUNCTION, SCHEDULES, Settings, Training
+
+WORLD_ROWS = 65536
+"""Embeddings of published models with World tokens."""
+
+
+class Trained(NamedTuple):
+    """The result of a training run."""
+
+    folder: Path
+    """The model; ``load`` takes it."""
+    steps: int
+    loss: float | None
+    """The mean loss in nats per token since the last log entry before the end."""
+    evaluation_loss: float | None
+    """The loss of the evaluation text, if there is one."""
+
+
+class Objective(nn.Module):
+    """The loss of a batch. It is a module so that wrappers, as for several GPUs, see one forward pass."""
+
+    def __init__(self, model: CausalLM) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor, labels: Tensor, cu_seqlens: Tensor | None = None) -> dict[str, Tensor]:
+        """Mean loss in nats of the labels that are not ignored."""
+        return {"loss": self.model.loss(ids, labels, cu_seqlens, ignore_index=IGNORED)}
+
+
+def train(settings: Settings, callbacks: tuple[Any, ...] = ()) -> Trained:
+    """Train as the settings say, and save the model, its tokenizer and its checkpoints in ``training.output``.
+
+    ``callbacks`` are for the Trainer. Raises RangeError, DtypeError, DeviceError or MissingExtra.
+    """
+    data, training = settings.data, settings.training
+    device = _device(training.device)
+    files = find_files(data.train, FUNCTION, "data.train")
+    others = find_files(data.evaluation, FUNCTION, "data.evaluation")
+    output = Path(training.output)
+    tokenizer, source = find_tokenizer(settings)
+    torch.manual_seed(training.seed)
+    model = find_model(settings, tokenizer)
+    model.gradient_checkpointing = training.gradient_checkpointing
+    samples = Windows(read(files, tokenizer, data.separator), data.length, packed=data.packing)
+    evaluation = Windows(read(others, tokenizer, data.separator), data.length, packed=data.packing) if others else None
+    trainer = _trainer(Objective(model), training, device, samples, evaluation, callbacks)
+    trainer.train(resume_from_checkpoint=_last_checkpoint(training, model.config))
+    save(model, output)
+    if source is not None:
+        (output / source.name).write_bytes(source.read_bytes())
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    found = trainer.evaluate()["eval_loss"] if evaluation is not None else None
+    return Trained(output, trainer.state.global_step, losses[-1] if losses else None, found)
+
+
+def find_tokenizer(settings: Settings) -> tuple[Tokenizer, Path | None]:
+    """The tokenizer, and the ``tokenizer.json`` that belongs beside the trained model."""
+    name, path = settings.data.tokenizer, settings.model.get("path")
+    if name is None and path is None:
+        name = "bytes"
+    if name in ("bytes", "bytes+end"):
+        return Bytes(256 if name == "bytes" else 257), None
+    if name == "world":
+        return World(), None
+    place = Path(name or path or "")
+    tokenizer = load_tokenizer(place)
+    file = place if place.name == "tokenizer.json" else (place if place.is_dir() else place.parent) / "tokenizer.json"
+    return tokenizer, None if isinstance(tokenizer, Bytes | World) else file
+
+
+def find_model(settings: Settings, tokenizer: Tokenizer) -> CausalLM:
+    """The model of a checkpoint, or a new one whose ``vocab_size`` is the tokenizer's unless it is given."""
+    if "path" in settings.model:
+        model = load(Path(settings.model["path"]), dtype=torch.float32)
+    else:
+        sizes = {name: value for name, value in settings.model.items() if name != "architecture"}
+        rows = WORLD_ROWS if isinstance(tokenizer, World) else tokenizer.vocab_size
+        model = CausalLM(ARCHITECTURES[settings.model["architecture"]](**{"vocab_size": rows, **sizes}))
+    if model.config.vocab_size < tokenizer.vocab_size:
+        complaints = Complaints(FUNCTION)
+        rule = f"at least the tokenizer's {tokenizer.vocab_size}"
+        complaints.add(RangeError, "model.vocab_size", rule, model.config.vocab_size, "Take the tokenizer that belongs to the model.")
+        complaints.raise_any()
+    return model
+
+
+def _device(name: str) -> str:
+    if name == "cuda" and not torch.cuda.is_available():
+        complaints = Complaints(FUNCTION)
+        complaints.add(DeviceError, "training.device", "one that torch can use", repr(name), "Take auto or cpu.")
+        complaints.raise_any()
+    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+
+
+def _last_checkpoint(training: Training, config: Config) -> str | None:
+    """The checkpoint to go on from. Raises RangeError for one that does not belong to the settings."""
+    from transformers.trainer_utils import get_last_checkpoint
+
+    found: str | None = get_last_checkpoint(training.output) if Path(training.output).is_dir() else None  # type: ignore[no-untyped-call]
+    complaints = Complaints(FUNCTION)
+    if found is not None and not training.resume:
+        rule = "a folder without checkpoints if training.resume is false"
+        complaints.add(RangeError, "training.output", rule, repr(found), "Name another folder, or remove the checkpoints.")
+    elif found is not None and load(Path(found)).config != config:
+        rule = "a folder whose checkpoints are of the same model"
+        complaints.add(RangeError, "training.output", rule, repr(found), "Name another folder, or remove the checkpoints.")
+    complaints.raise_any()
+    return found
+
+
+def _trainer(
+    objective: Objective, training: Training, device: str, samples: Windows, evaluation: Windows | None, callbacks: tuple[Any, ...]
+) -> Any:
+    """The Trainer. It saves and loads models as this package does, so that every checkpoint can be used."""
+    try:
+        from transformers import Trainer, TrainingArguments
+    except ImportError as error:
+        raise MissingExtra.of(FUNCTION, "transformers", "transformers") from error
+
+    class Wired(Trainer):
+        def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+            save(objective.model, Path(output_dir or training.output))
+
+        def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+            objective.model.load_state_dict(load(Path(resume_from_checkpoint)).state_dict())
+
+        def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+            return [name for name, parameter in model.named_parameters() if parameter.dim() == 2 and name.endswith(".weight")]
+
+    half = training.dtype == "bfloat16" or (training.dtype == "auto" and device == "cuda" and torch.cuda.is_bf16_supported())
+    arguments = TrainingArguments(
+        output_dir=training.output,
+        max_steps=training.steps or -1,
+        num_train_epochs=training.epochs,
+        per_device_train_batch_size=training.batch_size,
+        per_device_eval_batch_size=training.batch_size,
+        gradient_accumulation_steps=training.accumulate,
+        learning_rate=training.learning_rate,
+        lr_scheduler_type=SCHEDULES[training.schedule],
+        warmup_steps=training.warmup,
+        weight_decay=training.weight_decay,
+        adam_beta1=training.betas[0],
+        adam_beta2=training.betas[1],
+        max_grad_norm=training.clip,
+        bf16=half,
+        use_cpu=device == "cpu",
+        seed=training.seed,
+        logging_steps=training.log_every,
+        save_steps=training.save_every,
+        save_total_limit=training.keep,
+        eval_strategy="no" if evaluation is None else "steps",
+        eval_steps=training.evaluate_every,
+        prediction_loss_only=True,
+        report_to=["tensorboard"] if training.tensorboard else [],
+        dataloader_pin_memory=device == "cuda",
+        remove_unused_columns=False,
+    )
+    arguments._n_gpu = min(arguments.n_gpu, 1)  # several GPUs by torchrun, not by DataParallel, which would cut packed batches
+    return Wired(objective, arguments, collate, samples, evaluation, callbacks=list(callbacks))

@@ -1,0 +1,70 @@
+"""``penstock eval``: what it prints and writes, and its errors."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from penstock.cli import main
+from penstock.models import CausalLM, gla
+from penstock.training import mqar
+from penstock.training.checkpoint import save
+
+SMALL = ["--pairs", "1", "--length", "6", "--vocab-size", "8", "--hidden-size", "16", "--layers", "1", "--seconds", "0.001"]
+
+
+def run(*words):
+    return CliRunner().invoke(main, ["eval", *words])
+
+
+def test_recall_is_trained_and_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(mqar, "CHECKED", 8)
+    done = run("--task", "mqar", "--architecture", "rwkv6", *SMALL, "--device", "cpu", "--json", str(tmp_path / "deep" / "a.json"))
+    assert done.exit_code == 0, done.output
+    assert "rwkv6, " in done.output
+    assert "% of the queries right" in done.output
+    content = json.loads((tmp_path / "deep" / "a.json").read_text())
+    assert content["curve"][-1]["accuracy"] == content["accuracy"]
+    assert (content["task"], content["architecture"], content["pairs"], content["machine"]["torch"]) == (
+        "mqar",
+        "rwkv6",
+        1,
+        torch.__version__,
+    )
+
+
+def test_perplexity_is_printed_and_written(tmp_path):
+    torch.manual_seed(0)
+    save(CausalLM(gla(vocab_size=257, hidden_size=16, num_layers=1, num_heads=2, intermediate_size=16)), tmp_path / "model")
+    (tmp_path / "a.txt").write_text("Größe " * 50)
+    words = ["--model", str(tmp_path / "model"), "--text", str(tmp_path / "a.txt"), "--device", "cpu"]
+    done = run("--task", "perplexity", *words, "--window", "64", "--json", str(tmp_path / "a.json"))
+    assert done.exit_code == 0, done.output
+    content = json.loads((tmp_path / "a.json").read_text())
+    assert content["tokens"] == content["bytes"] == 400
+    assert content["nats_per_byte"] == pytest.approx(5.55, abs=0.1)
+    assert f"{content['nats_per_byte']:.4f} nats a byte" in done.output
+    assert "400 tokens of 400 bytes" in done.output
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--task", "glue"], "eval: task must be one of mqar, perplexity, got 'glue'"),
+        (["--task", "perplexity"], "eval: model and text must be given for perplexity, got neither"),
+        (["--task", "perplexity", "--text", "a"], "got one of them"),
+        (["--task", "perplexity", "--model", "a", "--text", "nowhere"], "eval: text must be a text file in UTF-8, got 'nowhere'"),
+        (["--task", "perplexity", "--model", "a", "--text", "b", "--pairs", "3"], "eval: pairs must be given for mqar only"),
+        (["--task", "mqar", "--window", "3"], "eval: window must be given for perplexity only, got --task mqar"),
+        (["--task", "mqar", "--architecture", "lstm"], "eval: architecture must be one of gla, "),
+        (["--task", "mqar", "--pairs", "20"], "mqar: length must be an even number of at least 4 * pairs = 80, got 64"),
+        (["--task", "mqar", "--seconds", "0"], "eval: seconds must be a finite number above 0"),
+        (["--task", "mqar", "--device", "tpu"], "eval: device must be cpu, cuda or cuda:N"),
+        (["--task", "mqar", "--json", "."], "eval: --json must be a file that can be written"),
+    ],
+)
+def test_wrong_options_give_one_message(words, message):
+    done = run(*words)
+    assert done.exit_code == 2, done.output
+    assert message in done.output

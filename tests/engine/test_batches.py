@@ -1,0 +1,106 @@
+"""A request's tokens do not depend on the requests beside it, nor on cuts, the cache, forks and preemption."""
+
+import random
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, model_of
+
+from penstock.engine import Engine, SamplingParams
+from penstock.errors import EngineError
+
+RECURRENT = [name for name in ARCHITECTURES if not name.startswith("hybrid")]
+VOCAB = 13
+
+
+def drawn_params(rng: random.Random) -> SamplingParams:
+    kind = rng.randrange(5)
+    options = {"max_tokens": rng.choice([1, 5, 40, 80]), "seed": rng.getrandbits(40), "logprobs": rng.choice([None, 0, 3])}
+    if kind == 0:
+        return SamplingParams(temperature=0, **options)
+    if kind == 1:
+        return SamplingParams(temperature=0.7, top_p=0.8, presence_penalty=0.3, frequency_penalty=0.2, repetition_penalty=1.3, **options)
+    if kind == 2:
+        return SamplingParams(top_k=5, stop_ids=(4,), **options)
+    if kind == 3:
+        return SamplingParams(min_p=0.05, logit_bias={3: -1.0, 7: 0.5}, **options)
+    return SamplingParams(n=3, **options)
+
+
+def drawn_prompts(rng: random.Random, count: int) -> list[list[int]]:
+    """Some share long prefixes."""
+    stems = [[rng.randrange(VOCAB) for _ in range(200)] for _ in range(3)]
+    prompts = []
+    for _ in range(count):
+        tail = [rng.randrange(VOCAB) for _ in range(rng.choice([1, 2, 30, 64, 100]))]
+        prompts.append(rng.choice(stems)[: rng.choice([0, 64, 100, 128, 192])] + tail)
+    return prompts
+
+
+def completions(result) -> list:
+    assert result.error is None
+    return [(one.tokens, [found.token for found in one.logprobs], one.finish_reason) for one in result.completions]
+
+
+def alone(model, prompt, params, **options):
+    """The result in an engine of its own, without a cache."""
+    return Engine(model, slots=params.n, token_budget=1024, cache_bytes=0, **options).generate([prompt], params)[0]
+
+
+def together(model, prompts, all_params, rng, **options):
+    """The requests of a crowd: they arrive over several steps with different priorities, some others are cancelled or forked."""
+    engine = Engine(model, **{"slots": 9, "token_budget": 9 + 128, "keep_every": 64, **options})
+    requests, forks = [], []
+    left = list(zip(prompts, all_params))
+    while left or not all(request.done for request in requests):
+        for _ in range(rng.randrange(6)):
+            if left:
+                requests.append(engine.submit(*left.pop(0), priority=rng.randrange(3)))
+        if rng.random() < 0.2:  # one that is cancelled
+            other = engine.submit([1, 2, 3], SamplingParams(max_tokens=50), priority=rng.randrange(4))
+            engine.step()
+            engine.cancel(other)
+        running = [request for request in requests if not request.done and request.params.n == 1]
+        if running and rng.random() < 0.1:
+            try:
+                parent = rng.choice(running)
+                given = engine.state_of(parent)
+                params = SamplingParams(max_tokens=30, temperature=0)
+                forks.append((list(given.tokens), params, engine.submit((), params, state=given)))
+            except EngineError:  # it is not past its prompt
+                pass
+        engine.step()
+        engine.check_integrity()
+    while not all(fork.done for _, _, fork in forks):
+        engine.step()
+    engine.check_integrity()
+    assert engine.stats.running == engine.stats.waiting == 0
+    return engine, [request.result for request in requests], [(tokens, params, fork.result) for tokens, params, fork in forks]
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
+@pytest.mark.parametrize("name", RECURRENT)
+def test_64_requests_give_the_tokens_of_each_alone(name, overlap):
+    rng = random.Random(f"{name}{overlap}")
+    model = model_of(name)
+    prompts = drawn_prompts(rng, 64)
+    params = [drawn_params(rng) for _ in prompts]
+    engine, results, forks = together(model, prompts, params, rng, overlap=overlap)
+    assert engine.stats.cache.hits > 3
+    for prompt, some, result in zip(prompts, params, results):
+        assert completions(result) == completions(alone(model, prompt, some)), (len(prompt), some)
+    for tokens, some, result in forks:
+        assert completions(result) == completions(alone(model, tokens, some))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("name", RECURRENT)
+def test_batch_invariant_logprobs_are_equal_to_the_bit(name, threads):
+    torch.set_num_threads(threads)
+    rng = random.Random(name)
+    model = model_of(name)
+    prompts = drawn_prompts(rng, 12)
+    params = [SamplingParams(max_tokens=70, seed=n, logprobs=2) for n in range(12)]
+    _, results, _ = together(model, prompts, params, rng, batch_invariant=True)
+    for prompt, some, result in zip(prompts, params, results):
+        assert result.completions == alone(model, prompt, some, batch_invariant=True).completions

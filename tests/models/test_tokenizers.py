@@ -1,0 +1,241 @@
+"""Tokenizers: round trips, streams, agreement with other packages, and which one a checkpoint gets."""
+
+import json
+import random
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock import DtypeError, RangeError
+from penstock.errors import MissingExtra
+from penstock.models.tokenizers import WORLD_VOCAB, Bytes, HuggingFace, World, load_tokenizer
+
+TEXTS = st.text(st.characters(codec="utf-8"), max_size=60)
+SAMPLES = (
+    "The quick brown fox. ",
+    "Größe über alles Maß ",
+    "Съешь же ещё этих мягких булок ",
+    "世界人权宣言 第一条 ",
+    "こんにちは、カタカナ ",
+    "한국어 문장입니다 ",
+    "مرحبا بالعالم ",
+    "हिन्दी में पाठ ",
+    "ภาษาไทย ",
+    "👩‍👩‍👧‍👦🇩🇪🤷🏽‍♂️ ",
+    "def f(x):\n\treturn x ** 2\r\n",
+    "∀x∈ℝ: ⌈x⌉ = −⌊−x⌋ ",
+)
+
+
+@pytest.fixture(scope="module")
+def world():
+    return World()
+
+
+@pytest.fixture(scope="module")
+def tokenizer_files(tmp_path_factory):
+    """tokenizer.json of two kinds: BPE of bytes as in GPT-2, and BPE with one token for each unknown byte as in Llama."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+    folder = tmp_path_factory.mktemp("tokenizers")
+    of_bytes = Tokenizer(models.BPE())
+    of_bytes.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    of_bytes.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, special_tokens=["<end>"], show_progress=False)
+    of_bytes.train_from_iterator(SAMPLES, trainer)
+
+    fallback = {f"<0x{byte:02X}>": byte + 1 for byte in range(256)} | {"<end>": 0}
+    characters = {character: 257 + i for i, character in enumerate("▁abcdefghijklmnopqrstuvwxyz")}
+    merges = [("▁", "a"), ("t", "h"), ("th", "e")]
+    merged = {"".join(pair): 257 + len(characters) + i for i, pair in enumerate(merges)}
+    with_fallback = Tokenizer(models.BPE(vocab=fallback | characters | merged, merges=merges, byte_fallback=True))
+    with_fallback.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    with_fallback.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    with_fallback.add_special_tokens(["<end>"])
+    files = {}
+    for name, tokenizer in (("bytes", of_bytes), ("fallback", with_fallback)):
+        (folder / name).mkdir()
+        files[name] = folder / name / "tokenizer.json"
+        tokenizer.save(str(files[name]))
+        (folder / name / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
+    return files
+
+
+@pytest.fixture(scope="module")
+def tokenizers(world, tokenizer_files):
+    return [Bytes(), Bytes(257), world, HuggingFace(tokenizer_files["bytes"]), HuggingFace(tokenizer_files["fallback"])]
+
+
+def streamed(tokenizer, tokens):
+    stream = tokenizer.stream()
+    return [*(stream.push(token) for token in tokens), stream.finish()]
+
+
+@settings(deadline=None, max_examples=150)
+@given(text=TEXTS)
+def test_every_text_survives_the_round_trip(tokenizers, text):
+    for tokenizer in tokenizers:
+        tokens = tokenizer.encode(text)
+        assert all(0 <= token < tokenizer.vocab_size for token in tokens)
+        assert tokenizer.decode(tokens) == text
+        assert "".join(streamed(tokenizer, tokens)) == text
+
+
+@settings(deadline=None, max_examples=200)
+@given(data=st.data())
+def test_a_stream_of_any_tokens_equals_the_whole(tokenizers, data):
+    for tokenizer in tokenizers[:4]:  # ByteFallback replaces whole runs of bytes, so its text of invalid bytes has another length
+        tokens = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=20))
+        assert "".join(streamed(tokenizer, tokens)) == tokenizer.decode(tokens)
+
+
+@settings(deadline=None, max_examples=200)
+@given(data=st.binary(max_size=24))
+def test_bytes_decode_as_python_decodes_them(data):
+    assert Bytes().decode(data) == data.decode(errors="replace")
+    text = ""
+    for i, piece in enumerate(streamed(Bytes(), data)[:-1]):
+        text += piece
+        whole = data[: i + 1].decode(errors="replace")
+        assert whole in (text, text + "\ufffd", text + "\ufffd\ufffd")  # one character is pending; CPython also waits after ED A0
+
+
+def test_partial_characters_wait_for_their_last_byte(world):
+    smile = "😀".encode()
+    assert streamed(Bytes(), smile) == ["", "", "", "😀", ""]
+    assert streamed(Bytes(), smile[:3]) == ["", "", "", "\ufffd"]
+    assert streamed(Bytes(), [*smile[:2], 65]) == ["", "", "\ufffdA", ""]  # invalid only when the third byte is there
+    assert streamed(Bytes(), [255, 65]) == ["\ufffd", "A", ""]  # 255 begins no character
+    assert streamed(world, [byte + 1 for byte in smile]) == ["", "", "", "😀", ""]
+
+
+def test_partial_characters_of_hugging_face_tokenizers_wait(tokenizers):
+    for tokenizer in tokenizers[3:]:
+        tokens = tokenizer.encode("a😀b𝄞")
+        pieces = streamed(tokenizer, tokens)
+        assert "".join(pieces) == "a😀b𝄞"
+        assert not any("\ufffd" in piece for piece in pieces)
+
+
+def multilingual(size, seed):
+    """A text of words of many scripts and of random characters, in UTF-8 of about ``size`` bytes."""
+    draw, parts, length = random.Random(seed), [], 0
+    while length < size:
+        if draw.random() < 0.7:
+            sample = draw.choice(SAMPLES)
+            begin = draw.randrange(len(sample))
+            part = sample[begin : begin + draw.randrange(1, 30)]
+        else:
+            part = "".join(
+                chr(draw.choice([draw.randrange(128), draw.randrange(0xD800), draw.randrange(0xE000, 0x110000)])) for _ in range(5)
+            )
+        parts.append(part)
+        length += len(part.encode())
+    return "".join(parts)
+
+
+def check_against_rwkv(world, size):
+    from pathlib import Path
+
+    rwkv = pytest.importorskip("rwkv.rwkv_tokenizer")
+    judge = rwkv.TRIE_TOKENIZER(str(Path(rwkv.__file__).with_name("rwkv_vocab_v20230424.txt")))
+    for begin in range(0, size, 100_000):
+        text = multilingual(min(size, 100_000), seed=begin)
+        tokens = world.encode(text)
+        assert tokens == judge.encode(text)
+        assert world.decode(tokens) == text
+    assert all(world.stream()._values[token] == value for token, value in judge.idx2token.items())
+
+
+def test_world_agrees_with_the_rwkv_package(world):
+    check_against_rwkv(world, 20_000)
+
+
+@pytest.mark.slow
+def test_world_agrees_with_the_rwkv_package_on_10_megabytes(world):
+    check_against_rwkv(world, 10_000_000)
+
+
+def test_sizes_and_ends(world, tokenizers):
+    assert (world.vocab_size, world.end_of_text, world.decode([0])) == (65530, 0, "")
+    assert [(one.vocab_size, one.end_of_text) for one in tokenizers[:2]] == [(256, None), (257, 256)]
+    assert Bytes(257).decode([97, 256, 98]) == "ab"
+    for tokenizer in tokenizers[3:]:
+        assert tokenizer.end_of_text == 0
+        assert tokenizer.decode([0]) == ""
+
+
+def test_special_tokens_are_added_if_asked_for(tokenizer_files, tmp_path):
+    from tokenizers import Tokenizer, processors
+
+    tokenizer = Tokenizer.from_file(str(tokenizer_files["bytes"]))
+    tokenizer.post_processor = processors.TemplateProcessing(single="<end> $A", special_tokens=[("<end>", 0)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    ours = load_tokenizer(tmp_path)
+    assert ours.encode("ab", special=True) == [0, *ours.encode("ab")]
+    assert ours.end_of_text is None  # no other file names one
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [3, 0]}))
+    assert load_tokenizer(tmp_path).end_of_text == 3
+
+
+def test_a_checkpoint_gets_its_tokenizer(tmp_path, tokenizer_files):
+    from safetensors.torch import save_file
+
+    def kind(path):
+        return type(load_tokenizer(path)).__name__
+
+    sizes = {"world": 65536, "bytes": 256, "other": 400}
+    for name, size in sizes.items():
+        torch.save({"emb.weight": torch.zeros(size, 1), "head.weight": torch.zeros(7, 1)}, tmp_path / f"{name}.pth")
+    save_file({"model.embeddings.weight": torch.zeros(257, 1)}, tmp_path / "bytes.safetensors")
+    assert [kind(tmp_path / name) for name in ("world.pth", "bytes.pth", "bytes.safetensors")] == ["World", "Bytes", "Bytes"]
+    assert load_tokenizer(tmp_path / "bytes.safetensors").vocab_size == 257
+    (tmp_path / "tokenizer.json").write_bytes(tokenizer_files["bytes"].read_bytes())
+    assert [kind(tmp_path / name) for name in ("world.pth", "other.pth", "tokenizer.json", "")] == ["World", *["HuggingFace"] * 3]
+
+    folder = tmp_path / "world"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"vocab_size": 65536}))
+    assert kind(folder) == "World"
+    (folder / WORLD_VOCAB).write_text("1 'a' 1\n2 'b' 1\n3 'ab' 2\n")
+    assert load_tokenizer(folder).encode("aab") == [1, 3]
+
+
+def test_errors_say_what_to_do(tmp_path, world, tokenizer_files):
+    with pytest.raises(RangeError, match=r"load_tokenizer: path must be a checkpoint file or folder, got .*nowhere', which does not exist"):
+        load_tokenizer(tmp_path / "nowhere")
+    torch.save({"emb.weight": torch.zeros(50277, 1)}, tmp_path / "pile.pth")
+    for path in (tmp_path / "pile.pth", tmp_path):
+        with pytest.raises(RangeError, match=r"Put the tokenizer\.json of the model in"):
+            load_tokenizer(path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(RangeError, match=r"HuggingFace: file must be a tokenizer\.json that tokenizers reads"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "vocab.txt").write_text("\n")
+    with pytest.raises(RangeError, match="World: file must be a vocabulary of RWKV World"):
+        World(tmp_path / "vocab.txt")
+    for tokenizer in (Bytes(), world, HuggingFace(tokenizer_files["bytes"])):
+        with pytest.raises(RangeError, match="text must be free of lone surrogates"):
+            tokenizer.encode("a\ud800")
+        with pytest.raises(DtypeError, match="encode: text must be a str, got None"):
+            tokenizer.encode(None)
+        for token in (-1, tokenizer.vocab_size):
+            with pytest.raises(RangeError, match=f"decode: token must be from 0 to {tokenizer.vocab_size - 1}, got {token}"):
+                tokenizer.decode([token])
+    with pytest.raises(RangeError, match="vocab_size must be 256, or 257"):
+        Bytes(300)
+
+
+@pytest.mark.parametrize(
+    ("module", "make", "extra"), [("pyrwkv_tokenizer", World, "pyrwkv-tokenizer"), ("tokenizers", lambda: HuggingFace("a"), "tokenizers")]
+)
+def test_a_missing_package_names_its_extra(monkeypatch, module, make, extra):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(MissingExtra, match=rf"{extra} must be installed, got none\. Run pip install 'penstock\[models\]'"):
+        make()

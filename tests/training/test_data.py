@@ -1,0 +1,88 @@
+"""Training data: files to documents, documents to samples."""
+
+import numpy
+import pytest
+import torch
+
+from penstock import RangeError
+from penstock.models.tokenizers import Bytes
+from penstock.training.data import IGNORED, Corpus, Windows, collate, find_files, read
+
+ENDING = Bytes(257)
+
+
+def test_text_files_become_documents(tmp_path):
+    (tmp_path / "a.txt").write_text("ab--c--")
+    (tmp_path / "b.txt").write_text("dé")
+    files = [tmp_path / "a.txt", tmp_path / "b.txt"]
+    whole = read(files, Bytes())
+    assert whole.tokens.tolist() == list(b"ab--c--d\xc3\xa9")
+    assert whole.begins.tolist() == [0, 7]
+    parts = read(files, ENDING, "--")
+    assert parts.tokens.tolist() == [*b"ab", 256, *b"c", 256, *b"d\xc3\xa9", 256]
+    assert parts.begins.tolist() == [0, 3, 5]
+
+
+@pytest.mark.parametrize("name", ["a.npy", "a.bin"])
+def test_token_files_are_mapped(tmp_path, name):
+    tokens = numpy.array([1, 2, 256, 3, 256, 4, 256], dtype=numpy.uint16)
+    numpy.save(tmp_path / name, tokens) if name.endswith("npy") else tokens.tofile(tmp_path / name)
+    corpus = read([tmp_path / name], ENDING)
+    assert isinstance(corpus.tokens, numpy.memmap)
+    assert corpus.tokens.tolist() == tokens.tolist()
+    assert corpus.begins.tolist() == [0, 3, 5]
+    twice = read([tmp_path / name] * 2, ENDING)
+    assert twice.begins.tolist() == [0, 3, 5, 7, 10, 12]
+    with pytest.raises(RangeError, match=r"train: data must be tokens from 0 to 255, got .*\(256\)\. Use the tokenizer"):
+        read([tmp_path / name], Bytes())
+
+
+def test_windows_hold_every_prediction_once():
+    corpus = Corpus(numpy.arange(23, dtype=numpy.uint16), torch.tensor([0]))
+    samples = list(Windows(corpus, 4))
+    assert len(samples) == 5
+    assert torch.cat([sample["ids"] for sample in samples]).tolist() == list(range(20))
+    assert all(torch.equal(sample["labels"], sample["ids"] + 1) for sample in samples)
+    batch = collate(samples[:3])
+    assert batch["ids"].shape == batch["labels"].shape == (3, 4)
+    assert len(Windows(Corpus(numpy.arange(9), torch.tensor([0])), 8)) == 1
+
+
+def test_packed_samples_start_a_sequence_at_each_document():
+    begins = [0, 3, 8, 9, 12]
+    corpus = Corpus(numpy.arange(17), torch.tensor(begins))
+    samples = list(Windows(corpus, 4, packed=True))
+    assert [sample["begins"].tolist() for sample in samples] == [[0, 3], [0], [0, 1], [0]]
+    batch = collate(samples)
+    assert batch["ids"].tolist() == [list(range(16))]
+    assert batch["cu_seqlens"].tolist() == [0, 3, 4, 8, 9, 12, 16]
+    labels = batch["labels"][0].tolist()
+    # the last token of a document does not predict the first of the next, also at a window's border
+    assert labels == [IGNORED if t + 1 in begins else t + 1 for t in range(16)]
+
+
+def test_wrong_files_raise(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xff")
+    with pytest.raises(RangeError, match=r"train: data must be a text in UTF-8, got .*a\.txt"):
+        read([tmp_path / "a.txt"], Bytes())
+    numpy.save(tmp_path / "a.npy", numpy.zeros((2, 2)))
+    with pytest.raises(RangeError, match=r"data must be a row of integers, got .*float64 of shape \[2, 2\]"):
+        read([tmp_path / "a.npy"], Bytes())
+    (tmp_path / "b.npy").write_text("no array")
+    with pytest.raises(RangeError, match="data must be a file of tokens"):
+        read([tmp_path / "b.npy"], Bytes())
+    (tmp_path / "empty.txt").write_text("")
+    with pytest.raises(RangeError, match="data must be files with tokens"):
+        read([tmp_path / "empty.txt"], Bytes())
+    with pytest.raises(RangeError, match=r"data must be at least length \+ 1 = 9 tokens, got 8 tokens"):
+        Windows(Corpus(numpy.arange(8), torch.tensor([0])), 8)
+
+
+def test_files_are_found_by_patterns(tmp_path):
+    for name in ("b.txt", "a.txt", "deep/c.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+    found = find_files([f"{tmp_path}/**/*.txt"], "train", "data.train")
+    assert [file.name for file in found] == ["a.txt", "b.txt", "c.txt"]
+    with pytest.raises(RangeError, match=r"train: data\.train must be files that exist, or patterns of them, got '.*nothing'"):
+        find_files([str(tmp_path / "nothing")], "train", "data.train")

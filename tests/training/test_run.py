@@ -1,0 +1,140 @@
+"""Training by transformers' Trainer: losses, checkpoints, resuming, and what is saved."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock import RangeError
+from penstock.models.tokenizers import load_tokenizer
+from penstock.training.checkpoint import load
+from penstock.training.run import train
+from penstock.training.settings import parse
+
+pytest.importorskip("transformers")
+
+TEXT = "the cat sat on the mat. \n\n" * 80
+
+
+@pytest.fixture
+def settings(tmp_path):
+    """Make settings of a tiny training, with changes by ``section__key``."""
+    (tmp_path / "a.txt").write_text(TEXT)
+    (tmp_path / "b.txt").write_text(TEXT[::-1])
+
+    def make(**changes):
+        content = {
+            "model": {"architecture": "rwkv6", "hidden_size": 16, "num_layers": 1, "head_size": 8, "mix_rank": 2, "decay_rank": 2},
+            "data": {"train": str(tmp_path / "a.txt"), "length": 32},
+            "training": {
+                "output": str(tmp_path / "run"), "steps": 8, "batch_size": 4, "learning_rate": 1e-2, "log_every": 2, "save_every": 3,
+                "tensorboard": False, "device": "cpu",
+            },
+        }  # fmt: skip
+        for name, value in changes.items():
+            section, key = name.split("__")
+            content[section][key] = value
+        return parse(content)
+
+    return make
+
+
+class Stop:
+    """A callback that raises after this many steps."""
+
+    def __new__(cls, steps):
+        from transformers import TrainerCallback
+
+        class Stopping(TrainerCallback):
+            def on_step_end(self, args, state, control, **_):
+                if state.global_step == steps:
+                    raise KeyboardInterrupt
+
+        return Stopping()
+
+
+def weights(folder):
+    return load(Path(folder)).state_dict()
+
+
+def equal(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_training_lowers_the_loss_and_saves_a_model_that_loads(settings, tmp_path):
+    chosen = settings(data__evaluation=str(tmp_path / "b.txt"), training__steps=30, training__tensorboard=True, training__keep=1)
+    trained = train(chosen)
+    assert trained.steps == 30
+    assert trained.loss < 3.5
+    assert 0 < trained.evaluation_loss < 5.6
+    model = load(trained.folder)
+    assert model.config.vocab_size == 256
+    assert load_tokenizer(trained.folder).vocab_size == 256
+    # every checkpoint is a model, and keep is respected
+    checkpoints = sorted(trained.folder.glob("checkpoint-*"))
+    assert [one.name for one in checkpoints] == ["checkpoint-30"]
+    assert equal(weights(checkpoints[0]), model.state_dict())
+    assert list(trained.folder.rglob("events.out.tfevents*"))
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_resumed_run_equals_an_uninterrupted_one(settings, tmp_path, packing):
+    common = {"data__packing": packing, "data__separator": "\n\n" if packing else None, "training__accumulate": 2}
+    whole = train(settings(**common, training__output=str(tmp_path / "whole")))
+    with pytest.raises(KeyboardInterrupt):
+        train(settings(**common), callbacks=(Stop(5),))
+    assert [one.name for one in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-3"]
+    resumed = train(settings(**common))
+    assert resumed.steps == whole.steps == 8
+    assert equal(weights(resumed.folder), weights(whole.folder))
+    assert equal(weights(train(settings(**common)).folder), weights(whole.folder))  # nothing is left to do
+
+
+def test_equal_seeds_give_equal_models(settings, tmp_path):
+    runs = [
+        train(settings(training__output=str(tmp_path / str(n)), training__seed=seed, training__steps=2)) for n, seed in enumerate((1, 1, 2))
+    ]
+    one, same, other = (weights(run.folder) for run in runs)
+    assert equal(one, same)
+    assert not equal(one, other)
+
+
+def test_training_goes_on_from_a_checkpoint_of_another_run(settings, tmp_path):
+    first = train(settings())
+    chosen = settings(training__output=str(tmp_path / "second"), training__steps=1, training__learning_rate=1e-9)
+    second = train(parse_with_path(chosen, first.folder))
+    for name, value in weights(first.folder).items():
+        assert torch.allclose(weights(second.folder)[name], value, atol=1e-6)
+
+
+def parse_with_path(settings, folder):
+    from dataclasses import replace
+
+    return replace(settings, model={"path": str(folder)})
+
+
+def test_gradient_checkpointing_and_bfloat16_run(settings):
+    trained = train(settings(training__gradient_checkpointing=True, training__dtype="bfloat16", training__steps=2))
+    assert all(value.dtype == torch.float32 for value in weights(trained.folder).values())
+
+
+def test_a_tokenizer_file_is_kept_with_the_model(settings, tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={"a": 0, "t": 1, "c": 2}, merges=[]))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    trained = train(settings(data__tokenizer=str(tmp_path / "tokenizer.json"), data__length=8, training__steps=1))
+    assert load(trained.folder).config.vocab_size == 3
+    assert load_tokenizer(trained.folder).encode("cat") == [2, 0, 1]
+
+
+def test_checkpoints_of_another_model_are_refused(settings):
+    train(settings(training__steps=3))
+    with pytest.raises(RangeError, match=r"train: training\.output must be a folder whose checkpoints are of the same model"):
+        train(settings(model__num_layers=2))
+    with pytest.raises(RangeError, match=r"training\.output must be a folder without checkpoints if training\.resume is false"):
+        train(settings(training__resume=False))
+
+
+def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(settings):
+    with pytest.raises(RangeError, match=r"train: model\.vocab_size must be at least the tokenizer's 257, got 256"):
+        train(settings(model__vocab_size=256, data__tokenizer="bytes+end"))
