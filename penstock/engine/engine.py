@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from collections.abc import Sequence as Items
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from .state_cache import CacheCounts, StateCache
 from .state_pool import StatePool
 from .states import KeptState, SequenceState, fingerprint, load_state, save_state
 from .steps import Steps
-from .streaming import Mailboxes
+from .streaming import Mailbox, Mailboxes
 
 Prompt = str | Items[int]
 
@@ -182,6 +183,10 @@ class Engine:
                     raise request.result.error
             finally:
                 self.cancel(request)
+
+    def mailbox(self) -> AbstractContextManager[Mailbox]:
+        """Where requests of ``submit`` put their events for the running event loop: ``sink=mailbox.put``."""
+        return self._mailboxes.open()
 
     def cancel(self, request: Request) -> None:
         """End a request and free its slot before the next step. One that is done stays as it is."""
