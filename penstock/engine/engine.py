@@ -127,8 +127,8 @@ class Engine:
         May be called from several threads.
         """
         one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
-        listed: Items[Any] = [prompts] if one else prompts  # type: ignore[list-item]
-        given = list(params) if isinstance(params, list | tuple) else [params or SamplingParams()] * len(listed)
+        listed: Items[Any] = [prompts] if one else prompts
+        given: list[Any] = list(params) if isinstance(params, list | tuple) else [params or SamplingParams()] * len(listed)
         if len(given) != len(listed):
             raise ShapeError(f"generate: params must be one for each of {len(listed)} prompts, got {len(given)}. Or pass a single one.")
         requests = [self._request("generate", prompt, some) for prompt, some in zip(listed, given)]

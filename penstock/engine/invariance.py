@@ -2,8 +2,9 @@
 
 Libraries choose kernels by the shape: with MKL, one, two and three rows take other ones than four and more, and other libraries split
 sums over rows of the weight where there are few rows of tokens. In element-wise operators, the last elements of a tensor are computed by
-other instructions than whole vectors. So the engine rounds the number of tokens of a step up to a multiple of a block, with tokens that
-are skipped, and finds the smallest block for which a token gets equal bits in any place of any number of tokens.
+other instructions than whole vectors (with MKL, also exp of the last row). So the engine puts at least one skipped token behind those of a
+step, rounds their number up to a multiple of a block, and finds the smallest block for which a token gets equal bits in any place of any
+number of tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from ..models import CausalLM
 from ..models.arguments import named_tensors
 
 BLOCKS = (4, 8, 16, 32, 64)
-"""Tried in this order. On a CPU, 4 suffices with MKL 2024.2 and AVX2."""
+"""Tried in this order. On a CPU, 4 or 8 suffice with MKL 2024.2 and AVX2."""
+LIVE = 3
+"""Tokens that are compared. With one skipped token they fit into the smallest block."""
 
 
 def smallest_block(model: CausalLM, most_tokens: int) -> int:
@@ -30,13 +33,18 @@ def smallest_block(model: CausalLM, most_tokens: int) -> int:
     )
 
 
+def padding(tokens: int, block: int) -> int:
+    """The number of skipped tokens behind ``tokens``. A block of 1 needs none."""
+    return block - tokens % block if block > 1 else 0
+
+
 def _holds(model: CausalLM, block: int, most_tokens: int) -> bool:
-    """Whether one token gets equal logits and an equal state at several places of passes of several sizes."""
+    """Whether some tokens get equal logits and equal states at several places of passes of several sizes."""
     wanted: list[Tensor] | None = None
-    whole = most_tokens // block * block
-    for tokens in sorted({block, 2 * block, 3 * block, 7 * block, whole}):
-        for place in sorted({0, tokens // 2, tokens - 1}):
-            found = _probe(model, min(tokens, whole), place)
+    whole = most_tokens + padding(most_tokens, block)
+    for tokens in sorted({min(size, whole) for size in (block, 2 * block, 3 * block, 7 * block, whole)}):
+        for place in sorted({0, tokens // 2 - 1, tokens - 1 - LIVE}):
+            found = _probe(model, tokens, place)
             if wanted is None:
                 wanted = found
             elif not all(map(torch.equal, found, wanted)):
@@ -46,15 +54,13 @@ def _holds(model: CausalLM, block: int, most_tokens: int) -> bool:
 
 @torch.no_grad()
 def _probe(model: CausalLM, tokens: int, place: int) -> list[Tensor]:
-    """Logits and state of a token after two others, among decode rows that differ with ``tokens``."""
-    device = model.embeddings.weight.device
-    ids = torch.arange(tokens, device=device) * 7 % model.config.vocab_size
-    pool = model.initial_state(1)
-    history = torch.tensor([[1, 2]], device=device) % model.config.vocab_size
-    model.advance(history, pool)
-    ids[place] = 3 % model.config.vocab_size
-    # the other tokens are pieces of a prompt before and behind it, in rows that are skipped
-    ends = [0, place, place + 1, tokens]
-    rows = torch.tensor([-1, 0, -1], device=device)
+    """Logits and states of ``LIVE`` decode rows from ``place`` on. All others are skipped pieces of a prompt."""
+    device, V = model.embeddings.weight.device, model.config.vocab_size
+    pool = model.initial_state(LIVE)
+    model.advance(torch.arange(2 * LIVE, device=device).view(LIVE, 2) % V, pool)
+    ids = torch.arange(tokens, device=device) * (7 + tokens) % V
+    ids[place : place + LIVE] = torch.arange(LIVE, device=device) * 5 % V
+    ends = [0, *range(place, place + LIVE + 1), tokens]
+    rows = torch.tensor([-1, *range(LIVE), -1], device=device)
     logits = model.advance(ids[None], pool, cu_seqlens=torch.tensor(ends, device=device), slots=rows)
-    return [logits[0, place], *(x for _, x in named_tensors(pool))]
+    return [logits[0, place : place + LIVE], *(x for _, x in named_tensors(pool))]

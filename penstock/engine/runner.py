@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..models import CausalLM
+from .invariance import padding
 from .request import Request, Sequence
 from .sampler import Row, logprobs_of, sample, seed_of
 from .scheduler import Work
@@ -83,9 +84,9 @@ class Runner:
                     ids.append(0)
             ends.append(len(ids))
             rows.append(self.pool.aligned(slot) if work.on_aligned else slot)
-        padding = -len(ids) % self.block
-        if padding:
-            ids += [0] * padding
+        skipped = padding(len(ids), self.block)
+        if skipped:
+            ids += [0] * skipped
             ends.append(len(ids))
             rows.append(-1)
         tokens = torch.tensor(ids, device=self.device)

@@ -126,7 +126,7 @@ def _weights(logits: Tensor, temperatures: Items[float]) -> Tensor:
 def _limited(weights: Tensor, params: Items[SamplingParams]) -> Tensor:
     """Weights [R,V] with 0 outside of the top k, then outside of the nucleus of what is left."""
     V = weights.shape[1]
-    ranked, tokens = weights.sort(-1, descending=True, stable=True)
+    ranked, tokens = weights.sort(dim=-1, descending=True, stable=True)
     most = torch.tensor([min(one.top_k or V, V) for one in params], device=weights.device)
     ranked = ranked.masked_fill(torch.arange(V, device=weights.device) >= most[:, None], 0)
     sums = ranked.cumsum(-1)

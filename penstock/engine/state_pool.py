@@ -6,7 +6,8 @@ copied as one row of memory, whatever the architecture. The model sees views.
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +18,22 @@ from ..models.arguments import named_tensors
 
 ALIGNMENT = 64
 """Bytes. Every tensor of a row begins at a multiple of this."""
+
+
+class Place(NamedTuple):
+    """Where a tensor is in a row."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+    """In bytes."""
+
+    def view(self, memory: Tensor) -> Tensor:
+        """The tensor of rows [N,W] of 64-bit words: [N,*shape]."""
+        size = self.dtype.itemsize * math.prod(self.shape)
+        part = memory[:, self.offset // 8 : self.offset // 8 + -(-size // 8)]
+        return part.view(self.dtype)[:, : size // self.dtype.itemsize].view(memory.shape[0], *self.shape)
 
 
 class StatePool:
@@ -33,20 +50,19 @@ class StatePool:
     def __init__(self, model: CausalLM, slots: int) -> None:
         initial = model.initial_state(1)
         self.slots = slots
-        self.layout: list[tuple[str, torch.dtype, tuple[int, ...], int]] = []
-        """Name, dtype, shape and offset in bytes of each tensor of a row."""
+        self.layout: list[Place] = []
         end = 0
         for name, x in named_tensors(initial):
-            self.layout.append((name, x.dtype, tuple(x.shape[1:]), end))
+            self.layout.append(Place(name, x.dtype, tuple(x.shape[1:]), end))
             end += -(-x[0].numel() * x.element_size() // ALIGNMENT) * ALIGNMENT
         self.row_bytes = end
         self.memory = torch.zeros(2 * slots, end // 8, dtype=torch.int64, device=model.embeddings.weight.device)
         places = iter(self.layout)
-        self.state: State = _mapped(initial, lambda _: self._view(self.memory, *next(places)[1:]))
+        self.state: State = _mapped(initial, lambda _: next(places).view(self.memory))
         """The pool as ``CausalLM.advance`` takes it."""
         self._initial = self.memory.new_zeros(1, end // 8)
-        for (_, x), (_, *place) in zip(named_tensors(initial), self.layout):
-            self._view(self._initial, *place).copy_(x)
+        for (_, x), place in zip(named_tensors(initial), self.layout):
+            place.view(self._initial).copy_(x)
         self._free = list(range(slots - 1, -1, -1))
         self._taken: set[int] = set()
 
@@ -102,7 +118,7 @@ class StatePool:
 
     def tensors(self, row: Tensor) -> dict[str, Tensor]:
         """The tensors of a copied row [W] by their names."""
-        return {name: self._view(row[None], *place)[0] for name, *place in self.layout}
+        return {place.name: place.view(row[None])[0] for place in self.layout}
 
     def check_integrity(self, used: list[int]) -> None:
         """Raise PenstockError unless exactly the slots ``used`` are taken, each once, and all others are free."""
@@ -111,12 +127,6 @@ class StatePool:
                 f"StatePool.check_integrity: taken slots must be those in use, got {sorted(self._taken)} taken, {sorted(used)} in use, "
                 f"{sorted(self._free)} free. This is an error of the engine."
             )
-
-    @staticmethod
-    def _view(memory: Tensor, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> Tensor:
-        size = dtype.itemsize * torch.Size(shape).numel()
-        part = memory[:, offset // 8 : offset // 8 + -(-size // 8)]
-        return part.view(dtype)[:, : size // dtype.itemsize].unflatten(1, shape)
 
 
 def _mapped(state: Any, function: Any) -> Any:
