@@ -17,6 +17,7 @@ from .demo import demo
 from .eval import evaluate
 from .generate import generate
 from .profile import profile
+from .serve import serve
 from .train import train
 from .tune import tune
 
@@ -39,7 +40,7 @@ main = typer.Typer(
     add_completion=False,
     pretty_exceptions_show_locals=False,
     rich_markup_mode="rich",
-    help="Check, time, profile and tune the kernels of recurrent language models; train and evaluate models, and generate text.",
+    help="Check, time, profile and tune the kernels of recurrent language models; train, evaluate and serve models, and generate text.",
 )
 
 
@@ -64,6 +65,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "tune": tune,
     "train": train,
     "generate": generate,
+    "serve": serve,
     "eval": evaluate,
     "demo": demo,
 }
