@@ -32,7 +32,7 @@ def test_import_is_fast_and_light():
     assert seconds < 0.5
     assert "penstock.recurrence.functional" in modules
     assert not {name.partition(".")[0] for name in modules} & HEAVY
-    upper = ("cli", "demo", "bench", "tune", "verify", "models", "layers")
+    upper = ("cli", "demo", "bench", "tune", "verify", "training", "compat", "models", "layers")
     assert not {name for name in modules if name.startswith(tuple(f"penstock.{folder}" for folder in upper))}
 
 

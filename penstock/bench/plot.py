@@ -5,6 +5,7 @@
 - Several cases and more than one candidate: bars of the speed relative to the baseline.
 - Otherwise: dots of the time of every candidate.
 - Profiles: two bars for every candidate, the end-to-end time and the time of its kernels.
+- A training run: its losses against time.
 """
 
 from __future__ import annotations
@@ -93,6 +94,31 @@ def plot_profile(measurement: Measurement, path: Path, subtitle: str = "") -> No
     for label, colour in (("end to end", COLOURS[0]), (f"{work} only", COLOURS[4])):
         axes.barh(0, 0, color=colour, label=label)
     figure.legend(loc="outside upper right", ncols=2, fontsize=9, frameon=False)
+    _save(figure, path, subtitle)
+
+
+def plot_losses(
+    seconds: Sequence[float], losses: Sequence[float], held_out: tuple[float, float], path: Path, title: str, subtitle: str = ""
+) -> None:
+    """Draw a curve of training losses against time, and the losses of held-out text before and after the training as points."""
+    check_plot(path)
+    figure = _figure(7.6, 4.2)
+    axes = figure.subplots()
+    axes.plot(seconds, losses, color=COLOURS[0], linewidth=2.2)
+    axes.plot((0, seconds[-1]), held_out, color=COLOURS[1], marker="o", markersize=8, linestyle="none", clip_on=False, zorder=3)
+    for n, text, at, loss, right, up in (
+        (0, "training text", seconds[len(seconds) // 3], losses[len(losses) // 3], 6, 10),
+        (1, f"held-out text: {held_out[0]:.2f}", 0.0, held_out[0], 10, 0),
+        (1, f"held-out text: {held_out[1]:.2f}", seconds[-1], held_out[1], -100, -16),
+    ):
+        axes.annotate(text, (at, loss), (right, up), textcoords="offset points", va="center", color=COLOURS[n])
+    axes.set_ylim(0, None)
+    axes.set_xlim(0, None)
+    axes.set_xlabel("seconds of training", color=INK)
+    axes.set_ylabel("loss, nats per byte", color=INK)
+    axes.grid(axis="y", color="#e4e4e4", linewidth=0.8)
+    axes.set_axisbelow(True)
+    _title(axes, title, "", pad=12, at=1.025)
     _save(figure, path, subtitle)
 
 

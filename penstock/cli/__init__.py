@@ -13,6 +13,7 @@ from .. import __version__
 from ..errors import PenstockError
 from .bench import bench
 from .check import check
+from .convert import convert
 from .demo import demo
 from .eval import evaluate
 from .generate import generate
@@ -67,6 +68,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "generate": generate,
     "serve": serve,
     "eval": evaluate,
+    "convert": convert,
     "demo": demo,
 }
 for name, command in COMMANDS.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated
@@ -15,7 +16,7 @@ from rich.text import Text
 from ..bench.candidates import loop, ours
 from ..bench.cases import MODELS
 from ..bench.measure import Measurement, measure
-from ..bench.plot import plot_measurements
+from ..bench.plot import plot_losses, plot_measurements
 from ..bench.record import Record
 from ..bench.report import duration
 from ..demo.text import python_topics
@@ -33,7 +34,7 @@ SWEEP = (64, 128, 256, 512, 1024, 2048, 4096)
 SWEEP_SECONDS = 25.0
 """Time for all lengths of the picture. The token loop is left out of lengths that would not fit."""
 QUICK = Shape(1, 32, 2, 16, 16)
-NUMBERS, PICTURE = "speed.json", "speed.png"
+NUMBERS, PICTURE, CURVE = "numbers.json", "speed.png", "training.png"
 
 
 def demo(
@@ -47,7 +48,7 @@ def demo(
 ) -> None:
     """Run checks, compare speed with the token loop, and train a model from scratch, in about three minutes.
 
-    Writes all numbers, a picture of time against length, and the model's weights.
+    Writes all numbers, pictures of time against length and of the training losses, and the model's weights.
 
     [bold]Examples[/bold]
 
@@ -58,7 +59,7 @@ def demo(
     complaints = Complaints("demo")
     check_seconds(complaints, seconds)
     complaints.raise_any()
-    check_outputs("demo", {}, Folder("--folder", folder, (NUMBERS, PICTURE, WEIGHTS)))
+    check_outputs("demo", {}, Folder("--folder", folder, (NUMBERS, PICTURE, CURVE, WEIGHTS)))
     python_topics()  # raises before any work if the training text is missing
     console, machine = Console(), Machine.here()
     if machine.busy is not None:
@@ -71,15 +72,16 @@ def demo(
     written = _speed(console, folder, quick, machine)
     console.print()
     console.rule("3. Training", align="left")
-    written += _train(console, folder, 1.0 if quick else seconds)
+    written += _train(console, folder, 1.0 if quick else seconds, machine)
     console.print()
     console.rule("Files", align="left")
     width = max(len(str(path)) for path, _ in written)
     for path, content in written:
         console.print(f"  {path!s:<{width}}  {content}", markup=False, highlight=False, soft_wrap=True)
     console.print("\nNext commands")
-    for command in ("penstock bench --list", "penstock bench rwkv6 --mode fwdbwd", "penstock bench --help"):
-        console.print(f"  {command}", highlight=False)
+    generate = f'penstock generate --model {folder / WEIGHTS} --prompt "The "'
+    for command in (generate, "penstock bench --list", "penstock bench rwkv6 --mode fwdbwd", "penstock bench --help"):
+        console.print(f"  {command}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _speed(console: Console, folder: Path, quick: bool, machine: Machine) -> list[tuple[Path, str]]:
@@ -94,7 +96,7 @@ def _speed(console: Console, folder: Path, quick: bool, machine: Machine) -> lis
     record = Record.of("penstock demo", "cpu", models + lengths, machine)
     numbers, picture = folder / NUMBERS, folder / PICTURE
     record.write(numbers)
-    written = [(numbers, "the numbers of part 2, and the machine")]
+    written = [(numbers, "the numbers of parts 2 and 3, and the machine")]
     try:
         plot_measurements(lengths, picture, record.place)
         written.append((picture, "time against length, rwkv6"))
@@ -134,9 +136,23 @@ def print_models(console: Console, models: list[Measurement]) -> None:
     console.print(table)
 
 
-def _train(console: Console, folder: Path, seconds: float) -> list[tuple[Path, str]]:
+def _train(console: Console, folder: Path, seconds: float, machine: Machine) -> list[tuple[Path, str]]:
+    """Train, and add the losses to the numbers that part 2 wrote."""
     trained = train(folder=folder, seconds=seconds, console=console, seed=0)
     console.print(f"{trained.parameters:,} parameters, {trained.tokens:,} tokens in {trained.seconds:.0f} s")
     console.print(f"loss [bold]{trained.loss_before:.3f}[/] before, [bold green]{trained.loss_after:.3f}[/] after. A sample:\n")
     console.print(trained.sample, markup=False, highlight=False)
-    return [(Path(trained.weights), "the trained model")]
+    found = {name: getattr(trained, name) for name in ("parameters", "tokens", "seconds", "loss_before", "loss_after")}
+    numbers, picture = folder / NUMBERS, folder / CURVE
+    content = json.loads(numbers.read_text()) | {"training": found | {"curve": [point._asdict() for point in trained.curve]}}
+    numbers.write_text(json.dumps(content, indent=2) + "\n")
+    written = [(trained.weights, "the trained model")]
+    try:
+        times, losses = [point.seconds for point in trained.curve], [point.loss for point in trained.curve]
+        title = f"RWKV-6 of {trained.parameters:,} parameters, on bytes"
+        place = f"{machine.device_name('cpu')}; penstock {machine.penstock}, torch {machine.torch}"
+        plot_losses(times, losses, (trained.loss_before, trained.loss_after), picture, title, place)
+        written.append((picture, "losses against time"))
+    except MissingExtra:
+        pass  # part 2 printed why
+    return written

@@ -12,9 +12,8 @@ import typer
 from rich.console import Console
 
 from ..errors import Complaints, RangeError
-from ..models import CausalLM
+from ..models import CausalLM, load
 from ..models.tokenizers import load_tokenizer
-from ..training.checkpoint import load
 from ..training.mqar import Point, Recall, learn, model_config
 from ..training.scoring import perplexity
 from ..training.settings import ARCHITECTURES

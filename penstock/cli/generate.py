@@ -11,10 +11,10 @@ import torch
 import typer
 
 from ..errors import Complaints, RangeError
+from ..models import load
 from ..models.sampling import check_sampling
 from ..models.streaming import stream
 from ..models.tokenizers import Tokenizer, load_tokenizer
-from ..training.checkpoint import load
 from .options import DTYPES, check_device, check_names, check_seed
 
 INTERRUPTED = 130

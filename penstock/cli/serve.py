@@ -11,8 +11,8 @@ import typer
 
 from ..engine import Engine
 from ..errors import Complaints, MissingExtra, RangeError
+from ..models import load
 from ..models.tokenizers import load_tokenizer
-from ..training.checkpoint import load
 from .options import DTYPES, check_device, check_names
 
 KEY_VARIABLE = "PENSTOCK_API_KEY"

@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import Complaints, RangeError
-from ..models import CausalLM, rwkv6
+from ..models import CausalLM, rwkv6, save
 from . import text
 from .threads import fastest_threads
 
@@ -32,9 +32,21 @@ WARMUP = 0.05
 WEIGHT_DECAY = 0.1
 PROMPT = b"The with statement "
 WEIGHTS = "rwkv6-bytes.pth"
+POINTS = 60
+"""Points of the curve of losses."""
 
 Report = Callable[[float, float, float], None]
 """Called after each step with the loss in nats per byte, the number of bytes and the elapsed fraction of the time."""
+
+
+class Point(NamedTuple):
+    """A point of the curve of losses."""
+
+    seconds: float
+    tokens: int
+    """Bytes of training up to here."""
+    loss: float
+    """Mean training loss since the last point, in nats per byte."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +62,7 @@ class Trained:
     loss_after: float
     sample: str
     weights: Path
+    curve: tuple[Point, ...]
 
     @property
     def bits_per_byte(self) -> float:
@@ -65,7 +78,7 @@ def train(folder: Path, seconds: float = 60.0, console: Console | None = None, s
     number of threads, see ``threads``.
 
     folder : Path
-        Folder for ``rwkv6-bytes.pth``, the ``state_dict``. Made if missing.
+        Folder for ``rwkv6-bytes.pth``, in the format of RWKV's authors; ``penstock.models.load`` reads it. Made if missing.
     seconds : float
         Time of the training loop, finite and above 0. Evaluation and the sample take a few more seconds.
     console : rich.console.Console, optional
@@ -91,19 +104,18 @@ def train(folder: Path, seconds: float = 60.0, console: Console | None = None, s
         model.zero_grad()
         loss_before = evaluate(model, corpus.held_out)
         with _progress(console) as report:
-            tokens, elapsed = fit(model, corpus.train, seconds, torch.Generator().manual_seed(seed), report)
-        torch.save(model.state_dict(), weights)
+            curve = fit(model, corpus.train, seconds, torch.Generator().manual_seed(seed), report)
+        save(model, weights, "blinkdl", overwrite=True)
         loss_after = evaluate(model, corpus.held_out)
         written = sample(model, PROMPT, 300, seed)
-    return Trained(parameters, tokens, elapsed, loss_before, loss_after, written, weights)
+    return Trained(parameters, curve[-1].tokens, curve[-1].seconds, loss_before, loss_after, written, weights, tuple(curve))
 
 
-def fit(model: CausalLM, corpus: Tensor, seconds: float, generator: torch.Generator, report: Report) -> tuple[int, float]:
-    """Train on random windows of a uint8 Tensor [bytes] for ``seconds``, at least one step.
-
-    Returns the number of bytes and the elapsed seconds.
-    """
+def fit(model: CausalLM, corpus: Tensor, seconds: float, generator: torch.Generator, report: Report) -> list[Point]:
+    """Train on random windows of a uint8 Tensor [bytes] for ``seconds``, at least one step. Returns the curve of losses."""
     optimizer = optimizer_of(model)
+    curve: list[Point] = []
+    losses: list[float] = []
     begin, tokens, elapsed = time.perf_counter(), 0, 0.0
     while tokens == 0 or elapsed < seconds:
         for group in optimizer.param_groups:
@@ -115,8 +127,12 @@ def fit(model: CausalLM, corpus: Tensor, seconds: float, generator: torch.Genera
         optimizer.zero_grad()
         tokens += BATCH * LENGTH
         elapsed = time.perf_counter() - begin
-        report(loss.item(), tokens, min(elapsed / seconds, 1.0))
-    return tokens, elapsed
+        losses.append(loss.item())
+        report(losses[-1], tokens, min(elapsed / seconds, 1.0))
+        if elapsed >= min((len(curve) + 1) / POINTS, 1.0) * seconds:
+            curve.append(Point(elapsed, tokens, sum(losses) / len(losses)))
+            losses.clear()
+    return curve
 
 
 def optimizer_of(model: CausalLM) -> torch.optim.Optimizer:

@@ -44,6 +44,8 @@ class RWKV6Config(MixerConfig):
     """D, the rank of the decay; 128 in published models of hidden_size >= 4096."""
     norm_eps: float = 64e-5
     """Of ``ln_x``. The authors normalise x / 8 with 1e-5."""
+    tuned_state: bool = False
+    """Whether sequences begin with a trained state, ``time_state`` [H,K,V], in place of zeros."""
 
     def build(self, hidden_size: int, layer: int = 0, num_layers: int = 1) -> RWKV6TimeMix:
         """A new time mix."""
@@ -102,12 +104,21 @@ class RWKV6TimeMix(Mixer):
         self.output = matrix(H * V, C, gain=0)
         self.ln_x = nn.GroupNorm(H, H * V, eps=config.norm_eps)
         nn.init.constant_(self.ln_x.weight, ((1 + layer) / num_layers) ** 0.7)
+        if config.tuned_state:
+            self.time_state = nn.Parameter(torch.zeros(H, K, V))
 
     def initial_state(self, count: int, like: Tensor, max_length: int | None = None) -> RWKV6State:
-        """Zeros."""
-        H, K = self.time_faaaa.shape
-        shift, wkv = (count, self.time_maa_x.shape[-1]), (count, H, K, self.config.head_size)
-        return RWKV6State(like.new_zeros(shift), like.new_zeros(wkv, dtype=state_dtype(like.dtype)))
+        """Zeros, or ``time_state``."""
+        state = self.empty_state(count, like)
+        return state._replace(wkv=state.wkv.detach())
+
+    def empty_state(self, count: int, like: Tensor) -> RWKV6State:
+        """The same, with gradients of ``time_state``."""
+        (H, K), dtype = self.time_faaaa.shape, state_dtype(like.dtype)
+        shift = like.new_zeros(count, self.time_maa_x.shape[-1])
+        if self.config.tuned_state:
+            return RWKV6State(shift, self.time_state.to(dtype).repeat(count, 1, 1, 1))
+        return RWKV6State(shift, like.new_zeros(count, H, K, self.config.head_size, dtype=dtype))
 
     def mix(self, x: Tensor, state: RWKV6State, sequences: Sequences) -> tuple[Tensor, RWKV6State]:
         """Y and the new state."""

@@ -1,6 +1,22 @@
 """Whole language models: a configuration for each architecture, and one causal model."""
 
 from .causal_lm import CausalLM, LayerState, Output, State
+from .checkpoints import load, save
 from .config import Config, gla, hybrid, linear, mamba2, retnet, rwkv5, rwkv6
 
-__all__ = ["CausalLM", "Config", "LayerState", "Output", "State", "gla", "hybrid", "linear", "mamba2", "retnet", "rwkv5", "rwkv6"]
+__all__ = [
+    "CausalLM",
+    "Config",
+    "LayerState",
+    "Output",
+    "State",
+    "gla",
+    "hybrid",
+    "linear",
+    "load",
+    "mamba2",
+    "retnet",
+    "rwkv5",
+    "rwkv6",
+    "save",
+]

@@ -12,15 +12,14 @@ from __future__ import annotations
 
 import codecs
 import json
-import pickle
 from ast import literal_eval
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-
 from ..errors import Complaints, DtypeError, MissingExtra, RangeError, described, shortened
+from .checkpoints import format_of
+from .checkpoints.archive import Archive
 
 WORLD_VOCAB = "rwkv_vocab_v20230424.txt"
 """The vocabulary of RWKV World, as its authors and Hugging Face repositories name it."""
@@ -48,7 +47,7 @@ class Tokenizer(Protocol):
     """The token that ends a text."""
 
     def encode(self, text: str, special: bool = False) -> list[int]:
-        """Tokens of a text. With ``special``, also those that the tokenizer's file puts around a text, for example at its begin."""
+        """Tokens of a text. With ``special``, also those that the tokenizer's file adds to a text, for example before it."""
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Text of tokens. Special tokens have none, and bytes that are not UTF-8 become U+FFFD."""
@@ -185,7 +184,7 @@ class HuggingFace:
         return self._rust.token_to_id(found) if isinstance(found, str) else None
 
     def encode(self, text: str, special: bool = False) -> list[int]:
-        """Tokens of a text; with ``special``, also those that the file puts around a text."""
+        """Tokens of a text; with ``special``, also those that the file adds."""
         _utf8(text)
         return list(self._rust.encode(text, add_special_tokens=special).ids)
 
@@ -239,7 +238,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         A checkpoint file or folder, or a ``tokenizer.json``. A ``tokenizer.json`` or a World vocabulary in the folder decides for a
         folder. A file's number of embeddings decides first: 65,536 are World, 256 and 257 bytes.
 
-    Raises RangeError if no tokenizer is found, MissingExtra if its package is not installed.
+    Raises RangeError if no tokenizer is found, MissingExtra if its package is not installed, and for files without ``tokenizer.json``
+    what ``load`` raises.
     """
     path = Path(path)
     complaints = Complaints("load_tokenizer")
@@ -255,10 +255,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if (folder / HF_FILE).is_file():
         return HuggingFace(folder / HF_FILE)
     if path.is_dir():
-        if (folder / WORLD_VOCAB).is_file():
-            return World(folder / WORLD_VOCAB)
-        sizes = (_vocab_size(file) for file in (folder / "config.json", *sorted(folder.iterdir())) if file.is_file())
-        by_size = next((found for found in map(_of_size, sizes) if found is not None), None)
+        by_size = World(folder / WORLD_VOCAB) if (folder / WORLD_VOCAB).is_file() else _of_size(_vocab_size(path))
         if by_size is not None:
             return by_size
     rule = f"a checkpoint with {HF_FILE} in its folder, or with 65,536 (World), 256 or 257 (bytes) embeddings"
@@ -267,51 +264,19 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     raise AssertionError
 
 
-def _of_size(vocab_size: int | None) -> Tokenizer | None:
+def _of_size(vocab_size: int) -> Tokenizer | None:
     if vocab_size in (256, 257):
         return Bytes(vocab_size)
     return World() if vocab_size in WORLD_SIZES else None
 
 
-def _vocab_size(file: Path) -> int | None:
-    """The number of embeddings of a checkpoint file, or the size that a configuration names; None if neither is found."""
-    shapes: Iterator[tuple[str, Sequence[int]]] = iter(())
-    if file.suffix == ".json":
-        found = _json(file).get("vocab_size")
-        return found if isinstance(found, int) else None
-    if file.suffix == ".safetensors":
-        shapes = ((name, entry["shape"]) for name, entry in _header(file).items() if name != "__metadata__")
-    elif file.suffix in (".pth", ".pt", ".bin"):
-        try:
-            content = torch.load(file, map_location="meta", weights_only=True, mmap=True)
-        except (OSError, RuntimeError, pickle.UnpicklingError):  # not a file of tensors, or an old one that cannot be mapped
-            return None
-        shapes = ((name, x.shape) for name, x in _tensors(content))
-    return next((shape[0] for name, shape in shapes if len(shape) == 2 and name.startswith(EMBEDDINGS)), None)
-
-
-EMBEDDINGS = ("emb.", "embeddings.", "model.embeddings.", "rwkv.embeddings.", "backbone.embedding")
-"""How names of embeddings begin in the formats that models are loaded from."""
-
-
-def _tensors(content: object) -> Iterator[tuple[str, torch.Tensor]]:
-    """All tensors of nested dictionaries, with their own names."""
-    for name, value in content.items() if isinstance(content, dict) else ():
-        if isinstance(value, torch.Tensor):
-            yield str(name), value
-        else:
-            yield from _tensors(value)
-
-
-def _header(file: Path) -> dict[str, Any]:
-    """The names and shapes in a safetensors file: JSON behind its length in 8 bytes."""
-    with file.open("rb") as content:
-        size = int.from_bytes(content.read(8), "little")
-        try:
-            header = json.loads(content.read(size)) if size < file.stat().st_size else {}
-        except ValueError:
-            header = {}
-    return header if isinstance(header, dict) else {}
+def _vocab_size(path: Path) -> int:
+    """The number of embeddings of a checkpoint."""
+    found = _json(path / "config.json").get("vocab_size") if path.is_dir() else None
+    if isinstance(found, int):
+        return found
+    archive = Archive(path)
+    return format_of(archive).config(archive).vocab_size
 
 
 def _json(file: Path) -> dict[str, Any]:

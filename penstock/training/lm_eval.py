@@ -9,16 +9,14 @@ model to lm_eval under the name "penstock".
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from ..errors import Complaints, MissingExtra, RangeError
-from ..models import CausalLM
+from ..models import CausalLM, load
 from ..models.streaming import stream
 from ..models.tokenizers import Tokenizer, load_tokenizer
-from .checkpoint import load
 from .scoring import score
 
 GENERATED = 256
@@ -33,12 +31,12 @@ class Request(Protocol):
 
 
 class Answers:
-    """The three questions that lm_eval asks of a model."""
+    """The three kinds of requests of lm_eval."""
 
     def __init__(self, model: CausalLM, tokenizer: Tokenizer) -> None:
         self.language_model, self.coder = model, tokenizer
         self.begin = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
-        """What a text without context follows."""
+        """The tokens before a text without context."""
 
     def loglikelihood(self, requests: Sequence[Request], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """For (context, continuation): log p(continuation | context), natural logarithm, and whether it is the most likely one."""
@@ -119,8 +117,8 @@ def register() -> Any:
             # lm_eval always passes batch sizes; tokens are packed here instead
             LM.__init__(self)
             device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-            model = load(Path(path), dtype=None if dtype is None else getattr(torch, dtype), device=device)
-            Answers.__init__(self, model.eval(), load_tokenizer(tokenizer or path))
+            model = load(path, dtype=None if dtype is None else getattr(torch, dtype), device=device)
+            Answers.__init__(self, model, load_tokenizer(tokenizer or path))
 
     return Penstock
 

@@ -78,7 +78,8 @@ def draw(recall: Recall, count: int, generator: torch.Generator | None = None) -
 
 
 HEAD_SIZE = 64
-BATCH = 64
+BATCH = {"cpu": 64, "cuda": 256}
+"""Sequences of a step. Steps of 256 take no longer on a GPU."""
 LEARNING_RATE = 5e-3
 WARMUP = 0.05
 """Fraction of the time in which the learning rate rises."""
@@ -86,6 +87,7 @@ CHECKS = 30
 """Evaluations of a run."""
 CHECKED = 512
 """Sequences of an evaluation."""
+CHECKED_TOGETHER = 64
 TRAINING_SEED, CHECK_SEED = 0, 1
 """Added to twice the seed: the sequences of training and of evaluation."""
 
@@ -129,7 +131,7 @@ def learn(
     while not points or (points[-1].accuracy < enough and elapsed < seconds):
         for group in optimizer.param_groups:
             group["lr"] = LEARNING_RATE * _rate(elapsed / seconds)
-        tokens, labels = draw(recall, BATCH, drawn)
+        tokens, labels = draw(recall, BATCH[device.type], drawn)
         asked = labels != IGNORED
         F.cross_entropy(model.head(model.hidden(tokens)[0][asked]), labels[asked]).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -152,7 +154,7 @@ def _rate(share: float) -> float:
 def evaluate(model: CausalLM, tokens: Tensor, labels: Tensor) -> float:
     """The share of queries whose most likely token is the label; tokens and labels [N,T]."""
     right, queries = 0, 0
-    for some, wanted in zip(tokens.split(BATCH), labels.split(BATCH)):
+    for some, wanted in zip(tokens.split(CHECKED_TOGETHER), labels.split(CHECKED_TOGETHER)):
         asked = wanted != IGNORED
         right += int((model.head(model.hidden(some)[0][asked]).argmax(-1) == wanted[asked]).sum())
         queries += int(asked.sum())

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import Complaints, DeviceError, MissingExtra, RangeError
-from ..models import CausalLM, Config
+from ..models import CausalLM, Config, load, save
 from ..models.tokenizers import Bytes, Tokenizer, World, load_tokenizer
-from .checkpoint import load, save
 from .data import IGNORED, Windows, collate, find_files, read
 from .settings import ARCHITECTURES, FUNCTION, SCHEDULES, Settings, Training
 
@@ -59,11 +61,17 @@ def train(settings: Settings, callbacks: tuple[Any, ...] = ()) -> Trained:
     model.gradient_checkpointing = training.gradient_checkpointing
     samples = Windows(read(files, tokenizer, data.separator), data.length, packed=data.packing)
     evaluation = Windows(read(others, tokenizer, data.separator), data.length, packed=data.packing) if others else None
-    trainer = _trainer(Objective(model), training, device, samples, evaluation, callbacks)
+
+    def write(folder: Path) -> None:
+        save(model, folder, overwrite=True)
+        if source is not None:
+            (folder / source.name).write_bytes(source.read_bytes())
+            (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": tokenizer.end_of_text}))
+
+    trainer = _trainer(Objective(model), training, device, samples, evaluation, callbacks, write)
     trainer.train(resume_from_checkpoint=_last_checkpoint(training, model.config))
-    save(model, output)
-    if source is not None:
-        (output / source.name).write_bytes(source.read_bytes())
+    if trainer.is_world_process_zero():
+        write(output)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     found = trainer.evaluate()["eval_loss"] if evaluation is not None else None
     return Trained(output, trainer.state.global_step, losses[-1] if losses else None, found)
@@ -87,7 +95,7 @@ def find_tokenizer(settings: Settings) -> tuple[Tokenizer, Path | None]:
 def find_model(settings: Settings, tokenizer: Tokenizer) -> CausalLM:
     """The model of a checkpoint, or a new one whose ``vocab_size`` is the tokenizer's unless it is given."""
     if "path" in settings.model:
-        model = load(Path(settings.model["path"]), dtype=torch.float32)
+        model = deepcopy(load(settings.model["path"], dtype=torch.float32))  # its weights may be mapped from the files
     else:
         sizes = {name: value for name, value in settings.model.items() if name != "architecture"}
         rows = WORLD_ROWS if isinstance(tokenizer, World) else tokenizer.vocab_size
@@ -117,7 +125,7 @@ def _last_checkpoint(training: Training, config: Config) -> str | None:
     if found is not None and not training.resume:
         rule = "a folder without checkpoints if training.resume is false"
         complaints.add(RangeError, "training.output", rule, repr(found), "Name another folder, or remove the checkpoints.")
-    elif found is not None and load(Path(found)).config != config:
+    elif found is not None and load(found).config != config:
         rule = "a folder whose checkpoints are of the same model"
         complaints.add(RangeError, "training.output", rule, repr(found), "Name another folder, or remove the checkpoints.")
     complaints.raise_any()
@@ -125,8 +133,9 @@ def _last_checkpoint(training: Training, config: Config) -> str | None:
 
 
 def _trainer(
-    objective: Objective, training: Training, device: str, samples: Windows, evaluation: Windows | None, callbacks: tuple[Any, ...]
-) -> Any:
+    objective: Objective, training: Training, device: str, samples: Windows, evaluation: Windows | None, callbacks: tuple[Any, ...],
+    write: Callable[[Path], None],
+) -> Any:  # fmt: skip
     """The Trainer. It saves and loads models as this package does, so that every checkpoint can be used."""
     try:
         from transformers import Trainer, TrainingArguments
@@ -135,10 +144,11 @@ def _trainer(
 
     class Wired(Trainer):
         def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-            save(objective.model, Path(output_dir or training.output))
+            if self.args.should_save:
+                write(Path(output_dir or training.output))
 
         def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-            objective.model.load_state_dict(load(Path(resume_from_checkpoint)).state_dict())
+            objective.model.load_state_dict(load(resume_from_checkpoint).state_dict())
 
         def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
             return [name for name, parameter in model.named_parameters() if parameter.dim() == 2 and name.endswith(".weight")]
@@ -169,6 +179,7 @@ def _trainer(
         prediction_loss_only=True,
         report_to=["tensorboard"] if training.tensorboard else [],
         dataloader_pin_memory=device == "cuda",
+        ddp_find_unused_parameters=False,
         remove_unused_columns=False,
     )
     arguments._n_gpu = min(arguments.n_gpu, 1)  # several GPUs by torchrun, not by DataParallel, which would cut packed batches

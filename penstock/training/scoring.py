@@ -12,6 +12,7 @@ from torch import Tensor
 from ..errors import Complaints, RangeError
 from ..models import CausalLM
 from ..models.tokenizers import Bytes, Tokenizer
+from ..recurrence.declaration import state_dtype
 
 BUDGET = 8192
 """Tokens of one call of the model."""
@@ -20,7 +21,7 @@ LOGITS = 512
 
 
 class Scores(NamedTuple):
-    """What a model says of the tokens of a sequence but the first."""
+    """The scores of the tokens of a sequence but the first."""
 
     log_p: Tensor
     """float64 [n-1]: log probabilities given all tokens before, natural logarithm, on the CPU."""
@@ -30,7 +31,7 @@ class Scores(NamedTuple):
 
 @torch.no_grad()
 def score(model: CausalLM, sequences: Sequence[Sequence[int]], budget: int = BUDGET) -> list[Scores]:
-    """Score sequences of tokens, each of at least one. Short ones share calls; the state of long ones is carried.
+    """Score sequences of tokens, each of at least one. Short ones are packed into one call; long ones take several, with a carried state.
 
     >>> from penstock.models import gla
     >>> model = CausalLM(gla(vocab_size=11, num_layers=1, hidden_size=16, num_heads=2))
@@ -55,13 +56,13 @@ def score(model: CausalLM, sequences: Sequence[Sequence[int]], budget: int = BUD
 
 
 def _score(model: CausalLM, x: Tensor, labels: Tensor) -> Scores:
-    logits = model.head(x).double()
-    log_p = logits.log_softmax(-1).gather(-1, labels[:, None])[:, 0]
-    return Scores(log_p.cpu(), (logits.argmax(-1) == labels).cpu())
+    logits = model.head(x)
+    log_p = logits.to(state_dtype(logits.dtype)).log_softmax(-1).gather(-1, labels[:, None])[:, 0]
+    return Scores(log_p.double().cpu(), (logits.argmax(-1) == labels).cpu())
 
 
 def _groups(sequences: Sequence[Sequence[int]], budget: int) -> Iterator[list[int]]:
-    """Indices of sequences that share a call, in order of length."""
+    """Indices of sequences that are packed into one call, in order of length."""
     group: list[int] = []
     filled = 0
     for n in sorted(range(len(sequences)), key=lambda n: len(sequences[n])):

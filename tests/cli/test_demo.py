@@ -1,5 +1,6 @@
 """``penstock demo``: its output at usual terminal widths, and its files."""
 
+import json
 import re
 import sys
 from dataclasses import replace
@@ -12,9 +13,11 @@ from measurements import measured
 from rich.console import Console
 from typer.testing import CliRunner
 
+from penstock.bench.record import Record
 from penstock.bench.report import print_findings, print_machine
 from penstock.cli import main
 from penstock.cli.demo import MODEL_ROWS, print_models
+from penstock.demo.train import Point
 from penstock.recurrence.operators import FAMILY
 from penstock.softmax.operators import FAMILY as SOFTMAX
 from penstock.verify.machine import Machine
@@ -90,7 +93,14 @@ def test_demo_runs_through(tmp_path, monkeypatch, at_full_speed, check_in_float3
     def train(folder, seconds, console, seed):
         called.update(folder=folder, seconds=seconds, seed=seed)
         return SimpleNamespace(
-            parameters=10, tokens=20, seconds=1.0, loss_before=5.5, loss_after=2.25, sample="it says [this]", weights=folder / "weights.pth"
+            parameters=10,
+            tokens=20,
+            seconds=1.0,
+            loss_before=5.5,
+            loss_after=2.25,
+            sample="it says [this]",
+            weights=folder / "weights.pth",
+            curve=[Point(0.5, 10, 4.0), Point(1.0, 20, 2.5)],
         )
 
     monkeypatch.chdir(tmp_path)
@@ -101,9 +111,13 @@ def test_demo_runs_through(tmp_path, monkeypatch, at_full_speed, check_in_float3
     assert called == {"folder": Path("penstock-demo"), "seconds": 1.0, "seed": 0}
     assert "it says [this]" in done.output
     assert "5.500" in done.output
-    for name in ("speed.json", "speed.png"):
+    for name in ("numbers.json", "speed.png", "training.png"):
         assert (tmp_path / "penstock-demo" / name).exists()
         assert f"penstock-demo/{name}" in done.output
+    training = json.loads((tmp_path / "penstock-demo" / "numbers.json").read_text())["training"]
+    assert training["loss_after"] == 2.25
+    assert training["curve"][1] == {"seconds": 1.0, "tokens": 20, "loss": 2.5}
+    assert Record.read(tmp_path / "penstock-demo" / "numbers.json").measurements
     assert max(map(len, done.output.splitlines())) <= 80
 
 

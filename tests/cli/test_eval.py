@@ -7,9 +7,8 @@ import torch
 from typer.testing import CliRunner
 
 from penstock.cli import main
-from penstock.models import CausalLM, gla
+from penstock.models import CausalLM, gla, save
 from penstock.training import mqar
-from penstock.training.checkpoint import save
 
 SMALL = ["--pairs", "1", "--length", "6", "--vocab-size", "8", "--hidden-size", "16", "--layers", "1", "--seconds", "0.001"]
 

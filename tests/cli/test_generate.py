@@ -7,10 +7,9 @@ import torch
 from typer.testing import CliRunner
 
 from penstock.cli import main
-from penstock.models import CausalLM, rwkv6
+from penstock.models import CausalLM, rwkv6, save
 from penstock.models.streaming import stream
 from penstock.models.tokenizers import Bytes
-from penstock.training.checkpoint import save
 
 GENERATE = sys.modules["penstock.cli.generate"]
 """The module. Its package has the command under the same name."""

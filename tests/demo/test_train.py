@@ -15,7 +15,7 @@ from penstock import PenstockError, RangeError
 from penstock.demo import train as training
 from penstock.demo.text import python_topics, split
 from penstock.demo.train import Trained, train
-from penstock.models import CausalLM, rwkv6
+from penstock.models import CausalLM, load, rwkv6
 from penstock.verify.machine import using_threads
 
 TEXT = python_topics()[:30_000]
@@ -47,16 +47,20 @@ def test_a_short_training_lowers_the_loss(trained: Trained) -> None:
 
 def test_weights_are_saved_and_loaded(trained: Trained) -> None:
     assert trained.weights.name == "rwkv6-bytes.pth"
-    weights = torch.load(trained.weights, weights_only=True)
-    assert "layers.0.mixer.time_maa_w1" in weights
-    model, again = (CausalLM(training.CONFIG) for _ in range(2))
-    model.load_state_dict(weights)
-    again.load_state_dict(torch.load(trained.weights, weights_only=True))
-    tokens = torch.tensor([list(b"The with statement")])
-    assert torch.equal(model(tokens)[0], again(tokens)[0])
+    assert "blocks.0.att.time_maa_w1" in torch.load(trained.weights, weights_only=True)
+    model = load(trained.weights)
+    assert model.config == training.CONFIG
     held_out = split(TEXT).held_out
     assert training.evaluate(model, held_out) == pytest.approx(trained.loss_after, rel=1e-5)
     assert training.sample(model, training.PROMPT, 300, seed=3)[:50] == trained.sample[:50]
+
+
+def test_the_curve_covers_the_training(trained: Trained) -> None:
+    seconds, tokens, losses = zip(*trained.curve)
+    assert list(seconds) == sorted(seconds)
+    assert (seconds[-1], tokens[-1]) == (trained.seconds, trained.tokens)
+    assert losses[-1] < losses[0]
+    assert len(trained.curve) <= training.POINTS + 1
 
 
 def test_console_shows_loss_and_speed(trained: Trained, terminal: io.StringIO) -> None:

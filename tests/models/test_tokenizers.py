@@ -5,12 +5,12 @@ import random
 import sys
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock import DtypeError, RangeError
 from penstock.errors import MissingExtra
+from penstock.models import CausalLM, rwkv6, save
 from penstock.models.tokenizers import WORLD_VOCAB, Bytes, HuggingFace, World, load_tokenizer
 
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=60)
@@ -184,18 +184,22 @@ def test_special_tokens_are_added_if_asked_for(tokenizer_files, tmp_path):
     assert load_tokenizer(tmp_path).end_of_text == 3
 
 
-def test_a_checkpoint_gets_its_tokenizer(tmp_path, tokenizer_files):
-    from safetensors.torch import save_file
+def model_of(vocab_size):
+    return CausalLM(rwkv6(vocab_size=vocab_size, hidden_size=8, num_layers=1, intermediate_size=8, head_size=8, mix_rank=1, decay_rank=1))
 
+
+def test_a_checkpoint_gets_its_tokenizer(tmp_path, tokenizer_files):
     def kind(path):
         return type(load_tokenizer(path)).__name__
 
     sizes = {"world": 65536, "bytes": 256, "other": 400}
     for name, size in sizes.items():
-        torch.save({"emb.weight": torch.zeros(size, 1), "head.weight": torch.zeros(7, 1)}, tmp_path / f"{name}.pth")
-    save_file({"model.embeddings.weight": torch.zeros(257, 1)}, tmp_path / "bytes.safetensors")
-    assert [kind(tmp_path / name) for name in ("world.pth", "bytes.pth", "bytes.safetensors")] == ["World", "Bytes", "Bytes"]
-    assert load_tokenizer(tmp_path / "bytes.safetensors").vocab_size == 257
+        save(model_of(size), tmp_path / f"{name}.pth", "blinkdl")
+    for layout in ("penstock", "fla", "hf"):
+        save(model_of(257), tmp_path / layout, layout)
+        assert load_tokenizer(tmp_path / layout).vocab_size == 257
+        assert load_tokenizer(tmp_path / layout / "model.safetensors").end_of_text == 256
+    assert [kind(tmp_path / name) for name in ("world.pth", "bytes.pth")] == ["World", "Bytes"]
     (tmp_path / "tokenizer.json").write_bytes(tokenizer_files["bytes"].read_bytes())
     assert [kind(tmp_path / name) for name in ("world.pth", "other.pth", "tokenizer.json", "")] == ["World", *["HuggingFace"] * 3]
 
@@ -210,7 +214,7 @@ def test_a_checkpoint_gets_its_tokenizer(tmp_path, tokenizer_files):
 def test_errors_say_what_to_do(tmp_path, world, tokenizer_files):
     with pytest.raises(RangeError, match=r"load_tokenizer: path must be a checkpoint file or folder, got .*nowhere', which does not exist"):
         load_tokenizer(tmp_path / "nowhere")
-    torch.save({"emb.weight": torch.zeros(50277, 1)}, tmp_path / "pile.pth")
+    save(model_of(300), tmp_path / "pile.pth", "blinkdl")
     for path in (tmp_path / "pile.pth", tmp_path):
         with pytest.raises(RangeError, match=r"Put the tokenizer\.json of the model in"):
             load_tokenizer(path)

@@ -1,4 +1,4 @@
-"""The answers to lm_eval's questions, and the registration with a stand-in of its base class."""
+"""Requests of lm_eval, and the registration with a stand-in of its base class."""
 
 import sys
 from types import ModuleType, SimpleNamespace
@@ -8,9 +8,8 @@ import torch
 
 from penstock import RangeError
 from penstock.errors import MissingExtra
-from penstock.models import CausalLM, rwkv6
+from penstock.models import CausalLM, rwkv6, save
 from penstock.models.tokenizers import Bytes
-from penstock.training.checkpoint import save
 from penstock.training.lm_eval import Answers, register
 
 

@@ -58,7 +58,7 @@ def test_accuracy_counts_queries_only():
 @pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
 def test_every_architecture_takes_the_task(architecture, monkeypatch):
     monkeypatch.setattr(mqar, "CHECKED", 8)
-    monkeypatch.setattr(mqar, "BATCH", 4)
+    monkeypatch.setattr(mqar, "BATCH", {"cpu": 4})
     recall = Recall(2, 10, 16)
     model = CausalLM(model_config(architecture, recall, hidden_size=16, num_layers=2))
     seen = []

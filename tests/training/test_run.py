@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from penstock import RangeError
+from penstock.models import CausalLM, load, rwkv6, save
 from penstock.models.tokenizers import load_tokenizer
-from penstock.training.checkpoint import load
 from penstock.training.run import train
 from penstock.training.settings import parse
 
@@ -113,6 +113,23 @@ def parse_with_path(settings, folder):
     return replace(settings, model={"path": str(folder)})
 
 
+def test_a_published_file_is_trained_on_with_its_tokenizer(settings, tmp_path):
+    pytest.importorskip("pyrwkv_tokenizer")
+    sizes = {"hidden_size": 8, "num_layers": 1, "intermediate_size": 8, "head_size": 8, "mix_rank": 1, "decay_rank": 1}
+    save(CausalLM(rwkv6(vocab_size=65536, **sizes)), tmp_path / "world.pth", "blinkdl")
+    before = (tmp_path / "world.pth").read_bytes()
+    trained = train(parse_with_path(settings(training__steps=1, data__length=8), tmp_path / "world.pth"))
+    assert load(trained.folder).config.vocab_size == 65536
+    assert load_tokenizer(trained.folder).encode("the cat") == load_tokenizer(tmp_path / "world.pth").encode("the cat")
+    assert (tmp_path / "world.pth").read_bytes() == before
+
+
+def test_new_models_with_world_tokens_have_the_rows_of_published_ones(settings):
+    pytest.importorskip("pyrwkv_tokenizer")
+    trained = train(settings(training__steps=1, data__tokenizer="world", data__length=8))
+    assert load(trained.folder).config.vocab_size == 65536
+
+
 def test_gradient_checkpointing_and_bfloat16_run(settings):
     trained = train(settings(training__gradient_checkpointing=True, training__dtype="bfloat16", training__steps=2))
     assert all(value.dtype == torch.float32 for value in weights(trained.folder).values())
@@ -122,9 +139,13 @@ def test_a_tokenizer_file_is_kept_with_the_model(settings, tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={"a": 0, "t": 1, "c": 2}, merges=[]))
     tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text('{"eos_token_id": 1}')
     trained = train(settings(data__tokenizer=str(tmp_path / "tokenizer.json"), data__length=8, training__steps=1))
     assert load(trained.folder).config.vocab_size == 3
-    assert load_tokenizer(trained.folder).encode("cat") == [2, 0, 1]
+    for folder in (trained.folder, trained.folder / "checkpoint-1"):
+        kept = load_tokenizer(folder)
+        assert kept.encode("cat") == [2, 0, 1]
+        assert kept.end_of_text == 1
 
 
 def test_checkpoints_of_another_model_are_refused(settings):

@@ -1,12 +1,14 @@
 """The YAML file of ``penstock train``: what is read, and an error for everything else."""
 
 import inspect
+from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
 from penstock import InvalidArgument, models
 from penstock.errors import MissingExtra
-from penstock.training.settings import ARCHITECTURES, parse, read
+from penstock.training.settings import ARCHITECTURES, Data, Training, parse, read
 
 SMALL = {
     "model": {"architecture": "rwkv6", "hidden_size": 32, "num_layers": 2, "head_size": 16},
@@ -101,3 +103,14 @@ def test_without_yaml_the_extra_is_named(monkeypatch, tmp_path):
     monkeypatch.setitem(__import__("sys").modules, "yaml", None)
     with pytest.raises(MissingExtra, match=r"train: pyyaml must be installed, got none\. Run pip install 'penstock\[transformers\]'"):
         read(tmp_path / "a.yaml")
+
+
+def test_the_documentation_has_every_key():
+    docs = Path(__file__).parents[2] / "docs"
+    text = (docs / "training.md").read_text()
+    for section in (Data, Training):
+        for field in fields(section):
+            assert f"`{field.name}`" in text
+    assert all(f"`{name}`" in text for name in ARCHITECTURES)
+    settings = read(docs / "small.yaml")
+    assert settings.training.output == "runs/small"

@@ -1,0 +1,67 @@
+"""``penstock convert``: a checkpoint in another format."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..errors import Complaints, RangeError
+from ..models.checkpoints import NAMES, load, save
+from ..models.checkpoints.writing import copy_beside
+from .options import DTYPES, check_names
+from .outputs import Folder, check_outputs
+
+STORED = "as stored"
+TOKENIZERS = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "generation_config.json"),
+    *("vocab.json", "merges.txt", "tokenizer.model", "rwkv_vocab_v20230424.txt"),
+)
+"""Files of a folder that are copied as they are."""
+
+
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="File or folder of a checkpoint. Its format is recognised.")],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="Folder to write; with --to blinkdl a file.")],
+    to: Annotated[str, typer.Option(metavar="FORMAT", help=f"Format to write: {', '.join(NAMES)}.")] = "penstock",
+    dtype: Annotated[str, typer.Option(help=f"Dtype of the weights: {', '.join(DTYPES)}.", show_default=STORED)] = STORED,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a model that is there already.")] = False,
+) -> None:
+    """Convert a checkpoint to another format.
+
+    Reads BlinkDL's RWKV files (5.0, 5.1, 5.2, 6), the Hugging Face layouts of RWKV-5, RWKV-6 and Mamba-2, state-spaces' Mamba-2, fla's
+    GLA, RetNet and RWKV-6, and Penstock's own folders. Weights keep their bits unless --dtype is given. Tokenizers are copied.
+
+    Formats to write: penstock for every model; blinkdl for RWKV; hf for RWKV-5.2, RWKV-6 and Mamba-2; fla for GLA, RetNet and RWKV-6.
+
+    [bold]Examples[/bold]
+
+      penstock convert RWKV-x060-World-1B6-v2.1-20240328-ctx4096.pth rwkv6-1b6
+
+      penstock convert gla-1.3B-100B gla-half --dtype bfloat16
+
+      penstock convert rwkv6-1b6 rwkv6-1b6.pth --to blinkdl
+    """
+    complaints = Complaints("convert")
+    check_names(complaints, "to", [to], NAMES)
+    if dtype != STORED:
+        check_names(complaints, "dtype", [dtype], DTYPES)
+    if source.resolve() == target.resolve():
+        complaints.add(RangeError, "DST", "apart from SRC", repr(str(target)), "Name another one.")
+    complaints.raise_any()
+    if to == "blinkdl":
+        check_outputs("convert", {"DST": target})
+    else:
+        check_outputs("convert", {}, Folder("DST", target, ("config.json", "model.safetensors")))
+    model = load(source, dtype=DTYPES.get(dtype))
+    save(model, target, to, overwrite=overwrite)
+    copied = copy_beside(source, target, TOKENIZERS) if source.is_dir() and target.is_dir() else []
+    sizes = {name: getattr(model.config, name) for name in ("num_layers", "hidden_size", "vocab_size")}
+    kinds = ", ".join(dict.fromkeys(one.kind for one in model.config.mixers))
+    weights = list(model.parameters())
+    dtypes = ", ".join(sorted({str(x.dtype).removeprefix("torch.") for x in weights}))
+    typer.echo(f"{target}: {kinds}, {', '.join(f'{name} {size}' for name, size in sizes.items())}")
+    typer.echo(f"{sum(x.numel() for x in weights):,} weights, {dtypes}")
+    if copied:
+        typer.echo(f"copied {', '.join(copied)}")

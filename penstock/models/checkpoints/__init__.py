@@ -1,0 +1,112 @@
+"""Checkpoints: ``load`` by path alone, and ``save`` in each format that has a place for the architecture. One file per format."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from ...errors import Complaints, DtypeError, RangeError, described
+from ..causal_lm import CausalLM
+from .archive import Archive
+from .fla import FLA
+from .layout import Format, read, tensors_of
+from .mamba2 import MAMBA2
+from .native import PENSTOCK
+from .rwkv import BLINKDL, HF_RWKV
+from .writing import SHARD, write_file, write_folder
+
+FORMATS = (PENSTOCK, BLINKDL, HF_RWKV, MAMBA2, FLA)
+NAMES = tuple(dict.fromkeys(one.name for one in FORMATS))
+"""The names of formats in ``save``. What "hf" is depends on the architecture."""
+
+__all__ = ["FORMATS", "NAMES", "format_of", "load", "save"]
+
+
+def load(path: str | os.PathLike[str], *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> CausalLM:
+    """Load a model; the format and the sizes are read from the files.
+
+    path : str or Path
+        A file (.pth, .bin, .safetensors, or the index of several), or a folder as on a model hub. Formats: BlinkDL's RWKV files
+        (5.0, 5.1, 5.2, 6), the Hugging Face layouts of RWKV-5, RWKV-6 and Mamba-2, state-spaces' Mamba-2, fla's GLA, RetNet and RWKV-6,
+        and Penstock's own.
+    dtype : torch.dtype, optional
+        float32, bfloat16, float16 or float64. Default: as stored; where a public file mixes dtypes, that of most weights.
+    device : torch.device or str, optional
+        Default: the CPU, where weights stay mapped from the files, so that there is no second copy of them.
+
+    Returns the model in evaluation mode. Code in files is never run. Raises RangeError, ShapeError, DtypeError or InvalidArgument with
+    all missing, unknown and misshapen tensors, and MissingExtra if a package is missing.
+
+    >>> import tempfile
+    >>> from penstock.models import CausalLM, rwkv6
+    >>> model = CausalLM(rwkv6(vocab_size=11, num_layers=2, hidden_size=16, head_size=8))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save(model, f"{folder}/small.pth", "blinkdl")
+    ...     again = load(f"{folder}/small.pth")
+    >>> again.config == model.config
+    True
+    """
+    complaints = Complaints("load")
+    if not isinstance(path, str | os.PathLike):
+        complaints.add(DtypeError, "path", "a str or a Path", described(path))
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        complaints.add(DtypeError, "dtype", "a floating point torch.dtype or None", described(dtype))
+    complaints.raise_any()
+    archive = Archive(Path(path))
+    return read(archive, format_of(archive), dtype, None if device is None else torch.device(device))
+
+
+def format_of(archive: Archive) -> Format:
+    """The format of a checkpoint; raises RangeError if it is none of those above."""
+    for form in FORMATS:
+        if form.recognises(archive):
+            return form
+    complaints = Complaints("load")
+    names = ", ".join(sorted(archive.tensors)[:5]) or "no tensors"
+    known = "; ".join(one.title for one in FORMATS)
+    complaints.add(RangeError, "path", "a checkpoint of a known format", f"{str(archive.path)!r} with {names}", f"Known are {known}.")
+    complaints.raise_any()
+    raise AssertionError
+
+
+def save(
+    model: CausalLM, path: str | os.PathLike[str], format: str = "penstock", *, overwrite: bool = False, shard_bytes: int = SHARD
+) -> None:
+    """Save a model so that ``load``, and the projects that the format is from, can read it.
+
+    path : str or Path
+        A folder, which may exist and have other files; for "blinkdl" a file.
+    format : str
+        "penstock" for every model; "blinkdl" for RWKV; "hf" for RWKV-5.2, RWKV-6 and Mamba-2; "fla" for GLA, RetNet and RWKV-6.
+    overwrite : bool
+        Whether files of an earlier model may be replaced.
+    shard_bytes : int
+        The largest size of a file of weights in a folder; a tensor is never divided.
+
+    Weights keep their dtypes and bits. A file has its name only when it is whole. Raises RangeError if the format has no place for the
+    model, with the formats that have, or if there are such files already.
+    """
+    complaints = Complaints("save")
+    if not isinstance(model, CausalLM):
+        complaints.add(DtypeError, "model", "a CausalLM", described(model))
+        complaints.raise_any()
+    reasons = {form: form.refuses(model.config) for form in FORMATS}
+    possible = [form for form in FORMATS if form.name == format and reasons[form] is None]
+    if not possible:
+        why = "; ".join(f"{form.title}: {reasons[form]}" for form in FORMATS if form.name == format)
+        rule = f"one of {', '.join(form.name for form in FORMATS if reasons[form] is None)} for this model"
+        complaints.add(RangeError, "format", rule, f"{format!r}{f' ({why})' * bool(why)}")
+    if shard_bytes < 1:
+        complaints.add(RangeError, "shard_bytes", "at least 1", shard_bytes)
+    complaints.raise_any()
+    form, tensors = possible[0], tensors_of(model, possible[0])
+    if form.stored is None:
+        write_file(Path(path), tensors, overwrite)
+        return
+    dtypes = {x.dtype for x in tensors.values()}
+    stored = form.stored(model.config)
+    if len(dtypes) == 1:
+        stored["dtype"] = str(dtypes.pop()).removeprefix("torch.")
+    write_folder(Path(path), tensors, stored, overwrite, shard_bytes)

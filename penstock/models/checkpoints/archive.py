@@ -1,0 +1,199 @@
+"""Reading: the tensors of a checkpoint by name, mapped from its files and not copied."""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+import zipfile
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import Complaints, DtypeError, MissingExtra, RangeError, described
+
+STEMS = ("model.safetensors", "pytorch_model.bin")
+"""Files of weights in folders, as the Hugging Face hub has them; in parts with NAME.index.json, which lists the part of each tensor."""
+SUFFIXES = (".safetensors", ".bin", ".pth", ".pt")
+DAMAGED = "The file is damaged or of another model."
+FOUND = "Use the path of a .pth, .bin or .safetensors file, or of a folder with config.json and such files."
+
+
+class Archive:
+    """The tensors of a checkpoint and its config.json, an empty dict if there is none.
+
+    Tensors are memory-mapped: bytes are read where they are used. Files are read by safetensors, or by torch with
+    ``weights_only=True``: nothing in a file is run. Raises RangeError, DtypeError or MissingExtra.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        complaints = Complaints("load")
+        if not path.exists():
+            complaints.add(RangeError, "path", "an existing file or folder", repr(str(path)), FOUND)
+            complaints.raise_any()
+        self.folder = path if path.is_dir() else path.parent
+        stored = path.is_dir() or path.name.startswith(tuple(name.partition(".")[0] for name in STEMS))
+        self.config = _read_json(complaints, self.folder / "config.json") if stored else {}
+        self.tensors: dict[str, Tensor] = {}
+        for file in _files(complaints, path):
+            tensors = _read(complaints, file)
+            for name in sorted(tensors.keys() & self.tensors.keys()):
+                complaints.add(RangeError, "path", "a checkpoint with every tensor in one file", f"{name!r} again in {file.name}")
+            self.tensors |= tensors
+        for name, x in self.tensors.items():
+            if not isinstance(x, Tensor) or not x.is_floating_point():
+                found = str(x.dtype) if isinstance(x, Tensor) else described(x)
+                complaints.add(DtypeError, str(name), "a tensor of floating point numbers", found, "Quantised weights are not supported.")
+        complaints.raise_any()
+
+    def depth(self, prefix: str) -> int:
+        """The number of layers: 1 + the highest N of names ``prefix``N.more."""
+        numbers = {name.removeprefix(prefix).partition(".")[0]: name for name in self.tensors if name.startswith(prefix)}
+        depth = 1 + max((int(one) for one in numbers if re.fullmatch("[0-9]+", one)), default=-1)
+        if depth > len(self.tensors):
+            complaints, name = Complaints("load"), numbers[str(depth - 1)]
+            complaints.add(RangeError, name, f"a tensor of one of at most {len(self.tensors)} layers", f"layer {depth - 1}", DAMAGED)
+            complaints.raise_any()
+        return depth
+
+    def shape(self, name: str, axes: str) -> tuple[int, ...]:
+        """The shape of a tensor whose axes are given as in "V C", with "..." for any others at the end.
+
+        A name with {} stands for all layers, of which one may be damaged: the most frequent shape counts. Raises RangeError if
+        there is no tensor of as many axes.
+        """
+        letters = axes.split()
+        before, layered, after = name.partition("{}")
+        names = [f"{before}{n}{after}" for n in range(self.depth(before))] if layered else [name]
+        found = [tuple(self.tensors[one].shape) for one in names if one in self.tensors and self.tensors[one].numel()]
+        shapes = Counter(one for one in found if len(one) == len(letters) or (letters[-1] == "..." and len(one) >= len(letters) - 1))
+        if not shapes:
+            complaints = Complaints("load")
+            one = name.replace("{}", "0", 1)
+            value = list(self.tensors[one].shape) if one in self.tensors else "none"
+            complaints.add(RangeError, one, f"a tensor of shape [{','.join(letters)}]", value, DAMAGED)
+            complaints.raise_any()
+        return shapes.most_common(1)[0][0]
+
+    def number(self, name: str, default: float | None, least: float | None = None) -> Any:
+        """A number of config.json, not below ``least``; whole if ``least`` is. Raises RangeError if it is something else."""
+        value = self.config.get(name)
+        if value is None:
+            return default
+        kinds = int if isinstance(least, int) else int | float
+        if isinstance(value, bool) or not isinstance(value, kinds) or (least is not None and not least <= value < 2**63):
+            complaints = Complaints("load")
+            rule = f"a{' whole' * isinstance(least, int)} number{'' if least is None else f' of at least {least}'}"
+            complaints.add(RangeError, f"{name} in config.json", rule, described(value))
+            complaints.raise_any()
+        return value
+
+    def flag(self, name: str, default: bool) -> bool:
+        """A boolean of config.json. Raises RangeError if it is something else."""
+        value = self.config.get(name)
+        if value is not None and not isinstance(value, bool):
+            complaints = Complaints("load")
+            complaints.add(RangeError, f"{name} in config.json", "true or false", described(value))
+            complaints.raise_any()
+        return default if value is None else value
+
+    def has(self, name: str) -> bool:
+        """Whether any layer, for {} in the name, has a tensor."""
+        before, layered, after = name.partition("{}")
+        return any(f"{before}{n}{after}" in self.tensors for n in range(self.depth(before))) if layered else name in self.tensors
+
+
+def _files(complaints: Complaints, path: Path) -> list[Path]:
+    """The files of weights of a checkpoint."""
+    if path.name.endswith(".index.json"):
+        return _parts(complaints, path)
+    if not path.is_dir():
+        return [path]
+    for name in STEMS:
+        if (path / name).is_file():
+            return [path / name]
+        if (path / f"{name}.index.json").is_file():
+            return _parts(complaints, path / f"{name}.index.json")
+    found = sorted(one for one in path.iterdir() if one.suffix in SUFFIXES and one.is_file())
+    if len(found) != 1:
+        names = ", ".join(one.name for one in found) or "none of these"
+        complaints.add(RangeError, "path", f"a folder with {' or '.join(STEMS)} or one {' or '.join(SUFFIXES)} file", names, FOUND)
+        complaints.raise_any()
+    return found
+
+
+def _parts(complaints: Complaints, index: Path) -> list[Path]:
+    """The files that an index lists."""
+    placed = _read_json(complaints, index).get("weight_map")
+    names = sorted({str(one) for one in placed.values()}) if isinstance(placed, dict) else []
+    if not names:
+        complaints.add(RangeError, index.name, "an index with a weight_map from tensors to files", described(placed))
+    for name in names:
+        if Path(name).name != name:
+            complaints.add(RangeError, index.name, "an index of files beside it", repr(name))
+        elif not (index.parent / name).is_file():
+            complaints.add(RangeError, "path", f"a checkpoint with all files of {index.name}", f"no {name}", "Download it again.")
+    complaints.raise_any()
+    return [index.parent / name for name in names]
+
+
+def _read(complaints: Complaints, path: Path) -> Mapping[str, Tensor]:
+    """All tensors of a file, mapped."""
+    with path.open("rb") as file:
+        head = file.read(16)
+    if path.suffix == ".safetensors" or head[8:9] == b"{":
+        return _read_safetensors(complaints, path)
+    try:
+        mapped = zipfile.is_zipfile(path)  # files of torch before 1.6 cannot be mapped
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about the kind of pickle, before the error
+            content: Any = torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
+    except Exception as error:  # damaged bytes raise whatever the unpickler stumbles on
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        complaints.add(
+            RangeError, "path", "a checkpoint", f"{path.name!r}, which torch cannot read: {reason}", f"It may be cut off. {FOUND}"
+        )
+        complaints.raise_any()
+    if not isinstance(content, dict):
+        complaints.add(RangeError, "path", "a checkpoint with a dict of tensors", f"{path.name!r} with {described(content)}", FOUND)
+        complaints.raise_any()
+    return dict(content)
+
+
+def _read_safetensors(complaints: Complaints, path: Path) -> Mapping[str, Tensor]:
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError as error:
+        raise MissingExtra.of("load", "safetensors", "models") from error
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        complaints.add(RangeError, "path", "a checkpoint", f"{path.name!r}, which safetensors cannot read: {error}", "It may be cut off.")
+        complaints.raise_any()
+        raise
+
+
+def _read_json(complaints: Complaints, path: Path) -> dict[str, Any]:
+    """A JSON file with one object; an empty dict if there is no file. transformers writes infinity as an object."""
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"), object_hook=_with_infinities)
+    except (ValueError, OSError) as error:
+        complaints.add(RangeError, path.name, "a JSON file", str(error))
+        complaints.raise_any()
+        raise
+    if not isinstance(found, dict):
+        complaints.add(RangeError, path.name, "a JSON file with one object", described(found))
+        complaints.raise_any()
+    return dict(found)
+
+
+def _with_infinities(value: dict[str, Any]) -> Any:
+    return float(value["__float__"]) if value.keys() == {"__float__"} else value

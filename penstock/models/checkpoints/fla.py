@@ -1,0 +1,277 @@
+"""flash-linear-attention's layout of GLA, RetNet and RWKV-6."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import Complaints, RangeError, described
+from ...layers import GLAConfig, RetentionConfig, RWKV6ChannelConfig, RWKV6Config, SwiGLUConfig
+from ..config import Config
+from .archive import Archive
+from .layout import Format, Row, common, divided, flat, needed, norms, same, tied, transposed
+
+HeadsConfig = GLAConfig | RetentionConfig
+FEATURE_MAPS = {"swish": "silu", "sqrelu": "squared_relu"}
+"""fla's names of feature maps that have another name here."""
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+CONVOLUTIONS = ("q_conv1d", "k_conv1d", "v_conv1d")
+LINEAR = {"receptance": "r", "key": "k", "value": "v", "gate": "g"}
+WORLD = 65536
+"""The vocabulary of RWKV's World models. Converted ones need the eps of ln_x that BlinkDL trained with, not that of config.json."""
+
+
+def rows(config: Config, archive: Archive | None = None) -> list[Row]:
+    """The tensors of a model of these sizes."""
+    found = common(config, "model.norm", "lm_head.weight", "model.embeddings.weight", "model.layers.0.pre_norm")
+    for n, mixer in enumerate(config.mixers):
+        ours, theirs = f"layers.{n}.", f"model.layers.{n}."
+        rwkv = isinstance(mixer, RWKV6Config)
+        found += norms(config, f"{ours}mixer_norm", f"{theirs}attn_norm")
+        found += norms(config, f"{ours}channel_norm", f"{theirs}{'ffn' if rwkv else 'mlp'}_norm")
+        if isinstance(mixer, RWKV6Config):
+            found += _rwkv6_rows(f"{ours}mixer.", f"{theirs}attn.") + _rwkv6_channel_rows(f"{ours}channel.", f"{theirs}ffn.")
+        else:
+            assert isinstance(mixer, HeadsConfig)
+            found += _heads_rows(mixer, archive, f"{ours}mixer.", f"{theirs}attn.") + _swiglu_rows(
+                archive, f"{ours}channel.", f"{theirs}mlp."
+            )
+    return found
+
+
+def _heads_rows(mixer: HeadsConfig, archive: Archive | None, ours: str, theirs: str) -> list[Row]:
+    names = [f"{one}.weight" for one in PROJECTIONS] + ["g_proj.weight"] * mixer.use_output_gate
+    names += ["gk_proj.0.weight", "gk_proj.1.weight", "gk_proj.1.bias"] * isinstance(mixer, GLAConfig)
+    for one in CONVOLUTIONS if mixer.conv_size else ():
+        names += [f"{one}.weight"] + [f"{one}.bias"] * mixer.conv_bias
+    found = [same(ours + one, theirs + one) for one in names]
+    if mixer.elementwise_affine:
+        fused = mixer.use_output_gate if archive is None else f"{theirs}g_norm.weight" not in archive.tensors
+        found.append(same(f"{ours}norm.weight", f"{theirs}{'g_norm_swish_gate' if fused else 'g_norm'}.weight"))
+    return found
+
+
+def _swiglu_rows(archive: Archive | None, ours: str, theirs: str) -> list[Row]:
+    names = ("gate_proj.weight", "up_proj.weight")
+    found = [same(f"{ours}down_proj.weight", f"{theirs}down_proj.weight")]
+    if archive is None or archive.has("model.layers.{}.mlp.up_proj.weight"):
+        return found + [same(ours + one, theirs + one) for one in names]
+    both = Row(tuple(ours + one for one in names), (f"{theirs}gate_proj.weight",), lambda x: x.chunk(2), lambda *x: (torch.cat(x),))
+    return [*found, both]  # early versions of fla
+
+
+def _rwkv6_rows(ours: str, theirs: str) -> list[Row]:
+    biases = tuple(f"{ours}time_maa_{one}" for one in "rwkvg")
+    found = [
+        flat(f"{ours}time_maa_x", f"{theirs}x_proj.0.mu"),
+        Row((f"{ours}time_maa_w1",), (f"{theirs}x_proj.0.linear.weight",), _read_w1, _write_w1),
+        Row((f"{ours}time_maa_w2",), (f"{theirs}x_proj.2.weight",), _read_w2, _write_w2),
+        Row(biases, (f"{theirs}x_bias",), lambda x: x.unbind(), lambda *x: (torch.stack([one.reshape(-1) for one in x]),)),
+        transposed(f"{ours}time_decay_w1", f"{theirs}w_proj.linear.lora.0.weight"),
+        transposed(f"{ours}time_decay_w2", f"{theirs}w_proj.linear.lora.2.weight"),
+        flat(f"{ours}time_decay", f"{theirs}w_proj.linear.lora.2.bias"),
+        same(f"{ours}time_faaaa", f"{theirs}bonus"),
+        same(f"{ours}output.weight", f"{theirs}o_proj.weight"),
+    ]
+    found += [same(f"{ours}ln_x.{part}", f"{theirs}g_norm.{part}") for part in ("weight", "bias")]
+    return found + [same(f"{ours}{name}.weight", f"{theirs}{letter}_proj.linear.weight") for name, letter in LINEAR.items()]
+
+
+def _rwkv6_channel_rows(ours: str, theirs: str) -> list[Row]:
+    found = [same(f"{ours}value.weight", f"{theirs}value.weight")]
+    for name in ("key", "receptance"):
+        found.append(flat(f"{ours}time_maa_{name[0]}", f"{theirs}{name}.mu"))
+        found.append(same(f"{ours}{name}.weight", f"{theirs}{name}.linear.weight"))
+    return found
+
+
+def _reordered(x: Tensor, into: str, order: str) -> Tensor:
+    """Parts along the first axis from one order of letters to another."""
+    return torch.stack([x[order.index(one)] for one in into])
+
+
+def _read_w1(x: Tensor) -> tuple[Tensor]:
+    """[5M,C] in the order r, w, k, v, g to [C,5M] in the order w, k, v, r, g."""
+    return (_reordered(x.unflatten(0, (5, -1)), "wkvrg", "rwkvg").flatten(0, 1).T,)
+
+
+def _write_w1(x: Tensor) -> tuple[Tensor]:
+    return (_reordered(x.T.unflatten(0, (5, -1)), "rwkvg", "wkvrg").flatten(0, 1),)
+
+
+def _read_w2(x: Tensor) -> tuple[Tensor]:
+    """[C,5M] to [5,M,C], reordered likewise."""
+    return (_reordered(x.T.unflatten(0, (5, -1)), "wkvrg", "rwkvg"),)
+
+
+def _write_w2(x: Tensor) -> tuple[Tensor]:
+    return (_reordered(x, "rwkvg", "wkvrg").flatten(0, 1).T,)
+
+
+def config_of(archive: Archive) -> Config:
+    """The sizes. Shapes do not tell eps, feature maps and the architecture, so there must be a config.json."""
+    stored, complaints = archive.config, Complaints("load")
+    needed(archive, "fla's models")
+    kind = stored.get("model_type")
+    if kind not in ("gla", "retnet", "rwkv6"):
+        complaints.add(RangeError, "model_type in config.json", "gla, retnet or rwkv6", repr(kind))
+    for name, wanted in {"attn": (None,), "attnres_block_size": (None,), "use_gv": (False,), "use_gk": (True,)}.items():
+        if stored.get(name, wanted[0]) not in wanted:
+            complaints.add(RangeError, f"{name} in config.json", " or ".join(map(repr, wanted)), repr(stored[name]))
+    activation = stored.get("hidden_act")
+    if activation not in ((None, "sqrelu") if kind == "rwkv6" else (None, "swish", "silu")):
+        complaints.add(RangeError, "hidden_act in config.json", "sqrelu" if kind == "rwkv6" else "swish", repr(activation))
+    complaints.raise_any()
+    vocab_size, hidden_size = archive.shape("model.embeddings.weight", "V C")
+    sizes: dict[str, Any] = {"vocab_size": vocab_size, "hidden_size": hidden_size, "num_layers": archive.depth("model.layers.")}
+    sizes["tie_embeddings"] = tied(archive, archive.flag("tie_word_embeddings", False), "model.embeddings.weight", "lm_head.weight")
+    return _rwkv6_config(archive, sizes) if kind == "rwkv6" else _heads_config(archive, sizes, kind == "gla")
+
+
+def _rwkv6_config(archive: Archive, sizes: dict[str, Any]) -> Config:
+    mixing = "model.layers.{}.attn."
+    heads, K = archive.shape(f"{mixing}bonus", "H K")
+    (inner,) = archive.shape(f"{mixing}g_norm.weight", "A")
+    rank, _ = archive.shape(f"{mixing}x_proj.0.linear.weight", "5M C")
+    decay_rank, _ = archive.shape(f"{mixing}w_proj.linear.lora.0.weight", "D C")
+    width, _ = archive.shape("model.layers.{}.ffn.key.linear.weight", "F C")
+    V, eps = divided(inner, heads, f"heads of {mixing}bonus"), archive.number("norm_eps", 1e-5, 0.0)
+    converted = sizes["vocab_size"] == WORLD and K == V
+    mixer = RWKV6Config(
+        V,
+        key_size=None if K == V else K,
+        num_heads=None if heads * V == sizes["hidden_size"] else heads,
+        mix_rank=divided(rank, 5, f"ranks of {mixing}x_proj.0.linear.weight"),
+        decay_rank=decay_rank,
+        norm_eps=archive.number("group_norm_eps", 64e-5 if converted else eps, 0.0),
+    )
+    bias = archive.has("model.layers.{}.attn_norm.bias")
+    return Config(
+        mixer=mixer, channel=RWKV6ChannelConfig(width), norm="layer_norm", norm_eps=eps, norm_bias=bias,
+        embedding_norm=archive.has("model.layers.{}.pre_norm.weight"), **sizes,
+    )  # fmt: skip
+
+
+def _heads_config(archive: Archive, sizes: dict[str, Any], gla: bool) -> Config:
+    stored, mixing, C = archive.config, "model.layers.{}.attn.", sizes["hidden_size"]
+    (keys, _), (shared, _) = archive.shape(f"{mixing}q_proj.weight", "HK C"), archive.shape(f"{mixing}k_proj.weight", "GK C")
+    _, values = archive.shape(f"{mixing}o_proj.weight", "C HV")
+    heads = archive.number("num_heads", 4 if gla else 8, 1)
+    served = divided(keys, shared, f"rows of {mixing}k_proj.weight")
+    feature_map: Any = stored.get("feature_map")
+    if not isinstance(feature_map, str | None):
+        complaints = Complaints("load")
+        complaints.add(RangeError, "feature_map in config.json", "a name or null", described(feature_map))
+        complaints.raise_any()
+    shape: dict[str, Any] = {
+        "num_heads": heads,
+        "num_kv_heads": None if served == 1 else divided(heads, served, "heads of q for each of k"),
+        "expand_k": keys / C,
+        "expand_v": values / C,
+        "feature_map": FEATURE_MAPS.get(feature_map, feature_map),
+        "conv_size": archive.shape(f"{mixing}q_conv1d.weight", "HK 1 W")[2] if archive.has(f"{mixing}q_conv1d.weight") else 0,
+        "conv_bias": archive.has(f"{mixing}q_conv1d.bias"),
+        "use_output_gate": archive.has(f"{mixing}g_proj.weight"),
+        "norm_eps": archive.number("norm_eps", 1e-6, 0.0),
+        "elementwise_affine": archive.has(f"{mixing}g_norm.weight") or archive.has(f"{mixing}g_norm_swish_gate.weight"),
+    }
+    if gla:
+        rank, _ = archive.shape(f"{mixing}gk_proj.0.weight", "R C")
+        shape |= {"gate_low_rank_dim": rank, "clamp_min": archive.number("clamp_min", None)}
+        mixer: HeadsConfig = GLAConfig(**shape)
+    else:
+        mixer = RetentionConfig(**shape)
+    _, width = archive.shape("model.layers.{}.mlp.down_proj.weight", "C F")
+    return Config(mixer=mixer, channel=SwiGLUConfig(width), norm="rms_norm", norm_eps=shape["norm_eps"], **sizes)
+
+
+def refuses(config: Config) -> str | None:
+    """Why a model has no place in this layout."""
+    mixer, channel = config.mixers[0], config.channels[0]
+    kinds = {GLAConfig: SwiGLUConfig, RetentionConfig: SwiGLUConfig, RWKV6Config: RWKV6ChannelConfig}
+    if type(mixer) not in kinds or type(channel) is not kinds[type(mixer)]:
+        return "it holds GLA and RetNet with gated feed-forward layers, and RWKV-6"
+    if any(one != mixer for one in config.mixers) or any(one != channel for one in config.channels):
+        return "all its layers have the same sizes"
+    if isinstance(mixer, RWKV6Config):
+        if mixer.tuned_state:
+            return "its sequences begin with states of zeros"
+        return None if config.norm == "layer_norm" else "its RWKV-6 has layer norms"
+    assert isinstance(mixer, HeadsConfig)
+    if config.norm != "rms_norm" or config.embedding_norm or mixer.norm_eps != config.norm_eps or not mixer.use_output_norm:
+        return "all its norms are RMS norms of one eps, also of outputs but not of embeddings"
+    if isinstance(mixer, GLAConfig) and mixer.gate_logit_normalizer != 16:
+        return "it divides decays by 16"
+    if mixer.conv_bias:
+        return "its convolutions have no bias"
+    if isinstance(mixer, RetentionConfig) and (mixer.conv_size or mixer.rope_theta != 10000):
+        return "its RetNet has no convolutions and a rope_theta of 10000"
+    return None
+
+
+def stored(config: Config) -> dict[str, Any]:
+    """config.json of fla."""
+    mixer, channel = config.mixers[0], config.channels[0]
+    assert isinstance(channel, SwiGLUConfig | RWKV6ChannelConfig)
+    found = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "intermediate_size": channel.intermediate_size,
+        "norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tie_embeddings,
+        "attn": None,
+        "use_cache": True,
+    }
+    if isinstance(mixer, RWKV6Config):
+        V = mixer.head_size
+        heads, K = mixer.num_heads or config.hidden_size // V, mixer.key_size or V
+        return found | {
+            "model_type": "rwkv6",
+            "architectures": ["RWKV6ForCausalLM"],
+            "num_heads": heads,
+            "expand_k": heads * K / config.hidden_size,
+            "expand_v": heads * V / config.hidden_size,
+            "proj_low_rank_dim": mixer.mix_rank,
+            "gate_low_rank_dim": mixer.decay_rank,
+            "hidden_act": "sqrelu",
+            "norm_first": config.embedding_norm,
+            "norm_bias": config.norm_bias,
+            "group_norm_eps": mixer.norm_eps,
+        }
+    assert isinstance(mixer, HeadsConfig)
+    names = {here: theirs for theirs, here in FEATURE_MAPS.items()}
+    gla = isinstance(mixer, GLAConfig)
+    return (
+        found
+        | {
+            "model_type": "gla" if gla else "retnet",
+            "architectures": ["GLAForCausalLM" if gla else "RetNetForCausalLM"],
+            "num_heads": mixer.num_heads,
+            "num_kv_heads": mixer.num_kv_heads,
+            "expand_k": mixer.expand_k,
+            "expand_v": mixer.expand_v,
+            "feature_map": names.get(mixer.feature_map or "", mixer.feature_map),
+            "use_short_conv": mixer.conv_size > 0,
+            "conv_size": mixer.conv_size or 4,
+            "use_output_gate": mixer.use_output_gate,
+            "elementwise_affine": mixer.elementwise_affine,
+            "fuse_norm": mixer.use_output_gate,
+            "hidden_act": "swish",
+        }
+        | ({"clamp_min": mixer.clamp_min} if isinstance(mixer, GLAConfig) else {})
+    )
+
+
+FLA = Format(
+    name="fla",
+    title="fla's layout",
+    recognises=lambda archive: archive.depth("model.layers.") > 0 and archive.has("model.layers.{}.attn_norm.weight"),
+    config=config_of,
+    rows=rows,
+    refuses=refuses,
+    stored=stored,
+    ignored=("lm_head.weight", ".rotary.inv_freq"),
+)

@@ -1,0 +1,175 @@
+"""A format as data: which tensors of a file are which parameters of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import Complaints, RangeError, ShapeError
+from ..causal_lm import CausalLM
+from ..config import Config
+from .archive import DAMAGED, Archive
+
+Change = Callable[..., tuple[Tensor, ...]]
+
+
+def _same(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return tensors
+
+
+@dataclass(frozen=True)
+class Row:
+    """Parameters of a model and the tensors of a file that hold them, usually one of each."""
+
+    ours: tuple[str, ...]
+    theirs: tuple[str, ...]
+    read: Change = _same
+    """From their tensors to ours; what differs in axes of size 1 only is reshaped afterwards."""
+    write: Change = _same
+    """From our tensors to theirs: the exact inverse."""
+
+
+def same(ours: str, theirs: str) -> Row:
+    """The same tensor under another name."""
+    return Row((ours,), (theirs,))
+
+
+def flat(ours: str, theirs: str) -> Row:
+    """Stored with one axis."""
+    return Row((ours,), (theirs,), write=lambda x: (x.reshape(-1),))
+
+
+def transposed(ours: str, theirs: str) -> Row:
+    """Stored with its two axes swapped."""
+    return Row((ours,), (theirs,), lambda x: (x.T,), lambda x: (x.T,))
+
+
+def renamed(rows: Iterable[Row], name: Callable[[str], str]) -> list[Row]:
+    """The same rows with other names in the file."""
+    return [Row(row.ours, tuple(name(one) for one in row.theirs), row.read, row.write) for row in rows]
+
+
+@dataclass(frozen=True)
+class Format:
+    """A checkpoint format for some architectures."""
+
+    name: str
+    """The name in ``save`` and ``penstock convert``."""
+    title: str
+    """For messages."""
+    recognises: Callable[[Archive], bool]
+    """Whether a checkpoint has this format, by the names of its tensors."""
+    config: Callable[[Archive], Config]
+    """The sizes, read from shapes; from config.json only what shapes do not tell. Raises for what is not supported."""
+    rows: Callable[[Config, Archive | None], list[Row]]
+    """The tensors of a model of these sizes; the archive where layouts differ in details."""
+    refuses: Callable[[Config], str | None]
+    """Why a model has no place in this format, or None."""
+    stored: Callable[[Config], dict[str, Any]] | None
+    """The content of config.json. None: the format is one file of torch."""
+    ignored: tuple[str, ...] = ()
+    """Endings of names of tensors that are not needed."""
+
+
+def read(archive: Archive, form: Format, dtype: torch.dtype | None, device: torch.device | None) -> CausalLM:
+    """The model of a checkpoint. Raises ShapeError or RangeError that lists every missing, unknown or misshapen tensor."""
+    config = form.config(archive)
+    with torch.device("meta"):
+        model = CausalLM(config)
+    rows = form.rows(config, archive)
+    check(archive, form, model, rows)
+    if dtype is None and form.name != "penstock":  # layers compute in one dtype: files may mix them
+        dtype = model_dtype(archive.tensors[name] for row in rows for name in row.theirs)
+    shapes = {name: x.shape for name, x in model.state_dict().items()}
+    weights: dict[str, Tensor] = {}
+    for row in rows:
+        for name, x in zip(row.ours, row.read(*(archive.tensors[one] for one in row.theirs))):
+            weights[name] = x.reshape(shapes[name]).to(dtype=dtype, device=device).contiguous()
+    if config.tie_embeddings:
+        weights["head.weight"] = weights["embeddings.weight"]
+    model.load_state_dict(weights, assign=True)
+    model.tie()
+    return model.eval()
+
+
+def model_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
+    """The dtype of most numbers."""
+    sizes: dict[torch.dtype, int] = {}
+    for x in tensors:
+        sizes[x.dtype] = sizes.get(x.dtype, 0) + x.numel()
+    return max(sizes, key=lambda dtype: sizes[dtype])
+
+
+def check(archive: Archive, form: Format, model: CausalLM, rows: list[Row]) -> None:
+    """Raise for every tensor that is missing, unknown or misshapen."""
+    complaints, ours = Complaints("load"), model.state_dict()
+    known = set()
+    for row in rows:
+        for name, x in zip(row.theirs, row.write(*(ours[one] for one in row.ours))):
+            known.add(name)
+            rule = f"of shape {list(x.shape)}"
+            if name not in archive.tensors:
+                complaints.add(RangeError, name, f"a tensor {rule}", "none", DAMAGED)
+            elif significant(archive.tensors[name]) != significant(x):
+                complaints.add(ShapeError, name, rule, list(archive.tensors[name].shape))
+    for name in sorted(archive.tensors.keys() - known):
+        if not name.endswith(form.ignored or ("\0",)):
+            value = f"a tensor of shape {list(archive.tensors[name].shape)}"
+            complaints.add(RangeError, name, f"absent from {form.title}", value, DAMAGED)
+    complaints.raise_any()
+
+
+def significant(x: Tensor) -> list[int]:
+    """The shape without axes of size 1."""
+    return [size for size in x.shape if size != 1]
+
+
+def tensors_of(model: CausalLM, form: Format) -> Mapping[str, Tensor]:
+    """The tensors of a model under the names of a format."""
+    ours = model.state_dict()
+    rows = form.rows(model.config, None)
+    return {name: x for row in rows for name, x in zip(row.theirs, row.write(*(ours[one] for one in row.ours)))}
+
+
+def common(config: Config, norm: str, head: str, embeddings: str, embedding_norm: str = "") -> list[Row]:
+    """Rows of the embeddings, norms outside of layers, and the head, unless it is that of the embeddings."""
+    rows = [same("embeddings.weight", embeddings)]
+    if config.embedding_norm:
+        rows += norms(config, "embedding_norm", embedding_norm)
+    rows += norms(config, "norm", norm)
+    return rows if config.tie_embeddings else [*rows, same("head.weight", head)]
+
+
+def norms(config: Config, ours: str, theirs: str) -> list[Row]:
+    """Rows of one of the norms of hidden_size."""
+    bias = config.norm == "layer_norm" and config.norm_bias
+    return [same(f"{ours}.{part}", f"{theirs}.{part}") for part in ("weight", "bias")[: 1 + bias]]
+
+
+def needed(archive: Archive, models: str) -> None:
+    """Raise RangeError if there is no config.json."""
+    if not archive.config:
+        complaints = Complaints("load")
+        rule = f"a checkpoint with its config.json, without which sizes of {models} are unknown"
+        complaints.add(RangeError, "path", rule, f"no config.json in {str(archive.folder)!r}", "Put both into one folder and pass that.")
+        complaints.raise_any()
+
+
+def divided(size: int, parts: int, name: str) -> int:
+    """Size / parts; raises RangeError, which names a tensor or value, if that is not whole."""
+    if size < parts or size % parts:
+        complaints = Complaints("load")
+        complaints.add(RangeError, name, f"such that {size} is a multiple of it", parts, DAMAGED)
+        complaints.raise_any()
+    return size // parts
+
+
+def tied(archive: Archive, configured: bool, embeddings: str, head: str) -> bool:
+    """Whether the head is that of the embeddings: so configured, and no other one in the file."""
+    if not configured or head not in archive.tensors or embeddings not in archive.tensors:
+        return bool(configured)
+    return torch.equal(archive.tensors[embeddings], archive.tensors[head])

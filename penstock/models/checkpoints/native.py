@@ -1,0 +1,75 @@
+"""Our own layout: the names of ``CausalLM``, with its ``Config`` as ``model`` of config.json.
+
+transformers' classes put ``model.`` before the names (``penstock.models.huggingface``); both are read.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ... import __version__
+from ...errors import Complaints, DtypeError, PenstockError, RangeError, described
+from ..causal_lm import CausalLM
+from ..config import Config
+from .archive import DAMAGED, Archive
+from .layout import Format, Row, needed, same
+
+PREFIX = "model."
+
+
+def rows(config: Config, archive: Archive | None = None) -> list[Row]:
+    """The tensors of a model of these sizes."""
+    with torch.device("meta"):
+        names = CausalLM(config).state_dict()
+    prefix = PREFIX if archive is not None and f"{PREFIX}embeddings.weight" in archive.tensors else ""
+    return [same(name, prefix + name) for name in names if not (config.tie_embeddings and name == "head.weight")]
+
+
+def config_of(archive: Archive) -> Config:
+    """The stored configuration."""
+    needed(archive, "Penstock's models")
+    found: Any = archive.config.get("model")
+    complaints = Complaints("load")
+    if not isinstance(found, dict):
+        complaints.add(DtypeError, "model in config.json", "the configuration of a Penstock model", described(found))
+        complaints.raise_any()
+    layers = found.get("num_layers")
+    if isinstance(layers, int) and layers > len(archive.tensors):
+        complaints.add(RangeError, "num_layers in config.json", "that of the weights", layers, DAMAGED)
+        complaints.raise_any()
+    try:
+        return Config.from_dict(found)
+    except (TypeError, ValueError) as error:  # also those that Python raises for missing and unknown names
+        if isinstance(error, PenstockError):
+            raise
+        complaints.add(RangeError, "model in config.json", "the configuration of a Penstock model", str(error))
+        complaints.raise_any()
+        raise
+
+
+def stored(config: Config) -> dict[str, Any]:
+    """config.json; transformers reads the sizes beside ``model``."""
+    return {
+        "model_type": "penstock",
+        "architectures": ["PenstockForCausalLM"],
+        "model": config.to_dict(),
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "tie_word_embeddings": config.tie_embeddings,
+        "penstock_version": __version__,
+    }
+
+
+PENSTOCK = Format(
+    name="penstock",
+    title="Penstock's layout",
+    recognises=lambda archive: archive.config.get("model_type") == "penstock" or archive.depth("layers.") > 0,
+    config=config_of,
+    rows=rows,
+    refuses=lambda config: None,
+    stored=stored,
+    ignored=("head.weight",),
+)

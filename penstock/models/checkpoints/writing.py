@@ -1,0 +1,112 @@
+"""Writing: files appear under their names only when they are whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import Complaints, MissingExtra, RangeError
+
+SHARD = 5 * 2**30
+"""Bytes of a file of a folder, as transformers has them."""
+CONFIG = "config.json"
+WEIGHTS = "model*.safetensors*"
+
+
+def write_file(path: Path, tensors: Mapping[str, Tensor], overwrite: bool) -> None:
+    """Write one file of torch. Raises RangeError if there is one already."""
+    complaints = Complaints("save")
+    if path.is_dir() or (path.exists() and not overwrite):
+        remedy = "Name a file." if path.is_dir() else "Name another one, or overwrite it."
+        complaints.add(RangeError, "path", "a file that does not exist", repr(str(path)), remedy)
+        complaints.raise_any()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as scratch:
+        torch.save({name: _whole(x) for name, x in tensors.items()}, Path(scratch) / path.name)
+        os.replace(Path(scratch) / path.name, path)
+
+
+def write_folder(path: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any], overwrite: bool, shard: int = SHARD) -> None:
+    """Write config.json and the weights as safetensors, in files of at most ``shard`` bytes. Other files of the folder stay.
+
+    Raises RangeError if the folder has such files already.
+    """
+    try:
+        from safetensors.torch import save_file
+    except ImportError as error:
+        raise MissingExtra.of("save", "safetensors", "models") from error
+    complaints = Complaints("save")
+    if path.exists() and not path.is_dir():
+        complaints.add(RangeError, "path", "a folder", f"{str(path)!r}, which is a file", "Name another one.")
+    present = [one for one in (path / CONFIG, *path.glob(WEIGHTS), path / "pytorch_model.bin") if one.exists()] if path.is_dir() else []
+    if present and not overwrite:
+        names = ", ".join(one.name for one in present)
+        complaints.add(RangeError, "path", "a folder without a model", f"{str(path)!r} with {names}", "Name another one, or overwrite it.")
+    complaints.raise_any()
+    path.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as scratch:
+        files = dict(_files(tensors, shard))
+        for name, inside in files.items():
+            save_file({one: _whole(tensors[one]) for one in inside}, Path(scratch) / name, {"format": "pt"})
+        if len(files) > 1:
+            placed = {one: name for name, inside in files.items() for one in inside}
+            total = sum(x.numel() * x.element_size() for x in tensors.values())
+            _write_json(Path(scratch) / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": placed})
+        _write_json(Path(scratch) / CONFIG, config)
+        written = sorted(os.listdir(scratch), key=lambda name: (name == CONFIG, name))
+        for name in written:
+            os.replace(Path(scratch) / name, path / name)
+        for one in present:
+            if one.name not in written:
+                one.unlink()
+
+
+def copy_beside(source: Path, target: Path, names: Iterable[str]) -> list[str]:
+    """Copy those files that the source folder has and the target folder has not; returns their names."""
+    found = [name for name in names if (source / name).is_file() and not (target / name).exists()]
+    for name in found:
+        shutil.copyfile(source / name, target / name)
+    return found
+
+
+def _files(tensors: Mapping[str, Tensor], shard: int) -> Iterable[tuple[str, list[str]]]:
+    """Names of files and the tensors in each."""
+    groups: list[list[str]] = [[]]
+    size = 0
+    for name, x in tensors.items():
+        count = x.numel() * x.element_size()
+        if groups[-1] and size + count > shard:
+            groups.append([])
+            size = 0
+        groups[-1].append(name)
+        size += count
+    if len(groups) == 1:
+        return [("model.safetensors", groups[0])]
+    return [(f"model-{n:05}-of-{len(groups):05}.safetensors", names) for n, names in enumerate(groups, 1)]
+
+
+def _whole(x: Tensor) -> Tensor:
+    """A tensor on the CPU with memory of its own size: torch would write all of the memory that a view is part of."""
+    x = x.detach().to("cpu").contiguous()
+    return x if x.untyped_storage().nbytes() == x.numel() * x.element_size() else x.clone()
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(_with_infinities(content), indent=2) + "\n", encoding="utf-8")
+
+
+def _with_infinities(value: Any) -> Any:
+    """JSON has no infinity; transformers writes it as an object."""
+    if isinstance(value, dict):
+        return {name: _with_infinities(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_infinities(one) for one in value]
+    return {"__float__": "Infinity"} if value == float("inf") else value

@@ -1,0 +1,74 @@
+"""``penstock convert``: what it writes and prints, and its errors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from formulas import error
+from public_models import gla, rwkv6, tokens, write_pth, write_safetensors
+from typer.testing import CliRunner, Result
+
+from penstock.cli import main
+from penstock.models import load
+
+IDS = tokens(8, 13)
+
+
+def convert(*words: object) -> Result:
+    return CliRunner().invoke(main, ["convert", *map(str, words)])
+
+
+@torch.no_grad()
+def test_a_model_through_all_formats(tmp_path: Path) -> None:
+    w = rwkv6.draw()
+    true = rwkv6.logits(w, IDS)
+    path = write_pth(w, tmp_path)
+    for to in ("hf", "penstock", "fla", "blinkdl"):
+        source, path = path, tmp_path / to
+        done = convert(source, path, "--to", to)
+        assert done.exit_code == 0, done.output
+        assert error(load(path)(IDS[None]).logits[0], true) < 1e-5
+    again = torch.load(path, weights_only=True)
+    assert all(torch.equal(x, again[name]) for name, x in w.items())
+    assert done.output.splitlines() == [
+        f"{path}: rwkv6, num_layers 2, hidden_size 24, vocab_size 13",
+        f"{sum(x.numel() for x in w.values()):,} weights, float32",
+    ]
+
+
+def test_dtype_and_tokenizers(tmp_path: Path) -> None:
+    source = write_safetensors(gla.draw(gla.config()), gla.config(), tmp_path / "source")
+    (source / "tokenizer.json").write_text("{}")
+    done = convert(source, tmp_path / "half", "--dtype", "bfloat16")
+    assert done.exit_code == 0, done.output
+    assert done.output.splitlines()[-1] == "copied tokenizer.json"
+    assert {x.dtype for x in load(tmp_path / "half").parameters()} == {torch.bfloat16}
+
+
+def test_errors(tmp_path: Path) -> None:
+    source = write_pth(rwkv6.draw(), tmp_path)
+    other = write_safetensors(gla.draw(gla.config()), gla.config(), tmp_path / "gla")
+    (tmp_path / "file").write_text("")
+    for words, message in {
+        (source, tmp_path / "x", "--to", "gguf"): "convert: to must be one of penstock, blinkdl, hf, fla, got 'gguf'",
+        (source, tmp_path / "x", "--dtype", "int8"): "convert: dtype must be one of",
+        (source, source, "--to", "blinkdl"): "convert: DST must be apart from SRC",
+        (source, tmp_path / "file"): "convert: DST must be a folder that can be written",
+        (source, tmp_path, "--to", "blinkdl"): "convert: DST must be a file that can be written",
+        (other, tmp_path / "x", "--to", "blinkdl"): "save: format must be one of penstock, fla for this model, got 'blinkdl'",
+        (source, other): "save: path must be a folder without a model",
+        (tmp_path / "none", tmp_path / "x"): "load: path must be an existing file or folder",
+    }.items():
+        done = convert(*words)
+        assert done.exit_code == 2, words
+        assert done.output.startswith(message), done.output
+    assert not (tmp_path / "x").exists()
+    assert convert(source, other, "--overwrite").exit_code == 0
+    assert load(other).config.mixers[0].kind == "rwkv6"
+
+
+@pytest.mark.parametrize("words", [[], ["x"]])
+def test_both_paths_are_required(words: list[str]) -> None:
+    assert convert(*words).exit_code == 2

@@ -1,0 +1,60 @@
+"""Training, generation and scores on a GPU. Run with ``pytest -m gpu``."""
+
+import pytest
+import torch
+
+from penstock.models import CausalLM, load, rwkv6
+from penstock.models.streaming import stream
+from penstock.training.mqar import Recall, learn, model_config
+from penstock.training.scoring import score
+from penstock.training.settings import parse
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"), pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    model = CausalLM(rwkv6(vocab_size=256, hidden_size=128, num_layers=2, head_size=64))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def test_scores_and_generation_agree_with_the_cpu(model):
+    sequences = [torch.randint(256, (length,)).tolist() for length in (1, 5, 70, 300)]
+    on_cpu, prompt = score(model, sequences), sequences[2]
+    greedy = list(stream(model, prompt, 20, temperature=0))
+    on_gpu = CausalLM(model.config)
+    on_gpu.load_state_dict(model.state_dict())
+    on_gpu.cuda()
+    for one, other in zip(score(on_gpu, sequences, 64), on_cpu):
+        assert torch.allclose(one.log_p, other.log_p, rtol=1e-3, atol=1e-3)
+    assert list(stream(on_gpu, prompt, 20, temperature=0)) == greedy
+    sampled = [list(stream(on_gpu, prompt, 20, generator=torch.Generator("cuda").manual_seed(seed))) for seed in (1, 1, 2)]
+    assert sampled[0] == sampled[1] != sampled[2]
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_training_in_bfloat16_lowers_the_loss(tmp_path, packing):
+    pytest.importorskip("transformers")
+    from penstock.training.run import train
+
+    (tmp_path / "a.txt").write_text("the cat sat on the mat. \n\n" * 300)
+    content = {
+        "model": {"architecture": "rwkv6", "hidden_size": 64, "num_layers": 2},
+        "data": {"train": str(tmp_path / "a.txt"), "length": 128, "packing": packing, "separator": "\n\n"},
+        "training": {"output": str(tmp_path / "run"), "steps": 60, "batch_size": 4, "learning_rate": 5e-3, "tensorboard": False},
+    }
+    trained = train(parse(content))
+    assert trained.loss < 1.5
+    assert load(trained.folder).embeddings.weight.dtype == torch.float32
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["gla", "rwkv6"])
+def test_eight_pairs_are_recalled(architecture):
+    recall = Recall(pairs=8)
+    torch.manual_seed(0)
+    model = CausalLM(model_config(architecture, recall, hidden_size=128, num_layers=2)).cuda()
+    assert learn(model, recall, seconds=600, enough=0.95)[-1].accuracy >= 0.95

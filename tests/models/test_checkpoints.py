@@ -1,0 +1,112 @@
+"""Loading and saving in every format, against the formulas of tests/public_models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from formulas import error
+from public_models import gla, rwkv6, tokens, write_bin, write_pth, write_safetensors
+from public_models.published import PUBLISHED, Published
+
+from penstock.models import load, save
+
+IDS = tokens(64, 13)
+
+
+@pytest.fixture(params=PUBLISHED)
+def published(request: pytest.FixtureRequest) -> Published:
+    return PUBLISHED[request.param]
+
+
+@torch.no_grad()
+def test_logits_equal_the_formulas_for_every_split(published: Published, tmp_path: Path) -> None:
+    path, true = published.write(tmp_path), published.logits(IDS)
+    model = load(path)
+    assert error(model(IDS[None]).logits[0], true) < 1e-5
+    assert error(load(path, dtype=torch.float64)(IDS[None]).logits[0], true) < 1e-10
+
+    state, parts = None, []
+    for piece in IDS.split([1, 5, 2, 30, 26]):
+        logits, state = model(piece[None], state)
+        parts.append(logits[0])
+    assert error(torch.cat(parts), true) < 1e-5
+    pool = model.initial_state(1)
+    serial = torch.cat([model.advance(one.view(1, 1), pool)[0] for one in IDS])
+    assert error(serial, true) < 1e-5
+
+
+def test_saved_again_has_equal_bits(published: Published, tmp_path: Path) -> None:
+    model = load(published.write(tmp_path))
+    for format in ("penstock", *published.formats):
+        path = tmp_path / "again" / f"{format}.pth"
+        save(model, path, format)
+        again = load(path)
+        assert again.config == model.config, format
+        ours, theirs = model.state_dict(), again.state_dict()
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(x, theirs[name]) and x.dtype == theirs[name].dtype for name, x in ours.items()), format
+
+
+def test_tuned_states_have_gradients(tmp_path: Path) -> None:
+    w = rwkv6.with_time_state(rwkv6.draw())
+    model = load(write_pth(w, tmp_path), dtype=torch.float64)
+    model.loss(IDS[None, :-1], IDS[None, 1:]).backward()
+    leaves = {name: x.double().requires_grad_(name.endswith("time_state")) for name, x in w.items()}
+    torch.nn.functional.cross_entropy(rwkv6.logits(leaves, IDS[:-1]), IDS[1:]).backward()
+    for n, layer in enumerate(model.layers):
+        assert error(layer.mixer.time_state.grad, leaves[f"blocks.{n}.att.time_state"].grad.transpose(1, 2)) < 1e-10
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="reads /proc")
+@pytest.mark.parametrize("write", [write_safetensors, write_bin, write_pth])
+def test_weights_stay_mapped_from_the_files(write: Callable, tmp_path: Path) -> None:
+    """No bytes are copied, and writing to a weight does not change the file."""
+    if write is write_pth:
+        path = write(rwkv6.draw(), tmp_path)
+    else:
+        path = write(gla.draw(gla.config()), gla.config(), tmp_path / "model", shards=2)
+    model = load(path)
+    ranges = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line]
+    assert ranges
+    for name, x in model.named_parameters():
+        assert any(int(first, 16) <= x.data_ptr() < int(last, 16) for first, last in ranges), name
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    with torch.no_grad():
+        model.head.weight.fill_(1)
+    assert before == {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+
+
+def test_dtypes(tmp_path: Path) -> None:
+    """As stored; a public file that mixes dtypes becomes a model of one."""
+    w = {name: x.bfloat16() for name, x in rwkv6.draw().items()}
+    mixed = w | {name: x.float() for name, x in w.items() if "time_decay" in name}
+    for content, dtype, wanted in ((w, None, torch.bfloat16), (mixed, None, torch.bfloat16), (mixed, torch.float16, torch.float16)):
+        model = load(write_pth(content, tmp_path), dtype=dtype)
+        assert {x.dtype for x in model.parameters()} == {wanted}
+        assert model(IDS[None]).logits.isfinite().all()
+    model.layers[0].mixer.time_decay.data = model.layers[0].mixer.time_decay.data.float()
+    save(model, tmp_path / "ours")
+    assert {x.dtype for x in load(tmp_path / "ours").parameters()} == {torch.float16, torch.float32}, "our own stay as they are"
+
+
+def test_converted_world_models_in_flas_layout(tmp_path: Path) -> None:
+    """BlinkDL's eps of ln_x is not in their config.json."""
+    w = rwkv6.draw(V=65536, C=8, n=4, F=16, layers=1)
+    ids = tokens(10, 65536)
+    model = load(write_safetensors(rwkv6.fla_names(w), rwkv6.fla_config(rwkv6.fla_names(w)), tmp_path / "world"))
+    assert error(model(ids[None]).logits[0].detach(), rwkv6.logits(w, ids)) < 1e-5
+
+
+def test_early_folders_of_fla(tmp_path: Path) -> None:
+    """Two projections of the feed-forward layer are one tensor."""
+    config = gla.config()
+    w = gla.draw(config)
+    early = {name: x for name, x in w.items() if "up_proj" not in name}
+    for name in list(early):
+        if "gate_proj" in name:
+            early[name] = torch.cat([w[name], w[name.replace("gate_proj", "up_proj")]])
+    model = load(write_bin(early, config, tmp_path / "early"))
+    assert error(model(IDS[None]).logits[0].detach(), gla.logits(w, config, IDS)) < 1e-5

@@ -1,0 +1,320 @@
+"""What load and save refuse: damaged files, other architectures, files that exist. Every message names what is wrong."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from public_models import Weights, gla, mamba2, retnet, rwkv5, rwkv6, write_bin, write_pth, write_safetensors
+
+from penstock import DtypeError, InvalidArgument, PenstockError, RangeError, ShapeError
+from penstock.models import CausalLM, linear, load, save
+from penstock.models import gla as gla_config
+from penstock.models import rwkv6 as rwkv6_config
+
+SMALL = {"vocab_size": 11, "hidden_size": 16, "num_layers": 2}
+
+
+def without(w: Weights, name: str) -> Weights:
+    return {one: x for one, x in w.items() if one != name}
+
+
+def test_all_missing_unknown_and_misshapen_tensors_are_listed(tmp_path: Path) -> None:
+    w = without(rwkv6.draw(), "blocks.1.att.output.weight") | {"blocks.0.ffn.value.weight": torch.zeros(24, 41), "extra": torch.zeros(2)}
+    with pytest.raises(InvalidArgument) as caught:
+        load(write_pth(w, tmp_path))
+    lines = str(caught.value).splitlines()
+    damaged = "The file is damaged or of another model."
+    assert sorted(lines) == sorted(
+        [
+            f"load: blocks.1.att.output.weight must be a tensor of shape [24, 24], got none. {damaged}",
+            "load: blocks.0.ffn.value.weight must be of shape [24, 40], got [24, 41].",
+            f"load: extra must be absent from BlinkDL's RWKV files, got a tensor of shape [2]. {damaged}",
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    "name", ["emb.weight", "head.weight", "blocks.0.ln0.weight", "blocks.1.att.time_maa_w2", "blocks.0.ffn.key.weight"]
+)
+def test_each_missing_tensor_is_named(name: str, tmp_path: Path) -> None:
+    w = rwkv6.draw()
+    with pytest.raises(RangeError, match=rf"^load: {re.escape(name)} must be a tensor of shape \[.*\], got none\."):
+        load(write_pth(without(w, name), tmp_path))
+
+
+@pytest.mark.parametrize("name", ["blocks.0.att.time_faaaa", "blocks.0.att.time_maa_w1", "blocks.0.ffn.key.weight"])
+def test_a_misshapen_tensor_that_sizes_are_read_from_is_named_alone(name: str, tmp_path: Path) -> None:
+    """Sizes are those of most layers."""
+    w = rwkv6.draw(layers=3)
+    shape = list(w[name].shape)
+    wrong = [shape[0] + 1, *shape[1:]]
+    with pytest.raises(ShapeError) as caught:
+        load(write_pth(w | {name: torch.zeros(wrong)}, tmp_path))
+    assert str(caught.value) == f"load: {name} must be of shape {shape}, got {wrong}."
+
+
+@pytest.mark.parametrize("write", [write_safetensors, write_bin])
+def test_damaged_folders(write: Callable, tmp_path: Path) -> None:
+    config = gla.config()
+    w = gla.draw(config)
+    path = write(w, config, tmp_path / "a", shards=2)
+    part = sorted(path.glob("*-00002-of-*"))[0]
+    part.unlink()
+    with pytest.raises(RangeError, match=f"path must be a checkpoint with all files of .*index.json, got no {part.name}"):
+        load(path)
+    path = write(without(w, "model.layers.1.attn.gk_proj.1.bias"), config, tmp_path / "b")
+    with pytest.raises(RangeError, match=r"model\.layers\.1\.attn\.gk_proj\.1\.bias must be a tensor of shape \[12\], got none"):
+        load(path)
+    (path / "config.json").unlink()
+    with pytest.raises(RangeError, match=r"path must be a checkpoint with its config.json, .* got no config.json in"):
+        load(path)
+    (path / "config.json").write_text("{")
+    with pytest.raises(RangeError, match=r"config.json must be a JSON file"):
+        load(path)
+
+
+@pytest.mark.parametrize("kind", ["pth", "safetensors"])
+@pytest.mark.parametrize("kept", [0, 5, 100, -40, -2000])
+def test_files_that_are_cut_off(kind: str, kept: int, tmp_path: Path) -> None:
+    if kind == "pth":
+        file = path = write_pth(rwkv6.draw(), tmp_path)
+    else:
+        path = write_safetensors(gla.draw(gla.config()), gla.config(), tmp_path / "model")
+        file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:kept])
+    with pytest.raises(RangeError, match=rf"load: path must be a checkpoint, got '{file.name}', which (torch|safetensors) cannot read: .+"):
+        load(path)
+
+
+class Payload:
+    """Writes a file if it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple:
+        return Path.write_text, (self.path, "run")
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_nothing_in_a_file_is_run(legacy: bool, tmp_path: Path) -> None:
+    content = rwkv6.draw() | {"payload": Payload(tmp_path / "written")}
+    torch.save(content, tmp_path / "small.pth", _use_new_zipfile_serialization=not legacy)
+    with pytest.raises(RangeError, match=r"path must be a checkpoint, got 'small.pth', which torch cannot read: Weights only load failed"):
+        load(tmp_path / "small.pth")
+    (tmp_path / "small.pth").write_bytes(pickle.dumps(content))
+    with pytest.raises(RangeError, match="path must be a checkpoint"):
+        load(tmp_path / "small.pth")
+    assert not (tmp_path / "written").exists()
+
+
+def test_files_of_old_versions_of_torch(tmp_path: Path) -> None:
+    """They cannot be mapped."""
+    w = rwkv6.draw()
+    torch.save(w, tmp_path / "small.pth", _use_new_zipfile_serialization=False)
+    assert torch.equal(load(tmp_path / "small.pth").head.weight, w["head.weight"])
+
+
+OTHERS: dict[str, tuple[Weights, str]] = {
+    "x060a": (rwkv6.draw() | {"blocks.0.att.gate_w1": torch.zeros(24, 4)}, "got RWKV-6 of another variant than x060 .*gate_w1"),
+    "x060b": (rwkv6.draw() | {"blocks.0.att.time_maa_rkvw_w1": torch.zeros(24, 4)}, "got RWKV-6 of another variant than x060"),
+    "rwkv7": (without(rwkv5.draw(), "blocks.0.att.time_mix_k") | {"blocks.0.att.r_k": torch.zeros(3, 8)}, "got RWKV-7"),
+    "rwkv4": ({name: x for name, x in rwkv5.draw().items() if "ln_x" not in name}, "got RWKV-4 or older"),
+    "no layers": ({"weight": torch.zeros(2)}, "path must be a checkpoint of a known format, got .* with weight. Known are"),
+    "integers": (rwkv6.draw() | {"emb.weight": torch.zeros(13, 24, dtype=torch.int8)}, "emb.weight must be a tensor of floating point"),
+    "not tensors": (rwkv6.draw() | {"_version": 0.7}, "_version must be a tensor of floating point numbers, got 0.7 of type float"),
+    "a list": ([torch.zeros(2)], "path must be a checkpoint with a dict of tensors"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_checkpoints_are_refused(name: str, tmp_path: Path) -> None:
+    content, message = OTHERS[name]
+    with pytest.raises(InvalidArgument, match=message):
+        load(write_pth(content, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (gla.config(model_type="hgrn2"), "model_type in config.json must be gla, retnet or rwkv6, got 'hgrn2'"),
+        (gla.config(attn={"layers": [1], "num_heads": 2}), "attn in config.json must be None"),
+        (gla.config(hidden_act="powlu"), "hidden_act in config.json must be swish, got 'powlu'"),
+        (gla.config(feature_map="dpfp"), "feature_map must be None or one of"),
+        (gla.config(use_gv=True), "use_gv in config.json must be False"),
+    ],
+)
+def test_what_fla_has_and_we_have_not(config: dict, message: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        load(write_safetensors(gla.draw(gla.config()), config, tmp_path / "model"))
+
+
+def test_what_mamba_has_and_we_have_not(tmp_path: Path) -> None:
+    config = mamba2.config()
+    own = mamba2.state_spaces_config(config)
+    for n, (changes, message) in enumerate(
+        {"attn_layer_idx": ([1], "of Mamba-2 layers only"), "ssm_cfg": ({"layer": "Mamba1"}, "ssm_cfg must be that of Mamba2")}.items()
+    ):
+        value, match = message
+        with pytest.raises(RangeError, match=match):
+            load(write_bin(mamba2.state_spaces_names(mamba2.draw(config)), own | {changes: value}, tmp_path / str(n)))
+    first = {"backbone.embedding.weight": torch.zeros(5, 4), "backbone.layers.0.mixer.A_log": torch.zeros(8, 16)}
+    with pytest.raises(RangeError, match="another one, perhaps Mamba-1"):
+        load(write_bin(first, own, tmp_path / "first"))
+
+
+def test_paths(tmp_path: Path) -> None:
+    with pytest.raises(RangeError, match=r"path must be an existing file or folder, got '.*nothing'"):
+        load(tmp_path / "nothing")
+    with pytest.raises(RangeError, match=r"path must be a folder with model.safetensors or pytorch_model.bin .* got none of these"):
+        load(tmp_path)
+    for name in ("a.pth", "b.pth"):
+        torch.save(rwkv6.draw(), tmp_path / name)
+    with pytest.raises(RangeError, match=r"got a.pth, b.pth"):
+        load(tmp_path)
+    (tmp_path / "b.pth").unlink()
+    assert load(tmp_path).config.num_layers == 2
+    with pytest.raises(DtypeError, match="path must be a str or a Path, got 3 of type int"):
+        load(3)  # type: ignore[arg-type]
+    with pytest.raises(DtypeError, match=r"dtype must be a floating point torch.dtype or None, got 'bfloat16'"):
+        load(tmp_path, dtype="bfloat16")  # type: ignore[arg-type]
+    index = {"weight_map": {"emb.weight": "../a.pth"}}
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    with pytest.raises(RangeError, match=r"must be an index of files beside it, got '../a.pth'"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("format", ["penstock", "fla", "blinkdl"])
+def test_existing_files_stay_unless_asked(format: str, tmp_path: Path) -> None:
+    one, other = (CausalLM(rwkv6_config(**SMALL, head_size=8)) for _ in range(2))
+    path = tmp_path / "model"
+    save(one, path, format)
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    with pytest.raises(RangeError, match=r"save: path must be a (file that does not exist|folder without a model), got"):
+        save(other, path, format)
+    assert before == {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    loaded = load(path)
+    save(other, path, format, overwrite=True)
+    assert torch.equal(load(path).head.weight, other.head.weight)
+    assert torch.equal(loaded.head.weight, one.head.weight), "a loaded model is mapped from its files"
+
+
+def test_a_folder_keeps_its_other_files(tmp_path: Path) -> None:
+    model = CausalLM(gla_config(**SMALL, num_heads=2))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    save(model, tmp_path, shard_bytes=4000)
+    parts = sorted(one.name for one in tmp_path.glob("*.safetensors"))
+    assert len(parts) > 2
+    assert torch.equal(load(tmp_path).head.weight, model.head.weight)
+    assert torch.equal(load(tmp_path / "model.safetensors.index.json").head.weight, model.head.weight)
+    save(model, tmp_path, overwrite=True)
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert torch.equal(load(tmp_path / "model.safetensors").head.weight, model.head.weight)
+
+
+@pytest.mark.parametrize("format", ["penstock", "blinkdl"])
+def test_an_error_leaves_nothing_behind(format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = CausalLM(rwkv6_config(**SMALL, head_size=8))
+    save(model, tmp_path / "model", format)
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+
+    def fail(content: object, path: Path, *rest: object) -> None:
+        Path(path).write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("torch.save", fail)
+    monkeypatch.setattr("safetensors.torch.save_file", fail)
+    with pytest.raises(OSError, match="No space left"):
+        save(model, tmp_path / "model", format, overwrite=True)
+    assert before == {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+
+
+def test_formats_without_a_place_for_the_model(tmp_path: Path) -> None:
+    message = r"format must be one of penstock, fla for this model, got 'blinkdl' \(BlinkDL's RWKV files: it holds RWKV models only\)"
+    with pytest.raises(RangeError, match=message):
+        save(CausalLM(gla_config(**SMALL, num_heads=2)), tmp_path / "x", "blinkdl")
+    with pytest.raises(RangeError, match="format must be one of penstock for this model, got 'fla'"):
+        save(CausalLM(linear(**SMALL, num_heads=2)), tmp_path / "x", "fla")
+    with pytest.raises(RangeError, match="format must be one of penstock, fla for this model, got 'gguf'"):
+        save(CausalLM(gla_config(**SMALL, num_heads=2)), tmp_path / "x", "gguf")
+    with pytest.raises(DtypeError, match="model must be a CausalLM"):
+        save(torch.nn.Linear(2, 2), tmp_path / "x")  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir())
+
+
+FOLDERS = {
+    "gla": (gla.draw(gla.config()), gla.config()),
+    "retnet": (retnet.draw(retnet.config()), retnet.config()),
+    "fla rwkv6": (rwkv6.draw_fla(), rwkv6.fla_config(rwkv6.draw_fla())),
+    "hf rwkv6": (rwkv6.hf_names(rwkv6.draw()), rwkv6.hf_config(rwkv6.draw())),
+    "mamba2": (mamba2.draw(mamba2.config()), mamba2.config()),
+    "state-spaces": (mamba2.state_spaces_names(mamba2.draw(mamba2.config())), mamba2.state_spaces_config(mamba2.config())),
+}
+
+
+VALUES = (None, 0, -1, 3, 7.5, "text", [], {}, [1, 2], {"a": 1}, True)
+SHAPES = ([], [0], [1], [5], [3, 0], [2, 3], [1, 2, 3], [1, 1, 1, 1])
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+@pytest.mark.parametrize("every", [pytest.param(True, marks=pytest.mark.slow), False])
+def test_any_value_in_config_json_loads_or_is_refused(name: str, every: bool, tmp_path: Path) -> None:
+    """No other exception, and no model of wrong sizes."""
+    w, config = FOLDERS[name]
+    path = write_bin(w, config, tmp_path / "model")
+    load(path)
+    for n, key in enumerate(config):
+        for value in VALUES if every else VALUES[n % 6 :: 6]:
+            (path / "config.json").write_text(json.dumps(config | {key: value}))
+            with suppress(PenstockError):
+                assert load(path).embeddings.weight.shape == w[next(one for one in w if "embedding" in one)].shape, (key, value)
+
+
+@pytest.mark.parametrize("name", [*FOLDERS, "blinkdl rwkv5"])
+@pytest.mark.parametrize("every", [pytest.param(True, marks=pytest.mark.slow), False])
+def test_any_shape_is_refused(name: str, every: bool, tmp_path: Path) -> None:
+    w, config = FOLDERS.get(name, (rwkv5.draw(), {}))
+    path = write_bin(w, config, tmp_path / "model")
+    for n, one in enumerate(list(w) if every else list(w)[::2]):
+        for shape in SHAPES if every else SHAPES[n % 8 :: 8]:
+            torch.save(w | {one: torch.zeros(shape)}, path / "pytorch_model.bin")
+            with pytest.raises(PenstockError, match="must be "):
+                load(path)
+
+
+def test_layers_that_cannot_be_there(tmp_path: Path) -> None:
+    with pytest.raises(RangeError, match=r"blocks.9999999999.ln1.weight must be a tensor of one of at most \d+ layers"):
+        load(write_pth(rwkv6.draw() | {"blocks.9999999999.ln1.weight": torch.zeros(24)}, tmp_path))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"vocab_size": "many"},
+        {"num_layers": 10**12},
+        {"mixer": {"kind": "gla", "heads": 2}},
+        {"mixer": {"kind": "other"}},
+        {"mixer": None},
+        {"mixer": [1, 2]},
+        {"channel": "swiglu"},
+        {"extra": 1},
+    ],
+)
+def test_our_own_configuration(change: dict, tmp_path: Path) -> None:
+    save(CausalLM(gla_config(**SMALL, num_heads=2)), tmp_path)
+    stored = json.loads((tmp_path / "config.json").read_text())
+    stored["model"] |= change
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    with pytest.raises(PenstockError):
+        load(tmp_path)
+    del stored["model"]["hidden_size"]
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    with pytest.raises(PenstockError):
+        load(tmp_path)

@@ -1,0 +1,75 @@
+"""One small checkpoint in each public format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import Tensor
+
+from . import gla, mamba2, retnet, rwkv5, rwkv6, write_bin, write_pth, write_safetensors
+
+
+class Published(NamedTuple):
+    """A checkpoint, its true logits, and where it may go."""
+
+    write: Callable[[Path], Path]
+    """Write it into a folder; returns the path to load."""
+    logits: Callable[[Tensor], Tensor]
+    """True logits [T,13] of one sequence [T], float64."""
+    formats: tuple[str, ...]
+    """The formats in which the model can be saved, beside Penstock's own."""
+
+
+def _published() -> dict[str, Published]:
+    found = {}
+    for version in rwkv5.VERSIONS:
+        w = rwkv5.draw(version)
+        formats = ("blinkdl", "hf") if version == "5.2" else ("blinkdl",)
+        found[f"blinkdl rwkv{version}"] = Published(partial(write_pth, w), partial(rwkv5.logits, w), formats)
+    write = partial(write_safetensors, rwkv5.hf_names(w), rwkv5.hf_config(w))
+    found["hf rwkv5.2"] = Published(write, partial(rwkv5.logits, w), ("blinkdl", "hf"))
+
+    w, formats = rwkv6.draw(), ("blinkdl", "hf", "fla")
+    found["blinkdl rwkv6"] = Published(partial(write_pth, w), partial(rwkv6.logits, w), formats)
+    write = partial(write_bin, rwkv6.hf_names(w), rwkv6.hf_config(w), shards=3)
+    found["hf rwkv6"] = Published(write, partial(rwkv6.logits, w), formats)
+    w = rwkv6.with_time_state(w)
+    found["blinkdl rwkv6 with states"] = Published(partial(write_pth, w), partial(rwkv6.logits, w), ("blinkdl", "hf"))
+    w = rwkv6.draw_fla()
+    write = partial(write_safetensors, w, rwkv6.fla_config(w, 1e-3))
+    found["fla rwkv6"] = Published(write, partial(rwkv6.fla_logits, w, norm_eps=1e-3, group_norm_eps=1e-3), ("fla",))
+
+    for name, changes in {
+        "gla": {},
+        "gla shared": {"num_kv_heads": 1, "use_short_conv": True, "tie_word_embeddings": True, "feature_map": "swish"},
+        "gla plain": {"use_output_gate": False, "elementwise_affine": False, "clamp_min": -0.03, "expand_k": 1, "expand_v": 2},
+        "gla apart": {"fuse_norm": False, "feature_map": "relu"},
+    }.items():
+        config = gla.config(**changes)
+        w = gla.draw(config)
+        write = partial(write_safetensors, w, config, shards=2)
+        found[f"fla {name}"] = Published(write, partial(gla.logits, w, config), ("fla",))
+    for name, changes, formats in (
+        ("retnet", {}, ("fla",)),
+        ("retnet shared", {"num_kv_heads": 1, "num_heads": 4, "hidden_size": 32}, ("fla",)),
+        ("retnet convolved", {"use_short_conv": True}, ()),
+    ):
+        config = retnet.config(**changes)
+        w = retnet.draw(config)
+        found[f"fla {name}"] = Published(partial(write_safetensors, w, config), partial(retnet.logits, w, config), formats)
+
+    limits = {"time_step_limit": [0.1, 0.5], "use_bias": True, "use_conv_bias": False, "tie_word_embeddings": True}
+    for name, config in {"": mamba2.config(), " limited": mamba2.config(groups=1, eps=1e-3) | limits}.items():
+        w = mamba2.draw(config)
+        found[f"hf mamba2{name}"] = Published(partial(write_safetensors, w, config), partial(mamba2.logits, w, config), ("hf",))
+    config = mamba2.config(groups=1) | {"tie_word_embeddings": True}
+    w = mamba2.draw(config)
+    write = partial(write_bin, mamba2.state_spaces_names(w), mamba2.state_spaces_config(config))
+    found["state-spaces mamba2"] = Published(write, partial(mamba2.logits, w, config), ("hf",))
+    return found
+
+
+PUBLISHED = _published()
