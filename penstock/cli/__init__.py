@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 from .. import __version__
 from ..errors import PenstockError
 from .bench import bench
+from .bench_serve import bench_serve
 from .check import check
 from .convert import convert
 from .demo import demo
@@ -67,6 +68,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "train": train,
     "generate": generate,
     "serve": serve,
+    "bench-serve": bench_serve,
     "eval": evaluate,
     "convert": convert,
     "demo": demo,
