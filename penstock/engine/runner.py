@@ -87,8 +87,9 @@ class Runner:
         skipped = padding(len(ids), self.block)
         if skipped:
             ids += [0] * skipped
-            ends.append(len(ids))
-            rows.append(-1)
+            more = 1 + -(len(rows) + 1) % self.block  # the head gets one token of each row
+            ends += [len(ids)] * more
+            rows += [-1] * more
         tokens = torch.tensor(ids, device=self.device)
         if unknown:
             at, slots = (torch.tensor(one, device=self.device) for one in zip(*unknown))

@@ -138,7 +138,9 @@ def _limited(weights: Tensor, params: Items[SamplingParams]) -> Tensor:
 
 def logprobs_of(logits: Tensor, tokens: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
     """For rows of logits [R,V] and tokens [R]: log probabilities [R], and the ``most`` best tokens and their log probabilities [R,most]."""
-    scores = torch.log_softmax(logits.float(), -1)
+    total = _weights(logits, [1.0] * len(tokens)).sum(-1, keepdim=True)  # of whole numbers: torch's log_softmax depends on the other rows
+    scores = logits.double() - logits.double().amax(-1, keepdim=True)
+    scores = (scores - torch.log(total / ONE)).float()
     best, names = scores.topk(min(most, scores.shape[1]), -1)
     return scores.gather(1, tokens[:, None]).squeeze(1), names, best
 

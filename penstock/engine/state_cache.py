@@ -75,7 +75,8 @@ class StateCache:
         self.budget, self.host_budget = budget, host_budget
         self._to_host, self._to_device = to_host, to_device
         self._root = Node((), None)
-        self._entries: set[Entry] = set()
+        self._entries: dict[Entry, None] = {}
+        """The least recently used one first, so it leaves first of those with equal credit."""
         self._clock = 0.0
         self.bytes = self.host_bytes = 0
         self.counts = CacheCounts()
@@ -148,7 +149,6 @@ class StateCache:
             return None
         entry = Entry(len(key), state, self._node(key))
         entry.node.entry = entry
-        self._entries.add(entry)
         self.bytes += size
         self._give_credit(entry)
         self._shrink(keep=entry)
@@ -178,6 +178,8 @@ class StateCache:
 
     def _give_credit(self, entry: Entry) -> None:
         above = next((node.entry.length for node in _parents(entry.node) if node.entry is not None), 0)
+        self._entries.pop(entry, None)
+        self._entries[entry] = None
         entry.credit = self._clock + max(entry.length - above, CHUNK) / entry.state.nbytes
 
     def _shrink(self, keep: Entry) -> None:
@@ -199,7 +201,7 @@ class StateCache:
         self.host_bytes += entry.state.nbytes
 
     def _remove(self, entry: Entry, evicted: bool) -> None:
-        self._entries.remove(entry)
+        del self._entries[entry]
         self.counts.evictions += evicted
         if entry.on_host:
             self.host_bytes -= entry.state.nbytes

@@ -65,6 +65,8 @@ class Steps:
         try:
             plan = self.scheduler.schedule()
             flight = self.runner.launch(plan.works) if plan.works else None
+            for work in plan.works:
+                work.sequence.saved = None  # its logits were needed until now
             self.steps += flight is not None
         except Exception as error:
             flight = None
@@ -90,7 +92,6 @@ class Steps:
         request, rows = one.request, [self.pool.live(one.slot), self.pool.aligned(one.slot)]
         if one.saved is not None:
             self.pool.copy_in(rows, one.saved.row)
-            one.saved = one.saved if one.sample_only else None  # its logits are needed
             return
         known = 0
         if request.state is not None:
@@ -138,7 +139,6 @@ class Steps:
             one = work.sequence
             if one.finished:
                 continue
-            one.saved = None if work.begin == work.end else one.saved
             one.pending -= 1
             one.tokens.append(token)
             try:

@@ -1,0 +1,215 @@
+"""Faults of one request, of a step, and full queues: others go on, and slots come back."""
+
+import asyncio
+
+import pytest
+import torch
+from architectures import model_of
+
+from penstock.engine import Engine, SamplingParams
+from penstock.errors import EngineError, OutOfMemory, QueueFull, RangeError
+from penstock.models.tokenizers import Bytes
+
+
+class Text(Bytes):
+    """Tokens of the small models as letters."""
+
+    vocab_size = 13
+
+    def __init__(self):
+        self.end_of_text = None
+
+    def encode(self, text, special=False):
+        return [ord(letter) - ord("a") for letter in text]
+
+    def decode(self, tokens):
+        return "".join(chr(ord("a") + token) for token in tokens)
+
+    def stream(self):
+        return Letters(self)
+
+
+class Letters:
+    def __init__(self, text):
+        self.text = text
+
+    def push(self, token):
+        if self.text.end_of_text == "broken" and token == 4:
+            raise ValueError("no letter for this token")
+        return self.text.decode([token])
+
+    def finish(self):
+        return ""
+
+
+PARAMS = SamplingParams(max_tokens=30, temperature=0)
+
+
+def engine_of(**options) -> Engine:
+    return Engine(model_of("gla"), **{"slots": 3, "token_budget": 200, **options})
+
+
+def assert_idle(engine):
+    engine.check_integrity()
+    assert (engine.stats.running, engine.stats.waiting) == (0, 0)
+    assert engine._pool.free == engine._pool.slots
+    assert not engine._steps.requests
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_exception_in_post_processing_fails_one_request(overlap):
+    wanted = engine_of().generate([[1, 2], [3]], PARAMS)
+    engine = engine_of(overlap=overlap)
+
+    def sink(request, event):
+        if len(request.result.tokens) == 7:
+            raise ValueError("this sink is broken")
+
+    broken = engine.submit([5, 6], PARAMS, sink=sink)
+    results = engine.generate([[1, 2], [3]], PARAMS)
+    assert [one.tokens for one in results] == [one.tokens for one in wanted]
+    assert broken.result.completions[0].finish_reason == "error"
+    with pytest.raises(EngineError, match="this sink is broken"):
+        raise broken.result.error
+    assert_idle(engine)
+
+
+def test_an_exception_in_a_tokenizer_fails_one_request():
+    tokenizer = Text()
+    tokenizer.end_of_text = "broken"
+    engine = engine_of(tokenizer=tokenizer)
+    good, bad = SamplingParams(max_tokens=9, logit_bias={4: -100.0}), SamplingParams(max_tokens=9, logit_bias={4: 100.0})
+    results = engine.generate(["abc", "abc"], [good, bad])
+    assert results[0].error is None
+    assert len(results[0].text) == 9
+    assert "no letter" in str(results[1].error)
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no room"), MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
+def test_out_of_memory_fails_the_requests_of_the_step_alone(error, monkeypatch):
+    engine = engine_of(slots=2)
+    requests = [engine.submit([n + 1], PARAMS) for n in range(4)]
+    for _ in range(3):
+        engine.step()
+    whole = engine.model.advance
+
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(engine.model, "advance", fail)
+    engine.step()
+    monkeypatch.setattr(engine.model, "advance", whole)
+    assert [request.done for request in requests] == [True, True, False, False]
+    for request in requests[:2]:
+        with pytest.raises(OutOfMemory, match="must fit into memory"):
+            raise request.result.error
+    while not all(request.done for request in requests):
+        engine.step()
+    wanted = engine_of().generate([[3], [4]], PARAMS)
+    assert [request.result.tokens for request in requests[2:]] == [one.tokens for one in wanted]
+    assert_idle(engine)
+
+
+def test_another_error_of_a_step_fails_its_requests(monkeypatch):
+    engine = engine_of()
+    request = engine.submit([1], PARAMS)
+
+    def fail(*_, **__):
+        raise RuntimeError("a kernel is broken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.model, "advance", fail)
+        engine.step()
+    with pytest.raises(EngineError, match="a kernel is broken"):
+        raise request.result.error
+    assert engine.generate([[1]], PARAMS)[0].error is None
+    assert_idle(engine)
+
+
+def test_a_full_queue_refuses_requests():
+    engine = engine_of(slots=1, max_queue=2)
+    requests = [engine.submit([1], PARAMS) for _ in range(2)]
+    with pytest.raises(QueueFull, match="at most 2"):
+        engine.submit([1], PARAMS)
+    while not all(request.done for request in requests):
+        engine.step()
+    engine.submit([1], PARAMS)
+    engine.close()
+    assert_idle(engine)
+
+
+def test_cancelled_requests_free_their_slots():
+    engine = engine_of(slots=2)
+    running, forked, waiting = (engine.submit([1], SamplingParams(max_tokens=1000, n=n)) for n in (1, 4, 1))
+    for _ in range(5):
+        engine.step()
+    for request in (waiting, forked, running):
+        engine.cancel(request)
+        engine.step()
+        assert {one.finish_reason for one in request.result.completions} == {"cancelled"}
+    engine.cancel(running)
+    engine.step()
+    assert_idle(engine)
+
+
+def test_streams_give_events_as_they_come_and_may_be_left():
+    async def whole(engine, prompt, params):
+        return [event async for event in engine.stream(prompt, params)]
+
+    async def left(engine):
+        count = 0
+        stream = engine.stream("abc", SamplingParams(max_tokens=10**6))
+        async for _ in stream:
+            count += 1
+            if count == 5:
+                break
+        await stream.aclose()
+
+    async def main(engine):
+        params = [SamplingParams(max_tokens=20, seed=n, n=1 + n % 2, logprobs=1) for n in range(6)]
+        *streams, _ = await asyncio.gather(*(whole(engine, "abcd"[n % 3 :], one) for n, one in enumerate(params)), left(engine))
+        return params, streams
+
+    with engine_of(tokenizer=Text()) as engine:
+        params, streams = asyncio.run(main(engine))
+        for n, (one, events) in enumerate(zip(params, streams)):
+            (result,) = engine.generate(["abcd"[n % 3 :]], one)
+            for index, completion in enumerate(result.completions):
+                own = [event for event in events if event.index == index]
+                assert [token for event in own for token in event.tokens] == completion.tokens
+                assert "".join(event.text for event in own) == completion.text
+                assert [found.token for event in own for found in event.logprobs] == completion.tokens
+                assert [event.finish_reason for event in own] == [None] * (len(own) - 1) + [completion.finish_reason]
+    assert_idle(engine)
+
+
+def test_a_stream_that_fails_raises():
+    async def main(engine):
+        async for _ in engine.stream([1], PARAMS):
+            pass
+
+    with engine_of() as engine:
+
+        def fail(*_, **__):
+            raise RuntimeError("a kernel is broken")
+
+        engine.model.advance = fail
+        with pytest.raises(EngineError, match="a kernel is broken"):
+            asyncio.run(main(engine))
+    assert_idle(engine)
+    with pytest.raises(EngineError, match="must be open"):
+        engine.submit([1], PARAMS)
+
+
+def test_hybrids_and_wrong_arguments_are_refused():
+    with pytest.raises(RangeError, match=r"softmax attention in layers \[1\].*fixed size"):
+        Engine(model_of("hybrid"))
+    engine = engine_of()
+    for prompt, params, said in [([99], {}, "prompt must be tokens from 0 to 12"), ([], {}, "at least one token"), ([1], {"stop": ("a",)}, "stop must be empty")]:
+        with pytest.raises(ValueError, match=said):
+            engine.submit(prompt, SamplingParams(**params))
+    with pytest.raises(RangeError, match=r"token_budget must be at least slots \+ 128"):
+        engine_of(token_budget=100)
+    with pytest.raises(TypeError, match="because the engine has no tokenizer"):
+        engine.generate("text")

@@ -1,0 +1,217 @@
+"""The scheduler over a pool, as a state machine: no slot is lost or shared, counts move as they should, and nobody starves."""
+
+import random
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from penstock.engine.request import CHUNK, Request, SamplingParams, Sequence, aligned
+from penstock.engine.scheduler import PATIENCE, Scheduler
+
+
+class Slots:
+    """A pool without memory."""
+
+    def __init__(self, count):
+        self.free, self.taken = list(range(count)), set()
+
+    def allocate(self):
+        if not self.free:
+            return None
+        slot = self.free.pop()
+        self.taken.add(slot)
+        return slot
+
+    def release(self, slot):
+        self.taken.remove(slot)
+        self.free.append(slot)
+
+
+class Simulation:
+    """Runs plans as the engine does, with numbers for tokens; checks that each piece begins where its row stands."""
+
+    def __init__(self, slots=3, budget=3 + 2 * CHUNK, overlap=False):
+        self.slots = Slots(slots)
+        self.scheduler = Scheduler(self.slots, budget, self.admit, self.preempt)
+        self.live, self.rows_aligned, self.outside = {}, {}, {}
+        self.alive, self.overlap, self.flight, self.steps = [], overlap, [], 0
+
+    def add(self, length, max_tokens, priority=0, cuts=(), hit=0):
+        request = Request([0] * length, SamplingParams(max_tokens=max_tokens), priority)
+        one = Sequence(request, 0, [0] * length, cuts={aligned(cut) for cut in cuts})
+        request.sequences.append(one)
+        one.hit = min(aligned(hit), aligned(length))
+        self.alive.append(one)
+        self.scheduler.add(one)
+        return one
+
+    def admit(self, one):
+        self.live[one], self.rows_aligned[one] = self.outside.pop(one, (0, 0))
+        if one.computed == 0 and one.hit:
+            self.live[one] = self.rows_aligned[one] = one.computed = one.aligned = one.hit
+            one.sample_only = one.hit == len(one.request.prompt)
+
+    def preempt(self, one):
+        self.outside[one] = self.live.pop(one), self.rows_aligned.pop(one)
+
+    def step(self):
+        self.steps += 1
+        plan = self.scheduler.schedule()
+        assert plan.tokens <= self.scheduler.token_budget
+        assert len({work.sequence for work in plan.works}) == len(plan.works)
+        for work in plan.works:
+            one = work.sequence
+            assert one.slot is not None
+            if work.on_aligned:
+                assert work.begin == self.rows_aligned[one] == aligned(work.begin)
+                assert work.end == aligned(work.end)
+                assert not [cut for cut in one.cuts if work.begin < cut < work.end]
+                self.live[one] = self.rows_aligned[one] = work.end
+            elif work.begin < work.end:
+                assert work.begin == self.live[one]
+                assert aligned(work.end) == self.rows_aligned[one]
+                self.live[one] = work.end
+            else:
+                assert work.sample
+                assert self.live[one] == work.end
+            assert work.end <= one.length
+        flights, self.flight = ([self.flight, []][:1], plan.works) if self.overlap else ([plan.works], [])
+        for works in flights:
+            self.process(works)
+        return plan
+
+    def process(self, works):
+        for work in works:
+            one = work.sequence
+            if work.sample and not one.finished:
+                one.pending -= 1
+                one.tokens.append(0)
+                if len(one.tokens) - len(one.request.prompt) == one.request.params.max_tokens:
+                    self.remove(one)
+
+    def remove(self, one):
+        self.scheduler.remove(one)
+        self.alive.remove(one)
+
+    def check(self):
+        used = [one.slot for one in self.scheduler.running]
+        assert len(set(used)) == len(used)
+        assert set(used) == self.slots.taken
+        assert len(used) + len(self.slots.free) == len({*used, *self.slots.free})
+        assert {*self.scheduler.running} <= {*self.alive}
+        assert self.scheduler.waiting + len(self.scheduler.running) == len(self.alive)
+
+
+class Machine(RuleBasedStateMachine):
+    """Requests come, end, are cancelled."""
+
+    def __init__(self):
+        super().__init__()
+        self.simulation = None
+
+    @precondition(lambda self: self.simulation is None)
+    @rule(slots=st.integers(1, 4), extra=st.integers(0, 100), overlap=st.booleans())
+    def begin(self, slots, extra, overlap):
+        self.simulation = Simulation(slots, slots + 2 * CHUNK + extra, overlap)
+
+    @precondition(lambda self: self.simulation is not None)
+    @rule(length=st.integers(1, 400), count=st.integers(1, 150), priority=st.integers(-2, 2), cuts=st.lists(st.integers(0, 400)), hit=st.integers(0, 300))
+    def add(self, length, count, priority, cuts, hit):
+        self.simulation.add(length, count, priority, cuts, hit)
+
+    @precondition(lambda self: self.simulation is not None and self.simulation.alive)
+    @rule(data=st.data())
+    def cancel(self, data):
+        self.simulation.remove(data.draw(st.sampled_from(self.simulation.alive)))
+
+    @precondition(lambda self: self.simulation is not None)
+    @rule(count=st.integers(1, 60))
+    def steps(self, count):
+        for _ in range(count):
+            self.simulation.step()
+            self.simulation.check()
+
+    @invariant()
+    def slots_are_neither_lost_nor_shared(self):
+        if self.simulation is not None:
+            self.simulation.check()
+
+    def teardown(self):
+        if self.simulation is None:
+            return
+        work = sum(len(one.request.prompt) + 2 * one.request.params.max_tokens for one in self.simulation.alive)
+        for _ in range(2 * work + 10):
+            self.simulation.step()
+        assert not self.simulation.alive
+        assert not self.simulation.slots.taken
+
+
+TestMachine = Machine.TestCase
+TestMachine.settings = settings(deadline=None, max_examples=40, stateful_step_count=20)
+
+
+def test_a_request_of_low_priority_runs_in_the_end():
+    simulation = Simulation(slots=2)
+    low = simulation.add(10, 5, priority=0)
+    while low in simulation.alive:
+        simulation.add(10, 3, priority=1)  # more than the slots can serve
+        simulation.step()
+        assert simulation.steps < 3 * PATIENCE
+
+
+def test_higher_priorities_take_slots_of_lower_ones():
+    simulation = Simulation(slots=2)
+    low = [simulation.add(100, 50) for _ in range(2)]
+    for _ in range(5):
+        simulation.step()
+    high = simulation.add(100, 4, priority=1)
+    plan = simulation.step()
+    assert plan.preempted == [low[1]]
+    assert plan.admitted == [high]
+    for _ in range(200):
+        simulation.step()
+    assert not simulation.alive
+
+
+def test_equal_priorities_never_preempt():
+    simulation = Simulation(slots=1)
+    simulation.add(10, 100)
+    for _ in range(50):
+        simulation.add(10, 1)
+        assert not simulation.step().preempted
+
+
+def test_decode_rows_run_in_every_step_beside_a_long_prompt():
+    simulation = Simulation(slots=3, budget=3 + 2 * CHUNK)
+    for _ in range(2):
+        simulation.add(5, 500)
+    simulation.step()
+    long = simulation.add(100 * CHUNK + 7, 1)
+    while long in simulation.alive:
+        plan = simulation.step()
+        assert len(plan.works) == 3
+    assert simulation.steps < 120
+
+
+def test_prompts_advance_while_all_streams_end_their_chunks_together():
+    simulation = Simulation(slots=20, budget=20 + 2 * CHUNK)
+    for _ in range(19):
+        simulation.add(1, 400)
+    for _ in range(60):
+        simulation.step()
+    long = simulation.add(10 * CHUNK, 1)
+    before = simulation.steps
+    while long in simulation.alive:
+        simulation.step()
+    assert simulation.steps - before < 30
+
+
+def test_streams_that_run_for_long_share_the_budget_of_their_chunks():
+    rng = random.Random(0)
+    simulation = Simulation(slots=32, budget=32 + 2 * CHUNK)
+    streams = [simulation.add(rng.randrange(1, 100), 1000) for _ in range(32)]
+    for _ in range(1400):
+        simulation.step()
+    counts = [one.generated for one in streams]
+    assert max(counts) - min(counts) < 200

@@ -1,0 +1,156 @@
+"""States as objects: kept, forked, saved to files, refused where they do not fit. And the pool that they come from."""
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, model_of, randomised
+
+from penstock.engine import Engine, SamplingParams
+from penstock.engine.request import Request, Sequence
+from penstock.engine.state_pool import StatePool
+from penstock.errors import EngineError, PenstockError, RangeError, ShapeError
+from penstock.models import CausalLM
+from penstock.models.arguments import named_tensors
+
+RECURRENT = [name for name in ARCHITECTURES if not name.startswith("hybrid")]
+PROMPT = [n * n % 13 for n in range(150)]
+KEEP = SamplingParams(max_tokens=30, seed=5, keep_state=True)
+
+
+def engine_of(name="rwkv6", **options) -> Engine:
+    return Engine(model_of(name), slots=2, token_budget=256, **options)
+
+
+def run(engine, request):
+    while not request.done:
+        engine.step()
+    assert request.result.error is None
+    return request.result
+
+
+def whole(engine, more, count):
+    """Tokens after the first 30, and after ``more`` of a next turn, of one engine without a cache."""
+    first = engine.generate([PROMPT], SamplingParams(max_tokens=30 + count, seed=5))[0].tokens
+    turn = engine.generate([PROMPT + first[:30] + more], SamplingParams(max_tokens=count, temperature=0))[0].tokens
+    return first, turn
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_a_state_continues_from_memory_and_from_a_file(name, tmp_path):
+    engine, more = engine_of(name, cache_bytes=0), [1, 2, 3]
+    first, turn = whole(engine, more, 12)
+    state = engine.generate([PROMPT], KEEP)[0].completions[0].state
+    assert state.tokens == (*PROMPT, *first[:30])
+    assert state.aligned == 128
+    engine.save_state(state, tmp_path / "a.safetensors")
+    for other, some in ((engine, state), (fresh := engine_of(name), fresh.load_state(tmp_path / "a.safetensors"))):
+        continued = run(other, other.submit((), SamplingParams(max_tokens=12, seed=5), state=some))
+        assert continued.tokens == first[30:]
+        assert run(other, other.submit(more, SamplingParams(max_tokens=12, temperature=0), state=some)).tokens == turn
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_running_request_is_forked(overlap):
+    engine = engine_of(overlap=overlap, cache_bytes=0)
+    parent = engine.submit(PROMPT, SamplingParams(max_tokens=60, seed=5))
+    with pytest.raises(EngineError, match="must be running and past its prompt"):
+        engine.state_of(parent)
+    while len(parent.result.tokens) < 20:
+        engine.step()
+    fork = engine.fork(parent)
+    done = len(fork.prompt) - len(PROMPT)
+    assert run(engine, fork).tokens[: 60 - done] == run(engine, parent).tokens[done:]
+    with pytest.raises(EngineError, match="set keep_state"):
+        engine.fork(parent)
+    engine.check_integrity()
+
+
+def test_files_of_other_models_layouts_and_dtypes_are_refused(tmp_path):
+    engine, path = engine_of(), tmp_path / "a.safetensors"
+    state = engine.generate([PROMPT], KEEP)[0].completions[0].state
+    engine.save_state(state, path)
+    other = model_of("rwkv6")
+    randomised(other, seed=9)
+    with pytest.raises(RangeError, match=r"load_state: the model of the file must be .*, got .*continues with the model"):
+        Engine(other, slots=2, token_budget=256).load_state(path)
+    with pytest.raises(RangeError, match="the architecture of the file must be 'gla', got 'rwkv6'"):
+        engine_of("gla").load_state(path)
+    with pytest.raises(RangeError, match="the dtype of the file must be 'float64', got 'float32'"):
+        Engine(model_of("rwkv6", torch.float64), slots=2, token_budget=256).load_state(path)
+    with pytest.raises(RangeError, match="got one of another model"):
+        Engine(other, slots=2, token_budget=256).save_state(state, path)
+    with pytest.raises(RangeError, match="state must be of this model"):
+        Engine(other, slots=2, token_budget=256).submit([1], state=state)
+    (tmp_path / "b").write_bytes(b"no such file")
+    with pytest.raises(RangeError, match="path must be a file that save_state wrote"):
+        engine.load_state(tmp_path / "b")
+
+
+def test_a_file_with_a_wrong_tensor_is_refused(tmp_path):
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    engine, path = engine_of(), tmp_path / "a.safetensors"
+    engine.save_state(engine.generate([PROMPT], KEEP)[0].completions[0].state, path)
+    with safe_open(path, "pt") as file:
+        tensors, about = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+    save_file({**tensors, "state[1].mixer.wkv": torch.zeros(3)}, path, metadata=about)
+    with pytest.raises(ShapeError, match=r"state\[1\].mixer.wkv must be torch.float32 \[3, 8, 8\], got torch.float32 \[3\]"):
+        engine.load_state(path)
+    save_file({**tensors, "tokens": tensors["tokens"][:-1]}, path, metadata=about)
+    with pytest.raises(RangeError, match="the tokens of the file must be 180 of them, got 179"):
+        engine.load_state(path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", RECURRENT)
+def test_rows_of_a_pool_are_copied_whole(name, dtype):
+    pool = StatePool(model_of(name).to(dtype), slots=3)
+    slots = [pool.allocate() for _ in range(3)]
+    assert pool.allocate() is None
+    for number, (_, x) in enumerate(named_tensors(pool.state)):
+        x.copy_(torch.arange(x.shape[0]).view(-1, *[1] * (x.dim() - 1)) + 10 * number)
+    rows = pool.copy_out([pool.live(1), pool.aligned(2)])
+    for name, x in pool.tensors(rows[1]).items():
+        assert torch.equal(x, dict(named_tensors(pool.state))[name][pool.aligned(2)])
+    pool.promote([0, 2])
+    pool.copy_in([pool.live(1)], rows[1:].clone())
+    for _, x in named_tensors(pool.state):
+        for live, source in ((0, 3), (1, 5), (2, 5)):
+            assert torch.equal(x[live], x[source])
+    for slot in slots:
+        pool.release(slot)
+    with pytest.raises(PenstockError, match="which is free"):
+        pool.release(0)
+    pool.allocate()
+    used = [slot for slot in range(3) if slot in pool._taken]
+    for _, x in named_tensors(pool.state):
+        assert not x[pool.live(used[0])].any()
+    pool.check_integrity(used)
+    for wrong in ([], [0, 1, 2], used * 2):
+        with pytest.raises(PenstockError, match="taken slots must be those in use"):
+            pool.check_integrity(wrong)
+
+
+def test_a_state_that_does_not_begin_with_zeros(monkeypatch):
+    """Slots begin with whatever ``initial_state`` gives."""
+    model = model_of("gla")
+    whole = CausalLM.initial_state
+
+    def ones(self, count, **options):
+        state = whole(self, count, **options)
+        for _, x in named_tensors(state):
+            x.fill_(1)
+        return state
+
+    monkeypatch.setattr(CausalLM, "initial_state", ones)
+    pool = StatePool(model, slots=2)
+    pool.memory.zero_()
+    slot = pool.allocate()
+    for _, x in named_tensors(pool.state):
+        assert (x[pool.live(slot)] == 1).all()
+        assert not x[pool.live(1 - slot)].any()
+
+
+def test_requests_begin_with_a_random_seed():
+    assert Request([1], SamplingParams()).seed != Request([1], SamplingParams()).seed
+    assert Sequence(Request([1], SamplingParams())).length == 0

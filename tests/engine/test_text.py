@@ -1,0 +1,124 @@
+"""Stop strings across borders of tokens and characters, stop tokens, echo, prompt log probabilities."""
+
+import pytest
+import torch
+from architectures import model_of
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.engine import Engine, SamplingParams
+from penstock.engine.text import TextStream
+from penstock.models import CausalLM, gla
+from penstock.models.tokenizers import Bytes
+
+
+def pieces_of(text: bytes, sizes: list[int]):
+    """A decoder of tokens that are byte strings of these sizes, and the tokens."""
+    from penstock.models.tokenizers import ByteStream
+
+    values, at = [], 0
+    for size in sizes:
+        values.append(text[at : at + size])
+        at += size
+    values.append(text[at:])
+    return ByteStream(values), range(len(values))
+
+
+@given(st.text("aé🙂b", max_size=30), st.lists(st.integers(1, 5), max_size=20), st.lists(st.text("aé🙂b", min_size=1, max_size=4), max_size=3), st.booleans())
+def test_text_ends_before_the_first_stop_string_however_it_is_cut(text, sizes, stop, include):
+    decoder, tokens = pieces_of(text.encode(), sizes)
+    stream = TextStream(decoder, tuple(stop), include)
+    found = ""
+    for token in tokens:
+        found += stream.push(token)
+        assert not any(one in found for one in stop) or include
+        if stream.stopped:
+            break
+    found += stream.finish()
+    ends = [text.index(one) + (len(one) if include else 0) for one in stop if one in text]
+    if not ends:
+        assert (found, stream.stopped) == (text, False)
+    elif len(stop) == 1:
+        assert (found, stream.stopped) == (text[: ends[0]], True)
+    else:  # where several stop strings begin or end beside each other, the one that is complete first counts
+        assert stream.stopped
+        assert text.startswith(found)
+
+
+def test_text_is_held_back_only_while_it_may_be_a_stop_string():
+    decoder, _ = pieces_of(b"", [])
+    decoder._values = [bytes([n]) for n in range(256)]
+    stream = TextStream(decoder, ("stop", "oh"))
+    assert [stream.push(token) for token in b"a stots ohm"] == ["a", " ", "", "", "", "stot", "", "s ", "", "", ""]
+    assert stream.stopped
+
+
+@pytest.fixture(scope="module")
+def engine():
+    torch.manual_seed(0)
+    model = CausalLM(gla(vocab_size=256, hidden_size=24, num_layers=1, num_heads=2, intermediate_size=32))
+    torch.nn.init.normal_(model.embeddings.weight)
+    model.head.weight.data.normal_()
+    return Engine(model, Bytes(), slots=4, token_budget=200)
+
+
+def test_stop_strings_and_stop_ids(engine):
+    params = {"max_tokens": 60, "seed": 3, "logit_bias": {n: 100.0 for n in range(97, 123)}}
+    (free,) = engine.generate(["hello"], SamplingParams(**params))
+    assert free.completions[0].finish_reason == "length"
+    assert free.text == bytes(free.tokens).decode()
+    stop = free.text[20:23]
+    end = free.text.index(stop)
+    (stopped,) = engine.generate("hello", SamplingParams(**params, stop=(stop, "1")))
+    assert (stopped.text, stopped.completions[0].finish_reason) == (free.text[:end], "stop")
+    assert stopped.tokens == free.tokens[: end + 3]
+    (included,) = engine.generate("hello", SamplingParams(**params, stop=[stop], include_stop=True))
+    assert included.text == free.text[: end + 3]
+    token = free.tokens[30]
+    (ended,) = engine.generate("hello", SamplingParams(**params, stop_ids=(token,)))
+    assert ended.tokens == free.tokens[: free.tokens.index(token) + 1]
+    assert ended.text == bytes(ended.tokens[:-1]).decode()
+
+
+def test_the_end_of_text_ends_unless_ignored():
+    model = model_of("gla")
+
+    class Ends(Bytes):
+        vocab_size = 13
+        end_of_text = 5
+
+        def __init__(self):
+            pass
+
+        def stream(self):
+            return pieces_of(b"x" * 12, [1] * 12)[0]
+
+    engine = Engine(model, Ends(), slots=2, token_budget=200)
+    bias = {"logit_bias": {5: 50.0}, "max_tokens": 4}
+    ended, ignored = engine.generate([[1], [1]], [SamplingParams(**bias), SamplingParams(**bias, ignore_end=True)])
+    assert (ended.tokens, ended.text, ended.completions[0].finish_reason) == ([5], "", "stop")
+    assert (ignored.tokens, ignored.text, ignored.completions[0].finish_reason) == ([5] * 4, "xxxx", "length")
+
+
+def test_echo_and_log_probabilities_of_the_prompt(engine):
+    prompt = "words " * 40
+    params = SamplingParams(max_tokens=6, seed=1, echo=True, prompt_logprobs=2, logprobs=3)
+    for _ in range(2):  # the second time, the cache has the prompt
+        (result,) = engine.generate(prompt, params)
+        tokens = [*prompt.encode(), *result.tokens]
+        assert result.completions[0].tokens == tokens[len(prompt) :]
+        assert result.text.startswith(prompt)
+        with torch.no_grad():
+            scores = torch.log_softmax(engine.model(torch.tensor([tokens])).logits[0].double(), -1)
+        found = [*result.prompt_logprobs[1:], *result.completions[0].logprobs]
+        assert result.prompt_logprobs[0] is None
+        assert [one.token for one in found] == tokens[1:]
+        for place, one in enumerate(found):
+            assert one.logprob == pytest.approx(float(scores[place, one.token]), abs=1e-4)
+            assert len(one.top) == (2 if place < len(prompt) - 1 else 3)
+            best, names = scores[place].topk(len(one.top))
+            assert [value for _, value in one.top] == pytest.approx(best.tolist(), abs=1e-4)
+            assert one.top[0][0] == int(names[0]) or best[0] - best[1] < 1e-4
+    (scored,) = engine.generate(prompt, SamplingParams(max_tokens=0, prompt_logprobs=0))
+    assert [one.logprob for one in scored.prompt_logprobs[1:]] == pytest.approx([one.logprob for one in result.prompt_logprobs[1:]], abs=1e-5)
+    assert scored.tokens == []
