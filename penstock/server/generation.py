@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from time import perf_counter
 
 from ..engine import Engine, Event, SamplingParams, SequenceState
@@ -45,7 +45,7 @@ class Generation:
                 base = place * self.n
 
                 def sink(request: Request, event: Event, base: int = base) -> None:
-                    mailbox.put(request, replace(event, index=base + event.index))
+                    mailbox.put(request, Event(base + event.index, event.tokens, event.text, event.logprobs, event.finish_reason))
 
                 self.requests.append(
                     self._engine.submit(job.tokens, job.params, boundaries=job.boundaries, state=job.state, sink=sink)
