@@ -129,7 +129,7 @@ class Runner:
             flight.sampled.sort(key=lambda work: work not in place)
         rows = [
             Row(work.sequence.request.params, seed_of(work.sequence.request.seed, work.sequence.index), work.end, work.sequence.counts,
-                work.sequence.request.prompt)
+                work.sequence.request.prompt, work.sequence.constraint)
             for work in flight.sampled
         ]  # fmt: skip
         flight.tokens = sample(logits, rows, self.vocab_size)

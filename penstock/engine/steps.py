@@ -167,12 +167,15 @@ class Steps:
             one.counts[token] = one.counts.get(token, 0) + 1
         reason: FinishReason | None = None
         text = ""
+        ends = one.constraint is not None and one.constraint.accept(token)
         if token in params.stop_ids or (token == self.end_of_text and not params.ignore_end):
             reason = "stop"
         else:
             if one.text is not None:
                 text = one.text.push(token)
                 reason = "stop" if one.text.stopped else None
+            if ends:
+                reason = "stop"
             if reason is None and len(one.tokens) - len(one.request.prompt) >= params.max_tokens:
                 reason = "length"
         if reason is not None and one.text is not None:
