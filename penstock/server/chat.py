@@ -51,7 +51,7 @@ async def _job(service: Service, template: Template, body: ChatBody) -> Job:
         message = f"{FUNCTION}: there must be at most {limits.messages} messages, got {len(body.messages)}."
         raise Refused(400, message, param="messages")
     most = body.max_completion_tokens or body.max_tokens or limits.max_tokens
-    params = service.params(body, FUNCTION, most, template.stops, logprobs=(body.top_logprobs or 0) if body.logprobs else None)
+    params = await service.params(body, FUNCTION, most, template.stops, logprobs=(body.top_logprobs or 0) if body.logprobs else None)
     tokens = await service.tokens(template.render(body.messages), special=False)
     return Job(tokens, params)
 

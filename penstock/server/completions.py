@@ -50,7 +50,7 @@ async def _jobs(service: Service, body: CompletionBody) -> list[Job]:
         raise Refused(400, f"{FUNCTION}: prompt must be a single one with a state, got {len(prompts)}.", param="state")
     if body.save_state and body.stream:
         raise Refused(400, f"{FUNCTION}: save_state must be false with stream, got true.", param="save_state")
-    params = service.params(
+    params = await service.params(
         body, FUNCTION, body.max_tokens, logprobs=body.logprobs, prompt_logprobs=body.logprobs if body.echo else None,
         keep_state=body.save_state,
     )  # fmt: skip

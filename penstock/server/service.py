@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 import time
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from ..engine import Engine, SamplingParams
 from ..models.tokenizers import Tokenizer
 from .errors import Refused
 from .generation import Generation, Job
+from .grammars import Grammars, wanted_schema
 from .limits import Limits
 from .metrics import Metrics
 from .protocol import SamplingBody
@@ -35,6 +37,7 @@ class Service:
         self.tokenizer: Tokenizer = engine.tokenizer
         self.limits = limits or Limits()
         self.metrics = Metrics(engine)
+        self.grammars = Grammars(self.tokenizer, engine.vocab_size)
         self.states = States(engine, self.limits.states)
         self.created = int(time.time())
         self.running: set[Generation] = set()
@@ -50,7 +53,7 @@ class Service:
             message = f"server: model must be {self.name!r}, got {name!r}."
             raise Refused(404, message, param="model", code="model_not_found")
 
-    def params(self, body: SamplingBody, function: str, max_tokens: int, stops: Sequence[str] = (), **more: Any) -> SamplingParams:
+    async def params(self, body: SamplingBody, function: str, max_tokens: int, stops: Sequence[str] = (), **more: Any) -> SamplingParams:
         """Sampling parameters of a request. Raises Refused or InvalidArgument."""
         limits, size = self.limits, self.engine.vocab_size
         given = [body.stop] if isinstance(body.stop, str) else body.stop
@@ -62,9 +65,10 @@ class Service:
         self._check(function, "the number of biases", limits.biases, len(bias), "logit_bias")
         self._check(function, "tokens of logit_bias", size - 1, max(bias, default=0), "logit_bias")
         self._check(function, "stop_token_ids", size - 1, max(body.stop_token_ids, default=0))
-        if body.response_format is not None and body.response_format.type != "text":
-            message = f"{function}: response_format must be of type text, got {body.response_format.type!r}. This server supports no other."
-            raise Refused(400, message, param="response_format", code="unsupported_parameter")
+        schema = wanted_schema(body.response_format)
+        if schema is not None:
+            self._check(function, "the bytes of the schema", limits.schema_bytes, len(json.dumps(schema)), "response_format")
+            more["constraint"] = await asyncio.to_thread(self.grammars.compile, schema, function)
         return SamplingParams(
             max_tokens=max_tokens, temperature=body.temperature, top_k=body.top_k, top_p=body.top_p, min_p=body.min_p,
             presence_penalty=body.presence_penalty, frequency_penalty=body.frequency_penalty,

@@ -64,7 +64,10 @@ def test_a_prefix_of_all_tokens_needs_logits():
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 2), min_size=1, max_size=5), st.integers(1, 30)), max_size=60), st.integers(0, 60))
+@given(
+    st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 2), min_size=1, max_size=5), st.integers(1, 30)), max_size=60),
+    st.integers(0, 60),
+)
 def test_budgets_hold_and_hits_are_prefixes(actions, host):
     """Compared with a dictionary of what was ever stored."""
     cache, stored = cache_of(100, host), set()
@@ -95,7 +98,12 @@ def test_what_saves_little_work_for_its_bytes_leaves_first():
     insert(cache, blocks(1, 1, 1, 1, 2))  # 64 tokens more
     insert(cache, blocks(3, 3, 3))
     insert(cache, blocks(4, 4))
-    assert [cache.contains(key) for key in (blocks(1, 1, 1, 1), blocks(1, 1, 1, 1, 2), blocks(3, 3, 3), blocks(4, 4))] == [True, False, True, True]
+    assert [cache.contains(key) for key in (blocks(1, 1, 1, 1), blocks(1, 1, 1, 1, 2), blocks(3, 3, 3), blocks(4, 4))] == [
+        True,
+        False,
+        True,
+        True,
+    ]
 
 
 def test_what_is_not_used_leaves():

@@ -86,7 +86,9 @@ def test_an_exception_in_a_tokenizer_fails_one_request():
     assert_idle(engine)
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no room"), MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("no room"), MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
+)
 def test_out_of_memory_fails_the_requests_of_the_step_alone(error, monkeypatch):
     engine = engine_of(slots=2)
     requests = [engine.submit([n + 1], PARAMS) for n in range(4)]
@@ -206,7 +208,11 @@ def test_hybrids_and_wrong_arguments_are_refused():
     with pytest.raises(RangeError, match=r"softmax attention in layers \[1\].*fixed size"):
         Engine(model_of("hybrid"))
     engine = engine_of()
-    for prompt, params, said in [([99], {}, "prompt must be tokens from 0 to 12"), ([], {}, "at least one token"), ([1], {"stop": ("a",)}, "stop must be empty")]:
+    for prompt, params, said in [
+        ([99], {}, "prompt must be tokens from 0 to 12"),
+        ([], {}, "at least one token"),
+        ([1], {"stop": ("a",)}, "stop must be empty"),
+    ]:
         with pytest.raises(ValueError, match=said):
             engine.submit(prompt, SamplingParams(**params))
     with pytest.raises(RangeError, match=r"token_budget must be at least slots \+ 128"):

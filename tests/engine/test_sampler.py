@@ -117,7 +117,9 @@ def test_values_outside_of_their_range_are_refused(options):
 
 
 @pytest.mark.parametrize(
-    "options", [{"temperature": "1"}, {"n": 1.5}, {"stop": ("",)}, {"stop": 3}, {"stop_ids": ("a",)}, {"logit_bias": {1: math.nan}}], ids=str
+    "options",
+    [{"temperature": "1"}, {"n": 1.5}, {"stop": ("",)}, {"stop": 3}, {"stop_ids": ("a",)}, {"logit_bias": {1: math.nan}}],
+    ids=str,
 )
 def test_values_of_wrong_types_are_refused(options):
     (name,) = options

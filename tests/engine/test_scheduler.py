@@ -116,7 +116,13 @@ class Machine(RuleBasedStateMachine):
         self.simulation = Simulation(slots, slots + 2 * CHUNK + extra, overlap)
 
     @precondition(lambda self: self.simulation is not None)
-    @rule(length=st.integers(1, 400), count=st.integers(1, 150), priority=st.integers(-2, 2), cuts=st.lists(st.integers(0, 400)), hit=st.integers(0, 300))
+    @rule(
+        length=st.integers(1, 400),
+        count=st.integers(1, 150),
+        priority=st.integers(-2, 2),
+        cuts=st.lists(st.integers(0, 400)),
+        hit=st.integers(0, 300),
+    )
     def add(self, length, count, priority, cuts, hit):
         self.simulation.add(length, count, priority, cuts, hit)
 

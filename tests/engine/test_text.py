@@ -24,7 +24,12 @@ def pieces_of(text: bytes, sizes: list[int]):
     return ByteStream(values), range(len(values))
 
 
-@given(st.text("aé🙂b", max_size=30), st.lists(st.integers(1, 5), max_size=20), st.lists(st.text("aé🙂b", min_size=1, max_size=4), max_size=3), st.booleans())
+@given(
+    st.text("aé🙂b", max_size=30),
+    st.lists(st.integers(1, 5), max_size=20),
+    st.lists(st.text("aé🙂b", min_size=1, max_size=4), max_size=3),
+    st.booleans(),
+)
 def test_text_ends_before_the_first_stop_string_however_it_is_cut(text, sizes, stop, include):
     decoder, tokens = pieces_of(text.encode(), sizes)
     stream = TextStream(decoder, tuple(stop), include)
@@ -120,5 +125,7 @@ def test_echo_and_log_probabilities_of_the_prompt(engine):
             assert [value for _, value in one.top] == pytest.approx(best.tolist(), abs=1e-4)
             assert one.top[0][0] == int(names[0]) or best[0] - best[1] < 1e-4
     (scored,) = engine.generate(prompt, SamplingParams(max_tokens=0, prompt_logprobs=0))
-    assert [one.logprob for one in scored.prompt_logprobs[1:]] == pytest.approx([one.logprob for one in result.prompt_logprobs[1:]], abs=1e-5)
+    assert [one.logprob for one in scored.prompt_logprobs[1:]] == pytest.approx(
+        [one.logprob for one in result.prompt_logprobs[1:]], abs=1e-5
+    )
     assert scored.tokens == []
