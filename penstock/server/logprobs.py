@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from ..engine import TokenLogprobs
-from ..models.tokenizers import Tokenizer
+from ..models.tokenizers import Bytes, Tokenizer, World
 from .protocol import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
 
 
@@ -50,19 +51,20 @@ class CompletionWriter:
         return found
 
 
+def token_bytes(tokenizer: Tokenizer, token: int) -> list[int] | None:
+    """The bytes of a token, also where they are a part of a character; None if the tokenizer does not tell."""
+    if isinstance(tokenizer, Bytes | World):
+        return list(tokenizer.token_bytes[token]) if token < tokenizer.vocab_size else None
+    text = token_text(tokenizer, token)
+    return None if text.startswith("token_id:") else list(text.encode())
+
+
 def chat_logprobs(tokenizer: Tokenizer, found: Iterable[TokenLogprobs]) -> ChatLogprobs:
     """Log probabilities of tokens of a chat's answer."""
 
-    def fields(token: int, logprob: float) -> tuple[str, float, list[int] | None]:
-        text = token_text(tokenizer, token)
-        return text, logprob, None if text.startswith("token_id:") else list(text.encode())
+    def of(token: int, logprob: float) -> dict[str, Any]:
+        return {"token": token_text(tokenizer, token), "logprob": logprob, "bytes": token_bytes(tokenizer, token)}
 
-    def top(token: int, logprob: float) -> TopLogprob:
-        text, logprob, raw = fields(token, logprob)
-        return TopLogprob(token=text, logprob=logprob, bytes=raw)
-
-    content = []
-    for one in found:
-        text, logprob, raw = fields(one.token, one.logprob)
-        content.append(TokenLogprob(token=text, logprob=logprob, bytes=raw, top_logprobs=[top(*pair) for pair in one.top]))
-    return ChatLogprobs(content=content)
+    return ChatLogprobs(
+        content=[TokenLogprob(**of(one.token, one.logprob), top_logprobs=[TopLogprob(**of(*pair)) for pair in one.top]) for one in found]
+    )

@@ -93,3 +93,31 @@ def test_wrong_formats_are_refused(client, form, message):
         client.chat.completions.create(model="tiny", messages=MESSAGES, response_format=form)
     assert message in caught.value.body["message"]
     assert caught.value.param.startswith("response_format")
+
+
+@pytest.mark.parametrize("with_end", [False, True])
+def test_a_tokenizer_json_gives_masks_of_its_tokens(tmp_path, with_end):
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    from penstock.models.tokenizers import HuggingFace
+    from penstock.server.grammars import Grammars
+
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    special = ["<|end|>"] if with_end else []
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=special)
+    made.train_from_iterator(['{"name": "Ada"} {"name": "Bob"}'] * 9, trainer)
+    made.save(str(tmp_path / "tokenizer.json"))
+    if with_end:
+        (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|end|>"}')
+    tokenizer = HuggingFace(tmp_path / "tokenizer.json")
+    constraint = Grammars(tokenizer, tokenizer.vocab_size).compile(SCHEMA, "test")()
+    text = '{"name":"Ada","ages":[1],"note":null}'
+    opening = [token for token in range(tokenizer.vocab_size) if constraint.mask[token // 8] >> token % 8 & 1]
+    assert {tokenizer.decode([token])[0] for token in opening} == {"{"}
+    ended = False
+    for token in tokenizer.encode(text):
+        assert not ended
+        assert constraint.mask[token // 8] >> token % 8 & 1
+        ended = constraint.accept(token)
+    assert ended
