@@ -44,6 +44,7 @@ def serve(
     max_tokens: Annotated[int, typer.Option(help="Generated tokens of a completion at most.", min=1)] = 4096,
     max_prompt: Annotated[int, typer.Option(help="Tokens of a prompt at most.", min=1)] = 131072,
     max_seconds: Annotated[float, typer.Option(help="Time of a request at most, with the wait for a slot.", min=0.1)] = 600,
+    max_states: Annotated[int, typer.Option(help="States of completions that are kept for clients.", min=0)] = 64,
     drain_seconds: Annotated[float, typer.Option(help="After SIGTERM, requests that run have this long to end.", min=0)] = 60,
 ) -> None:
     """Serve a model over HTTP as OpenAI's API: completions and chat, streamed or whole. There is a page to chat at /.
@@ -79,6 +80,6 @@ def serve(
         weights.eval(), coder, slots=slots, token_budget=token_budget, cache_bytes=cache * MEBIBYTE,
         host_cache_bytes=host_cache * MEBIBYTE, max_queue=max_queue, batch_invariant=batch_invariant,
     )  # fmt: skip
-    limits = Limits(max_tokens=max_tokens, prompt_tokens=max_prompt, seconds=max_seconds)
+    limits = Limits(max_tokens=max_tokens, prompt_tokens=max_prompt, seconds=max_seconds, states=max_states)
     service = Service(engine, name or model.resolve().stem, template, limits)
     make_server(service, host, port, api_key=api_key, drain_seconds=drain_seconds).run()

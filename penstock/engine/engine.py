@@ -101,7 +101,7 @@ class Engine:
         runner = Runner(model, self._pool, self.vocab_size, self._block)
         self._steps = Steps(
             runner, self._pool, self._cache, token_budget=token_budget, keep_every=keep_every,
-            overlap=device.type == "cuda" if overlap is None else overlap, tokenizer=tokenizer, model_hash=self._hash,
+            overlap=device.type == "cuda" if overlap is None else overlap, tokenizer=tokenizer, model_hash=self.model_hash,
         )  # fmt: skip
         self._model_hash: str | None = None
         self._lock = threading.RLock()
@@ -213,15 +213,21 @@ class Engine:
 
     # states in files
 
+    def model_hash(self) -> str:
+        """What states of this model are known by. The first call reads all weights; states need it."""
+        if self._model_hash is None:
+            self._model_hash = fingerprint(self.model)
+        return self._model_hash
+
     def save_state(self, state: SequenceState, path: str | Path) -> None:
         """Write a state as safetensors. Raises MissingExtra, or RangeError for the state of another model."""
-        if state.model != self._hash():
+        if state.model != self.model_hash():
             raise RangeError("save_state: state must be of this engine's model, got one of another model. Save it with its own engine.")
         save_state(state, path, self.model, self._pool)
 
     def load_state(self, path: str | Path) -> SequenceState:
         """Read a state that ``save_state`` wrote. Raises MissingExtra, and RangeError or ShapeError unless it fits this model."""
-        return load_state(path, self.model, self._pool, self._hash())
+        return load_state(path, self.model, self._pool, self.model_hash())
 
     # running
 
@@ -303,11 +309,6 @@ class Engine:
         while self._commands:
             self._commands.popleft()()
 
-    def _hash(self) -> str:
-        if self._model_hash is None:
-            self._model_hash = fingerprint(self.model)
-        return self._model_hash
-
     def _request(
         self, function: str, prompt: Any, params: SamplingParams, priority: int = 0, boundaries: Items[int] = (),
         state: SequenceState | None = None,
@@ -325,7 +326,7 @@ class Engine:
         wrong = next((token for token in tokens if type(token) is not int or not 0 <= token < self.model.config.vocab_size), None)
         if wrong is not None:
             complaints.add(RangeError, "prompt", f"tokens from 0 to {self.model.config.vocab_size - 1}", shortened(wrong))
-        if state is not None and state.model != self._hash():
+        if state is not None and state.model != self.model_hash():
             complaints.add(RangeError, "state", "of this model", "one of another model")
         if not tokens and state is None:
             complaints.add(ShapeError, "prompt", "at least one token", "none")

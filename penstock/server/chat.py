@@ -31,7 +31,9 @@ async def chat(service: Service, request: Request) -> Response:
     generation = service.start([await _job(service, service.template, body)], FUNCTION)
     heading = service.heading("chatcmpl")
     if body.stream:
-        return EventStream(generation, StreamWriter(service, service.template, body, generation, heading), service.metrics)
+        return EventStream(
+            generation, StreamWriter(service, service.template, body, generation, heading), service.metrics, service.limits.seconds
+        )
     with closing(generation):
         if not await finished(request, generation, service.metrics):
             return Response(status_code=499)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
@@ -28,7 +29,7 @@ async def completions(service: Service, request: Request) -> Response:
     generation = service.start(await _jobs(service, body), FUNCTION)
     heading = service.heading("cmpl")
     if body.stream:
-        return EventStream(generation, StreamWriter(service, body, generation, heading), service.metrics)
+        return EventStream(generation, StreamWriter(service, body, generation, heading), service.metrics, service.limits.seconds)
     with closing(generation):
         if not await finished(request, generation, service.metrics):
             return Response(status_code=499)
@@ -45,11 +46,16 @@ async def _jobs(service: Service, body: CompletionBody) -> list[Job]:
     prompts, limits = body.prompts, service.limits
     if len(prompts) > limits.prompts:
         raise Refused(400, f"{FUNCTION}: there must be at most {limits.prompts} prompts, got {len(prompts)}.", param="prompt")
+    if body.state is not None or body.save_state:
+        await asyncio.to_thread(service.engine.model_hash)  # the first time takes seconds
     state = None if body.state is None else service.states.get(body.state)
     if state is not None and len(prompts) > 1:
         raise Refused(400, f"{FUNCTION}: prompt must be a single one with a state, got {len(prompts)}.", param="state")
     if body.save_state and body.stream:
         raise Refused(400, f"{FUNCTION}: save_state must be false with stream, got true.", param="save_state")
+    if body.save_state and len(prompts) * body.n > limits.states:
+        message = f"{FUNCTION}: save_state must be of at most {limits.states} completions, got {len(prompts) * body.n}."
+        raise Refused(400, message, param="save_state")
     params = await service.params(
         body, FUNCTION, body.max_tokens, logprobs=body.logprobs, prompt_logprobs=body.logprobs if body.echo else None,
         keep_state=body.save_state,

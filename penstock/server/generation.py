@@ -23,7 +23,6 @@ class Job:
     params: SamplingParams
     text: str = ""
     """What an echo shows."""
-    boundaries: tuple[int, ...] = ()
     state: SequenceState | None = None
 
 
@@ -48,7 +47,7 @@ class Generation:
                     mailbox.put(request, Event(base + event.index, event.tokens, event.text, event.logprobs, event.finish_reason))
 
                 self.requests.append(
-                    self._engine.submit(job.tokens, job.params, boundaries=job.boundaries, state=job.state, sink=sink)
+                    self._engine.submit(job.tokens, job.params, state=job.state, sink=sink)
                 )  # fmt: skip
             timer = asyncio.get_running_loop().call_later(self._seconds, self._expire)
             left.callback(timer.cancel)
@@ -72,13 +71,14 @@ class Generation:
         began = perf_counter()
         seen: dict[int, float] = {}
         while left:
-            events = await self._mailbox.get_all()
+            events = joined(await self._mailbox.get_all())
             now = perf_counter()
             for event in events:
                 if event.finish_reason in ("cancelled", "error"):
                     raise self._reason(self.requests[event.index // self.n])
                 if event.tokens:
-                    self._metrics.token(now - began, None if event.index not in seen else now - seen[event.index])
+                    last = seen.get(event.index)
+                    self._metrics.tokens(len(event.tokens), now - began, None if last is None else now - last)
                     seen[event.index] = now
                 left -= event.finish_reason is not None
             yield events
@@ -110,6 +110,21 @@ class Generation:
             message = f"server: a request must end within {self._seconds:g} seconds, got one that did not. Ask for fewer tokens."
             return Refused(504, message, kind="server_error", code="timeout")
         return Refused(503, "server: it must be running, got a shutdown.", kind="server_error", code="shutting_down")
+
+
+def joined(events: Sequence[Event]) -> list[Event]:
+    """One event for each completion: a server that is behind sends fewer and longer pieces.
+
+    >>> [event.text for event in joined([Event(0, text="a"), Event(1, text="x"), Event(0, text="b")])]
+    ['ab', 'x']
+    """
+    found: dict[int, Event] = {}
+    for one in events:
+        last = found.get(one.index)
+        if last is not None:
+            one = Event(one.index, last.tokens + one.tokens, last.text + one.text, last.logprobs + one.logprobs, one.finish_reason)
+        found[one.index] = one
+    return list(found.values())
 
 
 def finish_reason(reason: str | None) -> FinishReason | None:

@@ -71,12 +71,13 @@ class Metrics:
         """Count a client that left."""
         self._disconnects.inc()
 
-    def token(self, since_begin: float, since_token: float | None) -> None:
-        """A token of a completion; ``since_token`` is None for the first."""
-        if since_token is None:
+    def tokens(self, count: int, since_begin: float, since_last: float | None) -> None:
+        """Tokens of a completion that came together; ``since_last`` is None for the first ones."""
+        if since_last is None:
             self._first.observe(since_begin)
         else:
-            self._between.observe(since_token)
+            for _ in range(count):
+                self._between.observe(since_last / count)
 
     def finished(self, seconds: float) -> None:
         """A request that ended with a result."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import OrderedDict
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -15,7 +16,7 @@ from .protocol import StateCard
 
 
 class States:
-    """The last ``most`` states that were used. Names are random, so one client does not guess those of another."""
+    """The last ``most`` states that were used, in the host's memory. Names are random, so one client does not guess those of another."""
 
     def __init__(self, engine: Engine, most: int) -> None:
         self._engine, self._most = engine, most
@@ -24,7 +25,7 @@ class States:
     def add(self, state: SequenceState) -> str:
         """Keep a state; its name."""
         name = f"state-{secrets.token_hex(16)}"
-        self._kept[name] = (int(time.time()), state)
+        self._kept[name] = (int(time.time()), replace(state, row=state.row.cpu()))
         while len(self._kept) > self._most:
             self._kept.popitem(last=False)
         return name

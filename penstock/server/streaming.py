@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine, Iterable
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from fastapi import Request, Response
 from pydantic import BaseModel
@@ -15,7 +15,8 @@ from .errors import refusal
 from .generation import Generation
 from .metrics import Metrics
 
-T = TypeVar("T")
+LAST_SECONDS = 10
+"""After the time of a request, its client has this long to read the rest of the answer."""
 
 
 class Writer(Protocol):
@@ -31,16 +32,17 @@ class Writer(Protocol):
 class EventStream(Response):
     """The answer to a request with ``stream``. It owns the generation, and closes it."""
 
-    def __init__(self, generation: Generation, writer: Writer, metrics: Metrics) -> None:
+    def __init__(self, generation: Generation, writer: Writer, metrics: Metrics, seconds: float) -> None:
         self.status_code, self.background, self.body = 200, None, b""
         self.init_headers({"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._generation, self._writer, self._metrics = generation, writer, metrics
+        self._seconds = seconds + LAST_SECONDS
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events; cancel the rest if the client leaves."""
         try:
-            if not await completes(receive, self._send(send)):
+            if not await completes(receive, self._send(send), self._seconds):
                 self._metrics.disconnected()
         finally:
             self._generation.close()
@@ -68,11 +70,11 @@ def encoded(piece: BaseModel) -> bytes:
     return b"data: " + piece.model_dump_json().encode() + b"\n\n"
 
 
-async def completes(receive: Receive, work: Coroutine[Any, Any, None]) -> bool:
-    """Run ``work``; stop it when the client leaves. Whether it came to its end."""
+async def completes(receive: Receive, work: Coroutine[Any, Any, None], seconds: float | None = None) -> bool:
+    """Run ``work``; stop it when the client leaves, or after a time. Whether it came to its end."""
     worker, watcher = asyncio.ensure_future(work), asyncio.ensure_future(_left(receive))
     try:
-        await asyncio.wait([worker, watcher], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([worker, watcher], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         if worker.done():
             worker.result()
             return True

@@ -31,8 +31,8 @@ class Template(Protocol):
     def strips(self) -> bool:
         """Whether white space before an answer belongs to the template."""
 
-    def render(self, messages: Sequence[Message], begin_answer: bool = True) -> str:
-        """The prompt that ends where an answer begins; or, without ``begin_answer``, after the last message."""
+    def render(self, messages: Sequence[Message]) -> str:
+        """The prompt. It ends where an answer begins."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,12 @@ class WorldTemplate:
     stops: tuple[str, ...] = ("\n\nUser:",)
     strips: bool = True
 
-    def render(self, messages: Sequence[Message], begin_answer: bool = True) -> str:
+    def render(self, messages: Sequence[Message]) -> str:
         """The prompt."""
         names = {"system": "System", "developer": "System", "user": "User", "assistant": "Assistant"}
         texts = [re.sub(r"(\r?\n)+", "\n", one.text.strip()) for one in messages]
         parts = [f"{names[one.role]}: {text}\n\n" for one, text in zip(messages, texts)]
-        return "".join(parts) + ("Assistant:" if begin_answer else "")
+        return "".join([*parts, "Assistant:"])
 
 
 class JinjaTemplate:
@@ -75,13 +75,13 @@ class JinjaTemplate:
             complaints.add(RangeError, "chat_template", "a Jinja template", f"{name} ({error})", "Give another with --chat-template.")
             complaints.raise_any()
 
-    def render(self, messages: Sequence[Message], begin_answer: bool = True) -> str:
+    def render(self, messages: Sequence[Message]) -> str:
         """The prompt. Raises RangeError where the template refuses the messages."""
         listed = [{"role": one.role, "content": one.text} for one in messages]
         complaints = Complaints("chat")
         pieces, size = [], 0
         try:
-            for piece in self._template.generate(messages=listed, add_generation_prompt=begin_answer, **self._special):
+            for piece in self._template.generate(messages=listed, add_generation_prompt=True, **self._special):
                 pieces.append(piece)
                 size += len(piece)
                 if size > MOST_CHARACTERS:

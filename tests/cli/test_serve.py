@@ -73,8 +73,10 @@ def test_a_server_answers_is_measured_and_ends_after_its_requests(served, tmp_pa
     counts = []
 
     def request():
-        stream = client.completions.create(model="small", prompt="a", max_tokens=200, stream=True, extra_body={"ignore_eos": True})
-        counts.append(len(list(stream)))
+        stream = client.completions.create(
+            model="small", prompt="a", max_tokens=200, stream=True, stream_options={"include_usage": True}, extra_body={"ignore_eos": True}
+        )
+        counts.append(list(stream)[-1].usage.completion_tokens)
 
     threads = [threading.Thread(target=request) for _ in range(8)]
     for one in threads:

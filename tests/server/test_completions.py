@@ -156,6 +156,7 @@ WRONG = {
     "suffix": ({"suffix": "end"}, "suffix must be absent, got 'end'", "suffix"),
     "unknown": ({"extra_body": {"temprature": 1}}, "temprature must be absent, got 1", "temprature"),
     "type": ({"extra_body": {"n": "2"}}, "n must be a valid integer, got '2'", "n"),
+    "many states": ({"prompt": ["a"] * 5, "n": 16, "extra_body": {"save_state": True}}, "save_state must be of at most 64", "save_state"),
     "save_state": ({"stream": True, "extra_body": {"save_state": True}}, "save_state must be false with stream", "save_state"),
 }
 

@@ -10,7 +10,7 @@ import openai
 import pytest
 from live_server import KEY, running
 
-from penstock.server import app
+from penstock.server import app, streaming
 from penstock.server.limits import Limits
 
 LONG = {"model": "tiny", "prompt": "a", "max_tokens": 4000, "ignore_eos": True}
@@ -230,6 +230,15 @@ def test_a_request_ends_with_its_time(model):
         bystander(live.client)
 
 
+def test_a_client_that_does_not_read_holds_no_slot_and_is_left_after_a_time(model, monkeypatch):
+    monkeypatch.setattr(streaming, "LAST_SECONDS", 0.5)
+    with running(model, Limits(seconds=1.5)) as live, live.connect() as silent:
+        silent.sendall(sent({**LONG, "stream": True, "n": 16, "logprobs": 20}))
+        time.sleep(0.5)
+        bystander(live.client)
+        live.settles()
+
+
 def test_the_api_key(model):
     with running(model, api_key=KEY) as live:
         bystander(live.client)
@@ -276,9 +285,10 @@ def test_the_end_finishes_what_runs_within_a_time(model, drain_seconds):
         def request():
             try:
                 stream = live.client.completions.create(
-                    model="tiny", prompt="a", max_tokens=300, stream=True, extra_body={"ignore_eos": True}
-                )
-                results.append(len(list(stream)))
+                    model="tiny", prompt="a", max_tokens=300, stream=True, stream_options={"include_usage": True},
+                    extra_body={"ignore_eos": True},
+                )  # fmt: skip
+                results.append(list(stream)[-1].usage.completion_tokens)
             except openai.APIError as error:
                 results.append(str(error))
 

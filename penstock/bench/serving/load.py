@@ -52,7 +52,7 @@ class Run:
     first: Times | None
     """From sending a request to its first token."""
     between: Times | None
-    """Between two tokens of a completion."""
+    """Between two pieces of a completion. A piece is a token, or several where the server or this client is behind."""
     whole: Times | None
     """From sending a request to its end."""
     failed: dict[str, int] = field(default_factory=dict)
