@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, Protocol
 
 from ..errors import Complaints, DtypeError, PenstockError, RangeError, described, shortened
@@ -104,12 +105,12 @@ class SamplingParams:
             complaints.add(DtypeError, "logit_bias", "a mapping of tokens to numbers below inf", described(self.logit_bias))
         complaints.raise_any()
 
-    @property
+    @cached_property
     def greedy(self) -> bool:
         """Whether the most likely token is taken."""
         return self.temperature == 0 or self.top_k == 1
 
-    @property
+    @cached_property
     def penalised(self) -> bool:
         """Whether logits depend on earlier tokens."""
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
@@ -159,7 +160,7 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Event:
     """What one step adds to one completion of a request."""
 
@@ -269,6 +270,8 @@ class Sequence:
     """The step from which on it waits for a piece of 64 tokens."""
     finished: bool = False
     text: Any = None
+    row: Any = None
+    """Its ``sampler.Row``."""
     counts: dict[int, int] = field(default_factory=dict)
     """How often tokens were generated; kept if there are penalties."""
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..models import CausalLM
 from .invariance import padding
 from .request import Request, Sequence
-from .sampler import Row, logprobs_of, sample, seed_of
+from .sampler import Row, logprobs_of, sample
 from .scheduler import Work
 from .state_pool import StatePool
 from .states import KeptState
@@ -127,11 +127,13 @@ class Runner:
         if kept:
             logits = torch.cat([logits, torch.stack(kept).to(logits)])
             flight.sampled.sort(key=lambda work: work not in place)
-        rows = [
-            Row(work.sequence.request.params, seed_of(work.sequence.request.seed, work.sequence.index), work.end, work.sequence.counts,
-                work.sequence.request.prompt, work.sequence.constraint)
-            for work in flight.sampled
-        ]  # fmt: skip
+        rows = []
+        for work in flight.sampled:
+            one = work.sequence
+            if one.row is None:
+                one.row = Row.of(one)
+            one.row.position = work.end
+            rows.append(one.row)
         flight.tokens = sample(logits, rows, self.vocab_size)
         self._last[torch.tensor([_slot(work) for work in flight.sampled], device=self.device)] = flight.tokens
         most = max((row.params.logprobs if row.params.logprobs is not None else -1 for row in rows), default=-1)

@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from ..models.sampling import LOWEST_TEMPERATURE
-from .request import Constraint, SamplingParams, TokenLogprobs
+from .request import Constraint, SamplingParams, Sequence, TokenLogprobs
 
 ONE = 2.0**44
 """The weight of the most likely token. Sums of 2**19 of them fit int64."""
 _MASK = 2**64 - 1
+_STEP = 0x9E3779B97F4A7C15
+"""2**64 divided by the golden ratio."""
 
 
 @dataclass(eq=False)
@@ -35,6 +37,14 @@ class Row:
     """Read with a repetition penalty only."""
     constraint: Constraint | None = None
 
+    def __post_init__(self) -> None:
+        self.key = _key(self.seed)
+
+    @classmethod
+    def of(cls, one: Sequence) -> Row:
+        """The row of a sequence; its position is set by each step."""
+        return cls(one.request.params, seed_of(one.request.seed, one.index), 0, one.counts, one.request.prompt, one.constraint)
+
 
 def mixed(value: int) -> int:
     """A hash of 64 bits (the finaliser of SplitMix64; Steele, Lea and Flood 2014)."""
@@ -45,7 +55,15 @@ def mixed(value: int) -> int:
 
 def uniform(seed: int, position: int) -> float:
     """A number from 0 to 1 - 2**-53, a function of seed and position."""
-    return (mixed((mixed((seed + 0x9E3779B97F4A7C15) & _MASK) + position * 0x9E3779B97F4A7C15) & _MASK) >> 11) * 2.0**-53
+    return _uniform(_key(seed), position)
+
+
+def _key(seed: int) -> int:
+    return mixed((seed + _STEP) & _MASK)
+
+
+def _uniform(key: int, position: int) -> float:
+    return (mixed((key + position * _STEP) & _MASK) >> 11) * 2.0**-53
 
 
 def seed_of(seed: int, index: int) -> int:
@@ -108,7 +126,7 @@ def _draw(logits: Tensor, rows: Items[Row]) -> Tensor:
     """Sample rows of temperature above 0."""
     weights = _weights(logits, [row.params.temperature for row in rows])
     device = logits.device
-    uniforms = torch.tensor([uniform(row.seed, row.position) for row in rows], dtype=torch.float64, device=device)
+    uniforms = torch.tensor([_uniform(row.key, row.position) for row in rows], dtype=torch.float64, device=device)
     limited = [n for n, row in enumerate(rows) if row.params.top_k or row.params.top_p < 1]
     min_p = [row.params.min_p for row in rows]
     if any(min_p):

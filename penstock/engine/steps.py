@@ -180,7 +180,7 @@ class Steps:
                 reason = "length"
         if reason is not None and one.text is not None:
             text += one.text.finish()
-        if params.echo and len(one.tokens) == len(one.request.prompt) + 1 and self.tokenizer is not None:
+        if params.echo and self.tokenizer is not None and len(one.tokens) == len(one.request.prompt) + 1:
             text = self.tokenizer.decode(one.request.prompt) + text
         self._emit(one, Event(one.index, (token,), text, () if logprob is None else (logprob,), reason))
 
@@ -188,8 +188,10 @@ class Steps:
         request = one.request
         completion = request.result.completions[one.index]
         completion.tokens += event.tokens
-        completion.text += event.text
-        completion.logprobs += event.logprobs
+        if event.text:
+            completion.text += event.text
+        if event.logprobs:
+            completion.logprobs += event.logprobs
         if event.finish_reason is not None:
             completion.finish_reason = event.finish_reason
             if request.params.keep_state:

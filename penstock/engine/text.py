@@ -25,11 +25,12 @@ class TextStream:
     ...     def finish(self): return ""
     >>> stream = TextStream(Letters(), stop=("end",))
     >>> [stream.push(ord(letter)) for letter in "been end"], stream.stopped
-    (['b', '', 'e', 'en', ' ', '', '', ''], True)
+    (['b', '', 'e', '', 'en ', '', '', ''], True)
     """
 
     def __init__(self, decoder: Decoder, stop: tuple[str, ...] = (), include_stop: bool = False) -> None:
         self._decoder, self._stop, self._include_stop = decoder, stop, include_stop
+        self._firsts = {one[0] for one in stop}
         self._held = ""
         self.stopped = False
         """Whether a stop string was found. There is no more text then."""
@@ -51,6 +52,9 @@ class TextStream:
         if self.stopped:
             return ""
         text = self._held + text
+        if not any(first in text for first in self._firsts):
+            self._held = ""
+            return text
         found = [(text.find(stop), stop) for stop in self._stop if stop in text]
         if found:
             at, stop = min(found)

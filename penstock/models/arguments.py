@@ -86,6 +86,25 @@ def named_tensors(state: object, name: str = "state") -> Iterator[tuple[str, Ten
             yield from named_tensors(one, f"{name}[{n}]")
 
 
+def marks(state: object, *others: object) -> tuple[object, ...] | None:
+    """Everything that the check of a pool depends on: equal marks need no second check. None if they cannot be read.
+
+    ``others`` are what else it depends on.
+    """
+    if torch.compiler.is_compiling() or not isinstance(state, list | tuple):
+        return None
+    found: list[object] = [torch.is_inference_mode_enabled(), len(state), *others]
+    try:
+        for one in state:
+            for part in (one.mixer, one.channel):
+                found.append(type(part))
+                for x in part:
+                    found += (type(x), x.data_ptr(), x.shape, x.stride(), x.dtype, x.device, x.is_neg(), x.is_inference())
+    except (AttributeError, TypeError, RuntimeError):  # no such state: the check names what is wrong
+        return None
+    return tuple(found)
+
+
 def check_state(complaints: Complaints, state: object, wanted: Sequence[Any], count: int | None, written: bool) -> None:
     """Check the states of all layers against ``wanted``, states of no sequences: types, sizes, dtypes and device.
 

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from ..errors import Complaints, DtypeError, ShapeError, described
 from ..layers import Mixer, Sequences, Stateless
 from ..layers.norms import RMSNorm
-from .arguments import check_sequences, check_state, check_tokens, check_whole
+from .arguments import check_sequences, check_state, check_tokens, check_whole, marks
 from .config import Config
 from .loss import CHUNK_TOKENS, Reduction, linear_cross_entropy
 from .sampling import check_sampling, sample
@@ -122,6 +122,7 @@ class CausalLM(nn.Module):
         else:
             nn.init.normal_(self.embeddings.weight, std=0.02)
             nn.init.normal_(self.head.weight, std=0.02)
+        self._checked: tuple[object, ...] | None = None  # the marks of the last pool that was checked
         self.tie()
 
     def tie(self) -> None:
@@ -289,9 +290,14 @@ class CausalLM(nn.Module):
         complaints.raise_any()
         sequences = Sequences(ids, cu_seqlens, slots, in_place=in_place)
         if in_place or state is not None:
-            wanted = [layer.empty_state(0, self._like) for layer in self._layers]
-            check_state(complaints, state, wanted, None if slots is not None else sequences.count, written=in_place)
-        complaints.raise_any()
+            count = None if slots is not None else sequences.count
+            found = marks(state, count, self._like.dtype, self._like.device) if in_place else None
+            if found is None or found != self._checked:  # decode steps use one pool again and again
+                wanted = [layer.empty_state(0, self._like) for layer in self._layers]
+                check_state(complaints, state, wanted, count, written=in_place)
+                complaints.raise_any()
+                if found is not None:
+                    self._checked = found
         return sequences
 
 

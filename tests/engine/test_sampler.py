@@ -49,7 +49,8 @@ def drawn_row(rng: random.Random) -> Row:
     params = SamplingParams(
         temperature=rng.choice([0, 0.1, 0.7, 1.0, 3]), top_k=rng.choice([0, 0, 1, 3, 20, 500]), top_p=rng.choice([1, 1, 0.9, 0.3, 1e-9]),
         min_p=rng.choice([0, 0, 0.1, 0.5, 1]), presence_penalty=rng.choice([0, 0.5, -1]), frequency_penalty=rng.choice([0, 0.3]),
-        repetition_penalty=rng.choice([1, 1.2, 0.8]), logit_bias={} if maybe() < 0.5 else {rng.randrange(V): rng.uniform(-5, 5) for _ in range(4)},
+        repetition_penalty=rng.choice([1, 1.2, 0.8]),
+        logit_bias={} if maybe() < 0.5 else {rng.randrange(V): rng.uniform(-5, 5) for _ in range(4)},
     )  # fmt: skip
     counts = {rng.randrange(V): rng.randrange(1, 4) for _ in range(5)}
     return Row(params, rng.getrandbits(64), rng.randrange(10**6), counts, [rng.randrange(V) for _ in range(6)])
@@ -106,8 +107,8 @@ def test_tokens_beyond_the_vocabulary_of_the_tokenizer_are_never_sampled():
 
 @pytest.mark.parametrize(
     "options",
-    [{"temperature": -1}, {"temperature": math.inf}, {"top_p": 0}, {"top_p": 1.5}, {"top_k": -1}, {"min_p": 2}, {"n": 0}, {"max_tokens": -1},
-     {"logprobs": 21}, {"repetition_penalty": 0}, {"seed": 2**64}, {"presence_penalty": math.nan}],
+    [{"temperature": -1}, {"temperature": math.inf}, {"top_p": 0}, {"top_p": 1.5}, {"top_k": -1}, {"min_p": 2}, {"n": 0},
+     {"max_tokens": -1}, {"logprobs": 21}, {"repetition_penalty": 0}, {"seed": 2**64}, {"presence_penalty": math.nan}],
     ids=str,
 )  # fmt: skip
 def test_values_outside_of_their_range_are_refused(options):

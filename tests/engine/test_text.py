@@ -125,7 +125,6 @@ def test_echo_and_log_probabilities_of_the_prompt(engine):
             assert [value for _, value in one.top] == pytest.approx(best.tolist(), abs=1e-4)
             assert one.top[0][0] == int(names[0]) or best[0] - best[1] < 1e-4
     (scored,) = engine.generate(prompt, SamplingParams(max_tokens=0, prompt_logprobs=0))
-    assert [one.logprob for one in scored.prompt_logprobs[1:]] == pytest.approx(
-        [one.logprob for one in result.prompt_logprobs[1:]], abs=1e-5
-    )
+    wanted = [one.logprob for one in result.prompt_logprobs[1:]]
+    assert [one.logprob for one in scored.prompt_logprobs[1:]] == pytest.approx(wanted, abs=1e-5)
     assert scored.tokens == []

@@ -118,6 +118,18 @@ def test_gradient_checkpointing_changes_no_bits(name: str, ids: Tensor) -> None:
     assert all(torch.equal(x, y) for x, y in zip(*results))
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch's own tracer reads it
+@pytest.mark.parametrize("name", ["rwkv6", "mamba2"])
+def test_compiled_layers_have_equal_gradients(name: str, ids: Tensor) -> None:
+    torch._dynamo.reset()
+    eager, compiled = model_of(name), model_of(name)
+    for layer in compiled.layers:
+        layer.compile(backend="aot_eager")
+    for model in (eager, compiled):
+        model.loss(ids[:, :8], ids[:, 1:9]).backward()
+    assert all(error(x.grad, y.grad) < 1e-5 for x, y in zip(compiled.parameters(), eager.parameters()))
+
+
 def test_causality_and_independence(ids: Tensor) -> None:
     for name in ARCHITECTURES:
         model, other = model_of(name), ids.clone()

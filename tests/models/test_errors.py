@@ -14,7 +14,7 @@ from torch import Tensor
 from penstock import DeviceError, DtypeError, InvalidArgument, RangeError, ShapeError
 from penstock.errors import Complaints
 from penstock.layers import GLAConfig, RWKV6State, ShiftState, SwiGLUConfig
-from penstock.models import CausalLM, Config, LayerState, gla, hybrid, rwkv6
+from penstock.models import CausalLM, Config, LayerState, causal_lm, gla, hybrid, rwkv6
 from penstock.models.arguments import named_tensors
 from penstock.models.sampling import check_sampling
 
@@ -135,6 +135,25 @@ def test_a_refused_call_in_place_changes_nothing(model: CausalLM, ids: Tensor, w
     assert type(caught.value) is error
     assert message in str(caught.value)
     assert all(torch.equal(x, y) for x, y in zip(flat(pool), before))
+
+
+def test_a_pool_is_checked_again_if_it_changed(model: CausalLM, ids: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, calls = model.initial_state(2), []
+    check = causal_lm.check_state
+    monkeypatch.setattr(causal_lm, "check_state", lambda *given, **options: (calls.append(1), check(*given, **options)))
+    for _ in range(3):
+        model.advance(ids[:, :1], pool)
+    assert len(calls) == 1
+    model.advance(ids[:, :1], pool, slots=torch.tensor([1, 0]))  # any number of rows would do
+    assert len(calls) == 2
+    wkv = pool[1].mixer.wkv
+    for changed in (wkv[:, :, :4], wkv.int(), wkv.view(torch.int32), wkv.to("meta"), shared(wkv), torch._neg_view(wkv)):
+        model.advance(ids[:, :1], pool)
+        with pytest.raises(InvalidArgument):
+            model.advance(ids[:, :1], [pool[0], pool[1]._replace(mixer=pool[1].mixer._replace(wkv=changed))])
+    model.advance(ids[:, :1], pool)
+    with pytest.raises(ShapeError):
+        model.advance(ids[:1, :1], pool)
 
 
 def test_state_kinds(ids: Tensor) -> None:

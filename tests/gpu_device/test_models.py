@@ -1,0 +1,65 @@
+"""Models on a GPU: values as on a CPU, steps without waiting, and steps in CUDA graphs. Run with ``pytest -m gpu``."""
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, SIZES, flat, model_of
+from formulas import error
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"), pytest.mark.timeout(600)]
+
+RECURRENT = [name for name in ARCHITECTURES if not name.startswith("hybrid")]
+
+
+def drawn(B: int, T: int) -> torch.Tensor:
+    return torch.randint(SIZES["vocab_size"], (B, T), generator=torch.Generator().manual_seed(2))
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_logits_and_gradients_equal_those_of_a_cpu(name: str) -> None:
+    ids, cu_seqlens = drawn(1, 200), torch.tensor([0, 70, 70, 73, 200])
+    ours, theirs = model_of(name).cuda(), model_of(name, torch.float64)
+    logits, state = ours(ids.cuda(), cu_seqlens=cu_seqlens.cuda())
+    true, end = theirs(ids, cu_seqlens=cu_seqlens)
+    assert error(logits.cpu(), true) < 1e-4
+    assert all(error(x.cpu(), y) < 1e-4 for x, y in zip(flat(state), flat(end)) if y.any())
+    ours.loss(ids.cuda(), ids.roll(-1, 1).cuda(), cu_seqlens.cuda()).backward()
+    theirs.loss(ids, ids.roll(-1, 1), cu_seqlens).backward()
+    for (key, x), y in zip(ours.named_parameters(), theirs.parameters()):
+        assert error(x.grad.cpu(), y.grad) < 1e-3, key
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_the_host_does_not_wait(name: str) -> None:
+    """Training on packed sequences, and an update of a pool with a prompt, a decode step and a skipped row."""
+    model, ids, cu_seqlens = model_of(name).cuda(), drawn(1, 40).cuda(), torch.tensor([0, 30, 31, 40]).cuda()
+    slots, pool = torch.tensor([2, 0, -1]).cuda(), model.initial_state(4)
+    for mode in ("default", "error"):  # compiled before
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            model.loss(ids, ids, cu_seqlens).backward()
+            model.advance(ids, pool, cu_seqlens=cu_seqlens, slots=slots, last_only=True)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_steps_in_cuda_graphs(name: str) -> None:
+    model, ids, slots = model_of(name).cuda(), drawn(3, 8).cuda(), torch.tensor([2, -1, 0]).cuda()
+    captured, eager = model.initial_state(4), model.initial_state(4)
+    step = ids[:, :1].clone()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            model.advance(step, captured, slots=slots)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits = model.advance(step, captured, slots=slots)
+    for x, y in zip(flat(captured), flat(eager)):
+        x.copy_(y)
+    for t in range(8):
+        step.copy_(ids[:, t : t + 1])
+        graph.replay()
+        wanted = model.advance(ids[:, t : t + 1], eager, slots=slots)
+        assert torch.equal(logits[::2], wanted[::2])
+    assert all(torch.equal(x, y) for x, y in zip(flat(captured), flat(eager)))
