@@ -15,6 +15,7 @@ from ..errors import Complaints, DtypeError, EngineError, QueueFull, RangeError,
 from ..layers import SoftmaxAttentionConfig
 from ..models import CausalLM
 from ..models.arguments import check_whole
+from .graphs import DecodeGraphs
 from .invariance import smallest_block
 from .request import CHUNK, Event, Request, Result, SamplingParams
 from .runner import Runner
@@ -67,6 +68,8 @@ class Engine:
         Equal bits, at the cost of padding: see ``invariance.py``. Raises EngineError where products depend on the number of rows.
     overlap : bool, optional
         Launch the next step before the tokens of this one are on the host. Default: on a GPU.
+    cuda_graphs : bool, optional
+        Run steps of decode rows as CUDA graphs. Default: on a GPU, unless ``batch_invariant``, whose steps are padded instead.
 
     >>> from penstock.models import CausalLM, rwkv6
     >>> engine = Engine(CausalLM(rwkv6(vocab_size=16, hidden_size=16, num_layers=1, head_size=8)), slots=4)
@@ -78,7 +81,7 @@ class Engine:
     def __init__(
         self, model: CausalLM, tokenizer: Any = None, *, slots: int = 32, token_budget: int = 2048, cache_bytes: int = 2**28,
         host_cache_bytes: int = 0, keep_every: int = 1024, max_queue: int = 1024, batch_invariant: bool = False,
-        overlap: bool | None = None,
+        overlap: bool | None = None, cuda_graphs: bool | None = None,
     ) -> None:  # fmt: skip
         self._check_model(model)
         numbers = {"slots": (slots, 1), "token_budget": (token_budget, 1), "cache_bytes": (cache_bytes, 0), "max_queue": (max_queue, 0)}
@@ -89,6 +92,8 @@ class Engine:
         if token_budget < slots + 2 * CHUNK:
             rule = f"at least slots + {2 * CHUNK} = {slots + 2 * CHUNK}"
             complaints.add(RangeError, "token_budget", rule, token_budget, "All streams and two chunks must fit into a step.")
+        if cuda_graphs and (batch_invariant or model.embeddings.weight.device.type != "cuda"):
+            complaints.add(RangeError, "cuda_graphs", "None or False without a GPU and with batch_invariant", cuda_graphs)
         if keep_every % CHUNK:
             complaints.add(RangeError, "keep_every", f"a multiple of {CHUNK}", keep_every)
         complaints.raise_any()
@@ -98,7 +103,9 @@ class Engine:
         device = self._pool.memory.device
         self._cache = StateCache(cache_bytes, host_cache_bytes, KeptState.to_host, lambda state: state.to(device))
         self._block = smallest_block(model, token_budget) if batch_invariant else 1
-        runner = Runner(model, self._pool, self.vocab_size, self._block)
+        captures = device.type == "cuda" and not batch_invariant if cuda_graphs is None else cuda_graphs
+        graphs = DecodeGraphs(model, self._pool) if captures else None
+        runner = Runner(model, self._pool, self.vocab_size, self._block, graphs)
         self._steps = Steps(
             runner, self._pool, self._cache, token_budget=token_budget, keep_every=keep_every,
             overlap=device.type == "cuda" if overlap is None else overlap, tokenizer=tokenizer, model_hash=self.model_hash,

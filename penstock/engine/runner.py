@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..models import CausalLM
+from .graphs import DecodeGraphs
 from .invariance import padding
 from .request import Request, Sequence
 from .sampler import Row, logprobs_of, sample
@@ -39,10 +40,12 @@ class Runner:
 
     block : int
         The number of tokens of a forward pass is rounded up to a multiple of it, with a row that is skipped. See ``invariance.py``.
+    graphs : DecodeGraphs, optional
+        Runs the steps that have decode rows only.
     """
 
-    def __init__(self, model: CausalLM, pool: StatePool, vocab_size: int, block: int = 1) -> None:
-        self.model, self.pool, self.vocab_size, self.block = model, pool, vocab_size, block
+    def __init__(self, model: CausalLM, pool: StatePool, vocab_size: int, block: int = 1, graphs: DecodeGraphs | None = None) -> None:
+        self.model, self.pool, self.vocab_size, self.block, self.graphs = model, pool, vocab_size, block, graphs
         self.device = pool.memory.device
         self._last = torch.zeros(pool.slots, dtype=torch.int64, device=self.device)
         """The last sampled token of each slot: what a decode row gets while its value is not known on the host."""
@@ -94,6 +97,8 @@ class Runner:
         if unknown:
             at, slots = (torch.tensor(one, device=self.device) for one in zip(*unknown))
             tokens[at] = self._last[slots]
+        if self.graphs is not None and last_only and len(ids) == len(works) and not any(work.on_aligned for work in works):
+            return self.graphs.run(tokens, torch.tensor(rows, device=self.device))
         logits = self.model.advance(
             tokens[None], self.pool.state, cu_seqlens=torch.tensor(ends, device=self.device), slots=torch.tensor(rows, device=self.device),
             last_only=last_only,
