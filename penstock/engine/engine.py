@@ -256,6 +256,11 @@ class Engine:
                 self._thread = threading.Thread(target=self._work, name="penstock-engine", daemon=True)
                 self._thread.start()
 
+    @property
+    def alive(self) -> bool:
+        """Whether the background thread runs."""
+        return self._thread is not None and self._thread.is_alive()
+
     def close(self) -> None:
         """Cancel all requests and end the background thread."""
         self._closed = True

@@ -39,13 +39,17 @@ class Steps:
         self._flight: Flight | None = None
 
     def add(self, request: Request) -> None:
-        """Take a request in."""
+        """Take a request in. If its decoders cannot be made, it fails."""
         self.requests.add(request)
         params, tokenizer = request.params, self.tokenizer
-        for index in range(params.n):
-            text = None if tokenizer is None else TextStream(tokenizer.stream(), params.stop, params.include_stop)
-            request.sequences.append(Sequence(request, index, list(request.prompt), text=text))
-        self.scheduler.add(request.sequences[0])
+        try:
+            for index in range(params.n):
+                text = None if tokenizer is None else TextStream(tokenizer.stream(), params.stop, params.include_stop)
+                request.sequences.append(Sequence(request, index, list(request.prompt), text=text))
+        except Exception as error:
+            self._fail([request], error)
+        else:
+            self.scheduler.add(request.sequences[0])
 
     def cancel(self, request: Request) -> None:
         """End a request now."""
@@ -221,10 +225,11 @@ class Steps:
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         """End all completions that still run."""
-        for one, completion in zip(request.sequences, request.result.completions):
+        for index, completion in enumerate(request.result.completions):
             if completion.finish_reason is None:
                 completion.finish_reason = reason
-                self.scheduler.remove(one)
+                if index < len(request.sequences):
+                    self.scheduler.remove(request.sequences[index])
         self._close_if_done(request)
         if request.sink is not None:
             for index, completion in enumerate(request.result.completions):
