@@ -177,7 +177,8 @@ def _add_page(app: FastAPI, service: Service) -> None:
 
     @app.get("/health")
     async def health() -> Response:
-        return JSONResponse({"status": "closing" if service.closing else "ok"}, 503 if service.closing else 200)
+        status = "closing" if service.closing else "ok" if service.engine.alive else "stopped"
+        return JSONResponse({"status": status}, 200 if status == "ok" else 503)
 
     @app.get("/metrics")
     async def metrics() -> Response:

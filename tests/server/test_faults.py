@@ -194,6 +194,24 @@ def test_an_exception_in_the_engine_fails_its_request_alone(live, client, monkey
     live.settles()
 
 
+def test_a_decoder_that_cannot_be_made_fails_its_request_alone(live, client, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(live.engine.tokenizer, "stream", lambda: 1 / 0)
+        with pytest.raises(openai.InternalServerError, match="ZeroDivisionError: division by zero"):
+            client.completions.create(model="tiny", prompt="a", n=2)
+    bystander(client)
+    assert httpx.get(f"{live.url}/health").status_code == 200
+
+
+def test_an_engine_that_stopped_is_not_healthy(model):
+    with running(model) as live:
+        live.engine.close()
+        answer = httpx.get(f"{live.url}/health")
+        assert (answer.status_code, answer.json()) == (503, {"status": "stopped"})
+        with pytest.raises(openai.InternalServerError, match="the engine must be open"):
+            bystander(live.client)
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_an_exception_in_the_server_fails_its_request_alone(live, client, monkeypatch, stream):
     from penstock.server import logprobs
