@@ -146,6 +146,8 @@ GATES = {
     "-1e4": lambda x: torch.where(x > 0, -0.1, -1e4),
     "-inf": lambda x: torch.where(x > 0, -0.1, -torch.inf),
     "mixture": lambda x: torch.where(x > 0.8, -1000.0, torch.where(x < -0.8, -torch.inf, -1e-4)).to(x),
+    "spikes": lambda x: torch.where(x > 1.5, -2661.0, torch.where(x < -1.8, -torch.inf, torch.nn.functional.logsigmoid(x))),
+    "channels": lambda x: torch.where(torch.arange(x.shape[-1]) % 50 == 3, -100.0, torch.nn.functional.logsigmoid(x)),
     "uneven": uneven,
 }
 

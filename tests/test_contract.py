@@ -91,13 +91,15 @@ def pooled_cases(variant: str) -> list[Pooled]:
     found += [replace(of, lengths=(3, 0, 66), slots=None, rows=3, strided=True, layout="gaps")]
     found += [replace(of, lengths=(2, 5), slots=(6, 1), dtype=BFLOAT16, others=FLOAT32, pool=BFLOAT16, layout="heads first")]
     found += [replace(of, lengths=None, B=3, T=67, slots=(3, -1, 0), scale=0.3), replace(of, lengths=(), slots=(), K=1, V=3)]
-    return found
+    return found + [replace(of, gate=gate) for gate in ("spikes", "channels", "weak") if VARIANTS[variant].decay]
 
 
 def interpreted_pooled_cases(variant: str) -> list[Pooled]:
     """The same in sizes that the interpreter takes."""
     of = Pooled(variant, H=2, K=8, V=12, lengths=(0, 1, 5, 17), slots=(4, 0, -1, 2))
-    return [of, replace(of, lengths=None, B=3, T=2, K=20, slots=(4, -1, 0), strided=True, layout="gaps")]
+    found = [of, replace(of, lengths=None, B=3, T=2, K=20, slots=(4, -1, 0), strided=True, layout="gaps")]
+    pieces = replace(of, H=1, lengths=(3, 70, 64), slots=(5, 2, 7), strided=True, layout="heads first")
+    return found + [replace(pieces, gate=gate) for gate in (("spikes", "channels") if VARIANTS[variant].decay else ("logsigmoid",))]
 
 
 HELD = [

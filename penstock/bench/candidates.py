@@ -57,7 +57,7 @@ def ours(impl: str, inputs: Inputs, mode: Mode) -> Candidate:
     if impl == "auto":
         name = f"auto ({', '.join(dict.fromkeys(one.name for one in taken))})"
     # The checked results come from the last mode: gradients from the backward pass. A decode step has no matrix products.
-    bits = None if mode == "decode" else taken[-1].operands(inputs.q.dtype)
+    bits = None if mode == "decode" else taken[-1].operands(inputs.q.dtype, "forward")
 
     def step(inputs: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
         return decode_step(inputs.variant, inputs.q, inputs.k, inputs.v, inputs.g, inputs.u, state=state, impl=impl), state

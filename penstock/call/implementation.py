@@ -41,7 +41,7 @@ def never(problem: Any, mode: Mode) -> str | None:
     return None
 
 
-def exact_operands(dtype: torch.dtype) -> int | None:
+def exact_operands(dtype: torch.dtype, mode: Mode) -> int | None:
     """The default of ``operands``: products do not round their operands."""
     return None
 
@@ -70,8 +70,8 @@ class Implementation:
     """Why ``impl="auto"`` skips it for a problem that it can take, or None."""
     attached: bool = False
     """Whether autograd may track ``forward`` directly in eager calls: its results depend on all differentiable arguments."""
-    operands: Callable[[torch.dtype], int | None] = exact_operands
-    """The significant bits that its products round their operands to for inputs of this dtype, or None if they do not."""
+    operands: Callable[[torch.dtype, Mode], int | None] = exact_operands
+    """The significant bits that its products round their operands to for inputs of this dtype in a mode, or None if they do not."""
 
     def refusal(self, problem: Problem, mode: Mode) -> str | None:
         """Why it cannot take a problem on this machine, or None."""

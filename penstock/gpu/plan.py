@@ -76,11 +76,15 @@ class Plan:
 
     def launch(
         self, kernel: Any, grid: Size, tensors: tuple[str, ...], numbers: tuple[Number, ...], warps: int,
-        tiles: tuple[hopper.Tile, ...] = (), registers: int = 0, **constants: Any,
+        tiles: tuple[hopper.Tile, ...] = (), registers: int = 0, fused: bool = True, **constants: Any,
     ) -> None:  # fmt: skip
-        """Plan a launch; ``constants`` in any order."""
+        """Plan a launch; ``constants`` in any order. ``fused``: the compiler may fuse multiplications and additions."""
         names = kernel.arg_names[len(tensors) + len(numbers) :]
-        options = (("num_warps", warps), *((("maxnreg", registers),) if registers else ()))
+        options: tuple[tuple[str, int], ...] = (("num_warps", warps),)
+        if registers:
+            options += (("maxnreg", registers),)
+        if not fused:
+            options += (("enable_fp_fusion", False),)
         self.launches.append(Launch(kernel, grid, tensors, numbers, tuple(constants[name] for name in names), options, tiles))
 
 

@@ -103,6 +103,7 @@ class Advance(Tokens):
 
     state: Tensor  # [P, H, K, V], written
     slots: Tensor | None  # [N]; None: sequence n is row n. Negative: skipped
+    reverse = False
 
 
 def log_decay(g: Tensor, sizes: Sizes) -> Wrong | None:

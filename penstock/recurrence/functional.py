@@ -345,6 +345,8 @@ def advance(
         Bonus, for rwkv5 and rwkv6.
     state : Tensor [P,H,K,V]
         The pool, any floating dtype and strides, without overlap and with memory of its own. Arithmetic is float32 (float64 for float64 q).
+        On a GPU, products in pieces of 64 tokens are those of ``triton_chunkwise``. The state is rounded to the pool's dtype behind each
+        piece and each token of the rest.
     slots : int32 or int64 Tensor [N], optional
         The row of each sequence, all different. A negative slot skips its sequence: its output is 0, no row changes.
         Default: sequence n is row n, and the pool has N rows.

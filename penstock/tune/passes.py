@@ -10,13 +10,13 @@ from torch import Tensor
 from ..gpu.plan import Plan
 from ..gpu.target import Target
 from ..recurrence.declaration import state_dtype
-from ..recurrence.triton import plan
+from ..recurrence.triton import in_place, plan
 from ..recurrence.variants import VARIANTS
 from ..verify.inputs import Inputs, Shape
 
-Pass = Literal["forward", "backward", "step", "short forward", "short backward"]
-PASSES: tuple[Pass, ...] = ("forward", "backward", "step", "short forward", "short backward")
-"""The chunked kernels forward and backward; the token-serial kernels for decode steps and short sequences."""
+Pass = Literal["forward", "backward", "pieces", "step", "short forward", "short backward"]
+PASSES: tuple[Pass, ...] = ("forward", "backward", "pieces", "step", "short forward", "short backward")
+"""The chunked kernels forward, backward and in place; the token-serial kernels for decode steps and short sequences."""
 
 
 class Planned(NamedTuple):
@@ -39,7 +39,7 @@ def without_memory(variant: str, shape: Shape, dtype: torch.dtype) -> Inputs:
 
 
 def planned(which: Pass, inputs: Inputs, target: Target, cu_seqlens: Tensor | None = None) -> Planned:
-    """Plan a pass over these inputs with initial states of 0. A step gets a pool of states without slots."""
+    """Plan a pass over these inputs with initial states of 0. Updates in place get a pool of states without slots."""
     x = inputs
     problem = x.problem(cu_seqlens=cu_seqlens)
     given: dict[str, Tensor | None] = {name: getattr(x, name) for name in ("q", "k", "v", "g", "u")} | {"cu_seqlens": cu_seqlens}
@@ -53,6 +53,8 @@ def planned(which: Pass, inputs: Inputs, target: Target, cu_seqlens: Tensor | No
     elif which == "short backward":
         made = plan.recurrent_backward_plan(problem, torch.empty_like(x.v), None, target)
     else:
-        given["state"] = pool = torch.empty(x.shape.state, device=x.q.device)
-        made = plan.recurrent_forward_plan(x.in_place(pool), target)
+        given["state"] = pool = torch.empty(problem.state_shape, device=x.q.device)
+        made = in_place.advance_plan(x.in_place(pool, cu_seqlens=cu_seqlens), target)
+        if which == "pieces":
+            del made.launches[1:]
     return Planned(made.at(problem.sizes), {name: x.q if tensor is None else tensor for name, tensor in given.items()})

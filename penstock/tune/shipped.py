@@ -45,7 +45,7 @@ class Configuration:
         """Yield each launch with its name."""
         target = TARGETS[arch]._replace(table={key: entry.config for key, entry in shipped(arch).items()})
         for which in self.passes:
-            shape = self.shape._replace(T=self.shape.T if which in ("forward", "backward") else 1 if which == "step" else 8)
+            shape = self.shape._replace(T=self.shape.T if which in ("forward", "backward", "pieces") else 1 if which == "step" else 8)
             ends = torch.empty(5, dtype=torch.int64, device="meta") if self.packed and which != "step" else None
             made = planned(which, without_memory(self.variant, shape, getattr(torch, self.dtype)), target, ends)
             times: Counter[str] = Counter()

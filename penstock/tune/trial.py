@@ -112,7 +112,7 @@ def _pass(trial: Trial) -> Ready:
             exact = _outputs(chunkwise.forward(double))
         else:
             exact = _gradients(gradients_of(chunkwise.forward, double, (d_output.double(), None)))
-    bits = kernels.operands(trial.dtype)
+    bits = kernels.operands(trial.dtype, "forward" if forward else "backward")
     rounded = {} if bits is None else rounding.errors(problem, bits, exact, () if forward else (d_output, None))
 
     def checked() -> Results:

@@ -108,9 +108,9 @@ class Inputs:
         tensors = self.q, self.k, self.v, self.g, self.u, cu_seqlens, initial_state
         return RECURRENCE.checked(self.variant, tensors, (None, False, True))
 
-    def in_place(self, pool: Tensor, slots: Tensor | None = None) -> Advance:
-        """The problem that implementations get for a step of these tokens from rows of a pool."""
-        tensors = self.q, self.k, self.v, self.g, self.u, None, slots, pool
+    def in_place(self, pool: Tensor, slots: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Advance:
+        """The problem that implementations get for an update of rows of a pool by these tokens."""
+        tensors = self.q, self.k, self.v, self.g, self.u, cu_seqlens, slots, pool
         return ADVANCE.checked(f"advance({self.variant!r})", tensors, (None,))
 
     def first(self, tokens: int) -> Inputs:

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from ..call.derivatives import Tensors, gradients_of
-from ..recurrence.declaration import Recurrence
+from ..recurrence import chunkwise
+from ..recurrence.advance import CHUNK, advance_by
+from ..recurrence.declaration import Advance, Recurrence
 from ..recurrence.gradients import Gradients
 from .oracle import by_result, error
 
-CHUNK = 64
 LEVELS = (32, 16, 8, 4, 2, 1)
 """L: half of the length of a level's blocks."""
 
@@ -88,6 +89,11 @@ def forward(problem: Recurrence, bits: int) -> tuple[Tensor, Tensor]:
     if of_states:
         output = output + torch.stack(of_states, 2)
     return p.back_in_time(p.scale * output.flatten(2, 3)[:, :, :T].transpose(1, 2), S)
+
+
+def advance(problem: Advance, bits: int) -> Tensor:
+    """The output of an update in place, in float64: pieces of 64 tokens by ``forward``, the other tokens without rounding."""
+    return advance_by(lambda p: forward(p, bits) if p.sizes["T"] == CHUNK else chunkwise.forward(p), problem)
 
 
 def errors(problem: Recurrence, bits: int, exact: dict[str, Tensor], d_results: Tensors = ()) -> dict[str, float]:

@@ -17,7 +17,7 @@ from ..call.derivatives import Tensors
 from ..call.implementation import Implementation, Mode, Upstream
 from ..call.operator import Operator
 from ..call.problem import Problem
-from ..recurrence.declaration import Recurrence, state_dtype
+from ..recurrence.declaration import Advance, Recurrence, state_dtype
 from ..recurrence.operators import ADVANCE, RECURRENCE
 from ..softmax.operators import ATTENTION
 from . import oracle, rounding
@@ -176,7 +176,15 @@ class Comparison:
 
     def _rounded(self, one: Implementation) -> dict[str, float]:
         """Errors from rounded operands of the products, by result; empty if the implementation does not round them."""
-        bits = one.operands(self.dtype)
+        bits = one.operands(self.dtype, self.operator.mode)
+        if bits is not None and isinstance(self.problem, Advance):
+            double = {
+                name: x.double() for name, x in zip(self.operator.names, self.problem.tensors) if x is not None and x.is_floating_point()
+            }
+            with torch.no_grad():
+                problem = self.problem.with_tensors(double)
+                found = {"output in place": rounding.advance(problem, bits), "states in place": problem.state}
+            return {name: oracle.error(x, self.exact[name]) for name, x in found.items()}
         if bits is None or not isinstance(self.problem, Recurrence):
             return {}
         return rounding.errors(self.problem, bits, self.exact, self.d_results)

@@ -94,7 +94,7 @@ def hold(x: Inputs, impl: str, packed: torch.Tensor | None = None, reverse: bool
     """Every result within its budget: that of float32 arithmetic, one rounding of the result, and twice the error of the formula
     with operands as rounded as the implementation's. (There sequences are not packed: it rounds the same operands.)"""
     wanted = exact(x, chunkwise.forward, packed, reverse)
-    bits = FAMILY.named(impl).operands(x.q.dtype)
+    bits = FAMILY.named(impl).operands(x.q.dtype, "forward")
     rounded = {}
     if bits is not None:
         found, same = (exact(x, formula, None, reverse) for formula in (partial(rounding.forward, bits=bits), chunkwise.forward))

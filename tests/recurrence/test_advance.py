@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from canonical import Sequences, check, packed, part_of
 from cases import NAMES, Case, draw
 from pools import pool_of
 
@@ -17,25 +18,11 @@ PIECES = Case("", B=1, T=150, H=2, K=20, V=36, state=False)
 POOLS = [(FLOAT32, "contiguous"), (FLOAT32, "gaps"), (FLOAT64, "heads first"), (BFLOAT16, "contiguous"), (FLOAT16, "gaps")]
 
 
-def tokens_of(case, tensors, begin, end):
-    """The arguments for a span of the tokens, by name."""
-    constant = {"u"} if "T" in case.row.decay else {"u", "g"}
-    return {name: x if x is None or name in constant else x[:, begin:end] for name, x in tensors.items() if name != "initial_state"}
-
-
-def packed(case, *calls):
-    """Arguments of several calls, one after another on the token axis, and their offsets."""
-    ends = torch.tensor([0, *(one["q"].shape[1] for one in calls)]).cumsum(0)
-    shared = {"u"} if "T" in case.row.decay else {"u", "g"}
-    joined = {name: x if x is None or name in shared else torch.cat([one[name] for one in calls], 1) for name, x in calls[0].items()}
-    return joined | {"cu_seqlens": ends}
-
-
 def walk(case, impl, cuts, pool):
     """The output of one sequence in row 2 of a pool, cut at these tokens."""
     tensors, outputs = draw(case), []
     for begin, end in pairwise([0, *cuts, case.T]):
-        arguments = packed(case, tokens_of(case, tensors, begin, end))
+        arguments = packed(case, part_of(case, tensors, begin, end))
         outputs.append(ps.advance(case.variant, **arguments, state=pool, slots=torch.tensor([2]), impl=impl))
     return torch.cat(outputs, 1)
 
@@ -65,13 +52,49 @@ def test_other_rows_change_no_bit(variant, impl, dtype, layout):
     tensors, (pool, _) = draw(case), pool_of(4, case, dtype, layout)
     before = pool.clone()
     spans = [(0, 70), (0, 0), (0, case.T), (0, 3)]
-    arguments = packed(case, *(tokens_of(case, tensors, *span) for span in spans))
+    arguments = packed(case, *(part_of(case, tensors, *span) for span in spans))
     output = ps.advance(variant, **arguments, state=pool, slots=torch.tensor([0, 3, 2, -1]), impl=impl)
     assert torch.equal(output[:, 70 : 70 + case.T], wanted)
     assert torch.equal(pool[2], wanted_pool[2])
     assert torch.equal(pool[[1, 3]], before[[1, 3]])
     assert not torch.equal(pool[0], before[0])
     assert not output[:, -3:].any()
+
+
+LENGTHS, SHORT = (131, 0, 64, 5, 70), (67, 0, 64, 3)
+RANDOM = [
+    (FLOAT32, FLOAT32, "contiguous", False),
+    (FLOAT32, FLOAT16, "gaps", True),
+    (BFLOAT16, BFLOAT16, "heads first", False),
+    (FLOAT16, FLOAT32, "gaps", True),
+    (FLOAT64, FLOAT64, "contiguous", False),
+]
+"""Dtypes of inputs and pool, the pool's layout, and whether the inputs have gaps."""
+
+
+def random_calls(variant, dtype, pool, layout, strided, lengths):
+    case = Case(variant, B=1, T=sum(lengths), H=2, K=5, V=7, dtype=dtype, strided=strided, gate="mixture", state=False)
+    return Sequences(case, lengths, pool, layout)
+
+
+TAKEN = [(impl, one) for impl in NAMES for one in RANDOM if impl != "cpu" or one[0] != FLOAT64]
+
+
+@pytest.mark.parametrize(("impl", "options"), TAKEN, ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_random_calls_equal_each_sequence_alone(variant, impl, options):
+    """Random cuts, rows, orders and slots, decode steps among them. Rows of one length share torch's products if not packed."""
+    check(random_calls(variant, *options, LENGTHS), impl, range(2), batches=impl not in ("chunkwise", "parallel"))
+
+
+EVERY = [(name, one) for name in VARIANTS for one in (*RANDOM[:2], RANDOM[3]) if (name, one) != ("rwkv6", RANDOM[1])]
+INTERPRETED = [("rwkv6", RANDOM[1]), *(pytest.param(*one, marks=pytest.mark.slow) for one in EVERY)]
+
+
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")
+@pytest.mark.parametrize(("variant", "options"), INTERPRETED, ids=str)
+def test_random_calls_of_triton_equal_each_sequence_alone(variant, options):
+    check(random_calls(variant, *options, SHORT), "triton_recurrent", range(1))
 
 
 @pytest.mark.parametrize("dtype", [FLOAT16, BFLOAT16, FLOAT32, FLOAT64], ids=str)
@@ -88,7 +111,7 @@ def test_rows_without_tokens_leave_the_pool_unchanged(lengths, slots, impl, dtyp
     before = pool.clone()
     slots = None if slots is None else torch.tensor(slots, dtype=torch.int64)
     ends = torch.tensor([0, *lengths]).cumsum(0)
-    arguments = tokens_of(case, draw(case), 0, sum(lengths)) | {"cu_seqlens": ends}
+    arguments = part_of(case, draw(case), 0, sum(lengths)) | {"cu_seqlens": ends}
     output = ps.advance("gla", **arguments, state=pool, slots=slots, impl=impl)
     assert output.shape == (1, sum(lengths), case.H, case.V)
     assert not output.any()
@@ -120,7 +143,7 @@ def test_a_refused_call_leaves_the_pool_unchanged(reason, impl, dtype):
     """The first call, and one that is equal to a valid one in all but values."""
     changed, said = REFUSED[reason]
     pool, _ = pool_of(ROWS, STEP, dtype)
-    arguments = tokens_of(STEP, draw(STEP), 0, STEP.T) | {"slots": torch.tensor([3, 0]), "state": pool, "impl": impl}
+    arguments = part_of(STEP, draw(STEP), 0, STEP.T) | {"slots": torch.tensor([3, 0]), "state": pool, "impl": impl}
     for _ in range(2):
         before = pool.clone()
         with pytest.raises(ps.InvalidArgument, match=said):
@@ -145,7 +168,7 @@ def test_inputs_beside_the_pool_in_one_memory(impl):
 @pytest.mark.parametrize("name", list("qkvgu"))
 def test_inputs_inside_the_pool_are_refused(name, impl):
     pool = -pool_of(ROWS, STEP, FLOAT32)[0].abs()
-    before, tensors = pool.clone(), tokens_of(STEP, draw(STEP), 0, STEP.T)
+    before, tensors = pool.clone(), part_of(STEP, draw(STEP), 0, STEP.T)
     for at in (0, 1, pool.numel() - tensors[name].numel()):
         inside = pool.as_strided(tensors[name].shape, tensors[name].stride(), at)
         with pytest.raises(ps.RangeError, match=f"state must be in memory of its own, .* got memory of {name}"):

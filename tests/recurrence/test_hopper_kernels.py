@@ -4,11 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import Case, draw, oracle, problem_of, upstream
+from cases import Case, draw, offsets, oracle, problem_of, upstream
 from emulated import gluon
+from pools import pool_of
 
+import penstock as ps
 from penstock.gpu.target import Target
-from penstock.recurrence.triton import hopper, plan
+from penstock.recurrence.operators import ADVANCE
+from penstock.recurrence.triton import hopper, in_place, plan
 
 pytestmark = [
     pytest.mark.skipif(hopper.kernels() is None, reason="the Gluon of this Triton does not fit the kernels"),
@@ -61,3 +64,46 @@ def test_equal_the_oracle(case):
     found = gluon.run(made, tensors, problem.sizes)
     names = ["dq", "dk", "dv", "dg", *(["du"] if case.row.bonus else []), *(["d_initial_state"] if case.state else [])]
     check(found | {"dinitial_state": found.get("d_initial_state")}, case, [name.replace("d_initial", "dinitial") for name in names])
+
+
+UPDATES = [
+    ("rwkv6", (70, 3, 128, 0, 64), (4, 0, -1, 2, 5), torch.float32, "gaps", "mixture"),
+    ("gla", (64, 130, 63), (1, 3, 0), torch.bfloat16, "contiguous", "logsigmoid"),
+    ("rwkv5", None, None, torch.float16, "contiguous", "logsigmoid"),
+]
+"""Variant, lengths of packed sequences, slots, dtype and layout of the pool, gate."""
+
+
+@pytest.mark.parametrize(("variant", "lengths", "slots", "pool", "layout", "gate"), UPDATES)
+def test_pieces_are_updated_in_place(variant, lengths, slots, pool, layout, gate):
+    """The first launch of an update: whole pieces of 64 tokens. Other rows of the pool and tokens behind the pieces are not touched."""
+    case = replace(OF, variant=variant, lengths=lengths, B=2, T=64, H=1, gate=gate, state=False)
+    tensors, rows = draw(case), 6 if slots else 2
+    state, memory = pool_of(rows, case, pool, layout)
+    slots = None if slots is None else torch.tensor(slots)
+    given = tensors | {"cu_seqlens": offsets(case), "slots": slots, "state": state}
+    problem = ADVANCE.checked(f"advance({variant!r})", [given.get(name) for name in ADVANCE.names], (None,))
+    made = in_place.advance_plan(problem, H200)
+    assert made.launches[0].kernel is hopper.kernels()[0]
+    del made.launches[1:]
+    wanted, before = state.double(), memory.clone()
+    touched = torch.zeros(rows, dtype=torch.bool)
+    output = gluon.run(made, {name: problem.q if x is None else x for name, x in given.items()}, problem.sizes)["output"]
+    spans = [(n, 0, 64) for n in range(2)] if lengths is None else [(0, *span) for span in problem.spans()]
+    for n, (row, begin, end) in enumerate(spans):
+        slot, end = n if slots is None else int(slots[n]), begin + (end - begin) // 64 * 64
+        if slot < 0 or begin == end:
+            continue
+        touched[slot] = True
+        part = {name: x if x is None or x.dim() < 4 else x[row : row + 1, begin:end].double() for name, x in tensors.items()}
+        part |= {name: None if part[name] is None else part[name].double() for name in ("g", "u")}
+        one = wanted[slot : slot + 1].clone()
+        expected = ps.advance(variant, *(part[name] for name in ("q", "k", "v", "g", "u")), state=one, impl="reference")
+        wanted[slot] = one[0]
+        assert (output[row, begin:end].double() - expected[0]).norm() <= BUDGET * expected.norm()
+    assert (state.double() - wanted)[touched].norm() <= BUDGET * wanted[touched].norm()
+    state[touched] = before.new_tensor(0)
+    after = memory.clone()
+    memory.copy_(before)
+    state[touched] = before.new_tensor(0)
+    assert torch.equal(after, memory)

@@ -129,3 +129,36 @@ def test_chunked_kernels_refuse_updates_in_place_and_large_states():
     arguments = [t[name] for name in ("q", "k", "v", "g", "u")]
     with pytest.raises(ps.ImplementationRefused, match="no form that works in place"):
         ps.decode_step("gla", *arguments, state=t["initial_state"], impl="triton_chunkwise")
+
+
+@pytest.mark.parametrize("slots", [torch.tensor([4, -1, 0]), *slow(None)], ids=["slots", "rows in order"])
+@pytest.mark.parametrize("variant", ["rwkv6", *slow("simple_gla")])
+def test_updates_by_views_equal_those_by_copies(variant, slots):
+    """Slices of rows in time, and tensors with other strides, are copied for the chunk kernel: bit for bit the same."""
+    case = Case(variant, B=3, T=68, H=1, K=16, V=16, state=False)
+    t, pool = draw(case), torch.randn(3 if slots is None else 5, 1, 16, 16)
+    constant = {name: t.pop(name) for name in ("u", "initial_state")}
+    found = []
+    for view in (lambda x: x[:, 3:].clone(), lambda x: x[:, 3:], lambda x: x[:, 3:].transpose(1, -2).contiguous().transpose(1, -2)):
+        state, given = pool.clone(), {name: None if x is None else view(x) for name, x in t.items()}
+        output = ps.advance(variant, **given, u=constant["u"], state=state, slots=slots, impl="triton_recurrent")
+        found.append((output, state))
+    assert all(torch.equal(one, other) for pair in found[1:] for one, other in zip(pair, found[0]))
+
+
+@pytest.mark.parametrize("variant", ["gla", *slow("retention")])
+def test_states_of_more_than_256_key_channels_are_updated_token_by_token(variant):
+    """Decays stay pending within pieces of 64 tokens only: cuts between them change no bit."""
+    case = Case(variant, B=1, T=130, H=1, K=300, V=4, state=False)
+    t, pool = draw(case), torch.randn(1, 1, 300, 4)
+    wanted, exact = pool.clone(), pool.double()
+    given = {name: t[name] for name in ("q", "k", "v", "g")}
+    whole = ps.advance(variant, **given, state=wanted, impl="triton_recurrent")
+    doubles = {name: x.double() for name, x in given.items()}
+    assert torch.allclose(whole.double(), ps.advance(variant, **doubles, state=exact, impl="reference"), rtol=1e-5, atol=1e-5)
+    parts = []
+    for begin, end in ((0, 64), (64, 129), (129, 130)):
+        part = {name: x if variant == "retention" and name == "g" else x[:, begin:end] for name, x in given.items()}
+        parts.append(ps.advance(variant, **part, state=pool, impl="triton_recurrent"))
+    assert torch.equal(torch.cat(parts, 1), whole)
+    assert torch.equal(pool, wanted)

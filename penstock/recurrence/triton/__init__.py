@@ -55,7 +55,7 @@ def _chunkwise_avoids(p: Tokens, mode: Mode) -> str | None:
     return "it runs under the interpreter" if interpreting() else None
 
 
-def _operands(dtype: torch.dtype) -> int | None:
+def _operands(dtype: torch.dtype, mode: Mode) -> int | None:
     """bfloat16 has 8 significant bits, TF32 has 11."""
     if interpreting() or (torch.version.hip and dtype != torch.bfloat16):
         return None
@@ -99,15 +99,21 @@ def _advance(p: Advance) -> Tensor:
     return p.v.new_zeros(p.v.shape) if nothing(p) else _launch().advance(p)
 
 
+def _recurrent_operands(dtype: torch.dtype, mode: Mode) -> int | None:
+    """In place, pieces of 64 tokens are computed by a chunk kernel."""
+    return _operands(dtype, mode) if mode == "advance" else None
+
+
 RECURRENT = Implementation(
     name="triton_recurrent",
-    summary="token-serial Triton kernels; one launch, states of a pool in place",
+    summary="token-serial Triton kernels; in place with a chunkwise launch for pieces of 64 tokens",
     forward=_recurrent_forward,
     backward=_recurrent_backward,
     advance=_advance,
     available=unavailable,
     refuses=_recurrent_refuses,
     avoids=_recurrent_avoids,
+    operands=_recurrent_operands,
 )
 CHUNKWISE = Implementation(
     name="triton_chunkwise",

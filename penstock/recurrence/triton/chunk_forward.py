@@ -18,7 +18,21 @@ import triton
 import triton.language as tl
 
 from ...gpu.tiles import product, slot_of, tile, tokens_of
-from .tiles import CHANNEL, NONE, SCALAR, SUITS, constant_decay, factors, read_factors, rest_factors, scalar_sums, subchunk, triangle
+from .tiles import (
+    CHANNEL,
+    NONE,
+    SCALAR,
+    SUITS,
+    constant_decay,
+    factors,
+    read_factors,
+    rest_factors,
+    rounded,
+    scalar_sums,
+    sequence_with_pieces,
+    subchunk,
+    triangle,
+)
 
 
 @triton.jit
@@ -40,12 +54,12 @@ def weights_by_subchunks(
 
 @triton.jit(do_not_specialize=["N", "T", "L"])
 def penstock_chunk_fwd(
-    q, k, v, g, u, ones, initial_state, output, final_state, chunk_states, resume, cu_seqlens, scale, N, T, L, H,
+    q, k, v, g, u, ones, initial_state, output, final_state, chunk_states, resume, cu_seqlens, slots, scale, N, T, L, H,
     q_b, q_t, q_h, q_k, k_b, k_t, k_h, k_k, v_b, v_t, v_h, v_v, g_b, g_t, g_h, g_k, u_h, u_k, s_n, s_h, s_k, s_v,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, SEGMENTS: tl.constexpr,
     DECAY: tl.constexpr, STATIC: tl.constexpr, PREVIOUS: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, EVERY: tl.constexpr,
     PACKED: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr, LIMIT: tl.constexpr, STAGES: tl.constexpr,
-    HALVES: tl.constexpr, EXACT: tl.constexpr,
+    HALVES: tl.constexpr, EXACT: tl.constexpr, PIECE: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence, head, block of V); if SEGMENTS (segment of L tokens, head, block of V), and initial states are per segment.
 
@@ -55,6 +69,10 @@ def penstock_chunk_fwd(
     chunk it stores its state, and the token in ``resume`` [programs]. The next launch resumes there if tokens are left: with HALVES,
     it computes long chunks as two chunks of C tokens each, and stops at the first half whose decay is too strong. The last launch is
     EXACT: for any decay. So the rare case costs the frequent case no registers and no branches.
+
+    PIECE > 0: updates in place (see ``in_place.py``). The states are rows of a pool, with SLOTS row ``slots[n]``. Only whole pieces of
+    PIECE tokens are processed, in one launch, which is EXACT. Behind each piece the state is rounded to the pool's dtype. If PACKED, the
+    programs are those of the sequences that have a piece, at most T // PIECE.
     """
     W: tl.constexpr = 2 * C if HALVES else C
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -63,10 +81,20 @@ def penstock_chunk_fwd(
     vb = pid % NV
     h = (pid // NV % H).to(tl.int64)
     slot = pid // NV // H
+    if PIECE > 0 and PACKED:
+        slot = sequence_with_pieces(slot, cu_seqlens, N, PIECE)
+        if slot == N:
+            return
     n, b, row, step, begin, done, tokens = tokens_of(slot, cu_seqlens, N, T, L, SEGMENTS, PACKED, REVERSE)
     if EVERY > 0:
         first_kept = slot_of(n, begin, done, T, EVERY, PACKED).to(tl.int64)
     slot = slot.to(tl.int64)
+    if PIECE > 0:
+        tokens = tokens // PIECE * PIECE
+        if SLOTS:
+            slot = tl.load(slots + n).to(tl.int64)
+        if tokens == 0 or slot < 0:
+            return
 
     zero = tl.zeros((), tl.int64)
     i = tl.arange(0, C)
@@ -80,9 +108,9 @@ def penstock_chunk_fwd(
     inside = (dk < K)[:, None] & (dv < V)[None, :]
     start = 0
     first = initial_state + slot * s_n + h * s_h + dk[:, None] * s_k + dv[None, :] * s_v
-    last = final_state + ((slot * H + h) * K + dk[:, None]) * V + dv[None, :]
+    last = first if PIECE > 0 else final_state + ((slot * H + h) * K + dk[:, None]) * V + dv[None, :]
     left_behind = first if SEGMENTS else last
-    if HALVES or EXACT:
+    if HALVES or (EXACT and PIECE == 0):
         start = tl.load(resume + pid)
         if start >= tokens:
             return
@@ -158,10 +186,13 @@ def penstock_chunk_fwd(
         O = (O + product(A, Vt, PRECISION)) * scale
         mask = live[:, None] & (dv < V)[None, :]
         tl.store(output + (at * H * V) + (i * step)[:, None] * (H * V) + dv[None, :], O.to(output.dtype.element_ty), mask=mask)
+        if PIECE > 0:
+            if (t + C) % PIECE == 0:
+                S = rounded(S, final_state)
 
     if DECAY == CHANNEL and not EXACT:
         tl.store(resume + pid, suited)
         if FINAL and suited >= tokens:
-            tl.store(last, S, mask=inside)
+            tl.store(last, S.to(final_state.dtype.element_ty), mask=inside)
     elif FINAL:
-        tl.store(last, S, mask=inside)
+        tl.store(last, S.to(final_state.dtype.element_ty), mask=inside)

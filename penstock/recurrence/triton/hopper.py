@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...gpu.hopper import Tile, modules, tiled
 from ...gpu.target import Target
-from ..declaration import Recurrence
+from ..declaration import Advance, Recurrence, Tokens
 from .table import KernelConfig
 
 FORM = "hopper"
@@ -49,7 +49,7 @@ class Forward(NamedTuple):
     constants: dict[str, Any]
 
 
-def forward(p: Recurrence, config: KernelConfig, target: Target, precision: str) -> Forward | None:
+def forward(p: Recurrence | Advance, config: KernelConfig, target: Target, precision: str) -> Forward | None:
     """The forward kernel and its launch if the table selects it and it supports this problem, or None."""
     K, V = p.sizes["K"], p.sizes["V"]
     found = kernels() if config.BV == BV and V % BV == 0 and _suits(p, config, target, precision) else None
@@ -74,7 +74,7 @@ def backward(p: Recurrence, config: KernelConfig, target: Target, precision: str
     return found and found[1]
 
 
-def _suits(p: Recurrence, config: KernelConfig, target: Target, precision: str, *d_output: Tensor) -> bool:
+def _suits(p: Recurrence | Advance, config: KernelConfig, target: Target, precision: str, *d_output: Tensor) -> bool:
     """Whether the call has decays per channel, bfloat16 products, and tensors that the tensor memory accelerator can copy."""
     sizes = p.sizes
     return (
@@ -88,7 +88,7 @@ def _suits(p: Recurrence, config: KernelConfig, target: Target, precision: str, 
     )
 
 
-def decays_in_tiles(p: Recurrence) -> bool:
+def decays_in_tiles(p: Tokens) -> bool:
     """Whether the tensor memory accelerator can copy the decays too."""
     return p.g is not None and "T" in p.variant.decay and tiled(p.g)
 

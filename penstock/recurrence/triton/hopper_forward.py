@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...gpu.hopper_tiles import exp2, meet, zeroed_behind
+from ...gpu.hopper_tiles import exp2, meet, plus, zeroed_behind
 from ...gpu.tiles import LOG2E, slot_of, tokens_of
 from .hopper_dyadic import around, between, factored, flat, grouped, spread, widened
 
@@ -208,14 +208,14 @@ def pairs(x, n: gl.constexpr, layout: gl.constexpr):
 def walk(
     tiles, ring, S_all, x_s, sides, bars, place, memory, steps, bonus, scale, H,
     K: gl.constexpr, V: gl.constexpr, PREVIOUS: gl.constexpr, INITIAL: gl.constexpr, FINAL: gl.constexpr, EVERY: gl.constexpr,
-    STAGES: gl.constexpr,
+    STAGES: gl.constexpr, NARROW: gl.constexpr,
 ):  # fmt: skip
     """The 4 warps that hold the state and compute the products."""
     _, _, _, v_tiles, o_tiles = tiles
     q_s, k_s, v_s = ring
     row, _, value_column, chunks, tokens = place
     first, last, kept, output = memory
-    s_k, s_v = steps
+    s_k, s_v, f_k, f_v = steps
     u, u_k, u_s = bonus
     _, total_s, _ = sides
     loaded, full, empty, ready, _ = bars
@@ -307,6 +307,8 @@ def walk(
         S = warpgroup_mma(k.permute((1, 0)), v, S, is_async=True)
         O, A_0, A_1, A_2, A_3, S = warpgroup_mma_wait(0, [O, A_0, A_1, A_2, A_3, S])
         released(3, x_s, empty)
+        if NARROW:
+            S = S.to(first.dtype.element_ty).to(gl.float32)
         O = O.to(gl.bfloat16)
         if t + C <= tokens:
             v.store(O)
@@ -316,30 +318,67 @@ def walk(
         else:
             gl.store(output + (t + i)[:, None] * (H.to(gl.int64) * V) + j[None, :], O, mask=(t + i < tokens)[:, None])
     if FINAL:
-        gl.store(last + dk[:, None] * V + j[None, :], S)
+        gl.store(last + dk[:, None] * f_k + j[None, :] * f_v, S.to(last.dtype.element_ty))
     tma.store_wait(0)
+
+
+@gluon.jit
+def sequence_with_pieces(rank, cu_seqlens, N, PIECE: gl.constexpr):
+    """See the plain kernels' function of this name."""
+    layout: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
+    found = rank * 0 + N
+    before = rank * 0
+    i = gl.arange(0, 256, layout)
+    for first in range(0, N, 256):
+        begin = gl.load(cu_seqlens + first + i, mask=first + i < N, other=0)
+        end = gl.load(cu_seqlens + first + i + 1, mask=first + i < N, other=0)
+        long = (end - begin >= PIECE).to(gl.int32)
+        wanted = (long == 1) & (before + gl.associative_scan(long, 0, plus) == rank + 1)
+        found += gl.sum(gl.where(wanted, first + i - N, 0), 0)
+        before += gl.sum(long, 0)
+    return found
 
 
 @gluon.jit(do_not_specialize=["N", "T", "L", "H"])
 def penstock_chunk_fwd_hopper(
-    q_tiles, k_tiles, v_tiles, o_tiles, g_tiles, g, u, initial_state, output, final_state, chunk_states, cu_seqlens, scale, N, T, L, H,
+    q_tiles, k_tiles, v_tiles, o_tiles, g_tiles, g, u, initial_state, output, final_state, chunk_states, cu_seqlens, slots,
+    scale, N, T, L, H,
     g_b, g_t, g_h, g_k, u_h, u_k, s_n, s_h, s_k, s_v,
     K: gl.constexpr, V: gl.constexpr, SEGMENTS: gl.constexpr, PREVIOUS: gl.constexpr, INITIAL: gl.constexpr, FINAL: gl.constexpr,
     EVERY: gl.constexpr, PACKED: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, WARPS: gl.constexpr,
-    REGISTERS: gl.constexpr, TILED: gl.constexpr,
+    REGISTERS: gl.constexpr, TILED: gl.constexpr, PIECE: gl.constexpr, ROWS_GIVEN: gl.constexpr, NARROW: gl.constexpr,
 ):  # fmt: skip
-    """Program (sequence or segment, head, block of V). ``prepare`` has WARPS warps, with REGISTERS registers per thread."""
+    """Program (sequence or segment, head, block of V). ``prepare`` has WARPS warps, with REGISTERS registers per thread.
+
+    PIECE > 0: updates in place, see ``in_place.py`` and the plain kernel. NARROW: the pool has 16 bits, to which states are rounded.
+    """
     NV: gl.constexpr = V // C
     pid = gl.program_id(0)
     vb = pid % NV
     slot = pid // NV // H
     h = pid // NV % H
+    if PIECE > 0 and PACKED:
+        slot = sequence_with_pieces(slot, cu_seqlens, N, PIECE)
+        if slot == N:
+            return
     n, b, row, _, begin, behind, tokens = tokens_of(slot, cu_seqlens, N, T, L, SEGMENTS, PACKED, False)
-    chunks = (gl.maximum(tokens, 0) + (C - 1)) // C
     head = h.to(gl.int64)
-    state = (slot.to(gl.int64) * H + head) * (K * V) + vb * C
-    first = initial_state + slot.to(gl.int64) * s_n + head * s_h + vb * C * s_v
-    last = final_state + state
+    owner = slot.to(gl.int64)
+    f_k = V
+    f_v = 1
+    last = final_state + (owner * H + head) * (K * V) + vb * C
+    if PIECE > 0:
+        tokens = tokens // PIECE * PIECE
+        if ROWS_GIVEN:
+            owner = gl.load(slots + n).to(gl.int64)
+        if tokens == 0 or owner < 0:
+            return
+    chunks = (gl.maximum(tokens, 0) + (C - 1)) // C
+    first = initial_state + owner * s_n + head * s_h + vb * C * s_v
+    if PIECE > 0:
+        last = first
+        f_k = s_k
+        f_v = s_v
     kept = chunk_states
     if EVERY > 0:
         kept += (slot_of(n, begin, behind, T, EVERY, PACKED).to(gl.int64) * H + head) * (K * V) + vb * C
@@ -382,12 +421,12 @@ def penstock_chunk_fwd_hopper(
     tiles = (q_tiles, k_tiles, g_tiles, v_tiles, o_tiles)
     place = (row, key_column, value_column, chunks, tokens)
     memory = (first, last, kept, output)
-    steps = (s_k, s_v)
+    steps = (s_k, s_v, f_k, f_v)
     bonus = (u, u_k, u_s)
     gl.warp_specialize(
         [
             (walk, (tiles, ring, S_s, x_s, sides, bars, place, memory, steps, bonus, scale, H,
-                    K, V, PREVIOUS, INITIAL, FINAL, EVERY, STAGES)),
+                    K, V, PREVIOUS, INITIAL, FINAL, EVERY, STAGES, NARROW)),
             (prepare, (g, tiles, ring, x_s, sides, bars, place, scale, g_t, g_k, K, TILED, PREVIOUS, STAGES)),
         ],
         [WARPS],

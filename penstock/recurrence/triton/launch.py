@@ -8,7 +8,7 @@ from ...gpu import launch
 from ...gpu.plan import dense
 from ..declaration import Advance, Recurrence, Tokens
 from ..gradients import Gradients, summed
-from . import plan
+from . import in_place, plan
 from .table import target
 
 Inputs = dict[str, Tensor | None]
@@ -36,9 +36,11 @@ def recurrent_forward(p: Recurrence) -> tuple[Tensor, Tensor]:
 
 
 def advance(p: Advance) -> Tensor:
-    """Output, token by token; one launch, which updates the states in place."""
+    """Output; the states are updated in place: whole pieces of 64 tokens by chunks, the other tokens one by one."""
+    if in_place.pieces(p):
+        p = in_place.arranged(p)
     tensors = _tokens(p) | {"state": p.state, "slots": dense(p.slots)}
-    return launch.run("advance", p, target(p.q.device), lambda at: plan.recurrent_forward_plan(p, at), tensors)["output"]
+    return launch.run("advance", p, target(p.q.device), lambda at: in_place.advance_plan(p, at), tensors)["output"]
 
 
 def chunk_backward(

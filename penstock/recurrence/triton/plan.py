@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...gpu.plan import Plan, Size, Sizes, chunks, contiguous, strides
 from ...gpu.target import Target, power, precision
-from ..declaration import Advance, Recurrence, Tokens
+from ..declaration import Recurrence, Tokens
 from . import chunk_backward, chunk_forward, hopper, recurrent, segments, tiles
 from .table import DECAYS, LEAST, READS, KernelConfig, Key, config
 
@@ -67,6 +67,11 @@ class Call(NamedTuple):
     def pending(self) -> bool:
         """Whether the token-serial kernels keep decays pending. Always for packed sequences: the host does not know their lengths."""
         return self.decay != NONE and (self.packed or self.T > FEW)
+
+    @property
+    def cuda(self) -> bool:
+        """Whether kernels are compiled for a GPU of NVIDIA."""
+        return self.target.arch.startswith("sm_")
 
     @property
     def flags(self) -> dict[str, Any]:
@@ -142,7 +147,8 @@ def _given(name: str, x: Tensor | None, instead: str) -> str:
     return name if x is not None else instead
 
 
-def _bonus(p: Tokens) -> tuple[int, ...]:
+def bonus(p: Tokens) -> tuple[int, ...]:
+    """The strides of u."""
     return p.u.stride() if p.u is not None else (0, 0)
 
 
@@ -234,16 +240,18 @@ def chunk_forward_plan(p: Recurrence, target: Target, keep: bool = False) -> Pla
         in_tiles: tuple[str, ...] = ("g" if kernel.constants["TILED"] else "q",) if done else ()
         plan.launch(
             kernel.kernel, c.programs(walked, grid),
-            ("q", "k", "v", output, *in_tiles, "g", "u", first, output, final, chunk_states, *[resume] * (not done), "cu_seqlens"),
-            (*numbers, *c.gate, *_bonus(p), *steps), 4, kernel.tiles, kernel.registers,
-            K=c.K, V=c.V, PACKED=c.packed, **flags, **kernel.constants,
+            ("q", "k", "v", output, *in_tiles, "g", "u", first, output, final, chunk_states,
+             *(("cu_seqlens", "q") if done else (resume, "cu_seqlens"))),
+            (*numbers, *c.gate, *bonus(p), *steps), 4, kernel.tiles, kernel.registers,
+            K=c.K, V=c.V, PACKED=c.packed, PIECE=0, ROWS_GIVEN=False, NARROW=False, **flags, **kernel.constants,
         )  # fmt: skip
     for tokens, halves, exact in () if done else c.launches(C)[kernel is not None :]:
         plan.launch(
             chunk_forward.penstock_chunk_fwd, programs,
-            ("q", "k", "v", "g", "u", "ones", first, output, final, chunk_states, resume, "cu_seqlens"),
-            (*numbers, *strides(p.q, p.k, p.v), *c.gate, *_bonus(p), *steps), b.warps, **c.flags, BK=BK, BV=b.BV,
+            ("q", "k", "v", "g", "u", "ones", first, output, final, chunk_states, resume, "cu_seqlens", "q"),
+            (*numbers, *strides(p.q, p.k, p.v), *c.gate, *bonus(p), *steps), b.warps, **c.flags, BK=BK, BV=b.BV,
             C=tokens, REVERSE=p.reverse, **flags, STAGES=1 if exact else b.stages, HALVES=halves, EXACT=exact,
+            PIECE=0, SLOTS=False,
         )  # fmt: skip
     return plan
 
@@ -288,7 +296,7 @@ def chunk_backward_plan(
         plan.launch(
             kernel, c.programs(slots, 1),
             ("q", "k", "v", "d_output", S, dS, "g", "u", dq, dk, dv, d_gate, du, "cu_seqlens"),
-            (p.scale, _N, _T, g_b, g_h, *_bonus(p)), warps, hopper.backward_tiles(c.K), registers,
+            (p.scale, _N, _T, g_b, g_h, *bonus(p)), warps, hopper.backward_tiles(c.K), registers,
             g_t=g_t, g_k=g_k, H=c.H, K=c.K, DG=dg, PREVIOUS=c.previous, PACKED=c.packed,
         )  # fmt: skip
     for size, halves, exact in launches:
@@ -297,35 +305,26 @@ def chunk_backward_plan(
         plan.launch(
             chunk_backward.penstock_chunk_bwd, programs,
             ("q", "k", "v", "g", "u", "ones", "d_output", S, dS, dq, dk, dv, d_gate, du, todo, noted, "cu_seqlens"),
-            (p.scale, _N, _T, c.H, *strides(p.q, p.k, p.v), *c.gate, *_bonus(p), *d_output.stride()), b.warps, **c.flags,
+            (p.scale, _N, _T, c.H, *strides(p.q, p.k, p.v), *c.gate, *bonus(p), *d_output.stride()), b.warps, **c.flags,
             BK=b.BK, BV=b.BV, C=size, DG=p.g is not None and dg, PREVIOUS=c.previous, REVERSE=p.reverse, HALVES=halves, EXACT=exact,
         )  # fmt: skip
         todo = noted
     return plan
 
 
-def recurrent_forward_plan(p: Recurrence | Advance, target: Target) -> Plan:
-    """``output`` and ``final_state`` token by token. An update in place reads and writes the states of the pool instead."""
+def recurrent_forward_plan(p: Recurrence, target: Target) -> Plan:
+    """``output`` and ``final_state`` token by token."""
     plan, c = Plan(), Call.of(p, target)
-    moves = isinstance(p, Advance)
-    b = c.step_config() if moves else c.config("recurrent")
+    b, own = c.config("recurrent"), contiguous((0, c.H, c.K, c.V))
     output = plan.empty("output", lambda s: s["B"], _T, c.H, c.V, dtype=p.v.dtype)
-    own = contiguous((0, c.H, c.K, c.V))
-    if isinstance(p, Advance):
-        first = final = "state"
-        before = after = p.state.stride()
-        slots, initial, reverse = p.slots is not None, True, False
-    else:
-        final = plan.empty("final_state", _N, c.H, c.K, c.V)
-        first, initial = _given("initial_state", p.initial_state, final), p.initial_state is not None
-        before, after = p.initial_state.stride() if p.initial_state is not None else own, own
-        slots, reverse = False, p.reverse
+    final = plan.empty("final_state", _N, c.H, c.K, c.V)
+    first = p.initial_state.stride() if p.initial_state is not None else own
     plan.launch(
         recurrent.penstock_recurrent_fwd, c.programs(_N, math.ceil(c.V / b.BV)),
-        ("q", "k", "v", "g", "u", first, output, final, "cu_seqlens", "slots" if slots else "q"),
-        (p.scale, _T, c.H, *strides(p.q, p.k, p.v), *c.gate, *_bonus(p), *before, *after),
-        b.warps, K=c.K, V=c.V, BK=power(c.K), BV=b.BV, DECAY=c.decay, PREVIOUS=c.previous, INITIAL=initial, PACKED=c.packed,
-        REVERSE=reverse, SLOTS=slots, PENDING=c.pending,
+        ("q", "k", "v", "g", "u", _given("initial_state", p.initial_state, final), output, final, "cu_seqlens", "q"),
+        (p.scale, _T, c.H, *strides(p.q, p.k, p.v), *c.gate, *bonus(p), *first, *own),
+        b.warps, K=c.K, V=c.V, BK=power(c.K), BV=b.BV, DECAY=c.decay, PREVIOUS=c.previous, INITIAL=p.initial_state is not None,
+        PACKED=c.packed, REVERSE=p.reverse, SLOTS=False, PENDING=c.pending, PART=recurrent.ALL.value, PIECE=0, ONE=False, CUDA=c.cuda,
     )  # fmt: skip
     return plan
 
@@ -357,7 +356,7 @@ def recurrent_backward_plan(p: Recurrence, d_output: Tensor, d_final_state: Tens
         recurrent.penstock_recurrent_bwd, c.programs(_N, NV),
         ("q", "k", "v", "g", "u", _given("initial_state", p.initial_state, d_initial), "d_output",
          _given("d_final_state", d_final_state, d_initial), dq, dk, dv, dg, du, d_initial, kept, "cu_seqlens"),
-        (p.scale, _N, _T, c.H, lambda s: s["B"] * s["T"], *strides(p.q, p.k, p.v), *c.gate, *_bonus(p), *first, *d_output.stride(), *last),
+        (p.scale, _N, _T, c.H, lambda s: s["B"] * s["T"], *strides(p.q, p.k, p.v), *c.gate, *bonus(p), *first, *d_output.stride(), *last),
         b.warps, K=c.K, V=c.V, BK=BK, BV=b.BV, DECAY=c.decay, STATIC=c.static, PREVIOUS=c.previous, INITIAL=p.initial_state is not None,
         D_FINAL=d_final_state is not None, PACKED=c.packed, REVERSE=p.reverse, SPAN=SPAN,
         PENDING=c.pending,

@@ -14,7 +14,10 @@ import triton
 import triton.language as tl
 
 from ...gpu.tiles import LOG2E, tokens_of
-from .tiles import CHANNEL, FLOOR, NONE, SCALAR
+from .tiles import CHANNEL, FLOOR, NONE, SCALAR, rounded
+
+ALL, PIECES, REST = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # PART: the tokens that a launch processes
+LARGEST = tl.constexpr(9)  # log2 of the largest BK
 
 
 @triton.jit
@@ -113,71 +116,150 @@ def advance(S, P, rest, read, k, v, g, j, g_k, there, mine, DECAY: tl.constexpr,
     return S + kt[:, None] * vt[None, :], P, rest, read
 
 
+@triton.jit
+def sum_of_rows(x):
+    """The sum over the first axis of x [BK,BV], whose length is a power of two: the halves are added, then the halves of the result, ...
+
+    The order of the additions does not depend on the layout, so neither the number of warps nor BV changes a bit.
+    """
+    for _ in tl.static_range(LARGEST):
+        if x.shape[0] > 1:
+            x = tl.sum(tl.reshape(x, [2, x.shape[0] // 2, x.shape[1]]), 0)
+    return tl.reshape(x, [x.shape[1]])
+
+
+@triton.jit
+def after_loads(x, CUDA: tl.constexpr):
+    """x in float32, by an instruction that the compiler does not move across loads.
+
+    Else it moves x to other threads, which needs barriers, as soon as x is loaded, and the loads behind wait for it.
+    """
+    x = x.to(tl.float32)
+    if CUDA:
+        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=False, pack=1)
+    return x
+
+
+@triton.jit
+def token(
+    S, P, rest, read, q, k, v, g, output, bonus, scale, j, g_k, there, mine,
+    DECAY: tl.constexpr, PREVIOUS: tl.constexpr, PENDING: tl.constexpr, CUDA: tl.constexpr,
+):  # fmt: skip
+    """S_t from S_{t-1}, with what is pending. q, k, v, g and output are pointers to the token's; its output is stored."""
+    qt = tl.load(q, mask=there, other=0.0)
+    kt = tl.load(k, mask=there, other=0.0)
+    vt = tl.load(v, mask=mine, other=0.0)
+    if DECAY != NONE:
+        gt = log_decay(g, j, g_k, there, DECAY)
+        if DECAY == CHANNEL:
+            gt = after_loads(gt, CUDA)
+    if PREVIOUS:
+        bonus = after_loads(bonus, CUDA)
+    qt = after_loads(qt, CUDA) * scale
+    kt = after_loads(kt, CUDA)
+    vt = after_loads(vt, CUDA)
+    if PREVIOUS:
+        seen = qt * read if PENDING else qt
+        o = sum_of_rows(seen[:, None] * S) + sum_of_rows((qt * bonus * kt)[:, None]) * vt
+    if DECAY != NONE:
+        S, P, rest, read = apply_or_pend(S, P, rest, read, gt, DECAY, PENDING)
+    if PENDING:
+        kt /= read
+    S += kt[:, None] * vt[None, :]
+    if not PREVIOUS:
+        seen = qt * read if PENDING else qt
+        o = sum_of_rows(seen[:, None] * S)
+    tl.store(output, o.to(output.dtype.element_ty), mask=mine)
+    return S, P, rest, read
+
+
 @triton.jit(do_not_specialize=["T"])
 def penstock_recurrent_fwd(
     q, k, v, g, u, initial_state, output, final_state, cu_seqlens, slots, scale, T, H,
     q_b, q_t, q_h, q_k, k_b, k_t, k_h, k_k, v_b, v_t, v_h, v_v, g_b, g_t, g_h, g_k, u_h, u_k,
     s_n, s_h, s_k, s_v, f_n, f_h, f_k, f_v,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr, PREVIOUS: tl.constexpr,
-    INITIAL: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, SLOTS: tl.constexpr, PENDING: tl.constexpr,
+    INITIAL: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, SLOTS: tl.constexpr, PENDING: tl.constexpr, PART: tl.constexpr,
+    PIECE: tl.constexpr, ONE: tl.constexpr, CUDA: tl.constexpr,
 ):  # fmt: skip
-    """Program (sequence, head, block of V). With SLOTS, sequence n uses state ``slots[n]``; output is 0 if the slot is negative."""
+    """Program (sequence, head, block of V). With SLOTS, sequence n uses state ``slots[n]``.
+
+    PART: ALL tokens of sequences; or of updates in place (see ``in_place.py``) the PIECES of PIECE tokens, behind each of which the state
+    is as if stored and loaded, or the REST, where this holds behind each token. If a slot is negative, REST stores an output of 0.
+    ONE: sequences have one token. CUDA: compiled for a GPU of NVIDIA.
+    """
     NV: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0)
     dv = pid % NV * BV + tl.arange(0, BV)
     dk = tl.arange(0, BK)
     h = (pid // NV % H).to(tl.int64)
     n, b, row, step, _, _, length = tokens_of((pid // NV // H).to(tl.int64), cu_seqlens, 0, T, 0, False, PACKED, REVERSE)
+    slot = n
+    if SLOTS:
+        slot = tl.load(slots + n).to(tl.int64)
     there = dk < K
     mine = dv < V
     inside = there[:, None] & mine[None, :]
+    output += ((b * T + row) * H + h) * V + dv
+    first = length * 0
+    last = length
+    if PART == PIECES:
+        last = length // PIECE * PIECE
+    if PART == REST:
+        first = length // PIECE * PIECE
+    if PART != ALL:
+        if slot < 0:
+            if PART == REST:
+                for _t in tl.range(0, length):
+                    tl.store(output, tl.zeros((BV,), output.dtype.element_ty), mask=mine)
+                    output += H * V
+            return
+        if first == last:
+            return
+    row += first * step
     q += b * q_b + row * q_t + h * q_h + dk * q_k
     k += b * k_b + row * k_t + h * k_h + dk * k_k
     v += b * v_b + row * v_t + h * v_h + dv * v_v
     g += b * g_b + row * g_t + h * g_h
-    output += ((b * T + row) * H + h) * V + dv
-    slot = n
-    if SLOTS:
-        slot = tl.load(slots + n).to(tl.int64)
-        if slot < 0:
-            for _ in tl.range(0, length):
-                tl.store(output, tl.zeros((BV,), output.dtype.element_ty), mask=mine)
-                output += H * V
-            return
+    output += first * step * H * V
+    state = initial_state + slot * s_n + h * s_h + dk[:, None] * s_k + dv[None, :] * s_v
     if INITIAL:
-        S = tl.load(initial_state + slot * s_n + h * s_h + dk[:, None] * s_k + dv[None, :] * s_v, mask=inside, other=0.0).to(tl.float32)
+        S = tl.load(state, mask=inside, other=0.0).to(tl.float32)
     else:
         S = tl.zeros((BK, BV), tl.float32)
+    bonus = 0.0
     if PREVIOUS:
-        bonus = tl.load(u + h * u_h + dk * u_k, mask=there, other=0.0).to(tl.float32)
+        bonus = tl.load(u + h * u_h + dk * u_k, mask=there, other=0.0)
     P = nothing_pending(BK, DECAY)
     rest = P
     read = P + 1.0
-    for _ in tl.range(0, length):
-        qt = tl.load(q, mask=there, other=0.0).to(tl.float32) * scale
-        kt = tl.load(k, mask=there, other=0.0).to(tl.float32)
-        vt = tl.load(v, mask=mine, other=0.0).to(tl.float32)
-        if PREVIOUS:
-            seen = qt * read if PENDING else qt
-            o = tl.sum(seen[:, None] * S, 0) + tl.sum(qt * bonus * kt, 0) * vt
-        if DECAY != NONE:
-            S, P, rest, read = apply_or_pend(S, P, rest, read, log_decay(g, dk, g_k, there, DECAY), DECAY, PENDING)
+    if ONE:
+        S, P, rest, read = token(S, P, rest, read, q, k, v, g, output, bonus, scale, dk, g_k, there, mine, DECAY, PREVIOUS, PENDING, CUDA)
+    else:
+        for t in tl.range(first, last):
+            S, P, rest, read = token(
+                S, P, rest, read, q, k, v, g, output, bonus, scale, dk, g_k, there, mine, DECAY, PREVIOUS, PENDING, CUDA
+            )
+            if PART == REST:
+                S = rounded(S, final_state)
+            if PART == PIECES:
+                if (t + 1) % PIECE == 0:
+                    if PENDING:
+                        S = decayed(S, P, DECAY)
+                        P = nothing_pending(BK, DECAY)
+                        rest = P
+                        read = P + 1.0
+                    S = rounded(S, final_state)
+            q += q_t * step
+            k += k_t * step
+            v += v_t * step
+            g += g_t * step
+            output += H * V * step
+    if PART == ALL:
         if PENDING:
-            kt /= read
-        S += kt[:, None] * vt[None, :]
-        if not PREVIOUS:
-            seen = qt * read if PENDING else qt
-            o = tl.sum(seen[:, None] * S, 0)
-        tl.store(output, o.to(output.dtype.element_ty), mask=mine)
-        q += q_t * step
-        k += k_t * step
-        v += v_t * step
-        g += g_t * step
-        output += H * V * step
-    if PENDING:
-        S = decayed(S, P, DECAY)
-    place = final_state + slot * f_n + h * f_h + dk[:, None] * f_k + dv[None, :] * f_v
-    tl.store(place, S.to(final_state.dtype.element_ty), mask=inside)
+            S = decayed(S, P, DECAY)
+        state = final_state + slot * f_n + h * f_h + dk[:, None] * f_k + dv[None, :] * f_v
+    tl.store(state, S.to(final_state.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["N", "T", "rows"])
