@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,7 +45,7 @@ class DecodeGraphs:
         self._model, self._pool = model, pool
         self._capture = capture or self._captured
         self._graphs: dict[int, Graph] = {}
-        self._memory: object | None = None
+        self._memory: Any = None
 
     @staticmethod
     def bucket(rows: int) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..models import CausalLM
 from .graphs import DecodeGraphs
 from .invariance import padding
-from .request import Request, Sequence
+from .request import CHUNK, Request, Sequence
 from .sampler import Row, logprobs_of, sample
 from .scheduler import Work
 from .state_pool import StatePool
@@ -152,8 +152,10 @@ class Runner:
         """Log probabilities of the tokens of the prompt that follow those of a piece."""
         params, prompt = work.sequence.request.params, work.sequence.request.prompt
         following = torch.tensor(prompt[work.begin + 1 : work.end + 1], dtype=torch.int64, device=self.device)
-        assert params.prompt_logprobs is not None
-        return logprobs_of(logits[: len(following)], following, params.prompt_logprobs)
+        most = params.prompt_logprobs or 0
+        pairs = zip(logits[: len(following)].split(CHUNK), following.split(CHUNK))  # float64 copies of a chunk only are in memory
+        own, names, best = zip(*(logprobs_of(*pair, most) for pair in pairs))
+        return torch.cat(own), torch.cat(names), torch.cat(best)
 
 
 def _slot(work: Work) -> int:

@@ -128,3 +128,6 @@ def test_echo_and_log_probabilities_of_the_prompt(engine):
     wanted = [one.logprob for one in result.prompt_logprobs[1:]]
     assert [one.logprob for one in scored.prompt_logprobs[1:]] == pytest.approx(wanted, abs=1e-5)
     assert scored.tokens == []
+    for short in ("a", "ab" * 32 + "c"):  # no token follows the last one, alone in its piece
+        (scored,) = engine.generate(short, SamplingParams(max_tokens=1, prompt_logprobs=1))
+        assert len(scored.prompt_logprobs) == len(short)

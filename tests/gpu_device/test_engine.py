@@ -6,7 +6,7 @@ from architectures import model_of
 
 from penstock.engine import Engine, SamplingParams
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"), pytest.mark.timeout(600)]
 
 
 @pytest.mark.parametrize("name", ["rwkv6", "rwkv5.2", "mamba2", "gla", "retnet", "linear"])
