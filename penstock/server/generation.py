@@ -61,7 +61,7 @@ class Generation:
         self._open.close()
 
     def cancel(self) -> None:
-        """End all completions. Whoever waits for ``events`` gets an error."""
+        """End all completions; ``events`` raises then."""
         for request in self.requests:
             self._engine.cancel(request)
 

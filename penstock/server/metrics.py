@@ -53,7 +53,7 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._registry.register(EngineCollector(engine))
         self._answers = Counter("penstock_http_answers", "Answers by path and status", ["path", "status"], registry=self._registry)
-        self._disconnects = Counter("penstock_http_disconnects", "Requests whose client left early", registry=self._registry)
+        self._disconnects = Counter("penstock_http_disconnects", "Requests whose client disconnected", registry=self._registry)
         self._first = Histogram(
             "penstock_time_to_first_token_seconds", "From a request to the first token of each completion",
             buckets=FIRST, registry=self._registry,
@@ -68,7 +68,7 @@ class Metrics:
         self._answers.labels(path, str(status)).inc()
 
     def disconnected(self) -> None:
-        """Count a client that left."""
+        """Count a client that disconnected."""
         self._disconnects.inc()
 
     def tokens(self, count: int, since_begin: float, since_last: float | None) -> None:

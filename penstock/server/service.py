@@ -1,4 +1,4 @@
-"""What every endpoint needs: the engine, its texts, limits and metrics; and the rules that all requests obey."""
+"""What every endpoint needs: the engine, its texts, limits and metrics; and the checks that all requests share."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from .protocol import StateCard
 
 
 class States:
-    """The last ``most`` states that were used, in the host's memory. Names are random, so one client does not guess those of another."""
+    """The last ``most`` states that were used, in the host's memory. Names are random."""
 
     def __init__(self, engine: Engine, most: int) -> None:
         self._engine, self._most = engine, most

@@ -1,4 +1,4 @@
-"""Answers as server-sent events, and clients that leave early."""
+"""Answers as server-sent events, and clients that disconnect."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class EventStream(Response):
         self._seconds = seconds + LAST_SECONDS
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events; cancel the rest if the client leaves."""
+        """Send the events; cancel the rest if the client disconnects."""
         try:
             if not await completes(receive, self._send(send), self._seconds):
                 self._metrics.disconnected()
@@ -71,8 +71,8 @@ def encoded(piece: BaseModel) -> bytes:
 
 
 async def completes(receive: Receive, work: Coroutine[Any, Any, None], seconds: float | None = None) -> bool:
-    """Run ``work``; stop it when the client leaves, or after a time. Whether it came to its end."""
-    worker, watcher = asyncio.ensure_future(work), asyncio.ensure_future(_left(receive))
+    """Run ``work``; cancel it when the client disconnects, or after a time. Returns whether it ended by itself."""
+    worker, watcher = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(receive))
     try:
         await asyncio.wait([worker, watcher], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         if worker.done():
@@ -85,13 +85,13 @@ async def completes(receive: Receive, work: Coroutine[Any, Any, None], seconds: 
         await asyncio.gather(worker, watcher, return_exceptions=True)
 
 
-async def _left(receive: Receive) -> None:
+async def _disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def finished(request: Request, generation: Generation, metrics: Metrics) -> bool:
-    """Wait for the end of a generation; whether the client is still there."""
+    """Wait for the end of a generation; returns whether the client is still connected."""
     if await completes(request.receive, generation.finish()):
         return True
     metrics.disconnected()

@@ -32,7 +32,7 @@ def sent(body, path="/v1/completions", headers=""):
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("running_already", [False, True], ids=["waiting", "running"])
-def test_a_client_that_leaves_frees_its_slots(live, client, stream, running_already):
+def test_a_disconnect_frees_the_slots(live, client, stream, running_already):
     steps, began = live.engine.stats.generated_tokens, time.monotonic()
     connections = [live.connect() for _ in range(6)]  # more than slots
     for one in connections:
@@ -47,7 +47,7 @@ def test_a_client_that_leaves_frees_its_slots(live, client, stream, running_alre
     assert live.engine.stats.generated_tokens - steps < 6 * LONG["max_tokens"], time.monotonic() - began
 
 
-def test_a_client_of_openai_that_closes_its_stream_frees_its_slot(live, client):
+def test_closing_a_stream_of_openais_client_frees_its_slot(live, client):
     stream = client.completions.create(model="tiny", prompt="a", max_tokens=4000, stream=True, extra_body={"ignore_eos": True})
     for _, _ in zip(range(3), stream):
         pass
@@ -125,7 +125,7 @@ async def answers(port, count, body):
     return await asyncio.gather(*(one() for _ in range(count)))
 
 
-def test_of_thousands_of_requests_the_queue_takes_what_it_can_and_refuses_the_others(model):
+def test_thousands_of_requests_are_queued_or_refused_with_429(model):
     with running(model, max_queue=100) as live:
         found = asyncio.run(answers(live.port, 2000, SHORT))
         done = [one for one in found if one.startswith(b"HTTP/1.1 200 ")]
@@ -248,7 +248,7 @@ def test_a_request_ends_with_its_time(model):
         bystander(live.client)
 
 
-def test_a_client_that_does_not_read_holds_no_slot_and_is_left_after_a_time(model, monkeypatch):
+def test_a_client_that_does_not_read_keeps_no_slot_and_is_disconnected_after_a_time(model, monkeypatch):
     monkeypatch.setattr(streaming, "LAST_SECONDS", 0.5)
     with running(model, Limits(seconds=1.5)) as live, live.connect() as silent:
         silent.sendall(sent({**LONG, "stream": True, "n": 16, "logprobs": 20}))
