@@ -4,7 +4,9 @@ import itertools
 import json
 import os
 import shutil
+import signal
 import subprocess
+import tempfile
 import time
 from contextlib import contextmanager
 
@@ -68,17 +70,25 @@ class Page:
 
 
 @contextmanager
-def page(folder):
-    """A page of a new Chromium that keeps its files in ``folder``."""
+def page():
+    """A page of a new Chromium."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, _page(folder) as page:
+        yield page
+
+
+@contextmanager
+def _page(folder):
     mine, its = os.pipe(), os.pipe()  # it reads 3 and writes 4
     command = ["/bin/sh", "-c", f'exec "$@" 3</dev/fd/{mine[0]} 4>/dev/fd/{its[1]}', "sh", found(), *FLAGS, f"--user-data-dir={folder}"]
-    process = subprocess.Popen(command, pass_fds=(mine[0], its[1]), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    pipes = (mine[0], its[1])
+    quiet = subprocess.DEVNULL
+    process = subprocess.Popen(command, pass_fds=pipes, stdout=quiet, stderr=quiet, start_new_session=True)
     os.close(mine[0])
     os.close(its[1])
     try:
         yield Page(mine[1], its[0])
     finally:
-        process.terminate()
+        os.killpg(process.pid, signal.SIGKILL)  # it has several processes, which write to the folder
         process.wait(20)
         os.close(mine[1])
         os.close(its[0])

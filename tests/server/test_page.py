@@ -28,10 +28,10 @@ def text_of(name):
 
 
 @pytest.fixture
-def page(tmp_path):
+def page():
     if browser.found() is None:
         pytest.skip("no Chromium")
-    with browser.page(tmp_path) as page:
+    with browser.page() as page:
         yield page
 
 
