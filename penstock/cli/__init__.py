@@ -12,12 +12,14 @@ from typer.core import TyperGroup
 from .. import __version__
 from ..errors import PenstockError
 from .bench import bench
+from .bench_serve import bench_serve
 from .check import check
 from .convert import convert
 from .demo import demo
 from .eval import evaluate
 from .generate import generate
 from .profile import profile
+from .serve import serve
 from .train import train
 from .tune import tune
 
@@ -42,7 +44,7 @@ main = typer.Typer(
     add_completion=False,
     pretty_exceptions_show_locals=False,
     rich_markup_mode="rich",
-    help="Check, time, profile and tune the kernels of recurrent language models; train and evaluate models, and generate text.",
+    help="Check, time, profile and tune the kernels of recurrent language models; train, evaluate and serve models, and generate text.",
 )
 
 
@@ -67,6 +69,8 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "tune": tune,
     "train": train,
     "generate": generate,
+    "serve": serve,
+    "bench-serve": bench_serve,
     "eval": evaluate,
     "convert": convert,
     "demo": demo,

@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from collections.abc import Sequence as Items
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from .state_cache import CacheCounts, StateCache
 from .state_pool import StatePool
 from .states import KeptState, SequenceState, fingerprint, load_state, save_state
 from .steps import Steps
-from .streaming import Mailboxes
+from .streaming import Mailbox, Mailboxes
 
 Prompt = str | Items[int]
 
@@ -107,7 +108,7 @@ class Engine:
         runner = Runner(model, self._pool, self.vocab_size, self._block, graphs)
         self._steps = Steps(
             runner, self._pool, self._cache, token_budget=token_budget, keep_every=keep_every,
-            overlap=device.type == "cuda" if overlap is None else overlap, tokenizer=tokenizer, model_hash=self._hash,
+            overlap=device.type == "cuda" if overlap is None else overlap, tokenizer=tokenizer, model_hash=self.model_hash,
         )  # fmt: skip
         self._model_hash: str | None = None
         self._lock = threading.RLock()
@@ -190,6 +191,10 @@ class Engine:
             finally:
                 self.cancel(request)
 
+    def mailbox(self) -> AbstractContextManager[Mailbox]:
+        """Where requests of ``submit`` put their events for the running event loop: ``sink=mailbox.put``."""
+        return self._mailboxes.open()
+
     def cancel(self, request: Request) -> None:
         """End a request and free its slot before the next step. One that is done stays as it is."""
         if not request.done:
@@ -215,15 +220,21 @@ class Engine:
 
     # states in files
 
+    def model_hash(self) -> str:
+        """What states of this model are known by. The first call reads all weights; states need it."""
+        if self._model_hash is None:
+            self._model_hash = fingerprint(self.model)
+        return self._model_hash
+
     def save_state(self, state: SequenceState, path: str | Path) -> None:
         """Write a state as safetensors. Raises MissingExtra, or RangeError for the state of another model."""
-        if state.model != self._hash():
+        if state.model != self.model_hash():
             raise RangeError("save_state: state must be of this engine's model, got one of another model. Save it with its own engine.")
         save_state(state, path, self.model, self._pool)
 
     def load_state(self, path: str | Path) -> SequenceState:
         """Read a state that ``save_state`` wrote. Raises MissingExtra, and RangeError or ShapeError unless it fits this model."""
-        return load_state(path, self.model, self._pool, self._hash())
+        return load_state(path, self.model, self._pool, self.model_hash())
 
     # running
 
@@ -244,6 +255,11 @@ class Engine:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="penstock-engine", daemon=True)
                 self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the background thread runs."""
+        return self._thread is not None and self._thread.is_alive()
 
     def close(self) -> None:
         """Cancel all requests and end the background thread."""
@@ -305,11 +321,6 @@ class Engine:
         while self._commands:
             self._commands.popleft()()
 
-    def _hash(self) -> str:
-        if self._model_hash is None:
-            self._model_hash = fingerprint(self.model)
-        return self._model_hash
-
     def _request(
         self, function: str, prompt: Any, params: SamplingParams, priority: int = 0, boundaries: Items[int] = (),
         state: SequenceState | None = None,
@@ -327,7 +338,7 @@ class Engine:
         wrong = next((token for token in tokens if type(token) is not int or not 0 <= token < self.model.config.vocab_size), None)
         if wrong is not None:
             complaints.add(RangeError, "prompt", f"tokens from 0 to {self.model.config.vocab_size - 1}", shortened(wrong))
-        if state is not None and state.model != self._hash():
+        if state is not None and state.model != self.model_hash():
             complaints.add(RangeError, "state", "of this model", "one of another model")
         if not tokens and state is None:
             complaints.add(ShapeError, "prompt", "at least one token", "none")

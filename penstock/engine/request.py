@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from ..errors import Complaints, DtypeError, PenstockError, RangeError, described, shortened
 
@@ -22,6 +22,16 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 def aligned(position: int) -> int:
     """A position rounded down to a multiple of ``CHUNK``."""
     return position // CHUNK * CHUNK
+
+
+class Constraint(Protocol):
+    """Which tokens may follow in one completion."""
+
+    mask: bytes
+    """Of the next token: bit t % 8 of byte t // 8 is 1 if token t may follow. At least one may."""
+
+    def accept(self, token: int) -> bool:
+        """Take a token and set the next mask; whether the completion ends with it. If it raises, the request fails."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +74,8 @@ class SamplingParams:
     """Log probabilities of generated tokens, and of this many most likely ones. They are of the model's own logits."""
     prompt_logprobs: int | None = None
     """Likewise of the tokens of the prompt, each given those before it. The prompt is then never taken from the cache."""
+    constraint: Callable[[], Constraint] | None = None
+    """Makes the constraint of each completion."""
     keep_state: bool = False
     """Return the state after each completion, to continue from it."""
     echo: bool = False
@@ -217,8 +229,12 @@ class Request:
     result: Result = field(init=False)
     done: bool = False
     seed: int = field(init=False)
+    constraints: list[Constraint | None] = field(init=False)
+    """One for each completion."""
 
     def __post_init__(self) -> None:
+        make = self.params.constraint
+        self.constraints = [None if make is None else make() for _ in range(self.params.n)]
         self.result = Result(self.prompt, [Completion() for _ in range(self.params.n)])
         self.seed = secrets.randbits(64) if self.params.seed is None else self.params.seed
 
@@ -272,7 +288,13 @@ class Sequence:
     @property
     def needs_values(self) -> bool:
         """Whether its next step may begin only when the values of all earlier tokens are on the host."""
-        return self.request.params.penalised or self.request.params.keep_state
+        params = self.request.params
+        return params.penalised or params.keep_state or params.constraint is not None
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """That of the completion."""
+        return self.request.constraints[self.index]
 
 
 def shared_prefix(one: Items[int], other: Items[int]) -> int:

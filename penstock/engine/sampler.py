@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..models.sampling import LOWEST_TEMPERATURE
-from .request import SamplingParams, Sequence, TokenLogprobs
+from .request import Constraint, SamplingParams, Sequence, TokenLogprobs
 
 ONE = 2.0**44
 """The weight of the most likely token. Sums of 2**19 of them fit int64."""
@@ -35,6 +35,7 @@ class Row:
     """How often tokens were generated. Read with penalties only."""
     prompt: Items[int] = ()
     """Read with a repetition penalty only."""
+    constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
         self.key = _key(self.seed)
@@ -42,7 +43,7 @@ class Row:
     @classmethod
     def of(cls, one: Sequence) -> Row:
         """The row of a sequence; its position is set by each step."""
-        return cls(one.request.params, seed_of(one.request.seed, one.index), 0, one.counts, one.request.prompt)
+        return cls(one.request.params, seed_of(one.request.seed, one.index), 0, one.counts, one.request.prompt, one.constraint)
 
 
 def mixed(value: int) -> int:
@@ -91,8 +92,8 @@ def sample(logits: Tensor, rows: Items[Row], vocab_size: int | None = None) -> T
 
 
 def _changed(logits: Tensor, rows: Items[Row]) -> Tensor:
-    """Logits with bias and penalties: float64 if there are any."""
-    changed = [n for n, row in enumerate(rows) if row.params.logit_bias or row.params.penalised]
+    """Logits with bias, penalties and masks: float64 if there are any."""
+    changed = [n for n, row in enumerate(rows) if row.params.logit_bias or row.params.penalised or row.constraint]
     if not changed:
         return logits
     logits = logits.double()
@@ -109,7 +110,16 @@ def _changed(logits: Tensor, rows: Items[Row]) -> Tensor:
             tokens = torch.tensor(list(rows[n].counts), device=row.device)
             counts = torch.tensor(list(rows[n].counts.values()), dtype=row.dtype, device=row.device)
             row[tokens] -= params.presence_penalty + params.frequency_penalty * counts
+        constraint = rows[n].constraint
+        if constraint is not None:
+            row.masked_fill_(~_bits(constraint.mask, V).to(row.device), -math.inf)
     return logits
+
+
+def _bits(mask: bytes, count: int) -> Tensor:
+    """The first bits of a mask: bool [count]."""
+    packed = torch.frombuffer(bytearray(mask), dtype=torch.uint8)
+    return (packed[:, None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten()[:count].bool()
 
 
 def _draw(logits: Tensor, rows: Items[Row]) -> Tensor:

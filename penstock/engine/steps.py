@@ -39,13 +39,17 @@ class Steps:
         self._flight: Flight | None = None
 
     def add(self, request: Request) -> None:
-        """Take a request in."""
+        """Take a request in. If its decoders cannot be made, it fails."""
         self.requests.add(request)
         params, tokenizer = request.params, self.tokenizer
-        for index in range(params.n):
-            text = None if tokenizer is None else TextStream(tokenizer.stream(), params.stop, params.include_stop)
-            request.sequences.append(Sequence(request, index, list(request.prompt), text=text))
-        self.scheduler.add(request.sequences[0])
+        try:
+            for index in range(params.n):
+                text = None if tokenizer is None else TextStream(tokenizer.stream(), params.stop, params.include_stop)
+                request.sequences.append(Sequence(request, index, list(request.prompt), text=text))
+        except Exception as error:
+            self._fail([request], error)
+        else:
+            self.scheduler.add(request.sequences[0])
 
     def cancel(self, request: Request) -> None:
         """End a request now."""
@@ -167,12 +171,15 @@ class Steps:
             one.counts[token] = one.counts.get(token, 0) + 1
         reason: FinishReason | None = None
         text = ""
+        ends = one.constraint is not None and one.constraint.accept(token)
         if token in params.stop_ids or (token == self.end_of_text and not params.ignore_end):
             reason = "stop"
         else:
             if one.text is not None:
                 text = one.text.push(token)
                 reason = "stop" if one.text.stopped else None
+            if ends:
+                reason = "stop"
             if reason is None and len(one.tokens) - len(one.request.prompt) >= params.max_tokens:
                 reason = "length"
         if reason is not None and one.text is not None:
@@ -218,10 +225,11 @@ class Steps:
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         """End all completions that still run."""
-        for one, completion in zip(request.sequences, request.result.completions):
+        for index, completion in enumerate(request.result.completions):
             if completion.finish_reason is None:
                 completion.finish_reason = reason
-                self.scheduler.remove(one)
+                if index < len(request.sequences):
+                    self.scheduler.remove(request.sequences[index])
         self._close_if_done(request)
         if request.sink is not None:
             for index, completion in enumerate(request.result.completions):

@@ -33,6 +33,13 @@ class Mailbox:
         """The next event."""
         return await self._queue.get()
 
+    async def get_all(self) -> list[Event]:
+        """The next event, and all that have arrived since."""
+        events = [await self._queue.get()]
+        while not self._queue.empty():
+            events.append(self._queue.get_nowait())
+        return events
+
 
 class Mailboxes:
     """All streams of an engine."""

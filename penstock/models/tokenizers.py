@@ -73,6 +73,8 @@ class Bytes:
             complaints.raise_any()
         self.vocab_size = vocab_size
         self.end_of_text = 256 if vocab_size == 257 else None
+        self.token_bytes = [bytes([byte]) for byte in range(256)] + [b""] * (vocab_size - 256)
+        """The bytes of each token; none for the end of text."""
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         """The bytes of a text."""
@@ -84,7 +86,7 @@ class Bytes:
 
     def stream(self) -> ByteStream:
         """A new incremental decoder."""
-        return ByteStream([bytes([byte]) for byte in range(256)] + [b""] * (self.vocab_size - 256))
+        return ByteStream(self.token_bytes)
 
 
 class World:
@@ -106,12 +108,13 @@ class World:
         except ImportError as error:
             raise MissingExtra.of("World", "pyrwkv-tokenizer", "models") from error
         file = Path(file or Path(pyrwkv_tokenizer.__file__).with_name(WORLD_VOCAB))
-        self._bytes = [b""] * self.vocab_size
+        self.token_bytes = [b""] * self.vocab_size
+        """The bytes of each token; none for special ones."""
         try:
             for line in file.read_text("utf-8").rstrip("\n").split("\n"):
                 token, _, rest = line.partition(" ")
                 value = literal_eval(rest.rpartition(" ")[0])
-                self._bytes[int(token)] = value.encode() if isinstance(value, str) else value
+                self.token_bytes[int(token)] = value.encode() if isinstance(value, str) else value
         except (OSError, ValueError, SyntaxError, IndexError) as error:
             complaints = Complaints("World")
             complaints.add(RangeError, "file", "a vocabulary of RWKV World", f"{str(file)!r} ({error})")
@@ -131,7 +134,7 @@ class World:
 
     def stream(self) -> ByteStream:
         """A new incremental decoder."""
-        return ByteStream(self._bytes)
+        return ByteStream(self.token_bytes)
 
 
 class ByteStream:
@@ -172,6 +175,10 @@ class HuggingFace:
             complaints.raise_any()
         self.vocab_size = max(self._rust.get_vocab().values(), default=-1) + 1
         self.end_of_text = self._find_end(Path(file).parent)
+
+    def to_json(self) -> str:
+        """The content of a ``tokenizer.json``."""
+        return str(self._rust.to_str())
 
     def _find_end(self, folder: Path) -> int | None:
         for name in ("generation_config.json", "config.json"):

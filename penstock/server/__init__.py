@@ -1,1 +1,1 @@
-"""The OpenAI-compatible HTTP server on the engine."""
+"""The OpenAI-compatible HTTP server on the engine. See ``docs/server.md``."""

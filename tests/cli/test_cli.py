@@ -29,7 +29,9 @@ def run(monkeypatch):
     return lambda *words: CliRunner().invoke(main, list(words))
 
 
-@pytest.mark.parametrize("command", ["", "check", "bench", "profile", "tune", "train", "generate", "eval", "convert", "demo"])
+@pytest.mark.parametrize(
+    "command", ["", "check", "bench", "profile", "tune", "train", "generate", "serve", "bench-serve", "eval", "convert", "demo"]
+)
 def test_help_shows_all_text_and_every_default(run, monkeypatch, command):
     """Rich would drop text in square brackets as markup."""
     group = get_command(main)

@@ -86,6 +86,26 @@ def test_an_exception_in_a_tokenizer_fails_one_request():
     assert_idle(engine)
 
 
+@pytest.mark.parametrize("made", [0, 2])
+def test_a_decoder_that_cannot_be_made_fails_one_request(made):
+    tokenizer = Text()
+    engine = engine_of(tokenizer=tokenizer)
+    plain, count = tokenizer.stream, []
+
+    def broken():
+        count.append(1)
+        if len(count) == made + 1:
+            raise ValueError("no decoder")
+        return plain()
+
+    tokenizer.stream = broken
+    failed, other = engine.generate([[1], [2]], [SamplingParams(n=3), PARAMS])
+    assert "ValueError: no decoder" in str(failed.error)
+    assert [one.finish_reason for one in failed.completions] == ["error"] * 3
+    assert (other.error, len(other.tokens)) == (None, 30)
+    assert_idle(engine)
+
+
 @pytest.mark.parametrize(
     "error", [torch.OutOfMemoryError("no room"), MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
 )

@@ -1,0 +1,117 @@
+"""Runs as a table, a file of numbers and a picture."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ... import __version__
+from ..plot import COLOURS, INK, MARKERS, _figure, _save, _title, check_plot
+from .load import Load, Run, Times
+from .workload import Workload
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+@dataclass(frozen=True)
+class Report:
+    """All runs of a command."""
+
+    command: str
+    url: str
+    model: str
+    workload: Workload
+    runs: tuple[Run, ...]
+
+    def write(self, path: Path) -> None:
+        """Write everything as JSON. Makes missing folders."""
+        content = {"penstock": __version__, "date": datetime.now(timezone.utc).isoformat(timespec="seconds"), **asdict(self)}
+        for plain, one in zip(content["runs"], self.runs):
+            plain |= {"output_tokens_per_second": one.output_rate, "total_tokens_per_second": one.total_rate}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def print_runs(console: Console, runs: Sequence[Run]) -> None:
+    """Print one row a run, and the reasons of failures."""
+    table = Table(box=SIMPLE_HEAD, caption="Times in milliseconds: 50th / 99th percentile.", caption_justify="left")
+    table.add_column("load")
+    for name in (
+        "requests",
+        "failed",
+        "requests/s",
+        "output tokens/s",
+        "all tokens/s",
+        "first token",
+        "between tokens",
+        "request",
+        "cached",
+    ):
+        table.add_column(name, justify="right")
+    for one in runs:
+        failed = sum(one.failed.values())
+        table.add_row(
+            str(one.load), str(one.requests), str(failed), f"{(one.requests - failed) / one.seconds:.2f}", f"{one.output_rate:.0f}",
+            f"{one.total_rate:.0f}", _text(one.first), _text(one.between), _text(one.whole), f"{100 * one.cached_share:.0f} %",
+        )  # fmt: skip
+    console.print(table)
+    for one in runs:
+        for reason, count in one.failed.items():
+            console.print(Text(f"  {one.load}: {count} failed: {reason}", style="bold red"), soft_wrap=True)
+
+
+def _text(times: Times | None) -> str:
+    return "-" if times is None else f"{1e3 * times.p50:.1f} / {1e3 * times.p99:.1f}"
+
+
+def plot_runs(report: Report, path: Path) -> None:
+    """Draw throughput and latencies against the number of clients and against the rate, for those that were measured."""
+    check_plot(path)
+    parts = [[one for one in report.runs if (one.load.clients is None) is opened] for opened in (False, True)]
+    parts = [part for part in parts if part]
+    figure = _figure(11.4, 3.9 * len(parts) + 0.4)
+    grid = figure.subplots(len(parts), 3, squeeze=False)
+    for row, part in zip(grid, parts):
+        part = sorted(part, key=lambda one: _place(one.load))
+        x = [_place(one.load) for one in part]
+        name = "requests a second" if part[0].load.clients is None else "clients"
+        _line(row[0], x, [one.output_rate for one in part], "output", 0)
+        _title(row[0], "Throughput", "generated tokens a second", pad=24, at=1.025)
+        row[0].set_ylim(bottom=0)
+        for axes, title, below, kind in (
+            (row[1], "First token", "milliseconds", "first"),
+            (row[2], "Between tokens", "milliseconds", "between"),
+        ):
+            for n, share in enumerate(("p50", "p99")):
+                known = [(place, getattr(one, kind)) for place, one in zip(x, part) if getattr(one, kind) is not None]
+                _line(axes, [place for place, _ in known], [1e3 * getattr(times, share) for _, times in known], share, n)
+            _title(axes, title, below, pad=24, at=1.025)
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+            axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:g}"[0] in "25" else "")
+            axes.legend(frameon=False, fontsize=9)
+        for axes in row:
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(x, [f"{place:g}" for place in x])
+            axes.set_xlabel(name, color=INK)
+            axes.grid(axis="y", color="#e4e4e4", linewidth=0.8)
+            axes.set_axisbelow(True)
+    _save(figure, path, f"{report.model} at {report.url}; penstock {__version__}")
+
+
+def _place(load: Load) -> float:
+    return float(load.clients if load.clients is not None else load.rate or 0)
+
+
+def _line(axes: Axes, x: Sequence[float], y: Sequence[float], label: str, n: int) -> None:
+    axes.plot(x, y, color=COLOURS[n], marker=MARKERS[n], markersize=5.5, linewidth=2.2, label=label)

@@ -1,0 +1,85 @@
+"""``penstock serve``: a model behind OpenAI's HTTP API."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from ..engine import Engine
+from ..errors import Complaints, MissingExtra, RangeError
+from ..models import load
+from ..models.tokenizers import load_tokenizer
+from .options import DTYPES, check_device, check_names
+
+KEY_VARIABLE = "PENSTOCK_API_KEY"
+MEBIBYTE = 2**20
+
+
+def serve(
+    model: Annotated[Path, typer.Option("--model", metavar="PATH", help="Checkpoint: a file or a folder.")],
+    host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 is all of the machine.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen at.", min=0, max=65535)] = 8000,
+    name: Annotated[str | None, typer.Option(help="Name of the model in requests. Default: that of the file or folder.")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(help=f"Key that requests must have. Default: {KEY_VARIABLE} of the environment, if it is set.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N. Default: a GPU if there is one.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Dtype of the weights. Default: float32 on a CPU, bfloat16 on a GPU.")] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="A tokenizer.json, or another checkpoint. Default: found with the model.")
+    ] = None,
+    chat_template: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Jinja template of chats. Default: found with the model; RWKV World has its own.")
+    ] = None,
+    slots: Annotated[int, typer.Option(help="Completions that run together; others wait.", min=1)] = 32,
+    token_budget: Annotated[int, typer.Option(help="Tokens of one forward pass at most.", min=1)] = 2048,
+    cache: Annotated[int, typer.Option(help="MiB for states of earlier prompts on the device.", min=0)] = 256,
+    host_cache: Annotated[int, typer.Option(help="MiB for states that leave the device.", min=0)] = 0,
+    batch_invariant: Annotated[bool, typer.Option("--batch-invariant", help="Equal bits whatever runs beside it, at some cost.")] = False,
+    max_queue: Annotated[int, typer.Option(help="Requests that may wait; one more is refused with status 429.", min=0)] = 1024,
+    max_tokens: Annotated[int, typer.Option(help="Generated tokens of a completion at most.", min=1)] = 4096,
+    max_prompt: Annotated[int, typer.Option(help="Tokens of a prompt at most.", min=1)] = 131072,
+    max_seconds: Annotated[float, typer.Option(help="Time of a request at most, with the wait for a slot.", min=0.1)] = 600,
+    max_states: Annotated[int, typer.Option(help="States of completions that are kept for clients.", min=0)] = 64,
+    drain_seconds: Annotated[float, typer.Option(help="After SIGTERM, requests that run have this long to end.", min=0)] = 60,
+) -> None:
+    """Serve a model over HTTP as OpenAI's API: completions and chat, streamed or whole. There is a page to chat at /.
+
+    Ends with SIGTERM or Ctrl-C, after the requests that run. docs/server.md has all fields and limits.
+
+    [bold]Examples[/bold]
+
+      penstock serve --model RWKV-x060-World-1B6-v2.1-20240328-ctx4096.pth
+
+      penstock serve --model runs/small --host 0.0.0.0 --port 80 --slots 128
+    """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    complaints = Complaints("serve")
+    check_device(complaints, device)
+    if dtype is not None:
+        check_names(complaints, "dtype", [dtype], DTYPES)
+    api_key = os.environ.get(KEY_VARIABLE) if api_key is None else api_key
+    if api_key == "":
+        complaints.add(RangeError, "api_key", "at least one character", "none", "Leave it out to serve without a key.")
+    complaints.raise_any()
+    try:
+        from ..server.limits import Limits
+        from ..server.run import make_server
+        from ..server.service import Service
+        from ..server.templates import find_template
+    except ImportError as error:
+        raise MissingExtra.of("serve", "fastapi, uvicorn, jinja2 and prometheus-client", "serve") from error
+    coder = load_tokenizer(tokenizer or model)
+    template = find_template(model, coder, chat_template)
+    weights = load(model, dtype=DTYPES[dtype or ("float32" if device == "cpu" else "bfloat16")], device=device)
+    engine = Engine(
+        weights.eval(), coder, slots=slots, token_budget=token_budget, cache_bytes=cache * MEBIBYTE,
+        host_cache_bytes=host_cache * MEBIBYTE, max_queue=max_queue, batch_invariant=batch_invariant,
+    )  # fmt: skip
+    limits = Limits(max_tokens=max_tokens, prompt_tokens=max_prompt, seconds=max_seconds, states=max_states)
+    service = Service(engine, name or model.resolve().stem, template, limits)
+    make_server(service, host, port, api_key=api_key, drain_seconds=drain_seconds).run()

@@ -1,0 +1,185 @@
+"""The routes."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from fastapi import Depends, FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .. import __version__
+from ..errors import PenstockError
+from .chat import chat
+from .completions import completions
+from .errors import Refused, refusal
+from .limits import read_body
+from .metrics import Metrics
+from .protocol import ChatBody, CompletionBody, ModelCard, ModelList, StateCard, StateList
+from .service import Service
+
+PAGE = Path(__file__).parent / "page"
+PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; img-src data:; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+
+def create_app(service: Service, api_key: str | None = None) -> FastAPI:
+    """The application. It runs the engine's thread, and closes the engine at its end.
+
+    api_key : str, optional
+        Requests below /v1 must have it as bearer token.
+    """
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        service.engine.start()
+        yield
+        service.abort()
+        await asyncio.to_thread(service.engine.close)
+
+    app = FastAPI(title="Penstock", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    _add_errors(app, service)
+    guarded = [Depends(_key_check(api_key))] if api_key is not None else []
+    _add_openai(app, service, guarded)
+    _add_states(app, service, guarded)
+    _add_page(app, service)
+    return app
+
+
+def _key_check(api_key: str) -> Callable[[Request], Awaitable[None]]:
+    wanted = f"Bearer {api_key}".encode()
+
+    async def check(request: Request) -> None:
+        given = request.headers.get("authorization", "").encode("latin-1")
+        if not hmac.compare_digest(given, wanted):
+            message = "server: the API key must be the one of this server, got another or none. Send it as bearer token."
+            headers = {"WWW-Authenticate": "Bearer"}
+            raise Refused(401, message, kind="authentication_error", code="invalid_api_key", headers=headers)
+
+    return check
+
+
+def _add_errors(app: FastAPI, service: Service) -> None:
+    def answer(request: Request, error: Exception) -> Response:
+        if isinstance(error, HTTPException):
+            message = f"server: the path must exist for this method, got {request.method} {request.url.path!r}."
+            error = Refused(error.status_code, message, code="not_found", headers=dict(error.headers or {}))
+        return refusal(error).response()
+
+    for kind in (Refused, PenstockError, HTTPException):
+        app.add_exception_handler(kind, answer)
+    app.add_middleware(Answers, metrics=service.metrics)
+
+
+class Answers:
+    """Counts answers, and answers requests that raise."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app, self._metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        begun = False
+
+        async def counted(message: Message) -> None:
+            nonlocal begun
+            if message["type"] == "http.response.start":
+                begun = True
+                self._metrics.answered(getattr(scope.get("route"), "path", "other"), message["status"])
+            await send(message)
+
+        try:
+            await self._app(scope, receive, counted)
+        except ClientDisconnect:
+            self._metrics.disconnected()
+        except Exception as error:
+            if begun:
+                raise
+            await refusal(error).response()(scope, receive, counted)
+
+
+def _body(kind: Any) -> dict[str, Any]:
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": kind.model_json_schema()}}}}
+
+
+def _add_openai(app: FastAPI, service: Service, guarded: list[Any]) -> None:
+    @app.post("/v1/completions", dependencies=guarded, openapi_extra=_body(CompletionBody))
+    async def post_completions(request: Request) -> Response:
+        return await completions(service, request)
+
+    @app.post("/v1/chat/completions", dependencies=guarded, openapi_extra=_body(ChatBody))
+    async def post_chat(request: Request) -> Response:
+        return await chat(service, request)
+
+    card = ModelCard(id=service.name, created=service.created)
+
+    @app.get("/v1/models", dependencies=guarded)
+    async def models() -> ModelList:
+        return ModelList(data=[card])
+
+    @app.get("/v1/models/{name:path}", dependencies=guarded)
+    async def model(name: str) -> ModelCard:
+        service.check_model(name)
+        return card
+
+
+def _add_states(app: FastAPI, service: Service, guarded: list[Any]) -> None:
+    states, limits = service.states, service.limits
+
+    @app.get("/v1/states", dependencies=guarded)
+    async def listed() -> StateList:
+        return StateList(data=states.cards())
+
+    @app.get("/v1/states/{name}", dependencies=guarded)
+    async def file(name: str) -> Response:
+        content = await asyncio.to_thread(states.to_bytes, states.get(name))
+        headers = {"Content-Disposition": f'attachment; filename="{name}.safetensors"'}
+        return Response(content, media_type="application/octet-stream", headers=headers)
+
+    @app.post("/v1/states", dependencies=guarded)
+    async def add(request: Request) -> StateCard:
+        content = await read_body(request, limits.state_bytes, limits.body_seconds)
+        return states.card(states.add(await asyncio.to_thread(states.from_bytes, content, limits.prompt_tokens)))
+
+    @app.delete("/v1/states/{name}", dependencies=guarded)
+    async def remove(name: str) -> dict[str, Any]:
+        states.remove(name)
+        return {"id": name, "object": "state", "deleted": True}
+
+
+def _add_page(app: FastAPI, service: Service) -> None:
+    def serve(path: str, name: str, media: str) -> None:
+        content = (PAGE / name).read_bytes()
+
+        async def page() -> Response:
+            return Response(content, media_type=media, headers=PAGE_HEADERS)
+
+        app.add_api_route(path, page, methods=["GET", "HEAD"], include_in_schema=False)
+
+    serve("/", "index.html", "text/html")
+    serve("/page.css", "page.css", "text/css")
+    serve("/page.js", "page.js", "text/javascript")
+
+    @app.get("/health")
+    async def health() -> Response:
+        status = "closing" if service.closing else "ok" if service.engine.alive else "stopped"
+        return JSONResponse({"status": status}, 200 if status == "ok" else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")

@@ -1,0 +1,95 @@
+"""``/v1/chat/completions``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+from fastapi import Request, Response
+
+from ..engine import Event
+from .errors import Refused
+from .generation import Generation, Job, finish_reason
+from .limits import parsed
+from .logprobs import chat_logprobs
+from .protocol import ChatAnswer, ChatBody, ChatChoice, ChatChunk, ChatChunkChoice, ChatMessage, Delta
+from .service import Service
+from .streaming import EventStream, finished
+from .templates import Template
+
+FUNCTION = "chat"
+
+
+async def chat(service: Service, request: Request) -> Response:
+    """Answer a request."""
+    body = await parsed(request, ChatBody, FUNCTION, service.limits)
+    service.check_model(body.model)
+    if service.template is None:
+        message = f"{FUNCTION}: the model must have a chat template, got one without. Use /v1/completions, or serve with --chat-template."
+        raise Refused(400, message, param="messages", code="no_chat_template")
+    generation = service.start([await _job(service, service.template, body)], FUNCTION)
+    heading = service.heading("chatcmpl")
+    if body.stream:
+        return EventStream(
+            generation, StreamWriter(service, service.template, body, generation, heading), service.metrics, service.limits.seconds
+        )
+    with closing(generation):
+        if not await finished(request, generation, service.metrics):
+            return Response(status_code=499)
+        choices = []
+        for index, done in enumerate(generation.requests[0].result.completions):
+            text = done.text.lstrip() if service.template.strips else done.text
+            logprobs = chat_logprobs(service.tokenizer, done.logprobs) if body.logprobs else None
+            reason = finish_reason(done.finish_reason) or "stop"
+            choices.append(ChatChoice(index=index, message=ChatMessage(content=text), logprobs=logprobs, finish_reason=reason))
+        answer = ChatAnswer(**heading, choices=choices, usage=generation.usage())
+    return Response(answer.model_dump_json(), media_type="application/json")
+
+
+async def _job(service: Service, template: Template, body: ChatBody) -> Job:
+    limits = service.limits
+    if len(body.messages) > limits.messages:
+        message = f"{FUNCTION}: there must be at most {limits.messages} messages, got {len(body.messages)}."
+        raise Refused(400, message, param="messages")
+    most = body.max_completion_tokens or body.max_tokens or limits.max_tokens
+    params = await service.params(body, FUNCTION, most, template.stops, logprobs=(body.top_logprobs or 0) if body.logprobs else None)
+    tokens = await service.tokens(template.render(body.messages), special=False)
+    return Job(tokens, params)
+
+
+class StreamWriter:
+    """Pieces of a streamed answer."""
+
+    def __init__(self, service: Service, template: Template, body: ChatBody, generation: Generation, heading: dict[str, Any]) -> None:
+        self._service, self._template, self._body, self._generation = service, template, body, generation
+        self._heading = heading
+        self._begun: set[int] = set()
+        """Answers of which a role was sent."""
+        self._worded: set[int] = set()
+        """Answers of which text was sent."""
+
+    def write(self, event: Event) -> Iterator[ChatChunk]:
+        """The piece of an event. A role comes before the first one."""
+        if event.index not in self._begun:
+            self._begun.add(event.index)
+            yield self._piece(ChatChunkChoice(index=event.index, delta=Delta(role="assistant", content="")))
+        text = event.text
+        if self._template.strips and event.index not in self._worded:
+            text = text.lstrip()
+        if text:
+            self._worded.add(event.index)
+        logprobs = chat_logprobs(self._service.tokenizer, event.logprobs) if self._body.logprobs else None
+        reason = finish_reason(event.finish_reason)
+        yield self._piece(
+            ChatChunkChoice(index=event.index, delta=Delta(content=text or None), logprobs=logprobs, finish_reason=reason)
+        )  # fmt: skip
+
+    def finish(self) -> Iterator[ChatChunk]:
+        """Counts of tokens, if they are wanted."""
+        options = self._body.stream_options
+        if options is not None and options.include_usage:
+            yield ChatChunk(**self._heading, usage=self._generation.usage())
+
+    def _piece(self, choice: ChatChunkChoice) -> ChatChunk:
+        return ChatChunk(**self._heading, choices=[choice])

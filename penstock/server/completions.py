@@ -1,0 +1,112 @@
+"""``/v1/completions``."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+from fastapi import Request, Response
+
+from ..engine import Event
+from ..engine.request import Request as EngineRequest
+from .errors import Refused
+from .generation import Generation, Job, finish_reason
+from .limits import parsed
+from .logprobs import CompletionWriter
+from .protocol import CompletionAnswer, CompletionBody, CompletionChoice
+from .service import Service
+from .streaming import EventStream, finished
+
+FUNCTION = "completions"
+
+
+async def completions(service: Service, request: Request) -> Response:
+    """Answer a request."""
+    body = await parsed(request, CompletionBody, FUNCTION, service.limits)
+    service.check_model(body.model)
+    generation = service.start(await _jobs(service, body), FUNCTION)
+    heading = service.heading("cmpl")
+    if body.stream:
+        return EventStream(generation, StreamWriter(service, body, generation, heading), service.metrics, service.limits.seconds)
+    with closing(generation):
+        if not await finished(request, generation, service.metrics):
+            return Response(status_code=499)
+        choices = [
+            _choice(service, body, one, place * body.n + index, generation.jobs[place].text, index)
+            for place, one in enumerate(generation.requests)
+            for index in range(body.n)
+        ]
+        answer = CompletionAnswer(**heading, choices=choices, usage=generation.usage())
+    return Response(answer.model_dump_json(), media_type="application/json")
+
+
+async def _jobs(service: Service, body: CompletionBody) -> list[Job]:
+    prompts, limits = body.prompts, service.limits
+    if len(prompts) > limits.prompts:
+        raise Refused(400, f"{FUNCTION}: there must be at most {limits.prompts} prompts, got {len(prompts)}.", param="prompt")
+    if body.state is not None or body.save_state:
+        await asyncio.to_thread(service.engine.model_hash)  # the first time takes seconds
+    state = None if body.state is None else service.states.get(body.state)
+    if state is not None and len(prompts) > 1:
+        raise Refused(400, f"{FUNCTION}: prompt must be a single one with a state, got {len(prompts)}.", param="state")
+    if body.save_state and body.stream:
+        raise Refused(400, f"{FUNCTION}: save_state must be false with stream, got true.", param="save_state")
+    if body.save_state and len(prompts) * body.n > limits.states:
+        message = f"{FUNCTION}: save_state must be of at most {limits.states} completions, got {len(prompts) * body.n}."
+        raise Refused(400, message, param="save_state")
+    params = await service.params(
+        body, FUNCTION, body.max_tokens, logprobs=body.logprobs, prompt_logprobs=body.logprobs if body.echo else None,
+        keep_state=body.save_state,
+    )  # fmt: skip
+    jobs = []
+    for prompt in prompts:
+        tokens = await service.tokens(prompt, special=state is None) if isinstance(prompt, str) else prompt
+        text = prompt if isinstance(prompt, str) else service.tokenizer.decode(prompt) if body.echo else ""
+        jobs.append(Job(tokens, params, text, state=state))
+    return jobs
+
+
+def _choice(service: Service, body: CompletionBody, one: EngineRequest, place: int, prompt: str, index: int) -> CompletionChoice:
+    done = one.result.completions[index]
+    choice = CompletionChoice(index=place, text=(prompt if body.echo else "") + done.text, finish_reason=finish_reason(done.finish_reason))
+    if body.logprobs is not None:
+        writer = CompletionWriter(service.tokenizer)
+        begin = one.result.prompt_logprobs or [] if body.echo else []
+        choice.logprobs = writer.write([*begin, *done.logprobs], [*one.prompt[: len(begin)], *done.tokens])
+    if done.state is not None:
+        choice.state = service.states.add(done.state)
+    return choice
+
+
+class StreamWriter:
+    """Pieces of a streamed answer."""
+
+    def __init__(self, service: Service, body: CompletionBody, generation: Generation, heading: dict[str, Any]) -> None:
+        self._service, self._body, self._generation, self._heading = service, body, generation, heading
+        self._writers: dict[int, CompletionWriter] = {}
+
+    def write(self, event: Event) -> Iterator[CompletionAnswer]:
+        """The piece of an event. An echo comes before the first one."""
+        first = event.index not in self._writers
+        writer = self._writers.setdefault(event.index, CompletionWriter(self._service.tokenizer))
+        wanted = self._body.logprobs is not None
+        if first and self._body.echo:
+            place = event.index // self._generation.n
+            prompt, known = self._generation.requests[place].prompt, self._generation.requests[place].result.prompt_logprobs
+            logprobs = writer.write(known or [], prompt) if wanted else None
+            yield self._piece(CompletionChoice(index=event.index, text=self._generation.jobs[place].text, logprobs=logprobs))
+        logprobs = writer.write(event.logprobs, event.tokens) if wanted else None
+        yield self._piece(
+            CompletionChoice(index=event.index, text=event.text, logprobs=logprobs, finish_reason=finish_reason(event.finish_reason))
+        )  # fmt: skip
+
+    def _piece(self, choice: CompletionChoice) -> CompletionAnswer:
+        return CompletionAnswer(**self._heading, choices=[choice])
+
+    def finish(self) -> Iterator[CompletionAnswer]:
+        """Counts of tokens, if they are wanted."""
+        options = self._body.stream_options
+        if options is not None and options.include_usage:
+            yield CompletionAnswer(**self._heading, choices=[], usage=self._generation.usage())

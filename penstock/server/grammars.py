@@ -1,0 +1,103 @@
+"""Completions that follow a JSON schema: masks of llguidance for the engine."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import Complaints, MissingExtra, RangeError
+from ..models.tokenizers import HuggingFace, Tokenizer
+from .errors import Refused
+from .protocol import ResponseFormat
+
+
+def wanted_schema(form: ResponseFormat | None) -> dict[str, Any] | None:
+    """The schema that a completion must follow; None for any text."""
+    if form is None or form.type == "text":
+        return None
+    return {"type": "object"} if form.json_schema is None else form.json_schema.schema_
+
+
+class JsonConstraint:
+    """The state of one completion: a ``Constraint`` of the engine."""
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+        self.mask: bytes = matcher.compute_bitmask()
+        self._check()
+
+    def accept(self, token: int) -> bool:
+        """Take a token; whether nothing can follow."""
+        self._matcher.consume_token(token)
+        self._check()
+        if self._matcher.is_stopped():
+            return True
+        self.mask = self._matcher.compute_bitmask()
+        self._check()
+        return False
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            complaints = Complaints("completions")
+            complaints.add(RangeError, "response_format", "within the limits of llguidance", self._matcher.get_error())
+            complaints.raise_any()
+
+
+class Grammars:
+    """Compiles schemas for a tokenizer. The first use also builds llguidance's trie of tokens: a fraction of a second for 65,536."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._made: Any = None
+        self._lock = threading.Lock()
+
+    def compile(self, schema: dict[str, Any], function: str) -> Callable[[], JsonConstraint]:
+        """What makes the constraint of each completion. Raises Refused for a schema that llguidance does not know, or MissingExtra."""
+        try:
+            from llguidance import LLMatcher
+        except ImportError as error:
+            raise MissingExtra.of("serve", "llguidance", "serve") from error
+        with self._lock:
+            self._made = self._made or _for_llguidance(self._tokenizer, self._vocab_size)
+        try:
+            grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
+            wrong = LLMatcher.validate_grammar(grammar, self._made)
+        except ValueError as error:
+            wrong = str(error)
+        if wrong:
+            message = f"{function}: response_format must be a JSON schema that llguidance knows, got one with: {wrong}."
+            raise Refused(400, message, param="response_format")
+        first = LLMatcher(self._made, grammar)
+        return lambda: JsonConstraint(first.deep_copy())
+
+
+class Vocabulary:
+    """A tokenizer of bytes as llguidance wants it. Tokens without bytes are special."""
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        found = [bytes(one) for one in tokenizer.token_bytes]
+        end = tokenizer.end_of_text
+        if end is None:  # llguidance needs one; no model has logits for it
+            end = len(found)
+            found.append(b"")
+        self.eos_token_id = end
+        self.special_token_ids = [token for token, one in enumerate(found) if not one]
+        self.tokens = [one or f"<|special {token}|>".encode() for token, one in enumerate(found)]
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        """Tokens of a text."""
+        found: list[int] = self._tokenizer.encode(text if isinstance(text, str) else text.decode(errors="replace"))
+        return found
+
+
+def _for_llguidance(tokenizer: Tokenizer, vocab_size: int) -> Any:
+    from llguidance import LLTokenizer, TokenizerWrapper
+
+    if isinstance(tokenizer, HuggingFace):
+        return LLTokenizer(tokenizer.to_json(), n_vocab=vocab_size, eos_token=tokenizer.end_of_text)
+    return LLTokenizer(TokenizerWrapper(Vocabulary(tokenizer)))

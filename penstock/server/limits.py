@@ -1,0 +1,90 @@
+"""What the server takes from one client, and how bodies are read within that."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass
+from typing import TypeVar
+
+from fastapi import Request
+from pydantic import ValidationError
+
+from .errors import Refused, invalid_body
+from .protocol import Body
+
+B = TypeVar("B", bound=Body)
+DISCARDED_BYTES = 2**28
+"""Of a body that is too large, this much is read and dropped: most clients read no answer before they have sent everything."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of one request. The engine bounds the queue (``Engine.max_queue``)."""
+
+    body_bytes: int = 2**22
+    body_seconds: float = 30
+    """Time to send a body."""
+    prompt_tokens: int = 2**17
+    max_tokens: int = 4096
+    """Generated tokens of a completion."""
+    prompts: int = 64
+    """Prompts in one request."""
+    n: int = 16
+    """Completions of a prompt."""
+    stops: int = 16
+    stop_length: int = 256
+    """Characters of a stop text."""
+    biases: int = 1024
+    messages: int = 1024
+    schema_bytes: int = 2**16
+    seconds: float = 600
+    """From the last byte of a body to the last token."""
+    states: int = 64
+    """States that are kept; the least recently used one is dropped."""
+    state_bytes: int = 2**28
+    """Bytes of a state that is sent."""
+
+
+async def read_body(request: Request, limit: int, seconds: float) -> bytes:
+    """The body. Raises Refused if it is too large or too slow."""
+    try:
+        return await asyncio.wait_for(_read(request, limit), seconds)
+    except asyncio.TimeoutError:
+        message = f"server: the body must arrive within {seconds:g} seconds, got a part of it."
+        raise Refused(408, message, code="timeout", headers={"Connection": "close"}) from None
+
+
+async def _read(request: Request, limit: int) -> bytes:
+    body, size = bytearray(), 0
+    async for piece in request.stream():
+        size += len(piece)
+        if size <= limit:
+            body += piece
+        elif size > DISCARDED_BYTES:
+            break
+    if size > limit:
+        got = f"more than {DISCARDED_BYTES}" if size > DISCARDED_BYTES else str(size)
+        message = f"server: the body must be at most {limit} bytes, got {got}."
+        raise Refused(413, message, code="request_too_large", headers={"Connection": "close"})
+    return bytes(body)
+
+
+async def parsed(request: Request, kind: type[B], function: str, limits: Limits) -> B:
+    """The body as JSON of a kind. Raises Refused."""
+    content = await read_body(request, limits.body_bytes, limits.body_seconds)
+    media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media != "application/json":
+        raise Refused(415, f"{function}: the content type must be application/json, got {media!r}.")
+    try:
+        data = json.loads(content.decode())
+    except UnicodeDecodeError as error:
+        raise Refused(400, f"{function}: the body must be UTF-8, got byte {content[error.start]:#04x} at {error.start}.") from None
+    except json.JSONDecodeError as error:
+        raise Refused(400, f"{function}: the body must be JSON, got {error.msg} at {error.pos}.") from None
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits; thousands of brackets
+        raise Refused(400, f"{function}: the body must be plain JSON, got {error}.") from None
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        raise invalid_body(function, error) from None

@@ -1,0 +1,70 @@
+"""Log probabilities in OpenAI's two forms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from ..engine import TokenLogprobs
+from ..models.tokenizers import Bytes, Tokenizer, World
+from .protocol import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
+
+
+def token_text(tokenizer: Tokenizer, token: int) -> str:
+    """The text of a token; ``token_id:7`` for a token that has none of its own, such as a part of a character.
+
+    >>> from penstock.models.tokenizers import Bytes
+    >>> token_text(Bytes(), 97), token_text(Bytes(), 255)
+    ('a', 'token_id:255')
+    """
+    text = tokenizer.decode([token]) if token < tokenizer.vocab_size else ""
+    return text if text and "\ufffd" not in text else f"token_id:{token}"
+
+
+class CompletionWriter:
+    """Writes log probabilities of one completion, piece by piece. Keeps the place in the text.
+
+    begin : int
+        The length of the text before the first token.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, begin: int = 0) -> None:
+        self._tokenizer, self._stream, self._offset = tokenizer, tokenizer.stream(), begin
+
+    def write(self, found: Iterable[TokenLogprobs | None], tokens: Iterable[int]) -> CompletionLogprobs:
+        """Log probabilities of the next tokens. None: of a token with nothing before it."""
+        piece = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+        for one, token in zip(found, tokens):
+            piece.tokens.append(token_text(self._tokenizer, token))
+            piece.token_logprobs.append(None if one is None else one.logprob)
+            piece.top_logprobs.append(None if one is None else self._top(one))
+            piece.text_offset.append(self._offset)
+            if token < self._tokenizer.vocab_size:
+                self._offset += len(self._stream.push(token))
+        return piece
+
+    def _top(self, one: TokenLogprobs) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for token, logprob in one.top:
+            text = token_text(self._tokenizer, token)
+            found[text if text not in found else f"token_id:{token}"] = logprob
+        return found
+
+
+def token_bytes(tokenizer: Tokenizer, token: int) -> list[int] | None:
+    """The bytes of a token, also where they are a part of a character; None if the tokenizer does not tell."""
+    if isinstance(tokenizer, Bytes | World):
+        return list(tokenizer.token_bytes[token]) if token < tokenizer.vocab_size else None
+    text = token_text(tokenizer, token)
+    return None if text.startswith("token_id:") else list(text.encode())
+
+
+def chat_logprobs(tokenizer: Tokenizer, found: Iterable[TokenLogprobs]) -> ChatLogprobs:
+    """Log probabilities of tokens of a chat's answer."""
+
+    def of(token: int, logprob: float) -> dict[str, Any]:
+        return {"token": token_text(tokenizer, token), "logprob": logprob, "bytes": token_bytes(tokenizer, token)}
+
+    return ChatLogprobs(
+        content=[TokenLogprob(**of(one.token, one.logprob), top_logprobs=[TopLogprob(**of(*pair)) for pair in one.top]) for one in found]
+    )

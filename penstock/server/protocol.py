@@ -1,0 +1,320 @@
+"""OpenAI's requests and answers as pydantic models.
+
+A field of a request that is not listed here is refused by its name. A null is the same as an absent field.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator, model_validator
+from pydantic_core import PydanticCustomError
+
+from ..engine.request import MOST_LOGPROBS
+
+Bias = Annotated[float, Field(ge=-100, le=100)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Text = Annotated[str, Field(min_length=1)]
+Token = Annotated[int, Field(ge=0)]
+Tokens = Annotated[list[Token], Field(min_length=1)]
+FinishReason = Literal["stop", "length"]
+
+
+def one_of(rule: str) -> WrapValidator:
+    """One message for a field with several forms, in place of one for each form."""
+
+    def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return handler(value)
+        except ValidationError:
+            raise PydanticCustomError("one_of", "Input should be {rule}", {"rule": rule}) from None
+
+    return WrapValidator(check)
+
+
+Prompt = Annotated[
+    str | Annotated[list[str], Field(min_length=1)] | Tokens | Annotated[list[Tokens], Field(min_length=1)],
+    one_of("a text, a list of texts, a list of tokens or a list of lists of tokens"),
+]
+
+
+class Body(BaseModel):
+    """An object in a request."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def without_nulls(cls, data: Any) -> Any:
+        """Fields that are not null."""
+        return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
+
+
+class StreamOptions(Body):
+    """Options of a streamed answer."""
+
+    include_usage: bool = False
+
+
+class JsonSchema(Body):
+    """A JSON schema with a name."""
+
+    name: Text
+    schema_: dict[str, Any] = Field(alias="schema")
+    description: str | None = None
+    strict: bool = True
+
+
+class ResponseFormat(Body):
+    """What the text of an answer must be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def check_schema(self) -> ResponseFormat:
+        """A schema is given exactly where the type asks for one."""
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema must be given with type json_schema, and with no other")
+        return self
+
+
+class SamplingBody(Body):
+    """Fields that both endpoints share."""
+
+    model: Text
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1)] = 1
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    logit_bias: dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], Bias] = {}
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: Annotated[Text | list[Text], one_of("a text or a list of texts, none of them empty")] = []
+    response_format: ResponseFormat | None = None
+
+    # beyond OpenAI's
+    top_k: Annotated[int, Field(ge=0)] = 0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
+    stop_token_ids: list[Token] = []
+    ignore_eos: bool = False
+
+    @model_validator(mode="after")
+    def check_stream_options(self) -> SamplingBody:
+        """Options of a stream need a stream."""
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options must be given with stream only")
+        return self
+
+
+class CompletionBody(SamplingBody):
+    """``POST /v1/completions``."""
+
+    prompt: Prompt
+    max_tokens: Annotated[int, Field(ge=0)] = 16
+    echo: bool = False
+    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+
+    # beyond OpenAI's
+    state: Text | None = None
+    save_state: bool = False
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """A list of prompts."""
+        found: Any = self.prompt
+        several = isinstance(found, list) and not isinstance(found[0], int)
+        return list(found) if several else [found]
+
+
+class TextPart(Body):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(Body):
+    """A message of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[str | list[TextPart], one_of("a text or a list of parts of type text")]
+
+    @property
+    def text(self) -> str:
+        """The whole content."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class ChatBody(SamplingBody):
+    """``POST /v1/chat/completions``."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+
+    @model_validator(mode="after")
+    def check_pairs(self) -> ChatBody:
+        """Fields that exclude or need each other."""
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise ValueError("max_tokens must be absent beside max_completion_tokens")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs must be given with logprobs only")
+        return self
+
+
+class PromptDetails(BaseModel):
+    """Where the tokens of a prompt came from."""
+
+    cached_tokens: int = 0
+
+
+class Usage(BaseModel):
+    """Counts of tokens."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+
+
+class CompletionLogprobs(BaseModel):
+    """Log probabilities of a completion, token by token."""
+
+    tokens: list[str] = []
+    token_logprobs: list[float | None] = []
+    top_logprobs: list[dict[str, float] | None] = []
+    text_offset: list[int] = []
+
+
+class TopLogprob(BaseModel):
+    """A likely token of a chat's answer."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(TopLogprob):
+    """A token of a chat's answer."""
+
+    top_logprobs: list[TopLogprob] = []
+
+
+class ChatLogprobs(BaseModel):
+    """Log probabilities of a chat's answer."""
+
+    content: list[TokenLogprob] = []
+
+
+class CompletionChoice(BaseModel):
+    """One completion, or a piece of it."""
+
+    index: int
+    text: str = ""
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    state: str | None = Field(default=None, exclude_if=lambda value: value is None)
+
+
+class CompletionAnswer(BaseModel):
+    """The answer of ``/v1/completions``, or a piece of it."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice] = []
+    usage: Usage | None = None
+
+
+class ChatMessage(BaseModel):
+    """The message that a chat gives."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str
+
+
+class ChatChoice(BaseModel):
+    """One answer of a chat."""
+
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReason
+
+
+class ChatAnswer(BaseModel):
+    """The answer of ``/v1/chat/completions``."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class Delta(BaseModel):
+    """What a piece adds to a message."""
+
+    role: Literal["assistant"] | None = Field(default=None, exclude_if=lambda value: value is None)
+    content: str | None = Field(default=None, exclude_if=lambda value: value is None)
+
+
+class ChatChunkChoice(BaseModel):
+    """A piece of one answer of a chat."""
+
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReason | None = None
+
+
+class ChatChunk(BaseModel):
+    """A piece of the answer of ``/v1/chat/completions``."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatChunkChoice] = []
+    usage: Usage | None = None
+
+
+class ModelCard(BaseModel):
+    """A model that is served."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "penstock"
+
+
+class ModelList(BaseModel):
+    """``GET /v1/models``."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class StateCard(BaseModel):
+    """A state that is kept."""
+
+    id: str
+    object: Literal["state"] = "state"
+    created: int
+    tokens: int
+    bytes: int
+
+
+class StateList(BaseModel):
+    """``GET /v1/states``."""
+
+    object: Literal["list"] = "list"
+    data: list[StateCard]

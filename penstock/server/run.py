@@ -1,0 +1,49 @@
+"""Running the application: uvicorn, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+
+import uvicorn
+
+from .app import create_app
+from .service import Service
+
+LOG = logging.getLogger("penstock.server")
+LAST_SECONDS = 5
+"""After the time to drain, requests get this much to send their errors."""
+
+
+class Server(uvicorn.Server):
+    """Ends with SIGTERM or SIGINT: no new connections; requests that run are finished, within a time.
+
+    drain_seconds : float
+        After it, the requests that still run end with an error.
+    """
+
+    def __init__(self, config: uvicorn.Config, service: Service, drain_seconds: float) -> None:
+        super().__init__(config)
+        self._service, self._drain_seconds = service, drain_seconds
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Drain, then stop."""
+        LOG.info("finishing %d requests, within %g seconds", len(self._service.running), self._drain_seconds)
+        timer = asyncio.get_running_loop().call_later(self._drain_seconds, self._service.abort)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            timer.cancel()
+
+
+def make_server(
+    service: Service, host: str = "127.0.0.1", port: int = 8000, *, api_key: str | None = None, drain_seconds: float = 60,
+    log_level: str = "info",
+) -> Server:  # fmt: skip
+    """A server; its ``run`` ends with SIGTERM or SIGINT."""
+    config = uvicorn.Config(
+        create_app(service, api_key), host=host, port=port, log_level=log_level, access_log=False, server_header=False, ws="none",
+        timeout_graceful_shutdown=int(drain_seconds + LAST_SECONDS), lifespan="on",
+    )  # fmt: skip
+    return Server(config, service, drain_seconds)

@@ -1,0 +1,102 @@
+"""What every endpoint needs: the engine, its texts, limits and metrics; and the checks that all requests share."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from ..engine import Engine, SamplingParams
+from ..models.tokenizers import Tokenizer
+from .errors import Refused
+from .generation import Generation, Job
+from .grammars import Grammars, wanted_schema
+from .limits import Limits
+from .metrics import Metrics
+from .protocol import SamplingBody
+from .states import States
+from .templates import Template
+
+
+class Service:
+    """One model behind HTTP.
+
+    engine : Engine
+        With a tokenizer. The service starts its thread.
+    name : str
+        The name of the model in requests.
+    template : Template, optional
+        Without one, chats are refused.
+    """
+
+    def __init__(self, engine: Engine, name: str, template: Template | None = None, limits: Limits | None = None) -> None:
+        self.engine, self.name, self.template = engine, name, template
+        self.tokenizer: Tokenizer = engine.tokenizer
+        self.limits = limits or Limits()
+        self.metrics = Metrics(engine)
+        self.grammars = Grammars(self.tokenizer, engine.vocab_size)
+        self.states = States(engine, self.limits.states)
+        self.created = int(time.time())
+        self.running: set[Generation] = set()
+        self.closing = False
+
+    def heading(self, kind: str) -> dict[str, Any]:
+        """Fields that begin every answer."""
+        return {"id": f"{kind}-{secrets.token_hex(12)}", "created": int(time.time()), "model": self.name}
+
+    def check_model(self, name: str) -> None:
+        """Raise Refused for the name of another model."""
+        if name != self.name:
+            message = f"server: model must be {self.name!r}, got {name!r}."
+            raise Refused(404, message, param="model", code="model_not_found")
+
+    async def params(self, body: SamplingBody, function: str, max_tokens: int, stops: Sequence[str] = (), **more: Any) -> SamplingParams:
+        """Sampling parameters of a request. Raises Refused or InvalidArgument."""
+        limits, size = self.limits, self.engine.vocab_size
+        given = [body.stop] if isinstance(body.stop, str) else body.stop
+        bias = {int(token): value for token, value in body.logit_bias.items()}
+        self._check(function, "max_tokens", limits.max_tokens, max_tokens)
+        self._check(function, "n", limits.n, body.n)
+        self._check(function, "the number of stop texts", limits.stops, len(given), "stop")
+        self._check(function, "the length of a stop text", limits.stop_length, max(map(len, given), default=0), "stop")
+        self._check(function, "the number of biases", limits.biases, len(bias), "logit_bias")
+        self._check(function, "tokens of logit_bias", size - 1, max(bias, default=0), "logit_bias")
+        self._check(function, "stop_token_ids", size - 1, max(body.stop_token_ids, default=0))
+        schema = wanted_schema(body.response_format)
+        if schema is not None:
+            self._check(function, "the bytes of the schema", limits.schema_bytes, len(json.dumps(schema)), "response_format")
+            more["constraint"] = await asyncio.to_thread(self.grammars.compile, schema, function)
+        return SamplingParams(
+            max_tokens=max_tokens, temperature=body.temperature, top_k=body.top_k, top_p=body.top_p, min_p=body.min_p,
+            presence_penalty=body.presence_penalty, frequency_penalty=body.frequency_penalty,
+            repetition_penalty=body.repetition_penalty, logit_bias=bias, seed=body.seed, stop=(*given, *stops),
+            stop_ids=tuple(body.stop_token_ids), ignore_end=body.ignore_eos, n=body.n, **more,
+        )  # fmt: skip
+
+    async def tokens(self, text: str, special: bool = True) -> list[int]:
+        """Tokens of a text, in a thread of their own: long texts take time. An empty text begins with the end of the one before."""
+        found = await asyncio.to_thread(self.tokenizer.encode, text, special)
+        if not found and special and self.tokenizer.end_of_text is not None:
+            return [self.tokenizer.end_of_text]
+        return found
+
+    def start(self, jobs: Sequence[Job], function: str) -> Generation:
+        """Queue the requests of an HTTP request. Raises QueueFull, InvalidArgument or Refused."""
+        if self.closing:
+            raise Refused(503, "server: it must be running, got a shutdown.", kind="server_error", code="shutting_down")
+        longest = max(len(job.tokens) for job in jobs)
+        self._check(function, "the prompt's tokens", self.limits.prompt_tokens, longest, "prompt")
+        return Generation(self.engine, jobs, self.limits.seconds, self.metrics, self.running)
+
+    def abort(self) -> None:
+        """End all requests with an error, and take no new ones."""
+        self.closing = True
+        for generation in list(self.running):
+            generation.cancel()
+
+    def _check(self, function: str, name: str, most: int, value: int, param: str = "") -> None:
+        if value > most:
+            raise Refused(400, f"{function}: {name} must be at most {most}, got {value}.", param=param or name)

@@ -1,0 +1,98 @@
+"""Answers as server-sent events, and clients that disconnect."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine, Iterable
+from typing import Any, Protocol
+
+from fastapi import Request, Response
+from pydantic import BaseModel
+from starlette.types import Receive, Scope, Send
+
+from ..engine import Event
+from .errors import refusal
+from .generation import Generation
+from .metrics import Metrics
+
+LAST_SECONDS = 10
+"""After the time of a request, its client has this long to read the rest of the answer."""
+
+
+class Writer(Protocol):
+    """Turns events into pieces of an answer."""
+
+    def write(self, event: Event) -> Iterable[BaseModel]:
+        """Pieces for an event."""
+
+    def finish(self) -> Iterable[BaseModel]:
+        """Pieces after the last event."""
+
+
+class EventStream(Response):
+    """The answer to a request with ``stream``. It owns the generation, and closes it."""
+
+    def __init__(self, generation: Generation, writer: Writer, metrics: Metrics, seconds: float) -> None:
+        self.status_code, self.background, self.body = 200, None, b""
+        self.init_headers({"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._generation, self._writer, self._metrics = generation, writer, metrics
+        self._seconds = seconds + LAST_SECONDS
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events; cancel the rest if the client disconnects."""
+        try:
+            if not await completes(receive, self._send(send), self._seconds):
+                self._metrics.disconnected()
+        finally:
+            self._generation.close()
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for piece in self._pieces():
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def _pieces(self) -> AsyncIterator[bytes]:
+        """The text of the stream. An error ends it: the status was sent before."""
+        try:
+            async for events in self._generation.events():
+                piece = b"".join(encoded(one) for event in events for one in self._writer.write(event))
+                if piece:
+                    yield piece
+            yield b"".join(encoded(one) for one in self._writer.finish()) + b"data: [DONE]\n\n"
+        except Exception as error:
+            yield b"data: " + bytes(refusal(error).response().body) + b"\n\n"
+
+
+def encoded(piece: BaseModel) -> bytes:
+    """One event of the stream."""
+    return b"data: " + piece.model_dump_json().encode() + b"\n\n"
+
+
+async def completes(receive: Receive, work: Coroutine[Any, Any, None], seconds: float | None = None) -> bool:
+    """Run ``work``; cancel it when the client disconnects, or after a time. Returns whether it ended by itself."""
+    worker, watcher = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait([worker, watcher], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        if worker.done():
+            worker.result()
+            return True
+        return False
+    finally:
+        for task in (worker, watcher):
+            task.cancel()
+        await asyncio.gather(worker, watcher, return_exceptions=True)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def finished(request: Request, generation: Generation, metrics: Metrics) -> bool:
+    """Wait for the end of a generation; returns whether the client is still connected."""
+    if await completes(request.receive, generation.finish()):
+        return True
+    metrics.disconnected()
+    return False

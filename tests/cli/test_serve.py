@@ -1,0 +1,127 @@
+"""``penstock serve``: a server from a checkpoint, in a process of its own; and ``penstock bench-serve`` on it."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+import openai
+import pytest
+from live_server import small_model
+from typer.testing import CliRunner
+
+from penstock.cli import main
+from penstock.models import save
+
+
+def run(*words):
+    return CliRunner().invoke(main, list(words))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoint") / "small"
+    save(small_model(), folder)
+    (folder / "chat_template.jinja").write_text("{% for one in messages %}{{ one.content }}{% endfor %}")
+    return folder
+
+
+@pytest.fixture
+def served(checkpoint):
+    words = ["serve", "--model", str(checkpoint), "--device", "cpu", "--port", "0", "--slots", "4", "--api-key", "secret"]
+    process = subprocess.Popen([sys.executable, "-m", "penstock", *words], stderr=subprocess.PIPE, text=True)
+    lines = []
+    for line in process.stderr:
+        lines.append(line)
+        if found := re.search(r"running on (http://\S+)", line):
+            break
+    assert found, lines
+    rest = threading.Thread(target=lambda: lines.extend(process.stderr))
+    rest.start()
+    yield process, found[1], lines
+    process.kill()
+    process.wait()
+    rest.join()
+    process.stderr.close()
+
+
+def test_a_server_answers_is_measured_and_ends_after_its_requests(served, tmp_path):
+    process, url, lines = served
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0)
+    assert client.models.list().data[0].id == "small"
+    answer = client.chat.completions.create(model="small", messages=[{"role": "user", "content": "abc"}], max_tokens=4)
+    assert answer.usage.prompt_tokens == 3
+    assert httpx.get(f"{url}/health").json() == {"status": "ok"}
+
+    numbers, picture = tmp_path / "a" / "numbers.json", tmp_path / "picture.svg"
+    words = ["--clients", "4", "--rate", "50", "--requests", "10", "--prefix", "64", "--prompt", "5-9", "--output", "3"]
+    done = run("bench-serve", "--url", url, "--api-key", "secret", *words, "--json", str(numbers), "--plot", str(picture))
+    assert done.exit_code == 0, done.output
+    assert "4 clients" in done.output
+    assert "50 a second" in done.output
+    content = json.loads(numbers.read_text())
+    for one in content["runs"]:
+        assert (one["requests"], one["output_tokens"], one["failed"]) == (10, 30, {})
+        assert one["first"]["p50"] <= one["first"]["p99"] <= one["whole"]["p99"]
+        assert 0 < one["cached_tokens"] < one["prompt_tokens"]
+    assert b"Throughput" in picture.read_bytes() or picture.stat().st_size > 1000
+
+    counts = []
+
+    def request():
+        stream = client.completions.create(
+            model="small", prompt="a", max_tokens=200, stream=True, stream_options={"include_usage": True}, extra_body={"ignore_eos": True}
+        )
+        counts.append(list(stream)[-1].usage.completion_tokens)
+
+    threads = [threading.Thread(target=request) for _ in range(8)]
+    for one in threads:
+        one.start()
+    for _ in range(1000):
+        values = dict(line.rsplit(" ", 1) for line in httpx.get(f"{url}/metrics").text.splitlines() if not line.startswith("#"))
+        if float(values["penstock_running"]) == 4:
+            break
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    for one in threads:
+        one.join()
+    assert counts == [200] * 8
+    assert process.wait(30) in (0, -signal.SIGTERM)
+    assert not any("Traceback" in line or "ERROR" in line for line in lines), lines
+    client.close()
+
+
+def test_wrong_options_are_refused(checkpoint, tmp_path):
+    for words, message in (
+        (["--device", "none"], "device must be"),
+        (["--dtype", "int8"], "dtype must be"),
+        (["--api-key", ""], "api_key must be at least one character"),
+        (["--chat-template", str(tmp_path / "none")], "chat_template must be a text file"),
+        (["--slots", "9", "--token-budget", "100"], "token_budget must be at least slots + 128"),
+    ):
+        done = run("serve", "--model", str(checkpoint), *words)
+        assert done.exit_code == 2
+        assert message in " ".join(done.output.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--clients", "0"], "clients must be from 1 to 4096, got 0"),
+        (["--rate", "0"], "rate must be above 0"),
+        (["--requests", "0"], "requests must be at least 1"),
+        (["--prompt", "9-5"], "prompt must be a number from 1"),
+        (["--output", "exp:5-9"], "output must be a number from 1"),
+        (["--url", "ftp://a"], "url must be http://"),
+        (["--url", "http://127.0.0.1:1"], "url must be of a server of OpenAI's API"),
+        (["--plot", "a.txt"], "file must be named *.png"),
+    ],
+)
+def test_wrong_options_of_the_load_are_refused(words, message):
+    done = run("bench-serve", *words)
+    assert done.exit_code == 2
+    assert message in " ".join(done.output.split())

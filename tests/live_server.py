@@ -1,0 +1,76 @@
+"""A small random model behind HTTP, in a thread."""
+
+import socket
+import threading
+import time
+from contextlib import contextmanager
+
+import openai
+import torch
+from architectures import randomised
+
+from penstock.engine import Engine
+from penstock.models import CausalLM, rwkv6
+from penstock.models.tokenizers import Bytes
+from penstock.server.run import make_server
+from penstock.server.service import Service
+from penstock.server.templates import WorldTemplate
+
+VOCAB = 257
+KEY = "secret"
+
+
+def small_model():
+    """Of bytes."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_layers": 1, "intermediate_size": 32, "head_size": 8, "mix_rank": 2, "decay_rank": 2}
+    model = CausalLM(rwkv6(vocab_size=VOCAB, **sizes)).eval()
+    randomised(model)
+    return model
+
+
+class Live:
+    """A server that runs."""
+
+    def __init__(self, service, server, port):
+        self.service, self.server, self.engine = service, server, service.engine
+        self.url = f"http://127.0.0.1:{port}"
+        self.port = port
+        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0, timeout=60)
+
+    def connect(self):
+        """A plain connection."""
+        return socket.create_connection(("127.0.0.1", self.port), timeout=60)
+
+    def settles(self):
+        """Nothing runs or waits any more, and no slot is lost."""
+        for _ in range(1000):
+            stats = self.engine.stats
+            if stats.running == stats.waiting == 0 and not self.service.running:
+                break
+            time.sleep(0.01)
+        assert (self.engine.stats.running, self.engine.stats.waiting, len(self.service.running)) == (0, 0, 0)
+        self.engine.check_integrity()
+
+
+@contextmanager
+def running(model, limits=None, template=WorldTemplate(), api_key=None, drain_seconds=5, **options):  # noqa: B008
+    engine = Engine(model, Bytes(VOCAB), **{"slots": 4, "token_budget": 256, **options})
+    service = Service(engine, "tiny", template, limits)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = make_server(service, port=port, api_key=api_key, drain_seconds=drain_seconds, log_level="warning")
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        assert thread.is_alive()
+        time.sleep(0.01)
+    live = Live(service, server, port)
+    try:
+        yield live
+    finally:
+        live.client.close()
+        server.should_exit = True
+        thread.join(60)
+        assert not thread.is_alive()

@@ -1,0 +1,123 @@
+"""Answers that must follow a JSON schema, from a model of random weights."""
+
+import json
+
+import openai
+import pytest
+
+pytest.importorskip("llguidance")
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"enum": ["Ada", "Bob"]},
+        "ages": {"type": "array", "items": {"type": "integer", "minimum": 1, "maximum": 99}, "maxItems": 3},
+        "note": {"type": ["string", "null"], "maxLength": 8},
+    },
+    "required": ["name", "ages", "note"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}}
+MESSAGES = [{"role": "user", "content": "Who?"}]
+
+
+def check(text):
+    found = json.loads(text)
+    assert list(found) == ["name", "ages", "note"]
+    assert found["name"] in ("Ada", "Bob")
+    assert len(found["ages"]) <= 3
+    assert all(1 <= age <= 99 for age in found["ages"])
+    assert found["note"] is None or len(found["note"]) <= 8
+
+
+@pytest.mark.parametrize("more", [{}, {"temperature": 0}, {"presence_penalty": 1, "logit_bias": {"65": 9}}, {"top_p": 0.5}], ids=str)
+def test_answers_follow_the_schema(client, more):
+    found = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, response_format=FORMAT, max_tokens=200, n=5, seed=2, **more
+    )  # fmt: skip
+    for choice in found.choices:
+        assert choice.finish_reason == "stop"
+        check(choice.message.content)
+
+
+def test_a_stream_equals_the_whole(client):
+    given = {"model": "tiny", "messages": MESSAGES, "response_format": FORMAT, "max_tokens": 200, "seed": 5}
+    whole = client.chat.completions.create(**given).choices[0].message.content
+    pieces = client.chat.completions.create(**given, stream=True)
+    assert "".join(choice.delta.content or "" for piece in pieces for choice in piece.choices) == whole
+    check(whole)
+
+
+def test_completions_take_a_schema_too(client):
+    found = client.completions.create(model="tiny", prompt=["a", "b"], max_tokens=200, extra_body={"response_format": FORMAT})
+    for choice in found.choices:
+        check(choice.text)
+
+
+def test_json_object_begins_with_a_brace(client):
+    found = client.chat.completions.create(model="tiny", messages=MESSAGES, response_format={"type": "json_object"}, max_tokens=20)
+    assert found.choices[0].message.content[0] == "{"
+    assert client.chat.completions.create(model="tiny", messages=MESSAGES, response_format={"type": "text"}, max_tokens=2)
+
+
+def test_the_constraint_does_not_change_other_requests(client, expected):
+    stream = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, response_format={"type": "json_object"}, max_tokens=300, stream=True
+    )
+    next(iter(stream))
+    found = client.completions.create(model="tiny", prompt="abc", max_tokens=30, seed=1)
+    assert found.choices[0].text == expected("abc", max_tokens=30, seed=1).text
+    stream.close()
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        (
+            {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "objekt"}}},
+            "must be a JSON schema that llguidance knows",
+        ),
+        ({"type": "json_schema", "json_schema": {"name": "a", "schema": {"$ref": "http://a/b"}}}, "must be a JSON schema that"),
+        (
+            {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": ["a" * 70_000]}}},
+            "the bytes of the schema must be at most 65536",
+        ),
+        ({"type": "json_schema"}, "json_schema must be given with type json_schema"),
+        ({"type": "xml"}, "response_format.type must be 'text', 'json_object' or 'json_schema'"),
+    ],
+    ids=["type", "reference", "size", "absent", "kind"],
+)
+def test_wrong_formats_are_refused(client, form, message):
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model="tiny", messages=MESSAGES, response_format=form)
+    assert message in caught.value.body["message"]
+    assert caught.value.param.startswith("response_format")
+
+
+@pytest.mark.parametrize("with_end", [False, True])
+def test_a_tokenizer_json_gives_masks_of_its_tokens(tmp_path, with_end):
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    from penstock.models.tokenizers import HuggingFace
+    from penstock.server.grammars import Grammars
+
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    special = ["<|end|>"] if with_end else []
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=special)
+    made.train_from_iterator(['{"name": "Ada"} {"name": "Bob"}'] * 9, trainer)
+    made.save(str(tmp_path / "tokenizer.json"))
+    if with_end:
+        (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|end|>"}')
+    tokenizer = HuggingFace(tmp_path / "tokenizer.json")
+    constraint = Grammars(tokenizer, tokenizer.vocab_size).compile(SCHEMA, "test")()
+    text = '{"name":"Ada","ages":[1],"note":null}'
+    opening = [token for token in range(tokenizer.vocab_size) if constraint.mask[token // 8] >> token % 8 & 1]
+    assert {tokenizer.decode([token])[0] for token in opening} == {"{"}
+    ended = False
+    for token in tokenizer.encode(text):
+        assert not ended
+        assert constraint.mask[token // 8] >> token % 8 & 1
+        ended = constraint.accept(token)
+    assert ended

@@ -1,0 +1,77 @@
+"""Chat templates."""
+
+import json
+
+import pytest
+
+from penstock.errors import RangeError
+from penstock.models.tokenizers import Bytes
+from penstock.server.protocol import Message
+from penstock.server.templates import JinjaTemplate, WorldTemplate, find_template
+
+CHATML = """{{ bos_token }}{% for message in messages %}
+    {{- '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}
+{%- endfor %}
+{% if add_generation_prompt %}
+    {{- '<|im_start|>assistant\n' }}
+{%- endif %}"""
+MESSAGES = [Message(role="user", content="Hi <b>"), Message(role="assistant", content="Hello"), Message(role="user", content="Bye")]
+
+
+def test_jinja_writes_messages_and_special_tokens():
+    text = JinjaTemplate(CHATML, {"bos_token": "<s>"}).render(MESSAGES)
+    assert text == (
+        "<s><|im_start|>user\nHi <b><|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n<|im_start|>user\nBye<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+def test_world_writes_one_empty_line_after_each_message():
+    text = WorldTemplate().render([Message(role="user", content="a\r\n\r\nb\n"), Message(role="assistant", content=" c ")])
+    assert text == "User: a\nb\n\nAssistant: c\n\nAssistant:"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ raise_exception('only users') }}",
+        "{{ messages.__class__.__mro__[1].__subclasses__() }}",
+        "{{ ''.__class__.__base__ }}",
+        "{% for one in range(99999999) %}a{% endfor %}",
+        "{{ messages[0].content + 1 }}",
+        "{{ messages.append(1) }}",
+        "{% for a in range(9999) %}{% for b in range(9999) %}{{ 'aaaaaaaaaaaaaaaa' * 64 }}{% endfor %}{% endfor %}",
+    ],
+    ids=["raises", "subclasses", "base", "range", "type", "changes", "size"],
+)
+def test_a_template_that_fails_or_breaks_out_is_an_error_of_the_request(source):
+    with pytest.raises(RangeError, match="chat: messages must be"):
+        JinjaTemplate(source).render(MESSAGES)
+
+
+def test_a_broken_template_is_refused_at_the_start():
+    with pytest.raises(RangeError, match="serve: chat_template must be a Jinja template"):
+        JinjaTemplate("{% for %}")
+
+
+def test_the_template_of_a_checkpoint_is_found(tmp_path):
+    assert find_template(tmp_path, Bytes()) is None
+    config = {"chat_template": "{{ bos_token }}A", "bos_token": {"content": "<s>"}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert find_template(tmp_path, Bytes()).render(MESSAGES) == "<s>A"
+    named = [{"name": "tools", "template": "T"}, {"name": "default", "template": "D"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    assert find_template(tmp_path / "model.safetensors", Bytes()).render(MESSAGES) == "D"
+    (tmp_path / "chat_template.jinja").write_text("F")
+    assert find_template(tmp_path, Bytes()).render(MESSAGES) == "F"
+    (tmp_path / "own").write_text("O")
+    assert find_template(tmp_path, Bytes(), tmp_path / "own").render(MESSAGES) == "O"
+    with pytest.raises(RangeError, match="chat_template must be a text file"):
+        find_template(tmp_path, Bytes(), tmp_path / "none")
+
+
+def test_rwkv_world_has_its_own(tmp_path):
+    pytest.importorskip("pyrwkv_tokenizer")
+    from penstock.models.tokenizers import World
+
+    assert find_template(tmp_path, World()) == WorldTemplate()
