@@ -45,7 +45,7 @@ class Report:
 def print_runs(console: Console, runs: Sequence[Run]) -> None:
     """Print one row a run, and the reasons of failures."""
     table = Table(box=SIMPLE_HEAD, caption="Times in milliseconds: 50th / 99th percentile.", caption_justify="left")
-    table.add_column("load")
+    table.add_column("load", no_wrap=True)
     for name in (
         "requests",
         "failed",
