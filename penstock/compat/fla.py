@@ -345,9 +345,13 @@ def patch() -> Replacement:
     if fla.__version__ not in VERSIONS:
         remedy = "Call the functions of penstock.compat.fla instead, whose parameters are those of 0.6.0."
         raise PenstockError(f"patch: fla must be of version {' or '.join(VERSIONS)}, got {fla.__version__}. {remedy}")
-    ours = {id(getattr(ops, name)): one for name, one in FUNCTIONS.items() if name not in _UNPATCHED}
-    ours |= {id(one): one for one in ours.values()}  # already patched: counted once more
-    return Replacement(Place(module, name, ours[id(value)]) for module, name, value in _names_of_fla() if id(value) in ours)
+
+    def places() -> Iterator[Place]:
+        ours = {id(getattr(ops, name)): one for name, one in FUNCTIONS.items() if name not in _UNPATCHED}
+        ours |= {id(one): one for one in ours.values()}  # already patched: counted once more
+        return (Place(module, name, ours[id(value)]) for module, name, value in _names_of_fla() if id(value) in ours)
+
+    return Replacement(places)
 
 
 def _names_of_fla() -> Iterator[tuple[Any, str, object]]:

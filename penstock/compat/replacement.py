@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import ModuleType, TracebackType
 from typing import NamedTuple
 
@@ -30,10 +30,11 @@ class Replacement:
     a call that is running goes on in the function it began in.
     """
 
-    def __init__(self, places: Iterable[Place]):
-        self._places = tuple(places)
+    def __init__(self, find: Callable[[], Iterable[Place]]):
+        """``find`` runs while no other thread replaces or restores anything."""
         self._in_force = True
         with _LOCK:
+            self._places = tuple(find())
             for module, name, ours in self._places:
                 key = id(module), name
                 original, count = _ACTIVE.get(key, (getattr(module, name), 0))

@@ -54,7 +54,7 @@ def accelerate(model: nn.Module) -> Replacement:
         complaints.raise_any()
     for place in places:
         _check_parameters(place)
-    return Replacement(places)
+    return Replacement(lambda: places)
 
 
 def _check_parameters(place: Place) -> None:

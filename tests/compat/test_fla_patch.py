@@ -77,7 +77,7 @@ def test_patches_of_several_threads_leave_the_originals(standin):
     original = layer.kernel
 
     def work():
-        for _ in range(50):
+        for _ in range(200):
             with ours.patch():
                 if layer.kernel is not ours.chunk_gla:
                     failures.append(layer.kernel)
