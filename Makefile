@@ -20,7 +20,7 @@ lint: .venv/dev
 	$(PYTHON) -m venv .venv
 
 .venv/demo: .venv/bin/python pyproject.toml constraints.txt hatch_build.py $(wildcard penstock/recurrence/cpu/native/*.[ch])
-	$(PIP) install --quiet -c constraints.txt -e ".[plot]"
+	$(PIP) install --quiet -c constraints.txt -e ".[demo]"
 	touch $@
 
 .venv/dev: .venv/bin/python pyproject.toml constraints.txt hatch_build.py $(wildcard penstock/recurrence/cpu/native/*.[ch])

@@ -19,8 +19,9 @@ from ..bench.measure import Measurement, measure
 from ..bench.plot import plot_losses, plot_measurements
 from ..bench.record import Record
 from ..bench.report import duration
+from ..demo.serve import ask
 from ..demo.text import python_topics
-from ..demo.train import WEIGHTS, train
+from ..demo.train import PROMPT, WEIGHTS, train
 from ..errors import Complaints, MissingExtra
 from ..verify.inputs import Shape, inputs
 from ..verify.machine import Machine
@@ -46,7 +47,7 @@ def demo(
         bool, typer.Option("--quick", help="Use tiny shapes and one second of training, to test that everything runs.")
     ] = False,
 ) -> None:
-    """Run checks, compare speed with the token loop, and train a model from scratch, in about three minutes.
+    """Run checks, compare speed with the token loop, train a model from scratch and serve it for a moment, in about three minutes.
 
     Writes all numbers, pictures of time against length and of the training losses, and the model's weights.
 
@@ -74,14 +75,30 @@ def demo(
     console.rule("3. Training", align="left")
     written += _train(console, folder, 1.0 if quick else seconds, machine)
     console.print()
+    console.rule("4. Serving", align="left")
+    _serve(console, folder / WEIGHTS)
+    console.print()
     console.rule("Files", align="left")
     width = max(len(str(path)) for path, _ in written)
     for path, content in written:
         console.print(f"  {path!s:<{width}}  {content}", markup=False, highlight=False, soft_wrap=True)
     console.print("\nNext commands")
+    serve = f"penstock serve --model {folder / WEIGHTS}"
     generate = f'penstock generate --model {folder / WEIGHTS} --prompt "The "'
-    for command in (generate, "penstock bench --list", "penstock bench rwkv6 --mode fwdbwd", "penstock bench --help"):
+    for command in (generate, serve, "penstock bench --list", "penstock bench rwkv6 --mode fwdbwd", "penstock bench --help"):
         console.print(f"  {command}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _serve(console: Console, weights: Path) -> None:
+    """Answer one HTTP request with the trained model."""
+    with console.status("starting penstock serve", spinner="dots"):
+        try:
+            answer = ask(weights, PROMPT.decode())
+        except MissingExtra as missing:
+            console.print(f"Not served: {missing}", markup=False)
+            return
+    console.print(f"POST {answer.url}/v1/completions: {answer.prompt_tokens} tokens in, {answer.completion_tokens} out\n", markup=False)
+    console.print(PROMPT.decode() + answer.text, markup=False, highlight=False)
 
 
 def _speed(console: Console, folder: Path, quick: bool, machine: Machine) -> list[tuple[Path, str]]:

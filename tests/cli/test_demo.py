@@ -17,6 +17,7 @@ from penstock.bench.record import Record
 from penstock.bench.report import print_findings, print_machine
 from penstock.cli import main
 from penstock.cli.demo import MODEL_ROWS, print_models
+from penstock.demo.serve import Answer
 from penstock.demo.train import Point
 from penstock.recurrence.operators import FAMILY
 from penstock.softmax.operators import FAMILY as SOFTMAX
@@ -106,11 +107,14 @@ def test_demo_runs_through(tmp_path, monkeypatch, at_full_speed, check_in_float3
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(DEMO, "train", train)
+    monkeypatch.setattr(DEMO, "ask", lambda weights, prompt: Answer("http://127.0.0.1:1", f"[{weights.name}]", 19, 7))
     done = CliRunner().invoke(main, ["demo", "--quick"])
     assert done.exit_code == 0, done.output
     assert called == {"folder": Path("penstock-demo"), "seconds": 1.0, "seed": 0}
     assert "it says [this]" in done.output
     assert "5.500" in done.output
+    assert "POST http://127.0.0.1:1/v1/completions: 19 tokens in, 7 out" in done.output
+    assert "The with statement [rwkv6-bytes.pth]" in done.output
     for name in ("numbers.json", "speed.png", "training.png"):
         assert (tmp_path / "penstock-demo" / name).exists()
         assert f"penstock-demo/{name}" in done.output
