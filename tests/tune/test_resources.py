@@ -253,3 +253,29 @@ def test_wrong_options_of_check_give_one_message(words, message, monkeypatch):
     done = CliRunner().invoke(main, ["check", *words])
     assert done.exit_code == 2, done.output
     assert message in done.output
+
+
+SLOTS = """
+import torch
+from penstock.recurrence.triton import in_place
+from penstock.tune.ahead import jobs, resources
+from penstock.tune.passes import without_memory
+from penstock.tune.shipped import TARGETS
+from penstock.verify.inputs import Shape
+
+for variant, tokens in (("rwkv6", 1), ("simple_gla", 1), ("gla", 100)):
+    x = without_memory(variant, Shape(4, tokens, 2, 64, 64), torch.bfloat16)
+    pool, slots = torch.empty(9, 2, 64, 64, device="meta"), torch.empty(4, dtype=torch.int64, device="meta")
+    problem = x.in_place(pool, slots)
+    made = in_place.advance_plan(problem, TARGETS["sm_90"]).at(problem.sizes)
+    tensors = {"q": x.q, "k": x.k, "v": x.v, "g": x.g, "u": x.u, "state": pool, "slots": slots, "cu_seqlens": None}
+    tensors = {name: x.q if tensor is None else tensor for name, tensor in tensors.items()}
+    for job in jobs(made, tensors, "sm_90"):
+        print(job.kernel, resources(job).spill)
+"""
+
+
+def test_updates_in_place_by_slots_compile():
+    done = penstock("-c", SLOTS)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert len(done.stdout.splitlines()) == 4, "one launch for decode steps, two for longer rows"
