@@ -19,6 +19,14 @@ def _one_thread():
     torch.set_num_threads(before)
 
 
+@pytest.fixture(autouse=True)
+def _float32_products():
+    """Packages may change how torch multiplies float32 when they are imported (rwkv does); plans depend on it."""
+    before = torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
 @pytest.fixture
 def at_full_speed(monkeypatch):
     """Without the implementations that run under the interpreter here: the contract tests hold those to the oracle."""
