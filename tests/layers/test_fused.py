@@ -61,6 +61,21 @@ def test_token_shift(count, rank, packed, dtype):
     hold(ours, formula, (x, mu, hidden, up), dtype=dtype)
 
 
+def test_low_rank_parts_may_be_narrower_than_tokens():
+    """As under autocast, where norms give float32 and products float16."""
+    at, kernel = sequences(True), launch.TokenShift.apply
+    x, last, mu = normal(75, 70), normal(5, 70), normal(5, 70)
+
+    def ours(hidden, up):
+        return kernel(x, last, at.starts, mu, hidden, up, fused.shift_formula)
+
+    def formula(hidden, up):
+        return fused.shift_formula(x.double(), last.double(), at.starts, mu.double(), hidden, up)
+
+    half = torch.float16
+    hold(ours, formula, (normal(75, 5, 4, dtype=half), normal(5, 4, 70, dtype=half) / 2), dtype=half)
+
+
 def test_token_shift_is_the_loop_over_tokens():
     for packed in (False, True):
         at = sequences(packed)

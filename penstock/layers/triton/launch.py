@@ -83,7 +83,7 @@ class TokenShift(torch.autograd.Function):
         BR, BC = 32, 64
         programs, each = _shares(_blocks(R, BR - 1), _blocks(C, BC))
         dx, dmu = torch.empty_like(x), mu.new_empty(programs, N, C, dtype=torch.float32)
-        dm = x.new_empty(N, R, C) if M else dx
+        dm = dx if hidden is None else hidden.new_empty(N, R, C)  # an operand beside hidden; under autocast x is float32
         if x.numel():
             token_shift.penstock_shift_bwd[programs, _blocks(C, BC)](
                 x, last, starts, mu, x if hidden is None else hidden, x if up is None else up, *dy, *[x] * (5 - N), dx, dm, dmu,
