@@ -1,93 +1,26 @@
 """Layers and models written out token by token in float64, from their formulas and a state_dict. They share no code with the package."""
 
 import math
+from functools import partial
 
 import torch
+from public_models import Weights, layer_norm, rms_norm, rwkv5, rwkv6, sigmoid, silu
 from torch import Tensor
 
 from penstock.models import Config
 
-Weights = dict[str, Tensor]
 
-
-def sigmoid(x: Tensor) -> Tensor:
-    return 1 / (1 + torch.exp(-x))
-
-
-def silu(x: Tensor) -> Tensor:
-    return x * sigmoid(x)
-
-
-def layer_norm(x: Tensor, w: Weights, name: str, eps: float = 1e-5) -> Tensor:
-    x = (x - x.mean()) / (((x - x.mean()) ** 2).mean() + eps).sqrt()
-    return x * w[f"{name}.weight"] + w[f"{name}.bias"]
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return x / ((x**2).mean() + eps).sqrt() * weight
-
-
-def time_mix(x: Tensor, p: Tensor, S: Tensor, w: Weights) -> tuple[Tensor, Tensor]:
-    """One token x [C] of RWKV-6 after p [C]; S [H,K,V]. The formulas of the paper, one line each."""
-    dx = p - x
-    hidden = torch.tanh((x + dx * w["time_maa_x"].view(-1)) @ w["time_maa_w1"])
-    M = len(hidden) // 5
-    mixed = {}
-    for i, name in enumerate("wkvrg"):
-        offset = hidden[i * M : (i + 1) * M] @ w["time_maa_w2"][i]
-        mixed[name] = x + dx * (w[f"time_maa_{name}"].view(-1) + offset)
-    r, k, v = w["receptance.weight"] @ mixed["r"], w["key.weight"] @ mixed["k"], w["value.weight"] @ mixed["v"]
-    gate = silu(w["gate.weight"] @ mixed["g"])
-    decay = torch.exp(-torch.exp(w["time_decay"].view(-1) + torch.tanh(mixed["w"] @ w["time_decay_w1"]) @ w["time_decay_w2"]))
-    o, S = rwkv_heads(r, k, v, decay.view(S.shape[:2]), w["time_faaaa"], S)
-    return w["output.weight"] @ ((o * w["ln_x.weight"] + w["ln_x.bias"]) * gate), S
-
-
-def time_mix_5(x: Tensor, p: Tensor, S: Tensor, w: Weights) -> tuple[Tensor, Tensor]:
-    """One token of RWKV-5; without gate in 5.0, with one decay and bonus a head before 5.2."""
-    m = {name: w[f"time_mix_{name}"].view(-1) for name in "rkvg" if f"time_mix_{name}" in w}
-    mixed = {name: x * one + p * (1 - one) for name, one in m.items()}
-    r, k, v = w["receptance.weight"] @ mixed["r"], w["key.weight"] @ mixed["k"], w["value.weight"] @ mixed["v"]
-    decay = torch.exp(-torch.exp(w["time_decay"])) * torch.ones(S.shape[:2])
-    o, S = rwkv_heads(r, k, v, decay, w["time_faaaa"] * torch.ones(S.shape[:2]), S)
-    o = o * w["ln_x.weight"] + w["ln_x.bias"]
-    if "g" in m:
-        o = o * silu(w["gate.weight"] @ mixed["g"])
-    return w["output.weight"] @ o, S
-
-
-def rwkv_heads(r: Tensor, k: Tensor, v: Tensor, decay: Tensor, u: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
-    """The recurrence of both, and the norm of each head of the output."""
-    H, K, V = S.shape
-    outputs, states = [], []
-    for h in range(H):
-        kv = torch.outer(k[h * K : h * K + K], v[h * V : h * V + V])
-        o = r[h * K : h * K + K] @ (S[h] + torch.diag(u[h]) @ kv)
-        states.append(torch.diag(decay[h]) @ S[h] + kv)
-        o = o / 8  # the norm of o / 8 with eps 1e-5
-        outputs.append((o - o.mean()) / (((o - o.mean()) ** 2).mean() + 1e-5).sqrt())
-    return torch.cat(outputs), torch.stack(states)
-
-
-def channel_mix(x: Tensor, p: Tensor, w: Weights) -> Tensor:
-    """One token of RWKV-5 or RWKV-6."""
-    maa = {name: w[f"time_maa_{name}"] if f"time_maa_{name}" in w else 1 - w[f"time_mix_{name}"] for name in "kr"}
-    dx = p - x
-    k = torch.clamp(w["key.weight"] @ (x + dx * maa["k"].view(-1)), min=0) ** 2
-    return sigmoid(w["receptance.weight"] @ (x + dx * maa["r"].view(-1))) * (w["value.weight"] @ k)
-
-
-def rwkv(x: Tensor, w: Weights, config, past: dict, time) -> Tensor:
+def rwkv(x: Tensor, w: Weights, config, past: dict, formula) -> Tensor:
     H = w["ln_x.weight"].shape[0] // config.head_size
     K = w["receptance.weight"].shape[0] // H
     p, S = past.get("p", torch.zeros_like(x)), past.get("S", torch.zeros(H, K, config.head_size, dtype=x.dtype))
-    y, past["S"] = time(x, p, S, w)
+    y, past["S"] = formula.time_mix(x, p, S, w)
     past["p"] = x
     return y
 
 
-def rwkv_channel(x: Tensor, w: Weights, config, past: dict) -> Tensor:
-    y = channel_mix(x, past.get("p", torch.zeros_like(x)), w)
+def rwkv_channel(x: Tensor, w: Weights, config, past: dict, formula) -> Tensor:
+    y = formula.channel_mix(x, past.get("p", torch.zeros_like(x)), w)
     past["p"] = x
     return y
 
@@ -205,10 +138,10 @@ def swiglu(x: Tensor, w: Weights, config, past: dict) -> Tensor:
 
 
 MIXERS = {
-    "rwkv6": lambda *arguments: rwkv(*arguments, time_mix),
-    "rwkv5": lambda *arguments: rwkv(*arguments, time_mix_5),
-    "rwkv6_channel": rwkv_channel,
-    "rwkv5_channel": rwkv_channel,
+    "rwkv6": partial(rwkv, formula=rwkv6),
+    "rwkv5": partial(rwkv, formula=rwkv5),
+    "rwkv6_channel": partial(rwkv_channel, formula=rwkv6),
+    "rwkv5_channel": partial(rwkv_channel, formula=rwkv5),
     "gla": heads_mixer,
     "retention": heads_mixer,
     "linear_attention": heads_mixer,

@@ -19,7 +19,7 @@ from typing import Protocol
 from .request import CHUNK, Sequence, aligned
 
 PATIENCE = 256
-"""One level of priority outweighs this many steps of waiting. So whoever waits longest comes first in the end: nobody starves."""
+"""One level of priority outweighs this many steps of waiting. So every request runs in the end, whatever its priority."""
 
 
 class Slots(Protocol):

@@ -2,8 +2,8 @@
 
 A state has one size whatever the length of its prefix, so the tree keeps few of them: each node with an entry is worth the tokens behind
 the entry above it. Eviction is GreedyDual-Size: an entry has the credit ``clock + saved tokens / bytes``, set when it is stored and when it
-is used; the entry with the least credit goes first, and the clock rises to that credit. So entries that save much work for each byte
-stay, and those that nobody uses leave.
+is used; the entry with the least credit goes first, and the clock rises to that credit. So entries that save much work for each
+byte stay, and unused ones are evicted.
 """
 
 from __future__ import annotations

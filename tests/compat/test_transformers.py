@@ -176,7 +176,7 @@ def test_mamba2_with_a_cache(mamba):
         with accelerate(mamba):
             prompt = mamba(ids[:, :13], attention_mask=mask[:, :13], use_cache=True)
             parts, cache = [prompt.logits], prompt.cache_params
-            more = mamba(ids[:, 13:18], cache_params=cache, use_cache=True)  # a part of the prompt that goes on from the cache
+            more = mamba(ids[:, 13:18], cache_params=cache, use_cache=True)  # continue the prompt from the cached state
             parts, cache = [*parts, more.logits], more.cache_params
             for t in range(18, 21):
                 step = mamba(ids[:, t : t + 1], cache_params=cache, use_cache=True)

@@ -1,4 +1,4 @@
-"""The scheduler over a pool, as a state machine: no slot is lost or shared, counts move as they should, and nobody starves."""
+"""The scheduler over a pool, as a state machine: no slot is lost or shared, counts are right, and every request runs in the end."""
 
 import random
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import Draw, Weights, below, depth, doubled, layer_norm, sigmoid, silu
-from .rwkv6 import group_norm, recurrence
+from . import Draw, Weights, depth, doubled, sigmoid, silu
+from .rwkv6 import evaluated, group_norm, recurrence
 
 VERSIONS = ("5.0", "5.1", "5.2")
 
@@ -74,18 +74,7 @@ def logits(weights: Weights, tokens: Tensor) -> Tensor:
     H = len(w["blocks.0.att.time_decay"])
     zero = torch.zeros(C, dtype=torch.float64)
     memory = [(zero, torch.zeros(H, C // H, C // H, dtype=torch.float64), zero) for _ in range(depth(w, "blocks."))]
-    result = []
-    for token in tokens.tolist():
-        x = layer_norm(w["emb.weight"][token], w, "blocks.0.ln0")
-        for i, (p_time, S, p_channel) in enumerate(memory):
-            normed = layer_norm(x, w, f"blocks.{i}.ln1")
-            y, S = time_mix(normed, p_time, S, below(w, f"blocks.{i}.att."))
-            x = x + y
-            last = layer_norm(x, w, f"blocks.{i}.ln2")
-            x = x + channel_mix(last, p_channel, below(w, f"blocks.{i}.ffn."))
-            memory[i] = normed, S, last
-        result.append(w["head.weight"] @ layer_norm(x, w, "ln_out"))
-    return torch.stack(result)
+    return evaluated(w, tokens, memory, time_mix, channel_mix)
 
 
 def mix(x: Tensor, p: Tensor, m: Tensor) -> Tensor:

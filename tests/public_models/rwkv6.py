@@ -170,6 +170,11 @@ def logits(weights: Weights, tokens: Tensor) -> Tensor:
         tuned = w.get(f"blocks.{i}.att.time_state")  # V x K
         S = torch.zeros(H, n, n, dtype=torch.float64) if tuned is None else torch.stack([one.T for one in tuned])
         memory.append((zero, S, zero))
+    return evaluated(w, tokens, memory, time_mix, channel_mix)
+
+
+def evaluated(w: Weights, tokens: Tensor, memory: list, time_mix, channel_mix) -> Tensor:
+    """Logits of RWKV-5 and RWKV-6 from the two mixes of a block; ``memory``: the states of each block before the first token."""
     result = []
     for token in tokens.tolist():
         x = layer_norm(w["emb.weight"][token], w, "blocks.0.ln0")

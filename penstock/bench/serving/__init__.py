@@ -1,1 +1,1 @@
-"""What ``penstock bench-serve`` measures: load on a server of OpenAI's API, whoever wrote it."""
+"""What ``penstock bench-serve`` measures: the load on any server with OpenAI's API."""
