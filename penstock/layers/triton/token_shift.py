@@ -54,7 +54,7 @@ def penstock_shift_fwd(
     to = r.to(tl.int64)[:, None] * C + c[None, :]
     for i in tl.static_range(N):
         m = _factor(mu, hidden, up, i, r, c, R, C, N, M, BM, PRECISION)
-        tl.store(y + R.to(tl.int64) * C * i + to, (now + (before - now) * m).to(y.dtype.element_ty), here)
+        tl.store(y + tl.cast(R, tl.int64) * C * i + to, (now + (before - now) * m).to(y.dtype.element_ty), here)
 
 
 @triton.jit
@@ -91,7 +91,7 @@ def penstock_shift_bwd(
             passed += d * m
             d = tl.where(own, d * step, 0.0)
             if M > 0:
-                tl.store(dm + R.to(tl.int64) * C * i + to, d.to(dm.dtype.element_ty), own)
+                tl.store(dm + tl.cast(R, tl.int64) * C * i + to, d.to(dm.dtype.element_ty), own)
             sums += tl.where(index[:, None] == i, tl.sum(d, 0)[None, :], 0.0)
         begins = tl.load(starts + r, r < R, other=0) >= 0  # the token before is of another sequence
         kept += tl.gather(tl.where(begins[:, None], 0.0, passed), below, 0)

@@ -1,0 +1,74 @@
+"""The fused kernels compile for sm_90 as Triton compiles them at a launch: an integer of 1 becomes a constant."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+COMPILE = """
+from itertools import product
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from penstock.layers import fused
+from penstock.layers.triton import launch
+
+NAMES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int32: "*i32", torch.int64: "*i64"}
+compiled = set()
+
+
+def compile_only(kernel, *args, grid, warmup, num_warps=4, **constants):
+    for name, x in zip(kernel.arg_names, args):
+        if isinstance(x, int) and x == 1:
+            constants[name] = 1
+    given = dict(zip(kernel.arg_names, args))
+    signature = {
+        name: "constexpr" if name in constants
+        else NAMES[given[name].dtype] if isinstance(given[name], torch.Tensor)
+        else "fp32" if isinstance(given[name], float) else "i32"
+        for name in kernel.arg_names
+    }
+    places = {(kernel.arg_names.index(name),): x for name, x in constants.items()}
+    triton.compile(ASTSource(kernel, signature, places), target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
+    compiled.add(kernel.__name__)
+
+
+JITFunction.run = compile_only
+
+
+def learned(*shape):
+    return torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True)
+
+
+def backward(*results):
+    torch.autograd.backward([y for y in results if y is not None], [torch.zeros_like(y) for y in results if y is not None])
+
+
+for tokens, heads in product((1, 3), (1, 2)):
+    starts = torch.zeros(tokens, dtype=torch.int64)
+    for hidden, up in ((None, None), (learned(tokens, 2, 8), learned(2, 8, 70))):
+        last = torch.zeros(1, 70, dtype=torch.bfloat16)
+        backward(*launch.TokenShift.apply(learned(tokens, 70), last, starts, learned(2, 70), hidden, up, fused.shift_formula))
+    for weight in (None, learned(64), learned(heads, 64)):
+        bias = None if weight is None else learned(*weight.shape)
+        backward(launch.NormGate.apply(learned(tokens, heads, 64), learned(tokens, heads, 64), weight, bias, 1e-5, True, None))
+    for b in (None, learned(tokens, 70)):
+        backward(launch.Activated.apply(learned(tokens, 70), b, "silu", None))
+    backward(launch.Decay.apply(learned(tokens, 70), learned(70), None))
+print(*sorted(compiled), sep="\\n")
+"""
+
+
+def test_every_fused_kernel_compiles_for_any_number_of_tokens():
+    environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    names = ("decay", "gated", "norm_gate", "relu_squared", "shift")
+    assert done.stdout.split() == [f"penstock_{name}_{way}" for name in names for way in ("bwd", "fwd")]
