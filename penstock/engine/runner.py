@@ -146,7 +146,8 @@ class Runner:
             flight.logprobs = logprobs_of(logits, flight.tokens, most)
 
     def _scored(self, work: Work) -> bool:
-        return work.sequence.request.params.prompt_logprobs is not None and work.begin < len(work.sequence.request.prompt)
+        request = work.sequence.request  # a chunk that generated tokens complete begins in the prompt, which was scored before
+        return request.params.prompt_logprobs is not None and work.end <= len(request.prompt)
 
     def _score(self, logits: Tensor, work: Work) -> tuple[Tensor, Tensor, Tensor]:
         """Log probabilities of the tokens of the prompt that follow those of a piece."""

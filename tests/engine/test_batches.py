@@ -3,6 +3,7 @@
 import random
 
 import pytest
+import torch
 from architectures import ARCHITECTURES, NARROW, model_of, randomised
 
 from penstock.engine import Engine, SamplingParams
@@ -25,7 +26,7 @@ def drawn_params(rng: random.Random) -> SamplingParams:
     if kind == 2:
         return SamplingParams(top_k=5, stop_ids=(4,), **options)
     if kind == 3:
-        return SamplingParams(min_p=0.05, logit_bias={3: -1.0, 7: 0.5}, **options)
+        return SamplingParams(min_p=0.05, logit_bias={3: -1.0, 7: 0.5}, prompt_logprobs=2, **options)
     return SamplingParams(n=3, **options)
 
 
@@ -42,6 +43,22 @@ def drawn_prompts(rng: random.Random, count: int) -> list[list[int]]:
 def completions(result) -> list:
     assert result.error is None
     return [(one.tokens, [found.token for found in one.logprobs], one.finish_reason) for one in result.completions]
+
+
+@torch.no_grad()
+def check_logprobs(model, prompt, params, result):
+    """Log probabilities of prompt and completions are those of the whole text in one call of the model."""
+    for one in result.completions:
+        tokens = [*prompt, *one.tokens]
+        scores = torch.log_softmax(model(torch.tensor([tokens])).logits[0].double(), -1)
+        for wanted, found, begin in ((params.prompt_logprobs, result.prompt_logprobs, 0), (params.logprobs, one.logprobs, len(prompt))):
+            if wanted is None:
+                assert not found
+                continue
+            assert [scored and scored.token for scored in found] == ([None, *tokens[1 : len(prompt)]] if begin == 0 else one.tokens)
+            for place, scored in enumerate(found[begin == 0 :], begin or 1):
+                assert scored.logprob == pytest.approx(float(scores[place - 1, scored.token]), abs=1e-3)
+                assert [x for _, x in scored.top] == pytest.approx(scores[place - 1].topk(wanted)[0].tolist(), abs=1e-3)
 
 
 class Alone:
@@ -97,6 +114,7 @@ def test_requests_give_the_tokens_of_each_alone(name):
     alone = Alone(model)
     for prompt, some, result in zip(prompts, params, results):
         assert completions(result) == completions(alone(prompt, some)), (len(prompt), some)
+        check_logprobs(model, prompt, some, result)
     for tokens, some, result in forks:
         assert completions(result) == completions(alone(tokens, some))
 
