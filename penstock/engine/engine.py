@@ -158,7 +158,7 @@ class Engine:
         state : SequenceState, optional
             Continue from it: the prompt, which may be empty, comes behind its tokens.
         sink : callable, optional
-            Called for each Event, by the thread that runs the step. If it raises, this request fails.
+            Called for each Event, by the thread that runs the step. It may call the engine. If it raises, this request fails.
 
         Raises InvalidArgument, or QueueFull.
         """
@@ -198,7 +198,7 @@ class Engine:
     def cancel(self, request: Request) -> None:
         """End a request and free its slot before the next step. One that is done stays as it is."""
         if not request.done:
-            self._command(lambda: None if request.done else self._steps.cancel(request))
+            self._command(lambda: self._steps.cancel(request))
 
     def fork(self, request: Request, prompt: Prompt = (), params: SamplingParams | None = None, *, index: int = 0) -> Request:
         """A new request that continues a completion of a running one after its last token, or after a further prompt.
@@ -212,6 +212,7 @@ class Engine:
         with self._lock:
             self._receive()
             self._steps.drain()
+            self._deliver()
             one = request.sequences[index] if index < len(request.sequences) else None
             if one is None or one.slot is None or one.computed < len(request.prompt):
                 remedy = "For a finished one, set keep_state in its SamplingParams."
@@ -241,11 +242,11 @@ class Engine:
     def step(self) -> bool:
         """Run one step; whether there was anything to do."""
         with self._lock:
-            self._receive()
             try:
+                self._receive()
                 return self._steps.step()
             finally:
-                self._mailboxes.deliver()
+                self._deliver()
 
     def start(self) -> None:
         """Run steps in a background thread from now on."""
@@ -272,7 +273,7 @@ class Engine:
             self._steps.drain()
             for request in list(self._steps.requests):
                 self._steps.cancel(request)
-            self._mailboxes.deliver()
+            self._deliver()
 
     def __enter__(self) -> Engine:
         return self
@@ -316,10 +317,16 @@ class Engine:
         self._wake.set()
 
     def _receive(self) -> None:
-        while self._inbox:
-            self._steps.add(self._inbox.popleft())
-        while self._commands:
-            self._commands.popleft()()
+        while self._inbox or self._commands:
+            command = self._commands.popleft() if self._commands else None
+            while self._inbox:  # after popleft: a command follows the request that it is about
+                self._steps.add(self._inbox.popleft())
+            if command is not None:
+                command()
+
+    def _deliver(self) -> None:
+        self._steps.tell()
+        self._mailboxes.deliver()
 
     def _request(
         self, function: str, prompt: Any, params: SamplingParams, priority: int = 0, boundaries: Items[int] = (),

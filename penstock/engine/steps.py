@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -37,6 +38,9 @@ class Steps:
         self.requests: set[Request] = set()
         self.prompt_tokens = self.generated_tokens = self.steps = 0
         self._flight: Flight | None = None
+        self._events: deque[tuple[Request, Event]] = deque()
+        """For sinks, in order."""
+        self._telling = False
 
     def add(self, request: Request) -> None:
         """Take a request in. If its decoders cannot be made, it fails."""
@@ -52,8 +56,25 @@ class Steps:
             self.scheduler.add(request.sequences[0])
 
     def cancel(self, request: Request) -> None:
-        """End a request now."""
-        self._end(request, "cancelled")
+        """End a request now. One that is done, or of another engine, stays as it is."""
+        if request in self.requests:
+            self._end(request, "cancelled")
+
+    def tell(self) -> None:
+        """Call sinks for all events so far. No step is half processed then, so a sink may call the engine; it gets its events in order."""
+        if self._telling:
+            return
+        self._telling = True
+        try:
+            while self._events:
+                request, event = self._events.popleft()
+                assert request.sink is not None
+                try:
+                    request.sink(request, event)
+                except Exception as error:
+                    self._fail([request], error)
+        finally:
+            self._telling = False
 
     def drain(self) -> None:
         """Process the step that still runs, if there is one."""
@@ -203,8 +224,11 @@ class Steps:
             self._keep_last(one)
             self.scheduler.remove(one)
             self._close_if_done(request)
+        self._add_event(request, event)
+
+    def _add_event(self, request: Request, event: Event) -> None:
         if request.sink is not None:
-            request.sink(request, event)
+            self._events.append((request, event))
 
     def _keep_last(self, one: Sequence) -> None:
         """Keep the aligned state of a finished sequence: the next turn of a conversation continues there."""
@@ -230,11 +254,8 @@ class Steps:
                 completion.finish_reason = reason
                 if index < len(request.sequences):
                     self.scheduler.remove(request.sequences[index])
+                self._add_event(request, Event(index, finish_reason=reason))
         self._close_if_done(request)
-        if request.sink is not None:
-            for index, completion in enumerate(request.result.completions):
-                if completion.finish_reason == reason:
-                    request.sink(request, Event(index, finish_reason=reason))
 
     def _close_if_done(self, request: Request) -> None:
         if all(one.finished for one in request.sequences):
@@ -249,12 +270,7 @@ class Steps:
                 failed = EngineError(f"engine: {rule}. Only this request failed.")
                 failed.__cause__ = error
             request.result.error = failed
-            if request.done:
-                continue
-            try:
-                self._end(request, "error")
-            except Exception:  # its sink is what raises
-                request.sink = None
+            if not request.done:
                 self._end(request, "error")
 
     def _fail_step(self, plan: Plan, error: Exception) -> None:

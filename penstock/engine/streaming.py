@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
+from ..errors import EngineError
 from .request import Event, Request
 
 Pending = list[tuple["Mailbox", Event]]
@@ -21,8 +22,10 @@ class Mailbox:
         self.open = True
 
     def put(self, request: Request, event: Event) -> None:
-        """Add an event; it is there after the next ``deliver``. Any thread."""
+        """Add an event; it is there after the next ``deliver``. Any thread. Raises EngineError if the loop is closed: the request fails."""
         if self.open:
+            if self.loop.is_closed():
+                raise EngineError("stream: the event loop must be open, got a closed one. Leave the stream before its loop ends.")
             self._owner.pending.setdefault(self.loop, []).append((self, event))
 
     def receive(self, event: Event) -> None:
@@ -60,7 +63,7 @@ class Mailboxes:
         """Hand all pending events to their loops."""
         pending, self.pending = self.pending, {}
         for loop, events in pending.items():
-            if not loop.is_closed():
+            with suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(_receive, events)
 
 

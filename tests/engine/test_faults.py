@@ -1,6 +1,7 @@
 """Faults of one request, of a step, and full queues: others go on, and slots come back."""
 
 import asyncio
+import time
 
 import pytest
 import torch
@@ -49,6 +50,14 @@ def engine_of(**options) -> Engine:
     return Engine(model_of("gla"), **{"slots": 3, "token_budget": 200, **options})
 
 
+def wait_for(condition):
+    for _ in range(2000):
+        if condition():
+            return
+        time.sleep(0.01)
+    raise AssertionError
+
+
 def assert_idle(engine):
     engine.check_integrity()
     assert (engine.stats.running, engine.stats.waiting) == (0, 0)
@@ -71,6 +80,129 @@ def test_an_exception_in_post_processing_fails_one_request(overlap):
     assert broken.result.completions[0].finish_reason == "error"
     with pytest.raises(EngineError, match="this sink is broken"):
         raise broken.result.error
+    assert_idle(engine)
+
+
+def broken_sink(*_):
+    raise ValueError("this sink is broken")
+
+
+@pytest.mark.parametrize("count", [0, 1, 1000])
+def test_a_sink_that_always_raises_fails_one_request(count):
+    engine = engine_of(slots=6)
+    with engine:
+        engine.start()
+        other = engine.submit([1, 2], SamplingParams(max_tokens=500, temperature=0))
+        broken = engine.submit([5, 6], SamplingParams(max_tokens=count, n=3), sink=broken_sink)
+        wait_for(lambda: broken.done)
+        with pytest.raises(EngineError, match="this sink is broken"):
+            raise broken.result.error
+        wait_for(lambda: other.done)
+        assert other.result.error is None
+        assert engine.alive
+    assert_idle(engine)
+
+
+def test_a_sink_that_raises_when_its_request_is_cancelled_fails_nothing_else():
+    with engine_of() as engine:
+        engine.start()
+
+        def sink(request, event):
+            if event.finish_reason == "cancelled":
+                raise ValueError("this sink is broken")
+
+        requests = [engine.submit([n], SamplingParams(max_tokens=10**6, n=2), sink=sink) for n in range(3)]
+        wait_for(lambda: requests[0].result.tokens)
+        engine.cancel(requests[0])
+        engine.cancel(requests[2])  # it waits
+        wait_for(lambda: requests[0].done and requests[2].done)
+        assert {one.finish_reason for one in requests[0].result.completions} == {"cancelled"}
+        assert engine.generate([[1]], PARAMS)[0].error is None
+        assert engine.alive
+    assert requests[1].done
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("action", ["fork", "step", "generate", "submit", "cancel", "close"])
+def test_a_sink_may_call_the_engine(action, overlap):
+    prompts, params = [[1, 2], [3], [4, 5]], SamplingParams(max_tokens=30, seed=3)
+    wanted = [one.tokens for one in engine_of(slots=5).generate(prompts, params)]
+    engine, made, seen = engine_of(slots=5, overlap=overlap), [], []
+    calls = {
+        "fork": lambda request: made.append(engine.fork(request)),
+        "step": lambda _: engine.step(),
+        "generate": lambda _: engine.generate([[3]], params),
+        "submit": lambda _: made.append(engine.submit([3], params)),
+        "cancel": lambda _: engine.cancel(other),
+        "close": lambda _: engine.close(),
+    }
+
+    def sink(request, event):
+        if len(seen) == 7:
+            calls[action](request)
+        seen.extend(event.tokens)
+
+    other = engine.submit([9], SamplingParams(max_tokens=1000))
+    requests = [engine.submit(prompt, params, sink=sink if n == 1 else None) for n, prompt in enumerate(prompts)]
+    while not all(request.done for request in requests + made):
+        engine.step()
+    tokens = [request.result.tokens for request in requests]
+    assert seen == tokens[1]
+    if action == "close":
+        assert tokens == [one[: len(found)] for one, found in zip(wanted, tokens)]
+        assert requests[1].result.completions[0].finish_reason == "cancelled"
+    else:
+        assert tokens == wanted
+        assert requests[1].result.error is None
+        assert all([*one.prompt, *one.result.tokens][:31] == [3, *wanted[1]] for one in made)
+    assert other.done == (action in ("cancel", "close"))
+    engine.cancel(other)
+    engine.step()
+    assert_idle(engine)
+
+
+def test_a_request_is_cancelled_before_it_is_seen():
+    """Its ``submit`` and ``cancel`` come while the engine cancels another."""
+    engine = engine_of()
+    plain, requests = engine._steps.cancel, []
+
+    def cancel(request):
+        if not requests:
+            requests.append(engine.submit([2], PARAMS))
+            engine.cancel(requests[0])
+        plain(request)
+
+    engine._steps.cancel = cancel
+    engine.cancel(engine.submit([1], PARAMS))
+    engine.step()
+    assert requests[0].result.completions[0].finish_reason == "cancelled"
+    assert_idle(engine)
+
+
+def test_a_request_of_another_engine_is_not_cancelled():
+    engine, other = engine_of(), engine_of()
+    request = other.submit([1], PARAMS)
+    other.step()
+    engine.cancel(request)
+    engine.step()
+    while not request.done:
+        other.step()
+    assert request.result.completions[0].finish_reason == "length"
+    assert_idle(engine)
+    assert_idle(other)
+
+
+def test_a_stream_whose_event_loop_is_closed_frees_its_slot():
+    engine = engine_of()
+    with engine:
+        loop = asyncio.new_event_loop()
+        stream = engine.stream([1], SamplingParams(max_tokens=10**6))
+        loop.run_until_complete(anext(stream))
+        loop.close()
+        wait_for(lambda: engine.stats.running == 0)
+        assert engine.generate([[1]], PARAMS)[0].error is None
+        assert engine.alive
     assert_idle(engine)
 
 
