@@ -139,10 +139,17 @@ class Engine:
         if len(given) != len(listed):
             raise ShapeError(f"generate: params must be one for each of {len(listed)} prompts, got {len(given)}. Or pass a single one.")
         requests = [self._request("generate", prompt, some) for prompt, some in zip(listed, given)]
-        for request in requests:
-            self._put(request)
-        while not all(request.done for request in requests):
-            self.step()
+        try:
+            for request in requests:
+                self._put(request)
+            while not all(request.done for request in requests):
+                self.step()
+        except BaseException:  # KeyboardInterrupt
+            with self._lock:
+                for request in requests:
+                    self.cancel(request)
+                self._receive()
+            raise
         return [request.result for request in requests]
 
     def submit(
@@ -311,6 +318,8 @@ class Engine:
             raise EngineError("submit: the engine must be open, got a closed one. Make a new one.")
         self._inbox.append(request)
         self._wake.set()
+        if self._closed:  # meanwhile, and perhaps before it saw this request
+            self.close()
 
     def _command(self, command: Callable[[], None]) -> None:
         self._commands.append(command)

@@ -93,9 +93,11 @@ class Steps:
             for work in plan.works:
                 work.sequence.saved = None  # its logits were needed until now
             self.steps += flight is not None
-        except Exception as error:
+        except BaseException as error:
             flight = None
             self._fail_step(plan, error)
+            if not isinstance(error, Exception):  # KeyboardInterrupt
+                raise
         before, self._flight = self._flight, flight
         if before is not None:
             self._guarded(before)
@@ -147,8 +149,10 @@ class Steps:
         """Process a step; where the device reports an error only now, its requests fail."""
         try:
             self._process(flight)
-        except Exception as error:
+        except BaseException as error:
             self._fail(dict.fromkeys(work.sequence.request for work in flight.works), self._described(error, len(flight.works)))
+            if not isinstance(error, Exception):
+                raise
 
     def _process(self, flight: Flight) -> None:
         tokens = [] if flight.tokens is None else flight.tokens.tolist()
@@ -262,7 +266,7 @@ class Steps:
             request.done = True
             self.requests.discard(request)
 
-    def _fail(self, requests: Iterable[Request], error: Exception) -> None:
+    def _fail(self, requests: Iterable[Request], error: BaseException) -> None:
         for request in requests:
             failed = error if isinstance(error, PenstockError) else None
             if failed is None:
@@ -273,12 +277,12 @@ class Steps:
             if not request.done:
                 self._end(request, "error")
 
-    def _fail_step(self, plan: Plan, error: Exception) -> None:
+    def _fail_step(self, plan: Plan, error: BaseException) -> None:
         """The rows of a step that failed have no meaning: its requests fail, and free their slots. Others go on."""
         sequences = [work.sequence for work in plan.works] or [*self.scheduler.running]
         self._fail(dict.fromkeys(one.request for one in sequences), self._described(error, plan.tokens))
 
-    def _described(self, error: Exception, tokens: int) -> PenstockError:
+    def _described(self, error: BaseException, tokens: int) -> PenstockError:
         full = isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error)
         if full:
             failed: EngineError = OutOfMemory(

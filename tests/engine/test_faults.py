@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections import deque
 
 import pytest
 import torch
@@ -278,6 +279,44 @@ def test_another_error_of_a_step_fails_its_requests(monkeypatch):
     with pytest.raises(EngineError, match="a kernel is broken"):
         raise request.result.error
     assert engine.generate([[1]], PARAMS)[0].error is None
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("place", ["advance", "process"])
+def test_an_interrupt_ends_the_requests_of_its_call(place, overlap, monkeypatch):
+    wanted = engine_of().generate([[1, 2]], PARAMS)[0].tokens
+    engine, count = engine_of(overlap=overlap, slots=2), []
+
+    def interrupted(function):
+        def called(*given, **options):
+            count.append(1)
+            if len(count) == 5:
+                raise KeyboardInterrupt
+            return function(*given, **options)
+
+        return called
+
+    with monkeypatch.context() as patch:
+        owner, name = (engine.model, "advance") if place == "advance" else (engine._steps, "_accept")
+        patch.setattr(owner, name, interrupted(getattr(owner, name)))
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate([[1, 2], [3], [4]], PARAMS)
+    assert_idle(engine)
+    assert engine.generate([[1, 2]], PARAMS)[0].tokens == wanted
+
+
+def test_a_request_that_comes_while_the_engine_closes_is_cancelled():
+    engine = engine_of()
+
+    class Late(deque):
+        def append(self, request):
+            engine.close()
+            super().append(request)
+
+    engine._inbox = Late()
+    request = engine.submit([1], PARAMS)
+    assert request.result.completions[0].finish_reason == "cancelled"
     assert_idle(engine)
 
 
