@@ -358,6 +358,9 @@ class Engine:
             complaints.add(RangeError, "state", "of this model", "one of another model")
         if not tokens and state is None:
             complaints.add(ShapeError, "prompt", "at least one token", "none")
+        if not tokens and state is not None and state.aligned == len(state.tokens):  # it has no logits after the last one
+            remedy = "Or make the state of one token less, and give this token."
+            complaints.add(ShapeError, "prompt", "at least one token behind a state of max_tokens 0 and whole chunks of 64", "none", remedy)
         if params.stop and self.tokenizer is None:
             complaints.add(RangeError, "stop", "empty, because the engine has no tokenizer", shortened(params.stop), "Use stop_ids.")
         if state is not None and params.prompt_logprobs is not None:

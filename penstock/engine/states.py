@@ -47,7 +47,7 @@ class SequenceState:
 
     tokens: tuple[int, ...]
     aligned: int
-    """The number of tokens that the row has seen: a multiple of 64, less than ``len(tokens)``."""
+    """The number of tokens that the row has seen: a multiple of 64, at most ``len(tokens)``."""
     row: Tensor
     """[W], an aligned row."""
     model: str

@@ -134,8 +134,8 @@ class Steps:
                     one.sample_only, one.saved = True, state
         self.prompt_tokens += len(request.prompt) - one.computed
         if self.cache.budget:
-            most = len(request.prompt) + request.params.max_tokens
-            marks = {len(request.prompt), known, *request.boundaries, *range(self.keep_every, most, self.keep_every)}
+            several = range(self.keep_every, len(request.prompt) + self.keep_every, self.keep_every)
+            marks = {len(request.prompt), known, *request.boundaries, *several}
             one.cuts = {aligned(mark) for mark in marks}
 
     def _preempt(self, one: Sequence) -> None:
@@ -176,10 +176,24 @@ class Steps:
                 self._fail([one.request], error)
         for one, length, state in flight.kept:
             self.cache.insert(one.tokens[:length], state)
+            if length % self.keep_every == 0:
+                one.cuts.add(length + self.keep_every)
         for work in flight.works:
             one = work.sequence
             if not work.sample and not one.finished and one.request.params.max_tokens == 0 and one.computed == one.length:
-                self._emit(one, Event(one.index, finish_reason="length"))
+                self._end_scored(one)
+
+    def _end_scored(self, one: Sequence) -> None:
+        """End a request without new tokens, whose prompt is done: its other completions have no sequence of their own."""
+        try:
+            params = one.request.params
+            text = self.tokenizer.decode(one.request.prompt) if params.echo and self.tokenizer is not None else ""
+            state = self.state_of(one) if params.keep_state else None
+            for other in one.request.sequences:
+                one.request.result.completions[other.index].state = state
+                self._emit(other, Event(other.index, (), text, finish_reason="length"))
+        except Exception as error:
+            self._fail([one.request], error)
 
     def _fork(self, request: Request, length: int, state: KeptState) -> None:
         """Let the other completions of a request wait for slots, with the state after the prompt."""
@@ -223,7 +237,7 @@ class Steps:
             completion.logprobs += event.logprobs
         if event.finish_reason is not None:
             completion.finish_reason = event.finish_reason
-            if request.params.keep_state:
+            if request.params.keep_state and completion.state is None:
                 completion.state = self.state_of(one)
             self._keep_last(one)
             self.scheduler.remove(one)

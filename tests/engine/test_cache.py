@@ -170,6 +170,16 @@ def test_states_are_kept_at_boundaries_and_branches():
     assert engine.generate([stem[:150] + [11] * 30], params)[0].cached_tokens == 128
 
 
+def test_states_are_kept_at_regular_places_of_prompts_and_generated_tokens():
+    engine = Engine(model_of("gla"), slots=2, token_budget=256, keep_every=128)
+    request = engine.submit([n % 13 for n in range(300)], SamplingParams(max_tokens=10**15, temperature=0, n=2))
+    while min(len(one.tokens) for one in request.result.completions) < 400:
+        engine.step()
+    kept = sorted(entry.length for entry in engine._cache._entries)
+    assert set(kept) == {128, 256, 384, 512, 640}
+    engine.close()
+
+
 def test_a_small_budget_is_held():
     model = model_of("rwkv5.2")
     row = Engine(model, slots=1, token_budget=200)._pool.row_bytes

@@ -48,6 +48,28 @@ def test_a_state_continues_from_memory_and_from_a_file(name, tmp_path):
         assert run(other, other.submit(more, SamplingParams(max_tokens=12, temperature=0), state=some)).tokens == turn
 
 
+@pytest.mark.parametrize("size", [1, 63, 64, 128, 150])
+def test_the_state_of_a_prompt_continues(size, tmp_path):
+    """Of ``max_tokens`` 0: there is no token behind the prompt."""
+    engine = engine_of(cache_bytes=0)
+    prompt, more = PROMPT[:size], [5, 6]
+    wanted = engine.generate([[*prompt, *more]], SamplingParams(max_tokens=9, temperature=0))[0].tokens
+    result = engine.generate([prompt], SamplingParams(max_tokens=0, n=2, keep_state=True))[0]
+    assert [(one.tokens, one.finish_reason) for one in result.completions] == [([], "length")] * 2
+    for one in result.completions:
+        assert one.state.tokens == tuple(prompt)
+        engine.save_state(one.state, tmp_path / "a")
+        state = engine.load_state(tmp_path / "a")
+        assert run(engine, engine.submit(more, SamplingParams(max_tokens=9, temperature=0), state=state)).tokens == wanted
+    if size % 64 == 0:
+        with pytest.raises(ShapeError, match="prompt must be at least one token behind a state"):
+            engine.submit((), state=state)
+    else:
+        whole = engine.generate([prompt], SamplingParams(max_tokens=9, temperature=0))[0]
+        assert run(engine, engine.submit((), SamplingParams(max_tokens=9, temperature=0), state=state)).tokens == whole.tokens
+    engine.check_integrity()
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_running_request_is_forked(overlap):
     engine = engine_of(overlap=overlap, cache_bytes=0)

@@ -128,6 +128,8 @@ def test_echo_and_log_probabilities_of_the_prompt(engine):
     wanted = [one.logprob for one in result.prompt_logprobs[1:]]
     assert [one.logprob for one in scored.prompt_logprobs[1:]] == pytest.approx(wanted, abs=1e-5)
     assert scored.tokens == []
+    (echoed,) = engine.generate(prompt, SamplingParams(max_tokens=0, echo=True, n=3))
+    assert [(one.text, one.finish_reason) for one in echoed.completions] == [(prompt, "length")] * 3
     for short in ("a", "ab" * 32 + "c"):  # no token follows the last one, alone in its piece
         (scored,) = engine.generate(short, SamplingParams(max_tokens=1, prompt_logprobs=1))
         assert len(scored.prompt_logprobs) == len(short)
