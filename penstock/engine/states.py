@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..errors import Complaints, MissingExtra, RangeError, ShapeError, shortened
 from ..models import CausalLM
+from .request import CHUNK
 from .state_pool import StatePool
 
 FORMAT = "penstock-state-1"
@@ -73,7 +74,7 @@ def save_state(state: SequenceState, path: str | Path, model: CausalLM, pool: St
 
 
 def load_state(path: str | Path, model: CausalLM, pool: StatePool, model_hash: str) -> SequenceState:
-    """Read what ``save_state`` wrote. Raises RangeError or ShapeError unless it belongs to this model, layout and dtype."""
+    """Read what ``save_state`` wrote. Raises RangeError or ShapeError unless it belongs to this model, layout and dtype, and is whole."""
     safe_open, _ = _safetensors("load_state")
     complaints = Complaints("load_state")
     try:
@@ -88,8 +89,17 @@ def load_state(path: str | Path, model: CausalLM, pool: StatePool, model_hash: s
         if about.get(name) != wanted:
             complaints.add(RangeError, f"the {name} of the file", shortened(wanted), shortened(about.get(name)), remedy)
     tokens = tensors.pop("tokens", torch.zeros(0, dtype=torch.int64))
+    if tokens.dtype != torch.int64 or tokens.dim() != 1:
+        complaints.add(ShapeError, "the tokens of the file", "torch.int64 with one axis", f"{tokens.dtype} {list(tokens.shape)}")
+        complaints.raise_any()
     if about.get("tokens") != str(len(tokens)):
         complaints.add(RangeError, "the tokens of the file", f"{about.get('tokens')} of them", len(tokens))
+    wrong = tokens[(tokens < 0) | (tokens >= model.config.vocab_size)]
+    if len(wrong):
+        complaints.add(RangeError, "the tokens of the file", f"from 0 to {model.config.vocab_size - 1}", int(wrong[0]))
+    if about.get("aligned") not in [str(length) for length in range(0, len(tokens) + 1, CHUNK)]:
+        rule = f"a multiple of {CHUNK}, at most its {len(tokens)} tokens"
+        complaints.add(RangeError, "the aligned length of the file", rule, shortened(about.get("aligned")))
     complaints.raise_any()
     row = pool.memory.new_zeros(pool.memory.shape[1])
     for name, x in pool.tensors(row).items():

@@ -121,6 +121,26 @@ def test_a_file_with_a_wrong_tensor_is_refused(tmp_path):
     save_file({**tensors, "tokens": tensors["tokens"][:-1]}, path, metadata=about)
     with pytest.raises(RangeError, match="the tokens of the file must be 180 of them, got 179"):
         engine.load_state(path)
+    aligned = "the aligned length of the file must be a multiple of 64, at most its 180 tokens, got"
+    for change, more, said in [
+        ({0: 13}, {}, "the tokens of the file must be from 0 to 12, got 13"),
+        ({179: -1, 3: 2**62}, {}, f"the tokens of the file must be from 0 to 12, got {2**62}"),
+        ({}, {"aligned": "65"}, f"{aligned} '65'"),
+        ({}, {"aligned": "192"}, f"{aligned} '192'"),
+        ({}, {"aligned": "-64"}, f"{aligned} '-64'"),
+        ({}, {"aligned": "many"}, f"{aligned} 'many'"),
+        ({}, {"aligned": None}, f"{aligned} None"),
+    ]:
+        changed = tensors["tokens"].clone()
+        for place, token in change.items():
+            changed[place] = token
+        save_file({**tensors, "tokens": changed}, path, metadata={k: v for k, v in {**about, **more}.items() if v is not None})
+        with pytest.raises(RangeError, match=said):
+            engine.load_state(path)
+    for wrong in (tensors["tokens"].float(), tensors["tokens"][:, None].contiguous(), torch.tensor(3)):
+        save_file({**tensors, "tokens": wrong}, path, metadata=about)
+        with pytest.raises(ShapeError, match=r"the tokens of the file must be torch.int64 with one axis, got torch"):
+            engine.load_state(path)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

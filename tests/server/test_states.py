@@ -65,7 +65,7 @@ def test_tokens_outside_of_the_vocabulary_are_refused(client, live, saved, tmp_p
     save_file(tensors, str(tmp_path / "b"), metadata=about)
     answer = httpx.post(f"{live.url}/v1/states", content=(tmp_path / "b").read_bytes())
     assert answer.status_code == 400
-    assert "states: tokens must be whole numbers from 0 to 256" in answer.json()["error"]["message"]
+    assert f"the tokens of the file must be from 0 to 256, got {token}." in answer.json()["error"]["message"]
 
 
 def test_a_state_needs_a_single_prompt_and_has_no_prompt_logprobs(client, saved):
