@@ -63,7 +63,7 @@ class Engine:
     keep_every : int
         States of long prompts are kept at multiples of this many tokens. A multiple of 64.
     max_queue : int
-        Requests that may wait; one more raises QueueFull.
+        Requests that may wait, those that get a slot with the next step among them; one more raises QueueFull. At least 1.
     batch_invariant : bool
         Equal bits, at the cost of padding: see ``invariance.py``. Raises EngineError where products depend on the number of rows.
     overlap : bool, optional
@@ -84,7 +84,7 @@ class Engine:
         overlap: bool | None = None, cuda_graphs: bool | None = None,
     ) -> None:  # fmt: skip
         self._check_model(model)
-        numbers = {"slots": (slots, 1), "token_budget": (token_budget, 1), "cache_bytes": (cache_bytes, 0), "max_queue": (max_queue, 0)}
+        numbers = {"slots": (slots, 1), "token_budget": (token_budget, 1), "cache_bytes": (cache_bytes, 0), "max_queue": (max_queue, 1)}
         complaints = Complaints("Engine")
         for name, (value, least) in {**numbers, "host_cache_bytes": (host_cache_bytes, 0), "keep_every": (keep_every, CHUNK)}.items():
             check_whole(complaints, name, value, least)
@@ -133,6 +133,11 @@ class Engine:
 
         May be called from several threads.
         """
+        if not isinstance(prompts, Items):
+            complaints = Complaints("generate")
+            rule = "a text, a list of tokens, or a list of such"
+            complaints.add(DtypeError, "prompts", rule, described(prompts), "Arrays have tolist().")
+            complaints.raise_any()
         one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
         listed: Items[Any] = [prompts] if one else prompts
         given: list[Any] = list(params) if isinstance(params, list | tuple) else [params or SamplingParams()] * len(listed)
@@ -350,10 +355,26 @@ class Engine:
                 complaints.add(DtypeError, "prompt", "tokens, because the engine has no tokenizer", described(prompt))
                 complaints.raise_any()
             prompt = self.tokenizer.encode(prompt)
-        tokens = list(prompt)
-        wrong = next((token for token in tokens if type(token) is not int or not 0 <= token < self.model.config.vocab_size), None)
-        if wrong is not None:
-            complaints.add(RangeError, "prompt", f"tokens from 0 to {self.model.config.vocab_size - 1}", shortened(wrong))
+        try:
+            tokens = list(prompt)
+        except TypeError:
+            complaints.add(DtypeError, "prompt", "a text or a list of tokens", described(prompt))
+            complaints.raise_any()
+        rule = f"tokens from 0 to {self.model.config.vocab_size - 1}"
+        for token in tokens:
+            if type(token) is not int:
+                complaints.add(DtypeError, "prompt", f"{rule}, of type int", described(token), "Arrays have tolist().")
+                break
+            if not 0 <= token < self.model.config.vocab_size:
+                complaints.add(RangeError, "prompt", rule, shortened(token))
+                break
+        if type(priority) is not int:
+            complaints.add(DtypeError, "priority", "a whole number", described(priority))
+        if not isinstance(boundaries, Items) or not all(type(one) is int for one in boundaries):
+            complaints.add(DtypeError, "boundaries", "a list of positions in the prompt", described(boundaries))
+        if state is not None and not isinstance(state, SequenceState):
+            complaints.add(DtypeError, "state", "a SequenceState or None", described(state))
+            complaints.raise_any()
         if state is not None and state.model != self.model_hash():
             complaints.add(RangeError, "state", "of this model", "one of another model")
         if not tokens and state is None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import secrets
+import sys
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeGuard
 
 from ..errors import Complaints, DtypeError, PenstockError, RangeError, described, shortened
 
@@ -99,10 +100,15 @@ class SamplingParams:
         _check_items(complaints, "stop", self.stop, str, "non-empty texts")
         _check_items(complaints, "stop_ids", self.stop_ids, int, "tokens")
         if not isinstance(self.logit_bias, Mapping) or not all(
-            isinstance(token, int) and isinstance(bias, int | float) and not math.isnan(bias) and bias < math.inf
+            type(token) is int and token >= 0 and _is_number(bias) and (bias == -math.inf or abs(bias) <= sys.float_info.max)
             for token, bias in self.logit_bias.items()
         ):
             complaints.add(DtypeError, "logit_bias", "a mapping of tokens to numbers below inf", described(self.logit_bias))
+        for name in ("include_stop", "ignore_end", "keep_state", "echo"):
+            if not isinstance(getattr(self, name), bool):
+                complaints.add(DtypeError, name, "True or False", described(getattr(self, name)))
+        if self.constraint is not None and not callable(self.constraint):
+            complaints.add(DtypeError, "constraint", "a callable or None", described(self.constraint))
         complaints.raise_any()
 
     @cached_property
@@ -127,6 +133,10 @@ _NUMBERS = {
 }  # fmt: skip
 
 
+def _is_number(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def _check_whole(complaints: Complaints, name: str, value: object, least: int, most: int | None) -> None:
     if value is None and name in _OPTIONAL:
         return
@@ -140,9 +150,9 @@ def _check_whole(complaints: Complaints, name: str, value: object, least: int, m
 def _check_number(complaints: Complaints, name: str, value: object, lowest: float, highest: float) -> None:
     rule = "a finite number" if lowest == -math.inf else f"a finite number of at least {lowest:g}"
     rule = f"a number from {lowest:g} to {highest:g}" if math.isfinite(highest) else rule
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if not _is_number(value):
         complaints.add(DtypeError, name, rule, described(value))
-    elif not (lowest <= value <= highest and abs(value) < math.inf):
+    elif not (lowest <= value <= highest and abs(value) <= sys.float_info.max):  # holds for integers of any size
         complaints.add(RangeError, name, rule, shortened(value))
 
 

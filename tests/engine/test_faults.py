@@ -9,7 +9,7 @@ import torch
 from architectures import model_of
 
 from penstock.engine import Engine, SamplingParams
-from penstock.errors import EngineError, OutOfMemory, QueueFull, RangeError
+from penstock.errors import DtypeError, EngineError, OutOfMemory, QueueFull, RangeError
 from penstock.models.tokenizers import Bytes
 
 
@@ -406,6 +406,25 @@ def test_hybrids_and_wrong_arguments_are_refused():
     ]:
         with pytest.raises(ValueError, match=said):
             engine.submit(prompt, SamplingParams(**params))
+    for given, said in [
+        ({"prompt": 5}, "prompt must be a text or a list of tokens, got 5 of type int"),
+        ({"prompt": [None]}, "prompt must be tokens from 0 to 12, of type int, got None"),
+        ({"prompt": torch.tensor([1])}, r"prompt must be tokens from 0 to 12, of type int, got tensor\(1\).*tolist"),
+        ({"prompt": [True]}, "prompt must be tokens from 0 to 12, of type int, got True of type bool"),
+        ({"priority": "high"}, "priority must be a whole number, got 'high'"),
+        ({"priority": float("nan")}, "priority must be a whole number, got nan"),
+        ({"boundaries": ("a",)}, "boundaries must be a list of positions"),
+        ({"boundaries": 64}, "boundaries must be a list of positions"),
+        ({"state": "a"}, "state must be a SequenceState or None, got 'a'"),
+    ]:
+        with pytest.raises(DtypeError, match=said):
+            engine.submit(**{"prompt": [1], **given})
+    for prompts in (None, 5, torch.tensor([1, 2]), {}):
+        with pytest.raises(DtypeError, match="generate: prompts must be a text, a list of tokens, or a list of such"):
+            engine.generate(prompts)
+    assert engine.generate([]) == []
+    with pytest.raises(RangeError, match="max_queue must be a whole number of at least 1, got 0"):
+        engine_of(max_queue=0)
     with pytest.raises(RangeError, match=r"token_budget must be at least slots \+ 128"):
         engine_of(token_budget=100)
     with pytest.raises(TypeError, match="because the engine has no tokenizer"):
