@@ -63,7 +63,7 @@ class SamplingParams:
     seed: int | None = None
     """Equal seeds give equal tokens, whatever runs beside them. None: a random one."""
     stop: tuple[str, ...] = ()
-    """End before the first of these texts (behind it with ``include_stop``). Needs a tokenizer."""
+    """End before the one of these texts that is complete first (behind it with ``include_stop``). Needs a tokenizer."""
     stop_ids: tuple[int, ...] = ()
     """End at one of these tokens. It is among the tokens of the result; its text is left out."""
     include_stop: bool = False

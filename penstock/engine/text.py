@@ -16,7 +16,7 @@ class Decoder(Protocol):
 
 
 class TextStream:
-    """Text of tokens up to the first stop string, which may begin and end inside of tokens.
+    """Text of tokens up to the stop string that is complete first, which may begin and end inside of tokens.
 
     Text is held back as long as it may be the begin of a stop string.
 
@@ -55,11 +55,11 @@ class TextStream:
         if not any(first in text for first in self._firsts):
             self._held = ""
             return text
-        found = [(text.find(stop), stop) for stop in self._stop if stop in text]
+        found = [(text.find(stop) + len(stop), -len(stop)) for stop in self._stop if stop in text]
         if found:
-            at, stop = min(found)
+            end, size = min(found)
             self.stopped, self._held = True, ""
-            return text[: at + len(stop)] if self._include_stop else text[:at]
+            return text[:end] if self._include_stop else text[: end + size]
         keep = max((_overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
