@@ -49,7 +49,7 @@ def create_app(service: Service, api_key: str | None = None) -> FastAPI:
         service.abort()
         await asyncio.to_thread(service.engine.close)
 
-    app = FastAPI(title="Penstock", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(title="Penstock", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
     _add_errors(app, service)
     guarded = [Depends(_key_check(api_key))] if api_key is not None else []
     _add_openai(app, service, guarded)

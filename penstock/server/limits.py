@@ -35,6 +35,7 @@ class Limits:
     stops: int = 16
     stop_length: int = 256
     """Characters of a stop text."""
+    stop_ids: int = 1024
     biases: int = 1024
     messages: int = 1024
     schema_bytes: int = 2**16

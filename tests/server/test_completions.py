@@ -144,6 +144,7 @@ WRONG = {
     "logprobs": ({"logprobs": 21}, "logprobs must be less than or equal to 20", "logprobs"),
     "stop": ({"stop": ""}, "stop must be a text or a list of texts", "stop"),
     "stops": ({"stop": ["a"] * 17}, "the number of stop texts must be at most 16, got 17", "stop"),
+    "stop ids": ({"extra_body": {"stop_token_ids": [1] * 1025}}, "the number of stop tokens must be at most 1024", "stop_token_ids"),
     "long stop": ({"stop": "a" * 257}, "the length of a stop text must be at most 256", "stop"),
     "bias": ({"logit_bias": {"300": 1}}, "tokens of logit_bias must be at most 256, got 300", "logit_bias"),
     "biases": ({"logit_bias": {"1": 101}}, "less than or equal to 100", "logit_bias.1"),

@@ -86,7 +86,8 @@ def test_malformed_bodies(live, client, path, name):
 def test_other_content_types_paths_and_methods(live):
     answer = httpx.post(f"{live.url}/v1/completions", content=b"{}", headers={"content-type": "text/plain"})
     assert (answer.status_code, answer.json()["error"]["type"]) == (415, "invalid_request_error")
-    for method, path, status in (("GET", "/v1/none", 404), ("GET", "/v1/completions", 405), ("POST", "/health", 405)):
+    wrong = ("GET", "/v1/none", 404), ("GET", "/v1/completions", 405), ("POST", "/health", 405), ("POST", "/v1/completions/", 404)
+    for method, path, status in wrong:
         answer = httpx.request(method, live.url + path)
         assert answer.status_code == status
         assert f"got {method} '{path}'" in answer.json()["error"]["message"]
