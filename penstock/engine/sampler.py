@@ -96,7 +96,7 @@ def _changed(logits: Tensor, rows: Items[Row]) -> Tensor:
     changed = [n for n, row in enumerate(rows) if row.params.logit_bias or row.params.penalised or row.constraint]
     if not changed:
         return logits
-    logits = logits.double()
+    logits = logits.to(torch.float64, copy=True)
     for n in changed:
         params, row, V = rows[n].params, logits[n], logits.shape[1]
         if params.logit_bias:

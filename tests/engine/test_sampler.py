@@ -65,6 +65,16 @@ def test_batches_equal_the_literal_evaluation():
     assert found == [int(sample(logits[n : n + 1], [row])) for n, row in enumerate(rows)]
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_logits_stay_as_they_are(dtype):
+    """Log probabilities are made of them after the tokens."""
+    rng = random.Random(1)
+    logits = torch.randn(60, V, generator=torch.Generator().manual_seed(0)).to(dtype)
+    given = logits.clone()
+    sample(logits, [drawn_row(rng) for _ in range(len(logits))])
+    assert torch.equal(logits, given)
+
+
 @pytest.mark.parametrize("options", [{}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.2}, {"temperature": 2.0}], ids=str)
 def test_frequencies_are_the_probabilities(options):
     logits, params, count = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5, 1.5, -3.0, 2.5]), SamplingParams(**options), 20000
