@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 from typing import Annotated
 
@@ -65,6 +66,7 @@ def serve(
     api_key = os.environ.get(KEY_VARIABLE) if api_key is None else api_key
     if api_key == "":
         complaints.add(RangeError, "api_key", "at least one character", "none", "Leave it out to serve without a key.")
+    _check_address(complaints, host, port)
     complaints.raise_any()
     try:
         from ..server.limits import Limits
@@ -83,3 +85,13 @@ def serve(
     limits = Limits(max_tokens=max_tokens, prompt_tokens=max_prompt, seconds=max_seconds, states=max_states)
     service = Service(engine, name or model.resolve().stem, template, limits)
     make_server(service, host, port, api_key=api_key, drain_seconds=drain_seconds).run()
+
+
+def _check_address(complaints: Complaints, host: str, port: int) -> None:
+    """Check that the server can listen there, before the weights are read."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        socket.create_server(address[:2], family=family).close()
+    except (OSError, UnicodeError) as error:
+        got = f"{host}:{port} ({error})"
+        complaints.add(RangeError, "host and port", "free on this machine", got, "Give others with --host and --port.")

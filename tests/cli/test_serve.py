@@ -3,6 +3,7 @@
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -96,7 +97,13 @@ def test_a_server_answers_is_measured_and_ends_after_its_requests(served, tmp_pa
 
 
 def test_wrong_options_are_refused(checkpoint, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        done = run("serve", "--model", str(checkpoint), "--port", port)
+        assert done.exit_code == 2
+        assert f"host and port must be free on this machine, got 127.0.0.1:{port}" in " ".join(done.output.split())
     for words, message in (
+        (["--host", "no.such.host.invalid"], "host and port must be free on this machine"),
         (["--device", "none"], "device must be"),
         (["--dtype", "int8"], "dtype must be"),
         (["--api-key", ""], "api_key must be at least one character"),
