@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -268,6 +269,7 @@ class Engine:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="penstock-engine", daemon=True)
                 self._thread.start()
+                atexit.register(self.close)  # a thread that is inside of torch when the interpreter ends aborts the process
 
     @property
     def alive(self) -> bool:
@@ -277,6 +279,7 @@ class Engine:
     def close(self) -> None:
         """Cancel all requests and end the background thread."""
         self._closed = True
+        atexit.unregister(self.close)
         self._wake.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()

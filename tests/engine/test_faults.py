@@ -1,8 +1,11 @@
 """Faults of one request, of a step, and full queues: others go on, and slots come back."""
 
 import asyncio
+import subprocess
+import sys
 import time
 from collections import deque
+from pathlib import Path
 
 import pytest
 import torch
@@ -393,6 +396,21 @@ def test_a_stream_that_fails_raises():
     assert_idle(engine)
     with pytest.raises(EngineError, match="must be open"):
         engine.submit([1], PARAMS)
+
+
+def test_a_process_may_end_without_closing_its_engine():
+    script = """
+from architectures import model_of
+from penstock.engine import Engine, SamplingParams
+
+engine = Engine(model_of("gla"), slots=3, token_budget=200)
+engine.start()
+requests = [engine.submit([1], SamplingParams(max_tokens=10**9)) for _ in range(5)]
+while not requests[0].result.tokens:
+    pass
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parent.parent, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_hybrids_and_wrong_arguments_are_refused():
