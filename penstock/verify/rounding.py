@@ -1,4 +1,4 @@
-"""The chunkwise formula with rounded operands: the error of a kernel whose matrix products have operands of low precision.
+"""The dyadic chunkwise formula with rounded operands: the error of a kernel whose matrix products have operands of low precision.
 
 Everything else is float64, so the error against the oracle comes from the rounded operands only. A kernel's budget is twice that error
 plus one rounding of the result.
@@ -16,6 +16,7 @@ from torch import Tensor
 from ..call.derivatives import Tensors, gradients_of
 from ..recurrence.declaration import Recurrence
 from ..recurrence.gradients import Gradients
+from ..recurrence.levels import lengths, levels
 from .oracle import by_result, error
 
 CHUNK = 64
@@ -40,9 +41,9 @@ def _significant(x: Tensor, bits: int) -> Tensor:
 
 
 def forward(problem: Recurrence, bits: int) -> tuple[Tensor, Tensor]:
-    """Output and final state in float64 by the anchored chunkwise formula with operands rounded to ``bits`` significant bits.
+    """Output and final state in float64 by the dyadic chunkwise formula with operands rounded to ``bits`` significant bits.
 
-    The problem must be float64 and not packed, with decays within a chunk above 2 ** -1000.
+    The problem must be float64 and not packed. Any decay is allowed.
     """
 
     def rounded(x: Tensor) -> Tensor:
@@ -50,27 +51,33 @@ def forward(problem: Recurrence, bits: int) -> tuple[Tensor, Tensor]:
 
     p = problem.forward_in_time()
     B, T, H, K = p.q.shape
+    gate = torch.zeros_like(p.q) if p.gate is None else p.gate.expand(B, T, H, K).clamp(min=-1e4)  # 0 * inf is NaN
     previous = p.variant.read == "previous"
-    q, k, v = (x.transpose(1, 2) for x in (p.q, p.k, p.v))  # [B, H, T, *]
-    gate = torch.zeros_like(q) if p.gate is None else p.gate.expand(B, T, H, K).transpose(1, 2)
-    S = q.new_zeros(B, H, K, v.shape[3]) if p.initial_state is None else p.initial_state
-    outputs = []
-    for t in range(0, T, CHUNK):
-        qc, kc, vc, g = (x[:, :, t : t + CHUNK] for x in (q, k, v, gate))
-        G = g.cumsum(2)
-        own = (qc * kc if p.u is None else qc * kc * p.u[:, None]).sum(3)
-        qt, kt = rounded(qc * (G - g if previous else G).exp()), rounded(kc * (-G).exp())
-        A = (qt @ kt.mT).tril(-1) + torch.diag_embed(own)
-        outputs.append(rounded(A) @ rounded(vc) + qt @ rounded(S))
-        S = G[:, :, -1, :, None].exp() * (S + kt.mT @ rounded(vc))
-    output = torch.cat(outputs, 2).transpose(1, 2) if outputs else torch.zeros_like(p.v)
-    return p.back_in_time(p.scale * output, S)
+    pad = (0, 0, 0, -T % CHUNK)
+    q, k, v, g = (torch.nn.functional.pad(x.transpose(1, 2), pad).unflatten(2, (-1, CHUNK)) for x in (p.q, p.k, p.v, gate))
+    *inner, lower, strict, rest = ((M @ g).exp() for M in levels(CHUNK, previous, g.device).to(g.dtype))  # [B, H, chunks, CHUNK, K]
+    t = torch.arange(CHUNK, device=g.device)
+    A = torch.diag_embed((q * k if p.u is None else q * k * p.u[:, None, None]).sum(4))
+    for L, f in zip(lengths(CHUNK), inner):
+        half = t // L
+        X = rounded(f * torch.where((half % 2 == 1)[:, None], q, k))
+        A = A + torch.where((half[:, None] == half + 1) & (half % 2 == 0), X @ X.mT, 0.0)
+    outputs, total = rounded(A) @ rounded(v), g.sum(3).exp()
+    reads, added = rounded(q * (strict if previous else lower)), rounded(k * rest).mT @ rounded(v)
+    S = q.new_zeros(B, H, K, v.shape[4]) if p.initial_state is None else p.initial_state
+    through = []
+    for n in range(g.shape[2]):
+        through.append(reads[:, :, n] @ rounded(S))
+        S = total[:, :, n, :, None] * S + added[:, :, n]
+    if through:
+        outputs = outputs + torch.stack(through, 2)
+    return p.back_in_time(p.scale * outputs.flatten(2, 3)[:, :, :T].transpose(1, 2), S)
 
 
 def errors(problem: Recurrence, bits: int, exact: dict[str, Tensor], d_results: Tensors = ()) -> dict[str, float]:
     """Errors of the results in ``exact`` from rounding the operands, by name.
 
-    Gradients are computed if ``d_results`` are given. An error is 0 if the formula overflows.
+    Gradients are computed if ``d_results`` are given. An error is 0 if a result of the formula is not finite.
     """
     names = [name for name in Gradients._fields if getattr(problem, name) is not None]
     problem = problem.with_tensors({name: getattr(problem, name).detach().double() for name in names})
