@@ -21,8 +21,9 @@ from ...gpu.plan import Plan, strides
 from ...gpu.target import Target, power
 from ..advance import CHUNK
 from ..declaration import Advance
+from ..levels import lengths
 from . import chunk_forward, hopper, recurrent
-from .plan import CHANNEL, Call, bonus
+from .plan import Call, bonus
 from .table import LEAST
 
 REGISTERS = 168
@@ -87,12 +88,12 @@ def _chunks(plan: Plan, c: Call, p: Advance, output: str) -> None:
             ROWS_GIVEN=p.slots is not None, NARROW=p.state.element_size() < 4, **flags, **kernel.constants,
         )  # fmt: skip
         return
-    C = plan.ones = min(b.C, CHUNK)
+    C = min(b.C, CHUNK)
     plan.launch(
         chunk_forward.penstock_chunk_fwd, grid,
-        ("q", "k", "v", "g", "u", "ones", "state", output, "state", "q", "q", "cu_seqlens", given),
+        ("q", "k", "v", "g", "u", c.levels(plan, C), "state", output, "state", "q", "q", "cu_seqlens", given),
         (*numbers, *strides(p.q, p.k, p.v), *c.gate, *bonus(p), *state), b.warps, fused=False, **c.flags | flags, BK=power(c.K, LEAST),
-        BV=b.BV, C=C, REVERSE=False, STAGES=1 if c.decay == CHANNEL else b.stages, HALVES=False, EXACT=True, SLOTS=p.slots is not None,
+        BV=b.BV, C=C, LEVELS=len(lengths(C)), REVERSE=False, STAGES=b.stages, RESUMED=False, SLOTS=p.slots is not None,
     )  # fmt: skip
 
 
