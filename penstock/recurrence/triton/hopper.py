@@ -1,12 +1,11 @@
 """When the Hopper kernels replace the plain chunk kernels, and their launch parameters.
 
 ``hopper_forward`` and ``hopper_backward`` take any decay. At K = 256 there are not enough registers for the state and the tiles of all
-levels. ``hopper_anchored`` then replaces the plain kernel's first launch; the later launches compute chunks with strong decays.
+levels: a program takes 128 of the key channels. Outputs of these blocks are summed by ``blocks.py``.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -25,8 +24,8 @@ STAGES, SLOTS = 2, 4
 FORWARD = {64: (4, 136, 128), 128: (8, 152, 168)}
 """By K: warps of ``prepare``, registers of their threads, and registers of every thread at launch. With fewer, ``prepare`` spills; with
 more, the warps that hold the state spill."""
-ANCHORED = {256: (8, 128, 168)}
-"""The same for the anchored kernel."""
+BLOCKS = {256: 2}
+"""By K: blocks of key channels, if more than one."""
 BACKWARD = {64: (8, 128), 128: (8, 255)}
 """By K: warps, and registers of their threads. At K = 64 two programs fit on a multiprocessor."""
 
@@ -41,8 +40,8 @@ class Forward(NamedTuple):
     """A forward kernel and its launch."""
 
     kernel: Any
-    every_decay: bool
-    """Whether the kernel takes every decay, so that no later launches are needed."""
+    blocks: int
+    """Blocks of key channels of a head."""
     tiles: tuple[Tile, ...]
     registers: int
     """Registers of each thread at launch."""
@@ -52,17 +51,18 @@ class Forward(NamedTuple):
 def forward(p: Recurrence | Advance, config: KernelConfig, target: Target, precision: str) -> Forward | None:
     """The forward kernel and its launch if the table selects it and it supports this problem, or None."""
     K, V = p.sizes["K"], p.sizes["V"]
-    found = kernels() if config.BV == BV and V % BV == 0 and _suits(p, config, target, precision) else None
-    tiles = Tile(C, K), Tile(C, K), Tile(C, BV), Tile(C, BV)
-    if found and K in FORWARD:
-        warps, registers, first = FORWARD[K]
-        constants = {"STAGES": STAGES, "SLOTS": SLOTS, "WARPS": warps, "REGISTERS": registers, "TILED": decays_in_tiles(p)}
-        return Forward(found[0], True, (*tiles, Tile(C, K)), first, constants)
-    if found and K in ANCHORED:
-        warps, registers, first = ANCHORED[K]
-        kernel = import_module(".hopper_anchored", __package__).penstock_chunk_fwd_hopper_anchored
-        return Forward(kernel, False, tiles, first, {"BLOCKS": 1, "STAGES": 2, "COLUMNS": 2, "WARPS": warps, "REGISTERS": registers})
-    return None
+    blocks = BLOCKS.get(K, 1)
+    K //= blocks
+    suits = K in FORWARD and config.BV == BV and V % BV == 0 and _suits(p, config, target, precision)
+    found = kernels() if suits and not (p.partial and blocks == 1) else None
+    if not found:
+        return None
+    warps, registers, first = FORWARD[K]
+    constants = {
+        "K": K, "V": V, "BLOCKS": blocks, "STAGES": STAGES, "SLOTS": SLOTS, "WARPS": warps, "REGISTERS": registers,
+        "TILED": decays_in_tiles(p),
+    }  # fmt: skip
+    return Forward(found[0], blocks, (Tile(C, K), Tile(C, K), Tile(C, BV), Tile(C, BV), Tile(C, K)), first, constants)
 
 
 def backward(p: Recurrence, config: KernelConfig, target: Target, precision: str, *d_output: Tensor) -> Any:
@@ -83,7 +83,6 @@ def _suits(p: Recurrence | Advance, config: KernelConfig, target: Target, precis
         and precision == "bf16"
         and "K" in p.variant.decay
         and not p.reverse
-        and not p.partial
         and 0 < sizes["B"] * sizes["T"] < 1 << 31
         and all(map(tiled, (p.q, p.k, p.v, *d_output)))
     )

@@ -23,7 +23,7 @@ from ..advance import CHUNK
 from ..declaration import Advance
 from ..levels import lengths
 from . import chunk_forward, hopper, recurrent
-from .plan import Call, bonus
+from .plan import Call, bonus, hopper_forward
 from .table import LEAST
 
 REGISTERS = 168
@@ -70,25 +70,19 @@ def _chunks(plan: Plan, c: Call, p: Advance, output: str) -> None:
     with_pieces = lambda s: min(s["N"], s["T"] // CHUNK) if c.packed else s["N"] * (s["T"] >= CHUNK)  # noqa: E731
     grid = c.programs(with_pieces, math.ceil(c.V / b.BV))
     numbers = (p.scale, lambda s: s["N"], lambda s: s["T"], 0, c.H)
-    flags: dict[str, Any] = {
-        "K": c.K, "V": c.V, "PREVIOUS": c.previous, "PACKED": c.packed, "SEGMENTS": False, "INITIAL": True, "FINAL": True, "EVERY": 0,
-        "PIECE": CHUNK,
-    }  # fmt: skip
+    flags: dict[str, Any] = {"SEGMENTS": False, "INITIAL": True, "FINAL": True, "EVERY": 0, "PIECE": CHUNK}
     kernel = hopper.forward(p, b, c.target, c.precision)
-    if kernel and kernel.every_decay:
-        decays = "g" if kernel.constants["TILED"] else "q"
-        plan.launch(
-            kernel.kernel, grid, ("q", "k", "v", output, decays, "g", "u", "state", output, "state", "q", "cu_seqlens", given),
-            (*numbers, *c.gate, *bonus(p), *state), 4, kernel.tiles, kernel.registers, fused=False,
-            ROWS_GIVEN=p.slots is not None, NARROW=p.state.element_size() < 4, **flags, **kernel.constants,
-        )  # fmt: skip
+    if kernel:
+        flags |= {"ROWS_GIVEN": p.slots is not None, "NARROW": p.state.element_size() < 4}
+        hopper_forward(plan, c, p, kernel, with_pieces, 0, output, "state", "q", "state", state, given, False, **flags)
         return
     C = min(b.C, CHUNK)
     plan.launch(
         chunk_forward.penstock_chunk_fwd, grid,
         ("q", "k", "v", "g", "u", c.levels(plan, C), "state", output, "state", "q", "q", "cu_seqlens", given),
-        (*numbers, *strides(p.q, p.k, p.v), *c.gate, *bonus(p), *state), b.warps, fused=False, **c.flags | flags, BK=power(c.K, LEAST),
-        BV=b.BV, C=C, LEVELS=len(lengths(C)), REVERSE=False, STAGES=b.stages, RESUMED=False, SLOTS=p.slots is not None,
+        (*numbers, *strides(p.q, p.k, p.v), *c.gate, *bonus(p), *state), b.warps, fused=False, **c.flags, **flags,
+        PREVIOUS=c.previous, BK=power(c.K, LEAST), BV=b.BV, C=C, LEVELS=len(lengths(C)), REVERSE=False, STAGES=b.stages,
+        RESUMED=False, SLOTS=p.slots is not None,
     )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from ...gpu.plan import Plan, Size, Sizes, chunks, contiguous, strides
 from ...gpu.target import Target, power, precision
 from ..declaration import Recurrence, Tokens
 from ..levels import lengths, levels
-from . import chunk_backward, chunk_forward, hopper, recurrent, segments, tiles
+from . import blocks, chunk_backward, chunk_forward, hopper, recurrent, segments, tiles
 from .table import DECAYS, LEAST, READS, KernelConfig, Key, config
 
 LIMITS = {"bf16": 200.0, "tf32": 200.0, "tf32x3": 32.0, "ieee": 32.0}
@@ -226,30 +226,40 @@ def chunk_forward_plan(p: Recurrence, target: Target, keep: bool = False) -> Pla
     first, steps = state if state is not None else (final, (0, 0, 0, 0))
     programs = c.programs(walked, grid)
     flags: dict[str, Any] = {
-        "SEGMENTS": L is not None, "PREVIOUS": c.previous, "INITIAL": state is not None, "FINAL": L is None, "EVERY": every,
+        "SEGMENTS": L is not None, "INITIAL": state is not None, "FINAL": L is None, "EVERY": every,
     }  # fmt: skip
     numbers = (p.scale, _N, _T, L or 0, c.H)
-    resume = plan.empty("resume", programs, dtype=torch.int32) if kernel and not kernel.every_decay else "q"
     if kernel:
-        in_tiles: tuple[str, ...] = ("g" if kernel.constants["TILED"] else "q",) if kernel.every_decay else ()
-        plan.launch(
-            kernel.kernel, programs,
-            ("q", "k", "v", output, *in_tiles, "g", "u", first, output, final, chunk_states,
-             *(("cu_seqlens", "q") if kernel.every_decay else (resume, "cu_seqlens"))),
-            (*numbers, *c.gate, *bonus(p), *steps), 4, kernel.tiles, kernel.registers,
-            K=c.K, V=c.V, PACKED=c.packed, PIECE=0, ROWS_GIVEN=False, NARROW=False, **flags, **kernel.constants,
-        )  # fmt: skip
-        if kernel.every_decay:
-            return plan
-        C = b.C
+        flags |= {"PIECE": 0, "ROWS_GIVEN": False, "NARROW": False}
+        hopper_forward(plan, c, p, kernel, walked, L or 0, output, final, chunk_states, first, steps, **flags)
+        return plan
     plan.launch(
         chunk_forward.penstock_chunk_fwd, programs,
-        ("q", "k", "v", "g", "u", c.levels(plan, C), first, output, final, chunk_states, resume, "cu_seqlens", "q"),
+        ("q", "k", "v", "g", "u", c.levels(plan, C), first, output, final, chunk_states, "q", "cu_seqlens", "q"),
         (*numbers, *strides(p.q, p.k, p.v), *c.gate, *bonus(p), *steps), b.warps, **c.flags, BK=BK, BV=b.BV,
-        C=C, LEVELS=len(lengths(C)), REVERSE=p.reverse, **flags, STAGES=b.stages, RESUMED=resume != "q",
+        C=C, LEVELS=len(lengths(C)), PREVIOUS=c.previous, REVERSE=p.reverse, **flags, STAGES=b.stages, RESUMED=False,
         PIECE=0, SLOTS=False,
     )  # fmt: skip
     return plan
+
+
+def hopper_forward(
+    plan: Plan, c: Call, p: Tokens, kernel: hopper.Forward, walked: Size, L: Size, output: str, final: str, chunk_states: str,
+    first: str, steps: tuple[int, ...], slots: str = "q", fused: bool = True, **flags: Any,
+) -> None:  # fmt: skip
+    """Add the launch of the Hopper kernel for ``walked`` sequences or segments and, of heads in blocks, the sum of their outputs."""
+    stored = in_tiles = output
+    if kernel.blocks > 1:
+        stored, in_tiles = plan.empty("outputs", lambda s: s["B"], _T, c.H * kernel.blocks, c.V), "v"
+    decays = "g" if kernel.constants["TILED"] else "q"
+    plan.launch(
+        kernel.kernel, c.programs(walked, kernel.blocks * (c.V // hopper.BV)),
+        ("q", "k", "v", in_tiles, decays, "g", "u", first, stored, final, chunk_states, "cu_seqlens", slots),
+        (p.scale, _N, _T, L, c.H * kernel.blocks, *c.gate, *bonus(p), *steps), 4, kernel.tiles, kernel.registers, fused,
+        PREVIOUS=c.previous, PACKED=c.packed, **flags, **kernel.constants,
+    )  # fmt: skip
+    if kernel.blocks > 1:
+        blocks.add(plan, stored, output, c.H, c.V, kernel.blocks)
 
 
 def chunk_backward_plan(
