@@ -31,8 +31,9 @@ CASES = [
     replace(OF, lengths=(0, 5, 64, 1, 81, 0), gate="mixture"),
     replace(OF, variant="gla", lengths=(130, 0, 3), state=False, scale=0.3),
     replace(OF, variant="rwkv5", T=70, H=1),
-    replace(OF, T=70, H=2, K=256, V=64, gate="mixture"),
-    replace(OF, variant="gla", H=1, K=256, V=128, lengths=(65, 0, 3)),
+    replace(OF, T=70, H=2, K=256, V=128, gate="mixture"),
+    replace(OF, variant="gla", H=1, K=256, V=256, lengths=(65, 0, 3)),
+    replace(OF, T=70, H=2, V=192),
 ]
 
 

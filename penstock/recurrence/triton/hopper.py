@@ -65,13 +65,31 @@ def forward(p: Recurrence | Advance, config: KernelConfig, target: Target, preci
     return Forward(found[0], blocks, (Tile(C, K), Tile(C, K), Tile(C, BV), Tile(C, BV), Tile(C, K)), first, constants)
 
 
-def backward(p: Recurrence, config: KernelConfig, target: Target, precision: str, *d_output: Tensor) -> Any:
+class Backward(NamedTuple):
+    """The backward kernel and its launch."""
+
+    kernel: Any
+    blocks: int
+    """Blocks of key channels of a head."""
+    K: int
+    """Key channels of a block, and value channels of a block."""
+    values: int
+    """Blocks of value channels of a head."""
+
+    @property
+    def apart(self) -> bool:
+        """Whether another launch computes dv."""
+        return self.blocks * self.values > 1
+
+
+def backward(p: Recurrence, config: KernelConfig, target: Target, precision: str, *d_output: Tensor) -> Backward | None:
     """The backward kernel, or None. The plain kernel computes constant decays and calls of one chunk."""
-    sizes = p.sizes
-    square = sizes["K"] == sizes["V"] in BACKWARD
-    suits = square and "T" in p.variant.decay and sizes["T"] > C and _suits(p, config, target, precision, *d_output)
+    blocks = BLOCKS.get(p.sizes["K"], 1)
+    K, V = p.sizes["K"] // blocks, p.sizes["V"]
+    suits = K in BACKWARD and V % K == 0 and "T" in p.variant.decay and p.sizes["T"] > C and _suits(p, config, target, precision, *d_output)
     found = kernels() if suits else None
-    return found and found[1]
+    one = Backward(found[1], blocks, K, V // K) if found else None
+    return None if one is None or (p.partial and not one.apart) else one
 
 
 def _suits(p: Recurrence | Advance, config: KernelConfig, target: Target, precision: str, *d_output: Tensor) -> bool:

@@ -17,7 +17,7 @@ from ...gpu.plan import Plan, Size, Sizes, chunks, contiguous, strides
 from ...gpu.target import Target, power, precision
 from ..declaration import Recurrence, Tokens
 from ..levels import lengths, levels
-from . import blocks, chunk_backward, chunk_forward, hopper, recurrent, segments, tiles
+from . import blocks, chunk_backward, chunk_forward, hopper, recurrent, segments, tiles, values
 from .table import DECAYS, LEAST, READS, KernelConfig, Key, config
 
 LIMITS = {"bf16": 200.0, "tf32": 200.0, "tf32x3": 32.0, "ieee": 32.0}
@@ -295,13 +295,23 @@ def chunk_backward_plan(
     if p.u is not None:
         du = plan.empty("du", slots, c.H, c.K)
     if kernel:
-        (g_b, g_t, g_h, g_k), (warps, registers) = c.gate, hopper.BACKWARD[c.K]
+        (g_b, g_t, g_h, g_k), (warps, registers) = c.gate, hopper.BACKWARD[kernel.K]
+        weights = rest = "q"
+        if kernel.apart:
+            weights, rest = plan.empty("weights", slots, c.H, kernel.blocks, C, C), plan.empty("rest", *tokens, c.K, dtype=p.k.dtype)
         plan.launch(
-            kernel, c.programs(slots, 1),
-            ("q", "k", "v", "d_output", S, dS, "g", "u", dq, dk, dv, d_gate, du, "cu_seqlens"),
-            (p.scale, _N, _T, g_b, g_h, *bonus(p)), warps, hopper.backward_tiles(c.K), registers,
-            g_t=g_t, g_k=g_k, H=c.H, K=c.K, DG=dg, PREVIOUS=c.previous, PACKED=c.packed,
+            kernel.kernel, c.programs(slots, kernel.blocks),
+            ("q", "k", "v", "d_output", S, dS, "g", "u", dq, dk, dv, d_gate, du, weights, rest, "cu_seqlens"),
+            (p.scale, _N, _T, g_b, g_h, *bonus(p)), warps, hopper.backward_tiles(kernel.K), registers,
+            g_t=g_t, g_k=g_k, H=c.H * kernel.blocks, K=kernel.K, DG=dg, PREVIOUS=c.previous, PACKED=c.packed, BLOCKS=kernel.blocks,
+            NV=kernel.values,
         )  # fmt: skip
+        if kernel.apart:
+            BV = 128 if c.V % 128 == 0 else 64
+            plan.launch(
+                values.penstock_chunk_dv, c.programs(slots, c.V // BV), (weights, rest, "d_output", dS, dv, "cu_seqlens"),
+                (_N, _T, c.H, *d_output.stride()), 4, K=c.K, V=c.V, BK=64, BV=BV, C=C, BLOCKS=kernel.blocks, PACKED=c.packed,
+            )  # fmt: skip
         return plan
     plan.launch(
         chunk_backward.penstock_chunk_bwd, c.programs(slots, 1),
