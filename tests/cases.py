@@ -54,6 +54,9 @@ class Case:
     """whether v and the output's gradient are 0: states and their gradients only decay"""
     upstream_factor: float = 1.0
     """of the gradients of output and final state"""
+    v_factor: float = 1.0
+    state_factor: float = 1.0
+    """of the initial state"""
 
     def __str__(self) -> str:
         changed = [f"{f.name}={contract.shortened(getattr(self, f.name))}" for f in fields(self)[1:] if getattr(self, f.name) != f.default]
@@ -115,6 +118,9 @@ def draw(case: Case) -> dict[str, Tensor | None]:
     tensors["initial_state"] = normal("NHKV", others) if case.state else None
     if case.still:
         tensors["v"].zero_()
+    tensors["v"] *= case.v_factor
+    if case.state:
+        tensors["initial_state"] *= case.state_factor
     if case.strided:
         tensors = {name: None if x is None else spread(x, i) for i, (name, x) in enumerate(tensors.items())}
     axes = AXES | {"g": case.row.decay}
@@ -128,7 +134,7 @@ SHARED = ("BN", "T", "H", "KV", "overlap")
 
 
 def uneven(x: Tensor) -> Tensor:
-    """By spans of 32 tokens: of each 64 one anchor suits all, or each half, or only the first half; constant, it suits halves."""
+    """Weak, strong and very strong by spans of 32 tokens."""
     strength = torch.tensor([30.0, 130.0, 260.0, 260.0, 30.0, 600.0])  # log2 units that 32 tokens decay by at most
     if x.dim() == 4:
         strength = strength[torch.arange(x.shape[1]) // 32 % 6][:, None, None]
@@ -148,6 +154,9 @@ GATES = {
     "mixture": lambda x: torch.where(x > 0.8, -1000.0, torch.where(x < -0.8, -torch.inf, -1e-4)).to(x),
     "spikes": lambda x: torch.where(x > 1.5, -2661.0, torch.where(x < -1.8, -torch.inf, torch.nn.functional.logsigmoid(x))),
     "channels": lambda x: torch.where(torch.arange(x.shape[-1]) % 50 == 3, -100.0, torch.nn.functional.logsigmoid(x)),
+    "logsigmoid/16": lambda x: torch.nn.functional.logsigmoid(x) / 16,
+    "logsigmoid/0.1": lambda x: torch.nn.functional.logsigmoid(x) / 0.1,
+    **{f"-exp(N({mu},1))": lambda x, mu=mu: -(x + mu).exp() for mu in range(-5, 3)},
     "uneven": uneven,
 }
 

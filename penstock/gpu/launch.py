@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -86,7 +86,7 @@ class Bound:
 
     def __init__(self, prepared: Prepared, sizes: Sizes, absent: list[str]) -> None:
         self.prepared, self.sizes, self.absent = prepared, sizes, absent
-        self.launches, self.ones, self.device = prepared.plan.launches, prepared.plan.ones, prepared.device
+        self.launches, self.constants, self.device = prepared.plan.launches, prepared.plan.constants, prepared.device
         shapes = [(name, shape.at(sizes), dtype) for name, shape, dtype in prepared.memory]
         self.memory = [(name, shape, contiguous(shape), dtype) for name, shape, dtype in shapes]
         self.numbers = [numbers.at(sizes) + one.constants for numbers, one in zip(prepared.numbers, self.launches)]
@@ -95,8 +95,8 @@ class Bound:
     def run(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Add the plan's memory to ``tensors`` and launch its kernels."""
         device, launches = self.device, self.launches
-        if self.ones:
-            tensors["ones"] = _ones(self.ones, device)
+        for name, one in self.constants.items():
+            tensors[name] = _constant(*one, device)
         for name, shape, strides, dtype in self.memory:
             tensors[name] = torch.empty_strided(shape, strides, dtype=dtype, device=device)
         with _at(device):
@@ -111,17 +111,18 @@ class Bound:
         return tensors
 
 
-def _ones(C: int, device: torch.device) -> Tensor:
-    """[C + 1, C], row n with n ones. Cached, except during the capture of a CUDA graph, which would own the memory."""
-    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    return _made_ones(C, device) if capturing else _kept_ones(C, device)
+def _constant(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    """A constant tensor. Cached, unless it is made during the capture of a CUDA graph, which owns the memory."""
+    key, device = (function, *arguments), arguments[-1]
+    found = _kept.get(key)
+    if found is None:
+        found = function(*arguments)
+        if not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            _kept[key] = found
+    return found
 
 
-def _made_ones(C: int, device: torch.device) -> Tensor:
-    return torch.ones(C + 1, C, dtype=torch.bfloat16, device=device).tril(-1)
-
-
-_kept_ones = cache(_made_ones)
+_kept: dict[tuple[Any, ...], Tensor] = {}
 _NOTHING = nullcontext()
 
 

@@ -59,19 +59,24 @@ class Plan:
     memory: dict[str, tuple[tuple[Any, ...], torch.dtype]] = field(default_factory=dict)
     """Shapes and dtypes; ``at`` turns functions of the sizes into integers."""
     launches: list[Launch] = field(default_factory=list)
-    ones: int = 0
-    """C, for kernels that read the tensor ``ones`` [C + 1, C], whose row n has n ones."""
+    constants: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Constant tensors by name: a function and its arguments except the last, the device."""
 
     def at(self, sizes: Sizes) -> Plan:
         """The plan for these sizes: all grids, numbers and shapes are integers."""
         memory = {name: (tuple([value(size, sizes) for size in shape]), dtype) for name, (shape, dtype) in self.memory.items()}
         numbers = [tuple([value(x, sizes) for x in one.numbers]) for one in self.launches]
         launches = [one._replace(grid=value(one.grid, sizes), numbers=found) for one, found in zip(self.launches, numbers)]
-        return Plan(memory, launches, self.ones)
+        return Plan(memory, launches, self.constants)
 
     def empty(self, name: str, *shape: Size, dtype: torch.dtype = torch.float32) -> str:
         """Plan uninitialised memory."""
         self.memory[name] = (shape, dtype)
+        return name
+
+    def constant(self, name: str, function: Callable[..., Tensor], *arguments: Any) -> str:
+        """Plan a constant tensor, ``function(*arguments, device)``, made once per device."""
+        self.constants[name] = (function, *arguments)
         return name
 
     def launch(

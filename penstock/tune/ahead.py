@@ -86,7 +86,8 @@ def jobs(plan: Plan, tensors: Mapping[str, Tensor], arch: str) -> list[Job]:
     """The launches of a plan, for tensors by name."""
     given = {name: Memory(x.dtype, x.untyped_storage().size() // x.element_size()) for name, x in tensors.items()}
     given |= {name: Memory(dtype, torch.Size(shape).numel()) for name, (shape, dtype) in plan.memory.items()}
-    given["ones"] = Memory(torch.bfloat16, plan.ones * (plan.ones + 1))
+    made = {name: function(*rest, torch.device("cpu")) for name, (function, *rest) in plan.constants.items()}
+    given |= {name: Memory(x.dtype, x.numel()) for name, x in made.items()}
     found = []
     for one in plan.launches:
         memory = [given[name]._replace(tile=tile) for name, tile in zip_longest(one.tensors, one.tiles)]

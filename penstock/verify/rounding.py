@@ -21,10 +21,8 @@ from ..recurrence import chunkwise
 from ..recurrence.advance import CHUNK, advance_by
 from ..recurrence.declaration import Advance, Recurrence
 from ..recurrence.gradients import Gradients
+from ..recurrence.levels import lengths, levels
 from .oracle import by_result, error
-
-LEVELS = (32, 16, 8, 4, 2, 1)
-"""L: half of the length of a level's blocks."""
 
 
 class _Rounded(torch.autograd.Function):
@@ -45,19 +43,6 @@ def _significant(x: Tensor, bits: int) -> Tensor:
     return torch.ldexp(torch.round(mantissa * 2**bits) / 2**bits, exponent)
 
 
-def _factors(g: Tensor, previous: bool) -> list[Tensor]:
-    """Factors of decays g [..., CHUNK, K]: one of each level of L = 32, 16, ..., 1, then those from and to the borders of the chunk.
-
-    In the second half of a block, a token's factor is the decay from the middle to its query; in the first half, from behind the token to
-    the middle. With ``previous``, a query does not include its own decay.
-    """
-    u = torch.arange(CHUNK, device=g.device)  # made on the device: a copy from the host would wait for it
-    t = u[:, None]
-    to_query, behind = (u < t if previous else u <= t), u > t
-    inner = [(t // L == u // L) & torch.where(t // L % 2 == 1, to_query, behind) for L in LEVELS]
-    return [(within.to(g.dtype) @ g).exp() for within in (*inner, to_query, behind)]
-
-
 def forward(problem: Recurrence, bits: int) -> tuple[Tensor, Tensor]:
     """Output and final state in float64 by the dyadic chunkwise formula with operands rounded to ``bits`` significant bits.
 
@@ -70,17 +55,18 @@ def forward(problem: Recurrence, bits: int) -> tuple[Tensor, Tensor]:
     p = problem.forward_in_time()
     B, T, H, K = p.q.shape
     gate = torch.zeros_like(p.q) if p.gate is None else p.gate.expand(B, T, H, K).clamp(min=-1e4)  # 0 * inf is NaN
+    previous = p.variant.read == "previous"
     pad = (0, 0, 0, -T % CHUNK)
     q, k, v, g = (torch.nn.functional.pad(x.transpose(1, 2), pad).unflatten(2, (-1, CHUNK)) for x in (p.q, p.k, p.v, gate))
-    *inner, read, rest = _factors(g, p.variant.read == "previous")  # [B, H, chunks, CHUNK, K]
+    *inner, lower, strict, rest = ((M @ g).exp() for M in levels(CHUNK, previous, g.device).to(g.dtype))  # [B, H, chunks, CHUNK, K]
     t = torch.arange(CHUNK, device=g.device)
     A = torch.diag_embed((q * k if p.u is None else q * k * p.u[:, None, None]).sum(4))
-    for L, factor in zip(LEVELS, inner):
+    for L, f in zip(lengths(CHUNK), inner):
         half = t // L
-        X = rounded(factor * torch.where((half % 2 == 1)[:, None], q, k))
+        X = rounded(f * torch.where((half % 2 == 1)[:, None], q, k))
         A = A + torch.where((half[:, None] == half + 1) & (half % 2 == 0), X @ X.mT, 0.0)
     output, total = rounded(A) @ rounded(v), g.sum(3).exp()
-    reads, added = rounded(q * read), rounded(k * rest).mT @ rounded(v)
+    reads, added = rounded(q * (strict if previous else lower)), rounded(k * rest).mT @ rounded(v)
     S = q.new_zeros(B, H, K, v.shape[4]) if p.initial_state is None else p.initial_state
     of_states = []
     for n in range(g.shape[2]):

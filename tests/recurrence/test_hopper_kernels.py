@@ -31,6 +31,9 @@ CASES = [
     replace(OF, lengths=(0, 5, 64, 1, 81, 0), gate="mixture"),
     replace(OF, variant="gla", lengths=(130, 0, 3), state=False, scale=0.3),
     replace(OF, variant="rwkv5", T=70, H=1),
+    replace(OF, T=70, H=2, K=256, V=128, gate="mixture"),
+    replace(OF, variant="gla", H=1, K=256, V=256, lengths=(65, 0, 3)),
+    replace(OF, T=70, H=2, V=192),
 ]
 
 
@@ -49,7 +52,7 @@ def test_equal_the_oracle(case):
     drawn = draw(case)
     problem = problem_of(case, drawn)
     made = plan.chunk_forward_plan(problem, H200, keep=True)
-    assert made.launches[-1].kernel is hopper.kernels()[0]
+    assert hopper.kernels()[0] in [one.kernel for one in made.launches]
     tensors = {name: problem.q if x is None else x for name, x in zip(problem.operator.names, problem.tensors)}
     tensors["ones"] = torch.ones(hopper.C + 1, hopper.C, dtype=torch.bfloat16).tril(-1)
     found = gluon.run(made, dict(tensors), problem.sizes)
@@ -59,7 +62,7 @@ def test_equal_the_oracle(case):
     d_output, d_final_state = upstream(case)
     states = found.get("chunk_states")
     made = plan.chunk_backward_plan(problem, d_output, d_final_state, H200, states)
-    assert made.launches[-1].kernel is hopper.kernels()[1]
+    assert hopper.kernels()[1] in [one.kernel for one in made.launches]
     tensors |= {"d_output": d_output, "d_final_state": d_final_state, "states": states}
     found = gluon.run(made, tensors, problem.sizes)
     names = ["dq", "dk", "dv", "dg", *(["du"] if case.row.bonus else []), *(["d_initial_state"] if case.state else [])]

@@ -35,12 +35,11 @@ def penstock(*words):
 
 HOPPER = (["sm_90"], ["rwkv6 1,1024,32,64 bfloat16", "gla 8,2048,32,64 bfloat16: forward"])
 ELSEWHERE = (["sm_80", "sm_100", "gfx942"], ["rwkv6 1,1024,32,64 bfloat16: forward", "rwkv6 1,1024,32,64 bfloat16: step"])
-MOST = (TARGETS, [*HOPPER[1], "penstock_chunk_bwd halves", "gla 1,1024,16,100 bfloat16: backward"])
-"""rwkv6 covers most of the code; gla covers halves, uncut sequences and, with odd head sizes, short chunks. The rest takes minutes."""
+MOST = (TARGETS, [*HOPPER[1], "rwkv6 1,1024,32,64 float32: backward", "gla 1,1024,16,100 bfloat16: backward"])
+"""rwkv6 covers most of the code; gla covers uncut sequences and, with odd head sizes, short chunks. The rest takes minutes."""
 EVERY = {
-    "penstock_chunk_states", "penstock_chunk_states adjoint", "penstock_segment_scan", "penstock_chunk_fwd", "penstock_chunk_fwd exact",
-    "penstock_chunk_fwd halves", "penstock_chunk_fwd halves exact", "penstock_chunk_bwd", "penstock_chunk_bwd exact",
-    "penstock_chunk_bwd halves", "penstock_chunk_bwd halves exact", "penstock_recurrent_fwd", "penstock_recurrent_bwd",
+    "penstock_chunk_states", "penstock_chunk_states adjoint", "penstock_segment_scan", "penstock_chunk_fwd", "penstock_chunk_bwd",
+    "penstock_recurrent_fwd", "penstock_recurrent_bwd",
 }  # fmt: skip
 
 

@@ -7,10 +7,15 @@ in ``chunk_forward``, strictly below the diagonal, R_j the sum of decays behind 
     dq  = 2^Gq o (dA (k o 2^-G) + scale dO S^T)              + scale e u o k      e_i = dO_i . v_i
     dk  = 2^-G o (dA^T (q o 2^Gq)) + 2^R o (V dS^T)          + scale e u o q
     dv  = scale A^T dO + (k o 2^R) dS                        + scale (q . u o k) dO
-    dg_t = sum_{i>=t} (q o dq)_i - sum_{j>=t} (k o dk)_j + sum_j (k o 2^R o V dS^T)_j + 2^(G_L) rowsum(S o dS)
+    dg_t = sum_{i>=t} (q o 2^Gq o dA (k o 2^-G) - k o 2^-G o dA^T (q o 2^Gq))_i
+           + sum_{i>=t} (q o 2^Gq o scale dO S^T)_i + sum_{j<t} (k o 2^R o V dS^T)_j + 2^(G_L) rowsum(S o dS)
 
-dg omits the terms on the diagonal, which do not depend on a decay. Its first sum begins behind t if the previous state is read.
-Without a bonus, u is 1. Programs share no memory that they write, so there are no atomics.
+dg omits the terms on the diagonal, which do not depend on a decay. Sums over i of q's terms begin behind t if the previous state is read.
+In the difference all pairs of tokens behind t cancel; its terms are products of the same rounded operands, so they cancel up to float32
+sums. One scalar decay per head needs no difference: its dg_t is the sum of (dA o A)_ij over i >= t > j. Without a bonus, u is 1. Programs
+share no memory that they write, so there are no atomics.
+
+Chunks that decay by more than 2^SUITS in a channel are computed by levels (``dyadic_backward``). The chunk's own decays alone decide.
 
 Registers limit this kernel. The factor 2^R is written as 2^-G o 2^(G_L), and 2^(G_L) is applied to the rows of dS. Tensors that are
 operands of several products are cast once and stay in shared memory. q and k are loaded again for each use.
@@ -19,8 +24,7 @@ Several device functions take these tuples:
 
 - a matrix: the pointer to the program's first token, the strides of tokens and of channels;
 - ``span``: indices of tokens i, their row offsets r, the mask of tokens that exist, the step between rows, the number of tokens;
-- ``factored``: what ``operands`` returns first: qt, kt, grow, shrink, before, behind;
-- ``states``: the pointer to a chunk's state or to its gradient, and the other half's tensors (see ``segments.through``).
+- ``factored``: what ``operands`` returns first: qt, kt, grow, shrink, before, behind.
 """
 
 from __future__ import annotations
@@ -28,42 +32,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...gpu.tiles import product, span_of, tile
-from .chunk_forward import weights_by_subchunks
+from ...gpu.tiles import LOG2E, product, span_of, tile, to_tf32
+from .dyadic_backward import gradients_by_levels
 from .segments import chunk_state
-from .tiles import (
-    CHANNEL,
-    SCALAR,
-    SUITS,
-    constant_decay,
-    decays,
-    factors,
-    read_factors,
-    rest_factors,
-    scalar_decays,
-    scalar_sums,
-    subchunk,
-    sums,
-    triangle,
-)
+from .tiles import CHANNEL, SCALAR, constant_decay, factors, ones, scalar_decays, scalar_sums, sums
 
-
-@triton.jit
-def tokens_of_half(slot, half, cu_seqlens, N, T, C: tl.constexpr, HALVES: tl.constexpr, PACKED: tl.constexpr):
-    """The tokens of chunk ``slot`` or, with HALVES, of one half of its 2 C tokens.
-
-    Returns the sequence, its begin and end, the number of its tokens before these, the number of these (0 or less: none) and of the
-    chunk's tokens in the other half.
-    """
-    W: tl.constexpr = 2 * C if HALVES else C
-    n, begin, end, done = span_of(slot, cu_seqlens, N, T, W, PACKED)
-    tokens = tl.minimum(end - begin - done, W).to(tl.int32)
-    others = 0
-    if HALVES:
-        others = C if half == 1 else tl.maximum(tokens - C, 0)
-        tokens = tokens - C if half == 1 else tl.minimum(tokens, C)
-        done += half * C
-    return n, begin, end, done, tokens, others
+MILD = tl.constexpr(3.125)
+"""Log2 units a token: the strongest mean decay of a channel over a chunk whose dg is a difference of sums. At 3.125, 2^200 in 64 tokens,
+the difference is a ninth of the sums, and errors of sums are no larger than those of rounded operands."""
 
 
 @triton.jit
@@ -126,61 +102,62 @@ def scalar_factors(gates, span, C: tl.constexpr, DECAY: tl.constexpr, STATIC: tl
 
 
 @triton.jit
+def strongest(gates, span, K: tl.constexpr, BK: tl.constexpr):
+    """The strongest decay of a channel over the chunk, log2 units."""
+    g, g_t, g_k = gates
+    lowest = tl.zeros((), tl.float32)
+    for kb in tl.range((K + BK - 1) // BK, num_stages=1):
+        d = tile(g, span[1], span[2], g_t, kb * BK + tl.arange(0, BK), g_k, K, BK).to(tl.float32)
+        lowest = tl.minimum(lowest, tl.min(tl.sum(d, 0), 0))
+    return lowest * LOG2E
+
+
+@triton.jit
 def operands(
-    Q, Kt, ones, gates, span, j, scale,
-    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, W: tl.constexpr, DECAY: tl.constexpr, PREVIOUS: tl.constexpr,
-    PRECISION: tl.constexpr, EXACT: tl.constexpr, OPERAND: tl.constexpr,
+    Q, Kt, levels, gates, span, j, scale,
+    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, DECAY: tl.constexpr, PREVIOUS: tl.constexpr,
+    PRECISION: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
-    """q and k as operands of products, the factors of dq and dk [C,BK], two factors of states and the chunk's decay (log2) [BK].
+    """q and k as operands of products, the factors of dq and dk [C,BK], two factors of states [BK].
 
     Decays per channel: q and k times their factors, scale 2^(Gq - M), 2^(M - G), 2^M and 2^(G_L - M), see ``tiles.factors``.
-    EXACT: q, k 2^R, scale 2^Gq, 2^R, 1 and 2^G_L.
     """
     g, g_t, g_k = gates
-    i, r, live, step, tokens = span
+    i, r, live, _, _ = span
     grow = tl.zeros((C, BK), tl.float32)
     shrink = grow
-    total = tl.zeros((BK,), tl.float32)
-    before = total + 1.0
+    before = tl.full((BK,), 1.0, tl.float32)
     behind = before
     qt = Q.to(OPERAND)
     kt = Kt.to(OPERAND)
-    if EXACT:
-        total = tl.sum(decays(g, r, live, g_t, j, g_k, K, BK), 0)
-        behind = tl.exp2(total)
-        grow = read_factors(g, step, tokens, i, j, g_t, g_k, K, BK, PREVIOUS) * scale
-        shrink = rest_factors(g, step, tokens, i, j, g_t, g_k, K, BK, C)
-        kt = (Kt.to(tl.float32) * shrink).to(OPERAND)
-    elif DECAY == CHANNEL:
+    if DECAY == CHANNEL:
         d = tile(g, r, live, g_t, j, g_k, K, BK).to(tl.float32)
-        lower, strict = triangle(ones, i, W, True, PRECISION), triangle(ones, i, W, False, PRECISION)
-        grow, shrink, before, behind, total = factors(d, lower, strict, PREVIOUS, PRECISION)
+        lower = ones(levels, LEVELS, i, C, PRECISION)
+        strict = ones(levels, LEVELS + 1, i, C, PRECISION) if PREVIOUS else lower
+        grow, shrink, before, behind, _ = factors(d, lower, strict, PREVIOUS, PRECISION)
         grow *= scale
         qt = (Q.to(tl.float32) * grow).to(OPERAND)
         kt = (Kt.to(tl.float32) * shrink).to(OPERAND)
-    return (qt, kt, grow, shrink, before, behind), total
+    return qt, kt, grow, shrink, before, behind
 
 
 @triton.jit
 def weights(
-    queries, keys, gates, bonuses, ones, span, scale,
-    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, W: tl.constexpr, DECAY: tl.constexpr, PREVIOUS: tl.constexpr,
-    PRECISION: tl.constexpr, LIMIT: tl.constexpr, EXACT: tl.constexpr, OPERAND: tl.constexpr,
+    queries, keys, gates, bonuses, levels, span, scale,
+    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, DECAY: tl.constexpr, PREVIOUS: tl.constexpr,
+    PRECISION: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
-    """A [C,C] without its mask, its diagonal [C], the strongest decay of a channel (log2), and the operands of the last block of K.
+    """A [C,C] without its mask, its diagonal [C], and the operands of the last block of K.
 
     If K is one block, later products use these operands again.
     """
-    i, _, _, step, tokens = span
     A = tl.zeros((C, C), tl.float32)
     own = tl.zeros((C,), tl.float32)
-    lowest = tl.zeros((), tl.float32)
     qt = tl.zeros((C, BK), OPERAND)
     kt = qt
     grow = tl.zeros((C, BK), tl.float32)
     shrink = grow
-    total = tl.zeros((BK,), tl.float32)
-    before = total + 1.0
+    before = tl.full((BK,), 1.0, tl.float32)
     behind = before
     for kb in tl.range((K + BK - 1) // BK, num_stages=1):
         j = kb * BK + tl.arange(0, BK)
@@ -188,32 +165,23 @@ def weights(
         Kt = rows(keys, span, j, K, BK)
         if PREVIOUS:
             own += tl.sum(Q.to(tl.float32) * bonus_row(bonuses, j, K) * Kt.to(tl.float32), 1)
-        elif EXACT:
-            own += tl.sum(Q.to(tl.float32) * Kt.to(tl.float32), 1)
-        factored, total = operands(Q, Kt, ones, gates, span, j, scale, K, BK, C, W, DECAY, PREVIOUS, PRECISION, EXACT, OPERAND)
+        factored = operands(Q, Kt, levels, gates, span, j, scale, K, BK, C, LEVELS, DECAY, PREVIOUS, PRECISION, OPERAND)
         qt, kt, grow, shrink, before, behind = factored
-        if EXACT:
-            q, q_t, q_k = queries
-            k, k_t, k_k = keys
-            g, g_t, g_k = gates
-            A += weights_by_subchunks(q, k, g, step, tokens, i, j, q_t, q_k, k_t, k_k, g_t, g_k, K, BK, C, PREVIOUS, PRECISION, LIMIT)
-        else:
-            A += product(qt, tl.trans(kt), PRECISION)
-        lowest = tl.minimum(lowest, tl.min(total, 0))
-    return A, own, lowest, (qt, kt, grow, shrink, before, behind)
+        A += product(qt, tl.trans(kt), PRECISION)
+    return A, own, (qt, kt, grow, shrink, before, behind)
 
 
 @triton.jit
 def operands_of_block(
-    factored, queries, keys, gates, ones, span, j, scale,
-    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, W: tl.constexpr, DECAY: tl.constexpr, PREVIOUS: tl.constexpr,
-    PRECISION: tl.constexpr, EXACT: tl.constexpr, OPERAND: tl.constexpr,
+    factored, queries, keys, gates, levels, span, j, scale,
+    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, DECAY: tl.constexpr, PREVIOUS: tl.constexpr,
+    PRECISION: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
     """The operands of a block of K: computed again if there are several blocks, else as given."""
     if K > BK:
         Q = rows(queries, span, j, K, BK)
         Kt = rows(keys, span, j, K, BK)
-        factored, _ = operands(Q, Kt, ones, gates, span, j, scale, K, BK, C, W, DECAY, PREVIOUS, PRECISION, EXACT, OPERAND)
+        factored = operands(Q, Kt, levels, gates, span, j, scale, K, BK, C, LEVELS, DECAY, PREVIOUS, PRECISION, OPERAND)
     return factored
 
 
@@ -230,139 +198,40 @@ def masked(A, own, shares, strict, diagonal, scale, SCALED: tl.constexpr, DECAY:
 
 
 @triton.jit
-def state(
-    states, ADJOINT: tl.constexpr, j, y,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-    PREVIOUS: tl.constexpr, PRECISION: tl.constexpr, HALVES: tl.constexpr,
-):  # fmt: skip
-    """S before the program's tokens or, if ADJOINT, dS behind them: [BK,BV], as stored."""
-    at, other = states
-    return chunk_state(at, other, ADJOINT, j, y, K, V, BK, BV, C, PREVIOUS, PRECISION, HALVES)
-
-
-@triton.jit
 def state_gradient(
-    d_states, behind, j, y,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-    PREVIOUS: tl.constexpr, PRECISION: tl.constexpr, HALVES: tl.constexpr, FACTORS: tl.constexpr, OPERAND: tl.constexpr,
+    d_chunk_states, behind, j, y,
+    K: tl.constexpr, V: tl.constexpr, FACTORS: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
-    """dS as an operand of products, with FACTORS 2^(G_L - M) o dS: [BK,BV]."""
-    dS = state(d_states, True, j, y, K, V, BK, BV, C, PREVIOUS, PRECISION, HALVES)
+    """dS as operand [BK,BV]; with FACTORS times 2^(G_L - M)."""
+    dS = chunk_state(d_chunk_states, j, y, K, V)
     if FACTORS:
         dS = dS.to(tl.float32) * behind[:, None]
     return dS.to(OPERAND)
 
 
 @triton.jit
-def gradients_by_subchunks(
-    queries, keys, gates, dq, dA, span, j,
-    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, PREVIOUS: tl.constexpr, PRECISION: tl.constexpr, LIMIT: tl.constexpr,
-):  # fmt: skip
-    """dq plus the share of dA, and the share of dA in dk, for any decay: [C,BK] each."""
-    g, g_t, g_k = gates
-    i, _, _, step, left = span
-    dk = tl.zeros((C, BK), tl.float32)
-    m = tl.zeros((), tl.int32)
-    while m < left:
-        n, eq, ek = subchunk(g, step, left, m, i, j, g_t, g_k, K, BK, C, PREVIOUS, LIMIT)
-        kt = rows(keys, span, j, K, BK).to(tl.float32) * ek
-        dq += eq * product(dA, kt, PRECISION)
-        qt = rows(queries, span, j, K, BK).to(tl.float32) * eq
-        dk += ek * product(tl.trans(dA), qt, PRECISION)
-        m = n
-    return dq, dk
-
-
-@triton.jit
-def query_gradient(
-    dq, dA, factored, read, queries, keys, gates, span, j, scale,
-    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr, PREVIOUS: tl.constexpr,
-    PRECISION: tl.constexpr, LIMIT: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
-    """dq without the diagonal from dO S^T and dA: [C,BK]; if EXACT also the share of dA in dk, else 0."""
-    _, kt, grow, _, before, _ = factored
-    inner = 0.0
-    if EXACT:
-        dq, inner = gradients_by_subchunks(queries, keys, gates, dq * grow, dA, span, j, K, BK, C, PREVIOUS, PRECISION, LIMIT)
-    elif DECAY == CHANNEL:
-        dq = grow * (dq * before[None, :] + product(dA, kt, PRECISION))
-    elif DECAY == SCALAR:
-        dq = product(dA, kt, PRECISION) + dq * (read * scale)
-    else:
-        dq = product(dA, kt, PRECISION) + dq * scale
-    return dq, inner
-
-
-@triton.jit
-def key_gradient(
-    dk, dA, factored, rest, inner, Kt,
-    DECAY: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr, DG: tl.constexpr,
-):  # fmt: skip
-    """dk without the diagonal from V dS^T and dA: [C,BK]; and, if DG, the share of V dS^T in dg, sum_j (k o 2^R o V dS^T)_j: [BK]."""
-    qt, _, _, shrink, _, _ = factored
-    carry = 0.0
-    if EXACT:
-        dk *= shrink
-        if DG:
-            carry = tl.sum(Kt.to(tl.float32) * dk, 0)
-        dk += inner
-    elif DECAY == CHANNEL:
-        if DG:
-            carry = tl.sum(Kt.to(tl.float32) * (shrink * dk), 0)
-        dk = shrink * (dk + product(tl.trans(dA), qt, PRECISION))
-    else:
-        if DECAY == SCALAR:
-            dk *= rest
-        if DG:
-            carry = tl.sum(Kt.to(tl.float32) * dk, 0)
-        dk += product(tl.trans(dA), qt, PRECISION)
-    return dk, carry
+def rounded(x, PRECISION: tl.constexpr):
+    """x as ``product`` multiplies it, float32."""
+    if PRECISION == "bf16":
+        x = x.to(tl.bfloat16).to(tl.float32)
+    elif PRECISION == "tf32":
+        x = to_tf32(x)
+    return x
 
 
 @triton.jit
 def state_products(
-    states, d_states, j,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-    PREVIOUS: tl.constexpr, PRECISION: tl.constexpr, HALVES: tl.constexpr,
+    chunk_states, d_chunk_states, j,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """rowsum(S o dS), the share of the state in dg: [BK]."""
     kept = tl.zeros((BK,), tl.float32)
     for vb in tl.range((V + BV - 1) // BV, num_stages=1):
         y = vb * BV + tl.arange(0, BV)
-        S = state(states, False, j, y, K, V, BK, BV, C, PREVIOUS, PRECISION, HALVES)
-        dS = state(d_states, True, j, y, K, V, BK, BV, C, PREVIOUS, PRECISION, HALVES)
+        S = chunk_state(chunk_states, j, y, K, V)
+        dS = chunk_state(d_chunk_states, j, y, K, V)
         kept += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
     return kept
-
-
-@triton.jit
-def channel_decay_gradient(
-    difference, qdq, carry, ones, gates, span, j,
-    K: tl.constexpr, BK: tl.constexpr, W: tl.constexpr, PREVIOUS: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
-    """dg [C,BK] from the difference q o dq - k o dk, and ``carry`` [BK], the sum of the terms that do not depend on the token."""
-    g, g_t, g_k = gates
-    i, r, live, _, _ = span
-    start = carry[None, :]
-    if PREVIOUS:
-        start -= qdq
-    dg = sums(difference, triangle(ones, i, W, True, PRECISION), PRECISION, REVERSE=True, start=start)
-    if EXACT:  # dg_t has a factor 2^(g_t); the difference of sums is exact only up to rounding
-        dg = tl.where(decays(g, r, live, g_t, j, g_k, K, BK) < -126.0, 0.0, dg)
-    return dg
-
-
-@triton.jit
-def store_scalar_decay_gradient(dg, dg_sums, carry, constant, gates, span, place, share, H, STATIC: tl.constexpr):
-    """Store dg of scalar decays from the sums over channels of q o dq - k o dk [C] and of the terms that do not depend on the token."""
-    g, g_t, _ = gates
-    _, r, live, _, _ = span
-    decay = constant if STATIC else scalar_decays(g, r, live, g_t)
-    dg_t = tl.where(decay < -126.0, 0.0, tl.cumsum(dg_sums, 0, reverse=True) + carry)
-    if STATIC:
-        tl.store(dg + share, tl.sum(tl.where(live, dg_t, 0.0), 0))
-    else:
-        tl.store(dg + place + r * H, dg_t.to(dg.dtype.element_ty), mask=live)
 
 
 @triton.jit
@@ -378,87 +247,57 @@ def store_zero_shares(du, dg, share, K: tl.constexpr, BK: tl.constexpr, DECAY: t
         tl.store(dg + share, 0.0)
 
 
-@triton.jit(do_not_specialize=["N", "T"])
-def penstock_chunk_bwd(
-    q, k, v, g, u, ones, d_output, chunk_states, d_chunk_states,
-    dq, dk, dv, dg, du, todo, noted, cu_seqlens, scale, N, T, H,
-    q_b, q_t, q_h, q_k, k_b, k_t, k_h, k_k, v_b, v_t, v_h, v_v, g_b, g_t, g_h, g_k, u_h, u_k, o_b, o_t, o_h, o_v,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-    DECAY: tl.constexpr, STATIC: tl.constexpr, DG: tl.constexpr, PREVIOUS: tl.constexpr,
-    PACKED: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr, LIMIT: tl.constexpr,
-    HALVES: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
-    """Program (chunk, head). dq, dk, dv, dg are contiguous; du and a constant decay's dg are [shares, H, K] or [shares, H].
+@triton.jit
+def query_gradient(dq, dA, factored, read, scale, DECAY: tl.constexpr, PRECISION: tl.constexpr):
+    """dq from dO S^T and dA, without the diagonal, and the factors of decays per channel: [C,BK]."""
+    _, kt, _, _, before, _ = factored
+    if DECAY == CHANNEL:
+        dq = dq * before[None, :] + product(dA, kt, PRECISION)
+    elif DECAY == SCALAR:
+        dq = product(dA, kt, PRECISION) + dq * (read * scale)
+    else:
+        dq = product(dA, kt, PRECISION) + dq * scale
+    return dq
 
-    Decays per channel need several launches. The first sets ``noted`` [programs] for chunks whose decay is too strong for 2^-G; its
-    results for them are invalid. ``noted`` is ``todo`` of the next launch, which computes only these chunks. Long chunks are computed
-    by HALVES: program (chunk, head, half) with C of the chunk's 2 C tokens, again with ``noted`` for halves whose decay is too strong.
-    The last launch is EXACT. Shares are chunk slots; with halves, those of the first halves and then those of the second. Without DG
-    dg is not computed.
-    """
-    W: tl.constexpr = 2 * C if HALVES else C
+
+@triton.jit
+def store_scalar_decay_gradient(dg, queries, keys, states, constant, gates, span, place, share, H, STATIC: tl.constexpr):
+    """Store dg of scalar decays: ``queries`` [C] of tokens from t on, ``keys`` [C] of tokens before t, and ``states``."""
+    g, g_t, _ = gates
+    i, r, live, _, _ = span
+    decay = constant if STATIC else scalar_decays(g, r, live, g_t)
+    dg_t = tl.sum(tl.where(i[None, :] >= i[:, None], queries[None, :], keys[None, :]), 1) + states
+    dg_t = tl.where(decay < -126.0, 0.0, dg_t)
+    if STATIC:
+        tl.store(dg + share, tl.sum(tl.where(live, dg_t, 0.0), 0))
+    else:
+        tl.store(dg + place + r * H, dg_t.to(dg.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def gradients_by_anchor(
+    queries, keys, values, gates, d_outputs, bonuses, levels, chunk_states, d_chunk_states, dq, dk, dv, dg, du,
+    place, share, span, scale, H,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, DECAY: tl.constexpr,
+    STATIC: tl.constexpr, DG: tl.constexpr, PREVIOUS: tl.constexpr, PRECISION: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
+    """Store all gradients of a chunk: decays per channel of at most 2^SUITS, or other decays."""
     NK: tl.constexpr = (K + BK - 1) // BK
     NV: tl.constexpr = (V + BV - 1) // BV
     OPERAND: tl.constexpr = tl.bfloat16 if PRECISION == "bf16" else tl.float32
-    FACTORS: tl.constexpr = DECAY == CHANNEL and not EXACT
-    BY_PRODUCT: tl.constexpr = DECAY == CHANNEL and BK <= 64 and chunk_states.dtype.element_ty == tl.bfloat16  # rowsum(S o dS)
-    pid = tl.program_id(0)
-    program = pid // 2 if HALVES else pid
-    half = pid % 2 if HALVES else 0
-    h = (program % H).to(tl.int64)
-    slot = program // H
-    chunk = slot.to(tl.int64) * H + h
-    share = chunk
-    if HALVES:
-        share += half * (tl.num_programs(0) // 2)
-    if HALVES and not EXACT:
-        if tl.load(todo + program) == 0:
-            tl.store(noted + pid, 0)
-            if half == 1:
-                store_zero_shares(du, dg, share, K, BK, DECAY, STATIC and DG, PREVIOUS)
-            return
-    elif EXACT:
-        if tl.load(todo + pid) == 0:
-            return
-    n, begin, end, done, tokens, others = tokens_of_half(slot, half, cu_seqlens, N, T, C, HALVES, PACKED)
-    i = tl.arange(0, C)
+    FACTORS: tl.constexpr = DECAY == CHANNEL
+    BY_PRODUCT: tl.constexpr = FACTORS and BK <= 64 and chunk_states.dtype.element_ty == tl.bfloat16  # rowsum(S o dS)
+    i, live = span[0], span[2]
     columns_k = tl.arange(0, BK)
     columns_v = tl.arange(0, BV)
-    if tokens <= 0:
-        store_zero_shares(du, dg, share, K, BK, DECAY, STATIC and DG, PREVIOUS)
-        if FACTORS:
-            tl.store(noted + pid, 0)
-        return
-    row, step, b = first_row(n, begin, end, done, PACKED, REVERSE)
-    q += b * q_b + row * q_t + h * q_h
-    k += b * k_b + row * k_t + h * k_h
-    v += b * v_b + row * v_t + h * v_h
-    g += b * g_b + row * g_t + h * g_h
-    d_output += b * o_b + row * o_t + h * o_h
-    place = (b * T + row) * H + h
-    chunk_states += chunk * (K * V)
-    d_chunk_states += chunk * (K * V)
-    away = (1 - 2 * half) * C * step  # the other half's rows
-    other = (half, others, i, step, 1.0, k + away * k_t, v + away * v_t, g + away * g_t, k_t, k_k, v_t, v_v, g_t, g_k)
-    d_other = (half, others, i, step, scale, q + away * q_t, d_output + away * o_t, g + away * g_t, q_t, q_k, o_t, o_v, g_t, g_k)
-    live = i < tokens
-    span = (i, i * step, live, step, tokens)
-    queries, keys, values, gates, d_outputs = (q, q_t, q_k), (k, k_t, k_k), (v, v_t, v_v), (g, g_t, g_k), (d_output, o_t, o_v)
-    states, d_states = (chunk_states, other), (d_chunk_states, d_other)
-    bonuses = (u + h * u_h, u_k)
     strict = i[:, None] > i[None, :]
     diagonal = i[:, None] == i[None, :]
-
     shares, read, rest, total_s, constant = scalar_factors(gates, span, C, DECAY, STATIC, LIMIT)
-    A, own, lowest, factored = weights(
-        queries, keys, gates, bonuses, ones, span, scale, K, BK, C, W, DECAY, PREVIOUS, PRECISION, LIMIT, EXACT, OPERAND
-    )
-    if FACTORS:
-        tl.store(noted + pid, (lowest < -SUITS).to(tl.int32))
-    A = masked(A, own, shares, strict, diagonal, scale, FACTORS, DECAY, PREVIOUS or EXACT).to(OPERAND)
+    A, own, factored = weights(queries, keys, gates, bonuses, levels, span, scale, K, BK, C, LEVELS, DECAY, PREVIOUS, PRECISION, OPERAND)
+    A = masked(A, own, shares, strict, diagonal, scale, FACTORS, DECAY, PREVIOUS).to(OPERAND)
 
     # dv = scale A^T dO + (k o 2^R) dS
-    dO = tl.zeros((C, BV), d_output.dtype.element_ty)
+    dO = tl.zeros((C, BV), d_outputs[0].dtype.element_ty)
     dS = tl.zeros((BK, BV), OPERAND)
     for vb in tl.range(NV, num_stages=1):
         y = vb * BV + columns_v
@@ -466,9 +305,9 @@ def penstock_chunk_bwd(
         for kb in tl.range(NK, num_stages=1):
             j = kb * BK + columns_k
             _, kt, _, _, _, behind = operands_of_block(
-                factored, queries, keys, gates, ones, span, j, scale, K, BK, C, W, DECAY, PREVIOUS, PRECISION, EXACT, OPERAND
+                factored, queries, keys, gates, levels, span, j, scale, K, BK, C, LEVELS, DECAY, PREVIOUS, PRECISION, OPERAND
             )
-            dS = state_gradient(d_states, behind, j, y, K, V, BK, BV, C, PREVIOUS, PRECISION, HALVES, FACTORS, OPERAND)
+            dS = state_gradient(d_chunk_states, behind, j, y, K, V, FACTORS, OPERAND)
             dv_ += product(kt, dS, PRECISION)
         if DECAY == SCALAR:
             dv_ *= rest
@@ -477,16 +316,18 @@ def penstock_chunk_bwd(
         tl.store(pointers(dv, place, span, y, H, V), dv_.to(dv.dtype.element_ty), mask=live[:, None] & (y < V)[None, :])
 
     # dq, dk and dg, by blocks of K
-    Vt = tl.zeros((C, BV), v.dtype.element_ty)
+    Vt = tl.zeros((C, BV), values[0].dtype.element_ty)
     S = tl.zeros((BK, BV), chunk_states.dtype.element_ty)
     same = columns_k[:, None] == columns_k[None, :]
-    dg_scalar = tl.zeros((C,), tl.float32)
-    carry_scalar = tl.zeros((), tl.float32)
+    of_pairs = tl.zeros((C,), tl.float32)
+    of_queries = tl.zeros((C,), tl.float32)
+    of_keys = tl.zeros((C,), tl.float32)
+    of_states = tl.zeros((), tl.float32)
     for kb in tl.range(NK, num_stages=1):
         j = kb * BK + columns_k
         mask = live[:, None] & (j < K)[None, :]
         block = operands_of_block(
-            factored, queries, keys, gates, ones, span, j, scale, K, BK, C, W, DECAY, PREVIOUS, PRECISION, EXACT, OPERAND
+            factored, queries, keys, gates, levels, span, j, scale, K, BK, C, LEVELS, DECAY, PREVIOUS, PRECISION, OPERAND
         )
         bonus = 1.0
         if PREVIOUS:
@@ -500,23 +341,28 @@ def penstock_chunk_bwd(
             if NV > 1:
                 dO = rows(d_outputs, span, y, V, BV)
             Vt = rows(values, span, y, V, BV)
-            S = state(states, False, j, y, K, V, BK, BV, C, PREVIOUS, PRECISION, HALVES)
+            S = chunk_state(chunk_states, j, y, K, V)
             dA += product(dO, tl.trans(Vt), PRECISION)
             dq_ += product(dO, tl.trans(S), PRECISION)
         e = tl.sum(tl.where(diagonal, dA, 0.0), 1)[:, None] * scale
+        dA = tl.where(strict, dA, 0.0)
+        if DG and DECAY == SCALAR:  # dA o A twice, as sums over j and over i: pairs of tokens behind t cancel
+            pairs = dA * A.to(tl.float32)
+            of_pairs = tl.sum(pairs, 1) - tl.sum(pairs, 0)
         if not FACTORS:
             dA *= scale
-        dA = tl.where(strict, dA, 0.0)
         if DECAY == SCALAR:
             dA *= shares
         dA = dA.to(OPERAND)
-        dq_, inner = query_gradient(
-            dq_, dA, block, read, queries, keys, gates, span, j, scale, K, BK, C, DECAY, PREVIOUS, PRECISION, LIMIT, EXACT
-        )
+        if DG and DECAY == SCALAR:
+            of_queries += tl.sum(rows(queries, span, j, K, BK).to(tl.float32) * (dq_ * (read * scale)), 1)
+        dq_ = query_gradient(dq_, dA, block, read, scale, DECAY, PRECISION)
         Q = rows(queries, span, j, K, BK)
+        if DECAY == CHANNEL:
+            if DG:
+                of_query = rounded(Q.to(tl.float32) * block[2], PRECISION) * dq_
+            dq_ *= block[2]
         ek = e * rows(keys, span, j, K, BK).to(tl.float32)
-        if DG:
-            qdq = Q.to(tl.float32) * dq_
         if PREVIOUS:
             tl.store(du + share * K + j, tl.sum(Q.to(tl.float32) * ek, 0), mask=j < K)
         tl.store(pointers(dq, place, span, j, H, K), (dq_ + ek * bonus).to(dq.dtype.element_ty), mask=mask)
@@ -530,34 +376,91 @@ def penstock_chunk_bwd(
             if NV > 1:
                 Vt = rows(values, span, y, V, BV)
                 if DG and BY_PRODUCT:
-                    S = state(states, False, j, y, K, V, BK, BV, C, PREVIOUS, PRECISION, HALVES)
+                    S = chunk_state(chunk_states, j, y, K, V)
             if NK > 1 or NV > 1:
-                dS = state_gradient(d_states, behind, j, y, K, V, BK, BV, C, PREVIOUS, PRECISION, HALVES, FACTORS, OPERAND)
+                dS = state_gradient(d_chunk_states, behind, j, y, K, V, FACTORS, OPERAND)
             dk_ += product(Vt, tl.trans(dS), PRECISION)
             if DG and BY_PRODUCT:  # S and dS are operands already
                 kept += tl.sum(tl.where(same, product(S, tl.trans(dS), PRECISION), 0.0), 1)
         Kt = rows(keys, span, j, K, BK)
-        dk_, carry = key_gradient(dk_, dA, block, rest, inner, Kt, DECAY, PRECISION, EXACT, DG)
-        if DG:
-            difference = qdq - Kt.to(tl.float32) * dk_
+        if DECAY == CHANNEL:
+            if DG:
+                k_ = rounded(Kt.to(tl.float32) * block[3], PRECISION)
+                carry = tl.sum(k_ * dk_, 0)
+        elif DECAY == SCALAR:
+            dk_ *= rest
+            if DG:
+                of_keys += tl.sum(Kt.to(tl.float32) * dk_, 1)
+        dk_ += product(tl.trans(dA), block[0], PRECISION)
+        if DECAY == CHANNEL:
+            if DG:
+                difference = of_query - k_ * dk_
+            dk_ *= block[3]
         own_dk = e * rows(queries, span, j, K, BK).to(tl.float32) * bonus
         tl.store(pointers(dk, place, span, j, H, K), (dk_ + own_dk).to(dk.dtype.element_ty), mask=mask)
 
-        # dg_t = sum_{i>=t} (q o dq - k o dk)_i + sum_j (k o 2^R o V dS^T)_j + 2^(G_L) rowsum(S o dS)
+        # dg
         if DG and not BY_PRODUCT:
-            kept = state_products(states, d_states, j, K, V, BK, BV, C, PREVIOUS, PRECISION, HALVES)
+            kept = state_products(chunk_states, d_chunk_states, j, K, V, BK, BV)
             if FACTORS:
                 kept *= behind
         if DG and DECAY == SCALAR:
-            dg_scalar += tl.sum(difference, 1)
-            carry_scalar += tl.sum(carry + kept * tl.exp2(total_s), 0)
+            of_states += tl.sum(kept * tl.exp2(total_s), 0)
         elif DG and DECAY == CHANNEL:
-            carry += kept * (before if FACTORS else behind)
-            dg_ = channel_decay_gradient(difference, qdq, carry, ones, gates, span, j, K, BK, W, PREVIOUS, PRECISION, EXACT)
+            start = (carry + kept * before)[None, :]
+            if PREVIOUS:
+                start -= of_query
+            dg_ = sums(difference, ones(levels, LEVELS, i, C, PRECISION), PRECISION, REVERSE=True, start=start)
             if STATIC:
                 tl.store(dg + share * K + j, tl.sum(tl.where(live[:, None], dg_, 0.0), 0), mask=j < K)
             else:
                 tl.store(pointers(dg, place, span, j, H, K), dg_.to(dg.dtype.element_ty), mask=mask)
 
     if DG and DECAY == SCALAR:
-        store_scalar_decay_gradient(dg, dg_scalar, carry_scalar, constant, gates, span, place, share, H, STATIC)
+        store_scalar_decay_gradient(dg, of_queries + of_pairs, of_keys, of_states, constant, gates, span, place, share, H, STATIC)
+
+
+@triton.jit(do_not_specialize=["N", "T"])
+def penstock_chunk_bwd(
+    q, k, v, g, u, levels, d_output, chunk_states, d_chunk_states, dq, dk, dv, dg, du, cu_seqlens, scale, N, T, H,
+    q_b, q_t, q_h, q_k, k_b, k_t, k_h, k_k, v_b, v_t, v_h, v_v, g_b, g_t, g_h, g_k, u_h, u_k, o_b, o_t, o_h, o_v,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr,
+    DECAY: tl.constexpr, STATIC: tl.constexpr, DG: tl.constexpr, PREVIOUS: tl.constexpr,
+    PACKED: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
+    """Program (chunk, head). dq, dk, dv, dg are contiguous; du and a constant decay's dg are [chunk slots, H, K] or [chunk slots, H].
+
+    Without DG dg is not computed.
+    """
+    pid = tl.program_id(0)
+    h = (pid % H).to(tl.int64)
+    slot = pid // H
+    share = slot.to(tl.int64) * H + h
+    n, begin, end, done = span_of(slot, cu_seqlens, N, T, C, PACKED)
+    tokens = tl.minimum(end - begin - done, C).to(tl.int32)
+    if tokens <= 0:
+        store_zero_shares(du, dg, share, K, BK, DECAY, STATIC and DG, PREVIOUS)
+        return
+    row, step, b = first_row(n, begin, end, done, PACKED, REVERSE)
+    place = (b * T + row) * H + h
+    chunk_states += share * (K * V)
+    d_chunk_states += share * (K * V)
+    i = tl.arange(0, C)
+    span = (i, i * step, i < tokens, step, tokens)
+    queries, keys = (q + b * q_b + row * q_t + h * q_h, q_t, q_k), (k + b * k_b + row * k_t + h * k_h, k_t, k_k)
+    values, d_outputs = (v + b * v_b + row * v_t + h * v_h, v_t, v_v), (d_output + b * o_b + row * o_t + h * o_h, o_t, o_v)
+    gates, bonuses = (g + b * g_b + row * g_t + h * g_h, g_t, g_k), (u + h * u_h, u_k)
+
+    if DECAY == CHANNEL:
+        if strongest(gates, span, K, BK) < -MILD * C:
+            gradients_by_levels(
+                queries[0], keys[0], values[0], gates[0], bonuses[0], levels, d_outputs[0], chunk_states, d_chunk_states,
+                dq, dk, dv, dg, du, place, share, step, tokens, scale, H, q_t, q_k, k_t, k_k, v_t, v_v, g_t, g_k, u_k, o_t, o_v,
+                K, V, BK, BV, C, LEVELS, STATIC, DG, PREVIOUS, PRECISION,
+            )  # fmt: skip
+            return
+    gradients_by_anchor(
+        queries, keys, values, gates, d_outputs, bonuses, levels, chunk_states, d_chunk_states,
+        dq, dk, dv, dg, du, place, share, span, scale, H,
+        K, V, BK, BV, C, LEVELS, DECAY, STATIC, DG, PREVIOUS, PRECISION, LIMIT,
+    )  # fmt: skip

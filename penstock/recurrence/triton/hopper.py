@@ -1,12 +1,11 @@
 """When the Hopper kernels replace the plain chunk kernels, and their launch parameters.
 
 ``hopper_forward`` and ``hopper_backward`` take any decay. At K = 256 there are not enough registers for the state and the tiles of all
-levels. ``hopper_anchored`` then replaces the plain kernel's first launch; the later launches compute chunks with strong decays.
+levels: a program takes 128 of the key channels. Outputs of these blocks are summed by ``blocks.py``.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -25,8 +24,8 @@ STAGES, SLOTS = 2, 4
 FORWARD = {64: (4, 136, 128), 128: (8, 152, 168)}
 """By K: warps of ``prepare``, registers of their threads, and registers of every thread at launch. With fewer, ``prepare`` spills; with
 more, the warps that hold the state spill."""
-ANCHORED = {256: (8, 128, 168)}
-"""The same for the anchored kernel."""
+BLOCKS = {256: 2}
+"""By K: blocks of key channels, if more than one."""
 BACKWARD = {64: (8, 128), 128: (8, 255)}
 """By K: warps, and registers of their threads. At K = 64 two programs fit on a multiprocessor."""
 
@@ -41,8 +40,8 @@ class Forward(NamedTuple):
     """A forward kernel and its launch."""
 
     kernel: Any
-    every_decay: bool
-    """Whether the kernel takes every decay, so that no later launches are needed."""
+    blocks: int
+    """Blocks of key channels of a head."""
     tiles: tuple[Tile, ...]
     registers: int
     """Registers of each thread at launch."""
@@ -52,26 +51,45 @@ class Forward(NamedTuple):
 def forward(p: Recurrence | Advance, config: KernelConfig, target: Target, precision: str) -> Forward | None:
     """The forward kernel and its launch if the table selects it and it supports this problem, or None."""
     K, V = p.sizes["K"], p.sizes["V"]
-    found = kernels() if config.BV == BV and V % BV == 0 and _suits(p, config, target, precision) else None
-    tiles = Tile(C, K), Tile(C, K), Tile(C, BV), Tile(C, BV)
-    if found and K in FORWARD:
-        warps, registers, first = FORWARD[K]
-        constants = {"STAGES": STAGES, "SLOTS": SLOTS, "WARPS": warps, "REGISTERS": registers, "TILED": decays_in_tiles(p)}
-        return Forward(found[0], True, (*tiles, Tile(C, K)), first, constants)
-    if found and K in ANCHORED:
-        warps, registers, first = ANCHORED[K]
-        kernel = import_module(".hopper_anchored", __package__).penstock_chunk_fwd_hopper_anchored
-        return Forward(kernel, False, tiles, first, {"BLOCKS": 1, "STAGES": 2, "COLUMNS": 2, "WARPS": warps, "REGISTERS": registers})
-    return None
+    blocks = BLOCKS.get(K, 1)
+    K //= blocks
+    suits = K in FORWARD and config.BV == BV and V % BV == 0 and _suits(p, config, target, precision)
+    found = kernels() if suits and not (p.partial and blocks == 1) else None
+    if not found:
+        return None
+    warps, registers, first = FORWARD[K]
+    constants = {
+        "K": K, "V": V, "BLOCKS": blocks, "STAGES": STAGES, "SLOTS": SLOTS, "WARPS": warps, "REGISTERS": registers,
+        "TILED": decays_in_tiles(p),
+    }  # fmt: skip
+    return Forward(found[0], blocks, (Tile(C, K), Tile(C, K), Tile(C, BV), Tile(C, BV), Tile(C, K)), first, constants)
 
 
-def backward(p: Recurrence, config: KernelConfig, target: Target, precision: str, *d_output: Tensor) -> Any:
+class Backward(NamedTuple):
+    """The backward kernel and its launch."""
+
+    kernel: Any
+    blocks: int
+    """Blocks of key channels of a head."""
+    K: int
+    """Key channels of a block, and value channels of a block."""
+    values: int
+    """Blocks of value channels of a head."""
+
+    @property
+    def apart(self) -> bool:
+        """Whether another launch computes dv."""
+        return self.blocks * self.values > 1
+
+
+def backward(p: Recurrence, config: KernelConfig, target: Target, precision: str, *d_output: Tensor) -> Backward | None:
     """The backward kernel, or None. The plain kernel computes constant decays and calls of one chunk."""
-    sizes = p.sizes
-    square = sizes["K"] == sizes["V"] in BACKWARD
-    suits = square and "T" in p.variant.decay and sizes["T"] > C and _suits(p, config, target, precision, *d_output)
+    blocks = BLOCKS.get(p.sizes["K"], 1)
+    K, V = p.sizes["K"] // blocks, p.sizes["V"]
+    suits = K in BACKWARD and V % K == 0 and "T" in p.variant.decay and p.sizes["T"] > C and _suits(p, config, target, precision, *d_output)
     found = kernels() if suits else None
-    return found and found[1]
+    one = Backward(found[1], blocks, K, V // K) if found else None
+    return None if one is None or (p.partial and not one.apart) else one
 
 
 def _suits(p: Recurrence | Advance, config: KernelConfig, target: Target, precision: str, *d_output: Tensor) -> bool:

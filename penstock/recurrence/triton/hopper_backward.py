@@ -173,16 +173,33 @@ def blocks(tile, layout: gl.constexpr, TRANSPOSED: gl.constexpr):
     return gl.convert_layout(x, layout, assert_trivial=True)
 
 
+@gluon.jit
+def ask_values(tiles, parts, bars, line, column, state, first_column):
+    """Start the loads of tiles of v and dO, and of the state and its gradient."""
+    v_tiles, o_tiles, S_tiles, dS_tiles = tiles
+    v_s, o_s, S, dS = parts
+    tma.async_copy_global_to_shared(v_tiles, [line, column], bars.index(0), v_s)
+    tma.async_copy_global_to_shared(o_tiles, [line, column], bars.index(0), o_s)
+    mbarrier.expect(bars.index(1), 2 * S_tiles.block_type.nbytes)
+    tma.async_copy_global_to_shared(S_tiles, [state, first_column], bars.index(1), S)
+    tma.async_copy_global_to_shared(dS_tiles, [state, first_column], bars.index(1), dS)
+
+
 @gluon.jit(do_not_specialize=["N", "T"])
 def penstock_chunk_bwd_hopper(
-    q_tiles, k_tiles, v_tiles, o_tiles, S_tiles, dS_tiles, g, u, dq, dk, dv, dg, du, cu_seqlens, scale, N, T, g_b, g_h, u_h, u_k,
-    g_t: gl.constexpr, g_k: gl.constexpr, H: gl.constexpr, K: gl.constexpr,
-    DG: gl.constexpr, PREVIOUS: gl.constexpr, PACKED: gl.constexpr,
+    q_tiles, k_tiles, v_tiles, o_tiles, S_tiles, dS_tiles, g, u, dq, dk, dv, dg, du, weights, rest, cu_seqlens, scale, N, T,
+    g_b, g_h, u_h, u_k, g_t: gl.constexpr, g_k: gl.constexpr, H: gl.constexpr, K: gl.constexpr,
+    DG: gl.constexpr, PREVIOUS: gl.constexpr, PACKED: gl.constexpr, BLOCKS: gl.constexpr, NV: gl.constexpr,
 ):  # fmt: skip
-    """Program (chunk slot, head). TMA tiles: [C, K] of tokens [B T, H K], and [K, K] of states [slots H K, K].
+    """Program (chunk slot, head). TMA tiles: [C, K] of tokens [B T, H K], and [K, K] of states [slots H K, NV K].
 
     dq, dk, dv, dg are contiguous; du is [slots, H, K].
+
+    BLOCKS > 1: heads of BLOCKS K key channels; each of the H heads here is a block of K of them. NV: blocks of K value channels. If either
+    is more than 1, dv is left to ``values.py``, and what it needs is stored: A in ``weights`` [slots, H, C, C], float32, and k with the
+    factors of the state in ``rest``, like k.
     """
+    APART: gl.constexpr = BLOCKS * NV > 1
     WARPS: gl.constexpr = gl.num_warps()
     ACROSS: gl.constexpr = WARPS // 4
     layout: gl.constexpr = gl.BlockedLayout([R, 2], [1, 32], [GROUPS, WARPS // GROUPS], [1, 0])
@@ -214,7 +231,10 @@ def penstock_chunk_bwd_hopper(
         b = b * 0
     token = b * T + begin + done
     place = (token * H + h) * K
-    g += b * g_b + (begin + done) * g_t + h * g_h
+    whole_head = h // BLOCKS
+    key = h % BLOCKS * K
+    g += b * g_b + (begin + done) * g_t + whole_head * g_h + key * g_k
+    u += whole_head * u_h + key * u_k
 
     q_s = gl.allocate_shared_memory(gl.bfloat16, [C, K], half)
     k_s = gl.allocate_shared_memory(gl.bfloat16, [C, K], half)
@@ -241,20 +261,19 @@ def penstock_chunk_bwd_hopper(
     meet()
     line = token.to(gl.int32)
     column = (h * K).to(gl.int32)
+    value_column = (whole_head * (NV * K)).to(gl.int32)
+    tiles = (v_tiles, o_tiles, S_tiles, dS_tiles)
+    parts = (v_s, o_s, S, dS)
     mbarrier.expect(bars.index(0), 4 * q_tiles.block_type.nbytes)
-    tma.async_copy_global_to_shared(v_tiles, [line, column], bars.index(0), v_s)
-    tma.async_copy_global_to_shared(o_tiles, [line, column], bars.index(0), o_s)
     tma.async_copy_global_to_shared(q_tiles, [line, column], bars.index(0), q_s)
     tma.async_copy_global_to_shared(k_tiles, [line, column], bars.index(0), k_s)
-    mbarrier.expect(bars.index(1), 2 * S_tiles.block_type.nbytes)
-    tma.async_copy_global_to_shared(S_tiles, [pid * K, 0], bars.index(1), S)
-    tma.async_copy_global_to_shared(dS_tiles, [pid * K, 0], bars.index(1), dS)
+    ask_values(tiles, parts, bars, line, value_column, pid * K, 0)
 
     x = decays(g, g_t, g_k, tokens, K, layout)
     part.store(gl.sum(grouped(x, GROUPS, by_group), 1))
     bonus = gl.full([1, K], 1.0, gl.float32, layout)
     if PREVIOUS:
-        bonus = gl.load(u + h * u_h + gl.arange(0, K, gl.SliceLayout(0, layout)) * u_k).to(gl.float32)[None, :]
+        bonus = gl.load(u + gl.arange(0, K, gl.SliceLayout(0, layout)) * u_k).to(gl.float32)[None, :]
     mbarrier.wait(bars.index(0), 0)
     if tokens < C:
         zeroed_behind(q_s, tokens, layout)
@@ -265,27 +284,58 @@ def penstock_chunk_bwd_hopper(
         meet()
 
     # M, and the terms of the states
-    dA = warpgroup_mma(o_s, v_s.permute((1, 0)), gl.zeros([C, C], gl.float32, square), use_acc=False, is_async=True)
-    dA_t = warpgroup_mma(v_s, o_s.permute((1, 0)), gl.zeros([C, C], gl.float32, square), use_acc=False, is_async=True)
-    dA, dA_t = warpgroup_mma_wait(0, [dA, dA_t])
     i = gl.arange(0, C, gl.SliceLayout(1, square))[:, None]
     j = gl.arange(0, C, gl.SliceLayout(0, square))[None, :]
-    M_s.store((gl.where(i > j, dA, dA_t) * scale).to(gl.bfloat16))
     a = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, block)))[None, :, None]
     b = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(1, block)))[None, None, :]
     zero = gl.zeros([C // ROWS, ROWS, ROWS], gl.float32, block)
+    dA = warpgroup_mma(o_s, v_s.permute((1, 0)), gl.zeros([C, C], gl.float32, square), use_acc=False, is_async=True)
+    dA_t = warpgroup_mma(v_s, o_s.permute((1, 0)), gl.zeros([C, C], gl.float32, square), use_acc=False, is_async=True)
+    dA, dA_t = warpgroup_mma_wait(0, [dA, dA_t])
+    if not APART:
+        M_s.store((gl.where(i > j, dA, dA_t) * scale).to(gl.bfloat16))
     D = mma_v2(blocks(o_s, block_left, False), blocks(v_s, block_right, True), zero)
     D_t = mma_v2(blocks(v_s, block_left, False), blocks(o_s, block_right, True), zero)
-    near = gl.convert_layout((gl.where(a > b, D, D_t) * scale).to(gl.bfloat16), block_left)
-    e_s.store(gl.reshape(gl.sum(gl.where(a == b, D, 0.0), 2), [C]) * scale)
+    if not APART:
+        near = gl.convert_layout((gl.where(a > b, D, D_t) * scale).to(gl.bfloat16), block_left)
+        e_s.store(gl.reshape(gl.sum(gl.where(a == b, D, 0.0), 2), [C]) * scale)
     mbarrier.wait(bars.index(1), 0)
     dq_in = warpgroup_mma(o_s, S.permute((1, 0)), gl.zeros([C, K], gl.float32, mma), use_acc=False, is_async=True)
     dk_in = warpgroup_mma(v_s, dS.permute((1, 0)), gl.zeros([C, K], gl.float32, mma), use_acc=False, is_async=True)
     dq_in, dk_in = warpgroup_mma_wait(0, [dq_in, dk_in])
+    if APART:
+        row = gl.zeros([K], gl.float32, gl.SliceLayout(1, by_row))
+        if DG:
+            row += gl.sum(S.load(by_row).to(gl.float32) * dS.load(by_row).to(gl.float32), 1)
+        for n_v in range(1, NV):
+            fence_async_shared()
+            meet()
+            mbarrier.expect(bars.index(0), 2 * v_tiles.block_type.nbytes)
+            ask_values(tiles, parts, bars, line, value_column + n_v * K, pid * K, n_v * K)
+            mbarrier.wait(bars.index(0), n_v & 1)
+            if tokens < C:
+                zeroed_behind(v_s, tokens, layout)
+                zeroed_behind(o_s, tokens, layout)
+                fence_async_shared()
+                meet()
+            dA = warpgroup_mma(o_s, v_s.permute((1, 0)), dA, is_async=True)
+            dA_t = warpgroup_mma(v_s, o_s.permute((1, 0)), dA_t, is_async=True)
+            D = mma_v2(blocks(o_s, block_left, False), blocks(v_s, block_right, True), D)
+            D_t = mma_v2(blocks(v_s, block_left, False), blocks(o_s, block_right, True), D_t)
+            mbarrier.wait(bars.index(1), n_v & 1)
+            dq_in = warpgroup_mma(o_s, S.permute((1, 0)), dq_in, is_async=True)
+            dk_in = warpgroup_mma(v_s, dS.permute((1, 0)), dk_in, is_async=True)
+            if DG:
+                row += gl.sum(S.load(by_row).to(gl.float32) * dS.load(by_row).to(gl.float32), 1)
+            dA, dA_t, dq_in, dk_in = warpgroup_mma_wait(0, [dA, dA_t, dq_in, dk_in])
+        M_s.store((gl.where(i > j, dA, dA_t) * scale).to(gl.bfloat16))
+        near = gl.convert_layout((gl.where(a > b, D, D_t) * scale).to(gl.bfloat16), block_left)
+        e_s.store(gl.reshape(gl.sum(gl.where(a == b, D, 0.0), 2), [C]) * scale)
+        row_s.store(row)
     meet()
     v_s.store((dq_in * scale).to(gl.bfloat16))
     dk_s.store(dk_in.to(gl.bfloat16))
-    if DG:
+    if DG and not APART:
         row_s.store(gl.sum(S.load(by_row).to(gl.float32) * dS.load(by_row).to(gl.float32), 1))
 
     # X of all levels
@@ -312,12 +362,22 @@ def penstock_chunk_bwd_hopper(
     tables.index(1).store(half_way)
     tables.index(2).store(exp2(before))
     tables.index(3).store(after)
-    rest_s.store((kf * spread(after, R, layout)).to(gl.bfloat16))
+    key_rest = (kf * spread(after, R, layout)).to(gl.bfloat16)
+    if APART:
+        own_row = gl.arange(0, C, gl.SliceLayout(1, layout))
+        own_key = gl.arange(0, K, gl.SliceLayout(0, layout))
+        own_at = (
+            (own_row // R * R).to(gl.int64)[:, None] * (H * K) + own_key[None, :] + (own_row % R).to(gl.int64)[:, None] * (H * K) + place
+        )
+        gl.store(rest + own_at, key_rest, mask=(own_row < tokens)[:, None])
+    else:
+        rest_s.store(key_rest)
     if PREVIOUS:
         uk_s.store((k.to(gl.float32) * bonus).to(gl.bfloat16))
     fence_async_shared()
     meet()
-    dV = warpgroup_mma(rest_s, dS, gl.zeros([C, K], gl.float32, mma), use_acc=False, is_async=True)
+    if not APART:
+        dV = warpgroup_mma(rest_s, dS, gl.zeros([C, K], gl.float32, mma), use_acc=False, is_async=True)
     X_3 = gl.where(in_second_half(3, C, layout), qf, kf)
     X_4 = gl.where(in_second_half(4, C, layout), qf, kf) * spread(quarter, R, layout)
     X_5 = gl.where(in_second_half(5, C, layout), qf, kf) * spread(half_way, R, layout)
@@ -326,7 +386,8 @@ def penstock_chunk_bwd_hopper(
     else:
         D = mma_v2(blocks(q_s, block_left, False), blocks(k_s, block_right, True), zero)
     D = gl.where(a == b, D, 0.0)
-    dV = warpgroup_mma_wait(0, [dV])
+    if not APART:
+        dV = warpgroup_mma_wait(0, [dV])
     meet()
     X_s.index(0).store(X_0)
     X_s.index(1).store(X_1)
@@ -363,20 +424,26 @@ def penstock_chunk_bwd_hopper(
         Y = gl.reshape(Y.to(gl.bfloat16), [C, K])
         meet()
         X.store(Y)
-    D_s.store(gl.reshape((D * scale).to(gl.bfloat16), [C, ROWS]))
+    if APART:
+        D_s = o_s._reinterpret(gl.float32, [C, ROWS], plain2)
+    D_s.store(gl.reshape((D * scale).to(D_s.dtype), [C, ROWS]))
     cut: gl.constexpr = in_blocks(gl.to_linear_layout(square, [C, C]))
     D = gl.expand_dims(D_s.load(gl.SliceLayout(1, cut)), 1).broadcast_to([C, C // ROWS, ROWS])
     D = gl.convert_layout(gl.reshape(D, [C, C]), square, assert_trivial=True)
-    A = gl.where(i // ROWS == j // ROWS, D, (A * scale).to(gl.bfloat16))
-    M_s.store(A)
-    fence_async_shared()
-    meet()
-    dV = warpgroup_mma(M_s.permute((1, 0)), o_s, dV, is_async=True)
-    dV = warpgroup_mma_wait(0, [dV])
-    meet()
-    row = gl.arange(0, C, gl.SliceLayout(1, mma))[:, None]
-    where = row.to(gl.int64) * (H * K) + gl.arange(0, K, gl.SliceLayout(0, mma))[None, :]
-    gl.store(dv + place + where, dV.to(gl.bfloat16), mask=row < tokens)
+    A = gl.where(i // ROWS == j // ROWS, D, (A * scale).to(D_s.dtype))
+    if APART:
+        gl.store(weights + pid.to(gl.int64) * (C * C) + i * C + j, A)
+        meet()
+    else:
+        M_s.store(A)
+        fence_async_shared()
+        meet()
+        dV = warpgroup_mma(M_s.permute((1, 0)), o_s, dV, is_async=True)
+        dV = warpgroup_mma_wait(0, [dV])
+        meet()
+        row = gl.arange(0, C, gl.SliceLayout(1, mma))[:, None]
+        where = row.to(gl.int64) * (H * K) + gl.arange(0, K, gl.SliceLayout(0, mma))[None, :]
+        gl.store(dv + place + where, dV.to(gl.bfloat16), mask=row < tokens)
 
     # dq, dk, dg
     i = gl.arange(0, C, gl.SliceLayout(1, layout))

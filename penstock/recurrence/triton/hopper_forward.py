@@ -178,7 +178,7 @@ def operand(tile, LEFT: gl.constexpr):
     """Load a tile [64,K] as an operand of products within groups: [4,ROWS,K] if LEFT, else its transpose [4,K,ROWS]."""
     K: gl.constexpr = tile.type.shape[1]
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
-    more: gl.constexpr = [[0, 16], [0, 32]] + ([[0, 64]] if K >= 128 else []) + ([[0, 128]] if K == 256 else [])
+    more: gl.constexpr = [[0, 16], [0, 32]] + ([[0, 64]] if K >= 128 else [])
     lanes: gl.constexpr = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
     warps: gl.constexpr = [[16, 0], [32, 0]]
     if LEFT:
@@ -208,7 +208,7 @@ def pairs(x, n: gl.constexpr, layout: gl.constexpr):
 def walk(
     tiles, ring, S_all, x_s, sides, bars, place, memory, steps, bonus, scale, H,
     K: gl.constexpr, V: gl.constexpr, PREVIOUS: gl.constexpr, INITIAL: gl.constexpr, FINAL: gl.constexpr, EVERY: gl.constexpr,
-    STAGES: gl.constexpr, NARROW: gl.constexpr,
+    STAGES: gl.constexpr, NARROW: gl.constexpr, BLOCKS: gl.constexpr,
 ):  # fmt: skip
     """The 4 warps that hold the state and compute the products."""
     _, _, _, v_tiles, o_tiles = tiles
@@ -247,7 +247,7 @@ def walk(
         if EVERY > 0:
             if t % EVERY == 0:
                 wide: gl.constexpr = gl.DistributedLinearLayout(  # the layout of S, but with 16 contiguous bytes of a row
-                    [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32]] + ([[64, 0]] if K >= 128 else []) + ([[128, 0]] if K == 256 else []),
+                    [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32]] + ([[64, 0]] if K >= 128 else []),
                     [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
                     [[16, 0], [32, 0]], [], [K, C],
                 )  # fmt: skip
@@ -309,8 +309,8 @@ def walk(
         released(3, x_s, empty)
         if NARROW:
             S = S.to(first.dtype.element_ty).to(gl.float32)
-        O = O.to(gl.bfloat16)
-        if t + C <= tokens:
+        O = O.to(output.dtype.element_ty)
+        if BLOCKS == 1 and t + C <= tokens:
             v.store(O)
             fence_async_shared()
             meet()
@@ -347,8 +347,11 @@ def penstock_chunk_fwd_hopper(
     K: gl.constexpr, V: gl.constexpr, SEGMENTS: gl.constexpr, PREVIOUS: gl.constexpr, INITIAL: gl.constexpr, FINAL: gl.constexpr,
     EVERY: gl.constexpr, PACKED: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, WARPS: gl.constexpr,
     REGISTERS: gl.constexpr, TILED: gl.constexpr, PIECE: gl.constexpr, ROWS_GIVEN: gl.constexpr, NARROW: gl.constexpr,
+    BLOCKS: gl.constexpr,
 ):  # fmt: skip
     """Program (sequence or segment, head, block of V). ``prepare`` has WARPS warps, with REGISTERS registers per thread.
+
+    BLOCKS > 1: heads of BLOCKS K key channels. Each of the H heads here is a block of K of them, with an output of its own, float32.
 
     PIECE > 0: updates in place, see ``in_place.py`` and the plain kernel. NARROW: the pool has 16 bits, to which states are rounded.
     """
@@ -374,7 +377,9 @@ def penstock_chunk_fwd_hopper(
         if tokens == 0 or owner < 0:
             return
     chunks = (gl.maximum(tokens, 0) + (C - 1)) // C
-    first = initial_state + owner * s_n + head * s_h + vb * C * s_v
+    whole = head // BLOCKS
+    block = head % BLOCKS * K
+    first = initial_state + owner * s_n + whole * s_h + block * s_k + vb * C * s_v
     if PIECE > 0:
         last = first
         f_k = s_k
@@ -383,8 +388,8 @@ def penstock_chunk_fwd_hopper(
     if EVERY > 0:
         kept += (slot_of(n, begin, behind, T, EVERY, PACKED).to(gl.int64) * H + head) * (K * V) + vb * C
     output += ((b * T + row) * H + head) * V + vb * C
-    g += b * g_b + row * g_t + head * g_h
-    u += head * u_h
+    g += b * g_b + row * g_t + whole * g_h + block * g_k
+    u += whole * u_h + block * u_k
     row = (b * T + row).to(gl.int32)
 
     q_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, K], q_tiles.layout)
@@ -417,7 +422,7 @@ def penstock_chunk_fwd_hopper(
     sides = (part_s, total_s, g_s)
     bars = (loaded, full, empty, ready, arrived)
     key_column = h * K
-    value_column = h * V + vb * C
+    value_column = h // BLOCKS * V + vb * C
     tiles = (q_tiles, k_tiles, g_tiles, v_tiles, o_tiles)
     place = (row, key_column, value_column, chunks, tokens)
     memory = (first, last, kept, output)
@@ -426,7 +431,7 @@ def penstock_chunk_fwd_hopper(
     gl.warp_specialize(
         [
             (walk, (tiles, ring, S_s, x_s, sides, bars, place, memory, steps, bonus, scale, H,
-                    K, V, PREVIOUS, INITIAL, FINAL, EVERY, STAGES, NARROW)),
+                    K, V, PREVIOUS, INITIAL, FINAL, EVERY, STAGES, NARROW, BLOCKS)),
             (prepare, (g, tiles, ring, x_s, sides, bars, place, scale, g_t, g_k, K, TILED, PREVIOUS, STAGES)),
         ],
         [WARPS],

@@ -21,15 +21,14 @@ from ...gpu.plan import Plan, strides
 from ...gpu.target import Target, power
 from ..advance import CHUNK
 from ..declaration import Advance
+from ..levels import lengths
 from . import chunk_forward, hopper, recurrent
-from .plan import CHANNEL, Call, bonus
+from .plan import Call, bonus, hopper_forward
 from .table import LEAST
 
 REGISTERS = 168
 """Of a thread with 64 float32 of a state, at most. Without a limit the compiler takes up to 222, and fewer programs share a multiprocessor.
 One NVIDIA H200, gla, 128 sequences with slots: 38.2 us with 168, 40.4 without a limit, 39.4 with 144, 46.5 with 128."""
-CHUNKED = 256
-"""Key channels of the chunk kernels, at most. Larger states are updated token by token only."""
 
 
 def pieces(p: Advance) -> bool:
@@ -57,13 +56,10 @@ def _plain(x: Tensor) -> bool:
 def advance_plan(p: Advance, target: Target) -> Plan:
     """``output``; the states of the pool are read and written in place."""
     plan, c = Plan(), Call.of(p, target)
-    output = plan.empty("output", lambda s: s["B"], lambda s: s["T"], c.H, c.V, dtype=p.v.dtype)
+    output = plan.empty("output", lambda s: s["B"], lambda s: s["T"], c.H, c.V, dtype=p.summand(p.v))
     if pieces(p):
-        if c.K <= CHUNKED:
-            _chunks(plan, c, p, output)
-        else:
-            _tokens(plan, c, p, output, recurrent.PIECES.value)
-    _tokens(plan, c, p, output, recurrent.REST.value)
+        _chunks(plan, c, p, output)
+    _tokens(plan, c, p, output)
     return plan
 
 
@@ -74,31 +70,25 @@ def _chunks(plan: Plan, c: Call, p: Advance, output: str) -> None:
     with_pieces = lambda s: min(s["N"], s["T"] // CHUNK) if c.packed else s["N"] * (s["T"] >= CHUNK)  # noqa: E731
     grid = c.programs(with_pieces, math.ceil(c.V / b.BV))
     numbers = (p.scale, lambda s: s["N"], lambda s: s["T"], 0, c.H)
-    flags: dict[str, Any] = {
-        "K": c.K, "V": c.V, "PREVIOUS": c.previous, "PACKED": c.packed, "SEGMENTS": False, "INITIAL": True, "FINAL": True, "EVERY": 0,
-        "PIECE": CHUNK,
-    }  # fmt: skip
+    flags: dict[str, Any] = {"SEGMENTS": False, "INITIAL": True, "FINAL": True, "EVERY": 0, "PIECE": CHUNK}
     kernel = hopper.forward(p, b, c.target, c.precision)
-    if kernel and kernel.every_decay:
-        decays = "g" if kernel.constants["TILED"] else "q"
-        plan.launch(
-            kernel.kernel, grid, ("q", "k", "v", output, decays, "g", "u", "state", output, "state", "q", "cu_seqlens", given),
-            (*numbers, *c.gate, *bonus(p), *state), 4, kernel.tiles, kernel.registers, fused=False,
-            ROWS_GIVEN=p.slots is not None, NARROW=p.state.element_size() < 4, **flags, **kernel.constants,
-        )  # fmt: skip
+    if kernel:
+        flags |= {"ROWS_GIVEN": p.slots is not None, "NARROW": p.state.element_size() < 4}
+        hopper_forward(plan, c, p, kernel, with_pieces, 0, output, "state", "q", "state", state, given, False, **flags)
         return
-    C = plan.ones = min(b.C, CHUNK)
+    C = min(b.C, CHUNK)
     plan.launch(
         chunk_forward.penstock_chunk_fwd, grid,
-        ("q", "k", "v", "g", "u", "ones", "state", output, "state", "q", "q", "cu_seqlens", given),
-        (*numbers, *strides(p.q, p.k, p.v), *c.gate, *bonus(p), *state), b.warps, fused=False, **c.flags | flags, BK=power(c.K, LEAST),
-        BV=b.BV, C=C, REVERSE=False, STAGES=1 if c.decay == CHANNEL else b.stages, HALVES=False, EXACT=True, SLOTS=p.slots is not None,
+        ("q", "k", "v", "g", "u", c.levels(plan, C), "state", output, "state", "q", "q", "cu_seqlens", given),
+        (*numbers, *strides(p.q, p.k, p.v), *c.gate, *bonus(p), *state), b.warps, fused=False, **c.flags, **flags,
+        PREVIOUS=c.previous, BK=power(c.K, LEAST), BV=b.BV, C=C, LEVELS=len(lengths(C)), REVERSE=False, STAGES=b.stages,
+        RESUMED=False, SLOTS=p.slots is not None,
     )  # fmt: skip
 
 
-def _tokens(plan: Plan, c: Call, p: Advance, output: str, part: int) -> None:
-    """A launch of the token-serial kernel. Decays stay pending only within pieces."""
-    b, state, slots, rest = c.step_config(), p.state.stride(), p.slots is not None, part == recurrent.REST.value
+def _tokens(plan: Plan, c: Call, p: Advance, output: str) -> None:
+    """The launch of the token-serial kernel. No decays stay pending."""
+    b, state, slots = c.step_config(), p.state.stride(), p.slots is not None
     grid, one = c.programs(lambda s: s["N"], math.ceil(c.V / b.BV)), c.T == 1 and not c.packed
     full = c.K * b.BV // (32 * b.warps) == 64 and power(c.K) == c.K  # gla at K = 100 spills 432 bytes with the limit, none without
     registers = REGISTERS if c.cuda and full else 0
@@ -107,5 +97,5 @@ def _tokens(plan: Plan, c: Call, p: Advance, output: str, part: int) -> None:
         ("q", "k", "v", "g", "u", "state", output, "state", "cu_seqlens", "slots" if slots else "q"),
         (p.scale, lambda s: s["T"], c.H, *strides(p.q, p.k, p.v), *c.gate, *bonus(p), *state, *state), b.warps, registers=registers,
         fused=False, K=c.K, V=c.V, BK=power(c.K), BV=b.BV, DECAY=c.decay, PREVIOUS=c.previous, INITIAL=True, PACKED=c.packed,
-        REVERSE=False, SLOTS=slots, PENDING=c.decay > 0 and not rest, PART=part, PIECE=CHUNK, ONE=one, CUDA=c.cuda,
+        REVERSE=False, SLOTS=slots, PENDING=False, PIECE=CHUNK, ONE=one, CUDA=c.cuda,
     )  # fmt: skip

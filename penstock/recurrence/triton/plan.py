@@ -16,7 +16,8 @@ from torch import Tensor
 from ...gpu.plan import Plan, Size, Sizes, chunks, contiguous, strides
 from ...gpu.target import Target, power, precision
 from ..declaration import Recurrence, Tokens
-from . import chunk_backward, chunk_forward, hopper, recurrent, segments, tiles
+from ..levels import lengths, levels
+from . import blocks, chunk_backward, chunk_forward, hopper, recurrent, segments, tiles, values
 from .table import DECAYS, LEAST, READS, KernelConfig, Key, config
 
 LIMITS = {"bf16": 200.0, "tf32": 200.0, "tf32x3": 32.0, "ieee": 32.0}
@@ -85,15 +86,9 @@ class Call(NamedTuple):
         kernel = hopper.backward(p, b, self.target, self.precision, *d_output)
         return hopper.C if kernel else b.C, kernel
 
-    def launches(self, C: int) -> tuple[tuple[int, bool, bool], ...]:
-        """Tokens of a chunk, HALVES and EXACT of the launches of a chunk kernel. Each computes chunks that the one before cannot.
-
-        Chunks of less than 64 tokens have no launch of halves: where 32 tokens decay too much, 16 usually do too, and an idle launch
-        costs 3 us.
-        """
-        if self.decay != CHANNEL:
-            return ((C, False, False),)
-        return ((C, False, False), (C // 2, True, False), (C // 2, True, True)) if C >= 64 else ((C, False, False), (C, False, True))
+    def levels(self, plan: Plan, C: int) -> str:
+        """The matrices of sums of decays per channel, for chunks of C tokens."""
+        return plan.constant("levels", levels, C, self.previous) if self.decay == CHANNEL else "q"
 
     def key(self, kernel: str) -> Key:
         """The key of a kernel's block sizes in the tables."""
@@ -212,10 +207,10 @@ def chunk_forward_plan(p: Recurrence, target: Target, keep: bool = False) -> Pla
     b = c.config("forward")
     BK, grid = power(c.K, LEAST), math.ceil(c.V / b.BV)
     shape = (lambda s: s["B"], _T, c.H, c.V)
-    output = plan.empty("output", *shape, dtype=p.v.dtype)
+    output = plan.empty("output", *shape, dtype=p.summand(p.v))
     final = plan.empty("final_state", _N, c.H, c.K, c.V)
     kernel = hopper.forward(p, b, target, c.precision)
-    C = plan.ones = hopper.C if kernel else b.C
+    C = hopper.C if kernel else b.C
     apart, _ = c.backward_chunk(p)
     meets = apart % C == 0
     L = c.segment(apart if meets else C, grid, b.programs_per_sm)  # does not depend on ``keep``: nor do results
@@ -230,30 +225,41 @@ def chunk_forward_plan(p: Recurrence, target: Target, keep: bool = False) -> Pla
         state, walked = (segment_states, contiguous((0, c.H, c.K, c.V))), c.chunks(L)
     first, steps = state if state is not None else (final, (0, 0, 0, 0))
     programs = c.programs(walked, grid)
-    done = kernel is not None and kernel.every_decay
-    resume = plan.empty("resume", programs, dtype=torch.int32) if c.decay == CHANNEL and not done else "q"
     flags: dict[str, Any] = {
-        "SEGMENTS": L is not None, "PREVIOUS": c.previous, "INITIAL": state is not None, "FINAL": L is None, "EVERY": every,
+        "SEGMENTS": L is not None, "INITIAL": state is not None, "FINAL": L is None, "EVERY": every,
     }  # fmt: skip
     numbers = (p.scale, _N, _T, L or 0, c.H)
     if kernel:
-        in_tiles: tuple[str, ...] = ("g" if kernel.constants["TILED"] else "q",) if done else ()
-        plan.launch(
-            kernel.kernel, c.programs(walked, grid),
-            ("q", "k", "v", output, *in_tiles, "g", "u", first, output, final, chunk_states,
-             *(("cu_seqlens", "q") if done else (resume, "cu_seqlens"))),
-            (*numbers, *c.gate, *bonus(p), *steps), 4, kernel.tiles, kernel.registers,
-            K=c.K, V=c.V, PACKED=c.packed, PIECE=0, ROWS_GIVEN=False, NARROW=False, **flags, **kernel.constants,
-        )  # fmt: skip
-    for tokens, halves, exact in () if done else c.launches(C)[kernel is not None :]:
-        plan.launch(
-            chunk_forward.penstock_chunk_fwd, programs,
-            ("q", "k", "v", "g", "u", "ones", first, output, final, chunk_states, resume, "cu_seqlens", "q"),
-            (*numbers, *strides(p.q, p.k, p.v), *c.gate, *bonus(p), *steps), b.warps, **c.flags, BK=BK, BV=b.BV,
-            C=tokens, REVERSE=p.reverse, **flags, STAGES=1 if exact else b.stages, HALVES=halves, EXACT=exact,
-            PIECE=0, SLOTS=False,
-        )  # fmt: skip
+        flags |= {"PIECE": 0, "ROWS_GIVEN": False, "NARROW": False}
+        hopper_forward(plan, c, p, kernel, walked, L or 0, output, final, chunk_states, first, steps, **flags)
+        return plan
+    plan.launch(
+        chunk_forward.penstock_chunk_fwd, programs,
+        ("q", "k", "v", "g", "u", c.levels(plan, C), first, output, final, chunk_states, "q", "cu_seqlens", "q"),
+        (*numbers, *strides(p.q, p.k, p.v), *c.gate, *bonus(p), *steps), b.warps, **c.flags, BK=BK, BV=b.BV,
+        C=C, LEVELS=len(lengths(C)), PREVIOUS=c.previous, REVERSE=p.reverse, **flags, STAGES=b.stages, RESUMED=False,
+        PIECE=0, SLOTS=False,
+    )  # fmt: skip
     return plan
+
+
+def hopper_forward(
+    plan: Plan, c: Call, p: Tokens, kernel: hopper.Forward, walked: Size, L: Size, output: str, final: str, chunk_states: str,
+    first: str, steps: tuple[int, ...], slots: str = "q", fused: bool = True, **flags: Any,
+) -> None:  # fmt: skip
+    """Add the launch of the Hopper kernel for ``walked`` sequences or segments and, of heads in blocks, the sum of their outputs."""
+    stored = in_tiles = output
+    if kernel.blocks > 1:
+        stored, in_tiles = plan.empty("outputs", lambda s: s["B"], _T, c.H * kernel.blocks, c.V), "v"
+    decays = "g" if kernel.constants["TILED"] else "q"
+    plan.launch(
+        kernel.kernel, c.programs(walked, kernel.blocks * (c.V // hopper.BV)),
+        ("q", "k", "v", in_tiles, decays, "g", "u", first, stored, final, chunk_states, "cu_seqlens", slots),
+        (p.scale, _N, _T, L, c.H * kernel.blocks, *c.gate, *bonus(p), *steps), 4, kernel.tiles, kernel.registers, fused,
+        PREVIOUS=c.previous, PACKED=c.packed, **flags, **kernel.constants,
+    )  # fmt: skip
+    if kernel.blocks > 1:
+        blocks.add(plan, stored, output, c.H, c.V, kernel.blocks)
 
 
 def chunk_backward_plan(
@@ -266,7 +272,7 @@ def chunk_backward_plan(
     plan, c = Plan(), Call.of(p, target)
     b, walk = c.config("backward"), c.config("states")
     C, kernel = c.backward_chunk(p, d_output)
-    plan.ones, stored = C, c.stored(C)
+    stored = c.stored(C)
     state, tokens = (_N, c.H, c.K, c.V), (lambda s: s["B"], _T, c.H)
     d_initial = None if p.initial_state is None else plan.empty("d_initial_state", *state, dtype=p.initial_state.dtype)
     L = c.segment(C, math.ceil(c.K / walk.BK) * math.ceil(c.V / walk.BV), walk.programs_per_sm)
@@ -278,37 +284,41 @@ def chunk_backward_plan(
     d_start = None if d_final_state is None else ("d_final_state", d_final_state.stride())
     steps = strides(p.q, d_output)
     dS = _states(plan, c, ("q", "d_output"), steps, L, C, p.scale, p.reverse, d_start, d_initial, True, stored)
-    slots, launches = c.chunks(C), () if kernel else c.launches(C)
-    parts = 1 + any(halves for _, halves, _ in launches)
-    shares = lambda s: slots(s) * parts  # noqa: E731
+    slots = c.chunks(C)
     dq, dk = (plan.empty("d" + name, *tokens, c.K, dtype=p.q.dtype) for name in ("q", "k"))
-    dv = plan.empty("dv", *tokens, c.V, dtype=p.v.dtype)
+    dv = plan.empty("dv", *tokens, c.V, dtype=p.summand(p.v))
     d_gate = du = "q"
     if p.g is not None and dg:
         axes: dict[str, Size] = {"B": tokens[0], "T": _T, "H": c.H, "K": c.K}
         shape = [axes[axis] for axis in p.variant.decay]
-        d_gate = plan.empty("dg", shares, *shape) if c.static else plan.empty("dg", *shape, dtype=p.g.dtype)
+        d_gate = plan.empty("dg", slots, *shape) if c.static else plan.empty("dg", *shape, dtype=p.summand(p.g))
     if p.u is not None:
-        du = plan.empty("du", shares, c.H, c.K)
-    todo = "q"
+        du = plan.empty("du", slots, c.H, c.K)
     if kernel:
-        (g_b, g_t, g_h, g_k), (warps, registers) = c.gate, hopper.BACKWARD[c.K]
+        (g_b, g_t, g_h, g_k), (warps, registers) = c.gate, hopper.BACKWARD[kernel.K]
+        weights = rest = "q"
+        if kernel.apart:
+            weights, rest = plan.empty("weights", slots, c.H, kernel.blocks, C, C), plan.empty("rest", *tokens, c.K, dtype=p.k.dtype)
         plan.launch(
-            kernel, c.programs(slots, 1),
-            ("q", "k", "v", "d_output", S, dS, "g", "u", dq, dk, dv, d_gate, du, "cu_seqlens"),
-            (p.scale, _N, _T, g_b, g_h, *bonus(p)), warps, hopper.backward_tiles(c.K), registers,
-            g_t=g_t, g_k=g_k, H=c.H, K=c.K, DG=dg, PREVIOUS=c.previous, PACKED=c.packed,
+            kernel.kernel, c.programs(slots, kernel.blocks),
+            ("q", "k", "v", "d_output", S, dS, "g", "u", dq, dk, dv, d_gate, du, weights, rest, "cu_seqlens"),
+            (p.scale, _N, _T, g_b, g_h, *bonus(p)), warps, hopper.backward_tiles(kernel.K), registers,
+            g_t=g_t, g_k=g_k, H=c.H * kernel.blocks, K=kernel.K, DG=dg, PREVIOUS=c.previous, PACKED=c.packed, BLOCKS=kernel.blocks,
+            NV=kernel.values,
         )  # fmt: skip
-    for size, halves, exact in launches:
-        programs = c.programs(slots, 1 + halves)
-        noted = plan.empty("todo_halves" if halves else "todo", programs, dtype=torch.int32) if c.decay == CHANNEL and not exact else "q"
-        plan.launch(
-            chunk_backward.penstock_chunk_bwd, programs,
-            ("q", "k", "v", "g", "u", "ones", "d_output", S, dS, dq, dk, dv, d_gate, du, todo, noted, "cu_seqlens"),
-            (p.scale, _N, _T, c.H, *strides(p.q, p.k, p.v), *c.gate, *bonus(p), *d_output.stride()), b.warps, **c.flags,
-            BK=b.BK, BV=b.BV, C=size, DG=p.g is not None and dg, PREVIOUS=c.previous, REVERSE=p.reverse, HALVES=halves, EXACT=exact,
-        )  # fmt: skip
-        todo = noted
+        if kernel.apart:
+            BV = 128 if c.V % 128 == 0 else 64
+            plan.launch(
+                values.penstock_chunk_dv, c.programs(slots, c.V // BV), (weights, rest, "d_output", dS, dv, "cu_seqlens"),
+                (_N, _T, c.H, *d_output.stride()), 4, K=c.K, V=c.V, BK=64, BV=BV, C=C, BLOCKS=kernel.blocks, PACKED=c.packed,
+            )  # fmt: skip
+        return plan
+    plan.launch(
+        chunk_backward.penstock_chunk_bwd, c.programs(slots, 1),
+        ("q", "k", "v", "g", "u", c.levels(plan, C), "d_output", S, dS, dq, dk, dv, d_gate, du, "cu_seqlens"),
+        (p.scale, _N, _T, c.H, *strides(p.q, p.k, p.v), *c.gate, *bonus(p), *d_output.stride()), b.warps, **c.flags,
+        BK=b.BK, BV=b.BV, C=C, LEVELS=len(lengths(C)), DG=p.g is not None and dg, PREVIOUS=c.previous, REVERSE=p.reverse,
+    )  # fmt: skip
     return plan
 
 
@@ -316,7 +326,7 @@ def recurrent_forward_plan(p: Recurrence, target: Target) -> Plan:
     """``output`` and ``final_state`` token by token."""
     plan, c = Plan(), Call.of(p, target)
     b, own = c.config("recurrent"), contiguous((0, c.H, c.K, c.V))
-    output = plan.empty("output", lambda s: s["B"], _T, c.H, c.V, dtype=p.v.dtype)
+    output = plan.empty("output", lambda s: s["B"], _T, c.H, c.V, dtype=p.summand(p.v))
     final = plan.empty("final_state", _N, c.H, c.K, c.V)
     first = p.initial_state.stride() if p.initial_state is not None else own
     plan.launch(
@@ -324,7 +334,7 @@ def recurrent_forward_plan(p: Recurrence, target: Target) -> Plan:
         ("q", "k", "v", "g", "u", _given("initial_state", p.initial_state, final), output, final, "cu_seqlens", "q"),
         (p.scale, _T, c.H, *strides(p.q, p.k, p.v), *c.gate, *bonus(p), *first, *own),
         b.warps, K=c.K, V=c.V, BK=power(c.K), BV=b.BV, DECAY=c.decay, PREVIOUS=c.previous, INITIAL=p.initial_state is not None,
-        PACKED=c.packed, REVERSE=p.reverse, SLOTS=False, PENDING=c.pending, PART=recurrent.ALL.value, PIECE=0, ONE=False, CUDA=c.cuda,
+        PACKED=c.packed, REVERSE=p.reverse, SLOTS=False, PENDING=c.pending, PIECE=0, ONE=False, CUDA=c.cuda,
     )  # fmt: skip
     return plan
 
@@ -342,7 +352,7 @@ def recurrent_backward_plan(p: Recurrence, d_output: Tensor, d_final_state: Tens
 
     kept = plan.empty("kept", scratch)
     dq, dk = plan.empty("dq", NV, *tokens, c.K), plan.empty("dk", NV, *tokens, c.K)
-    dv = plan.empty("dv", *tokens, c.V, dtype=p.v.dtype)
+    dv = plan.empty("dv", *tokens, c.V, dtype=p.summand(p.v))
     dg = du = "q"
     if p.g is not None:
         axes: dict[str, Size] = {"B": tokens[0], "T": _T, "H": c.H, "K": c.K}

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ...gpu.tiles import LOG2E, product, slot_of, tile, tokens_of
-from .tiles import CHANNEL, FLOOR, NONE, SCALAR, constant_decay, decays, read_factors, rest_factors, scalar_sums, sums
+from .tiles import CHANNEL, FLOOR, NONE, SCALAR, constant_decay, decays, scalar_sums, sums
 
 
 @triton.jit(do_not_specialize=["N", "T", "L"])
@@ -158,41 +158,6 @@ def penstock_segment_scan(
 
 
 @triton.jit
-def chunk_state(
-    chunk_states, other, ADJOINT: tl.constexpr, j, y,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-    PREVIOUS: tl.constexpr, PRECISION: tl.constexpr, HALVES: tl.constexpr,
-):  # fmt: skip
-    """A block [BK,BV] of a chunk's state [K,V], loaded from ``chunk_states``.
-
-    HALVES: the state before a half, or (ADJOINT) its gradient behind a half. If the other half lies between, the state is advanced over it.
-    """
-    inside = (j < K)[:, None] & (y < V)[None, :]
-    S = tl.load(chunk_states + j[:, None] * V + y[None, :], mask=inside, other=0.0)
-    if HALVES:
-        S = through(S.to(tl.float32), other, ADJOINT, j, y, K, V, BK, BV, C, PREVIOUS, PRECISION).to(chunk_states.dtype.element_ty)
-    return S
-
-
-@triton.jit
-def through(
-    S, other, ADJOINT: tl.constexpr, j, y,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PREVIOUS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Advance the state S from before the chunk to before its second half; ADJOINT: dS from behind the chunk to behind the first half.
-
-    Works for any decay. ``other``: the program's half (0 or 1), then the other half's number of tokens, token indices, step, scale,
-    pointers and strides: of k, v and g forward in time; of q (multiplied by the scale), dO and g backward.
-    """
-    half, left, i, step, scale, a, b, g, a_t, a_k, b_t, b_v, g_t, g_k = other
-    between = half == 0 if ADJOINT else half == 1
-    if between:
-        total = tl.exp2(tl.sum(decays(g, i * step, i < left, g_t, j, g_k, K, BK), 0))
-        if ADJOINT:
-            factor = read_factors(g, step, left, i, j, g_t, g_k, K, BK, PREVIOUS)
-        else:
-            factor = rest_factors(g, step, left, i, j, g_t, g_k, K, BK, C)
-        A = tile(a, i * step, i < left, a_t, j, a_k, K, BK).to(tl.float32) * (factor * scale)
-        B = tile(b, i * step, i < left, b_t, y, b_v, V, BV)
-        S = S * total[:, None] + product(tl.trans(A), B, PRECISION)
-    return S
+def chunk_state(chunk_states, j, y, K: tl.constexpr, V: tl.constexpr):
+    """A block [BK,BV] of a chunk's state [K,V], loaded from ``chunk_states``."""
+    return tl.load(chunk_states + j[:, None] * V + y[None, :], mask=(j < K)[:, None] & (y < V)[None, :], other=0.0)

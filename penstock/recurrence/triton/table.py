@@ -76,8 +76,8 @@ def config(key: Key, target: Target) -> KernelConfig:
 HOPPER = tuple(
     Key(kernel, "channel", read, "bf16", K, V)
     for read in READS
-    for kernel, heads in (("forward", product((64, 128, 256), (64, 128, 256, 512))), ("backward", ((64, 64), (128, 128))))
-    for K, V in heads
+    for kernel in ("forward", "backward")
+    for K, V in product((64, 128, 256), (64, 128, 256, 512))
 )
 """Where the kernels for Hopper are faster."""
 

@@ -9,26 +9,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...gpu.tiles import LOG2E, tile
+from ...gpu.tiles import LOG2E, product, tile
 
 FLOOR = tl.constexpr(-16384.0)  # log2 units: 2 ** FLOOR is 0 in float32, and sums of clamped decays are finite
 SUITS = tl.constexpr(200.0)  # log2 units: the strongest decay of a chunk with one anchor; factors are then at most 2^100
 COARSE = tl.constexpr(49152.0)  # 1.5 * 2^15: adding and subtracting it rounds to multiples of 2^-8
-NEAR, FAR = tl.constexpr(0.0), tl.constexpr(100.0)  # log2 units: the offset of a subchunk's sums
-
-# With FAR neither factor of a subchunk that decays by 2^200 overflows. With NEAR sums are more accurate.
 
 NONE, SCALAR, CHANNEL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # DECAY: absent, one per head, one per channel
 
 
 @triton.jit
-def triangle(ones, i, W: tl.constexpr, OWN: tl.constexpr, PRECISION: tl.constexpr):
-    """[C, C] for ``sums``: ones left of the diagonal and, if OWN, on it. Loaded from ``ones`` [W + 1, W], whose row n has n ones.
+def ones(levels, n, i, C: tl.constexpr, PRECISION: tl.constexpr):
+    """Matrix n [C,C] of ``levels`` for ``sums``, see ``recurrence.levels``. 0 where ``sums`` of a triangle needs none.
 
     Loaded operands of products stay in shared memory, which takes no registers and few instructions.
     """
     if PRECISION == "bf16" or PRECISION == "tf32":
-        t = tl.load(ones + (i + OWN)[:, None] * W + i[None, :])
+        t = tl.load(levels + n * (C * C) + i[:, None] * C + i[None, :])
     else:
         t = 0.0
     return t
@@ -86,11 +83,11 @@ def decays(base, i, live, stride_i, j, stride_j, J: tl.constexpr, BJ: tl.constex
 
 @triton.jit
 def factors(d, lower, strict, PREVIOUS: tl.constexpr, PRECISION: tl.constexpr):
-    """The factors of q, k and states in a chunk with decays d (natural logarithms), and the chunk's total decay in log2 units.
+    """The factors of q, k and states in a chunk with decays d (natural logarithms) of at most 2^SUITS in all.
 
     ``lower`` and ``strict`` are triangles with and without the diagonal; ``strict`` is used only if PREVIOUS.
     G are the sums up to a token, Gq the sums that its query uses, G_L is the last sum and M about half of it. The factors are
-    2^(Gq - M) and 2^(M - G) [C,BK], 2^M and 2^(G_L - M) [BK]. If the chunk decays by at most 2^SUITS, none overflows float32.
+    2^(Gq - M) and 2^(M - G) [C,BK], 2^M and 2^(G_L - M) [BK]. None overflows float32.
 
     If products round their operands, M is chosen so that 2^(G_L - M) is a power of two: multiplying by it does not round in bfloat16.
     Otherwise decays are split into multiples of 2^-8, whose sums are exact, and small rests. A single float32 sum as large as SUITS
@@ -121,6 +118,65 @@ def factors(d, lower, strict, PREVIOUS: tl.constexpr, PRECISION: tl.constexpr):
         grow = tl.exp2(G) * tl.exp2(rest)
         behind = tl.exp2(total - M) * tl.exp2(tl.sum(fine, 0))
     return grow, shrink, tl.exp2(M), behind, total
+
+
+@triton.jit
+def selected(x, levels, n, i, C: tl.constexpr, PRECISION: tl.constexpr, TRANSPOSED: tl.constexpr = False):
+    """Sums of the rows of x [C,BK] that matrix n [C,C] of ``levels`` selects, see ``recurrence.levels``: on tensor cores, no differences.
+
+    TRANSPOSED: row t is the sum of the rows whose sums have row t otherwise.
+    """
+    chosen = tl.load(levels + n * (C * C) + i[:, None] * C + i[None, :])
+    if TRANSPOSED:
+        chosen = tl.trans(chosen)
+    if PRECISION == "bf16" or PRECISION == "tf32":
+        s = sums(x, chosen, PRECISION)
+    else:
+        s = tl.dot(chosen.to(tl.float32), x, input_precision=PRECISION)
+    return s
+
+
+@triton.jit
+def apart(i, L):
+    """Whether tokens i (columns) are in the first half and tokens i (rows) in the second half of the same block of 2 L tokens: [C,C]."""
+    middle = i & -L
+    return ((i & L) != 0)[:, None] & (i[None, :] < middle[:, None]) & (i[None, :] >= middle[:, None] - L)
+
+
+@triton.jit
+def halves(queries, keys, r, live, second, j, K: tl.constexpr, BK: tl.constexpr):
+    """q where ``second``, else k: [C,BK]. Loaded for each level, which takes no registers between levels."""
+    q, q_t, q_k = queries
+    k, k_t, k_k = keys
+    later = tile(q, r, live & second, q_t, j, q_k, K, BK)
+    earlier = tile(k, r, live & ~second, k_t, j, k_k, K, BK)
+    return tl.where(second[:, None], later, earlier)
+
+
+@triton.jit
+def weights_by_levels(
+    queries, keys, d, levels, i, r, live, j,
+    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A [C,C] strictly below the diagonal for any decays d, in log2 units.
+
+    Every pair of tokens belongs to the level whose block's halves they lie in, see ``recurrence.levels``. With X = f o (q in second
+    halves, k in first halves), where f are the decays between a token and the middle of its block, X X^T are the weights of its pairs.
+    Factors are at most 1, so X of float16 inputs fits float16, which has as many bits as TF32 and faster products.
+    """
+    A = tl.zeros((C, C), tl.float32)
+    for level in tl.range(LEVELS, num_stages=1):
+        L = C // 2 >> level
+        f = tl.exp2(selected(d, levels, level, i, C, PRECISION))
+        x = halves(queries, keys, r, live, (i & L) != 0, j, K, BK)
+        if PRECISION == "tf32" and x.dtype == tl.float16:
+            X = (f * x.to(tl.float32)).to(tl.float16)
+            made = tl.dot(X, tl.trans(X))
+        else:
+            X = (f * x.to(tl.float32)).to(tl.bfloat16 if PRECISION == "bf16" else tl.float32)
+            made = product(X, tl.trans(X), PRECISION)
+        A = tl.where(apart(i, L), made, A)
+    return A
 
 
 @triton.jit
@@ -157,45 +213,3 @@ def scalar_sums(g, constant, step, left, i, g_t, C: tl.constexpr, STATIC: tl.con
         else:
             between = tl.cumsum(tl.where(i[:, None] > i[None, :], d[:, None], 0.0), 0)
     return tl.where(i[:, None] >= i[None, :], between, float("-inf")), read, rest, total
-
-
-@triton.jit
-def subchunk(
-    g, step, left, m, i, j, g_t, g_k,
-    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, PREVIOUS: tl.constexpr, LIMIT: tl.constexpr,
-):  # fmt: skip
-    """The tokens [m, n) of a chunk that share an anchor before m, and the factors of q and k for the pairs (i, j), m <= i < n, j < i.
-
-    A pair i > j needs ``2 ** -P_j``, where P_j is the sum of decays from m to j. The tokens before the last may decay by at most
-    LIMIT; the last by any amount. 2 ** ANCHOR is moved from the key's factor to the query's. Apart from it, the query's factor is at
-    most 1; the key's is at most 1 for tokens before m and at most 2 ** LIMIT from m on. Sums begin at the anchor, so they are small
-    where the factors are large, for any decays elsewhere in the chunk.
-    """
-    ANCHOR: tl.constexpr = FAR if LIMIT > 100.0 else NEAR
-    P = tl.cumsum(decays(g, i * step, (i >= m) & (i < left), g_t, j, g_k, K, BK), 0)
-    fits = tl.sum((tl.min(P, 1) >= -LIMIT).to(tl.int32), 0)  # tokens before m have P = 0
-    n = tl.minimum(tl.maximum(fits, m) + 1, C)
-    if PREVIOUS:
-        Pq = tl.cumsum(decays(g - step * g_t, i * step, (i > m) & (i < left), g_t, j, g_k, K, BK), 0)
-    else:
-        Pq = P
-    eq = tl.where(((i >= m) & (i < n))[:, None], tl.exp2(Pq + ANCHOR), 0.0)
-    earlier = tl.cumsum(decays(g + step * g_t, i * step, i + 1 < m, g_t, j, g_k, K, BK), 0, reverse=True)
-    ek = tl.where((i < n - 1)[:, None], tl.exp2(tl.where((i >= m)[:, None], -P, earlier) - ANCHOR), 0.0)
-    return n, eq, ek
-
-
-@triton.jit
-def read_factors(g, step, left, i, j, g_t, g_k, K: tl.constexpr, BK: tl.constexpr, PREVIOUS: tl.constexpr):
-    """2^Gq, the decay from the chunk's beginning to each token's query: [C,BK], at most 1."""
-    if PREVIOUS:
-        d = decays(g - step * g_t, i * step, (i > 0) & (i < left), g_t, j, g_k, K, BK)
-    else:
-        d = decays(g, i * step, i < left, g_t, j, g_k, K, BK)
-    return tl.exp2(tl.cumsum(d, 0))
-
-
-@triton.jit
-def rest_factors(g, step, left, i, j, g_t, g_k, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr):
-    """2^R, the decay from each token to the end of the chunk: [C,BK], at most 1."""
-    return tl.exp2(tl.cumsum(decays(g + step * g_t, i * step, (i < C - 1) & (i + 1 < left), g_t, j, g_k, K, BK), 0, reverse=True))
