@@ -6,7 +6,7 @@ them results stay the same. Without a name that ``fast`` needs, calls are slower
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from operator import attrgetter
 from typing import Any
 
@@ -39,6 +39,7 @@ _is_wrapped = _private("_C._functorch.is_functorch_wrapped_tensor")
 _unwrap = _private("_C._functorch.get_unwrapped")
 _is_lazy_zero = _private("Tensor._is_zerotensor")
 _raw_stream = _private("_C._cuda_getCurrentRawStream") if torch.version.cuda else None
+_empty_cuda = _private("_C._dynamo.guards._empty_strided_cuda")
 if _private("autograd.forward_ad._current_level") is None:
     _forward_ad: Any = None
 else:
@@ -141,3 +142,12 @@ def profiling() -> bool:
 def raw_stream(device: int) -> int:
     """The address of the current CUDA stream of a device."""
     return int(_raw_stream(device) if _raw_stream is not None else torch.cuda.current_stream(device).cuda_stream)
+
+
+def empty_strided(device: torch.device) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
+    """A function of shape, strides and dtype that allocates on a device, the current one of its type. torch's public one takes twice
+    the time.
+    """
+    if device.type == "cuda" and _empty_cuda is not None:
+        return _empty_cuda  # type: ignore[no-any-return]
+    return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)

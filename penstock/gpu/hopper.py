@@ -61,20 +61,28 @@ def _descriptor() -> Any:
     return TensorDescriptor
 
 
+def matrix(x: Tensor, columns: int) -> list[int]:
+    """The shape of a tensor as a matrix."""
+    return [x.numel() // columns, columns]
+
+
 def description(x: Tensor, tile: Tile) -> dict[str, Any]:
-    """The fields of a descriptor that tensors of one layout share."""
-    strides, box = [x.stride(tile.axes - 1), 1], [tile.rows, tile.columns]
+    """The fields of a tensor's descriptor, except its address. Tensors of one layout share all but ``shape``."""
+    columns = prod(x.shape[tile.axes :])
     return {
-        "columns": prod(x.shape[tile.axes :]),
-        "strides": strides,
-        "block_shape": box,
+        "shape": matrix(x, columns),
+        "columns": columns,
+        "strides": [x.stride(tile.axes - 1), 1],
+        "block_shape": [tile.rows, tile.columns],
         "layout": _layout(8 * x.element_size()),
         "padding": "zero",
     }
 
 
-def described(x: Tensor, known: Mapping[str, Any]) -> Any:
+def described(x: Tensor, fields: Mapping[str, Any]) -> Any:
     """The descriptor of a tensor. It skips Triton's checks: they were done when the launch was planned."""
-    one, columns = object.__new__(_descriptor()), known["columns"]
-    one.__dict__.update(known, base=x, shape=[x.numel() // columns, columns])
+    one = object.__new__(_descriptor())
+    values = one.__dict__
+    values.update(fields)
+    values["base"] = x
     return one
