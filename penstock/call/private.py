@@ -32,7 +32,8 @@ _transforms = _private("_C._functorch.get_interpreter_stack")
 _transform = _private("_C._functorch.peek_interpreter_stack") or _transforms
 _jvp = _private("_C._functorch.TransformType.Jvp")
 _tracing_state = _private("_C._get_tracing_state")
-_autocasting = _private("_C._is_any_autocast_enabled")
+autocasting: Callable[[], bool] = _private("_C._is_any_autocast_enabled") or (lambda: True)
+"""Whether autocast is on for some device type; True if unknown."""
 _profiler_enabled = _private("_C._autograd._profiler_enabled")
 _fake_tensor = _private("_subclasses.FakeTensor")
 _is_wrapped = _private("_C._functorch.is_functorch_wrapped_tensor")
@@ -71,11 +72,7 @@ def fast(tensors: Iterable[object]) -> bool:
     ):
         return False
     for x in tensors:
-        if x is None:
-            continue
-        if type(x) not in _TYPES:
-            return False
-        if _dispatch_keys(x).raw_repr() not in _plain_keys and not _is_plain(x):  # type: ignore[arg-type]
+        if x is not None and (type(x) not in _TYPES or (_dispatch_keys(x).raw_repr() not in _plain_keys and not _is_plain(x))):  # type: ignore[arg-type]
             return False
     return True
 
@@ -117,11 +114,6 @@ def behind_transforms(x: Tensor) -> Tensor | None:
     while _is_wrapped(x):
         x = _unwrap(x)
     return x.detach()
-
-
-def autocasting() -> bool:
-    """Whether autocast is on for some device type; True if unknown."""
-    return _autocasting is None or bool(_autocasting())
 
 
 def is_fake(x: Tensor) -> bool:

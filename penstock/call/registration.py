@@ -117,7 +117,8 @@ class _Backward:
         """The gradients."""
         problem, impl = self.forward.problem(inputs[self.split :])
         upstream = Upstream(inputs[: self.results], inputs[self.results : self.split])
-        gradients = self.operator.gradients(problem, impl, upstream)
+        with torch.no_grad():
+            gradients = self.operator.gradients(problem, impl, upstream)
         return _packed([_empty(inputs[0]) if x is None else x for x in gradients])
 
     def fake(self, *inputs: Any) -> Any:
