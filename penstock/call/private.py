@@ -40,6 +40,7 @@ _is_wrapped = _private("_C._functorch.is_functorch_wrapped_tensor")
 _unwrap = _private("_C._functorch.get_unwrapped")
 _is_lazy_zero = _private("Tensor._is_zerotensor")
 _raw_stream = _private("_C._cuda_getCurrentRawStream") if torch.version.cuda else None
+_current_device = _private("_C._cuda_getDevice") if torch.version.cuda else None
 _empty_cuda = _private("_C._dynamo.guards._empty_strided_cuda")
 if _private("autograd.forward_ad._current_level") is None:
     _forward_ad: Any = None
@@ -134,6 +135,11 @@ def profiling() -> bool:
 def raw_stream(device: int) -> int:
     """The address of the current CUDA stream of a device."""
     return int(_raw_stream(device) if _raw_stream is not None else torch.cuda.current_stream(device).cuda_stream)
+
+
+def current_device() -> int:
+    """The current CUDA device, once CUDA is initialised."""
+    return int(_current_device() if _current_device is not None else torch.cuda.current_device())
 
 
 def empty_strided(device: torch.device) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:

@@ -61,17 +61,10 @@ def _descriptor() -> Any:
     return TensorDescriptor
 
 
-def matrix(x: Tensor, columns: int) -> list[int]:
-    """The shape of a tensor as a matrix."""
-    return [x.numel() // columns, columns]
-
-
 def description(x: Tensor, tile: Tile) -> dict[str, Any]:
-    """The fields of a tensor's descriptor, except its address. Tensors of one layout share all but ``shape``."""
-    columns = prod(x.shape[tile.axes :])
+    """The fields of a descriptor that tensors of one layout share."""
     return {
-        "shape": matrix(x, columns),
-        "columns": columns,
+        "columns": prod(x.shape[tile.axes :]),
         "strides": [x.stride(tile.axes - 1), 1],
         "block_shape": [tile.rows, tile.columns],
         "layout": _layout(8 * x.element_size()),
@@ -79,10 +72,10 @@ def description(x: Tensor, tile: Tile) -> dict[str, Any]:
     }
 
 
-def described(x: Tensor, fields: Mapping[str, Any]) -> Any:
+def described(x: Tensor, known: Mapping[str, Any]) -> Any:
     """The descriptor of a tensor. It skips Triton's checks: they were done when the launch was planned."""
-    one = object.__new__(_descriptor())
-    values = one.__dict__
-    values.update(fields)
-    values["base"] = x
+    one, columns = object.__new__(_descriptor()), known["columns"]
+    fields = one.__dict__
+    fields.update(known)
+    fields["base"], fields["shape"] = x, [x.numel() // columns, columns]
     return one

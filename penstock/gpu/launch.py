@@ -19,7 +19,7 @@ from triton import knobs
 from ..call import private
 from ..call.memory import exact, layout
 from ..call.problem import Problem
-from .hopper import described, matrix
+from .hopper import described
 from .plan import Launch, Plan, Sizes, contiguous, value
 from .target import Target, interpreting
 
@@ -31,11 +31,12 @@ class Prepared:
         """``absent``: tensors that these calls do not have. Kernels get the tensor ``instead`` as a dummy pointer."""
         self.plan, self.device, self.instead = plan, device, dict.fromkeys(absent, instead)
         self.kernels: tuple[Any, ...] | None = None
-        self.descriptions: list[list[dict[str, Any]]] = []
-        """For each launch, the descriptors of its tiled tensors."""
-        self.tensors = [tuple([self.instead.get(name, name) for name in one.tensors]) for one in plan.launches]
-        self.read = tuple({name: None for names in self.tensors for name in names})
-        """All tensors that the kernels take."""
+        self.tiled: list[list[tuple[str, dict[str, Any]]]] = []
+        """For each launch, its tiled tensors and what their descriptors share."""
+        self.others = [tuple([self.instead.get(name, name) for name in one.tensors[len(one.tiles) :]]) for one in plan.launches]
+        """For each launch, its other tensors."""
+        self.addressed = tuple({name: None for names in self.others for name in names})
+        """The other tensors of all launches."""
         self.numbers = [_Template(one.numbers) for one in plan.launches]
         self.memory = [(name, _Template(shape), dtype) for name, (shape, dtype) in plan.memory.items()]
 
@@ -50,7 +51,7 @@ class Prepared:
             else:
                 with ThreadPoolExecutor(len(plan.launches)) as pool:
                     kernels = tuple(pool.map(job, plan.launches))
-            self.descriptions = [one.descriptions(given) for one in plan.launches]
+            self.tiled = [list(zip(one.tensors, one.descriptions(given))) for one in plan.launches]
             self.kernels = kernels
         return self.kernels
 
@@ -96,7 +97,7 @@ class Step(NamedTuple):
     kernel: Any
     grid: int
     tiled: list[tuple[str, dict[str, Any]]]
-    """The tiled tensors, which come first, and the fields of their descriptors."""
+    """The tiled tensors, which come first, and what their descriptors share."""
     tensors: tuple[str, ...]
     """The other tensors."""
     numbers: tuple[Any, ...]
@@ -107,8 +108,8 @@ class Bound:
     """A prepared plan for equal calls: all sizes are numbers."""
 
     def __init__(self, prepared: Prepared, sizes: Sizes) -> None:
-        self.prepared, self.sizes, self.device, self.read = prepared, sizes, prepared.device, prepared.read
-        self.ones = prepared.plan.ones if "ones" in self.read else 0
+        self.prepared, self.sizes, self.device, self.addressed = prepared, sizes, prepared.device, prepared.addressed
+        self.ones = prepared.plan.ones if "ones" in self.addressed else 0
         shapes = [(name, shape.at(sizes), dtype) for name, shape, dtype in prepared.memory]
         self.memory = [(name, shape, contiguous(shape), dtype) for name, shape, dtype in shapes]
         self.steps: list[Step] | None = None
@@ -124,11 +125,11 @@ class Bound:
                 tensors[name] = empty(shape, strides, dtype)
             if self.steps is None:
                 self.steps = self._steps(tensors)
-            given = tensors if interpreted else {name: tensors[name].data_ptr() for name in self.read}
+            given = tensors if interpreted else {name: tensors[name].data_ptr() for name in self.addressed}
             hooked = interpreted or _hooked()
             stream = 0 if hooked else private.raw_stream(device.index)
             for kernel, grid, tiled, names, numbers in self.steps:
-                descriptors = [described(tensors[name], fields) for name, fields in tiled]
+                descriptors = [described(tensors[name], known) for name, known in tiled]
                 arguments = *descriptors, *map(given.__getitem__, names), *numbers
                 if hooked:
                     kernel[grid, 1, 1](*arguments)
@@ -140,10 +141,8 @@ class Bound:
         prepared, sizes, steps = self.prepared, self.sizes, []
         kernels = prepared.compile(tensors, sizes)
         for at, (kernel, one) in enumerate(zip(kernels, prepared.plan.launches)):
-            names, known = prepared.tensors[at], prepared.descriptions[at]
-            tiled = [(name, {**fields, "shape": matrix(tensors[name], fields["columns"])}) for name, fields in zip(names, known)]
             numbers = prepared.numbers[at].at(sizes) + one.constants
-            steps.append(Step(kernel, value(one.grid, sizes), tiled, names[len(tiled) :], numbers))
+            steps.append(Step(kernel, value(one.grid, sizes), prepared.tiled[at], prepared.others[at], numbers))
         return steps
 
 
@@ -169,7 +168,7 @@ _NOTHING = nullcontext()
 
 def _at(device: torch.device) -> AbstractContextManager[object]:
     """Triton launches on the current device."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
+    if device.type != "cuda" or device.index == private.current_device():
         return _NOTHING
     return torch.cuda.device(device)
 
