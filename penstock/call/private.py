@@ -41,7 +41,7 @@ _unwrap = _private("_C._functorch.get_unwrapped")
 _is_lazy_zero = _private("Tensor._is_zerotensor")
 _raw_stream = _private("_C._cuda_getCurrentRawStream") if torch.version.cuda else None
 _current_device = _private("_C._cuda_getDevice") if torch.version.cuda else None
-_empty_cuda = _private("_C._dynamo.guards._empty_strided_cuda")
+_empty_cuda = _private("_C._dynamo.guards._empty_strided_cuda") if torch.version.cuda else None
 if _private("autograd.forward_ad._current_level") is None:
     _forward_ad: Any = None
 else:

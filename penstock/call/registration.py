@@ -70,14 +70,17 @@ class _Forward:
 
     def problem(self, inputs: Sequence[Any]) -> tuple[Problem, str]:
         """The validated problem of a call, and ``impl``."""
-        tensors, (function, *options, impl) = inputs[: self.split], inputs[self.split :]
-        operator = self.operator
+        operator, fast = self.operator, private.fast(inputs[: self.split])
+        tensors, function, options, impl = inputs[: self.split], inputs[self.split], inputs[self.split + 1 : -1], inputs[-1]
+        seen = operator.recall(function, tensors, options) if fast else None
+        if seen is not None:
+            return operator.known(seen, tensors), impl
         signature = operator.signature(function)
         check_types(signature, tensors, operator.options, options)
         operator.family.check_name(function, impl)
-        if not private.fast(tensors):
+        if not fast:
             return operator.checked(function, tensors, options), impl
-        return operator.known(operator.recall(function, tensors, options) or operator.learn(signature, tensors, options), tensors), impl
+        return operator.known(operator.learn(signature, tensors, options), tensors), impl
 
     def run(self, *inputs: Any) -> Any:
         """The results."""
