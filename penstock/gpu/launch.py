@@ -10,13 +10,16 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from triton import knobs
 
+from ..call import private
 from ..call.memory import exact, layout
 from ..call.problem import Problem
+from .hopper import described
 from .plan import Launch, Plan, Sizes, contiguous, value
 from .target import Target, interpreting
 
@@ -24,11 +27,16 @@ from .target import Target, interpreting
 class Prepared:
     """A plan with its compiled kernels, for alike calls."""
 
-    def __init__(self, plan: Plan, device: torch.device) -> None:
-        self.plan, self.device = plan, device
+    def __init__(self, plan: Plan, device: torch.device, absent: Sequence[str], instead: str) -> None:
+        """``absent``: tensors that these calls do not have. Kernels get the tensor ``instead`` as a dummy pointer."""
+        self.plan, self.device, self.instead = plan, device, dict.fromkeys(absent, instead)
         self.kernels: tuple[Any, ...] | None = None
-        self.descriptions: list[list[dict[str, Any]]] = []
-        """For each launch, the descriptors of its tiled tensors."""
+        self.tiled: list[list[tuple[str, dict[str, Any]]]] = []
+        """For each launch, its tiled tensors and what their descriptors share."""
+        self.others = [tuple([self.instead.get(name, name) for name in one.tensors[len(one.tiles) :]]) for one in plan.launches]
+        """For each launch, its other tensors."""
+        self.addressed = tuple({name: None for names in self.others for name in names})
+        """The other tensors of all launches."""
         self.numbers = [_Template(one.numbers) for one in plan.launches]
         self.memory = [(name, _Template(shape), dtype) for name, (shape, dtype) in plan.memory.items()]
 
@@ -36,13 +44,15 @@ class Prepared:
         """Compile all kernels in parallel, for tensors like these."""
         if self.kernels is None:
             plan = self.plan.at(sizes)
-            self.descriptions = [one.descriptions(tensors) for one in plan.launches]
-            job = partial(self._compile_one, tensors=tensors)
+            given = {**tensors, **{name: tensors[other] for name, other in self.instead.items()}}
+            job = partial(self._compile_one, tensors=given)
             if len(plan.launches) == 1 or interpreting():
-                self.kernels = tuple(map(job, plan.launches))
+                kernels = tuple(map(job, plan.launches))
             else:
                 with ThreadPoolExecutor(len(plan.launches)) as pool:
-                    self.kernels = tuple(pool.map(job, plan.launches))
+                    kernels = tuple(pool.map(job, plan.launches))
+            self.tiled = [list(zip(one.tensors, one.descriptions(given))) for one in plan.launches]
+            self.kernels = kernels
         return self.kernels
 
     def _compile_one(self, launch: Launch, tensors: Mapping[str, Tensor]) -> Any:
@@ -50,7 +60,7 @@ class Prepared:
         if interpreting():
             return _Interpreted(launch.kernel, dict(launch.options))
         with _at(self.device):  # each thread has its own current device
-            arguments = launch.arguments(tensors, launch.descriptions(tensors), tensors)
+            arguments = launch.arguments(tensors)
             return launch.kernel.warmup(*arguments, *launch.numbers, *launch.constants, grid=(1, 1, 1), **dict(launch.options))
 
 
@@ -81,34 +91,65 @@ class _Interpreted:
         return partial(self.kernel[grid], **self.options)
 
 
+class Step(NamedTuple):
+    """A launch of a bound plan."""
+
+    kernel: Any
+    grid: int
+    tiled: list[tuple[str, dict[str, Any]]]
+    """The tiled tensors, which come first, and what their descriptors share."""
+    tensors: tuple[str, ...]
+    """The other tensors."""
+    numbers: tuple[Any, ...]
+    """Numbers and constants."""
+
+
 class Bound:
     """A prepared plan for equal calls: all sizes are numbers."""
 
-    def __init__(self, prepared: Prepared, sizes: Sizes, absent: list[str]) -> None:
-        self.prepared, self.sizes, self.absent = prepared, sizes, absent
-        self.launches, self.ones, self.device = prepared.plan.launches, prepared.plan.ones, prepared.device
+    def __init__(self, prepared: Prepared, sizes: Sizes) -> None:
+        self.prepared, self.sizes, self.device, self.addressed = prepared, sizes, prepared.device, prepared.addressed
+        self.ones = prepared.plan.ones if "ones" in self.addressed else 0
         shapes = [(name, shape.at(sizes), dtype) for name, shape, dtype in prepared.memory]
         self.memory = [(name, shape, contiguous(shape), dtype) for name, shape, dtype in shapes]
-        self.numbers = [numbers.at(sizes) + one.constants for numbers, one in zip(prepared.numbers, self.launches)]
-        self.runners: list[Callable[..., object]] | None = None
+        self.steps: list[Step] | None = None
 
     def run(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Add the plan's memory to ``tensors`` and launch its kernels."""
-        device, launches = self.device, self.launches
+        device, interpreted = self.device, interpreting()
         if self.ones:
             tensors["ones"] = _ones(self.ones, device)
-        for name, shape, strides, dtype in self.memory:
-            tensors[name] = torch.empty_strided(shape, strides, dtype=dtype, device=device)
         with _at(device):
-            if self.runners is None:
-                kernels = self.prepared.compile(tensors, self.sizes)
-                self.runners = [kernel[value(one.grid, self.sizes), 1, 1] for kernel, one in zip(kernels, launches)]
-            given = (
-                tensors if interpreting() else {name: x.data_ptr() for name, x in tensors.items()}
-            )  # saves Triton a call of data_ptr per launch
-            for runner, one, known, numbers in zip(self.runners, launches, self.prepared.descriptions, self.numbers):
-                runner(*one.arguments(tensors, known, given), *numbers)
+            empty = private.empty_strided(device)
+            for name, shape, strides, dtype in self.memory:
+                tensors[name] = empty(shape, strides, dtype)
+            if self.steps is None:
+                self.steps = self._steps(tensors)
+            given = tensors if interpreted else {name: tensors[name].data_ptr() for name in self.addressed}
+            hooked = interpreted or _hooked()
+            stream = 0 if hooked else private.raw_stream(device.index)
+            for kernel, grid, tiled, names, numbers in self.steps:
+                descriptors = [described(tensors[name], known) for name, known in tiled]
+                arguments = *descriptors, *map(given.__getitem__, names), *numbers
+                if hooked:
+                    kernel[grid, 1, 1](*arguments)
+                else:  # the same without looking up the stream and calling hooks, in half the time
+                    kernel.run(grid, 1, 1, stream, kernel.function, kernel.packed_metadata, None, None, None, *arguments)
         return tensors
+
+    def _steps(self, tensors: Mapping[str, Tensor]) -> list[Step]:
+        prepared, sizes, steps = self.prepared, self.sizes, []
+        kernels = prepared.compile(tensors, sizes)
+        for at, (kernel, one) in enumerate(zip(kernels, prepared.plan.launches)):
+            numbers = prepared.numbers[at].at(sizes) + one.constants
+            steps.append(Step(kernel, value(one.grid, sizes), prepared.tiled[at], prepared.others[at], numbers))
+        return steps
+
+
+def _hooked() -> bool:
+    """Whether a tool watches launches through hooks of Triton, for example its profiler."""
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 def _ones(C: int, device: torch.device) -> Tensor:
@@ -127,7 +168,7 @@ _NOTHING = nullcontext()
 
 def _at(device: torch.device) -> AbstractContextManager[object]:
     """Triton launches on the current device."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
+    if device.type != "cuda" or device.index == private.current_device():
         return _NOTHING
     return torch.cuda.device(device)
 
@@ -155,8 +196,7 @@ def run(
 
     Missing tensors get the first tensor of the problem as a dummy pointer.
     """
-    seen, first = p.seen, p.tensors[0]
-    assert first is not None
+    seen = p.seen
     key = name, exact(more) if more else (), torch.get_float32_matmul_precision(), _trial
     bound = seen.bound.get(key)
     if bound is None:
@@ -165,9 +205,7 @@ def run(
         prepared = plans.get(rough)
         if prepared is None:
             at = target._replace(table={**target.table, **_tried}) if _tried else target
-            prepared = plans[rough] = Prepared(planned(at), first.device)
-        bound = seen.bound[key] = Bound(prepared, p.sizes, [name for name, x in tensors.items() if x is None])
-    for one in bound.absent:
-        tensors[one] = first
-    found: dict[str, Tensor] = bound.run(tensors)  # type: ignore[arg-type]
-    return found
+            first, absent = p.operator.names[0], [name for name, x in tensors.items() if x is None]
+            prepared = plans[rough] = Prepared(planned(at), p.__dict__[first].device, absent, first)
+        bound = seen.bound[key] = Bound(prepared, p.sizes)
+    return bound.run(tensors)  # type: ignore[arg-type]

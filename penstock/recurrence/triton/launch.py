@@ -14,12 +14,12 @@ from .table import target
 Inputs = dict[str, Tensor | None]
 
 
-def _tokens(p: Tokens) -> Inputs:
-    return {"q": p.q, "k": p.k, "v": p.v, "g": p.g, "u": p.u, "cu_seqlens": dense(p.cu_seqlens)}
+def _tokens(p: Tokens, **more: Tensor | None) -> Inputs:
+    return {"q": p.q, "k": p.k, "v": p.v, "g": p.g, "u": p.u, "cu_seqlens": dense(p.cu_seqlens), **more}
 
 
-def _inputs(p: Recurrence) -> Inputs:
-    return _tokens(p) | {"initial_state": p.initial_state}
+def _inputs(p: Recurrence, **more: Tensor | None) -> Inputs:
+    return _tokens(p, initial_state=p.initial_state, **more)
 
 
 def chunk_forward(p: Recurrence, keep: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -39,7 +39,7 @@ def advance(p: Advance) -> Tensor:
     """Output; the states are updated in place: whole pieces of 64 tokens by chunks, the other tokens one by one."""
     if in_place.pieces(p):
         p = in_place.arranged(p)
-    tensors = _tokens(p) | {"state": p.state, "slots": dense(p.slots)}
+    tensors = _tokens(p, state=p.state, slots=dense(p.slots))
     return launch.run("advance", p, target(p.q.device), lambda at: in_place.advance_plan(p, at), tensors)["output"]
 
 
@@ -50,7 +50,7 @@ def chunk_backward(
     found = launch.run(
         "chunk backward" if dg else "chunk backward without dg", p, target(p.q.device),
         lambda at: plan.chunk_backward_plan(p, d_output, d_final_state, at, states, dg),
-        _inputs(p) | {"d_output": d_output, "d_final_state": d_final_state, "states": states}, d_output, d_final_state, states,
+        _inputs(p, d_output=d_output, d_final_state=d_final_state, states=states), d_output, d_final_state, states,
     )  # fmt: skip
     d_gate, du = (None if x is None or name not in found else summed(found[name], x) for name, x in (("dg", p.g), ("du", p.u)))
     return Gradients(found["dq"], found["dk"], found["dv"], d_gate, du, found.get("d_initial_state"))
@@ -58,7 +58,7 @@ def chunk_backward(
 
 def recurrent_backward(p: Recurrence, d_output: Tensor, d_final_state: Tensor | None) -> Gradients:
     """All gradients token by token. Partial sums of blocks of V are added here."""
-    tensors = _inputs(p) | {"d_output": d_output, "d_final_state": d_final_state}
+    tensors = _inputs(p, d_output=d_output, d_final_state=d_final_state)
     found = launch.run(
         "recurrent backward", p, target(p.q.device), lambda at: plan.recurrent_backward_plan(p, d_output, d_final_state, at),
         tensors, d_output, d_final_state,
