@@ -13,6 +13,7 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 from triton import knobs
 
@@ -22,6 +23,9 @@ from ..call.problem import Problem
 from .hopper import described
 from .plan import Launch, Plan, Sizes, contiguous, value
 from .target import Target, interpreting
+
+KNOWN = tuple(map(int, triton.__version__.split(".")[:2])) in {(3, 6), (3, 7)}
+"""Whether this Triton's ``CompiledKernel.run`` is known to take the arguments that ``Bound.run`` passes."""
 
 
 class Prepared:
@@ -117,6 +121,7 @@ class Bound:
     def run(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Add the plan's memory to ``tensors`` and launch its kernels."""
         device, interpreted = self.device, interpreting()
+        direct = KNOWN and not interpreted and not _hooked()
         if self.ones:
             tensors["ones"] = _ones(self.ones, device)
         with _at(device):
@@ -126,15 +131,14 @@ class Bound:
             if self.steps is None:
                 self.steps = self._steps(tensors)
             given = tensors if interpreted else {name: tensors[name].data_ptr() for name in self.addressed}
-            hooked = interpreted or _hooked()
-            stream = 0 if hooked else private.raw_stream(device.index)
+            stream = private.raw_stream(device.index) if direct else 0
             for kernel, grid, tiled, names, numbers in self.steps:
                 descriptors = [described(tensors[name], known) for name, known in tiled]
                 arguments = *descriptors, *map(given.__getitem__, names), *numbers
-                if hooked:
-                    kernel[grid, 1, 1](*arguments)
-                else:  # the same without looking up the stream and calling hooks, in half the time
+                if direct:  # what Triton's runner does, without looking up the stream and calling hooks, in half the time
                     kernel.run(grid, 1, 1, stream, kernel.function, kernel.packed_metadata, None, None, None, *arguments)
+                else:
+                    kernel[grid, 1, 1](*arguments)
         return tensors
 
     def _steps(self, tensors: Mapping[str, Tensor]) -> list[Step]:

@@ -3,10 +3,12 @@
 import inspect
 
 import pytest
+import torch
 
 triton = pytest.importorskip("triton")
 
 from penstock.gpu import launch  # noqa: E402
+from penstock.gpu.plan import Launch, Plan  # noqa: E402
 
 
 @pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
@@ -27,8 +29,38 @@ def test_hooks_of_tools_are_noticed(hook):
     assert not launch._hooked()
 
 
+@pytest.mark.skipif(not launch.KNOWN, reason="this Triton's launches go through its runner")
 def test_triton_runs_compiled_kernels_as_launches_do():
     """Bound.run calls a kernel's ``run`` with the arguments that Triton's runner passes."""
     runner = inspect.getsource(triton.compiler.CompiledKernel.__getitem__).split()
     passed = "self.run(grid[0], grid[1], grid[2], stream, self.function, self.packed_metadata, launch_metadata,"
     assert passed in " ".join(runner)
+
+
+class _Kernel:
+    function, packed_metadata = 11, (4, 1, 0)
+
+    def __init__(self):
+        self.launches = []
+
+    def run(self, *arguments):
+        self.launches.append(("run", *arguments))
+
+    def __getitem__(self, grid):
+        return lambda *arguments: self.launches.append((grid, *arguments))
+
+
+@pytest.mark.parametrize(("known", "hooked"), [(True, False), (False, False), (True, True)])
+def test_unknown_versions_and_hooked_launches_go_through_tritons_runner(monkeypatch, known, hooked):
+    monkeypatch.setattr(launch, "KNOWN", known)
+    monkeypatch.setattr(launch, "_hooked", lambda: hooked)
+    monkeypatch.setattr(launch, "interpreting", lambda: False)
+    monkeypatch.setattr(launch.private, "raw_stream", lambda device: 13)
+    kernel, x = _Kernel(), torch.ones(2)
+    plan = Plan(launches=[Launch(None, lambda sizes: sizes["T"], ("x", "y"), (7,), (8,), ())])
+    prepared = launch.Prepared(plan, x.device, ["y"], "x")
+    prepared.kernels, prepared.tiled = (kernel,), [[]]
+    launch.Bound(prepared, {"T": 5}).run({"x": x})
+    arguments = x.data_ptr(), x.data_ptr(), 7, 8
+    direct = "run", 5, 1, 1, 13, 11, (4, 1, 0), None, None, None, *arguments
+    assert kernel.launches == [direct if known and not hooked else ((5, 1, 1), *arguments)]
