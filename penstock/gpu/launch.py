@@ -13,19 +13,15 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
-from triton import knobs
 
 from ..call import private
 from ..call.memory import exact, layout
 from ..call.problem import Problem
+from . import direct
 from .hopper import described
 from .plan import Launch, Plan, Sizes, contiguous, value
 from .target import Target, interpreting
-
-KNOWN = tuple(map(int, triton.__version__.split(".")[:2])) in {(3, 6), (3, 7)}
-"""Whether this Triton's ``CompiledKernel.run`` is known to take the arguments that ``Bound.run`` passes."""
 
 
 class Prepared:
@@ -35,6 +31,8 @@ class Prepared:
         """``absent``: tensors that these calls do not have. Kernels get the tensor ``instead`` as a dummy pointer."""
         self.plan, self.device, self.instead = plan, device, dict.fromkeys(absent, instead)
         self.kernels: tuple[Any, ...] | None = None
+        self.raw: list[Callable[..., object]] = []
+        """For each kernel, what Triton's runner calls, if this Triton is known."""
         self.tiled: list[list[tuple[str, dict[str, Any]]]] = []
         """For each launch, its tiled tensors and what their descriptors share."""
         self.others = [tuple([self.instead.get(name, name) for name in one.tensors[len(one.tiles) :]]) for one in plan.launches]
@@ -56,6 +54,8 @@ class Prepared:
                 with ThreadPoolExecutor(len(plan.launches)) as pool:
                     kernels = tuple(pool.map(job, plan.launches))
             self.tiled = [list(zip(one.tensors, one.descriptions(given))) for one in plan.launches]
+            if direct.KNOWN and not interpreting():
+                self.raw = [direct.raw(kernel, bool(one.tiles)) for kernel, one in zip(kernels, plan.launches)]
             self.kernels = kernels
         return self.kernels
 
@@ -99,6 +99,8 @@ class Step(NamedTuple):
     """A launch of a bound plan."""
 
     kernel: Any
+    launcher: direct.Launcher | None
+    """Launches without Triton's runner, if this Triton is known."""
     grid: int
     tiled: list[tuple[str, dict[str, Any]]]
     """The tiled tensors, which come first, and what their descriptors share."""
@@ -121,7 +123,6 @@ class Bound:
     def run(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Add the plan's memory to ``tensors`` and launch its kernels."""
         device, interpreted = self.device, interpreting()
-        direct = KNOWN and not interpreted and not _hooked()
         if self.ones:
             tensors["ones"] = _ones(self.ones, device)
         with _at(device):
@@ -131,14 +132,14 @@ class Bound:
             if self.steps is None:
                 self.steps = self._steps(tensors)
             given = tensors if interpreted else {name: tensors[name].data_ptr() for name in self.addressed}
-            stream = private.raw_stream(device.index) if direct else 0
-            for kernel, grid, tiled, names, numbers in self.steps:
-                descriptors = [described(tensors[name], known) for name, known in tiled]
-                arguments = *descriptors, *map(given.__getitem__, names), *numbers
-                if direct:  # what Triton's runner does, without looking up the stream and calling hooks, in half the time
-                    kernel.run(grid, 1, 1, stream, kernel.function, kernel.packed_metadata, None, None, None, *arguments)
+            past = bool(self.prepared.raw) and not direct.hooked()
+            stream = private.raw_stream(device.index) if past else 0
+            for kernel, launcher, grid, tiled, names, numbers in self.steps:
+                arguments = *map(given.__getitem__, names), *numbers
+                if past and launcher is not None:
+                    launcher(grid, stream, tensors, arguments)
                 else:
-                    kernel[grid, 1, 1](*arguments)
+                    kernel[grid, 1, 1](*[described(tensors[name], known) for name, known in tiled], *arguments)
         return tensors
 
     def _steps(self, tensors: Mapping[str, Tensor]) -> list[Step]:
@@ -146,14 +147,10 @@ class Bound:
         kernels = prepared.compile(tensors, sizes)
         for at, (kernel, one) in enumerate(zip(kernels, prepared.plan.launches)):
             numbers = prepared.numbers[at].at(sizes) + one.constants
-            steps.append(Step(kernel, value(one.grid, sizes), prepared.tiled[at], prepared.others[at], numbers))
+            tiled = prepared.tiled[at]
+            launcher = direct.Launcher(kernel, prepared.raw[at], tiled) if prepared.raw else None
+            steps.append(Step(kernel, launcher, value(one.grid, sizes), tiled, prepared.others[at], numbers))
         return steps
-
-
-def _hooked() -> bool:
-    """Whether a tool watches launches through hooks of Triton, for example its profiler."""
-    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 def _ones(C: int, device: torch.device) -> Tensor:

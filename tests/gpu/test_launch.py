@@ -1,13 +1,14 @@
 """How launches reach Triton. They need no GPU."""
 
 import inspect
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 triton = pytest.importorskip("triton")
 
-from penstock.gpu import launch  # noqa: E402
+from penstock.gpu import direct, launch  # noqa: E402
 from penstock.gpu.plan import Launch, Plan  # noqa: E402
 
 
@@ -17,21 +18,21 @@ def test_hooks_of_tools_are_noticed(hook):
         raise AssertionError
 
     before = getattr(triton.knobs.runtime, hook)
-    assert not launch._hooked()
+    assert not direct.hooked()
     if hasattr(before, "add"):
         before.add(watch)
-        assert launch._hooked()
+        assert direct.hooked()
         before.remove(watch)
-    assert not launch._hooked()
+    assert not direct.hooked()
     setattr(triton.knobs.runtime, hook, watch)
-    assert launch._hooked()
+    assert direct.hooked()
     setattr(triton.knobs.runtime, hook, before)
-    assert not launch._hooked()
+    assert not direct.hooked()
 
 
-@pytest.mark.skipif(not launch.KNOWN, reason="this Triton's launches go through its runner")
+@pytest.mark.skipif(not direct.KNOWN, reason="this Triton's launches go through its runner")
 def test_triton_runs_compiled_kernels_as_launches_do():
-    """Bound.run calls a kernel's ``run`` with the arguments that Triton's runner passes."""
+    """direct.Launcher calls a kernel's ``run`` with the arguments that Triton's runner passes."""
     runner = inspect.getsource(triton.compiler.CompiledKernel.__getitem__).split()
     passed = "self.run(grid[0], grid[1], grid[2], stream, self.function, self.packed_metadata, launch_metadata,"
     assert passed in " ".join(runner)
@@ -52,15 +53,29 @@ class _Kernel:
 
 @pytest.mark.parametrize(("known", "hooked"), [(True, False), (False, False), (True, True)])
 def test_unknown_versions_and_hooked_launches_go_through_tritons_runner(monkeypatch, known, hooked):
-    monkeypatch.setattr(launch, "KNOWN", known)
-    monkeypatch.setattr(launch, "_hooked", lambda: hooked)
+    monkeypatch.setattr(direct, "hooked", lambda: hooked)
     monkeypatch.setattr(launch, "interpreting", lambda: False)
     monkeypatch.setattr(launch.private, "raw_stream", lambda device: 13)
     kernel, x = _Kernel(), torch.ones(2)
     plan = Plan(launches=[Launch(None, lambda sizes: sizes["T"], ("x", "y"), (7,), (8,), ())])
     prepared = launch.Prepared(plan, x.device, ["y"], "x")
-    prepared.kernels, prepared.tiled = (kernel,), [[]]
+    prepared.kernels, prepared.raw, prepared.tiled = (kernel,), [kernel.run] if known else [], [[]]
     launch.Bound(prepared, {"T": 5}).run({"x": x})
     arguments = x.data_ptr(), x.data_ptr(), 7, 8
-    direct = "run", 5, 1, 1, 13, 11, (4, 1, 0), None, None, None, *arguments
-    assert kernel.launches == [direct if known and not hooked else ((5, 1, 1), *arguments)]
+    past = "run", 5, 1, 1, 13, 11, (4, 1, 0), None, None, None, *arguments
+    assert kernel.launches == [past if known and not hooked else ((5, 1, 1), *arguments)]
+
+
+def test_descriptors_are_encoded_once_per_address(monkeypatch):
+    encoded = []
+    monkeypatch.setattr(direct, "_encode", lambda x, known, layout: encoded.append(x.data_ptr()) or [known, layout, x.data_ptr()])
+    kernel, x = _Kernel(), torch.ones(direct.KEPT + 2)
+    kernel.metadata = SimpleNamespace(tensordesc_meta=["layout of x"])
+    launcher = direct.Launcher(kernel, kernel.run, [("x", "known of x")])
+    for at in (0, 0, 1, 0):
+        launcher(5, 13, {"x": x[at:]}, (7,))
+        assert kernel.launches[-1][10:] == ("known of x", "layout of x", x[at:].data_ptr(), 7)
+    assert encoded == [x[at:].data_ptr() for at in (0, 1)]
+    for at in range(direct.KEPT + 1):
+        launcher(5, 13, {"x": x[at:]}, ())
+    assert len(launcher.encoded[0][1]) == 1
