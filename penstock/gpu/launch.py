@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache, partial
+from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -30,15 +31,17 @@ class Prepared:
     def __init__(self, plan: Plan, device: torch.device, absent: Sequence[str], instead: str) -> None:
         """``absent``: tensors that these calls do not have. Kernels get the tensor ``instead`` as a dummy pointer."""
         self.plan, self.device, self.instead = plan, device, dict.fromkeys(absent, instead)
+        self.gpu = device.index if device.type == "cuda" else None
         self.kernels: tuple[Any, ...] | None = None
         self.raw: list[Callable[..., object]] = []
         """For each kernel, what Triton's runner calls, if this Triton is known."""
         self.tiled: list[list[tuple[str, dict[str, Any]]]] = []
         """For each launch, its tiled tensors and what their descriptors share."""
-        self.others = [tuple([self.instead.get(name, name) for name in one.tensors[len(one.tiles) :]]) for one in plan.launches]
-        """For each launch, its other tensors."""
-        self.addressed = tuple({name: None for names in self.others for name in names})
+        others = [[self.instead.get(name, name) for name in one.tensors[len(one.tiles) :]] for one in plan.launches]
+        self.addressed = tuple({name: None for names in others for name in names})
         """The other tensors of all launches."""
+        self.others = [tuple(map(self.addressed.index, names)) for names in others]
+        """For each launch, the places of its other tensors in ``addressed``."""
         self.numbers = [_Template(one.numbers) for one in plan.launches]
         self.memory = [(name, _Template(shape), dtype) for name, (shape, dtype) in plan.memory.items()]
 
@@ -63,7 +66,7 @@ class Prepared:
         """The compiled kernel; ``[grid]`` gives a function that launches it."""
         if interpreting():
             return _Interpreted(launch.kernel, dict(launch.options))
-        with _at(self.device):  # each thread has its own current device
+        with _at(self.gpu):  # each thread has its own current device
             arguments = launch.arguments(tensors)
             return launch.kernel.warmup(*arguments, *launch.numbers, *launch.constants, grid=(1, 1, 1), **dict(launch.options))
 
@@ -104,8 +107,8 @@ class Step(NamedTuple):
     grid: int
     tiled: list[tuple[str, dict[str, Any]]]
     """The tiled tensors, which come first, and what their descriptors share."""
-    tensors: tuple[str, ...]
-    """The other tensors."""
+    others: Callable[[Sequence[Any]], tuple[Any, ...]]
+    """Picks the addresses of the other tensors."""
     numbers: tuple[Any, ...]
     """Numbers and constants."""
 
@@ -114,28 +117,29 @@ class Bound:
     """A prepared plan for equal calls: all sizes are numbers."""
 
     def __init__(self, prepared: Prepared, sizes: Sizes) -> None:
-        self.prepared, self.sizes, self.device, self.addressed = prepared, sizes, prepared.device, prepared.addressed
-        self.ones = prepared.plan.ones if "ones" in self.addressed else 0
+        self.prepared, self.sizes, self.device, self.gpu = prepared, sizes, prepared.device, prepared.gpu
+        self.addressed, self.empty = _picked(prepared.addressed), private.empty_strided(prepared.device)
+        self.ones = prepared.plan.ones if "ones" in prepared.addressed else 0
         shapes = [(name, shape.at(sizes), dtype) for name, shape, dtype in prepared.memory]
         self.memory = [(name, shape, contiguous(shape), dtype) for name, shape, dtype in shapes]
         self.steps: list[Step] | None = None
 
     def run(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Add the plan's memory to ``tensors`` and launch its kernels."""
-        device, interpreted = self.device, interpreting()
+        stream = 0 if self.gpu is None else private.raw_stream(self.gpu)
         if self.ones:
-            tensors["ones"] = _ones(self.ones, device)
-        with _at(device):
-            empty = private.empty_strided(device)
+            tensors["ones"] = _ones(self.ones, self.device, stream)
+        with _at(self.gpu):
             for name, shape, strides, dtype in self.memory:
-                tensors[name] = empty(shape, strides, dtype)
+                tensors[name] = self.empty(shape, strides, dtype)
             if self.steps is None:
                 self.steps = self._steps(tensors)
-            given = tensors if interpreted else {name: tensors[name].data_ptr() for name in self.addressed}
-            past = bool(self.prepared.raw) and not direct.hooked()
-            stream = private.raw_stream(device.index) if past else 0
-            for kernel, launcher, grid, tiled, names, numbers in self.steps:
-                arguments = *map(given.__getitem__, names), *numbers
+            given = self.addressed(tensors)
+            if not interpreting():
+                given = tuple(map(Tensor.data_ptr, given))
+            past = not direct.hooked()
+            for kernel, launcher, grid, tiled, others, numbers in self.steps:
+                arguments = others(given) + numbers
                 if past and launcher is not None:
                     launcher(grid, stream, tensors, arguments)
                 else:
@@ -149,29 +153,38 @@ class Bound:
             numbers = prepared.numbers[at].at(sizes) + one.constants
             tiled = prepared.tiled[at]
             launcher = direct.Launcher(kernel, prepared.raw[at], tiled) if prepared.raw else None
-            steps.append(Step(kernel, launcher, value(one.grid, sizes), tiled, prepared.others[at], numbers))
+            steps.append(Step(kernel, launcher, value(one.grid, sizes), tiled, _picked(prepared.others[at]), numbers))
         return steps
 
 
-def _ones(C: int, device: torch.device) -> Tensor:
-    """[C + 1, C], row n with n ones. Cached, except during the capture of a CUDA graph, which would own the memory."""
-    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    return _made_ones(C, device) if capturing else _kept_ones(C, device)
+def _picked(keys: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:
+    """A function that looks up all keys. ``itemgetter`` gives a tuple for more than one key."""
+    return itemgetter(*keys) if len(keys) > 1 else lambda x: tuple([x[key] for key in keys])
 
 
-def _made_ones(C: int, device: torch.device) -> Tensor:
-    return torch.ones(C + 1, C, dtype=torch.bfloat16, device=device).tril(-1)
+_kept_ones: dict[tuple[int, torch.device, int], Tensor] = {}
 
 
-_kept_ones = cache(_made_ones)
+def _ones(C: int, device: torch.device, stream: int) -> Tensor:
+    """[C + 1, C], row n with n ones. Cached for each stream, because no other one waits for the values; not during the capture of a CUDA
+    graph, which would own the memory.
+    """
+    found = _kept_ones.get((C, device, stream))
+    if found is None:
+        found = torch.ones(C + 1, C, dtype=torch.bfloat16, device=device).tril(-1)
+        if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+            _kept_ones[C, device, stream] = found
+    return found
+
+
 _NOTHING = nullcontext()
 
 
-def _at(device: torch.device) -> AbstractContextManager[object]:
+def _at(gpu: int | None) -> AbstractContextManager[object]:
     """Triton launches on the current device."""
-    if device.type != "cuda" or device.index == private.current_device():
+    if gpu is None or gpu == private.current_device():
         return _NOTHING
-    return torch.cuda.device(device)
+    return torch.cuda.device(gpu)
 
 
 _trial: Hashable = None

@@ -55,11 +55,12 @@ class _Kernel:
 def test_unknown_versions_and_hooked_launches_go_through_tritons_runner(monkeypatch, known, hooked):
     monkeypatch.setattr(direct, "hooked", lambda: hooked)
     monkeypatch.setattr(launch, "interpreting", lambda: False)
-    monkeypatch.setattr(launch.private, "raw_stream", lambda device: 13)
+    monkeypatch.setattr(launch.private, "raw_stream", lambda gpu: 13)
+    monkeypatch.setattr(launch.private, "current_device", lambda: 0)
     kernel, x = _Kernel(), torch.ones(2)
     plan = Plan(launches=[Launch(None, lambda sizes: sizes["T"], ("x", "y"), (7,), (8,), ())])
     prepared = launch.Prepared(plan, x.device, ["y"], "x")
-    prepared.kernels, prepared.raw, prepared.tiled = (kernel,), [kernel.run] if known else [], [[]]
+    prepared.gpu, prepared.kernels, prepared.raw, prepared.tiled = 0, (kernel,), [kernel.run] if known else [], [[]]
     launch.Bound(prepared, {"T": 5}).run({"x": x})
     arguments = x.data_ptr(), x.data_ptr(), 7, 8
     past = "run", 5, 1, 1, 13, 11, (4, 1, 0), None, None, None, *arguments
@@ -79,3 +80,11 @@ def test_descriptors_are_encoded_once_per_address(monkeypatch):
     for at in range(direct.KEPT + 1):
         launcher(5, 13, {"x": x[at:]}, ())
     assert len(launcher.encoded[0][1]) == 1
+
+
+def test_ones_are_cached_for_each_stream():
+    """Another stream does not wait for the values."""
+    first = launch._ones(16, torch.device("cpu"), 1)
+    assert launch._ones(16, torch.device("cpu"), 1) is first
+    assert launch._ones(16, torch.device("cpu"), 2) is not first
+    assert [int(row.sum()) for row in first] == list(range(17))
