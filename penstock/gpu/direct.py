@@ -18,7 +18,8 @@ from triton import knobs
 
 from .hopper import described
 
-KNOWN = tuple(map(int, triton.__version__.split(".")[:2])) in {(3, 6), (3, 7)}
+VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
+KNOWN = VERSION in {(3, 6), (3, 7)}
 """Whether the arguments of this Triton's ``CompiledKernel.run`` and of its launcher are known."""
 KEPT = 64
 """The limit of encoded descriptors per tensor of a launch."""
@@ -30,24 +31,37 @@ def hooked() -> bool:
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
-def raw(kernel: Any, tiled: bool) -> Callable[..., object]:
+Raw = tuple[Callable[..., object], tuple[Any, ...]]
+"""A function that launches a kernel, and its arguments between the stream and the kernel's own arguments."""
+
+
+def raw(kernel: Any, tiled: bool) -> Raw:
     """What the runner of a compiled kernel calls. With tiled tensors, it takes descriptors that are encoded already."""
-    run: Any = kernel.run  # loads the kernel
-    if not tiled or kernel.function is None:  # a kernel that does not load: ``run`` raises the reason
-        return run  # type: ignore[no-any-return]
+    run = kernel.run  # loads the kernel
+    function, metadata, hooks = kernel.function, kernel.packed_metadata, (None, None, None)
+    if tiled and function is not None:  # a kernel that does not load: ``run`` raises the reason
+        run = _launcher_of_encoded(kernel)
+    scratch = getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1)
+    if VERSION == (3, 6) and type(run).__name__ == "CudaLauncher" and not scratch:  # two thirds of its time
+        return run.launch, (function, run.launch_cooperative_grid, run.launch_pdl, None, None, metadata, *hooks)
+    return run, (function, metadata, *hooks)
+
+
+def _launcher_of_encoded(kernel: Any) -> Any:
+    """Triton's launcher of a kernel, for descriptors that are encoded already."""
     types: list[str] = []
     for one in kernel.src.signature.values():
         types += ["nvTmaDesc", "i32", "i32", "i64", "i64"] if one.startswith("tensordesc") else [one]
     source = SimpleNamespace(fn=kernel.src.fn, constants={}, signature=dict(enumerate(types)))
-    return type(run)(source, kernel.metadata._replace(tensordesc_meta=None))  # type: ignore[no-any-return]
+    return type(kernel.run)(source, kernel.metadata._replace(tensordesc_meta=None))
 
 
 class Launcher:
     """Launches a compiled kernel for equal calls. Their descriptors of a tensor differ in its address alone."""
 
-    def __init__(self, kernel: Any, run: Callable[..., object], tiled: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
-        """``run``: see ``raw``; ``tiled``: the names of the tiled tensors, and what their descriptors share."""
-        self.run, self.function, self.metadata = run, kernel.function, kernel.packed_metadata
+    def __init__(self, kernel: Any, run: Raw, tiled: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
+        """``tiled``: the names of the tiled tensors, and what their descriptors share."""
+        self.run, self.fixed = run
         self.encoded: list[tuple[str, dict[int, list[Any]], Callable[[Tensor], list[Any]]]] = []
         if tiled:
             for (name, known), layout in zip(tiled, kernel.metadata.tensordesc_meta):
@@ -65,7 +79,7 @@ class Launcher:
                     kept.clear()
                 found = kept[address] = encode(x)
             tiled += found
-        self.run(grid, 1, 1, stream, self.function, self.metadata, None, None, None, *tiled, *others)
+        self.run(grid, 1, 1, stream, *self.fixed, *tiled, *others)
 
 
 def _encode(x: Tensor, known: Mapping[str, Any], layout: Any) -> list[Any]:

@@ -33,7 +33,7 @@ class Prepared:
         self.plan, self.device, self.instead = plan, device, dict.fromkeys(absent, instead)
         self.gpu = device.index if device.type == "cuda" else None
         self.kernels: tuple[Any, ...] | None = None
-        self.raw: list[Callable[..., object]] = []
+        self.raw: list[direct.Raw] = []
         """For each kernel, what Triton's runner calls, if this Triton is known."""
         self.tiled: list[list[tuple[str, dict[str, Any]]]] = []
         """For each launch, its tiled tensors and what their descriptors share."""

@@ -60,7 +60,7 @@ def test_unknown_versions_and_hooked_launches_go_through_tritons_runner(monkeypa
     kernel, x = _Kernel(), torch.ones(2)
     plan = Plan(launches=[Launch(None, lambda sizes: sizes["T"], ("x", "y"), (7,), (8,), ())])
     prepared = launch.Prepared(plan, x.device, ["y"], "x")
-    prepared.gpu, prepared.kernels, prepared.raw, prepared.tiled = 0, (kernel,), [kernel.run] if known else [], [[]]
+    prepared.gpu, prepared.kernels, prepared.raw, prepared.tiled = 0, (kernel,), [direct.raw(kernel, False)] if known else [], [[]]
     launch.Bound(prepared, {"T": 5}).run({"x": x})
     arguments = x.data_ptr(), x.data_ptr(), 7, 8
     past = "run", 5, 1, 1, 13, 11, (4, 1, 0), None, None, None, *arguments
@@ -72,7 +72,7 @@ def test_descriptors_are_encoded_once_per_address(monkeypatch):
     monkeypatch.setattr(direct, "_encode", lambda x, known, layout: encoded.append(x.data_ptr()) or [known, layout, x.data_ptr()])
     kernel, x = _Kernel(), torch.ones(direct.KEPT + 2)
     kernel.metadata = SimpleNamespace(tensordesc_meta=["layout of x"])
-    launcher = direct.Launcher(kernel, kernel.run, [("x", "known of x")])
+    launcher = direct.Launcher(kernel, direct.raw(kernel, False), [("x", "known of x")])
     for at in (0, 0, 1, 0):
         launcher(5, 13, {"x": x[at:]}, (7,))
         assert kernel.launches[-1][10:] == ("known of x", "layout of x", x[at:].data_ptr(), 7)
@@ -80,6 +80,18 @@ def test_descriptors_are_encoded_once_per_address(monkeypatch):
     for at in range(direct.KEPT + 1):
         launcher(5, 13, {"x": x[at:]}, ())
     assert len(launcher.encoded[0][1]) == 1
+
+
+@pytest.mark.parametrize(("version", "scratch", "inner"), [((3, 6), 0, True), ((3, 6), 8, False), ((3, 7), 0, False)])
+def test_cuda_launchers_of_triton_3_6_are_passed_by_unless_kernels_need_scratch_memory(monkeypatch, version, scratch, inner):
+    class CudaLauncher:
+        launch_cooperative_grid, launch_pdl, global_scratch_size, profile_scratch_size = False, True, 0, scratch
+        launch = "the compiled launcher"
+
+    monkeypatch.setattr(direct, "VERSION", version)
+    kernel = SimpleNamespace(run=CudaLauncher(), function=11, packed_metadata=(4, 1, 0))
+    passed_by = "the compiled launcher", (11, False, True, None, None, (4, 1, 0), None, None, None)
+    assert direct.raw(kernel, False) == (passed_by if inner else (kernel.run, (11, (4, 1, 0), None, None, None)))
 
 
 def test_ones_are_cached_for_each_stream():
