@@ -22,7 +22,7 @@ def differentiable(operator: Operator[Any], seen: Seen, tensors: Tensors, impl: 
     if operator.choice(problem, "forward", impl, True).attached:
         found = operator.run(problem, impl)[0]
         return _Attached.apply(operator, seen, impl, len(found), *found, *tensors)  # type: ignore[no-any-return, no-untyped-call]
-    results = _Call.apply(operator, problem, impl, *tensors)  # type: ignore[no-untyped-call]
+    results = _apply(operator, problem, impl, *tensors)  # type: ignore[no-untyped-call]
     return [x if wanted else None for x, wanted in zip(results, seen.kind.returned)]
 
 
@@ -32,13 +32,13 @@ class _Call(torch.autograd.Function):
         results, residuals = operator.run(problem, impl, saved=True, residuals=True)
         saved = [x for told, x in zip(operator.results, results) if told.saved]
         ctx.save_for_backward(*tensors, *saved, *residuals)
-        ctx.call, ctx.counts = (operator, problem.seen, impl), (len(tensors), len(tensors) + len(saved))
+        ctx.call = operator, problem.seen, impl, len(tensors), len(tensors) + len(saved)
         ctx.set_materialize_grads(False)
         return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *d_results: Tensor | None) -> tuple[Any, ...]:
-        (operator, seen, impl), (inputs, outputs) = ctx.call, ctx.counts
+        operator, seen, impl, inputs, outputs = ctx.call
         kept, needed = ctx.saved_tensors, ctx.needs_input_grad[3:]
         tensors, results, residuals = kept[:inputs], kept[inputs:outputs], kept[outputs:]
         signature, given = seen.kind.signature, seen.kind.given
@@ -49,9 +49,13 @@ class _Call(torch.autograd.Function):
         else:
             same = operator.recall(function, tensors, given)  # hooks of saved tensors may have changed strides
             problem = operator.known(same or operator.learn(signature, tensors, given), tensors)
-            wanted = tuple(need for need, gradient in zip(needed, operator.gradient) if gradient)
+            wanted = tuple([need for need, gradient in zip(needed, operator.gradient) if gradient])
             found = operator.gradients(problem, impl, Upstream(tuple(upstream), results, residuals, wanted))
         return None, None, None, *operator.placed(found, needed)
+
+
+_apply = super(torch.autograd.Function, _Call).apply
+"""Without what ``Function.apply`` does for transforms, which are not on the fast path."""
 
 
 class _Attached(torch.autograd.Function):

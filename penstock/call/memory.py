@@ -133,24 +133,29 @@ def layout(part: Any, counted: int = 1) -> Hashable:
     """The part of an entry of ``exact`` that kernels depend on: no counted sizes, and no stride of a first axis of size 1."""
     if part is None:
         return None
-    shape, strides, *others = part
-    return shape[counted:], strides if not shape or shape[0] != 1 else strides[1:], *others
+    shape, strides, dtype, device, address = part
+    return shape[counted:], strides if not shape or shape[0] != 1 else strides[1:], dtype, device, address
 
 
 def likeness(signature: Signature, parts: Sequence[Any], options: Sequence[Any]) -> tuple[Hashable, dict[str, int]] | None:
     """A key for alike calls, and the sizes of the counted axes; None if tensors do not agree on them."""
-    counts: dict[str, int] = {}
-    layouts = []
-    for argument, axes, part in zip(signature.arguments, signature.counted, parts):
-        if part is None:
-            if argument.otherwise is not None:
-                counts.setdefault(argument.otherwise[0], counts.get(argument.otherwise[1], 0))
-        elif len(part[0]) < len(axes):
-            return None
-        else:
-            for (axis, more), size in zip(axes, part[0]):
-                if counts.setdefault(axis, size - more) != size - more:
-                    return None
+    shapes: dict[Any, tuple[int, ...]] = {}
+    layouts: list[Hashable] = []
+    for axes, part in zip(signature.counted, parts):
         layouts.append(layout(part, len(axes)))
+        if part is not None and axes and shapes.setdefault(axes, part[0][: len(axes)]) != part[0][: len(axes)]:
+            return None
+    counts: dict[str, int] = {}
+    for axes, shape in shapes.items():
+        if len(shape) < len(axes):
+            return None
+        for (axis, more), size in zip(axes, shape):
+            if counts.setdefault(axis, size - more) != size - more:
+                return None
+    for argument, part in zip(signature.arguments, parts):
+        if part is None and argument.otherwise is not None:
+            axis, other = argument.otherwise
+            if counts.setdefault(axis, counts.get(other, 0)) != counts.get(other, 0):
+                return None
     rough = tuple([rounded(size) for size in counts.values()])
     return (signature.function, tuple(options), tuple(map(type, options)), rough, *layouts), counts

@@ -73,6 +73,8 @@ class Operator(Generic[P]):
         self.names = tuple(one.name for one in self.arguments)
         self.option_names = tuple(one.name for one in options)
         self.gradient = tuple(one.gradient for one in self.arguments)
+        self.places = tuple([sum(self.gradient[:place]) if one else None for place, one in enumerate(self.gradient)])
+        """For each argument, the index of its gradient among the gradients, or None."""
         self.cast = tuple(place == 0 or one.like == self.names[0] for place, one in enumerate(self.arguments))
         self.in_place = any(one.written for one in self.arguments)
         self.mode: Mode = "advance" if self.in_place else "forward"
@@ -207,9 +209,7 @@ class Operator(Generic[P]):
 
     def placed(self, gradients: Sequence[Tensor | None], needed: Sequence[bool]) -> list[Tensor | None]:
         """For each argument its gradient, None if it is not needed or the argument is not differentiable."""
-        found = iter(gradients)
-        every = [next(found) if gradient else None for gradient in self.gradient]
-        return [x if need else None for x, need in zip(every, needed)]
+        return [gradients[place] if need and place is not None else None for place, need in zip(self.places, needed)]
 
     @staticmethod
     def unpacked(results: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -246,7 +246,7 @@ class Operator(Generic[P]):
         """The requested results, with ``saved`` also the results that the backward pass needs, and with ``residuals`` its residuals."""
         one = self.choice(problem, self.mode, impl, residuals)
         kept: Tensors = ()
-        with no_autocast(problem.tensors[0]):
+        with no_autocast(problem.first):
             if self.in_place:
                 results: Tensors = (one.advance(problem),)  # type: ignore[misc]
                 self.count_write(problem)
@@ -261,12 +261,12 @@ class Operator(Generic[P]):
 
     def count_write(self, problem: Problem) -> None:
         """Tell autograd of the write: kernels do not. A backward pass through an earlier use of the argument then raises."""
-        written = problem.tensors[problem.signature.written]
+        written = problem.__dict__[self.names[problem.signature.written]]
         if written is not None and not written.is_inference():
             torch.autograd.graph.increment_version(written)
 
     def gradients(self, problem: Problem, impl: str, upstream: Upstream) -> Tensors:
-        """Gradients of the differentiable arguments, contiguous; None for arguments that are missing or need none."""
-        with no_autocast(problem.tensors[0]), torch.no_grad():
+        """Gradients of the differentiable arguments, contiguous; None for arguments that are missing or need none. Not differentiable."""
+        with no_autocast(problem.first):
             found = self.choice(problem, "backward", impl).gradients(problem, upstream)
         return [None if x is None else x.contiguous() for x in found]

@@ -56,6 +56,11 @@ class Problem:
         return self.signature.function
 
     @property
+    def first(self) -> Tensor:
+        """The first argument, which every call has."""
+        return self.__dict__[self.operator.names[0]]  # type: ignore[no-any-return]
+
+    @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         """In the order of the declaration."""
         return tuple([self.__dict__[name] for name in self.operator.names])

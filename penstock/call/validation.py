@@ -57,7 +57,7 @@ def known_values(name: str) -> Iterator[None]:
 
 def reads_values(tensor: Tensor) -> bool:
     """Whether values of this tensor are checked."""
-    return (tensor.device.type == "cpu" or _checking_values.get()) and not private.is_fake(tensor) and not private.in_transform()
+    return (tensor.is_cpu or _checking_values.get()) and not private.is_fake(tensor) and not private.in_transform()
 
 
 def check_types(signature: Signature, tensors: Sequence[object], options: Sequence[Option], values: Sequence[object]) -> None:

@@ -63,11 +63,10 @@ def _descriptor() -> Any:
 
 def description(x: Tensor, tile: Tile) -> dict[str, Any]:
     """The fields of a descriptor that tensors of one layout share."""
-    strides, box = [x.stride(tile.axes - 1), 1], [tile.rows, tile.columns]
     return {
         "columns": prod(x.shape[tile.axes :]),
-        "strides": strides,
-        "block_shape": box,
+        "strides": [x.stride(tile.axes - 1), 1],
+        "block_shape": [tile.rows, tile.columns],
         "layout": _layout(8 * x.element_size()),
         "padding": "zero",
     }
@@ -76,5 +75,7 @@ def description(x: Tensor, tile: Tile) -> dict[str, Any]:
 def described(x: Tensor, known: Mapping[str, Any]) -> Any:
     """The descriptor of a tensor. It skips Triton's checks: they were done when the launch was planned."""
     one, columns = object.__new__(_descriptor()), known["columns"]
-    one.__dict__.update(known, base=x, shape=[x.numel() // columns, columns])
+    fields = one.__dict__
+    fields.update(known)
+    fields["base"], fields["shape"] = x, [x.numel() // columns, columns]
     return one

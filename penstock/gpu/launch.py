@@ -6,17 +6,22 @@ equal call is little more than the launches.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..call import private
 from ..call.memory import exact, layout
 from ..call.problem import Problem
+from . import direct
+from .hopper import described
 from .plan import Launch, Plan, Sizes, contiguous, value
 from .target import Target, interpreting
 
@@ -24,11 +29,20 @@ from .target import Target, interpreting
 class Prepared:
     """A plan with its compiled kernels, for alike calls."""
 
-    def __init__(self, plan: Plan, device: torch.device) -> None:
-        self.plan, self.device = plan, device
+    def __init__(self, plan: Plan, device: torch.device, absent: Sequence[str], instead: str) -> None:
+        """``absent``: tensors that these calls do not have. Kernels get the tensor ``instead`` as a dummy pointer."""
+        self.plan, self.device, self.instead = plan, device, dict.fromkeys(absent, instead)
+        self.gpu = device.index if device.type == "cuda" else None
         self.kernels: tuple[Any, ...] | None = None
-        self.descriptions: list[list[dict[str, Any]]] = []
-        """For each launch, the descriptors of its tiled tensors."""
+        self.raw: list[direct.Raw] = []
+        """For each kernel, what Triton's runner calls, if this Triton is known."""
+        self.tiled: list[list[tuple[str, dict[str, Any]]]] = []
+        """For each launch, its tiled tensors and what their descriptors share."""
+        others = [[self.instead.get(name, name) for name in one.tensors[len(one.tiles) :]] for one in plan.launches]
+        self.addressed = tuple({name: None for names in others for name in names})
+        """The other tensors of all launches."""
+        self.others = [tuple(map(self.addressed.index, names)) for names in others]
+        """For each launch, the places of its other tensors in ``addressed``."""
         self.numbers = [_Template(one.numbers) for one in plan.launches]
         self.memory = [(name, _Template(shape), dtype) for name, (shape, dtype) in plan.memory.items()]
 
@@ -36,21 +50,25 @@ class Prepared:
         """Compile all kernels in parallel, for tensors like these."""
         if self.kernels is None:
             plan = self.plan.at(sizes)
-            self.descriptions = [one.descriptions(tensors) for one in plan.launches]
-            job = partial(self._compile_one, tensors=tensors)
+            given = {**tensors, **{name: tensors[other] for name, other in self.instead.items()}}
+            job = partial(self._compile_one, tensors=given)
             if len(plan.launches) == 1 or interpreting():
-                self.kernels = tuple(map(job, plan.launches))
+                kernels = tuple(map(job, plan.launches))
             else:
                 with ThreadPoolExecutor(len(plan.launches)) as pool:
-                    self.kernels = tuple(pool.map(job, plan.launches))
+                    kernels = tuple(pool.map(job, plan.launches))
+            self.tiled = [list(zip(one.tensors, one.descriptions(given))) for one in plan.launches]
+            if direct.KNOWN and not interpreting():
+                self.raw = [direct.raw(kernel, bool(one.tiles)) for kernel, one in zip(kernels, plan.launches)]
+            self.kernels = kernels
         return self.kernels
 
     def _compile_one(self, launch: Launch, tensors: Mapping[str, Tensor]) -> Any:
         """The compiled kernel; ``[grid]`` gives a function that launches it."""
         if interpreting():
             return _Interpreted(launch.kernel, dict(launch.options))
-        with _at(self.device):  # each thread has its own current device
-            arguments = launch.arguments(tensors, launch.descriptions(tensors), tensors)
+        with _at(self.gpu):  # each thread has its own current device
+            arguments = launch.arguments(tensors)
             return launch.kernel.warmup(*arguments, *launch.numbers, *launch.constants, grid=(1, 1, 1), **dict(launch.options))
 
 
@@ -81,56 +99,107 @@ class _Interpreted:
         return partial(self.kernel[grid], **self.options)
 
 
+class Step(NamedTuple):
+    """A launch of a bound plan."""
+
+    kernel: Any
+    launcher: direct.Launcher | None
+    """Launches without Triton's runner, if this Triton is known."""
+    grid: int
+    tiled: list[tuple[str, dict[str, Any]]]
+    """The tiled tensors, which come first, and what their descriptors share."""
+    others: Callable[[Sequence[Any]], tuple[Any, ...]]
+    """Picks the addresses of the other tensors."""
+    numbers: tuple[Any, ...]
+    """Numbers and constants."""
+
+
 class Bound:
     """A prepared plan for equal calls: all sizes are numbers."""
 
-    def __init__(self, prepared: Prepared, sizes: Sizes, absent: list[str]) -> None:
-        self.prepared, self.sizes, self.absent = prepared, sizes, absent
-        self.launches, self.constants, self.device = prepared.plan.launches, prepared.plan.constants, prepared.device
+    def __init__(self, prepared: Prepared, sizes: Sizes) -> None:
+        self.prepared, self.sizes, self.device, self.gpu = prepared, sizes, prepared.device, prepared.gpu
+        self.addressed, self.empty = _picked(prepared.addressed), private.empty_strided(prepared.device)
+        self.constants, self.tiled = prepared.plan.constants, any(one.tiles for one in prepared.plan.launches)
         shapes = [(name, shape.at(sizes), dtype) for name, shape, dtype in prepared.memory]
         self.memory = [(name, shape, contiguous(shape), dtype) for name, shape, dtype in shapes]
-        self.numbers = [numbers.at(sizes) + one.constants for numbers, one in zip(prepared.numbers, self.launches)]
-        self.runners: list[Callable[..., object]] | None = None
+        self.steps: list[Step] | None = None
 
     def run(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Add the plan's memory to ``tensors`` and launch its kernels."""
-        device, launches = self.device, self.launches
+        stream = 0 if self.gpu is None else private.raw_stream(self.gpu)
         for name, one in self.constants.items():
-            tensors[name] = _constant(*one, device)
-        for name, shape, strides, dtype in self.memory:
-            tensors[name] = torch.empty_strided(shape, strides, dtype=dtype, device=device)
-        with _at(device):
-            if self.runners is None:
-                kernels = self.prepared.compile(tensors, self.sizes)
-                self.runners = [kernel[value(one.grid, self.sizes), 1, 1] for kernel, one in zip(kernels, launches)]
-            given = (
-                tensors if interpreting() else {name: x.data_ptr() for name, x in tensors.items()}
-            )  # saves Triton a call of data_ptr per launch
-            for runner, one, known, numbers in zip(self.runners, launches, self.prepared.descriptions, self.numbers):
-                runner(*one.arguments(tensors, known, given), *numbers)
+            tensors[name] = _constant(one, self.device, stream)
+        with _at(self.gpu):
+            for name, shape, strides, dtype in self.memory:
+                tensors[name] = self.empty(shape, strides, dtype)
+            if self.steps is None:
+                self.steps = self._steps(tensors)
+            given = self.addressed(tensors)
+            if not interpreting():
+                given = tuple(map(Tensor.data_ptr, given))
+            if self.tiled and self.gpu is not None:
+                _with_context(self.gpu)
+            past = not direct.hooked()
+            for kernel, launcher, grid, tiled, others, numbers in self.steps:
+                arguments = others(given) + numbers
+                if past and launcher is not None:
+                    launcher(grid, stream, tensors, arguments)
+                else:
+                    kernel[grid, 1, 1](*[described(tensors[name], known) for name, known in tiled], *arguments)
         return tensors
 
+    def _steps(self, tensors: Mapping[str, Tensor]) -> list[Step]:
+        prepared, sizes, steps = self.prepared, self.sizes, []
+        kernels = prepared.compile(tensors, sizes)
+        for at, (kernel, one) in enumerate(zip(kernels, prepared.plan.launches)):
+            numbers = prepared.numbers[at].at(sizes) + one.constants
+            tiled = prepared.tiled[at]
+            launcher = direct.Launcher(kernel, prepared.raw[at], tiled) if prepared.raw else None
+            steps.append(Step(kernel, launcher, value(one.grid, sizes), tiled, _picked(prepared.others[at]), numbers))
+        return steps
 
-def _constant(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
-    """A constant tensor. Cached, unless it is made during the capture of a CUDA graph, which owns the memory."""
-    key, device = (function, *arguments), arguments[-1]
-    found = _kept.get(key)
-    if found is None:
-        found = function(*arguments)
-        if not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-            _kept[key] = found
-    return found
+
+def _picked(keys: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:
+    """A function that looks up all keys. ``itemgetter`` gives a tuple for more than one key."""
+    return itemgetter(*keys) if len(keys) > 1 else lambda x: tuple([x[key] for key in keys])
 
 
 _kept: dict[tuple[Any, ...], Tensor] = {}
+
+
+def _constant(one: tuple[Any, ...], device: torch.device, stream: int) -> Tensor:
+    """A constant tensor, from a function and its arguments. Cached for each stream, because no other one waits for the values; not during
+    the capture of a CUDA graph, which would own the memory.
+    """
+    found = _kept.get((one, device, stream))
+    if found is None:
+        function, *arguments = one
+        found = function(*arguments, device)
+        if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+            _kept[one, device, stream] = found
+    return found
+
+
+_thread = threading.local()
+
+
+def _with_context(gpu: int) -> None:
+    """Descriptors of tiled tensors are encoded by the driver. It needs the device's context, which a new thread does not have."""
+    known: set[int] = _thread.__dict__.setdefault("devices", set())
+    if gpu not in known:
+        torch.cuda.Event().record()
+        known.add(gpu)
+
+
 _NOTHING = nullcontext()
 
 
-def _at(device: torch.device) -> AbstractContextManager[object]:
+def _at(gpu: int | None) -> AbstractContextManager[object]:
     """Triton launches on the current device."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
+    if gpu is None or gpu == private.current_device():
         return _NOTHING
-    return torch.cuda.device(device)
+    return torch.cuda.device(gpu)
 
 
 _trial: Hashable = None
@@ -156,8 +225,7 @@ def run(
 
     Missing tensors get the first tensor of the problem as a dummy pointer.
     """
-    seen, first = p.seen, p.tensors[0]
-    assert first is not None
+    seen = p.seen
     key = name, exact(more) if more else (), torch.get_float32_matmul_precision(), _trial
     bound = seen.bound.get(key)
     if bound is None:
@@ -166,9 +234,7 @@ def run(
         prepared = plans.get(rough)
         if prepared is None:
             at = target._replace(table={**target.table, **_tried}) if _tried else target
-            prepared = plans[rough] = Prepared(planned(at), first.device)
-        bound = seen.bound[key] = Bound(prepared, p.sizes, [name for name, x in tensors.items() if x is None])
-    for one in bound.absent:
-        tensors[one] = first
-    found: dict[str, Tensor] = bound.run(tensors)  # type: ignore[arg-type]
-    return found
+            first, absent = p.operator.names[0], [name for name, x in tensors.items() if x is None]
+            prepared = plans[rough] = Prepared(planned(at), p.__dict__[first].device, absent, first)
+        bound = seen.bound[key] = Bound(prepared, p.sizes)
+    return bound.run(tensors)  # type: ignore[arg-type]

@@ -44,12 +44,10 @@ class Launch(NamedTuple):
         """The descriptors of the tiled tensors."""
         return [hopper.description(tensors[name], tile) for name, tile in zip(self.tensors, self.tiles)]
 
-    def arguments(self, tensors: Mapping[str, Tensor], known: Sequence[Mapping[str, Any]], others: Mapping[str, Any]) -> list[Any]:
-        """The tensor arguments of the kernel: descriptors of the tiled tensors, the rest looked up in ``others``."""
-        if not known:
-            return [others[name] for name in self.tensors]
-        tiled = [hopper.described(tensors[name], one) for name, one in zip(self.tensors, known)]
-        return tiled + [others[name] for name in self.tensors[len(tiled) :]]
+    def arguments(self, tensors: Mapping[str, Tensor]) -> list[Any]:
+        """The tensor arguments of the kernel: descriptors of the tiled tensors, then the other tensors."""
+        tiled = [hopper.described(tensors[name], one) for name, one in zip(self.tensors, self.descriptions(tensors))]
+        return tiled + [tensors[name] for name in self.tensors[len(tiled) :]]
 
 
 @dataclass
@@ -94,12 +92,11 @@ class Plan:
 
 
 def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor. ``torch.empty_strided`` takes half the time of ``torch.empty``."""
-    strides, step = [0] * len(shape), 1
-    for axis in range(len(shape) - 1, -1, -1):
-        strides[axis] = step
-        step *= shape[axis]
-    return tuple(strides)
+    """Strides of a contiguous tensor."""
+    strides = [1]
+    for size in shape[:0:-1]:
+        strides.append(strides[-1] * size)
+    return tuple(strides[::-1])
 
 
 def dense(indices: Tensor | None) -> Tensor | None:

@@ -24,12 +24,14 @@ class Gradients(NamedTuple):
 def summed(shares: Tensor, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """The sum of an input's gradient over leading axes that the input does not have, in its dtype or the given one."""
     more = tuple(range(shares.dim() - like.dim()))
-    return (shares.sum(more) if more else shares).to(dtype or like.dtype)
+    found = shares.sum(more) if more else shares
+    dtype = dtype or like.dtype
+    return found if found.dtype == dtype else found.to(dtype)
 
 
 def nothing(p: Tokens) -> bool:
     """Whether there are no tokens, so that no kernel is launched."""
-    return 0 in p.q.shape or 0 in p.v.shape
+    return not p.sizes["B"] or not p.sizes["T"]
 
 
 def forward_of_nothing(p: Recurrence) -> tuple[Tensor, Tensor]:

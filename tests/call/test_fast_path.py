@@ -40,6 +40,16 @@ def test_equal_calls_are_validated_once(fresh, values_unread):
     assert all(torch.equal(x, results[0]) for x in results)
 
 
+def test_equal_calls_of_a_compiled_function_are_validated_once(fresh, values_unread):
+    tensors = {name: None if x is None else x.requires_grad_() for name, x in draw(CASE).items()}
+    compiled = torch.compile(lambda tensors: call(CASE, tensors, "cpu").output, backend="aot_eager", fullgraph=True)
+    compiled(tensors).sum().backward()
+    validated = len(fresh)
+    for _ in range(3):
+        compiled(tensors).sum().backward()
+    assert len(fresh) == validated
+
+
 def test_values_are_validated_every_time_on_a_cpu(fresh):
     tensors = draw(CASE)
     call(CASE, tensors, "chunkwise")

@@ -15,6 +15,7 @@ from contract import run
 from torch import Tensor
 
 import penstock as ps
+from penstock.gpu import direct
 from penstock.recurrence import cuda
 from penstock.recurrence.operators import RECURRENCE
 from penstock.recurrence.variants import VARIANTS
@@ -128,6 +129,16 @@ def test_equal_calls_give_equal_bits(make, dtype):
     first = work.run()
     for _ in range(3):
         assert same(work.run(), first)
+
+
+@every_call
+def test_launches_through_tritons_runner_give_equal_bits(make, monkeypatch):
+    """As when a tool has set hooks."""
+    work = make(333)
+    first, again = work.run(), work.run()
+    monkeypatch.setattr(direct, "hooked", lambda: True)
+    assert same(again, first)
+    assert same(work.run(), first)
 
 
 @every_call

@@ -176,7 +176,7 @@ def _configuration(
 
 def run(kernel: Kernel, blocks: int, device: torch.device, *arguments: ctypes.Array[Any] | ctypes._SimpleCData[Any]) -> None:
     """Launch a number of thread blocks. The tests replace this function by an emulation on the CPU."""
-    if device.index != torch.cuda.current_device():
+    if device.index != private.current_device():
         with torch.cuda.device(device):
             return run(kernel, blocks, device, *arguments)
     driver = _driver()

@@ -17,8 +17,8 @@ Inputs = dict[str, Tensor | None]
 Residuals = tuple[Tensor | None, ...]
 
 
-def _tokens(p: Tokens) -> Inputs:
-    return {"q": p.q, "k": p.k, "v": p.v, "g": p.g, "u": p.u, "cu_seqlens": dense(p.cu_seqlens)}
+def _tokens(p: Tokens, **more: Tensor | None) -> Inputs:
+    return {"q": p.q, "k": p.k, "v": p.v, "g": p.g, "u": p.u, "cu_seqlens": dense(p.cu_seqlens), **more}
 
 
 def _name(name: str, p: Tokens) -> str:
@@ -26,8 +26,8 @@ def _name(name: str, p: Tokens) -> str:
     return name + " of a block" * p.partial
 
 
-def _inputs(p: Recurrence) -> Inputs:
-    return _tokens(p) | {"initial_state": p.initial_state}
+def _inputs(p: Recurrence, **more: Tensor | None) -> Inputs:
+    return _tokens(p, initial_state=p.initial_state, **more)
 
 
 def chunk_forward(p: Recurrence, keep: bool = False) -> tuple[Tensor, Tensor, Residuals]:
@@ -53,7 +53,7 @@ def advance(p: Advance) -> Tensor:
         return wide.advance(p, advance)
     if in_place.pieces(p):
         p = in_place.arranged(p)
-    tensors = _tokens(p) | {"state": p.state, "slots": dense(p.slots)}
+    tensors = _tokens(p, state=p.state, slots=dense(p.slots))
     return launch.run(_name("advance", p), p, target(p.q.device), lambda at: in_place.advance_plan(p, at), tensors)["output"]
 
 
@@ -65,7 +65,7 @@ def chunk_backward(p: Recurrence, d_output: Tensor, d_final_state: Tensor | None
     found = launch.run(
         _name("chunk backward" + " without dg" * (not dg), p), p, target(p.q.device),
         lambda at: plan.chunk_backward_plan(p, d_output, d_final_state, at, states, dg),
-        _inputs(p) | {"d_output": d_output, "d_final_state": d_final_state, "states": states}, d_output, d_final_state, states,
+        _inputs(p, d_output=d_output, d_final_state=d_final_state, states=states), d_output, d_final_state, states,
     )  # fmt: skip
     d_gate, du = (
         None if x is None or name not in found else summed(found[name], x, p.summand(x)) for name, x in (("dg", p.g), ("du", p.u))
@@ -77,7 +77,7 @@ def recurrent_backward(p: Recurrence, d_output: Tensor, d_final_state: Tensor | 
     """All gradients token by token. Partial sums of blocks of V are added here."""
     if p.sizes["K"] > wide.WIDTH:
         return wide.backward(p, d_final_state, lambda n, one, d_state: recurrent_backward(one, d_output, d_state))
-    tensors = _inputs(p) | {"d_output": d_output, "d_final_state": d_final_state}
+    tensors = _inputs(p, d_output=d_output, d_final_state=d_final_state)
     found = launch.run(
         _name("recurrent backward", p), p, target(p.q.device), lambda at: plan.recurrent_backward_plan(p, d_output, d_final_state, at),
         tensors, d_output, d_final_state,

@@ -1,0 +1,107 @@
+"""How launches reach Triton. They need no GPU."""
+
+import inspect
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from penstock.gpu import direct, launch  # noqa: E402
+from penstock.gpu.plan import Launch, Plan  # noqa: E402
+
+
+@pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
+def test_hooks_of_tools_are_noticed(hook):
+    def watch(metadata):
+        raise AssertionError
+
+    before = getattr(triton.knobs.runtime, hook)
+    assert not direct.hooked()
+    if hasattr(before, "add"):
+        before.add(watch)
+        assert direct.hooked()
+        before.remove(watch)
+    assert not direct.hooked()
+    setattr(triton.knobs.runtime, hook, watch)
+    assert direct.hooked()
+    setattr(triton.knobs.runtime, hook, before)
+    assert not direct.hooked()
+
+
+@pytest.mark.skipif(not direct.KNOWN, reason="this Triton's launches go through its runner")
+def test_triton_runs_compiled_kernels_as_launches_do():
+    """direct.Launcher calls a kernel's ``run`` with the arguments that Triton's runner passes."""
+    runner = inspect.getsource(triton.compiler.CompiledKernel.__getitem__).split()
+    passed = "self.run(grid[0], grid[1], grid[2], stream, self.function, self.packed_metadata, launch_metadata,"
+    assert passed in " ".join(runner)
+
+
+class _Kernel:
+    function, packed_metadata = 11, (4, 1, 0)
+
+    def __init__(self):
+        self.launches = []
+
+    def run(self, *arguments):
+        self.launches.append(("run", *arguments))
+
+    def __getitem__(self, grid):
+        return lambda *arguments: self.launches.append((grid, *arguments))
+
+
+@pytest.mark.parametrize(("known", "hooked"), [(True, False), (False, False), (True, True)])
+def test_unknown_versions_and_hooked_launches_go_through_tritons_runner(monkeypatch, known, hooked):
+    monkeypatch.setattr(direct, "hooked", lambda: hooked)
+    monkeypatch.setattr(launch, "interpreting", lambda: False)
+    monkeypatch.setattr(launch.private, "raw_stream", lambda gpu: 13)
+    monkeypatch.setattr(launch.private, "current_device", lambda: 0)
+    kernel, x = _Kernel(), torch.ones(2)
+    plan = Plan(launches=[Launch(None, lambda sizes: sizes["T"], ("x", "y"), (7,), (8,), ())])
+    prepared = launch.Prepared(plan, x.device, ["y"], "x")
+    prepared.gpu, prepared.kernels, prepared.raw, prepared.tiled = 0, (kernel,), [direct.raw(kernel, False)] if known else [], [[]]
+    launch.Bound(prepared, {"T": 5}).run({"x": x})
+    arguments = x.data_ptr(), x.data_ptr(), 7, 8
+    past = "run", 5, 1, 1, 13, 11, (4, 1, 0), None, None, None, *arguments
+    assert kernel.launches == [past if known and not hooked else ((5, 1, 1), *arguments)]
+
+
+def test_descriptors_are_encoded_once_per_address(monkeypatch):
+    encoded = []
+    monkeypatch.setattr(direct, "_encode", lambda x, known, layout: encoded.append(x.data_ptr()) or [known, layout, x.data_ptr()])
+    kernel, x = _Kernel(), torch.ones(direct.KEPT + 2)
+    kernel.metadata = SimpleNamespace(tensordesc_meta=["layout of x"])
+    launcher = direct.Launcher(kernel, direct.raw(kernel, False), [("x", "known of x")])
+    for at in (0, 0, 1, 0):
+        launcher(5, 13, {"x": x[at:]}, (7,))
+        assert kernel.launches[-1][10:] == ("known of x", "layout of x", x[at:].data_ptr(), 7)
+    assert encoded == [x[at:].data_ptr() for at in (0, 1)]
+    for at in range(direct.KEPT + 1):
+        launcher(5, 13, {"x": x[at:]}, ())
+    assert len(launcher.encoded[0][1]) == 1
+
+
+@pytest.mark.parametrize(("version", "scratch", "inner"), [((3, 6), 0, True), ((3, 6), 8, False), ((3, 7), 0, False)])
+def test_cuda_launchers_of_triton_3_6_are_passed_by_unless_kernels_need_scratch_memory(monkeypatch, version, scratch, inner):
+    class CudaLauncher:
+        launch_cooperative_grid, launch_pdl, global_scratch_size, profile_scratch_size = False, True, 0, scratch
+        launch = "the compiled launcher"
+
+    monkeypatch.setattr(direct, "VERSION", version)
+    kernel = SimpleNamespace(run=CudaLauncher(), function=11, packed_metadata=(4, 1, 0))
+    passed_by = "the compiled launcher", (11, False, True, None, None, (4, 1, 0), None, None, None)
+    assert direct.raw(kernel, False) == (passed_by if inner else (kernel.run, (11, (4, 1, 0), None, None, None)))
+
+
+def test_constants_are_cached_for_each_stream():
+    """Another stream does not wait for the values."""
+
+    def made(count, device):
+        return torch.ones(count, device=device)
+
+    device = torch.device("cpu")
+    first = launch._constant((made, 16), device, 1)
+    assert launch._constant((made, 16), device, 1) is first
+    assert launch._constant((made, 16), device, 2) is not first
+    assert first.shape == (16,)
