@@ -1,7 +1,7 @@
 """When the Hopper kernels replace the plain chunk kernels, and their launch parameters.
 
 ``hopper_forward`` and ``hopper_backward`` take any decay. At K = 256 there are not enough registers for the state and the tiles of all
-levels. ``hopper_anchored`` then replaces the plain kernel's first launch; the later launches compute chunks with strong decays.
+levels. ``hopper_anchored`` then replaces the plain kernel's first loop; a launch of the plain kernel computes what follows.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Forward(NamedTuple):
 
     kernel: Any
     every_decay: bool
-    """Whether the kernel takes every decay, so that no later launches are needed."""
+    """Whether the kernel takes every decay, so that no second launch is needed."""
     tiles: tuple[Tile, ...]
     registers: int
     """Registers of each thread at launch."""

@@ -1,6 +1,6 @@
 """The chunkwise forward kernel for decays per channel on Hopper at K = 256, in Gluon: factors with one anchor per chunk and channel.
 
-It replaces the first launch of ``chunk_forward`` (formula there) for bfloat16 products. A program processes the chunks of a span of
+It replaces the first loop of ``chunk_forward`` (formula there) for bfloat16 products. A program processes the chunks of a span of
 tokens with BLOCKS blocks of 64 value channels. Its warps are specialized:
 
 - ``prepare``: loads decays one chunk ahead into registers. It replaces k in shared memory by k o 2^(M - G) and q by q o 2^(Gq - M). It

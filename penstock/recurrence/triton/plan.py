@@ -21,8 +21,8 @@ from . import chunk_backward, chunk_forward, hopper, recurrent, segments, tiles
 from .table import DECAYS, LEAST, READS, KernelConfig, Key, config
 
 LIMITS = {"bf16": 200.0, "tf32": 200.0, "tf32x3": 32.0, "ieee": 32.0}
-"""The strongest decay of tokens that share an anchor, log2 units, in chunks with several anchors or a scalar decay. Factors must not
-overflow in float32. If products have float32 accuracy, sums of decays need it too (half an ulp of 32 is 2e-6)."""
+"""The strongest scalar decay of a chunk, log2 units, whose decays between tokens are differences of sums. If products have float32
+accuracy, these need it too (half an ulp of 32 is 2e-6)."""
 
 NONE, SCALAR, CHANNEL = (kind.value for kind in (tiles.NONE, tiles.SCALAR, tiles.CHANNEL))
 FEW = 16
