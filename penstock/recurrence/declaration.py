@@ -35,6 +35,12 @@ class Tokens(Problem):
     u: Tensor | None  # [H, K]
     cu_seqlens: Tensor | None  # [N + 1], packed with B = 1
     scale: float
+    partial: bool = False
+    """Whether this is a block of key channels of a call: its output, and gradients that blocks share, stay float32."""
+
+    def summand(self, x: Tensor) -> torch.dtype:
+        """The dtype of a result like x that is a sum over key channels."""
+        return torch.float32 if self.partial else x.dtype
 
     @property
     def variant(self) -> Variant:

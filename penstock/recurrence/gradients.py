@@ -21,10 +21,10 @@ class Gradients(NamedTuple):
     initial_state: Tensor | None
 
 
-def summed(shares: Tensor, like: Tensor) -> Tensor:
-    """The sum of an input's gradient over leading axes that the input does not have, in its dtype."""
+def summed(shares: Tensor, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The sum of an input's gradient over leading axes that the input does not have, in its dtype or the given one."""
     more = tuple(range(shares.dim() - like.dim()))
-    return (shares.sum(more) if more else shares).to(like.dtype)
+    return (shares.sum(more) if more else shares).to(dtype or like.dtype)
 
 
 def nothing(p: Tokens) -> bool:

@@ -40,7 +40,7 @@ def test_random_calls_equal_each_sequence_alone(variant, dtype, pool, layout, st
 
 
 @pytest.mark.parametrize("kind", [FLOAT32, BFLOAT16, FLOAT16], ids=str)
-@pytest.mark.parametrize("sizes", [(32, 64, 64), (16, 128, 128), (8, 100, 36), (4, 256, 512)], ids=str)
+@pytest.mark.parametrize("sizes", [(32, 64, 64), (16, 128, 128), (8, 100, 36), (4, 256, 512), (2, 520, 64)], ids=str)
 @pytest.mark.parametrize("variant", ["simple_gla", "gla", "rwkv6"])
 def test_decode_steps_of_many_rows_equal_steps_of_one(variant, sizes, kind):
     """The block of V follows the number of rows."""

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from cases import Case, call, check_near_underflow, draw, problem_of
+from cases import TRITON, Case, call, check_near_underflow, draw, problem_of
 from contract import check_contract, measured
 
 import penstock as ps
@@ -143,10 +143,10 @@ def test_saved_states_equal_recomputed_states(case):
     problem = problem_of(case, draw(case))
     output, final_state, states = launch.chunk_forward(problem, keep=True)
     alone = launch.chunk_forward(problem)
-    assert states is not None
+    assert None not in states
     assert torch.equal(output, alone[0])
     assert torch.equal(final_state, alone[1])
-    assert alone[2] is None
+    assert not any(alone[2])
     upstream, d_final = torch.randn_like(output), torch.randn_like(final_state)
     given = launch.chunk_backward(problem, upstream, d_final, states)
     for found, wanted in zip(given, launch.chunk_backward(problem, upstream, d_final)):
@@ -180,13 +180,46 @@ def test_auto_does_not_choose_the_interpreter():
 
 
 def test_chunked_kernels_refuse_updates_in_place_and_large_states():
-    case = Case("gla", B=1, T=1, H=1, K=300, V=4)
-    with pytest.raises(ps.ImplementationRefused, match="at most K = 256"):
+    case = Case("gla", B=1, T=1, H=1, K=2049, V=4)
+    with pytest.raises(ps.ImplementationRefused, match="at most K = 2048 and V = 2048"):
         call(case, draw(case), "triton_chunkwise")
     t = draw(replace(case, K=30))
     arguments = [t[name] for name in ("q", "k", "v", "g", "u")]
     with pytest.raises(ps.ImplementationRefused, match="no form that works in place"):
         ps.decode_step("gla", *arguments, state=t["initial_state"], impl="triton_chunkwise")
+
+
+WIDE = (
+    Case("gla", B=1, H=2, T=20, K=300, V=12),
+    Case("rwkv6", H=1, lengths=(0, 19, 3), K=260, V=12, dtype=torch.bfloat16, others=torch.float32),
+    Case("simple_gla", B=1, H=1, T=20, K=260, V=520, dtype=torch.float16),
+    *slow(
+        Case("rwkv5", B=1, H=1, T=20, K=513, V=20),
+        Case("retention", H=1, lengths=(20, 3), K=1024, V=20),
+        Case("linear_attention", B=1, H=1, T=20, K=300, V=20, reverse=True, strided=True),
+    ),
+)
+"""Key channels in blocks of 256."""
+
+
+@pytest.mark.parametrize("impl", TRITON)
+@pytest.mark.parametrize("case", WIDE, ids=str)
+def test_wide_heads_equal_the_oracle(case, impl):
+    check_contract(case, impl)
+
+
+@pytest.mark.parametrize("variant", ["rwkv6", *slow("simple_gla")])
+def test_wide_heads_advance_in_place(variant):
+    case = Case(variant, B=1, T=67, H=1, K=300, V=12, state=False)
+    t, pool = draw(case), torch.randn(3, 1, 300, 12)
+    found, wanted = pool.clone(), pool.double()
+    slots, arguments = torch.tensor([2]), [t[name] for name in ("q", "k", "v", "g", "u")]
+    doubles = [None if x is None else x.double() for x in arguments]
+    o = ps.advance(variant, *arguments, state=found, slots=slots, impl="triton_recurrent")
+    exact = ps.advance(variant, *doubles, state=wanted, slots=slots, impl="reference")
+    assert (o - exact).norm() <= 2e-6 * exact.norm()
+    assert (found - wanted).norm() <= 2e-6 * wanted.norm()
+    assert torch.equal(found[:2], pool[:2])
 
 
 @pytest.mark.parametrize("slots", [torch.tensor([4, -1, 0]), *slow(None)], ids=["slots", "rows in order"])

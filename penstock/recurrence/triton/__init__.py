@@ -17,6 +17,8 @@ from ..gradients import Gradients, backward_of_nothing, forward_of_nothing, noth
 SHORT = {"forward": 8, "backward": 8, "advance": 16}
 """Up to this many tokens, a power of two, the token-serial kernels are faster than the chunked ones. One NVIDIA H200, rwkv6, bfloat16,
 (1,T,32,64): forward 11.2 against 5.5 us at T = 16 and 0.7 us a token; backward 42 against 29 us and 2 us a token."""
+LARGEST = 2048
+"""Channels of a head, at most. Larger ones have been tested on no GPU."""
 
 
 @cache
@@ -27,26 +29,18 @@ def _launch() -> ModuleType:
     return launch
 
 
-def _refuses(p: Tokens, K: int, V: int) -> str | None:
-    reason = gpu_refuses(p.q)
-    if reason is None and (p.sizes["K"] > K or p.sizes["V"] > V):
-        return f"its states have at most K = {K} and V = {V}, these have {p.sizes['K']} and {p.sizes['V']}"
+def _refuses(p: Tokens, mode: Mode) -> str | None:
+    reason, K, V = gpu_refuses(p.q), p.sizes["K"], p.sizes["V"]
+    if reason is None and max(K, V) > LARGEST:
+        return f"its states have at most K = {LARGEST} and V = {LARGEST}, these have {K} and {V}"
     return reason
-
-
-def _recurrent_refuses(p: Tokens, mode: Mode) -> str | None:
-    return _refuses(p, 512, 512)
-
-
-def _chunkwise_refuses(p: Tokens, mode: Mode) -> str | None:
-    return _refuses(p, 256, 512)
 
 
 def _recurrent_avoids(p: Tokens, mode: Mode) -> str | None:
     if interpreting():
         return "it runs under the interpreter"
     T = p.counts["T"]
-    if mode != "advance" and SHORT[mode] < T and _chunkwise_refuses(p, mode) is None:
+    if mode != "advance" and SHORT[mode] < T:
         return f"slower than triton_chunkwise above {SHORT[mode]} tokens, these are {p.sizes['T']}"
     return None
 
@@ -71,8 +65,8 @@ def _chunkwise_forward(p: Recurrence) -> tuple[Tensor, Tensor]:
 def _chunkwise_forward_with_residuals(p: Recurrence) -> tuple[tuple[Tensor, Tensor], tuple[Tensor | None, ...]]:
     if nothing(p):
         return forward_of_nothing(p), ()
-    output, final_state, states = _launch().chunk_forward(p, keep=True)
-    return (output, final_state), (states,)
+    output, final_state, residuals = _launch().chunk_forward(p, keep=True)
+    return (output, final_state), residuals
 
 
 def _chunkwise_backward(p: Recurrence, upstream: Upstream) -> Gradients:
@@ -80,13 +74,13 @@ def _chunkwise_backward(p: Recurrence, upstream: Upstream) -> Gradients:
     if nothing(p):
         return backward_of_nothing(p, d_final_state)
     assert d_output is not None
-    states = upstream.residuals[0] if upstream.residuals else None
-    found: Gradients = _launch().chunk_backward(p, d_output, d_final_state, states, not upstream.wanted or upstream.wanted[3])
+    dg = not upstream.wanted or upstream.wanted[3]
+    found: Gradients = _launch().chunk_backward(p, d_output, d_final_state, upstream.residuals, dg)
     return found
 
 
 def _recurrent_forward(p: Recurrence) -> tuple[Tensor, Tensor]:
-    return forward_of_nothing(p) if nothing(p) else _launch().recurrent_forward(p)
+    return forward_of_nothing(p) if nothing(p) else _launch().recurrent_forward(p)[:2]
 
 
 def _recurrent_backward(p: Recurrence, upstream: Upstream) -> Gradients:
@@ -111,7 +105,7 @@ RECURRENT = Implementation(
     backward=_recurrent_backward,
     advance=_advance,
     available=unavailable,
-    refuses=_recurrent_refuses,
+    refuses=_refuses,
     avoids=_recurrent_avoids,
     operands=_recurrent_operands,
 )
@@ -122,7 +116,7 @@ CHUNKWISE = Implementation(
     backward=_chunkwise_backward,
     forward_with_residuals=_chunkwise_forward_with_residuals,
     available=unavailable,
-    refuses=_chunkwise_refuses,
+    refuses=_refuses,
     avoids=_chunkwise_avoids,
     operands=_operands,
 )

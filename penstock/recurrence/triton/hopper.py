@@ -83,6 +83,7 @@ def _suits(p: Recurrence | Advance, config: KernelConfig, target: Target, precis
         and precision == "bf16"
         and "K" in p.variant.decay
         and not p.reverse
+        and not p.partial
         and 0 < sizes["B"] * sizes["T"] < 1 << 31
         and all(map(tiled, (p.q, p.k, p.v, *d_output)))
     )

@@ -29,8 +29,6 @@ from .table import LEAST
 REGISTERS = 168
 """Of a thread with 64 float32 of a state, at most. Without a limit the compiler takes up to 222, and fewer programs share a multiprocessor.
 One NVIDIA H200, gla, 128 sequences with slots: 38.2 us with 168, 40.4 without a limit, 39.4 with 144, 46.5 with 128."""
-CHUNKED = 256
-"""Key channels of the chunk kernels, at most. Larger states are updated token by token only."""
 
 
 def pieces(p: Advance) -> bool:
@@ -58,13 +56,10 @@ def _plain(x: Tensor) -> bool:
 def advance_plan(p: Advance, target: Target) -> Plan:
     """``output``; the states of the pool are read and written in place."""
     plan, c = Plan(), Call.of(p, target)
-    output = plan.empty("output", lambda s: s["B"], lambda s: s["T"], c.H, c.V, dtype=p.v.dtype)
+    output = plan.empty("output", lambda s: s["B"], lambda s: s["T"], c.H, c.V, dtype=p.summand(p.v))
     if pieces(p):
-        if c.K <= CHUNKED:
-            _chunks(plan, c, p, output)
-        else:
-            _tokens(plan, c, p, output, recurrent.PIECES.value)
-    _tokens(plan, c, p, output, recurrent.REST.value)
+        _chunks(plan, c, p, output)
+    _tokens(plan, c, p, output)
     return plan
 
 
@@ -97,9 +92,9 @@ def _chunks(plan: Plan, c: Call, p: Advance, output: str) -> None:
     )  # fmt: skip
 
 
-def _tokens(plan: Plan, c: Call, p: Advance, output: str, part: int) -> None:
-    """A launch of the token-serial kernel. Decays stay pending only within pieces."""
-    b, state, slots, rest = c.step_config(), p.state.stride(), p.slots is not None, part == recurrent.REST.value
+def _tokens(plan: Plan, c: Call, p: Advance, output: str) -> None:
+    """The launch of the token-serial kernel. No decays stay pending."""
+    b, state, slots = c.step_config(), p.state.stride(), p.slots is not None
     grid, one = c.programs(lambda s: s["N"], math.ceil(c.V / b.BV)), c.T == 1 and not c.packed
     full = c.K * b.BV // (32 * b.warps) == 64 and power(c.K) == c.K  # gla at K = 100 spills 432 bytes with the limit, none without
     registers = REGISTERS if c.cuda and full else 0
@@ -108,5 +103,5 @@ def _tokens(plan: Plan, c: Call, p: Advance, output: str, part: int) -> None:
         ("q", "k", "v", "g", "u", "state", output, "state", "cu_seqlens", "slots" if slots else "q"),
         (p.scale, lambda s: s["T"], c.H, *strides(p.q, p.k, p.v), *c.gate, *bonus(p), *state, *state), b.warps, registers=registers,
         fused=False, K=c.K, V=c.V, BK=power(c.K), BV=b.BV, DECAY=c.decay, PREVIOUS=c.previous, INITIAL=True, PACKED=c.packed,
-        REVERSE=False, SLOTS=slots, PENDING=c.decay > 0 and not rest, PART=part, PIECE=CHUNK, ONE=one, CUDA=c.cuda,
+        REVERSE=False, SLOTS=slots, PENDING=False, PIECE=CHUNK, ONE=one, CUDA=c.cuda,
     )  # fmt: skip

@@ -207,7 +207,7 @@ def chunk_forward_plan(p: Recurrence, target: Target, keep: bool = False) -> Pla
     b = c.config("forward")
     BK, grid = power(c.K, LEAST), math.ceil(c.V / b.BV)
     shape = (lambda s: s["B"], _T, c.H, c.V)
-    output = plan.empty("output", *shape, dtype=p.v.dtype)
+    output = plan.empty("output", *shape, dtype=p.summand(p.v))
     final = plan.empty("final_state", _N, c.H, c.K, c.V)
     kernel = hopper.forward(p, b, target, c.precision)
     C = hopper.C if kernel else b.C
@@ -276,12 +276,12 @@ def chunk_backward_plan(
     dS = _states(plan, c, ("q", "d_output"), steps, L, C, p.scale, p.reverse, d_start, d_initial, True, stored)
     slots = c.chunks(C)
     dq, dk = (plan.empty("d" + name, *tokens, c.K, dtype=p.q.dtype) for name in ("q", "k"))
-    dv = plan.empty("dv", *tokens, c.V, dtype=p.v.dtype)
+    dv = plan.empty("dv", *tokens, c.V, dtype=p.summand(p.v))
     d_gate = du = "q"
     if p.g is not None and dg:
         axes: dict[str, Size] = {"B": tokens[0], "T": _T, "H": c.H, "K": c.K}
         shape = [axes[axis] for axis in p.variant.decay]
-        d_gate = plan.empty("dg", slots, *shape) if c.static else plan.empty("dg", *shape, dtype=p.g.dtype)
+        d_gate = plan.empty("dg", slots, *shape) if c.static else plan.empty("dg", *shape, dtype=p.summand(p.g))
     if p.u is not None:
         du = plan.empty("du", slots, c.H, c.K)
     if kernel:
@@ -306,7 +306,7 @@ def recurrent_forward_plan(p: Recurrence, target: Target) -> Plan:
     """``output`` and ``final_state`` token by token."""
     plan, c = Plan(), Call.of(p, target)
     b, own = c.config("recurrent"), contiguous((0, c.H, c.K, c.V))
-    output = plan.empty("output", lambda s: s["B"], _T, c.H, c.V, dtype=p.v.dtype)
+    output = plan.empty("output", lambda s: s["B"], _T, c.H, c.V, dtype=p.summand(p.v))
     final = plan.empty("final_state", _N, c.H, c.K, c.V)
     first = p.initial_state.stride() if p.initial_state is not None else own
     plan.launch(
@@ -314,7 +314,7 @@ def recurrent_forward_plan(p: Recurrence, target: Target) -> Plan:
         ("q", "k", "v", "g", "u", _given("initial_state", p.initial_state, final), output, final, "cu_seqlens", "q"),
         (p.scale, _T, c.H, *strides(p.q, p.k, p.v), *c.gate, *bonus(p), *first, *own),
         b.warps, K=c.K, V=c.V, BK=power(c.K), BV=b.BV, DECAY=c.decay, PREVIOUS=c.previous, INITIAL=p.initial_state is not None,
-        PACKED=c.packed, REVERSE=p.reverse, SLOTS=False, PENDING=c.pending, PART=recurrent.ALL.value, PIECE=0, ONE=False, CUDA=c.cuda,
+        PACKED=c.packed, REVERSE=p.reverse, SLOTS=False, PENDING=c.pending, PIECE=0, ONE=False, CUDA=c.cuda,
     )  # fmt: skip
     return plan
 
@@ -332,7 +332,7 @@ def recurrent_backward_plan(p: Recurrence, d_output: Tensor, d_final_state: Tens
 
     kept = plan.empty("kept", scratch)
     dq, dk = plan.empty("dq", NV, *tokens, c.K), plan.empty("dk", NV, *tokens, c.K)
-    dv = plan.empty("dv", *tokens, c.V, dtype=p.v.dtype)
+    dv = plan.empty("dv", *tokens, c.V, dtype=p.summand(p.v))
     dg = du = "q"
     if p.g is not None:
         axes: dict[str, Size] = {"B": tokens[0], "T": _T, "H": c.H, "K": c.K}

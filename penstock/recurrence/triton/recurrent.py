@@ -16,7 +16,6 @@ import triton.language as tl
 from ...gpu.tiles import LOG2E, tokens_of
 from .tiles import CHANNEL, FLOOR, NONE, SCALAR, rounded
 
-ALL, PIECES, REST = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # PART: the tokens that a launch processes
 LARGEST = tl.constexpr(9)  # log2 of the largest BK
 
 
@@ -179,13 +178,13 @@ def penstock_recurrent_fwd(
     q_b, q_t, q_h, q_k, k_b, k_t, k_h, k_k, v_b, v_t, v_h, v_v, g_b, g_t, g_h, g_k, u_h, u_k,
     s_n, s_h, s_k, s_v, f_n, f_h, f_k, f_v,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr, PREVIOUS: tl.constexpr,
-    INITIAL: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, SLOTS: tl.constexpr, PENDING: tl.constexpr, PART: tl.constexpr,
-    PIECE: tl.constexpr, ONE: tl.constexpr, CUDA: tl.constexpr,
+    INITIAL: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, SLOTS: tl.constexpr, PENDING: tl.constexpr, PIECE: tl.constexpr,
+    ONE: tl.constexpr, CUDA: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence, head, block of V). With SLOTS, sequence n uses state ``slots[n]``.
 
-    PART: ALL tokens of sequences; or of updates in place (see ``in_place.py``) the PIECES of PIECE tokens, behind each of which the state
-    is as if stored and loaded, or the REST, where this holds behind each token. If a slot is negative, REST stores an output of 0.
+    PIECE > 0: updates in place (see ``in_place.py``), of the tokens behind the whole pieces of PIECE tokens. Behind each token the state is
+    as if stored and loaded. If a slot is negative, an output of 0 is stored.
     ONE: sequences have one token. CUDA: compiled for a GPU of NVIDIA.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -202,19 +201,14 @@ def penstock_recurrent_fwd(
     inside = there[:, None] & mine[None, :]
     output += ((b * T + row) * H + h) * V + dv
     first = length * 0
-    last = length
-    if PART == PIECES:
-        last = length // PIECE * PIECE
-    if PART == REST:
+    if PIECE > 0:
         first = length // PIECE * PIECE
-    if PART != ALL:
         if slot < 0:
-            if PART == REST:
-                for _t in tl.range(0, length):
-                    tl.store(output, tl.zeros((BV,), output.dtype.element_ty), mask=mine)
-                    output += H * V
+            for _t in tl.range(0, length):
+                tl.store(output, tl.zeros((BV,), output.dtype.element_ty), mask=mine)
+                output += H * V
             return
-        if first == last:
+        if first == length:
             return
     row += first * step
     q += b * q_b + row * q_t + h * q_h + dk * q_k
@@ -236,26 +230,18 @@ def penstock_recurrent_fwd(
     if ONE:
         S, P, rest, read = token(S, P, rest, read, q, k, v, g, output, bonus, scale, dk, g_k, there, mine, DECAY, PREVIOUS, PENDING, CUDA)
     else:
-        for t in tl.range(first, last):
+        for _t in tl.range(first, length):
             S, P, rest, read = token(
                 S, P, rest, read, q, k, v, g, output, bonus, scale, dk, g_k, there, mine, DECAY, PREVIOUS, PENDING, CUDA
             )
-            if PART == REST:
+            if PIECE > 0:
                 S = rounded(S, final_state)
-            if PART == PIECES:
-                if (t + 1) % PIECE == 0:
-                    if PENDING:
-                        S = decayed(S, P, DECAY)
-                        P = nothing_pending(BK, DECAY)
-                        rest = P
-                        read = P + 1.0
-                    S = rounded(S, final_state)
             q += q_t * step
             k += k_t * step
             v += v_t * step
             g += g_t * step
             output += H * V * step
-    if PART == ALL:
+    if PIECE == 0:
         if PENDING:
             S = decayed(S, P, DECAY)
         state = final_state + slot * f_n + h * f_h + dk[:, None] * f_k + dv[None, :] * f_v
