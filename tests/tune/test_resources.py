@@ -38,8 +38,8 @@ ELSEWHERE = (["sm_80", "sm_100", "gfx942"], ["rwkv6 1,1024,32,64 bfloat16: forwa
 MOST = (TARGETS, [*HOPPER[1], "rwkv6 1,1024,32,64 float32: backward", "gla 1,1024,16,100 bfloat16: backward"])
 """rwkv6 covers most of the code; gla covers uncut sequences and, with odd head sizes, short chunks. The rest takes minutes."""
 EVERY = {
-    "penstock_chunk_states", "penstock_chunk_states adjoint", "penstock_segment_scan", "penstock_chunk_fwd", "penstock_chunk_bwd",
-    "penstock_recurrent_fwd", "penstock_recurrent_bwd",
+    "penstock_chunk_states", "penstock_chunk_states adjoint", "penstock_segment_scan", "penstock_chunk_fwd", "penstock_chunk_fwd levels",
+    "penstock_chunk_bwd", "penstock_chunk_bwd levels", "penstock_recurrent_fwd", "penstock_recurrent_bwd",
 }  # fmt: skip
 
 

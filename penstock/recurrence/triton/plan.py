@@ -70,6 +70,11 @@ class Call(NamedTuple):
         return self.decay != NONE and (self.packed or self.T > FEW)
 
     @property
+    def parts(self) -> tuple[int, ...]:
+        """PART of each launch of a chunk kernel. With decays per channel the second launch has the code for strong decays."""
+        return (1, 2) if self.decay == CHANNEL else (0,)
+
+    @property
     def cuda(self) -> bool:
         """Whether kernels are compiled for a GPU of NVIDIA."""
         return self.target.arch.startswith("sm_")
@@ -229,7 +234,7 @@ def chunk_forward_plan(p: Recurrence, target: Target, keep: bool = False) -> Pla
         "SEGMENTS": L is not None, "PREVIOUS": c.previous, "INITIAL": state is not None, "FINAL": L is None, "EVERY": every,
     }  # fmt: skip
     numbers = (p.scale, _N, _T, L or 0, c.H)
-    resume = plan.empty("resume", programs, dtype=torch.int32) if kernel and not kernel.every_decay else "q"
+    resume = plan.empty("resume", programs, dtype=torch.int32) if c.decay == CHANNEL and not (kernel and kernel.every_decay) else "q"
     if kernel:
         in_tiles: tuple[str, ...] = ("g" if kernel.constants["TILED"] else "q",) if kernel.every_decay else ()
         plan.launch(
@@ -242,13 +247,14 @@ def chunk_forward_plan(p: Recurrence, target: Target, keep: bool = False) -> Pla
         if kernel.every_decay:
             return plan
         C = b.C
-    plan.launch(
-        chunk_forward.penstock_chunk_fwd, programs,
-        ("q", "k", "v", "g", "u", c.levels(plan, C), first, output, final, chunk_states, resume, "cu_seqlens", "q"),
-        (*numbers, *strides(p.q, p.k, p.v), *c.gate, *bonus(p), *steps), b.warps, **c.flags, BK=BK, BV=b.BV,
-        C=C, LEVELS=len(lengths(C)), REVERSE=p.reverse, **flags, STAGES=b.stages, RESUMED=resume != "q",
-        PIECE=0, SLOTS=False,
-    )  # fmt: skip
+    for part in c.parts[1:] if kernel else c.parts:
+        plan.launch(
+            chunk_forward.penstock_chunk_fwd, programs,
+            ("q", "k", "v", "g", "u", c.levels(plan, C), first, output, final, chunk_states, resume, "cu_seqlens", "q"),
+            (*numbers, *strides(p.q, p.k, p.v), *c.gate, *bonus(p), *steps), b.warps, **c.flags, BK=BK, BV=b.BV,
+            C=C, LEVELS=len(lengths(C)), REVERSE=p.reverse, **flags, STAGES=b.stages,
+            PART=part, PIECE=0, SLOTS=False,
+        )  # fmt: skip
     return plan
 
 
@@ -293,12 +299,14 @@ def chunk_backward_plan(
             g_t=g_t, g_k=g_k, H=c.H, K=c.K, DG=dg, PREVIOUS=c.previous, PACKED=c.packed,
         )  # fmt: skip
         return plan
-    plan.launch(
-        chunk_backward.penstock_chunk_bwd, c.programs(slots, 1),
-        ("q", "k", "v", "g", "u", c.levels(plan, C), "d_output", S, dS, dq, dk, dv, d_gate, du, "cu_seqlens"),
-        (p.scale, _N, _T, c.H, *strides(p.q, p.k, p.v), *c.gate, *bonus(p), *d_output.stride()), b.warps, **c.flags,
-        BK=b.BK, BV=b.BV, C=C, LEVELS=len(lengths(C)), DG=p.g is not None and dg, PREVIOUS=c.previous, REVERSE=p.reverse,
-    )  # fmt: skip
+    strong = plan.empty("strong", c.programs(slots, 1), dtype=torch.int32) if c.decay == CHANNEL else "q"
+    for part in c.parts:
+        plan.launch(
+            chunk_backward.penstock_chunk_bwd, c.programs(slots, 1),
+            ("q", "k", "v", "g", "u", c.levels(plan, C), "d_output", S, dS, dq, dk, dv, d_gate, du, strong, "cu_seqlens"),
+            (p.scale, _N, _T, c.H, *strides(p.q, p.k, p.v), *c.gate, *bonus(p), *d_output.stride()), b.warps, **c.flags,
+            BK=b.BK, BV=b.BV, C=C, LEVELS=len(lengths(C)), DG=p.g is not None and dg, PREVIOUS=c.previous, REVERSE=p.reverse, PART=part,
+        )  # fmt: skip
     return plan
 
 
