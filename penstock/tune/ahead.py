@@ -157,7 +157,7 @@ def _stderr_hidden() -> Iterator[None]:
 
 
 def _usage(cubin: bytes) -> tuple[int, int]:
-    """Registers and spilled bytes of a CUDA kernel. The kernels have no local arrays and no calls, so their stack holds spills only."""
+    """Registers and spilled bytes of a CUDA kernel. The kernels have no local arrays: their stack holds spills and the frames of calls."""
     from triton import knobs
 
     with tempfile.TemporaryDirectory() as folder:

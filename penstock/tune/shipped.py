@@ -92,7 +92,7 @@ def _kernel(launch: Launch) -> str:
     first = len(launch.tensors) + len(launch.numbers)
     constants = dict(zip(launch.kernel.arg_names[first:], launch.constants))
     name: str = launch.kernel.fn.__name__
-    return name + "".join(f" {flag.lower()}" for flag in ("ADJOINT", "RESUMED") if constants.get(flag))
+    return name + " adjoint" * bool(constants.get("ADJOINT")) + " levels" * (constants.get("PART") == 2)
 
 
 PROMPT, BATCH, DECODE = (1, 1024), (8, 2048), (256, 1)

@@ -24,6 +24,9 @@ from ..recurrence.gradients import Gradients
 from ..recurrence.levels import lengths, levels
 from .oracle import by_result, error
 
+BFLOAT16 = 8
+"""Bits of bfloat16. If operands have as many, kernels store states before chunks in it, where a call has more than one chunk."""
+
 
 class _Rounded(torch.autograd.Function):
     """Rounds x, and its gradient in the backward pass, to a number of significant bits."""
@@ -43,21 +46,53 @@ def _significant(x: Tensor, bits: int) -> Tensor:
     return torch.ldexp(torch.round(mantissa * 2**bits) / 2**bits, exponent)
 
 
+class _Carried(torch.autograd.Function):
+    """The state behind a chunk, total * S + added, whose backward pass rounds as kernels do.
+
+    The gradient of this state is an operand of the products behind the gradients of k and v. The gradient of total, a term of dg, is a sum
+    over S times it: ``stored`` is the number of bits that both have in memory, or None if they are float32.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, S: Tensor, added: Tensor, bits: int, stored: int | None) -> Tensor:
+        ctx.save_for_backward(total, S if stored is None else _significant(S, stored))
+        ctx.bits, ctx.stored = bits, stored
+        return total * S + added
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        total, S = ctx.saved_tensors
+        (dS,) = grads
+        d_total = S * (dS if ctx.stored is None else _significant(dS, ctx.stored))
+        return d_total.sum(3, keepdim=True), total * dS, _significant(dS, ctx.bits), None, None
+
+
 def forward(problem: Recurrence, bits: int) -> tuple[Tensor, Tensor]:
     """Output and final state in float64 by the dyadic chunkwise formula with operands rounded to ``bits`` significant bits.
 
-    The problem must be float64 and not packed. Any decay is allowed.
+    The problem must be float64. Any decay is allowed.
     """
+    p = problem.forward_in_time()
+    gate = torch.zeros_like(p.q) if p.gate is None else p.gate.expand(p.q.shape).clamp(min=-1e4)  # 0 * inf is NaN
+    S = p.q.new_zeros(p.state_shape) if p.initial_state is None else p.initial_state
+    if p.cu_seqlens is None:
+        output, S = _sequences(p, slice(None), gate, S, bits)
+    else:
+        found = [_sequences(p, slice(begin, end), gate, S[n : n + 1], bits) for n, (begin, end) in enumerate(p.spans())]
+        output, S = torch.cat([o for o, _ in found], 1), torch.cat([state for _, state in found])
+    return p.back_in_time(p.scale * output, S)
+
+
+def _sequences(p: Recurrence, tokens: slice, gate: Tensor, S: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Output without its scale, and final state, of these tokens of all batch rows."""
 
     def rounded(x: Tensor) -> Tensor:
         return _Rounded.apply(x, bits)  # type: ignore[no-any-return, no-untyped-call]
 
-    p = problem.forward_in_time()
-    B, T, H, K = p.q.shape
-    gate = torch.zeros_like(p.q) if p.gate is None else p.gate.expand(B, T, H, K).clamp(min=-1e4)  # 0 * inf is NaN
     previous = p.variant.read == "previous"
-    pad = (0, 0, 0, -T % CHUNK)
-    q, k, v, g = (torch.nn.functional.pad(x.transpose(1, 2), pad).unflatten(2, (-1, CHUNK)) for x in (p.q, p.k, p.v, gate))
+    given = [x[:, tokens].transpose(1, 2) for x in (p.q, p.k, p.v, gate)]
+    T = given[0].shape[2]
+    q, k, v, g = (torch.nn.functional.pad(x, (0, 0, 0, -T % CHUNK)).unflatten(2, (-1, CHUNK)) for x in given)
     *inner, lower, strict, rest = ((M @ g).exp() for M in levels(CHUNK, previous, g.device).to(g.dtype))  # [B, H, chunks, CHUNK, K]
     t = torch.arange(CHUNK, device=g.device)
     A = torch.diag_embed((q * k if p.u is None else q * k * p.u[:, None, None]).sum(4))
@@ -67,14 +102,14 @@ def forward(problem: Recurrence, bits: int) -> tuple[Tensor, Tensor]:
         A = A + torch.where((half[:, None] == half + 1) & (half % 2 == 0), X @ X.mT, 0.0)
     output, total = rounded(A) @ rounded(v), g.sum(3).exp()
     reads, added = rounded(q * (strict if previous else lower)), rounded(k * rest).mT @ rounded(v)
-    S = q.new_zeros(B, H, K, v.shape[4]) if p.initial_state is None else p.initial_state
+    stored = bits if bits == BFLOAT16 and T > CHUNK else None
     of_states = []
     for n in range(g.shape[2]):
         of_states.append(reads[:, :, n] @ rounded(S))
-        S = total[:, :, n, :, None] * S + added[:, :, n]
+        S = _Carried.apply(total[:, :, n, :, None], S, added[:, :, n], bits, stored)  # type: ignore[no-untyped-call]
     if of_states:
         output = output + torch.stack(of_states, 2)
-    return p.back_in_time(p.scale * output.flatten(2, 3)[:, :, :T].transpose(1, 2), S)
+    return output.flatten(2, 3)[:, :, :T].transpose(1, 2), S
 
 
 def advance(problem: Advance, bits: int) -> Tensor:

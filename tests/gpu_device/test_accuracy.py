@@ -92,13 +92,12 @@ def sizes_of_errors(x: Inputs, found: dict[str, torch.Tensor], wanted: dict[str,
 
 def hold(x: Inputs, impl: str, packed: torch.Tensor | None = None, reverse: bool = False) -> None:
     """Every result within its budget: that of float32 arithmetic, one rounding of the result, and twice the error of the formula
-    with operands as rounded as the implementation's. (There sequences are not packed: it rounds the same operands.)"""
+    with operands as rounded as the implementation's."""
     wanted = exact(x, chunkwise.forward, packed, reverse)
     bits = FAMILY.named(impl).operands(x.q.dtype, "forward")
     rounded = {}
     if bits is not None:
-        found, same = (exact(x, formula, None, reverse) for formula in (partial(rounding.forward, bits=bits), chunkwise.forward))
-        rounded = sizes_of_errors(x, found, same)
+        rounded = sizes_of_errors(x, exact(x, partial(rounding.forward, bits=bits), packed, reverse), wanted)
     found = results(x, impl, packed, reverse)
     over = {}
     for name, apart in sizes_of_errors(x, found, wanted).items():

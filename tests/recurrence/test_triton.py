@@ -91,21 +91,16 @@ def test_decay_gradients_of_strong_scalar_decays_do_not_cancel(variant, gate):
     check_contract(Case(variant, B=1, H=1, T=70, gate=gate, upstream_factor=1024.0), "triton_chunkwise")
 
 
-def test_the_second_loop_alone_gives_the_same_bits():
-    """As after another kernel's first loop, at K = 256 on Hopper: ``resume`` and the state in memory are 0 here."""
+def test_the_second_launch_alone_gives_the_same_bits():
+    """As after another kernel's launch, at K = 256 on Hopper: ``resume`` and the state in memory are 0 here."""
     case = Case("gla", B=2, H=1, T=100, K=20, V=12, gate="uneven", state=False)
     problem = problem_of(case, draw(case))
     made = plan.chunk_forward_plan(problem, table.target(torch.device("cpu"))).at(problem.sizes)
-    (one,) = made.launches
-    names = one.kernel.arg_names
-    numbers = len(one.tensors) + len(one.numbers)
-    constants = dict(zip(names[numbers:], one.constants)) | {"RESUMED": True}
+    _, one = made.launches
     tensors = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in made.memory.items()}
     tensors |= {name: function(*rest, torch.device("cpu")) for name, (function, *rest) in made.constants.items()}
     given = {name: getattr(problem, name) for name in "qkvg"} | tensors
-    arguments = [given.get(name, problem.q) for name in one.tensors]
-    arguments[names.index("resume")] = torch.zeros(one.grid, dtype=torch.int32)
-    one.kernel[(one.grid, 1, 1)](*arguments, *one.numbers, *constants.values())
+    one.kernel[(one.grid, 1, 1)](*[given.get(name, problem.q) for name in one.tensors], *one.numbers, *one.constants)
     output, final_state, _ = launch.chunk_forward(problem)
     assert torch.equal(tensors["output"], output)
     assert torch.equal(tensors["final_state"], final_state)

@@ -38,8 +38,8 @@ ELSEWHERE = (["sm_80", "sm_100", "gfx942"], ["rwkv6 1,1024,32,64 bfloat16: forwa
 MOST = (TARGETS, [*HOPPER[1], "rwkv6 1,1024,32,64 float32: backward", "gla 1,1024,16,100 bfloat16: backward"])
 """rwkv6 covers most of the code; gla covers uncut sequences and, with odd head sizes, short chunks. The rest takes minutes."""
 EVERY = {
-    "penstock_chunk_states", "penstock_chunk_states adjoint", "penstock_segment_scan", "penstock_chunk_fwd", "penstock_chunk_bwd",
-    "penstock_recurrent_fwd", "penstock_recurrent_bwd",
+    "penstock_chunk_states", "penstock_chunk_states adjoint", "penstock_segment_scan", "penstock_chunk_fwd", "penstock_chunk_fwd levels",
+    "penstock_chunk_bwd", "penstock_chunk_bwd levels", "penstock_recurrent_fwd", "penstock_recurrent_bwd",
 }  # fmt: skip
 
 
@@ -120,7 +120,7 @@ def test_recorded_shared_memory_is_within_the_estimate(arch, monkeypatch):
     kernels = {"penstock_chunk_fwd": "forward", "penstock_chunk_bwd": "backward", "penstock_chunk_states": "states",
                "penstock_recurrent_fwd": "recurrent", "penstock_recurrent_bwd": "recurrent",
                "penstock_segment_scan": None, "penstock_chunk_fwd_hopper": None,
-               "penstock_chunk_fwd_hopper_anchored": None, "penstock_chunk_bwd_hopper": None}  # fmt: skip
+               "penstock_chunk_bwd_hopper": None, "penstock_sum_blocks": None, "penstock_chunk_dv": None}  # fmt: skip
     for one in RECURRENT:
         for which in one.passes:
             estimates.clear()

@@ -1,7 +1,7 @@
 """``penstock check``: comparison of every implementation with its oracle, and the allowed errors."""
 
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -79,6 +79,19 @@ def test_wrong_updates_in_place_are_found(monkeypatch):
 
 def test_nan_is_an_infinite_error():
     assert oracle.error(torch.tensor([1.0, float("nan")]), torch.ones(2, dtype=torch.float64)) == float("inf")
+
+
+@pytest.mark.parametrize("variant", ["rwkv5", "gla"])
+def test_formula_with_rounded_operands_takes_each_packed_sequence_alone(variant):
+    x, state = inputs(variant, Shape(1, 76, 2, 4, 5), torch.float64), torch.randn(4, 2, 4, 5, dtype=torch.float64)
+    ends = torch.tensor([0, 0, 70, 71, 76])
+    output, final_state = rounding.forward(x.problem(state, ends), 8)
+    for n, (begin, end) in enumerate(pairwise(ends.tolist())):
+        g = x.g if "T" not in VARIANTS[variant].decay else x.g[:, begin:end]
+        one = replace(x, q=x.q[:, begin:end], k=x.k[:, begin:end], v=x.v[:, begin:end], g=g)
+        alone = rounding.forward(one.problem(state[n : n + 1]), 8)
+        assert torch.equal(output[:, begin:end], alone[0])
+        assert torch.equal(final_state[n : n + 1], alone[1])
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

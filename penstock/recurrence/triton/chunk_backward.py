@@ -394,7 +394,8 @@ def gradients_by_anchor(
         dk_ += product(tl.trans(dA), block[0], PRECISION)
         if DECAY == CHANNEL:
             if DG:
-                difference = of_query - k_ * dk_
+                of_key = k_ * dk_
+                difference = of_query - of_key
             dk_ *= block[3]
         own_dk = e * rows(queries, span, j, K, BK).to(tl.float32) * bonus
         tl.store(pointers(dk, place, span, j, H, K), (dk_ + own_dk).to(dk.dtype.element_ty), mask=mask)
@@ -408,9 +409,10 @@ def gradients_by_anchor(
             of_states += tl.sum(kept * tl.exp2(total_s), 0)
         elif DG and DECAY == CHANNEL:
             start = (carry + kept * before)[None, :]
-            if PREVIOUS:
-                start -= of_query
-            dg_ = sums(difference, ones(levels, LEVELS, i, C, PRECISION), PRECISION, REVERSE=True, start=start)
+            if PREVIOUS:  # less token t's own terms: that of its query is not part of dg_t, that of its key is subtracted without rounding
+                start -= of_key
+            triangle = ones(levels, LEVELS + PREVIOUS, i, C, PRECISION)
+            dg_ = sums(difference, triangle, PRECISION, REVERSE=True, OWN=not PREVIOUS, start=start)
             if STATIC:
                 tl.store(dg + share * K + j, tl.sum(tl.where(live[:, None], dg_, 0.0), 0), mask=j < K)
             else:
@@ -422,23 +424,31 @@ def gradients_by_anchor(
 
 @triton.jit(do_not_specialize=["N", "T"])
 def penstock_chunk_bwd(
-    q, k, v, g, u, levels, d_output, chunk_states, d_chunk_states, dq, dk, dv, dg, du, cu_seqlens, scale, N, T, H,
+    q, k, v, g, u, levels, d_output, chunk_states, d_chunk_states, dq, dk, dv, dg, du, strong, cu_seqlens, scale, N, T, H,
     q_b, q_t, q_h, q_k, k_b, k_t, k_h, k_k, v_b, v_t, v_h, v_v, g_b, g_t, g_h, g_k, u_h, u_k, o_b, o_t, o_h, o_v,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr,
     DECAY: tl.constexpr, STATIC: tl.constexpr, DG: tl.constexpr, PREVIOUS: tl.constexpr,
-    PACKED: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr, LIMIT: tl.constexpr,
+    PACKED: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr, LIMIT: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """Program (chunk, head). dq, dk, dv, dg are contiguous; du and a constant decay's dg are [chunk slots, H, K] or [chunk slots, H].
 
     Without DG dg is not computed.
+
+    PART: 1 and 2 are the launches of decays per channel, 0 is the launch of others. The first computes chunks with one anchor and stores in
+    ``strong`` [programs] whether a chunk needs levels; the second computes these. In one kernel both would share registers and spill.
     """
     pid = tl.program_id(0)
+    if PART == 2:
+        if tl.load(strong + pid) == 0:
+            return
     h = (pid % H).to(tl.int64)
     slot = pid // H
     share = slot.to(tl.int64) * H + h
     n, begin, end, done = span_of(slot, cu_seqlens, N, T, C, PACKED)
     tokens = tl.minimum(end - begin - done, C).to(tl.int32)
     if tokens <= 0:
+        if PART == 1:
+            tl.store(strong + pid, 0)
         store_zero_shares(du, dg, share, K, BK, DECAY, STATIC and DG, PREVIOUS)
         return
     row, step, b = first_row(n, begin, end, done, PACKED, REVERSE)
@@ -451,16 +461,20 @@ def penstock_chunk_bwd(
     values, d_outputs = (v + b * v_b + row * v_t + h * v_h, v_t, v_v), (d_output + b * o_b + row * o_t + h * o_h, o_t, o_v)
     gates, bonuses = (g + b * g_b + row * g_t + h * g_h, g_t, g_k), (u + h * u_h, u_k)
 
-    if DECAY == CHANNEL:
-        if strongest(gates, span, K, BK) < -MILD * C:
-            gradients_by_levels(
-                queries[0], keys[0], values[0], gates[0], bonuses[0], levels, d_outputs[0], chunk_states, d_chunk_states,
-                dq, dk, dv, dg, du, place, share, step, tokens, scale, H, q_t, q_k, k_t, k_k, v_t, v_v, g_t, g_k, u_k, o_t, o_v,
-                K, V, BK, BV, C, LEVELS, STATIC, DG, PREVIOUS, PRECISION,
-            )  # fmt: skip
-            return
-    gradients_by_anchor(
-        queries, keys, values, gates, d_outputs, bonuses, levels, chunk_states, d_chunk_states,
-        dq, dk, dv, dg, du, place, share, span, scale, H,
-        K, V, BK, BV, C, LEVELS, DECAY, STATIC, DG, PREVIOUS, PRECISION, LIMIT,
-    )  # fmt: skip
+    if PART == 2:
+        gradients_by_levels(
+            queries[0], keys[0], values[0], gates[0], bonuses[0], levels, d_outputs[0], chunk_states, d_chunk_states,
+            dq, dk, dv, dg, du, place, share, step, tokens, scale, H, q_t, q_k, k_t, k_k, v_t, v_v, g_t, g_k, u_k, o_t, o_v,
+            K, V, BK, BV, C, LEVELS, STATIC, DG, PREVIOUS, PRECISION,
+        )  # fmt: skip
+    else:
+        if PART == 1:
+            levels_needed = strongest(gates, span, K, BK) < -MILD * C
+            tl.store(strong + pid, levels_needed.to(tl.int32))
+            if levels_needed:
+                return
+        gradients_by_anchor(
+            queries, keys, values, gates, d_outputs, bonuses, levels, chunk_states, d_chunk_states,
+            dq, dk, dv, dg, du, place, share, span, scale, H,
+            K, V, BK, BV, C, LEVELS, DECAY, STATIC, DG, PREVIOUS, PRECISION, LIMIT,
+        )  # fmt: skip

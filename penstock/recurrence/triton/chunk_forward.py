@@ -136,18 +136,19 @@ def penstock_chunk_fwd(
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, SEGMENTS: tl.constexpr,
     DECAY: tl.constexpr, STATIC: tl.constexpr, PREVIOUS: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, EVERY: tl.constexpr,
     PACKED: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr, LIMIT: tl.constexpr, STAGES: tl.constexpr,
-    RESUMED: tl.constexpr, PIECE: tl.constexpr, SLOTS: tl.constexpr,
+    PART: tl.constexpr, PIECE: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence, head, block of V); if SEGMENTS (segment of L tokens, head, block of V), and initial states are per segment.
 
     ``chunk_states`` [slots of EVERY tokens,H,K,V]: the state before every EVERY tokens, for the backward pass; EVERY = 0: not stored.
 
-    The first loop has only the code for chunks that suit one anchor: a branch in it would cost registers, and the pipeline of loads. The
-    state before the first other chunk is stored, and the second loop goes on from there, with a branch for each chunk. It seldom runs.
-    RESUMED: a kernel launched before did the first loop, and noted in ``resume`` [programs] where the second one begins.
+    PART: 1 and 2 are the launches of decays per channel, 0 is the launch of others. The first has only the code for chunks that suit one
+    anchor: a branch, or a second loop, would cost registers and the pipeline of loads. It stores the state before the first other chunk,
+    and in ``resume`` [programs] the tokens before that chunk. The second goes on from there, with a branch for each chunk; if all chunks
+    suit, it returns at once.
 
     PIECE > 0: updates in place (see ``in_place.py``). The states are rows of a pool, with SLOTS row ``slots[n]``. Only whole pieces of
-    PIECE tokens are processed. Decays per channel take the second loop alone, so a chunk's results do not depend on the chunks before it.
+    PIECE tokens are processed. Decays per channel have the second launch alone, so a chunk's results do not depend on the chunks before it.
     Behind each piece the state is rounded to the pool's dtype. If PACKED, the programs are those of the sequences that have a piece, at
     most T // PIECE.
     """
@@ -195,12 +196,8 @@ def penstock_chunk_fwd(
     if DECAY == SCALAR and STATIC:
         constant = constant_decay(g)
 
-    suit = tokens
-    if RESUMED:
-        suit = tl.load(resume + pid)
-    elif PIECE > 0 and DECAY == CHANNEL:
-        suit = 0
-    else:
+    if PART < 2:
+        suit = tokens
         if INITIAL:
             S = tl.load(first, mask=inside, other=0.0).to(tl.float32)
         else:
@@ -222,12 +219,16 @@ def penstock_chunk_fwd(
             if PIECE > 0:
                 if (t + C) % PIECE == 0:
                     S = rounded(S, final_state)
+        if PART == 1:
+            tl.store(resume + pid, suit)
         if FINAL:
             if suit >= tokens:
                 tl.store(last, S.to(final_state.dtype.element_ty), mask=inside)
-    if DECAY == CHANNEL:
+    else:
+        suit = 0
+        if PIECE == 0:
+            suit = tl.load(resume + pid)
         if suit < tokens:
-            tl.debug_barrier()  # the state may be loaded by other threads than stored it
             S = tl.load(saved, mask=inside, other=0.0).to(tl.float32)
             for t in tl.range(suit, tokens, C, num_stages=1):
                 at = zero + t * step

@@ -66,17 +66,14 @@ def weights_and_dv(
         tl.store(at + r[:, None] * dv_t + y[None, :], dv_.to(at.dtype.element_ty), mask=live[:, None] & (y < V)[None, :])
 
 
-@triton.jit(noinline=True)
+@triton.jit
 def gradients_by_levels(
     q, k, v, g, u, levels, d_output, chunk_states, d_chunk_states, dq, dk, dv, dg, du, place, share, step, tokens, scale, H,
     q_t, q_k, k_t, k_k, v_t, v_v, g_t, g_k, u_k, o_t, o_v,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr,
     STATIC: tl.constexpr, DG: tl.constexpr, PREVIOUS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Store all gradients of a chunk, for any decay per channel. Input pointers are those of its first token; the rest as in the kernel.
-
-    A function of its own: the rare case must not cost the frequent one registers.
-    """
+    """Store all gradients of a chunk, for any decay per channel. Input pointers are those of its first token; the rest as in the kernel."""
     OPERAND: tl.constexpr = tl.bfloat16 if PRECISION == "bf16" else tl.float32
     NK: tl.constexpr = (K + BK - 1) // BK
     NV: tl.constexpr = (V + BV - 1) // BV

@@ -82,7 +82,7 @@ def _chunks(plan: Plan, c: Call, p: Advance, output: str) -> None:
         ("q", "k", "v", "g", "u", c.levels(plan, C), "state", output, "state", "q", "q", "cu_seqlens", given),
         (*numbers, *strides(p.q, p.k, p.v), *c.gate, *bonus(p), *state), b.warps, fused=False, **c.flags, **flags,
         PREVIOUS=c.previous, BK=power(c.K, LEAST), BV=b.BV, C=C, LEVELS=len(lengths(C)), REVERSE=False, STAGES=b.stages,
-        RESUMED=False, SLOTS=p.slots is not None,
+        PART=c.parts[-1], SLOTS=p.slots is not None,
     )  # fmt: skip
 
 

@@ -21,8 +21,8 @@ from . import blocks, chunk_backward, chunk_forward, hopper, recurrent, segments
 from .table import DECAYS, LEAST, READS, KernelConfig, Key, config
 
 LIMITS = {"bf16": 200.0, "tf32": 200.0, "tf32x3": 32.0, "ieee": 32.0}
-"""The strongest decay of tokens that share an anchor, log2 units, in chunks with several anchors or a scalar decay. Factors must not
-overflow in float32. If products have float32 accuracy, sums of decays need it too (half an ulp of 32 is 2e-6)."""
+"""The strongest scalar decay of a chunk, log2 units, whose decays between tokens are differences of sums. If products have float32
+accuracy, these need it too (half an ulp of 32 is 2e-6)."""
 
 NONE, SCALAR, CHANNEL = (kind.value for kind in (tiles.NONE, tiles.SCALAR, tiles.CHANNEL))
 FEW = 16
@@ -68,6 +68,11 @@ class Call(NamedTuple):
     def pending(self) -> bool:
         """Whether the token-serial kernels keep decays pending. Always for packed sequences: the host does not know their lengths."""
         return self.decay != NONE and (self.packed or self.T > FEW)
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """PART of each launch of a chunk kernel. With decays per channel the second launch has the code for strong decays."""
+        return (1, 2) if self.decay == CHANNEL else (0,)
 
     @property
     def cuda(self) -> bool:
@@ -233,13 +238,15 @@ def chunk_forward_plan(p: Recurrence, target: Target, keep: bool = False) -> Pla
         flags |= {"PIECE": 0, "ROWS_GIVEN": False, "NARROW": False}
         hopper_forward(plan, c, p, kernel, walked, L or 0, output, final, chunk_states, first, steps, **flags)
         return plan
-    plan.launch(
-        chunk_forward.penstock_chunk_fwd, programs,
-        ("q", "k", "v", "g", "u", c.levels(plan, C), first, output, final, chunk_states, "q", "cu_seqlens", "q"),
-        (*numbers, *strides(p.q, p.k, p.v), *c.gate, *bonus(p), *steps), b.warps, **c.flags, BK=BK, BV=b.BV,
-        C=C, LEVELS=len(lengths(C)), PREVIOUS=c.previous, REVERSE=p.reverse, **flags, STAGES=b.stages, RESUMED=False,
-        PIECE=0, SLOTS=False,
-    )  # fmt: skip
+    resume = plan.empty("resume", programs, dtype=torch.int32) if c.decay == CHANNEL else "q"
+    for part in c.parts:
+        plan.launch(
+            chunk_forward.penstock_chunk_fwd, programs,
+            ("q", "k", "v", "g", "u", c.levels(plan, C), first, output, final, chunk_states, resume, "cu_seqlens", "q"),
+            (*numbers, *strides(p.q, p.k, p.v), *c.gate, *bonus(p), *steps), b.warps, **c.flags, BK=BK, BV=b.BV,
+            C=C, LEVELS=len(lengths(C)), PREVIOUS=c.previous, REVERSE=p.reverse, **flags, STAGES=b.stages,
+            PART=part, PIECE=0, SLOTS=False,
+        )  # fmt: skip
     return plan
 
 
@@ -313,12 +320,14 @@ def chunk_backward_plan(
                 (_N, _T, c.H, *d_output.stride()), 4, K=c.K, V=c.V, BK=64, BV=BV, C=C, BLOCKS=kernel.blocks, PACKED=c.packed,
             )  # fmt: skip
         return plan
-    plan.launch(
-        chunk_backward.penstock_chunk_bwd, c.programs(slots, 1),
-        ("q", "k", "v", "g", "u", c.levels(plan, C), "d_output", S, dS, dq, dk, dv, d_gate, du, "cu_seqlens"),
-        (p.scale, _N, _T, c.H, *strides(p.q, p.k, p.v), *c.gate, *bonus(p), *d_output.stride()), b.warps, **c.flags,
-        BK=b.BK, BV=b.BV, C=C, LEVELS=len(lengths(C)), DG=p.g is not None and dg, PREVIOUS=c.previous, REVERSE=p.reverse,
-    )  # fmt: skip
+    strong = plan.empty("strong", c.programs(slots, 1), dtype=torch.int32) if c.decay == CHANNEL else "q"
+    for part in c.parts:
+        plan.launch(
+            chunk_backward.penstock_chunk_bwd, c.programs(slots, 1),
+            ("q", "k", "v", "g", "u", c.levels(plan, C), "d_output", S, dS, dq, dk, dv, d_gate, du, strong, "cu_seqlens"),
+            (p.scale, _N, _T, c.H, *strides(p.q, p.k, p.v), *c.gate, *bonus(p), *d_output.stride()), b.warps, **c.flags,
+            BK=b.BK, BV=b.BV, C=C, LEVELS=len(lengths(C)), DG=p.g is not None and dg, PREVIOUS=c.previous, REVERSE=p.reverse, PART=part,
+        )  # fmt: skip
     return plan
 
 
