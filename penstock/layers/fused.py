@@ -50,24 +50,24 @@ def token_shift(
     last = last.to(x.dtype)
     hidden, up = low_rank or (None, None)
     launch = _kernels(x, last, *factors, hidden, up) if len(factors) <= 5 else None
-    mu = [factor.reshape(-1) for factor in factors]
     if up is not None and hidden is not None:
         hidden, up = hidden.flatten(0, 1), up.to(hidden.dtype)
         if launch and up.shape[1] > 64:
             launch = None
     flat = x.flatten(0, 1)
     if launch is None:
-        found = shift_formula(flat, last, None if sequences.single else sequences.starts, mu, hidden, up)
+        found = shift_formula(flat, last, None if sequences.single else sequences.starts, factors, hidden, up)
     else:
-        given = [None if one is None else one.contiguous() for one in (flat, last, sequences.starts, torch.stack(mu), hidden, up)]
+        mu = torch.stack([factor.reshape(-1) for factor in factors])
+        given = [None if one is None else one.contiguous() for one in (flat, last, sequences.starts, mu, hidden, up)]
         found = launch.TokenShift.apply(*given, shift_formula)
     return tuple(one.view(x.shape) for one in found)
 
 
 def shift_formula(
-    x: Tensor, last: Tensor, starts: Tensor | None, mu: Tensor | list[Tensor], hidden: Tensor | None, up: Tensor | None
+    x: Tensor, last: Tensor, starts: Tensor | None, mu: Tensor | tuple[Tensor, ...], hidden: Tensor | None, up: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """``token_shift`` of x [R,C]: mu are n rows of C elements, hidden is [R,n,M].
+    """``token_shift`` of x [R,C]: mu are n rows of C elements, [C] or [1,1,C], hidden is [R,n,M].
 
     ``starts`` [R] is the sequence that begins with this token, or -1. None: each token is a sequence.
     """
@@ -76,10 +76,10 @@ def shift_formula(
     else:
         dx = torch.where((starts < 0)[:, None], x.roll(1, 0), last.index_select(0, starts.clamp(min=0).long())) - x
     if hidden is None or up is None:
-        factors = iter(mu)
+        factors = tuple(mu)
     else:
-        rows = mu if isinstance(mu, Tensor) else torch.stack(mu)
-        factors = iter(torch.baddbmm(rows[:, None].to(hidden.dtype), hidden.transpose(0, 1), up))
+        rows = (mu if isinstance(mu, Tensor) else torch.stack(mu)).view(len(mu), 1, -1)
+        factors = torch.baddbmm(rows.to(hidden.dtype), hidden.transpose(0, 1), up).unbind()
     return tuple(torch.addcmul(x, dx, factor.to(x.dtype)) for factor in factors)
 
 

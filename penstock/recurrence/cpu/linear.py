@@ -37,9 +37,9 @@ def takes(x: Tensor, weight: Tensor) -> bool:
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """The product [...,N], summed in float32. Its bits do not depend on the number of rows."""
     N, K = weight.shape
-    rows = x.reshape(-1, K).contiguous()
-    y = rows.new_empty(*x.shape[:-1], N)
-    M = rows.shape[0]
-    call = _Product(rows.data_ptr(), weight.data_ptr(), y.data_ptr(), M, N, K, K, weight.stride(0), DTYPES[x.dtype])
+    x = x.contiguous()
+    y = x.new_empty((*x.shape[:-1], N))
+    M = x.numel() // K
+    call = _Product(x.data_ptr(), weight.data_ptr(), y.data_ptr(), M, N, K, K, weight.stride(0), DTYPES[x.dtype])
     run("linear", call, M * N * K)
     return y
