@@ -76,11 +76,10 @@ def shift_formula(
     else:
         dx = torch.where((starts < 0)[:, None], x.roll(1, 0), last.index_select(0, starts.clamp(min=0).long())) - x
     if hidden is None or up is None:
-        factors = tuple(mu)
-    else:
-        rows = (mu if isinstance(mu, Tensor) else torch.stack(mu)).view(len(mu), 1, -1)
-        factors = torch.baddbmm(rows.to(hidden.dtype), hidden.transpose(0, 1), up).unbind()
-    return tuple(torch.addcmul(x, dx, factor.to(x.dtype)) for factor in factors)
+        return tuple(torch.addcmul(x, dx, factor.to(x.dtype)) for factor in mu)
+    rows = (mu if isinstance(mu, Tensor) else torch.stack(mu)).view(len(mu), 1, -1)
+    factors = torch.baddbmm(rows.to(hidden.dtype), hidden.transpose(0, 1), up)
+    return torch.addcmul(x, dx, factors.to(x.dtype)).unbind()
 
 
 def norm_gate(x: Tensor, gate: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centre: bool) -> Tensor:

@@ -20,13 +20,13 @@ class Linear(nn.Linear):
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``F.linear``."""
-    given = [one for one in (x, weight, bias) if one is not None]
+    given = (x, weight) if bias is None else (x, weight, bias)
     if (
         x.device.type != "cpu"
-        or not private.fast(given)
-        or not native.takes(x, weight)
-        or private.autocasting()
         or (torch.is_grad_enabled() and any(one.requires_grad for one in given))
+        or not private.fast(given)
+        or private.autocasting()
+        or not native.takes(x, weight)
     ):
         return F.linear(x, weight, bias)
     y = native.linear(x, weight)

@@ -24,12 +24,13 @@ class _Product(ctypes.Structure):
 def takes(x: Tensor, weight: Tensor) -> bool:
     """Whether the kernel computes the product of x [...,K] and weight [N,K]: few rows of one dtype on a CPU, without gradients."""
     return (
-        x.device.type == "cpu"
-        and x.dtype == weight.dtype
-        and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
-        and x.shape[-1:] == weight.shape[1:]
+        x.dtype == weight.dtype != torch.float64
+        and x.dtype in DTYPES
+        and x.dim() > 0
+        and x.shape[-1] == weight.shape[1]
         and 0 < x.numel() < ROWS * weight.shape[1]
         and weight.stride(1) == 1
+        and x.device.type == "cpu"
         and available() is None
     )
 
