@@ -31,8 +31,13 @@ def takes(x: Tensor, weight: Tensor) -> bool:
         and 0 < x.numel() < ROWS * weight.shape[1]
         and weight.stride(1) == 1
         and x.device.type == "cpu"
-        and available() is None
+        and _available()
     )
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _available() -> bool:
+    return available() is None
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
