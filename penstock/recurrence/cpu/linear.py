@@ -9,6 +9,8 @@ from torch import Tensor
 
 from . import DTYPES, available, run
 
+AVAILABLE = available() is None
+"""Found out at import: compiled graphs cannot trace it."""
 ROWS = 32
 """Fewer rows than this are few. A core of Zen 3 computes 1, 8, 16, 32 and 64 rows 2.1, 2.2, 1.7, 1.3 and 1.1 times as fast as torch
 does with MKL. From 32 on rows come in the engine's blocks, which must take one implementation."""
@@ -31,13 +33,8 @@ def takes(x: Tensor, weight: Tensor) -> bool:
         and 0 < x.numel() < ROWS * weight.shape[1]
         and weight.stride(1) == 1
         and x.device.type == "cpu"
-        and _available()
+        and AVAILABLE
     )
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _available() -> bool:
-    return available() is None
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
