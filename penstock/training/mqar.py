@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -102,7 +103,10 @@ class Point(NamedTuple):
 
 
 def model_config(architecture: str, recall: Recall, hidden_size: int, num_layers: int) -> Config:
-    """A small model of an architecture: heads of at most 64, and short convolutions where the mixer has no other token shift."""
+    """A small model of an architecture: heads of at most 64, and short convolutions where the mixer has no other token shift.
+
+    Embeddings and head share a matrix, as in the source. With two matrices GLA needs many times the steps.
+    """
     size = min(HEAD_SIZE, hidden_size)
     sizes: dict[str, Any] = {"vocab_size": recall.vocab_size, "hidden_size": hidden_size, "num_layers": num_layers}
     if architecture.startswith("rwkv"):
@@ -111,7 +115,7 @@ def model_config(architecture: str, recall: Recall, hidden_size: int, num_layers
         sizes |= {"head_dim": size, "state_size": size}
     else:
         sizes |= {"num_heads": hidden_size // size} | ({"conv_size": 4} if architecture in ("gla", "retnet") else {})
-    return ARCHITECTURES[architecture](**sizes)
+    return replace(ARCHITECTURES[architecture](**sizes), tie_embeddings=True)
 
 
 def learn(
