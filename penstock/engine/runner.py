@@ -16,6 +16,7 @@ from .sampler import Row, logprobs_of, sample
 from .scheduler import Work
 from .state_pool import StatePool
 from .states import KeptState
+from .transfer import ToHost, lists_to_device, to_device
 
 
 @dataclass(eq=False)
@@ -25,10 +26,10 @@ class Flight:
     works: list[Work]
     sampled: list[Work]
     """Works that get a token, in the order of ``tokens``."""
-    tokens: Tensor | None = None
+    tokens: ToHost | None = None
     """int64 [R]"""
-    logprobs: tuple[Tensor, Tensor, Tensor] | None = None
-    prompt_logprobs: list[tuple[Work, tuple[Tensor, Tensor, Tensor]]] = field(default_factory=list)
+    logprobs: tuple[ToHost, ToHost, ToHost] | None = None
+    prompt_logprobs: list[tuple[Work, tuple[ToHost, ToHost, ToHost]]] = field(default_factory=list)
     kept: list[tuple[Sequence, int, KeptState]] = field(default_factory=list)
     """States for the cache, and the number of tokens of their prefixes."""
     forks: list[tuple[Request, int, KeptState]] = field(default_factory=list)
@@ -63,7 +64,7 @@ class Runner:
                 for work in scored:
                     last = int(ends[moved.index(work)])
                     flight.prompt_logprobs.append((work, self._score(logits[last - (work.end - work.begin) : last], work)))
-                logits = logits[(ends - 1).to(self.device)]
+                logits = logits[to_device((ends - 1).tolist(), self.device)]
             self.pool.promote([_slot(work) for work in moved if work.on_aligned])
         else:
             logits = torch.empty(0, self.vocab_size, device=self.device)
@@ -75,7 +76,7 @@ class Runner:
     def _forward(self, works: Items[Work], last_only: bool) -> Tensor:
         """Logits [N,V] after the last token of each work, or [T,V] after all tokens."""
         ids: list[int] = []
-        ends, rows, unknown = [0], [], []
+        ends, rows, unknown, slots = [0], [], [], []
         for work in works:
             one, slot = work.sequence, _slot(work)
             if work.end - work.begin == 1 and work.begin < len(one.tokens):
@@ -83,7 +84,8 @@ class Runner:
             else:
                 ids += one.tokens[work.begin : work.end]
                 if work.end > len(one.tokens):
-                    unknown.append((len(ids), slot))
+                    unknown.append(len(ids))
+                    slots.append(slot)
                     ids.append(0)
             ends.append(len(ids))
             rows.append(self.pool.aligned(slot) if work.on_aligned else slot)
@@ -93,16 +95,12 @@ class Runner:
             more = 1 + -(len(rows) + 1) % self.block  # the head gets one token of each row
             ends += [len(ids)] * more
             rows += [-1] * more
-        tokens = torch.tensor(ids, device=self.device)
+        tokens, offsets, taken, at, sources = lists_to_device((ids, ends, rows, unknown, slots), self.device)
         if unknown:
-            at, slots = (torch.tensor(one, device=self.device) for one in zip(*unknown))
-            tokens[at] = self._last[slots]
+            tokens[at] = self._last[sources]
         if self.graphs is not None and last_only and len(ids) == len(works) and not any(work.on_aligned for work in works):
-            return self.graphs.run(tokens, torch.tensor(rows, device=self.device))
-        logits = self.model.advance(
-            tokens[None], self.pool.state, cu_seqlens=torch.tensor(ends, device=self.device), slots=torch.tensor(rows, device=self.device),
-            last_only=last_only,
-        )  # fmt: skip
+            return self.graphs.run(tokens, taken)
+        logits = self.model.advance(tokens[None], self.pool.state, cu_seqlens=offsets, slots=taken, last_only=last_only)
         return logits if last_only else logits[0]
 
     def _keep(self, flight: Flight, works: Items[Work], logits: Tensor) -> None:
@@ -126,7 +124,7 @@ class Runner:
         kept = [work.sequence.saved.logits for work in flight.sampled if work not in place]  # forks, and hits of the cache
         wanted = [place[work] for work in flight.sampled if work in place]
         if len(wanted) < len(moved):
-            logits = logits[torch.tensor(wanted, dtype=torch.int64, device=self.device)]
+            logits = logits[to_device(wanted, self.device, torch.int64)]
         elif logits.shape[0] > len(moved):
             logits = logits[: len(moved)]
         if kept:
@@ -139,23 +137,25 @@ class Runner:
                 one.row = Row.of(one)
             one.row.position = work.end
             rows.append(one.row)
-        flight.tokens = sample(logits, rows, self.vocab_size)
-        self._last[torch.tensor([_slot(work) for work in flight.sampled], device=self.device)] = flight.tokens
+        tokens = sample(logits, rows, self.vocab_size)
+        self._last[to_device([_slot(work) for work in flight.sampled], self.device)] = tokens
         most = max((row.params.logprobs if row.params.logprobs is not None else -1 for row in rows), default=-1)
         if most >= 0:
-            flight.logprobs = logprobs_of(logits, flight.tokens, most)
+            own, names, best = logprobs_of(logits, tokens, most)
+            flight.logprobs = ToHost(own), ToHost(names), ToHost(best)
+        flight.tokens = ToHost(tokens)
 
     def _scored(self, work: Work) -> bool:
         return work.sequence.request.params.prompt_logprobs is not None and work.begin < len(work.sequence.request.prompt)
 
-    def _score(self, logits: Tensor, work: Work) -> tuple[Tensor, Tensor, Tensor]:
+    def _score(self, logits: Tensor, work: Work) -> tuple[ToHost, ToHost, ToHost]:
         """Log probabilities of the tokens of the prompt that follow those of a piece."""
         params, prompt = work.sequence.request.params, work.sequence.request.prompt
-        following = torch.tensor(prompt[work.begin + 1 : work.end + 1], dtype=torch.int64, device=self.device)
+        following = to_device(prompt[work.begin + 1 : work.end + 1], self.device, torch.int64)
         most = params.prompt_logprobs or 0
         pairs = zip(logits[: len(following)].split(CHUNK), following.split(CHUNK))  # float64 copies of a chunk only are in memory
         own, names, best = zip(*(logprobs_of(*pair, most) for pair in pairs))
-        return torch.cat(own), torch.cat(names), torch.cat(best)
+        return ToHost(torch.cat(own)), ToHost(torch.cat(names)), ToHost(torch.cat(best))
 
 
 def _slot(work: Work) -> int:
