@@ -108,7 +108,7 @@ class Bench:
         requests = [engine.submit(random_tokens(1 + (n * 64 // max(streams, 64)) % 64, V, n), params, sink=sink) for n in range(streams)]
         while not all(request.result.tokens for request in requests):
             engine.step()
-        for _ in range(66):  # every kind of step once: graphs are captured
+        for _ in range(66):  # every kind of step once
             engine.step()
         synchronize()
         self.warm_s = time.perf_counter() - begin
@@ -146,14 +146,17 @@ class Bench:
         for streams in (1, self.streams, *self.many):
             begin = time.perf_counter()
             engine = self.engine(streams)
-            made = time.perf_counter() - begin
+            if streams == self.streams:
+                engine.warm_up()
+                synchronize()
+                row(f"all graphs of {streams} slots", time.perf_counter() - begin, "s", count=self.graphs_of(engine))
             requests = self.running(engine, streams)
             times, rate = self.step_times(engine, self.steps)
             share = {1: 0.65, self.streams: 0.55}.get(streams)
             row(
                 f"decode, {streams} streams", rate, "tokens/s", "" if share is None else f"{share * self.ceiling(streams):,.0f}",
                 None if share is None else rate >= share * self.ceiling(streams), of_ceiling=rate / self.ceiling(streams),
-                median_ms=statistics.median(times), p99_ms=sorted(times)[int(len(times) * 0.99)], made_s=made, warm_s=self.warm_s,
+                median_ms=statistics.median(times), p99_ms=sorted(times)[int(len(times) * 0.99)], warm_s=self.warm_s,
                 graphs=self.replays(engine), errors=Counter(str(one.result.error)[:200] for one in requests if one.result.error) or "none",
             )  # fmt: skip
             if streams in (1, self.streams):
@@ -162,18 +165,22 @@ class Bench:
             del engine, requests
             gc.collect()
 
+    def graphs_of(self, engine: Engine) -> int:
+        graphs = engine._steps.runner.graphs
+        return 0 if graphs is None else len(graphs._graphs)
+
     def replays(self, engine: Engine) -> str:
         """Milliseconds of each captured graph, one after another without Python between."""
         graphs = engine._steps.runner.graphs
         found = []
-        for size, graph in sorted(graphs._graphs.items()) if graphs is not None else ():
+        for (tokens, rows), graph in sorted(graphs._graphs.items()) if graphs is not None else ():
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
             for _ in range(5):
                 graph.replay()
             end.record()
             end.synchronize()
-            found.append(f"{size}: {begin.elapsed_time(end) / 5:.3f} ms")
+            found.append(f"{tokens}{f' in {rows}' if rows else ''}: {begin.elapsed_time(end) / 5:.3f} ms")
         return "; ".join(found) or "none"
 
     def profile(self, engine: Engine, name: str) -> None:
@@ -226,16 +233,17 @@ class Bench:
 
     def mixed(self) -> None:
         """Time between tokens of streams while long prompts come one after another."""
-        for budget in (256, 512, 1024):
-            engine = self.engine(self.streams + 2, token_budget=self.streams + 2 + budget)
-            self.running(engine, self.streams)
-            alone, _ = self.step_times(engine, 128)
-            median = statistics.median(alone)
+        engine = self.engine(self.streams + 2, token_budget=self.streams + 2 + 1024)
+        self.running(engine, self.streams)
+        alone, _ = self.step_times(engine, 128)
+        median, number = statistics.median(alone), 0
+        for budget in (1024, 512, 256):
+            engine._steps.scheduler.token_budget = self.streams + 2 + budget
             waiting: list = []
-            gaps, done, begin, last, number = [], 0, time.perf_counter(), time.perf_counter(), 0
-            limit = 0.5 if self.tiny else 4
-            while time.perf_counter() - begin < limit:
-                done += sum(one.done for one in waiting)
+            gaps: list[float] = []
+            begin = last = time.perf_counter()
+            measured, done = 0.3 if self.tiny else 2.0, 0
+            while last - begin < 2 * measured:  # in the first half, graphs are captured
                 waiting = [one for one in waiting if not one.done]
                 while len(waiting) < 2:
                     number += 1
@@ -243,16 +251,21 @@ class Bench:
                     waiting.append(engine.submit(tokens, SamplingParams(max_tokens=1, temperature=0)))
                 engine.step()
                 now = time.perf_counter()
-                gaps.append((now - last) * 1e3)
+                if last - begin > measured:
+                    gaps.append((now - last) * 1e3)
+                    works = engine._steps._flight.works if engine._steps._flight else []  # none without overlap
+                    done += sum(work.end - work.begin for work in works if work.begin < len(work.sequence.request.prompt))
                 last = now
-            gaps = sorted(gaps[20:])
+            gaps.sort()
             p99 = gaps[int(len(gaps) * 0.99)]
             row(
                 f"mixed, {self.streams} streams, {budget} tokens of prompts a step", p99 / median, "x median", "2 (p99)", p99 <= 2 * median,
                 decode_median_ms=median, p50_ms=statistics.median(gaps), p99_ms=p99, most_ms=gaps[-1],
-                prompt_tokens_per_s=done * self.long / (time.perf_counter() - begin), steps=len(gaps),
+                prompt_tokens_per_s=done / sum(gaps) * 1e3, steps=len(gaps),
             )  # fmt: skip
-            engine.close()
+            for one in waiting:
+                engine.cancel(one)
+        engine.close()
 
     def first_token(self) -> None:
         """Time to the first token of a prompt whose first tokens are cached."""
@@ -314,9 +327,9 @@ class Bench:
             return found
 
         ToHost.tolist = waiting  # type: ignore[method-assign]
+        engine = self.engine(self.streams, tokenizer=Letters(self.sizes["vocab_size"]))
         for name, params in kinds.items():
-            engine = self.engine(self.streams, tokenizer=Letters(self.sizes["vocab_size"]))
-            self.running(engine, self.streams, params, sink=lambda request, event: None)
+            requests = self.running(engine, self.streams, params, sink=lambda request, event: None)
             waits.clear()
             times, rate = self.step_times(engine, 128)
             works = [whole - wait for whole, wait in zip(times, waits)]
@@ -325,7 +338,9 @@ class Bench:
                 f"Python of a step, {self.streams} streams, {name}", work, "ms", "1.5", work <= 1.5, step_ms=statistics.median(times),
                 waits_ms=statistics.median(waits), most_ms=max(works), tokens_per_s=rate,
             )  # fmt: skip
-            engine.close()
+            for request in requests:
+                engine.cancel(request)
+        engine.close()
         ToHost.tolist = original  # type: ignore[method-assign]
 
 

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from ..models import CausalLM
-from .graphs import DecodeGraphs
+from .graphs import Batch, StepGraphs, with_sampled
 from .invariance import padding
 from .request import CHUNK, Request, Sequence
 from .sampler import Row, logprobs_of, sample
 from .scheduler import Work
 from .state_pool import StatePool
 from .states import KeptState
-from .transfer import ToHost, lists_to_device, to_device
+from .transfer import ToHost, to_device
 
 
 @dataclass(eq=False)
@@ -41,15 +41,15 @@ class Runner:
 
     block : int
         The number of tokens of a forward pass is rounded up to a multiple of it, with a row that is skipped. See ``invariance.py``.
-    graphs : DecodeGraphs, optional
-        Runs the steps that have decode rows only.
     """
 
-    def __init__(self, model: CausalLM, pool: StatePool, vocab_size: int, block: int = 1, graphs: DecodeGraphs | None = None) -> None:
-        self.model, self.pool, self.vocab_size, self.block, self.graphs = model, pool, vocab_size, block, graphs
+    def __init__(self, model: CausalLM, pool: StatePool, vocab_size: int, block: int = 1) -> None:
+        self.model, self.pool, self.vocab_size, self.block = model, pool, vocab_size, block
         self.device = pool.memory.device
-        self._last = torch.zeros(pool.slots, dtype=torch.int64, device=self.device)
+        self.last = torch.zeros(pool.slots, dtype=torch.int64, device=self.device)
         """The last sampled token of each slot: what a decode row gets while its value is not known on the host."""
+        self.graphs: StepGraphs | None = None
+        """Of steps; None runs all kernels one by one."""
 
     @torch.no_grad()
     def launch(self, works: Items[Work]) -> Flight:
@@ -76,7 +76,7 @@ class Runner:
     def _forward(self, works: Items[Work], last_only: bool) -> Tensor:
         """Logits [N,V] after the last token of each work, or [T,V] after all tokens."""
         ids: list[int] = []
-        ends, rows, unknown, slots = [0], [], [], []
+        ends, rows, unknown = [0], [], []
         for work in works:
             one, slot = work.sequence, _slot(work)
             if work.end - work.begin == 1 and work.begin < len(one.tokens):
@@ -84,23 +84,28 @@ class Runner:
             else:
                 ids += one.tokens[work.begin : work.end]
                 if work.end > len(one.tokens):
-                    unknown.append(len(ids))
-                    slots.append(slot)
+                    unknown.append((len(ids), slot))
                     ids.append(0)
             ends.append(len(ids))
             rows.append(self.pool.aligned(slot) if work.on_aligned else slot)
+        sources = [-1] * len(ids)
+        for place, slot in unknown:
+            sources[place] = slot
+        if self.graphs is not None and last_only:
+            logits = self.graphs.run(Batch(ids, sources, ends, rows))
+            if logits is not None:
+                return logits
         skipped = padding(len(ids), self.block)
         if skipped:
             ids += [0] * skipped
+            sources += [-1] * skipped
             more = 1 + -(len(rows) + 1) % self.block  # the head gets one token of each row
             ends += [len(ids)] * more
             rows += [-1] * more
-        tokens, offsets, taken, at, sources = lists_to_device((ids, ends, rows, unknown, slots), self.device)
+        tokens, offsets, slots = (to_device(one, self.device) for one in (ids, ends, rows))
         if unknown:
-            tokens[at] = self._last[sources]
-        if self.graphs is not None and last_only and len(ids) == len(works) and not any(work.on_aligned for work in works):
-            return self.graphs.run(tokens, taken)
-        logits = self.model.advance(tokens[None], self.pool.state, cu_seqlens=offsets, slots=taken, last_only=last_only)
+            tokens = with_sampled(tokens, to_device(sources, self.device), self.last)
+        logits = self.model.advance(tokens[None], self.pool.state, cu_seqlens=offsets, slots=slots, last_only=last_only)
         return logits if last_only else logits[0]
 
     def _keep(self, flight: Flight, works: Items[Work], logits: Tensor) -> None:
@@ -138,7 +143,7 @@ class Runner:
             one.row.position = work.end
             rows.append(one.row)
         tokens = sample(logits, rows, self.vocab_size)
-        self._last[to_device([_slot(work) for work in flight.sampled], self.device)] = tokens
+        self.last[to_device([_slot(work) for work in flight.sampled], self.device)] = tokens
         most = max((row.params.logprobs if row.params.logprobs is not None else -1 for row in rows), default=-1)
         if most >= 0:
             own, names, best = logprobs_of(logits, tokens, most)

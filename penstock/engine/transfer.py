@@ -19,17 +19,9 @@ def to_device(values: Items[Any], device: torch.device, dtype: torch.dtype | Non
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
 
-def lists_to_device(lists: Items[list[int]], device: torch.device) -> list[Tensor]:
-    """One int64 tensor for each list, in one copy. All begin at multiples of 16 bytes, for which kernels are compiled."""
-    joined: list[int] = []
-    begins = []
-    for one in lists:
-        begins.append(len(joined))
-        joined += one
-        if len(joined) % 2:
-            joined.append(0)
-    whole = to_device(joined, device, torch.int64)
-    return [whole[begin : begin + len(one)] for begin, one in zip(begins, lists)]
+def fill(memory: Tensor, values: Items[Any]) -> None:
+    """Write Python numbers to a tensor."""
+    memory.copy_(torch.tensor(values, dtype=memory.dtype, pin_memory=memory.is_cuda), non_blocking=True)
 
 
 class ToHost:
