@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 from importlib import import_module
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,7 +17,9 @@ from torch.nn import functional as F
 from ..call import private
 from ..gpu.target import unavailable
 from ..recurrence.declaration import state_dtype
-from .sequences import Sequences
+
+if TYPE_CHECKING:
+    from .sequences import Sequences
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -49,7 +51,7 @@ def token_shift(
     last = last.to(x.dtype)
     hidden, up = low_rank or (None, None)
     launch = _kernels(x, last, *factors, hidden, up) if len(factors) <= 5 else None
-    mu = torch.stack([factor.reshape(-1) for factor in factors])
+    mu = torch.stack([factor.reshape(-1) for factor in factors]) if len(factors) > 1 else factors[0].reshape(1, -1)
     if up is not None and hidden is not None:
         hidden, up = hidden.flatten(0, 1), up.to(hidden.dtype)
         if launch and up.shape[1] > 64:
@@ -151,3 +153,12 @@ def decay_formula(x: Tensor, bias: Tensor) -> Tensor:
     """``decay``."""
     dtype = state_dtype(x.dtype)
     return -torch.exp(bias.to(dtype).reshape(-1) + x.to(dtype))
+
+
+def write_rows(states: Tensor, pool: Tensor, slots: Tensor) -> bool:
+    """Write states [N,...] to rows of a pool, none for negative slots; whether a kernel did."""
+    launch = _kernels(states, pool)
+    if launch is None or not (states[0].is_contiguous() and pool[0].is_contiguous()):
+        return False
+    launch.write_rows(states, pool, slots.contiguous())
+    return True

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..call.validation import known_values
 from ..recurrence import functional
+from . import fused
 
 State = TypeVar("State", bound=tuple[Any, ...])
 Kept = TypeVar("Kept")
@@ -82,7 +83,7 @@ class Sequences:
             return x.new_zeros(self.count, x.shape[-1])
         if self.cu_seqlens is None:
             return x[:, -1]
-        return x[0].index_select(0, (self.ends[1:] - 1).clamp(min=0))
+        return x[0].index_select(0, self._once("last", lambda: (self.ends[1:] - 1).clamp(min=0)))
 
     def extended(self, x: Tensor, tail: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor], Tensor]:
         """Put the ``tail`` [N,W,C] of each sequence before its tokens.
@@ -118,8 +119,8 @@ class Sequences:
         if self.tokens == 0:
             return last, last
         if self.cu_seqlens is None:
-            return last, x[:, -1].clone()  # a view would keep all tokens in memory
-        return last, torch.where((self.lengths > 0)[:, None], self.last(x), last)
+            return last, x[:, -1] if self.in_place else x[:, -1].clone()  # a view would keep all tokens in memory
+        return last, torch.where(self._once("given", lambda: (self.lengths > 0)[:, None]), self.last(x), last)
 
     def recur(
         self, variant: str, q: Tensor, k: Tensor, v: Tensor, *gates: Tensor, state: Tensor, scale: float | None = None
@@ -151,6 +152,8 @@ class Sequences:
                 continue
             if self.slots is None:
                 pool.copy_(state)
+                continue
+            if fused.write_rows(state, pool, self.slots):
                 continue
             # A skipped sequence writes the same row with the same values as the sequence with the highest slot. If all are skipped,
             # they write what row 0 has.

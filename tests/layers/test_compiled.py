@@ -62,6 +62,8 @@ for tokens, heads in product((1, 3), (1, 2)):
     for b in (None, learned(tokens, 70)):
         backward(launch.Activated.apply(learned(tokens, 70), b, "silu", None))
     backward(launch.Decay.apply(learned(tokens, 70), learned(70), None))
+    for channels in (1, 70):
+        launch.write_rows(torch.zeros(tokens, channels), torch.zeros(1, channels), torch.zeros(tokens, dtype=torch.int64))
 print(*sorted(compiled), sep="\\n")
 """
 
@@ -71,4 +73,4 @@ def test_every_fused_kernel_compiles_for_any_number_of_tokens():
     done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     names = ("decay", "gated", "norm_gate", "relu_squared", "shift")
-    assert done.stdout.split() == [f"penstock_{name}_{way}" for name in names for way in ("bwd", "fwd")]
+    assert done.stdout.split() == [*(f"penstock_{name}_{way}" for name in names for way in ("bwd", "fwd")), "penstock_write_rows"]

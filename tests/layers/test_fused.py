@@ -114,6 +114,19 @@ def test_element_wise(dtype):
     hold(lambda x, bias: launch.Decay.apply(x, bias, fused.decay_formula), fused.decay_formula, (a, bias), dtype=dtype)
 
 
+@pytest.mark.parametrize("slots", [(3, 0, -1, 5), (-1, -1, -1, -2)], ids=str)
+def test_states_are_written_to_the_rows_of_slots_that_are_not_negative(slots):
+    states, pool = normal(4, 2, 700), normal(6, 3, 700, dtype=torch.float16)[:, :2]  # gaps between rows
+    wanted = pool.clone()
+    for n, slot in enumerate(slots):
+        if slot >= 0:
+            wanted[slot] = states[n]
+    version = pool._version
+    launch.write_rows(states, pool, torch.tensor(slots))
+    assert torch.equal(pool, wanted)
+    assert pool._version > version
+
+
 def test_second_derivatives_go_through_the_formula():
     a, b = normal(4, 6).requires_grad_(), normal(4, 6, seed=1).requires_grad_()
     formula = partial(fused.activated_formula, activation="silu")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...gpu.target import power
-from . import gates, token_shift
+from . import gates, rows, token_shift
 
 Tensors = tuple[Tensor | None, ...]
 Formula = Callable[..., Tensor | tuple[Tensor, ...]]
@@ -232,3 +232,11 @@ class Decay(torch.autograd.Function):
         if x.numel():
             gates.penstock_decay_bwd[programs, _blocks(C, BC)](w, dw.contiguous(), dx, dbias, R, C, each, BR=BR, BC=BC)
         return dx, _summed(dbias, bias), None
+
+
+def write_rows(states: Tensor, pool: Tensor, slots: Tensor) -> None:
+    """Write states [N,...] to rows of a pool [P,...]. Rows of both are contiguous. Negative slots write nothing."""
+    N, D = states.shape[0], pool[0].numel()
+    rows.penstock_write_rows[N, _blocks(D, BLOCK)](states, pool, slots, states.stride(0), pool.stride(0), D, BLOCK=BLOCK, num_warps=4)
+    if not pool.is_inference():
+        torch.autograd.graph.increment_version(pool)

@@ -1,0 +1,21 @@
+"""Writes states to rows of their pools."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def penstock_write_rows(
+    states,  # [N,D]
+    pool,  # [P,D]
+    slots,  # [N]
+    states_n, pool_n, D,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """``pool[slots[n]] = states[n]`` for slots of at least 0. ``states_n`` and ``pool_n`` are the strides of rows."""
+    n = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(slots + n).to(tl.int64)
+    if slot >= 0:
+        x = tl.load(states + n * states_n + d, d < D)
+        tl.store(pool + slot * pool_n + d, x.to(pool.dtype.element_ty), d < D)
