@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..call import private
@@ -107,6 +107,18 @@ def norm_gate_formula(x: Tensor, gate: Tensor, weight: Tensor | None, bias: Tens
     else:
         normed = F.rms_norm(x if weight is None else x.to(weight.dtype), (V,), weight, eps)
     return normed * F.silu(gate)
+
+
+def add_norm(x: Tensor, y: Tensor | None, norm: nn.LayerNorm | nn.RMSNorm) -> tuple[Tensor, Tensor]:
+    """The sum of x and y [B,T,C], of x alone without y, and its norm. The kernel is for calls without gradients."""
+    weight, bias = norm.weight, getattr(norm, "bias", None)
+    launch = None if torch.is_grad_enabled() or norm.eps is None or x.shape[-1] > 2**14 else _kernels(x, y, weight, bias)
+    if launch is None or x.dtype != weight.dtype or (y is not None and y.dtype != x.dtype):
+        total = x if y is None else x + y
+        return total, norm(total)
+    flat = [None if one is None else one.reshape(-1, x.shape[-1]).contiguous() for one in (x, y)]
+    total, normed = launch.add_norm(*flat, weight, bias, norm.eps, isinstance(norm, nn.LayerNorm))
+    return total.view(x.shape), normed.view(x.shape)
 
 
 Activation = Literal["sigmoid", "silu", "relu_squared"]

@@ -63,6 +63,9 @@ for tokens, heads in product((1, 3), (1, 2)):
         backward(launch.Activated.apply(learned(tokens, 70), b, "silu", None))
     backward(launch.Decay.apply(learned(tokens, 70), learned(70), None))
     for channels in (1, 70):
+        x, weight = torch.zeros(tokens, channels), torch.zeros(channels)
+        for y, bias in ((None, None), (x, weight)):
+            launch.add_norm(x, y, weight, bias, 1e-5, bias is not None)
         launch.write_rows(torch.zeros(tokens, channels), torch.zeros(1, channels), torch.zeros(tokens, dtype=torch.int64))
 print(*sorted(compiled), sep="\\n")
 """
@@ -72,5 +75,5 @@ def test_every_fused_kernel_compiles_for_any_number_of_tokens():
     environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    names = ("decay", "gated", "norm_gate", "relu_squared", "shift")
-    assert done.stdout.split() == [*(f"penstock_{name}_{way}" for name in names for way in ("bwd", "fwd")), "penstock_write_rows"]
+    both = {f"{name}_{way}" for name in ("decay", "gated", "norm_gate", "relu_squared", "shift") for way in ("bwd", "fwd")}
+    assert set(done.stdout.split()) == {f"penstock_{name}" for name in both | {"add_norm", "write_rows"}}

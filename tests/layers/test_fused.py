@@ -114,6 +114,18 @@ def test_element_wise(dtype):
     hold(lambda x, bias: launch.Decay.apply(x, bias, fused.decay_formula), fused.decay_formula, (a, bias), dtype=dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(("channels", "centre", "bias"), [(70, True, True), (70, True, False), (1000, False, False)])
+def test_sums_and_their_norms(channels, centre, bias, dtype):
+    x, y, weight, shift = (normal(*shape, dtype=dtype, seed=n) for n, shape in enumerate([(5, channels)] * 2 + [(channels,)] * 2))
+    for other in (None, y):
+        total, normed = launch.add_norm(x, other, weight, shift if bias else None, 1e-3, centre)
+        assert torch.equal(total, x if other is None else x + y)
+        sums = total.double() - centre * total.double().mean(-1, keepdim=True)
+        wanted = sums / (sums.square().mean(-1, keepdim=True) + 1e-3).sqrt() * weight.double() + bias * shift.double()
+        assert (normed.double() - wanted).norm() <= 2 * torch.finfo(dtype).eps * wanted.norm()
+
+
 @pytest.mark.parametrize("slots", [(3, 0, -1, 5), (-1, -1, -1, -2)], ids=str)
 def test_states_are_written_to_the_rows_of_slots_that_are_not_negative(slots):
     states, pool = normal(4, 2, 700), normal(6, 3, 700, dtype=torch.float16)[:, :2]  # gaps between rows

@@ -240,3 +240,15 @@ def write_rows(states: Tensor, pool: Tensor, slots: Tensor) -> None:
     rows.penstock_write_rows[N, _blocks(D, BLOCK)](states, pool, slots, states.stride(0), pool.stride(0), D, BLOCK=BLOCK, num_warps=4)
     if not pool.is_inference():
         torch.autograd.graph.increment_version(pool)
+
+
+def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centre: bool) -> tuple[Tensor, Tensor]:
+    """x + y (x if there is no y) and its norm, of x and y [R,C]. Without gradients."""
+    R, C = x.shape
+    total, normed, BC = x if y is None else torch.empty_like(x), torch.empty_like(x), power(C, 16)
+    if x.numel():
+        gates.penstock_add_norm[(R,)](
+            x, x if y is None else y, total, normed, weight, weight if bias is None else bias, C, eps,
+            ADD=y is not None, CENTRE=centre, BIAS=bias is not None, BC=BC, num_warps=min(max(BC // 512, 1), 16),
+        )  # fmt: skip
+    return total, normed
