@@ -16,7 +16,7 @@ from pathlib import Path
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 NATIVE = Path(__file__).parent / "penstock" / "recurrence" / "cpu" / "native"
-SOURCES = ("forward", "backward")
+SOURCES = ("forward", "backward", "linear")
 GLIBC = "2.17"
 # suffix, -mcpu, floats in a vector register, vector registers
 TARGETS = {

@@ -16,7 +16,7 @@ from .outputs import Folder, check_outputs
 STORED = "as stored"
 TOKENIZERS = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "generation_config.json"),
-    *("vocab.json", "merges.txt", "tokenizer.model", "rwkv_vocab_v20230424.txt"),
+    *("vocab.json", "merges.txt", "tokenizer.model", "rwkv_vocab_v20230424.txt", "chat_template.jinja"),
 )
 """Files of a folder that are copied as they are."""
 
@@ -31,7 +31,8 @@ def convert(
     """Convert a checkpoint to another format.
 
     Reads BlinkDL's RWKV files (5.0, 5.1, 5.2, 6), the Hugging Face layouts of RWKV-5, RWKV-6 and Mamba-2, state-spaces' Mamba-2, fla's
-    GLA, RetNet and RWKV-6, and Penstock's own folders. Weights keep their bits unless --dtype is given. Tokenizers are copied.
+    GLA, RetNet and RWKV-6, and Penstock's own folders. Weights keep their bits unless --dtype is given. Tokenizers and chat templates are
+    copied.
 
     Formats to write: penstock for every model; blinkdl for RWKV; hf for RWKV-5.2, RWKV-6 and Mamba-2; fla for GLA, RetNet and RWKV-6.
 

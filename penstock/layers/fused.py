@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from ..call import private
 from ..gpu.target import unavailable
 from ..recurrence.declaration import state_dtype
+from .linear import linear
 
 if TYPE_CHECKING:
     from .sequences import Sequences
@@ -51,26 +52,37 @@ def token_shift(
     last = last.to(x.dtype)
     hidden, up = low_rank or (None, None)
     launch = _kernels(x, last, *factors, hidden, up) if len(factors) <= 5 else None
-    mu = torch.stack([factor.reshape(-1) for factor in factors]) if len(factors) > 1 else factors[0].reshape(1, -1)
+    mu = [factor.reshape(-1) for factor in factors]
     if up is not None and hidden is not None:
         hidden, up = hidden.flatten(0, 1), up.to(hidden.dtype)
         if launch and up.shape[1] > 64:
             launch = None
     flat = x.flatten(0, 1)
     if launch is None:
-        found = shift_formula(flat, last, sequences.starts, mu, hidden, up)
+        found = shift_formula(flat, last, None if sequences.single else sequences.starts, mu, hidden, up)
     else:
-        given = [None if one is None else one.contiguous() for one in (flat, last, sequences.starts, mu, hidden, up)]
+        rows = torch.stack(mu) if len(mu) > 1 else mu[0][None]
+        given = [None if one is None else one.contiguous() for one in (flat, last, sequences.starts, rows, hidden, up)]
         found = launch.TokenShift.apply(*given, shift_formula)
     return tuple(one.view(x.shape) for one in found)
 
 
-def shift_formula(x: Tensor, last: Tensor, starts: Tensor, mu: Tensor, hidden: Tensor | None, up: Tensor | None) -> tuple[Tensor, ...]:
-    """``token_shift`` of x [R,C]: ``starts`` [R] is the sequence that begins with this token, or -1; mu [n,C], hidden [R,n,M]."""
-    dx = torch.where((starts < 0)[:, None], x.roll(1, 0), last.index_select(0, starts.clamp(min=0).long())) - x
+def shift_formula(
+    x: Tensor, last: Tensor, starts: Tensor | None, mu: Tensor | list[Tensor], hidden: Tensor | None, up: Tensor | None
+) -> tuple[Tensor, ...]:
+    """``token_shift`` of x [R,C]: mu are n rows of C elements, hidden is [R,n,M].
+
+    ``starts`` [R] is the sequence that begins with this token, or -1. None: each token is a sequence.
+    """
+    if starts is None:
+        dx = last - x
+    else:
+        dx = torch.where((starts < 0)[:, None], x.roll(1, 0), last.index_select(0, starts.clamp(min=0).long())) - x
     if hidden is None or up is None:
-        return tuple(torch.addcmul(x, dx, factor) for factor in mu.to(x.dtype))
-    factors = torch.baddbmm(mu[:, None].to(hidden.dtype), hidden.transpose(0, 1), up)
+        factors = iter(mu)
+    else:
+        rows = mu if isinstance(mu, Tensor) else torch.stack(mu)
+        factors = iter(torch.baddbmm(rows[:, None].to(hidden.dtype), hidden.transpose(0, 1), up))
     return tuple(torch.addcmul(x, dx, factor.to(x.dtype)) for factor in factors)
 
 
@@ -149,7 +161,7 @@ def activated_formula(a: Tensor, b: Tensor | None, weight: Tensor | None = None,
         y = torch.relu(a).square()
     else:
         y = (torch.sigmoid(a) if activation == "sigmoid" else F.silu(a)) * b
-    return y if weight is None else F.linear(y, weight)
+    return y if weight is None else linear(y, weight)
 
 
 def decay(x: Tensor, bias: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from ..recurrence.declaration import state_dtype
 from ..recurrence.feature_maps import FEATURE_MAPS
 from .convolution import ShortConvolution
 from .fused import activated, norm_gate
+from .linear import Linear
 from .mixer import Mixer, MixerConfig
 from .norms import RMSNorm
 from .sequences import Sequences
@@ -146,9 +147,9 @@ def repeated(x: Tensor, heads: int) -> Tensor:
     return x.expand(-1, -1, heads, -1) if G == 1 else x.repeat_interleave(heads // G, 2)
 
 
-def projection(inputs: int, outputs: int, bias: bool = False) -> nn.Linear:
+def projection(inputs: int, outputs: int, bias: bool = False) -> Linear:
     """A linear map, normal with a standard deviation of 0.02; its bias is 0."""
-    linear = nn.Linear(inputs, outputs, bias)
+    linear = Linear(inputs, outputs, bias)
     nn.init.normal_(linear.weight, std=0.02)
     if bias:
         nn.init.zeros_(linear.bias)

@@ -18,6 +18,7 @@ from ..errors import Complaints, RangeError
 from ..recurrence.declaration import state_dtype
 from .convolution import ShortConvolution
 from .heads import repeated
+from .linear import Linear
 from .mixer import Mixer, MixerConfig
 from .norms import GroupedRMSNorm
 from .sequences import Sequences
@@ -89,7 +90,7 @@ class Mamba2(Mixer):
         self.config = config
         H, inner = config.num_heads, config.num_heads * config.head_dim
         mixed = inner + 2 * config.n_groups * config.state_size
-        self.in_proj = nn.Linear(hidden_size, inner + mixed + H, bias=config.use_bias)
+        self.in_proj = Linear(hidden_size, inner + mixed + H, bias=config.use_bias)
         self.conv1d = ShortConvolution(mixed, config.conv_kernel, config.use_conv_bias)
         # dt is between 0.001 and 0.1 at first, uniform in its logarithm; dt_bias is the inverse of softplus
         dt = torch.exp(torch.rand(H) * math.log(100) + math.log(1e-3)).clamp(min=1e-4)
@@ -97,7 +98,7 @@ class Mamba2(Mixer):
         self.A_log = nn.Parameter(torch.empty(H).uniform_(1, 16).log())
         self.D = nn.Parameter(torch.ones(H))
         self.norm = GroupedRMSNorm(inner, config.n_groups, config.norm_eps)
-        self.out_proj = nn.Linear(inner, hidden_size, bias=config.use_bias)
+        self.out_proj = Linear(inner, hidden_size, bias=config.use_bias)
         with torch.no_grad():
             self.out_proj.weight /= math.sqrt(num_layers)  # as many terms are summed
 

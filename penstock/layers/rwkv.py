@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import Complaints, RangeError
 from .fused import activated, token_shift
+from .linear import Linear
 from .mixer import Mixer, MixerConfig
 from .sequences import Sequences
 
@@ -135,9 +136,9 @@ def ramp(size: int, power: float, last: int = 0) -> Tensor:
     return (torch.arange(size) / max(size - last, 1)).pow(power).view(1, 1, size)
 
 
-def matrix(inputs: int, outputs: int, gain: float) -> nn.Linear:
+def matrix(inputs: int, outputs: int, gain: float) -> Linear:
     """A linear map without bias: orthogonal times gain, or 0 for gain = 0, so that a new block is the identity."""
-    linear = nn.Linear(inputs, outputs, bias=False)
+    linear = Linear(inputs, outputs, bias=False)
     if gain == 0:
         nn.init.zeros_(linear.weight)
     else:

@@ -53,6 +53,11 @@ class Sequences:
         return self._once("owner", lambda: torch.searchsorted(self.ends[1:], self._range(self.tokens), right=True))
 
     @property
+    def single(self) -> bool:
+        """Whether each row of x is a sequence of one token."""
+        return self.cu_seqlens is None and self.tokens == 1
+
+    @property
     def starts(self) -> Tensor:
         """For each token of x, row after row, the sequence that begins with it, or -1: int32 [B*T]."""
 

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from ..errors import Complaints, DtypeError, ShapeError, described
 from ..layers import Mixer, Sequences, Stateless
 from ..layers.fused import add_norm
+from ..layers.linear import Linear
 from ..layers.norms import RMSNorm
 from ..layers.sizes import check_whole
 from .arguments import check_sequences, check_state, check_tokens, marks
@@ -125,7 +126,7 @@ class CausalLM(nn.Module):
         self.embedding_norm = norm(config) if config.embedding_norm else None
         self.layers = nn.ModuleList(Layer(config, layer) for layer in range(config.num_layers))
         self.norm = norm(config)
-        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.head = Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.embedding_norm:  # as RWKV's training code
             nn.init.uniform_(self.embeddings.weight, -1e-4, 1e-4)
             nn.init.orthogonal_(self.head.weight, 0.5 * math.sqrt(max(config.vocab_size / config.hidden_size, 1)))

@@ -177,7 +177,7 @@ class PenstockForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-
         inputs_embeds: None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
-        logits_to_keep: int = 0,
+        logits_to_keep: int | Tensor = 0,
         cu_seqlens: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
         output_attentions: bool | None = None,
@@ -195,8 +195,9 @@ class PenstockForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-
             Usually ``input_ids``: the label of a token is its own index. -100 does not count. They are shifted here.
         use_cache : bool, optional
             Whether to return a state. Default: as configured in evaluation mode, not in training.
-        logits_to_keep : int
-            How many tokens at the end get logits; 0: all.
+        logits_to_keep : int or Tensor
+            How many tokens at the end get logits; 0: all. Or, as in transformers, which ones: columns [n] or [B,n], or a mask of type bool,
+            [T] or [B,T]. With a mask [B,T] the logits are [number of True, vocab_size].
         cu_seqlens : int32 or int64 Tensor [N+1], optional
             Packed sequences, with B = 1. The first token of a sequence is not predicted.
         num_items_in_batch : int or Tensor, optional
@@ -206,6 +207,7 @@ class PenstockForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-
         """
         self._check(input_ids, attention_mask, past_key_values, inputs_embeds, labels, cu_seqlens, output_attentions, output_hidden_states)
         assert input_ids is not None
+        self._check_columns(logits_to_keep, input_ids)
         B, T = input_ids.shape
         ids, starts, keep = input_ids, cu_seqlens, None
         if attention_mask is not None and not bool((attention_mask[:, attention_mask.shape[1] - T :] != 0).all()):
@@ -218,7 +220,7 @@ class PenstockForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-
         if labels is None and cached and self._fixed_size and not torch.is_grad_enabled():
             if past_key_values is None:
                 past_key_values = StateCache(self.model.initial_state(B if starts is None else starts.numel() - 1))
-            last = logits_to_keep == 1 and cu_seqlens is None and T > 0
+            last = isinstance(logits_to_keep, int) and logits_to_keep == 1 and cu_seqlens is None and T > 0
             logits = self.model.advance(ids, past_key_values.state, cu_seqlens=starts, last_only=last)
             if not last:
                 logits = _columns(logits, keep, logits_to_keep)
@@ -240,7 +242,12 @@ class PenstockForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-
         return output if return_dict in (None, True) else output.to_tuple()
 
     def prepare_inputs_for_generation(self, input_ids: Any, *args: Any, is_first_iteration: bool | None = False, **kwargs: Any) -> Any:
-        """As in transformers; only prompts have padding."""
+        """As in transformers; only prompts have padding. Raises RangeError if no token follows those of ``past_key_values``."""
+        new = kwargs.get("next_sequence_length")
+        if new is not None and new < 1:
+            tokens = input_ids.shape[1]
+            rule = f"of fewer tokens than input_ids, which are {tokens}"
+            raise RangeError(f"generate: past_key_values must be {rule}, got {tokens - new}. Pass all tokens, a new one at least.")
         base: Any = super()
         found = base.prepare_inputs_for_generation(input_ids, *args, is_first_iteration=is_first_iteration, **kwargs)
         if kwargs.get("past_key_values") is not None and not is_first_iteration:
@@ -294,6 +301,27 @@ class PenstockForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-
         loss = linear_cross_entropy(x, weight, targets, ignore_index=IGNORED, reduction="mean" if count is None else "sum")
         return loss if count is None else loss / (count.to(loss.device) if isinstance(count, Tensor) else count)
 
+    def _check_columns(self, which: object, ids: Tensor) -> None:
+        """Check ``logits_to_keep``, which columns only where that does not wait for a device."""
+        (B, T), name = ids.shape, "logits_to_keep"
+        complaints = Complaints(type(self).__name__)
+        if isinstance(which, Tensor):
+            if which.dtype not in (torch.int64, torch.int32, torch.bool):
+                complaints.add(DtypeError, name, "int64, int32 or bool", which.dtype)
+            shapes = [[T], [B, T]] if which.dtype == torch.bool else [[which.numel()], [B, *which.shape[1:2]]]
+            if list(which.shape) not in shapes:
+                rule = f"of shape [{T}] or [{B}, {T}]" if which.dtype == torch.bool else f"of shape [n] or [{B}, n]"
+                complaints.add(ShapeError, name, rule, list(which.shape))
+            elif which.dtype != torch.bool and which.device.type == "cpu" and which.numel():
+                least, most = (int(x) for x in which.aminmax())
+                if least < -T or most >= T:
+                    complaints.add(RangeError, name, f"from {-T} to {T - 1}", least if least < -T else most)
+        elif not isinstance(which, int) or isinstance(which, bool):
+            complaints.add(DtypeError, name, "an int or a torch.Tensor", described(which))
+        elif which < 0:
+            complaints.add(RangeError, name, "at least 0", which, "0 keeps all.")
+        complaints.raise_any()
+
     def _check(
         self, ids: object, mask: object, cache: object, embeds: object, labels: object, cu_seqlens: object, attentions: object,
         hidden: object,
@@ -331,17 +359,26 @@ class PenstockForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-
         complaints.raise_any()
 
 
-def _columns(x: Tensor, keep: Tensor | None, count: int) -> Tensor:
-    """The last ``count`` columns (0: all) of x [B,T,C]; or, packed [1,S,C], of the tokens that ``keep`` [B,T] has.
+def _columns(x: Tensor, keep: Tensor | None, which: int | Tensor) -> Tensor:
+    """Some columns of x [B,T,C], see ``logits_to_keep``; or, packed [1,S,C], of the tokens that ``keep`` [B,T] has.
 
     A column of padding is that of the last token before it, or 0.
     """
     if keep is None:
-        return x[:, -count:] if count else x
+        return _chosen(x, which)
     seen = keep.cumsum(1)
     before = F.pad(keep.sum(1).cumsum(0), (1, 0))[:-1, None]
-    columns = (before + seen - 1)[:, -count:]
-    return x[0][columns.clamp(min=0)].where(seen[:, -count:, None] > 0, 0.0)
+    columns = _chosen(before + seen - 1, which)
+    return x[0][columns.clamp(min=0)].where(_chosen(seen, which)[..., None] > 0, 0.0)
+
+
+def _chosen(x: Tensor, which: int | Tensor) -> Tensor:
+    """``x[:, which]`` of x [B,T,...]; an int: so many at the end, 0: all."""
+    if isinstance(which, int):
+        return x[:, -which:] if which else x
+    if which.dim() == 1:
+        return x[:, which]
+    return x[which] if which.dtype == torch.bool else x[torch.arange(len(x), device=x.device)[:, None], which]
 
 
 def _dtype(complaints: Complaints, value: Any) -> torch.dtype | None:

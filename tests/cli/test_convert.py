@@ -41,9 +41,11 @@ def test_a_model_through_all_formats(tmp_path: Path) -> None:
 def test_dtype_and_tokenizers(tmp_path: Path) -> None:
     source = write_safetensors(gla.draw(gla.config()), gla.config(), tmp_path / "source")
     (source / "tokenizer.json").write_text("{}")
+    (source / "chat_template.jinja").write_text("{{ messages }}")
     done = convert(source, tmp_path / "half", "--dtype", "bfloat16")
     assert done.exit_code == 0, done.output
-    assert done.output.splitlines()[-1] == "copied tokenizer.json"
+    assert done.output.splitlines()[-1] == "copied tokenizer.json, chat_template.jinja"
+    assert (tmp_path / "half/chat_template.jinja").read_text() == "{{ messages }}"
     assert {x.dtype for x in load(tmp_path / "half").parameters()} == {torch.bfloat16}
 
 

@@ -141,6 +141,39 @@ def test_a_state_continues_a_sequence(model: PenstockForCausalLM, grad: bool) ->
         assert error(model(IDS, logits_to_keep=1, use_cache=True).logits, whole[:, -1:]) < 1e-5
 
 
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("grad", [False, True])
+def test_logits_of_chosen_columns(model: PenstockForCausalLM, grad: bool, padded: bool) -> None:
+    keep = torch.ones_like(IDS)
+    if padded:
+        keep[0, :4] = keep[1, 6:] = 0
+    with torch.set_grad_enabled(grad):
+        whole = model(IDS, attention_mask=keep).logits
+        for which, wanted in (
+            (torch.tensor([2, -1, 8]), whole[:, [2, 8, 8]]),
+            (torch.tensor([[0, 5], [6, 1], [8, 8]]), whole[[[0], [1], [2]], [[0, 5], [6, 1], [8, 8]]]),
+            (IDS[0] > 5, whole[:, IDS[0] > 5]),
+            (IDS > 5, whole[IDS > 5]),
+            (torch.tensor([], dtype=torch.int64), whole[:, :0]),
+        ):
+            found = model(IDS, attention_mask=keep, logits_to_keep=which).logits
+            assert found.shape == wanted.shape
+            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_generation_from_a_state(model: PenstockForCausalLM) -> None:
+    wanted = greedy(model, IDS)
+    for count, kind in ((4, None), (8, None), (9, RangeError), (12, RangeError)):
+        with torch.no_grad():
+            cache = model(wanted[:, :count], use_cache=True).past_key_values
+        if kind is None:
+            assert torch.equal(greedy(model, IDS, past_key_values=cache), wanted)
+            continue
+        message = f"generate: past_key_values must be of fewer tokens than input_ids, which are 9, got {count}"
+        with pytest.raises(kind, match=message):
+            greedy(model, IDS, past_key_values=cache)
+
+
 def test_losses(model: PenstockForCausalLM) -> None:
     labels = IDS.masked_fill(IDS == 3, -100)
     logits = model(IDS).logits
@@ -227,6 +260,12 @@ def test_errors(tmp_path: Path) -> None:
         ({"attention_mask": torch.ones(3, 1, 9, 9)}, ShapeError, r"attention_mask must be of shape \[3, 9\] or wider, got \[3, 1, 9, 9\]"),
         ({"attention_mask": torch.zeros_like(IDS)}, RangeError, "attention_mask must be 1 for at least one token, got padding only"),
         ({"labels": IDS[:, 1:]}, ShapeError, r"labels must be of shape \[3, 9\], as input_ids, got \[3, 8\]"),
+        ({"logits_to_keep": -1}, RangeError, "logits_to_keep must be at least 0, got -1"),
+        ({"logits_to_keep": [1]}, DtypeError, "logits_to_keep must be an int or a torch.Tensor"),
+        ({"logits_to_keep": torch.ones(2)}, DtypeError, "logits_to_keep must be int64, int32 or bool, got torch.float32"),
+        ({"logits_to_keep": torch.tensor([9])}, RangeError, "logits_to_keep must be from -9 to 8, got 9"),
+        ({"logits_to_keep": torch.tensor([[1]])}, ShapeError, r"logits_to_keep must be of shape \[n\] or \[3, n\], got \[1, 1\]"),
+        ({"logits_to_keep": IDS[:2] > 5}, ShapeError, r"logits_to_keep must be of shape \[9\] or \[3, 9\], got \[2, 9\]"),
         ({"output_hidden_states": True}, RangeError, "output_hidden_states must be False"),
         ({"past_key_values": transformers.DynamicCache()}, DtypeError, "past_key_values must be a StateCache, got DynamicCache"),
         ({"past_key_values": StateCache(model.model.initial_state(2))}, InvalidArgument, "state"),

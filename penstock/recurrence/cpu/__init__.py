@@ -1,4 +1,4 @@
-"""Launches the native CPU kernels of ``native/``: forward, backward and decode step, multi-threaded.
+"""Launches the native CPU kernels of ``native/``: forward, backward and decode step, multi-threaded; linear.py: matrix products.
 
 float32, bfloat16 and float16 storage, float32 arithmetic; any strides. All decays are read as [B,T,H,K], with strides of 0 for
 missing axes; the variant tells which axes are missing, because a caller's tensor may also have strides of 0. The library is compiled
@@ -25,6 +25,7 @@ from ..declaration import Advance, Recurrence, Tokens
 from ..gradients import Gradients
 
 LIBRARY = Path(__file__).parent / "native" / "libpenstock_cpu.so"
+FUNCTIONS = ("forward", "backward", "linear")
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}  # the enum of rows.h
 THREAD_WORK = 1 << 16
 """Multiply-adds per thread below which another thread does not pay: it takes about 5 us to wake, and computes about 10 per ns."""
@@ -69,9 +70,12 @@ def _library() -> ctypes.CDLL | str:
     if not hasattr(_openmp(), "GOMP_parallel"):
         return "this torch has no OpenMP runtime"
     try:
-        return ctypes.CDLL(str(LIBRARY))
+        library = ctypes.CDLL(str(LIBRARY))
     except OSError as error:
         return f"the native library does not load here: {error}"
+    if not all(hasattr(library, f"penstock_{name}_baseline") for name in FUNCTIONS):
+        return f"the native library is not of this version ({LIBRARY.name}): install the package again with pip, which builds it"
+    return library
 
 
 @cache
@@ -82,7 +86,7 @@ def _openmp() -> ctypes.CDLL:
 
 @cache
 def _function(name: str) -> Any:
-    """penstock_forward or penstock_backward for this CPU."""
+    """penstock_<name> for this CPU."""
     library = _library()
     assert isinstance(library, ctypes.CDLL)
     capability = torch.backends.cpu.get_cpu_capability()
@@ -90,8 +94,12 @@ def _function(name: str) -> Any:
     return getattr(library, f"penstock_{name}_{wanted}", None) or getattr(library, f"penstock_{name}_baseline")
 
 
-def _run(name: str, call: _Call, work: int) -> None:
-    """Run on torch's own threads, as many as pay (a second thread pool would compete for the cores)."""
+def run(name: str, call: Any, work: int) -> None:
+    """Run on torch's own threads, as many as pay (a second thread pool would compete for the cores).
+
+    work : int
+        The number of multiply-adds.
+    """
     threads = max(1, min(torch.get_num_threads(), work // THREAD_WORK))
     call.threads = threads
     watched = private.profiling()  # on the fast path no torch operator shows this call; a range costs 17 us
@@ -138,7 +146,7 @@ def forward(problem: Recurrence) -> tuple[Tensor, Tensor]:
     final_state = problem.q.new_empty(problem.state_shape, dtype=torch.float32)
     call = _whole(problem)
     call.output, call.final_state = _Tensor.of(output), _Tensor.of(final_state)
-    _run("forward", call, problem.q.numel() * sizes["V"])
+    run("forward", call, problem.q.numel() * sizes["V"])
     return output, final_state
 
 
@@ -164,7 +172,7 @@ def backward(problem: Recurrence, upstream: Upstream) -> Gradients:
     if problem.initial_state is not None:
         d_initial_state = problem.initial_state.new_empty(problem.state_shape)
         call.d_initial_state = _Tensor.of(d_initial_state)
-    _run("backward", call, 4 * problem.q.numel() * problem.v.shape[3])
+    run("backward", call, 4 * problem.q.numel() * problem.v.shape[3])
     if problem.g is not None and dg is not None and constant:
         dg = dg.sum((0,) if problem.variant.decay == "HK" else (0, 2)).to(problem.g.dtype)
     if problem.u is not None and du is not None:
@@ -180,7 +188,7 @@ def advance(problem: Advance) -> Tensor:
     call.advance = True
     call.initial_state, call.output, call.final_state = _Tensor.of(state), _Tensor.of(output), _Tensor.of(state)
     call.slots = _offsets(call, problem.slots)
-    _run("forward", call, problem.q.numel() * v.shape[3])
+    run("forward", call, problem.q.numel() * v.shape[3])
     return output
 
 
