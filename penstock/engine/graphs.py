@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..layers.linear import rows_alike
 from ..models import CausalLM
 from .request import CHUNK
 from .state_pool import StatePool
@@ -125,9 +127,9 @@ class StepGraphs:
 
             def step() -> Tensor:
                 known = with_sampled(ids, sources, self._last)
-                if N:
-                    return self._model.advance(known[None], self._pool.state, cu_seqlens=ends, slots=slots, last_only=True)
-                return self._model.advance(known[:, None], self._pool.state, slots=slots, last_only=True)
+                shaped, offsets = (known[None], ends) if N else (known[:, None], None)
+                with rows_alike() if self._block > 1 else nullcontext():
+                    return self._model.advance(shaped, self._pool.state, cu_seqlens=offsets, slots=slots, last_only=True)
 
             self._graphs[T, N] = Graph(inputs, self._capture(step))
         return self._graphs[T, N]

@@ -148,8 +148,9 @@ def activated(a: Tensor, b: Tensor | None, activation: Activation, weight: Tenso
         return formula(a, b, weight)
     a, b = a.contiguous(), None if b is None else b.contiguous()
     found: Tensor
-    if weight is None:
+    if weight is None or not torch.is_grad_enabled():
         found = launch.Activated.apply(a, b, activation, formula)
+        return found if weight is None else linear(found, weight)
     else:
         found = launch.ActivatedLinear.apply(a, b, weight, activation, formula)
     return found

@@ -24,7 +24,7 @@ NAMES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int32: "*i32", t
 compiled = set()
 
 
-def compile_only(kernel, *args, grid, warmup, num_warps=4, **constants):
+def compile_only(kernel, *args, grid, warmup, num_warps=4, num_stages=3, **constants):
     for name, x in zip(kernel.arg_names, args):
         if isinstance(x, int) and x == 1:
             constants[name] = 1
@@ -36,7 +36,8 @@ def compile_only(kernel, *args, grid, warmup, num_warps=4, **constants):
         for name in kernel.arg_names
     }
     places = {(kernel.arg_names.index(name),): x for name, x in constants.items()}
-    triton.compile(ASTSource(kernel, signature, places), target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    triton.compile(ASTSource(kernel, signature, places), target=GPUTarget("cuda", 90, 32), options=options)
     compiled.add(kernel.__name__)
 
 
@@ -66,6 +67,8 @@ for tokens, heads in product((1, 3), (1, 2)):
         x, weight = torch.zeros(tokens, channels), torch.zeros(channels)
         for y, bias in ((None, None), (x, weight)):
             launch.add_norm(x, y, weight, bias, 1e-5, bias is not None)
+        for weight in (torch.zeros(5, channels), torch.zeros(channels, 5).T):
+            launch.multiply(torch.zeros(tokens, channels), weight)
         launch.write_rows(torch.zeros(tokens, channels), torch.zeros(1, channels), torch.zeros(tokens, dtype=torch.int64))
 print(*sorted(compiled), sep="\\n")
 """
@@ -76,4 +79,4 @@ def test_every_fused_kernel_compiles_for_any_number_of_tokens():
     done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     both = {f"{name}_{way}" for name in ("decay", "gated", "norm_gate", "relu_squared", "shift") for way in ("bwd", "fwd")}
-    assert set(done.stdout.split()) == {f"penstock_{name}" for name in both | {"add_norm", "write_rows"}}
+    assert set(done.stdout.split()) == {f"penstock_{name}" for name in both | {"add_norm", "product", "write_rows"}}

@@ -139,6 +139,16 @@ def test_states_are_written_to_the_rows_of_slots_that_are_not_negative(slots):
     assert pool._version > version
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(("K", "N", "across"), [(128, 40, False), (200, 17, False), (70, 32, True)])
+def test_products_of_few_and_of_many_rows(K, N, across, dtype):
+    weight = normal(K, N, dtype=dtype).T if across else normal(N, K, dtype=dtype)
+    for rows in (1, 13, 140):
+        x = normal(rows, K, dtype=dtype)
+        wanted = x.double() @ weight.double().T
+        assert (launch.multiply(x, weight).double() - wanted).norm() <= 2 * torch.finfo(dtype).eps * wanted.norm()
+
+
 def test_second_derivatives_go_through_the_formula():
     a, b = normal(4, 6).requires_grad_(), normal(4, 6, seed=1).requires_grad_()
     formula = partial(fused.activated_formula, activation="silu")

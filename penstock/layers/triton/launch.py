@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...gpu.target import power
-from . import gates, rows, token_shift
+from . import gates, product, rows, token_shift
 
 Tensors = tuple[Tensor | None, ...]
 Formula = Callable[..., Tensor | tuple[Tensor, ...]]
@@ -252,3 +252,23 @@ def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor | None, e
             ADD=y is not None, CENTRE=centre, BIAS=bias is not None, BC=BC, num_warps=min(max(BC // 512, 1), 16),
         )  # fmt: skip
     return total, normed
+
+
+def multiply(x: Tensor, weight: Tensor) -> Tensor:
+    """``x @ weight.T`` for x [M,K] and weight [N,K]. Bits of a row depend on this row only.
+
+    Tiles of 64 rows and more take the same instructions: on Hopper, those of a group of four warps, each for 64 rows.
+    """
+    (M, K), N = x.shape, weight.shape[0]
+    y = x.new_empty(M, N)
+    BM = 64 if M <= 64 else 128
+    BN = next((size for size in (128, 64, 32) if _blocks(M, BM) * _blocks(N, size) >= PROGRAMS // 4), 16)
+    BK = 128 if BN <= 64 else 64
+    if x.element_size() == 4:
+        BN, BK = min(BN, 64), 32
+    if y.numel():
+        product.penstock_product[(_blocks(M, BM) * _blocks(N, BN),)](
+            x, weight, y, M, N, K, *weight.stride(), BM=BM, BN=BN, BK=BK, EVEN=K % BK == 0, PRECISION=_precision(x),
+            num_warps=BM // 16, num_stages=4,
+        )  # fmt: skip
+    return y
