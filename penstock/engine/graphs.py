@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..layers.linear import rows_alike
+from ..layers.linear import in_graph, rows_alike
 from ..models import CausalLM
 from .request import CHUNK
 from .state_pool import StatePool
@@ -129,7 +128,7 @@ class StepGraphs:
             def step() -> Tensor:
                 known = with_sampled(ids, sources, self._last)
                 shaped, offsets = (known[None], ends) if N else (known[:, None], None)
-                with rows_alike() if self._block > 1 else nullcontext():
+                with rows_alike() if self._block > 1 else in_graph():
                     return self._model.advance(shaped, self._pool.state, cu_seqlens=offsets, slots=slots, last_only=True)
 
             self._graphs[T, N] = Graph(inputs, self._capture(step))

@@ -69,6 +69,7 @@ for tokens, heads in product((1, 3), (1, 2)):
             launch.add_norm(x, y, weight, bias, 1e-5, bias is not None)
         for weight in (torch.zeros(5, channels), torch.zeros(channels, 5).T):
             launch.multiply(torch.zeros(tokens, channels), weight)
+        launch.multiply_few(torch.zeros(tokens, channels), torch.zeros(5, channels))
         launch.write_rows(torch.zeros(tokens, channels), torch.zeros(1, channels), torch.zeros(tokens, dtype=torch.int64))
 print(*sorted(compiled), sep="\\n")
 """
@@ -79,4 +80,4 @@ def test_every_fused_kernel_compiles_for_any_number_of_tokens():
     done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     both = {f"{name}_{way}" for name in ("decay", "gated", "norm_gate", "relu_squared", "shift") for way in ("bwd", "fwd")}
-    assert set(done.stdout.split()) == {f"penstock_{name}" for name in both | {"add_norm", "product", "write_rows"}}
+    assert set(done.stdout.split()) == {f"penstock_{name}" for name in both | {"add_norm", "product", "product_of_few_rows", "write_rows"}}

@@ -143,10 +143,12 @@ def test_states_are_written_to_the_rows_of_slots_that_are_not_negative(slots):
 @pytest.mark.parametrize(("K", "N", "across"), [(128, 40, False), (200, 17, False), (70, 32, True)])
 def test_products_of_few_and_of_many_rows(K, N, across, dtype):
     weight = normal(K, N, dtype=dtype).T if across else normal(N, K, dtype=dtype)
-    for rows in (1, 13, 140):
+    for rows in (1, 2, 3, 13, 140):
         x = normal(rows, K, dtype=dtype)
         wanted = x.double() @ weight.double().T
         assert (launch.multiply(x, weight).double() - wanted).norm() <= 2 * torch.finfo(dtype).eps * wanted.norm()
+        if rows <= 4 and not across:
+            assert (launch.multiply_few(x, weight).double() - wanted).norm() <= 2 * torch.finfo(dtype).eps * wanted.norm()
 
 
 def test_second_derivatives_go_through_the_formula():

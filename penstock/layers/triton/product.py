@@ -35,3 +35,38 @@ def penstock_product(
         weight += BK * w_k
     to = m.to(tl.int64)[:, None] * N + n[None, :]
     tl.store(y + to, total.to(y.dtype.element_ty), rows[:, None] & columns[None, :])
+
+
+@triton.jit(do_not_specialize=["M"])
+def penstock_product_of_few_rows(
+    x,  # [M,K]
+    weight,  # [N,K]
+    y,  # [M,N]
+    M, N, K, w_n,
+    ROWS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """y = x W^T for up to ROWS rows, without tensor cores: all loads of a tile of W are in flight at once. EVEN: K is a multiple of BK."""
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    m = tl.arange(0, ROWS)
+    columns = n < N
+    weight += tl.where(columns, n, 0).to(tl.int64)[:, None] * w_n + k[None, :]
+    partial = tl.zeros([BN, BK], tl.float32)
+    total = tl.zeros([BN, ROWS], tl.float32)
+    for begin in tl.range(0, K, BK):
+        inside = k < K - begin
+        if EVEN:
+            w = tl.load(weight).to(tl.float32)
+        else:
+            w = tl.load(weight, inside[None, :], other=0.0).to(tl.float32)
+        for row in tl.static_range(ROWS):
+            a = tl.load(x + row * tl.cast(K, tl.int64) + begin + k, inside & (row < M), other=0.0).to(tl.float32)
+            if ROWS == 1:
+                partial += w * a[None, :]
+            else:
+                total += tl.where(m[None, :] == row, tl.sum(w * a[None, :], 1)[:, None], 0.0)
+        weight += BK
+    if ROWS == 1:
+        total += tl.sum(partial, 1)[:, None]
+    to = m[None, :].to(tl.int64) * N + n[:, None]
+    tl.store(y + to, total.to(y.dtype.element_ty), (m < M)[None, :] & columns[:, None])
