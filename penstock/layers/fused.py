@@ -180,10 +180,13 @@ def decay_formula(x: Tensor, bias: Tensor) -> Tensor:
     return -torch.exp(bias.to(dtype).reshape(-1) + x.to(dtype))
 
 
-def write_rows(states: Tensor, pool: Tensor, slots: Tensor) -> bool:
-    """Write states [N,...] to rows of a pool, none for negative slots; whether a kernel did."""
+def write_rows(states: Tensor, pool: Tensor, slots: Tensor, ends: Tensor | None = None) -> bool:
+    """Write states [N,...] to rows of a pool, none for negative slots; whether a kernel did.
+
+    With ends [N+1], the last of the packed tokens [T,...] of each sequence; none for an empty one.
+    """
     launch = _kernels(states, pool)
     if launch is None or not (states[0].is_contiguous() and pool[0].is_contiguous()):
         return False
-    launch.write_rows(states, pool, slots.contiguous())
+    launch.write_rows(states, pool, slots.contiguous(), None if ends is None else ends.contiguous())
     return True

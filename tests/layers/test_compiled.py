@@ -70,7 +70,8 @@ for tokens, heads in product((1, 3), (1, 2)):
         for weight in (torch.zeros(5, channels), torch.zeros(channels, 5).T):
             launch.multiply(torch.zeros(tokens, channels), weight)
         launch.multiply_few(torch.zeros(tokens, channels), torch.zeros(5, channels))
-        launch.write_rows(torch.zeros(tokens, channels), torch.zeros(1, channels), torch.zeros(tokens, dtype=torch.int64))
+        for ends in (None, torch.zeros(tokens + 1, dtype=torch.int64)):
+            launch.write_rows(torch.zeros(tokens, channels), torch.zeros(1, channels), torch.zeros(tokens, dtype=torch.int64), ends)
 print(*sorted(compiled), sep="\\n")
 """
 

@@ -234,10 +234,17 @@ class Decay(torch.autograd.Function):
         return dx, _summed(dbias, bias), None
 
 
-def write_rows(states: Tensor, pool: Tensor, slots: Tensor) -> None:
-    """Write states [N,...] to rows of a pool [P,...]. Rows of both are contiguous. Negative slots write nothing."""
-    N, D = states.shape[0], pool[0].numel()
-    rows.penstock_write_rows[N, _blocks(D, BLOCK)](states, pool, slots, states.stride(0), pool.stride(0), D, BLOCK=BLOCK, num_warps=4)
+def write_rows(states: Tensor, pool: Tensor, slots: Tensor, ends: Tensor | None = None) -> None:
+    """Write states [N,...] to rows of a pool [P,...]. Rows of both are contiguous. Negative slots write nothing.
+
+    With ends [N+1], states are those of packed tokens [T,...]: the last one of each sequence is written.
+    """
+    N, D = slots.shape[0], pool[0].numel()
+    if N:
+        rows.penstock_write_rows[N, _blocks(D, BLOCK)](
+            states, pool, slots, slots if ends is None else ends, states.stride(0), pool.stride(0), D, PACKED=ends is not None, BLOCK=BLOCK,
+            num_warps=4,
+        )  # fmt: skip
     if not pool.is_inference():
         torch.autograd.graph.increment_version(pool)
 
