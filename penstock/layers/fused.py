@@ -6,9 +6,10 @@ times. The fused kernels compute in float32 and round once. Both forms have the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,15 +34,26 @@ def _kernels(*tensors: Tensor | None) -> Any:
     return None if unavailable() else import_module(".triton.launch", __package__)
 
 
+class PoolRows(NamedTuple):
+    """Rows of a pool that only some kernels read in place."""
+
+    pool: Tensor
+    """[P,C]"""
+    slots: Tensor
+    """[N]; negative ones are skipped."""
+    read: Callable[[], Tensor]
+    """Makes a copy of the rows, [N,C]."""
+
+
 def token_shift(
-    x: Tensor, last: Tensor, sequences: Sequences, *factors: Tensor, low_rank: tuple[Tensor, Tensor] | None = None
+    x: Tensor, last: Tensor | PoolRows, sequences: Sequences, *factors: Tensor, low_rank: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, ...]:
     r"""Interpolations between each token and the one before it.
 
-    .. math:: y_{i,t} = x_t + (x_{t-1} - x_t) m_i, \qquad m_i = factors_i + hidden_{i,t} W_i
+    .. math:: y_{i,t} = x_t + (x_{t-1} - x_t) m_i, \qquad m_i = factors_i + \tanh(hidden_{i,t}) W_i
 
     x : Tensor [B,T,C]
-    last : Tensor [N,C]
+    last : Tensor [N,C], or PoolRows
         The token before the first one of each sequence.
     factors : Tensors of C elements
     low_rank : (hidden [B,T,n,M], W [n,M,C]), optional
@@ -49,15 +61,22 @@ def token_shift(
 
     Returns one Tensor [B,T,C] for each of the factors.
     """
-    last = last.to(x.dtype)
     hidden, up = low_rank or (None, None)
-    launch = _kernels(x, last, *factors, hidden, up) if len(factors) <= 5 else None
+    pool, slots = (last.pool, last.slots) if isinstance(last, PoolRows) else (last, None)
+    launch = _kernels(x, pool, *factors, hidden, up) if len(factors) <= 5 else None
     mu = [factor.reshape(-1) for factor in factors]
     if up is not None and hidden is not None:
         hidden, up = hidden.flatten(0, 1), up.to(hidden.dtype)
         if launch and up.shape[1] > 64:
             launch = None
-    flat = x.flatten(0, 1)
+    flat = x.flatten(0, 1).contiguous()
+    if launch is not None and not torch.is_grad_enabled():
+        up, hidden = (None if one is None else one.contiguous() for one in (up, hidden))
+        factors = tuple(one.contiguous() for one in mu)
+        found = launch.shifted(flat, pool, sequences.starts, slots, factors, hidden, up, tanh=up is not None).unbind()
+        return tuple(one.view(x.shape) for one in found)
+    last = (last.read() if isinstance(last, PoolRows) else last).to(x.dtype)
+    hidden = None if hidden is None else torch.tanh(hidden)
     if launch is None:
         found = shift_formula(flat, last, None if sequences.single else sequences.starts, mu, hidden, up)
     else:
@@ -178,6 +197,11 @@ def decay_formula(x: Tensor, bias: Tensor) -> Tensor:
     """``decay``."""
     dtype = state_dtype(x.dtype)
     return -torch.exp(bias.to(dtype).reshape(-1) + x.to(dtype))
+
+
+def reads_rows(x: Tensor, pool: Tensor) -> bool:
+    """Whether kernels for tokens x read rows of a pool in place."""
+    return not torch.is_grad_enabled() and pool.shape[0] > 0 and pool[0].is_contiguous() and _kernels(x, pool) is not None
 
 
 def write_rows(states: Tensor, pool: Tensor, slots: Tensor, ends: Tensor | None = None) -> bool:

@@ -132,7 +132,7 @@ class RWKV6TimeMix(Mixer):
     def _project(self, x: Tensor, last: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """r, k and log decay w [B,T,H,K], v [B,T,H,V], gate before silu [B,T,H*V]."""
         (mixed,) = token_shift(x, last, sequences, self.time_maa_x)
-        hidden = torch.tanh(linear(mixed, self.time_maa_w1.T)).unflatten(-1, self.time_maa_w2.shape[:2])  # [B,T,5,M]
+        hidden = linear(mixed, self.time_maa_w1.T).unflatten(-1, self.time_maa_w2.shape[:2])  # [B,T,5,M]
         maa = (self.time_maa_w, self.time_maa_k, self.time_maa_v, self.time_maa_r, self.time_maa_g)
         x_w, x_k, x_v, x_r, x_g = token_shift(x, last, sequences, *maa, low_rank=(hidden, self.time_maa_w2))
         hidden = torch.tanh(linear(x_w, self.time_decay_w1.T))

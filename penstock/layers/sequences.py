@@ -26,8 +26,8 @@ class LastTokens(NamedTuple):
 
     x: Tensor
     """[1,T,C]"""
-    before: Tensor
-    """[N,C], the state of empty sequences."""
+    before: Callable[[], Tensor]
+    """Makes the states of empty sequences, [N,C]."""
 
 
 class Sequences:
@@ -127,16 +127,17 @@ class Sequences:
 
         return self._once(W, make)
 
-    def shifted(self, x: Tensor, last: Tensor) -> tuple[Tensor, Any]:
+    def shifted(self, x: Tensor, last: Tensor) -> tuple[Any, Any]:
         """The token before the first one of each sequence [N,C], from the states ``last``, and the last tokens: the new states [N,C]."""
-        last = self.read(last).to(x.dtype)
+        if self.in_place and self.slots is not None and self.tokens and fused.reads_rows(x, last):
+            rows = fused.PoolRows(last, self.slots.contiguous(), lambda: self.read(last))
+            return rows, x[:, -1] if self.cu_seqlens is None else LastTokens(x, rows.read)
+        read = self.read(last).to(x.dtype)
         if self.tokens == 0:
-            return last, last
+            return read, read
         if self.cu_seqlens is None:
-            return last, x[:, -1] if self.in_place else x[:, -1].clone()  # a view would keep all tokens in memory
-        if self.in_place and self.slots is not None:
-            return last, LastTokens(x, last)
-        return last, self._last_or(x, last)
+            return read, x[:, -1] if self.in_place else x[:, -1].clone()  # a view would keep all tokens in memory
+        return read, self._last_or(x, read)
 
     def _last_or(self, x: Tensor, last: Tensor) -> Tensor:
         """The last token of each sequence, for an empty one that of ``last`` [N,C]."""
@@ -172,7 +173,7 @@ class Sequences:
                 assert self.slots is not None
                 if fused.write_rows(state.x[0], pool, self.slots, self.ends):
                     continue
-                state = self._last_or(*state)
+                state = self._last_or(state.x, state.before().to(state.x.dtype))
             if state is pool or state.numel() == 0 or pool.numel() == 0:
                 continue
             if self.slots is None:

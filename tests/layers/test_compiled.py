@@ -57,6 +57,9 @@ for tokens, heads in product((1, 3), (1, 2)):
     for hidden, up in ((None, None), (learned(tokens, 2, 8), learned(2, 8, 70))):
         last = torch.zeros(1, 70, dtype=torch.bfloat16)
         backward(*launch.TokenShift.apply(learned(tokens, 70), last, starts, learned(2, 70), hidden, up, fused.shift_formula))
+        for slots in (None, torch.zeros(1, dtype=torch.int64)):
+            factors = learned(2, 70).detach().unbind()
+            launch.shifted(torch.zeros(tokens, 70), torch.zeros(1, 70), starts, slots, factors, hidden, up, tanh=hidden is not None)
     for weight in (None, learned(64), learned(heads, 64)):
         bias = None if weight is None else learned(*weight.shape)
         backward(launch.NormGate.apply(learned(tokens, heads, 64), learned(tokens, heads, 64), weight, bias, 1e-5, True, None))

@@ -61,6 +61,26 @@ def test_token_shift(count, rank, packed, dtype):
     hold(ours, formula, (x, mu, hidden, up), dtype=dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("rank", [0, 32])
+def test_token_shift_from_rows_of_a_pool(rank, packed, dtype):
+    at, C = sequences(packed), 70
+    pool = normal(9, 2, C, dtype=dtype)[:, 0]  # gaps between rows
+    slots = torch.tensor([4, 0, 8, 1, 5][: at.count])
+    x, mu = normal(75, C, dtype=dtype), normal(5, C, dtype=dtype)
+    hidden, up = (normal(75, 5, rank, dtype=dtype), normal(5, rank, C, dtype=dtype) / rank**0.5) if rank else (None, None)
+    found = launch.shifted(x, pool, at.starts, slots, mu.unbind(), hidden, up, tanh=rank > 0)
+    exact = [None if one is None else one.double() for one in (hidden, up)]
+    wanted = fused.shift_formula(
+        x.double(), pool[slots].double(), at.starts, mu.double(), None if hidden is None else exact[0].tanh(), exact[1]
+    )
+    for y, one in zip(found, wanted):
+        assert (y.double() - one).norm() <= 3 * torch.finfo(dtype).eps * one.norm()
+    skipped = launch.shifted(x, pool, at.starts, torch.full_like(slots, -1), mu.unbind(), hidden, up, tanh=rank > 0)
+    assert torch.equal(skipped[:, at.starts < 0], found[:, at.starts < 0])
+
+
 def test_low_rank_parts_may_be_narrower_than_tokens():
     """As under autocast, where norms give float32 and products float16."""
     at, kernel = sequences(True), launch.TokenShift.apply

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -51,6 +51,23 @@ def _by_formula(ctx: Any, formula: Formula, tensors: Tensors, d_results: Tensors
     return tuple(grads)
 
 
+def shifted(
+    x: Tensor, last: Tensor, starts: Tensor, slots: Tensor | None, factors: Sequence[Tensor], hidden: Tensor | None, up: Tensor | None,
+    tanh: bool,
+) -> Tensor:  # fmt: skip
+    """y [N,R,C] of ``TokenShift`` for N factors [C]. With slots, ``last`` is a pool. ``tanh`` is applied to hidden."""
+    (R, C), N, M = x.shape, len(factors), 0 if up is None else up.shape[1]
+    y = x.new_empty(N, R, C)
+    BR, BC = (64, 64) if M else (16, 256)
+    if y.numel():
+        token_shift.penstock_shift_fwd[_blocks(R, BR), _blocks(C, BC)](
+            x, last, starts, starts if slots is None else slots, *factors, *[x] * (5 - N), x if hidden is None else hidden,
+            x if up is None else up, y, R, C, last.stride(0), N=N, M=M, BM=power(M, 16), BR=BR, BC=BC, PRECISION=_precision(x),
+            SLOTS=slots is not None, TANH=tanh, num_warps=4,
+        )  # fmt: skip
+    return y
+
+
 class TokenShift(torch.autograd.Function):
     """x [R,C], last [n,C], starts [R], mu [N,C], hidden [R,N,M] and up [N,M,C] or None: y_i [R,C], see ``token_shift``."""
 
@@ -59,14 +76,7 @@ class TokenShift(torch.autograd.Function):
         ctx: Any, x: Tensor, last: Tensor, starts: Tensor, mu: Tensor, hidden: Tensor | None, up: Tensor | None, formula: Formula
     ) -> tuple[Tensor, ...]:
         """The result."""
-        (R, C), N, M = x.shape, mu.shape[0], 0 if up is None else up.shape[1]
-        y = x.new_empty(N, R, C)
-        BR, BC = (64, 64) if M else (16, 256)
-        if y.numel():
-            token_shift.penstock_shift_fwd[_blocks(R, BR), _blocks(C, BC)](
-                x, last, starts, mu, x if hidden is None else hidden, x if up is None else up, y, R, C, N=N, M=M,
-                BM=power(M, 16), BR=BR, BC=BC, PRECISION=_precision(x), num_warps=4,
-            )  # fmt: skip
+        y = shifted(x, last, starts, None, mu.unbind(), hidden, up, tanh=False)
         ctx.save_for_backward(x, last, starts, mu, hidden, up)
         ctx.formula = formula
         ctx.set_materialize_grads(False)
