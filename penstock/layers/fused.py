@@ -193,6 +193,16 @@ def decay(x: Tensor, bias: Tensor) -> Tensor:
     return found.view(x.shape)
 
 
+def low_rank_decay(hidden: Tensor, up: Tensor, bias: Tensor) -> Tensor:
+    """``decay`` of ``tanh(hidden) up``: hidden [...,M], up [M,C]."""
+    launch = None if torch.is_grad_enabled() or up.shape[0] > 128 or hidden.dtype != up.dtype else _kernels(hidden, up, bias)
+    if launch is None:
+        return decay(linear(torch.tanh(hidden), up.T), bias)
+    flat = hidden.flatten(0, -2).contiguous()
+    found: Tensor = launch.low_rank_decay(flat, up.contiguous(), bias.reshape(-1).contiguous())
+    return found.view(*hidden.shape[:-1], up.shape[1])
+
+
 def decay_formula(x: Tensor, bias: Tensor) -> Tensor:
     """``decay``."""
     dtype = state_dtype(x.dtype)

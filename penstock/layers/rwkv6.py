@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..recurrence.declaration import state_dtype
-from .fused import decay, norm_gate, token_shift
+from .fused import low_rank_decay, norm_gate, token_shift
 from .linear import linear
 from .mixer import Mixer, MixerConfig
 from .rwkv import head_count, matrix, ramp
@@ -135,8 +135,7 @@ class RWKV6TimeMix(Mixer):
         hidden = linear(mixed, self.time_maa_w1.T).unflatten(-1, self.time_maa_w2.shape[:2])  # [B,T,5,M]
         maa = (self.time_maa_w, self.time_maa_k, self.time_maa_v, self.time_maa_r, self.time_maa_g)
         x_w, x_k, x_v, x_r, x_g = token_shift(x, last, sequences, *maa, low_rank=(hidden, self.time_maa_w2))
-        hidden = torch.tanh(linear(x_w, self.time_decay_w1.T))
-        w = decay(linear(hidden, self.time_decay_w2.T), self.time_decay)
+        w = low_rank_decay(linear(x_w, self.time_decay_w1.T), self.time_decay_w2, self.time_decay)
         r, k, v = self.receptance(x_r), self.key(x_k), self.value(x_v)
         tokens, (H, K) = x.shape[:-1], self.time_faaaa.shape
         heads = r.view(*tokens, H, K), k.view(*tokens, H, K), v.view(*tokens, H, self.config.head_size), w.view(*tokens, H, K)

@@ -66,6 +66,8 @@ for tokens, heads in product((1, 3), (1, 2)):
     for b in (None, learned(tokens, 70)):
         backward(launch.Activated.apply(learned(tokens, 70), b, "silu", None))
     backward(launch.Decay.apply(learned(tokens, 70), learned(70), None))
+    for rank in (1, 8):
+        launch.low_rank_decay(torch.zeros(tokens, rank), torch.zeros(rank, 70), torch.zeros(70))
     for channels in (1, 70):
         x, weight = torch.zeros(tokens, channels), torch.zeros(channels)
         for y, bias in ((None, None), (x, weight)):
@@ -84,4 +86,6 @@ def test_every_fused_kernel_compiles_for_any_number_of_tokens():
     done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     both = {f"{name}_{way}" for name in ("decay", "gated", "norm_gate", "relu_squared", "shift") for way in ("bwd", "fwd")}
-    assert set(done.stdout.split()) == {f"penstock_{name}" for name in both | {"add_norm", "product", "product_of_few_rows", "write_rows"}}
+    assert set(done.stdout.split()) == {
+        f"penstock_{name}" for name in both | {"add_norm", "low_rank_decay", "product", "product_of_few_rows", "write_rows"}
+    }

@@ -135,6 +135,17 @@ def test_element_wise(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("rank", [6, 64, 100])
+def test_decays_of_low_rank(rank, dtype):
+    hidden, up, bias = normal(70, rank, dtype=dtype), normal(rank, 90, dtype=dtype) / rank**0.5, normal(90, dtype=dtype)
+    hidden[::2] /= 30  # where tanh is its series
+    found = launch.low_rank_decay(hidden, up, bias)
+    wanted = -torch.exp(bias.double() + hidden.double().tanh() @ up.double())
+    assert found.dtype == torch.float32
+    assert (found.double() - wanted).norm() <= 3 * torch.finfo(dtype).eps * wanted.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize(("channels", "centre", "bias"), [(70, True, True), (70, True, False), (1000, False, False)])
 def test_sums_and_their_norms(channels, centre, bias, dtype):
     x, y, weight, shift = (normal(*shape, dtype=dtype, seed=n) for n, shape in enumerate([(5, channels)] * 2 + [(channels,)] * 2))

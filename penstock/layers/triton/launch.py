@@ -244,6 +244,17 @@ class Decay(torch.autograd.Function):
         return dx, _summed(dbias, bias), None
 
 
+def low_rank_decay(hidden: Tensor, up: Tensor, bias: Tensor) -> Tensor:
+    """-exp(bias + tanh(hidden) up) in float32: hidden [R,M], up [M,C], bias [C]. Without gradients."""
+    (R, M), C, BR, BC = hidden.shape, up.shape[1], 64, 64
+    w = hidden.new_empty(R, C, dtype=torch.float32)
+    if w.numel():
+        token_shift.penstock_low_rank_decay[_blocks(R, BR), _blocks(C, BC)](
+            hidden, up, bias, w, R, C, M=M, BM=power(M, 16), BR=BR, BC=BC, PRECISION=_precision(hidden), num_warps=4
+        )  # fmt: skip
+    return w
+
+
 def write_rows(states: Tensor, pool: Tensor, slots: Tensor, ends: Tensor | None = None) -> None:
     """Write states [N,...] to rows of a pool [P,...]. Rows of both are contiguous. Negative slots write nothing.
 

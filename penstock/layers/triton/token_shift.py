@@ -116,3 +116,19 @@ def penstock_shift_bwd(
         kept += tl.gather(tl.where(begins[:, None], 0.0, passed), below, 0)
         tl.store(dx + to, kept.to(dx.dtype.element_ty), own)
     tl.store(dmu + (p * N + index)[:, None].to(tl.int64) * C + c[None, :], sums, (index < N)[:, None] & (c < C)[None, :])
+
+
+@triton.jit
+def penstock_low_rank_decay(
+    hidden,  # [R,M]
+    up,  # [M,C]
+    bias,  # [C]
+    w,  # [R,C] float32
+    R, C,
+    M: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """w = -exp(bias + tanh(hidden) up)."""
+    r = tl.program_id(0) * BR + tl.arange(0, BR)
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    x = _factor(bias, hidden, up, 0, r, c, R, C, 1, M, BM, PRECISION, True)
+    tl.store(w + r.to(tl.int64)[:, None] * C + c[None, :], -tl.exp(x), (r < R)[:, None] & (c < C)[None, :])
