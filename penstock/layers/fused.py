@@ -64,7 +64,6 @@ def token_shift(
     hidden, up = low_rank or (None, None)
     pool, slots = (last.pool, last.slots) if isinstance(last, PoolRows) else (last, None)
     launch = _kernels(x, pool, *factors, hidden, up) if len(factors) <= 5 else None
-    mu = [factor.reshape(-1) for factor in factors]
     if up is not None and hidden is not None:
         hidden, up = hidden.flatten(0, 1), up.to(hidden.dtype)
         if launch and up.shape[1] > 64:
@@ -72,24 +71,24 @@ def token_shift(
     flat = x.flatten(0, 1).contiguous()
     if launch is not None and not torch.is_grad_enabled():
         up, hidden = (None if one is None else one.contiguous() for one in (up, hidden))
-        factors = tuple(one.contiguous() for one in mu)
-        found = launch.shifted(flat, pool, sequences.starts, slots, factors, hidden, up, tanh=up is not None).unbind()
+        rows = [factor.reshape(-1).contiguous() for factor in factors]
+        found = launch.shifted(flat, pool, sequences.starts, slots, rows, hidden, up, tanh=up is not None).unbind()
         return tuple(one.view(x.shape) for one in found)
     last = (last.read() if isinstance(last, PoolRows) else last).to(x.dtype)
     hidden = None if hidden is None else torch.tanh(hidden)
     if launch is None:
-        found = shift_formula(flat, last, None if sequences.single else sequences.starts, mu, hidden, up)
+        found = shift_formula(flat, last, None if sequences.single else sequences.starts, factors, hidden, up)
     else:
-        rows = torch.stack(mu) if len(mu) > 1 else mu[0][None]
-        given = [None if one is None else one.contiguous() for one in (flat, last, sequences.starts, rows, hidden, up)]
+        mu = torch.stack([factor.reshape(-1) for factor in factors])
+        given = [None if one is None else one.contiguous() for one in (flat, last, sequences.starts, mu, hidden, up)]
         found = launch.TokenShift.apply(*given, shift_formula)
     return tuple(one.view(x.shape) for one in found)
 
 
 def shift_formula(
-    x: Tensor, last: Tensor, starts: Tensor | None, mu: Tensor | list[Tensor], hidden: Tensor | None, up: Tensor | None
+    x: Tensor, last: Tensor, starts: Tensor | None, mu: Tensor | tuple[Tensor, ...], hidden: Tensor | None, up: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """``token_shift`` of x [R,C]: mu are n rows of C elements, hidden is [R,n,M].
+    """``token_shift`` of x [R,C]: mu are n rows of C elements, [C] or [1,1,C], hidden is [R,n,M].
 
     ``starts`` [R] is the sequence that begins with this token, or -1. None: each token is a sequence.
     """
@@ -98,11 +97,10 @@ def shift_formula(
     else:
         dx = torch.where((starts < 0)[:, None], x.roll(1, 0), last.index_select(0, starts.clamp(min=0).long())) - x
     if hidden is None or up is None:
-        factors = iter(mu)
-    else:
-        rows = mu if isinstance(mu, Tensor) else torch.stack(mu)
-        factors = iter(torch.baddbmm(rows[:, None].to(hidden.dtype), hidden.transpose(0, 1), up))
-    return tuple(torch.addcmul(x, dx, factor.to(x.dtype)) for factor in factors)
+        return tuple(torch.addcmul(x, dx, factor.to(x.dtype)) for factor in mu)
+    rows = (mu if isinstance(mu, Tensor) else torch.stack(mu)).view(len(mu), 1, -1)
+    factors = torch.baddbmm(rows.to(hidden.dtype), hidden.transpose(0, 1), up)
+    return torch.addcmul(x, dx, factors.to(x.dtype)).unbind()
 
 
 def norm_gate(x: Tensor, gate: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centre: bool) -> Tensor:

@@ -54,28 +54,36 @@ class Linear(nn.Linear):
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``F.linear``."""
-    y = _own(x, weight, bias)
-    if y is None:
+    compiling = torch.compiler.is_compiling()
+    mode = "plain" if compiling else _mode.get()
+    given = (x, weight) if bias is None else (x, weight, bias)
+    others = x.device.type != "cpu" and mode == "plain"
+    if others or (torch.is_grad_enabled() and any(one.requires_grad for one in given)):
+        return F.linear(x, weight, bias)
+    plain = not torch.is_autocast_enabled("cpu") if compiling else private.fast(given) and not private.autocasting()
+    if plain and native.takes(x, weight, many=mode == "alike"):
+        y = _native(x, weight) if compiling else native.linear(x, weight)
+    elif plain and x.is_cuda and x.dtype == weight.dtype != torch.float64 and _triton_takes(x, weight, mode):
+        launch = import_module(".triton.launch", __package__)
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        y = (launch.multiply if mode == "alike" else launch.multiply_few)(rows, weight)
+        y = y.view(*x.shape[:-1], weight.shape[0])
+    else:
         return F.linear(x, weight, bias)
     return y if bias is None else y + bias
 
 
-def _own(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-    """The product by a kernel of ours, or None where torch computes it."""
-    if torch.compiler.is_compiling():
-        return None
-    mode = _mode.get()
-    few = native.few(x, weight) or (mode == "graph" and 0 < x.numel() <= GRAPH_ROWS * weight.shape[1] and weight.stride(1) == 1)
-    if not few and mode != "alike":
-        return None
-    given = [one for one in (x, weight, bias) if one is not None]
-    if not private.fast(given) or private.autocasting() or (torch.is_grad_enabled() and any(one.requires_grad for one in given)):
-        return None
-    if native.takes(x, weight):
-        return native.linear(x, weight)
-    if not x.is_cuda or x.dtype != weight.dtype or x.dtype == torch.float64 or unavailable():
-        return None
-    launch = import_module(".triton.launch", __package__)
-    rows = x.reshape(-1, x.shape[-1]).contiguous()
-    y: Tensor = launch.multiply(rows, weight) if mode == "alike" else launch.multiply_few(rows, weight)
-    return y.view(*x.shape[:-1], weight.shape[0])
+def _triton_takes(x: Tensor, weight: Tensor, mode: Mode) -> bool:
+    few = 0 < x.numel() <= GRAPH_ROWS * weight.shape[1] and weight.stride(1) == 1
+    return (mode == "alike" or few) and unavailable() is None
+
+
+@torch.library.custom_op("penstock::linear_of_few_rows", mutates_args=())
+def _native(x: Tensor, weight: Tensor) -> Tensor:
+    """The native kernel in compiled graphs."""
+    return native.linear(x, weight)
+
+
+@_native.register_fake
+def _(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
