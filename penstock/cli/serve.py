@@ -82,6 +82,7 @@ def serve(
         weights.eval(), coder, slots=slots, token_budget=token_budget, cache_bytes=cache * MEBIBYTE,
         host_cache_bytes=host_cache * MEBIBYTE, max_queue=max_queue, batch_invariant=batch_invariant,
     )  # fmt: skip
+    engine.warm_up()
     limits = Limits(max_tokens=max_tokens, prompt_tokens=max_prompt, seconds=max_seconds, states=max_states)
     service = Service(engine, name or model.resolve().stem, template, limits)
     make_server(service, host, port, api_key=api_key, drain_seconds=drain_seconds).run()

@@ -16,7 +16,7 @@ from ..errors import Complaints, DtypeError, EngineError, QueueFull, RangeError,
 from ..layers import SoftmaxAttentionConfig
 from ..layers.sizes import check_whole
 from ..models import CausalLM
-from .graphs import DecodeGraphs
+from .graphs import StepGraphs
 from .invariance import smallest_block
 from .request import CHUNK, Event, Request, Result, SamplingParams
 from .runner import Runner
@@ -70,7 +70,7 @@ class Engine:
     overlap : bool, optional
         Launch the next step before the tokens of this one are on the host. Default: on a GPU.
     cuda_graphs : bool, optional
-        Run steps of decode rows as CUDA graphs. Default: on a GPU, unless ``batch_invariant``, whose steps are padded instead.
+        Run steps as CUDA graphs, each captured when it is first needed or by ``warm_up``. Default: on a GPU.
 
     >>> from penstock.models import CausalLM, rwkv6
     >>> engine = Engine(CausalLM(rwkv6(vocab_size=16, hidden_size=16, num_layers=1, head_size=8)), slots=4)
@@ -93,8 +93,8 @@ class Engine:
         if token_budget < slots + 2 * CHUNK:
             rule = f"at least slots + {2 * CHUNK} = {slots + 2 * CHUNK}"
             complaints.add(RangeError, "token_budget", rule, token_budget, "All streams and two chunks must fit into a step.")
-        if cuda_graphs and (batch_invariant or model.embeddings.weight.device.type != "cuda"):
-            complaints.add(RangeError, "cuda_graphs", "None or False without a GPU and with batch_invariant", cuda_graphs)
+        if cuda_graphs and model.embeddings.weight.device.type != "cuda":
+            complaints.add(RangeError, "cuda_graphs", "None or False without a GPU", cuda_graphs)
         if keep_every % CHUNK:
             complaints.add(RangeError, "keep_every", f"a multiple of {CHUNK}", keep_every)
         complaints.raise_any()
@@ -104,9 +104,9 @@ class Engine:
         device = self._pool.memory.device
         self._cache = StateCache(cache_bytes, host_cache_bytes, KeptState.to_host, lambda state: state.to(device))
         self._block = smallest_block(model, token_budget) if batch_invariant else 1
-        captures = device.type == "cuda" and not batch_invariant if cuda_graphs is None else cuda_graphs
-        graphs = DecodeGraphs(model, self._pool) if captures else None
-        runner = Runner(model, self._pool, self.vocab_size, self._block, graphs)
+        runner = Runner(model, self._pool, self.vocab_size, self._block)
+        if device.type == "cuda" and cuda_graphs is not False:
+            runner.graphs = StepGraphs(model, self._pool, runner.last, token_budget, self._block)
         self._steps = Steps(
             runner, self._pool, self._cache, token_budget=token_budget, keep_every=keep_every,
             overlap=device.type == "cuda" if overlap is None else overlap, tokenizer=tokenizer, model_hash=self.model_hash,
@@ -260,6 +260,12 @@ class Engine:
                 return self._steps.step()
             finally:
                 self._deliver()
+
+    def warm_up(self) -> None:
+        """Capture all CUDA graphs now, so that no request waits for one. Does nothing without them."""
+        with self._lock:
+            if self._steps.runner.graphs is not None:
+                self._steps.runner.graphs.capture_all()
 
     def start(self) -> None:
         """Run steps in a background thread from now on."""

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from ..layers.linear import rows_alike
 from ..models import CausalLM
-from .graphs import DecodeGraphs
+from .graphs import Batch, StepGraphs, with_sampled
 from .invariance import padding
 from .request import CHUNK, Request, Sequence
 from .sampler import Row, logprobs_of, sample
 from .scheduler import Work
 from .state_pool import StatePool
 from .states import KeptState
+from .transfer import ToHost, to_device
 
 
 @dataclass(eq=False)
@@ -25,10 +28,10 @@ class Flight:
     works: list[Work]
     sampled: list[Work]
     """Works that get a token, in the order of ``tokens``."""
-    tokens: Tensor | None = None
+    tokens: ToHost | None = None
     """int64 [R]"""
-    logprobs: tuple[Tensor, Tensor, Tensor] | None = None
-    prompt_logprobs: list[tuple[Work, tuple[Tensor, Tensor, Tensor]]] = field(default_factory=list)
+    logprobs: tuple[ToHost, ToHost, ToHost] | None = None
+    prompt_logprobs: list[tuple[Work, tuple[ToHost, ToHost, ToHost]]] = field(default_factory=list)
     kept: list[tuple[Sequence, int, KeptState]] = field(default_factory=list)
     """States for the cache, and the number of tokens of their prefixes."""
     forks: list[tuple[Request, int, KeptState]] = field(default_factory=list)
@@ -40,15 +43,15 @@ class Runner:
 
     block : int
         The number of tokens of a forward pass is rounded up to a multiple of it, with a row that is skipped. See ``invariance.py``.
-    graphs : DecodeGraphs, optional
-        Runs the steps that have decode rows only.
     """
 
-    def __init__(self, model: CausalLM, pool: StatePool, vocab_size: int, block: int = 1, graphs: DecodeGraphs | None = None) -> None:
-        self.model, self.pool, self.vocab_size, self.block, self.graphs = model, pool, vocab_size, block, graphs
+    def __init__(self, model: CausalLM, pool: StatePool, vocab_size: int, block: int = 1) -> None:
+        self.model, self.pool, self.vocab_size, self.block = model, pool, vocab_size, block
         self.device = pool.memory.device
-        self._last = torch.zeros(pool.slots, dtype=torch.int64, device=self.device)
+        self.last = torch.zeros(pool.slots, dtype=torch.int64, device=self.device)
         """The last sampled token of each slot: what a decode row gets while its value is not known on the host."""
+        self.graphs: StepGraphs | None = None
+        """Of steps; None runs all kernels one by one."""
 
     @torch.no_grad()
     def launch(self, works: Items[Work]) -> Flight:
@@ -57,13 +60,14 @@ class Runner:
         flight = Flight(list(works), [work for work in works if work.sample])
         if moved:
             scored = [work for work in moved if self._scored(work)]
-            logits = self._forward(moved, last_only=not scored)
+            with rows_alike() if self.block > 1 else nullcontext():
+                logits = self._forward(moved, last_only=not scored)
             if scored:
                 ends = torch.tensor([work.end - work.begin for work in moved]).cumsum(0)
                 for work in scored:
                     last = int(ends[moved.index(work)])
                     flight.prompt_logprobs.append((work, self._score(logits[last - (work.end - work.begin) : last], work)))
-                logits = logits[(ends - 1).to(self.device)]
+                logits = logits[to_device((ends - 1).tolist(), self.device)]
             self.pool.promote([_slot(work) for work in moved if work.on_aligned])
         else:
             logits = torch.empty(0, self.vocab_size, device=self.device)
@@ -87,22 +91,24 @@ class Runner:
                     ids.append(0)
             ends.append(len(ids))
             rows.append(self.pool.aligned(slot) if work.on_aligned else slot)
+        sources = [-1] * len(ids)
+        for place, slot in unknown:
+            sources[place] = slot
+        if self.graphs is not None and last_only:
+            logits = self.graphs.run(Batch(ids, sources, ends, rows))
+            if logits is not None:
+                return logits
         skipped = padding(len(ids), self.block)
         if skipped:
             ids += [0] * skipped
+            sources += [-1] * skipped
             more = 1 + -(len(rows) + 1) % self.block  # the head gets one token of each row
             ends += [len(ids)] * more
             rows += [-1] * more
-        tokens = torch.tensor(ids, device=self.device)
+        tokens, offsets, slots = (to_device(one, self.device) for one in (ids, ends, rows))
         if unknown:
-            at, slots = (torch.tensor(one, device=self.device) for one in zip(*unknown))
-            tokens[at] = self._last[slots]
-        if self.graphs is not None and last_only and len(ids) == len(works) and not any(work.on_aligned for work in works):
-            return self.graphs.run(tokens, torch.tensor(rows, device=self.device))
-        logits = self.model.advance(
-            tokens[None], self.pool.state, cu_seqlens=torch.tensor(ends, device=self.device), slots=torch.tensor(rows, device=self.device),
-            last_only=last_only,
-        )  # fmt: skip
+            tokens = with_sampled(tokens, to_device(sources, self.device), self.last)
+        logits = self.model.advance(tokens[None], self.pool.state, cu_seqlens=offsets, slots=slots, last_only=last_only)
         return logits if last_only else logits[0]
 
     def _keep(self, flight: Flight, works: Items[Work], logits: Tensor) -> None:
@@ -126,7 +132,7 @@ class Runner:
         kept = [work.sequence.saved.logits for work in flight.sampled if work not in place]  # forks, and hits of the cache
         wanted = [place[work] for work in flight.sampled if work in place]
         if len(wanted) < len(moved):
-            logits = logits[torch.tensor(wanted, dtype=torch.int64, device=self.device)]
+            logits = logits[to_device(wanted, self.device, torch.int64)]
         elif logits.shape[0] > len(moved):
             logits = logits[: len(moved)]
         if kept:
@@ -139,24 +145,26 @@ class Runner:
                 one.row = Row.of(one)
             one.row.position = work.end
             rows.append(one.row)
-        flight.tokens = sample(logits, rows, self.vocab_size)
-        self._last[torch.tensor([_slot(work) for work in flight.sampled], device=self.device)] = flight.tokens
+        tokens = sample(logits, rows, self.vocab_size)
+        self.last[to_device([_slot(work) for work in flight.sampled], self.device)] = tokens
         most = max((row.params.logprobs if row.params.logprobs is not None else -1 for row in rows), default=-1)
         if most >= 0:
-            flight.logprobs = logprobs_of(logits, flight.tokens, most)
+            own, names, best = logprobs_of(logits, tokens, most)
+            flight.logprobs = ToHost(own), ToHost(names), ToHost(best)
+        flight.tokens = ToHost(tokens)
 
     def _scored(self, work: Work) -> bool:
         request = work.sequence.request  # a chunk that generated tokens complete begins in the prompt, which was scored before
         return request.params.prompt_logprobs is not None and work.end <= len(request.prompt)
 
-    def _score(self, logits: Tensor, work: Work) -> tuple[Tensor, Tensor, Tensor]:
+    def _score(self, logits: Tensor, work: Work) -> tuple[ToHost, ToHost, ToHost]:
         """Log probabilities of the tokens of the prompt that follow those of a piece."""
         params, prompt = work.sequence.request.params, work.sequence.request.prompt
-        following = torch.tensor(prompt[work.begin + 1 : work.end + 1], dtype=torch.int64, device=self.device)
+        following = to_device(prompt[work.begin + 1 : work.end + 1], self.device, torch.int64)
         most = params.prompt_logprobs or 0
         pairs = zip(logits[: len(following)].split(CHUNK), following.split(CHUNK))  # float64 copies of a chunk only are in memory
         own, names, best = zip(*(logprobs_of(*pair, most) for pair in pairs))
-        return torch.cat(own), torch.cat(names), torch.cat(best)
+        return ToHost(torch.cat(own)), ToHost(torch.cat(names)), ToHost(torch.cat(best))
 
 
 def _slot(work: Work) -> int:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..models.sampling import LOWEST_TEMPERATURE
 from .request import Constraint, SamplingParams, Sequence, TokenLogprobs
+from .transfer import ToHost, to_device
 
 ONE = 2.0**44
 """The weight of the most likely token. Sums of 2**19 of them fit int64."""
@@ -86,7 +87,7 @@ def sample(logits: Tensor, rows: Items[Row], vocab_size: int | None = None) -> T
     if len(drawn) == len(rows):
         return _draw(logits, rows)
     tokens = logits.argmax(-1)
-    chosen = torch.tensor(drawn, device=logits.device)
+    chosen = to_device(drawn, logits.device)
     tokens[chosen] = _draw(logits[chosen], [rows[n] for n in drawn])
     return tokens
 
@@ -101,14 +102,14 @@ def _changed(logits: Tensor, rows: Items[Row]) -> Tensor:
         params, row, V = rows[n].params, logits[n], logits.shape[1]
         if params.logit_bias:
             bias = {token: value for token, value in params.logit_bias.items() if 0 <= token < V}
-            row[list(bias)] += torch.tensor(list(bias.values()), dtype=row.dtype, device=row.device)
+            row[to_device(list(bias), row.device, torch.int64)] += to_device(list(bias.values()), row.device, row.dtype)
         if params.repetition_penalty != 1:
-            seen = torch.tensor([token for token in {*rows[n].prompt, *rows[n].counts} if token < V], dtype=torch.int64, device=row.device)
+            seen = to_device([token for token in {*rows[n].prompt, *rows[n].counts} if token < V], row.device, torch.int64)
             before = row[seen]
             row[seen] = torch.where(before > 0, before / params.repetition_penalty, before * params.repetition_penalty)
         if rows[n].counts and (params.presence_penalty or params.frequency_penalty):
-            tokens = torch.tensor(list(rows[n].counts), device=row.device)
-            counts = torch.tensor(list(rows[n].counts.values()), dtype=row.dtype, device=row.device)
+            tokens = to_device(list(rows[n].counts), row.device)
+            counts = to_device(list(rows[n].counts.values()), row.device, row.dtype)
             row[tokens] -= params.presence_penalty + params.frequency_penalty * counts
         constraint = rows[n].constraint
         if constraint is not None:
@@ -126,14 +127,14 @@ def _draw(logits: Tensor, rows: Items[Row]) -> Tensor:
     """Sample rows of temperature above 0."""
     weights = _weights(logits, [row.params.temperature for row in rows])
     device = logits.device
-    uniforms = torch.tensor([_uniform(row.key, row.position) for row in rows], dtype=torch.float64, device=device)
+    uniforms = to_device([_uniform(row.key, row.position) for row in rows], device, torch.float64)
     limited = [n for n, row in enumerate(rows) if row.params.top_k or row.params.top_p < 1]
     min_p = [row.params.min_p for row in rows]
     if any(min_p):
-        least = torch.tensor([math.ceil(p * ONE) for p in min_p], device=device)
+        least = to_device([math.ceil(p * ONE) for p in min_p], device)
         weights = weights.masked_fill(weights < least[:, None], 0)
     if limited:
-        chosen = torch.tensor(limited, device=device)
+        chosen = to_device(limited, device)
         some = weights if len(limited) == len(rows) else weights[chosen]
         some = _limited(some, [rows[n].params for n in limited])
         weights = some if len(limited) == len(rows) else weights.index_copy(0, chosen, some)
@@ -146,7 +147,7 @@ def _draw(logits: Tensor, rows: Items[Row]) -> Tensor:
 def _weights(logits: Tensor, temperatures: Items[float]) -> Tensor:
     """exp((logit - largest) / temperature) as whole numbers of 1 / ONE: int64 [R,V]. At least 1 row has ONE."""
     logits = logits.double()
-    scale = torch.tensor([max(float(one), LOWEST_TEMPERATURE) for one in temperatures], dtype=torch.float64, device=logits.device)
+    scale = to_device([max(float(one), LOWEST_TEMPERATURE) for one in temperatures], logits.device, torch.float64)
     scaled = (logits - logits.amax(-1, keepdim=True)).div_(scale[:, None])
     return scaled.exp_().mul_(ONE).long()
 
@@ -155,11 +156,11 @@ def _limited(weights: Tensor, params: Items[SamplingParams]) -> Tensor:
     """Weights [R,V] with 0 outside of the top k, then outside of the nucleus of what is left."""
     V = weights.shape[1]
     ranked, tokens = weights.sort(dim=-1, descending=True, stable=True)
-    most = torch.tensor([min(one.top_k or V, V) for one in params], device=weights.device)
+    most = to_device([min(one.top_k or V, V) for one in params], weights.device)
     ranked = ranked.masked_fill(torch.arange(V, device=weights.device) >= most[:, None], 0)
     sums = ranked.cumsum(-1)
     before = sums - ranked
-    share = torch.tensor([one.top_p for one in params], dtype=torch.float64, device=weights.device)
+    share = to_device([one.top_p for one in params], weights.device, torch.float64)
     ranked = ranked.masked_fill(before.double() >= share[:, None] * sums[:, -1:].double(), 0)
     return torch.zeros_like(weights).scatter_(1, tokens, ranked)
 
@@ -173,7 +174,7 @@ def logprobs_of(logits: Tensor, tokens: Tensor, most: int) -> tuple[Tensor, Tens
     return scores.gather(1, tokens[:, None]).squeeze(1), names, best
 
 
-def to_logprobs(tokens: Items[int], found: tuple[Tensor, Tensor, Tensor], wanted: Items[int]) -> list[TokenLogprobs]:
+def to_logprobs(tokens: Items[int], found: tuple[ToHost, ToHost, ToHost], wanted: Items[int]) -> list[TokenLogprobs]:
     """The same for callers; row r gets its ``wanted[r]`` best tokens."""
     own, names, best = (x.tolist() for x in found)
     return [

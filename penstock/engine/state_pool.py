@@ -15,6 +15,7 @@ from torch import Tensor
 from ..errors import PenstockError
 from ..models import CausalLM, State
 from ..models.arguments import named_tensors
+from .transfer import to_device
 
 ALIGNMENT = 64
 """Bytes. Every tensor of a row begins at a multiple of this."""
@@ -100,7 +101,7 @@ class StatePool:
         """A copy of rows: int64 [len(rows),W]."""
         if len(rows) == 1:
             return self.memory[rows[0]][None].clone()
-        return self.memory[torch.tensor(rows, device=self.memory.device)]
+        return self.memory[to_device(rows, self.memory.device)]
 
     def copy_in(self, rows: list[int], values: Tensor) -> None:
         """Write rows. ``values`` [1 or len(rows),W] may be on the host."""
@@ -113,7 +114,7 @@ class StatePool:
         if len(slots) == 1:
             self.memory[self.live(slots[0])] = self.memory[self.aligned(slots[0])]
         elif slots:
-            rows = torch.tensor(slots, device=self.memory.device)
+            rows = to_device(slots, self.memory.device)
             self.memory.index_copy_(0, rows, self.memory.index_select(0, rows + self.slots))
 
     def tensors(self, row: Tensor) -> dict[str, Tensor]:

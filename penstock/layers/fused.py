@@ -6,19 +6,22 @@ times. The fused kernels compute in float32 and round once. Both forms have the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from importlib import import_module
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..call import private
 from ..gpu.target import unavailable
 from ..recurrence.declaration import state_dtype
 from .linear import linear
-from .sequences import Sequences
+
+if TYPE_CHECKING:
+    from .sequences import Sequences
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -31,15 +34,26 @@ def _kernels(*tensors: Tensor | None) -> Any:
     return None if unavailable() else import_module(".triton.launch", __package__)
 
 
+class PoolRows(NamedTuple):
+    """Rows of a pool that only some kernels read in place."""
+
+    pool: Tensor
+    """[P,C]"""
+    slots: Tensor
+    """[N]; negative ones are skipped."""
+    read: Callable[[], Tensor]
+    """Makes a copy of the rows, [N,C]."""
+
+
 def token_shift(
-    x: Tensor, last: Tensor, sequences: Sequences, *factors: Tensor, low_rank: tuple[Tensor, Tensor] | None = None
+    x: Tensor, last: Tensor | PoolRows, sequences: Sequences, *factors: Tensor, low_rank: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, ...]:
     r"""Interpolations between each token and the one before it.
 
-    .. math:: y_{i,t} = x_t + (x_{t-1} - x_t) m_i, \qquad m_i = factors_i + hidden_{i,t} W_i
+    .. math:: y_{i,t} = x_t + (x_{t-1} - x_t) m_i, \qquad m_i = factors_i + \tanh(hidden_{i,t}) W_i
 
     x : Tensor [B,T,C]
-    last : Tensor [N,C]
+    last : Tensor [N,C], or PoolRows
         The token before the first one of each sequence.
     factors : Tensors of C elements
     low_rank : (hidden [B,T,n,M], W [n,M,C]), optional
@@ -47,14 +61,21 @@ def token_shift(
 
     Returns one Tensor [B,T,C] for each of the factors.
     """
-    last = last.to(x.dtype)
     hidden, up = low_rank or (None, None)
-    launch = _kernels(x, last, *factors, hidden, up) if len(factors) <= 5 else None
+    pool, slots = (last.pool, last.slots) if isinstance(last, PoolRows) else (last, None)
+    launch = _kernels(x, pool, *factors, hidden, up) if len(factors) <= 5 else None
     if up is not None and hidden is not None:
         hidden, up = hidden.flatten(0, 1), up.to(hidden.dtype)
         if launch and up.shape[1] > 64:
             launch = None
-    flat = x.flatten(0, 1)
+    flat = x.flatten(0, 1).contiguous()
+    if launch is not None and not torch.is_grad_enabled():
+        up, hidden = (None if one is None else one.contiguous() for one in (up, hidden))
+        rows = [factor.reshape(-1).contiguous() for factor in factors]
+        found = launch.shifted(flat, pool, sequences.starts, slots, rows, hidden, up, tanh=up is not None).unbind()
+        return tuple(one.view(x.shape) for one in found)
+    last = (last.read() if isinstance(last, PoolRows) else last).to(x.dtype)
+    hidden = None if hidden is None else torch.tanh(hidden)
     if launch is None:
         found = shift_formula(flat, last, None if sequences.single else sequences.starts, factors, hidden, up)
     else:
@@ -117,6 +138,18 @@ def norm_gate_formula(x: Tensor, gate: Tensor, weight: Tensor | None, bias: Tens
     return normed * F.silu(gate)
 
 
+def add_norm(x: Tensor, y: Tensor | None, norm: nn.LayerNorm | nn.RMSNorm) -> tuple[Tensor, Tensor]:
+    """The sum of x and y [B,T,C], of x alone without y, and its norm. The kernel is for calls without gradients."""
+    weight, bias = norm.weight, getattr(norm, "bias", None)
+    launch = None if torch.is_grad_enabled() or norm.eps is None or x.shape[-1] > 2**14 else _kernels(x, y, weight, bias)
+    if launch is None or x.dtype != weight.dtype or (y is not None and y.dtype != x.dtype):
+        total = x if y is None else x + y
+        return total, norm(total)
+    flat = [None if one is None else one.reshape(-1, x.shape[-1]).contiguous() for one in (x, y)]
+    total, normed = launch.add_norm(*flat, weight, bias, norm.eps, isinstance(norm, nn.LayerNorm))
+    return total.view(x.shape), normed.view(x.shape)
+
+
 Activation = Literal["sigmoid", "silu", "relu_squared"]
 
 
@@ -132,8 +165,9 @@ def activated(a: Tensor, b: Tensor | None, activation: Activation, weight: Tenso
         return formula(a, b, weight)
     a, b = a.contiguous(), None if b is None else b.contiguous()
     found: Tensor
-    if weight is None:
+    if weight is None or not torch.is_grad_enabled():
         found = launch.Activated.apply(a, b, activation, formula)
+        return found if weight is None else linear(found, weight)
     else:
         found = launch.ActivatedLinear.apply(a, b, weight, activation, formula)
     return found
@@ -157,7 +191,34 @@ def decay(x: Tensor, bias: Tensor) -> Tensor:
     return found.view(x.shape)
 
 
+def low_rank_decay(hidden: Tensor, up: Tensor, bias: Tensor) -> Tensor:
+    """``decay`` of ``tanh(hidden) up``: hidden [...,M], up [M,C]."""
+    launch = None if torch.is_grad_enabled() or up.shape[0] > 128 or hidden.dtype != up.dtype else _kernels(hidden, up, bias)
+    if launch is None:
+        return decay(linear(torch.tanh(hidden), up.T), bias)
+    flat = hidden.flatten(0, -2).contiguous()
+    found: Tensor = launch.low_rank_decay(flat, up.contiguous(), bias.reshape(-1).contiguous())
+    return found.view(*hidden.shape[:-1], up.shape[1])
+
+
 def decay_formula(x: Tensor, bias: Tensor) -> Tensor:
     """``decay``."""
     dtype = state_dtype(x.dtype)
     return -torch.exp(bias.to(dtype).reshape(-1) + x.to(dtype))
+
+
+def reads_rows(x: Tensor, pool: Tensor) -> bool:
+    """Whether kernels for tokens x read rows of a pool in place."""
+    return not torch.is_grad_enabled() and pool.shape[0] > 0 and pool[0].is_contiguous() and _kernels(x, pool) is not None
+
+
+def write_rows(states: Tensor, pool: Tensor, slots: Tensor, ends: Tensor | None = None) -> bool:
+    """Write states [N,...] to rows of a pool, none for negative slots; whether a kernel did.
+
+    With ends [N+1], the last of the packed tokens [T,...] of each sequence; none for an empty one.
+    """
+    launch = _kernels(states, pool)
+    if launch is None or not (states[0].is_contiguous() and pool[0].is_contiguous()):
+        return False
+    launch.write_rows(states, pool, slots.contiguous(), None if ends is None else ends.contiguous())
+    return True

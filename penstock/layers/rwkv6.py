@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from ..recurrence.declaration import state_dtype
-from .fused import decay, norm_gate, token_shift
+from .fused import low_rank_decay, norm_gate, token_shift
+from .linear import linear
 from .mixer import Mixer, MixerConfig
 from .rwkv import head_count, matrix, ramp
 from .sequences import Sequences
@@ -131,10 +132,10 @@ class RWKV6TimeMix(Mixer):
     def _project(self, x: Tensor, last: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """r, k and log decay w [B,T,H,K], v [B,T,H,V], gate before silu [B,T,H*V]."""
         (mixed,) = token_shift(x, last, sequences, self.time_maa_x)
-        hidden = torch.tanh(mixed @ self.time_maa_w1).unflatten(-1, self.time_maa_w2.shape[:2])  # [B,T,5,M]
+        hidden = linear(mixed, self.time_maa_w1.T).unflatten(-1, self.time_maa_w2.shape[:2])  # [B,T,5,M]
         maa = (self.time_maa_w, self.time_maa_k, self.time_maa_v, self.time_maa_r, self.time_maa_g)
         x_w, x_k, x_v, x_r, x_g = token_shift(x, last, sequences, *maa, low_rank=(hidden, self.time_maa_w2))
-        w = decay(torch.tanh(x_w @ self.time_decay_w1) @ self.time_decay_w2, self.time_decay)
+        w = low_rank_decay(linear(x_w, self.time_decay_w1.T), self.time_decay_w2, self.time_decay)
         r, k, v = self.receptance(x_r), self.key(x_k), self.value(x_v)
         tokens, (H, K) = x.shape[:-1], self.time_faaaa.shape
         heads = r.view(*tokens, H, K), k.view(*tokens, H, K), v.view(*tokens, H, self.config.head_size), w.view(*tokens, H, K)

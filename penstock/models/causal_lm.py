@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..errors import Complaints, DtypeError, ShapeError, described
 from ..layers import Mixer, Sequences, Stateless
+from ..layers.fused import add_norm
 from ..layers.linear import Linear
 from ..layers.norms import RMSNorm
 from ..layers.sizes import check_whole
@@ -72,12 +73,14 @@ class Layer(nn.Module):
         y, channel = self.channel(self._normed(self.channel_norm, x), state.channel, sequences)
         return x + y, LayerState(mixer, channel)
 
-    def advance(self, x: Tensor, state: LayerState, sequences: Sequences) -> Tensor:
-        """Map x to y; ``state`` is updated in place."""
-        x = x + self.mixer.advance(self._normed(self.mixer_norm, x), state.mixer, cu_seqlens=sequences)
+    def advance(self, x: Tensor, y: Tensor | None, state: LayerState, sequences: Sequences) -> tuple[Tensor, Tensor]:
+        """Map x + y, the residual stream and what the mixer before adds to it, to such a pair; ``state`` is updated in place."""
+        x, normed = self._added(self.mixer_norm, x, y)
+        y = self.mixer.advance(normed, state.mixer, cu_seqlens=sequences)
         if self.channel is None:
-            return x
-        return x + self.channel.advance(self._normed(self.channel_norm, x), state.channel, cu_seqlens=sequences)
+            return x, y
+        x, normed = self._added(self.channel_norm, x, y)
+        return x, self.channel.advance(normed, state.channel, cu_seqlens=sequences)
 
     def initial_state(self, count: int, like: Tensor, max_length: int | None = None) -> LayerState:
         """The state of ``count`` sequences before their first token."""
@@ -93,6 +96,12 @@ class Layer(nn.Module):
         assert norm is not None
         normed: Tensor = norm(x.to(norm.weight.dtype) if self.residual_in_float32 else x)  # type: ignore[arg-type]
         return normed
+
+    def _added(self, norm: nn.Module | None, x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
+        if not self.residual_in_float32:
+            return add_norm(x, y, norm)  # type: ignore[arg-type]
+        x = x if y is None else x + y
+        return x, self._normed(norm, x)
 
 
 class CausalLM(nn.Module):
@@ -218,9 +227,10 @@ class CausalLM(nn.Module):
         Other arguments and errors as for ``forward``. Computes no gradients. A call that raises one of these errors changes nothing.
         """
         sequences = self._check("advance", ids, state, cu_seqlens, slots, in_place=True)
-        x = self._embedded(ids)
+        x, y = self._embedded(ids), None
         for layer, one in zip(self._layers, state):
-            x = layer.advance(x, one, sequences)
+            x, y = layer.advance(x, y, one, sequences)
+        x = x if y is None else x + y
         if last_only:
             x = sequences.last(x)
         logits: Tensor = self.head(self._normed(x))

@@ -1,10 +1,13 @@
-"""The engine on a GPU: overlap and CUDA graphs give the tokens of plain steps."""
+"""The engine on a GPU: overlap and CUDA graphs give the tokens of plain steps, and nothing waits for the device."""
 
 import pytest
 import torch
 from architectures import model_of
 
 from penstock.engine import Engine, SamplingParams
+from penstock.engine.graphs import Batch
+from penstock.errors import EngineError
+from penstock.layers.linear import in_graph, linear, rows_alike
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"), pytest.mark.timeout(600)]
 
@@ -20,3 +23,84 @@ def test_tokens_do_not_depend_on_overlap_graphs_and_other_requests(name):
     for _ in range(2):  # the second time with graphs that exist, and with the cache
         assert [result.tokens for result in engine.generate(prompts, params)] == wanted
     engine.check_integrity()
+    kinds = {bool(rows) for _, rows in engine._steps.runner.graphs._graphs}
+    assert kinds == {False, True}  # steps of decode rows, and steps with pieces
+
+
+@pytest.mark.parametrize("name", ["rwkv6", "mamba2", "gla"])
+def test_graphs_of_any_padding_change_no_state_but_that_of_their_rows(name):
+    model = model_of(name).cuda()
+    engine = Engine(model, slots=5, token_budget=300, cache_bytes=0)
+    engine._pool.memory.view(torch.float32).normal_()
+    before = engine._pool.memory.clone()
+    engine.warm_up()
+    assert torch.equal(engine._pool.memory, before)
+    for row, tokens in ((2, 64), (9, 128), (0, 1)):
+        others = [n for n in range(10) if n != row]
+        engine._steps.runner.graphs.run(Batch([3] * tokens, [-1] * tokens, [0, tokens], [row]))
+        assert torch.equal(engine._pool.memory[others], before[others])
+        assert not torch.equal(engine._pool.memory[row], before[row])
+        before = engine._pool.memory.clone()
+
+
+@pytest.mark.parametrize(
+    "params", [{"temperature": 0}, {"seed": 1, "top_p": 0.9, "min_p": 0.01}, {"seed": 1, "logprobs": 2, "top_k": 3}], ids=str
+)  # fmt: skip
+def test_a_step_does_not_wait_for_the_device(params):
+    engine = Engine(model_of("rwkv6").cuda(), slots=5, token_budget=200)
+    engine.warm_up()
+    given = SamplingParams(max_tokens=300, **params)
+    requests = [engine.submit([1] * length, given) for length in (1, 20, 64, 70, 130)]
+    for _ in range(10):
+        engine.step()
+    requests.append(engine.submit([2] * 70, given))
+    engine.cancel(requests[0])
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(100):
+            engine.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(request.result.error is None for request in requests)
+    engine.close()
+
+
+def test_batch_invariant_log_probabilities_are_equal_to_the_bit():
+    model = model_of("rwkv6").cuda()
+    try:
+        alone = Engine(model, slots=1, token_budget=200, cache_bytes=0, batch_invariant=True, cuda_graphs=False)
+    except EngineError as error:
+        pytest.skip(str(error))
+    prompts = [[n % 13] * (20 * n + 1) for n in range(9)]
+    params = [SamplingParams(max_tokens=10 * n + 1, seed=n, logprobs=2) for n in range(9)]
+    wanted = [alone.generate([prompt], some)[0].completions[0] for prompt, some in zip(prompts, params)]
+    engine = Engine(model, slots=5, token_budget=200, batch_invariant=True)
+    for _ in range(2):
+        for result, one in zip(engine.generate(prompts, params), wanted):
+            assert (result.tokens, result.completions[0].logprobs) == (one.tokens, one.logprobs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("K", "N"), [(2048, 2048), (2048, 7168), (7168, 2048), (2048, 160), (64, 2048), (100, 36)])
+def test_bits_of_a_linear_map_do_not_depend_on_the_number_of_tokens(K, N, dtype):
+    x, weight = torch.randn(1000, K, device="cuda", dtype=dtype), torch.randn(N, K, device="cuda", dtype=dtype) / K**0.5
+    with torch.no_grad(), rows_alike():
+        for given in (weight, weight.T.contiguous().T):
+            whole = linear(x, given)
+            wanted = x.double() @ given.double().T
+            assert (whole.double() - wanted).norm() <= (1e-5 if dtype == torch.float32 else 2e-2) * wanted.norm()
+            for rows in (1, 2, 17, 64, 65, 128, 129, 300, 513):
+                assert torch.equal(linear(x[:rows], given), whole[:rows])
+                assert torch.equal(linear(x[-rows:], given), whole[-rows:])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("K", "N"), [(2048, 2048), (7168, 2048), (100, 37)])
+def test_linear_maps_of_few_tokens_in_graphs(K, N, dtype):
+    weight = torch.randn(N, K, device="cuda", dtype=dtype) / K**0.5
+    for rows in range(1, 5):
+        x = torch.randn(rows, K, device="cuda", dtype=dtype)
+        with torch.no_grad(), in_graph():
+            found = linear(x, weight)
+        wanted = x.double() @ weight.double().T
+        assert (found.double() - wanted).norm() <= 2 * torch.finfo(dtype).eps * wanted.norm()

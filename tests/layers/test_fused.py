@@ -61,6 +61,26 @@ def test_token_shift(count, rank, packed, dtype):
     hold(ours, formula, (x, mu, hidden, up), dtype=dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("rank", [0, 32])
+def test_token_shift_from_rows_of_a_pool(rank, packed, dtype):
+    at, C = sequences(packed), 70
+    pool = normal(9, 2, C, dtype=dtype)[:, 0]  # gaps between rows
+    slots = torch.tensor([4, 0, 8, 1, 5][: at.count])
+    x, mu = normal(75, C, dtype=dtype), normal(5, C, dtype=dtype)
+    hidden, up = (normal(75, 5, rank, dtype=dtype), normal(5, rank, C, dtype=dtype) / rank**0.5) if rank else (None, None)
+    found = launch.shifted(x, pool, at.starts, slots, mu.unbind(), hidden, up, tanh=rank > 0)
+    exact = [None if one is None else one.double() for one in (hidden, up)]
+    wanted = fused.shift_formula(
+        x.double(), pool[slots].double(), at.starts, mu.double(), None if hidden is None else exact[0].tanh(), exact[1]
+    )
+    for y, one in zip(found, wanted):
+        assert (y.double() - one).norm() <= 3 * torch.finfo(dtype).eps * one.norm()
+    skipped = launch.shifted(x, pool, at.starts, torch.full_like(slots, -1), mu.unbind(), hidden, up, tanh=rank > 0)
+    assert torch.equal(skipped[:, at.starts < 0], found[:, at.starts < 0])
+
+
 def test_low_rank_parts_may_be_narrower_than_tokens():
     """As under autocast, where norms give float32 and products float16."""
     at, kernel = sequences(True), launch.TokenShift.apply
@@ -112,6 +132,54 @@ def test_element_wise(dtype):
         hold(lambda a, b, given=given: launch.Activated.apply(a, b, *given), formula, (a, other), dtype=dtype)
         hold(lambda a, b, weight, given=given: launch.ActivatedLinear.apply(a, b, weight, *given), formula, (a, other, weight), dtype=dtype)
     hold(lambda x, bias: launch.Decay.apply(x, bias, fused.decay_formula), fused.decay_formula, (a, bias), dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("rank", [6, 64, 100])
+def test_decays_of_low_rank(rank, dtype):
+    hidden, up, bias = normal(70, rank, dtype=dtype), normal(rank, 90, dtype=dtype) / rank**0.5, normal(90, dtype=dtype)
+    hidden[::2] /= 30  # where tanh is its series
+    found = launch.low_rank_decay(hidden, up, bias)
+    wanted = -torch.exp(bias.double() + hidden.double().tanh() @ up.double())
+    assert found.dtype == torch.float32
+    assert (found.double() - wanted).norm() <= 3 * torch.finfo(dtype).eps * wanted.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(("channels", "centre", "bias"), [(70, True, True), (70, True, False), (1000, False, False)])
+def test_sums_and_their_norms(channels, centre, bias, dtype):
+    x, y, weight, shift = (normal(*shape, dtype=dtype, seed=n) for n, shape in enumerate([(5, channels)] * 2 + [(channels,)] * 2))
+    for other in (None, y):
+        total, normed = launch.add_norm(x, other, weight, shift if bias else None, 1e-3, centre)
+        assert torch.equal(total, x if other is None else x + y)
+        sums = total.double() - centre * total.double().mean(-1, keepdim=True)
+        wanted = sums / (sums.square().mean(-1, keepdim=True) + 1e-3).sqrt() * weight.double() + bias * shift.double()
+        assert (normed.double() - wanted).norm() <= 2 * torch.finfo(dtype).eps * wanted.norm()
+
+
+@pytest.mark.parametrize("slots", [(3, 0, -1, 5), (-1, -1, -1, -2)], ids=str)
+def test_states_are_written_to_the_rows_of_slots_that_are_not_negative(slots):
+    states, pool = normal(4, 2, 700), normal(6, 3, 700, dtype=torch.float16)[:, :2]  # gaps between rows
+    wanted = pool.clone()
+    for n, slot in enumerate(slots):
+        if slot >= 0:
+            wanted[slot] = states[n]
+    version = pool._version
+    launch.write_rows(states, pool, torch.tensor(slots))
+    assert torch.equal(pool, wanted)
+    assert pool._version > version
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(("K", "N", "across"), [(128, 40, False), (200, 17, False), (70, 32, True)])
+def test_products_of_few_and_of_many_rows(K, N, across, dtype):
+    weight = normal(K, N, dtype=dtype).T if across else normal(N, K, dtype=dtype)
+    for rows in (1, 2, 3, 13, 140):
+        x = normal(rows, K, dtype=dtype)
+        wanted = x.double() @ weight.double().T
+        assert (launch.multiply(x, weight).double() - wanted).norm() <= 2 * torch.finfo(dtype).eps * wanted.norm()
+        if rows <= 4 and not across:
+            assert (launch.multiply_few(x, weight).double() - wanted).norm() <= 2 * torch.finfo(dtype).eps * wanted.norm()
 
 
 def test_second_derivatives_go_through_the_formula():

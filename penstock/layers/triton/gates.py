@@ -43,6 +43,34 @@ def _normed(x, at, here, v, V, eps, CENTRE: tl.constexpr):
 
 
 @triton.jit
+def penstock_add_norm(
+    x, y,  # [R,C]
+    total,  # [R,C], x + y
+    normed,  # [R,C]
+    weight, bias,  # [C]
+    C, eps,
+    ADD: tl.constexpr, CENTRE: tl.constexpr, BIAS: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """The sum, rounded, and its norm: ``CENTRE``: a layer norm, else by the root mean square. A program computes one token."""
+    r = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, BC)
+    here = c < C
+    values = tl.load(x + r * C + c, here, other=0.0)
+    if ADD:
+        added = values.to(tl.float32) + tl.load(y + r * C + c, here, other=0.0).to(tl.float32)
+        values = added.to(total.dtype.element_ty)
+        tl.store(total + r * C + c, values, here)
+    values = values.to(tl.float32)
+    if CENTRE:
+        values = tl.where(here, values - tl.sum(values, 0) / C, 0.0)
+    values *= tl.rsqrt(tl.sum(values * values, 0) / C + eps)
+    values *= tl.load(weight + c, here, other=0.0).to(tl.float32)
+    if BIAS:
+        values += tl.load(bias + c, here, other=0.0).to(tl.float32)
+    tl.store(normed + r * C + c, values.to(normed.dtype.element_ty), here)
+
+
+@triton.jit
 def penstock_norm_gate_bwd(
     x, gate, weight, bias,
     dy,  # [R,H,V]

@@ -16,6 +16,10 @@ ROWS = 32
 does with MKL. From 32 on rows come in the engine's blocks, which must take one implementation."""
 
 
+MOST = 64
+"""Rows of one run: they stay in the cache while it reads the weights."""
+
+
 class _Product(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "weight", "y")),
@@ -23,14 +27,15 @@ class _Product(ctypes.Structure):
     ]
 
 
-def takes(x: Tensor, weight: Tensor) -> bool:
-    """Whether the kernel computes the product of x [...,K] and weight [N,K]: few rows of one dtype on a CPU, without gradients."""
+def takes(x: Tensor, weight: Tensor, many: bool = False) -> bool:
+    """Whether the kernel computes the product of x [...,K] and weight [N,K]: few rows, or ``many``, of one dtype on a CPU."""
     return (
         x.dtype == weight.dtype != torch.float64
         and x.dtype in DTYPES
         and x.dim() > 0
         and x.shape[-1] == weight.shape[1]
-        and 0 < x.numel() < ROWS * weight.shape[1]
+        and x.numel() > 0
+        and (many or x.numel() < ROWS * weight.shape[1])
         and weight.stride(1) == 1
         and x.device.type == "cpu"
         and AVAILABLE
@@ -42,7 +47,12 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     N, K = weight.shape
     x = x.contiguous()
     y = x.new_empty((*x.shape[:-1], N))
-    M = x.numel() // K
-    call = _Product(x.data_ptr(), weight.data_ptr(), y.data_ptr(), M, N, K, K, weight.stride(0), DTYPES[x.dtype])
-    run("linear", call, M * N * K)
+    M, size = x.numel() // K, x.element_size()
+    for begin in range(0, M, MOST):
+        count = min(M - begin, MOST)
+        call = _Product(
+            x.data_ptr() + begin * K * size, weight.data_ptr(), y.data_ptr() + begin * N * size, count, N, K, K, weight.stride(0),
+            DTYPES[x.dtype],
+        )  # fmt: skip
+        run("linear", call, count * N * K)
     return y

@@ -1,0 +1,381 @@
+"""Times the engine on one GPU with RWKV-6 1.6B and random weights, beside its targets.
+
+    python benchmarks/engine.py --out FILE.json [--only decode,mixed] [--seconds 230] [--tiny]
+
+First the tokens of an engine with CUDA graphs and overlap are compared with those of plain steps. Ceilings: all weights but the embeddings
+are read once a step, the state of each sequence is read and written once. ``--tiny`` runs everything on a small model, also on a CPU.
+"""
+
+import argparse
+import gc
+import json
+import statistics
+import time
+import traceback
+from collections import Counter
+
+import torch
+
+from penstock.engine import Engine, SamplingParams
+from penstock.engine.transfer import ToHost
+from penstock.models import CausalLM, rwkv6
+
+BANDWIDTH, PEAK = 4.24e12, 700e12
+"""Of one H200: bytes a second of a copy, and operations a second of large matrix products."""
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+ROWS: list[dict] = []
+
+
+class Letters:
+    """A tokenizer of one letter a token, as large as the model's vocabulary."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def stream(self) -> "Letters":
+        return self
+
+    def push(self, token: int) -> str:
+        return chr(97 + token % 26)
+
+    def finish(self) -> str:
+        return ""
+
+
+def row(name: str, value: float | None = None, unit: str = "", target: str = "", met: bool | None = None, **more) -> None:
+    """Print and keep one figure."""
+    ROWS.append({"name": name, "value": value, "unit": unit, "target": target, "met": met, **more})
+    shown = "" if value is None else f"{value:,.3g}" if abs(value) < 100 else f"{value:,.0f}"
+    verdict = "" if met is None else "met" if met else "MISSED"
+    rest = ", ".join(f"{key} {one:.4g}" if isinstance(one, float) else f"{key} {one}" for key, one in more.items() if key != "kernels")
+    print(f"{name:<52} {shown:>9} {unit:<9} {target:<14} {verdict:<7} {rest}", flush=True)
+
+
+def synchronize() -> None:
+    if GPU:
+        torch.cuda.synchronize()
+
+
+def model_of(sizes: dict, dtype: torch.dtype) -> CausalLM:
+    with torch.device("meta"):
+        model = CausalLM(rwkv6(**sizes))
+    model = model.to(dtype).to_empty(device=DEVICE).eval()
+    for name, parameter in model.named_parameters():
+        if "norm" in name or "ln_x" in name:
+            torch.nn.init.constant_(parameter, float(name.endswith("weight")))
+        else:
+            torch.nn.init.normal_(parameter, std=1.0 if name == "embeddings.weight" else 0.02)
+    return model
+
+
+def random_tokens(count: int, vocab_size: int, seed: int) -> list[int]:
+    return torch.randint(vocab_size, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+class Bench:
+    def __init__(self, tiny: bool) -> None:
+        self.tiny = tiny
+        self.sizes = {"vocab_size": 65536, "hidden_size": 2048, "num_layers": 24}
+        self.streams, self.many, self.steps = 128, (384, 512), 192
+        self.prompt, self.long, self.short = 2048, 8192, 4096
+        if tiny:
+            self.sizes = {"vocab_size": 300, "hidden_size": 32, "num_layers": 2, "head_size": 8}
+            self.streams, self.many, self.steps = 8, (12,), 70
+            self.prompt, self.long, self.short = 128, 256, 256
+        begin = time.perf_counter()
+        self.model = model_of(self.sizes, torch.bfloat16 if GPU else torch.float32)
+        synchronize()
+        counted = [p for name, p in self.model.named_parameters() if name != "embeddings.weight"]
+        self.parameters = sum(p.numel() for p in counted)
+        self.weight_bytes = sum(p.nbytes for p in counted)
+        self.state_bytes = sum(x.nbytes for layer in self.model.initial_state(1) for part in layer for x in part)
+        row("weights", self.weight_bytes / 1e9, "GB", state_mib=self.state_bytes / 2**20, build_s=time.perf_counter() - begin)
+
+    def ceiling(self, streams: int) -> float:
+        """Tokens a second."""
+        return streams * BANDWIDTH / (self.weight_bytes + 2 * streams * self.state_bytes)
+
+    def engine(self, streams: int, **options) -> Engine:
+        options = {"cache_bytes": 0, "token_budget": streams + 1024, **options}
+        return Engine(self.model, slots=streams, **options)
+
+    def running(self, engine: Engine, streams: int, params: SamplingParams | None = None, sink=None) -> list:
+        """Fill an engine with streams that complete their chunks at different steps; returns the requests."""
+        params = params or SamplingParams(max_tokens=10**6, temperature=0)
+        V = self.sizes["vocab_size"]
+        begin = time.perf_counter()
+        requests = [engine.submit(random_tokens(1 + (n * 64 // max(streams, 64)) % 64, V, n), params, sink=sink) for n in range(streams)]
+        while not all(request.result.tokens for request in requests):
+            engine.step()
+        for _ in range(66):  # every kind of step once
+            engine.step()
+        synchronize()
+        self.warm_s = time.perf_counter() - begin
+        return requests
+
+    def step_times(self, engine: Engine, steps: int) -> tuple[list[float], float]:
+        """Milliseconds of each step, and tokens a second of all."""
+        found, before, begin = [], engine.stats.generated_tokens, time.perf_counter()
+        for _ in range(steps):
+            last = time.perf_counter()
+            engine.step()
+            found.append((time.perf_counter() - last) * 1e3)
+        synchronize()
+        return found, (engine.stats.generated_tokens - before) / (time.perf_counter() - begin)
+
+    # measures
+
+    def check(self) -> None:
+        """Tokens of graphs and overlap in float32, several requests that come and go."""
+        sizes = self.sizes if self.tiny else {"vocab_size": 4096, "hidden_size": 512, "num_layers": 3}
+        model = model_of(sizes, torch.float32)
+        prompts = [random_tokens(1 + 37 * n, sizes["vocab_size"], n) for n in range(9)]
+        params = [SamplingParams(max_tokens=5 + 20 * n, seed=n, temperature=float(n % 2)) for n in range(9)]
+        plain = Engine(model, slots=1, token_budget=512, cache_bytes=0, overlap=False, cuda_graphs=False)
+        wanted = [plain.generate([prompt], some)[0].tokens for prompt, some in zip(prompts, params)]
+        engine = Engine(model, slots=6, token_budget=512)
+        for again in ("first", "second"):  # the second time with graphs that exist, and with the cache
+            results = engine.generate(prompts, params)
+            equal = [result.tokens == one for result, one in zip(results, wanted)]
+            errors = {str(result.error)[:200] for result in results if result.error is not None}
+            row(f"equal tokens, {again} run", float(sum(equal)), f"of {len(equal)}", "all", all(equal), errors=errors or "none")
+        engine.check_integrity()
+
+    def decode(self) -> None:
+        for streams in (1, self.streams, *self.many):
+            begin = time.perf_counter()
+            engine = self.engine(streams)
+            if streams == self.streams:
+                engine.warm_up()
+                synchronize()
+                row(f"all graphs of {streams} slots", time.perf_counter() - begin, "s", count=self.graphs_of(engine))
+            requests = self.running(engine, streams)
+            times, rate = self.step_times(engine, self.steps)
+            share = {1: 0.65, self.streams: 0.55}.get(streams)
+            row(
+                f"decode, {streams} streams", rate, "tokens/s", "" if share is None else f"{share * self.ceiling(streams):,.0f}",
+                None if share is None else rate >= share * self.ceiling(streams), of_ceiling=rate / self.ceiling(streams),
+                median_ms=statistics.median(times), p99_ms=sorted(times)[int(len(times) * 0.99)], warm_s=self.warm_s,
+                graphs=self.replays(engine), errors=Counter(str(one.result.error)[:200] for one in requests if one.result.error) or "none",
+            )  # fmt: skip
+            if streams in (1, self.streams):
+                self.profile(engine, f"profile of 5 steps, {streams} streams")
+            engine.close()
+            del engine, requests
+            gc.collect()
+
+    def graphs_of(self, engine: Engine) -> int:
+        graphs = engine._steps.runner.graphs
+        return 0 if graphs is None else len(graphs._graphs)
+
+    def replays(self, engine: Engine) -> str:
+        """Milliseconds of each captured graph, one after another without Python between."""
+        graphs = engine._steps.runner.graphs
+        found = []
+        for (tokens, rows), graph in sorted(graphs._graphs.items()) if graphs is not None else ():
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            for _ in range(5):
+                graph.replay()
+            end.record()
+            end.synchronize()
+            found.append(f"{tokens}{f' in {rows}' if rows else ''}: {begin.elapsed_time(end) / 5:.3f} ms")
+        return "; ".join(found) or "none"
+
+    def profile(self, engine: Engine, name: str) -> None:
+        """Kernels of five steps by time, and how long the device is idle between the first and the last."""
+        activities = [torch.profiler.ProfilerActivity.CUDA if GPU else torch.profiler.ProfilerActivity.CPU]
+        with torch.profiler.profile(activities=activities) as seen:
+            for _ in range(5):
+                engine.step()
+            synchronize()
+        total: Counter = Counter()
+        counts: Counter = Counter()
+        spans = []
+        for event in seen.events():
+            if GPU and event.device_type != torch.autograd.DeviceType.CUDA:
+                continue
+            total[event.name[:100]] += event.time_range.elapsed_us() / 5
+            counts[event.name[:100]] += 1
+            spans.append((event.time_range.start, event.time_range.end))
+        spans.sort()
+        busy, last, gaps = 0.0, spans[0][0], []
+        for begin, end in spans:
+            if begin > last:
+                gaps.append(begin - last)
+            busy += max(0.0, end - max(begin, last))
+            last = max(last, end)
+        whole = last - spans[0][0]
+        kernels = {key: [round(us, 2), counts[key] / 5] for key, us in total.most_common(30)}
+        row(
+            name, busy / 5e3, "ms busy", "", None, whole_ms=whole / 5e3, idle=1 - busy / whole, kernels_a_step=len(spans) / 5,
+            largest_gaps_us=str([round(gap) for gap in sorted(gaps)[-6:]]), gaps_above_20us=sum(gap > 20 for gap in gaps), kernels=kernels,
+        )  # fmt: skip
+        for key, (us, count) in list(kernels.items())[:16]:
+            print(f"    {us:9.1f} us a step  {count:7.1f} x  {key}")
+
+    def prompts(self) -> None:
+        count = 8
+        engine = self.engine(count, token_budget=count * self.prompt + 256)
+        rates = []
+        for again in range(4):
+            prompts = [random_tokens(self.prompt, self.sizes["vocab_size"], 100 * again + n) for n in range(count)]
+            synchronize()
+            begin = time.perf_counter()
+            engine.generate(prompts, SamplingParams(max_tokens=1, temperature=0))
+            rates.append(count * self.prompt / (time.perf_counter() - begin))
+        share = 2 * self.parameters * max(rates[1:]) / PEAK
+        row(
+            f"prompts, {count} x {self.prompt}", share * 100, "%", "45 of 700 TF/s", share >= 0.45, tokens_per_s=max(rates), first=rates[0]
+        )  # fmt: skip
+        engine.close()
+
+    def mixed(self) -> None:
+        """Time between tokens of streams while long prompts come one after another."""
+        engine = self.engine(self.streams + 2, token_budget=self.streams + 2 + 1024)
+        self.running(engine, self.streams)
+        alone, _ = self.step_times(engine, 128)
+        median, number = statistics.median(alone), 0
+        for budget in (1024, 512, 256):
+            engine._steps.scheduler.token_budget = self.streams + 2 + budget
+            waiting: list = []
+            gaps: list[float] = []
+            begin = last = time.perf_counter()
+            measured, done = 0.3 if self.tiny else 2.0, 0
+            while last - begin < 2 * measured:  # in the first half, graphs are captured
+                waiting = [one for one in waiting if not one.done]
+                while len(waiting) < 2:
+                    number += 1
+                    tokens = random_tokens(self.long, self.sizes["vocab_size"], number)
+                    waiting.append(engine.submit(tokens, SamplingParams(max_tokens=1, temperature=0)))
+                engine.step()
+                now = time.perf_counter()
+                if last - begin > measured:
+                    gaps.append((now - last) * 1e3)
+                    works = engine._steps._flight.works if engine._steps._flight else []  # none without overlap
+                    done += sum(work.end - work.begin for work in works if work.begin < len(work.sequence.request.prompt))
+                last = now
+            gaps.sort()
+            p99 = gaps[int(len(gaps) * 0.99)]
+            row(
+                f"mixed, {self.streams} streams, {budget} tokens of prompts a step", p99 / median, "x median", "2 (p99)", p99 <= 2 * median,
+                decode_median_ms=median, p50_ms=statistics.median(gaps), p99_ms=p99, most_ms=gaps[-1],
+                prompt_tokens_per_s=done / sum(gaps) * 1e3, steps=len(gaps),
+            )  # fmt: skip
+            for one in waiting:
+                engine.cancel(one)
+        engine.close()
+
+    def first_token(self) -> None:
+        """Time to the first token of a prompt whose first tokens are cached."""
+        engine = self.engine(4, token_budget=self.short + 512, cache_bytes=2**31)
+        params = SamplingParams(max_tokens=1, temperature=0)
+        times: dict[bool, list[float]] = {False: [], True: []}
+        for again in range(8):
+            prefix = random_tokens(self.short, self.sizes["vocab_size"], again)
+            for cached in (False, True):
+                prompt = prefix + random_tokens(20, self.sizes["vocab_size"], 50 + cached)
+                synchronize()
+                begin = time.perf_counter()
+                request = engine.submit(prompt, params, boundaries=(self.short,))
+                while not request.done:
+                    engine.step()
+                times[cached].append((time.perf_counter() - begin) * 1e3)
+                assert request.result.cached_tokens == self.short * cached, request.result.cached_tokens
+        cold, warm = (statistics.median(times[cached][3:]) for cached in (False, True))
+        row(f"first token, {self.short} cached tokens", warm / cold, "of cold", "0.1", warm <= cold / 10, cold_ms=cold, cached_ms=warm)
+        engine.close()
+
+    def invariant(self) -> None:
+        """What ``batch_invariant`` costs a step."""
+        for streams in (1, 8, self.streams):
+            found = {}
+            for name, options in {
+                "graphs": {}, "eager": {"cuda_graphs": False}, "invariant": {"batch_invariant": True}
+            }.items():  # fmt: skip
+                begin = time.perf_counter()
+                try:
+                    engine = self.engine(streams, **options)
+                except Exception as error:
+                    row(f"batch_invariant, {streams} streams", None, "", "", False, error=str(error)[:300])
+                    return
+                made = time.perf_counter() - begin
+                self.running(engine, streams)
+                times, _ = self.step_times(engine, 70)
+                found[name] = statistics.mean(times[:64])
+                block = engine._block
+                engine.close()
+            ratio = found["invariant"] / found["graphs"]
+            row(f"batch_invariant, {streams} streams", ratio, "x", "1.3", ratio <= 1.3, block=block, made_s=made, **found)
+
+    def python(self) -> None:
+        """Host time of a step without the time that it waits for the device."""
+        kinds = {
+            "greedy": SamplingParams(max_tokens=10**6, temperature=0),
+            "temperature 1": SamplingParams(max_tokens=10**6, seed=1),
+            "temperature 1, top_p": SamplingParams(max_tokens=10**6, seed=1, top_p=0.9),
+            "temperature 1, stop string": SamplingParams(max_tokens=10**6, seed=1, stop=("a stop string that is not there",)),
+        }
+        waits: list[float] = []
+        original = ToHost.tolist
+
+        def waiting(copy: ToHost) -> list:
+            begin = time.perf_counter()
+            found = original(copy)
+            waits.append((time.perf_counter() - begin) * 1e3)
+            return found
+
+        ToHost.tolist = waiting  # type: ignore[method-assign]
+        engine = self.engine(self.streams, tokenizer=Letters(self.sizes["vocab_size"]))
+        for name, params in kinds.items():
+            requests = self.running(engine, self.streams, params, sink=lambda request, event: None)
+            waits.clear()
+            times, rate = self.step_times(engine, 128)
+            works = [whole - wait for whole, wait in zip(times, waits)]
+            work = statistics.median(works)
+            row(
+                f"Python of a step, {self.streams} streams, {name}", work, "ms", "1.5", work <= 1.5, step_ms=statistics.median(times),
+                waits_ms=statistics.median(waits), most_ms=max(works), tokens_per_s=rate,
+            )  # fmt: skip
+            for request in requests:
+                engine.cancel(request)
+        engine.close()
+        ToHost.tolist = original  # type: ignore[method-assign]
+
+
+MEASURES = ("check", "decode", "prompts", "python", "mixed", "first_token", "invariant")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--only", default=",".join(MEASURES))
+    parser.add_argument("--seconds", type=float, default=230, help="begin no further measure after this time")
+    parser.add_argument("--out")
+    given = parser.parse_args()
+    torch.manual_seed(0)
+    begin = time.perf_counter()
+    bench = Bench(given.tiny)
+    for name in given.only.split(","):
+        if time.perf_counter() - begin > given.seconds:
+            row(f"{name}: left out, no time")
+            continue
+        started = time.perf_counter()
+        try:
+            getattr(bench, name)()
+        except Exception as error:
+            traceback.print_exc()
+            row(f"{name}: failed", error=repr(error)[-600:])
+        gc.collect()
+        if GPU:
+            torch.cuda.empty_cache()
+        print(f"    ({name}: {time.perf_counter() - started:.1f} s, {time.perf_counter() - begin:.1f} s in all)", flush=True)
+        if given.out:
+            about = {"device": torch.cuda.get_device_name() if GPU else "cpu", "torch": torch.__version__, "rows": ROWS}
+            with open(given.out, "w") as file:
+                json.dump(about, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
