@@ -7,7 +7,6 @@ times. The fused kernels compute in float32 and round once. Both forms have the 
 from __future__ import annotations
 
 from functools import partial
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -15,22 +14,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..call import private
-from ..gpu.target import unavailable
 from ..recurrence.declaration import state_dtype
 from .linear import linear
+from .triton import kernels
 
 if TYPE_CHECKING:
     from .sequences import Sequences
-
-KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
-
-def _kernels(*tensors: Tensor | None) -> Any:
-    """The module that launches the kernels, or None where plain PyTorch computes: not on a GPU, float64, compiled graphs, transforms."""
-    given = [x for x in tensors if x is not None]
-    if given[0].device.type != "cuda" or any(x.dtype not in KERNEL_DTYPES for x in given) or not private.fast(given):
-        return None
-    return None if unavailable() else import_module(".triton.launch", __package__)
 
 
 def token_shift(
@@ -51,14 +40,17 @@ def token_shift(
     """
     last = last.to(x.dtype)
     hidden, up = low_rank or (None, None)
-    launch = _kernels(x, last, *factors, hidden, up) if len(factors) <= 5 else None
+    launch = kernels("launch", x, last, *factors, hidden, up) if len(factors) <= 5 else None
     mu = [factor.reshape(-1) for factor in factors]
     if up is not None and hidden is not None:
         hidden, up = hidden.flatten(0, 1), up.to(hidden.dtype)
         if launch and up.shape[1] > 64:
             launch = None
     flat = x.flatten(0, 1)
-    if launch is None:
+    few = kernels("few_rows_launch", x, last, *factors, hidden, up) if up is not None and sequences.single else None
+    if few and up is not None and hidden is not None and up.shape[1] <= 128 and len(mu) <= 5 and not torch.is_grad_enabled():
+        found = few.low_rank(hidden.contiguous(), up.contiguous(), mu, flat.contiguous(), last.contiguous())
+    elif launch is None:
         found = shift_formula(flat, last, None if sequences.single else sequences.starts, mu, hidden, up)
     else:
         rows = torch.stack(mu) if len(mu) > 1 else mu[0][None]
@@ -101,7 +93,7 @@ def norm_gate(x: Tensor, gate: Tensor, weight: Tensor | None, bias: Tensor | Non
     """
     B, T, H, V = x.shape
     formula = partial(norm_gate_formula, eps=eps, centre=centre)
-    launch = _kernels(x, gate, weight, bias) if V <= 2048 else None
+    launch = kernels("launch", x, gate, weight, bias) if V <= 2048 else None
     flat, gates = x.flatten(0, 1), gate.reshape(B * T, H, V)
     per_head = [None if one is None else one if one.numel() == V else one.view(H, V) for one in (weight, bias)]
     if launch is None:
@@ -124,13 +116,39 @@ def norm_gate_formula(x: Tensor, gate: Tensor, weight: Tensor | None, bias: Tens
 def add_norm(x: Tensor, y: Tensor | None, norm: nn.LayerNorm | nn.RMSNorm) -> tuple[Tensor, Tensor]:
     """The sum of x and y [B,T,C], of x alone without y, and its norm. The kernel is for calls without gradients."""
     weight, bias = norm.weight, getattr(norm, "bias", None)
-    launch = None if torch.is_grad_enabled() or norm.eps is None or x.shape[-1] > 2**14 else _kernels(x, y, weight, bias)
+    launch = None if torch.is_grad_enabled() or norm.eps is None or x.shape[-1] > 2**14 else kernels("launch", x, y, weight, bias)
     if launch is None or x.dtype != weight.dtype or (y is not None and y.dtype != x.dtype):
         total = x if y is None else x + y
         return total, norm(total)
     flat = [None if one is None else one.reshape(-1, x.shape[-1]).contiguous() for one in (x, y)]
     total, normed = launch.add_norm(*flat, weight, bias, norm.eps, isinstance(norm, nn.LayerNorm))
     return total.view(x.shape), normed.view(x.shape)
+
+
+def shifted_norm(
+    x: Tensor, y: Tensor | None, norm: Any, pool: Tensor, sequences: Sequences, *factors: Tensor, complement: bool = False,
+    kept: bool = False,
+) -> Any:  # fmt: skip
+    """``add_norm`` and ``token_shift`` of decode steps by one kernel, which writes the last tokens to the pool of shift states in place.
+
+    Returns a ``few_rows_launch.Shifted``, or None where no kernel computes it. ``complement``: the factors are 1 - factors_i.
+    ``kept``: the norm and the tokens before are returned too.
+    """
+    weight, bias, eps = norm.weight, getattr(norm, "bias", None), norm.eps
+    if torch.is_grad_enabled() or private.autocasting() or not (sequences.single and sequences.in_place):
+        return None
+    launch = kernels("few_rows_launch", x, y, weight, bias, pool, *factors)
+    same = all(one is None or one.dtype == x.dtype for one in (y, weight))
+    if launch is None or not same or eps is None or x.shape[-1] > 2**14 or pool.stride(1) != 1:
+        return None
+    flat = [None if one is None else one.reshape(-1, x.shape[-1]).contiguous() for one in (x, y)]
+    slots = None if sequences.slots is None else sequences.slots.contiguous()
+    mu = [one.reshape(-1).contiguous() for one in factors]
+    found = launch.shifted_norm(
+        *flat, weight, bias, eps, pool, slots, mu, centre=isinstance(norm, nn.LayerNorm), complement=complement, kept=kept
+    )
+    whole = [one.view(x.shape) for one in found[:3]]
+    return launch.Shifted(*whole, tuple(one.view(x.shape) for one in found.mixed))
 
 
 Activation = Literal["sigmoid", "silu", "relu_squared"]
@@ -141,8 +159,10 @@ def activated(a: Tensor, b: Tensor | None, activation: Activation, weight: Tenso
 
     With ``weight`` [N,C], on a GPU, the result of the activation is computed again in the backward pass, not kept.
     """
+    if weight is not None and not torch.is_grad_enabled():
+        return linear(activated(a, b, activation), weight)
     formula = partial(activated_formula, activation=activation)
-    launch = _kernels(a, b, weight)
+    launch = kernels("launch", a, b, weight)
     same = (b is None or (a.shape == b.shape and a.dtype == b.dtype)) and (weight is None or weight.dtype == a.dtype)
     if launch is None or not same or (weight is not None and private.autocasting()):
         return formula(a, b, weight)
@@ -166,11 +186,21 @@ def activated_formula(a: Tensor, b: Tensor | None, weight: Tensor | None = None,
 
 def decay(x: Tensor, bias: Tensor) -> Tensor:
     """The log decay ``-exp(bias + x)``, float32 (float64 for float64 x): x [...,C], bias of C elements."""
-    launch = _kernels(x, bias)
+    launch = kernels("launch", x, bias)
     if launch is None:
         return decay_formula(x, bias)
     found: Tensor = launch.Decay.apply(x.flatten(0, -2).contiguous(), bias.reshape(-1).contiguous(), decay_formula)
     return found.view(x.shape)
+
+
+def low_rank_decay(hidden: Tensor, up: Tensor, bias: Tensor) -> Tensor:
+    """``decay(hidden up, bias)``: hidden [...,M], up [M,C]."""
+    launch = None if torch.is_grad_enabled() or up.shape[0] > 128 else kernels("few_rows_launch", hidden, up, bias)
+    if launch is None or hidden.dtype != up.dtype:
+        return decay(hidden @ up, bias)
+    rows = hidden.reshape(-1, hidden.shape[-1]).contiguous()
+    found: Tensor = launch.low_rank_decay(rows, up.contiguous(), bias.reshape(-1).contiguous())
+    return found.view(*hidden.shape[:-1], -1)
 
 
 def decay_formula(x: Tensor, bias: Tensor) -> Tensor:
@@ -181,7 +211,7 @@ def decay_formula(x: Tensor, bias: Tensor) -> Tensor:
 
 def write_rows(states: Tensor, pool: Tensor, slots: Tensor) -> bool:
     """Write states [N,...] to rows of a pool, none for negative slots; whether a kernel did."""
-    launch = _kernels(states, pool)
+    launch = kernels("launch", states, pool)
     if launch is None or not (states[0].is_contiguous() and pool[0].is_contiguous()):
         return False
     launch.write_rows(states, pool, slots.contiguous())

@@ -65,7 +65,7 @@ class TokenShift(torch.autograd.Function):
         if y.numel():
             token_shift.penstock_shift_fwd[_blocks(R, BR), _blocks(C, BC)](
                 x, last, starts, mu, x if hidden is None else hidden, x if up is None else up, y, R, C, N=N, M=M,
-                BM=power(M, 16), BR=BR, BC=BC, PRECISION=_precision(x), num_warps=4,
+                BM=power(M, 16), BR=BR, BC=BC, PRECISION=precision(x), num_warps=4,
             )  # fmt: skip
         ctx.save_for_backward(x, last, starts, mu, hidden, up)
         ctx.formula = formula
@@ -87,7 +87,7 @@ class TokenShift(torch.autograd.Function):
         if x.numel():
             token_shift.penstock_shift_bwd[programs, _blocks(C, BC)](
                 x, last, starts, mu, x if hidden is None else hidden, x if up is None else up, *dy, *[x] * (5 - N), dx, dm, dmu,
-                R, C, each, N=N, M=M, BM=power(M, 16), BN=power(N, 1), BR=BR, BC=BC, PRECISION=_precision(x), num_warps=4,
+                R, C, each, N=N, M=M, BM=power(M, 16), BN=power(N, 1), BR=BR, BC=BC, PRECISION=precision(x), num_warps=4,
             )  # fmt: skip
         d_hidden = d_up = None
         if up is not None:
@@ -96,7 +96,8 @@ class TokenShift(torch.autograd.Function):
         return dx, None, None, _summed(dmu, mu), d_hidden, d_up, None
 
 
-def _precision(x: Tensor) -> str:
+def precision(x: Tensor) -> str:
+    """How products of x take float32."""
     return "ieee" if x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 

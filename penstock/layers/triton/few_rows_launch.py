@@ -1,0 +1,123 @@
+"""Launches of the kernels of decode steps. All are without gradients; all tensors are contiguous."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...gpu.target import Target, power
+from . import few_rows
+from .launch import precision
+
+PARTS = 5
+"""Linear maps, or interpolations, of one launch, at most."""
+ACTIVATIONS = {None: 0, "tanh": few_rows.TANH.value, "relu_squared": few_rows.RELU_SQUARED.value}
+
+
+class Tile(NamedTuple):
+    """Sizes of ``penstock_products``."""
+
+    BN: int = 16
+    """Rows of a weight of a program."""
+    BK: int = 64
+    """Of K, each warp at a time."""
+    stages: int = 6
+    """Blocks of K in flight, plus one."""
+
+
+TILE = Tile()
+
+
+@cache
+def _hopper(device: torch.device) -> dict[str, Any]:
+    """The option of a launch that may begin before the kernel in front of it ends, on GPUs that have it."""
+    arch = Target.of(device).arch
+    return {"launch_pdl": True} if arch.startswith("sm_") and int(arch[3:]) >= 90 else {}
+
+
+def products(
+    inputs: list[Tensor], weights: list[Tensor], activations: list[str | None] | None = None, gate: Tensor | None = None, tile: Tile = TILE
+) -> list[Tensor]:
+    """activation_i(x_i W_i^T) of x_i [R,K] and W_i [N,K], rounded once; with ``gate`` [R,N], y_0 is multiplied by sigmoid(gate).
+
+    The first weight may be the transpose of a contiguous tensor.
+    """
+    (R, K), x = inputs[0].shape, inputs[0]
+    results = [one.new_empty(R, weight.shape[0]) for one, weight in zip(inputs, weights)]
+    rows = [weight.shape[0] for weight in weights]
+    begins = [sum(-(-N // tile.BN) for N in rows[:part]) for part in range(len(rows) + 1)]
+    codes = sum(ACTIVATIONS[one] << 4 * part for part, one in enumerate(activations or ()))
+    pdl, BM = _hopper(x.device), 8 if R <= 8 else 16
+    more = PARTS - len(weights)
+    if R:
+        few_rows.penstock_products[begins.pop(), -(-R // BM)](
+            *inputs, *[x] * more, *weights, *weights[:1] * more, *results, *results[:1] * more, x if gate is None else gate,
+            *rows, *[0] * more, *begins[1:], *[2**31 - 1] * more, R, K=K, PARTS=len(weights), ACTIVATIONS=codes,
+            COLUMNS=weights[0].stride(0) == 1 < weights[0].shape[1], GATE=gate is not None, BN=tile.BN, BM=BM, BK=tile.BK,
+            STAGES=tile.stages, WARPS=few_rows.WARPS, PDL=bool(pdl), num_warps=few_rows.WARPS, **pdl,
+        )  # fmt: skip
+    return results
+
+
+def low_rank(hidden: Tensor, up: Tensor, mu: list[Tensor], x: Tensor, before: Tensor) -> tuple[Tensor, ...]:
+    """x + (before - x) m_i of x and before [R,C], with m_i = mu_i + hidden_i up_i: mu_i [C], hidden [R,n,M], up [n,M,C]."""
+    y = x.new_empty(len(mu), *x.shape)
+    _low_rank(hidden, up, mu, x, before, y, decay=False)
+    return y.unbind()
+
+
+def low_rank_decay(hidden: Tensor, up: Tensor, bias: Tensor) -> Tensor:
+    """-exp(bias + hidden up) in float32: hidden [R,M], up [M,C], bias [C]."""
+    w = hidden.new_empty(hidden.shape[0], up.shape[1], dtype=torch.float32)
+    _low_rank(hidden, up, [bias], hidden, hidden, w, decay=True)
+    return w
+
+
+def _low_rank(hidden: Tensor, up: Tensor, mu: list[Tensor], x: Tensor, before: Tensor, y: Tensor, *, decay: bool) -> None:
+    n, R, (M, C) = len(mu), hidden.shape[0], up.shape[-2:]
+    BR, BC, pdl = 16 if R <= 16 else 64, 64, _hopper(hidden.device)
+    if y.numel():
+        few_rows.penstock_low_rank[-(-C // BC), n, -(-R // BR)](
+            hidden, up, *mu, *mu[:1] * (PARTS - n), x, before, y, R, C, PARTS=n, M=M, DECAY=decay, BM=power(M, 16), BR=BR, BC=BC,
+            PRECISION=precision(hidden), WARPS=few_rows.WARPS, PDL=bool(pdl), num_warps=few_rows.WARPS, **pdl,
+        )  # fmt: skip
+
+
+class Shifted(NamedTuple):
+    """What ``shifted_norm`` returns, all [R,C]."""
+
+    total: Tensor
+    """x + y."""
+    normed: Tensor
+    """Its norm; without ``kept`` it has no meaning."""
+    before: Tensor
+    """The row of the pool before; without ``kept`` it has no meaning."""
+    mixed: tuple[Tensor, ...]
+    """normed + (before - normed) m_i."""
+
+
+def shifted_norm(
+    x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, pool: Tensor, slots: Tensor | None, mu: list[Tensor],
+    *, centre: bool, complement: bool, kept: bool,
+) -> Shifted:  # fmt: skip
+    """The norm of x + y (x if there is no y), of x and y [R,C], and its interpolations with rows of the pool, which it replaces.
+
+    pool [P,C] has contiguous rows; slots [R], without them token r has row r. ``complement``: m_i = 1 - mu_i, else mu_i [C].
+    """
+    R, C = x.shape
+    total = x if y is None else torch.empty_like(x)
+    normed, before = (torch.empty_like(x), torch.empty_like(x)) if kept else (x, x)
+    mixed, pdl = x.new_empty(len(mu), R, C), _hopper(x.device)
+    if x.numel():
+        few_rows.penstock_shifted_norm[(R,)](
+            x, x if y is None else y, total, weight, weight if bias is None else bias, pool, x if slots is None else slots, normed, before,
+            *mu, *mu[:1] * (PARTS - len(mu)), mixed, R, C, pool.stride(0), eps, ADD=y is not None, CENTRE=centre, BIAS=bias is not None,
+            SLOTS=slots is not None, COUNT=len(mu), COMPLEMENT=complement, KEPT=kept, BC=power(C, 16), PDL=bool(pdl),
+            num_warps=min(max(power(C, 16) // 512, 1), 16), **pdl,
+        )  # fmt: skip
+        if not pool.is_inference():
+            torch.autograd.graph.increment_version(pool)
+    return Shifted(total, normed, before, mixed.unbind())
