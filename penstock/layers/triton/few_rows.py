@@ -19,13 +19,22 @@ WARPS = 4  # of a program
 
 @triton.jit
 def prefetch(x, first, COUNT: tl.constexpr, size, WARPS: tl.constexpr, PDL: tl.constexpr):
-    """Start to read COUNT of the ``size`` elements of x from the first one on, an equal share for each warp."""
+    """Start to read COUNT of the ``size`` elements of x from the first one on, an equal share for each warp.
+
+    The instruction needs multiples of 16 bytes; x is at one.
+    """
     BYTES: tl.constexpr = COUNT * (x.dtype.element_ty.primitive_bitwidth // 8) // WARPS
     if PDL and BYTES % 16 == 0:
-        share = tl.arange(0, 32 * WARPS) // 32 * (COUNT // WARPS)
-        at = (x + tl.minimum(first.to(tl.int64) + share, size - COUNT // WARPS)).to(tl.int64)
-        asm: tl.constexpr = "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;"
-        tl.inline_asm_elementwise(asm, "=r,l,r", [at, tl.full([32 * WARPS], BYTES, tl.int32)], dtype=tl.int32, is_pure=False, pack=1)
+        if (size >= COUNT) & (size % 8 == 0):
+            _prefetch(x, first, COUNT, size, BYTES, WARPS)
+
+
+@triton.jit
+def _prefetch(x, first, COUNT: tl.constexpr, size, BYTES: tl.constexpr, WARPS: tl.constexpr):
+    share = tl.arange(0, 32 * WARPS) // 32 * (COUNT // WARPS)
+    at = (x + tl.minimum(first.to(tl.int64) + share, size - COUNT // WARPS)).to(tl.int64)
+    asm: tl.constexpr = "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;"
+    tl.inline_asm_elementwise(asm, "=r,l,r", [at, tl.full([32 * WARPS], BYTES, tl.int32)], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit

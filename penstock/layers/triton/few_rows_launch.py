@@ -33,9 +33,14 @@ TILE = Tile()
 
 @cache
 def _hopper(device: torch.device) -> dict[str, Any]:
-    """The option of a launch that may begin before the kernel in front of it ends, on GPUs that have it."""
+    """The option of a launch that may begin before the kernel ahead of it ends, on GPUs that have it."""
     arch = Target.of(device).arch
     return {"launch_pdl": True} if arch.startswith("sm_") and int(arch[3:]) >= 90 else {}
+
+
+def _early(x: Tensor, *prefetched: Tensor) -> dict[str, Any]:
+    """The same, if all tensors that are prefetched begin at a multiple of 16 bytes."""
+    return _hopper(x.device) if all(one.data_ptr() % 16 == 0 for one in prefetched) else {}
 
 
 def products(
@@ -50,7 +55,7 @@ def products(
     rows = [weight.shape[0] for weight in weights]
     begins = [sum(-(-N // tile.BN) for N in rows[:part]) for part in range(len(rows) + 1)]
     codes = sum(ACTIVATIONS[one] << 4 * part for part, one in enumerate(activations or ()))
-    pdl, BM = _hopper(x.device), 8 if R <= 8 else 16
+    pdl, BM = _early(x, *weights), 8 if R <= 8 else 16
     more = PARTS - len(weights)
     if R:
         few_rows.penstock_products[begins.pop(), -(-R // BM)](
@@ -78,7 +83,7 @@ def low_rank_decay(hidden: Tensor, up: Tensor, bias: Tensor) -> Tensor:
 
 def _low_rank(hidden: Tensor, up: Tensor, mu: list[Tensor], x: Tensor, before: Tensor, y: Tensor, *, decay: bool) -> None:
     n, R, (M, C) = len(mu), hidden.shape[0], up.shape[-2:]
-    BR, BC, pdl = 16 if R <= 16 else 64, 64, _hopper(hidden.device)
+    BR, BC, pdl = 16 if R <= 16 else 64, 64, _early(hidden, up)
     if y.numel():
         few_rows.penstock_low_rank[-(-C // BC), n, -(-R // BR)](
             hidden, up, *mu, *mu[:1] * (PARTS - n), x, before, y, R, C, PARTS=n, M=M, DECAY=decay, BM=power(M, 16), BR=BR, BC=BC,
@@ -110,7 +115,7 @@ def shifted_norm(
     R, C = x.shape
     total = x if y is None else torch.empty_like(x)
     normed, before = (torch.empty_like(x), torch.empty_like(x)) if kept else (x, x)
-    mixed, pdl = x.new_empty(len(mu), R, C), _hopper(x.device)
+    mixed, pdl = x.new_empty(len(mu), R, C), _early(x)
     if x.numel():
         few_rows.penstock_shifted_norm[(R,)](
             x, x if y is None else y, total, weight, weight if bias is None else bias, pool, x if slots is None else slots, normed, before,
