@@ -12,8 +12,10 @@ from ..call import private
 from ..recurrence.cpu import linear as native
 from .triton import kernels
 
-ROWS = 16
+ROWS = 32
 """Tokens of a linear map on a GPU, at most, that are few."""
+SHARED_ROWS = 256
+"""Of several maps in one launch, which has enough programs for larger tiles."""
 PARTS = 5
 """Linear maps of one launch, at most."""
 
@@ -57,7 +59,7 @@ def linears(
     if (
         launch is None
         or torch.is_grad_enabled()
-        or not 0 < x.numel() <= ROWS * K
+        or not 0 < x.numel() <= (ROWS if len(weights) == 1 else SHARED_ROWS) * K
         or x.element_size() != 2
         or any(one.dtype != x.dtype or one.shape != x.shape for one in inputs)
         or any(one.dtype != x.dtype or not (one.is_contiguous() or (one is weights[0] and one.T.is_contiguous())) for one in weights)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import Complaints, RangeError
 from .fused import activated, shifted_norm, token_shift
-from .linear import Linear, linears
+from .linear import Linear, linear, linears
 from .mixer import Mixer, MixerConfig
 from .sequences import Sequences
 
@@ -82,8 +82,8 @@ class ChannelMix(Mixer):
     def _mixed(self, x_k: Tensor, x_r: Tensor) -> Tensor:
         few = linears([x_k, x_r], [self.key.weight, self.receptance.weight], ["relu_squared"])
         if few:
-            (y,) = linears(few[:1], [self.value.weight], gate=few[1]) or few
-            return y
+            found = linears(few[:1], [self.value.weight], gate=few[1])
+            return found[0] if found else activated(few[1], linear(few[0], self.value.weight), "sigmoid")
         hidden = activated(self.key(x_k), None, "relu_squared", self.value.weight)
         return activated(self.receptance(x_r), hidden, "sigmoid")
 
@@ -155,9 +155,9 @@ def ramp(size: int, power: float, last: int = 0) -> Tensor:
 
 def matrix(inputs: int, outputs: int, gain: float) -> Linear:
     """A linear map without bias: orthogonal times gain, or 0 for gain = 0, so that a new block is the identity."""
-    linear = Linear(inputs, outputs, bias=False)
+    made = Linear(inputs, outputs, bias=False)
     if gain == 0:
-        nn.init.zeros_(linear.weight)
+        nn.init.zeros_(made.weight)
     else:
-        nn.init.orthogonal_(linear.weight, gain)
-    return linear
+        nn.init.orthogonal_(made.weight, gain)
+    return made

@@ -82,6 +82,7 @@ for rows, size in ((1, 512), (9, 70)):
         for y, bias, slots in ((None, None, None), (x, row, torch.zeros(rows, dtype=torch.int64))):
             options = {"centre": y is None, "complement": y is None, "kept": y is None}
             few_rows_launch.shifted_norm(x, y, row, bias, 1e-5, x, slots, [row] * parts, **options)
+    few_rows_launch.products([zeros(70, size)] * 2, [zeros(size, 24).T, weight])
     few_rows_launch.low_rank_decay(zeros(rows, 64), zeros(64, size), row)
 print(*sorted(compiled), sep="\\n")
 """

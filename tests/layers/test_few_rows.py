@@ -25,7 +25,7 @@ def close(found, wanted, roundings=4):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("rows", "size"), [(1, 70), (9, 256), (20, 300)])
+@pytest.mark.parametrize(("rows", "size"), [(1, 70), (9, 256), (20, 300), (67, 130)])
 @pytest.mark.parametrize("parts", [1, 2, 5])
 def test_products(parts, rows, size, dtype):
     inputs = [normal(rows, size, dtype=dtype, seed=part) for part in range(parts)]
@@ -137,10 +137,11 @@ def test_only_few_rows_of_16_bits_without_gradients_take_the_kernel(launched):
     weight = normal(24, 40, dtype=torch.float16)
     with torch.no_grad():
         assert linear.linears([normal(2, 3, 40, dtype=torch.float16)], [weight])[0].shape == (2, 3, 24)
-        assert linear.linears([normal(17, 40, dtype=torch.float16)], [weight]) is None
+        assert linear.linears([normal(33, 40, dtype=torch.float16)], [weight]) is None
+        assert linear.linears([normal(33, 40, dtype=torch.float16)] * 2, [weight] * 2)[1].shape == (33, 24)
         assert linear.linears([normal(0, 40, dtype=torch.float16)], [weight]) is None
         assert linear.linears([normal(3, 40)], [weight.float()]) is None
         assert linear.linears([normal(3, 40, dtype=torch.float16)], [weight.float()]) is None
         assert linear.linears([normal(3, 12, dtype=torch.float16)], [weight[:, ::3][:, :12]]) is None
     assert linear.linears([normal(2, 3, 40, dtype=torch.float16)], [weight]) is None
-    assert launched == ["products"]
+    assert launched == ["products", "products"]

@@ -78,27 +78,34 @@ def selected(i, x0, x1, x2, x3, x4, COUNT: tl.constexpr):
 @triton.jit
 def _product(
     x, w, n, m, N, R, w_n, w_k,
-    K: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr,
+    K: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
-    """Rows n of w times rows m of x: [BN,BM]. Each warp sums over its own blocks of K."""
-    s = tl.arange(0, WARPS)[:, None, None] * BK
+    """Rows n of w times rows m of x: [BN,BM]. With APART, 4, each of so many warps sums over its own blocks of K."""
+    s = tl.arange(0, APART)[:, None, None] * BK
     k = tl.arange(0, BK)[None, None, :]
     weights = w + n.to(tl.int64)[None, :, None] * w_n
     inputs = x + m[None, :, None] * K
     there = (n < N)[None, :, None]
     given = (m < R)[None, :, None]
-    sums = tl.zeros([WARPS, BN, BM], tl.float32)
-    for block in tl.range(0, (K + WARPS * BK - 1) // (WARPS * BK), num_stages=STAGES):
-        at = block * (WARPS * BK) + s + k
-        if K % (WARPS * BK) == 0:
+    if APART > 1:
+        sums = tl.zeros([APART, BN, BM], tl.float32)
+    else:
+        sums = tl.zeros([BN, BM], tl.float32)
+    for block in tl.range(0, (K + APART * BK - 1) // (APART * BK), num_stages=STAGES):
+        at = block * (APART * BK) + s + k
+        if K % (APART * BK) == 0:
             a = tl.load(weights + at * w_k, there, other=0.0)
             b = tl.load(inputs + at, given, other=0.0)
         else:
             a = tl.load(weights + at * w_k, there & (at < K), other=0.0)
             b = tl.load(inputs + at, given & (at < K), other=0.0)
-        sums = tl.dot(a, tl.permute(b, (0, 2, 1)), sums, input_precision="ieee")
-    for _ in tl.static_range(2):  # two sums of two, whose order does not depend on the layout
-        sums = tl.sum(tl.reshape(sums, [2, sums.shape[0] // 2, BN, BM]), 0)
+        if APART > 1:
+            sums = tl.dot(a, tl.permute(b, (0, 2, 1)), sums, input_precision="ieee")
+        else:
+            sums = tl.dot(tl.reshape(a, [BN, BK]), tl.trans(tl.reshape(b, [BM, BK])), sums, input_precision="ieee")
+    if APART > 1:
+        for _ in tl.static_range(2):  # two sums of two, whose order does not depend on the layout
+            sums = tl.sum(tl.reshape(sums, [2, sums.shape[0] // 2, BN, BM]), 0)
     return tl.reshape(sums, [BN, BM])
 
 
@@ -112,7 +119,7 @@ def penstock_products(
     b1, b2, b3, b4,  # where the blocks of each part begin
     R,
     K: tl.constexpr, PARTS: tl.constexpr, ACTIVATIONS: tl.constexpr, COLUMNS: tl.constexpr, GATE: tl.constexpr, BN: tl.constexpr,
-    BM: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr, PDL: tl.constexpr,
+    BM: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, APART: tl.constexpr, WARPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y_i = activation_i(x_i W_i^T), side by side; four bits of ``ACTIVATIONS`` for each. GATE: y_0 is multiplied by sigmoid(gate)."""
     block = tl.program_id(0)
@@ -129,14 +136,14 @@ def penstock_products(
     prefetch(w, block.to(tl.int64) * (BN * K), BN * K, N.to(tl.int64) * K, WARPS, PDL)
     begin(PDL)
     if COLUMNS and PARTS == 1:
-        o = _product(x, w, n, m, N, R, 1, N, K, BN, BM, BK, STAGES, WARPS)
+        o = _product(x, w, n, m, N, R, 1, N, K, BN, BM, BK, STAGES, APART)
     elif COLUMNS:
         if part == 0:
-            o = _product(x, w, n, m, N, R, 1, N, K, BN, BM, BK, STAGES, WARPS)
+            o = _product(x, w, n, m, N, R, 1, N, K, BN, BM, BK, STAGES, APART)
         else:
-            o = _product(x, w, n, m, N, R, K, 1, K, BN, BM, BK, STAGES, WARPS)
+            o = _product(x, w, n, m, N, R, K, 1, K, BN, BM, BK, STAGES, APART)
     else:
-        o = _product(x, w, n, m, N, R, K, 1, K, BN, BM, BK, STAGES, WARPS)
+        o = _product(x, w, n, m, N, R, K, 1, K, BN, BM, BK, STAGES, APART)
     to = m[None, :] * N + n[:, None]
     here = (n < N)[:, None] & (m < R)[None, :]
     if ACTIVATIONS > 0:

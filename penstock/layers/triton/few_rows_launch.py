@@ -20,15 +20,23 @@ ACTIVATIONS = {None: 0, "tanh": few_rows.TANH.value, "relu_squared": few_rows.RE
 class Tile(NamedTuple):
     """Sizes of ``penstock_products``."""
 
-    BN: int = 16
+    BN: int
     """Rows of a weight of a program."""
-    BK: int = 64
-    """Of K, each warp at a time."""
-    stages: int = 6
+    BM: int
+    """Rows of its input."""
+    BK: int
+    """Of K, each warp at a time or, if they do not sum apart, all together."""
+    stages: int
     """Blocks of K in flight, plus one."""
+    apart: int
+    """4: each warp sums over its own blocks of K."""
 
 
-TILE = Tile()
+def tile_of(rows: int) -> Tile:
+    """The tile for this number of rows. All of up to 32 rows give equal bits."""
+    if rows <= 32:
+        return Tile(16, power(rows, 8), 64, 6 if rows <= 16 else 5, few_rows.WARPS)
+    return Tile(64, 64 if rows <= 64 else 128, 64, 4, 1)
 
 
 @cache
@@ -44,25 +52,29 @@ def _early(x: Tensor, *prefetched: Tensor) -> dict[str, Any]:
 
 
 def products(
-    inputs: list[Tensor], weights: list[Tensor], activations: list[str | None] | None = None, gate: Tensor | None = None, tile: Tile = TILE
+    inputs: list[Tensor],
+    weights: list[Tensor],
+    activations: list[str | None] | None = None,
+    gate: Tensor | None = None,
+    tile: Tile | None = None,
 ) -> list[Tensor]:
     """activation_i(x_i W_i^T) of x_i [R,K] and W_i [N,K], rounded once; with ``gate`` [R,N], y_0 is multiplied by sigmoid(gate).
 
     The first weight may be the transpose of a contiguous tensor.
     """
     (R, K), x = inputs[0].shape, inputs[0]
+    tile = tile or tile_of(R)
     results = [one.new_empty(R, weight.shape[0]) for one, weight in zip(inputs, weights)]
     rows = [weight.shape[0] for weight in weights]
     begins = [sum(-(-N // tile.BN) for N in rows[:part]) for part in range(len(rows) + 1)]
     codes = sum(ACTIVATIONS[one] << 4 * part for part, one in enumerate(activations or ()))
-    pdl, BM = _early(x, *weights), 8 if R <= 8 else 16
-    more = PARTS - len(weights)
+    pdl, more = _early(x, *weights), PARTS - len(weights)
     if R:
-        few_rows.penstock_products[begins.pop(), -(-R // BM)](
+        few_rows.penstock_products[begins.pop(), -(-R // tile.BM)](
             *inputs, *[x] * more, *weights, *weights[:1] * more, *results, *results[:1] * more, x if gate is None else gate,
             *rows, *[0] * more, *begins[1:], *[2**31 - 1] * more, R, K=K, PARTS=len(weights), ACTIVATIONS=codes,
-            COLUMNS=weights[0].stride(0) == 1 < weights[0].shape[1], GATE=gate is not None, BN=tile.BN, BM=BM, BK=tile.BK,
-            STAGES=tile.stages, WARPS=few_rows.WARPS, PDL=bool(pdl), num_warps=few_rows.WARPS, **pdl,
+            COLUMNS=weights[0].stride(0) == 1 < weights[0].shape[1], GATE=gate is not None, BN=tile.BN, BM=tile.BM,
+            BK=tile.BK, STAGES=tile.stages, APART=tile.apart, WARPS=few_rows.WARPS, PDL=bool(pdl), num_warps=few_rows.WARPS, **pdl,
         )  # fmt: skip
     return results
 
@@ -83,7 +95,7 @@ def low_rank_decay(hidden: Tensor, up: Tensor, bias: Tensor) -> Tensor:
 
 def _low_rank(hidden: Tensor, up: Tensor, mu: list[Tensor], x: Tensor, before: Tensor, y: Tensor, *, decay: bool) -> None:
     n, R, (M, C) = len(mu), hidden.shape[0], up.shape[-2:]
-    BR, BC, pdl = 16 if R <= 16 else 64, 64, _early(hidden, up)
+    BR, BC, pdl = 16 if R <= 32 else 64, 64, _early(hidden, up)
     if y.numel():
         few_rows.penstock_low_rank[-(-C // BC), n, -(-R // BR)](
             hidden, up, *mu, *mu[:1] * (PARTS - n), x, before, y, R, C, PARTS=n, M=M, DECAY=decay, BM=power(M, 16), BR=BR, BC=BC,
