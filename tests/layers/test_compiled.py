@@ -45,6 +45,9 @@ def compile_only(kernel, *args, grid, warmup, num_warps=4, launch_pdl=False, **c
 JITFunction.run = compile_only
 
 
+launch.early = lambda device: {"launch_pdl": True}
+
+
 def learned(*shape):
     return torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True)
 
@@ -70,7 +73,6 @@ for tokens, heads in product((1, 3), (1, 2)):
             launch.add_norm(x, y, weight, bias, 1e-5, bias is not None)
         launch.write_rows(torch.zeros(tokens, channels), torch.zeros(1, channels), torch.zeros(tokens, dtype=torch.int64))
 
-few_rows_launch._hopper = lambda device: {"launch_pdl": True}
 zeros = partial(torch.zeros, dtype=torch.bfloat16)
 for rows, size in ((1, 512), (9, 70)):
     x, weight, row = zeros(rows, size), zeros(48, size), zeros(size)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...gpu.target import Target, power
-from . import few_rows
-from .launch import precision
+from ...gpu.target import power
+from . import few_rows, launch
 
 PARTS = 5
 """Linear maps, or interpolations, of one launch, at most."""
@@ -39,16 +37,9 @@ def tile_of(rows: int) -> Tile:
     return Tile(64, 64 if rows <= 64 else 128, 64, 4, 1)
 
 
-@cache
-def _hopper(device: torch.device) -> dict[str, Any]:
-    """The option of a launch that may begin before the kernel ahead of it ends, on GPUs that have it."""
-    arch = Target.of(device).arch
-    return {"launch_pdl": True} if arch.startswith("sm_") and int(arch[3:]) >= 90 else {}
-
-
 def _early(x: Tensor, *prefetched: Tensor) -> dict[str, Any]:
-    """The same, if all tensors that are prefetched begin at a multiple of 16 bytes."""
-    return _hopper(x.device) if all(one.data_ptr() % 16 == 0 for one in prefetched) else {}
+    """``launch.early``, if all tensors that are prefetched begin at a multiple of 16 bytes."""
+    return launch.early(x.device) if all(one.data_ptr() % 16 == 0 for one in prefetched) else {}
 
 
 def products(
@@ -99,7 +90,7 @@ def _low_rank(hidden: Tensor, up: Tensor, mu: list[Tensor], x: Tensor, before: T
     if y.numel():
         few_rows.penstock_low_rank[-(-C // BC), n, -(-R // BR)](
             hidden, up, *mu, *mu[:1] * (PARTS - n), x, before, y, R, C, PARTS=n, M=M, DECAY=decay, BM=power(M, 16), BR=BR, BC=BC,
-            PRECISION=precision(hidden), WARPS=few_rows.WARPS, PDL=bool(pdl), num_warps=few_rows.WARPS, **pdl,
+            PRECISION=launch.precision(hidden), WARPS=few_rows.WARPS, PDL=bool(pdl), num_warps=few_rows.WARPS, **pdl,
         )  # fmt: skip
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...gpu.target import power
+from ...gpu.target import Target, power
 from . import gates, rows, token_shift
 
 Tensors = tuple[Tensor | None, ...]
@@ -19,6 +20,13 @@ PROGRAMS = 512
 BLOCK = 1024
 """Elements of a program of an element-wise kernel."""
 ACTIVATIONS = {"sigmoid": gates.SIGMOID.value, "silu": gates.SILU.value}
+
+
+@cache
+def early(device: torch.device) -> dict[str, Any]:
+    """The option of a launch that may begin before the kernel ahead of it ends, on GPUs that have it."""
+    arch = Target.of(device).arch
+    return {"launch_pdl": True} if arch.startswith("sm_") and int(arch[3:]) >= 90 else {}
 
 
 def _blocks(count: int, size: int) -> int:
@@ -114,9 +122,10 @@ class NormGate(torch.autograd.Function):
         ctx.constants = {"CENTRE": centre, "AFFINE": weight is not None, "BIAS": bias is not None, "BR": max(1, 4096 // BV), "BV": BV}
         ctx.h_step = 0 if weight is None or weight.dim() == 1 else V
         if x.numel():
+            pdl = early(x.device)
             gates.penstock_norm_gate_fwd[_blocks(R, ctx.constants["BR"]), H](
                 x, gate, x if weight is None else weight, x if bias is None else bias, y, R, H, V, ctx.h_step, eps,
-                **ctx.constants, num_warps=4,
+                **ctx.constants, PDL=bool(pdl), num_warps=4, **pdl,
             )  # fmt: skip
         ctx.save_for_backward(x, gate, weight, bias)
         ctx.formula, ctx.eps = formula, eps
