@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..layers.linear import in_graph, rows_alike
 from ..models import CausalLM
 from .request import CHUNK
 from .state_pool import StatePool
@@ -23,8 +24,9 @@ from .transfer import fill
 
 WARM_UP = 3
 """Runs before a capture: kernels are compiled and block sizes are looked up by the first, and none of it can be captured."""
-MOST_TOKENS = 2048
-"""Of a packed step. A larger one takes the device longer than Python needs to launch its kernels."""
+MOST_TOKENS = 8192
+"""Of a packed step. A larger one takes the device about as long as Python needs to launch its kernels: 55 ms for 24 layers of RWKV-6 beside
+an H200, which reads 8192 tokens of a model of 1.6 billion parameters in 45 ms."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class StepGraphs:
         capture: Callable[[Callable[[], Tensor]], Callable[[], Tensor]] | None = None,
     ) -> None:  # fmt: skip
         self._model, self._pool, self._last, self._block = model, pool, last, block
-        self._most_tokens = min(most_tokens, MOST_TOKENS)
+        self._most_tokens = self.packed_tokens(min(most_tokens, MOST_TOKENS - (block > 1)))
         self._rows = _rounded(pool.slots + 1, max(8, block))
         """Of packed steps: one of them takes the tokens that are not needed."""
         self._capture = capture or self._captured
@@ -125,9 +127,9 @@ class StepGraphs:
 
             def step() -> Tensor:
                 known = with_sampled(ids, sources, self._last)
-                if N:
-                    return self._model.advance(known[None], self._pool.state, cu_seqlens=ends, slots=slots, last_only=True)
-                return self._model.advance(known[:, None], self._pool.state, slots=slots, last_only=True)
+                shaped, offsets = (known[None], ends) if N else (known[:, None], None)
+                with rows_alike() if self._block > 1 else in_graph():
+                    return self._model.advance(shaped, self._pool.state, cu_seqlens=offsets, slots=slots, last_only=True)
 
             self._graphs[T, N] = Graph(inputs, self._capture(step))
         return self._graphs[T, N]

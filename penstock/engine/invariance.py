@@ -1,8 +1,8 @@
-"""How many rows a product of matrices needs for bits that do not depend on the number of rows.
+"""How many tokens a step needs for bits that do not depend on the number of tokens.
 
-Libraries choose kernels by the shape: with MKL, one, two and three rows take other ones than four and more, and other libraries split
-sums over rows of the weight where there are few rows of tokens. In element-wise operators, the last elements of a tensor are computed by
-other instructions than whole vectors (with MKL, also exp of the last row). So the engine puts at least one skipped token behind those of a
+Linear maps run kernels of ours (``layers.linear.rows_alike``), but not all: on a CPU, transposed weights go to MKL, where one, two and
+three rows take other kernels than four and more. In element-wise operators, the last elements of a tensor are computed by other
+instructions than whole vectors (with MKL, also exp of the last row). So the engine puts at least one skipped token behind those of a
 step, rounds their number up to a multiple of a block, and finds the smallest block for which a token gets equal bits in any place of any
 number of tokens.
 """
@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from ..errors import EngineError
+from ..layers.linear import rows_alike
 from ..models import CausalLM
 from ..models.arguments import named_tensors
 
 BLOCKS = (4, 8, 16, 32, 64)
-"""Tried in this order. On a CPU, 32 suffice with MKL 2024.2 and AVX2: linear maps of fewer rows run another kernel."""
+"""Tried in this order. On a CPU, 4 or 8 suffice with MKL 2024.2 and AVX2."""
 LIVE = 3
 """Tokens that are compared. With one skipped token they fit into the smallest block."""
 
@@ -47,7 +48,8 @@ def _holds(model: CausalLM, block: int, most_tokens: int) -> bool:
         sizes += [64 << n for n in range(6)]  # as graphs have them; libraries choose among many kernels there
     for tokens in sorted({min(size, whole) for size in sizes}):
         for place in sorted({0, tokens // 2 - 1, tokens - 1 - LIVE}):
-            found = _probe(model, tokens, place)
+            with rows_alike():
+                found = _probe(model, tokens, place)
             if wanted is None:
                 wanted = found
             elif not all(map(torch.equal, found, wanted)):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from ..layers.linear import rows_alike
 from ..models import CausalLM
 from .graphs import Batch, StepGraphs, with_sampled
 from .invariance import padding
@@ -58,7 +60,8 @@ class Runner:
         flight = Flight(list(works), [work for work in works if work.sample])
         if moved:
             scored = [work for work in moved if self._scored(work)]
-            logits = self._forward(moved, last_only=not scored)
+            with rows_alike() if self.block > 1 else nullcontext():
+                logits = self._forward(moved, last_only=not scored)
             if scored:
                 ends = torch.tensor([work.end - work.begin for work in moved]).cumsum(0)
                 for work in scored:

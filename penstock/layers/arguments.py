@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TypeGuard
+from itertools import pairwise
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
 from ..call.declaration import FLOATS, INDICES, Argument
-from ..call.validation import check_tensor, offsets, reads_values
+from ..call.private import is_lazy_zero
+from ..call.validation import check_tensor, offsets, overlaps, reach, reads_values
 from ..errors import Complaints, DtypeError, RangeError, ShapeError, described
 from ..recurrence.declaration import rows
 
@@ -62,3 +64,58 @@ def named_tensors(state: object, name: str = "state") -> Iterator[tuple[str, Ten
     elif isinstance(state, list | tuple):
         for n, one in enumerate(state):
             yield from named_tensors(one, f"{name}[{n}]")
+
+
+def check_part(
+    complaints: Complaints, name: str, state: object, wanted: Any, sizes: dict[str, int], written: bool, owner: str
+) -> None:  # fmt: skip
+    """Check a state, or a part of one, against ``wanted``, one of no sequences: types, sizes, dtypes and device, which is the owner's.
+
+    The first axis has ``sizes["N"]`` rows; without it: any number, the same everywhere. Other rules as for a model's ``check_state``.
+    """
+    if not isinstance(wanted, Tensor):
+        if not isinstance(state, type(wanted)):
+            complaints.add(DtypeError, name, f"a {type(wanted).__name__}", type(state).__name__)
+            return
+        for field, one, other in zip(wanted._fields, state, wanted):
+            check_part(complaints, f"{name}.{field}", one, other, sizes, written, owner)
+        return
+    if not isinstance(state, Tensor):
+        complaints.add(DtypeError, name, "a torch.Tensor", described(state))
+        return
+    shape = [sizes.setdefault("N", state.shape[0]) if state.dim() else 0, *wanted.shape[1:]]
+    if state.dim() != wanted.dim() or any(
+        size != known and (known or axis == 0) for axis, (size, known) in enumerate(zip(state.shape, shape))
+    ):
+        remedy = f"initial_state({shape[0]}) makes one for these sequences."
+        complaints.add(ShapeError, name, f"of shape {shape}", list(state.shape), remedy)
+    dtypes = FLOATS if wanted.dtype.is_floating_point else (wanted.dtype,)
+    axes = " ".join(f"x{n}" for n in range(state.dim()))
+    check_tensor(complaints, Argument(name, axes, dtypes), state, {}, wanted.device, owner)
+    if written:
+        _check_writable(complaints, name, state)
+
+
+def check_apart(complaints: Complaints, state: object) -> None:
+    """Check that no two tensors of a state share memory."""
+    named = [(name, x) for name, x in named_tensors(state) if x.numel() and x.device.type != "meta"]
+    for (name, x), (other, y) in pairwise(sorted(named, key=lambda pair: pair[1].data_ptr())):
+        if y.data_ptr() < x.data_ptr() + reach(x) and (x.is_contiguous() or x.data_ptr() == y.data_ptr()):
+            complaints.add(RangeError, other, "in memory of its own, since it is written in place", f"memory of {name}", "Clone it first.")
+
+
+def _check_writable(complaints: Complaints, name: str, x: Tensor) -> None:
+    if not torch.compiler.is_compiling() and (x.is_neg() or x.is_conj() or is_lazy_zero(x)):
+        complaints.add(
+            RangeError,
+            name,
+            "memory that can be written",
+            "a lazily negated or conjugated tensor, or zeros without memory",
+            "Clone it first.",
+        )
+    if overlaps(x):
+        value = f"strides {list(x.stride())} over shape {list(x.shape)}"
+        complaints.add(RangeError, name, "free of overlap, because it is written in place", value, "Clone it first.")
+    if not torch.compiler.is_compiling() and x.is_inference() and not torch.is_inference_mode_enabled():
+        rule = "made outside of torch.inference_mode() if it is written outside of it"
+        complaints.add(RangeError, name, rule, "an inference tensor", "Clone it first.")

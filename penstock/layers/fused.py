@@ -6,8 +6,9 @@ times. The fused kernels compute in float32 and round once. Both forms have the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,22 +16,33 @@ from torch.nn import functional as F
 
 from ..call import private
 from ..recurrence.declaration import state_dtype
-from .linear import linear
+from .linear import linear, mode
 from .triton import kernels
 
 if TYPE_CHECKING:
     from .sequences import Sequences
 
 
+class PoolRows(NamedTuple):
+    """Rows of a pool that only some kernels read in place."""
+
+    pool: Tensor
+    """[P,C]"""
+    slots: Tensor
+    """[N]; negative ones are skipped."""
+    read: Callable[[], Tensor]
+    """Makes a copy of the rows, [N,C]."""
+
+
 def token_shift(
-    x: Tensor, last: Tensor, sequences: Sequences, *factors: Tensor, low_rank: tuple[Tensor, Tensor] | None = None
+    x: Tensor, last: Tensor | PoolRows, sequences: Sequences, *factors: Tensor, low_rank: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, ...]:
     r"""Interpolations between each token and the one before it.
 
-    .. math:: y_{i,t} = x_t + (x_{t-1} - x_t) m_i, \qquad m_i = factors_i + hidden_{i,t} W_i
+    .. math:: y_{i,t} = x_t + (x_{t-1} - x_t) m_i, \qquad m_i = factors_i + \tanh(hidden_{i,t}) W_i
 
     x : Tensor [B,T,C]
-    last : Tensor [N,C]
+    last : Tensor [N,C], or PoolRows
         The token before the first one of each sequence.
     factors : Tensors of C elements
     low_rank : (hidden [B,T,n,M], W [n,M,C]), optional
@@ -38,31 +50,37 @@ def token_shift(
 
     Returns one Tensor [B,T,C] for each of the factors.
     """
-    last = last.to(x.dtype)
     hidden, up = low_rank or (None, None)
-    launch = kernels("launch", x, last, *factors, hidden, up) if len(factors) <= 5 else None
-    mu = [factor.reshape(-1) for factor in factors]
+    pool, slots = (last.pool, last.slots) if isinstance(last, PoolRows) else (last, None)
+    launch = kernels("launch", x, pool, *factors, hidden, up) if len(factors) <= 5 else None
     if up is not None and hidden is not None:
         hidden, up = hidden.flatten(0, 1), up.to(hidden.dtype)
         if launch and up.shape[1] > 64:
             launch = None
-    flat = x.flatten(0, 1)
-    few = kernels("few_rows_launch", x, last, *factors, hidden, up) if up is not None and sequences.single else None
-    if few and up is not None and hidden is not None and up.shape[1] <= 128 and len(mu) <= 5 and not torch.is_grad_enabled():
-        found = few.low_rank(hidden.contiguous(), up.contiguous(), mu, flat.contiguous(), last.contiguous())
-    elif launch is None:
-        found = shift_formula(flat, last, None if sequences.single else sequences.starts, mu, hidden, up)
+    flat = x.flatten(0, 1).contiguous()
+    if launch is not None and not torch.is_grad_enabled():
+        up, hidden = (None if one is None else one.contiguous() for one in (up, hidden))
+        rows = [factor.reshape(-1).contiguous() for factor in factors]
+        if hidden is not None and slots is None and sequences.single and mode() != "alike":
+            few = kernels("few_rows_launch", x)
+            return tuple(one.view(x.shape) for one in few.low_rank(hidden, up, rows, flat, pool.contiguous()))
+        found = launch.shifted(flat, pool, sequences.starts, slots, rows, hidden, up, tanh=up is not None).unbind()
+        return tuple(one.view(x.shape) for one in found)
+    last = (last.read() if isinstance(last, PoolRows) else last).to(x.dtype)
+    hidden = None if hidden is None else torch.tanh(hidden)
+    if launch is None:
+        found = shift_formula(flat, last, None if sequences.single else sequences.starts, factors, hidden, up)
     else:
-        rows = torch.stack(mu) if len(mu) > 1 else mu[0][None]
-        given = [None if one is None else one.contiguous() for one in (flat, last, sequences.starts, rows, hidden, up)]
+        mu = torch.stack([factor.reshape(-1) for factor in factors])
+        given = [None if one is None else one.contiguous() for one in (flat, last, sequences.starts, mu, hidden, up)]
         found = launch.TokenShift.apply(*given, shift_formula)
     return tuple(one.view(x.shape) for one in found)
 
 
 def shift_formula(
-    x: Tensor, last: Tensor, starts: Tensor | None, mu: Tensor | list[Tensor], hidden: Tensor | None, up: Tensor | None
+    x: Tensor, last: Tensor, starts: Tensor | None, mu: Tensor | tuple[Tensor, ...], hidden: Tensor | None, up: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """``token_shift`` of x [R,C]: mu are n rows of C elements, hidden is [R,n,M].
+    """``token_shift`` of x [R,C]: mu are n rows of C elements, [C] or [1,1,C], hidden is [R,n,M].
 
     ``starts`` [R] is the sequence that begins with this token, or -1. None: each token is a sequence.
     """
@@ -71,11 +89,10 @@ def shift_formula(
     else:
         dx = torch.where((starts < 0)[:, None], x.roll(1, 0), last.index_select(0, starts.clamp(min=0).long())) - x
     if hidden is None or up is None:
-        factors = iter(mu)
-    else:
-        rows = mu if isinstance(mu, Tensor) else torch.stack(mu)
-        factors = iter(torch.baddbmm(rows[:, None].to(hidden.dtype), hidden.transpose(0, 1), up))
-    return tuple(torch.addcmul(x, dx, factor.to(x.dtype)) for factor in factors)
+        return tuple(torch.addcmul(x, dx, factor.to(x.dtype)) for factor in mu)
+    rows = (mu if isinstance(mu, Tensor) else torch.stack(mu)).view(len(mu), 1, -1)
+    factors = torch.baddbmm(rows.to(hidden.dtype), hidden.transpose(0, 1), up)
+    return torch.addcmul(x, dx, factors.to(x.dtype)).unbind()
 
 
 def norm_gate(x: Tensor, gate: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centre: bool) -> Tensor:
@@ -135,7 +152,7 @@ def shifted_norm(
     ``kept``: the norm and the tokens before are returned too.
     """
     weight, bias, eps = norm.weight, getattr(norm, "bias", None), norm.eps
-    if torch.is_grad_enabled() or private.autocasting() or not (sequences.single and sequences.in_place):
+    if torch.is_grad_enabled() or private.autocasting() or not (sequences.single and sequences.in_place) or mode() == "alike":
         return None
     launch = kernels("few_rows_launch", x, y, weight, bias, pool, *factors)
     same = all(one is None or one.dtype == x.dtype for one in (y, weight))
@@ -168,8 +185,9 @@ def activated(a: Tensor, b: Tensor | None, activation: Activation, weight: Tenso
         return formula(a, b, weight)
     a, b = a.contiguous(), None if b is None else b.contiguous()
     found: Tensor
-    if weight is None:
+    if weight is None or not torch.is_grad_enabled():
         found = launch.Activated.apply(a, b, activation, formula)
+        return found if weight is None else linear(found, weight)
     else:
         found = launch.ActivatedLinear.apply(a, b, weight, activation, formula)
     return found
@@ -194,13 +212,14 @@ def decay(x: Tensor, bias: Tensor) -> Tensor:
 
 
 def low_rank_decay(hidden: Tensor, up: Tensor, bias: Tensor) -> Tensor:
-    """``decay(hidden up, bias)``: hidden [...,M], up [M,C]."""
-    launch = None if torch.is_grad_enabled() or up.shape[0] > 128 else kernels("few_rows_launch", hidden, up, bias)
-    if launch is None or hidden.dtype != up.dtype:
-        return decay(hidden @ up, bias)
-    rows = hidden.reshape(-1, hidden.shape[-1]).contiguous()
-    found: Tensor = launch.low_rank_decay(rows, up.contiguous(), bias.reshape(-1).contiguous())
-    return found.view(*hidden.shape[:-1], -1)
+    """``decay`` of ``tanh(hidden) up``: hidden [...,M], up [M,C]."""
+    plain = torch.is_grad_enabled() or up.shape[0] > 128 or hidden.dtype != up.dtype
+    launch = None if plain else kernels("few_rows_launch", hidden, up, bias)
+    if launch is None:
+        return decay(linear(torch.tanh(hidden), up.T), bias)
+    flat = hidden.flatten(0, -2).contiguous()
+    found: Tensor = launch.low_rank_decay(flat, up.contiguous(), bias.reshape(-1).contiguous())
+    return found.view(*hidden.shape[:-1], up.shape[1])
 
 
 def decay_formula(x: Tensor, bias: Tensor) -> Tensor:
@@ -209,10 +228,18 @@ def decay_formula(x: Tensor, bias: Tensor) -> Tensor:
     return -torch.exp(bias.to(dtype).reshape(-1) + x.to(dtype))
 
 
-def write_rows(states: Tensor, pool: Tensor, slots: Tensor) -> bool:
-    """Write states [N,...] to rows of a pool, none for negative slots; whether a kernel did."""
+def reads_rows(x: Tensor, pool: Tensor) -> bool:
+    """Whether kernels for tokens x read rows of a pool in place."""
+    return not torch.is_grad_enabled() and pool.shape[0] > 0 and pool[0].is_contiguous() and kernels("launch", x, pool) is not None
+
+
+def write_rows(states: Tensor, pool: Tensor, slots: Tensor, ends: Tensor | None = None) -> bool:
+    """Write states [N,...] to rows of a pool, none for negative slots; whether a kernel did.
+
+    With ends [N+1], the last of the packed tokens [T,...] of each sequence; none for an empty one.
+    """
     launch = kernels("launch", states, pool)
     if launch is None or not (states[0].is_contiguous() and pool[0].is_contiguous()):
         return False
-    launch.write_rows(states, pool, slots.contiguous())
+    launch.write_rows(states, pool, slots.contiguous(), None if ends is None else ends.contiguous())
     return True

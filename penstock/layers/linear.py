@@ -1,8 +1,11 @@
-"""Linear maps. Those of few tokens without gradients run kernels that read the weights once: a native one on a CPU, Triton's on a GPU."""
+"""Linear maps. Those of few tokens without gradients run kernels that read the weights once: a native one on a CPU, Triton's in graphs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +15,41 @@ from ..call import private
 from ..recurrence.cpu import linear as native
 from .triton import kernels
 
+Mode = Literal["plain", "alike", "graph"]
+_mode: ContextVar[Mode] = ContextVar("penstock_linear", default="plain")
+GRAPH_ROWS = 4
+"""At most so many tokens of other types run a kernel without tensor cores in a graph on a GPU."""
 ROWS = 32
-"""Tokens of a linear map on a GPU, at most, that are few."""
+"""Tokens of a linear map of 16 bits in a graph on a GPU, at most, that are few."""
 SHARED_ROWS = 256
 """Of several maps in one launch, which has enough programs for larger tiles."""
-PARTS = 5
-"""Linear maps of one launch, at most."""
+
+
+@contextmanager
+def _entered(mode: Mode) -> Iterator[None]:
+    token = _mode.set(mode)
+    try:
+        yield
+    finally:
+        _mode.reset(token)
+
+
+def rows_alike() -> AbstractContextManager[None]:
+    """The bits of a token do not depend on the number of tokens in linear maps inside, without gradients, where a kernel of ours runs.
+
+    On a CPU this is the native kernel for any number of tokens, on a GPU a Triton kernel.
+    """
+    return _entered("alike")
+
+
+def in_graph() -> AbstractContextManager[None]:
+    """Launches inside become a CUDA graph, so their cost on the host does not matter: few tokens take a Triton kernel."""
+    return _entered("graph")
+
+
+def mode() -> Mode:
+    """Where this code runs; "plain" in compiled graphs."""
+    return "plain" if torch.compiler.is_compiling() else _mode.get()
 
 
 class Linear(nn.Linear):
@@ -30,35 +62,43 @@ class Linear(nn.Linear):
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``F.linear``."""
-    given = [one for one in (x, weight, bias) if one is not None]
-    if (
-        x.device.type != "cpu"
-        or not private.fast(given)
-        or not native.takes(x, weight)
-        or private.autocasting()
-        or (torch.is_grad_enabled() and any(one.requires_grad for one in given))
-    ):
-        found = linears([x], [weight])
-        if found is None:
-            return F.linear(x, weight, bias)
-        (y,) = found
+    where = mode()
+    given = (x, weight) if bias is None else (x, weight, bias)
+    others = x.device.type != "cpu" and where == "plain"
+    if others or (torch.is_grad_enabled() and any(one.requires_grad for one in given)):
+        return F.linear(x, weight, bias)
+    compiling = torch.compiler.is_compiling()
+    plain = not torch.is_autocast_enabled("cpu") if compiling else private.fast(given) and not private.autocasting()
+    if plain and native.takes(x, weight, many=where == "alike"):
+        y = _native(x, weight) if compiling else native.linear(x, weight)
+    elif plain and where == "alike" and x.dtype == weight.dtype and (launch := kernels("launch", x, weight)):
+        y = launch.multiply(x.reshape(-1, x.shape[-1]).contiguous(), weight).view(*x.shape[:-1], weight.shape[0])
+    elif few := linears([x], [weight]):
+        (y,) = few
+    elif plain and where == "graph" and _fewest(x, weight) and (launch := kernels("launch", x, weight)):
+        y = launch.multiply_few(x.reshape(-1, x.shape[-1]).contiguous(), weight).view(*x.shape[:-1], weight.shape[0])
     else:
-        y = native.linear(x, weight)
+        return F.linear(x, weight, bias)
     return y if bias is None else y + bias
 
 
-def linears(
-    inputs: Sequence[Tensor], weights: Sequence[Tensor], activations: Sequence[str | None] = (), gate: Tensor | None = None
-) -> list[Tensor] | None:
-    """Linear maps of few tokens by one kernel on a GPU, ``activation_i(x_i W_i^T)``, or None where it does not compute them.
+def _fewest(x: Tensor, weight: Tensor) -> bool:
+    return x.dtype == weight.dtype and 0 < x.numel() <= GRAPH_ROWS * weight.shape[1] and weight.stride(1) == 1
 
-    Activations are "tanh", "relu_squared" or None. With ``gate`` the first result is multiplied by sigmoid(gate).
+
+def linears(
+    inputs: Sequence[Tensor], weights: Sequence[Tensor], gate: Tensor | None = None, *, relu_squared: bool = False
+) -> list[Tensor] | None:
+    """Linear maps of few tokens by one kernel in a graph on a GPU, or None where it does not compute them.
+
+    With ``relu_squared``, the first result y is relu(y)^2; with ``gate``, it is y sigmoid(gate).
     """
+    if mode() != "graph" or torch.is_grad_enabled():
+        return None
     x = inputs[0]
     K, launch = x.shape[-1], kernels("few_rows_launch", *inputs, *weights, gate)
     if (
         launch is None
-        or torch.is_grad_enabled()
         or not 0 < x.numel() <= (ROWS if len(weights) == 1 else SHARED_ROWS) * K
         or x.element_size() != 2
         or any(one.dtype != x.dtype or one.shape != x.shape for one in inputs)
@@ -68,5 +108,16 @@ def linears(
     ):
         return None
     gates = None if gate is None else gate.reshape(-1, gate.shape[-1]).contiguous()
-    found = launch.products([one.reshape(-1, K).contiguous() for one in inputs], weights, activations, gates)
+    found = launch.products([one.reshape(-1, K).contiguous() for one in inputs], weights, gates, relu_squared=relu_squared)
     return [y.view(*x.shape[:-1], -1) for y in found]
+
+
+@torch.library.custom_op("penstock::linear_of_few_rows", mutates_args=())
+def _native(x: Tensor, weight: Tensor) -> Tensor:
+    """The native kernel in compiled graphs."""
+    return native.linear(x, weight)
+
+
+@_native.register_fake
+def _(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))

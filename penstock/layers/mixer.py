@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import Complaints
-from .arguments import check_input, check_sequences
+from .arguments import check_apart, check_input, check_part, check_sequences
 from .sequences import Sequences
 from .sizes import check_fields
 
@@ -76,7 +76,7 @@ class Mixer(nn.Module):
         cu_seqlens : int32 or int64 Tensor [N+1], optional
             Packed sequences, as for ``penstock.gla``. Models pass the ``Sequences`` that all of their layers share.
         """
-        sequences = cu_seqlens if isinstance(cu_seqlens, Sequences) else self._sequences("forward", x, cu_seqlens)
+        sequences = cu_seqlens if isinstance(cu_seqlens, Sequences) else self._sequences("forward", x, cu_seqlens, state=state)
         return self.mix(x, self.empty_state(sequences.count, x) if state is None else state, sequences)
 
     @torch.no_grad()
@@ -112,4 +112,11 @@ class Mixer(nn.Module):
         complaints.raise_any()
         check_sequences(complaints, x, cu_seqlens, slots, state, "x")
         complaints.raise_any()
-        return Sequences(x, cu_seqlens, slots, in_place=in_place)
+        sequences = Sequences(x, cu_seqlens, slots, in_place=in_place)
+        if in_place or state is not None:
+            sizes = {"N": sequences.count} if slots is None else {}
+            check_part(complaints, "state", state, self.empty_state(0, x), sizes, in_place, "x")
+            if in_place and not complaints.found and not torch.compiler.is_compiling():
+                check_apart(complaints, state)
+            complaints.raise_any()
+        return sequences

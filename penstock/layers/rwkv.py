@@ -80,7 +80,7 @@ class ChannelMix(Mixer):
         return None if found is None else (found.total, self._mixed(*found.mixed))
 
     def _mixed(self, x_k: Tensor, x_r: Tensor) -> Tensor:
-        few = linears([x_k, x_r], [self.key.weight, self.receptance.weight], ["relu_squared"])
+        few = linears([x_k, x_r], [self.key.weight, self.receptance.weight], relu_squared=True)
         if few:
             found = linears(few[:1], [self.value.weight], gate=few[1])
             return found[0] if found else activated(few[1], linear(few[0], self.value.weight), "sigmoid")

@@ -15,14 +15,14 @@ code, github.com/BlinkDL/RWKV-LM, ``RWKV-v5/src/model.py``.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..recurrence.declaration import state_dtype
 from .fused import low_rank_decay, norm_gate, shifted_norm, token_shift
-from .linear import linears
+from .linear import linear, linears
 from .mixer import Mixer, MixerConfig
 from .rwkv import head_count, matrix, ramp
 from .sequences import Sequences
@@ -135,23 +135,20 @@ class RWKV6TimeMix(Mixer):
             return None
         return found.total, self._mixed(found.normed, found.before.flatten(0, 1), found.mixed[0], state.wkv, sequences)[0]
 
-    def _mixed(self, x: Tensor, last: Tensor, mixed: Tensor, wkv: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
+    def _mixed(self, x: Tensor, last: Any, mixed: Tensor, wkv: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
         """Y and the new state of the recurrence; ``mixed`` is x + dx maa_x."""
         r, k, v, w, gate = self._project(x, last, mixed, sequences)
         output, wkv = sequences.recur("rwkv6", r, k, v, w, self.time_faaaa, state=wkv)
         normed = norm_gate(output, gate, self.ln_x.weight, self.ln_x.bias, self.ln_x.eps, centre=True)
         return self.output(normed), wkv
 
-    def _project(self, x: Tensor, last: Tensor, mixed: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def _project(self, x: Tensor, last: Any, mixed: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """r, k and log decay w [B,T,H,K], v [B,T,H,V], gate before silu [B,T,H*V]."""
-        few = linears([mixed], [self.time_maa_w1.T], ["tanh"])
-        hidden = few[0] if few else torch.tanh(mixed @ self.time_maa_w1)
-        hidden = hidden.unflatten(-1, self.time_maa_w2.shape[:2])  # [B,T,5,M]
+        hidden = linear(mixed, self.time_maa_w1.T).unflatten(-1, self.time_maa_w2.shape[:2])  # [B,T,5,M]
         maa = (self.time_maa_w, self.time_maa_k, self.time_maa_v, self.time_maa_r, self.time_maa_g)
         shifted = token_shift(x, last, sequences, *maa, low_rank=(hidden, self.time_maa_w2))
-        maps = (self.key, self.value, self.receptance, self.gate)
-        few = linears(shifted, [self.time_decay_w1.T, *(one.weight for one in maps)], ["tanh"])
-        low, k, v, r, gate = few or [torch.tanh(shifted[0] @ self.time_decay_w1), *(one(x) for one, x in zip(maps, shifted[1:]))]
+        weights = [self.time_decay_w1.T, *(one.weight for one in (self.key, self.value, self.receptance, self.gate))]
+        low, k, v, r, gate = linears(shifted, weights) or [linear(one, weight) for one, weight in zip(shifted, weights)]
         w = low_rank_decay(low, self.time_decay_w2, self.time_decay)
         tokens, (H, K) = x.shape[:-1], self.time_faaaa.shape
         heads = r.view(*tokens, H, K), k.view(*tokens, H, K), v.view(*tokens, H, self.config.head_size), w.view(*tokens, H, K)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,15 @@ from . import fused
 
 State = TypeVar("State", bound=tuple[Any, ...])
 Kept = TypeVar("Kept")
+
+
+class LastTokens(NamedTuple):
+    """A state that ``Sequences.write`` takes from packed tokens: the last one of each sequence."""
+
+    x: Tensor
+    """[1,T,C]"""
+    before: Callable[[], Tensor]
+    """Makes the states of empty sequences, [N,C]."""
 
 
 class Sequences:
@@ -118,14 +127,21 @@ class Sequences:
 
         return self._once(W, make)
 
-    def shifted(self, x: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+    def shifted(self, x: Tensor, last: Tensor) -> tuple[Any, Any]:
         """The token before the first one of each sequence [N,C], from the states ``last``, and the last tokens: the new states [N,C]."""
-        last = self.read(last).to(x.dtype)
+        if self.in_place and self.slots is not None and self.tokens and fused.reads_rows(x, last):
+            rows = fused.PoolRows(last, self.slots.contiguous(), lambda: self.read(last))
+            return rows, x[:, -1] if self.cu_seqlens is None else LastTokens(x, rows.read)
+        read = self.read(last).to(x.dtype)
         if self.tokens == 0:
-            return last, last
+            return read, read
         if self.cu_seqlens is None:
-            return last, x[:, -1] if self.in_place else x[:, -1].clone()  # a view would keep all tokens in memory
-        return last, torch.where(self._once("given", lambda: (self.lengths > 0)[:, None]), self.last(x), last)
+            return read, x[:, -1] if self.in_place else x[:, -1].clone()  # a view would keep all tokens in memory
+        return read, self._last_or(x, read)
+
+    def _last_or(self, x: Tensor, last: Tensor) -> Tensor:
+        """The last token of each sequence, for an empty one that of ``last`` [N,C]."""
+        return torch.where(self._once("given", lambda: (self.lengths > 0)[:, None]), self.last(x), last)
 
     def recur(
         self, variant: str, q: Tensor, k: Tensor, v: Tensor, *gates: Tensor, state: Tensor, scale: float | None = None
@@ -153,6 +169,11 @@ class Sequences:
     def write(self, pools: State, states: State) -> None:
         """Write new states [N,...] to rows of their pools. A state that is its pool is already written."""
         for pool, state in zip(pools, states):
+            if isinstance(state, LastTokens):
+                assert self.slots is not None
+                if fused.write_rows(state.x[0], pool, self.slots, self.ends):
+                    continue
+                state = self._last_or(state.x, state.before().to(state.x.dtype))
             if state is pool or state.numel() == 0 or pool.numel() == 0:
                 continue
             if self.slots is None:

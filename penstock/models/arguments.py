@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..call.declaration import FLOATS, INDICES, Argument
-from ..call.private import is_lazy_zero
-from ..call.validation import check_tensor, overlaps, reach, reads_values
+from ..call.declaration import INDICES, Argument
+from ..call.validation import check_tensor, reads_values
 from ..errors import Complaints, DtypeError, RangeError, ShapeError, described
-from ..layers.arguments import check_sequences, named_tensors
+from ..layers.arguments import check_apart, check_part, check_sequences, named_tensors
 
 __all__ = ["check_sequences", "check_state", "check_tokens", "marks", "named_tensors"]
 
@@ -73,57 +71,8 @@ def check_state(complaints: Complaints, state: object, wanted: Sequence[Any], co
         return
     sizes: dict[str, int] = {} if count is None else {"N": count}
     for n, (one, other) in enumerate(zip(state, wanted)):
-        _check_part(complaints, f"state[{n}]", one, other, sizes, written)
+        check_part(complaints, f"state[{n}]", one, other, sizes, written, MODEL)
         if complaints.found:
             return  # the states of other layers are usually wrong in the same way
     if written and not torch.compiler.is_compiling():
-        _check_apart(complaints, state)
-
-
-def _check_part(complaints: Complaints, name: str, state: object, wanted: Any, sizes: dict[str, int], written: bool) -> None:
-    if not isinstance(wanted, Tensor):
-        if not isinstance(state, type(wanted)):
-            complaints.add(DtypeError, name, f"a {type(wanted).__name__}", type(state).__name__)
-            return
-        for field, one, other in zip(wanted._fields, state, wanted):
-            _check_part(complaints, f"{name}.{field}", one, other, sizes, written)
-        return
-    if not isinstance(state, Tensor):
-        complaints.add(DtypeError, name, "a torch.Tensor", described(state))
-        return
-    shape = [sizes.setdefault("N", state.shape[0]) if state.dim() else 0, *wanted.shape[1:]]
-    if state.dim() != wanted.dim() or any(
-        size != known and (known or axis == 0) for axis, (size, known) in enumerate(zip(state.shape, shape))
-    ):
-        remedy = f"initial_state({shape[0]}) makes one for these sequences."
-        complaints.add(ShapeError, name, f"of shape {shape}", list(state.shape), remedy)
-    dtypes = FLOATS if wanted.dtype.is_floating_point else (wanted.dtype,)
-    axes = " ".join(f"x{n}" for n in range(state.dim()))
-    check_tensor(complaints, Argument(name, axes, dtypes), state, {}, wanted.device, MODEL)
-    if written:
-        _check_writable(complaints, name, state)
-
-
-def _check_apart(complaints: Complaints, state: Sequence[Any]) -> None:
-    """Check that no two tensors of a state share memory."""
-    named = [(name, x) for name, x in named_tensors(state) if x.numel() and x.device.type != "meta"]
-    for (name, x), (other, y) in pairwise(sorted(named, key=lambda pair: pair[1].data_ptr())):
-        if y.data_ptr() < x.data_ptr() + reach(x) and (x.is_contiguous() or x.data_ptr() == y.data_ptr()):
-            complaints.add(RangeError, other, "in memory of its own, since it is written in place", f"memory of {name}", "Clone it first.")
-
-
-def _check_writable(complaints: Complaints, name: str, x: Tensor) -> None:
-    if not torch.compiler.is_compiling() and (x.is_neg() or x.is_conj() or is_lazy_zero(x)):
-        complaints.add(
-            RangeError,
-            name,
-            "memory that can be written",
-            "a lazily negated or conjugated tensor, or zeros without memory",
-            "Clone it first.",
-        )
-    if overlaps(x):
-        value = f"strides {list(x.stride())} over shape {list(x.shape)}"
-        complaints.add(RangeError, name, "free of overlap, because it is written in place", value, "Clone it first.")
-    if not torch.compiler.is_compiling() and x.is_inference() and not torch.is_inference_mode_enabled():
-        rule = "made outside of torch.inference_mode() if it is written outside of it"
-        complaints.add(RangeError, name, rule, "an inference tensor", "Clone it first.")
+        check_apart(complaints, state)

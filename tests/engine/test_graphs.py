@@ -40,7 +40,7 @@ def test_tokens_are_those_of_packed_steps(name, overlap):
     ]
     engine.check_integrity()
     assert {T for T, N in graphs._graphs if not N} <= {1, 2, 4, 8}
-    assert {(T, N) for T, N in graphs._graphs if N} <= {(64, 8), (128, 8), (192, 8)}
+    assert {(T, N) for T, N in graphs._graphs if N} <= {(64, 8), (128, 8), (192, 8), (256, 8)}
     assert len(graphs._graphs) > 4
 
 
@@ -76,7 +76,7 @@ def test_graphs_that_are_captured_before_serve_all_steps():
     assert torch.equal(engine._pool.memory, before)
     captured = set(graphs._graphs)
     engine.generate([[1] * length for length in (1, 2, 63, 64, 65, 130, 199)], SamplingParams(max_tokens=70, seed=1))
-    assert set(graphs._graphs) == captured == {(1, 0), (2, 0), (4, 0), (64, 8), (128, 8), (192, 8)}
+    assert set(graphs._graphs) == captured == {(1, 0), (2, 0), (4, 0), (64, 8), (128, 8), (192, 8), (256, 8)}
 
 
 def test_graphs_need_a_gpu():

@@ -7,6 +7,7 @@ from architectures import model_of
 from penstock.engine import Engine, SamplingParams
 from penstock.engine.graphs import Batch
 from penstock.errors import EngineError
+from penstock.layers.linear import in_graph, linear, rows_alike
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"), pytest.mark.timeout(600)]
 
@@ -77,3 +78,29 @@ def test_batch_invariant_log_probabilities_are_equal_to_the_bit():
     for _ in range(2):
         for result, one in zip(engine.generate(prompts, params), wanted):
             assert (result.tokens, result.completions[0].logprobs) == (one.tokens, one.logprobs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("K", "N"), [(2048, 2048), (2048, 7168), (7168, 2048), (2048, 160), (64, 2048), (100, 36)])
+def test_bits_of_a_linear_map_do_not_depend_on_the_number_of_tokens(K, N, dtype):
+    x, weight = torch.randn(1000, K, device="cuda", dtype=dtype), torch.randn(N, K, device="cuda", dtype=dtype) / K**0.5
+    with torch.no_grad(), rows_alike():
+        for given in (weight, weight.T.contiguous().T):
+            whole = linear(x, given)
+            wanted = x.double() @ given.double().T
+            assert (whole.double() - wanted).norm() <= (1e-5 if dtype == torch.float32 else 2e-2) * wanted.norm()
+            for rows in (1, 2, 17, 64, 65, 128, 129, 300, 513):
+                assert torch.equal(linear(x[:rows], given), whole[:rows])
+                assert torch.equal(linear(x[-rows:], given), whole[-rows:])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("K", "N"), [(2048, 2048), (7168, 2048), (100, 37)])
+def test_linear_maps_of_few_tokens_in_graphs(K, N, dtype):
+    weight = torch.randn(N, K, device="cuda", dtype=dtype) / K**0.5
+    for rows in range(1, 5):
+        x = torch.randn(rows, K, device="cuda", dtype=dtype)
+        with torch.no_grad(), in_graph():
+            found = linear(x, weight)
+        wanted = x.double() @ weight.double().T
+        assert (found.double() - wanted).norm() <= 2 * torch.finfo(dtype).eps * wanted.norm()

@@ -74,7 +74,8 @@ def test_decode_steps_equal_those_of_a_cpu(name: str, dtype: torch.dtype) -> Non
     ours, theirs = model_of(name, dtype).cuda(), model_of(name, dtype).double()
     pool, exact = ours.initial_state(4), theirs.initial_state(4)
     for t in range(8):
-        logits = ours.advance(ids[:, t : t + 1].cuda(), pool, slots=slots.cuda())
+        with linear.in_graph():
+            logits = ours.advance(ids[:, t : t + 1].cuda(), pool, slots=slots.cuda())
         true = theirs.advance(ids[:, t : t + 1], exact, slots=slots)
         assert error(logits[::2].cpu(), true[::2]) < 8 * torch.finfo(dtype).eps
     assert all(error(x.cpu(), y) < 8 * torch.finfo(dtype).eps for x, y in zip(flat(pool), flat(exact)) if y.any())
@@ -84,9 +85,10 @@ def test_decode_steps_equal_those_of_a_cpu(name: str, dtype: torch.dtype) -> Non
 def test_bits_of_decode_steps_do_not_depend_on_the_number_of_rows(name: str) -> None:
     model, ids = model_of(name, torch.bfloat16).cuda(), drawn(linear.ROWS, 4).cuda()
     whole = model.initial_state(linear.ROWS)
-    wanted = [model.advance(ids[:, t : t + 1], whole) for t in range(4)]
-    for rows in (slice(0, 1), slice(3, 5), slice(4, 13)):
-        pool = model.initial_state(rows.stop - rows.start)
-        found = [model.advance(ids[rows, t : t + 1], pool) for t in range(4)]
-        assert all(torch.equal(x, y[rows]) for x, y in zip(found, wanted))
-        assert all(torch.equal(x, y[rows]) for x, y in zip(flat(pool), flat(whole)))
+    with linear.in_graph():
+        wanted = [model.advance(ids[:, t : t + 1], whole) for t in range(4)]
+        for rows in (slice(0, 1), slice(3, 5), slice(4, 13)):
+            pool = model.initial_state(rows.stop - rows.start)
+            found = [model.advance(ids[rows, t : t + 1], pool) for t in range(4)]
+            assert all(torch.equal(x, y[rows]) for x, y in zip(found, wanted))
+            assert all(torch.equal(x, y[rows]) for x, y in zip(flat(pool), flat(whole)))

@@ -30,24 +30,15 @@ def close(found, wanted, roundings=4):
 def test_products(parts, rows, size, dtype):
     inputs = [normal(rows, size, dtype=dtype, seed=part) for part in range(parts)]
     weights = [normal(count, size, dtype=dtype, seed=part) / 8 for part, count in enumerate((24, 40, 16, 33, 1)[:parts])]
-    activations = [None, "tanh", "relu_squared", None, "tanh"][:parts]
     exact = [x.double() @ weight.double().T for x, weight in zip(inputs, weights)]
-    formulas = {None: lambda y: y, "tanh": torch.tanh, "relu_squared": lambda y: torch.relu(y).square()}
-    wanted = [formulas[one](y) for one, y in zip(activations, exact)]
+    wanted = [torch.relu(exact[0]).square(), *exact[1:]]
     by_columns = [weights[0].T.contiguous().T, *weights[1:]]
-    for found in (launch.products(inputs, weights, activations), launch.products(inputs, by_columns, activations)):
+    for found in (launch.products(inputs, one, relu_squared=True) for one in (weights, by_columns)):
         for y, formula in zip(found, wanted):
             close(y, formula)
     gate = normal(rows, 24, dtype=dtype)
-    (y,) = launch.products(inputs[:1], weights[:1], gate=gate)
+    (y,) = launch.products(inputs[:1], weights[:1], gate)
     close(y, exact[0] * gate.double().sigmoid())
-
-
-def test_tanh_of_all_sizes():
-    x = torch.logspace(-6, 2, 400)
-    (found,) = launch.products([torch.cat([x, -x])[:, None]], [torch.ones(1, 1)], ["tanh"])
-    wanted = torch.cat([x, -x]).double().tanh()
-    assert ((found[:, 0] - wanted) / wanted).abs().max() <= 4e-7
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -56,7 +47,7 @@ def test_low_rank_parts(rows, parts, rank, dtype):
     hidden, up = normal(rows, parts, rank, dtype=dtype), normal(parts, rank, 70, dtype=dtype) / 8
     mu = [normal(70, dtype=dtype, seed=part) for part in range(parts)]
     x, before = normal(rows, 70, dtype=dtype), normal(rows, 70, dtype=dtype, seed=1)
-    factors = torch.stack(mu).double() + torch.einsum("rnm,nmc->rnc", hidden.double(), up.double())
+    factors = torch.stack(mu).double() + torch.einsum("rnm,nmc->rnc", hidden.double().tanh().to(dtype).double(), up.double())
     wanted = x.double()[:, None] + (before.double() - x.double())[:, None] * factors
     for found, formula in zip(launch.low_rank(hidden, up, mu, x, before), wanted.unbind(1)):
         close(found, formula)
@@ -106,9 +97,9 @@ def launched(monkeypatch):
 
     for name in whole:
         monkeypatch.setattr(launch, name, watched(name))
-    monkeypatch.setattr(linear.native, "takes", lambda x, weight: False)
+    monkeypatch.setattr(linear.native, "takes", lambda x, weight, many: False)
     for module in (fused, linear):
-        monkeypatch.setattr(module, "kernels", lambda name, *tensors: import_module(launch.__name__) if name == "few_rows_launch" else None)
+        monkeypatch.setattr(module, "kernels", lambda name, *tensors: import_module(f"penstock.layers.triton.{name}"))
     return names
 
 
@@ -121,7 +112,8 @@ def test_decode_steps_of_models(name, dtype, request):
     for kernels in (False, True):
         names = request.getfixturevalue("launched") if kernels else []
         pool = model.initial_state(4)
-        logits = [model.advance(ids[:, t : t + 1], pool, slots=torch.tensor([2, -1, 0]))[::2] for t in range(3)]
+        with linear.in_graph():
+            logits = [model.advance(ids[:, t : t + 1], pool, slots=torch.tensor([2, -1, 0]))[::2] for t in range(3)]
         results.append([torch.cat(logits), *flat(pool)])
     for plain, found in zip(*results):
         assert not plain.numel() or error(found, plain) < (1e-5 if dtype == torch.float32 else 5e-3)
@@ -133,9 +125,9 @@ def test_decode_steps_of_models(name, dtype, request):
     assert set(names) == expected
 
 
-def test_only_few_rows_of_16_bits_without_gradients_take_the_kernel(launched):
+def test_only_few_rows_of_16_bits_in_graphs_take_the_kernel(launched):
     weight = normal(24, 40, dtype=torch.float16)
-    with torch.no_grad():
+    with torch.no_grad(), linear.in_graph():
         assert linear.linears([normal(2, 3, 40, dtype=torch.float16)], [weight])[0].shape == (2, 3, 24)
         assert linear.linears([normal(33, 40, dtype=torch.float16)], [weight]) is None
         assert linear.linears([normal(33, 40, dtype=torch.float16)] * 2, [weight] * 2)[1].shape == (33, 24)
@@ -143,5 +135,8 @@ def test_only_few_rows_of_16_bits_without_gradients_take_the_kernel(launched):
         assert linear.linears([normal(3, 40)], [weight.float()]) is None
         assert linear.linears([normal(3, 40, dtype=torch.float16)], [weight.float()]) is None
         assert linear.linears([normal(3, 12, dtype=torch.float16)], [weight[:, ::3][:, :12]]) is None
-    assert linear.linears([normal(2, 3, 40, dtype=torch.float16)], [weight]) is None
+    with linear.in_graph():
+        assert linear.linears([normal(2, 3, 40, dtype=torch.float16)], [weight]) is None
+    with torch.no_grad():
+        assert linear.linears([normal(2, 3, 40, dtype=torch.float16)], [weight]) is None
     assert launched == ["products", "products"]

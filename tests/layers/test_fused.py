@@ -10,6 +10,7 @@ from penstock.layers import fused
 from penstock.layers.sequences import Sequences
 
 launch = pytest.importorskip("penstock.layers.triton.launch")
+few_rows_launch = pytest.importorskip("penstock.layers.triton.few_rows_launch")
 pytestmark = pytest.mark.skipif(not interpreting(), reason="needs Triton's interpreter")
 
 
@@ -59,6 +60,26 @@ def test_token_shift(count, rank, packed, dtype):
         return fused.shift_formula(x, last.double(), at.starts, mu, hidden, up)
 
     hold(ours, formula, (x, mu, hidden, up), dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("rank", [0, 32])
+def test_token_shift_from_rows_of_a_pool(rank, packed, dtype):
+    at, C = sequences(packed), 70
+    pool = normal(9, 2, C, dtype=dtype)[:, 0]  # gaps between rows
+    slots = torch.tensor([4, 0, 8, 1, 5][: at.count])
+    x, mu = normal(75, C, dtype=dtype), normal(5, C, dtype=dtype)
+    hidden, up = (normal(75, 5, rank, dtype=dtype), normal(5, rank, C, dtype=dtype) / rank**0.5) if rank else (None, None)
+    found = launch.shifted(x, pool, at.starts, slots, mu.unbind(), hidden, up, tanh=rank > 0)
+    exact = [None if one is None else one.double() for one in (hidden, up)]
+    wanted = fused.shift_formula(
+        x.double(), pool[slots].double(), at.starts, mu.double(), None if hidden is None else exact[0].tanh(), exact[1]
+    )
+    for y, one in zip(found, wanted):
+        assert (y.double() - one).norm() <= 3 * torch.finfo(dtype).eps * one.norm()
+    skipped = launch.shifted(x, pool, at.starts, torch.full_like(slots, -1), mu.unbind(), hidden, up, tanh=rank > 0)
+    assert torch.equal(skipped[:, at.starts < 0], found[:, at.starts < 0])
 
 
 def test_low_rank_parts_may_be_narrower_than_tokens():
@@ -115,6 +136,17 @@ def test_element_wise(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("rank", [6, 64, 100])
+def test_decays_of_low_rank(rank, dtype):
+    hidden, up, bias = normal(70, rank, dtype=dtype), normal(rank, 90, dtype=dtype) / rank**0.5, normal(90, dtype=dtype)
+    hidden[::2] /= 30  # where tanh is its series
+    found = few_rows_launch.low_rank_decay(hidden, up, bias)
+    wanted = -torch.exp(bias.double() + hidden.double().tanh() @ up.double())
+    assert found.dtype == torch.float32
+    assert (found.double() - wanted).norm() <= 3 * torch.finfo(dtype).eps * wanted.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize(("channels", "centre", "bias"), [(70, True, True), (70, True, False), (1000, False, False)])
 def test_sums_and_their_norms(channels, centre, bias, dtype):
     x, y, weight, shift = (normal(*shape, dtype=dtype, seed=n) for n, shape in enumerate([(5, channels)] * 2 + [(channels,)] * 2))
@@ -137,6 +169,18 @@ def test_states_are_written_to_the_rows_of_slots_that_are_not_negative(slots):
     launch.write_rows(states, pool, torch.tensor(slots))
     assert torch.equal(pool, wanted)
     assert pool._version > version
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(("K", "N", "across"), [(128, 40, False), (200, 17, False), (70, 32, True)])
+def test_products_of_few_and_of_many_rows(K, N, across, dtype):
+    weight = normal(K, N, dtype=dtype).T if across else normal(N, K, dtype=dtype)
+    for rows in (1, 2, 3, 13, 140):
+        x = normal(rows, K, dtype=dtype)
+        wanted = x.double() @ weight.double().T
+        assert (launch.multiply(x, weight).double() - wanted).norm() <= 2 * torch.finfo(dtype).eps * wanted.norm()
+        if rows <= 4 and not across:
+            assert (launch.multiply_few(x, weight).double() - wanted).norm() <= 2 * torch.finfo(dtype).eps * wanted.norm()
 
 
 def test_second_derivatives_go_through_the_formula():

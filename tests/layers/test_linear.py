@@ -96,10 +96,16 @@ def test_other_calls_are_torch_products(used):
     assert not used
 
 
-def test_compiled_graphs_have_torch_products(used):
+def test_compiled_graphs_have_the_kernel(used):
     layer, x = Linear(8, 5), torch.randn(3, 8)
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
     with torch.no_grad():
-        found = torch.compile(layer, fullgraph=True, backend="eager")(x)
-        assert not used
-        torch.testing.assert_close(found, layer(x))
-    assert used == [3]
+        assert torch.equal(compiled(x), layer(x))
+    assert used == [3, 3]
+    compiled(x).sum().backward()
+    assert used == [3, 3]
+    assert layer.weight.grad is not None
+
+
+def test_the_operator_of_compiled_graphs():
+    torch.library.opcheck(torch.ops.penstock.linear_of_few_rows, (torch.randn(2, 3, 8), torch.randn(5, 8)))

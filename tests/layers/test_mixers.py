@@ -1,6 +1,8 @@
 """Every mixer against its formulas, token by token in float64; cut, packed and pooled sequences."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from penstock.layers import (
     RWKV5Config,
     RWKV6Config,
     Sequences,
+    ShiftState,
     SoftmaxAttentionConfig,
     SwiGLUConfig,
 )
@@ -307,6 +310,43 @@ def test_wrong_calls_raise_and_change_nothing(name: str, why: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         mixer.advance(**{"x": x, "state": pool} | change(x))
     assert all(torch.equal(one, other) for one, other in zip(flat(pool), before))
+
+
+WRONG_STATES = {
+    "another number of sequences": (lambda mixer, x: mixer.initial_state(3, x), r"must be of shape \[2, .*initial_state\(2\) makes one"),
+    "no sequences": (lambda mixer, x: mixer.initial_state(0, x), r"must be of shape \[2, "),
+    "another mixer's": (lambda mixer, x: ShiftState(x[0]), "state must be a .*State, got ShiftState"),
+    "its tensors": (lambda mixer, x: list(mixer.initial_state(2, x)), "state must be a .*State, got list"),
+    "another size": (lambda mixer, x: _changed(mixer.initial_state(2, x), lambda one: one[..., :-1]), r"must be of shape \[2, "),
+    "fewer axes": (lambda mixer, x: _changed(mixer.initial_state(2, x), lambda one: one[..., 0]), r"must be of shape \[2, "),
+    "bool": (lambda mixer, x: _changed(mixer.initial_state(2, x), lambda one: one.bool()), "Convert it with"),
+}
+
+
+def _changed(state: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """With its first floating-point tensor changed."""
+    name = next(name for name, one in zip(state._fields, state) if one.dtype.is_floating_point and one.numel())
+    return state._replace(**{name: change(getattr(state, name))})
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("why", WRONG_STATES)
+@pytest.mark.parametrize("name", [name for name, config in CONFIGS.items() if config.kind != "swiglu"])
+def test_wrong_states_raise(name: str, why: str, in_place: bool) -> None:
+    if why == "another mixer's" and CONFIGS[name].kind.endswith("channel"):
+        pytest.skip("this one has that state")
+    make, message = WRONG_STATES[why]
+    mixer, x = mixer_of(name), inputs(2, 5)
+    call = mixer.advance if in_place else mixer
+    with pytest.raises(InvalidArgument, match=message):
+        call(x, make(mixer, x))
+
+
+def test_a_pool_that_overlaps_itself_raises() -> None:
+    mixer, x = RWKV6Config(head_size=8).build(C), inputs(2, 5, dtype=torch.float32)
+    pool = mixer.initial_state(1, x)
+    with pytest.raises(InvalidArgument, match=r"state\.wkv must be free of overlap"):
+        mixer.advance(x, pool._replace(shift=pool.shift.repeat(2, 1), wkv=pool.wkv.expand(2, -1, -1, -1)))
 
 
 @pytest.mark.parametrize("config", [RWKV6Config(head_size=1), RWKV5Config(head_size=1), RWKV5Config(head_size=1, version="5.0")])

@@ -11,9 +11,8 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from ...gpu.tiles import LOG2E
+from .token_shift import tanh
 
-TANH, RELU_SQUARED = tl.constexpr(1), tl.constexpr(2)
 WARPS = 4  # of a program
 
 
@@ -43,17 +42,6 @@ def begin(PDL: tl.constexpr):
     if PDL:
         cuda.gdc_launch_dependents()
         cuda.gdc_wait()
-
-
-@triton.jit
-def tanh(x):
-    """The hyperbolic tangent; a series near 0, where the quotient loses digits."""
-    e = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
-    large = (1.0 - e) / (1.0 + e)
-    s = x * x
-    series = 2.0 / 15.0 + s * (-17.0 / 315.0 + s * (62.0 / 2835.0 - s * (1382.0 / 155925.0)))
-    series = x + x * s * (-1.0 / 3.0 + s * series)
-    return tl.where(s < 0.0625, series, tl.where(x < 0, -large, large))
 
 
 @triton.jit
@@ -118,10 +106,10 @@ def penstock_products(
     n0, n1, n2, n3, n4,
     b1, b2, b3, b4,  # where the blocks of each part begin
     R,
-    K: tl.constexpr, PARTS: tl.constexpr, ACTIVATIONS: tl.constexpr, COLUMNS: tl.constexpr, GATE: tl.constexpr, BN: tl.constexpr,
+    K: tl.constexpr, PARTS: tl.constexpr, RELU_SQUARED: tl.constexpr, COLUMNS: tl.constexpr, GATE: tl.constexpr, BN: tl.constexpr,
     BM: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, APART: tl.constexpr, WARPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """y_i = activation_i(x_i W_i^T), side by side; four bits of ``ACTIVATIONS`` for each. GATE: y_0 is multiplied by sigmoid(gate)."""
+    """y_i = x_i W_i^T, side by side. RELU_SQUARED: y_0 is relu(y_0)^2. GATE: y_0 is multiplied by sigmoid(gate)."""
     block = tl.program_id(0)
     part = block * 0
     if PARTS > 1:
@@ -146,13 +134,9 @@ def penstock_products(
         o = _product(x, w, n, m, N, R, K, 1, K, BN, BM, BK, STAGES, APART)
     to = m[None, :] * N + n[:, None]
     here = (n < N)[:, None] & (m < R)[None, :]
-    if ACTIVATIONS > 0:
-        activation = (ACTIVATIONS >> (4 * part)) & 15
-        if activation == TANH:
-            o = tanh(o)
-        if activation == RELU_SQUARED:
-            o = tl.where(o < 0, 0.0, o)
-            o = o * o
+    if RELU_SQUARED:
+        positive = tl.where(o < 0, 0.0, o)  # keeps NaN
+        o = tl.where(part == 0, positive * positive, o)
     if GATE:
         o *= tl.sigmoid(tl.load(gate + to, here, other=0.0).to(tl.float32))
     tl.store(y + to, o.to(y.dtype.element_ty), here)
@@ -169,7 +153,7 @@ def penstock_low_rank(
     PARTS: tl.constexpr, M: tl.constexpr, DECAY: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
     PRECISION: tl.constexpr, WARPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """y_i = x + (before - x) m_i, m_i = mu_i + hidden_i up_i; with ``DECAY`` -exp(m_0)."""
+    """y_i = x + (before - x) m_i, m_i = mu_i + tanh(hidden_i) up_i; with ``DECAY`` -exp(m_0)."""
     i = tl.program_id(1)
     mu = selected(i, mu0, mu1, mu2, mu3, mu4, PARTS)
     r = tl.program_id(2) * BR + tl.arange(0, BR)
@@ -179,6 +163,7 @@ def penstock_low_rank(
     prefetch(up, tl.program_id(0) * (M * BC), M * BC, M * C, WARPS, PDL)
     begin(PDL)
     low = tl.load(hidden + (r[:, None] * PARTS + i) * M + m[None, :], (r < R)[:, None] & (m < M)[None, :], other=0.0)
+    low = tanh(low.to(tl.float32)).to(low.dtype)
     high = tl.load(up + m[:, None] * C + c[None, :], (m < M)[:, None] & (c < C)[None, :], other=0.0)
     factor = tl.dot(low, high, input_precision=PRECISION) + tl.load(mu + c, c < C, other=0.0).to(tl.float32)[None, :]
     at = r[:, None] * C + c[None, :]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,6 @@ from . import few_rows, launch
 
 PARTS = 5
 """Linear maps, or interpolations, of one launch, at most."""
-ACTIVATIONS = {None: 0, "tanh": few_rows.TANH.value, "relu_squared": few_rows.RELU_SQUARED.value}
 
 
 class Tile(NamedTuple):
@@ -43,27 +43,22 @@ def _early(x: Tensor, *prefetched: Tensor) -> dict[str, Any]:
 
 
 def products(
-    inputs: list[Tensor],
-    weights: list[Tensor],
-    activations: list[str | None] | None = None,
-    gate: Tensor | None = None,
-    tile: Tile | None = None,
+    inputs: Sequence[Tensor], weights: Sequence[Tensor], gate: Tensor | None = None, *, relu_squared: bool = False, tile: Tile | None = None
 ) -> list[Tensor]:
-    """activation_i(x_i W_i^T) of x_i [R,K] and W_i [N,K], rounded once; with ``gate`` [R,N], y_0 is multiplied by sigmoid(gate).
+    """x_i W_i^T of x_i [R,K] and W_i [N,K], rounded once. The first weight may be the transpose of a contiguous tensor.
 
-    The first weight may be the transpose of a contiguous tensor.
+    With ``relu_squared`` the first result y is relu(y)^2, with ``gate`` [R,N] it is y sigmoid(gate).
     """
     (R, K), x = inputs[0].shape, inputs[0]
     tile = tile or tile_of(R)
     results = [one.new_empty(R, weight.shape[0]) for one, weight in zip(inputs, weights)]
     rows = [weight.shape[0] for weight in weights]
     begins = [sum(-(-N // tile.BN) for N in rows[:part]) for part in range(len(rows) + 1)]
-    codes = sum(ACTIVATIONS[one] << 4 * part for part, one in enumerate(activations or ()))
     pdl, more = _early(x, *weights), PARTS - len(weights)
     if R:
         few_rows.penstock_products[begins.pop(), -(-R // tile.BM)](
-            *inputs, *[x] * more, *weights, *weights[:1] * more, *results, *results[:1] * more, x if gate is None else gate,
-            *rows, *[0] * more, *begins[1:], *[2**31 - 1] * more, R, K=K, PARTS=len(weights), ACTIVATIONS=codes,
+            *inputs, *[x] * more, *weights, *[weights[0]] * more, *results, *[results[0]] * more, x if gate is None else gate,
+            *rows, *[0] * more, *begins[1:], *[2**31 - 1] * more, R, K=K, PARTS=len(weights), RELU_SQUARED=relu_squared,
             COLUMNS=weights[0].stride(0) == 1 < weights[0].shape[1], GATE=gate is not None, BN=tile.BN, BM=tile.BM,
             BK=tile.BK, STAGES=tile.stages, APART=tile.apart, WARPS=few_rows.WARPS, PDL=bool(pdl), num_warps=few_rows.WARPS, **pdl,
         )  # fmt: skip
@@ -71,14 +66,14 @@ def products(
 
 
 def low_rank(hidden: Tensor, up: Tensor, mu: list[Tensor], x: Tensor, before: Tensor) -> tuple[Tensor, ...]:
-    """x + (before - x) m_i of x and before [R,C], with m_i = mu_i + hidden_i up_i: mu_i [C], hidden [R,n,M], up [n,M,C]."""
+    """x + (before - x) m_i of x and before [R,C], m_i = mu_i + tanh(hidden_i) up_i: mu_i [C], hidden [R,n,M], up [n,M,C]."""
     y = x.new_empty(len(mu), *x.shape)
     _low_rank(hidden, up, mu, x, before, y, decay=False)
     return y.unbind()
 
 
 def low_rank_decay(hidden: Tensor, up: Tensor, bias: Tensor) -> Tensor:
-    """-exp(bias + hidden up) in float32: hidden [R,M], up [M,C], bias [C]."""
+    """-exp(bias + tanh(hidden) up) in float32: hidden [R,M], up [M,C], bias [C]."""
     w = hidden.new_empty(hidden.shape[0], up.shape[1], dtype=torch.float32)
     _low_rank(hidden, up, [bias], hidden, hidden, w, decay=True)
     return w
@@ -86,7 +81,7 @@ def low_rank_decay(hidden: Tensor, up: Tensor, bias: Tensor) -> Tensor:
 
 def _low_rank(hidden: Tensor, up: Tensor, mu: list[Tensor], x: Tensor, before: Tensor, y: Tensor, *, decay: bool) -> None:
     n, R, (M, C) = len(mu), hidden.shape[0], up.shape[-2:]
-    BR, BC, pdl = 16 if R <= 32 else 64, 64, _early(hidden, up)
+    BR, BC, pdl = 64, 64, _early(hidden, up)
     if y.numel():
         few_rows.penstock_low_rank[-(-C // BC), n, -(-R // BR)](
             hidden, up, *mu, *mu[:1] * (PARTS - n), x, before, y, R, C, PARTS=n, M=M, DECAY=decay, BM=power(M, 16), BR=BR, BC=BC,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...gpu.target import Target, power
-from . import gates, rows, token_shift
+from . import gates, product, rows, token_shift
 
 Tensors = tuple[Tensor | None, ...]
 Formula = Callable[..., Tensor | tuple[Tensor, ...]]
@@ -59,6 +59,23 @@ def _by_formula(ctx: Any, formula: Formula, tensors: Tensors, d_results: Tensors
     return tuple(grads)
 
 
+def shifted(
+    x: Tensor, last: Tensor, starts: Tensor, slots: Tensor | None, factors: Sequence[Tensor], hidden: Tensor | None, up: Tensor | None,
+    tanh: bool,
+) -> Tensor:  # fmt: skip
+    """y [N,R,C] of ``TokenShift`` for N factors [C]. With slots, ``last`` is a pool. ``tanh`` is applied to hidden."""
+    (R, C), N, M = x.shape, len(factors), 0 if up is None else up.shape[1]
+    y = x.new_empty(N, R, C)
+    BR, BC = (64, 64) if M else (16, 256)
+    if y.numel():
+        token_shift.penstock_shift_fwd[_blocks(R, BR), _blocks(C, BC)](
+            x, last, starts, starts if slots is None else slots, *factors, *[x] * (5 - N), x if hidden is None else hidden,
+            x if up is None else up, y, R, C, last.stride(0), N=N, M=M, BM=power(M, 16), BR=BR, BC=BC, PRECISION=precision(x),
+            SLOTS=slots is not None, TANH=tanh, num_warps=4,
+        )  # fmt: skip
+    return y
+
+
 class TokenShift(torch.autograd.Function):
     """x [R,C], last [n,C], starts [R], mu [N,C], hidden [R,N,M] and up [N,M,C] or None: y_i [R,C], see ``token_shift``."""
 
@@ -67,14 +84,7 @@ class TokenShift(torch.autograd.Function):
         ctx: Any, x: Tensor, last: Tensor, starts: Tensor, mu: Tensor, hidden: Tensor | None, up: Tensor | None, formula: Formula
     ) -> tuple[Tensor, ...]:
         """The result."""
-        (R, C), N, M = x.shape, mu.shape[0], 0 if up is None else up.shape[1]
-        y = x.new_empty(N, R, C)
-        BR, BC = (64, 64) if M else (16, 256)
-        if y.numel():
-            token_shift.penstock_shift_fwd[_blocks(R, BR), _blocks(C, BC)](
-                x, last, starts, mu, x if hidden is None else hidden, x if up is None else up, y, R, C, N=N, M=M,
-                BM=power(M, 16), BR=BR, BC=BC, PRECISION=precision(x), num_warps=4,
-            )  # fmt: skip
+        y = shifted(x, last, starts, None, mu.unbind(), hidden, up, tanh=False)
         ctx.save_for_backward(x, last, starts, mu, hidden, up)
         ctx.formula = formula
         ctx.set_materialize_grads(False)
@@ -244,10 +254,17 @@ class Decay(torch.autograd.Function):
         return dx, _summed(dbias, bias), None
 
 
-def write_rows(states: Tensor, pool: Tensor, slots: Tensor) -> None:
-    """Write states [N,...] to rows of a pool [P,...]. Rows of both are contiguous. Negative slots write nothing."""
-    N, D = states.shape[0], pool[0].numel()
-    rows.penstock_write_rows[N, _blocks(D, BLOCK)](states, pool, slots, states.stride(0), pool.stride(0), D, BLOCK=BLOCK, num_warps=4)
+def write_rows(states: Tensor, pool: Tensor, slots: Tensor, ends: Tensor | None = None) -> None:
+    """Write states [N,...] to rows of a pool [P,...]. Rows of both are contiguous. Negative slots write nothing.
+
+    With ends [N+1], states are those of packed tokens [T,...]: the last one of each sequence is written.
+    """
+    N, D = slots.shape[0], pool[0].numel()
+    if N:
+        rows.penstock_write_rows[N, _blocks(D, BLOCK)](
+            states, pool, slots, slots if ends is None else ends, states.stride(0), pool.stride(0), D, PACKED=ends is not None, BLOCK=BLOCK,
+            num_warps=4,
+        )  # fmt: skip
     if not pool.is_inference():
         torch.autograd.graph.increment_version(pool)
 
@@ -262,3 +279,38 @@ def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor | None, e
             ADD=y is not None, CENTRE=centre, BIAS=bias is not None, BC=BC, num_warps=min(max(BC // 512, 1), 16),
         )  # fmt: skip
     return total, normed
+
+
+def multiply(x: Tensor, weight: Tensor) -> Tensor:
+    """``x @ weight.T`` for x [M,K] and weight [N,K]. Bits of a row depend on this row only.
+
+    Tiles of 64 rows and more take the same instructions: on Hopper, those of a group of four warps, each for 64 rows.
+    """
+    (M, K), N = x.shape, weight.shape[0]
+    y = x.new_empty(M, N)
+    BM = 64 if M <= 64 else 128
+    BN = next((size for size in (128, 64, 32) if _blocks(M, BM) * _blocks(N, size) >= PROGRAMS // 4), 16)
+    BK = 128 if BN <= 64 else 64
+    if x.element_size() == 4:
+        BN, BK = min(BN, 64), 32
+    if y.numel():
+        product.penstock_product[(_blocks(M, BM) * _blocks(N, BN),)](
+            x, weight, y, M, N, K, *weight.stride(), BM=BM, BN=BN, BK=BK, EVEN=K % BK == 0, PRECISION=precision(x),
+            num_warps=BM // 16, num_stages=4,
+        )  # fmt: skip
+    return y
+
+
+def multiply_few(x: Tensor, weight: Tensor) -> Tensor:
+    """``x @ weight.T`` for x [M,K] of at most 4 rows and weight [N,K], contiguous along K.
+
+    cuBLAS takes 5.5 us for one row and 2048 x 2048 weights in bfloat16 on an H200; reading them takes 2 us.
+    """
+    (M, K), N = x.shape, weight.shape[0]
+    y = x.new_empty(M, N)
+    BK = 2048 if K % 2048 == 0 and M == 1 else 1024
+    BK = min(BK, power(K, 16))
+    product.penstock_product_of_few_rows[(_blocks(N, 4),)](
+        x, weight, y, M, N, K, weight.stride(0), ROWS=power(M, 1), BN=4, BK=BK, EVEN=K % BK == 0, num_warps=4
+    )  # fmt: skip
+    return y

@@ -6,16 +6,26 @@ import triton.language as tl
 
 @triton.jit
 def penstock_write_rows(
-    states,  # [N,D]
+    states,  # [N,D], or packed tokens [T,D]
     pool,  # [P,D]
     slots,  # [N]
+    ends,  # [N+1]
     states_n, pool_n, D,
-    BLOCK: tl.constexpr,
+    PACKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``pool[slots[n]] = states[n]`` for slots of at least 0. ``states_n`` and ``pool_n`` are the strides of rows."""
+    """``pool[slots[n]] = states[n]`` for slots of at least 0. ``states_n`` and ``pool_n`` are the strides of rows.
+
+    PACKED: the state of sequence n is its last token; an empty sequence writes nothing.
+    """
     n = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slots + n).to(tl.int64)
+    source = n
+    if PACKED:
+        end = tl.load(ends + n + 1).to(tl.int64)
+        if tl.load(ends + n).to(tl.int64) == end:
+            slot = slot * 0 - 1
+        source = end - 1
     if slot >= 0:
-        x = tl.load(states + n * states_n + d, d < D)
+        x = tl.load(states + source * states_n + d, d < D)
         tl.store(pool + slot * pool_n + d, x.to(pool.dtype.element_ty), d < D)

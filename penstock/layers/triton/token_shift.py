@@ -9,26 +9,42 @@ import triton.language as tl
 
 
 @triton.jit
-def _loaded(x, last, starts, r, c, R, C):
+def _loaded(x, last, starts, slots, last_n, r, c, R, C, SLOTS: tl.constexpr):
     """Tokens [BR,BC] and the tokens before them, float32."""
     rows, columns = r < R, c < C
     here = rows[:, None] & columns[None, :]
     first = tl.load(starts + r, rows, other=0)
     begins = first >= 0
+    if SLOTS:
+        first = tl.load(slots + first, rows & begins, other=0)
     now = tl.load(x + r.to(tl.int64)[:, None] * C + c[None, :], here, other=0.0).to(tl.float32)
     inside = here & ~begins[:, None]
     before = tl.load(x + (r.to(tl.int64) - 1)[:, None] * C + c[None, :], inside, other=0.0).to(tl.float32)
-    given = tl.load(last + first.to(tl.int64)[:, None] * C + c[None, :], here & begins[:, None], other=0.0).to(tl.float32)
+    given = here & (begins & (first >= 0))[:, None]
+    given = tl.load(last + first.to(tl.int64)[:, None] * last_n + c[None, :], given, other=0.0).to(tl.float32)
     return now, before + given
 
 
 @triton.jit
-def _factor(mu, hidden, up, i, r, c, R, C, N: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, PRECISION: tl.constexpr):
-    """Factors m_i: [1,BC], or with a low-rank part (M > 0) [BR,BC]."""
-    m = tl.load(mu + i * C + c, c < C, other=0.0).to(tl.float32)[None, :]
+def tanh(x):
+    """In float32; near 0 by its series, because 1 - exp(-2 x) has few digits there."""
+    square, decayed = x * x, tl.exp(-2 * tl.abs(x))
+    far = (1 - decayed) / (1 + decayed)
+    near = x * (1 - square * (1 / 3 - square * (2 / 15 - square * (17 / 315))))
+    return tl.where(tl.abs(x) < 0.1, near, tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def _factor(
+    mu, hidden, up, i, r, c, R, C, N: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, PRECISION: tl.constexpr, TANH: tl.constexpr
+):  # fmt: skip
+    """Factors m_i: [1,BC], or with a low-rank part (M > 0) [BR,BC]. ``mu`` is their constant part."""
+    m = tl.load(mu + c, c < C, other=0.0).to(tl.float32)[None, :]
     if M > 0:
         j = tl.arange(0, BM)
         h = tl.load(hidden + r.to(tl.int64)[:, None] * (N * M) + i * M + j[None, :], (r < R)[:, None] & (j < M)[None, :], other=0.0)
+        if TANH:
+            h = tanh(h.to(tl.float32)).to(h.dtype)
         w = tl.load(up + (i * M + j)[:, None].to(tl.int64) * C + c[None, :], (j < M)[:, None] & (c < C)[None, :], other=0.0)
         m += tl.dot(h, w, input_precision=PRECISION)
     return m
@@ -37,23 +53,26 @@ def _factor(mu, hidden, up, i, r, c, R, C, N: tl.constexpr, M: tl.constexpr, BM:
 @triton.jit
 def penstock_shift_fwd(
     x,  # [R,C]
-    last,  # [sequences,C]
+    last,  # [sequences,C], or with SLOTS a pool [P,C]
     starts,  # [R]
-    mu,  # [N,C]
-    hidden,  # [R,N,M]
+    slots,  # [sequences], rows of the pool; negative ones are skipped
+    m0, m1, m2, m3, m4,  # [C] each; those from N on are not read
+    hidden,  # [R,N,M]; with TANH, its tanh is taken
     up,  # [N,M,C]
     y,  # [N,R,C]
-    R, C,
+    R, C, last_n,
     N: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr,
+    SLOTS: tl.constexpr, TANH: tl.constexpr,
 ):  # fmt: skip
-    """A program computes all outputs of BR tokens and BC channels."""
+    """A program computes all outputs of BR tokens and BC channels. ``last_n`` is the stride of rows of ``last``."""
     r = tl.program_id(0) * BR + tl.arange(0, BR)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
-    now, before = _loaded(x, last, starts, r, c, R, C)
+    now, before = _loaded(x, last, starts, slots, last_n, r, c, R, C, SLOTS)
     here = (r < R)[:, None] & (c < C)[None, :]
     to = r.to(tl.int64)[:, None] * C + c[None, :]
     for i in tl.static_range(N):
-        m = _factor(mu, hidden, up, i, r, c, R, C, N, M, BM, PRECISION)
+        mu = m0 if i == 0 else m1 if i == 1 else m2 if i == 2 else m3 if i == 3 else m4
+        m = _factor(mu, hidden, up, i, r, c, R, C, N, M, BM, PRECISION, TANH)
         tl.store(y + tl.cast(R, tl.int64) * C * i + to, (now + (before - now) * m).to(y.dtype.element_ty), here)
 
 
@@ -79,13 +98,13 @@ def penstock_shift_bwd(
         here = (r < R)[:, None] & (c < C)[None, :]
         own = here & (row < BR - 1)[:, None]
         to = r.to(tl.int64)[:, None] * C + c[None, :]
-        now, before = _loaded(x, last, starts, r, c, R, C)
+        now, before = _loaded(x, last, starts, starts, C, r, c, R, C, False)
         step = before - now
         kept = tl.zeros([BR, BC], tl.float32)
         passed = tl.zeros([BR, BC], tl.float32)
         for i in tl.static_range(N):
             dy = dy0 if i == 0 else dy1 if i == 1 else dy2 if i == 2 else dy3 if i == 3 else dy4
-            m = _factor(mu, hidden, up, i, r, c, R, C, N, M, BM, PRECISION)
+            m = _factor(mu + i * C, hidden, up, i, r, c, R, C, N, M, BM, PRECISION, False)
             d = tl.load(dy + to, here, other=0.0).to(tl.float32)
             kept += d * (1 - m)
             passed += d * m

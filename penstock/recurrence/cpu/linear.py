@@ -9,9 +9,15 @@ from torch import Tensor
 
 from . import DTYPES, available, run
 
+AVAILABLE = available() is None
+"""Found out at import: compiled graphs cannot trace it."""
 ROWS = 32
 """Fewer rows than this are few. A core of Zen 3 computes 1, 8, 16, 32 and 64 rows 2.1, 2.2, 1.7, 1.3 and 1.1 times as fast as torch
 does with MKL. From 32 on rows come in the engine's blocks, which must take one implementation."""
+
+
+MOST = 64
+"""Rows of one run: they stay in the cache while it reads the weights."""
 
 
 class _Product(ctypes.Structure):
@@ -21,25 +27,32 @@ class _Product(ctypes.Structure):
     ]
 
 
-def takes(x: Tensor, weight: Tensor) -> bool:
-    """Whether the kernel computes the product of x [...,K] and weight [N,K]: few rows of one dtype on a CPU, without gradients."""
+def takes(x: Tensor, weight: Tensor, many: bool = False) -> bool:
+    """Whether the kernel computes the product of x [...,K] and weight [N,K]: few rows, or ``many``, of one dtype on a CPU."""
     return (
-        x.device.type == "cpu"
-        and x.dtype == weight.dtype
-        and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
-        and x.shape[-1:] == weight.shape[1:]
-        and 0 < x.numel() < ROWS * weight.shape[1]
+        x.dtype == weight.dtype != torch.float64
+        and x.dtype in DTYPES
+        and x.dim() > 0
+        and x.shape[-1] == weight.shape[1]
+        and x.numel() > 0
+        and (many or x.numel() < ROWS * weight.shape[1])
         and weight.stride(1) == 1
-        and available() is None
+        and x.device.type == "cpu"
+        and AVAILABLE
     )
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """The product [...,N], summed in float32. Its bits do not depend on the number of rows."""
     N, K = weight.shape
-    rows = x.reshape(-1, K).contiguous()
-    y = rows.new_empty(*x.shape[:-1], N)
-    M = rows.shape[0]
-    call = _Product(rows.data_ptr(), weight.data_ptr(), y.data_ptr(), M, N, K, K, weight.stride(0), DTYPES[x.dtype])
-    run("linear", call, M * N * K)
+    x = x.contiguous()
+    y = x.new_empty((*x.shape[:-1], N))
+    M, size = x.numel() // K, x.element_size()
+    for begin in range(0, M, MOST):
+        count = min(M - begin, MOST)
+        call = _Product(
+            x.data_ptr() + begin * K * size, weight.data_ptr(), y.data_ptr() + begin * N * size, count, N, K, K, weight.stride(0),
+            DTYPES[x.dtype],
+        )  # fmt: skip
+        run("linear", call, count * N * K)
     return y

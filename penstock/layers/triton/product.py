@@ -1,0 +1,72 @@
+"""Matrix products whose bits do not depend on the number of rows."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["M"])
+def penstock_product(
+    x,  # [M,K]
+    weight,  # [N,K]
+    y,  # [M,N]
+    M, N, K, w_n, w_k,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """y = x W^T. A program sums a tile over K in order. EVEN: K is a multiple of BK."""
+    tiles = tl.cdiv(M, BM)
+    pid = tl.program_id(0)
+    m = pid % tiles * BM + tl.arange(0, BM)
+    n = pid // tiles * BN + tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    rows, columns = m < M, n < N
+    x += tl.where(rows, m, 0).to(tl.int64)[:, None] * K + k[None, :]
+    weight += tl.where(columns, n, 0).to(tl.int64)[None, :] * w_n + k[:, None] * w_k
+    total = tl.zeros([BM, BN], tl.float32)
+    for begin in tl.range(0, K, BK):
+        if EVEN:
+            a = tl.load(x, rows[:, None], other=0.0)
+            b = tl.load(weight)
+        else:
+            inside = k < K - begin
+            a = tl.load(x, rows[:, None] & inside[None, :], other=0.0)
+            b = tl.load(weight, inside[:, None], other=0.0)
+        total = tl.dot(a, b, total, input_precision=PRECISION)
+        x += BK
+        weight += BK * w_k
+    to = m.to(tl.int64)[:, None] * N + n[None, :]
+    tl.store(y + to, total.to(y.dtype.element_ty), rows[:, None] & columns[None, :])
+
+
+@triton.jit(do_not_specialize=["M"])
+def penstock_product_of_few_rows(
+    x,  # [M,K]
+    weight,  # [N,K]
+    y,  # [M,N]
+    M, N, K, w_n,
+    ROWS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """y = x W^T for up to ROWS rows, without tensor cores: all loads of a tile of W are in flight at once. EVEN: K is a multiple of BK."""
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    m = tl.arange(0, ROWS)
+    columns = n < N
+    weight += tl.where(columns, n, 0).to(tl.int64)[:, None] * w_n + k[None, :]
+    partial = tl.zeros([BN, BK], tl.float32)
+    total = tl.zeros([BN, ROWS], tl.float32)
+    for begin in tl.range(0, K, BK):
+        inside = k < K - begin
+        if EVEN:
+            w = tl.load(weight).to(tl.float32)
+        else:
+            w = tl.load(weight, inside[None, :], other=0.0).to(tl.float32)
+        for row in tl.static_range(ROWS):
+            a = tl.load(x + row * tl.cast(K, tl.int64) + begin + k, inside & (row < M), other=0.0).to(tl.float32)
+            if ROWS == 1:
+                partial += w * a[None, :]
+            else:
+                total += tl.where(m[None, :] == row, tl.sum(w * a[None, :], 1)[:, None], 0.0)
+        weight += BK
+    if ROWS == 1:
+        total += tl.sum(partial, 1)[:, None]
+    to = m[None, :].to(tl.int64) * N + n[:, None]
+    tl.store(y + to, total.to(y.dtype.element_ty), (m < M)[None, :] & columns[:, None])
