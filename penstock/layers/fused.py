@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -16,22 +15,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..call import private
-from ..gpu.target import unavailable
 from ..recurrence.declaration import state_dtype
-from .linear import linear
+from .linear import linear, mode
+from .triton import kernels
 
 if TYPE_CHECKING:
     from .sequences import Sequences
-
-KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
-
-def _kernels(*tensors: Tensor | None) -> Any:
-    """The module that launches the kernels, or None where plain PyTorch computes: not on a GPU, float64, compiled graphs, transforms."""
-    given = [x for x in tensors if x is not None]
-    if given[0].device.type != "cuda" or any(x.dtype not in KERNEL_DTYPES for x in given) or not private.fast(given):
-        return None
-    return None if unavailable() else import_module(".triton.launch", __package__)
 
 
 class PoolRows(NamedTuple):
@@ -63,7 +52,7 @@ def token_shift(
     """
     hidden, up = low_rank or (None, None)
     pool, slots = (last.pool, last.slots) if isinstance(last, PoolRows) else (last, None)
-    launch = _kernels(x, pool, *factors, hidden, up) if len(factors) <= 5 else None
+    launch = kernels("launch", x, pool, *factors, hidden, up) if len(factors) <= 5 else None
     if up is not None and hidden is not None:
         hidden, up = hidden.flatten(0, 1), up.to(hidden.dtype)
         if launch and up.shape[1] > 64:
@@ -72,6 +61,9 @@ def token_shift(
     if launch is not None and not torch.is_grad_enabled():
         up, hidden = (None if one is None else one.contiguous() for one in (up, hidden))
         rows = [factor.reshape(-1).contiguous() for factor in factors]
+        if hidden is not None and slots is None and sequences.single and mode() != "alike":
+            few = kernels("few_rows_launch", x)
+            return tuple(one.view(x.shape) for one in few.low_rank(hidden, up, rows, flat, pool.contiguous()))
         found = launch.shifted(flat, pool, sequences.starts, slots, rows, hidden, up, tanh=up is not None).unbind()
         return tuple(one.view(x.shape) for one in found)
     last = (last.read() if isinstance(last, PoolRows) else last).to(x.dtype)
@@ -118,7 +110,7 @@ def norm_gate(x: Tensor, gate: Tensor, weight: Tensor | None, bias: Tensor | Non
     """
     B, T, H, V = x.shape
     formula = partial(norm_gate_formula, eps=eps, centre=centre)
-    launch = _kernels(x, gate, weight, bias) if V <= 2048 else None
+    launch = kernels("launch", x, gate, weight, bias) if V <= 2048 else None
     flat, gates = x.flatten(0, 1), gate.reshape(B * T, H, V)
     per_head = [None if one is None else one if one.numel() == V else one.view(H, V) for one in (weight, bias)]
     if launch is None:
@@ -141,13 +133,39 @@ def norm_gate_formula(x: Tensor, gate: Tensor, weight: Tensor | None, bias: Tens
 def add_norm(x: Tensor, y: Tensor | None, norm: nn.LayerNorm | nn.RMSNorm) -> tuple[Tensor, Tensor]:
     """The sum of x and y [B,T,C], of x alone without y, and its norm. The kernel is for calls without gradients."""
     weight, bias = norm.weight, getattr(norm, "bias", None)
-    launch = None if torch.is_grad_enabled() or norm.eps is None or x.shape[-1] > 2**14 else _kernels(x, y, weight, bias)
+    launch = None if torch.is_grad_enabled() or norm.eps is None or x.shape[-1] > 2**14 else kernels("launch", x, y, weight, bias)
     if launch is None or x.dtype != weight.dtype or (y is not None and y.dtype != x.dtype):
         total = x if y is None else x + y
         return total, norm(total)
     flat = [None if one is None else one.reshape(-1, x.shape[-1]).contiguous() for one in (x, y)]
     total, normed = launch.add_norm(*flat, weight, bias, norm.eps, isinstance(norm, nn.LayerNorm))
     return total.view(x.shape), normed.view(x.shape)
+
+
+def shifted_norm(
+    x: Tensor, y: Tensor | None, norm: Any, pool: Tensor, sequences: Sequences, *factors: Tensor, complement: bool = False,
+    kept: bool = False,
+) -> Any:  # fmt: skip
+    """``add_norm`` and ``token_shift`` of decode steps by one kernel, which writes the last tokens to the pool of shift states in place.
+
+    Returns a ``few_rows_launch.Shifted``, or None where no kernel computes it. ``complement``: the factors are 1 - factors_i.
+    ``kept``: the norm and the tokens before are returned too.
+    """
+    weight, bias, eps = norm.weight, getattr(norm, "bias", None), norm.eps
+    if torch.is_grad_enabled() or private.autocasting() or not (sequences.single and sequences.in_place) or mode() == "alike":
+        return None
+    launch = kernels("few_rows_launch", x, y, weight, bias, pool, *factors)
+    same = all(one is None or one.dtype == x.dtype for one in (y, weight))
+    if launch is None or not same or eps is None or x.shape[-1] > 2**14 or pool.stride(1) != 1:
+        return None
+    flat = [None if one is None else one.reshape(-1, x.shape[-1]).contiguous() for one in (x, y)]
+    slots = None if sequences.slots is None else sequences.slots.contiguous()
+    mu = [one.reshape(-1).contiguous() for one in factors]
+    found = launch.shifted_norm(
+        *flat, weight, bias, eps, pool, slots, mu, centre=isinstance(norm, nn.LayerNorm), complement=complement, kept=kept
+    )
+    whole = [one.view(x.shape) for one in found[:3]]
+    return launch.Shifted(*whole, tuple(one.view(x.shape) for one in found.mixed))
 
 
 Activation = Literal["sigmoid", "silu", "relu_squared"]
@@ -158,8 +176,10 @@ def activated(a: Tensor, b: Tensor | None, activation: Activation, weight: Tenso
 
     With ``weight`` [N,C], on a GPU, the result of the activation is computed again in the backward pass, not kept.
     """
+    if weight is not None and not torch.is_grad_enabled():
+        return linear(activated(a, b, activation), weight)
     formula = partial(activated_formula, activation=activation)
-    launch = _kernels(a, b, weight)
+    launch = kernels("launch", a, b, weight)
     same = (b is None or (a.shape == b.shape and a.dtype == b.dtype)) and (weight is None or weight.dtype == a.dtype)
     if launch is None or not same or (weight is not None and private.autocasting()):
         return formula(a, b, weight)
@@ -184,7 +204,7 @@ def activated_formula(a: Tensor, b: Tensor | None, weight: Tensor | None = None,
 
 def decay(x: Tensor, bias: Tensor) -> Tensor:
     """The log decay ``-exp(bias + x)``, float32 (float64 for float64 x): x [...,C], bias of C elements."""
-    launch = _kernels(x, bias)
+    launch = kernels("launch", x, bias)
     if launch is None:
         return decay_formula(x, bias)
     found: Tensor = launch.Decay.apply(x.flatten(0, -2).contiguous(), bias.reshape(-1).contiguous(), decay_formula)
@@ -193,7 +213,8 @@ def decay(x: Tensor, bias: Tensor) -> Tensor:
 
 def low_rank_decay(hidden: Tensor, up: Tensor, bias: Tensor) -> Tensor:
     """``decay`` of ``tanh(hidden) up``: hidden [...,M], up [M,C]."""
-    launch = None if torch.is_grad_enabled() or up.shape[0] > 128 or hidden.dtype != up.dtype else _kernels(hidden, up, bias)
+    plain = torch.is_grad_enabled() or up.shape[0] > 128 or hidden.dtype != up.dtype
+    launch = None if plain else kernels("few_rows_launch", hidden, up, bias)
     if launch is None:
         return decay(linear(torch.tanh(hidden), up.T), bias)
     flat = hidden.flatten(0, -2).contiguous()
@@ -209,7 +230,7 @@ def decay_formula(x: Tensor, bias: Tensor) -> Tensor:
 
 def reads_rows(x: Tensor, pool: Tensor) -> bool:
     """Whether kernels for tokens x read rows of a pool in place."""
-    return not torch.is_grad_enabled() and pool.shape[0] > 0 and pool[0].is_contiguous() and _kernels(x, pool) is not None
+    return not torch.is_grad_enabled() and pool.shape[0] > 0 and pool[0].is_contiguous() and kernels("launch", x, pool) is not None
 
 
 def write_rows(states: Tensor, pool: Tensor, slots: Tensor, ends: Tensor | None = None) -> bool:
@@ -217,7 +238,7 @@ def write_rows(states: Tensor, pool: Tensor, slots: Tensor, ends: Tensor | None 
 
     With ends [N+1], the last of the packed tokens [T,...] of each sequence; none for an empty one.
     """
-    launch = _kernels(states, pool)
+    launch = kernels("launch", states, pool)
     if launch is None or not (states[0].is_contiguous() and pool[0].is_contiguous()):
         return False
     launch.write_rows(states, pool, slots.contiguous(), None if ends is None else ends.contiguous())

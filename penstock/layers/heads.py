@@ -14,7 +14,7 @@ from ..recurrence.declaration import state_dtype
 from ..recurrence.feature_maps import FEATURE_MAPS
 from .convolution import ShortConvolution
 from .fused import activated, norm_gate
-from .linear import Linear
+from .linear import Linear, linears
 from .mixer import Mixer, MixerConfig
 from .norms import RMSNorm
 from .sequences import Sequences
@@ -108,7 +108,8 @@ class HeadsMixer(Mixer):
 
     def _project(self, x: Tensor, tails: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Heads: q [B,T,H,K], k [B,T,G,K] and v [B,T,G,V], before feature maps, and the new tails of the convolutions."""
-        parts = [self.q_proj(x), self.k_proj(x), self.v_proj(x)]
+        maps = (self.q_proj, self.k_proj, self.v_proj)
+        parts = linears([x] * 3, [one.weight for one in maps]) or [one(x) for one in maps]
         if self.heads.conv_size:
             before = sequences.read(tails).split([part.shape[-1] for part in parts], -1)
             convolutions = (self.q_conv1d, self.k_conv1d, self.v_conv1d)

@@ -1,11 +1,10 @@
-"""Linear maps. On a CPU, those of few tokens without gradients run the native kernel, which reads the weights once."""
+"""Linear maps. Those of few tokens without gradients run kernels that read the weights once: a native one on a CPU, Triton's in graphs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from importlib import import_module
 from typing import Literal
 
 import torch
@@ -13,13 +12,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..call import private
-from ..gpu.target import unavailable
 from ..recurrence.cpu import linear as native
+from .triton import kernels
 
 Mode = Literal["plain", "alike", "graph"]
 _mode: ContextVar[Mode] = ContextVar("penstock_linear", default="plain")
 GRAPH_ROWS = 4
-"""At most so many tokens run a kernel without tensor cores in a graph on a GPU."""
+"""At most so many tokens of other types run a kernel without tensor cores in a graph on a GPU."""
+ROWS = 32
+"""Tokens of a linear map of 16 bits in a graph on a GPU, at most, that are few."""
+SHARED_ROWS = 256
+"""Of several maps in one launch, which has enough programs for larger tiles."""
 
 
 @contextmanager
@@ -44,6 +47,11 @@ def in_graph() -> AbstractContextManager[None]:
     return _entered("graph")
 
 
+def mode() -> Mode:
+    """Where this code runs; "plain" in compiled graphs."""
+    return "plain" if torch.compiler.is_compiling() else _mode.get()
+
+
 class Linear(nn.Linear):
     """``nn.Linear`` by way of ``linear``."""
 
@@ -54,28 +62,54 @@ class Linear(nn.Linear):
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``F.linear``."""
-    compiling = torch.compiler.is_compiling()
-    mode = "plain" if compiling else _mode.get()
+    where = mode()
     given = (x, weight) if bias is None else (x, weight, bias)
-    others = x.device.type != "cpu" and mode == "plain"
+    others = x.device.type != "cpu" and where == "plain"
     if others or (torch.is_grad_enabled() and any(one.requires_grad for one in given)):
         return F.linear(x, weight, bias)
+    compiling = torch.compiler.is_compiling()
     plain = not torch.is_autocast_enabled("cpu") if compiling else private.fast(given) and not private.autocasting()
-    if plain and native.takes(x, weight, many=mode == "alike"):
+    if plain and native.takes(x, weight, many=where == "alike"):
         y = _native(x, weight) if compiling else native.linear(x, weight)
-    elif plain and x.is_cuda and x.dtype == weight.dtype != torch.float64 and _triton_takes(x, weight, mode):
-        launch = import_module(".triton.launch", __package__)
-        rows = x.reshape(-1, x.shape[-1]).contiguous()
-        y = (launch.multiply if mode == "alike" else launch.multiply_few)(rows, weight)
-        y = y.view(*x.shape[:-1], weight.shape[0])
+    elif plain and where == "alike" and x.dtype == weight.dtype and (launch := kernels("launch", x, weight)):
+        y = launch.multiply(x.reshape(-1, x.shape[-1]).contiguous(), weight).view(*x.shape[:-1], weight.shape[0])
+    elif few := linears([x], [weight]):
+        (y,) = few
+    elif plain and where == "graph" and _fewest(x, weight) and (launch := kernels("launch", x, weight)):
+        y = launch.multiply_few(x.reshape(-1, x.shape[-1]).contiguous(), weight).view(*x.shape[:-1], weight.shape[0])
     else:
         return F.linear(x, weight, bias)
     return y if bias is None else y + bias
 
 
-def _triton_takes(x: Tensor, weight: Tensor, mode: Mode) -> bool:
-    few = 0 < x.numel() <= GRAPH_ROWS * weight.shape[1] and weight.stride(1) == 1
-    return (mode == "alike" or few) and unavailable() is None
+def _fewest(x: Tensor, weight: Tensor) -> bool:
+    return x.dtype == weight.dtype and 0 < x.numel() <= GRAPH_ROWS * weight.shape[1] and weight.stride(1) == 1
+
+
+def linears(
+    inputs: Sequence[Tensor], weights: Sequence[Tensor], gate: Tensor | None = None, *, relu_squared: bool = False
+) -> list[Tensor] | None:
+    """Linear maps of few tokens by one kernel in a graph on a GPU, or None where it does not compute them.
+
+    With ``relu_squared``, the first result y is relu(y)^2; with ``gate``, it is y sigmoid(gate).
+    """
+    if mode() != "graph" or torch.is_grad_enabled():
+        return None
+    x = inputs[0]
+    K, launch = x.shape[-1], kernels("few_rows_launch", *inputs, *weights, gate)
+    if (
+        launch is None
+        or not 0 < x.numel() <= (ROWS if len(weights) == 1 else SHARED_ROWS) * K
+        or x.element_size() != 2
+        or any(one.dtype != x.dtype or one.shape != x.shape for one in inputs)
+        or any(one.dtype != x.dtype or not (one.is_contiguous() or (one is weights[0] and one.T.is_contiguous())) for one in weights)
+        or (gate is not None and gate.dtype != x.dtype)
+        or private.autocasting()
+    ):
+        return None
+    gates = None if gate is None else gate.reshape(-1, gate.shape[-1]).contiguous()
+    found = launch.products([one.reshape(-1, K).contiguous() for one in inputs], weights, gates, relu_squared=relu_squared)
+    return [y.view(*x.shape[:-1], -1) for y in found]
 
 
 @torch.library.custom_op("penstock::linear_of_few_rows", mutates_args=())

@@ -96,6 +96,13 @@ class Mixer(nn.Module):
         sequences.write(state, after)
         return y
 
+    def step(self, x: Tensor, y: Tensor | None, norm: nn.Module, state: Any, sequences: Sequences) -> tuple[Tensor, Tensor] | None:
+        """A decode step from the residual stream on: x + y (x without y), and what ``advance`` maps its norm to.
+
+        None: nothing is done, because the mixer has no kernel for it here. Some mixers compute the sum, the norm and their input together.
+        """
+        return None
+
     def _sequences(
         self, function: str, x: Tensor, cu_seqlens: Tensor | None, slots: Tensor | None = None, state: Any = None, *, in_place: bool = False
     ) -> Sequences:

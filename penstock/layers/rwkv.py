@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import Complaints, RangeError
-from .fused import activated, token_shift
-from .linear import Linear
+from .fused import activated, shifted_norm, token_shift
+from .linear import Linear, linear, linears
 from .mixer import Mixer, MixerConfig
 from .sequences import Sequences
 
@@ -55,6 +55,9 @@ class RWKV5ChannelConfig(MixerConfig):
 class ChannelMix(Mixer):
     """What both channel mixes share."""
 
+    complement = False
+    """Whether the factors of the token shift are 1 - ``_factors()``."""
+
     def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
         self.key = matrix(hidden_size, intermediate_size, gain=1)
@@ -68,12 +71,24 @@ class ChannelMix(Mixer):
     def mix(self, x: Tensor, state: ShiftState, sequences: Sequences) -> tuple[Tensor, ShiftState]:
         """Y and the new state."""
         last, shift = sequences.shifted(x, state.shift)
-        x_k, x_r = token_shift(x, last, sequences, *self._factors())
+        factors = [1 - one for one in self._factors()] if self.complement else self._factors()
+        return self._mixed(*token_shift(x, last, sequences, *factors)), ShiftState(shift)
+
+    def step(self, x: Tensor, y: Tensor | None, norm: nn.Module, state: ShiftState, sequences: Sequences) -> tuple[Tensor, Tensor] | None:
+        """As for all mixers."""
+        found = shifted_norm(x, y, norm, state.shift, sequences, *self._factors(), complement=self.complement)
+        return None if found is None else (found.total, self._mixed(*found.mixed))
+
+    def _mixed(self, x_k: Tensor, x_r: Tensor) -> Tensor:
+        few = linears([x_k, x_r], [self.key.weight, self.receptance.weight], relu_squared=True)
+        if few:
+            found = linears(few[:1], [self.value.weight], gate=few[1])
+            return found[0] if found else activated(few[1], linear(few[0], self.value.weight), "sigmoid")
         hidden = activated(self.key(x_k), None, "relu_squared", self.value.weight)
-        return activated(self.receptance(x_r), hidden, "sigmoid"), ShiftState(shift)
+        return activated(self.receptance(x_r), hidden, "sigmoid")
 
     def _factors(self) -> tuple[Tensor, Tensor]:
-        """The shares of the previous token in the inputs of k and r."""
+        """Of k and r: the share of the previous token in their inputs or, with ``complement``, of this token."""
         raise NotImplementedError
 
 
@@ -101,6 +116,8 @@ class RWKV5ChannelMix(ChannelMix):
     m is ``time_mix``.
     """
 
+    complement = True
+
     def __init__(self, config: RWKV5ChannelConfig, hidden_size: int, layer: int = 0, num_layers: int = 1) -> None:
         super().__init__(hidden_size, config.intermediate_size)
         self.config = config
@@ -108,7 +125,7 @@ class RWKV5ChannelMix(ChannelMix):
         self.time_mix_r = nn.Parameter(ramp(hidden_size, 1 - layer / num_layers))
 
     def _factors(self) -> tuple[Tensor, Tensor]:
-        return 1 - self.time_mix_k, 1 - self.time_mix_r
+        return self.time_mix_k, self.time_mix_r
 
 
 class Heads(Protocol):
@@ -138,9 +155,9 @@ def ramp(size: int, power: float, last: int = 0) -> Tensor:
 
 def matrix(inputs: int, outputs: int, gain: float) -> Linear:
     """A linear map without bias: orthogonal times gain, or 0 for gain = 0, so that a new block is the identity."""
-    linear = Linear(inputs, outputs, bias=False)
+    made = Linear(inputs, outputs, bias=False)
     if gain == 0:
-        nn.init.zeros_(linear.weight)
+        nn.init.zeros_(made.weight)
     else:
-        nn.init.orthogonal_(linear.weight, gain)
-    return linear
+        nn.init.orthogonal_(made.weight, gain)
+    return made

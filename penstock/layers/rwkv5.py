@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from ..errors import Complaints, RangeError
 from ..recurrence.declaration import state_dtype
-from .fused import norm_gate, token_shift
+from .fused import norm_gate, shifted_norm, token_shift
+from .linear import linears
 from .mixer import Mixer, MixerConfig
 from .rwkv import head_count, matrix, ramp
 from .sequences import Sequences
@@ -105,17 +106,33 @@ class RWKV5TimeMix(Mixer):
     def mix(self, x: Tensor, state: RWKV5State, sequences: Sequences) -> tuple[Tensor, RWKV5State]:
         """Y and the new state."""
         last, shift = sequences.shifted(x, state.shift)
+        y, wkv = self._mixed(token_shift(x, last, sequences, *(1 - mix for mix in self._mixes())), state.wkv, sequences)
+        return y, RWKV5State(shift, wkv)
+
+    def step(self, x: Tensor, y: Tensor | None, norm: nn.Module, state: RWKV5State, sequences: Sequences) -> tuple[Tensor, Tensor] | None:
+        """As for all mixers."""
+        found = shifted_norm(x, y, norm, state.shift, sequences, *self._mixes(), complement=True)
+        return None if found is None else (found.total, self._mixed(found.mixed, state.wkv, sequences)[0])
+
+    def _mixes(self) -> list[Tensor]:
+        gate = [] if self.config.version == "5.0" else [self.time_mix_g]
+        return [self.time_mix_r, self.time_mix_k, self.time_mix_v, *gate]
+
+    def _mixed(self, inputs: tuple[Tensor, ...], wkv: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
+        """Y and the new state of the recurrence, from the inputs of r, k, v and g."""
         H, n = heads = self.time_decay.shape[0], self.config.head_size
         gated = self.config.version != "5.0"
-        mixes = (self.time_mix_r, self.time_mix_k, self.time_mix_v, *([self.time_mix_g] if gated else []))
-        x_r, x_k, x_v, *x_g = token_shift(x, last, sequences, *(1 - mix for mix in mixes))
-        r, k, v = (one.unflatten(-1, heads) for one in (self.receptance(x_r), self.key(x_k), self.value(x_v)))
+        maps = (self.receptance, self.key, self.value, *([self.gate] if gated else []))
+        few = linears(inputs, [one.weight for one in maps])
+        *rkv, gate = few or [one(x) for one, x in zip(maps, inputs)]
+        rkv = rkv if gated else [*rkv, gate]
+        r, k, v = (one.unflatten(-1, heads) for one in rkv)
         w = -torch.exp(self.time_decay.to(state_dtype(r.dtype))).expand(heads)
-        output, wkv = sequences.recur("rwkv5", r, k, v, w, self.time_faaaa.expand(heads), state=state.wkv)
+        output, wkv = sequences.recur("rwkv5", r, k, v, w, self.time_faaaa.expand(heads), state=wkv)
         if gated:
-            normed = norm_gate(output, self.gate(x_g[0]), self.ln_x.weight, self.ln_x.bias, self.ln_x.eps, centre=True)
+            normed = norm_gate(output, gate, self.ln_x.weight, self.ln_x.bias, self.ln_x.eps, centre=True)
         else:
             norm = self.ln_x  # whose forward refuses one value a head
             normed = torch.group_norm(output.reshape(-1, H * n).to(norm.weight.dtype), H, norm.weight, norm.bias, norm.eps)
-            normed = normed.view(*x.shape[:-1], H * n)
-        return self.output(normed), RWKV5State(shift, wkv)
+            normed = normed.view(*inputs[0].shape[:-1], H * n)
+        return self.output(normed), wkv

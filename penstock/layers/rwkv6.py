@@ -15,14 +15,14 @@ code, github.com/BlinkDL/RWKV-LM, ``RWKV-v5/src/model.py``.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..recurrence.declaration import state_dtype
-from .fused import low_rank_decay, norm_gate, token_shift
-from .linear import linear
+from .fused import low_rank_decay, norm_gate, shifted_norm, token_shift
+from .linear import linear, linears
 from .mixer import Mixer, MixerConfig
 from .rwkv import head_count, matrix, ramp
 from .sequences import Sequences
@@ -124,19 +124,32 @@ class RWKV6TimeMix(Mixer):
     def mix(self, x: Tensor, state: RWKV6State, sequences: Sequences) -> tuple[Tensor, RWKV6State]:
         """Y and the new state."""
         last, shift = sequences.shifted(x, state.shift)
-        r, k, v, w, gate = self._project(x, last, sequences)
-        output, wkv = sequences.recur("rwkv6", r, k, v, w, self.time_faaaa, state=state.wkv)
-        normed = norm_gate(output, gate, self.ln_x.weight, self.ln_x.bias, self.ln_x.eps, centre=True)
-        return self.output(normed), RWKV6State(shift, wkv)
-
-    def _project(self, x: Tensor, last: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """r, k and log decay w [B,T,H,K], v [B,T,H,V], gate before silu [B,T,H*V]."""
         (mixed,) = token_shift(x, last, sequences, self.time_maa_x)
+        y, wkv = self._mixed(x, last, mixed, state.wkv, sequences)
+        return y, RWKV6State(shift, wkv)
+
+    def step(self, x: Tensor, y: Tensor | None, norm: nn.Module, state: RWKV6State, sequences: Sequences) -> tuple[Tensor, Tensor] | None:
+        """As for all mixers."""
+        found = shifted_norm(x, y, norm, state.shift, sequences, self.time_maa_x, kept=True)
+        if found is None:
+            return None
+        return found.total, self._mixed(found.normed, found.before.flatten(0, 1), found.mixed[0], state.wkv, sequences)[0]
+
+    def _mixed(self, x: Tensor, last: Any, mixed: Tensor, wkv: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
+        """Y and the new state of the recurrence; ``mixed`` is x + dx maa_x."""
+        r, k, v, w, gate = self._project(x, last, mixed, sequences)
+        output, wkv = sequences.recur("rwkv6", r, k, v, w, self.time_faaaa, state=wkv)
+        normed = norm_gate(output, gate, self.ln_x.weight, self.ln_x.bias, self.ln_x.eps, centre=True)
+        return self.output(normed), wkv
+
+    def _project(self, x: Tensor, last: Any, mixed: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """r, k and log decay w [B,T,H,K], v [B,T,H,V], gate before silu [B,T,H*V]."""
         hidden = linear(mixed, self.time_maa_w1.T).unflatten(-1, self.time_maa_w2.shape[:2])  # [B,T,5,M]
         maa = (self.time_maa_w, self.time_maa_k, self.time_maa_v, self.time_maa_r, self.time_maa_g)
-        x_w, x_k, x_v, x_r, x_g = token_shift(x, last, sequences, *maa, low_rank=(hidden, self.time_maa_w2))
-        w = low_rank_decay(linear(x_w, self.time_decay_w1.T), self.time_decay_w2, self.time_decay)
-        r, k, v = self.receptance(x_r), self.key(x_k), self.value(x_v)
+        shifted = token_shift(x, last, sequences, *maa, low_rank=(hidden, self.time_maa_w2))
+        weights = [self.time_decay_w1.T, *(one.weight for one in (self.key, self.value, self.receptance, self.gate))]
+        low, k, v, r, gate = linears(shifted, weights) or [linear(one, weight) for one, weight in zip(shifted, weights)]
+        w = low_rank_decay(low, self.time_decay_w2, self.time_decay)
         tokens, (H, K) = x.shape[:-1], self.time_faaaa.shape
         heads = r.view(*tokens, H, K), k.view(*tokens, H, K), v.view(*tokens, H, self.config.head_size), w.view(*tokens, H, K)
-        return *heads, self.gate(x_g)
+        return *heads, gate

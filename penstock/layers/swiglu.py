@@ -8,6 +8,7 @@ from torch import Tensor
 
 from .fused import activated
 from .heads import projection
+from .linear import linears
 from .mixer import Mixer, MixerConfig, Stateless
 from .sequences import Sequences
 
@@ -51,4 +52,6 @@ class SwiGLU(Mixer):
 
     def mix(self, x: Tensor, state: Stateless, sequences: Sequences) -> tuple[Tensor, Stateless]:
         """Y and no state."""
-        return activated(self.gate_proj(x), self.up_proj(x), "silu", self.down_proj.weight), state
+        few = linears([x, x], [self.gate_proj.weight, self.up_proj.weight])
+        gate, up = few or (self.gate_proj(x), self.up_proj(x))
+        return activated(gate, up, "silu", self.down_proj.weight), state

@@ -75,12 +75,20 @@ class Layer(nn.Module):
 
     def advance(self, x: Tensor, y: Tensor | None, state: LayerState, sequences: Sequences) -> tuple[Tensor, Tensor]:
         """Map x + y, the residual stream and what the mixer before adds to it, to such a pair; ``state`` is updated in place."""
-        x, normed = self._added(self.mixer_norm, x, y)
-        y = self.mixer.advance(normed, state.mixer, cu_seqlens=sequences)
+        x, y = self._advanced(self.mixer, self.mixer_norm, x, y, state.mixer, sequences)
         if self.channel is None:
             return x, y
-        x, normed = self._added(self.channel_norm, x, y)
-        return x, self.channel.advance(normed, state.channel, cu_seqlens=sequences)
+        return self._advanced(self.channel, self.channel_norm, x, y, state.channel, sequences)
+
+    def _advanced(
+        self, mixer: Mixer, norm: nn.Module | None, x: Tensor, y: Tensor | None, state: Any, sequences: Sequences
+    ) -> tuple[Tensor, Tensor]:
+        assert norm is not None
+        found = None if self.residual_in_float32 else mixer.step(x, y, norm, state, sequences)
+        if found is not None:
+            return found
+        x, normed = self._added(norm, x, y)
+        return x, mixer.advance(normed, state, cu_seqlens=sequences)
 
     def initial_state(self, count: int, like: Tensor, max_length: int | None = None) -> LayerState:
         """The state of ``count`` sequences before their first token."""

@@ -5,6 +5,8 @@ import torch
 from architectures import ARCHITECTURES, SIZES, flat, model_of
 from formulas import error
 
+from penstock.layers import linear
+
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"), pytest.mark.timeout(600)]
 
 RECURRENT = [name for name in ARCHITECTURES if not name.startswith("hybrid")]
@@ -63,3 +65,30 @@ def test_steps_in_cuda_graphs(name: str) -> None:
         wanted = model.advance(ids[:, t : t + 1], eager, slots=slots)
         assert torch.equal(logits[::2], wanted[::2])
     assert all(torch.equal(x, y) for x, y in zip(flat(captured), flat(eager)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", RECURRENT)
+def test_decode_steps_equal_those_of_a_cpu(name: str, dtype: torch.dtype) -> None:
+    ids, slots = drawn(3, 8), torch.tensor([2, -1, 0])
+    ours, theirs = model_of(name, dtype).cuda(), model_of(name, dtype).double()
+    pool, exact = ours.initial_state(4), theirs.initial_state(4)
+    for t in range(8):
+        with linear.in_graph():
+            logits = ours.advance(ids[:, t : t + 1].cuda(), pool, slots=slots.cuda())
+        true = theirs.advance(ids[:, t : t + 1], exact, slots=slots)
+        assert error(logits[::2].cpu(), true[::2]) < 8 * torch.finfo(dtype).eps
+    assert all(error(x.cpu(), y) < 8 * torch.finfo(dtype).eps for x, y in zip(flat(pool), flat(exact)) if y.any())
+
+
+@pytest.mark.parametrize("name", ["rwkv6", "rwkv5.2"])
+def test_bits_of_decode_steps_do_not_depend_on_the_number_of_rows(name: str) -> None:
+    model, ids = model_of(name, torch.bfloat16).cuda(), drawn(linear.ROWS, 4).cuda()
+    whole = model.initial_state(linear.ROWS)
+    with linear.in_graph():
+        wanted = [model.advance(ids[:, t : t + 1], whole) for t in range(4)]
+        for rows in (slice(0, 1), slice(3, 5), slice(4, 13)):
+            pool = model.initial_state(rows.stop - rows.start)
+            found = [model.advance(ids[rows, t : t + 1], pool) for t in range(4)]
+            assert all(torch.equal(x, y[rows]) for x, y in zip(found, wanted))
+            assert all(torch.equal(x, y[rows]) for x, y in zip(flat(pool), flat(whole)))

@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("triton")
 
 COMPILE = """
+from functools import partial
 from itertools import product
 
 import torch
@@ -18,13 +19,13 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from penstock.layers import fused
-from penstock.layers.triton import launch
+from penstock.layers.triton import few_rows_launch, launch
 
 NAMES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int32: "*i32", torch.int64: "*i64"}
 compiled = set()
 
 
-def compile_only(kernel, *args, grid, warmup, num_warps=4, num_stages=3, **constants):
+def compile_only(kernel, *args, grid, warmup, num_warps=4, num_stages=3, launch_pdl=False, **constants):
     for name, x in zip(kernel.arg_names, args):
         if isinstance(x, int) and x == 1:
             constants[name] = 1
@@ -36,12 +37,15 @@ def compile_only(kernel, *args, grid, warmup, num_warps=4, num_stages=3, **const
         for name in kernel.arg_names
     }
     places = {(kernel.arg_names.index(name),): x for name, x in constants.items()}
-    options = {"num_warps": num_warps, "num_stages": num_stages}
+    options = {"num_warps": num_warps, "num_stages": num_stages, "launch_pdl": launch_pdl}
     triton.compile(ASTSource(kernel, signature, places), target=GPUTarget("cuda", 90, 32), options=options)
     compiled.add(kernel.__name__)
 
 
 JITFunction.run = compile_only
+
+
+launch.early = lambda device: {"launch_pdl": True}
 
 
 def learned(*shape):
@@ -67,7 +71,7 @@ for tokens, heads in product((1, 3), (1, 2)):
         backward(launch.Activated.apply(learned(tokens, 70), b, "silu", None))
     backward(launch.Decay.apply(learned(tokens, 70), learned(70), None))
     for rank in (1, 8):
-        launch.low_rank_decay(torch.zeros(tokens, rank), torch.zeros(rank, 70), torch.zeros(70))
+        few_rows_launch.low_rank_decay(torch.zeros(tokens, rank), torch.zeros(rank, 70), torch.zeros(70))
     for channels in (1, 70):
         x, weight = torch.zeros(tokens, channels), torch.zeros(channels)
         for y, bias in ((None, None), (x, weight)):
@@ -77,6 +81,20 @@ for tokens, heads in product((1, 3), (1, 2)):
         launch.multiply_few(torch.zeros(tokens, channels), torch.zeros(5, channels))
         for ends in (None, torch.zeros(tokens + 1, dtype=torch.int64)):
             launch.write_rows(torch.zeros(tokens, channels), torch.zeros(1, channels), torch.zeros(tokens, dtype=torch.int64), ends)
+
+zeros = partial(torch.zeros, dtype=torch.bfloat16)
+for rows, size in ((1, 512), (9, 70)):
+    x, weight, row = zeros(rows, size), zeros(48, size), zeros(size)
+    few_rows_launch.products([x], [weight], zeros(rows, 48))
+    few_rows_launch.products([x] * 2, [zeros(size, 24).T, weight], relu_squared=True)
+    few_rows_launch.products([zeros(70, size)] * 2, [zeros(size, 24).T, weight])
+    for parts in (1, 5):
+        few_rows_launch.products([x] * parts, [weight] * parts)
+        few_rows_launch.low_rank(zeros(rows, parts, 32), zeros(parts, 32, size), [row] * parts, x, x)
+        for y, bias, slots in ((None, None, None), (x, row, torch.zeros(rows, dtype=torch.int64))):
+            options = {"centre": y is None, "complement": y is None, "kept": y is None}
+            few_rows_launch.shifted_norm(x, y, row, bias, 1e-5, x, slots, [row] * parts, **options)
+    few_rows_launch.low_rank_decay(zeros(rows, 64), zeros(64, size), row)
 print(*sorted(compiled), sep="\\n")
 """
 
@@ -86,6 +104,5 @@ def test_every_fused_kernel_compiles_for_any_number_of_tokens():
     done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     both = {f"{name}_{way}" for name in ("decay", "gated", "norm_gate", "relu_squared", "shift") for way in ("bwd", "fwd")}
-    assert set(done.stdout.split()) == {
-        f"penstock_{name}" for name in both | {"add_norm", "low_rank_decay", "product", "product_of_few_rows", "write_rows"}
-    }
+    others = {"add_norm", "low_rank", "product", "product_of_few_rows", "products", "shifted_norm", "write_rows"}
+    assert set(done.stdout.split()) == {f"penstock_{name}" for name in both | others}

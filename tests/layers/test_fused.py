@@ -10,6 +10,7 @@ from penstock.layers import fused
 from penstock.layers.sequences import Sequences
 
 launch = pytest.importorskip("penstock.layers.triton.launch")
+few_rows_launch = pytest.importorskip("penstock.layers.triton.few_rows_launch")
 pytestmark = pytest.mark.skipif(not interpreting(), reason="needs Triton's interpreter")
 
 
@@ -139,7 +140,7 @@ def test_element_wise(dtype):
 def test_decays_of_low_rank(rank, dtype):
     hidden, up, bias = normal(70, rank, dtype=dtype), normal(rank, 90, dtype=dtype) / rank**0.5, normal(90, dtype=dtype)
     hidden[::2] /= 30  # where tanh is its series
-    found = launch.low_rank_decay(hidden, up, bias)
+    found = few_rows_launch.low_rank_decay(hidden, up, bias)
     wanted = -torch.exp(bias.double() + hidden.double().tanh() @ up.double())
     assert found.dtype == torch.float32
     assert (found.double() - wanted).norm() <= 3 * torch.finfo(dtype).eps * wanted.norm()

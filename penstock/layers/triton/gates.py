@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from .few_rows import begin
+
 SIGMOID = tl.constexpr(0)
 SILU = tl.constexpr(1)
 
@@ -14,7 +16,7 @@ def penstock_norm_gate_fwd(
     weight, bias,  # [H,V], or with ``h_step`` = 0 [V]
     y,  # [R,H,V]
     R, H, V, h_step, eps,
-    CENTRE: tl.constexpr, AFFINE: tl.constexpr, BIAS: tl.constexpr, BR: tl.constexpr, BV: tl.constexpr,
+    CENTRE: tl.constexpr, AFFINE: tl.constexpr, BIAS: tl.constexpr, BR: tl.constexpr, BV: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y = norm(x) silu(gate). The norm is over V: with ``CENTRE`` a layer norm, else by the root mean square."""
     h = tl.program_id(1)
@@ -22,6 +24,7 @@ def penstock_norm_gate_fwd(
     v = tl.arange(0, BV)
     here = (r < R)[:, None] & (v < V)[None, :]
     at = (r.to(tl.int64)[:, None] * H + h) * V + v[None, :]
+    begin(PDL)
     normed, _ = _normed(x, at, here, v, V, eps, CENTRE)
     if AFFINE:
         normed *= tl.load(weight + h * h_step + v, v < V, other=0.0).to(tl.float32)[None, :]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...gpu.target import power
+from ...gpu.target import Target, power
 from . import gates, product, rows, token_shift
 
 Tensors = tuple[Tensor | None, ...]
@@ -19,6 +20,13 @@ PROGRAMS = 512
 BLOCK = 1024
 """Elements of a program of an element-wise kernel."""
 ACTIVATIONS = {"sigmoid": gates.SIGMOID.value, "silu": gates.SILU.value}
+
+
+@cache
+def early(device: torch.device) -> dict[str, Any]:
+    """The option of a launch that may begin before the kernel ahead of it ends, on GPUs that have it."""
+    arch = Target.of(device).arch
+    return {"launch_pdl": True} if arch.startswith("sm_") and int(arch[3:]) >= 90 else {}
 
 
 def _blocks(count: int, size: int) -> int:
@@ -62,7 +70,7 @@ def shifted(
     if y.numel():
         token_shift.penstock_shift_fwd[_blocks(R, BR), _blocks(C, BC)](
             x, last, starts, starts if slots is None else slots, *factors, *[x] * (5 - N), x if hidden is None else hidden,
-            x if up is None else up, y, R, C, last.stride(0), N=N, M=M, BM=power(M, 16), BR=BR, BC=BC, PRECISION=_precision(x),
+            x if up is None else up, y, R, C, last.stride(0), N=N, M=M, BM=power(M, 16), BR=BR, BC=BC, PRECISION=precision(x),
             SLOTS=slots is not None, TANH=tanh, num_warps=4,
         )  # fmt: skip
     return y
@@ -97,7 +105,7 @@ class TokenShift(torch.autograd.Function):
         if x.numel():
             token_shift.penstock_shift_bwd[programs, _blocks(C, BC)](
                 x, last, starts, mu, x if hidden is None else hidden, x if up is None else up, *dy, *[x] * (5 - N), dx, dm, dmu,
-                R, C, each, N=N, M=M, BM=power(M, 16), BN=power(N, 1), BR=BR, BC=BC, PRECISION=_precision(x), num_warps=4,
+                R, C, each, N=N, M=M, BM=power(M, 16), BN=power(N, 1), BR=BR, BC=BC, PRECISION=precision(x), num_warps=4,
             )  # fmt: skip
         d_hidden = d_up = None
         if up is not None:
@@ -106,7 +114,8 @@ class TokenShift(torch.autograd.Function):
         return dx, None, None, _summed(dmu, mu), d_hidden, d_up, None
 
 
-def _precision(x: Tensor) -> str:
+def precision(x: Tensor) -> str:
+    """How products of x take float32."""
     return "ieee" if x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
@@ -123,9 +132,10 @@ class NormGate(torch.autograd.Function):
         ctx.constants = {"CENTRE": centre, "AFFINE": weight is not None, "BIAS": bias is not None, "BR": max(1, 4096 // BV), "BV": BV}
         ctx.h_step = 0 if weight is None or weight.dim() == 1 else V
         if x.numel():
+            pdl = early(x.device)
             gates.penstock_norm_gate_fwd[_blocks(R, ctx.constants["BR"]), H](
                 x, gate, x if weight is None else weight, x if bias is None else bias, y, R, H, V, ctx.h_step, eps,
-                **ctx.constants, num_warps=4,
+                **ctx.constants, PDL=bool(pdl), num_warps=4, **pdl,
             )  # fmt: skip
         ctx.save_for_backward(x, gate, weight, bias)
         ctx.formula, ctx.eps = formula, eps
@@ -244,17 +254,6 @@ class Decay(torch.autograd.Function):
         return dx, _summed(dbias, bias), None
 
 
-def low_rank_decay(hidden: Tensor, up: Tensor, bias: Tensor) -> Tensor:
-    """-exp(bias + tanh(hidden) up) in float32: hidden [R,M], up [M,C], bias [C]. Without gradients."""
-    (R, M), C, BR, BC = hidden.shape, up.shape[1], 64, 64
-    w = hidden.new_empty(R, C, dtype=torch.float32)
-    if w.numel():
-        token_shift.penstock_low_rank_decay[_blocks(R, BR), _blocks(C, BC)](
-            hidden, up, bias, w, R, C, M=M, BM=power(M, 16), BR=BR, BC=BC, PRECISION=_precision(hidden), num_warps=4
-        )  # fmt: skip
-    return w
-
-
 def write_rows(states: Tensor, pool: Tensor, slots: Tensor, ends: Tensor | None = None) -> None:
     """Write states [N,...] to rows of a pool [P,...]. Rows of both are contiguous. Negative slots write nothing.
 
@@ -296,7 +295,7 @@ def multiply(x: Tensor, weight: Tensor) -> Tensor:
         BN, BK = min(BN, 64), 32
     if y.numel():
         product.penstock_product[(_blocks(M, BM) * _blocks(N, BN),)](
-            x, weight, y, M, N, K, *weight.stride(), BM=BM, BN=BN, BK=BK, EVEN=K % BK == 0, PRECISION=_precision(x),
+            x, weight, y, M, N, K, *weight.stride(), BM=BM, BN=BN, BK=BK, EVEN=K % BK == 0, PRECISION=precision(x),
             num_warps=BM // 16, num_stages=4,
         )  # fmt: skip
     return y

@@ -26,7 +26,7 @@ def _loaded(x, last, starts, slots, last_n, r, c, R, C, SLOTS: tl.constexpr):
 
 
 @triton.jit
-def _tanh(x):
+def tanh(x):
     """In float32; near 0 by its series, because 1 - exp(-2 x) has few digits there."""
     square, decayed = x * x, tl.exp(-2 * tl.abs(x))
     far = (1 - decayed) / (1 + decayed)
@@ -44,7 +44,7 @@ def _factor(
         j = tl.arange(0, BM)
         h = tl.load(hidden + r.to(tl.int64)[:, None] * (N * M) + i * M + j[None, :], (r < R)[:, None] & (j < M)[None, :], other=0.0)
         if TANH:
-            h = _tanh(h.to(tl.float32)).to(h.dtype)
+            h = tanh(h.to(tl.float32)).to(h.dtype)
         w = tl.load(up + (i * M + j)[:, None].to(tl.int64) * C + c[None, :], (j < M)[:, None] & (c < C)[None, :], other=0.0)
         m += tl.dot(h, w, input_precision=PRECISION)
     return m
@@ -116,19 +116,3 @@ def penstock_shift_bwd(
         kept += tl.gather(tl.where(begins[:, None], 0.0, passed), below, 0)
         tl.store(dx + to, kept.to(dx.dtype.element_ty), own)
     tl.store(dmu + (p * N + index)[:, None].to(tl.int64) * C + c[None, :], sums, (index < N)[:, None] & (c < C)[None, :])
-
-
-@triton.jit
-def penstock_low_rank_decay(
-    hidden,  # [R,M]
-    up,  # [M,C]
-    bias,  # [C]
-    w,  # [R,C] float32
-    R, C,
-    M: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """w = -exp(bias + tanh(hidden) up)."""
-    r = tl.program_id(0) * BR + tl.arange(0, BR)
-    c = tl.program_id(1) * BC + tl.arange(0, BC)
-    x = _factor(bias, hidden, up, 0, r, c, R, C, 1, M, BM, PRECISION, True)
-    tl.store(w + r.to(tl.int64)[:, None] * C + c[None, :], -tl.exp(x), (r < R)[:, None] & (c < C)[None, :])

@@ -1,0 +1,231 @@
+"""Kernels of decode steps: linear maps of few rows, and what is between them. Each row is the only token of its sequence.
+
+A linear map of few rows takes as long as its weights take to be read. A program of ``penstock_products`` reads BN rows of a weight once.
+The order of its sums depends on the sizes of the weight only, so no bit of a row depends on the other rows.
+
+PDL: the launch may begin while the kernel before it runs (programmatic dependent launch). Until ``begin`` has waited for that kernel,
+a program only prefetches weights to the L2 cache.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra import cuda
+
+from .token_shift import tanh
+
+WARPS = 4  # of a program
+
+
+@triton.jit
+def prefetch(x, first, COUNT: tl.constexpr, size, WARPS: tl.constexpr, PDL: tl.constexpr):
+    """Start to read COUNT of the ``size`` elements of x from the first one on, an equal share for each warp.
+
+    The instruction needs multiples of 16 bytes; x is at one.
+    """
+    BYTES: tl.constexpr = COUNT * (x.dtype.element_ty.primitive_bitwidth // 8) // WARPS
+    if PDL and BYTES % 16 == 0:
+        if (size >= COUNT) & (size % 8 == 0):
+            _prefetch(x, first, COUNT, size, BYTES, WARPS)
+
+
+@triton.jit
+def _prefetch(x, first, COUNT: tl.constexpr, size, BYTES: tl.constexpr, WARPS: tl.constexpr):
+    share = tl.arange(0, 32 * WARPS) // 32 * (COUNT // WARPS)
+    at = (x + tl.minimum(first.to(tl.int64) + share, size - COUNT // WARPS)).to(tl.int64)
+    asm: tl.constexpr = "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;"
+    tl.inline_asm_elementwise(asm, "=r,l,r", [at, tl.full([32 * WARPS], BYTES, tl.int32)], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def begin(PDL: tl.constexpr):
+    """Let the next kernel begin, and wait for the kernel before this one."""
+    if PDL:
+        cuda.gdc_launch_dependents()
+        cuda.gdc_wait()
+
+
+@triton.jit
+def selected(i, x0, x1, x2, x3, x4, COUNT: tl.constexpr):
+    """Tensor ``i`` of COUNT."""
+    x = x0
+    if COUNT > 1:
+        if i == 1:
+            x = x1
+    if COUNT > 2:
+        if i == 2:
+            x = x2
+    if COUNT > 3:
+        if i == 3:
+            x = x3
+    if COUNT > 4:
+        if i == 4:
+            x = x4
+    return x
+
+
+@triton.jit
+def _product(
+    x, w, n, m, N, R, w_n, w_k,
+    K: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, APART: tl.constexpr,
+):  # fmt: skip
+    """Rows n of w times rows m of x: [BN,BM]. With APART, 4, each of so many warps sums over its own blocks of K."""
+    s = tl.arange(0, APART)[:, None, None] * BK
+    k = tl.arange(0, BK)[None, None, :]
+    weights = w + n.to(tl.int64)[None, :, None] * w_n
+    inputs = x + m[None, :, None] * K
+    there = (n < N)[None, :, None]
+    given = (m < R)[None, :, None]
+    if APART > 1:
+        sums = tl.zeros([APART, BN, BM], tl.float32)
+    else:
+        sums = tl.zeros([BN, BM], tl.float32)
+    for block in tl.range(0, (K + APART * BK - 1) // (APART * BK), num_stages=STAGES):
+        at = block * (APART * BK) + s + k
+        if K % (APART * BK) == 0:
+            a = tl.load(weights + at * w_k, there, other=0.0)
+            b = tl.load(inputs + at, given, other=0.0)
+        else:
+            a = tl.load(weights + at * w_k, there & (at < K), other=0.0)
+            b = tl.load(inputs + at, given & (at < K), other=0.0)
+        if APART > 1:
+            sums = tl.dot(a, tl.permute(b, (0, 2, 1)), sums, input_precision="ieee")
+        else:
+            sums = tl.dot(tl.reshape(a, [BN, BK]), tl.trans(tl.reshape(b, [BM, BK])), sums, input_precision="ieee")
+    if APART > 1:
+        for _ in tl.static_range(2):  # two sums of two, whose order does not depend on the layout
+            sums = tl.sum(tl.reshape(sums, [2, sums.shape[0] // 2, BN, BM]), 0)
+    return tl.reshape(sums, [BN, BM])
+
+
+@triton.jit
+def penstock_products(
+    x0, x1, x2, x3, x4,  # [R,K]
+    w0, w1, w2, w3, w4,  # [N,K]; with ``COLUMNS`` w0 is [K,N]
+    y0, y1, y2, y3, y4,  # [R,N]
+    gate,  # [R,n0]
+    n0, n1, n2, n3, n4,
+    b1, b2, b3, b4,  # where the blocks of each part begin
+    R,
+    K: tl.constexpr, PARTS: tl.constexpr, RELU_SQUARED: tl.constexpr, COLUMNS: tl.constexpr, GATE: tl.constexpr, BN: tl.constexpr,
+    BM: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, APART: tl.constexpr, WARPS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """y_i = x_i W_i^T, side by side. RELU_SQUARED: y_0 is relu(y_0)^2. GATE: y_0 is multiplied by sigmoid(gate)."""
+    block = tl.program_id(0)
+    part = block * 0
+    if PARTS > 1:
+        part = (block >= b1).to(tl.int32) + (block >= b2).to(tl.int32) + (block >= b3).to(tl.int32) + (block >= b4).to(tl.int32)
+        block -= selected(part, part * 0, b1, b2, b3, b4, PARTS)
+    x = selected(part, x0, x1, x2, x3, x4, PARTS)
+    w = selected(part, w0, w1, w2, w3, w4, PARTS)
+    y = selected(part, y0, y1, y2, y3, y4, PARTS)
+    N = selected(part, n0, n1, n2, n3, n4, PARTS)
+    n = block * BN + tl.arange(0, BN)
+    m = tl.program_id(1) * BM + tl.arange(0, BM)
+    prefetch(w, block.to(tl.int64) * (BN * K), BN * K, N.to(tl.int64) * K, WARPS, PDL)
+    begin(PDL)
+    if COLUMNS and PARTS == 1:
+        o = _product(x, w, n, m, N, R, 1, N, K, BN, BM, BK, STAGES, APART)
+    elif COLUMNS:
+        if part == 0:
+            o = _product(x, w, n, m, N, R, 1, N, K, BN, BM, BK, STAGES, APART)
+        else:
+            o = _product(x, w, n, m, N, R, K, 1, K, BN, BM, BK, STAGES, APART)
+    else:
+        o = _product(x, w, n, m, N, R, K, 1, K, BN, BM, BK, STAGES, APART)
+    to = m[None, :] * N + n[:, None]
+    here = (n < N)[:, None] & (m < R)[None, :]
+    if RELU_SQUARED:
+        positive = tl.where(o < 0, 0.0, o)  # keeps NaN
+        o = tl.where(part == 0, positive * positive, o)
+    if GATE:
+        o *= tl.sigmoid(tl.load(gate + to, here, other=0.0).to(tl.float32))
+    tl.store(y + to, o.to(y.dtype.element_ty), here)
+
+
+@triton.jit
+def penstock_low_rank(
+    hidden,  # [R,PARTS,M]
+    up,  # [PARTS,M,C]
+    mu0, mu1, mu2, mu3, mu4,  # [C]
+    x, before,  # [R,C], the token and the one before it
+    y,  # [PARTS,R,C]; with ``DECAY`` [R,C] float32
+    R, C,
+    PARTS: tl.constexpr, M: tl.constexpr, DECAY: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+    PRECISION: tl.constexpr, WARPS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """y_i = x + (before - x) m_i, m_i = mu_i + tanh(hidden_i) up_i; with ``DECAY`` -exp(m_0)."""
+    i = tl.program_id(1)
+    mu = selected(i, mu0, mu1, mu2, mu3, mu4, PARTS)
+    r = tl.program_id(2) * BR + tl.arange(0, BR)
+    c = tl.program_id(0) * BC + tl.arange(0, BC)
+    m = tl.arange(0, BM)
+    up += i.to(tl.int64) * M * C
+    prefetch(up, tl.program_id(0) * (M * BC), M * BC, M * C, WARPS, PDL)
+    begin(PDL)
+    low = tl.load(hidden + (r[:, None] * PARTS + i) * M + m[None, :], (r < R)[:, None] & (m < M)[None, :], other=0.0)
+    low = tanh(low.to(tl.float32)).to(low.dtype)
+    high = tl.load(up + m[:, None] * C + c[None, :], (m < M)[:, None] & (c < C)[None, :], other=0.0)
+    factor = tl.dot(low, high, input_precision=PRECISION) + tl.load(mu + c, c < C, other=0.0).to(tl.float32)[None, :]
+    at = r[:, None] * C + c[None, :]
+    here = (r < R)[:, None] & (c < C)[None, :]
+    if DECAY:
+        tl.store(y + at, -tl.exp(factor), here)
+    else:
+        now = tl.load(x + at, here, other=0.0).to(tl.float32)
+        step = tl.load(before + at, here, other=0.0).to(tl.float32) - now
+        tl.store(y + i.to(tl.int64) * R * C + at, (now + step * factor).to(y.dtype.element_ty), here)
+
+
+@triton.jit
+def penstock_shifted_norm(
+    x, y,  # [R,C]
+    total,  # [R,C], x + y
+    weight, bias,  # [C]
+    pool, slots,  # [P,C], rows ``p_n`` apart; [R]
+    normed, before,  # [R,C]
+    mu0, mu1, mu2, mu3, mu4,  # [C]
+    shifted,  # [COUNT,R,C]
+    R, C, p_n, eps,
+    ADD: tl.constexpr, CENTRE: tl.constexpr, BIAS: tl.constexpr, SLOTS: tl.constexpr, COUNT: tl.constexpr, COMPLEMENT: tl.constexpr,
+    KEPT: tl.constexpr, BC: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The sum, its norm, and its interpolations with the row of the pool, ``before``, which the norm replaces. A program has one token.
+
+    COMPLEMENT: factors are 1 - mu_i. KEPT: ``normed`` and ``before`` are stored. A negative slot: zeros are before, no row changes.
+    """
+    r = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, BC)
+    here = c < C
+    begin(PDL)
+    slot = r
+    if SLOTS:
+        slot = tl.load(slots + r).to(tl.int64)
+    row = pool + slot * p_n + c
+    mine = here & (slot >= 0)
+    last = tl.load(row, mine, other=0.0)
+    values = tl.load(x + r * C + c, here, other=0.0)
+    if ADD:
+        added = values.to(tl.float32) + tl.load(y + r * C + c, here, other=0.0).to(tl.float32)
+        values = added.to(total.dtype.element_ty)
+        tl.store(total + r * C + c, values, here)
+    values = values.to(tl.float32)
+    if CENTRE:
+        values = tl.where(here, values - tl.sum(values, 0) / C, 0.0)
+    values *= tl.rsqrt(tl.sum(values * values, 0) / C + eps)
+    values *= tl.load(weight + c, here, other=0.0).to(tl.float32)
+    if BIAS:
+        values += tl.load(bias + c, here, other=0.0).to(tl.float32)
+    rounded = values.to(normed.dtype.element_ty)
+    tl.store(row, rounded.to(pool.dtype.element_ty), mine)
+    last = last.to(normed.dtype.element_ty)
+    if KEPT:
+        tl.store(normed + r * C + c, rounded, here)
+        tl.store(before + r * C + c, last, here)
+    now = rounded.to(tl.float32)
+    step = last.to(tl.float32) - now
+    for i in tl.static_range(COUNT):
+        mu = mu0 if i == 0 else mu1 if i == 1 else mu2 if i == 2 else mu3 if i == 3 else mu4
+        factor = tl.load(mu + c, here, other=0.0).to(tl.float32)
+        if COMPLEMENT:
+            factor = 1.0 - factor
+        tl.store(shifted + (i * R + r) * C + c, (now + step * factor).to(shifted.dtype.element_ty), here)

@@ -1,0 +1,126 @@
+"""Launches of the kernels of decode steps. All are without gradients; all tensors are contiguous."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...gpu.target import power
+from . import few_rows, launch
+
+PARTS = 5
+"""Linear maps, or interpolations, of one launch, at most."""
+
+
+class Tile(NamedTuple):
+    """Sizes of ``penstock_products``."""
+
+    BN: int
+    """Rows of a weight of a program."""
+    BM: int
+    """Rows of its input."""
+    BK: int
+    """Of K, each warp at a time or, if they do not sum apart, all together."""
+    stages: int
+    """Blocks of K in flight, plus one."""
+    apart: int
+    """4: each warp sums over its own blocks of K."""
+
+
+def tile_of(rows: int) -> Tile:
+    """The tile for this number of rows. All of up to 32 rows give equal bits."""
+    if rows <= 32:
+        return Tile(16, power(rows, 8), 64, 6 if rows <= 16 else 5, few_rows.WARPS)
+    return Tile(64, 64 if rows <= 64 else 128, 64, 4, 1)
+
+
+def _early(x: Tensor, *prefetched: Tensor) -> dict[str, Any]:
+    """``launch.early``, if all tensors that are prefetched begin at a multiple of 16 bytes."""
+    return launch.early(x.device) if all(one.data_ptr() % 16 == 0 for one in prefetched) else {}
+
+
+def products(
+    inputs: Sequence[Tensor], weights: Sequence[Tensor], gate: Tensor | None = None, *, relu_squared: bool = False, tile: Tile | None = None
+) -> list[Tensor]:
+    """x_i W_i^T of x_i [R,K] and W_i [N,K], rounded once. The first weight may be the transpose of a contiguous tensor.
+
+    With ``relu_squared`` the first result y is relu(y)^2, with ``gate`` [R,N] it is y sigmoid(gate).
+    """
+    (R, K), x = inputs[0].shape, inputs[0]
+    tile = tile or tile_of(R)
+    results = [one.new_empty(R, weight.shape[0]) for one, weight in zip(inputs, weights)]
+    rows = [weight.shape[0] for weight in weights]
+    begins = [sum(-(-N // tile.BN) for N in rows[:part]) for part in range(len(rows) + 1)]
+    pdl, more = _early(x, *weights), PARTS - len(weights)
+    if R:
+        few_rows.penstock_products[begins.pop(), -(-R // tile.BM)](
+            *inputs, *[x] * more, *weights, *[weights[0]] * more, *results, *[results[0]] * more, x if gate is None else gate,
+            *rows, *[0] * more, *begins[1:], *[2**31 - 1] * more, R, K=K, PARTS=len(weights), RELU_SQUARED=relu_squared,
+            COLUMNS=weights[0].stride(0) == 1 < weights[0].shape[1], GATE=gate is not None, BN=tile.BN, BM=tile.BM,
+            BK=tile.BK, STAGES=tile.stages, APART=tile.apart, WARPS=few_rows.WARPS, PDL=bool(pdl), num_warps=few_rows.WARPS, **pdl,
+        )  # fmt: skip
+    return results
+
+
+def low_rank(hidden: Tensor, up: Tensor, mu: list[Tensor], x: Tensor, before: Tensor) -> tuple[Tensor, ...]:
+    """x + (before - x) m_i of x and before [R,C], m_i = mu_i + tanh(hidden_i) up_i: mu_i [C], hidden [R,n,M], up [n,M,C]."""
+    y = x.new_empty(len(mu), *x.shape)
+    _low_rank(hidden, up, mu, x, before, y, decay=False)
+    return y.unbind()
+
+
+def low_rank_decay(hidden: Tensor, up: Tensor, bias: Tensor) -> Tensor:
+    """-exp(bias + tanh(hidden) up) in float32: hidden [R,M], up [M,C], bias [C]."""
+    w = hidden.new_empty(hidden.shape[0], up.shape[1], dtype=torch.float32)
+    _low_rank(hidden, up, [bias], hidden, hidden, w, decay=True)
+    return w
+
+
+def _low_rank(hidden: Tensor, up: Tensor, mu: list[Tensor], x: Tensor, before: Tensor, y: Tensor, *, decay: bool) -> None:
+    n, R, (M, C) = len(mu), hidden.shape[0], up.shape[-2:]
+    BR, BC, pdl = 64, 64, _early(hidden, up)
+    if y.numel():
+        few_rows.penstock_low_rank[-(-C // BC), n, -(-R // BR)](
+            hidden, up, *mu, *mu[:1] * (PARTS - n), x, before, y, R, C, PARTS=n, M=M, DECAY=decay, BM=power(M, 16), BR=BR, BC=BC,
+            PRECISION=launch.precision(hidden), WARPS=few_rows.WARPS, PDL=bool(pdl), num_warps=few_rows.WARPS, **pdl,
+        )  # fmt: skip
+
+
+class Shifted(NamedTuple):
+    """What ``shifted_norm`` returns, all [R,C]."""
+
+    total: Tensor
+    """x + y."""
+    normed: Tensor
+    """Its norm; without ``kept`` it has no meaning."""
+    before: Tensor
+    """The row of the pool before; without ``kept`` it has no meaning."""
+    mixed: tuple[Tensor, ...]
+    """normed + (before - normed) m_i."""
+
+
+def shifted_norm(
+    x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, pool: Tensor, slots: Tensor | None, mu: list[Tensor],
+    *, centre: bool, complement: bool, kept: bool,
+) -> Shifted:  # fmt: skip
+    """The norm of x + y (x if there is no y), of x and y [R,C], and its interpolations with rows of the pool, which it replaces.
+
+    pool [P,C] has contiguous rows; slots [R], without them token r has row r. ``complement``: m_i = 1 - mu_i, else mu_i [C].
+    """
+    R, C = x.shape
+    total = x if y is None else torch.empty_like(x)
+    normed, before = (torch.empty_like(x), torch.empty_like(x)) if kept else (x, x)
+    mixed, pdl = x.new_empty(len(mu), R, C), _early(x)
+    if x.numel():
+        few_rows.penstock_shifted_norm[(R,)](
+            x, x if y is None else y, total, weight, weight if bias is None else bias, pool, x if slots is None else slots, normed, before,
+            *mu, *mu[:1] * (PARTS - len(mu)), mixed, R, C, pool.stride(0), eps, ADD=y is not None, CENTRE=centre, BIAS=bias is not None,
+            SLOTS=slots is not None, COUNT=len(mu), COMPLEMENT=complement, KEPT=kept, BC=power(C, 16), PDL=bool(pdl),
+            num_warps=min(max(power(C, 16) // 512, 1), 16), **pdl,
+        )  # fmt: skip
+        if not pool.is_inference():
+            torch.autograd.graph.increment_version(pool)
+    return Shifted(total, normed, before, mixed.unbind())
