@@ -97,7 +97,7 @@ def _product(
     return tl.reshape(sums, [BN, BM])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def penstock_products(
     x0, x1, x2, x3, x4,  # [R,K]
     w0, w1, w2, w3, w4,  # [N,K]; with ``COLUMNS`` w0 is [K,N]
@@ -142,7 +142,7 @@ def penstock_products(
     tl.store(y + to, o.to(y.dtype.element_ty), here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def penstock_low_rank(
     hidden,  # [R,PARTS,M]
     up,  # [PARTS,M,C]
@@ -176,7 +176,7 @@ def penstock_low_rank(
         tl.store(y + i.to(tl.int64) * R * C + at, (now + step * factor).to(y.dtype.element_ty), here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def penstock_shifted_norm(
     x, y,  # [R,C]
     total,  # [R,C], x + y
