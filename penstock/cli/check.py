@@ -42,8 +42,9 @@ def check(
     for float32, and one rounding more for bfloat16 and float16 results.
 
     With --compile, every kind of launch of the models is compiled for an A100 (sm_80), an H100 or H200 (sm_90), a B200
-    (sm_100) and an MI300X (gfx942), which takes minutes. Each must compile and fit the GPU's shared memory. With the Triton
-    version of the record in this package, each must also spill no more bytes than recorded.
+    (sm_100) and an MI300X (gfx942), and a part of them for an RTX 3090 or A10 (sm_86), an RTX 4090, L4 or L40S (sm_89) and
+    an RTX 5090 (sm_120), which takes minutes. Each must compile and fit the GPU's shared memory. With the Triton version of
+    the record in this package, each must also spill no more bytes than recorded.
 
     Exit code 0 if everything that runs here is right, 1 if anything is wrong.
 

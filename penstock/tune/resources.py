@@ -16,7 +16,7 @@ from rich.text import Text
 
 from ..errors import Complaints, RangeError
 from .ahead import Job, Resources, compile_all
-from .shipped import CONFIGURATIONS, TARGETS
+from .shipped import CONFIGURATIONS, TARGETS, configurations
 from .workers import Failure
 
 RECORDED = Path(__file__).with_name("resources.json")
@@ -82,7 +82,7 @@ def launches(archs: Iterable[str], only: Iterable[str]) -> dict[tuple[str, str],
         if arch not in TARGETS:
             complaints.add(RangeError, "arch", f"one of {', '.join(TARGETS)}", repr(arch))
     complaints.raise_any()
-    every = {(arch, name): job for arch in archs or TARGETS for one in CONFIGURATIONS for name, job in one.launches(arch)}
+    every = {(arch, name): job for arch in archs or TARGETS for one in configurations(arch) for name, job in one.launches(arch)}
     for text in only:
         if not any(text in name for _, name in every):
             known = f"a part of a launch's name, such as {CONFIGURATIONS[0].name!r}"

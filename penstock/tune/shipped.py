@@ -19,11 +19,14 @@ from .passes import PASSES, Pass, planned, without_memory
 
 TARGETS = {
     "sm_80": Target("sm_80", 108, 163 << 10),  # A100
+    "sm_86": Target("sm_86", 82, 99 << 10),  # RTX 3090, A10
+    "sm_89": Target("sm_89", 128, 99 << 10),  # RTX 4090, L4, L40S
     "sm_90": Target("sm_90", 132, 227 << 10),  # H100, H200
     "sm_100": Target("sm_100", 148, 227 << 10),  # B200
+    "sm_120": Target("sm_120", 170, 99 << 10),  # RTX 5090
     "gfx942": Target("gfx942", 304, 64 << 10),  # MI300X
 }
-"""Multiprocessors and shared memory per program, by architecture."""
+"""Multiprocessors and shared memory per program, by architecture. Of GPUs with several models, those of the first."""
 
 
 @dataclass(frozen=True)
@@ -126,3 +129,18 @@ CONFIGURATIONS: tuple[Configuration | Softmax, ...] = (
     Softmax(8, 8, 128, "float32"),
     Softmax(6, 6, 100),
 )
+
+SMALL = ("sm_86", "sm_89", "sm_120")
+"""GPUs with 99 KiB of shared memory. They have the products of sm_80, and block sizes by rule, which the same memory limits: a part of the
+configurations has all their code."""
+IN_PART = (
+    "retention 1,1024,8,256,512 bfloat16", "gla 1,1024,4,256,512 bfloat16", "gla 1,1024,16,128 bfloat16", "gla 8,2048,32,64 bfloat16",
+    "rwkv6 1,1024,32,64 bfloat16", "rwkv6 1,1024,32,64 float32", "softmax_attention 1,4096,16,16,128 bfloat16",
+    "softmax_attention 1,4096,8,4,256 bfloat16", "softmax_attention 1,4096,8,8,128 float32",
+)  # fmt: skip
+"""Their names."""
+
+
+def configurations(arch: str) -> tuple[Configuration | Softmax, ...]:
+    """What is compiled for an architecture."""
+    return CONFIGURATIONS if arch not in SMALL else tuple(one for one in CONFIGURATIONS if one.name in IN_PART)

@@ -166,7 +166,7 @@ def configurations(head: int) -> list[Configuration]:
     return [*found, odd, replace(odd, direction="backward", tokens=FLOAT16, final_state=FLOAT32)]
 
 
-ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_86", "sm_89", "sm_120")
 SAMPLED = tuple(zip(ARCHITECTURES, HEADS))
 OTHERS = [pytest.param(*pair, marks=pytest.mark.slow) for pair in product(ARCHITECTURES, HEADS) if pair not in SAMPLED]
 

@@ -19,7 +19,7 @@ from penstock.softmax.triton import plan as softmax
 from penstock.tune import resources
 from penstock.tune.ahead import Resources
 from penstock.tune.passes import planned, without_memory
-from penstock.tune.shipped import CONFIGURATIONS, TARGETS, Softmax
+from penstock.tune.shipped import CONFIGURATIONS, IN_PART, SMALL, TARGETS, Softmax, configurations
 from penstock.tune.workers import Failure
 from penstock.verify.inputs import Shape
 
@@ -34,8 +34,11 @@ def penstock(*words):
 
 
 HOPPER = (["sm_90"], ["rwkv6 1,1024,32,64 bfloat16", "gla 8,2048,32,64 bfloat16: forward"])
-ELSEWHERE = (["sm_80", "sm_100", "gfx942"], ["rwkv6 1,1024,32,64 bfloat16: forward", "rwkv6 1,1024,32,64 bfloat16: step"])
-MOST = (TARGETS, [*HOPPER[1], "rwkv6 1,1024,32,64 float32: backward", "gla 1,1024,16,100 bfloat16: backward"])
+ELSEWHERE = (["sm_80", "sm_100", "sm_120", "gfx942"], ["rwkv6 1,1024,32,64 bfloat16: forward", "rwkv6 1,1024,32,64 bfloat16: step"])
+MOST = (
+    [arch for arch in TARGETS if arch not in SMALL],
+    [*HOPPER[1], "rwkv6 1,1024,32,64 float32: backward", "gla 1,1024,16,100 bfloat16: backward"],
+)
 """rwkv6 covers most of the code; gla covers uncut sequences and, with odd head sizes, short chunks. The rest takes minutes."""
 EVERY = {
     "penstock_chunk_states", "penstock_chunk_states adjoint", "penstock_segment_scan", "penstock_chunk_fwd", "penstock_chunk_fwd levels",
@@ -102,8 +105,14 @@ print(len(set(distinct([small, large]).values())))
 
 @pytest.mark.parametrize("arch", TARGETS)
 def test_the_record_has_every_launch_and_no_other(arch):
-    assert [name for one in CONFIGURATIONS for name, _ in one.launches(arch)] == list(RECORD.launches[arch])
+    assert [name for one in configurations(arch) for name, _ in one.launches(arch)] == list(RECORD.launches[arch])
     assert {one.variant for one in RECURRENT} == set(VARIANTS)
+
+
+def test_small_gpus_have_every_kernel():
+    assert {one.name for one in configurations("sm_86")} == set(IN_PART)
+    small, large = ({job.kernel for one in configurations(arch) for _, job in one.launches(arch)} for arch in ("sm_86", "sm_80"))
+    assert small == large
 
 
 @pytest.mark.parametrize("arch", TARGETS)
@@ -121,7 +130,9 @@ def test_recorded_shared_memory_is_within_the_estimate(arch, monkeypatch):
                "penstock_recurrent_fwd": "recurrent", "penstock_recurrent_bwd": "recurrent",
                "penstock_segment_scan": None, "penstock_chunk_fwd_hopper": None,
                "penstock_chunk_bwd_hopper": None, "penstock_sum_blocks": None, "penstock_chunk_dv": None}  # fmt: skip
-    for one in RECURRENT:
+    for one in configurations(arch):
+        if isinstance(one, Softmax):
+            continue
         for which in one.passes:
             estimates.clear()
             for name, _ in replace(one, passes=(which,)).launches(arch):
@@ -141,7 +152,7 @@ def test_recorded_shared_memory_of_softmax_attention_is_within_the_estimate(arch
         return found(kernel, D, size, target)
 
     monkeypatch.setattr(softmax, "config", noted)
-    for one in CONFIGURATIONS:
+    for one in configurations(arch):
         if isinstance(one, Softmax):
             estimates.clear()
             every = [name for name, _ in one.launches(arch) if not name.endswith("penstock_attention_delta")]
@@ -243,7 +254,7 @@ def test_nothing_compiles_under_the_interpreter():
     [
         (["--arch", "sm_90"], "arch must be left out without --compile"),
         (["--only", "gla"], "only must be left out without --compile"),
-        (["--compile", "--arch", "sm_1"], "arch must be one of sm_80, sm_90, sm_100, gfx942, got 'sm_1'"),
+        (["--compile", "--arch", "sm_1"], "arch must be one of sm_80, sm_86, sm_89, sm_90, sm_100, sm_120, gfx942, got 'sm_1'"),
         (["--compile", "--only", "mamba"], "only must be a part of a launch's name"),
     ],
 )
