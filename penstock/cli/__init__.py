@@ -25,7 +25,14 @@ from .tune import tune
 
 
 class Commands(TyperGroup):
-    """Prints the message of a PenstockError or OSError without a traceback and ends with exit code 2."""
+    """Prints the message of a PenstockError or OSError without a traceback and ends with exit code 2.
+
+    ``penstock bench serve`` is ``penstock bench-serve``.
+    """
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command that the first words name."""
+        return super().resolve_command(ctx, ["bench-serve", *args[2:]] if args[:2] == ["bench", "serve"] else args)
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command."""

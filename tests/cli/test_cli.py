@@ -55,6 +55,11 @@ def test_help_shows_all_text_and_every_default(run, monkeypatch, command):
         assert all(len(line) <= width for line in done.output.splitlines())
 
 
+def test_bench_serve_is_bench_serve_in_one_word(run):
+    assert run("bench", "serve", "--help").output == run("bench-serve", "--help").output
+    assert "variant must be one of" in run("bench", "server").output
+
+
 def test_help_of_bench_shows_its_defaults():
     shown = {parameter.name: parameter.show_default for parameter in get_command(main).commands["bench"].params}
     wanted = ["fwd", "auto", "loop; sdpa for softmax_attention", "float32", "cpu", "1"]
