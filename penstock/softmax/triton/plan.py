@@ -72,7 +72,8 @@ def shared_bytes(kernel: str, b: KernelConfig, D: int, size: int) -> int:
     stays = {"forward": b.BM, "by_keys": 2 * b.BN, "by_queries": 2 * b.BM}[kernel]
     moves = b.BM if kernel == "by_keys" else b.BN
     weights = 2 if kernel == "forward" else 4
-    turned = moves * (size == 4 and kernel == "by_keys")  # q in both layouts; 16-bit tiles are transposed on the way to registers
+    # q in both layouts; 16-bit tiles are transposed on the way to registers, except for few keys (sm_86: 32 of D = 256)
+    turned = moves * (kernel == "by_keys" and (size == 4 or b.BN <= 32))
     return size * (D * (stays + 2 * moves * b.stages + turned) + weights * b.BM * b.BN) + 2048  # barriers, exponents
 
 
