@@ -133,3 +133,26 @@ def test_many_short_sequences_keep_no_states():
         offsets = torch.empty(4000 // length + 1, dtype=torch.int32, device="meta")
         packed = RECURRENCE.checked("gla", (given.q, given.k, given.v, given.g, None, offsets, None), (None, False, True))
         assert ("chunk_states" in planned(packed, H200._replace(arch="sm_80"), keep=True).memory) is keeps
+
+
+BUFFERS = [((2, 128), (128, 100, 65)), ((4, 1024), (1024, 700, 513)), ((1, 300), (300, 257))]
+"""Sizes B and T of tensors, and numbers of tokens of slices whose calls have equal counts."""
+
+
+@pytest.mark.parametrize(("sizes", "tokens"), BUFFERS)
+@pytest.mark.parametrize("variant", ["gla", "rwkv6"])
+def test_calls_that_share_plans_have_equal_plans(variant, sizes, tokens):
+    """Slices in time have equal strides. Only the whole tensors are matrices [B T,H K], which the Hopper kernels need."""
+    given = problem_of(variant, f"{sizes[0]},{sizes[1]},4,64")
+
+    def sliced(T):
+        tensors = [x if x is None or x.dim() < 4 else x[:, :T] for x in given.tensors]
+        return RECURRENCE.checked(variant, tensors, (None, False, True))
+
+    problems = [sliced(T) for T in tokens]
+    assert "hopper_forward" in forward(problems[0])
+    for one in problems:
+        for other in problems:
+            if one.seen.kind is other.seen.kind:
+                assert plan.chunk_forward_plan(one, H200, True).at(other.sizes) == planned(other, keep=True)
+    assert len({id(one.seen.kind) for one in problems}) == min(sizes[0], 2)
