@@ -111,6 +111,20 @@ def test_constant_decays_and_single_chunks_take_the_plain_backward_kernel():
     assert "hopper_backward" not in backward(problem_of("gla", "8,64,32,64"))
 
 
+@pytest.mark.parametrize("size", ["64", "256,512"])
+def test_kernels_are_not_specialized_for_counts(size):
+    """All calls that share a plan run the compiled kernel: no count of the first one becomes a constant, and all fit 32 bits."""
+    problem = problem_of("gla", f"1,131072,64,{size}")
+    made = plan.chunk_forward_plan(problem, H200, keep=True)
+    for one in (*made.launches, *plan.chunk_backward_plan(problem, problem.v, None, H200).launches):
+        options = getattr(one.kernel, "kwargs", None) or vars(one.kernel)  # under the interpreter, or not
+        general = options["do_not_specialize"] or ()
+        names = one.kernel.arg_names[len(one.tensors) :]
+        counts = {name: number(problem.sizes) for name, number in zip(names, one.numbers) if callable(number)}
+        assert counts.keys() <= set(general), one.kernel
+        assert all(count < 1 << 31 for count in counts.values())
+
+
 def test_a_table_disables_hopper_kernels():
     table = {Key(kernel, "channel", "updated", "bf16", 64, 64): KernelConfig(4, C=64) for kernel in ("forward", "backward")}
     problem = problem_of("gla", "8,2048,32,64")
