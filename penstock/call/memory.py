@@ -130,11 +130,17 @@ def exact(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
 
 
 def layout(part: Any, counted: int = 1) -> Hashable:
-    """The part of an entry of ``exact`` that kernels depend on: no counted sizes, and no stride of a first axis of size 1."""
+    """The part of an entry of ``exact`` that kernels depend on: no counted sizes, and no stride of a first axis of size 1.
+
+    Two counted axes are one axis of a matrix or not. Slices ``x[:, :T]`` have the strides of x and are none.
+    """
     if part is None:
         return None
     shape, strides, dtype, device, address = part
-    return shape[counted:], strides if not shape or shape[0] != 1 else strides[1:], dtype, device, address
+    if not shape or shape[0] == 1:
+        return shape[counted:], strides[1:], dtype, device, address
+    joined = counted > 1 and len(shape) > 1 and strides[0] == shape[1] * strides[1]
+    return shape[counted:], strides, joined, dtype, device, address
 
 
 def likeness(signature: Signature, parts: Sequence[Any], options: Sequence[Any]) -> tuple[Hashable, dict[str, int]] | None:

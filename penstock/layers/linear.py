@@ -66,7 +66,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     where = mode()
     given = (x, weight) if bias is None else (x, weight, bias)
     others = x.device.type != "cpu" and where == "plain"
-    if others or (torch.is_grad_enabled() and any(one.requires_grad for one in given)):
+    odd = weight.dim() != 2 or (bias is not None and (bias.dtype != x.dtype or bias.shape != weight.shape[:1]))
+    if others or odd or (torch.is_grad_enabled() and any(one.requires_grad for one in given)):
         return F.linear(x, weight, bias)
     compiling = torch.compiler.is_compiling()
     plain = not torch.is_autocast_enabled("cpu") if compiling else private.fast(given) and not private.autocasting()

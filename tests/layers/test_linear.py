@@ -96,6 +96,33 @@ def test_other_calls_are_torch_products(used):
     assert not used
 
 
+WRONG = {
+    "bias of another length": (torch.zeros(1, 8), torch.zeros(7)),
+    "bias with more axes": (torch.zeros(5, 8), torch.zeros(3, 2, 5)),
+    "bias in float64": (torch.zeros(5, 8), torch.zeros(5).double()),
+    "bias in bfloat16": (torch.zeros(5, 8), torch.zeros(5).bfloat16()),
+    "weight of three axes": (torch.zeros(2, 8, 8), None),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_arguments_raise_as_in_torch(case, used):
+    weight, bias = WRONG[case]
+    with torch.no_grad(), pytest.raises(RuntimeError):
+        linear(torch.zeros(2, 8), weight, bias)
+    assert not used
+
+
+def test_a_weight_may_have_one_axis(used):
+    weight, x = torch.randn(8), torch.randn(3, 8)
+    assert torch.equal(linear(x, weight), torch.nn.functional.linear(x, weight))
+    assert not used
+
+
+def test_the_kernel_does_not_read_other_devices():
+    assert not native.takes(torch.zeros(2, 8), torch.zeros(5, 8, device="meta"))
+
+
 def test_compiled_graphs_have_the_kernel(used):
     layer, x = Linear(8, 5), torch.randn(3, 8)
     compiled = torch.compile(layer, fullgraph=True, backend="eager")

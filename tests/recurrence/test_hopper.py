@@ -111,6 +111,20 @@ def test_constant_decays_and_single_chunks_take_the_plain_backward_kernel():
     assert "hopper_backward" not in backward(problem_of("gla", "8,64,32,64"))
 
 
+@pytest.mark.parametrize("size", ["64", "256,512"])
+def test_kernels_are_not_specialized_for_counts(size):
+    """All calls that share a plan run the compiled kernel: no count of the first one becomes a constant, and all fit 32 bits."""
+    problem = problem_of("gla", f"1,131072,64,{size}")
+    made = plan.chunk_forward_plan(problem, H200, keep=True)
+    for one in (*made.launches, *plan.chunk_backward_plan(problem, problem.v, None, H200).launches):
+        options = getattr(one.kernel, "kwargs", None) or vars(one.kernel)  # under the interpreter, or not
+        general = options["do_not_specialize"] or ()
+        names = one.kernel.arg_names[len(one.tensors) :]
+        counts = {name: number(problem.sizes) for name, number in zip(names, one.numbers) if callable(number)}
+        assert counts.keys() <= set(general), one.kernel
+        assert all(count < 1 << 31 for count in counts.values())
+
+
 def test_a_table_disables_hopper_kernels():
     table = {Key(kernel, "channel", "updated", "bf16", 64, 64): KernelConfig(4, C=64) for kernel in ("forward", "backward")}
     problem = problem_of("gla", "8,2048,32,64")
@@ -133,3 +147,26 @@ def test_many_short_sequences_keep_no_states():
         offsets = torch.empty(4000 // length + 1, dtype=torch.int32, device="meta")
         packed = RECURRENCE.checked("gla", (given.q, given.k, given.v, given.g, None, offsets, None), (None, False, True))
         assert ("chunk_states" in planned(packed, H200._replace(arch="sm_80"), keep=True).memory) is keeps
+
+
+BUFFERS = [((2, 128), (128, 100, 65)), ((4, 1024), (1024, 700, 513)), ((1, 300), (300, 257))]
+"""Sizes B and T of tensors, and numbers of tokens of slices whose calls have equal counts."""
+
+
+@pytest.mark.parametrize(("sizes", "tokens"), BUFFERS)
+@pytest.mark.parametrize("variant", ["gla", "rwkv6"])
+def test_calls_that_share_plans_have_equal_plans(variant, sizes, tokens):
+    """Slices in time have equal strides. Only the whole tensors are matrices [B T,H K], which the Hopper kernels need."""
+    given = problem_of(variant, f"{sizes[0]},{sizes[1]},4,64")
+
+    def sliced(T):
+        tensors = [x if x is None or x.dim() < 4 else x[:, :T] for x in given.tensors]
+        return RECURRENCE.checked(variant, tensors, (None, False, True))
+
+    problems = [sliced(T) for T in tokens]
+    assert "hopper_forward" in forward(problems[0])
+    for one in problems:
+        for other in problems:
+            if one.seen.kind is other.seen.kind:
+                assert plan.chunk_forward_plan(one, H200, True).at(other.sizes) == planned(other, keep=True)
+    assert len({id(one.seen.kind) for one in problems}) == min(sizes[0], 2)

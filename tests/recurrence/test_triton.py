@@ -152,6 +152,24 @@ def test_saved_states_equal_recomputed_states(case):
         assert name == "g" or found is None or torch.equal(found, getattr(given, name))
 
 
+@pytest.mark.parametrize("case", [Case("gla", B=1, H=1, T=70), *slow(Case("rwkv6", H=1, lengths=(0, 40, 33)))], ids=str)
+def test_states_of_other_chunks_are_recomputed(case):
+    """Between the passes the precision of products, or strides by hooks of saved tensors, may change, and with them the chunks."""
+    problem = problem_of(case, draw(case))
+    key = plan.Call.of(problem, table.target(torch.device("cpu"))).key("backward")
+    states = []
+    for C in (16, 32):
+        with trying({key: table.KernelConfig(4, C=C)}):
+            output, final_state, (kept,) = launch.chunk_forward(problem, keep=True)
+            states.append(kept)
+    assert len(states[0]) != len(states[1])
+    with trying({key: table.KernelConfig(4, C=32)}):
+        wanted = launch.chunk_backward(problem, torch.ones_like(output), torch.ones_like(final_state))
+        for kept in (*states, *states[::-1]):
+            for found, one in zip(launch.chunk_backward(problem, torch.ones_like(output), torch.ones_like(final_state), (kept,)), wanted):
+                assert found is one is None or torch.allclose(found, one, rtol=1e-5, atol=1e-5 * float(one.abs().max()))
+
+
 @pytest.mark.parametrize("shared", ["", "overlap"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_decode_steps_run_in_the_pool(variant, shared):

@@ -37,6 +37,7 @@ def takes(x: Tensor, weight: Tensor, many: bool = False) -> bool:
         and x.numel() > 0
         and (many or x.numel() < ROWS * weight.shape[1])
         and weight.stride(1) == 1
+        and x.device == weight.device
         and x.device.type == "cpu"
         and AVAILABLE
     )

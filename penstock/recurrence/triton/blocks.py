@@ -13,22 +13,22 @@ SIZE = 1024
 """Elements of a program."""
 
 
-@triton.jit
-def penstock_sum_blocks(parts, total, count, V: tl.constexpr, BLOCKS: tl.constexpr, SIZE: tl.constexpr):
-    """total [rows,V] of ``count`` elements from parts [rows,BLOCKS,V], in the order of the blocks."""
+@triton.jit(do_not_specialize=["rows"])
+def penstock_sum_blocks(parts, total, rows, V: tl.constexpr, BLOCKS: tl.constexpr, SIZE: tl.constexpr):
+    """total [rows,V] from parts [rows,BLOCKS,V], in the order of the blocks. The number of elements may not fit 32 bits."""
     i = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     at = parts + i // V * (BLOCKS * V) + i % V
-    x = tl.load(at, mask=i < count, other=0.0)
+    x = tl.load(at, mask=i // V < rows, other=0.0)
     for block in tl.static_range(1, BLOCKS):
-        x += tl.load(at + block * V, mask=i < count, other=0.0)
-    tl.store(total + i, x.to(total.dtype.element_ty), mask=i < count)
+        x += tl.load(at + block * V, mask=i // V < rows, other=0.0)
+    tl.store(total + i, x.to(total.dtype.element_ty), mask=i // V < rows)
 
 
 def add(plan: Plan, parts: str, total: str, H: int, V: int, blocks: int) -> None:
     """Add the launch: ``total`` [B,T,H,V] from ``parts`` [B,T,H * blocks,V]."""
 
-    def count(s: Sizes) -> int:
-        return s["B"] * s["T"] * H * V
+    def rows(s: Sizes) -> int:
+        return s["B"] * s["T"] * H
 
     options: dict[str, Any] = {"V": V, "BLOCKS": blocks, "SIZE": SIZE}
-    plan.launch(penstock_sum_blocks, lambda s: -(-count(s) // SIZE), (parts, total), (count,), 4, **options)
+    plan.launch(penstock_sum_blocks, lambda s: -(-rows(s) * V // SIZE), (parts, total), (rows,), 4, **options)

@@ -62,8 +62,11 @@ def chunk_backward(p: Recurrence, d_output: Tensor, d_final_state: Tensor | None
     if p.sizes["K"] > wide.WIDTH:
         return wide.backward(p, d_final_state, lambda n, one, d_state: chunk_backward(one, d_output, d_state, residuals[n : n + 1], dg))
     states = residuals[0] if residuals else None
+    name = _name("chunk backward" + " without dg" * (not dg), p)
+    if states is not None:
+        name += f" from {len(states)} states"  # the plan depends on this number
     found = launch.run(
-        _name("chunk backward" + " without dg" * (not dg), p), p, target(p.q.device),
+        name, p, target(p.q.device),
         lambda at: plan.chunk_backward_plan(p, d_output, d_final_state, at, states, dg),
         _inputs(p, d_output=d_output, d_final_state=d_final_state, states=states), d_output, d_final_state, states,
     )  # fmt: skip

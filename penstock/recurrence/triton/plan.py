@@ -274,7 +274,8 @@ def chunk_backward_plan(
 ) -> Plan:
     """``dq``, ``dk``, ``dv``, ``dg``, ``du`` and ``d_initial_state`` by chunks. ``du`` and a constant decay's ``dg`` are partial sums.
 
-    ``states`` are the forward pass's ``chunk_states``; if None, they are recomputed. ``dg``: whether to compute dg.
+    ``states`` are the forward pass's ``chunk_states``; they are recomputed if None, or if they are those before other chunks: strides and
+    the precision of products may have changed since. ``dg``: whether to compute dg.
     """
     plan, c = Plan(), Call.of(p, target)
     b, walk = c.config("backward"), c.config("states")
@@ -284,7 +285,7 @@ def chunk_backward_plan(
     d_initial = None if p.initial_state is None else plan.empty("d_initial_state", *state, dtype=p.initial_state.dtype)
     L = c.segment(C, math.ceil(c.K / walk.BK) * math.ceil(c.V / walk.BV), walk.programs_per_sm)
     start = None if p.initial_state is None else ("initial_state", p.initial_state.stride())
-    if states is not None and c.backward_chunk(p)[0] == C:  # without d_output, as in the forward pass that stored them
+    if states is not None and states.shape[0] == c.chunks(C)(p.sizes):
         S = "states"
     else:
         S = _states(plan, c, ("k", "v"), strides(p.k, p.v), L, C, 1.0, p.reverse, start, None, False, stored)
