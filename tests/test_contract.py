@@ -7,10 +7,11 @@ import attention
 import pytest
 import torch
 from cases import NAMES, SHARED, TRITON, Case, call, check_near_underflow, draw, long_cases
-from contract import LAZY, check_contract, check_lazy, measured, takers
+from contract import LAZY, check_contract, check_lazy, measured, problem_of, takers
 from pools import Pooled
 
 import penstock as ps
+from penstock.call.implementation import Upstream
 from penstock.recurrence import chunkwise
 from penstock.recurrence.variants import VARIANTS
 from penstock.verify import verify
@@ -187,6 +188,19 @@ def test_a_decay_of_minus_infinity_equals_minus_ten_thousand(variant, impl):
 @pytest.mark.parametrize("variant", [name for name, row in VARIANTS.items() if row.decay])
 def test_decay_gradients_near_underflow(variant, impl):
     check_near_underflow(Case(variant, T=5, B=1, H=1), partial(measured, impl=impl))
+
+
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")
+@pytest.mark.parametrize(("impl", "K"), [*((impl, 16) for impl in (*NAMES, *TRITON)), *((impl, 260) for impl in TRITON)])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gradients_have_the_dtypes_of_their_inputs(variant, impl, K):
+    """Before autograd, which would cast them. Compiled graphs take the dtypes as declared."""
+    case = Case(variant, B=1, T=3, H=1, K=K, V=5, dtype=FLOAT16)
+    tensors = draw(case)
+    problem = problem_of(case, tensors)
+    found = case.operator.gradients(problem, impl, Upstream(case.upstream()))
+    given = [x for x, gradient in zip(problem.tensors, case.operator.gradient) if gradient]
+    assert [None if x is None else x.dtype for x in found] == [None if x is None else x.dtype for x in given]
 
 
 @pytest.mark.parametrize("impl", NAMES)

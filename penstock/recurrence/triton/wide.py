@@ -63,14 +63,16 @@ def backward(p: Recurrence, d_final_state: Tensor | None, block: Callable[[int, 
         ends = [d_final_state.narrow(2, n * WIDTH, one.sizes["K"]) for n, one in enumerate(parts)]
     q, k, v, g, u, state = zip(*[block(n, one, end) for n, (one, end) in enumerate(zip(parts, ends))])
     shared = p.g is not None and g[0] is not None and "K" not in p.variant.decay
-    dg = _total(g, p.g.dtype) if shared else _joined(g, -1)  # type: ignore[union-attr]
-    return Gradients(torch.cat(q, 3), torch.cat(k, 3), _total(v, p.v.dtype), dg, _joined(u, 1), _joined(state, 2))
+    dg = _total(g, p.g.dtype) if shared else _joined(g, -1, p.g)  # type: ignore[union-attr]
+    du, d_state = _joined(u, 1, p.u), _joined(state, 2, p.initial_state)
+    return Gradients(torch.cat(q, 3), torch.cat(k, 3), _total(v, p.v.dtype), dg, du, d_state)
 
 
 def _total(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return reduce(Tensor.add_, parts).to(dtype)
 
 
-def _joined(parts: Sequence[Tensor | None], axis: int) -> Tensor | None:
+def _joined(parts: Sequence[Tensor | None], axis: int, like: Tensor | None) -> Tensor | None:
+    """The blocks of a gradient, in the dtype of its input."""
     given = [x for x in parts if x is not None]
-    return torch.cat(given, axis) if given else None
+    return torch.cat(given, axis).to(like.dtype) if given and like is not None else None
