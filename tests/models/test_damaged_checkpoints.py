@@ -149,7 +149,15 @@ def test_other_checkpoints_are_refused(name: str, tmp_path: Path) -> None:
     ("config", "message"),
     [
         (gla.config(model_type="hgrn2"), "model_type in config.json must be gla, retnet or rwkv6, got 'hgrn2'"),
-        (gla.config(attn={"layers": [1], "num_heads": 2}), "attn in config.json must be None"),
+        (gla.config(attn={"layers": [2], "num_heads": 2}), "attn in config.json must be null or objects of layers, num_heads, .* below 2"),
+        (gla.config(attn={"layers": [1], "heads": 2}), "attn in config.json must be null or objects"),
+        (gla.config(attn={"layers": [1], "num_heads": 5}), "must be"),
+        (gla.config(attn={"layers": [1], "num_heads": 4, "num_kv_heads": 3}), "num_kv_heads must be a divisor of num_heads = 4, got 3"),
+        (
+            gla.config(attn={"layers": [1], "num_heads": 4, "window_size": 0}),
+            "window_size in config.json must be a whole number of at least 1",
+        ),
+        (gla.config(attn={"layers": [0, 1], "num_heads": 2}), "attn in config.json must be some of the layers, got all of them"),
         (gla.config(hidden_act="powlu"), "hidden_act in config.json must be swish, got 'powlu'"),
         (gla.config(feature_map="dpfp"), "feature_map must be None or one of"),
         (gla.config(use_gv=True), "use_gv in config.json must be False"),
@@ -255,6 +263,7 @@ def test_formats_without_a_place_for_the_model(tmp_path: Path) -> None:
 
 FOLDERS = {
     "gla": (gla.draw(gla.config()), gla.config()),
+    "hybrid": (gla.draw(gla.config(attn={"layers": [1], "num_heads": 4})), gla.config(attn={"layers": [1], "num_heads": 4})),
     "retnet": (retnet.draw(retnet.config()), retnet.config()),
     "fla rwkv6": (rwkv6.draw_fla(), rwkv6.fla_config(rwkv6.draw_fla())),
     "hf rwkv6": (rwkv6.hf_names(rwkv6.draw()), rwkv6.hf_config(rwkv6.draw())),

@@ -86,7 +86,7 @@ def test_formulas_depend_on_every_weight() -> None:
         "mamba2": (mamba2.draw(mamba2.config()), lambda w, ids: mamba2.logits(w, mamba2.config(), ids)),
     } | {f"rwkv{version}": (rwkv5.draw(version), rwkv5.logits) for version in rwkv5.VERSIONS}
     for judge in (gla, retnet):
-        for changes in ({}, {"use_short_conv": True, "num_kv_heads": 1}):
+        for changes in ({}, {"use_short_conv": True, "num_kv_heads": 1}, {"attn": {"layers": [1], "num_heads": 4}}):
             config = judge.config(**changes)
             models[f"{config['model_type']} {changes}"] = judge.draw(config), lambda w, ids, j=judge, c=config: j.logits(w, c, ids)
     for model, (w, logits) in models.items():

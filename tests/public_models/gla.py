@@ -48,6 +48,17 @@ def draw(config: dict, seed: int = 1, rank: int = 16) -> Weights:
     w = {"model.embeddings.weight": random(V, C, size=1.0), "model.norm.weight": random(C, middle=1)}
     for i in range(config["num_hidden_layers"]):
         layer = {"attn_norm.weight": random(C, middle=1), "mlp_norm.weight": random(C, middle=1)}
+        layer |= {f"mlp.{one}_proj.weight": random.matrix(F, C) for one in ("gate", "up")} | {"mlp.down_proj.weight": random.matrix(C, F)}
+        spec = softmax_spec(config, i)
+        if spec:
+            width = C // spec["num_heads"] * spec.get("num_kv_heads", spec["num_heads"])
+            for one, rows in {"q": C, "k": width, "v": width}.items():
+                layer[f"attn.{one}_proj.weight"] = random.matrix(rows, C)
+                if spec.get("qkv_bias"):
+                    layer[f"attn.{one}_proj.bias"] = random(rows)
+            layer["attn.o_proj.weight"] = random.matrix(C, C)
+            w |= {f"model.layers.{i}.{name}": x for name, x in layer.items()}
+            continue
         layer |= {"attn.q_proj.weight": random.matrix(keys, C), "attn.k_proj.weight": random.matrix(keys // shared, C)}
         layer |= {"attn.v_proj.weight": random.matrix(values // shared, C), "attn.o_proj.weight": random.matrix(C, values)}
         if config["model_type"] == "gla":
@@ -62,7 +73,6 @@ def draw(config: dict, seed: int = 1, rank: int = 16) -> Weights:
             layer["attn.g_proj.weight"] = random.matrix(values, C)
         if config["elementwise_affine"]:
             layer["attn.g_norm_swish_gate.weight" if fused else "attn.g_norm.weight"] = random(values // H, middle=1)
-        layer |= {f"mlp.{one}_proj.weight": random.matrix(F, C) for one in ("gate", "up")} | {"mlp.down_proj.weight": random.matrix(C, F)}
         w |= {f"model.layers.{i}.{name}": x for name, x in layer.items()}
     if not config["tie_word_embeddings"]:
         w["lm_head.weight"] = random.matrix(V, C)
@@ -85,7 +95,12 @@ def model(weights: Weights, config: dict, tokens: Tensor, mixer) -> Tensor:
         x = w["model.embeddings.weight"][token]
         for i in range(layers):
             layer = below(w, f"model.layers.{i}.")
-            x = x + mixer(rms_norm(x, layer["attn_norm.weight"], eps), memory[i], below(layer, "attn."), config)
+            spec = softmax_spec(config, i)
+            normed = rms_norm(x, layer["attn_norm.weight"], eps)
+            if spec:
+                x = x + softmax_attention(normed, memory[i], below(layer, "attn."), spec)
+            else:
+                x = x + mixer(normed, memory[i], below(layer, "attn."), config)
             normed = rms_norm(x, layer["mlp_norm.weight"], eps)
             hidden = silu(layer["mlp.gate_proj.weight"] @ normed) * (layer["mlp.up_proj.weight"] @ normed)
             x = x + layer["mlp.down_proj.weight"] @ hidden
@@ -101,6 +116,40 @@ class Memory:
         self.S = torch.zeros(H, round(C * config["expand_k"]) // H, round(C * config["expand_v"]) // H, dtype=torch.float64)
         self.q, self.k, self.v = [], [], []
         self.position = 0
+        self.keys, self.values = [], []
+
+
+def softmax_spec(config: dict, layer: int) -> dict | None:
+    """What config.json says about a layer of softmax attention."""
+    specs = config["attn"] or []
+    return next((spec for spec in ([specs] if isinstance(specs, dict) else specs) if layer in spec["layers"]), None)
+
+
+def rotated(x: Tensor, position: int, base: float = 10000.0) -> Tensor:
+    """Heads x [..,K]: channel i turns with channel i + K / 2."""
+    half = x.shape[-1] // 2
+    angles = position * base ** (-torch.arange(half, dtype=torch.float64) / half)
+    first, second = x[..., :half], x[..., half:]
+    return torch.cat([first * angles.cos() - second * angles.sin(), first * angles.sin() + second * angles.cos()], -1)
+
+
+def softmax_attention(x: Tensor, memory: Memory, w: Weights, spec: dict) -> Tensor:
+    """One token x [C]; memory holds keys and values [G,D] of all tokens."""
+    q, k, v = (w[f"{one}_proj.weight"] @ x + w.get(f"{one}_proj.bias", 0.0) for one in "qkv")
+    H = spec["num_heads"]
+    D = len(q) // H
+    base = spec.get("rope_theta", 10000.0)
+    memory.keys.append(rotated(k.view(-1, D), memory.position, base))
+    memory.values.append(v.view(-1, D))
+    q = rotated(q.view(H, D), memory.position, base)
+    memory.position += 1
+    window = slice(-spec["window_size"], None) if spec.get("window_size") else slice(None)
+    outputs = []
+    for h in range(H):
+        one = h * len(memory.keys[0]) // H
+        scores = torch.stack([q[h] @ key[one] for key in memory.keys[window]]) * D**-0.5
+        outputs.append(sum(p * value[one] for p, value in zip(torch.softmax(scores, 0), memory.values[window])))
+    return w["o_proj.weight"] @ torch.cat(outputs)
 
 
 def feature_map(name: str | None, x: Tensor) -> Tensor:

@@ -11,6 +11,11 @@ from torch import Tensor
 
 from . import gla, mamba2, retnet, rwkv5, rwkv6, write_bin, write_pth, write_safetensors
 
+ATTENTION = [
+    {"layers": [1], "num_heads": 6, "num_kv_heads": 3, "qkv_bias": True, "window_size": 7, "rope_theta": 100.0},
+    {"layers": [2], "num_heads": 4},
+]
+
 
 class Published(NamedTuple):
     """A checkpoint, its true logits, and where it may go."""
@@ -47,6 +52,7 @@ def _published() -> dict[str, Published]:
         "gla shared": {"num_kv_heads": 1, "use_short_conv": True, "tie_word_embeddings": True, "feature_map": "swish"},
         "gla plain": {"use_output_gate": False, "elementwise_affine": False, "clamp_min": -0.03, "expand_k": 1, "expand_v": 2},
         "gla apart": {"fuse_norm": False, "feature_map": "relu"},
+        "gla hybrid": {"num_hidden_layers": 3, "attn": ATTENTION},
     }.items():
         config = gla.config(**changes)
         w = gla.draw(config)
@@ -55,6 +61,7 @@ def _published() -> dict[str, Published]:
     for name, changes, formats in (
         ("retnet", {}, ("fla",)),
         ("retnet shared", {"num_kv_heads": 1, "num_heads": 4, "hidden_size": 32}, ("fla",)),
+        ("retnet hybrid", {"num_hidden_layers": 2, "attn": {"layers": [0], "num_heads": 6}}, ("fla",)),
         ("retnet convolved", {"use_short_conv": True}, ()),
     ):
         config = retnet.config(**changes)

@@ -22,19 +22,10 @@ def logits(weights: Weights, config: dict, tokens: Tensor) -> Tensor:
     return gla.model(weights, config, tokens, mixer)
 
 
-def rotated(x: Tensor, position: int) -> Tensor:
-    """Heads x [..,K]: channel i turns with channel i + K / 2."""
-    half = x.shape[-1] // 2
-    angles = position * 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
-    first, second = x[..., :half], x[..., half:]
-    turned = first * angles.cos() - second * angles.sin(), first * angles.sin() + second * angles.cos()
-    return torch.cat(turned, -1)
-
-
 def mixer(x: Tensor, memory: gla.Memory, w: Weights, config: dict) -> Tensor:
     """One token x [C]."""
     q, k, v = gla.project(x, memory, w, config)
-    q, k = rotated(q, memory.position), rotated(k, memory.position)
+    q, k = gla.rotated(q, memory.position), gla.rotated(k, memory.position)
     memory.position += 1
     H, K, _ = memory.S.shape
     shared = H // len(k)

@@ -8,7 +8,7 @@ import re
 import warnings
 import zipfile
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -77,46 +77,25 @@ class Archive:
             complaints.raise_any()
         return depth
 
-    def shape(self, name: str, axes: str) -> tuple[int, ...]:
+    def shape(self, name: str, axes: str, layers: Iterable[int] | None = None) -> tuple[int, ...]:
         """The shape of a tensor whose axes are given as in "V C", with "..." for any others at the end.
 
-        A name with {} stands for all layers, of which one may be damaged: the most frequent shape counts. Raises RangeError if
+        A name with {} stands for all ``layers``, of which one may be damaged: the most frequent shape counts. Raises RangeError if
         there is no tensor of as many axes.
         """
         letters = axes.split()
         before, layered, after = name.partition("{}")
-        names = [f"{before}{n}{after}" for n in range(self.depth(before))] if layered else [name]
+        layers = layers or range(max(self.depth(before), 1))
+        names = [f"{before}{n}{after}" for n in layers] if layered else [name]
         found = [tuple(self.tensors[one].shape) for one in names if one in self.tensors and self.tensors[one].numel()]
         shapes = Counter(one for one in found if len(one) == len(letters) or (letters[-1] == "..." and len(one) >= len(letters) - 1))
         if not shapes:
             complaints = Complaints("load")
-            one = name.replace("{}", "0", 1)
+            one = names[0]
             value = list(self.tensors[one].shape) if one in self.tensors else "none"
             complaints.add(RangeError, one, f"a tensor of shape [{','.join(letters)}]", value, DAMAGED)
             complaints.raise_any()
         return shapes.most_common(1)[0][0]
-
-    def number(self, name: str, default: float | None, least: float | None = None) -> Any:
-        """A number of config.json, not below ``least``; whole if ``least`` is. Raises RangeError if it is something else."""
-        value = self.config.get(name)
-        if value is None:
-            return default
-        kinds = int if isinstance(least, int) else int | float
-        if isinstance(value, bool) or not isinstance(value, kinds) or (least is not None and not least <= value < 2**63):
-            complaints = Complaints("load")
-            rule = f"a{' whole' * isinstance(least, int)} number{'' if least is None else f' of at least {least}'}"
-            complaints.add(RangeError, f"{name} in config.json", rule, described(value))
-            complaints.raise_any()
-        return value
-
-    def flag(self, name: str, default: bool) -> bool:
-        """A boolean of config.json. Raises RangeError if it is something else."""
-        value = self.config.get(name)
-        if value is not None and not isinstance(value, bool):
-            complaints = Complaints("load")
-            complaints.add(RangeError, f"{name} in config.json", "true or false", described(value))
-            complaints.raise_any()
-        return default if value is None else value
 
     def has(self, name: str) -> bool:
         """Whether any layer, for {} in the name, has a tensor."""

@@ -1,4 +1,4 @@
-"""flash-linear-attention's layout of GLA, RetNet and RWKV-6."""
+"""flash-linear-attention's layout of GLA, RetNet and RWKV-6, the first two also with softmax attention in some layers."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from ...errors import Complaints, RangeError, described
-from ...layers import GLAConfig, RetentionConfig, RWKV6ChannelConfig, RWKV6Config, SwiGLUConfig
+from ...layers import GLAConfig, MixerConfig, RetentionConfig, RWKV6ChannelConfig, RWKV6Config, SoftmaxAttentionConfig, SwiGLUConfig
 from ..config import Config
 from .archive import Archive
-from .layout import Format, Row, common, divided, flat, needed, norms, same, tied, transposed
+from .layout import Format, Row, common, divided, flag, flat, needed, norms, number, same, tied, transposed
 
 HeadsConfig = GLAConfig | RetentionConfig
+ATTENTION = {"layers", "num_heads", "num_kv_heads", "qkv_bias", "window_size", "rope_theta"}
+"""What ``attn`` of config.json says about layers of softmax attention."""
 FEATURE_MAPS = {"swish": "silu", "sqrelu": "squared_relu"}
 """fla's names of feature maps that have another name here."""
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -33,11 +35,14 @@ def rows(config: Config, archive: Archive | None = None) -> list[Row]:
         found += norms(config, f"{ours}channel_norm", f"{theirs}{'ffn' if rwkv else 'mlp'}_norm")
         if isinstance(mixer, RWKV6Config):
             found += _rwkv6_rows(f"{ours}mixer.", f"{theirs}attn.") + _rwkv6_channel_rows(f"{ours}channel.", f"{theirs}ffn.")
+            continue
+        found += _swiglu_rows(archive, f"{ours}channel.", f"{theirs}mlp.")
+        if isinstance(mixer, SoftmaxAttentionConfig):
+            names = [f"{one}.weight" for one in PROJECTIONS] + [f"{one}.bias" for one in PROJECTIONS[:3]] * mixer.qkv_bias
+            found += [same(f"{ours}mixer.{one}", f"{theirs}attn.{one}") for one in names]
         else:
             assert isinstance(mixer, HeadsConfig)
-            found += _heads_rows(mixer, archive, f"{ours}mixer.", f"{theirs}attn.") + _swiglu_rows(
-                archive, f"{ours}channel.", f"{theirs}mlp."
-            )
+            found += _heads_rows(mixer, archive, f"{ours}mixer.", f"{theirs}attn.")
     return found
 
 
@@ -117,7 +122,8 @@ def config_of(archive: Archive) -> Config:
     kind = stored.get("model_type")
     if kind not in ("gla", "retnet", "rwkv6"):
         complaints.add(RangeError, "model_type in config.json", "gla, retnet or rwkv6", repr(kind))
-    for name, wanted in {"attn": (None,), "attnres_block_size": (None,), "use_gv": (False,), "use_gk": (True,)}.items():
+    plain = (None,) if kind == "rwkv6" else (stored.get("attn"),)
+    for name, wanted in {"attn": plain, "attnres_block_size": (None,), "use_gv": (False,), "use_gk": (True,)}.items():
         if stored.get(name, wanted[0]) not in wanted:
             complaints.add(RangeError, f"{name} in config.json", " or ".join(map(repr, wanted)), repr(stored[name]))
     activation = stored.get("hidden_act")
@@ -126,7 +132,7 @@ def config_of(archive: Archive) -> Config:
     complaints.raise_any()
     vocab_size, hidden_size = archive.shape("model.embeddings.weight", "V C")
     sizes: dict[str, Any] = {"vocab_size": vocab_size, "hidden_size": hidden_size, "num_layers": archive.depth("model.layers.")}
-    sizes["tie_embeddings"] = tied(archive, archive.flag("tie_word_embeddings", False), "model.embeddings.weight", "lm_head.weight")
+    sizes["tie_embeddings"] = tied(archive, flag(archive.config, "tie_word_embeddings", False), "model.embeddings.weight", "lm_head.weight")
     return _rwkv6_config(archive, sizes) if kind == "rwkv6" else _heads_config(archive, sizes, kind == "gla")
 
 
@@ -137,7 +143,7 @@ def _rwkv6_config(archive: Archive, sizes: dict[str, Any]) -> Config:
     rank, _ = archive.shape(f"{mixing}x_proj.0.linear.weight", "5M C")
     decay_rank, _ = archive.shape(f"{mixing}w_proj.linear.lora.0.weight", "D C")
     width, _ = archive.shape("model.layers.{}.ffn.key.linear.weight", "F C")
-    V, eps = divided(inner, heads, f"heads of {mixing}bonus"), archive.number("norm_eps", 1e-5, 0.0)
+    V, eps = divided(inner, heads, f"heads of {mixing}bonus"), number(archive.config, "norm_eps", 1e-5, 0.0)
     converted = sizes["vocab_size"] == WORLD and K == V
     mixer = RWKV6Config(
         V,
@@ -145,7 +151,7 @@ def _rwkv6_config(archive: Archive, sizes: dict[str, Any]) -> Config:
         num_heads=None if heads * V == sizes["hidden_size"] else heads,
         mix_rank=divided(rank, 5, f"ranks of {mixing}x_proj.0.linear.weight"),
         decay_rank=decay_rank,
-        norm_eps=archive.number("group_norm_eps", 64e-5 if converted else eps, 0.0),
+        norm_eps=number(archive.config, "group_norm_eps", 64e-5 if converted else eps, 0.0),
     )
     bias = archive.has("model.layers.{}.attn_norm.bias")
     return Config(
@@ -156,9 +162,12 @@ def _rwkv6_config(archive: Archive, sizes: dict[str, Any]) -> Config:
 
 def _heads_config(archive: Archive, sizes: dict[str, Any], gla: bool) -> Config:
     stored, mixing, C = archive.config, "model.layers.{}.attn.", sizes["hidden_size"]
-    (keys, _), (shared, _) = archive.shape(f"{mixing}q_proj.weight", "HK C"), archive.shape(f"{mixing}k_proj.weight", "GK C")
-    _, values = archive.shape(f"{mixing}o_proj.weight", "C HV")
-    heads = archive.number("num_heads", 4 if gla else 8, 1)
+    attention = _attention(archive, sizes["num_layers"])
+    layers = [n for n in range(sizes["num_layers"]) if n not in attention]
+    keys, _ = archive.shape(f"{mixing}q_proj.weight", "HK C", layers)
+    shared, _ = archive.shape(f"{mixing}k_proj.weight", "GK C", layers)
+    _, values = archive.shape(f"{mixing}o_proj.weight", "C HV", layers)
+    heads = number(archive.config, "num_heads", 4 if gla else 8, 1)
     served = divided(keys, shared, f"rows of {mixing}k_proj.weight")
     feature_map: Any = stored.get("feature_map")
     if not isinstance(feature_map, str | None):
@@ -174,27 +183,59 @@ def _heads_config(archive: Archive, sizes: dict[str, Any], gla: bool) -> Config:
         "conv_size": archive.shape(f"{mixing}q_conv1d.weight", "HK 1 W")[2] if archive.has(f"{mixing}q_conv1d.weight") else 0,
         "conv_bias": archive.has(f"{mixing}q_conv1d.bias"),
         "use_output_gate": archive.has(f"{mixing}g_proj.weight"),
-        "norm_eps": archive.number("norm_eps", 1e-6, 0.0),
+        "norm_eps": number(archive.config, "norm_eps", 1e-6, 0.0),
         "elementwise_affine": archive.has(f"{mixing}g_norm.weight") or archive.has(f"{mixing}g_norm_swish_gate.weight"),
     }
     if gla:
         rank, _ = archive.shape(f"{mixing}gk_proj.0.weight", "R C")
-        shape |= {"gate_low_rank_dim": rank, "clamp_min": archive.number("clamp_min", None)}
+        shape |= {"gate_low_rank_dim": rank, "clamp_min": number(archive.config, "clamp_min", None)}
         mixer: HeadsConfig = GLAConfig(**shape)
     else:
         mixer = RetentionConfig(**shape)
     _, width = archive.shape("model.layers.{}.mlp.down_proj.weight", "C F")
-    return Config(mixer=mixer, channel=SwiGLUConfig(width), norm="rms_norm", norm_eps=shape["norm_eps"], **sizes)
+    mixers = tuple(attention.get(n, mixer) for n in range(sizes["num_layers"])) if attention else mixer
+    return Config(mixer=mixers, channel=SwiGLUConfig(width), norm="rms_norm", norm_eps=shape["norm_eps"], **sizes)
+
+
+def _attention(archive: Archive, num_layers: int) -> dict[int, SoftmaxAttentionConfig]:
+    """The layers of softmax attention."""
+    specs = archive.config.get("attn") or []
+    found: dict[int, SoftmaxAttentionConfig] = {}
+    complaints = Complaints("load")
+    for spec in [specs] if isinstance(specs, dict) else specs if isinstance(specs, list) else [specs]:
+        layers: Any = spec.get("layers") if isinstance(spec, dict) else None
+        if not isinstance(layers, list) or not all(type(n) is int and 0 <= n < num_layers for n in layers) or not set(spec) <= ATTENTION:
+            rule = f"null or objects of {', '.join(sorted(ATTENTION))} with layers below {num_layers}"
+            complaints.add(RangeError, "attn in config.json", rule, described(spec))
+            complaints.raise_any()
+        mixer = SoftmaxAttentionConfig(
+            number(spec, "num_heads", 0, 1),
+            num_kv_heads=number(spec, "num_kv_heads", None, 1),
+            qkv_bias=flag(spec, "qkv_bias", False),
+            window_size=number(spec, "window_size", None, 1),
+            rope_theta=number(spec, "rope_theta", 10000.0, 1.0),
+            max_length=number(archive.config, "max_position_embeddings", 2048, 1),
+        )
+        found |= dict.fromkeys(layers, mixer)
+    if len(found) == num_layers and found:
+        complaints.add(RangeError, "attn in config.json", "some of the layers", "all of them")
+        complaints.raise_any()
+    return found
 
 
 def refuses(config: Config) -> str | None:
     """Why a model has no place in this layout."""
-    mixer, channel = config.mixers[0], config.channels[0]
+    mixer, channel = _recurrent(config), config.channels[0]
     kinds = {GLAConfig: SwiGLUConfig, RetentionConfig: SwiGLUConfig, RWKV6Config: RWKV6ChannelConfig}
     if type(mixer) not in kinds or type(channel) is not kinds[type(mixer)]:
         return "it holds GLA and RetNet with gated feed-forward layers, and RWKV-6"
-    if any(one != mixer for one in config.mixers) or any(one != channel for one in config.channels):
-        return "all its layers have the same sizes"
+    attention = {one for one in config.mixers if isinstance(one, SoftmaxAttentionConfig)}
+    if any(one != mixer and one not in attention for one in config.mixers) or any(one != channel for one in config.channels):
+        return "all its layers have the same sizes, except for those of softmax attention"
+    if attention and isinstance(mixer, RWKV6Config):
+        return "its hybrids are of GLA and RetNet"
+    if any(one.qk_norm or one.head_dim or one.rope_theta is None for one in attention) or len({one.max_length for one in attention}) > 1:
+        return "its softmax attention has rotary embeddings, no norms, heads of hidden_size / num_heads and one max_length"
     if isinstance(mixer, RWKV6Config):
         if mixer.tuned_state:
             return "its sequences begin with states of zeros"
@@ -211,9 +252,27 @@ def refuses(config: Config) -> str | None:
     return None
 
 
+def _recurrent(config: Config) -> MixerConfig | None:
+    """The first mixer that is not softmax attention."""
+    return next((one for one in config.mixers if not isinstance(one, SoftmaxAttentionConfig)), None)
+
+
+def _attention_specs(config: Config) -> dict[str, Any]:
+    """What config.json says about layers of softmax attention."""
+    specs: dict[SoftmaxAttentionConfig, list[int]] = {}
+    for n, one in enumerate(config.mixers):
+        if isinstance(one, SoftmaxAttentionConfig):
+            specs.setdefault(one, []).append(n)
+    if not specs:
+        return {"attn": None}
+    names = ATTENTION - {"layers"}
+    found = [{"layers": layers, **{name: getattr(one, name) for name in sorted(names)}} for one, layers in specs.items()]
+    return {"attn": found[0] if len(found) == 1 else found, "max_position_embeddings": next(iter(specs)).max_length}
+
+
 def stored(config: Config) -> dict[str, Any]:
     """config.json of fla."""
-    mixer, channel = config.mixers[0], config.channels[0]
+    mixer, channel = _recurrent(config), config.channels[0]
     assert isinstance(channel, SwiGLUConfig | RWKV6ChannelConfig)
     found = {
         "vocab_size": config.vocab_size,
@@ -222,8 +281,8 @@ def stored(config: Config) -> dict[str, Any]:
         "intermediate_size": channel.intermediate_size,
         "norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tie_embeddings,
-        "attn": None,
         "use_cache": True,
+        **_attention_specs(config),
     }
     if isinstance(mixer, RWKV6Config):
         V = mixer.head_size

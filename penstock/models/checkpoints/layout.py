@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import Complaints, RangeError, ShapeError
+from ...errors import Complaints, RangeError, ShapeError, described
 from ..causal_lm import CausalLM
 from ..config import Config
 from .archive import DAMAGED, Archive
@@ -157,6 +157,30 @@ def needed(archive: Archive, models: str) -> None:
         rule = f"a checkpoint with its config.json, without which sizes of {models} are unknown"
         complaints.add(RangeError, "path", rule, f"no config.json in {str(archive.folder)!r}", "Put both into one folder and pass that.")
         complaints.raise_any()
+
+
+def number(values: Mapping[str, Any], name: str, default: float | None, least: float | None = None) -> Any:
+    """A number of config.json, not below ``least``; whole if ``least`` is. Raises RangeError if it is something else."""
+    value = values.get(name)
+    if value is None:
+        return default
+    kinds = int if isinstance(least, int) else int | float
+    if isinstance(value, bool) or not isinstance(value, kinds) or (least is not None and not least <= value < 2**63):
+        complaints = Complaints("load")
+        rule = f"a{' whole' * isinstance(least, int)} number{'' if least is None else f' of at least {least}'}"
+        complaints.add(RangeError, f"{name} in config.json", rule, described(value))
+        complaints.raise_any()
+    return value
+
+
+def flag(values: Mapping[str, Any], name: str, default: bool) -> bool:
+    """A boolean of config.json. Raises RangeError if it is something else."""
+    value = values.get(name)
+    if value is not None and not isinstance(value, bool):
+        complaints = Complaints("load")
+        complaints.add(RangeError, f"{name} in config.json", "true or false", described(value))
+        complaints.raise_any()
+    return default if value is None else value
 
 
 def divided(size: int, parts: int, name: str) -> int:

@@ -8,7 +8,7 @@ from ...errors import Complaints, RangeError, described
 from ...layers import Mamba2Config
 from ..config import Config
 from .archive import Archive
-from .layout import Format, Row, common, divided, needed, norms, same, tied
+from .layout import Format, Row, common, divided, flag, needed, norms, number, same, tied
 
 MIXER = ("A_log", "D", "dt_bias", "in_proj.weight", "conv1d.weight", "norm.weight", "out_proj.weight")
 
@@ -56,8 +56,8 @@ def config_of(archive: Archive) -> Config:
     mixed, _, width = archive.shape(f"{mixing}conv1d.weight", "M 1 W")
     if not stored.keys() & {"n_groups"}:  # the projects' own defaults
         archive.config["n_groups"] = layer.get("ngroups", 8 if "num_hidden_layers" in stored else 1)
-    groups = archive.number("n_groups", 1, 1)
-    eps = archive.number("layer_norm_epsilon", 1e-5, 0.0)
+    groups = number(archive.config, "n_groups", 1, 1)
+    eps = number(archive.config, "layer_norm_epsilon", 1e-5, 0.0)
     mixer = Mamba2Config(
         heads,
         head_dim=divided(inner, heads, f"{mixing}A_log"),
@@ -69,7 +69,7 @@ def config_of(archive: Archive) -> Config:
         time_step_limit=_limits(complaints, stored.get("time_step_limit", layer.get("dt_limit"))),
         norm_eps=eps,
     )
-    tie = archive.flag("tie_word_embeddings", archive.flag("tie_embeddings", "n_layer" in stored))
+    tie = flag(archive.config, "tie_word_embeddings", flag(archive.config, "tie_embeddings", "n_layer" in stored))
     return Config(
         vocab_size,
         hidden_size,
@@ -78,7 +78,7 @@ def config_of(archive: Archive) -> Config:
         norm="rms_norm",
         norm_eps=eps,
         tie_embeddings=tied(archive, tie, embeddings, "lm_head.weight"),
-        residual_in_float32=archive.flag("residual_in_fp32", True),
+        residual_in_float32=flag(archive.config, "residual_in_fp32", True),
     )
 
 

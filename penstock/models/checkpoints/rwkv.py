@@ -16,7 +16,7 @@ from ...errors import Complaints, RangeError
 from ...layers import RWKV5ChannelConfig, RWKV5Config, RWKV6ChannelConfig, RWKV6Config
 from ..config import Config
 from .archive import Archive
-from .layout import Format, Row, common, divided, flat, norms, renamed, same
+from .layout import Format, Row, common, divided, flat, norms, number, renamed, same
 
 MIXER = ("receptance.weight", "key.weight", "value.weight", "output.weight", "ln_x.weight", "ln_x.bias", "time_decay", "time_faaaa")
 GATE = ("gate.weight",)
@@ -102,7 +102,7 @@ def config_of(archive: Archive, name: Callable[[str], str] = str) -> Config:
         version: Literal["5.0", "5.1", "5.2"] = "5.2" if by_channel else "5.1" if archive.has(name(f"{mixing}gate.weight")) else "5.0"
         mixer = RWKV5Config(size, num_heads=_count(heads, size, hidden_size), version=version)
         channel = RWKV5ChannelConfig(width)
-    eps = archive.number("layer_norm_epsilon", 1e-5, 0.0)
+    eps = number(archive.config, "layer_norm_epsilon", 1e-5, 0.0)
     layers = archive.depth(name("blocks.{}").removesuffix("{}"))
     return Config(vocab_size, hidden_size, layers, mixer, channel, norm="layer_norm", norm_eps=eps, embedding_norm=True)
 
