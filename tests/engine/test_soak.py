@@ -66,7 +66,7 @@ class Soak:
         if number % 23 == 0:
             prompt = SHARED + prompt
         elif number % 29 == 0:
-            prompt = prompt * 64  # a prefix that nobody shares
+            prompt = prompt * 64  # a prefix of this request alone
         params = KINDS[number % len(KINDS)]
         options = {"priority": int(number % 101 == 0), "sink": refusing if number % 97 == 0 and number % 53 and params.max_tokens else None}
         request = self.engine.submit(prompt, params, **options)

@@ -144,8 +144,8 @@ def penstock_chunk_fwd(
 
     PART: 1 and 2 are the launches of decays per channel, 0 is the launch of others. The first has only the code for chunks that suit one
     anchor: a branch, or a second loop, would cost registers and the pipeline of loads. It stores the state before the first other chunk,
-    and in ``resume`` [programs] the tokens before that chunk. The second goes on from there, with a branch for each chunk; if all chunks
-    suit, it returns at once.
+    and in ``resume`` [programs] the number of tokens before it. The second starts at that chunk, with a branch for each chunk; if all
+    chunks suit, it returns at once.
 
     PIECE > 0: updates in place (see ``in_place.py``). The states are rows of a pool, with SLOTS row ``slots[n]``. Only whole pieces of
     PIECE tokens are processed. Decays per channel have the second launch alone, so a chunk's results do not depend on the chunks before it.

@@ -68,17 +68,15 @@ def _chunks(plan: Plan, c: Call, p: Advance, output: str) -> None:
     b, state = c.config("forward"), p.state.stride()
     given = "slots" if p.slots is not None else "q"
     with_pieces = lambda s: min(s["N"], s["T"] // CHUNK) if c.packed else s["N"] * (s["T"] >= CHUNK)  # noqa: E731
-    grid = c.programs(with_pieces, math.ceil(c.V / b.BV))
-    numbers = (p.scale, lambda s: s["N"], lambda s: s["T"], 0, c.H)
     flags: dict[str, Any] = {"SEGMENTS": False, "INITIAL": True, "FINAL": True, "EVERY": 0, "PIECE": CHUNK}
     kernel = hopper.forward(p, b, c.target, c.precision)
     if kernel:
         flags |= {"ROWS_GIVEN": p.slots is not None, "NARROW": p.state.element_size() < 4}
         hopper_forward(plan, c, p, kernel, with_pieces, 0, output, "state", "q", "state", state, given, False, **flags)
         return
-    C = min(b.C, CHUNK)
+    C, numbers = min(b.C, CHUNK), (p.scale, lambda s: s["N"], lambda s: s["T"], 0, c.H)
     plan.launch(
-        chunk_forward.penstock_chunk_fwd, grid,
+        chunk_forward.penstock_chunk_fwd, c.programs(with_pieces, math.ceil(c.V / b.BV)),
         ("q", "k", "v", "g", "u", c.levels(plan, C), "state", output, "state", "q", "q", "cu_seqlens", given),
         (*numbers, *strides(p.q, p.k, p.v), *c.gate, *bonus(p), *state), b.warps, fused=False, **c.flags, **flags,
         PREVIOUS=c.previous, BK=power(c.K, LEAST), BV=b.BV, C=C, LEVELS=len(lengths(C)), REVERSE=False, STAGES=b.stages,

@@ -229,15 +229,12 @@ def chunk_forward_plan(p: Recurrence, target: Target, keep: bool = False) -> Pla
         segment_states = _states(plan, c, ("k", "v"), strides(p.k, p.v), L, C, 1.0, p.reverse, state, final, False, None)
         state, walked = (segment_states, contiguous((0, c.H, c.K, c.V))), c.chunks(L)
     first, steps = state if state is not None else (final, (0, 0, 0, 0))
-    programs = c.programs(walked, grid)
-    flags: dict[str, Any] = {
-        "SEGMENTS": L is not None, "INITIAL": state is not None, "FINAL": L is None, "EVERY": every,
-    }  # fmt: skip
-    numbers = (p.scale, _N, _T, L or 0, c.H)
+    flags: dict[str, Any] = {"SEGMENTS": L is not None, "INITIAL": state is not None, "FINAL": L is None, "EVERY": every}
     if kernel:
         flags |= {"PIECE": 0, "ROWS_GIVEN": False, "NARROW": False}
         hopper_forward(plan, c, p, kernel, walked, L or 0, output, final, chunk_states, first, steps, **flags)
         return plan
+    programs, numbers = c.programs(walked, grid), (p.scale, _N, _T, L or 0, c.H)
     resume = plan.empty("resume", programs, dtype=torch.int32) if c.decay == CHANNEL else "q"
     for part in c.parts:
         plan.launch(
