@@ -19,8 +19,8 @@ from ..bench.cases import default_cases
 from ..bench.report import duration
 from ..errors import Complaints, RangeError
 from ..gpu.target import power
-from ..recurrence.triton.table import target as target_of
 from ..recurrence.triton.table_file import Entry, read, user_path, write
+from ..recurrence.triton.table_file import target as target_of
 from ..recurrence.variants import VARIANTS
 from ..verify.inputs import Shape
 from .options import check_device, check_names, check_seed

@@ -6,9 +6,8 @@ times. The fused kernels compute in float32 and round once. Both forms have the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,21 +16,11 @@ from torch.nn import functional as F
 from ..call import private
 from ..recurrence.declaration import state_dtype
 from .linear import linear, mode
+from .pool_rows import PoolRows
 from .triton import kernels
 
 if TYPE_CHECKING:
     from .sequences import Sequences
-
-
-class PoolRows(NamedTuple):
-    """Rows of a pool that only some kernels read in place."""
-
-    pool: Tensor
-    """[P,C]"""
-    slots: Tensor
-    """[N]; negative ones are skipped."""
-    read: Callable[[], Tensor]
-    """Makes a copy of the rows, [N,C]."""
 
 
 def token_shift(
@@ -226,20 +215,3 @@ def decay_formula(x: Tensor, bias: Tensor) -> Tensor:
     """``decay``."""
     dtype = state_dtype(x.dtype)
     return -torch.exp(bias.to(dtype).reshape(-1) + x.to(dtype))
-
-
-def reads_rows(x: Tensor, pool: Tensor) -> bool:
-    """Whether kernels for tokens x read rows of a pool in place."""
-    return not torch.is_grad_enabled() and pool.shape[0] > 0 and pool[0].is_contiguous() and kernels("launch", x, pool) is not None
-
-
-def write_rows(states: Tensor, pool: Tensor, slots: Tensor, ends: Tensor | None = None) -> bool:
-    """Write states [N,...] to rows of a pool, none for negative slots; whether a kernel did.
-
-    With ends [N+1], the last of the packed tokens [T,...] of each sequence; none for an empty one.
-    """
-    launch = kernels("launch", states, pool)
-    if launch is None or not (states[0].is_contiguous() and pool[0].is_contiguous()):
-        return False
-    launch.write_rows(states, pool, slots.contiguous(), None if ends is None else ends.contiguous())
-    return True

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..call.validation import known_values
 from ..recurrence import functional
-from . import fused
+from . import pool_rows
 
 State = TypeVar("State", bound=tuple[Any, ...])
 Kept = TypeVar("Kept")
@@ -129,8 +129,8 @@ class Sequences:
 
     def shifted(self, x: Tensor, last: Tensor) -> tuple[Any, Any]:
         """The token before the first one of each sequence [N,C], from the states ``last``, and the last tokens: the new states [N,C]."""
-        if self.in_place and self.slots is not None and self.tokens and fused.reads_rows(x, last):
-            rows = fused.PoolRows(last, self.slots.contiguous(), lambda: self.read(last))
+        if self.in_place and self.slots is not None and self.tokens and pool_rows.reads_rows(x, last):
+            rows = pool_rows.PoolRows(last, self.slots.contiguous(), lambda: self.read(last))
             return rows, x[:, -1] if self.cu_seqlens is None else LastTokens(x, rows.read)
         read = self.read(last).to(x.dtype)
         if self.tokens == 0:
@@ -171,7 +171,7 @@ class Sequences:
         for pool, state in zip(pools, states):
             if isinstance(state, LastTokens):
                 assert self.slots is not None
-                if fused.write_rows(state.x[0], pool, self.slots, self.ends):
+                if pool_rows.write_rows(state.x[0], pool, self.slots, self.ends):
                     continue
                 state = self._last_or(state.x, state.before().to(state.x.dtype))
             if state is pool or state.numel() == 0 or pool.numel() == 0:
@@ -179,7 +179,7 @@ class Sequences:
             if self.slots is None:
                 pool.copy_(state)
                 continue
-            if fused.write_rows(state, pool, self.slots):
+            if pool_rows.write_rows(state, pool, self.slots):
                 continue
             # A skipped sequence writes the same row with the same values as the sequence with the highest slot. If all are skipped,
             # they write what row 0 has.

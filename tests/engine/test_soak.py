@@ -43,7 +43,8 @@ def refusing(request, event):
 class MallInfo(ctypes.Structure):
     """glibc's ``struct mallinfo2``."""
 
-    _fields_ = [(name, ctypes.c_size_t) for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()]
+    NAMES = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+    _fields_ = [(name, ctypes.c_size_t) for name in NAMES]
 
 
 def allocated() -> float:
@@ -121,11 +122,13 @@ def main() -> None:
     for _ in range(10):
         begin = time.process_time()
         soak.run(COUNT // 10)
-        print(f"{soak.submitted} requests, {allocated():.2f} MiB, {resident():.1f} resident, {COUNT // 10 / (time.process_time() - begin):.0f} a second")
+        rate = COUNT // 10 / (time.process_time() - begin)
+        print(f"{soak.submitted} requests, {allocated():.2f} MiB, {resident():.1f} resident, {rate:.0f} a second")
     last = weakref.ref(soak.engine.submit([1], SamplingParams(max_tokens=1)))
     soak.run(1)
     after = objects()
-    print(f"{memory:.2f} MiB before, {allocated():.2f} after, {pages:.1f} and {resident():.1f} resident; ends {soak.ends}; {soak.engine.stats}")
+    print(f"{memory:.2f} MiB before, {allocated():.2f} after, {pages:.1f} and {resident():.1f} resident")
+    print(soak.ends, soak.engine.stats)
     assert last() is None
     assert allocated() - memory < 1
     assert sum((after - before).values()) < 20, after - before  # nodes of the cache

@@ -11,7 +11,8 @@ from contract import check_contract, measured
 import penstock as ps
 from penstock.gpu.launch import trying
 from penstock.recurrence.operators import FAMILY
-from penstock.recurrence.triton import launch, plan, table
+from penstock.recurrence.triton import launch, plan, table_file
+from penstock.recurrence.triton.table import KernelConfig
 from penstock.recurrence.variants import VARIANTS
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")
@@ -62,9 +63,9 @@ MORE = [
 @pytest.mark.parametrize("case", [*ANY, Case("gla", B=1, H=1, T=200, gate="uneven"), *slow(*MORE)], ids=str)
 def test_any_decay_per_channel_equals_the_oracle(case):
     """Chunks of 16 and of 64. In "uneven" chunks that suit one anchor come before and after others."""
-    c = plan.Call.of(problem_of(case, draw(case)), table.target(torch.device("cpu")))
+    c = plan.Call.of(problem_of(case, draw(case)), table_file.target(torch.device("cpu")))
     for C in (16, 64):
-        with trying({c.key(kernel): table.KernelConfig(4, C=C, programs_per_sm=2) for kernel in ("forward", "backward")}):
+        with trying({c.key(kernel): KernelConfig(4, C=C, programs_per_sm=2) for kernel in ("forward", "backward")}):
             check_contract(case, "triton_chunkwise")
 
 
@@ -95,7 +96,7 @@ def test_the_second_launch_alone_gives_the_same_bits():
     """As after another kernel's launch, at K = 256 on Hopper: ``resume`` and the state in memory are 0 here."""
     case = Case("gla", B=2, H=1, T=100, K=20, V=12, gate="uneven", state=False)
     problem = problem_of(case, draw(case))
-    made = plan.chunk_forward_plan(problem, table.target(torch.device("cpu"))).at(problem.sizes)
+    made = plan.chunk_forward_plan(problem, table_file.target(torch.device("cpu"))).at(problem.sizes)
     _, one = made.launches
     tensors = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in made.memory.items()}
     tensors |= {name: function(*rest, torch.device("cpu")) for name, (function, *rest) in made.constants.items()}
@@ -156,14 +157,14 @@ def test_saved_states_equal_recomputed_states(case):
 def test_states_of_other_chunks_are_recomputed(case):
     """Between the passes the precision of products, or strides by hooks of saved tensors, may change, and with them the chunks."""
     problem = problem_of(case, draw(case))
-    key = plan.Call.of(problem, table.target(torch.device("cpu"))).key("backward")
+    key = plan.Call.of(problem, table_file.target(torch.device("cpu"))).key("backward")
     states = []
     for C in (16, 32):
-        with trying({key: table.KernelConfig(4, C=C)}):
+        with trying({key: KernelConfig(4, C=C)}):
             output, final_state, (kept,) = launch.chunk_forward(problem, keep=True)
             states.append(kept)
     assert len(states[0]) != len(states[1])
-    with trying({key: table.KernelConfig(4, C=32)}):
+    with trying({key: KernelConfig(4, C=32)}):
         wanted = launch.chunk_backward(problem, torch.ones_like(output), torch.ones_like(final_state))
         for kept in (*states, *states[::-1]):
             for found, one in zip(launch.chunk_backward(problem, torch.ones_like(output), torch.ones_like(final_state), (kept,)), wanted):

@@ -11,7 +11,7 @@ from ...gpu.plan import dense
 from ..declaration import Advance, Recurrence, Tokens
 from ..gradients import Gradients, summed
 from . import in_place, plan, wide
-from .table import target
+from .table_file import target
 
 Inputs = dict[str, Tensor | None]
 Residuals = tuple[Tensor | None, ...]

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from functools import cache
 from itertools import product
 from typing import NamedTuple
 
-import torch
-
-from ...gpu import target as gpu
 from ...gpu.target import Target
 
 KERNELS = ("forward", "backward", "states", "recurrent", "step")
@@ -56,15 +52,6 @@ class Key(NamedTuple):
 
     def __str__(self) -> str:
         return " ".join(map(str, self))
-
-
-@cache
-def target(device: torch.device) -> Target:
-    """The GPU of this device, with the measured configurations for its architecture. The tables are read once."""
-    from .table_file import in_use
-
-    found = gpu.Target.of(device)
-    return found if found.interpreted else found._replace(table={key: entry.config for key, entry in in_use(found.arch).items()})
 
 
 def config(key: Key, target: Target) -> KernelConfig:

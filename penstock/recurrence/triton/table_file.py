@@ -19,7 +19,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from ...errors import Complaints, RangeError
+from ...gpu.target import Target
 from .table import DECAYS, KERNELS, PRECISIONS, READS, KernelConfig, Key
 
 
@@ -106,6 +109,13 @@ def shipped(arch: str) -> dict[Key, Entry]:
 def in_use(arch: str) -> Mapping[Key, Entry]:
     """Shipped entries, and before them the user's. Read once in a process, when its first launch is planned."""
     return shipped(arch) | read(user_path(arch), arch)
+
+
+@cache
+def target(device: torch.device) -> Target:
+    """The GPU of this device, with the measured configurations for its architecture. The tables are read once."""
+    found = Target.of(device)
+    return found if found.interpreted else found._replace(table={key: entry.config for key, entry in in_use(found.arch).items()})
 
 
 def read(path: Path, arch: str) -> dict[Key, Entry]:
