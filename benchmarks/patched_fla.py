@@ -1,0 +1,76 @@
+"""Trains fla's own RWKV-6 on one GPU with and without ``penstock.compat.fla.patch()``: the loss of each step, and the time of a step.
+
+    python benchmarks/patched_fla.py --out FILE.json
+
+Both runs begin from the same weights and read the same batches, of 8 x 2048 tokens in bfloat16. Every second token is a function of the
+one before it, so that there is something to learn.
+"""
+
+import argparse
+import json
+import statistics
+import time
+
+import torch
+from fla.models import RWKV6Config, RWKV6ForCausalLM
+
+from penstock.compat import fla as compat
+
+B, T, V = 8, 2048, 4096
+
+
+def batch(step: int, follower: torch.Tensor) -> torch.Tensor:
+    """The tokens of a step."""
+    x = torch.randint(V, (B, T), generator=torch.Generator("cuda").manual_seed(step), device="cuda")
+    x[:, 1::2] = follower[x[:, ::2]]
+    return x
+
+
+def run(config: RWKV6Config, weights: dict[str, torch.Tensor], steps: int) -> tuple[list[float], list[float]]:
+    """Losses and milliseconds of all steps."""
+    model = RWKV6ForCausalLM(config).cuda().bfloat16()
+    model.load_state_dict(weights)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    follower = torch.randint(V, (V,), generator=torch.Generator("cuda").manual_seed(0), device="cuda")
+    losses, times = [], []
+    for step in range(steps):
+        x = batch(step, follower)
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        loss = model(input_ids=x, labels=x).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - begin) * 1e3)
+        losses.append(loss.item())
+    return losses, times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--out")
+    given = parser.parse_args()
+    config = RWKV6Config(hidden_size=1024, expand_k=1.0, num_hidden_layers=given.layers, num_heads=16, vocab_size=V)
+    torch.manual_seed(0)
+    weights = {name: x.clone() for name, x in RWKV6ForCausalLM(config).cuda().bfloat16().state_dict().items()}
+    rows = {"fla": run(config, weights, given.steps)}
+    compat.patch()
+    rows["patched"] = run(config, weights, given.steps)
+    (theirs, slow), (ours, fast) = rows["fla"], rows["patched"]
+    settled = slice(given.steps // 5, None)  # the first steps compile and tune
+    times = [statistics.median(one[settled]) for one in (slow, fast)]
+    print(f"a step: fla {times[0]:.1f} ms, patched {times[1]:.1f} ms, {times[0] / times[1]:.2f} times as fast")
+    print("step, loss of fla, loss of patched")
+    for step in range(0, given.steps, max(given.steps // 10, 1)):
+        print(f"{step:4d} {theirs[step]:8.4f} {ours[step]:8.4f}")
+    print(f"largest difference of losses {max(abs(a - b) for a, b in zip(theirs, ours)):.4f}")
+    if given.out:
+        with open(given.out, "w") as file:
+            json.dump({name: {"losses": a, "ms": b} for name, (a, b) in rows.items()}, file)
+
+
+if __name__ == "__main__":
+    main()
