@@ -29,17 +29,14 @@ to its dtype, as for a matrix product; decays, u and states are not.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from ..call import private
 from ..errors import Complaints, DtypeError, RangeError, ShapeError, described, shortened
-from .declaration import state_dtype
 from .feature_maps import FeatureMap, featured
 from .operators import ADVANCE, RECURRENCE
+from .retnet_decay import retnet_decay
 from .variants import VARIANTS
 
 STEP_TOKENS = 16
@@ -125,7 +122,7 @@ def retention(
     >>> retention(q, k, v).output.shape
     torch.Size([1, 5, 2, 8])
     """
-    g = _retnet_decay(q) if g is None else g
+    g = retnet_decay(q) if g is None else g
     return _run("retention", (q, k, v, g, None, cu_seqlens, initial_state), (scale, reverse, output_final_state), impl)
 
 
@@ -380,7 +377,7 @@ def _advance(
     slots: Tensor | None, cu_seqlens: Tensor | None, scale: float | None, impl: str,
 ) -> Tensor:  # fmt: skip
     if variant == "retention" and g is None:
-        g = _retnet_decay(q)
+        g = retnet_decay(q)
     (output,) = ADVANCE(f"{function}({variant!r})", (q, k, v, g, u, cu_seqlens, slots, state), (scale,), impl)
     assert output is not None
     return output
@@ -398,26 +395,3 @@ def _check_normalize(normalize: object) -> None:
         complaints = Complaints("linear_attention")
         complaints.add(DtypeError, "normalize", "True or False", described(normalize))
         complaints.raise_any()
-
-
-def _retnet_decay(q: Tensor) -> Tensor:
-    """log(1 - 2 ** (-5 - h)) for the heads of q [B,T,H,K], float32 or float64."""
-    if not isinstance(q, Tensor):
-        return torch.zeros(1)  # validation refuses q
-    if q.dim() != 4:
-        return q  # validation refuses q
-    made = q.shape[2], state_dtype(q.dtype), q.device
-    keeps = private.fast((q,)) and not (q.is_cuda and torch.cuda.is_current_stream_capturing())
-    return _kept_retnet_decay(*made) if keeps else _made_retnet_decay(*made)
-
-
-def _made_retnet_decay(heads: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    h = torch.arange(heads, dtype=torch.float64, device=device)
-    return torch.log1p(-torch.exp2(-5 - h)).to(dtype)
-
-
-@lru_cache(maxsize=256)
-def _kept_retnet_decay(heads: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The same, cached: not in memory of a CUDA graph, and not as an inference tensor, which autograd cannot save."""
-    with torch.inference_mode(False):
-        return _made_retnet_decay(heads, dtype, device)

@@ -104,3 +104,16 @@ def test_heads_that_run_together_fit_the_cache(T, heads):
     assert together * -(-T // 128) <= made.grid < 1 << 31
     held = max(1, together // (H // G)) * 2 * 2 * T * 128
     assert held <= hopper.L2 // 2 or together == H // G
+
+
+@pytest.mark.parametrize("B", [1, 2])
+def test_calls_that_share_plans_have_equal_plans(B):
+    """Slices in time have equal strides. Only those of one row and whole tensors are matrices, which the Hopper kernels need."""
+    whole = call(B=B, Tq=128, Tk=128)
+    problems = [attention(*(x[:, :T] for x in (whole.q, whole.k, whole.v))) for T in (128, 100, 65)]
+    assert forward(problems[0]) == HOPPER["forward"]
+    for one in problems:
+        for other in problems:
+            if one.seen.kind is other.seen.kind:
+                assert plan.forward_plan(one, H200).at(other.sizes) == plan.forward_plan(other, H200).at(other.sizes)
+    assert len({id(one.seen.kind) for one in problems}) == B
