@@ -54,9 +54,9 @@ class Live:
 
 
 @contextmanager
-def running(model, limits=None, template=WorldTemplate(), api_key=None, drain_seconds=5, **options):  # noqa: B008
+def running(model, limits=None, template=WorldTemplate(), api_key=None, drain_seconds=5, states_folder=None, **options):  # noqa: B008
     engine = Engine(model, Bytes(VOCAB), **{"slots": 4, "token_budget": 256, **options})
-    service = Service(engine, "tiny", template, limits)
+    service = Service(engine, "tiny", template, limits, states_folder)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
