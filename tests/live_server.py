@@ -1,6 +1,9 @@
-"""A small random model behind HTTP, in a thread."""
+"""A small random model behind HTTP, in a thread or in a process of its own."""
 
+import re
 import socket
+import subprocess
+import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -10,7 +13,7 @@ import torch
 from architectures import randomised
 
 from penstock.engine import Engine
-from penstock.models import CausalLM, rwkv6
+from penstock.models import CausalLM, rwkv6, save
 from penstock.models.tokenizers import Bytes
 from penstock.server.run import make_server
 from penstock.server.service import Service
@@ -54,9 +57,9 @@ class Live:
 
 
 @contextmanager
-def running(model, limits=None, template=WorldTemplate(), api_key=None, drain_seconds=5, **options):  # noqa: B008
+def running(model, limits=None, template=WorldTemplate(), api_key=None, drain_seconds=5, states_folder=None, **options):  # noqa: B008
     engine = Engine(model, Bytes(VOCAB), **{"slots": 4, "token_budget": 256, **options})
-    service = Service(engine, "tiny", template, limits)
+    service = Service(engine, "tiny", template, limits, states_folder)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -74,3 +77,31 @@ def running(model, limits=None, template=WorldTemplate(), api_key=None, drain_se
         server.should_exit = True
         thread.join(60)
         assert not thread.is_alive()
+
+
+def save_checkpoint(folder):
+    """Of the small model, with a template."""
+    save(small_model(), folder)
+    (folder / "chat_template.jinja").write_text("{% for one in messages %}{{ one.content }}{% endfor %}")
+
+
+@contextmanager
+def process(checkpoint, *words, port=0):
+    """``penstock serve`` of a checkpoint: the process, its address, and the lines that it prints."""
+    command = [sys.executable, "-m", "penstock", "serve", "--model", str(checkpoint), "--device", "cpu", "--port", str(port), *words]
+    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    lines, found = [], None
+    for line in server.stderr:
+        lines.append(line)
+        if found := re.search(r"running on (http://\S+)", line):
+            break
+    rest = threading.Thread(target=lambda: lines.extend(server.stderr))
+    rest.start()
+    try:
+        assert found, lines
+        yield server, found[1], lines
+    finally:
+        server.kill()
+        server.wait()
+        rest.join()
+        server.stderr.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Annotated
 
 import torch
@@ -46,6 +47,9 @@ def serve(
     max_prompt: Annotated[int, typer.Option(help="Tokens of a prompt at most.", min=1)] = 131072,
     max_seconds: Annotated[float, typer.Option(help="Time of a request at most, with the wait for a slot.", min=0.1)] = 600,
     max_states: Annotated[int, typer.Option(help="States of completions that are kept for clients.", min=0)] = 64,
+    states_folder: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="Folder for these states; servers may share it. Default: a temporary one.")
+    ] = None,
     drain_seconds: Annotated[float, typer.Option(help="After SIGTERM, requests that run have this long to end.", min=0)] = 60,
 ) -> None:
     """Serve a model over HTTP as OpenAI's API: completions and chat, streamed or whole. There is a page to chat at /.
@@ -67,6 +71,8 @@ def serve(
     if api_key == "":
         complaints.add(RangeError, "api_key", "at least one character", "none", "Leave it out to serve without a key.")
     _check_address(complaints, host, port)
+    if states_folder is not None:
+        _check_folder(complaints, states_folder)
     complaints.raise_any()
     try:
         from ..server.limits import Limits
@@ -84,7 +90,7 @@ def serve(
     )  # fmt: skip
     engine.warm_up()
     limits = Limits(max_tokens=max_tokens, prompt_tokens=max_prompt, seconds=max_seconds, states=max_states)
-    service = Service(engine, name or model.resolve().stem, template, limits)
+    service = Service(engine, name or model.resolve().stem, template, limits, states_folder)
     make_server(service, host, port, api_key=api_key, drain_seconds=drain_seconds).run()
 
 
@@ -96,3 +102,12 @@ def _check_address(complaints: Complaints, host: str, port: int) -> None:
     except (OSError, UnicodeError) as error:
         got = f"{host}:{port} ({error})"
         complaints.add(RangeError, "host and port", "free on this machine", got, "Give others with --host and --port.")
+
+
+def _check_folder(complaints: Complaints, folder: Path) -> None:
+    """Make the folder of states if there is none, and check that it can be written. A new one is for this user only: states have texts."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        TemporaryFile(dir=folder).close()
+    except OSError as error:
+        complaints.add(RangeError, "states_folder", "a folder that can be written", f"{str(folder)!r} ({error.strerror})")

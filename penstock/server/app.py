@@ -48,6 +48,7 @@ def create_app(service: Service, api_key: str | None = None) -> FastAPI:
         yield
         service.abort()
         await asyncio.to_thread(service.engine.close)
+        await asyncio.to_thread(service.states.close)
 
     app = FastAPI(title="Penstock", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
     _add_errors(app, service)
@@ -143,22 +144,23 @@ def _add_states(app: FastAPI, service: Service, guarded: list[Any]) -> None:
 
     @app.get("/v1/states", dependencies=guarded)
     async def listed() -> StateList:
-        return StateList(data=states.cards())
+        return StateList(data=await asyncio.to_thread(states.cards))
 
     @app.get("/v1/states/{name}", dependencies=guarded)
     async def file(name: str) -> Response:
-        content = await asyncio.to_thread(states.to_bytes, states.get(name))
+        content = await asyncio.to_thread(states.content, name)
         headers = {"Content-Disposition": f'attachment; filename="{name}.safetensors"'}
         return Response(content, media_type="application/octet-stream", headers=headers)
 
     @app.post("/v1/states", dependencies=guarded)
     async def add(request: Request) -> StateCard:
         content = await read_body(request, limits.state_bytes, limits.body_seconds)
-        return states.card(states.add(await asyncio.to_thread(states.from_bytes, content, limits.prompt_tokens)))
+        name = await asyncio.to_thread(states.add_file, content, limits.prompt_tokens)
+        return await asyncio.to_thread(states.card, name)
 
     @app.delete("/v1/states/{name}", dependencies=guarded)
     async def remove(name: str) -> dict[str, Any]:
-        states.remove(name)
+        await asyncio.to_thread(states.remove, name)
         return {"id": name, "object": "state", "deleted": True}
 
 

@@ -34,7 +34,7 @@ async def completions(service: Service, request: Request) -> Response:
         if not await finished(request, generation, service.metrics):
             return Response(status_code=499)
         choices = [
-            _choice(service, body, one, place * body.n + index, generation.jobs[place].text, index)
+            await _choice(service, body, one, place * body.n + index, generation.jobs[place].text, index)
             for place, one in enumerate(generation.requests)
             for index in range(body.n)
         ]
@@ -48,7 +48,7 @@ async def _jobs(service: Service, body: CompletionBody) -> list[Job]:
         raise Refused(400, f"{FUNCTION}: there must be at most {limits.prompts} prompts, got {len(prompts)}.", param="prompt")
     if body.state is not None or body.save_state:
         await asyncio.to_thread(service.engine.model_hash)  # the first time takes seconds
-    state = None if body.state is None else service.states.get(body.state)
+    state = None if body.state is None else await asyncio.to_thread(service.states.get, body.state)
     if state is not None and len(prompts) > 1:
         raise Refused(400, f"{FUNCTION}: prompt must be a single one with a state, got {len(prompts)}.", param="state")
     if body.save_state and body.stream:
@@ -68,7 +68,7 @@ async def _jobs(service: Service, body: CompletionBody) -> list[Job]:
     return jobs
 
 
-def _choice(service: Service, body: CompletionBody, one: EngineRequest, place: int, prompt: str, index: int) -> CompletionChoice:
+async def _choice(service: Service, body: CompletionBody, one: EngineRequest, place: int, prompt: str, index: int) -> CompletionChoice:
     done = one.result.completions[index]
     choice = CompletionChoice(index=place, text=(prompt if body.echo else "") + done.text, finish_reason=finish_reason(done.finish_reason))
     if body.logprobs is not None:
@@ -76,7 +76,7 @@ def _choice(service: Service, body: CompletionBody, one: EngineRequest, place: i
         begin = one.result.prompt_logprobs or [] if body.echo else []
         choice.logprobs = writer.write([*begin, *done.logprobs], [*one.prompt[: len(begin)], *done.tokens])
     if done.state is not None:
-        choice.state = service.states.add(done.state)
+        choice.state = await asyncio.to_thread(service.states.add, done.state)
     return choice
 
 

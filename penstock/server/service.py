@@ -7,6 +7,7 @@ import json
 import secrets
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from ..engine import Engine, SamplingParams
@@ -30,15 +31,20 @@ class Service:
         The name of the model in requests.
     template : Template, optional
         Without one, chats are refused.
+    states_folder : Path, optional
+        Where states of clients are kept. Without it, a temporary folder, which the application removes at its end.
     """
 
-    def __init__(self, engine: Engine, name: str, template: Template | None = None, limits: Limits | None = None) -> None:
+    def __init__(
+        self, engine: Engine, name: str, template: Template | None = None, limits: Limits | None = None,
+        states_folder: Path | None = None,
+    ) -> None:  # fmt: skip
         self.engine, self.name, self.template = engine, name, template
         self.tokenizer: Tokenizer = engine.tokenizer
         self.limits = limits or Limits()
         self.metrics = Metrics(engine)
         self.grammars = Grammars(self.tokenizer, engine.vocab_size)
-        self.states = States(engine, self.limits.states)
+        self.states = States(engine, self.limits.states, states_folder)
         self.created = int(time.time())
         self.running: set[Generation] = set()
         self.closing = False

@@ -2,72 +2,141 @@
 
 from __future__ import annotations
 
+import os
+import re
 import secrets
+import shutil
+import tempfile
 import time
-from collections import OrderedDict
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
+
+from safetensors import safe_open
 
 from ..engine import Engine, SequenceState
+from ..errors import InvalidArgument
 from .errors import Refused
 from .protocol import StateCard
 
+NAME = re.compile(r"state-([0-9]+)-[0-9a-f]{32}", re.ASCII)
+"""The time when it was saved, in seconds, and random digits."""
+SUFFIX = ".safetensors"
+
 
 class States:
-    """The last ``most`` states that were used, in the host's memory. Names are random."""
+    """The last ``most`` states that were used, as files of a folder. Servers of one model may share a folder.
 
-    def __init__(self, engine: Engine, most: int) -> None:
+    All methods read or write files. The time of a file is that of its last use.
+
+    folder : Path, optional
+        One that exists. Without it, a temporary one, which ``close`` removes.
+    """
+
+    def __init__(self, engine: Engine, most: int, folder: Path | None = None) -> None:
         self._engine, self._most = engine, most
-        self._kept: OrderedDict[str, tuple[int, SequenceState]] = OrderedDict()
+        self._folder = folder or Path(tempfile.mkdtemp(prefix="penstock-states-"))
+        self._remove_folder = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True) if folder is None else None
 
     def add(self, state: SequenceState) -> str:
         """Keep a state; its name."""
-        name = f"state-{secrets.token_hex(16)}"
-        self._kept[name] = (int(time.time()), replace(state, row=state.row.cpu()))
-        while len(self._kept) > self._most:
-            self._kept.popitem(last=False)
-        return name
+        return self._keep(partial(self._engine.save_state, state))
+
+    def add_file(self, content: bytes, most_tokens: int) -> str:
+        """Keep the state in a safetensors file; its name. Raises InvalidArgument or Refused unless it fits the model."""
+
+        def write(path: Path) -> None:
+            path.write_bytes(content)
+            count = len(self._engine.load_state(path).tokens)
+            if count > most_tokens:
+                raise Refused(400, f"states: a state must have at most {most_tokens} tokens, got {count}.")
+
+        return self._keep(write)
 
     def get(self, name: str) -> SequenceState:
-        """A state. Raises Refused if there is none."""
-        self._check(name)
-        self._kept.move_to_end(name)
-        return self._kept[name][1]
+        """A state, in the host's memory. Raises Refused if there is none, and InvalidArgument if it is of another model."""
+        path = self._used(name)
+        try:
+            state = self._engine.load_state(path)
+        except InvalidArgument:
+            self._path(name)  # another server may have dropped it since
+            raise
+        return replace(state, row=state.row.cpu())
+
+    def content(self, name: str) -> bytes:
+        """The safetensors file of a state. Raises Refused if there is none."""
+        try:
+            return self._used(name).read_bytes()
+        except FileNotFoundError:
+            raise self._absent(name) from None
 
     def remove(self, name: str) -> None:
         """Drop a state. Raises Refused if there is none."""
-        self._check(name)
-        del self._kept[name]
+        try:
+            self._path(name).unlink()
+        except FileNotFoundError:
+            raise self._absent(name) from None
 
     def card(self, name: str) -> StateCard:
-        """What clients see of a state."""
-        self._check(name)
-        created, state = self._kept[name]
-        return StateCard(id=name, created=created, tokens=len(state.tokens), bytes=state.row.nbytes)
+        """What clients see of a state. Raises Refused if there is none."""
+        path = self._path(name)
+        try:
+            with safe_open(str(path), "pt") as file:
+                tokens = int(file.metadata()["tokens"])
+            return StateCard(id=name, created=int(name.split("-")[1]), tokens=tokens, bytes=path.stat().st_size)
+        except FileNotFoundError:
+            raise self._absent(name) from None
 
     def cards(self) -> list[StateCard]:
         """Of all states, the last used one first."""
-        return [self.card(name) for name in reversed(self._kept)]
+        found = []
+        for path in reversed(self._files()):
+            with suppress(Refused):
+                found.append(self.card(path.stem))
+        return found
 
-    def to_bytes(self, state: SequenceState) -> bytes:
-        """The safetensors file of a state."""
-        with TemporaryDirectory() as folder:
-            file = Path(folder) / "state.safetensors"
-            self._engine.save_state(state, file)
-            return file.read_bytes()
+    def close(self) -> None:
+        """Remove the temporary folder."""
+        if self._remove_folder is not None:
+            self._remove_folder()
 
-    def from_bytes(self, content: bytes, most_tokens: int) -> SequenceState:
-        """The state in a safetensors file. Raises InvalidArgument or Refused unless it fits the model."""
-        with TemporaryDirectory() as folder:
-            file = Path(folder) / "state.safetensors"
-            file.write_bytes(content)
-            state = self._engine.load_state(file)
-        if len(state.tokens) > most_tokens:
-            raise Refused(400, f"states: a state must have at most {most_tokens} tokens, got {len(state.tokens)}.")
-        return state
+    def _keep(self, write: Callable[[Path], None]) -> str:
+        name = f"state-{int(time.time())}-{secrets.token_hex(16)}"
+        part = self._folder / f"{name}.part"
+        try:
+            write(part)
+            part.replace(self._folder / f"{name}{SUFFIX}")  # under its name only when it is whole
+        finally:
+            part.unlink(missing_ok=True)
+        files = self._files()
+        for path in files[: max(0, len(files) - self._most)]:
+            path.unlink(missing_ok=True)
+        return name
 
-    def _check(self, name: str) -> None:
-        if name not in self._kept:
-            message = f"states: the state must be one that the server keeps, got {name!r}. It keeps the last {self._most}."
-            raise Refused(404, message, param="state", code="state_not_found")
+    def _files(self) -> list[Path]:
+        """The least recently used one first."""
+        found = []
+        for path in self._folder.iterdir():
+            if path.suffix == SUFFIX and NAME.fullmatch(path.stem):
+                with suppress(FileNotFoundError):
+                    found.append((path.stat().st_mtime_ns, path))
+        return [path for _, path in sorted(found)]
+
+    def _path(self, name: str) -> Path:
+        path = self._folder / f"{name}{SUFFIX}"
+        if NAME.fullmatch(name) is None or not path.exists():
+            raise self._absent(name)
+        return path
+
+    def _used(self, name: str) -> Path:
+        path = self._path(name)
+        with suppress(FileNotFoundError):
+            os.utime(path)
+        return path
+
+    def _absent(self, name: str) -> Refused:
+        message = f"states: the state must be one that the server keeps, got {name!r}. It keeps the last {self._most}."
+        return Refused(404, message, param="state", code="state_not_found")

@@ -1,22 +1,18 @@
 """``penstock serve``: a server from a checkpoint, in a process of its own; and ``penstock bench-serve`` on it."""
 
 import json
-import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 
 import httpx
 import openai
 import pytest
-from live_server import small_model
+from live_server import process, save_checkpoint
 from typer.testing import CliRunner
 
 from penstock.cli import main
-from penstock.models import save
 
 
 def run(*words):
@@ -26,32 +22,18 @@ def run(*words):
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoint") / "small"
-    save(small_model(), folder)
-    (folder / "chat_template.jinja").write_text("{% for one in messages %}{{ one.content }}{% endfor %}")
+    save_checkpoint(folder)
     return folder
 
 
 @pytest.fixture
 def served(checkpoint):
-    words = ["serve", "--model", str(checkpoint), "--device", "cpu", "--port", "0", "--slots", "4", "--api-key", "secret"]
-    process = subprocess.Popen([sys.executable, "-m", "penstock", *words], stderr=subprocess.PIPE, text=True)
-    lines = []
-    for line in process.stderr:
-        lines.append(line)
-        if found := re.search(r"running on (http://\S+)", line):
-            break
-    assert found, lines
-    rest = threading.Thread(target=lambda: lines.extend(process.stderr))
-    rest.start()
-    yield process, found[1], lines
-    process.kill()
-    process.wait()
-    rest.join()
-    process.stderr.close()
+    with process(checkpoint, "--slots", "4", "--api-key", "secret") as served:
+        yield served
 
 
 def test_a_server_answers_is_measured_and_ends_after_its_requests(served, tmp_path):
-    process, url, lines = served
+    server, url, lines = served
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0)
     assert client.models.list().data[0].id == "small"
     answer = client.chat.completions.create(model="small", messages=[{"role": "user", "content": "abc"}], max_tokens=4)
@@ -87,11 +69,11 @@ def test_a_server_answers_is_measured_and_ends_after_its_requests(served, tmp_pa
         if float(values["penstock_running"]) == 4:
             break
         time.sleep(0.01)
-    process.send_signal(signal.SIGTERM)
+    server.send_signal(signal.SIGTERM)
     for one in threads:
         one.join()
     assert counts == [200] * 8
-    assert process.wait(30) in (0, -signal.SIGTERM)
+    assert server.wait(30) in (0, -signal.SIGTERM)
     assert not any("Traceback" in line or "ERROR" in line for line in lines), lines
     client.close()
 
@@ -108,6 +90,7 @@ def test_wrong_options_are_refused(checkpoint, tmp_path):
         (["--dtype", "int8"], "dtype must be"),
         (["--api-key", ""], "api_key must be at least one character"),
         (["--chat-template", str(tmp_path / "none")], "chat_template must be a text file"),
+        (["--states-folder", str(checkpoint / "config.json")], "states_folder must be a folder that can be written"),
         (["--slots", "9", "--token-budget", "100"], "token_budget must be at least slots + 128"),
     ):
         done = run("serve", "--model", str(checkpoint), *words)

@@ -1,8 +1,15 @@
 """States over HTTP: saved, listed, continued from, sent and received."""
 
+import tempfile
+import threading
+
 import httpx
 import openai
 import pytest
+from live_server import running, small_model
+
+from penstock.server.errors import Refused
+from penstock.server.limits import Limits
 
 TEXT = "The sea was calm. " * 10
 
@@ -82,3 +89,90 @@ def test_the_least_recently_used_state_is_dropped(client, live, saved):
     client.completions.create(model="tiny", prompt="a", max_tokens=1, extra_body={"save_state": True})
     assert len(httpx.get(f"{live.url}/v1/states").json()["data"]) == live.service.limits.states
     continued(client, saved.state)
+
+
+def saves(live):
+    """The name of a state that a server saved."""
+    found = live.client.completions.create(model="tiny", prompt=TEXT, max_tokens=9, temperature=0, extra_body={"save_state": True})
+    return found.choices[0].state
+
+
+def listed(live):
+    return [card["id"] for card in httpx.get(f"{live.url}/v1/states").json()["data"]]
+
+
+def test_servers_share_a_folder_of_states(model, tmp_path):
+    with running(model, states_folder=tmp_path) as one, running(model, states_folder=tmp_path) as other:
+        name = saves(one)
+        assert listed(other) == [name]
+        assert continued(other.client, name).choices[0].text == continued(one.client, name).choices[0].text
+        assert httpx.get(ends(other.url, name)).content == httpx.get(ends(one.url, name)).content
+        assert httpx.delete(ends(other.url, name)).status_code == 200
+        for live in (one, other):
+            with pytest.raises(openai.NotFoundError):
+                continued(live.client, name)
+            assert httpx.delete(ends(live.url, name)).status_code == 404
+            assert listed(live) == []
+        name = saves(other)
+    with running(model, states_folder=tmp_path) as again:
+        assert continued(again.client, name).choices[0].text
+
+
+def test_a_temporary_folder_ends_with_its_server(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with running(model) as live:
+        saves(live)
+        assert len(list(tmp_path.rglob("*.safetensors"))) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_servers_of_a_folder_keep_the_last_states_together(model, tmp_path):
+    limits = Limits(states=3)
+    with running(model, limits, states_folder=tmp_path) as one, running(model, limits, states_folder=tmp_path) as other:
+        names = [saves(live) for live in (one, other, one)]
+        continued(other.client, names[0])
+        names += [saves(other)]
+        assert listed(one) == listed(other) == [names[3], names[0], names[2]]
+        assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_servers_of_a_folder_save_and_drop_states_at_the_same_time(model, tmp_path):
+    limits = Limits(states=2)
+    with running(model, limits, states_folder=tmp_path) as one, running(model, limits, states_folder=tmp_path) as other:
+        errors = []
+
+        def load(live):
+            for _ in range(15):
+                try:
+                    name = saves(live)
+                    httpx.get(f"{live.url}/v1/states").raise_for_status()
+                    continued(live.client, name)
+                except openai.NotFoundError:
+                    pass
+                except Exception as error:
+                    errors.append(error)
+
+        threads = [threading.Thread(target=load, args=(live,)) for live in (one, other, one, other)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert errors == []
+        assert len(listed(one)) == len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("wrong", ["", "../other", "state-1-" + "0" * 32, "state-1-" + "0" * 31 + "/", "/etc/passwd", "\0", "a" * 5000])
+def test_names_are_no_paths(live, wrong):
+    states = live.service.states
+    for method in (states.get, states.content, states.card, states.remove):
+        with pytest.raises(Refused, match="must be one that the server keeps"):
+            method(wrong)
+
+
+def test_a_state_of_another_model_is_refused(model, tmp_path):
+    changed = small_model()
+    changed.head.weight.data += 1
+    with running(model, states_folder=tmp_path) as one, running(changed, states_folder=tmp_path) as other:
+        with pytest.raises(openai.BadRequestError, match="A state continues with the model that made it only"):
+            continued(other.client, saves(one))
+        assert len(listed(other)) == 1
