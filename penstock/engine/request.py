@@ -189,12 +189,18 @@ class Completion:
     """One completion of a request."""
 
     tokens: list[int] = field(default_factory=list)
-    text: str = ""
+    pieces: list[str] = field(default_factory=list)
+    """Of the text, as they came."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     """One of "stop" (a stop text, a stop token or the end of text), "length" (``max_tokens``), "cancelled" and "error"."""
     state: Any = None
     """The ``SequenceState`` after all of its tokens, with ``keep_state``."""
+
+    @property
+    def text(self) -> str:
+        """The whole text so far."""
+        return "".join(self.pieces)
 
 
 @dataclass
@@ -282,29 +288,28 @@ class Sequence:
     text: Any = None
     row: Any = None
     """Its ``sampler.Row``."""
-    counts: dict[int, int] = field(default_factory=dict)
-    """How often tokens were generated; kept if there are penalties."""
+
+    # of the request, read at every step
+    prompt: int = field(init=False)
+    """Tokens of the prompt."""
+    most: int = field(init=False)
+    """Tokens of the prompt and ``max_tokens``."""
+    completion: Completion = field(init=False)
+    constraint: Constraint | None = field(init=False)
+    needs_values: bool = field(init=False)
+    """Whether its next step may begin only when the values of all earlier tokens are on the host."""
+
+    def __post_init__(self) -> None:
+        request, params = self.request, self.request.params
+        self.prompt = len(request.prompt)
+        self.most = self.prompt + params.max_tokens
+        self.completion, self.constraint = request.result.completions[self.index], request.constraints[self.index]
+        self.needs_values = params.keep_state or self.constraint is not None
 
     @property
     def length(self) -> int:
         """Tokens of the prompt and generated ones, with the pending one."""
         return len(self.tokens) + self.pending
-
-    @property
-    def generated(self) -> int:
-        """Generated tokens, with the pending one."""
-        return self.length - len(self.request.prompt)
-
-    @property
-    def needs_values(self) -> bool:
-        """Whether its next step may begin only when the values of all earlier tokens are on the host."""
-        params = self.request.params
-        return params.penalised or params.keep_state or params.constraint is not None
-
-    @property
-    def constraint(self) -> Constraint | None:
-        """That of the completion."""
-        return self.request.constraints[self.index]
 
 
 def shared_prefix(one: Items[int], other: Items[int]) -> int:

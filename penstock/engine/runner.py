@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -14,8 +15,8 @@ from ..models import CausalLM
 from .graphs import Batch, StepGraphs, with_sampled
 from .invariance import padding
 from .request import CHUNK, Request, Sequence
-from .sampler import Row, logprobs_of, sample
-from .scheduler import Work
+from .sampler import Sampler, logprobs_of
+from .scheduler import Plan, Work
 from .state_pool import StatePool
 from .states import KeptState
 from .transfer import ToHost, to_device
@@ -29,9 +30,10 @@ class Flight:
     sampled: list[Work]
     """Works that get a token, in the order of ``tokens``."""
     tokens: ToHost | None = None
-    """int64 [R]"""
-    logprobs: tuple[ToHost, ToHost, ToHost] | None = None
-    prompt_logprobs: list[tuple[Work, tuple[ToHost, ToHost, ToHost]]] = field(default_factory=list)
+    """int64 [R]; ``sampler.NO_TOKEN`` for rows without a finite largest logit."""
+    logprobs: ToHost | None = None
+    """``sampler.logprobs_of``"""
+    prompt_logprobs: list[tuple[Work, ToHost]] = field(default_factory=list)
     kept: list[tuple[Sequence, int, KeptState]] = field(default_factory=list)
     """States for the cache, and the number of tokens of their prefixes."""
     forks: list[tuple[Request, int, KeptState]] = field(default_factory=list)
@@ -46,54 +48,66 @@ class Runner:
     """
 
     def __init__(self, model: CausalLM, pool: StatePool, vocab_size: int, block: int = 1) -> None:
-        self.model, self.pool, self.vocab_size, self.block = model, pool, vocab_size, block
+        self.model, self.pool, self.block = model, pool, block
         self.device = pool.memory.device
-        self.last = torch.zeros(pool.slots, dtype=torch.int64, device=self.device)
+        self.sampler = Sampler(pool.slots, vocab_size, self.device)
+        self.last = self.sampler.last
         """The last sampled token of each slot: what a decode row gets while its value is not known on the host."""
         self.graphs: StepGraphs | None = None
         """Of steps; None runs all kernels one by one."""
 
     @torch.no_grad()
-    def launch(self, works: Items[Work]) -> Flight:
+    def launch(self, plan: Plan) -> Flight:
         """Start a step. States of its rows, and states that it promises to keep, are in order for the next one."""
-        moved = [work for work in works if work.end > work.begin]
-        flight = Flight(list(works), [work for work in works if work.sample])
-        if moved:
-            scored = [work for work in moved if self._scored(work)]
+        decodes, others = plan.works[: plan.decodes], plan.works[plan.decodes :]
+        pieces = [work for work in others if work.end > work.begin]
+        known = [work for work in others if work.end == work.begin]  # forks, and hits of the cache: their logits are known
+        flight = Flight(plan.works, [*decodes, *(work for work in pieces if work.sample), *known])
+        logits = None
+        if decodes or pieces:
+            scored = [work for work in pieces if self._scored(work)]
             with rows_alike() if self.block > 1 else nullcontext():
-                logits = self._forward(moved, last_only=not scored)
+                logits = self._forward(decodes, pieces, last_only=not scored)
             if scored:
-                ends = torch.tensor([work.end - work.begin for work in moved]).cumsum(0)
+                ends = list(accumulate([1] * plan.decodes + [work.end - work.begin for work in pieces]))
                 for work in scored:
-                    last = int(ends[moved.index(work)])
+                    last = ends[plan.decodes + pieces.index(work)]
                     flight.prompt_logprobs.append((work, self._score(logits[last - (work.end - work.begin) : last], work)))
-                logits = logits[to_device((ends - 1).tolist(), self.device)]
-            self.pool.promote([_slot(work) for work in moved if work.on_aligned])
-        else:
-            logits = torch.empty(0, self.vocab_size, device=self.device)
-        self._keep(flight, moved, logits)
+                logits = logits[to_device([end - 1 for end in ends], self.device)]
+            self.pool.promote([_slot(work) for work in pieces if work.on_aligned])
+            if pieces:
+                self._keep(flight, pieces, logits[plan.decodes :])
+        for work in known:
+            one = work.sequence
+            if one.index == 0 and one.request.params.n > 1:  # a hit of the cache
+                flight.forks.append((one.request, one.aligned, one.saved))
         if flight.sampled:
-            self._sample(flight, moved, logits)
+            self._sample(flight, decodes, pieces, known, logits)
         return flight
 
-    def _forward(self, works: Items[Work], last_only: bool) -> Tensor:
+    def _forward(self, decodes: Items[Work], pieces: Items[Work], last_only: bool) -> Tensor:
         """Logits [N,V] after the last token of each work, or [T,V] after all tokens."""
         ids: list[int] = []
-        ends, rows, unknown = [0], [], []
-        for work in works:
+        rows, sources = [], []
+        for work in decodes:
             one, slot = work.sequence, _slot(work)
-            if work.end - work.begin == 1 and work.begin < len(one.tokens):
+            rows.append(slot)
+            if work.begin < len(one.tokens):
                 ids.append(one.tokens[work.begin])
+                sources.append(-1)
             else:
-                ids += one.tokens[work.begin : work.end]
-                if work.end > len(one.tokens):
-                    unknown.append((len(ids), slot))
-                    ids.append(0)
+                ids.append(0)
+                sources.append(slot)
+        ends = list(range(len(decodes) + 1))
+        for work in pieces:
+            slot, known = _slot(work), work.sequence.tokens[work.begin : work.end]
+            ids += known
+            sources += [-1] * len(known)
+            if work.end - work.begin > len(known):
+                ids.append(0)
+                sources.append(slot)
             ends.append(len(ids))
             rows.append(self.pool.aligned(slot) if work.on_aligned else slot)
-        sources = [-1] * len(ids)
-        for place, slot in unknown:
-            sources[place] = slot
         if self.graphs is not None and last_only:
             logits = self.graphs.run(Batch(ids, sources, ends, rows))
             if logits is not None:
@@ -106,14 +120,14 @@ class Runner:
             ends += [len(ids)] * more
             rows += [-1] * more
         tokens, offsets, slots = (to_device(one, self.device) for one in (ids, ends, rows))
-        if unknown:
+        if max(sources) >= 0:
             tokens = with_sampled(tokens, to_device(sources, self.device), self.last)
         logits = self.model.advance(tokens[None], self.pool.state, cu_seqlens=offsets, slots=slots, last_only=last_only)
         return logits if last_only else logits[0]
 
-    def _keep(self, flight: Flight, works: Items[Work], logits: Tensor) -> None:
-        """Copy states that are wanted later, before the next step changes them."""
-        for n, work in enumerate(works):
+    def _keep(self, flight: Flight, pieces: Items[Work], logits: Tensor) -> None:
+        """Copy states that are wanted later, before the next step changes them. ``logits`` are those of the pieces."""
+        for n, work in enumerate(pieces):
             one, slot = work.sequence, _slot(work)
             if work.on_aligned and work.end in one.cuts:
                 ends_prompt = work.end == len(one.request.prompt)
@@ -122,49 +136,39 @@ class Runner:
             if work.sample and one.index == 0 and one.request.params.n > 1 and work.end == len(one.request.prompt):
                 rows = self.pool.copy_out([self.pool.live(slot), self.pool.aligned(slot)])
                 flight.forks.append((one.request, one.aligned, KeptState(rows, logits[n].clone())))
-        for work in flight.sampled:
-            one = work.sequence
-            if work.begin == work.end and one.index == 0 and one.request.params.n > 1:  # a hit of the cache
-                flight.forks.append((one.request, one.aligned, one.saved))
 
-    def _sample(self, flight: Flight, moved: Items[Work], logits: Tensor) -> None:
-        place = {work: n for n, work in enumerate(moved)}
-        kept = [work.sequence.saved.logits for work in flight.sampled if work not in place]  # forks, and hits of the cache
-        wanted = [place[work] for work in flight.sampled if work in place]
-        if len(wanted) < len(moved):
-            logits = logits[to_device(wanted, self.device, torch.int64)]
-        elif logits.shape[0] > len(moved):
-            logits = logits[: len(moved)]
-        if kept:
-            logits = torch.cat([logits, torch.stack(kept).to(logits)])
-            flight.sampled.sort(key=lambda work: work not in place)
-        rows = []
-        for work in flight.sampled:
-            one = work.sequence
-            if one.row is None:
-                one.row = Row.of(one)
-            one.row.position = work.end
-            rows.append(one.row)
-        tokens = sample(logits, rows, self.vocab_size)
-        self.last[to_device([_slot(work) for work in flight.sampled], self.device)] = tokens
-        most = max((row.params.logprobs if row.params.logprobs is not None else -1 for row in rows), default=-1)
+    def _sample(self, flight: Flight, decodes: Items[Work], pieces: Items[Work], known: Items[Work], logits: Tensor | None) -> None:
+        parts = []
+        if logits is not None:
+            count = len(decodes) + len(pieces)
+            wanted = [*range(len(decodes)), *(n for n, work in enumerate(pieces, len(decodes)) if work.sample)]
+            if len(wanted) < count:
+                logits = logits[to_device(wanted, self.device)]
+            elif logits.shape[0] > count:
+                logits = logits[:count]
+            parts.append(logits)
+        if known:
+            stacked = torch.stack([work.sequence.saved.logits for work in known])
+            parts.append(stacked if logits is None else stacked.to(logits))
+        logits = parts[0] if len(parts) == 1 else torch.cat(parts)
+        rows = [work.sequence.row for work in flight.sampled]
+        tokens = self.sampler.sample(logits, rows, [_slot(work) for work in flight.sampled], [work.end for work in flight.sampled])
+        most = max([row.logprobs for row in rows])
         if most >= 0:
-            own, names, best = logprobs_of(logits, tokens, most)
-            flight.logprobs = ToHost(own), ToHost(names), ToHost(best)
+            flight.logprobs = ToHost(logprobs_of(logits, tokens.clamp(min=0), most))
         flight.tokens = ToHost(tokens)
 
     def _scored(self, work: Work) -> bool:
         request = work.sequence.request  # a chunk that generated tokens complete begins in the prompt, which was scored before
         return request.params.prompt_logprobs is not None and work.end <= len(request.prompt)
 
-    def _score(self, logits: Tensor, work: Work) -> tuple[ToHost, ToHost, ToHost]:
+    def _score(self, logits: Tensor, work: Work) -> ToHost:
         """Log probabilities of the tokens of the prompt that follow those of a piece."""
         params, prompt = work.sequence.request.params, work.sequence.request.prompt
-        following = to_device(prompt[work.begin + 1 : work.end + 1], self.device, torch.int64)
+        following = to_device(prompt[work.begin + 1 : work.end + 1], self.device)
         most = params.prompt_logprobs or 0
         pairs = zip(logits[: len(following)].split(CHUNK), following.split(CHUNK))  # float64 copies of a chunk only are in memory
-        own, names, best = zip(*(logprobs_of(*pair, most) for pair in pairs))
-        return ToHost(torch.cat(own)), ToHost(torch.cat(names)), ToHost(torch.cat(best))
+        return ToHost(torch.cat([logprobs_of(*pair, most) for pair in pairs]))
 
 
 def _slot(work: Work) -> int:

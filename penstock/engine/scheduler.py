@@ -32,7 +32,7 @@ class Slots(Protocol):
         """Give a slot back."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Work:
     """Tokens ``begin`` to ``end`` of a sequence in one step."""
 
@@ -54,6 +54,8 @@ class Plan:
     admitted: list[Sequence] = field(default_factory=list)
     """Sequences that entered it."""
     works: list[Work] = field(default_factory=list)
+    decodes: int = 0
+    """So many of the works are decode rows; these come first."""
 
     @property
     def tokens(self) -> int:
@@ -115,7 +117,7 @@ class Scheduler:
         plan = Plan()
         self._fill(plan)
         self._choose(plan)
-        for work in plan.works:
+        for work in plan.works[plan.decodes :]:
             self._commit(work)
         return plan
 
@@ -161,24 +163,29 @@ class Scheduler:
         return self._slots.allocate()
 
     def _choose(self, plan: Plan) -> None:
-        chunks, prompts = [], []
-        budget = self.token_budget
+        chunks, prompts, known = [], [], []
+        decodes = plan.works
         for one in self.running:
             length, computed = len(one.tokens) + one.pending, one.computed
             if computed == length:
                 if one.sample_only:
-                    plan.works.append(Work(one, computed, computed, False, True))
+                    known.append(Work(one, computed, computed, False, True))
                 continue  # else it waits for its last token to be known
-            prompt = len(one.request.prompt)
-            if computed < prompt:
+            if computed < one.prompt:
                 prompts.append(one)
-            elif not self._samples(one, length):
+            elif length >= one.most:
                 continue  # its last token is pending
             elif length % CHUNK == 0:  # so a chunk ends here, and length - computed = 1
                 chunks.append(one)
             else:
-                plan.works.append(Work(one, computed, length, False, True))
-                budget -= 1
+                decodes.append(Work(one, computed, length, False, True))
+                one.computed = length  # as _commit does
+                one.pending += 1
+                if (length + 1) % CHUNK == 0:
+                    one.ready = self._step
+        plan.decodes = len(decodes)
+        budget = self.token_budget - plan.decodes
+        plan.works += known
         chunks.sort(key=lambda one: one.ready)
         prompts.sort(key=lambda one: (one.deadline, one.order, one.index))
         share = budget if not prompts else max(budget // 2, CHUNK)
@@ -202,12 +209,9 @@ class Scheduler:
             begin = one.computed
             end = min(length, begin + budget)
         if end > begin:
-            plan.works.append(Work(one, begin, end, one.aligned < target, end == length and self._samples(one, length)))
+            plan.works.append(Work(one, begin, end, one.aligned < target, end == length and length < one.most))
             budget -= end - begin
         return budget
-
-    def _samples(self, one: Sequence, length: int) -> bool:
-        return length - len(one.request.prompt) < one.request.params.max_tokens
 
     def _commit(self, work: Work) -> None:
         one = work.sequence

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ import torch
 from ..errors import EngineError, OutOfMemory, PenstockError
 from .request import Event, FinishReason, Request, Sequence, TokenLogprobs, aligned
 from .runner import Flight, Runner
-from .sampler import to_logprobs
+from .sampler import NO_TOKEN, Row, to_logprobs
 from .scheduler import Plan, Scheduler
 from .state_cache import StateCache
 from .state_pool import StatePool
@@ -49,7 +51,9 @@ class Steps:
         try:
             for index in range(params.n):
                 text = None if tokenizer is None else TextStream(tokenizer.stream(), params.stop, params.include_stop)
-                request.sequences.append(Sequence(request, index, list(request.prompt), text=text))
+                one = Sequence(request, index, list(request.prompt), text=text)
+                one.row = Row.of(one)
+                request.sequences.append(one)
         except Exception as error:
             self._fail([request], error)
         else:
@@ -84,13 +88,13 @@ class Steps:
 
     def step(self) -> bool:
         """Run one step; whether there was anything to do."""
-        if self._flight is not None and any(one.pending and one.needs_values for one in self.scheduler.running):
+        if self._flight is not None and any([one.needs_values and one.pending for one in self.scheduler.running]):
             self.drain()
         plan = Plan()
         try:
             plan = self.scheduler.schedule()
-            flight = self.runner.launch(plan.works) if plan.works else None
-            for work in plan.works:
+            flight = self.runner.launch(plan) if plan.works else None
+            for work in plan.works[plan.decodes :]:
                 work.sequence.saved = None  # its logits were needed until now
             self.steps += flight is not None
         except BaseException as error:
@@ -119,6 +123,8 @@ class Steps:
         request, rows = one.request, [self.pool.live(one.slot), self.pool.aligned(one.slot)]
         if one.saved is not None:
             self.pool.copy_in(rows, one.saved.row)
+            if not one.sample_only:
+                one.saved = None
             return
         known = 0
         if request.state is not None:
@@ -156,22 +162,23 @@ class Steps:
 
     def _process(self, flight: Flight) -> None:
         tokens = [] if flight.tokens is None else flight.tokens.tolist()
-        wanted = [work.sequence.request.params.logprobs for work in flight.sampled]
-        logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
+        logprobs: Iterable[TokenLogprobs | None] = repeat(None)
         if flight.logprobs is not None:
-            logprobs = list(to_logprobs(tokens, flight.logprobs, [most or 0 for most in wanted]))
+            logprobs = to_logprobs(tokens, flight.logprobs, [work.sequence.request.params.logprobs for work in flight.sampled])
         for work, scores in flight.prompt_logprobs:
-            self._add_prompt_logprobs(work.sequence, work.begin, work.end, scores)
+            try:
+                self._add_prompt_logprobs(work.sequence, work.begin, work.end, scores)
+            except Exception as error:
+                self._fail([work.sequence.request], error)
         for request, length, state in flight.forks:
             self._fork(request, length, state)
-        for work, token, logprob, most in zip(flight.sampled, tokens, logprobs, wanted):
+        for work, token, logprob in zip(flight.sampled, tokens, logprobs):
             one = work.sequence
             if one.finished:
                 continue
             one.pending -= 1
-            one.tokens.append(token)
             try:
-                self._accept(one, token, None if most is None else logprob)
+                self._accept(one, token, logprob)
             except Exception as error:
                 self._fail([one.request], error)
         for one, length, state in flight.kept:
@@ -191,7 +198,7 @@ class Steps:
             state = self.state_of(one) if params.keep_state else None
             for other in one.request.sequences:
                 one.request.result.completions[other.index].state = state
-                self._emit(other, Event(other.index, (), text, finish_reason="length"))
+                self._emit(other, (), text, (), "length")
         except Exception as error:
             self._fail([one.request], error)
 
@@ -205,48 +212,47 @@ class Steps:
 
     def _accept(self, one: Sequence, token: int, logprob: TokenLogprobs | None) -> None:
         """Take a sampled token: text, reasons to end, the event."""
-        params, self.generated_tokens = one.request.params, self.generated_tokens + 1
-        if params.penalised:
-            one.counts[token] = one.counts.get(token, 0) + 1
-        reason: FinishReason | None = None
-        text = ""
+        if token == NO_TOKEN:
+            rule = "a finite largest value among the tokens that may follow"
+            raise EngineError(f"engine: logits must have {rule}, got NaN, inf or none after {len(one.tokens)} tokens. Check the weights.")
+        self.generated_tokens += 1
+        params, text = one.request.params, ""
+        one.tokens.append(token)
         ends = one.constraint is not None and one.constraint.accept(token)
+        reason: FinishReason | None = "stop" if ends else None
         if token in params.stop_ids or (token == self.end_of_text and not params.ignore_end):
             reason = "stop"
         else:
             if one.text is not None:
                 text = one.text.push(token)
-                reason = "stop" if one.text.stopped else None
-            if ends:
-                reason = "stop"
-            if reason is None and len(one.tokens) - len(one.request.prompt) >= params.max_tokens:
+                if one.text.stopped:
+                    reason = "stop"
+            if reason is None and len(one.tokens) >= one.most:
                 reason = "length"
         if reason is not None and one.text is not None:
             text += one.text.finish()
-        if params.echo and self.tokenizer is not None and len(one.tokens) == len(one.request.prompt) + 1:
+        if params.echo and self.tokenizer is not None and len(one.tokens) == one.prompt + 1:
             text = self.tokenizer.decode(one.request.prompt) + text
-        self._emit(one, Event(one.index, (token,), text, () if logprob is None else (logprob,), reason))
+        self._emit(one, (token,), text, () if logprob is None else (logprob,), reason)
 
-    def _emit(self, one: Sequence, event: Event) -> None:
-        request = one.request
-        completion = request.result.completions[one.index]
-        completion.tokens += event.tokens
-        if event.text:
-            completion.text += event.text
-        if event.logprobs:
-            completion.logprobs += event.logprobs
-        if event.finish_reason is not None:
-            completion.finish_reason = event.finish_reason
+    def _emit(
+        self, one: Sequence, tokens: tuple[int, ...], text: str, logprobs: tuple[TokenLogprobs, ...], reason: FinishReason | None
+    ) -> None:  # fmt: skip
+        request, completion = one.request, one.completion
+        completion.tokens += tokens
+        if text:
+            completion.pieces.append(text)
+        if logprobs:
+            completion.logprobs += logprobs
+        if reason is not None:
+            completion.finish_reason = reason
             if request.params.keep_state and completion.state is None:
                 completion.state = self.state_of(one)
             self._keep_last(one)
             self.scheduler.remove(one)
             self._close_if_done(request)
-        self._add_event(request, event)
-
-    def _add_event(self, request: Request, event: Event) -> None:
         if request.sink is not None:
-            self._events.append((request, event))
+            self._events.append((request, Event(one.index, tokens, text, logprobs, reason)))
 
     def _keep_last(self, one: Sequence) -> None:
         """Keep the aligned state of a finished sequence: the next turn of a conversation continues there."""
@@ -261,7 +267,10 @@ class Steps:
             request.result.prompt_logprobs = [None]
         following = request.prompt[begin + 1 : end + 1]
         most = request.params.prompt_logprobs or 0
-        request.result.prompt_logprobs += to_logprobs(following, scores, [most] * len(following))
+        found = to_logprobs(following, scores, [most] * len(following))
+        if any(score is not None and math.isnan(score.logprob) for score in found):
+            raise EngineError(f"engine: logits must be numbers, got NaN among those after tokens {begin} to {end - 1}. Check the weights.")
+        request.result.prompt_logprobs += found
 
     # ends
 
@@ -272,7 +281,8 @@ class Steps:
                 completion.finish_reason = reason
                 if index < len(request.sequences):
                     self.scheduler.remove(request.sequences[index])
-                self._add_event(request, Event(index, finish_reason=reason))
+                if request.sink is not None:
+                    self._events.append((request, Event(index, finish_reason=reason)))
         self._close_if_done(request)
 
     def _close_if_done(self, request: Request) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from functools import lru_cache
 from typing import Protocol
 
 
@@ -15,10 +17,55 @@ class Decoder(Protocol):
         """The rest of the text."""
 
 
+class StopStrings:
+    """Several texts that are searched for together, a character at a time (Aho and Corasick 1975).
+
+    A node stands for the longest end of the text that some of them begin with. Node 0 is the empty one.
+    """
+
+    def __init__(self, stop: tuple[str, ...]) -> None:
+        self._children: list[dict[str, int]] = [{}]
+        self._fallback = [0]
+        """The node of the next shorter end."""
+        self.depth = [0]
+        """Characters of each node."""
+        self.found = [0]
+        """Characters of the longest text that ends with a node, or 0."""
+        for text in stop:
+            node = 0
+            for character in text:
+                if character not in self._children[node]:
+                    self._children[node][character] = len(self.depth)
+                    self._children.append({})
+                    self._fallback.append(0)
+                    self.depth.append(self.depth[node] + 1)
+                    self.found.append(0)
+                node = self._children[node][character]
+            self.found[node] = len(text)
+        queue = list(self._children[0].values())
+        for node in queue:  # the shorter ones first
+            for character, child in self._children[node].items():
+                self._fallback[child] = self.next(self._fallback[node], character)
+                self.found[child] = self.found[child] or self.found[self._fallback[child]]
+                queue.append(child)
+        self.first = re.compile(f"[{''.join(map(re.escape, self._children[0]))}]").search
+        """Finds a character that one of them begins with."""
+
+    def next(self, node: int, character: str) -> int:
+        """The node after one more character."""
+        while node and character not in self._children[node]:
+            node = self._fallback[node]
+        return self._children[node].get(character, 0)
+
+
+stop_strings = lru_cache(64)(StopStrings)
+"""Those of many requests are the same."""
+
+
 class TextStream:
     """Text of tokens up to the stop string that is complete first, which may begin and end inside of tokens.
 
-    Text is held back as long as it may be the begin of a stop string.
+    Text is held back as long as it may be the begin of a stop string. A character takes the same time whatever the strings are.
 
     >>> class Letters:
     ...     def push(self, token): return chr(token)
@@ -29,42 +76,43 @@ class TextStream:
     """
 
     def __init__(self, decoder: Decoder, stop: tuple[str, ...] = (), include_stop: bool = False) -> None:
-        self._decoder, self._stop, self._include_stop = decoder, stop, include_stop
-        self._firsts = {one[0] for one in stop}
+        self._decoder, self._decode, self._include_stop = decoder, decoder.push, include_stop
+        self._stop = stop_strings(stop) if stop else None
+        self._node = 0
         self._held = ""
         self.stopped = False
         """Whether a stop string was found. There is no more text then."""
 
     def push(self, token: int) -> str:
         """The text that no later token can change."""
-        text = self._decoder.push(token)
-        return self._released(text) if self._stop else text
+        text = self._decode(token)
+        return text if self._stop is None else self._released(text, self._stop)
 
     def finish(self) -> str:
         """The rest of the text."""
         if self.stopped:
             return ""
-        text = self._released(self._decoder.finish())
+        text = self._decoder.finish()
+        if self._stop is not None:
+            text = self._released(text, self._stop)
         text, self._held = text + self._held, ""
         return text
 
-    def _released(self, text: str) -> str:
+    def _released(self, text: str, stop: StopStrings) -> str:
         if self.stopped:
             return ""
-        text = self._held + text
-        if not any(first in text for first in self._firsts):
-            self._held = ""
-            return text
-        found = [(text.find(stop) + len(stop), -len(stop)) for stop in self._stop if stop in text]
-        if found:
-            end, size = min(found)
-            self.stopped, self._held = True, ""
-            return text[:end] if self._include_stop else text[: end + size]
-        keep = max((_overlap(text, stop) for stop in self._stop), default=0)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
-
-
-def _overlap(text: str, stop: str) -> int:
-    """The length of the longest end of ``text`` that is the begin of ``stop``."""
-    return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[len(text) - size :])), 0)
+        node, begin = self._node, 0
+        if node == 0:
+            first = stop.first(text)
+            if first is None:
+                return text
+            begin = first.start()
+        held, text = len(self._held), self._held + text
+        for at in range(held + begin, len(text)):
+            node = stop.next(node, text[at])
+            if stop.found[node]:
+                self.stopped, self._held = True, ""
+                return text[: at + 1] if self._include_stop else text[: at + 1 - stop.found[node]]
+        self._node, keep = node, len(text) - stop.depth[node]
+        self._held = text[keep:]
+        return text[:keep]

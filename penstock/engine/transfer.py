@@ -5,23 +5,35 @@ A copy from pageable memory, or to it, waits for all earlier work of the stream:
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence as Items
 from typing import Any
 
 import torch
 from torch import Tensor
 
-
-def to_device(values: Items[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor of Python numbers."""
-    if device.type != "cuda":
-        return torch.tensor(values, dtype=dtype, device=device)
-    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+_CODES = {torch.int64: "q", torch.float64: "d"}
+_DTYPES = {"q": torch.int64, "d": torch.float64}
 
 
-def fill(memory: Tensor, values: Items[Any]) -> None:
-    """Write Python numbers to a tensor."""
-    memory.copy_(torch.tensor(values, dtype=memory.dtype, pin_memory=memory.is_cuda), non_blocking=True)
+def to_device(values: Items[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """A tensor of Python numbers: int64 or float64."""
+    return from_buffer(array(_CODES[dtype], values), device)
+
+
+def from_buffer(values: array[Any] | bytearray, device: torch.device) -> Tensor:
+    """A tensor of an array of 64-bit numbers, or of bytes. It may share its memory."""
+    dtype = torch.uint8 if isinstance(values, bytearray) else _DTYPES[values.typecode]
+    if not values:
+        return torch.empty(0, dtype=dtype, device=device)
+    host = torch.frombuffer(values, dtype=dtype)  # an array of 600 numbers takes 14 us, torch.tensor of them 99
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+
+def fill(memory: Tensor, values: Items[int]) -> None:
+    """Write Python numbers to an int64 tensor."""
+    host = torch.frombuffer(array("q", values), dtype=torch.int64)
+    memory.copy_(host.pin_memory() if memory.is_cuda else host, non_blocking=True)
 
 
 class ToHost:

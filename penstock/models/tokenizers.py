@@ -315,6 +315,8 @@ def _utf8(text: str) -> bytes:
 
 
 def _check_token(token: int, vocab_size: int) -> None:
+    if type(token) is int and 0 <= token < vocab_size:
+        return
     complaints = Complaints("decode")
     if not hasattr(token, "__index__"):
         complaints.add(DtypeError, "token", "a whole number", described(token))

@@ -2,26 +2,33 @@
 
 import math
 import random
+from collections import Counter
 
 import pytest
 import torch
 
-from penstock.engine import SamplingParams
-from penstock.engine.sampler import Row, sample, seed_of, uniform
+from penstock.engine import SamplingParams, sampler
+from penstock.engine.sampler import NO_TOKEN, Row, Sampler, seed_of, uniform
 from penstock.errors import DtypeError, RangeError
 
 V = 50
 
 
-def literal(logits: list[float], row: Row) -> int:
+def sample(logits, rows, positions, vocab_size=None):
+    """The tokens of rows that get a slot each."""
+    made = Sampler(len(rows), min(vocab_size or logits.shape[1], logits.shape[1]), logits.device)
+    return made.sample(logits, rows, range(len(rows)), positions)
+
+
+def literal(logits: list[float], row: Row, position: int) -> int:
     """One row, step by step."""
-    p = row.params
+    p, V, counts = row.params, len(logits), Counter(row.tokens[row.prompt :])
     for token, bias in p.logit_bias.items():
         logits[token] += bias
     if p.repetition_penalty != 1:
-        for token in {*row.prompt, *row.counts}:
+        for token in set(row.tokens):
             logits[token] = logits[token] / p.repetition_penalty if logits[token] > 0 else logits[token] * p.repetition_penalty
-    for token, count in row.counts.items():
+    for token, count in counts.items():
         logits[token] -= p.presence_penalty + p.frequency_penalty * count
     if p.temperature == 0 or p.top_k == 1:
         return max(range(V), key=lambda token: (logits[token], -token))
@@ -36,7 +43,7 @@ def literal(logits: list[float], row: Row) -> int:
             break
         nucleus.add(token)
         so_far += weights[token]
-    drawn, so_far = int(uniform(row.seed, row.position) * sum(weights[token] for token in nucleus)), 0
+    drawn, so_far = int(uniform(row.seed, position) * sum(weights[token] for token in nucleus)), 0
     for token in sorted(nucleus):
         so_far += weights[token]
         if drawn < so_far:
@@ -52,17 +59,64 @@ def drawn_row(rng: random.Random) -> Row:
         repetition_penalty=rng.choice([1, 1.2, 0.8]),
         logit_bias={} if maybe() < 0.5 else {rng.randrange(V): rng.uniform(-5, 5) for _ in range(4)},
     )  # fmt: skip
-    counts = {rng.randrange(V): rng.randrange(1, 4) for _ in range(5)}
-    return Row(params, rng.getrandbits(64), rng.randrange(10**6), counts, [rng.randrange(V) for _ in range(6)])
+    return Row(params, rng.getrandbits(64), [rng.randrange(V) for _ in range(rng.randrange(6, 17))], 6)
 
 
 def test_batches_equal_the_literal_evaluation():
     rng = random.Random(0)
     logits = torch.randn(300, V, generator=torch.Generator().manual_seed(0)) * 3
-    rows = [drawn_row(rng) for _ in range(len(logits))]
-    found = sample(logits, rows).tolist()
-    assert found == [literal(x.tolist(), row) for x, row in zip(logits.double(), rows)]
-    assert found == [int(sample(logits[n : n + 1], [row])) for n, row in enumerate(rows)]
+    rows, positions = [drawn_row(rng) for _ in range(len(logits))], [rng.randrange(10**6) for _ in range(len(logits))]
+    found = sample(logits, rows, positions).tolist()
+    assert found == [literal(x.tolist(), row, position) for x, row, position in zip(logits.double(), rows, positions)]
+    assert found == [int(sample(logits[n : n + 1], [row], positions[n : n + 1])) for n, row in enumerate(rows)]
+
+
+def test_rows_that_come_go_and_move_equal_the_literal_evaluation():
+    """Tables keep the values of rows from step to step; a slot may get another row, and a row another slot."""
+    rng, logits_of, slots = random.Random(2), torch.Generator().manual_seed(1), 12
+    made, rows = Sampler(slots, V, torch.device("cpu")), {}
+    for _ in range(60):
+        for slot in range(slots):
+            if slot not in rows or rng.random() < 0.1:
+                rows[slot] = drawn_row(rng)
+            elif rng.random() < 0.1:
+                other = rng.choice(list(rows))
+                rows[slot], rows[other] = rows[other], rows[slot]
+        chosen = rng.sample(range(slots), rng.randrange(1, slots + 1))
+        logits = torch.randn(len(chosen), V, generator=logits_of) * 3
+        positions = [len(rows[slot].tokens) for slot in chosen]
+        wanted = [literal(x.tolist(), rows[slot], position) for x, slot, position in zip(logits.double(), chosen, positions)]
+        assert made.sample(logits, [rows[slot] for slot in chosen], chosen, positions).tolist() == wanted
+        assert made.last[torch.tensor(chosen)].tolist() == wanted
+        for slot, token in zip(chosen, wanted):
+            rows[slot].tokens.append(token)
+
+
+@pytest.mark.parametrize("scale", [0.1, 8.0])
+def test_a_large_vocabulary_is_ranked_by_candidates_where_they_suffice(scale, monkeypatch):
+    """With flat logits the nucleus has more tokens than there are candidates. Many weights are equal."""
+    rng, size = random.Random(3), 3000
+    params = [
+        SamplingParams(top_k=k, top_p=p, min_p=min_p, temperature=0.5)
+        for k in (0, 1, 7, 300, 2999) for p in (1, 0.99999, 0.7, 1e-9) for min_p in (0, 0.001)
+    ]  # fmt: skip
+    logits = (torch.randn(len(params), size, generator=torch.Generator().manual_seed(0)) * scale).bfloat16()
+    rows, positions = [Row(one, rng.getrandbits(64)) for one in params], list(range(len(params)))
+    found = sample(logits, rows, positions).tolist()
+    assert found == [literal(x.tolist(), row, position) for x, row, position in zip(logits.double(), rows, positions)]
+    for candidates in (1, 300, size):
+        monkeypatch.setattr(sampler, "CANDIDATES", candidates)
+        assert sample(logits, rows, positions).tolist() == found
+
+
+def test_keys_of_the_largest_vocabulary_do_not_overflow():
+    """2**19 tokens: the weight and the token have 64 bits together."""
+    size = 2**19
+    logits = torch.full((2, size), -30.0)
+    logits[:, [3, size - 1]] = 0.0
+    rows = [Row(SamplingParams(top_k=2), 1), Row(SamplingParams(top_p=0.9), 1)]
+    for position in range(20):
+        assert set(sample(logits, rows, [position] * 2).tolist()) <= {3, size - 1}
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
@@ -71,15 +125,14 @@ def test_logits_stay_as_they_are(dtype):
     rng = random.Random(1)
     logits = torch.randn(60, V, generator=torch.Generator().manual_seed(0)).to(dtype)
     given = logits.clone()
-    sample(logits, [drawn_row(rng) for _ in range(len(logits))])
+    sample(logits, [drawn_row(rng) for _ in range(len(logits))], range(len(logits)))
     assert torch.equal(logits, given)
 
 
 @pytest.mark.parametrize("options", [{}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.2}, {"temperature": 2.0}], ids=str)
 def test_frequencies_are_the_probabilities(options):
     logits, params, count = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5, 1.5, -3.0, 2.5]), SamplingParams(**options), 20000
-    rows = [Row(params, 7, position, {}) for position in range(count)]
-    found = torch.bincount(sample(logits.expand(count, -1), rows), minlength=8) / count
+    found = torch.bincount(sample(logits.expand(count, -1), [Row(params, 7) for _ in range(count)], range(count)), minlength=8) / count
     p = torch.softmax(logits / params.temperature, 0)
     ranked, order = p.sort(descending=True)
     ranked[ranked < params.min_p * ranked[0]] = 0
@@ -100,18 +153,34 @@ def test_uniform_numbers():
 
 
 def test_excluded_tokens_and_extreme_logits():
-    logits = torch.tensor([[math.inf, 0.0, 0.0, 5.0], [-math.inf, 1e30, -1e30, 0.0]])
-    assert sample(logits[1:], [Row(SamplingParams(), 1, 1, {})]).tolist() == [1]
+    assert sample(torch.tensor([[-math.inf, 1e30, -1e30, 0.0]]), [Row(SamplingParams(), 1)], [1]).tolist() == [1]
     biased = SamplingParams(logit_bias={0: -math.inf, 3: -math.inf})
-    found = sample(torch.zeros(500, 4), [Row(biased, 1, n, {}) for n in range(500)])
+    found = sample(torch.zeros(500, 4), [Row(biased, 1) for _ in range(500)], range(500))
     assert set(found.tolist()) == {1, 2}
-    assert sample(torch.full((1, 4), math.nan), [Row(SamplingParams(), 1, 1, {})]).item() in range(4)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"temperature": 0}, {}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.1}, {"presence_penalty": 1.0}, {"repetition_penalty": 2.0},
+     {"logit_bias": {1: 1.0}}, {"top_k": 3, "top_p": 0.1, "min_p": 0.2, "frequency_penalty": 1.0, "logit_bias": {2: -1.0}}],
+    ids=str,
+)  # fmt: skip
+def test_rows_whose_largest_logit_is_not_finite_get_no_token(options):
+    """And the rows beside them get what they get alone."""
+    wrong = [[math.nan] * 6, [0.0, math.nan, 3.0, 0, 0, 0], [math.inf, 0.0, 0.0, 5.0, 0, 0], [-math.inf] * 6, [math.inf] * 6]
+    right = torch.randn(6, 6, generator=torch.Generator().manual_seed(0))
+    logits = torch.stack([row for pair in zip(right, torch.tensor([*wrong, right[5].tolist()])) for row in pair])
+    rows = [Row(SamplingParams(**options), n, [n % 6, 1, 1], 1) for n in range(len(logits))]
+    found = sample(logits, rows, range(len(rows))).tolist()
+    alone = [int(sample(logits[n : n + 1], [row], [n])) for n, row in enumerate(rows)]
+    assert found == alone
+    assert [token == NO_TOKEN for token in found] == [n % 2 == 1 and n < 10 for n in range(12)]
 
 
 def test_tokens_beyond_the_vocabulary_of_the_tokenizer_are_never_sampled():
     logits = torch.zeros(200, 8)
     logits[:, 6] = 100
-    found = sample(logits, [Row(SamplingParams(temperature=n % 2), 1, n, {}) for n in range(200)], vocab_size=5)
+    found = sample(logits, [Row(SamplingParams(temperature=n % 2), 1) for n in range(200)], range(200), vocab_size=5)
     assert int(found.max()) < 5
 
 
