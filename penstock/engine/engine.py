@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -12,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import Complaints, DtypeError, EngineError, QueueFull, RangeError, ShapeError, described, shortened
-from ..layers import SoftmaxAttentionConfig
+from ..errors import Complaints, DtypeError, EngineError, QueueFull, RangeError, ShapeError, described
 from ..layers.sizes import check_whole
 from ..models import CausalLM
+from .arguments import check_model, checked_request
 from .graphs import StepGraphs
 from .invariance import smallest_block
 from .request import CHUNK, Event, Request, Result, SamplingParams
@@ -25,6 +24,7 @@ from .state_pool import StatePool
 from .states import KeptState, SequenceState, fingerprint, load_state, save_state
 from .steps import Steps
 from .streaming import Mailbox, Mailboxes
+from .thread import StepThread
 
 Prompt = str | Items[int]
 
@@ -84,7 +84,7 @@ class Engine:
         host_cache_bytes: int = 0, keep_every: int = 1024, max_queue: int = 1024, batch_invariant: bool = False,
         overlap: bool | None = None, cuda_graphs: bool | None = None,
     ) -> None:  # fmt: skip
-        self._check_model(model)
+        check_model(model)
         numbers = {"slots": (slots, 1), "token_budget": (token_budget, 1), "cache_bytes": (cache_bytes, 0), "max_queue": (max_queue, 1)}
         complaints = Complaints("Engine")
         for name, (value, least) in {**numbers, "host_cache_bytes": (host_cache_bytes, 0), "keep_every": (keep_every, CHUNK)}.items():
@@ -117,8 +117,7 @@ class Engine:
         self._inbox: deque[Request] = deque()
         self._commands: deque[Callable[[], None]] = deque()
         """Run between steps."""
-        self._wake = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread = StepThread()
         self._closed = False
         self._mailboxes = Mailboxes()
 
@@ -268,27 +267,21 @@ class Engine:
                 self._steps.runner.graphs.capture_all()
 
     def start(self) -> None:
-        """Run steps in a background thread from now on."""
+        """Run steps in a background thread from now on. An engine that nobody has any more is collected once its requests are done."""
         with self._lock:
             if self._closed:
                 raise EngineError("start: the engine must be open, got a closed one. Make a new one.")
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="penstock-engine", daemon=True)
-                self._thread.start()
-                atexit.register(self.close)  # a thread that is inside of torch when the interpreter ends aborts the process
+            self._thread.start(self)
 
     @property
     def alive(self) -> bool:
         """Whether the background thread runs."""
-        return self._thread is not None and self._thread.is_alive()
+        return self._thread.alive
 
     def close(self) -> None:
         """Cancel all requests and end the background thread."""
         self._closed = True
-        atexit.unregister(self.close)
-        self._wake.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+        self._thread.end()
         with self._lock:
             self._receive()
             self._steps.drain()
@@ -321,23 +314,17 @@ class Engine:
         with self._lock:
             self._pool.check_integrity([one.slot for one in self._steps.scheduler.running if one.slot is not None])
 
-    def _work(self) -> None:
-        while not self._closed:
-            self._wake.clear()
-            if not self.step():
-                self._wake.wait()
-
     def _put(self, request: Request) -> None:
         if self._closed:
             raise EngineError("submit: the engine must be open, got a closed one. Make a new one.")
         self._inbox.append(request)
-        self._wake.set()
+        self._thread.wake.set()
         if self._closed:  # meanwhile, and perhaps before it saw this request
             self.close()
 
     def _command(self, command: Callable[[], None]) -> None:
         self._commands.append(command)
-        self._wake.set()
+        self._thread.wake.set()
 
     def _receive(self) -> None:
         while self._inbox or self._commands:
@@ -351,63 +338,6 @@ class Engine:
         self._steps.tell()
         self._mailboxes.deliver()
 
-    def _request(
-        self, function: str, prompt: Any, params: SamplingParams, priority: int = 0, boundaries: Items[int] = (),
-        state: SequenceState | None = None,
-    ) -> Request:  # fmt: skip
-        complaints = Complaints(function)
-        if not isinstance(params, SamplingParams):
-            complaints.add(DtypeError, "params", "SamplingParams", described(params))
-            complaints.raise_any()
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                complaints.add(DtypeError, "prompt", "tokens, because the engine has no tokenizer", described(prompt))
-                complaints.raise_any()
-            prompt = self.tokenizer.encode(prompt)
-        try:
-            tokens = list(prompt)
-        except TypeError:
-            complaints.add(DtypeError, "prompt", "a text or a list of tokens", described(prompt))
-            complaints.raise_any()
-        rule = f"tokens from 0 to {self.model.config.vocab_size - 1}"
-        for token in tokens:
-            if type(token) is not int:
-                complaints.add(DtypeError, "prompt", f"{rule}, of type int", described(token), "Arrays have tolist().")
-                break
-            if not 0 <= token < self.model.config.vocab_size:
-                complaints.add(RangeError, "prompt", rule, shortened(token))
-                break
-        if type(priority) is not int:
-            complaints.add(DtypeError, "priority", "a whole number", described(priority))
-        if not isinstance(boundaries, Items) or not all(type(one) is int for one in boundaries):
-            complaints.add(DtypeError, "boundaries", "a list of positions in the prompt", described(boundaries))
-        if state is not None and not isinstance(state, SequenceState):
-            complaints.add(DtypeError, "state", "a SequenceState or None", described(state))
-            complaints.raise_any()
-        if state is not None and state.model != self.model_hash():
-            complaints.add(RangeError, "state", "of this model", "one of another model")
-        if not tokens and state is None:
-            complaints.add(ShapeError, "prompt", "at least one token", "none")
-        if not tokens and state is not None and state.aligned == len(state.tokens):  # it has no logits after the last one
-            remedy = "Or make the state of one token less, and give this token."
-            complaints.add(ShapeError, "prompt", "at least one token behind a state of max_tokens 0 and whole chunks of 64", "none", remedy)
-        if params.stop and self.tokenizer is None:
-            complaints.add(RangeError, "stop", "empty, because the engine has no tokenizer", shortened(params.stop), "Use stop_ids.")
-        if state is not None and params.prompt_logprobs is not None:
-            complaints.add(RangeError, "prompt_logprobs", "None with a state", params.prompt_logprobs)
-        complaints.raise_any()
-        whole = tokens if state is None else [*state.tokens, *tokens]
-        return Request(whole, params, priority, tuple(boundaries), state=state)
-
-    @staticmethod
-    def _check_model(model: object) -> None:
-        complaints = Complaints("Engine")
-        if not isinstance(model, CausalLM):
-            complaints.add(DtypeError, "model", "a CausalLM", described(model), "penstock.models.load reads one.")
-            complaints.raise_any()
-        assert isinstance(model, CausalLM)
-        softmax = [n for n, mixer in enumerate(model.config.mixers) if isinstance(mixer, SoftmaxAttentionConfig)]
-        if softmax:
-            remedy = "Its state grows with the sequence, and the slots of the engine have a fixed size. Use CausalLM.generate."
-            complaints.add(RangeError, "model", "free of softmax attention", f"softmax attention in layers {softmax}", remedy)
-        complaints.raise_any()
+    def _request(self, function: str, prompt: Any, params: Any, *more: Any) -> Request:
+        about = {"model": self.model, "tokenizer": self.tokenizer, "vocab_size": self.vocab_size, "model_hash": self.model_hash}
+        return checked_request(function, prompt, params, *more, **about)

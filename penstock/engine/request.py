@@ -1,4 +1,4 @@
-"""What callers give and get: sampling parameters, events, results. And the sequences that the scheduler sees. No torch."""
+"""What callers give and get: sampling parameters, events, results. And the sequences that the scheduler sees. No tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, Protocol, TypeGuard
 
-from ..errors import Complaints, DtypeError, PenstockError, RangeError, described, shortened
+from ..errors import Complaints, DtypeError, PenstockError, RangeError, described
+from ..layers.sizes import check_number, check_whole
 
 CHUNK = 64
 """Prompts are cut, kept and cached at multiples of this many tokens only: ``CausalLM.advance`` walks a row in chunks of 64."""
@@ -90,9 +91,11 @@ class SamplingParams:
                 object.__setattr__(self, name, tuple(getattr(self, name)))
         complaints = Complaints("SamplingParams")
         for name, (least, most) in _WHOLE.items():
-            _check_whole(complaints, name, getattr(self, name), least, most)
+            value = getattr(self, name)
+            if value is not None or name not in _OPTIONAL:
+                check_whole(complaints, name, value, least, most)
         for name, (lowest, highest) in _NUMBERS.items():
-            _check_number(complaints, name, getattr(self, name), lowest, highest)
+            check_number(complaints, name, getattr(self, name), lowest, highest)
         if isinstance(self.top_p, int | float) and self.top_p == 0:
             complaints.add(RangeError, "top_p", "above 0 and at most 1", self.top_p)
         if isinstance(self.repetition_penalty, int | float) and self.repetition_penalty == 0:
@@ -135,25 +138,6 @@ _NUMBERS = {
 
 def _is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _check_whole(complaints: Complaints, name: str, value: object, least: int, most: int | None) -> None:
-    if value is None and name in _OPTIONAL:
-        return
-    rule = f"a whole number of at least {least}" if most is None else f"a whole number from {least} to {most}"
-    if isinstance(value, bool) or not isinstance(value, int):
-        complaints.add(DtypeError, name, rule, described(value))
-    elif value < least or (most is not None and value > most):
-        complaints.add(RangeError, name, rule, shortened(value))
-
-
-def _check_number(complaints: Complaints, name: str, value: object, lowest: float, highest: float) -> None:
-    rule = "a finite number" if lowest == -math.inf else f"a finite number of at least {lowest:g}"
-    rule = f"a number from {lowest:g} to {highest:g}" if math.isfinite(highest) else rule
-    if not _is_number(value):
-        complaints.add(DtypeError, name, rule, described(value))
-    elif not (lowest <= value <= highest and abs(value) <= sys.float_info.max):  # holds for integers of any size
-        complaints.add(RangeError, name, rule, shortened(value))
 
 
 def _check_items(complaints: Complaints, name: str, value: object, kind: type, rule: str) -> None:

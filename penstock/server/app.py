@@ -177,6 +177,7 @@ def _add_page(app: FastAPI, service: Service) -> None:
     serve("/page.css", "page.css", "text/css")
     serve("/page.js", "page.js", "text/javascript")
 
+    @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> Response:
         status = "closing" if service.closing else "ok" if service.engine.alive else "stopped"

@@ -1,9 +1,13 @@
 """Faults of one request, of a step, and full queues: others go on, and slots come back."""
 
 import asyncio
+import gc
+import math
 import subprocess
 import sys
+import threading
 import time
+import weakref
 from collections import deque
 from pathlib import Path
 
@@ -414,6 +418,68 @@ while not requests[0].result.tokens:
     assert [(one.communicate(timeout=300)[1], one.returncode) for one in started] == [("", 0) for _ in several]
 
 
+@pytest.mark.parametrize("count", [1, 400])
+def test_a_started_engine_that_is_dropped_ends_its_requests_and_is_collected(count):
+    before = threading.active_count()
+    engine = engine_of()
+    engine.start()
+    wait_for(lambda: engine.alive)
+    left, request = weakref.ref(engine), engine.submit([1, 2], SamplingParams(max_tokens=count))
+    if count == 1:
+        wait_for(lambda: request.done)
+    del engine
+    wait_for(lambda: request.done)
+    assert (len(request.result.tokens), request.result.error) == (count, None)
+    wait_for(lambda: gc.collect() is None or left() is None)
+    wait_for(lambda: threading.active_count() <= before)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [{"temperature": 0}, {"seed": 1}, {"seed": 1, "top_p": 0.9, "n": 2}, {"seed": 1, "presence_penalty": 1.0, "logprobs": 2}],
+    ids=str,
+)  # fmt: skip
+def test_logits_that_are_no_numbers_fail_their_request_alone(options, overlap):
+    model = model_of("gla")
+    params = SamplingParams(max_tokens=20, logit_bias={7: -math.inf}, **options)
+    wanted = [[one.tokens for one in result.completions] for result in engine_of().generate([[1, 2], [3]], params)]
+    with torch.no_grad():
+        kept = model.embeddings.weight[7].clone()
+        model.embeddings.weight[7] = math.nan
+    try:
+        engine = Engine(model, slots=3, token_budget=200, overlap=overlap)
+        results = engine.generate([[1, 2], [5, 7, 5], [3]], params)
+        (scored,) = engine.generate([[7, 5]], SamplingParams(max_tokens=0, prompt_logprobs=0))
+    finally:
+        with torch.no_grad():
+            model.embeddings.weight[7] = kept
+    assert [[one.tokens for one in results[n].completions] for n in (0, 2)] == wanted
+    assert results[1].tokens == []
+    assert {one.finish_reason for one in results[1].completions} == {"error"}
+    assert isinstance(results[1].error, EngineError)
+    assert str(results[1].error).startswith("engine: logits must have a finite largest value among the tokens that may follow, got NaN")
+    assert str(scored.error).startswith("engine: logits must be numbers, got NaN among those after tokens 0 to 1.")
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("bias", [-math.inf, 1e308])
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_biases_that_leave_no_token_fail_their_request_alone(bias, temperature):
+    engine = engine_of()
+    params = SamplingParams(max_tokens=5, temperature=temperature, seed=1)
+    (wanted,) = engine.generate([[1]], params)
+    if bias > 0:  # the penalty makes it infinite
+        broken = SamplingParams(max_tokens=5, temperature=temperature, logit_bias={3: bias}, repetition_penalty=0.1)
+    else:
+        broken = SamplingParams(max_tokens=5, temperature=temperature, logit_bias=dict.fromkeys(range(13), bias))
+    found = engine.generate([[3], [1]], [broken, params])
+    assert (found[0].tokens, found[1].tokens) == ([], wanted.tokens)
+    with pytest.raises(EngineError, match="logits must have a finite largest value"):
+        raise found[0].error
+    assert_idle(engine)
+
+
 def test_hybrids_and_wrong_arguments_are_refused():
     with pytest.raises(RangeError, match=r"softmax attention in layers \[1\].*fixed size"):
         Engine(model_of("hybrid"))
@@ -422,6 +488,7 @@ def test_hybrids_and_wrong_arguments_are_refused():
         ([99], {}, "prompt must be tokens from 0 to 12"),
         ([], {}, "at least one token"),
         ([1], {"stop": ("a",)}, "stop must be empty"),
+        ([1], {"logit_bias": {2: 1.0, 13: 1.0}}, "submit: logit_bias must be of tokens from 0 to 12, got one of token 13"),
     ]:
         with pytest.raises(ValueError, match=said):
             engine.submit(prompt, SamplingParams(**params))

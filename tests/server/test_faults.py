@@ -204,6 +204,11 @@ def test_a_decoder_that_cannot_be_made_fails_its_request_alone(live, client, mon
     assert httpx.get(f"{live.url}/health").status_code == 200
 
 
+def test_health_has_a_head(live):
+    answer = httpx.head(f"{live.url}/health")
+    assert (answer.status_code, answer.content, answer.headers["content-type"]) == (200, b"", "application/json")
+
+
 def test_an_engine_that_stopped_is_not_healthy(model):
     with running(model) as live:
         live.engine.close()

@@ -1,0 +1,89 @@
+"""From what callers give to requests: the checks of ``Engine`` and ``submit``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from typing import Any
+
+from ..errors import Complaints, DtypeError, RangeError, ShapeError, described, shortened
+from ..layers import SoftmaxAttentionConfig
+from ..models import CausalLM
+from .request import Request, SamplingParams
+from .states import SequenceState
+
+
+def check_model(model: object) -> None:
+    """Raise DtypeError for what is no CausalLM, RangeError for one with softmax attention."""
+    complaints = Complaints("Engine")
+    if not isinstance(model, CausalLM):
+        complaints.add(DtypeError, "model", "a CausalLM", described(model), "penstock.models.load reads one.")
+        complaints.raise_any()
+    assert isinstance(model, CausalLM)
+    softmax = [n for n, mixer in enumerate(model.config.mixers) if isinstance(mixer, SoftmaxAttentionConfig)]
+    if softmax:
+        remedy = "Its state grows with the sequence, and the slots of the engine have a fixed size. Use CausalLM.generate."
+        complaints.add(RangeError, "model", "free of softmax attention", f"softmax attention in layers {softmax}", remedy)
+    complaints.raise_any()
+
+
+def checked_request(
+    function: str, prompt: Any, params: Any, priority: Any = 0, boundaries: Any = (), state: Any = None, *,
+    model: CausalLM, tokenizer: Any, vocab_size: int, model_hash: Callable[[], str],
+) -> Request:  # fmt: skip
+    """The request of a caller of ``function``. Raises InvalidArgument with all broken rules.
+
+    vocab_size : int
+        Tokens that are sampled are below it.
+    """
+    complaints = Complaints(function)
+    if not isinstance(params, SamplingParams):
+        complaints.add(DtypeError, "params", "SamplingParams", described(params))
+        complaints.raise_any()
+    tokens = _tokens(complaints, prompt, tokenizer, model.config.vocab_size)
+    if type(priority) is not int:
+        complaints.add(DtypeError, "priority", "a whole number", described(priority))
+    if not isinstance(boundaries, Items) or not all(type(one) is int for one in boundaries):
+        complaints.add(DtypeError, "boundaries", "a list of positions in the prompt", described(boundaries))
+    if state is not None and not isinstance(state, SequenceState):
+        complaints.add(DtypeError, "state", "a SequenceState or None", described(state))
+        complaints.raise_any()
+    if state is not None and state.model != model_hash():
+        complaints.add(RangeError, "state", "of this model", "one of another model")
+    if not tokens and state is None:
+        complaints.add(ShapeError, "prompt", "at least one token", "none")
+    if not tokens and state is not None and state.aligned == len(state.tokens):  # it has no logits after the last one
+        remedy = "Or make the state of one token less, and give this token."
+        complaints.add(ShapeError, "prompt", "at least one token behind a state of max_tokens 0 and whole chunks of 64", "none", remedy)
+    if params.stop and tokenizer is None:
+        complaints.add(RangeError, "stop", "empty, because the engine has no tokenizer", shortened(params.stop), "Use stop_ids.")
+    largest = max(params.logit_bias, default=0)
+    if largest >= vocab_size:
+        complaints.add(RangeError, "logit_bias", f"of tokens from 0 to {vocab_size - 1}", f"one of token {shortened(largest)}")
+    if state is not None and params.prompt_logprobs is not None:
+        complaints.add(RangeError, "prompt_logprobs", "None with a state", params.prompt_logprobs)
+    complaints.raise_any()
+    whole = tokens if state is None else [*state.tokens, *tokens]
+    return Request(whole, params, priority, tuple(boundaries), state=state)
+
+
+def _tokens(complaints: Complaints, prompt: Any, tokenizer: Any, vocab_size: int) -> list[int]:
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            complaints.add(DtypeError, "prompt", "tokens, because the engine has no tokenizer", described(prompt))
+            complaints.raise_any()
+        prompt = tokenizer.encode(prompt)
+    try:
+        tokens = list(prompt)
+    except TypeError:
+        complaints.add(DtypeError, "prompt", "a text or a list of tokens", described(prompt))
+        complaints.raise_any()
+    rule = f"tokens from 0 to {vocab_size - 1}"
+    for token in tokens:
+        if type(token) is not int:
+            complaints.add(DtypeError, "prompt", f"{rule}, of type int", described(token), "Arrays have tolist().")
+            break
+        if not 0 <= token < vocab_size:
+            complaints.add(RangeError, "prompt", rule, shortened(token))
+            break
+    return tokens

@@ -1,0 +1,55 @@
+"""The background thread of an engine."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Protocol
+
+
+class Stepping(Protocol):
+    """What the thread runs."""
+
+    def step(self) -> bool:
+        """Run one step; whether there was anything to do."""
+
+
+class StepThread:
+    """Runs steps while there is anything to do, and waits for ``wake`` else.
+
+    It holds its engine during steps only. So an engine that nobody else has is collected after its last request, and the thread ends.
+    """
+
+    def __init__(self) -> None:
+        self.wake = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._ended = False
+
+    def start(self, engine: Stepping) -> None:
+        """Begin, once."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, args=(weakref.ref(engine),), name="penstock-engine", daemon=True)
+            self._thread.start()
+            weakref.finalize(engine, self.end)  # or before the interpreter ends: a thread that is inside of torch then aborts the process
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def end(self) -> None:
+        """End it after its step. Any thread."""
+        self._ended = True
+        self.wake.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _run(self, found: weakref.ref[Stepping]) -> None:
+        while True:
+            self.wake.clear()
+            engine = found()
+            if self._ended or engine is None:  # after clear: end sets _ended first
+                return
+            if not engine.step():
+                del engine
+                self.wake.wait()
