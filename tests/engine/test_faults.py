@@ -423,7 +423,6 @@ def test_a_started_engine_that_is_dropped_ends_its_requests_and_is_collected(cou
     before = threading.active_count()
     engine = engine_of()
     engine.start()
-    wait_for(lambda: engine.alive)
     left, request = weakref.ref(engine), engine.submit([1, 2], SamplingParams(max_tokens=count))
     if count == 1:
         wait_for(lambda: request.done)
