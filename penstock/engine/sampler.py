@@ -335,8 +335,9 @@ def _penalised(logits: Tensor, seen: Tensor, params: Tensor, needs: int) -> Tens
         factor = params[:, REPETITION : REPETITION + 1]
         logits = torch.where(seen > 0, torch.where(logits > 0, logits / factor, logits * factor), logits)
     if needs & COUNTED:
-        counts = (seen >> 1).double()
-        logits = logits - (params[:, PRESENCE : PRESENCE + 1] * (counts > 0) + params[:, FREQUENCY : FREQUENCY + 1] * counts)
+        counts = seen >> 1
+        penalties = (counts > 0) * params[:, PRESENCE : PRESENCE + 1]
+        logits = logits.sub_(penalties.add_(counts * params[:, FREQUENCY : FREQUENCY + 1]))
     return logits
 
 
