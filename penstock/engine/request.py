@@ -60,7 +60,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     """Positive logits of tokens of the prompt and of generated tokens are divided by this, negative ones multiplied."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    """Added to the logits of these tokens; -inf excludes one."""
+    """Added to the logits of these tokens, which must be below the vocabulary's size; -inf excludes one."""
     seed: int | None = None
     """Equal seeds give equal tokens, whatever runs beside them. None: a random one."""
     stop: tuple[str, ...] = ()

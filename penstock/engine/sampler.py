@@ -146,6 +146,7 @@ class Sampler:
         self.vocab_size, self.device = vocab_size, device
         self.last = torch.zeros(slots, dtype=torch.int64, device=device)
         """The last sampled token of each slot, or ``NO_TOKEN``."""
+        self._no_token = self.last.new_full((), NO_TOKEN)
         self._owners: list[object] = [None] * slots
         """Whose values the tables have."""
         self._table = torch.ones(slots, COLUMNS, dtype=torch.float64, device=device)
@@ -181,7 +182,7 @@ class Sampler:
             if step.any & DRAWN:
                 drawn = self._draw(step.of(DRAWN, logits), step.of(DRAWN, largest), rows, step.of(DRAWN, params), step)
                 step.put(DRAWN, tokens, drawn)
-        tokens = torch.where(largest.abs() < math.inf, tokens, NO_TOKEN)
+        tokens = torch.where(largest.abs() < math.inf, tokens, self._no_token)
         self.last.index_copy_(0, step.slots, tokens)
         if step.any & PENALISED:
             assert self._seen is not None

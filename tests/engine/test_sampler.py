@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.engine import SamplingParams, sampler
 from penstock.engine.sampler import NO_TOKEN, Row, Sampler, seed_of, uniform
@@ -107,6 +108,35 @@ def test_a_large_vocabulary_is_ranked_by_candidates_where_they_suffice(scale, mo
     for candidates in (1, 300, size):
         monkeypatch.setattr(sampler, "CANDIDATES", candidates)
         assert sample(logits, rows, positions).tolist() == found
+
+
+class Calls(TorchDispatchMode):
+    """Counts operators."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_step_copies_once_and_calls_torch_as_often_for_many_rows_as_for_few(monkeypatch):
+    params = [
+        SamplingParams(temperature=0), SamplingParams(), SamplingParams(top_p=0.9), SamplingParams(top_k=3), SamplingParams(min_p=0.1),
+        SamplingParams(presence_penalty=1.0), SamplingParams(repetition_penalty=1.1), SamplingParams(logit_bias={1: 1.0, 2: 2.0}),
+    ]  # fmt: skip
+    copies, plain = [], sampler.from_buffer
+    monkeypatch.setattr(sampler, "from_buffer", lambda *given: copies.append(1) or plain(*given))
+    counts = []
+    for count in (8, 64):
+        made, rows = Sampler(count, V, torch.device("cpu")), [Row(params[n % 8], n, [1, 2], 1) for n in range(count)]
+        made.sample(torch.randn(count, V), rows, range(count), [2] * count)
+        copies.clear()
+        with Calls() as calls:
+            made.sample(torch.randn(count, V), rows[::-1], range(count)[::-1], [3] * count)
+        counts.append(calls.count)
+        assert len(copies) == 1
+    assert counts[0] == counts[1]
 
 
 def test_keys_of_the_largest_vocabulary_do_not_overflow():

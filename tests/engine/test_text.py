@@ -3,11 +3,11 @@
 import pytest
 import torch
 from architectures import model_of
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from penstock.engine import Engine, SamplingParams
-from penstock.engine.text import TextStream
+from penstock.engine.text import StopStrings, TextStream
 from penstock.models import CausalLM, gla
 from penstock.models.tokenizers import Bytes
 
@@ -30,6 +30,8 @@ def pieces_of(text: bytes, sizes: list[int]):
     st.lists(st.text("aé🙂b", min_size=1, max_size=4), max_size=3),
     st.booleans(),
 )
+@example("aabaabaaa", [3, 1], ["aabaaa", "abaab", "baa"], False)
+@example("abababac", [1] * 8, ["ababac", "bac"], True)
 def test_text_ends_before_the_first_stop_string_however_it_is_cut(text, sizes, stop, include):
     decoder, tokens = pieces_of(text.encode(), sizes)
     stream = TextStream(decoder, tuple(stop), include)
@@ -54,6 +56,18 @@ def test_text_is_held_back_only_while_it_may_be_a_stop_string():
     stream = TextStream(decoder, ("stop", "oh"))
     assert [stream.push(token) for token in b"a stots ohm"] == ["a", " ", "", "", "", "stot", "", "s ", "", "", ""]
     assert stream.stopped
+
+
+def test_a_character_is_compared_once_however_many_stop_strings_there_are(monkeypatch):
+    """Held text of 200 characters that go on in most of the strings."""
+    stop, text, seen, plain = tuple("a" * n + "b" for n in range(190, 206)), "a" * 5000 + "c" * 1000, [], StopStrings.next
+    monkeypatch.setattr(StopStrings, "next", lambda self, node, character: seen.append(character) or plain(self, node, character))
+    decoder, tokens = pieces_of(text.encode(), [3] * 1999)
+    stream = TextStream(decoder, stop)
+    seen.clear()
+    assert "".join([*map(stream.push, tokens), stream.finish()]) == text
+    assert len(seen) <= 5003
+    assert not stream.stopped
 
 
 @pytest.fixture(scope="module")
