@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, Protocol, TypeGuard
+from typing import Any, Literal, NamedTuple, Protocol, TypeGuard
 
 from ..errors import Complaints, DtypeError, PenstockError, RangeError, described
 from ..layers.sizes import check_number, check_whole
@@ -145,8 +145,7 @@ def _check_items(complaints: Complaints, name: str, value: object, kind: type, r
         complaints.add(DtypeError, name, f"a tuple of {rule}", described(value))
 
 
-@dataclass(frozen=True)
-class TokenLogprobs:
+class TokenLogprobs(NamedTuple):
     """The log probability of a token, and the most likely tokens at its place, best first."""
 
     token: int

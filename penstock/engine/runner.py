@@ -6,6 +6,7 @@ from collections.abc import Sequence as Items
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,7 +91,8 @@ class Runner:
         ids: list[int] = []
         rows, sources = [], []
         for work in decodes:
-            one, slot = work.sequence, _slot(work)
+            one, slot = work.sequence, work.sequence.slot
+            assert slot is not None
             rows.append(slot)
             if work.begin < len(one.tokens):
                 ids.append(one.tokens[work.begin])
@@ -152,7 +154,8 @@ class Runner:
             parts.append(stacked if logits is None else stacked.to(logits))
         logits = parts[0] if len(parts) == 1 else torch.cat(parts)
         rows = [work.sequence.row for work in flight.sampled]
-        tokens = self.sampler.sample(logits, rows, [_slot(work) for work in flight.sampled], [work.end for work in flight.sampled])
+        slots: Any = [work.sequence.slot for work in flight.sampled]
+        tokens = self.sampler.sample(logits, rows, slots, [work.end for work in flight.sampled])
         most = max([row.logprobs for row in rows])
         if most >= 0:
             flight.logprobs = ToHost(logprobs_of(logits, tokens.clamp(min=0), most))
