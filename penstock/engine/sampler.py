@@ -93,8 +93,8 @@ def seed_of(seed: int, index: int) -> int:
     return seed if index == 0 else mixed((seed + index * 0xD1342543DE82EF95) & _MASK)
 
 
-class Step:
-    """The numbers of a step on the device, and which rows need what."""
+class Places:
+    """Which rows of a step need what; with their numbers, on the device."""
 
     def __init__(self, rows: Items[Row], slots: Items[int], positions: Items[int], device: torch.device) -> None:
         needs = [row.needs for row in rows]
@@ -124,6 +124,10 @@ class Step:
         """Of rows that are drawn."""
         self._places = {need: copied[begin : begin + size] for need, (begin, size) in spans.items()}
 
+    def all_need(self, need: int) -> bool:
+        """Whether every row needs something."""
+        return bool(self.any & need) and need not in self._places
+
     def of(self, need: int, x: Tensor) -> Tensor:
         """The rows of ``x`` that need something; those of LIMITED are among those of DRAWN."""
         places = self._places.get(need)
@@ -150,8 +154,8 @@ class Sampler:
         self._owners: list[object] = [None] * slots
         """Whose values the tables have."""
         self._table = torch.ones(slots, COLUMNS, dtype=torch.float64, device=device)
-        self._biases: tuple[Tensor, Tensor] | None = None
-        """Tokens int64 [slots,W] and values float64 [slots,W]. Shorter ones are filled up with their first token."""
+        self._biases = [torch.zeros(slots, 1, dtype=dtype, device=device) for dtype in (torch.int64, torch.float64)]
+        """Tokens [slots,W] and values [slots,W]. Shorter ones are filled up with their first token."""
         self._seen: Tensor | None = None
         """int32 [slots,V]: twice how often a token was generated, and 1 more if it is in the prompt."""
         self._ranks = torch.arange(vocab_size, device=device)
@@ -170,11 +174,11 @@ class Sampler:
         self._enter(rows, slots)
         if self.vocab_size < logits.shape[1]:
             logits = logits[:, : self.vocab_size]
-        step = Step(rows, slots, positions, self.device)
+        step = Places(rows, slots, positions, self.device)
         params = self._table.index_select(0, step.slots) if step.any & (DRAWN | PENALISED) else self._table
         if step.any & (BIASED | PENALISED | CONSTRAINED):
             logits = self._changed(logits, rows, params, step)
-        if step.any & DRAWN and DRAWN not in step._places:
+        if step.all_need(DRAWN):
             largest = logits.amax(-1)
             tokens = self._draw(logits, largest, rows, params, step)
         else:
@@ -225,17 +229,11 @@ class Sampler:
 
     def _enter_biases(self, slot: int, row: Row) -> None:
         tokens, values = list(row.params.logit_bias), [float(one) for one in row.params.logit_bias.values()]
-        width = 0 if self._biases is None else self._biases[0].shape[1]
-        if width < len(tokens):
-            more = (1 << (len(tokens) - 1).bit_length()) - width
-            names = self.last.new_zeros(len(self._owners), more)
-            new = names, names.double()
-            old = self._biases
-            # what is new of other rows stays 0, the bias of their first token
-            self._biases = new if old is None else tuple(torch.cat([x, x[:, :1].expand(-1, more)], 1) for x in old)  # type: ignore[assignment]
-            width += more
-        assert self._biases is not None
-        missing = width - len(tokens)
+        missing = self._biases[0].shape[1] - len(tokens)
+        if missing < 0:
+            more = (1 << (len(tokens) - 1).bit_length()) - self._biases[0].shape[1]
+            self._biases = [torch.cat([x, x[:, :1].expand(-1, more)], 1) for x in self._biases]
+            missing += more
         self._biases[0][slot] = to_device(tokens + tokens[:1] * missing, self.device)
         self._biases[1][slot] = to_device(values + values[:1] * missing, self.device, torch.float64)
 
@@ -255,11 +253,10 @@ class Sampler:
 
     # logits
 
-    def _changed(self, logits: Tensor, rows: Items[Row], params: Tensor, step: Step) -> Tensor:
+    def _changed(self, logits: Tensor, rows: Items[Row], params: Tensor, step: Places) -> Tensor:
         """Logits with bias, penalties and masks, in float64."""
         logits = logits.to(torch.float64, copy=True)
         if step.any & BIASED:
-            assert self._biases is not None
             some, slots = step.of(BIASED, logits), step.of(BIASED, step.slots)
             tokens, values = (x.index_select(0, slots) for x in self._biases)
             logits = step.put(BIASED, logits, some.scatter_(1, tokens, some.gather(1, tokens).add_(values)))
@@ -282,7 +279,7 @@ class Sampler:
 
     # draws
 
-    def _draw(self, logits: Tensor, largest: Tensor, rows: Items[Row], params: Tensor, step: Step) -> Tensor:
+    def _draw(self, logits: Tensor, largest: Tensor, rows: Items[Row], params: Tensor, step: Places) -> Tensor:
         """Sample rows of temperature above 0."""
         weights = _weights(logits, largest[:, None], params[:, SCALE : SCALE + 1])
         if step.any & FLOORED:

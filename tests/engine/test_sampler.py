@@ -58,7 +58,7 @@ def drawn_row(rng: random.Random) -> Row:
         temperature=rng.choice([0, 0.1, 0.7, 1.0, 3]), top_k=rng.choice([0, 0, 1, 3, 20, 500]), top_p=rng.choice([1, 1, 0.9, 0.3, 1e-9]),
         min_p=rng.choice([0, 0, 0.1, 0.5, 1]), presence_penalty=rng.choice([0, 0.5, -1]), frequency_penalty=rng.choice([0, 0.3]),
         repetition_penalty=rng.choice([1, 1.2, 0.8]),
-        logit_bias={} if maybe() < 0.5 else {rng.randrange(V): rng.uniform(-5, 5) for _ in range(4)},
+        logit_bias={} if maybe() < 0.5 else {rng.randrange(V): rng.uniform(-5, 5) for _ in range(rng.choice([1, 4, 9]))},
     )  # fmt: skip
     return Row(params, rng.getrandbits(64), [rng.randrange(V) for _ in range(rng.randrange(6, 17))], 6)
 
