@@ -30,7 +30,10 @@ def with_graphs(engine, **options) -> StepGraphs:
 def test_tokens_are_those_of_packed_steps(name, overlap):
     model = model_of(name)
     prompts = [[n % 13] * (20 * n + 1) for n in range(7)]
-    params = [SamplingParams(max_tokens=10 * n + 1, seed=n, n=1 + n // 5) for n in range(7)]
+    params = [
+        SamplingParams(max_tokens=10 * n + 1, seed=n, n=1 + n // 5, presence_penalty=0.5 * (n % 3), repetition_penalty=1 + 0.2 * (n % 2))
+        for n in range(7)
+    ]
     wanted = Engine(model, slots=5, token_budget=200).generate(prompts, params)
     engine = Engine(model, slots=5, token_budget=200, overlap=overlap)
     graphs = with_graphs(engine)
