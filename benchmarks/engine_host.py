@@ -24,7 +24,7 @@ from penstock.models import CausalLM, rwkv6
 from penstock.models.tokenizers import Bytes
 
 STREAMS = 128
-KINDS = {
+OPTIONS = {
     "greedy": {"temperature": 0},
     "temperature": {},
     "top_p": {"top_p": 0.9},
@@ -37,7 +37,10 @@ KINDS = {
     "logit_bias": {"logit_bias": {3: 1.0, 5: -1.0}},
     "logprobs": {"logprobs": 5},
 }
-KINDS["eight kinds"] = {}
+SEVERAL = ("greedy", "temperature", "top_p", "top_k", "min_p", "stop string", "penalties", "logit_bias")
+KINDS = {name: [SamplingParams(max_tokens=10**6, seed=1, **options)] for name, options in OPTIONS.items()}
+KINDS["eight kinds"] = [KINDS[name][0] for name in SEVERAL]
+"""Parameters of requests, in turn."""
 
 
 class Calls(TorchDispatchMode):
@@ -82,13 +85,10 @@ def engine_of(vocab_size: int) -> Engine:
     return engine
 
 
-def run(engine: Engine, options: list[dict]):
+def run(engine: Engine, kind: list[SamplingParams]):
     """Fill the engine with streams; returns a function that ends them."""
-    given = itertools.cycle(options)
-    requests = [
-        engine.submit([1] * (1 + n * 64 // STREAMS), SamplingParams(max_tokens=10**6, seed=n, **next(given)), sink=lambda *_: None)
-        for n in range(STREAMS)
-    ]
+    params = itertools.cycle(kind)
+    requests = [engine.submit([1] * (1 + n * 64 // STREAMS), next(params), sink=lambda *_: None) for n in range(STREAMS)]
     for _ in range(70):
         engine.step()
 
@@ -110,10 +110,9 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     engine, copies = engine_of(given.vocab), Copies()
-    several = ("greedy", "temperature", "top_p", "top_k", "min_p", "stop string", "penalties", "logit_bias")
     print(f"{'kind':<22} {'least ms':>9} {'median ms':>9} {'calls':>7} {'copies':>7}")
     for name in given.only.split(";"):
-        end = run(engine, [KINDS[one] for one in several] if name == "eight kinds" else [KINDS[name]])
+        end = run(engine, KINDS[name])
         copies.count = 0
         with Calls() as calls:
             for _ in range(64):
