@@ -44,7 +44,9 @@ class Generation:
                 base = place * self.n
 
                 def sink(request: Request, event: Event, base: int = base) -> None:
-                    mailbox.put(request, Event(base + event.index, event.tokens, event.text, event.logprobs, event.finish_reason))
+                    if base:
+                        event = Event(base + event.index, event.tokens, event.text, event.logprobs, event.finish_reason)
+                    mailbox.put(request, event)
 
                 self.requests.append(
                     self._engine.submit(job.tokens, job.params, state=job.state, sink=sink)
