@@ -78,6 +78,8 @@ def _tokens(complaints: Complaints, prompt: Any, tokenizer: Any, vocab_size: int
     except TypeError:
         complaints.add(DtypeError, "prompt", "a text or a list of tokens", described(prompt))
         complaints.raise_any()
+    if not tokens or ({*map(type, tokens)} == {int} and min(tokens) >= 0 and max(tokens) < vocab_size):
+        return tokens
     rule = f"tokens from 0 to {vocab_size - 1}"
     for token in tokens:
         if type(token) is not int:
