@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import resource
+import shutil
 import signal
 from pathlib import Path
 
@@ -45,21 +47,77 @@ def test_a_folder_keeps_its_other_files(tmp_path: Path) -> None:
     assert torch.equal(load(tmp_path / "model.safetensors").head.weight, model.head.weight)
 
 
-@pytest.mark.parametrize("format", ["penstock", "blinkdl"])
-def test_an_error_leaves_nothing_behind(format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("format", ["penstock", "fla", "hf", "blinkdl"])
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt(), MemoryError()])
+def test_an_error_leaves_nothing_behind(error: BaseException, format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = CausalLM(rwkv6_config(**SMALL, head_size=8))
     save(model, tmp_path / "model", format)
     before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
 
     def fail(content: object, path: Path, *rest: object) -> None:
         Path(path).write_bytes(b"half")
-        raise OSError(28, "No space left on device")
+        raise error
 
     monkeypatch.setattr("torch.save", fail)
     monkeypatch.setattr("safetensors.torch.save_file", fail)
-    with pytest.raises(OSError, match="No space left"):
-        save(model, tmp_path / "model", format, overwrite=True)
+    for path, overwrite in (("model", True), ("other", False), ("deeper/other", False)):
+        with pytest.raises(
+            type(error), match="save: path must be .*/(model|other)' .*No space left" if isinstance(error, OSError) else None
+        ):
+            save(model, tmp_path / path, format, overwrite=overwrite)
+    assert [one.name for one in tmp_path.iterdir()] == ["model"]
     assert before == {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_an_error_while_files_get_their_names(overwrite: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All files of a folder are new ones, or none is."""
+    one, other = (CausalLM(rwkv6_config(**SMALL, head_size=8)) for _ in range(2))
+    if overwrite:
+        save(one, tmp_path / "model", shard_bytes=4000)
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    rename, count, failing = os.replace, 0, 10_000
+
+    def replace(source: Path, target: Path) -> None:
+        nonlocal count
+        count += 1
+        if count == failing:
+            raise OSError(5, "Input/output error")
+        rename(source, target)
+
+    monkeypatch.setattr("os.replace", replace)
+    save(other, tmp_path / "copy", shard_bytes=8000)
+    moves = count + (len(before) if overwrite else 0)
+    shutil.rmtree(tmp_path / "copy")
+    for number in range(1, moves + 1):
+        count, failing = 0, number
+        with pytest.raises(OSError, match=r"save: path must be a place that can be written, got .*Input/output error"):
+            save(other, tmp_path / "model", shard_bytes=8000, overwrite=overwrite)
+        assert before == {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    assert list(tmp_path.iterdir()) == ([tmp_path / "model"] if overwrite else [])
+
+
+def test_which_files_of_a_folder_are_a_model(tmp_path: Path) -> None:
+    """Others stay, even if they are overwritten; folders are no files."""
+    model = CausalLM(gla_config(**SMALL, num_heads=2))
+    for name in ("model_old.safetensors", "model.safetensors.bak", "modeling.safetensors"):
+        (tmp_path / name).write_text("mine")
+    save(model, tmp_path)
+    save(model, tmp_path, overwrite=True)
+    assert [(tmp_path / name).read_text() for name in ("model_old.safetensors", "model.safetensors.bak")] == ["mine"] * 2
+    for name in ("pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json", "model.safetensors.index.json"):
+        folder = tmp_path / name.replace(".", " ")
+        folder.mkdir()
+        (folder / name).write_text("{}")
+        with pytest.raises(RangeError, match=f"save: path must be a folder without a model, got .* with {name}"):
+            save(model, folder)
+        save(model, folder, overwrite=True)
+        assert sorted(one.name for one in folder.iterdir()) == ["config.json", "model.safetensors"]
+    for name in ("config.json", "model.safetensors", "model-00001-of-00002.safetensors"):
+        (tmp_path / "folders" / name / "mine").mkdir(parents=True)
+        with pytest.raises(RangeError, match="save: path must be a folder with files of these names only, got"):
+            save(model, tmp_path / "folders", overwrite=True)
+        assert (tmp_path / "folders" / name / "mine").is_dir()
 
 
 def test_formats_without_a_place_for_the_model(tmp_path: Path) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +20,23 @@ from ...errors import Complaints, MissingExtra, PenstockError, RangeError
 SHARD = 5 * 2**30
 """Bytes of a file of a folder, as transformers has them."""
 CONFIG = "config.json"
-WEIGHTS = "model*.safetensors*"
+WEIGHTS = re.compile(r"(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
+"""Names of files of weights in folders, ours and those of public models."""
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Raise OSError, with the path, for files that cannot be written, as on a full disk. Leaves no new folder at ``path``."""
-    new = not path.exists()
+    """Raise OSError, with the path, for files that cannot be written, as on a full disk. After any error, no new folders are left."""
+    missing: list[Path] = []
     try:
+        missing += [one for one in (path, *path.parents) if not one.exists()]
         yield
-    except (OSError, RuntimeError) as error:  # torch raises RuntimeError
-        if isinstance(error, PenstockError):
+    except BaseException as error:
+        for one in missing:
+            with suppress(OSError):  # it is not a folder, or not empty
+                one.rmdir()
+        if isinstance(error, PenstockError) or not isinstance(error, OSError | RuntimeError):  # torch raises RuntimeError
             raise
-        if new and path.is_dir() and not any(path.iterdir()):
-            path.rmdir()
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         text = f"save: path must be a place that can be written, got {str(path)!r} ({reason}). The disk may be full."
         raise OSError(text) from error
@@ -65,30 +69,46 @@ def write_folder(path: Path, tensors: Mapping[str, Tensor], config: Mapping[str,
     complaints = Complaints("save")
     if path.exists() and not path.is_dir():
         complaints.add(RangeError, "path", "a folder", f"{str(path)!r}, which is a file", "Name another one.")
-    present = [one for one in (path / CONFIG, *path.glob(WEIGHTS), path / "pytorch_model.bin") if one.exists()] if path.is_dir() else []
-    if present and not overwrite:
-        names = ", ".join(one.name for one in present)
+        complaints.raise_any()
+    entries = sorted(path.iterdir()) if path.is_dir() else []
+    present = [one for one in entries if one.name == CONFIG or WEIGHTS.fullmatch(one.name)]
+    names = ", ".join(one.name for one in present)
+    if any(one.is_dir() for one in present):
+        complaints.add(RangeError, "path", "a folder with files of these names only", f"{str(path)!r} with {names}", "Name another one.")
+    elif present and not overwrite:
         complaints.add(RangeError, "path", "a folder without a model", f"{str(path)!r} with {names}", "Name another one, or overwrite it.")
     complaints.raise_any()
     path.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as scratch:
+    with tempfile.TemporaryDirectory(prefix=".", dir=path) as scratch:  # the parent may be of another file system
+        new, old = Path(scratch) / "new", Path(scratch) / "old"
+        new.mkdir()
+        old.mkdir()
         files = dict(_files(tensors, shard))
         for name, inside in files.items():
             try:
-                save_file({one: _whole(tensors[one]) for one in inside}, Path(scratch) / name, {"format": "pt"})
+                save_file({one: _whole(tensors[one]) for one in inside}, new / name, {"format": "pt"})
             except SafetensorError as error:
                 raise OSError(str(error)) from error
         if len(files) > 1:
             placed = {one: name for name, inside in files.items() for one in inside}
             total = sum(x.numel() * x.element_size() for x in tensors.values())
-            _write_json(Path(scratch) / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": placed})
-        _write_json(Path(scratch) / CONFIG, config)
-        written = sorted(os.listdir(scratch), key=lambda name: (name == CONFIG, name))
-        for name in written:
-            os.replace(Path(scratch) / name, path / name)
-        for one in present:
-            if one.name not in written:
-                one.unlink()
+            _write_json(new / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": placed})
+        _write_json(new / CONFIG, config)
+        written = sorted(new.iterdir(), key=lambda one: (one.name == CONFIG, one.name))
+        _move([*((one, old / one.name) for one in present), *((one, path / one.name) for one in written)])
+
+
+def _move(pairs: Iterable[tuple[Path, Path]]) -> None:
+    """Rename all files, or none if one cannot be renamed."""
+    done: list[tuple[Path, Path]] = []
+    try:
+        for source, target in pairs:
+            os.replace(source, target)
+            done.append((source, target))
+    except BaseException:
+        for source, target in reversed(done):
+            os.replace(target, source)
+        raise
 
 
 def copy_beside(source: Path, target: Path, names: Iterable[str]) -> list[str]:
