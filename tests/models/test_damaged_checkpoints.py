@@ -241,9 +241,17 @@ def test_any_shape_is_refused(name: str, every: bool, tmp_path: Path) -> None:
                 load(path)
 
 
-def test_layers_that_cannot_be_there(tmp_path: Path) -> None:
-    with pytest.raises(RangeError, match=r"blocks.9999999999.ln1.weight must be a tensor of one of at most \d+ layers"):
-        load(write_pth(rwkv6.draw() | {"blocks.9999999999.ln1.weight": torch.zeros(24)}, tmp_path))
+@pytest.mark.parametrize("number", ["9999999999", "0" * 9 + "7777", "0000000000000000099"])
+def test_layers_that_cannot_be_there(number: str, tmp_path: Path) -> None:
+    name = f"blocks.{number}.ln1.weight"
+    with pytest.raises(RangeError, match=rf"{name} must be (a tensor of one of at most \d+ layers, got|absent from BlinkDL's)"):
+        load(write_pth(rwkv6.draw() | {name: torch.zeros(24)}, tmp_path))
+
+
+@pytest.mark.parametrize("name", ["blocks." + "9" * 5000 + ".ln1.weight", "blocks.77", "blocks.\u0663.ln1.weight", "blocks.01.ln1.weight"])
+def test_names_that_are_no_layers(name: str, tmp_path: Path) -> None:
+    with pytest.raises(RangeError, match=f"^load: {name} must be absent from BlinkDL's RWKV files, got a tensor of shape"):
+        load(write_pth(rwkv6.draw() | {name: torch.zeros(24)}, tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -69,11 +69,12 @@ class Archive:
 
     def depth(self, prefix: str) -> int:
         """The number of layers: 1 + the highest N of names ``prefix``N.more."""
-        numbers = {name.removeprefix(prefix).partition(".")[0]: name for name in self.tensors if name.startswith(prefix)}
-        depth = 1 + max((int(one) for one in numbers if re.fullmatch("[0-9]+", one)), default=-1)
+        found = ((re.match("([0-9]{1,18})[.]", name.removeprefix(prefix)), name) for name in self.tensors if name.startswith(prefix))
+        last, name = max(((int(number[1]), name) for number, name in found if number), default=(-1, ""))
+        depth = last + 1
         if depth > len(self.tensors):
-            complaints, name = Complaints("load"), numbers[str(depth - 1)]
-            complaints.add(RangeError, name, f"a tensor of one of at most {len(self.tensors)} layers", f"layer {depth - 1}", DAMAGED)
+            complaints = Complaints("load")
+            complaints.add(RangeError, name, f"a tensor of one of at most {len(self.tensors)} layers", f"layer {last}", DAMAGED)
             complaints.raise_any()
         return depth
 
