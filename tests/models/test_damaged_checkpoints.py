@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import re
 from collections.abc import Callable
@@ -248,7 +249,7 @@ def test_layers_that_cannot_be_there(number: str, tmp_path: Path) -> None:
         load(write_pth(rwkv6.draw() | {name: torch.zeros(24)}, tmp_path))
 
 
-@pytest.mark.parametrize("name", ["blocks." + "9" * 5000 + ".ln1.weight", "blocks.77", "blocks.\u0663.ln1.weight", "blocks.01.ln1.weight"])
+@pytest.mark.parametrize("name", ["blocks." + "9" * 300 + ".ln1.weight", "blocks.77", "blocks.\u0663.ln1.weight", "blocks.01.ln1.weight"])
 def test_names_that_are_no_layers(name: str, tmp_path: Path) -> None:
     with pytest.raises(RangeError, match=f"^load: {name} must be absent from BlinkDL's RWKV files, got a tensor of shape"):
         load(write_pth(rwkv6.draw() | {name: torch.zeros(24)}, tmp_path))
@@ -293,6 +294,11 @@ def test_what_torch_and_the_system_raise_for_files(tmp_path: Path) -> None:
         "float8": ({name: x.to(torch.float8_e4m3fn) for name, x in weights.items()}, "got torch.float8_e4m3fn. Quantised weights"),
         "sparse": (weights | {"emb.weight": weights["emb.weight"].to_sparse()}, "with all its values, got sparse values"),
         "meta": (weights | {"emb.weight": weights["emb.weight"].to("meta")}, "with all its values, got no values"),
+        "expanded": (weights | {"emb.weight": torch.zeros(1, 1).expand(2**40, 24)}, r"got fewer for shape \[1099511627776, 24\]"),
+        "control characters": (weights | {"a\nb": torch.zeros(2)}, r"whose tensors have printable names .* got 'a\\nb' in other.pth"),
+        "surrogates": (weights | {"a\ud800": torch.zeros(2)}, r"whose tensors have printable names .* got 'a\\ud800' in other.pth"),
+        "no name": (weights | {"": torch.zeros(2)}, "whose tensors have printable names .* got '' in other.pth"),
+        "a long name": (weights | {"a" * 10**6: torch.zeros(2)}, "whose tensors have printable names .* got 'a{20,40}[.]{3}a{20,40}' in"),
     }
     for content, message in contents.values():
         torch.save(content, tmp_path / "other.pth")
@@ -305,6 +311,71 @@ def test_what_torch_and_the_system_raise_for_files(tmp_path: Path) -> None:
     (tmp_path / "deep" / "config.json").write_text("[" * 100_000)
     with pytest.raises(RangeError, match=r"config\.json must be a JSON file, got maximum recursion"):
         load(tmp_path / "deep")
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), lambda path: path.symlink_to(path)])
+def test_paths_that_are_no_files(make: Callable[[Path], object], tmp_path: Path) -> None:
+    """They are not opened, which may never end."""
+    make(tmp_path / "model.safetensors")
+    with pytest.raises(RangeError, match=r"path must be an existing file or folder, got '.*/model\.safetensors'"):
+        load(tmp_path / "model.safetensors")
+    with pytest.raises(RangeError, match=r"path must be a folder with .*, got model\.safetensors, which is not a file"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("path", ["", "a\0b"])
+def test_paths_that_are_no_names(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = CausalLM(gla_config(**SMALL, num_heads=2))
+    for call in (lambda: load(path), lambda: save(model, path)):
+        with pytest.raises(RangeError, match=re.escape(f"path must be the name of a file or folder, got {path!r}")):
+            call()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["../a.bin", "", "..", "a\0b", "a\nb", "\ud800", "a" * 5000, 5, None, ["a"], {}])
+def test_names_of_files_in_an_index(name: object, tmp_path: Path) -> None:
+    path = write_bin(gla.draw(gla.config()), gla.config(), tmp_path / "model", shards=2)
+    index = path / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(RangeError, match=r"^load: pytorch_model\.bin\.index\.json must be an index of files beside it, got ") as caught:
+        load(path)
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 300
+
+
+def test_paths_may_have_any_characters(tmp_path: Path) -> None:
+    folder = tmp_path / "mit Leerzeichen äöü 模型 😀 'quotes' $HOME *"
+    for name, form in (("a b", "penstock"), ("ß.pth", "blinkdl")):
+        save(load(write_pth(rwkv6.draw(), tmp_path)), folder / name, form)
+        assert load(folder / name).config.num_layers == 2
+
+
+def test_tensors_that_share_memory_in_a_file_do_not_share_it_in_the_model(tmp_path: Path) -> None:
+    """A step of training would change both."""
+    w = rwkv6.draw()
+    shared = {name: w["blocks.0.ln1.weight"] if x.shape == (24,) else x for name, x in w.items()}
+    model = load(write_pth(shared, tmp_path))
+    with torch.no_grad():
+        model.layers[0].mixer_norm.weight.fill_(7)
+    assert torch.equal(model.layers[1].mixer_norm.weight, w["blocks.0.ln1.weight"])
+
+
+def test_layers_of_one_kind_need_what_config_json_says(tmp_path: Path) -> None:
+    """Where no layer has a tensor, config.json tells that it is missing."""
+    config = gla.config(use_short_conv=True)
+    w = gla.draw(config)
+    for part in ("g_proj.weight", "g_norm_swish_gate.weight", "q_conv1d.weight"):
+        path = write_safetensors({name: x for name, x in w.items() if part not in name}, config, tmp_path / part)
+        with pytest.raises(PenstockError, match=rf"model\.layers\.0\.attn\.{part} must be a tensor of shape \[.*\], got none"):
+            load(path)
+
+
+@pytest.mark.parametrize("value", [[1], None, {}, "Infinity!", {"a": 1}, 5])
+def test_objects_that_look_like_infinity(value: object, tmp_path: Path) -> None:
+    config = gla.config(norm_eps={"__float__": value})
+    with pytest.raises(RangeError, match=r"norm_eps in config\.json must be a number of at least 0\.0, got \{'__float__': "):
+        load(write_safetensors(gla.draw(gla.config()), config, tmp_path / "model"))
 
 
 @pytest.mark.parametrize("device", ["banana", 3.5, "cuda:999"])

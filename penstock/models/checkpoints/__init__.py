@@ -51,8 +51,7 @@ def load(path: str | os.PathLike[str], *, dtype: torch.dtype | None = None, devi
     True
     """
     complaints = Complaints("load")
-    if not isinstance(path, str | os.PathLike):
-        complaints.add(DtypeError, "path", "a str or a Path", described(path))
+    _check_path(complaints, path)
     if dtype is not None and dtype not in FLOATS:
         complaints.add(DtypeError, "dtype", "float16, bfloat16, float32, float64 or None", described(dtype))
     if device is not None:
@@ -60,6 +59,14 @@ def load(path: str | os.PathLike[str], *, dtype: torch.dtype | None = None, devi
     complaints.raise_any()
     archive = Archive(Path(path))
     return read(archive, format_of(archive), dtype, None if device is None else torch.device(device))
+
+
+def _check_path(complaints: Complaints, path: object) -> None:
+    """Check that a path names something: the empty one is the current folder, which nobody means."""
+    if not isinstance(path, str | os.PathLike):
+        complaints.add(DtypeError, "path", "a str or a Path", described(path))
+    elif not isinstance(name := os.fspath(path), str) or not name or "\0" in name:
+        complaints.add(RangeError, "path", "the name of a file or folder", repr(name))
 
 
 def _check_device(complaints: Complaints, device: object) -> None:
@@ -109,8 +116,7 @@ def save(
         complaints.add(DtypeError, "model", "a CausalLM", described(model))
     elif any(x.is_meta for x in model.state_dict().values()):
         complaints.add(DeviceError, "model", "on a device with memory", "weights on meta", "Load or initialise it first.")
-    if not isinstance(path, str | os.PathLike):
-        complaints.add(DtypeError, "path", "a str or a Path", described(path))
+    _check_path(complaints, path)
     check_whole(complaints, "shard_bytes", shard_bytes, 1)
     if not isinstance(overwrite, bool):
         complaints.add(DtypeError, "overwrite", "a bool", described(overwrite))

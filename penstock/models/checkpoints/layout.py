@@ -86,9 +86,12 @@ def read(archive: Archive, form: Format, dtype: torch.dtype | None, device: torc
         dtype = model_dtype(archive.tensors[name] for row in rows for name in row.theirs)
     shapes = {name: x.shape for name, x in model.state_dict().items()}
     weights: dict[str, Tensor] = {}
+    addresses: set[int] = set()
     for row in rows:
         for name, x in zip(row.ours, row.read(*(archive.tensors[one] for one in row.theirs))):
-            weights[name] = x.reshape(shapes[name]).to(dtype=dtype, device=device).contiguous()
+            x = x.reshape(shapes[name]).to(dtype=dtype, device=device).contiguous()
+            weights[name] = x.clone() if x.data_ptr() in addresses else x  # files of torch may store two as one
+            addresses.add(x.data_ptr())
     if config.tie_embeddings:
         weights["head.weight"] = weights["embeddings.weight"]
     model.load_state_dict(weights, assign=True)

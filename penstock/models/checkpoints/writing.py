@@ -37,7 +37,8 @@ def writing(path: Path) -> Iterator[None]:
                 one.rmdir()
         if isinstance(error, PenstockError) or not isinstance(error, OSError | RuntimeError):  # torch raises RuntimeError
             raise
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        described = error.strerror if isinstance(error, OSError) and error.strerror else str(error).strip()
+        reason = (described or type(error).__name__).splitlines()[0]
         text = f"save: path must be a place that can be written, got {str(path)!r} ({reason}). The disk may be full."
         raise OSError(text) from error
 
@@ -46,7 +47,7 @@ def write_file(path: Path, tensors: Mapping[str, Tensor], overwrite: bool) -> No
     """Write one file of torch. Raises RangeError if there is one already."""
     complaints = Complaints("save")
     special = path.exists() and not path.is_file()
-    if special or (path.exists() and not overwrite):
+    if special or (os.path.lexists(path) and not overwrite):
         remedy = "Name a file." if special else "Name another one, or overwrite it."
         complaints.add(RangeError, "path", "a file that does not exist", repr(str(path)), remedy)
         complaints.raise_any()
