@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import re
 from ast import literal_eval
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -26,6 +27,8 @@ WORLD_VOCAB = "rwkv_vocab_v20230424.txt"
 WORLD_SIZES = range(65530, 65537)
 """65,530 ids; published models have rows for 65,536."""
 HF_FILE = "tokenizer.json"
+BYTE = re.compile(r"<0x([0-9A-Fa-f]|\+)[0-9A-Fa-f]>")
+"""Texts that the package tokenizers reads as bytes."""
 
 
 class Stream(Protocol):
@@ -113,9 +116,13 @@ class World:
         try:
             for line in file.read_text("utf-8").rstrip("\n").split("\n"):
                 token, _, rest = line.partition(" ")
-                value = literal_eval(rest.rpartition(" ")[0])
-                self.token_bytes[int(token)] = value.encode() if isinstance(value, str) else value
-        except (OSError, ValueError, SyntaxError, IndexError) as error:
+                text, _, size = rest.rpartition(" ")
+                value = literal_eval(text)
+                value = value.encode() if isinstance(value, str) else value
+                if not 0 < int(token) < self.vocab_size or not isinstance(value, bytes) or not 0 < len(value) == int(size):
+                    raise ValueError(f"the line {shortened(line)}")
+                self.token_bytes[int(token)] = value
+        except (OSError, ValueError, SyntaxError, RecursionError, MemoryError) as error:
             complaints = Complaints("World")
             complaints.add(RangeError, "file", "a vocabulary of RWKV World", f"{str(file)!r} ({error})")
             complaints.raise_any()
@@ -182,10 +189,22 @@ class HuggingFace:
             complaints.raise_any()
         self.vocab_size = max(self._rust.get_vocab().values(), default=-1) + 1
         self.end_of_text = self._find_end(Path(file).parent)
+        self.open_tokens = self._find_open_tokens()
+        """Tokens behind which a run of bytes may go on; empty if the tokenizer has no tokens of bytes as <0xE4>."""
 
     def to_json(self) -> str:
         """The content of a ``tokenizer.json``."""
         return str(self._rust.to_str())
+
+    def _find_open_tokens(self) -> frozenset[int]:
+        """Tokens of bytes, and those without a text: special ones, and numbers without a token."""
+        decoder = self._rust.decoder
+        if decoder is None or b"ByteFallback" not in decoder.__getstate__():
+            return frozenset()
+        vocab = self._rust.get_vocab()
+        of_bytes = {token for text, token in vocab.items() if BYTE.fullmatch(text)}
+        special = {token for token, added in self._rust.get_added_tokens_decoder().items() if added.special}
+        return frozenset(of_bytes | special | set(range(self.vocab_size)).difference(vocab.values()))
 
     def _find_end(self, folder: Path) -> int | None:
         for name in ("generation_config.json", "config.json"):
@@ -217,7 +236,8 @@ class HuggingFace:
 class WindowStream:
     """The decoder of a tokenizer whose text of a token depends on the tokens before it.
 
-    Decodes the last tokens twice, without and with the new ones; the difference is their text.
+    Decodes the last tokens twice, without and with the new ones; the difference is their text. A run of tokens of bytes is decoded when
+    it ends, since one invalid byte changes the text of the whole run.
     """
 
     def __init__(self, tokenizer: HuggingFace) -> None:
@@ -228,7 +248,10 @@ class WindowStream:
 
     def push(self, token: int) -> str:
         """Take the next token; return the text that no later token can change."""
+        _check_token(token, self._tokenizer.vocab_size)
         self._tokens.append(token)
+        if token in self._tokenizer.open_tokens:
+            return ""
         before, after = self._texts()
         if len(after) <= len(before) or after.endswith("\ufffd"):  # a character may be incomplete
             return ""
@@ -297,7 +320,7 @@ def _json(file: Path) -> dict[str, Any]:
     """The object in a JSON file; empty if there is none."""
     try:
         content = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
 

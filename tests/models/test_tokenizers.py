@@ -3,6 +3,7 @@
 import json
 import random
 import sys
+from itertools import chain
 
 import pytest
 from hypothesis import given, settings
@@ -90,7 +91,7 @@ def test_every_text_survives_the_round_trip(tokenizers, text):
 @settings(deadline=None, max_examples=200)
 @given(data=st.data())
 def test_a_stream_of_any_tokens_equals_the_whole(tokenizers, data):
-    for tokenizer in tokenizers[:4]:  # ByteFallback replaces whole runs of bytes, so its text of invalid bytes has another length
+    for tokenizer in tokenizers:
         tokens = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=20))
         assert "".join(streamed(tokenizer, tokens)) == tokenizer.decode(tokens)
 
@@ -121,6 +122,30 @@ def test_partial_characters_of_hugging_face_tokenizers_wait(tokenizers):
         pieces = streamed(tokenizer, tokens)
         assert "".join(pieces) == "a😀b𝄞"
         assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_a_run_of_bytes_is_decoded_as_a_whole(tokenizers):
+    """One invalid byte changes the text of the whole run, and tokens without a text do not end it."""
+    tokenizer = tokenizers[4]
+    first, second, invalid, (a,) = 0xC4, 0xAA, 0x100, tokenizer.encode("ba")[-1:]  # tokens of bytes are one more than the byte
+    for tokens, pieces in (
+        ([first, second, a], ["", "", "éa", ""]),
+        ([first, second, first, second], ["", "", "", "", "éé"]),
+        ([first, 0, second, 0, a], ["", "", "", "", "éa", ""]),
+        ([first, second, invalid, a, invalid], ["", "", "", "\ufffd\ufffd\ufffda", "", "\ufffd"]),
+        ([a, first, second, a], ["a", "", "", "éa", ""]),
+    ):
+        assert streamed(tokenizer, tokens) == pieces
+        assert "".join(pieces) == tokenizer.decode(tokens)
+
+
+@settings(deadline=None, max_examples=200)
+@given(data=st.data())
+def test_a_stream_of_bytes_of_text_and_others_equals_the_whole(tokenizers, data):
+    tokenizer = tokenizers[4]
+    parts = st.one_of(st.text("aé😀 ", max_size=4).map(tokenizer.encode), st.lists(st.sampled_from([0, 0xC4, 0xAA, 0x100]), max_size=2))
+    tokens = list(chain(*data.draw(st.lists(parts, max_size=6))))
+    assert "".join(streamed(tokenizer, tokens)) == tokenizer.decode(tokens)
 
 
 def multilingual(size, seed):
@@ -221,9 +246,21 @@ def test_errors_say_what_to_do(tmp_path, world, tokenizer_files):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(RangeError, match=r"HuggingFace: file must be a tokenizer\.json that tokenizers reads"):
         load_tokenizer(tmp_path)
-    (tmp_path / "vocab.txt").write_text("\n")
-    with pytest.raises(RangeError, match="World: file must be a vocabulary of RWKV World"):
-        World(tmp_path / "vocab.txt")
+    for line in (
+        "",
+        "1 5 1",
+        "-3 'a' 1",
+        "0 'a' 1",
+        "65530 'a' 1",
+        "1 ['a'] 1",
+        "1 'a' 2",
+        "1 'a'",
+        "1 '' 0",
+        "1 " + "-" * 200_000 + "1 1",
+    ):
+        (tmp_path / "vocab.txt").write_text(f"{line}\n")
+        with pytest.raises(RangeError, match="World: file must be a vocabulary of RWKV World"):
+            World(tmp_path / "vocab.txt")
     for tokenizer in (Bytes(), world, HuggingFace(tokenizer_files["bytes"])):
         with pytest.raises(RangeError, match="text must be free of lone surrogates"):
             tokenizer.encode("a\ud800")
