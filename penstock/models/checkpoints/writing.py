@@ -112,11 +112,17 @@ def _move(pairs: Iterable[tuple[Path, Path]]) -> None:
         raise
 
 
-def copy_beside(source: Path, target: Path, names: Iterable[str]) -> list[str]:
-    """Copy those files that the source folder has and the target folder has not; returns their names."""
-    found = [name for name in names if (source / name).is_file() and not (target / name).exists()]
-    for name in found:
-        shutil.copyfile(source / name, target / name)
+def copy_beside(source: Path, target: Path, names: Iterable[str], overwrite: bool) -> list[str]:
+    """Copy those files that the source folder has, all or none; returns their names. Files of the target folder stay unless overwritten."""
+    found = [name for name in names if (source / name).is_file() and (overwrite or not os.path.lexists(target / name))]
+    with writing(target), tempfile.TemporaryDirectory(prefix=".", dir=target) as scratch:
+        new, old = Path(scratch) / "new", Path(scratch) / "old"
+        new.mkdir()
+        old.mkdir()
+        for name in found:
+            shutil.copyfile(source / name, new / name)
+        present = [name for name in found if (target / name).is_file()]
+        _move([*((target / name, old / name) for name in present), *((new / name, target / name) for name in found)])
     return found
 
 
