@@ -47,7 +47,49 @@ def test_a_folder_keeps_its_other_files(tmp_path: Path) -> None:
     assert torch.equal(load(tmp_path / "model.safetensors").head.weight, model.head.weight)
 
 
-@pytest.mark.parametrize("format", ["penstock", "fla", "hf", "blinkdl"])
+FORMATS = ["penstock", "fla", "hf", "blinkdl"]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_weights_that_share_memory(format: str, tmp_path: Path) -> None:
+    model = CausalLM(rwkv6_config(**SMALL, head_size=8))
+    model.head.weight = model.embeddings.weight
+    model.layers[0].mixer.key.weight.data = model.layers[1].mixer.key.weight.data.T
+    save(model, tmp_path / "model", format)
+    again = load(tmp_path / "model").state_dict()
+    assert all(torch.equal(x, again[name]) for name, x in model.state_dict().items())
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_models_with_other_weights_than_their_configuration_says(format: str, tmp_path: Path) -> None:
+    """``load`` could not read the files, or weights would be lost."""
+
+    def of_shape(model: CausalLM) -> None:
+        model.layers[0].mixer.key.weight.data = torch.zeros(16, 17)
+
+    def of_dtype(model: CausalLM) -> None:
+        model.head.weight = torch.nn.Parameter(torch.zeros(11, 16, dtype=torch.int8), requires_grad=False)
+
+    def missing(model: CausalLM) -> None:
+        del model.layers[0].mixer.output
+
+    def more(model: CausalLM) -> None:
+        model.adapter = torch.nn.Linear(2, 2, bias=False)
+
+    for change, message in {
+        of_shape: r"one whose layers\.0\.mixer\.key\.weight is of shape \[16, 16\], got \[16, 17\]",
+        of_dtype: r"one whose head\.weight has floating point numbers, got torch\.int8",
+        missing: r"one with layers\.0\.mixer\.output\.weight, got none",
+        more: r"one with the weights of its configuration alone, got adapter\.weight",
+    }.items():
+        model = CausalLM(rwkv6_config(**SMALL, head_size=8))
+        change(model)
+        with pytest.raises(InvalidArgument, match=f"^save: model must be {message}"):
+            save(model, tmp_path / "model", format)
+        assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt(), MemoryError()])
 def test_an_error_leaves_nothing_behind(error: BaseException, format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = CausalLM(rwkv6_config(**SMALL, head_size=8))

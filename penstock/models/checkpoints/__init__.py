@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from ...call.declaration import FLOATS
-from ...errors import Complaints, DeviceError, DtypeError, RangeError, described
+from ...errors import Complaints, DeviceError, DtypeError, RangeError, ShapeError, described
 from ...layers.sizes import check_whole
 from ..causal_lm import CausalLM
 from .archive import Archive
@@ -59,6 +59,23 @@ def load(path: str | os.PathLike[str], *, dtype: torch.dtype | None = None, devi
     complaints.raise_any()
     archive = Archive(Path(path))
     return read(archive, format_of(archive), dtype, None if device is None else torch.device(device))
+
+
+def _check_weights(complaints: Complaints, model: CausalLM) -> None:
+    """Check that a model has the weights of its configuration alone: ``load`` could not read others, or they would be lost."""
+    with torch.device("meta"):
+        wanted = CausalLM(model.config).state_dict()
+    found = model.state_dict()
+    for name in [*wanted, *(one for one in found if one not in wanted)]:
+        if name not in found:
+            complaints.add(RangeError, "model", f"one with {name}", "none", "Set it.")
+        elif name not in wanted:
+            complaints.add(RangeError, "model", "one with the weights of its configuration alone", name, "Save or remove it first.")
+        elif found[name].shape != wanted[name].shape:
+            rule = f"one whose {name} is of shape {list(wanted[name].shape)}"
+            complaints.add(ShapeError, "model", rule, list(found[name].shape), "Set its configuration, too.")
+        elif found[name].dtype not in FLOATS:
+            complaints.add(DtypeError, "model", f"one whose {name} has floating point numbers", found[name].dtype, "Convert it first.")
 
 
 def _check_path(complaints: Complaints, path: object) -> None:
@@ -116,6 +133,8 @@ def save(
         complaints.add(DtypeError, "model", "a CausalLM", described(model))
     elif any(x.is_meta for x in model.state_dict().values()):
         complaints.add(DeviceError, "model", "on a device with memory", "weights on meta", "Load or initialise it first.")
+    else:
+        _check_weights(complaints, model)
     _check_path(complaints, path)
     check_whole(complaints, "shard_bytes", shard_bytes, 1)
     if not isinstance(overwrite, bool):

@@ -53,7 +53,7 @@ def write_file(path: Path, tensors: Mapping[str, Tensor], overwrite: bool) -> No
         complaints.raise_any()
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as scratch:
-        torch.save({name: _whole(x) for name, x in tensors.items()}, Path(scratch) / path.name)
+        torch.save(_apart(tensors, tensors), Path(scratch) / path.name)
         os.replace(Path(scratch) / path.name, path)
 
 
@@ -87,7 +87,7 @@ def write_folder(path: Path, tensors: Mapping[str, Tensor], config: Mapping[str,
         files = dict(_files(tensors, shard))
         for name, inside in files.items():
             try:
-                save_file({one: _whole(tensors[one]) for one in inside}, new / name, {"format": "pt"})
+                save_file(_apart(tensors, inside), new / name, {"format": "pt"})
             except SafetensorError as error:
                 raise OSError(str(error)) from error
         if len(files) > 1:
@@ -142,10 +142,16 @@ def _files(tensors: Mapping[str, Tensor], shard: int) -> Iterable[tuple[str, lis
     return [(f"model-{n:05}-of-{len(groups):05}.safetensors", names) for n, names in enumerate(groups, 1)]
 
 
-def _whole(x: Tensor) -> Tensor:
-    """A tensor on the CPU with memory of its own size: torch would write all of the memory that a view is part of."""
-    x = x.detach().to("cpu").contiguous()
-    return x if x.untyped_storage().nbytes() == x.numel() * x.element_size() else x.clone()
+def _apart(tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
+    """Tensors on the CPU, each with memory of its own and of its size: torch would write all of the memory that a view is part of."""
+    found: dict[str, Tensor] = {}
+    addresses: set[int] = set()
+    for name in names:
+        x = tensors[name].detach().to("cpu").contiguous()
+        whole = x.untyped_storage().nbytes() == x.numel() * x.element_size()
+        found[name] = x if whole and x.data_ptr() not in addresses else x.clone()
+        addresses.add(x.data_ptr())
+    return found
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
