@@ -266,6 +266,12 @@ def test_names_that_are_no_layers(name: str, tmp_path: Path) -> None:
         {"mixer": [1, 2]},
         {"channel": "swiglu"},
         {"extra": 1},
+        {"hidden_size": 2**31},
+        {"hidden_size": 2**62},
+        {"norm_eps": None},
+        {"mixer": {"kind": "gla", "num_heads": 2, "norm_eps": "a"}},
+        {"mixer": {"kind": "gla", "num_heads": 2, "expand_v": 1e300}},
+        {"mixer": {"kind": "gla", "num_heads": 7}},
     ],
 )
 def test_our_own_configuration(change: dict, tmp_path: Path) -> None:
@@ -273,11 +279,11 @@ def test_our_own_configuration(change: dict, tmp_path: Path) -> None:
     stored = json.loads((tmp_path / "config.json").read_text())
     stored["model"] |= change
     (tmp_path / "config.json").write_text(json.dumps(stored))
-    with pytest.raises(PenstockError):
+    with pytest.raises(PenstockError, match=r"^load: "):
         load(tmp_path)
     del stored["model"]["hidden_size"]
     (tmp_path / "config.json").write_text(json.dumps(stored))
-    with pytest.raises(PenstockError):
+    with pytest.raises(PenstockError, match=r"^load: "):
         load(tmp_path)
 
 
