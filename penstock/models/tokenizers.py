@@ -210,7 +210,7 @@ class HuggingFace:
         for name in ("generation_config.json", "config.json"):
             found = _json(folder / name).get("eos_token_id")
             found = found[0] if isinstance(found, list) and found else found
-            if isinstance(found, int) and 0 <= found < self.vocab_size:
+            if type(found) is int and 0 <= found < self.vocab_size:
                 return found
         found = _json(folder / "tokenizer_config.json").get("eos_token")
         found = found.get("content") if isinstance(found, dict) else found
@@ -310,7 +310,7 @@ def _of_size(vocab_size: int) -> Tokenizer | None:
 def _vocab_size(path: Path) -> int:
     """The number of embeddings of a checkpoint."""
     found = _json(path / "config.json").get("vocab_size") if path.is_dir() else None
-    if isinstance(found, int):
+    if type(found) is int:
         return found
     archive = Archive(path)
     return format_of(archive).config(archive).vocab_size
