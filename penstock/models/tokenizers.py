@@ -187,24 +187,19 @@ class HuggingFace:
             complaints = Complaints("HuggingFace")
             complaints.add(RangeError, "file", f"a {HF_FILE} that tokenizers reads", f"{str(file)!r} ({error})")
             complaints.raise_any()
-        self.vocab_size = max(self._rust.get_vocab().values(), default=-1) + 1
+        vocab = self._rust.get_vocab()
+        self.vocab_size = max(vocab.values(), default=-1) + 1
         self.end_of_text = self._find_end(Path(file).parent)
-        self.open_tokens = self._find_open_tokens()
-        """Tokens behind which a run of bytes may go on; empty if the tokenizer has no tokens of bytes as <0xE4>."""
+        special = {token for token, added in self._rust.get_added_tokens_decoder().items() if added.special}
+        self.text_tokens = set(vocab.values()) - special
+        """Tokens that ``decode`` does not leave out: no special ones, and no numbers without a token."""
+        of_bytes = self._rust.decoder is not None and b"ByteFallback" in self._rust.decoder.__getstate__()
+        self.byte_tokens = {token for text, token in vocab.items() if of_bytes and BYTE.fullmatch(text)}
+        """Tokens of one byte, as <0xE4>."""
 
     def to_json(self) -> str:
         """The content of a ``tokenizer.json``."""
         return str(self._rust.to_str())
-
-    def _find_open_tokens(self) -> frozenset[int]:
-        """Tokens of bytes, and those without a text: special ones, and numbers without a token."""
-        decoder = self._rust.decoder
-        if decoder is None or b"ByteFallback" not in decoder.__getstate__():
-            return frozenset()
-        vocab = self._rust.get_vocab()
-        of_bytes = {token for text, token in vocab.items() if BYTE.fullmatch(text)}
-        special = {token for token, added in self._rust.get_added_tokens_decoder().items() if added.special}
-        return frozenset(of_bytes | special | set(range(self.vocab_size)).difference(vocab.values()))
 
     def _find_end(self, folder: Path) -> int | None:
         for name in ("generation_config.json", "config.json"):
@@ -249,8 +244,11 @@ class WindowStream:
     def push(self, token: int) -> str:
         """Take the next token; return the text that no later token can change."""
         _check_token(token, self._tokenizer.vocab_size)
+        token = int(token)  # a tensor is no member of a set
+        if token not in self._tokenizer.text_tokens:
+            return ""
         self._tokens.append(token)
-        if token in self._tokenizer.open_tokens:
+        if token in self._tokenizer.byte_tokens:
             return ""
         before, after = self._texts()
         if len(after) <= len(before) or after.endswith("\ufffd"):  # a character may be incomplete

@@ -6,6 +6,7 @@ import sys
 from itertools import chain
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -148,6 +149,14 @@ def test_a_stream_of_bytes_of_text_and_others_equals_the_whole(tokenizers, data)
     assert "".join(streamed(tokenizer, tokens)) == tokenizer.decode(tokens)
 
 
+def test_tokens_without_a_text_take_no_time(tokenizers):
+    """Ends of texts that are ignored do not make later tokens slower."""
+    for tokenizer in tokenizers[3:]:
+        stream = tokenizer.stream()
+        assert not any(stream.push(0) for _ in range(2000))
+        assert not stream._tokens
+
+
 def multilingual(size, seed):
     """A text of words of many scripts and of random characters, in UTF-8 of about ``size`` bytes."""
     draw, parts, length = random.Random(seed), [], 0
@@ -283,6 +292,12 @@ def test_a_missing_package_names_its_extra(monkeypatch, module, make, extra):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(MissingExtra, match=rf"{extra} must be installed, got none\. Run pip install 'penstock\[models\]'"):
         make()
+
+
+def test_tokens_may_be_tensors(tokenizers):
+    for tokenizer in tokenizers:
+        tokens = tokenizer.encode("a é")
+        assert "".join(streamed(tokenizer, torch.tensor(tokens))) == "a é"
 
 
 @pytest.mark.parametrize("token", [1.5, "a", None])
