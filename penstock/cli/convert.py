@@ -32,7 +32,7 @@ def convert(
 
     Reads BlinkDL's RWKV files (5.0, 5.1, 5.2, 6), the Hugging Face layouts of RWKV-5, RWKV-6 and Mamba-2, state-spaces' Mamba-2, fla's
     GLA, RetNet and RWKV-6, and Penstock's own folders. Weights keep their bits unless --dtype is given. Tokenizers and chat templates are
-    copied.
+    copied; those of DST stay unless --overwrite is given.
 
     Formats to write: penstock for every model; blinkdl for RWKV; hf for RWKV-5.2, RWKV-6 and Mamba-2; fla for GLA, RetNet and RWKV-6.
 
@@ -57,7 +57,7 @@ def convert(
         check_outputs("convert", {}, Folder("DST", target, ("config.json", "model.safetensors")))
     model = load(source, dtype=DTYPES.get(dtype))
     save(model, target, to, overwrite=overwrite)
-    copied = copy_beside(source, target, TOKENIZERS) if source.is_dir() and target.is_dir() else []
+    copied = copy_beside(source, target, TOKENIZERS, overwrite) if source.is_dir() and target.is_dir() else []
     sizes = {name: getattr(model.config, name) for name in ("num_layers", "hidden_size", "vocab_size")}
     kinds = ", ".join(dict.fromkeys(one.kind for one in model.config.mixers))
     weights = list(model.parameters())

@@ -231,6 +231,7 @@ class Steps:
                 reason = "length"
         if reason is not None and one.text is not None:
             text += one.text.finish()
+            reason = "stop" if one.text.stopped else reason
         if params.echo and self.tokenizer is not None and len(one.tokens) == one.prompt + 1:
             text = self.tokenizer.decode(one.request.prompt) + text
         self._emit(one, (token,), text, () if logprob is None else (logprob,), reason)

@@ -23,6 +23,8 @@ from .mixer import Mixer, MixerConfig
 from .norms import GroupedRMSNorm
 from .sequences import Sequences
 
+LARGEST = torch.finfo(torch.float32).max
+
 
 @dataclass(frozen=True)
 class Mamba2Config(MixerConfig):
@@ -54,6 +56,8 @@ class Mamba2Config(MixerConfig):
         two = isinstance(limits, tuple | list) and len(limits) == 2 and all(isinstance(one, int | float) for one in limits)
         if not two or not 0 <= limits[0] <= limits[1]:
             complaints.add(RangeError, "time_step_limit", "two numbers, 0 <= low <= high", limits)
+        elif limits[0] > LARGEST or LARGEST < limits[1] < math.inf:
+            complaints.add(RangeError, "time_step_limit", "two numbers of float32, of which the second may be infinite", limits)
 
     def build(self, hidden_size: int, layer: int = 0, num_layers: int = 1) -> Mamba2:
         """A new layer."""

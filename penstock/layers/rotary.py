@@ -16,7 +16,7 @@ def check_base(complaints: Complaints, base: float) -> None:
 
 def rotary(positions: Tensor, size: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the angles ``position * base ** (-2 i / size)``, [B,T,1,size/2]; the angles are float64."""
-    frequencies = base ** (-torch.arange(0, size, 2, dtype=torch.float64, device=positions.device) / size)
+    frequencies = float(base) ** (-torch.arange(0, size, 2, dtype=torch.float64, device=positions.device) / size)
     angles = (positions.double()[..., None] * frequencies)[:, :, None]
     return angles.cos().to(dtype), angles.sin().to(dtype)
 

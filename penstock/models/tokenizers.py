@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import re
 from ast import literal_eval
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -26,6 +27,8 @@ WORLD_VOCAB = "rwkv_vocab_v20230424.txt"
 WORLD_SIZES = range(65530, 65537)
 """65,530 ids; published models have rows for 65,536."""
 HF_FILE = "tokenizer.json"
+BYTE = re.compile(r"<0x([0-9A-Fa-f]|\+)[0-9A-Fa-f]>")
+"""Texts that the package tokenizers reads as bytes."""
 
 
 class Stream(Protocol):
@@ -113,9 +116,13 @@ class World:
         try:
             for line in file.read_text("utf-8").rstrip("\n").split("\n"):
                 token, _, rest = line.partition(" ")
-                value = literal_eval(rest.rpartition(" ")[0])
-                self.token_bytes[int(token)] = value.encode() if isinstance(value, str) else value
-        except (OSError, ValueError, SyntaxError, IndexError) as error:
+                text, _, size = rest.rpartition(" ")
+                value = literal_eval(text)
+                value = value.encode() if isinstance(value, str) else value
+                if not 0 < int(token) < self.vocab_size or not isinstance(value, bytes) or not 0 < len(value) == int(size):
+                    raise ValueError(f"the line {shortened(line)}")
+                self.token_bytes[int(token)] = value
+        except (OSError, ValueError, SyntaxError, RecursionError, MemoryError) as error:
             complaints = Complaints("World")
             complaints.add(RangeError, "file", "a vocabulary of RWKV World", f"{str(file)!r} ({error})")
             complaints.raise_any()
@@ -180,8 +187,15 @@ class HuggingFace:
             complaints = Complaints("HuggingFace")
             complaints.add(RangeError, "file", f"a {HF_FILE} that tokenizers reads", f"{str(file)!r} ({error})")
             complaints.raise_any()
-        self.vocab_size = max(self._rust.get_vocab().values(), default=-1) + 1
+        vocab = self._rust.get_vocab()
+        self.vocab_size = max(vocab.values(), default=-1) + 1
         self.end_of_text = self._find_end(Path(file).parent)
+        special = {token for token, added in self._rust.get_added_tokens_decoder().items() if added.special}
+        self.text_tokens = set(vocab.values()) - special
+        """Tokens that ``decode`` does not leave out: no special ones, and no numbers without a token."""
+        of_bytes = self._rust.decoder is not None and b"ByteFallback" in self._rust.decoder.__getstate__()
+        self.byte_tokens = {token for text, token in vocab.items() if of_bytes and BYTE.fullmatch(text)}
+        """Tokens of one byte, as <0xE4>."""
 
     def to_json(self) -> str:
         """The content of a ``tokenizer.json``."""
@@ -191,7 +205,7 @@ class HuggingFace:
         for name in ("generation_config.json", "config.json"):
             found = _json(folder / name).get("eos_token_id")
             found = found[0] if isinstance(found, list) and found else found
-            if isinstance(found, int) and 0 <= found < self.vocab_size:
+            if type(found) is int and 0 <= found < self.vocab_size:
                 return found
         found = _json(folder / "tokenizer_config.json").get("eos_token")
         found = found.get("content") if isinstance(found, dict) else found
@@ -217,7 +231,8 @@ class HuggingFace:
 class WindowStream:
     """The decoder of a tokenizer whose text of a token depends on the tokens before it.
 
-    Decodes the last tokens twice, without and with the new ones; the difference is their text.
+    Decodes the last tokens twice, without and with the new ones; the difference is their text. A run of tokens of bytes is decoded when
+    it ends, since one invalid byte changes the text of the whole run.
     """
 
     def __init__(self, tokenizer: HuggingFace) -> None:
@@ -228,7 +243,13 @@ class WindowStream:
 
     def push(self, token: int) -> str:
         """Take the next token; return the text that no later token can change."""
+        _check_token(token, self._tokenizer.vocab_size)
+        token = int(token)  # a tensor is no member of a set
+        if token not in self._tokenizer.text_tokens:
+            return ""
         self._tokens.append(token)
+        if token in self._tokenizer.byte_tokens:
+            return ""
         before, after = self._texts()
         if len(after) <= len(before) or after.endswith("\ufffd"):  # a character may be incomplete
             return ""
@@ -287,7 +308,7 @@ def _of_size(vocab_size: int) -> Tokenizer | None:
 def _vocab_size(path: Path) -> int:
     """The number of embeddings of a checkpoint."""
     found = _json(path / "config.json").get("vocab_size") if path.is_dir() else None
-    if isinstance(found, int):
+    if type(found) is int:
         return found
     archive = Archive(path)
     return format_of(archive).config(archive).vocab_size
@@ -297,7 +318,7 @@ def _json(file: Path) -> dict[str, Any]:
     """The object in a JSON file; empty if there is none."""
     try:
         content = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
 

@@ -49,6 +49,36 @@ def test_dtype_and_tokenizers(tmp_path: Path) -> None:
     assert {x.dtype for x in load(tmp_path / "half").parameters()} == {torch.bfloat16}
 
 
+def test_tokenizers_of_an_earlier_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They stay unless the model is overwritten. If they cannot be copied, all files stay as they were."""
+    source = write_safetensors(gla.draw(gla.config()), gla.config(), tmp_path / "source")
+    names = ("tokenizer.json", "tokenizer_config.json", "vocab.json")
+    for name in names:
+        (source / name).write_text("new")
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / "tokenizer.json").write_text("old")
+    (target / "mine.json").write_text("mine")
+    assert convert(source, target).output.splitlines()[-1] == "copied tokenizer_config.json, vocab.json"
+    assert (target / "tokenizer.json").read_text() == "old"
+    (target / "tokenizer_config.json").unlink()
+
+    def fail(source: Path, target: Path) -> None:
+        Path(target).write_text("half")
+        if target.name == "vocab.json":
+            raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.copyfile", fail)
+        done = convert(source, target, "--overwrite")
+    assert (done.exit_code, done.output.splitlines()[-1][:45]) == (2, "save: path must be a place that can be writte")
+    assert "No space left" in done.output
+    kept = {one.name: one.read_text() for one in target.iterdir() if one.name not in ("config.json", "model.safetensors")}
+    assert kept == {"tokenizer.json": "old", "vocab.json": "new", "mine.json": "mine"}
+    assert convert(source, target, "--overwrite").output.splitlines()[-1] == f"copied {', '.join(names)}"
+    assert [(target / name).read_text() for name in (*names, "mine.json")] == ["new", "new", "new", "mine"]
+
+
 def test_errors(tmp_path: Path) -> None:
     source = write_pth(rwkv6.draw(), tmp_path)
     other = write_safetensors(gla.draw(gla.config()), gla.config(), tmp_path / "gla")

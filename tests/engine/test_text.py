@@ -97,6 +97,15 @@ def test_stop_strings_and_stop_ids(engine):
     assert ended.text == bytes(ended.tokens[:-1]).decode()
 
 
+def test_a_stop_string_in_the_rest_of_the_text(engine):
+    """The last token leaves a character incomplete; the decoder returns its text at the end."""
+    params = {"max_tokens": 3, "temperature": 0.0, "logit_bias": {0xC3: 1000.0}}
+    (free,) = engine.generate("hello", SamplingParams(**params))
+    assert (free.text, free.completions[0].finish_reason) == ("\ufffd\ufffd\ufffd", "length")
+    (stopped,) = engine.generate("hello", SamplingParams(**params, stop=("\ufffd" * 3,)))
+    assert (stopped.text, stopped.completions[0].finish_reason) == ("", "stop")
+
+
 def test_the_end_of_text_ends_unless_ignored():
     model = model_of("gla")
 

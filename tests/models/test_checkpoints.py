@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from formulas import error
 from public_models import gla, rwkv6, tokens, write_bin, write_pth, write_safetensors
 from public_models.published import PUBLISHED, Published
 
+from penstock.errors import MissingExtra
 from penstock.models import load, save
 
 IDS = tokens(64, 13)
@@ -110,3 +113,20 @@ def test_early_folders_of_fla(tmp_path: Path) -> None:
             early[name] = torch.cat([w[name], w[name.replace("gate_proj", "up_proj")]])
     model = load(write_bin(early, config, tmp_path / "early"))
     assert error(model(IDS[None]).logits[0].detach(), gla.logits(w, config, IDS)) < 1e-5
+
+
+def test_missing_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of torch need no package."""
+    file = write_pth(rwkv6.draw(), tmp_path)
+    folder = write_safetensors(gla.draw(gla.config()), gla.config(), tmp_path / "model")
+    for name in ("safetensors", "safetensors.torch", "transformers"):
+        monkeypatch.setitem(sys.modules, name, None)
+    save(load(file), tmp_path / "again.pth", "blinkdl")
+    with pytest.raises(MissingExtra, match=r"load: safetensors must be installed, got none. Run pip install 'penstock\[models\]'"):
+        load(folder)
+    with pytest.raises(MissingExtra, match="save: safetensors must be installed"):
+        save(load(file), tmp_path / "ours")
+    assert not (tmp_path / "ours").exists()
+    monkeypatch.delitem(sys.modules, "penstock.models.huggingface", raising=False)
+    with pytest.raises(MissingExtra, match=r"transformers must be installed, got none. Run pip install 'penstock\[transformers\]'"):
+        importlib.import_module("penstock.models.huggingface")

@@ -1,10 +1,13 @@
 """Configurations refuse values of wrong types and sizes before anything is built."""
 
+import math
+
 import pytest
+import torch
 
 from penstock.errors import InvalidArgument
-from penstock.layers import GLAConfig, Mamba2Config, RWKV6Config, SwiGLUConfig
-from penstock.models import Config, gla, linear, mamba2, retnet, rwkv5, rwkv6
+from penstock.layers import GLAConfig, Mamba2Config, RetentionConfig, RWKV6Config, SwiGLUConfig
+from penstock.models import CausalLM, Config, gla, linear, mamba2, retnet, rwkv5, rwkv6
 
 SIZES = {"vocab_size": 9, "hidden_size": 16, "num_layers": 1}
 
@@ -29,8 +32,15 @@ SIZES = {"vocab_size": 9, "hidden_size": 16, "num_layers": 1}
         (lambda: RWKV6Config(norm_eps=None), "RWKV6Config: norm_eps must be a number, got None"),
         (lambda: SwiGLUConfig("3"), "SwiGLUConfig: intermediate_size must be a whole number, got '3'"),
         (lambda: Mamba2Config(4, time_step_limit="x"), "Mamba2Config: time_step_limit must be two numbers"),
+        (lambda: Mamba2Config(4, time_step_limit=(0, 1e308)), "Mamba2Config: time_step_limit must be two numbers of float32"),
+        (lambda: Mamba2Config(4, time_step_limit=(math.inf, math.inf)), "Mamba2Config: time_step_limit must be two numbers of float32"),
     ],
 )
 def test_wrong_values_are_refused(make, message):
     with pytest.raises(InvalidArgument, match=message):
         make()
+
+
+def test_rotary_bases_may_be_large_whole_numbers():
+    model = CausalLM(Config(11, 16, 1, RetentionConfig(2, rope_theta=10**30)))
+    assert model(torch.tensor([[1, 2, 3]])).logits.isfinite().all()

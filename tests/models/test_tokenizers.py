@@ -3,8 +3,10 @@
 import json
 import random
 import sys
+from itertools import chain
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -90,7 +92,7 @@ def test_every_text_survives_the_round_trip(tokenizers, text):
 @settings(deadline=None, max_examples=200)
 @given(data=st.data())
 def test_a_stream_of_any_tokens_equals_the_whole(tokenizers, data):
-    for tokenizer in tokenizers[:4]:  # ByteFallback replaces whole runs of bytes, so its text of invalid bytes has another length
+    for tokenizer in tokenizers:
         tokens = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=20))
         assert "".join(streamed(tokenizer, tokens)) == tokenizer.decode(tokens)
 
@@ -121,6 +123,38 @@ def test_partial_characters_of_hugging_face_tokenizers_wait(tokenizers):
         pieces = streamed(tokenizer, tokens)
         assert "".join(pieces) == "a😀b𝄞"
         assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_a_run_of_bytes_is_decoded_as_a_whole(tokenizers):
+    """One invalid byte changes the text of the whole run, and tokens without a text do not end it."""
+    tokenizer = tokenizers[4]
+    first, second, invalid, (a,) = 0xC4, 0xAA, 0x100, tokenizer.encode("ba")[-1:]  # tokens of bytes are one more than the byte
+    for tokens, pieces in (
+        ([first, second, a], ["", "", "éa", ""]),
+        ([first, second, first, second], ["", "", "", "", "éé"]),
+        ([first, 0, second, 0, a], ["", "", "", "", "éa", ""]),
+        ([first, second, invalid, a, invalid], ["", "", "", "\ufffd\ufffd\ufffda", "", "\ufffd"]),
+        ([a, first, second, a], ["a", "", "", "éa", ""]),
+    ):
+        assert streamed(tokenizer, tokens) == pieces
+        assert "".join(pieces) == tokenizer.decode(tokens)
+
+
+@settings(deadline=None, max_examples=200)
+@given(data=st.data())
+def test_a_stream_of_bytes_of_text_and_others_equals_the_whole(tokenizers, data):
+    tokenizer = tokenizers[4]
+    parts = st.one_of(st.text("aé😀 ", max_size=4).map(tokenizer.encode), st.lists(st.sampled_from([0, 0xC4, 0xAA, 0x100]), max_size=2))
+    tokens = list(chain(*data.draw(st.lists(parts, max_size=6))))
+    assert "".join(streamed(tokenizer, tokens)) == tokenizer.decode(tokens)
+
+
+def test_tokens_without_a_text_take_no_time(tokenizers):
+    """Ends of texts that are ignored do not make later tokens slower."""
+    for tokenizer in tokenizers[3:]:
+        stream = tokenizer.stream()
+        assert not any(stream.push(0) for _ in range(2000))
+        assert not stream._tokens
 
 
 def multilingual(size, seed):
@@ -182,6 +216,9 @@ def test_special_tokens_are_added_if_asked_for(tokenizer_files, tmp_path):
     assert ours.end_of_text is None  # no other file names one
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [3, 0]}))
     assert load_tokenizer(tmp_path).end_of_text == 3
+    for content in ('{"eos_token_id": true}', '{"eos_token_id": [[3]]}', '{"eos_token_id": -1}', "[3]", "{", '{"a":' * 100_000):
+        (tmp_path / "config.json").write_text(content)
+        assert load_tokenizer(tmp_path).end_of_text is None
 
 
 def model_of(vocab_size):
@@ -221,9 +258,21 @@ def test_errors_say_what_to_do(tmp_path, world, tokenizer_files):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(RangeError, match=r"HuggingFace: file must be a tokenizer\.json that tokenizers reads"):
         load_tokenizer(tmp_path)
-    (tmp_path / "vocab.txt").write_text("\n")
-    with pytest.raises(RangeError, match="World: file must be a vocabulary of RWKV World"):
-        World(tmp_path / "vocab.txt")
+    for line in (
+        "",
+        "1 5 1",
+        "-3 'a' 1",
+        "0 'a' 1",
+        "65530 'a' 1",
+        "1 ['a'] 1",
+        "1 'a' 2",
+        "1 'a'",
+        "1 '' 0",
+        "1 " + "-" * 200_000 + "1 1",
+    ):
+        (tmp_path / "vocab.txt").write_text(f"{line}\n")
+        with pytest.raises(RangeError, match="World: file must be a vocabulary of RWKV World"):
+            World(tmp_path / "vocab.txt")
     for tokenizer in (Bytes(), world, HuggingFace(tokenizer_files["bytes"])):
         with pytest.raises(RangeError, match="text must be free of lone surrogates"):
             tokenizer.encode("a\ud800")
@@ -243,6 +292,12 @@ def test_a_missing_package_names_its_extra(monkeypatch, module, make, extra):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(MissingExtra, match=rf"{extra} must be installed, got none\. Run pip install 'penstock\[models\]'"):
         make()
+
+
+def test_tokens_may_be_tensors(tokenizers):
+    for tokenizer in tokenizers:
+        tokens = tokenizer.encode("a é")
+        assert "".join(streamed(tokenizer, torch.tensor(tokens))) == "a é"
 
 
 @pytest.mark.parametrize("token", [1.5, "a", None])

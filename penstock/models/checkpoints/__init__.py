@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from ...call.declaration import FLOATS
-from ...errors import Complaints, DeviceError, DtypeError, RangeError, described
+from ...errors import Complaints, DeviceError, DtypeError, RangeError, ShapeError, described
 from ...layers.sizes import check_whole
 from ..causal_lm import CausalLM
 from .archive import Archive
@@ -51,8 +51,7 @@ def load(path: str | os.PathLike[str], *, dtype: torch.dtype | None = None, devi
     True
     """
     complaints = Complaints("load")
-    if not isinstance(path, str | os.PathLike):
-        complaints.add(DtypeError, "path", "a str or a Path", described(path))
+    _check_path(complaints, path)
     if dtype is not None and dtype not in FLOATS:
         complaints.add(DtypeError, "dtype", "float16, bfloat16, float32, float64 or None", described(dtype))
     if device is not None:
@@ -60,6 +59,31 @@ def load(path: str | os.PathLike[str], *, dtype: torch.dtype | None = None, devi
     complaints.raise_any()
     archive = Archive(Path(path))
     return read(archive, format_of(archive), dtype, None if device is None else torch.device(device))
+
+
+def _check_weights(complaints: Complaints, model: CausalLM) -> None:
+    """Check that a model has the weights of its configuration alone: ``load`` could not read others, or they would be lost."""
+    with torch.device("meta"):
+        wanted = CausalLM(model.config).state_dict()
+    found = model.state_dict()
+    for name in [*wanted, *(one for one in found if one not in wanted)]:
+        if name not in found:
+            complaints.add(RangeError, "model", f"one with {name}", "none", "Set it.")
+        elif name not in wanted:
+            complaints.add(RangeError, "model", "one with the weights of its configuration alone", name, "Save or remove it first.")
+        elif found[name].shape != wanted[name].shape:
+            rule = f"one whose {name} is of shape {list(wanted[name].shape)}"
+            complaints.add(ShapeError, "model", rule, list(found[name].shape), "Set its configuration, too.")
+        elif found[name].dtype not in FLOATS:
+            complaints.add(DtypeError, "model", f"one whose {name} has floating point numbers", found[name].dtype, "Convert it first.")
+
+
+def _check_path(complaints: Complaints, path: object) -> None:
+    """Check that a path names something: the empty one is the current folder, which nobody means."""
+    if not isinstance(path, str | os.PathLike):
+        complaints.add(DtypeError, "path", "a str or a Path", described(path))
+    elif not isinstance(name := os.fspath(path), str) or not name or "\0" in name:
+        complaints.add(RangeError, "path", "the name of a file or folder", repr(name))
 
 
 def _check_device(complaints: Complaints, device: object) -> None:
@@ -109,8 +133,9 @@ def save(
         complaints.add(DtypeError, "model", "a CausalLM", described(model))
     elif any(x.is_meta for x in model.state_dict().values()):
         complaints.add(DeviceError, "model", "on a device with memory", "weights on meta", "Load or initialise it first.")
-    if not isinstance(path, str | os.PathLike):
-        complaints.add(DtypeError, "path", "a str or a Path", described(path))
+    else:
+        _check_weights(complaints, model)
+    _check_path(complaints, path)
     check_whole(complaints, "shard_bytes", shard_bytes, 1)
     if not isinstance(overwrite, bool):
         complaints.add(DtypeError, "overwrite", "a bool", described(overwrite))

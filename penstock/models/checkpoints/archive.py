@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 import re
 import warnings
 import zipfile
@@ -16,12 +15,14 @@ import torch
 from torch import Tensor
 
 from ...call.declaration import FLOATS
-from ...errors import Complaints, DtypeError, MissingExtra, RangeError, described
+from ...errors import Complaints, DtypeError, MissingExtra, RangeError, described, shortened
 
 STEMS = ("model.safetensors", "pytorch_model.bin")
 """Files of weights in folders, as the Hugging Face hub has them; in parts with NAME.index.json, which lists the part of each tensor."""
 SUFFIXES = (".safetensors", ".bin", ".pth", ".pt")
 DAMAGED = "The file is damaged or of another model."
+LONGEST = 500
+"""Characters of the name of a tensor."""
 FOUND = "Use the path of a .pth, .bin or .safetensors file, or of a folder with config.json and such files."
 
 
@@ -43,8 +44,9 @@ class Archive:
 
     def _read(self, complaints: Complaints) -> None:
         path = self.path
-        if not path.exists():
-            complaints.add(RangeError, "path", "an existing file or folder", repr(str(path)), FOUND)
+        if not path.is_file() and not path.is_dir():
+            value = f"{str(path)!r}{', which is neither' * path.exists()}"
+            complaints.add(RangeError, "path", "an existing file or folder", value, FOUND)
             complaints.raise_any()
         self.folder = path if path.is_dir() else path.parent
         stored = path.is_dir() or path.name.startswith(tuple(name.partition(".")[0] for name in STEMS))
@@ -52,28 +54,35 @@ class Archive:
         self.tensors: dict[str, Tensor] = {}
         for file in _files(complaints, path):
             tensors = _read(complaints, file)
+            for name in tensors:
+                if not isinstance(name, str):
+                    complaints.add(DtypeError, "path", "a checkpoint whose tensors have texts as names", described(name))
+                elif not 0 < len(name) <= LONGEST or not name.isprintable():
+                    rule = f"a checkpoint whose tensors have printable names of at most {LONGEST} characters"
+                    complaints.add(RangeError, "path", rule, f"{shortened(name)} in {file.name}", DAMAGED)
+            complaints.raise_any()
             for name in sorted(tensors.keys() & self.tensors.keys()):
                 complaints.add(RangeError, "path", "a checkpoint with every tensor in one file", f"{name!r} again in {file.name}")
             self.tensors |= tensors
         for name, x in self.tensors.items():
             rule = "a tensor of floating point numbers"
-            if not isinstance(name, str):
-                complaints.add(DtypeError, "path", "a checkpoint whose tensors have texts as names", described(name))
-            elif not isinstance(x, Tensor):
+            if not isinstance(x, Tensor):
                 complaints.add(DtypeError, name, rule, described(x), "Pass a file that has the tensors of a model alone.")
             elif x.dtype not in FLOATS:
                 complaints.add(DtypeError, name, rule, x.dtype, "Quantised weights are not supported.")
-            elif x.layout != torch.strided or x.is_meta:
-                complaints.add(RangeError, name, f"{rule} with all its values", "sparse values" if not x.is_meta else "no values")
+            elif x.layout != torch.strided or x.is_meta or x.untyped_storage().nbytes() < x.numel() * x.element_size():
+                value = "no values" if x.is_meta else "sparse values" if x.layout != torch.strided else f"fewer for shape {list(x.shape)}"
+                complaints.add(RangeError, name, f"{rule} with all its values", value)
         complaints.raise_any()
 
     def depth(self, prefix: str) -> int:
         """The number of layers: 1 + the highest N of names ``prefix``N.more."""
-        numbers = {name.removeprefix(prefix).partition(".")[0]: name for name in self.tensors if name.startswith(prefix)}
-        depth = 1 + max((int(one) for one in numbers if re.fullmatch("[0-9]+", one)), default=-1)
+        found = ((re.match("([0-9]{1,18})[.]", name.removeprefix(prefix)), name) for name in self.tensors if name.startswith(prefix))
+        last, name = max(((int(number[1]), name) for number, name in found if number), default=(-1, ""))
+        depth = last + 1
         if depth > len(self.tensors):
-            complaints, name = Complaints("load"), numbers[str(depth - 1)]
-            complaints.add(RangeError, name, f"a tensor of one of at most {len(self.tensors)} layers", f"layer {depth - 1}", DAMAGED)
+            complaints = Complaints("load")
+            complaints.add(RangeError, name, f"a tensor of one of at most {len(self.tensors)} layers", f"layer {last}", DAMAGED)
             complaints.raise_any()
         return depth
 
@@ -114,9 +123,10 @@ def _files(complaints: Complaints, path: Path) -> list[Path]:
             return [path / name]
         if (path / f"{name}.index.json").is_file():
             return _parts(complaints, path / f"{name}.index.json")
-    found = sorted(one for one in path.iterdir() if one.suffix in SUFFIXES and one.is_file())
+    entries = sorted(one for one in path.iterdir() if one.suffix in SUFFIXES)
+    found = [one for one in entries if one.is_file()]
     if len(found) != 1:
-        names = ", ".join(one.name for one in found) or "none of these"
+        names = ", ".join(one.name for one in found) or ", ".join(f"{one.name}, which is not a file" for one in entries) or "none of these"
         complaints.add(RangeError, "path", f"a folder with {' or '.join(STEMS)} or one {' or '.join(SUFFIXES)} file", names, FOUND)
         complaints.raise_any()
     return found
@@ -125,16 +135,16 @@ def _files(complaints: Complaints, path: Path) -> list[Path]:
 def _parts(complaints: Complaints, index: Path) -> list[Path]:
     """The files that an index lists."""
     placed = _read_json(complaints, index).get("weight_map")
-    names = sorted({str(one) for one in placed.values()}) if isinstance(placed, dict) else []
+    names = list({str(one): one for one in placed.values()}.values()) if isinstance(placed, dict) else []
     if not names:
         complaints.add(RangeError, index.name, "an index with a weight_map from tensors to files", described(placed))
     for name in names:
-        if Path(name).name != name:
-            complaints.add(RangeError, index.name, "an index of files beside it", repr(name))
+        if not isinstance(name, str) or not name.isprintable() or len(name) > 255 or Path(name).name != name or name in ("", ".."):
+            complaints.add(RangeError, index.name, "an index of files beside it", described(name))
         elif not (index.parent / name).is_file():
             complaints.add(RangeError, "path", f"a checkpoint with all files of {index.name}", f"no {name}", "Download it again.")
     complaints.raise_any()
-    return [index.parent / name for name in names]
+    return sorted(index.parent / name for name in names)
 
 
 def _read(complaints: Complaints, path: Path) -> Mapping[str, Tensor]:
@@ -149,9 +159,9 @@ def _read(complaints: Complaints, path: Path) -> Mapping[str, Tensor]:
             warnings.simplefilter("ignore")  # about the kind of pickle, before the error
             content: Any = torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
     except Exception as error:  # damaged bytes raise whatever the unpickler stumbles on
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        if isinstance(error, pickle.UnpicklingError):  # torch's message advises to run what is in the file
-            reason = "it is no file of torch, or has more than tensors in it"
+        reason = "it is no file of torch, or has more than tensors in it"
+        if isinstance(error, OSError | RuntimeError) and str(error).strip():  # others also advise to run what is in the file
+            reason = str(error).strip().splitlines()[0]
         complaints.add(
             RangeError, "path", "a checkpoint", f"{path.name!r}, which torch cannot read: {reason}", f"It may be cut off. {FOUND}"
         )
@@ -193,4 +203,5 @@ def _read_json(complaints: Complaints, path: Path) -> dict[str, Any]:
 
 
 def _with_infinities(value: dict[str, Any]) -> Any:
-    return float(value["__float__"]) if value.keys() == {"__float__"} else value
+    name = value.get("__float__")
+    return float(name) if len(value) == 1 and name in ("Infinity", "-Infinity", "NaN") else value

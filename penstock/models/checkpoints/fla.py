@@ -19,6 +19,7 @@ ATTENTION = {"layers", "num_heads", "num_kv_heads", "qkv_bias", "window_size", "
 FEATURE_MAPS = {"swish": "silu", "sqrelu": "squared_relu"}
 """fla's names of feature maps that have another name here."""
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+NORMS = ("g_norm", "g_norm_swish_gate")
 CONVOLUTIONS = ("q_conv1d", "k_conv1d", "v_conv1d")
 LINEAR = {"receptance": "r", "key": "k", "value": "v", "gate": "g"}
 WORLD = 65536
@@ -53,7 +54,7 @@ def _heads_rows(mixer: HeadsConfig, archive: Archive | None, ours: str, theirs: 
         names += [f"{one}.weight"] + [f"{one}.bias"] * mixer.conv_bias
     found = [same(ours + one, theirs + one) for one in names]
     if mixer.elementwise_affine:
-        fused = mixer.use_output_gate if archive is None else f"{theirs}g_norm.weight" not in archive.tensors
+        fused = mixer.use_output_gate and (archive is None or not archive.has("model.layers.{}.attn.g_norm.weight"))
         found.append(same(f"{ours}norm.weight", f"{theirs}{'g_norm_swish_gate' if fused else 'g_norm'}.weight"))
     return found
 
@@ -156,7 +157,7 @@ def _rwkv6_config(archive: Archive, sizes: dict[str, Any]) -> Config:
     bias = archive.has("model.layers.{}.attn_norm.bias")
     return Config(
         mixer=mixer, channel=RWKV6ChannelConfig(width), norm="layer_norm", norm_eps=eps, norm_bias=bias,
-        embedding_norm=archive.has("model.layers.{}.pre_norm.weight"), **sizes,
+        embedding_norm=any(archive.has(f"model.layers.{{}}.pre_norm.{one}") for one in ("weight", "bias")), **sizes,
     )  # fmt: skip
 
 
@@ -174,17 +175,18 @@ def _heads_config(archive: Archive, sizes: dict[str, Any], gla: bool) -> Config:
         complaints = Complaints("load")
         complaints.add(RangeError, "feature_map in config.json", "a name or null", described(feature_map))
         complaints.raise_any()
+    convolved = flag(stored, "use_short_conv", archive.has(f"{mixing}q_conv1d.weight"))
     shape: dict[str, Any] = {
         "num_heads": heads,
         "num_kv_heads": None if served == 1 else divided(heads, served, "heads of q for each of k"),
         "expand_k": keys / C,
         "expand_v": values / C,
         "feature_map": FEATURE_MAPS.get(feature_map, feature_map),
-        "conv_size": archive.shape(f"{mixing}q_conv1d.weight", "HK 1 W")[2] if archive.has(f"{mixing}q_conv1d.weight") else 0,
+        "conv_size": archive.shape(f"{mixing}q_conv1d.weight", "HK 1 W")[2] if convolved else 0,
         "conv_bias": archive.has(f"{mixing}q_conv1d.bias"),
-        "use_output_gate": archive.has(f"{mixing}g_proj.weight"),
+        "use_output_gate": flag(stored, "use_output_gate", archive.has(f"{mixing}g_proj.weight")),
         "norm_eps": number(archive.config, "norm_eps", 1e-6, 0.0),
-        "elementwise_affine": archive.has(f"{mixing}g_norm.weight") or archive.has(f"{mixing}g_norm_swish_gate.weight"),
+        "elementwise_affine": flag(stored, "elementwise_affine", any(archive.has(f"{mixing}{one}.weight") for one in NORMS)),
     }
     if gla:
         rank, _ = archive.shape(f"{mixing}gk_proj.0.weight", "R C")

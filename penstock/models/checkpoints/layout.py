@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import Complaints, RangeError, ShapeError, described
+from ...errors import Complaints, InvalidArgument, RangeError, ShapeError, described
 from ..causal_lm import CausalLM
 from ..config import Config
 from .archive import DAMAGED, Archive
@@ -77,23 +77,41 @@ class Format:
 
 def read(archive: Archive, form: Format, dtype: torch.dtype | None, device: torch.device | None) -> CausalLM:
     """The model of a checkpoint. Raises ShapeError or RangeError that lists every missing, unknown or misshapen tensor."""
-    config = form.config(archive)
-    with torch.device("meta"):
-        model = CausalLM(config)
+    config, model = _built(archive, form)
     rows = form.rows(config, archive)
     check(archive, form, model, rows)
     if dtype is None and form.name != "penstock":  # layers compute in one dtype: files may mix them
         dtype = model_dtype(archive.tensors[name] for row in rows for name in row.theirs)
     shapes = {name: x.shape for name, x in model.state_dict().items()}
     weights: dict[str, Tensor] = {}
+    addresses: set[int] = set()
     for row in rows:
         for name, x in zip(row.ours, row.read(*(archive.tensors[one] for one in row.theirs))):
-            weights[name] = x.reshape(shapes[name]).to(dtype=dtype, device=device).contiguous()
+            x = x.reshape(shapes[name]).to(dtype=dtype, device=device).contiguous()
+            weights[name] = x.clone() if x.data_ptr() in addresses else x  # files of torch may store two as one
+            addresses.add(x.data_ptr())
     if config.tie_embeddings:
         weights["head.weight"] = weights["embeddings.weight"]
     model.load_state_dict(weights, assign=True)
     model.tie()
     return model.eval()
+
+
+def _built(archive: Archive, form: Format) -> tuple[Config, CausalLM]:
+    """The configuration of a checkpoint, and a model of it without memory."""
+    complaints, rule = Complaints("load"), "a checkpoint of a model that can be built"
+    try:
+        config = form.config(archive)
+        with torch.device("meta"):
+            return config, CausalLM(config)
+    except InvalidArgument as error:  # configurations and layers name their own arguments
+        if str(error).startswith("load:"):
+            raise
+        complaints.add(type(error), "path", rule, f"{str(archive.path)!r} with {str(error).removesuffix('.')}")
+    except (RuntimeError, TypeError, OverflowError) as error:  # torch cannot count the weights of layers of such sizes
+        complaints.add(RangeError, "path", rule, f"{str(archive.path)!r} with other sizes: {str(error).splitlines()[0]}", DAMAGED)
+    complaints.raise_any()
+    raise AssertionError
 
 
 def model_dtype(tensors: Iterable[Tensor]) -> torch.dtype:

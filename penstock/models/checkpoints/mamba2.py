@@ -18,13 +18,20 @@ def rows(config: Config, archive: Archive | None = None) -> list[Row]:
     mixer = config.mixers[0]
     assert isinstance(mixer, Mamba2Config)
     biases = ["conv1d.bias"] * mixer.use_conv_bias + ["in_proj.bias", "out_proj.bias"] * mixer.use_bias
-    old = archive is not None and "backbone.embedding.weight" in archive.tensors  # state-spaces' name
-    found = common(config, "backbone.norm_f", "lm_head.weight", "backbone.embedding.weight" if old else "backbone.embeddings.weight")
+    found = common(config, "backbone.norm_f", "lm_head.weight", _embeddings(archive))
     for n in range(config.num_layers):
         ours, theirs = f"layers.{n}.", f"backbone.layers.{n}."
         found += norms(config, f"{ours}mixer_norm", f"{theirs}norm")
         found += [same(f"{ours}mixer.{one}", f"{theirs}mixer.{one}") for one in (*MIXER, *biases)]
     return found
+
+
+def _embeddings(archive: Archive | None) -> str:
+    """The name of the embeddings: state-spaces' files, whose config.json has ``n_layer``, have another."""
+    ours, old = "backbone.embeddings.weight", "backbone.embedding.weight"
+    if archive is None or archive.has(ours):
+        return ours
+    return old if archive.has(old) or "n_layer" in archive.config else ours
 
 
 def config_of(archive: Archive) -> Config:
@@ -49,7 +56,7 @@ def config_of(archive: Archive) -> Config:
         complaints.add(RangeError, "config.json", "that of a model with RMS norms and silu", "another norm or activation")
     complaints.raise_any()
 
-    embeddings = "backbone.embeddings.weight" if archive.has("backbone.embeddings.weight") else "backbone.embedding.weight"
+    embeddings = _embeddings(archive)
     vocab_size, hidden_size = archive.shape(embeddings, "V C")
     (heads,) = archive.shape(f"{mixing}A_log", "H")
     (inner,) = archive.shape(f"{mixing}norm.weight", "I")
@@ -64,8 +71,8 @@ def config_of(archive: Archive) -> Config:
         state_size=divided(mixed - inner, 2 * groups, "twice n_groups"),
         n_groups=groups,
         conv_kernel=width,
-        use_conv_bias=archive.has(f"{mixing}conv1d.bias"),
-        use_bias=archive.has(f"{mixing}in_proj.bias"),
+        use_conv_bias=flag(stored, "use_conv_bias", archive.has(f"{mixing}conv1d.bias")),
+        use_bias=flag(stored, "use_bias", archive.has(f"{mixing}in_proj.bias") or archive.has(f"{mixing}out_proj.bias")),
         time_step_limit=_limits(complaints, stored.get("time_step_limit", layer.get("dt_limit"))),
         norm_eps=eps,
     )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +20,25 @@ from ...errors import Complaints, MissingExtra, PenstockError, RangeError
 SHARD = 5 * 2**30
 """Bytes of a file of a folder, as transformers has them."""
 CONFIG = "config.json"
-WEIGHTS = "model*.safetensors*"
+WEIGHTS = re.compile(r"(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
+"""Names of files of weights in folders, ours and those of public models."""
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Raise OSError, with the path, for files that cannot be written, as on a full disk. Leaves no new folder at ``path``."""
-    new = not path.exists()
+    """Raise OSError, with the path, for files that cannot be written, as on a full disk. After any error, no new folders are left."""
+    missing: list[Path] = []
     try:
+        missing += [one for one in (path, *path.parents) if not one.exists()]
         yield
-    except (OSError, RuntimeError) as error:  # torch raises RuntimeError
-        if isinstance(error, PenstockError):
+    except BaseException as error:
+        for one in missing:
+            with suppress(OSError):  # it is not a folder, or not empty
+                one.rmdir()
+        if isinstance(error, PenstockError) or not isinstance(error, OSError | RuntimeError):  # torch raises RuntimeError
             raise
-        if new and path.is_dir() and not any(path.iterdir()):
-            path.rmdir()
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        described = error.strerror if isinstance(error, OSError) and error.strerror else str(error).strip()
+        reason = (described or type(error).__name__).splitlines()[0]
         text = f"save: path must be a place that can be written, got {str(path)!r} ({reason}). The disk may be full."
         raise OSError(text) from error
 
@@ -42,13 +47,13 @@ def write_file(path: Path, tensors: Mapping[str, Tensor], overwrite: bool) -> No
     """Write one file of torch. Raises RangeError if there is one already."""
     complaints = Complaints("save")
     special = path.exists() and not path.is_file()
-    if special or (path.exists() and not overwrite):
+    if special or (os.path.lexists(path) and not overwrite):
         remedy = "Name a file." if special else "Name another one, or overwrite it."
         complaints.add(RangeError, "path", "a file that does not exist", repr(str(path)), remedy)
         complaints.raise_any()
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as scratch:
-        torch.save({name: _whole(x) for name, x in tensors.items()}, Path(scratch) / path.name)
+        torch.save(_apart(tensors, tensors), Path(scratch) / path.name)
         os.replace(Path(scratch) / path.name, path)
 
 
@@ -65,37 +70,59 @@ def write_folder(path: Path, tensors: Mapping[str, Tensor], config: Mapping[str,
     complaints = Complaints("save")
     if path.exists() and not path.is_dir():
         complaints.add(RangeError, "path", "a folder", f"{str(path)!r}, which is a file", "Name another one.")
-    present = [one for one in (path / CONFIG, *path.glob(WEIGHTS), path / "pytorch_model.bin") if one.exists()] if path.is_dir() else []
-    if present and not overwrite:
-        names = ", ".join(one.name for one in present)
+        complaints.raise_any()
+    entries = sorted(path.iterdir()) if path.is_dir() else []
+    present = [one for one in entries if one.name == CONFIG or WEIGHTS.fullmatch(one.name)]
+    names = ", ".join(one.name for one in present)
+    if any(one.is_dir() for one in present):
+        complaints.add(RangeError, "path", "a folder with files of these names only", f"{str(path)!r} with {names}", "Name another one.")
+    elif present and not overwrite:
         complaints.add(RangeError, "path", "a folder without a model", f"{str(path)!r} with {names}", "Name another one, or overwrite it.")
     complaints.raise_any()
     path.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as scratch:
+    with tempfile.TemporaryDirectory(prefix=".", dir=path) as scratch:  # the parent may be of another file system
+        new, old = Path(scratch) / "new", Path(scratch) / "old"
+        new.mkdir()
+        old.mkdir()
         files = dict(_files(tensors, shard))
         for name, inside in files.items():
             try:
-                save_file({one: _whole(tensors[one]) for one in inside}, Path(scratch) / name, {"format": "pt"})
+                save_file(_apart(tensors, inside), new / name, {"format": "pt"})
             except SafetensorError as error:
                 raise OSError(str(error)) from error
         if len(files) > 1:
             placed = {one: name for name, inside in files.items() for one in inside}
             total = sum(x.numel() * x.element_size() for x in tensors.values())
-            _write_json(Path(scratch) / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": placed})
-        _write_json(Path(scratch) / CONFIG, config)
-        written = sorted(os.listdir(scratch), key=lambda name: (name == CONFIG, name))
-        for name in written:
-            os.replace(Path(scratch) / name, path / name)
-        for one in present:
-            if one.name not in written:
-                one.unlink()
+            _write_json(new / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": placed})
+        _write_json(new / CONFIG, config)
+        written = sorted(new.iterdir(), key=lambda one: (one.name == CONFIG, one.name))
+        _move([*((one, old / one.name) for one in present), *((one, path / one.name) for one in written)])
 
 
-def copy_beside(source: Path, target: Path, names: Iterable[str]) -> list[str]:
-    """Copy those files that the source folder has and the target folder has not; returns their names."""
-    found = [name for name in names if (source / name).is_file() and not (target / name).exists()]
-    for name in found:
-        shutil.copyfile(source / name, target / name)
+def _move(pairs: Iterable[tuple[Path, Path]]) -> None:
+    """Rename all files, or none if one cannot be renamed."""
+    done: list[tuple[Path, Path]] = []
+    try:
+        for source, target in pairs:
+            os.replace(source, target)
+            done.append((source, target))
+    except BaseException:
+        for source, target in reversed(done):
+            os.replace(target, source)
+        raise
+
+
+def copy_beside(source: Path, target: Path, names: Iterable[str], overwrite: bool) -> list[str]:
+    """Copy those files that the source folder has, all or none; returns their names. Files of the target folder stay unless overwritten."""
+    found = [name for name in names if (source / name).is_file() and (overwrite or not os.path.lexists(target / name))]
+    with writing(target), tempfile.TemporaryDirectory(prefix=".", dir=target) as scratch:
+        new, old = Path(scratch) / "new", Path(scratch) / "old"
+        new.mkdir()
+        old.mkdir()
+        for name in found:
+            shutil.copyfile(source / name, new / name)
+        present = [name for name in found if (target / name).is_file()]
+        _move([*((target / name, old / name) for name in present), *((new / name, target / name) for name in found)])
     return found
 
 
@@ -115,10 +142,16 @@ def _files(tensors: Mapping[str, Tensor], shard: int) -> Iterable[tuple[str, lis
     return [(f"model-{n:05}-of-{len(groups):05}.safetensors", names) for n, names in enumerate(groups, 1)]
 
 
-def _whole(x: Tensor) -> Tensor:
-    """A tensor on the CPU with memory of its own size: torch would write all of the memory that a view is part of."""
-    x = x.detach().to("cpu").contiguous()
-    return x if x.untyped_storage().nbytes() == x.numel() * x.element_size() else x.clone()
+def _apart(tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
+    """Tensors on the CPU, each with memory of its own and of its size: torch would write all of the memory that a view is part of."""
+    found: dict[str, Tensor] = {}
+    addresses: set[int] = set()
+    for name in names:
+        x = tensors[name].detach().to("cpu").contiguous()
+        whole = x.untyped_storage().nbytes() == x.numel() * x.element_size()
+        found[name] = x if whole and x.data_ptr() not in addresses else x.clone()
+        addresses.add(x.data_ptr())
+    return found
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
