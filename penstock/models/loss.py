@@ -6,8 +6,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
+from ..call import private
 from ..call.autocast import autocasting
 from ..call.declaration import FLOATS, INDICES, Argument
 from ..call.validation import check_tensor, reads_values
@@ -43,7 +44,9 @@ def linear_cross_entropy(
     chunk_tokens : int
         At least 1.
 
-    Returns a float32 (or float64) scalar, for "none" a Tensor [...]. Differentiable once, with respect to x and weight.
+    Returns a float32 (or float64) scalar, for "none" a Tensor [...]. Differentiable with respect to x and weight, any number of times.
+    Second derivatives, forward derivatives and ``torch.func`` need the logits of all tokens in memory.
+
     Raises ShapeError, DtypeError, DeviceError or RangeError.
 
     >>> x, weight, labels = torch.randn(3, 5, 8), torch.randn(11, 8), torch.randint(11, (3, 5))
@@ -58,9 +61,11 @@ def linear_cross_entropy(
     if not torch.is_grad_enabled():
         x, weight = x.detach(), weight.detach()  # no gradients are computed for these
     flat = x.reshape(-1, x.shape[-1])
-    losses: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        flat, weight, labels.reshape(-1).long(), ignore_index, reduction, chunk_tokens
-    )
+    targets = labels.reshape(-1).long()
+    if not torch.compiler.is_compiling() and private.transforming():
+        losses = _formula(flat, weight, targets, ignore_index, reduction)
+    else:
+        losses = _LinearCrossEntropy.apply(flat, weight, targets, ignore_index, reduction, chunk_tokens)  # type: ignore[no-untyped-call]
     return losses.view(labels.shape) if reduction == "none" else losses
 
 
@@ -85,22 +90,40 @@ class _LinearCrossEntropy(torch.autograd.Function):
         losses, dx, dweight = _pass(x, weight, labels, counted, now.expand(labels.shape), ctx.needs_input_grad[:2], chunk_tokens)
         if dweight is not None and x.dtype != torch.float16:
             dweight = dweight.to(weight.dtype)
-        ctx.save_for_backward(dx, dweight, later)
+        ctx.save_for_backward(x, weight, labels, counted, dx, dweight, later)
         return losses.sum() * share
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, labels, counted, *found = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return *_again(x, weight, labels, gradient, ctx.options, ctx.needs_input_grad[:2]), None, None, None, None
         if ctx.options[1] == "none":
-            x, weight, labels, counted = ctx.saved_tensors
             _, dx, dweight = _pass(x, weight, labels, counted, gradient, ctx.needs_input_grad[:2], ctx.options[2])
             return dx, None if dweight is None else dweight.to(weight.dtype), None, None, None, None
-        dx, dweight, later = ctx.saved_tensors
+        dx, dweight, later = found
         factor = (gradient * later).view(1, 1)  # an axis, so that products are computed in its dtype
         dx, dweight = (
             None if one is None else torch.mul(one, factor, out=torch.empty_like(one, dtype=ctx.dtype)) for one in (dx, dweight)
         )  # fmt: skip
         return dx, dweight, None, None, None, None
+
+
+def _formula(x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, reduction: Reduction) -> Tensor:
+    """``_LinearCrossEntropy`` with the logits of all tokens in memory."""
+    return F.cross_entropy((x @ weight.T).to(state_dtype(x.dtype)), labels, ignore_index=ignore_index, reduction=reduction)
+
+
+def _again(
+    x: Tensor, weight: Tensor, labels: Tensor, gradient: Tensor, options: tuple[int, Reduction, int], wanted: tuple[bool, bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of x and weight that can be differentiated again."""
+    with torch.enable_grad():
+        apart = x.view_as(x), weight.view_as(weight)  # one tensor may be given as both
+        losses = _formula(*apart, labels, *options[:2])
+    inputs = [one for one, needed in zip(apart, wanted) if needed]
+    found = iter(torch.autograd.grad(losses, inputs, gradient, create_graph=True))
+    return next(found) if wanted[0] else None, next(found) if wanted[1] else None
 
 
 def _pass(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, SIZES, flat, model_of
 from formulas import error, literal_logits
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from penstock.layers import Sequences
@@ -44,6 +44,42 @@ def test_training_gradients_equal_those_of_the_formulas(name: str, ids: Tensor) 
         assert parameter.grad is not None, key
         assert parameter.grad.abs().max() > 0, key
         assert error(parameter.grad, weights[key].grad) < 1e-8, key
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_second_derivatives_and_transforms_of_the_loss(name: str, ids: Tensor) -> None:
+    """The Hessian times a vector, by two backward passes and by ``torch.func``, equals that of the formulas."""
+    model, ids = model_of(name, torch.float64), ids[:, :5]
+    weights = dict(model.named_parameters())
+    direction = {key: torch.linspace(-1, 1, x.numel(), dtype=torch.float64).view(x.shape) for key, x in weights.items()}
+
+    def literal(weights: dict[str, Tensor]) -> Tensor:
+        if model.config.tie_embeddings:
+            weights = {**weights, "head.weight": weights["embeddings.weight"]}
+        logits = torch.stack([literal_logits(model.config, weights, one) for one in ids[:, :-1]])
+        return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+
+    def twice(loss: Tensor) -> list[Tensor]:
+        first = torch.autograd.grad(loss, list(weights.values()), create_graph=True)
+        along = sum((x * y).sum() for x, y in zip(first, direction.values()))
+        return [*first, *torch.autograd.grad(along, list(weights.values()))]
+
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self) -> Tensor:
+            return self.model.loss(ids[:, :-1], ids[:, 1:])
+
+    def gradient(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        return torch.func.grad(lambda given: torch.func.functional_call(Loss(), {f"model.{key}": x for key, x in given.items()}))(weights)
+
+    wanted = twice(literal(weights))
+    first, second = torch.func.jvp(gradient, (weights,), (direction,))
+    for found in (twice(model.loss(ids[:, :-1], ids[:, 1:])), [*first.values(), *second.values()]):
+        for n, (x, y) in enumerate(zip(found, wanted)):
+            assert error(x, y) < 1e-8, [*weights, *weights][n]
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
