@@ -26,7 +26,7 @@ from ..layers.sizes import check_whole
 from .arguments import check_sequences, check_state, check_tokens, marks
 from .config import Config
 from .loss import CHUNK_TOKENS, Reduction, linear_cross_entropy
-from .sampling import check_sampling, sample
+from .sampling import check_logits, check_sampling, sample
 
 
 class LayerState(NamedTuple):
@@ -261,7 +261,7 @@ class CausalLM(nn.Module):
         generator : torch.Generator, optional
             Source of random numbers. Default: torch's global generator.
 
-        Raises ShapeError, DtypeError, DeviceError or RangeError.
+        Raises ShapeError, DtypeError, DeviceError or RangeError, also for logits that are NaN.
         """
         complaints = Complaints("generate")
         check_whole(complaints, "count", count, 0)
@@ -276,6 +276,7 @@ class CausalLM(nn.Module):
         given = ids
         for i in range(count):
             logits = self.advance(given, state, last_only=True)
+            check_logits("generate", logits, last=i == count - 1)
             sampled[:, i] = sample(logits, temperature, top_p, generator)
             given = sampled[:, i : i + 1]
         return sampled

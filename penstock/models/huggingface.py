@@ -26,9 +26,10 @@ from ..errors import Complaints, DtypeError, MissingExtra, RangeError, ShapeErro
 from .causal_lm import CausalLM, LayerState, State
 from .checkpoints import load
 from .config import Config
+from .sampling import check_logits
 
 try:
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PretrainedConfig, PreTrainedModel
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, LogitsProcessorList, PretrainedConfig, PreTrainedModel
     from transformers.modeling_outputs import CausalLMOutputWithPast
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 except ImportError as error:
@@ -241,6 +242,18 @@ class PenstockForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-
         output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)  # type: ignore[arg-type]
         return output if return_dict in (None, True) else output.to_tuple()
 
+    def generate(self, inputs: Any = None, generation_config: Any = None, logits_processor: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers. Raises ShapeError, DtypeError or RangeError for wrong prompts, and for logits that are NaN."""
+        ids = kwargs.get("input_ids") if inputs is None else inputs
+        if ids is not None:
+            self._check(ids, kwargs.get("attention_mask"))
+            if ids.numel() == 0:
+                rule = "of shape [B,T] with B and T at least 1"
+                raise ShapeError(f"generate: input_ids must be {rule}, got {list(ids.shape)}. Start with at least one token.")
+        processors = LogitsProcessorList([*(logits_processor or ()), _checked])
+        base: Any = super()
+        return base.generate(inputs, generation_config, processors, *args, **kwargs)
+
     def prepare_inputs_for_generation(self, input_ids: Any, *args: Any, is_first_iteration: bool | None = False, **kwargs: Any) -> Any:
         """As in transformers; only prompts have padding. Raises RangeError if no token follows those of ``past_key_values``."""
         new = kwargs.get("next_sequence_length")
@@ -323,16 +336,16 @@ class PenstockForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-
         complaints.raise_any()
 
     def _check(
-        self, ids: object, mask: object, cache: object, embeds: object, labels: object, cu_seqlens: object, attentions: object,
-        hidden: object,
+        self, ids: object, mask: object, cache: object = None, embeds: object = None, labels: object = None, cu_seqlens: object = None,
+        attentions: object = None, hidden: object = None,
     ) -> None:  # fmt: skip
         complaints = Complaints(type(self).__name__)
         if embeds is not None:
             complaints.add(RangeError, "inputs_embeds", "None", described(embeds), "Pass input_ids.")
         if not isinstance(ids, Tensor) or ids.dim() != 2:
-            complaints.add(
-                ShapeError, "input_ids", "a tensor of shape [B,T]", list(ids.shape) if isinstance(ids, Tensor) else described(ids)
-            )
+            found = list(ids.shape) if isinstance(ids, Tensor) else described(ids)
+            remedy = "One sequence is input_ids[None]. What a tokenizer returns is passed as **encoding, with return_tensors='pt'."
+            complaints.add(ShapeError, "input_ids", "a tensor of shape [B,T]", found, remedy)
             complaints.raise_any()
         assert isinstance(ids, Tensor)
         if mask is not None and (
@@ -357,6 +370,12 @@ class PenstockForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-
             if wanted:
                 complaints.add(RangeError, name, "False", wanted)
         complaints.raise_any()
+
+
+def _checked(input_ids: Tensor, scores: Tensor) -> Tensor:
+    """A logits processor that changes nothing."""
+    check_logits("generate", scores)
+    return scores
 
 
 def _columns(x: Tensor, keep: Tensor | None, which: int | Tensor) -> Tensor:
@@ -400,7 +419,12 @@ def _device(complaints: Complaints, value: Any) -> torch.device | None:
     if value is not None and not isinstance(value, str | int | torch.device):
         complaints.add(RangeError, "device_map", "one device", described(value), "A model is on one device.")
         complaints.raise_any()
-    return None if value is None else torch.device(value)
+    try:
+        return None if value is None else torch.device(value)
+    except RuntimeError:
+        complaints.add(RangeError, "device_map", "one device, 'auto' or None", described(value), "A model is on one device.")
+        complaints.raise_any()
+        raise
 
 
 def _downloaded(name: str, hub: dict[str, Any]) -> Path:
