@@ -148,6 +148,25 @@ def test_a_nan_in_one_row_of_a_pool_stays_there(name: str, ids: Tensor) -> None:
     assert all(torch.equal(x[[0, 2, 3]], y[[0, 2, 3]]) for x, y in zip(*map(flat, pools)))
 
 
+def nan_first(x: Tensor) -> Tensor:
+    return torch.cat([x[:1] * torch.nan, x[1:]])
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_nan_in_one_sequence_stays_there(name: str, ids: Tensor) -> None:
+    """In training too, on every device alike: decays that the layers compute are not refused."""
+    model, state = model_of(name), model_of(name)(ids[:, :3]).state
+    wanted = model(ids[:, 3:], state).logits
+    broken = [
+        layer._replace(mixer=type(layer.mixer)(*(nan_first(x) if x.is_floating_point() else x for x in layer.mixer))) for layer in state
+    ]
+    logits = model(ids[:, 3:], broken).logits
+    assert logits[0].isnan().all()
+    assert error(logits[1], wanted[1]) < 1e-6
+    logits.sum().backward()
+    assert all(x.grad.isnan().any() for key, x in model.named_parameters() if "mixer_norm" in key)
+
+
 @pytest.mark.parametrize("name", ["rwkv6", "gla_grouped", "mamba2"])
 def test_models_on_the_meta_device_advance(name: str, ids: Tensor) -> None:
     model = CausalLM(ARCHITECTURES[name]).to("meta")
