@@ -90,6 +90,48 @@ def test_a_resumed_run_equals_an_uninterrupted_one(settings, tmp_path, packing):
     assert equal(weights(train(settings(**common)).folder), weights(whole.folder))  # nothing is left to do
 
 
+@pytest.mark.parametrize("steps", [3, 2])
+def test_a_run_without_steps_left_changes_nothing(settings, tmp_path, steps):
+    """The Trainer itself would take one step more than it has."""
+    common = {"training__schedule": "constant", "data__evaluation": str(tmp_path / "b.txt")}
+    done = train(settings(**common, training__steps=3))
+    before = weights(done.folder)
+    again = train(settings(**common, training__steps=steps))
+    assert (again.steps, again.loss, again.evaluation_loss) == (3, done.loss, pytest.approx(done.evaluation_loss))
+    assert equal(weights(again.folder), before)
+    assert train(settings(**common, training__steps=4)).steps == 4
+
+
+def test_checkpoints_that_are_not_whole(settings, tmp_path):
+    """One whose writing was interrupted is left out; without the optimizer's state there is nothing to go on from."""
+    whole = train(settings(training__output=str(tmp_path / "whole"), training__steps=5))
+    train(settings(training__steps=5, training__save_every=3))
+    (tmp_path / "run" / "checkpoint-5" / "trainer_state.json").unlink()
+    resumed = train(settings(training__steps=5))
+    assert equal(weights(resumed.folder), weights(whole.folder))
+    (tmp_path / "run" / "checkpoint-5" / "optimizer.pt").unlink()
+    with pytest.raises(RangeError, match=r"must be a folder of whole checkpoints, got '.*checkpoint-5' without optimizer.pt\. Remove this"):
+        train(settings(training__steps=7))
+
+
+@pytest.mark.parametrize("architecture", ["rwkv6", "mamba2"])
+def test_a_loss_that_is_no_number_ends_the_training(settings, architecture):
+    from dataclasses import replace
+
+    chosen = settings(training__learning_rate=1e30, training__log_every=1, training__warmup=0)
+    if architecture == "mamba2":
+        chosen = replace(chosen, model={"architecture": "mamba2", "hidden_size": 16, "num_layers": 1, "head_dim": 8, "state_size": 8})
+    with pytest.raises(RangeError, match=r"train: the loss must be a number, got (nan|inf) after \d steps"):
+        train(chosen)
+
+
+def test_text_that_is_too_short_is_named(settings, tmp_path):
+    (tmp_path / "short.txt").write_text("short")
+    for name in ("train", "evaluation"):
+        with pytest.raises(RangeError, match=rf"train: data\.{name} must be at least length \+ 1 = 33 tokens, got 5 tokens"):
+            train(settings(**{f"data__{name}": str(tmp_path / "short.txt")}))
+
+
 def test_equal_seeds_give_equal_models(settings, tmp_path):
     runs = [
         train(settings(training__output=str(tmp_path / str(n)), training__seed=seed, training__steps=2)) for n, seed in enumerate((1, 1, 2))
