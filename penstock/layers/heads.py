@@ -81,7 +81,7 @@ class HeadsMixer(Mixer):
     """Base: x [B,T,C] to heads of q, k, v, and the output of the recurrence to y [B,T,C]."""
 
     def __init__(self, config: HeadsConfig, hidden_size: int) -> None:
-        super().__init__()
+        super().__init__(hidden_size)
         self.heads = config
         C, H, G = hidden_size, config.num_heads, config.kv_heads
         K, V = self.head_sizes = config.head_sizes(hidden_size)

@@ -59,7 +59,7 @@ class ChannelMix(Mixer):
     """Whether the factors of the token shift are 1 - ``_factors()``."""
 
     def __init__(self, hidden_size: int, intermediate_size: int) -> None:
-        super().__init__()
+        super().__init__(hidden_size)
         self.key = matrix(hidden_size, intermediate_size, gain=1)
         self.receptance = matrix(hidden_size, hidden_size, gain=0)
         self.value = matrix(intermediate_size, hidden_size, gain=0)

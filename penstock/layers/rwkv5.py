@@ -71,7 +71,7 @@ class RWKV5TimeMix(Mixer):
     """
 
     def __init__(self, config: RWKV5Config, hidden_size: int, layer: int = 0, num_layers: int = 1) -> None:
-        super().__init__()
+        super().__init__(hidden_size)
         self.config = config
         C, n = hidden_size, config.head_size
         H = head_count(config, hidden_size)

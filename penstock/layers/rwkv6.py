@@ -77,7 +77,7 @@ class RWKV6TimeMix(Mixer):
     """
 
     def __init__(self, config: RWKV6Config, hidden_size: int, layer: int = 0, num_layers: int = 1) -> None:
-        super().__init__()
+        super().__init__(hidden_size)
         self.config = config
         C, H, V = hidden_size, head_count(config, hidden_size), config.head_size
         K = config.key_size or V

@@ -40,7 +40,7 @@ class SwiGLU(Mixer):
     """
 
     def __init__(self, config: SwiGLUConfig, hidden_size: int) -> None:
-        super().__init__()
+        super().__init__(hidden_size)
         self.config = config
         self.gate_proj = projection(hidden_size, config.intermediate_size)
         self.up_proj = projection(hidden_size, config.intermediate_size)

@@ -173,6 +173,17 @@ def test_models_on_the_meta_device_advance(name: str, ids: Tensor) -> None:
     assert model.advance(ids.to("meta"), model.initial_state(BATCH)).shape == (*ids.shape, SIZES["vocab_size"])
 
 
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_models_of_fake_tensors(name: str) -> None:
+    """As tools have them that estimate memory."""
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode():
+        model, ids = CausalLM(ARCHITECTURES[name]), torch.zeros(2, 9, dtype=torch.int64)
+        model.loss(ids, ids).backward()
+        assert model.advance(ids, model.initial_state(2)).shape == (2, 9, SIZES["vocab_size"])
+
+
 def copied(state):
     return type(state)(*(x.clone() if isinstance(x, Tensor) else copied(x) for x in state))
 
