@@ -26,7 +26,7 @@ from ..layers.norms import RMSNorm
 from ..layers.sizes import check_whole
 from .arguments import check_sequences, check_state, check_tokens, marks
 from .config import Config
-from .loss import CHUNK_TOKENS, Reduction, linear_cross_entropy
+from .loss import CHUNK_TOKENS, Reduction, head_cross_entropy
 from .sampling import check_logits, check_sampling, sample
 
 
@@ -203,9 +203,7 @@ class CausalLM(nn.Module):
         >>> model.loss(tokens[:, :-1], tokens[:, 1:]).backward()
         """
         x, _ = self._hidden("loss", ids, state, cu_seqlens)
-        return linear_cross_entropy(
-            x, self.head.weight, labels, ignore_index=ignore_index, reduction=reduction, chunk_tokens=chunk_tokens
-        )  # fmt: skip
+        return head_cross_entropy(x, self.head, labels, ignore_index=ignore_index, reduction=reduction, chunk_tokens=chunk_tokens)
 
     def _hidden(self, function: str, ids: Tensor, state: State | None, cu_seqlens: Tensor | None) -> tuple[Tensor, State]:
         sequences = self._check(function, ids, state, cu_seqlens)

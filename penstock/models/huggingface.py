@@ -303,15 +303,14 @@ class PenstockForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-
         self, x: Tensor, labels: Tensor, keep: Tensor | None, cu_seqlens: Tensor | None, count: Tensor | int | None
     ) -> Tensor:  # fmt: skip
         """The loss of x, what the head gets: of all tokens or (``keep``) of those that are not padding."""
-        from .loss import linear_cross_entropy
+        from .loss import head_cross_entropy
 
         targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
         if cu_seqlens is not None:
             targets = targets.index_fill(1, (cu_seqlens[1:] - 1).clamp(min=0).long(), IGNORED)
         if keep is not None:
             targets = targets.masked_fill(~F.pad(keep[:, 1:], (0, 1)), IGNORED)[keep][None]
-        weight: Tensor = self.model.head.weight
-        loss = linear_cross_entropy(x, weight, targets, ignore_index=IGNORED, reduction="mean" if count is None else "sum")
+        loss = head_cross_entropy(x, self.model.head, targets, ignore_index=IGNORED, reduction="mean" if count is None else "sum")
         return loss if count is None else loss / (count.to(loss.device) if isinstance(count, Tensor) else count)
 
     def _check_columns(self, which: object, ids: Tensor) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..call import private
@@ -13,6 +13,7 @@ from ..call.autocast import autocasting
 from ..call.declaration import FLOATS, INDICES, Argument
 from ..call.validation import check_tensor, reads_values
 from ..errors import Complaints, DtypeError, RangeError, described, shortened
+from ..layers.linear import plain_weights
 from ..layers.sizes import check_whole
 from ..recurrence.declaration import state_dtype
 
@@ -66,6 +67,22 @@ def linear_cross_entropy(
         losses = _formula(flat, weight, targets, ignore_index, reduction)
     else:
         losses = _LinearCrossEntropy.apply(flat, weight, targets, ignore_index, reduction, chunk_tokens)  # type: ignore[no-untyped-call]
+    return losses.view(labels.shape) if reduction == "none" else losses
+
+
+def head_cross_entropy(
+    x: Tensor, head: nn.Module, labels: Tensor, *, ignore_index: int = -100, reduction: Reduction = "mean", chunk_tokens: int = CHUNK_TOKENS
+) -> Tensor:
+    """``linear_cross_entropy`` of a head. One with an adapter, a bias or a quantized weight gives the logits of all tokens."""
+    weights = plain_weights([head])
+    if weights is not None:
+        return linear_cross_entropy(
+            x, weights[0], labels, ignore_index=ignore_index, reduction=reduction, chunk_tokens=chunk_tokens
+        )  # fmt: skip
+    logits: Tensor = head(x)
+    _check(logits, logits.new_empty(1).expand(logits.shape[-1], logits.shape[-1]), labels, ignore_index, reduction, chunk_tokens)
+    flat = logits.reshape(-1, logits.shape[-1]).to(state_dtype(logits.dtype))
+    losses = F.cross_entropy(flat, labels.reshape(-1).long(), ignore_index=ignore_index, reduction=reduction)
     return losses.view(labels.shape) if reduction == "none" else losses
 
 
@@ -170,6 +187,8 @@ def _check(x: object, weight: object, labels: object, ignore_index: object, redu
         complaints.add(RangeError, "reduction", "'mean', 'sum' or 'none'", shortened(reduction))
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
         complaints.add(DtypeError, "ignore_index", "a whole number", described(ignore_index))
+    elif not -(2**63) <= ignore_index < 2**63:
+        complaints.add(RangeError, "ignore_index", "from -2^63 to 2^63 - 1", shortened(ignore_index))
     check_whole(complaints, "chunk_tokens", chunk_tokens, 1)
     complaints.raise_any()
     assert isinstance(x, Tensor) and isinstance(weight, Tensor) and isinstance(labels, Tensor)  # noqa: PT018

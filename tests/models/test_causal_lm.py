@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from architectures import ARCHITECTURES, SIZES, flat, model_of
@@ -171,6 +173,43 @@ def test_a_nan_in_one_sequence_stays_there(name: str, ids: Tensor) -> None:
 def test_models_on_the_meta_device_advance(name: str, ids: Tensor) -> None:
     model = CausalLM(ARCHITECTURES[name]).to("meta")
     assert model.advance(ids.to("meta"), model.initial_state(BATCH)).shape == (*ids.shape, SIZES["vocab_size"])
+
+
+class Adapter(nn.Module):
+    """Beside a linear map, as those of LoRA; ``weight`` is that of the map."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base, self.more = base, nn.Linear(base.in_features, base.out_features, bias=False, dtype=base.weight.dtype)
+
+    @property
+    def weight(self) -> Tensor:
+        return self.base.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.more(x)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_adapters_of_linear_maps_run(name: str, ids: Tensor) -> None:
+    """A model whose linear maps are replaced by others is the model with the sums of their weights."""
+    model, merged = model_of(name, torch.float64), model_of(name, torch.float64)
+    if model.config.tie_embeddings:
+        merged.head = copy.deepcopy(merged.head)  # embeddings have no adapter
+    for key, part in list(model.named_modules()):
+        if isinstance(part, nn.Linear):
+            parent, _, last = key.rpartition(".")
+            adapter = Adapter(part)
+            setattr(model.get_submodule(parent), last, adapter)
+            with torch.no_grad():
+                merged.get_submodule(key).weight += adapter.more.weight
+    labels = ids.roll(-1, 1)
+    for reduction in ("mean", "none"):
+        found, wanted = (one.loss(ids, labels, reduction=reduction) for one in (model, merged))
+        assert error(found, wanted) < 1e-10
+    model.loss(ids, labels).backward()
+    assert all(part.more.weight.grad.any() for part in model.modules() if isinstance(part, Adapter))
+    assert error(model.advance(ids, model.initial_state(BATCH)), merged(ids).logits) < 1e-10
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
