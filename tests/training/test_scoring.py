@@ -66,6 +66,6 @@ def test_losses_that_are_no_numbers_are_refused(model):
     broken = copy.deepcopy(model)
     with torch.no_grad():
         broken.head.weight[0] = math.nan
-    with pytest.raises(RangeError, match="perplexity: losses must be numbers, got NaN. Weights are NaN, or values overflow"):
+    with pytest.raises(RangeError, match=r"perplexity: losses must be numbers, got NaN. Weights are NaN, or values overflow"):
         perplexity(broken, Bytes(257), "some text")
     assert Perplexity(tokens=1, bytes=1, nats=800.0).perplexity == math.inf
