@@ -118,6 +118,12 @@ class Windows(Dataset[dict[str, Tensor]]):
     def __len__(self) -> int:
         return max(len(self.corpus.tokens) - 1, 0) // self.length
 
+    @property
+    def counted(self) -> float:
+        """Labels of a sample that are not ``IGNORED``, in the mean of all samples."""
+        tokens, begins = len(self) * self.length, self.corpus.begins
+        return self.length - (int(((begins >= 1) & (begins <= tokens)).sum()) / len(self) if self.packed else 0)
+
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if not 0 <= index < len(self):
             raise IndexError(index)

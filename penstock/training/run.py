@@ -40,14 +40,22 @@ class Trained(NamedTuple):
 
 
 class Objective(nn.Module):
-    """The loss of a batch. It is a module so that wrappers, as for several GPUs, see one forward pass."""
+    """The loss of a batch. It is a module so that wrappers, as for several GPUs, see one forward pass.
 
-    def __init__(self, model: CausalLM) -> None:
+    The Trainer's loss of an evaluation is the mean over samples. In evaluation mode the loss of a batch is therefore its sum divided by the
+    labels that its samples would count if all were alike: the mean is then over labels.
+    """
+
+    def __init__(self, model: CausalLM, evaluation: Windows | None = None) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.evaluation = model, evaluation
 
     def forward(self, ids: Tensor, labels: Tensor, cu_seqlens: Tensor | None = None) -> dict[str, Tensor]:
         """Mean loss in nats of the labels that are not ignored."""
+        if not self.training and self.evaluation is not None:
+            samples = ids.numel() / self.evaluation.length
+            total = self.model.loss(ids, labels, cu_seqlens, ignore_index=IGNORED, reduction="sum")
+            return {"loss": total / (samples * self.evaluation.counted)}
         return {"loss": self.model.loss(ids, labels, cu_seqlens, ignore_index=IGNORED)}
 
 
@@ -77,7 +85,7 @@ def train(settings: Settings, callbacks: tuple[Any, ...] = ()) -> Trained:
             (folder / source.name).write_bytes(source.read_bytes())
             (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": tokenizer.end_of_text}))
 
-    trainer = _trainer(Objective(model), training, device, samples, evaluation, callbacks, write)
+    trainer = _trainer(Objective(model, evaluation), training, device, samples, evaluation, callbacks, write)
     checkpoint = _last_checkpoint(training, model.config)
     if checkpoint is not None and training.steps is not None and _steps(checkpoint) >= training.steps:
         # nothing is left to do; the Trainer would take one step more

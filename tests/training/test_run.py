@@ -7,7 +7,8 @@ import torch
 
 from penstock import RangeError
 from penstock.models import CausalLM, load, rwkv6, save
-from penstock.models.tokenizers import load_tokenizer
+from penstock.models.tokenizers import Bytes, load_tokenizer
+from penstock.training.data import IGNORED, Windows, collate, read
 from penstock.training.run import train
 from penstock.training.settings import parse
 
@@ -123,6 +124,21 @@ def test_a_loss_that_is_no_number_ends_the_training(settings, architecture):
         chosen = replace(chosen, model={"architecture": "mamba2", "hidden_size": 16, "num_layers": 1, "head_dim": 8, "state_size": 8})
     with pytest.raises(RangeError, match=r"train: the loss must be a number, got (nan|inf) after \d steps"):
         train(chosen)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_the_evaluation_loss_is_the_mean_over_labels(settings, tmp_path, packing):
+    """The last batch has fewer samples than the others, and some samples have fewer labels."""
+    (tmp_path / "c.txt").write_text("zq.\n\n" * 20 + "the cat sat on the mat and slept. \n\n" * 9 + "@#!" * 45)
+    separator = "\n\n" if packing else None
+    options = {"data__evaluation": str(tmp_path / "c.txt"), "data__packing": packing, "data__separator": separator}
+    trained = train(settings(**options, training__steps=20))
+    samples = Windows(read([tmp_path / "c.txt"], Bytes(256), separator), 32, packed=packing)
+    assert len(samples) % 4
+    batch = collate(list(samples))
+    assert samples.counted * len(samples) == pytest.approx(int((batch["labels"] != IGNORED).sum()))
+    loss = load(trained.folder).loss(batch["ids"], batch["labels"], batch.get("cu_seqlens"))
+    assert trained.evaluation_loss == pytest.approx(loss.item(), rel=1e-5)
 
 
 def test_text_that_is_too_short_is_named(settings, tmp_path):
