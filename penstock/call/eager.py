@@ -48,7 +48,7 @@ class _Call(torch.autograd.Function):
             found = _in_torch(operator, seen, impl, tensors, results, upstream)
         else:
             same = operator.recall(function, tensors, given)  # hooks of saved tensors may have changed strides
-            problem = operator.known(same or operator.learn(signature, tensors, given), tensors)
+            problem = operator.problem.known(operator, same or operator.learn(signature, tensors, given), tensors)  # values are checked
             wanted = tuple([need for need, gradient in zip(needed, operator.gradient) if gradient])
             found = operator.gradients(problem, impl, Upstream(tuple(upstream), results, residuals, wanted))
         return None, None, None, *operator.placed(found, needed)

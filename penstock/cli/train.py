@@ -10,6 +10,7 @@ import typer
 from ..training.run import train as run
 from ..training.settings import read
 from .generate import INTERRUPTED
+from .outputs import Folder, check_outputs
 
 
 def train(
@@ -26,6 +27,7 @@ def train(
       tensorboard --logdir runs/small
     """
     settings = read(config)
+    check_outputs("train", {}, Folder("training.output", Path(settings.training.output), ()))
     try:
         trained = run(settings)
     except KeyboardInterrupt:

@@ -136,7 +136,8 @@ def _linear_attn(call: _Call) -> Output:
 
 def _with_sum_of_keys(call: _Call, kv: Tensor | None, z: Tensor | None, v: Tensor) -> Tensor:
     """A state [N,H,K,V] and a sum of keys [N,1,H,K] as one tensor [N,H,K,V+1]; a missing part is zero."""
-    if (kv is not None and kv.dim() != 4) or (z is not None and (z.dim() != 4 or z.shape[1] != 1)):
+    wrong = (kv is not None and kv.dim() != 4) or (z is not None and (z.dim() != 4 or z.shape[1] != 1))
+    if wrong or (kv is not None and z is not None and kv.shape[:3] != (z.shape[0], *z.shape[2:])):
         call.refuse("initial_state", "a pair of tensors [N,H,K,V] and [N,1,H,K]", "Pass the pair that a call with normalize=True returned.")
     column = None if z is None else z.permute(0, 2, 3, 1)
     if kv is None:

@@ -59,7 +59,7 @@ def _with_state(
     state: Tensor, state_v_first: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     function = f"{variant}_cuda_linear_attention"
-    if not isinstance(state, Tensor) or state.dim() != 4:
+    if not isinstance(state, Tensor) or state.dim() != 4 or state.shape[1] == 0:
         complaints = Complaints(function)
         found = list(state.shape) if isinstance(state, Tensor) else described(state)
         complaints.add(ShapeError, "state", "of shape [B,H,n,n]", found, "Without a state, pass zeros: they tell the number of heads.")
@@ -86,6 +86,9 @@ def raw_decay(
         elif x.dim() != 3 or x.shape[2] % heads:
             complaints.add(ShapeError, name, f"of shape [B,T,H*n] with H = {heads}", list(x.shape))
     complaints.raise_any()
+    if variant == "rwkv5" and time_decay.numel() not in (heads, key.shape[2]):
+        complaints.add(ShapeError, "time_decay", f"of {heads} or {key.shape[2]} elements, as H or H*n", list(time_decay.shape))
+        complaints.raise_any()
     r, k, v = (x.unflatten(2, (heads, -1)) for x in (receptance, key, value))
     w = -torch.exp(time_decay if time_decay.dtype == torch.float64 else time_decay.float())
     u = time_first.reshape(heads, -1)

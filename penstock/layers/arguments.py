@@ -10,18 +10,19 @@ import torch
 from torch import Tensor
 
 from ..call.declaration import FLOATS, INDICES, Argument
-from ..call.private import is_lazy_zero
+from ..call.private import in_transform, is_fake, is_lazy_zero
 from ..call.validation import check_tensor, offsets, overlaps, reach, reads_values
 from ..errors import Complaints, DtypeError, RangeError, ShapeError, described
 from ..recurrence.declaration import rows
 
 
-def check_input(complaints: Complaints, x: object) -> None:
-    """Check the input x [B,T,C] of a mixer."""
+def check_input(complaints: Complaints, x: object, hidden_size: int) -> None:
+    """Check the input x [B,T,hidden_size] of a mixer."""
     if not isinstance(x, Tensor):
         complaints.add(DtypeError, "x", "a torch.Tensor", described(x))
     else:
-        check_tensor(complaints, Argument("x", "B T C", FLOATS, hint="One sequence is x[None]."), x, {}, x.device, "x")
+        hint = "One sequence is x[None]. C is the hidden_size of the mixer."
+        check_tensor(complaints, Argument("x", "B T C", FLOATS, hint=hint), x, {"C": hidden_size}, x.device, "x")
 
 
 def check_sequences(complaints: Complaints, x: Tensor, cu_seqlens: object, slots: object, state: object, name: str) -> None:
@@ -98,7 +99,7 @@ def check_part(
 
 def check_apart(complaints: Complaints, state: object) -> None:
     """Check that no two tensors of a state share memory."""
-    named = [(name, x) for name, x in named_tensors(state) if x.numel() and x.device.type != "meta"]
+    named = [] if in_transform() else [(name, x) for name, x in named_tensors(state) if x.numel() and not is_fake(x)]
     for (name, x), (other, y) in pairwise(sorted(named, key=lambda pair: pair[1].data_ptr())):
         if y.data_ptr() < x.data_ptr() + reach(x) and (x.is_contiguous() or x.data_ptr() == y.data_ptr()):
             complaints.add(RangeError, other, "in memory of its own, since it is written in place", f"memory of {name}", "Clone it first.")

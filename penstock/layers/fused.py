@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from ..call import private
 from ..recurrence.declaration import state_dtype
-from .linear import linear, mode
+from .linear import linear, mode, plain_weights
 from .pool_rows import PoolRows
 from .triton import kernels
 
@@ -160,13 +160,16 @@ def shifted_norm(
 Activation = Literal["sigmoid", "silu", "relu_squared"]
 
 
-def activated(a: Tensor, b: Tensor | None, activation: Activation, weight: Tensor | None = None) -> Tensor:
+def activated(a: Tensor, b: Tensor | None, activation: Activation, then: nn.Module | None = None) -> Tensor:
     """``activation(a) * b`` element by element, for "relu_squared" ``relu(a)**2`` without b; then, if given, a linear map.
 
-    With ``weight`` [N,C], on a GPU, the result of the activation is computed again in the backward pass, not kept.
+    With a plain linear map, on a GPU, the result of the activation is computed again in the backward pass, not kept.
     """
-    if weight is not None and not torch.is_grad_enabled():
-        return linear(activated(a, b, activation), weight)
+    weights = None if then is None else plain_weights([then])
+    if then is not None and (weights is None or not torch.is_grad_enabled()):
+        y: Tensor = then(activated(a, b, activation))
+        return y
+    weight = weights[0] if weights else None
     formula = partial(activated_formula, activation=activation)
     launch = kernels("launch", a, b, weight)
     same = (b is None or (a.shape == b.shape and a.dtype == b.dtype)) and (weight is None or weight.dtype == a.dtype)

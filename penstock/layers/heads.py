@@ -81,7 +81,7 @@ class HeadsMixer(Mixer):
     """Base: x [B,T,C] to heads of q, k, v, and the output of the recurrence to y [B,T,C]."""
 
     def __init__(self, config: HeadsConfig, hidden_size: int) -> None:
-        super().__init__()
+        super().__init__(hidden_size)
         self.heads = config
         C, H, G = hidden_size, config.num_heads, config.kv_heads
         K, V = self.head_sizes = config.head_sizes(hidden_size)
@@ -103,13 +103,14 @@ class HeadsMixer(Mixer):
         return like.new_zeros(count, self.heads.num_heads, K, V + columns, dtype=state_dtype(like.dtype))
 
     def _initial_tails(self, count: int, like: Tensor) -> Tensor:
-        channels = sum(projection.out_features for projection in (self.q_proj, self.k_proj, self.v_proj))
+        (K, V), H, G = self.head_sizes, self.heads.num_heads, self.heads.kv_heads
+        channels = H * K + G * (K + V)
         return like.new_zeros(count, max(self.heads.conv_size - 1, 0), channels if self.heads.conv_size else 0)
 
     def _project(self, x: Tensor, tails: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Heads: q [B,T,H,K], k [B,T,G,K] and v [B,T,G,V], before feature maps, and the new tails of the convolutions."""
         maps = (self.q_proj, self.k_proj, self.v_proj)
-        parts = linears([x] * 3, [one.weight for one in maps]) or [one(x) for one in maps]
+        parts = linears([x] * 3, maps) or [one(x) for one in maps]
         if self.heads.conv_size:
             before = sequences.read(tails).split([part.shape[-1] for part in parts], -1)
             convolutions = (self.q_conv1d, self.k_conv1d, self.v_conv1d)

@@ -88,14 +88,26 @@ def _fewest(x: Tensor, weight: Tensor) -> bool:
     return x.dtype == weight.dtype and 0 < x.numel() <= GRAPH_ROWS * weight.shape[1] and weight.stride(1) == 1
 
 
+def _plain(one: nn.Module) -> bool:
+    hooks = one._forward_pre_hooks or one._forward_hooks or one._backward_pre_hooks or one._backward_hooks or "forward" in vars(one)
+    return type(one) is Linear and one.bias is None and not hooks
+
+
+def plain_weights(maps: Sequence[Tensor | nn.Module]) -> list[Tensor] | None:
+    """The weights of linear maps, or None if the forward of one must run: it has a bias, hooks, an adapter or a quantized weight."""
+    if any(isinstance(one, nn.Module) and not _plain(one) for one in maps):
+        return None
+    return [one if isinstance(one, Tensor) else one.weight for one in maps]  # type: ignore[misc]
+
+
 def linears(
-    inputs: Sequence[Tensor], weights: Sequence[Tensor], gate: Tensor | None = None, *, relu_squared: bool = False
+    inputs: Sequence[Tensor], maps: Sequence[Tensor | nn.Module], gate: Tensor | None = None, *, relu_squared: bool = False
 ) -> list[Tensor] | None:
-    """Linear maps of few tokens by one kernel in a graph on a GPU, or None where it does not compute them.
+    """Linear maps, or weights, of few tokens by one kernel in a graph on a GPU, or None where it does not compute them.
 
     With ``relu_squared``, the first result y is relu(y)^2; with ``gate``, it is y sigmoid(gate).
     """
-    if mode() != "graph" or torch.is_grad_enabled():
+    if mode() != "graph" or torch.is_grad_enabled() or (weights := plain_weights(maps)) is None:
         return None
     x = inputs[0]
     K, launch = x.shape[-1], kernels("few_rows_launch", *inputs, *weights, gate)

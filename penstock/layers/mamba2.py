@@ -90,7 +90,7 @@ class Mamba2(Mixer):
     """
 
     def __init__(self, config: Mamba2Config, hidden_size: int, num_layers: int = 1) -> None:
-        super().__init__()
+        super().__init__(hidden_size)
         self.config = config
         H, inner = config.num_heads, config.num_heads * config.head_dim
         mixed = inner + 2 * config.n_groups * config.state_size

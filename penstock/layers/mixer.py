@@ -51,6 +51,10 @@ class Mixer(nn.Module):
     ``initial_state`` and ``mix``.
     """
 
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.hidden_size = hidden_size
+
     @abstractmethod
     def initial_state(self, count: int, like: Tensor, max_length: int | None = None) -> Any:
         """The state of ``count`` sequences before their first token, on the device of ``like``; shift states have its dtype.
@@ -108,7 +112,7 @@ class Mixer(nn.Module):
     ) -> Sequences:
         """The sequences of a call that is not a model's, which has checked its arguments."""
         complaints = Complaints(f"{type(self).__name__}.{function}")
-        check_input(complaints, x)
+        check_input(complaints, x, self.hidden_size)
         complaints.raise_any()
         check_sequences(complaints, x, cu_seqlens, slots, state, "x")
         complaints.raise_any()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import Complaints, RangeError
 from .fused import activated, shifted_norm, token_shift
-from .linear import Linear, linear, linears
+from .linear import Linear, linears
 from .mixer import Mixer, MixerConfig
 from .sequences import Sequences
 
@@ -59,14 +59,14 @@ class ChannelMix(Mixer):
     """Whether the factors of the token shift are 1 - ``_factors()``."""
 
     def __init__(self, hidden_size: int, intermediate_size: int) -> None:
-        super().__init__()
+        super().__init__(hidden_size)
         self.key = matrix(hidden_size, intermediate_size, gain=1)
         self.receptance = matrix(hidden_size, hidden_size, gain=0)
         self.value = matrix(intermediate_size, hidden_size, gain=0)
 
     def initial_state(self, count: int, like: Tensor, max_length: int | None = None) -> ShiftState:
         """Zeros."""
-        return ShiftState(like.new_zeros(count, self.value.out_features))
+        return ShiftState(like.new_zeros(count, self.hidden_size))
 
     def mix(self, x: Tensor, state: ShiftState, sequences: Sequences) -> tuple[Tensor, ShiftState]:
         """Y and the new state."""
@@ -80,11 +80,11 @@ class ChannelMix(Mixer):
         return None if found is None else (found.total, self._mixed(*found.mixed))
 
     def _mixed(self, x_k: Tensor, x_r: Tensor) -> Tensor:
-        few = linears([x_k, x_r], [self.key.weight, self.receptance.weight], relu_squared=True)
+        few = linears([x_k, x_r], [self.key, self.receptance], relu_squared=True)
         if few:
-            found = linears(few[:1], [self.value.weight], gate=few[1])
-            return found[0] if found else activated(few[1], linear(few[0], self.value.weight), "sigmoid")
-        hidden = activated(self.key(x_k), None, "relu_squared", self.value.weight)
+            found = linears(few[:1], [self.value], gate=few[1])
+            return found[0] if found else activated(few[1], self.value(few[0]), "sigmoid")
+        hidden = activated(self.key(x_k), None, "relu_squared", self.value)
         return activated(self.receptance(x_r), hidden, "sigmoid")
 
     def _factors(self) -> tuple[Tensor, Tensor]:

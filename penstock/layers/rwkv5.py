@@ -71,7 +71,7 @@ class RWKV5TimeMix(Mixer):
     """
 
     def __init__(self, config: RWKV5Config, hidden_size: int, layer: int = 0, num_layers: int = 1) -> None:
-        super().__init__()
+        super().__init__(hidden_size)
         self.config = config
         C, n = hidden_size, config.head_size
         H = head_count(config, hidden_size)
@@ -123,7 +123,7 @@ class RWKV5TimeMix(Mixer):
         H, n = heads = self.time_decay.shape[0], self.config.head_size
         gated = self.config.version != "5.0"
         maps = (self.receptance, self.key, self.value, *([self.gate] if gated else []))
-        few = linears(inputs, [one.weight for one in maps])
+        few = linears(inputs, maps)
         *rkv, gate = few or [one(x) for one, x in zip(maps, inputs)]
         rkv = rkv if gated else [*rkv, gate]
         r, k, v = (one.unflatten(-1, heads) for one in rkv)

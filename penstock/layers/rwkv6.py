@@ -77,7 +77,7 @@ class RWKV6TimeMix(Mixer):
     """
 
     def __init__(self, config: RWKV6Config, hidden_size: int, layer: int = 0, num_layers: int = 1) -> None:
-        super().__init__()
+        super().__init__(hidden_size)
         self.config = config
         C, H, V = hidden_size, head_count(config, hidden_size), config.head_size
         K = config.key_size or V
@@ -147,8 +147,9 @@ class RWKV6TimeMix(Mixer):
         hidden = linear(mixed, self.time_maa_w1.T).unflatten(-1, self.time_maa_w2.shape[:2])  # [B,T,5,M]
         maa = (self.time_maa_w, self.time_maa_k, self.time_maa_v, self.time_maa_r, self.time_maa_g)
         shifted = token_shift(x, last, sequences, *maa, low_rank=(hidden, self.time_maa_w2))
-        weights = [self.time_decay_w1.T, *(one.weight for one in (self.key, self.value, self.receptance, self.gate))]
-        low, k, v, r, gate = linears(shifted, weights) or [linear(one, weight) for one, weight in zip(shifted, weights)]
+        down, maps = self.time_decay_w1.T, (self.key, self.value, self.receptance, self.gate)
+        few = linears(shifted, [down, *maps])
+        low, k, v, r, gate = few or [linear(shifted[0], down), *(one(x) for one, x in zip(maps, shifted[1:]))]
         w = low_rank_decay(low, self.time_decay_w2, self.time_decay)
         tokens, (H, K) = x.shape[:-1], self.time_faaaa.shape
         heads = r.view(*tokens, H, K), k.view(*tokens, H, K), v.view(*tokens, H, self.config.head_size), w.view(*tokens, H, K)

@@ -54,7 +54,7 @@ class Sequences:
     def ends(self) -> Tensor:
         """``cu_seqlens`` as int64."""
         assert self.cu_seqlens is not None
-        return self._once("ends", self.cu_seqlens.long)
+        return self._once("ends", lambda: self.cu_seqlens.long().contiguous())  # type: ignore[union-attr]
 
     @property
     def owner(self) -> Tensor:
@@ -147,18 +147,18 @@ class Sequences:
         self, variant: str, q: Tensor, k: Tensor, v: Tensor, *gates: Tensor, state: Tensor, scale: float | None = None
     ) -> tuple[Tensor, Tensor]:
         """Run the recurrence ``variant`` from ``state``: the output [B,T,H,V], and the new state or, in place, the same pool."""
-        if self.in_place:
-            g, u = (*gates, None, None)[:2]
-            slots, cu_seqlens = self.slots, self.cu_seqlens
-            # A NaN in the state of one sequence gives NaN decays in the next layer. That must not refuse a call which is half written.
-            with nullcontext() if torch.compiler.is_compiling() else known_values("g"):
+        # Decays are computed by the rule, except for NaN: it passes on, so that one sequence does not stop the others of a call.
+        with nullcontext() if torch.compiler.is_compiling() else known_values("g"):
+            if self.in_place:
+                g, u = (*gates, None, None)[:2]
+                slots, cu_seqlens = self.slots, self.cu_seqlens
                 return functional.advance(variant, q, k, v, g, u, state=state, slots=slots, cu_seqlens=cu_seqlens, scale=scale), state
-        options: dict[str, Any] = {"g": gates[0]} if variant == "retention" and gates else {}
-        given = () if options else gates
-        output, after = getattr(functional, variant)(
-            q, k, v, *given, **options, scale=scale, initial_state=state, output_final_state=True, cu_seqlens=self.cu_seqlens
-        )
-        return output, after
+            options: dict[str, Any] = {"g": gates[0]} if variant == "retention" and gates else {}
+            given = () if options else gates
+            output, after = getattr(functional, variant)(
+                q, k, v, *given, **options, scale=scale, initial_state=state, output_final_state=True, cu_seqlens=self.cu_seqlens
+            )
+            return output, after
 
     def read(self, pool: Tensor) -> Tensor:
         """The rows [N,...] of the sequences. A skipped sequence gets the row of another one, or zeros if the pool has no rows."""

@@ -79,7 +79,7 @@ class SoftmaxAttention(Mixer):
     """
 
     def __init__(self, config: SoftmaxAttentionConfig, hidden_size: int) -> None:
-        super().__init__()
+        super().__init__(hidden_size)
         self.config = config
         H, G = config.num_heads, config.num_kv_heads or config.num_heads
         D = config.head_dim or hidden_size // H

@@ -40,7 +40,7 @@ class SwiGLU(Mixer):
     """
 
     def __init__(self, config: SwiGLUConfig, hidden_size: int) -> None:
-        super().__init__()
+        super().__init__(hidden_size)
         self.config = config
         self.gate_proj = projection(hidden_size, config.intermediate_size)
         self.up_proj = projection(hidden_size, config.intermediate_size)
@@ -52,6 +52,6 @@ class SwiGLU(Mixer):
 
     def mix(self, x: Tensor, state: Stateless, sequences: Sequences) -> tuple[Tensor, Stateless]:
         """Y and no state."""
-        few = linears([x, x], [self.gate_proj.weight, self.up_proj.weight])
+        few = linears([x, x], [self.gate_proj, self.up_proj])
         gate, up = few or (self.gate_proj(x), self.up_proj(x))
-        return activated(gate, up, "silu", self.down_proj.weight), state
+        return activated(gate, up, "silu", self.down_proj), state

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..errors import Complaints, DtypeError, ShapeError, described
+from ..call.private import in_transform, is_fake
+from ..errors import Complaints, DtypeError, RangeError, ShapeError, described
 from ..layers import Mixer, Sequences, Stateless
 from ..layers.fused import add_norm
 from ..layers.linear import Linear
@@ -25,8 +26,8 @@ from ..layers.norms import RMSNorm
 from ..layers.sizes import check_whole
 from .arguments import check_sequences, check_state, check_tokens, marks
 from .config import Config
-from .loss import CHUNK_TOKENS, Reduction, linear_cross_entropy
-from .sampling import check_sampling, sample
+from .loss import CHUNK_TOKENS, Reduction, head_cross_entropy
+from .sampling import check_logits, check_sampling, sample
 
 
 class LayerState(NamedTuple):
@@ -202,17 +203,21 @@ class CausalLM(nn.Module):
         >>> model.loss(tokens[:, :-1], tokens[:, 1:]).backward()
         """
         x, _ = self._hidden("loss", ids, state, cu_seqlens)
-        return linear_cross_entropy(
-            x, self.head.weight, labels, ignore_index=ignore_index, reduction=reduction, chunk_tokens=chunk_tokens
-        )  # fmt: skip
+        return head_cross_entropy(x, self.head, labels, ignore_index=ignore_index, reduction=reduction, chunk_tokens=chunk_tokens)
 
     def _hidden(self, function: str, ids: Tensor, state: State | None, cu_seqlens: Tensor | None) -> tuple[Tensor, State]:
         sequences = self._check(function, ids, state, cu_seqlens)
+        checkpointing = self.gradient_checkpointing and torch.is_grad_enabled()
+        if checkpointing and not torch.compiler.is_compiling() and in_transform():
+            complaints = Complaints(function)
+            remedy = "Set model.gradient_checkpointing = False."
+            complaints.add(RangeError, "gradient_checkpointing", "False inside torch.func transforms", "True", remedy)
+            complaints.raise_any()
         x = self._embedded(ids)
         after = []
         for n, layer in enumerate(self._layers):
             before = layer.empty_state(sequences.count, self._like) if state is None else state[n]
-            if self.gradient_checkpointing and torch.is_grad_enabled():
+            if checkpointing:
                 x, new = checkpoint(layer, x, before, sequences, use_reentrant=False)
             else:
                 x, new = layer(x, before, sequences)
@@ -261,7 +266,7 @@ class CausalLM(nn.Module):
         generator : torch.Generator, optional
             Source of random numbers. Default: torch's global generator.
 
-        Raises ShapeError, DtypeError, DeviceError or RangeError.
+        Raises ShapeError, DtypeError, DeviceError or RangeError, also for logits that are NaN.
         """
         complaints = Complaints("generate")
         check_whole(complaints, "count", count, 0)
@@ -276,6 +281,7 @@ class CausalLM(nn.Module):
         given = ids
         for i in range(count):
             logits = self.advance(given, state, last_only=True)
+            check_logits("generate", logits, last=i == count - 1)
             sampled[:, i] = sample(logits, temperature, top_p, generator)
             given = sampled[:, i : i + 1]
         return sampled
@@ -311,7 +317,8 @@ class CausalLM(nn.Module):
         sequences = Sequences(ids, cu_seqlens, slots, in_place=in_place)
         if in_place or state is not None:
             count = None if slots is not None else sequences.count
-            found = marks(state, count, self._like.dtype, self._like.device) if in_place else None
+            like = self._like
+            found = marks(state, count, like.dtype, like.device) if in_place and not is_fake(like) else None
             if found is None or found != self._checked:  # decode steps use one pool again and again
                 wanted = [layer.empty_state(0, self._like) for layer in self._layers]
                 check_state(complaints, state, wanted, count, written=in_place)

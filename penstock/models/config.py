@@ -89,6 +89,10 @@ class Config:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Config:
         """The inverse of ``to_dict``. Raises RangeError for unknown or missing names."""
+        if not isinstance(values, Mapping):
+            complaints = Complaints("Config.from_dict")
+            complaints.add(DtypeError, "values", "a mapping, as to_dict returns", described(values))
+            complaints.raise_any()
         given = {name: _restored(value) if name in ("mixer", "channel") else value for name, value in values.items()}
         _check_names(cls, "values", given)
         return cls(**given)
@@ -234,10 +238,16 @@ def hybrid(config: Config, attention: SoftmaxAttentionConfig, layers: Iterable[i
     >>> [mixer.kind for mixer in config.mixers]
     ['gla', 'softmax_attention', 'gla', 'softmax_attention']
     """
-    chosen = set(layers)
     complaints = Complaints("hybrid")
-    for layer in sorted(chosen - set(range(config.num_layers))):
-        complaints.add(RangeError, "layers", f"from 0 to {config.num_layers - 1}", layer)
+    if not isinstance(config, Config):
+        complaints.add(DtypeError, "config", "a Config", described(config))
+        complaints.raise_any()
+    chosen = list(layers) if isinstance(layers, Iterable) else [layers]
+    for layer in chosen:
+        if isinstance(layer, bool) or not isinstance(layer, int):
+            complaints.add(DtypeError, "layers", "whole numbers", described(layer))
+        elif not 0 <= layer < config.num_layers:
+            complaints.add(RangeError, "layers", f"from 0 to {config.num_layers - 1}", layer)
     complaints.raise_any()
     return replace(config, mixer=tuple(attention if n in chosen else mixer for n, mixer in enumerate(config.mixers)))
 

@@ -26,9 +26,10 @@ from ..errors import Complaints, DtypeError, MissingExtra, RangeError, ShapeErro
 from .causal_lm import CausalLM, LayerState, State
 from .checkpoints import load
 from .config import Config
+from .sampling import check_logits
 
 try:
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PretrainedConfig, PreTrainedModel
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, LogitsProcessorList, PretrainedConfig, PreTrainedModel
     from transformers.modeling_outputs import CausalLMOutputWithPast
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 except ImportError as error:
@@ -241,6 +242,18 @@ class PenstockForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-
         output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)  # type: ignore[arg-type]
         return output if return_dict in (None, True) else output.to_tuple()
 
+    def generate(self, inputs: Any = None, generation_config: Any = None, logits_processor: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers. Raises ShapeError, DtypeError or RangeError for wrong prompts, and for logits that are NaN."""
+        ids = kwargs.get("input_ids") if inputs is None else inputs
+        if ids is not None:
+            self._check(ids, kwargs.get("attention_mask"))
+            if ids.numel() == 0:
+                rule = "of shape [B,T] with B and T at least 1"
+                raise ShapeError(f"generate: input_ids must be {rule}, got {list(ids.shape)}. Start with at least one token.")
+        processors = LogitsProcessorList([*(logits_processor or ()), _checked])
+        base: Any = super()
+        return base.generate(inputs, generation_config, processors, *args, **kwargs)
+
     def prepare_inputs_for_generation(self, input_ids: Any, *args: Any, is_first_iteration: bool | None = False, **kwargs: Any) -> Any:
         """As in transformers; only prompts have padding. Raises RangeError if no token follows those of ``past_key_values``."""
         new = kwargs.get("next_sequence_length")
@@ -290,15 +303,14 @@ class PenstockForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-
         self, x: Tensor, labels: Tensor, keep: Tensor | None, cu_seqlens: Tensor | None, count: Tensor | int | None
     ) -> Tensor:  # fmt: skip
         """The loss of x, what the head gets: of all tokens or (``keep``) of those that are not padding."""
-        from .loss import linear_cross_entropy
+        from .loss import head_cross_entropy
 
         targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
         if cu_seqlens is not None:
             targets = targets.index_fill(1, (cu_seqlens[1:] - 1).clamp(min=0).long(), IGNORED)
         if keep is not None:
             targets = targets.masked_fill(~F.pad(keep[:, 1:], (0, 1)), IGNORED)[keep][None]
-        weight: Tensor = self.model.head.weight
-        loss = linear_cross_entropy(x, weight, targets, ignore_index=IGNORED, reduction="mean" if count is None else "sum")
+        loss = head_cross_entropy(x, self.model.head, targets, ignore_index=IGNORED, reduction="mean" if count is None else "sum")
         return loss if count is None else loss / (count.to(loss.device) if isinstance(count, Tensor) else count)
 
     def _check_columns(self, which: object, ids: Tensor) -> None:
@@ -323,16 +335,16 @@ class PenstockForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-
         complaints.raise_any()
 
     def _check(
-        self, ids: object, mask: object, cache: object, embeds: object, labels: object, cu_seqlens: object, attentions: object,
-        hidden: object,
+        self, ids: object, mask: object, cache: object = None, embeds: object = None, labels: object = None, cu_seqlens: object = None,
+        attentions: object = None, hidden: object = None,
     ) -> None:  # fmt: skip
         complaints = Complaints(type(self).__name__)
         if embeds is not None:
             complaints.add(RangeError, "inputs_embeds", "None", described(embeds), "Pass input_ids.")
         if not isinstance(ids, Tensor) or ids.dim() != 2:
-            complaints.add(
-                ShapeError, "input_ids", "a tensor of shape [B,T]", list(ids.shape) if isinstance(ids, Tensor) else described(ids)
-            )
+            found = list(ids.shape) if isinstance(ids, Tensor) else described(ids)
+            remedy = "One sequence is input_ids[None]. What a tokenizer returns is passed as **encoding, with return_tensors='pt'."
+            complaints.add(ShapeError, "input_ids", "a tensor of shape [B,T]", found, remedy)
             complaints.raise_any()
         assert isinstance(ids, Tensor)
         if mask is not None and (
@@ -357,6 +369,12 @@ class PenstockForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-
             if wanted:
                 complaints.add(RangeError, name, "False", wanted)
         complaints.raise_any()
+
+
+def _checked(input_ids: Tensor, scores: Tensor) -> Tensor:
+    """A logits processor that changes nothing."""
+    check_logits("generate", scores)
+    return scores
 
 
 def _columns(x: Tensor, keep: Tensor | None, which: int | Tensor) -> Tensor:
@@ -400,7 +418,12 @@ def _device(complaints: Complaints, value: Any) -> torch.device | None:
     if value is not None and not isinstance(value, str | int | torch.device):
         complaints.add(RangeError, "device_map", "one device", described(value), "A model is on one device.")
         complaints.raise_any()
-    return None if value is None else torch.device(value)
+    try:
+        return None if value is None else torch.device(value)
+    except RuntimeError:
+        complaints.add(RangeError, "device_map", "one device, 'auto' or None", described(value), "A model is on one device.")
+        complaints.raise_any()
+        raise
 
 
 def _downloaded(name: str, hub: dict[str, Any]) -> Path:

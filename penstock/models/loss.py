@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch import Tensor, nn
+from torch.nn import functional as F
 
+from ..call import private
 from ..call.autocast import autocasting
 from ..call.declaration import FLOATS, INDICES, Argument
 from ..call.validation import check_tensor, reads_values
 from ..errors import Complaints, DtypeError, RangeError, described, shortened
+from ..layers.linear import plain_weights
 from ..layers.sizes import check_whole
 from ..recurrence.declaration import state_dtype
 
@@ -43,7 +45,9 @@ def linear_cross_entropy(
     chunk_tokens : int
         At least 1.
 
-    Returns a float32 (or float64) scalar, for "none" a Tensor [...]. Differentiable once, with respect to x and weight.
+    Returns a float32 (or float64) scalar, for "none" a Tensor [...]. Differentiable with respect to x and weight, any number of times.
+    Second derivatives, forward derivatives and ``torch.func`` need the logits of all tokens in memory.
+
     Raises ShapeError, DtypeError, DeviceError or RangeError.
 
     >>> x, weight, labels = torch.randn(3, 5, 8), torch.randn(11, 8), torch.randint(11, (3, 5))
@@ -58,9 +62,27 @@ def linear_cross_entropy(
     if not torch.is_grad_enabled():
         x, weight = x.detach(), weight.detach()  # no gradients are computed for these
     flat = x.reshape(-1, x.shape[-1])
-    losses: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        flat, weight, labels.reshape(-1).long(), ignore_index, reduction, chunk_tokens
-    )
+    targets = labels.reshape(-1).long()
+    if not torch.compiler.is_compiling() and private.transforming():
+        losses = _formula(flat, weight, targets, ignore_index, reduction)
+    else:
+        losses = _LinearCrossEntropy.apply(flat, weight, targets, ignore_index, reduction, chunk_tokens)  # type: ignore[no-untyped-call]
+    return losses.view(labels.shape) if reduction == "none" else losses
+
+
+def head_cross_entropy(
+    x: Tensor, head: nn.Module, labels: Tensor, *, ignore_index: int = -100, reduction: Reduction = "mean", chunk_tokens: int = CHUNK_TOKENS
+) -> Tensor:
+    """``linear_cross_entropy`` of a head. One with an adapter, a bias or a quantized weight gives the logits of all tokens."""
+    weights = plain_weights([head])
+    if weights is not None:
+        return linear_cross_entropy(
+            x, weights[0], labels, ignore_index=ignore_index, reduction=reduction, chunk_tokens=chunk_tokens
+        )  # fmt: skip
+    logits: Tensor = head(x)
+    _check(logits, logits.new_empty(1).expand(logits.shape[-1], logits.shape[-1]), labels, ignore_index, reduction, chunk_tokens)
+    flat = logits.reshape(-1, logits.shape[-1]).to(state_dtype(logits.dtype))
+    losses = F.cross_entropy(flat, labels.reshape(-1).long(), ignore_index=ignore_index, reduction=reduction)
     return losses.view(labels.shape) if reduction == "none" else losses
 
 
@@ -85,22 +107,40 @@ class _LinearCrossEntropy(torch.autograd.Function):
         losses, dx, dweight = _pass(x, weight, labels, counted, now.expand(labels.shape), ctx.needs_input_grad[:2], chunk_tokens)
         if dweight is not None and x.dtype != torch.float16:
             dweight = dweight.to(weight.dtype)
-        ctx.save_for_backward(dx, dweight, later)
+        ctx.save_for_backward(x, weight, labels, counted, dx, dweight, later)
         return losses.sum() * share
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, labels, counted, *found = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return *_again(x, weight, labels, gradient, ctx.options, ctx.needs_input_grad[:2]), None, None, None, None
         if ctx.options[1] == "none":
-            x, weight, labels, counted = ctx.saved_tensors
             _, dx, dweight = _pass(x, weight, labels, counted, gradient, ctx.needs_input_grad[:2], ctx.options[2])
             return dx, None if dweight is None else dweight.to(weight.dtype), None, None, None, None
-        dx, dweight, later = ctx.saved_tensors
+        dx, dweight, later = found
         factor = (gradient * later).view(1, 1)  # an axis, so that products are computed in its dtype
         dx, dweight = (
             None if one is None else torch.mul(one, factor, out=torch.empty_like(one, dtype=ctx.dtype)) for one in (dx, dweight)
         )  # fmt: skip
         return dx, dweight, None, None, None, None
+
+
+def _formula(x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, reduction: Reduction) -> Tensor:
+    """``_LinearCrossEntropy`` with the logits of all tokens in memory."""
+    return F.cross_entropy((x @ weight.T).to(state_dtype(x.dtype)), labels, ignore_index=ignore_index, reduction=reduction)
+
+
+def _again(
+    x: Tensor, weight: Tensor, labels: Tensor, gradient: Tensor, options: tuple[int, Reduction, int], wanted: tuple[bool, bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of x and weight that can be differentiated again."""
+    with torch.enable_grad():
+        apart = x.view_as(x), weight.view_as(weight)  # one tensor may be given as both
+        losses = _formula(*apart, labels, *options[:2])
+    inputs = [one for one, needed in zip(apart, wanted) if needed]
+    found = iter(torch.autograd.grad(losses, inputs, gradient, create_graph=True))
+    return next(found) if wanted[0] else None, next(found) if wanted[1] else None
 
 
 def _pass(
@@ -147,6 +187,8 @@ def _check(x: object, weight: object, labels: object, ignore_index: object, redu
         complaints.add(RangeError, "reduction", "'mean', 'sum' or 'none'", shortened(reduction))
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
         complaints.add(DtypeError, "ignore_index", "a whole number", described(ignore_index))
+    elif not -(2**63) <= ignore_index < 2**63:
+        complaints.add(RangeError, "ignore_index", "from -2^63 to 2^63 - 1", shortened(ignore_index))
     check_whole(complaints, "chunk_tokens", chunk_tokens, 1)
     complaints.raise_any()
     assert isinstance(x, Tensor) and isinstance(weight, Tensor) and isinstance(labels, Tensor)  # noqa: PT018

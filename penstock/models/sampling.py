@@ -7,6 +7,8 @@ import sys
 import torch
 from torch import Tensor
 
+from ..call.private import is_fake
+from ..call.validation import reads_values
 from ..errors import Complaints, DeviceError, DtypeError, RangeError, described, shortened
 
 LOWEST_TEMPERATURE = sys.float_info.min
@@ -33,11 +35,23 @@ def check_sampling(
         complaints.add(DeviceError, "generator", f"for {device}, where the model is", generator.device, remedy)
 
 
+def check_logits(function: str, logits: Tensor, last: bool = False) -> None:
+    """Raise RangeError for NaN. The ``last`` logits are checked on every device, others where that does not wait for it.
+
+    A NaN stays in the state of its sequence, so the last logits show it.
+    """
+    if (reads_values(logits) or (last and not is_fake(logits))) and bool(logits.isnan().any()):
+        complaints = Complaints(function)
+        remedy = "Weights are NaN, or values overflow: check the weights, and load the model as bfloat16 or float32."
+        complaints.add(RangeError, "logits", "numbers", "NaN", remedy)
+        complaints.raise_any()
+
+
 def sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator | None = None) -> Tensor:
     """One token for each row of logits [N,vocab_size]: int64 [N].
 
     p = softmax(logits / temperature), cut to its *nucleus*: the smallest set of most likely tokens whose p sum to at least
-    ``top_p``. Temperature 0 takes the most likely token.
+    ``top_p``. Temperature 0 takes the most likely token. A row with NaN gives any token.
 
     Source: Holtzman et al. 2020, arXiv 1904.09751, section 3.1.
 
@@ -49,6 +63,7 @@ def sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Ge
     # float64, and differences from the largest logit: the quotients stay finite, or are -inf, at every temperature
     logits = logits.double()
     scaled = (logits - logits.amax(-1, keepdim=True)) / max(float(temperature), LOWEST_TEMPERATURE)
+    scaled = scaled.nan_to_num()  # on a GPU, drawing with NaN would end the process
     p, tokens = torch.softmax(scaled, -1).sort(-1, descending=True)
     before = p.cumsum(-1) - p
     p = p.masked_fill(before >= top_p, 0)

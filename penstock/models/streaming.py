@@ -9,7 +9,7 @@ import torch
 from ..errors import Complaints, RangeError, ShapeError
 from ..layers.sizes import check_whole
 from .causal_lm import CausalLM
-from .sampling import check_sampling, sample
+from .sampling import check_logits, check_sampling, sample
 
 PROMPT_TOKENS = 2048
 """Tokens of a prompt in one call of the model; the state is carried."""
@@ -35,7 +35,7 @@ def stream(
     vocab_size : int, optional
         Sample tokens below it only: that of the tokenizer, where the model has more.
 
-    Other arguments as for ``CausalLM.generate``. Raises ShapeError, DtypeError, DeviceError or RangeError.
+    Other arguments and errors as for ``CausalLM.generate``.
     """
     device = model.embeddings.weight.device
     complaints = Complaints("stream")
@@ -59,6 +59,7 @@ def _tokens(
     for n in range(count):
         for piece in given.split(PROMPT_TOKENS, 1):
             logits = model.advance(piece, state, last_only=True)
+        check_logits("stream", logits, last=True)
         token = sample(logits[:, :vocab_size], temperature, top_p, generator)
         if n == 0:
             given = given[:, :1].clone()

@@ -103,19 +103,26 @@ class Windows(Dataset[dict[str, Tensor]]):
     """Samples of ``length`` tokens. The remainder of the corpus is left out.
 
     Each is a dict of ``ids`` and ``labels``, int64 [length]: labels are the next tokens. With ``packed``, it also has ``begins``,
-    int64 [n], the places in the window where documents begin, with 0; and a document's last label is ``IGNORED``.
+    int64 [n], the places in the window where documents begin, with 0; and a document's last label is ``IGNORED``. ``argument`` is what
+    messages call the corpus.
     """
 
-    def __init__(self, corpus: Corpus, length: int, *, packed: bool = False) -> None:
+    def __init__(self, corpus: Corpus, length: int, *, packed: bool = False, argument: str = "data") -> None:
         self.corpus, self.length, self.packed = corpus, length, packed
         if len(self) == 0:
             complaints = Complaints("train")
             value = f"{len(corpus.tokens)} tokens"
-            complaints.add(RangeError, "data", f"at least length + 1 = {length + 1} tokens", value, "Take more text or a smaller length.")
+            complaints.add(RangeError, argument, f"at least length + 1 = {length + 1} tokens", value, "Take more text or a smaller length.")
             complaints.raise_any()
 
     def __len__(self) -> int:
         return max(len(self.corpus.tokens) - 1, 0) // self.length
+
+    @property
+    def counted(self) -> float:
+        """Labels of a sample that are not ``IGNORED``, in the mean of all samples."""
+        tokens, begins = len(self) * self.length, self.corpus.begins
+        return self.length - (int(((begins >= 1) & (begins <= tokens)).sum()) / len(self) if self.packed else 0)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if not 0 <= index < len(self):

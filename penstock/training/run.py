@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
@@ -17,6 +19,10 @@ from ..models.tokenizers import Bytes, Tokenizer, World, load_tokenizer
 from .data import IGNORED, Windows, collate, find_files, read
 from .settings import ARCHITECTURES, FUNCTION, SCHEDULES, Settings, Training
 
+STATE = "trainer_state.json"
+"""What the Trainer writes last to a checkpoint: without it, the writing was interrupted."""
+RESUMED = ("optimizer.pt", "scheduler.pt")
+"""Without one of these the Trainer would go on with a new one."""
 WORLD_ROWS = 65536
 """Embeddings of published models with World tokens."""
 
@@ -34,14 +40,22 @@ class Trained(NamedTuple):
 
 
 class Objective(nn.Module):
-    """The loss of a batch. It is a module so that wrappers, as for several GPUs, see one forward pass."""
+    """The loss of a batch. It is a module so that wrappers, as for several GPUs, see one forward pass.
 
-    def __init__(self, model: CausalLM) -> None:
+    The Trainer's loss of an evaluation is the mean over samples. In evaluation mode the loss of a batch is therefore its sum divided by the
+    labels that its samples would count if all were alike: the mean is then over labels.
+    """
+
+    def __init__(self, model: CausalLM, evaluation: Windows | None = None) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.evaluation = model, evaluation
 
     def forward(self, ids: Tensor, labels: Tensor, cu_seqlens: Tensor | None = None) -> dict[str, Tensor]:
         """Mean loss in nats of the labels that are not ignored."""
+        if not self.training and self.evaluation is not None:
+            samples = ids.numel() / self.evaluation.length
+            total = self.model.loss(ids, labels, cu_seqlens, ignore_index=IGNORED, reduction="sum")
+            return {"loss": total / (samples * self.evaluation.counted)}
         return {"loss": self.model.loss(ids, labels, cu_seqlens, ignore_index=IGNORED)}
 
 
@@ -59,8 +73,11 @@ def train(settings: Settings, callbacks: tuple[Any, ...] = ()) -> Trained:
     torch.manual_seed(training.seed)
     model = find_model(settings, tokenizer)
     model.gradient_checkpointing = training.gradient_checkpointing
-    samples = Windows(read(files, tokenizer, data.separator), data.length, packed=data.packing)
-    evaluation = Windows(read(others, tokenizer, data.separator), data.length, packed=data.packing) if others else None
+    samples, evaluation = (
+        Windows(read(some, tokenizer, data.separator), data.length, packed=data.packing, argument=name) if some else None
+        for some, name in ((files, "data.train"), (others, "data.evaluation"))
+    )
+    assert samples is not None
 
     def write(folder: Path) -> None:
         save(model, folder, overwrite=True)
@@ -68,8 +85,14 @@ def train(settings: Settings, callbacks: tuple[Any, ...] = ()) -> Trained:
             (folder / source.name).write_bytes(source.read_bytes())
             (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": tokenizer.end_of_text}))
 
-    trainer = _trainer(Objective(model), training, device, samples, evaluation, callbacks, write)
-    trainer.train(resume_from_checkpoint=_last_checkpoint(training, model.config))
+    trainer = _trainer(Objective(model, evaluation), training, device, samples, evaluation, callbacks, write)
+    checkpoint = _last_checkpoint(training, model.config)
+    if checkpoint is not None and training.steps is not None and _steps(checkpoint) >= training.steps:
+        # nothing is left to do; the Trainer would take one step more
+        model.load_state_dict(load(checkpoint).state_dict())
+        trainer.state = type(trainer.state).load_from_json(str(checkpoint / STATE))
+    else:
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     if trainer.is_world_process_zero():
         write(output)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -116,20 +139,28 @@ def _device(name: str) -> str:
     return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
 
 
-def _last_checkpoint(training: Training, config: Config) -> str | None:
-    """The checkpoint to go on from. Raises RangeError for one that does not belong to the settings."""
-    from transformers.trainer_utils import get_last_checkpoint
-
-    found: str | None = get_last_checkpoint(training.output) if Path(training.output).is_dir() else None  # type: ignore[no-untyped-call]
+def _last_checkpoint(training: Training, config: Config) -> Path | None:
+    """The last whole checkpoint, to go on from. Raises RangeError for one that does not belong to the settings."""
+    folders = [one for one in Path(training.output).glob("checkpoint-*") if one.is_dir() and _steps(one) >= 0]
+    found = max((one for one in folders if (one / STATE).is_file()), key=_steps, default=None)
     complaints = Complaints(FUNCTION)
-    if found is not None and not training.resume:
+    if folders and not training.resume:
         rule = "a folder without checkpoints if training.resume is false"
-        complaints.add(RangeError, "training.output", rule, repr(found), "Name another folder, or remove the checkpoints.")
+        complaints.add(RangeError, "training.output", rule, repr(training.output), "Name another folder, or remove the checkpoints.")
+    elif found is not None and (missing := [name for name in RESUMED if not (found / name).is_file()]):
+        value = f"{str(found)!r} without {' and '.join(missing)}"
+        complaints.add(RangeError, "training.output", "a folder of whole checkpoints", value, "Remove this checkpoint.")
     elif found is not None and load(found).config != config:
         rule = "a folder whose checkpoints are of the same model"
-        complaints.add(RangeError, "training.output", rule, repr(found), "Name another folder, or remove the checkpoints.")
+        complaints.add(RangeError, "training.output", rule, repr(str(found)), "Name another folder, or remove the checkpoints.")
     complaints.raise_any()
     return found
+
+
+def _steps(checkpoint: Path) -> int:
+    """The number of steps before a checkpoint, by its name; -1 for another folder."""
+    match = re.fullmatch(r"checkpoint-([0-9]+)", checkpoint.name, re.ASCII)
+    return int(match[1]) if match else -1
 
 
 def _trainer(
@@ -138,7 +169,7 @@ def _trainer(
 ) -> Any:  # fmt: skip
     """The Trainer. It saves and loads models as this package does, so that every checkpoint can be used."""
     try:
-        from transformers import Trainer, TrainingArguments
+        from transformers import Trainer, TrainerCallback, TrainingArguments
     except ImportError as error:
         raise MissingExtra.of(FUNCTION, "transformers", "transformers") from error
 
@@ -152,6 +183,15 @@ def _trainer(
 
         def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
             return [name for name, parameter in model.named_parameters() if parameter.dim() == 2 and name.endswith(".weight")]
+
+    class Diverged(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+            loss = (logs or {}).get("loss", 0.0)
+            if not math.isfinite(loss):
+                complaints = Complaints(FUNCTION)
+                remedy = "Take a smaller training.learning_rate or a longer training.warmup, and another training.output."
+                complaints.add(RangeError, "the loss", "a number", f"{loss} after {state.global_step} steps", remedy)
+                complaints.raise_any()
 
     half = training.dtype == "bfloat16" or (training.dtype == "auto" and device == "cuda" and torch.cuda.is_bf16_supported())
     arguments = TrainingArguments(
@@ -172,6 +212,7 @@ def _trainer(
         use_cpu=device == "cpu",
         seed=training.seed,
         logging_steps=training.log_every,
+        logging_nan_inf_filter=False,
         save_steps=training.save_every,
         save_total_limit=training.keep,
         eval_strategy="no" if evaluation is None else "steps",
@@ -183,4 +224,4 @@ def _trainer(
         remove_unused_columns=False,
     )
     arguments._n_gpu = min(arguments.n_gpu, 1)  # several GPUs by torchrun, not by DataParallel, which would cut packed batches
-    return Wired(objective, arguments, collate, samples, evaluation, callbacks=list(callbacks))
+    return Wired(objective, arguments, collate, samples, evaluation, callbacks=[Diverged(), *callbacks])

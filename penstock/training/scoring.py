@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -97,14 +98,15 @@ class Perplexity(NamedTuple):
 
     @property
     def perplexity(self) -> float:
-        """``exp(nats_per_token)``."""
-        return math.exp(self.nats_per_token)
+        """``exp(nats_per_token)``; inf if that is above the range of floats."""
+        return math.exp(self.nats_per_token) if self.nats_per_token < math.log(sys.float_info.max) else math.inf
 
 
 def perplexity(model: CausalLM, tokenizer: Tokenizer, text: str, window: int = 2048) -> Perplexity:
     """The loss of a text that is read in windows of ``window`` tokens, with the state carried from one to the next.
 
-    The first token follows the tokenizer's ``end_of_text``; without one it is not predicted.
+    The first token follows the tokenizer's ``end_of_text``; without one it is not predicted. Raises RangeError for a text without a token
+    to predict, and for losses that are NaN.
     """
     tokens = tokenizer.encode(text)
     size = len(text.encode())
@@ -117,4 +119,9 @@ def perplexity(model: CausalLM, tokenizer: Tokenizer, text: str, window: int = 2
         complaints.add(RangeError, "text", "at least two tokens", f"{len(tokens)}")
         complaints.raise_any()
     log_p = score(model, [tokens], window)[0].log_p
+    if log_p.isnan().any():
+        complaints = Complaints("perplexity")
+        remedy = "Weights are NaN, or values overflow: check the weights, and load the model as bfloat16 or float32."
+        complaints.add(RangeError, "losses", "numbers", "NaN", remedy)
+        complaints.raise_any()
     return Perplexity(len(log_p), size, -log_p.sum().item())

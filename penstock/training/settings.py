@@ -14,6 +14,8 @@ from .. import models
 from ..errors import Complaints, DtypeError, MissingExtra, RangeError, described
 
 FUNCTION = "train"
+MAX_SEED = 2**32 - 1
+"""numpy's limit; the Trainer seeds it too."""
 SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
 """Our name of a schedule, and that of transformers."""
 DTYPES = ("auto", "float32", "bfloat16")
@@ -200,7 +202,10 @@ def _converted(complaints: Complaints, name: str, value: Any, wanted: Any) -> An
         rule = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}[kind]
         complaints.add(DtypeError, name, rule, described(value))
         return None
-    return float(value) if kind is float else value
+    try:
+        return float(value) if kind is float else value
+    except OverflowError:
+        return float("inf")  # which is refused where it matters
 
 
 def _check_model(complaints: Complaints, content: Any) -> None:
@@ -234,6 +239,10 @@ def _check_training(complaints: Complaints, training: Training) -> None:
         value = getattr(training, name)
         if value is not None:
             _at_least(complaints, f"training.{name}", value, 1)
+    if not training.output:
+        complaints.add(RangeError, "training.output", "the path of a folder", "''")
+    if training.seed > MAX_SEED:
+        complaints.add(RangeError, "training.seed", f"at most {MAX_SEED}", training.seed)
     for name in ("warmup", "weight_decay", "seed"):
         _at_least(complaints, f"training.{name}", getattr(training, name), 0)
     for name in ("epochs", "learning_rate", "clip"):
@@ -250,3 +259,5 @@ def _check_training(complaints: Complaints, training: Training) -> None:
 def _at_least(complaints: Complaints, name: str, value: float, least: int) -> None:
     if not least <= value < float("inf"):
         complaints.add(RangeError, name, f"at least {least}", value)
+    elif value >= 2**63:
+        complaints.add(RangeError, name, "below 2^63", value)

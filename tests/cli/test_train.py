@@ -55,3 +55,11 @@ def test_missing_files_are_named(tmp_path):
     done = run("train", str(tmp_path / "a.yaml"))
     assert done.exit_code == 2
     assert "train: data.train must be files that exist, or patterns of them, got 'FOLDER/a.txt'" in done.output
+
+
+def test_a_file_as_output_is_refused_at_once(tmp_path):
+    (tmp_path / "run").write_text("")
+    (tmp_path / "a.yaml").write_text(CONFIG.replace("FOLDER", str(tmp_path)))
+    done = run("train", str(tmp_path / "a.yaml"))
+    assert done.exit_code == 2
+    assert "train: training.output must be a folder that can be written, got " in done.output

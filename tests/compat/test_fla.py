@@ -215,6 +215,10 @@ def test_arguments_that_cannot_be_kept_are_refused(inputs):
             "output_attentions must be False where cu_seqlens is given",
         ),
         (lambda: ours.chunk_linear_attn(q, k, v, initial_state=(q[0], None)), "initial_state must be a pair of tensors"),
+        (
+            lambda: ours.chunk_linear_attn(q, k, v, initial_state=(torch.zeros(1, 2, 3, 4), torch.zeros(2, 1, 2, 3))),
+            "initial_state must be a pair of tensors",
+        ),
         (lambda: ours.chunk_gla(q, k, v, -g), "a log decay, natural logarithm, nowhere above 0"),
     ]
     for call, message in refused:

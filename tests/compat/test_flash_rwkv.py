@@ -100,8 +100,11 @@ def test_wrong_shapes_are_named(name, inputs):
         ({5: inputs[5][0]}, "state must be of shape [B,H,n,n], got [3, 4, 4]"),
         ({1: inputs[1][..., :-1]}, "key must be of shape [B,T,H*n] with H = 3, got [2, 7, 11]"),
         ({4: inputs[4][0]}, "time_first must be of shape [H,n] or [H*n] with H = 3, got [4]"),
+        ({5: inputs[5][:, :0]}, "state must be of shape [B,H,n,n], got [2, 0, 4, 4]"),
         ({2: "v"}, "value must be a torch.Tensor, got 'v' of type str"),
     ]
+    if name == "rwkv5":
+        cases.append(({3: inputs[3].reshape(3, -1)[:, :2]}, "time_decay must be of 3 or 12 elements, as H or H*n, got [3, 2]"))
     for changed, message in cases:
         with pytest.raises(InvalidArgument, match=re.escape(message)):
             function(*(changed.get(i, x) for i, x in enumerate(inputs)))

@@ -288,6 +288,10 @@ def test_wrong_sizes_raise(make, message: str) -> None:
 
 WRONG_CALLS = {
     "no batch": (lambda x: {"x": x[0]}, r"x must be of shape \[B,T,C\]"),
+    "another width": (
+        lambda x: {"x": x[..., :-1]},
+        rf"x must be of shape .* {C}\], got \[2, 5, {C - 1}\].*C is the hidden_size of the mixer",
+    ),
     "numpy": (lambda x: {"x": x.numpy()}, "x must be a torch.Tensor, got"),
     "whole numbers": (lambda x: {"x": x.long()}, "x must be float16 or bfloat16 or float32 or float64, got torch.int64"),
     "a list of offsets": (lambda x: {"x": x[:1], "cu_seqlens": [0, 5]}, "cu_seqlens must be a torch.Tensor or None"),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+from collections import Counter
+
 import pytest
 import torch
 from architectures import ARCHITECTURES, SIZES, flat, model_of
 from formulas import error, literal_logits
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from penstock.layers import Sequences
@@ -44,6 +47,42 @@ def test_training_gradients_equal_those_of_the_formulas(name: str, ids: Tensor) 
         assert parameter.grad is not None, key
         assert parameter.grad.abs().max() > 0, key
         assert error(parameter.grad, weights[key].grad) < 1e-8, key
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_second_derivatives_and_transforms_of_the_loss(name: str, ids: Tensor) -> None:
+    """The Hessian times a vector, by two backward passes and by ``torch.func``, equals that of the formulas."""
+    model, ids = model_of(name, torch.float64), ids[:, :5]
+    weights = dict(model.named_parameters())
+    direction = {key: torch.linspace(-1, 1, x.numel(), dtype=torch.float64).view(x.shape) for key, x in weights.items()}
+
+    def literal(weights: dict[str, Tensor]) -> Tensor:
+        if model.config.tie_embeddings:
+            weights = {**weights, "head.weight": weights["embeddings.weight"]}
+        logits = torch.stack([literal_logits(model.config, weights, one) for one in ids[:, :-1]])
+        return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+
+    def twice(loss: Tensor) -> list[Tensor]:
+        first = torch.autograd.grad(loss, list(weights.values()), create_graph=True)
+        along = sum((x * y).sum() for x, y in zip(first, direction.values()))
+        return [*first, *torch.autograd.grad(along, list(weights.values()))]
+
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self) -> Tensor:
+            return self.model.loss(ids[:, :-1], ids[:, 1:])
+
+    def gradient(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        return torch.func.grad(lambda given: torch.func.functional_call(Loss(), {f"model.{key}": x for key, x in given.items()}))(weights)
+
+    wanted = twice(literal(weights))
+    first, second = torch.func.jvp(gradient, (weights,), (direction,))
+    for found in (twice(model.loss(ids[:, :-1], ids[:, 1:])), [*first.values(), *second.values()]):
+        for n, (x, y) in enumerate(zip(found, wanted)):
+            assert error(x, y) < 1e-8, [*weights, *weights][n]
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -112,10 +151,94 @@ def test_a_nan_in_one_row_of_a_pool_stays_there(name: str, ids: Tensor) -> None:
     assert all(torch.equal(x[[0, 2, 3]], y[[0, 2, 3]]) for x, y in zip(*map(flat, pools)))
 
 
+def nan_first(x: Tensor) -> Tensor:
+    return torch.cat([x[:1] * torch.nan, x[1:]])
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_nan_in_one_sequence_stays_there(name: str, ids: Tensor) -> None:
+    """In training too, on every device alike: decays that the layers compute are not refused."""
+    model, state = model_of(name), model_of(name)(ids[:, :3]).state
+    wanted = model(ids[:, 3:], state).logits
+    broken = [
+        layer._replace(mixer=type(layer.mixer)(*(nan_first(x) if x.is_floating_point() else x for x in layer.mixer))) for layer in state
+    ]
+    logits = model(ids[:, 3:], broken).logits
+    assert logits[0].isnan().all()
+    assert error(logits[1], wanted[1]) < 1e-6
+    logits.sum().backward()
+    assert all(x.grad.isnan().any() for key, x in model.named_parameters() if "mixer_norm" in key)
+
+
 @pytest.mark.parametrize("name", ["rwkv6", "gla_grouped", "mamba2"])
 def test_models_on_the_meta_device_advance(name: str, ids: Tensor) -> None:
     model = CausalLM(ARCHITECTURES[name]).to("meta")
     assert model.advance(ids.to("meta"), model.initial_state(BATCH)).shape == (*ids.shape, SIZES["vocab_size"])
+
+
+class Adapter(nn.Module):
+    """Beside a linear map, as those of LoRA; ``weight`` is that of the map."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base, self.more = base, nn.Linear(base.in_features, base.out_features, bias=False, dtype=base.weight.dtype)
+
+    @property
+    def weight(self) -> Tensor:
+        return self.base.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.more(x)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_adapters_of_linear_maps_run(name: str, ids: Tensor) -> None:
+    """A model whose linear maps are replaced by others is the model with the sums of their weights."""
+    model, merged = model_of(name, torch.float64), model_of(name, torch.float64)
+    if model.config.tie_embeddings:
+        merged.head = copy.deepcopy(merged.head)  # embeddings have no adapter
+    for key, part in list(model.named_modules()):
+        if isinstance(part, nn.Linear):
+            parent, _, last = key.rpartition(".")
+            adapter = Adapter(part)
+            setattr(model.get_submodule(parent), last, adapter)
+            with torch.no_grad():
+                merged.get_submodule(key).weight += adapter.more.weight
+    labels = ids.roll(-1, 1)
+    for reduction in ("mean", "none"):
+        found, wanted = (one.loss(ids, labels, reduction=reduction) for one in (model, merged))
+        assert error(found, wanted) < 1e-10
+    model.loss(ids, labels).backward()
+    assert all(part.more.weight.grad.any() for part in model.modules() if isinstance(part, Adapter))
+    assert error(model.advance(ids, model.initial_state(BATCH)), merged(ids).logits) < 1e-10
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_hooks_of_linear_maps_run(name: str, ids: Tensor) -> None:
+    """Those of ``register_forward_hook``, and of libraries that replace ``forward``."""
+    model, ran = model_of(name, torch.float64), Counter()
+    maps = {key: part for key, part in model.named_modules() if isinstance(part, nn.Linear)}
+    for n, (key, part) in enumerate(maps.items()):
+        if n % 2:
+            part.forward = lambda x, forward=part.forward, key=key: ran.update([key]) or forward(x)
+        else:
+            part.register_forward_hook(lambda module, given, result, key=key: ran.update([key]))
+    model.loss(ids, ids.roll(-1, 1)).backward()
+    assert set(ran) == set(maps)
+    with torch.no_grad():
+        model.advance(ids, model.initial_state(BATCH))
+    assert set(ran.values()) == {2}
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_models_of_fake_tensors(name: str) -> None:
+    """As tools have them that estimate memory."""
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode():
+        model, ids = CausalLM(ARCHITECTURES[name]), torch.zeros(2, 9, dtype=torch.int64)
+        model.loss(ids, ids).backward()
+        assert model.advance(ids, model.initial_state(2)).shape == (2, 9, SIZES["vocab_size"])
 
 
 def copied(state):

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from penstock.errors import InvalidArgument
-from penstock.layers import GLAConfig, Mamba2Config, RetentionConfig, RWKV6Config, SwiGLUConfig
-from penstock.models import CausalLM, Config, gla, linear, mamba2, retnet, rwkv5, rwkv6
+from penstock.layers import GLAConfig, Mamba2Config, RetentionConfig, RWKV6Config, SoftmaxAttentionConfig, SwiGLUConfig
+from penstock.models import CausalLM, Config, gla, hybrid, linear, mamba2, retnet, rwkv5, rwkv6
 
 SIZES = {"vocab_size": 9, "hidden_size": 16, "num_layers": 1}
 
@@ -31,6 +31,10 @@ SIZES = {"vocab_size": 9, "hidden_size": 16, "num_layers": 1}
         (lambda: GLAConfig(expand_k=float("nan")), "GLAConfig: expand_k must be a finite number of at least 0, got nan"),
         (lambda: RWKV6Config(norm_eps=None), "RWKV6Config: norm_eps must be a number, got None"),
         (lambda: SwiGLUConfig("3"), "SwiGLUConfig: intermediate_size must be a whole number, got '3'"),
+        (lambda: hybrid(None, SoftmaxAttentionConfig(2), [0]), "hybrid: config must be a Config, got None"),
+        (lambda: hybrid(gla(**SIZES), SoftmaxAttentionConfig(2), 3), "hybrid: layers must be from 0 to 0, got 3"),
+        (lambda: hybrid(gla(**SIZES), SoftmaxAttentionConfig(2), [True]), "hybrid: layers must be whole numbers, got True of type bool"),
+        (lambda: Config.from_dict(None), "Config.from_dict: values must be a mapping, as to_dict returns, got None"),
         (lambda: Mamba2Config(4, time_step_limit="x"), "Mamba2Config: time_step_limit must be two numbers"),
         (lambda: Mamba2Config(4, time_step_limit=(0, 1e308)), "Mamba2Config: time_step_limit must be two numbers of float32"),
         (lambda: Mamba2Config(4, time_step_limit=(math.inf, math.inf)), "Mamba2Config: time_step_limit must be two numbers of float32"),

@@ -290,6 +290,18 @@ def test_compiled_calls_have_no_graph_breaks(name: str, ids: Tensor) -> None:
     assert all(torch.equal(x, y) for x, y in zip(flat(ours), flat(theirs)))
 
 
+def test_transforms_that_a_call_does_not_take(model: CausalLM, ids: Tensor) -> None:
+    weights = dict(model.named_parameters())
+    model.gradient_checkpointing = True
+    try:
+        with pytest.raises(RangeError, match=r"forward: gradient_checkpointing must be False inside torch.func transforms, got True\. Set"):
+            torch.func.grad(lambda given: torch.func.functional_call(model, given, (ids,)).logits.sum())(weights)
+    finally:
+        model.gradient_checkpointing = False
+    with pytest.raises(RangeError, match=r"outside of torch\.func transforms"):
+        torch.func.vmap(lambda ids: model.advance(ids[None], model.initial_state(1)))(ids)
+
+
 def test_a_generator_of_another_device_raises() -> None:
     complaints = Complaints("generate")
     check_sampling(complaints, 1.0, 1.0, torch.Generator(), torch.device("cuda"))

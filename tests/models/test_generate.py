@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from copy import deepcopy
 
 import pytest
 import torch
 from architectures import ARCHITECTURES, model_of
 from torch import Tensor
 
+from penstock import RangeError
 from penstock.models import CausalLM
-from penstock.models.sampling import sample
+from penstock.models.sampling import check_logits, sample
+from penstock.models.streaming import stream
 
 BATCH = 2
 
@@ -67,3 +70,27 @@ def test_top_p_drops_unlikely_tokens() -> None:
     assert counts[1].item() == pytest.approx(2 / 3, abs=0.05)
     counts = sample(logits, 1.0, 1.0, torch.Generator().manual_seed(0)).bincount(minlength=4) / 2000
     assert torch.allclose(counts, logits[0].exp(), atol=0.05)
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_nan_logits_raise(model: CausalLM, tokens: Tensor, temperature: float) -> None:
+    broken = deepcopy(model)
+    with torch.no_grad():
+        broken.embeddings.weight[5] = math.nan
+    for function, call in (
+        ("generate", lambda: broken.generate(tokens * 0 + 5, 3, temperature=temperature)),
+        ("stream", lambda: list(stream(broken, [5], 3, temperature=temperature))),
+    ):
+        with pytest.raises(RangeError, match=f"{function}: logits must be numbers, got NaN. Weights are NaN, or values overflow"):
+            call()
+
+
+def test_values_are_read_once_on_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only at the end, so that a GPU is not waited for; draws with NaN do not end the process there."""
+    monkeypatch.setattr("penstock.models.sampling.reads_values", lambda x: False)
+    logits = torch.tensor([[math.nan, 1.0], [math.inf, 0.0], [-math.inf, 0.0]])
+    check_logits("generate", logits)
+    with pytest.raises(RangeError):
+        check_logits("generate", logits, last=True)
+    check_logits("generate", logits.to("meta"), last=True)
+    assert sample(logits, 1.0, 0.9)[1:].tolist() == [0, 1]

@@ -272,9 +272,24 @@ def test_errors(tmp_path: Path) -> None:
     ):
         with pytest.raises(kind, match=message), torch.no_grad():
             model(IDS, **options)
+    for given, kind, message in (
+        (IDS[0], ShapeError, r"input_ids must be a tensor of shape \[B,T\], got \[9\]. One sequence is input_ids\[None\]"),
+        (IDS.tolist(), ShapeError, r"input_ids must be a tensor of shape \[B,T\], got \[\["),
+        (IDS[:, :0], ShapeError, r"generate: input_ids must be of shape \[B,T\] with B and T at least 1, got \[3, 0\]"),
+        (IDS[:0], ShapeError, r"with B and T at least 1, got \[0, 9\]"),
+        (IDS + 13, RangeError, "ids must be from 0 to 12, got"),
+    ):
+        with pytest.raises(kind, match=message):
+            model.generate(given, max_new_tokens=2)
+    with torch.no_grad():
+        model.model.head.weight[0] = torch.nan
+    for options in ({}, {"num_beams": 2}, {"use_cache": False}):
+        with pytest.raises(RangeError, match="generate: logits must be numbers, got NaN"):
+            greedy(model, IDS, **options)
     with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):
         greedy(model, IDS[:1], assistant_model=model)
     with pytest.raises(RangeError, match="from_pretrained: arguments must be of this model, got quantization_config"):
         PenstockForCausalLM.from_pretrained(tmp_path, quantization_config={})
-    with pytest.raises(RangeError, match="device_map must be one device"):
-        PenstockForCausalLM.from_pretrained(tmp_path, device_map={"model.embeddings": 0, "": 1})
+    for device_map in ({"model.embeddings": 0, "": 1}, "sequential"):
+        with pytest.raises(RangeError, match="device_map must be one device"):
+            PenstockForCausalLM.from_pretrained(tmp_path, device_map=device_map)

@@ -44,6 +44,38 @@ def test_gradcheck() -> None:
         )
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_second_derivatives(reduction: str) -> None:
+    x, weight, labels = arguments()
+    labels[::4] = -100
+
+    def loss(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return linear_cross_entropy(x, weight, labels, reduction=reduction, chunk_tokens=7)
+
+    assert torch.autograd.gradgradcheck(loss, (x, weight), fast_mode=True)
+    assert torch.autograd.gradgradcheck(lambda x: loss(x, weight.detach()), (x,), fast_mode=True)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_transforms(reduction: str) -> None:
+    """Gradients of each sample, and forward derivatives."""
+    x, weight, labels = (one.detach() for one in arguments())
+
+    def loss(x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return linear_cross_entropy(x, weight, labels, reduction=reduction).sum()
+
+    def plain(x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(x @ weight.T, labels, reduction=reduction).sum()
+
+    samples = x[:20].view(4, 5, C), weight, labels[:20].view(4, 5)
+    for transform in (
+        lambda f: torch.func.vmap(torch.func.grad(f, (0, 1)), (0, None, 0))(*samples),
+        lambda f: torch.func.hessian(f)(x[:3], weight, labels[:3]),
+        lambda f: torch.func.jvp(lambda x: f(x, weight, labels), (x,), (x.flip(0),)),
+    ):
+        torch.testing.assert_close(transform(loss), transform(plain))
+
+
 def test_only_one_gradient_is_computed_if_only_one_is_wanted() -> None:
     x, weight, labels = arguments()
     frozen = weight.detach()

@@ -7,7 +7,8 @@ import torch
 
 from penstock import RangeError
 from penstock.models import CausalLM, load, rwkv6, save
-from penstock.models.tokenizers import load_tokenizer
+from penstock.models.tokenizers import Bytes, load_tokenizer
+from penstock.training.data import IGNORED, Windows, collate, read
 from penstock.training.run import train
 from penstock.training.settings import parse
 
@@ -88,6 +89,63 @@ def test_a_resumed_run_equals_an_uninterrupted_one(settings, tmp_path, packing):
     assert resumed.steps == whole.steps == 8
     assert equal(weights(resumed.folder), weights(whole.folder))
     assert equal(weights(train(settings(**common)).folder), weights(whole.folder))  # nothing is left to do
+
+
+@pytest.mark.parametrize("steps", [3, 2])
+def test_a_run_without_steps_left_changes_nothing(settings, tmp_path, steps):
+    """The Trainer itself would take one step more than it has."""
+    common = {"training__schedule": "constant", "data__evaluation": str(tmp_path / "b.txt")}
+    done = train(settings(**common, training__steps=3))
+    before = weights(done.folder)
+    again = train(settings(**common, training__steps=steps))
+    assert (again.steps, again.loss, again.evaluation_loss) == (3, done.loss, pytest.approx(done.evaluation_loss))
+    assert equal(weights(again.folder), before)
+    assert train(settings(**common, training__steps=4)).steps == 4
+
+
+def test_checkpoints_that_are_not_whole(settings, tmp_path):
+    """One whose writing was interrupted is left out; without the optimizer's state there is nothing to go on from."""
+    whole = train(settings(training__output=str(tmp_path / "whole"), training__steps=5))
+    train(settings(training__steps=5, training__save_every=3))
+    (tmp_path / "run" / "checkpoint-5" / "trainer_state.json").unlink()
+    resumed = train(settings(training__steps=5))
+    assert equal(weights(resumed.folder), weights(whole.folder))
+    (tmp_path / "run" / "checkpoint-5" / "optimizer.pt").unlink()
+    with pytest.raises(RangeError, match=r"must be a folder of whole checkpoints, got '.*checkpoint-5' without optimizer.pt\. Remove this"):
+        train(settings(training__steps=7))
+
+
+@pytest.mark.parametrize("architecture", ["rwkv6", "mamba2"])
+def test_a_loss_that_is_no_number_ends_the_training(settings, architecture):
+    from dataclasses import replace
+
+    chosen = settings(training__learning_rate=1e30, training__log_every=1, training__warmup=0)
+    if architecture == "mamba2":
+        chosen = replace(chosen, model={"architecture": "mamba2", "hidden_size": 16, "num_layers": 1, "head_dim": 8, "state_size": 8})
+    with pytest.raises(RangeError, match=r"train: the loss must be a number, got (nan|inf) after \d steps"):
+        train(chosen)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_the_evaluation_loss_is_the_mean_over_labels(settings, tmp_path, packing):
+    """The last batch has fewer samples than the others, and some samples have fewer labels."""
+    (tmp_path / "c.txt").write_text("zq.\n\n" * 20 + "the cat sat on the mat and slept. \n\n" * 9 + "@#!" * 45)
+    separator = "\n\n" if packing else None
+    options = {"data__evaluation": str(tmp_path / "c.txt"), "data__packing": packing, "data__separator": separator}
+    trained = train(settings(**options, training__steps=20))
+    samples = Windows(read([tmp_path / "c.txt"], Bytes(256), separator), 32, packed=packing)
+    assert len(samples) % 4
+    batch = collate(list(samples))
+    assert samples.counted * len(samples) == pytest.approx(int((batch["labels"] != IGNORED).sum()))
+    loss = load(trained.folder).loss(batch["ids"], batch["labels"], batch.get("cu_seqlens"))
+    assert trained.evaluation_loss == pytest.approx(loss.item(), rel=1e-5)
+
+
+def test_text_that_is_too_short_is_named(settings, tmp_path):
+    (tmp_path / "short.txt").write_text("short")
+    for name in ("train", "evaluation"):
+        with pytest.raises(RangeError, match=rf"train: data\.{name} must be at least length \+ 1 = 33 tokens, got 5 tokens"):
+            train(settings(**{f"data__{name}": str(tmp_path / "short.txt")}))
 
 
 def test_equal_seeds_give_equal_models(settings, tmp_path):

@@ -1,5 +1,6 @@
 """Log-likelihoods of texts: against logits of each text alone, in any grouping and any windows."""
 
+import copy
 import math
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from penstock import RangeError
 from penstock.models import CausalLM, gla, rwkv6
 from penstock.models.tokenizers import Bytes
-from penstock.training.scoring import perplexity, score
+from penstock.training.scoring import Perplexity, perplexity, score
 
 SIZES = {"vocab_size": 257, "hidden_size": 16, "num_layers": 2, "intermediate_size": 16}
 
@@ -59,3 +60,12 @@ def test_perplexity_counts_every_token_once(model):
 def test_a_text_without_predictions_is_refused(model):
     with pytest.raises(RangeError, match="perplexity: text must be at least two tokens, got 1"):
         perplexity(model, Bytes(), "a")
+
+
+def test_losses_that_are_no_numbers_are_refused(model):
+    broken = copy.deepcopy(model)
+    with torch.no_grad():
+        broken.head.weight[0] = math.nan
+    with pytest.raises(RangeError, match=r"perplexity: losses must be numbers, got NaN. Weights are NaN, or values overflow"):
+        perplexity(broken, Bytes(257), "some text")
+    assert Perplexity(tokens=1, bytes=1, nats=800.0).perplexity == math.inf
