@@ -26,6 +26,8 @@ from ..errors import Complaints, DtypeError, MissingExtra, RangeError, ShapeErro
 from .causal_lm import CausalLM, LayerState, State
 from .checkpoints import load
 from .config import Config
+from .hub import device_of, downloaded, dtype_of
+from .logits_to_keep import check_columns, columns
 from .sampling import check_logits
 
 try:
@@ -161,8 +163,8 @@ class PenstockForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-
             complaints.add(RangeError, "arguments", "of this model", name, "See PenstockForCausalLM.from_pretrained.")
         complaints.raise_any()
         path = str(pretrained_model_name_or_path)
-        place = Path(path) if Path(path).exists() else _downloaded(path, hub)
-        wrapped = PenstockForCausalLM.of(load(place, dtype=_dtype(complaints, dtype), device=_device(complaints, device)), **others)
+        place = Path(path) if Path(path).exists() else downloaded(path, hub)
+        wrapped = PenstockForCausalLM.of(load(place, dtype=dtype_of(complaints, dtype), device=device_of(complaints, device)), **others)
         wrapped.config.name_or_path = path
         if wrapped.can_generate() and (place / "generation_config.json").is_file():
             from transformers import GenerationConfig
@@ -208,7 +210,7 @@ class PenstockForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-
         """
         self._check(input_ids, attention_mask, past_key_values, inputs_embeds, labels, cu_seqlens, output_attentions, output_hidden_states)
         assert input_ids is not None
-        self._check_columns(logits_to_keep, input_ids)
+        check_columns(type(self).__name__, logits_to_keep, input_ids)
         B, T = input_ids.shape
         ids, starts, keep = input_ids, cu_seqlens, None
         if attention_mask is not None and not bool((attention_mask[:, attention_mask.shape[1] - T :] != 0).all()):
@@ -224,7 +226,7 @@ class PenstockForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-
             last = isinstance(logits_to_keep, int) and logits_to_keep == 1 and cu_seqlens is None and T > 0
             logits = self.model.advance(ids, past_key_values.state, cu_seqlens=starts, last_only=last)
             if not last:
-                logits = _columns(logits, keep, logits_to_keep)
+                logits = columns(logits, keep, logits_to_keep)
             else:
                 logits = logits[:, None] if keep is None else logits[:, None].where(keep.any(1)[:, None, None], 0.0)
         else:
@@ -232,7 +234,7 @@ class PenstockForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-
             if labels is not None:
                 loss = self._loss(x, labels, keep, cu_seqlens, num_items_in_batch)
             if loss is None or not (self.config.fuse_loss and self.training):
-                logits = self.model.head(_columns(x, keep, logits_to_keep))
+                logits = self.model.head(columns(x, keep, logits_to_keep))
             if past_key_values is not None:
                 past_key_values.state = state
             elif cached:
@@ -313,27 +315,6 @@ class PenstockForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-
         loss = head_cross_entropy(x, self.model.head, targets, ignore_index=IGNORED, reduction="mean" if count is None else "sum")
         return loss if count is None else loss / (count.to(loss.device) if isinstance(count, Tensor) else count)
 
-    def _check_columns(self, which: object, ids: Tensor) -> None:
-        """Check ``logits_to_keep``, which columns only where that does not wait for a device."""
-        (B, T), name = ids.shape, "logits_to_keep"
-        complaints = Complaints(type(self).__name__)
-        if isinstance(which, Tensor):
-            if which.dtype not in (torch.int64, torch.int32, torch.bool):
-                complaints.add(DtypeError, name, "int64, int32 or bool", which.dtype)
-            shapes = [[T], [B, T]] if which.dtype == torch.bool else [[which.numel()], [B, *which.shape[1:2]]]
-            if list(which.shape) not in shapes:
-                rule = f"of shape [{T}] or [{B}, {T}]" if which.dtype == torch.bool else f"of shape [n] or [{B}, n]"
-                complaints.add(ShapeError, name, rule, list(which.shape))
-            elif which.dtype != torch.bool and which.device.type == "cpu" and which.numel():
-                least, most = (int(x) for x in which.aminmax())
-                if least < -T or most >= T:
-                    complaints.add(RangeError, name, f"from {-T} to {T - 1}", least if least < -T else most)
-        elif not isinstance(which, int) or isinstance(which, bool):
-            complaints.add(DtypeError, name, "an int or a torch.Tensor", described(which))
-        elif which < 0:
-            complaints.add(RangeError, name, "at least 0", which, "0 keeps all.")
-        complaints.raise_any()
-
     def _check(
         self, ids: object, mask: object, cache: object = None, embeds: object = None, labels: object = None, cu_seqlens: object = None,
         attentions: object = None, hidden: object = None,
@@ -375,63 +356,6 @@ def _checked(input_ids: Tensor, scores: Tensor) -> Tensor:
     """A logits processor that changes nothing."""
     check_logits("generate", scores)
     return scores
-
-
-def _columns(x: Tensor, keep: Tensor | None, which: int | Tensor) -> Tensor:
-    """Some columns of x [B,T,C], see ``logits_to_keep``; or, packed [1,S,C], of the tokens that ``keep`` [B,T] has.
-
-    A column of padding is that of the last token before it, or 0.
-    """
-    if keep is None:
-        return _chosen(x, which)
-    seen = keep.cumsum(1)
-    before = F.pad(keep.sum(1).cumsum(0), (1, 0))[:-1, None]
-    columns = _chosen(before + seen - 1, which)
-    return x[0][columns.clamp(min=0)].where(_chosen(seen, which)[..., None] > 0, 0.0)
-
-
-def _chosen(x: Tensor, which: int | Tensor) -> Tensor:
-    """``x[:, which]`` of x [B,T,...]; an int: so many at the end, 0: all."""
-    if isinstance(which, int):
-        return x[:, -which:] if which else x
-    if which.dim() == 1:
-        return x[:, which]
-    return x[which] if which.dtype == torch.bool else x[torch.arange(len(x), device=x.device)[:, None], which]
-
-
-def _dtype(complaints: Complaints, value: Any) -> torch.dtype | None:
-    if value is None or value == "auto":
-        return None
-    found = getattr(torch, value, value) if isinstance(value, str) else value
-    if not isinstance(found, torch.dtype):
-        complaints.add(DtypeError, "dtype", "a torch.dtype, its name or 'auto'", described(value))
-        complaints.raise_any()
-    assert isinstance(found, torch.dtype)
-    return found
-
-
-def _device(complaints: Complaints, value: Any) -> torch.device | None:
-    if value == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if isinstance(value, dict) and list(value) == [""]:
-        value = value[""]
-    if value is not None and not isinstance(value, str | int | torch.device):
-        complaints.add(RangeError, "device_map", "one device", described(value), "A model is on one device.")
-        complaints.raise_any()
-    try:
-        return None if value is None else torch.device(value)
-    except RuntimeError:
-        complaints.add(RangeError, "device_map", "one device, 'auto' or None", described(value), "A model is on one device.")
-        complaints.raise_any()
-        raise
-
-
-def _downloaded(name: str, hub: dict[str, Any]) -> Path:
-    """The folder of a repository of the hub, downloaded if needed."""
-    from huggingface_hub import snapshot_download
-
-    patterns = ["*.json", "*.safetensors", "*.bin", "*.pth", "*.txt", "*.model"]
-    return Path(snapshot_download(name, allow_patterns=patterns, **hub))
 
 
 def _register() -> None:
