@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..call.declaration import FLOATS
-from ..errors import Complaints, RangeError
+from ..errors import Complaints, DtypeError, RangeError, described
 
 FeatureMap = Literal["elu+1", "relu", "identity"] | Callable[[Tensor], Tensor] | None
 FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -23,15 +23,17 @@ FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
 def featured(q: Tensor, k: Tensor, v: Tensor, feature_map: FeatureMap, normalize: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Q and k through the feature map, v with a column of ones if normalised.
 
-    Raises RangeError for an unknown feature map. Other dtypes than floating-point are not mapped: validation refuses
-    them later.
+    Raises RangeError for an unknown feature map, DtypeError for a ``normalize`` that is no bool. Other dtypes than floating-point are not
+    mapped: validation refuses them later.
     """
+    complaints = Complaints("linear_attention")
+    if not isinstance(normalize, bool):
+        complaints.add(DtypeError, "normalize", "True or False", described(normalize))
     named = isinstance(feature_map, str) and feature_map in FEATURE_MAPS
     if not (named or feature_map is None or (callable(feature_map) and not isinstance(feature_map, str))):
-        complaints = Complaints("linear_attention")
         rule = f"one of {', '.join(map(repr, FEATURE_MAPS))}, a callable or None"
         complaints.add(RangeError, "feature_map", rule, repr(feature_map), "A callable takes and returns a tensor.")
-        complaints.raise_any()
+    complaints.raise_any()
     if feature_map is not None and all(isinstance(x, Tensor) and x.dtype in FLOATS for x in (q, k)):
         phi = FEATURE_MAPS[feature_map] if isinstance(feature_map, str) else feature_map
         q, k = phi(q), phi(k)

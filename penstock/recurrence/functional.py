@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..errors import Complaints, DtypeError, RangeError, ShapeError, described, shortened
+from ..errors import Complaints, RangeError, ShapeError, shortened
 from .feature_maps import FeatureMap, featured
 from .operators import ADVANCE, RECURRENCE
 from .retnet_decay import retnet_decay
@@ -82,11 +82,11 @@ def linear_attention(
 
     Other arguments: see the docstring of this module. Implementations: all.
 
+    >>> import torch
     >>> q, k, v = (torch.rand(1, 5, 2, 8) for _ in range(3))
     >>> linear_attention(q, k, v, feature_map="elu+1", normalize=True).output.shape
     torch.Size([1, 5, 2, 8])
     """
-    _check_normalize(normalize)
     q, k, v = featured(q, k, v, feature_map, normalize)
     result = _run("linear_attention", (q, k, v, None, None, cu_seqlens, initial_state), (scale, reverse, output_final_state), impl)
     if not normalize:
@@ -118,6 +118,7 @@ def retention(
 
     Other arguments: see the docstring of this module. Implementations: all.
 
+    >>> import torch
     >>> q, k, v = (torch.randn(1, 5, 2, 8) for _ in range(3))
     >>> retention(q, k, v).output.shape
     torch.Size([1, 5, 2, 8])
@@ -150,6 +151,7 @@ def simple_gla(
 
     Other arguments: see the docstring of this module. Implementations: all.
 
+    >>> import torch
     >>> q, k, v = (torch.randn(1, 5, 2, 8) for _ in range(3))
     >>> simple_gla(q, k, v, -torch.rand(1, 5, 2)).output.shape
     torch.Size([1, 5, 2, 8])
@@ -181,6 +183,7 @@ def gla(
 
     Other arguments: see the docstring of this module. Implementations: all.
 
+    >>> import torch
     >>> q, k, v, x = (torch.randn(1, 5, 2, 8) for _ in range(4))
     >>> gla(q, k, v, torch.nn.functional.logsigmoid(x)).output.shape
     torch.Size([1, 5, 2, 8])
@@ -215,6 +218,7 @@ def rwkv5(
 
     Other arguments: see the docstring of this module. Implementations: all.
 
+    >>> import torch
     >>> r, k, v = (torch.randn(1, 5, 2, 8) for _ in range(3))
     >>> rwkv5(r, k, v, -torch.rand(2, 8), torch.randn(2, 8)).output.shape
     torch.Size([1, 5, 2, 8])
@@ -249,6 +253,7 @@ def rwkv6(
 
     Other arguments: see the docstring of this module. Implementations: all.
 
+    >>> import torch
     >>> r, k, v, x = (torch.randn(1, 5, 2, 8) for _ in range(4))
     >>> rwkv6(r, k, v, -torch.exp(x), torch.randn(2, 8)).output.shape
     torch.Size([1, 5, 2, 8])
@@ -291,6 +296,7 @@ def decode_step(
     Returns the output, [N,H,V] or [N,T,H,V], in v's dtype. Raises as the functions over sequences do; then the pool is
     unchanged. There is no gradient: inputs that require one are refused unless under ``torch.no_grad()``.
 
+    >>> import torch
     >>> state = torch.zeros(4, 2, 8, 8)
     >>> q, k, v = (torch.randn(3, 2, 8) for _ in range(3))
     >>> decode_step("linear_attention", q, k, v, state=state, slots=torch.tensor([2, -1, 0])).shape
@@ -356,6 +362,7 @@ def advance(
     gradient: inputs that require one are refused unless under ``torch.no_grad()``. On a GPU the host never waits for the device, and the
     call can be captured in a CUDA graph.
 
+    >>> import torch
     >>> pool = torch.zeros(4, 2, 8, 8)
     >>> q, k, v = (torch.randn(1, 9, 2, 8) for _ in range(3))
     >>> ends, slots = torch.tensor([0, 1, 2, 9]), torch.tensor([3, 0, 1])  # two decode rows, a prompt of 7 tokens
@@ -387,11 +394,4 @@ def _check_variant(function: str, variant: object) -> None:
     if not isinstance(variant, str) or variant not in VARIANTS:
         complaints = Complaints(function)
         complaints.add(RangeError, "variant", f"one of {', '.join(VARIANTS)}", shortened(variant))
-        complaints.raise_any()
-
-
-def _check_normalize(normalize: object) -> None:
-    if not isinstance(normalize, bool):
-        complaints = Complaints("linear_attention")
-        complaints.add(DtypeError, "normalize", "True or False", described(normalize))
         complaints.raise_any()
