@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.engine import SamplingParams, sampler
-from penstock.engine.sampler import NO_TOKEN, Row, Sampler, seed_of, uniform
+from penstock.engine.sampler import NO_TOKEN, Row, Sampler, logprobs_of, seed_of, uniform
 from penstock.errors import DtypeError, RangeError
 
 V = 50
@@ -91,6 +91,30 @@ def test_rows_that_come_go_and_move_equal_the_literal_evaluation():
         assert made.last[torch.tensor(chosen)].tolist() == wanted
         for slot, token in zip(chosen, wanted):
             rows[slot].tokens.append(token)
+
+
+def test_a_row_that_returns_to_an_earlier_slot_has_the_counts_of_all_its_tokens():
+    """Nothing else used the slot meanwhile, as after a preemption by a request that was cancelled before its first token."""
+    made, row = Sampler(2, V, torch.device("cpu")), Row(SamplingParams(temperature=0, presence_penalty=5.0), 1, [1], 1)
+    logits = torch.randn(1, V, generator=torch.Generator().manual_seed(0))
+    for slot in (0, 1, 1, 0, 0, 1):
+        row.tokens.append(int(made.sample(logits, [row], [slot], [len(row.tokens)])))
+    assert row.tokens[1:] == logits[0].topk(6)[1].tolist()
+
+
+@pytest.mark.parametrize("size", [1, 7, 300, 60000])
+def test_most_likely_tokens_do_not_depend_on_how_many_other_rows_want(size):
+    """Many log probabilities are equal: the lower tokens come first."""
+    logits = torch.randn(4, size, generator=torch.Generator().manual_seed(0)).bfloat16()
+    logits[:, ::5] = -math.inf
+    logits[:, 0] = 0
+    tokens = torch.zeros(4, dtype=torch.int64)
+    scores = torch.log_softmax(logits.double(), -1)
+    wanted = scores.sort(dim=-1, descending=True, stable=True)[1]
+    for most in (0, 1, 2, 20):
+        count, found = min(most, size), logprobs_of(logits, tokens, most)
+        assert torch.equal(found[:, 1 + count :].long(), wanted[:, :count])
+        torch.testing.assert_close(found[:, 1 : 1 + count], scores.gather(1, wanted[:, :count]), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("scale", [0.1, 8.0])
