@@ -182,12 +182,14 @@ class Steps:
             except Exception as error:
                 self._fail([one.request], error)
         for one, length, state in flight.kept:
+            if length > len(one.tokens):  # its last token has no value: the request failed
+                continue
             self.cache.insert(one.tokens[:length], state)
             if length % self.keep_every == 0:
                 one.cuts.add(length + self.keep_every)
         for work in flight.works:
             one = work.sequence
-            if not work.sample and not one.finished and one.request.params.max_tokens == 0 and one.computed == one.length:
+            if not work.sample and not one.finished and one.request.params.max_tokens == 0 and work.end == one.length:
                 self._end_scored(one)
 
     def _end_scored(self, one: Sequence) -> None:

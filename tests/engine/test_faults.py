@@ -462,6 +462,27 @@ def test_logits_that_are_no_numbers_fail_their_request_alone(options, overlap):
     assert_idle(engine)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_request_that_fails_where_a_state_is_kept_fails_alone(overlap, monkeypatch):
+    """Its 64th token has no value, and the state after it is computed with the step before, if steps overlap."""
+    wanted = engine_of().generate([[1, 2]], SamplingParams(max_tokens=100, temperature=0))
+    engine = engine_of(overlap=overlap, keep_every=64)
+    broken, forward = engine.submit([5], SamplingParams(max_tokens=100, temperature=0)), engine._steps.runner._forward
+
+    def with_nan(decodes, pieces, last_only):
+        logits = forward(decodes, pieces, last_only).clone()
+        for n, work in enumerate([*decodes, *pieces]):
+            if work.sequence.request is broken and work.end == 63:
+                logits[n] = math.nan
+        return logits
+
+    monkeypatch.setattr(engine._steps.runner, "_forward", with_nan)
+    results = engine.generate([[1, 2]], SamplingParams(max_tokens=100, temperature=0))
+    assert [one.tokens for one in results] == [one.tokens for one in wanted]
+    assert str(broken.result.error).startswith("engine: logits must have a finite largest value")
+    assert_idle(engine)
+
+
 @pytest.mark.parametrize("bias", [-math.inf, 1e308])
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_biases_that_leave_no_token_fail_their_request_alone(bias, temperature):
