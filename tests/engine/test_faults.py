@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 from architectures import model_of
 
 from penstock.engine import Engine, SamplingParams
+from penstock.engine.transfer import ToHost
 from penstock.errors import DtypeError, EngineError, OutOfMemory, QueueFull, RangeError
 from penstock.models.tokenizers import Bytes
 
@@ -270,6 +272,44 @@ def test_out_of_memory_fails_the_requests_of_the_step_alone(error, monkeypatch):
         engine.step()
     wanted = engine_of().generate([[3], [4]], PARAMS)
     assert [request.result.tokens for request in requests[2:]] == [one.tokens for one in wanted]
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_state_that_cannot_be_written_fails_its_request_alone(overlap):
+    engine = engine_of(overlap=overlap)
+    wanted = engine_of().generate([[1, 2], [3]], PARAMS)
+    requests = [engine.submit([1, 2], PARAMS), engine.submit([3], PARAMS)]
+    for _ in range(3):
+        engine.step()
+    state = engine.state_of(requests[0])
+    broken = engine.submit([5], PARAMS, state=replace(state, row=state.row[:-1]))
+    while not all(request.done for request in (*requests, broken)):
+        engine.step()
+    assert [request.result.tokens for request in requests] == [one.tokens for one in wanted]
+    with pytest.raises(EngineError, match="a step must run"):
+        raise broken.result.error
+    assert_idle(engine)
+
+
+def test_an_error_of_a_step_that_overlaps_the_end_of_a_request_leaves_it_as_it_is(monkeypatch):
+    """The step has a row of it because its end was not known when the step began."""
+    engine = engine_of(overlap=True)
+    ended = engine.submit([1], SamplingParams(max_tokens=30, stop_ids=tuple(range(13))))
+    other = engine.submit([1, 2], PARAMS)
+    engine.step()
+    engine.step()
+    assert ended.done
+    assert len(other.result.tokens) == 1
+
+    def fail(_):
+        raise RuntimeError("the device is lost")
+
+    monkeypatch.setattr(ToHost, "tolist", fail)
+    engine.step()
+    assert (ended.result.error, ended.result.completions[0].finish_reason) == (None, "stop")
+    with pytest.raises(EngineError, match="the device is lost"):
+        raise other.result.error
     assert_idle(engine)
 
 
