@@ -86,7 +86,7 @@ class States:
         """What clients see of a state. Raises Refused if there is none, or a damaged file."""
         path = self._path(name)
         try:
-            with safe_open(str(path), "pt") as file:
+            with safe_open(str(path), "np") as file:  # "pt" opens it again
                 tokens = int(file.metadata()["tokens"])
             return StateCard(id=name, created=int(name.split("-")[1]), tokens=tokens, bytes=path.stat().st_size)
         except (OSError, SafetensorError, TypeError, KeyError, ValueError):

@@ -2,16 +2,22 @@
 
 import errno
 import shutil
+import subprocess
+import sys
 import tempfile
 import threading
+from contextlib import suppress
 
 import httpx
 import openai
 import pytest
-from live_server import running, small_model
+from live_server import VOCAB, running, small_model
 
+from penstock.engine import Engine, SamplingParams
+from penstock.models.tokenizers import Bytes
 from penstock.server.errors import Refused
 from penstock.server.limits import Limits
+from penstock.server.states import States
 
 TEXT = "The sea was calm. " * 10
 
@@ -161,6 +167,30 @@ def test_servers_of_a_folder_save_and_drop_states_at_the_same_time(model, tmp_pa
             thread.join()
         assert errors == []
         assert len(listed(one)) == len(list(tmp_path.iterdir())) == 2
+
+
+def test_states_are_listed_while_another_process_drops_them(model, tmp_path):
+    """A file may be gone between any two of the calls that read it."""
+    states = States(Engine(model, Bytes(VOCAB), slots=1, token_budget=256), 3, tmp_path)
+    params = SamplingParams(max_tokens=1, keep_state=True)
+    name = states.add(states._engine.generate("a", params)[0].completions[0].state)
+    renames = f"""
+import os, time
+files = [os.path.join({str(tmp_path)!r}, name) for name in ("{name}.safetensors", "hidden")]
+end = time.monotonic() + 2
+while time.monotonic() < end:
+    os.rename(*files)
+    os.rename(*files[::-1])
+"""
+    with subprocess.Popen([sys.executable, "-c", renames]) as other:
+        while other.poll() is None:
+            assert len(states.cards()) <= 1
+            with suppress(Refused):
+                assert states.card(name).tokens == 2
+            with suppress(Refused):
+                assert states.content(name)
+    assert other.returncode == 0
+    assert [card.id for card in states.cards()] == [name]
 
 
 @pytest.mark.parametrize("content", [b"", b"no", b"\2\0\0\0\0\0\0\0{}"])
