@@ -113,9 +113,11 @@ class Steps:
         return flight is not None or before is not None or bool(plan.admitted)
 
     def state_of(self, sequence: Sequence) -> SequenceState:
-        """The state of a running sequence after all of its tokens. Call ``drain`` before."""
-        assert sequence.slot is not None
-        row = self.pool.copy_out([self.pool.aligned(sequence.slot)])[0]
+        """The state of a sequence after all of its tokens, in the pool or preempted. Call ``drain`` before."""
+        if sequence.slot is None:
+            row = sequence.saved.row[-1].to(self.pool.memory.device)
+        else:
+            row = self.pool.copy_out([self.pool.aligned(sequence.slot)])[0]
         return SequenceState(tuple(sequence.tokens), sequence.aligned, row, self.model_hash())
 
     # entering and leaving the pool

@@ -275,6 +275,16 @@ def test_out_of_memory_fails_the_requests_of_the_step_alone(error, monkeypatch):
     assert_idle(engine)
 
 
+def test_biases_that_the_caller_changes_behind_submit_change_nothing():
+    engine, biases = engine_of(), {3: 50.0}
+    request, other = engine.submit([1], SamplingParams(max_tokens=3, logit_bias=biases)), engine.submit([1], PARAMS)
+    biases.clear()
+    while not (request.done and other.done):
+        engine.step()
+    assert request.result.tokens == [3] * 3
+    assert other.result.error is None
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_state_that_cannot_be_written_fails_its_request_alone(overlap):
     engine = engine_of(overlap=overlap)
