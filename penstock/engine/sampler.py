@@ -22,7 +22,9 @@ from .request import Constraint, SamplingParams, Sequence, TokenLogprobs
 from .transfer import ToHost, from_buffer, to_device
 
 ONE = 2.0**44
-"""The weight of the most likely token. Sums of 2**19 of them fit int64."""
+"""The weight of the most likely token."""
+MOST_TOKENS = 2**19 - 1
+"""Sums of so many weights fit int64."""
 NO_TOKEN = -1
 """In the place of a token where the largest logit is not finite."""
 CANDIDATES = 256

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.engine import SamplingParams, sampler
-from penstock.engine.sampler import NO_TOKEN, Row, Sampler, logprobs_of, seed_of, uniform
+from penstock.engine import Engine, SamplingParams, sampler
+from penstock.engine.sampler import MOST_TOKENS, NO_TOKEN, Row, Sampler, logprobs_of, seed_of, uniform
 from penstock.errors import DtypeError, RangeError
+from penstock.models import CausalLM, gla
 
 V = 50
 
@@ -163,9 +164,20 @@ def test_a_step_copies_once_and_calls_torch_as_often_for_many_rows_as_for_few(mo
     assert counts[0] == counts[1]
 
 
+def test_sums_of_the_largest_vocabulary_do_not_overflow():
+    """All logits are equal, so all weights are 2**44."""
+    logits = torch.zeros(2, MOST_TOKENS)
+    rows = [Row(SamplingParams(), 1), Row(SamplingParams(top_p=0.5), 1)]
+    assert sample(logits, rows, [1, 1]).tolist() == [int(uniform(1, 1) * n) for n in (MOST_TOKENS, MOST_TOKENS // 2 + 1)]
+    assert float(logprobs_of(logits, torch.zeros(2, dtype=torch.int64), 0)[0]) == pytest.approx(-math.log(MOST_TOKENS))
+    model = CausalLM(gla(vocab_size=MOST_TOKENS + 1, hidden_size=8, num_layers=1, num_heads=1))
+    with pytest.raises(RangeError, match="Engine: model must be of at most 524287 tokens, got a vocabulary of 524288"):
+        Engine(model)
+
+
 def test_keys_of_the_largest_vocabulary_do_not_overflow():
-    """2**19 tokens: the weight and the token have 64 bits together."""
-    size = 2**19
+    """The weight and the token have 64 bits together."""
+    size = MOST_TOKENS
     logits = torch.full((2, size), -30.0)
     logits[:, [3, size - 1]] = 0.0
     rows = [Row(SamplingParams(top_k=2), 1), Row(SamplingParams(top_p=0.9), 1)]
