@@ -10,11 +10,12 @@ from ..errors import Complaints, DtypeError, RangeError, ShapeError, described, 
 from ..layers import SoftmaxAttentionConfig
 from ..models import CausalLM
 from .request import Request, SamplingParams
+from .sampler import MOST_TOKENS
 from .states import SequenceState
 
 
 def check_model(model: object) -> None:
-    """Raise DtypeError for what is no CausalLM, RangeError for one with softmax attention."""
+    """Raise DtypeError for what is no CausalLM, RangeError for one with softmax attention or too many tokens."""
     complaints = Complaints("Engine")
     if not isinstance(model, CausalLM):
         complaints.add(DtypeError, "model", "a CausalLM", described(model), "penstock.models.load reads one.")
@@ -24,6 +25,9 @@ def check_model(model: object) -> None:
     if softmax:
         remedy = "Its state grows with the sequence, and the slots of the engine have a fixed size. Use CausalLM.generate."
         complaints.add(RangeError, "model", "free of softmax attention", f"softmax attention in layers {softmax}", remedy)
+    if model.config.vocab_size > MOST_TOKENS:
+        rule = f"of at most {MOST_TOKENS} tokens"
+        complaints.add(RangeError, "model", rule, f"a vocabulary of {model.config.vocab_size}", "Use CausalLM.generate.")
     complaints.raise_any()
 
 

@@ -89,6 +89,8 @@ class SamplingParams:
         for name in ("stop", "stop_ids"):
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
+        if isinstance(self.logit_bias, Mapping):
+            object.__setattr__(self, "logit_bias", dict(self.logit_bias))  # the caller's may change before it is read
         complaints = Complaints("SamplingParams")
         for name, (least, most) in _WHOLE.items():
             value = getattr(self, name)

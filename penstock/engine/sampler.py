@@ -22,7 +22,9 @@ from .request import Constraint, SamplingParams, Sequence, TokenLogprobs
 from .transfer import ToHost, from_buffer, to_device
 
 ONE = 2.0**44
-"""The weight of the most likely token. Sums of 2**19 of them fit int64."""
+"""The weight of the most likely token."""
+MOST_TOKENS = 2**19 - 1
+"""Sums of so many weights fit int64."""
 NO_TOKEN = -1
 """In the place of a token where the largest logit is not finite."""
 CANDIDATES = 256
@@ -197,14 +199,14 @@ class Sampler:
     # tables
 
     def _enter(self, rows: Items[Row], slots: Items[int]) -> None:
-        """Write what rows need that were not in their slots before."""
+        """Write what rows need that were not in their slots at their last step."""
         owners = self._owners
         fresh = [n for n, row in enumerate(rows) if owners[slots[n]] is not row.owner]
         if not fresh:
             return
         values = array("d")
         for n in fresh:
-            owners[slots[n]] = rows[n].owner
+            owners[slots[n]] = rows[n].owner = object()  # a new one: the row may come back to an earlier slot, whose counts are old
             values.append(slots[n])
             values.extend(self._parameters(rows[n].params))
         copied = from_buffer(values, self.device).view(len(fresh), 1 + COLUMNS)
@@ -352,8 +354,13 @@ def logprobs_of(logits: Tensor, tokens: Tensor, most: int) -> Tensor:
     largest = logits.amax(-1, keepdim=True)
     total = _weights(logits, largest).sum(-1, keepdim=True)  # of whole numbers: torch's log_softmax depends on the other rows
     scores = (logits - largest.double()).sub_(torch.log(total / ONE)).float()
-    best, names = scores.topk(min(most, scores.shape[1]), -1)
-    return torch.cat([scores.gather(1, tokens[:, None]).double(), best.double(), names.double()], 1)
+    V = scores.shape[1]
+    if most:  # among equal scores, what topk takes depends on how many are wanted; keys are all different
+        keys = scores.abs().view(torch.int32).long().mul_(-(1 << V.bit_length())).sub_(torch.arange(V, device=scores.device))
+        names = keys.topk(min(most, V), -1)[1]
+    else:
+        names = tokens.new_empty(len(tokens), 0)
+    return torch.cat([scores.gather(1, torch.cat([tokens[:, None], names], 1)).double(), names.double()], 1)
 
 
 def to_logprobs(tokens: Items[int], found: ToHost, wanted: Items[int | None]) -> list[TokenLogprobs | None]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..errors import EngineError, OutOfMemory, PenstockError
+from ..errors import EngineError, OutOfMemory, PenstockError, described
 from .request import Event, FinishReason, Request, Sequence, TokenLogprobs, aligned
 from .runner import Flight, Runner
 from .sampler import NO_TOKEN, Row, to_logprobs
@@ -49,6 +49,9 @@ class Steps:
         self.requests.add(request)
         params, tokenizer = request.params, self.tokenizer
         try:
+            if params.constraint is not None:
+                for constraint in request.constraints:
+                    _check_mask(constraint)
             for index in range(params.n):
                 text = None if tokenizer is None else TextStream(tokenizer.stream(), params.stop, params.include_stop)
                 one = Sequence(request, index, list(request.prompt), text=text)
@@ -110,14 +113,23 @@ class Steps:
         return flight is not None or before is not None or bool(plan.admitted)
 
     def state_of(self, sequence: Sequence) -> SequenceState:
-        """The state of a running sequence after all of its tokens. Call ``drain`` before."""
-        assert sequence.slot is not None
-        row = self.pool.copy_out([self.pool.aligned(sequence.slot)])[0]
+        """The state of a sequence after all of its tokens, in the pool or preempted. Call ``drain`` before."""
+        if sequence.slot is None:
+            row = sequence.saved.row[-1].to(self.pool.memory.device)
+        else:
+            row = self.pool.copy_out([self.pool.aligned(sequence.slot)])[0]
         return SequenceState(tuple(sequence.tokens), sequence.aligned, row, self.model_hash())
 
     # entering and leaving the pool
 
     def _admit(self, one: Sequence) -> None:
+        """Let a sequence begin in its slot. If its state cannot be written, its request fails."""
+        try:
+            self._begin(one)
+        except Exception as error:
+            self._fail([one.request], self._described(error, 0))
+
+    def _begin(self, one: Sequence) -> None:
         """Write the state that a sequence begins with to its slot, which has the state before the first token."""
         assert one.slot is not None
         request, rows = one.request, [self.pool.live(one.slot), self.pool.aligned(one.slot)]
@@ -152,11 +164,12 @@ class Steps:
     # results of a step
 
     def _guarded(self, flight: Flight) -> None:
-        """Process a step; where the device reports an error only now, its requests fail."""
+        """Process a step; where the device reports an error only now, its requests that have not ended fail."""
         try:
             self._process(flight)
         except BaseException as error:
-            self._fail(dict.fromkeys(work.sequence.request for work in flight.works), self._described(error, len(flight.works)))
+            left = dict.fromkeys(work.sequence.request for work in flight.works if not work.sequence.finished)
+            self._fail(left, self._described(error, len(flight.works)))
             if not isinstance(error, Exception):
                 raise
 
@@ -182,12 +195,14 @@ class Steps:
             except Exception as error:
                 self._fail([one.request], error)
         for one, length, state in flight.kept:
+            if length > len(one.tokens):  # its last token has no value: the request failed
+                continue
             self.cache.insert(one.tokens[:length], state)
             if length % self.keep_every == 0:
                 one.cuts.add(length + self.keep_every)
         for work in flight.works:
             one = work.sequence
-            if not work.sample and not one.finished and one.request.params.max_tokens == 0 and one.computed == one.length:
+            if not work.sample and not one.finished and one.request.params.max_tokens == 0 and work.end == one.length:
                 self._end_scored(one)
 
     def _end_scored(self, one: Sequence) -> None:
@@ -218,7 +233,11 @@ class Steps:
         self.generated_tokens += 1
         params, text = one.request.params, ""
         one.tokens.append(token)
-        ends = one.constraint is not None and one.constraint.accept(token)
+        ends = False
+        if one.constraint is not None:
+            ends = one.constraint.accept(token)
+            if not ends:
+                _check_mask(one.constraint)
         reason: FinishReason | None = "stop" if ends else None
         if token in params.stop_ids or (token == self.end_of_text and not params.ignore_end):
             reason = "stop"
@@ -318,3 +337,9 @@ class Steps:
             failed = EngineError(f"engine: a step must run, got {type(error).__name__}: {error}. The requests of this step failed.")
         failed.__cause__ = error
         return failed
+
+
+def _check_mask(constraint: Any) -> None:
+    """Raise EngineError for a mask that a step cannot read: all requests of the step would fail."""
+    if not isinstance(constraint.mask, bytes | bytearray):
+        raise EngineError(f"engine: the mask of a constraint must be bytes, got {described(constraint.mask)}. Only this request failed.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import secrets
@@ -15,15 +16,16 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from ..engine import Engine, SequenceState
 from ..errors import InvalidArgument
 from .errors import Refused
 from .protocol import StateCard
 
-NAME = re.compile(r"state-([0-9]+)-[0-9a-f]{32}", re.ASCII)
-"""The time when it was saved, in seconds, and random digits."""
+LOG = logging.getLogger("penstock.server")
+NAME = re.compile(r"state-([0-9]{1,15})-[0-9a-f]{32}", re.ASCII)
+"""The time when it was saved, in seconds, and random digits. Longer ones are no names of files."""
 SUFFIX = ".safetensors"
 
 
@@ -81,13 +83,13 @@ class States:
             raise self._absent(name) from None
 
     def card(self, name: str) -> StateCard:
-        """What clients see of a state. Raises Refused if there is none."""
+        """What clients see of a state. Raises Refused if there is none, or a damaged file."""
         path = self._path(name)
         try:
-            with safe_open(str(path), "pt") as file:
+            with safe_open(str(path), "np") as file:  # "pt" opens it again
                 tokens = int(file.metadata()["tokens"])
             return StateCard(id=name, created=int(name.split("-")[1]), tokens=tokens, bytes=path.stat().st_size)
-        except FileNotFoundError:
+        except (OSError, SafetensorError, TypeError, KeyError, ValueError):
             raise self._absent(name) from None
 
     def cards(self) -> list[StateCard]:
@@ -109,8 +111,11 @@ class States:
         try:
             write(part)
             part.replace(self._folder / f"{name}{SUFFIX}")  # under its name only when it is whole
+        except (OSError, SafetensorError) as error:
+            raise self._broken(error) from error
         finally:
-            part.unlink(missing_ok=True)
+            with suppress(OSError):
+                part.unlink()
         files = self._files()
         for path in files[: max(0, len(files) - self._most)]:
             path.unlink(missing_ok=True)
@@ -119,7 +124,11 @@ class States:
     def _files(self) -> list[Path]:
         """The least recently used one first."""
         found = []
-        for path in self._folder.iterdir():
+        try:
+            paths = list(self._folder.iterdir())
+        except OSError as error:
+            raise self._broken(error) from error
+        for path in paths:
             if path.suffix == SUFFIX and NAME.fullmatch(path.stem):
                 with suppress(FileNotFoundError):
                     found.append((path.stat().st_mtime_ns, path))
@@ -136,6 +145,11 @@ class States:
         with suppress(FileNotFoundError):
             os.utime(path)
         return path
+
+    def _broken(self, error: Exception) -> Refused:
+        LOG.error("the folder of states %s", self._folder, exc_info=error)
+        message = f"states: the server's folder must exist and have room, got {type(error).__name__}. The server's log has the error."
+        return Refused(500, message, kind="server_error", code="states_folder")
 
     def _absent(self, name: str) -> Refused:
         message = f"states: the state must be one that the server keeps, got {name!r}. It keeps the last {self._most}."

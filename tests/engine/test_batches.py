@@ -18,7 +18,7 @@ EVEN = rwkv6(**NARROW, head_size=8, mix_rank=8, decay_rank=8)
 
 def drawn_params(rng: random.Random) -> SamplingParams:
     kind = rng.randrange(5)
-    options = {"max_tokens": rng.choice([1, 5, 10, 70]), "seed": rng.getrandbits(40), "logprobs": rng.choice([None, 0, 3])}
+    options = {"max_tokens": rng.choice([0, 1, 5, 10, 70]), "seed": rng.getrandbits(40), "logprobs": rng.choice([None, 0, 3])}
     if kind == 0:
         return SamplingParams(temperature=0, **options)
     if kind == 1:

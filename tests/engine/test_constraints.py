@@ -50,3 +50,17 @@ def test_a_constraint_that_raises_fails_its_request_alone():
     assert "ZeroDivisionError: constraint. Only this request failed" in str(failed.error)
     assert (other.error, len(other.tokens)) == (None, 30)
     engine.check_integrity()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("after", [0, 3])
+def test_a_mask_of_a_wrong_type_fails_its_request_alone(overlap, after):
+    class Masked(Steps):
+        mask = property(lambda self: [3] if self.left == 20 - after else self.bits([3]), lambda self, value: None)
+
+    engine = Engine(model_of("rwkv6"), slots=6, token_budget=256, overlap=overlap)
+    (wanted,) = engine.generate([[1]], SamplingParams(max_tokens=30, seed=1))
+    failed, other = engine.generate([[1], [1]], [SamplingParams(max_tokens=30, constraint=Masked), SamplingParams(max_tokens=30, seed=1)])
+    assert "the mask of a constraint must be bytes, got [3] of type list. Only this request failed." in str(failed.error)
+    assert other.tokens == wanted.tokens
+    engine.check_integrity()

@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 from architectures import model_of
 
 from penstock.engine import Engine, SamplingParams
+from penstock.engine.transfer import ToHost
 from penstock.errors import DtypeError, EngineError, OutOfMemory, QueueFull, RangeError
 from penstock.models.tokenizers import Bytes
 
@@ -273,6 +275,54 @@ def test_out_of_memory_fails_the_requests_of_the_step_alone(error, monkeypatch):
     assert_idle(engine)
 
 
+def test_biases_that_the_caller_changes_behind_submit_change_nothing():
+    engine, biases = engine_of(), {3: 50.0}
+    request, other = engine.submit([1], SamplingParams(max_tokens=3, logit_bias=biases)), engine.submit([1], PARAMS)
+    biases.clear()
+    while not (request.done and other.done):
+        engine.step()
+    assert request.result.tokens == [3] * 3
+    assert other.result.error is None
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_state_that_cannot_be_written_fails_its_request_alone(overlap):
+    engine = engine_of(overlap=overlap)
+    wanted = engine_of().generate([[1, 2], [3]], PARAMS)
+    requests = [engine.submit([1, 2], PARAMS), engine.submit([3], PARAMS)]
+    for _ in range(3):
+        engine.step()
+    state = engine.state_of(requests[0])
+    broken = engine.submit([5], PARAMS, state=replace(state, row=state.row[:-1]))
+    while not all(request.done for request in (*requests, broken)):
+        engine.step()
+    assert [request.result.tokens for request in requests] == [one.tokens for one in wanted]
+    with pytest.raises(EngineError, match="a step must run"):
+        raise broken.result.error
+    assert_idle(engine)
+
+
+def test_an_error_of_a_step_that_overlaps_the_end_of_a_request_leaves_it_as_it_is(monkeypatch):
+    """The step has a row of it because its end was not known when the step began."""
+    engine = engine_of(overlap=True)
+    ended = engine.submit([1], SamplingParams(max_tokens=30, stop_ids=tuple(range(13))))
+    other = engine.submit([1, 2], PARAMS)
+    engine.step()
+    engine.step()
+    assert ended.done
+    assert len(other.result.tokens) == 1
+
+    def fail(_):
+        raise RuntimeError("the device is lost")
+
+    monkeypatch.setattr(ToHost, "tolist", fail)
+    engine.step()
+    assert (ended.result.error, ended.result.completions[0].finish_reason) == (None, "stop")
+    with pytest.raises(EngineError, match="the device is lost"):
+        raise other.result.error
+    assert_idle(engine)
+
+
 def test_another_error_of_a_step_fails_its_requests(monkeypatch):
     engine = engine_of()
     request = engine.submit([1], PARAMS)
@@ -459,6 +509,27 @@ def test_logits_that_are_no_numbers_fail_their_request_alone(options, overlap):
     assert isinstance(results[1].error, EngineError)
     assert str(results[1].error).startswith("engine: logits must have a finite largest value among the tokens that may follow, got NaN")
     assert str(scored.error).startswith("engine: logits must be numbers, got NaN among those after tokens 0 to 1.")
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_request_that_fails_where_a_state_is_kept_fails_alone(overlap, monkeypatch):
+    """Its 64th token has no value, and the state after it is computed with the step before, if steps overlap."""
+    wanted = engine_of().generate([[1, 2]], SamplingParams(max_tokens=100, temperature=0))
+    engine = engine_of(overlap=overlap, keep_every=64)
+    broken, forward = engine.submit([5], SamplingParams(max_tokens=100, temperature=0)), engine._steps.runner._forward
+
+    def with_nan(decodes, pieces, last_only):
+        logits = forward(decodes, pieces, last_only).clone()
+        for n, work in enumerate([*decodes, *pieces]):
+            if work.sequence.request is broken and work.end == 63:
+                logits[n] = math.nan
+        return logits
+
+    monkeypatch.setattr(engine._steps.runner, "_forward", with_nan)
+    results = engine.generate([[1, 2]], SamplingParams(max_tokens=100, temperature=0))
+    assert [one.tokens for one in results] == [one.tokens for one in wanted]
+    assert str(broken.result.error).startswith("engine: logits must have a finite largest value")
     assert_idle(engine)
 
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.engine import SamplingParams, sampler
-from penstock.engine.sampler import NO_TOKEN, Row, Sampler, seed_of, uniform
+from penstock.engine import Engine, SamplingParams, sampler
+from penstock.engine.sampler import MOST_TOKENS, NO_TOKEN, Row, Sampler, logprobs_of, seed_of, uniform
 from penstock.errors import DtypeError, RangeError
+from penstock.models import CausalLM, gla
 
 V = 50
 
@@ -93,6 +94,30 @@ def test_rows_that_come_go_and_move_equal_the_literal_evaluation():
             rows[slot].tokens.append(token)
 
 
+def test_a_row_that_returns_to_an_earlier_slot_has_the_counts_of_all_its_tokens():
+    """Nothing else used the slot meanwhile, as after a preemption by a request that was cancelled before its first token."""
+    made, row = Sampler(2, V, torch.device("cpu")), Row(SamplingParams(temperature=0, presence_penalty=5.0), 1, [1], 1)
+    logits = torch.randn(1, V, generator=torch.Generator().manual_seed(0))
+    for slot in (0, 1, 1, 0, 0, 1):
+        row.tokens.append(int(made.sample(logits, [row], [slot], [len(row.tokens)])))
+    assert row.tokens[1:] == logits[0].topk(6)[1].tolist()
+
+
+@pytest.mark.parametrize("size", [1, 7, 300, 60000])
+def test_most_likely_tokens_do_not_depend_on_how_many_other_rows_want(size):
+    """Many log probabilities are equal: the lower tokens come first."""
+    logits = torch.randn(4, size, generator=torch.Generator().manual_seed(0)).bfloat16()
+    logits[:, ::5] = -math.inf
+    logits[:, 0] = 0
+    tokens = torch.zeros(4, dtype=torch.int64)
+    scores = torch.log_softmax(logits.double(), -1)
+    wanted = scores.sort(dim=-1, descending=True, stable=True)[1]
+    for most in (0, 1, 2, 20):
+        count, found = min(most, size), logprobs_of(logits, tokens, most)
+        assert torch.equal(found[:, 1 + count :].long(), wanted[:, :count])
+        torch.testing.assert_close(found[:, 1 : 1 + count], scores.gather(1, wanted[:, :count]), rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("scale", [0.1, 8.0])
 def test_a_large_vocabulary_is_ranked_by_candidates_where_they_suffice(scale, monkeypatch):
     """With flat logits the nucleus has more tokens than there are candidates. Many weights are equal."""
@@ -139,9 +164,20 @@ def test_a_step_copies_once_and_calls_torch_as_often_for_many_rows_as_for_few(mo
     assert counts[0] == counts[1]
 
 
+def test_sums_of_the_largest_vocabulary_do_not_overflow():
+    """All logits are equal, so all weights are 2**44."""
+    logits = torch.zeros(2, MOST_TOKENS)
+    rows = [Row(SamplingParams(), 1), Row(SamplingParams(top_p=0.5), 1)]
+    assert sample(logits, rows, [1, 1]).tolist() == [int(uniform(1, 1) * n) for n in (MOST_TOKENS, MOST_TOKENS // 2 + 1)]
+    assert float(logprobs_of(logits, torch.zeros(2, dtype=torch.int64), 0)[0]) == pytest.approx(-math.log(MOST_TOKENS))
+    model = CausalLM(gla(vocab_size=MOST_TOKENS + 1, hidden_size=8, num_layers=1, num_heads=1))
+    with pytest.raises(RangeError, match="Engine: model must be of at most 524287 tokens, got a vocabulary of 524288"):
+        Engine(model)
+
+
 def test_keys_of_the_largest_vocabulary_do_not_overflow():
-    """2**19 tokens: the weight and the token have 64 bits together."""
-    size = 2**19
+    """The weight and the token have 64 bits together."""
+    size = MOST_TOKENS
     logits = torch.full((2, size), -30.0)
     logits[:, [3, size - 1]] = 0.0
     rows = [Row(SamplingParams(top_k=2), 1), Row(SamplingParams(top_p=0.9), 1)]

@@ -86,6 +86,24 @@ def test_a_running_request_is_forked(overlap):
     engine.check_integrity()
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_state_of_a_prompt_that_is_preempted_behind_its_last_token(overlap):
+    """If steps overlap, it loses its slot before the result of its last step is processed."""
+    engine, prompt = Engine(model_of("gla"), slots=1, token_budget=200, overlap=overlap, cache_bytes=0), [n % 13 for n in range(40)]
+    request = engine.submit(prompt, SamplingParams(max_tokens=0, keep_state=True))
+    engine.step()
+    other = engine.submit([3], SamplingParams(max_tokens=3), priority=1)
+    while not (request.done and other.done):
+        engine.step()
+    assert request.result.error is None
+    params = SamplingParams(max_tokens=20, seed=1)
+    (wanted,) = engine.generate([prompt], params)
+    found = engine.submit((), params, state=request.result.completions[0].state)
+    while not found.done:
+        engine.step()
+    assert found.result.tokens == wanted.tokens
+
+
 def test_files_of_other_models_layouts_and_dtypes_are_refused(tmp_path):
     engine, path = engine_of(), tmp_path / "a.safetensors"
     state = engine.generate([PROMPT], KEEP)[0].completions[0].state

@@ -154,3 +154,12 @@ def test_echo_and_log_probabilities_of_the_prompt(engine):
     for short in ("a", "ab" * 32 + "c"):  # no token follows the last one, alone in its piece
         (scored,) = engine.generate(short, SamplingParams(max_tokens=1, prompt_logprobs=1))
         assert len(scored.prompt_logprobs) == len(short)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_all_tokens_of_a_long_prompt_are_scored_without_new_ones(engine, overlap):
+    """Its pieces are in several steps."""
+    made = Engine(engine.model, Bytes(), slots=2, token_budget=130, overlap=overlap)
+    (found,) = made.generate("words " * 80, SamplingParams(max_tokens=0, prompt_logprobs=0))
+    (wanted,) = engine.generate("words " * 80, SamplingParams(max_tokens=1, prompt_logprobs=0))
+    assert [one and one.logprob for one in found.prompt_logprobs] == pytest.approx([one and one.logprob for one in wanted.prompt_logprobs])

@@ -1,15 +1,23 @@
 """States over HTTP: saved, listed, continued from, sent and received."""
 
+import errno
+import shutil
+import subprocess
+import sys
 import tempfile
 import threading
+from contextlib import suppress
 
 import httpx
 import openai
 import pytest
-from live_server import running, small_model
+from live_server import VOCAB, running, small_model
 
+from penstock.engine import Engine, SamplingParams
+from penstock.models.tokenizers import Bytes
 from penstock.server.errors import Refused
 from penstock.server.limits import Limits
+from penstock.server.states import States
 
 TEXT = "The sea was calm. " * 10
 
@@ -161,7 +169,70 @@ def test_servers_of_a_folder_save_and_drop_states_at_the_same_time(model, tmp_pa
         assert len(listed(one)) == len(list(tmp_path.iterdir())) == 2
 
 
-@pytest.mark.parametrize("wrong", ["", "../other", "state-1-" + "0" * 32, "state-1-" + "0" * 31 + "/", "/etc/passwd", "\0", "a" * 5000])
+def test_states_are_listed_while_another_process_drops_them(model, tmp_path):
+    """A file may be gone between any two of the calls that read it."""
+    states = States(Engine(model, Bytes(VOCAB), slots=1, token_budget=256), 3, tmp_path)
+    params = SamplingParams(max_tokens=1, keep_state=True)
+    name = states.add(states._engine.generate("a", params)[0].completions[0].state)
+    renames = f"""
+import os, time
+files = [os.path.join({str(tmp_path)!r}, name) for name in ("{name}.safetensors", "hidden")]
+end = time.monotonic() + 2
+while time.monotonic() < end:
+    os.rename(*files)
+    os.rename(*files[::-1])
+"""
+    with subprocess.Popen([sys.executable, "-c", renames]) as other:
+        while other.poll() is None:
+            assert len(states.cards()) <= 1
+            with suppress(Refused):
+                assert states.card(name).tokens == 2
+            with suppress(Refused):
+                assert states.content(name)
+    assert other.returncode == 0
+    assert [card.id for card in states.cards()] == [name]
+
+
+@pytest.mark.parametrize("content", [b"", b"no", b"\2\0\0\0\0\0\0\0{}"])
+def test_damaged_files_of_a_folder_are_left_out(model, tmp_path, content):
+    with running(model, states_folder=tmp_path) as live:
+        damaged = f"state-1-{0:032}"
+        (tmp_path / f"{damaged}.safetensors").write_bytes(content)
+        name = saves(live)
+        assert listed(live) == [name]
+        with pytest.raises(openai.BadRequestError, match="load_state"):
+            continued(live.client, damaged)
+
+
+@pytest.mark.parametrize("action", ["removed", "full"])
+def test_a_folder_that_takes_no_files_fails_what_needs_it_alone(model, tmp_path, action, monkeypatch):
+    folder = tmp_path / "states"
+    folder.mkdir()
+    with running(model, states_folder=folder) as live:
+        name = saves(live)
+        if action == "removed":
+            shutil.rmtree(folder)
+            with pytest.raises(openai.NotFoundError):
+                continued(live.client, name)
+            assert httpx.get(f"{live.url}/v1/states").status_code == 500
+        else:
+
+            def full(*_):
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+            monkeypatch.setattr(live.service.engine, "save_state", full)
+            assert listed(live) == [name]
+        with pytest.raises(openai.InternalServerError, match="states: the server's folder must exist and have room, got "):
+            saves(live)
+        assert live.client.completions.create(model="tiny", prompt="a", max_tokens=1).choices[0].text
+
+
+LONG = f"state-{'1' * 300}-{0:032}"
+
+
+@pytest.mark.parametrize(
+    "wrong", ["", "../other", "state-1-" + "0" * 32, "state-1-" + "0" * 31 + "/", "/etc/passwd", "\0", "a" * 5000, LONG]
+)
 def test_names_are_no_paths(live, wrong):
     states = live.service.states
     for method in (states.get, states.content, states.card, states.remove):
