@@ -267,7 +267,7 @@ class Engine:
                 self._steps.runner.graphs.capture_all()
 
     def start(self) -> None:
-        """Run steps in a background thread from now on. An engine that nobody has any more is collected once its requests are done."""
+        """Run steps in a background thread from now on. An engine without references is collected once its requests are done."""
         with self._lock:
             if self._closed:
                 raise EngineError("start: the engine must be open, got a closed one. Make a new one.")

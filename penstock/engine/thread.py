@@ -17,7 +17,7 @@ class Stepping(Protocol):
 class StepThread:
     """Runs steps while there is anything to do, and waits for ``wake`` else.
 
-    It holds its engine during steps only. So an engine that nobody else has is collected after its last request, and the thread ends.
+    It holds its engine during steps only. So an engine without other references is collected after its last request, and the thread ends.
     """
 
     def __init__(self) -> None:

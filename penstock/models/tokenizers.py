@@ -192,7 +192,7 @@ class HuggingFace:
         self.end_of_text = self._find_end(Path(file).parent)
         special = {token for token, added in self._rust.get_added_tokens_decoder().items() if added.special}
         self.text_tokens = set(vocab.values()) - special
-        """Tokens that ``decode`` does not leave out: no special ones, and no numbers without a token."""
+        """Tokens that ``decode`` keeps: neither special ones nor ids without a token."""
         of_bytes = self._rust.decoder is not None and b"ByteFallback" in self._rust.decoder.__getstate__()
         self.byte_tokens = {token for text, token in vocab.items() if of_bytes and BYTE.fullmatch(text)}
         """Tokens of one byte, as <0xE4>."""

@@ -79,7 +79,7 @@ def _check_weights(complaints: Complaints, model: CausalLM) -> None:
 
 
 def _check_path(complaints: Complaints, path: object) -> None:
-    """Check that a path names something: the empty one is the current folder, which nobody means."""
+    """Check that a path names something. The empty one would be the current folder."""
     if not isinstance(path, str | os.PathLike):
         complaints.add(DtypeError, "path", "a str or a Path", described(path))
     elif not isinstance(name := os.fspath(path), str) or not name or "\0" in name:
