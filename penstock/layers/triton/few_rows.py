@@ -176,6 +176,27 @@ def penstock_low_rank(
         tl.store(y + i.to(tl.int64) * R * C + at, (now + step * factor).to(y.dtype.element_ty), here)
 
 
+@triton.jit
+def summed_norm(
+    x, y, total, weight, bias, r, c, C, eps, ADD: tl.constexpr, CENTRE: tl.constexpr, BIAS: tl.constexpr
+):  # fmt: skip
+    """The norm of row r of x, or (``ADD``) of x + y, which is rounded and stored as ``total``: float32. c are all columns."""
+    here = c < C
+    values = tl.load(x + r * C + c, here, other=0.0)
+    if ADD:
+        added = values.to(tl.float32) + tl.load(y + r * C + c, here, other=0.0).to(tl.float32)
+        values = added.to(total.dtype.element_ty)
+        tl.store(total + r * C + c, values, here)
+    values = values.to(tl.float32)
+    if CENTRE:
+        values = tl.where(here, values - tl.sum(values, 0) / C, 0.0)
+    values *= tl.rsqrt(tl.sum(values * values, 0) / C + eps)
+    values *= tl.load(weight + c, here, other=0.0).to(tl.float32)
+    if BIAS:
+        values += tl.load(bias + c, here, other=0.0).to(tl.float32)
+    return values
+
+
 @triton.jit(do_not_specialize=["R"])
 def penstock_shifted_norm(
     x, y,  # [R,C]
@@ -203,18 +224,7 @@ def penstock_shifted_norm(
     row = pool + slot * p_n + c
     mine = here & (slot >= 0)
     last = tl.load(row, mine, other=0.0)
-    values = tl.load(x + r * C + c, here, other=0.0)
-    if ADD:
-        added = values.to(tl.float32) + tl.load(y + r * C + c, here, other=0.0).to(tl.float32)
-        values = added.to(total.dtype.element_ty)
-        tl.store(total + r * C + c, values, here)
-    values = values.to(tl.float32)
-    if CENTRE:
-        values = tl.where(here, values - tl.sum(values, 0) / C, 0.0)
-    values *= tl.rsqrt(tl.sum(values * values, 0) / C + eps)
-    values *= tl.load(weight + c, here, other=0.0).to(tl.float32)
-    if BIAS:
-        values += tl.load(bias + c, here, other=0.0).to(tl.float32)
+    values = summed_norm(x, y, total, weight, bias, r, c, C, eps, ADD, CENTRE, BIAS)
     rounded = values.to(normed.dtype.element_ty)
     tl.store(row, rounded.to(pool.dtype.element_ty), mine)
     last = last.to(normed.dtype.element_ty)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .few_rows import begin
+from .few_rows import begin, summed_norm
 
 SIGMOID = tl.constexpr(0)
 SILU = tl.constexpr(1)
@@ -58,18 +58,7 @@ def penstock_add_norm(
     r = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BC)
     here = c < C
-    values = tl.load(x + r * C + c, here, other=0.0)
-    if ADD:
-        added = values.to(tl.float32) + tl.load(y + r * C + c, here, other=0.0).to(tl.float32)
-        values = added.to(total.dtype.element_ty)
-        tl.store(total + r * C + c, values, here)
-    values = values.to(tl.float32)
-    if CENTRE:
-        values = tl.where(here, values - tl.sum(values, 0) / C, 0.0)
-    values *= tl.rsqrt(tl.sum(values * values, 0) / C + eps)
-    values *= tl.load(weight + c, here, other=0.0).to(tl.float32)
-    if BIAS:
-        values += tl.load(bias + c, here, other=0.0).to(tl.float32)
+    values = summed_norm(x, y, total, weight, bias, r, c, C, eps, ADD, CENTRE, BIAS)
     tl.store(normed + r * C + c, values.to(normed.dtype.element_ty), here)
 
 
