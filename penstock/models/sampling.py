@@ -35,7 +35,7 @@ def check_sampling(
         complaints.add(DeviceError, "generator", f"for {device}, where the model is", generator.device, remedy)
 
 
-def check_logits(function: str, logits: Tensor, last: bool = False) -> None:
+def check_logits(function: str, logits: Tensor, last: bool = False, name: str = "logits") -> None:
     """Raise RangeError for NaN. The ``last`` logits are checked on every device, others where that does not wait for it.
 
     A NaN stays in the state of its sequence, so the last logits show it.
@@ -43,7 +43,7 @@ def check_logits(function: str, logits: Tensor, last: bool = False) -> None:
     if (reads_values(logits) or (last and not is_fake(logits))) and bool(logits.isnan().any()):
         complaints = Complaints(function)
         remedy = "Weights are NaN, or values overflow: check the weights, and load the model as bfloat16 or float32."
-        complaints.add(RangeError, "logits", "numbers", "NaN", remedy)
+        complaints.add(RangeError, name, "numbers", "NaN", remedy)
         complaints.raise_any()
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..errors import Complaints, RangeError
 from ..models import CausalLM
+from ..models.sampling import check_logits
 from ..models.tokenizers import Bytes, Tokenizer
 from ..recurrence.declaration import state_dtype
 
@@ -119,9 +120,5 @@ def perplexity(model: CausalLM, tokenizer: Tokenizer, text: str, window: int = 2
         complaints.add(RangeError, "text", "at least two tokens", f"{len(tokens)}")
         complaints.raise_any()
     log_p = score(model, [tokens], window)[0].log_p
-    if log_p.isnan().any():
-        complaints = Complaints("perplexity")
-        remedy = "Weights are NaN, or values overflow: check the weights, and load the model as bfloat16 or float32."
-        complaints.add(RangeError, "losses", "numbers", "NaN", remedy)
-        complaints.raise_any()
+    check_logits("perplexity", log_p, last=True, name="losses")
     return Perplexity(len(log_p), size, -log_p.sum().item())
