@@ -70,22 +70,40 @@ def test_other_problems_take_the_plain_kernels(problem, target):
     assert "hopper_backward" not in backward(problem, target)
 
 
-@pytest.mark.parametrize("size", ["256,512", "64,128", "128,64", "256,192"])
+@pytest.mark.parametrize("size", ["64,128", "128,64"])
 def test_K_and_V_may_differ(size):
-    """At K = 256 a program takes 128 key channels. Backward, V is a multiple of these; dv is a launch of its own."""
+    """Backward, V is a multiple of K; dv is a launch of its own."""
     problem = problem_of("gla", f"8,2048,32,{size}")
     made = planned(problem, keep=True)
     K, V = problem.sizes["K"], problem.sizes["V"]
-    blocks = 2 if K == 256 else 1
-    assert kernels_of(made) == ["hopper_forward", *["blocks"] * (blocks - 1)]
-    assert made.launches[0].grid == 8 * 32 * blocks * V // 64
-    apart = V % (K // blocks) == 0
-    assert ("chunk_states" in made.memory) is (apart or K != 128)  # the plain backward kernel has chunks of 32 there
+    assert kernels_of(made) == ["hopper_forward"]
+    assert made.launches[0].grid == 8 * 32 * V // 64
+    assert ("chunk_states" in made.memory) is (V % K == 0)  # the plain backward kernel has chunks of 32 there
     if "chunk_states" in made.memory:
         states = torch.empty(*made.memory["chunk_states"][0], dtype=BFLOAT16, device="meta")
         assert states.shape == (8 * 2048 // 64, 32, K, V)
-        rest = ["hopper_backward", "values"] if apart else ["chunk_backward", "chunk_backward"]
-        assert backward(problem, states=states) == ["segments", *rest]
+        assert backward(problem, states=states) == ["segments", "hopper_backward", "values"]
+
+
+@pytest.mark.parametrize(("shape", "values"), [("8,2048,4,256,512", 128), ("4,2048,4,256,256", 64), ("8,2048,32,256,192", 64)])
+def test_chunks_of_heads_of_256_are_walked(shape, values):
+    """The walk has fewer programs than there are multiprocessors, or one for 128 value channels, if these divide V."""
+    problem = problem_of("gla", shape)
+    made = planned(problem, keep=True)
+    B, H, V = (problem.sizes[name] for name in "BHV")
+    assert kernels_of(made) == ["hopper_weights", "hopper_walk"]
+    assert [one.grid for one in made.launches] == [B * 2048 // 64 * H, B * H * V // values]
+    states = torch.empty(*made.memory["chunk_states"][0], dtype=BFLOAT16, device="meta")
+    rest = ["hopper_weights", "hopper_walk", "hopper_backward"] if V % 128 == 0 else ["segments", "chunk_backward", "chunk_backward"]
+    assert backward(problem, states=states) == rest
+
+
+def test_walks_have_segments_where_programs_are_few():
+    problem = problem_of("gla", "1,8192,4,256,512")
+    made = planned(problem, keep=True)
+    assert kernels_of(made) == ["segments", "segments", "hopper_weights", "hopper_walk"]
+    assert made.launches[-1].grid == 4 * 4 * 8
+    assert backward(problem) == [*["segments"] * 5, "hopper_weights", "hopper_walk", "hopper_backward"]
 
 
 def test_tensors_must_be_matrices_of_aligned_rows():

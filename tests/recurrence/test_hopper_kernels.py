@@ -34,6 +34,9 @@ CASES = [
     replace(OF, T=70, H=2, K=256, V=128, gate="mixture"),
     replace(OF, variant="gla", H=1, K=256, V=256, lengths=(65, 0, 3)),
     replace(OF, T=70, H=2, V=192),
+    replace(OF, T=70, H=1, V=128),
+    replace(OF, variant="gla", T=130, H=1, K=256, V=192, gate="zero"),
+    replace(OF, T=66, H=1, K=256, V=128, gate="gone"),
 ]
 
 
@@ -49,24 +52,44 @@ def check(found, case, names):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equal_the_oracle(case):
+    compare(case, H200)
+
+
+def test_walks_of_128_value_channels():
+    """They are planned where programs of 64 are more than multiprocessors."""
+    made = compare(replace(OF, variant="gla", B=2, T=130, H=1, K=256, V=128, gate="mixture"), H200._replace(multiprocessors=1))
+    assert made.launches[-1].grid({"B": 2, "T": 130, "N": 2}) == 2
+
+
+@pytest.mark.parametrize("lengths", [None, (200, 0, 5)])
+def test_walks_of_segments(lengths, monkeypatch):
+    """In both passes: states and gradients of states at the ends of segments come from other launches."""
+    monkeypatch.setattr(plan.Call, "walked_segment", lambda self: lambda sizes: 128)
+    compare(replace(OF, variant="gla", T=200, H=1, K=256, V=128, gate="mixture", lengths=lengths), H200)
+
+
+def compare(case, target):
+    """Compare results and gradients with the oracle; returns the plan of the forward pass."""
     drawn = draw(case)
     problem = problem_of(case, drawn)
-    made = plan.chunk_forward_plan(problem, H200, keep=True)
-    assert hopper.kernels()[0] in [one.kernel for one in made.launches]
+    forward = made = plan.chunk_forward_plan(problem, target, keep=True)
+    walked = hopper.walk(problem, plan.Call.of(problem, target).config("forward"), target, "bf16")
+    assert (walked.walk if walked else hopper.kernels()[0]) in [one.kernel for one in made.launches]
     tensors = {name: problem.q if x is None else x for name, x in zip(problem.operator.names, problem.tensors)}
     tensors["ones"] = torch.ones(hopper.C + 1, hopper.C, dtype=torch.bfloat16).tril(-1)
     found = gluon.run(made, dict(tensors), problem.sizes)
     check(found, case, ("output", "final_state"))
-    if case.variant == "rwkv5":
-        return  # a constant decay's gradients are left to the plain kernel
+    if case.variant == "rwkv5" or problem.sizes["V"] % min(problem.sizes["K"], 128):
+        return forward  # gradients are left to the plain kernel
     d_output, d_final_state = upstream(case)
     states = found.get("chunk_states")
-    made = plan.chunk_backward_plan(problem, d_output, d_final_state, H200, states)
+    made = plan.chunk_backward_plan(problem, d_output, d_final_state, target, states)
     assert hopper.kernels()[1] in [one.kernel for one in made.launches]
     tensors |= {"d_output": d_output, "d_final_state": d_final_state, "states": states}
     found = gluon.run(made, tensors, problem.sizes)
     names = ["dq", "dk", "dv", "dg", *(["du"] if case.row.bonus else []), *(["d_initial_state"] if case.state else [])]
     check(found | {"dinitial_state": found.get("d_initial_state")}, case, [name.replace("d_initial", "dinitial") for name in names])
+    return forward
 
 
 UPDATES = [

@@ -1,7 +1,8 @@
 """When the Hopper kernels replace the plain chunk kernels, and their launch parameters.
 
 ``hopper_forward`` and ``hopper_backward`` take any decay. At K = 256 there are not enough registers for the state and the tiles of all
-levels: a program takes 128 of the key channels. Outputs of these blocks are summed by ``blocks.py``.
+levels. There ``hopper_weights`` makes the tiles for ``hopper_walk``, which has the states. In place and in ``hopper_backward`` a program
+takes 128 of the key channels, and ``blocks.py`` sums the outputs of updates in place.
 """
 
 from __future__ import annotations
@@ -30,10 +31,33 @@ BACKWARD = {64: (8, 128), 128: (8, 255)}
 """By K: warps, and registers of their threads. At K = 64 two programs fit on a multiprocessor."""
 
 
+WALKED = (256,)
+"""K of heads whose chunks are walked by ``hopper_walk`` behind ``hopper_weights``, instead of block by block; but not in place."""
+WEIGHTS = (8, 128)
+"""Warps of ``hopper_weights``, and registers of their threads. Two programs fit on a multiprocessor."""
+
+
 def kernels() -> tuple[Any, Any] | None:
     """The forward and the backward kernel; None if this Triton has no Gluon for Hopper."""
     found = modules(__package__)
     return found and (found[0].penstock_chunk_fwd_hopper, found[1].penstock_chunk_bwd_hopper)
+
+
+class Walk(NamedTuple):
+    """The kernels of heads whose chunks are walked."""
+
+    weights: Any
+    walk: Any
+
+
+def walk(p: Recurrence, config: KernelConfig, target: Target, precision: str, *d_output: Tensor) -> Walk | None:
+    """The kernels if the table selects them and they support this problem, or None."""
+    suits = p.sizes["K"] in WALKED and p.sizes["V"] % BV == 0 and _suits(p, config, target, precision, *d_output)
+    if not suits or kernels() is None:
+        return None
+    from . import hopper_walk, hopper_weights
+
+    return Walk(hopper_weights.penstock_chunk_weights_hopper, hopper_walk.penstock_chunk_walk_hopper)
 
 
 class Forward(NamedTuple):
@@ -111,6 +135,7 @@ def decays_in_tiles(p: Tokens) -> bool:
     return p.g is not None and "T" in p.variant.decay and tiled(p.g)
 
 
-def backward_tiles(K: int) -> tuple[Tile, ...]:
-    """The tiles of the backward kernel's first tensors: q, k, v, dO, states and their gradients."""
-    return *[Tile(C, K)] * 4, Tile(K, K, 3), Tile(K, K, 3)
+def backward_tiles(one: Backward) -> tuple[Tile, ...]:
+    """The tiles of the backward kernel's first tensors: q, k, v, dO, states and their gradients. With several blocks, steps of BV of V."""
+    K, W = one.K, BV if one.apart else one.K
+    return *[Tile(C, K)] * 2, *[Tile(C, W)] * 2, *[Tile(K, W, 3)] * 2

@@ -21,24 +21,29 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from ...gpu.hopper_tiles import exp2, meet, zeroed_behind
-from ...gpu.tiles import LOG2E, span_of
-from .hopper_dyadic import around, between, factored, flat, grouped, halves, in_second_half, joined, spread, widened
+from ...gpu.tiles import span_of
+from .hopper_dyadic import (
+    GROUPS,
+    ROWS,
+    C,
+    R,
+    around,
+    between,
+    blocks,
+    decays,
+    flat,
+    grouped,
+    halves,
+    in_blocks,
+    in_second_half,
+    joined,
+    near_levels,
+    spread,
+    widened,
+)
 
-C = gl.constexpr(64)
-GROUPS = gl.constexpr(8)  # groups of R tokens; a thread holds all tokens of a group
-R = gl.constexpr(8)
 LEVELS = gl.constexpr(6)
-ROWS = gl.constexpr(16)  # rows of a warp's product
 KINDS = gl.constexpr(3)  # kinds of sums over groups: of levels 16 and 32, and of the terms of the states
-
-
-@gluon.jit
-def decays(g, g_t: gl.constexpr, g_k: gl.constexpr, tokens, K: gl.constexpr, layout: gl.constexpr):
-    """Load the chunk's log2 decays [C,K], 0 behind the last token."""
-    i = gl.arange(0, C, gl.SliceLayout(1, layout))
-    j = gl.arange(0, K, gl.SliceLayout(0, layout))
-    at = (i // R * R)[:, None] * g_t + j[None, :] * g_k + (i % R)[:, None] * g_t
-    return gl.load(g + at, mask=(i < tokens)[:, None], other=0.0).to(gl.float32) * LOG2E
 
 
 @gluon.jit
@@ -136,53 +141,23 @@ def collected(
     return d + far * factor, d_gate
 
 
-@gluon.constexpr_function
-def folded(layout, TRANSPOSED):
-    """Convert a layout of four blocks [4,ROWS,K] ([4,K,ROWS] if TRANSPOSED) to the layout of the tile [C,K] of these blocks."""
-
-    def fold(bases):
-        return [[ROWS.value * x[0] + x[2], x[1]] if TRANSPOSED else [ROWS.value * x[0] + x[1], x[2]] for x in bases]
-
-    shape = [layout.shape[0] * layout.shape[2], layout.shape[1]] if TRANSPOSED else [layout.shape[0] * layout.shape[1], layout.shape[2]]
-    return gl.DistributedLinearLayout(
-        fold(layout.reg_bases), fold(layout.lane_bases), fold(layout.warp_bases), fold(layout.block_bases), shape
-    )
-
-
-@gluon.constexpr_function
-def in_blocks(layout):
-    """Convert a layout of [C,C] to a layout of [C,4,ROWS]."""
-
-    def cut(bases):
-        return [[x[0], x[1] // ROWS.value, x[1] % ROWS.value] for x in bases]
-
-    shape = [C.value, C.value // ROWS.value, ROWS.value]
-    return gl.DistributedLinearLayout(cut(layout.reg_bases), cut(layout.lane_bases), cut(layout.warp_bases), cut(layout.block_bases), shape)
+@gluon.jit
+def expect_step(tiles, bars, n, steps):
+    """Announce the tiles of step n. Each tensor has barriers of its own: between copies with the same one, Triton has all warps meet."""
+    for m in gl.static_range(4):
+        mbarrier.expect(bars[m].index(n % bars[m].shape[0]), tiles[m].block_type.nbytes, pred=n < steps)
 
 
 @gluon.jit
-def blocks(tile, layout: gl.constexpr, TRANSPOSED: gl.constexpr):
-    """Load a tile [C,K] as an operand of products within its four blocks: [4,ROWS,K], or [4,K,ROWS] if TRANSPOSED."""
-    K: gl.constexpr = tile.shape[1]
-    N: gl.constexpr = C // ROWS
-    if TRANSPOSED:
-        x = tile.load(folded(gl.to_linear_layout(layout, [N, K, ROWS]), True))
-        x = gl.permute(gl.reshape(x, [N, ROWS, K]), (0, 2, 1))
-    else:
-        x = gl.reshape(tile.load(folded(gl.to_linear_layout(layout, [N, ROWS, K]), False)), [N, ROWS, K])
-    return gl.convert_layout(x, layout, assert_trivial=True)
-
-
-@gluon.jit
-def ask_values(tiles, parts, bars, line, column, state, first_column):
-    """Start the loads of tiles of v and dO, and of the state and its gradient."""
-    v_tiles, o_tiles, S_tiles, dS_tiles = tiles
-    v_s, o_s, S, dS = parts
-    tma.async_copy_global_to_shared(v_tiles, [line, column], bars.index(0), v_s)
-    tma.async_copy_global_to_shared(o_tiles, [line, column], bars.index(0), o_s)
-    mbarrier.expect(bars.index(1), 2 * S_tiles.block_type.nbytes)
-    tma.async_copy_global_to_shared(S_tiles, [state, first_column], bars.index(1), S)
-    tma.async_copy_global_to_shared(dS_tiles, [state, first_column], bars.index(1), dS)
+def ask_step(tiles, values, states, bars, line, column, state, n, steps):
+    """Start the loads of step n: 64 value channels of v and dO, and of the state and its gradient."""
+    W: gl.constexpr = tiles[0].block_shape[1]
+    STAGES: gl.constexpr = bars[0].shape[0]
+    at = ([line, column + n * W], [state, n * W])
+    parts = (values, states)
+    for m in gl.static_range(4):
+        tile = parts[m // 2].index(m % 2 * STAGES + n % STAGES)
+        tma.async_copy_global_to_shared(tiles[m], at[m // 2], bars[m].index(n % STAGES), tile, pred=n < steps)
 
 
 @gluon.jit(do_not_specialize=["N", "T"])
@@ -190,22 +165,26 @@ def penstock_chunk_bwd_hopper(
     q_tiles, k_tiles, v_tiles, o_tiles, S_tiles, dS_tiles, g, u, dq, dk, dv, dg, du, weights, rest, cu_seqlens, scale, N, T,
     g_b, g_h, u_h, u_k, g_t: gl.constexpr, g_k: gl.constexpr, H: gl.constexpr, K: gl.constexpr,
     DG: gl.constexpr, PREVIOUS: gl.constexpr, PACKED: gl.constexpr, BLOCKS: gl.constexpr, NV: gl.constexpr,
+    STORED: gl.constexpr,
 ):  # fmt: skip
     """Program (chunk slot, head). TMA tiles: [C, K] of tokens [B T, H K], and [K, K] of states [slots H K, NV K].
 
     dq, dk, dv, dg are contiguous; du is [slots, H, K].
 
     BLOCKS > 1: heads of BLOCKS K key channels; each of the H heads here is a block of K of them. NV: blocks of K value channels. If either
-    is more than 1, dv is left to ``values.py``, and what it needs is stored: A in ``weights`` [slots, H, C, C], float32, and k with the
-    factors of the state in ``rest``, like k.
+    is more than 1, dv is left to another launch. STORED: to ``values.py``, and what it needs is stored: A in ``weights`` [slots, H, C, C],
+    float32, and k with the factors of the state in ``rest``, like k.
     """
     APART: gl.constexpr = BLOCKS * NV > 1
+    WEIGHED: gl.constexpr = STORED or not APART  # whether this launch needs A
     WARPS: gl.constexpr = gl.num_warps()
     ACROSS: gl.constexpr = WARPS // 4
     layout: gl.constexpr = gl.BlockedLayout([R, 2], [1, 32], [GROUPS, WARPS // GROUPS], [1, 0])
     by_group: gl.constexpr = gl.BlockedLayout([1, R, 2], [1, 1, 32], [GROUPS, 1, WARPS // GROUPS], [2, 1, 0])
     across: gl.constexpr = gl.SliceLayout(1, by_group)
-    by_row: gl.constexpr = gl.BlockedLayout([1, 8], [256 // K, K // 8], [WARPS, 1], [1, 0])
+    W: gl.constexpr = 64 if APART else K  # value channels of a step
+    STAGES: gl.constexpr = K // W  # of tiles of a step, in the memory of X, v and dO
+    by_row: gl.constexpr = gl.BlockedLayout([1, 8], [256 // W, W // 8], [WARPS, 1], [1, 0])
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, ACROSS], [16, K // ACROSS, 16])
     square: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, ACROSS], [16, C // ACROSS, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
@@ -238,8 +217,13 @@ def penstock_chunk_bwd_hopper(
 
     q_s = gl.allocate_shared_memory(gl.bfloat16, [C, K], half)
     k_s = gl.allocate_shared_memory(gl.bfloat16, [C, K], half)
-    v_s = gl.allocate_shared_memory(gl.bfloat16, [C, K], half)  # later the state's part of dq
-    o_s = gl.allocate_shared_memory(gl.bfloat16, [C, K], half)
+    if APART:
+        values = gl.allocate_shared_memory(gl.bfloat16, [2, C, K], half)
+        v_s = values.index(0)  # later the state's part of dq
+        o_s = values.index(1)
+    else:
+        v_s = gl.allocate_shared_memory(gl.bfloat16, [C, K], half)
+        o_s = gl.allocate_shared_memory(gl.bfloat16, [C, K], half)
     dk_s = gl.allocate_shared_memory(gl.bfloat16, [C, K], half)  # the state's part of dk
     M_s = gl.allocate_shared_memory(gl.bfloat16, [C, C], half)  # later A
     X_s = gl.allocate_shared_memory(gl.bfloat16, [LEVELS, C, K], half)  # before that: S, dS and k o rest
@@ -248,26 +232,52 @@ def penstock_chunk_bwd_hopper(
     e_s = gl.allocate_shared_memory(gl.float32, [C], plain)
     D_s = gl.allocate_shared_memory(gl.bfloat16, [C, ROWS], plain2)
     row_s = gl.allocate_shared_memory(gl.float32, [K], plain)
-    bars = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     TILES: gl.constexpr = K // C  # tiles of a state
-    states = X_s._reinterpret(gl.bfloat16, [LEVELS // TILES, K, K], half)
-    S = states.index(0)
-    dS = states.index(1)
     rest_s = X_s.index(2 * TILES)
     uk_s = X_s.index(LEVELS - 1)
-    for n_bar in gl.static_range(2):
-        mbarrier.init(bars.index(n_bar), count=1)
-    fence_async_shared()
-    meet()
+    bars = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for m in gl.static_range(2):
+        mbarrier.init(bars.index(m), count=1)
     line = token.to(gl.int32)
     column = (h * K).to(gl.int32)
     value_column = (whole_head * (NV * K)).to(gl.int32)
     tiles = (v_tiles, o_tiles, S_tiles, dS_tiles)
-    parts = (v_s, o_s, S, dS)
-    mbarrier.expect(bars.index(0), 4 * q_tiles.block_type.nbytes)
-    tma.async_copy_global_to_shared(q_tiles, [line, column], bars.index(0), q_s)
-    tma.async_copy_global_to_shared(k_tiles, [line, column], bars.index(0), k_s)
-    ask_values(tiles, parts, bars, line, value_column, pid * K, 0)
+    if APART:
+        STEPS: gl.constexpr = NV * K // W
+        states = X_s._reinterpret(gl.bfloat16, [LEVELS * C // W, K, W], half)
+        values = values._reinterpret(gl.bfloat16, [2 * STAGES, C, W], half)
+        v_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        o_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        S_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        dS_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        step_bars = (v_bars, o_bars, S_bars, dS_bars)
+        for m in gl.static_range(4):
+            for first in gl.static_range(STAGES):
+                mbarrier.init(step_bars[m].index(first), count=1)
+        fence_async_shared()
+        meet()
+        mbarrier.expect(bars.index(0), 2 * q_tiles.block_type.nbytes)
+        for first in gl.static_range(STAGES):
+            expect_step(tiles, step_bars, first, STEPS)
+        meet()
+        for first in gl.static_range(STAGES):
+            ask_step(tiles, values, states, step_bars, line, value_column, pid * K, first, STEPS)
+        tma.async_copy_global_to_shared(q_tiles, [line, column], bars.index(0), q_s)
+        tma.async_copy_global_to_shared(k_tiles, [line, column], bars.index(0), k_s)
+    else:
+        states = X_s._reinterpret(gl.bfloat16, [LEVELS // TILES, K, K], half)
+        S = states.index(0)
+        dS = states.index(1)
+        fence_async_shared()
+        meet()
+        mbarrier.expect(bars.index(0), 4 * q_tiles.block_type.nbytes)
+        tma.async_copy_global_to_shared(q_tiles, [line, column], bars.index(0), q_s)
+        tma.async_copy_global_to_shared(k_tiles, [line, column], bars.index(0), k_s)
+        tma.async_copy_global_to_shared(v_tiles, [line, value_column], bars.index(0), v_s)
+        tma.async_copy_global_to_shared(o_tiles, [line, value_column], bars.index(0), o_s)
+        mbarrier.expect(bars.index(1), 2 * S_tiles.block_type.nbytes)
+        tma.async_copy_global_to_shared(S_tiles, [pid * K, 0], bars.index(1), S)
+        tma.async_copy_global_to_shared(dS_tiles, [pid * K, 0], bars.index(1), dS)
 
     x = decays(g, g_t, g_k, tokens, K, layout)
     part.store(gl.sum(grouped(x, GROUPS, by_group), 1))
@@ -278,60 +288,69 @@ def penstock_chunk_bwd_hopper(
     if tokens < C:
         zeroed_behind(q_s, tokens, layout)
         zeroed_behind(k_s, tokens, layout)
-        zeroed_behind(v_s, tokens, layout)
-        zeroed_behind(o_s, tokens, layout)
+        if not APART:
+            zeroed_behind(v_s, tokens, layout)
+            zeroed_behind(o_s, tokens, layout)
         fence_async_shared()
         meet()
 
-    # M, and the terms of the states
+    # M, and the terms of the states: sums over steps of W value channels
     i = gl.arange(0, C, gl.SliceLayout(1, square))[:, None]
     j = gl.arange(0, C, gl.SliceLayout(0, square))[None, :]
     a = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, block)))[None, :, None]
     b = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(1, block)))[None, None, :]
     zero = gl.zeros([C // ROWS, ROWS, ROWS], gl.float32, block)
-    dA = warpgroup_mma(o_s, v_s.permute((1, 0)), gl.zeros([C, C], gl.float32, square), use_acc=False, is_async=True)
-    dA_t = warpgroup_mma(v_s, o_s.permute((1, 0)), gl.zeros([C, C], gl.float32, square), use_acc=False, is_async=True)
-    dA, dA_t = warpgroup_mma_wait(0, [dA, dA_t])
-    if not APART:
-        M_s.store((gl.where(i > j, dA, dA_t) * scale).to(gl.bfloat16))
-    D = mma_v2(blocks(o_s, block_left, False), blocks(v_s, block_right, True), zero)
-    D_t = mma_v2(blocks(v_s, block_left, False), blocks(o_s, block_right, True), zero)
-    if not APART:
-        near = gl.convert_layout((gl.where(a > b, D, D_t) * scale).to(gl.bfloat16), block_left)
-        e_s.store(gl.reshape(gl.sum(gl.where(a == b, D, 0.0), 2), [C]) * scale)
-    mbarrier.wait(bars.index(1), 0)
-    dq_in = warpgroup_mma(o_s, S.permute((1, 0)), gl.zeros([C, K], gl.float32, mma), use_acc=False, is_async=True)
-    dk_in = warpgroup_mma(v_s, dS.permute((1, 0)), gl.zeros([C, K], gl.float32, mma), use_acc=False, is_async=True)
-    dq_in, dk_in = warpgroup_mma_wait(0, [dq_in, dk_in])
     if APART:
-        row = gl.zeros([K], gl.float32, gl.SliceLayout(1, by_row))
-        if DG:
-            row += gl.sum(S.load(by_row).to(gl.float32) * dS.load(by_row).to(gl.float32), 1)
-        for n_v in range(1, NV):
-            fence_async_shared()
-            meet()
-            mbarrier.expect(bars.index(0), 2 * v_tiles.block_type.nbytes)
-            ask_values(tiles, parts, bars, line, value_column + n_v * K, pid * K, n_v * K)
-            mbarrier.wait(bars.index(0), n_v & 1)
+        dA = gl.zeros([C, C], gl.float32, square)
+        dA_t = dA
+        dq_in = gl.zeros([C, K], gl.float32, mma)
+        dk_in = dq_in
+        D = zero
+        D_t = zero
+        state_row = gl.zeros([K], gl.float32, gl.SliceLayout(1, by_row))
+        for step in range(STEPS):
+            stage = step % STAGES
+            v = values.index(stage)
+            o = values.index(STAGES + stage)
+            S = states.index(stage)
+            dS = states.index(STAGES + stage)
+            for one in gl.static_range(4):
+                mbarrier.wait(step_bars[one].index(stage), (step // STAGES) & 1)
             if tokens < C:
-                zeroed_behind(v_s, tokens, layout)
-                zeroed_behind(o_s, tokens, layout)
+                zeroed_behind(v, tokens, by_row)
+                zeroed_behind(o, tokens, by_row)
                 fence_async_shared()
                 meet()
-            dA = warpgroup_mma(o_s, v_s.permute((1, 0)), dA, is_async=True)
-            dA_t = warpgroup_mma(v_s, o_s.permute((1, 0)), dA_t, is_async=True)
-            D = mma_v2(blocks(o_s, block_left, False), blocks(v_s, block_right, True), D)
-            D_t = mma_v2(blocks(v_s, block_left, False), blocks(o_s, block_right, True), D_t)
-            mbarrier.wait(bars.index(1), n_v & 1)
-            dq_in = warpgroup_mma(o_s, S.permute((1, 0)), dq_in, is_async=True)
-            dk_in = warpgroup_mma(v_s, dS.permute((1, 0)), dk_in, is_async=True)
+            D = mma_v2(blocks(o, block_left, False), blocks(v, block_right, True), D)
+            D_t = mma_v2(blocks(v, block_left, False), blocks(o, block_right, True), D_t)
             if DG:
-                row += gl.sum(S.load(by_row).to(gl.float32) * dS.load(by_row).to(gl.float32), 1)
+                state_row += gl.sum(S.load(by_row).to(gl.float32) * dS.load(by_row).to(gl.float32), 1)
+            dA = warpgroup_mma(o, v.permute((1, 0)), dA, is_async=True)
+            dA_t = warpgroup_mma(v, o.permute((1, 0)), dA_t, is_async=True)
+            dq_in = warpgroup_mma(o, S.permute((1, 0)), dq_in, is_async=True)
+            dk_in = warpgroup_mma(v, dS.permute((1, 0)), dk_in, is_async=True)
             dA, dA_t, dq_in, dk_in = warpgroup_mma_wait(0, [dA, dA_t, dq_in, dk_in])
+            expect_step(tiles, step_bars, step + STAGES, STEPS)
+            meet()
+            ask_step(tiles, values, states, step_bars, line, value_column, pid * K, step + STAGES, STEPS)
         M_s.store((gl.where(i > j, dA, dA_t) * scale).to(gl.bfloat16))
-        near = gl.convert_layout((gl.where(a > b, D, D_t) * scale).to(gl.bfloat16), block_left)
-        e_s.store(gl.reshape(gl.sum(gl.where(a == b, D, 0.0), 2), [C]) * scale)
-        row_s.store(row)
+    else:
+        dA = warpgroup_mma(o_s, v_s.permute((1, 0)), gl.zeros([C, C], gl.float32, square), use_acc=False, is_async=True)
+        dA_t = warpgroup_mma(v_s, o_s.permute((1, 0)), gl.zeros([C, C], gl.float32, square), use_acc=False, is_async=True)
+        dA, dA_t = warpgroup_mma_wait(0, [dA, dA_t])
+        M_s.store((gl.where(i > j, dA, dA_t) * scale).to(gl.bfloat16))
+        D = mma_v2(blocks(o_s, block_left, False), blocks(v_s, block_right, True), zero)
+        D_t = mma_v2(blocks(v_s, block_left, False), blocks(o_s, block_right, True), zero)
+    near = gl.convert_layout((gl.where(a > b, D, D_t) * scale).to(gl.bfloat16), block_left)
+    e_s.store(gl.reshape(gl.sum(gl.where(a == b, D, 0.0), 2), [C]) * scale)
+    if APART:
+        if DG:
+            row_s.store(state_row)
+    else:
+        mbarrier.wait(bars.index(1), 0)
+        dq_in = warpgroup_mma(o_s, S.permute((1, 0)), gl.zeros([C, K], gl.float32, mma), use_acc=False, is_async=True)
+        dk_in = warpgroup_mma(v_s, dS.permute((1, 0)), gl.zeros([C, K], gl.float32, mma), use_acc=False, is_async=True)
+        dq_in, dk_in = warpgroup_mma_wait(0, [dq_in, dk_in])
     meet()
     v_s.store((dq_in * scale).to(gl.bfloat16))
     dk_s.store(dk_in.to(gl.bfloat16))
@@ -341,19 +360,7 @@ def penstock_chunk_bwd_hopper(
     # X of all levels
     q = q_s.load(layout)
     k = k_s.load(layout)
-    total = exp2(grouped(x, GROUPS, by_group))
-    behind = gl.full([GROUPS, R, K], 1.0, gl.float32, by_group)
-    through = behind
-    if not PREVIOUS:
-        through = total
-    X_0 = factored(q, k, through, behind, 0, layout)
-    through, behind, total = widened(through, behind, total, by_group, WARPS)
-    X_1 = factored(q, k, through, behind, 1, layout)
-    through, behind, total = widened(through, behind, total, by_group, WARPS)
-    X_2 = factored(q, k, through, behind, 2, layout)
-    through, behind, total = widened(through, behind, total, by_group, WARPS)
-    qf = q.to(gl.float32) * flat(through, layout)
-    kf = k.to(gl.float32) * flat(behind, layout)
+    X_0, X_1, X_2, qf, kf = near_levels(q, k, x, PREVIOUS, layout, by_group)
     before, after, whole = around(part, across)
     after = exp2(after)
     quarter = exp2(between(part, 2, across))
@@ -362,17 +369,16 @@ def penstock_chunk_bwd_hopper(
     tables.index(1).store(half_way)
     tables.index(2).store(exp2(before))
     tables.index(3).store(after)
-    key_rest = (kf * spread(after, R, layout)).to(gl.bfloat16)
-    if APART:
+    if STORED:
         own_row = gl.arange(0, C, gl.SliceLayout(1, layout))
         own_key = gl.arange(0, K, gl.SliceLayout(0, layout))
         own_at = (
             (own_row // R * R).to(gl.int64)[:, None] * (H * K) + own_key[None, :] + (own_row % R).to(gl.int64)[:, None] * (H * K) + place
         )
-        gl.store(rest + own_at, key_rest, mask=(own_row < tokens)[:, None])
-    else:
-        rest_s.store(key_rest)
-    if PREVIOUS:
+        gl.store(rest + own_at, (kf * spread(after, R, layout)).to(gl.bfloat16), mask=(own_row < tokens)[:, None])
+    elif not APART:
+        rest_s.store((kf * spread(after, R, layout)).to(gl.bfloat16))
+    if PREVIOUS and WEIGHED:
         uk_s.store((k.to(gl.float32) * bonus).to(gl.bfloat16))
     fence_async_shared()
     meet()
@@ -381,11 +387,12 @@ def penstock_chunk_bwd_hopper(
     X_3 = gl.where(in_second_half(3, C, layout), qf, kf)
     X_4 = gl.where(in_second_half(4, C, layout), qf, kf) * spread(quarter, R, layout)
     X_5 = gl.where(in_second_half(5, C, layout), qf, kf) * spread(half_way, R, layout)
-    if PREVIOUS:
-        D = mma_v2(blocks(q_s, block_left, False), blocks(uk_s, block_right, True), zero)
-    else:
-        D = mma_v2(blocks(q_s, block_left, False), blocks(k_s, block_right, True), zero)
-    D = gl.where(a == b, D, 0.0)
+    if WEIGHED:
+        if PREVIOUS:
+            D = mma_v2(blocks(q_s, block_left, False), blocks(uk_s, block_right, True), zero)
+        else:
+            D = mma_v2(blocks(q_s, block_left, False), blocks(k_s, block_right, True), zero)
+        D = gl.where(a == b, D, 0.0)
     if not APART:
         dV = warpgroup_mma_wait(0, [dV])
     meet()
@@ -406,10 +413,14 @@ def penstock_chunk_bwd_hopper(
     for n in gl.static_range(4, LEVELS):
         X = X_s.index(n)
         far = gl.where(differ >> n == 1, M, none)
-        P = warpgroup_mma(X, X.permute((1, 0)), gl.zeros([C, C], gl.float32, square), use_acc=False, is_async=True)
+        if WEIGHED:
+            P = warpgroup_mma(X, X.permute((1, 0)), gl.zeros([C, C], gl.float32, square), use_acc=False, is_async=True)
         Y = warpgroup_mma(far, X, gl.zeros([C, K], gl.float32, mma), use_acc=False, is_async=True)
-        P, far, Y = warpgroup_mma_wait(0, [P, far, Y])
-        A = gl.where((i > j) & ((i ^ j) >> n == 1), P, A)
+        if WEIGHED:
+            P, far, Y = warpgroup_mma_wait(0, [P, far, Y])
+            A = gl.where((i > j) & ((i ^ j) >> n == 1), P, A)
+        else:
+            far, Y = warpgroup_mma_wait(0, [far, Y])
         Y = Y.to(gl.bfloat16)
         meet()
         X.store(Y)
@@ -418,32 +429,36 @@ def penstock_chunk_bwd_hopper(
     wide = gl.zeros([C // ROWS, ROWS, K], gl.float32, block)
     for n in gl.static_range(4):
         X = X_s.index(n)
-        P = mma_v2(blocks(X, block_left, False), blocks(X, block_right, True), zero)
-        D = gl.where(((a ^ b) >> n == 1) & (a > b), P, D)
+        if WEIGHED:
+            P = mma_v2(blocks(X, block_left, False), blocks(X, block_right, True), zero)
+            D = gl.where(((a ^ b) >> n == 1) & (a > b), P, D)
         Y = mma_v2(gl.where((near_a ^ near_b) >> n == 1, near, gl.zeros_like(near)), blocks(X, block_right, False), wide)
         Y = gl.reshape(Y.to(gl.bfloat16), [C, K])
         meet()
         X.store(Y)
-    if APART:
-        D_s = o_s._reinterpret(gl.float32, [C, ROWS], plain2)
-    D_s.store(gl.reshape((D * scale).to(D_s.dtype), [C, ROWS]))
-    cut: gl.constexpr = in_blocks(gl.to_linear_layout(square, [C, C]))
-    D = gl.expand_dims(D_s.load(gl.SliceLayout(1, cut)), 1).broadcast_to([C, C // ROWS, ROWS])
-    D = gl.convert_layout(gl.reshape(D, [C, C]), square, assert_trivial=True)
-    A = gl.where(i // ROWS == j // ROWS, D, (A * scale).to(D_s.dtype))
-    if APART:
-        gl.store(weights + pid.to(gl.int64) * (C * C) + i * C + j, A)
-        meet()
+    if WEIGHED:
+        if APART:
+            D_s = o_s._reinterpret(gl.float32, [C, ROWS], plain2)
+        D_s.store(gl.reshape((D * scale).to(D_s.dtype), [C, ROWS]))
+        cut: gl.constexpr = in_blocks(gl.to_linear_layout(square, [C, C]))
+        D = gl.expand_dims(D_s.load(gl.SliceLayout(1, cut)), 1).broadcast_to([C, C // ROWS, ROWS])
+        D = gl.convert_layout(gl.reshape(D, [C, C]), square, assert_trivial=True)
+        A = gl.where(i // ROWS == j // ROWS, D, (A * scale).to(D_s.dtype))
+        if APART:
+            gl.store(weights + pid.to(gl.int64) * (C * C) + i * C + j, A)
+            meet()
+        else:
+            M_s.store(A)
+            fence_async_shared()
+            meet()
+            dV = warpgroup_mma(M_s.permute((1, 0)), o_s, dV, is_async=True)
+            dV = warpgroup_mma_wait(0, [dV])
+            meet()
+            row = gl.arange(0, C, gl.SliceLayout(1, mma))[:, None]
+            where = row.to(gl.int64) * (H * K) + gl.arange(0, K, gl.SliceLayout(0, mma))[None, :]
+            gl.store(dv + place + where, dV.to(gl.bfloat16), mask=row < tokens)
     else:
-        M_s.store(A)
-        fence_async_shared()
         meet()
-        dV = warpgroup_mma(M_s.permute((1, 0)), o_s, dV, is_async=True)
-        dV = warpgroup_mma_wait(0, [dV])
-        meet()
-        row = gl.arange(0, C, gl.SliceLayout(1, mma))[:, None]
-        where = row.to(gl.int64) * (H * K) + gl.arange(0, K, gl.SliceLayout(0, mma))[None, :]
-        gl.store(dv + place + where, dV.to(gl.bfloat16), mask=row < tokens)
 
     # dq, dk, dg
     i = gl.arange(0, C, gl.SliceLayout(1, layout))

@@ -1,4 +1,4 @@
-"""Factors of dyadic chunks for Hopper, in Gluon: the device functions that the forward and the backward kernel share.
+"""Factors of dyadic chunks for Hopper, in Gluon: the device functions that the forward, the backward and the weights kernel share.
 
 A chunk of 64 tokens is GROUPS groups of R tokens. A thread holds all tokens of a group for two channels. Factors of levels up to R are
 cumulative products in its registers; factors of higher levels are exponentials of sums over groups.
@@ -8,6 +8,14 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+
+from ...gpu.hopper_tiles import exp2
+from ...gpu.tiles import LOG2E
+
+C = gl.constexpr(64)  # tokens in a chunk
+GROUPS = gl.constexpr(8)  # of R tokens, where a launch has no chain over chunks; the forward kernel has 4 of 16
+R = gl.constexpr(8)
+ROWS = gl.constexpr(16)  # rows of a warp's product
 
 
 @gluon.jit
@@ -111,3 +119,67 @@ def factored(q, k, through, behind, n: gl.constexpr, layout: gl.constexpr):
         return gl.where(second, Q, k)  # there is no token between k and the middle
     else:
         return gl.where(second, Q, (k.to(gl.float32) * flat(behind, layout)).to(q.dtype))
+
+
+@gluon.jit
+def near_levels(q, k, x, PREVIOUS: gl.constexpr, layout: gl.constexpr, by_group: gl.constexpr):
+    """From log2 decays x: X of the levels within a group, and q and k with their factors up to and behind each token of a group [C,K]."""
+    WARPS: gl.constexpr = gl.num_warps()
+    total = exp2(grouped(x, GROUPS, by_group))
+    behind = gl.full([GROUPS, R, x.shape[1]], 1.0, gl.float32, by_group)
+    through = behind
+    if not PREVIOUS:
+        through = total
+    X_0 = factored(q, k, through, behind, 0, layout)
+    through, behind, total = widened(through, behind, total, by_group, WARPS)
+    X_1 = factored(q, k, through, behind, 1, layout)
+    through, behind, total = widened(through, behind, total, by_group, WARPS)
+    X_2 = factored(q, k, through, behind, 2, layout)
+    through, behind, total = widened(through, behind, total, by_group, WARPS)
+    return X_0, X_1, X_2, q.to(gl.float32) * flat(through, layout), k.to(gl.float32) * flat(behind, layout)
+
+
+@gluon.jit
+def decays(g, g_t: gl.constexpr, g_k: gl.constexpr, tokens, K: gl.constexpr, layout: gl.constexpr):
+    """Load the chunk's log2 decays [C,K], 0 behind the last token."""
+    i = gl.arange(0, C, gl.SliceLayout(1, layout))
+    j = gl.arange(0, K, gl.SliceLayout(0, layout))
+    at = (i // R * R)[:, None] * g_t + j[None, :] * g_k + (i % R)[:, None] * g_t
+    return gl.load(g + at, mask=(i < tokens)[:, None], other=0.0).to(gl.float32) * LOG2E
+
+
+@gluon.constexpr_function
+def folded(layout, TRANSPOSED):
+    """Convert a layout of four blocks [4,ROWS,K] ([4,K,ROWS] if TRANSPOSED) to the layout of the tile [C,K] of these blocks."""
+
+    def fold(bases):
+        return [[ROWS.value * x[0] + x[2], x[1]] if TRANSPOSED else [ROWS.value * x[0] + x[1], x[2]] for x in bases]
+
+    shape = [layout.shape[0] * layout.shape[2], layout.shape[1]] if TRANSPOSED else [layout.shape[0] * layout.shape[1], layout.shape[2]]
+    return gl.DistributedLinearLayout(
+        fold(layout.reg_bases), fold(layout.lane_bases), fold(layout.warp_bases), fold(layout.block_bases), shape
+    )
+
+
+@gluon.constexpr_function
+def in_blocks(layout):
+    """Convert a layout of [C,C] to a layout of [C,4,ROWS]."""
+
+    def cut(bases):
+        return [[x[0], x[1] // ROWS.value, x[1] % ROWS.value] for x in bases]
+
+    shape = [C.value, C.value // ROWS.value, ROWS.value]
+    return gl.DistributedLinearLayout(cut(layout.reg_bases), cut(layout.lane_bases), cut(layout.warp_bases), cut(layout.block_bases), shape)
+
+
+@gluon.jit
+def blocks(tile, layout: gl.constexpr, TRANSPOSED: gl.constexpr):
+    """Load a tile [C,K] as an operand of products within its four blocks: [4,ROWS,K], or [4,K,ROWS] if TRANSPOSED."""
+    K: gl.constexpr = tile.shape[1]
+    N: gl.constexpr = C // ROWS
+    if TRANSPOSED:
+        x = tile.load(folded(gl.to_linear_layout(layout, [N, K, ROWS]), True))
+        x = gl.permute(gl.reshape(x, [N, ROWS, K]), (0, 2, 1))
+    else:
+        x = gl.reshape(tile.load(folded(gl.to_linear_layout(layout, [N, ROWS, K]), False)), [N, ROWS, K])
+    return gl.convert_layout(x, layout, assert_trivial=True)

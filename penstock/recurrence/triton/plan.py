@@ -17,7 +17,7 @@ from ...gpu.plan import Plan, Size, Sizes, chunks, contiguous, strides
 from ...gpu.target import Target, power, precision
 from ..declaration import Recurrence, Tokens
 from ..levels import lengths, levels
-from . import blocks, chunk_backward, chunk_forward, hopper, recurrent, segments, tiles, values
+from . import blocks, chunk_backward, chunk_forward, hopper, recurrent, segments, tiles, values, walk
 from .table import DECAYS, LEAST, READS, KernelConfig, Key, config
 
 LIMITS = {"bf16": 200.0, "tf32": 200.0, "tf32x3": 32.0, "ieee": 32.0}
@@ -142,6 +142,16 @@ class Call(NamedTuple):
 
         return tokens if tokens({"B": self.B, "T": self.T, "N": self.N}) < self.T else None
 
+    def walked_segment(self) -> Callable[[Sizes], int] | None:
+        """Tokens in a segment of ``hopper_walk``. Predicted, not measured: shorter walks cost less than the states of segments."""
+        each = self.V // hopper.BV
+        return self.segment(hopper.C, each, 1) if self.T >= 4096 and 4 * self.N * self.H * each <= self.target.multiprocessors else None
+
+    def walked_values(self, L: Size | None) -> int:
+        """Value channels of a program of ``hopper_walk``: 64 if its programs are few."""
+        programs = self.N * self.H * (self.V // 64)
+        return 64 if L is not None or self.V % 128 or programs <= self.target.multiprocessors else 128
+
 
 def _given(name: str, x: Tensor | None, instead: str) -> str:
     return name if x is not None else instead
@@ -214,27 +224,35 @@ def chunk_forward_plan(p: Recurrence, target: Target, keep: bool = False) -> Pla
     shape = (lambda s: s["B"], _T, c.H, c.V)
     output = plan.empty("output", *shape, dtype=p.summand(p.v))
     final = plan.empty("final_state", _N, c.H, c.K, c.V)
-    kernel = hopper.forward(p, b, target, c.precision)
-    C = hopper.C if kernel else b.C
+    walked = hopper.walk(p, b, target, c.precision)
+    kernel = None if walked else hopper.forward(p, b, target, c.precision)
+    on_hopper = walked is not None or kernel is not None
+    C = hopper.C if on_hopper else b.C
     apart, _ = c.backward_chunk(p)
     meets = apart % C == 0
-    L = c.segment(apart if meets else C, grid, b.programs_per_sm)  # does not depend on ``keep``: nor do results
+    L = c.walked_segment() if walked else c.segment(apart if meets else C, grid, b.programs_per_sm)  # ``keep`` changes no result
     dense = chunks(c.T, apart, c.N, c.packed) * apart <= 2 * c.B * c.T  # many short sequences have more slots than tokens
-    rounded = kernel is None or c.T > C  # the Hopper kernel stores bfloat16, which is too inaccurate for a caller's own states
+    rounded = not on_hopper or c.T > C  # the Hopper kernels store bfloat16, which is too inaccurate for a caller's own states
     every = apart if keep and meets and dense and rounded else 0
     chunk_states = plan.empty("chunk_states", c.chunks(every), c.H, c.K, c.V, dtype=c.stored(every)) if every else "q"
     state = None if p.initial_state is None else ("initial_state", p.initial_state.stride())
-    walked: Size = _N
+    count: Size = _N
     if L is not None:
         segment_states = _states(plan, c, ("k", "v"), strides(p.k, p.v), L, C, 1.0, p.reverse, state, final, False, None)
-        state, walked = (segment_states, contiguous((0, c.H, c.K, c.V))), c.chunks(L)
+        state, count = (segment_states, contiguous((0, c.H, c.K, c.V))), c.chunks(L)
+    if walked:
+        walk.weights(plan, c, p, walked)
+        walk.over_chunks(
+            plan, c, walked, "v", output, state, None if L is not None else final, L, chunk_states if every else None, every, False
+        )
+        return plan
     first, steps = state if state is not None else (final, (0, 0, 0, 0))
     flags: dict[str, Any] = {"SEGMENTS": L is not None, "INITIAL": state is not None, "FINAL": L is None, "EVERY": every}
     if kernel:
         flags |= {"PIECE": 0, "ROWS_GIVEN": False, "NARROW": False}
-        hopper_forward(plan, c, p, kernel, walked, L or 0, output, final, chunk_states, first, steps, **flags)
+        hopper_forward(plan, c, p, kernel, count, L or 0, output, final, chunk_states, first, steps, **flags)
         return plan
-    programs, numbers = c.programs(walked, grid), (p.scale, _N, _T, L or 0, c.H)
+    programs, numbers = c.programs(count, grid), (p.scale, _N, _T, L or 0, c.H)
     resume = plan.empty("resume", programs, dtype=torch.int32) if c.decay == CHANNEL else "q"
     for part in c.parts:
         plan.launch(
@@ -248,16 +266,16 @@ def chunk_forward_plan(p: Recurrence, target: Target, keep: bool = False) -> Pla
 
 
 def hopper_forward(
-    plan: Plan, c: Call, p: Tokens, kernel: hopper.Forward, walked: Size, L: Size, output: str, final: str, chunk_states: str,
+    plan: Plan, c: Call, p: Tokens, kernel: hopper.Forward, count: Size, L: Size, output: str, final: str, chunk_states: str,
     first: str, steps: tuple[int, ...], slots: str = "q", fused: bool = True, **flags: Any,
 ) -> None:  # fmt: skip
-    """Add the launch of the Hopper kernel for ``walked`` sequences or segments and, of heads in blocks, the sum of their outputs."""
+    """Add the launch of the Hopper kernel for ``count`` sequences or segments and, of heads in blocks, the sum of their outputs."""
     stored = in_tiles = output
     if kernel.blocks > 1:
         stored, in_tiles = plan.empty("outputs", lambda s: s["B"], _T, c.H * kernel.blocks, c.V), "v"
     decays = "g" if kernel.constants["TILED"] else "q"
     plan.launch(
-        kernel.kernel, c.programs(walked, kernel.blocks * (c.V // hopper.BV)),
+        kernel.kernel, c.programs(count, kernel.blocks * (c.V // hopper.BV)),
         ("q", "k", "v", in_tiles, decays, "g", "u", first, stored, final, chunk_states, "cu_seqlens", slots),
         (p.scale, _N, _T, L, c.H * kernel.blocks, *c.gate, *bonus(p), *steps), 4, kernel.tiles, kernel.registers, fused,
         PREVIOUS=c.previous, PACKED=c.packed, **flags, **kernel.constants,
@@ -275,12 +293,12 @@ def chunk_backward_plan(
     the precision of products may have changed since. ``dg``: whether to compute dg.
     """
     plan, c = Plan(), Call.of(p, target)
-    b, walk = c.config("backward"), c.config("states")
+    b, of_states = c.config("backward"), c.config("states")
     C, kernel = c.backward_chunk(p, d_output)
     stored = c.stored(C)
     state, tokens = (_N, c.H, c.K, c.V), (lambda s: s["B"], _T, c.H)
     d_initial = None if p.initial_state is None else plan.empty("d_initial_state", *state, dtype=p.initial_state.dtype)
-    L = c.segment(C, math.ceil(c.K / walk.BK) * math.ceil(c.V / walk.BV), walk.programs_per_sm)
+    L = c.segment(C, math.ceil(c.K / of_states.BK) * math.ceil(c.V / of_states.BV), of_states.programs_per_sm)
     start = None if p.initial_state is None else ("initial_state", p.initial_state.stride())
     if states is not None and states.shape[0] == c.chunks(C)(p.sizes):
         S = "states"
@@ -288,10 +306,21 @@ def chunk_backward_plan(
         S = _states(plan, c, ("k", "v"), strides(p.k, p.v), L, C, 1.0, p.reverse, start, None, False, stored)
     d_start = None if d_final_state is None else ("d_final_state", d_final_state.stride())
     steps = strides(p.q, d_output)
-    dS = _states(plan, c, ("q", "d_output"), steps, L, C, p.scale, p.reverse, d_start, d_initial, True, stored)
     slots = c.chunks(C)
     dq, dk = (plan.empty("d" + name, *tokens, c.K, dtype=p.q.dtype) for name in ("q", "k"))
     dv = plan.empty("dv", *tokens, c.V, dtype=p.summand(p.v))
+    walked = hopper.walk(p, b, target, c.precision, d_output) if kernel else None
+    if walked:
+        dS = plan.empty("d_chunk_states", slots, c.H, c.K, c.V, dtype=stored)
+        L = c.walked_segment()
+        last = d_initial
+        if L is not None:
+            segment_states = _states(plan, c, ("q", "d_output"), steps, L, C, p.scale, p.reverse, d_start, d_initial, True, None)
+            d_start, last = (segment_states, contiguous((0, c.H, c.K, c.V))), None
+        walk.weights(plan, c, p, walked)
+        walk.over_chunks(plan, c, walked, "d_output", dv, d_start, last, L, dS, C, True)
+    else:
+        dS = _states(plan, c, ("q", "d_output"), steps, L, C, p.scale, p.reverse, d_start, d_initial, True, stored)
     d_gate = du = "q"
     if p.g is not None and dg:
         axes: dict[str, Size] = {"B": tokens[0], "T": _T, "H": c.H, "K": c.K}
@@ -302,16 +331,16 @@ def chunk_backward_plan(
     if kernel:
         (g_b, g_t, g_h, g_k), (warps, registers) = c.gate, hopper.BACKWARD[kernel.K]
         weights = rest = "q"
-        if kernel.apart:
+        if kernel.apart and not walked:
             weights, rest = plan.empty("weights", slots, c.H, kernel.blocks, C, C), plan.empty("rest", *tokens, c.K, dtype=p.k.dtype)
         plan.launch(
             kernel.kernel, c.programs(slots, kernel.blocks),
             ("q", "k", "v", "d_output", S, dS, "g", "u", dq, dk, dv, d_gate, du, weights, rest, "cu_seqlens"),
-            (p.scale, _N, _T, g_b, g_h, *bonus(p)), warps, hopper.backward_tiles(kernel.K), registers,
+            (p.scale, _N, _T, g_b, g_h, *bonus(p)), warps, hopper.backward_tiles(kernel), registers,
             g_t=g_t, g_k=g_k, H=c.H * kernel.blocks, K=kernel.K, DG=dg, PREVIOUS=c.previous, PACKED=c.packed, BLOCKS=kernel.blocks,
-            NV=kernel.values,
+            NV=kernel.values, STORED=kernel.apart and not walked,
         )  # fmt: skip
-        if kernel.apart:
+        if kernel.apart and not walked:
             BV = 128 if c.V % 128 == 0 else 64
             plan.launch(
                 values.penstock_chunk_dv, c.programs(slots, c.V // BV), (weights, rest, "d_output", dS, dv, "cu_seqlens"),

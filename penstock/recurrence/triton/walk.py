@@ -1,0 +1,60 @@
+"""The launches for heads of several blocks of key channels on Hopper: weights of all chunks at once, then a walk over chunks.
+
+Forward, the walk computes the outputs. Backward in time it computes dv and the state's gradients.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...gpu.hopper import Tile
+from ...gpu.plan import Plan, Size
+from ..declaration import Recurrence
+from . import hopper
+
+if TYPE_CHECKING:
+    from .plan import Call
+
+State = tuple[str, tuple[int, ...]]
+"""The name and the strides of a state."""
+
+
+def weights(plan: Plan, c: Call, p: Recurrence, kernels: hopper.Walk) -> None:
+    """Add the launch for ``weights``, ``read``, ``rest`` and ``totals``, which the walks of both passes read."""
+    slots, tokens = c.chunks(hopper.C), (lambda s: s["B"], lambda s: s["T"], c.H)
+    made = (
+        plan.empty("weights", slots, c.H, hopper.C, hopper.C, dtype=p.k.dtype),
+        *(plan.empty(name, *tokens, c.K, dtype=p.k.dtype) for name in ("read", "rest")),
+        plan.empty("totals", slots, c.H, c.K),
+    )
+    (g_b, g_t, g_h, g_k), (warps, registers) = c.gate, hopper.WEIGHTS
+    plan.launch(
+        kernels.weights, c.programs(slots, 1), ("q", "k", "g", "u", *made, "cu_seqlens"),
+        (p.scale, lambda s: s["N"], lambda s: s["T"], g_b, g_h, *(p.u.stride() if p.u is not None else (0, 0))), warps,
+        (Tile(hopper.C, hopper.BV),) * 2, registers, g_t=g_t, g_k=g_k, H=c.H, K=c.K, PREVIOUS=c.previous, PACKED=c.packed,
+    )  # fmt: skip
+
+
+def over_chunks(
+    plan: Plan, c: Call, kernels: hopper.Walk, y: str, output: str, first: State | None, last: str | None, L: Size | None,
+    stored: str | None, every: int, adjoint: bool,
+) -> None:  # fmt: skip
+    """Add the walk: ``output`` from ``y``, and the states before every ``every`` tokens in ``stored``.
+
+    ``first``: the state to start from; ``last``: the name of the final one. L: tokens of a segment; ``first`` then has one for each.
+    """
+    BV = c.walked_values(L)
+    tile = Tile(hopper.C, BV)
+    keys = Tile(hopper.C, c.K)
+    read, rest = ("rest", "read") if adjoint else ("read", "rest")
+    in_tiles = output if plan.memory[output][1].itemsize == 2 else y
+    name, steps = first if first is not None else ("totals", (0, 0, 0, 0))
+    plan.launch(
+        kernels.walk, c.programs(c.chunks(L) if L is not None else lambda s: s["N"], c.V // BV),
+        (read, "weights", y, rest, in_tiles, stored if stored is not None else y, "totals", name, output,
+         last if last is not None else "totals", "cu_seqlens"),
+        (lambda s: s["N"], lambda s: s["T"], L if L is not None else 0, c.H, *steps), BV // 16,
+        (keys, Tile(hopper.C, hopper.C, 3), tile, keys, tile, Tile(c.K // 2, BV, 3) if stored is not None else tile),
+        K=c.K, V=c.V, BV=BV, SEGMENTS=L is not None, INITIAL=first is not None, FINAL=last is not None, EVERY=every, ADJOINT=adjoint,
+        PACKED=c.packed,
+    )  # fmt: skip
