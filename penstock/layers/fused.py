@@ -218,3 +218,38 @@ def decay_formula(x: Tensor, bias: Tensor) -> Tensor:
     """``decay``."""
     dtype = state_dtype(x.dtype)
     return -torch.exp(bias.to(dtype).reshape(-1) + x.to(dtype))
+
+
+def rwkv_step(
+    r: Tensor, k: Tensor, v: Tensor, gate: Tensor, u: Tensor, bias: Tensor, norm: nn.GroupNorm, pool: Tensor, sequences: Sequences,
+    low_rank: tuple[Tensor, Tensor] | None = None,
+) -> Tensor | None:  # fmt: skip
+    """A decode step in a graph by one kernel: decay, recurrence in place, ``norm_gate`` of its output. None where no kernel computes it.
+
+    r, k : Tensor [B,1,H*K]
+    v, gate : Tensor [B,1,H*V]
+    u, bias : Tensor [H,K]
+        The log decay is -exp(bias), or with ``low_rank`` = (hidden [B,1,M], up [M,H*K]) -exp(bias + tanh(hidden) up).
+    norm : nn.GroupNorm
+        Of heads.
+    pool : Tensor [P,H,K,V]
+        The states; row ``slots[n]`` is updated in place.
+
+    Returns a Tensor [B,1,H*V].
+    """
+    if torch.is_grad_enabled() or mode() != "graph" or not (sequences.single and sequences.in_place) or private.autocasting():
+        return None
+    (H, K, V), (low, up) = pool.shape[1:], low_rank or (None, None)
+    activations = [x for x in (r, k, v, gate, low) if x is not None]
+    weights = [x for x in (norm.weight, norm.bias, up) if x is not None]  # the kernel reads them early, so they may not be new copies
+    launch = kernels("few_rows_launch", *activations, *weights, u, bias, pool)
+    if launch is None or any(x.dtype != r.dtype for x in activations) or not all(x.is_contiguous() for x in weights):
+        return None
+    M = 0 if up is None else up.shape[0]
+    if pool.shape[0] == 0 or max(K, V, M) > 512 or max(K * V, K * M) > 2**14:
+        return None
+    slots = None if sequences.slots is None else sequences.slots.contiguous()
+    low = None if low is None else low.flatten(0, 1).contiguous()
+    heads = [x.reshape(x.shape[0], H, size).contiguous() for x, size in ((r, K), (k, K), (v, V), (gate, V))]
+    found: Tensor = launch.rwkv_step(*heads, u, bias, low, up, pool, slots, norm.weight, norm.bias, norm.eps)
+    return found.view(v.shape)

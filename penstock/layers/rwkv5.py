@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import Complaints, RangeError
 from ..recurrence.declaration import state_dtype
-from .fused import norm_gate, shifted_norm, token_shift
+from .fused import norm_gate, rwkv_step, shifted_norm, token_shift
 from .linear import linears
 from .mixer import Mixer, MixerConfig
 from .rwkv import head_count, matrix, ramp
@@ -126,6 +126,11 @@ class RWKV5TimeMix(Mixer):
         few = linears(inputs, maps)
         *rkv, gate = few or [one(x) for one, x in zip(maps, inputs)]
         rkv = rkv if gated else [*rkv, gate]
+        if gated:
+            (r, k, v), u, bias = rkv, self.time_faaaa.expand(heads), self.time_decay.expand(heads)
+            stepped = rwkv_step(r, k, v, gate, u, bias, self.ln_x, wkv, sequences)
+            if stepped is not None:
+                return self.output(stepped), wkv
         r, k, v = (one.unflatten(-1, heads) for one in rkv)
         w = -torch.exp(self.time_decay.to(state_dtype(r.dtype))).expand(heads)
         output, wkv = sequences.recur("rwkv5", r, k, v, w, self.time_faaaa.expand(heads), state=wkv)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..recurrence.declaration import state_dtype
-from .fused import low_rank_decay, norm_gate, shifted_norm, token_shift
+from .fused import low_rank_decay, norm_gate, rwkv_step, shifted_norm, token_shift
 from .linear import linear, linears
 from .mixer import Mixer, MixerConfig
 from .rwkv import head_count, matrix, ramp
@@ -137,20 +137,23 @@ class RWKV6TimeMix(Mixer):
 
     def _mixed(self, x: Tensor, last: Any, mixed: Tensor, wkv: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
         """Y and the new state of the recurrence; ``mixed`` is x + dx maa_x."""
-        r, k, v, w, gate = self._project(x, last, mixed, sequences)
+        low, r, k, v, gate = self._project(x, last, mixed, sequences)
+        heads = H, _ = self.time_faaaa.shape
+        up, bias, norm = self.time_decay_w2, self.time_decay, self.ln_x
+        stepped = rwkv_step(r, k, v, gate, self.time_faaaa, bias.view(heads), norm, wkv, sequences, (low, up))
+        if stepped is not None:
+            return self.output(stepped), wkv
+        r, k, v, w = (x.unflatten(-1, (H, -1)) for x in (r, k, v, low_rank_decay(low, up, bias)))
         output, wkv = sequences.recur("rwkv6", r, k, v, w, self.time_faaaa, state=wkv)
-        normed = norm_gate(output, gate, self.ln_x.weight, self.ln_x.bias, self.ln_x.eps, centre=True)
+        normed = norm_gate(output, gate, norm.weight, norm.bias, norm.eps, centre=True)
         return self.output(normed), wkv
 
     def _project(self, x: Tensor, last: Any, mixed: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """r, k and log decay w [B,T,H,K], v [B,T,H,V], gate before silu [B,T,H*V]."""
+        """The decay's low-rank part x_w D_1 [B,T,D], r and k [B,T,H*K], v and gate before silu [B,T,H*V]."""
         hidden = linear(mixed, self.time_maa_w1.T).unflatten(-1, self.time_maa_w2.shape[:2])  # [B,T,5,M]
         maa = (self.time_maa_w, self.time_maa_k, self.time_maa_v, self.time_maa_r, self.time_maa_g)
         shifted = token_shift(x, last, sequences, *maa, low_rank=(hidden, self.time_maa_w2))
         down, maps = self.time_decay_w1.T, (self.key, self.value, self.receptance, self.gate)
         few = linears(shifted, [down, *maps])
         low, k, v, r, gate = few or [linear(shifted[0], down), *(one(x) for one, x in zip(maps, shifted[1:]))]
-        w = low_rank_decay(low, self.time_decay_w2, self.time_decay)
-        tokens, (H, K) = x.shape[:-1], self.time_faaaa.shape
-        heads = r.view(*tokens, H, K), k.view(*tokens, H, K), v.view(*tokens, H, self.config.head_size), w.view(*tokens, H, K)
-        return *heads, gate
+        return low, r, k, v, gate

@@ -100,3 +100,44 @@ def test_linear_maps_of_few_tokens_in_graphs(K, N, dtype):
             found = linear(x, weight)
         wanted = x.double() @ weight.double().T
         assert (found.double() - wanted).norm() <= 2 * torch.finfo(dtype).eps * wanted.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("state", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("K", "V", "rank"), [(64, 64, 64), (64, 64, 0), (40, 24, 6)])
+def test_steps_of_rwkv(K, V, rank, state, dtype):
+    """Values are those of float64; bits of a row do not depend on the number of rows; skipped rows change nothing."""
+
+    def normal(*shape, dtype=dtype):
+        return torch.randn(shape, device="cuda").to(dtype)
+
+    rwkv_step, R, H = pytest.importorskip("penstock.layers.triton.few_rows_launch").rwkv_step, 128, 32
+    r, k, v, gate, u, bias = (normal(*shape) for shape in ((R, H, K), (R, H, K), (R, H, V), (R, H, V), (H, K), (H, K)))
+    low, up = (normal(R, rank), normal(rank, H * K) / 8) if rank else (None, None)
+    weight, shift, pool = normal(H * V), normal(H * V), normal(R + 5, H, K, V, dtype=state)
+    slots = torch.randperm(R + 5, device="cuda")[:R]
+    slots[3::7] = -1
+    kept, live = pool.clone(), slots >= 0
+
+    def step(pool, n):
+        own = None if low is None else low[n]
+        return rwkv_step(r[n], k[n], v[n], gate[n], u, bias, own, up, pool, slots[n], weight, shift, 64e-5)
+
+    y = step(pool, slice(None))
+    factor = 0 if low is None else (low.double().tanh() @ up.double()).view(R, H, K)
+    before, new = kept[slots.clamp(min=0)].double(), k.double()[..., None] * v.double()[..., None, :]
+    o = torch.einsum("rhk,rhkv->rhv", r.double(), before + u.double()[..., None] * new).reshape(R, H * V)
+    normed = torch.group_norm(o, H, weight.double(), shift.double(), 64e-5).view(R, H, V)
+    o, after = normed * torch.nn.functional.silu(gate.double()), before * torch.exp(-torch.exp(bias.double() + factor))[..., None] + new
+    for found, wanted in ((y, o), (pool[slots.clamp(min=0)], after)):
+        roundings = 20 if found.dtype == torch.float32 else 4  # float32 also has the errors of the exponentials
+        assert (found[live].double() - wanted[live]).norm() <= roundings * torch.finfo(found.dtype).eps * wanted[live].norm()
+    assert y[~live].abs().max() == 0
+    wanted = pool
+    for first, last in ((0, 1), (5, 13), (0, 32), (1, 128)):
+        pool = kept.clone()
+        assert torch.equal(step(pool, slice(first, last)), y[first:last])
+        rows = slots[first:last][live[first:last]]
+        assert torch.equal(pool[rows], wanted[rows])
+        pool[rows] = kept[rows]
+        assert torch.equal(pool, kept)

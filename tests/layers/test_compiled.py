@@ -25,7 +25,7 @@ NAMES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int32: "*i32", t
 compiled = set()
 
 
-def compile_only(kernel, *args, grid, warmup, num_warps=4, num_stages=3, launch_pdl=False, **constants):
+def compile_only(kernel, *args, grid, warmup, num_warps=4, num_stages=3, launch_pdl=False, enable_fp_fusion=True, **constants):
     for name, x in zip(kernel.arg_names, args):
         if isinstance(x, int) and x == 1:
             constants[name] = 1
@@ -37,7 +37,7 @@ def compile_only(kernel, *args, grid, warmup, num_warps=4, num_stages=3, launch_
         for name in kernel.arg_names
     }
     places = {(kernel.arg_names.index(name),): x for name, x in constants.items()}
-    options = {"num_warps": num_warps, "num_stages": num_stages, "launch_pdl": launch_pdl}
+    options = {"num_warps": num_warps, "num_stages": num_stages, "launch_pdl": launch_pdl, "enable_fp_fusion": enable_fp_fusion}
     triton.compile(ASTSource(kernel, signature, places), target=GPUTarget("cuda", 90, 32), options=options)
     compiled.add(kernel.__name__)
 
@@ -95,6 +95,11 @@ for rows, size in ((1, 512), (9, 70)):
             options = {"centre": y is None, "complement": y is None, "kept": y is None}
             few_rows_launch.shifted_norm(x, y, row, bias, 1e-5, x, slots, [row] * parts, **options)
     few_rows_launch.low_rank_decay(zeros(rows, 64), zeros(64, size), row)
+    for heads, channels, slots in ((1, 64, None), (3, 10, torch.zeros(rows, dtype=torch.int64))):
+        tokens, head, norm = zeros(rows, heads, channels), zeros(heads, channels), zeros(heads * channels)
+        pool = torch.zeros(rows, heads, channels, channels)
+        for low, up in ((None, None), (zeros(rows, 5), zeros(5, heads * channels))):
+            few_rows_launch.rwkv_step(*[tokens] * 4, head, head, low, up, pool, slots, norm, norm, 1e-5)
 print(*sorted(compiled), sep="\\n")
 """
 
@@ -104,5 +109,5 @@ def test_every_fused_kernel_compiles_for_any_number_of_tokens():
     done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     both = {f"{name}_{way}" for name in ("decay", "gated", "norm_gate", "relu_squared", "shift") for way in ("bwd", "fwd")}
-    others = {"add_norm", "low_rank", "product", "product_of_few_rows", "products", "shifted_norm", "write_rows"}
+    others = {"add_norm", "low_rank", "product", "product_of_few_rows", "products", "rwkv_step", "shifted_norm", "write_rows"}
     assert set(done.stdout.split()) == {f"penstock_{name}" for name in both | others}

@@ -9,6 +9,8 @@ from formulas import error
 
 from penstock.gpu.target import interpreting
 from penstock.layers import fused, linear
+from penstock.layers.sequences import Sequences
+from penstock.recurrence import functional
 
 launch = pytest.importorskip("penstock.layers.triton.few_rows_launch")
 pytestmark = pytest.mark.skipif(not interpreting(), reason="needs Triton's interpreter")
@@ -87,10 +89,104 @@ def test_sums_norms_and_shifts(slots, added, centre, dtype):
     assert pool._version > version
 
 
+def step_inputs(rows, heads, K, V, rank, dtype=torch.float32, state=torch.float32, room=9):
+    """Arguments of a step of an RWKV; the pool has gaps between rows, heads and keys."""
+    r, k, v, gate = (normal(rows, heads, size, dtype=dtype, seed=n) for n, size in enumerate((K, K, V, V)))
+    u, bias = normal(K, heads, dtype=dtype, seed=4).T, normal(heads, 2, K, dtype=dtype, seed=5)[:, 1]
+    low, up = (normal(rows, rank, dtype=dtype), normal(rank, heads * K, dtype=dtype) / rank**0.5) if rank else (None, None)
+    pool = normal(room, heads + 1, K + 2, V, dtype=state)[:, :heads, :K]
+    weight, shift = normal(heads * V, dtype=dtype, seed=6), normal(heads * V, dtype=dtype, seed=7)
+    return [r, k, v, gate, u, bias, low, up, pool, weight, shift]
+
+
+def step_formula(r, k, v, gate, u, bias, low, up, states, weight, shift, eps):
+    """In float64: the output and the new states."""
+    given = [None if x is None else x.double() for x in (r, k, v, gate, u, bias, low, up, states, weight, shift)]
+    r, k, v, gate, u, bias, low, up, states, weight, shift = given
+    R, H, V = v.shape
+    factor = 0 if low is None else (low.tanh() @ up).view(r.shape)
+    new = k[..., None] * v[..., None, :]
+    o = torch.einsum("rhk,rhkv->rhv", r, states + u[..., None] * new)
+    normed = torch.group_norm(o.reshape(R, H * V), H, weight, shift, eps).view(v.shape)
+    return normed * torch.nn.functional.silu(gate), states * torch.exp(-torch.exp(bias + factor))[..., None] + new
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("state", DTYPES, ids=str)
+@pytest.mark.parametrize("slots", [None, (3, -1, 0)], ids=str)
+@pytest.mark.parametrize(("heads", "K", "V", "rank"), [(2, 64, 64, 64), (3, 10, 24, 5), (1, 33, 7, 0), (2, 8, 40, 100)])
+def test_steps_of_rwkv(heads, K, V, rank, slots, state, dtype):
+    *given, pool, weight, shift = step_inputs(3, heads, K, V, rank, dtype, state)
+    kept, version = pool.clone(), pool._version
+    rows = None if slots is None else torch.tensor(slots)
+    y = launch.rwkv_step(*given, pool, rows, weight, shift, 1e-3)
+    live = [n for n in range(3) if slots is None or slots[n] >= 0]
+    places = live if slots is None else [slots[n] for n in live]
+    own = [x if n in (4, 5, 7) or x is None else x[live] for n, x in enumerate(given)]  # u, bias and up are of all rows
+    wanted, states = step_formula(*own, kept[places], weight, shift, 1e-3)
+    close(y[live], wanted)
+    close(pool[places], states)
+    others = [n for n in range(9) if n not in places]
+    assert torch.equal(pool[others], kept[others])
+    assert len(live) == 3 or y[1].abs().max() == 0
+    assert pool._version > version
+
+
+def test_bits_of_a_row_do_not_depend_on_other_rows_of_a_step():
+    *given, pool, weight, shift = step_inputs(5, 2, 24, 40, 6)
+    slots, kept = torch.tensor([4, 2, -1, 0, 8]), pool.clone()
+    y = launch.rwkv_step(*given, pool, slots, weight, shift, 1e-3)
+    for n in (0, 3, 4):
+        alone, one = kept.clone(), [x if m in (4, 5, 7) else x[n : n + 1] for m, x in enumerate(given)]
+        assert torch.equal(launch.rwkv_step(*one, alone, slots[n : n + 1], weight, shift, 1e-3)[0], y[n])
+        assert torch.equal(alone[slots[n]], pool[slots[n]])
+
+
+@pytest.mark.parametrize("place", [0, 1, 2, 3, 6, 8])
+def test_nan_in_one_row_of_a_step_stays_there(place):
+    *given, pool, weight, shift = step_inputs(3, 2, 10, 12, 6)
+    slots, kept = torch.tensor([4, 2, 0]), pool.clone()
+    wanted = launch.rwkv_step(*given, kept, slots, weight, shift, 1e-3)
+    *given, pool, weight, shift = step_inputs(3, 2, 10, 12, 6)
+    if place == 8:
+        pool[2, 1, 3, 5] = float("nan")
+    else:
+        given[place][1, ..., 0] = float("nan")
+    found = launch.rwkv_step(*given, pool, slots, weight, shift, 1e-3)
+    assert torch.equal(found[[0, 2]], wanted[[0, 2]])
+    assert torch.equal(pool[[4, 0]], kept[[4, 0]])
+    assert found[1].isnan().any() == (place != 6)  # the output precedes the decay
+    assert pool[2].isnan().any() == (place not in (0, 3))
+
+
+def test_steps_take_pools_of_any_strides():
+    *given, pool, weight, shift = step_inputs(3, 2, 10, 12, 6)
+    results = []
+    for one in (pool.contiguous(), pool.mT.contiguous().mT, pool.transpose(0, 3).contiguous().transpose(0, 3)):
+        y = launch.rwkv_step(*given, one, torch.tensor([4, 2, 0]), weight, shift, 1e-3)
+        results.append((y, one))
+    for y, one in results[1:]:
+        assert torch.equal(y, results[0][0])
+        assert torch.equal(one, results[0][1])
+
+
+def test_steps_have_the_states_of_updates_in_place():
+    """To the bit, for the same decays."""
+    *given, pool, weight, shift = step_inputs(3, 2, 16, 20, 0)
+    r, k, v, _, u, bias, *_ = given
+    kept, slots = pool.clone(), torch.tensor([2, -1, 5])
+    launch.rwkv_step(*given, pool, slots, weight, shift, 1e-3)
+    w = launch.low_rank_decay(torch.zeros(3, 4), torch.zeros(4, 32), bias.reshape(-1)).view(3, 1, 2, 16)
+    q, k, v = (x[:, None] for x in (r, k, v))
+    functional.advance("rwkv6", q, k, v, w, u, state=kept, slots=slots, impl="triton_recurrent")
+    assert torch.equal(pool, kept)
+
+
 @pytest.fixture
 def launched(monkeypatch):
     """The functions that are called while the kernels of decode steps take tensors on a CPU."""
-    names, whole = [], {name: getattr(launch, name) for name in ("products", "low_rank", "low_rank_decay", "shifted_norm")}
+    taken = ("products", "low_rank", "low_rank_decay", "shifted_norm", "rwkv_step")
+    names, whole = [], {name: getattr(launch, name) for name in taken}
 
     def watched(name):
         return lambda *args, **options: names.append(name) or whole[name](*args, **options)
@@ -120,8 +216,10 @@ def test_decode_steps_of_models(name, dtype, request):
     expected = {"products"} if dtype == torch.float16 else set()
     if name.startswith("rwkv"):
         expected |= {"shifted_norm"}
+    if name in ("rwkv5.1", "rwkv5.2", "rwkv6"):
+        expected |= {"rwkv_step"}
     if name == "rwkv6":
-        expected |= {"low_rank", "low_rank_decay"}
+        expected |= {"low_rank"}
     assert set(names) == expected
 
 
@@ -140,3 +238,27 @@ def test_only_few_rows_of_16_bits_in_graphs_take_the_kernel(launched):
     with torch.no_grad():
         assert linear.linears([normal(2, 3, 40, dtype=torch.float16)], [weight]) is None
     assert launched == ["products", "products"]
+
+
+def test_only_decode_steps_in_graphs_take_the_kernel_of_a_step(launched):
+    norm, u = torch.nn.GroupNorm(2, 8), normal(2, 6)
+
+    def found(pool, dtype=torch.float32, up=None, tokens=1, in_place=True):
+        sequences = Sequences(torch.empty(3, tokens, 1), in_place=in_place)
+        low_rank = None if up is None else (normal(3, 1, up.shape[0]), up)
+        x, gate = normal(3, 1, 12, dtype=dtype), normal(3, 1, 2 * pool.shape[3])
+        return fused.rwkv_step(x, x, gate, gate, u, u, norm, pool, sequences, low_rank)
+
+    with torch.no_grad():
+        assert found(normal(3, 2, 6, 4)) is None
+        with linear.in_graph():
+            assert found(normal(3, 2, 6, 4)).shape == (3, 1, 8)
+            assert found(normal(3, 2, 6, 4), tokens=2) is None
+            assert found(normal(3, 2, 6, 4), in_place=False) is None
+            assert found(normal(3, 2, 6, 4), up=normal(12, 5).T) is None
+            assert found(normal(3, 2, 6, 4), dtype=torch.float16) is None
+            assert found(normal(0, 2, 6, 4)) is None
+            assert found(normal(3, 2, 6, 600)) is None
+    with linear.in_graph():
+        assert found(normal(3, 2, 6, 4)) is None
+    assert launched == ["rwkv_step"]

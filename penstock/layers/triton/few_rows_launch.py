@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...gpu.target import power
-from . import few_rows, launch
+from ...gpu.target import Target, power
+from . import few_rows, launch, step
 
 PARTS = 5
 """Linear maps, or interpolations, of one launch, at most."""
@@ -124,3 +124,46 @@ def shifted_norm(
         if not pool.is_inference():
             torch.autograd.graph.increment_version(pool)
     return Shifted(total, normed, before, mixed.unbind())
+
+
+REGISTERS = 168
+"""Of a thread with 64 float32 of a state, at most, as in the kernel of updates in place."""
+
+
+def step_warps(rows: int, heads: int, multiprocessors: int, size: int) -> int:
+    """Warps of a program of ``penstock_rwkv_step`` whose tiles have ``size`` elements: few, so that its sums stay within a warp.
+
+    One warp for a head of 64, with 128 elements of the state and 64 of ``up`` a thread; two if each program has a multiprocessor of its own.
+    """
+    least = power(-(-size // 6144), 1)
+    more = 2 if rows * heads <= multiprocessors else 1
+    return min(least * more, 16)
+
+
+def rwkv_step(
+    r: Tensor, k: Tensor, v: Tensor, gate: Tensor, u: Tensor, bias: Tensor, low: Tensor | None, up: Tensor | None, pool: Tensor,
+    slots: Tensor | None, weight: Tensor, shift: Tensor, eps: float, warps: int | None = None,
+) -> Tensor:  # fmt: skip
+    """y [R,H,V] of a step of RWKV-6: r and k [R,H,K], v and gate [R,H,V], low [R,M], up [M,H*K], weight and shift of the norm [H*V].
+
+    u and bias of the decay [H,K] and the pool [P,H,K,V] may have any strides; the pool is updated in place. slots [R]; without them token
+    r has row r. Without low and up, the decay is -exp(bias), that of RWKV-5.
+    """
+    (R, H, K), V, M = r.shape, v.shape[-1], 0 if up is None else up.shape[0]
+    y, BK, BV, BM, pdl = torch.empty_like(v), power(K), power(V), power(M), launch.early(v.device)
+    given = low is not None
+    low, up = (r, r) if low is None or up is None else (low, up)
+    warps = warps or step_warps(R, H, Target.of(v.device).multiprocessors, BK * BV + given * BM * BK // 2)
+    size, cuda = pool.element_size(), v.device.type == "cuda" and torch.version.hip is None
+    lines = pool.data_ptr() % 16 == 0 == pool.stride(0) * size % 16 and pool.stride(1) * size % 16 == 0
+    dense = lines and pool.stride()[2:] == (V, 1) and K * V * size % (16 * warps) == 0
+    limit = {"maxnreg": REGISTERS} if cuda and warps <= 4 and BK * BV // (32 * warps) <= 64 else {}
+    if v.numel():
+        step.penstock_rwkv_step[(R * H,)](
+            low, up, bias, u, r, k, v, gate, pool, r if slots is None else slots, weight, shift, y, pool.shape[0], H, *bias.stride(),
+            *u.stride(), *pool.stride(), eps, K=K, V=V, M=M, BK=BK, BV=BV, BM=BM, LOW_RANK=given, SLOTS=slots is not None, DENSE=dense,
+            WARPS=warps, PDL=bool(pdl), CUDA=cuda, num_warps=warps, enable_fp_fusion=False, **limit, **pdl,
+        )  # fmt: skip
+        if not pool.is_inference():
+            torch.autograd.graph.increment_version(pool)
+    return y

@@ -1,0 +1,97 @@
+"""The kernel of a decode step between the linear maps of an RWKV time mix: decay, recurrence, norm of heads and gate.
+
+Three kernels in one: the state of a head stays in registers, so neither decays nor the output of the recurrence are stored. All sums are
+sums of halves and no multiply-adds are fused, as in the kernel of updates in place, so no bit depends on the number of warps, which follows
+the number of rows. The state has the bits that updates in place give for the same decays.
+"""
+
+import triton
+import triton.language as tl
+
+from ...recurrence.triton.recurrent import after_loads, decayed, sum_of_rows
+from ...recurrence.triton.tiles import CHANNEL, FLOOR
+from .few_rows import begin, prefetch
+from .token_shift import tanh
+
+
+@triton.jit(do_not_specialize=["P"])
+def penstock_rwkv_step(
+    low,  # [R,M]
+    up,  # [M,H,K]
+    bias, u,  # [H,K] by strides
+    r, k,  # [R,H,K]
+    v, gate,  # [R,H,V]
+    pool, slots,  # [P,H,K,V] by strides; [R]
+    weight, shift,  # [H,V]
+    y,  # [R,H,V]
+    P, H, b_h, b_k, u_h, u_k, s_p, s_h, s_k, s_v, eps,
+    K: tl.constexpr, V: tl.constexpr, M: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, LOW_RANK: tl.constexpr,
+    SLOTS: tl.constexpr, DENSE: tl.constexpr, WARPS: tl.constexpr, PDL: tl.constexpr, CUDA: tl.constexpr,
+):  # fmt: skip
+    """Program (row, head): w = -exp(bias + tanh(low) up), a step of the state, y = norm(o) silu(gate). Without LOW_RANK, w = -exp(bias).
+
+    A negative slot: y is 0, no row of the pool changes. DENSE: the states of heads are, at multiples of 16 bytes.
+
+    What is loaded before ``begin`` are weights, which no kernel of a graph writes. The state may not be: an earlier step in the same
+    graph writes it, and if all kernels between start early, nothing has waited for that one. A prefetch to the L2 cache is safe, because
+    later writes update the cache. So is one by a stale slot, because it is limited to rows of the pool.
+    """
+    h = tl.program_id(0) % H
+    n = (tl.program_id(0) // H).to(tl.int64)
+    dk = tl.arange(0, BK)
+    dv = tl.arange(0, BV)
+    there = dk < K
+    mine = dv < V
+    log = tl.load(bias + h * b_h + dk * b_k, there, other=0.0)
+    bonus = tl.load(u + h * u_h + dk * u_k, there, other=0.0)
+    scale = tl.load(weight + h * V + dv, mine, other=0.0)
+    offset = tl.load(shift + h * V + dv, mine, other=0.0)
+    if LOW_RANK:
+        m = tl.arange(0, BM)
+        high = tl.load(up + (m[:, None] * H + h) * K + dk[None, :], (m < M)[:, None] & there[None, :], other=0.0)
+    slot = n
+    if PDL and DENSE:
+        if SLOTS:
+            slot = tl.minimum(tl.maximum(tl.load(slots + n).to(tl.int64), 0), P - 1)
+        prefetch(pool + slot * s_p + h.to(tl.int64) * s_h, slot * 0, K * V, K * V, WARPS, PDL)
+    begin(PDL)
+    if SLOTS:
+        slot = tl.load(slots + n, volatile=PDL).to(tl.int64)  # not the value from before ``begin``
+    head = n * H + h
+    if slot < 0:
+        tl.store(y + head * V + dv, tl.zeros([BV], y.dtype.element_ty), mine)
+        return
+    state = pool + slot * s_p + h.to(tl.int64) * s_h
+    if DENSE:
+        state += dk[:, None] * V + dv[None, :]
+    else:
+        state += dk[:, None] * s_k + dv[None, :] * s_v
+    inside = there[:, None] & mine[None, :]
+    S = tl.load(state, inside, other=0.0, cache_modifier=".cg")  # read once, so L1 keeps ``up``
+    if LOW_RANK:
+        hidden = tl.load(low + n * M + m, m < M, other=0.0)
+    rt = tl.load(r + head * K + dk, there, other=0.0)
+    kt = tl.load(k + head * K + dk, there, other=0.0)
+    vt = tl.load(v + head * V + dv, mine, other=0.0)
+    z = tl.load(gate + head * V + dv, mine, other=0.0)
+    log = after_loads(log, CUDA)
+    bonus = after_loads(bonus, CUDA)
+    rt = after_loads(rt, CUDA)
+    kt = after_loads(kt, CUDA)
+    vt = after_loads(vt, CUDA)
+    z = after_loads(z, CUDA)
+    own = sum_of_rows((rt * bonus * kt)[:, None])
+    if LOW_RANK:
+        hidden = tanh(after_loads(hidden, CUDA))
+        log += sum_of_rows(hidden[:, None] * high.to(tl.float32))
+    w = -tl.exp(log)
+    w = tl.where(w < FLOOR, FLOOR, w)  # keeps NaN
+    S = S.to(tl.float32)  # the first use: what is above does not wait for the state
+    o = sum_of_rows(rt[:, None] * S) + own * vt
+    S = decayed(S, w, CHANNEL) + kt[:, None] * vt[None, :]
+    tl.store(state, S.to(pool.dtype.element_ty), inside)
+    o = tl.where(mine, o, 0.0)
+    o = tl.where(mine, o - sum_of_rows(o[:, None]) / V, 0.0)
+    o *= tl.rsqrt(sum_of_rows((o * o)[:, None]) / V + eps)
+    o = o * scale.to(tl.float32) + offset.to(tl.float32)
+    tl.store(y + head * V + dv, (o * z * tl.sigmoid(z)).to(y.dtype.element_ty), mine)
