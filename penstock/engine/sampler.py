@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..gpu.target import unavailable
 from ..models.sampling import LOWEST_TEMPERATURE
 from .request import Constraint, SamplingParams, Sequence, TokenLogprobs
 from .transfer import ToHost, from_buffer, to_device
@@ -29,6 +30,8 @@ NO_TOKEN = -1
 """In the place of a token where the largest logit is not finite."""
 CANDIDATES = 256
 """The most likely tokens that are ranked before all are."""
+MANY_ROWS = 8
+"""From this number on, a kernel finds the ranks that are kept on a GPU; for fewer, sorting them is faster."""
 _MASK = 2**64 - 1
 _STEP = 0x9E3779B97F4A7C15
 """2**64 divided by the golden ratio."""
@@ -287,8 +290,9 @@ class Sampler:
         if step.any & FLOORED:
             weights = weights.masked_fill_(weights < params[:, LEAST : LEAST + 1], 0)
         if step.any & LIMITED:
-            most = max([row.params.top_k or self.vocab_size for row in rows if row.needs & LIMITED])
-            some = self._limited(step.of(LIMITED, weights), step.of(LIMITED, params), most, bool(step.any & NUCLEUS))
+            tops = [row.params.top_k for row in rows if row.needs & LIMITED]
+            most = self.vocab_size if 0 in tops else max(tops)
+            some = self._limited(step.of(LIMITED, weights), step.of(LIMITED, params), most, any(tops), bool(step.any & NUCLEUS))
             weights = step.put(LIMITED, weights, some)
         sums = weights.cumsum(-1)
         total = sums[:, -1]
@@ -296,13 +300,20 @@ class Sampler:
         drawn = torch.minimum((step.uniforms * total).long(), total - 1)
         return torch.searchsorted(sums, drawn[:, None], right=True).squeeze(-1)
 
-    def _limited(self, weights: Tensor, params: Tensor, most: int, nucleus: bool) -> Tensor:
-        """Weights [R,V] with 0 outside of the top k, then outside of the nucleus of what is left. No k is above ``most``."""
+    def _limited(self, weights: Tensor, params: Tensor, most: int, ranked: bool, nucleus: bool) -> Tensor:
+        """Weights [R,V] with 0 outside of the top k, then outside of the nucleus of what is left.
+
+        No k is above ``most``; ``ranked``: some row has one; ``nucleus``: some row has a share below 1.
+        """
         V, last = self.vocab_size, params[:, LAST_RANK : LAST_RANK + 1]
+        if weights.is_cuda and most > CANDIDATES and len(weights) >= MANY_ROWS and unavailable() is None:
+            from .ranking import keep_ranks
+
+            return keep_ranks(weights, params[:, LAST_RANK], params[:, SHARE], ranked)
         keys = torch.add(self._names, weights, alpha=1 << self._bits)
         if most <= CANDIDATES:
-            ranked = keys.topk(min(most, V), -1)[0]
-            least = self._ends(ranked, params, None)[0] if nucleus else ranked.gather(1, last.long())
+            best = keys.topk(min(most, V), -1)[0]
+            least = self._ends(best, params, None)[0] if nucleus else best.gather(1, last.long())
         elif weights.is_cuda or V <= 8 * CANDIDATES:  # the host does not wait for a GPU to know whether candidates suffice
             least, _ = self._ends(keys.sort(dim=-1, descending=True)[0], params, None)
         else:

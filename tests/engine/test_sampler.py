@@ -135,6 +135,25 @@ def test_a_large_vocabulary_is_ranked_by_candidates_where_they_suffice(scale, mo
         assert sample(logits, rows, positions).tolist() == found
 
 
+def test_the_kernel_keeps_what_sorting_keeps():
+    """Under the interpreter: weights that are equal or 0, any share, any k, more than one block."""
+    ranking = pytest.importorskip("penstock.engine.ranking")
+    cases = [(0, 0.9), (1, 0.9), (7, 1), (2999, 0.3), (300, 1e-9), (0, 0.99999), (0, 5e-324), (40, 1 - 2**-53), (3000, 1)]
+    logits = torch.randn(len(cases), 3000, generator=torch.Generator().manual_seed(0)) * torch.tensor([0.05, 1.0, 20.0]).repeat(3)[:, None]
+    logits = logits.bfloat16().double()
+    made = Sampler(len(cases), 3000, logits.device)
+    params = torch.tensor([made._parameters(SamplingParams(top_k=k, top_p=p)) for k, p in cases], dtype=torch.float64)
+    weights = sampler._weights(logits, logits.amax(-1, keepdim=True))
+    assert 0 in weights[2]
+    for some in (slice(None), [0, 5, 6]):
+        ranked = some == slice(None)
+        wanted = made._limited(weights[some].clone(), params[some], 3000, ranked, True)
+        rows = params[some]
+        found = ranking.keep_ranks(weights[some].clone(), rows[:, sampler.LAST_RANK], rows[:, sampler.SHARE], ranked, 1024)
+        assert torch.equal(found, wanted)
+        assert 0 < (found > 0).sum(-1).min() < 3000
+
+
 class Calls(TorchDispatchMode):
     """Counts operators."""
 

@@ -271,7 +271,10 @@ def test_saved_states_are_finite_with_concurrent_programs(shape):
     ],
 )
 def test_decode_steps(variant, dtype, impl, limit, N, T, kind):
-    """In place, out of order, one skipped, in a pool of either dtype, rounded after each token; few sequences, and many."""
+    """In place, out of order, one skipped, in a pool of either dtype; few sequences, and many.
+
+    ``cuda`` rounds a state once, the others after each token. Float32 results may round to a neighbour there, which moves later outputs.
+    """
     x = inputs(variant, Shape(N, T, 2, 64, 64), dtype, "cuda")
     random = torch.Generator("cuda").manual_seed(3)
     pool = torch.randn(N + 2, 2, 64, 64, generator=random, device="cuda").to(kind)
@@ -282,11 +285,14 @@ def test_decode_steps(variant, dtype, impl, limit, N, T, kind):
     for t in range(T):
         token = [one if one is None or one.dim() < 3 else one[:, t : t + 1] for one in doubles]
         steps.append(ps.decode_step(variant, *token, state=wanted, slots=slots, impl="chunkwise"))
-        wanted.copy_(wanted.to(kind))
+        if impl != "cuda":
+            wanted.copy_(wanted.to(kind))
     expected = torch.cat(steps, 1)
     found = ps.decode_step(variant, x.q, x.k, x.v, x.g, x.u, state=pool, slots=slots, impl=impl)
-    assert error(found, expected) < limit + (0 if dtype == FLOAT32 else torch.finfo(dtype).eps)
+    neighbours = 0 if kind == FLOAT32 or impl == "cuda" or T == 1 else torch.finfo(kind).eps
+    assert error(found, expected) < limit + neighbours + (0 if dtype == FLOAT32 else torch.finfo(dtype).eps)
     assert error(pool, wanted) < (limit if kind == FLOAT32 else torch.finfo(kind).eps)
+    assert kind == FLOAT32 or (pool != wanted.to(kind)).float().mean() < 0.02
     assert not found[1].any()
 
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 from architectures import model_of
 
-from penstock.engine import Engine, SamplingParams
+from penstock.engine import Engine, SamplingParams, sampler
 from penstock.engine.graphs import Batch
+from penstock.engine.sampler import Row, Sampler
 from penstock.layers.linear import in_graph, linear, rows_alike
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"), pytest.mark.timeout(600)]
@@ -141,3 +142,16 @@ def test_steps_of_rwkv(K, V, rank, state, dtype):
         assert torch.equal(pool[rows], wanted[rows])
         pool[rows] = kept[rows]
         assert torch.equal(pool, kept)
+
+
+def test_the_kernel_keeps_the_ranks_that_sorting_keeps(monkeypatch):
+    """At a published vocabulary, with many equal weights: equal tokens."""
+    params = [SamplingParams(top_k=k, top_p=p) for k in (0, 1000) for p in (0.5, 0.9, 0.999, 1 - 2**-53)] * 4
+    logits = torch.randn(len(params), 65536, device="cuda", generator=torch.Generator("cuda").manual_seed(0)).bfloat16()
+    logits[::3] *= 8
+    found = []
+    for least in (1, 10**9):
+        monkeypatch.setattr(sampler, "MANY_ROWS", least)
+        made, rows = Sampler(len(params), 65536, logits.device), [Row(one, n) for n, one in enumerate(params)]
+        found.append([made.sample(logits, rows, range(len(rows)), [step] * len(rows)).tolist() for step in range(5)])
+    assert found[0] == found[1]

@@ -1,4 +1,4 @@
-"""The fused kernels compile for sm_90 as Triton compiles them at a launch: an integer of 1 becomes a constant."""
+"""The kernels of layers and of the sampler compile for sm_90 as Triton compiles them at a launch: an integer of 1 becomes a constant."""
 
 import os
 import subprocess
@@ -18,10 +18,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from penstock.engine import ranking
 from penstock.layers import fused
 from penstock.layers.triton import few_rows_launch, launch
 
-NAMES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int32: "*i32", torch.int64: "*i64"}
+NAMES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int32: "*i32", torch.int64: "*i64", torch.float64: "*fp64"}
 compiled = set()
 
 
@@ -100,6 +101,9 @@ for rows, size in ((1, 512), (9, 70)):
         pool = torch.zeros(rows, heads, channels, channels)
         for low, up in ((None, None), (zeros(rows, 5), zeros(5, heads * channels))):
             few_rows_launch.rwkv_step(*[tokens] * 4, head, head, low, up, pool, slots, norm, norm, 1e-5)
+for ranked in (False, True):
+    numbers = torch.ones(2, 1, dtype=torch.float64)[:, 0]
+    ranking.keep_ranks(torch.zeros(2, 100, dtype=torch.int64), numbers, numbers, ranked)
 print(*sorted(compiled), sep="\\n")
 """
 
@@ -109,5 +113,5 @@ def test_every_fused_kernel_compiles_for_any_number_of_tokens():
     done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     both = {f"{name}_{way}" for name in ("decay", "gated", "norm_gate", "relu_squared", "shift") for way in ("bwd", "fwd")}
-    others = {"add_norm", "low_rank", "product", "product_of_few_rows", "products", "rwkv_step", "shifted_norm", "write_rows"}
+    others = {"add_norm", "keep_ranks", "low_rank", "product", "product_of_few_rows", "products", "rwkv_step", "shifted_norm", "write_rows"}
     assert set(done.stdout.split()) == {f"penstock_{name}" for name in both | others}
