@@ -34,7 +34,7 @@ def _search(weights, V, limit, COUNTED: tl.constexpr, BLOCK: tl.constexpr):
     """The smallest weight w such that the tokens above it are few enough, their number, and their sum.
 
     COUNTED: at most ``limit`` of them. Else their sum is below ``limit``. A pass cuts the range of w in eight parts and finds the totals
-    above the last weight of the first seven; above that of the eighth, tokens are few enough. Sums over a block wait until the end of a pass.
+    above the last weight of the first seven; above that of the eighth, tokens are few enough. A pass sums over lanes at its end.
     """
     first = tl.zeros([], tl.int64)
     lane = tl.arange(0, BLOCK)

@@ -133,7 +133,8 @@ REGISTERS = 168
 def step_warps(rows: int, heads: int, multiprocessors: int, size: int) -> int:
     """Warps of a program of ``penstock_rwkv_step`` whose tiles have ``size`` elements: few, so that its sums stay within a warp.
 
-    One warp for a head of 64, with 128 elements of the state and 64 of ``up`` a thread; two if each program has a multiprocessor of its own.
+    One warp for a head of 64, with 128 elements of the state and 64 of ``up`` a thread; two if there are no more programs than
+    multiprocessors.
     """
     least = power(-(-size // 6144), 1)
     more = 2 if rows * heads <= multiprocessors else 1
