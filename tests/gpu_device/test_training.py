@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from penstock.models import CausalLM, load, rwkv6
+from penstock.models.loss import linear_cross_entropy
 from penstock.models.streaming import stream
 from penstock.training.mqar import Recall, learn, model_config
 from penstock.training.scoring import score
@@ -19,6 +20,23 @@ def model():
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     return model
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("V", [65536, 50257])
+def test_losses_of_large_vocabularies(V, dtype):
+    """Twice, with equal bits; against float64."""
+    random = torch.Generator("cuda").manual_seed(0)
+    x, weight = ((torch.randn(rows, 64, generator=random, device="cuda") / 2).to(dtype).requires_grad_() for rows in (3000, V))
+    labels = torch.randint(V, (3000,), generator=random, device="cuda")
+    labels[::5] = -100
+    found = [(loss := linear_cross_entropy(x, weight, labels)).detach(), *torch.autograd.grad(loss, (x, weight))]
+    again = [(loss := linear_cross_entropy(x, weight, labels)).detach(), *torch.autograd.grad(loss, (x, weight))]
+    assert all(torch.equal(one, other) for one, other in zip(found, again))
+    wide = [one.detach().double().requires_grad_() for one in (x, weight)]
+    true = torch.nn.functional.cross_entropy(wide[0] @ wide[1].T, labels)
+    for one, other in zip(found, (true, *torch.autograd.grad(true, wide))):
+        assert (one.double() - other).norm() <= max(8 * torch.finfo(dtype).eps, 1e-5) * other.norm()
 
 
 def test_scores_and_generation_agree_with_the_cpu(model):

@@ -20,7 +20,7 @@ from triton.runtime.jit import JITFunction
 
 from penstock.engine import ranking
 from penstock.layers import fused
-from penstock.layers.triton import few_rows_launch, launch
+from penstock.layers.triton import cross_entropy, few_rows_launch, launch
 
 NAMES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int32: "*i32", torch.int64: "*i64", torch.float64: "*fp64"}
 compiled = set()
@@ -104,6 +104,8 @@ for rows, size in ((1, 512), (9, 70)):
 for ranked in (False, True):
     numbers = torch.ones(2, 1, dtype=torch.float64)[:, 0]
     ranking.keep_ranks(torch.zeros(2, 100, dtype=torch.int64), numbers, numbers, ranked)
+for upstream in (None, torch.zeros(2)):
+    cross_entropy.cross_entropy(zeros(2, 5000), torch.zeros(2, dtype=torch.int64), upstream, torch.zeros(2))
 print(*sorted(compiled), sep="\\n")
 """
 
@@ -113,5 +115,6 @@ def test_every_fused_kernel_compiles_for_any_number_of_tokens():
     done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     both = {f"{name}_{way}" for name in ("decay", "gated", "norm_gate", "relu_squared", "shift") for way in ("bwd", "fwd")}
-    others = {"add_norm", "keep_ranks", "low_rank", "product", "product_of_few_rows", "products", "rwkv_step", "shifted_norm", "write_rows"}
+    decoding = {"low_rank", "product_of_few_rows", "products", "rwkv_step", "shifted_norm", "write_rows"}
+    others = {"add_norm", "cross_entropy", "keep_ranks", "product", *decoding}
     assert set(done.stdout.split()) == {f"penstock_{name}" for name in both | others}

@@ -8,9 +8,23 @@ from formulas import error
 from torch.nn import functional as F
 
 from penstock import DtypeError, InvalidArgument, RangeError, ShapeError
+from penstock.gpu.target import interpreting
+from penstock.models import loss as losses
 from penstock.models.loss import linear_cross_entropy
 
 T, C, V = 23, 8, 37
+
+
+@pytest.fixture(params=["torch", "kernel"], autouse=True)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """PyTorch, or the kernel under Triton's interpreter for dtypes other than float64, in blocks smaller than the vocabulary."""
+    if request.param == "kernel":
+        module = pytest.importorskip("penstock.layers.triton.cross_entropy")
+        if not interpreting():
+            pytest.skip("needs Triton's interpreter")
+        monkeypatch.setattr(module, "BLOCK", 32)
+        monkeypatch.setattr(losses, "kernels", lambda name, x, weight: None if x.dtype == torch.float64 else module)
+    return request.param
 
 
 def arguments(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -22,16 +36,19 @@ def arguments(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.T
 
 @pytest.mark.parametrize("chunk_tokens", [1, 5, T, 1000])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_loss_and_gradients(reduction: str, chunk_tokens: int) -> None:
-    x, weight, labels = arguments()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_loss_and_gradients(dtype: torch.dtype, reduction: str, chunk_tokens: int) -> None:
+    x, weight, labels = arguments(dtype)
     labels[::4] = -7
     options = {"ignore_index": -7, "reduction": reduction}
     found = linear_cross_entropy(x, weight, labels, **options, chunk_tokens=chunk_tokens)
-    true = F.cross_entropy(x @ weight.T, labels, **options)
-    assert torch.allclose(found, true, rtol=1e-12)
+    wide = [one.detach().double().requires_grad_() for one in (x, weight)]
+    true = F.cross_entropy(wide[0] @ wide[1].T, labels, **options)
+    roundings = 20 * torch.finfo(dtype).eps
+    assert error(found, true) < roundings
     upstream = torch.linspace(-1, 2, true.numel(), dtype=torch.float64).view(true.shape)
-    for one, other in zip(torch.autograd.grad(found, (x, weight), upstream), torch.autograd.grad(true, (x, weight), upstream)):
-        assert torch.allclose(one, other, rtol=1e-10, atol=1e-12)
+    for one, other in zip(torch.autograd.grad(found, (x, weight), upstream.to(dtype)), torch.autograd.grad(true, wide, upstream)):
+        assert error(one, other) < 10 * roundings
 
 
 def test_gradcheck() -> None:
@@ -107,10 +124,11 @@ def test_autocast() -> None:
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_float16_gradients_with_a_loss_scale(reduction: str) -> None:
+def test_float16_gradients_with_a_loss_scale(reduction: str, way: str) -> None:
     """Gradients of a mean over many tokens are below the range of float16 before they are multiplied by the scale."""
     x, weight, labels = arguments(torch.float16)
-    x, labels = x.detach().repeat(400, 1).requires_grad_(), labels.repeat(400)
+    times = 400 if way == "torch" else 20  # the interpreter takes a millisecond a token
+    x, labels = x.detach().repeat(times, 1).requires_grad_(), labels.repeat(times)
     scale = 2.0**17 if reduction == "mean" else 16.0
     (linear_cross_entropy(x, weight, labels, reduction=reduction) * scale).backward()
     wide = [one.detach().double().requires_grad_() for one in (x, weight)]
@@ -128,6 +146,41 @@ def test_large_logits_stay_finite() -> None:
     assert x.grad.isfinite().all()
 
 
+@pytest.mark.filterwarnings("ignore:(divide by zero|invalid value):RuntimeWarning")
+def test_infinite_logits_and_nan() -> None:
+    """A logit of -inf has probability 0. A NaN reaches the results of its token only, and none of a token that does not count."""
+    x, weight, labels = arguments(torch.float32)
+    logits = (x @ weight.T).detach()
+    labels, counted = labels % 20, torch.ones(T, dtype=torch.bool)
+    counted[5] = False
+    logits[:, 20:], logits[4:6, 1], logits[6] = -torch.inf, torch.nan, -torch.inf
+    found, d_logits, upstream = torch.empty(T), logits.clone(), torch.linspace(1, 2, T)
+    module = losses.kernels("cross_entropy", x, weight)
+    if module is None:
+        d_logits = losses._chunk(d_logits, labels, counted, upstream, found)
+    else:
+        module.cross_entropy(d_logits, labels.masked_fill(~counted, -1), upstream, found)
+    leaf, fine = logits.double().requires_grad_(), counted.clone()
+    true = F.cross_entropy(leaf, labels, reduction="none")
+    true.backward(upstream.double())
+    fine[4], fine[6] = False, False
+    assert torch.allclose(found[fine].double(), true[fine], atol=1e-5)
+    assert torch.allclose(d_logits[fine].double(), leaf.grad[fine], atol=1e-6)
+    assert found[[4, 6]].isnan().all()
+    assert d_logits[[4, 6], 1].isnan().all()
+    assert found[5] == 0
+
+
+def test_labels_outside_of_the_vocabulary_are_nan_on_a_gpu(way: str) -> None:
+    """Where their values are not checked."""
+    if way == "torch":
+        pytest.skip("checked on a CPU")
+    x, weight, labels = arguments(torch.float32)
+    labels[3], labels[4] = V, -3
+    found = losses._pass(x.detach(), weight.detach(), labels, labels != -100, torch.ones(T), (False, False), 10)[0]
+    assert found.isnan().nonzero().flatten().tolist() == [3, 4]
+
+
 def test_no_token_counts() -> None:
     x, weight, labels = arguments()
     assert linear_cross_entropy(x, weight, labels * 0 - 100).isnan()
@@ -140,8 +193,10 @@ def test_no_token_counts() -> None:
         assert not weight.grad.any()
 
 
-def test_peak_memory_is_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peak_memory_is_one_chunk(way: str) -> None:
     """No tensor of more than chunk_tokens * V elements is made."""
+    if way == "kernel":
+        pytest.skip("the interpreter makes tensors of bytes")
     from torch.utils._python_dispatch import TorchDispatchMode
 
     largest = 0
