@@ -220,6 +220,20 @@ def decay_formula(x: Tensor, bias: Tensor) -> Tensor:
     return -torch.exp(bias.to(dtype).reshape(-1) + x.to(dtype))
 
 
+def log_sigmoid(x: Tensor, normalizer: float) -> Tensor:
+    """The log decay ``logsigmoid(x) / normalizer``, float32 (float64 for float64 x)."""
+    formula, launch = partial(log_sigmoid_formula, normalizer=normalizer), kernels("launch", x)
+    if launch is None:
+        return formula(x)
+    found: Tensor = launch.LogSigmoid.apply(x.contiguous(), float(normalizer), formula)
+    return found
+
+
+def log_sigmoid_formula(x: Tensor, *, normalizer: float) -> Tensor:
+    """``log_sigmoid``."""
+    return F.logsigmoid(x.to(state_dtype(x.dtype))) / normalizer
+
+
 def rwkv_step(
     r: Tensor, k: Tensor, v: Tensor, gate: Tensor, u: Tensor, bias: Tensor, norm: nn.GroupNorm, pool: Tensor, sequences: Sequences,
     low_rank: tuple[Tensor, Tensor] | None = None,

@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from ..errors import Complaints, RangeError
-from ..recurrence.declaration import state_dtype
+from .fused import log_sigmoid
 from .heads import HeadsConfig, HeadsMixer, projection
 from .sequences import Sequences
 
@@ -83,8 +82,7 @@ class GatedLinearAttention(HeadsMixer):
     def mix(self, x: Tensor, state: GLAState, sequences: Sequences) -> tuple[Tensor, GLAState]:
         """Y and the new state."""
         q, k, v, tails = self._project(x, state.tails, sequences)
-        gates = self.gk_proj(x)
-        g = F.logsigmoid(gates.to(state_dtype(gates.dtype))) / self.config.gate_logit_normalizer
+        g = log_sigmoid(self.gk_proj(x), self.config.gate_logit_normalizer)
         if self.config.clamp_min is not None:
             g = g.clamp(min=self.config.clamp_min)
         g = g.unflatten(-1, (-1, self.head_sizes[0]))

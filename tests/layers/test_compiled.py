@@ -71,6 +71,7 @@ for tokens, heads in product((1, 3), (1, 2)):
     for b in (None, learned(tokens, 70)):
         backward(launch.Activated.apply(learned(tokens, 70), b, "silu", None))
     backward(launch.Decay.apply(learned(tokens, 70), learned(70), None))
+    backward(launch.LogSigmoid.apply(learned(tokens, 70), 16.0, None))
     for rank in (1, 8):
         few_rows_launch.low_rank_decay(torch.zeros(tokens, rank), torch.zeros(rank, 70), torch.zeros(70))
     for channels in (1, 70):
@@ -114,7 +115,7 @@ def test_every_fused_kernel_compiles_for_any_number_of_tokens():
     environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    both = {f"{name}_{way}" for name in ("decay", "gated", "norm_gate", "relu_squared", "shift") for way in ("bwd", "fwd")}
+    both = {f"{name}_{way}" for name in ("decay", "gated", "log_sigmoid", "norm_gate", "relu_squared", "shift") for way in ("bwd", "fwd")}
     decoding = {"low_rank", "product_of_few_rows", "products", "rwkv_step", "shifted_norm", "write_rows"}
     others = {"add_norm", "cross_entropy", "keep_ranks", "product", *decoding}
     assert set(done.stdout.split()) == {f"penstock_{name}" for name in both | others}

@@ -136,6 +136,21 @@ def test_element_wise(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_log_sigmoids(dtype):
+    kernel = launch.LogSigmoid.apply
+    x = torch.cat([normal(5, 500, dtype=dtype).flatten() * 4, torch.tensor([100.0, -100.0, torch.inf, -torch.inf], dtype=dtype)])
+    formula = partial(fused.log_sigmoid_formula, normalizer=16.0)
+    hold(lambda x: kernel(x, 16.0, formula), formula, (x[:-1],), dtype=dtype)
+    found, wanted = kernel(x, 16.0, formula), formula(x.double())
+    assert found.dtype == torch.float32
+    found = found.double()
+    finite = wanted.isfinite()
+    assert torch.equal(found[~finite], wanted[~finite])
+    assert ((found - wanted)[finite].abs() <= 4 * torch.finfo(torch.float32).eps * wanted[finite].abs() + 1e-38).all()  # weak decays too
+    assert kernel(torch.tensor([torch.nan, 1.0]), 16.0, formula).isnan().tolist() == [True, False]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("rank", [6, 64, 100])
 def test_decays_of_low_rank(rank, dtype):
     hidden, up, bias = normal(70, rank, dtype=dtype), normal(rank, 90, dtype=dtype) / rank**0.5, normal(90, dtype=dtype)

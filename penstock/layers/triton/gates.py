@@ -189,3 +189,28 @@ def penstock_decay_bwd(
         tl.store(dx + at, d.to(dx.dtype.element_ty), here)
         sums += tl.sum(d, 0)
     tl.store(dbias + p.to(tl.int64) * C + c, sums, c < C)
+
+
+@triton.jit
+def penstock_log_sigmoid_fwd(x, g, size, normalizer, BLOCK: tl.constexpr):
+    """g = log(sigmoid(x)) / normalizer = (min(x, 0) - log(1 + y)) / normalizer with y = exp(-abs(x)).
+
+    log(1 + y) = 2 atanh(s), s = y / (2 + y), by its series to s^15, because tl.log is not exact near 1, where weak decays are.
+    """
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    z = tl.load(x + at, at < size, other=0.0).to(tl.float32)
+    y = tl.exp(-tl.abs(z))
+    s = y / (2 + y)
+    p = s * s
+    series = 1 + p * (1 / 3 + p * (1 / 5 + p * (1 / 7 + p * (1 / 9 + p * (1 / 11 + p * (1 / 13 + p / 15))))))
+    tl.store(g + at, (tl.where(z < 0, z, 0.0) - 2 * s * series) / normalizer, at < size)
+
+
+@triton.jit
+def penstock_log_sigmoid_bwd(x, dg, dx, size, normalizer, BLOCK: tl.constexpr):
+    """dx = sigmoid(-x) dg / normalizer."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    z = tl.load(x + at, at < size, other=0.0).to(tl.float32)
+    d = tl.load(dg + at, at < size, other=0.0)
+    y = tl.exp(-tl.abs(z))
+    tl.store(dx + at, (d * tl.where(z > 0, y, 1.0) / (1 + y) / normalizer).to(dx.dtype.element_ty), at < size)

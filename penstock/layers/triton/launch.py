@@ -254,6 +254,31 @@ class Decay(torch.autograd.Function):
         return dx, _summed(dbias, bias), None
 
 
+class LogSigmoid(torch.autograd.Function):
+    """logsigmoid(x) / normalizer in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, normalizer: float, formula: Formula) -> Tensor:
+        """The result."""
+        g, size = torch.empty_like(x, dtype=torch.float32), x.numel()
+        if size:
+            gates.penstock_log_sigmoid_fwd[(_blocks(size, BLOCK),)](x, g, size, normalizer, BLOCK=BLOCK)
+        ctx.save_for_backward(x)
+        ctx.normalizer, ctx.formula = normalizer, formula
+        return g
+
+    @staticmethod
+    def backward(ctx: Any, dg: Tensor) -> Tensors:
+        """The gradient of x."""
+        (x,) = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return *_by_formula(ctx, ctx.formula, (x,), (dg,)), None, None
+        dx, size = torch.empty_like(x), x.numel()
+        if size:
+            gates.penstock_log_sigmoid_bwd[(_blocks(size, BLOCK),)](x, dg.contiguous(), dx, size, ctx.normalizer, BLOCK=BLOCK)
+        return dx, None, None
+
+
 def write_rows(states: Tensor, pool: Tensor, slots: Tensor, ends: Tensor | None = None) -> None:
     """Write states [N,...] to rows of a pool [P,...]. Rows of both are contiguous. Negative slots write nothing.
 
