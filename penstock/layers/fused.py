@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 from ..call import private
 from ..recurrence.declaration import state_dtype
-from .linear import linear, mode, plain_weights
+from .linear import linear, mode, plain_weights, runs_as_written
+from .norms import RMSNorm
 from .pool_rows import PoolRows
 from .triton import kernels
 
@@ -119,16 +120,35 @@ def norm_gate_formula(x: Tensor, gate: Tensor, weight: Tensor | None, bias: Tens
     return normed * F.silu(gate)
 
 
-def add_norm(x: Tensor, y: Tensor | None, norm: nn.LayerNorm | nn.RMSNorm) -> tuple[Tensor, Tensor]:
-    """The sum of x and y [B,T,C], of x alone without y, and its norm. The kernel is for calls without gradients."""
-    weight, bias = norm.weight, getattr(norm, "bias", None)
-    launch = None if torch.is_grad_enabled() or norm.eps is None or x.shape[-1] > 2**14 else kernels("launch", x, y, weight, bias)
-    if launch is None or x.dtype != weight.dtype or (y is not None and y.dtype != x.dtype):
-        total = x if y is None else x + y
-        return total, norm(total)
-    flat = [None if one is None else one.reshape(-1, x.shape[-1]).contiguous() for one in (x, y)]
-    total, normed = launch.add_norm(*flat, weight, bias, norm.eps, isinstance(norm, nn.LayerNorm))
-    return total.view(x.shape), normed.view(x.shape)
+def add_norm(x: Tensor, y: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor]:
+    """The sum of x and y [B,T,C], or x without y, and its norm. Norms of other classes or with hooks run as modules."""
+    found = _norm_of(norm)
+    if found is not None and not private.autocasting() and x.shape[-1] <= (2**13 if torch.is_grad_enabled() else 2**14):
+        weight, bias, eps, centre = found
+        launch = kernels("launch", x, y, weight, bias)
+        if launch is not None and all(one is None or one.dtype == x.dtype for one in (y, weight, bias)):
+            flat = [None if one is None else one.reshape(-1, x.shape[-1]).contiguous() for one in (x, y)]
+            if torch.is_grad_enabled():
+                total, normed = launch.AddNorm.apply(*flat, weight, bias, eps, centre, partial(norm_formula, eps=eps, centre=centre))
+            else:
+                total, normed = launch.add_norm(*flat, weight, bias, eps, centre)
+            return total.view(x.shape), normed.view(x.shape)
+    total = x if y is None else x + y
+    return total, norm(total)
+
+
+def norm_formula(total: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float, centre: bool) -> tuple[Tensor, Tensor]:
+    """``add_norm`` of the sum."""
+    if centre:
+        return total, F.layer_norm(total, weight.shape, weight, bias, eps)
+    return total, F.rms_norm(total, weight.shape, weight, eps)
+
+
+def _norm_of(norm: nn.Module) -> tuple[Tensor, Tensor | None, float, bool] | None:
+    """The weight, bias and epsilon of a norm, and whether it is a layer norm. None: only the module itself can compute it."""
+    if not runs_as_written(norm, nn.LayerNorm, RMSNorm) or norm.weight is None or norm.eps is None:
+        return None
+    return norm.weight, getattr(norm, "bias", None), norm.eps, isinstance(norm, nn.LayerNorm)  # type: ignore[return-value]
 
 
 def shifted_norm(
@@ -140,19 +160,19 @@ def shifted_norm(
     Returns a ``few_rows_launch.Shifted``, or None where no kernel computes it. ``complement``: the factors are 1 - factors_i.
     ``kept``: the norm and the tokens before are returned too.
     """
-    weight, bias, eps = norm.weight, getattr(norm, "bias", None), norm.eps
     if torch.is_grad_enabled() or private.autocasting() or not (sequences.single and sequences.in_place) or mode() == "alike":
         return None
+    if (parts := _norm_of(norm)) is None:
+        return None
+    weight, bias, eps, centre = parts
     launch = kernels("few_rows_launch", x, y, weight, bias, pool, *factors)
     same = all(one is None or one.dtype == x.dtype for one in (y, weight))
-    if launch is None or not same or eps is None or x.shape[-1] > 2**14 or pool.stride(1) != 1:
+    if launch is None or not same or x.shape[-1] > 2**14 or pool.stride(1) != 1:
         return None
     flat = [None if one is None else one.reshape(-1, x.shape[-1]).contiguous() for one in (x, y)]
     slots = None if sequences.slots is None else sequences.slots.contiguous()
     mu = [one.reshape(-1).contiguous() for one in factors]
-    found = launch.shifted_norm(
-        *flat, weight, bias, eps, pool, slots, mu, centre=isinstance(norm, nn.LayerNorm), complement=complement, kept=kept
-    )
+    found = launch.shifted_norm(*flat, weight, bias, eps, pool, slots, mu, centre=centre, complement=complement, kept=kept)
     whole = [one.view(x.shape) for one in found[:3]]
     return launch.Shifted(*whole, tuple(one.view(x.shape) for one in found.mixed))
 

@@ -88,9 +88,14 @@ def _fewest(x: Tensor, weight: Tensor) -> bool:
     return x.dtype == weight.dtype and 0 < x.numel() <= GRAPH_ROWS * weight.shape[1] and weight.stride(1) == 1
 
 
-def _plain(one: nn.Module) -> bool:
+def runs_as_written(one: nn.Module, *kinds: type[nn.Module]) -> bool:
+    """Whether a call runs the ``forward`` of one of these classes and nothing else: no subclass, no hooks."""
     hooks = one._forward_pre_hooks or one._forward_hooks or one._backward_pre_hooks or one._backward_hooks or "forward" in vars(one)
-    return type(one) is Linear and one.bias is None and not hooks
+    return type(one) in kinds and not hooks
+
+
+def _plain(one: nn.Module) -> bool:
+    return runs_as_written(one, Linear) and one.bias is None
 
 
 def plain_weights(maps: Sequence[Tensor | nn.Module]) -> list[Tensor] | None:

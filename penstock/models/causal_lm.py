@@ -67,11 +67,12 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, state: LayerState, sequences: Sequences) -> tuple[Tensor, LayerState]:
         """Map x [B,T,C] to y of the same shape and the new state."""
-        y, mixer = self.mixer(self._normed(self.mixer_norm, x), state.mixer, sequences)
-        x = x + y
+        x, normed = self._added(self.mixer_norm, x, None)
+        y, mixer = self.mixer(normed, state.mixer, sequences)
         if self.channel is None:
-            return x, LayerState(mixer, state.channel)
-        y, channel = self.channel(self._normed(self.channel_norm, x), state.channel, sequences)
+            return x + y, LayerState(mixer, state.channel)
+        x, normed = self._added(self.channel_norm, x, y)
+        y, channel = self.channel(normed, state.channel, sequences)
         return x + y, LayerState(mixer, channel)
 
     def advance(self, x: Tensor, y: Tensor | None, state: LayerState, sequences: Sequences) -> tuple[Tensor, Tensor]:

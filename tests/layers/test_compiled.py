@@ -78,6 +78,9 @@ for tokens, heads in product((1, 3), (1, 2)):
         x, weight = torch.zeros(tokens, channels), torch.zeros(channels)
         for y, bias in ((None, None), (x, weight)):
             launch.add_norm(x, y, weight, bias, 1e-5, bias is not None)
+            given = [None if one is None else learned(*one.shape) for one in (x, y, weight, bias)]
+            total, normed = launch.AddNorm.apply(*given, 1e-5, bias is not None, None)
+            backward(*((total, normed) if y is None else (normed,)))
         for weight in (torch.zeros(5, channels), torch.zeros(channels, 5).T):
             launch.multiply(torch.zeros(tokens, channels), weight)
         launch.multiply_few(torch.zeros(tokens, channels), torch.zeros(5, channels))
@@ -117,5 +120,5 @@ def test_every_fused_kernel_compiles_for_any_number_of_tokens():
     assert done.returncode == 0, done.stderr[-2000:]
     both = {f"{name}_{way}" for name in ("decay", "gated", "log_sigmoid", "norm_gate", "relu_squared", "shift") for way in ("bwd", "fwd")}
     decoding = {"low_rank", "product_of_few_rows", "products", "rwkv_step", "shifted_norm", "write_rows"}
-    others = {"add_norm", "cross_entropy", "keep_ranks", "product", *decoding}
+    others = {"add_norm", "add_norm_bwd", "cross_entropy", "keep_ranks", "product", *decoding}
     assert set(done.stdout.split()) == {f"penstock_{name}" for name in both | others}

@@ -1,9 +1,12 @@
 """Fused element-wise kernels against their formulas in float64, under Triton's interpreter."""
 
+from collections import Counter
 from functools import partial
 
 import pytest
 import torch
+from architectures import ARCHITECTURES, SIZES, model_of
+from formulas import error
 
 from penstock.gpu.target import interpreting
 from penstock.layers import fused
@@ -173,6 +176,74 @@ def test_sums_and_their_norms(channels, centre, bias, dtype):
         assert (normed.double() - wanted).norm() <= 2 * torch.finfo(dtype).eps * wanted.norm()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("tokens", "channels", "centre", "bias"), [(70, 70, True, True), (70, 70, True, False), (33, 1000, False, False), (3, 5000, True, True)]
+)
+def test_gradients_of_sums_and_their_norms(tokens, channels, centre, bias, dtype, monkeypatch):
+    monkeypatch.setattr(launch, "PROGRAMS", 2)  # several blocks of tokens a program
+    x, y = (normal(tokens, channels, dtype=dtype, seed=n) + 0.5 for n in range(2))
+    weight, shift = normal(channels, dtype=dtype), normal(channels, dtype=dtype, seed=9) if bias else None
+    known = partial(fused.norm_formula, eps=1e-3, centre=centre)
+
+    def formula(x, y, weight, shift):
+        total = x if y is None else x + y
+        if dtype == torch.float16:
+            total = total + ((total.half() if y is None else x.half() + y.half()) - total).detach()  # the norm is that of the rounded sum
+        return known(total, weight, shift)
+
+    for other in (None, y):
+        hold(lambda *given: launch.AddNorm.apply(*given, 1e-3, centre, known), formula, (x, other, weight, shift), dtype=dtype)
+
+
+@pytest.mark.parametrize("used", [0, 1])
+@pytest.mark.parametrize("added", [False, True])
+def test_one_result_of_a_sum_and_its_norm(added, used):
+    """Gradients of the other one are None."""
+    x, y, weight = normal(5, 70).requires_grad_(), normal(5, 70, seed=1).requires_grad_() if added else None, normal(70)
+    known = partial(fused.norm_formula, eps=1e-3, centre=False)
+    found, wanted = launch.AddNorm.apply(x, y, weight, None, 1e-3, False, known), known(x + y if added else x, weight, None)
+    inputs = [one for one in (x, y) if one is not None]
+    grads = [torch.autograd.grad(one[used].square().sum(), inputs, retain_graph=True) for one in (found, wanted)]
+    for one, exact in zip(*grads):
+        torch.testing.assert_close(one, exact)
+
+
+def test_summands_get_gradients_that_later_sums_do_not_change():
+    """Both get one tensor; x is used again before, and its further gradient is added to its own only."""
+    x, y, weight, known = normal(5, 70).requires_grad_(), normal(5, 70, seed=1).requires_grad_(), normal(70), fused.norm_formula
+    total, normed = launch.AddNorm.apply(x, y, weight, None, 1e-3, True, partial(known, eps=1e-3, centre=True))
+    (total.square().sum() + normed.square().sum() + (3 * x).sum()).backward()
+    torch.testing.assert_close(x.grad, y.grad + 3)
+
+
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("centre", [False, True])
+def test_second_derivatives_of_sums_and_their_norms(centre, added):
+    x, y, weight, bias = (normal(*shape, seed=n).requires_grad_() for n, shape in enumerate([(5, 70)] * 2 + [(70,)] * 2))
+    y, bias, known = y if added else None, bias if centre else None, partial(fused.norm_formula, eps=1e-3, centre=centre)
+    inputs = [one for one in (x, y, weight, bias) if one is not None]
+    results = []
+    for total, normed in (launch.AddNorm.apply(x, y, weight, bias, 1e-3, centre, known), known(x + y if added else x, weight, bias)):
+        first = torch.autograd.grad((total.cos() * normed.sin()).sum(), inputs, create_graph=True)
+        results.append([*first, *torch.autograd.grad(sum(one.square().sum() for one in first), inputs)])
+    for one, exact in zip(*results):
+        torch.testing.assert_close(one, exact, rtol=1e-4, atol=1e-4)
+
+
+def test_nan_and_empty_inputs_of_sums_and_their_norms():
+    known = partial(fused.norm_formula, eps=1e-3, centre=True)
+    for tokens in (6, 0):
+        x, weight = normal(tokens, 70), normal(70).requires_grad_()
+        x[1:2] = float("nan")
+        x.requires_grad_()
+        total, normed = launch.AddNorm.apply(x, x, weight, None, 1e-3, True, known)
+        upstream = normal(70, tokens).T  # not contiguous
+        torch.autograd.backward((total, normed), (upstream, upstream))
+        assert x.grad.isnan().any(1).nonzero().flatten().tolist() == [1][:tokens]
+        assert weight.grad.isnan().all() if tokens else not weight.grad.any()
+
+
 @pytest.mark.parametrize("slots", [(3, 0, -1, 5), (-1, -1, -1, -2)], ids=str)
 def test_states_are_written_to_the_rows_of_slots_that_are_not_negative(slots):
     states, pool = normal(4, 2, 700), normal(6, 3, 700, dtype=torch.float16)[:, :2]  # gaps between rows
@@ -244,3 +315,58 @@ def test_empty_inputs():
     dx, dmu = torch.autograd.grad(sum(y.sum() for y in found), (x, mu))
     assert dx.shape == (0, 8)
     assert dmu.abs().max() == 0
+
+
+@pytest.fixture
+def on_a_cpu(monkeypatch):
+    """Kernels take tensors on a CPU; how often each autograd function ran."""
+    ran = Counter()
+    for name in ("AddNorm", "NormGate", "TokenShift", "Activated", "ActivatedLinear", "Decay"):
+        one = getattr(launch, name)
+        monkeypatch.setattr(one, "forward", staticmethod(lambda *given, name=name, whole=one.forward: ran.update([name]) or whole(*given)))
+    monkeypatch.setattr(fused, "kernels", lambda name, *tensors: launch if name == "launch" else None)
+    return ran
+
+
+def trained(model):
+    """Loss and gradients, and the bytes of tensors that the backward pass keeps."""
+    ids, kept = torch.randint(SIZES["vocab_size"], (2, 40), generator=torch.Generator().manual_seed(2)), {}
+
+    def pack(x):
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    model.zero_grad()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        loss = model.loss(ids[:, :-1], ids[:, 1:])
+    loss.backward()
+    return [loss.detach(), *(x.grad for x in model.parameters())], sum(kept.values())
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_training_steps_of_models(name, request):
+    """Loss and gradients are those of plain PyTorch in float64; not more is kept than by plain PyTorch."""
+    model, (exact, _) = model_of(name), trained(model_of(name, torch.float64))
+    _, most = trained(model)
+    ran = request.getfixturevalue("on_a_cpu")
+    found, kept = trained(model)
+    assert all(error(x, y) < 1e-4 for x, y in zip(found, exact))
+    assert kept <= most
+    norms = sum(one is not None for layer in model.layers for one in (layer.mixer_norm, layer.channel_norm))
+    assert ran["AddNorm"] == (0 if model.config.residual_in_float32 else norms)
+    model.gradient_checkpointing = True
+    again, _ = trained(model)
+    assert all(torch.equal(x, y) for x, y in zip(again, found))
+
+
+@pytest.mark.parametrize("name", ["gla", "rwkv6"])
+def test_norms_with_hooks_or_of_other_classes_run_as_modules(name, on_a_cpu):
+    model, ran = model_of(name), Counter()
+    for n, layer in enumerate(model.layers):
+        layer.mixer_norm.register_forward_hook(lambda module, given, result, n=n: ran.update([n]))
+        layer.channel_norm = torch.nn.Sequential(layer.channel_norm)
+    trained(model)
+    with torch.no_grad():
+        model.advance(torch.zeros(2, 5, dtype=torch.int64), model.initial_state(2))
+    assert ran == {0: 2, 1: 2}
+    assert on_a_cpu["AddNorm"] == 0

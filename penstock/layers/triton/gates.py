@@ -46,6 +46,15 @@ def _normed(x, at, here, v, V, eps, CENTRE: tl.constexpr):
 
 
 @triton.jit
+def _normed_back(d, normed, scale, V, CENTRE: tl.constexpr):
+    """The gradient of the input of ``_normed`` for that of its result, d [BR,BV]."""
+    back = d - normed * (tl.sum(d * normed, 1)[:, None] / V)
+    if CENTRE:
+        back -= tl.sum(d, 1)[:, None] / V
+    return back * scale
+
+
+@triton.jit
 def penstock_add_norm(
     x, y,  # [R,C]
     total,  # [R,C], x + y
@@ -60,6 +69,41 @@ def penstock_add_norm(
     here = c < C
     values = summed_norm(x, y, total, weight, bias, r, c, C, eps, ADD, CENTRE, BIAS)
     tl.store(normed + r * C + c, values.to(normed.dtype.element_ty), here)
+
+
+@triton.jit
+def penstock_add_norm_bwd(
+    total,  # [R,C]
+    weight,  # [C]
+    d_total, d_normed,  # [R,C]
+    dx,  # [R,C], the gradient of both summands
+    dweight, dbias,  # [programs,C] float32, sums over the tokens of a program
+    R, C, eps, each,
+    ADD: tl.constexpr, CENTRE: tl.constexpr, BIAS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """A program takes ``each`` blocks of BR tokens. ADD: there is a ``d_total``."""
+    p = tl.program_id(0)
+    c = tl.arange(0, BC)
+    w = tl.load(weight + c, c < C, other=0.0).to(tl.float32)
+    dw = tl.zeros([BC], tl.float32)
+    db = tl.zeros([BC], tl.float32)
+    for block in range(each):
+        r = (p * each + block) * BR + tl.arange(0, BR)
+        here = (r < R)[:, None] & (c < C)[None, :]
+        at = r.to(tl.int64)[:, None] * C + c[None, :]
+        d = tl.load(d_normed + at, here, other=0.0).to(tl.float32)
+        normed, scale = _normed(total, at, here, c, C, eps, CENTRE)
+        dw += tl.sum(d * normed, 0)
+        if BIAS:
+            db += tl.sum(d, 0)
+        back = _normed_back(d * w[None, :], normed, scale, C, CENTRE)
+        if ADD:
+            back += tl.load(d_total + at, here, other=0.0).to(tl.float32)
+        tl.store(dx + at, back.to(dx.dtype.element_ty), here)
+    to = p.to(tl.int64) * C + c
+    tl.store(dweight + to, dw, c < C)
+    if BIAS:
+        tl.store(dbias + to, db, c < C)
 
 
 @triton.jit
@@ -94,11 +138,8 @@ def penstock_norm_gate_bwd(
         d *= z * share
         dw += tl.sum(d * normed, 0)
         db += tl.sum(d, 0)
-        d *= w[None, :]
-        back = d - normed * (tl.sum(d * normed, 1)[:, None] / V)
-        if CENTRE:
-            back -= tl.sum(d, 1)[:, None] / V
-        tl.store(dx + at, (back * scale).to(dx.dtype.element_ty), here)
+        back = _normed_back(d * w[None, :], normed, scale, V, CENTRE)
+        tl.store(dx + at, back.to(dx.dtype.element_ty), here)
     to = (p * H + h).to(tl.int64) * V + v
     if AFFINE:
         tl.store(dweight + to, dw, v < V)

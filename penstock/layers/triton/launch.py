@@ -43,13 +43,13 @@ def _summed(parts: Tensor, like: Tensor) -> Tensor:
     return parts.sum(0).view(like.shape).to(like.dtype)
 
 
-def _by_formula(ctx: Any, formula: Formula, tensors: Tensors, d_results: Tensors) -> Tensors:
+def _by_formula(formula: Formula, tensors: Tensors, d_results: Tensors) -> Tensors:
     """Gradients through plain PyTorch, which can be differentiated again."""
     with torch.enable_grad():
         apart = tuple(None if x is None else x.view_as(x) for x in tensors)  # one tensor may be given as two arguments
         found = formula(*apart)
     pairs = [(y, d) for y, d in zip(found if isinstance(found, tuple) else (found,), d_results) if d is not None]
-    wanted = [n for n in range(len(tensors)) if ctx.needs_input_grad[n] and apart[n] is not None]
+    wanted = [n for n, x in enumerate(apart) if x is not None and x.requires_grad]
     grads: list[Tensor | None] = [None] * len(tensors)
     if pairs:
         results, upstream = zip(*pairs)
@@ -95,7 +95,7 @@ class TokenShift(torch.autograd.Function):
         """Gradients of all arguments."""
         x, last, starts, mu, hidden, up = tensors = ctx.saved_tensors
         if torch.is_grad_enabled() or ctx.needs_input_grad[1]:
-            return *_by_formula(ctx, ctx.formula, tensors, d_results), None
+            return *_by_formula(ctx.formula, tensors, d_results), None
         (R, C), N, M = x.shape, mu.shape[0], 0 if up is None else up.shape[1]
         dy = [torch.zeros_like(x) if d is None else d.contiguous() for d in d_results]
         BR, BC = 32, 64
@@ -146,7 +146,7 @@ class NormGate(torch.autograd.Function):
         """Gradients of all arguments."""
         x, gate, weight, bias = tensors = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return *_by_formula(ctx, ctx.formula, tensors, (dy,)), None, None, None
+            return *_by_formula(ctx.formula, tensors, (dy,)), None, None, None
         R, H, V = x.shape
         programs, each = _shares(_blocks(R, ctx.constants["BR"]), H)
         dx, dgate = torch.empty_like(x), torch.empty_like(gate)
@@ -197,7 +197,7 @@ class Activated(torch.autograd.Function):
         """Gradients of all arguments."""
         a, b = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return *_by_formula(ctx, ctx.formula, (a, b), (dy,)), None, None
+            return *_by_formula(ctx.formula, (a, b), (dy,)), None, None
         return *_activated_backward(a, b, ctx.activation, dy.contiguous()), None, None
 
 
@@ -216,7 +216,7 @@ class ActivatedLinear(torch.autograd.Function):
         """Gradients of all arguments."""
         a, b, weight = tensors = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return *_by_formula(ctx, ctx.formula, tensors, (dy,)), None, None
+            return *_by_formula(ctx.formula, tensors, (dy,)), None, None
         da = db = dweight = None
         if ctx.needs_input_grad[2]:
             dweight = dy.flatten(0, -2).T @ _activated(a, b, ctx.activation).flatten(0, -2)
@@ -245,7 +245,7 @@ class Decay(torch.autograd.Function):
         """Gradients of all arguments."""
         x, bias, w = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return *_by_formula(ctx, ctx.formula, (x, bias), (dw,)), None
+            return *_by_formula(ctx.formula, (x, bias), (dw,)), None
         (R, C), BR, BC = x.shape, 16, 256
         programs, each = _shares(_blocks(R, BR), _blocks(C, BC))
         dx, dbias = torch.empty_like(x), bias.new_empty(programs, C, dtype=torch.float32)
@@ -272,7 +272,7 @@ class LogSigmoid(torch.autograd.Function):
         """The gradient of x."""
         (x,) = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return *_by_formula(ctx, ctx.formula, (x,), (dg,)), None, None
+            return *_by_formula(ctx.formula, (x,), (dg,)), None, None
         dx, size = torch.empty_like(x), x.numel()
         if size:
             gates.penstock_log_sigmoid_bwd[(_blocks(size, BLOCK),)](x, dg.contiguous(), dx, size, ctx.normalizer, BLOCK=BLOCK)
@@ -295,7 +295,7 @@ def write_rows(states: Tensor, pool: Tensor, slots: Tensor, ends: Tensor | None 
 
 
 def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centre: bool) -> tuple[Tensor, Tensor]:
-    """x + y (x if there is no y) and its norm, of x and y [R,C]. Without gradients."""
+    """x + y (x if there is no y) and its norm, of x and y [R,C]."""
     R, C = x.shape
     total, normed, BC = x if y is None else torch.empty_like(x), torch.empty_like(x), power(C, 16)
     if x.numel():
@@ -304,6 +304,42 @@ def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor | None, e
             ADD=y is not None, CENTRE=centre, BIAS=bias is not None, BC=BC, num_warps=min(max(BC // 512, 1), 16),
         )  # fmt: skip
     return total, normed
+
+
+class AddNorm(torch.autograd.Function):
+    """``add_norm`` with gradients. The backward pass computes the norm again; only the sum is kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centre: bool, formula: Formula
+    ) -> tuple[Tensor, Tensor]:
+        """The results."""
+        total, normed = add_norm(x, y, weight, bias, eps, centre)
+        ctx.save_for_backward(total, weight, bias)
+        ctx.eps, ctx.centre, ctx.formula = eps, centre, formula
+        ctx.set_materialize_grads(False)
+        return total, normed
+
+    @staticmethod
+    def backward(ctx: Any, d_total: Tensor | None, d_normed: Tensor | None) -> Tensors:
+        """Gradients of all arguments. x and y get one tensor: autograd changes no gradient in place that it holds twice."""
+        total, weight, bias = tensors = ctx.saved_tensors
+        if torch.is_grad_enabled() or d_normed is None:
+            dx, dweight, dbias = _by_formula(ctx.formula, tensors, (d_total, d_normed))
+        else:
+            (R, C), dx = total.shape, torch.empty_like(total)
+            BC = power(C, 16)
+            BR = max(1, 2048 // BC)  # 8 elements a thread: 64 registers, so on Hopper all programs run side by side
+            programs, each = _shares(_blocks(R, BR), 1)
+            parts = [None if one is None else one.new_empty(programs, C, dtype=torch.float32) for one in (weight, bias)]
+            if total.numel():
+                gates.penstock_add_norm_bwd[(programs,)](
+                    total, weight, total if d_total is None else d_total.contiguous(), d_normed.contiguous(), dx,
+                    parts[0], parts[0] if bias is None else parts[1], R, C, ctx.eps, each,
+                    ADD=d_total is not None, CENTRE=ctx.centre, BIAS=bias is not None, BR=BR, BC=BC, num_warps=8 if BC <= 2048 else 16,
+                )  # fmt: skip
+            dweight, dbias = (None if one is None else _summed(one, like) for one, like in zip(parts, (weight, bias)))
+        return dx, dx if ctx.needs_input_grad[1] else None, dweight, dbias, None, None, None
 
 
 def multiply(x: Tensor, weight: Tensor) -> Tensor:
