@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..errors import Complaints, RangeError
 from .fused import log_sigmoid
 from .heads import HeadsConfig, HeadsMixer, projection
+from .linear import runs_as_written
 from .sequences import Sequences
 
 
@@ -81,12 +82,14 @@ class GatedLinearAttention(HeadsMixer):
 
     def mix(self, x: Tensor, state: GLAState, sequences: Sequences) -> tuple[Tensor, GLAState]:
         """Y and the new state."""
-        q, k, v, tails = self._project(x, state.tails, sequences)
-        g = log_sigmoid(self.gk_proj(x), self.config.gate_logit_normalizer)
+        apart = runs_as_written(self.gk_proj, nn.Sequential)
+        q, k, v, gate, low, tails = self._project(x, state.tails, sequences, *([self.gk_proj[0]] if apart else []))
+        gates = self.gk_proj[1](low[0]) if apart else self.gk_proj(x)
+        g = log_sigmoid(gates, self.config.gate_logit_normalizer)
         if self.config.clamp_min is not None:
             g = g.clamp(min=self.config.clamp_min)
         g = g.unflatten(-1, (-1, self.head_sizes[0]))
         q, k = self._features(q), self._features(k)
         k, v, g = (self._served(x) for x in (k, v, g))
         output, kv = sequences.recur("gla", q, k, v, g, state=state.kv)
-        return self._project_output(output, x), GLAState(kv, tails)
+        return self._project_output(output, gate), GLAState(kv, tails)

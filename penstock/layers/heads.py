@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from ..recurrence.declaration import state_dtype
 from ..recurrence.feature_maps import FEATURE_MAPS
 from .convolution import ShortConvolution
 from .fused import activated, norm_gate
-from .linear import Linear, linears
+from .linear import Linear, linears_of
 from .mixer import Mixer, MixerConfig
 from .norms import RMSNorm
 from .sequences import Sequences
@@ -77,6 +78,23 @@ class HeadsConfig(MixerConfig):
         return sizes[0], sizes[1]
 
 
+class Projected(NamedTuple):
+    """What linear maps make of the input of a layer."""
+
+    q: Tensor
+    """[B,T,H,K], as k and v before feature maps."""
+    k: Tensor
+    """[B,T,G,K]"""
+    v: Tensor
+    """[B,T,G,V]"""
+    gate: Tensor | None
+    """[B,T,H*V], the output gate before silu."""
+    others: list[Tensor]
+    """Results of further maps."""
+    tails: Tensor
+    """The new tails of the convolutions."""
+
+
 class HeadsMixer(Mixer):
     """Base: x [B,T,C] to heads of q, k, v, and the output of the recurrence to y [B,T,C]."""
 
@@ -107,10 +125,12 @@ class HeadsMixer(Mixer):
         channels = H * K + G * (K + V)
         return like.new_zeros(count, max(self.heads.conv_size - 1, 0), channels if self.heads.conv_size else 0)
 
-    def _project(self, x: Tensor, tails: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Heads: q [B,T,H,K], k [B,T,G,K] and v [B,T,G,V], before feature maps, and the new tails of the convolutions."""
-        maps = (self.q_proj, self.k_proj, self.v_proj)
-        parts = linears([x] * 3, maps) or [one(x) for one in maps]
+    def _project(self, x: Tensor, tails: Tensor, sequences: Sequences, *others: nn.Module) -> Projected:
+        """Linear maps of x: those of all layers, and others."""
+        gates = (self.g_proj,) if self.heads.use_output_gate else ()
+        found = linears_of(x, (self.q_proj, self.k_proj, self.v_proj, *gates, *others))
+        parts, rest = found[:3], found[3:]
+        gate = rest.pop(0) if gates else None
         if self.heads.conv_size:
             before = sequences.read(tails).split([part.shape[-1] for part in parts], -1)
             convolutions = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
@@ -118,7 +138,7 @@ class HeadsMixer(Mixer):
             parts, tails = [part for part, _ in pairs], torch.cat([tail for _, tail in pairs], -1)
         K, V = self.head_sizes
         q, k, v = (part.unflatten(-1, (-1, size)) for part, size in zip(parts, (K, K, V)))
-        return q, k, v, tails
+        return Projected(q, k, v, gate, rest, tails)
 
     def _features(self, x: Tensor) -> Tensor:
         return x if self.heads.feature_map is None else ACTIVATIONS[self.heads.feature_map](x)
@@ -127,14 +147,14 @@ class HeadsMixer(Mixer):
         """Repeat heads of k or v [B,T,G,K] to [B,T,H,K]; a single head is not copied."""
         return repeated(x, self.heads.num_heads)
 
-    def _project_output(self, output: Tensor, x: Tensor) -> Tensor:
+    def _project_output(self, output: Tensor, gate: Tensor | None) -> Tensor:
         """Map the output of the recurrence [B,T,H,V] to y [B,T,C]."""
-        if self.heads.use_output_norm and self.heads.use_output_gate:
-            output = norm_gate(output, self.g_proj(x), self.norm.weight, None, self.heads.norm_eps, centre=False)
+        if self.heads.use_output_norm and gate is not None:
+            output = norm_gate(output, gate, self.norm.weight, None, self.heads.norm_eps, centre=False)
         elif self.heads.use_output_norm:
             output = self.norm(output).flatten(-2)
-        elif self.heads.use_output_gate:
-            output = activated(self.g_proj(x), output.flatten(-2), "silu")
+        elif gate is not None:
+            output = activated(gate, output.flatten(-2), "silu")
         else:
             output = output.flatten(-2)
         y: Tensor = self.o_proj(output)

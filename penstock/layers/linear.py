@@ -1,11 +1,14 @@
-"""Linear maps. Those of few tokens without gradients run kernels that read the weights once: a native one on a CPU, Triton's in graphs."""
+"""Linear maps. Those of few tokens without gradients run kernels that read the weights once: a native one on a CPU, Triton's in graphs.
+
+Maps of one input share the sum of its gradients in training.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -129,6 +132,42 @@ def linears(
     gates = None if gate is None else gate.reshape(-1, gate.shape[-1]).contiguous()
     found = launch.products([one.reshape(-1, K).contiguous() for one in inputs], weights, gates, relu_squared=relu_squared)
     return [y.view(*x.shape[:-1], -1) for y in found]
+
+
+def linears_of(x: Tensor, maps: Sequence[nn.Module]) -> list[Tensor]:
+    """Linear maps of one input."""
+    if few := linears([x] * len(maps), maps):
+        return few
+    weights = plain_weights(maps) if len(maps) > 1 and torch.is_grad_enabled() and x.requires_grad else None
+    if weights is None or not private.fast((x, *weights)) or private.autocasting() or any(one.dtype != x.dtype for one in weights):
+        return [one(x) for one in maps]
+    return list(SharedInput.apply(x, *weights))  # type: ignore[no-untyped-call]
+
+
+class SharedInput(torch.autograd.Function):
+    """Linear maps of x [...,K] by weights [N,K]. Each product of the backward pass is added to the gradient of x as it is written.
+
+    Autograd alone stores each product and then reads and writes it again for the sum.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        """The results."""
+        ctx.save_for_backward(x, *weights)
+        ctx.set_materialize_grads(False)
+        return tuple(F.linear(x, weight) for weight in weights)
+
+    @staticmethod
+    def backward(ctx: Any, *d_results: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Gradients of x and of the weights, by operations that can be differentiated again."""
+        x, *weights = ctx.saved_tensors
+        dx, d_weights = None, []
+        for dy, weight, wanted in zip(d_results, weights, ctx.needs_input_grad[1:]):
+            flat = None if dy is None else dy.reshape(-1, dy.shape[-1])
+            if flat is not None and ctx.needs_input_grad[0]:
+                dx = flat @ weight if dx is None else dx.addmm_(flat, weight)
+            d_weights.append(flat.T @ x.reshape(-1, x.shape[-1]) if flat is not None and wanted else None)
+        return None if dx is None else dx.view(x.shape), *d_weights
 
 
 @torch.library.custom_op("penstock::linear_of_few_rows", mutates_args=())

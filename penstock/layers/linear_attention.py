@@ -63,11 +63,11 @@ class LinearAttention(HeadsMixer):
 
     def mix(self, x: Tensor, state: LinearAttentionState, sequences: Sequences) -> tuple[Tensor, LinearAttentionState]:
         """Y and the new state."""
-        q, k, v, tails = self._project(x, state.tails, sequences)
+        q, k, v, gate, _, tails = self._project(x, state.tails, sequences)
         q, k, v = self._features(q), self._served(self._features(k)), self._served(v)
         if self.config.normalize:
             v = torch.cat([v, v.new_ones(*v.shape[:-1], 1)], -1)
         output, kv = sequences.recur("linear_attention", q, k, v, state=state.kv)
         if self.config.normalize:
             output = output[..., :-1] / output[..., -1:]
-        return self._project_output(output, x), LinearAttentionState(kv, tails)
+        return self._project_output(output, gate), LinearAttentionState(kv, tails)

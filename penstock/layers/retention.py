@@ -78,9 +78,9 @@ class Retention(HeadsMixer):
 
     def mix(self, x: Tensor, state: RetentionState, sequences: Sequences) -> tuple[Tensor, RetentionState]:
         """Y and the new state."""
-        q, k, v, tails = self._project(x, state.tails, sequences)
+        q, k, v, gate, _, tails = self._project(x, state.tails, sequences)
         position = sequences.read(state.position)
         cos, sin = rotary(sequences.positions(position), self.head_sizes[0], self.config.rope_theta, state_dtype(q.dtype))
         q, k = rotated(self._features(q), cos, sin), rotated(self._features(k), cos, sin)
         output, kv = sequences.recur("retention", q, self._served(k), self._served(v), state=state.kv)
-        return self._project_output(output, x), RetentionState(kv, position + sequences.lengths, tails)
+        return self._project_output(output, gate), RetentionState(kv, position + sequences.lengths, tails)

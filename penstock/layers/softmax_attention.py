@@ -13,6 +13,7 @@ from ..errors import Complaints, RangeError
 from ..recurrence.declaration import state_dtype
 from ..softmax import softmax_attention
 from .heads import projection
+from .linear import linears_of
 from .mixer import Mixer, MixerConfig
 from .norms import RMSNorm
 from .rotary import check_base, rotary, rotated
@@ -127,7 +128,7 @@ class SoftmaxAttention(Mixer):
 
     def _project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         H, G, D = self.sizes
-        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        q, k, v = linears_of(x, (self.q_proj, self.k_proj, self.v_proj))
         q, k, v = q.unflatten(-1, (H, D)), k.unflatten(-1, (G, D)), v.unflatten(-1, (G, D))
         if self.config.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)

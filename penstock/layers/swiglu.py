@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .fused import activated
 from .heads import projection
-from .linear import linears
+from .linear import linears_of
 from .mixer import Mixer, MixerConfig, Stateless
 from .sequences import Sequences
 
@@ -52,6 +52,5 @@ class SwiGLU(Mixer):
 
     def mix(self, x: Tensor, state: Stateless, sequences: Sequences) -> tuple[Tensor, Stateless]:
         """Y and no state."""
-        few = linears([x, x], [self.gate_proj, self.up_proj])
-        gate, up = few or (self.gate_proj(x), self.up_proj(x))
+        gate, up = linears_of(x, (self.gate_proj, self.up_proj))
         return activated(gate, up, "silu", self.down_proj), state

@@ -1,9 +1,12 @@
-"""Linear maps of few tokens on a CPU."""
+"""Linear maps of few tokens on a CPU, and those of one input in training."""
 
 import pytest
 import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.layers.linear import Linear, linear
+from penstock.layers import GLAConfig, SwiGLUConfig
+from penstock.layers.linear import Linear, linear, linears_of
 from penstock.recurrence.cpu import linear as native
 
 DTYPES = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
@@ -136,3 +139,106 @@ def test_compiled_graphs_have_the_kernel(used):
 
 def test_the_operator_of_compiled_graphs():
     torch.library.opcheck(torch.ops.penstock.linear_of_few_rows, (torch.randn(2, 3, 8), torch.randn(5, 8)))
+
+
+def maps_of(*outputs, dtype=torch.float64, bias=False):
+    torch.manual_seed(0)
+    return [Linear(12, count, bias=bias, dtype=dtype) for count in outputs]
+
+
+def separate(x, maps):
+    return [nn.functional.linear(x, one.weight, one.bias) for one in maps]
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 12), (7, 12), (0, 12), (1, 12)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_maps_of_one_input_have_the_gradients_of_separate_maps(dtype, shape):
+    maps, x = maps_of(8, 3, 12, 1, dtype=dtype), torch.randn(shape).to(dtype).requires_grad_()
+    exact, true = [one.double() for one in maps_of(8, 3, 12, 1, dtype=dtype)], x.detach().double().requires_grad_()
+    results, wanted = linears_of(x, maps), separate(true, exact)
+    assert all(torch.equal(y, one) for y, one in zip(results, separate(x, maps)))
+    assert all("SharedInput" in y.grad_fn.name() for y in results)
+    upstream = [torch.randn(*y.shape[:-1], 2 * y.shape[-1])[..., ::2].to(dtype) for y in results]  # not contiguous
+    torch.autograd.backward(results, upstream)
+    torch.autograd.backward(wanted, [d.double() for d in upstream])
+    for found, one in zip((x, *(one.weight for one in maps)), (true, *(one.weight for one in exact))):
+        assert (found.grad - one.grad).norm() <= 2 * torch.finfo(dtype).eps * one.grad.norm()
+
+
+def test_derivatives_of_maps_of_one_input():
+    maps, x = maps_of(8, 3), torch.randn(2, 3, 12, dtype=torch.float64, requires_grad=True)
+    weights = [one.weight for one in maps]
+
+    def results(x, *weights):
+        return torch.cat([y.sin() for y in linears_of(x, maps)], -1)
+
+    assert torch.autograd.gradcheck(results, (x, *weights))
+    assert torch.autograd.gradgradcheck(results, (x, *weights))
+
+
+def test_maps_of_one_input_whose_results_are_not_all_used():
+    maps, x = maps_of(8, 3, 5), torch.randn(4, 12, dtype=torch.float64, requires_grad=True)
+    maps[0].weight.requires_grad_(False)
+    for used in ((0,), (1,), (0, 2)):
+        results, wanted = linears_of(x, maps), separate(x, maps)
+        weights = [maps[n].weight for n in used if n]
+        found, exact = (torch.autograd.grad(sum(one[n].square().sum() for n in used), (x, *weights)) for one in (results, wanted))
+        for one, other in zip(found, exact):
+            torch.testing.assert_close(one, other)
+    linears_of(x, maps)[1].sum().backward()
+    assert maps[0].weight.grad is None
+    assert maps[2].weight.grad is None
+
+
+class Sums(TorchDispatchMode):
+    """Counts sums of tensors of one size."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.size, self.count = size, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        y = function(*args, **(kwargs or {}))
+        if function.overloadpacket in (torch.ops.aten.add, torch.ops.aten.add_) and y.shape == self.size:
+            self.count += 1
+        return y
+
+
+@pytest.mark.parametrize("config", [GLAConfig(num_heads=2), SwiGLUConfig(24)], ids=lambda one: one.kind)
+def test_gradients_of_an_input_of_several_maps_are_not_summed_apart(config):
+    mixer, x = config.build(16), torch.randn(2, 5, 16, requires_grad=True)
+    counts, ran = [], set()
+    for hooked in (False, True):
+        if hooked:  # then each map runs as a module
+            for one in mixer.modules():
+                one.register_forward_hook(lambda module, given, result: ran.add(module))
+        y, _ = mixer(x)
+        with Sums(x.shape) as sums:
+            y.sum().backward()
+        counts.append(sums.count)
+    assert counts[0] == 0
+    assert counts[1] >= 1
+    assert {one for one in mixer.modules() if isinstance(one, (nn.Linear, nn.Sequential))} <= ran
+
+
+def test_maps_of_one_input_that_run_apart():
+    maps, x = maps_of(8, 3, dtype=torch.float32), torch.randn(4, 12, requires_grad=True)
+
+    def apart(x, maps):
+        return all("SharedInput" not in str(y.grad_fn) for y in linears_of(x, maps))
+
+    assert not apart(x, maps)
+    assert apart(x.detach(), maps)
+    assert apart(x, maps[:1])
+    assert apart(x, maps_of(8, 3, dtype=torch.float32, bias=True))
+    assert apart(x, [maps[0], nn.Linear(12, 3)])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert apart(x, maps)
+        assert linears_of(x, maps)[0].dtype == torch.bfloat16
+    with torch.no_grad():
+        assert apart(x, maps)
+    assert torch.func.grad(lambda x: sum(y.sum() for y in linears_of(x, maps)))(x.detach()).shape == x.shape
+    with pytest.raises(RuntimeError):
+        linears_of(x, [maps[0], Linear(12, 3, dtype=torch.float64)])
+    maps[1].register_forward_hook(lambda module, given, result: result + 1)
+    torch.testing.assert_close(linears_of(x, maps)[1], separate(x, maps)[1] + 1)
