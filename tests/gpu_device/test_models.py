@@ -6,6 +6,8 @@ from architectures import ARCHITECTURES, SIZES, flat, model_of
 from formulas import error
 
 from penstock.layers import linear
+from penstock.layers.fused import add_norm
+from penstock.layers.norms import RMSNorm
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"), pytest.mark.timeout(600)]
 
@@ -28,6 +30,32 @@ def test_logits_and_gradients_equal_those_of_a_cpu(name: str) -> None:
     theirs.loss(ids, ids.roll(-1, 1), cu_seqlens).backward()
     for (key, x), y in zip(ours.named_parameters(), theirs.parameters()):
         assert error(x.grad.cpu(), y.grad) < 1e-3, key
+
+
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("norm", [torch.nn.LayerNorm, RMSNorm])
+def test_training_of_a_sum_its_norm_and_maps_of_it(norm: type[torch.nn.Module], added: bool) -> None:
+    """In bfloat16 at the sizes of a real model: results and gradients are within roundings of the formula in float64."""
+    torch.manual_seed(0)
+    C, eps = 2048, torch.finfo(torch.bfloat16).eps
+    part, maps = norm(C, 1e-5), [linear.Linear(C, count, bias=False) for count in (C, C // 2, 16)]
+    for parameter in (*part.parameters(), *maps[2].parameters()):
+        torch.nn.init.normal_(parameter)
+    modules = torch.nn.ModuleList([part, *maps]).cuda().bfloat16()
+    x, y = (torch.randn(3, 700, C, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    total, normed = add_norm(x, y if added else None, part)
+    assert "AddNorm" in normed.grad_fn.next_functions[0][0].name()
+    results = [total, *linear.linears_of(normed, maps)]
+    assert all("SharedInput" in one.grad_fn.name() for one in results[1:])
+    weights, upstream = list(modules.parameters()), [torch.randn_like(one) for one in results]
+    inputs = [x, y, *weights] if added else [x, *weights]
+    grads = torch.autograd.grad(results, inputs, upstream)
+    exact, modules = total.detach().double().requires_grad_(), modules.double()
+    normed = part(exact)
+    wanted = [exact, *(one(normed) for one in maps)]
+    true = torch.autograd.grad(wanted, [exact, *modules.parameters()], [one.double() for one in upstream])
+    for found, one in zip((*results, *grads), (*wanted, *([true[0]] * added), *true)):
+        assert error(found, one) < 2 * eps
 
 
 @pytest.mark.parametrize("name", RECURRENT)
