@@ -85,10 +85,14 @@ def shift_formula(
     return torch.addcmul(x, dx, factors.to(x.dtype)).unbind()
 
 
-def norm_gate(x: Tensor, gate: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centre: bool) -> Tensor:
-    r"""The norm of each head, times a gate.
+def norm_gate(
+    x: Tensor, gate: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centre: bool, then: nn.Module | None = None
+) -> Tensor:
+    r"""The norm of each head, times a gate; then, if given, a linear map.
 
     .. math:: y = (norm(x) \cdot weight + bias) \cdot silu(gate)
+
+    With a plain linear map, on a GPU, y is computed again in the backward pass, not kept.
 
     x : Tensor [B,T,H,V]
     gate : Tensor [B,T,H*V]
@@ -96,28 +100,37 @@ def norm_gate(x: Tensor, gate: Tensor, weight: Tensor | None, bias: Tensor | Non
     centre : bool
         True: layer norm of each head (a group norm). False: norm by the root mean square, without bias.
 
-    Returns a Tensor [B,T,H*V].
+    Returns a Tensor [B,T,H*V], or what the linear map makes of it.
     """
     B, T, H, V = x.shape
+    weights = None if then is None or not torch.is_grad_enabled() or private.autocasting() else plain_weights([then])
+    maps = [one for one in weights or () if one.dtype == x.dtype]
+    launch = kernels("launch", x, gate, weight, bias, *maps) if V <= 2048 else None
+    if then is not None and (launch is None or not maps):
+        y: Tensor = then(norm_gate(x, gate, weight, bias, eps, centre))
+        return y
     formula = partial(norm_gate_formula, eps=eps, centre=centre)
-    launch = kernels("launch", x, gate, weight, bias) if V <= 2048 else None
     flat, gates = x.flatten(0, 1), gate.reshape(B * T, H, V)
     per_head = [None if one is None else one if one.numel() == V else one.view(H, V) for one in (weight, bias)]
     if launch is None:
         return formula(flat, gates, *per_head).view(B, T, H * V)
-    found: Tensor = launch.NormGate.apply(flat.contiguous(), gates.contiguous(), *per_head, eps, centre, formula)
-    return found.view(B, T, H * V)
+    function = launch.NormGateLinear if maps else launch.NormGate
+    found: Tensor = function.apply(flat.contiguous(), gates.contiguous(), *per_head, *maps, eps, centre, formula)
+    return found.view(B, T, maps[0].shape[0] if maps else H * V)
 
 
-def norm_gate_formula(x: Tensor, gate: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float, centre: bool) -> Tensor:
-    """``norm_gate`` of x and gate [R,H,V], in the dtype of the weight."""
+def norm_gate_formula(
+    x: Tensor, gate: Tensor, weight: Tensor | None, bias: Tensor | None, then: Tensor | None = None, *, eps: float, centre: bool
+) -> Tensor:
+    """``norm_gate`` of x and gate [R,H,V], in the dtype of the weight; ``then`` is the weight of a linear map of all heads."""
     R, H, V = x.shape
     if centre and weight is not None and bias is not None:
         # F.group_norm refuses one value a head
         normed = torch.group_norm(x.reshape(R, H * V).to(weight.dtype), H, weight.reshape(-1), bias.reshape(-1), eps).view(x.shape)
     else:
         normed = F.rms_norm(x if weight is None else x.to(weight.dtype), (V,), weight, eps)
-    return normed * F.silu(gate)
+    y = normed * F.silu(gate)
+    return y if then is None else linear(y.flatten(1), then)
 
 
 def add_norm(x: Tensor, y: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor]:

@@ -150,14 +150,12 @@ class HeadsMixer(Mixer):
     def _project_output(self, output: Tensor, gate: Tensor | None) -> Tensor:
         """Map the output of the recurrence [B,T,H,V] to y [B,T,C]."""
         if self.heads.use_output_norm and gate is not None:
-            output = norm_gate(output, gate, self.norm.weight, None, self.heads.norm_eps, centre=False)
-        elif self.heads.use_output_norm:
-            output = self.norm(output).flatten(-2)
+            return norm_gate(output, gate, self.norm.weight, None, self.heads.norm_eps, centre=False, then=self.o_proj)
+        if self.heads.use_output_norm:
+            output = self.norm(output)
         elif gate is not None:
-            output = activated(gate, output.flatten(-2), "silu")
-        else:
-            output = output.flatten(-2)
-        y: Tensor = self.o_proj(output)
+            return activated(gate, output.flatten(-2), "silu", self.o_proj)
+        y: Tensor = self.o_proj(output.flatten(-2))
         return y
 
 

@@ -135,9 +135,7 @@ class RWKV5TimeMix(Mixer):
         w = -torch.exp(self.time_decay.to(state_dtype(r.dtype))).expand(heads)
         output, wkv = sequences.recur("rwkv5", r, k, v, w, self.time_faaaa.expand(heads), state=wkv)
         if gated:
-            normed = norm_gate(output, gate, self.ln_x.weight, self.ln_x.bias, self.ln_x.eps, centre=True)
-        else:
-            norm = self.ln_x  # whose forward refuses one value a head
-            normed = torch.group_norm(output.reshape(-1, H * n).to(norm.weight.dtype), H, norm.weight, norm.bias, norm.eps)
-            normed = normed.view(*inputs[0].shape[:-1], H * n)
-        return self.output(normed), wkv
+            return norm_gate(output, gate, self.ln_x.weight, self.ln_x.bias, self.ln_x.eps, centre=True, then=self.output), wkv
+        norm = self.ln_x  # whose forward refuses one value a head
+        normed = torch.group_norm(output.reshape(-1, H * n).to(norm.weight.dtype), H, norm.weight, norm.bias, norm.eps)
+        return self.output(normed.view(*inputs[0].shape[:-1], H * n)), wkv

@@ -145,8 +145,7 @@ class RWKV6TimeMix(Mixer):
             return self.output(stepped), wkv
         r, k, v, w = (x.unflatten(-1, (H, -1)) for x in (r, k, v, low_rank_decay(low, up, bias)))
         output, wkv = sequences.recur("rwkv6", r, k, v, w, self.time_faaaa, state=wkv)
-        normed = norm_gate(output, gate, norm.weight, norm.bias, norm.eps, centre=True)
-        return self.output(normed), wkv
+        return norm_gate(output, gate, norm.weight, norm.bias, norm.eps, centre=True, then=self.output), wkv
 
     def _project(self, x: Tensor, last: Any, mixed: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """The decay's low-rank part x_w D_1 [B,T,D], r and k [B,T,H*K], v and gate before silu [B,T,H*V]."""

@@ -67,7 +67,9 @@ for tokens, heads in product((1, 3), (1, 2)):
             launch.shifted(torch.zeros(tokens, 70), torch.zeros(1, 70), starts, slots, factors, hidden, up, tanh=hidden is not None)
     for weight in (None, learned(64), learned(heads, 64)):
         bias = None if weight is None else learned(*weight.shape)
-        backward(launch.NormGate.apply(learned(tokens, heads, 64), learned(tokens, heads, 64), weight, bias, 1e-5, True, None))
+        given = (learned(tokens, heads, 64), learned(tokens, heads, 64), weight, bias)
+        backward(launch.NormGate.apply(*given, 1e-5, True, None))
+        backward(launch.NormGateLinear.apply(*given, learned(5, 64 * heads), 1e-5, True, None))
     for b in (None, learned(tokens, 70)):
         backward(launch.Activated.apply(learned(tokens, 70), b, "silu", None))
     backward(launch.Decay.apply(learned(tokens, 70), learned(70), None))

@@ -124,6 +124,8 @@ def test_norm_gate(heads, size, centre, affine, dtype):
     bias = normal(*shape, dtype=dtype, seed=9) if affine == 2 else None
     formula = partial(fused.norm_gate_formula, eps=1e-4, centre=centre)
     hold(lambda *given: launch.NormGate.apply(*given, 1e-4, centre, formula), formula, (x, gate, weight, bias), dtype=dtype)
+    after = normal(11, heads * size, dtype=dtype) / 8
+    hold(lambda *given: launch.NormGateLinear.apply(*given, 1e-4, centre, formula), formula, (x, gate, weight, bias, after), dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -281,6 +283,19 @@ def test_second_derivatives_go_through_the_formula():
         torch.testing.assert_close(x, y)
 
 
+@pytest.mark.parametrize("tokens", [4, 0])
+def test_second_derivatives_of_norms_gates_and_maps(tokens):
+    x, gate, weight, after = (normal(*shape).requires_grad_() for shape in ((tokens, 2, 8), (tokens, 2, 8), (8,), (5, 16)))
+    formula, results = partial(fused.norm_gate_formula, eps=1e-3, centre=False), []
+    inputs = (x, gate, weight, after)
+    kernel = launch.NormGateLinear.apply(x, gate, weight, None, after, 1e-3, False, formula)
+    for y in (kernel, formula(x, gate, weight, None, after)):
+        first = torch.autograd.grad(y.sin().sum(), inputs, create_graph=True)
+        results.append([*first, *torch.autograd.grad(sum(one.square().sum() for one in first), inputs)])
+    for one, exact in zip(*results):
+        torch.testing.assert_close(one, exact, rtol=1e-4, atol=1e-4)
+
+
 def test_one_tensor_as_two_arguments():
     a = normal(4, 6).requires_grad_()
     formula = partial(fused.activated_formula, activation="silu")
@@ -321,7 +336,7 @@ def test_empty_inputs():
 def on_a_cpu(monkeypatch):
     """Kernels take tensors on a CPU; how often each autograd function ran."""
     ran = Counter()
-    for name in ("AddNorm", "NormGate", "TokenShift", "Activated", "ActivatedLinear", "Decay"):
+    for name in ("AddNorm", "NormGate", "NormGateLinear", "TokenShift", "Activated", "ActivatedLinear", "Decay"):
         one = getattr(launch, name)
         monkeypatch.setattr(one, "forward", staticmethod(lambda *given, name=name, whole=one.forward: ran.update([name]) or whole(*given)))
     monkeypatch.setattr(fused, "kernels", lambda name, *tensors: launch if name == "launch" else None)

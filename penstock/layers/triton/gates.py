@@ -112,10 +112,11 @@ def penstock_norm_gate_bwd(
     dy,  # [R,H,V]
     dx, dgate,  # [R,H,V]
     dweight, dbias,  # [programs,H,V] float32, sums over the tokens of a program
+    y,  # [R,H,V]
     R, H, V, h_step, eps, each,
-    CENTRE: tl.constexpr, AFFINE: tl.constexpr, BIAS: tl.constexpr, BR: tl.constexpr, BV: tl.constexpr,
+    CENTRE: tl.constexpr, AFFINE: tl.constexpr, BIAS: tl.constexpr, AGAIN: tl.constexpr, BR: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """A program takes ``each`` blocks of BR tokens of one head."""
+    """A program takes ``each`` blocks of BR tokens of one head. AGAIN: the result of the forward pass is stored as y."""
     p, h = tl.program_id(0), tl.program_id(1)
     v = tl.arange(0, BV)
     w = tl.full([BV], 1.0, tl.float32)
@@ -134,7 +135,10 @@ def penstock_norm_gate_bwd(
         z = tl.load(gate + at, here, other=0.0).to(tl.float32)
         d = tl.load(dy + at, here, other=0.0).to(tl.float32)
         share = tl.sigmoid(z)
-        tl.store(dgate + at, (d * (normed * w[None, :] + b[None, :]) * share * (1 + z * (1 - share))).to(dgate.dtype.element_ty), here)
+        scaled = normed * w[None, :] + b[None, :]
+        if AGAIN:
+            tl.store(y + at, (scaled * z * share).to(y.dtype.element_ty), here)
+        tl.store(dgate + at, (d * scaled * share * (1 + z * (1 - share))).to(dgate.dtype.element_ty), here)
         d *= z * share
         dw += tl.sum(d * normed, 0)
         db += tl.sum(d, 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -119,6 +119,56 @@ def precision(x: Tensor) -> str:
     return "ieee" if x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
+class Norm(NamedTuple):
+    """The kind of a norm of heads."""
+
+    eps: float
+    centre: bool
+    """True: layer norm. False: norm by the root mean square."""
+
+    def constants(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> dict[str, Any]:
+        """Constants of both kernels."""
+        BV = power(x.shape[2], 16)
+        return {"CENTRE": self.centre, "AFFINE": weight is not None, "BIAS": bias is not None, "BR": max(1, 4096 // BV), "BV": BV}
+
+
+def _norm_gate(x: Tensor, gate: Tensor, weight: Tensor | None, bias: Tensor | None, norm: Norm) -> Tensor:
+    (R, H, V), y, constants = x.shape, torch.empty_like(x), norm.constants(x, weight, bias)
+    if x.numel():
+        pdl = early(x.device)
+        gates.penstock_norm_gate_fwd[_blocks(R, constants["BR"]), H](
+            x, gate, x if weight is None else weight, x if bias is None else bias, y, R, H, V, _step(weight), norm.eps,
+            **constants, PDL=bool(pdl), num_warps=4, **pdl,
+        )  # fmt: skip
+    return y
+
+
+def _step(weight: Tensor | None) -> int:
+    """From the weights of a head to those of the next one; 0: all heads share them."""
+    return 0 if weight is None or weight.dim() == 1 else weight.shape[1]
+
+
+def _norm_gate_backward(
+    x: Tensor, gate: Tensor, weight: Tensor | None, bias: Tensor | None, norm: Norm, dy: Tensor, *, again: bool
+) -> tuple[Tensors, Tensor]:
+    """Gradients of the tensors and, with ``again``, the result of ``_norm_gate``."""
+    (R, H, V), constants = x.shape, norm.constants(x, weight, bias)
+    programs, each = _shares(_blocks(R, constants["BR"]), H)
+    dx, dgate, y = torch.empty_like(x), torch.empty_like(gate), torch.empty_like(x) if again else x
+    dweight, dbias = (None if one is None else one.new_empty(programs, H, V, dtype=torch.float32) for one in (weight, bias))
+    if x.numel():
+        gates.penstock_norm_gate_bwd[programs, H](
+            x, gate, x if weight is None else weight, x if bias is None else bias, dy.contiguous(), dx, dgate,
+            x if dweight is None else dweight, x if dbias is None else dbias, y, R, H, V, _step(weight), norm.eps, each,
+            **constants, AGAIN=again, num_warps=4,
+        )  # fmt: skip
+
+    def summed(parts: Tensor | None, like: Tensor | None) -> Tensor | None:
+        return None if parts is None or like is None else _summed(parts.sum(1) if like.dim() == 1 else parts, like)
+
+    return (dx, dgate, summed(dweight, weight), summed(dbias, bias)), y
+
+
 class NormGate(torch.autograd.Function):
     """x and gate [R,H,V], weight and bias [H,V] or [V] or None: norm(x) silu(gate) [R,H,V]."""
 
@@ -127,19 +177,9 @@ class NormGate(torch.autograd.Function):
         ctx: Any, x: Tensor, gate: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centre: bool, formula: Formula
     ) -> Tensor:
         """The result."""
-        R, H, V = x.shape
-        y, BV = torch.empty_like(x), power(V, 16)
-        ctx.constants = {"CENTRE": centre, "AFFINE": weight is not None, "BIAS": bias is not None, "BR": max(1, 4096 // BV), "BV": BV}
-        ctx.h_step = 0 if weight is None or weight.dim() == 1 else V
-        if x.numel():
-            pdl = early(x.device)
-            gates.penstock_norm_gate_fwd[_blocks(R, ctx.constants["BR"]), H](
-                x, gate, x if weight is None else weight, x if bias is None else bias, y, R, H, V, ctx.h_step, eps,
-                **ctx.constants, PDL=bool(pdl), num_warps=4, **pdl,
-            )  # fmt: skip
         ctx.save_for_backward(x, gate, weight, bias)
-        ctx.formula, ctx.eps = formula, eps
-        return y
+        ctx.norm, ctx.formula = Norm(eps, centre), formula
+        return _norm_gate(x, gate, weight, bias, ctx.norm)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Tensors:
@@ -147,21 +187,32 @@ class NormGate(torch.autograd.Function):
         x, gate, weight, bias = tensors = ctx.saved_tensors
         if torch.is_grad_enabled():
             return *_by_formula(ctx.formula, tensors, (dy,)), None, None, None
-        R, H, V = x.shape
-        programs, each = _shares(_blocks(R, ctx.constants["BR"]), H)
-        dx, dgate = torch.empty_like(x), torch.empty_like(gate)
-        dweight, dbias = (None if one is None else one.new_empty(programs, H, V, dtype=torch.float32) for one in (weight, bias))
-        if x.numel():
-            gates.penstock_norm_gate_bwd[programs, H](
-                x, gate, x if weight is None else weight, x if bias is None else bias, dy.contiguous(), dx, dgate,
-                x if dweight is None else dweight, x if dbias is None else dbias, R, H, V, ctx.h_step, ctx.eps, each,
-                **ctx.constants, num_warps=4,
-            )  # fmt: skip
+        grads, _ = _norm_gate_backward(x, gate, weight, bias, ctx.norm, dy, again=False)
+        return *grads, None, None, None
 
-        def summed(parts: Tensor | None, like: Tensor | None) -> Tensor | None:
-            return None if parts is None or like is None else _summed(parts.sum(1) if like.dim() == 1 else parts, like)
 
-        return dx, dgate, summed(dweight, weight), summed(dbias, bias), None, None, None
+class NormGateLinear(torch.autograd.Function):
+    """The same, then a linear map of all heads: [R,C]. The backward pass computes its input again, so it is not kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, gate: Tensor, weight: Tensor | None, bias: Tensor | None, then: Tensor, eps: float, centre: bool,
+        formula: Formula,
+    ) -> Tensor:  # fmt: skip
+        """The result."""
+        ctx.save_for_backward(x, gate, weight, bias, then)
+        ctx.norm, ctx.formula = Norm(eps, centre), formula
+        return _norm_gate(x, gate, weight, bias, ctx.norm).flatten(1) @ then.T
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensors:
+        """Gradients of all arguments."""
+        x, gate, weight, bias, then = tensors = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return *_by_formula(ctx.formula, tensors, (dy,)), None, None, None
+        again = ctx.needs_input_grad[4]
+        grads, y = _norm_gate_backward(x, gate, weight, bias, ctx.norm, (dy @ then).view(x.shape), again=again)
+        return *grads, dy.T @ y.flatten(1) if again else None, None, None, None
 
 
 def _activated(a: Tensor, b: Tensor | None, activation: str) -> Tensor:
