@@ -85,25 +85,26 @@ def penstock_add_norm_bwd(
     p = tl.program_id(0)
     c = tl.arange(0, BC)
     w = tl.load(weight + c, c < C, other=0.0).to(tl.float32)
-    dw = tl.zeros([BC], tl.float32)
-    db = tl.zeros([BC], tl.float32)
+    dw = tl.zeros([BR, BC], tl.float32)
+    db = tl.zeros([BR, BC], tl.float32)
     for block in range(each):
         r = (p * each + block) * BR + tl.arange(0, BR)
         here = (r < R)[:, None] & (c < C)[None, :]
         at = r.to(tl.int64)[:, None] * C + c[None, :]
         d = tl.load(d_normed + at, here, other=0.0).to(tl.float32)
+        residual = tl.load(d_total + at, here, other=0.0) if ADD else 0.0  # in flight before the first sum, as the others
         normed, scale = _normed(total, at, here, c, C, eps, CENTRE)
-        dw += tl.sum(d * normed, 0)
+        dw += d * normed
         if BIAS:
-            db += tl.sum(d, 0)
+            db += d
         back = _normed_back(d * w[None, :], normed, scale, C, CENTRE)
         if ADD:
-            back += tl.load(d_total + at, here, other=0.0).to(tl.float32)
+            back += residual.to(tl.float32)
         tl.store(dx + at, back.to(dx.dtype.element_ty), here)
     to = p.to(tl.int64) * C + c
-    tl.store(dweight + to, dw, c < C)
+    tl.store(dweight + to, tl.sum(dw, 0), c < C)
     if BIAS:
-        tl.store(dbias + to, db, c < C)
+        tl.store(dbias + to, tl.sum(db, 0), c < C)
 
 
 @triton.jit
@@ -125,30 +126,31 @@ def penstock_norm_gate_bwd(
         w = tl.load(weight + h * h_step + v, v < V, other=0.0).to(tl.float32)
     if BIAS:
         b = tl.load(bias + h * h_step + v, v < V, other=0.0).to(tl.float32)
-    dw = tl.zeros([BV], tl.float32)
-    db = tl.zeros([BV], tl.float32)
+    dw = tl.zeros([BR, BV], tl.float32)  # summed over rows behind the loop, which so has no barriers for it
+    db = tl.zeros([BR, BV], tl.float32)
     for block in range(each):
         r = (p * each + block) * BR + tl.arange(0, BR)
         here = (r < R)[:, None] & (v < V)[None, :]
         at = (r.to(tl.int64)[:, None] * H + h) * V + v[None, :]
-        normed, scale = _normed(x, at, here, v, V, eps, CENTRE)
-        z = tl.load(gate + at, here, other=0.0).to(tl.float32)
+        z = tl.load(gate + at, here, other=0.0).to(tl.float32)  # all loads are in flight before the first sum
         d = tl.load(dy + at, here, other=0.0).to(tl.float32)
+        normed, scale = _normed(x, at, here, v, V, eps, CENTRE)
         share = tl.sigmoid(z)
         scaled = normed * w[None, :] + b[None, :]
         if AGAIN:
             tl.store(y + at, (scaled * z * share).to(y.dtype.element_ty), here)
         tl.store(dgate + at, (d * scaled * share * (1 + z * (1 - share))).to(dgate.dtype.element_ty), here)
         d *= z * share
-        dw += tl.sum(d * normed, 0)
-        db += tl.sum(d, 0)
+        dw += d * normed
+        if BIAS:
+            db += d
         back = _normed_back(d * w[None, :], normed, scale, V, CENTRE)
         tl.store(dx + at, back.to(dx.dtype.element_ty), here)
     to = (p * H + h).to(tl.int64) * V + v
     if AFFINE:
-        tl.store(dweight + to, dw, v < V)
+        tl.store(dweight + to, tl.sum(dw, 0), v < V)
     if BIAS:
-        tl.store(dbias + to, db, v < V)
+        tl.store(dbias + to, tl.sum(db, 0), v < V)
 
 
 @triton.jit

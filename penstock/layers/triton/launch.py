@@ -39,6 +39,13 @@ def _shares(blocks: int, others: int) -> tuple[int, int]:
     return _blocks(blocks, each), each
 
 
+def _limit(x: Tensor, registers: int) -> dict[str, Any]:
+    """The option of a launch for this many registers a thread. On Hopper 512 programs of 4 warps run side by side with 128, of 8 warps with
+    64; with more registers most multiprocessors would wait for a second round of a few programs.
+    """
+    return {"maxnreg": registers} if x.device.type == "cuda" and torch.version.hip is None else {}
+
+
 def _summed(parts: Tensor, like: Tensor) -> Tensor:
     return parts.sum(0).view(like.shape).to(like.dtype)
 
@@ -126,14 +133,14 @@ class Norm(NamedTuple):
     centre: bool
     """True: layer norm. False: norm by the root mean square."""
 
-    def constants(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> dict[str, Any]:
-        """Constants of both kernels."""
+    def constants(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, elements: int) -> dict[str, Any]:
+        """Constants of a kernel with so many elements in a block."""
         BV = power(x.shape[2], 16)
-        return {"CENTRE": self.centre, "AFFINE": weight is not None, "BIAS": bias is not None, "BR": max(1, 4096 // BV), "BV": BV}
+        return {"CENTRE": self.centre, "AFFINE": weight is not None, "BIAS": bias is not None, "BR": max(1, elements // BV), "BV": BV}
 
 
 def _norm_gate(x: Tensor, gate: Tensor, weight: Tensor | None, bias: Tensor | None, norm: Norm) -> Tensor:
-    (R, H, V), y, constants = x.shape, torch.empty_like(x), norm.constants(x, weight, bias)
+    (R, H, V), y, constants = x.shape, torch.empty_like(x), norm.constants(x, weight, bias, 4096)
     if x.numel():
         pdl = early(x.device)
         gates.penstock_norm_gate_fwd[_blocks(R, constants["BR"]), H](
@@ -152,7 +159,7 @@ def _norm_gate_backward(
     x: Tensor, gate: Tensor, weight: Tensor | None, bias: Tensor | None, norm: Norm, dy: Tensor, *, again: bool
 ) -> tuple[Tensors, Tensor]:
     """Gradients of the tensors and, with ``again``, the result of ``_norm_gate``."""
-    (R, H, V), constants = x.shape, norm.constants(x, weight, bias)
+    (R, H, V), constants = x.shape, norm.constants(x, weight, bias, 2048)
     programs, each = _shares(_blocks(R, constants["BR"]), H)
     dx, dgate, y = torch.empty_like(x), torch.empty_like(gate), torch.empty_like(x) if again else x
     dweight, dbias = (None if one is None else one.new_empty(programs, H, V, dtype=torch.float32) for one in (weight, bias))
@@ -160,7 +167,7 @@ def _norm_gate_backward(
         gates.penstock_norm_gate_bwd[programs, H](
             x, gate, x if weight is None else weight, x if bias is None else bias, dy.contiguous(), dx, dgate,
             x if dweight is None else dweight, x if dbias is None else dbias, y, R, H, V, _step(weight), norm.eps, each,
-            **constants, AGAIN=again, num_warps=4,
+            **constants, AGAIN=again, num_warps=4, **_limit(x, 128),
         )  # fmt: skip
 
     def summed(parts: Tensor | None, like: Tensor | None) -> Tensor | None:
@@ -380,7 +387,7 @@ class AddNorm(torch.autograd.Function):
         else:
             (R, C), dx = total.shape, torch.empty_like(total)
             BC = power(C, 16)
-            BR = max(1, 2048 // BC)  # 8 elements a thread: 64 registers, so on Hopper all programs run side by side
+            BR = max(1, 2048 // BC)
             programs, each = _shares(_blocks(R, BR), 1)
             parts = [None if one is None else one.new_empty(programs, C, dtype=torch.float32) for one in (weight, bias)]
             if total.numel():
@@ -388,6 +395,7 @@ class AddNorm(torch.autograd.Function):
                     total, weight, total if d_total is None else d_total.contiguous(), d_normed.contiguous(), dx,
                     parts[0], parts[0] if bias is None else parts[1], R, C, ctx.eps, each,
                     ADD=d_total is not None, CENTRE=ctx.centre, BIAS=bias is not None, BR=BR, BC=BC, num_warps=8 if BC <= 2048 else 16,
+                    **(_limit(total, 64) if BC <= 4096 else {}),
                 )  # fmt: skip
             dweight, dbias = (None if one is None else _summed(one, like) for one, like in zip(parts, (weight, bias)))
         return dx, dx if ctx.needs_input_grad[1] else None, dweight, dbias, None, None, None
