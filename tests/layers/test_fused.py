@@ -10,6 +10,7 @@ from formulas import error
 
 from penstock.gpu.target import interpreting
 from penstock.layers import fused
+from penstock.layers.norms import RMSNorm
 from penstock.layers.sequences import Sequences
 
 launch = pytest.importorskip("penstock.layers.triton.launch")
@@ -385,3 +386,17 @@ def test_norms_with_hooks_or_of_other_classes_run_as_modules(name, on_a_cpu):
         model.advance(torch.zeros(2, 5, dtype=torch.int64), model.initial_state(2))
     assert ran == {0: 2, 1: 2}
     assert on_a_cpu["AddNorm"] == 0
+
+
+def test_sums_and_their_norms_under_autocast_or_of_several_dtypes_are_those_of_the_module(on_a_cpu):
+    x, norm = normal(2, 3, 70).requires_grad_(), RMSNorm(70, 1e-3)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        _, normed = fused.add_norm(x, x.bfloat16(), norm)
+    assert torch.equal(normed, norm(x + x.bfloat16()))
+    for one, other in ((x.half(), None), (x, x.half())):
+        total, normed = fused.add_norm(one, other, norm)
+        assert total.dtype == (one.dtype if other is None else torch.float32)
+        assert torch.equal(normed, norm(total))
+    assert not on_a_cpu
+    fused.add_norm(x, None, norm)
+    assert on_a_cpu == {"AddNorm": 1}
