@@ -63,7 +63,7 @@ def linear_cross_entropy(
         x, weight = x.to(dtype), weight.to(dtype)
     if not torch.is_grad_enabled():
         x, weight = x.detach(), weight.detach()  # no gradients are computed for these
-    flat = x.reshape(-1, x.shape[-1])
+    flat = x.reshape(labels.numel(), x.shape[-1])
     targets = labels.reshape(-1).long()
     if not torch.compiler.is_compiling() and private.transforming():
         losses = _formula(flat, weight, targets, ignore_index, reduction)
@@ -170,15 +170,14 @@ def _pass(
 def _chunk(logits: Tensor, labels: Tensor, counted: Tensor, upstream: Tensor | None, losses: Tensor) -> Tensor:
     """Write the losses [T] of logits [T,V]. Returns, for gradients [T] of the losses, the gradient of the logits in their dtype."""
     dtype, target = logits.dtype, labels.masked_fill(~counted, 0)[:, None]
-    logits = logits.to(losses.dtype)
-    logits -= logits.logsumexp(1, keepdim=True)
+    logits = logits.to(losses.dtype).log_softmax(1)
     losses.copy_(torch.where(counted, -logits.gather(1, target)[:, 0], 0))
     if upstream is None:
         return logits
     # softmax less the one-hot label, in the memory of the logits
     logits.exp_().scatter_add_(1, target, logits.new_full(target.shape, -1.0))
-    logits *= torch.where(counted, upstream, 0)[:, None]
-    return logits.to(dtype)
+    logits *= upstream[:, None]
+    return logits.masked_fill_(~counted[:, None], 0).to(dtype)
 
 
 def _check(x: object, weight: object, labels: object, ignore_index: object, reduction: object, chunk_tokens: object) -> None:

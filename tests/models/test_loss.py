@@ -146,6 +146,27 @@ def test_large_logits_stay_finite() -> None:
     assert x.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_differences_of_large_logits(reduction: str) -> None:
+    """Losses and gradients depend on the differences of logits, which are exact here."""
+    x, labels = torch.eye(4), torch.arange(4)
+    weight = (10000 + torch.randint(16, (V, 4), generator=torch.Generator().manual_seed(0)) / 4).requires_grad_()
+    found = linear_cross_entropy(x, weight, labels, reduction=reduction)
+    wide = weight.detach().double().requires_grad_()
+    true = F.cross_entropy(x.double() @ wide.T, labels, reduction=reduction)
+    assert error(found, true) < 1e-6
+    upstream = torch.linspace(-1, 2, true.numel()).view(true.shape)
+    assert error(torch.autograd.grad(found, weight, upstream)[0], torch.autograd.grad(true, wide, upstream.double())[0]) < 1e-6
+
+
+def test_no_channels() -> None:
+    """All logits are 0."""
+    x, weight, labels = (one.detach() for one in arguments(torch.float32))
+    found = linear_cross_entropy(x[:, :0].requires_grad_(), weight[:, :0], labels)
+    found.backward()
+    assert error(found, torch.tensor(float(V)).log()) < 1e-6
+
+
 @pytest.mark.filterwarnings("ignore:(divide by zero|invalid value):RuntimeWarning")
 def test_infinite_logits_and_nan() -> None:
     """A logit of -inf has probability 0. A NaN reaches the results of its token only, and none of a token that does not count."""
@@ -169,6 +190,7 @@ def test_infinite_logits_and_nan() -> None:
     assert found[[4, 6]].isnan().all()
     assert d_logits[[4, 6], 1].isnan().all()
     assert found[5] == 0
+    assert not d_logits[5].any()
 
 
 def test_labels_outside_of_the_vocabulary_are_nan_on_a_gpu(way: str) -> None:

@@ -36,14 +36,14 @@ def penstock_cross_entropy(
         largest = larger
     top = tl.max(largest, 0)
     top = tl.where(top == -float("inf"), 0.0, top)
-    log = top + tl.log(tl.sum(total * tl.exp(largest - top), 0))
-    tl.store(losses + r, tl.where(counted, log - own, 0.0))
+    log = tl.log(tl.sum(total * tl.exp(largest - top), 0))  # without top: their sum would be rounded as a large logit is
+    tl.store(losses + r, tl.where(counted, log - (own - top), 0.0))
     if GRADIENT:
         factor = tl.where(counted, tl.load(upstream + r).to(tl.float32), 0.0)
         for begin in tl.range(0, V, BLOCK):
             here = lane < V - begin
             x = tl.load(logits + begin + lane, here, other=0.0).to(tl.float32)
-            d = (tl.exp(x - log) - tl.where(begin + lane == label, 1.0, 0.0)) * factor
+            d = (tl.exp((x - top) - log) - tl.where(begin + lane == label, 1.0, 0.0)) * factor
             d = tl.where(counted, d, 0.0)  # a NaN does not count either
             tl.store(logits + begin + lane, d.to(logits.dtype.element_ty), here)
 
