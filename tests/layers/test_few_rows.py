@@ -223,6 +223,38 @@ def test_decode_steps_of_models(name, dtype, request):
     assert set(names) == expected
 
 
+class Doubled(torch.nn.Module):
+    """Another norm."""
+
+    def forward(self, x):
+        return 2 * x
+
+
+@pytest.mark.parametrize("change", ["hook", "forward", "module", "no weight"])
+@pytest.mark.parametrize("name", ["gla", "rwkv6"])
+def test_norms_that_are_changed_run(name, change, request):
+    """Their kernels, which read the weights only, do not replace them."""
+    model, results = model_of(name, torch.float32), []
+    for layer in model.layers:
+        norm, C = layer.mixer_norm, SIZES["hidden_size"]
+        if change == "hook":
+            norm.register_forward_hook(lambda module, given, y: 2 * y)
+        elif change == "forward":
+            norm.forward = lambda x, forward=norm.forward: 2 * forward(x)
+        else:
+            layer.mixer_norm = Doubled() if change == "module" else torch.nn.LayerNorm(C, elementwise_affine=False)
+    ids = torch.randint(SIZES["vocab_size"], (3, 2), generator=torch.Generator().manual_seed(2))
+    wanted = model(ids).logits
+    for kernels in (False, True):
+        if kernels:
+            request.getfixturevalue("launched")
+        pool = model.initial_state(3)
+        with linear.in_graph():
+            results.append(torch.stack([model.advance(ids[:, t : t + 1], pool)[:, 0] for t in range(2)], 1))
+    for found in results:
+        assert error(found, wanted) < 1e-5
+
+
 def test_only_few_rows_of_16_bits_in_graphs_take_the_kernel(launched):
     weight = normal(24, 40, dtype=torch.float16)
     with torch.no_grad(), linear.in_graph():
