@@ -22,6 +22,10 @@ CHUNK_TOKENS = 2048
 """Tokens whose logits are in memory together: 256 MB of bfloat16 for a vocabulary of 65,536. Fewer tokens take longer, because each chunk
 adds to the gradient of the weight."""
 
+FLOAT16_TOKENS = 512
+"""Gradients of float16 logits are divided by a power of two, so that their products with x, summed over the tokens of a chunk, are at most
+so many times the largest element of x."""
+
 Reduction = Literal["mean", "sum", "none"]
 
 
@@ -100,8 +104,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if reduction == "none":
             ctx.save_for_backward(x, weight, labels, counted)
             return _pass(x, weight, labels, counted, one, (False, False), chunk_tokens)[0]
-        # the gradients of a mean are too small for float16: there the share is multiplied in the backward pass, after the loss scale
-        now, later = (one, share.masked_fill(share.isinf(), 0)) if x.dtype == torch.float16 else (share, one)
+        now, later = share, one
+        if x.dtype == torch.float16:
+            # gradients of a mean are too small for it: the share is multiplied in the backward pass, after the loss scale
+            now = one / (1 << (int(min(chunk_tokens, len(labels))) // FLOAT16_TOKENS).bit_length())
+            later = share.masked_fill(share.isinf(), 0) / now
         losses, dx, dweight = _pass(x, weight, labels, counted, now.expand(labels.shape), ctx.needs_input_grad[:2], chunk_tokens)
         if dweight is not None and x.dtype != torch.float16:
             dweight = dweight.to(weight.dtype)
