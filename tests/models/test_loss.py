@@ -138,16 +138,15 @@ def test_float16_gradients_with_a_loss_scale(reduction: str, way: str) -> None:
         assert error(one.grad, other.grad) < 2e-3
 
 
-@pytest.mark.parametrize("chunk_tokens", [1024, 10000])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_float16_sums_of_a_chunk_do_not_overflow(reduction: str, chunk_tokens: int) -> None:
+def test_float16_sums_of_a_chunk_do_not_overflow(reduction: str) -> None:
     """Where the gradient itself is finite: tokens with the same label, all of them far from it."""
-    tokens, scale = 1100, 1.0 if reduction == "mean" else 2.0**-8
-    x, weight = torch.full((tokens, 2), 100.0, dtype=torch.float16), torch.zeros(V, 2, dtype=torch.float16)
+    tokens, scale = 600, 1.0 if reduction == "mean" else 2.0**-8
+    x, weight = torch.full((tokens, 2), 200.0, dtype=torch.float16), torch.zeros(V, 2, dtype=torch.float16)
     weight[3] = -0.5
     x.requires_grad_(), weight.requires_grad_()
     labels = torch.full((tokens,), 3)
-    (linear_cross_entropy(x, weight, labels, reduction=reduction, chunk_tokens=chunk_tokens) * scale).backward()
+    (linear_cross_entropy(x, weight, labels, reduction=reduction) * scale).backward()
     wide = [one.detach().double().requires_grad_() for one in (x, weight)]
     (F.cross_entropy(wide[0] @ wide[1].T, labels, reduction=reduction) * scale).backward()
     assert wide[1].grad.abs().max() > 20
