@@ -115,7 +115,7 @@ def penstock_keep_ranks(
 
 
 def keep_ranks(weights: Tensor, last_ranks: Tensor, shares: Tensor, ranked: bool, block: int = BLOCK) -> Tensor:
-    """``weights`` [R,V], changed in place. See the kernel; last_ranks and shares are columns of one table."""
-    R, V = weights.shape
+    """``weights`` [R,V], changed in place if contiguous. See the kernel; last_ranks and shares are columns of one table."""
+    (R, V), weights = weights.shape, weights.contiguous()
     penstock_keep_ranks[(R,)](weights, last_ranks, shares, V, shares.stride(0), RANKED=ranked, BLOCK=block, num_warps=WARPS)
     return weights

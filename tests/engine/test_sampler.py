@@ -152,6 +152,9 @@ def test_the_kernel_keeps_what_sorting_keeps():
         found = ranking.keep_ranks(weights[some].clone(), rows[:, sampler.LAST_RANK], rows[:, sampler.SHARE], ranked, 1024)
         assert torch.equal(found, wanted)
         assert 0 < (found > 0).sum(-1).min() < 3000
+    weights = weights[[0, 5]].T.contiguous().T  # as from logits by columns
+    found = ranking.keep_ranks(weights, rows[:2, sampler.LAST_RANK], rows[:2, sampler.SHARE], False, 1024)
+    assert torch.equal(found, wanted[:2])
 
 
 class Calls(TorchDispatchMode):
