@@ -76,12 +76,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     plain = not torch.is_autocast_enabled("cpu") if compiling else private.fast(given) and not private.autocasting()
     if plain and native.takes(x, weight, many=where == "alike"):
         y = _native(x, weight) if compiling else native.linear(x, weight)
-    elif plain and where == "alike" and x.dtype == weight.dtype and (launch := kernels("launch", x, weight)):
-        y = launch.multiply(x.reshape(-1, x.shape[-1]).contiguous(), weight).view(*x.shape[:-1], weight.shape[0])
+    elif plain and where == "alike" and x.dtype == weight.dtype and (product := kernels("product", x, weight)):
+        y = product.multiply(x.reshape(-1, x.shape[-1]).contiguous(), weight).view(*x.shape[:-1], weight.shape[0])
     elif few := linears([x], [weight]):
         (y,) = few
-    elif plain and where == "graph" and _fewest(x, weight) and (launch := kernels("launch", x, weight)):
-        y = launch.multiply_few(x.reshape(-1, x.shape[-1]).contiguous(), weight).view(*x.shape[:-1], weight.shape[0])
+    elif plain and where == "graph" and _fewest(x, weight) and (product := kernels("product", x, weight)):
+        y = product.multiply_few(x.reshape(-1, x.shape[-1]).contiguous(), weight).view(*x.shape[:-1], weight.shape[0])
     else:
         return F.linear(x, weight, bias)
     return y if bias is None else y + bias

@@ -32,8 +32,8 @@ def write_rows(states: Tensor, pool: Tensor, slots: Tensor, ends: Tensor | None 
 
     With ends [N+1], the last of the packed tokens [T,...] of each sequence; none for an empty one.
     """
-    launch = kernels("launch", states, pool)
-    if launch is None or not (states[0].is_contiguous() and pool[0].is_contiguous()):
+    rows = kernels("rows", states, pool)
+    if rows is None or not (states[0].is_contiguous() and pool[0].is_contiguous()):
         return False
-    launch.write_rows(states, pool, slots.contiguous(), None if ends is None else ends.contiguous())
+    rows.write_rows(states, pool, slots.contiguous(), None if ends is None else ends.contiguous())
     return True

@@ -21,6 +21,8 @@ from triton.runtime.jit import JITFunction
 from penstock.engine import ranking
 from penstock.layers import fused
 from penstock.layers.triton import cross_entropy, few_rows_launch, launch
+from penstock.layers.triton import rows as states
+from penstock.layers.triton import product as products
 
 NAMES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int32: "*i32", torch.int64: "*i64", torch.float64: "*fp64"}
 compiled = set()
@@ -84,10 +86,10 @@ for tokens, heads in product((1, 3), (1, 2)):
             total, normed = launch.AddNorm.apply(*given, 1e-5, bias is not None, None)
             backward(*((total, normed) if y is None else (normed,)))
         for weight in (torch.zeros(5, channels), torch.zeros(channels, 5).T):
-            launch.multiply(torch.zeros(tokens, channels), weight)
-        launch.multiply_few(torch.zeros(tokens, channels), torch.zeros(5, channels))
+            products.multiply(torch.zeros(tokens, channels), weight)
+        products.multiply_few(torch.zeros(tokens, channels), torch.zeros(5, channels))
         for ends in (None, torch.zeros(tokens + 1, dtype=torch.int64)):
-            launch.write_rows(torch.zeros(tokens, channels), torch.zeros(1, channels), torch.zeros(tokens, dtype=torch.int64), ends)
+            states.write_rows(torch.zeros(tokens, channels), torch.zeros(1, channels), torch.zeros(tokens, dtype=torch.int64), ends)
 
 zeros = partial(torch.zeros, dtype=torch.bfloat16)
 for rows, size in ((1, 512), (9, 70)):

@@ -15,6 +15,8 @@ from penstock.layers.sequences import Sequences
 
 launch = pytest.importorskip("penstock.layers.triton.launch")
 few_rows_launch = pytest.importorskip("penstock.layers.triton.few_rows_launch")
+product = pytest.importorskip("penstock.layers.triton.product")
+rows = pytest.importorskip("penstock.layers.triton.rows")
 pytestmark = pytest.mark.skipif(not interpreting(), reason="needs Triton's interpreter")
 
 
@@ -255,7 +257,7 @@ def test_states_are_written_to_the_rows_of_slots_that_are_not_negative(slots):
         if slot >= 0:
             wanted[slot] = states[n]
     version = pool._version
-    launch.write_rows(states, pool, torch.tensor(slots))
+    rows.write_rows(states, pool, torch.tensor(slots))
     assert torch.equal(pool, wanted)
     assert pool._version > version
 
@@ -267,9 +269,9 @@ def test_products_of_few_and_of_many_rows(K, N, across, dtype):
     for rows in (1, 2, 3, 13, 140):
         x = normal(rows, K, dtype=dtype)
         wanted = x.double() @ weight.double().T
-        assert (launch.multiply(x, weight).double() - wanted).norm() <= 2 * torch.finfo(dtype).eps * wanted.norm()
+        assert (product.multiply(x, weight).double() - wanted).norm() <= 2 * torch.finfo(dtype).eps * wanted.norm()
         if rows <= 4 and not across:
-            assert (launch.multiply_few(x, weight).double() - wanted).norm() <= 2 * torch.finfo(dtype).eps * wanted.norm()
+            assert (product.multiply_few(x, weight).double() - wanted).norm() <= 2 * torch.finfo(dtype).eps * wanted.norm()
 
 
 def test_second_derivatives_go_through_the_formula():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...gpu.target import Target, power
-from . import gates, product, rows, token_shift
+from . import gates, token_shift
 
 Tensors = tuple[Tensor | None, ...]
 Formula = Callable[..., Tensor | tuple[Tensor, ...]]
@@ -29,14 +29,15 @@ def early(device: torch.device) -> dict[str, Any]:
     return {"launch_pdl": True} if arch.startswith("sm_") and int(arch[3:]) >= 90 else {}
 
 
-def _blocks(count: int, size: int) -> int:
+def blocks(count: int, size: int) -> int:
+    """Blocks of ``size`` that cover ``count``."""
     return -(-count // size)
 
 
-def _shares(blocks: int, others: int) -> tuple[int, int]:
+def _shares(count: int, others: int) -> tuple[int, int]:
     """Programs, and blocks of tokens for each, if ``others`` programs share a block."""
-    each = max(1, _blocks(blocks, max(1, PROGRAMS // max(others, 1))))
-    return _blocks(blocks, each), each
+    each = max(1, blocks(count, max(1, PROGRAMS // max(others, 1))))
+    return blocks(count, each), each
 
 
 def _limit(x: Tensor, registers: int) -> dict[str, Any]:
@@ -75,7 +76,7 @@ def shifted(
     y = x.new_empty(N, R, C)
     BR, BC = (64, 64) if M else (16, 256)
     if y.numel():
-        token_shift.penstock_shift_fwd[_blocks(R, BR), _blocks(C, BC)](
+        token_shift.penstock_shift_fwd[blocks(R, BR), blocks(C, BC)](
             x, last, starts, starts if slots is None else slots, *factors, *[x] * (5 - N), x if hidden is None else hidden,
             x if up is None else up, y, R, C, last.stride(0), N=N, M=M, BM=power(M, 16), BR=BR, BC=BC, PRECISION=precision(x),
             SLOTS=slots is not None, TANH=tanh, num_warps=4,
@@ -106,11 +107,11 @@ class TokenShift(torch.autograd.Function):
         (R, C), N, M = x.shape, mu.shape[0], 0 if up is None else up.shape[1]
         dy = [torch.zeros_like(x) if d is None else d.contiguous() for d in d_results]
         BR, BC = 32, 64
-        programs, each = _shares(_blocks(R, BR - 1), _blocks(C, BC))
+        programs, each = _shares(blocks(R, BR - 1), blocks(C, BC))
         dx, dmu = torch.empty_like(x), mu.new_empty(programs, N, C, dtype=torch.float32)
         dm = dx if hidden is None else hidden.new_empty(N, R, C)  # an operand beside hidden; under autocast x is float32
         if x.numel():
-            token_shift.penstock_shift_bwd[programs, _blocks(C, BC)](
+            token_shift.penstock_shift_bwd[programs, blocks(C, BC)](
                 x, last, starts, mu, x if hidden is None else hidden, x if up is None else up, *dy, *[x] * (5 - N), dx, dm, dmu,
                 R, C, each, N=N, M=M, BM=power(M, 16), BN=power(N, 1), BR=BR, BC=BC, PRECISION=precision(x), num_warps=4,
             )  # fmt: skip
@@ -143,7 +144,7 @@ def _norm_gate(x: Tensor, gate: Tensor, weight: Tensor | None, bias: Tensor | No
     (R, H, V), y, constants = x.shape, torch.empty_like(x), norm.constants(x, weight, bias, 4096)
     if x.numel():
         pdl = early(x.device)
-        gates.penstock_norm_gate_fwd[_blocks(R, constants["BR"]), H](
+        gates.penstock_norm_gate_fwd[blocks(R, constants["BR"]), H](
             x, gate, x if weight is None else weight, x if bias is None else bias, y, R, H, V, _step(weight), norm.eps,
             **constants, PDL=bool(pdl), num_warps=4, **pdl,
         )  # fmt: skip
@@ -160,7 +161,7 @@ def _norm_gate_backward(
 ) -> tuple[Tensors, Tensor]:
     """Gradients of the tensors and, with ``again``, the result of ``_norm_gate``."""
     (R, H, V), constants = x.shape, norm.constants(x, weight, bias, 2048)
-    programs, each = _shares(_blocks(R, constants["BR"]), H)
+    programs, each = _shares(blocks(R, constants["BR"]), H)
     dx, dgate, y = torch.empty_like(x), torch.empty_like(gate), torch.empty_like(x) if again else x
     dweight, dbias = (None if one is None else one.new_empty(programs, H, V, dtype=torch.float32) for one in (weight, bias))
     if x.numel():
@@ -225,18 +226,18 @@ class NormGateLinear(torch.autograd.Function):
 def _activated(a: Tensor, b: Tensor | None, activation: str) -> Tensor:
     y, size = torch.empty_like(a), a.numel()
     if size and b is None:
-        gates.penstock_relu_squared_fwd[(_blocks(size, BLOCK),)](a, y, size, BLOCK=BLOCK)
+        gates.penstock_relu_squared_fwd[(blocks(size, BLOCK),)](a, y, size, BLOCK=BLOCK)
     elif size:
-        gates.penstock_gated_fwd[(_blocks(size, BLOCK),)](a, b, y, size, ACTIVATION=ACTIVATIONS[activation], BLOCK=BLOCK)
+        gates.penstock_gated_fwd[(blocks(size, BLOCK),)](a, b, y, size, ACTIVATION=ACTIVATIONS[activation], BLOCK=BLOCK)
     return y
 
 
 def _activated_backward(a: Tensor, b: Tensor | None, activation: str, dy: Tensor) -> tuple[Tensor, Tensor | None]:
     da, db, size = torch.empty_like(a), None if b is None else torch.empty_like(b), a.numel()
     if size and b is None:
-        gates.penstock_relu_squared_bwd[(_blocks(size, BLOCK),)](a, dy, da, size, BLOCK=BLOCK)
+        gates.penstock_relu_squared_bwd[(blocks(size, BLOCK),)](a, dy, da, size, BLOCK=BLOCK)
     elif size:
-        gates.penstock_gated_bwd[(_blocks(size, BLOCK),)](a, b, dy, da, db, size, ACTIVATION=ACTIVATIONS[activation], BLOCK=BLOCK)
+        gates.penstock_gated_bwd[(blocks(size, BLOCK),)](a, b, dy, da, db, size, ACTIVATION=ACTIVATIONS[activation], BLOCK=BLOCK)
     return da, db
 
 
@@ -293,7 +294,7 @@ class Decay(torch.autograd.Function):
         w = torch.empty_like(x, dtype=torch.float32)
         BR, BC = 16, 256
         if x.numel():
-            gates.penstock_decay_fwd[_blocks(R, BR), _blocks(C, BC)](x, bias, w, R, C, BR=BR, BC=BC)
+            gates.penstock_decay_fwd[blocks(R, BR), blocks(C, BC)](x, bias, w, R, C, BR=BR, BC=BC)
         ctx.save_for_backward(x, bias, w)
         ctx.formula = formula
         return w
@@ -305,10 +306,10 @@ class Decay(torch.autograd.Function):
         if torch.is_grad_enabled():
             return *_by_formula(ctx.formula, (x, bias), (dw,)), None
         (R, C), BR, BC = x.shape, 16, 256
-        programs, each = _shares(_blocks(R, BR), _blocks(C, BC))
+        programs, each = _shares(blocks(R, BR), blocks(C, BC))
         dx, dbias = torch.empty_like(x), bias.new_empty(programs, C, dtype=torch.float32)
         if x.numel():
-            gates.penstock_decay_bwd[programs, _blocks(C, BC)](w, dw.contiguous(), dx, dbias, R, C, each, BR=BR, BC=BC)
+            gates.penstock_decay_bwd[programs, blocks(C, BC)](w, dw.contiguous(), dx, dbias, R, C, each, BR=BR, BC=BC)
         return dx, _summed(dbias, bias), None
 
 
@@ -320,7 +321,7 @@ class LogSigmoid(torch.autograd.Function):
         """The result."""
         g, size = torch.empty_like(x, dtype=torch.float32), x.numel()
         if size:
-            gates.penstock_log_sigmoid_fwd[(_blocks(size, BLOCK),)](x, g, size, normalizer, BLOCK=BLOCK)
+            gates.penstock_log_sigmoid_fwd[(blocks(size, BLOCK),)](x, g, size, normalizer, BLOCK=BLOCK)
         ctx.save_for_backward(x)
         ctx.normalizer, ctx.formula = normalizer, formula
         return g
@@ -333,23 +334,8 @@ class LogSigmoid(torch.autograd.Function):
             return *_by_formula(ctx.formula, (x,), (dg,)), None, None
         dx, size = torch.empty_like(x), x.numel()
         if size:
-            gates.penstock_log_sigmoid_bwd[(_blocks(size, BLOCK),)](x, dg.contiguous(), dx, size, ctx.normalizer, BLOCK=BLOCK)
+            gates.penstock_log_sigmoid_bwd[(blocks(size, BLOCK),)](x, dg.contiguous(), dx, size, ctx.normalizer, BLOCK=BLOCK)
         return dx, None, None
-
-
-def write_rows(states: Tensor, pool: Tensor, slots: Tensor, ends: Tensor | None = None) -> None:
-    """Write states [N,...] to rows of a pool [P,...]. Rows of both are contiguous. Negative slots write nothing.
-
-    With ends [N+1], states are those of packed tokens [T,...]: the last one of each sequence is written.
-    """
-    N, D = slots.shape[0], pool[0].numel()
-    if N:
-        rows.penstock_write_rows[N, _blocks(D, BLOCK)](
-            states, pool, slots, slots if ends is None else ends, states.stride(0), pool.stride(0), D, PACKED=ends is not None, BLOCK=BLOCK,
-            num_warps=4,
-        )  # fmt: skip
-    if not pool.is_inference():
-        torch.autograd.graph.increment_version(pool)
 
 
 def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centre: bool) -> tuple[Tensor, Tensor]:
@@ -388,7 +374,7 @@ class AddNorm(torch.autograd.Function):
             (R, C), dx = total.shape, torch.empty_like(total)
             BC = power(C, 16)
             BR = max(1, 2048 // BC)
-            programs, each = _shares(_blocks(R, BR), 1)
+            programs, each = _shares(blocks(R, BR), 1)
             parts = [None if one is None else one.new_empty(programs, C, dtype=torch.float32) for one in (weight, bias)]
             if total.numel():
                 gates.penstock_add_norm_bwd[(programs,)](
@@ -399,38 +385,3 @@ class AddNorm(torch.autograd.Function):
                 )  # fmt: skip
             dweight, dbias = (None if one is None else _summed(one, like) for one, like in zip(parts, (weight, bias)))
         return dx, dx if ctx.needs_input_grad[1] else None, dweight, dbias, None, None, None
-
-
-def multiply(x: Tensor, weight: Tensor) -> Tensor:
-    """``x @ weight.T`` for x [M,K] and weight [N,K]. Bits of a row depend on this row only.
-
-    Tiles of 64 rows and more take the same instructions: on Hopper, those of a group of four warps, each for 64 rows.
-    """
-    (M, K), N = x.shape, weight.shape[0]
-    y = x.new_empty(M, N)
-    BM = 64 if M <= 64 else 128
-    BN = next((size for size in (128, 64, 32) if _blocks(M, BM) * _blocks(N, size) >= PROGRAMS // 4), 16)
-    BK = 128 if BN <= 64 else 64
-    if x.element_size() == 4:
-        BN, BK = min(BN, 64), 32
-    if y.numel():
-        product.penstock_product[(_blocks(M, BM) * _blocks(N, BN),)](
-            x, weight, y, M, N, K, *weight.stride(), BM=BM, BN=BN, BK=BK, EVEN=K % BK == 0, PRECISION=precision(x),
-            num_warps=BM // 16, num_stages=4,
-        )  # fmt: skip
-    return y
-
-
-def multiply_few(x: Tensor, weight: Tensor) -> Tensor:
-    """``x @ weight.T`` for x [M,K] of at most 4 rows and weight [N,K], contiguous along K.
-
-    cuBLAS takes 5.5 us for one row and 2048 x 2048 weights in bfloat16 on an H200; reading them takes 2 us.
-    """
-    (M, K), N = x.shape, weight.shape[0]
-    y = x.new_empty(M, N)
-    BK = 2048 if K % 2048 == 0 and M == 1 else 1024
-    BK = min(BK, power(K, 16))
-    product.penstock_product_of_few_rows[(_blocks(N, 4),)](
-        x, weight, y, M, N, K, weight.stride(0), ROWS=power(M, 1), BN=4, BK=BK, EVEN=K % BK == 0, num_warps=4
-    )  # fmt: skip
-    return y

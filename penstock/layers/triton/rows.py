@@ -1,7 +1,11 @@
 """Writes states to rows of their pools."""
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from .launch import BLOCK, blocks
 
 
 @triton.jit
@@ -29,3 +33,18 @@ def penstock_write_rows(
     if slot >= 0:
         x = tl.load(states + source * states_n + d, d < D)
         tl.store(pool + slot * pool_n + d, x.to(pool.dtype.element_ty), d < D)
+
+
+def write_rows(states: Tensor, pool: Tensor, slots: Tensor, ends: Tensor | None = None) -> None:
+    """Write states [N,...] to rows of a pool [P,...]. Rows of both are contiguous. Negative slots write nothing.
+
+    With ends [N+1], states are those of packed tokens [T,...]: the last one of each sequence is written.
+    """
+    N, D = slots.shape[0], pool[0].numel()
+    if N:
+        penstock_write_rows[N, blocks(D, BLOCK)](
+            states, pool, slots, slots if ends is None else ends, states.stride(0), pool.stride(0), D, PACKED=ends is not None, BLOCK=BLOCK,
+            num_warps=4,
+        )  # fmt: skip
+    if not pool.is_inference():
+        torch.autograd.graph.increment_version(pool)
