@@ -332,7 +332,7 @@ def chunk_backward_plan(
         (g_b, g_t, g_h, g_k), (warps, registers) = c.gate, hopper.BACKWARD[kernel.K]
         weights = rest = "q"
         if kernel.apart and not walked:
-            weights, rest = plan.empty("weights", slots, c.H, kernel.blocks, C, C), plan.empty("rest", *tokens, c.K, dtype=p.k.dtype)
+            weights, rest = plan.empty("weights", slots, c.H, C, C), plan.empty("rest", *tokens, c.K, dtype=p.k.dtype)
         plan.launch(
             kernel.kernel, c.programs(slots, kernel.blocks),
             ("q", "k", "v", "d_output", S, dS, "g", "u", dq, dk, dv, d_gate, du, weights, rest, "cu_seqlens"),
@@ -344,7 +344,7 @@ def chunk_backward_plan(
             BV = 128 if c.V % 128 == 0 else 64
             plan.launch(
                 values.penstock_chunk_dv, c.programs(slots, c.V // BV), (weights, rest, "d_output", dS, dv, "cu_seqlens"),
-                (_N, _T, c.H, *d_output.stride()), 4, K=c.K, V=c.V, BK=64, BV=BV, C=C, BLOCKS=kernel.blocks, PACKED=c.packed,
+                (_N, _T, c.H, *d_output.stride()), 4, K=c.K, V=c.V, BK=64, BV=BV, C=C, PACKED=c.packed,
             )  # fmt: skip
         return plan
     strong = plan.empty("strong", c.programs(slots, 1), dtype=torch.int32) if c.decay == CHANNEL else "q"

@@ -1,6 +1,6 @@
-"""The gradient of v for heads whose key or value channels are in several blocks, from what the Hopper backward kernel stores.
+"""The gradient of v for heads whose value channels are in several blocks, from what the Hopper backward kernel stores.
 
-dV = A^T dO + (k o rest) dS,    A the sum over the blocks of key channels
+dV = A^T dO + (k o rest) dS
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from ...gpu.tiles import span_of
 @triton.jit(do_not_specialize=["N", "T"])
 def penstock_chunk_dv(
     weights, rest, d_output, dS, dv, cu_seqlens, N, T, H, o_b, o_t, o_h, o_v,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, BLOCKS: tl.constexpr, PACKED: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Program (chunk slot, head, block of V). ``weights`` [slots,H,BLOCKS,C,C] float32, ``rest`` [B,T,H,K], dS [slots,H,K,V]."""
+    """Program (chunk slot, head, block of V). ``weights`` [slots,H,C,C] float32, ``rest`` [B,T,H,K], dS [slots,H,K,V]."""
     NV: tl.constexpr = V // BV
     pid = tl.program_id(0)
     dv_ = pid % NV * BV + tl.arange(0, BV)
@@ -34,9 +34,7 @@ def penstock_chunk_dv(
     row = begin + done + i
     place = (b * T + row) * H + h
     head = slot.to(tl.int64) * H + h
-    A = tl.zeros((C, C), tl.float32)
-    for block in tl.static_range(BLOCKS):
-        A += tl.load(weights + (head * BLOCKS + block) * (C * C) + i[:, None] * C + i[None, :])
+    A = tl.load(weights + head * (C * C) + i[:, None] * C + i[None, :])
     O = tl.load(d_output + b * o_b + row[:, None] * o_t + h * o_h + dv_[None, :] * o_v, mask=live, other=0.0)
     total = tl.dot(tl.trans(A).to(tl.bfloat16), O)
     j = tl.arange(0, BK)
