@@ -21,6 +21,24 @@ def plus(a, b):
 
 
 @gluon.jit
+def unknown(x):
+    """x, opaque to the compiler: values derived from it are not hoisted out of the loop, where they take registers."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def most(x):
+    """The largest absolute value of a tile."""
+    return gl.max(gl.reshape(gl.abs(x), [x.shape[0] * x.shape[1]]), 0)
+
+
+@gluon.jit
+def inverse(power):
+    """The inverse of a power of two."""
+    return (254 - (power.to(gl.int32, bitcast=True) >> 23) << 23).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
 def zeroed_behind(tile, left, layout: gl.constexpr):
     """Zero the rows of a tile behind the first ``left``. They are padding or belong to another sequence."""
     i = gl.arange(0, tile.shape[0], gl.SliceLayout(1, layout))

@@ -75,7 +75,8 @@ def precision(dtype: torch.dtype, target: Target) -> str:
     """How products of a kernel take operands that are not multiplied in their own 16 bits.
 
     float32 follows ``torch.get_float32_matmul_precision()``: three TF32 products, as exact as float32, or one where it allows that.
-    bfloat16 operands are multiplied as they are, float16 ones in TF32, which has as many bits and a wider exponent.
+    bfloat16 operands are multiplied as they are, float16 ones in TF32, which has as many bits and a wider exponent. Kernels that bound or
+    scale float16 operands multiply these as they are.
     """
     if target.interpreted or not target.arch.startswith("sm_"):
         return "bf16" if dtype == torch.bfloat16 and not target.interpreted else "ieee"

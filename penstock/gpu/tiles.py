@@ -97,10 +97,28 @@ def to_tf32(x):
 
 
 @triton.jit
+def powers_of_two(largest):
+    """Powers of two, inverse to each other: ``largest`` times the first is in [2^14,2^15), if ``largest`` is at least 2^-46.
+
+    Operands of float16 products that have no bound are multiplied by the first, the products by the second. Neither rounds, except that
+    values below 2^-28 of the largest become subnormal. The first is at most 2^60, so products with it fit float32. If ``largest`` is
+    infinite, the second is NaN: finite values are lost. ``largest * 0.0`` is exact; of a product, ``largest - largest`` becomes a fused
+    multiply-add, which is the rounding error of the product.
+    """
+    exponent = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 81), 254)
+    return (268 - exponent << 23).to(tl.float32, bitcast=True), (exponent - 14 << 23).to(tl.float32, bitcast=True) + largest * 0.0
+
+
+@triton.jit
 def product(a, b, PRECISION: tl.constexpr):
-    """The product a b with float32 sums. PRECISION "bf16": bfloat16 operands; else tl.dot's ``input_precision`` for float32 operands."""
+    """The product a b with float32 sums. PRECISION "bf16", "f16": operands of 16 bits; else tl.dot's ``input_precision`` for float32.
+
+    Operands of "f16" must be in its range.
+    """
     if PRECISION == "bf16":
         c = tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16))
+    elif PRECISION == "f16":
+        c = tl.dot(a.to(tl.float16), b.to(tl.float16))
     elif PRECISION == "tf32":
         c = tl.dot(to_tf32(a), to_tf32(b), input_precision="tf32")
     else:

@@ -113,9 +113,11 @@ CONFIGURATIONS: tuple[Configuration | Softmax, ...] = (
     Configuration("gla", Shape(*PROMPT, 16, 128, 128)),
     Configuration("gla", Shape(*PROMPT, 16, 100, 100)),
     Configuration("gla", Shape(*BATCH, 32, 64, 64)),
+    Configuration("gla", Shape(*BATCH, 16, 128, 128), "float16", passes=("forward", "backward")),
     Configuration("gla", Shape(*PROMPT, 32, 64, 64), "float32"),
     Configuration("rwkv5", Shape(*PROMPT, 32, 64, 64)),
     Configuration("rwkv6", Shape(*PROMPT, 32, 64, 64)),
+    Configuration("rwkv6", Shape(*BATCH, 32, 64, 64), "float16", passes=("forward", "backward", "pieces")),
     Configuration("rwkv6", Shape(*PROMPT, 32, 64, 64), "float32"),
     Configuration("retention", Shape(*DECODE, 8, 256, 512), passes=("step",)),
     Configuration("gla", Shape(*DECODE, 16, 128, 128), passes=("step",)),
@@ -130,6 +132,9 @@ CONFIGURATIONS: tuple[Configuration | Softmax, ...] = (
     Softmax(6, 6, 100),
 )
 
+HOPPER = (Configuration("gla", Shape(*BATCH, 4, 256, 512), "float16", passes=("forward", "backward")),)
+"""Only for sm_90. Elsewhere the launch for strong decays takes more shared memory than a GPU has."""
+
 SMALL = ("sm_86", "sm_89", "sm_120")
 """GPUs with 99 KiB of shared memory. They have the products of sm_80, and block sizes by rule, which the same memory limits: a part of the
 configurations has all their code."""
@@ -143,4 +148,6 @@ IN_PART = (
 
 def configurations(arch: str) -> tuple[Configuration | Softmax, ...]:
     """What is compiled for an architecture."""
-    return CONFIGURATIONS if arch not in SMALL else tuple(one for one in CONFIGURATIONS if one.name in IN_PART)
+    if arch in SMALL:
+        return tuple(one for one in CONFIGURATIONS if one.name in IN_PART)
+    return CONFIGURATIONS + HOPPER * (arch == "sm_90")

@@ -10,7 +10,7 @@ from penstock.recurrence.triton.table import KernelConfig, Key
 from penstock.tune.passes import without_memory
 from penstock.verify.inputs import Shape
 
-BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
+BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
 H200 = Target("sm_90", 132, 232448)
 
 pytestmark = pytest.mark.skipif(hopper.kernels() is None, reason="the Gluon of this Triton does not fit the kernels")
@@ -43,12 +43,16 @@ def backward(problem, target=H200, states=None):
 
 @pytest.mark.parametrize("variant", ["gla", "rwkv6"])
 @pytest.mark.parametrize("size", [64, 128])
-def test_launches_of_hopper_and_plain_kernels(variant, size):
-    problem = problem_of(variant, f"8,2048,32,{size}")
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
+def test_launches_of_hopper_and_plain_kernels(variant, size, dtype):
+    """In float16 states between chunks are float32."""
+    problem = problem_of(variant, f"8,2048,32,{size}", dtype)
     assert forward(problem) == ["hopper_forward"]
     assert backward(problem) == ["segments", "segments", "hopper_backward"]
     made = planned(problem, keep=True)
-    states = torch.empty(*made.memory["chunk_states"][0], dtype=BFLOAT16, device="meta")
+    shape, stored = made.memory["chunk_states"]
+    assert stored == (BFLOAT16 if dtype == BFLOAT16 else FLOAT32)
+    states = torch.empty(*shape, dtype=stored, device="meta")
     assert states.shape == (8 * 2048 // hopper.C, 32, size, size)
     assert backward(problem, states=states) == ["segments", "hopper_backward"]
 
@@ -56,14 +60,14 @@ def test_launches_of_hopper_and_plain_kernels(variant, size):
 @pytest.mark.parametrize(
     ("problem", "target"),
     [
-        (problem_of("gla", "8,2048,32,64", torch.float16), H200),
+        (problem_of("gla", "8,2048,32,64", FLOAT32), H200),
         (problem_of("gla", "8,2048,32,64"), H200._replace(arch="sm_80")),
         (problem_of("gla", "8,2048,32,64"), H200._replace(arch="sm_100")),
         (problem_of("gla", "8,2048,32,48"), H200),
         (problem_of("gla", "8,2048,32,64,100"), H200),
         (problem_of("simple_gla", "8,2048,32,64"), H200),
     ],
-    ids=["float16", "sm_80", "sm_100", "odd K", "odd V", "scalar decay"],
+    ids=["float32", "sm_80", "sm_100", "odd K", "odd V", "scalar decay"],
 )
 def test_other_problems_take_the_plain_kernels(problem, target):
     assert "hopper_forward" not in forward(problem, target)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ...gpu.hopper import Tile, modules, tiled
@@ -50,9 +51,9 @@ class Walk(NamedTuple):
     walk: Any
 
 
-def walk(p: Recurrence, config: KernelConfig, target: Target, precision: str, *d_output: Tensor) -> Walk | None:
+def walk(p: Recurrence, config: KernelConfig, target: Target, *d_output: Tensor) -> Walk | None:
     """The kernels if the table selects them and they support this problem, or None."""
-    suits = p.sizes["K"] in WALKED and p.sizes["V"] % BV == 0 and _suits(p, config, target, precision, *d_output)
+    suits = p.sizes["K"] in WALKED and p.sizes["V"] % BV == 0 and _suits(p, config, target, *d_output)
     if not suits or kernels() is None:
         return None
     from . import hopper_walk, hopper_weights
@@ -72,12 +73,12 @@ class Forward(NamedTuple):
     constants: dict[str, Any]
 
 
-def forward(p: Recurrence | Advance, config: KernelConfig, target: Target, precision: str) -> Forward | None:
+def forward(p: Recurrence | Advance, config: KernelConfig, target: Target) -> Forward | None:
     """The forward kernel and its launch if the table selects it and it supports this problem, or None."""
     K, V = p.sizes["K"], p.sizes["V"]
     blocks = BLOCKS.get(K, 1)
     K //= blocks
-    suits = K in FORWARD and config.BV == BV and V % BV == 0 and _suits(p, config, target, precision)
+    suits = K in FORWARD and config.BV == BV and V % BV == 0 and _suits(p, config, target)
     found = kernels() if suits and not (p.partial and blocks == 1) else None
     if not found:
         return None
@@ -106,23 +107,23 @@ class Backward(NamedTuple):
         return self.blocks * self.values > 1
 
 
-def backward(p: Recurrence, config: KernelConfig, target: Target, precision: str, *d_output: Tensor) -> Backward | None:
+def backward(p: Recurrence, config: KernelConfig, target: Target, *d_output: Tensor) -> Backward | None:
     """The backward kernel, or None. The plain kernel computes constant decays and calls of one chunk."""
     blocks = BLOCKS.get(p.sizes["K"], 1)
     K, V = p.sizes["K"] // blocks, p.sizes["V"]
-    suits = K in BACKWARD and V % K == 0 and "T" in p.variant.decay and p.sizes["T"] > C and _suits(p, config, target, precision, *d_output)
+    suits = K in BACKWARD and V % K == 0 and "T" in p.variant.decay and p.sizes["T"] > C and _suits(p, config, target, *d_output)
     found = kernels() if suits else None
     one = Backward(found[1], blocks, K, V // K) if found else None
     return None if one is None or (p.partial and not one.apart) else one
 
 
-def _suits(p: Recurrence | Advance, config: KernelConfig, target: Target, precision: str, *d_output: Tensor) -> bool:
-    """Whether the call has decays per channel, bfloat16 products, and tensors that the tensor memory accelerator can copy."""
+def _suits(p: Recurrence | Advance, config: KernelConfig, target: Target, *d_output: Tensor) -> bool:
+    """Whether the call has decays per channel, tensors of 16 bits that the tensor memory accelerator can copy."""
     sizes = p.sizes
     return (
         config.form == FORM
         and target.arch == "sm_90"
-        and precision == "bf16"
+        and p.q.dtype in (torch.bfloat16, torch.float16)
         and "K" in p.variant.decay
         and not p.reverse
         and 0 < sizes["B"] * sizes["T"] < 1 << 31
@@ -135,7 +136,10 @@ def decays_in_tiles(p: Tokens) -> bool:
     return p.g is not None and "T" in p.variant.decay and tiled(p.g)
 
 
-def backward_tiles(one: Backward) -> tuple[Tile, ...]:
-    """The tiles of the backward kernel's first tensors: q, k, v, dO, states and their gradients. With several blocks, steps of BV of V."""
+def backward_tiles(one: Backward, states: bool) -> tuple[Tile, ...]:
+    """The tiles of the backward kernel's first tensors: q, k, v, dO and, if they have 16 bits, states and their gradients.
+
+    With several blocks, steps of BV of V.
+    """
     K, W = one.K, BV if one.apart else one.K
-    return *[Tile(C, K)] * 2, *[Tile(C, W)] * 2, *[Tile(K, W, 3)] * 2
+    return *[Tile(C, K)] * 2, *[Tile(C, W)] * 2, *[Tile(K, W, 3)] * (2 * states)

@@ -20,8 +20,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from ...gpu.hopper_tiles import exp2, meet, zeroed_behind
-from ...gpu.tiles import span_of
+from ...gpu.hopper_tiles import exp2, inverse, meet, most, zeroed_behind
+from ...gpu.tiles import powers_of_two, span_of
 from .hopper_dyadic import (
     GROUPS,
     ROWS,
@@ -77,10 +77,13 @@ def from_groups(sums, carry, LATER: gl.constexpr, across: gl.constexpr):
 
 @gluon.jit
 def collected(
-    tile, through_state, Y_s, x, tables, sums, layout: gl.constexpr, by_group: gl.constexpr,
-    QUERIES: gl.constexpr, PREVIOUS: gl.constexpr, DG: gl.constexpr,
+    tile, through_state, Y_s, x, tables, sums, of_levels, layout: gl.constexpr, by_group: gl.constexpr,
+    QUERIES: gl.constexpr, PREVIOUS: gl.constexpr, DG: gl.constexpr, HALF: gl.constexpr,
 ):  # fmt: skip
-    """dq (QUERIES) or dk [C,K] from levels and state, and its part of dg [GROUPS,R,K] within groups; ``sums`` gets sums of groups."""
+    """dq (QUERIES) or dk [C,K] from levels and state, and its part of dg [GROUPS,R,K] within groups; ``sums`` gets sums of groups.
+
+    HALF: tiles of levels are to be multiplied by ``of_levels``, which is part of ``tables``; else it is 1.
+    """
     WARPS: gl.constexpr = gl.num_warps()
     K: gl.constexpr = tile.shape[1]
     across: gl.constexpr = gl.SliceLayout(1, by_group)
@@ -108,6 +111,9 @@ def collected(
             for m in gl.static_range(n):
                 d_gate += over_the_middle(z, 1 << m, QUERIES, by_group, WARPS)
         through, behind, total = widened(through, behind, total, by_group, WARPS)
+    if HALF:
+        d *= of_levels
+        d_gate *= of_levels
     factor = flat(through, layout)
     if not QUERIES:
         factor = flat(behind, layout)
@@ -120,7 +126,7 @@ def collected(
             if not QUERIES:
                 here = here == 0
             if n == 0:
-                to_middle = gl.where(here, 1.0, gl.zeros([GROUPS, K], gl.float32, across))
+                to_middle = gl.where(here, of_levels, gl.zeros([GROUPS, K], gl.float32, across))
             else:
                 to_middle = gl.where(here, tables.index(n - 1).load(across), 0.0)
         else:
@@ -142,22 +148,53 @@ def collected(
 
 
 @gluon.jit
-def expect_step(tiles, bars, n, steps):
+def level_powers(dA, largest):
+    """A power of two for dA, and its inverse. Rounded to float16, dA and the products Y with tiles of at most ``largest`` do not overflow.
+
+    Y has at most 32 terms.
+    """
+    x = most(dA)
+    return powers_of_two(gl.maximum(x, 32 * x * largest))
+
+
+@gluon.jit
+def expect_step(tiles, bars, n, steps, COPIES: gl.constexpr):
     """Announce the tiles of step n. Each tensor has barriers of its own: between copies with the same one, Triton has all warps meet."""
-    for m in gl.static_range(4):
+    for m in gl.static_range(COPIES):
         mbarrier.expect(bars[m].index(n % bars[m].shape[0]), tiles[m].block_type.nbytes, pred=n < steps)
 
 
 @gluon.jit
-def ask_step(tiles, values, states, bars, line, column, state, n, steps):
-    """Start the loads of step n: 64 value channels of v and dO, and of the state and its gradient."""
+def ask_step(tiles, values, states, bars, line, column, state, n, steps, COPIES: gl.constexpr):
+    """Start the loads of step n: 64 value channels of v and dO and, of 16 bits (COPIES = 4), of the state and its gradient."""
     W: gl.constexpr = tiles[0].block_shape[1]
     STAGES: gl.constexpr = bars[0].shape[0]
     at = ([line, column + n * W], [state, n * W])
     parts = (values, states)
-    for m in gl.static_range(4):
+    for m in gl.static_range(COPIES):
         tile = parts[m // 2].index(m % 2 * STAGES + n % STAGES)
         tma.async_copy_global_to_shared(tiles[m], at[m // 2], bars[m].index(n % STAGES), tile, pred=n < steps)
+
+
+@gluon.jit
+def rounded_states(states, d_states, S_s, dS_s, V: gl.constexpr, DG: gl.constexpr, layout: gl.constexpr):
+    """Load tiles of a float32 state [K,V] and its gradient, store them as float16 times powers of two.
+
+    Returns the inverse powers, and the sums of S o dS over value channels if DG.
+    """
+    K: gl.constexpr = S_s.shape[0]
+    W: gl.constexpr = S_s.shape[1]
+    at = gl.arange(0, K, gl.SliceLayout(1, layout))[:, None] * V + gl.arange(0, W, gl.SliceLayout(0, layout))[None, :]
+    S = gl.load(states + at)
+    dS = gl.load(d_states + at)
+    kept = gl.zeros([K], gl.float32, gl.SliceLayout(1, layout))
+    if DG:
+        kept += gl.sum(S * dS, 1)
+    down, of_S = powers_of_two(most(S))
+    S_s.store((S * down).to(S_s.dtype))
+    down, of_dS = powers_of_two(most(dS))
+    dS_s.store((dS * down).to(dS_s.dtype))
+    return of_S, of_dS, kept
 
 
 @gluon.jit(do_not_specialize=["N", "T"])
@@ -169,12 +206,18 @@ def penstock_chunk_bwd_hopper(
 ):  # fmt: skip
     """Program (chunk slot, head). TMA tiles: [C, K] of tokens [B T, H K], and [K, K] of states [slots H K, NV K].
 
+    float16: the states are float32 and have no TMA tiles. Operands of products that have no bound are multiplied by powers of two, one
+    for a tile (``powers_of_two``), and their products by the inverse.
+
     dq, dk, dv, dg are contiguous; du is [slots, H, K].
 
     BLOCKS > 1: heads of BLOCKS K key channels; each of the H heads here is a block of K of them. NV: blocks of K value channels. If either
     is more than 1, dv is left to another launch. STORED: to ``values.py``, and what it needs is stored: A in ``weights`` [slots, H, C, C],
     float32, and k with the factors of the state in ``rest``, like k.
     """
+    kind: gl.constexpr = q_tiles.dtype
+    HALF: gl.constexpr = q_tiles.dtype == gl.float16
+    COPIES: gl.constexpr = 2 if HALF else 4
     APART: gl.constexpr = BLOCKS * NV > 1
     WEIGHED: gl.constexpr = STORED or not APART  # whether this launch needs A
     WARPS: gl.constexpr = gl.num_warps()
@@ -215,22 +258,22 @@ def penstock_chunk_bwd_hopper(
     g += b * g_b + (begin + done) * g_t + whole_head * g_h + key * g_k
     u += whole_head * u_h + key * u_k
 
-    q_s = gl.allocate_shared_memory(gl.bfloat16, [C, K], half)
-    k_s = gl.allocate_shared_memory(gl.bfloat16, [C, K], half)
+    q_s = gl.allocate_shared_memory(kind, [C, K], half)
+    k_s = gl.allocate_shared_memory(kind, [C, K], half)
     if APART:
-        values = gl.allocate_shared_memory(gl.bfloat16, [2, C, K], half)
+        values = gl.allocate_shared_memory(kind, [2, C, K], half)
         v_s = values.index(0)  # later the state's part of dq
         o_s = values.index(1)
     else:
-        v_s = gl.allocate_shared_memory(gl.bfloat16, [C, K], half)
-        o_s = gl.allocate_shared_memory(gl.bfloat16, [C, K], half)
-    dk_s = gl.allocate_shared_memory(gl.bfloat16, [C, K], half)  # the state's part of dk
-    M_s = gl.allocate_shared_memory(gl.bfloat16, [C, C], half)  # later A
-    X_s = gl.allocate_shared_memory(gl.bfloat16, [LEVELS, C, K], half)  # before that: S, dS and k o rest
+        v_s = gl.allocate_shared_memory(kind, [C, K], half)
+        o_s = gl.allocate_shared_memory(kind, [C, K], half)
+    dk_s = gl.allocate_shared_memory(kind, [C, K], half)  # the state's part of dk
+    M_s = gl.allocate_shared_memory(kind, [C, C], half)  # later A
+    X_s = gl.allocate_shared_memory(kind, [LEVELS, C, K], half)  # before that: S, dS and k o rest
     part = gl.allocate_shared_memory(gl.float32, [GROUPS, K], plain2)
     tables = gl.allocate_shared_memory(gl.float32, [4, GROUPS, K], plain2)  # to the middle of 4 and 8 groups, from the start, to the end
     e_s = gl.allocate_shared_memory(gl.float32, [C], plain)
-    D_s = gl.allocate_shared_memory(gl.bfloat16, [C, ROWS], plain2)
+    D_s = gl.allocate_shared_memory(kind, [C, ROWS], plain2)
     row_s = gl.allocate_shared_memory(gl.float32, [K], plain)
     TILES: gl.constexpr = K // C  # tiles of a state
     rest_s = X_s.index(2 * TILES)
@@ -244,28 +287,30 @@ def penstock_chunk_bwd_hopper(
     tiles = (v_tiles, o_tiles, S_tiles, dS_tiles)
     if APART:
         STEPS: gl.constexpr = NV * K // W
-        states = X_s._reinterpret(gl.bfloat16, [LEVELS * C // W, K, W], half)
-        values = values._reinterpret(gl.bfloat16, [2 * STAGES, C, W], half)
+        states = X_s._reinterpret(kind, [LEVELS * C // W, K, W], half)
+        values = values._reinterpret(kind, [2 * STAGES, C, W], half)
         v_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         o_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-        S_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-        dS_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-        step_bars = (v_bars, o_bars, S_bars, dS_bars)
-        for m in gl.static_range(4):
+        step_bars = (v_bars, o_bars)
+        if not HALF:  # memory of a barrier that is not waited for may be used for other values
+            S_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+            dS_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+            step_bars = (v_bars, o_bars, S_bars, dS_bars)
+        for m in gl.static_range(COPIES):
             for first in gl.static_range(STAGES):
                 mbarrier.init(step_bars[m].index(first), count=1)
         fence_async_shared()
         meet()
         mbarrier.expect(bars.index(0), 2 * q_tiles.block_type.nbytes)
         for first in gl.static_range(STAGES):
-            expect_step(tiles, step_bars, first, STEPS)
+            expect_step(tiles, step_bars, first, STEPS, COPIES)
         meet()
         for first in gl.static_range(STAGES):
-            ask_step(tiles, values, states, step_bars, line, value_column, pid * K, first, STEPS)
+            ask_step(tiles, values, states, step_bars, line, value_column, pid * K, first, STEPS, COPIES)
         tma.async_copy_global_to_shared(q_tiles, [line, column], bars.index(0), q_s)
         tma.async_copy_global_to_shared(k_tiles, [line, column], bars.index(0), k_s)
     else:
-        states = X_s._reinterpret(gl.bfloat16, [LEVELS // TILES, K, K], half)
+        states = X_s._reinterpret(kind, [LEVELS // TILES, K, K], half)
         S = states.index(0)
         dS = states.index(1)
         fence_async_shared()
@@ -275,15 +320,23 @@ def penstock_chunk_bwd_hopper(
         tma.async_copy_global_to_shared(k_tiles, [line, column], bars.index(0), k_s)
         tma.async_copy_global_to_shared(v_tiles, [line, value_column], bars.index(0), v_s)
         tma.async_copy_global_to_shared(o_tiles, [line, value_column], bars.index(0), o_s)
-        mbarrier.expect(bars.index(1), 2 * S_tiles.block_type.nbytes)
-        tma.async_copy_global_to_shared(S_tiles, [pid * K, 0], bars.index(1), S)
-        tma.async_copy_global_to_shared(dS_tiles, [pid * K, 0], bars.index(1), dS)
+        if not HALF:
+            mbarrier.expect(bars.index(1), 2 * S_tiles.block_type.nbytes)
+            tma.async_copy_global_to_shared(S_tiles, [pid * K, 0], bars.index(1), S)
+            tma.async_copy_global_to_shared(dS_tiles, [pid * K, 0], bars.index(1), dS)
 
     x = decays(g, g_t, g_k, tokens, K, layout)
     part.store(gl.sum(grouped(x, GROUPS, by_group), 1))
     bonus = gl.full([1, K], 1.0, gl.float32, layout)
     if PREVIOUS:
         bonus = gl.load(u + gl.arange(0, K, gl.SliceLayout(0, layout)) * u_k).to(gl.float32)[None, :]
+    if HALF:
+        S_tiles += pid.to(gl.int64) * (K * NV * K)
+        dS_tiles += pid.to(gl.int64) * (K * NV * K)
+        if not APART:
+            of_S, of_dS, state_row = rounded_states(S_tiles, dS_tiles, S, dS, K, DG, by_row)
+            row_s.store(state_row)
+            fence_async_shared()
     mbarrier.wait(bars.index(0), 0)
     if tokens < C:
         zeroed_behind(q_s, tokens, layout)
@@ -294,12 +347,16 @@ def penstock_chunk_bwd_hopper(
         fence_async_shared()
         meet()
 
+    if HALF:
+        largest = most(gl.maximum(gl.abs(q_s.load(by_row)), gl.abs(k_s.load(by_row))).to(gl.float32))
+
     # M, and the terms of the states: sums over steps of W value channels
     i = gl.arange(0, C, gl.SliceLayout(1, square))[:, None]
     j = gl.arange(0, C, gl.SliceLayout(0, square))[None, :]
     a = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, block)))[None, :, None]
     b = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(1, block)))[None, None, :]
     zero = gl.zeros([C // ROWS, ROWS, ROWS], gl.float32, block)
+    of_M, of_levels, of_q, of_k = scale, 1.0, 1.0, 1.0
     if APART:
         dA = gl.zeros([C, C], gl.float32, square)
         dA_t = dA
@@ -314,7 +371,14 @@ def penstock_chunk_bwd_hopper(
             o = values.index(STAGES + stage)
             S = states.index(stage)
             dS = states.index(STAGES + stage)
-            for one in gl.static_range(4):
+            if HALF:
+                of_S, of_dS, more = rounded_states(S_tiles + step * W, dS_tiles + step * W, S, dS, NV * K, DG, by_row)
+                state_row += more
+                dq_in *= inverse(of_S)
+                dk_in *= inverse(of_dS)
+                fence_async_shared()
+                meet()
+            for one in gl.static_range(COPIES):
                 mbarrier.wait(step_bars[one].index(stage), (step // STAGES) & 1)
             if tokens < C:
                 zeroed_behind(v, tokens, by_row)
@@ -323,38 +387,58 @@ def penstock_chunk_bwd_hopper(
                 meet()
             D = mma_v2(blocks(o, block_left, False), blocks(v, block_right, True), D)
             D_t = mma_v2(blocks(v, block_left, False), blocks(o, block_right, True), D_t)
-            if DG:
+            if DG and not HALF:
                 state_row += gl.sum(S.load(by_row).to(gl.float32) * dS.load(by_row).to(gl.float32), 1)
             dA = warpgroup_mma(o, v.permute((1, 0)), dA, is_async=True)
             dA_t = warpgroup_mma(v, o.permute((1, 0)), dA_t, is_async=True)
             dq_in = warpgroup_mma(o, S.permute((1, 0)), dq_in, is_async=True)
             dk_in = warpgroup_mma(v, dS.permute((1, 0)), dk_in, is_async=True)
             dA, dA_t, dq_in, dk_in = warpgroup_mma_wait(0, [dA, dA_t, dq_in, dk_in])
-            expect_step(tiles, step_bars, step + STAGES, STEPS)
+            if HALF:
+                dq_in *= of_S
+                dk_in *= of_dS
+            expect_step(tiles, step_bars, step + STAGES, STEPS, COPIES)
             meet()
-            ask_step(tiles, values, states, step_bars, line, value_column, pid * K, step + STAGES, STEPS)
-        M_s.store((gl.where(i > j, dA, dA_t) * scale).to(gl.bfloat16))
+            ask_step(tiles, values, states, step_bars, line, value_column, pid * K, step + STAGES, STEPS, COPIES)
+        if HALF:
+            of_M, of_levels = level_powers(dA, largest)
+        M_s.store((gl.where(i > j, dA, dA_t) * of_M).to(kind))
     else:
         dA = warpgroup_mma(o_s, v_s.permute((1, 0)), gl.zeros([C, C], gl.float32, square), use_acc=False, is_async=True)
         dA_t = warpgroup_mma(v_s, o_s.permute((1, 0)), gl.zeros([C, C], gl.float32, square), use_acc=False, is_async=True)
         dA, dA_t = warpgroup_mma_wait(0, [dA, dA_t])
-        M_s.store((gl.where(i > j, dA, dA_t) * scale).to(gl.bfloat16))
+        if HALF:
+            of_M, of_levels = level_powers(dA, largest)
+        M_s.store((gl.where(i > j, dA, dA_t) * of_M).to(kind))
         D = mma_v2(blocks(o_s, block_left, False), blocks(v_s, block_right, True), zero)
         D_t = mma_v2(blocks(v_s, block_left, False), blocks(o_s, block_right, True), zero)
-    near = gl.convert_layout((gl.where(a > b, D, D_t) * scale).to(gl.bfloat16), block_left)
+    near = gl.convert_layout((gl.where(a > b, D, D_t) * of_M).to(kind), block_left)
     e_s.store(gl.reshape(gl.sum(gl.where(a == b, D, 0.0), 2), [C]) * scale)
     if APART:
         if DG:
             row_s.store(state_row)
     else:
-        mbarrier.wait(bars.index(1), 0)
+        if not HALF:
+            mbarrier.wait(bars.index(1), 0)
         dq_in = warpgroup_mma(o_s, S.permute((1, 0)), gl.zeros([C, K], gl.float32, mma), use_acc=False, is_async=True)
         dk_in = warpgroup_mma(v_s, dS.permute((1, 0)), gl.zeros([C, K], gl.float32, mma), use_acc=False, is_async=True)
         dq_in, dk_in = warpgroup_mma_wait(0, [dq_in, dk_in])
+        if HALF:
+            dq_in *= of_S
+            dk_in *= of_dS
+    if HALF:
+        down, of_q = powers_of_two(most(dq_in))
+        dq_in *= down
+        of_q *= scale
+        down, of_k = powers_of_two(most(dk_in))
+        dk_in *= down
+        of_levels *= scale
+    else:
+        dq_in *= scale
     meet()
-    v_s.store((dq_in * scale).to(gl.bfloat16))
-    dk_s.store(dk_in.to(gl.bfloat16))
-    if DG and not APART:
+    v_s.store(dq_in.to(kind))
+    dk_s.store(dk_in.to(kind))
+    if DG and not (HALF or APART):
         row_s.store(gl.sum(S.load(by_row).to(gl.float32) * dS.load(by_row).to(gl.float32), 1))
 
     # X of all levels
@@ -365,21 +449,25 @@ def penstock_chunk_bwd_hopper(
     after = exp2(after)
     quarter = exp2(between(part, 2, across))
     half_way = exp2(between(part, 4, across))
-    tables.index(0).store(quarter)
-    tables.index(1).store(half_way)
-    tables.index(2).store(exp2(before))
-    tables.index(3).store(after)
+    tables.index(0).store(quarter * of_levels)
+    tables.index(1).store(half_way * of_levels)
+    tables.index(2).store(exp2(before) * of_q)
+    tables.index(3).store(after * of_k)
     if STORED:
         own_row = gl.arange(0, C, gl.SliceLayout(1, layout))
         own_key = gl.arange(0, K, gl.SliceLayout(0, layout))
         own_at = (
             (own_row // R * R).to(gl.int64)[:, None] * (H * K) + own_key[None, :] + (own_row % R).to(gl.int64)[:, None] * (H * K) + place
         )
-        gl.store(rest + own_at, (kf * spread(after, R, layout)).to(gl.bfloat16), mask=(own_row < tokens)[:, None])
+        gl.store(rest + own_at, (kf * spread(after, R, layout)).to(kind), mask=(own_row < tokens)[:, None])
     elif not APART:
-        rest_s.store((kf * spread(after, R, layout)).to(gl.bfloat16))
+        rest_s.store((kf * spread(after, R, layout)).to(kind))
     if PREVIOUS and WEIGHED:
-        uk_s.store((k.to(gl.float32) * bonus).to(gl.bfloat16))
+        own = bonus
+        if HALF:
+            down, of_u = powers_of_two(most(bonus) * 2**15)
+            own *= down
+        uk_s.store((k.to(gl.float32) * own).to(kind))
     fence_async_shared()
     meet()
     if not APART:
@@ -392,6 +480,8 @@ def penstock_chunk_bwd_hopper(
             D = mma_v2(blocks(q_s, block_left, False), blocks(uk_s, block_right, True), zero)
         else:
             D = mma_v2(blocks(q_s, block_left, False), blocks(k_s, block_right, True), zero)
+        if PREVIOUS and HALF:
+            D *= of_u
         D = gl.where(a == b, D, 0.0)
     if not APART:
         dV = warpgroup_mma_wait(0, [dV])
@@ -399,9 +489,9 @@ def penstock_chunk_bwd_hopper(
     X_s.index(0).store(X_0)
     X_s.index(1).store(X_1)
     X_s.index(2).store(X_2)
-    X_s.index(3).store(X_3.to(gl.bfloat16))
-    X_s.index(4).store(X_4.to(gl.bfloat16))
-    X_s.index(5).store(X_5.to(gl.bfloat16))
+    X_s.index(3).store(X_3.to(kind))
+    X_s.index(4).store(X_4.to(kind))
+    X_s.index(5).store(X_5.to(kind))
     fence_async_shared()
     meet()
 
@@ -421,7 +511,7 @@ def penstock_chunk_bwd_hopper(
             A = gl.where((i > j) & ((i ^ j) >> n == 1), P, A)
         else:
             far, Y = warpgroup_mma_wait(0, [far, Y])
-        Y = Y.to(gl.bfloat16)
+        Y = Y.to(kind)
         meet()
         X.store(Y)
     near_a = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, block_left)))[None, :, None]
@@ -433,17 +523,22 @@ def penstock_chunk_bwd_hopper(
             P = mma_v2(blocks(X, block_left, False), blocks(X, block_right, True), zero)
             D = gl.where(((a ^ b) >> n == 1) & (a > b), P, D)
         Y = mma_v2(gl.where((near_a ^ near_b) >> n == 1, near, gl.zeros_like(near)), blocks(X, block_right, False), wide)
-        Y = gl.reshape(Y.to(gl.bfloat16), [C, K])
+        Y = gl.reshape(Y.to(kind), [C, K])
         meet()
         X.store(Y)
     if WEIGHED:
         if APART:
             D_s = o_s._reinterpret(gl.float32, [C, ROWS], plain2)
-        D_s.store(gl.reshape((D * scale).to(D_s.dtype), [C, ROWS]))
+        of_A = scale
+        if HALF and not APART:
+            down, up = powers_of_two(gl.maximum(most(A), most(gl.reshape(D, [C, ROWS]))) * gl.maximum(scale, -scale))
+            of_A *= down
+            dV *= of_dS * down
+        D_s.store(gl.reshape((D * of_A).to(D_s.dtype), [C, ROWS]))
         cut: gl.constexpr = in_blocks(gl.to_linear_layout(square, [C, C]))
         D = gl.expand_dims(D_s.load(gl.SliceLayout(1, cut)), 1).broadcast_to([C, C // ROWS, ROWS])
         D = gl.convert_layout(gl.reshape(D, [C, C]), square, assert_trivial=True)
-        A = gl.where(i // ROWS == j // ROWS, D, (A * scale).to(D_s.dtype))
+        A = gl.where(i // ROWS == j // ROWS, D, (A * of_A).to(D_s.dtype))
         if APART:
             gl.store(weights + pid.to(gl.int64) * (C * C) + i * C + j, A)
             meet()
@@ -453,10 +548,12 @@ def penstock_chunk_bwd_hopper(
             meet()
             dV = warpgroup_mma(M_s.permute((1, 0)), o_s, dV, is_async=True)
             dV = warpgroup_mma_wait(0, [dV])
+            if HALF:
+                dV *= up
             meet()
             row = gl.arange(0, C, gl.SliceLayout(1, mma))[:, None]
             where = row.to(gl.int64) * (H * K) + gl.arange(0, K, gl.SliceLayout(0, mma))[None, :]
-            gl.store(dv + place + where, dV.to(gl.bfloat16), mask=row < tokens)
+            gl.store(dv + place + where, dV.to(kind), mask=row < tokens)
     else:
         meet()
 
@@ -465,11 +562,11 @@ def penstock_chunk_bwd_hopper(
     j = gl.arange(0, K, gl.SliceLayout(0, layout))
     live = (i < tokens)[:, None]
     at = (i // R * R).to(gl.int64)[:, None] * (H * K) + j[None, :] + (i % R).to(gl.int64)[:, None] * (H * K) + place
-    e = e_s.load(gl.SliceLayout(1, layout))[:, None]
     sums = o_s._reinterpret(gl.float32, [KINDS, GROUPS, K], plain2)
     x = decays(g, g_t, g_k, tokens, K, layout)
-    d, d_gate = collected(q_s, v_s, X_s, x, tables, sums, layout, by_group, True, PREVIOUS, DG)
-    gl.store(dq + at, (d + k_s.load(layout).to(gl.float32) * (e * bonus)).to(gl.bfloat16), mask=live)
+    d, d_gate = collected(q_s, v_s, X_s, x, tables, sums, of_levels, layout, by_group, True, PREVIOUS, DG, HALF)
+    e = e_s.load(gl.SliceLayout(1, layout))[:, None]
+    gl.store(dq + at, (d + k_s.load(layout).to(gl.float32) * (e * bonus)).to(kind), mask=live)
     if DG:
         meet()
         d_gate = flat(d_gate, layout) + spread(from_groups(sums, part, True, across), R, layout)
@@ -477,8 +574,9 @@ def penstock_chunk_bwd_hopper(
         d_gate += spread(whole.broadcast_to([GROUPS, K]), R, layout)
         meet()
     x = decays(g, g_t, g_k, tokens, K, layout)
-    d, more = collected(k_s, dk_s, X_s, x, tables, sums, layout, by_group, False, PREVIOUS, DG)
-    gl.store(dk + at, (d + q_s.load(layout).to(gl.float32) * (e * bonus)).to(gl.bfloat16), mask=live)
+    d, more = collected(k_s, dk_s, X_s, x, tables, sums, of_levels, layout, by_group, False, PREVIOUS, DG, HALF)
+    e = e_s.load(gl.SliceLayout(1, layout))[:, None]
+    gl.store(dk + at, (d + q_s.load(layout).to(gl.float32) * (e * bonus)).to(kind), mask=live)
     if DG:
         meet()
         d_gate += flat(more, layout) + spread(from_groups(sums, part, False, across), R, layout)

@@ -15,6 +15,8 @@ All factors are at most 1, so every decay is supported. A program's warps are sp
 - ``walk``, 4 warps: computes A from X X^T level by level, then the products with V and the state, which stays in registers.
 
 Tiles of q, k and v are in a ring buffer of STAGES, which the tensor memory accelerator (TMA) fills.
+
+float16: A and S have no bound. Both are multiplied by one power of two for a chunk, and O by its inverse and by ``scale``, in float32.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...gpu.hopper_tiles import exp2, meet, plus, zeroed_behind
-from ...gpu.tiles import LOG2E, slot_of, tokens_of
+from ...gpu.hopper_tiles import exp2, meet, plus, unknown, zeroed_behind
+from ...gpu.tiles import LOG2E, powers_of_two, slot_of, tokens_of
 from .hopper_dyadic import around, between, factored, flat, grouped, spread, widened
 
 C = gl.constexpr(64)  # tokens in a chunk, and value channels in a block
@@ -40,12 +42,6 @@ R = gl.constexpr(16)
 ROWS = gl.constexpr(16)  # rows of a warp's product
 LEVELS = gl.constexpr(6)
 TILES = gl.constexpr(8)  # of a chunk in the ring: one for each level, then q and k with the factors of the state
-
-
-@gluon.jit
-def unknown(x):
-    """x, opaque to the compiler: values derived from it are not hoisted out of the loop, where they take registers."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -102,7 +98,7 @@ def ask_both(q_tiles, k_tiles, q, k, bar, row, column, there):
 @gluon.jit
 def prepare(
     g, tiles, ring, x_s, sides, bars, place, scale, g_t, g_k,
-    K: gl.constexpr, TILED: gl.constexpr, PREVIOUS: gl.constexpr, STAGES: gl.constexpr,
+    K: gl.constexpr, TILED: gl.constexpr, PREVIOUS: gl.constexpr, STAGES: gl.constexpr, HALF: gl.constexpr,
 ):  # fmt: skip
     """The warps that multiply q and k by their factors. A thread has two channels of a group's tokens."""
     q_s, k_s, _ = ring
@@ -110,6 +106,8 @@ def prepare(
     loaded, full, empty, _, arrived = bars
     row, key_column, _, chunks, tokens = place
     q_tiles, k_tiles, g_tiles, _, _ = tiles
+    if HALF:
+        scale = 1.0
     WARPS: gl.constexpr = gl.num_warps()
     layout: gl.constexpr = gl.BlockedLayout([R, 2], [1, 32], [GROUPS, WARPS // GROUPS], [1, 0])
     by_group: gl.constexpr = gl.BlockedLayout([1, R, 2], [1, 1, 32], [GROUPS, 1, WARPS // GROUPS], [2, 1, 0])
@@ -208,7 +206,7 @@ def pairs(x, n: gl.constexpr, layout: gl.constexpr):
 def walk(
     tiles, ring, S_all, x_s, sides, bars, place, memory, steps, bonus, scale, H,
     K: gl.constexpr, V: gl.constexpr, PREVIOUS: gl.constexpr, INITIAL: gl.constexpr, FINAL: gl.constexpr, EVERY: gl.constexpr,
-    STAGES: gl.constexpr, NARROW: gl.constexpr, BLOCKS: gl.constexpr,
+    STAGES: gl.constexpr, NARROW: gl.constexpr, BLOCKS: gl.constexpr, HALF: gl.constexpr,
 ):  # fmt: skip
     """The 4 warps that hold the state and compute the products."""
     _, _, _, v_tiles, o_tiles = tiles
@@ -235,7 +233,11 @@ def walk(
     if PREVIOUS:
         across: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.DotOperandLayout(1, inner, 2)))
         flat_u: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-        u_s.store(gl.load(u + gl.arange(0, K, flat_u) * u_k).to(q_s.dtype))
+        own = gl.load(u + gl.arange(0, K, flat_u) * u_k).to(gl.float32)
+        if HALF:
+            down, of_u = powers_of_two(gl.max(gl.abs(own), 0) * 2**15)
+            own *= down
+        u_s.store(own.to(q_s.dtype))
         meet()
     S = gl.zeros([K, C], gl.float32, mma)
     if INITIAL:
@@ -244,7 +246,10 @@ def walk(
         s = c % STAGES
         phase = (c // STAGES) & 1
         t = c * C
-        if EVERY > 0:
+        if EVERY > 0 and HALF:
+            if t % EVERY == 0:
+                gl.store(kept + (t // EVERY) * (H.to(gl.int64) * (K * V)) + (dk[:, None] * V + j[None, :]), S)
+        elif EVERY > 0:
             if t % EVERY == 0:
                 wide: gl.constexpr = gl.DistributedLinearLayout(  # the layout of S, but with 16 contiguous bytes of a row
                     [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32]] + ([[64, 0]] if K >= 128 else []),
@@ -257,12 +262,17 @@ def walk(
                 gl.store(slot + (wk[:, None] * V + wv[None, :]), gl.convert_layout(S.to(gl.bfloat16), wide))
         zero = unknown(t * 0)
         S_s = S_all.index(zero)
-        S_s.store(S.to(S_s.dtype))
+        if not HALF:
+            S_s.store(S.to(S_s.dtype))
         mbarrier.wait(loaded.index(s), phase)
         x = operand(k_s.index(s), False)
         if PREVIOUS:
             x = x * u_s.load(across)[None, :, None]
-        D = product(operand(q_s.index(s), True), x) * scale
+        D = product(operand(q_s.index(s), True), x)
+        if not HALF:
+            D *= scale
+        elif PREVIOUS:
+            D *= of_u
         D = gl.where(a == b, D, 0.0)
         for n in gl.static_range(2):
             x, y = awaited(n, c, zero, x_s, full)
@@ -283,10 +293,19 @@ def walk(
         far_0, far_1 = pairs(y, 0, narrow), pairs(y, 1, narrow)
         near_0, near_2, far_0, far_1 = warpgroup_mma_wait(0, [near_0, near_2, far_0, far_1])
         released(2, x_s, empty)
-        A_0 = gl.where(group == 0, D, gl.where(group == 1, near_0, far_0)).to(q_s.dtype)
-        A_1 = gl.where(group == 1, D, gl.where(group > 1, far_1, 0.0)).to(q_s.dtype)
-        A_2 = gl.where(group == 2, D, gl.where(group > 2, near_2, 0.0)).to(q_s.dtype)
-        A_3 = gl.where(group == 3, D, 0.0).to(q_s.dtype)
+        A_0 = gl.where(group == 0, D, gl.where(group == 1, near_0, far_0))
+        A_1 = gl.where(group == 1, D, gl.where(group > 1, far_1, 0.0))
+        A_2 = gl.where(group == 2, D, gl.where(group > 2, near_2, 0.0))
+        A_3 = gl.where(group == 3, D, 0.0)
+        if HALF:  # one power of two for A and S, whose products have one accumulator
+            of_A = gl.maximum(gl.maximum(gl.abs(A_0), gl.abs(A_1)), gl.maximum(gl.abs(A_2), gl.abs(A_3)))
+            of_S = gl.max(gl.max(gl.reshape(gl.abs(S), [K // C, C, C]), 2), 0)
+            of_A = gl.where(t + gl.arange(0, C, gl.SliceLayout(1, narrow)) < tokens, gl.max(of_A, 1), 0.0)  # others belong to no row of O
+            largest = gl.maximum(of_A, gl.convert_layout(of_S, gl.SliceLayout(1, narrow), assert_trivial=True))
+            down, up = powers_of_two(gl.max(largest, 0))
+            A_0, A_1, A_2, A_3 = A_0 * down, A_1 * down, A_2 * down, A_3 * down
+            S_s.store((S * down).to(S_s.dtype))
+        A_0, A_1, A_2, A_3 = A_0.to(q_s.dtype), A_1.to(q_s.dtype), A_2.to(q_s.dtype), A_3.to(q_s.dtype)
         v = v_s.index(s)
         mbarrier.wait(ready.index(s), phase)
         if t + C > tokens:
@@ -309,6 +328,8 @@ def walk(
         released(3, x_s, empty)
         if NARROW:
             S = S.to(first.dtype.element_ty).to(gl.float32)
+        if HALF:
+            O *= scale * up
         O = O.to(output.dtype.element_ty)
         if BLOCKS == 1 and t + C <= tokens:
             v.store(O)
@@ -355,6 +376,7 @@ def penstock_chunk_fwd_hopper(
 
     PIECE > 0: updates in place, see ``in_place.py`` and the plain kernel. NARROW: the pool has 16 bits, to which states are rounded.
     """
+    HALF: gl.constexpr = q_tiles.dtype == gl.float16
     NV: gl.constexpr = V // C
     pid = gl.program_id(0)
     vb = pid % NV
@@ -392,12 +414,12 @@ def penstock_chunk_fwd_hopper(
     u += whole * u_h + block * u_k
     row = (b * T + row).to(gl.int32)
 
-    q_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, K], q_tiles.layout)
-    k_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, K], k_tiles.layout)
-    v_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, C], v_tiles.layout)
-    x_s = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, C, K], q_tiles.layout)
-    S_s = gl.allocate_shared_memory(gl.bfloat16, [1, K, C], v_tiles.layout)
-    u_s = gl.allocate_shared_memory(gl.bfloat16, [K], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    q_s = gl.allocate_shared_memory(q_tiles.dtype, [STAGES, C, K], q_tiles.layout)
+    k_s = gl.allocate_shared_memory(q_tiles.dtype, [STAGES, C, K], k_tiles.layout)
+    v_s = gl.allocate_shared_memory(q_tiles.dtype, [STAGES, C, C], v_tiles.layout)
+    x_s = gl.allocate_shared_memory(q_tiles.dtype, [SLOTS, C, K], q_tiles.layout)
+    S_s = gl.allocate_shared_memory(q_tiles.dtype, [1, K, C], v_tiles.layout)
+    u_s = gl.allocate_shared_memory(q_tiles.dtype, [K], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     part_s = gl.allocate_shared_memory(gl.float32, [2, GROUPS, K], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     total_s = gl.allocate_shared_memory(gl.float32, [STAGES, K], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     loaded = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -431,8 +453,8 @@ def penstock_chunk_fwd_hopper(
     gl.warp_specialize(
         [
             (walk, (tiles, ring, S_s, x_s, sides, bars, place, memory, steps, bonus, scale, H,
-                    K, V, PREVIOUS, INITIAL, FINAL, EVERY, STAGES, NARROW, BLOCKS)),
-            (prepare, (g, tiles, ring, x_s, sides, bars, place, scale, g_t, g_k, K, TILED, PREVIOUS, STAGES)),
+                    K, V, PREVIOUS, INITIAL, FINAL, EVERY, STAGES, NARROW, BLOCKS, HALF)),
+            (prepare, (g, tiles, ring, x_s, sides, bars, place, scale, g_t, g_k, K, TILED, PREVIOUS, STAGES, HALF)),
         ],
         [WARPS],
         [REGISTERS],

@@ -7,6 +7,9 @@
 
 A program has all key channels of a block of value channels. The state is in registers, transposed, so it is the left operand of its
 product without a copy in shared memory. Two stages of tiles are loaded ahead by the tensor memory accelerator (TMA).
+
+float16: S has no bound. As an operand each of its value channels is multiplied by a power of two. ``hopper_weights`` did this to A and to
+scale. The products with S are multiplied by the inverse, before that with A is added to them. Stored states are float32.
 """
 
 from __future__ import annotations
@@ -15,8 +18,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from ...gpu.hopper_tiles import meet, zeroed_behind
-from ...gpu.tiles import slot_of, tokens_of
+from ...gpu.hopper_tiles import inverse, meet, unknown, zeroed_behind
+from ...gpu.tiles import powers_of_two, slot_of, tokens_of
 
 C = gl.constexpr(64)  # tokens in a chunk
 STAGES = gl.constexpr(2)
@@ -56,16 +59,21 @@ def kept(x, tiles, tile, row, column):
 
 @gluon.jit(do_not_specialize=["N", "T", "L", "H"])
 def penstock_chunk_walk_hopper(
-    read_tiles, weight_tiles, y_tiles, write_tiles, output_tiles, state_tiles, totals, first, output, last, cu_seqlens,
-    N, T, L, H, s_n, s_h, s_k, s_v,
+    read_tiles, weight_tiles, y_tiles, write_tiles, output_tiles, state_tiles, totals, powers, first, output, last, cu_seqlens,
+    unit, of_S, per_S, N, T, L, H, s_n, s_h, s_k, s_v,
     K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, SEGMENTS: gl.constexpr, INITIAL: gl.constexpr, FINAL: gl.constexpr,
     EVERY: gl.constexpr, ADJOINT: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """Program (sequence or segment, head, block of V). TMA tiles: [C, K] of tokens [B T, H K], [C, C] of ``weights`` [slots H C, C],
     [C, BV] of tokens [B T, H V], and [K / 2, BV] of states [slots H K, V].
 
-    EVERY: the state before every EVERY tokens (ADJOINT: its gradient behind them) is stored in ``state_tiles``; 0: none is.
+    EVERY: the state before every EVERY tokens (ADJOINT: its gradient behind them) is stored in ``state_tiles``; 0: none is. float16: there
+    it is [slots H K, V], float32.
+
+    float16: A and read lack a power of two, ``unit``; ADJOINT: so does dS in registers. of_S: what S lacks there; per_S: the inverse.
     """
+    kind: gl.constexpr = read_tiles.dtype
+    F16: gl.constexpr = read_tiles.dtype == gl.float16
     HALF: gl.constexpr = K // 2
     NV: gl.constexpr = V // BV
     WARPS: gl.constexpr = gl.num_warps()
@@ -93,13 +101,16 @@ def penstock_chunk_walk_hopper(
         first += owner * s_n + head * s_h + (vb * BV + dv)[:, None].to(gl.int64) * s_v + dk[None, :].to(gl.int64) * s_k
         S_0 = gl.load(first).to(gl.float32)
         S_1 = gl.load(first + HALF * s_k).to(gl.float32)
+        if F16:
+            S_0 *= per_S
+            S_1 *= per_S
 
-    read_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, K], half)
-    write_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, K], half)
-    weight_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, C], half)
-    y_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, BV], half)
-    state_s = gl.allocate_shared_memory(gl.bfloat16, [HALF if EVERY > 0 else C, BV], half)
-    out_s = state_s._reinterpret(gl.bfloat16, [C, BV], half)
+    read_s = gl.allocate_shared_memory(kind, [STAGES, C, K], half)
+    write_s = gl.allocate_shared_memory(kind, [STAGES, C, K], half)
+    weight_s = gl.allocate_shared_memory(kind, [STAGES, C, C], half)
+    y_s = gl.allocate_shared_memory(kind, [STAGES, C, BV], half)
+    state_s = gl.allocate_shared_memory(kind, [HALF if EVERY > 0 and not F16 else C, BV], half)
+    out_s = state_s._reinterpret(kind, [C, BV], half)
     total_s = gl.allocate_shared_memory(gl.float32, [2, K], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     read_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     weight_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -146,13 +157,27 @@ def penstock_chunk_walk_hopper(
         A = weight_s.index(s)
         if not ADJOINT:
             A = A.permute((1, 0))
-        X_0 = S_0.to(gl.bfloat16)
-        X_1 = S_1.to(gl.bfloat16)
+        if F16:
+            if EVERY > 0:
+                if t % EVERY == 0:
+                    at = (state_row + t // EVERY * (H * K)).to(gl.int64) * V + vb * BV
+                    at = state_tiles + at + dv[:, None] + (dk[None, :] + unknown(t * 0)) * V
+                    gl.store(at, S_0 * of_S)
+                    gl.store(at + HALF * V, S_1 * of_S)
+            power = gl.load(powers + first_chunk + chunk * H)
+            down, up = powers_of_two(gl.maximum(gl.max(gl.abs(S_0), 1), gl.max(gl.abs(S_1), 1)))
+            X_0 = (S_0 * down[:, None]).to(kind)
+            X_1 = (S_1 * down[:, None]).to(kind)
+            up = gl.convert_layout(up, gl.SliceLayout(1, out_mma), assert_trivial=True) * inverse(power)
+        else:
+            X_0 = S_0.to(kind)
+            X_1 = S_1.to(kind)
         L_0 = gl.convert_layout(X_0, left, assert_trivial=True)
         L_1 = gl.convert_layout(X_1, left, assert_trivial=True)
         total = total_s.index(c & 1)
-        S_0 = S_0 * total.slice(0, HALF).load(channel)[None, :]  # before the products: ptxas serialises all if other work is between
-        S_1 = S_1 * total.slice(HALF, HALF).load(channel)[None, :]
+        if not F16:
+            S_0 = S_0 * total.slice(0, HALF).load(channel)[None, :]  # before the products: ptxas serialises all if other work is between
+            S_1 = S_1 * total.slice(HALF, HALF).load(channel)[None, :]
         mbarrier.wait(read_bars.index(s), phase)
         mbarrier.wait(weight_bars.index(s), phase)
         mbarrier.wait(y_bars.index(s), phase)
@@ -166,32 +191,44 @@ def penstock_chunk_walk_hopper(
         O = gl.zeros([BV, C], gl.float32, out_mma)
         O = warpgroup_mma(L_0, read.slice(0, HALF, 1).permute((1, 0)), O, use_acc=False, is_async=True)
         O = warpgroup_mma(L_1, read.slice(HALF, HALF, 1).permute((1, 0)), O, is_async=True)
+        if F16:
+            O, L_0, L_1 = warpgroup_mma_wait(0, [O, L_0, L_1])
+            O *= up[:, None]
+            S_0 = S_0 * total.slice(0, HALF).load(channel)[None, :]
+            S_1 = S_1 * total.slice(HALF, HALF).load(channel)[None, :]
         O = warpgroup_mma(y_t, A, O, is_async=True)
         S_0 = warpgroup_mma(y_t, write.slice(0, HALF, 1), S_0, is_async=True)
         S_1 = warpgroup_mma(y_t, write.slice(HALF, HALF, 1), S_1, is_async=True)
-        if EVERY > 0:
+        if EVERY > 0 and not F16:
             if t % EVERY == 0:
                 at = state_row + t // EVERY * (H * K)
                 kept(X_0, state_tiles, state_s, at, vb * BV)
                 kept(X_1, state_tiles, state_s, at + HALF, vb * BV)
-        O, L_0, L_1, S_0, S_1 = warpgroup_mma_wait(0, [O, L_0, L_1, S_0, S_1])
+        if F16:
+            O, S_0, S_1 = warpgroup_mma_wait(0, [O, S_0, S_1])
+            O *= power * unit
+        else:
+            O, L_0, L_1, S_0, S_1 = warpgroup_mma_wait(0, [O, L_0, L_1, S_0, S_1])
         O = O.to(output.dtype.element_ty)
         tma.store_wait(0)
         meet()
         expect(tiles, bars, c + STAGES, chunks)
         total_s.index((c + 1) & 1).store(coming)
-        if output.dtype.element_ty == gl.bfloat16:
+        if output.dtype.element_ty == kind:
             out_s.permute((1, 0)).store(O)
         fence_async_shared()
         meet()
         ask(tiles, parts, bars, place, c + STAGES, ADJOINT)
-        if output.dtype.element_ty == gl.bfloat16 and t + C <= tokens:
+        if output.dtype.element_ty == kind and t + C <= tokens:
             tma.async_copy_shared_to_global(output_tiles, [place[0] + t, place[2]], out_s)
         else:
             i = gl.arange(0, C, gl.SliceLayout(0, out_mma))[None, :]
             j = gl.arange(0, BV, gl.SliceLayout(1, out_mma))[:, None]
             gl.store(output + (t + i) * (H.to(gl.int64) * V) + j, O, mask=t + i < tokens)
     if FINAL:
+        if F16:
+            S_0 *= of_S
+            S_1 *= of_S
         last += (owner * H + head) * (K * V) + (vb * BV + dv)[:, None] + dk[None, :] * V
         gl.store(last, S_0.to(last.dtype.element_ty))
         gl.store(last + HALF * V, S_1.to(last.dtype.element_ty))

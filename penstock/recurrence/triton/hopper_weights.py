@@ -7,6 +7,9 @@ With the tiles X of ``hopper_forward``, a program stores of its chunk and head, 
 
 It walks the blocks of BK key channels, over which A is summed. No chunk needs another one. Two programs fit on a multiprocessor: one makes
 tiles while the other multiplies.
+
+float16: A has no bound. It is multiplied by a power of two, whose inverse is stored in ``powers``. The walk multiplies by the power of two
+in scale, so that read does not become subnormal.
 """
 
 from __future__ import annotations
@@ -16,8 +19,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from ...gpu.hopper_tiles import exp2, meet, zeroed_behind
-from ...gpu.tiles import span_of
+from ...gpu.hopper_tiles import exp2, meet, most, zeroed_behind
+from ...gpu.tiles import powers_of_two, span_of
 from .hopper_dyadic import (
     GROUPS,
     ROWS,
@@ -55,13 +58,15 @@ def ask(tiles, parts, bars, line, column, n, there):
 
 @gluon.jit(do_not_specialize=["N", "T"])
 def penstock_chunk_weights_hopper(
-    q_tiles, k_tiles, g, u, weights, read, rest, totals, cu_seqlens, scale, N, T,
+    q_tiles, k_tiles, g, u, weights, read, rest, totals, powers, cu_seqlens, scale, N, T,
     g_b, g_h, u_h, u_k, g_t: gl.constexpr, g_k: gl.constexpr, H: gl.constexpr, K: gl.constexpr, PREVIOUS: gl.constexpr,
     PACKED: gl.constexpr,
 ):  # fmt: skip
     """Program (chunk slot, head). TMA tiles [C, BK] of tokens [B T, H K]. ``weights`` [slots,H,C,C], ``read`` and ``rest`` [B,T,H,K],
-    ``totals`` [slots,H,K] float32.
+    ``totals`` [slots,H,K] and, of float16, ``powers`` [slots,H] float32.
     """
+    kind: gl.constexpr = q_tiles.dtype
+    HALF: gl.constexpr = q_tiles.dtype == gl.float16
     WARPS: gl.constexpr = gl.num_warps()
     ACROSS: gl.constexpr = WARPS // 4
     layout: gl.constexpr = gl.BlockedLayout([R, 2], [1, 32], [GROUPS, WARPS // GROUPS], [1, 0])
@@ -89,15 +94,15 @@ def penstock_chunk_weights_hopper(
     line = token.to(gl.int32)
     column = (h * K).to(gl.int32)
 
-    q_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, BK], half)
-    k_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, BK], half)
+    q_s = gl.allocate_shared_memory(kind, [STAGES, C, BK], half)
+    k_s = gl.allocate_shared_memory(kind, [STAGES, C, BK], half)
     X_s = (  # Triton puts barriers between stores to one allocation
-        gl.allocate_shared_memory(gl.bfloat16, [C, BK], half),
-        gl.allocate_shared_memory(gl.bfloat16, [C, BK], half),
-        gl.allocate_shared_memory(gl.bfloat16, [C, BK], half),
-        gl.allocate_shared_memory(gl.bfloat16, [C, BK], half),
-        gl.allocate_shared_memory(gl.bfloat16, [C, BK], half),
-        gl.allocate_shared_memory(gl.bfloat16, [C, BK], half),
+        gl.allocate_shared_memory(kind, [C, BK], half),
+        gl.allocate_shared_memory(kind, [C, BK], half),
+        gl.allocate_shared_memory(kind, [C, BK], half),
+        gl.allocate_shared_memory(kind, [C, BK], half),
+        gl.allocate_shared_memory(kind, [C, BK], half),
+        gl.allocate_shared_memory(kind, [C, BK], half),
     )
     part = gl.allocate_shared_memory(gl.float32, [GROUPS, BK], plain2)
     D_s = gl.allocate_shared_memory(gl.float32, [C, ROWS], plain2)
@@ -105,7 +110,7 @@ def penstock_chunk_weights_hopper(
     k_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     bars = (q_bars, k_bars)
     if PREVIOUS:
-        uk_s = gl.allocate_shared_memory(gl.bfloat16, [C, BK], half)
+        uk_s = gl.allocate_shared_memory(kind, [C, BK], half)
     for m in gl.static_range(STAGES):
         mbarrier.init(q_bars.index(m), count=1)
         mbarrier.init(k_bars.index(m), count=1)
@@ -129,6 +134,10 @@ def penstock_chunk_weights_hopper(
     none = gl.zeros([C, C], gl.float32, square)
     A = none
     D = gl.zeros([C // ROWS, ROWS, ROWS], gl.float32, block)
+    of_u = 1.0
+    if PREVIOUS and HALF:
+        own = gl.load(u + gl.arange(0, K, gl.BlockedLayout([1], [32], [WARPS], [0])) * u_k).to(gl.float32)
+        of_u, up_u = powers_of_two(gl.max(gl.abs(own), 0) * 2**15)
     x = decays(g, g_t, g_k, tokens, BK, layout)
     for m in range(K // BK):
         s = m % STAGES
@@ -145,22 +154,22 @@ def penstock_chunk_weights_hopper(
         k = k_tile.load(layout)
         if PREVIOUS:
             bonus = gl.load(u + (m * BK + key) * u_k).to(gl.float32)[None, :]
-            uk_s.store((k.to(gl.float32) * bonus).to(gl.bfloat16))
+            uk_s.store((k.to(gl.float32) * (bonus * of_u)).to(kind))
         X_0, X_1, X_2, qf, kf = near_levels(q, k, x, PREVIOUS, layout, by_group)
         X_s[0].store(X_0)
         X_s[1].store(X_1)
         X_s[2].store(X_2)
-        X_s[3].store(gl.where(in_second_half(3, C, layout), qf, kf).to(gl.bfloat16))
+        X_s[3].store(gl.where(in_second_half(3, C, layout), qf, kf).to(kind))
         X_4 = gl.where(in_second_half(4, C, layout), qf, kf) * spread(exp2(between(part, 2, across)), R, layout)
-        X_s[4].store(X_4.to(gl.bfloat16))
+        X_s[4].store(X_4.to(kind))
         X_5 = gl.where(in_second_half(5, C, layout), qf, kf) * spread(exp2(between(part, 4, across)), R, layout)
-        X_s[5].store(X_5.to(gl.bfloat16))
+        X_s[5].store(X_5.to(kind))
         before, after, whole = around(part, across)
         live = (row < tokens)[:, None]
-        gl.store(read + at + m * BK, (qf * (spread(exp2(before), R, layout) * scale)).to(gl.bfloat16), mask=live)
-        gl.store(rest + at + m * BK, (kf * spread(exp2(after), R, layout)).to(gl.bfloat16), mask=live)
-        own = totals + pid.to(gl.int64) * K + m * BK + gl.arange(0, BK, gl.SliceLayout(0, across))
-        gl.store(own, gl.sum(exp2(whole), 0))
+        gl.store(read + at + m * BK, (qf * (spread(exp2(before), R, layout) * scale)).to(kind), mask=live)
+        gl.store(rest + at + m * BK, (kf * spread(exp2(after), R, layout)).to(kind), mask=live)
+        sums = totals + pid.to(gl.int64) * K + m * BK + gl.arange(0, BK, gl.SliceLayout(0, across))
+        gl.store(sums, gl.sum(exp2(whole), 0))
         if m + 1 < K // BK:
             x = decays(g + (m + 1) * (BK * g_k), g_t, g_k, tokens, BK, layout)
         fence_async_shared()
@@ -181,10 +190,16 @@ def penstock_chunk_weights_hopper(
         A += gl.where(i > j, gl.where((i ^ j) >> 4 == 1, P_4, gl.where((i ^ j) >> 5 == 1, P_5, 0.0)), 0.0)
         meet()
         ask(tiles, parts, bars, line, column, m + STAGES, m + STAGES < K // BK)
+    if PREVIOUS and HALF:
+        D = gl.where(a == b, D * up_u, D)
     D_s.store(gl.reshape(D, [C, ROWS]))
     meet()
     cut: gl.constexpr = in_blocks(gl.to_linear_layout(square, [C, C]))
     D = gl.expand_dims(D_s.load(gl.SliceLayout(1, cut)), 1).broadcast_to([C, C // ROWS, ROWS])
     D = gl.convert_layout(gl.reshape(D, [C, C]), square, assert_trivial=True)
     A = gl.where(i // ROWS == j // ROWS, D, A) * scale
-    gl.store(weights + pid.to(gl.int64) * (C * C) + i * C + j, A.to(gl.bfloat16))
+    if HALF:
+        down, up = powers_of_two(most(A))
+        A *= down
+        gl.store(powers + pid, up)
+    gl.store(weights + pid.to(gl.int64) * (C * C) + i * C + j, A.to(kind))

@@ -69,7 +69,7 @@ def _chunks(plan: Plan, c: Call, p: Advance, output: str) -> None:
     given = "slots" if p.slots is not None else "q"
     with_pieces = lambda s: min(s["N"], s["T"] // CHUNK) if c.packed else s["N"] * (s["T"] >= CHUNK)  # noqa: E731
     flags: dict[str, Any] = {"SEGMENTS": False, "INITIAL": True, "FINAL": True, "EVERY": 0, "PIECE": CHUNK}
-    kernel = hopper.forward(p, b, c.target, c.precision)
+    kernel = hopper.forward(p, b, c.target)
     if kernel:
         flags |= {"ROWS_GIVEN": p.slots is not None, "NARROW": p.state.element_size() < 4}
         hopper_forward(plan, c, p, kernel, with_pieces, 0, output, "state", "q", "state", state, given, False, **flags)

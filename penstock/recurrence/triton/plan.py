@@ -49,6 +49,8 @@ class Call(NamedTuple):
     previous: bool
     packed: bool
     precision: str
+    half: bool
+    """Whether states are sums of products in float16: for decays per channel in float16 on Hopper."""
     target: Target
 
     @classmethod
@@ -59,9 +61,10 @@ class Call(NamedTuple):
         gate = p.gate.expand(p.q.shape).stride() if p.gate is not None else (0, 0, 0, 0)
         static, packed = bool(axes) and "T" not in axes, p.cu_seqlens is not None
         products = precision(p.q.dtype, target)
+        half = p.q.dtype == torch.float16 and decay == CHANNEL and target.arch == "sm_90"
         return cls(
             **p.counts, H=sizes["H"], K=sizes["K"], V=sizes["V"], gate=gate, decay=decay, static=static,
-            previous=p.variant.read == "previous", packed=packed, precision=products, target=target,
+            previous=p.variant.read == "previous", packed=packed, precision=products, half=half, target=target,
         )  # fmt: skip
 
     @property
@@ -88,7 +91,7 @@ class Call(NamedTuple):
     def backward_chunk(self, p: Recurrence, *d_output: Tensor) -> tuple[int, Any]:
         """Tokens of a chunk of the backward pass, and the Hopper kernel that computes it, or None for the plain kernel."""
         b = self.config("backward")
-        kernel = hopper.backward(p, b, self.target, self.precision, *d_output)
+        kernel = hopper.backward(p, b, self.target, *d_output)
         return hopper.C if kernel else b.C, kernel
 
     def levels(self, plan: Plan, C: int) -> str:
@@ -97,7 +100,8 @@ class Call(NamedTuple):
 
     def key(self, kernel: str) -> Key:
         """The key of a kernel's block sizes in the tables."""
-        return Key(kernel, DECAYS[self.decay], READS[self.previous], self.precision, power(self.K), power(self.V))
+        products = "bf16" if self.half and kernel == "states" else self.precision  # both have operands of 16 bits
+        return Key(kernel, DECAYS[self.decay], READS[self.previous], products, power(self.K), power(self.V))
 
     def config(self, kernel: str) -> KernelConfig:
         """Block sizes of a launch, no larger than the head."""
@@ -179,7 +183,7 @@ def _states(
     Returns the name of these states. ``start``: the name and strides of the initial state; ``end``: the name of the final state.
     """
     x, y = names
-    d, b = "d_" * adjoint, c.config("states")
+    d, b, flags = "d_" * adjoint, c.config("states"), c.flags | ({"PRECISION": "f16"} if c.half else {})
     grid = math.ceil(c.K / b.BK) * math.ceil(c.V / b.BV)
     tokens = L or (lambda s: max(math.ceil(s["T"] / C), 1) * C)
     slots = c.chunks(tokens)
@@ -190,7 +194,7 @@ def _states(
         plan.launch(
             segments.penstock_chunk_states, c.programs(slots, grid),
             (x, y, "g", name, chunk_states, last if last is not None else x, decays, "cu_seqlens"),
-            (scale, _N, _T, tokens, c.H, *steps_of, *c.gate, *steps), b.warps, **c.flags, BK=b.BK, BV=b.BV, C=C, ADJOINT=adjoint,
+            (scale, _N, _T, tokens, c.H, *steps_of, *c.gate, *steps), b.warps, **flags, BK=b.BK, BV=b.BV, C=C, ADJOINT=adjoint,
             PREVIOUS=c.previous, SEGMENTS=of_segments, INITIAL=first is not None, FINAL=last is not None, CHUNKS=chunks, REVERSE=reverse,
             STAGES=b.stages,
         )  # fmt: skip
@@ -224,8 +228,8 @@ def chunk_forward_plan(p: Recurrence, target: Target, keep: bool = False) -> Pla
     shape = (lambda s: s["B"], _T, c.H, c.V)
     output = plan.empty("output", *shape, dtype=p.summand(p.v))
     final = plan.empty("final_state", _N, c.H, c.K, c.V)
-    walked = hopper.walk(p, b, target, c.precision)
-    kernel = None if walked else hopper.forward(p, b, target, c.precision)
+    walked = hopper.walk(p, b, target)
+    kernel = None if walked else hopper.forward(p, b, target)
     on_hopper = walked is not None or kernel is not None
     C = hopper.C if on_hopper else b.C
     apart, _ = c.backward_chunk(p)
@@ -243,7 +247,7 @@ def chunk_forward_plan(p: Recurrence, target: Target, keep: bool = False) -> Pla
     if walked:
         walk.weights(plan, c, p, walked)
         walk.over_chunks(
-            plan, c, walked, "v", output, state, None if L is not None else final, L, chunk_states if every else None, every, False
+            plan, c, p, walked, "v", output, state, None if L is not None else final, L, chunk_states if every else None, every, False
         )
         return plan
     first, steps = state if state is not None else (final, (0, 0, 0, 0))
@@ -309,7 +313,7 @@ def chunk_backward_plan(
     slots = c.chunks(C)
     dq, dk = (plan.empty("d" + name, *tokens, c.K, dtype=p.q.dtype) for name in ("q", "k"))
     dv = plan.empty("dv", *tokens, c.V, dtype=p.summand(p.v))
-    walked = hopper.walk(p, b, target, c.precision, d_output) if kernel else None
+    walked = hopper.walk(p, b, target, d_output) if kernel else None
     if walked:
         dS = plan.empty("d_chunk_states", slots, c.H, c.K, c.V, dtype=stored)
         L = c.walked_segment()
@@ -318,7 +322,7 @@ def chunk_backward_plan(
             segment_states = _states(plan, c, ("q", "d_output"), steps, L, C, p.scale, p.reverse, d_start, d_initial, True, None)
             d_start, last = (segment_states, contiguous((0, c.H, c.K, c.V))), None
         walk.weights(plan, c, p, walked)
-        walk.over_chunks(plan, c, walked, "d_output", dv, d_start, last, L, dS, C, True)
+        walk.over_chunks(plan, c, p, walked, "d_output", dv, d_start, last, L, dS, C, True)
     else:
         dS = _states(plan, c, ("q", "d_output"), steps, L, C, p.scale, p.reverse, d_start, d_initial, True, stored)
     d_gate = du = "q"
@@ -336,7 +340,7 @@ def chunk_backward_plan(
         plan.launch(
             kernel.kernel, c.programs(slots, kernel.blocks),
             ("q", "k", "v", "d_output", S, dS, "g", "u", dq, dk, dv, d_gate, du, weights, rest, "cu_seqlens"),
-            (p.scale, _N, _T, g_b, g_h, *bonus(p)), warps, hopper.backward_tiles(kernel), registers,
+            (p.scale, _N, _T, g_b, g_h, *bonus(p)), warps, hopper.backward_tiles(kernel, stored.itemsize == 2), registers,
             g_t=g_t, g_k=g_k, H=c.H * kernel.blocks, K=kernel.K, DG=dg, PREVIOUS=c.previous, PACKED=c.packed, BLOCKS=kernel.blocks,
             NV=kernel.values, STORED=kernel.apart and not walked,
         )  # fmt: skip

@@ -4,6 +4,8 @@
 in time it sums (scale q_t)^T dO_t: gradients of states. Segments start from zero. Then ``penstock_segment_scan`` computes the state
 before each segment: the transition is diagonal, so a segment multiplies the state by a factor per channel and adds a sum. If the states
 before all chunks are needed, the segments are processed again from these states.
+
+Operands of the products are inputs, or inputs times factors of at most 1, so float16 inputs can be multiplied in float16 ("f16").
 """
 
 from __future__ import annotations

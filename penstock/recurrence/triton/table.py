@@ -61,12 +61,13 @@ def config(key: Key, target: Target) -> KernelConfig:
 
 
 HOPPER = tuple(
-    Key(kernel, "channel", read, "bf16", K, V)
+    Key(kernel, "channel", read, precision, K, V)
     for read in READS
+    for precision in ("bf16", "tf32")
     for kernel in ("forward", "backward")
     for K, V in product((64, 128, 256), (64, 128, 256, 512))
 )
-"""Where the kernels for Hopper are faster."""
+"""Where the kernels for Hopper are faster. "tf32": float16 tensors; float32 tensors take the plain kernels with these sizes."""
 
 
 def by_rule(key: Key, target: Target) -> KernelConfig:
@@ -144,5 +145,7 @@ def shared_bytes(config: KernelConfig, key: Key) -> int:
     elif key.kernel == "forward" and size == 4:
         states *= 2
     layouts = size * (states + tiles)
+    if (key.kernel, key.decay, key.precision) == ("forward", "channel", "tf32"):
+        layouts += 2 * C * K  # the tile of a level, of float16 inputs
     stage = C * (size * (2 * K + V) + 4 * K * (key.decay == "channel"))
     return layouts + stage * (config.stages - 1)

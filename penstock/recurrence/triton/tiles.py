@@ -38,7 +38,7 @@ def sums(x, triangle, PRECISION: tl.constexpr, REVERSE: tl.constexpr = False, OW
     If products round their operands, tensor cores compute the sums: a triangle of ones times x in two parts of 8 bits. The error is
     2^-17 per term.
     """
-    if PRECISION == "bf16" or PRECISION == "tf32":
+    if PRECISION == "bf16" or PRECISION == "f16" or PRECISION == "tf32":
         if REVERSE:
             triangle = tl.trans(triangle)
         high = ((x.to(tl.int32, bitcast=True) + 0x8000) & -0x10000).to(tl.float32, bitcast=True)  # cheaper than two casts

@@ -8,7 +8,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...gpu.tiles import span_of
+from ...gpu.tiles import powers_of_two, span_of
+
+
+@triton.jit
+def operand(x, other):
+    """x as an operand of a product with ``other``, and the factor of the product: a power of two for float16, 1 for bfloat16."""
+    up = 1.0
+    if other.dtype == tl.float16:
+        down, up = powers_of_two(tl.max(tl.max(tl.abs(x), 1), 0))
+        x = x * down
+    return x.to(other.dtype), up
 
 
 @triton.jit(do_not_specialize=["N", "T"])
@@ -36,10 +46,12 @@ def penstock_chunk_dv(
     head = slot.to(tl.int64) * H + h
     A = tl.load(weights + head * (C * C) + i[:, None] * C + i[None, :])
     O = tl.load(d_output + b * o_b + row[:, None] * o_t + h * o_h + dv_[None, :] * o_v, mask=live, other=0.0)
-    total = tl.dot(tl.trans(A).to(tl.bfloat16), O)
+    A, of_A = operand(A, O)
+    total = tl.dot(tl.trans(A), O) * of_A
     j = tl.arange(0, BK)
     for first in tl.range(0, K, BK):
         k = tl.load(rest + place[:, None] * K + (first + j)[None, :], mask=live, other=0.0)
         D = tl.load(dS + (head * K + (first + j)[:, None]) * V + dv_[None, :])
-        total += tl.dot(k, D)
+        D, of_D = operand(D, k)
+        total += tl.dot(k, D) * of_D
     tl.store(dv + place[:, None] * V + dv_[None, :], total.to(dv.dtype.element_ty), mask=live)
