@@ -4,7 +4,7 @@ A linear map of few rows takes as long as its weights take to be read. A program
 The order of its sums depends on the sizes of the weight only, so no bit of a row depends on the other rows.
 
 PDL: the launch may begin while the kernel before it runs (programmatic dependent launch). Until ``begin`` has waited for that kernel,
-a program only prefetches weights to the L2 cache.
+a program only reads weights, or prefetches them to the L2 cache.
 """
 
 import triton
@@ -151,7 +151,7 @@ def penstock_low_rank(
     y,  # [PARTS,R,C]; with ``DECAY`` [R,C] float32
     R, C,
     PARTS: tl.constexpr, M: tl.constexpr, DECAY: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
-    PRECISION: tl.constexpr, WARPS: tl.constexpr, PDL: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y_i = x + (before - x) m_i, m_i = mu_i + tanh(hidden_i) up_i; with ``DECAY`` -exp(m_0)."""
     i = tl.program_id(1)
@@ -160,12 +160,12 @@ def penstock_low_rank(
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     m = tl.arange(0, BM)
     up += i.to(tl.int64) * M * C
-    prefetch(up, tl.program_id(0) * (M * BC), M * BC, M * C, WARPS, PDL)
+    high = tl.load(up + m[:, None] * C + c[None, :], (m < M)[:, None] & (c < C)[None, :], other=0.0)
+    base = tl.load(mu + c, c < C, other=0.0)
     begin(PDL)
     low = tl.load(hidden + (r[:, None] * PARTS + i) * M + m[None, :], (r < R)[:, None] & (m < M)[None, :], other=0.0)
     low = tanh(low.to(tl.float32)).to(low.dtype)
-    high = tl.load(up + m[:, None] * C + c[None, :], (m < M)[:, None] & (c < C)[None, :], other=0.0)
-    factor = tl.dot(low, high, input_precision=PRECISION) + tl.load(mu + c, c < C, other=0.0).to(tl.float32)[None, :]
+    factor = tl.dot(low, high, input_precision=PRECISION) + base.to(tl.float32)[None, :]
     at = r[:, None] * C + c[None, :]
     here = (r < R)[:, None] & (c < C)[None, :]
     if DECAY:
@@ -180,7 +180,10 @@ def penstock_low_rank(
 def summed_norm(
     x, y, total, weight, bias, r, c, C, eps, ADD: tl.constexpr, CENTRE: tl.constexpr, BIAS: tl.constexpr
 ):  # fmt: skip
-    """The norm of row r of x, or (``ADD``) of x + y, which is rounded and stored as ``total``: float32. c are all columns."""
+    """The norm of row r of x, or (``ADD``) of x + y, which is rounded and stored as ``total``: float32. c are all columns.
+
+    ``weight`` and ``bias`` are values of the columns.
+    """
     here = c < C
     values = tl.load(x + r * C + c, here, other=0.0)
     if ADD:
@@ -191,9 +194,9 @@ def summed_norm(
     if CENTRE:
         values = tl.where(here, values - tl.sum(values, 0) / C, 0.0)
     values *= tl.rsqrt(tl.sum(values * values, 0) / C + eps)
-    values *= tl.load(weight + c, here, other=0.0).to(tl.float32)
+    values *= weight.to(tl.float32)
     if BIAS:
-        values += tl.load(bias + c, here, other=0.0).to(tl.float32)
+        values += bias.to(tl.float32)
     return values
 
 
@@ -217,6 +220,13 @@ def penstock_shifted_norm(
     r = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BC)
     here = c < C
+    scale = tl.load(weight + c, here, other=0.0)
+    offset = tl.load(bias + c, here, other=0.0) if BIAS else scale
+    m0 = tl.load(mu0 + c, here, other=0.0)
+    m1 = tl.load(mu1 + c, here, other=0.0) if COUNT > 1 else m0
+    m2 = tl.load(mu2 + c, here, other=0.0) if COUNT > 2 else m0
+    m3 = tl.load(mu3 + c, here, other=0.0) if COUNT > 3 else m0
+    m4 = tl.load(mu4 + c, here, other=0.0) if COUNT > 4 else m0
     begin(PDL)
     slot = r
     if SLOTS:
@@ -224,7 +234,7 @@ def penstock_shifted_norm(
     row = pool + slot * p_n + c
     mine = here & (slot >= 0)
     last = tl.load(row, mine, other=0.0)
-    values = summed_norm(x, y, total, weight, bias, r, c, C, eps, ADD, CENTRE, BIAS)
+    values = summed_norm(x, y, total, scale, offset, r, c, C, eps, ADD, CENTRE, BIAS)
     rounded = values.to(normed.dtype.element_ty)
     tl.store(row, rounded.to(pool.dtype.element_ty), mine)
     last = last.to(normed.dtype.element_ty)
@@ -234,8 +244,7 @@ def penstock_shifted_norm(
     now = rounded.to(tl.float32)
     step = last.to(tl.float32) - now
     for i in tl.static_range(COUNT):
-        mu = mu0 if i == 0 else mu1 if i == 1 else mu2 if i == 2 else mu3 if i == 3 else mu4
-        factor = tl.load(mu + c, here, other=0.0).to(tl.float32)
+        factor = (m0 if i == 0 else m1 if i == 1 else m2 if i == 2 else m3 if i == 3 else m4).to(tl.float32)
         if COMPLEMENT:
             factor = 1.0 - factor
         tl.store(shifted + (i * R + r) * C + c, (now + step * factor).to(shifted.dtype.element_ty), here)

@@ -81,11 +81,11 @@ def low_rank_decay(hidden: Tensor, up: Tensor, bias: Tensor) -> Tensor:
 
 def _low_rank(hidden: Tensor, up: Tensor, mu: list[Tensor], x: Tensor, before: Tensor, y: Tensor, *, decay: bool) -> None:
     n, R, (M, C) = len(mu), hidden.shape[0], up.shape[-2:]
-    BR, BC, pdl = 64, 64, _early(hidden, up)
+    BR, BC, pdl = 64, 64, launch.early(hidden.device)
     if y.numel():
         few_rows.penstock_low_rank[-(-C // BC), n, -(-R // BR)](
             hidden, up, *mu, *mu[:1] * (PARTS - n), x, before, y, R, C, PARTS=n, M=M, DECAY=decay, BM=power(M, 16), BR=BR, BC=BC,
-            PRECISION=launch.precision(hidden), WARPS=few_rows.WARPS, PDL=bool(pdl), num_warps=few_rows.WARPS, **pdl,
+            PRECISION=launch.precision(hidden), PDL=bool(pdl), num_warps=few_rows.WARPS, **pdl,
         )  # fmt: skip
 
 

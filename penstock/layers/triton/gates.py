@@ -67,7 +67,9 @@ def penstock_add_norm(
     r = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BC)
     here = c < C
-    values = summed_norm(x, y, total, weight, bias, r, c, C, eps, ADD, CENTRE, BIAS)
+    scale = tl.load(weight + c, here, other=0.0)
+    offset = tl.load(bias + c, here, other=0.0) if BIAS else scale
+    values = summed_norm(x, y, total, scale, offset, r, c, C, eps, ADD, CENTRE, BIAS)
     tl.store(normed + r * C + c, values.to(normed.dtype.element_ty), here)
 
 
