@@ -27,6 +27,13 @@ def unknown(x):
 
 
 @gluon.jit
+def let_next_begin(x):
+    """x, an integer. The next launch may begin when all programs have been here, if it is one that may (programmatic dependent launch)."""
+    asm: gl.constexpr = "griddepcontrol.launch_dependents; mov.b32 $0, $1;"
+    return gl.inline_asm_elementwise(asm, "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def most(x):
     """The largest absolute value of a tile."""
     return gl.max(gl.reshape(gl.abs(x), [x.shape[0] * x.shape[1]]), 0)

@@ -79,15 +79,20 @@ class Plan:
 
     def launch(
         self, kernel: Any, grid: Size, tensors: tuple[str, ...], numbers: tuple[Number, ...], warps: int,
-        tiles: tuple[hopper.Tile, ...] = (), registers: int = 0, fused: bool = True, **constants: Any,
+        tiles: tuple[hopper.Tile, ...] = (), registers: int = 0, fused: bool = True, early: bool = False, **constants: Any,
     ) -> None:  # fmt: skip
-        """Plan a launch; ``constants`` in any order. ``fused``: the compiler may fuse multiplications and additions."""
+        """Plan a launch; ``constants`` in any order. ``fused``: the compiler may fuse multiplications and additions.
+
+        ``early``: the launch may begin while the one before it runs (programmatic dependent launch).
+        """
         names = kernel.arg_names[len(tensors) + len(numbers) :]
         options: tuple[tuple[str, int], ...] = (("num_warps", warps),)
         if registers:
             options += (("maxnreg", registers),)
         if not fused:
             options += (("enable_fp_fusion", False),)
+        if early:
+            options += (("launch_pdl", True),)
         self.launches.append(Launch(kernel, grid, tensors, numbers, tuple(constants[name] for name in names), options, tiles))
 
 

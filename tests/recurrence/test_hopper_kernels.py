@@ -11,13 +11,15 @@ from pools import pool_of
 import penstock as ps
 from penstock.gpu.target import Target
 from penstock.recurrence.operators import ADVANCE
-from penstock.recurrence.triton import hopper, in_place, plan
+from penstock.recurrence.triton import hopper, in_place, plan, recurrent
+from penstock.tune.passes import without_memory
+from penstock.verify.inputs import Shape
 
 pytestmark = [
     pytest.mark.skipif(hopper.kernels() is None, reason="the Gluon of this Triton does not fit the kernels"),
     pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning"),
 ]
-H200 = Target("sm_90", 132, 232448)
+H200, A100 = Target("sm_90", 132, 232448), Target("sm_80", 108, 163 << 10)
 ROUNDINGS = 4
 """Of the inputs' dtype in a result: two operands of every product, what lies between two products, and the result."""
 
@@ -146,12 +148,33 @@ def test_float16_scales_do_not_depend_on_packed_neighbours(K, name, value):
         assert torch.equal(x[:, :first], y[:, :first]), before[0]
 
 
+BESIDE = [
+    (64, 128, H200, True),
+    (128, 64, H200, True),
+    (64, 63, H200, True),  # shares its plan with 64 tokens: the kernel waits
+    (64, 32, H200, False),
+    (256, 128, H200, False),
+    (64, 128, A100, False),
+    (100, 128, H200, False),
+]
 UPDATES = [
     ("rwkv6", (70, 3, 128, 0, 64), (4, 0, -1, 2, 5), torch.float32, "gaps", "mixture"),
     ("gla", (64, 130, 63), (1, 3, 0), torch.bfloat16, "contiguous", "logsigmoid"),
     ("rwkv5", None, None, torch.float16, "contiguous", "logsigmoid"),
 ]
 """Variant, lengths of packed sequences, slots, dtype and layout of the pool, gate."""
+
+
+@pytest.mark.parametrize(("K", "T", "target", "early"), BESIDE)
+def test_launch_of_tokens_begins_beside_the_launch_of_pieces(K, T, target, early):
+    """Only behind a Hopper kernel, which lets it begin: any other kernel may write what it reads."""
+    x = without_memory("gla", Shape(2, T, 2, K, K), torch.bfloat16)
+    made = in_place.advance_plan(x.in_place(torch.empty(2, 2, K, K, device="meta")), target)
+    last = made.launches[-1]
+    assert last.kernel is recurrent.penstock_recurrent_fwd
+    assert [("launch_pdl", True) in one.options for one in made.launches] == [False] * (len(made.launches) - 1) + [early]
+    assert last.constants[-1] is early
+    assert not early or made.launches[-2].kernel is hopper.kernels()[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

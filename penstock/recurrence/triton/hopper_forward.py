@@ -32,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...gpu.hopper_tiles import exp2, meet, plus, unknown, zeroed_behind
+from ...gpu.hopper_tiles import exp2, let_next_begin, meet, plus, unknown, zeroed_behind
 from ...gpu.tiles import LOG2E, powers_of_two, slot_of, tokens_of
 from .hopper_dyadic import around, between, factored, flat, grouped, spread, widened
 
@@ -379,6 +379,8 @@ def penstock_chunk_fwd_hopper(
     HALF: gl.constexpr = q_tiles.dtype == gl.float16
     NV: gl.constexpr = V // C
     pid = gl.program_id(0)
+    if PIECE > 0:
+        pid = let_next_begin(pid)
     vb = pid % NV
     slot = pid // NV // H
     h = pid // NV % H

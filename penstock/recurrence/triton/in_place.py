@@ -4,6 +4,9 @@ The first launch processes the pieces of 64 tokens of each sequence, in order fr
 second processes the remaining tokens one by one. The state is rounded to the pool's dtype behind each piece and each of these tokens. So
 results depend neither on where a sequence is cut, if at multiples of 64 or behind the last one, nor on the other sequences of a call.
 
+On Hopper the second launch begins while the first runs, if the first one is a single kernel. The programs of sequences without a piece,
+which are decode steps, do not wait for it, so both take as long as the longer of the two.
+
 No bit depends on how a kernel is compiled: fused multiply-adds are off, because the compiler may form others for other constants, and sums
 across threads have the same order in all forms of a kernel.
 """
@@ -57,14 +60,12 @@ def advance_plan(p: Advance, target: Target) -> Plan:
     """``output``; the states of the pool are read and written in place."""
     plan, c = Plan(), Call.of(p, target)
     output = plan.empty("output", lambda s: s["B"], lambda s: s["T"], c.H, c.V, dtype=p.summand(p.v))
-    if pieces(p):
-        _chunks(plan, c, p, output)
-    _tokens(plan, c, p, output)
+    _tokens(plan, c, p, output, pieces(p) and _chunks(plan, c, p, output))
     return plan
 
 
-def _chunks(plan: Plan, c: Call, p: Advance, output: str) -> None:
-    """The launch of a chunk kernel: all decays, chunks that divide a piece."""
+def _chunks(plan: Plan, c: Call, p: Advance, output: str) -> bool:
+    """The launch of a chunk kernel: all decays, chunks that divide a piece. Returns whether it lets the next launch begin early."""
     b, state = c.config("forward"), p.state.stride()
     given = "slots" if p.slots is not None else "q"
     with_pieces = lambda s: min(s["N"], s["T"] // CHUNK) if c.packed else s["N"] * (s["T"] >= CHUNK)  # noqa: E731
@@ -73,7 +74,7 @@ def _chunks(plan: Plan, c: Call, p: Advance, output: str) -> None:
     if kernel:
         flags |= {"ROWS_GIVEN": p.slots is not None, "NARROW": p.state.element_size() < 4}
         hopper_forward(plan, c, p, kernel, with_pieces, 0, output, "state", "q", "state", state, given, False, **flags)
-        return
+        return kernel.blocks == 1
     C, numbers = min(b.C, CHUNK), (p.scale, lambda s: s["N"], lambda s: s["T"], 0, c.H)
     plan.launch(
         chunk_forward.penstock_chunk_fwd, c.programs(with_pieces, math.ceil(c.V / b.BV)),
@@ -82,10 +83,14 @@ def _chunks(plan: Plan, c: Call, p: Advance, output: str) -> None:
         PREVIOUS=c.previous, BK=power(c.K, LEAST), BV=b.BV, C=C, LEVELS=len(lengths(C)), REVERSE=False, STAGES=b.stages,
         PART=c.parts[-1], SLOTS=p.slots is not None,
     )  # fmt: skip
+    return False
 
 
-def _tokens(plan: Plan, c: Call, p: Advance, output: str) -> None:
-    """The launch of the token-serial kernel. No decays stay pending."""
+def _tokens(plan: Plan, c: Call, p: Advance, output: str, early: bool) -> None:
+    """The launch of the token-serial kernel. No decays stay pending.
+
+    ``early``: it begins while the launch of the pieces runs, so sequences without a piece do not wait for it.
+    """
     b, state, slots = c.step_config(), p.state.stride(), p.slots is not None
     grid, one = c.programs(lambda s: s["N"], math.ceil(c.V / b.BV)), c.T == 1 and not c.packed
     full = c.K * b.BV // (32 * b.warps) == 64 and power(c.K) == c.K  # gla at K = 100 spills 432 bytes with the limit, none without
@@ -94,6 +99,6 @@ def _tokens(plan: Plan, c: Call, p: Advance, output: str) -> None:
         recurrent.penstock_recurrent_fwd, grid,
         ("q", "k", "v", "g", "u", "state", output, "state", "cu_seqlens", "slots" if slots else "q"),
         (p.scale, lambda s: s["T"], c.H, *strides(p.q, p.k, p.v), *c.gate, *bonus(p), *state, *state), b.warps, registers=registers,
-        fused=False, K=c.K, V=c.V, BK=power(c.K), BV=b.BV, DECAY=c.decay, PREVIOUS=c.previous, INITIAL=True, PACKED=c.packed,
-        REVERSE=False, SLOTS=slots, PENDING=False, PIECE=CHUNK, ONE=one, CUDA=c.cuda,
+        fused=False, early=early, K=c.K, V=c.V, BK=power(c.K), BV=b.BV, DECAY=c.decay, PREVIOUS=c.previous, INITIAL=True, PACKED=c.packed,
+        REVERSE=False, SLOTS=slots, PENDING=False, PIECE=CHUNK, ONE=one, CUDA=c.cuda, EARLY=early,
     )  # fmt: skip

@@ -374,7 +374,7 @@ def recurrent_forward_plan(p: Recurrence, target: Target) -> Plan:
         ("q", "k", "v", "g", "u", _given("initial_state", p.initial_state, final), output, final, "cu_seqlens", "q"),
         (p.scale, _T, c.H, *strides(p.q, p.k, p.v), *c.gate, *bonus(p), *first, *own),
         b.warps, K=c.K, V=c.V, BK=power(c.K), BV=b.BV, DECAY=c.decay, PREVIOUS=c.previous, INITIAL=p.initial_state is not None,
-        PACKED=c.packed, REVERSE=p.reverse, SLOTS=False, PENDING=c.pending, PIECE=0, ONE=False, CUDA=c.cuda,
+        PACKED=c.packed, REVERSE=p.reverse, SLOTS=False, PENDING=c.pending, PIECE=0, ONE=False, CUDA=c.cuda, EARLY=False,
     )  # fmt: skip
     return plan
 

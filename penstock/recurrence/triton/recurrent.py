@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra import cuda
 
 from ...gpu.tiles import LOG2E, tokens_of
 from .tiles import CHANNEL, FLOOR, NONE, SCALAR, rounded
@@ -179,13 +180,14 @@ def penstock_recurrent_fwd(
     s_n, s_h, s_k, s_v, f_n, f_h, f_k, f_v,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr, PREVIOUS: tl.constexpr,
     INITIAL: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, SLOTS: tl.constexpr, PENDING: tl.constexpr, PIECE: tl.constexpr,
-    ONE: tl.constexpr, CUDA: tl.constexpr,
+    ONE: tl.constexpr, CUDA: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence, head, block of V). With SLOTS, sequence n uses state ``slots[n]``.
 
     PIECE > 0: updates in place (see ``in_place.py``), of the tokens behind the whole pieces of PIECE tokens. Behind each token the state is
     as if stored and loaded. If a slot is negative, an output of 0 is stored.
-    ONE: sequences have one token. CUDA: compiled for a GPU of NVIDIA.
+    ONE: sequences have one token. CUDA: compiled for a GPU of NVIDIA. EARLY: if T >= PIECE, this launch may begin while the launch of the
+    whole pieces runs. Programs of sequences without a piece share no memory with that one, so they wait for it at their end.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0)
@@ -203,6 +205,9 @@ def penstock_recurrent_fwd(
     first = length * 0
     if PIECE > 0:
         first = length // PIECE * PIECE
+        if EARLY:
+            if (first > 0) | (slot < 0) | (T < PIECE):
+                cuda.gdc_wait()
         if slot < 0:
             for _t in tl.range(0, length):
                 tl.store(output, tl.zeros((BV,), output.dtype.element_ty), mask=mine)
@@ -246,6 +251,8 @@ def penstock_recurrent_fwd(
             S = decayed(S, P, DECAY)
         state = final_state + slot * f_n + h * f_h + dk[:, None] * f_k + dv[None, :] * f_v
     tl.store(state, S.to(final_state.dtype.element_ty), mask=inside)
+    if EARLY:
+        cuda.gdc_wait()  # the next launch starts when this one ends, and may read what the other one writes
 
 
 @triton.jit(do_not_specialize=["N", "T", "rows"])
