@@ -184,14 +184,12 @@ class Sampler:
         if step.any & (BIASED | PENALISED | CONSTRAINED):
             logits = self._changed(logits, rows, params, step)
         if step.all_need(DRAWN):
-            largest = logits.amax(-1)
-            tokens = self._draw(logits, largest, rows, params, step)
+            tokens = self._draw(logits, rows, params, step)
         else:
             largest, tokens = logits.max(-1)  # the lowest of equal ones
+            tokens = torch.where(largest.abs() < math.inf, tokens, self._no_token)
             if step.any & DRAWN:
-                drawn = self._draw(step.of(DRAWN, logits), step.of(DRAWN, largest), rows, step.of(DRAWN, params), step)
-                step.put(DRAWN, tokens, drawn)
-        tokens = torch.where(largest.abs() < math.inf, tokens, self._no_token)
+                step.put(DRAWN, tokens, self._draw(step.of(DRAWN, logits), rows, step.of(DRAWN, params), step))
         self.last.index_copy_(0, step.slots, tokens)
         if step.any & PENALISED:
             assert self._seen is not None
@@ -284,9 +282,14 @@ class Sampler:
 
     # draws
 
-    def _draw(self, logits: Tensor, largest: Tensor, rows: Items[Row], params: Tensor, step: Places) -> Tensor:
+    def _draw(self, logits: Tensor, rows: Items[Row], params: Tensor, step: Places) -> Tensor:
         """Sample rows of temperature above 0."""
-        weights = _weights(logits, largest[:, None], params[:, SCALE : SCALE + 1])
+        assert step.uniforms is not None
+        on_gpu = logits.is_cuda and unavailable() is None
+        if on_gpu and not step.any & LIMITED:
+            return self._drawn(logits, params, step.uniforms)
+        largest = logits.amax(-1, keepdim=True)
+        weights = _weights(logits, largest, params[:, SCALE : SCALE + 1])
         if step.any & FLOORED:
             weights = weights.masked_fill_(weights < params[:, LEAST : LEAST + 1], 0)
         if step.any & LIMITED:
@@ -294,11 +297,20 @@ class Sampler:
             most = self.vocab_size if 0 in tops else max(tops)
             some = self._limited(step.of(LIMITED, weights), step.of(LIMITED, params), most, any(tops), bool(step.any & NUCLEUS))
             weights = step.put(LIMITED, weights, some)
-        sums = weights.cumsum(-1)
-        total = sums[:, -1]
-        assert step.uniforms is not None
-        drawn = torch.minimum((step.uniforms * total).long(), total - 1)
-        return torch.searchsorted(sums, drawn[:, None], right=True).squeeze(-1)
+        if on_gpu:
+            tokens = self._drawn(weights, params, step.uniforms)
+        else:
+            sums = weights.cumsum(-1)
+            total = sums[:, -1]
+            drawn = torch.minimum((step.uniforms * total).long(), total - 1)
+            tokens = torch.searchsorted(sums, drawn[:, None], right=True).squeeze(-1)
+        return torch.where(largest.squeeze(1).abs() < math.inf, tokens, self._no_token)
+
+    def _drawn(self, x: Tensor, params: Tensor, uniforms: Tensor) -> Tensor:
+        """Tokens [R] of logits or weights [R,V] by a kernel."""
+        from .drawing import draw
+
+        return draw(x, params[:, SCALE], params[:, LEAST], uniforms)
 
     def _limited(self, weights: Tensor, params: Tensor, most: int, ranked: bool, nucleus: bool) -> Tensor:
         """Weights [R,V] with 0 outside of the top k, then outside of the nucleus of what is left.

@@ -157,6 +157,41 @@ def test_the_kernel_keeps_what_sorting_keeps():
     assert torch.equal(found, wanted[:2])
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_the_kernel_draws_the_same_tokens(dtype):
+    """Under the interpreter: logits and weights, least weights, -inf, NaN, strides, sizes around a block, the first and the last token."""
+    drawing = pytest.importorskip("penstock.engine.drawing")
+    generator = torch.Generator().manual_seed(0)
+    for size in (1, 5, 127, 128, 129, 300):
+        logits = torch.randn(12, size, dtype=torch.float64, generator=generator).mul_(3).to(dtype)
+        logits[0, 1:], logits[1, : size // 2], logits[2, size // 2], logits[3], logits[4, 0] = (
+            -math.inf,
+            -math.inf,
+            math.nan,
+            -math.inf,
+            math.inf,
+        )
+        given = [SamplingParams(temperature=t, min_p=m) for t in (1e-9, 0.7, 1, 50) for m in (0, 0.01, 1)]
+        rows, positions = [Row(one, n) for n, one in enumerate(given)], list(range(len(given)))
+        wanted = sample(logits, rows, positions)
+        assert wanted[2] == wanted[3] == wanted[4] == sampler.NO_TOKEN
+        made = Sampler(len(rows), size, logits.device)
+        params = torch.tensor([made._parameters(one) for one in given], dtype=torch.float64)
+        columns = [params[:, sampler.SCALE], params[:, sampler.LEAST]]
+        uniforms = torch.tensor([sampler.uniform(n, n) for n in positions], dtype=torch.float64)
+        for x in (logits, torch.cat([logits, logits], 1)[:, :size], logits.T.contiguous().T):
+            assert torch.equal(drawing.draw(x, *columns, uniforms, 128), wanted)
+        rest = [n for n in range(len(rows)) if wanted[n] >= 0]
+        logits, wanted, uniforms, params = logits[rest], wanted[rest], uniforms[rest], params[rest]
+        columns = [one[rest] for one in columns]
+        weights = sampler._weights(logits, logits.amax(-1, keepdim=True), params[:, :1])
+        weights = weights.masked_fill(weights < params[:, sampler.LEAST : sampler.LEAST + 1], 0)
+        assert torch.equal(drawing.draw(weights, *columns, uniforms, 128), wanted)
+        for at in (0.0, 1 - 2**-53):
+            ends = [int(torch.nonzero(one)[0 if at == 0 else -1]) for one in weights]
+            assert drawing.draw(logits, *columns, torch.full_like(uniforms, at), 128).tolist() == ends
+
+
 class Calls(TorchDispatchMode):
     """Counts operators."""
 

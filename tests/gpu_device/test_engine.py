@@ -155,3 +155,19 @@ def test_the_kernel_keeps_the_ranks_that_sorting_keeps(monkeypatch):
         made, rows = Sampler(len(params), 65536, logits.device), [Row(one, n) for n, one in enumerate(params)]
         found.append([made.sample(logits, rows, range(len(rows)), [step] * len(rows)).tolist() for step in range(5)])
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("size", [65536, 50277])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_the_kernel_draws_the_tokens_of_the_formula(size, dtype, monkeypatch):
+    params = [SamplingParams(temperature=t, min_p=m) for t in (0.05, 0.7, 1, 3) for m in (0, 1e-4, 0.1)] * 3
+    logits = torch.randn(len(params), size, device="cuda", generator=torch.Generator("cuda").manual_seed(0)).mul_(2).to(dtype)
+    logits[::5] *= 8
+    logits[3, 7], logits[4, 9] = float("nan"), float("inf")
+    found = []
+    for reason in (None, "to compare"):
+        monkeypatch.setattr(sampler, "unavailable", lambda reason=reason: reason)
+        made, rows = Sampler(len(params), size, logits.device), [Row(one, n) for n, one in enumerate(params)]
+        found.append([made.sample(logits, rows, range(len(rows)), [step] * len(rows)).tolist() for step in range(20)])
+    assert found[0] == found[1]
+    assert {one[3] for one in found[0]} == {one[4] for one in found[0]} == {sampler.NO_TOKEN}

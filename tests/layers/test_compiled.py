@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from penstock.engine import ranking
+from penstock.engine import drawing, ranking
 from penstock.layers import fused
 from penstock.layers.triton import cross_entropy, few_rows_launch, launch
 from penstock.layers.triton import rows as states
@@ -112,6 +112,8 @@ for rows, size in ((1, 512), (9, 70)):
 for ranked in (False, True):
     numbers = torch.ones(2, 1, dtype=torch.float64)[:, 0]
     ranking.keep_ranks(torch.zeros(2, 100, dtype=torch.int64), numbers, numbers, ranked)
+for x in (torch.zeros(2, 100, dtype=torch.int64), zeros(2, 100), zeros(2, 100).double()):
+    drawing.draw(x, numbers, numbers, numbers)
 for upstream in (None, torch.zeros(2)):
     cross_entropy.cross_entropy(zeros(2, 5000), torch.zeros(2, dtype=torch.int64), upstream, torch.zeros(2))
 print(*sorted(compiled), sep="\\n")
@@ -124,5 +126,5 @@ def test_every_fused_kernel_compiles_for_any_number_of_tokens():
     assert done.returncode == 0, done.stderr[-2000:]
     both = {f"{name}_{way}" for name in ("decay", "gated", "log_sigmoid", "norm_gate", "relu_squared", "shift") for way in ("bwd", "fwd")}
     decoding = {"low_rank", "product_of_few_rows", "products", "rwkv_step", "shifted_norm", "write_rows"}
-    others = {"add_norm", "add_norm_bwd", "cross_entropy", "keep_ranks", "product", *decoding}
+    others = {"add_norm", "add_norm_bwd", "cross_entropy", "draw", "keep_ranks", "product", *decoding}
     assert set(done.stdout.split()) == {f"penstock_{name}" for name in both | others}
