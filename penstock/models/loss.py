@@ -43,7 +43,7 @@ def linear_cross_entropy(
     Gradients are computed in the forward pass, chunk by chunk; the backward pass only multiplies them (for ``reduction="none"``, it
     computes the logits again). Logits are computed in the dtype of x, or under autocast in its dtype; exponentials and sums, and the
     sum over chunks of the gradient of the weight, are float32 (float64 for float64 x). The gradient of the weight is rounded to its dtype
-    once, after the multiplication. On NVIDIA GPUs, since torch 2.10, the gradient of x is too, and no product of a chunk is rounded.
+    once, after the multiplication. On NVIDIA GPUs, since torch 2.11, the gradient of x is too, and no product of a chunk is rounded.
 
     x : Tensor [...,C]
     weight : Tensor [V,C]
@@ -182,10 +182,10 @@ def _pass(
 
 
 def _float32_products(x: Tensor, weight: Tensor) -> bool:
-    """Whether products of 16-bit tensors are added to float32 tensors without rounding: where kernels run, on NVIDIA, since torch 2.10."""
+    """Whether products of 16-bit tensors are added to float32 tensors without rounding: where kernels run, on NVIDIA, since torch 2.11."""
     if x.dtype not in (torch.float16, torch.bfloat16) or x.device.type != "cuda" or kernels("cross_entropy", x, weight) is None:
         return False
-    if torch.version.hip is not None or torch.__version__ < "2.10":
+    if torch.version.hip is not None or torch.__version__ < "2.11":
         return False
     return x.dtype == torch.bfloat16 or not torch.backends.cuda.matmul.allow_fp16_accumulation
 
