@@ -23,8 +23,12 @@ CHUNK_TOKENS = 2048
 adds to the gradient of the weight."""
 
 FLOAT16_TOKENS = 512
-"""Gradients of float16 logits are divided by a power of two, so that their products with x, summed over the tokens of a chunk, are at most
-so many times the largest element of x."""
+"""Where matrix products round to float16, gradients of float16 logits are divided by a power of two, so that their products with x, summed
+over the tokens of a chunk, are at most so many times the largest element of x."""
+
+FLOAT16_SCALE = 2.0**15
+"""Where matrix products have float32 results, gradients of float16 logits, at most 1, are multiplied by this. Probabilities down to 2e-9
+then keep all bits."""
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -38,7 +42,8 @@ def linear_cross_entropy(
 
     Gradients are computed in the forward pass, chunk by chunk; the backward pass only multiplies them (for ``reduction="none"``, it
     computes the logits again). Logits are computed in the dtype of x, or under autocast in its dtype; exponentials and sums, and the
-    sum over chunks of the gradient of the weight, are float32 (float64 for float64 x).
+    sum over chunks of the gradient of the weight, are float32 (float64 for float64 x). The gradient of the weight is rounded to its dtype
+    once, after the multiplication. On NVIDIA GPUs, since torch 2.11, the gradient of x is too, and no product of a chunk is rounded.
 
     x : Tensor [...,C]
     weight : Tensor [V,C]
@@ -107,11 +112,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         now, later = share, one
         if x.dtype == torch.float16:
             # gradients of a mean are too small for it: the share is multiplied in the backward pass, after the loss scale
-            now = one / (1 << (int(min(chunk_tokens, len(labels))) // FLOAT16_TOKENS).bit_length())
+            down = 1 << (int(min(chunk_tokens, len(labels))) // FLOAT16_TOKENS).bit_length()
+            now = one * FLOAT16_SCALE if _float32_products(x, weight) else one / down
             later = share.masked_fill(share.isinf(), 0) / now
         losses, dx, dweight = _pass(x, weight, labels, counted, now.expand(labels.shape), ctx.needs_input_grad[:2], chunk_tokens)
-        if dweight is not None and x.dtype != torch.float16:
-            dweight = dweight.to(weight.dtype)
         ctx.save_for_backward(x, weight, labels, counted, dx, dweight, later)
         return losses.sum() * share
 
@@ -121,8 +125,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if torch.is_grad_enabled():
             return *_again(x, weight, labels, gradient, ctx.options, ctx.needs_input_grad[:2]), None, None, None, None
         if ctx.options[1] == "none":
-            _, dx, dweight = _pass(x, weight, labels, counted, gradient, ctx.needs_input_grad[:2], ctx.options[2])
-            return dx, None if dweight is None else dweight.to(weight.dtype), None, None, None, None
+            _, *found = _pass(x, weight, labels, counted, gradient, ctx.needs_input_grad[:2], ctx.options[2])
+            dx, dweight = (None if one is None else one.to(ctx.dtype) for one in found)
+            return dx, dweight, None, None, None, None
         dx, dweight, later = found
         factor = (gradient * later).view(1, 1)  # an axis, so that products are computed in its dtype
         dx, dweight = (
@@ -151,9 +156,13 @@ def _again(
 def _pass(
     x: Tensor, weight: Tensor, labels: Tensor, counted: Tensor, gradient: Tensor, wanted: tuple[bool, bool], chunk_tokens: int
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Losses [T], and the gradients of x and weight for the gradients [T] of the losses; that of the weight is not rounded."""
+    """Losses [T], and the gradients of x and weight for the gradients [T] of the losses.
+
+    The gradient of the weight is not rounded to its dtype, that of x only where products are.
+    """
     losses = x.new_empty(labels.shape, dtype=state_dtype(x.dtype))
-    dx = torch.empty_like(x) if wanted[0] else None
+    wide = _float32_products(x, weight)
+    dx = torch.empty_like(x, dtype=losses.dtype if wide else x.dtype) if wanted[0] else None
     dweight = torch.zeros_like(weight, dtype=losses.dtype) if wanted[1] else None
     launch = kernels("cross_entropy", x, weight) if len(weight) else None
     targets = None if launch is None else labels.masked_fill(labels < 0, len(weight)).masked_fill(~counted, -1)
@@ -165,13 +174,30 @@ def _pass(
         else:
             launch.cross_entropy(logits, targets[part], None if upstream is None else upstream.contiguous(), losses[part])
         if dx is not None:
-            dx[part] = logits @ weight
+            _add_product(dx[part], logits, weight, 0, wide)
         if dweight is not None:
-            if logits.dtype == dweight.dtype:
-                dweight.addmm_(logits.T, x[part])
-            else:
-                dweight += logits.T @ x[part]
+            _add_product(dweight, logits.T, x[part], 1, wide)
+        del logits  # its memory is free for those of the next chunk
     return losses, dx, dweight
+
+
+def _float32_products(x: Tensor, weight: Tensor) -> bool:
+    """Whether products of 16-bit tensors are added to float32 tensors without rounding: where kernels run, on NVIDIA, since torch 2.11."""
+    if x.dtype not in (torch.float16, torch.bfloat16) or x.device.type != "cuda" or kernels("cross_entropy", x, weight) is None:
+        return False
+    if torch.version.hip is not None or torch.__version__ < "2.11":
+        return False
+    return x.dtype == torch.bfloat16 or not torch.backends.cuda.matmul.allow_fp16_accumulation
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor, beta: int, wide: bool) -> None:
+    """``total = beta * total + a @ b``, for a beta of 0 or 1; ``wide`` as ``_float32_products``."""
+    if wide:
+        torch.addmm(total, a, b, out_dtype=total.dtype, beta=beta, out=total)
+    elif a.dtype == total.dtype:
+        total.addmm_(a, b, beta=beta)
+    else:
+        total += a @ b
 
 
 def _chunk(logits: Tensor, labels: Tensor, counted: Tensor, upstream: Tensor | None, losses: Tensor) -> Tensor:

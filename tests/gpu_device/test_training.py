@@ -39,6 +39,24 @@ def test_losses_of_large_vocabularies(V, dtype):
         assert (one.double() - other).norm() <= max(8 * torch.finfo(dtype).eps, 1e-5) * other.norm()
 
 
+@pytest.mark.skipif(torch.__version__ < "2.11" or torch.version.hip is not None, reason="matrix products round to 16 bits")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_peak_memory_of_the_loss(dtype):
+    """In the forward pass the logits of one chunk and two float32 gradients; in the backward pass these and the gradients of 16 bits."""
+    T, C, V, slack = 8192, 512, 32000, 2**23
+    x, weight = (torch.randn(rows, C, device="cuda").to(dtype).requires_grad_() for rows in (T, V))
+    labels = torch.randint(V, (T,), device="cuda")
+    linear_cross_entropy(x[:8], weight, labels[:8]).backward()  # memory of cuBLAS
+    x.grad = weight.grad = None
+    torch.cuda.reset_peak_memory_stats()
+    before, sums = torch.cuda.memory_allocated(), 4 * (T + V) * C
+    loss = linear_cross_entropy(x, weight, labels)
+    assert torch.cuda.max_memory_allocated() - before <= 2 * 2048 * V + sums + slack
+    torch.cuda.reset_peak_memory_stats()
+    loss.backward()
+    assert torch.cuda.max_memory_allocated() - before <= sums + 2 * (T + V) * C + slack
+
+
 def test_scores_and_generation_agree_with_the_cpu(model):
     sequences = [torch.randint(256, (length,)).tolist() for length in (1, 5, 70, 300)]
     on_cpu, prompt = score(model, sequences), sequences[2]

@@ -15,15 +15,27 @@ from penstock.models.loss import linear_cross_entropy
 T, C, V = 23, 8, 37
 
 
-@pytest.fixture(params=["torch", "kernel"], autouse=True)
+@pytest.fixture(params=["torch", "kernel", "float32 products"], autouse=True)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """PyTorch, or the kernel under Triton's interpreter for dtypes other than float64, in blocks smaller than the vocabulary."""
+    """PyTorch, or the kernel under Triton's interpreter for dtypes other than float64, in blocks smaller than the vocabulary, or PyTorch
+    with float32 results of 16-bit matrix products, which only GPUs have.
+    """
     if request.param == "kernel":
         module = pytest.importorskip("penstock.layers.triton.cross_entropy")
         if not interpreting():
             pytest.skip("needs Triton's interpreter")
         monkeypatch.setattr(module, "BLOCK", 32)
         monkeypatch.setattr(losses, "kernels", lambda name, x, weight: None if x.dtype == torch.float64 else module)
+    if request.param == "float32 products":
+        addmm = torch.addmm
+
+        def wide_addmm(total, a, b, *, out_dtype, beta, out):
+            assert a.dtype == b.dtype != total.dtype == out_dtype == torch.float32
+            assert out.data_ptr() == total.data_ptr()
+            return addmm(total, a.float(), b.float(), beta=beta, out=out)
+
+        monkeypatch.setattr(losses, "_float32_products", lambda x, weight: x.dtype in (torch.float16, torch.bfloat16))
+        monkeypatch.setattr(torch, "addmm", wide_addmm)
     return request.param
 
 
@@ -100,6 +112,32 @@ def test_only_one_gradient_is_computed_if_only_one_is_wanted() -> None:
     assert error(x.grad, torch.autograd.grad(F.cross_entropy(x @ frozen.T, labels), x)[0]) < 1e-12
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_matrix_products_of_a_chunk(dtype: torch.dtype) -> None:
+    """One for the logits and one for each gradient that is wanted, all of them in the forward pass."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Products(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.count += function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)
+            return function(*args, **(kwargs or {}))
+
+    x, weight, labels = arguments(dtype)
+    frozen = x.detach(), weight.detach()
+    for given, expected in (((x, weight), 3), ((x, frozen[1]), 2), ((frozen[0], weight), 2), (frozen, 1)):
+        with Products() as products:
+            loss = linear_cross_entropy(*given, labels, chunk_tokens=8)
+            assert products.count == 3 * expected
+            if expected > 1:
+                loss.backward()
+            assert products.count == 3 * expected
+    with Products() as products, torch.no_grad():
+        linear_cross_entropy(x, weight, labels, chunk_tokens=8)
+    assert products.count == 3
+
+
 def test_narrow_dtypes_sum_in_float32() -> None:
     x, weight, labels = arguments(torch.bfloat16)
     loss = linear_cross_entropy(x, weight, labels, chunk_tokens=4)
@@ -112,6 +150,50 @@ def test_narrow_dtypes_sum_in_float32() -> None:
     for one, other in zip((x, weight), wide):
         assert one.grad.dtype == torch.bfloat16
         assert error(one.grad, other.grad) < 1e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_sums_over_chunks_are_rounded_once(dtype: torch.dtype, way: str) -> None:
+    """After they are multiplied by the gradient of the loss, which is no power of two here."""
+    x, weight, labels = arguments(dtype)
+    found = torch.autograd.grad(linear_cross_entropy(x, weight, labels, reduction="sum", chunk_tokens=4), (x, weight), torch.tensor(0.3))
+    scale = losses.FLOAT16_SCALE if dtype == torch.float16 and way == "float32 products" else 1.0
+    counted, upstream = torch.ones(T, dtype=torch.bool), torch.full((T,), scale)
+    _, dx, dweight = losses._pass(x.detach(), weight.detach(), labels, counted, upstream, (True, True), 4)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    assert dweight.dtype == wide
+    assert dx.dtype == (wide if way == "float32 products" else dtype)
+    for one, unrounded in zip(found, (dx, dweight)):
+        assert torch.equal(one, (unrounded.to(wide) * (torch.tensor(0.3) / scale)).to(dtype))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_a_second_backward_pass_gives_equal_bits(dtype: torch.dtype, reduction: str) -> None:
+    x, weight, labels = arguments(dtype)
+    loss = linear_cross_entropy(x, weight, labels, reduction=reduction, chunk_tokens=7).sum()
+    first = torch.autograd.grad(loss, (x, weight), torch.tensor(3.0, dtype=loss.dtype), retain_graph=True)
+    kept = [one.clone() for one in first]
+    for one in first:
+        one.zero_()  # gradients share no memory with what is saved
+    second = torch.autograd.grad(loss, (x, weight), torch.tensor(3.0, dtype=loss.dtype))
+    assert all(torch.equal(one, other) for one, other in zip(kept, second))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_small_probabilities(dtype: torch.dtype, way: str) -> None:
+    """Gradients of words with probability 6e-8, below the normal range of float16."""
+    if dtype == torch.float16 and way != "float32 products":
+        pytest.skip("matrix products that round to float16 take logit gradients of at most 1, which are subnormal here")
+    x = torch.linspace(1, 2, 64, dtype=dtype)[:, None].requires_grad_()
+    weight = torch.zeros(3, 1, dtype=dtype)
+    weight[2] = -16
+    weight, labels = weight.requires_grad_(), torch.zeros(64, dtype=torch.int64)
+    (linear_cross_entropy(x, weight, labels) * 2.0**17).backward()
+    wide = [one.detach().double().requires_grad_() for one in (x, weight)]
+    (F.cross_entropy(wide[0] @ wide[1].T, labels) * 2.0**17).backward()
+    # the logits are rounded: errors of 16 * eps in them are relative errors of probabilities
+    assert error(weight.grad[2], wide[1].grad[2]) < 40 * torch.finfo(dtype).eps
 
 
 def test_autocast() -> None:
@@ -211,7 +293,7 @@ def test_infinite_logits_and_nan() -> None:
 
 def test_labels_outside_of_the_vocabulary_are_nan_on_a_gpu(way: str) -> None:
     """Where their values are not checked."""
-    if way == "torch":
+    if way != "kernel":
         pytest.skip("checked on a CPU")
     x, weight, labels = arguments(torch.float32)
     labels[3], labels[4] = V, -3
