@@ -7,7 +7,7 @@ times. The fused kernels compute in float32 and round once. Both forms have the 
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
 
 def token_shift(
-    x: Tensor, last: Tensor | PoolRows, sequences: Sequences, *factors: Tensor, low_rank: tuple[Tensor, Tensor] | None = None
+    x: Tensor, last: Tensor | PoolRows | TokensBefore, sequences: Sequences, *factors: Tensor, low_rank: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, ...]:
     r"""Interpolations between each token and the one before it.
 
     .. math:: y_{i,t} = x_t + (x_{t-1} - x_t) m_i, \qquad m_i = factors_i + \tanh(hidden_{i,t}) W_i
 
     x : Tensor [B,T,C]
-    last : Tensor [N,C], or PoolRows
-        The token before the first one of each sequence.
+    last : Tensor [N,C], PoolRows, or TokensBefore
+        The token before the first one of each sequence, or before every token.
     factors : Tensors of C elements
     low_rank : (hidden [B,T,n,M], W [n,M,C]), optional
         A further part of the factors of each token.
@@ -41,6 +41,8 @@ def token_shift(
     Returns one Tensor [B,T,C] for each of the factors.
     """
     hidden, up = low_rank or (None, None)
+    if isinstance(last, TokensBefore):
+        return tuple(one.view(x.shape) for one in _shift_of_pairs(x, last.x, factors, low_rank))
     pool, slots = (last.pool, last.slots) if isinstance(last, PoolRows) else (last, None)
     launch = kernels("launch", x, pool, *factors, hidden, up) if len(factors) <= 5 else None
     if up is not None and hidden is not None:
@@ -51,9 +53,6 @@ def token_shift(
     if launch is not None and not torch.is_grad_enabled():
         up, hidden = (None if one is None else one.contiguous() for one in (up, hidden))
         rows = [factor.reshape(-1).contiguous() for factor in factors]
-        if hidden is not None and slots is None and sequences.single and mode() != "alike":
-            few = kernels("few_rows_launch", x)
-            return tuple(one.view(x.shape) for one in few.low_rank(hidden, up, rows, flat, pool.contiguous()))
         found = launch.shifted(flat, pool, sequences.starts, slots, rows, hidden, up, tanh=up is not None).unbind()
         return tuple(one.view(x.shape) for one in found)
     last = (last.read() if isinstance(last, PoolRows) else last).to(x.dtype)
@@ -65,6 +64,23 @@ def token_shift(
         given = [None if one is None else one.contiguous() for one in (flat, last, sequences.starts, mu, hidden, up)]
         found = launch.TokenShift.apply(*given, shift_formula)
     return tuple(one.view(x.shape) for one in found)
+
+
+def _shift_of_pairs(
+    x: Tensor, before: Tensor, factors: tuple[Tensor, ...], low_rank: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """``token_shift`` of what ``shifted_norm`` returns."""
+    x, before, (hidden, up) = x.flatten(0, 1), before.flatten(0, 1), low_rank or (None, None)
+    launch = kernels("few_rows_launch", x, before, *factors, hidden, up) if len(factors) <= 5 else None
+    if hidden is None or up is None:
+        return shift_formula(x, before, None, factors, None, None)
+    hidden, cast = hidden.flatten(0, 1), up.to(hidden.dtype)
+    if launch is None:
+        return shift_formula(x, before, None, factors, torch.tanh(hidden), cast)
+    early = cast is up and all(one.is_contiguous() for one in (up, *factors))
+    mu = [one.reshape(-1).contiguous() for one in factors]
+    found: tuple[Tensor, ...] = launch.low_rank(hidden.contiguous(), cast.contiguous(), mu, x, before, early=early)
+    return found
 
 
 def shift_formula(
@@ -164,16 +180,28 @@ def _norm_of(norm: nn.Module) -> tuple[Tensor, Tensor | None, float, bool] | Non
     return norm.weight, getattr(norm, "bias", None), norm.eps, isinstance(norm, nn.LayerNorm)  # type: ignore[return-value]
 
 
+class TokensBefore(NamedTuple):
+    """The token before each token."""
+
+    x: Tensor
+    """[B,T,C]"""
+
+
+SHIFTED_TOKENS = 1024
+"""At most so many tokens take ``shifted_norm``. For more, ``token_shift`` computes all interpolations of a token in one program: fewer bytes."""
+
+
 def shifted_norm(
     x: Tensor, y: Tensor | None, norm: Any, pool: Tensor, sequences: Sequences, *factors: Tensor, complement: bool = False,
     kept: bool = False,
 ) -> Any:  # fmt: skip
-    """``add_norm`` and ``token_shift`` of decode steps by one kernel, which writes the last tokens to the pool of shift states in place.
+    """``add_norm`` and ``token_shift`` of updates in place by one kernel, which writes the last tokens to the pool of shift states.
 
     Returns a ``few_rows_launch.Shifted``, or None where no kernel computes it. ``complement``: the factors are 1 - factors_i.
     ``kept``: the norm and the tokens before are returned too.
     """
-    if torch.is_grad_enabled() or private.autocasting() or not (sequences.single and sequences.in_place) or mode() == "alike":
+    few = sequences.single or mode() == "alike" or x.shape[0] * x.shape[1] <= SHIFTED_TOKENS
+    if torch.is_grad_enabled() or private.autocasting() or not (sequences.in_place and few):
         return None
     if (parts := _norm_of(norm)) is None:
         return None
@@ -185,7 +213,12 @@ def shifted_norm(
     flat = [None if one is None else one.reshape(-1, x.shape[-1]).contiguous() for one in (x, y)]
     slots = None if sequences.slots is None else sequences.slots.contiguous()
     mu = [one.reshape(-1).contiguous() for one in factors]
-    found = launch.shifted_norm(*flat, weight, bias, eps, pool, slots, mu, centre=centre, complement=complement, kept=kept)
+    early = all(one is None or one.is_contiguous() for one in (weight, bias, *factors))
+    spans = None if sequences.single else (sequences.starts, sequences.bounds)
+    found = launch.shifted_norm(
+        *flat, weight.contiguous(), None if bias is None else bias.contiguous(), eps, pool, slots, mu, spans,
+        centre=centre, complement=complement, kept=kept, early=early,
+    )  # fmt: skip
     whole = [one.view(x.shape) for one in found[:3]]
     return launch.Shifted(*whole, tuple(one.view(x.shape) for one in found.mixed))
 
@@ -242,8 +275,8 @@ def low_rank_decay(hidden: Tensor, up: Tensor, bias: Tensor) -> Tensor:
     launch = None if plain else kernels("few_rows_launch", hidden, up, bias)
     if launch is None:
         return decay(linear(torch.tanh(hidden), up.T), bias)
-    flat = hidden.flatten(0, -2).contiguous()
-    found: Tensor = launch.low_rank_decay(flat, up.contiguous(), bias.reshape(-1).contiguous())
+    flat, early = hidden.flatten(0, -2).contiguous(), up.is_contiguous() and bias.is_contiguous()
+    found: Tensor = launch.low_rank_decay(flat, up.contiguous(), bias.reshape(-1).contiguous(), early=early)
     return found.view(*hidden.shape[:-1], up.shape[1])
 
 

@@ -101,7 +101,7 @@ class Mixer(nn.Module):
         return y
 
     def step(self, x: Tensor, y: Tensor | None, norm: nn.Module, state: Any, sequences: Sequences) -> tuple[Tensor, Tensor] | None:
-        """A decode step from the residual stream on: x + y (x without y), and what ``advance`` maps its norm to.
+        """An update in place from the residual stream on: x + y (x without y), and what ``advance`` maps its norm to.
 
         None: nothing is done, because the mixer has no kernel for it here. Some mixers compute the sum, the norm and their input together.
         """

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..recurrence.declaration import state_dtype
-from .fused import low_rank_decay, norm_gate, rwkv_step, shifted_norm, token_shift
+from .fused import TokensBefore, low_rank_decay, norm_gate, rwkv_step, shifted_norm, token_shift
 from .linear import linear, linears
 from .mixer import Mixer, MixerConfig
 from .rwkv import head_count, matrix, ramp
@@ -133,7 +133,7 @@ class RWKV6TimeMix(Mixer):
         found = shifted_norm(x, y, norm, state.shift, sequences, self.time_maa_x, kept=True)
         if found is None:
             return None
-        return found.total, self._mixed(found.normed, found.before.flatten(0, 1), found.mixed[0], state.wkv, sequences)[0]
+        return found.total, self._mixed(found.normed, TokensBefore(found.before), found.mixed[0], state.wkv, sequences)[0]
 
     def _mixed(self, x: Tensor, last: Any, mixed: Tensor, wkv: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
         """Y and the new state of the recurrence; ``mixed`` is x + dx maa_x."""

@@ -79,6 +79,13 @@ class Sequences:
         return self._once("starts", make)
 
     @property
+    def bounds(self) -> Tensor:
+        """The first token of each sequence among those of x, row after row, and the end: int64 [N+1]."""
+        if self.cu_seqlens is not None:
+            return self.ends
+        return self._once("bounds", lambda: self._range(self.count + 1) * self.tokens)
+
+    @property
     def lengths(self) -> Tensor:
         """The number of tokens of each sequence in this call: int64 [N]."""
         if self.cu_seqlens is None:

@@ -103,6 +103,8 @@ for rows, size in ((1, 512), (9, 70)):
         for y, bias, slots in ((None, None, None), (x, row, torch.zeros(rows, dtype=torch.int64))):
             options = {"centre": y is None, "complement": y is None, "kept": y is None}
             few_rows_launch.shifted_norm(x, y, row, bias, 1e-5, x, slots, [row] * parts, **options)
+            spans = torch.zeros(rows, dtype=torch.int32), torch.zeros(rows + 1, dtype=torch.int64)
+            few_rows_launch.shifted_norm(x, y, row, bias, 1e-5, x, slots, [row] * parts, spans, **options)
     few_rows_launch.low_rank_decay(zeros(rows, 64), zeros(64, size), row)
     for heads, channels, slots in ((1, 64, None), (3, 10, torch.zeros(rows, dtype=torch.int64))):
         tokens, head, norm = zeros(rows, heads, channels), zeros(heads, channels), zeros(heads * channels)

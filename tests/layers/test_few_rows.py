@@ -89,6 +89,36 @@ def test_sums_norms_and_shifts(slots, added, centre, dtype):
     assert pool._version > version
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("added", [True, False])
+@pytest.mark.parametrize("lengths", [(3, 0, 1, 4, 0), (0, 1, 1), (7,)], ids=str)
+@pytest.mark.parametrize("slots", [None, (3, 0, -1, 4, 1)], ids=str)
+def test_sums_norms_and_shifts_of_sequences(slots, lengths, added, dtype):
+    """They are those of decode steps, one token after another, to the bit. Empty sequences change no row."""
+    R, N = sum(lengths), len(lengths)
+    (x, y), pool = (normal(R, 70, dtype=dtype, seed=n) for n in range(2)), normal(6, 2, 70, dtype=dtype)[:, 1]
+    weight, bias, *mu = (normal(70, dtype=dtype, seed=n) for n in range(5))
+    rows, kept = None if slots is None else torch.tensor(slots[:N]), pool.clone()
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    starts = torch.full((R,), -1, dtype=torch.int32)
+    for n in range(N):
+        if lengths[n]:
+            starts[ends[n]] = n
+    given = {"centre": added, "complement": added, "kept": True}
+    found = launch.shifted_norm(x, y if added else None, weight, bias if added else None, 1e-3, pool, rows, mu, (starts, ends), **given)
+    for n in range(N):
+        slot = n if rows is None else int(rows[n])
+        own = kept[slot : slot + 1].clone() if slot >= 0 else kept[:1] * 0
+        for r in range(int(ends[n]), int(ends[n + 1])):
+            at = slice(r, r + 1)
+            wanted = launch.shifted_norm(x[at], y[at] if added else None, weight, bias if added else None, 1e-3, own, None, mu, **given)
+            for one, other in zip((*found[:3], *found.mixed), (*wanted[:3], *wanted.mixed)):
+                assert torch.equal(one[at], other)
+        if slot >= 0:
+            kept[slot] = own[0]
+    assert torch.equal(pool, kept)
+
+
 def step_inputs(rows, heads, K, V, rank, dtype=torch.float32, state=torch.float32, room=9):
     """Arguments of a step of an RWKV; the pool has gaps between rows, heads and keys."""
     r, k, v, gate = (normal(rows, heads, size, dtype=dtype, seed=n) for n, size in enumerate((K, K, V, V)))
@@ -202,14 +232,18 @@ def launched(monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if not name.startswith("hybrid")])
 def test_decode_steps_of_models(name, dtype, request):
-    """Three steps with a skipped row are those of plain PyTorch."""
+    """Three steps with a skipped row, several tokens and packed rows are those of plain PyTorch."""
     model, results = model_of(name, dtype), []
-    ids = torch.randint(SIZES["vocab_size"], (3, 3), generator=torch.Generator().manual_seed(2))
+    ids = torch.randint(SIZES["vocab_size"], (3, 5), generator=torch.Generator().manual_seed(2))
+    ends = torch.tensor([0, 3, 4, 4, 9])
     for kernels in (False, True):
         names = request.getfixturevalue("launched") if kernels else []
         pool = model.initial_state(4)
         with linear.in_graph():
             logits = [model.advance(ids[:, t : t + 1], pool, slots=torch.tensor([2, -1, 0]))[::2] for t in range(3)]
+            logits.append(model.advance(ids[:, 3:], pool, slots=torch.tensor([2, -1, 0]))[::2].flatten(0, 1)[:, None])
+            packed = model.advance(ids[:2, :].reshape(1, -1)[:, :9], pool, cu_seqlens=ends, slots=torch.tensor([1, -1, 2, 0]))
+            logits.append(torch.cat([packed[0, :3], packed[0, 4:]])[:, None])
         results.append([torch.cat(logits), *flat(pool)])
     for plain, found in zip(*results):
         assert not plain.numel() or error(found, plain) < (1e-5 if dtype == torch.float32 else 5e-3)
@@ -219,7 +253,7 @@ def test_decode_steps_of_models(name, dtype, request):
     if name in ("rwkv5.1", "rwkv5.2", "rwkv6"):
         expected |= {"rwkv_step"}
     if name == "rwkv6":
-        expected |= {"low_rank"}
+        expected |= {"low_rank", "low_rank_decay"}
     assert set(names) == expected
 
 

@@ -178,9 +178,9 @@ def penstock_low_rank(
 
 @triton.jit
 def summed_norm(
-    x, y, total, weight, bias, r, c, C, eps, ADD: tl.constexpr, CENTRE: tl.constexpr, BIAS: tl.constexpr
+    x, y, total, weight, bias, r, c, C, eps, ADD: tl.constexpr, CENTRE: tl.constexpr, BIAS: tl.constexpr, STORE: tl.constexpr
 ):  # fmt: skip
-    """The norm of row r of x, or (``ADD``) of x + y, which is rounded and stored as ``total``: float32. c are all columns.
+    """The norm of row r of x, or (``ADD``) of x + y, which is rounded and, with STORE, stored as ``total``: float32. c are all columns.
 
     ``weight`` and ``bias`` are values of the columns.
     """
@@ -189,7 +189,8 @@ def summed_norm(
     if ADD:
         added = values.to(tl.float32) + tl.load(y + r * C + c, here, other=0.0).to(tl.float32)
         values = added.to(total.dtype.element_ty)
-        tl.store(total + r * C + c, values, here)
+        if STORE:
+            tl.store(total + r * C + c, values, here)
     values = values.to(tl.float32)
     if CENTRE:
         values = tl.where(here, values - tl.sum(values, 0) / C, 0.0)
@@ -205,16 +206,20 @@ def penstock_shifted_norm(
     x, y,  # [R,C]
     total,  # [R,C], x + y
     weight, bias,  # [C]
-    pool, slots,  # [P,C], rows ``p_n`` apart; [R]
+    pool, slots,  # [P,C], rows ``p_n`` apart; [N]
+    starts, ends,  # [R] int32; [N+1] int64
     normed, before,  # [R,C]
     mu0, mu1, mu2, mu3, mu4,  # [C]
     shifted,  # [COUNT,R,C]
     R, C, p_n, eps,
-    ADD: tl.constexpr, CENTRE: tl.constexpr, BIAS: tl.constexpr, SLOTS: tl.constexpr, COUNT: tl.constexpr, COMPLEMENT: tl.constexpr,
-    KEPT: tl.constexpr, BC: tl.constexpr, PDL: tl.constexpr,
+    ADD: tl.constexpr, CENTRE: tl.constexpr, BIAS: tl.constexpr, SLOTS: tl.constexpr, SINGLE: tl.constexpr, COUNT: tl.constexpr,
+    COMPLEMENT: tl.constexpr, KEPT: tl.constexpr, BC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The sum, its norm, and its interpolations with the row of the pool, ``before``, which the norm replaces. A program has one token.
+    """The sum, its norm, and its interpolations with the norm of the token before. A program has one token.
 
+    ``starts`` is the sequence that begins with a token, or -1. Before the first token of a sequence is its row of the pool, which the last
+    token's norm replaces. The program of the first token does both and computes the last token's norm for it, so no other program waits.
+    Any other program computes the norm of the token before. SINGLE: each token is a sequence.
     COMPLEMENT: factors are 1 - mu_i. KEPT: ``normed`` and ``before`` are stored. A negative slot: zeros are before, no row changes.
     """
     r = tl.program_id(0).to(tl.int64)
@@ -229,15 +234,24 @@ def penstock_shifted_norm(
     m4 = tl.load(mu4 + c, here, other=0.0) if COUNT > 4 else m0
     begin(PDL)
     slot = r
+    first = slot >= 0
+    other = r  # the last token of the sequence that begins here, else the token before
+    if not SINGLE:
+        slot = tl.load(starts + r).to(tl.int64)
+        first = slot >= 0
+        other = tl.load(ends + slot + 1, first, other=0) - 1
+        other = tl.where(first, other, r - 1)
     if SLOTS:
-        slot = tl.load(slots + r).to(tl.int64)
+        slot = tl.load(slots + slot, first, other=-1).to(tl.int64)
     row = pool + slot * p_n + c
     mine = here & (slot >= 0)
-    last = tl.load(row, mine, other=0.0)
-    values = summed_norm(x, y, total, scale, offset, r, c, C, eps, ADD, CENTRE, BIAS)
-    rounded = values.to(normed.dtype.element_ty)
-    tl.store(row, rounded.to(pool.dtype.element_ty), mine)
-    last = last.to(normed.dtype.element_ty)
+    last = tl.load(row, mine, other=0.0).to(normed.dtype.element_ty)
+    rounded = summed_norm(x, y, total, scale, offset, r, c, C, eps, ADD, CENTRE, BIAS, True).to(normed.dtype.element_ty)
+    replaced = rounded
+    if not SINGLE:
+        replaced = summed_norm(x, y, total, scale, offset, other, c, C, eps, ADD, CENTRE, BIAS, False).to(normed.dtype.element_ty)
+        last = tl.where(first, last, replaced)
+    tl.store(row, replaced.to(pool.dtype.element_ty), mine)
     if KEPT:
         tl.store(normed + r * C + c, rounded, here)
         tl.store(before + r * C + c, last, here)

@@ -65,23 +65,26 @@ def products(
     return results
 
 
-def low_rank(hidden: Tensor, up: Tensor, mu: list[Tensor], x: Tensor, before: Tensor) -> tuple[Tensor, ...]:
-    """x + (before - x) m_i of x and before [R,C], m_i = mu_i + tanh(hidden_i) up_i: mu_i [C], hidden [R,n,M], up [n,M,C]."""
+def low_rank(hidden: Tensor, up: Tensor, mu: list[Tensor], x: Tensor, before: Tensor, *, early: bool = True) -> tuple[Tensor, ...]:
+    """x + (before - x) m_i of x and before [R,C], m_i = mu_i + tanh(hidden_i) up_i: mu_i [C], hidden [R,n,M], up [n,M,C].
+
+    ``early``: no kernel in flight writes up and mu.
+    """
     y = x.new_empty(len(mu), *x.shape)
-    _low_rank(hidden, up, mu, x, before, y, decay=False)
+    _low_rank(hidden, up, mu, x, before, y, decay=False, early=early)
     return y.unbind()
 
 
-def low_rank_decay(hidden: Tensor, up: Tensor, bias: Tensor) -> Tensor:
-    """-exp(bias + tanh(hidden) up) in float32: hidden [R,M], up [M,C], bias [C]."""
+def low_rank_decay(hidden: Tensor, up: Tensor, bias: Tensor, *, early: bool = True) -> Tensor:
+    """-exp(bias + tanh(hidden) up) in float32: hidden [R,M], up [M,C], bias [C]. ``early``: no kernel in flight writes up and bias."""
     w = hidden.new_empty(hidden.shape[0], up.shape[1], dtype=torch.float32)
-    _low_rank(hidden, up, [bias], hidden, hidden, w, decay=True)
+    _low_rank(hidden, up, [bias], hidden, hidden, w, decay=True, early=early)
     return w
 
 
-def _low_rank(hidden: Tensor, up: Tensor, mu: list[Tensor], x: Tensor, before: Tensor, y: Tensor, *, decay: bool) -> None:
+def _low_rank(hidden: Tensor, up: Tensor, mu: list[Tensor], x: Tensor, before: Tensor, y: Tensor, *, decay: bool, early: bool) -> None:
     n, R, (M, C) = len(mu), hidden.shape[0], up.shape[-2:]
-    BR, BC, pdl = 64, 64, launch.early(hidden.device)
+    BR, BC, pdl = 64, 64, launch.early(hidden.device) if early else {}
     if y.numel():
         few_rows.penstock_low_rank[-(-C // BC), n, -(-R // BR)](
             hidden, up, *mu, *mu[:1] * (PARTS - n), x, before, y, R, C, PARTS=n, M=M, DECAY=decay, BM=power(M, 16), BR=BR, BC=BC,
@@ -97,29 +100,34 @@ class Shifted(NamedTuple):
     normed: Tensor
     """Its norm; without ``kept`` it has no meaning."""
     before: Tensor
-    """The row of the pool before; without ``kept`` it has no meaning."""
+    """The norm of the token before, or the row of the pool; without ``kept`` it has no meaning."""
     mixed: tuple[Tensor, ...]
     """normed + (before - normed) m_i."""
 
 
 def shifted_norm(
     x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, pool: Tensor, slots: Tensor | None, mu: list[Tensor],
-    *, centre: bool, complement: bool, kept: bool,
+    spans: tuple[Tensor, Tensor] | None = None, *, centre: bool, complement: bool, kept: bool, early: bool = True,
 ) -> Shifted:  # fmt: skip
-    """The norm of x + y (x if there is no y), of x and y [R,C], and its interpolations with rows of the pool, which it replaces.
+    """The norm of x + y (x if there is no y), of x and y [R,C], and its interpolations with the norm of the token before.
 
-    pool [P,C] has contiguous rows; slots [R], without them token r has row r. ``complement``: m_i = 1 - mu_i, else mu_i [C].
+    That of the first token of a sequence is its row of the pool, which the norm of its last token replaces.
+
+    pool [P,C] has contiguous rows; slots [N], without them sequence n has row n. ``spans``: the sequence that begins with each token, or
+    -1, int32 [R], and where sequences begin, and the end, int64 [N+1]; without them each token is a sequence. ``complement``: m_i = 1 -
+    mu_i, else mu_i [C]. ``early``: no kernel in flight writes weight, bias and mu.
     """
     R, C = x.shape
     total = x if y is None else torch.empty_like(x)
     normed, before = (torch.empty_like(x), torch.empty_like(x)) if kept else (x, x)
-    mixed, pdl = x.new_empty(len(mu), R, C), _early(x)
+    mixed, pdl = x.new_empty(len(mu), R, C), launch.early(x.device) if early else {}
+    starts, ends = spans or (x, x)
     if x.numel():
         few_rows.penstock_shifted_norm[(R,)](
-            x, x if y is None else y, total, weight, weight if bias is None else bias, pool, x if slots is None else slots, normed, before,
-            *mu, *mu[:1] * (PARTS - len(mu)), mixed, R, C, pool.stride(0), eps, ADD=y is not None, CENTRE=centre, BIAS=bias is not None,
-            SLOTS=slots is not None, COUNT=len(mu), COMPLEMENT=complement, KEPT=kept, BC=power(C, 16), PDL=bool(pdl),
-            num_warps=min(max(power(C, 16) // 512, 1), 16), **pdl,
+            x, x if y is None else y, total, weight, weight if bias is None else bias, pool, x if slots is None else slots, starts, ends,
+            normed, before, *mu, *mu[:1] * (PARTS - len(mu)), mixed, R, C, pool.stride(0), eps, ADD=y is not None, CENTRE=centre,
+            BIAS=bias is not None, SLOTS=slots is not None, SINGLE=spans is None, COUNT=len(mu), COMPLEMENT=complement, KEPT=kept,
+            BC=power(C, 16), PDL=bool(pdl), num_warps=min(max(power(C, 16) // 512, 1), 16), **pdl,
         )  # fmt: skip
         if not pool.is_inference():
             torch.autograd.graph.increment_version(pool)

@@ -69,7 +69,7 @@ def penstock_add_norm(
     here = c < C
     scale = tl.load(weight + c, here, other=0.0)
     offset = tl.load(bias + c, here, other=0.0) if BIAS else scale
-    values = summed_norm(x, y, total, scale, offset, r, c, C, eps, ADD, CENTRE, BIAS)
+    values = summed_norm(x, y, total, scale, offset, r, c, C, eps, ADD, CENTRE, BIAS, True)
     tl.store(normed + r * C + c, values.to(normed.dtype.element_ty), here)
 
 
