@@ -188,7 +188,7 @@ class TokensBefore(NamedTuple):
 
 
 SHIFTED_TOKENS = 1024
-"""At most so many tokens take ``shifted_norm``. For more, ``token_shift`` computes all interpolations of a token in one program: fewer bytes."""
+"""At most so many tokens take ``shifted_norm``. For more, ``token_shift`` computes all interpolations of a token together: fewer bytes."""
 
 
 def shifted_norm(
