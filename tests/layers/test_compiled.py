@@ -123,6 +123,7 @@ def test_every_fused_kernel_compiles_for_any_number_of_tokens():
     done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     both = {f"{name}_{way}" for name in ("decay", "gated", "log_sigmoid", "norm_gate", "relu_squared", "shift") for way in ("bwd", "fwd")}
+    both |= {f"shift_{name}_bwd" for name in ("hidden", "low_rank", "weights")}
     decoding = {"low_rank", "product_of_few_rows", "products", "rwkv_step", "shifted_norm", "write_rows"}
     others = {"add_norm", "add_norm_bwd", "cross_entropy", "keep_ranks", "product", *decoding}
     assert set(done.stdout.split()) == {f"penstock_{name}" for name in both | others}

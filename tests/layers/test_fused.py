@@ -51,7 +51,8 @@ def sequences(packed):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(("count", "rank"), [(1, 0), (2, 0), (4, 0), (5, 4), (5, 32), (1, 16)])
-def test_token_shift(count, rank, packed, dtype):
+def test_token_shift(count, rank, packed, dtype, monkeypatch):
+    monkeypatch.setattr(launch, "PROGRAMS", 4)  # several blocks of tokens a program
     at = sequences(packed)
     C = 70
     x, last, mu = normal(75, C, dtype=dtype), normal(at.count, C, dtype=dtype), normal(count, C, dtype=dtype)
