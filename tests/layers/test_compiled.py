@@ -74,6 +74,9 @@ for tokens, heads in product((1, 3), (1, 2)):
         backward(launch.NormGateLinear.apply(*given, learned(5, 64 * heads), 1e-5, True, None))
     for b in (None, learned(tokens, 70)):
         backward(launch.Activated.apply(learned(tokens, 70), b, "silu", None))
+    backward(launch.ReluSquared.apply(learned(tokens, 70)))
+    shifted = launch.TokenShift.apply(learned(tokens, 70), last, starts, learned(1, 70), None, None, fused.kept_formula, True)
+    backward(*shifted)
     backward(launch.Decay.apply(learned(tokens, 70), learned(70), None))
     backward(launch.LogSigmoid.apply(learned(tokens, 70), 16.0, None))
     for rank in (1, 8):

@@ -144,6 +144,47 @@ def test_element_wise(dtype):
     hold(lambda x, bias: launch.Decay.apply(x, bias, fused.decay_formula), fused.decay_formula, (a, bias), dtype=dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_relu_squared_from_its_result(dtype):
+    a, formula = normal(37, 67, dtype=dtype) / 1e6, partial(fused.activated_formula, b=None, activation="relu_squared")
+    hold(launch.ReluSquared.apply, formula, (a,), dtype=dtype)
+    a[3, 5] = float("nan")
+    a.requires_grad_()
+    (d,) = torch.autograd.grad(launch.ReluSquared.apply(a).sum(), a)
+    assert d.isnan().sum() == 1
+    assert d[3, 5].isnan()
+
+
+def test_second_derivatives_of_relu_squared():
+    a, formula = normal(5, 7).requires_grad_(), partial(fused.activated_formula, b=None, activation="relu_squared")
+    grads = []
+    for y in (launch.ReluSquared.apply(a), formula(a)):
+        (first,) = torch.autograd.grad(y.sin().sum(), a, create_graph=True)
+        grads.append((first, *torch.autograd.grad(first.square().sum(), a)))
+    for one, exact in zip(*grads):
+        torch.testing.assert_close(one, exact)
+
+
+@pytest.mark.parametrize("used", [(True, True), (True, False), (False, True)])
+def test_gradients_of_further_uses_of_shifted_tokens(used):
+    at, x, last, mu = sequences(True), normal(75, 70).requires_grad_(), normal(5, 70), normal(1, 70).requires_grad_()
+
+    def ours(x, mu):
+        return launch.TokenShift.apply(x, last, at.starts, mu, None, None, fused.kept_formula, True)
+
+    def formula(x, mu):
+        return fused.kept_formula(x, last.to(x.dtype), at.starts, mu, None, None)
+
+    hold(ours, formula, (x, mu))
+    grads = []
+    for y, same in (ours(x, mu), formula(x, mu)):
+        loss = sum(one.sin().sum() for one, wanted in zip((y, same), used) if wanted)
+        first = torch.autograd.grad(loss, (x, mu), create_graph=True, allow_unused=True)
+        grads.append([torch.autograd.grad(loss, x, retain_graph=True)[0], first[0], torch.autograd.grad(first[0].square().sum(), x)[0]])
+    for one, exact in zip(*grads):
+        torch.testing.assert_close(one, exact, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_log_sigmoids(dtype):
     kernel = launch.LogSigmoid.apply
@@ -340,7 +381,7 @@ def test_empty_inputs():
 def on_a_cpu(monkeypatch):
     """Kernels take tensors on a CPU; how often each autograd function ran."""
     ran = Counter()
-    for name in ("AddNorm", "NormGate", "NormGateLinear", "TokenShift", "Activated", "ActivatedLinear", "Decay"):
+    for name in ("AddNorm", "NormGate", "NormGateLinear", "TokenShift", "Activated", "ActivatedLinear", "ReluSquared", "Decay"):
         one = getattr(launch, name)
         monkeypatch.setattr(one, "forward", staticmethod(lambda *given, name=name, whole=one.forward: ran.update([name]) or whole(*given)))
     monkeypatch.setattr(fused, "kernels", lambda name, *tensors: launch if name == "launch" else None)

@@ -191,11 +191,11 @@ def penstock_relu_squared_fwd(x, y, size, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def penstock_relu_squared_bwd(x, dy, dx, size, BLOCK: tl.constexpr):
-    """dx = 2 relu(x) dy."""
+def penstock_relu_squared_bwd(x, dy, dx, size, ROOT: tl.constexpr, BLOCK: tl.constexpr):
+    """dx = 2 relu(x) dy. ROOT: x is the result of the forward pass, and relu(x) its square root."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     z = tl.load(x + at, at < size, other=0.0).to(tl.float32)
-    z = tl.where(z < 0, 0.0, z)
+    z = tl.sqrt(z) if ROOT else tl.where(z < 0, 0.0, z)
     tl.store(dx + at, (2 * z * tl.load(dy + at, at < size, other=0.0).to(tl.float32)).to(dx.dtype.element_ty), at < size)
 
 

@@ -266,7 +266,7 @@ def _activated(a: Tensor, b: Tensor | None, activation: str) -> Tensor:
 def _activated_backward(a: Tensor, b: Tensor | None, activation: str, dy: Tensor) -> tuple[Tensor, Tensor | None]:
     da, db, size = torch.empty_like(a), None if b is None else torch.empty_like(b), a.numel()
     if size and b is None:
-        gates.penstock_relu_squared_bwd[(blocks(size, BLOCK),)](a, dy, da, size, BLOCK=BLOCK)
+        gates.penstock_relu_squared_bwd[(blocks(size, BLOCK),)](a, dy, da, size, ROOT=False, BLOCK=BLOCK)
     elif size:
         gates.penstock_gated_bwd[(blocks(size, BLOCK),)](a, b, dy, da, db, size, ACTIVATION=ACTIVATIONS[activation], BLOCK=BLOCK)
     return da, db
@@ -289,6 +289,28 @@ class Activated(torch.autograd.Function):
         if torch.is_grad_enabled():
             return *_by_formula(ctx.formula, (a, b), (dy,)), None, None
         return *_activated_backward(a, b, ctx.activation, dy.contiguous()), None, None
+
+
+class ReluSquared(torch.autograd.Function):
+    """``relu(a)**2``. Its result is kept, which a linear map behind it keeps too, and a is not."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor) -> Tensor:
+        """The result."""
+        y = _activated(a, None, "relu_squared")
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        """The gradient of a."""
+        (y,) = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return 2 * torch.where(y == 0, 0, torch.where(y == 0, 1, y).sqrt()) * dy
+        da, size = torch.empty_like(y), y.numel()
+        if size:
+            gates.penstock_relu_squared_bwd[(blocks(size, BLOCK),)](y, dy.contiguous(), da, size, ROOT=True, BLOCK=BLOCK)
+        return da
 
 
 class ActivatedLinear(torch.autograd.Function):
