@@ -74,12 +74,12 @@ def shifted(
     """y [N,R,C] of ``TokenShift`` for N factors [C]. With slots, ``last`` is a pool. ``tanh`` is applied to hidden."""
     (R, C), N, M = x.shape, len(factors), 0 if up is None else up.shape[1]
     y = x.new_empty(N, R, C)
-    BR, BC = (64, 64) if M else (16, 256)
+    BR, BC, warps = (64, 64, 8) if M else (16, 256, 4)
     if y.numel():
         token_shift.penstock_shift_fwd[blocks(R, BR), blocks(C, BC)](
             x, last, starts, starts if slots is None else slots, *factors, *[x] * (5 - N), x if hidden is None else hidden,
             x if up is None else up, y, R, C, last.stride(0), N=N, M=M, BM=power(M, 16), BR=BR, BC=BC, PRECISION=precision(x),
-            SLOTS=slots is not None, TANH=tanh, num_warps=4,
+            SLOTS=slots is not None, TANH=tanh, num_warps=warps,
         )  # fmt: skip
     return y
 
@@ -145,10 +145,10 @@ def _low_rank_backward(
             num_stages=2 if half else 1, **limit,
         )  # fmt: skip
         token_shift.penstock_shift_hidden_bwd[(N * blocks(R, BR),)](
-            x, last, starts, up, *given, d_hidden, R, C, **constants, BR=BR, BC=BC, num_warps=4, **limit
+            x, last, starts, up, *given, d_hidden, R, C, **constants, BR=BR, BC=BC, num_warps=4, num_stages=1, **limit
         )
         token_shift.penstock_shift_weights_bwd[N, blocks(C, BC), programs](
-            x, last, starts, hidden, *given, d_up, dmu, R, C, each, **constants, BR=BR, BC=BC, num_warps=4, **limit
+            x, last, starts, hidden, *given, d_up, dmu, R, C, each, **constants, BR=BR, BC=BC, num_warps=4, num_stages=1, **limit
         )
     return dx, _summed(dmu, mu), d_hidden, _summed(d_up, up)
 

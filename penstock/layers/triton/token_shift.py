@@ -177,7 +177,7 @@ def penstock_shift_hidden_bwd(
     dy = dy4 if i == 4 else dy3 if i == 3 else dy2 if i == 2 else dy1 if i == 1 else dy0
     r, j = tl.program_id(0) // N * BR + tl.arange(0, BR), tl.arange(0, BM)
     found = tl.zeros([BR, BM], tl.float32)
-    for begin in tl.range(0, C, BC, num_stages=1):
+    for begin in range(0, C, BC):
         c = begin + tl.arange(0, BC)
         here = (r < R)[:, None] & (c < C)[None, :]
         d = tl.load(dy + r.to(tl.int64)[:, None] * C + c[None, :], here, other=0.0)
@@ -203,7 +203,7 @@ def penstock_shift_weights_bwd(
     c, p, j = tl.program_id(1) * BC + tl.arange(0, BC), tl.program_id(2), tl.arange(0, BM)
     found, sums = tl.zeros([BC, BM], tl.float32), tl.zeros([BC, 16], tl.float32)
     ones = tl.full([BR, 16], 1.0, hidden.dtype.element_ty)
-    for block in tl.range(each, num_stages=1):
+    for block in range(each):
         r = (p * each + block) * BR + tl.arange(0, BR)
         here = (r < R)[:, None] & (c < C)[None, :]
         d = tl.load(dy + r.to(tl.int64)[:, None] * C + c[None, :], here, other=0.0)
