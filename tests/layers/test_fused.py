@@ -165,6 +165,19 @@ def test_second_derivatives_of_relu_squared():
         torch.testing.assert_close(one, exact)
 
 
+@pytest.mark.parametrize("rank", [0, 32])
+def test_gradients_of_shifted_tokens_do_not_depend_on_other_sequences(rank):
+    at, x, last, mu = sequences(False), normal(75, 70), normal(3, 70), normal(5, 70)
+    hidden, up = (normal(75, 5, rank), normal(5, rank, 70)) if rank else (None, None)
+    upstream, found = [normal(75, 70, seed=n) for n in range(5)], []
+    for end in (75, 25):  # of the first sequence: a product of float32 under the interpreter depends on the place of a row
+        leaves = [one[:end].clone().requires_grad_() for one in (x, hidden) if one is not None]
+        given = (mu, leaves[1] if rank else None, up)
+        y = launch.TokenShift.apply(leaves[0], last, at.starts[:end], *given, fused.shift_formula)
+        found.append([*y, *torch.autograd.grad(y, leaves, [d[:end] for d in upstream])])
+    assert all(torch.equal(one[:25], alone) for one, alone in zip(*found))
+
+
 @pytest.mark.parametrize("used", [(True, True), (True, False), (False, True)])
 def test_gradients_of_further_uses_of_shifted_tokens(used):
     at, x, last, mu = sequences(True), normal(75, 70).requires_grad_(), normal(5, 70), normal(1, 70).requires_grad_()

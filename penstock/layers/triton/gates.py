@@ -227,15 +227,15 @@ def penstock_decay_bwd(
     """A program takes ``each`` blocks of BR tokens."""
     p = tl.program_id(0)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
-    sums = tl.zeros([BC], tl.float32)
+    sums = tl.zeros([BR, BC], tl.float32)  # summed over rows behind the loop, which so has no barriers for it
     for block in range(each):
         r = (p * each + block) * BR + tl.arange(0, BR)
         here = (r < R)[:, None] & (c < C)[None, :]
         at = r.to(tl.int64)[:, None] * C + c[None, :]
         d = tl.load(dw + at, here, other=0.0) * tl.load(w + at, here, other=0.0)
         tl.store(dx + at, d.to(dx.dtype.element_ty), here)
-        sums += tl.sum(d, 0)
-    tl.store(dbias + p.to(tl.int64) * C + c, sums, c < C)
+        sums += d
+    tl.store(dbias + p.to(tl.int64) * C + c, tl.sum(sums, 0), c < C)
 
 
 @triton.jit
