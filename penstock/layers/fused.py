@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 
 
 def token_shift(
-    x: Tensor, last: Tensor | PoolRows | TokensBefore, sequences: Sequences, *factors: Tensor, low_rank: tuple[Tensor, Tensor] | None = None
-) -> tuple[Tensor, ...]:
+    x: Tensor, last: Tensor | PoolRows | TokensBefore, sequences: Sequences, *factors: Tensor,
+    low_rank: tuple[Tensor, Tensor] | None = None, kept: bool = False,
+) -> tuple[Tensor, ...]:  # fmt: skip
     r"""Interpolations between each token and the one before it.
 
     .. math:: y_{i,t} = x_t + (x_{t-1} - x_t) m_i, \qquad m_i = factors_i + \tanh(hidden_{i,t}) W_i
@@ -37,9 +38,13 @@ def token_shift(
     factors : Tensors of C elements
     low_rank : (hidden [B,T,n,M], W [n,M,C]), optional
         A further part of the factors of each token.
+    kept : bool
+        x is a further result, for its other uses. Without ``low_rank``, the kernel of the backward pass adds their gradient to that of x.
 
     Returns one Tensor [B,T,C] for each of the factors.
     """
+    if kept and (low_rank is not None or not torch.is_grad_enabled()):
+        return *token_shift(x, last, sequences, *factors, low_rank=low_rank), x
     hidden, up = low_rank or (None, None)
     if isinstance(last, TokensBefore):
         return tuple(one.view(x.shape) for one in _shift_of_pairs(x, last.x, factors, low_rank))
@@ -59,10 +64,11 @@ def token_shift(
     hidden = None if hidden is None else torch.tanh(hidden)
     if launch is None:
         found = shift_formula(flat, last, None if sequences.single else sequences.starts, factors, hidden, up)
+        found = (*found, flat) if kept else found
     else:
         mu = torch.stack([factor.reshape(-1) for factor in factors])
         given = [None if one is None else one.contiguous() for one in (flat, last, sequences.starts, mu, hidden, up)]
-        found = launch.TokenShift.apply(*given, shift_formula)
+        found = launch.TokenShift.apply(*given, kept_formula if kept else shift_formula, kept)
     return tuple(one.view(x.shape) for one in found)
 
 
@@ -99,6 +105,11 @@ def shift_formula(
     rows = (mu if isinstance(mu, Tensor) else torch.stack(mu)).view(len(mu), 1, -1)
     factors = torch.baddbmm(rows.to(hidden.dtype), hidden.transpose(0, 1), up)
     return torch.addcmul(x, dx, factors.to(x.dtype)).unbind()
+
+
+def kept_formula(x: Tensor, *given: Any) -> tuple[Tensor, ...]:
+    """``shift_formula``, and x."""
+    return *shift_formula(x, *given), x
 
 
 def norm_gate(
@@ -229,7 +240,8 @@ Activation = Literal["sigmoid", "silu", "relu_squared"]
 def activated(a: Tensor, b: Tensor | None, activation: Activation, then: nn.Module | None = None) -> Tensor:
     """``activation(a) * b`` element by element, for "relu_squared" ``relu(a)**2`` without b; then, if given, a linear map.
 
-    With a plain linear map, on a GPU, the result of the activation is computed again in the backward pass, not kept.
+    With a plain linear map, on a GPU, the result of the activation is computed again in the backward pass, not kept. Exception:
+    ``relu(a)**2``, whose square root is what its backward pass needs of a, so that a is not kept; in float16 small squares are 0.
     """
     weights = None if then is None else plain_weights([then])
     if then is not None and (weights is None or not torch.is_grad_enabled()):
@@ -243,6 +255,9 @@ def activated(a: Tensor, b: Tensor | None, activation: Activation, then: nn.Modu
         return formula(a, b, weight)
     a, b = a.contiguous(), None if b is None else b.contiguous()
     found: Tensor
+    if b is None and a.dtype != torch.float16:
+        found = launch.ReluSquared.apply(a)
+        return found if weight is None else linear(found, weight)
     if weight is None or not torch.is_grad_enabled():
         found = launch.Activated.apply(a, b, activation, formula)
         return found if weight is None else linear(found, weight)

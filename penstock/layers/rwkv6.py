@@ -124,7 +124,7 @@ class RWKV6TimeMix(Mixer):
     def mix(self, x: Tensor, state: RWKV6State, sequences: Sequences) -> tuple[Tensor, RWKV6State]:
         """Y and the new state."""
         last, shift = sequences.shifted(x, state.shift)
-        (mixed,) = token_shift(x, last, sequences, self.time_maa_x)
+        mixed, x = token_shift(x, last, sequences, self.time_maa_x, kept=True)
         y, wkv = self._mixed(x, last, mixed, state.wkv, sequences)
         return y, RWKV6State(shift, wkv)
 

@@ -74,6 +74,9 @@ for tokens, heads in product((1, 3), (1, 2)):
         backward(launch.NormGateLinear.apply(*given, learned(5, 64 * heads), 1e-5, True, None))
     for b in (None, learned(tokens, 70)):
         backward(launch.Activated.apply(learned(tokens, 70), b, "silu", None))
+    backward(launch.ReluSquared.apply(learned(tokens, 70)))
+    shifted = launch.TokenShift.apply(learned(tokens, 70), last, starts, learned(1, 70), None, None, fused.kept_formula, True)
+    backward(*shifted)
     backward(launch.Decay.apply(learned(tokens, 70), learned(70), None))
     backward(launch.LogSigmoid.apply(learned(tokens, 70), 16.0, None))
     for rank in (1, 8):
@@ -127,6 +130,7 @@ def test_every_fused_kernel_compiles_for_any_number_of_tokens():
     done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     both = {f"{name}_{way}" for name in ("decay", "gated", "log_sigmoid", "norm_gate", "relu_squared", "shift") for way in ("bwd", "fwd")}
+    both |= {f"shift_{name}_bwd" for name in ("hidden", "low_rank", "weights")}
     decoding = {"low_rank", "product_of_few_rows", "products", "rwkv_step", "shifted_norm", "write_rows"}
     others = {"add_norm", "add_norm_bwd", "cross_entropy", "draw", "keep_ranks", "product", *decoding}
     assert set(done.stdout.split()) == {f"penstock_{name}" for name in both | others}

@@ -51,7 +51,8 @@ def sequences(packed):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(("count", "rank"), [(1, 0), (2, 0), (4, 0), (5, 4), (5, 32), (1, 16)])
-def test_token_shift(count, rank, packed, dtype):
+def test_token_shift(count, rank, packed, dtype, monkeypatch):
+    monkeypatch.setattr(launch, "PROGRAMS", 4)  # several blocks of tokens a program
     at = sequences(packed)
     C = 70
     x, last, mu = normal(75, C, dtype=dtype), normal(at.count, C, dtype=dtype), normal(count, C, dtype=dtype)
@@ -141,6 +142,60 @@ def test_element_wise(dtype):
         hold(lambda a, b, given=given: launch.Activated.apply(a, b, *given), formula, (a, other), dtype=dtype)
         hold(lambda a, b, weight, given=given: launch.ActivatedLinear.apply(a, b, weight, *given), formula, (a, other, weight), dtype=dtype)
     hold(lambda x, bias: launch.Decay.apply(x, bias, fused.decay_formula), fused.decay_formula, (a, bias), dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_relu_squared_from_its_result(dtype):
+    a, formula = normal(37, 67, dtype=dtype) / 1e6, partial(fused.activated_formula, b=None, activation="relu_squared")
+    hold(launch.ReluSquared.apply, formula, (a,), dtype=dtype)
+    a[3, 5] = float("nan")
+    a.requires_grad_()
+    (d,) = torch.autograd.grad(launch.ReluSquared.apply(a).sum(), a)
+    assert d.isnan().sum() == 1
+    assert d[3, 5].isnan()
+
+
+def test_second_derivatives_of_relu_squared():
+    a, formula = normal(5, 7).requires_grad_(), partial(fused.activated_formula, b=None, activation="relu_squared")
+    grads = []
+    for y in (launch.ReluSquared.apply(a), formula(a)):
+        (first,) = torch.autograd.grad(y.sin().sum(), a, create_graph=True)
+        grads.append((first, *torch.autograd.grad(first.square().sum(), a)))
+    for one, exact in zip(*grads):
+        torch.testing.assert_close(one, exact)
+
+
+@pytest.mark.parametrize("rank", [0, 32])
+def test_gradients_of_shifted_tokens_do_not_depend_on_other_sequences(rank):
+    at, x, last, mu = sequences(False), normal(75, 70), normal(3, 70), normal(5, 70)
+    hidden, up = (normal(75, 5, rank), normal(5, rank, 70)) if rank else (None, None)
+    upstream, found = [normal(75, 70, seed=n) for n in range(5)], []
+    for end in (75, 25):  # of the first sequence: a product of float32 under the interpreter depends on the place of a row
+        leaves = [one[:end].clone().requires_grad_() for one in (x, hidden) if one is not None]
+        given = (mu, leaves[1] if rank else None, up)
+        y = launch.TokenShift.apply(leaves[0], last, at.starts[:end], *given, fused.shift_formula)
+        found.append([*y, *torch.autograd.grad(y, leaves, [d[:end] for d in upstream])])
+    assert all(torch.equal(one[:25], alone) for one, alone in zip(*found))
+
+
+@pytest.mark.parametrize("used", [(True, True), (True, False), (False, True)])
+def test_gradients_of_further_uses_of_shifted_tokens(used):
+    at, x, last, mu = sequences(True), normal(75, 70).requires_grad_(), normal(5, 70), normal(1, 70).requires_grad_()
+
+    def ours(x, mu):
+        return launch.TokenShift.apply(x, last, at.starts, mu, None, None, fused.kept_formula, True)
+
+    def formula(x, mu):
+        return fused.kept_formula(x, last.to(x.dtype), at.starts, mu, None, None)
+
+    hold(ours, formula, (x, mu))
+    grads = []
+    for y, same in (ours(x, mu), formula(x, mu)):
+        loss = sum(one.sin().sum() for one, wanted in zip((y, same), used) if wanted)
+        first = torch.autograd.grad(loss, (x, mu), create_graph=True, allow_unused=True)
+        grads.append([torch.autograd.grad(loss, x, retain_graph=True)[0], first[0], torch.autograd.grad(first[0].square().sum(), x)[0]])
+    for one, exact in zip(*grads):
+        torch.testing.assert_close(one, exact, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -339,7 +394,7 @@ def test_empty_inputs():
 def on_a_cpu(monkeypatch):
     """Kernels take tensors on a CPU; how often each autograd function ran."""
     ran = Counter()
-    for name in ("AddNorm", "NormGate", "NormGateLinear", "TokenShift", "Activated", "ActivatedLinear", "Decay"):
+    for name in ("AddNorm", "NormGate", "NormGateLinear", "TokenShift", "Activated", "ActivatedLinear", "ReluSquared", "Decay"):
         one = getattr(launch, name)
         monkeypatch.setattr(one, "forward", staticmethod(lambda *given, name=name, whole=one.forward: ran.update([name]) or whole(*given)))
     monkeypatch.setattr(fused, "kernels", lambda name, *tensors: launch if name == "launch" else None)

@@ -193,11 +193,11 @@ def penstock_relu_squared_fwd(x, y, size, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def penstock_relu_squared_bwd(x, dy, dx, size, BLOCK: tl.constexpr):
-    """dx = 2 relu(x) dy."""
+def penstock_relu_squared_bwd(x, dy, dx, size, ROOT: tl.constexpr, BLOCK: tl.constexpr):
+    """dx = 2 relu(x) dy. ROOT: x is the result of the forward pass, and relu(x) its square root."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     z = tl.load(x + at, at < size, other=0.0).to(tl.float32)
-    z = tl.where(z < 0, 0.0, z)
+    z = tl.sqrt(z) if ROOT else tl.where(z < 0, 0.0, z)
     tl.store(dx + at, (2 * z * tl.load(dy + at, at < size, other=0.0).to(tl.float32)).to(dx.dtype.element_ty), at < size)
 
 
@@ -229,15 +229,15 @@ def penstock_decay_bwd(
     """A program takes ``each`` blocks of BR tokens."""
     p = tl.program_id(0)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
-    sums = tl.zeros([BC], tl.float32)
+    sums = tl.zeros([BR, BC], tl.float32)  # summed over rows behind the loop, which so has no barriers for it
     for block in range(each):
         r = (p * each + block) * BR + tl.arange(0, BR)
         here = (r < R)[:, None] & (c < C)[None, :]
         at = r.to(tl.int64)[:, None] * C + c[None, :]
         d = tl.load(dw + at, here, other=0.0) * tl.load(w + at, here, other=0.0)
         tl.store(dx + at, d.to(dx.dtype.element_ty), here)
-        sums += tl.sum(d, 0)
-    tl.store(dbias + p.to(tl.int64) * C + c, sums, c < C)
+        sums += d
+    tl.store(dbias + p.to(tl.int64) * C + c, tl.sum(sums, 0), c < C)
 
 
 @triton.jit

@@ -74,52 +74,83 @@ def shifted(
     """y [N,R,C] of ``TokenShift`` for N factors [C]. With slots, ``last`` is a pool. ``tanh`` is applied to hidden."""
     (R, C), N, M = x.shape, len(factors), 0 if up is None else up.shape[1]
     y = x.new_empty(N, R, C)
-    BR, BC = (64, 64) if M else (16, 256)
+    BR, BC, warps = (64, 64, 8) if M else (16, 256, 4)
     if y.numel():
         token_shift.penstock_shift_fwd[blocks(R, BR), blocks(C, BC)](
             x, last, starts, starts if slots is None else slots, *factors, *[x] * (5 - N), x if hidden is None else hidden,
             x if up is None else up, y, R, C, last.stride(0), N=N, M=M, BM=power(M, 16), BR=BR, BC=BC, PRECISION=precision(x),
-            SLOTS=slots is not None, TANH=tanh, num_warps=4,
+            SLOTS=slots is not None, TANH=tanh, num_warps=warps,
         )  # fmt: skip
     return y
 
 
 class TokenShift(torch.autograd.Function):
-    """x [R,C], last [n,C], starts [R], mu [N,C], hidden [R,N,M] and up [N,M,C] or None: y_i [R,C], see ``token_shift``."""
+    """x [R,C], last [n,C], starts [R], mu [N,C], hidden [R,N,M] and up [N,M,C] or None: y_i [R,C], see ``token_shift``.
+
+    ``kept`` (without a low-rank part): x is a further result; the backward pass adds its gradient as it writes that of x.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, last: Tensor, starts: Tensor, mu: Tensor, hidden: Tensor | None, up: Tensor | None, formula: Formula
-    ) -> tuple[Tensor, ...]:
-        """The result."""
+        ctx: Any, x: Tensor, last: Tensor, starts: Tensor, mu: Tensor, hidden: Tensor | None, up: Tensor | None, formula: Formula,
+        kept: bool = False,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """The results."""
         y = shifted(x, last, starts, None, mu.unbind(), hidden, up, tanh=False)
         ctx.save_for_backward(x, last, starts, mu, hidden, up)
         ctx.formula = formula
         ctx.set_materialize_grads(False)
-        return y.unbind()
+        return (*y.unbind(), x) if kept else y.unbind()
 
     @staticmethod
     def backward(ctx: Any, *d_results: Tensor | None) -> Tensors:
         """Gradients of all arguments."""
         x, last, starts, mu, hidden, up = tensors = ctx.saved_tensors
         if torch.is_grad_enabled() or ctx.needs_input_grad[1]:
-            return *_by_formula(ctx.formula, tensors, d_results), None
-        (R, C), N, M = x.shape, mu.shape[0], 0 if up is None else up.shape[1]
-        dy = [torch.zeros_like(x) if d is None else d.contiguous() for d in d_results]
-        BR, BC = 32, 64
-        programs, each = _shares(blocks(R, BR - 1), blocks(C, BC))
+            return *_by_formula(ctx.formula, tensors, d_results), None, None
+        N = mu.shape[0]
+        dy = [torch.zeros_like(x) if d is None else d.contiguous() for d in d_results[:N]]
+        if hidden is not None and up is not None:
+            dx, dmu, d_hidden, d_up = _low_rank_backward(x, last, starts, mu, hidden, up, dy)
+            return dx, None, None, dmu, d_hidden, d_up, None, None
+        (R, C), further = x.shape, None if len(d_results) == N else d_results[N]
+        BR, BC = 8 if N <= 2 else 4, 256
+        programs, each = _shares(blocks(R, BR), blocks(C, BC))
         dx, dmu = torch.empty_like(x), mu.new_empty(programs, N, C, dtype=torch.float32)
-        dm = dx if hidden is None else hidden.new_empty(N, R, C)  # an operand beside hidden; under autocast x is float32
         if x.numel():
             token_shift.penstock_shift_bwd[programs, blocks(C, BC)](
-                x, last, starts, mu, x if hidden is None else hidden, x if up is None else up, *dy, *[x] * (5 - N), dx, dm, dmu,
-                R, C, each, N=N, M=M, BM=power(M, 16), BN=power(N, 1), BR=BR, BC=BC, PRECISION=precision(x), num_warps=4,
+                x, last, starts, mu, *dy, *[x] * (5 - N), x if further is None else further.contiguous(), dx, dmu, R, C, each,
+                N=N, ADD=further is not None, BR=BR, BC=BC, num_warps=4,
             )  # fmt: skip
-        d_hidden = d_up = None
-        if up is not None:
-            d_hidden = torch.bmm(dm, up.mT).transpose(0, 1).contiguous()
-            d_up = torch.bmm(hidden.permute(1, 2, 0), dm)
-        return dx, None, None, _summed(dmu, mu), d_hidden, d_up, None
+        return dx, None, None, _summed(dmu, mu), None, None, None, None
+
+
+def _low_rank_backward(
+    x: Tensor, last: Tensor, starts: Tensor, mu: Tensor, hidden: Tensor, up: Tensor, dy: list[Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x, mu, hidden and up. Each kernel computes dm = dy (p - x) again: stored, it would be written once and read twice."""
+    (R, C), (N, M, _) = x.shape, up.shape
+    given = [*dy, *[x] * (5 - N)]
+    constants = {"N": N, "M": M, "BM": power(M, 16), "PRECISION": precision(x)}
+    half, BR, BC = x.element_size() == 2, 64, 64
+    limit = _limit(x, 128) if half else {}
+    programs, each = _shares(blocks(R, BR), blocks(C, BC) * N)
+    dx, d_hidden = torch.empty_like(x), torch.empty_like(hidden)
+    dmu, d_up = (x.new_empty(programs, *one.shape, dtype=torch.float32) for one in (mu, up))
+    if x.numel():
+        tile = 32
+        many, rows = _shares(blocks(R, tile - 1), 2 * blocks(C, BC))  # of 8 warps, so half as many
+        token_shift.penstock_shift_low_rank_bwd[many, blocks(C, BC)](
+            starts, mu, hidden, up, *given, dx, R, C, rows, **constants, BR=tile, BC=BC, num_warps=8,
+            num_stages=2 if half else 1, **limit,
+        )  # fmt: skip
+        token_shift.penstock_shift_hidden_bwd[(N * blocks(R, BR),)](
+            x, last, starts, up, *given, d_hidden, R, C, **constants, BR=BR, BC=BC, num_warps=4, num_stages=1, **limit
+        )
+        token_shift.penstock_shift_weights_bwd[N, blocks(C, BC), programs](
+            x, last, starts, hidden, *given, d_up, dmu, R, C, each, **constants, BR=BR, BC=BC, num_warps=4, num_stages=1, **limit
+        )
+    return dx, _summed(dmu, mu), d_hidden, _summed(d_up, up)
 
 
 def precision(x: Tensor) -> str:
@@ -235,7 +266,7 @@ def _activated(a: Tensor, b: Tensor | None, activation: str) -> Tensor:
 def _activated_backward(a: Tensor, b: Tensor | None, activation: str, dy: Tensor) -> tuple[Tensor, Tensor | None]:
     da, db, size = torch.empty_like(a), None if b is None else torch.empty_like(b), a.numel()
     if size and b is None:
-        gates.penstock_relu_squared_bwd[(blocks(size, BLOCK),)](a, dy, da, size, BLOCK=BLOCK)
+        gates.penstock_relu_squared_bwd[(blocks(size, BLOCK),)](a, dy, da, size, ROOT=False, BLOCK=BLOCK)
     elif size:
         gates.penstock_gated_bwd[(blocks(size, BLOCK),)](a, b, dy, da, db, size, ACTIVATION=ACTIVATIONS[activation], BLOCK=BLOCK)
     return da, db
@@ -258,6 +289,28 @@ class Activated(torch.autograd.Function):
         if torch.is_grad_enabled():
             return *_by_formula(ctx.formula, (a, b), (dy,)), None, None
         return *_activated_backward(a, b, ctx.activation, dy.contiguous()), None, None
+
+
+class ReluSquared(torch.autograd.Function):
+    """``relu(a)**2``. Its result is kept, which a linear map behind it keeps too, and a is not."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor) -> Tensor:
+        """The result."""
+        y = _activated(a, None, "relu_squared")
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        """The gradient of a."""
+        (y,) = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return 2 * torch.where(y == 0, 0, torch.where(y == 0, 1, y).sqrt()) * dy
+        da, size = torch.empty_like(y), y.numel()
+        if size:
+            gates.penstock_relu_squared_bwd[(blocks(size, BLOCK),)](y, dy.contiguous(), da, size, ROOT=True, BLOCK=BLOCK)
+        return da
 
 
 class ActivatedLinear(torch.autograd.Function):

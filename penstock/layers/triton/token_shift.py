@@ -77,42 +77,140 @@ def penstock_shift_fwd(
 
 
 @triton.jit
+def _steps(x, last, starts, r, c, R, C):
+    """p - x of tokens [BR,BC], float32. The first token of a sequence takes its row of ``last`` [sequences,C], of the dtype of x."""
+    first = tl.load(starts + r, r < R, other=0)
+    row = tl.where(first < 0, x + (r.to(tl.int64) - 1) * C, last + first.to(tl.int64) * C)
+    here = (r < R)[:, None] & (c < C)[None, :]
+    now = tl.load(x + r.to(tl.int64)[:, None] * C + c[None, :], here, other=0.0)
+    before = tl.load(row[:, None] + c[None, :], here, other=0.0)
+    return before.to(tl.float32) - now.to(tl.float32)
+
+
+@triton.jit
 def penstock_shift_bwd(
-    x, last, starts, mu, hidden, up,
+    x, last, starts, mu,
     dy0, dy1, dy2, dy3, dy4,  # [R,C] each; those from N on are not read
+    further,  # [R,C], with ADD: a further gradient of x
     dx,  # [R,C]
-    dm,  # [N,R,C], gradients of factors of each token; with a low-rank part only
     dmu,  # [programs,N,C] float32, sums over the tokens of a program
     R, C, each,
-    N: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr,
+    N: tl.constexpr, ADD: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """A program takes ``each`` blocks of BR - 1 tokens. dx_t = sum dy_t (1 - m_t) + sum dy_{t+1} m_{t+1}: a tile has one more token."""
+    """Without a low-rank part. A program takes ``each`` blocks of BR tokens. dx_t = sum dy_t (1 - m) + sum dy_{t+1} m."""
     p = tl.program_id(0)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
-    sums = tl.zeros([BN, BC], tl.float32)
-    index = tl.arange(0, BN)
+    columns = (c < C)[None, :]
+    sums = ()
+    for _ in tl.static_range(N):
+        sums += (tl.zeros([BR, BC], tl.float32),)  # over rows behind the loop, which so has no barriers for it
+    for block in range(each):
+        r = (p * each + block) * BR + tl.arange(0, BR)
+        here = (r < R)[:, None] & columns
+        follows = (tl.load(starts + r + 1, r + 1 < R, other=0) < 0)[:, None] & columns  # the next token is of the same sequence
+        to = r.to(tl.int64)[:, None] * C + c[None, :]
+        now, after = (), ()
+        for i in tl.static_range(N):  # all loads are in flight before the first use
+            dy = dy0 if i == 0 else dy1 if i == 1 else dy2 if i == 2 else dy3 if i == 3 else dy4
+            now += (tl.load(dy + to, here, other=0.0),)
+            after += (tl.load(dy + to + C, follows, other=0.0),)
+        back = tl.zeros([BR, BC], tl.float32)
+        if ADD:
+            back += tl.load(further + to, here, other=0.0).to(tl.float32)
+        step = _steps(x, last, starts, r, c, R, C)
+        found = ()
+        for i in tl.static_range(N):
+            m = tl.load(mu + i * C + c, c < C, other=0.0).to(tl.float32)[None, :]
+            d = now[i].to(tl.float32)
+            back += d * (1 - m) + after[i].to(tl.float32) * m
+            found += (sums[i] + d * step,)
+        sums = found
+        tl.store(dx + to, back.to(dx.dtype.element_ty), here)
+    for i in tl.static_range(N):
+        tl.store(dmu + (p * N + i).to(tl.int64) * C + c, tl.sum(sums[i], 0), c < C)
+
+
+@triton.jit
+def penstock_shift_low_rank_bwd(
+    starts, mu, hidden, up,
+    dy0, dy1, dy2, dy3, dy4,
+    dx,  # [R,C]
+    R, C, each,
+    N: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dx with a low-rank part. A program takes ``each`` blocks of BR - 1 tokens: the last one of a tile is of the next block.
+
+    dx_t = sum dy_t (1 - m_t) + sum dy_{t+1} m_{t+1}.
+    """
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
     row = tl.arange(0, BR)
     below = tl.broadcast_to(tl.minimum(row + 1, BR - 1)[:, None], (BR, BC))
     for block in range(each):
-        r = (p * each + block) * (BR - 1) + row
+        r = (tl.program_id(0) * each + block) * (BR - 1) + row
         here = (r < R)[:, None] & (c < C)[None, :]
-        own = here & (row < BR - 1)[:, None]
         to = r.to(tl.int64)[:, None] * C + c[None, :]
-        now, before = _loaded(x, last, starts, starts, C, r, c, R, C, False)
-        step = before - now
-        kept = tl.zeros([BR, BC], tl.float32)
-        passed = tl.zeros([BR, BC], tl.float32)
-        for i in tl.static_range(N):
+        now = ()
+        for i in tl.static_range(N):  # all loads are in flight before the first use
             dy = dy0 if i == 0 else dy1 if i == 1 else dy2 if i == 2 else dy3 if i == 3 else dy4
-            m = _factor(mu + i * C, hidden, up, i, r, c, R, C, N, M, BM, PRECISION, False)
-            d = tl.load(dy + to, here, other=0.0).to(tl.float32)
-            kept += d * (1 - m)
-            passed += d * m
-            d = tl.where(own, d * step, 0.0)
-            if M > 0:
-                tl.store(dm + tl.cast(R, tl.int64) * C * i + to, d.to(dm.dtype.element_ty), own)
-            sums += tl.where(index[:, None] == i, tl.sum(d, 0)[None, :], 0.0)
+            now += (tl.load(dy + to, here, other=0.0),)
         begins = tl.load(starts + r, r < R, other=0) >= 0  # the token before is of another sequence
-        kept += tl.gather(tl.where(begins[:, None], 0.0, passed), below, 0)
-        tl.store(dx + to, kept.to(dx.dtype.element_ty), own)
-    tl.store(dmu + (p * N + index)[:, None].to(tl.int64) * C + c[None, :], sums, (index < N)[:, None] & (c < C)[None, :])
+        total, passed = tl.zeros([BR, BC], tl.float32), tl.zeros([BR, BC], tl.float32)
+        for i in tl.static_range(N):
+            m = _factor(mu + i * C, hidden, up, i, r, c, R, C, N, M, BM, PRECISION, False)
+            d = now[i].to(tl.float32)
+            total += d
+            passed += d * m
+        back = total - passed + tl.gather(tl.where(begins[:, None], 0.0, passed), below, 0)
+        tl.store(dx + to, back.to(dx.dtype.element_ty), here & (row < BR - 1)[:, None])
+
+
+@triton.jit
+def penstock_shift_hidden_bwd(
+    x, last, starts, up,
+    dy0, dy1, dy2, dy3, dy4,
+    d_hidden,  # [R,N,M]
+    R, C,
+    N: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A program computes BR tokens of one interpolation: the sum over channels of dm W, dm = dy (p - x)."""
+    i = tl.program_id(0) % N  # programs of the same tokens run side by side: x comes from memory once
+    dy = dy4 if i == 4 else dy3 if i == 3 else dy2 if i == 2 else dy1 if i == 1 else dy0
+    r, j = tl.program_id(0) // N * BR + tl.arange(0, BR), tl.arange(0, BM)
+    found = tl.zeros([BR, BM], tl.float32)
+    for begin in range(0, C, BC):
+        c = begin + tl.arange(0, BC)
+        here = (r < R)[:, None] & (c < C)[None, :]
+        d = tl.load(dy + r.to(tl.int64)[:, None] * C + c[None, :], here, other=0.0)
+        w = tl.load(up + (i * M + j)[:, None].to(tl.int64) * C + c[None, :], (j < M)[:, None] & (c < C)[None, :], other=0.0)
+        dm = d.to(tl.float32) * _steps(x, last, starts, r, c, R, C)
+        found = tl.dot(dm.to(w.dtype), tl.trans(w), found, input_precision=PRECISION)
+    to = (r.to(tl.int64) * N + i)[:, None] * M + j[None, :]
+    tl.store(d_hidden + to, found.to(d_hidden.dtype.element_ty), (r < R)[:, None] & (j < M)[None, :])
+
+
+@triton.jit
+def penstock_shift_weights_bwd(
+    x, last, starts, hidden,
+    dy0, dy1, dy2, dy3, dy4,
+    d_up,  # [programs,N,M,C] float32, sums over the tokens of a program
+    dmu,  # [programs,N,C] float32, likewise
+    R, C, each,
+    N: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """With a low-rank part. A program takes ``each`` blocks of BR tokens of one interpolation: the sums over tokens of dm h and dm."""
+    i = tl.program_id(0)  # programs of the same tokens run side by side: x comes from memory once
+    dy = dy4 if i == 4 else dy3 if i == 3 else dy2 if i == 2 else dy1 if i == 1 else dy0
+    c, p, j = tl.program_id(1) * BC + tl.arange(0, BC), tl.program_id(2), tl.arange(0, BM)
+    found, sums = tl.zeros([BC, BM], tl.float32), tl.zeros([BC, 16], tl.float32)
+    ones = tl.full([BR, 16], 1.0, hidden.dtype.element_ty)
+    for block in range(each):
+        r = (p * each + block) * BR + tl.arange(0, BR)
+        here = (r < R)[:, None] & (c < C)[None, :]
+        d = tl.load(dy + r.to(tl.int64)[:, None] * C + c[None, :], here, other=0.0)
+        h = tl.load(hidden + (r.to(tl.int64) * N + i)[:, None] * M + j[None, :], (r < R)[:, None] & (j < M)[None, :], other=0.0)
+        dm = tl.trans((d.to(tl.float32) * _steps(x, last, starts, r, c, R, C)).to(h.dtype))
+        found = tl.dot(dm, h, found, input_precision=PRECISION)
+        sums = tl.dot(dm, ones, sums, input_precision=PRECISION)  # a sum of its own would compute dm twice, in two layouts
+    to = (p * N + i).to(tl.int64)
+    tl.store(d_up + (to * M + j[None, :]) * C + c[:, None], found, (j < M)[None, :] & (c < C)[:, None])
+    tl.store(dmu + to * C + c, tl.sum(tl.where(tl.arange(0, 16)[None, :] == 0, sums, 0.0), 1), c < C)
