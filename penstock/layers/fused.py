@@ -111,7 +111,7 @@ def norm_gate(
         return y
     formula = partial(norm_gate_formula, eps=eps, centre=centre)
     flat, gates = x.flatten(0, 1), gate.reshape(B * T, H, V)
-    per_head = [None if one is None else one if one.numel() == V else one.view(H, V) for one in (weight, bias)]
+    per_head = [None if one is None else one.reshape((V,) if one.numel() == V else (H, V)).contiguous() for one in (weight, bias)]
     if launch is None:
         return formula(flat, gates, *per_head).view(B, T, H * V)
     function = launch.NormGateLinear if maps else launch.NormGate
@@ -158,10 +158,12 @@ def norm_formula(total: Tensor, weight: Tensor, bias: Tensor | None, *, eps: flo
 
 
 def _norm_of(norm: nn.Module) -> tuple[Tensor, Tensor | None, float, bool] | None:
-    """The weight, bias and epsilon of a norm, and whether it is a layer norm. None: only the module itself can compute it."""
+    """The contiguous weight and bias of a norm, its epsilon, whether it is a layer norm. None: only the module can compute it."""
     if not runs_as_written(norm, nn.LayerNorm, RMSNorm) or norm.weight is None or norm.eps is None:
         return None
-    return norm.weight, getattr(norm, "bias", None), norm.eps, isinstance(norm, nn.LayerNorm)  # type: ignore[return-value]
+    bias = getattr(norm, "bias", None)
+    weights = [None if one is None else one.contiguous() for one in (norm.weight, bias)]  # type: ignore[operator]
+    return *weights, norm.eps, isinstance(norm, nn.LayerNorm)  # type: ignore[return-value]
 
 
 def shifted_norm(

@@ -294,3 +294,21 @@ def test_only_decode_steps_in_graphs_take_the_kernel_of_a_step(launched):
     with linear.in_graph():
         assert found(normal(3, 2, 6, 4)) is None
     assert launched == ["rwkv_step"]
+
+
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if not name.startswith("hybrid")])
+def test_parameters_of_any_strides(name, request):
+    """As views of a larger tensor are: a kernel that reads them as contiguous reads the NaN between their elements."""
+    model, results = model_of(name, torch.float32), []
+    ids = torch.randint(SIZES["vocab_size"], (3, 3), generator=torch.Generator().manual_seed(2))
+    for kernels in (False, True):
+        if kernels:
+            request.getfixturevalue("launched")
+            for one in model.parameters():
+                one.data = torch.stack([one.data, torch.full_like(one.data, torch.nan)], -1)[..., 0]
+        pool = model.initial_state(4)
+        with linear.in_graph():
+            logits = [model.advance(ids[:, t : t + 1], pool, slots=torch.tensor([2, -1, 0]))[::2] for t in range(3)]
+        results.append([torch.cat(logits), *flat(pool)])
+    for plain, found in zip(*results):
+        assert not plain.numel() or error(found, plain) < 1e-5
