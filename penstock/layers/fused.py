@@ -6,6 +6,7 @@ times. The fused kernels compute in float32 and round once. Both forms have the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -51,9 +52,9 @@ def token_shift(
     if launch is not None and not torch.is_grad_enabled():
         up, hidden = (None if one is None else one.contiguous() for one in (up, hidden))
         rows = [factor.reshape(-1).contiguous() for factor in factors]
-        if hidden is not None and slots is None and sequences.single and mode() != "alike":
-            few = kernels("few_rows_launch", x)
-            return tuple(one.view(x.shape) for one in few.low_rank(hidden, up, rows, flat, pool.contiguous()))
+        if low_rank is not None and slots is None and sequences.single and mode() != "alike":
+            few, early = kernels("few_rows_launch", x), _ready((*factors, low_rank[1]), (*rows, up))
+            return tuple(one.view(x.shape) for one in few.low_rank(hidden, up, rows, flat, pool.contiguous(), early=early))
         found = launch.shifted(flat, pool, sequences.starts, slots, rows, hidden, up, tanh=up is not None).unbind()
         return tuple(one.view(x.shape) for one in found)
     last = (last.read() if isinstance(last, PoolRows) else last).to(x.dtype)
@@ -65,6 +66,17 @@ def token_shift(
         given = [None if one is None else one.contiguous() for one in (flat, last, sequences.starts, mu, hidden, up)]
         found = launch.TokenShift.apply(*given, shift_formula)
     return tuple(one.view(x.shape) for one in found)
+
+
+def _ready(parameters: Sequence[Tensor | None], read: Sequence[Tensor | None]) -> bool:
+    """Whether a kernel may read these tensors, made of ``parameters``, before the kernel ahead of it ends.
+
+    No kernel of a graph writes parameters. Outside of graphs the kernel ahead may update them; a copy or a cast may be its result.
+    """
+    if mode() != "graph":
+        return False
+    pairs = [(one, other) for one, other in zip(parameters, read) if one is not None and other is not None]
+    return all(isinstance(one, nn.Parameter) and one.data_ptr() == other.data_ptr() for one, other in pairs)
 
 
 def shift_formula(
@@ -187,7 +199,8 @@ def shifted_norm(
     flat = [None if one is None else one.reshape(-1, x.shape[-1]).contiguous() for one in (x, y)]
     slots = None if sequences.slots is None else sequences.slots.contiguous()
     mu = [one.reshape(-1).contiguous() for one in factors]
-    found = launch.shifted_norm(*flat, weight, bias, eps, pool, slots, mu, centre=centre, complement=complement, kept=kept)
+    early = _ready((norm.weight, getattr(norm, "bias", None), *factors), (weight, bias, *mu))
+    found = launch.shifted_norm(*flat, weight, bias, eps, pool, slots, mu, centre=centre, complement=complement, kept=kept, early=early)
     whole = [one.view(x.shape) for one in found[:3]]
     return launch.Shifted(*whole, tuple(one.view(x.shape) for one in found.mixed))
 
@@ -245,7 +258,8 @@ def low_rank_decay(hidden: Tensor, up: Tensor, bias: Tensor) -> Tensor:
     if launch is None:
         return decay(linear(torch.tanh(hidden), up.T), bias)
     flat = hidden.flatten(0, -2).contiguous()
-    found: Tensor = launch.low_rank_decay(flat, up.contiguous(), bias.reshape(-1).contiguous())
+    rows, base = up.contiguous(), bias.reshape(-1).contiguous()
+    found: Tensor = launch.low_rank_decay(flat, rows, base, early=_ready((up, bias), (rows, base)))
     return found.view(*hidden.shape[:-1], up.shape[1])
 
 

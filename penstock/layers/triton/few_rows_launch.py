@@ -1,4 +1,8 @@
-"""Launches of the kernels of decode steps. All are without gradients; all tensors are contiguous."""
+"""Launches of the kernels of decode steps. All are without gradients; all tensors are contiguous.
+
+``early``: the launch may begin while the kernel ahead of it runs, because that one and those before it do not write the weights, which this
+one reads before it waits.
+"""
 
 from __future__ import annotations
 
@@ -65,23 +69,27 @@ def products(
     return results
 
 
-def low_rank(hidden: Tensor, up: Tensor, mu: list[Tensor], x: Tensor, before: Tensor) -> tuple[Tensor, ...]:
+def low_rank(
+    hidden: Tensor, up: Tensor, mu: list[Tensor], x: Tensor, before: Tensor, *, early: bool = False
+) -> tuple[Tensor, ...]:  # fmt: skip
     """x + (before - x) m_i of x and before [R,C], m_i = mu_i + tanh(hidden_i) up_i: mu_i [C], hidden [R,n,M], up [n,M,C]."""
     y = x.new_empty(len(mu), *x.shape)
-    _low_rank(hidden, up, mu, x, before, y, decay=False)
+    _low_rank(hidden, up, mu, x, before, y, decay=False, early=early)
     return y.unbind()
 
 
-def low_rank_decay(hidden: Tensor, up: Tensor, bias: Tensor) -> Tensor:
+def low_rank_decay(hidden: Tensor, up: Tensor, bias: Tensor, *, early: bool = False) -> Tensor:
     """-exp(bias + tanh(hidden) up) in float32: hidden [R,M], up [M,C], bias [C]."""
     w = hidden.new_empty(hidden.shape[0], up.shape[1], dtype=torch.float32)
-    _low_rank(hidden, up, [bias], hidden, hidden, w, decay=True)
+    _low_rank(hidden, up, [bias], hidden, hidden, w, decay=True, early=early)
     return w
 
 
-def _low_rank(hidden: Tensor, up: Tensor, mu: list[Tensor], x: Tensor, before: Tensor, y: Tensor, *, decay: bool) -> None:
+def _low_rank(
+    hidden: Tensor, up: Tensor, mu: list[Tensor], x: Tensor, before: Tensor, y: Tensor, *, decay: bool, early: bool
+) -> None:  # fmt: skip
     n, R, (M, C) = len(mu), hidden.shape[0], up.shape[-2:]
-    BR, BC, pdl = 64, 64, launch.early(hidden.device)
+    BR, BC, pdl = 64, 64, launch.early(hidden.device) if early else {}
     if y.numel():
         few_rows.penstock_low_rank[-(-C // BC), n, -(-R // BR)](
             hidden, up, *mu, *mu[:1] * (PARTS - n), x, before, y, R, C, PARTS=n, M=M, DECAY=decay, BM=power(M, 16), BR=BR, BC=BC,
@@ -104,7 +112,7 @@ class Shifted(NamedTuple):
 
 def shifted_norm(
     x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, pool: Tensor, slots: Tensor | None, mu: list[Tensor],
-    *, centre: bool, complement: bool, kept: bool,
+    *, centre: bool, complement: bool, kept: bool, early: bool = False,
 ) -> Shifted:  # fmt: skip
     """The norm of x + y (x if there is no y), of x and y [R,C], and its interpolations with rows of the pool, which it replaces.
 
@@ -113,7 +121,7 @@ def shifted_norm(
     R, C = x.shape
     total = x if y is None else torch.empty_like(x)
     normed, before = (torch.empty_like(x), torch.empty_like(x)) if kept else (x, x)
-    mixed, pdl = x.new_empty(len(mu), R, C), _early(x)
+    mixed, pdl = x.new_empty(len(mu), R, C), launch.early(x.device) if early else {}
     if x.numel():
         few_rows.penstock_shifted_norm[(R,)](
             x, x if y is None else y, total, weight, weight if bias is None else bias, pool, x if slots is None else slots, normed, before,
