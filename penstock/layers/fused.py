@@ -6,6 +6,7 @@ times. The fused kernels compute in float32 and round once. Both forms have the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -83,10 +84,21 @@ def _shift_of_pairs(
     hidden, cast = hidden.flatten(0, 1), up.to(hidden.dtype)
     if launch is None:
         return shift_formula(x, before, None, factors, torch.tanh(hidden), cast)
-    early = cast is up and all(one.is_contiguous() for one in (up, *factors))
-    mu = [one.reshape(-1).contiguous() for one in factors]
-    found: tuple[Tensor, ...] = launch.low_rank(hidden.contiguous(), cast.contiguous(), mu, x, before, early=early)
+    mu, rows = [one.reshape(-1).contiguous() for one in factors], cast.contiguous()
+    early = _ready((*factors, up), (*mu, rows))
+    found: tuple[Tensor, ...] = launch.low_rank(hidden.contiguous(), rows, mu, x, before, early=early)
     return found
+
+
+def _ready(parameters: Sequence[Tensor | None], read: Sequence[Tensor | None]) -> bool:
+    """Whether a kernel may read these tensors, made of ``parameters``, before the kernel ahead of it ends.
+
+    No kernel of a graph writes parameters. Outside of graphs the kernel ahead may update them; a copy or a cast may be its result.
+    """
+    if mode() != "graph":
+        return False
+    pairs = [(one, other) for one, other in zip(parameters, read) if one is not None and other is not None]
+    return all(isinstance(one, nn.Parameter) and one.data_ptr() == other.data_ptr() for one, other in pairs)
 
 
 def shift_formula(
@@ -138,7 +150,7 @@ def norm_gate(
         return y
     formula = partial(norm_gate_formula, eps=eps, centre=centre)
     flat, gates = x.flatten(0, 1), gate.reshape(B * T, H, V)
-    per_head = [None if one is None else one if one.numel() == V else one.view(H, V) for one in (weight, bias)]
+    per_head = [None if one is None else one.reshape((V,) if one.numel() == V else (H, V)).contiguous() for one in (weight, bias)]
     if launch is None:
         return formula(flat, gates, *per_head).view(B, T, H * V)
     function = launch.NormGateLinear if maps else launch.NormGate
@@ -185,10 +197,12 @@ def norm_formula(total: Tensor, weight: Tensor, bias: Tensor | None, *, eps: flo
 
 
 def _norm_of(norm: nn.Module) -> tuple[Tensor, Tensor | None, float, bool] | None:
-    """The weight, bias and epsilon of a norm, and whether it is a layer norm. None: only the module itself can compute it."""
+    """The contiguous weight and bias of a norm, its epsilon, whether it is a layer norm. None: only the module can compute it."""
     if not runs_as_written(norm, nn.LayerNorm, RMSNorm) or norm.weight is None or norm.eps is None:
         return None
-    return norm.weight, getattr(norm, "bias", None), norm.eps, isinstance(norm, nn.LayerNorm)  # type: ignore[return-value]
+    bias = getattr(norm, "bias", None)
+    weights = [None if one is None else one.contiguous() for one in (norm.weight, bias)]  # type: ignore[operator]
+    return *weights, norm.eps, isinstance(norm, nn.LayerNorm)  # type: ignore[return-value]
 
 
 class TokensBefore(NamedTuple):
@@ -224,12 +238,10 @@ def shifted_norm(
     flat = [None if one is None else one.reshape(-1, x.shape[-1]).contiguous() for one in (x, y)]
     slots = None if sequences.slots is None else sequences.slots.contiguous()
     mu = [one.reshape(-1).contiguous() for one in factors]
-    early = all(one is None or one.is_contiguous() for one in (weight, bias, *factors))
+    early = _ready((norm.weight, getattr(norm, "bias", None), *factors), (weight, bias, *mu))
     spans = None if sequences.single else (sequences.starts, sequences.bounds)
-    found = launch.shifted_norm(
-        *flat, weight.contiguous(), None if bias is None else bias.contiguous(), eps, pool, slots, mu, spans,
-        centre=centre, complement=complement, kept=kept, early=early,
-    )  # fmt: skip
+    options = {"centre": centre, "complement": complement, "kept": kept, "early": early}
+    found = launch.shifted_norm(*flat, weight, bias, eps, pool, slots, mu, spans, **options)
     whole = [one.view(x.shape) for one in found[:3]]
     return launch.Shifted(*whole, tuple(one.view(x.shape) for one in found.mixed))
 
@@ -290,8 +302,9 @@ def low_rank_decay(hidden: Tensor, up: Tensor, bias: Tensor) -> Tensor:
     launch = None if plain else kernels("few_rows_launch", hidden, up, bias)
     if launch is None:
         return decay(linear(torch.tanh(hidden), up.T), bias)
-    flat, early = hidden.flatten(0, -2).contiguous(), up.is_contiguous() and bias.is_contiguous()
-    found: Tensor = launch.low_rank_decay(flat, up.contiguous(), bias.reshape(-1).contiguous(), early=early)
+    flat = hidden.flatten(0, -2).contiguous()
+    rows, base = up.contiguous(), bias.reshape(-1).contiguous()
+    found: Tensor = launch.low_rank_decay(flat, rows, base, early=_ready((up, bias), (rows, base)))
     return found.view(*hidden.shape[:-1], up.shape[1])
 
 

@@ -80,7 +80,7 @@ for tokens, heads in product((1, 3), (1, 2)):
     backward(launch.Decay.apply(learned(tokens, 70), learned(70), None))
     backward(launch.LogSigmoid.apply(learned(tokens, 70), 16.0, None))
     for rank in (1, 8):
-        few_rows_launch.low_rank_decay(torch.zeros(tokens, rank), torch.zeros(rank, 70), torch.zeros(70))
+        few_rows_launch.low_rank_decay(torch.zeros(tokens, rank), torch.zeros(rank, 70), torch.zeros(70), early=True)
     for channels in (1, 70):
         x, weight = torch.zeros(tokens, channels), torch.zeros(channels)
         for y, bias in ((None, None), (x, weight)):
@@ -102,13 +102,13 @@ for rows, size in ((1, 512), (9, 70)):
     few_rows_launch.products([zeros(70, size)] * 2, [zeros(size, 24).T, weight])
     for parts in (1, 5):
         few_rows_launch.products([x] * parts, [weight] * parts)
-        few_rows_launch.low_rank(zeros(rows, parts, 32), zeros(parts, 32, size), [row] * parts, x, x)
+        few_rows_launch.low_rank(zeros(rows, parts, 32), zeros(parts, 32, size), [row] * parts, x, x, early=True)
         for y, bias, slots in ((None, None, None), (x, row, torch.zeros(rows, dtype=torch.int64))):
-            options = {"centre": y is None, "complement": y is None, "kept": y is None}
+            options = {"centre": y is None, "complement": y is None, "kept": y is None, "early": True}
             few_rows_launch.shifted_norm(x, y, row, bias, 1e-5, x, slots, [row] * parts, **options)
             spans = torch.zeros(rows, dtype=torch.int32), torch.zeros(rows + 1, dtype=torch.int64)
             few_rows_launch.shifted_norm(x, y, row, bias, 1e-5, x, slots, [row] * parts, spans, **options)
-    few_rows_launch.low_rank_decay(zeros(rows, 64), zeros(64, size), row)
+    few_rows_launch.low_rank_decay(zeros(rows, 64), zeros(64, size), row, early=True)
     for heads, channels, slots in ((1, 64, None), (3, 10, torch.zeros(rows, dtype=torch.int64))):
         tokens, head, norm = zeros(rows, heads, channels), zeros(heads, channels), zeros(heads * channels)
         pool = torch.zeros(rows, heads, channels, channels)

@@ -328,3 +328,41 @@ def test_only_decode_steps_in_graphs_take_the_kernel_of_a_step(launched):
     with linear.in_graph():
         assert found(normal(3, 2, 6, 4)) is None
     assert launched == ["rwkv_step"]
+
+
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if not name.startswith("hybrid")])
+def test_parameters_of_any_strides(name, request):
+    """As views of a larger tensor are: a kernel that reads them as contiguous reads the NaN between their elements."""
+    model, results = model_of(name, torch.float32), []
+    ids = torch.randint(SIZES["vocab_size"], (3, 3), generator=torch.Generator().manual_seed(2))
+    for kernels in (False, True):
+        if kernels:
+            request.getfixturevalue("launched")
+            for one in model.parameters():
+                one.data = torch.stack([one.data, torch.full_like(one.data, torch.nan)], -1)[..., 0]
+        pool = model.initial_state(4)
+        with linear.in_graph():
+            logits = [model.advance(ids[:, t : t + 1], pool, slots=torch.tensor([2, -1, 0]))[::2] for t in range(3)]
+        results.append([torch.cat(logits), *flat(pool)])
+    for plain, found in zip(*results):
+        assert not plain.numel() or error(found, plain) < 1e-5
+
+
+@pytest.mark.parametrize("change", ["none", "outside of graphs", "strides", "computed"])
+@pytest.mark.parametrize("name", ["rwkv5.0", "rwkv6"])
+def test_weights_are_read_early_only_where_no_kernel_just_before_writes_them(name, change, launched, monkeypatch):
+    """Only parameters in a graph: not copies, not those of a parametrization, which is computed in each step."""
+    model, early = model_of(name, torch.float32), []
+    for one in ("low_rank", "low_rank_decay", "shifted_norm"):
+        whole = getattr(launch, one)
+        monkeypatch.setattr(launch, one, lambda *given, whole=whole, **options: early.append(options["early"]) or whole(*given, **options))
+    if name == "rwkv6":
+        monkeypatch.setattr("penstock.layers.rwkv6.rwkv_step", lambda *given: None)
+    for one in model.parameters() if change == "strides" else ():
+        one.data = torch.stack([one.data] * 2, -1)[..., 0]
+    for module in list(model.modules()) if change == "computed" else ():
+        for factor in [one for one, _ in module.named_parameters(recurse=False) if one.startswith("time_")]:
+            torch.nn.utils.parametrize.register_parametrization(module, factor, Doubled())
+    with linear.in_graph() if change != "outside of graphs" else torch.no_grad():
+        model.advance(torch.zeros(3, 1, dtype=torch.int64), model.initial_state(3))
+    assert early == [change == "none"] * (len(model.layers) * (4 if name == "rwkv6" else 2))

@@ -432,6 +432,16 @@ def test_training_steps_of_models(name, request):
     assert all(torch.equal(x, y) for x, y in zip(again, found))
 
 
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_training_steps_with_parameters_of_any_strides(name, on_a_cpu):
+    """As views of a larger tensor are: a kernel that reads them as contiguous reads the NaN between their elements."""
+    model, (exact, _) = model_of(name), trained(model_of(name, torch.float64))
+    for one in model.parameters():
+        one.data = torch.stack([one.data, torch.full_like(one.data, torch.nan)], -1)[..., 0]
+    found, _ = trained(model)
+    assert all(error(x, y) < 1e-4 for x, y in zip(found, exact))
+
+
 @pytest.mark.parametrize("name", ["gla", "rwkv6"])
 def test_norms_with_hooks_or_of_other_classes_run_as_modules(name, on_a_cpu):
     model, ran = model_of(name), Counter()

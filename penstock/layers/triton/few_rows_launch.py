@@ -1,4 +1,8 @@
-"""Launches of the kernels of decode steps. All are without gradients; all tensors are contiguous."""
+"""Launches of the kernels of decode steps. All are without gradients; all tensors are contiguous.
+
+``early``: the launch may begin while the kernel ahead of it runs, because that one and those before it do not write the weights, which this
+one reads before it waits.
+"""
 
 from __future__ import annotations
 
@@ -65,18 +69,15 @@ def products(
     return results
 
 
-def low_rank(hidden: Tensor, up: Tensor, mu: list[Tensor], x: Tensor, before: Tensor, *, early: bool = True) -> tuple[Tensor, ...]:
-    """x + (before - x) m_i of x and before [R,C], m_i = mu_i + tanh(hidden_i) up_i: mu_i [C], hidden [R,n,M], up [n,M,C].
-
-    ``early``: no kernel in flight writes up and mu.
-    """
+def low_rank(hidden: Tensor, up: Tensor, mu: list[Tensor], x: Tensor, before: Tensor, *, early: bool = False) -> tuple[Tensor, ...]:
+    """x + (before - x) m_i of x and before [R,C], m_i = mu_i + tanh(hidden_i) up_i: mu_i [C], hidden [R,n,M], up [n,M,C]."""
     y = x.new_empty(len(mu), *x.shape)
     _low_rank(hidden, up, mu, x, before, y, decay=False, early=early)
     return y.unbind()
 
 
-def low_rank_decay(hidden: Tensor, up: Tensor, bias: Tensor, *, early: bool = True) -> Tensor:
-    """-exp(bias + tanh(hidden) up) in float32: hidden [R,M], up [M,C], bias [C]. ``early``: no kernel in flight writes up and bias."""
+def low_rank_decay(hidden: Tensor, up: Tensor, bias: Tensor, *, early: bool = False) -> Tensor:
+    """-exp(bias + tanh(hidden) up) in float32: hidden [R,M], up [M,C], bias [C]."""
     w = hidden.new_empty(hidden.shape[0], up.shape[1], dtype=torch.float32)
     _low_rank(hidden, up, [bias], hidden, hidden, w, decay=True, early=early)
     return w
@@ -107,7 +108,7 @@ class Shifted(NamedTuple):
 
 def shifted_norm(
     x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, pool: Tensor, slots: Tensor | None, mu: list[Tensor],
-    spans: tuple[Tensor, Tensor] | None = None, *, centre: bool, complement: bool, kept: bool, early: bool = True,
+    spans: tuple[Tensor, Tensor] | None = None, *, centre: bool, complement: bool, kept: bool, early: bool = False,
 ) -> Shifted:  # fmt: skip
     """The norm of x + y (x if there is no y), of x and y [R,C], and its interpolations with the norm of the token before.
 
@@ -115,7 +116,7 @@ def shifted_norm(
 
     pool [P,C] has contiguous rows; slots [N], without them sequence n has row n. ``spans``: the sequence that begins with each token, or
     -1, int32 [R], and where sequences begin, and the end, int64 [N+1]; without them each token is a sequence. ``complement``: m_i = 1 -
-    mu_i, else mu_i [C]. ``early``: no kernel in flight writes weight, bias and mu.
+    mu_i, else mu_i [C].
     """
     R, C = x.shape
     total = x if y is None else torch.empty_like(x)
