@@ -100,8 +100,9 @@ class Memory:
         parts = exact(tensors)
         types = tuple(map(type, options))
         key = signature.function, options, types, parts
-        seen = self.calls.get(key)
+        seen = self.calls.entries.get(key)
         if seen is not None:
+            seen.used = self.calls.clock
             return seen
         found = likeness(signature, parts, options)
         kind = None if found is None else self.kinds.get(found[0])
