@@ -77,12 +77,14 @@ class Kind:
 class Seen:
     """What equal calls share."""
 
-    __slots__ = ("bound", "kind", "sizes", "used")
+    __slots__ = ("bound", "kind", "shared", "sizes", "used")
 
     def __init__(self, kind: Kind, sizes: Mapping[str, int]) -> None:
         self.kind, self.sizes = kind, sizes
         self.bound: dict[Hashable, Any] = {}
         """Data that implementations cache for these calls."""
+        self.shared: dict[str, Any] | None = None
+        """What ``Problem.known`` gives every problem of these calls."""
         self.used = 0
 
 

@@ -27,6 +27,7 @@ from .problem import Problem
 from .validation import bind, check, check_in_place, check_types, check_values, reads_values
 
 P = TypeVar("P", bound=Problem)
+T = TypeVar("T", Tensor, Tensor | None)
 
 
 class Explain(str):
@@ -78,6 +79,8 @@ class Operator(Generic[P]):
         self.cast = tuple(place == 0 or one.like == self.names[0] for place, one in enumerate(self.arguments))
         self.in_place = any(one.written for one in self.arguments)
         self.mode: Mode = "advance" if self.in_place else "forward"
+        self.saves = any(one.saved for one in results)
+        """Whether the backward pass needs results."""
         self.memory = Memory()
         self.in_torch, self.gradients_in_torch = registration.register(self)
 
@@ -169,16 +172,16 @@ class Operator(Generic[P]):
         """Results or their gradients, None if not requested."""
         return [x if wanted else None for x, wanted in zip(results, self.returned(options))]
 
-    def saved(self, results: Sequence[Tensor]) -> list[Tensor]:
+    def saved(self, results: Sequence[T]) -> list[T]:
         """The results that the backward pass needs."""
-        return [x for one, x in zip(self.results, results) if one.saved]
+        return [x for one, x in zip(self.results, results) if one.saved] if self.saves else []
 
     def empty(self, problem: Problem, impl: str) -> list[Tensor]:
         """Uninitialised results of ``run`` with ``saved``."""
         first = problem.tensors[0]
         assert first is not None
         shapes = [[problem.sizes[axis] for axis in one.axes.split()] for one in self.results]
-        saved = any(one.saved for one in self.results) and self.family.choose(problem, self.mode, impl).backward is not None
+        saved = self.saves and self.family.choose(problem, self.mode, impl).backward is not None
         wanted = self.returned([getattr(problem, name) for name in self.option_names])
         return [
             first.new_empty(shape, dtype=one.dtype(first.dtype)) if some or (saved and one.saved) else first.new_empty(0)
@@ -253,7 +256,7 @@ class Operator(Generic[P]):
         else:
             results = without_autocast(problem.first, one.forward, problem)
         wanted = problem.seen.kind.returned
-        if saved and one.backward is not None:
+        if saved and self.saves and one.backward is not None:
             wanted = [some or told.saved for some, told in zip(wanted, self.results)]
         return [x.contiguous() if some and x is not None else None for x, some in zip(results, wanted)], kept
 
