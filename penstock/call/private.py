@@ -34,8 +34,6 @@ _jvp = _private("_C._functorch.TransformType.Jvp")
 _tracing_state = _private("_C._get_tracing_state")
 autocasting: Callable[[], bool] = _private("_C._is_any_autocast_enabled") or (lambda: True)
 """Whether autocast is on for some device type; True if unknown."""
-matmul_precision: Callable[[], str] = _private("_C._get_float32_matmul_precision") or torch.get_float32_matmul_precision
-"""``torch.get_float32_matmul_precision``, without its layers in Python."""
 _profiler_enabled = _private("_C._autograd._profiler_enabled")
 _fake_tensor = _private("_subclasses.FakeTensor")
 _is_wrapped = _private("_C._functorch.is_functorch_wrapped_tensor")

@@ -242,7 +242,7 @@ def run(
     ``target`` is called only for a new plan. Missing tensors get the first tensor of the problem as a dummy pointer.
     """
     seen = p.seen
-    key = name, exact(more) if more else (), private.matmul_precision(), _trial
+    key = name, exact(more) if more else (), torch.get_float32_matmul_precision(), _trial
     bound = seen.bound.get(key)
     if bound is None:
         plans = seen.kind.plans
