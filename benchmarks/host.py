@@ -2,8 +2,13 @@
 
     python benchmarks/host.py --out FILE.json [--seconds 150]
 
-Calls are small, so the GPU waits for the host. Targets: 40 us for a forward pass, 200 us for a training step of one operator, 8 s for the
-first call. First calls run in processes of their own, with an empty folder for Triton's cache; one process at a time.
+Calls are small, so the GPU waits for the host; ``behind`` is what the GPU still has to do when the host is done, which is then little.
+Targets: 40 us for a forward pass, 200 us for a training step of one operator, 8 s for the first call. First calls run in processes of their
+own, with an empty folder for Triton's cache; one process at a time.
+
+torch runs a backward pass on a GPU in a thread of its own, so a step changes the thread twice, be it of one operator or of a model. Steps
+are also timed on one thread (``torch.autograd.set_multithreading_enabled``). "torch" is a function of as many tensors that allocates its
+results and computes nothing, "torch compiled" a product of two tensors.
 """
 
 import argparse
@@ -57,19 +62,43 @@ def step(name: str, leaves: list[torch.Tensor], d: torch.Tensor) -> None:
     torch.autograd.grad(getattr(ps, name)(*leaves).output, leaves, d)
 
 
-def per_call(call, loops: int = 5, calls: int = 300) -> float:
-    """Microseconds a call, the median of loops of calls without synchronisation."""
+class Nothing(torch.autograd.Function):
+    """Saves its arguments and allocates results like them."""
+
+    @staticmethod
+    def forward(ctx, *tensors):
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
+        return torch.empty_like(tensors[0])
+
+    @staticmethod
+    def backward(ctx, d):
+        return tuple([torch.empty_like(x) for x in ctx.saved_tensors])
+
+
+def per_call(call, loops: int = 5, calls: int = 300) -> tuple[float, float]:
+    """Microseconds a call, the median of loops of calls without synchronisation, and those that the GPU is behind the host."""
     for _ in range(30):
         call()
-    found = []
+    found, behind = [], []
     for _ in range(loops):
         torch.cuda.synchronize()
         begin = time.perf_counter()
         for _ in range(calls):
             call()
-        found.append((time.perf_counter() - begin) / calls * 1e6)
-    torch.cuda.synchronize()
-    return statistics.median(found)
+        end = time.perf_counter()
+        torch.cuda.synchronize()
+        found.append((end - begin) / calls * 1e6)
+        behind.append((time.perf_counter() - end) / calls * 1e6)
+    return statistics.median(found), statistics.median(behind)
+
+
+def steps(what: str, call) -> dict[str, float]:
+    """Times of a training step, with torch's threads and without."""
+    threads, behind = per_call(call)
+    with torch.autograd.set_multithreading_enabled(False):
+        one, _ = per_call(call)
+    return {what: threads, f"{what}, one thread": one, f"{what}, behind": behind}
 
 
 def first_call(name: str) -> float:
@@ -87,24 +116,28 @@ def main() -> None:
     parser.add_argument("--out")
     given = parser.parse_args()
     begin, rows = time.perf_counter(), []
-    print(f"{'':18s} forward us    step us  compiled us  decode us   first call s")
+    print("Microseconds a call; the first call in seconds.")
     for name in NAMES:
         if time.perf_counter() - begin > given.seconds:
             break
         inputs, _ = drawn(name, SHAPE, False)
         leaves, d = drawn(name, SHAPE, True)
         function = getattr(ps, name)
+        product = torch.compile(lambda x, y: x * y, fullgraph=True, dynamic=False)
         compiled = torch.compile(lambda *x, function=function: function(*x).output, fullgraph=True, dynamic=False)
         pool, tokens = torch.zeros(4, 4, 64, 64, device="cuda"), [x[0, :4] if x.dim() > 2 else x for x in inputs]
         with torch.no_grad():
-            row = {"forward": per_call(lambda: function(*inputs))}  # noqa: B023
-        row["step"] = per_call(lambda: step(name, leaves, d))  # noqa: B023
-        row["compiled step"] = per_call(lambda: torch.autograd.grad(compiled(*leaves), leaves, d))  # noqa: B023
-        with torch.no_grad():
-            row["decode"] = per_call(lambda: ps.decode_step(name, *tokens, state=pool))  # noqa: B023
+            row = {
+                "forward": per_call(lambda: function(*inputs))[0],  # noqa: B023
+                "decode": per_call(lambda: ps.decode_step(name, *tokens, state=pool))[0],  # noqa: B023
+            }
+        row |= steps("step", lambda: step(name, leaves, d))  # noqa: B023
+        row |= steps("torch", lambda: torch.autograd.grad(Nothing.apply(*leaves), leaves, d))  # noqa: B023
+        row |= steps("compiled step", lambda: torch.autograd.grad(compiled(*leaves), leaves, d))  # noqa: B023
+        row |= steps("torch compiled", lambda: torch.autograd.grad(product(*leaves[:2]), leaves[:2], d))  # noqa: B023
         row["first call"] = first_call(name)
         rows.append({"name": name, **row})
-        print(f"{name:18s}" + "".join(f"{row[key]:11.1f}" for key in row), flush=True)
+        print(f"{name:18s}" + ", ".join(f"{key} {value:.1f}" for key, value in row.items() if "behind" not in key or value > 1), flush=True)
         torch._dynamo.reset()
     if given.out:
         with open(given.out, "w") as file:

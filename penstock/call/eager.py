@@ -30,7 +30,7 @@ class _Call(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, operator: Operator[Any], problem: Any, impl: str, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
         results, residuals = operator.run(problem, impl, saved=True, residuals=True)
-        saved = [x for told, x in zip(operator.results, results) if told.saved]
+        saved = operator.saved(results)
         ctx.save_for_backward(*tensors, *saved, *residuals)
         ctx.call = operator, problem.seen, impl, len(tensors), len(tensors) + len(saved)
         ctx.set_materialize_grads(False)
@@ -64,7 +64,7 @@ class _Attached(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, operator: Operator[Any], seen: Seen, impl: str, count: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
         results = [None if x is None else x.detach() for x in tensors[:count]]
-        saved = [x for told, x in zip(operator.results, results) if told.saved]
+        saved = operator.saved(results)
         ctx.save_for_backward(*tensors[count:], *saved)
         ctx.call, ctx.count = (operator, seen, impl), count
         ctx.set_materialize_grads(False)

@@ -77,12 +77,14 @@ class Kind:
 class Seen:
     """What equal calls share."""
 
-    __slots__ = ("bound", "kind", "sizes", "used")
+    __slots__ = ("bound", "kind", "shared", "sizes", "used")
 
     def __init__(self, kind: Kind, sizes: Mapping[str, int]) -> None:
         self.kind, self.sizes = kind, sizes
         self.bound: dict[Hashable, Any] = {}
         """Data that implementations cache for these calls."""
+        self.shared: dict[str, Any] | None = None
+        """What ``Problem.known`` gives every problem of these calls."""
         self.used = 0
 
 
@@ -92,17 +94,23 @@ class Memory:
     def __init__(self) -> None:
         self.calls: Recent[Seen] = Recent(KEPT)
         self.kinds: Recent[Kind] = Recent(KEPT)
+        self.last: tuple[Hashable, Seen] | None = None
+        """The latest cached call that was found. Layers of a model make equal calls, and comparing keys is faster than hashing one."""
         self.once: set[int] = set()
         """Hashes of calls that were alike an earlier call and occurred once. They are cached at the second occurrence."""
 
     def find(self, signature: Signature, tensors: Sequence[Tensor | None], options: Sequence[Any]) -> Seen | None:
         """The data of equal calls, new if there were only alike calls; None if there were neither."""
         parts = exact(tensors)
-        types = tuple(map(type, options))
-        key = signature.function, options, types, parts
-        seen = self.calls.get(key)
-        if seen is not None:
-            return seen
+        key = signature.function, tuple(map(type, options)), options, parts  # types come first: options of one type can be compared
+        last = self.last
+        if last is not None and last[0] == key:
+            last[1].used = self.calls.clock
+            return last[1]
+        known = self.calls.get(key)
+        if known is not None:
+            self.last = key, known
+            return known
         found = likeness(signature, parts, options)
         kind = None if found is None else self.kinds.get(found[0])
         if kind is None or found is None:
@@ -121,7 +129,7 @@ class Memory:
         found = likeness(kind.signature, parts, options)
         if found is not None:
             kind = self.kinds.get(found[0]) or self.kinds.put(found[0], kind)
-        return self.calls.put((kind.signature.function, options, tuple(map(type, options)), parts), Seen(kind, sizes))
+        return self.calls.put((kind.signature.function, tuple(map(type, options)), options, parts), Seen(kind, sizes))
 
 
 def exact(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..errors import Complaints, RangeError, shortened
 from . import eager, private, registration, transforms
-from .autocast import cast, no_autocast
+from .autocast import cast, no_autocast, without_autocast
 from .declaration import Option, Result, Signature
 from .derivatives import Tensors, second_derivatives
 from .dispatch import Explanation, Family
@@ -27,6 +27,7 @@ from .problem import Problem
 from .validation import bind, check, check_in_place, check_types, check_values, reads_values
 
 P = TypeVar("P", bound=Problem)
+T = TypeVar("T", Tensor, Tensor | None)
 
 
 class Explain(str):
@@ -78,6 +79,8 @@ class Operator(Generic[P]):
         self.cast = tuple(place == 0 or one.like == self.names[0] for place, one in enumerate(self.arguments))
         self.in_place = any(one.written for one in self.arguments)
         self.mode: Mode = "advance" if self.in_place else "forward"
+        self.saves = any(one.saved for one in results)
+        """Whether the backward pass needs results."""
         self.memory = Memory()
         self.in_torch, self.gradients_in_torch = registration.register(self)
 
@@ -169,30 +172,29 @@ class Operator(Generic[P]):
         """Results or their gradients, None if not requested."""
         return [x if wanted else None for x, wanted in zip(results, self.returned(options))]
 
-    def saved(self, results: Sequence[Tensor]) -> list[Tensor]:
+    def saved(self, results: Sequence[T]) -> list[T]:
         """The results that the backward pass needs."""
-        return [x for one, x in zip(self.results, results) if one.saved]
+        return [x for one, x in zip(self.results, results) if one.saved] if self.saves else []
 
     def empty(self, problem: Problem, impl: str) -> list[Tensor]:
         """Uninitialised results of ``run`` with ``saved``."""
         first = problem.tensors[0]
         assert first is not None
         shapes = [[problem.sizes[axis] for axis in one.axes.split()] for one in self.results]
-        saved = any(one.saved for one in self.results) and self.family.choose(problem, self.mode, impl).backward is not None
+        saved = self.saves and self.family.choose(problem, self.mode, impl).backward is not None
         wanted = self.returned([getattr(problem, name) for name in self.option_names])
         return [
             first.new_empty(shape, dtype=one.dtype(first.dtype)) if some or (saved and one.saved) else first.new_empty(0)
             for one, shape, some in zip(self.results, shapes, wanted)
         ]
 
-    def upstream(self, function: str, tensors: Tensors, d_results: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def upstream(self, function: str, tensors: Tensors, d_results: Sequence[Tensor | None]) -> Tensors:
         """Gradients of the results as a backward pass takes them: a missing gradient of the first result becomes zeros."""
-        first, *others = d_results
-        if first is None:
-            sizes, one, x = bind(self.signatures[function], tensors), self.results[0], tensors[0]
-            assert sizes is not None and x is not None  # noqa: PT018
-            first = x.new_zeros([sizes[axis] for axis in one.axes.split()], dtype=one.dtype(x.dtype))
-        return [first, *others]
+        if d_results[0] is not None:
+            return d_results
+        sizes, one, x = bind(self.signatures[function], tensors), self.results[0], tensors[0]
+        assert sizes is not None and x is not None  # noqa: PT018
+        return [x.new_zeros([sizes[axis] for axis in one.axes.split()], dtype=one.dtype(x.dtype)), *d_results[1:]]
 
     def second_derivatives(
         self, function: str, options: Sequence[Any], given: Tensors, dd: Tensors, needed: Sequence[bool]
@@ -246,16 +248,15 @@ class Operator(Generic[P]):
         """The requested results, with ``saved`` also the results that the backward pass needs, and with ``residuals`` its residuals."""
         one = self.choice(problem, self.mode, impl, residuals)
         kept: Tensors = ()
-        with no_autocast(problem.first):
-            if self.in_place:
-                results: Tensors = (one.advance(problem),)  # type: ignore[misc]
-                self.count_write(problem)
-            elif residuals and one.forward_with_residuals is not None:
-                results, kept = one.forward_with_residuals(problem)
-            else:
-                results = one.forward(problem)
+        if self.in_place:
+            results: Tensors = (without_autocast(problem.first, one.advance, problem),)  # type: ignore[arg-type]
+            self.count_write(problem)
+        elif residuals and one.forward_with_residuals is not None:
+            results, kept = without_autocast(problem.first, one.forward_with_residuals, problem)
+        else:
+            results = without_autocast(problem.first, one.forward, problem)
         wanted = problem.seen.kind.returned
-        if saved and one.backward is not None:
+        if saved and self.saves and one.backward is not None:
             wanted = [some or told.saved for some, told in zip(wanted, self.results)]
         return [x.contiguous() if some and x is not None else None for x, some in zip(results, wanted)], kept
 
@@ -267,6 +268,5 @@ class Operator(Generic[P]):
 
     def gradients(self, problem: Problem, impl: str, upstream: Upstream) -> Tensors:
         """Gradients of the differentiable arguments, contiguous; None for arguments that are missing or need none. Not differentiable."""
-        with no_autocast(problem.first):
-            found = self.choice(problem, "backward", impl).gradients(problem, upstream)
+        found = without_autocast(problem.first, self.choice(problem, "backward", impl).gradients, problem, upstream)
         return [None if x is None else x.contiguous() for x in found]

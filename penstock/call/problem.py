@@ -44,10 +44,14 @@ class Problem:
     def known(cls, operator: Operator[Any], seen: Seen, tensors: Sequence[Tensor | None]) -> Self:
         """A call that equals a cached call."""
         problem = object.__new__(cls)
+        shared = seen.shared
+        if shared is None:
+            kind = seen.kind
+            shared = seen.shared = {**kind.options, "operator": operator, "signature": kind.signature, "sizes": seen.sizes}
         values = problem.__dict__
+        values.update(shared)
+        values["seen"] = seen
         values.update(zip(operator.names, tensors))
-        kind = seen.kind
-        values.update(kind.options, operator=operator, signature=kind.signature, sizes=seen.sizes, seen=seen)
         return problem
 
     @property

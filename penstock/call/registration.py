@@ -120,7 +120,10 @@ class _Backward:
         """The gradients."""
         problem, impl = self.forward.problem(inputs[self.split :])
         upstream = Upstream(inputs[: self.results], inputs[self.results : self.split])
-        with torch.no_grad():
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                gradients = self.operator.gradients(problem, impl, upstream)
+        else:
             gradients = self.operator.gradients(problem, impl, upstream)
         return _packed([_empty(inputs[0]) if x is None else x for x in gradients])
 

@@ -53,23 +53,26 @@ class Prepared:
             given = {**tensors, **{name: tensors[other] for name, other in self.instead.items()}}
             job = partial(self._compile_one, tensors=given)
             if len(plan.launches) == 1 or interpreting():
-                kernels = tuple(map(job, plan.launches))
+                made = list(map(job, plan.launches))
             else:
                 with ThreadPoolExecutor(len(plan.launches)) as pool:
-                    kernels = tuple(pool.map(job, plan.launches))
+                    made = list(pool.map(job, plan.launches))
             self.tiled = [list(zip(one.tensors, one.descriptions(given))) for one in plan.launches]
-            if direct.KNOWN and not interpreting():
-                self.raw = [direct.raw(kernel, bool(one.tiles)) for kernel, one in zip(kernels, plan.launches)]
-            self.kernels = kernels
+            self.raw = [raw for _, raw in made if raw is not None]
+            self.kernels = tuple([kernel for kernel, _ in made])
         return self.kernels
 
-    def _compile_one(self, launch: Launch, tensors: Mapping[str, Tensor]) -> Any:
-        """The compiled kernel; ``[grid]`` gives a function that launches it."""
+    def _compile_one(self, launch: Launch, tensors: Mapping[str, Tensor]) -> tuple[Any, direct.Raw | None]:
+        """The compiled kernel, for which ``[grid]`` gives a function that launches it, and what Triton's runner calls.
+
+        The latter is here because Triton compiles a launcher in C for each list of argument types, which takes 0.5 to 1 s.
+        """
         if interpreting():
-            return _Interpreted(launch.kernel, dict(launch.options))
+            return _Interpreted(launch.kernel, dict(launch.options)), None
         with _at(self.gpu):  # each thread has its own current device
             arguments = launch.arguments(tensors)
-            return launch.kernel.warmup(*arguments, *launch.numbers, *launch.constants, grid=(1, 1, 1), **dict(launch.options))
+            kernel = launch.kernel.warmup(*arguments, *launch.numbers, *launch.constants, grid=(1, 1, 1), **dict(launch.options))
+            return kernel, direct.raw(kernel, bool(launch.tiles)) if direct.KNOWN else None
 
 
 class _Template:
@@ -130,24 +133,32 @@ class Bound:
         stream = 0 if self.gpu is None else private.raw_stream(self.gpu)
         for name, one in self.constants.items():
             tensors[name] = _constant(one, self.device, stream)
-        with _at(self.gpu):
-            for name, shape, strides, dtype in self.memory:
-                tensors[name] = self.empty(shape, strides, dtype)
-            if self.steps is None:
-                self.steps = self._steps(tensors)
-            given = self.addressed(tensors)
-            if not interpreting():
-                given = tuple(map(Tensor.data_ptr, given))
-            if self.tiled and self.gpu is not None:
-                _with_context(self.gpu)
-            past = not direct.hooked()
-            for kernel, launcher, grid, tiled, others, numbers in self.steps:
-                arguments = others(given) + numbers
-                if past and launcher is not None:
-                    launcher(grid, stream, tensors, arguments)
-                else:
-                    kernel[grid, 1, 1](*[described(tensors[name], known) for name, known in tiled], *arguments)
+        if self.gpu is None or self.gpu == private.current_device():
+            self._launch(tensors, stream)
+        else:
+            with torch.cuda.device(self.gpu):
+                self._launch(tensors, stream)
         return tensors
+
+    def _launch(self, tensors: dict[str, Tensor], stream: int) -> None:
+        """Allocate and launch on the current device."""
+        empty = self.empty
+        for name, shape, strides, dtype in self.memory:
+            tensors[name] = empty(shape, strides, dtype)
+        if self.steps is None:
+            self.steps = self._steps(tensors)
+        given = self.addressed(tensors)
+        if not interpreting():
+            given = tuple(map(Tensor.data_ptr, given))
+        if self.tiled and self.gpu is not None:
+            _with_context(self.gpu)
+        past = not direct.hooked()
+        for kernel, launcher, grid, tiled, others, numbers in self.steps:
+            arguments = others(given) + numbers
+            if past and launcher is not None:
+                launcher(grid, stream, tensors, arguments)
+            else:
+                kernel[grid, 1, 1](*[described(tensors[name], known) for name, known in tiled], *arguments)
 
     def _steps(self, tensors: Mapping[str, Tensor]) -> list[Step]:
         prepared, sizes, steps = self.prepared, self.sizes, []
@@ -219,11 +230,16 @@ def trying(configurations: Mapping[Any, Any]) -> Iterator[None]:
 
 
 def run(
-    name: str, p: Problem, target: Target, planned: Callable[[Target], Plan], tensors: dict[str, Tensor | None], *more: Tensor | None
+    name: str,
+    p: Problem,
+    target: Callable[[torch.device], Target],
+    planned: Callable[[Target], Plan],
+    tensors: dict[str, Tensor | None],
+    *more: Tensor | None,
 ) -> dict[str, Tensor]:
     """Run a pass of a problem: find or create its plan, compiled and bound. ``more``: tensors that are not in the problem.
 
-    Missing tensors get the first tensor of the problem as a dummy pointer.
+    ``target`` is called only for a new plan. Missing tensors get the first tensor of the problem as a dummy pointer.
     """
     seen = p.seen
     key = name, exact(more) if more else (), torch.get_float32_matmul_precision(), _trial
@@ -233,8 +249,11 @@ def run(
         rough = name, tuple([layout(part) for part in key[1]]), key[2], _trial
         prepared = plans.get(rough)
         if prepared is None:
-            at = target._replace(table={**target.table, **_tried}) if _tried else target
             first, absent = p.operator.names[0], [name for name, x in tensors.items() if x is None]
-            prepared = plans[rough] = Prepared(planned(at), p.__dict__[first].device, absent, first)
+            device = p.__dict__[first].device
+            at = target(device)
+            if _tried:
+                at = at._replace(table={**at.table, **_tried})
+            prepared = plans[rough] = Prepared(planned(at), device, absent, first)
         bound = seen.bound[key] = Bound(prepared, p.sizes)
     return bound.run(tensors)  # type: ignore[arg-type]

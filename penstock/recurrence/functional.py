@@ -305,10 +305,14 @@ def decode_step(
     _check_variant("decode_step", variant)
     one = isinstance(q, Tensor) and q.dim() == 3
     if one:
-        q, k, v = (x.unsqueeze(1) if isinstance(x, Tensor) and x.dim() == 3 else x for x in (q, k, v))
+        q = q.unsqueeze(1)
+        if isinstance(k, Tensor) and k.dim() == 3:
+            k = k.unsqueeze(1)
+        if isinstance(v, Tensor) and v.dim() == 3:
+            v = v.unsqueeze(1)
         if isinstance(g, Tensor) and g.dim() and "T" in VARIANTS[variant].decay:
             g = g.unsqueeze(1)
-    if isinstance(q, Tensor) and q.dim() == 4 and q.shape[1] > STEP_TOKENS:
+    elif isinstance(q, Tensor) and q.dim() == 4 and q.shape[1] > STEP_TOKENS:
         complaints = Complaints(f"decode_step({variant!r})")
         complaints.add(ShapeError, "T", f"at most {STEP_TOKENS} tokens a sequence", q.shape[1], "Use advance() for more.")
         complaints.raise_any()

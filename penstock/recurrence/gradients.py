@@ -23,8 +23,8 @@ class Gradients(NamedTuple):
 
 def summed(shares: Tensor, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """The sum of an input's gradient over leading axes that the input does not have, in its dtype or the given one."""
-    more = tuple(range(shares.dim() - like.dim()))
-    found = shares.sum(more) if more else shares
+    more = shares.dim() - like.dim()
+    found = shares.sum(tuple(range(more))) if more else shares
     dtype = dtype or like.dtype
     return found if found.dtype == dtype else found.to(dtype)
 

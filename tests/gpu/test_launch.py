@@ -1,6 +1,7 @@
 """How launches reach Triton. They need no GPU."""
 
 import inspect
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ triton = pytest.importorskip("triton")
 
 from penstock.gpu import direct, launch  # noqa: E402
 from penstock.gpu.plan import Launch, Plan  # noqa: E402
+from penstock.gpu.target import Target  # noqa: E402
 
 
 @pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
@@ -105,3 +107,61 @@ def test_constants_are_cached_for_each_stream():
     assert launch._constant((made, 16), device, 1) is first
     assert launch._constant((made, 16), device, 2) is not first
     assert first.shape == (16,)
+
+
+class _Compiled:
+    """A kernel for ``Prepared``: compiling takes until all others have begun."""
+
+    arg_names = ("x",)
+
+    def __init__(self, barrier):
+        self.barrier, self.threads = barrier, []
+
+    def warmup(self, *arguments, grid, **options):
+        self.barrier.wait(timeout=60)
+        self.threads.append(threading.get_ident())
+        return self
+
+
+def test_kernels_of_a_plan_and_their_launchers_are_made_side_by_side(monkeypatch):
+    """Triton compiles a launcher in C when a kernel is loaded, so that belongs to the parallel part."""
+    made, x = [], torch.ones(2)
+    monkeypatch.setattr(launch, "interpreting", lambda: False)
+    monkeypatch.setattr(direct, "KNOWN", True)
+    monkeypatch.setattr(direct, "raw", lambda kernel, tiled: made.append((kernel, threading.get_ident())) or ("raw of", kernel))
+    barrier = threading.Barrier(3)
+    kernels = [_Compiled(barrier) for _ in range(3)]
+    plan = Plan(launches=[Launch(kernel, 1, ("x",), (), (), ()) for kernel in kernels])
+    prepared = launch.Prepared(plan, x.device, [], "x")
+    assert prepared.compile({"x": x}, {}) == tuple(kernels)
+    assert prepared.raw == [("raw of", kernel) for kernel in kernels]
+    assert len({thread for _, thread in made}) == 3
+    assert all(kernel.threads == [thread] for kernel, thread in made)
+    assert prepared.compile({"x": x}, {}) == tuple(kernels)
+    assert len(made) == 3
+
+
+def test_an_equal_pass_looks_up_no_target_and_plans_nothing(monkeypatch):
+    x, looked_up, planned = torch.ones(2), [], []
+    kind = SimpleNamespace(plans={})
+    seen = SimpleNamespace(kind=kind, bound={})
+    p = SimpleNamespace(seen=seen, sizes={}, operator=SimpleNamespace(names=("x",)), x=x)
+
+    def target(device):
+        looked_up.append(device)
+        return Target("sm_90", 132, 1 << 17)
+
+    def plan(at):
+        planned.append(at.arch)
+        return Plan()
+
+    for _ in range(3):
+        launch.run("pass", p, target, plan, {"x": x})
+    assert looked_up == [x.device]
+    assert planned == ["sm_90"]
+    launch.run("pass", p, target, plan, {"x": x}, x)
+    assert len(planned) == 2
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium" if before != "medium" else "high")
+    launch.run("pass", p, target, plan, {"x": x})
+    assert len(planned) == 3

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...call.problem import rounded
 from ...gpu.hopper import tiled
 from ...gpu.plan import Plan, strides
 from ...gpu.target import Target, power
@@ -36,7 +37,7 @@ One NVIDIA H200, gla, 128 sequences with slots: 38.2 us with 168, 40.4 without a
 
 def pieces(p: Advance) -> bool:
     """Whether the host leaves the first launch in the plan. A plan is shared by calls whose counts are equal when rounded up."""
-    return p.counts["T"] >= CHUNK
+    return rounded(p.sizes["T"]) >= CHUNK
 
 
 def arranged(p: Advance) -> Advance:

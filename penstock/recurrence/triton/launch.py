@@ -23,7 +23,7 @@ def _tokens(p: Tokens, **more: Tensor | None) -> Inputs:
 
 def _name(name: str, p: Tokens) -> str:
     """The name of a plan: blocks of key channels have plans of their own."""
-    return name + " of a block" * p.partial
+    return name + " of a block" if p.partial else name
 
 
 def _inputs(p: Recurrence, **more: Tensor | None) -> Inputs:
@@ -35,7 +35,7 @@ def chunk_forward(p: Recurrence, keep: bool = False) -> tuple[Tensor, Tensor, Re
     if p.sizes["K"] > wide.WIDTH:
         return wide.forward(p, partial(chunk_forward, keep=keep))
     name = _name("chunk forward" + " with residuals" * keep, p)
-    found = launch.run(name, p, target(p.q.device), lambda at: plan.chunk_forward_plan(p, at, keep), _inputs(p))
+    found = launch.run(name, p, target, lambda at: plan.chunk_forward_plan(p, at, keep), _inputs(p))
     return found["output"], found["final_state"], (found.get("chunk_states"),)
 
 
@@ -43,7 +43,7 @@ def recurrent_forward(p: Recurrence) -> tuple[Tensor, Tensor, Residuals]:
     """Output and final state token by token; no residuals."""
     if p.sizes["K"] > wide.WIDTH:
         return wide.forward(p, recurrent_forward)
-    found = launch.run(_name("recurrent forward", p), p, target(p.q.device), lambda at: plan.recurrent_forward_plan(p, at), _inputs(p))
+    found = launch.run(_name("recurrent forward", p), p, target, lambda at: plan.recurrent_forward_plan(p, at), _inputs(p))
     return found["output"], found["final_state"], ()
 
 
@@ -54,7 +54,7 @@ def advance(p: Advance) -> Tensor:
     if in_place.pieces(p):
         p = in_place.arranged(p)
     tensors = _tokens(p, state=p.state, slots=dense(p.slots))
-    return launch.run(_name("advance", p), p, target(p.q.device), lambda at: in_place.advance_plan(p, at), tensors)["output"]
+    return launch.run(_name("advance", p), p, target, lambda at: in_place.advance_plan(p, at), tensors)["output"]
 
 
 def chunk_backward(p: Recurrence, d_output: Tensor, d_final_state: Tensor | None, residuals: Residuals = (), dg: bool = True) -> Gradients:
@@ -64,15 +64,17 @@ def chunk_backward(p: Recurrence, d_output: Tensor, d_final_state: Tensor | None
     states = residuals[0] if residuals else None
     name = _name("chunk backward" + " without dg" * (not dg), p)
     if states is not None:
-        name += f" from {len(states)} states"  # the plan depends on this number
+        name += f" from {states.shape[0]} states"  # the plan depends on this number
     found = launch.run(
-        name, p, target(p.q.device),
+        name, p, target,
         lambda at: plan.chunk_backward_plan(p, d_output, d_final_state, at, states, dg),
         _inputs(p, d_output=d_output, d_final_state=d_final_state, states=states), d_output, d_final_state, states,
     )  # fmt: skip
-    d_gate, du = (
-        None if x is None or name not in found else summed(found[name], x, p.summand(x)) for name, x in (("dg", p.g), ("du", p.u))
-    )
+    d_gate, du = found.get("dg"), found.get("du")
+    if d_gate is not None and p.g is not None:
+        d_gate = summed(d_gate, p.g, p.summand(p.g))
+    if du is not None and p.u is not None:
+        du = summed(du, p.u, p.summand(p.u))
     return Gradients(found["dq"], found["dk"], found["dv"], d_gate, du, found.get("d_initial_state"))
 
 
@@ -82,7 +84,7 @@ def recurrent_backward(p: Recurrence, d_output: Tensor, d_final_state: Tensor | 
         return wide.backward(p, d_final_state, lambda n, one, d_state: recurrent_backward(one, d_output, d_state))
     tensors = _inputs(p, d_output=d_output, d_final_state=d_final_state)
     found = launch.run(
-        _name("recurrent backward", p), p, target(p.q.device), lambda at: plan.recurrent_backward_plan(p, d_output, d_final_state, at),
+        _name("recurrent backward", p), p, target, lambda at: plan.recurrent_backward_plan(p, d_output, d_final_state, at),
         tensors, d_output, d_final_state,
     )  # fmt: skip
     dq, dk = summed(found["dq"], p.q), summed(found["dk"], p.k)

@@ -17,7 +17,7 @@ def _tensors(a: Attention) -> dict[str, Tensor | None]:
 
 def forward(a: Attention) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp."""
-    found = launch.run("forward", a, Target.of(a.q.device), lambda target: plan.forward_plan(a, target), _tensors(a))
+    found = launch.run("forward", a, Target.of, lambda target: plan.forward_plan(a, target), _tensors(a))
     return found["output"], found["lse"]
 
 
@@ -26,5 +26,5 @@ def backward(a: Attention, d_output: Tensor, d_lse: Tensor | None, output: Tenso
     output, lse = output.contiguous(), lse.contiguous()  # as they were made, unless hooks of saved tensors changed them
     tensors = _tensors(a) | {"output": output, "lse": lse, "d_output": d_output, "d_lse": d_lse}
     more = d_output, d_lse, output, lse
-    found = launch.run("backward", a, Target.of(a.q.device), lambda target: plan.backward_plan(a, d_output, d_lse, target), tensors, *more)
+    found = launch.run("backward", a, Target.of, lambda target: plan.backward_plan(a, d_output, d_lse, target), tensors, *more)
     return found["dq"], found["dk"], found["dv"]
