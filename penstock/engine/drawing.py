@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..gpu.launch import on_device_of
+
 BLOCK, WARPS = 2048, 16
 WEIGHT = tl.constexpr(2.0**44)
 """Of the most likely token."""
@@ -75,7 +77,7 @@ def draw(x: Tensor, scales: Tensor, leasts: Tensor, uniforms: Tensor, block: int
     R, V = x.shape
     x = x if x.stride(1) == 1 else x.contiguous()
     tokens = torch.empty(R, dtype=torch.int64, device=x.device)
-    penstock_draw[(R,)](
+    on_device_of(x, penstock_draw)[(R,)](
         x, scales, leasts, uniforms, tokens, V, x.stride(0), scales.stride(0), READY=x.dtype == torch.int64, BLOCK=block, num_warps=WARPS
     )
     return tokens

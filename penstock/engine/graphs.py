@@ -135,6 +135,11 @@ class StepGraphs:
         return self._graphs[T, N]
 
     def _captured(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        with torch.cuda.device(self._pool.memory.device):
+            return self._captured_here(step)
+
+    def _captured_here(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """On the current device."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..gpu.launch import on_device_of
+
 BITS = tl.constexpr(45)
 BLOCK, WARPS = 2048, 16
 
@@ -117,5 +119,6 @@ def penstock_keep_ranks(
 def keep_ranks(weights: Tensor, last_ranks: Tensor, shares: Tensor, ranked: bool, block: int = BLOCK) -> Tensor:
     """``weights`` [R,V], changed in place if contiguous. See the kernel; last_ranks and shares are columns of one table."""
     (R, V), weights = weights.shape, weights.contiguous()
-    penstock_keep_ranks[(R,)](weights, last_ranks, shares, V, shares.stride(0), RANKED=ranked, BLOCK=block, num_warps=WARPS)
+    kernel = on_device_of(weights, penstock_keep_ranks)
+    kernel[(R,)](weights, last_ranks, shares, V, shares.stride(0), RANKED=ranked, BLOCK=block, num_warps=WARPS)
     return weights

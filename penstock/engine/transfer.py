@@ -43,8 +43,7 @@ class ToHost:
         self._copy = x.to("cpu", non_blocking=True)  # to page-locked memory
         self._arrived: torch.cuda.Event | None = None
         if x.is_cuda:
-            self._arrived = torch.cuda.Event()
-            self._arrived.record()
+            self._arrived = torch.cuda.current_stream(x.device).record_event()
 
     def tolist(self) -> list[Any]:
         """Its values. Waits until they are there."""

@@ -213,6 +213,25 @@ def _at(gpu: int | None) -> AbstractContextManager[object]:
     return torch.cuda.device(gpu)
 
 
+def on_device_of(x: Tensor, kernel: Any) -> Any:
+    """The kernel, whose launches ``[grid](...)`` are on the device of x."""
+    return kernel if x.device.type != "cuda" or x.device.index == private.current_device() else _Elsewhere(kernel, x.device.index)
+
+
+class _Elsewhere:
+    """A kernel for another device than the current one."""
+
+    def __init__(self, kernel: Any, gpu: int) -> None:
+        self.kernel, self.gpu = kernel, gpu
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
+        def launched(*arguments: Any, **options: Any) -> object:
+            with torch.cuda.device(self.gpu):
+                return self.kernel[grid](*arguments, **options)
+
+        return launched
+
+
 _trial: Hashable = None
 _tried: Mapping[Any, Any] = {}
 

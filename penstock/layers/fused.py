@@ -336,7 +336,8 @@ def rwkv_step(
 
     r, k : Tensor [B,1,H*K]
     v, gate : Tensor [B,1,H*V]
-    u, bias : Tensor [H,K]
+    u : Parameter [H,K] or [H,1]
+    bias : Parameter [H,K], [H,1] or [H*K]
         The log decay is -exp(bias), or with ``low_rank`` = (hidden [B,1,M], up [M,H*K]) -exp(bias + tanh(hidden) up).
     norm : nn.GroupNorm
         Of heads.
@@ -349,10 +350,14 @@ def rwkv_step(
         return None
     (H, K, V), (low, up) = pool.shape[1:], low_rank or (None, None)
     activations = [x for x in (r, k, v, gate, low) if x is not None]
-    weights = [x for x in (norm.weight, norm.bias, up) if x is not None]  # the kernel reads them early, so they may not be new copies
+    weights = [x for x in (norm.weight, norm.bias, up) if x is not None]
     launch = kernels("few_rows_launch", *activations, *weights, u, bias, pool)
     if launch is None or any(x.dtype != r.dtype for x in activations) or not all(x.is_contiguous() for x in weights):
         return None
+    learned = [*weights, u, bias]
+    if not _ready(learned, learned):
+        return None
+    u, bias = u.expand(H, K), bias.view(H, -1).expand(H, K)
     M = 0 if up is None else up.shape[0]
     if pool.shape[0] == 0 or max(K, V, M) > 512 or max(K * V, K * M) > 2**14:
         return None

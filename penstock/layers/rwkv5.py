@@ -127,8 +127,8 @@ class RWKV5TimeMix(Mixer):
         *rkv, gate = few or [one(x) for one, x in zip(maps, inputs)]
         rkv = rkv if gated else [*rkv, gate]
         if gated:
-            (r, k, v), u, bias = rkv, self.time_faaaa.expand(heads), self.time_decay.expand(heads)
-            stepped = rwkv_step(r, k, v, gate, u, bias, self.ln_x, wkv, sequences)
+            r, k, v = rkv
+            stepped = rwkv_step(r, k, v, gate, self.time_faaaa, self.time_decay, self.ln_x, wkv, sequences)
             if stepped is not None:
                 return self.output(stepped), wkv
         r, k, v = (one.unflatten(-1, heads) for one in rkv)

@@ -138,9 +138,8 @@ class RWKV6TimeMix(Mixer):
     def _mixed(self, x: Tensor, last: Any, mixed: Tensor, wkv: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
         """Y and the new state of the recurrence; ``mixed`` is x + dx maa_x."""
         low, r, k, v, gate = self._project(x, last, mixed, sequences)
-        heads = H, _ = self.time_faaaa.shape
-        up, bias, norm = self.time_decay_w2, self.time_decay, self.ln_x
-        stepped = rwkv_step(r, k, v, gate, self.time_faaaa, bias.view(heads), norm, wkv, sequences, (low, up))
+        H, up, bias, norm = self.time_faaaa.shape[0], self.time_decay_w2, self.time_decay, self.ln_x
+        stepped = rwkv_step(r, k, v, gate, self.time_faaaa, bias, norm, wkv, sequences, (low, up))
         if stepped is not None:
             return self.output(stepped), wkv
         r, k, v, w = (x.unflatten(-1, (H, -1)) for x in (r, k, v, low_rank_decay(low, up, bias)))

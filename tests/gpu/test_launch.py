@@ -1,7 +1,11 @@
 """How launches reach Triton. They need no GPU."""
 
+import ast
 import inspect
+import re
 import threading
+from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +13,7 @@ import torch
 
 triton = pytest.importorskip("triton")
 
+from penstock.call import private  # noqa: E402
 from penstock.gpu import direct, launch  # noqa: E402
 from penstock.gpu.plan import Launch, Plan  # noqa: E402
 from penstock.gpu.target import Target  # noqa: E402
@@ -165,3 +170,40 @@ def test_an_equal_pass_looks_up_no_target_and_plans_nothing(monkeypatch):
     torch.set_float32_matmul_precision("medium" if before != "medium" else "high")
     launch.run("pass", p, target, plan, {"x": x})
     assert len(planned) == 3
+
+
+def test_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch):
+    """Triton launches on the current one."""
+    calls = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *arguments, **options: calls.append((grid, arguments, options))
+
+    @contextmanager
+    def device(index):
+        calls.append(index)
+        yield
+        calls.append(None)
+
+    monkeypatch.setattr(private, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    kernel = Kernel()
+    for name in ("cpu", "cuda:0"):
+        assert launch.on_device_of(SimpleNamespace(device=torch.device(name)), kernel) is kernel
+    launch.on_device_of(SimpleNamespace(device=torch.device("cuda:1")), kernel)[3, 1](5, N=7)
+    assert calls == [1, ((3, 1), (5,), {"N": 7}), None]
+
+
+def test_every_launch_is_by_a_plan_or_on_the_device_of_its_tensors():
+    """No kernel is called as ``penstock_...[grid](...)``."""
+    found, launches = [], 0
+    for path in Path(launch.__file__).parents[1].rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
+                name = ast.unparse(node.func.value)
+                launches += name.startswith("on_device_of(")
+                if re.fullmatch(r"(\w+\.)?penstock_\w+", name):
+                    found.append(f"{path}:{node.lineno}")
+    assert not found
+    assert launches > 20

@@ -171,3 +171,18 @@ def test_the_kernel_draws_the_tokens_of_the_formula(size, dtype, monkeypatch):
         found.append([made.sample(logits, rows, range(len(rows)), [step] * len(rows)).tolist() for step in range(20)])
     assert found[0] == found[1]
     assert {one[3] for one in found[0]} == {one[4] for one in found[0]} == {sampler.NO_TOKEN}
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("name", ["rwkv6", "rwkv5.2", "gla"])
+def test_another_gpu_than_the_current_one(name, graphs):
+    prompts = [[n % 13] * (20 * n + 1) for n in range(5)]
+    params = [SamplingParams(max_tokens=20, seed=n, min_p=0.01 * n, top_k=3 * (n % 2)) for n in range(5)]
+    found = []
+    with torch.cuda.device(0):
+        for index in (0, 1):
+            engine = Engine(model_of(name, torch.bfloat16).to(f"cuda:{index}"), slots=3, token_budget=200, cuda_graphs=graphs)
+            found.append([result.tokens for result in engine.generate(prompts, params)])
+        assert torch.cuda.current_device() == 0
+    assert found[0] == found[1]

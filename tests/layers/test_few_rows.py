@@ -307,13 +307,13 @@ def test_only_few_rows_of_16_bits_in_graphs_take_the_kernel(launched):
 
 
 def test_only_decode_steps_in_graphs_take_the_kernel_of_a_step(launched):
-    norm, u = torch.nn.GroupNorm(2, 8), normal(2, 6)
+    norm, learned = torch.nn.GroupNorm(2, 8), torch.nn.Parameter(normal(2, 6))
 
-    def found(pool, dtype=torch.float32, up=None, tokens=1, in_place=True):
+    def found(pool, dtype=torch.float32, up=None, tokens=1, in_place=True, u=learned, bias=learned):
         sequences = Sequences(torch.empty(3, tokens, 1), in_place=in_place)
         low_rank = None if up is None else (normal(3, 1, up.shape[0]), up)
         x, gate = normal(3, 1, 12, dtype=dtype), normal(3, 1, 2 * pool.shape[3])
-        return fused.rwkv_step(x, x, gate, gate, u, u, norm, pool, sequences, low_rank)
+        return fused.rwkv_step(x, x, gate, gate, u, bias, norm, pool, sequences, low_rank)
 
     with torch.no_grad():
         assert found(normal(3, 2, 6, 4)) is None
@@ -321,7 +321,9 @@ def test_only_decode_steps_in_graphs_take_the_kernel_of_a_step(launched):
             assert found(normal(3, 2, 6, 4)).shape == (3, 1, 8)
             assert found(normal(3, 2, 6, 4), tokens=2) is None
             assert found(normal(3, 2, 6, 4), in_place=False) is None
-            assert found(normal(3, 2, 6, 4), up=normal(12, 5).T) is None
+            assert found(normal(3, 2, 6, 4), up=torch.nn.Parameter(normal(12, 5).T)) is None
+            for result_of_a_kernel in ({"u": 1 * learned}, {"bias": 1 * learned}, {"up": normal(5, 12)}):
+                assert found(normal(3, 2, 6, 4), **result_of_a_kernel) is None
             assert found(normal(3, 2, 6, 4), dtype=torch.float16) is None
             assert found(normal(0, 2, 6, 4)) is None
             assert found(normal(3, 2, 6, 600)) is None

@@ -1,6 +1,7 @@
 """The Gluon kernels for Hopper, emulated on the CPU: results and gradients against the oracle."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from emulated import gluon
 from pools import pool_of
 
 import penstock as ps
-from penstock.gpu.target import Target
+from penstock.gpu.target import Target, interpreting
 from penstock.recurrence.operators import ADVANCE
 from penstock.recurrence.triton import hopper, in_place, plan, recurrent
 from penstock.tune.passes import without_memory
@@ -175,6 +176,54 @@ def test_launch_of_tokens_begins_beside_the_launch_of_pieces(K, T, target, early
     assert [("launch_pdl", True) in one.options for one in made.launches] == [False] * (len(made.launches) - 1) + [early]
     assert last.constants[-1] is early
     assert not early or made.launches[-2].kernel is hopper.kernels()[0]
+
+
+def launch_tokens(problem, tensors, wait, monkeypatch):
+    """The output of the launch of tokens alone, under the interpreter, as on Hopper. ``wait`` is called where programs wait."""
+    made = in_place.advance_plan(problem, H200).at(problem.sizes)
+    last = made.launches[-1]
+    names = recurrent.penstock_recurrent_fwd.arg_names[len(last.tensors) + len(last.numbers) :]
+    constants = dict(zip(names, last.constants)) | {"CUDA": False}
+    assert constants["EARLY"]
+    monkeypatch.setattr(recurrent, "cuda", SimpleNamespace(gdc_wait=wait))
+    output = torch.full(made.memory["output"][0], torch.nan, dtype=made.memory["output"][1])
+    given = [output if name == "output" else tensors.get(name) for name in last.tensors]
+    last.kernel[last.grid, 1, 1](*[problem.q if x is None else x for x in given], *last.numbers, **constants)
+    return output
+
+
+@pytest.mark.skipif(not interpreting(), reason="needs Triton's interpreter")
+@pytest.mark.parametrize("lengths", [(2, 31, 0), (66, 1, 0, 3)], ids=str)
+def test_launch_of_tokens_reads_what_other_kernels_write_behind_its_wait(lengths, monkeypatch):
+    """Until a program waits, that is NaN or wrong: of 64 tokens and more, the states of sequences with a piece; of fewer, all inputs."""
+    case = replace(OF, dtype=torch.bfloat16, variant="gla", lengths=lengths, H=1, gate="mixture", state=False)
+    whole, slots = torch.tensor(lengths) >= 64, torch.randperm(len(lengths), generator=torch.Generator().manual_seed(1))
+    state, _ = pool_of(len(lengths), case, torch.float32)
+    true = draw(case) | {"cu_seqlens": offsets(case), "slots": slots, "state": state}
+    problem = ADVANCE.checked("advance('gla')", [true.get(name) for name in ADVANCE.names], (None,))
+    true = {name: x.clone() for name, x in true.items() if isinstance(x, torch.Tensor)}
+    wanted_state = true["state"].clone()
+    wanted = launch_tokens(problem, true | {"state": wanted_state}, lambda: None, monkeypatch)
+    early, waited = {name: x.clone() for name, x in true.items()}, []
+    if sum(lengths) >= 64:
+        written = {"state": slots[whole]}
+    else:
+        written = {name: slice(None) for name in true}
+    for name, rows in written.items():
+        if name == "slots":
+            early[name][rows] = true[name].flip(0)
+        else:
+            early[name][rows] = 0 if name == "cu_seqlens" else torch.nan
+
+    def wait():
+        for name, rows in written.items() if not waited else ():
+            early[name][rows] = true[name][rows]
+        waited.append(1)
+
+    found = launch_tokens(problem, early, wait, monkeypatch)
+    assert len(waited) >= sum(length > 0 for length in lengths)
+    assert torch.equal(found.nan_to_num(7), wanted.nan_to_num(7))
+    assert torch.equal(early["state"], wanted_state)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

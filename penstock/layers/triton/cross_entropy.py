@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...gpu.launch import on_device_of
 from ...gpu.target import power
 
 BLOCK = 4096
@@ -53,7 +54,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, upstream: Tensor | None, losse
     R, V = logits.shape
     block = min(BLOCK, power(V))
     if R:
-        penstock_cross_entropy[(R,)](
+        on_device_of(logits, penstock_cross_entropy)[(R,)](
             logits, labels, losses if upstream is None else upstream, losses, V, GRADIENT=upstream is not None, BLOCK=block,
             num_warps=min(max(block // 512, 1), 8),
         )  # fmt: skip

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...gpu.launch import on_device_of
 from ...gpu.target import Target, power
 from . import few_rows, launch, step
 
@@ -60,7 +61,7 @@ def products(
     begins = [sum(-(-N // tile.BN) for N in rows[:part]) for part in range(len(rows) + 1)]
     pdl, more = _early(x, *weights), PARTS - len(weights)
     if R:
-        few_rows.penstock_products[begins.pop(), -(-R // tile.BM)](
+        on_device_of(x, few_rows.penstock_products)[begins.pop(), -(-R // tile.BM)](
             *inputs, *[x] * more, *weights, *[weights[0]] * more, *results, *[results[0]] * more, x if gate is None else gate,
             *rows, *[0] * more, *begins[1:], *[2**31 - 1] * more, R, K=K, PARTS=len(weights), RELU_SQUARED=relu_squared,
             COLUMNS=weights[0].stride(0) == 1 < weights[0].shape[1], GATE=gate is not None, BN=tile.BN, BM=tile.BM,
@@ -87,7 +88,7 @@ def _low_rank(hidden: Tensor, up: Tensor, mu: list[Tensor], x: Tensor, before: T
     n, R, (M, C) = len(mu), hidden.shape[0], up.shape[-2:]
     BR, BC, pdl = 64, 64, launch.early(hidden.device) if early else {}
     if y.numel():
-        few_rows.penstock_low_rank[-(-C // BC), n, -(-R // BR)](
+        on_device_of(hidden, few_rows.penstock_low_rank)[-(-C // BC), n, -(-R // BR)](
             hidden, up, *mu, *mu[:1] * (PARTS - n), x, before, y, R, C, PARTS=n, M=M, DECAY=decay, BM=power(M, 16), BR=BR, BC=BC,
             PRECISION=launch.precision(hidden), PDL=bool(pdl), num_warps=few_rows.WARPS, **pdl,
         )  # fmt: skip
@@ -124,7 +125,7 @@ def shifted_norm(
     mixed, pdl = x.new_empty(len(mu), R, C), launch.early(x.device) if early else {}
     starts, ends = spans or (x, x)
     if x.numel():
-        few_rows.penstock_shifted_norm[(R,)](
+        on_device_of(x, few_rows.penstock_shifted_norm)[(R,)](
             x, x if y is None else y, total, weight, weight if bias is None else bias, pool, x if slots is None else slots, starts, ends,
             normed, before, *mu, *mu[:1] * (PARTS - len(mu)), mixed, R, C, pool.stride(0), eps, ADD=y is not None, CENTRE=centre,
             BIAS=bias is not None, SLOTS=slots is not None, SINGLE=spans is None, COUNT=len(mu), COMPLEMENT=complement, KEPT=kept,
@@ -169,7 +170,7 @@ def rwkv_step(
     dense = lines and pool.stride()[2:] == (V, 1) and K * V * size % (16 * warps) == 0
     limit = {"maxnreg": REGISTERS} if cuda and warps <= 4 and BK * BV // (32 * warps) <= 64 else {}
     if v.numel():
-        step.penstock_rwkv_step[(R * H,)](
+        on_device_of(low, step.penstock_rwkv_step)[(R * H,)](
             low, up, bias, u, r, k, v, gate, pool, r if slots is None else slots, weight, shift, y, pool.shape[0], H, *bias.stride(),
             *u.stride(), *pool.stride(), eps, K=K, V=V, M=M, BK=BK, BV=BV, BM=BM, LOW_RANK=given, SLOTS=slots is not None, DENSE=dense,
             WARPS=warps, PDL=bool(pdl), CUDA=cuda, num_warps=warps, enable_fp_fusion=False, **limit, **pdl,

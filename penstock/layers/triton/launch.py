@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...gpu.launch import on_device_of
 from ...gpu.target import Target, power
 from . import gates, token_shift
 
@@ -76,7 +77,7 @@ def shifted(
     y = x.new_empty(N, R, C)
     BR, BC, warps = (64, 64, 8) if M else (16, 256, 4)
     if y.numel():
-        token_shift.penstock_shift_fwd[blocks(R, BR), blocks(C, BC)](
+        on_device_of(x, token_shift.penstock_shift_fwd)[blocks(R, BR), blocks(C, BC)](
             x, last, starts, starts if slots is None else slots, *factors, *[x] * (5 - N), x if hidden is None else hidden,
             x if up is None else up, y, R, C, last.stride(0), N=N, M=M, BM=power(M, 16), BR=BR, BC=BC, PRECISION=precision(x),
             SLOTS=slots is not None, TANH=tanh, num_warps=warps,
@@ -118,7 +119,7 @@ class TokenShift(torch.autograd.Function):
         programs, each = _shares(blocks(R, BR), blocks(C, BC))
         dx, dmu = torch.empty_like(x), mu.new_empty(programs, N, C, dtype=torch.float32)
         if x.numel():
-            token_shift.penstock_shift_bwd[programs, blocks(C, BC)](
+            on_device_of(x, token_shift.penstock_shift_bwd)[programs, blocks(C, BC)](
                 x, last, starts, mu, *dy, *[x] * (5 - N), x if further is None else further.contiguous(), dx, dmu, R, C, each,
                 N=N, ADD=further is not None, BR=BR, BC=BC, num_warps=4,
             )  # fmt: skip
@@ -133,22 +134,22 @@ def _low_rank_backward(
     given = [*dy, *[x] * (5 - N)]
     constants = {"N": N, "M": M, "BM": power(M, 16), "PRECISION": precision(x)}
     half, BR, BC = x.element_size() == 2, 64, 64
-    limit = _limit(x, 128) if half else {}
+    limit, stages = _limit(x, 128) if half else {}, 2 if half else 1  # one more: 0.6 to 0.9 of the time
     programs, each = _shares(blocks(R, BR), blocks(C, BC) * N)
     dx, d_hidden = torch.empty_like(x), torch.empty_like(hidden)
     dmu, d_up = (x.new_empty(programs, *one.shape, dtype=torch.float32) for one in (mu, up))
     if x.numel():
         tile = 32
         many, rows = _shares(blocks(R, tile - 1), 2 * blocks(C, BC))  # of 8 warps, so half as many
-        token_shift.penstock_shift_low_rank_bwd[many, blocks(C, BC)](
+        on_device_of(x, token_shift.penstock_shift_low_rank_bwd)[many, blocks(C, BC)](
             starts, mu, hidden, up, *given, dx, R, C, rows, **constants, BR=tile, BC=BC, num_warps=8,
-            num_stages=2 if half else 1, **limit,
+            num_stages=stages, **limit,
         )  # fmt: skip
-        token_shift.penstock_shift_hidden_bwd[(N * blocks(R, BR),)](
-            x, last, starts, up, *given, d_hidden, R, C, **constants, BR=BR, BC=BC, num_warps=4, num_stages=1, **limit
+        on_device_of(x, token_shift.penstock_shift_hidden_bwd)[(N * blocks(R, BR),)](
+            x, last, starts, up, *given, d_hidden, R, C, **constants, BR=BR, BC=BC, num_warps=4, num_stages=stages, **limit
         )
-        token_shift.penstock_shift_weights_bwd[N, blocks(C, BC), programs](
-            x, last, starts, hidden, *given, d_up, dmu, R, C, each, **constants, BR=BR, BC=BC, num_warps=4, num_stages=1, **limit
+        on_device_of(x, token_shift.penstock_shift_weights_bwd)[N, blocks(C, BC), programs](
+            x, last, starts, hidden, *given, d_up, dmu, R, C, each, **constants, BR=BR, BC=BC, num_warps=4, num_stages=stages, **limit
         )
     return dx, _summed(dmu, mu), d_hidden, _summed(d_up, up)
 
@@ -175,7 +176,7 @@ def _norm_gate(x: Tensor, gate: Tensor, weight: Tensor | None, bias: Tensor | No
     (R, H, V), y, constants = x.shape, torch.empty_like(x), norm.constants(x, weight, bias, 4096)
     if x.numel():
         pdl = early(x.device)
-        gates.penstock_norm_gate_fwd[blocks(R, constants["BR"]), H](
+        on_device_of(x, gates.penstock_norm_gate_fwd)[blocks(R, constants["BR"]), H](
             x, gate, x if weight is None else weight, x if bias is None else bias, y, R, H, V, _step(weight), norm.eps,
             **constants, PDL=bool(pdl), num_warps=4, **pdl,
         )  # fmt: skip
@@ -196,7 +197,7 @@ def _norm_gate_backward(
     dx, dgate, y = torch.empty_like(x), torch.empty_like(gate), torch.empty_like(x) if again else x
     dweight, dbias = (None if one is None else one.new_empty(programs, H, V, dtype=torch.float32) for one in (weight, bias))
     if x.numel():
-        gates.penstock_norm_gate_bwd[programs, H](
+        on_device_of(x, gates.penstock_norm_gate_bwd)[programs, H](
             x, gate, x if weight is None else weight, x if bias is None else bias, dy.contiguous(), dx, dgate,
             x if dweight is None else dweight, x if dbias is None else dbias, y, R, H, V, _step(weight), norm.eps, each,
             **constants, AGAIN=again, num_warps=4, **_limit(x, 128),
@@ -257,18 +258,20 @@ class NormGateLinear(torch.autograd.Function):
 def _activated(a: Tensor, b: Tensor | None, activation: str) -> Tensor:
     y, size = torch.empty_like(a), a.numel()
     if size and b is None:
-        gates.penstock_relu_squared_fwd[(blocks(size, BLOCK),)](a, y, size, BLOCK=BLOCK)
+        on_device_of(a, gates.penstock_relu_squared_fwd)[(blocks(size, BLOCK),)](a, y, size, BLOCK=BLOCK)
     elif size:
-        gates.penstock_gated_fwd[(blocks(size, BLOCK),)](a, b, y, size, ACTIVATION=ACTIVATIONS[activation], BLOCK=BLOCK)
+        on_device_of(a, gates.penstock_gated_fwd)[(blocks(size, BLOCK),)](a, b, y, size, ACTIVATION=ACTIVATIONS[activation], BLOCK=BLOCK)
     return y
 
 
 def _activated_backward(a: Tensor, b: Tensor | None, activation: str, dy: Tensor) -> tuple[Tensor, Tensor | None]:
     da, db, size = torch.empty_like(a), None if b is None else torch.empty_like(b), a.numel()
     if size and b is None:
-        gates.penstock_relu_squared_bwd[(blocks(size, BLOCK),)](a, dy, da, size, ROOT=False, BLOCK=BLOCK)
+        on_device_of(a, gates.penstock_relu_squared_bwd)[(blocks(size, BLOCK),)](a, dy, da, size, ROOT=False, BLOCK=BLOCK)
     elif size:
-        gates.penstock_gated_bwd[(blocks(size, BLOCK),)](a, b, dy, da, db, size, ACTIVATION=ACTIVATIONS[activation], BLOCK=BLOCK)
+        on_device_of(a, gates.penstock_gated_bwd)[(blocks(size, BLOCK),)](
+            a, b, dy, da, db, size, ACTIVATION=ACTIVATIONS[activation], BLOCK=BLOCK
+        )
     return da, db
 
 
@@ -309,7 +312,7 @@ class ReluSquared(torch.autograd.Function):
             return 2 * torch.where(y == 0, 0, torch.where(y == 0, 1, y).sqrt()) * dy
         da, size = torch.empty_like(y), y.numel()
         if size:
-            gates.penstock_relu_squared_bwd[(blocks(size, BLOCK),)](y, dy.contiguous(), da, size, ROOT=True, BLOCK=BLOCK)
+            on_device_of(y, gates.penstock_relu_squared_bwd)[(blocks(size, BLOCK),)](y, dy.contiguous(), da, size, ROOT=True, BLOCK=BLOCK)
         return da
 
 
@@ -347,7 +350,7 @@ class Decay(torch.autograd.Function):
         w = torch.empty_like(x, dtype=torch.float32)
         BR, BC = 16, 256
         if x.numel():
-            gates.penstock_decay_fwd[blocks(R, BR), blocks(C, BC)](x, bias, w, R, C, BR=BR, BC=BC)
+            on_device_of(x, gates.penstock_decay_fwd)[blocks(R, BR), blocks(C, BC)](x, bias, w, R, C, BR=BR, BC=BC)
         ctx.save_for_backward(x, bias, w)
         ctx.formula = formula
         return w
@@ -362,7 +365,7 @@ class Decay(torch.autograd.Function):
         programs, each = _shares(blocks(R, BR), blocks(C, BC))
         dx, dbias = torch.empty_like(x), bias.new_empty(programs, C, dtype=torch.float32)
         if x.numel():
-            gates.penstock_decay_bwd[programs, blocks(C, BC)](w, dw.contiguous(), dx, dbias, R, C, each, BR=BR, BC=BC)
+            on_device_of(w, gates.penstock_decay_bwd)[programs, blocks(C, BC)](w, dw.contiguous(), dx, dbias, R, C, each, BR=BR, BC=BC)
         return dx, _summed(dbias, bias), None
 
 
@@ -374,7 +377,7 @@ class LogSigmoid(torch.autograd.Function):
         """The result."""
         g, size = torch.empty_like(x, dtype=torch.float32), x.numel()
         if size:
-            gates.penstock_log_sigmoid_fwd[(blocks(size, BLOCK),)](x, g, size, normalizer, BLOCK=BLOCK)
+            on_device_of(x, gates.penstock_log_sigmoid_fwd)[(blocks(size, BLOCK),)](x, g, size, normalizer, BLOCK=BLOCK)
         ctx.save_for_backward(x)
         ctx.normalizer, ctx.formula = normalizer, formula
         return g
@@ -387,7 +390,9 @@ class LogSigmoid(torch.autograd.Function):
             return *_by_formula(ctx.formula, (x,), (dg,)), None, None
         dx, size = torch.empty_like(x), x.numel()
         if size:
-            gates.penstock_log_sigmoid_bwd[(blocks(size, BLOCK),)](x, dg.contiguous(), dx, size, ctx.normalizer, BLOCK=BLOCK)
+            on_device_of(x, gates.penstock_log_sigmoid_bwd)[(blocks(size, BLOCK),)](
+                x, dg.contiguous(), dx, size, ctx.normalizer, BLOCK=BLOCK
+            )
         return dx, None, None
 
 
@@ -396,7 +401,7 @@ def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor | None, e
     R, C = x.shape
     total, normed, BC = x if y is None else torch.empty_like(x), torch.empty_like(x), power(C, 16)
     if x.numel():
-        gates.penstock_add_norm[(R,)](
+        on_device_of(x, gates.penstock_add_norm)[(R,)](
             x, x if y is None else y, total, normed, weight, weight if bias is None else bias, C, eps,
             ADD=y is not None, CENTRE=centre, BIAS=bias is not None, BC=BC, num_warps=min(max(BC // 512, 1), 16),
         )  # fmt: skip
@@ -430,7 +435,7 @@ class AddNorm(torch.autograd.Function):
             programs, each = _shares(blocks(R, BR), 1)
             parts = [None if one is None else one.new_empty(programs, C, dtype=torch.float32) for one in (weight, bias)]
             if total.numel():
-                gates.penstock_add_norm_bwd[(programs,)](
+                on_device_of(total, gates.penstock_add_norm_bwd)[(programs,)](
                     total, weight, total if d_total is None else d_total.contiguous(), d_normed.contiguous(), dx,
                     parts[0], parts[0] if bias is None else parts[1], R, C, ctx.eps, each,
                     ADD=d_total is not None, CENTRE=ctx.centre, BIAS=bias is not None, BR=BR, BC=BC, num_warps=8 if BC <= 2048 else 16,

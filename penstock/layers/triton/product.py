@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...gpu.launch import on_device_of
 from ...gpu.target import power
 from .launch import PROGRAMS, blocks, precision
 
@@ -89,7 +90,7 @@ def multiply(x: Tensor, weight: Tensor) -> Tensor:
     if x.element_size() == 4:
         BN, BK = min(BN, 64), 32
     if y.numel():
-        penstock_product[(blocks(M, BM) * blocks(N, BN),)](
+        on_device_of(x, penstock_product)[(blocks(M, BM) * blocks(N, BN),)](
             x, weight, y, M, N, K, *weight.stride(), BM=BM, BN=BN, BK=BK, EVEN=K % BK == 0, PRECISION=precision(x),
             num_warps=BM // 16, num_stages=4,
         )  # fmt: skip
@@ -105,7 +106,7 @@ def multiply_few(x: Tensor, weight: Tensor) -> Tensor:
     y = x.new_empty(M, N)
     BK = 2048 if K % 2048 == 0 and M == 1 else 1024
     BK = min(BK, power(K, 16))
-    penstock_product_of_few_rows[(blocks(N, 4),)](
+    on_device_of(x, penstock_product_of_few_rows)[(blocks(N, 4),)](
         x, weight, y, M, N, K, weight.stride(0), ROWS=power(M, 1), BN=4, BK=BK, EVEN=K % BK == 0, num_warps=4
     )  # fmt: skip
     return y

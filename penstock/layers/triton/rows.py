@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...gpu.launch import on_device_of
 from .launch import BLOCK, blocks
 
 
@@ -42,7 +43,7 @@ def write_rows(states: Tensor, pool: Tensor, slots: Tensor, ends: Tensor | None 
     """
     N, D = slots.shape[0], pool[0].numel()
     if N:
-        penstock_write_rows[N, blocks(D, BLOCK)](
+        on_device_of(states, penstock_write_rows)[N, blocks(D, BLOCK)](
             states, pool, slots, slots if ends is None else ends, states.stride(0), pool.stride(0), D, PACKED=ends is not None, BLOCK=BLOCK,
             num_warps=4,
         )  # fmt: skip

@@ -187,13 +187,17 @@ def penstock_recurrent_fwd(
     PIECE > 0: updates in place (see ``in_place.py``), of the tokens behind the whole pieces of PIECE tokens. Behind each token the state is
     as if stored and loaded. If a slot is negative, an output of 0 is stored.
     ONE: sequences have one token. CUDA: compiled for a GPU of NVIDIA. EARLY: if T >= PIECE, this launch may begin while the launch of the
-    whole pieces runs. Programs of sequences without a piece share no memory with that one, so they wait for it at their end.
+    whole pieces runs. Programs of sequences with a piece wait for it, so this launch ends behind it. The others share no memory with it. If
+    T < PIECE there is no such launch, and the kernel ahead may write everything that this one reads, the slots too.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0)
     dv = pid % NV * BV + tl.arange(0, BV)
     dk = tl.arange(0, BK)
     h = (pid // NV % H).to(tl.int64)
+    if EARLY:
+        if T < PIECE:
+            cuda.gdc_wait()
     n, b, row, step, _, _, length = tokens_of((pid // NV // H).to(tl.int64), cu_seqlens, 0, T, 0, False, PACKED, REVERSE)
     slot = n
     if SLOTS:
@@ -206,7 +210,7 @@ def penstock_recurrent_fwd(
     if PIECE > 0:
         first = length // PIECE * PIECE
         if EARLY:
-            if (first > 0) | (slot < 0) | (T < PIECE):
+            if (first > 0) | (slot < 0):
                 cuda.gdc_wait()
         if slot < 0:
             for _t in tl.range(0, length):
@@ -251,8 +255,6 @@ def penstock_recurrent_fwd(
             S = decayed(S, P, DECAY)
         state = final_state + slot * f_n + h * f_h + dk[:, None] * f_k + dv[None, :] * f_v
     tl.store(state, S.to(final_state.dtype.element_ty), mask=inside)
-    if EARLY:
-        cuda.gdc_wait()  # the next launch starts when this one ends, and may read what the other one writes
 
 
 @triton.jit(do_not_specialize=["N", "T", "rows"])
