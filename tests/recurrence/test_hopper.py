@@ -70,6 +70,7 @@ def test_walks_without_decays_per_channel():
         assert "d_chunk_states" not in plan.chunk_backward_plan(problem, problem.v, None, H200).memory
         assert forward(problem, H200._replace(arch="sm_80")) == ["chunk_forward"]
         assert backward(problem, H200._replace(arch="sm_80"))[-1] == "chunk_backward"
+    assert forward(problem_of("simple_gla", "4,8192,33,64")) == ["hopper_walk_forward"]  # no segments
     x = problem_of("simple_gla", "8,2048,32,64")
     for problem in (
         problem_of("simple_gla", "8,2048,32,64", torch.float16),

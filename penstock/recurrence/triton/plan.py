@@ -236,11 +236,14 @@ def chunk_forward_plan(p: Recurrence, target: Target, keep: bool = False) -> Pla
     final = plan.empty("final_state", _N, c.H, c.K, c.V)
     walked = hopper.walk(p, b, target)
     kernel = None if walked else hopper.forward(p, b, target)
-    on_hopper = walked is not None or kernel is not None
-    C = hopper.C if on_hopper else b.C
     apart, _ = c.backward_chunk(p)
+    scalar = hopper.scalar(p, target) if c.fills and apart == hopper.C else None
+    on_hopper = walked is not None or kernel is not None or scalar is not None
+    C = hopper.C if on_hopper else b.C
     meets = apart % C == 0
-    L = c.walked_segment() if walked else c.segment(apart if meets else C, grid, b.programs_per_sm)  # ``keep`` changes no result
+    L = None
+    if not scalar:
+        L = c.walked_segment() if walked else c.segment(apart if meets else C, grid, b.programs_per_sm)  # ``keep`` changes no result
     dense = chunks(c.T, apart, c.N, c.packed) * apart <= 2 * c.B * c.T  # many short sequences have more slots than tokens
     rounded = not on_hopper or c.T > C  # the Hopper kernels store bfloat16, which is too inaccurate for a caller's own states
     every = apart if keep and meets and dense and rounded else 0
@@ -257,12 +260,11 @@ def chunk_forward_plan(p: Recurrence, target: Target, keep: bool = False) -> Pla
         )
         return plan
     first, steps = state if state is not None else (final, (0, 0, 0, 0))
-    scalar = hopper.scalar(p, target) if L is None and c.fills and every in (0, hopper.C) else None
     if scalar:
         plan.launch(
             scalar.forward, c.programs(_N, 1),
             ("q", "k", "v", output, chunk_states if every else output, "g", first, output, final, "cu_seqlens"),
-            (p.scale, _N, _T, c.H, *c.gate[:3], *steps), hopper.SCALAR, (*[Tile(hopper.C, hopper.C)] * 4, Tile(hopper.C, hopper.C, 3)),
+            (p.scale, _N, _T, c.H, *c.gate[:3], *steps), hopper.SCALAR, (*[Tile(C, C)] * 4, Tile(C, C, 3)),
             DECAYS=c.decay != NONE, INITIAL=state is not None, KEEP=every > 0, PACKED=c.packed,
         )  # fmt: skip
         return plan
