@@ -105,10 +105,12 @@ sequences fill the GPU."""
 CONFIGURATIONS: tuple[Configuration | Softmax, ...] = (
     Configuration("linear_attention", Shape(*PROMPT, 16, 64, 64)),
     Configuration("linear_attention", Shape(*PROMPT, 16, 64, 64), "float16"),
+    Configuration("linear_attention", Shape(*BATCH, 32, 64, 64), passes=("forward", "backward")),
     Configuration("retention", Shape(*PROMPT, 8, 256, 512)),
     Configuration("retention", Shape(*PROMPT, 16, 64, 64)),
     Configuration("simple_gla", Shape(*PROMPT, 64, 128, 64)),
     Configuration("simple_gla", Shape(*PROMPT, 32, 64, 64), packed=True),
+    Configuration("simple_gla", Shape(*BATCH, 32, 64, 64), passes=("forward", "backward")),
     Configuration("gla", Shape(*PROMPT, 4, 256, 512)),
     Configuration("gla", Shape(*PROMPT, 16, 128, 128)),
     Configuration("gla", Shape(*PROMPT, 16, 100, 100)),

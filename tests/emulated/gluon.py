@@ -518,7 +518,7 @@ _LANGUAGE.to_linear_layout = lambda layout, shape: None
 _LANGUAGE.dot = lambda a, b, acc=0.0, **_: Value(raw(a).float() @ raw(b).float() + raw(acc))
 _LANGUAGE.range = lambda *bounds, **_: range(*map(int, bounds))
 _LANGUAGE.trans = lambda x: Value(raw(x).mT)
-_LANGUAGE.cumsum = lambda x, axis: Value(raw(x).cumsum(axis))
+_LANGUAGE.cumsum = lambda x, axis, reverse=False: Value(raw(x).flip(axis).cumsum(axis).flip(axis) if reverse else raw(x).cumsum(axis))
 _SPECIAL = {
     "gl": _LANGUAGE, "tl": _LANGUAGE, "gluon": None, "triton": None, "warpgroup_mma": mma, "warpgroup_mma_wait": mma_wait,
     "folded": lambda *layout: None, "in_blocks": lambda layout: None, "fence_async_shared": lambda: None, "meet": lambda: None,

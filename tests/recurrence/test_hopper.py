@@ -57,6 +57,38 @@ def test_launches_of_hopper_and_plain_kernels(variant, size, dtype):
     assert backward(problem, states=states) == ["segments", "hopper_backward"]
 
 
+def test_walks_without_decays_per_channel():
+    """Heads of 64 channels, if sequences and heads are at least as many as multiprocessors."""
+    walks, plain = ["segments", "hopper_walk_backward"], ["segments", "segments", "chunk_backward"]
+    for variant in ("linear_attention", "retention", "simple_gla"):
+        problem = problem_of(variant, "8,2048,32,64")
+        assert forward(problem) == ["hopper_walk_forward"]
+        states = torch.empty(*planned(problem, keep=True).memory["chunk_states"][0], dtype=BFLOAT16, device="meta")
+        assert states.shape == (8 * 2048 // hopper.C, 32, 64, 64)
+        assert backward(problem) == walks
+        assert backward(problem, states=states) == walks[1:]
+        assert "d_chunk_states" not in plan.chunk_backward_plan(problem, problem.v, None, H200).memory
+        assert forward(problem, H200._replace(arch="sm_80")) == ["chunk_forward"]
+        assert backward(problem, H200._replace(arch="sm_80"))[-1] == "chunk_backward"
+    assert forward(problem_of("simple_gla", "4,8192,33,64")) == ["hopper_walk_forward"]  # no segments
+    x = problem_of("simple_gla", "8,2048,32,64")
+    for problem in (
+        problem_of("simple_gla", "8,2048,32,64", torch.float16),
+        problem_of("simple_gla", "8,2048,32,128,64"),
+        problem_of("simple_gla", "8,2048,32,48"),
+        RECURRENCE.checked("simple_gla", (x.q, x.k, x.v, x.g, None, None, None), (None, True, True)),
+    ):
+        assert forward(problem) == ["chunk_forward"]
+        assert backward(problem) == plain
+    for few in ("2,2048,32,64", "8,64,32,64"):
+        problem = problem_of("simple_gla", few)
+        assert forward(problem)[-1] == "chunk_forward"
+        assert backward(problem)[-1] == "chunk_backward"
+    expanded = x.v[:, :1].expand_as(x.v)
+    assert kernels_of(plan.chunk_backward_plan(x, expanded, None, H200)) == plain
+    assert forward(RECURRENCE.checked("simple_gla", (x.q, x.k, expanded, x.g, None, None, None), (None, False, True))) == ["chunk_forward"]
+
+
 @pytest.mark.parametrize(
     ("problem", "target"),
     [

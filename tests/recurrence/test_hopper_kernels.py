@@ -11,6 +11,7 @@ from pools import pool_of
 
 import penstock as ps
 from penstock.gpu.target import Target, interpreting
+from penstock.recurrence.gradients import summed
 from penstock.recurrence.operators import ADVANCE
 from penstock.recurrence.triton import hopper, in_place, plan, recurrent
 from penstock.tune.passes import without_memory
@@ -158,6 +159,46 @@ BESIDE = [
     (64, 128, A100, False),
     (100, 128, H200, False),
 ]
+SCALAR = [
+    replace(OF, variant="linear_attention", T=150),
+    replace(OF, variant="linear_attention", H=1, state=False, scale=-0.3),
+    replace(OF, variant="linear_attention", H=1, lengths=(0, 70, 1, 0, 64)),
+    replace(OF, variant="retention", B=2, T=67, state=False),
+    replace(OF, variant="retention", lengths=(0, 70, 1, 0, 128)),
+    *(replace(OF, variant="simple_gla", H=1, T=193, gate=gate) for gate in ("zero", "logsigmoid/0.1", "mixture", "gone", "spikes")),
+    replace(OF, variant="simple_gla", T=66, gate=-30.0),
+    replace(OF, variant="simple_gla", lengths=(0, 70, 1, 0, 130), gate="uneven"),
+]
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("case", SCALAR, ids=str)
+def test_walks_without_decays_per_channel(case, keep):
+    """With kept states; and without, and without dg."""
+    problem, target = problem_of(case, draw(case)), H200._replace(multiprocessors=1)
+    given = {name: problem.q if x is None else x for name, x in zip(problem.operator.names, problem.tensors)}
+    made = plan.chunk_forward_plan(problem, target, keep)
+    assert names_of(made) == ["penstock_walk_fwd_hopper"]
+    found = gluon.run(made, dict(given), problem.sizes)
+    check({name: found[name] for name in ("output", "final_state")}, case)
+    states = found.get("chunk_states")
+    d_output, d_final_state = upstream(case)
+    made = plan.chunk_backward_plan(problem, d_output, d_final_state, target, states, dg=keep)
+    assert names_of(made) == [*["penstock_chunk_states"] * (states is None), "penstock_walk_bwd_hopper"]
+    found = gluon.run(made, given | {"d_output": d_output, "d_final_state": d_final_state, "states": states}, problem.sizes)
+    assert ("dg" in found) is (keep and problem.g is not None)
+    results = {name: found[name] for name in ("dq", "dk", "dv")}
+    if case.state:
+        results["dinitial_state"] = found["d_initial_state"]
+    if "dg" in found:
+        results["dg"] = summed(found["dg"], problem.g)
+    check(results, case)
+
+
+def names_of(made):
+    return [one.kernel.fn.__name__ for one in made.launches]
+
+
 UPDATES = [
     ("rwkv6", (70, 3, 128, 0, 64), (4, 0, -1, 2, 5), torch.float32, "gaps", "mixture"),
     ("gla", (64, 130, 63), (1, 3, 0), torch.bfloat16, "contiguous", "logsigmoid"),

@@ -61,6 +61,28 @@ def walk(p: Recurrence, config: KernelConfig, target: Target, *d_output: Tensor)
     return Walk(hopper_weights.penstock_chunk_weights_hopper, hopper_walk.penstock_chunk_walk_hopper)
 
 
+SCALAR = 4
+"""Warps of ``hopper_walk_forward`` and ``hopper_walk_backward``. Two programs fit on a multiprocessor."""
+
+
+class Scalar(NamedTuple):
+    """The kernels that walk over whole sequences without decays per channel, of heads of 64 channels."""
+
+    forward: Any
+    backward: Any
+
+
+def scalar(p: Recurrence, target: Target, *d_output: Tensor) -> Scalar | None:
+    """The kernels if they support this problem, or None."""
+    sizes = p.sizes
+    suits = "K" not in p.variant.decay and not p.variant.bonus and sizes["K"] == sizes["V"] == C < sizes["T"] and not p.partial
+    if not suits or p.q.dtype != torch.bfloat16 or not _copied(p, target, *d_output) or kernels() is None:
+        return None
+    from . import hopper_walk_backward, hopper_walk_forward
+
+    return Scalar(hopper_walk_forward.penstock_walk_fwd_hopper, hopper_walk_backward.penstock_walk_bwd_hopper)
+
+
 class Forward(NamedTuple):
     """A forward kernel and its launch."""
 
@@ -118,13 +140,16 @@ def backward(p: Recurrence, config: KernelConfig, target: Target, *d_output: Ten
 
 
 def _suits(p: Recurrence | Advance, config: KernelConfig, target: Target, *d_output: Tensor) -> bool:
-    """Whether the call has decays per channel, tensors of 16 bits that the tensor memory accelerator can copy."""
+    """Whether the call has decays per channel, and the table and the tensors suit."""
+    return config.form == FORM and "K" in p.variant.decay and _copied(p, target, *d_output)
+
+
+def _copied(p: Recurrence | Advance, target: Target, *d_output: Tensor) -> bool:
+    """Whether the call has tensors of 16 bits that the tensor memory accelerator can copy."""
     sizes = p.sizes
     return (
-        config.form == FORM
-        and target.arch == "sm_90"
+        target.arch == "sm_90"
         and p.q.dtype in (torch.bfloat16, torch.float16)
-        and "K" in p.variant.decay
         and not p.reverse
         and 0 < sizes["B"] * sizes["T"] < 1 << 31
         and all(map(tiled, (p.q, p.k, p.v, *d_output)))

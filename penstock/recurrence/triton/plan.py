@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...gpu.hopper import Tile
 from ...gpu.plan import Plan, Size, Sizes, chunks, contiguous, strides
 from ...gpu.target import Target, power, precision
 from ..declaration import Recurrence, Tokens
@@ -93,6 +94,11 @@ class Call(NamedTuple):
         b = self.config("backward")
         kernel = hopper.backward(p, b, self.target, *d_output)
         return hopper.C if kernel else b.C, kernel
+
+    @property
+    def fills(self) -> bool:
+        """Whether programs that walk over whole sequences of a head occupy the multiprocessors."""
+        return self.target.multiprocessors <= self.N * self.H
 
     def levels(self, plan: Plan, C: int) -> str:
         """The matrices of sums of decays per channel, for chunks of C tokens."""
@@ -230,11 +236,14 @@ def chunk_forward_plan(p: Recurrence, target: Target, keep: bool = False) -> Pla
     final = plan.empty("final_state", _N, c.H, c.K, c.V)
     walked = hopper.walk(p, b, target)
     kernel = None if walked else hopper.forward(p, b, target)
-    on_hopper = walked is not None or kernel is not None
-    C = hopper.C if on_hopper else b.C
     apart, _ = c.backward_chunk(p)
+    scalar = hopper.scalar(p, target) if c.fills and apart == hopper.C else None
+    on_hopper = walked is not None or kernel is not None or scalar is not None
+    C = hopper.C if on_hopper else b.C
     meets = apart % C == 0
-    L = c.walked_segment() if walked else c.segment(apart if meets else C, grid, b.programs_per_sm)  # ``keep`` changes no result
+    L = None
+    if not scalar:
+        L = c.walked_segment() if walked else c.segment(apart if meets else C, grid, b.programs_per_sm)  # ``keep`` changes no result
     dense = chunks(c.T, apart, c.N, c.packed) * apart <= 2 * c.B * c.T  # many short sequences have more slots than tokens
     rounded = not on_hopper or c.T > C  # the Hopper kernels store bfloat16, which is too inaccurate for a caller's own states
     every = apart if keep and meets and dense and rounded else 0
@@ -251,6 +260,14 @@ def chunk_forward_plan(p: Recurrence, target: Target, keep: bool = False) -> Pla
         )
         return plan
     first, steps = state if state is not None else (final, (0, 0, 0, 0))
+    if scalar:
+        plan.launch(
+            scalar.forward, c.programs(_N, 1),
+            ("q", "k", "v", output, chunk_states if every else output, "g", first, output, final, "cu_seqlens"),
+            (p.scale, _N, _T, c.H, *c.gate[:3], *steps), hopper.SCALAR, (*[Tile(C, C)] * 4, Tile(C, C, 3)),
+            DECAYS=c.decay != NONE, INITIAL=state is not None, KEEP=every > 0, PACKED=c.packed,
+        )  # fmt: skip
+        return plan
     flags: dict[str, Any] = {"SEGMENTS": L is not None, "INITIAL": state is not None, "FINAL": L is None, "EVERY": every}
     if kernel:
         flags |= {"PIECE": 0, "ROWS_GIVEN": False, "NARROW": False}
@@ -314,6 +331,8 @@ def chunk_backward_plan(
     dq, dk = (plan.empty("d" + name, *tokens, c.K, dtype=p.q.dtype) for name in ("q", "k"))
     dv = plan.empty("dv", *tokens, c.V, dtype=p.summand(p.v))
     walked = hopper.walk(p, b, target, d_output) if kernel else None
+    back = hopper.scalar(p, target, d_output) if c.fills and C == hopper.C else None
+    dS = "q"
     if walked:
         dS = plan.empty("d_chunk_states", slots, c.H, c.K, c.V, dtype=stored)
         L = c.walked_segment()
@@ -323,7 +342,7 @@ def chunk_backward_plan(
             d_start, last = (segment_states, contiguous((0, c.H, c.K, c.V))), None
         walk.weights(plan, c, p, walked)
         walk.over_chunks(plan, c, p, walked, "d_output", dv, d_start, last, L, dS, C, True)
-    else:
+    elif not back:
         dS = _states(plan, c, ("q", "d_output"), steps, L, C, p.scale, p.reverse, d_start, d_initial, True, stored)
     d_gate = du = "q"
     if p.g is not None and dg:
@@ -350,6 +369,16 @@ def chunk_backward_plan(
                 values.penstock_chunk_dv, c.programs(slots, c.V // BV), (weights, rest, "d_output", dS, dv, "cu_seqlens"),
                 (_N, _T, c.H, *d_output.stride()), 4, K=c.K, V=c.V, BK=64, BV=BV, C=C, PACKED=c.packed,
             )  # fmt: skip
+        return plan
+    if back:
+        final, ends = d_start if d_start is not None else ("q", (0, 0, 0, 0))
+        plan.launch(
+            back.backward, c.programs(_N, 1),
+            ("q", "k", "v", "d_output", S, dq, dk, dv, "g", final, dq, dk, dv, d_gate, d_initial or "q", "cu_seqlens"),
+            (p.scale, _N, _T, c.H, *c.gate[:3], *ends), hopper.SCALAR, (*[Tile(C, C)] * 4, Tile(C, C, 3), *[Tile(C, C)] * 3),
+            DECAYS=c.decay != NONE, STATIC=c.static, DG=d_gate != "q", LAST=d_start is not None, FIRST=d_initial is not None,
+            PACKED=c.packed,
+        )  # fmt: skip
         return plan
     strong = plan.empty("strong", c.programs(slots, 1), dtype=torch.int32) if c.decay == CHANNEL else "q"
     for part in c.parts:
