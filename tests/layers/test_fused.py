@@ -433,9 +433,10 @@ def test_training_steps_of_models(name, request):
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_training_steps_with_parameters_of_any_strides(name, on_a_cpu):
+def test_training_steps_with_parameters_of_any_strides(name, request):
     """As views of a larger tensor are: a kernel that reads them as contiguous reads the NaN between their elements."""
     model, (exact, _) = model_of(name), trained(model_of(name, torch.float64))
+    request.getfixturevalue("on_a_cpu")
     for one in model.parameters():
         one.data = torch.stack([one.data, torch.full_like(one.data, torch.nan)], -1)[..., 0]
     found, _ = trained(model)

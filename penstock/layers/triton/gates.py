@@ -168,19 +168,22 @@ def penstock_gated_fwd(a, b, y, size, ACTIVATION: tl.constexpr, BLOCK: tl.conste
 
 
 @triton.jit
-def penstock_gated_bwd(a, b, dy, da, db, size, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
-    """Gradients of a and b."""
+def penstock_gated_bwd(a, b, dy, da, db, size, ACTIVATION: tl.constexpr, AGAIN: tl.constexpr, BLOCK: tl.constexpr):
+    """Gradients of a and b. AGAIN: the result of the forward pass replaces dy."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = at < size
     z = tl.load(a + at, here, other=0.0).to(tl.float32)
     d = tl.load(dy + at, here, other=0.0).to(tl.float32)
+    other = tl.load(b + at, here, other=0.0).to(tl.float32)
     share = tl.sigmoid(z)
     slope = share * (1 - share)
     if ACTIVATION == SILU:
         slope = share * (1 + z * (1 - share))
         share *= z
-    tl.store(da + at, (d * tl.load(b + at, here, other=0.0).to(tl.float32) * slope).to(da.dtype.element_ty), here)
+    tl.store(da + at, (d * other * slope).to(da.dtype.element_ty), here)
     tl.store(db + at, (d * share).to(db.dtype.element_ty), here)
+    if AGAIN:
+        tl.store(dy + at, (share * other).to(dy.dtype.element_ty), here)
 
 
 @triton.jit

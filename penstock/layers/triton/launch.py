@@ -264,13 +264,18 @@ def _activated(a: Tensor, b: Tensor | None, activation: str) -> Tensor:
     return y
 
 
-def _activated_backward(a: Tensor, b: Tensor | None, activation: str, dy: Tensor) -> tuple[Tensor, Tensor | None]:
+def _activated_backward(
+    a: Tensor, b: Tensor | None, activation: str, dy: Tensor, *, again: bool = False
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Gradients of a and b. ``again``: the result of the forward pass replaces dy."""
     da, db, size = torch.empty_like(a), None if b is None else torch.empty_like(b), a.numel()
     if size and b is None:
         on_device_of(a, gates.penstock_relu_squared_bwd)[(blocks(size, BLOCK),)](a, dy, da, size, ROOT=False, BLOCK=BLOCK)
+        if again:
+            on_device_of(a, gates.penstock_relu_squared_fwd)[(blocks(size, BLOCK),)](a, dy, size, BLOCK=BLOCK)
     elif size:
         on_device_of(a, gates.penstock_gated_bwd)[(blocks(size, BLOCK),)](
-            a, b, dy, da, db, size, ACTIVATION=ACTIVATIONS[activation], BLOCK=BLOCK
+            a, b, dy, da, db, size, ACTIVATION=ACTIVATIONS[activation], AGAIN=again, BLOCK=BLOCK
         )
     return da, db
 
@@ -332,11 +337,13 @@ class ActivatedLinear(torch.autograd.Function):
         a, b, weight = tensors = ctx.saved_tensors
         if torch.is_grad_enabled():
             return *_by_formula(ctx.formula, tensors, (dy,)), None, None
-        da = db = dweight = None
-        if ctx.needs_input_grad[2]:
-            dweight = dy.flatten(0, -2).T @ _activated(a, b, ctx.activation).flatten(0, -2)
+        da = db = y = dweight = None
         if any(ctx.needs_input_grad[:2]):
-            da, db = _activated_backward(a, b, ctx.activation, dy @ weight)
+            y = dy @ weight
+            da, db = _activated_backward(a, b, ctx.activation, y, again=ctx.needs_input_grad[2])
+        if ctx.needs_input_grad[2]:
+            y = _activated(a, b, ctx.activation) if y is None else y
+            dweight = dy.flatten(0, -2).T @ y.flatten(0, -2)
         return da, db, dweight, None, None
 
 
