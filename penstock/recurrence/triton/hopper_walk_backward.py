@@ -35,9 +35,9 @@ COARSE = gl.constexpr(49152.0)  # 1.5 * 2^15: adding and subtracting it rounds t
 
 
 @gluon.jit
-def expect(tiles, bars, c, chunks):
+def expect(tiles, bars, c, chunks, STAGES: gl.constexpr):
     """Announce the tiles of step c. Each tensor has barriers of its own: between copies with the same one, Triton has all warps meet."""
-    for n in gl.static_range(5):
+    for n in gl.static_range(len(bars)):
         mbarrier.expect(bars[n].index(c % STAGES), tiles[n].block_type.nbytes, pred=c < chunks)
 
 
@@ -159,7 +159,7 @@ def penstock_walk_bwd_hopper(
     tiles = (q_tiles, k_tiles, v_tiles, o_tiles, state_tiles)
     parts = (q_s, k_s, v_s, o_s, state_s)
     for m in gl.static_range(STAGES):
-        expect(tiles, bars, chunks * 0 + m, chunks)
+        expect(tiles, bars, chunks * 0 + m, chunks, STAGES)
     meet()
     for m in gl.static_range(STAGES):
         ask(tiles, parts, bars, place, chunks * 0 + m)
@@ -245,7 +245,7 @@ def penstock_walk_bwd_hopper(
         decay = total
         if DECAYS:
             total = sums_of_decays(coming, vectors, 1 - known, scale)
-        expect(tiles, bars, c + STAGES, chunks)
+        expect(tiles, bars, c + STAGES, chunks, STAGES)
         meet()
         if t + C <= tokens:
             dS_s.store(dV.to(gl.bfloat16))

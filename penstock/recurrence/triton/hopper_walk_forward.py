@@ -16,16 +16,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ...gpu.hopper_tiles import exp2, meet, zeroed_behind
 from ...gpu.tiles import slot_of, tokens_of
-from .hopper_walk_backward import C, log_decays, sums_of_decays
+from .hopper_walk_backward import C, expect, log_decays, sums_of_decays
 
 STAGES = gl.constexpr(3)
-
-
-@gluon.jit
-def expect(tiles, bars, c, chunks):
-    """Announce the tiles of step c. Each tensor has barriers of its own: between copies with the same one, Triton has all warps meet."""
-    for n in gl.static_range(3):
-        mbarrier.expect(bars[n].index(c % STAGES), tiles[n].block_type.nbytes, pred=c < chunks)
 
 
 @gluon.jit
@@ -97,7 +90,7 @@ def penstock_walk_fwd_hopper(
     column = h * C
     state = ((slot_of(n, begin, done, T, C, PACKED) * H + h) * C).to(gl.int32)
     for m in gl.static_range(STAGES):
-        expect(tiles, bars, chunks * 0 + m, chunks)
+        expect(tiles, bars, chunks * 0 + m, chunks, STAGES)
     meet()
     for m in gl.static_range(STAGES):
         ask(tiles, parts, bars, at, column, chunks * 0 + m, chunks)
@@ -152,7 +145,7 @@ def penstock_walk_fwd_hopper(
         if DECAYS:
             total = sums_of_decays(coming, vectors, 1 - known, scale)
         A, O = warpgroup_mma_wait(0, [A, O])
-        expect(tiles, bars, c + STAGES, chunks)
+        expect(tiles, bars, c + STAGES, chunks, STAGES)
         if t + C <= tokens:
             out_s.store(O.to(gl.bfloat16))
         fence_async_shared()
