@@ -153,6 +153,7 @@ class Sampler:
 
     def __init__(self, slots: int, vocab_size: int, device: torch.device) -> None:
         self.vocab_size, self.device = vocab_size, device
+        self._kernels = device.type == "cuda" and unavailable() is None
         self.last = torch.zeros(slots, dtype=torch.int64, device=device)
         """The last sampled token of each slot, or ``NO_TOKEN``."""
         self._no_token = self.last.new_full((), NO_TOKEN)
@@ -285,8 +286,7 @@ class Sampler:
     def _draw(self, logits: Tensor, rows: Items[Row], params: Tensor, step: Places) -> Tensor:
         """Sample rows of temperature above 0."""
         assert step.uniforms is not None
-        on_gpu = logits.is_cuda and unavailable() is None
-        if on_gpu and not step.any & LIMITED:
+        if self._kernels and not step.any & LIMITED:
             return self._drawn(logits, params, step.uniforms)
         largest = logits.amax(-1, keepdim=True)
         weights = _weights(logits, largest, params[:, SCALE : SCALE + 1])
@@ -297,7 +297,7 @@ class Sampler:
             most = self.vocab_size if 0 in tops else max(tops)
             some = self._limited(step.of(LIMITED, weights), step.of(LIMITED, params), most, any(tops), bool(step.any & NUCLEUS))
             weights = step.put(LIMITED, weights, some)
-        if on_gpu:
+        if self._kernels:
             tokens = self._drawn(weights, params, step.uniforms)
         else:
             sums = weights.cumsum(-1)
@@ -318,7 +318,7 @@ class Sampler:
         No k is above ``most``; ``ranked``: some row has one; ``nucleus``: some row has a share below 1.
         """
         V, last = self.vocab_size, params[:, LAST_RANK : LAST_RANK + 1]
-        if weights.is_cuda and most > CANDIDATES and len(weights) >= MANY_ROWS and unavailable() is None:
+        if self._kernels and most > CANDIDATES and len(weights) >= MANY_ROWS:
             from .ranking import keep_ranks
 
             return keep_ranks(weights, params[:, LAST_RANK], params[:, SHARE], ranked)
