@@ -110,6 +110,7 @@ class States:
         part = self._folder / f"{name}.part"
         try:
             write(part)
+            _mark_used(part)
             part.replace(self._folder / f"{name}{SUFFIX}")  # under its name only when it is whole
         except (OSError, SafetensorError) as error:
             raise self._broken(error) from error
@@ -143,7 +144,7 @@ class States:
     def _used(self, name: str) -> Path:
         path = self._path(name)
         with suppress(FileNotFoundError):
-            os.utime(path)
+            _mark_used(path)
         return path
 
     def _broken(self, error: Exception) -> Refused:
@@ -154,3 +155,9 @@ class States:
     def _absent(self, name: str) -> Refused:
         message = f"states: the state must be one that the server keeps, got {name!r}. It keeps the last {self._most}."
         return Refused(404, message, param="state", code="state_not_found")
+
+
+def _mark_used(path: Path) -> None:
+    """Set a file's time to now. The system's own time of a write is that of its last tick, milliseconds ago."""
+    now = time.time_ns()
+    os.utime(path, ns=(now, now))

@@ -144,6 +144,18 @@ def test_servers_of_a_folder_keep_the_last_states_together(model, tmp_path):
         assert len(list(tmp_path.iterdir())) == 3
 
 
+def test_states_used_within_a_millisecond_keep_their_order(model, tmp_path):
+    states = States(Engine(model, Bytes(VOCAB), slots=1, token_budget=256), 3, tmp_path)
+    state = states._engine.generate("a", SamplingParams(max_tokens=1, keep_state=True))[0].completions[0].state
+    names = [states.add(state) for _ in range(3)]
+    assert [card.id for card in states.cards()] == names[::-1]
+    for _ in range(30):
+        names = names[1:] + names[:1]
+        for name in names:
+            states.content(name)
+        assert [card.id for card in states.cards()] == names[::-1]
+
+
 def test_servers_of_a_folder_save_and_drop_states_at_the_same_time(model, tmp_path):
     limits = Limits(states=2)
     with running(model, limits, states_folder=tmp_path) as one, running(model, limits, states_folder=tmp_path) as other:
