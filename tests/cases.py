@@ -49,7 +49,8 @@ class Case:
     scale: float | None = None
     strided: bool = False
     shared: str = ""
-    """axes along which all elements of a tensor lie in one place (strides of 0), or "overlap": neighbours on every axis lie one apart"""
+    """axes along which all elements of a tensor lie in one place (strides of 0); "group": heads of q and k; or "overlap": neighbours on
+    every axis lie one apart"""
     still: bool = False
     """whether v and the output's gradient are 0: states and their gradients only decay"""
     upstream_factor: float = 1.0
@@ -124,6 +125,8 @@ def draw(case: Case) -> dict[str, Tensor | None]:
     if case.strided:
         tensors = {name: None if x is None else spread(x, i) for i, (name, x) in enumerate(tensors.items())}
     axes = AXES | {"g": case.row.decay}
+    if case.shared == "group":
+        return {name: share(x, axes[name], "H") if name in ("q", "k") else x for name, x in tensors.items()}
     return {name: None if x is None else share(x, axes[name], case.shared) for name, x in tensors.items()}
 
 

@@ -29,12 +29,12 @@ GLUON = (3, 6)
 
 
 @cache
-def modules(package: str | None) -> tuple[Any, Any] | None:
-    """A package's ``hopper_forward`` and ``hopper_backward``; None if Triton's Gluon is missing or too old."""
+def modules(package: str | None, *names: str) -> tuple[Any, ...] | None:
+    """Modules of a package, by default ``hopper_forward`` and ``hopper_backward``; None if Triton's Gluon is missing or too old."""
     if tuple(map(int, triton.__version__.split(".")[:2])) < GLUON:
         return None
     try:
-        return import_module(".hopper_forward", package), import_module(".hopper_backward", package)
+        return tuple([import_module("." + name, package) for name in names or ("hopper_forward", "hopper_backward")])
     except (ImportError, AttributeError):
         return None
 
@@ -47,11 +47,17 @@ def tiled(x: Tensor) -> bool:
     return aligned and d == 1 and (H == 1 or h == D) and (B == 1 or b == T * t) and t >= H * D
 
 
+def tiled_or_shared(x: Tensor) -> bool:
+    """Whether [B,T,H,D] is such a matrix, or one head that all H heads share with stride 0: the matrix [B * T,D]."""
+    return tiled(x if x.stride(2) else x[:, :, :1])
+
+
 @cache
-def _layout(bits: int) -> Any:
+def _layout(bits: int, columns: int) -> Any:
+    """Blocks of as many columns as 128 bytes have, or as the tile has."""
     from triton.experimental.gluon.language import NVMMASharedLayout
 
-    return NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=2)
+    return NVMMASharedLayout(swizzle_byte_width=min(128, columns * bits // 8), element_bitwidth=bits, rank=2)
 
 
 @cache
@@ -63,11 +69,13 @@ def _descriptor() -> Any:
 
 def description(x: Tensor, tile: Tile) -> dict[str, Any]:
     """The fields of a descriptor that tensors of one layout share."""
+    columns = prod(x.shape[tile.axes :])
     return {
-        "columns": prod(x.shape[tile.axes :]),
+        "columns": columns,
+        "width": columns if x.stride(tile.axes) else x.shape[-1],
         "strides": [x.stride(tile.axes - 1), 1],
         "block_shape": [tile.rows, tile.columns],
-        "layout": _layout(8 * x.element_size()),
+        "layout": _layout(8 * x.element_size(), tile.columns),
         "padding": "zero",
     }
 
@@ -77,5 +85,5 @@ def described(x: Tensor, known: Mapping[str, Any]) -> Any:
     one, columns = object.__new__(_descriptor()), known["columns"]
     fields = one.__dict__
     fields.update(known)
-    fields["base"], fields["shape"] = x, [x.numel() // columns, columns]
+    fields["base"], fields["shape"] = x, [x.numel() // columns, known["width"]]
     return one

@@ -111,6 +111,7 @@ CONFIGURATIONS: tuple[Configuration | Softmax, ...] = (
     Configuration("simple_gla", Shape(*PROMPT, 64, 128, 64)),
     Configuration("simple_gla", Shape(*PROMPT, 32, 64, 64), packed=True),
     Configuration("simple_gla", Shape(*BATCH, 32, 64, 64), passes=("forward", "backward")),
+    Configuration("simple_gla", Shape(2, 4096, 80, 128, 64), passes=("forward", "backward")),
     Configuration("gla", Shape(*PROMPT, 4, 256, 512)),
     Configuration("gla", Shape(*PROMPT, 16, 128, 128)),
     Configuration("gla", Shape(*PROMPT, 16, 100, 100)),
@@ -135,7 +136,7 @@ CONFIGURATIONS: tuple[Configuration | Softmax, ...] = (
 )
 
 HOPPER = (Configuration("gla", Shape(*BATCH, 4, 256, 512), "float16", passes=("forward", "backward")),)
-"""Only for sm_90. Elsewhere the launch for strong decays takes more shared memory than a GPU has."""
+"""Only for sm_90: walks of float16."""
 
 SMALL = ("sm_86", "sm_89", "sm_120")
 """GPUs with 99 KiB of shared memory. They have the products of sm_80, and block sizes by rule, which the same memory limits: a part of the

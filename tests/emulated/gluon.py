@@ -122,6 +122,10 @@ class Pointer:
 
     __radd__ = __add__
 
+    def to(self, dtype):
+        """The addresses, in bytes from the first element."""
+        return Value(torch.as_tensor(raw(self.at)).long() * self.memory.element_size())
+
 
 def flat(x):
     """All memory behind a tensor, from its first element."""
@@ -130,9 +134,11 @@ def flat(x):
 
 
 class Descriptor:
-    """A tensor as a matrix that is copied in tiles."""
+    """A tensor as a matrix that is copied in tiles. It and its rows begin at multiples of 16 bytes."""
 
     def __init__(self, matrix, block):
+        assert matrix.stride(1) == 1
+        assert matrix.data_ptr() % 16 == 0 == matrix.stride(0) * matrix.element_size() % 16
         self.matrix, self.block = matrix, block
         bytes_ = block[0] * block[1] * matrix.element_size()
         self.block_type = SimpleNamespace(nbytes=bytes_)
@@ -334,6 +340,12 @@ def copy_in(descriptor, at, bar, target, pred=True):
     one.copies.append(land)
 
 
+def part_of(parts, first, row, column, across):
+    """Of ``hopper_backward``. Here, rows of a tile are not cut into parts."""
+    tile = parts.data[first : first + across * across].view(64 * across, 64 * across)
+    return Shared(tile[64 * row : 64 * row + 64, 64 * column : 64 * column + 64])
+
+
 def copy_out(descriptor, at, source):
     row, column = (int(raw(x)) for x in at)
 
@@ -419,6 +431,13 @@ def store(pointer, value, mask=None, **_):
         pointer.memory[at[keep].long()] = data[keep]
 
 
+def atomic_add(pointer, value):
+    at = int(raw(pointer.at))
+    before = pointer.memory[at].clone()
+    pointer.memory[at] += value
+    return Value(before)
+
+
 def where(c, a, b):
     a, b = raw(a), raw(b)
     if not isinstance(a, torch.Tensor):
@@ -458,7 +477,27 @@ def inline_asm(asm, constraints, args, dtype, is_pure, pack):
         return Value(torch.where(x.abs() < torch.finfo(F32).tiny, torch.zeros_like(x), x))
     if asm.startswith(("mov", "griddepcontrol.launch_dependents; mov")):
         return args[0]
+    if asm.startswith("cp.async.bulk.prefetch.L2"):
+        assert not (raw(args[0]) % 16).any()
+        assert not (raw(args[1]) % 16).any()
+        return args[1]
     raise NotImplementedError(asm)
+
+
+class Panels(Shared):
+    """A matrix in shared memory, in panels of as many columns as a swizzled line has: [rows,panels,columns]."""
+
+    def permute(self, order):
+        return Shared(self.data.flatten(1).permute(order))
+
+
+def panels(tile, shape, layout):
+    """Memory as a tile in panels."""
+    rows, columns = shape
+    width = min(columns, layout.swizzle_byte_width // tile.data.element_size())
+    whole = tile.data.view(-1)
+    assert whole.numel() == rows * columns
+    return Panels(whole.view(columns // width, rows, width).transpose(0, 1))
 
 
 def warp_specialize(functions_and_args, worker_num_warps, worker_num_regs=None):
@@ -467,8 +506,8 @@ def warp_specialize(functions_and_args, worker_num_warps, worker_num_regs=None):
 
 
 class _Layout:
-    def __init__(self, *args, **kwargs):
-        self.args = args
+    def __init__(self, *args, swizzle_byte_width=128, **kwargs):
+        self.args, self.swizzle_byte_width = args, swizzle_byte_width
 
 
 def _sum(x, axis=None):
@@ -487,17 +526,17 @@ def language():
     names = SimpleNamespace(
         float32=torch.float32, bfloat16=torch.bfloat16, float16=torch.float16, int32=torch.int32, int64=torch.int64, int1=torch.bool,
         constexpr=lambda x: x, static_range=range, range=lambda *a, **k: range(*map(int, a)),
-        program_id=lambda axis: Value(torch.tensor(machine().pid, dtype=torch.int32)), num_warps=lambda: _local.warps,
-        num_programs=lambda axis: machine().programs,
+        program_id=lambda axis: Value(torch.tensor(machine().pid[axis], dtype=torch.int32)), num_warps=lambda: _local.warps,
+        num_programs=lambda axis: machine().programs[axis],
         arange=lambda a, b, layout=None: Value(torch.arange(a, b, dtype=torch.int32)),
         zeros=lambda shape, dtype=F32, layout=None: Value(torch.zeros(shape, dtype=dtype)),
         full=lambda shape, value, dtype=F32, layout=None: Value(torch.full(shape, value, dtype=dtype)),
-        zeros_like=lambda x: Value(torch.zeros_like(x.data)), load=load, store=store, where=where, sum=_sum,
+        zeros_like=lambda x: Value(torch.zeros_like(x.data)), load=load, store=store, atomic_add=atomic_add, where=where, sum=_sum,
         min=_reduce(lambda x, a=None: x.min() if a is None else x.amin(a)),
         max=_reduce(lambda x, a=None: x.max() if a is None else x.amax(a)),
         maximum=_pair(torch.maximum), minimum=_pair(torch.minimum),
         floor=lambda x: Value(x.data.floor()), abs=lambda x: Value(x.data.abs()),
-        exp2=lambda x: Value(torch.exp2(x.data)),
+        exp=lambda x: Value(torch.exp(x.data)), exp2=lambda x: Value(torch.exp2(x.data)),
         fma=lambda a, b, c: Value((raw(a).double() * raw(b).double() + raw(c).double()).float()),
         convert_layout=lambda x, layout, assert_trivial=False: x, reshape=lambda x, shape: Value(x.data.reshape(shape)),
         permute=lambda x, order: Value(x.data.permute(order)), expand_dims=lambda x, axis: Value(x.data.unsqueeze(axis)),
@@ -522,7 +561,8 @@ _LANGUAGE.cumsum = lambda x, axis, reverse=False: Value(raw(x).flip(axis).cumsum
 _SPECIAL = {
     "gl": _LANGUAGE, "tl": _LANGUAGE, "gluon": None, "triton": None, "warpgroup_mma": mma, "warpgroup_mma_wait": mma_wait,
     "folded": lambda *layout: None, "in_blocks": lambda layout: None, "fence_async_shared": lambda: None, "meet": lambda: None,
-    "mma_v2": lambda a, b, acc: mma(a, b, acc),
+    "panels": panels, "cuda": SimpleNamespace(gdc_launch_dependents=lambda: None, gdc_wait=lambda: machine().kernel_ahead()),
+    "mma_v2": lambda a, b, acc: mma(a, b, acc), "part_of": part_of,
     "mbarrier": SimpleNamespace(init=bar_init, expect=bar_expect, wait=bar_wait, arrive=bar_arrive, MBarrierLayout=_Layout),
     "tma": SimpleNamespace(async_copy_global_to_shared=copy_in, async_copy_shared_to_global=copy_out, store_wait=store_wait),
 }  # fmt: skip
@@ -553,13 +593,25 @@ def emulated(kernel, replaced=None):
     return made
 
 
-def launch(kernel, programs, arguments, constants, warps=4, seed=0):
-    """Run all programs of a kernel, one after another. Tensors become pointers; descriptors stay."""
+def launch(kernel, programs, arguments, constants, warps=4, seed=0, late=()):
+    """Run all programs of a kernel, a number or one for each axis, one after another in any order.
+
+    Tensors become pointers; descriptors stay.
+
+    ``late``: tensors that the kernel ahead writes. They are NaN until a program has waited for it.
+    """
     function = emulated(kernel)
     given = [Pointer(flat(x)) if isinstance(x, torch.Tensor) else x for x in arguments]
     given = [Value(torch.tensor(x, dtype=torch.int32)) if isinstance(x, int) and not isinstance(x, bool) else x for x in given]
-    for pid in range(programs):
-        one = Machine(pid, seed + pid)
+    written = [(x, x.clone()) for x in late]
+    programs = programs if isinstance(programs, tuple) else (programs,)
+    count = int(np.prod(programs))
+    for number in random.Random(seed).sample(range(count), count):
+        pid = tuple(number // int(np.prod(programs[:axis])) % count for axis, count in enumerate(programs))
+        one = Machine(pid, seed + number)
+        one.kernel_ahead = lambda: [x.copy_(values) for x, values in written]
+        for x in late:
+            x.fill_(float("nan"))
         one.bars, one.programs, one.warps, one.memory = {}, programs, warps, []
 
         def allocate(dtype, shape, one=one):
@@ -588,6 +640,6 @@ def run(plan, tensors, sizes, seed=0):
 
 
 def _matrix(x, axes):
-    """A tensor as a matrix of its first axes and its last ones, in place."""
+    """A tensor as a matrix of its first axes and its last ones, in place. An axis with stride 0 is left out."""
     columns = int(np.prod(x.shape[axes:]))
-    return x.as_strided((x.numel() // columns, columns), (x.stride(axes - 1), 1))
+    return x.as_strided((x.numel() // columns, columns if x.stride(axes) else x.shape[-1]), (x.stride(axes - 1), 1))

@@ -170,6 +170,30 @@ def test_one_very_long_sequence(variant):
     hold(inputs(variant, Shape(1, 131072, 2, 64, 64), BFLOAT16, "cuda"), "triton_chunkwise")
 
 
+@pytest.mark.parametrize("K", [64, 128])
+@pytest.mark.parametrize("variant", ["linear_attention", "retention", "simple_gla"])
+def test_walks_over_sequences(variant, K):
+    """Programs fill the GPU: on Hopper one walks over a whole sequence of a head. Two are on a multiprocessor, or one."""
+    x = inputs(variant, Shape(3, 300, 64, K, 64), BFLOAT16, "cuda")
+    for one in (x, *(strong(x, which) for which in ("mixture", "gone", "few", "zero") if variant == "simple_gla")):
+        hold(one, "triton_chunkwise")
+    packed = torch.tensor([0, 0, 5, 70, 70, 71, 900, 1024], device="cuda")
+    hold(inputs(variant, Shape(1, 1024, 64, K, 64), BFLOAT16, "cuda"), "triton_chunkwise", packed)
+
+
+@pytest.mark.parametrize("K", [64, 128])
+def test_walks_of_heads_that_share_queries_and_keys(K):
+    """Equal to copies for every head, bit for bit."""
+    x = inputs("simple_gla", Shape(2, 700, 80, K, 64), BFLOAT16, "cuda")
+    shared = replace(x, q=x.q[:, :, :1].expand_as(x.q), k=x.k[:, :, :1].expand_as(x.k))
+    found = []
+    for one in (shared, replace(x, q=shared.q.contiguous(), k=shared.k.contiguous())):
+        leaves = [t.detach().requires_grad_() for t in (one.q, one.k, one.v, one.g)]
+        output = ps.simple_gla(*leaves, impl="triton_chunkwise").output
+        found.append([output, *torch.autograd.grad(output, leaves, one.v)])
+    assert all(torch.equal(one, other) for one, other in zip(*found))
+
+
 @pytest.mark.parametrize("sizes", [(3, 200, 1, 64, 64), (2, 200, 1, 128, 128)], ids=str)
 def test_one_head(sizes):
     hold(inputs("gla", Shape(*sizes), BFLOAT16, "cuda"), "triton_chunkwise")

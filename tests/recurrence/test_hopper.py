@@ -1,5 +1,8 @@
 """Which problems the kernels for Hopper are planned for. Plans need no GPU."""
 
+import itertools
+import math
+
 import pytest
 import torch
 
@@ -57,14 +60,28 @@ def test_launches_of_hopper_and_plain_kernels(variant, size, dtype):
     assert backward(problem, states=states) == ["segments", "hopper_backward"]
 
 
+@pytest.mark.parametrize(("shape", "most"), [("8,2048,32,64", 475), ("4,2048,16,128", 273)])
+@pytest.mark.parametrize("variant", ["gla", "rwkv6"])
+def test_memory_of_a_training_step(variant, shape, most):
+    """MB of output, kept states and all memory of the backward pass; gradients of states have none, except those of shorter chunks."""
+    problem = problem_of(variant, shape)
+    memory = planned(problem, keep=True).memory
+    states = torch.empty(*memory["chunk_states"][0], dtype=BFLOAT16, device="meta")
+    made = plan.chunk_backward_plan(problem, problem.v, None, H200, states).at(problem.sizes)
+    assert made.memory["d_chunk_states"][0] == problem.state_shape
+    taken = [memory["output"], memory["chunk_states"], *made.memory.values()]
+    assert sum(math.prod(shape) * dtype.itemsize for shape, dtype in taken) <= most * 10**6
+
+
 def test_walks_without_decays_per_channel():
-    """Heads of 64 channels, if sequences and heads are at least as many as multiprocessors."""
-    walks, plain = ["segments", "hopper_walk_backward"], ["segments", "segments", "chunk_backward"]
-    for variant in ("linear_attention", "retention", "simple_gla"):
-        problem = problem_of(variant, "8,2048,32,64")
+    """Heads of 64 value channels and 64 or 128 key channels, if there are enough sequences and heads."""
+    plain = ["segments", "segments", "chunk_backward"]
+    for variant, K in itertools.product(("linear_attention", "retention", "simple_gla"), (64, 128)):
+        walks = ["segments", "hopper_walk_backward" if K == 64 else "hopper_walk_backward_wide"]
+        problem = problem_of(variant, f"8,2048,32,{K},64")
         assert forward(problem) == ["hopper_walk_forward"]
         states = torch.empty(*planned(problem, keep=True).memory["chunk_states"][0], dtype=BFLOAT16, device="meta")
-        assert states.shape == (8 * 2048 // hopper.C, 32, 64, 64)
+        assert states.shape == (8 * 2048 // hopper.C, 32, K, 64)
         assert backward(problem) == walks
         assert backward(problem, states=states) == walks[1:]
         assert "d_chunk_states" not in plan.chunk_backward_plan(problem, problem.v, None, H200).memory
@@ -74,19 +91,41 @@ def test_walks_without_decays_per_channel():
     x = problem_of("simple_gla", "8,2048,32,64")
     for problem in (
         problem_of("simple_gla", "8,2048,32,64", torch.float16),
-        problem_of("simple_gla", "8,2048,32,128,64"),
+        problem_of("simple_gla", "8,2048,32,128"),
+        problem_of("simple_gla", "8,2048,32,64,128"),
         problem_of("simple_gla", "8,2048,32,48"),
         RECURRENCE.checked("simple_gla", (x.q, x.k, x.v, x.g, None, None, None), (None, True, True)),
     ):
         assert forward(problem) == ["chunk_forward"]
         assert backward(problem) == plain
-    for few in ("2,2048,32,64", "8,64,32,64"):
+    assert forward(problem_of("simple_gla", "1,2048,64,128,64")) == ["hopper_walk_forward"]
+    for few in ("2,2048,32,64", "8,64,32,64", "1,2048,63,128,64"):
         problem = problem_of("simple_gla", few)
         assert forward(problem)[-1] == "chunk_forward"
         assert backward(problem)[-1] == "chunk_backward"
     expanded = x.v[:, :1].expand_as(x.v)
     assert kernels_of(plan.chunk_backward_plan(x, expanded, None, H200)) == plain
     assert forward(RECURRENCE.checked("simple_gla", (x.q, x.k, expanded, x.g, None, None, None), (None, False, True))) == ["chunk_forward"]
+
+
+@pytest.mark.parametrize("K", [64, 128])
+def test_walks_of_heads_that_share_queries_and_keys(K):
+    """Both are copied from one head. Other tensors with strides of 0 are copied by no hardware."""
+    x = problem_of("simple_gla", f"2,4096,80,{K},64")
+
+    def shared(**other):
+        tensors = {name: getattr(x, name) for name in "qkvg"} | other
+        return RECURRENCE.checked("simple_gla", (*tensors.values(), None, None, None), (None, False, True))
+
+    one = x.q[:, :, :1].expand_as(x.q)
+    for problem in (shared(q=one, k=one), shared(k=one), shared(q=one)):
+        assert forward(problem) == ["hopper_walk_forward"]
+        assert backward(problem)[-1].startswith("hopper_walk_backward")
+        numbers = [dict(zip(made.kernel.arg_names[len(made.tensors) :], made.numbers)) for made in planned(problem).launches]
+        assert [numbers[0][name] for name in ("q_h", "k_h")] == [problem.q.stride(2), problem.k.stride(2)]
+    for problem in (shared(v=x.v[:, :, :1].expand_as(x.v)), shared(q=x.q[:, :1].expand_as(x.q)), shared(k=x.k[:1].expand_as(x.k))):
+        assert forward(problem)[-1] == "chunk_forward"
+        assert backward(problem)[-1] == "chunk_backward"
 
 
 @pytest.mark.parametrize(

@@ -169,12 +169,15 @@ SCALAR = [
     replace(OF, variant="simple_gla", T=66, gate=-30.0),
     replace(OF, variant="simple_gla", lengths=(0, 70, 1, 0, 130), gate="uneven"),
 ]
+SCALAR += [replace(case, K=128) for case in SCALAR]
+SCALAR += [replace(OF, variant="simple_gla", B=2, T=150, H=3, K=K, shared="group", gate="mixture") for K in (64, 128)]
 
 
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("case", SCALAR, ids=str)
-def test_walks_without_decays_per_channel(case, keep):
-    """With kept states; and without, and without dg."""
+def test_walks_without_decays_per_channel(case, keep, monkeypatch):
+    """With kept states; and without, and without dg. Heads may share q and k."""
+    monkeypatch.setattr(plan, "WALKS", 1)
     problem, target = problem_of(case, draw(case)), H200._replace(multiprocessors=1)
     given = {name: problem.q if x is None else x for name, x in zip(problem.operator.names, problem.tensors)}
     made = plan.chunk_forward_plan(problem, target, keep)
@@ -184,7 +187,8 @@ def test_walks_without_decays_per_channel(case, keep):
     states = found.get("chunk_states")
     d_output, d_final_state = upstream(case)
     made = plan.chunk_backward_plan(problem, d_output, d_final_state, target, states, dg=keep)
-    assert names_of(made) == [*["penstock_chunk_states"] * (states is None), "penstock_walk_bwd_hopper"]
+    name = "penstock_walk_bwd_wide_hopper" if case.K == 128 else "penstock_walk_bwd_hopper"
+    assert names_of(made) == [*["penstock_chunk_states"] * (states is None), name]
     found = gluon.run(made, given | {"d_output": d_output, "d_final_state": d_final_state, "states": states}, problem.sizes)
     assert ("dg" in found) is (keep and problem.g is not None)
     results = {name: found[name] for name in ("dq", "dk", "dv")}

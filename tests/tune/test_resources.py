@@ -115,6 +115,14 @@ def test_small_gpus_have_every_kernel():
     assert small == large
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_120", "gfx942"])
+def test_chunk_kernels_of_heads_up_to_128_hardly_spill(arch):
+    for name, found in RECORD.launches[arch].items():
+        variant, sizes = name.split()[:2]
+        if variant != "softmax_attention" and ": penstock_chunk" in name and max(map(int, sizes.rstrip(":").split(",")[3:])) <= 128:
+            assert found.spill <= 128, (name, found)
+
+
 @pytest.mark.parametrize("arch", TARGETS)
 def test_recorded_shared_memory_is_within_the_estimate(arch, monkeypatch):
     """``shared_bytes`` decides whether block sizes fit a GPU for which no measurements exist."""
@@ -131,7 +139,7 @@ def test_recorded_shared_memory_is_within_the_estimate(arch, monkeypatch):
                "penstock_segment_scan": None, "penstock_chunk_fwd_hopper": None,
                "penstock_chunk_bwd_hopper": None, "penstock_sum_blocks": None, "penstock_chunk_dv": None,
                "penstock_chunk_weights_hopper": None, "penstock_chunk_walk_hopper": None, "penstock_walk_fwd_hopper": None,
-               "penstock_walk_bwd_hopper": None}  # fmt: skip
+               "penstock_walk_bwd_hopper": None, "penstock_walk_bwd_wide_hopper": None}  # fmt: skip
     for one in configurations(arch):
         if isinstance(one, Softmax):
             continue

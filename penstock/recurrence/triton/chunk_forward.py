@@ -97,7 +97,7 @@ def chunk_by_levels(
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr,
     PREVIOUS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The same for any decays per channel."""
+    """The same for any decays per channel. The product for O is the last one, see ``weights_by_levels``."""
     OPERAND: tl.constexpr = tl.bfloat16 if PRECISION == "bf16" else tl.float32
     q, q_t, q_k = queries
     k, k_t, k_k = keys
@@ -106,7 +106,7 @@ def chunk_by_levels(
     o, o_t = outputs
     live = i < left
     d = decays(g, i * step, live, g_t, dk, g_k, K, BK)
-    A = weights_by_levels(queries, keys, d, levels, i, i * step, live, dk, K, BK, C, LEVELS, PRECISION)
+    A, read = weights_by_levels(queries, keys, d, levels, i, i * step, live, dk, K, BK, C, LEVELS, LEVELS + PREVIOUS, PRECISION)
     Q = tile(q, i * step, live, q_t, dk, q_k, K, BK).to(tl.float32)
     Kt = tile(k, i * step, live, k_t, dk, k_k, K, BK).to(tl.float32)
     own = Q * Kt
@@ -114,11 +114,11 @@ def chunk_by_levels(
         own *= bonus[None, :]
     A = tl.where(i[:, None] == i[None, :], tl.sum(own, 1)[:, None], A)
     Vt = tile(v, i * step, live, v_t, dv, v_v, V, BV)
-    qt = (Q * tl.exp2(selected(d, levels, LEVELS + PREVIOUS, i, C, PRECISION))).to(OPERAND)
-    O = (product(qt, S, PRECISION) + product(A, Vt, PRECISION)) * scale
-    tl.store(o + (i * step)[:, None] * o_t + dv[None, :], O.to(o.dtype.element_ty), mask=live[:, None] & (dv < V)[None, :])
     kt = (Kt * tl.exp2(selected(d, levels, LEVELS + 2, i, C, PRECISION))).to(OPERAND)
-    return tl.exp2(tl.sum(d, 0))[:, None] * S + product(tl.trans(kt), Vt, PRECISION)
+    behind = tl.exp2(tl.sum(d, 0))[:, None] * S + product(tl.trans(kt), Vt, PRECISION)
+    O = (product((Q * tl.exp2(read)).to(OPERAND), S, PRECISION) + product(A, Vt, PRECISION)) * scale
+    tl.store(o + (i * step)[:, None] * o_t + dv[None, :], O.to(o.dtype.element_ty), mask=live[:, None] & (dv < V)[None, :])
+    return behind
 
 
 @triton.jit

@@ -46,12 +46,13 @@ def weights_and_dv(
         Q = tile(q, r, live, q_t, j, q_k, K, BK)
         Kt = tile(k, r, live, k_t, j, k_k, K, BK)
         d = decays(g, r, live, g_t, j, g_k, K, BK)
-        A += weights_by_levels(queries, keys, d, levels, i, r, live, j, K, BK, C, LEVELS, PRECISION)
+        pairs, rest = weights_by_levels(queries, keys, d, levels, i, r, live, j, K, BK, C, LEVELS, LEVELS + 2, PRECISION)
+        A += pairs
         own = Q.to(tl.float32) * Kt.to(tl.float32)
         if PREVIOUS:
             own *= tl.load(u + j * u_k, mask=j < K, other=0.0).to(tl.float32)[None, :]
         A += tl.where(i[:, None] == i[None, :], tl.sum(own, 1)[:, None], 0.0)
-        kt = (Kt.to(tl.float32) * tl.exp2(selected(d, levels, LEVELS + 2, i, C, PRECISION))).to(OPERAND)
+        kt = (Kt.to(tl.float32) * tl.exp2(rest)).to(OPERAND)
     A = (A * scale).to(OPERAND)
     for vb in tl.range((V + BV - 1) // BV, num_stages=1):
         y = vb * BV + tl.arange(0, BV)
@@ -64,6 +65,25 @@ def weights_and_dv(
                 kt = (tile(k, r, live, k_t, j, k_k, K, BK).to(tl.float32) * rest).to(OPERAND)
             dv_ += product(kt, chunk_state(d_chunk_states, j, y, K, V), PRECISION)
         tl.store(at + r[:, None] * dv_t + y[None, :], dv_.to(at.dtype.element_ty), mask=live[:, None] & (y < V)[None, :])
+
+
+@triton.jit
+def with_own(
+    dq, dk, e, queries, keys, bonuses, du, share, r, live, j, K: tl.constexpr, BK: tl.constexpr, PREVIOUS: tl.constexpr,
+):  # fmt: skip
+    """dq and dk with the terms of each token's own key and query, e u o k and e u o q. Stores the chunk's du if PREVIOUS."""
+    q, q_t, q_k = queries
+    k, k_t, k_k = keys
+    Q = tile(q, r, live, q_t, j, q_k, K, BK).to(tl.float32)
+    Kt = tile(k, r, live, k_t, j, k_k, K, BK).to(tl.float32)
+    eq, ek = e * Q, e * Kt
+    if PREVIOUS:
+        u, u_k = bonuses
+        tl.store(du + share * K + j, tl.sum(Q * ek, 0), mask=j < K)
+        bonus = tl.load(u + j * u_k, mask=j < K, other=0.0).to(tl.float32)[None, :]
+        eq *= bonus
+        ek *= bonus
+    return dq + ek, dk + eq
 
 
 @triton.jit
@@ -118,14 +138,8 @@ def gradients_by_levels(
             dg_ += (kept * tl.exp2(tl.sum(d, 0)))[None, :]
             dg_ += selected(Q * dq_, levels, LEVELS + PREVIOUS, i, C, PRECISION, True)
             dg_ += selected(Kt * dk_, levels, LEVELS + 2, i, C, PRECISION, True)
-        eq, ek = e * Q, e * Kt
-        if PREVIOUS:
-            tl.store(du + share * K + j, tl.sum(Q * ek, 0), mask=j < K)
-            bonus = tl.load(u + j * u_k, mask=j < K, other=0.0).to(tl.float32)[None, :]
-            eq *= bonus
-            ek *= bonus
-        dq_ += ek
-        dk_ += eq
+        if BK <= 64:  # else q and k take registers
+            dq_, dk_ = with_own(dq_, dk_, e, queries, keys, bonuses, du, share, r, live, j, K, BK, PREVIOUS)
         for level in tl.range(LEVELS, num_stages=1):
             L = C // 2 >> level
             second = (i & L) != 0
@@ -138,6 +152,8 @@ def gradients_by_levels(
             Y *= f
             dq_ += tl.where(second[:, None], Y, 0.0)
             dk_ += tl.where(second[:, None], 0.0, Y)
+        if BK > 64:
+            dq_, dk_ = with_own(dq_, dk_, e, queries, keys, bonuses, du, share, r, live, j, K, BK, PREVIOUS)
         mask = live[:, None] & (j < K)[None, :]
         at = place * K + r[:, None] * (H * K) + j[None, :]
         tl.store(dq + at, dq_.to(dq.dtype.element_ty), mask=mask)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...gpu.hopper import Tile, modules, tiled
+from ...gpu.hopper import Tile, modules, tiled, tiled_or_shared
 from ...gpu.target import Target
 from ..declaration import Advance, Recurrence, Tokens
 from .table import KernelConfig
@@ -61,26 +61,37 @@ def walk(p: Recurrence, config: KernelConfig, target: Target, *d_output: Tensor)
     return Walk(hopper_weights.penstock_chunk_weights_hopper, hopper_walk.penstock_chunk_walk_hopper)
 
 
-SCALAR = 4
-"""Warps of ``hopper_walk_forward`` and ``hopper_walk_backward``. Two programs fit on a multiprocessor."""
+SCALAR = {64: (4, 0), 128: (8, 128)}
+"""By K: warps of ``hopper_walk_forward`` and ``hopper_walk_backward``, and the limit of registers of their threads, 0 if none is needed.
+Two programs fit on a multiprocessor."""
 
 
 class Scalar(NamedTuple):
-    """The kernels that walk over whole sequences without decays per channel, of heads of 64 channels."""
+    """The kernels that walk over whole sequences without decays per channel, of heads of 64 value channels, and their launches."""
 
     forward: Any
     backward: Any
+    warps: int
+    registers: int
+    shared: tuple[int, int]
+    """Channels between heads of q and of k; 0 if all heads share one."""
+    tiles: tuple[Tile, ...]
+    """Of q, k, v, the output (or its gradient) and states before chunks."""
 
 
 def scalar(p: Recurrence, target: Target, *d_output: Tensor) -> Scalar | None:
     """The kernels if they support this problem, or None."""
-    sizes = p.sizes
-    suits = "K" not in p.variant.decay and not p.variant.bonus and sizes["K"] == sizes["V"] == C < sizes["T"] and not p.partial
-    if not suits or p.q.dtype != torch.bfloat16 or not _copied(p, target, *d_output) or kernels() is None:
+    K, V, T = (p.sizes[axis] for axis in "KVT")
+    suits = "K" not in p.variant.decay and not p.variant.bonus and K in SCALAR and V == C < T and not p.partial
+    if not suits or p.q.dtype != torch.bfloat16 or not _copied(p, target, True, *d_output) or kernels() is None:
         return None
-    from . import hopper_walk_backward, hopper_walk_forward
+    from . import hopper_walk_backward, hopper_walk_backward_wide, hopper_walk_forward
 
-    return Scalar(hopper_walk_forward.penstock_walk_fwd_hopper, hopper_walk_backward.penstock_walk_bwd_hopper)
+    wide = hopper_walk_backward_wide.penstock_walk_bwd_wide_hopper
+    backward = hopper_walk_backward.penstock_walk_bwd_hopper if K == C else wide
+    heads = (p.q.stride(2), p.k.stride(2)) if p.sizes["H"] > 1 else (K, K)
+    tiles = *[Tile(C, K)] * 2, *[Tile(C, V)] * 2, Tile(K, V, 3)
+    return Scalar(hopper_walk_forward.penstock_walk_fwd_hopper, backward, *SCALAR[K], heads, tiles)
 
 
 class Forward(NamedTuple):
@@ -141,18 +152,19 @@ def backward(p: Recurrence, config: KernelConfig, target: Target, *d_output: Ten
 
 def _suits(p: Recurrence | Advance, config: KernelConfig, target: Target, *d_output: Tensor) -> bool:
     """Whether the call has decays per channel, and the table and the tensors suit."""
-    return config.form == FORM and "K" in p.variant.decay and _copied(p, target, *d_output)
+    return config.form == FORM and "K" in p.variant.decay and _copied(p, target, False, *d_output)
 
 
-def _copied(p: Recurrence | Advance, target: Target, *d_output: Tensor) -> bool:
-    """Whether the call has tensors of 16 bits that the tensor memory accelerator can copy."""
+def _copied(p: Recurrence | Advance, target: Target, shared: bool, *d_output: Tensor) -> bool:
+    """Whether the call has tensors of 16 bits that the tensor memory accelerator can copy. ``shared``: heads may share q and k."""
     sizes = p.sizes
     return (
         target.arch == "sm_90"
         and p.q.dtype in (torch.bfloat16, torch.float16)
         and not p.reverse
         and 0 < sizes["B"] * sizes["T"] < 1 << 31
-        and all(map(tiled, (p.q, p.k, p.v, *d_output)))
+        and all(map(tiled_or_shared if shared else tiled, (p.q, p.k)))
+        and all(map(tiled, (p.v, *d_output)))
     )
 
 
@@ -164,7 +176,8 @@ def decays_in_tiles(p: Tokens) -> bool:
 def backward_tiles(one: Backward, states: bool) -> tuple[Tile, ...]:
     """The tiles of the backward kernel's first tensors: q, k, v, dO and, if they have 16 bits, states and their gradients.
 
-    With several blocks, steps of BV of V.
+    With several blocks, steps of BV of V. With one, the gradients of states are in dv and, at K = 128, dq, behind them.
     """
     K, W = one.K, BV if one.apart else one.K
-    return *[Tile(C, K)] * 2, *[Tile(C, W)] * 2, *[Tile(K, W, 3)] * (2 * states)
+    in_rows = 0 if one.apart else K // C
+    return *[Tile(C, K)] * 2, *[Tile(C, W)] * 2, *([Tile(K, W, 3)] * 2 + [Tile(C, BV)] * in_rows) * states

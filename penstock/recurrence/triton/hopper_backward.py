@@ -177,6 +177,15 @@ def ask_step(tiles, values, states, bars, line, column, state, n, steps, COPIES:
 
 
 @gluon.jit
+def part_of(parts, first: gl.constexpr, row: gl.constexpr, column: gl.constexpr, ACROSS: gl.constexpr):
+    """The part [64,64] at 64 ``row``, 64 ``column`` of a tile [64 ACROSS,64 ACROSS]. ``parts``: the same memory as tiles [64,64].
+
+    ``first``: the number of the tile's first part. With a swizzle of 128 bytes, the first 64 columns of all rows come before the others.
+    """
+    return parts.index(first + column * ACROSS + row)
+
+
+@gluon.jit
 def rounded_states(states, d_states, S_s, dS_s, V: gl.constexpr, DG: gl.constexpr, layout: gl.constexpr):
     """Load tiles of a float32 state [K,V] and its gradient, store them as float16 times powers of two.
 
@@ -199,12 +208,15 @@ def rounded_states(states, d_states, S_s, dS_s, V: gl.constexpr, DG: gl.constexp
 
 @gluon.jit(do_not_specialize=["N", "T"])
 def penstock_chunk_bwd_hopper(
-    q_tiles, k_tiles, v_tiles, o_tiles, S_tiles, dS_tiles, g, u, dq, dk, dv, dg, du, weights, rest, cu_seqlens, scale, N, T,
-    g_b, g_h, u_h, u_k, g_t: gl.constexpr, g_k: gl.constexpr, H: gl.constexpr, K: gl.constexpr,
+    q_tiles, k_tiles, v_tiles, o_tiles, S_tiles, dS_tiles, dv_tiles, dq_tiles, g, u, dq, dk, dv, dg, du, weights, rest, cu_seqlens,
+    scale, N, T, g_b, g_h, u_h, u_k, g_t: gl.constexpr, g_k: gl.constexpr, H: gl.constexpr, K: gl.constexpr,
     DG: gl.constexpr, PREVIOUS: gl.constexpr, PACKED: gl.constexpr, BLOCKS: gl.constexpr, NV: gl.constexpr,
     STORED: gl.constexpr,
 ):  # fmt: skip
     """Program (chunk slot, head). TMA tiles: [C, K] of tokens [B T, H K], and [K, K] of states [slots H K, NV K].
+
+    bfloat16 without BLOCKS and NV: of a whole chunk, dS is in the rows of its tokens in dv and, behind C channels, in dq, which this launch
+    writes after it has read them (``IN_ROWS`` in ``segments.py``). Their TMA tiles have 64 columns. ``dS_tiles`` has shorter chunks'.
 
     float16: the states are float32 and have no TMA tiles. Operands of products that have no bound are multiplied by powers of two, one
     for a tile (``powers_of_two``), and their products by the inverse.
@@ -313,6 +325,7 @@ def penstock_chunk_bwd_hopper(
         states = X_s._reinterpret(kind, [LEVELS // TILES, K, K], half)
         S = states.index(0)
         dS = states.index(1)
+        parts = X_s._reinterpret(kind, [LEVELS * TILES, C, C], half)
         fence_async_shared()
         meet()
         mbarrier.expect(bars.index(0), 4 * q_tiles.block_type.nbytes)
@@ -323,7 +336,14 @@ def penstock_chunk_bwd_hopper(
         if not HALF:
             mbarrier.expect(bars.index(1), 2 * S_tiles.block_type.nbytes)
             tma.async_copy_global_to_shared(S_tiles, [pid * K, 0], bars.index(1), S)
-            tma.async_copy_global_to_shared(dS_tiles, [pid * K, 0], bars.index(1), dS)
+            in_rows = (dv_tiles, dq_tiles)
+            if tokens < C:
+                tma.async_copy_global_to_shared(dS_tiles, [(n * H + pid % H) * K, 0], bars.index(1), dS)
+            else:
+                for m in gl.static_range(TILES):
+                    for right in gl.static_range(TILES):
+                        into = part_of(parts, TILES * TILES, m, right, TILES)
+                        tma.async_copy_global_to_shared(in_rows[m], [line, column + right * C], bars.index(1), into)
 
     x = decays(g, g_t, g_k, tokens, K, layout)
     part.store(gl.sum(grouped(x, GROUPS, by_group), 1))

@@ -42,13 +42,13 @@ def expect(tiles, bars, c, chunks, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def ask(tiles, parts, bars, place, c):
+def ask(tiles, parts, bars, place, columns, c):
     """Start the loads of step c: q, k, v, dO and the state before the chunk."""
-    line, column, state, H, chunks = place
+    line, state, H, chunks = place
     chunk = chunks - 1 - c
     s = c % STAGES
     for n in gl.static_range(4):
-        tma.async_copy_global_to_shared(tiles[n], [line + chunk * C, column], bars[n].index(s), parts[n].index(s), pred=c < chunks)
+        tma.async_copy_global_to_shared(tiles[n], [line + chunk * C, columns[n]], bars[n].index(s), parts[n].index(s), pred=c < chunks)
     tma.async_copy_global_to_shared(tiles[4], [state + chunk * (H * C), 0], bars[4].index(s), parts[4].index(s), pred=c < chunks)
 
 
@@ -83,16 +83,25 @@ def before(a_sum, a_last, b_sum, b_last):
     return a_sum + a_last + b_sum, b_last
 
 
+@gluon.jit
+def gradients_of_decays(queries, keys, of_state, d, behind):
+    """dg of a chunk: ``queries`` and ``keys`` are the terms of tokens from t on and before t, ``of_state`` the term of the whole state."""
+    earlier = gl.associative_scan((gl.zeros_like(keys), keys), 0, before)[0]
+    d_gate = gl.associative_scan(queries, 0, plus, reverse=True)
+    d_gate += earlier + of_state
+    return gl.where((d < -126.0) | behind, 0.0, d_gate)
+
+
 @gluon.jit(do_not_specialize=["N", "T"])
 def penstock_walk_bwd_hopper(
     q_tiles, k_tiles, v_tiles, o_tiles, state_tiles, dq_tiles, dk_tiles, dv_tiles, g, last, dq, dk, dv, dg, first, cu_seqlens,
-    scale, N, T, H, g_b, g_t, g_h, s_n, s_h, s_k, s_v,
+    scale, N, T, H, q_h, k_h, g_b, g_t, g_h, s_n, s_h, s_k, s_v,
     DECAYS: gl.constexpr, STATIC: gl.constexpr, DG: gl.constexpr, LAST: gl.constexpr, FIRST: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """Program (sequence, head). TMA tiles: [C, C] of tokens [B T, H C] and of states [slots H C, C].
 
-    dq, dk, dv and dg are contiguous; a constant decay's dg is [slots, H]. LAST: ``last`` [N,H,C,C] is the gradient of the final state.
-    FIRST: that of the initial state is stored in ``first``, contiguous.
+    ``q_h`` and ``k_h`` are C, or 0 if all heads share q or k. dq, dk, dv and dg are contiguous; a constant decay's dg is [slots, H].
+    LAST: ``last`` [N,H,C,C] is the gradient of the final state. FIRST: that of the initial state is stored in ``first``, contiguous.
     """
     WARPS: gl.constexpr = gl.num_warps()
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WARPS // 4], [16, C * 4 // WARPS, 16])
@@ -155,14 +164,15 @@ def penstock_walk_bwd_hopper(
             mbarrier.init(bars[tensor].index(m), count=1)
     fence_async_shared()
     meet()
-    place = (token.to(gl.int32), h * C, ((first_chunk * H + h) * C).to(gl.int32), H, chunks)
+    place = (token.to(gl.int32), ((first_chunk * H + h) * C).to(gl.int32), H, chunks)
+    columns = (h * q_h, h * k_h, h * C, h * C)
     tiles = (q_tiles, k_tiles, v_tiles, o_tiles, state_tiles)
     parts = (q_s, k_s, v_s, o_s, state_s)
     for m in gl.static_range(STAGES):
         expect(tiles, bars, chunks * 0 + m, chunks, STAGES)
     meet()
     for m in gl.static_range(STAGES):
-        ask(tiles, parts, bars, place, chunks * 0 + m)
+        ask(tiles, parts, bars, place, columns, chunks * 0 + m)
     total = 1.0
     d = gl.zeros([C], gl.float32, line)
     if DECAYS:
@@ -253,7 +263,7 @@ def penstock_walk_bwd_hopper(
             dA_s.store(dQ.to(gl.bfloat16))
             fence_async_shared()
             meet()
-            at = [place[0] + t, place[1]]
+            at = [place[0] + t, columns[2]]
             tma.async_copy_shared_to_global(dv_tiles, at, dS_s)
             tma.async_copy_shared_to_global(dk_tiles, at, read_s)
             tma.async_copy_shared_to_global(dq_tiles, at, dA_s)
@@ -263,13 +273,10 @@ def penstock_walk_bwd_hopper(
             gl.store(dv + where, dV.to(gl.bfloat16), mask=live)
             gl.store(dk + where, dK.to(gl.bfloat16), mask=live)
             gl.store(dq + where, dQ.to(gl.bfloat16), mask=live)
-        ask(tiles, parts, bars, place, c + STAGES)
+        ask(tiles, parts, bars, place, columns, c + STAGES)
         if DG:
-            keys = of_keys_s.load(line)
-            earlier = gl.associative_scan((gl.zeros_like(keys), keys), 0, before)[0]
-            d_gate = gl.associative_scan(of_queries_s.load(line), 0, plus, reverse=True)
-            d_gate += earlier + gl.sum(of_state_s.load(line), 0) * decay
-            d_gate = gl.where((d < -126.0) | (i >= tokens - t), 0.0, d_gate)
+            of_state = gl.sum(of_state_s.load(line), 0) * decay
+            d_gate = gradients_of_decays(of_queries_s.load(line), of_keys_s.load(line), of_state, d, i >= tokens - t)
             if STATIC:
                 gl.store(dg + chunk.to(gl.int64) * H, gl.sum(d_gate, 0))
             else:

@@ -1,11 +1,14 @@
-"""The forward pass without decays per channel on Hopper, in Gluon: a program walks over a whole sequence of one head of 64 channels.
+"""The forward pass without decays per channel on Hopper, in Gluon: a program walks over a whole sequence of one head.
 
-With the state S before the chunk in registers, and G, R, D and L as in ``hopper_walk_backward``::
+Heads have 64 value channels and 64 or 128 key channels. With the state S before the chunk in registers, and G, R, D and L as in
+``hopper_walk_backward``::
 
     O  = scale ((D o Q K^T) V + 2^G o Q S)
     S <- 2^(G_L) S + K^T (2^R o V)
 
-Three stages of tiles are loaded ahead by the tensor memory accelerator (TMA). Two programs fit on a multiprocessor.
+Three stages of tiles, or two of 128 key channels, are loaded ahead by the tensor memory accelerator (TMA). Two programs fit on a
+multiprocessor. With 128 key channels a program has two groups of four warps. Each has half of the columns of A, so A is an operand in
+shared memory.
 """
 
 from __future__ import annotations
@@ -18,29 +21,31 @@ from ...gpu.hopper_tiles import exp2, meet, zeroed_behind
 from ...gpu.tiles import slot_of, tokens_of
 from .hopper_walk_backward import C, expect, log_decays, sums_of_decays
 
-STAGES = gl.constexpr(3)
-
 
 @gluon.jit
-def ask(tiles, parts, bars, line, column, c, chunks):
+def ask(tiles, parts, bars, line, columns, c, chunks, STAGES: gl.constexpr):
     """Start the loads of step c: q, k and v."""
     s = c % STAGES
     for n in gl.static_range(3):
-        tma.async_copy_global_to_shared(tiles[n], [line + c * C, column], bars[n].index(s), parts[n].index(s), pred=c < chunks)
+        tma.async_copy_global_to_shared(tiles[n], [line + c * C, columns[n]], bars[n].index(s), parts[n].index(s), pred=c < chunks)
 
 
 @gluon.jit(do_not_specialize=["N", "T"])
 def penstock_walk_fwd_hopper(
     q_tiles, k_tiles, v_tiles, output_tiles, state_tiles, g, first, output, last, cu_seqlens,
-    scale, N, T, H, g_b, g_t, g_h, s_n, s_h, s_k, s_v,
-    DECAYS: gl.constexpr, INITIAL: gl.constexpr, KEEP: gl.constexpr, PACKED: gl.constexpr,
+    scale, N, T, H, q_h, k_h, g_b, g_t, g_h, s_n, s_h, s_k, s_v,
+    K: gl.constexpr, DECAYS: gl.constexpr, INITIAL: gl.constexpr, KEEP: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """Program (sequence, head). TMA tiles: [C, C] of tokens [B T, H C] and of states [slots H C, C]. KEEP: states before chunks are stored.
+    """Program (sequence, head). TMA tiles: [C, K] and [C, C] of tokens [B T, H K] and [B T, H C], [K, C] of states [slots H K, C].
 
-    ``first`` is the initial state, ``last`` [N,H,C,C] the final state.
+    ``q_h`` and ``k_h`` are K, or 0 if all heads share q or k. ``first`` is the initial state, ``last`` [N,H,K,C] the final state.
+    KEEP: states before chunks are stored.
     """
     WARPS: gl.constexpr = gl.num_warps()
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, C, 16])
+    GROUPS: gl.constexpr = WARPS // 4
+    STAGES: gl.constexpr = 3 if GROUPS == 1 else 2
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, GROUPS], [16, C // GROUPS, 16])
+    of_state: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, C, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     by_row: gl.constexpr = gl.SliceLayout(1, mma)
     by_column: gl.constexpr = gl.SliceLayout(0, mma)
@@ -58,17 +63,19 @@ def penstock_walk_fwd_hopper(
     i = gl.arange(0, C, line)
     i_row = gl.arange(0, C, by_row)[:, None]
     i_column = gl.arange(0, C, by_column)[None, :]
-    S = gl.zeros([C, C], gl.float32, mma)
+    key = gl.arange(0, K, gl.SliceLayout(1, of_state))[:, None]
+    value = gl.arange(0, C, gl.SliceLayout(0, of_state))[None, :]
+    S = gl.zeros([K, C], gl.float32, of_state)
     if INITIAL:
-        first += owner * s_n + head * s_h + i_row.to(gl.int64) * s_k + i_column.to(gl.int64) * s_v
+        first += owner * s_n + head * s_h + key.to(gl.int64) * s_k + value.to(gl.int64) * s_v
         S = gl.load(first).to(gl.float32)
     g += b * g_b + row * g_t + head * g_h
     token = b * T + row
 
-    q_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, C], half)
-    k_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, C], half)
+    q_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, K], half)
+    k_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, K], half)
     v_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, C], half)
-    S_s = gl.allocate_shared_memory(gl.bfloat16, [C, C], half)
+    S_s = gl.allocate_shared_memory(gl.bfloat16, [K, C], half)
     out_s = gl.allocate_shared_memory(gl.bfloat16, [C, C], half)
     coarse_s = gl.allocate_shared_memory(gl.float32, [2, C], plain)
     fine_s = gl.allocate_shared_memory(gl.float32, [2, C], plain)
@@ -88,15 +95,18 @@ def penstock_walk_fwd_hopper(
     parts = (q_s, k_s, v_s)
     at = token.to(gl.int32)
     column = h * C
-    state = ((slot_of(n, begin, done, T, C, PACKED) * H + h) * C).to(gl.int32)
+    columns = (h * q_h, h * k_h, column)
+    state = ((slot_of(n, begin, done, T, C, PACKED) * H + h) * K).to(gl.int32)
     for m in gl.static_range(STAGES):
         expect(tiles, bars, chunks * 0 + m, chunks, STAGES)
     meet()
     for m in gl.static_range(STAGES):
-        ask(tiles, parts, bars, at, column, chunks * 0 + m, chunks)
+        ask(tiles, parts, bars, at, columns, chunks * 0 + m, chunks, STAGES)
     total = 1.0
     if DECAYS:
-        value_s = gl.allocate_shared_memory(gl.bfloat16, [C, C], half)
+        value_s = out_s  # until the state has been updated
+        if GROUPS == 1:
+            value_s = gl.allocate_shared_memory(gl.bfloat16, [C, C], half)
         total = sums_of_decays(log_decays(g, g_t, tokens, i), vectors, chunks * 0, scale)
 
     for c in range(chunks):
@@ -127,7 +137,7 @@ def penstock_walk_fwd_hopper(
         fence_async_shared()
         meet()
         if KEEP:
-            tma.async_copy_shared_to_global(state_tiles, [state + c * (H * C), 0], S_s)
+            tma.async_copy_shared_to_global(state_tiles, [state + c * (H * K), 0], S_s)
         A = warpgroup_mma(q, k.permute((1, 0)), gl.zeros([C, C], gl.float32, mma), use_acc=False, is_async=True)
         O = warpgroup_mma(q, S_s, gl.zeros([C, C], gl.float32, mma), use_acc=False, is_async=True)
         S = warpgroup_mma(k.permute((1, 0)), update, S, is_async=True)
@@ -140,11 +150,23 @@ def penstock_walk_fwd_hopper(
             O = O * vectors[2].index(known).load(by_row)[:, None]
         else:
             O = O * scale
-        A = gl.convert_layout(gl.where(i_row >= i_column, A * D, 0.0).to(gl.bfloat16), left, assert_trivial=True)
+        A = gl.where(i_row >= i_column, A * D, 0.0).to(gl.bfloat16)
+        if GROUPS == 1:
+            A = gl.convert_layout(A, left, assert_trivial=True)
+        else:
+            A_s = q._reinterpret(gl.bfloat16, [C, C], half)
+            meet()
+            A_s.store(A)
+            fence_async_shared()
+            meet()
+            A = A_s
         O = warpgroup_mma(A, v, O, is_async=True)
         if DECAYS:
             total = sums_of_decays(coming, vectors, 1 - known, scale)
-        A, O = warpgroup_mma_wait(0, [A, O])
+        if GROUPS == 1:
+            A, O = warpgroup_mma_wait(0, [A, O])
+        else:
+            O = warpgroup_mma_wait(0, [O])
         expect(tiles, bars, c + STAGES, chunks, STAGES)
         if t + C <= tokens:
             out_s.store(O.to(gl.bfloat16))
@@ -154,7 +176,7 @@ def penstock_walk_fwd_hopper(
             tma.async_copy_shared_to_global(output_tiles, [at + t, column], out_s)
         else:
             gl.store(output + ((token + t + i_row) * H + head) * C + i_column, O.to(gl.bfloat16), mask=i_row < tokens - t)
-        ask(tiles, parts, bars, at, column, c + STAGES, chunks)
-    last += (owner * H + head) * (C * C) + i_row * C + i_column
+        ask(tiles, parts, bars, at, columns, c + STAGES, chunks, STAGES)
+    last += (owner * H + head) * (K * C) + key * C + value
     gl.store(last, S.to(last.dtype.element_ty))
     tma.store_wait(0)

@@ -13,13 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...gpu.hopper import Tile
 from ...gpu.plan import Plan, Size, Sizes, chunks, contiguous, strides
 from ...gpu.target import Target, power, precision
 from ..declaration import Recurrence, Tokens
 from ..levels import lengths, levels
 from . import blocks, chunk_backward, chunk_forward, hopper, recurrent, segments, tiles, values, walk
-from .table import DECAYS, LEAST, READS, KernelConfig, Key, config
+from .table import DECAYS, LEAST, READS, KernelConfig, Key, config, from_registers
 
 LIMITS = {"bf16": 200.0, "tf32": 200.0, "tf32x3": 32.0, "ieee": 32.0}
 """The strongest scalar decay of a chunk, log2 units, whose decays between tokens are differences of sums. If products have float32
@@ -28,6 +27,8 @@ accuracy, these need it too (half an ulp of 32 is 2e-6)."""
 NONE, SCALAR, CHANNEL = (kind.value for kind in (tiles.NONE, tiles.SCALAR, tiles.CHANNEL))
 FEW = 16
 """Up to this many tokens the rounding error of a float32 state that decays at each token, 2^-24 each, stays below its budget."""
+WALKS = 64
+"""Sequences times heads from which on walks are faster at 128 key channels (measured on an H200). At 64, as many as multiprocessors."""
 SPAN = 16
 """Tokens between the states that the token-serial backward pass stores; states between them are recomputed. Each state has two more rows,
 for pending decays."""
@@ -90,15 +91,15 @@ class Call(NamedTuple):
         return {**sizes, "DECAY": self.decay, "STATIC": self.static, "PACKED": self.packed, "PRECISION": self.precision, "LIMIT": limit}
 
     def backward_chunk(self, p: Recurrence, *d_output: Tensor) -> tuple[int, Any]:
-        """Tokens of a chunk of the backward pass, and the Hopper kernel that computes it, or None for the plain kernel."""
+        """Tokens of a chunk of the backward pass, and the Hopper kernel for decays per channel that computes it, or None."""
         b = self.config("backward")
         kernel = hopper.backward(p, b, self.target, *d_output)
-        return hopper.C if kernel else b.C, kernel
+        return hopper.C if kernel or self.scalar(p, *d_output) else b.C, kernel
 
-    @property
-    def fills(self) -> bool:
-        """Whether programs that walk over whole sequences of a head occupy the multiprocessors."""
-        return self.target.multiprocessors <= self.N * self.H
+    def scalar(self, p: Recurrence, *d_output: Tensor) -> hopper.Scalar | None:
+        """The Hopper kernels that walk over whole sequences of a head, where there are enough programs for them to be faster, or None."""
+        least = min(self.target.multiprocessors, WALKS if self.K == 128 else self.target.multiprocessors)
+        return hopper.scalar(p, self.target, *d_output) if least <= self.N * self.H else None
 
     def levels(self, plan: Plan, C: int) -> str:
         """The matrices of sums of decays per channel, for chunks of C tokens."""
@@ -111,7 +112,10 @@ class Call(NamedTuple):
 
     def config(self, kernel: str) -> KernelConfig:
         """Block sizes of a launch, no larger than the head."""
-        b = config(self.key(kernel), self.target)
+        key = self.key(kernel)
+        b = config(key, self.target)
+        if kernel == "forward" and self.K % 16 and from_registers(self.target) and key not in self.target.table:
+            b = b._replace(C=min(b.C, 16))  # addresses of such heads take registers: gla at 100 spilled 400 bytes on sm_80, 460 on gfx942
         least = 16 if kernel in ("states", "recurrent", "step") else LEAST
         return b._replace(BK=min(power(self.K, least), b.BK), BV=min(power(self.V, least), b.BV))
 
@@ -183,31 +187,37 @@ def _N(s: Sizes) -> int:
 def _states(
     plan: Plan, c: Call, names: tuple[str, str], steps_of: tuple[int, ...], L: Callable[[Sizes], int] | None, C: int, scale: float,
     reverse: bool, start: tuple[str, tuple[int, ...]] | None, end: str | None, adjoint: bool, stored: torch.dtype | None,
+    in_rows: tuple[str, ...] = (),
 ) -> str:  # fmt: skip
     """Add launches for the states before chunks, of dtype ``stored``, or before segments of L tokens if ``stored`` is None.
 
     Returns the name of these states. ``start``: the name and strides of the initial state; ``end``: the name of the final state.
+    ``in_rows``: names of tensors [B,T,H,V], each for C channels of K, whose rows get the states of whole chunks; the returned states are
+    those of shorter chunks then, [N,H,K,V].
     """
     x, y = names
     d, b, flags = "d_" * adjoint, c.config("states"), c.flags | ({"PRECISION": "f16"} if c.half else {})
     grid = math.ceil(c.K / b.BK) * math.ceil(c.V / b.BV)
     tokens = L or (lambda s: max(math.ceil(s["T"] / C), 1) * C)
     slots = c.chunks(tokens)
-    chunk_states = plan.empty(d + "chunk_states", c.chunks(C), c.H, c.K, c.V, dtype=stored) if stored is not None else x
+    made = x
+    if stored is not None:
+        made = plan.empty(d + "chunk_states", _N if in_rows else c.chunks(C), c.H, c.K, c.V, dtype=stored)
+    places = (in_rows[0], in_rows[-1], made) if in_rows else (made, x, x)
 
     def walk(first: tuple[str, tuple[int, ...]] | None, last: str | None, decays: str, of_segments: bool, chunks: bool) -> None:
         name, steps = first if first is not None else (x, (0, 0, 0, 0))
         plan.launch(
             segments.penstock_chunk_states, c.programs(slots, grid),
-            (x, y, "g", name, chunk_states, last if last is not None else x, decays, "cu_seqlens"),
+            (x, y, "g", name, *places, last if last is not None else x, decays, "cu_seqlens"),
             (scale, _N, _T, tokens, c.H, *steps_of, *c.gate, *steps), b.warps, **flags, BK=b.BK, BV=b.BV, C=C, ADJOINT=adjoint,
             PREVIOUS=c.previous, SEGMENTS=of_segments, INITIAL=first is not None, FINAL=last is not None, CHUNKS=chunks, REVERSE=reverse,
-            STAGES=b.stages,
+            STAGES=b.stages, IN_ROWS=len(in_rows),
         )  # fmt: skip
 
     if L is None:
         walk(start, end, x, False, stored is not None)
-        return chunk_states
+        return made
     segment_states = plan.empty(d + "segment_states", slots, c.H, c.K, c.V)
     segment_decays = plan.empty(d + "segment_decays", slots, c.H, c.K) if c.decay else x
     walk(None, segment_states, segment_decays, True, False)
@@ -223,7 +233,7 @@ def _states(
     if stored is None:
         return segment_states
     walk((segment_states, steps), None, x, True, True)
-    return chunk_states
+    return made
 
 
 def chunk_forward_plan(p: Recurrence, target: Target, keep: bool = False) -> Plan:
@@ -237,7 +247,7 @@ def chunk_forward_plan(p: Recurrence, target: Target, keep: bool = False) -> Pla
     walked = hopper.walk(p, b, target)
     kernel = None if walked else hopper.forward(p, b, target)
     apart, _ = c.backward_chunk(p)
-    scalar = hopper.scalar(p, target) if c.fills and apart == hopper.C else None
+    scalar = c.scalar(p)
     on_hopper = walked is not None or kernel is not None or scalar is not None
     C = hopper.C if on_hopper else b.C
     meets = apart % C == 0
@@ -264,8 +274,8 @@ def chunk_forward_plan(p: Recurrence, target: Target, keep: bool = False) -> Pla
         plan.launch(
             scalar.forward, c.programs(_N, 1),
             ("q", "k", "v", output, chunk_states if every else output, "g", first, output, final, "cu_seqlens"),
-            (p.scale, _N, _T, c.H, *c.gate[:3], *steps), hopper.SCALAR, (*[Tile(C, C)] * 4, Tile(C, C, 3)),
-            DECAYS=c.decay != NONE, INITIAL=state is not None, KEEP=every > 0, PACKED=c.packed,
+            (p.scale, _N, _T, c.H, *scalar.shared, *c.gate[:3], *steps), scalar.warps, scalar.tiles, scalar.registers,
+            K=c.K, DECAYS=c.decay != NONE, INITIAL=state is not None, KEEP=every > 0, PACKED=c.packed,
         )  # fmt: skip
         return plan
     flags: dict[str, Any] = {"SEGMENTS": L is not None, "INITIAL": state is not None, "FINAL": L is None, "EVERY": every}
@@ -331,7 +341,7 @@ def chunk_backward_plan(
     dq, dk = (plan.empty("d" + name, *tokens, c.K, dtype=p.q.dtype) for name in ("q", "k"))
     dv = plan.empty("dv", *tokens, c.V, dtype=p.summand(p.v))
     walked = hopper.walk(p, b, target, d_output) if kernel else None
-    back = hopper.scalar(p, target, d_output) if c.fills and C == hopper.C else None
+    back = c.scalar(p, d_output)
     dS = "q"
     if walked:
         dS = plan.empty("d_chunk_states", slots, c.H, c.K, c.V, dtype=stored)
@@ -343,7 +353,8 @@ def chunk_backward_plan(
         walk.weights(plan, c, p, walked)
         walk.over_chunks(plan, c, p, walked, "d_output", dv, d_start, last, L, dS, C, True)
     elif not back:
-        dS = _states(plan, c, ("q", "d_output"), steps, L, C, p.scale, p.reverse, d_start, d_initial, True, stored)
+        in_rows = (dv, dq)[: c.K // C] if kernel and not kernel.apart and stored.itemsize == 2 else ()
+        dS = _states(plan, c, ("q", "d_output"), steps, L, C, p.scale, p.reverse, d_start, d_initial, True, stored, in_rows)
     d_gate = du = "q"
     if p.g is not None and dg:
         axes: dict[str, Size] = {"B": tokens[0], "T": _T, "H": c.H, "K": c.K}
@@ -358,7 +369,7 @@ def chunk_backward_plan(
             weights, rest = plan.empty("weights", slots, c.H, C, C), plan.empty("rest", *tokens, c.K, dtype=p.k.dtype)
         plan.launch(
             kernel.kernel, c.programs(slots, kernel.blocks),
-            ("q", "k", "v", "d_output", S, dS, "g", "u", dq, dk, dv, d_gate, du, weights, rest, "cu_seqlens"),
+            ("q", "k", "v", "d_output", S, dS, dv, dq, "g", "u", dq, dk, dv, d_gate, du, weights, rest, "cu_seqlens"),
             (p.scale, _N, _T, g_b, g_h, *bonus(p)), warps, hopper.backward_tiles(kernel, stored.itemsize == 2), registers,
             g_t=g_t, g_k=g_k, H=c.H * kernel.blocks, K=kernel.K, DG=dg, PREVIOUS=c.previous, PACKED=c.packed, BLOCKS=kernel.blocks,
             NV=kernel.values, STORED=kernel.apart and not walked,
@@ -375,7 +386,7 @@ def chunk_backward_plan(
         plan.launch(
             back.backward, c.programs(_N, 1),
             ("q", "k", "v", "d_output", S, dq, dk, dv, "g", final, dq, dk, dv, d_gate, d_initial or "q", "cu_seqlens"),
-            (p.scale, _N, _T, c.H, *c.gate[:3], *ends), hopper.SCALAR, (*[Tile(C, C)] * 4, Tile(C, C, 3), *[Tile(C, C)] * 3),
+            (p.scale, _N, _T, c.H, *back.shared, *c.gate[:3], *ends), back.warps, (*back.tiles, *back.tiles[:3]), back.registers,
             DECAYS=c.decay != NONE, STATIC=c.static, DG=d_gate != "q", LAST=d_start is not None, FIRST=d_initial is not None,
             PACKED=c.packed,
         )  # fmt: skip

@@ -19,12 +19,12 @@ from .tiles import CHANNEL, FLOOR, NONE, SCALAR, constant_decay, decays, scalar_
 
 @triton.jit(do_not_specialize=["N", "T", "L"])
 def penstock_chunk_states(
-    x, y, g, first, chunk_states, last, segment_decays, cu_seqlens, scale, N, T, L, H,
+    x, y, g, first, chunk_states, behind, last_states, last, segment_decays, cu_seqlens, scale, N, T, L, H,
     x_b, x_t, x_h, x_k, y_b, y_t, y_h, y_v, g_b, g_t, g_h, g_k, s_n, s_h, s_k, s_v,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     DECAY: tl.constexpr, STATIC: tl.constexpr, ADJOINT: tl.constexpr, PREVIOUS: tl.constexpr, SEGMENTS: tl.constexpr,
     INITIAL: tl.constexpr, FINAL: tl.constexpr, CHUNKS: tl.constexpr, PACKED: tl.constexpr,
-    REVERSE: tl.constexpr, PRECISION: tl.constexpr, LIMIT: tl.constexpr, STAGES: tl.constexpr,
+    REVERSE: tl.constexpr, PRECISION: tl.constexpr, LIMIT: tl.constexpr, STAGES: tl.constexpr, IN_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Program (segment, head, block of K, block of V).
 
@@ -32,6 +32,10 @@ def penstock_chunk_states(
     (if CHUNKS) and the final state in ``last`` (if FINAL). If SEGMENTS, ``first`` and ``last`` are per segment, and FINAL also stores
     ``segment_decays`` [slots,H,K], log2; else segments are whole sequences. ADJOINT: time runs backward, x is q, y is dO, and the
     states are gradients of states.
+
+    IN_ROWS > 0, only ADJOINT: K is IN_ROWS * C, and the states of whole chunks are in the rows of their tokens: the first C channels in
+    ``chunk_states`` [B,T,H,V], the others in ``behind``, which is like it. The state of a shorter chunk, the last of its sequence, is in
+    ``last_states`` [N,H,K,V].
     """
     NK: tl.constexpr = (K + BK - 1) // BK
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -66,6 +70,9 @@ def penstock_chunk_states(
     if DECAY == SCALAR and STATIC:
         constant = constant_decay(g)
     chunks = tl.cdiv(tokens, C)
+    if CHUNKS and IN_ROWS > 0:
+        shorter = last_states + ((n.to(tl.int64) * H + h) * K + dk[:, None]) * V + dv[None, :]
+        tl.store(shorter, S.to(last_states.dtype.element_ty), mask=inside & (tokens % C > 0))
     for c in tl.range(0, chunks, num_stages=STAGES):
         chunk = c
         if ADJOINT:
@@ -73,7 +80,13 @@ def penstock_chunk_states(
         t = chunk * C
         at = zero + t * step
         live = t + i < tokens
-        if CHUNKS:
+        if CHUNKS and IN_ROWS > 0:
+            place = ((b * T + row + t + dk % C) * H + h)[:, None] * V + dv[None, :]
+            whole = inside & (tokens - t >= C)
+            tl.store(chunk_states + place, S.to(chunk_states.dtype.element_ty), mask=whole & (dk < C)[:, None])
+            if IN_ROWS > 1:
+                tl.store(behind + place, S.to(behind.dtype.element_ty), mask=whole & (dk >= C)[:, None])
+        elif CHUNKS:
             place = (first_chunk + chunk) * H + h
             tl.store(chunk_states + (place * K + dk[:, None]) * V + dv[None, :], S.to(chunk_states.dtype.element_ty), mask=inside)
         X = tile(x + at * x_t, i * step, live, x_t, dk, x_k, K, BK)

@@ -70,19 +70,38 @@ HOPPER = tuple(
 """Where the kernels for Hopper are faster. "tf32": float16 tensors; float32 tensors take the plain kernels with these sizes."""
 
 
+def from_registers(target: Target) -> bool:
+    """Whether all operands of products come from registers. On sm_90 and sm_100 many come from shared memory."""
+    return target.arch.startswith(("sm_8", "sm_12", "gfx"))
+
+
 def by_rule(key: Key, target: Target) -> KernelConfig:
     """Sizes where nothing was measured: those that were best on one NVIDIA H200 (tables/sm_90.json), carried over."""
     config = _as_on_hopper(key, target)
     if target.arch.startswith("gfx"):  # 4 warps leave a thread 512 registers: gla at 256 and 512 spilled 3964 bytes with 8, none with 4
         config = config._replace(warps=min(config.warps, 4))
-    if target.arch.startswith(("sm_8", "sm_12")) and key.decay == "channel" and key.kernel in ("forward", "backward"):
-        # operands of products are registers there; on sm_86 in bfloat16 rwkv6 at 64 spilled 808 bytes backward, gla at 128 296 forward
-        wide = key.K > 64 and (key.kernel, key.precision) != ("forward", "tf32")  # 107 KB of shared memory with 8 warps, 99 with 4
-        config = config._replace(C=min(config.C, 16 if key.precision == "tf32x3" else 32), warps=8 if wide else 4)
+    elif from_registers(target) and key.kernel in ("forward", "backward"):
+        config = _of_255_registers(config, key)
     if target.arch == "sm_90" and key in HOPPER:
         config = config._replace(form="hopper")
     if target.arch.startswith("sm_10") and key.kernel == "backward" and key.decay == "scalar":
         config = config._replace(C=min(config.C, 32))  # Triton 3.7.1 cannot compile chunks of 64 there, whose products go to tensor memory
+    return config
+
+
+def _of_255_registers(config: KernelConfig, key: Key) -> KernelConfig:
+    """Sizes if operands of products are registers, of which a thread has 255: short chunks, and 8 warps where 4 would spill.
+
+    Bytes of spills on sm_80 in chunks of 64 or with 4 warps, and now: simple_gla at 64 forward 232, 0; backward 240, 0; at 128 176, 0 and
+    384, 0; linear_attention at 64 float16 backward 1448, 0; gla at 128 float16 forward 216, 0; rwkv6 at 64 float16 backward 144, 0.
+    """
+    if key.decay != "none" or key.precision != "bf16":
+        config = config._replace(C=min(config.C, 16 if key.precision == "tf32x3" else 32))
+    more = key.K > 64
+    if key.kernel == "backward":
+        more |= (key.decay, key.precision) in (("channel", "tf32"), ("scalar", "tf32x3"))
+    if key.decay == "channel" or (key.decay == "scalar" and more):
+        config = config._replace(warps=8 if more else 4)
     return config
 
 

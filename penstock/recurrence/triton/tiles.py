@@ -156,18 +156,23 @@ def halves(queries, keys, r, live, second, j, K: tl.constexpr, BK: tl.constexpr)
 @triton.jit
 def weights_by_levels(
     queries, keys, d, levels, i, r, live, j,
-    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr,
+    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, THEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A [C,C] strictly below the diagonal for any decays d, in log2 units.
+    """A [C,C] strictly below the diagonal for any decays d, in log2 units; and the sums of d [C,BK] that matrix THEN of ``levels`` selects.
 
     Every pair of tokens belongs to the level whose block's halves they lie in, see ``recurrence.levels``. With X = f o (q in second
     halves, k in first halves), where f are the decays between a token and the middle of its block, X X^T are the weights of its pairs.
     Factors are at most 1, so X of float16 inputs fits float16, which has as many bits as TF32 and faster products.
+
+    An iteration computes the sums of the next one, because their order decides how products are distributed: for GPUs without warp groups,
+    Triton gives all products that depend on each other in a block of code the distribution of the last one. If that has as many rows as
+    columns, every warp has 16 rows and all columns: with 32 rows, all warps but two repeat the others' work and hold whole operands.
     """
     A = tl.zeros((C, C), tl.float32)
+    between = selected(d, levels, 0, i, C, PRECISION)
     for level in tl.range(LEVELS, num_stages=1):
         L = C // 2 >> level
-        f = tl.exp2(selected(d, levels, level, i, C, PRECISION))
+        f = tl.exp2(between)
         x = halves(queries, keys, r, live, (i & L) != 0, j, K, BK)
         if PRECISION == "tf32" and x.dtype == tl.float16:
             X = (f * x.to(tl.float32)).to(tl.float16)
@@ -176,7 +181,8 @@ def weights_by_levels(
             X = (f * x.to(tl.float32)).to(tl.bfloat16 if PRECISION == "bf16" else tl.float32)
             made = product(X, tl.trans(X), PRECISION)
         A = tl.where(apart(i, L), made, A)
-    return A
+        between = selected(d, levels, tl.where(level + 1 < LEVELS, level + 1, THEN), i, C, PRECISION)
+    return A, between
 
 
 @triton.jit
