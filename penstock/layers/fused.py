@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from ..call import private
 from ..recurrence.declaration import state_dtype
-from .linear import linear, mode, plain_weights, runs_as_written
+from .linear import Mode, linear, mode, plain_weights, runs_as_written
 from .norms import RMSNorm
 from .pool_rows import PoolRows
 from .triton import kernels
@@ -50,7 +50,7 @@ def token_shift(
     if isinstance(last, TokensBefore):
         return tuple(one.view(x.shape) for one in _shift_of_pairs(x, last.x, factors, low_rank))
     pool, slots = (last.pool, last.slots) if isinstance(last, PoolRows) else (last, None)
-    launch = kernels("launch", x, pool, *factors, hidden, up) if len(factors) <= 5 else None
+    launch = kernels("token_shift_launch", x, pool, *factors, hidden, up) if len(factors) <= 5 else None
     if up is not None and hidden is not None:
         hidden, up = hidden.flatten(0, 1), up.to(hidden.dtype)
         if launch and up.shape[1] > 64:
@@ -95,7 +95,7 @@ def _ready(parameters: Sequence[Tensor | None], read: Sequence[Tensor | None]) -
 
     No kernel of a graph writes parameters. Outside of graphs the kernel ahead may update them; a copy or a cast may be its result.
     """
-    if mode() != "graph":
+    if not mode().graph:
         return False
     pairs = [(one, other) for one, other in zip(parameters, read) if one is not None and other is not None]
     return all(isinstance(one, nn.Parameter) and one.data_ptr() == other.data_ptr() for one, other in pairs)
@@ -225,7 +225,7 @@ def shifted_norm(
     Returns a ``few_rows_launch.Shifted``, or None where no kernel computes it. ``complement``: the factors are 1 - factors_i.
     ``kept``: the norm and the tokens before are returned too.
     """
-    few = sequences.single or mode() == "alike" or x.shape[0] * x.shape[1] <= SHIFTED_TOKENS
+    few = sequences.single or mode().alike or x.shape[0] * x.shape[1] <= SHIFTED_TOKENS
     if torch.is_grad_enabled() or private.autocasting() or not (sequences.in_place and few):
         return None
     if (parts := _norm_of(norm)) is None:
@@ -346,7 +346,7 @@ def rwkv_step(
 
     Returns a Tensor [B,1,H*V].
     """
-    if torch.is_grad_enabled() or mode() != "graph" or not (sequences.single and sequences.in_place) or private.autocasting():
+    if torch.is_grad_enabled() or mode() != Mode(graph=True) or not (sequences.single and sequences.in_place) or private.autocasting():
         return None
     (H, K, V), (low, up) = pool.shape[1:], low_rank or (None, None)
     activations = [x for x in (r, k, v, gate, low) if x is not None]

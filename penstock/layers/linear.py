@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import Any, Literal
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,24 +19,33 @@ from ..call import private
 from ..recurrence.cpu import linear as native
 from .triton import kernels
 
-Mode = Literal["plain", "alike", "graph"]
-_mode: ContextVar[Mode] = ContextVar("penstock_linear", default="plain")
+
+class Mode(NamedTuple):
+    """Where code runs."""
+
+    alike: bool = False
+    """Inside ``rows_alike``."""
+    graph: bool = False
+    """Inside ``in_graph``."""
+
+
+PLAIN = Mode()
+_mode: ContextVar[Mode] = ContextVar("penstock_linear", default=PLAIN)
 GRAPH_ROWS = 4
 """At most so many tokens of other types run a kernel without tensor cores in a graph on a GPU."""
-ROWS = 32
-"""Tokens of a linear map of 16 bits in a graph on a GPU, at most, that are few."""
-SHARED_ROWS = 128
-"""Of several maps in one launch, which has enough programs for larger tiles. One NVIDIA H200, a step of RWKV-6 1.6B: 128 rows 3.54 ms
-(4.02 by cuBLAS), 256 rows 4.74 ms (4.41)."""
+_counts: ContextVar[dict[tuple[object, ...], Tensor] | None] = ContextVar("penstock_counts", default=None)
+"""Zeros that the launches of one context on one stream share, because they run one after another."""
 
 
 @contextmanager
-def _entered(mode: Mode) -> Iterator[None]:
-    token = _mode.set(mode)
+def _entered(**changed: bool) -> Iterator[None]:
+    counts = None if changed.get("graph") else _counts.get()
+    tokens = _mode.set(_mode.get()._replace(**changed)), _counts.set({} if counts is None else counts)
     try:
         yield
     finally:
-        _mode.reset(token)
+        _mode.reset(tokens[0])
+        _counts.reset(tokens[1])
 
 
 def rows_alike() -> AbstractContextManager[None]:
@@ -43,17 +53,20 @@ def rows_alike() -> AbstractContextManager[None]:
 
     On a CPU this is the native kernel for any number of tokens, on a GPU a Triton kernel.
     """
-    return _entered("alike")
+    return _entered(alike=True)
 
 
 def in_graph() -> AbstractContextManager[None]:
-    """Launches inside become a CUDA graph, so their cost on the host does not matter: few tokens take a Triton kernel."""
-    return _entered("graph")
+    """Launches inside become a CUDA graph, so their cost on the host does not matter: few tokens take a Triton kernel.
+
+    Entered once for each graph: memory that its launches share is allocated inside, so that it is the graph's own.
+    """
+    return _entered(graph=True)
 
 
 def mode() -> Mode:
-    """Where this code runs; "plain" in compiled graphs."""
-    return "plain" if torch.compiler.is_compiling() else _mode.get()
+    """Where this code runs; ``PLAIN`` in compiled graphs."""
+    return PLAIN if torch.compiler.is_compiling() else _mode.get()
 
 
 class Linear(nn.Linear):
@@ -68,19 +81,19 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``F.linear``."""
     where = mode()
     given = (x, weight) if bias is None else (x, weight, bias)
-    others = x.device.type != "cpu" and where == "plain"
-    odd = weight.dim() != 2 or (bias is not None and (bias.dtype != x.dtype or bias.shape != weight.shape[:1]))
+    others = x.device.type != "cpu" and where == PLAIN
+    odd = x.shape[-1:] != weight.shape[1:] or (bias is not None and (bias.dtype != x.dtype or bias.shape != weight.shape[:1]))
     if others or odd or (torch.is_grad_enabled() and any(one.requires_grad for one in given)):
         return F.linear(x, weight, bias)
     compiling = torch.compiler.is_compiling()
     plain = not torch.is_autocast_enabled("cpu") if compiling else private.fast(given) and not private.autocasting()
-    if plain and native.takes(x, weight, many=where == "alike"):
+    if plain and native.takes(x, weight, many=where.alike):
         y = _native(x, weight) if compiling else native.linear(x, weight)
-    elif plain and where == "alike" and x.dtype == weight.dtype and (product := kernels("product", x, weight)):
-        y = product.multiply(x.reshape(-1, x.shape[-1]).contiguous(), weight).view(*x.shape[:-1], weight.shape[0])
     elif few := linears([x], [weight]):
         (y,) = few
-    elif plain and where == "graph" and _fewest(x, weight) and (product := kernels("product", x, weight)):
+    elif plain and where.alike and x.dtype == weight.dtype and (product := kernels("product", x, weight)):
+        y = product.multiply(x.reshape(-1, x.shape[-1]).contiguous(), weight).view(*x.shape[:-1], weight.shape[0])
+    elif plain and where == Mode(graph=True) and _fewest(x, weight) and (product := kernels("product", x, weight)):
         y = product.multiply_few(x.reshape(-1, x.shape[-1]).contiguous(), weight).view(*x.shape[:-1], weight.shape[0])
     else:
         return F.linear(x, weight, bias)
@@ -111,27 +124,46 @@ def plain_weights(maps: Sequence[Tensor | nn.Module]) -> list[Tensor] | None:
 def linears(
     inputs: Sequence[Tensor], maps: Sequence[Tensor | nn.Module], gate: Tensor | None = None, *, relu_squared: bool = False
 ) -> list[Tensor] | None:
-    """Linear maps, or weights, of few tokens by one kernel in a graph on a GPU, or None where it does not compute them.
+    """Linear maps, or weights, by one kernel on a GPU: of few tokens in a graph; inside ``rows_alike`` on Hopper, of any number.
 
-    With ``relu_squared``, the first result y is relu(y)^2; with ``gate``, it is y sigmoid(gate).
+    None where it does not compute them. With ``relu_squared``, the first result y is relu(y)^2; with ``gate``, it is y sigmoid(gate).
     """
-    if mode() != "graph" or torch.is_grad_enabled() or (weights := plain_weights(maps)) is None:
+    where = mode()
+    if where == PLAIN or torch.is_grad_enabled() or (weights := plain_weights(maps)) is None:
         return None
     x = inputs[0]
     K, launch = x.shape[-1], kernels("few_rows_launch", *inputs, *weights, gate)
     if (
         launch is None
-        or not 0 < x.numel() <= (ROWS if len(weights) == 1 else SHARED_ROWS) * K
+        or x.numel() == 0
         or x.element_size() != 2
+        or len(weights) > launch.PARTS
         or any(one.dtype != x.dtype or one.shape != x.shape for one in inputs)
-        or any(one.dtype != x.dtype or not (one.is_contiguous() or (one is weights[0] and one.T.is_contiguous())) for one in weights)
+        or any(one.dtype != x.dtype or one.shape[1:] != x.shape[-1:] or one.numel() == 0 for one in weights)
+        or not all(one.is_contiguous() or (n == 0 and one.T.is_contiguous()) for n, one in enumerate(weights))
         or (gate is not None and gate.dtype != x.dtype)
         or private.autocasting()
     ):
         return None
+    flat = [one.reshape(-1, K).contiguous() for one in inputs]
+    if not launch.takes(flat[0], weights, where.alike):
+        return None
     gates = None if gate is None else gate.reshape(-1, gate.shape[-1]).contiguous()
-    found = launch.products([one.reshape(-1, K).contiguous() for one in inputs], weights, gates, relu_squared=relu_squared)
+    fixed = where.graph and all(isinstance(one, nn.Parameter) or isinstance(one._base, nn.Parameter) for one in weights)
+    compute = launch.products_alike if where.alike else launch.products
+    found = compute(flat, weights, gates, relu_squared=relu_squared, fixed=fixed, counts=partial(_zeros, x.device, launch.COUNTS))
     return [y.view(*x.shape[:-1], -1) for y in found]
+
+
+def _zeros(device: torch.device, size: int) -> Tensor:
+    kept, cuda = _counts.get(), device.type == "cuda"
+    key = (device, private.raw_stream(device.index), torch.cuda.is_current_stream_capturing()) if cuda else (device,)
+    found = None if kept is None else kept.get(key)
+    if found is None:
+        found = torch.zeros(size, dtype=torch.int32, device=device)
+        if kept is not None:
+            kept[key] = found
+    return found
 
 
 def linears_of(x: Tensor, maps: Sequence[nn.Module]) -> list[Tensor]:

@@ -20,7 +20,7 @@ from triton.runtime.jit import JITFunction
 
 from penstock.engine import drawing, ranking
 from penstock.layers import fused
-from penstock.layers.triton import cross_entropy, few_rows_launch, launch
+from penstock.layers.triton import cross_entropy, few_rows_launch, launch, token_shift_launch
 from penstock.layers.triton import rows as states
 from penstock.layers.triton import product as products
 
@@ -63,10 +63,11 @@ for tokens, heads in product((1, 3), (1, 2)):
     starts = torch.zeros(tokens, dtype=torch.int64)
     for hidden, up in ((None, None), (learned(tokens, 2, 8), learned(2, 8, 70))):
         last = torch.zeros(1, 70, dtype=torch.bfloat16)
-        backward(*launch.TokenShift.apply(learned(tokens, 70), last, starts, learned(2, 70), hidden, up, fused.shift_formula))
+        backward(*token_shift_launch.TokenShift.apply(learned(tokens, 70), last, starts, learned(2, 70), hidden, up, fused.shift_formula))
         for slots in (None, torch.zeros(1, dtype=torch.int64)):
             factors = learned(2, 70).detach().unbind()
-            launch.shifted(torch.zeros(tokens, 70), torch.zeros(1, 70), starts, slots, factors, hidden, up, tanh=hidden is not None)
+            given = (torch.zeros(tokens, 70), torch.zeros(1, 70), starts, slots, factors, hidden, up)
+            token_shift_launch.shifted(*given, tanh=hidden is not None)
     for weight in (None, learned(64), learned(heads, 64)):
         bias = None if weight is None else learned(*weight.shape)
         given = (learned(tokens, heads, 64), learned(tokens, heads, 64), weight, bias)
@@ -75,7 +76,7 @@ for tokens, heads in product((1, 3), (1, 2)):
     for b in (None, learned(tokens, 70)):
         backward(launch.Activated.apply(learned(tokens, 70), b, "silu", None))
     backward(launch.ReluSquared.apply(learned(tokens, 70)))
-    shifted = launch.TokenShift.apply(learned(tokens, 70), last, starts, learned(1, 70), None, None, fused.kept_formula, True)
+    shifted = token_shift_launch.TokenShift.apply(learned(tokens, 70), last, starts, learned(1, 70), None, None, fused.kept_formula, True)
     backward(*shifted)
     backward(launch.Decay.apply(learned(tokens, 70), learned(70), None))
     backward(launch.LogSigmoid.apply(learned(tokens, 70), 16.0, None))
@@ -90,6 +91,7 @@ for tokens, heads in product((1, 3), (1, 2)):
             backward(*((total, normed) if y is None else (normed,)))
         for weight in (torch.zeros(5, channels), torch.zeros(channels, 5).T):
             products.multiply(torch.zeros(tokens, channels), weight)
+            products.multiply(torch.zeros(tokens, channels), weight, 4, relu_squared=True, gate=torch.zeros(tokens, 5))
         products.multiply_few(torch.zeros(tokens, channels), torch.zeros(5, channels))
         for ends in (None, torch.zeros(tokens + 1, dtype=torch.int64)):
             states.write_rows(torch.zeros(tokens, channels), torch.zeros(1, channels), torch.zeros(tokens, dtype=torch.int64), ends)
@@ -117,8 +119,9 @@ for rows, size in ((1, 512), (9, 70)):
 for ranked in (False, True):
     numbers = torch.ones(2, 1, dtype=torch.float64)[:, 0]
     ranking.keep_ranks(torch.zeros(2, 100, dtype=torch.int64), numbers, numbers, ranked)
-for x in (torch.zeros(2, 100, dtype=torch.int64), zeros(2, 100), zeros(2, 100).double()):
-    drawing.draw(x, numbers, numbers, numbers)
+    drawing.draw(torch.zeros(2, 100, dtype=torch.int64), numbers)
+for x in (zeros(2, 100), zeros(2, 100).double()):
+    drawing.pick(x, numbers, numbers, numbers.long(), numbers, numbers.long())
 for upstream in (None, torch.zeros(2)):
     cross_entropy.cross_entropy(zeros(2, 5000), torch.zeros(2, dtype=torch.int64), upstream, torch.zeros(2))
 print(*sorted(compiled), sep="\\n")
@@ -132,5 +135,47 @@ def test_every_fused_kernel_compiles_for_any_number_of_tokens():
     both = {f"{name}_{way}" for name in ("decay", "gated", "log_sigmoid", "norm_gate", "relu_squared", "shift") for way in ("bwd", "fwd")}
     both |= {f"shift_{name}_bwd" for name in ("hidden", "low_rank", "weights")}
     decoding = {"low_rank", "product_of_few_rows", "products", "rwkv_step", "shifted_norm", "write_rows"}
-    others = {"add_norm", "add_norm_bwd", "cross_entropy", "draw", "keep_ranks", "product", *decoding}
+    others = {"add_norm", "add_norm_bwd", "cross_entropy", "draw", "keep_ranks", "pick", "product", "sum_of_parts", *decoding}
     assert set(done.stdout.split()) == {f"penstock_{name}" for name in both | others}
+
+
+FORMS = """
+import torch
+
+from penstock.gpu.hopper import Tile
+from penstock.layers.triton import hopper_products_launch as launch
+from penstock.tune.ahead import Job, Memory, kernel_name, resources
+
+kernel = launch.hopper_products.penstock_products_hopper
+for sizes in ((64, 2048, 2048, 2048, 2048), (7168, 2048), (2048,)):
+    weights = [torch.empty(N, 2048, dtype=torch.bfloat16) for N in sizes]
+    if len(sizes) == 5:
+        weights[0] = torch.empty(2048, sizes[0], dtype=torch.bfloat16).T
+    for rows in (8, 16, 32, 64, 128, 192, 256, 384, 512):
+        form = launch.form_of(rows, weights, 132)
+        if form is None:
+            continue
+        inputs, results = ([torch.empty(rows, N, dtype=torch.bfloat16) for N in some] for some in ([2048] * len(sizes), sizes))
+        gate = results[0] if len(sizes) == 1 else None
+        counts = torch.zeros(256, dtype=torch.int32)
+        given = launch.arguments(inputs, weights, results, gate, form, relu_squared=gate is None, early=True, counts=counts)
+        arguments = [Memory(x.dtype, x.numel(), Tile(*known["block_shape"])) for x, known in given.tiles]
+        arguments += [Memory(x.dtype, x.numel()) if isinstance(x, torch.Tensor) else x for x in given.others]
+        arguments += [given.constants[name] for name in kernel.arg_names[len(arguments) :]]
+        found = resources(Job("sm_90", kernel_name(kernel), tuple(arguments), (("num_warps", form.warps), ("launch_pdl", True))))
+        print(found.spill, found.shared, found.registers, sizes, rows, form)
+"""
+
+
+@pytest.mark.timeout(900)
+def test_linear_maps_for_hopper_compile_without_spills():
+    """With as much shared memory as sm_90 has."""
+    environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", FORMS], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = done.stdout.splitlines()
+    assert len(lines) >= 24
+    for line in lines:
+        spill, shared = map(int, line.split()[:2])
+        assert spill == 0, line
+        assert shared <= 227 * 1024, line

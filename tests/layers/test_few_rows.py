@@ -299,11 +299,22 @@ def test_only_few_rows_of_16_bits_in_graphs_take_the_kernel(launched):
         assert linear.linears([normal(3, 40)], [weight.float()]) is None
         assert linear.linears([normal(3, 40, dtype=torch.float16)], [weight.float()]) is None
         assert linear.linears([normal(3, 12, dtype=torch.float16)], [weight[:, ::3][:, :12]]) is None
+        assert linear.linears([normal(3, 40, dtype=torch.float16)], [weight[:0]]) is None
+        assert linear.linears([normal(3, 48, dtype=torch.float16)], [weight]) is None
     with linear.in_graph():
         assert linear.linears([normal(2, 3, 40, dtype=torch.float16)], [weight]) is None
     with torch.no_grad():
         assert linear.linears([normal(2, 3, 40, dtype=torch.float16)], [weight]) is None
     assert launched == ["products", "products"]
+
+
+@pytest.mark.parametrize("size", [32, 48])
+@pytest.mark.parametrize("mode", [linear.rows_alike, linear.in_graph])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_inputs_of_another_size_than_the_weight_are_refused(dtype, mode, size, launched):
+    """A kernel would read behind the rows of the weight, or a part of them."""
+    with torch.no_grad(), mode(), pytest.raises(RuntimeError, match="shapes"):
+        linear.linear(normal(3, size, dtype=dtype), normal(24, 40, dtype=dtype))
 
 
 def test_only_decode_steps_in_graphs_take_the_kernel_of_a_step(launched):

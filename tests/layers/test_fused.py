@@ -15,6 +15,7 @@ from penstock.layers.sequences import Sequences
 
 launch = pytest.importorskip("penstock.layers.triton.launch")
 few_rows_launch = pytest.importorskip("penstock.layers.triton.few_rows_launch")
+token_shift_launch = pytest.importorskip("penstock.layers.triton.token_shift_launch")
 product = pytest.importorskip("penstock.layers.triton.product")
 rows = pytest.importorskip("penstock.layers.triton.rows")
 pytestmark = pytest.mark.skipif(not interpreting(), reason="needs Triton's interpreter")
@@ -57,7 +58,7 @@ def test_token_shift(count, rank, packed, dtype, monkeypatch):
     C = 70
     x, last, mu = normal(75, C, dtype=dtype), normal(at.count, C, dtype=dtype), normal(count, C, dtype=dtype)
     hidden, up = (normal(75, count, rank, dtype=dtype), normal(count, rank, C, dtype=dtype) / rank**0.5) if rank else (None, None)
-    kernel = launch.TokenShift.apply
+    kernel = token_shift_launch.TokenShift.apply
     known = partial(fused.shift_formula)
 
     def ours(x, mu, hidden, up):
@@ -78,20 +79,20 @@ def test_token_shift_from_rows_of_a_pool(rank, packed, dtype):
     slots = torch.tensor([4, 0, 8, 1, 5][: at.count])
     x, mu = normal(75, C, dtype=dtype), normal(5, C, dtype=dtype)
     hidden, up = (normal(75, 5, rank, dtype=dtype), normal(5, rank, C, dtype=dtype) / rank**0.5) if rank else (None, None)
-    found = launch.shifted(x, pool, at.starts, slots, mu.unbind(), hidden, up, tanh=rank > 0)
+    found = token_shift_launch.shifted(x, pool, at.starts, slots, mu.unbind(), hidden, up, tanh=rank > 0)
     exact = [None if one is None else one.double() for one in (hidden, up)]
     wanted = fused.shift_formula(
         x.double(), pool[slots].double(), at.starts, mu.double(), None if hidden is None else exact[0].tanh(), exact[1]
     )
     for y, one in zip(found, wanted):
         assert (y.double() - one).norm() <= 3 * torch.finfo(dtype).eps * one.norm()
-    skipped = launch.shifted(x, pool, at.starts, torch.full_like(slots, -1), mu.unbind(), hidden, up, tanh=rank > 0)
+    skipped = token_shift_launch.shifted(x, pool, at.starts, torch.full_like(slots, -1), mu.unbind(), hidden, up, tanh=rank > 0)
     assert torch.equal(skipped[:, at.starts < 0], found[:, at.starts < 0])
 
 
 def test_low_rank_parts_may_be_narrower_than_tokens():
     """As under autocast, where norms give float32 and products float16."""
-    at, kernel = sequences(True), launch.TokenShift.apply
+    at, kernel = sequences(True), token_shift_launch.TokenShift.apply
     x, last, mu = normal(75, 70), normal(5, 70), normal(5, 70)
 
     def ours(hidden, up):
@@ -173,7 +174,7 @@ def test_gradients_of_shifted_tokens_do_not_depend_on_other_sequences(rank):
     for end in (75, 25):  # of the first sequence: a product of float32 under the interpreter depends on the place of a row
         leaves = [one[:end].clone().requires_grad_() for one in (x, hidden) if one is not None]
         given = (mu, leaves[1] if rank else None, up)
-        y = launch.TokenShift.apply(leaves[0], last, at.starts[:end], *given, fused.shift_formula)
+        y = token_shift_launch.TokenShift.apply(leaves[0], last, at.starts[:end], *given, fused.shift_formula)
         found.append([*y, *torch.autograd.grad(y, leaves, [d[:end] for d in upstream])])
     assert all(torch.equal(one[:25], alone) for one, alone in zip(*found))
 
@@ -183,7 +184,7 @@ def test_gradients_of_further_uses_of_shifted_tokens(used):
     at, x, last, mu = sequences(True), normal(75, 70).requires_grad_(), normal(5, 70), normal(1, 70).requires_grad_()
 
     def ours(x, mu):
-        return launch.TokenShift.apply(x, last, at.starts, mu, None, None, fused.kept_formula, True)
+        return token_shift_launch.TokenShift.apply(x, last, at.starts, mu, None, None, fused.kept_formula, True)
 
     def formula(x, mu):
         return fused.kept_formula(x, last.to(x.dtype), at.starts, mu, None, None)
@@ -365,7 +366,7 @@ def test_one_tensor_as_two_arguments():
 def test_gradients_of_the_token_before_the_first():
     at, formula = sequences(True), fused.shift_formula
     x, last, mu = normal(75, 8), normal(5, 8).requires_grad_(), normal(2, 8)
-    found = launch.TokenShift.apply(x, last, at.starts, mu, None, None, formula)
+    found = token_shift_launch.TokenShift.apply(x, last, at.starts, mu, None, None, formula)
     wanted = formula(x, last, at.starts, mu, None, None)
     grads = [torch.autograd.grad(sum(y.square().sum() for y in results), last)[0] for results in (found, wanted)]
     torch.testing.assert_close(*grads)
@@ -376,7 +377,7 @@ def test_nan_of_other_tokens_stays_theirs():
     at = sequences(False)
     x = normal(75, 8)
     x[25] = float("nan")
-    (found,) = launch.TokenShift.apply(x, normal(3, 8), at.starts, normal(1, 8), None, None, fused.shift_formula)
+    (found,) = token_shift_launch.TokenShift.apply(x, normal(3, 8), at.starts, normal(1, 8), None, None, fused.shift_formula)
     assert sorted(found.isnan().any(1).nonzero().flatten().tolist()) == [25, 26]
     assert launch.Activated.apply(x, None, "relu_squared", None).isnan().any(1).sum() == 1
 
@@ -384,7 +385,7 @@ def test_nan_of_other_tokens_stays_theirs():
 def test_empty_inputs():
     at = Sequences(torch.empty(2, 0, 1))
     x, mu = torch.zeros(0, 8, requires_grad=True), torch.ones(2, 8, requires_grad=True)
-    found = launch.TokenShift.apply(x, torch.zeros(2, 8), at.starts, mu, None, None, fused.shift_formula)
+    found = token_shift_launch.TokenShift.apply(x, torch.zeros(2, 8), at.starts, mu, None, None, fused.shift_formula)
     dx, dmu = torch.autograd.grad(sum(y.sum() for y in found), (x, mu))
     assert dx.shape == (0, 8)
     assert dmu.abs().max() == 0
@@ -395,9 +396,10 @@ def on_a_cpu(monkeypatch):
     """Kernels take tensors on a CPU; how often each autograd function ran."""
     ran = Counter()
     for name in ("AddNorm", "NormGate", "NormGateLinear", "TokenShift", "Activated", "ActivatedLinear", "ReluSquared", "Decay"):
-        one = getattr(launch, name)
+        one = getattr(token_shift_launch if name == "TokenShift" else launch, name)
         monkeypatch.setattr(one, "forward", staticmethod(lambda *given, name=name, whole=one.forward: ran.update([name]) or whole(*given)))
-    monkeypatch.setattr(fused, "kernels", lambda name, *tensors: launch if name == "launch" else None)
+    modules = {"launch": launch, "token_shift_launch": token_shift_launch}
+    monkeypatch.setattr(fused, "kernels", lambda name, *tensors: modules.get(name))
     return ran
 
 
@@ -425,7 +427,8 @@ def test_training_steps_of_models(name, request):
     found, kept = trained(model)
     assert all(error(x, y) < 1e-4 for x, y in zip(found, exact))
     assert kept <= most
-    norms = sum(one is not None for layer in model.layers for one in (layer.mixer_norm, layer.channel_norm))
+    norms = [model.embedding_norm, *(one for layer in model.layers for one in (layer.mixer_norm, layer.channel_norm)), model.norm]
+    norms = sum(one is not None for one in norms)
     assert ran["AddNorm"] == (0 if model.config.residual_in_float32 else norms)
     model.gradient_checkpointing = True
     again, _ = trained(model)
@@ -446,13 +449,15 @@ def test_training_steps_with_parameters_of_any_strides(name, request):
 @pytest.mark.parametrize("name", ["gla", "rwkv6"])
 def test_norms_with_hooks_or_of_other_classes_run_as_modules(name, on_a_cpu):
     model, ran = model_of(name), Counter()
-    for n, layer in enumerate(model.layers):
-        layer.mixer_norm.register_forward_hook(lambda module, given, result, n=n: ran.update([n]))
+    others = {name: one for name, one in (("first", model.embedding_norm), ("last", model.norm)) if one is not None}
+    for name, one in [*enumerate(layer.mixer_norm for layer in model.layers), *others.items()]:
+        one.register_forward_hook(lambda module, given, result, name=name: ran.update([name]))
+    for layer in model.layers:
         layer.channel_norm = torch.nn.Sequential(layer.channel_norm)
     trained(model)
     with torch.no_grad():
         model.advance(torch.zeros(2, 5, dtype=torch.int64), model.initial_state(2))
-    assert ran == {0: 2, 1: 2}
+    assert ran == dict.fromkeys((0, 1, *others), 2)
     assert on_a_cpu["AddNorm"] == 0
 
 

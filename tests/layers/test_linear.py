@@ -1,12 +1,14 @@
 """Linear maps of few tokens on a CPU, and those of one input in training."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.layers import GLAConfig, SwiGLUConfig
-from penstock.layers.linear import Linear, linear, linears_of
+from penstock.layers.linear import PLAIN, Linear, Mode, _zeros, in_graph, linear, linears_of, mode, rows_alike
 from penstock.recurrence.cpu import linear as native
 
 DTYPES = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
@@ -242,3 +244,24 @@ def test_maps_of_one_input_that_run_apart():
         linears_of(x, [maps[0], Linear(12, 3, dtype=torch.float64)])
     maps[1].register_forward_hook(lambda module, given, result: result + 1)
     torch.testing.assert_close(linears_of(x, maps)[1], separate(x, maps)[1] + 1)
+
+
+def test_launches_of_a_context_share_zeros_and_each_graph_has_its_own():
+    """A graph may be captured inside of a batch-invariant step, and is replayed when that is over."""
+    zeros = partial(_zeros, torch.device("cpu"), 4)
+    assert zeros() is not zeros()
+    with rows_alike():
+        outer, found = zeros(), []
+        for _ in range(2):
+            with rows_alike(), in_graph():
+                found.append(zeros())
+                with rows_alike():
+                    assert zeros() is found[-1]
+                with pytest.raises(KeyError), rows_alike():
+                    raise KeyError
+                assert mode() == Mode(alike=True, graph=True)
+                assert zeros() is found[-1]
+        assert zeros() is outer
+        assert mode() == Mode(alike=True)
+    assert len({id(one) for one in (outer, *found)}) == 3
+    assert mode() == PLAIN

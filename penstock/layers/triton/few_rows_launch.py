@@ -6,18 +6,27 @@ one reads before it waits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ...gpu.hopper import modules
 from ...gpu.launch import on_device_of
 from ...gpu.target import Target, power
-from . import few_rows, launch, step
+from . import few_rows, launch, product, step
 
 PARTS = 5
 """Linear maps, or interpolations, of one launch, at most."""
+ROWS = 32
+"""Tokens of one linear map, at most, whose kernel is faster than cuBLAS."""
+SHARED_ROWS = 128
+"""Of several maps in one launch, which has enough programs for larger tiles; more where Hopper's kernel has a form for them. One NVIDIA
+H200, a step of RWKV-6 1.6B by Triton's kernel: 128 rows 3.54 ms (4.02 by cuBLAS), 256 rows 4.74 ms (4.41)."""
+COUNTS = 256
+"""Tiles of a launch with K in parts, at most: each is computed by several multiprocessors."""
 
 
 class Tile(NamedTuple):
@@ -47,14 +56,69 @@ def _early(x: Tensor, *prefetched: Tensor) -> dict[str, Any]:
     return launch.early(x.device) if all(one.data_ptr() % 16 == 0 for one in prefetched) else {}
 
 
+def _hopper(device: torch.device, weights: Sequence[Tensor]) -> Any:
+    """The module that launches Hopper's kernel, if it can read these weights."""
+    found = modules(__package__, "hopper_products_launch") if Target.of(device).arch == "sm_90" else None
+    return found[0] if found is not None and found[0].takes(weights) else None
+
+
+def _form(x: Tensor, weights: Sequence[Tensor]) -> Any:
+    """How Hopper's kernel computes products of x [R,K], or None."""
+    hopper = _hopper(x.device, weights)
+    return None if hopper is None else hopper.form_of(x.shape[0], weights, Target.of(x.device).multiprocessors)
+
+
+def takes(x: Tensor, weights: Sequence[Tensor], alike: bool) -> bool:
+    """Whether ``products`` computes products of x [R,K]. ``alike``: with ``products_alike``; else where it is the fastest way."""
+    if alike:
+        return _hopper(x.device, weights) is not None
+    if x.shape[0] <= (ROWS if len(weights) == 1 else SHARED_ROWS):
+        return True
+    form = _form(x, weights) if len(weights) > 1 else None
+    return form is not None and form.SPREAD == 1
+
+
+def _streamed(
+    inputs: Sequence[Tensor], weights: Sequence[Tensor], gate: Tensor | None, relu_squared: bool, fixed: bool,
+    counts: Callable[[], Tensor] | None,
+) -> list[Tensor] | None:  # fmt: skip
+    """``products`` by Hopper's kernel, or None where it has no form."""
+    x = inputs[0]
+    form = _form(x, weights) if x.shape[0] else None
+    if form is None:
+        return None
+    counts = counts or partial(x.new_zeros, COUNTS, dtype=torch.int32)
+    found: list[Tensor] = _hopper(x.device, weights).products(
+        inputs, weights, gate, relu_squared=relu_squared, form=form, early=fixed, counts=counts
+    )
+    return found
+
+
+def products_alike(
+    inputs: Sequence[Tensor], weights: Sequence[Tensor], gate: Tensor | None = None, *, relu_squared: bool = False, fixed: bool = False,
+    counts: Callable[[], Tensor] | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """``products`` of any number of rows, whose bits do not depend on the other rows."""
+    found = _streamed(inputs, weights, gate, relu_squared, fixed, counts)
+    if found is not None:
+        return found
+    split = _hopper(inputs[0].device, weights).split_of(weights)
+    first = product.multiply(inputs[0], weights[0], split, relu_squared=relu_squared, gate=gate)
+    return [first, *(product.multiply(x, weight, split) for x, weight in zip(inputs[1:], weights[1:]))]
+
+
 def products(
-    inputs: Sequence[Tensor], weights: Sequence[Tensor], gate: Tensor | None = None, *, relu_squared: bool = False, tile: Tile | None = None
-) -> list[Tensor]:
+    inputs: Sequence[Tensor], weights: Sequence[Tensor], gate: Tensor | None = None, *, relu_squared: bool = False,
+    tile: Tile | None = None, fixed: bool = False, counts: Callable[[], Tensor] | None = None,
+) -> list[Tensor]:  # fmt: skip
     """x_i W_i^T of x_i [R,K] and W_i [N,K], rounded once. The first weight may be the transpose of a contiguous tensor.
 
-    With ``relu_squared`` the first result y is relu(y)^2, with ``gate`` [R,N] it is y sigmoid(gate).
+    With ``relu_squared`` the first result y is relu(y)^2, with ``gate`` [R,N] it is y sigmoid(gate). ``fixed``: no kernel ahead writes
+    the weights, so that they may be read early. ``counts`` makes COUNTS int32 zeros, which are zeros again behind the launch.
     """
     (R, K), x = inputs[0].shape, inputs[0]
+    if tile is None and (found := _streamed(inputs, weights, gate, relu_squared, fixed, counts)) is not None:
+        return found
     tile = tile or tile_of(R)
     results = [one.new_empty(R, weight.shape[0]) for one, weight in zip(inputs, weights)]
     rows = [weight.shape[0] for weight in weights]

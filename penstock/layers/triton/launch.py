@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...gpu.launch import on_device_of
 from ...gpu.target import Target, power
-from . import gates, token_shift
+from . import gates
 
 Tensors = tuple[Tensor | None, ...]
 Formula = Callable[..., Tensor | tuple[Tensor, ...]]
@@ -35,24 +35,25 @@ def blocks(count: int, size: int) -> int:
     return -(-count // size)
 
 
-def _shares(count: int, others: int) -> tuple[int, int]:
+def shares(count: int, others: int) -> tuple[int, int]:
     """Programs, and blocks of tokens for each, if ``others`` programs share a block."""
     each = max(1, blocks(count, max(1, PROGRAMS // max(others, 1))))
     return blocks(count, each), each
 
 
-def _limit(x: Tensor, registers: int) -> dict[str, Any]:
+def limit(x: Tensor, registers: int) -> dict[str, Any]:
     """The option of a launch for this many registers a thread. On Hopper 512 programs of 4 warps run side by side with 128, of 8 warps with
     64; with more registers most multiprocessors would wait for a second round of a few programs.
     """
     return {"maxnreg": registers} if x.device.type == "cuda" and torch.version.hip is None else {}
 
 
-def _summed(parts: Tensor, like: Tensor) -> Tensor:
+def summed(parts: Tensor, like: Tensor) -> Tensor:
+    """The sum of the programs' parts."""
     return parts.sum(0).view(like.shape).to(like.dtype)
 
 
-def _by_formula(formula: Formula, tensors: Tensors, d_results: Tensors) -> Tensors:
+def by_formula(formula: Formula, tensors: Tensors, d_results: Tensors) -> Tensors:
     """Gradients through plain PyTorch, which can be differentiated again."""
     with torch.enable_grad():
         apart = tuple(None if x is None else x.view_as(x) for x in tensors)  # one tensor may be given as two arguments
@@ -66,92 +67,6 @@ def _by_formula(formula: Formula, tensors: Tensors, d_results: Tensors) -> Tenso
         for n, grad in zip(wanted, torch.autograd.grad(results, inputs, upstream, create_graph=torch.is_grad_enabled(), allow_unused=True)):  # type: ignore[arg-type]
             grads[n] = grad
     return tuple(grads)
-
-
-def shifted(
-    x: Tensor, last: Tensor, starts: Tensor, slots: Tensor | None, factors: Sequence[Tensor], hidden: Tensor | None, up: Tensor | None,
-    tanh: bool,
-) -> Tensor:  # fmt: skip
-    """y [N,R,C] of ``TokenShift`` for N factors [C]. With slots, ``last`` is a pool. ``tanh`` is applied to hidden."""
-    (R, C), N, M = x.shape, len(factors), 0 if up is None else up.shape[1]
-    y = x.new_empty(N, R, C)
-    BR, BC, warps = (64, 64, 8) if M else (16, 256, 4)
-    if y.numel():
-        on_device_of(x, token_shift.penstock_shift_fwd)[blocks(R, BR), blocks(C, BC)](
-            x, last, starts, starts if slots is None else slots, *factors, *[x] * (5 - N), x if hidden is None else hidden,
-            x if up is None else up, y, R, C, last.stride(0), N=N, M=M, BM=power(M, 16), BR=BR, BC=BC, PRECISION=precision(x),
-            SLOTS=slots is not None, TANH=tanh, num_warps=warps,
-        )  # fmt: skip
-    return y
-
-
-class TokenShift(torch.autograd.Function):
-    """x [R,C], last [n,C], starts [R], mu [N,C], hidden [R,N,M] and up [N,M,C] or None: y_i [R,C], see ``token_shift``.
-
-    ``kept`` (without a low-rank part): x is a further result; the backward pass adds its gradient as it writes that of x.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, last: Tensor, starts: Tensor, mu: Tensor, hidden: Tensor | None, up: Tensor | None, formula: Formula,
-        kept: bool = False,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        """The results."""
-        y = shifted(x, last, starts, None, mu.unbind(), hidden, up, tanh=False)
-        ctx.save_for_backward(x, last, starts, mu, hidden, up)
-        ctx.formula = formula
-        ctx.set_materialize_grads(False)
-        return (*y.unbind(), x) if kept else y.unbind()
-
-    @staticmethod
-    def backward(ctx: Any, *d_results: Tensor | None) -> Tensors:
-        """Gradients of all arguments."""
-        x, last, starts, mu, hidden, up = tensors = ctx.saved_tensors
-        if torch.is_grad_enabled() or ctx.needs_input_grad[1]:
-            return *_by_formula(ctx.formula, tensors, d_results), None, None
-        N = mu.shape[0]
-        dy = [torch.zeros_like(x) if d is None else d.contiguous() for d in d_results[:N]]
-        if hidden is not None and up is not None:
-            dx, dmu, d_hidden, d_up = _low_rank_backward(x, last, starts, mu, hidden, up, dy)
-            return dx, None, None, dmu, d_hidden, d_up, None, None
-        (R, C), further = x.shape, None if len(d_results) == N else d_results[N]
-        BR, BC = 8 if N <= 2 else 4, 256
-        programs, each = _shares(blocks(R, BR), blocks(C, BC))
-        dx, dmu = torch.empty_like(x), mu.new_empty(programs, N, C, dtype=torch.float32)
-        if x.numel():
-            on_device_of(x, token_shift.penstock_shift_bwd)[programs, blocks(C, BC)](
-                x, last, starts, mu, *dy, *[x] * (5 - N), x if further is None else further.contiguous(), dx, dmu, R, C, each,
-                N=N, ADD=further is not None, BR=BR, BC=BC, num_warps=4,
-            )  # fmt: skip
-        return dx, None, None, _summed(dmu, mu), None, None, None, None
-
-
-def _low_rank_backward(
-    x: Tensor, last: Tensor, starts: Tensor, mu: Tensor, hidden: Tensor, up: Tensor, dy: list[Tensor]
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, mu, hidden and up. Each kernel computes dm = dy (p - x) again: stored, it would be written once and read twice."""
-    (R, C), (N, M, _) = x.shape, up.shape
-    given = [*dy, *[x] * (5 - N)]
-    constants = {"N": N, "M": M, "BM": power(M, 16), "PRECISION": precision(x)}
-    half, BR, BC = x.element_size() == 2, 64, 64
-    limit, stages = _limit(x, 128) if half else {}, 2 if half else 1  # one takes 1.1 to 1.4 times as long
-    programs, each = _shares(blocks(R, BR), blocks(C, BC) * N)
-    dx, d_hidden = torch.empty_like(x), torch.empty_like(hidden)
-    dmu, d_up = (x.new_empty(programs, *one.shape, dtype=torch.float32) for one in (mu, up))
-    if x.numel():
-        tile = 32
-        many, rows = _shares(blocks(R, tile - 1), 2 * blocks(C, BC))  # of 8 warps, so half as many
-        on_device_of(x, token_shift.penstock_shift_low_rank_bwd)[many, blocks(C, BC)](
-            starts, mu, hidden, up, *given, dx, R, C, rows, **constants, BR=tile, BC=BC, num_warps=8,
-            num_stages=stages, **limit,
-        )  # fmt: skip
-        on_device_of(x, token_shift.penstock_shift_hidden_bwd)[(N * blocks(R, BR),)](
-            x, last, starts, up, *given, d_hidden, R, C, **constants, BR=BR, BC=BC, num_warps=4, num_stages=stages, **limit
-        )
-        on_device_of(x, token_shift.penstock_shift_weights_bwd)[N, blocks(C, BC), programs](
-            x, last, starts, hidden, *given, d_up, dmu, R, C, each, **constants, BR=BR, BC=BC, num_warps=4, num_stages=stages, **limit
-        )
-    return dx, _summed(dmu, mu), d_hidden, _summed(d_up, up)
 
 
 def precision(x: Tensor) -> str:
@@ -193,20 +108,20 @@ def _norm_gate_backward(
 ) -> tuple[Tensors, Tensor]:
     """Gradients of the tensors and, with ``again``, the result of ``_norm_gate``."""
     (R, H, V), constants = x.shape, norm.constants(x, weight, bias, 2048)
-    programs, each = _shares(blocks(R, constants["BR"]), H)
+    programs, each = shares(blocks(R, constants["BR"]), H)
     dx, dgate, y = torch.empty_like(x), torch.empty_like(gate), torch.empty_like(x) if again else x
     dweight, dbias = (None if one is None else one.new_empty(programs, H, V, dtype=torch.float32) for one in (weight, bias))
     if x.numel():
         on_device_of(x, gates.penstock_norm_gate_bwd)[programs, H](
             x, gate, x if weight is None else weight, x if bias is None else bias, dy.contiguous(), dx, dgate,
             x if dweight is None else dweight, x if dbias is None else dbias, y, R, H, V, _step(weight), norm.eps, each,
-            **constants, AGAIN=again, num_warps=4, **_limit(x, 128),
+            **constants, AGAIN=again, num_warps=4, **limit(x, 128),
         )  # fmt: skip
 
-    def summed(parts: Tensor | None, like: Tensor | None) -> Tensor | None:
-        return None if parts is None or like is None else _summed(parts.sum(1) if like.dim() == 1 else parts, like)
+    def of_heads(parts: Tensor | None, like: Tensor | None) -> Tensor | None:
+        return None if parts is None or like is None else summed(parts.sum(1) if like.dim() == 1 else parts, like)
 
-    return (dx, dgate, summed(dweight, weight), summed(dbias, bias)), y
+    return (dx, dgate, of_heads(dweight, weight), of_heads(dbias, bias)), y
 
 
 class NormGate(torch.autograd.Function):
@@ -226,7 +141,7 @@ class NormGate(torch.autograd.Function):
         """Gradients of all arguments."""
         x, gate, weight, bias = tensors = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return *_by_formula(ctx.formula, tensors, (dy,)), None, None, None
+            return *by_formula(ctx.formula, tensors, (dy,)), None, None, None
         grads, _ = _norm_gate_backward(x, gate, weight, bias, ctx.norm, dy, again=False)
         return *grads, None, None, None
 
@@ -249,7 +164,7 @@ class NormGateLinear(torch.autograd.Function):
         """Gradients of all arguments."""
         x, gate, weight, bias, then = tensors = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return *_by_formula(ctx.formula, tensors, (dy,)), None, None, None
+            return *by_formula(ctx.formula, tensors, (dy,)), None, None, None
         again = ctx.needs_input_grad[4]
         grads, y = _norm_gate_backward(x, gate, weight, bias, ctx.norm, (dy @ then).view(x.shape), again=again)
         return *grads, dy.T @ y.flatten(1) if again else None, None, None, None
@@ -295,7 +210,7 @@ class Activated(torch.autograd.Function):
         """Gradients of all arguments."""
         a, b = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return *_by_formula(ctx.formula, (a, b), (dy,)), None, None
+            return *by_formula(ctx.formula, (a, b), (dy,)), None, None
         return *_activated_backward(a, b, ctx.activation, dy.contiguous()), None, None
 
 
@@ -336,7 +251,7 @@ class ActivatedLinear(torch.autograd.Function):
         """Gradients of all arguments."""
         a, b, weight = tensors = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return *_by_formula(ctx.formula, tensors, (dy,)), None, None
+            return *by_formula(ctx.formula, tensors, (dy,)), None, None
         da = db = y = dweight = None
         if any(ctx.needs_input_grad[:2]):
             y = dy @ weight
@@ -367,13 +282,13 @@ class Decay(torch.autograd.Function):
         """Gradients of all arguments."""
         x, bias, w = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return *_by_formula(ctx.formula, (x, bias), (dw,)), None
+            return *by_formula(ctx.formula, (x, bias), (dw,)), None
         (R, C), BR, BC = x.shape, 16, 256
-        programs, each = _shares(blocks(R, BR), blocks(C, BC))
+        programs, each = shares(blocks(R, BR), blocks(C, BC))
         dx, dbias = torch.empty_like(x), bias.new_empty(programs, C, dtype=torch.float32)
         if x.numel():
             on_device_of(w, gates.penstock_decay_bwd)[programs, blocks(C, BC)](w, dw.contiguous(), dx, dbias, R, C, each, BR=BR, BC=BC)
-        return dx, _summed(dbias, bias), None
+        return dx, summed(dbias, bias), None
 
 
 class LogSigmoid(torch.autograd.Function):
@@ -394,7 +309,7 @@ class LogSigmoid(torch.autograd.Function):
         """The gradient of x."""
         (x,) = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return *_by_formula(ctx.formula, (x,), (dg,)), None, None
+            return *by_formula(ctx.formula, (x,), (dg,)), None, None
         dx, size = torch.empty_like(x), x.numel()
         if size:
             on_device_of(x, gates.penstock_log_sigmoid_bwd)[(blocks(size, BLOCK),)](
@@ -434,19 +349,19 @@ class AddNorm(torch.autograd.Function):
         """Gradients of all arguments. x and y get one tensor: autograd changes no gradient in place that it holds twice."""
         total, weight, bias = tensors = ctx.saved_tensors
         if torch.is_grad_enabled() or d_normed is None:
-            dx, dweight, dbias = _by_formula(ctx.formula, tensors, (d_total, d_normed))
+            dx, dweight, dbias = by_formula(ctx.formula, tensors, (d_total, d_normed))
         else:
             (R, C), dx = total.shape, torch.empty_like(total)
             BC = power(C, 16)
             BR = max(1, 2048 // BC)
-            programs, each = _shares(blocks(R, BR), 1)
+            programs, each = shares(blocks(R, BR), 1)
             parts = [None if one is None else one.new_empty(programs, C, dtype=torch.float32) for one in (weight, bias)]
             if total.numel():
                 on_device_of(total, gates.penstock_add_norm_bwd)[(programs,)](
                     total, weight, total if d_total is None else d_total.contiguous(), d_normed.contiguous(), dx,
                     parts[0], parts[0] if bias is None else parts[1], R, C, ctx.eps, each,
                     ADD=d_total is not None, CENTRE=ctx.centre, BIAS=bias is not None, BR=BR, BC=BC, num_warps=8 if BC <= 2048 else 16,
-                    **(_limit(total, 64) if BC <= 4096 else {}),
+                    **(limit(total, 64) if BC <= 4096 else {}),
                 )  # fmt: skip
-            dweight, dbias = (None if one is None else _summed(one, like) for one, like in zip(parts, (weight, bias)))
+            dweight, dbias = (None if one is None else summed(one, like) for one, like in zip(parts, (weight, bias)))
         return dx, dx if ctx.needs_input_grad[1] else None, dweight, dbias, None, None, None

@@ -1,5 +1,6 @@
 """Matrix products whose bits do not depend on the number of rows."""
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -13,11 +14,17 @@ from .launch import PROGRAMS, blocks, precision
 def penstock_product(
     x,  # [M,K]
     weight,  # [N,K]
-    y,  # [M,N]
+    y,  # [M,N]; if APART [SPLIT,M,N] float32
+    gate,  # [M,N]
     M, N, K, w_n, w_k,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, APART: tl.constexpr, EVEN: tl.constexpr,
+    RELU_SQUARED: tl.constexpr, GATE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """y = x W^T. A program sums a tile over K in order. EVEN: K is a multiple of BK."""
+    """y = x W^T. A program sums a tile over K in order. EVEN: K is a multiple of SPLIT * BK.
+
+    With SPLIT parts, part q has each SPLIT-th block of K from block q on; their sums are added in order. APART: program (tile, q) stores
+    the sum of part q. RELU_SQUARED: y is relu(y)^2. GATE: y is multiplied by sigmoid(gate).
+    """
     tiles = tl.cdiv(M, BM)
     pid = tl.program_id(0)
     m = pid % tiles * BM + tl.arange(0, BM)
@@ -26,20 +33,53 @@ def penstock_product(
     rows, columns = m < M, n < N
     x += tl.where(rows, m, 0).to(tl.int64)[:, None] * K + k[None, :]
     weight += tl.where(columns, n, 0).to(tl.int64)[None, :] * w_n + k[:, None] * w_k
-    total = tl.zeros([BM, BN], tl.float32)
-    for begin in tl.range(0, K, BK):
-        if EVEN:
-            a = tl.load(x, rows[:, None], other=0.0)
-            b = tl.load(weight)
-        else:
-            inside = k < K - begin
-            a = tl.load(x, rows[:, None] & inside[None, :], other=0.0)
-            b = tl.load(weight, inside[:, None], other=0.0)
-        total = tl.dot(a, b, total, input_precision=PRECISION)
-        x += BK
-        weight += BK * w_k
     to = m.to(tl.int64)[:, None] * N + n[None, :]
-    tl.store(y + to, total.to(y.dtype.element_ty), rows[:, None] & columns[None, :])
+    here = rows[:, None] & columns[None, :]
+    total = tl.zeros([BM, BN], tl.float32)
+    for turn in tl.static_range(1 if APART else SPLIT):
+        q = tl.program_id(1) if APART else turn
+        part = tl.zeros([BM, BN], tl.float32)
+        for begin in tl.range(q * BK, K, SPLIT * BK):
+            if EVEN:
+                a = tl.load(x + begin, rows[:, None], other=0.0)
+                b = tl.load(weight + tl.cast(begin, tl.int64) * w_k)
+            else:
+                inside = k < K - begin
+                a = tl.load(x + begin, rows[:, None] & inside[None, :], other=0.0)
+                b = tl.load(weight + tl.cast(begin, tl.int64) * w_k, inside[:, None], other=0.0)
+            part = tl.dot(a, b, part, input_precision=PRECISION)
+        total = part if turn == 0 else total + part
+    if APART:
+        tl.store(y + tl.program_id(1).to(tl.int64) * M * N + to, total, here)
+    else:
+        total = _finished(total, gate + to, here, RELU_SQUARED, GATE)
+        tl.store(y + to, total.to(y.dtype.element_ty), here)
+
+
+@triton.jit
+def _finished(y, gate, here, RELU_SQUARED: tl.constexpr, GATE: tl.constexpr):
+    if RELU_SQUARED:
+        positive = tl.where(y < 0, 0.0, y)  # keeps NaN
+        y = positive * positive
+    if GATE:
+        y = y / (1 + tl.exp(-tl.load(gate, here, other=0.0).to(tl.float32)))
+    return y
+
+
+@triton.jit(do_not_specialize=["size"])
+def penstock_sum_of_parts(
+    parts,  # [SPLIT,size] float32
+    gate, y,  # [size]
+    size,
+    SPLIT: tl.constexpr, RELU_SQUARED: tl.constexpr, GATE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The parts of ``penstock_product``, added in order."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    here = at < size
+    total = tl.load(parts + at, here, other=0.0)
+    for q in tl.static_range(1, SPLIT):
+        total += tl.load(parts + q * tl.cast(size, tl.int64) + at, here, other=0.0)
+    tl.store(y + at, _finished(total, gate + at, here, RELU_SQUARED, GATE).to(y.dtype.element_ty), here)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -77,23 +117,32 @@ def penstock_product_of_few_rows(
     tl.store(y + to, total.to(y.dtype.element_ty), (m < M)[None, :] & columns[:, None])
 
 
-def multiply(x: Tensor, weight: Tensor) -> Tensor:
-    """``x @ weight.T`` for x [M,K] and weight [N,K]. Bits of a row depend on this row only.
+def multiply(x: Tensor, weight: Tensor, split: int = 1, *, relu_squared: bool = False, gate: Tensor | None = None) -> Tensor:
+    """``x @ weight.T`` for x [M,K] and weight [N,K]. Bits of a row depend on this row only, and on ``split``.
 
-    Tiles of 64 rows and more take the same instructions: on Hopper, those of a group of four warps, each for 64 rows.
+    With ``relu_squared``, the result y is relu(y)^2, with ``gate`` [M,N] it is y sigmoid(gate). Tiles of 64 rows and more take the same
+    instructions: on Hopper, those of a group of four warps, each for 64 rows.
     """
     (M, K), N = x.shape, weight.shape[0]
     y = x.new_empty(M, N)
     BM = 64 if M <= 64 else 128
-    BN = next((size for size in (128, 64, 32) if blocks(M, BM) * blocks(N, size) >= PROGRAMS // 4), 16)
-    BK = 128 if BN <= 64 else 64
+    BN = next((size for size in (128, 64, 32) if blocks(M, BM) * blocks(N, size) * split >= PROGRAMS // 4), 16)
+    BK = 128 if BN <= 64 and split == 1 else 64
     if x.element_size() == 4:
         BN, BK = min(BN, 64), 32
+    programs = blocks(M, BM) * blocks(N, BN)
+    apart = split > 1 and programs < PROGRAMS // 4
+    given, options = y if gate is None else gate, {"RELU_SQUARED": relu_squared, "GATE": gate is not None}
+    sums = x.new_empty(split, M, N, dtype=torch.float32) if apart else y
     if y.numel():
-        on_device_of(x, penstock_product)[(blocks(M, BM) * blocks(N, BN),)](
-            x, weight, y, M, N, K, *weight.stride(), BM=BM, BN=BN, BK=BK, EVEN=K % BK == 0, PRECISION=precision(x),
-            num_warps=BM // 16, num_stages=4,
+        on_device_of(x, penstock_product)[programs, split if apart else 1](
+            x, weight, sums, given, M, N, K, *weight.stride(), BM=BM, BN=BN, BK=BK, SPLIT=split, APART=apart,
+            EVEN=K % (split * BK) == 0, PRECISION=precision(x), num_warps=BM // 16, num_stages=4, **options,
         )  # fmt: skip
+    if y.numel() and apart:
+        on_device_of(x, penstock_sum_of_parts)[(blocks(M * N, 1024),)](
+            sums, given, y, M * N, SPLIT=split, BLOCK=1024, num_warps=4, **options
+        )
     return y
 
 

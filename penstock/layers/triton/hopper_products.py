@@ -1,0 +1,255 @@
+"""Linear maps of up to some hundred rows on Hopper, in Gluon: the weights stream through shared memory.
+
+A program has BN rows of a weight and BM rows of x. The tensor memory accelerator (TMA) loads blocks of K of each into a ring of stages.
+The programs of one tile of weights are neighbours, so memory is read once and the L2 cache by the others.
+With programmatic dependent launch (PDL), the weights of all stages are loaded before the wait for the kernel ahead, so memory is read
+while the kernels between two launches run.
+
+K is summed in SPLIT parts, whose sums are added in order: part q has each SPLIT-th block of 64 from block q on. A part is a chain of
+products of 64 rows of the left operand, so its bits depend neither on the number of rows of x nor on the tile:
+
+- APART parts stand side by side: the left operand [HEIGHT,64] has BN = HEIGHT / APART weights in each of them, the right one the rows of x
+  in each of them. Of their product [HEIGHT,APART*BM], the diagonal blocks are used. A stage has the operands of GROUPS such products.
+  HEIGHT is 64, or 128 for two groups of four warps.
+- SPREAD parts have programs of their own. Of a tile, the program that ends last adds the sums of all.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.language.extra import cuda
+
+from ...gpu.hopper_tiles import meet
+
+UNIT = gl.constexpr(64)  # of K: a block, whose rows are 128 bytes
+
+
+@gluon.jit
+def panels(tile, shape: gl.constexpr, layout: gl.constexpr):
+    """A tile [COUNT * n,64] as the tile that TMA writes there, COUNT blocks of 64 columns: [n,64 * COUNT] (COLUMNS: [64 * COUNT,n])."""
+    return tile._reinterpret(tile.dtype, shape, layout)
+
+
+@gluon.jit
+def ask(tiles, ring, bars, line, i, there, layout: gl.constexpr, COLUMNS: gl.constexpr, SPREAD: gl.constexpr):
+    """Start to load block i of this program's part of K from row ``line`` on, or from column ``line`` on of a tensor [K,n]."""
+    s = i % ring.shape[0]
+    shape: gl.constexpr = tiles.block_shape
+    if SPREAD > 1:
+        i = i * SPREAD + gl.program_id(2)
+    if COLUMNS:
+        tma.async_copy_global_to_shared(tiles, [i * shape[0], line], bars.index(s), panels(ring.index(s), shape, layout), pred=there)
+    else:
+        tma.async_copy_global_to_shared(tiles, [line, i * shape[1]], bars.index(s), panels(ring.index(s), shape, layout), pred=there)
+
+
+@gluon.jit
+def added(product, sums, BN: gl.constexpr, layout: gl.constexpr):
+    """The diagonal blocks of a product, added in order. ``sums`` is memory for it."""
+    PARTS: gl.constexpr = sums.shape[0] // BN
+    BM: gl.constexpr = sums.shape[1] // PARTS
+    meet()
+    sums.store(product)
+    meet()
+    total = sums.slice(0, BN).slice(0, BM, 1).load(layout)
+    for a in gl.static_range(1, PARTS):
+        total += sums.slice(a * BN, BN).slice(a * BM, BM, 1).load(layout)
+    return total
+
+
+@gluon.jit
+def places(n, m, N, R, BN: gl.constexpr, BM: gl.constexpr, layout: gl.constexpr):
+    """Where the results [BN,BM] of weights from n on and rows from m on are in [R,N], and which of them there are."""
+    row = n + gl.arange(0, BN, gl.SliceLayout(1, layout))[:, None]
+    m += gl.arange(0, BM, gl.SliceLayout(0, layout))[None, :]
+    return m * N + row, (row < N) & (m < R)
+
+
+@gluon.jit
+def finish(
+    o, z, x_s, y, gate, n, m, N, R, mma: gl.constexpr, out: gl.constexpr, RELAY: gl.constexpr, RELU_SQUARED: gl.constexpr,
+    GATE: gl.constexpr,
+):  # fmt: skip
+    """Store results [BN,BM]. RELAY: they are rearranged in the memory of the ring of x. z: the gate, if it was loaded before."""
+    BN: gl.constexpr = o.shape[0]
+    BM: gl.constexpr = o.shape[1]
+    relay: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [0, 1])
+    if RELU_SQUARED:
+        positive = gl.where(o < 0, 0.0, o)  # keeps NaN
+        o = positive * positive
+    if GATE:
+        if RELAY:
+            to, here = places(n, m, N, R, BN, BM, mma)
+            z = gl.load(gate + to, mask=here, other=0.0)
+        o = o / (1 + gl.exp(-z.to(gl.float32)))
+    result = o.to(x_s.dtype)
+    if RELAY:
+        tile = x_s._reinterpret(x_s.dtype, [BN, BM], relay)
+        meet()
+        tile.store(result)
+        meet()
+        result = tile.load(out)
+    to, here = places(n, m, N, R, BN, BM, out)
+    gl.store(y + to, result, mask=here)
+
+
+@gluon.jit
+def product(
+    x_tiles, w_tiles, y, others, n, N, x_s, w_s, bars,
+    K: gl.constexpr, BM: gl.constexpr, APART: gl.constexpr, GROUPS: gl.constexpr, SPREAD: gl.constexpr,
+    PDL: gl.constexpr, RELU_SQUARED: gl.constexpr, COLUMNS: gl.constexpr, GATE: gl.constexpr,
+):  # fmt: skip
+    """Weights n to n + BN of one map, for a block of BM rows of x."""
+    gate, parts, counts, R = others
+    x_bars, w_bars, warm = bars
+    HEIGHT: gl.constexpr = w_s.shape[1] // GROUPS
+    BN: gl.constexpr = HEIGHT // APART
+    WIDE: gl.constexpr = APART * BM
+    LEAST: gl.constexpr = 256 if GATE else 128
+    RELAY: gl.constexpr = APART == 1 and (HEIGHT * BM >= LEAST * UNIT or SPREAD > 1)
+    WARPS: gl.constexpr = gl.num_warps()
+    STAGES: gl.constexpr = w_s.shape[0]
+    STEPS: gl.constexpr = (K + GROUPS * APART * SPREAD * UNIT - 1) // (GROUPS * APART * SPREAD * UNIT)
+    FIRST: gl.constexpr = STAGES if STAGES < STEPS else STEPS
+    X_STAGES: gl.constexpr = x_s.shape[0]
+    X_FIRST: gl.constexpr = X_STAGES if X_STAGES < STEPS else STEPS
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [HEIGHT // 16, WARPS * 16 // HEIGHT], [16, WIDE * HEIGHT // (WARPS * 16), 16])
+    half: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    narrow: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=2 * BN if COLUMNS and BN < UNIT else 128, element_bitwidth=16, rank=2)
+    LINE: gl.constexpr = 4 if RELAY else 2
+    ACROSS: gl.constexpr = BN // LINE if BN // LINE < 32 else 32
+    out: gl.constexpr = gl.BlockedLayout([LINE, 1], [ACROSS, 32 // ACROSS], [1, WARPS], [0, 1])
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+
+    m = gl.program_id(0) * BM
+    for i in range(FIRST):
+        mbarrier.expect(w_bars.index(i), w_tiles.block_type.nbytes)
+    for i in range(X_FIRST):
+        mbarrier.expect(x_bars.index(i), x_tiles.block_type.nbytes)
+    if PDL:
+        mbarrier.expect(warm.index(0), x_tiles.block_type.nbytes)
+    meet()
+    for i in range(FIRST):
+        ask(w_tiles, w_s, w_bars, n, i, True, narrow, COLUMNS, SPREAD)
+    if PDL:
+        ask(x_tiles, x_s, warm, R, 0, True, half, False, SPREAD)  # rows behind the last one: the descriptor is read, x is not
+        cuda.gdc_wait()
+        mbarrier.wait(warm.index(0), 0)
+    for i in range(X_FIRST):
+        ask(x_tiles, x_s, x_bars, m, i, True, half, False, SPREAD)
+    z = gate
+    if GATE and not RELAY:
+        to, here = places(n, m, N, R, BN, BM, out)
+        z = gl.load(gate + to, mask=here, other=0.0)
+
+    o = gl.zeros([HEIGHT, WIDE], gl.float32, mma)
+    for i in range(STEPS):
+        s = i % STAGES
+        x_stage = i % X_STAGES
+        mbarrier.wait(w_bars.index(s), (i // STAGES) & 1)
+        mbarrier.wait(x_bars.index(x_stage), (i // X_STAGES) & 1)
+        for g in gl.static_range(GROUPS):
+            a = w_s.index(s).slice(g * HEIGHT, HEIGHT)
+            if COLUMNS:
+                a = panels(a, [UNIT, HEIGHT], narrow).permute((1, 0))
+            b = x_s.index(x_stage).slice(g * WIDE, WIDE).permute((1, 0))
+            o = warpgroup_mma(a, b, o, is_async=True)
+        o = warpgroup_mma_wait(GROUPS, [o])
+        if STEPS > STAGES or STEPS > X_STAGES:  # the products before these are done: their stages get the next blocks
+            later = i - 1 + STAGES
+            x_later = i - 1 + X_STAGES
+            there = (i > 0) & (later < STEPS)
+            x_there = (i > 0) & (x_later < STEPS)
+            mbarrier.expect(w_bars.index(later % STAGES), w_tiles.block_type.nbytes, pred=there)
+            mbarrier.expect(x_bars.index(x_later % X_STAGES), x_tiles.block_type.nbytes, pred=x_there)
+            meet()
+            ask(w_tiles, w_s, w_bars, n, later, there, narrow, COLUMNS, SPREAD)
+            ask(x_tiles, x_s, x_bars, m, x_later, x_there, half, False, SPREAD)
+    o = warpgroup_mma_wait(0, [o])
+
+    if APART > 1:
+        o = added(o, w_s._reinterpret(gl.float32, [HEIGHT, WIDE], plain), BN, out)
+    elif not RELAY:
+        o = gl.convert_layout(o, out)
+    if SPREAD == 1:
+        finish(o, z, x_s, y, gate, n, m, N, R, mma, out, RELAY, RELU_SQUARED, GATE)
+    else:
+        tile = gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)
+        row = gl.arange(0, BN, gl.SliceLayout(1, mma))[:, None]
+        parts += tile * (SPREAD * BN * BM) + row * BM + gl.arange(0, BM, gl.SliceLayout(0, mma))[None, :]
+        gl.store(parts + gl.program_id(2) * (BN * BM), o)
+        meet()
+        if gl.atomic_add(counts + tile, 1) == SPREAD - 1:
+            gl.store(counts + tile, 0)
+            for q in gl.static_range(SPREAD):
+                part = gl.load(parts + q * (BN * BM), cache_modifier=".cg")
+                if q == 0:
+                    o = part
+                else:
+                    o += part
+            finish(o, z, x_s, y, gate, n, m, N, R, mma, out, RELAY, RELU_SQUARED, GATE)
+
+
+@gluon.jit(do_not_specialize=["R"])
+def penstock_products_hopper(
+    x0, x1, x2, x3, x4,  # tiles [BM,BK] of [R,K], BK = 64 APART GROUPS
+    w0, w1, w2, w3, w4,  # tiles [BN,BK] of [N,K]; with ``COLUMNS`` w0 has tiles [BK,BN] of [K,N]
+    y0, y1, y2, y3, y4,  # [R,N]
+    gate,  # [R,n0]
+    parts,  # SPREAD > 1: memory for SPREAD float32 [BN,BM] of each tile
+    counts,  # SPREAD > 1: the programs of each tile that are done, int32, 0 between launches
+    n0, n1, n2, n3, n4,
+    b1, b2, b3, b4,  # where the programs of each part begin
+    R,
+    K: gl.constexpr, PARTS: gl.constexpr, RELU_SQUARED: gl.constexpr, COLUMNS: gl.constexpr, GATE: gl.constexpr, BM: gl.constexpr,
+    APART: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, X_STAGES: gl.constexpr, HEIGHT: gl.constexpr,
+    SPREAD: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """y_i = x_i W_i^T, side by side, by program (block of rows, tile of weights).
+
+    RELU_SQUARED: y_0 is relu(y_0)^2. GATE: y_0 is multiplied by sigmoid(gate).
+    PDL: the kernels ahead do not write the weights, which are read before the wait for them. x and the gate are read behind it.
+    """
+    if PDL:
+        cuda.gdc_launch_dependents()
+    block = gl.program_id(1)
+    BN: gl.constexpr = HEIGHT // APART
+    half: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    x_s = gl.allocate_shared_memory(x0.dtype, [X_STAGES, GROUPS * APART * BM, UNIT], half)
+    w_s = gl.allocate_shared_memory(x0.dtype, [STAGES, GROUPS * HEIGHT, UNIT], half)
+    x_bars = gl.allocate_shared_memory(gl.int64, [X_STAGES, 1], mbarrier.MBarrierLayout())
+    w_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    warm = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    for i in range(X_STAGES):
+        mbarrier.init(x_bars.index(i), count=1)
+    for i in range(STAGES):
+        mbarrier.init(w_bars.index(i), count=1)
+    mbarrier.init(warm.index(0), count=1)
+    fence_async_shared()
+    meet()
+    others = (gate, parts, counts, R)
+    bars = (x_bars, w_bars, warm)
+    if PARTS == 1:
+        at = block * BN
+        product(x0, w0, y0, others, at, n0, x_s, w_s, bars, K, BM, APART, GROUPS, SPREAD, PDL, RELU_SQUARED, COLUMNS, GATE)
+    else:
+        if block < b1:
+            at = block * BN
+            product(x0, w0, y0, others, at, n0, x_s, w_s, bars, K, BM, APART, GROUPS, SPREAD, PDL, RELU_SQUARED, COLUMNS, GATE)
+        if (block >= b1) & (block < b2):
+            at = (block - b1) * BN
+            product(x1, w1, y1, others, at, n1, x_s, w_s, bars, K, BM, APART, GROUPS, SPREAD, PDL, False, False, False)
+        if PARTS > 2:
+            if (block >= b2) & (block < b3):
+                at = (block - b2) * BN
+                product(x2, w2, y2, others, at, n2, x_s, w_s, bars, K, BM, APART, GROUPS, SPREAD, PDL, False, False, False)
+        if PARTS > 3:
+            if (block >= b3) & (block < b4):
+                at = (block - b3) * BN
+                product(x3, w3, y3, others, at, n3, x_s, w_s, bars, K, BM, APART, GROUPS, SPREAD, PDL, False, False, False)
+        if PARTS > 4:
+            if block >= b4:
+                at = (block - b4) * BN
+                product(x4, w4, y4, others, at, n4, x_s, w_s, bars, K, BM, APART, GROUPS, SPREAD, PDL, False, False, False)

@@ -1,0 +1,100 @@
+"""Token shifts: the launches of their kernels, and the autograd function."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...gpu.launch import on_device_of
+from ...gpu.target import power
+from . import token_shift
+from .launch import Formula, Tensors, blocks, by_formula, limit, precision, shares, summed
+
+
+def shifted(
+    x: Tensor, last: Tensor, starts: Tensor, slots: Tensor | None, factors: Sequence[Tensor], hidden: Tensor | None, up: Tensor | None,
+    tanh: bool,
+) -> Tensor:  # fmt: skip
+    """y [N,R,C] of ``TokenShift`` for N factors [C]. With slots, ``last`` is a pool. ``tanh`` is applied to hidden."""
+    (R, C), N, M = x.shape, len(factors), 0 if up is None else up.shape[1]
+    y = x.new_empty(N, R, C)
+    BR, BC, warps = (64, 64, 8) if M else (16, 256, 4)
+    if y.numel():
+        on_device_of(x, token_shift.penstock_shift_fwd)[blocks(R, BR), blocks(C, BC)](
+            x, last, starts, starts if slots is None else slots, *factors, *[x] * (5 - N), x if hidden is None else hidden,
+            x if up is None else up, y, R, C, last.stride(0), N=N, M=M, BM=power(M, 16), BR=BR, BC=BC, PRECISION=precision(x),
+            SLOTS=slots is not None, TANH=tanh, num_warps=warps,
+        )  # fmt: skip
+    return y
+
+
+class TokenShift(torch.autograd.Function):
+    """x [R,C], last [n,C], starts [R], mu [N,C], hidden [R,N,M] and up [N,M,C] or None: y_i [R,C], see ``token_shift``.
+
+    ``kept`` (without a low-rank part): x is a further result; the backward pass adds its gradient as it writes that of x.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, last: Tensor, starts: Tensor, mu: Tensor, hidden: Tensor | None, up: Tensor | None, formula: Formula,
+        kept: bool = False,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """The results."""
+        y = shifted(x, last, starts, None, mu.unbind(), hidden, up, tanh=False)
+        ctx.save_for_backward(x, last, starts, mu, hidden, up)
+        ctx.formula = formula
+        ctx.set_materialize_grads(False)
+        return (*y.unbind(), x) if kept else y.unbind()
+
+    @staticmethod
+    def backward(ctx: Any, *d_results: Tensor | None) -> Tensors:
+        """Gradients of all arguments."""
+        x, last, starts, mu, hidden, up = tensors = ctx.saved_tensors
+        if torch.is_grad_enabled() or ctx.needs_input_grad[1]:
+            return *by_formula(ctx.formula, tensors, d_results), None, None
+        N = mu.shape[0]
+        dy = [torch.zeros_like(x) if d is None else d.contiguous() for d in d_results[:N]]
+        if hidden is not None and up is not None:
+            dx, dmu, d_hidden, d_up = _low_rank_backward(x, last, starts, mu, hidden, up, dy)
+            return dx, None, None, dmu, d_hidden, d_up, None, None
+        (R, C), further = x.shape, None if len(d_results) == N else d_results[N]
+        BR, BC = 8 if N <= 2 else 4, 256
+        programs, each = shares(blocks(R, BR), blocks(C, BC))
+        dx, dmu = torch.empty_like(x), mu.new_empty(programs, N, C, dtype=torch.float32)
+        if x.numel():
+            on_device_of(x, token_shift.penstock_shift_bwd)[programs, blocks(C, BC)](
+                x, last, starts, mu, *dy, *[x] * (5 - N), x if further is None else further.contiguous(), dx, dmu, R, C, each,
+                N=N, ADD=further is not None, BR=BR, BC=BC, num_warps=4,
+            )  # fmt: skip
+        return dx, None, None, summed(dmu, mu), None, None, None, None
+
+
+def _low_rank_backward(
+    x: Tensor, last: Tensor, starts: Tensor, mu: Tensor, hidden: Tensor, up: Tensor, dy: list[Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x, mu, hidden and up. Each kernel computes dm = dy (p - x) again: stored, it would be written once and read twice."""
+    (R, C), (N, M, _) = x.shape, up.shape
+    given = [*dy, *[x] * (5 - N)]
+    constants = {"N": N, "M": M, "BM": power(M, 16), "PRECISION": precision(x)}
+    half, BR, BC = x.element_size() == 2, 64, 64
+    options, stages = limit(x, 128) if half else {}, 2 if half else 1  # one takes 1.1 to 1.4 times as long
+    programs, each = shares(blocks(R, BR), blocks(C, BC) * N)
+    dx, d_hidden = torch.empty_like(x), torch.empty_like(hidden)
+    dmu, d_up = (x.new_empty(programs, *one.shape, dtype=torch.float32) for one in (mu, up))
+    if x.numel():
+        tile = 32
+        many, rows = shares(blocks(R, tile - 1), 2 * blocks(C, BC))  # of 8 warps, so half as many
+        on_device_of(x, token_shift.penstock_shift_low_rank_bwd)[many, blocks(C, BC)](
+            starts, mu, hidden, up, *given, dx, R, C, rows, **constants, BR=tile, BC=BC, num_warps=8,
+            num_stages=stages, **options,
+        )  # fmt: skip
+        on_device_of(x, token_shift.penstock_shift_hidden_bwd)[(N * blocks(R, BR),)](
+            x, last, starts, up, *given, d_hidden, R, C, **constants, BR=BR, BC=BC, num_warps=4, num_stages=stages, **options
+        )
+        on_device_of(x, token_shift.penstock_shift_weights_bwd)[N, blocks(C, BC), programs](
+            x, last, starts, hidden, *given, d_up, dmu, R, C, each, **constants, BR=BR, BC=BC, num_warps=4, num_stages=stages, **options
+        )
+    return dx, summed(dmu, mu), d_hidden, summed(d_up, up)

@@ -1,0 +1,155 @@
+"""Linear maps of few rows on Hopper, emulated on the CPU."""
+
+import itertools
+
+import pytest
+import torch
+from emulated import gluon
+
+launch = pytest.importorskip("penstock.layers.triton.hopper_products_launch", reason="needs Gluon")
+COUNTS = pytest.importorskip("penstock.layers.triton.few_rows_launch").COUNTS
+Form = launch.Form
+
+DTYPES = [torch.bfloat16, torch.float16]
+FORMS = [Form(1, 1, 12), Form(1, 2, 6), Form(2, 1, 3), Form(4, 1, 8), Form(4, 2, 2)]
+MANY = [
+    Form(1, 1, 6, 8, 128), Form(1, 1, 3, 8, 128), Form(1, 1, 4, 8, 128, 256), Form(1, 1, 5, 8, 64, 256), Form(1, 1, 8, 8),
+    Form(1, 1, 7, 8, 64, 128, 3), Form(1, 1, 4, 8, 128, 0, 3), Form(1, 1, 5, 8, 128, 64, 4),
+]  # fmt: skip
+"""For more rows."""
+SPREAD = [Form(1, 1, 8, 4, SPREAD=4), Form(1, 1, 4, 8, 128, 128, 3, 4), Form(1, 1, 16, 8, 64, 64, 6, 4)]
+
+
+def normal(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)), dtype=torch.float64).to(dtype)
+
+
+def close(found, wanted, roundings=4):
+    assert found.shape == wanted.shape
+    assert (found.double() - wanted.double()).norm() <= roundings * torch.finfo(found.dtype).eps * wanted.double().norm()
+
+
+def products(inputs, weights, form, gate=None, *, relu_squared=False, early=True):
+    """What a launch computes. The inputs and the gate are not known before the wait for the kernel ahead."""
+    inputs = [x.clone() for x in inputs] if early else inputs
+    gate = None if gate is None else gate.clone()
+    results = [x.new_full((x.shape[0], weight.shape[0]), float("nan")) for x, weight in zip(inputs, weights)]
+    counts = torch.zeros(64, dtype=torch.int32)
+    given = launch.arguments(inputs, weights, results, gate, form, relu_squared=relu_squared, early=early, counts=counts)
+    tiles = [gluon.Descriptor(x, known["block_shape"]) for x, known in given.tiles]
+    late = [*inputs, *([] if gate is None else [gate])] if early else []
+    arguments = [*tiles, *given.others]
+    gluon.launch(launch.hopper_products.penstock_products_hopper, given.programs, arguments, given.constants, form.warps, late=late)
+    assert not counts.any()
+    return results
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "size"), [(1, 72), (9, 512), (3, 2048), (40, 1160)])
+@pytest.mark.parametrize("parts", [1, 2, 5])
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_products(form, parts, rows, size, dtype):
+    inputs = [normal(rows, size, dtype=dtype, seed=part) for part in range(parts)]
+    weights = [normal(count, size, dtype=dtype, seed=part) / 8 for part, count in enumerate((72, 40, 16, 33, 1)[:parts])]
+    exact = [x.double() @ weight.double().T for x, weight in zip(inputs, weights)]
+    wanted = [torch.relu(exact[0]).square(), *exact[1:]]
+    by_columns = [weights[0].T.contiguous().T, *weights[1:]]
+    for one, early in ((weights, True), (by_columns, False)):
+        for y, formula in zip(products(inputs, one, form, relu_squared=True, early=early), wanted):
+            close(y, formula)
+    gate = normal(rows, 72, dtype=dtype)
+    (y,) = products(inputs[:1], weights[:1], form, gate)
+    close(y, exact[0] * gate.double().sigmoid())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "size"), [(129, 64), (192, 520), (300, 392)])
+@pytest.mark.parametrize("form", [*MANY, *SPREAD], ids=str)
+def test_many_rows(form, rows, size, dtype):
+    inputs = [normal(rows, size, dtype=dtype, seed=part) for part in range(3)]
+    weights = [normal(count, size, dtype=dtype, seed=part) / 8 for part, count in enumerate((136, 260, 1))]
+    exact = [x.double() @ weight.double().T for x, weight in zip(inputs, weights)]
+    by_columns = [weights[0].T.contiguous().T, *weights[1:]]
+    for one in (weights, by_columns):
+        for y, formula in zip(products(inputs, one, form, relu_squared=True), [torch.relu(exact[0]).square(), *exact[1:]]):
+            close(y, formula)
+    gate = normal(rows, 136, dtype=dtype)
+    (y,) = products(inputs[:1], weights[:1], form, gate)
+    close(y, exact[0] * gate.double().sigmoid())
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_views(rows):
+    """A single row of any stride, and tensors that do not begin at a multiple of 16 bytes."""
+    x, weight = normal(rows, 72, dtype=torch.bfloat16), normal(1, 72, dtype=torch.bfloat16)
+    wanted = x.double() @ weight.double().T
+    behind = torch.cat([x.new_zeros(1), x.flatten()])[1:].view(rows, 72)
+    gaps = torch.cat([x, x[:, :1]], 1)[:, :72]
+    for one in (behind, gaps if rows == 1 else x):
+        for other in (weight, torch.cat([weight, weight[:, :1]], 1)[:, :72], weight.flatten()[:, None].T):
+            assert launch.takes([other])
+            (y,) = products([one], [other], Form(4, 1, 8), early=False)
+            close(y, wanted)
+    assert not launch.takes([torch.empty(73, dtype=torch.bfloat16)[1:].view(1, 72)])
+    assert not launch.takes([torch.empty(2**22, 64, dtype=torch.bfloat16, device="meta")])
+
+
+@pytest.mark.parametrize(
+    ("form", "rows"),
+    [*itertools.product([Form(1, 2, 6), *MANY, *SPREAD], [1, 128, 300]), (Form(4, 1, 8), 1), (Form(4, 1, 8), 32)],
+    ids=str,
+)
+def test_order_of_sums(form, rows):
+    """Each block of K has one product. Between two large ones that cancel, sums are rounded: bits depend on the order of blocks."""
+    blocks, weight = torch.arange(23), normal(136, 23 * 64, dtype=torch.bfloat16)
+    x = torch.zeros(rows, 23, 64, dtype=torch.bfloat16)
+    x[:, blocks, blocks] = normal(rows, 23, dtype=torch.bfloat16)
+    split = form.APART * form.SPREAD
+    weight[:, 65 * 18] = weight[:, 65 * 6]
+    x[:, 6, 6], x[:, 18, 18] = 2**16, -(2**16)
+    wanted = torch.zeros(rows, 136)
+    for part in range(split):
+        total = torch.zeros(rows, 136)
+        for block in blocks[part::split]:
+            total += x[:, block, block, None].float() * weight[:, 65 * block].float()
+        wanted = total if part == 0 else wanted + total
+    (y,) = products([x.flatten(1)], [weight], form)
+    assert y.equal(wanted.bfloat16())
+
+
+SIZES = [(64, 2048, 2048, 2048, 2048), (7168, 2048), (2048,), (160,), (65536,), (2688, 768)]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_forms_of_any_number_of_rows_sum_the_same_parts(sizes):
+    weights = [torch.empty(N, 2048, device="meta") for N in sizes]
+    split = launch.split_of(weights)
+    assert split == (1 if sum(sizes) > 6400 else 4)
+    for rows in (1, 8, 9, 17, 33, 64, 65, 128, 129, 192, 193, 256, 300, 384, 512, 513):
+        form = launch.form_of(rows, weights, 132)
+        assert form is not None or rows > 128
+        assert form is None or split == form.APART * form.SPREAD
+
+
+@pytest.mark.parametrize("size", [8, 64, 72, 320, 65536])
+@pytest.mark.parametrize("multiprocessors", [16, 78, 132, 144])
+def test_forms_fit_a_multiprocessor(multiprocessors, size):
+    """Their rings, with room for results, the columns of a product, and the counts of tiles, for few and many weights."""
+    rows_of_weights = [1, 64, 65, 128, 129, 2048, 4480, 6336, 6337, 8448, 8449, 65536]
+    for N, rows in itertools.product(rows_of_weights, (1, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 192, 193, 256, 257, 384, 385, 512, 513)):
+        weight, x = torch.empty(N, size, device="meta"), torch.empty(rows, size, device="meta")
+        form = launch.form_of(rows, [weight], multiprocessors)
+        if form is None:
+            continue
+        assert launch.split_of([weight]) == form.APART * form.SPREAD
+        given = launch.arguments([x.half()], [weight.half()], [x], None, form, relu_squared=False, early=True, counts=x)
+        BM, stages, x_stages = (given.constants[name] for name in ("BM", "STAGES", "X_STAGES"))
+        HEIGHT, columns = form.HEIGHT, form.APART * BM
+        x_bytes, w_bytes = x_stages * form.GROUPS * columns * 128, stages * form.GROUPS * HEIGHT * 128
+        assert x_bytes + w_bytes + 8 * (x_stages + stages + 1) <= 232448
+        assert w_bytes >= HEIGHT * columns * 4 if form.APART > 1 else x_bytes >= HEIGHT * columns * 2
+        assert 8 <= columns * HEIGHT // (16 * form.warps) <= 256
+        assert given.programs[0] * BM >= rows
+        assert form.SPREAD == 1 or given.programs[0] * given.programs[1] <= COUNTS
+        steps = -(-size // (64 * form.GROUPS * form.APART * form.SPREAD))
+        assert steps <= min(stages, x_stages) or min(stages, x_stages) >= 2
