@@ -1,4 +1,4 @@
-"""A Triton kernel that draws tokens: temperature, min_p and the draw, for all rows in one launch."""
+"""Triton kernels that choose tokens: the most likely one, or temperature, min_p and a draw, for all rows in one launch."""
 
 import torch
 import triton
@@ -25,59 +25,97 @@ def _weights(x, at, V, largest, scale, least, READY: tl.constexpr):
 
 
 @triton.jit
-def penstock_draw(
-    x,  # [R,V], logits; if READY weights, int64
-    scales, leasts,  # [R] float64, ``s`` apart
+def _drawn(x, V, uniform, largest, scale, least, READY: tl.constexpr, BLOCK: tl.constexpr):
+    """The token at ``uniform`` of the sum of a row's weights."""
+    lane = tl.arange(0, BLOCK)
+    sums = tl.zeros([BLOCK], tl.int64)
+    for begin in tl.range(0, V, BLOCK):
+        sums += _weights(x, begin + lane, V, largest, scale, least, READY)
+    total = tl.sum(sums, 0)
+    drawn = tl.minimum((uniform * total.to(tl.float64)).to(tl.int64), total - 1)
+    token = total * 0
+    before = total * 0
+    begin = tl.zeros([], tl.int32)
+    while (begin < V) & (before <= drawn):
+        w = _weights(x, begin + lane, V, largest, scale, least, READY)
+        token += tl.sum(((before + tl.cumsum(w, 0) <= drawn) & (lane < V - begin)).to(tl.int64), 0)
+        before += tl.sum(w, 0)
+        begin += BLOCK
+    return token
+
+
+@triton.jit
+def penstock_pick(
+    x,  # [R,V], logits
+    scales, leasts,  # [slots] float64, ``s`` apart
+    slots,  # [R] int64
     uniforms,  # [R] float64
-    tokens,  # [R] int64, written
+    tokens, last,  # [R]; [slots] int64, written
     V, x_r, s,
-    READY: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The token at ``uniform`` of the sum of a row's weights, exp((logit - largest) / scale) as whole numbers, or 0 if below the least one.
 
-    -1 if the largest logit is not finite.
+    The lowest of the most likely tokens if ``uniform`` is negative. -1 if the largest logit is not finite.
     """
     row = tl.program_id(0).to(tl.int64)
     x += row * x_r
-    lane = tl.arange(0, BLOCK)
-    scale, least = tl.load(scales + row * s), tl.load(leasts + row * s)
-    largest = tl.zeros([], tl.float64)
-    finite = row >= 0
-    if not READY:
-        top, bad = tl.full([BLOCK], -float("inf"), tl.float64), tl.zeros([BLOCK], tl.int32)
-        for begin in tl.range(0, V, BLOCK):
-            logits = tl.load(x + begin + lane, lane < V - begin, other=-float("inf")).to(tl.float64)
-            bad |= (logits != logits).to(tl.int32)
-            top = tl.where(logits > top, logits, top)
-        largest = tl.max(top, 0)
-        finite = (tl.max(bad, 0) == 0) & (tl.abs(largest) < float("inf"))
+    SEARCHED: tl.constexpr = 4 * BLOCK  # at a time, for more bytes in flight
+    lane = tl.arange(0, SEARCHED)
+    slot = tl.load(slots + row)
+    uniform = tl.load(uniforms + row)
+    scale, least = tl.load(scales + slot * s), tl.load(leasts + slot * s)
+    EXACT: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
+    top, bad = tl.full([SEARCHED], -float("inf"), EXACT), tl.zeros([SEARCHED], tl.int1)
+    first = tl.zeros([SEARCHED], tl.int32)
+    for begin in tl.range(0, V, SEARCHED, num_stages=3):
+        logits = tl.load(x + begin + lane, lane < V - begin, other=-float("inf")).to(EXACT)
+        bad |= logits != logits
+        first = tl.where(logits > top, begin + lane, first)
+        top = tl.where(logits > top, logits, top)
+    largest = tl.max(top, 0)
     token = row * 0 - 1
-    if finite:
-        sums = tl.zeros([BLOCK], tl.int64)
-        for begin in tl.range(0, V, BLOCK):
-            sums += _weights(x, begin + lane, V, largest, scale, least, READY)
-        total = tl.sum(sums, 0)
-        drawn = tl.minimum((tl.load(uniforms + row) * total.to(tl.float64)).to(tl.int64), total - 1)
-        token += 1
-        before = total * 0
-        begin = tl.zeros([], tl.int32)
-        while (begin < V) & (before <= drawn):
-            w = _weights(x, begin + lane, V, largest, scale, least, READY)
-            token += tl.sum(((before + tl.cumsum(w, 0) <= drawn) & (lane < V - begin)).to(tl.int64), 0)
-            before += tl.sum(w, 0)
-            begin += BLOCK
+    if (tl.max(bad.to(tl.int32), 0) == 0) & (tl.abs(largest) < float("inf")):
+        if uniform < 0:
+            token = tl.min(tl.where(top == largest, first, V), 0).to(tl.int64)
+        else:
+            token = _drawn(x, V, uniform, largest.to(tl.float64), scale, least, False, BLOCK)
     tl.store(tokens + row, token)
+    tl.store(last + slot, token)
 
 
-def draw(x: Tensor, scales: Tensor, leasts: Tensor, uniforms: Tensor, block: int = BLOCK) -> Tensor:
-    """int64 [R]: a token for each row of logits or, if they are int64, of weights [R,V]. See the kernel.
+@triton.jit
+def penstock_draw(
+    x,  # [R,V] int64, weights
+    uniforms,  # [R] float64
+    tokens,  # [R] int64, written
+    V, x_r,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The token at ``uniform`` of the sum of a row's weights."""
+    row = tl.program_id(0).to(tl.int64)
+    uniform = tl.load(uniforms + row)
+    tl.store(tokens + row, _drawn(x + row * x_r, V, uniform, uniform, uniform, uniform, True, BLOCK))
+
+
+def pick(logits: Tensor, scales: Tensor, leasts: Tensor, slots: Tensor, uniforms: Tensor, last: Tensor, block: int = BLOCK) -> Tensor:
+    """int64 [R]: a token for each row of logits [R,V], also written to ``last`` at its slot. See the kernel.
 
     scales and leasts are columns of one table.
     """
-    R, V = x.shape
-    x = x if x.stride(1) == 1 else x.contiguous()
+    R, V = logits.shape
+    x = logits if logits.stride(1) == 1 else logits.contiguous()
     tokens = torch.empty(R, dtype=torch.int64, device=x.device)
-    on_device_of(x, penstock_draw)[(R,)](
-        x, scales, leasts, uniforms, tokens, V, x.stride(0), scales.stride(0), READY=x.dtype == torch.int64, BLOCK=block, num_warps=WARPS
+    on_device_of(x, penstock_pick)[(R,)](
+        x, scales, leasts, slots, uniforms, tokens, last, V, x.stride(0), scales.stride(0), BLOCK=block, num_warps=WARPS
     )
+    return tokens
+
+
+def draw(weights: Tensor, uniforms: Tensor, block: int = BLOCK) -> Tensor:
+    """int64 [R]: a token for each row of weights [R,V]. See the kernel."""
+    R, V = weights.shape
+    x = weights if weights.stride(1) == 1 else weights.contiguous()
+    tokens = torch.empty(R, dtype=torch.int64, device=x.device)
+    on_device_of(x, penstock_draw)[(R,)](x, uniforms, tokens, V, x.stride(0), BLOCK=block, num_warps=WARPS)
     return tokens

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,7 +129,7 @@ class StepGraphs:
             def step() -> Tensor:
                 known = with_sampled(ids, sources, self._last)
                 shaped, offsets = (known[None], ends) if N else (known[:, None], None)
-                with rows_alike() if self._block > 1 else in_graph():
+                with rows_alike() if self._block > 1 else nullcontext(), in_graph():
                     return self._model.advance(shaped, self._pool.state, cu_seqlens=offsets, slots=slots, last_only=True)
 
             self._graphs[T, N] = Graph(inputs, self._capture(step))

@@ -119,14 +119,13 @@ class Places:
                     spans[need] = len(values), len(chosen)
                     values.extend(chosen)
         count, ends = len(slots), len(values)
-        if self.any & DRAWN:
-            drawing = zip(rows, positions, needs)
-            values.frombytes(array("d", [_uniform(row.key, position) for row, position, one in drawing if one & DRAWN]).tobytes())
+        drawing = zip(rows, positions, needs)
+        values.frombytes(array("d", [_uniform(row.key, position) if one & DRAWN else -1.0 for row, position, one in drawing]).tobytes())
         copied = from_buffer(values, device)
         self.slots = copied[:count]
         """Of all rows: int64 [R]."""
-        self.uniforms = copied[ends:].view(torch.float64) if self.any & DRAWN else None
-        """Of rows that are drawn."""
+        self.uniforms = copied[ends:].view(torch.float64)
+        """Of all rows: float64 [R]; negative if the row is not drawn."""
         self._places = {need: copied[begin : begin + size] for need, (begin, size) in spans.items()}
 
     def all_need(self, need: int) -> bool:
@@ -181,17 +180,22 @@ class Sampler:
         if self.vocab_size < logits.shape[1]:
             logits = logits[:, : self.vocab_size]
         step = Places(rows, slots, positions, self.device)
-        params = self._table.index_select(0, step.slots) if step.any & (DRAWN | PENALISED) else self._table
+        picked = self._kernels and not step.any & LIMITED
+        selected = step.any & PENALISED or (step.any & DRAWN and not picked)
+        params = self._table.index_select(0, step.slots) if selected else self._table
         if step.any & (BIASED | PENALISED | CONSTRAINED):
             logits = self._changed(logits, rows, params, step)
-        if step.all_need(DRAWN):
+        if picked:
+            tokens = self._picked(logits, step)
+        elif step.all_need(DRAWN):
             tokens = self._draw(logits, rows, params, step)
         else:
             largest, tokens = logits.max(-1)  # the lowest of equal ones
             tokens = torch.where(largest.abs() < math.inf, tokens, self._no_token)
             if step.any & DRAWN:
                 step.put(DRAWN, tokens, self._draw(step.of(DRAWN, logits), rows, step.of(DRAWN, params), step))
-        self.last.index_copy_(0, step.slots, tokens)
+        if not picked:
+            self.last.index_copy_(0, step.slots, tokens)
         if step.any & PENALISED:
             assert self._seen is not None
             places = step.of(PENALISED, step.slots * self.vocab_size + tokens.clamp(min=0))
@@ -285,9 +289,6 @@ class Sampler:
 
     def _draw(self, logits: Tensor, rows: Items[Row], params: Tensor, step: Places) -> Tensor:
         """Sample rows of temperature above 0."""
-        assert step.uniforms is not None
-        if self._kernels and not step.any & LIMITED:
-            return self._drawn(logits, params, step.uniforms)
         largest = logits.amax(-1, keepdim=True)
         weights = _weights(logits, largest, params[:, SCALE : SCALE + 1])
         if step.any & FLOORED:
@@ -297,20 +298,23 @@ class Sampler:
             most = self.vocab_size if 0 in tops else max(tops)
             some = self._limited(step.of(LIMITED, weights), step.of(LIMITED, params), most, any(tops), bool(step.any & NUCLEUS))
             weights = step.put(LIMITED, weights, some)
+        uniforms = step.of(DRAWN, step.uniforms)
         if self._kernels:
-            tokens = self._drawn(weights, params, step.uniforms)
+            from .drawing import draw
+
+            tokens = draw(weights, uniforms)
         else:
             sums = weights.cumsum(-1)
             total = sums[:, -1]
-            drawn = torch.minimum((step.uniforms * total).long(), total - 1)
+            drawn = torch.minimum((uniforms * total).long(), total - 1)
             tokens = torch.searchsorted(sums, drawn[:, None], right=True).squeeze(-1)
         return torch.where(largest.squeeze(1).abs() < math.inf, tokens, self._no_token)
 
-    def _drawn(self, x: Tensor, params: Tensor, uniforms: Tensor) -> Tensor:
-        """Tokens [R] of logits or weights [R,V] by a kernel."""
-        from .drawing import draw
+    def _picked(self, logits: Tensor, step: Places) -> Tensor:
+        """Tokens [R] of logits [R,V] by one kernel, which also writes ``last``."""
+        from .drawing import pick
 
-        return draw(x, params[:, SCALE], params[:, LEAST], uniforms)
+        return pick(logits, self._table[:, SCALE], self._table[:, LEAST], step.slots, step.uniforms, self.last)
 
     def _limited(self, weights: Tensor, params: Tensor, most: int, ranked: bool, nucleus: bool) -> Tensor:
         """Weights [R,V] with 0 outside of the top k, then outside of the nucleus of what is left.

@@ -158,38 +158,44 @@ def test_the_kernel_keeps_what_sorting_keeps():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
-def test_the_kernel_draws_the_same_tokens(dtype):
-    """Under the interpreter: logits and weights, least weights, -inf, NaN, strides, sizes around a block, the first and the last token."""
+def test_the_kernels_choose_the_same_tokens(dtype):
+    """Under the interpreter: least weights, -inf, NaN, ties, strides, sizes around a block, the first and the last token."""
     drawing = pytest.importorskip("penstock.engine.drawing")
     generator = torch.Generator().manual_seed(0)
     for size in (1, 5, 127, 128, 129, 300):
-        logits = torch.randn(12, size, dtype=torch.float64, generator=generator).mul_(3).to(dtype)
-        logits[0, 1:], logits[1, : size // 2], logits[2, size // 2], logits[3], logits[4, 0] = (
-            -math.inf,
+        logits = torch.randn(15, size, dtype=torch.float64, generator=generator).mul_(3).to(dtype)
+        logits[0] = logits[0].round()
+        logits[1, : size // 2], logits[2, size // 2], logits[3], logits[4, 0], logits[5, 1:] = (
             -math.inf,
             math.nan,
             -math.inf,
             math.inf,
+            -math.inf,
         )
-        given = [SamplingParams(temperature=t, min_p=m) for t in (1e-9, 0.7, 1, 50) for m in (0, 0.01, 1)]
+        given = [SamplingParams(temperature=t, min_p=m) for t in (0, 1e-9, 0.7, 1, 50) for m in (0, 0.01, 1)]
         rows, positions = [Row(one, n) for n, one in enumerate(given)], list(range(len(given)))
         wanted = sample(logits, rows, positions)
         assert wanted[2] == wanted[3] == wanted[4] == sampler.NO_TOKEN
-        made = Sampler(len(rows), size, logits.device)
-        params = torch.tensor([made._parameters(one) for one in given], dtype=torch.float64)
-        columns = [params[:, sampler.SCALE], params[:, sampler.LEAST]]
-        uniforms = torch.tensor([sampler.uniform(n, n) for n in positions], dtype=torch.float64)
+        made = Sampler(len(rows) + 2, size, logits.device)
+        slots = torch.randperm(len(rows) + 2, generator=generator)[: len(rows)]
+        made._table[slots] = torch.tensor([made._parameters(one) for one in given], dtype=torch.float64)
+        columns = [made._table[:, sampler.SCALE], made._table[:, sampler.LEAST]]
+        uniforms = torch.tensor([-1.0 if row.params.greedy else sampler.uniform(n, n) for n, row in enumerate(rows)], dtype=torch.float64)
         for x in (logits, torch.cat([logits, logits], 1)[:, :size], logits.T.contiguous().T):
-            assert torch.equal(drawing.draw(x, *columns, uniforms, 128), wanted)
-        rest = [n for n in range(len(rows)) if wanted[n] >= 0]
-        logits, wanted, uniforms, params = logits[rest], wanted[rest], uniforms[rest], params[rest]
-        columns = [one[rest] for one in columns]
+            made.last.fill_(-7)
+            assert torch.equal(drawing.pick(x, *columns, slots, uniforms, made.last, 128), wanted)
+            assert torch.equal(made.last[slots], wanted)
+            assert (made.last == -7).sum() == 2
+        rest = [n for n in range(len(rows)) if wanted[n] >= 0 <= uniforms[n]]
+        logits, wanted, uniforms, slots = logits[rest], wanted[rest], uniforms[rest], slots[rest]
+        params = made._table[slots]
         weights = sampler._weights(logits, logits.amax(-1, keepdim=True), params[:, :1])
         weights = weights.masked_fill(weights < params[:, sampler.LEAST : sampler.LEAST + 1], 0)
-        assert torch.equal(drawing.draw(weights, *columns, uniforms, 128), wanted)
+        for x in (weights, weights.T.contiguous().T):
+            assert torch.equal(drawing.draw(x, uniforms, 128), wanted)
         for at in (0.0, 1 - 2**-53):
             ends = [int(torch.nonzero(one)[0 if at == 0 else -1]) for one in weights]
-            assert drawing.draw(logits, *columns, torch.full_like(uniforms, at), 128).tolist() == ends
+            assert drawing.pick(logits, *columns, slots, torch.full_like(uniforms, at), made.last, 128).tolist() == ends
 
 
 class Calls(TorchDispatchMode):

@@ -1,5 +1,7 @@
 """The engine on a GPU: overlap and CUDA graphs give the tokens of plain steps, and nothing waits for the device."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from architectures import model_of
@@ -7,8 +9,9 @@ from architectures import model_of
 from penstock.engine import Engine, SamplingParams, sampler
 from penstock.engine.graphs import Batch
 from penstock.engine.sampler import Row, Sampler
-from penstock.layers.linear import in_graph, linear, rows_alike
+from penstock.layers.linear import in_graph, linear, linears, rows_alike
 
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"), pytest.mark.timeout(600)]
 
 
@@ -89,6 +92,74 @@ def test_bits_of_a_linear_map_do_not_depend_on_the_number_of_tokens(K, N, dtype)
             for rows in (1, 2, 17, 64, 65, 128, 129, 300, 513):
                 assert torch.equal(linear(x[:rows], given), whole[:rows])
                 assert torch.equal(linear(x[-rows:], given), whole[-rows:])
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs Hopper")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("K", "sizes"), [(2048, (64, 2048, 2048, 2048, 2048)), (2048, (7168, 2048)), (264, (40, 24)), (7168, (2048,))])
+def test_bits_of_linear_maps_of_one_launch_do_not_depend_on_the_number_of_tokens(K, sizes, dtype):
+    """Also with relu(y)^2 and a gate, and equal in graphs."""
+    inputs = [torch.randn(700, K, device="cuda", dtype=dtype) for _ in sizes]
+    weights = [torch.nn.Parameter(torch.randn(N, K, device="cuda", dtype=dtype) / K**0.5, requires_grad=False) for N in sizes]
+    gate = torch.randn(700, sizes[0], device="cuda", dtype=dtype)
+    with torch.no_grad(), rows_alike():
+        for options in ({"relu_squared": True}, {"gate": gate}, {}):
+            whole = linears(inputs, weights, **options)
+            wanted = [x.double() @ weight.double().T for x, weight in zip(inputs, weights)]
+            if "gate" in options:
+                wanted[0] *= gate.double().sigmoid()
+            if "relu_squared" in options:
+                wanted[0] = wanted[0].relu().square()
+            for y, one in zip(whole, wanted):
+                assert (y.double() - one).norm() <= 2 * torch.finfo(dtype).eps * one.norm()
+            for graph in (False, True):
+                with in_graph() if graph else nullcontext():
+                    for rows in (1, 2, 9, 17, 33, 64, 65, 128, 129, 300):
+                        for some in (slice(rows), slice(-rows, None)):
+                            given = {name: one[some] if name == "gate" else one for name, one in options.items()}
+                            found = linears([x[some] for x in inputs], weights, **given)
+                            assert all(torch.equal(y, one[some]) for y, one in zip(found, whole)), rows
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs Hopper")
+def test_graphs_that_are_captured_in_a_batch_invariant_step_own_their_memory():
+    """K is in parts with programs of their own, which count in memory of the graph."""
+    x, weight = (torch.randn(rows, 2048, device="cuda", dtype=torch.bfloat16) for rows in (100, 2048))
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+
+    def step():
+        with rows_alike(), in_graph():
+            return linears([x], [weight])[0]
+
+    with torch.no_grad(), rows_alike():
+        wanted = linears([x], [weight])[0]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            step()
+        torch.cuda.current_stream().wait_stream(stream)
+        with torch.cuda.graph(graph):
+            found = step()
+    for one in (stream, torch.cuda.current_stream()):
+        with torch.cuda.stream(one):
+            others = [torch.ones(256, dtype=torch.int32, device="cuda") for _ in range(4096)]
+        torch.cuda.synchronize()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(found, wanted)
+        assert all(bool((other == 1).all()) for other in others)
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs Hopper")
+@pytest.mark.parametrize("rows", [1, 3])
+def test_maps_of_views_on_hopper(rows):
+    """A single row of any stride, and inputs that do not begin at a multiple of 16 bytes."""
+    x, weight = (torch.randn(n, 73, device="cuda", dtype=torch.bfloat16) for n in (rows, 1))
+    behind = torch.randn(rows * 72 + 1, device="cuda", dtype=torch.bfloat16)[1:].view(rows, 72)
+    with torch.no_grad(), rows_alike():
+        for one in (x[:, :72], behind):
+            for other in (weight[:, :72], torch.randn(72, 1, device="cuda", dtype=torch.bfloat16).T):
+                (found,) = linears([one], [other])
+                torch.testing.assert_close(found.double(), one.double() @ other.double().T, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
