@@ -11,12 +11,14 @@ torch.Size([1, 2, 11])
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ..call.operator import without_residuals
 from ..call.private import in_transform, is_fake
 from ..errors import Complaints, DtypeError, RangeError, ShapeError, described
 from ..layers import Mixer, Sequences, Stateless
@@ -67,11 +69,11 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, state: LayerState, sequences: Sequences) -> tuple[Tensor, LayerState]:
         """Map x [B,T,C] to y of the same shape and the new state."""
-        x, normed = self._added(self.mixer_norm, x, None)
+        x, normed = added(self.mixer_norm, x, None, self.residual_in_float32)
         y, mixer = self.mixer(normed, state.mixer, sequences)
         if self.channel is None:
             return x + y, LayerState(mixer, state.channel)
-        x, normed = self._added(self.channel_norm, x, y)
+        x, normed = added(self.channel_norm, x, y, self.residual_in_float32)
         y, channel = self.channel(normed, state.channel, sequences)
         return x + y, LayerState(mixer, channel)
 
@@ -89,7 +91,7 @@ class Layer(nn.Module):
         found = None if self.residual_in_float32 else mixer.step(x, y, norm, state, sequences)
         if found is not None:
             return found
-        x, normed = self._added(norm, x, y)
+        x, normed = added(norm, x, y, self.residual_in_float32)
         return x, mixer.advance(normed, state, cu_seqlens=sequences)
 
     def initial_state(self, count: int, like: Tensor, max_length: int | None = None) -> LayerState:
@@ -102,16 +104,14 @@ class Layer(nn.Module):
         channel = Stateless() if self.channel is None else self.channel.empty_state(count, like)
         return LayerState(self.mixer.empty_state(count, like), channel)
 
-    def _normed(self, norm: nn.Module | None, x: Tensor) -> Tensor:
-        assert norm is not None
-        normed: Tensor = norm(x.to(norm.weight.dtype) if self.residual_in_float32 else x)  # type: ignore[arg-type]
-        return normed
 
-    def _added(self, norm: nn.Module | None, x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
-        if not self.residual_in_float32:
-            return add_norm(x, y, norm)  # type: ignore[arg-type]
-        x = x if y is None else x + y
-        return x, self._normed(norm, x)
+def added(norm: nn.Module | None, x: Tensor, y: Tensor | None, in_float32: bool) -> tuple[Tensor, Tensor]:
+    """The sum of x and y, or x without y, and its norm. ``in_float32``: x is float32, whatever the dtype of the norm."""
+    assert norm is not None
+    if not in_float32:
+        return add_norm(x, y, norm)
+    x = x if y is None else x + y
+    return x, norm(x.to(norm.weight.dtype))  # type: ignore[arg-type]
 
 
 class CausalLM(nn.Module):
@@ -121,9 +121,11 @@ class CausalLM(nn.Module):
     ``layers.{i}.channel_norm``, ``layers.{i}.channel``, ``norm``, ``head``.
 
     ``gradient_checkpointing = True`` keeps only the inputs of layers for the backward pass, which computes the rest again.
+    ``keep_states = False`` computes only the states inside of recurrences again: less memory for little time.
     """
 
     gradient_checkpointing = False
+    keep_states = True
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -216,14 +218,15 @@ class CausalLM(nn.Module):
             complaints.raise_any()
         x = self._embedded(ids)
         after = []
-        for n, layer in enumerate(self._layers):
-            before = layer.empty_state(sequences.count, self._like) if state is None else state[n]
-            if checkpointing:
-                x, new = checkpoint(layer, x, before, sequences, use_reentrant=False)
-            else:
-                x, new = layer(x, before, sequences)
-            after.append(new)
-        return self._normed(x), after
+        with nullcontext() if self.keep_states or torch.compiler.is_compiling() else without_residuals():
+            for n, layer in enumerate(self._layers):
+                before = layer.empty_state(sequences.count, self._like) if state is None else state[n]
+                if checkpointing:
+                    x, new = checkpoint(layer, x, before, sequences, use_reentrant=False)
+                else:
+                    x, new = layer(x, before, sequences)
+                after.append(new)
+        return self._normed(x, None), after
 
     @torch.no_grad()
     def advance(
@@ -244,10 +247,9 @@ class CausalLM(nn.Module):
         x, y = self._embedded(ids), None
         for layer, one in zip(self._layers, state):
             x, y = layer.advance(x, y, one, sequences)
-        x = x if y is None else x + y
         if last_only:
-            x = sequences.last(x)
-        logits: Tensor = self.head(self._normed(x))
+            x, y = sequences.last(x), None if y is None else sequences.last(y)
+        logits: Tensor = self.head(self._normed(x, y))
         return logits
 
     @torch.no_grad()
@@ -298,12 +300,11 @@ class CausalLM(nn.Module):
     def _embedded(self, ids: Tensor) -> Tensor:
         x: Tensor = self.embeddings(ids)
         if self.embedding_norm is not None:
-            x = self.embedding_norm(x)
+            x = added(self.embedding_norm, x, None, False)[1]
         return x.float() if self.config.residual_in_float32 and x.dtype != torch.float64 else x
 
-    def _normed(self, x: Tensor) -> Tensor:
-        normed: Tensor = self.norm(x.to(self.norm.weight.dtype) if self.config.residual_in_float32 else x)  # type: ignore[arg-type]
-        return normed
+    def _normed(self, x: Tensor, y: Tensor | None) -> Tensor:
+        return added(self.norm, x, y, self.config.residual_in_float32)[1]
 
     def _check(
         self, function: str, ids: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None, slots: Tensor | None = None,

@@ -68,6 +68,7 @@ class Training:
     """``cpu``, ``cuda``, or ``auto``: a GPU if there is one."""
     seed: int = 0
     gradient_checkpointing: bool = False
+    keep_states: bool = True
     resume: bool = True
     """Go on from the last checkpoint in ``output``, if there is one."""
     save_every: int = 500

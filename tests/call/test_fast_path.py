@@ -10,6 +10,7 @@ from cases import Case, call, draw
 import penstock as ps
 from penstock.call import memory, operator, private, validation
 from penstock.call.memory import Recent
+from penstock.call.operator import without_residuals
 from penstock.recurrence.operators import ADVANCE, FAMILY, RECURRENCE
 from penstock.recurrence.variants import VARIANTS
 
@@ -170,8 +171,11 @@ def test_the_backward_implementation_saves_residuals_forward(fresh, values_unrea
     assert ps.explain("rwkv6", q, *arguments.values()).forward == "keeps"
     torch.autograd.grad(call(CASE, tensors | {"q": q}, "auto").output.sum(), q)
     assert torch.equal(kept[0][0], q)
+    with without_residuals():
+        torch.autograd.grad(call(CASE, tensors | {"q": q}, "auto").output.sum(), q)
+    assert kept[1] == ()
     torch.autograd.grad(call(CASE, tensors | {"q": q}, "chunkwise").output.sum(), q)
-    assert len(kept) == 1
+    assert len(kept) == 2
 
 
 def test_saved_tensors_with_changed_strides_are_validated_again(fresh, values_unread):
