@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("model", choices=sorted(OURS))
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--candidates", default="ours,compiled,fla")
+    parser.add_argument("--candidates", default="ours,selective,compiled,fla")
     parser.add_argument("--out")
     given = parser.parse_args()
     torch.manual_seed(0)
@@ -132,6 +132,7 @@ def main() -> None:
             if candidate == "compiled":
                 for layer in model.layers:
                     layer.compile(dynamic=False)
+            model.gradient_checkpointing = "selective" if candidate == "selective" else False
 
             def step(model=model):
                 model.loss(ids[:, :-1], ids[:, 1:]).backward()

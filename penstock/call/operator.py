@@ -9,16 +9,14 @@ A public function calls its ``Operator``. A call takes one of three paths, which
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..errors import Complaints, RangeError, shortened
-from . import eager, private, registration, transforms
+from . import eager, private, recompute, registration, transforms
 from .autocast import cast, no_autocast, without_autocast
 from .declaration import Option, Result, Signature
 from .derivatives import Tensors, second_derivatives
@@ -51,22 +49,6 @@ def explain(function: Callable[..., object], *args: Any, impl: str = "auto", **k
     except Explained as found:
         return found.explanation
     raise TypeError(f"{function} calls no operator")
-
-
-_keeping: ContextVar[bool] = ContextVar("penstock_residuals", default=True)
-
-
-@contextmanager
-def without_residuals() -> Iterator[None]:
-    """Eager calls inside keep only inputs and results for their backward pass, which computes everything else again.
-
-    Results have the same bits, gradients the same accuracy.
-    """
-    token = _keeping.set(False)
-    try:
-        yield
-    finally:
-        _keeping.reset(token)
 
 
 class Operator(Generic[P]):
@@ -269,7 +251,7 @@ class Operator(Generic[P]):
         if self.in_place:
             results: Tensors = (without_autocast(problem.first, one.advance, problem),)  # type: ignore[arg-type]
             self.count_write(problem)
-        elif residuals and one.forward_with_residuals is not None and _keeping.get():
+        elif residuals and one.forward_with_residuals is not None and not recompute.active():
             results, kept = without_autocast(problem.first, one.forward_with_residuals, problem)
         else:
             results = without_autocast(problem.first, one.forward, problem)

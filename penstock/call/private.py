@@ -35,6 +35,7 @@ _tracing_state = _private("_C._get_tracing_state")
 autocasting: Callable[[], bool] = _private("_C._is_any_autocast_enabled") or (lambda: True)
 """Whether autocast is on for some device type; True if unknown."""
 _profiler_enabled = _private("_C._autograd._profiler_enabled")
+_saved_tensor_hooks = _private("_C._autograd._top_saved_tensors_default_hooks")
 _fake_tensor = _private("_subclasses.FakeTensor")
 _is_wrapped = _private("_C._functorch.is_functorch_wrapped_tensor")
 _unwrap = _private("_C._functorch.get_unwrapped")
@@ -130,6 +131,11 @@ def is_lazy_zero(x: Tensor) -> bool:
 def profiling() -> bool:
     """Whether torch's profiler is running; True if unknown."""
     return _profiler_enabled is None or bool(_profiler_enabled())
+
+
+def saved_tensor_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
+    """The functions of the innermost ``torch.autograd.graph.saved_tensors_hooks``; None without hooks, or if unknown."""
+    return None if _saved_tensor_hooks is None else _saved_tensor_hooks(False)
 
 
 def raw_stream(device: int) -> int:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..call import private
+from ..call.recompute import again
 from ..recurrence.declaration import state_dtype
 from .linear import Mode, linear, mode, plain_weights, runs_as_written
 from .norms import RMSNorm
@@ -63,14 +64,13 @@ def token_shift(
         return tuple(one.view(x.shape) for one in found)
     last = (last.read() if isinstance(last, PoolRows) else last).to(x.dtype)
     hidden = None if hidden is None else torch.tanh(hidden)
-    if launch is None:
-        found = shift_formula(flat, last, None if sequences.single else sequences.starts, factors, hidden, up)
-        found = (*found, flat) if kept else found
-    else:
-        mu = torch.stack([factor.reshape(-1) for factor in factors])
-        given = [None if one is None else one.contiguous() for one in (flat, last, sequences.starts, mu, hidden, up)]
-        found = launch.TokenShift.apply(*given, kept_formula if kept else shift_formula, kept)
-    return tuple(one.view(x.shape) for one in found)
+    mu = torch.stack([factor.reshape(-1) for factor in factors])
+    given = [None if one is None else one.contiguous() for one in (flat, last, sequences.starts, mu, hidden, up)]
+    formula: Any = kept_formula if kept else shift_formula
+    if launch is None and sequences.single:
+        given[2] = None
+    function = formula if launch is None else lambda *given: launch.TokenShift.apply(*given, formula, kept)
+    return tuple(one.view(x.shape) for one in again(function(*given), function, *given))
 
 
 def _shift_of_pairs(
@@ -182,11 +182,13 @@ def add_norm(x: Tensor, y: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tens
             flat = [None if one is None else one.reshape(-1, x.shape[-1]).contiguous() for one in (x, y)]
             if torch.is_grad_enabled():
                 total, normed = launch.AddNorm.apply(*flat, weight, bias, eps, centre, partial(norm_formula, eps=eps, centre=centre))
+                again(normed, lambda total, *given: launch.add_norm(total, None, *given, eps, centre)[1], total, weight, bias)
             else:
                 total, normed = launch.add_norm(*flat, weight, bias, eps, centre)
             return total.view(x.shape), normed.view(x.shape)
     total = x if y is None else x + y
-    return total, norm(total)
+    normed = norm(total)
+    return total, again(normed, norm, total) if found is not None else normed
 
 
 def norm_formula(total: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float, centre: bool) -> tuple[Tensor, Tensor]:
@@ -290,10 +292,9 @@ def activated_formula(a: Tensor, b: Tensor | None, weight: Tensor | None = None,
 def decay(x: Tensor, bias: Tensor) -> Tensor:
     """The log decay ``-exp(bias + x)``, float32 (float64 for float64 x): x [...,C], bias of C elements."""
     launch = kernels("launch", x, bias)
-    if launch is None:
-        return decay_formula(x, bias)
-    found: Tensor = launch.Decay.apply(x.flatten(0, -2).contiguous(), bias.reshape(-1).contiguous(), decay_formula)
-    return found.view(x.shape)
+    given = x.flatten(0, -2).contiguous(), bias.reshape(-1).contiguous()
+    function = decay_formula if launch is None else lambda *given: launch.Decay.apply(*given, decay_formula)
+    return again(function(*given), function, *given).view(x.shape)
 
 
 def low_rank_decay(hidden: Tensor, up: Tensor, bias: Tensor) -> Tensor:
@@ -301,7 +302,8 @@ def low_rank_decay(hidden: Tensor, up: Tensor, bias: Tensor) -> Tensor:
     plain = torch.is_grad_enabled() or up.shape[0] > 128 or hidden.dtype != up.dtype
     launch = None if plain else kernels("few_rows_launch", hidden, up, bias)
     if launch is None:
-        return decay(linear(torch.tanh(hidden), up.T), bias)
+        low, base = torch.tanh(hidden), up.T
+        return decay(again(linear(low, base), F.linear, low, base), bias)
     flat = hidden.flatten(0, -2).contiguous()
     rows, base = up.contiguous(), bias.reshape(-1).contiguous()
     found: Tensor = launch.low_rank_decay(flat, rows, base, early=_ready((up, bias), (rows, base)))
@@ -317,10 +319,9 @@ def decay_formula(x: Tensor, bias: Tensor) -> Tensor:
 def log_sigmoid(x: Tensor, normalizer: float) -> Tensor:
     """The log decay ``logsigmoid(x) / normalizer``, float32 (float64 for float64 x)."""
     formula, launch = partial(log_sigmoid_formula, normalizer=normalizer), kernels("launch", x)
-    if launch is None:
-        return formula(x)
-    found: Tensor = launch.LogSigmoid.apply(x.contiguous(), float(normalizer), formula)
-    return found
+    function = formula if launch is None else lambda x: launch.LogSigmoid.apply(x, float(normalizer), formula)
+    x = x.contiguous()
+    return again(function(x), function, x)
 
 
 def log_sigmoid_formula(x: Tensor, *, normalizer: float) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..errors import Complaints, RangeError
 from .fused import log_sigmoid
 from .heads import HeadsConfig, HeadsMixer, projection
-from .linear import runs_as_written
+from .linear import linear_again, runs_as_written
 from .sequences import Sequences
 
 
@@ -84,7 +84,7 @@ class GatedLinearAttention(HeadsMixer):
         """Y and the new state."""
         apart = runs_as_written(self.gk_proj, nn.Sequential)
         q, k, v, gate, low, tails = self._project(x, state.tails, sequences, *([self.gk_proj[0]] if apart else []))
-        gates = self.gk_proj[1](low[0]) if apart else self.gk_proj(x)
+        gates = linear_again(low[0], self.gk_proj[1]) if apart else self.gk_proj(x)
         g = log_sigmoid(gates, self.config.gate_logit_normalizer)
         if self.config.clamp_min is not None:
             g = g.clamp(min=self.config.clamp_min)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..call.recompute import again
 from ..errors import Complaints, RangeError
 from ..recurrence.declaration import state_dtype
 from ..recurrence.feature_maps import FEATURE_MAPS
@@ -141,7 +142,10 @@ class HeadsMixer(Mixer):
         return Projected(q, k, v, gate, rest, tails)
 
     def _features(self, x: Tensor) -> Tensor:
-        return x if self.heads.feature_map is None else ACTIVATIONS[self.heads.feature_map](x)
+        if self.heads.feature_map is None:
+            return x
+        feature_map = ACTIVATIONS[self.heads.feature_map]
+        return again(feature_map(x), feature_map, x)
 
     def _served(self, x: Tensor) -> Tensor:
         """Repeat heads of k or v [B,T,G,K] to [B,T,H,K]; a single head is not copied."""
@@ -164,7 +168,9 @@ def repeated(x: Tensor, heads: int) -> Tensor:
     G = x.shape[2]
     if heads == G:
         return x
-    return x.expand(-1, -1, heads, -1) if G == 1 else x.repeat_interleave(heads // G, 2)
+    if G == 1:
+        return x.expand(-1, -1, heads, -1)
+    return again(x.repeat_interleave(heads // G, 2), lambda x: x.repeat_interleave(heads // G, 2), x)
 
 
 def projection(inputs: int, outputs: int, bias: bool = False) -> Linear:

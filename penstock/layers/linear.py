@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..call import private
+from ..call.recompute import again
 from ..recurrence.cpu import linear as native
 from .triton import kernels
 
@@ -75,6 +76,12 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """Map x [...,inputs] to [...,outputs]."""
         return linear(x, self.weight, self.bias)
+
+
+def linear_again(x: Tensor, module: nn.Module) -> Tensor:
+    """A linear map of few inputs, x [...,K] with a small K: selective recomputation keeps x, not the result."""
+    y: Tensor = module(x)
+    return again(y, F.linear, x, module.weight, module.bias) if runs_as_written(module, Linear) else y  # type: ignore[arg-type]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -12,18 +12,18 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..call.operator import without_residuals
 from ..call.private import in_transform, is_fake
+from ..call.recompute import again, recomputing
 from ..errors import Complaints, DtypeError, RangeError, ShapeError, described
 from ..layers import Mixer, Sequences, Stateless
 from ..layers.fused import add_norm
-from ..layers.linear import Linear
+from ..layers.linear import Linear, runs_as_written
 from ..layers.norms import RMSNorm
 from ..layers.sizes import check_whole
 from .arguments import check_sequences, check_state, check_tokens, marks
@@ -111,7 +111,9 @@ def added(norm: nn.Module | None, x: Tensor, y: Tensor | None, in_float32: bool)
     if not in_float32:
         return add_norm(x, y, norm)
     x = x if y is None else x + y
-    return x, norm(x.to(norm.weight.dtype))  # type: ignore[arg-type]
+    rounded = x.to(norm.weight.dtype)  # type: ignore[arg-type]
+    normed: Tensor = norm(rounded)
+    return x, again(normed, norm, rounded) if runs_as_written(norm, nn.LayerNorm, RMSNorm) else normed
 
 
 class CausalLM(nn.Module):
@@ -121,11 +123,11 @@ class CausalLM(nn.Module):
     ``layers.{i}.channel_norm``, ``layers.{i}.channel``, ``norm``, ``head``.
 
     ``gradient_checkpointing = True`` keeps only the inputs of layers for the backward pass, which computes the rest again.
-    ``keep_states = False`` computes only the states inside of recurrences again: less memory for little time.
+    ``gradient_checkpointing = "selective"`` computes only what takes little time again: norms, token shifts, log decays, and the states
+    inside of recurrences.
     """
 
-    gradient_checkpointing = False
-    keep_states = True
+    gradient_checkpointing: bool | Literal["selective"] = False
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -210,23 +212,29 @@ class CausalLM(nn.Module):
 
     def _hidden(self, function: str, ids: Tensor, state: State | None, cu_seqlens: Tensor | None) -> tuple[Tensor, State]:
         sequences = self._check(function, ids, state, cu_seqlens)
-        checkpointing = self.gradient_checkpointing and torch.is_grad_enabled()
-        if checkpointing and not torch.compiler.is_compiling() and in_transform():
-            complaints = Complaints(function)
-            remedy = "Set model.gradient_checkpointing = False."
-            complaints.add(RangeError, "gradient_checkpointing", "False inside torch.func transforms", "True", remedy)
-            complaints.raise_any()
-        x = self._embedded(ids)
-        after = []
-        with nullcontext() if self.keep_states or torch.compiler.is_compiling() else without_residuals():
+        checkpointing = self._checkpointing(function)
+        with recomputing() if checkpointing == "selective" else nullcontext():
+            x = self._embedded(ids)
+            after = []
             for n, layer in enumerate(self._layers):
                 before = layer.empty_state(sequences.count, self._like) if state is None else state[n]
-                if checkpointing:
+                if checkpointing is True:
                     x, new = checkpoint(layer, x, before, sequences, use_reentrant=False)
                 else:
                     x, new = layer(x, before, sequences)
                 after.append(new)
-        return self._normed(x, None), after
+            return self._normed(x, None), after
+
+    def _checkpointing(self, function: str) -> bool | Literal["selective"]:
+        """What the backward pass computes again: ``gradient_checkpointing``, False without gradients."""
+        given, complaints = self.gradient_checkpointing, Complaints(function)
+        if not (isinstance(given, bool) or given == "selective"):
+            complaints.add(RangeError, "gradient_checkpointing", "True, False or 'selective'", repr(given))
+        elif given and not torch.compiler.is_compiling() and in_transform():
+            remedy = "Set model.gradient_checkpointing = False."
+            complaints.add(RangeError, "gradient_checkpointing", "False inside torch.func transforms", repr(given), remedy)
+        complaints.raise_any()
+        return given if torch.is_grad_enabled() else False
 
     @torch.no_grad()
     def advance(

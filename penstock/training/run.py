@@ -72,7 +72,7 @@ def train(settings: Settings, callbacks: tuple[Any, ...] = ()) -> Trained:
     tokenizer, source = find_tokenizer(settings)
     torch.manual_seed(training.seed)
     model = find_model(settings, tokenizer)
-    model.gradient_checkpointing, model.keep_states = training.gradient_checkpointing, training.keep_states
+    model.gradient_checkpointing = training.gradient_checkpointing
     samples, evaluation = (
         Windows(read(some, tokenizer, data.separator), data.length, packed=data.packing, argument=name) if some else None
         for some, name in ((files, "data.train"), (others, "data.evaluation"))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from .. import models
 from ..errors import Complaints, DtypeError, MissingExtra, RangeError, described
@@ -67,8 +67,8 @@ class Training:
     device: str = "auto"
     """``cpu``, ``cuda``, or ``auto``: a GPU if there is one."""
     seed: int = 0
-    gradient_checkpointing: bool = False
-    keep_states: bool = True
+    gradient_checkpointing: bool | Literal["selective"] = False
+    """``selective`` computes only what takes little time again, true all but the inputs of layers."""
     resume: bool = True
     """Go on from the last checkpoint in ``output``, if there is one."""
     save_every: int = 500
@@ -186,9 +186,10 @@ def _filled(complaints: Complaints, place: str, content: Any, kind: type[Any]) -
 
 def _converted(complaints: Complaints, name: str, value: Any, wanted: Any) -> Any:
     """A value of the wanted type. Whole numbers are also floats, and one value is also a list of one."""
-    kinds = get_args(wanted) if isinstance(wanted, UnionType) else (wanted,)
-    if value is None and type(None) in kinds:
-        return None
+    kinds = get_args(wanted) if get_origin(wanted) in (Union, UnionType) else (wanted,)
+    texts = [text for one in kinds if get_origin(one) is Literal for text in get_args(one)]
+    if value in texts or (value is None and type(None) in kinds):
+        return value
     kind = kinds[0]
     if get_origin(kind) is tuple:
         element = get_args(kind)[0]
@@ -201,7 +202,7 @@ def _converted(complaints: Complaints, name: str, value: Any, wanted: Any) -> An
     right = isinstance(value, int | float) if kind is float else isinstance(value, kind)
     if not right or (isinstance(value, bool) and kind is not bool):
         rule = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}[kind]
-        complaints.add(DtypeError, name, rule, described(value))
+        complaints.add(DtypeError, name, " or ".join([rule, *texts]), described(value))
         return None
     try:
         return float(value) if kind is float else value

@@ -10,7 +10,7 @@ from cases import Case, call, draw
 import penstock as ps
 from penstock.call import memory, operator, private, validation
 from penstock.call.memory import Recent
-from penstock.call.operator import without_residuals
+from penstock.call.recompute import recomputing
 from penstock.recurrence.operators import ADVANCE, FAMILY, RECURRENCE
 from penstock.recurrence.variants import VARIANTS
 
@@ -171,7 +171,7 @@ def test_the_backward_implementation_saves_residuals_forward(fresh, values_unrea
     assert ps.explain("rwkv6", q, *arguments.values()).forward == "keeps"
     torch.autograd.grad(call(CASE, tensors | {"q": q}, "auto").output.sum(), q)
     assert torch.equal(kept[0][0], q)
-    with without_residuals():
+    with recomputing():
         torch.autograd.grad(call(CASE, tensors | {"q": q}, "auto").output.sum(), q)
     assert kept[1] == ()
     torch.autograd.grad(call(CASE, tensors | {"q": q}, "chunkwise").output.sum(), q)

@@ -403,8 +403,9 @@ def on_a_cpu(monkeypatch):
     return ran
 
 
-def trained(model):
+def trained(model, checkpointing=False):
     """Loss and gradients, and the bytes of tensors that the backward pass keeps."""
+    model.gradient_checkpointing = checkpointing
     ids, kept = torch.randint(SIZES["vocab_size"], (2, 40), generator=torch.Generator().manual_seed(2)), {}
 
     def pack(x):
@@ -430,9 +431,11 @@ def test_training_steps_of_models(name, request):
     norms = [model.embedding_norm, *(one for layer in model.layers for one in (layer.mixer_norm, layer.channel_norm)), model.norm]
     norms = sum(one is not None for one in norms)
     assert ran["AddNorm"] == (0 if model.config.residual_in_float32 else norms)
-    model.gradient_checkpointing = True
-    again, _ = trained(model)
-    assert all(torch.equal(x, y) for x, y in zip(again, found))
+    for checkpointing in (True, "selective"):
+        again, kept = trained(model, checkpointing)
+        assert all(torch.equal(x, y) for x, y in zip(again, found))
+        assert kept < most
+        most = kept if checkpointing == "selective" else most
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

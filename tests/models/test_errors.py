@@ -292,8 +292,11 @@ def test_compiled_calls_have_no_graph_breaks(name: str, ids: Tensor) -> None:
 
 def test_transforms_that_a_call_does_not_take(model: CausalLM, ids: Tensor) -> None:
     weights = dict(model.named_parameters())
-    model.gradient_checkpointing = True
     try:
+        model.gradient_checkpointing = "some"  # type: ignore[assignment]
+        with pytest.raises(RangeError, match=r"loss: gradient_checkpointing must be True, False or 'selective', got 'some'"):
+            model.loss(ids, ids)
+        model.gradient_checkpointing = True
         with pytest.raises(RangeError, match=r"forward: gradient_checkpointing must be False inside torch.func transforms, got True\. Set"):
             torch.func.grad(lambda given: torch.func.functional_call(model, given, (ids,)).logits.sum())(weights)
     finally:

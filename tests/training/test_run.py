@@ -188,8 +188,9 @@ def test_new_models_with_world_tokens_have_the_rows_of_published_ones(settings):
     assert load(trained.folder).config.vocab_size == 65536
 
 
-def test_gradient_checkpointing_and_bfloat16_run(settings):
-    trained = train(settings(training__gradient_checkpointing=True, training__dtype="bfloat16", training__steps=2))
+@pytest.mark.parametrize("checkpointing", [True, "selective"])
+def test_gradient_checkpointing_and_bfloat16_run(settings, checkpointing):
+    trained = train(settings(training__gradient_checkpointing=checkpointing, training__dtype="bfloat16", training__steps=2))
     assert all(value.dtype == torch.float32 for value in weights(trained.folder).values())
 
 

@@ -63,6 +63,10 @@ def test_every_architecture_can_be_named():
         (changed("training", zzz=1), ["weight_decay, got 'zzz'."]),
         (changed("training", batch_size=1.5), ["train: training.batch_size must be a whole number, got 1.5 of type float"]),
         (changed("training", batch_size=True), ["training.batch_size must be a whole number, got True of type bool"]),
+        (
+            changed("training", gradient_checkpointing="some"),
+            ["training.gradient_checkpointing must be true or false or selective, got 'some'"],
+        ),
         (changed("training", resume="yes"), ["training.resume must be true or false, got 'yes'"]),
         (changed("training", learning_rate="fast"), ["training.learning_rate must be a number, got 'fast'"]),
         (changed("training", steps=0, keep=0), ["training.steps must be at least 1, got 0", "training.keep must be at least 1, got 0"]),

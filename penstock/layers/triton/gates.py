@@ -223,21 +223,25 @@ def penstock_decay_fwd(
 
 @triton.jit
 def penstock_decay_bwd(
-    w, dw,  # [R,C] float32
+    x,  # [R,C]
+    bias,  # [C]
+    dw,  # [R,C] float32
     dx,  # [R,C]
     dbias,  # [programs,C] float32, sums over the tokens of a program
     R, C, each,
     BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """A program takes ``each`` blocks of BR tokens."""
+    """dx = w dw, with w computed again. A program takes ``each`` blocks of BR tokens."""
     p = tl.program_id(0)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
+    b = tl.load(bias + c, c < C, other=0.0).to(tl.float32)[None, :]
     sums = tl.zeros([BR, BC], tl.float32)  # summed over rows behind the loop, which so has no barriers for it
     for block in range(each):
         r = (p * each + block) * BR + tl.arange(0, BR)
         here = (r < R)[:, None] & (c < C)[None, :]
         at = r.to(tl.int64)[:, None] * C + c[None, :]
-        d = tl.load(dw + at, here, other=0.0) * tl.load(w + at, here, other=0.0)
+        w = -tl.exp(tl.load(x + at, here, other=0.0).to(tl.float32) + b)
+        d = tl.where(here, tl.load(dw + at, here, other=0.0) * w, 0.0)  # w may be infinite
         tl.store(dx + at, d.to(dx.dtype.element_ty), here)
         sums += d
     tl.store(dbias + p.to(tl.int64) * C + c, tl.sum(sums, 0), c < C)

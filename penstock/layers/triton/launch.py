@@ -273,21 +273,23 @@ class Decay(torch.autograd.Function):
         BR, BC = 16, 256
         if x.numel():
             on_device_of(x, gates.penstock_decay_fwd)[blocks(R, BR), blocks(C, BC)](x, bias, w, R, C, BR=BR, BC=BC)
-        ctx.save_for_backward(x, bias, w)
+        ctx.save_for_backward(x, bias)
         ctx.formula = formula
         return w
 
     @staticmethod
     def backward(ctx: Any, dw: Tensor) -> Tensors:
         """Gradients of all arguments."""
-        x, bias, w = ctx.saved_tensors
+        x, bias = ctx.saved_tensors
         if torch.is_grad_enabled():
             return *by_formula(ctx.formula, (x, bias), (dw,)), None
         (R, C), BR, BC = x.shape, 16, 256
         programs, each = shares(blocks(R, BR), blocks(C, BC))
         dx, dbias = torch.empty_like(x), bias.new_empty(programs, C, dtype=torch.float32)
         if x.numel():
-            on_device_of(w, gates.penstock_decay_bwd)[programs, blocks(C, BC)](w, dw.contiguous(), dx, dbias, R, C, each, BR=BR, BC=BC)
+            on_device_of(x, gates.penstock_decay_bwd)[programs, blocks(C, BC)](
+                x, bias, dw.contiguous(), dx, dbias, R, C, each, BR=BR, BC=BC
+            )
         return dx, summed(dbias, bias), None
 
 

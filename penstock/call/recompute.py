@@ -1,0 +1,166 @@
+"""Selective recomputation: what the backward pass computes again, because that takes less time than its memory is worth.
+
+A linear map keeps its input for the gradient of its weight. If the input is an element-wise function of tensors that are kept anyway, the
+function can take its place. The same holds for the states inside of recurrences, which follow from their inputs.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from . import private
+from .autocast import autocasting
+
+R = TypeVar("R", bound="Tensor | tuple[Tensor, ...]")
+Function = Callable[..., "Tensor | tuple[Tensor, ...]"]
+
+
+@contextmanager
+def recomputing() -> Iterator[None]:
+    """Inside, autograd keeps the inputs of ``again`` in place of its results, and recurrences keep no residuals.
+
+    Results have the same bits. So have gradients, except those through recurrences, which have the same accuracy. Hooks of saved tensors
+    that are set outside see what is kept. Without effect in compiled graphs, whose compiler decides what to keep.
+    """
+    if torch.compiler.is_compiling():
+        yield
+        return
+    saved = _Saved(private.saved_tensor_hooks())
+    token = _saved.set(saved)
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
+            yield
+    finally:
+        _saved.reset(token)
+        saved.known.clear()
+
+
+def active() -> bool:
+    """Whether code runs inside of ``recomputing``."""
+    return _saved.get() is not None
+
+
+def again(results: R, function: Function, *inputs: Tensor | None) -> R:
+    """Results, which are those of ``function(*inputs)``. Inside of ``recomputing``, the backward pass calls it to have them again.
+
+    The function has to give the same bits and strides, and to hold no tensors itself. It is called without gradients, under the autocast of
+    now. Results that require no gradients, are inputs too, or are changed in place later, are kept.
+    """
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return results
+    saved = _saved.get()
+    if saved is not None:
+        saved.add(results if isinstance(results, tuple) else (results,), function, inputs)
+    return results
+
+
+class _Saved:
+    """The hooks of saved tensors of one ``recomputing``, and the results that it need not keep."""
+
+    def __init__(self, outer: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None) -> None:
+        self.known: dict[int, _Known] = {}
+        """By the address of their storage."""
+        self._outer = outer
+
+    def add(self, results: Sequence[Tensor], function: Function, inputs: Sequence[Tensor | None]) -> None:
+        given = [None if x is None else x.detach() for x in inputs]
+        kind = results[0].device.type
+        call = _Call(function, [None if x is None else self.pack(x) for x in given], self.unpack, kind)
+        apart = {x.untyped_storage().data_ptr() for x in given if x is not None}
+        for n, x in enumerate(results):
+            storage = x.untyped_storage()
+            if type(x) is Tensor and x.requires_grad and storage.data_ptr() not in apart:
+                self.known[storage.data_ptr()] = _Known(weakref.ref(storage), x.dtype, x._version, call, n)
+
+    def pack(self, x: Tensor) -> _Again | _Kept:
+        if type(x) is Tensor:
+            storage = x.untyped_storage()
+            known = self.known.get(storage.data_ptr())
+            if known is not None and known.storage() is storage and known[1:3] == (x.dtype, x._version) and not x.is_neg():
+                known.call.uses += 1
+                return _Again(known.call, known.result, x.shape, x.stride(), int(x.storage_offset()))
+        return _Kept(x, x._version, None) if self._outer is None else _Kept(self._outer[0](x), 0, self._outer[1])
+
+    @staticmethod
+    def unpack(packed: _Again | _Kept) -> Tensor:
+        return packed.tensor()
+
+
+class _Known(NamedTuple):
+    """A result of a call."""
+
+    storage: weakref.ref[torch.UntypedStorage]
+    dtype: torch.dtype
+    version: int
+    call: _Call
+    result: int
+
+
+class _Kept(NamedTuple):
+    """A tensor, or what outer hooks made of it."""
+
+    kept: Any
+    version: int
+    unpack: Callable[[Any], Tensor] | None
+
+    def tensor(self) -> Tensor:
+        if self.unpack is not None:
+            return self.unpack(self.kept)
+        x: Tensor = self.kept
+        if x._version != self.version:  # with hooks, autograd does not check it
+            raise RuntimeError(
+                f"backward: a tensor {list(x.shape)} that is needed for gradients was modified in place: it is at version {x._version}, "
+                f"expected {self.version}. Modify a copy, or modify it after the backward pass."
+            )
+        return x
+
+
+class _Again(NamedTuple):
+    """A view of a result that is computed again."""
+
+    call: _Call
+    result: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def tensor(self) -> Tensor:
+        return self.call.result(self.result).as_strided(self.shape, self.stride, self.offset)
+
+
+class _Call:
+    """A call of a function. Its results are in memory from the first use until the last one of a backward pass."""
+
+    def __init__(self, function: Function, inputs: list[Any], unpack: Callable[[Any], Tensor], kind: str) -> None:
+        self.uses = 0
+        self._function, self._inputs, self._unpack = function, inputs, unpack
+        self._found: tuple[Tensor, ...] | None = None
+        self._left = 0
+        self._kind, self._autocast = kind, torch.get_autocast_dtype(kind) if autocasting(kind) else None
+
+    def result(self, n: int) -> Tensor:
+        found = self._found
+        if found is None:
+            with torch.no_grad(), self._autocast_as_then():
+                results = self._function(*[None if x is None else self._unpack(x) for x in self._inputs])
+            self._found = found = results if isinstance(results, tuple) else (results,)
+            self._left = self.uses
+        self._left -= 1
+        if self._left <= 0:
+            self._found = None
+        return found[n]
+
+    def _autocast_as_then(self) -> AbstractContextManager[object]:
+        if self._autocast is not None:
+            return torch.autocast(self._kind, dtype=self._autocast)
+        return torch.autocast(self._kind, enabled=False) if autocasting(self._kind) else nullcontext()
+
+
+_saved: ContextVar[_Saved | None] = ContextVar("penstock_recompute", default=None)
