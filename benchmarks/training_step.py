@@ -3,7 +3,8 @@
     python benchmarks/training_step.py rwkv6 --out FILE.json
 
 A training step is forward and backward of the mean cross entropy of 8 x 2048 tokens in bfloat16, without the optimizer. Weights are
-random. Work is counted as 6 x parameters x tokens (prompts: 2 x), with all parameters but the embeddings.
+random; with ``--autocast`` they are float32, under autocast. Work is counted as 6 x parameters x tokens (prompts: 2 x), with all
+parameters but the embeddings.
 """
 
 import argparse
@@ -107,27 +108,31 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--candidates", default="ours,selective,compiled,fla")
+    parser.add_argument("--autocast", action="store_true", help="float32 weights, products in bfloat16")
     parser.add_argument("--out")
     given = parser.parse_args()
     torch.manual_seed(0)
     ids = torch.randint(V[given.model], (B, T + 1), device="cuda")
-    rows = []
+    rows, cast = [], torch.autocast("cuda", torch.bfloat16, enabled=given.autocast)
     for candidate in given.candidates.split(","):
         gc.collect()
         torch.cuda.empty_cache()
         with torch.device("cuda" if candidate == "fla" else "meta"):
             model = fla_model(given.model, given.layers) if candidate == "fla" else CausalLM(OURS[given.model](given.layers))
-        model = model.to(torch.bfloat16).to_empty(device="cuda")
+        model = model.to(torch.float32 if given.autocast else torch.bfloat16).to_empty(device="cuda")
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.02)
         if candidate == "fla":
 
             def step(model=model):
-                model(input_ids=ids[:, :-1], labels=ids[:, :-1]).loss.backward()  # it shifts the labels
+                with cast:
+                    loss = model(input_ids=ids[:, :-1], labels=ids[:, :-1]).loss  # it shifts the labels
+                loss.backward()
                 model.zero_grad(set_to_none=True)
 
             def prompt(model=model):
-                model(input_ids=ids[:, :-1], logits_to_keep=1)
+                with cast:
+                    model(input_ids=ids[:, :-1], logits_to_keep=1)
         else:
             if candidate == "compiled":
                 for layer in model.layers:
@@ -135,11 +140,14 @@ def main() -> None:
             model.gradient_checkpointing = "selective" if candidate == "selective" else False
 
             def step(model=model):
-                model.loss(ids[:, :-1], ids[:, 1:]).backward()
+                with cast:
+                    loss = model.loss(ids[:, :-1], ids[:, 1:])
+                loss.backward()
                 model.zero_grad(set_to_none=True)
 
             def prompt(model=model):
-                model.head(model.hidden(ids[:, :-1])[0][:, -1:])
+                with cast:
+                    model.head(model.hidden(ids[:, :-1])[0][:, -1:])
 
         try:
             rows.append(measure(candidate, model, step, prompt, given.steps))
@@ -148,7 +156,8 @@ def main() -> None:
         del model, step, prompt
     if given.out:
         with open(given.out, "w") as file:
-            json.dump({"model": given.model, "layers": given.layers, "device": torch.cuda.get_device_name(), "rows": rows}, file, indent=1)
+            setting = {"model": given.model, "layers": given.layers, "autocast": given.autocast}
+            json.dump({**setting, "device": torch.cuda.get_device_name(), "rows": rows}, file, indent=1)
 
 
 if __name__ == "__main__":

@@ -43,8 +43,8 @@ def recomputing() -> Iterator[None]:
 
 
 def active() -> bool:
-    """Whether code runs inside of ``recomputing``."""
-    return _saved.get() is not None
+    """Whether code runs inside of ``recomputing``, and not in a compiled graph."""
+    return not torch.compiler.is_compiling() and _saved.get() is not None
 
 
 def again(results: R, function: Function, *inputs: Tensor | None) -> R:

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..call import private
+from ..call.autocast import autocasting
 from ..call.recompute import again
 from ..recurrence.declaration import state_dtype
-from .linear import Mode, linear, mode, plain_weights, runs_as_written
+from .linear import Mode, as_products, linear, mode, plain_weights, runs_as_written
 from .norms import RMSNorm
 from .pool_rows import PoolRows
 from .triton import kernels
@@ -142,9 +143,9 @@ def norm_gate(
     Returns a Tensor [B,T,H*V], or what the linear map makes of it.
     """
     B, T, H, V = x.shape
-    weights = None if then is None or not torch.is_grad_enabled() or private.autocasting() else plain_weights([then])
-    maps = [one for one in weights or () if one.dtype == x.dtype]
-    launch = kernels("launch", x, gate, weight, bias, *maps) if V <= 2048 else None
+    weights = None if then is None or not torch.is_grad_enabled() else plain_weights([then])
+    launch = kernels("launch", x, gate, weight, bias, *weights or ()) if V <= 2048 else None
+    maps = [] if launch is None else [one for one in as_products(*weights or ()) if one.dtype == x.dtype]
     if then is not None and (launch is None or not maps):
         y: Tensor = then(norm_gate(x, gate, weight, bias, eps, centre))
         return y
@@ -172,30 +173,44 @@ def norm_gate_formula(
     return y if then is None else linear(y.flatten(1), then)
 
 
-def add_norm(x: Tensor, y: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor]:
-    """The sum of x and y [B,T,C], or x without y, and its norm. Norms of other classes or with hooks run as modules."""
-    found = _norm_of(norm)
-    if found is not None and not private.autocasting() and x.shape[-1] <= (2**13 if torch.is_grad_enabled() else 2**14):
+def add_norm(x: Tensor, y: Tensor | None, norm: nn.Module, *, in_float32: bool = False, rounded: bool = True) -> tuple[Tensor, Tensor]:
+    """The sum of x and y [B,T,C], or x without y, and its norm. Norms of other classes or with hooks run as modules.
+
+    in_float32 : bool
+        x is float32, whatever the dtype of the norm.
+    rounded : bool
+        Under autocast, a kernel gives the norm in autocast's dtype, to which linear maps would round it. False: in the dtype of the weight.
+    """
+    found, kind = _norm_of(norm), x.device.type
+    if found is not None and x.shape[-1] <= (2**13 if torch.is_grad_enabled() else 2**14):
         weight, bias, eps, centre = found
         launch = kernels("launch", x, y, weight, bias)
-        if launch is not None and all(one is None or one.dtype == x.dtype for one in (y, weight, bias)):
+        mixed = launch is not None and autocasting(kind)
+        if launch is not None and (mixed or in_float32 or all(one is None or one.dtype == x.dtype for one in (y, weight, bias))):
+            dtype = torch.get_autocast_dtype(kind) if mixed and rounded else weight.dtype
             flat = [None if one is None else one.reshape(-1, x.shape[-1]).contiguous() for one in (x, y)]
+            options = eps, centre, dtype
             if torch.is_grad_enabled():
-                total, normed = launch.AddNorm.apply(*flat, weight, bias, eps, centre, partial(norm_formula, eps=eps, centre=centre))
-                again(normed, lambda total, *given: launch.add_norm(total, None, *given, eps, centre)[1], total, weight, bias)
+                formula = partial(norm_formula, eps=eps, centre=centre, dtype=dtype)
+                total, normed = launch.AddNorm.apply(*flat, weight, bias, *options, formula)
+                again(normed, lambda total, *given: launch.add_norm(total, None, *given, *options)[1], total, weight, bias)
             else:
-                total, normed = launch.add_norm(*flat, weight, bias, eps, centre)
+                total, normed = launch.add_norm(*flat, weight, bias, *options)
             return total.view(x.shape), normed.view(x.shape)
     total = x if y is None else x + y
-    normed = norm(total)
-    return total, again(normed, norm, total) if found is not None else normed
+    given = total.to(norm.weight.dtype) if in_float32 else total  # type: ignore[arg-type]
+    normed = norm(given)
+    return total, again(normed, norm, given) if found is not None else normed
 
 
-def norm_formula(total: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float, centre: bool) -> tuple[Tensor, Tensor]:
-    """``add_norm`` of the sum."""
-    if centre:
-        return total, F.layer_norm(total, weight.shape, weight, bias, eps)
-    return total, F.rms_norm(total, weight.shape, weight, eps)
+def norm_formula(
+    total: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float, centre: bool, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """``add_norm`` of the sum, with the norm rounded to ``dtype``."""
+    wide = torch.promote_types(total.dtype, weight.dtype)
+    x, (scale, offset) = total.to(wide), (None if one is None else one.to(wide) for one in (weight, bias))
+    normed = F.layer_norm(x, weight.shape, scale, offset, eps) if centre else F.rms_norm(x, weight.shape, scale, eps)
+    return total, normed if dtype is None else normed.to(dtype)
 
 
 def _norm_of(norm: nn.Module) -> tuple[Tensor, Tensor | None, float, bool] | None:
@@ -264,8 +279,10 @@ def activated(a: Tensor, b: Tensor | None, activation: Activation, then: nn.Modu
     weight = weights[0] if weights else None
     formula = partial(activated_formula, activation=activation)
     launch = kernels("launch", a, b, weight)
+    if launch is not None and weight is not None:
+        (weight,) = as_products(weight)
     same = (b is None or (a.shape == b.shape and a.dtype == b.dtype)) and (weight is None or weight.dtype == a.dtype)
-    if launch is None or not same or (weight is not None and private.autocasting()):
+    if launch is None or not same:
         return formula(a, b, weight)
     a, b = a.contiguous(), None if b is None else b.contiguous()
     found: Tensor

@@ -9,14 +9,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import partial
+from operator import methodcaller
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..call import private
-from ..call.recompute import again
+from ..call import private, recompute
+from ..call.autocast import cast
 from ..recurrence.cpu import linear as native
 from .triton import kernels
 
@@ -78,10 +79,25 @@ class Linear(nn.Linear):
         return linear(x, self.weight, self.bias)
 
 
+def as_products(*tensors: Tensor) -> list[Tensor]:
+    """Under autocast, what linear maps make of these tensors. Selective recomputation keeps no rounded parameters."""
+    if not private.autocasting() or not tensors:
+        return list(tensors)
+    rounded: Any = cast(tensors, [True] * len(tensors))
+    for one, x in zip(rounded, tensors):
+        if one is not x and _is_parameter(x):
+            recompute.again(one, methodcaller("to", one.dtype), x)
+    return list(rounded)
+
+
+def _is_parameter(x: Tensor) -> bool:
+    return isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter)
+
+
 def linear_again(x: Tensor, module: nn.Module) -> Tensor:
     """A linear map of few inputs, x [...,K] with a small K: selective recomputation keeps x, not the result."""
     y: Tensor = module(x)
-    return again(y, F.linear, x, module.weight, module.bias) if runs_as_written(module, Linear) else y  # type: ignore[arg-type]
+    return recompute.again(y, F.linear, x, module.weight, module.bias) if runs_as_written(module, Linear) else y  # type: ignore[arg-type]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -91,7 +107,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     others = x.device.type != "cpu" and where == PLAIN
     odd = x.shape[-1:] != weight.shape[1:] or (bias is not None and (bias.dtype != x.dtype or bias.shape != weight.shape[:1]))
     if others or odd or (torch.is_grad_enabled() and any(one.requires_grad for one in given)):
-        return F.linear(x, weight, bias)
+        return F.linear(*(as_products(*given) if recompute.active() and private.fast(given) else given))
     compiling = torch.compiler.is_compiling()
     plain = not torch.is_autocast_enabled("cpu") if compiling else private.fast(given) and not private.autocasting()
     if plain and native.takes(x, weight, many=where.alike):
@@ -156,7 +172,7 @@ def linears(
     if not launch.takes(flat[0], weights, where.alike):
         return None
     gates = None if gate is None else gate.reshape(-1, gate.shape[-1]).contiguous()
-    fixed = where.graph and all(isinstance(one, nn.Parameter) or isinstance(one._base, nn.Parameter) for one in weights)
+    fixed = where.graph and all(_is_parameter(one) for one in weights)
     compute = launch.products_alike if where.alike else launch.products
     found = compute(flat, weights, gates, relu_squared=relu_squared, fixed=fixed, counts=partial(_zeros, x.device, launch.COUNTS))
     return [y.view(*x.shape[:-1], -1) for y in found]
@@ -178,9 +194,12 @@ def linears_of(x: Tensor, maps: Sequence[nn.Module]) -> list[Tensor]:
     if few := linears([x] * len(maps), maps):
         return few
     weights = plain_weights(maps) if len(maps) > 1 and torch.is_grad_enabled() and x.requires_grad else None
-    if weights is None or not private.fast((x, *weights)) or private.autocasting() or any(one.dtype != x.dtype for one in weights):
+    if weights is None or not private.fast((x, *weights)):
         return [one(x) for one in maps]
-    return list(SharedInput.apply(x, *weights))  # type: ignore[no-untyped-call]
+    given = as_products(x, *weights)
+    if any(one.dtype != given[0].dtype for one in given):
+        return [one(x) for one in maps]
+    return list(SharedInput.apply(*given))  # type: ignore[no-untyped-call]
 
 
 class SharedInput(torch.autograd.Function):

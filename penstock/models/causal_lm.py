@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..call.private import in_transform, is_fake
-from ..call.recompute import again, recomputing
+from ..call.recompute import recomputing
 from ..errors import Complaints, DtypeError, RangeError, ShapeError, described
 from ..layers import Mixer, Sequences, Stateless
 from ..layers.fused import add_norm
-from ..layers.linear import Linear, runs_as_written
+from ..layers.linear import Linear
 from ..layers.norms import RMSNorm
 from ..layers.sizes import check_whole
 from .arguments import check_sequences, check_state, check_tokens, marks
@@ -69,11 +69,12 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, state: LayerState, sequences: Sequences) -> tuple[Tensor, LayerState]:
         """Map x [B,T,C] to y of the same shape and the new state."""
-        x, normed = added(self.mixer_norm, x, None, self.residual_in_float32)
+        x, normed = add_norm(x, None, self.mixer_norm, in_float32=self.residual_in_float32)
         y, mixer = self.mixer(normed, state.mixer, sequences)
         if self.channel is None:
             return x + y, LayerState(mixer, state.channel)
-        x, normed = added(self.channel_norm, x, y, self.residual_in_float32)
+        assert self.channel_norm is not None
+        x, normed = add_norm(x, y, self.channel_norm, in_float32=self.residual_in_float32)
         y, channel = self.channel(normed, state.channel, sequences)
         return x + y, LayerState(mixer, channel)
 
@@ -91,7 +92,7 @@ class Layer(nn.Module):
         found = None if self.residual_in_float32 else mixer.step(x, y, norm, state, sequences)
         if found is not None:
             return found
-        x, normed = added(norm, x, y, self.residual_in_float32)
+        x, normed = add_norm(x, y, norm, in_float32=self.residual_in_float32)
         return x, mixer.advance(normed, state, cu_seqlens=sequences)
 
     def initial_state(self, count: int, like: Tensor, max_length: int | None = None) -> LayerState:
@@ -103,17 +104,6 @@ class Layer(nn.Module):
         """The state that a call without state begins with."""
         channel = Stateless() if self.channel is None else self.channel.empty_state(count, like)
         return LayerState(self.mixer.empty_state(count, like), channel)
-
-
-def added(norm: nn.Module | None, x: Tensor, y: Tensor | None, in_float32: bool) -> tuple[Tensor, Tensor]:
-    """The sum of x and y, or x without y, and its norm. ``in_float32``: x is float32, whatever the dtype of the norm."""
-    assert norm is not None
-    if not in_float32:
-        return add_norm(x, y, norm)
-    x = x if y is None else x + y
-    rounded = x.to(norm.weight.dtype)  # type: ignore[arg-type]
-    normed: Tensor = norm(rounded)
-    return x, again(normed, norm, rounded) if runs_as_written(norm, nn.LayerNorm, RMSNorm) else normed
 
 
 class CausalLM(nn.Module):
@@ -308,11 +298,11 @@ class CausalLM(nn.Module):
     def _embedded(self, ids: Tensor) -> Tensor:
         x: Tensor = self.embeddings(ids)
         if self.embedding_norm is not None:
-            x = added(self.embedding_norm, x, None, False)[1]
+            x = add_norm(x, None, self.embedding_norm, rounded=False)[1]
         return x.float() if self.config.residual_in_float32 and x.dtype != torch.float64 else x
 
     def _normed(self, x: Tensor, y: Tensor | None) -> Tensor:
-        return added(self.norm, x, y, self.config.residual_in_float32)[1]
+        return add_norm(x, y, self.norm, in_float32=self.config.residual_in_float32)[1]
 
     def _check(
         self, function: str, ids: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None, slots: Tensor | None = None,

@@ -32,6 +32,25 @@ def test_logits_and_gradients_equal_those_of_a_cpu(name: str) -> None:
         assert error(x.grad.cpu(), y.grad) < 1e-3, key
 
 
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_training_under_autocast(name: str) -> None:
+    """float32 weights, bfloat16 products: relative errors of all gradients together are those of the modules as they are written."""
+    ids, exact, errors = drawn(2, 200), model_of(name, torch.float64), []
+    exact.loss(ids, ids.roll(-1, 1)).backward()
+    for kernels in (True, False):
+        model = model_of(name).cuda()
+        if not kernels:
+            for one in model.modules():
+                one.register_forward_hook(lambda module, given, result: None)
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = model.loss(ids.cuda(), ids.roll(-1, 1).cuda())
+        loss.backward()
+        assert all(one.grad.dtype == torch.float32 for one in model.parameters())
+        pairs = zip(model.parameters(), exact.parameters())
+        errors.append(sum(error(one.grad.cpu(), other.grad) ** 2 for one, other in pairs))
+    assert errors[0] <= 1.5**2 * errors[1]
+
+
 @pytest.mark.parametrize("added", [False, True])
 @pytest.mark.parametrize("norm", [torch.nn.LayerNorm, RMSNorm])
 def test_training_of_a_sum_its_norm_and_maps_of_it(norm: type[torch.nn.Module], added: bool) -> None:

@@ -85,9 +85,9 @@ for tokens, heads in product((1, 3), (1, 2)):
     for channels in (1, 70):
         x, weight = torch.zeros(tokens, channels), torch.zeros(channels)
         for y, bias in ((None, None), (x, weight)):
-            launch.add_norm(x, y, weight, bias, 1e-5, bias is not None)
+            launch.add_norm(x, y, weight, bias, 1e-5, bias is not None, x.dtype)
             given = [None if one is None else learned(*one.shape) for one in (x, y, weight, bias)]
-            total, normed = launch.AddNorm.apply(*given, 1e-5, bias is not None, None)
+            total, normed = launch.AddNorm.apply(*given, 1e-5, bias is not None, x.dtype, None)
             backward(*((total, normed) if y is None else (normed,)))
         for weight in (torch.zeros(5, channels), torch.zeros(channels, 5).T):
             products.multiply(torch.zeros(tokens, channels), weight)

@@ -320,10 +320,12 @@ class LogSigmoid(torch.autograd.Function):
         return dx, None, None
 
 
-def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centre: bool) -> tuple[Tensor, Tensor]:
-    """x + y (x if there is no y) and its norm, of x and y [R,C]."""
-    R, C = x.shape
-    total, normed, BC = x if y is None else torch.empty_like(x), torch.empty_like(x), power(C, 16)
+def add_norm(
+    x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centre: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """x + y (x if there is no y) and its norm in ``dtype``, of x and y [R,C]."""
+    (R, C), normed = x.shape, torch.empty_like(x, dtype=dtype)
+    total, BC = x if y is None else torch.empty_like(x, dtype=torch.promote_types(x.dtype, y.dtype)), power(C, 16)
     if x.numel():
         on_device_of(x, gates.penstock_add_norm)[(R,)](
             x, x if y is None else y, total, normed, weight, weight if bias is None else bias, C, eps,
@@ -337,10 +339,11 @@ class AddNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centre: bool, formula: Formula
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centre: bool, dtype: torch.dtype,
+        formula: Formula,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """The results."""
-        total, normed = add_norm(x, y, weight, bias, eps, centre)
+        total, normed = add_norm(x, y, weight, bias, eps, centre, dtype)
         ctx.save_for_backward(total, weight, bias)
         ctx.eps, ctx.centre, ctx.formula = eps, centre, formula
         ctx.set_materialize_grads(False)
@@ -366,4 +369,4 @@ class AddNorm(torch.autograd.Function):
                     **(limit(total, 64) if BC <= 4096 else {}),
                 )  # fmt: skip
             dweight, dbias = (None if one is None else summed(one, like) for one, like in zip(parts, (weight, bias)))
-        return dx, dx if ctx.needs_input_grad[1] else None, dweight, dbias, None, None, None
+        return dx, dx if ctx.needs_input_grad[1] else None, dweight, dbias, None, None, None, None
