@@ -25,20 +25,21 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from ...gpu.hopper_tiles import exp2, meet, plus, zeroed_behind
-from ...gpu.tiles import LOG2E, slot_of, tokens_of
+from ...gpu.hopper_tiles import exp2, meet, zeroed_behind
+from ...gpu.tiles import slot_of, tokens_of
+from .hopper_scalar_decays import (
+    C,
+    barriers,
+    decay_vectors,
+    expect,
+    gradients_of_decays,
+    log_decays,
+    place_of_decays,
+    store_decays,
+    sums_of_decays,
+)
 
-C = gl.constexpr(64)  # tokens in a chunk, key channels and value channels
 STAGES = gl.constexpr(2)
-GONE = gl.constexpr(-256.0)  # log2 units: 2^GONE is 0 in float32, and 64 sums of multiples of 2^-8 are exact
-COARSE = gl.constexpr(49152.0)  # 1.5 * 2^15: adding and subtracting it rounds to multiples of 2^-8
-
-
-@gluon.jit
-def expect(tiles, bars, c, chunks, STAGES: gl.constexpr):
-    """Announce the tiles of step c. Each tensor has barriers of its own: between copies with the same one, Triton has all warps meet."""
-    for n in gl.static_range(len(bars)):
-        mbarrier.expect(bars[n].index(c % STAGES), tiles[n].block_type.nbytes, pred=c < chunks)
 
 
 @gluon.jit
@@ -50,46 +51,6 @@ def ask(tiles, parts, bars, place, columns, c):
     for n in gl.static_range(4):
         tma.async_copy_global_to_shared(tiles[n], [line + chunk * C, columns[n]], bars[n].index(s), parts[n].index(s), pred=c < chunks)
     tma.async_copy_global_to_shared(tiles[4], [state + chunk * (H * C), 0], bars[4].index(s), parts[4].index(s), pred=c < chunks)
-
-
-@gluon.jit
-def log_decays(g, g_t, left, i):
-    """The decays of a chunk of ``left`` tokens in log2 units, 0 behind them."""
-    return gl.maximum(gl.load(g + i * g_t, mask=i < left, other=0.0).to(gl.float32) * LOG2E, GONE)
-
-
-@gluon.jit
-def sums_of_decays(d, vectors, at, scale):
-    """Store the sums of decays as multiples of 2^-8 and rests, scale 2^G and 2^R at ``at`` of four ``vectors``; returns 2^(G_L).
-
-    Sums of multiples are exact, and so are their differences: D is accurate for every decay.
-    """
-    whole = (d + COARSE) - COARSE
-    rest = d - whole
-    coarse = gl.associative_scan(whole, 0, plus)
-    fine = gl.associative_scan(rest, 0, plus)
-    all_coarse = gl.sum(whole, 0)
-    all_fine = gl.sum(rest, 0)
-    vectors[0].index(at).store(coarse)
-    vectors[1].index(at).store(fine)
-    vectors[2].index(at).store(exp2(coarse + fine) * scale)
-    vectors[3].index(at).store(exp2((all_coarse - coarse) + (all_fine - fine)))
-    return exp2(all_coarse + all_fine)
-
-
-@gluon.jit
-def before(a_sum, a_last, b_sum, b_last):
-    """For scans of pairs (0, x): the sums of x before an element, without a difference."""
-    return a_sum + a_last + b_sum, b_last
-
-
-@gluon.jit
-def gradients_of_decays(queries, keys, of_state, d, behind):
-    """dg of a chunk: ``queries`` and ``keys`` are the terms of tokens from t on and before t, ``of_state`` the term of the whole state."""
-    earlier = gl.associative_scan((gl.zeros_like(keys), keys), 0, before)[0]
-    d_gate = gl.associative_scan(queries, 0, plus, reverse=True)
-    d_gate += earlier + of_state
-    return gl.where((d < -126.0) | behind, 0.0, d_gate)
 
 
 @gluon.jit(do_not_specialize=["N", "T"])
@@ -129,13 +90,7 @@ def penstock_walk_bwd_hopper(
         dS = gl.load(last).to(gl.float32)
     g += b * g_b + row * g_t + head * g_h
     token = b * T + row
-    if STATIC:
-        dg += first_chunk.to(gl.int64) * H + head
-        if DG and PACKED:  # slots without a chunk
-            for slot in range(chunks, (slot_of(n + 1, begin + tokens, 0, T, C, True) - first_chunk).to(gl.int32)):
-                gl.store(dg + slot * H, 0.0)
-    else:
-        dg += token * H + head
+    dg = place_of_decays(dg, first_chunk, token, n, begin + tokens, chunks, H, head, STATIC, DG and PACKED)
 
     q_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, C], half)
     k_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, C], half)
@@ -145,20 +100,11 @@ def penstock_walk_bwd_hopper(
     dS_s = gl.allocate_shared_memory(gl.bfloat16, [C, C], half)  # later dv
     dA_s = gl.allocate_shared_memory(gl.bfloat16, [C, C], half)  # later dq
     read_s = gl.allocate_shared_memory(gl.bfloat16, [C, C], half)  # scale 2^G o dO, later dk
-    coarse_s = gl.allocate_shared_memory(gl.float32, [2, C], plain)
-    fine_s = gl.allocate_shared_memory(gl.float32, [2, C], plain)
-    factor_s = gl.allocate_shared_memory(gl.float32, [2, C], plain)
-    rest_s = gl.allocate_shared_memory(gl.float32, [2, C], plain)
-    vectors = (coarse_s, fine_s, factor_s, rest_s)  # apart: Triton has all warps meet between stores in one allocation
+    vectors = decay_vectors()
     of_queries_s = gl.allocate_shared_memory(gl.float32, [C], plain)
     of_keys_s = gl.allocate_shared_memory(gl.float32, [C], plain)
     of_state_s = gl.allocate_shared_memory(gl.float32, [C], plain)
-    q_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    o_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    state_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    bars = (q_bars, k_bars, v_bars, o_bars, state_bars)
+    bars = (barriers(STAGES), barriers(STAGES), barriers(STAGES), barriers(STAGES), barriers(STAGES))
     for m in gl.static_range(STAGES):
         for tensor in gl.static_range(5):
             mbarrier.init(bars[tensor].index(m), count=1)
@@ -277,10 +223,7 @@ def penstock_walk_bwd_hopper(
         if DG:
             of_state = gl.sum(of_state_s.load(line), 0) * decay
             d_gate = gradients_of_decays(of_queries_s.load(line), of_keys_s.load(line), of_state, d, i >= tokens - t)
-            if STATIC:
-                gl.store(dg + chunk.to(gl.int64) * H, gl.sum(d_gate, 0))
-            else:
-                gl.store(dg + (t + i).to(gl.int64) * H, d_gate.to(dg.dtype.element_ty), mask=i < tokens - t)
+            store_decays(dg, d_gate, chunk, i, tokens - t, H, STATIC)
         if DECAYS:
             d = coming
     if FIRST:

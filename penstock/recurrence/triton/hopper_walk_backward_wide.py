@@ -1,6 +1,6 @@
 """The backward pass without decays per channel on Hopper, in Gluon, of heads of 128 key channels and 64 value channels.
 
-Formulas and functions are those of ``hopper_walk_backward``. A program has two groups of four warps, and two programs fit on a
+Formulas are those of ``hopper_walk_backward``. A program has two groups of four warps, and two programs fit on a
 multiprocessor: 128 registers a thread and 109 KB of shared memory, so there is one stage of tiles. Tiles of the next chunk are loaded
 as soon as no product needs the memory: k, dO and S during the products of dk, q and v while gradients are stored. While a program waits for
 them, the other one computes. Addresses of tiles are computed in the loop: as loop invariants they spilled.
@@ -18,7 +18,17 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ...gpu.hopper_tiles import exp2, meet, unknown, zeroed_behind
 from ...gpu.tiles import slot_of, tokens_of
-from .hopper_walk_backward import C, expect, gradients_of_decays, log_decays, sums_of_decays
+from .hopper_scalar_decays import (
+    C,
+    barriers,
+    decay_vectors,
+    expect,
+    gradients_of_decays,
+    log_decays,
+    place_of_decays,
+    store_decays,
+    sums_of_decays,
+)
 
 K = gl.constexpr(128)
 STAGES = gl.constexpr(1)
@@ -80,13 +90,7 @@ def penstock_walk_bwd_wide_hopper(
         dS = gl.load(last).to(gl.float32)
     g += b * g_b + row * g_t + head * g_h
     token = b * T + row
-    if STATIC:
-        dg += first_chunk.to(gl.int64) * H + head
-        if DG and PACKED:  # slots without a chunk
-            for slot in range(chunks, (slot_of(n + 1, begin + tokens, 0, T, C, True) - first_chunk).to(gl.int32)):
-                gl.store(dg + slot * H, 0.0)
-    else:
-        dg += token * H + head
+    dg = place_of_decays(dg, first_chunk, token, n, begin + tokens, chunks, H, head, STATIC, DG and PACKED)
 
     q_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, K], half)
     k_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, K], half)
@@ -96,30 +100,21 @@ def penstock_walk_bwd_wide_hopper(
     all_dS_s = gl.allocate_shared_memory(gl.bfloat16, [1, K, C], half)  # later dk
     all_dA_s = gl.allocate_shared_memory(gl.bfloat16, [1, C, C], half)  # later dv
     both_s = gl.allocate_shared_memory(gl.bfloat16, [2, C, C], half)  # A and scale 2^G o dO, later dq
-    coarse_s = gl.allocate_shared_memory(gl.float32, [2, C], plain)
-    fine_s = gl.allocate_shared_memory(gl.float32, [2, C], plain)
-    factor_s = gl.allocate_shared_memory(gl.float32, [2, C], plain)
-    rest_s = gl.allocate_shared_memory(gl.float32, [2, C], plain)
-    vectors = (coarse_s, fine_s, factor_s, rest_s)  # apart: Triton has all warps meet between stores in one allocation
+    vectors = decay_vectors()
     of_queries_s = gl.allocate_shared_memory(gl.float32, [C, 2], plain2)
     of_pairs_s = gl.allocate_shared_memory(gl.float32, [C, 2], plain2)
     of_keys_s = gl.allocate_shared_memory(gl.float32, [C, 2], plain2)
     of_state_s = gl.allocate_shared_memory(gl.float32, [K], plain)
     e_s = gl.allocate_shared_memory(gl.float32, [C], plain)
-    q_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    o_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    state_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    bars = (q_bars, k_bars, v_bars, o_bars, state_bars)
+    bars = (barriers(STAGES), barriers(STAGES), barriers(STAGES), barriers(STAGES), barriers(STAGES))
     for tensor in gl.static_range(5):
         mbarrier.init(bars[tensor].index(0), count=1)
     fence_async_shared()
     meet()
     line_of = token.to(gl.int32)
     state_of = ((first_chunk * H + h) * K).to(gl.int32)
-    late, late_s, late_bars, late_columns = (q_tiles, v_tiles), (q_s, v_s), (q_bars, v_bars), (h * q_h, h * C)
-    early, early_s, early_bars = (k_tiles, o_tiles, state_tiles), (k_s, o_s, state_s), (k_bars, o_bars, state_bars)
+    late, late_s, late_bars, late_columns = (q_tiles, v_tiles), (q_s, v_s), (bars[0], bars[2]), (h * q_h, h * C)
+    early, early_s, early_bars = (k_tiles, o_tiles, state_tiles), (k_s, o_s, state_s), (bars[1], bars[3], bars[4])
     early_columns = (h * k_h, h * C, 0)
     at = line_of + (chunks - 1) * C
     state_at = state_of + (chunks - 1) * (H * K)
@@ -256,10 +251,7 @@ def penstock_walk_bwd_wide_hopper(
             keys = gl.convert_layout(gl.sum(of_keys_s.load(pairs), 1), line, assert_trivial=True)
             of_state = gl.sum(of_state_s.load(channels), 0) * decay
             d_gate = gradients_of_decays(queries, keys, of_state, d, i >= tokens - t)
-            if STATIC:
-                gl.store(dg + chunk.to(gl.int64) * H, gl.sum(d_gate, 0))
-            else:
-                gl.store(dg + (t + i).to(gl.int64) * H, d_gate.to(dg.dtype.element_ty), mask=i < tokens - t)
+            store_decays(dg, d_gate, chunk, i, tokens - t, H, STATIC)
         if DECAYS:
             d = coming
     if FIRST:

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ...gpu.hopper_tiles import exp2, meet, zeroed_behind
 from ...gpu.tiles import slot_of, tokens_of
-from .hopper_walk_backward import C, expect, log_decays, sums_of_decays
+from .hopper_scalar_decays import C, barriers, decay_vectors, expect, log_decays, sums_of_decays
 
 
 @gluon.jit
@@ -52,7 +52,6 @@ def penstock_walk_fwd_hopper(
     rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     line: gl.constexpr = gl.BlockedLayout([2], [32], [WARPS], [0])
     half: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
 
     pid = gl.program_id(0)
     h = pid % H
@@ -77,15 +76,8 @@ def penstock_walk_fwd_hopper(
     v_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, C], half)
     S_s = gl.allocate_shared_memory(gl.bfloat16, [K, C], half)
     out_s = gl.allocate_shared_memory(gl.bfloat16, [C, C], half)
-    coarse_s = gl.allocate_shared_memory(gl.float32, [2, C], plain)
-    fine_s = gl.allocate_shared_memory(gl.float32, [2, C], plain)
-    factor_s = gl.allocate_shared_memory(gl.float32, [2, C], plain)
-    rest_s = gl.allocate_shared_memory(gl.float32, [2, C], plain)
-    vectors = (coarse_s, fine_s, factor_s, rest_s)
-    q_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    bars = (q_bars, k_bars, v_bars)
+    vectors = decay_vectors()
+    bars = (barriers(STAGES), barriers(STAGES), barriers(STAGES))
     for m in gl.static_range(STAGES):
         for tensor in gl.static_range(3):
             mbarrier.init(bars[tensor].index(m), count=1)
