@@ -20,7 +20,7 @@ from triton.runtime.jit import JITFunction
 
 from penstock.engine import drawing, ranking
 from penstock.layers import fused
-from penstock.layers.triton import cross_entropy, few_rows_launch, launch, token_shift_launch
+from penstock.layers.triton import convolution_launch, cross_entropy, few_rows_launch, launch, token_shift_launch
 from penstock.layers.triton import rows as states
 from penstock.layers.triton import product as products
 
@@ -48,7 +48,7 @@ def compile_only(kernel, *args, grid, warmup, num_warps=4, num_stages=3, launch_
 JITFunction.run = compile_only
 
 
-launch.early = lambda device: {"launch_pdl": True}
+launch.early = convolution_launch.early = lambda device: {"launch_pdl": True}
 
 
 def learned(*shape):
@@ -97,6 +97,15 @@ for tokens, heads in product((1, 3), (1, 2)):
             states.write_rows(torch.zeros(tokens, channels), torch.zeros(1, channels), torch.zeros(tokens, dtype=torch.int64), ends)
 
 zeros = partial(torch.zeros, dtype=torch.bfloat16)
+for tokens, channels, width, bias in product((1, 3), (1, 70), (1, 4), (None, 1)):
+    bias, starts, bounds = bias and learned(channels), torch.zeros(tokens, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
+    given = (learned(tokens, channels), zeros(1, width - 1, channels), starts, bounds, learned(channels, width), bias, bias is None, None)
+    backward(convolution_launch.Convolution.apply(*given)[0])
+    for slots in (None, torch.zeros(tokens, dtype=torch.int64)):
+        x, pool, weight = zeros(tokens, channels), zeros(1, width - 1, channels), zeros(channels, width)
+        convolution_launch.convolved(x, pool, starts, slots, weight, bias, silu=True)
+        convolution_launch.tails(x, pool, bounds, slots, in_place=True)
+        convolution_launch.step(x, pool, slots, weight, bias, silu=True)
 for rows, size in ((1, 512), (9, 70)):
     x, weight, row = zeros(rows, size), zeros(48, size), zeros(size)
     few_rows_launch.products([x], [weight], zeros(rows, 48))
@@ -134,6 +143,7 @@ def test_every_fused_kernel_compiles_for_any_number_of_tokens():
     assert done.returncode == 0, done.stderr[-2000:]
     both = {f"{name}_{way}" for name in ("decay", "gated", "log_sigmoid", "norm_gate", "relu_squared", "shift") for way in ("bwd", "fwd")}
     both |= {f"shift_{name}_bwd" for name in ("hidden", "low_rank", "weights")}
+    both |= {f"convolution_{name}" for name in ("bwd", "fwd", "step", "tails")}
     decoding = {"low_rank", "product_of_few_rows", "products", "rwkv_step", "shifted_norm", "write_rows"}
     others = {"add_norm", "add_norm_bwd", "cross_entropy", "draw", "keep_ranks", "pick", "product", "sum_of_parts", *decoding}
     assert set(done.stdout.split()) == {f"penstock_{name}" for name in both | others}
