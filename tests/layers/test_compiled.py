@@ -189,3 +189,44 @@ def test_linear_maps_for_hopper_compile_without_spills():
         spill, shared = map(int, line.split()[:2])
         assert spill == 0, line
         assert shared <= 227 * 1024, line
+
+
+CONVOLUTIONS = """
+from itertools import product
+
+import torch
+
+from penstock.layers.triton import convolution
+from penstock.layers.triton.convolution_launch import CHANNELS, GROUP
+from penstock.tune.ahead import Job, Memory, kernel_name, resources
+
+R, C, wide, programs, tokens = 16384, 4352, 8512, 103, 160
+for arch, dtype, W in product(("sm_80", "sm_90", "gfx942"), (torch.bfloat16, torch.float32), (4, 8)):
+    x, y, pool = (Memory(dtype, R * C) for _ in range(3))
+    starts, bounds, slots = Memory(torch.int32, R), Memory(torch.int64, 9), Memory(torch.int64, 8)
+    weight, bias, sums = Memory(dtype, C * W), Memory(dtype, C), Memory(torch.float32, programs * (W + 1) * C)
+    strides, pdl = (wide, (W - 1) * C, C), arch == "sm_90"
+    constants = {"W": W, "BIAS": True, "SILU": True, "SLOTS": True, "BC": CHANNELS, "GROUP": GROUP, "PDL": pdl}
+    calls = {
+        convolution.penstock_convolution_fwd: (x, pool, starts, slots, weight, bias, y, R, C, *strides, tokens),
+        convolution.penstock_convolution_bwd: (x, pool, starts, weight, bias, y, y, sums, R, C, *strides, C, tokens),
+        convolution.penstock_convolution_tails: (x, bounds, slots, pool, pool, C, *strides, *strides[1:]),
+        convolution.penstock_convolution_step: (x, pool, slots, weight, bias, y, C, *strides),
+    }
+    for kernel, given in calls.items():
+        arguments = [*given, *(constants[name] for name in kernel.arg_names[len(given) :])]
+        options = (("num_warps", 1), ("launch_pdl", True)) if pdl else (("num_warps", 1),)
+        found = resources(Job(arch, kernel_name(kernel), tuple(arguments), options))
+        print(found.spill, found.shared, found.registers, arch, dtype, W, kernel.__name__)
+"""
+
+
+@pytest.mark.timeout(900)
+def test_short_convolutions_compile_without_spills():
+    environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", CONVOLUTIONS], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = done.stdout.splitlines()
+    assert len(lines) == 48
+    for line in lines:
+        assert line.startswith("0 0 "), line

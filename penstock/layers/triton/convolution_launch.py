@@ -24,9 +24,9 @@ def rows_of(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _programs(x: Tensor) -> tuple[int, int]:
-    """Programs, and tokens for each. Four programs of one warp count as one of ``shares``."""
-    programs, each = shares(blocks(x.shape[0], GROUP), blocks(blocks(x.shape[1], CHANNELS), 4))
+def _programs(x: Tensor, as_one: int) -> tuple[int, int]:
+    """Programs, and tokens for each. So many programs of one warp count as one of ``shares``: what a multiprocessor has registers for."""
+    programs, each = shares(blocks(x.shape[0], GROUP), blocks(blocks(x.shape[1], CHANNELS), as_one))
     return programs, each * GROUP
 
 
@@ -40,7 +40,7 @@ def convolved(
     (R, C), W = x.shape, weight.shape[1]
     y = x.new_empty(R, C)
     if y.numel():
-        (programs, tokens), pdl = _programs(x), early(x.device)
+        (programs, tokens), pdl = _programs(x, 8), early(x.device)
         on_device_of(x, convolution.penstock_convolution_fwd)[programs, blocks(C, CHANNELS)](
             x, tail, starts, starts if slots is None else slots, weight, weight if bias is None else bias, y,
             R, C, x.stride(0), tail.stride(0), tail.stride(1), tokens,
@@ -110,7 +110,7 @@ class Convolution(torch.autograd.Function):
             dx, d_before, dweight, dbias = by_formula(ctx.formula, (x, tail, weight, bias), (dy, d_tail))
             return dx, d_before, None, None, dweight, dbias, None, None
         (R, C), W, dy = x.shape, weight.shape[1], rows_of(dy)
-        programs, tokens = _programs(x)
+        programs, tokens = _programs(x, 4)
         dx, sums = x.new_empty(R, C), x.new_empty(programs, W + 1, C, dtype=torch.float32)
         if x.numel():
             on_device_of(x, convolution.penstock_convolution_bwd)[programs, blocks(C, CHANNELS)](
