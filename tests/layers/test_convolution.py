@@ -260,6 +260,18 @@ def test_tails_of_q_k_and_v_in_one_pool(without, on_a_cpu, monkeypatch):
     assert len(on_a_cpu) == 6 * (3 - len(without))
 
 
+def test_no_gradient_comes_from_behind_the_last_token():
+    """There a weighted input would be infinite, and the slope of silu NaN."""
+    case = Case(4, PACKED, True, True, FLOAT32)
+    x, tail, weight, bias = case.draw()
+    x[[39, 74], 3], weight[3] = 3e38, torch.tensor([10.0, 0.1, 0.1, 0.1])
+    leaves = [one.requires_grad_() for one in (x, weight, bias)]
+    y, _ = kernels.Convolution.apply(leaves[0], tail, *case.offsets(), *leaves[1:], True, None)
+    assert y.isfinite().all()
+    grads = torch.autograd.grad(y, leaves, torch.full_like(y, 1e-3))
+    assert all(one.isfinite().all() for one in grads)
+
+
 def test_nan_in_one_row_of_a_step_stays_there(on_a_cpu):
     one, x, pool = convolution_of(4), normal(3, 1, 70).float(), normal(5, 3, 70).float()
     x[1, 0, 3] = pool[0, 2, 5] = pool[3, 1, 6] = pool[2, 0, 7] = float("nan")
