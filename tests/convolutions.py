@@ -25,9 +25,10 @@ class Case:
 
     def draw(self, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """x [75,C] and tail [N,W-1,C] as columns of wider tensors, weight [C,W], bias [C] or None."""
-        x, tail = normal(75, self.C + 26)[:, 16:-10], normal(len(self.bounds) - 1, self.W - 1, self.C + 8, seed=1)[..., 8:]
+        x, tail = normal(75, self.C + 26), normal(len(self.bounds) - 1, self.W - 1, self.C + 8, seed=1)
         weight, bias = normal(self.C, self.W, seed=2), normal(self.C, seed=3)
         x, tail, weight, bias = (one.to(device, self.dtype) for one in (x, tail, weight, bias))
+        x, tail = x[:, 16:-10], tail[..., 8:]
         return x, tail, weight, bias if self.bias else None
 
     def offsets(self, device: str = "cpu") -> tuple[Tensor, Tensor]:
@@ -40,7 +41,7 @@ class Case:
 
 
 def cases(*dtypes: torch.dtype) -> list[Case]:
-    """All widths, and with the widest and a usual one all options."""
+    """All widths; for some of them also without bias or silu."""
     options = [(W, True, True) for W in WIDTHS] + [(4, False, True), (4, True, False), (2, False, False)]
     return [Case(W, bounds, bias, silu, dtype) for (W, bias, silu), bounds, dtype in product(options, (PACKED, BATCH), dtypes)]
 
@@ -85,15 +86,16 @@ def check(case: Case, convolution, formula, device: str = "cpu") -> None:
     allowed = 1.1 * (case.W + 1) * sizes + 16 * wanted.abs()
     assert ((y.cpu().double() - wanted).abs() <= every * allowed + once * (wanted.abs() + least)).all()
 
-    upstream = normal(75, case.C + 6, seed=5)[:, 6:].to(case.dtype)
+    upstream = normal(75, case.C + 6, seed=5).to(case.dtype)
     learned = [n for n in (0, 2, 3) if leaves[n] is not None]
-    grads = torch.autograd.grad(y, [leaves[n] for n in learned], upstream.to(device))
-    true = torch.autograd.grad(wanted, [exact[n] for n in learned], upstream.double())
+    grads = torch.autograd.grad(y, [leaves[n] for n in learned], upstream.to(device)[:, 6:])
+    upstream = upstream[:, 6:].double()
+    true = torch.autograd.grad(wanted, [exact[n] for n in learned], upstream)
     z, _ = loop(*(None if one is None else one.detach() for one in exact), case.bounds, False)
     slope = torch.sigmoid(z) * (1 + z * (1 - torch.sigmoid(z))) if case.silu else torch.ones_like(z)
     for n, found, one in zip(learned, grads, true):
         terms = case.W if n == 0 else 75
-        errors = upstream.double().abs() * (16 + 0.5 * (case.W + 1) * sizes.detach() + terms * slope.abs())
+        errors = upstream.abs() * (16 + 0.5 * (case.W + 1) * sizes.detach() + terms * slope.abs())
         (allowed,) = torch.autograd.grad(sizes, absolute[n], errors, retain_graph=True)
         assert found.dtype == case.dtype
         assert ((found.cpu().double() - one).abs() <= every * allowed + once * (one.abs() + least)).all(), n
