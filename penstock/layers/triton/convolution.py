@@ -166,14 +166,15 @@ def penstock_convolution_bwd(
                 z = _sum(window, now, w, base, W)
                 share = tl.sigmoid(z)
                 d *= share * (1 + z * (1 - share))
-            own = tl.where(r < last, d, 0.0)
+            mine = r < last
             found, after = (), ()
+            for j in tl.static_range(W):
+                value = window[j] if j < W - 1 else now
+                found += (tl.where(mine, tl.fma(d, value, dw[j]), dw[j]),)
             for j in tl.static_range(W - 1):
-                found += (tl.fma(own, window[j], dw[j]),)
-                summed = tl.where(place >= W - 1 - j, tl.fma(d, w[j], partial[j]), partial[j])
-                after += (summed,)
-            dw = found + (tl.fma(own, now, dw[W - 1]),)
-            db += own
+                after += (tl.where(place >= W - 1 - j, tl.fma(d, w[j], partial[j]), partial[j]),)
+            dw = found
+            db = tl.where(mine, db + d, db)
             after += (d * w[W - 1],)
             done = r - (W - 1)
             tl.store(results + tl.cast(C, tl.int64) * i, after[0].to(dx.dtype.element_ty), here & (done >= first) & (done < last))
