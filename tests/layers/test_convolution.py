@@ -69,17 +69,19 @@ def test_channels(C):
 
 
 @pytest.mark.parametrize("bounds", [PACKED, BATCH], ids=str)
-@pytest.mark.parametrize("used", ["tail", "new tail", "both"])
-def test_gradients_of_tails(used, bounds):
-    """Of the inputs before the first token, and by way of the new tail."""
+@pytest.mark.parametrize("learned", [True, False])
+@pytest.mark.parametrize("used", [(0,), (1,), (0, 1)], ids=str)
+def test_gradients_of_tails(used, learned, bounds):
+    """By way of y, of the new tail and of both; ``learned``: also of the inputs before the first token."""
     case = Case(4, bounds, True, True, FLOAT32)
-    x, tail, weight, bias = (one.requires_grad_() for one in case.draw())
-    exact = [one.detach().double().requires_grad_() for one in (x, tail, weight, bias)]
-    results = kernels.Convolution.apply(x, tail, *case.offsets(), weight, bias, True, formula_of(case)), loop(*exact, bounds, True)
+    given = [one.requires_grad_(learned or n != 1) for n, one in enumerate(case.draw())]
+    exact = [one.detach().double().requires_grad_(one.requires_grad) for one in given]
+    results = kernels.Convolution.apply(*given[:2], *case.offsets(), *given[2:], True, formula_of(case)), loop(*exact, bounds, True)
     grads = []
-    for (y, after), leaves in zip(results, ((x, tail, weight, bias), exact)):
-        parts = {"tail": (y,), "new tail": (after,), "both": (y, after)}[used]
-        grads.append(torch.autograd.grad(sum(one.sin().sum() for one in parts), leaves, allow_unused=True, materialize_grads=True))
+    for found, leaves in zip(results, (given, exact)):
+        inputs = [one for one in leaves if one.requires_grad]
+        loss = sum(found[n].sin().sum() for n in used)
+        grads.append(torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True))
     for one, other in zip(*grads):
         assert (one - other).norm() <= 1e-5 * other.norm()
 
