@@ -42,7 +42,7 @@ def _given(tail, row, tail_w, c, C, W: tl.constexpr):
 
 @triton.jit
 def _before(x, tail, starts, slots, r, c, C, x_n, tail_n, tail_w, W: tl.constexpr, SLOTS: tl.constexpr):
-    """The W - 1 inputs before token r, and its place in its sequence, or W - 1 if that is larger."""
+    """The W - 1 inputs before token r. ``place`` is that of r in its sequence, or W - 1 if that is larger."""
     n, place = tl.full([], -1, tl.int32), tl.full([], W - 1, tl.int32)
     for i in tl.static_range(W - 1):
         begins = tl.load(starts + r - i, (n < 0) & (r - i >= 0), other=-1)
@@ -56,7 +56,7 @@ def _before(x, tail, starts, slots, r, c, C, x_n, tail_n, tail_w, W: tl.constexp
         own = x + (r - back).to(tl.int64) * x_n
         given = tail + row * tail_n + (W - 1 + place - back).to(tl.int64) * tail_w
         window += (tl.load(tl.where(inside, own, given) + c, (inside | (row >= 0)) & (c < C), other=0.0).to(tl.float32),)
-    return window, place
+    return window
 
 
 @triton.jit
@@ -95,7 +95,7 @@ def penstock_convolution_fwd(
     begin(PDL)
     w = _weights(weight, c, C, W)
     base = tl.load(bias + c, here, other=0.0).to(tl.float32) if BIAS else tl.zeros([BC], tl.float32)
-    window, _ = _before(x, tail, starts, slots, first, c, C, x_n, tail_n, tail_w, W, SLOTS)
+    window = _before(x, tail, starts, slots, first, c, C, x_n, tail_n, tail_w, W, SLOTS)
     for group in range(tl.cdiv(tl.minimum(tokens, R - first), GROUP)):
         start = first + group * GROUP
         rows = x + start.to(tl.int64) * x_n + c
@@ -137,8 +137,8 @@ def penstock_convolution_bwd(
     here = c < C
     w = _weights(weight, c, C, W)
     base = tl.load(bias + c, here, other=0.0).to(tl.float32) if BIAS else tl.zeros([BC], tl.float32)
-    window, place = _before(x, tail, starts, starts, first, c, C, x_n, tail_n, tail_w, W, False)
-    place -= 1
+    window = _before(x, tail, starts, starts, first, c, C, x_n, tail_n, tail_w, W, False)
+    place = tl.full([], W, tl.int32)  # in the sequence; more, until one begins: sums of tokens before the first one are not stored
     partial, dw, db = (), (), tl.zeros([BC], tl.float32)
     for _ in tl.static_range(W - 1):
         partial += (tl.zeros([BC], tl.float32),)
