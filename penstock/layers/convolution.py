@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from .sequences import Sequences
+from .triton import kernels
 
 
 class ShortConvolution(nn.Conv1d):
@@ -16,12 +18,12 @@ class ShortConvolution(nn.Conv1d):
     .. math:: y_{t,c} = silu(b_c + \sum_{j=0}^{W-1} w_{c,j} x_{t-W+1+j,c})
 
     The state of a sequence is its last W - 1 inputs. Sums run over j in order, so a result depends neither on the other tokens of the
-    call nor on where a sequence is cut.
+    call nor on where a sequence is cut. On a GPU this is one Triton kernel each way, which computes in float32 and rounds once.
 
     hidden_size : int
         C. The weight is [C,1,W], as in ``nn.Conv1d``.
     width : int
-        W, at least 1.
+        W, at least 1. Above 8, PyTorch computes.
     bias : bool
         Whether there is b.
     """
@@ -34,13 +36,39 @@ class ShortConvolution(nn.Conv1d):
         """Zeros [count,W-1,C]."""
         return like.new_zeros(count, self.kernel_size[0] - 1, self.in_channels)
 
-    def forward(self, x: Tensor, tail: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """Map x [B,T,C] after ``tail`` [N,W-1,C] to y of the same shape; and the new tail [N,W-1,C]."""
-        W = self.kernel_size[0]
-        rows, windows, tail = sequences.extended(x, tail)
-        T, weight = rows.shape[1] - W + 1, self.weight.squeeze(1).to(x.dtype)
-        y = rows[:, :T] * weight[:, 0] if self.bias is None else torch.addcmul(self.bias.to(x.dtype), rows[:, :T], weight[:, 0])
-        for j in range(1, W):
-            y = torch.addcmul(y, rows[:, j : j + T], weight[:, j])
-        y = windows(y)
-        return nn.functional.silu(y) if self.activation else y, tail
+    def forward(self, x: Tensor, state: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """Map x [B,T,C] after the inputs ``state`` [N,W-1,C] to y of the same shape; and the new state.
+
+        In place, ``state`` is a pool [P,W-1,C]. A kernel updates its rows and returns the pool; else the new state is [N,W-1,C].
+        """
+        silu, weight, bias = self.activation is not None, self.weight.squeeze(1), self.bias
+        launch = kernels("convolution_launch", x, state, weight, bias)
+        if launch is None or weight.shape[1] > launch.WIDTH:
+            return convolution_formula(x, sequences.read(state), weight, bias, sequences=sequences, silu=silu)
+        rows, weight, bias = launch.rows_of(x.flatten(0, 1)), weight.contiguous(), None if bias is None else bias.contiguous()
+        if sequences.in_place and not torch.is_grad_enabled() and state.shape[0] and state.dtype == x.dtype and state.stride(-1) == 1:
+            slots = None if sequences.slots is None else sequences.slots.contiguous()
+            if sequences.single:
+                y: Tensor = launch.step(rows, state, slots, weight, bias, silu=silu)
+            else:
+                y = launch.convolved(rows, state, sequences.starts, slots, weight, bias, silu=silu)
+                launch.tails(rows, state, sequences.bounds, slots, in_place=True)
+            return y.view(x.shape), state
+        formula = partial(convolution_formula, sequences=sequences, silu=silu)
+        tail = launch.rows_of(sequences.read(state).to(x.dtype))
+        y, tail = launch.Convolution.apply(rows, tail, sequences.starts, sequences.bounds, weight, bias, silu, formula)
+        return y.view(x.shape), tail
+
+
+def convolution_formula(
+    x: Tensor, tail: Tensor, weight: Tensor, bias: Tensor | None, *, sequences: Sequences, silu: bool
+) -> tuple[Tensor, Tensor]:
+    """``ShortConvolution`` of x [B,T,C] or [B*T,C]: y of the same shape and the new tail, for ``tail`` [N,W-1,C] and a weight [C,W]."""
+    W, shape = weight.shape[1], x.shape
+    rows, windows, tail = sequences.extended(x.view(sequences.batch, sequences.tokens, shape[-1]), tail)
+    T, weight = rows.shape[1] - W + 1, weight.to(x.dtype)
+    y = rows[:, :T] * weight[:, 0] if bias is None else torch.addcmul(bias.to(x.dtype), rows[:, :T], weight[:, 0])
+    for j in range(1, W):
+        y = torch.addcmul(y, rows[:, j : j + T], weight[:, j])
+    y = windows(y).view(shape)
+    return nn.functional.silu(y) if silu else y, tail

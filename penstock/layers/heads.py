@@ -133,10 +133,14 @@ class HeadsMixer(Mixer):
         parts, rest = found[:3], found[3:]
         gate = rest.pop(0) if gates else None
         if self.heads.conv_size:
-            before = sequences.read(tails).split([part.shape[-1] for part in parts], -1)
+            before = tails.split([part.shape[-1] for part in parts], -1)
             convolutions = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
             pairs = [one(part, tail, sequences) for one, part, tail in zip(convolutions, parts, before)]
-            parts, tails = [part for part, _ in pairs], torch.cat([tail for _, tail in pairs], -1)
+            parts, after = [part for part, _ in pairs], tuple(tail for _, tail in pairs)
+            if any(one is other for one, other in zip(after, before)):  # in place; a kernel may have updated some of them only
+                sequences.write(before, after)
+            else:
+                tails = torch.cat(after, -1)
         K, V = self.head_sizes
         q, k, v = (part.unflatten(-1, (-1, size)) for part, size in zip(parts, (K, K, V)))
         return Projected(q, k, v, gate, rest, tails)

@@ -116,7 +116,7 @@ class Mamba2(Mixer):
         """Y and the new state."""
         H, K, V, G = self.config.num_heads, self.config.state_size, self.config.head_dim, self.config.n_groups
         z, mixed, dt = self.in_proj(x).split([H * V, self.conv1d.in_channels, H], -1)
-        mixed, tail = self.conv1d(mixed, sequences.read(state.tail), sequences)
+        mixed, tail = self.conv1d(mixed, state.tail, sequences)
         x, B, C = mixed.split([H * V, G * K, G * K], -1)
         x, B, C = x.unflatten(-1, (H, V)), B.unflatten(-1, (G, K)), C.unflatten(-1, (G, K))
         dtype = state_dtype(dt.dtype)

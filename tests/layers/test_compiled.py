@@ -20,7 +20,7 @@ from triton.runtime.jit import JITFunction
 
 from penstock.engine import drawing, ranking
 from penstock.layers import fused
-from penstock.layers.triton import cross_entropy, few_rows_launch, launch, token_shift_launch
+from penstock.layers.triton import convolution_launch, cross_entropy, few_rows_launch, launch, token_shift_launch
 from penstock.layers.triton import rows as states
 from penstock.layers.triton import product as products
 
@@ -48,7 +48,7 @@ def compile_only(kernel, *args, grid, warmup, num_warps=4, num_stages=3, launch_
 JITFunction.run = compile_only
 
 
-launch.early = lambda device: {"launch_pdl": True}
+launch.early = convolution_launch.early = lambda device: {"launch_pdl": True}
 
 
 def learned(*shape):
@@ -97,6 +97,15 @@ for tokens, heads in product((1, 3), (1, 2)):
             states.write_rows(torch.zeros(tokens, channels), torch.zeros(1, channels), torch.zeros(tokens, dtype=torch.int64), ends)
 
 zeros = partial(torch.zeros, dtype=torch.bfloat16)
+for tokens, channels, width, bias in product((1, 3), (1, 70), (1, 4), (None, 1)):
+    bias, starts, bounds = bias and learned(channels), torch.zeros(tokens, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
+    given = (learned(tokens, channels), zeros(1, width - 1, channels), starts, bounds, learned(channels, width), bias, bias is None, None)
+    backward(convolution_launch.Convolution.apply(*given)[0])
+    for slots in (None, torch.zeros(tokens, dtype=torch.int64)):
+        x, pool, weight = zeros(tokens, channels), zeros(1, width - 1, channels), zeros(channels, width)
+        convolution_launch.convolved(x, pool, starts, slots, weight, bias, silu=True)
+        convolution_launch.tails(x, pool, bounds, slots, in_place=True)
+        convolution_launch.step(x, pool, slots, weight, bias, silu=True)
 for rows, size in ((1, 512), (9, 70)):
     x, weight, row = zeros(rows, size), zeros(48, size), zeros(size)
     few_rows_launch.products([x], [weight], zeros(rows, 48))
@@ -134,6 +143,7 @@ def test_every_fused_kernel_compiles_for_any_number_of_tokens():
     assert done.returncode == 0, done.stderr[-2000:]
     both = {f"{name}_{way}" for name in ("decay", "gated", "log_sigmoid", "norm_gate", "relu_squared", "shift") for way in ("bwd", "fwd")}
     both |= {f"shift_{name}_bwd" for name in ("hidden", "low_rank", "weights")}
+    both |= {f"convolution_{name}" for name in ("bwd", "fwd", "step", "tails")}
     decoding = {"low_rank", "product_of_few_rows", "products", "rwkv_step", "shifted_norm", "write_rows"}
     others = {"add_norm", "add_norm_bwd", "cross_entropy", "draw", "keep_ranks", "pick", "product", "sum_of_parts", *decoding}
     assert set(done.stdout.split()) == {f"penstock_{name}" for name in both | others}
@@ -179,3 +189,44 @@ def test_linear_maps_for_hopper_compile_without_spills():
         spill, shared = map(int, line.split()[:2])
         assert spill == 0, line
         assert shared <= 227 * 1024, line
+
+
+CONVOLUTIONS = """
+from itertools import product
+
+import torch
+
+from penstock.layers.triton import convolution
+from penstock.layers.triton.convolution_launch import CHANNELS, GROUP
+from penstock.tune.ahead import Job, Memory, kernel_name, resources
+
+R, C, wide, programs, tokens = 16384, 4352, 8512, 103, 160
+for arch, dtype, W in product(("sm_80", "sm_90", "gfx942"), (torch.bfloat16, torch.float32), (4, 8)):
+    x, y, pool = (Memory(dtype, R * C) for _ in range(3))
+    starts, bounds, slots = Memory(torch.int32, R), Memory(torch.int64, 9), Memory(torch.int64, 8)
+    weight, bias, sums = Memory(dtype, C * W), Memory(dtype, C), Memory(torch.float32, programs * (W + 1) * C)
+    strides, pdl = (wide, (W - 1) * C, C), arch == "sm_90"
+    constants = {"W": W, "BIAS": True, "SILU": True, "SLOTS": True, "BC": CHANNELS, "GROUP": GROUP, "PDL": pdl}
+    calls = {
+        convolution.penstock_convolution_fwd: (x, pool, starts, slots, weight, bias, y, R, C, *strides, tokens),
+        convolution.penstock_convolution_bwd: (x, pool, starts, weight, bias, y, y, sums, R, C, *strides, C, tokens),
+        convolution.penstock_convolution_tails: (x, bounds, slots, pool, pool, C, *strides, *strides[1:]),
+        convolution.penstock_convolution_step: (x, pool, slots, weight, bias, y, C, *strides),
+    }
+    for kernel, given in calls.items():
+        arguments = [*given, *(constants[name] for name in kernel.arg_names[len(given) :])]
+        options = (("num_warps", 1), ("launch_pdl", True)) if pdl else (("num_warps", 1),)
+        found = resources(Job(arch, kernel_name(kernel), tuple(arguments), options))
+        print(found.spill, found.shared, found.registers, arch, dtype, W, kernel.__name__)
+"""
+
+
+@pytest.mark.timeout(900)
+def test_short_convolutions_compile_without_spills():
+    environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", CONVOLUTIONS], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = done.stdout.splitlines()
+    assert len(lines) == 48
+    for line in lines:
+        assert line.startswith("0 0 "), line

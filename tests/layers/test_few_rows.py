@@ -8,11 +8,12 @@ from architectures import ARCHITECTURES, SIZES, flat, model_of
 from formulas import error
 
 from penstock.gpu.target import interpreting
-from penstock.layers import fused, linear
+from penstock.layers import convolution, fused, linear
 from penstock.layers.sequences import Sequences
 from penstock.recurrence import functional
 
 launch = pytest.importorskip("penstock.layers.triton.few_rows_launch")
+convolution_launch = pytest.importorskip("penstock.layers.triton.convolution_launch")
 pytestmark = pytest.mark.skipif(not interpreting(), reason="needs Triton's interpreter")
 DTYPES = [torch.float32, torch.float16]
 
@@ -215,16 +216,17 @@ def test_steps_have_the_states_of_updates_in_place():
 @pytest.fixture
 def launched(monkeypatch):
     """The functions that are called while the kernels of decode steps take tensors on a CPU."""
-    taken = ("products", "low_rank", "low_rank_decay", "shifted_norm", "rwkv_step")
-    names, whole = [], {name: getattr(launch, name) for name in taken}
+    taken = dict.fromkeys(("products", "low_rank", "low_rank_decay", "shifted_norm", "rwkv_step"), launch)
+    taken |= dict.fromkeys(("convolved", "tails", "step"), convolution_launch)
+    names, whole = [], {name: getattr(one, name) for name, one in taken.items()}
 
     def watched(name):
         return lambda *args, **options: names.append(name) or whole[name](*args, **options)
 
-    for name in whole:
-        monkeypatch.setattr(launch, name, watched(name))
+    for name, one in taken.items():
+        monkeypatch.setattr(one, name, watched(name))
     monkeypatch.setattr(linear.native, "takes", lambda x, weight, many: False)
-    for module in (fused, linear):
+    for module in (convolution, fused, linear):
         monkeypatch.setattr(module, "kernels", lambda name, *tensors: import_module(f"penstock.layers.triton.{name}"))
     return names
 
@@ -254,6 +256,8 @@ def test_decode_steps_of_models(name, dtype, request):
         expected |= {"rwkv_step"}
     if name == "rwkv6":
         expected |= {"low_rank", "low_rank_decay"}
+    if any(isinstance(one, convolution.ShortConvolution) for one in model.modules()):
+        expected |= {"convolved", "tails", "step"}
     assert set(names) == expected
 
 

@@ -9,11 +9,12 @@ from architectures import ARCHITECTURES, SIZES, model_of
 from formulas import error
 
 from penstock.gpu.target import interpreting
-from penstock.layers import fused
+from penstock.layers import convolution, fused
 from penstock.layers.norms import RMSNorm
 from penstock.layers.sequences import Sequences
 
 launch = pytest.importorskip("penstock.layers.triton.launch")
+convolution_launch = pytest.importorskip("penstock.layers.triton.convolution_launch")
 few_rows_launch = pytest.importorskip("penstock.layers.triton.few_rows_launch")
 token_shift_launch = pytest.importorskip("penstock.layers.triton.token_shift_launch")
 product = pytest.importorskip("penstock.layers.triton.product")
@@ -398,11 +399,13 @@ def test_empty_inputs():
 def on_a_cpu(monkeypatch):
     """Kernels take tensors on a CPU; how often each autograd function ran."""
     ran = Counter()
-    for name in ("AddNorm", "NormGate", "NormGateLinear", "TokenShift", "Activated", "ActivatedLinear", "ReluSquared", "Decay"):
-        one = getattr(token_shift_launch if name == "TokenShift" else launch, name)
+    others = {"TokenShift": token_shift_launch, "Convolution": convolution_launch}
+    for name in ("AddNorm", "NormGate", "NormGateLinear", "Activated", "ActivatedLinear", "ReluSquared", "Decay", *others):
+        one = getattr(others.get(name, launch), name)
         monkeypatch.setattr(one, "forward", staticmethod(lambda *given, name=name, whole=one.forward: ran.update([name]) or whole(*given)))
     modules = {"launch": launch, "token_shift_launch": token_shift_launch}
     monkeypatch.setattr(fused, "kernels", lambda name, *tensors: modules.get(name))
+    monkeypatch.setattr(convolution, "kernels", lambda name, *tensors: convolution_launch)
     return ran
 
 
@@ -436,6 +439,7 @@ def test_training_steps_of_models(name, request):
     norms = [model.embedding_norm, *(one for layer in model.layers for one in (layer.mixer_norm, layer.channel_norm)), model.norm]
     norms = sum(one is not None for one in norms)
     assert ran["AddNorm"] == norms
+    assert ran["Convolution"] == sum(isinstance(one, convolution.ShortConvolution) for one in model.modules())
     for checkpointing in (True, "selective"):
         again, kept = trained(model, checkpointing)
         assert all(torch.equal(x, y) for x, y in zip(again, found))

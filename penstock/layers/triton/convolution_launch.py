@@ -1,0 +1,123 @@
+"""Short causal convolutions: the launches of their kernels, and the autograd function."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...gpu.launch import on_device_of
+from . import convolution
+from .launch import Formula, Tensors, blocks, by_formula, early, shares
+
+WIDTH = 8
+"""The kernels' largest W: each input of a sum is a register."""
+CHANNELS = 128
+"""Channels of a program, which is one warp: loads of 8 or 16 bytes a thread."""
+GROUP = 4
+"""Tokens whose loads are in flight together."""
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """The tensor, or a copy, with neighbouring channels beside each other, as kernels read it."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _programs(x: Tensor, as_one: int) -> tuple[int, int]:
+    """Programs, and tokens for each. So many programs of one warp count as one of ``shares``: what a multiprocessor has registers for."""
+    programs, each = shares(blocks(x.shape[0], GROUP), blocks(blocks(x.shape[1], CHANNELS), as_one))
+    return programs, each * GROUP
+
+
+def convolved(
+    x: Tensor, tail: Tensor, starts: Tensor, slots: Tensor | None, weight: Tensor, bias: Tensor | None, *, silu: bool
+) -> Tensor:  # fmt: skip
+    """y [R,C] of x [R,C] after ``tail`` [n,W-1,C], or with slots the rows of a pool: ``ShortConvolution``.
+
+    starts [R] is the sequence that begins with a token, or -1; slots [n]; weight [C,W], contiguous; bias [C].
+    """
+    (R, C), W = x.shape, weight.shape[1]
+    y = x.new_empty(R, C)
+    if y.numel():
+        (programs, tokens), pdl = _programs(x, 8), early(x.device)
+        on_device_of(x, convolution.penstock_convolution_fwd)[programs, blocks(C, CHANNELS)](
+            x, tail, starts, starts if slots is None else slots, weight, weight if bias is None else bias, y,
+            R, C, x.stride(0), tail.stride(0), tail.stride(1), tokens,
+            W=W, BIAS=bias is not None, SILU=silu, SLOTS=slots is not None, GROUP=GROUP, BC=CHANNELS, PDL=bool(pdl), num_warps=1, **pdl,
+        )  # fmt: skip
+    return y
+
+
+def tails(x: Tensor, tail: Tensor, bounds: Tensor, slots: Tensor | None = None, *, in_place: bool = False) -> Tensor:
+    """The last W - 1 inputs [n,W-1,C] of sequences of x [R,C] behind ``tail``. ``in_place``: they replace the rows of it, which is a pool.
+
+    bounds [n+1] are where sequences begin, and the end. Without slots [n], sequence n has row n.
+    """
+    N, C, W = bounds.shape[0] - 1, x.shape[1], tail.shape[1] + 1
+    after = tail if in_place else x.new_empty(N, W - 1, C)
+    if N * (W - 1) * C:
+        pdl = early(x.device)
+        on_device_of(x, convolution.penstock_convolution_tails)[N, blocks(C, CHANNELS)](
+            x, bounds, bounds if slots is None else slots, tail, after, C, x.stride(0), *tail.stride()[:2], *after.stride()[:2],
+            W=W, SLOTS=slots is not None, BC=CHANNELS, PDL=bool(pdl), num_warps=1, **pdl,
+        )  # fmt: skip
+    if in_place:
+        _written(tail)
+    return after
+
+
+def step(x: Tensor, pool: Tensor, slots: Tensor | None, weight: Tensor, bias: Tensor | None, *, silu: bool) -> Tensor:
+    """y [R,C] of tokens x [R,C] that are the only ones of their sequences; their rows of the pool [P,W-1,C] are updated in place."""
+    (R, C), pdl = x.shape, early(x.device)
+    y = x.new_empty(R, C)
+    if y.numel():
+        on_device_of(x, convolution.penstock_convolution_step)[R, blocks(C, CHANNELS)](
+            x, pool, x if slots is None else slots, weight, weight if bias is None else bias, y,
+            C, x.stride(0), pool.stride(0), pool.stride(1),
+            W=weight.shape[1], BIAS=bias is not None, SILU=silu, SLOTS=slots is not None, BC=CHANNELS, PDL=bool(pdl), num_warps=1, **pdl,
+        )  # fmt: skip
+        _written(pool)
+    return y
+
+
+def _written(pool: Tensor) -> None:
+    if not pool.is_inference():
+        torch.autograd.graph.increment_version(pool)
+
+
+class Convolution(torch.autograd.Function):
+    """x [R,C], tail [n,W-1,C], starts [R], bounds [n+1], weight [C,W], bias [C] or None: y [R,C] and the new tail [n,W-1,C].
+
+    Neighbouring channels of x and tail are beside each other. No value before silu is kept.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, tail: Tensor, starts: Tensor, bounds: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, formula: Formula
+    ) -> tuple[Tensor, Tensor]:
+        """The results."""
+        ctx.save_for_backward(x, tail, starts, weight, bias)
+        ctx.silu, ctx.formula = silu, formula
+        ctx.set_materialize_grads(False)
+        return convolved(x, tail, starts, None, weight, bias, silu=silu), tails(x, tail, bounds)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, d_tail: Tensor | None) -> Tensors:
+        """Gradients of all arguments."""
+        x, tail, starts, weight, bias = ctx.saved_tensors
+        if torch.is_grad_enabled() or ctx.needs_input_grad[1] or dy is None or d_tail is not None:
+            dx, d_before, dweight, dbias = by_formula(ctx.formula, (x, tail, weight, bias), (dy, d_tail))
+            return dx, d_before, None, None, dweight, dbias, None, None
+        (R, C), W, dy = x.shape, weight.shape[1], rows_of(dy)
+        programs, tokens = _programs(x, 4)
+        dx, sums = x.new_empty(R, C), x.new_empty(programs, W + 1, C, dtype=torch.float32)
+        if x.numel():
+            on_device_of(x, convolution.penstock_convolution_bwd)[programs, blocks(C, CHANNELS)](
+                x, tail, starts, weight, weight if bias is None else bias, dy, dx, sums,
+                R, C, x.stride(0), tail.stride(0), tail.stride(1), dy.stride(0), tokens,
+                W=W, BIAS=bias is not None, SILU=ctx.silu, GROUP=GROUP, BC=CHANNELS, num_warps=1,
+            )  # fmt: skip
+        total = sums.sum(0)
+        dweight, dbias = total[:W].T.to(weight.dtype).contiguous(), None if bias is None else total[W].to(bias.dtype)
+        return dx, None, None, None, dweight, dbias, None, None
