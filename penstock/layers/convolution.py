@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from ..call.recompute import again
 from .sequences import Sequences
 from .triton import kernels
 
@@ -56,8 +57,9 @@ class ShortConvolution(nn.Conv1d):
             return y.view(x.shape), state
         formula = partial(convolution_formula, sequences=sequences, silu=silu)
         tail = launch.rows_of(sequences.read(state).to(x.dtype))
-        y, tail = launch.Convolution.apply(rows, tail, sequences.starts, sequences.bounds, weight, bias, silu, formula)
-        return y.view(x.shape), tail
+        y, after = launch.Convolution.apply(rows, tail, sequences.starts, sequences.bounds, weight, bias, silu, formula)
+        again(y, lambda *given: launch.convolved(*given[:3], None, *given[3:], silu=silu), rows, tail, sequences.starts, weight, bias)
+        return y.view(x.shape), after
 
 
 def convolution_formula(
