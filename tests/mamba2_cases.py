@@ -109,3 +109,27 @@ def check_gated_norm(sizes, dtype, device, mapped, tokens=(2, 7), K=5):
         return (y @ after.T,) if mapped else (y, after * 1)
 
     compare(ours, exact, (o, whole, mixed, D, weight, after), dtype)
+
+
+def layer_tensors(B, T, dtype=torch.float32, device="cpu"):
+    """o, x, D, z, weight, dt, dt_bias, A_log of a layer with 3 heads of 8 channels, all as the layer has them."""
+    whole, mixed = projected(B, T, 3, 8, 5, dtype, device)
+    o, x = normal(B, T, 3, 8, dtype=dtype, device=device), mixed[..., :24].unflatten(-1, (3, 8))
+    D, weight = normal(3, dtype=dtype, device=device), normal(24, dtype=dtype, device=device)
+    dt_bias, A_log = (normal(3, seed=n, device=device) for n in (1, 2))
+    return o, x, D, whole[..., :24], weight, whole[..., -3:], dt_bias, A_log
+
+
+def check_nan(device):
+    """A NaN stays its token's own. It is not clamped."""
+    o, x, D, z, weight, dt, dt_bias, A_log = (one.clone() for one in layer_tensors(1, 5, device=device))
+    z[0, 1, 3], dt[0, 2, 1], x[0, 4, 0, 0] = torch.nan, torch.nan, torch.nan
+    inputs = [one.requires_grad_() for one in (o, x, z, dt)]
+    g, v, same = time_steps(dt, dt_bias, A_log, x, (0.0, 1.0))
+    y = gated_norm(o, same, D, z, norm_of(weight, 1), nn.Identity())
+    assert g.isnan().nonzero().tolist() == [[0, 2, 1]]
+    assert v.isnan().flatten(-2).any(-1).nonzero().tolist() == [[0, 2], [0, 4]]
+    assert y.isnan().all(-1)[0].tolist() == [False, True, False, False, True]
+    d_o, dx, dz, d_dt = torch.autograd.grad([y, g, v], inputs, [torch.ones_like(one) for one in (y, g, v)])
+    for one, rows in ((d_o, [1, 4]), (dz, [1, 4]), (dx, [1, 2, 4]), (d_dt, [2, 4])):
+        assert one.isnan().flatten(2).any(-1)[0].nonzero().flatten().tolist() == rows

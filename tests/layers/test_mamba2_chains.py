@@ -6,7 +6,7 @@ from collections import Counter
 import mamba2_cases as cases
 import pytest
 import torch
-from mamba2_cases import exact_gated_norm, linear_of, norm_of, normal
+from mamba2_cases import exact_gated_norm, layer_tensors, linear_of, norm_of, normal
 from torch import nn
 
 from penstock.gpu.target import interpreting
@@ -112,13 +112,6 @@ def test_second_derivatives_of_gated_norms(mapped, tokens):
         torch.testing.assert_close(one, exact, rtol=1e-4, atol=1e-4)
 
 
-def layer_tensors(B, T, dtype=torch.float32):
-    """o, x, D, z, weight, dt, dt_bias, A_log of a layer with 3 heads of 8 channels, all as the layer has them."""
-    whole, mixed = cases.projected(B, T, 3, 8, 5, dtype, "cpu")
-    o, x = normal(B, T, 3, 8, dtype=dtype), mixed[..., :24].unflatten(-1, (3, 8))
-    return o, x, normal(3, dtype=dtype), whole[..., :24], normal(24, dtype=dtype), whole[..., -3:], normal(3, seed=1), normal(3, seed=2)
-
-
 def test_tensors_are_read_in_place(monkeypatch):
     """Views of wider tensors and tokens that are one, evenly spaced or expanded are not copied; others are."""
     seen = []
@@ -162,17 +155,18 @@ def test_results_of_a_token_do_not_depend_on_the_others():
 
 
 def test_nan_of_a_token_stays_its_own():
-    o, x, D, z, weight, dt, dt_bias, A_log = (one.clone() for one in layer_tensors(1, 5))
-    z[0, 1, 3], dt[0, 2, 1], x[0, 4, 0, 0] = torch.nan, torch.nan, torch.nan
-    inputs = [one.requires_grad_() for one in (o, x, z, dt)]
-    g, v, same = time_steps(dt, dt_bias, A_log, x, (0.0, 1.0))
-    y = gated_norm(o, same, D, z, norm_of(weight, 1), nn.Identity())
-    assert g.isnan().nonzero().tolist() == [[0, 2, 1]]
-    assert v.isnan().flatten(-2).any(-1).nonzero().tolist() == [[0, 2], [0, 4]]
-    assert y.isnan().all(-1)[0].tolist() == [False, True, False, False, True]
-    d_o, dx, dz, d_dt = torch.autograd.grad([y, g, v], inputs, [torch.ones_like(one) for one in (y, g, v)])
-    for one, rows in ((d_o, [1, 4]), (dz, [1, 4]), (dx, [1, 2, 4]), (d_dt, [2, 4])):
-        assert one.isnan().flatten(2).any(-1)[0].nonzero().flatten().tolist() == rows
+    cases.check_nan("cpu")
+
+
+@pytest.mark.parametrize("apart", [lambda d: d.transpose(0, 1).contiguous().transpose(0, 1), lambda d: d[:1, :1].expand_as(d)])
+def test_upstream_gradients_of_any_strides(apart):
+    o, x, D, z, weight, dt, dt_bias, A_log = given = [one.requires_grad_() for one in layer_tensors(2, 5)]
+    results = [*time_steps(dt, dt_bias, A_log, x, (0.0, 1.0)), gated_norm(o, x, D, z, norm_of(weight, 1), nn.Identity())]
+    upstream = [apart(normal(*one.shape)) for one in results]
+    assert not upstream[3].is_contiguous()
+    found = torch.autograd.grad(results, given, upstream, retain_graph=True)
+    wanted = torch.autograd.grad(results, given, [one.contiguous() for one in upstream])
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted))
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (2, 0), (1, 0)])
