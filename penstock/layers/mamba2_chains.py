@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..call import private
+from ..call.recompute import again
 from ..recurrence.declaration import state_dtype
 from .linear import linear, plain_weights, runs_as_written
 from .norms import GroupedRMSNorm, grouped_rms_norm
@@ -31,12 +32,18 @@ def time_steps(
     Returns g [B,T,H], float32 (float64 for float64 dt), v [B,T,H,V], and x for its other uses: the kernel of the backward pass adds
     their gradient to that of x.
     """
-    formula = partial(time_steps_formula, limits=limits)
+    low, high = map(float, limits)
+    formula = partial(time_steps_formula, limits=(low, high))
     launch = kernels("mamba2_launch", dt, dt_bias, A_log, x) if x.shape[-1] <= 2048 else None
     if launch is None or dt.dtype != x.dtype or private.autocasting():
-        return formula(dt, dt_bias, A_log, x)
+        return again(formula(dt, dt_bias, A_log, x), formula, dt, dt_bias, A_log, x)
     given = _rows(dt), dt_bias.contiguous(), A_log.contiguous(), _rows(x)
-    g, v, same = launch.TimeSteps.apply(*given, *map(float, limits), formula)
+
+    def function(*given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        found: tuple[Tensor, Tensor, Tensor] = launch.TimeSteps.apply(*given, low, high, formula)
+        return found
+
+    g, v, same = again(function(*given), function, *given)
     return g.view(dt.shape), v.view(x.shape), same.view(x.shape)
 
 

@@ -9,6 +9,7 @@ import torch
 from mamba2_cases import exact_gated_norm, layer_tensors, linear_of, norm_of, normal
 from torch import nn
 
+from penstock.call.recompute import recomputing
 from penstock.gpu.target import interpreting
 from penstock.layers import mamba2_chains
 from penstock.layers.linear import Linear
@@ -205,6 +206,29 @@ def test_nothing_is_kept_but_inputs(dtype):
     ):
         found, _results = kept(function)
         assert found <= inputs
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_values_and_log_decays_are_computed_again_inside_of_recomputing(fused, monkeypatch):
+    if not fused:
+        monkeypatch.setattr(mamba2_chains, "kernels", lambda name, *tensors: None)
+    _, x, _, _, _, dt, dt_bias, A_log = layer_tensors(2, 50, torch.float16)
+    inputs = [one.requires_grad_() for one in (dt, dt_bias, A_log, x)]
+
+    def losses():
+        g, v, _ = time_steps(*inputs, (0.0, 1.0))
+        return g, v, g.sin(), v.sin()
+
+    def inside():
+        with recomputing():
+            return losses()
+
+    grads = []
+    for function in (losses, inside):
+        found, (g, v, *results) = kept(function)
+        assert ({one.untyped_storage().data_ptr() for one in (g, v)} <= found) == (function is losses)
+        grads.append(torch.autograd.grad(results, inputs, [torch.ones_like(one) for one in results]))
+    assert all(torch.equal(one, other) for one, other in zip(*grads))
 
 
 @pytest.mark.parametrize("reason", ["autocast", "hooks", "class", "dtypes", "wide"])
