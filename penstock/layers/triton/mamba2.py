@@ -111,23 +111,33 @@ def penstock_gated_norm_fwd(
     weight,  # [G*S]
     y,  # [R,G*S]
     G, o_r, x_r, z_r, eps,
-    S: tl.constexpr, V: tl.constexpr, UNIT: tl.constexpr, PIECE: tl.constexpr, BC: tl.constexpr, PDL: tl.constexpr,
+    S: tl.constexpr, V: tl.constexpr, UNIT: tl.constexpr, PIECE: tl.constexpr, BC: tl.constexpr, COUNT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y = norm((o + D x) silu(z)) weight, the norm by the root mean square of a group of S = H V / G channels.
 
-    A program computes a group of a token. Its channels are a tile of pieces of PIECE channels, each of one head.
+    A program computes a group of a token, in COUNT blocks of BC channels: tiles of pieces of PIECE channels, each of one head.
     """
     r, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * S
     piece = tl.arange(0, BC // PIECE) * PIECE
-    here = (piece < S)[:, None]
-    c = first + piece[:, None] + tl.arange(0, PIECE)[None, :]
+    lane = tl.arange(0, PIECE)[None, :]
     begin(PDL)
-    skip = tl.load(D + (first + piece) // V, piece < S, other=0.0).to(tl.float32)[:, None]
-    _, gate, share, total = _gated(o + r * o_r * UNIT + c, x + r * x_r * UNIT + c, z + r * z_r * UNIT + c, skip, here, "")
-    w = tl.load(weight + c, here, other=0.0).to(tl.float32)
-    gated = total * gate * share
-    scale = tl.rsqrt(tl.sum(tl.sum(gated * gated, 1), 0) / S + eps)
-    tl.store(y + r * G * S + c, (gated * scale * w).to(y.dtype.element_ty), here)
+    squares = tl.zeros([BC // PIECE], tl.float32)
+    blocks = ()
+    for n in tl.static_range(COUNT):
+        at = n * BC + piece
+        here = (at < S)[:, None]
+        c = first + at[:, None] + lane
+        skip = tl.load(D + (first + at) // V, at < S, other=0.0).to(tl.float32)[:, None]
+        _, gate, share, total = _gated(o + r * o_r * UNIT + c, x + r * x_r * UNIT + c, z + r * z_r * UNIT + c, skip, here, "")
+        gated = total * gate * share
+        squares += tl.sum(gated * gated, 1)
+        blocks = blocks + (gated,)
+    scale = tl.rsqrt(tl.sum(squares, 0) / S + eps)
+    for n in tl.static_range(COUNT):
+        here = (n * BC + piece < S)[:, None]
+        c = first + n * BC + piece[:, None] + lane
+        w = tl.load(weight + c, here, other=0.0).to(tl.float32)
+        tl.store(y + r * G * S + c, (blocks[n] * scale * w).to(y.dtype.element_ty), here)
 
 
 @triton.jit

@@ -89,10 +89,13 @@ def gated_norm(o: Tensor, x: Tensor, D: Tensor, z: Tensor, weight: Tensor, group
     y = z.new_empty(z.shape)
     if y.numel():
         (unit, steps), sizes, pdl = _strides(o, x, z), _groups(x, z, groups), early(x.device)
-        BC = power(sizes["S"])
+        width = power(sizes["S"])
+        warps = min(max(width // 256, 1), 4 if sizes["S"] <= 6144 else 8)
+        BC = min(width, 256 * warps)
         on_device_of(x, mamba2.penstock_gated_norm_fwd)[z.shape[0], groups](
-            o, x, z, D, weight, y, groups, *steps, eps, **unit, **sizes, BC=BC, PDL=bool(pdl), num_warps=min(max(BC // 512, 1), 16), **pdl
-        )
+            o, x, z, D, weight, y, groups, *steps, eps, **unit, **sizes, BC=BC, COUNT=blocks(sizes["S"], BC), PDL=bool(pdl),
+            num_warps=warps, **pdl,
+        )  # fmt: skip
     return y
 
 
