@@ -31,6 +31,10 @@ def test_gated_norm(sizes, mapped, dtype):
     cases.check_gated_norm(sizes, dtype, "cuda", mapped)
 
 
+def test_small_steps():
+    cases.check_small_steps("cuda")
+
+
 def test_nan_of_a_token_stays_its_own():
     cases.check_nan("cuda")
 

@@ -155,6 +155,10 @@ def test_results_of_a_token_do_not_depend_on_the_others():
         assert all(torch.equal(one[rows, tokens], part) for one, part in zip(whole, chains(rows, tokens)))
 
 
+def test_small_steps():
+    cases.check_small_steps("cpu")
+
+
 def test_nan_of_a_token_stays_its_own():
     cases.check_nan("cpu")
 
