@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..call import private
 from ..call.recompute import again
 from ..recurrence.declaration import state_dtype
-from .linear import linear, plain_weights, runs_as_written
+from .linear import as_products, linear, plain_weights, runs_as_written
 from .norms import GroupedRMSNorm, grouped_rms_norm
 from .triton import kernels
 
@@ -35,7 +34,7 @@ def time_steps(
     low, high = map(float, limits)
     formula = partial(time_steps_formula, limits=(low, high))
     launch = kernels("mamba2_launch", dt, dt_bias, A_log, x) if x.shape[-1] <= 2048 else None
-    if launch is None or dt.dtype != x.dtype or private.autocasting():
+    if launch is None or dt.dtype != x.dtype:
         return again(formula(dt, dt_bias, A_log, x), formula, dt, dt_bias, A_log, x)
     given = _rows(dt), dt_bias.contiguous(), A_log.contiguous(), _rows(x)
 
@@ -74,10 +73,10 @@ def gated_norm(o: Tensor, x: Tensor, D: Tensor, z: Tensor, norm: nn.Module, then
     y: Tensor
     if isinstance(norm, GroupedRMSNorm) and runs_as_written(norm, GroupedRMSNorm):
         groups, eps, weight = norm.groups, norm.eps, norm.weight
-        launch = kernels("mamba2_launch", o, x, D, z, weight) if z.shape[-1] <= 8192 * groups else None
-        if launch is not None and o.dtype == x.dtype == z.dtype and not private.autocasting():
-            maps = plain_weights([then]) if torch.is_grad_enabled() else None
-            after = next((one for one in maps or () if one.dtype == x.dtype and kernels("mamba2_launch", one)), None)
+        weights = plain_weights([then]) if torch.is_grad_enabled() else None
+        launch = kernels("mamba2_launch", o, x, D, z, weight, *weights or ()) if z.shape[-1] <= 8192 * groups else None
+        if launch is not None and o.dtype == x.dtype == z.dtype:
+            after = next((one for one in as_products(*weights or ()) if one.dtype == x.dtype), None)
             rows = _rows(o), _rows(x), D.contiguous(), _rows(z), weight.contiguous()
             y = launch.GatedNorm.apply(*rows, after, groups, eps, partial(gated_norm_formula, groups=groups, eps=eps))
             y = y.view(*z.shape[:-1], y.shape[-1])

@@ -235,7 +235,7 @@ def test_values_and_log_decays_are_computed_again_inside_of_recomputing(fused, m
     assert all(torch.equal(one, other) for one, other in zip(*grads))
 
 
-@pytest.mark.parametrize("reason", ["autocast", "hooks", "class", "dtypes", "wide"])
+@pytest.mark.parametrize("reason", ["hooks", "class", "dtypes", "wide"])
 def test_other_norms_and_dtypes_run_as_modules(reason, ran):
     o, x, D, z, weight, dt, dt_bias, A_log = layer_tensors(2, 3)
     norm, calls = norm_of(weight, 1), []
@@ -248,14 +248,30 @@ def test_other_norms_and_dtypes_run_as_modules(reason, ran):
     elif reason == "wide":
         o, x, z = (one.repeat_interleave(400, -1) for one in (o, x, z))
         norm = norm_of(weight.repeat_interleave(400), 1)
-    with torch.autocast("cpu", torch.bfloat16, enabled=reason == "autocast"):
-        found = gated_norm(o, x, D, z, norm, nn.Identity())
-        assert torch.equal(found, norm(torch.addcmul(o, x, D[:, None]).flatten(-2), z))
-        steps = time_steps(dt, dt_bias, A_log, x.half() if reason == "dtypes" else x, (0.0, 1.0))
+    found = gated_norm(o, x, D, z, norm, nn.Identity())
+    assert torch.equal(found, norm(torch.addcmul(o, x, D[:, None]).flatten(-2), z))
+    steps = time_steps(dt, dt_bias, A_log, x.half() if reason == "dtypes" else x, (0.0, 1.0))
     assert ran["GatedNorm"] == 0
     assert ran["TimeSteps"] == (reason in ("hooks", "class"))
     assert steps[0].dtype == torch.float32
     assert len(calls) == 2 * (reason == "hooks")
+
+
+def test_under_autocast_float32_weights_are_rounded_for_the_linear_map(ran):
+    """Everything else is read as it is."""
+    o, x, D, z, weight, dt, dt_bias, A_log = layer_tensors(2, 3, torch.float16)
+    D, weight, after = (one.float().requires_grad_() for one in (D, weight, normal(5, 24)))
+    with torch.autocast("cpu", torch.float16):
+        g, v, x = time_steps(dt, dt_bias, A_log, x, (0.0, 1.0))
+        y = gated_norm(o, x, D, z, norm_of(weight, 1), linear_of(after))
+    assert ran == {"TimeSteps": 1, "GatedNorm": 1}
+    assert (g.dtype, v.dtype, y.dtype) == (torch.float32, torch.float16, torch.float16)
+    exact = [one.detach().double().requires_grad_() for one in (D, weight, after)]
+    wanted = exact_gated_norm(o.double(), x.double(), exact[0], z.double(), exact[1], 1) @ exact[2].T
+    cases.within(y, wanted, torch.float16)
+    for one, true in zip(torch.autograd.grad(y, (D, weight, after), y), torch.autograd.grad(wanted, exact, y.double())):
+        assert one.dtype == torch.float32
+        cases.within(one, true, torch.float16)
 
 
 @pytest.mark.parametrize("how", ["bias", "hooks", "dtype"])
