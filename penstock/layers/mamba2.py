@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from ..errors import Complaints, RangeError
 from ..recurrence.declaration import state_dtype
 from .convolution import ShortConvolution
 from .heads import repeated
 from .linear import Linear
+from .mamba2_chains import gated_norm, time_steps
 from .mixer import Mixer, MixerConfig
 from .norms import GroupedRMSNorm
 from .sequences import Sequences
@@ -119,10 +119,6 @@ class Mamba2(Mixer):
         mixed, tail = self.conv1d(mixed, state.tail, sequences)
         x, B, C = mixed.split([H * V, G * K, G * K], -1)
         x, B, C = x.unflatten(-1, (H, V)), B.unflatten(-1, (G, K)), C.unflatten(-1, (G, K))
-        dtype = state_dtype(dt.dtype)
-        dt = F.softplus(dt.to(dtype) + self.dt_bias.to(dtype)).clamp(*self.config.time_step_limit)
-        g = -torch.exp(self.A_log.to(dtype)) * dt
-        v = x * dt[..., None].to(x.dtype)
+        g, v, x = time_steps(dt, self.dt_bias, self.A_log, x, self.config.time_step_limit)
         output, ssm = sequences.recur("simple_gla", repeated(C, H), repeated(B, H), v, g, state=state.ssm, scale=1.0)
-        output = torch.addcmul(output, x, self.D.to(x.dtype)[:, None]).flatten(-2)
-        return self.out_proj(self.norm(output, z)), Mamba2State(tail, ssm)
+        return gated_norm(output, x, self.D, z, self.norm, self.out_proj), Mamba2State(tail, ssm)

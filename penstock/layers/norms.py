@@ -27,7 +27,12 @@ class GroupedRMSNorm(nn.Module):
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """Map x and gate [B,T,size] to the same shape."""
-        dtype = state_dtype(x.dtype)
-        gated = (x.to(dtype) * F.silu(gate.to(dtype))).unflatten(-1, (self.groups, -1))
-        normed = F.rms_norm(gated, gated.shape[-1:], eps=self.eps).flatten(-2)
-        return (normed * self.weight.to(dtype)).to(x.dtype)
+        return grouped_rms_norm(x, gate, self.weight, self.groups, self.eps)
+
+
+def grouped_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
+    """``GroupedRMSNorm``."""
+    dtype = state_dtype(x.dtype)
+    gated = (x.to(dtype) * F.silu(gate.to(dtype))).unflatten(-1, (groups, -1))
+    normed = F.rms_norm(gated, gated.shape[-1:], eps=eps).flatten(-2)
+    return (normed * weight.to(dtype)).to(x.dtype)

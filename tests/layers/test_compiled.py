@@ -20,7 +20,7 @@ from triton.runtime.jit import JITFunction
 
 from penstock.engine import drawing, ranking
 from penstock.layers import fused
-from penstock.layers.triton import convolution_launch, cross_entropy, few_rows_launch, launch, token_shift_launch
+from penstock.layers.triton import convolution_launch, cross_entropy, few_rows_launch, launch, mamba2_launch, token_shift_launch
 from penstock.layers.triton import rows as states
 from penstock.layers.triton import product as products
 
@@ -48,7 +48,7 @@ def compile_only(kernel, *args, grid, warmup, num_warps=4, num_stages=3, launch_
 JITFunction.run = compile_only
 
 
-launch.early = convolution_launch.early = lambda device: {"launch_pdl": True}
+launch.early = convolution_launch.early = mamba2_launch.early = lambda device: {"launch_pdl": True}
 
 
 def learned(*shape):
@@ -80,6 +80,14 @@ for tokens, heads in product((1, 3), (1, 2)):
     backward(*shifted)
     backward(launch.Decay.apply(learned(tokens, 70), learned(70), None))
     backward(launch.LogSigmoid.apply(learned(tokens, 70), 16.0, None))
+    for channels, more in product((1, 64), (0, 7)):
+        H, inner = learned(heads), heads * channels
+        x = learned(tokens, inner + more)[:, :inner].unflatten(1, (heads, channels))
+        backward(*mamba2_launch.TimeSteps.apply(learned(tokens, heads + more)[:, :heads], H, H, x, 0.0, float("inf"), None)[:2])
+        for then in (None, learned(5, inner)):
+            z = learned(tokens, inner + more)[:, :inner]
+            given = learned(tokens, heads, channels), x, H, z, learned(inner), then
+            backward(mamba2_launch.GatedNorm.apply(*given, heads, 1e-5, None))
     for rank in (1, 8):
         few_rows_launch.low_rank_decay(torch.zeros(tokens, rank), torch.zeros(rank, 70), torch.zeros(70), early=True)
     for channels in (1, 70):
@@ -141,7 +149,8 @@ def test_every_fused_kernel_compiles_for_any_number_of_tokens():
     environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    both = {f"{name}_{way}" for name in ("decay", "gated", "log_sigmoid", "norm_gate", "relu_squared", "shift") for way in ("bwd", "fwd")}
+    names = ("decay", "gated", "gated_norm", "log_sigmoid", "norm_gate", "relu_squared", "shift", "time_steps")
+    both = {f"{name}_{way}" for name in names for way in ("bwd", "fwd")}
     both |= {f"shift_{name}_bwd" for name in ("hidden", "low_rank", "weights")}
     both |= {f"convolution_{name}" for name in ("bwd", "fwd", "step", "tails")}
     decoding = {"low_rank", "product_of_few_rows", "products", "rwkv_step", "shifted_norm", "write_rows"}
@@ -219,6 +228,47 @@ for arch, dtype, W in product(("sm_80", "sm_90", "gfx942"), (torch.bfloat16, tor
         found = resources(Job(arch, kernel_name(kernel), tuple(arguments), options))
         print(found.spill, found.shared, found.registers, arch, dtype, W, kernel.__name__)
 """
+MAMBA2 = """
+import sys
+
+import torch
+
+from penstock.layers.triton import mamba2_launch
+from penstock.tune.ahead import Job, Memory, kernel_name, resources
+
+arch, launches = sys.argv[1], []
+
+
+class Noted:
+    \"\"\"Notes launches of a kernel in place of running them.\"\"\"
+
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def __getitem__(self, grid):
+        return lambda *arguments, **options: launches.append((self.kernel, arguments, options))
+
+
+mamba2_launch.on_device_of = lambda x, kernel: Noted(kernel)
+mamba2_launch.early = lambda device: {"launch_pdl": True} if arch == "sm_90" else {}
+mamba2_launch.limit = lambda x, registers: {"maxnreg": registers} if arch.startswith("sm_") else {}
+torch.set_default_device("meta")
+for dtype in (torch.bfloat16, torch.float16, torch.float32):
+    for H, G in ((24, 1), (32, 1), (48, 1), (64, 1), (80, 1), (96, 1), (100, 1), (128, 1), (128, 8)):
+        R, inner, state = 16384, 64 * H, 2 * 128 * G
+        whole, mixed = torch.empty(R, 2 * inner + state + H, dtype=dtype), torch.empty(R, inner + state, dtype=dtype)
+        z, dt, x = (one.requires_grad_() for one in (whole[:, :inner], whole[:, -H:], mixed[:, :inner].unflatten(1, (H, 64))))
+        heads, weight, then = (torch.empty(*shape, dtype=dtype, requires_grad=True) for shape in ((H,), (inner,), (inner // 2, inner)))
+        g, v, x = mamba2_launch.TimeSteps.apply(dt, heads, heads, x, 0.0, float("inf"), None)
+        y = mamba2_launch.GatedNorm.apply(v, x, heads, z, weight, then, G, 1e-5, None)
+        torch.autograd.backward([y, g], [torch.empty_like(y), torch.empty_like(g)])
+        for kernel, arguments, options in launches:
+            given = [Memory(one.dtype, one.numel()) if isinstance(one, torch.Tensor) else one for one in arguments]
+            given += [options.pop(name) for name in kernel.arg_names[len(given) :]]
+            found = resources(Job(arch, kernel_name(kernel), tuple(given), tuple(options.items())))
+            print(found.spill, found.registers, kernel.__name__, dtype, H, G)
+        launches.clear()
+"""
 
 
 @pytest.mark.timeout(900)
@@ -230,3 +280,14 @@ def test_short_convolutions_compile_without_spills():
     assert len(lines) == 48
     for line in lines:
         assert line.startswith("0 0 "), line
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "gfx942"])
+def test_chains_of_mamba2_compile_without_spills(arch):
+    """At the widths of published models, and others up to 8192 channels."""
+    environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", MAMBA2, arch], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = done.stdout.splitlines()
+    assert len(lines) == 3 * 9 * 4
+    assert all(line.startswith("0 ") for line in lines), [line for line in lines if not line.startswith("0 ")]

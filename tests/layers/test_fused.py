@@ -9,13 +9,14 @@ from architectures import ARCHITECTURES, SIZES, model_of
 from formulas import error
 
 from penstock.gpu.target import interpreting
-from penstock.layers import convolution, fused
+from penstock.layers import convolution, fused, mamba2_chains
 from penstock.layers.norms import RMSNorm
 from penstock.layers.sequences import Sequences
 
 launch = pytest.importorskip("penstock.layers.triton.launch")
 convolution_launch = pytest.importorskip("penstock.layers.triton.convolution_launch")
 few_rows_launch = pytest.importorskip("penstock.layers.triton.few_rows_launch")
+mamba2_launch = pytest.importorskip("penstock.layers.triton.mamba2_launch")
 token_shift_launch = pytest.importorskip("penstock.layers.triton.token_shift_launch")
 product = pytest.importorskip("penstock.layers.triton.product")
 rows = pytest.importorskip("penstock.layers.triton.rows")
@@ -403,8 +404,9 @@ def on_a_cpu(monkeypatch):
     for name in ("AddNorm", "NormGate", "NormGateLinear", "Activated", "ActivatedLinear", "ReluSquared", "Decay", *others):
         one = getattr(others.get(name, launch), name)
         monkeypatch.setattr(one, "forward", staticmethod(lambda *given, name=name, whole=one.forward: ran.update([name]) or whole(*given)))
-    modules = {"launch": launch, "token_shift_launch": token_shift_launch}
-    monkeypatch.setattr(fused, "kernels", lambda name, *tensors: modules.get(name))
+    modules = {"launch": launch, "mamba2_launch": mamba2_launch, "token_shift_launch": token_shift_launch}
+    for module in (fused, mamba2_chains):
+        monkeypatch.setattr(module, "kernels", lambda name, *tensors: modules.get(name))
     monkeypatch.setattr(convolution, "kernels", lambda name, *tensors: convolution_launch)
     return ran
 

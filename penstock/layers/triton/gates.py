@@ -248,18 +248,24 @@ def penstock_decay_bwd(
 
 
 @triton.jit
-def penstock_log_sigmoid_fwd(x, g, size, normalizer, BLOCK: tl.constexpr):
-    """g = log(sigmoid(x)) / normalizer = (min(x, 0) - log(1 + y)) / normalizer with y = exp(-abs(x)).
+def softplus(x):
+    """log(1 + exp(x)) = max(x, 0) + log(1 + y) with y = exp(-abs(x)).
 
-    log(1 + y) = 2 atanh(s), s = y / (2 + y), by its series to s^15, because tl.log is not exact near 1, where weak decays are.
+    log(1 + y) = 2 atanh(s), s = y / (2 + y), by its series to s^15, because tl.log is not exact near 1, where small results are.
     """
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    z = tl.load(x + at, at < size, other=0.0).to(tl.float32)
-    y = tl.exp(-tl.abs(z))
+    y = tl.exp(-tl.abs(x))
     s = y / (2 + y)
     p = s * s
     series = 1 + p * (1 / 3 + p * (1 / 5 + p * (1 / 7 + p * (1 / 9 + p * (1 / 11 + p * (1 / 13 + p / 15))))))
-    tl.store(g + at, (tl.where(z < 0, z, 0.0) - 2 * s * series) / normalizer, at < size)
+    return tl.where(x > 0, x, 0.0) + 2 * s * series
+
+
+@triton.jit
+def penstock_log_sigmoid_fwd(x, g, size, normalizer, BLOCK: tl.constexpr):
+    """g = log(sigmoid(x)) / normalizer."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    z = tl.load(x + at, at < size, other=0.0).to(tl.float32)
+    tl.store(g + at, -softplus(-z) / normalizer, at < size)
 
 
 @triton.jit

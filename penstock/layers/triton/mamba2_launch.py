@@ -1,0 +1,135 @@
+"""Mamba-2 around its recurrence: the launches of its kernels, and their autograd functions."""
+
+from __future__ import annotations
+
+from math import gcd
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...gpu.launch import on_device_of
+from ...gpu.target import power
+from . import mamba2
+from .launch import PROGRAMS, Formula, Tensors, blocks, by_formula, early, limit, shares, summed
+
+
+def _strides(*tensors: Tensor) -> tuple[dict[str, int], list[int]]:
+    """The unit of the strides of rows, and these in units: loads of 16 bytes need a factor of 8 that is a constant."""
+    unit = gcd(8, *(x.stride(0) for x in tensors))
+    return {"UNIT": unit}, [x.stride(0) // unit for x in tensors]
+
+
+def _tile(H: int, V: int, elements: int) -> dict[str, int]:
+    """A tile of tokens, heads and channels of heads."""
+    BV = power(V)
+    BH = min(power(H, 1), 16, max(1, elements // BV))
+    return {"V": V, "BR": max(1, elements // (BH * BV)), "BH": BH, "BV": BV}
+
+
+class TimeSteps(torch.autograd.Function):
+    """dt [R,H], dt_bias and A_log [H], x [R,H,V]: g [R,H] in float32, v [R,H,V], and x. Rows of dt and x may have any stride.
+
+    The backward pass adds the gradient of the further x as it writes that of x.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, dt: Tensor, dt_bias: Tensor, A_log: Tensor, x: Tensor, low: float, high: float, formula: Formula
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The results."""
+        R, H, V = x.shape
+        g, v = x.new_empty(R, H, dtype=torch.float32), x.new_empty(x.shape)
+        if x.numel():
+            (unit, steps), tile, pdl = _strides(dt, x), _tile(H, V, 2048), early(x.device)
+            on_device_of(x, mamba2.penstock_time_steps_fwd)[blocks(R, tile["BR"]), blocks(H, tile["BH"])](
+                dt, dt_bias, A_log, x, g, v, R, H, *steps, low, high, **unit, **tile, PDL=bool(pdl), num_warps=4, **pdl
+            )
+        ctx.save_for_backward(dt, dt_bias, A_log, x)
+        ctx.limits, ctx.formula = (low, high), formula
+        ctx.set_materialize_grads(False)
+        return g, v, x
+
+    @staticmethod
+    def backward(ctx: Any, dg: Tensor | None, dv: Tensor | None, further: Tensor | None) -> Tensors:
+        """Gradients of all arguments."""
+        dt, dt_bias, A_log, x = tensors = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return *by_formula(ctx.formula, tensors, (dg, dv, further)), None, None, None
+        (R, H, V), (unit, steps) = x.shape, _strides(dt, x)
+        tile = _tile(H, V, 2048)
+        programs, each = shares(blocks(R, tile["BR"]), blocks(H, tile["BH"]))
+        d_dt, dx = dt.new_empty(dt.shape), x.new_empty(x.shape)
+        d_bias, dA = (x.new_empty(programs, H, dtype=torch.float32) for _ in range(2))
+        if x.numel():
+            dg = x.new_zeros(R, H, dtype=torch.float32) if dg is None else dg.contiguous()
+            dv = x.new_zeros(x.shape) if dv is None else dv.contiguous()
+            on_device_of(x, mamba2.penstock_time_steps_bwd)[programs, blocks(H, tile["BH"])](
+                dt, dt_bias, A_log, x, dg, dv, dv if further is None else further.contiguous(), d_dt, dx, d_bias, dA,
+                R, H, *steps, *ctx.limits, each, ADD=further is not None, **unit, **tile, num_warps=4, **limit(x, 128),
+            )  # fmt: skip
+        return d_dt, summed(d_bias, dt_bias), summed(dA, A_log), dx, None, None, None
+
+
+def _groups(x: Tensor, z: Tensor, groups: int) -> dict[str, int]:
+    """The channels of a group, those of a head, those of a piece, and of a tile."""
+    S, V = z.shape[1] // groups, x.shape[2]
+    return {"S": S, "V": V, "PIECE": gcd(V, 16 // x.element_size())}
+
+
+def _blocks(S: int, x: Tensor) -> tuple[int, int]:
+    """The channels of a block of the backward pass, and the warps of a program: sizes for which 128 registers are enough."""
+    few, most = (6144, 4096) if x.element_size() == 2 else (2048, 2048)
+    warps = min(max(power(S) // 256, 1), 8) if few >= S else 16
+    return min(power(S), 256 * warps, most), warps
+
+
+def gated_norm(o: Tensor, x: Tensor, D: Tensor, z: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
+    """norm((o + D x) silu(z)) weight [R,H*V], of o and x [R,H,V], D [H], z [R,H*V] and weight [H*V]."""
+    y = z.new_empty(z.shape)
+    if y.numel():
+        (unit, steps), sizes, pdl = _strides(o, x, z), _groups(x, z, groups), early(x.device)
+        width = power(sizes["S"])
+        warps = min(max(width // 256, 1), 4 if sizes["S"] <= 6144 else 8)
+        BC = min(width, 256 * warps)
+        on_device_of(x, mamba2.penstock_gated_norm_fwd)[z.shape[0], groups](
+            o, x, z, D, weight, y, groups, *steps, eps, **unit, **sizes, BC=BC, COUNT=blocks(sizes["S"], BC), PDL=bool(pdl),
+            num_warps=warps, **pdl,
+        )  # fmt: skip
+    return y
+
+
+class GatedNorm(torch.autograd.Function):
+    """``gated_norm``; with ``then`` [C,H*V] a linear map of it [R,C], whose input the backward pass computes again, so it is not kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, o: Tensor, x: Tensor, D: Tensor, z: Tensor, weight: Tensor, then: Tensor | None, groups: int, eps: float, formula: Formula
+    ) -> Tensor:
+        """The result."""
+        ctx.save_for_backward(o, x, D, z, weight, then)
+        ctx.groups, ctx.eps, ctx.formula = groups, eps, formula
+        y = gated_norm(o, x, D, z, weight, groups, eps)
+        return y if then is None else y @ then.T
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensors:
+        """Gradients of all arguments."""
+        o, x, D, z, weight, then = tensors = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return *by_formula(ctx.formula, tensors, (dy,)), None, None, None
+        (R, H, V), again, sizes = x.shape, ctx.needs_input_grad[5], _groups(x, z, ctx.groups)
+        BC, warps = _blocks(sizes["S"], x)
+        each = max(1, blocks(R * ctx.groups * warps, 4 * PROGRAMS))
+        programs = blocks(R, each)
+        d, (d_o, dx) = dy.contiguous() if then is None else dy @ then, (x.new_empty(x.shape) for _ in range(2))
+        dz, y, pieces = z.new_empty(z.shape), torch.empty_like(d) if again else d, V // sizes["PIECE"]
+        dD, dweight = (x.new_empty(programs, H * one, dtype=torch.float32) for one in (pieces, V))
+        if x.numel():
+            unit, steps = _strides(o, x, z)
+            on_device_of(x, mamba2.penstock_gated_norm_bwd)[programs, ctx.groups](
+                o, x, z, D, weight, d, d_o, dx, dz, y, dD, dweight, R, ctx.groups, *steps, ctx.eps, each,
+                AGAIN=again, **unit, **sizes, BC=BC, COUNT=blocks(sizes["S"], BC), num_warps=warps, **limit(x, 128),
+            )  # fmt: skip
+        dD = dD.view(programs, H, pieces).sum((0, 2)).to(D.dtype)
+        return d_o, dx, dD, dz, summed(dweight, weight), dy.T @ y if again else None, None, None, None
