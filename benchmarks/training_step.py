@@ -16,16 +16,17 @@ from collections import defaultdict
 
 import torch
 
-from penstock.models import CausalLM, gla, rwkv6
+from penstock.models import CausalLM, gla, mamba2, rwkv6
 
-B, T, V = 8, 2048, {"rwkv6": 65536, "gla": 32000}
+B, T, V = 8, 2048, {"rwkv6": 65536, "gla": 32000, "mamba2": 50288}
 OURS = {
     "rwkv6": lambda layers: rwkv6(vocab_size=V["rwkv6"], hidden_size=2048, num_layers=layers),
     "gla": lambda layers: gla(vocab_size=V["gla"], hidden_size=2048, num_layers=layers, num_heads=4),
+    "mamba2": lambda layers: mamba2(vocab_size=V["mamba2"], hidden_size=2048, num_layers=layers),
 }
 CLASSES = (  # first match: names of kernels by what they do
     ("matrix products", ("gemm", "nvjet", "cutlass", "sm90_xmma", "ampere_", "_matmul")),
-    ("recurrence", ("penstock_chunk", "penstock_rec", "penstock_seg", "chunk_", "fused_recurrent")),
+    ("recurrence", ("penstock_chunk", "penstock_walk", "penstock_rec", "penstock_seg", "chunk_", "fused_recurrent")),
     ("loss", ("cross_entropy", "logsumexp", "softmax")),
     ("norms", ("norm",)),
     ("copies and fills", ("Memcpy", "Memset", "copy_", "fill", "cat", "index")),
@@ -105,16 +106,20 @@ def measure(candidate: str, model, step, prompt, steps: int) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", choices=sorted(OURS))
-    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--layers", type=int, help="default: 24, of mamba2 48")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--candidates", default="ours,selective,compiled,fla")
     parser.add_argument("--autocast", action="store_true", help="float32 weights, products in bfloat16")
     parser.add_argument("--out")
     given = parser.parse_args()
+    given.layers = given.layers or (48 if given.model == "mamba2" else 24)
     torch.manual_seed(0)
     ids = torch.randint(V[given.model], (B, T + 1), device="cuda")
     rows, cast = [], torch.autocast("cuda", torch.bfloat16, enabled=given.autocast)
     for candidate in given.candidates.split(","):
+        if candidate == "fla" and given.model == "mamba2":
+            print("fla's Mamba-2 runs kernels of the package mamba_ssm")
+            continue
         gc.collect()
         torch.cuda.empty_cache()
         with torch.device("cuda" if candidate == "fla" else "meta"):
