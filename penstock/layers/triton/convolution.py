@@ -41,6 +41,12 @@ def _given(tail, row, tail_w, c, C, W: tl.constexpr):
 
 
 @triton.jit
+def _either(own, given, inside, here, there):
+    """Values of ``own`` if ``inside``, else of ``given``. Two loads: Triton 3.6 does not choose between pointers on AMD GPUs."""
+    return tl.where(inside, tl.load(own, inside & here, other=0.0), tl.load(given, (inside == 0) & there, other=0.0))
+
+
+@triton.jit
 def _before(x, tail, starts, slots, r, c, C, x_n, tail_n, tail_w, W: tl.constexpr, SLOTS: tl.constexpr):
     """The W - 1 inputs before token r. ``place`` is that of r in its sequence, or W - 1 if that is larger."""
     n, place = tl.full([], -1, tl.int32), tl.full([], W - 1, tl.int32)
@@ -55,7 +61,7 @@ def _before(x, tail, starts, slots, r, c, C, x_n, tail_n, tail_w, W: tl.constexp
         inside = place >= back
         own = x + (r - back).to(tl.int64) * x_n
         given = tail + row * tail_n + (W - 1 + place - back).to(tl.int64) * tail_w
-        window += (tl.load(tl.where(inside, own, given) + c, (inside | (row >= 0)) & (c < C), other=0.0).to(tl.float32),)
+        window += (_either(own + c, given + c, inside, c < C, (row >= 0) & (c < C)).to(tl.float32),)
     return window
 
 
@@ -210,8 +216,8 @@ def penstock_convolution_tails(
     found = ()
     for j in tl.static_range(W - 1):
         at = end - (W - 1) + j
-        source = tl.where(at >= start, x + at * x_n, tail + row * tail_n + (end - start + j) * tail_w)
-        found += (tl.load(source + c, here, other=0.0),)
+        given = tail + row * tail_n + (end - start + j) * tail_w
+        found += (_either(x + at * x_n + c, given + c, at >= start, here, here),)
     for j in tl.static_range(W - 1):
         tl.store(after + row * after_n + tl.cast(after_w, tl.int64) * j + c, found[j], here)
 
