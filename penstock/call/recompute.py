@@ -167,7 +167,7 @@ class _Again(NamedTuple):
 
 
 class _Call:
-    """A call of a function. Its results are in memory from the first use until the last one of a backward pass."""
+    """A call of a function. Its results are in memory from the first use until the last one, or until the end of a backward pass."""
 
     def __init__(self, function: Function, inputs: list[_Input | None], kind: str) -> None:
         self.uses = 0
@@ -181,12 +181,17 @@ class _Call:
         if found is None:
             with torch.no_grad(), self._autocast_as_then():
                 results = self._function(*[None if x is None else x.tensor() for x in self._inputs])
-            self._found = found = results if isinstance(results, tuple) else (results,)
-            self._left = self.uses
+            found = results if isinstance(results, tuple) else (results,)
+            this = weakref.ref(self)  # inputs need not live until then
+            if self.uses > 1 and private.at_end_of_backward(lambda: None if (call := this()) is None else call.forget()):
+                self._found, self._left = found, self.uses
         self._left -= 1
         if self._left <= 0:
-            self._found = None
+            self.forget()
         return found[n]
+
+    def forget(self) -> None:
+        self._found = None
 
     def _autocast_as_then(self) -> AbstractContextManager[object]:
         if self._autocast is not None:

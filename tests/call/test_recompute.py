@@ -200,6 +200,33 @@ def test_steps_without_a_backward_pass_leave_nothing():
     assert not any(one() is not None for one in results)
 
 
+def test_what_uses_some_of_the_results_leaves_none():
+    """A backward pass from another loss, or a tool that reads what a node keeps."""
+    x, weights, made = drawn(5, 4), [drawn(3, 4, seed=n) for n in range(3)], []
+
+    def function(x):
+        y = x.sin()
+        made.append(weakref.ref(y.untyped_storage()))
+        return y
+
+    def alive():
+        gc.collect()
+        return [one() is not None for one in made]
+
+    with recomputing():
+        y = again(function(x), function, x)
+        losses = [(y @ weight.T).sum() for weight in weights]
+        nodes = [F.linear(y, weight).grad_fn for weight in weights]
+        del y
+    wanted = torch.autograd.grad((x.sin() @ weights[0].T).sum(), weights[0])
+    for _ in range(2):
+        assert torch.equal(torch.autograd.grad(losses[0], weights[0], retain_graph=True)[0], wanted[0])
+    assert torch.equal(nodes[0]._saved_self, x.sin())
+    assert alive() == 4 * [False]
+    torch.autograd.grad(sum(losses), x)  # one call for all of them
+    assert alive() == 5 * [False]
+
+
 def test_outer_hooks_may_change_strides():
     """As ``save_on_cpu(pin_memory=True)`` does. Results have the strides of the forward pass."""
     x, weight = drawn(5, 4), drawn(3, 4, seed=1)
