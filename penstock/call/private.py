@@ -36,6 +36,8 @@ autocasting: Callable[[], bool] = _private("_C._is_any_autocast_enabled") or (la
 """Whether autocast is on for some device type; True if unknown."""
 _profiler_enabled = _private("_C._autograd._profiler_enabled")
 _saved_tensor_hooks = _private("_C._autograd._top_saved_tensors_default_hooks")
+global_module_hooks: Callable[[], object] = _private("nn.modules.module._has_any_global_hook") or (lambda: True)
+"""Whether there are hooks of all modules; true if unknown."""
 _queue_callback = _private("autograd.Variable._execution_engine.queue_callback")
 _fake_tensor = _private("_subclasses.FakeTensor")
 _is_wrapped = _private("_C._functorch.is_functorch_wrapped_tensor")

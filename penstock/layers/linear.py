@@ -128,9 +128,9 @@ def _fewest(x: Tensor, weight: Tensor) -> bool:
 
 
 def runs_as_written(one: nn.Module, *kinds: type[nn.Module]) -> bool:
-    """Whether a call runs the ``forward`` of one of these classes and nothing else: no subclass, no hooks."""
+    """Whether a call runs the ``forward`` of one of these classes and nothing else: no subclass, no hooks, not even of all modules."""
     hooks = one._forward_pre_hooks or one._forward_hooks or one._backward_pre_hooks or one._backward_hooks or "forward" in vars(one)
-    return type(one) in kinds and not hooks
+    return type(one) in kinds and not hooks and not private.global_module_hooks()
 
 
 def _plain(one: nn.Module) -> bool:

@@ -230,6 +230,26 @@ def test_hooks_of_linear_maps_run(name: str, ids: Tensor) -> None:
     assert set(ran.values()) == {2}
 
 
+@pytest.mark.parametrize("name", ["rwkv6", "gla", "mamba2"])
+def test_hooks_of_all_modules_run(name: str, ids: Tensor) -> None:
+    """They may change results, also where the backward pass computes again."""
+    model, ran, found = model_of(name, torch.float64), set(), []
+
+    def changed(module: nn.Module, given: object, result: Tensor) -> Tensor | None:
+        ran.add(module)
+        return result * 1.3 if isinstance(module, nn.Linear | nn.LayerNorm | nn.RMSNorm) else None
+
+    hook = nn.modules.module.register_module_forward_hook(changed)  # type: ignore[arg-type]
+    try:
+        for checkpointing in (False, "selective"):
+            model.gradient_checkpointing = checkpointing
+            found.append(torch.autograd.grad(model(ids).logits.square().sum(), list(model.parameters())))
+    finally:
+        hook.remove()
+    assert {part for part in model.modules() if isinstance(part, nn.Linear)} <= ran
+    assert all(torch.equal(x, y) for x, y in zip(*found))
+
+
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_models_of_fake_tensors(name: str) -> None:
     """As tools have them that estimate memory."""
