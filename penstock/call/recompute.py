@@ -26,8 +26,11 @@ Function = Callable[..., "Tensor | tuple[Tensor, ...]"]
 def recomputing() -> Iterator[None]:
     """Inside, autograd keeps the inputs of ``again`` in place of its results, and recurrences keep no residuals.
 
-    Results have the same bits. So have gradients, except those through recurrences, which have the same accuracy. Hooks of saved tensors
-    that are set outside see what is kept. Without effect in compiled graphs, whose compiler decides what to keep.
+    Results have the same bits. So have gradients, with two exceptions. Those through recurrences have the same accuracy. Under autocast,
+    those of a weight that is used several times are summed in the dtype of the weight, where autocast's cache sums them in its own.
+
+    Hooks of saved tensors that are set outside see what is kept. Without effect inside of hooks that are set inside, and in compiled
+    graphs, whose compiler decides what to keep.
     """
     if torch.compiler.is_compiling():
         yield
