@@ -36,6 +36,9 @@ autocasting: Callable[[], bool] = _private("_C._is_any_autocast_enabled") or (la
 """Whether autocast is on for some device type; True if unknown."""
 _profiler_enabled = _private("_C._autograd._profiler_enabled")
 _saved_tensor_hooks = _private("_C._autograd._top_saved_tensors_default_hooks")
+global_module_hooks: Callable[[], object] = _private("nn.modules.module._has_any_global_hook") or (lambda: True)
+"""Whether there are hooks of all modules; true if unknown."""
+_queue_callback = _private("autograd.Variable._execution_engine.queue_callback")
 _fake_tensor = _private("_subclasses.FakeTensor")
 _is_wrapped = _private("_C._functorch.is_functorch_wrapped_tensor")
 _unwrap = _private("_C._functorch.get_unwrapped")
@@ -136,6 +139,16 @@ def profiling() -> bool:
 def saved_tensor_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
     """The functions of the innermost ``torch.autograd.graph.saved_tensors_hooks``; None without hooks, or if unknown."""
     return None if _saved_tensor_hooks is None else _saved_tensor_hooks(False)
+
+
+def at_end_of_backward(function: Callable[[], object]) -> bool:
+    """Call the function when the backward pass that runs in this thread ends. False outside of one; True, without the call, if unknown."""
+    if _queue_callback is not None:
+        try:
+            _queue_callback(function)
+        except RuntimeError:
+            return False
+    return True
 
 
 def raw_stream(device: int) -> int:

@@ -26,8 +26,11 @@ Function = Callable[..., "Tensor | tuple[Tensor, ...]"]
 def recomputing() -> Iterator[None]:
     """Inside, autograd keeps the inputs of ``again`` in place of its results, and recurrences keep no residuals.
 
-    Results have the same bits. So have gradients, except those through recurrences, which have the same accuracy. Hooks of saved tensors
-    that are set outside see what is kept. Without effect in compiled graphs, whose compiler decides what to keep.
+    Results have the same bits. So have gradients, with two exceptions. Those through recurrences have the same accuracy. Under autocast,
+    those of a weight that is used several times are summed in the dtype of the weight, where autocast's cache sums them in its own.
+
+    Hooks of saved tensors that are set outside see what is kept. Without effect inside of hooks that are set inside, and in compiled
+    graphs, whose compiler decides what to keep.
     """
     if torch.compiler.is_compiling():
         yield
@@ -43,8 +46,19 @@ def recomputing() -> Iterator[None]:
 
 
 def active() -> bool:
-    """Whether code runs inside of ``recomputing``, and not in a compiled graph."""
-    return not torch.compiler.is_compiling() and _saved.get() is not None
+    """Whether code runs inside of ``recomputing``, not in a compiled graph, and not inside of other hooks of saved tensors in it.
+
+    Such hooks may be those of a checkpoint, whose code has to keep the same tensors when it runs again, outside of ``recomputing``.
+    """
+    return not torch.compiler.is_compiling() and _innermost() is not None
+
+
+def _innermost() -> _Saved | None:
+    saved = _saved.get()
+    if saved is None:
+        return None
+    hooks = private.saved_tensor_hooks()
+    return saved if hooks is None or hooks[0] == saved.pack else None  # None: unknown
 
 
 def again(results: R, function: Function, *inputs: Tensor | None) -> R:
@@ -55,7 +69,7 @@ def again(results: R, function: Function, *inputs: Tensor | None) -> R:
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return results
-    saved = _saved.get()
+    saved = _innermost()
     if saved is not None:
         saved.add(results if isinstance(results, tuple) else (results,), function, inputs)
     return results
@@ -70,9 +84,11 @@ class _Saved:
         self._outer = outer
 
     def add(self, results: Sequence[Tensor], function: Function, inputs: Sequence[Tensor | None]) -> None:
+        if not any(type(x) is Tensor and x.requires_grad for x in results):
+            return  # all are kept; those of other types may have no memory
         given = [None if x is None else x.detach() for x in inputs]
         kind = results[0].device.type
-        call = _Call(function, [None if x is None else self.pack(x) for x in given], self.unpack, kind)
+        call = _Call(function, [None if x is None else _Input(self.pack(x), x.stride()) for x in given], kind)
         apart = {x.untyped_storage().data_ptr() for x in given if x is not None}
         for n, x in enumerate(results):
             storage = x.untyped_storage()
@@ -86,7 +102,10 @@ class _Saved:
             if known is not None and known.storage() is storage and known[1:3] == (x.dtype, x._version) and not x.is_neg():
                 known.call.uses += 1
                 return _Again(known.call, known.result, x.shape, x.stride(), int(x.storage_offset()))
-        return _Kept(x, x._version, None) if self._outer is None else _Kept(self._outer[0](x), 0, self._outer[1])
+        if self._outer is not None:
+            return _Kept(self._outer[0](x), 0, self._outer[1])
+        # what a node keeps of its own results must not lead back to the node: nothing would free such a cycle
+        return _Kept(x if x.grad_fn is None else x.detach(), x._version, None)
 
     @staticmethod
     def unpack(packed: _Again | _Kept) -> Tensor:
@@ -122,6 +141,21 @@ class _Kept(NamedTuple):
         return x
 
 
+class _Input(NamedTuple):
+    """An input of a call, and its strides, on which those of results depend."""
+
+    packed: _Again | _Kept
+    stride: tuple[int, ...]
+
+    def tensor(self) -> Tensor:
+        x = self.packed.tensor()
+        if x.stride() == self.stride:
+            return x
+        # outer hooks changed them
+        written = x[tuple(slice(None) if step else slice(1) for step in self.stride)]
+        return x.new_empty_strided(written.shape, self.stride).copy_(written).as_strided(x.shape, self.stride)
+
+
 class _Again(NamedTuple):
     """A view of a result that is computed again."""
 
@@ -136,11 +170,11 @@ class _Again(NamedTuple):
 
 
 class _Call:
-    """A call of a function. Its results are in memory from the first use until the last one of a backward pass."""
+    """A call of a function. Its results are in memory from the first use until the last one, or until the end of a backward pass."""
 
-    def __init__(self, function: Function, inputs: list[Any], unpack: Callable[[Any], Tensor], kind: str) -> None:
+    def __init__(self, function: Function, inputs: list[_Input | None], kind: str) -> None:
         self.uses = 0
-        self._function, self._inputs, self._unpack = function, inputs, unpack
+        self._function, self._inputs = function, inputs
         self._found: tuple[Tensor, ...] | None = None
         self._left = 0
         self._kind, self._autocast = kind, torch.get_autocast_dtype(kind) if autocasting(kind) else None
@@ -149,13 +183,18 @@ class _Call:
         found = self._found
         if found is None:
             with torch.no_grad(), self._autocast_as_then():
-                results = self._function(*[None if x is None else self._unpack(x) for x in self._inputs])
-            self._found = found = results if isinstance(results, tuple) else (results,)
-            self._left = self.uses
+                results = self._function(*[None if x is None else x.tensor() for x in self._inputs])
+            found = results if isinstance(results, tuple) else (results,)
+            this = weakref.ref(self)  # inputs need not live until then
+            if self.uses > 1 and private.at_end_of_backward(lambda: None if (call := this()) is None else call.forget()):
+                self._found, self._left = found, self.uses
         self._left -= 1
         if self._left <= 0:
-            self._found = None
+            self.forget()
         return found[n]
+
+    def forget(self) -> None:
+        self._found = None
 
     def _autocast_as_then(self) -> AbstractContextManager[object]:
         if self._autocast is not None:

@@ -200,7 +200,18 @@ def add_norm(x: Tensor, y: Tensor | None, norm: nn.Module, *, in_float32: bool =
     total = x if y is None else x + y
     given = total.to(norm.weight.dtype) if in_float32 else total  # type: ignore[arg-type]
     normed = norm(given)
-    return total, again(normed, norm, given) if found is not None else normed
+    if found is None:
+        return total, normed
+    weight, bias, eps, centre = found
+    # in the backward pass the module may have other parameters, for example behind torch.func.functional_call
+    return total, again(normed, partial(_norm_as_written, eps=eps, centre=centre), given, weight, bias)
+
+
+def _norm_as_written(x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float, centre: bool) -> Tensor:
+    """The bits of ``nn.LayerNorm`` and ``RMSNorm``."""
+    if centre:
+        return F.layer_norm(x, weight.shape, weight, bias, eps)
+    return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps)
 
 
 def norm_formula(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..call import private, recompute
-from ..call.autocast import cast
+from ..call.autocast import cast, no_autocast
 from ..recurrence.cpu import linear as native
 from .triton import kernels
 
@@ -128,9 +128,9 @@ def _fewest(x: Tensor, weight: Tensor) -> bool:
 
 
 def runs_as_written(one: nn.Module, *kinds: type[nn.Module]) -> bool:
-    """Whether a call runs the ``forward`` of one of these classes and nothing else: no subclass, no hooks."""
+    """Whether a call runs the ``forward`` of one of these classes and nothing else: no subclass, no hooks, not even of all modules."""
     hooks = one._forward_pre_hooks or one._forward_hooks or one._backward_pre_hooks or one._backward_hooks or "forward" in vars(one)
-    return type(one) in kinds and not hooks
+    return type(one) in kinds and not hooks and not private.global_module_hooks()
 
 
 def _plain(one: nn.Module) -> bool:
@@ -220,11 +220,12 @@ class SharedInput(torch.autograd.Function):
         """Gradients of x and of the weights, by operations that can be differentiated again."""
         x, *weights = ctx.saved_tensors
         dx, d_weights = None, []
-        for dy, weight, wanted in zip(d_results, weights, ctx.needs_input_grad[1:]):
-            flat = None if dy is None else dy.reshape(-1, dy.shape[-1])
-            if flat is not None and ctx.needs_input_grad[0]:
-                dx = flat @ weight if dx is None else dx.addmm_(flat, weight)
-            d_weights.append(flat.T @ x.reshape(-1, x.shape[-1]) if flat is not None and wanted else None)
+        with no_autocast(x):  # it would round only what is not added in place
+            for dy, weight, wanted in zip(d_results, weights, ctx.needs_input_grad[1:]):
+                flat = None if dy is None else dy.reshape(-1, dy.shape[-1])
+                if flat is not None and ctx.needs_input_grad[0]:
+                    dx = flat @ weight if dx is None else dx.addmm_(flat, weight)
+                d_weights.append(flat.T @ x.reshape(-1, x.shape[-1]) if flat is not None and wanted else None)
         return None if dx is None else dx.view(x.shape), *d_weights
 
 

@@ -2,17 +2,19 @@
 
 import gc
 import threading
+import warnings
 import weakref
 from collections import Counter
 from contextlib import nullcontext
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from penstock.call.recompute import again, recomputing
+from penstock.call.recompute import active, again, recomputing
 
 
 def drawn(*shape, seed=0):
@@ -186,6 +188,70 @@ def test_a_function_that_returns_its_input():
     assert calls == [True, True, False]
 
 
+def test_steps_without_a_backward_pass_leave_nothing():
+    """A node that keeps its own result is no cycle."""
+    x, results = drawn(5, 4), []
+    for _ in range(3):
+        with recomputing():
+            y = x.exp()
+        results.append(weakref.ref(y.untyped_storage()))
+        del y
+    gc.collect()
+    assert not any(one() is not None for one in results)
+
+
+def test_what_uses_some_of_the_results_leaves_none():
+    """A backward pass from another loss, or a tool that reads what a node keeps."""
+    x, weights, made = drawn(5, 4), [drawn(3, 4, seed=n) for n in range(3)], []
+
+    def function(x):
+        y = x.sin()
+        made.append(weakref.ref(y.untyped_storage()))
+        return y
+
+    def alive():
+        gc.collect()
+        return [one() is not None for one in made]
+
+    with recomputing():
+        y = again(function(x), function, x)
+        losses = [(y @ weight.T).sum() for weight in weights]
+        nodes = [F.linear(y, weight).grad_fn for weight in weights]
+        del y
+    wanted = torch.autograd.grad((x.sin() @ weights[0].T).sum(), weights[0])
+    for _ in range(2):
+        assert torch.equal(torch.autograd.grad(losses[0], weights[0], retain_graph=True)[0], wanted[0])
+    assert torch.equal(nodes[0]._saved_self, x.sin())
+    assert alive() == 4 * [False]
+    torch.autograd.grad(sum(losses), x)  # one call for all of them
+    assert alive() == 5 * [False]
+
+
+def test_outer_hooks_may_change_strides():
+    """As ``save_on_cpu(pin_memory=True)`` does. Results have the strides of the forward pass."""
+    x, weight = drawn(5, 4), drawn(3, 4, seed=1)
+
+    def loss(x):
+        return F.linear(again(torch.tanh(x), torch.tanh, x), weight).square().sum()
+
+    for view in (lambda x: x.T.contiguous().T, lambda x: x[:, :1].expand(-1, 4)):
+        wanted = torch.autograd.grad(loss(view(x)), (x, weight))
+        with saved_tensors_hooks(lambda x: x.detach().clone(memory_format=torch.contiguous_format), lambda x: x), recomputing():
+            found = loss(view(x))
+        assert all(torch.equal(a, b) for a, b in zip(torch.autograd.grad(found, (x, weight)), wanted))
+
+
+def test_fake_tensors_are_kept():
+    """Their memory has no address."""
+    with FakeTensorMode(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        x, weight = torch.empty(5, 4, requires_grad=True), torch.empty(3, 4, requires_grad=True)
+        with recomputing():
+            loss = F.linear(again(torch.sin(x), torch.sin, x), weight).sum()
+        loss.backward()
+    assert weight.grad.shape == weight.shape
+
+
 def test_second_derivatives():
     def second(context):
         chain = Chain()
@@ -227,6 +293,25 @@ def test_inside_of_a_checkpoint():
     wanted = torch.autograd.grad(plain.activated(0, plain.x).square().sum(), (plain.x, plain.weights[0]))
     assert all(torch.equal(x, y) for x, y in zip(found, wanted))
     assert bytes_kept == 8 * 5 * (3 + 4)  # the result, which its square needs, and the input
+
+
+def test_around_a_checkpoint():
+    """Code inside of it runs as without recomputation, in both passes: else it would keep other tensors when it runs again."""
+    seen, x, weight = [], drawn(5, 4), drawn(3, 4, seed=1)
+
+    def run(x):
+        seen.append(active())
+        y = again(torch.sin(x), torch.sin, x)
+        return F.linear(y * y if active() else y.exp().log(), weight)
+
+    with recomputing():
+        assert active()
+        loss = checkpoint(run, x, use_reentrant=False).square().sum()
+        assert active()
+    assert seen == [False]
+    found = torch.autograd.grad(loss, (x, weight))
+    assert seen == [False, False]
+    assert all(torch.equal(a, b) for a, b in zip(found, torch.autograd.grad(run(x).square().sum(), (x, weight))))
 
 
 def test_threads_have_contexts_of_their_own():

@@ -167,6 +167,17 @@ def test_maps_of_one_input_have_the_gradients_of_separate_maps(dtype, shape):
         assert (found.grad - one.grad).norm() <= 2 * torch.finfo(dtype).eps * one.grad.norm()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_of_the_backward_pass_alone_rounds_nothing(dtype):
+    maps, x = maps_of(8, 3, 12, dtype=torch.float32), torch.randn(7, 12, requires_grad=True)
+    weights = [one.weight for one in maps]
+    wanted = torch.autograd.grad(sum(y.square().sum() for y in linears_of(x, maps)), (x, *weights))
+    loss = sum(y.square().sum() for y in linears_of(x, maps))
+    with torch.autocast("cpu", dtype):
+        found = torch.autograd.grad(loss, (x, *weights))
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted))
+
+
 def test_derivatives_of_maps_of_one_input():
     maps, x = maps_of(8, 3), torch.randn(2, 3, 12, dtype=torch.float64, requires_grad=True)
     weights = [one.weight for one in maps]

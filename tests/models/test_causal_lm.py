@@ -230,6 +230,26 @@ def test_hooks_of_linear_maps_run(name: str, ids: Tensor) -> None:
     assert set(ran.values()) == {2}
 
 
+@pytest.mark.parametrize("name", ["rwkv6", "gla", "mamba2"])
+def test_hooks_of_all_modules_run(name: str, ids: Tensor) -> None:
+    """They may change results, also where the backward pass computes again."""
+    model, ran, found = model_of(name, torch.float64), set(), []
+
+    def changed(module: nn.Module, given: object, result: Tensor) -> Tensor | None:
+        ran.add(module)
+        return result * 1.3 if isinstance(module, nn.Linear | nn.LayerNorm | nn.RMSNorm) else None
+
+    hook = nn.modules.module.register_module_forward_hook(changed)  # type: ignore[arg-type]
+    try:
+        for checkpointing in (False, "selective"):
+            model.gradient_checkpointing = checkpointing
+            found.append(torch.autograd.grad(model(ids).logits.square().sum(), list(model.parameters())))
+    finally:
+        hook.remove()
+    assert {part for part in model.modules() if isinstance(part, nn.Linear)} <= ran
+    assert all(torch.equal(x, y) for x, y in zip(*found))
+
+
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_models_of_fake_tensors(name: str) -> None:
     """As tools have them that estimate memory."""
@@ -270,6 +290,18 @@ def test_gradient_checkpointing_changes_no_bits(name: str, ids: Tensor) -> None:
         loss.backward()
         results.append([loss.detach(), *(parameter.grad for parameter in model.parameters())])
     assert all(torch.equal(x, y) for found in results[1:] for x, y in zip(results[0], found))
+
+
+@pytest.mark.parametrize("name", ["rwkv6", "gla", "mamba2"])
+def test_selective_recomputation_takes_the_parameters_of_the_forward_pass(name: str, ids: Tensor) -> None:
+    """Behind ``functional_call`` the model has its own again."""
+    model, found = model_of(name), []
+    parameters = {key: (x.detach() * 1.3 + 0.1).requires_grad_() for key, x in model.named_parameters()}
+    for checkpointing in (False, "selective"):
+        model.gradient_checkpointing = checkpointing
+        loss = torch.func.functional_call(model, parameters, (ids,))[0].square().sum()
+        found.append(torch.autograd.grad(loss, list(parameters.values())))
+    assert all(torch.equal(x, y) for x, y in zip(*found))
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch's own tracer reads it
