@@ -74,7 +74,7 @@ class Mixer(nn.Module):
         """Map x [B,T,C] to y of the same shape and the state after the last token. Differentiable; ``state`` is not changed.
 
         x : Tensor [B,T,C]
-            With ``cu_seqlens``, B is 1.
+            With ``cu_seqlens``, B is 1. Models on a GPU give it in autocast's dtype under autocast.
         state : NamedTuple, optional
             The state that an earlier call returned for the same N sequences. Default: before the first token.
         cu_seqlens : int32 or int64 Tensor [N+1], optional

@@ -106,6 +106,12 @@ class Layer(nn.Module):
         return LayerState(self.mixer.empty_state(count, like), channel)
 
 
+def _with_parameters(layer: nn.Module, parameters: dict[str, Tensor], *given: Any) -> Any:
+    """A layer with the parameters of the forward pass. In the backward pass it may have others, behind ``torch.func.functional_call``."""
+    same = all(x is parameters[name] for name, x in layer.named_parameters())
+    return layer(*given) if same else torch.func.functional_call(layer, parameters, given)
+
+
 class CausalLM(nn.Module):
     """A causal language model: maps tokens to logits of the next token. See the docstring of this module.
 
@@ -209,7 +215,7 @@ class CausalLM(nn.Module):
             for n, layer in enumerate(self._layers):
                 before = layer.empty_state(sequences.count, self._like) if state is None else state[n]
                 if checkpointing is True:
-                    x, new = checkpoint(layer, x, before, sequences, use_reentrant=False)
+                    x, new = checkpoint(_with_parameters, layer, dict(layer.named_parameters()), x, before, sequences, use_reentrant=False)
                 else:
                     x, new = layer(x, before, sequences)
                 after.append(new)
