@@ -125,38 +125,51 @@ def kept_formula(x: Tensor, *given: Any) -> tuple[Tensor, ...]:
     return *shift_formula(x, *given), x
 
 
-def norm_gate(
-    x: Tensor, gate: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centre: bool, then: nn.Module | None = None
-) -> Tensor:
-    r"""The norm of each head, times a gate; then, if given, a linear map.
+def norm_gate(x: Tensor, gate: Tensor, norm: nn.Module, then: nn.Module, *, grouped: bool) -> Tensor:
+    r"""The norm of each head, times a gate; then a linear map.
 
-    .. math:: y = (norm(x) \cdot weight + bias) \cdot silu(gate)
+    .. math:: y = W_{then} (norm(x) \cdot silu(gate))
 
-    With a plain linear map, on a GPU, y is computed again in the backward pass, not kept.
+    With a plain linear map, on a GPU, its input is computed again in the backward pass, not kept. Norms of other classes or with hooks run
+    as modules.
 
     x : Tensor [B,T,H,V]
     gate : Tensor [B,T,H*V]
-    weight, bias : Tensor [H*V] or [V], optional
-    centre : bool
-        True: layer norm of each head (a group norm). False: norm by the root mean square, without bias.
+    norm : nn.GroupNorm or RMSNorm
+    grouped : bool
+        True: the norm is a group norm, which takes [B*T,H*V]. False: it takes [B,T,H,V].
 
-    Returns a Tensor [B,T,H*V], or what the linear map makes of it.
+    Returns what the linear map makes of a Tensor [B,T,H*V].
     """
     B, T, H, V = x.shape
-    weights = None if then is None or not torch.is_grad_enabled() else plain_weights([then])
+    weight, bias, eps = (getattr(norm, name, None) for name in ("weight", "bias", "eps"))
+    if not runs_as_written(norm, nn.GroupNorm if grouped else RMSNorm) or eps is None or (grouped and (weight is None or bias is None)):
+        return activated(gate, norm_of_heads(x, norm, grouped=grouped), "silu", then)
+    weights = plain_weights([then]) if torch.is_grad_enabled() else None
     launch = kernels("launch", x, gate, weight, bias, *weights or ()) if V <= 2048 else None
     maps = [] if launch is None else [one for one in as_products(*weights or ()) if one.dtype == x.dtype]
-    if then is not None and (launch is None or not maps):
-        y: Tensor = then(norm_gate(x, gate, weight, bias, eps, centre))
-        return y
-    formula = partial(norm_gate_formula, eps=eps, centre=centre)
+    formula = partial(norm_gate_formula, eps=eps, centre=grouped)
     flat, gates = x.flatten(0, 1), gate.reshape(B * T, H, V)
     per_head = [None if one is None else one.reshape((V,) if one.numel() == V else (H, V)).contiguous() for one in (weight, bias)]
     if launch is None:
-        return formula(flat, gates, *per_head).view(B, T, H * V)
-    function = launch.NormGateLinear if maps else launch.NormGate
-    found: Tensor = function.apply(flat.contiguous(), gates.contiguous(), *per_head, *maps, eps, centre, formula)
-    return found.view(B, T, maps[0].shape[0] if maps else H * V)
+        found = formula(flat, gates, *per_head)
+    else:
+        function = launch.NormGateLinear if maps else launch.NormGate
+        found = function.apply(flat.contiguous(), gates.contiguous(), *per_head, *maps, eps, grouped, formula)
+    y: Tensor = found.view(B, T, -1) if maps else then(found.view(B, T, H * V))
+    return y
+
+
+def norm_of_heads(x: Tensor, norm: nn.Module, *, grouped: bool) -> Tensor:
+    """The norm of heads x [B,T,H,V] by its module, [B,T,H*V], in the dtype of its weight."""
+    B, T, H, V = x.shape
+    weight = getattr(norm, "weight", None)
+    given = x if weight is None else x.to(weight.dtype)
+    if grouped and runs_as_written(norm, nn.GroupNorm):  # whose forward refuses one value a head
+        normed = torch.group_norm(given.reshape(B * T, H * V), norm.num_groups, weight, norm.bias, norm.eps)  # type: ignore[arg-type]
+    else:
+        normed = norm(given.reshape(B * T, H * V) if grouped else given)
+    return normed.view(B, T, H * V)
 
 
 def norm_gate_formula(
@@ -376,6 +389,8 @@ def rwkv_step(
     Returns a Tensor [B,1,H*V].
     """
     if torch.is_grad_enabled() or mode() != Mode(graph=True) or not (sequences.single and sequences.in_place) or private.autocasting():
+        return None
+    if not runs_as_written(norm, nn.GroupNorm) or norm.weight is None or norm.bias is None:
         return None
     (H, K, V), (low, up) = pool.shape[1:], low_rank or (None, None)
     activations = [x for x in (r, k, v, gate, low) if x is not None]

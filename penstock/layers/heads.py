@@ -158,7 +158,7 @@ class HeadsMixer(Mixer):
     def _project_output(self, output: Tensor, gate: Tensor | None) -> Tensor:
         """Map the output of the recurrence [B,T,H,V] to y [B,T,C]."""
         if self.heads.use_output_norm and gate is not None:
-            return norm_gate(output, gate, self.norm.weight, None, self.heads.norm_eps, centre=False, then=self.o_proj)
+            return norm_gate(output, gate, self.norm, self.o_proj, grouped=False)
         if self.heads.use_output_norm:
             output = self.norm(output)
         elif gate is not None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import Complaints, RangeError
 from ..recurrence.declaration import state_dtype
-from .fused import norm_gate, rwkv_step, shifted_norm, token_shift
+from .fused import norm_gate, norm_of_heads, rwkv_step, shifted_norm, token_shift
 from .linear import linears
 from .mixer import Mixer, MixerConfig
 from .rwkv import head_count, matrix, ramp
@@ -120,7 +120,7 @@ class RWKV5TimeMix(Mixer):
 
     def _mixed(self, inputs: tuple[Tensor, ...], wkv: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
         """Y and the new state of the recurrence, from the inputs of r, k, v and g."""
-        H, n = heads = self.time_decay.shape[0], self.config.head_size
+        heads = self.time_decay.shape[0], self.config.head_size
         gated = self.config.version != "5.0"
         maps = (self.receptance, self.key, self.value, *([self.gate] if gated else []))
         few = linears(inputs, maps)
@@ -135,7 +135,5 @@ class RWKV5TimeMix(Mixer):
         w = -torch.exp(self.time_decay.to(state_dtype(r.dtype))).expand(heads)
         output, wkv = sequences.recur("rwkv5", r, k, v, w, self.time_faaaa.expand(heads), state=wkv)
         if gated:
-            return norm_gate(output, gate, self.ln_x.weight, self.ln_x.bias, self.ln_x.eps, centre=True, then=self.output), wkv
-        norm = self.ln_x  # whose forward refuses one value a head
-        normed = torch.group_norm(output.reshape(-1, H * n).to(norm.weight.dtype), H, norm.weight, norm.bias, norm.eps)
-        return self.output(normed.view(*inputs[0].shape[:-1], H * n)), wkv
+            return norm_gate(output, gate, self.ln_x, self.output, grouped=True), wkv
+        return self.output(norm_of_heads(output, self.ln_x, grouped=True)), wkv

@@ -138,13 +138,13 @@ class RWKV6TimeMix(Mixer):
     def _mixed(self, x: Tensor, last: Any, mixed: Tensor, wkv: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
         """Y and the new state of the recurrence; ``mixed`` is x + dx maa_x."""
         low, r, k, v, gate = self._project(x, last, mixed, sequences)
-        H, up, bias, norm = self.time_faaaa.shape[0], self.time_decay_w2, self.time_decay, self.ln_x
-        stepped = rwkv_step(r, k, v, gate, self.time_faaaa, bias, norm, wkv, sequences, (low, up))
+        H, up, bias = self.time_faaaa.shape[0], self.time_decay_w2, self.time_decay
+        stepped = rwkv_step(r, k, v, gate, self.time_faaaa, bias, self.ln_x, wkv, sequences, (low, up))
         if stepped is not None:
             return self.output(stepped), wkv
         r, k, v, w = (x.unflatten(-1, (H, -1)) for x in (r, k, v, low_rank_decay(low, up, bias)))
         output, wkv = sequences.recur("rwkv6", r, k, v, w, self.time_faaaa, state=wkv)
-        return norm_gate(output, gate, norm.weight, norm.bias, norm.eps, centre=True, then=self.output), wkv
+        return norm_gate(output, gate, self.ln_x, self.output, grouped=True), wkv
 
     def _project(self, x: Tensor, last: Any, mixed: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """The decay's low-rank part x_w D_1 [B,T,D], r and k [B,T,H*K], v and gate before silu [B,T,H*V]."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from penstock.layers import Sequences
+from penstock.layers.norms import GroupedRMSNorm
 from penstock.models import CausalLM, Config, gla, rwkv6
 from penstock.models.config import feed_forward_size
 
@@ -228,6 +229,24 @@ def test_hooks_of_linear_maps_run(name: str, ids: Tensor) -> None:
     with torch.no_grad():
         model.advance(ids, model.initial_state(BATCH))
     assert set(ran.values()) == {2}
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_hooks_of_norms_run(name: str, ids: Tensor) -> None:
+    """They change results as twice the weights do."""
+    model, other, ran = model_of(name, torch.float64), model_of(name, torch.float64), Counter()
+    kinds = nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, GroupedRMSNorm
+    norms = {key: part for key, part in model.named_modules() if isinstance(part, kinds) and part.weight is not None}
+    for key, part in norms.items():
+        part.register_forward_hook(lambda module, given, result, key=key: ran.update([key]) or 2 * result)
+        for parameter in other.get_submodule(key).parameters():
+            parameter.data *= 2
+    found, wanted = (torch.autograd.grad(one.loss(ids, ids.roll(-1, 1)), list(one.parameters())) for one in (model, other))
+    own = {id(parameter) for key in norms for parameter in model.get_submodule(key).parameters()}
+    for x, y, parameter in zip(found, wanted, model.parameters()):
+        assert error(x, 2 * y if id(parameter) in own else y) < 1e-10
+    assert error(model.advance(ids, model.initial_state(BATCH)), other.advance(ids, other.initial_state(BATCH))) < 1e-10
+    assert ran == dict.fromkeys(norms, 2)
 
 
 @pytest.mark.parametrize("name", ["rwkv6", "gla", "mamba2"])
