@@ -13,8 +13,8 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 LIMITS = [(0.0, math.inf), (0.3, 1.5)]
 HEADS = [(4, 64), (3, 33), (24, 8), (1, 100), (17, 16)]
 """Heads and their channels."""
-GROUPS = [(4, 64, 1), (4, 20, 2), (6, 33, 3), (24, 8, 1), (5, 1, 1), (8, 160, 4)]
-"""Heads, their channels, and groups."""
+GROUPS = [(4, 64, 1), (4, 20, 2), (6, 33, 3), (24, 8, 1), (5, 1, 1), (8, 160, 4), (3, 8, 2)]
+"""Heads, their channels, and groups; the last ones begin within a head."""
 WIDE = [(80, 64, 1), (101, 64, 1)]
 """Groups in several blocks of channels."""
 

@@ -74,7 +74,8 @@ def gated_norm(o: Tensor, x: Tensor, D: Tensor, z: Tensor, norm: nn.Module, then
     if isinstance(norm, GroupedRMSNorm) and runs_as_written(norm, GroupedRMSNorm):
         groups, eps, weight = norm.groups, norm.eps, norm.weight
         weights = plain_weights([then]) if torch.is_grad_enabled() else None
-        launch = kernels("mamba2_launch", o, x, D, z, weight, *weights or ()) if z.shape[-1] <= 8192 * groups else None
+        fits = z.shape[-1:] == weight.shape and z.shape[-1] % groups == 0 and z.shape[-1] <= 8192 * groups
+        launch = kernels("mamba2_launch", o, x, D, z, weight, *weights or ()) if fits else None
         if launch is not None and o.dtype == x.dtype == z.dtype:
             after = next((one for one in as_products(*weights or ()) if one.dtype == x.dtype), None)
             rows = _rows(o), _rows(x), D.contiguous(), _rows(z), weight.contiguous()

@@ -86,6 +86,19 @@ def test_gradients_of_tails(used, learned, bounds):
         assert (one - other).norm() <= 1e-5 * other.norm()
 
 
+@pytest.mark.parametrize("learned", [(2,), (3,), (2, 3)], ids=str)
+def test_tails_of_inputs_without_gradients_have_none(learned):
+    """A frozen projection before the convolution: what a later call computes from the tail gives no gradient, and no error."""
+    case = Case(4, PACKED, True, True, FLOAT32)
+    given = [one.requires_grad_(n in learned) for n, one in enumerate(case.draw())]
+    leaves = [given[n] for n in learned]
+    y, after = kernels.Convolution.apply(*given[:2], *case.offsets(), *given[2:], True, formula_of(case))
+    assert y.requires_grad
+    assert not after.requires_grad
+    grads = [torch.autograd.grad(loss, leaves, retain_graph=True) for loss in (y.sin().sum(), y.sin().sum() + after.sin().sum())]
+    assert all(torch.equal(one, other) for one, other in zip(*grads))
+
+
 @pytest.mark.parametrize("silu", [True, False])
 @pytest.mark.parametrize("bounds", [PACKED, BATCH], ids=str)
 def test_second_derivatives(bounds, silu):

@@ -97,6 +97,19 @@ def test_some_results_of_time_steps(used):
         torch.testing.assert_close(one, exact, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("learned", [(0,), (3,)], ids=str)
+def test_second_derivatives_of_time_steps_with_results_that_have_no_gradient(learned):
+    """x does not depend on dt, nor g on x."""
+    given = [normal(*shape, seed=5).requires_grad_(n in learned) for n, shape in enumerate(((2, 3, 4), (4,), (4,), (2, 3, 4, 6)))]
+    leaves, results = [given[n] for n in learned], []
+    for chain in (time_steps, lambda *given: mamba2_chains.time_steps_formula(*given[:4], limits=given[4])):
+        loss = sum(one.sin().sum() for one in chain(*given, (0.2, 2.0)))
+        first = torch.autograd.grad(loss, leaves, create_graph=True)
+        results.append([*first, *torch.autograd.grad(sum(one.square().sum() for one in first), leaves)])
+    for one, exact in zip(*results):
+        torch.testing.assert_close(one, exact, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("tokens", [3, 0])
 @pytest.mark.parametrize("mapped", [False, True])
 def test_second_derivatives_of_gated_norms(mapped, tokens):
@@ -255,6 +268,14 @@ def test_other_norms_and_dtypes_run_as_modules(reason, ran):
     assert ran["TimeSteps"] == (reason in ("hooks", "class"))
     assert steps[0].dtype == torch.float32
     assert len(calls) == 2 * (reason == "hooks")
+
+
+@pytest.mark.parametrize(("size", "groups"), [(20, 1), (28, 1), (24, 5)])
+def test_norms_of_other_sizes_raise(size, groups, ran):
+    o, x, D, z, *_ = layer_tensors(2, 3)
+    with pytest.raises(RuntimeError):
+        gated_norm(o, x, D, z, GroupedRMSNorm(size, groups, 1e-3), nn.Identity())
+    assert not ran
 
 
 def test_under_autocast_float32_weights_are_rounded_for_the_linear_map(ran):

@@ -1,5 +1,6 @@
 """The native kernels: they run here, with every instruction set of this CPU that they were compiled for."""
 
+import ctypes
 from dataclasses import replace
 
 import pytest
@@ -8,6 +9,7 @@ from cases import Case, check_against, draw, oracle, problem_of
 from contract import measured
 
 from penstock.recurrence import cpu
+from penstock.recurrence.functional import advance
 from penstock.recurrence.variants import VARIANTS
 
 CAPABILITIES = ["DEFAULT", "AVX2", "AVX512"]
@@ -48,3 +50,26 @@ def test_every_instruction_set_equals_the_oracle(case, capability):
 def test_instruction_set_is_the_best_that_torch_reports(capability):
     name = {"DEFAULT": "baseline", "AVX2": "avx2", "AVX512": "avx512"}.get(capability, "baseline")
     assert cpu._function("forward") is getattr(cpu._library(), f"penstock_forward_{name}")
+
+
+@pytest.mark.parametrize("slots_dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("offsets_dtype", [torch.int32, torch.int64], ids=str)
+def test_offsets_and_slots_live_as_long_as_the_call(offsets_dtype, slots_dtype, monkeypatch):
+    """Those of 32 bits are read from copies. Other tensors take the memory of a copy that nothing holds."""
+    offsets, slots, run, ran = [0, 0, 3, 4, 9], [2, 3, 1, 0], cpu.run, []
+
+    def values(address, count):
+        return list((ctypes.c_int64 * count).from_address(address))
+
+    def checked(name, call, work):
+        others = [torch.full((size,), -1) for size in (4, 5) for _ in range(8)]
+        assert values(call.cu_seqlens, 5) == offsets
+        assert values(call.slots, 4) == slots
+        ran.append(len(others))
+        run(name, call, work)
+
+    monkeypatch.setattr(cpu, "run", checked)
+    q, k, v = (torch.randn(1, 9, 2, size) for size in (4, 4, 3))
+    given = torch.tensor(offsets, dtype=offsets_dtype), torch.tensor(slots, dtype=slots_dtype)
+    advance("linear_attention", q, k, v, state=torch.zeros(4, 2, 4, 3), cu_seqlens=given[0], slots=given[1], impl="cpu")
+    assert ran

@@ -100,7 +100,10 @@ class Convolution(torch.autograd.Function):
         ctx.save_for_backward(x, tail, starts, weight, bias)
         ctx.silu, ctx.formula = silu, formula
         ctx.set_materialize_grads(False)
-        return convolved(x, tail, starts, None, weight, bias, silu=silu), tails(x, tail, bounds)
+        y, after = convolved(x, tail, starts, None, weight, bias, silu=silu), tails(x, tail, bounds)
+        if not any(ctx.needs_input_grad[:2]):
+            ctx.mark_non_differentiable(after)
+        return y, after
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, d_tail: Tensor | None) -> Tensors:

@@ -58,13 +58,15 @@ def by_formula(formula: Formula, tensors: Tensors, d_results: Tensors) -> Tensor
     with torch.enable_grad():
         apart = tuple(None if x is None else x.view_as(x) for x in tensors)  # one tensor may be given as two arguments
         found = formula(*apart)
-    pairs = [(y, d) for y, d in zip(found if isinstance(found, tuple) else (found,), d_results) if d is not None]
+    results = found if isinstance(found, tuple) else (found,)
+    # an autograd function marks all of its results as differentiable if one input is; here some may have no gradient
+    pairs = [(y, d) for y, d in zip(results, d_results) if d is not None and y.requires_grad]
     wanted = [n for n, x in enumerate(apart) if x is not None and x.requires_grad]
     grads: list[Tensor | None] = [None] * len(tensors)
     if pairs:
-        results, upstream = zip(*pairs)
+        outputs, upstream = zip(*pairs)
         inputs = [x for n, x in enumerate(apart) if n in wanted]
-        for n, grad in zip(wanted, torch.autograd.grad(results, inputs, upstream, create_graph=torch.is_grad_enabled(), allow_unused=True)):  # type: ignore[arg-type]
+        for n, grad in zip(wanted, torch.autograd.grad(outputs, inputs, upstream, create_graph=torch.is_grad_enabled(), allow_unused=True)):  # type: ignore[arg-type]
             grads[n] = grad
     return tuple(grads)
 

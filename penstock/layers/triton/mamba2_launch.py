@@ -72,9 +72,9 @@ class TimeSteps(torch.autograd.Function):
 
 
 def _groups(x: Tensor, z: Tensor, groups: int) -> dict[str, int]:
-    """The channels of a group, those of a head, those of a piece, and of a tile."""
+    """The channels of a group, those of a head, and those of a piece, which is a part of one head and of one group."""
     S, V = z.shape[1] // groups, x.shape[2]
-    return {"S": S, "V": V, "PIECE": gcd(V, 16 // x.element_size())}
+    return {"S": S, "V": V, "PIECE": gcd(S, V, 16 // x.element_size())}
 
 
 def _blocks(S: int, x: Tensor) -> tuple[int, int]:

@@ -124,11 +124,11 @@ def _call(problem: Tokens, reverse: bool = False) -> _Call:
 
 
 def _offsets(call: _Call, x: Tensor | None) -> int | None:
-    """The address of int64 values, which the call keeps alive."""
+    """The address of int64 values, which the call keeps alive, beside those that it has."""
     if x is None:
         return None
     offsets = x.to(torch.int64).contiguous()
-    call.kept = offsets
+    call.kept = (*getattr(call, "kept", ()), offsets)
     return offsets.data_ptr()
 
 
