@@ -44,7 +44,7 @@ class ShortConvolution(nn.Conv1d):
         """
         silu, weight, bias = self.activation is not None, self.weight.squeeze(1), self.bias
         launch = kernels("convolution_launch", x, state, weight, bias)
-        if launch is None or weight.shape[1] > launch.WIDTH:
+        if launch is None or weight.shape[1] > launch.WIDTH or weight.shape[0] != x.shape[-1]:
             return convolution_formula(x, sequences.read(state), weight, bias, sequences=sequences, silu=silu)
         rows, weight, bias = launch.rows_of(x.flatten(0, 1)), weight.contiguous(), None if bias is None else bias.contiguous()
         if sequences.in_place and not torch.is_grad_enabled() and state.shape[0] and state.dtype == x.dtype and state.stride(-1) == 1:

@@ -33,7 +33,8 @@ def time_steps(
     """
     low, high = map(float, limits)
     formula = partial(time_steps_formula, limits=(low, high))
-    launch = kernels("mamba2_launch", dt, dt_bias, A_log, x) if x.shape[-1] <= 2048 else None
+    fits = dt_bias.shape == A_log.shape == dt.shape[-1:] and x.shape[-1] <= 2048
+    launch = kernels("mamba2_launch", dt, dt_bias, A_log, x) if fits else None
     if launch is None or dt.dtype != x.dtype:
         return again(formula(dt, dt_bias, A_log, x), formula, dt, dt_bias, A_log, x)
     given = _rows(dt), dt_bias.contiguous(), A_log.contiguous(), _rows(x)
@@ -74,7 +75,7 @@ def gated_norm(o: Tensor, x: Tensor, D: Tensor, z: Tensor, norm: nn.Module, then
     if isinstance(norm, GroupedRMSNorm) and runs_as_written(norm, GroupedRMSNorm):
         groups, eps, weight = norm.groups, norm.eps, norm.weight
         weights = plain_weights([then]) if torch.is_grad_enabled() else None
-        fits = z.shape[-1:] == weight.shape and z.shape[-1] % groups == 0 and z.shape[-1] <= 8192 * groups
+        fits = z.shape[-1:] == weight.shape and D.shape == x.shape[2:3] and z.shape[-1] % groups == 0 and z.shape[-1] <= 8192 * groups
         launch = kernels("mamba2_launch", o, x, D, z, weight, *weights or ()) if fits else None
         if launch is not None and o.dtype == x.dtype == z.dtype:
             after = next((one for one in as_products(*weights or ()) if one.dtype == x.dtype), None)

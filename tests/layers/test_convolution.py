@@ -355,3 +355,10 @@ def test_weights_may_be_wider_than_tokens(on_a_cpu):
     for found, formula in zip((y.view(10, 70), *grads), (true, *wanted)):
         assert (found.double() - formula).norm() <= torch.finfo(FLOAT16).eps * formula.norm()
     assert grads[1].dtype == FLOAT32
+
+
+def test_inputs_of_other_channels_raise(on_a_cpu):
+    one, x = convolution_of(4), normal(2, 5, 69).float()
+    with pytest.raises(RuntimeError):
+        one(x, normal(2, 3, 69).float(), Sequences(x))
+    assert on_a_cpu == []

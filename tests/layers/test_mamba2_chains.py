@@ -278,6 +278,18 @@ def test_norms_of_other_sizes_raise(size, groups, ran):
     assert not ran
 
 
+@pytest.mark.parametrize("which", ["D", "dt_bias", "A_log"])
+def test_parameters_of_other_sizes_raise(which, ran):
+    o, x, D, z, weight, dt, dt_bias, A_log = layer_tensors(2, 3)
+    given = {"D": D, "dt_bias": dt_bias, "A_log": A_log}
+    given[which] = given[which][:-1]
+    calls = {"D": lambda: gated_norm(o, x, given["D"], z, norm_of(weight, 1), nn.Identity())}
+    call = calls.get(which, lambda: time_steps(dt, given["dt_bias"], given["A_log"], x, (0.0, 1.0)))
+    with pytest.raises(RuntimeError):
+        call()
+    assert not ran
+
+
 def test_under_autocast_float32_weights_are_rounded_for_the_linear_map(ran):
     """Everything else is read as it is."""
     o, x, D, z, weight, dt, dt_bias, A_log = layer_tensors(2, 3, torch.float16)
