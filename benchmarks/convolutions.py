@@ -9,11 +9,10 @@ first compared with float64. Decode: us of a layer in a CUDA graph of 24 layers 
 
 import argparse
 import json
-import statistics
-from collections.abc import Callable
 from functools import partial
 
 import torch
+from linear_maps import graph_of, milliseconds
 from torch import Tensor
 
 from penstock.layers.convolution import ShortConvolution, convolution_formula
@@ -40,20 +39,6 @@ def plain(one: ShortConvolution, x: Tensor, state: Tensor, sequences: Sequences)
     return convolution_formula(x, sequences.read(state), one.weight.squeeze(1), one.bias, sequences=sequences, silu=True)
 
 
-def milliseconds(run: Callable[[], object], count: int = 20) -> float:
-    """The median of five runs of so many calls."""
-    found = []
-    for _ in range(6):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for _ in range(count):
-            run()
-        end.record()
-        end.synchronize()
-        found.append(begin.elapsed_time(end) / count)
-    return statistics.median(found[1:])
-
-
 def hold(found: Tensor, wanted: Tensor) -> None:
     assert (found.double() - wanted).norm() <= 2 * torch.finfo(found.dtype).eps * wanted.norm()
 
@@ -73,8 +58,8 @@ def training(name: str) -> dict[str, tuple[float, float]]:
         hold(y[..., :64], wanted)
         for n, (grad, true) in enumerate(zip(grads, torch.autograd.grad(wanted, exact, dy[..., :64].double()))):
             hold(grad[..., :64] if n == 0 else grad[:64], true)
-        forward = milliseconds(lambda call=call: call(x, tail, sequences))
-        backward = milliseconds(lambda y=y: torch.autograd.grad(y, inputs, dy, retain_graph=True))
+        forward = milliseconds(lambda call=call: call(x, tail, sequences), 20)
+        backward = milliseconds(lambda y=y: torch.autograd.grad(y, inputs, dy, retain_graph=True), 20)
         times[kind] = forward, backward
         del y, grads
     return times
@@ -94,14 +79,7 @@ def decoding(name: str, rows: int) -> dict[str, float]:
             sequences.write((pool,), (after,))
 
     for kind in ("torch", "kernels"):
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            step(kind)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            step(kind)
-        times[kind] = milliseconds(graph.replay, 10) * 1e3 / LAYERS
+        times[kind] = milliseconds(graph_of(partial(step, kind)).replay, 10) * 1e3 / LAYERS
     return times
 
 

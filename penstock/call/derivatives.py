@@ -13,6 +13,12 @@ from .problem import Problem
 Tensors = Sequence[Tensor | None]
 
 
+def count_write(x: Tensor) -> None:
+    """Tell autograd of a write in place: kernels do not. A backward pass through an earlier use of x then raises."""
+    if not x.is_inference():
+        torch.autograd.graph.increment_version(x)
+
+
 def gradients_of(forward: Callable[[Any], Tensors], problem: Problem, d_results: Tensors) -> list[Tensor | None]:
     """Gradients of the differentiable arguments by autograd through a ``forward`` of differentiable operations.
 

@@ -19,7 +19,7 @@ from ..errors import Complaints, RangeError, shortened
 from . import eager, private, recompute, registration, transforms
 from .autocast import cast, no_autocast, without_autocast
 from .declaration import Option, Result, Signature
-from .derivatives import Tensors, second_derivatives
+from .derivatives import Tensors, count_write, second_derivatives
 from .dispatch import Explanation, Family
 from .implementation import Implementation, Mode, Upstream
 from .memory import Kind, Memory, Seen
@@ -250,7 +250,9 @@ class Operator(Generic[P]):
         kept: Tensors = ()
         if self.in_place:
             results: Tensors = (without_autocast(problem.first, one.advance, problem),)  # type: ignore[arg-type]
-            self.count_write(problem)
+            written = problem.__dict__[self.names[problem.signature.written]]
+            if written is not None:
+                count_write(written)
         elif residuals and one.forward_with_residuals is not None and not recompute.active():
             results, kept = without_autocast(problem.first, one.forward_with_residuals, problem)
         else:
@@ -259,12 +261,6 @@ class Operator(Generic[P]):
         if saved and self.saves and one.backward is not None:
             wanted = [some or told.saved for some, told in zip(wanted, self.results)]
         return [x.contiguous() if some and x is not None else None for x, some in zip(results, wanted)], kept
-
-    def count_write(self, problem: Problem) -> None:
-        """Tell autograd of the write: kernels do not. A backward pass through an earlier use of the argument then raises."""
-        written = problem.__dict__[self.names[problem.signature.written]]
-        if written is not None and not written.is_inference():
-            torch.autograd.graph.increment_version(written)
 
     def gradients(self, problem: Problem, impl: str, upstream: Upstream) -> Tensors:
         """Gradients of the differentiable arguments, contiguous; None for arguments that are missing or need none. Not differentiable."""

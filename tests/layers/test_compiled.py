@@ -145,17 +145,22 @@ print(*sorted(compiled), sep="\\n")
 """
 
 
-def test_every_fused_kernel_compiles_for_any_number_of_tokens():
+def printed(script, *arguments):
+    """The lines that a script prints in a process without Triton's interpreter."""
     environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", script, *arguments], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.splitlines()
+
+
+def test_every_fused_kernel_compiles_for_any_number_of_tokens():
     names = ("decay", "gated", "gated_norm", "log_sigmoid", "norm_gate", "relu_squared", "shift", "time_steps")
     both = {f"{name}_{way}" for name in names for way in ("bwd", "fwd")}
     both |= {f"shift_{name}_bwd" for name in ("hidden", "low_rank", "weights")}
     both |= {f"convolution_{name}" for name in ("bwd", "fwd", "step", "tails")}
     decoding = {"low_rank", "product_of_few_rows", "products", "rwkv_step", "shifted_norm", "write_rows"}
     others = {"add_norm", "add_norm_bwd", "cross_entropy", "draw", "keep_ranks", "pick", "product", "sum_of_parts", *decoding}
-    assert set(done.stdout.split()) == {f"penstock_{name}" for name in both | others}
+    assert set(printed(COMPILE)) == {f"penstock_{name}" for name in both | others}
 
 
 FORMS = """
@@ -189,10 +194,7 @@ for sizes in ((64, 2048, 2048, 2048, 2048), (7168, 2048), (2048,)):
 @pytest.mark.timeout(900)
 def test_linear_maps_for_hopper_compile_without_spills():
     """With as much shared memory as sm_90 has."""
-    environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", FORMS], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    lines = done.stdout.splitlines()
+    lines = printed(FORMS)
     assert len(lines) >= 24
     for line in lines:
         spill, shared = map(int, line.split()[:2])
@@ -273,10 +275,7 @@ for dtype in (torch.bfloat16, torch.float16, torch.float32):
 
 @pytest.mark.timeout(900)
 def test_short_convolutions_compile_without_spills():
-    environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", CONVOLUTIONS], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    lines = done.stdout.splitlines()
+    lines = printed(CONVOLUTIONS)
     assert len(lines) == 48
     for line in lines:
         assert line.startswith("0 0 "), line
@@ -285,9 +284,6 @@ def test_short_convolutions_compile_without_spills():
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "gfx942"])
 def test_chains_of_mamba2_compile_without_spills(arch):
     """At the widths of published models, and others up to 8192 channels."""
-    environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", MAMBA2, arch], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    lines = done.stdout.splitlines()
+    lines = printed(MAMBA2, arch)
     assert len(lines) == 3 * 9 * 4
     assert all(line.startswith("0 ") for line in lines), [line for line in lines if not line.startswith("0 ")]

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...call.derivatives import count_write
 from ...gpu.launch import on_device_of
 from . import convolution
 from .launch import Formula, Tensors, blocks, by_formula, early, shares
@@ -63,7 +64,7 @@ def tails(x: Tensor, tail: Tensor, bounds: Tensor, slots: Tensor | None = None, 
             W=W, SLOTS=slots is not None, BC=CHANNELS, PDL=bool(pdl), num_warps=1, **pdl,
         )  # fmt: skip
     if in_place:
-        _written(tail)
+        count_write(tail)
     return after
 
 
@@ -77,13 +78,8 @@ def step(x: Tensor, pool: Tensor, slots: Tensor | None, weight: Tensor, bias: Te
             C, x.stride(0), pool.stride(0), pool.stride(1),
             W=weight.shape[1], BIAS=bias is not None, SILU=silu, SLOTS=slots is not None, BC=CHANNELS, PDL=bool(pdl), num_warps=1, **pdl,
         )  # fmt: skip
-        _written(pool)
+        count_write(pool)
     return y
-
-
-def _written(pool: Tensor) -> None:
-    if not pool.is_inference():
-        torch.autograd.graph.increment_version(pool)
 
 
 class Convolution(torch.autograd.Function):

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...call.derivatives import count_write
 from ...gpu.hopper import modules
 from ...gpu.launch import on_device_of
 from ...gpu.target import Target, power
@@ -195,8 +196,7 @@ def shifted_norm(
             BIAS=bias is not None, SLOTS=slots is not None, SINGLE=spans is None, COUNT=len(mu), COMPLEMENT=complement, KEPT=kept,
             BC=power(C, 16), PDL=bool(pdl), num_warps=min(max(power(C, 16) // 512, 1), 16), **pdl,
         )  # fmt: skip
-        if not pool.is_inference():
-            torch.autograd.graph.increment_version(pool)
+        count_write(pool)
     return Shifted(total, normed, before, mixed.unbind())
 
 
@@ -239,6 +239,5 @@ def rwkv_step(
             *u.stride(), *pool.stride(), eps, K=K, V=V, M=M, BK=BK, BV=BV, BM=BM, LOW_RANK=given, SLOTS=slots is not None, DENSE=dense,
             WARPS=warps, PDL=bool(pdl), CUDA=cuda, num_warps=warps, enable_fp_fusion=False, **limit, **pdl,
         )  # fmt: skip
-        if not pool.is_inference():
-            torch.autograd.graph.increment_version(pool)
+        count_write(pool)
     return y

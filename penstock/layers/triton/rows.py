@@ -1,10 +1,10 @@
 """Writes states to rows of their pools."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...call.derivatives import count_write
 from ...gpu.launch import on_device_of
 from .launch import BLOCK, blocks
 
@@ -47,5 +47,4 @@ def write_rows(states: Tensor, pool: Tensor, slots: Tensor, ends: Tensor | None 
             states, pool, slots, slots if ends is None else ends, states.stride(0), pool.stride(0), D, PACKED=ends is not None, BLOCK=BLOCK,
             num_warps=4,
         )  # fmt: skip
-    if not pool.is_inference():
-        torch.autograd.graph.increment_version(pool)
+    count_write(pool)
