@@ -66,7 +66,8 @@ class Engine:
     max_queue : int
         Requests that may wait, those that get a slot with the next step among them; one more raises QueueFull. At least 1.
     batch_invariant : bool
-        Equal bits, at the cost of padding: see ``invariance.py``. Raises EngineError where products depend on the number of rows.
+        Equal bits, at the cost of padding and of a second pass over generated tokens: see ``docs/engine.md``. Raises EngineError where
+        products depend on the number of rows.
     overlap : bool, optional
         Launch the next step before the tokens of this one are on the host. Default: on a GPU.
     cuda_graphs : bool, optional
@@ -109,7 +110,8 @@ class Engine:
             runner.graphs = StepGraphs(model, self._pool, runner.last, token_budget, self._block)
         self._steps = Steps(
             runner, self._pool, self._cache, token_budget=token_budget, keep_every=keep_every,
-            overlap=device.type == "cuda" if overlap is None else overlap, tokenizer=tokenizer, model_hash=self.model_hash,
+            overlap=device.type == "cuda" if overlap is None else overlap, canonical=batch_invariant, tokenizer=tokenizer,
+            model_hash=self.model_hash,
         )  # fmt: skip
         self._model_hash: str | None = None
         self._lock = threading.RLock()

@@ -244,8 +244,9 @@ class Request:
 class Sequence:
     """One completion as the scheduler sees it: counts of tokens, and where its state is.
 
-    The state is in two rows of the pool. The aligned row has the first ``aligned`` tokens, a multiple of ``CHUNK``, processed as
-    chunks; the live row has the first ``computed`` tokens, those behind ``aligned`` one by one. So both are functions of the tokens alone.
+    The state is in two rows of the pool. The aligned row has the first ``aligned`` tokens, a multiple of ``CHUNK``; the live row has the
+    first ``computed`` tokens, those behind ``aligned`` one by one. Canonical states: those of the aligned row were processed as chunks, so
+    that both rows are functions of the tokens alone.
     """
 
     request: Request

@@ -76,8 +76,12 @@ class Runner:
                     flight.prompt_logprobs.append((work, self._score(logits[last - (work.end - work.begin) : last], work)))
                 logits = logits[to_device([end - 1 for end in ends], self.device)]
             self.pool.promote([_slot(work) for work in pieces if work.on_aligned])
+            self.pool.align([_slot(work) for work in plan.completing])
             if pieces:
                 self._keep(flight, pieces, logits[plan.decodes :])
+            for work in plan.completing:
+                if work.end in work.sequence.cuts:
+                    flight.kept.append((work.sequence, work.end, KeptState(self.pool.copy_out([self.pool.aligned(_slot(work))]), None)))
         for work in known:
             one = work.sequence
             if one.index == 0 and one.request.params.n > 1:  # a hit of the cache

@@ -3,7 +3,7 @@
 A step has one piece of each chosen sequence:
 
 - a decode row: the one token behind the live state;
-- where this token completes a chunk of 64, the whole chunk instead, from the aligned state (``request.Sequence``);
+- with canonical states, where this token completes a chunk of 64, the whole chunk instead, from the aligned state (``request.Sequence``);
 - a piece of a prompt, of whole chunks from the aligned state, or the rest of less than 64 tokens from the live state.
 
 Decode rows come first, so the time between tokens is bounded by the token budget, however long a prompt is.
@@ -56,6 +56,8 @@ class Plan:
     works: list[Work] = field(default_factory=list)
     decodes: int = 0
     """So many of the works are decode rows; these come first."""
+    completing: list[Work] = field(default_factory=list)
+    """Decode rows that complete a chunk: the aligned row is then set to the live one. Without canonical states."""
 
     @property
     def tokens(self) -> int:
@@ -70,13 +72,15 @@ class Scheduler:
         Called for each sequence that gets a slot; it may move ``computed`` and ``aligned`` on.
     preempt : callable
         Called for each sequence before it loses its slot.
+    canonical : bool
+        Whether generated tokens are processed a second time, in chunks of 64, so that states have equal bits whatever was a prompt.
     """
 
     def __init__(
         self, slots: Slots, token_budget: int, admit: Callable[[Sequence], None] = lambda _: None,
-        preempt: Callable[[Sequence], None] = lambda _: None,
+        preempt: Callable[[Sequence], None] = lambda _: None, canonical: bool = True,
     ) -> None:  # fmt: skip
-        self._slots, self._on_admit, self._on_preempt = slots, admit, preempt
+        self._slots, self._on_admit, self._on_preempt, self._canonical = slots, admit, preempt, canonical
         self.token_budget = token_budget
         self.running: list[Sequence] = []
         self._heap: list[tuple[int, int, Sequence]] = []
@@ -175,10 +179,13 @@ class Scheduler:
                 prompts.append(one)
             elif length >= one.most:
                 continue  # its last token is pending
-            elif length % CHUNK == 0:  # so a chunk ends here, and length - computed = 1
+            elif length % CHUNK == 0 and self._canonical:  # so a chunk ends here, and length - computed = 1
                 chunks.append(one)
             else:
                 decodes.append(Work(one, computed, length, False, True))
+                if length % CHUNK == 0:
+                    plan.completing.append(decodes[-1])
+                    one.aligned = length
                 one.computed = length  # as _commit does
                 one.pending += 1
                 if (length + 1) % CHUNK == 0:

@@ -19,6 +19,8 @@ from .transfer import to_device
 
 ALIGNMENT = 64
 """Bytes. Every tensor of a row begins at a multiple of this."""
+FEW = 3
+"""Rows that are copied one by one. More of them take two launches and a copy of their places."""
 
 
 class Place(NamedTuple):
@@ -111,11 +113,19 @@ class StatePool:
 
     def promote(self, slots: list[int]) -> None:
         """Set the live rows of slots to their aligned rows."""
-        if len(slots) == 1:
-            self.memory[self.live(slots[0])] = self.memory[self.aligned(slots[0])]
-        elif slots:
-            rows = to_device(slots, self.memory.device)
-            self.memory.index_copy_(0, rows, self.memory.index_select(0, rows + self.slots))
+        self._copy([self.aligned(slot) for slot in slots], [self.live(slot) for slot in slots])
+
+    def align(self, slots: list[int]) -> None:
+        """Set the aligned rows of slots to their live rows."""
+        self._copy([self.live(slot) for slot in slots], [self.aligned(slot) for slot in slots])
+
+    def _copy(self, sources: list[int], targets: list[int]) -> None:
+        if len(sources) <= FEW:
+            for source, target in zip(sources, targets):
+                self.memory[target] = self.memory[source]
+        else:
+            rows = to_device([*sources, *targets], self.memory.device)
+            self.memory.index_copy_(0, rows[len(sources) :], self.memory.index_select(0, rows[: len(sources)]))
 
     def tensors(self, row: Tensor) -> dict[str, Tensor]:
         """The tensors of a copied row [W] by their names."""

@@ -16,6 +16,14 @@ EVEN = rwkv6(**NARROW, head_size=8, mix_rank=8, decay_rank=8)
 """Ranks below 8 take other instructions of MKL in every other row: batch_invariant refuses them."""
 
 
+def model_that_allows_invariance(name: str) -> CausalLM:
+    if name != "rwkv6":
+        return model_of(name)
+    model = CausalLM(EVEN)
+    randomised(model)
+    return model
+
+
 def drawn_params(rng: random.Random) -> SamplingParams:
     kind = rng.randrange(5)
     options = {"max_tokens": rng.choice([0, 1, 5, 10, 70]), "seed": rng.getrandbits(40), "logprobs": rng.choice([None, 0, 3])}
@@ -121,14 +129,33 @@ def test_requests_give_the_tokens_of_each_alone(name):
 
 @pytest.mark.parametrize("name", RECURRENT)
 def test_batch_invariant_logprobs_are_equal_to_the_bit(name):
-    rng = random.Random(name)
-    model = model_of(name)
-    if name == "rwkv6":
-        model = CausalLM(EVEN)
-        randomised(model)
+    rng, model = random.Random(name), model_that_allows_invariance(name)
     prompts = drawn_prompts(rng, 6)
     params = [SamplingParams(max_tokens=70, seed=n, logprobs=2) for n in range(6)]
     _, results, _ = together(model, prompts, params, rng, batch_invariant=True)
     alone = Alone(model, batch_invariant=True)
     for prompt, some, result in zip(prompts, params, results):
         assert result.completions == alone(prompt, some).completions
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("name", RECURRENT)
+def test_states_of_generated_tokens_are_those_of_a_prompt(name, overlap):
+    """Equal bits if they are canonical, else equal values; kept in the cache either way."""
+    params = SamplingParams(max_tokens=150, seed=5, keep_state=not overlap)
+    model, prompt = model_that_allows_invariance(name), [n * n % VOCAB for n in range(150)]
+    for canonical in (True, False):
+        options = {"slots": 2, "token_budget": 256, "batch_invariant": canonical}
+        engine = Engine(model, overlap=overlap, keep_every=64, **options)
+        first = engine.generate([prompt], params)[0]
+        cached = engine.generate([prompt + first.tokens], SamplingParams(max_tokens=0, keep_state=True))[0]
+        assert cached.cached_tokens == 256
+        fresh = Engine(model, cache_bytes=0, **options)
+        wanted = fresh.generate([prompt + first.tokens], SamplingParams(max_tokens=0, keep_state=True))[0].completions[0].state
+        for one in (first, cached)[overlap:]:
+            state = one.completions[0].state
+            assert (state.tokens, state.aligned) == (wanted.tokens, 256)
+            found, right = (engine._pool.tensors(x.row) for x in (state, wanted))
+            for key, x in found.items():
+                bound = 0 if canonical or x.numel() == 0 else 1e-4 * float(right[key].abs().max())
+                torch.testing.assert_close(x, right[key], rtol=0, atol=bound)

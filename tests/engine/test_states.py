@@ -177,6 +177,14 @@ def test_rows_of_a_pool_are_copied_whole(name, dtype):
     for _, x in named_tensors(pool.state):
         for live, source in ((0, 3), (1, 5), (2, 5)):
             assert torch.equal(x[live], x[source])
+        x[:3] += 100
+    for _, x in named_tensors(pool.state):
+        x[:3] += 100
+    pool.align([2, 1])
+    for _, x in named_tensors(pool.state):
+        for live, source, equal in ((0, 3, False), (1, 4, True), (2, 5, True)):
+            assert torch.equal(x[live], x[source]) == (equal or x.numel() == 0)
+    pool.promote([0])
     for slot in slots:
         pool.release(slot)
     with pytest.raises(PenstockError, match="which is free"):
@@ -214,3 +222,13 @@ def test_a_state_that_does_not_begin_with_zeros(monkeypatch):
 def test_requests_begin_with_a_random_seed():
     assert Request([1], SamplingParams()).seed != Request([1], SamplingParams()).seed
     assert Sequence(Request([1], SamplingParams())).length == 0
+
+
+def test_many_rows_of_a_pool_are_copied_together():
+    pool = StatePool(model_of("rwkv6"), slots=7)
+    pool.memory.copy_(torch.arange(pool.memory.numel()).view_as(pool.memory))
+    before, slots = pool.memory.clone(), [6, 0, 2, 3, 5]
+    pool.align(slots)
+    for slot in range(7):
+        assert torch.equal(pool.memory[pool.aligned(slot)], before[slot if slot in slots else pool.aligned(slot)])
+        assert torch.equal(pool.memory[slot], before[slot])
