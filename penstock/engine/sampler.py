@@ -3,8 +3,8 @@
 A row's token depends on its own logits, parameters, seed and position only, to the bit: probabilities are whole numbers of 2**-44 of the
 most likely token's, whose sums have no order; and the random number of a row is a hash of its seed and position.
 
-What a row needs at every step is in tables on the device, at its slot, from its first token on: its parameters, its biases, and how often
-it has which token. A step copies one list of numbers to the device, whatever its rows ask for.
+What a row needs at every step is in tables on the device, at its slot, from its first token on: its parameters and the key of its random
+numbers, its biases, and how often it has which token. A step copies one list of numbers to the device, whatever its rows ask for.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from ..gpu.target import unavailable
 from ..models.sampling import LOWEST_TEMPERATURE
 from .request import Constraint, SamplingParams, Sequence, TokenLogprobs
 from .transfer import ToHost, from_buffer, to_device
+from .uniforms import key_of, seed_of, uniforms
 
 ONE = 2.0**44
 """The weight of the most likely token."""
@@ -28,19 +29,17 @@ MOST_TOKENS = 2**19 - 1
 """Sums of so many weights fit int64."""
 NO_TOKEN = -1
 """In the place of a token where the largest logit is not finite."""
+NOT_DRAWN = -1
+"""In the place of the position of a row that takes the most likely token."""
 CANDIDATES = 256
 """The most likely tokens that are ranked before all are."""
 MANY_ROWS = 16
 """From this number on, a kernel finds the ranks that are kept on a GPU; for fewer, sorting them is faster."""
-_MASK = 2**64 - 1
-_STEP = 0x9E3779B97F4A7C15
-"""2**64 divided by the golden ratio."""
-
 DRAWN, LIMITED, NUCLEUS, FLOORED, BIASED, REPEATED, COUNTED, PENALISED, CONSTRAINED = (1 << n for n in range(9))
 """What a row needs beyond the largest logit: a draw, top_k or top_p, top_p, min_p, logit_bias, a repetition penalty, presence or frequency
 penalties, any of the three, a constraint."""
-SCALE, LAST_RANK, SHARE, LEAST, REPETITION, PRESENCE, FREQUENCY, COLUMNS = range(8)
-"""Columns of the table of parameters. All values are exact in float64."""
+SCALE, LAST_RANK, SHARE, LEAST, REPETITION, PRESENCE, FREQUENCY, KEY, COLUMNS = range(9)
+"""Columns of the table of parameters. All values are exact in float64; KEY has the bits of an integer."""
 
 
 @dataclass(eq=False)
@@ -57,7 +56,7 @@ class Row:
 
     def __post_init__(self) -> None:
         params = self.params
-        self.key, self.owner = _key(self.seed), object()
+        self.owner = object()
         found = {
             BIASED: params.logit_bias, REPEATED: params.repetition_penalty != 1, CONSTRAINED: self.constraint is not None,
             COUNTED: params.presence_penalty or params.frequency_penalty, PENALISED: params.penalised,
@@ -73,31 +72,6 @@ class Row:
         return cls(one.request.params, seed_of(one.request.seed, one.index), one.tokens, len(one.request.prompt), one.constraint)
 
 
-def mixed(value: int) -> int:
-    """A hash of 64 bits (the finaliser of SplitMix64; Steele, Lea and Flood 2014)."""
-    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
-    value = (value ^ (value >> 27)) * 0x94D049BB133111EB & _MASK
-    return value ^ (value >> 31)
-
-
-def uniform(seed: int, position: int) -> float:
-    """A number from 0 to 1 - 2**-53, a function of seed and position."""
-    return _uniform(_key(seed), position)
-
-
-def _key(seed: int) -> int:
-    return mixed((seed + _STEP) & _MASK)
-
-
-def _uniform(key: int, position: int) -> float:
-    return (mixed((key + position * _STEP) & _MASK) >> 11) * 2.0**-53
-
-
-def seed_of(seed: int, index: int) -> int:
-    """The seed of completion ``index``."""
-    return seed if index == 0 else mixed((seed + index * 0xD1342543DE82EF95) & _MASK)
-
-
 class Places:
     """Which rows of a step need what; with their numbers, on the device."""
 
@@ -108,7 +82,7 @@ class Places:
             self.any |= one
         values = array("q", slots)
         spans: dict[int, tuple[int, int]] = {}
-        drawn = needs
+        drawn = needs if self.any & DRAWN else []
         for need in (DRAWN, BIASED, PENALISED, CONSTRAINED, LIMITED):
             if self.any & need:
                 among = drawn if need == LIMITED else needs
@@ -119,13 +93,12 @@ class Places:
                     spans[need] = len(values), len(chosen)
                     values.extend(chosen)
         count, ends = len(slots), len(values)
-        drawing = zip(rows, positions, needs)
-        values.frombytes(array("d", [_uniform(row.key, position) if one & DRAWN else -1.0 for row, position, one in drawing]).tobytes())
+        values.extend(positions if len(drawn) == count else [at if one & DRAWN else NOT_DRAWN for at, one in zip(positions, needs)])
         copied = from_buffer(values, device)
         self.slots = copied[:count]
         """Of all rows: int64 [R]."""
-        self.uniforms = copied[ends:].view(torch.float64)
-        """Of all rows: float64 [R]; negative if the row is not drawn."""
+        self.positions = copied[ends:]
+        """The same; ``NOT_DRAWN`` if the row is not drawn."""
         self._places = {need: copied[begin : begin + size] for need, (begin, size) in spans.items()}
 
     def all_need(self, need: int) -> bool:
@@ -214,7 +187,7 @@ class Sampler:
         for n in fresh:
             owners[slots[n]] = rows[n].owner = object()  # a new one: the row may come back to an earlier slot, whose counts are old
             values.append(slots[n])
-            values.extend(self._parameters(rows[n].params))
+            values.extend(self._parameters(rows[n]))
         copied = from_buffer(values, self.device).view(len(fresh), 1 + COLUMNS)
         self._table.index_copy_(0, copied[:, 0].long(), copied[:, 1:])
         for n in fresh:
@@ -223,9 +196,9 @@ class Sampler:
             if rows[n].needs & PENALISED:
                 self._enter_seen(slots[n], rows[n])
 
-    def _parameters(self, params: SamplingParams) -> list[float]:
+    def _parameters(self, row: Row) -> array[float]:
         """A row of the table."""
-        found = [1.0] * COLUMNS
+        params, found = row.params, [1.0] * KEY
         found[SCALE] = max(float(params.temperature), LOWEST_TEMPERATURE)
         found[LAST_RANK] = min(params.top_k or self.vocab_size, self.vocab_size) - 1
         found[SHARE] = params.top_p if params.top_p < 1 else 2.0  # more than all, also where sums are rounded
@@ -233,7 +206,9 @@ class Sampler:
         found[REPETITION], found[PRESENCE], found[FREQUENCY] = (
             float(one) for one in (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
         )
-        return found
+        values = array("d", found)
+        values.frombytes(array("Q", [key_of(row.seed)]).tobytes())
+        return values
 
     def _enter_biases(self, slot: int, row: Row) -> None:
         tokens, values = list(row.params.logit_bias), [float(one) for one in row.params.logit_bias.values()]
@@ -298,15 +273,15 @@ class Sampler:
             most = self.vocab_size if 0 in tops else max(tops)
             some = self._limited(step.of(LIMITED, weights), step.of(LIMITED, params), most, any(tops), bool(step.any & NUCLEUS))
             weights = step.put(LIMITED, weights, some)
-        uniforms = step.of(DRAWN, step.uniforms)
+        keys, positions = params[:, KEY].view(torch.int64), step.of(DRAWN, step.positions)
         if self._kernels:
             from .drawing import draw
 
-            tokens = draw(weights, uniforms)
+            tokens = draw(weights, keys, positions)
         else:
             sums = weights.cumsum(-1)
             total = sums[:, -1]
-            drawn = torch.minimum((uniforms * total).long(), total - 1)
+            drawn = torch.minimum((uniforms(keys, positions) * total).long(), total - 1)
             tokens = torch.searchsorted(sums, drawn[:, None], right=True).squeeze(-1)
         return torch.where(largest.squeeze(1).abs() < math.inf, tokens, self._no_token)
 
@@ -314,7 +289,8 @@ class Sampler:
         """Tokens [R] of logits [R,V] by one kernel, which also writes ``last``."""
         from .drawing import pick
 
-        return pick(logits, self._table[:, SCALE], self._table[:, LEAST], step.slots, step.uniforms, self.last)
+        table = self._table
+        return pick(logits, table[:, SCALE], table[:, LEAST], table[:, KEY].view(torch.int64), step.slots, step.positions, self.last)
 
     def _limited(self, weights: Tensor, params: Tensor, most: int, ranked: bool, nucleus: bool) -> Tensor:
         """Weights [R,V] with 0 outside of the top k, then outside of the nucleus of what is left.

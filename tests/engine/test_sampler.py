@@ -9,7 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.engine import Engine, SamplingParams, sampler
-from penstock.engine.sampler import MOST_TOKENS, NO_TOKEN, Row, Sampler, logprobs_of, seed_of, uniform
+from penstock.engine.sampler import MOST_TOKENS, NO_TOKEN, NOT_DRAWN, Row, Sampler, logprobs_of
+from penstock.engine.uniforms import ROUNDS, STEP, key_of, mixed, seed_of, uniform, uniforms
 from penstock.errors import DtypeError, RangeError
 from penstock.models import CausalLM, gla
 
@@ -142,7 +143,7 @@ def test_the_kernel_keeps_what_sorting_keeps():
     logits = torch.randn(len(cases), 3000, generator=torch.Generator().manual_seed(0)) * torch.tensor([0.05, 1.0, 20.0]).repeat(3)[:, None]
     logits = logits.bfloat16().double()
     made = Sampler(len(cases), 3000, logits.device)
-    params = torch.tensor([made._parameters(SamplingParams(top_k=k, top_p=p)) for k, p in cases], dtype=torch.float64)
+    params = torch.tensor([made._parameters(Row(SamplingParams(top_k=k, top_p=p), 0)) for k, p in cases], dtype=torch.float64)
     weights = sampler._weights(logits, logits.amax(-1, keepdim=True))
     assert 0 in weights[2]
     for some in (slice(None), [0, 5, 6]):
@@ -178,24 +179,52 @@ def test_the_kernels_choose_the_same_tokens(dtype):
         assert wanted[2] == wanted[3] == wanted[4] == sampler.NO_TOKEN
         made = Sampler(len(rows) + 2, size, logits.device)
         slots = torch.randperm(len(rows) + 2, generator=generator)[: len(rows)]
-        made._table[slots] = torch.tensor([made._parameters(one) for one in given], dtype=torch.float64)
-        columns = [made._table[:, sampler.SCALE], made._table[:, sampler.LEAST]]
-        uniforms = torch.tensor([-1.0 if row.params.greedy else sampler.uniform(n, n) for n, row in enumerate(rows)], dtype=torch.float64)
+        made._table[slots] = torch.stack([torch.frombuffer(made._parameters(row), dtype=torch.float64) for row in rows])
+        keys = made._table[:, sampler.KEY].view(torch.int64)
+        columns = [made._table[:, sampler.SCALE], made._table[:, sampler.LEAST], keys]
+        places = torch.tensor([NOT_DRAWN if row.params.greedy else n for n, row in enumerate(rows)])
         for x in (logits, torch.cat([logits, logits], 1)[:, :size], logits.T.contiguous().T):
             made.last.fill_(-7)
-            assert torch.equal(drawing.pick(x, *columns, slots, uniforms, made.last, 128), wanted)
+            assert torch.equal(drawing.pick(x, *columns, slots, places, made.last, 128), wanted)
             assert torch.equal(made.last[slots], wanted)
             assert (made.last == -7).sum() == 2
-        rest = [n for n in range(len(rows)) if wanted[n] >= 0 <= uniforms[n]]
-        logits, wanted, uniforms, slots = logits[rest], wanted[rest], uniforms[rest], slots[rest]
+        rest = [n for n in range(len(rows)) if wanted[n] >= 0 <= places[n]]
+        logits, wanted, places, slots = logits[rest], wanted[rest], places[rest], slots[rest]
         params = made._table[slots]
         weights = sampler._weights(logits, logits.amax(-1, keepdim=True), params[:, :1])
         weights = weights.masked_fill(weights < params[:, sampler.LEAST : sampler.LEAST + 1], 0)
         for x in (weights, weights.T.contiguous().T):
-            assert torch.equal(drawing.draw(x, uniforms, 128), wanted)
-        for at in (0.0, 1 - 2**-53):
-            ends = [int(torch.nonzero(one)[0 if at == 0 else -1]) for one in weights]
-            assert drawing.pick(logits, *columns, slots, torch.full_like(uniforms, at), made.last, 128).tolist() == ends
+            assert torch.equal(drawing.draw(x, keys[slots], places, 128), wanted)
+        for bits, end in ((0, 0), (2**64 - 1, -1)):
+            keys.fill_(torch.tensor(unmixed(bits), dtype=torch.uint64).view(torch.int64))
+            assert uniforms(keys[:1], torch.zeros_like(keys[:1])) == (1 - 2**-53) * (bits > 0)
+            ends = [int(torch.nonzero(one)[end]) for one in weights]
+            assert drawing.pick(logits, *columns, slots, torch.zeros_like(places), made.last, 128).tolist() == ends
+            assert drawing.draw(weights, keys[slots], torch.zeros_like(places), 128).tolist() == ends
+
+
+def unmixed(value: int) -> int:
+    """The number whose hash this is."""
+    back = lambda x, shift: x ^ (x >> shift) ^ (x >> 2 * shift)  # noqa: E731
+    value = back(value, 31)
+    for shift, factor in reversed(ROUNDS):
+        value = back(value * pow(factor, -1, 2**64) % 2**64, shift)
+    return value
+
+
+def test_random_numbers_of_tensors_are_those_of_whole_numbers():
+    """Also where sums and products leave 64 bits."""
+    rng = random.Random(0)
+    seeds = [0, 1, 2**64 - 1, 2**63, *(rng.getrandbits(64) for _ in range(200))]
+    positions = [0, 1, 2**31, 2**40, *(rng.randrange(10**6) for _ in range(200))]
+    keys = torch.tensor([key_of(seed) for seed in seeds], dtype=torch.uint64).view(torch.int64)
+    found = uniforms(keys, torch.tensor(positions))
+    assert found.tolist() == [uniform(*pair) for pair in zip(seeds, positions)]
+    assert found.min() >= 0
+    assert found.max() < 1
+    assert abs(float(found.mean()) - 0.5) < 0.1
+    assert uniform(3, 5) == (mixed((mixed(3 + STEP) + 5 * STEP) % 2**64) >> 11) / 2**53
+    assert all(mixed(unmixed(seed)) == seed for seed in seeds)
 
 
 class Calls(TorchDispatchMode):

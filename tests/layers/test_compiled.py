@@ -136,9 +136,9 @@ for rows, size in ((1, 512), (9, 70)):
 for ranked in (False, True):
     numbers = torch.ones(2, 1, dtype=torch.float64)[:, 0]
     ranking.keep_ranks(torch.zeros(2, 100, dtype=torch.int64), numbers, numbers, ranked)
-    drawing.draw(torch.zeros(2, 100, dtype=torch.int64), numbers)
+    drawing.draw(torch.zeros(2, 100, dtype=torch.int64), numbers.long(), numbers.long())
 for x in (zeros(2, 100), zeros(2, 100).double()):
-    drawing.pick(x, numbers, numbers, numbers.long(), numbers, numbers.long())
+    drawing.pick(x, numbers, numbers, *[numbers.long()] * 4)
 for upstream in (None, torch.zeros(2)):
     cross_entropy.cross_entropy(zeros(2, 5000), torch.zeros(2, dtype=torch.int64), upstream, torch.zeros(2))
 print(*sorted(compiled), sep="\\n")
