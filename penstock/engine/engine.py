@@ -58,7 +58,7 @@ class Engine:
     slots : int
         Sequences that run together. Each one takes two states of memory.
     token_budget : int
-        The most tokens of a forward pass; at least slots + 128. It bounds the time between two tokens of a stream.
+        The most tokens of a forward pass; at least slots + 64. It bounds the time between two tokens of a stream.
     cache_bytes, host_cache_bytes : int
         Memory for states of earlier prompts on the device, and on the host for those that leave the device. 0: none.
     keep_every : int
@@ -66,8 +66,8 @@ class Engine:
     max_queue : int
         Requests that may wait, those that get a slot with the next step among them; one more raises QueueFull. At least 1.
     batch_invariant : bool
-        Equal bits, at the cost of padding and of a second pass over generated tokens: see ``docs/engine.md``. Raises EngineError where
-        products depend on the number of rows.
+        Equal bits. The next turn of a conversation processes what was generated as a part of its prompt: see ``docs/engine.md``. Raises
+        EngineError where products depend on the number of rows.
     overlap : bool, optional
         Launch the next step before the tokens of this one are on the host. Default: on a GPU.
     cuda_graphs : bool, optional
@@ -91,9 +91,9 @@ class Engine:
         for name, (value, least) in {**numbers, "host_cache_bytes": (host_cache_bytes, 0), "keep_every": (keep_every, CHUNK)}.items():
             check_whole(complaints, name, value, least)
         complaints.raise_any()
-        if token_budget < slots + 2 * CHUNK:
-            rule = f"at least slots + {2 * CHUNK} = {slots + 2 * CHUNK}"
-            complaints.add(RangeError, "token_budget", rule, token_budget, "All streams and two chunks must fit into a step.")
+        if token_budget < slots + CHUNK:
+            rule = f"at least slots + {CHUNK} = {slots + CHUNK}"
+            complaints.add(RangeError, "token_budget", rule, token_budget, "All streams and a chunk of a prompt must fit into a step.")
         if cuda_graphs and model.embeddings.weight.device.type != "cuda":
             complaints.add(RangeError, "cuda_graphs", "None or False without a GPU", cuda_graphs)
         if keep_every % CHUNK:
@@ -104,7 +104,7 @@ class Engine:
         self._pool = StatePool(model, slots)
         device = self._pool.memory.device
         self._cache = StateCache(cache_bytes, host_cache_bytes, KeptState.to_host, lambda state: state.to(device))
-        self._block = smallest_block(model, token_budget) if batch_invariant else 1
+        self._block = smallest_block(model, token_budget) if batch_invariant else 0
         runner = Runner(model, self._pool, self.vocab_size, self._block)
         if device.type == "cuda" and cuda_graphs is not False:
             runner.graphs = StepGraphs(model, self._pool, runner.last, token_budget, self._block)

@@ -62,13 +62,13 @@ class StepGraphs:
     most_tokens : int
         Larger steps have no graph.
     block : int
-        Numbers of tokens and rows are multiples of it, see ``invariance.py``.
+        As for ``Runner``. Numbers of tokens and rows are multiples of it.
     capture : callable
         Makes a function that repeats what a function does. Default: a CUDA graph.
     """
 
     def __init__(
-        self, model: CausalLM, pool: StatePool, last: Tensor, most_tokens: int = MOST_TOKENS, block: int = 1,
+        self, model: CausalLM, pool: StatePool, last: Tensor, most_tokens: int = MOST_TOKENS, block: int = 0,
         capture: Callable[[Callable[[], Tensor]], Callable[[], Tensor]] | None = None,
     ) -> None:  # fmt: skip
         self._model, self._pool, self._last, self._block = model, pool, last, block
@@ -129,7 +129,7 @@ class StepGraphs:
             def step() -> Tensor:
                 known = with_sampled(ids, sources, self._last)
                 shaped, offsets = (known[None], ends) if N else (known[:, None], None)
-                with rows_alike() if self._block > 1 else nullcontext(), in_graph():
+                with rows_alike() if self._block else nullcontext(), in_graph():
                     return self._model.advance(shaped, self._pool.state, cu_seqlens=offsets, slots=slots, last_only=True)
 
             self._graphs[T, N] = Graph(inputs, self._capture(step))

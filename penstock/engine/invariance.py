@@ -4,7 +4,7 @@ Linear maps run kernels of ours (``layers.linear.rows_alike``), but not all: on 
 three rows take other kernels than four and more. In element-wise operators, the last elements of a tensor are computed by other
 instructions than whole vectors (with MKL, also exp of the last row). So the engine puts at least one skipped token behind those of a
 step, rounds their number up to a multiple of a block, and finds the smallest block for which a token gets equal bits in any place of any
-number of tokens.
+number of tokens. On a GPU a block of one token, without skipped ones, is tried first.
 """
 
 from __future__ import annotations
@@ -19,14 +19,17 @@ from ..models.arguments import named_tensors
 
 BLOCKS = (4, 8, 16, 32, 64)
 """Tried in this order. On a CPU, 4 or 8 suffice with MKL 2024.2 and AVX2."""
+VECTOR = 16
+"""Numbers that element-wise operators of a CPU compute at a time, at most. What is left at the end of a tensor takes other instructions."""
 LIVE = 3
-"""Tokens that are compared. With one skipped token they fit into the smallest block."""
+"""Tokens that are compared, at most. With one skipped token they fit into the smallest block of a CPU."""
 
 
 def smallest_block(model: CausalLM, most_tokens: int) -> int:
     """The smallest of ``BLOCKS`` that holds for passes of up to ``most_tokens`` tokens. Raises EngineError if none does."""
-    for block in BLOCKS:
-        if _holds(model, block, most_tokens):
+    on_gpu = model.embeddings.weight.is_cuda
+    for block in (1, *BLOCKS) if on_gpu else BLOCKS:
+        if (on_gpu or _in_vectors(model, block)) and _holds(model, block, most_tokens):
             return block
     raise EngineError(
         f"Engine: batch_invariant must be False here, got True. With {torch.get_num_threads()} threads, products of this model depend on "
@@ -39,6 +42,13 @@ def padding(tokens: int, block: int) -> int:
     return block - tokens % block if block > 1 else 0
 
 
+def _in_vectors(model: CausalLM, block: int) -> bool:
+    """Whether tensors of a block of tokens within layers have whole vectors: few probes show other bits of the last elements."""
+    layers = [x for name, x in model.named_parameters() if name not in ("embeddings.weight", "head.weight")]
+    widths = {x.shape[-1] for x in layers} | {x.shape[0] for x in layers if x.dim() == 2}
+    return all(block * width % VECTOR == 0 for width in widths)
+
+
 def _holds(model: CausalLM, block: int, most_tokens: int) -> bool:
     """Whether some tokens get equal logits and equal states at several places of passes of several sizes."""
     wanted: list[Tensor] | None = None
@@ -46,26 +56,28 @@ def _holds(model: CausalLM, block: int, most_tokens: int) -> bool:
     sizes = [block, 2 * block, 3 * block, 7 * block, whole]
     if model.embeddings.weight.is_cuda:
         sizes += [64 << n for n in range(6)]  # as graphs have them; libraries choose among many kernels there
-    for tokens in sorted({min(size, whole) for size in sizes}):
-        for place in sorted({0, tokens // 2 - 1, tokens - 1 - LIVE}):
+    for tokens in sorted({min(size, whole) for size in sizes}, reverse=True):
+        live = min(tokens, LIVE)
+        last = tokens - live - (block > 1)
+        for place in sorted({0, last // 2, last}):
             with rows_alike():
-                found = _probe(model, tokens, place)
+                found = _probe(model, tokens, place, live)
             if wanted is None:
                 wanted = found
-            elif not all(map(torch.equal, found, wanted)):
+            elif not all(torch.equal(one, right[:live]) for one, right in zip(found, wanted)):
                 return False
     return True
 
 
 @torch.no_grad()
-def _probe(model: CausalLM, tokens: int, place: int) -> list[Tensor]:
-    """Logits and states of ``LIVE`` decode rows from ``place`` on. All others are skipped pieces of a prompt."""
+def _probe(model: CausalLM, tokens: int, place: int, live: int) -> list[Tensor]:
+    """Logits and states of ``live`` decode rows from ``place`` on. All others are skipped pieces of a prompt."""
     device, V = model.embeddings.weight.device, model.config.vocab_size
     pool = model.initial_state(LIVE)
     model.advance(torch.arange(2 * LIVE, device=device).view(LIVE, 2) % V, pool)
     ids = torch.arange(tokens, device=device) * (7 + tokens) % V
-    ids[place : place + LIVE] = torch.arange(LIVE, device=device) * 5 % V
-    ends = [0, *range(place, place + LIVE + 1), tokens]
-    rows = torch.tensor([-1, *range(LIVE), -1], device=device)
+    ids[place : place + live] = torch.arange(live, device=device) * 5 % V
+    ends = [0, *range(place, place + live + 1), tokens]
+    rows = torch.tensor([-1, *range(live), -1], device=device)
     logits = model.advance(ids[None], pool, cu_seqlens=torch.tensor(ends, device=device), slots=rows)
-    return [logits[0, place : place + LIVE], *(x for _, x in named_tensors(pool))]
+    return [logits[0, place : place + live], *(x[:live] for _, x in named_tensors(pool))]

@@ -245,8 +245,8 @@ class Sequence:
     """One completion as the scheduler sees it: counts of tokens, and where its state is.
 
     The state is in two rows of the pool. The aligned row has the first ``aligned`` tokens, a multiple of ``CHUNK``; the live row has the
-    first ``computed`` tokens, those behind ``aligned`` one by one. Canonical states: those of the aligned row were processed as chunks, so
-    that both rows are functions of the tokens alone.
+    first ``computed`` tokens: chunks of the prompt, then what remains of it and generated tokens one by one. Canonical aligned states are
+    of chunks of the prompt only, so they are functions of the tokens alone.
     """
 
     request: Request
@@ -268,8 +268,6 @@ class Sequence:
     """Whether it waits for a slot."""
     deadline: int = 0
     order: int = 0
-    ready: int = 0
-    """The step from which on it waits for a piece of 64 tokens."""
     finished: bool = False
     text: Any = None
     row: Any = None

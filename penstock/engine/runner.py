@@ -45,10 +45,11 @@ class Runner:
     """Runs steps of a model over a pool.
 
     block : int
-        The number of tokens of a forward pass is rounded up to a multiple of it, with a row that is skipped. See ``invariance.py``.
+        Above 0, bits do not depend on the number of tokens. Above 1, their number is rounded up to a multiple of it, with a row that is
+        skipped. See ``invariance.py``.
     """
 
-    def __init__(self, model: CausalLM, pool: StatePool, vocab_size: int, block: int = 1) -> None:
+    def __init__(self, model: CausalLM, pool: StatePool, vocab_size: int, block: int = 0) -> None:
         self.model, self.pool, self.block = model, pool, block
         self.device = pool.memory.device
         self.sampler = Sampler(pool.slots, vocab_size, self.device)
@@ -67,7 +68,7 @@ class Runner:
         logits = None
         if decodes or pieces:
             scored = [work for work in pieces if self._scored(work)]
-            with rows_alike() if self.block > 1 else nullcontext():
+            with rows_alike() if self.block else nullcontext():
                 logits = self._forward(decodes, pieces, last_only=not scored)
             if scored:
                 ends = list(accumulate([1] * plan.decodes + [work.end - work.begin for work in pieces]))

@@ -3,8 +3,7 @@
 A step has one piece of each chosen sequence:
 
 - a decode row: the one token behind the live state;
-- with canonical states, where this token completes a chunk of 64, the whole chunk instead, from the aligned state (``request.Sequence``);
-- a piece of a prompt, of whole chunks from the aligned state, or the rest of less than 64 tokens from the live state.
+- a piece of a prompt: whole chunks from the aligned state (``request.Sequence``), or the rest of less than 64 tokens from the live state.
 
 Decode rows come first, so the time between tokens is bounded by the token budget, however long a prompt is.
 """
@@ -57,7 +56,7 @@ class Plan:
     decodes: int = 0
     """So many of the works are decode rows; these come first."""
     completing: list[Work] = field(default_factory=list)
-    """Decode rows that complete a chunk: the aligned row is then set to the live one. Without canonical states."""
+    """Decode rows that complete a chunk, whose live row is then copied to the aligned one. None with canonical states."""
 
     @property
     def tokens(self) -> int:
@@ -73,7 +72,7 @@ class Scheduler:
     preempt : callable
         Called for each sequence before it loses its slot.
     canonical : bool
-        Whether generated tokens are processed a second time, in chunks of 64, so that states have equal bits whatever was a prompt.
+        Aligned states are of prompts only, so their bits are a function of the tokens alone. Otherwise those of generated tokens are, too.
     """
 
     def __init__(
@@ -138,7 +137,6 @@ class Scheduler:
             heapq.heappop(self._heap)
             first.slot, first.queued = slot, False
             self.running.append(first)
-            first.ready = self._step
             plan.admitted.append(first)
             self._on_admit(first)
         for sequence in put_back:
@@ -167,7 +165,7 @@ class Scheduler:
         return self._slots.allocate()
 
     def _choose(self, plan: Plan) -> None:
-        chunks, prompts, known = [], [], []
+        prompts, known = [], []
         decodes = plan.works
         for one in self.running:
             length, computed = len(one.tokens) + one.pending, one.computed
@@ -179,29 +177,18 @@ class Scheduler:
                 prompts.append(one)
             elif length >= one.most:
                 continue  # its last token is pending
-            elif length % CHUNK == 0 and self._canonical:  # so a chunk ends here, and length - computed = 1
-                chunks.append(one)
             else:
                 decodes.append(Work(one, computed, length, False, True))
-                if length % CHUNK == 0:
+                if length % CHUNK == 0 and not self._canonical:
                     plan.completing.append(decodes[-1])
                     one.aligned = length
                 one.computed = length  # as _commit does
                 one.pending += 1
-                if (length + 1) % CHUNK == 0:
-                    one.ready = self._step
         plan.decodes = len(decodes)
         budget = self.token_budget - plan.decodes
         plan.works += known
-        chunks.sort(key=lambda one: one.ready)
         prompts.sort(key=lambda one: (one.deadline, one.order, one.index))
-        share = budget if not prompts else max(budget // 2, CHUNK)
-        chosen = min(len(chunks), share // CHUNK)
-        for one in chunks[:chosen]:
-            budget = self._add_piece(plan, one, budget)
         for one in prompts:
-            budget = self._add_piece(plan, one, budget)
-        for one in chunks[chosen:]:
             budget = self._add_piece(plan, one, budget)
 
     def _add_piece(self, plan: Plan, one: Sequence, budget: int) -> int:
@@ -228,5 +215,3 @@ class Scheduler:
         if work.sample:
             one.pending += 1
             one.sample_only = False
-            if one.length % CHUNK == 0:
-                one.ready = self._step

@@ -97,7 +97,7 @@ def together(model, prompts, all_params, rng, **options):
             try:
                 parent = rng.choice(running)
                 given = engine.state_of(parent)
-                params = SamplingParams(max_tokens=30, temperature=0)
+                params = SamplingParams(max_tokens=30, temperature=0, logprobs=1)
                 forks.append((list(given.tokens), params, engine.submit((), params, state=given)))
             except EngineError:  # it is not past its prompt
                 pass
@@ -132,16 +132,22 @@ def test_batch_invariant_logprobs_are_equal_to_the_bit(name):
     rng, model = random.Random(name), model_that_allows_invariance(name)
     prompts = drawn_prompts(rng, 6)
     params = [SamplingParams(max_tokens=70, seed=n, logprobs=2) for n in range(6)]
-    _, results, _ = together(model, prompts, params, rng, batch_invariant=True)
+    engine, results, forks = together(model, prompts, params, rng, batch_invariant=True)
     alone = Alone(model, batch_invariant=True)
     for prompt, some, result in zip(prompts, params, results):
         assert result.completions == alone(prompt, some).completions
+    assert forks
+    for tokens, some, result in forks:
+        assert result.completions == alone(tokens, some).completions
+    turns = [prompt + result.tokens + [n] for n, (prompt, result) in enumerate(zip(prompts, results))]
+    for turn, some, result in zip(turns, params, engine.generate(turns, params)):
+        assert result.completions == alone(turn, some).completions
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("name", RECURRENT)
 def test_states_of_generated_tokens_are_those_of_a_prompt(name, overlap):
-    """Equal bits if they are canonical, else equal values; kept in the cache either way."""
+    """Canonical ones have equal bits and end with the prompt. Others have equal values, and are kept in the cache."""
     params = SamplingParams(max_tokens=150, seed=5, keep_state=not overlap)
     model, prompt = model_that_allows_invariance(name), [n * n % VOCAB for n in range(150)]
     for canonical in (True, False):
@@ -149,12 +155,14 @@ def test_states_of_generated_tokens_are_those_of_a_prompt(name, overlap):
         engine = Engine(model, overlap=overlap, keep_every=64, **options)
         first = engine.generate([prompt], params)[0]
         cached = engine.generate([prompt + first.tokens], SamplingParams(max_tokens=0, keep_state=True))[0]
-        assert cached.cached_tokens == 256
+        assert cached.cached_tokens == (128 if canonical else 256)
         fresh = Engine(model, cache_bytes=0, **options)
-        wanted = fresh.generate([prompt + first.tokens], SamplingParams(max_tokens=0, keep_state=True))[0].completions[0].state
         for one in (first, cached)[overlap:]:
             state = one.completions[0].state
-            assert (state.tokens, state.aligned) == (wanted.tokens, 256)
+            length = 128 if canonical and one is first else 256
+            text = [*prompt, *first.tokens][: 300 if one is cached else length]
+            wanted = fresh.generate([text], SamplingParams(max_tokens=0, keep_state=True))[0].completions[0].state
+            assert (state.tokens, state.aligned) == ((*prompt, *first.tokens), length)
             found, right = (engine._pool.tensors(x.row) for x in (state, wanted))
             for key, x in found.items():
                 bound = 0 if canonical or x.numel() == 0 else 1e-4 * float(right[key].abs().max())

@@ -581,7 +581,7 @@ def test_hybrids_and_wrong_arguments_are_refused():
     assert engine.generate([]) == []
     with pytest.raises(RangeError, match="max_queue must be a whole number of at least 1, got 0"):
         engine_of(max_queue=0)
-    with pytest.raises(RangeError, match=r"token_budget must be at least slots \+ 128"):
-        engine_of(token_budget=100)
+    with pytest.raises(RangeError, match=r"token_budget must be at least slots \+ 64"):
+        engine_of(token_budget=60)
     with pytest.raises(TypeError, match="because the engine has no tokenizer"):
         engine.generate("text")
