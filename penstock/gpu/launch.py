@@ -20,7 +20,7 @@ from torch import Tensor
 from ..call import private
 from ..call.memory import exact, layout
 from ..call.problem import Problem
-from . import direct
+from . import background, direct
 from .hopper import described
 from .plan import Launch, Plan, Sizes, contiguous, value
 from .target import Target, interpreting
@@ -69,6 +69,7 @@ class Prepared:
         """
         if interpreting():
             return _Interpreted(launch.kernel, dict(launch.options)), None
+        background.wait_for(launch.kernel)
         with _at(self.gpu):  # each thread has its own current device
             arguments = launch.arguments(tensors)
             kernel = launch.kernel.warmup(*arguments, *launch.numbers, *launch.constants, grid=(1, 1, 1), **dict(launch.options))
@@ -255,10 +256,12 @@ def run(
     planned: Callable[[Target], Plan],
     tensors: dict[str, Tensor | None],
     *more: Tensor | None,
+    later: Callable[[Target, Plan], tuple[Plan, dict[str, Tensor | None]]] | None = None,
 ) -> dict[str, Tensor]:
     """Run a pass of a problem: find or create its plan, compiled and bound. ``more``: tensors that are not in the problem.
 
-    ``target`` is called only for a new plan. Missing tensors get the first tensor of the problem as a dummy pointer.
+    ``target`` is called only for a new plan. Missing tensors get the first tensor of the problem as a dummy pointer. ``later``: from the
+    plan to that of a pass that will probably follow, and its tensors, whose memory does not matter.
     """
     seen = p.seen
     key = name, exact(more) if more else (), torch.get_float32_matmul_precision(), _trial
@@ -274,5 +277,7 @@ def run(
             if _tried:
                 at = at._replace(table={**at.table, **_tried})
             prepared = plans[rough] = Prepared(planned(at), device, absent, first)
+            if later is not None and device.type == "cuda" and not interpreting():
+                background.begin(*later(at, prepared.plan), first, p.sizes, prepared.gpu)
         bound = seen.bound[key] = Bound(prepared, p.sizes)
     return bound.run(tensors)  # type: ignore[arg-type]

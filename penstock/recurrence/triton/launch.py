@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from ...gpu import launch
-from ...gpu.plan import dense
+from ...gpu.plan import Plan, dense
+from ...gpu.target import Target
 from ..declaration import Advance, Recurrence, Tokens
 from ..gradients import Gradients, summed
 from . import in_place, plan, wide
@@ -35,8 +37,17 @@ def chunk_forward(p: Recurrence, keep: bool = False) -> tuple[Tensor, Tensor, Re
     if p.sizes["K"] > wide.WIDTH:
         return wide.forward(p, partial(chunk_forward, keep=keep))
     name = _name("chunk forward" + " with residuals" * keep, p)
-    found = launch.run(name, p, target, lambda at: plan.chunk_forward_plan(p, at, keep), _inputs(p))
+    later = partial(_backward_to_come, p) if keep else None
+    found = launch.run(name, p, target, lambda at: plan.chunk_forward_plan(p, at, keep), _inputs(p), later=later)
     return found["output"], found["final_state"], (found.get("chunk_states"),)
+
+
+def _backward_to_come(p: Recurrence, at: Target, forward: Plan) -> tuple[Plan, Inputs]:
+    """The backward pass of a forward pass whose residuals are kept, if its final state has no gradient; its tensors, without memory."""
+    made = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in forward.at(p.sizes).memory.items()}
+    d_output, states = made["output"], made.get("chunk_states")
+    planned = plan.chunk_backward_plan(p, d_output, None, at, states, True)
+    return planned, _inputs(p, d_output=d_output, d_final_state=None, states=states)
 
 
 def recurrent_forward(p: Recurrence) -> tuple[Tensor, Tensor, Residuals]:
