@@ -31,15 +31,21 @@ def within(found, exact, dtype, times=3.0):
     assert apart <= times * torch.finfo(dtype).eps * exact.norm().item() + 1e-30, apart / exact.norm().item()
 
 
-def compare(ours, exact, tensors, dtype):
-    """Results and gradients of two functions of the same tensors, of which the second one gets float64."""
+def compare(ours, exact, tensors, dtype, terms=0):
+    """Results and gradients of two functions of the same tensors, of which the second one gets float64.
+
+    ``terms``: of the sums of the results, which torch computes in any order. One after another, the partial sums of n terms of random signs grow
+    like sqrt(i), and the errors of rounding each of them are eps / sqrt(12) of it (root mean square): eps sqrt(n / 24) of the sum.
+    """
     near = [one.clone().requires_grad_() for one in tensors]
     far = [one.double().requires_grad_() for one in tensors]
     found, wanted = ours(*near), exact(*far)
     upstream = [normal(*y.shape, seed=n, device=y.device).to(y.dtype) for n, y in enumerate(found)]
     grads = torch.autograd.grad(found, near, upstream)
     exact_grads = torch.autograd.grad(wanted, far, [one.double() for one in upstream])
-    for y, one in zip((*found, *grads), (*wanted, *exact_grads)):
+    for y, one in zip(found, wanted):
+        within(y, one, dtype, 3 + (terms / 24) ** 0.5 * (dtype == torch.float32))
+    for y, one in zip(grads, exact_grads):
         within(y, one, dtype)
     return found
 
@@ -108,7 +114,7 @@ def check_gated_norm(sizes, dtype, device, mapped, tokens=(2, 7), K=5):
         y = exact_gated_norm(o[:, :, :H], mixed[..., : H * V].unflatten(-1, (H, V)), D, whole[..., : H * V], weight, G)
         return (y @ after.T,) if mapped else (y, after * 1)
 
-    compare(ours, exact, (o, whole, mixed, D, weight, after), dtype)
+    compare(ours, exact, (o, whole, mixed, D, weight, after), dtype, terms=H * V * mapped)
 
 
 def layer_tensors(B, T, dtype=torch.float32, device="cpu"):

@@ -91,7 +91,7 @@ def test_wrong_options_are_refused(checkpoint, tmp_path):
         (["--api-key", ""], "api_key must be at least one character"),
         (["--chat-template", str(tmp_path / "none")], "chat_template must be a text file"),
         (["--states-folder", str(checkpoint / "config.json")], "states_folder must be a folder that can be written"),
-        (["--slots", "9", "--token-budget", "100"], "token_budget must be at least slots + 128"),
+        (["--slots", "9", "--token-budget", "70"], "token_budget must be at least slots + 64"),
     ):
         done = run("serve", "--model", str(checkpoint), *words)
         assert done.exit_code == 2
