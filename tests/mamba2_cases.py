@@ -34,8 +34,8 @@ def within(found, exact, dtype, times=3.0):
 def compare(ours, exact, tensors, dtype, terms=0):
     """Results and gradients of two functions of the same tensors, of which the second one gets float64.
 
-    ``terms``: of the sums of the results, which torch computes in any order. One after another, the partial sums of n terms of random signs grow
-    like sqrt(i), and the errors of rounding each of them are eps / sqrt(12) of it (root mean square): eps sqrt(n / 24) of the sum.
+    ``terms``: of the sums of the results, which torch computes in any order. One after another, the partial sums of n terms of random
+    signs grow like sqrt(i), and the error of rounding one is eps / sqrt(12) of it (root mean square): eps sqrt(n / 24) of the sum.
     """
     near = [one.clone().requires_grad_() for one in tensors]
     far = [one.double().requires_grad_() for one in tensors]
