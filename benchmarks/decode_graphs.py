@@ -1,8 +1,8 @@
 """Times single steps of RWKV-6 1.6B with random weights as CUDA graphs on one GPU: decode rows, and decode rows beside pieces of prompts.
 
-    python benchmarks/decode_graphs.py [--profile "1 row"] [--rows 128] [--only "64 rows;128 rows"] [--out FILE.json]
+    python benchmarks/decode_graphs.py [--profile "1 row"] [--only "64 rows;128 rows"] [--out FILE.json]
 
-``batch_invariant``: the graphs of an engine with this option. ``--rows``: up to so many tokens, single linear maps take our kernel.
+``batch_invariant``: the graphs of an engine with this option.
 """
 
 import argparse
@@ -16,7 +16,6 @@ from linear_maps import milliseconds
 
 from penstock.engine.graphs import Batch, StepGraphs
 from penstock.engine.state_pool import StatePool
-from penstock.layers.triton import few_rows_launch
 
 SLOTS = 132
 CASES = {
@@ -53,11 +52,9 @@ def profile(replay: Callable[[], object]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--profile", choices=CASES)
-    parser.add_argument("--rows", type=int, default=few_rows_launch.ROWS)
     parser.add_argument("--only", default=";".join(CASES), help="cases, separated by semicolons")
     parser.add_argument("--out")
     given = parser.parse_args()
-    few_rows_launch.ROWS = given.rows
     cases = {case: CASES[case] for case in given.only.split(";")}
     torch.manual_seed(0)
     model = model_of({"vocab_size": 65536, "hidden_size": 2048, "num_layers": 24}, torch.bfloat16)

@@ -171,7 +171,7 @@ from penstock.layers.triton import hopper_products_launch as launch
 from penstock.tune.ahead import Job, Memory, kernel_name, resources
 
 kernel = launch.hopper_products.penstock_products_hopper
-for sizes in ((64, 2048, 2048, 2048, 2048), (7168, 2048), (2048,)):
+for sizes in ((64, 2048, 2048, 2048, 2048), (7168, 2048), (2048,), (160,)):
     weights = [torch.empty(N, 2048, dtype=torch.bfloat16) for N in sizes]
     if len(sizes) == 5:
         weights[0] = torch.empty(2048, sizes[0], dtype=torch.bfloat16).T
@@ -195,7 +195,7 @@ for sizes in ((64, 2048, 2048, 2048, 2048), (7168, 2048), (2048,)):
 def test_linear_maps_for_hopper_compile_without_spills():
     """With as much shared memory as sm_90 has."""
     lines = printed(FORMS)
-    assert len(lines) >= 24
+    assert len(lines) >= 32
     for line in lines:
         spill, shared = map(int, line.split()[:2])
         assert spill == 0, line

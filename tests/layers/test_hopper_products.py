@@ -11,10 +11,11 @@ COUNTS = pytest.importorskip("penstock.layers.triton.few_rows_launch").COUNTS
 Form = launch.Form
 
 DTYPES = [torch.bfloat16, torch.float16]
-FORMS = [Form(1, 1, 12), Form(1, 2, 6), Form(2, 1, 3), Form(4, 1, 8), Form(4, 2, 2)]
+BLOCKS = Form(4, 1, 4, rows=16)
+FORMS = [Form(1, 1, 12), Form(1, 2, 6), Form(2, 1, 3), Form(4, 1, 8), Form(4, 2, 2), BLOCKS]
 MANY = [
     Form(1, 1, 6, 8, 128), Form(1, 1, 3, 8, 128), Form(1, 1, 4, 8, 128, 256), Form(1, 1, 5, 8, 64, 256), Form(1, 1, 8, 8),
-    Form(1, 1, 7, 8, 64, 128, 3), Form(1, 1, 4, 8, 128, 0, 3), Form(1, 1, 5, 8, 128, 64, 4),
+    Form(1, 1, 7, 8, 64, 128, 3), Form(1, 1, 4, 8, 128, 0, 3), Form(1, 1, 5, 8, 128, 64, 4), Form(1, 1, 8, 4, 64, 64, 4), BLOCKS,
 ]  # fmt: skip
 """For more rows."""
 SPREAD = [Form(1, 1, 8, 4, SPREAD=4), Form(1, 1, 4, 8, 128, 128, 3, 4), Form(1, 1, 16, 8, 64, 64, 6, 4)]
@@ -153,3 +154,17 @@ def test_forms_fit_a_multiprocessor(multiprocessors, size):
         assert form.SPREAD == 1 or given.programs[0] * given.programs[1] <= COUNTS
         steps = -(-size // (64 * form.GROUPS * form.APART * form.SPREAD))
         assert steps <= min(stages, x_stages) or min(stages, x_stages) >= 2
+
+
+def test_single_maps_of_up_to_128_rows(monkeypatch):
+    """By this kernel on Hopper where it is faster: few weights in blocks of 16 rows, and a long K up to 64 rows."""
+    decisions = pytest.importorskip("penstock.layers.triton.few_rows_launch")
+    monkeypatch.setattr(decisions, "_form", lambda x, weights: launch.form_of(x.shape[0], weights, 132))
+
+    def taken(rows, K, *counts, alike=False):
+        return decisions.takes(normal(rows, K), [torch.empty(N, K, device="meta") for N in counts], alike)
+
+    yes = [(rows, K, N) for rows in (1, 32) for K, N in ((2048, 2048), (7168, 2048), (2048, 65536))]
+    yes += [(33, 7168, 2048), (64, 7168, 2048), (33, 2048, 160), (128, 2048, 160), (128, 2048, 7168, 2048), (512, 2048, 4096, 4096)]
+    no = [(65, 7168, 2048), (33, 2048, 2048), (33, 2048, 65536), (129, 2048, 512, 512)]
+    assert [one for one in yes if not taken(*one)] == [one for one in no if taken(*one)] == []

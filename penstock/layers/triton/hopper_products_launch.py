@@ -70,20 +70,21 @@ def form_of(rows: int, weights: Sequence[Tensor], multiprocessors: int) -> Form 
     None: there are too many rows, so that other kernels are as fast.
     """
     if split_of(weights) > 1:
-        if rows > 32:
-            return _spread(rows, weights, multiprocessors)
-        return Form(4, 1, 8 if rows <= 8 else 6 if rows <= 16 else 4)
+        if rows <= 32:
+            return Form(4, 1, 8 if rows <= 8 else 6 if rows <= 16 else 4)
+        few = sum(-(-weight.shape[0] // 16) for weight in weights) * -(-rows // 16) <= multiprocessors
+        return Form(4, 1, 4, rows=16) if few else _spread(rows, weights, multiprocessors)
     if rows > 64:
         return _wide(rows, sum(-(-weight.shape[0] // 128) for weight in weights), multiprocessors)
     if rows > 32:
-        return Form(1, 1, 6)
+        return Form(1, 1, 8, rows=64, x_stages=4)
     return Form(1, 2, 6 if rows <= 8 else 5 if rows <= 16 else 4)
 
 
 def _wide(rows: int, tiles: int, multiprocessors: int) -> Form | None:
     """The form for this many tiles of 128 weights. If there are more programs than multiprocessors, two share one."""
     if tiles * -(-rows // 128) <= multiprocessors or rows <= 128:
-        return Form(1, 1, 6, 8, 128, 128)
+        return Form(1, 1, 9, 8, 128, 128, 4)
     if rows <= 192:
         return Form(1, 1, 5, 8, 128, 64, 4)
     if rows <= 384 and tiles * -(-rows // 128) <= 2 * multiprocessors:
