@@ -77,7 +77,7 @@ def form_of(rows: int, weights: Sequence[Tensor], multiprocessors: int) -> Form 
     if rows > 64:
         return _wide(rows, sum(-(-weight.shape[0] // 128) for weight in weights), multiprocessors)
     if rows > 32:
-        return Form(1, 1, 8, rows=64, x_stages=4)
+        return Form(1, 1, 8, rows=64, x_stages=8 if _tiles(weights) <= multiprocessors else 4)
     return Form(1, 2, 6 if rows <= 8 else 5 if rows <= 16 else 4)
 
 
@@ -98,7 +98,7 @@ def _spread(rows: int, weights: Sequence[Tensor], multiprocessors: int) -> Form 
     programs = 4 * sum(-(-weight.shape[0] // HEIGHT) for weight in weights) * -(-rows // 128)
     if programs > 2 * multiprocessors:
         return None
-    return Form(1, 1, 16, 8, 64, 64 if rows <= 64 else 128, 6, 4) if rows <= 128 else Form(1, 1, 8, 8, 128, 128, 5, 4)
+    return Form(1, 1, 12 if rows <= 64 else 16, 8, 64, 64 if rows <= 64 else 128, 6, 4) if rows <= 128 else Form(1, 1, 8, 8, 128, 128, 5, 4)
 
 
 class Arguments(NamedTuple):

@@ -138,13 +138,13 @@ class Call(NamedTuple):
         """A grid: ``each`` programs for every head of each of ``count`` sequences, segments or chunks."""
         return lambda s: (count(s) if callable(count) else count) * self.H * each
 
-    def segment(self, C: int, each: int, programs_per_sm: int) -> Callable[[Sizes], int] | None:
+    def segment(self, C: int, each: int, programs_per_sm: int, least: int = 2) -> Callable[[Sizes], int] | None:
         """Tokens in a segment, a multiple of C, for ``programs_per_sm`` programs on each multiprocessor; None: no segments.
 
-        ``each``: the number of programs for a head of a sequence.
+        ``each``: the number of programs for a head of a sequence. ``least``: fewer segments of a sequence are not worth their launches.
         """
         target = programs_per_sm * self.target.multiprocessors
-        if 2 * self.N * self.H * each > target:
+        if least * self.N * self.H * each > target:
             return None
 
         def tokens(s: Sizes) -> int:
@@ -329,7 +329,8 @@ def chunk_backward_plan(
     stored = c.stored(C)
     state, tokens = (_N, c.H, c.K, c.V), (lambda s: s["B"], _T, c.H)
     d_initial = None if p.initial_state is None else plan.empty("d_initial_state", *state, dtype=p.initial_state.dtype)
-    L = c.segment(C, math.ceil(c.K / of_states.BK) * math.ceil(c.V / of_states.BV), of_states.programs_per_sm)
+    programs = math.ceil(c.K / of_states.BK) * math.ceil(c.V / of_states.BV)
+    L = c.segment(C, programs, of_states.programs_per_sm, least=3)  # segments are walked twice: two take as long as one whole walk
     start = None if p.initial_state is None else ("initial_state", p.initial_state.stride())
     if states is not None and states.shape[0] == c.chunks(C)(p.sizes):
         S = "states"

@@ -83,7 +83,7 @@ def by_rule(key: Key, target: Target) -> KernelConfig:
     elif from_registers(target) and key.kernel in ("forward", "backward"):
         config = _of_255_registers(config, key)
     if target.arch == "sm_90" and key in HOPPER:
-        config = config._replace(form="hopper")
+        config = config._replace(form="hopper", programs_per_sm=min(config.programs_per_sm, 2))  # two fit at K = 64
     if target.arch.startswith("sm_10") and key.kernel == "backward" and key.decay == "scalar":
         config = config._replace(C=min(config.C, 32))  # Triton 3.7.1 cannot compile chunks of 64 there, whose products go to tensor memory
     return config
@@ -120,7 +120,7 @@ def _as_on_hopper(key: Key, target: Target) -> KernelConfig:
     if kernel == "states":  # wider config read less, but there are fewer: segments are walked twice
         if K <= 64 or V <= 64 or not short:
             return KernelConfig(2, BK=32, stages=3 if short else 1, programs_per_sm=4)
-        return KernelConfig(4, BK=32 if K <= 128 else 64, BV=128, stages=3, programs_per_sm=3)
+        return KernelConfig(4, BK=32 if K <= 128 else 64, BV=128, stages=3, programs_per_sm=2)
     if kernel == "backward":
         if not short:
             return KernelConfig(4, C=64 if precision == "tf32" and K <= 64 else 32)
