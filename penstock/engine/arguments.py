@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Set
 from collections.abc import Sequence as Items
 from typing import Any
 
@@ -31,8 +31,14 @@ def check_model(model: object) -> None:
     complaints.raise_any()
 
 
+def check_request(function: str, request: object) -> None:
+    """Raise DtypeError for what is no Request."""
+    if not isinstance(request, Request):
+        raise DtypeError(f"{function}: request must be a Request, got {described(request)}. submit returns one.")
+
+
 def checked_request(
-    function: str, prompt: Any, params: Any, priority: Any = 0, boundaries: Any = (), state: Any = None, *,
+    function: str, prompt: Any, params: Any, priority: Any = 0, boundaries: Any = (), state: Any = None, sink: Any = None, *,
     model: CausalLM, tokenizer: Any, vocab_size: int, model_hash: Callable[[], str],
 ) -> Request:  # fmt: skip
     """The request of a caller of ``function``. Raises InvalidArgument with all broken rules.
@@ -47,8 +53,14 @@ def checked_request(
     tokens = _tokens(complaints, prompt, tokenizer, model.config.vocab_size)
     if type(priority) is not int:
         complaints.add(DtypeError, "priority", "a whole number", described(priority))
+    known = 0 if not isinstance(state, SequenceState) else len(state.tokens)
     if not isinstance(boundaries, Items) or not all(type(one) is int for one in boundaries):
         complaints.add(DtypeError, "boundaries", "a list of positions in the prompt", described(boundaries))
+    elif any(not 0 <= one <= len(tokens) for one in boundaries):
+        outside = next(one for one in boundaries if not 0 <= one <= len(tokens))
+        complaints.add(RangeError, "boundaries", f"positions in the prompt, from 0 to {len(tokens)}", shortened(outside))
+    if sink is not None and not callable(sink):
+        complaints.add(DtypeError, "sink", "a callable or None", described(sink))
     if state is not None and not isinstance(state, SequenceState):
         complaints.add(DtypeError, "state", "a SequenceState or None", described(state))
         complaints.raise_any()
@@ -64,11 +76,14 @@ def checked_request(
     largest = max(params.logit_bias, default=0)
     if largest >= vocab_size:
         complaints.add(RangeError, "logit_bias", f"of tokens from 0 to {vocab_size - 1}", f"one of token {shortened(largest)}")
+    last = max(params.stop_ids, default=0)
+    if last >= vocab_size:
+        complaints.add(RangeError, "stop_ids", f"tokens from 0 to {vocab_size - 1}", shortened(last))
     if state is not None and params.prompt_logprobs is not None:
         complaints.add(RangeError, "prompt_logprobs", "None with a state", params.prompt_logprobs)
     complaints.raise_any()
     whole = tokens if state is None else [*state.tokens, *tokens]
-    return Request(whole, params, priority, tuple(boundaries), state=state)
+    return Request(whole, params, priority, tuple(known + one for one in boundaries), sink, state)
 
 
 def _tokens(complaints: Complaints, prompt: Any, tokenizer: Any, vocab_size: int) -> list[int]:
@@ -78,6 +93,8 @@ def _tokens(complaints: Complaints, prompt: Any, tokenizer: Any, vocab_size: int
             complaints.raise_any()
         prompt = tokenizer.encode(prompt)
     try:
+        if isinstance(prompt, bytes | bytearray | Mapping | Set):
+            raise TypeError
         tokens = list(prompt)
     except TypeError:
         complaints.add(DtypeError, "prompt", "a text or a list of tokens", described(prompt))

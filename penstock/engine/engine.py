@@ -14,7 +14,7 @@ from typing import Any
 from ..errors import Complaints, DtypeError, EngineError, QueueFull, RangeError, ShapeError, described
 from ..layers.sizes import check_whole
 from ..models import CausalLM
-from .arguments import check_model, checked_request
+from .arguments import check_model, check_request, checked_request
 from .graphs import StepGraphs
 from .invariance import smallest_block
 from .request import CHUNK, Event, Request, Result, SamplingParams
@@ -90,6 +90,11 @@ class Engine:
         complaints = Complaints("Engine")
         for name, (value, least) in {**numbers, "host_cache_bytes": (host_cache_bytes, 0), "keep_every": (keep_every, CHUNK)}.items():
             check_whole(complaints, name, value, least)
+        switches = {"batch_invariant": batch_invariant, "overlap": overlap, "cuda_graphs": cuda_graphs}
+        for name, switch in switches.items():
+            if not isinstance(switch, bool) and (switch is not None or name == "batch_invariant"):
+                rule = "True or False" if name == "batch_invariant" else "True, False or None"
+                complaints.add(DtypeError, name, rule, described(switch))
         complaints.raise_any()
         if token_budget < slots + CHUNK:
             rule = f"at least slots + {CHUNK} = {slots + CHUNK}"
@@ -168,7 +173,8 @@ class Engine:
         priority : int
             Higher ones run first, and take the slots of lower ones if none is free.
         boundaries : sequence of int
-            Positions in the prompt whose states are worth keeping, such as the ends of chat messages.
+            Positions in the prompt whose states are worth keeping, such as the ends of chat messages. With a state they count from
+            the end of its tokens.
         state : SequenceState, optional
             Continue from it: the prompt, which may be empty, comes behind its tokens.
         sink : callable, optional
@@ -176,8 +182,7 @@ class Engine:
 
         Raises InvalidArgument, or QueueFull.
         """
-        request = self._request("submit", prompt, params or SamplingParams(), priority, boundaries, state)
-        request.sink = sink
+        request = self._request("submit", prompt, params or SamplingParams(), priority, boundaries, state, sink)
         if self.waiting >= self.max_queue:
             raise QueueFull(f"submit: waiting requests must be at most {self.max_queue}, got one more. Try again later.")
         self._put(request)
@@ -210,7 +215,8 @@ class Engine:
         return self._mailboxes.open()
 
     def cancel(self, request: Request) -> None:
-        """End a request and free its slot before the next step. One that is done stays as it is."""
+        """End a request and free its slot before the next step. One that is done, or of another engine, stays as it is."""
+        check_request("cancel", request)
         if not request.done:
             self._command(lambda: self._steps.cancel(request))
 
@@ -219,10 +225,12 @@ class Engine:
 
         Raises EngineError if the completion does not run.
         """
+        check_request("fork", request)
         return self.submit(prompt, params or request.params, state=self.state_of(request, index=index))
 
     def state_of(self, request: Request, *, index: int = 0) -> SequenceState:
         """The state of a completion that runs, after its last token. Raises EngineError if it does not run."""
+        check_request("state_of", request)
         with self._lock:
             self._receive()
             self._steps.drain()
@@ -242,7 +250,9 @@ class Engine:
         return self._model_hash
 
     def save_state(self, state: SequenceState, path: str | Path) -> None:
-        """Write a state as safetensors. Raises MissingExtra, or RangeError for the state of another model."""
+        """Write a state as safetensors. Raises MissingExtra, DtypeError, or RangeError for the state of another model."""
+        if not isinstance(state, SequenceState):
+            raise DtypeError(f"save_state: state must be a SequenceState, got {described(state)}. keep_state and state_of give one.")
         if state.model != self.model_hash():
             raise RangeError("save_state: state must be of this engine's model, got one of another model. Save it with its own engine.")
         save_state(state, path, self.model, self._pool)

@@ -66,7 +66,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     """End before the one of these texts that is complete first (behind it with ``include_stop``). Needs a tokenizer."""
     stop_ids: tuple[int, ...] = ()
-    """End at one of these tokens. It is among the tokens of the result; its text is left out."""
+    """End at one of these tokens, which must be below the vocabulary's size. It is among the tokens of the result; its text is left out."""
     include_stop: bool = False
     ignore_end: bool = False
     """Go on after the tokenizer's end of text."""
@@ -104,6 +104,8 @@ class SamplingParams:
             complaints.add(RangeError, "repetition_penalty", "above 0", self.repetition_penalty, "1 changes nothing.")
         _check_items(complaints, "stop", self.stop, str, "non-empty texts")
         _check_items(complaints, "stop_ids", self.stop_ids, int, "tokens")
+        if isinstance(self.stop_ids, tuple) and (negative := [one for one in self.stop_ids if isinstance(one, int) and one < 0]):
+            complaints.add(RangeError, "stop_ids", "tokens of at least 0", negative[0])
         if not isinstance(self.logit_bias, Mapping) or not all(
             type(token) is int and token >= 0 and _is_number(bias) and (bias == -math.inf or abs(bias) <= sys.float_info.max)
             for token, bias in self.logit_bias.items()

@@ -170,6 +170,17 @@ def test_states_are_kept_at_boundaries_and_branches():
     assert engine.generate([stem[:150] + [11] * 30], params)[0].cached_tokens == 128
 
 
+def test_boundaries_behind_a_state_count_from_its_end():
+    engine = Engine(model_of("gla"), slots=2, token_budget=512, keep_every=1024)
+    params = SamplingParams(max_tokens=1, keep_state=True, seed=1)
+    first = engine.generate([[n % 11 for n in range(100)]], params)[0].completions[0].state
+    assert len(first.tokens) == 101
+    request = engine.submit([n % 7 for n in range(300)], params, state=first, boundaries=(100,))
+    while not request.done:
+        engine.step()
+    assert 192 in {one.length for one in engine._cache._entries}
+
+
 def test_states_are_kept_at_regular_places_of_prompts_and_generated_tokens():
     engine = Engine(model_of("gla"), slots=2, token_budget=256, keep_every=128)
     request = engine.submit([n % 13 for n in range(300)], SamplingParams(max_tokens=10**15, temperature=0, n=2))

@@ -559,11 +559,16 @@ def test_hybrids_and_wrong_arguments_are_refused():
         ([], {}, "at least one token"),
         ([1], {"stop": ("a",)}, "stop must be empty"),
         ([1], {"logit_bias": {2: 1.0, 13: 1.0}}, "submit: logit_bias must be of tokens from 0 to 12, got one of token 13"),
+        ([1], {"stop_ids": (2, 13)}, "submit: stop_ids must be tokens from 0 to 12, got 13"),
+        ([1], {"stop_ids": (2, -1)}, "SamplingParams: stop_ids must be tokens of at least 0, got -1"),
     ]:
         with pytest.raises(ValueError, match=said):
             engine.submit(prompt, SamplingParams(**params))
     for given, said in [
         ({"prompt": 5}, "prompt must be a text or a list of tokens, got 5 of type int"),
+        ({"prompt": b"ab"}, "prompt must be a text or a list of tokens, got b'ab' of type bytes"),
+        ({"prompt": {1: 2}}, "prompt must be a text or a list of tokens, got {1: 2} of type dict"),
+        ({"sink": 3}, "sink must be a callable or None, got 3"),
         ({"prompt": [None]}, "prompt must be tokens from 0 to 12, of type int, got None"),
         ({"prompt": torch.tensor([1])}, r"prompt must be tokens from 0 to 12, of type int, got tensor\(1\).*tolist"),
         ({"prompt": [True]}, "prompt must be tokens from 0 to 12, of type int, got True of type bool"),
@@ -575,6 +580,17 @@ def test_hybrids_and_wrong_arguments_are_refused():
     ]:
         with pytest.raises(DtypeError, match=said):
             engine.submit(**{"prompt": [1], **given})
+    for position in (-1, 3):
+        with pytest.raises(RangeError, match=f"boundaries must be positions in the prompt, from 0 to 2, got {position}"):
+            engine.submit([1, 2], boundaries=(0, 2, position))
+    for call in (engine.cancel, engine.fork, engine.state_of):
+        with pytest.raises(DtypeError, match=r"request must be a Request, got None\. submit returns one"):
+            call(None)
+    with pytest.raises(DtypeError, match="save_state: state must be a SequenceState, got None"):
+        engine.save_state(None, "state")
+    for name in ("batch_invariant", "overlap", "cuda_graphs"):
+        with pytest.raises(DtypeError, match=f"{name} must be True.* False.*, got 'yes' of type str"):
+            engine_of(**{name: "yes"})
     for prompts in (None, 5, torch.tensor([1, 2]), {}):
         with pytest.raises(DtypeError, match="generate: prompts must be a text, a list of tokens, or a list of such"):
             engine.generate(prompts)
