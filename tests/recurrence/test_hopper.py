@@ -234,6 +234,24 @@ def test_segments_keep_states_and_single_chunks_do_not():
     assert "chunk_states" not in made.memory
 
 
+@pytest.mark.parametrize(("shape", "forwards", "backwards"), [("1,8192,32,64", 8, 8), ("1,8192,64,64", 4, 4), ("1,8192,16,128", 4, 4)])
+def test_number_of_segments(shape, forwards, backwards):
+    """As many as fill the multiprocessors; the forward kernel has a program for each head, segment and 64 value channels."""
+    problem = problem_of("gla", shape)
+    made = planned(problem)
+    heads, blocks = problem.sizes["H"], 1 if problem.sizes["K"] == 64 else 2
+    assert made.launches[-1].grid == forwards * heads * blocks
+    found = plan.chunk_backward_plan(problem, problem.v, None, H200).at(problem.sizes)
+    assert kernels_of(found)[:3] == ["segments"] * 3
+    assert found.memory["segment_states"][0] == (backwards, heads, *[problem.sizes["K"]] * 2)
+
+
+@pytest.mark.parametrize("shape", ["2,16384,16,128", "2,8192,64,64"])
+def test_two_segments_of_a_backward_pass_are_one(shape):
+    """They are walked twice, which takes as long as one walk of the whole."""
+    assert backward(problem_of("gla", shape)) == ["segments", "segments", "hopper_backward"]
+
+
 def test_many_short_sequences_keep_no_states():
     given = problem_of("gla", "1,4000,4,64")
     for length, keeps in ((20, False), (1000, True)):
