@@ -198,9 +198,12 @@ def test_tensors_must_be_matrices_of_aligned_rows():
     assert "hopper_forward" not in forward(backwards)
 
 
-def test_constant_decays_and_single_chunks_take_the_plain_backward_kernel():
-    assert "hopper_forward" in forward(problem_of("rwkv5", "8,2048,32,64"))
-    assert "hopper_backward" not in backward(problem_of("rwkv5", "8,2048,32,64"))
+def test_constant_decays_take_hopper_kernels_and_single_chunks_the_plain_backward_kernel():
+    problem = problem_of("rwkv5", "8,2048,32,64")
+    assert "hopper_forward" in forward(problem)
+    assert "hopper_backward" in backward(problem)
+    made = plan.chunk_backward_plan(problem, problem.v, None, H200).at(problem.sizes)
+    assert made.memory["dg"] == made.memory["du"] == ((8 * 2048 // hopper.C, 32, 64), FLOAT32)
     assert "hopper_backward" not in backward(problem_of("gla", "8,64,32,64"))
 
 

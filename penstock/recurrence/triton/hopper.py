@@ -141,10 +141,10 @@ class Backward(NamedTuple):
 
 
 def backward(p: Recurrence, config: KernelConfig, target: Target, *d_output: Tensor) -> Backward | None:
-    """The backward kernel, or None. The plain kernel computes constant decays and calls of one chunk."""
+    """The backward kernel, or None. The plain kernel computes calls of one chunk."""
     blocks = BLOCKS.get(p.sizes["K"], 1)
     K, V = p.sizes["K"] // blocks, p.sizes["V"]
-    suits = K in BACKWARD and V % K == 0 and "T" in p.variant.decay and p.sizes["T"] > C and _suits(p, config, target, *d_output)
+    suits = K in BACKWARD and V % K == 0 and p.sizes["T"] > C and _suits(p, config, target, *d_output)
     found = kernels() if suits else None
     one = Backward(found[1], blocks, K, V // K) if found else None
     return None if one is None or (p.partial and not one.apart) else one

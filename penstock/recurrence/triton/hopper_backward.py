@@ -102,11 +102,21 @@ def rounded_states(states, d_states, S_s, dS_s, V: gl.constexpr, DG: gl.constexp
     return of_S, of_dS, kept
 
 
+@gluon.jit
+def store_sum(to, x, part, by_group: gl.constexpr):
+    """Store the sum of x [C,K] over its rows at ``to``. ``part``: memory of [GROUPS,K], which others may still read."""
+    across: gl.constexpr = gl.SliceLayout(1, by_group)
+    meet()
+    part.store(gl.sum(grouped(x, part.shape[0], by_group), 1))
+    _before, _after, whole = around(part, across)
+    gl.store(to + gl.arange(0, part.shape[1], gl.SliceLayout(0, across)), gl.sum(whole, 0))
+
+
 @gluon.jit(do_not_specialize=["N", "T"])
 def penstock_chunk_bwd_hopper(
     q_tiles, k_tiles, v_tiles, o_tiles, S_tiles, dS_tiles, dv_tiles, dq_tiles, g, u, dq, dk, dv, dg, du, weights, rest, cu_seqlens,
     scale, N, T, g_b, g_h, u_h, u_k, g_t: gl.constexpr, g_k: gl.constexpr, H: gl.constexpr, K: gl.constexpr,
-    DG: gl.constexpr, PREVIOUS: gl.constexpr, PACKED: gl.constexpr, BLOCKS: gl.constexpr, NV: gl.constexpr,
+    DG: gl.constexpr, STATIC: gl.constexpr, PREVIOUS: gl.constexpr, PACKED: gl.constexpr, BLOCKS: gl.constexpr, NV: gl.constexpr,
     STORED: gl.constexpr,
 ):  # fmt: skip
     """Program (chunk slot, head). TMA tiles: [C, K] of tokens [B T, H K], and [K, K] of states [slots H K, NV K].
@@ -117,7 +127,7 @@ def penstock_chunk_bwd_hopper(
     float16: the states are float32 and have no TMA tiles. Operands of products that have no bound are multiplied by powers of two, one
     for a tile (``powers_of_two``), and their products by the inverse.
 
-    dq, dk, dv, dg are contiguous; du is [slots, H, K].
+    dq, dk, dv, dg are contiguous; du and, with STATIC, dg are sums over the tokens of a chunk, [slots, H, K].
 
     BLOCKS > 1: heads of BLOCKS K key channels; each of the H heads here is a block of K of them. NV: blocks of K value channels. If either
     is more than 1, dv is left to another launch. STORED: to ``values.py``, and what it needs is stored: A in ``weights`` [slots, H, C, C],
@@ -152,9 +162,11 @@ def penstock_chunk_bwd_hopper(
     tokens = gl.minimum(end - begin - done, C).to(gl.int32)
     per_chunk = pid.to(gl.int64) * K
     if tokens <= 0:
+        j = gl.arange(0, K, gl.SliceLayout(0, layout))
         if PREVIOUS:
-            j = gl.arange(0, K, gl.SliceLayout(0, layout))
             gl.store(du + per_chunk + j, gl.zeros([K], gl.float32, gl.SliceLayout(0, layout)))
+        if DG and STATIC:
+            gl.store(dg + per_chunk + j, gl.zeros([K], gl.float32, gl.SliceLayout(0, layout)))
         return
     b = n.to(gl.int64)
     if PACKED:
@@ -496,10 +508,10 @@ def penstock_chunk_bwd_hopper(
     if DG:
         meet()
         d_gate += flat(more, layout) + spread(from_groups(sums, part, False, across), R, layout)
-        gl.store(dg + at, d_gate.to(dg.dtype.element_ty), mask=live)
+        if STATIC:
+            store_sum(dg + per_chunk, gl.where(live, d_gate, 0.0), part, by_group)
+        else:
+            gl.store(dg + at, d_gate.to(dg.dtype.element_ty), mask=live)
     if PREVIOUS:
-        meet()
         own = q_s.load(layout).to(gl.float32) * k_s.load(layout).to(gl.float32) * e
-        part.store(gl.sum(grouped(own, GROUPS, by_group), 1))
-        _before, _after, whole = around(part, across)
-        gl.store(du + per_chunk + gl.arange(0, K, gl.SliceLayout(0, across)), gl.sum(whole, 0))
+        store_sum(du + per_chunk, own, part, by_group)

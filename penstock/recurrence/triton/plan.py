@@ -372,8 +372,8 @@ def chunk_backward_plan(
             kernel.kernel, c.programs(slots, kernel.blocks),
             ("q", "k", "v", "d_output", S, dS, dv, dq, "g", "u", dq, dk, dv, d_gate, du, weights, rest, "cu_seqlens"),
             (p.scale, _N, _T, g_b, g_h, *bonus(p)), warps, hopper.backward_tiles(kernel, stored.itemsize == 2), registers,
-            g_t=g_t, g_k=g_k, H=c.H * kernel.blocks, K=kernel.K, DG=dg, PREVIOUS=c.previous, PACKED=c.packed, BLOCKS=kernel.blocks,
-            NV=kernel.values, STORED=kernel.apart and not walked,
+            g_t=g_t, g_k=g_k, H=c.H * kernel.blocks, K=kernel.K, DG=dg, STATIC=c.static, PREVIOUS=c.previous, PACKED=c.packed,
+            BLOCKS=kernel.blocks, NV=kernel.values, STORED=kernel.apart and not walked,
         )  # fmt: skip
         if kernel.apart and not walked:
             BV = 128 if c.V % 128 == 0 else 64
