@@ -12,7 +12,7 @@
     ├── MissingExtra (ImportError)        an optional package is needed and not installed
     └── EngineError (RuntimeError)        a request that the engine could not finish
         ├── QueueFull                     too many requests wait
-        └── OutOfMemory                   a step did not fit into memory
+        └── OutOfMemory                   a step, or the states of an engine, did not fit into memory
 
 A message has the form ``<function>: <argument> must be <rule>, got <value>. <what to do>.`` and lists every broken rule.
 """
@@ -73,7 +73,7 @@ class QueueFull(EngineError):
 
 
 class OutOfMemory(EngineError):
-    """A step did not fit into memory."""
+    """A step, or the states of an engine, did not fit into memory."""
 
 
 @dataclass

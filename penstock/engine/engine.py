@@ -56,7 +56,7 @@ class Engine:
     tokenizer : penstock.models.tokenizers.Tokenizer, optional
         Without one, prompts are tokens, results have no text, and there are no stop strings.
     slots : int
-        Sequences that run together. Each one takes two states of memory.
+        Sequences that run together. Each one takes two states of memory; raises OutOfMemory if they do not fit.
     token_budget : int
         The most tokens of a forward pass; at least slots + 64. It bounds the time between two tokens of a stream.
     cache_bytes, host_cache_bytes : int

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import PenstockError
+from ..errors import OutOfMemory, PenstockError
 from ..models import CausalLM, State
 from ..models.arguments import named_tensors
 from .transfer import to_device
@@ -21,6 +21,11 @@ ALIGNMENT = 64
 """Bytes. Every tensor of a row begins at a multiple of this."""
 FEW = 3
 """Rows that are copied one by one. More of them take two launches and a copy of their places."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, on any device."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error)
 
 
 class Place(NamedTuple):
@@ -59,7 +64,13 @@ class StatePool:
             self.layout.append(Place(name, x.dtype, tuple(x.shape[1:]), end))
             end += -(-x[0].numel() * x.element_size() // ALIGNMENT) * ALIGNMENT
         self.row_bytes = end
-        self.memory = torch.zeros(2 * slots, end // 8, dtype=torch.int64, device=model.embeddings.weight.device)
+        try:
+            self.memory = torch.zeros(2 * slots, end // 8, dtype=torch.int64, device=model.embeddings.weight.device)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            rule = f"slots must fit into memory with two states of {end} bytes each"
+            raise OutOfMemory(f"Engine: {rule}, got {slots} ({2 * slots * end / 2**30:.1f} GiB). Lower slots.") from error
         places = iter(self.layout)
         self.state: State = _mapped(initial, lambda _: next(places).view(self.memory))
         """The pool as ``CausalLM.advance`` takes it."""

@@ -8,15 +8,13 @@ from collections.abc import Iterable
 from itertools import repeat
 from typing import Any
 
-import torch
-
 from ..errors import EngineError, OutOfMemory, PenstockError, described
 from .request import Event, FinishReason, Request, Sequence, TokenLogprobs, aligned
 from .runner import Flight, Runner
 from .sampler import NO_TOKEN, Row, to_logprobs
 from .scheduler import Plan, Scheduler
 from .state_cache import StateCache
-from .state_pool import StatePool
+from .state_pool import StatePool, is_out_of_memory
 from .states import KeptState, SequenceState
 from .text import TextStream
 
@@ -329,8 +327,7 @@ class Steps:
         self._fail(dict.fromkeys(one.request for one in sequences), self._described(error, plan.tokens))
 
     def _described(self, error: BaseException, tokens: int) -> PenstockError:
-        full = isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error)
-        if full:
+        if is_out_of_memory(error):
             failed: EngineError = OutOfMemory(
                 f"engine: a step of {tokens} tokens must fit into memory, got {type(error).__name__}. "
                 "Lower token_budget, slots or cache_bytes."

@@ -588,6 +588,10 @@ def test_hybrids_and_wrong_arguments_are_refused():
             call(None)
     with pytest.raises(DtypeError, match="save_state: state must be a SequenceState, got None"):
         engine.save_state(None, "state")
+    with pytest.raises(
+        OutOfMemory, match=r"Engine: slots must fit into memory with two states of \d+ bytes each, got 10{12} \(.* GiB\)\. Lower"
+    ):
+        engine_of(slots=10**12, token_budget=2 * 10**12)
     for name in ("batch_invariant", "overlap", "cuda_graphs"):
         with pytest.raises(DtypeError, match=f"{name} must be True.* False.*, got 'yes' of type str"):
             engine_of(**{name: "yes"})
