@@ -293,13 +293,15 @@ class Engine:
     def close(self) -> None:
         """Cancel all requests and end the background thread."""
         self._closed = True
-        self._thread.end()
+        self._thread.end(wait=False)
         with self._lock:
             self._receive()
             self._steps.drain()
             for request in list(self._steps.requests):
                 self._steps.cancel(request)
             self._deliver()
+            in_sink = self._steps.telling  # of this thread, which keeps the lock until the sink returns
+        self._thread.end(wait=not in_sink)
 
     def __enter__(self) -> Engine:
         return self

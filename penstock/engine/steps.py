@@ -42,7 +42,8 @@ class Steps:
         self._flight: Flight | None = None
         self._events: deque[tuple[Request, Event]] = deque()
         """For sinks, in order."""
-        self._telling = False
+        self.telling = False
+        """Whether a sink is being called."""
 
     def add(self, request: Request) -> None:
         """Take a request in. If its decoders cannot be made, it fails."""
@@ -69,9 +70,9 @@ class Steps:
 
     def tell(self) -> None:
         """Call sinks for all events so far. No step is half processed then, so a sink may call the engine; it gets its events in order."""
-        if self._telling:
+        if self.telling:
             return
-        self._telling = True
+        self.telling = True
         try:
             while self._events:
                 request, event = self._events.popleft()
@@ -81,7 +82,7 @@ class Steps:
                 except Exception as error:
                     self._fail([request], error)
         finally:
-            self._telling = False
+            self.telling = False
 
     def drain(self) -> None:
         """Process the step that still runs, if there is one."""

@@ -37,11 +37,11 @@ class StepThread:
         """Whether the thread runs."""
         return self._thread is not None and self._thread.is_alive()
 
-    def end(self) -> None:
-        """End it after its step. Any thread."""
+    def end(self, wait: bool = True) -> None:
+        """End it after its step. Any thread. One that holds what a step waits for must not wait."""
         self._ended = True
         self.wake.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
+        if wait and self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
     def _run(self, found: weakref.ref[Stepping]) -> None:

@@ -605,3 +605,21 @@ def test_hybrids_and_wrong_arguments_are_refused():
         engine_of(token_budget=60)
     with pytest.raises(TypeError, match="because the engine has no tokenizer"):
         engine.generate("text")
+
+
+def test_a_sink_closes_an_engine_with_a_background_thread():
+    """The thread that calls the sink holds the lock of steps, for which the background thread may wait."""
+    engine = Engine(model_of("gla"), slots=2, token_budget=128)
+
+    def run():
+        request = engine.submit([1, 2], SamplingParams(max_tokens=100), sink=lambda *_: (engine.start(), time.sleep(0.05), engine.close()))
+        while not request.done:
+            engine.step()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+    engine.close()
+    assert not engine.alive
+    engine.check_integrity()
