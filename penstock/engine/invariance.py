@@ -1,10 +1,10 @@
 """How many tokens a step needs for bits that do not depend on the number of tokens.
 
-Linear maps run kernels of ours (``layers.linear.rows_alike``), but not all: on a CPU, transposed weights go to MKL, where one, two and
-three rows take other kernels than four and more. In element-wise operators, the last elements of a tensor are computed by other
-instructions than whole vectors (with MKL, also exp of the last row). So the engine puts at least one skipped token behind those of a
-step, rounds their number up to a multiple of a block, and finds the smallest block for which a token gets equal bits in any place of any
-number of tokens. On a GPU a block of one token, without skipped ones, is tried first.
+Linear maps run kernels of ours (``layers.linear.rows_alike``), but not those of float64 on a CPU: they go to MKL, where bits of a row
+depend on the number of rows and, in small maps, on whether its place is odd. In element-wise operators, the last elements of a tensor are
+computed by other instructions than whole vectors (with MKL, also exp of the last row). So the engine puts at least one skipped token behind
+those of a step, rounds their number up to a multiple of a block, and finds the smallest block for which a token gets equal bits in any place
+of any number of tokens. On a GPU a block of one token, without skipped ones, is tried first.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _holds(model: CausalLM, block: int, most_tokens: int) -> bool:
     for tokens in sorted({min(size, whole) for size in sizes}, reverse=True):
         live = min(tokens, LIVE)
         last = tokens - live - (block > 1)
-        for place in sorted({0, last // 2, last}):
+        for place in sorted({0, last // 2, last // 2 + (last > 1), last}):  # even and odd ones
             with rows_alike():
                 found = _probe(model, tokens, place, live)
             if wanted is None:

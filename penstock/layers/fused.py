@@ -116,7 +116,10 @@ def shift_formula(
     if hidden is None or up is None:
         return tuple(torch.addcmul(x, dx, factor.to(x.dtype)) for factor in mu)
     rows = (mu if isinstance(mu, Tensor) else torch.stack(mu)).view(len(mu), 1, -1)
-    factors = torch.baddbmm(rows.to(hidden.dtype), hidden.transpose(0, 1), up)
+    if mode().alike:  # bits of torch's product of a row depend on its place among the others
+        factors = rows.to(hidden.dtype) + torch.stack([linear(one, part.T) for one, part in zip(hidden.unbind(1), up)])
+    else:
+        factors = torch.baddbmm(rows.to(hidden.dtype), hidden.transpose(0, 1), up)
     return torch.addcmul(x, dx, factors.to(x.dtype)).unbind()
 
 

@@ -36,7 +36,7 @@ def takes(x: Tensor, weight: Tensor, many: bool = False) -> bool:
         and x.shape[-1] == weight.shape[1]
         and x.numel() > 0
         and (many or x.numel() < ROWS * weight.shape[1])
-        and weight.stride(1) == 1
+        and (many or weight.stride(1) == 1)
         and x.device == weight.device
         and x.device.type == "cpu"
         and AVAILABLE
@@ -44,9 +44,9 @@ def takes(x: Tensor, weight: Tensor, many: bool = False) -> bool:
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """The product [...,N], summed in float32. Its bits do not depend on the number of rows."""
+    """The product [...,N], summed in float32. Its bits do not depend on the number of rows. A weight by columns is copied."""
     N, K = weight.shape
-    x = x.contiguous()
+    x, weight = x.contiguous(), weight if weight.stride(1) == 1 else weight.contiguous()
     y = x.new_empty((*x.shape[:-1], N))
     M, size = x.numel() // K, x.element_size()
     for begin in range(0, M, MOST):
