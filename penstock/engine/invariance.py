@@ -2,9 +2,9 @@
 
 Linear maps run kernels of ours (``layers.linear.rows_alike``), but not those of float64 on a CPU: they go to MKL, where bits of a row
 depend on the number of rows and, in small maps, on whether its place is odd. In element-wise operators, the last elements of a tensor are
-computed by other instructions than whole vectors (with MKL, also exp of the last row). So the engine puts at least one skipped token behind
-those of a step, rounds their number up to a multiple of a block, and finds the smallest block for which a token gets equal bits in any place
-of any number of tokens. On a GPU a block of one token, without skipped ones, is tried first.
+computed by other instructions than whole vectors (with MKL, also exp of the last row). So the engine puts at least one skipped token
+behind those of a step, rounds their number up to a multiple of a block, and finds the smallest block for which a token gets equal bits in
+any place of any number of tokens. On a GPU a block of one token, without skipped ones, is tried first.
 """
 
 from __future__ import annotations
