@@ -223,22 +223,27 @@ class Engine:
     def fork(self, request: Request, prompt: Prompt = (), params: SamplingParams | None = None, *, index: int = 0) -> Request:
         """A new request that continues a completion of a running one after its last token, or after a further prompt.
 
-        Raises EngineError if the completion does not run.
+        Raises EngineError if the completion does not run in this engine.
         """
         check_request("fork", request)
         return self.submit(prompt, params or request.params, state=self.state_of(request, index=index))
 
     def state_of(self, request: Request, *, index: int = 0) -> SequenceState:
-        """The state of a completion that runs, after its last token. Raises EngineError if it does not run."""
+        """The state of a completion that runs, after its last token. Raises EngineError if it does not run in this engine."""
         check_request("state_of", request)
+        complaints = Complaints("state_of")
+        check_whole(complaints, "index", index, 0)
+        complaints.raise_any()
         with self._lock:
             self._receive()
             self._steps.drain()
             self._deliver()
-            one = request.sequences[index] if index < len(request.sequences) else None
+            ours = request in self._steps.requests  # a slot of another engine has the state of something else here
+            one = request.sequences[index] if ours and index < len(request.sequences) else None
             if one is None or one.slot is None or one.computed < len(request.prompt):
+                rule = "must be running in this engine and past its prompt"
                 remedy = "For a finished one, set keep_state in its SamplingParams."
-                raise EngineError(f"state_of: completion {index} must be running and past its prompt, got one that is not. {remedy}")
+                raise EngineError(f"state_of: completion {index} {rule}, got one that is not. {remedy}")
             return self._steps.state_of(one)
 
     # states in files

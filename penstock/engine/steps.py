@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterable
 from itertools import repeat
 from typing import Any
+from weakref import WeakSet
 
 from ..errors import EngineError, OutOfMemory, PenstockError, described
 from .request import Event, FinishReason, Request, Sequence, TokenLogprobs, aligned
@@ -44,6 +45,8 @@ class Steps:
         """For sinks, in order."""
         self.telling = False
         """Whether a sink is being called."""
+        self._computed: WeakSet[SequenceState] = WeakSet()
+        """States that this engine computed from their tokens. Of others, such as those from files, the row may be anything."""
 
     def add(self, request: Request) -> None:
         """Take a request in. If its decoders cannot be made, it fails."""
@@ -119,7 +122,10 @@ class Steps:
             row = sequence.saved.row[-1].to(self.pool.memory.device)
         else:
             row = self.pool.copy_out([self.pool.aligned(sequence.slot)])[0]
-        return SequenceState(tuple(sequence.tokens), sequence.aligned, row, self.model_hash())
+        state = SequenceState(tuple(sequence.tokens), sequence.aligned, row, self.model_hash())
+        if self._cached(sequence):
+            self._computed.add(state)
+        return state
 
     # entering and leaving the pool
 
@@ -152,10 +158,14 @@ class Steps:
                 if found == len(request.prompt):
                     one.sample_only, one.saved = True, state
         self.prompt_tokens += len(request.prompt) - one.computed
-        if self.cache.budget:
+        if self._cached(one):
             several = range(self.keep_every, len(request.prompt) + self.keep_every, self.keep_every)
             marks = {len(request.prompt), known, *request.boundaries, *several}
             one.cuts = {aligned(mark) for mark in marks}
+
+    def _cached(self, one: Sequence) -> bool:
+        """Whether the cache may keep states of a sequence: others get them by their tokens alone, so its own must be computed from these."""
+        return self.cache.budget > 0 and (one.request.state is None or one.request.state in self._computed)
 
     def _preempt(self, one: Sequence) -> None:
         """Copy both rows to the host."""
@@ -277,7 +287,7 @@ class Steps:
 
     def _keep_last(self, one: Sequence) -> None:
         """Keep the aligned state of a finished sequence: the next turn of a conversation continues there."""
-        if self.cache.budget and one.slot is not None and one.aligned > len(one.request.prompt):
+        if self._cached(one) and one.slot is not None and one.aligned > len(one.request.prompt):
             tokens = one.tokens[: one.aligned]
             if not self.cache.contains(tokens):
                 self.cache.insert(tokens, KeptState(self.pool.copy_out([self.pool.aligned(one.slot)])))

@@ -62,7 +62,7 @@ def refusal(error: BaseException) -> Refused:
 
 
 def invalid_body(function: str, error: ValidationError) -> Refused:
-    """All broken rules of a request's fields."""
+    """The broken rules of a request's fields: of each list, that of the first wrong item."""
     found = error.errors(include_url=False, include_context=False)
     unknown = [one for one in found if one["type"] == "extra_forbidden"]
     listed = unknown or found

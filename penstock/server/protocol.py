@@ -16,8 +16,10 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Text = Annotated[str, Field(min_length=1)]
 Token = Annotated[int, Field(ge=0)]
-Tokens = Annotated[list[Token], Field(min_length=1)]
+Tokens = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
 FinishReason = Literal["stop", "length"]
+MOST_FIELDS = 64
+"""Of an object. As ``fail_fast`` for lists, it bounds the number of errors: reporting a million of them takes minutes."""
 
 
 def one_of(rule: str) -> WrapValidator:
@@ -33,7 +35,7 @@ def one_of(rule: str) -> WrapValidator:
 
 
 Prompt = Annotated[
-    str | Annotated[list[str], Field(min_length=1)] | Tokens | Annotated[list[Tokens], Field(min_length=1)],
+    str | Annotated[list[str], Field(min_length=1, fail_fast=True)] | Tokens | Annotated[list[Tokens], Field(min_length=1, fail_fast=True)],
     one_of("a text, a list of texts, a list of tokens or a list of lists of tokens"),
 ]
 
@@ -46,8 +48,12 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def without_nulls(cls, data: Any) -> Any:
-        """Fields that are not null."""
-        return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
+        """Fields that are not null. Raises ValueError if there are too many of them."""
+        if not isinstance(data, dict):
+            return data
+        if len(data) > MOST_FIELDS:
+            raise ValueError(f"an object must have at most {MOST_FIELDS} fields, got {len(data)}")
+        return {name: value for name, value in data.items() if value is not None}
 
 
 class StreamOptions(Body):
@@ -90,16 +96,16 @@ class SamplingBody(Body):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
-    logit_bias: dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], Bias] = {}
+    logit_bias: Annotated[dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], Bias], Field(fail_fast=True)] = {}
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Annotated[Text | list[Text], one_of("a text or a list of texts, none of them empty")] = []
+    stop: Annotated[Text | Annotated[list[Text], Field(fail_fast=True)], one_of("a text or a list of texts, none of them empty")] = []
     response_format: ResponseFormat | None = None
 
     # beyond OpenAI's
     top_k: Annotated[int, Field(ge=0)] = 0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
-    stop_token_ids: list[Token] = []
+    stop_token_ids: Annotated[list[Token], Field(fail_fast=True)] = []
     ignore_eos: bool = False
 
     @model_validator(mode="after")
@@ -141,7 +147,7 @@ class Message(Body):
     """A message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str | list[TextPart], one_of("a text or a list of parts of type text")]
+    content: Annotated[str | Annotated[list[TextPart], Field(fail_fast=True)], one_of("a text or a list of parts of type text")]
 
     @property
     def text(self) -> str:
@@ -152,7 +158,7 @@ class Message(Body):
 class ChatBody(SamplingBody):
     """``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False

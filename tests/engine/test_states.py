@@ -1,5 +1,7 @@
 """States as objects: kept, forked, saved to files, refused where they do not fit. And the pool that they come from."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from architectures import ARCHITECTURES, model_of, randomised
@@ -74,7 +76,7 @@ def test_the_state_of_a_prompt_continues(size, tmp_path):
 def test_a_running_request_is_forked(overlap):
     engine = engine_of(overlap=overlap, cache_bytes=0)
     parent = engine.submit(PROMPT, SamplingParams(max_tokens=60, seed=5))
-    with pytest.raises(EngineError, match="must be running and past its prompt"):
+    with pytest.raises(EngineError, match="must be running in this engine and past its prompt"):
         engine.state_of(parent)
     while len(parent.result.tokens) < 20:
         engine.step()
@@ -84,6 +86,41 @@ def test_a_running_request_is_forked(overlap):
     with pytest.raises(EngineError, match="set keep_state"):
         engine.fork(parent)
     engine.check_integrity()
+
+
+@pytest.mark.parametrize("canonical", [False, True])
+def test_a_state_from_outside_never_enters_the_cache(tmp_path, canonical):
+    """Other requests get states of the cache by their tokens. Those of a file or of ``replace`` may be of other tokens."""
+    engine, greedy = engine_of(batch_invariant=canonical), SamplingParams(max_tokens=80, temperature=0, keep_state=True)
+    prompt = [n % 13 for n in range(300)]
+    wanted = engine_of(cache_bytes=0, batch_invariant=canonical).generate([prompt], greedy)[0].tokens
+    own = run(engine, engine.submit([5, 4, 3] * 30, KEEP)).completions[0].state
+    engine.save_state(replace(own, tokens=tuple(prompt[: len(own.tokens)])), tmp_path / "a.safetensors")
+    for state in (engine.load_state(tmp_path / "a.safetensors"), replace(own, tokens=tuple(prompt[: len(own.tokens)]))):
+        first = run(engine, engine.submit(prompt[len(state.tokens) :], greedy, state=state, boundaries=[64, 128]))
+        second = run(engine, engine.submit([], greedy, state=first.completions[0].state))
+        assert first.tokens != wanted
+        for tokens in (prompt, [*prompt, *first.tokens], [*prompt, *first.tokens, *second.tokens, 1]):
+            assert engine.generate([tokens], SamplingParams(max_tokens=0))[0].cached_tokens == 0
+            engine._cache.clear()
+    assert engine.generate([prompt], greedy)[0].tokens == wanted
+    turn = [*own.tokens, *range(13)] * 2
+    run(engine, engine.submit(turn[len(own.tokens) :], greedy, state=own))
+    assert engine.generate([turn], greedy)[0].cached_tokens >= 192, "states that continue one of this engine are kept"
+
+
+@pytest.mark.parametrize("function", ["state_of", "fork"])
+def test_a_request_of_another_engine_is_refused(function):
+    """Its slot has the state of another sequence, or none, in this engine."""
+    engine, other = engine_of(), engine_of()
+    requests = [one.submit(PROMPT, SamplingParams(max_tokens=50)) for one in (engine, other)]
+    for _ in range(4):
+        engine.step(), other.step()
+    with pytest.raises(EngineError, match=r"completion 0 must be running in this engine .* got one that is not"):
+        getattr(engine, function)(requests[1])
+    with pytest.raises(RangeError, match="index must be"):
+        getattr(engine, function)(requests[0], index=-1)
+    assert getattr(other, function)(requests[1])
 
 
 @pytest.mark.parametrize("overlap", [False, True])
