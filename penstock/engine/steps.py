@@ -164,7 +164,7 @@ class Steps:
             one.cuts = {aligned(mark) for mark in marks}
 
     def _cached(self, one: Sequence) -> bool:
-        """Whether the cache may keep states of a sequence: others get them by their tokens alone, so its own must be computed from these."""
+        """Whether the cache may keep states of a sequence. Others get them by tokens alone, so they must be computed from these."""
         return self.cache.budget > 0 and (one.request.state is None or one.request.state in self._computed)
 
     def _preempt(self, one: Sequence) -> None:

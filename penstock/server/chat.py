@@ -54,7 +54,7 @@ async def _job(service: Service, template: Template, body: ChatBody) -> Job:
         raise Refused(400, message, param="messages")
     most = body.max_completion_tokens or body.max_tokens or limits.max_tokens
     params = await service.params(body, FUNCTION, most, template.stops, logprobs=(body.top_logprobs or 0) if body.logprobs else None)
-    tokens = await service.tokens(template.render(body.messages), special=False)
+    tokens = await service.tokens(template.render(body.messages), "messages", special=False)
     return Job(tokens, params)
 
 

@@ -20,6 +20,8 @@ from .service import Service
 from .streaming import EventStream, finished
 
 FUNCTION = "completions"
+PIECE = 256
+"""So many log probabilities of a prompt are in one piece of a stream: they take milliseconds, in which nothing else is answered."""
 
 
 async def completions(service: Service, request: Request) -> Response:
@@ -33,13 +35,7 @@ async def completions(service: Service, request: Request) -> Response:
     with closing(generation):
         if not await finished(request, generation, service.metrics):
             return Response(status_code=499)
-        choices = [
-            await _choice(service, body, one, place * body.n + index, generation.jobs[place].text, index)
-            for place, one in enumerate(generation.requests)
-            for index in range(body.n)
-        ]
-        answer = CompletionAnswer(**heading, choices=choices, usage=generation.usage())
-    return Response(answer.model_dump_json(), media_type="application/json")
+        return await asyncio.to_thread(_answer, service, body, generation, heading)
 
 
 async def _jobs(service: Service, body: CompletionBody) -> list[Job]:
@@ -62,13 +58,26 @@ async def _jobs(service: Service, body: CompletionBody) -> list[Job]:
     )  # fmt: skip
     jobs = []
     for prompt in prompts:
-        tokens = await service.tokens(prompt, special=state is None) if isinstance(prompt, str) else prompt
-        text = prompt if isinstance(prompt, str) else service.tokenizer.decode(prompt) if body.echo else ""
+        if isinstance(prompt, str):
+            tokens, text = await service.tokens(prompt, "prompt", special=state is None), prompt
+        else:
+            tokens, text = prompt, await service.text(prompt, "prompt") if body.echo else ""
         jobs.append(Job(tokens, params, text, state=state))
     return jobs
 
 
-async def _choice(service: Service, body: CompletionBody, one: EngineRequest, place: int, prompt: str, index: int) -> CompletionChoice:
+def _answer(service: Service, body: CompletionBody, generation: Generation, heading: dict[str, Any]) -> Response:
+    """The whole answer. Log probabilities of a long prompt take seconds, and states are written to files."""
+    choices = [
+        _choice(service, body, one, place * body.n + index, generation.jobs[place].text, index)
+        for place, one in enumerate(generation.requests)
+        for index in range(body.n)
+    ]
+    answer = CompletionAnswer(**heading, choices=choices, usage=generation.usage())
+    return Response(answer.model_dump_json(), media_type="application/json")
+
+
+def _choice(service: Service, body: CompletionBody, one: EngineRequest, place: int, prompt: str, index: int) -> CompletionChoice:
     done = one.result.completions[index]
     choice = CompletionChoice(index=place, text=(prompt if body.echo else "") + done.text, finish_reason=finish_reason(done.finish_reason))
     if body.logprobs is not None:
@@ -76,7 +85,7 @@ async def _choice(service: Service, body: CompletionBody, one: EngineRequest, pl
         begin = one.result.prompt_logprobs or [] if body.echo else []
         choice.logprobs = writer.write([*begin, *done.logprobs], [*one.prompt[: len(begin)], *done.tokens])
     if done.state is not None:
-        choice.state = await asyncio.to_thread(service.states.add, done.state)
+        choice.state = service.states.add(done.state)
     return choice
 
 
@@ -94,9 +103,11 @@ class StreamWriter:
         wanted = self._body.logprobs is not None
         if first and self._body.echo:
             place = event.index // self._generation.n
-            prompt, known = self._generation.requests[place].prompt, self._generation.requests[place].result.prompt_logprobs
-            logprobs = writer.write(known or [], prompt) if wanted else None
-            yield self._piece(CompletionChoice(index=event.index, text=self._generation.jobs[place].text, logprobs=logprobs))
+            prompt, known = self._generation.requests[place].prompt, self._generation.requests[place].result.prompt_logprobs or []
+            for n in range(0, max(1, len(known)), PIECE):
+                text = "" if n else self._generation.jobs[place].text
+                logprobs = writer.write(known[n : n + PIECE], prompt[n : n + PIECE]) if wanted else None
+                yield self._piece(CompletionChoice(index=event.index, text=text, logprobs=logprobs))
         logprobs = writer.write(event.logprobs, event.tokens) if wanted else None
         yield self._piece(
             CompletionChoice(index=event.index, text=event.text, logprobs=logprobs, finish_reason=finish_reason(event.finish_reason))

@@ -42,8 +42,12 @@ def _printable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
-def refusal(error: BaseException) -> Refused:
-    """The answer for an exception. Unexpected ones are logged, and clients do not see their text."""
+def refusal(error: BaseException, param: str | None = None) -> Refused:
+    """The answer for an exception. Unexpected ones are logged, and clients do not see their text.
+
+    param : str, optional
+        The field of the request that a wrong argument came from. Default: that which its message names.
+    """
     if isinstance(error, Refused):
         return error
     if isinstance(error, QueueFull):
@@ -51,7 +55,8 @@ def refusal(error: BaseException) -> Refused:
         return Refused(429, str(error), kind="rate_limit_error", code="queue_full", headers=headers)
     if isinstance(error, InvalidArgument):
         named = re.match(r"\w+: (\w+) must ", str(error))
-        return Refused(400, str(error), param=named and named[1])
+        message = str(error) if named is None or param is None else f"server: {param} must {str(error)[named.end() :]}"
+        return Refused(400, message, param=param or (named and named[1]))
     if isinstance(error, OutOfMemory):
         return Refused(503, str(error), kind="server_error", code="out_of_memory")
     if isinstance(error, PenstockError):

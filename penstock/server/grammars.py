@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..errors import Complaints, MissingExtra, RangeError
@@ -41,7 +41,8 @@ class JsonConstraint:
     def _check(self) -> None:
         if self._matcher.is_error():
             complaints = Complaints("completions")
-            complaints.add(RangeError, "response_format", "within the limits of llguidance", self._matcher.get_error())
+            got = self._matcher.get_error().partition("\n<state>")[0]  # behind it comes a dump of its parser
+            complaints.add(RangeError, "response_format", "within the limits of llguidance", got)
             complaints.raise_any()
 
 
@@ -55,6 +56,9 @@ class Grammars:
 
     def compile(self, schema: dict[str, Any], function: str) -> Callable[[], JsonConstraint]:
         """What makes the constraint of each completion. Raises Refused for a schema that llguidance does not know, or MissingExtra."""
+        for number in _large(schema):
+            message = f"{function}: integers of a schema must be from -2^53 to 2^53, got {number}. llguidance would round it."
+            raise Refused(400, message, param="response_format")
         try:
             from llguidance import LLMatcher
         except ImportError as error:
@@ -71,6 +75,14 @@ class Grammars:
             raise Refused(400, message, param="response_format")
         first = LLMatcher(self._made, grammar)
         return lambda: JsonConstraint(first.deep_copy())
+
+
+def _large(part: Any) -> Iterator[int]:
+    """Integers that float64 may not have."""
+    if isinstance(part, int) and abs(part) > 2**53:
+        yield part
+    for one in part.values() if isinstance(part, dict) else part if isinstance(part, list) else ():
+        yield from _large(one)
 
 
 class Vocabulary:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fastapi import Request
 from pydantic import ValidationError
 
+from ..errors import shortened
 from .errors import Refused, invalid_body
 from .protocol import Body
 
@@ -71,6 +73,14 @@ async def _read(request: Request, limit: int) -> bytes:
     return bytes(body)
 
 
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        (twice, _), *_ = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"the name {shortened(twice)} twice in an object")
+    return found
+
+
 async def parsed(request: Request, kind: type[B], function: str, limits: Limits) -> B:
     """The body as JSON of a kind. Raises Refused."""
     content = await read_body(request, limits.body_bytes, limits.body_seconds)
@@ -78,12 +88,12 @@ async def parsed(request: Request, kind: type[B], function: str, limits: Limits)
     if media != "application/json":
         raise Refused(415, f"{function}: the content type must be application/json, got {media!r}.")
     try:
-        data = json.loads(content.decode())
+        data = json.loads(content.decode(), object_pairs_hook=_object)
     except UnicodeDecodeError as error:
         raise Refused(400, f"{function}: the body must be UTF-8, got byte {content[error.start]:#04x} at {error.start}.") from None
     except json.JSONDecodeError as error:
         raise Refused(400, f"{function}: the body must be JSON, got {error.msg} at {error.pos}.") from None
-    except (ValueError, RecursionError) as error:  # numbers of thousands of digits; thousands of brackets
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits; thousands of brackets; names twice
         raise Refused(400, f"{function}: the body must be plain JSON, got {error}.") from None
     try:
         return kind.model_validate(data)

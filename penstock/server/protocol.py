@@ -104,7 +104,7 @@ class SamplingBody(Body):
     # beyond OpenAI's
     top_k: Annotated[int, Field(ge=0)] = 0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] = 1.0
     stop_token_ids: Annotated[list[Token], Field(fail_fast=True)] = []
     ignore_eos: bool = False
 

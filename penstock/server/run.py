@@ -9,6 +9,7 @@ import socket
 import uvicorn
 
 from .app import create_app
+from .connection import Connection
 from .service import Service
 
 LOG = logging.getLogger("penstock.server")
@@ -44,6 +45,6 @@ def make_server(
     """A server; its ``run`` ends with SIGTERM or SIGINT."""
     config = uvicorn.Config(
         create_app(service, api_key), host=host, port=port, log_level=log_level, access_log=False, server_header=False, ws="none",
-        timeout_graceful_shutdown=int(drain_seconds + LAST_SECONDS), lifespan="on",
+        timeout_graceful_shutdown=int(drain_seconds + LAST_SECONDS), lifespan="on", http=Connection,
     )  # fmt: skip
     return Server(config, service, drain_seconds)

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from ..engine import Engine, SamplingParams
+from ..errors import InvalidArgument
 from ..models.tokenizers import Tokenizer
-from .errors import Refused
+from .errors import Refused, refusal
 from .generation import Generation, Job
 from .grammars import Grammars, wanted_schema
 from .limits import Limits
@@ -83,12 +84,22 @@ class Service:
             stop_ids=tuple(body.stop_token_ids), ignore_end=body.ignore_eos, n=body.n, **more,
         )  # fmt: skip
 
-    async def tokens(self, text: str, special: bool = True) -> list[int]:
+    async def tokens(self, text: str, param: str, special: bool = True) -> list[int]:
         """Tokens of a text, in a thread of their own: long texts take time. An empty text begins with the end of the one before."""
-        found = await asyncio.to_thread(self.tokenizer.encode, text, special)
+        try:
+            found = await asyncio.to_thread(self.tokenizer.encode, text, special)
+        except InvalidArgument as error:
+            raise refusal(error, param) from error
         if not found and special and self.tokenizer.end_of_text is not None:
             return [self.tokenizer.end_of_text]
         return found
+
+    async def text(self, tokens: list[int], param: str) -> str:
+        """The text of tokens of a request."""
+        try:
+            return await asyncio.to_thread(self.tokenizer.decode, tokens)
+        except InvalidArgument as error:
+            raise refusal(error, param) from error
 
     def start(self, jobs: Sequence[Job], function: str) -> Generation:
         """Queue the requests of an HTTP request. Raises QueueFull, InvalidArgument or Refused."""

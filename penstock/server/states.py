@@ -52,6 +52,11 @@ class States:
 
         def write(path: Path) -> None:
             path.write_bytes(content)
+            try:
+                with safe_open(str(path), "np"):
+                    pass
+            except SafetensorError as error:  # load_state would name the path
+                raise Refused(400, f"states: the body must be a safetensors file, got another one ({error}).") from None
             count = len(self._engine.load_state(path).tokens)
             if count > most_tokens:
                 raise Refused(400, f"states: a state must have at most {most_tokens} tokens, got {count}.")

@@ -19,6 +19,10 @@ LAST_SECONDS = 10
 """After the time of a request, its client has this long to read the rest of the answer."""
 
 
+LARGE = 2**16
+"""Pieces of more bytes are sent before the next ones are written."""
+
+
 class Writer(Protocol):
     """Turns events into pieces of an answer."""
 
@@ -57,7 +61,14 @@ class EventStream(Response):
         """The text of the stream. An error ends it: the status was sent before."""
         try:
             async for events in self._generation.events():
-                piece = b"".join(encoded(one) for event in events for one in self._writer.write(event))
+                piece = b""
+                for event in events:
+                    for one in self._writer.write(event):
+                        piece += encoded(one)
+                        if len(piece) > LARGE:
+                            yield piece
+                            piece = b""
+                            await asyncio.sleep(0)  # sending returns at once while the client reads
                 if piece:
                     yield piece
             yield b"".join(encoded(one) for one in self._writer.finish()) + b"data: [DONE]\n\n"

@@ -1,9 +1,13 @@
 """``/v1/completions`` with OpenAI's own client: every parameter, whole and streamed."""
 
 import math
+import threading
+from itertools import chain
 
 import openai
 import pytest
+
+from penstock.server.logprobs import CompletionWriter
 
 PROMPT = "Once upon a time"
 
@@ -92,6 +96,21 @@ def test_logprobs_of_prompt_and_completion(client):
         assert math.isclose(top[token], logprob)
 
 
+def test_log_probabilities_of_a_long_prompt_leave_the_server_free(client, monkeypatch):
+    """They take seconds: the whole answer is written in a thread of its own, and a stream in pieces."""
+    threads, write = set(), CompletionWriter.write
+    monkeypatch.setattr(CompletionWriter, "write", lambda *given: threads.add(threading.get_ident()) or write(*given))
+    given = {"model": "tiny", "prompt": [n * n % 97 for n in range(2000)], "max_tokens": 2, "echo": True, "logprobs": 5, "temperature": 0}
+    whole = client.completions.create(**given).choices[0]
+    served = threads.copy()
+    pieces = [one.choices[0] for one in client.completions.create(**given, stream=True)]
+    assert not served & (threads - served)
+    assert max(len(one.logprobs.tokens) for one in pieces) <= 256
+    assert "".join(one.text for one in pieces) == whole.text
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        assert [*chain.from_iterable(getattr(one.logprobs, name) for one in pieces)] == getattr(whole.logprobs, name)
+
+
 def test_a_prompt_is_scored_without_new_tokens(client, expected):
     found = client.completions.create(model="tiny", prompt=[1, 2, 3], max_tokens=0, logprobs=0, echo=True)
     wanted = expected([1, 2, 3], max_tokens=0, prompt_logprobs=0).prompt_logprobs
@@ -156,6 +175,8 @@ WRONG = {
     "best_of": ({"best_of": 2}, "best_of must be absent, got 2. This server does not support it.", "best_of"),
     "suffix": ({"suffix": "end"}, "suffix must be absent, got 'end'", "suffix"),
     "unknown": ({"extra_body": {"temprature": 1}}, "temprature must be absent, got 1", "temprature"),
+    "penalty": ({"extra_body": {"repetition_penalty": 1e-320}}, "must be greater than or equal to 0.01", "repetition_penalty"),
+    "echoed token": ({"prompt": [300], "echo": True}, "prompt must be from 0 to 256, got 300", "prompt"),
     "type": ({"extra_body": {"n": "2"}}, "n must be a valid integer, got '2'", "n"),
     "many states": ({"prompt": ["a"] * 5, "n": 16, "extra_body": {"save_state": True}}, "save_state must be of at most 64", "save_state"),
     "save_state": ({"stream": True, "extra_body": {"save_state": True}}, "save_state must be false with stream", "save_state"),

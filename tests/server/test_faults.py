@@ -4,13 +4,14 @@ import asyncio
 import json
 import threading
 import time
+from contextlib import suppress
 
 import httpx
 import openai
 import pytest
 from live_server import KEY, running
 
-from penstock.server import app, streaming
+from penstock.server import app, connection, streaming
 from penstock.server.limits import Limits
 
 LONG = {"model": "tiny", "prompt": "a", "max_tokens": 4000, "ignore_eos": True}
@@ -65,7 +66,8 @@ MALFORMED = {
     "digits": (b'{"n": ' + b"9" * 5000 + b"}", "the body must be plain JSON"),
     "infinite": (b'{"model": "tiny", "prompt": "a", "temperature": Infinity}', "temperature must be"),
     "nan": (b'{"model": "tiny", "prompt": "a", "temperature": NaN}', "temperature must be"),
-    "surrogate": (b'{"model": "tiny", "prompt": "\\ud800"}', "text must be free of lone surrogates"),
+    "surrogate": (b'{"model": "tiny", "prompt": "\\ud800"}', "must be free of lone surrogates"),
+    "twice": (b'{"model": "tiny", "prompt": "a", "model": "huge"}', "got the name 'model' twice in an object"),
     "surrogate name": (b'{"\\ud800": 1}', "got '\\ud800'"),
 }
 
@@ -111,6 +113,75 @@ def test_a_slow_body_is_refused(model):
         bystander(live.client)
         assert b"408" in slow.recv(100)
         live.settles()
+
+
+MANY = 200_000
+ERRORS = {
+    "stop tokens": {"stop_token_ids": [-1] * MANY},
+    "names": {f"a{n}": 1 for n in range(MANY)},
+    "biases": {"logit_bias": dict.fromkeys(map(str, range(MANY)), 1000)},
+    "tokens of biases": {"logit_bias": {f"a{n}": 1 for n in range(MANY)}},
+    "prompts": {"prompt": [-1] * MANY},
+    "lists": {"prompt": [[-1]] * MANY},
+    "stops": {"stop": [""] * MANY},
+    "messages": {"messages": [1] * MANY},
+    "parts": {"messages": [{"role": "user", "content": [1] * MANY}]},
+    "roles": {"messages": [{"role": "x", "content": "a", "a": 1}] * (MANY // 10)},
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_a_body_of_many_errors_is_refused_at_once_with_few_of_them(live, client, name):
+    path, more = ("chat/completions", {}) if "messages" in ERRORS[name] else ("completions", {"prompt": "a"})
+    content, began = json.dumps({"model": "tiny", **more, **ERRORS[name]}).encode(), time.monotonic()
+    answer = httpx.post(f"{live.url}/v1/{path}", content=content, headers={"content-type": "application/json"})
+    assert answer.status_code == 400
+    assert len(answer.content) < 1000
+    assert time.monotonic() - began < 2.5, "each error took 80 us"
+
+
+WHOLE = sent(SHORT)
+PARTS = {"none": b"", "begun": WHOLE[:20], "almost": WHOLE[: WHOLE.index(b"\r\n\r\n") + 2]}
+
+
+@pytest.mark.parametrize("before", [b"", WHOLE], ids=["first", "second"])
+@pytest.mark.parametrize("part", PARTS.values(), ids=PARTS)
+def test_a_slow_head_is_refused(live, client, monkeypatch, part, before):
+    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.5)
+    with live.connect() as slow:
+        slow.sendall(before + part)
+        bystander(client)
+        content = b"".join(iter(lambda: slow.recv(4096), b""))
+    *_, body = content.split(b"\r\n\r\n")
+    assert content.count(b"HTTP/1.1 200 OK") == (before != b"")
+    assert b"HTTP/1.1 408 Request Timeout" in content
+    assert json.loads(body)["error"]["code"] == "timeout"
+
+
+def test_a_request_may_take_longer_than_its_head(live, client, monkeypatch):
+    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.05)
+    began = time.monotonic()
+    answer = httpx.post(f"{live.url}/v1/completions", json={**LONG, "max_tokens": 500}, timeout=60)
+    assert answer.json()["usage"]["completion_tokens"] == 500
+    assert time.monotonic() - began > 0.1
+
+
+OTHERS = {
+    "TLS": b"\x16\x03\x01\r\n\r\n",
+    "no host": b"GET /health HTTP/1.1\r\n\r\n",
+    "long head": b"GET / HTTP/1.1\r\nHost: x\r\na: " + b"a" * 10**6,
+    "length": WHOLE.replace(b"Length: ", b"Length: x"),
+}
+
+
+@pytest.mark.parametrize("content", OTHERS.values(), ids=OTHERS)
+def test_what_is_no_http_gets_openais_error(live, client, content):
+    with live.connect() as one, suppress(ConnectionError):
+        one.sendall(content)
+        head, _, body = b"".join(iter(lambda: one.recv(4096), b"")).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 400 Bad Request")
+        assert json.loads(body)["error"]["code"] == "invalid_http"
+    bystander(client)
 
 
 async def answers(port, count, body):

@@ -83,15 +83,21 @@ def test_the_constraint_does_not_change_other_requests(client, expected):
             {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": ["a" * 70_000]}}},
             "the bytes of the schema must be at most 65536",
         ),
+        (
+            {"type": "json_schema", "json_schema": {"name": "a", "schema": {"items": [{"type": "integer", "minimum": 2**53 + 1}]}}},
+            "integers of a schema must be from -2^53 to 2^53, got 9007199254740993",
+        ),
+        ({"type": "json_schema", "json_schema": {"name": "a", "schema": {"$ref": "#"}}}, "within the limits of llguidance"),
         ({"type": "json_schema"}, "json_schema must be given with type json_schema"),
         ({"type": "xml"}, "response_format.type must be 'text', 'json_object' or 'json_schema'"),
     ],
-    ids=["type", "reference", "size", "absent", "kind"],
+    ids=["type", "reference", "size", "integer", "recursion", "absent", "kind"],
 )
 def test_wrong_formats_are_refused(client, form, message):
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(model="tiny", messages=MESSAGES, response_format=form)
     assert message in caught.value.body["message"]
+    assert len(caught.value.body["message"]) < 300
     assert caught.value.param.startswith("response_format")
 
 

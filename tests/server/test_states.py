@@ -9,9 +9,12 @@ import threading
 from contextlib import suppress
 
 import httpx
+import numpy as np
 import openai
 import pytest
 from live_server import VOCAB, running, small_model
+from safetensors import safe_open
+from safetensors.numpy import load, save
 
 from penstock.engine import Engine, SamplingParams
 from penstock.models.tokenizers import Bytes
@@ -64,7 +67,27 @@ def test_files_that_do_not_fit_are_refused(client, live, saved):
         answer = httpx.post(f"{live.url}/v1/states", content=wrong)
         assert answer.status_code == 400, answer.text
         assert answer.json()["error"]["type"] == "invalid_request_error"
+        assert str(live.service.states._folder) not in answer.text
     client.completions.create(model="tiny", prompt="a", max_tokens=1)
+
+
+def test_a_changed_state_reaches_only_who_asks_for_it(client, live, expected):
+    """The engine's cache gives states of prompts to all clients; it takes none from a file."""
+    prompt = "Everybody's first words: " * 12
+    given = {"model": "tiny", "max_tokens": 70, "seed": 4}
+    saved = client.completions.create(**given, prompt="another text" * 9, extra_body={"save_state": True}).choices[0].state
+    tensors = load(httpx.get(ends(live.url, saved)).content)
+    with safe_open(str(live.service.states._path(saved)), "np") as file:
+        about = file.metadata()
+    tensors["tokens"] = np.frombuffer(prompt.encode()[:128], np.uint8).astype(np.int64)
+    for name in tensors.keys() - {"tokens"}:
+        tensors[name] = np.random.default_rng(0).normal(0, 100, tensors[name].shape).astype(tensors[name].dtype)
+    content = save(tensors, {**about, "tokens": "128", "aligned": "128"})
+    name = httpx.post(f"{live.url}/v1/states", content=content).json()["id"]
+    wanted = expected(prompt, max_tokens=70, seed=4).text
+    assert client.completions.create(**given, prompt=prompt[128:], extra_body={"state": name}).choices[0].text != wanted
+    found = client.completions.create(**given, prompt=prompt)
+    assert (found.choices[0].text, found.usage.prompt_tokens_details.cached_tokens) == (wanted, 0)
 
 
 @pytest.mark.parametrize("change", [(0, 300), (5, -1), (189, 2**40)])
