@@ -118,7 +118,7 @@ def forward(p: Recurrence | Advance, config: KernelConfig, target: Target) -> Fo
     warps, registers, first = FORWARD[K]
     constants = {
         "K": K, "V": V, "BLOCKS": blocks, "STAGES": STAGES, "SLOTS": SLOTS, "WARPS": warps, "REGISTERS": registers,
-        "TILED": decays_in_tiles(p),
+        "TILED": decays_in_tiles(p), "STATIC": "T" not in p.variant.decay,
     }  # fmt: skip
     return Forward(found[0], blocks, (Tile(C, K), Tile(C, K), Tile(C, BV), Tile(C, BV), Tile(C, K)), first, constants)
 

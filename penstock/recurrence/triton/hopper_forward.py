@@ -10,7 +10,7 @@ splits each pair of tokens s < t: s is in the first half of a block of 2 L token
 
 All factors are at most 1, so every decay is supported. A program's warps are specialized:
 
-- ``prepare``: loads decays one chunk ahead into registers. Each thread has 16 tokens of two channels, so factors of levels up to 8 are
+- ``prepare``: loads decays one chunk ahead into registers, constant ones once. Each thread has 16 tokens of two channels, so factors of levels up to 8 are
   cumulative products in its registers. It writes X_1, X_2, ... X_32 into a ring of tiles, then q and k with the factors of the state.
 - ``walk``, 4 warps: computes A from X X^T level by level, then the products with V and the state, which stays in registers.
 
@@ -98,7 +98,7 @@ def ask_both(q_tiles, k_tiles, q, k, bar, row, column, there):
 @gluon.jit
 def prepare(
     g, tiles, ring, x_s, sides, bars, place, scale, g_t, g_k,
-    K: gl.constexpr, TILED: gl.constexpr, PREVIOUS: gl.constexpr, STAGES: gl.constexpr, HALF: gl.constexpr,
+    K: gl.constexpr, TILED: gl.constexpr, STATIC: gl.constexpr, PREVIOUS: gl.constexpr, STAGES: gl.constexpr, HALF: gl.constexpr,
 ):  # fmt: skip
     """The warps that multiply q and k by their factors. A thread has two channels of a group's tokens."""
     q_s, k_s, _ = ring
@@ -117,6 +117,8 @@ def prepare(
         ask_both(q_tiles, k_tiles, q_s.index(n), k_s.index(n), loaded.index(n), row + n * C, key_column, n < chunks)
     if TILED:
         ask(g_tiles, g_s, arrived, row, key_column, chunks > 0)
+    elif STATIC:
+        constant = gl.load(g + gl.arange(0, K, gl.SliceLayout(0, layout)) * g_k).to(gl.float32)[None, :]
     else:
         d = decays_at(g, g_t, g_k, tokens, K, layout)
     for c in range(chunks):
@@ -127,6 +129,8 @@ def prepare(
             d = g_s.load(layout).to(gl.float32)
             if left < C:
                 d = gl.where((i < left)[:, None], d, 0.0)
+        elif STATIC:
+            d = gl.where((i < left)[:, None], constant, 0.0)
         x = grouped(d.to(gl.float32) * LOG2E, GROUPS, by_group)
         part = part_s.index(c & 1)
         part.store(gl.sum(x, 1))
@@ -144,7 +148,7 @@ def prepare(
                 through, behind, total = widened(through, behind, total, by_group, WARPS)
             else:
                 if 1 << n == R:
-                    if not TILED:
+                    if not (TILED or STATIC):
                         g += (g_t + left * 0).to(gl.int64) * C
                         d = decays_at(g, g_t, g_k, left - C, K, layout)
                     Qf = Q.to(gl.float32) * flat(through, layout)
@@ -367,7 +371,7 @@ def penstock_chunk_fwd_hopper(
     g_b, g_t, g_h, g_k, u_h, u_k, s_n, s_h, s_k, s_v,
     K: gl.constexpr, V: gl.constexpr, SEGMENTS: gl.constexpr, PREVIOUS: gl.constexpr, INITIAL: gl.constexpr, FINAL: gl.constexpr,
     EVERY: gl.constexpr, PACKED: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, WARPS: gl.constexpr,
-    REGISTERS: gl.constexpr, TILED: gl.constexpr, PIECE: gl.constexpr, ROWS_GIVEN: gl.constexpr, NARROW: gl.constexpr,
+    REGISTERS: gl.constexpr, TILED: gl.constexpr, STATIC: gl.constexpr, PIECE: gl.constexpr, ROWS_GIVEN: gl.constexpr, NARROW: gl.constexpr,
     BLOCKS: gl.constexpr,
 ):  # fmt: skip
     """Program (sequence or segment, head, block of V). ``prepare`` has WARPS warps, with REGISTERS registers per thread.
@@ -456,7 +460,7 @@ def penstock_chunk_fwd_hopper(
         [
             (walk, (tiles, ring, S_s, x_s, sides, bars, place, memory, steps, bonus, scale, H,
                     K, V, PREVIOUS, INITIAL, FINAL, EVERY, STAGES, NARROW, BLOCKS, HALF)),
-            (prepare, (g, tiles, ring, x_s, sides, bars, place, scale, g_t, g_k, K, TILED, PREVIOUS, STAGES, HALF)),
+            (prepare, (g, tiles, ring, x_s, sides, bars, place, scale, g_t, g_k, K, TILED, STATIC, PREVIOUS, STAGES, HALF)),
         ],
         [WARPS],
         [REGISTERS],
