@@ -10,8 +10,9 @@ splits each pair of tokens s < t: s is in the first half of a block of 2 L token
 
 All factors are at most 1, so every decay is supported. A program's warps are specialized:
 
-- ``prepare``: loads decays one chunk ahead into registers, constant ones once. Each thread has 16 tokens of two channels, so factors of levels up to 8 are
-  cumulative products in its registers. It writes X_1, X_2, ... X_32 into a ring of tiles, then q and k with the factors of the state.
+- ``prepare``: loads decays one chunk ahead into registers, constant ones once. Each thread has 16 tokens of two channels, so factors of
+  levels up to 8 are cumulative products in its registers. It writes X_1, X_2, ... X_32 into a ring of tiles, then q and k with the
+  factors of the state.
 - ``walk``, 4 warps: computes A from X X^T level by level, then the products with V and the state, which stays in registers.
 
 Tiles of q, k and v are in a ring buffer of STAGES, which the tensor memory accelerator (TMA) fills.
