@@ -66,7 +66,11 @@ def check_types(signature: Signature, tensors: Sequence[object], options: Sequen
     for argument, x in zip(signature.arguments, tensors):
         nullable = argument.nullable or argument.absent or not argument.required
         if not (isinstance(x, Tensor) or (x is None and nullable)):
-            complaints.add(DtypeError, argument.public, "a torch.Tensor" + " or None" * bool(nullable), described(x))
+            remedy = "" if x is None else f"Convert it with torch.as_tensor({argument.public})."
+            complaints.add(DtypeError, argument.public, "a torch.Tensor" + " or None" * bool(nullable), described(x), remedy)
+        elif isinstance(x, Tensor) and x.is_nested:
+            remedy = "Concatenate its parts along the tokens, and give cu_seqlens."
+            complaints.add(DtypeError, argument.public, "a dense tensor", "a nested tensor", remedy)
         elif isinstance(x, Tensor) and x.layout != torch.strided:
             complaints.add(DtypeError, argument.public, "a dense tensor", x.layout, f"Convert it with {argument.public}.to_dense().")
         elif isinstance(x, Tensor) and argument.written and not torch.compiler.is_compiling() and (x.is_neg() or x.is_conj()):

@@ -114,6 +114,7 @@ class Advance(Tokens):
 
 def log_decay(g: Tensor, sizes: Sizes) -> Wrong | None:
     """The rule for values of a decay."""
+    g = g[tuple([slice(None) if stride else slice(1) for stride in g.stride()])]  # expanded axes repeat their values
     if not g.numel() or float(g.amax()) <= 0:  # False for NaN, which amax propagates
         return None
     missing, largest = int(g.isnan().sum()), float(g.nan_to_num(nan=-torch.inf, posinf=torch.inf).amax())
@@ -147,7 +148,9 @@ def _tokens(row: Variant, query: str, gate: str, nullable: bool) -> tuple[Argume
         Argument(
             "u", "H K" if row.bonus else "", nullable=nullable, gradient=True, absent="" if row.bonus else "this variant has no bonus"
         ),
-        Argument("cu_seqlens", "N+1", INDICES, required=False, values=offsets("T"), otherwise=("N", "B")),
+        Argument(
+            "cu_seqlens", "N+1", INDICES, required=False, values=offsets("T"), otherwise=("N", "B"), hint="N sequences have N + 1 offsets.",
+        ),
     )  # fmt: skip
 
 

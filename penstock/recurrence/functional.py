@@ -312,7 +312,7 @@ def decode_step(
             v = v.unsqueeze(1)
         if isinstance(g, Tensor) and g.dim() and "T" in VARIANTS[variant].decay:
             g = g.unsqueeze(1)
-    elif isinstance(q, Tensor) and q.dim() == 4 and q.shape[1] > STEP_TOKENS:
+    elif isinstance(q, Tensor) and q.dim() == 4 and not q.is_nested and q.shape[1] > STEP_TOKENS:
         complaints = Complaints(f"decode_step({variant!r})")
         complaints.add(ShapeError, "T", f"at most {STEP_TOKENS} tokens a sequence", q.shape[1], "Use advance() for more.")
         complaints.raise_any()

@@ -10,6 +10,7 @@ from cases import ALL, NAMES, Case, draw, named, problem_of, upstream
 
 import penstock as ps
 from penstock.call.implementation import Upstream
+from penstock.recurrence.declaration import log_decay
 from penstock.recurrence.operators import FAMILY
 from penstock.recurrence.variants import VARIANTS
 
@@ -186,6 +187,30 @@ def test_arguments_that_are_not_tensors(variant):
         rejected(ps.DtypeError, getattr(ps, variant), good(variant, **{name: None}), f"{name} must be a torch.Tensor, got None")
     sparse = torch.zeros(B, T, H, K).to_sparse()
     rejected(ps.DtypeError, getattr(ps, variant), good(variant, k=sparse), f"{variant}: k must be a dense tensor, got torch.sparse_coo")
+    said = f"{variant}: k must be a torch.Tensor, got ", "of type ndarray. Convert it with torch.as_tensor(k)."
+    rejected(ps.DtypeError, getattr(ps, variant), good(variant, k=numpy.zeros((B, T, H, K))), *said)
+
+
+@every_variant
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors(variant, layout):
+    nested = torch.nested.nested_tensor([torch.zeros(T, H, K), torch.zeros(T, H, K)], layout=layout)
+    row = VARIANTS[variant]
+    for name in {row.query, "k", "v", row.gate, "u", "initial_state"} & set(good(variant)):
+        said = (
+            f"{variant}: {name} must be a dense tensor, got a nested tensor. Concatenate its parts along the tokens, and give cu_seqlens."
+        )
+        rejected(ps.DtypeError, getattr(ps, variant), good(variant, **{name: nested}), said)
+    for function in (ps.advance, ps.decode_step):
+        given = {"variant": variant, "q": nested, "k": nested, "v": nested, "g": nested, "u": nested, "state": torch.zeros(2, H, K, K)}
+        rejected(ps.DtypeError, function, given, f"{function.__name__}({variant!r}): q must be a dense tensor, got a nested tensor")
+
+
+def test_values_of_expanded_decays_are_read_once():
+    assert log_decay(torch.tensor(-1.0).expand(2**20, 2**40), {}) is None
+    assert "a largest value of 1" in log_decay(torch.tensor(1.0).expand(2**60), {}).found
+    assert "NaN" in log_decay(torch.tensor([[-1.0], [torch.nan]]).expand(2, 2**60), {}).found
 
 
 @every_variant
