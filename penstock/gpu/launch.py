@@ -127,6 +127,8 @@ class Bound:
         self.constants, self.tiled = prepared.plan.constants, any(one.tiles for one in prepared.plan.launches)
         shapes = [(name, shape.at(sizes), dtype) for name, shape, dtype in prepared.memory]
         self.memory = [(name, shape, contiguous(shape), dtype) for name, shape, dtype in shapes]
+        self.without = {name for name, shape, _ in shapes if 0 in shape}
+        """Memory without elements. A descriptor needs an address, so it gets that of the launch's first tensor, which is then not read."""
         self.steps: list[Step] | None = None
 
     def run(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -166,7 +168,7 @@ class Bound:
         kernels = prepared.compile(tensors, sizes)
         for at, (kernel, one) in enumerate(zip(kernels, prepared.plan.launches)):
             numbers = prepared.numbers[at].at(sizes) + one.constants
-            tiled = prepared.tiled[at]
+            tiled = [(one.tensors[0] if name in self.without else name, known) for name, known in prepared.tiled[at]]
             launcher = direct.Launcher(kernel, prepared.raw[at], tiled) if prepared.raw else None
             steps.append(Step(kernel, launcher, value(one.grid, sizes), tiled, _picked(prepared.others[at]), numbers))
         return steps

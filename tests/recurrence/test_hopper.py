@@ -60,7 +60,7 @@ def test_launches_of_hopper_and_plain_kernels(variant, size, dtype):
     assert backward(problem, states=states) == ["segments", "hopper_backward"]
 
 
-@pytest.mark.parametrize(("shape", "most"), [("8,2048,32,64", 475), ("4,2048,16,128", 273)])
+@pytest.mark.parametrize(("shape", "most"), [("8,2048,32,64", 473), ("4,2048,16,128", 270)])
 @pytest.mark.parametrize("variant", ["gla", "rwkv6"])
 def test_memory_of_a_training_step(variant, shape, most):
     """MB of output, kept states and all memory of the backward pass; gradients of states have none, except those of shorter chunks."""
@@ -68,9 +68,25 @@ def test_memory_of_a_training_step(variant, shape, most):
     memory = planned(problem, keep=True).memory
     states = torch.empty(*memory["chunk_states"][0], dtype=BFLOAT16, device="meta")
     made = plan.chunk_backward_plan(problem, problem.v, None, H200, states).at(problem.sizes)
-    assert made.memory["d_chunk_states"][0] == problem.state_shape
+    assert made.memory["d_chunk_states"][0] == (0, *problem.state_shape[1:])
     taken = [memory["output"], memory["chunk_states"], *made.memory.values()]
     assert sum(math.prod(shape) * dtype.itemsize for shape, dtype in taken) <= most * 10**6
+
+
+@pytest.mark.parametrize("T", [129, 2047])
+@pytest.mark.parametrize("variant", ["gla", "rwkv6"])
+def test_gradients_of_states_of_shorter_chunks_have_memory(variant, T):
+    problem = problem_of(variant, f"4,{T},16,64")
+    made = plan.chunk_backward_plan(problem, problem.v, None, H200).at(problem.sizes)
+    assert made.memory["d_chunk_states"][0] == problem.state_shape
+
+
+def test_packed_sequences_may_have_shorter_chunks():
+    """The host does not know their lengths."""
+    q, k, v, g = (torch.empty(1, 128, 2, 64, dtype=BFLOAT16, device="meta") for _ in range(4))
+    problem = RECURRENCE.checked("gla", (q, k, v, g, None, torch.empty(3, dtype=torch.int64, device="meta"), None), (None, False, True))
+    made = plan.chunk_backward_plan(problem, problem.v, None, H200).at(problem.sizes)
+    assert made.memory["d_chunk_states"][0] == (2, 2, 64, 64)
 
 
 def test_walks_without_decays_per_channel():

@@ -193,7 +193,7 @@ def _states(
 
     Returns the name of these states. ``start``: the name and strides of the initial state; ``end``: the name of the final state.
     ``in_rows``: names of tensors [B,T,H,V], each for C channels of K, whose rows get the states of whole chunks; the returned states are
-    those of shorter chunks then, [N,H,K,V].
+    those of shorter chunks then, [N,H,K,V], or none if there are no shorter ones.
     """
     x, y = names
     d, b, flags = "d_" * adjoint, c.config("states"), c.flags | ({"PRECISION": "f16"} if c.half else {})
@@ -202,7 +202,8 @@ def _states(
     slots = c.chunks(tokens)
     made = x
     if stored is not None:
-        made = plan.empty(d + "chunk_states", _N if in_rows else c.chunks(C), c.H, c.K, c.V, dtype=stored)
+        count = (lambda s: s["N"] if c.packed or s["T"] % C else 0) if in_rows else c.chunks(C)
+        made = plan.empty(d + "chunk_states", count, c.H, c.K, c.V, dtype=stored)
     places = (in_rows[0], in_rows[-1], made) if in_rows else (made, x, x)
 
     def walk(first: tuple[str, tuple[int, ...]] | None, last: str | None, decays: str, of_segments: bool, chunks: bool) -> None:
