@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
@@ -37,24 +38,26 @@ async def chat(service: Service, request: Request) -> Response:
     with closing(generation):
         if not await finished(request, generation, service.metrics):
             return Response(status_code=499)
-        choices = []
-        for index, done in enumerate(generation.requests[0].result.completions):
-            text = done.text.lstrip() if service.template.strips else done.text
-            logprobs = chat_logprobs(service.tokenizer, done.logprobs) if body.logprobs else None
-            reason = finish_reason(done.finish_reason) or "stop"
-            choices.append(ChatChoice(index=index, message=ChatMessage(content=text), logprobs=logprobs, finish_reason=reason))
-        answer = ChatAnswer(**heading, choices=choices, usage=generation.usage())
+        return await asyncio.to_thread(_answer, service, service.template, body, generation, heading)
+
+
+def _answer(service: Service, template: Template, body: ChatBody, generation: Generation, heading: dict[str, Any]) -> Response:
+    """The whole answer. Log probabilities of many tokens take seconds."""
+    choices = []
+    for index, done in enumerate(generation.requests[0].result.completions):
+        text = done.text.lstrip() if template.strips else done.text
+        logprobs = chat_logprobs(service.tokenizer, done.logprobs) if body.logprobs else None
+        reason = finish_reason(done.finish_reason) or "stop"
+        choices.append(ChatChoice(index=index, message=ChatMessage(content=text), logprobs=logprobs, finish_reason=reason))
+    answer = ChatAnswer(**heading, choices=choices, usage=generation.usage())
     return Response(answer.model_dump_json(), media_type="application/json")
 
 
 async def _job(service: Service, template: Template, body: ChatBody) -> Job:
-    limits = service.limits
-    if len(body.messages) > limits.messages:
-        message = f"{FUNCTION}: there must be at most {limits.messages} messages, got {len(body.messages)}."
-        raise Refused(400, message, param="messages")
-    most = body.max_completion_tokens or body.max_tokens or limits.max_tokens
+    most = body.max_completion_tokens or body.max_tokens or service.limits.max_tokens
     params = await service.params(body, FUNCTION, most, template.stops, logprobs=(body.top_logprobs or 0) if body.logprobs else None)
-    tokens = await service.tokens(template.render(body.messages), "messages", special=False)
+    text = await asyncio.to_thread(template.render, body.messages)
+    tokens = await service.tokens(text, "messages", special=False)
     return Job(tokens, params)
 
 

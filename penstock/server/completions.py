@@ -40,8 +40,6 @@ async def completions(service: Service, request: Request) -> Response:
 
 async def _jobs(service: Service, body: CompletionBody) -> list[Job]:
     prompts, limits = body.prompts, service.limits
-    if len(prompts) > limits.prompts:
-        raise Refused(400, f"{FUNCTION}: there must be at most {limits.prompts} prompts, got {len(prompts)}.", param="prompt")
     if body.state is not None or body.save_state:
         await asyncio.to_thread(service.engine.model_hash)  # the first time takes seconds
     state = None if body.state is None else await asyncio.to_thread(service.states.get, body.state)

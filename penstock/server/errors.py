@@ -90,4 +90,5 @@ def _line(function: str, one: Any) -> str:
 
 def _name(one: Any) -> str:
     """The place of a field."""
-    return ".".join(str(part) for part in one["loc"] if part != "[key]")
+    parts = [str(part) for part in one["loc"] if part != "[key]"]
+    return ".".join(part if len(part) < 60 else f"{part[:57]}..." for part in parts)

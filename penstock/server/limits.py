@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -16,6 +17,8 @@ from .errors import Refused, invalid_body
 from .protocol import Body
 
 B = TypeVar("B", bound=Body)
+LARGE = 2**16
+"""JSON of more bytes is read in a thread of its own."""
 DISCARDED_BYTES = 2**28
 """Of a body that is too large, this much is read and dropped: most clients read no answer before they have sent everything."""
 
@@ -40,6 +43,8 @@ class Limits:
     stop_ids: int = 1024
     biases: int = 1024
     messages: int = 1024
+    parts: int = 1024
+    """Parts of the contents of all messages."""
     schema_bytes: int = 2**16
     seconds: float = 600
     """From the last byte of a body to the last token."""
@@ -73,6 +78,34 @@ async def _read(request: Request, limit: int) -> bytes:
     return bytes(body)
 
 
+def _check_counts(data: Any, function: str, limits: Limits) -> None:
+    """Raise Refused for too many items. Before items are validated, because millions of them take seconds."""
+    if not isinstance(data, dict):
+        return
+    prompt, messages = data.get("prompt"), _items(data.get("messages"))
+    contents = [_items(one.get("content")) for one in messages if isinstance(one, dict)]
+    counts = [
+        (
+            "prompts",
+            0 if isinstance(prompt, list) and prompt and isinstance(prompt[0], int) else len(_items(prompt)),
+            limits.prompts,
+            "prompt",
+        ),
+        ("messages", len(messages), limits.messages, "messages"),
+        ("parts of messages", sum(map(len, contents)), limits.parts, "messages"),
+        ("stop texts", len(_items(data.get("stop"))), limits.stops, "stop"),
+        ("stop tokens", len(_items(data.get("stop_token_ids"))), limits.stop_ids, "stop_token_ids"),
+        ("biases", len(_items(data.get("logit_bias"))), limits.biases, "logit_bias"),
+    ]
+    for name, count, most, param in counts:
+        if count > most:
+            raise Refused(400, f"{function}: the number of {name} must be at most {most}, got {count}.", param=param)
+
+
+def _items(value: Any) -> Any:
+    return value if isinstance(value, list | dict) else ()
+
+
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
@@ -88,13 +121,15 @@ async def parsed(request: Request, kind: type[B], function: str, limits: Limits)
     if media != "application/json":
         raise Refused(415, f"{function}: the content type must be application/json, got {media!r}.")
     try:
-        data = json.loads(content.decode(), object_pairs_hook=_object)
+        read = partial(json.loads, content.decode(), object_pairs_hook=_object)
+        data = read() if len(content) < LARGE else await asyncio.to_thread(read)
     except UnicodeDecodeError as error:
         raise Refused(400, f"{function}: the body must be UTF-8, got byte {content[error.start]:#04x} at {error.start}.") from None
     except json.JSONDecodeError as error:
         raise Refused(400, f"{function}: the body must be JSON, got {error.msg} at {error.pos}.") from None
     except (ValueError, RecursionError) as error:  # numbers of thousands of digits; thousands of brackets; names twice
         raise Refused(400, f"{function}: the body must be plain JSON, got {error}.") from None
+    _check_counts(data, function, limits)
     try:
         return kind.model_validate(data)
     except ValidationError as error:

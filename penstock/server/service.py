@@ -67,10 +67,7 @@ class Service:
         bias = {int(token): value for token, value in body.logit_bias.items()}
         self._check(function, "max_tokens", limits.max_tokens, max_tokens)
         self._check(function, "n", limits.n, body.n)
-        self._check(function, "the number of stop texts", limits.stops, len(given), "stop")
         self._check(function, "the length of a stop text", limits.stop_length, max(map(len, given), default=0), "stop")
-        self._check(function, "the number of stop tokens", limits.stop_ids, len(body.stop_token_ids), "stop_token_ids")
-        self._check(function, "the number of biases", limits.biases, len(bias), "logit_bias")
         self._check(function, "tokens of logit_bias", size - 1, max(bias, default=0), "logit_bias")
         self._check(function, "stop_token_ids", size - 1, max(body.stop_token_ids, default=0))
         schema = wanted_schema(body.response_format)

@@ -168,7 +168,7 @@ WRONG = {
     "bias": ({"logit_bias": {"300": 1}}, "tokens of logit_bias must be at most 256, got 300", "logit_bias"),
     "biases": ({"logit_bias": {"1": 101}}, "less than or equal to 100", "logit_bias.1"),
     "prompt": ({"prompt": [300]}, "prompt must be tokens from 0 to 256, got 300", "prompt"),
-    "prompts": ({"prompt": ["a"] * 65}, "at most 64 prompts", "prompt"),
+    "prompts": ({"prompt": ["a"] * 65}, "the number of prompts must be at most 64, got 65", "prompt"),
     "no tokens": ({"prompt": []}, "prompt must be a text", "prompt"),
     "long prompt": ({"prompt": "a" * 200_000}, "the prompt's tokens must be at most 131072, got 200000", "prompt"),
     "stream options": ({"stream_options": {"include_usage": True}}, "stream_options must be given with stream only", None),

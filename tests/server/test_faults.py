@@ -126,6 +126,9 @@ ERRORS = {
     "stops": {"stop": [""] * MANY},
     "messages": {"messages": [1] * MANY},
     "parts": {"messages": [{"role": "user", "content": [1] * MANY}]},
+    "names of 1 MB": {"a" * 10**6: 1},
+    "empty prompts": {"prompt": [[]] * MANY},
+    "parts of messages": {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}]}] * 1025},
     "roles": {"messages": [{"role": "x", "content": "a", "a": 1}] * (MANY // 10)},
 }
 
