@@ -57,7 +57,8 @@ class Grammars:
     def compile(self, schema: dict[str, Any], function: str) -> Callable[[], JsonConstraint]:
         """What makes the constraint of each completion. Raises Refused for a schema that llguidance does not know, or MissingExtra."""
         for number in _large(schema):
-            message = f"{function}: integers of a schema must be from -2^53 to 2^53, got {number}. llguidance would round it."
+            rule = "integers of a schema must be from -2^53 to 2^53, and other numbers from -2^63 to 2^63"
+            message = f"{function}: {rule}, got {number}. llguidance would round it."
             raise Refused(400, message, param="response_format")
         try:
             from llguidance import LLMatcher
@@ -77,9 +78,9 @@ class Grammars:
         return lambda: JsonConstraint(first.deep_copy())
 
 
-def _large(part: Any) -> Iterator[int]:
-    """Integers that float64 may not have."""
-    if isinstance(part, int) and abs(part) > 2**53:
+def _large(part: Any) -> Iterator[float]:
+    """Integers that float64 may not have, and numbers that bound no integer of 64 bits."""
+    if isinstance(part, int | float) and abs(part) > (2**53 if isinstance(part, int) else 2**63 - 1024):
         yield part
     for one in part.values() if isinstance(part, dict) else part if isinstance(part, list) else ():
         yield from _large(one)

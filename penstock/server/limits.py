@@ -83,14 +83,10 @@ def _check_counts(data: Any, function: str, limits: Limits) -> None:
     if not isinstance(data, dict):
         return
     prompt, messages = data.get("prompt"), _items(data.get("messages"))
+    tokens = isinstance(prompt, list) and prompt and isinstance(prompt[0], int)
     contents = [_items(one.get("content")) for one in messages if isinstance(one, dict)]
     counts = [
-        (
-            "prompts",
-            0 if isinstance(prompt, list) and prompt and isinstance(prompt[0], int) else len(_items(prompt)),
-            limits.prompts,
-            "prompt",
-        ),
+        ("prompts", 0 if tokens else len(_items(prompt)), limits.prompts, "prompt"),
         ("messages", len(messages), limits.messages, "messages"),
         ("parts of messages", sum(map(len, contents)), limits.parts, "messages"),
         ("stop texts", len(_items(data.get("stop"))), limits.stops, "stop"),

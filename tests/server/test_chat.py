@@ -84,7 +84,7 @@ WRONG = {
     "tools": ({"tools": []}, "tools must be absent", "tools"),
     "top_logprobs": ({"top_logprobs": 2}, "top_logprobs must be given with logprobs only", None),
     "limits": ({"max_tokens": 1, "max_completion_tokens": 1}, "max_tokens must be absent beside max_completion_tokens", None),
-    "many": ({"messages": [{"role": "user", "content": "a"}] * 1025}, "at most 1024 messages", "messages"),
+    "many": ({"messages": [{"role": "user", "content": "a"}] * 1025}, "the number of messages must be at most 1024, got 1025", "messages"),
 }  # fmt: skip
 
 

@@ -85,13 +85,17 @@ def test_the_constraint_does_not_change_other_requests(client, expected):
         ),
         (
             {"type": "json_schema", "json_schema": {"name": "a", "schema": {"items": [{"type": "integer", "minimum": 2**53 + 1}]}}},
-            "integers of a schema must be from -2^53 to 2^53, got 9007199254740993",
+            "integers of a schema must be from -2^53 to 2^53, and other numbers from -2^63 to 2^63, got 9007199254740993",
+        ),
+        (
+            {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "integer", "minimum": 1e19}}},
+            "other numbers from -2^63 to 2^63, got 1e+19",
         ),
         ({"type": "json_schema", "json_schema": {"name": "a", "schema": {"$ref": "#"}}}, "within the limits of llguidance"),
         ({"type": "json_schema"}, "json_schema must be given with type json_schema"),
         ({"type": "xml"}, "response_format.type must be 'text', 'json_object' or 'json_schema'"),
     ],
-    ids=["type", "reference", "size", "integer", "recursion", "absent", "kind"],
+    ids=["type", "reference", "size", "integer", "number", "recursion", "absent", "kind"],
 )
 def test_wrong_formats_are_refused(client, form, message):
     with pytest.raises(openai.BadRequestError) as caught:
