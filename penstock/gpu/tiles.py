@@ -97,15 +97,15 @@ def to_tf32(x):
 
 
 @triton.jit
-def powers_of_two(largest):
-    """Powers of two, inverse to each other: ``largest`` times the first is in [2^14,2^15), if ``largest`` is at least 2^-46.
+def powers_of_two(largest, LEAST: tl.constexpr = 81):
+    """Powers of two, inverse to each other: ``largest`` times the first is in [2^14,2^15), if ``largest`` is at least 2^(LEAST - 127).
 
     Operands of float16 products that have no bound are multiplied by the first, the products by the second. Neither rounds, except that
-    values below 2^-28 of the largest become subnormal. The first is at most 2^60, so products with it fit float32. If ``largest`` is
-    infinite, the second is NaN: finite values are lost. ``largest * 0.0`` is exact; of a product, ``largest - largest`` becomes a fused
-    multiply-add, which is the rounding error of the product.
+    values below 2^-28 of the largest become subnormal. The first is at most 2^(141 - LEAST): 2^60, so products with it fit float32. If
+    ``largest`` is infinite, the second is NaN: finite values are lost. ``largest * 0.0`` is exact; of a product, ``largest - largest``
+    becomes a fused multiply-add, which is the rounding error of the product.
     """
-    exponent = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 81), 254)
+    exponent = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, LEAST), 254)
     return (268 - exponent << 23).to(tl.float32, bitcast=True), (exponent - 14 << 23).to(tl.float32, bitcast=True) + largest * 0.0
 
 

@@ -26,10 +26,28 @@ STAGES, SLOTS = 2, 4
 FORWARD = {64: (4, 136, 128), 128: (8, 152, 168)}
 """By K: warps of ``prepare``, registers of their threads, and registers of every thread at launch. With fewer, ``prepare`` spills; with
 more, the warps that hold the state spill."""
+FORWARD_FLOAT = (4, 200, 255)
+"""The same of float32 at K = 64. One program fits on a multiprocessor."""
 BLOCKS = {256: 2}
-"""By K: blocks of key channels, if more than one."""
+"""By K: blocks of key channels, if more than one. Of float32, a block has 64 channels."""
+
+
+def blocks(p: Tokens) -> int:
+    """Blocks of key channels of a head."""
+    K = p.sizes["K"]
+    return max(K // 64, 1) if p.q.dtype == torch.float32 and K % 64 == 0 else BLOCKS.get(K, 1)
+
+
+def parts(p: Tokens) -> int:
+    """Of how many float16 tiles the sum is an operand of float32: 2, or 1 where torch allows TF32. 0: inputs have 16 bits."""
+    if p.q.dtype != torch.float32:
+        return 0
+    return 2 if torch.get_float32_matmul_precision() == "highest" else 1
+
 BACKWARD = {64: (8, 128), 128: (8, 255)}
 """By K: warps, and registers of their threads. At K = 64 two programs fit on a multiprocessor."""
+BACKWARD_FLOAT = (8, 255)
+"""The same of float32 at K = 64. One program fits on a multiprocessor."""
 
 
 WALKED = (256,)
@@ -53,7 +71,7 @@ class Walk(NamedTuple):
 
 def walk(p: Recurrence, config: KernelConfig, target: Target, *d_output: Tensor) -> Walk | None:
     """The kernels if the table selects them and they support this problem, or None."""
-    suits = p.sizes["K"] in WALKED and p.sizes["V"] % BV == 0 and _suits(p, config, target, *d_output)
+    suits = p.sizes["K"] in WALKED and p.sizes["V"] % BV == 0 and not parts(p) and _suits(p, config, target, *d_output)
     if not suits or kernels() is None:
         return None
     from . import hopper_walk, hopper_weights
@@ -100,6 +118,8 @@ class Forward(NamedTuple):
     kernel: Any
     blocks: int
     """Blocks of key channels of a head."""
+    programs_per_sm: int
+    """Programs on each multiprocessor for which sequences are cut into segments."""
     tiles: tuple[Tile, ...]
     registers: int
     """Registers of each thread at launch."""
@@ -108,19 +128,18 @@ class Forward(NamedTuple):
 
 def forward(p: Recurrence | Advance, config: KernelConfig, target: Target) -> Forward | None:
     """The forward kernel and its launch if the table selects it and it supports this problem, or None."""
-    K, V = p.sizes["K"], p.sizes["V"]
-    blocks = BLOCKS.get(K, 1)
-    K //= blocks
+    V, count, PARTS = p.sizes["V"], blocks(p), parts(p)
+    K = p.sizes["K"] // count
     suits = K in FORWARD and config.BV == BV and V % BV == 0 and _suits(p, config, target)
-    found = kernels() if suits and not (p.partial and blocks == 1) else None
+    found = kernels() if suits and not (p.partial and count == 1) else None
     if not found:
         return None
-    warps, registers, first = FORWARD[K]
+    warps, registers, first = FORWARD_FLOAT if PARTS else FORWARD[K]
     constants = {
-        "K": K, "V": V, "BLOCKS": blocks, "STAGES": STAGES, "SLOTS": SLOTS, "WARPS": warps, "REGISTERS": registers,
-        "TILED": decays_in_tiles(p), "STATIC": "T" not in p.variant.decay,
+        "K": K, "V": V, "BLOCKS": count, "STAGES": STAGES, "SLOTS": SLOTS, "WARPS": warps, "REGISTERS": registers,
+        "TILED": decays_in_tiles(p), "STATIC": "T" not in p.variant.decay, "PARTS": PARTS,
     }  # fmt: skip
-    return Forward(found[0], blocks, (Tile(C, K), Tile(C, K), Tile(C, BV), Tile(C, BV), Tile(C, K)), first, constants)
+    return Forward(found[0], count, 1 if PARTS else config.programs_per_sm, (Tile(C, K), Tile(C, K), Tile(C, BV), Tile(C, BV), Tile(C, K)), first, constants)
 
 
 class Backward(NamedTuple):
@@ -133,6 +152,13 @@ class Backward(NamedTuple):
     """Key channels of a block, and value channels of a block."""
     values: int
     """Blocks of value channels of a head."""
+    parts: int
+    """Of float32 operands, see ``parts``."""
+
+    @property
+    def launch(self) -> tuple[int, int]:
+        """Warps, and registers of their threads."""
+        return BACKWARD_FLOAT if self.parts else BACKWARD[self.K]
 
     @property
     def apart(self) -> bool:
@@ -142,12 +168,16 @@ class Backward(NamedTuple):
 
 def backward(p: Recurrence, config: KernelConfig, target: Target, *d_output: Tensor) -> Backward | None:
     """The backward kernel, or None. The plain kernel computes calls of one chunk."""
-    blocks = BLOCKS.get(p.sizes["K"], 1)
-    K, V = p.sizes["K"] // blocks, p.sizes["V"]
+    count = blocks(p)
+    K, V = p.sizes["K"] // count, p.sizes["V"]
     suits = K in BACKWARD and V % K == 0 and p.sizes["T"] > C and _suits(p, config, target, *d_output)
-    found = kernels() if suits else None
-    one = Backward(found[1], blocks, K, V // K) if found else None
-    return None if one is None or (p.partial and not one.apart) else one
+    if not suits or kernels() is None:
+        return None
+    from . import hopper_backward, hopper_backward_parts
+
+    kernel = hopper_backward_parts.penstock_chunk_bwd_parts_hopper if parts(p) else hopper_backward.penstock_chunk_bwd_hopper
+    one = Backward(kernel, count, K, V // K, parts(p))
+    return None if p.partial and not one.apart else one
 
 
 def _suits(p: Recurrence | Advance, config: KernelConfig, target: Target, *d_output: Tensor) -> bool:
@@ -156,11 +186,11 @@ def _suits(p: Recurrence | Advance, config: KernelConfig, target: Target, *d_out
 
 
 def _copied(p: Recurrence | Advance, target: Target, shared: bool, *d_output: Tensor) -> bool:
-    """Whether the call has tensors of 16 bits that the tensor memory accelerator can copy. ``shared``: heads may share q and k."""
+    """Whether the call has tensors that the tensor memory accelerator can copy. ``shared``: heads may share q and k."""
     sizes = p.sizes
     return (
         target.arch == "sm_90"
-        and p.q.dtype in (torch.bfloat16, torch.float16)
+        and p.q.dtype in (torch.bfloat16, torch.float16, torch.float32)
         and not p.reverse
         and 0 < sizes["B"] * sizes["T"] < 1 << 31
         and all(map(tiled_or_shared if shared else tiled, (p.q, p.k)))
@@ -178,6 +208,8 @@ def backward_tiles(one: Backward, states: bool) -> tuple[Tile, ...]:
 
     With several blocks, steps of BV of V. With one, the gradients of states are in dv and, at K = 128, dq, behind them.
     """
+    if one.parts:
+        return (Tile(C, one.K),) * 4
     K, W = one.K, BV if one.apart else one.K
     in_rows = 0 if one.apart else K // C
     return *[Tile(C, K)] * 2, *[Tile(C, W)] * 2, *([Tile(K, W, 3)] * 2 + [Tile(C, BV)] * in_rows) * states

@@ -254,7 +254,8 @@ def chunk_forward_plan(p: Recurrence, target: Target, keep: bool = False) -> Pla
     meets = apart % C == 0
     L = None
     if not scalar:
-        L = c.walked_segment() if walked else c.segment(apart if meets else C, grid, b.programs_per_sm)  # ``keep`` changes no result
+        each, least = (grid * kernel.blocks, kernel.programs_per_sm) if kernel else (grid, b.programs_per_sm)
+        L = c.walked_segment() if walked else c.segment(apart if meets else C, each, least)  # ``keep`` changes no result
     dense = chunks(c.T, apart, c.N, c.packed) * apart <= 2 * c.B * c.T  # many short sequences have more slots than tokens
     rounded = not on_hopper or c.T > C  # the Hopper kernels store bfloat16, which is too inaccurate for a caller's own states
     every = apart if keep and meets and dense and rounded else 0
@@ -365,22 +366,24 @@ def chunk_backward_plan(
     if p.u is not None:
         du = plan.empty("du", slots, c.H, c.K)
     if kernel:
-        (g_b, g_t, g_h, g_k), (warps, registers) = c.gate, hopper.BACKWARD[kernel.K]
+        (g_b, g_t, g_h, g_k), (warps, registers) = c.gate, kernel.launch
         weights = rest = "q"
         if kernel.apart and not walked:
-            weights, rest = plan.empty("weights", slots, c.H, C, C), plan.empty("rest", *tokens, c.K, dtype=p.k.dtype)
+            weights, rest = plan.empty("weights", slots, c.H, kernel.blocks, C, C), plan.empty("rest", *tokens, c.K, dtype=p.k.dtype)
         plan.launch(
             kernel.kernel, c.programs(slots, kernel.blocks),
-            ("q", "k", "v", "d_output", S, dS, dv, dq, "g", "u", dq, dk, dv, d_gate, du, weights, rest, "cu_seqlens"),
+            ("q", "k", "v", "d_output", S, dS, *(() if kernel.parts else (dv, dq)), "g", "u", dq, dk, dv, d_gate, du, weights, rest,
+             "cu_seqlens"),
             (p.scale, _N, _T, g_b, g_h, *bonus(p)), warps, hopper.backward_tiles(kernel, stored.itemsize == 2), registers,
             g_t=g_t, g_k=g_k, H=c.H * kernel.blocks, K=kernel.K, DG=dg, STATIC=c.static, PREVIOUS=c.previous, PACKED=c.packed,
-            BLOCKS=kernel.blocks, NV=kernel.values, STORED=kernel.apart and not walked,
+            BLOCKS=kernel.blocks, NV=kernel.values, STORED=kernel.apart and not walked, PARTS=kernel.parts,
         )  # fmt: skip
         if kernel.apart and not walked:
             BV = 128 if c.V % 128 == 0 else 64
             plan.launch(
                 values.penstock_chunk_dv, c.programs(slots, c.V // BV), (weights, rest, "d_output", dS, dv, "cu_seqlens"),
                 (_N, _T, c.H, *d_output.stride()), 4, K=c.K, V=c.V, BK=64, BV=BV, C=C, PACKED=c.packed,
+                PRECISION=c.precision if kernel.parts else "own", BLOCKS=kernel.blocks,
             )  # fmt: skip
         return plan
     if back:

@@ -63,11 +63,11 @@ def config(key: Key, target: Target) -> KernelConfig:
 HOPPER = tuple(
     Key(kernel, "channel", read, precision, K, V)
     for read in READS
-    for precision in ("bf16", "tf32")
+    for precision in ("bf16", "tf32", "tf32x3")
     for kernel in ("forward", "backward")
     for K, V in product((64, 128, 256), (64, 128, 256, 512))
 )
-"""Where the kernels for Hopper are faster. "tf32": float16 tensors; float32 tensors take the plain kernels with these sizes."""
+"""Where the kernels for Hopper are faster. "tf32": also float16 tensors, which Hopper's kernels multiply in float16."""
 
 
 def from_registers(target: Target) -> bool:

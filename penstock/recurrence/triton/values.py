@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...gpu.tiles import powers_of_two, span_of
+from ...gpu.tiles import powers_of_two, product, span_of
 
 
 @triton.jit
@@ -21,12 +21,27 @@ def operand(x, other):
     return x.to(other.dtype), up
 
 
+@triton.jit
+def multiplied(a, b, PRECISION: tl.constexpr):
+    """The product a b."""
+    if PRECISION == "own":
+        c = tl.dot(a, b)
+    else:
+        c = product(a, b, PRECISION)
+    return c
+
+
 @triton.jit(do_not_specialize=["N", "T"])
 def penstock_chunk_dv(
     weights, rest, d_output, dS, dv, cu_seqlens, N, T, H, o_b, o_t, o_h, o_v,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Program (chunk slot, head, block of V). ``weights`` [slots,H,C,C] float32, ``rest`` [B,T,H,K], dS [slots,H,K,V]."""
+    """Program (chunk slot, head, block of V). ``weights`` [slots,H,BLOCKS,C,C] float32, ``rest`` [B,T,H,K], dS [slots,H,K,V].
+
+    BLOCKS: of key channels, over which A is the sum of ``weights``.
+    PRECISION: of products, see ``product``; "own": of operands of 16 bits.
+    """
     NV: tl.constexpr = V // BV
     pid = tl.program_id(0)
     dv_ = pid % NV * BV + tl.arange(0, BV)
@@ -44,14 +59,17 @@ def penstock_chunk_dv(
     row = begin + done + i
     place = (b * T + row) * H + h
     head = slot.to(tl.int64) * H + h
-    A = tl.load(weights + head * (C * C) + i[:, None] * C + i[None, :])
+    weights += head * (BLOCKS * C * C) + i[:, None] * C + i[None, :]
+    A = tl.load(weights)
+    for one in tl.static_range(1, BLOCKS):
+        A += tl.load(weights + one * (C * C))
     O = tl.load(d_output + b * o_b + row[:, None] * o_t + h * o_h + dv_[None, :] * o_v, mask=live, other=0.0)
     A, of_A = operand(A, O)
-    total = tl.dot(tl.trans(A), O) * of_A
+    total = multiplied(tl.trans(A), O, PRECISION) * of_A
     j = tl.arange(0, BK)
     for first in tl.range(0, K, BK):
         k = tl.load(rest + place[:, None] * K + (first + j)[None, :], mask=live, other=0.0)
         D = tl.load(dS + (head * K + (first + j)[:, None]) * V + dv_[None, :])
         D, of_D = operand(D, k)
-        total += tl.dot(k, D) * of_D
+        total += multiplied(k, D, PRECISION) * of_D
     tl.store(dv + place[:, None] * V + dv_[None, :], total.to(dv.dtype.element_ty), mask=live)
