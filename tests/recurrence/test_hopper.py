@@ -46,18 +46,40 @@ def backward(problem, target=H200, states=None):
 
 @pytest.mark.parametrize("variant", ["gla", "rwkv6"])
 @pytest.mark.parametrize("size", [64, 128])
-@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16, FLOAT32], ids=str)
 def test_launches_of_hopper_and_plain_kernels(variant, size, dtype):
-    """In float16 states between chunks are float32."""
+    """In float16 and float32 states between chunks are float32. Heads of 128 of float32 are two blocks of 64 key channels."""
     problem = problem_of(variant, f"8,2048,32,{size}", dtype)
-    assert forward(problem) == ["hopper_forward"]
-    assert backward(problem) == ["segments", "segments", "hopper_backward"]
+    blocks, last = [], ["hopper_backward"]
+    if dtype == FLOAT32:
+        blocks, last = ["blocks"] * (size > 64), ["hopper_backward_parts", *["values"] * (size > 64)]
+    assert forward(problem) == ["hopper_forward", *blocks]
+    assert backward(problem) == ["segments", "segments", *last]
     made = planned(problem, keep=True)
     shape, stored = made.memory["chunk_states"]
     assert stored == (BFLOAT16 if dtype == BFLOAT16 else FLOAT32)
     states = torch.empty(*shape, dtype=stored, device="meta")
     assert states.shape == (8 * 2048 // hopper.C, 32, size, size)
-    assert backward(problem, states=states) == ["segments", "hopper_backward"]
+    assert backward(problem, states=states) == ["segments", *last]
+
+
+@pytest.mark.parametrize(("size", "blocks", "values"), [("256,64", 4, 1), ("64,512", 1, 8), ("192,128", 3, 2)])
+def test_blocks_of_float32(size, blocks, values):
+    """A head of up to 256 key channels is blocks of 64; another launch computes dv unless there is one block of keys and of values."""
+    problem = problem_of("gla", f"8,2048,32,{size}", FLOAT32)
+    made = planned(problem)
+    assert kernels_of(made) == ["hopper_forward", *["blocks"] * (blocks > 1)]
+    assert made.launches[0].grid == 8 * 32 * blocks * values
+    found = plan.chunk_backward_plan(problem, problem.v, None, H200).at(problem.sizes)
+    assert kernels_of(found)[-2:] == ["hopper_backward_parts", "values"]
+    assert found.launches[-2].grid == 8 * 32 * 32 * blocks
+    assert found.memory["weights"] == ((8 * 32, 32, blocks, 64, 64), FLOAT32)
+
+
+def test_float32_segments_fill_each_multiprocessor_once():
+    """One program fits on a multiprocessor, and blocks of channels have programs of their own."""
+    assert forward(problem_of("gla", "4,2048,16,128", FLOAT32)) == ["hopper_forward", "blocks"]
+    assert forward(problem_of("gla", "1,2048,16,128", FLOAT32))[:2] == ["segments", "segments"]
 
 
 @pytest.mark.parametrize(("shape", "most"), [("8,2048,32,64", 473), ("4,2048,16,128", 270)])
@@ -147,18 +169,18 @@ def test_walks_of_heads_that_share_queries_and_keys(K):
 @pytest.mark.parametrize(
     ("problem", "target"),
     [
-        (problem_of("gla", "8,2048,32,64", FLOAT32), H200),
+        (problem_of("gla", "8,2048,32,96", FLOAT32), H200),
+        (problem_of("gla", "8,2048,32,64", FLOAT32), H200._replace(arch="sm_80")),
         (problem_of("gla", "8,2048,32,64"), H200._replace(arch="sm_80")),
         (problem_of("gla", "8,2048,32,64"), H200._replace(arch="sm_100")),
         (problem_of("gla", "8,2048,32,48"), H200),
         (problem_of("gla", "8,2048,32,64,100"), H200),
         (problem_of("simple_gla", "8,2048,32,64"), H200),
     ],
-    ids=["float32", "sm_80", "sm_100", "odd K", "odd V", "scalar decay"],
+    ids=["float32 odd K", "float32 sm_80", "sm_80", "sm_100", "odd K", "odd V", "scalar decay"],
 )
 def test_other_problems_take_the_plain_kernels(problem, target):
-    assert "hopper_forward" not in forward(problem, target)
-    assert "hopper_backward" not in backward(problem, target)
+    assert not {"hopper_forward", "hopper_backward", "hopper_backward_parts"} & {*forward(problem, target), *backward(problem, target)}
 
 
 @pytest.mark.parametrize("size", ["64,128", "128,64"])

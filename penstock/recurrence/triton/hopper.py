@@ -44,6 +44,7 @@ def parts(p: Tokens) -> int:
         return 0
     return 2 if torch.get_float32_matmul_precision() == "highest" else 1
 
+
 BACKWARD = {64: (8, 128), 128: (8, 255)}
 """By K: warps, and registers of their threads. At K = 64 two programs fit on a multiprocessor."""
 BACKWARD_FLOAT = (8, 255)
@@ -139,7 +140,8 @@ def forward(p: Recurrence | Advance, config: KernelConfig, target: Target) -> Fo
         "K": K, "V": V, "BLOCKS": count, "STAGES": STAGES, "SLOTS": SLOTS, "WARPS": warps, "REGISTERS": registers,
         "TILED": decays_in_tiles(p), "STATIC": "T" not in p.variant.decay, "PARTS": PARTS,
     }  # fmt: skip
-    return Forward(found[0], count, 1 if PARTS else config.programs_per_sm, (Tile(C, K), Tile(C, K), Tile(C, BV), Tile(C, BV), Tile(C, K)), first, constants)
+    tiles = *[Tile(C, K)] * 2, *[Tile(C, BV)] * 2, Tile(C, K)
+    return Forward(found[0], count, 1 if PARTS else config.programs_per_sm, tiles, first, constants)
 
 
 class Backward(NamedTuple):

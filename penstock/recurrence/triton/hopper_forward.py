@@ -18,6 +18,7 @@ All factors are at most 1, so every decay is supported. A program's warps are sp
 Tiles of q, k and v are in a ring buffer of STAGES, which the tensor memory accelerator (TMA) fills.
 
 float16: A and S have no bound. Both are multiplied by one power of two for a chunk, and O by its inverse and by ``scale``, in float32.
+float32: ``walk_in_parts`` in place of ``walk``.
 """
 
 from __future__ import annotations

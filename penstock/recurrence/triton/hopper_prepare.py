@@ -1,8 +1,8 @@
 """The warps of Hopper's forward kernel that make tiles, and the ring through which the other warps get them, in Gluon.
 
-The ring has slots for pairs of tiles: of a chunk four pairs, of X_1 and X_2, X_4 and X_8, X_16 and X_32, and q and k with the factors of the
-state. float32: a tile is PARTS tiles of float16, see ``hopper_parts``; q and k are multiplied by powers of two, one for the tile of each,
-whose inverses lie in ``sides`` beside the weight of each token for itself.
+The ring has slots for pairs of tiles. A chunk has four pairs: X_1 and X_2, X_4 and X_8, X_16 and X_32, q and k with the factors of the
+state. float32: a tile is PARTS tiles of float16, see ``hopper_parts``. q and k are multiplied by one power of two each. Their inverses,
+and the weight of each token for itself, are in ``sides``.
 """
 
 from __future__ import annotations
