@@ -243,7 +243,7 @@ class Bench:
         alone, _ = self.step_times(engine, 128)
         median, number = statistics.median(alone), 0
         for budget in (1024, 512, 256):
-            engine._steps.scheduler.token_budget = self.streams + 2 + budget
+            engine._steps.scheduler.prompt_budget = budget
             waiting: list = []
             gaps: list[float] = []
             begin = last = time.perf_counter()

@@ -39,6 +39,9 @@ def serve(
     ] = None,
     slots: Annotated[int, typer.Option(help="Completions that run together; others wait.", min=1)] = 32,
     token_budget: Annotated[int, typer.Option(help="Tokens of one forward pass at most.", min=1)] = 2048,
+    prompt_budget: Annotated[
+        int, typer.Option(help="Tokens of prompts at most in a forward pass that also has tokens of streams.", min=64)
+    ] = 512,
     cache: Annotated[int, typer.Option(help="MiB for states of earlier prompts on the device.", min=0)] = 256,
     host_cache: Annotated[int, typer.Option(help="MiB for states that leave the device.", min=0)] = 0,
     batch_invariant: Annotated[bool, typer.Option("--batch-invariant", help="Equal bits whatever runs beside it, at some cost.")] = False,
@@ -85,7 +88,7 @@ def serve(
     template = find_template(model, coder, chat_template)
     weights = load(model, dtype=DTYPES[dtype or ("float32" if device == "cpu" else "bfloat16")], device=device)
     engine = Engine(
-        weights.eval(), coder, slots=slots, token_budget=token_budget, cache_bytes=cache * MEBIBYTE,
+        weights.eval(), coder, slots=slots, token_budget=token_budget, prompt_budget=prompt_budget, cache_bytes=cache * MEBIBYTE,
         host_cache_bytes=host_cache * MEBIBYTE, max_queue=max_queue, batch_invariant=batch_invariant,
     )  # fmt: skip
     engine.warm_up()

@@ -58,7 +58,10 @@ class Engine:
     slots : int
         Sequences that run together. Each one takes two states of memory; raises OutOfMemory if they do not fit.
     token_budget : int
-        The most tokens of a forward pass; at least slots + 64. It bounds the time between two tokens of a stream.
+        The most tokens of a forward pass; at least slots + 64.
+    prompt_budget : int
+        The most tokens of prompts in a forward pass that also has tokens of streams; at least 64. It bounds the time between two tokens of
+        a stream.
     cache_bytes, host_cache_bytes : int
         Memory for states of earlier prompts on the device, and on the host for those that leave the device. 0: none.
     keep_every : int
@@ -81,14 +84,15 @@ class Engine:
     """
 
     def __init__(
-        self, model: CausalLM, tokenizer: Any = None, *, slots: int = 32, token_budget: int = 2048, cache_bytes: int = 2**28,
-        host_cache_bytes: int = 0, keep_every: int = 1024, max_queue: int = 1024, batch_invariant: bool = False,
+        self, model: CausalLM, tokenizer: Any = None, *, slots: int = 32, token_budget: int = 2048, prompt_budget: int = 512,
+        cache_bytes: int = 2**28, host_cache_bytes: int = 0, keep_every: int = 1024, max_queue: int = 1024, batch_invariant: bool = False,
         overlap: bool | None = None, cuda_graphs: bool | None = None,
     ) -> None:  # fmt: skip
         check_model(model)
         numbers = {"slots": (slots, 1), "token_budget": (token_budget, 1), "cache_bytes": (cache_bytes, 0), "max_queue": (max_queue, 1)}
         complaints = Complaints("Engine")
-        for name, (value, least) in {**numbers, "host_cache_bytes": (host_cache_bytes, 0), "keep_every": (keep_every, CHUNK)}.items():
+        numbers |= {"prompt_budget": (prompt_budget, CHUNK), "host_cache_bytes": (host_cache_bytes, 0), "keep_every": (keep_every, CHUNK)}
+        for name, (value, least) in numbers.items():
             check_whole(complaints, name, value, least)
         switches = {"batch_invariant": batch_invariant, "overlap": overlap, "cuda_graphs": cuda_graphs}
         for name, switch in switches.items():
@@ -114,7 +118,7 @@ class Engine:
         if device.type == "cuda" and cuda_graphs is not False:
             runner.graphs = StepGraphs(model, self._pool, runner.last, token_budget, self._block)
         self._steps = Steps(
-            runner, self._pool, self._cache, token_budget=token_budget, keep_every=keep_every,
+            runner, self._pool, self._cache, token_budget=token_budget, prompt_budget=prompt_budget, keep_every=keep_every,
             overlap=device.type == "cuda" if overlap is None else overlap, canonical=batch_invariant, tokenizer=tokenizer,
             model_hash=self.model_hash,
         )  # fmt: skip

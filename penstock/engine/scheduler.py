@@ -5,7 +5,7 @@ A step has one piece of each chosen sequence:
 - a decode row: the one token behind the live state;
 - a piece of a prompt: whole chunks from the aligned state (``request.Sequence``), or the rest of less than 64 tokens from the live state.
 
-Decode rows come first, so the time between tokens is bounded by the token budget, however long a prompt is.
+Decode rows come first, and prompts have a budget of their own beside them. So the time between tokens is bounded, however long prompts are.
 """
 
 from __future__ import annotations
@@ -67,6 +67,8 @@ class Plan:
 class Scheduler:
     """Waiting and running sequences.
 
+    token_budget, prompt_budget : int
+        The most tokens of a step, and those of prompts in a step with decode rows.
     admit : callable
         Called for each sequence that gets a slot; it may move ``computed`` and ``aligned`` on.
     preempt : callable
@@ -76,11 +78,11 @@ class Scheduler:
     """
 
     def __init__(
-        self, slots: Slots, token_budget: int, admit: Callable[[Sequence], None] = lambda _: None,
+        self, slots: Slots, token_budget: int, prompt_budget: int, admit: Callable[[Sequence], None] = lambda _: None,
         preempt: Callable[[Sequence], None] = lambda _: None, canonical: bool = True,
     ) -> None:  # fmt: skip
         self._slots, self._on_admit, self._on_preempt, self._canonical = slots, admit, preempt, canonical
-        self.token_budget = token_budget
+        self.token_budget, self.prompt_budget = token_budget, prompt_budget
         self.running: list[Sequence] = []
         self._heap: list[tuple[int, int, Sequence]] = []
         self._step = self._orders = self._left = 0
@@ -186,6 +188,8 @@ class Scheduler:
                 one.pending += 1
         plan.decodes = len(decodes)
         budget = self.token_budget - plan.decodes
+        if plan.decodes:
+            budget = min(budget, self.prompt_budget)
         plan.works += known
         prompts.sort(key=lambda one: (one.deadline, one.order, one.index))
         for one in prompts:

@@ -31,12 +31,12 @@ class Steps:
     """
 
     def __init__(
-        self, runner: Runner, pool: StatePool, cache: StateCache, *, token_budget: int, keep_every: int, overlap: bool, canonical: bool,
-        tokenizer: Any, model_hash: Any,
+        self, runner: Runner, pool: StatePool, cache: StateCache, *, token_budget: int, prompt_budget: int, keep_every: int,
+        overlap: bool, canonical: bool, tokenizer: Any, model_hash: Any,
     ) -> None:  # fmt: skip
         self.runner, self.pool, self.cache, self.tokenizer = runner, pool, cache, tokenizer
         self.keep_every, self.overlap, self.model_hash = keep_every, overlap, model_hash
-        self.scheduler = Scheduler(pool, token_budget, self._admit, self._preempt, canonical)
+        self.scheduler = Scheduler(pool, token_budget, prompt_budget, self._admit, self._preempt, canonical)
         self.end_of_text: int | None = getattr(tokenizer, "end_of_text", None)
         self.requests: set[Request] = set()
         self.prompt_tokens = self.generated_tokens = self.steps = 0

@@ -603,6 +603,8 @@ def test_hybrids_and_wrong_arguments_are_refused():
         engine_of(max_queue=0)
     with pytest.raises(RangeError, match=r"token_budget must be at least slots \+ 64"):
         engine_of(token_budget=60)
+    with pytest.raises(RangeError, match=r"prompt_budget must be a whole number of at least 64, got 63"):
+        engine_of(prompt_budget=63)
     with pytest.raises(TypeError, match="because the engine has no tokenizer"):
         engine.generate("text")
 

@@ -1,5 +1,6 @@
 """The scheduler over a pool, as a state machine: no slot is lost or shared, counts are right, and every request runs in the end."""
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -29,9 +30,9 @@ class Slots:
 class Simulation:
     """Runs plans as the engine does, with numbers for tokens; checks that each piece begins where its row stands."""
 
-    def __init__(self, slots=3, budget=3 + 2 * CHUNK, overlap=False, canonical=True):
+    def __init__(self, slots=3, budget=3 + 2 * CHUNK, overlap=False, canonical=True, beside=2 * CHUNK):
         self.slots, self.canonical = Slots(slots), canonical
-        self.scheduler = Scheduler(self.slots, budget, self.admit, self.preempt, canonical)
+        self.scheduler = Scheduler(self.slots, budget, beside, self.admit, self.preempt, canonical)
         self.live, self.rows_aligned, self.outside = {}, {}, {}
         self.alive, self.overlap, self.flight, self.steps = [], overlap, [], 0
 
@@ -57,6 +58,7 @@ class Simulation:
         self.steps += 1
         plan = self.scheduler.schedule()
         assert plan.tokens <= self.scheduler.token_budget
+        assert not plan.decodes or plan.tokens - plan.decodes <= self.scheduler.prompt_budget
         assert len({work.sequence for work in plan.works}) == len(plan.works)
         for work in plan.works:
             one = work.sequence
@@ -200,6 +202,22 @@ def test_decode_rows_run_in_every_step_beside_a_long_prompt():
         plan = simulation.step()
         assert len(plan.works) == 3
     assert simulation.steps < 120
+
+
+@pytest.mark.parametrize("beside", [CHUNK, CHUNK + 10, 4 * CHUNK])
+def test_prompts_have_a_budget_of_their_own_beside_decode_rows(beside):
+    """And the whole one if nothing is decoded."""
+    simulation = Simulation(slots=4, budget=4 + 8 * CHUNK, beside=beside)
+    first = simulation.add(20 * CHUNK + 7, 30)
+    assert [simulation.step().tokens for _ in range(3)] == [8 * CHUNK, 8 * CHUNK, 4 * CHUNK]
+    simulation.step()
+    long = simulation.add(6 * CHUNK, 1)
+    plan = simulation.step()
+    assert plan.works[0].sequence is first
+    assert [(work.sequence, work.end - work.begin) for work in plan.works[1:]] == [(long, beside // CHUNK * CHUNK)]
+    while long in simulation.alive:
+        simulation.step()
+    assert simulation.steps == 4 + -(-6 // (beside // CHUNK))
 
 
 def test_each_token_is_processed_once_and_aligned_states_of_generated_tokens_are_not_canonical():
