@@ -40,6 +40,19 @@ def most(x):
 
 
 @gluon.jit
+def larger(a, b, c, d):
+    """The larger of a and c, and of b and d."""
+    return gl.maximum(a, c), gl.maximum(b, d)
+
+
+@gluon.jit
+def most_of_both(x, y):
+    """The largest absolute value of each of two tiles of one layout, with the barriers of one reduction."""
+    N: gl.constexpr = x.shape[0] * x.shape[1]
+    return gl.reduce((gl.reshape(gl.abs(x), [N]), gl.reshape(gl.abs(y), [N])), 0, larger)
+
+
+@gluon.jit
 def inverse(power):
     """The inverse of a power of two."""
     return (254 - (power.to(gl.int32, bitcast=True) >> 23) << 23).to(gl.float32, bitcast=True)

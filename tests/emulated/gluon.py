@@ -514,6 +514,14 @@ def _sum(x, axis=None):
     return Value(x.data.sum() if axis is None else x.data.sum(axis))
 
 
+def _fold(values, axis, function):
+    """Reduce tensors of 2^n elements along an axis together, by halves."""
+    while (size := values[0].data.shape[axis]) > 1:
+        halves = [value.data.split(size // 2, axis) for value in values]
+        values = function(*[Value(half[0]) for half in halves], *[Value(half[1]) for half in halves])
+    return tuple(Value(value.data.squeeze(axis)) for value in values)
+
+
 def _reduce(function):
     def call(x, axis=None):
         return Value(function(x.data) if axis is None else function(x.data, axis))
@@ -535,7 +543,7 @@ def language():
         min=_reduce(lambda x, a=None: x.min() if a is None else x.amin(a)),
         max=_reduce(lambda x, a=None: x.max() if a is None else x.amax(a)),
         maximum=_pair(torch.maximum), minimum=_pair(torch.minimum),
-        floor=lambda x: Value(x.data.floor()), abs=lambda x: Value(x.data.abs()),
+        reduce=_fold, floor=lambda x: Value(x.data.floor()), abs=lambda x: Value(x.data.abs()),
         exp=lambda x: Value(torch.exp(x.data)), exp2=lambda x: Value(torch.exp2(x.data)),
         fma=lambda a, b, c: Value((raw(a).double() * raw(b).double() + raw(c).double()).float()),
         convert_layout=lambda x, layout, assert_trivial=False: x, reshape=lambda x, shape: Value(x.data.reshape(shape)),

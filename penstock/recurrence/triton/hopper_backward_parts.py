@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from ...gpu.hopper_tiles import exp2, meet, most, zeroed_behind
+from ...gpu.hopper_tiles import exp2, meet, most, most_of_both, zeroed_behind
 from ...gpu.tiles import powers_of_two, span_of
 from .hopper_backward import LEVELS, store_sum
 from .hopper_dyadic import (
@@ -169,9 +169,10 @@ def penstock_chunk_bwd_parts_hopper(
         other = gl.load(dS + state_at + step * K)
         if DG:
             state_row += gl.sum(one * other, 1)
-        down, up_S = powers_of_two(most(one), LEAST)
+        largest, largest_d = most_of_both(one, other)
+        down, up_S = powers_of_two(largest, LEAST)
         store_parts(X_s, 0, one * down, PARTS)
-        down, up_dS = powers_of_two(most(other), LEAST)
+        down, up_dS = powers_of_two(largest_d, LEAST)
         store_parts(X_s, 2, other * down, PARTS)
         mbarrier.wait(bars.index(1), step & 1)
         one = v_s.load(by_row)
@@ -179,9 +180,10 @@ def penstock_chunk_bwd_parts_hopper(
         if tokens < C:
             one = gl.where(live_row, one, 0.0)
             other = gl.where(live_row, other, 0.0)
-        down, up_v = powers_of_two(most(one), LEAST)
+        largest, largest_d = most_of_both(one, other)
+        down, up_v = powers_of_two(largest, LEAST)
         one *= down
-        down, up_o = powers_of_two(most(other), LEAST)
+        down, up_o = powers_of_two(largest_d, LEAST)
         other *= down
         meet()
         store_parts(v_tiles_s, 0, one, PARTS)
@@ -227,9 +229,10 @@ def penstock_chunk_bwd_parts_hopper(
     k = k_s.load(layout)
     if WEIGHED:
         own_s.store(gl.sum(q * (k * bonus), 1))
-    down, up_q = powers_of_two(most(q), LEAST)
+    largest, largest_k = most_of_both(q, k)
+    down, up_q = powers_of_two(largest, LEAST)
     q *= down
-    down, up_k = powers_of_two(most(k), LEAST)
+    down, up_k = powers_of_two(largest_k, LEAST)
     k *= down
     X_0, X_1, X_2, qf, kf = near_levels(q, k, x, PREVIOUS, layout, by_group)
     before, after, total = around(part, across)

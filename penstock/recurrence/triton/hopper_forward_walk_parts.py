@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from ...gpu.hopper_tiles import meet, most, unknown
+from ...gpu.hopper_tiles import meet, most, most_of_both, unknown
 from ...gpu.tiles import powers_of_two
 from .hopper_dyadic import ROWS, C
 from .hopper_forward_walk import operand, product
@@ -78,7 +78,6 @@ def walk_in_parts(
     inner: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     half: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    by_row: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
     channel: gl.constexpr = gl.SliceLayout(1, mma)
     i = gl.arange(0, C, channel)
     j = gl.arange(0, C, gl.SliceLayout(0, mma))
@@ -87,7 +86,6 @@ def walk_in_parts(
     row_of_A: gl.constexpr = gl.SliceLayout(1, narrow)
     group = gl.arange(0, C, row_of_A)[:, None] // ROWS
     own_column = gl.arange(0, C, row_of_A)[:, None] % ROWS == gl.arange(0, ROWS, gl.SliceLayout(0, narrow))[None, :]
-    token = gl.arange(0, C, gl.SliceLayout(1, by_row))[:, None]
     dk = gl.arange(0, K, channel)
     S = gl.zeros([K, C], gl.float32, mma)
     if INITIAL:
@@ -99,13 +97,14 @@ def walk_in_parts(
             if t % EVERY == 0:
                 gl.store(kept + (t // EVERY) * (H.to(gl.int64) * (K * V)) + (dk[:, None] * V + j[None, :]), S)
         zero = unknown(t * 0)
-        down, up_S = powers_of_two(most(S), LEAST)
-        store_parts(S_s, 0, S * down, PARTS)
         mbarrier.wait(ready.index(s), (c // STAGES) & 1)
-        v = v_s.index(s).load(by_row)
+        v = v_s.index(s).load(mma)
         if t + C > tokens:
-            v = gl.where(token < tokens - t, v, 0.0)
-        down, up_v = powers_of_two(most(v), LEAST)
+            v = gl.where((i < tokens - t)[:, None], v, 0.0)
+        largest, largest_v = most_of_both(S, v)
+        down, up_S = powers_of_two(largest, LEAST)
+        store_parts(S_s, 0, S * down, PARTS)
+        down, up_v = powers_of_two(largest_v, LEAST)
         v_tiles_s = v_s.index(s)._reinterpret(gl.float16, [2, C, C], half)
         meet()
         store_parts(v_tiles_s, 0, v * down, PARTS)

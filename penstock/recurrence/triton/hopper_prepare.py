@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from ...gpu.hopper_tiles import exp2, meet, most, unknown
+from ...gpu.hopper_tiles import exp2, meet, most_of_both, unknown
 from ...gpu.tiles import LOG2E, powers_of_two
 from .hopper_dyadic import C, around, between, factored, flat, grouped, spread, widened
 from .hopper_parts import LEAST, parts_of, store_parts
@@ -135,8 +135,9 @@ def prepare(
                 Q = gl.where((i < left)[:, None], Q, 0.0)
                 Kt = gl.where((i < left)[:, None], Kt, 0.0)
             own_s.index(s).store(gl.sum(Q * (Kt * own), 1))
-            down_q, up_q = powers_of_two(most(Q), LEAST)
-            down_k, up_k = powers_of_two(most(Kt), LEAST)
+            largest_q, largest_k = most_of_both(Q, Kt)
+            down_q, up_q = powers_of_two(largest_q, LEAST)
+            down_k, up_k = powers_of_two(largest_k, LEAST)
             Q *= down_q
             Kt *= down_k
             token: gl.constexpr = gl.SliceLayout(1, layout)
