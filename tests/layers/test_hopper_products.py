@@ -7,7 +7,8 @@ import torch
 from emulated import gluon
 
 launch = pytest.importorskip("penstock.layers.triton.hopper_products_launch", reason="needs Gluon")
-COUNTS = pytest.importorskip("penstock.layers.triton.few_rows_launch").COUNTS
+few_rows = pytest.importorskip("penstock.layers.triton.few_rows_launch")
+COUNTS = few_rows.COUNTS
 Form = launch.Form
 
 DTYPES = [torch.bfloat16, torch.float16]
@@ -30,15 +31,16 @@ def close(found, wanted, roundings=4):
     assert (found.double() - wanted.double()).norm() <= roundings * torch.finfo(found.dtype).eps * wanted.double().norm()
 
 
-def products(inputs, weights, form, gate=None, *, relu_squared=False, early=True):
-    """What a launch computes. The inputs and the gate are not known before the wait for the kernel ahead."""
+def products(inputs, weights, form, gate=None, *, relu_squared=False, early=True, lasts=None):
+    """What a launch computes. Tensors that are no weights are not known before the wait for the kernel ahead."""
     inputs = [x.clone() for x in inputs] if early else inputs
     gate = None if gate is None else gate.clone()
     results = [x.new_full((x.shape[0], weight.shape[0]), float("nan")) for x, weight in zip(inputs, weights)]
     counts = torch.zeros(64, dtype=torch.int32)
-    given = launch.arguments(inputs, weights, results, gate, form, relu_squared=relu_squared, early=early, counts=counts)
+    options = {"relu_squared": relu_squared, "early": early, "counts": counts, "lasts": lasts}
+    given = launch.arguments(inputs, weights, results, gate, form, **options)
     tiles = [gluon.Descriptor(x, known["block_shape"]) for x, known in given.tiles]
-    late = [*inputs, *([] if gate is None else [gate])] if early else []
+    late = [*inputs, *([] if gate is None else [gate]), *([lasts.normed, lasts.slots] if lasts else [])] if early else []
     arguments = [*tiles, *given.others]
     gluon.launch(launch.hopper_products.penstock_products_hopper, given.programs, arguments, given.constants, form.warps, late=late)
     assert not counts.any()
@@ -77,6 +79,20 @@ def test_many_rows(form, rows, size, dtype):
     gate = normal(rows, 136, dtype=dtype)
     (y,) = products(inputs[:1], weights[:1], form, gate)
     close(y, exact[0] * gate.double().sigmoid())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("form", "rows"), [(Form(4, 1, 8), 1), *((form, 37) for form in (*FORMS, *SPREAD))], ids=str)
+def test_rows_of_a_pool_are_replaced(form, rows, dtype):
+    """None for negative slots. The products do not change."""
+    x, weight, gate, normed = (normal(*shape, dtype=torch.bfloat16) for shape in ((rows, 520), (72, 520), (rows, 72), (rows, 72)))
+    pool, slots = normal(50, 2, 72, dtype=dtype)[:, 1], torch.randperm(50, generator=torch.Generator().manual_seed(0))[:rows]
+    slots[3::5] = -1
+    wanted = pool.clone()
+    wanted[slots[slots >= 0]] = normed[slots >= 0].to(dtype)
+    (alone,), (y,) = (products([x], [weight], form, gate, lasts=lasts) for lasts in (None, few_rows.Lasts(normed, pool, slots)))
+    assert torch.equal(y, alone)
+    assert torch.equal(pool, wanted)
 
 
 @pytest.mark.parametrize("rows", [1, 3])
