@@ -80,6 +80,36 @@ def test_products_of_norms(K, counts, held, dtype, monkeypatch):
         assert torch.equal(shift.pool, kept)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [65, 128])
+@pytest.mark.parametrize("K", [7168, 2048, 72])
+def test_parts_of_products_that_another_launch_adds(K, rows, dtype):
+    products = pytest.importorskip("penstock.layers.triton.hopper_products_launch")
+    x, gate = (torch.randn(rows, N, device="cuda").to(dtype) for N in (K, 2048))
+    weight = (torch.randn(2048, K, device="cuda") / K**0.5).to(dtype)
+    form, exact = products.deferred_form(rows, [weight], 132), x.double() @ weight.double().T
+    for early in (False, True):
+        (y,) = products.products([x], [weight], gate, form=form, early=early)
+        close(y, exact * gate.double().sigmoid())
+        (y,) = products.products([x], [weight], relu_squared=True, form=form, early=early)
+        close(y, torch.relu(exact).square())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 40])
+def test_maps_replace_rows_of_shift_states(rows, dtype):
+    """None for negative slots; the products do not change."""
+    x, gate, normed = (torch.randn(rows, N, device="cuda").to(dtype) for N in (7168, 2048, 2048))
+    weight, pool = (torch.randn(2048, 7168, device="cuda") / 80).to(dtype), torch.randn(50, 2, 2048, device="cuda").to(dtype)[:, 1]
+    slots, kept = torch.randperm(50, device="cuda")[:rows], pool.clone()
+    slots[3::5] = -1
+    kept[slots[slots >= 0]] = normed[slots >= 0]
+    lasts = launch.Lasts(normed, pool, slots)
+    (wanted,), (y,) = (launch.products([x], [weight], gate, fixed=True, lasts=one) for one in (None, lasts))
+    assert torch.equal(y, wanted)
+    assert torch.equal(pool, kept)
+
+
 CONFIGS = {
     "rwkv6": rwkv6(vocab_size=13, hidden_size=1024, num_layers=2, intermediate_size=5376),
     "rwkv5.2": rwkv5(vocab_size=13, hidden_size=2048, num_layers=2, intermediate_size=4608, version="5.2"),
