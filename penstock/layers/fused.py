@@ -14,11 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..call import private
 from ..call.autocast import autocasting
 from ..call.recompute import again
 from ..recurrence.declaration import state_dtype
-from .linear import Mode, as_products, linear, mode, plain_weights, runs_as_written
+from .linear import as_products, linear, mode, plain_weights, runs_as_written
 from .norms import RMSNorm
 from .pool_rows import PoolRows
 from .triton import kernels
@@ -86,12 +85,12 @@ def _shift_of_pairs(
     if launch is None:
         return shift_formula(x, before, None, factors, torch.tanh(hidden), cast)
     mu, rows = [one.reshape(-1).contiguous() for one in factors], cast.contiguous()
-    early = _ready((*factors, up), (*mu, rows))
+    early = ready((*factors, up), (*mu, rows))
     found: tuple[Tensor, ...] = launch.low_rank(hidden.contiguous(), rows, mu, x, before, early=early)
     return found
 
 
-def _ready(parameters: Sequence[Tensor | None], read: Sequence[Tensor | None]) -> bool:
+def ready(parameters: Sequence[Tensor | None], read: Sequence[Tensor | None]) -> bool:
     """Whether a kernel may read these tensors, made of ``parameters``, before the kernel ahead of it ends.
 
     No kernel of a graph writes parameters. Outside of graphs the kernel ahead may update them; a copy or a cast may be its result.
@@ -197,7 +196,7 @@ def add_norm(x: Tensor, y: Tensor | None, norm: nn.Module, *, in_float32: bool =
     rounded : bool
         Under autocast, a kernel gives the norm in autocast's dtype, to which linear maps would round it. False: in the dtype of the weight.
     """
-    found, kind = _norm_of(norm), x.device.type
+    found, kind = norm_of(norm), x.device.type
     if found is not None and x.shape[-1] <= (2**13 if torch.is_grad_enabled() else 2**14):
         weight, bias, eps, centre = found
         launch = kernels("launch", x, y, weight, bias)
@@ -240,7 +239,7 @@ def norm_formula(
     return total, normed if dtype is None else normed.to(dtype)
 
 
-def _norm_of(norm: nn.Module) -> tuple[Tensor, Tensor | None, float, bool] | None:
+def norm_of(norm: nn.Module) -> tuple[Tensor, Tensor | None, float, bool] | None:
     """The contiguous weight and bias of a norm, its epsilon, whether it is a layer norm. None: only the module can compute it."""
     if not runs_as_written(norm, nn.LayerNorm, RMSNorm) or norm.weight is None or norm.eps is None:
         return None
@@ -254,40 +253,6 @@ class TokensBefore(NamedTuple):
 
     x: Tensor
     """[B,T,C]"""
-
-
-SHIFTED_TOKENS = 1024
-"""At most so many tokens take ``shifted_norm``. For more, ``token_shift`` computes all interpolations of a token together: fewer bytes."""
-
-
-def shifted_norm(
-    x: Tensor, y: Tensor | None, norm: Any, pool: Tensor, sequences: Sequences, *factors: Tensor, complement: bool = False,
-    kept: bool = False,
-) -> Any:  # fmt: skip
-    """``add_norm`` and ``token_shift`` of updates in place by one kernel, which writes the last tokens to the pool of shift states.
-
-    Returns a ``few_rows_launch.Shifted``, or None where no kernel computes it. ``complement``: the factors are 1 - factors_i.
-    ``kept``: the norm and the tokens before are returned too.
-    """
-    few = sequences.single or mode().alike or x.shape[0] * x.shape[1] <= SHIFTED_TOKENS
-    if torch.is_grad_enabled() or private.autocasting() or not (sequences.in_place and few):
-        return None
-    if (parts := _norm_of(norm)) is None:
-        return None
-    weight, bias, eps, centre = parts
-    launch = kernels("few_rows_launch", x, y, weight, bias, pool, *factors)
-    same = all(one is None or one.dtype == x.dtype for one in (y, weight))
-    if launch is None or not same or x.shape[-1] > 2**14 or pool.stride(1) != 1:
-        return None
-    flat = [None if one is None else one.reshape(-1, x.shape[-1]).contiguous() for one in (x, y)]
-    slots = None if sequences.slots is None else sequences.slots.contiguous()
-    mu = [one.reshape(-1).contiguous() for one in factors]
-    early = _ready((norm.weight, getattr(norm, "bias", None), *factors), (weight, bias, *mu))
-    spans = None if sequences.single else (sequences.starts, sequences.bounds)
-    options = {"centre": centre, "complement": complement, "kept": kept, "early": early}
-    found = launch.shifted_norm(*flat, weight, bias, eps, pool, slots, mu, spans, **options)
-    whole = [one.view(x.shape) for one in found[:3]]
-    return launch.Shifted(*whole, tuple(one.view(x.shape) for one in found.mixed))
 
 
 Activation = Literal["sigmoid", "silu", "relu_squared"]
@@ -350,7 +315,7 @@ def low_rank_decay(hidden: Tensor, up: Tensor, bias: Tensor) -> Tensor:
         return decay(again(linear(low, base), F.linear, low, base), bias)
     flat = hidden.flatten(0, -2).contiguous()
     rows, base = up.contiguous(), bias.reshape(-1).contiguous()
-    found: Tensor = launch.low_rank_decay(flat, rows, base, early=_ready((up, bias), (rows, base)))
+    found: Tensor = launch.low_rank_decay(flat, rows, base, early=ready((up, bias), (rows, base)))
     return found.view(*hidden.shape[:-1], up.shape[1])
 
 
@@ -371,45 +336,3 @@ def log_sigmoid(x: Tensor, normalizer: float) -> Tensor:
 def log_sigmoid_formula(x: Tensor, *, normalizer: float) -> Tensor:
     """``log_sigmoid``."""
     return F.logsigmoid(x.to(state_dtype(x.dtype))) / normalizer
-
-
-def rwkv_step(
-    r: Tensor, k: Tensor, v: Tensor, gate: Tensor, u: Tensor, bias: Tensor, norm: nn.GroupNorm, pool: Tensor, sequences: Sequences,
-    low_rank: tuple[Tensor, Tensor] | None = None,
-) -> Tensor | None:  # fmt: skip
-    """A decode step in a graph by one kernel: decay, recurrence in place, ``norm_gate`` of its output. None where no kernel computes it.
-
-    r, k : Tensor [B,1,H*K]
-    v, gate : Tensor [B,1,H*V]
-    u : Parameter [H,K] or [H,1]
-    bias : Parameter [H,K], [H,1] or [H*K]
-        The log decay is -exp(bias), or with ``low_rank`` = (hidden [B,1,M], up [M,H*K]) -exp(bias + tanh(hidden) up).
-    norm : nn.GroupNorm
-        Of heads.
-    pool : Tensor [P,H,K,V]
-        The states; row ``slots[n]`` is updated in place.
-
-    Returns a Tensor [B,1,H*V].
-    """
-    if torch.is_grad_enabled() or mode() != Mode(graph=True) or not (sequences.single and sequences.in_place) or private.autocasting():
-        return None
-    if not runs_as_written(norm, nn.GroupNorm) or norm.weight is None or norm.bias is None:
-        return None
-    (H, K, V), (low, up) = pool.shape[1:], low_rank or (None, None)
-    activations = [x for x in (r, k, v, gate, low) if x is not None]
-    weights = [x for x in (norm.weight, norm.bias, up) if x is not None]
-    launch = kernels("few_rows_launch", *activations, *weights, u, bias, pool)
-    if launch is None or any(x.dtype != r.dtype for x in activations) or not all(x.is_contiguous() for x in weights):
-        return None
-    learned = [*weights, u, bias]
-    if not _ready(learned, learned):
-        return None
-    u, bias = u.expand(H, K), bias.view(H, -1).expand(H, K)
-    M = 0 if up is None else up.shape[0]
-    if pool.shape[0] == 0 or max(K, V, M) > 512 or max(K * V, K * M) > 2**14:
-        return None
-    slots = None if sequences.slots is None else sequences.slots.contiguous()
-    low = None if low is None else low.flatten(0, 1).contiguous()
-    heads = [x.reshape(x.shape[0], H, size).contiguous() for x, size in ((r, K), (k, K), (v, V), (gate, V))]
-    found: Tensor = launch.rwkv_step(*heads, u, bias, low, up, pool, slots, norm.weight, norm.bias, norm.eps)
-    return found.view(v.shape)

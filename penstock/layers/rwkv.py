@@ -7,13 +7,14 @@ github.com/BlinkDL/RWKV-LM, ``RWKV-v5/src/model.py``.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import Complaints, RangeError
-from .fused import activated, shifted_norm, token_shift
+from .decode import replace, shifted_linears, shifted_norm
+from .fused import activated, token_shift
 from .linear import Linear, linears
 from .mixer import Mixer, MixerConfig
 from .sequences import Sequences
@@ -76,16 +77,27 @@ class ChannelMix(Mixer):
 
     def step(self, x: Tensor, y: Tensor | None, norm: nn.Module, state: ShiftState, sequences: Sequences) -> tuple[Tensor, Tensor] | None:
         """As for all mixers."""
-        found = shifted_norm(x, y, norm, state.shift, sequences, *self._factors(), complement=self.complement)
+        factors, maps, complement = self._factors(), [self.key, self.receptance], self.complement
+        begun = shifted_linears(x, y, norm, state.shift, sequences, factors, maps, complement=complement, relu_squared=True)
+        if begun is not None:
+            hidden, gate = begun.results
+            return begun.total, self._gated(hidden, gate, begun.lasts)
+        found = shifted_norm(x, y, norm, state.shift, sequences, *factors, complement=complement)
         return None if found is None else (found.total, self._mixed(*found.mixed))
 
     def _mixed(self, x_k: Tensor, x_r: Tensor) -> Tensor:
         few = linears([x_k, x_r], [self.key, self.receptance], relu_squared=True)
         if few:
-            found = linears(few[:1], [self.value], gate=few[1])
-            return found[0] if found else activated(few[1], self.value(few[0]), "sigmoid")
+            return self._gated(*few)
         hidden = activated(self.key(x_k), None, "relu_squared", self.value)
         return activated(self.receptance(x_r), hidden, "sigmoid")
+
+    def _gated(self, hidden: Tensor, gate: Tensor, lasts: Any = None) -> Tensor:
+        few = linears([hidden], [self.value], gate=gate, lasts=lasts)
+        if few:
+            return few[0]
+        replace(lasts)
+        return activated(gate, self.value(hidden), "sigmoid")
 
     def _factors(self) -> tuple[Tensor, Tensor]:
         """Of k and r: the share of the previous token in their inputs or, with ``complement``, of this token."""

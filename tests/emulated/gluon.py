@@ -544,7 +544,7 @@ def language():
         max=_reduce(lambda x, a=None: x.max() if a is None else x.amax(a)),
         maximum=_pair(torch.maximum), minimum=_pair(torch.minimum),
         reduce=_fold, floor=lambda x: Value(x.data.floor()), abs=lambda x: Value(x.data.abs()),
-        exp=lambda x: Value(torch.exp(x.data)), exp2=lambda x: Value(torch.exp2(x.data)),
+        rsqrt=lambda x: Value(torch.rsqrt(x.data)), exp=lambda x: Value(torch.exp(x.data)), exp2=lambda x: Value(torch.exp2(x.data)),
         fma=lambda a, b, c: Value((raw(a).double() * raw(b).double() + raw(c).double()).float()),
         convert_layout=lambda x, layout, assert_trivial=False: x, reshape=lambda x, shape: Value(x.data.reshape(shape)),
         permute=lambda x, order: Value(x.data.permute(order)), expand_dims=lambda x, axis: Value(x.data.unsqueeze(axis)),
@@ -606,7 +606,7 @@ def launch(kernel, programs, arguments, constants, warps=4, seed=0, late=()):
 
     Tensors become pointers; descriptors stay.
 
-    ``late``: tensors that the kernel ahead writes. They are NaN until a program has waited for it.
+    ``late``: tensors that the kernel ahead writes. They are NaN, or a large integer, until a program has waited for it.
     """
     function = emulated(kernel)
     given = [Pointer(flat(x)) if isinstance(x, torch.Tensor) else x for x in arguments]
@@ -619,7 +619,7 @@ def launch(kernel, programs, arguments, constants, warps=4, seed=0, late=()):
         one = Machine(pid, seed + number)
         one.kernel_ahead = lambda: [x.copy_(values) for x, values in written]
         for x in late:
-            x.fill_(float("nan"))
+            x.fill_(float("nan") if x.is_floating_point() else 2**40)
         one.bars, one.programs, one.warps, one.memory = {}, programs, warps, []
 
         def allocate(dtype, shape, one=one):

@@ -8,7 +8,7 @@ from architectures import ARCHITECTURES, SIZES, flat, model_of
 from formulas import error
 
 from penstock.gpu.target import interpreting
-from penstock.layers import convolution, fused, linear
+from penstock.layers import convolution, decode, fused, linear
 from penstock.layers.sequences import Sequences
 from penstock.recurrence import functional
 
@@ -201,6 +201,24 @@ def test_steps_take_pools_of_any_strides():
         assert torch.equal(one, results[0][1])
 
 
+@pytest.mark.parametrize("kernel", ["rwkv_step", "products"])
+@pytest.mark.parametrize("C", [20, 48, 70])
+def test_rows_of_shift_states_are_replaced(C, kernel):
+    """By a kernel for something else, whose results do not change; none for negative slots."""
+    normed, pool, slots = normal(3, C), normal(9, 2, C, dtype=torch.float16)[:, 1], torch.tensor([4, -1, 0])
+    kept, version, results = pool.clone(), pool._version, []
+    for lasts in (None, launch.Lasts(normed, pool, slots)):
+        if kernel == "products":
+            results.append(launch.products([normal(3, 16)], [normal(C, 16)], lasts=lasts)[0])
+        else:
+            *given, states, weight, shift = step_inputs(3, 3, 10, 12, 6)
+            results.append(launch.rwkv_step(*given, states, slots, weight, shift, 1e-3, lasts=lasts))
+    assert torch.equal(*results)
+    kept[[4, 0]] = normed[[0, 2]].half()
+    assert torch.equal(pool, kept)
+    assert pool._version > version
+
+
 def test_steps_have_the_states_of_updates_in_place():
     """To the bit, for the same decays."""
     *given, pool, weight, shift = step_inputs(3, 2, 16, 20, 0)
@@ -226,7 +244,7 @@ def launched(monkeypatch):
     for name, one in taken.items():
         monkeypatch.setattr(one, name, watched(name))
     monkeypatch.setattr(linear.native, "takes", lambda x, weight, many: False)
-    for module in (convolution, fused, linear):
+    for module in (convolution, decode, fused, linear):
         monkeypatch.setattr(module, "kernels", lambda name, *tensors: import_module(f"penstock.layers.triton.{name}"))
     return names
 
@@ -328,7 +346,7 @@ def test_only_decode_steps_in_graphs_take_the_kernel_of_a_step(launched):
         sequences = Sequences(torch.empty(3, tokens, 1), in_place=in_place)
         low_rank = None if up is None else (normal(3, 1, up.shape[0]), up)
         x, gate = normal(3, 1, 12, dtype=dtype), normal(3, 1, 2 * pool.shape[3])
-        return fused.rwkv_step(x, x, gate, gate, u, bias, norm, pool, sequences, low_rank)
+        return decode.rwkv_step(x, x, gate, gate, u, bias, norm, pool, sequences, low_rank)
 
     with torch.no_grad():
         assert found(normal(3, 2, 6, 4)) is None
@@ -374,7 +392,7 @@ def test_weights_are_read_early_only_where_no_kernel_just_before_writes_them(nam
         whole = getattr(launch, one)
         monkeypatch.setattr(launch, one, lambda *given, whole=whole, **options: early.append(options["early"]) or whole(*given, **options))
     if name == "rwkv6":
-        monkeypatch.setattr("penstock.layers.rwkv6.rwkv_step", lambda *given: None)
+        monkeypatch.setattr("penstock.layers.rwkv6.rwkv_step", lambda *given, **options: None)
     for one in model.parameters() if change == "strides" else ():
         one.data = torch.stack([one.data] * 2, -1)[..., 0]
     for module in list(model.modules()) if change == "computed" else ():

@@ -24,13 +24,16 @@ def penstock_rwkv_step(
     pool, slots,  # [P,H,K,V] by strides; [R]
     weight, shift,  # [H,V]
     y,  # [R,H,V]
-    P, H, b_h, b_k, u_h, u_k, s_p, s_h, s_k, s_v, eps,
+    normed, lasts,  # [R,C]; [P,C], rows ``l_p`` apart
+    P, H, b_h, b_k, u_h, u_k, s_p, s_h, s_k, s_v, l_p, C, eps,
     K: tl.constexpr, V: tl.constexpr, M: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, LOW_RANK: tl.constexpr,
-    SLOTS: tl.constexpr, DENSE: tl.constexpr, WARPS: tl.constexpr, PDL: tl.constexpr, CUDA: tl.constexpr,
+    SLOTS: tl.constexpr, LASTS: tl.constexpr, BC: tl.constexpr, DENSE: tl.constexpr, WARPS: tl.constexpr, PDL: tl.constexpr,
+    CUDA: tl.constexpr,
 ):  # fmt: skip
     """Program (row, head): w = -exp(bias + tanh(low) up), a step of the state, y = norm(o) silu(gate). Without LOW_RANK, w = -exp(bias).
 
-    A negative slot: y is 0, no row of the pool changes. DENSE: the states of heads are, at multiples of 16 bytes.
+    LASTS: rows of ``normed`` replace those of ``lasts``, BC columns a program. A negative slot: y is 0, no row of a pool changes.
+    DENSE: the states of heads are, at multiples of 16 bytes.
 
     What is loaded before ``begin`` are weights, which no kernel of a graph writes. The state may not be: an earlier step in the same
     graph writes it, and if all kernels between start early, nothing has waited for that one. A prefetch to the L2 cache is safe, because
@@ -74,6 +77,9 @@ def penstock_rwkv_step(
     kt = tl.load(k + head * K + dk, there, other=0.0)
     vt = tl.load(v + head * V + dv, mine, other=0.0)
     z = tl.load(gate + head * V + dv, mine, other=0.0)
+    if LASTS:
+        c = h * BC + tl.arange(0, BC)
+        last = tl.load(normed + n * C + c, c < C, other=0.0)
     log = after_loads(log, CUDA)
     bonus = after_loads(bonus, CUDA)
     rt = after_loads(rt, CUDA)
@@ -90,6 +96,8 @@ def penstock_rwkv_step(
     o = sum_of_rows(rt[:, None] * S) + own * vt
     S = decayed(S, w, CHANNEL) + kt[:, None] * vt[None, :]
     tl.store(state, S.to(pool.dtype.element_ty), inside)
+    if LASTS:
+        tl.store(lasts + slot * l_p + c, last.to(lasts.dtype.element_ty), c < C)
     o = tl.where(mine, o, 0.0)
     o = tl.where(mine, o - sum_of_rows(o[:, None]) / V, 0.0)
     o *= tl.rsqrt(sum_of_rows((o * o)[:, None]) / V + eps)

@@ -1,0 +1,164 @@
+"""What updates in place compute around the linear maps of an RWKV: kernels that join a norm, a token shift, low-rank maps or a recurrence.
+
+Where a function returns None, no kernel computes it here, and nothing has been done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..call import private
+from .fused import norm_of, ready
+from .linear import Mode, mode, plain_weights, runs_as_written
+from .triton import kernels
+
+if TYPE_CHECKING:
+    from .sequences import Sequences
+
+SHIFTED_TOKENS = 1024
+"""At most so many tokens take ``shifted_norm``. For more, ``token_shift`` computes all interpolations of a token together: fewer bytes."""
+
+
+def shifted_norm(
+    x: Tensor, y: Tensor | None, norm: Any, pool: Tensor, sequences: Sequences, *factors: Tensor, complement: bool = False,
+    kept: bool = False,
+) -> Any:  # fmt: skip
+    """``add_norm`` and ``token_shift`` of updates in place by one kernel, which writes the last tokens to the pool of shift states.
+
+    Returns a ``few_rows_launch.Shifted``. ``complement``: the factors are 1 - factors_i. ``kept``: the norm and the tokens before are
+    returned too.
+    """
+    few = sequences.single or mode().alike or x.shape[0] * x.shape[1] <= SHIFTED_TOKENS
+    if torch.is_grad_enabled() or private.autocasting() or not (sequences.in_place and few):
+        return None
+    if (parts := norm_of(norm)) is None:
+        return None
+    weight, bias, eps, centre = parts
+    launch = kernels("few_rows_launch", x, y, weight, bias, pool, *factors)
+    same = all(one is None or one.dtype == x.dtype for one in (y, weight))
+    if launch is None or not same or x.shape[-1] > 2**14 or pool.stride(1) != 1:
+        return None
+    flat = [None if one is None else one.reshape(-1, x.shape[-1]).contiguous() for one in (x, y)]
+    slots = None if sequences.slots is None else sequences.slots.contiguous()
+    mu = [one.reshape(-1).contiguous() for one in factors]
+    early = ready((norm.weight, getattr(norm, "bias", None), *factors), (weight, bias, *mu))
+    spans = None if sequences.single else (sequences.starts, sequences.bounds)
+    options = {"centre": centre, "complement": complement, "kept": kept, "early": early}
+    found = launch.shifted_norm(*flat, weight, bias, eps, pool, slots, mu, spans, **options)
+    whole = [one.view(x.shape) for one in found[:3]]
+    return launch.Shifted(*whole, tuple(one.view(x.shape) for one in found.mixed))
+
+
+class Begun(NamedTuple):
+    """A decode step up to the linear maps of a mixer, or behind them."""
+
+    total: Tensor
+    """x + y [B,1,C]."""
+    results: list[Tensor]
+    """[B,1,N]"""
+    lasts: Any
+    """A ``few_rows_launch.Lasts``: rows of the shift state that a launch behind this one replaces, or ``replace``."""
+
+
+def _shift(
+    x: Tensor, y: Tensor | None, norm: Any, pool: Tensor, sequences: Sequences, factors: Sequence[Tensor], weights: Sequence[Tensor]
+) -> tuple[Any, Any] | None:
+    """The module of launches and its ``Shift``, for a decode step in a graph by kernels that read all of these parameters early."""
+    if torch.is_grad_enabled() or mode() != Mode(graph=True) or not (sequences.single and sequences.in_place) or private.autocasting():
+        return None
+    if sequences.slots is None or (parts := norm_of(norm)) is None:
+        return None
+    weight, bias, eps, centre = parts
+    learned = [one for one in (norm.weight, norm.bias if bias is not None else None, *factors, *weights) if one is not None]
+    launch = kernels("few_rows_launch", x, y, pool, *learned)
+    if launch is None or x.element_size() != 2 or any(one.dtype != x.dtype for one in (*learned, x if y is None else y)):
+        return None
+    if not all(one.is_contiguous() for one in learned) or not ready(learned, learned):
+        return None
+    if x.numel() == 0 or pool.shape[0] == 0 or pool.stride(1) != 1:
+        return None
+    flat = [None if one is None else one.reshape(-1, x.shape[-1]).contiguous() for one in (x, y)]
+    mu = [one.view(-1) for one in factors]
+    return launch, launch.Shift(*flat, weight, bias, eps, centre, pool, sequences.slots.contiguous(), mu)
+
+
+def shifted_low_rank(
+    x: Tensor, y: Tensor | None, norm: Any, pool: Tensor, sequences: Sequences, mu: Tensor, down: Tensor, factors: Sequence[Tensor],
+    up: Tensor,
+) -> Begun | None:  # fmt: skip
+    r"""``shifted_norm`` by mu, a linear map, and ``token_shift`` with a low-rank part, in a graph by one kernel.
+
+    .. math:: y_i = z + (p - z) m_i, \qquad m_i = factors_i + \tanh((z + (p - z) mu) W_i) U_i
+
+    z is the norm of x + y, p the row of the pool. mu and factors have C elements, down [C,n*M] has W_i side by side, up is [n,M,C].
+    """
+    found = _shift(x, y, norm, pool, sequences, factors, [mu, down, up])
+    step = None if found is None else found[0].shifted_low_rank(found[1], mu.view(-1), down, up)
+    return None if step is None else Begun(step[0].view(x.shape), [one.view(x.shape) for one in step[1]], step[2])
+
+
+def shifted_linears(
+    x: Tensor, y: Tensor | None, norm: Any, pool: Tensor, sequences: Sequences, factors: Sequence[Tensor], maps: Sequence[nn.Module], *,
+    complement: bool = False, relu_squared: bool = False,
+) -> Begun | None:  # fmt: skip
+    """``shifted_norm`` and a linear map of each interpolation, in a graph by one kernel. ``relu_squared``: the first y is relu(y)^2."""
+    weights = plain_weights(maps)
+    found = None if weights is None else _shift(x, y, norm, pool, sequences, factors, weights)
+    if found is None or weights is None or any(one.shape[1] != x.shape[-1] for one in weights):
+        return None
+    step = found[0].shifted_products(found[1], weights, complement=complement, relu_squared=relu_squared)
+    return None if step is None else Begun(step[0].view(x.shape), [one.view(*x.shape[:-1], -1) for one in step[1]], step[2])
+
+
+def replace(lasts: Any) -> None:
+    """Replace the rows of a ``Begun``, if they were not given to a later launch."""
+    if lasts is not None:
+        lasts.write()
+
+
+def rwkv_step(
+    r: Tensor, k: Tensor, v: Tensor, gate: Tensor, u: Tensor, bias: Tensor, norm: nn.GroupNorm, pool: Tensor, sequences: Sequences,
+    low_rank: tuple[Tensor, Tensor] | None = None, lasts: Any = None,
+) -> Tensor | None:  # fmt: skip
+    """A decode step in a graph by one kernel: decay, recurrence in place, ``norm_gate`` of its output.
+
+    r, k : Tensor [B,1,H*K]
+    v, gate : Tensor [B,1,H*V]
+    u : Parameter [H,K] or [H,1]
+    bias : Parameter [H,K], [H,1] or [H*K]
+        The log decay is -exp(bias), or with ``low_rank`` = (hidden [B,1,M], up [M,H*K]) -exp(bias + tanh(hidden) up).
+    norm : nn.GroupNorm
+        Of heads.
+    pool : Tensor [P,H,K,V]
+        The states; row ``slots[n]`` is updated in place.
+    lasts : few_rows_launch.Lasts, optional
+        Rows of a shift state, of the same slots, that are replaced.
+
+    Returns a Tensor [B,1,H*V].
+    """
+    if torch.is_grad_enabled() or mode() != Mode(graph=True) or not (sequences.single and sequences.in_place) or private.autocasting():
+        return None
+    if not runs_as_written(norm, nn.GroupNorm) or norm.weight is None or norm.bias is None:
+        return None
+    (H, K, V), (low, up) = pool.shape[1:], low_rank or (None, None)
+    activations = [x for x in (r, k, v, gate, low) if x is not None]
+    weights = [x for x in (norm.weight, norm.bias, up) if x is not None]
+    launch = kernels("few_rows_launch", *activations, *weights, u, bias, pool)
+    if launch is None or any(x.dtype != r.dtype for x in activations) or not all(x.is_contiguous() for x in weights):
+        return None
+    learned = [*weights, u, bias]
+    if not ready(learned, learned):
+        return None
+    u, bias = u.expand(H, K), bias.view(H, -1).expand(H, K)
+    M = 0 if up is None else up.shape[0]
+    if pool.shape[0] == 0 or max(K, V, M) > 512 or max(K * V, K * M) > 2**14:
+        return None
+    slots = None if sequences.slots is None else sequences.slots.contiguous()
+    low = None if low is None else low.flatten(0, 1).contiguous()
+    heads = [x.reshape(x.shape[0], H, size).contiguous() for x, size in ((r, K), (k, K), (v, V), (gate, V))]
+    found: Tensor = launch.rwkv_step(*heads, u, bias, low, up, pool, slots, norm.weight, norm.bias, norm.eps, lasts=lasts)
+    return found.view(v.shape)
