@@ -81,6 +81,15 @@ def test_gradients_of_states_of_shorter_chunks_have_memory(variant, T):
     assert made.memory["d_chunk_states"][0] == problem.state_shape
 
 
+def test_whole_packed_sequences_have_no_more_programs_than_there_are():
+    """One for each block of a sequence's state, also if the tokens are a multiple of the chunk: offsets end with the last sequence."""
+    q, k, v, g = (torch.empty(1, 8192, 128, 64, dtype=BFLOAT16, device="meta") for _ in range(4))
+    problem = RECURRENCE.checked("gla", (q, k, v, g, None, torch.empty(4, dtype=torch.int64, device="meta"), None), (None, False, True))
+    made = plan.chunk_backward_plan(problem, problem.v, None, H200).at(problem.sizes)
+    assert kernels_of(made)[:2] == ["segments"] * 2
+    assert [one.grid for one in made.launches[:2]] == [3 * 128 * 2] * 2
+
+
 def test_packed_sequences_may_have_shorter_chunks():
     """The host does not know their lengths."""
     q, k, v, g = (torch.empty(1, 128, 2, 64, dtype=BFLOAT16, device="meta") for _ in range(4))

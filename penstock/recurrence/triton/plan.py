@@ -199,7 +199,7 @@ def _states(
     d, b, flags = "d_" * adjoint, c.config("states"), c.flags | ({"PRECISION": "f16"} if c.half else {})
     grid = math.ceil(c.K / b.BK) * math.ceil(c.V / b.BV)
     tokens = L or (lambda s: max(math.ceil(s["T"] / C), 1) * C)
-    slots = c.chunks(tokens)
+    slots = c.chunks(tokens) if L is not None else _N  # packed, there may be one more slot than sequences
     made = x
     if stored is not None:
         count = (lambda s: s["N"] if c.packed or s["T"] % C else 0) if in_rows else c.chunks(C)
