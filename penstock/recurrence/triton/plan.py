@@ -16,8 +16,9 @@ from torch import Tensor
 from ...gpu.plan import Plan, Size, Sizes, chunks, contiguous, strides
 from ...gpu.target import Target, power, precision
 from ..declaration import Recurrence, Tokens
-from ..levels import lengths, levels
+from ..levels import lengths
 from . import blocks, chunk_backward, chunk_forward, hopper, recurrent, segments, tiles, values, walk
+from .levels import levels
 from .table import DECAYS, LEAST, READS, KernelConfig, Key, config, from_registers
 
 LIMITS = {"bf16": 200.0, "tf32": 200.0, "tf32x3": 32.0, "ieee": 32.0}
