@@ -32,6 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra import cuda
 
 from ...gpu.hopper_tiles import exp2, let_next_begin, meet, plus, unknown, zeroed_behind
 from ...gpu.tiles import LOG2E, powers_of_two, slot_of, tokens_of
@@ -211,9 +212,9 @@ def pairs(x, n: gl.constexpr, layout: gl.constexpr):
 def walk(
     tiles, ring, S_all, x_s, sides, bars, place, memory, steps, bonus, scale, H,
     K: gl.constexpr, V: gl.constexpr, PREVIOUS: gl.constexpr, INITIAL: gl.constexpr, FINAL: gl.constexpr, EVERY: gl.constexpr,
-    STAGES: gl.constexpr, NARROW: gl.constexpr, BLOCKS: gl.constexpr, HALF: gl.constexpr,
+    STAGES: gl.constexpr, NARROW: gl.constexpr, BLOCKS: gl.constexpr, HALF: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """The 4 warps that hold the state and compute the products."""
+    """The 4 warps that hold the state and compute the products. They alone use memory that other launches of the call write."""
     _, _, _, v_tiles, o_tiles = tiles
     q_s, k_s, v_s = ring
     row, _, value_column, chunks, tokens = place
@@ -224,6 +225,8 @@ def walk(
     loaded, full, empty, ready, _ = bars
     for n in gl.static_range(STAGES):
         ask(v_tiles, v_s.index(n), ready.index(n), row + n * C, value_column, n < chunks)
+    if EARLY:
+        cuda.gdc_wait()
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     narrow: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     inner: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
@@ -373,9 +376,11 @@ def penstock_chunk_fwd_hopper(
     K: gl.constexpr, V: gl.constexpr, SEGMENTS: gl.constexpr, PREVIOUS: gl.constexpr, INITIAL: gl.constexpr, FINAL: gl.constexpr,
     EVERY: gl.constexpr, PACKED: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, WARPS: gl.constexpr,
     REGISTERS: gl.constexpr, TILED: gl.constexpr, STATIC: gl.constexpr, PIECE: gl.constexpr, ROWS_GIVEN: gl.constexpr, NARROW: gl.constexpr,
-    BLOCKS: gl.constexpr,
+    BLOCKS: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """Program (sequence or segment, head, block of V). ``prepare`` has WARPS warps, with REGISTERS registers per thread.
+
+    EARLY: this launch may begin while the one ahead runs, which computes the initial states of segments.
 
     BLOCKS > 1: heads of BLOCKS K key channels. Each of the H heads here is a block of K of them, with an output of its own, float32.
 
@@ -460,7 +465,7 @@ def penstock_chunk_fwd_hopper(
     gl.warp_specialize(
         [
             (walk, (tiles, ring, S_s, x_s, sides, bars, place, memory, steps, bonus, scale, H,
-                    K, V, PREVIOUS, INITIAL, FINAL, EVERY, STAGES, NARROW, BLOCKS, HALF)),
+                    K, V, PREVIOUS, INITIAL, FINAL, EVERY, STAGES, NARROW, BLOCKS, HALF, EARLY)),
             (prepare, (g, tiles, ring, x_s, sides, bars, place, scale, g_t, g_k, K, TILED, STATIC, PREVIOUS, STAGES, HALF)),
         ],
         [WARPS],

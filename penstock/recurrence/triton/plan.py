@@ -231,7 +231,7 @@ def chunk_forward_plan(p: Recurrence, target: Target, keep: bool = False) -> Pla
         return plan
     flags: dict[str, Any] = {"SEGMENTS": L is not None, "INITIAL": state is not None, "FINAL": L is None, "EVERY": every}
     if kernel:
-        flags |= {"PIECE": 0, "ROWS_GIVEN": False, "NARROW": False}
+        flags |= {"PIECE": 0, "ROWS_GIVEN": False, "NARROW": False, "EARLY": L is not None and on is not None}
         hopper_forward(plan, c, p, kernel, count, L or 0, output, final, chunk_states, first, steps, **flags)
         return plan
     programs, numbers = c.programs(count, grid), (p.scale, _N, _T, L or 0, c.H)
@@ -259,7 +259,7 @@ def hopper_forward(
     plan.launch(
         kernel.kernel, c.programs(count, kernel.blocks * (c.V // hopper.BV)),
         ("q", "k", "v", in_tiles, decays, "g", "u", first, stored, final, chunk_states, "cu_seqlens", slots),
-        (p.scale, _N, _T, L, c.H * kernel.blocks, *c.gate, *bonus(p), *steps), 4, kernel.tiles, kernel.registers, fused,
+        (p.scale, _N, _T, L, c.H * kernel.blocks, *c.gate, *bonus(p), *steps), 4, kernel.tiles, kernel.registers, fused, flags["EARLY"],
         PREVIOUS=c.previous, PACKED=c.packed, **flags, **kernel.constants,
     )  # fmt: skip
     if kernel.blocks > 1:
