@@ -98,9 +98,9 @@ def _kernel(launch: Launch) -> str:
     return name + " adjoint" * bool(constants.get("ADJOINT")) + " levels" * (constants.get("PART") == 2)
 
 
-PROMPT, BATCH, DECODE = (1, 1024), (8, 2048), (256, 1)
-"""B and T of a prompt, whose sequence is cut into segments; of training data, whose sequences are not cut; and of decode steps whose
-sequences fill the GPU."""
+PROMPT, LONG, BATCH, DECODE = (1, 1024), (1, 8192), (8, 2048), (256, 1)
+"""B and T of a prompt, whose sequence is cut into segments; of a longer one, whose segments are walked over; of training data, whose
+sequences are not cut; and of decode steps whose sequences fill the GPU."""
 
 CONFIGURATIONS: tuple[Configuration | Softmax, ...] = (
     Configuration("linear_attention", Shape(*PROMPT, 16, 64, 64)),
@@ -115,6 +115,7 @@ CONFIGURATIONS: tuple[Configuration | Softmax, ...] = (
     Configuration("gla", Shape(*PROMPT, 4, 256, 512)),
     Configuration("gla", Shape(*PROMPT, 16, 128, 128)),
     Configuration("gla", Shape(*PROMPT, 16, 100, 100)),
+    Configuration("gla", Shape(*LONG, 32, 64, 64), passes=("backward",)),
     Configuration("gla", Shape(*BATCH, 32, 64, 64)),
     Configuration("gla", Shape(*BATCH, 16, 128, 128), "float16", passes=("forward", "backward")),
     Configuration("gla", Shape(*PROMPT, 32, 64, 64), "float32"),

@@ -606,18 +606,18 @@ def launch(kernel, programs, arguments, constants, warps=4, seed=0, late=()):
 
     Tensors become pointers; descriptors stay.
 
-    ``late``: tensors that the kernel ahead writes. They are NaN, or a large integer, until a program has waited for it.
+    ``late``: tensors that the kernel ahead writes. They are NaN, or a large integer, until a program has waited for it, which each must do.
     """
     function = emulated(kernel)
     given = [Pointer(flat(x)) if isinstance(x, torch.Tensor) else x for x in arguments]
     given = [Value(torch.tensor(x, dtype=torch.int32)) if isinstance(x, int) and not isinstance(x, bool) else x for x in given]
-    written = [(x, x.clone()) for x in late]
     programs = programs if isinstance(programs, tuple) else (programs,)
     count = int(np.prod(programs))
     for number in random.Random(seed).sample(range(count), count):
         pid = tuple(number // int(np.prod(programs[:axis])) % count for axis, count in enumerate(programs))
         one = Machine(pid, seed + number)
-        one.kernel_ahead = lambda: [x.copy_(values) for x, values in written]
+        awaited = {name: (x, x.clone()) for name, x in enumerate(late)}
+        one.kernel_ahead = lambda awaited=awaited: [x.copy_(values) for x, values in map(awaited.pop, list(awaited))]
         for x in late:
             x.fill_(float("nan") if x.is_floating_point() else 2**40)
         one.bars, one.programs, one.warps, one.memory = {}, programs, warps, []
@@ -631,11 +631,15 @@ def launch(kernel, programs, arguments, constants, warps=4, seed=0, late=()):
         one.allocate = allocate
         _local.machine, _local.warps = one, warps
         function(*given, **constants)
+        assert not awaited, "a program that does not wait for the kernel ahead"
 
 
 def run(plan, tensors, sizes, seed=0):
-    """All launches of a plan for these sizes. Its memory, NaN at first, is added to the tensors."""
-    plan = plan.at(sizes)
+    """All launches of a plan for these sizes. Its memory, NaN at first, is added to the tensors.
+
+    Launches that may begin early do so: until a program has waited, all memory that earlier launches use is NaN.
+    """
+    plan, used = plan.at(sizes), set()
     for name, (shape, dtype) in plan.memory.items():
         tensors[name] = torch.zeros(shape, dtype=dtype) if dtype == torch.int32 else torch.full(shape, float("nan"), dtype=dtype)
     for one in plan.launches:
@@ -643,7 +647,9 @@ def run(plan, tensors, sizes, seed=0):
         tiled = [Descriptor(_matrix(x, tile.axes), (tile.rows, tile.columns)) for x, tile in zip(given, one.tiles)]
         constants = dict(zip(one.kernel.arg_names[-len(one.constants) :], one.constants))
         arguments = [*tiled, *given[len(tiled) :], *one.numbers]
-        launch(one.kernel, one.grid, arguments, constants, dict(one.options)["num_warps"], seed)
+        late = [tensors[name] for name in used if dict(one.options).get("launch_pdl")]
+        launch(one.kernel, one.grid, arguments, constants, dict(one.options)["num_warps"], seed, late)
+        used |= {name for name in one.tensors if name in plan.memory and tensors[name].is_floating_point()}
     return tensors
 
 

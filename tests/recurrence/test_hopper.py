@@ -50,17 +50,17 @@ def backward(problem, target=H200, states=None):
 def test_launches_of_hopper_and_plain_kernels(variant, size, dtype):
     """In float16 and float32 states between chunks are float32. Heads of 128 of float32 are two blocks of 64 key channels."""
     problem = problem_of(variant, f"8,2048,32,{size}", dtype)
-    blocks, last = [], ["hopper_backward"]
+    blocks, states, last = [], "hopper_segments", ["hopper_backward"]
     if dtype == FLOAT32:
-        blocks, last = ["blocks"] * (size > 64), ["hopper_backward_parts", *["values"] * (size > 64)]
+        states, blocks, last = "segments", ["blocks"] * (size > 64), ["hopper_backward_parts", *["values"] * (size > 64)]
     assert forward(problem) == ["hopper_forward", *blocks]
-    assert backward(problem) == ["segments", "segments", *last]
+    assert backward(problem) == [states, states, *last]
     made = planned(problem, keep=True)
     shape, stored = made.memory["chunk_states"]
     assert stored == (BFLOAT16 if dtype == BFLOAT16 else FLOAT32)
-    states = torch.empty(*shape, dtype=stored, device="meta")
-    assert states.shape == (8 * 2048 // hopper.C, 32, size, size)
-    assert backward(problem, states=states) == ["segments", *last]
+    kept = torch.empty(*shape, dtype=stored, device="meta")
+    assert kept.shape == (8 * 2048 // hopper.C, 32, size, size)
+    assert backward(problem, states=kept) == [states, *last]
 
 
 @pytest.mark.parametrize(("size", "blocks", "values"), [("256,64", 4, 1), ("64,512", 1, 8), ("192,128", 3, 2)])
@@ -101,6 +101,18 @@ def test_gradients_of_states_of_shorter_chunks_have_memory(variant, T):
     problem = problem_of(variant, f"4,{T},16,64")
     made = plan.chunk_backward_plan(problem, problem.v, None, H200).at(problem.sizes)
     assert made.memory["d_chunk_states"][0] == problem.state_shape
+
+
+def test_whole_packed_sequences_have_no_more_programs_than_there_are():
+    """One for each block of a sequence's state, also if the tokens are a multiple of the chunk: offsets end with the last sequence."""
+    q, k, v, g = (torch.empty(1, 8192, 128, 64, dtype=BFLOAT16, device="meta") for _ in range(4))
+    problem = RECURRENCE.checked("gla", (q, k, v, g, None, torch.empty(4, dtype=torch.int64, device="meta"), None), (None, False, True))
+    made = plan.chunk_backward_plan(problem, problem.v, None, H200).at(problem.sizes)
+    assert kernels_of(made)[:2] == ["hopper_segments"] * 2
+    assert [one.grid for one in made.launches[:2]] == [3 * 128] * 2
+    made = plan.chunk_backward_plan(problem, problem.v, None, H200._replace(arch="sm_80")).at(problem.sizes)
+    assert kernels_of(made)[:2] == ["segments"] * 2
+    assert [one.grid for one in made.launches[:2]] == [3 * 128 * 2] * 2
 
 
 def test_packed_sequences_may_have_shorter_chunks():
@@ -195,7 +207,7 @@ def test_K_and_V_may_differ(size):
     if "chunk_states" in made.memory:
         states = torch.empty(*made.memory["chunk_states"][0], dtype=BFLOAT16, device="meta")
         assert states.shape == (8 * 2048 // 64, 32, K, V)
-        assert backward(problem, states=states) == ["segments", "hopper_backward", "values"]
+        assert backward(problem, states=states) == ["hopper_segments", "hopper_backward", "values"]
 
 
 @pytest.mark.parametrize(("shape", "values"), [("8,2048,4,256,512", 128), ("4,2048,4,256,256", 64), ("8,2048,32,256,192", 64)])
@@ -268,29 +280,78 @@ def test_a_table_disables_hopper_kernels():
 
 def test_segments_keep_states_and_single_chunks_do_not():
     made = planned(problem_of("gla", "1,65536,32,64"), keep=True)
-    assert kernels_of(made)[:3] == ["segments", "segments", "hopper_forward"]
+    assert kernels_of(made)[:3] == ["hopper_segments", "segments", "hopper_forward"]
     assert made.memory["chunk_states"][0] == (1024, 32, 64, 64)
     made = planned(problem_of("gla", "8,64,32,64"), keep=True)
     assert kernels_of(made)[0] == "hopper_forward"
     assert "chunk_states" not in made.memory
 
 
-@pytest.mark.parametrize(("shape", "forwards", "backwards"), [("1,8192,32,64", 8, 8), ("1,8192,64,64", 4, 4), ("1,8192,16,128", 4, 4)])
-def test_number_of_segments(shape, forwards, backwards):
-    """As many as fill the multiprocessors; the forward kernel has a program for each head, segment and 64 value channels."""
+@pytest.mark.parametrize(("shape", "segments"), [("1,8192,32,64", 8), ("1,8192,64,64", 4), ("1,8192,16,128", 4)])
+def test_number_of_segments(shape, segments):
+    """As many as fill the multiprocessors; the forward kernel has a program for each head, segment and 64 value channels.
+
+    A program for sums has up to 128 value channels, so at 128 segments are halves. In both passes.
+    """
     problem = problem_of("gla", shape)
-    made = planned(problem)
-    heads, blocks = problem.sizes["H"], 1 if problem.sizes["K"] == 64 else 2
-    assert made.launches[-1].grid == forwards * heads * blocks
-    found = plan.chunk_backward_plan(problem, problem.v, None, H200).at(problem.sizes)
-    assert kernels_of(found)[:3] == ["segments"] * 3
-    assert found.memory["segment_states"][0] == (backwards, heads, *[problem.sizes["K"]] * 2)
+    K, H = problem.sizes["K"], problem.sizes["H"]
+    parts, state = K // 64, (segments, H, K, K)
+    made, found = planned(problem), plan.chunk_backward_plan(problem, problem.v, None, H200).at(problem.sizes)
+    assert kernels_of(made) == ["hopper_segments", "segments", "hopper_forward"]
+    assert kernels_of(found) == ["hopper_segments", "segments", "hopper_segments"] * 2 + ["hopper_backward"]
+    assert [one.grid for one in made.launches] == [segments * parts * H, H * K // 8 * parts, segments * parts * H]
+    assert [one.grid for one in found.launches[:3]] == [one.grid for one in made.launches]
+    for one in (made, found):
+        assert one.memory["segment_sums"][0] == (segments * parts, H, K, K)
+        assert one.memory.get("segment_states", ((segments, H, K, K),))[0] == state
 
 
 @pytest.mark.parametrize("shape", ["2,16384,16,128", "2,8192,64,64"])
 def test_two_segments_of_a_backward_pass_are_one(shape):
-    """They are walked twice, which takes as long as one walk of the whole."""
-    assert backward(problem_of("gla", shape)) == ["segments", "segments", "hopper_backward"]
+    """They are read twice, which takes as long as one walk of the whole."""
+    assert backward(problem_of("gla", shape)) == ["hopper_segments", "hopper_segments", "hopper_backward"]
+
+
+@pytest.mark.parametrize(("shape", "spans"), [("1,2048,32,64", 8), ("1,4096,32,64", 8), ("1,2048,16,128", 8), ("4,512,32,64", 8)])
+def test_sums_of_all_chunks_are_scanned_if_they_are_small(shape, spans):
+    """A program computes the sums of the chunks of a span. The sums of both directions share memory."""
+    problem = problem_of("rwkv6", shape)
+    chunks, H, K = problem.sizes["B"] * problem.sizes["T"] // 64, problem.sizes["H"], problem.sizes["K"]
+    made = plan.chunk_backward_plan(problem, problem.v, None, H200).at(problem.sizes)
+    assert kernels_of(made) == ["hopper_segments", "segments"] * 2 + ["hopper_backward"]
+    assert [one.grid for one in made.launches[:2]] == [spans * H, problem.sizes["N"] * H * K // 8 * (K // 64)]
+    assert made.memory["chunk_sums"][0] == (chunks, H, K, K)
+    assert made.memory["d_chunk_states"][0] == (0, H, K, K)
+
+
+def test_plain_kernels_scan_sums_of_all_chunks():
+    problem = problem_of("rwkv6", "1,1024,32,64")
+    made = plan.chunk_backward_plan(problem, problem.v, None, H200._replace(arch="sm_80")).at(problem.sizes)
+    assert kernels_of(made) == ["segments"] * 4 + ["chunk_backward"] * 2
+    assert made.memory["chunk_sums"][0] == (32, 32, 64, 64)  # chunks have 32 tokens there
+    assert [one.grid for one in made.launches[:2]] == [32 * 32 * 2, 32 * 8]
+
+
+def test_scans_of_float32_states_are_in_place():
+    problem = problem_of("gla", "1,2048,32,64", FLOAT16)
+    made = plan.chunk_backward_plan(problem, problem.v, None, H200).at(problem.sizes)
+    assert kernels_of(made) == ["hopper_segments", "segments"] * 2 + ["hopper_backward"]
+    assert {name for name in made.memory if "chunk" in name} == {"chunk_sums", "chunk_decays", "d_chunk_sums", "d_chunk_decays"}
+    assert made.launches[-1].tensors[4:6] == ("chunk_sums", "d_chunk_sums")
+
+
+def test_launches_that_begin_early():
+    """The scan of sums by a Hopper kernel, and the forward kernel behind it. No other launch is known to wait for the one ahead."""
+    for variant, shape, early in (("gla", "1,2048,32,64", [False, True, True]), ("retention", "1,2048,32,64", [False, False, False])):
+        made = planned(problem_of(variant, shape))
+        assert [("launch_pdl", True) in one.options for one in made.launches] == early
+        for one in made.launches[1:]:
+            constants = dict(zip(one.kernel.arg_names[-len(one.constants) :], one.constants))
+            assert constants.get("EARLY", False) is (("launch_pdl", True) in one.options)
+    problem = problem_of("gla", "1,2048,32,64")
+    made = plan.chunk_backward_plan(problem, problem.v, None, H200)
+    assert [("launch_pdl", True) in one.options for one in made.launches] == [False, True, False, True, False]
+    assert all(("launch_pdl", True) not in one.options for one in planned(problem, H200._replace(arch="sm_80")).launches)
 
 
 def test_many_short_sequences_keep_no_states():

@@ -13,7 +13,7 @@ import penstock as ps
 from penstock.gpu.target import Target, interpreting
 from penstock.recurrence.gradients import summed
 from penstock.recurrence.operators import ADVANCE
-from penstock.recurrence.triton import hopper, in_place, plan, recurrent
+from penstock.recurrence.triton import hopper, in_place, plan, recurrent, states
 from penstock.tune.passes import without_memory
 from penstock.verify.inputs import Shape
 
@@ -138,6 +138,67 @@ def test_walks_of_segments(lengths, dtype, monkeypatch):
     compare(replace(OF, variant="gla", T=200, H=1, K=256, V=128, gate="mixture", lengths=lengths, dtype=dtype), H200)
 
 
+WAYS = {
+    "chunks": ["hopper_segments", "segments"],
+    "segments": ["hopper_segments", "segments", "hopper_segments"],
+    "whole": ["hopper_segments"],
+}
+CUT = [
+    *(replace(OF, variant="gla", T=200, H=1, gate=gate) for gate in ("mixture", "gone", "logsigmoid")),
+    replace(OF, T=200, H=2, B=2, gate="mixture", scale=-0.3),
+    replace(OF, H=1, lengths=(0, 130, 0, 64, 5, 256, 0), gate="mixture"),
+    replace(OF, variant="gla", H=2, lengths=(256, 0, 200), gate="-inf", state=False),
+    replace(OF, variant="rwkv5", T=200, H=1, gate="mixture"),
+    replace(OF, T=264, H=1, K=128, V=128, gate="mixture"),
+    replace(OF, variant="gla", H=2, K=128, V=128, lengths=(0, 256, 70, 128)),
+    replace(OF, T=200, H=2, V=128, gate="mixture"),
+    replace(OF, variant="gla", T=200, H=1, V=192, gate="zero"),
+    replace(OF, T=200, H=1, dtype=torch.float16, gate="mixture", **LARGE_V),
+    replace(OF, variant="gla", H=1, K=128, V=128, lengths=(0, 200, 65), dtype=torch.float16, gate="logsigmoid", **LARGE_D),
+    replace(OF, variant="gla", T=200, H=1, others=torch.bfloat16),
+    replace(OF, T=200, H=2, strided=True, gate="mixture"),
+]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("case", CUT, ids=str)
+def test_states_of_cut_sequences(case, way, monkeypatch):
+    """Segments of two chunks. States before chunks: from sums of all chunks, by walks over segments, and by one walk; kept or not."""
+    if way == "whole":
+        monkeypatch.setattr(plan.Call, "segment", lambda self, *_, **__: None)
+    else:
+        monkeypatch.setattr(plan.Call, "segment", lambda self, *_, **__: lambda sizes: 128)
+        monkeypatch.setattr(states, "SUMS", states.SUMS if way == "chunks" else 0)
+    drawn = draw(case)
+    if case.strided:  # decays that no hardware copies
+        drawn |= {name: drawn[name].contiguous() for name in "qkv"}
+    for keep in (True, False):
+        results, made = passes(case, drawn, keep=keep)
+        check(results, case)
+        assert kernels_of(made)[:-1] == ([] if way == "whole" else ["hopper_segments", "segments"])
+    problem = problem_of(case, drawn)
+    made = plan.chunk_backward_plan(problem, upstream(case)[0], None, H200)
+    assert kernels_of(made)[: 2 * len(WAYS[way]) + 1] == [*WAYS[way] * 2, "hopper_backward"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_states_of_segments_that_only_decay_are_exact(dtype, monkeypatch):
+    """Keys of the first chunk only. Decays over the rest of its segment, 2^-46, are no part of an operand of 16 bits."""
+    monkeypatch.setattr(plan.Call, "segment", lambda self, *_, **__: lambda sizes: 192)
+    case = replace(OF, variant="gla", T=192, H=1, gate=-0.25, state=False, dtype=dtype)
+    drawn = draw(case)
+    drawn["k"][:, hopper.C :] = 0
+    results, _ = passes(case, drawn)
+    doubles = {name: x.double() for name, x in drawn.items() if x is not None}
+    wanted = ps.gla(**doubles, output_final_state=True, impl="reference").final_state
+    assert float(wanted.abs().max()) < 2.0**-40
+    assert float((results["final_state"] - wanted).norm() / wanted.norm()) <= budget(dtype)
+
+
+def kernels_of(made):
+    return [one.kernel.fn.__module__.rpartition(".")[2] for one in made.launches]
+
+
 def compare(case, target):
     """Compare results and gradients with the oracle; returns the plan of the forward pass."""
     results, made = passes(case, draw(case), target)
@@ -145,13 +206,13 @@ def compare(case, target):
     return made
 
 
-def passes(case, drawn, target=H200):
+def passes(case, drawn, target=H200, keep=True):
     """Output, final state and gradients of these tensors, and the plan of the forward pass.
 
-    Without gradients if the plain kernel computes them.
+    Without gradients if the plain kernel computes them. ``keep``: the forward pass stores states for the backward pass.
     """
     problem = problem_of(case, drawn)
-    forward = made = plan.chunk_forward_plan(problem, target, keep=True)
+    forward = made = plan.chunk_forward_plan(problem, target, keep)
     walked = hopper.walk(problem, plan.Call.of(problem, target).config("forward"), target)
     assert (walked.walk if walked else hopper.kernels()[0]) in [one.kernel for one in made.launches]
     tensors = {name: problem.q if x is None else x for name, x in zip(problem.operator.names, problem.tensors)}

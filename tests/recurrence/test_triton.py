@@ -11,7 +11,7 @@ from contract import check_contract, measured
 import penstock as ps
 from penstock.gpu.launch import trying
 from penstock.recurrence.operators import FAMILY
-from penstock.recurrence.triton import launch, plan, table_file
+from penstock.recurrence.triton import launch, plan, states, table_file
 from penstock.recurrence.triton.table import KernelConfig
 from penstock.recurrence.variants import VARIANTS
 
@@ -30,6 +30,31 @@ SEGMENTED = {name: Case(name, B=1, H=1, T=300) for name in VARIANTS}
 def test_segments_equal_the_oracle(case):
     """Few heads, many tokens: states are carried from segment to segment."""
     check_contract(case, "triton_chunkwise")
+
+
+CUT = [
+    Case("rwkv6", H=1, lengths=(0, 130, 0, 64, 5, 101, 0), gate="mixture"),
+    Case("retention", B=1, H=1, T=300, state=False),
+    *slow(
+        Case("gla", B=1, H=2, T=300, gate="-inf", reverse=True),
+        Case("linear_attention", B=2, H=1, T=200, reverse=True, scale=-0.3),
+        Case("simple_gla", H=1, lengths=(0, 130, 0, 64, 5, 101, 0), gate="-inf"),
+        Case("rwkv5", B=1, H=1, T=300, gate="mixture"),
+        Case("gla", B=1, H=1, T=300, K=100, V=70, gate="-1e4", strided=True),
+        Case("rwkv6", H=1, lengths=(256, 0, 300), gate="spikes", reverse=True),
+    ),
+]
+
+
+@pytest.mark.parametrize("case", CUT, ids=str)
+def test_all_ways_to_states_equal_the_oracle(case, monkeypatch):
+    """Of a backward pass: from sums of all chunks, by walks over segments, and by one walk. Segments have two chunks."""
+    for segment, most in ((2, states.SUMS), (2, 0), (0, 0)):
+        cut = lambda self, C, *_, n=segment, **__: (lambda sizes: n * C) if n else None  # noqa: E731
+        monkeypatch.setattr(plan.Call, "segment", cut)
+        monkeypatch.setattr(states, "SUMS", most)
+        with trying({}):  # plans of its own
+            check_contract(case, "triton_chunkwise")
 
 
 GATED = [name for name, row in VARIANTS.items() if row.decay]

@@ -113,6 +113,37 @@ def scalar(p: Recurrence, target: Target, *d_output: Tensor) -> Scalar | None:
     return Scalar(hopper_walk_forward.penstock_walk_fwd_hopper, backward, *SCALAR[K], heads, tiles)
 
 
+STATES = {64: (4, 2), 128: (8, 1)}
+"""By K: warps of ``hopper_segments``, and programs that fit on a multiprocessor."""
+
+
+class States(NamedTuple):
+    """The kernels for the sums of segments and for the states before chunks, and their launches."""
+
+    sums: Any
+    walk: Any
+    warps: int
+    programs_per_sm: int
+    parts: int
+    """Value channels of a program for sums, per 64. Other programs have 64, so their segments are cut in as many parts for the sums."""
+    tiles: tuple[Tile, ...]
+    """Of x, 64 channels of y, and decays."""
+    constants: dict[str, Any]
+
+
+def states(p: Recurrence, config: KernelConfig, target: Target, *d_output: Tensor) -> States | None:
+    """The kernels if the table selects the Hopper kernels and they support this problem, or None."""
+    K, V = p.sizes["K"], p.sizes["V"]
+    if K not in STATES or V % BV or parts(p) or not _suits(p, config, target, *d_output) or kernels() is None:
+        return None
+    from . import hopper_segments as found
+
+    constants = {"K": K, "V": V, "TILED": decays_in_tiles(p), "STATIC": "T" not in p.variant.decay}
+    tiles = Tile(C, K), Tile(C, BV), Tile(C, K)
+    halves = 1 if V % (2 * BV) else 2
+    return States(found.penstock_segment_sums_hopper, found.penstock_chunk_states_hopper, *STATES[K], halves, tiles, constants)
+
+
 class Forward(NamedTuple):
     """A forward kernel and its launch."""
 

@@ -60,11 +60,13 @@ def penstock_chunk_fwd_hopper(
     K: gl.constexpr, V: gl.constexpr, SEGMENTS: gl.constexpr, PREVIOUS: gl.constexpr, INITIAL: gl.constexpr, FINAL: gl.constexpr,
     EVERY: gl.constexpr, PACKED: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, WARPS: gl.constexpr,
     REGISTERS: gl.constexpr, TILED: gl.constexpr, STATIC: gl.constexpr, PIECE: gl.constexpr, ROWS_GIVEN: gl.constexpr, NARROW: gl.constexpr,
-    BLOCKS: gl.constexpr, PARTS: gl.constexpr,
+    BLOCKS: gl.constexpr, PARTS: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """Program (sequence or segment, head, block of V). ``prepare`` has WARPS warps, with REGISTERS registers per thread.
 
     PARTS: of float32 operands, see ``hopper_parts``; else 0.
+
+    EARLY, not of float32: this launch may begin while the one ahead runs, which computes the initial states of segments.
 
     BLOCKS > 1: heads of BLOCKS K key channels. Each of the H heads here is a block of K of them, with an output of its own, float32.
 
@@ -169,7 +171,7 @@ def penstock_chunk_fwd_hopper(
     else:
         gl.warp_specialize(
             [(walk, (tiles, ring, S_s, x_s, sides, bars, place, memory, steps, bonus, scale, H,
-                     K, V, PREVIOUS, INITIAL, FINAL, EVERY, STAGES, NARROW, BLOCKS, HALF)),
+                     K, V, PREVIOUS, INITIAL, FINAL, EVERY, STAGES, NARROW, BLOCKS, HALF, EARLY)),
              (prepare, (g, tiles, ring, x_s, sides, bars, place, bonus, scale, g_t, g_k,
                         K, TILED, STATIC, PREVIOUS, STAGES, HALF, PARTS))],
             [WARPS],

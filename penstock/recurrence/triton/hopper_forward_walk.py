@@ -6,6 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.language.extra import cuda
 
 from ...gpu.hopper_tiles import meet, unknown, zeroed_behind
 from ...gpu.tiles import powers_of_two
@@ -48,9 +49,9 @@ def pairs(x, n: gl.constexpr, layout: gl.constexpr):
 def walk(
     tiles, ring, S_all, x_s, sides, bars, place, memory, steps, bonus, scale, H,
     K: gl.constexpr, V: gl.constexpr, PREVIOUS: gl.constexpr, INITIAL: gl.constexpr, FINAL: gl.constexpr, EVERY: gl.constexpr,
-    STAGES: gl.constexpr, NARROW: gl.constexpr, BLOCKS: gl.constexpr, HALF: gl.constexpr,
+    STAGES: gl.constexpr, NARROW: gl.constexpr, BLOCKS: gl.constexpr, HALF: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """The 4 warps that hold the state and compute the products."""
+    """The 4 warps that hold the state and compute the products. They alone use memory that other launches of the call write."""
     _, _, _, v_tiles, o_tiles = tiles
     q_s, k_s, v_s = ring
     row, _, value_column, chunks, tokens = place
@@ -61,6 +62,8 @@ def walk(
     loaded, full, empty, ready, _ = bars
     for n in gl.static_range(STAGES):
         ask(v_tiles, v_s.index(n), ready.index(n), row + n * C, value_column, n < chunks)
+    if EARLY:
+        cuda.gdc_wait()
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     narrow: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     inner: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])

@@ -73,7 +73,7 @@ def _chunks(plan: Plan, c: Call, p: Advance, output: str) -> bool:
     flags: dict[str, Any] = {"SEGMENTS": False, "INITIAL": True, "FINAL": True, "EVERY": 0, "PIECE": CHUNK}
     kernel = hopper.forward(p, b, c.target)
     if kernel:
-        flags |= {"ROWS_GIVEN": p.slots is not None, "NARROW": p.state.element_size() < 4}
+        flags |= {"ROWS_GIVEN": p.slots is not None, "NARROW": p.state.element_size() < 4, "EARLY": False}
         hopper_forward(plan, c, p, kernel, with_pieces, 0, output, "state", "q", "state", state, given, False, **flags)
         return kernel.blocks == 1
     C, numbers = min(b.C, CHUNK), (p.scale, lambda s: s["N"], lambda s: s["T"], 0, c.H)

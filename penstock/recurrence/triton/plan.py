@@ -16,8 +16,10 @@ from torch import Tensor
 from ...gpu.plan import Plan, Size, Sizes, chunks, contiguous, strides
 from ...gpu.target import Target, power, precision
 from ..declaration import Recurrence, Tokens
-from ..levels import lengths, levels
-from . import blocks, chunk_backward, chunk_forward, hopper, recurrent, segments, tiles, values, walk
+from ..levels import lengths
+from . import blocks, chunk_backward, chunk_forward, hopper, recurrent, tiles, values, walk
+from .levels import levels
+from .states import Sum, before_chunks, before_segments
 from .table import DECAYS, LEAST, READS, KernelConfig, Key, config, from_registers
 
 LIMITS = {"bf16": 200.0, "tf32": 200.0, "tf32x3": 32.0, "ieee": 32.0}
@@ -184,59 +186,6 @@ def _N(s: Sizes) -> int:
     return s["N"]
 
 
-def _states(
-    plan: Plan, c: Call, names: tuple[str, str], steps_of: tuple[int, ...], L: Callable[[Sizes], int] | None, C: int, scale: float,
-    reverse: bool, start: tuple[str, tuple[int, ...]] | None, end: str | None, adjoint: bool, stored: torch.dtype | None,
-    in_rows: tuple[str, ...] = (),
-) -> str:  # fmt: skip
-    """Add launches for the states before chunks, of dtype ``stored``, or before segments of L tokens if ``stored`` is None.
-
-    Returns the name of these states. ``start``: the name and strides of the initial state; ``end``: the name of the final state.
-    ``in_rows``: names of tensors [B,T,H,V], each for C channels of K, whose rows get the states of whole chunks; the returned states are
-    those of shorter chunks then, [N,H,K,V], or none if there are no shorter ones.
-    """
-    x, y = names
-    d, b, flags = "d_" * adjoint, c.config("states"), c.flags | ({"PRECISION": "f16"} if c.half else {})
-    grid = math.ceil(c.K / b.BK) * math.ceil(c.V / b.BV)
-    tokens = L or (lambda s: max(math.ceil(s["T"] / C), 1) * C)
-    slots = c.chunks(tokens)
-    made = x
-    if stored is not None:
-        count = (lambda s: s["N"] if c.packed or s["T"] % C else 0) if in_rows else c.chunks(C)
-        made = plan.empty(d + "chunk_states", count, c.H, c.K, c.V, dtype=stored)
-    places = (in_rows[0], in_rows[-1], made) if in_rows else (made, x, x)
-
-    def walk(first: tuple[str, tuple[int, ...]] | None, last: str | None, decays: str, of_segments: bool, chunks: bool) -> None:
-        name, steps = first if first is not None else (x, (0, 0, 0, 0))
-        plan.launch(
-            segments.penstock_chunk_states, c.programs(slots, grid),
-            (x, y, "g", name, *places, last if last is not None else x, decays, "cu_seqlens"),
-            (scale, _N, _T, tokens, c.H, *steps_of, *c.gate, *steps), b.warps, **flags, BK=b.BK, BV=b.BV, C=C, ADJOINT=adjoint,
-            PREVIOUS=c.previous, SEGMENTS=of_segments, INITIAL=first is not None, FINAL=last is not None, CHUNKS=chunks, REVERSE=reverse,
-            STAGES=b.stages, IN_ROWS=len(in_rows),
-        )  # fmt: skip
-
-    if L is None:
-        walk(start, end, x, False, stored is not None)
-        return made
-    segment_states = plan.empty(d + "segment_states", slots, c.H, c.K, c.V)
-    segment_decays = plan.empty(d + "segment_decays", slots, c.H, c.K) if c.decay else x
-    walk(None, segment_states, segment_decays, True, False)
-    BK, BV = min(power(c.K), 64), 16
-    steps = contiguous((0, c.H, c.K, c.V))
-    first, given = start if start is not None else (segment_states, steps)
-    plan.launch(
-        segments.penstock_segment_scan, c.programs(_N, math.ceil(c.K / BK) * math.ceil(c.V / BV)),
-        (segment_states, segment_decays, first, end if end is not None else segment_states, "cu_seqlens"),
-        (_N, _T, tokens, c.H, *given), 2, K=c.K, V=c.V, BK=BK, BV=BV, DECAY=c.decay, ADJOINT=adjoint,
-        INITIAL=start is not None, FINAL=end is not None, PACKED=c.packed,
-    )  # fmt: skip
-    if stored is None:
-        return segment_states
-    walk((segment_states, steps), None, x, True, True)
-    return made
-
-
 def chunk_forward_plan(p: Recurrence, target: Target, keep: bool = False) -> Plan:
     """``output`` and ``final_state`` by chunks; if ``keep``, also ``chunk_states`` for the backward pass if its chunks are multiples."""
     plan, c = Plan(), Call.of(p, target)
@@ -252,10 +201,11 @@ def chunk_forward_plan(p: Recurrence, target: Target, keep: bool = False) -> Pla
     on_hopper = walked is not None or kernel is not None or scalar is not None
     C = hopper.C if on_hopper else b.C
     meets = apart % C == 0
-    L = None
+    L, on = None, hopper.states(p, b, target) if kernel else None
     if not scalar:
         each, least = (grid * kernel.blocks, kernel.programs_per_sm) if kernel else (grid, b.programs_per_sm)
-        L = c.walked_segment() if walked else c.segment(apart if meets else C, each, least)  # ``keep`` changes no result
+        unit = (apart if meets else C) * (on.parts if on else 1)
+        L = c.walked_segment() if walked else c.segment(unit, each, least)  # ``keep`` changes no result
     dense = chunks(c.T, apart, c.N, c.packed) * apart <= 2 * c.B * c.T  # many short sequences have more slots than tokens
     rounded = not on_hopper or c.T > C  # the Hopper kernels store bfloat16, which is too inaccurate for a caller's own states
     every = apart if keep and meets and dense and rounded else 0
@@ -263,8 +213,8 @@ def chunk_forward_plan(p: Recurrence, target: Target, keep: bool = False) -> Pla
     state = None if p.initial_state is None else ("initial_state", p.initial_state.stride())
     count: Size = _N
     if L is not None:
-        segment_states = _states(plan, c, ("k", "v"), strides(p.k, p.v), L, C, 1.0, p.reverse, state, final, False, None)
-        state, count = (segment_states, contiguous((0, c.H, c.K, c.V))), c.chunks(L)
+        of = Sum("k", "v", strides(p.k, p.v), 1.0, p.reverse, state, final, False, on)
+        state, count = before_segments(plan, c, of, C, L), c.chunks(L)
     if walked:
         walk.weights(plan, c, p, walked)
         walk.over_chunks(
@@ -282,7 +232,7 @@ def chunk_forward_plan(p: Recurrence, target: Target, keep: bool = False) -> Pla
         return plan
     flags: dict[str, Any] = {"SEGMENTS": L is not None, "INITIAL": state is not None, "FINAL": L is None, "EVERY": every}
     if kernel:
-        flags |= {"PIECE": 0, "ROWS_GIVEN": False, "NARROW": False}
+        flags |= {"PIECE": 0, "ROWS_GIVEN": False, "NARROW": False, "EARLY": L is not None and on is not None}
         hopper_forward(plan, c, p, kernel, count, L or 0, output, final, chunk_states, first, steps, **flags)
         return plan
     programs, numbers = c.programs(count, grid), (p.scale, _N, _T, L or 0, c.H)
@@ -310,7 +260,7 @@ def hopper_forward(
     plan.launch(
         kernel.kernel, c.programs(count, kernel.blocks * (c.V // hopper.BV)),
         ("q", "k", "v", in_tiles, decays, "g", "u", first, stored, final, chunk_states, "cu_seqlens", slots),
-        (p.scale, _N, _T, L, c.H * kernel.blocks, *c.gate, *bonus(p), *steps), 4, kernel.tiles, kernel.registers, fused,
+        (p.scale, _N, _T, L, c.H * kernel.blocks, *c.gate, *bonus(p), *steps), 4, kernel.tiles, kernel.registers, fused, flags["EARLY"],
         PREVIOUS=c.previous, PACKED=c.packed, **flags, **kernel.constants,
     )  # fmt: skip
     if kernel.blocks > 1:
@@ -326,20 +276,18 @@ def chunk_backward_plan(
     the precision of products may have changed since. ``dg``: whether to compute dg.
     """
     plan, c = Plan(), Call.of(p, target)
-    b, of_states = c.config("backward"), c.config("states")
+    b = c.config("backward")
     C, kernel = c.backward_chunk(p, d_output)
-    stored = c.stored(C)
+    stored, on = c.stored(C), hopper.states(p, b, target, d_output) if kernel else None
     state, tokens = (_N, c.H, c.K, c.V), (lambda s: s["B"], _T, c.H)
     d_initial = None if p.initial_state is None else plan.empty("d_initial_state", *state, dtype=p.initial_state.dtype)
-    programs = math.ceil(c.K / of_states.BK) * math.ceil(c.V / of_states.BV)
-    L = c.segment(C, programs, of_states.programs_per_sm, least=3)  # segments are walked twice: two take as long as one whole walk
     start = None if p.initial_state is None else ("initial_state", p.initial_state.stride())
     if states is not None and states.shape[0] == c.chunks(C)(p.sizes):
         S = "states"
     else:
-        S = _states(plan, c, ("k", "v"), strides(p.k, p.v), L, C, 1.0, p.reverse, start, None, False, stored)
+        S = before_chunks(plan, c, Sum("k", "v", strides(p.k, p.v), 1.0, p.reverse, start, None, False, on), C, stored)
     d_start = None if d_final_state is None else ("d_final_state", d_final_state.stride())
-    steps = strides(p.q, d_output)
+    of = Sum("q", "d_output", strides(p.q, d_output), p.scale, p.reverse, d_start, d_initial, True, on)
     slots = c.chunks(C)
     dq, dk = (plan.empty("d" + name, *tokens, c.K, dtype=p.q.dtype) for name in ("q", "k"))
     dv = plan.empty("dv", *tokens, c.V, dtype=p.summand(p.v))
@@ -351,13 +299,12 @@ def chunk_backward_plan(
         L = c.walked_segment()
         last = d_initial
         if L is not None:
-            segment_states = _states(plan, c, ("q", "d_output"), steps, L, C, p.scale, p.reverse, d_start, d_initial, True, None)
-            d_start, last = (segment_states, contiguous((0, c.H, c.K, c.V))), None
+            d_start, last = before_segments(plan, c, of, C, L), None
         walk.weights(plan, c, p, walked)
         walk.over_chunks(plan, c, p, walked, "d_output", dv, d_start, last, L, dS, C, True)
     elif not back:
         in_rows = (dv, dq)[: c.K // C] if kernel and not kernel.apart and stored.itemsize == 2 else ()
-        dS = _states(plan, c, ("q", "d_output"), steps, L, C, p.scale, p.reverse, d_start, d_initial, True, stored, in_rows)
+        dS = before_chunks(plan, c, of, C, stored, in_rows)
     d_gate = du = "q"
     if p.g is not None and dg:
         axes: dict[str, Size] = {"B": tokens[0], "T": _T, "H": c.H, "K": c.K}
