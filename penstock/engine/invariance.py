@@ -18,9 +18,10 @@ from ..models import CausalLM
 from ..models.arguments import named_tensors
 
 BLOCKS = (4, 8, 16, 32, 64)
-"""Tried in this order. On a CPU, 4 or 8 suffice with MKL 2024.2 and AVX2."""
-VECTOR = 16
-"""Numbers that element-wise operators of a CPU compute at a time, at most. What is left at the end of a tensor takes other instructions."""
+"""Tried in this order. On a CPU, 4 or 8 suffice with MKL 2024.2 and AVX2, also with AVX-512."""
+VECTOR = 32
+"""float32 numbers that element-wise operators of a CPU compute at a time, at most: two vectors, with AVX-512 of 16 numbers each. What is
+left at the end of a tensor takes other instructions."""
 LIVE = 3
 """Tokens that are compared, at most. With one skipped token they fit into the smallest block of a CPU."""
 
