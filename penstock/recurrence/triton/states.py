@@ -25,7 +25,7 @@ State = tuple[str, tuple[int, ...]]
 """The name and the strides of a state."""
 SUMS = 32 << 20
 """Bytes of the sums of all chunks, at most. Beyond, segments are walked over: their sums take little memory."""
-AT_ONCE = 16
+AT_ONCE = 8
 """Sums that a program of the scan loads at once."""
 STAGES = 3
 """Of tiles that the kernels for Hopper load ahead. At K = 64, two programs fit on a multiprocessor."""
