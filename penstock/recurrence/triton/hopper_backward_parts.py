@@ -30,18 +30,8 @@ from .hopper_dyadic import (
     near_levels,
     spread,
 )
-from .hopper_parts import LEAST, parts_of, store_parts, times, turned
+from .hopper_parts import LEAST, halved, parts_of, store_parts, times, turned
 from .hopper_sums import KINDS, collected, from_groups, grouped_row
-
-
-@gluon.jit
-def halved(x, PARTS: gl.constexpr):
-    """x, multiplied by its power of two, as a pair: float16, and the rest (the same again if there is none)."""
-    high = x.to(gl.float16)
-    rest = high
-    if PARTS > 1:
-        rest = (x - high.to(gl.float32)).to(gl.float16)
-    return high, rest
 
 
 @gluon.jit

@@ -15,7 +15,7 @@ from ...gpu.hopper_tiles import meet, most, most_of_both, unknown
 from ...gpu.tiles import powers_of_two
 from .hopper_dyadic import ROWS, C
 from .hopper_forward_walk import operand, product
-from .hopper_parts import LEAST, parts_of, store_parts, times, turned
+from .hopper_parts import LEAST, halved, parts_of, store_parts, times, turned
 from .hopper_prepare import ask, awaited, released
 
 
@@ -40,11 +40,8 @@ def far_pairs(x, n: gl.constexpr, PARTS: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def split(A, PARTS: gl.constexpr, left: gl.constexpr):
-    """A as left operands: float16, and the rest (the same again if there is none)."""
-    high = A.to(gl.float16)
-    rest = high
-    if PARTS > 1:
-        rest = (A - high.to(gl.float32)).to(gl.float16)
+    """The parts of A as left operands."""
+    high, rest = halved(A, PARTS)
     return gl.convert_layout(high, left, assert_trivial=True), gl.convert_layout(rest, left, assert_trivial=True)
 
 

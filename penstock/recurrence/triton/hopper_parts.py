@@ -16,11 +16,21 @@ LEAST = gl.constexpr(15)  # of ``powers_of_two``: multiplies values down to 2^-1
 
 
 @gluon.jit
+def halved(x, PARTS: gl.constexpr):
+    """The parts of x, which is multiplied by its power of two: float16, and the rest (the same again if PARTS is 1)."""
+    high = x.to(gl.float16)
+    rest = high
+    if PARTS > 1:
+        rest = (x - high.to(gl.float32)).to(gl.float16)
+    return high, rest
+
+
+@gluon.jit
 def store_parts(tiles, first, x, PARTS: gl.constexpr):
-    """Store x, multiplied by its power of two, as parts: tiles ``first`` and, if there are two, the next one."""
+    """Store the parts of x in tiles ``first`` and, if there are two, the next one."""
     high = x.to(gl.float16)
     tiles.index(first).store(high)
-    if PARTS > 1:
+    if PARTS > 1:  # behind the first store, in the order that was measured
         tiles.index(first + 1).store((x - high.to(gl.float32)).to(gl.float16))
 
 
