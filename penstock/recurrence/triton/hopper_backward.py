@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from ...gpu.hopper_tiles import exp2, inverse, meet, most, zeroed_behind
-from ...gpu.tiles import powers_of_two, span_of
+from ...gpu.tiles import powers_of_two
 from .hopper_dyadic import (
     GROUPS,
     ROWS,
@@ -30,6 +30,7 @@ from .hopper_dyadic import (
     around,
     between,
     blocks,
+    chunk_at,
     decays,
     flat,
     grouped,
@@ -37,6 +38,7 @@ from .hopper_dyadic import (
     in_second_half,
     near_levels,
     spread,
+    store_zeros,
 )
 from .hopper_sums import KINDS, collected, from_groups, grouped_row
 
@@ -157,25 +159,16 @@ def penstock_chunk_bwd_hopper(
     plain2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
 
     pid = gl.program_id(0)
-    h = (pid % H).to(gl.int64)
-    n, begin, end, done = span_of(pid // H, cu_seqlens, N, T, C, PACKED)
-    tokens = gl.minimum(end - begin - done, C).to(gl.int32)
+    h, n, b, at, tokens = chunk_at(pid, cu_seqlens, N, T, H, PACKED)
     per_chunk = pid.to(gl.int64) * K
     if tokens <= 0:
-        j = gl.arange(0, K, gl.SliceLayout(0, layout))
-        if PREVIOUS:
-            gl.store(du + per_chunk + j, gl.zeros([K], gl.float32, gl.SliceLayout(0, layout)))
-        if DG and STATIC:
-            gl.store(dg + per_chunk + j, gl.zeros([K], gl.float32, gl.SliceLayout(0, layout)))
+        store_zeros(du, dg, per_chunk, K, PREVIOUS, DG and STATIC, gl.SliceLayout(0, layout))
         return
-    b = n.to(gl.int64)
-    if PACKED:
-        b = b * 0
-    token = b * T + begin + done
+    token = b * T + at
     place = (token * H + h) * K
     whole_head = h // BLOCKS
     key = h % BLOCKS * K
-    g += b * g_b + (begin + done) * g_t + whole_head * g_h + key * g_k
+    g += b * g_b + at * g_t + whole_head * g_h + key * g_k
     u += whole_head * u_h + key * u_k
 
     q_s = gl.allocate_shared_memory(kind, [C, K], half)

@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...gpu.hopper_tiles import exp2
-from ...gpu.tiles import LOG2E
+from ...gpu.tiles import LOG2E, span_of
 
 C = gl.constexpr(64)  # tokens in a chunk
 GROUPS = gl.constexpr(8)  # of R tokens, where a launch has no chain over chunks; the forward kernel has 4 of 16
@@ -137,6 +137,27 @@ def near_levels(q, k, x, PREVIOUS: gl.constexpr, layout: gl.constexpr, by_group:
     X_2 = factored(q, k, through, behind, 2, layout)
     through, behind, total = widened(through, behind, total, by_group, WARPS)
     return X_0, X_1, X_2, q.to(gl.float32) * flat(through, layout), k.to(gl.float32) * flat(behind, layout)
+
+
+@gluon.jit
+def chunk_at(pid, cu_seqlens, N, T, H: gl.constexpr, PACKED: gl.constexpr):
+    """Of program (chunk slot, head): the head, sequence, batch row, place of the first token in that row, and number of tokens."""
+    h = (pid % H).to(gl.int64)
+    n, begin, end, done = span_of(pid // H, cu_seqlens, N, T, C, PACKED)
+    b = n.to(gl.int64)
+    if PACKED:
+        b = b * 0
+    return h, n, b, begin + done, gl.minimum(end - begin - done, C).to(gl.int32)
+
+
+@gluon.jit
+def store_zeros(du, dg, at, K: gl.constexpr, OF_U: gl.constexpr, OF_G: gl.constexpr, layout: gl.constexpr):
+    """Zeros for the sums over the tokens of a chunk that has none."""
+    j = gl.arange(0, K, layout)
+    if OF_U:
+        gl.store(du + at + j, gl.zeros([K], gl.float32, layout))
+    if OF_G:
+        gl.store(dg + at + j, gl.zeros([K], gl.float32, layout))
 
 
 @gluon.jit

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from ...gpu.hopper_tiles import exp2, meet, most, zeroed_behind
-from ...gpu.tiles import powers_of_two, span_of
+from ...gpu.tiles import powers_of_two
 from .hopper_dyadic import (
     GROUPS,
     ROWS,
@@ -29,6 +29,7 @@ from .hopper_dyadic import (
     around,
     between,
     blocks,
+    chunk_at,
     decays,
     grouped,
     in_blocks,
@@ -80,16 +81,11 @@ def penstock_chunk_weights_hopper(
     plain2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
 
     pid = gl.program_id(0)
-    h = (pid % H).to(gl.int64)
-    n, begin, end, done = span_of(pid // H, cu_seqlens, N, T, C, PACKED)
-    tokens = gl.minimum(end - begin - done, C).to(gl.int32)
+    h, _, b, at, tokens = chunk_at(pid, cu_seqlens, N, T, H, PACKED)
     if tokens <= 0:
         return
-    b = n.to(gl.int64)
-    if PACKED:
-        b = b * 0
-    token = b * T + begin + done
-    g += b * g_b + (begin + done) * g_t + h * g_h
+    token = b * T + at
+    g += b * g_b + at * g_t + h * g_h
     u += h * u_h
     line = token.to(gl.int32)
     column = (h * K).to(gl.int32)
