@@ -81,21 +81,6 @@ def test_products_of_norms(K, counts, held, dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows", [65, 128])
-@pytest.mark.parametrize("K", [7168, 2048, 72])
-def test_parts_of_products_that_another_launch_adds(K, rows, dtype):
-    products = pytest.importorskip("penstock.layers.triton.hopper_products_launch")
-    x, gate = (torch.randn(rows, N, device="cuda").to(dtype) for N in (K, 2048))
-    weight = (torch.randn(2048, K, device="cuda") / K**0.5).to(dtype)
-    form, exact = products.deferred_form(rows, [weight], 132), x.double() @ weight.double().T
-    for early in (False, True):
-        (y,) = products.products([x], [weight], gate, form=form, early=early)
-        close(y, exact * gate.double().sigmoid())
-        (y,) = products.products([x], [weight], relu_squared=True, form=form, early=early)
-        close(y, torch.relu(exact).square())
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [1, 40])
 def test_maps_replace_rows_of_shift_states(rows, dtype):
     """None for negative slots; the products do not change."""

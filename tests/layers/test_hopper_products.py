@@ -19,23 +19,11 @@ MANY = [
     Form(1, 1, 7, 8, 64, 128, 3), Form(1, 1, 4, 8, 128, 0, 3), Form(1, 1, 5, 8, 128, 64, 4), Form(1, 1, 8, 4, 64, 64, 4), BLOCKS,
 ]  # fmt: skip
 """For more rows."""
-DEFERRED = [Form(1, 1, 9, 8, 128, 128, 4, 8, True), Form(1, 1, 8, 8, 64, 128, 8, 4, True)]
-"""Whose parts another launch adds."""
 SPREAD = [Form(1, 1, 8, 4, SPREAD=4), Form(1, 1, 4, 8, 128, 128, 3, 4), Form(1, 1, 16, 8, 64, 64, 6, 4)]
 
 
 def normal(*shape, dtype=torch.float32, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)), dtype=torch.float64).to(dtype)
-
-
-class Launcher:
-    """A kernel that ``run`` launches."""
-
-    def __init__(self, run):
-        self.run = run
-
-    def __getitem__(self, grid):
-        return self.run(grid)
 
 
 def close(found, wanted, roundings=4):
@@ -91,29 +79,6 @@ def test_many_rows(form, rows, size, dtype):
     gate = normal(rows, 136, dtype=dtype)
     (y,) = products(inputs[:1], weights[:1], form, gate)
     close(y, exact[0] * gate.double().sigmoid())
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("form", DEFERRED, ids=str)
-@pytest.mark.parametrize(("rows", "size"), [(65, 64), (128, 1160), (90, 520)])
-def test_parts_that_another_launch_adds(rows, size, form, gated, dtype, monkeypatch):
-    x, weight, gate = normal(rows, size, dtype=dtype), normal(136, size, dtype=dtype) / 8, normal(rows, 136, dtype=dtype)
-    kernel, given = launch.hopper_products.penstock_products_hopper, []
-
-    def launched(grid):
-        def run(*arguments, num_warps, **constants):
-            gluon.launch(kernel, grid, arguments, constants, num_warps)
-            given.append(constants["DEFERRED"])
-
-        return run
-
-    monkeypatch.setattr(launch, "described", lambda x, known: gluon.Descriptor(x, known["block_shape"]))
-    monkeypatch.setattr(launch, "on_device_of", lambda x, kernel: Launcher(launched))
-    (y,) = launch.products([x], [weight], gate if gated else None, relu_squared=not gated, form=form)
-    exact = x.double() @ weight.double().T
-    close(y, exact * gate.double().sigmoid() if gated else torch.relu(exact).square())
-    assert given == [True]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -208,15 +173,14 @@ def test_forms_fit_a_multiprocessor(multiprocessors, size):
 
 
 def test_single_maps_of_up_to_128_rows(monkeypatch):
-    """By this kernel on Hopper where it is faster: few weights in blocks of 16 rows, a long K up to 64 rows, others above."""
-    monkeypatch.setattr(few_rows, "_hopper", lambda device, weights: launch)
-    monkeypatch.setattr(few_rows.Target, "of", lambda device: few_rows.Target("sm_90", 132, 227 << 10))
+    """By this kernel on Hopper where it is faster: few weights in blocks of 16 rows, and a long K up to 64 rows."""
+    decisions = pytest.importorskip("penstock.layers.triton.few_rows_launch")
+    monkeypatch.setattr(decisions, "_form", lambda x, weights: launch.form_of(x.shape[0], weights, 132))
 
-    def taken(rows, K, *counts):
-        return few_rows.takes(normal(rows, K), [torch.empty(N, K, device="meta") for N in counts], False)
+    def taken(rows, K, *counts, alike=False):
+        return decisions.takes(normal(rows, K), [torch.empty(N, K, device="meta") for N in counts], alike)
 
     yes = [(rows, K, N) for rows in (1, 32) for K, N in ((2048, 2048), (7168, 2048), (2048, 65536))]
     yes += [(33, 7168, 2048), (64, 7168, 2048), (33, 2048, 160), (128, 2048, 160), (128, 2048, 7168, 2048), (512, 2048, 4096, 4096)]
-    yes += [(65, 7168, 2048), (65, 2048, 2048), (128, 7168, 2048), (128, 2048, 2048)]
-    no = [(129, 7168, 2048), (129, 2048, 2048), (33, 2048, 2048), (33, 2048, 65536), (128, 2048, 4096), (129, 2048, 512, 512)]
+    no = [(65, 7168, 2048), (33, 2048, 2048), (33, 2048, 65536), (129, 2048, 512, 512)]
     assert [one for one in yes if not taken(*one)] == [one for one in no if taken(*one)] == []

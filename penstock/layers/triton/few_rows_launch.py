@@ -72,13 +72,10 @@ def _hopper(device: torch.device, weights: Sequence[Tensor]) -> Any:
     return found if found is not None and found.takes(weights) else None
 
 
-def _form(x: Tensor, weights: Sequence[Tensor], alike: bool) -> Any:
-    """How Hopper's kernel computes products of x [R,K], or None. ``alike``: in an order of sums that is that of all numbers of rows."""
-    hopper, multiprocessors = _hopper(x.device, weights), Target.of(x.device).multiprocessors
-    if hopper is None:
-        return None
-    found = None if alike else hopper.deferred_form(x.shape[0], weights, multiprocessors)
-    return found or hopper.form_of(x.shape[0], weights, multiprocessors)
+def _form(x: Tensor, weights: Sequence[Tensor]) -> Any:
+    """How Hopper's kernel computes products of x [R,K], or None."""
+    hopper = _hopper(x.device, weights)
+    return None if hopper is None else hopper.form_of(x.shape[0], weights, Target.of(x.device).multiprocessors)
 
 
 def takes(x: Tensor, weights: Sequence[Tensor], alike: bool) -> bool:
@@ -87,19 +84,19 @@ def takes(x: Tensor, weights: Sequence[Tensor], alike: bool) -> bool:
         return _hopper(x.device, weights) is not None
     if x.shape[0] <= (ROWS if len(weights) == 1 else SHARED_ROWS):
         return True
-    form = _form(x, weights, False)
+    form = _form(x, weights)
     if form is None or len(weights) > 1:
         return form is not None and form.SPREAD == 1
-    return form.deferred or form.APART > 1 or (form.SPREAD > 1 and x.shape[0] <= 2 * ROWS and x.shape[1] >= LONG)
+    return form.APART > 1 or (form.SPREAD > 1 and x.shape[0] <= 2 * ROWS and x.shape[1] >= LONG)
 
 
 def _streamed(
     inputs: Sequence[Tensor], weights: Sequence[Tensor], gate: Tensor | None, relu_squared: bool, fixed: bool,
-    counts: Callable[[], Tensor] | None, alike: bool, lasts: Lasts | None = None,
+    counts: Callable[[], Tensor] | None, lasts: Lasts | None = None,
 ) -> list[Tensor] | None:  # fmt: skip
     """``products`` by Hopper's kernel, or None where it has no form."""
     x = inputs[0]
-    form = _form(x, weights, alike) if x.shape[0] else None
+    form = _form(x, weights) if x.shape[0] else None
     if form is None:
         return None
     counts = counts or partial(x.new_zeros, COUNTS, dtype=torch.int32)
@@ -114,7 +111,7 @@ def products_alike(
     counts: Callable[[], Tensor] | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """``products`` of any number of rows, whose bits do not depend on the other rows."""
-    found = _streamed(inputs, weights, gate, relu_squared, fixed, counts, True)
+    found = _streamed(inputs, weights, gate, relu_squared, fixed, counts)
     if found is not None:
         return found
     split = _hopper(inputs[0].device, weights).split_of(weights)
@@ -133,7 +130,7 @@ def products(
     of as many columns as the first result, are replaced.
     """
     (R, K), x = inputs[0].shape, inputs[0]
-    if tile is None and (found := _streamed(inputs, weights, gate, relu_squared, fixed, counts, False, lasts)) is not None:
+    if tile is None and (found := _streamed(inputs, weights, gate, relu_squared, fixed, counts, lasts)) is not None:
         return found
     if lasts is not None:
         lasts.write()

@@ -11,7 +11,7 @@ products of 64 rows of the left operand, so its bits depend neither on the numbe
 - APART parts stand side by side: the left operand [HEIGHT,64] has BN = HEIGHT / APART weights in each of them, the right one the rows of x
   in each of them. Of their product [HEIGHT,APART*BM], the diagonal blocks are used. A stage has the operands of GROUPS such products.
   HEIGHT is 64, or 128 for two groups of four warps.
-- SPREAD parts have programs of their own. Of a tile, the program that ends last adds the sums of all, or another launch does.
+- SPREAD parts have programs of their own. Of a tile, the program that ends last adds the sums of all.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def finish(
 def product(
     x_tiles, w_tiles, y, others, n, N, x_s, w_s, bars,
     K: gl.constexpr, BM: gl.constexpr, APART: gl.constexpr, GROUPS: gl.constexpr, SPREAD: gl.constexpr, PDL: gl.constexpr,
-    RELU_SQUARED: gl.constexpr, COLUMNS: gl.constexpr, GATE: gl.constexpr, LASTS: gl.constexpr, DEFERRED: gl.constexpr,
+    RELU_SQUARED: gl.constexpr, COLUMNS: gl.constexpr, GATE: gl.constexpr, LASTS: gl.constexpr,
 ):  # fmt: skip
     """Weights n to n + BN of one map, for a block of BM rows of x."""
     gate, normed, pool, slots, p_n, parts, counts, R = others
@@ -187,9 +187,6 @@ def product(
         o = gl.convert_layout(o, out)
     if SPREAD == 1:
         finish(o, z, x_s, y, gate, n, m, N, R, mma, out, RELAY, RELU_SQUARED, GATE)
-    elif DEFERRED:
-        to, here = places(n, m, N, R, BN, BM, mma)
-        gl.store(parts + gl.program_id(2) * (R * N) + to, o, mask=here)
     else:
         tile = gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)
         row = gl.arange(0, BN, gl.SliceLayout(1, mma))[:, None]
@@ -216,14 +213,14 @@ def penstock_products_hopper(
     y0, y1, y2, y3, y4,  # [R,N]
     gate,  # [R,n0]
     normed, pool, slots,  # [R,n0]; [P,n0], rows ``p_n`` apart; [R]
-    parts,  # SPREAD > 1: memory for SPREAD float32 [BN,BM] of each tile; DEFERRED: float32 [SPREAD,R,n0], the results
-    counts,  # SPREAD > 1, not DEFERRED: the programs of each tile that are done, int32, 0 between launches
+    parts,  # SPREAD > 1: memory for SPREAD float32 [BN,BM] of each tile
+    counts,  # SPREAD > 1: the programs of each tile that are done, int32, 0 between launches
     n0, n1, n2, n3, n4,
     b1, b2, b3, b4,  # where the programs of each part begin
     p_n, R,
     K: gl.constexpr, PARTS: gl.constexpr, RELU_SQUARED: gl.constexpr, COLUMNS: gl.constexpr, GATE: gl.constexpr, LASTS: gl.constexpr,
     BM: gl.constexpr, APART: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, X_STAGES: gl.constexpr, HEIGHT: gl.constexpr,
-    SPREAD: gl.constexpr, DEFERRED: gl.constexpr, PDL: gl.constexpr,
+    SPREAD: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """y_i = x_i W_i^T, side by side, by program (block of rows, tile of weights).
 
@@ -251,25 +248,23 @@ def penstock_products_hopper(
     bars = (x_bars, w_bars, warm)
     if PARTS == 1:
         at = block * BN
-        product(x0, w0, y0, others, at, n0, x_s, w_s, bars, K, BM, APART, GROUPS, SPREAD, PDL, RELU_SQUARED, COLUMNS, GATE, LASTS, DEFERRED)
+        product(x0, w0, y0, others, at, n0, x_s, w_s, bars, K, BM, APART, GROUPS, SPREAD, PDL, RELU_SQUARED, COLUMNS, GATE, LASTS)
     else:
         if block < b1:
             at = block * BN
-            product(
-                x0, w0, y0, others, at, n0, x_s, w_s, bars, K, BM, APART, GROUPS, SPREAD, PDL, RELU_SQUARED, COLUMNS, GATE, LASTS, False
-            )  # fmt: skip
+            product(x0, w0, y0, others, at, n0, x_s, w_s, bars, K, BM, APART, GROUPS, SPREAD, PDL, RELU_SQUARED, COLUMNS, GATE, LASTS)
         if (block >= b1) & (block < b2):
             at = (block - b1) * BN
-            product(x1, w1, y1, others, at, n1, x_s, w_s, bars, K, BM, APART, GROUPS, SPREAD, PDL, False, False, False, False, False)
+            product(x1, w1, y1, others, at, n1, x_s, w_s, bars, K, BM, APART, GROUPS, SPREAD, PDL, False, False, False, False)
         if PARTS > 2:
             if (block >= b2) & (block < b3):
                 at = (block - b2) * BN
-                product(x2, w2, y2, others, at, n2, x_s, w_s, bars, K, BM, APART, GROUPS, SPREAD, PDL, False, False, False, False, False)
+                product(x2, w2, y2, others, at, n2, x_s, w_s, bars, K, BM, APART, GROUPS, SPREAD, PDL, False, False, False, False)
         if PARTS > 3:
             if (block >= b3) & (block < b4):
                 at = (block - b3) * BN
-                product(x3, w3, y3, others, at, n3, x_s, w_s, bars, K, BM, APART, GROUPS, SPREAD, PDL, False, False, False, False, False)
+                product(x3, w3, y3, others, at, n3, x_s, w_s, bars, K, BM, APART, GROUPS, SPREAD, PDL, False, False, False, False)
         if PARTS > 4:
             if block >= b4:
                 at = (block - b4) * BN
-                product(x4, w4, y4, others, at, n4, x_s, w_s, bars, K, BM, APART, GROUPS, SPREAD, PDL, False, False, False, False, False)
+                product(x4, w4, y4, others, at, n4, x_s, w_s, bars, K, BM, APART, GROUPS, SPREAD, PDL, False, False, False, False)
