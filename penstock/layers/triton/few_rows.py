@@ -163,19 +163,16 @@ def penstock_low_rank(
     high = tl.load(up + m[:, None] * C + c[None, :], (m < M)[:, None] & (c < C)[None, :], other=0.0)
     base = tl.load(mu + c, c < C, other=0.0)
     begin(PDL)
-    at = r[:, None] * C + c[None, :]
-    here = (r < R)[:, None] & (c < C)[None, :]
-    if not DECAY:  # all loads are in flight before the first use
-        now = tl.load(x + at, here, other=0.0)
-        step = tl.load(before + at, here, other=0.0)
     low = tl.load(hidden + (r[:, None] * PARTS + i) * M + m[None, :], (r < R)[:, None] & (m < M)[None, :], other=0.0)
     low = tanh(low.to(tl.float32)).to(low.dtype)
     factor = tl.dot(low, high, input_precision=PRECISION) + base.to(tl.float32)[None, :]
+    at = r[:, None] * C + c[None, :]
+    here = (r < R)[:, None] & (c < C)[None, :]
     if DECAY:
         tl.store(y + at, -tl.exp(factor), here)
     else:
-        now = now.to(tl.float32)
-        step = step.to(tl.float32) - now
+        now = tl.load(x + at, here, other=0.0).to(tl.float32)
+        step = tl.load(before + at, here, other=0.0).to(tl.float32) - now
         tl.store(y + i.to(tl.int64) * R * C + at, (now + step * factor).to(y.dtype.element_ty), here)
 
 
