@@ -45,8 +45,8 @@ class Form(NamedTuple):
 
 WIDE = 100
 """From so many tiles of 64 weights on, K is in one part: there are about as many programs as multiprocessors."""
-
-
+HALVES = Form(2, 2, 5)
+"""Tiles of 32 weights and two parts of K, whose bits are others than those of one part."""
 TILES = 2**16 - 1
 """Tiles of 64 weights of a launch, at most: the second axis of a grid."""
 
@@ -114,7 +114,7 @@ class Arguments(NamedTuple):
     constants: dict[str, Any]
 
 
-def in_rows(x: Tensor) -> Tensor:
+def _in_rows(x: Tensor) -> Tensor:
     """A contiguous x [n,K] whose rows are K apart, as a descriptor needs them. A single row may have had any stride."""
     return x if x.stride(0) == x.shape[1] else x.as_strided(x.shape, (x.shape[1], 1))
 
@@ -127,8 +127,8 @@ def arguments(
     (R, K), more = inputs[0].shape, PARTS - len(weights)
     BM, BN, BK = form.rows or power(min(R, ROWS), 8), form.HEIGHT // form.APART, UNIT * form.APART * form.GROUPS
     columns = not weights[0].is_contiguous()
-    inputs = [in_rows(x if x.data_ptr() % 16 == 0 else x.clone()) for x in inputs]
-    weights = [in_rows(weight) if weight.is_contiguous() else weight for weight in weights]
+    inputs = [_in_rows(x if x.data_ptr() % 16 == 0 else x.clone()) for x in inputs]
+    weights = [_in_rows(weight) if weight.is_contiguous() else weight for weight in weights]
     tiles = [(x, description(x, Tile(BM, BK, 1))) for x in inputs]
     tiles += [tiles[0]] * more
     for i, weight in enumerate(weights):
@@ -165,7 +165,7 @@ def products(
     """As ``few_rows_launch.products``, for rows of 16 bits. ``early``: no kernel just ahead writes the weights.
 
     ``counts``, for a form with SPREAD > 1: makes int32 zeros for each tile, which are zeros again behind the launch. Launches at the same
-    time must not share them.
+    time must not share them. ``lasts``, for one map of one row with as many columns: a row of a shift state that is replaced.
     """
     results = [one.new_empty(one.shape[0], weight.shape[0]) for one, weight in zip(inputs, weights)]
     zeros = counts() if counts is not None and form.SPREAD > 1 else None
