@@ -86,6 +86,19 @@ def test_channel_mixes_of_norms(C, F, slot, dtype):
     assert torch.equal(shift.pool, kept)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 5, 8, 9])
+def test_five_maps_of_few_rows_in_graphs(rows, dtype):
+    """K of those of 5 to 8 rows is in two parts."""
+    inputs = [normal(rows, 2048, dtype=dtype) for _ in range(5)]
+    weights = [torch.nn.Parameter(normal(N, 2048, dtype=dtype) / 2048**0.5) for N in (64, 2048, 2048, 2048, 2048)]
+    weights[0] = torch.nn.Parameter(weights[0].detach().T.contiguous()).T
+    with torch.no_grad(), linear.in_graph():
+        found = linear.linears(inputs, weights)
+    for y, x, weight in zip(found, inputs, weights):
+        close(y, x.double() @ weight.detach().double().T)
+
+
 @pytest.mark.parametrize("rows", [1, 3])
 def test_graphs_of_steps_equal_those_of_a_cpu(rows, monkeypatch):
     """Also with other slots at each replay, which the kernels read before and behind the wait for the kernel ahead."""

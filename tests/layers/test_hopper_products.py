@@ -149,6 +149,31 @@ def test_forms_of_any_number_of_rows_sum_the_same_parts(sizes):
         assert form is None or split == form.APART * form.SPREAD
 
 
+def test_five_maps_of_5_to_8_rows_have_two_parts_of_k():
+    """Only where bits may depend on the number of rows, and if all programs of 32 weights run two on a multiprocessor."""
+    five, others = (64, 2048, 2048, 2048, 2048), [sizes for sizes in SIZES if len(sizes) < 5]
+    weights = [torch.empty(N, 2048, device="meta") for N in five]
+    found = {rows for rows in range(1, 600) if launch.form_of(rows, weights, 132, alike=False) == launch.HALVES}
+    assert found == {5, 6, 7, 8}
+    assert all(launch.form_of(rows, weights, 128, alike=False) == launch.form_of(rows, weights, 128) for rows in range(1, 600))
+    for sizes in [*others, (64, 1024, 1024, 1024, 1024)]:
+        weights = [torch.empty(N, 2048, device="meta") for N in sizes]
+        assert all(launch.form_of(rows, weights, 132, alike=False) == launch.form_of(rows, weights, 132) for rows in range(1, 600))
+
+
+@pytest.mark.parametrize("alike", [False, True])
+def test_the_form_of_five_maps_follows_the_mode(alike, monkeypatch):
+    forms, weights = [], [torch.empty(N, 2048) for N in (64, 2048, 2048, 2048, 2048)]
+    monkeypatch.setattr(few_rows, "_hopper", lambda device, weights: launch)
+    monkeypatch.setattr(few_rows.Target, "of", lambda device: few_rows.Target("sm_90", 132, 227 << 10))
+    monkeypatch.setattr(launch, "products", lambda *given, form, **options: forms.append(form) or [])
+    compute = few_rows.products_alike if alike else few_rows.products
+    for rows in (1, 4, 5, 8, 9):
+        compute([torch.empty(rows, 2048)] * 5, weights)
+    one, four = Form(1, 2, 6), Form(1, 2, 5)
+    assert forms == ([one] * 4 if alike else [one, one, launch.HALVES, launch.HALVES]) + [four]
+
+
 @pytest.mark.parametrize("size", [8, 64, 72, 320, 65536])
 @pytest.mark.parametrize("multiprocessors", [16, 78, 132, 144])
 def test_forms_fit_a_multiprocessor(multiprocessors, size):
@@ -176,7 +201,7 @@ def test_forms_fit_a_multiprocessor(multiprocessors, size):
 def test_single_maps_of_up_to_128_rows(monkeypatch):
     """By this kernel on Hopper where it is faster: few weights in blocks of 16 rows, and a long K up to 64 rows."""
     decisions = pytest.importorskip("penstock.layers.triton.few_rows_launch")
-    monkeypatch.setattr(decisions, "_form", lambda x, weights: launch.form_of(x.shape[0], weights, 132))
+    monkeypatch.setattr(decisions, "_form", lambda x, weights, alike: launch.form_of(x.shape[0], weights, 132, alike=alike))
 
     def taken(rows, K, *counts, alike=False):
         return decisions.takes(normal(rows, K), [torch.empty(N, K, device="meta") for N in counts], alike)

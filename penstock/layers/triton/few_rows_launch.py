@@ -73,10 +73,10 @@ def _hopper(device: torch.device, weights: Sequence[Tensor]) -> Any:
     return found if found is not None and found.takes(weights) else None
 
 
-def _form(x: Tensor, weights: Sequence[Tensor]) -> Any:
+def _form(x: Tensor, weights: Sequence[Tensor], alike: bool) -> Any:
     """How Hopper's kernel computes products of x [R,K], or None."""
     hopper = _hopper(x.device, weights)
-    return None if hopper is None else hopper.form_of(x.shape[0], weights, Target.of(x.device).multiprocessors)
+    return None if hopper is None else hopper.form_of(x.shape[0], weights, Target.of(x.device).multiprocessors, alike=alike)
 
 
 def takes(x: Tensor, weights: Sequence[Tensor], alike: bool) -> bool:
@@ -85,7 +85,7 @@ def takes(x: Tensor, weights: Sequence[Tensor], alike: bool) -> bool:
         return _hopper(x.device, weights) is not None
     if x.shape[0] <= (ROWS if len(weights) == 1 else SHARED_ROWS):
         return True
-    form = _form(x, weights)
+    form = _form(x, weights, False)
     if form is None or len(weights) > 1:
         return form is not None and form.SPREAD == 1
     return form.APART > 1 or (form.SPREAD > 1 and x.shape[0] <= 2 * ROWS and x.shape[1] >= LONG)
@@ -93,11 +93,11 @@ def takes(x: Tensor, weights: Sequence[Tensor], alike: bool) -> bool:
 
 def _streamed(
     inputs: Sequence[Tensor], weights: Sequence[Tensor], gate: Tensor | None, relu_squared: bool, fixed: bool,
-    counts: Callable[[], Tensor] | None,
+    counts: Callable[[], Tensor] | None, alike: bool,
 ) -> list[Tensor] | None:  # fmt: skip
     """``products`` by Hopper's kernel, or None where it has no form."""
     x = inputs[0]
-    form = _form(x, weights) if x.shape[0] else None
+    form = _form(x, weights, alike) if x.shape[0] else None
     if form is None:
         return None
     counts = counts or partial(x.new_zeros, COUNTS, dtype=torch.int32)
@@ -112,7 +112,7 @@ def products_alike(
     counts: Callable[[], Tensor] | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """``products`` of any number of rows, whose bits do not depend on the other rows."""
-    found = _streamed(inputs, weights, gate, relu_squared, fixed, counts)
+    found = _streamed(inputs, weights, gate, relu_squared, fixed, counts, True)
     if found is not None:
         return found
     split = _hopper(inputs[0].device, weights).split_of(weights)
@@ -130,7 +130,7 @@ def products(
     the weights, so that they may be read early. ``counts`` makes COUNTS int32 zeros, which are zeros again behind the launch.
     """
     (R, K), x = inputs[0].shape, inputs[0]
-    if tile is None and (found := _streamed(inputs, weights, gate, relu_squared, fixed, counts)) is not None:
+    if tile is None and (found := _streamed(inputs, weights, gate, relu_squared, fixed, counts, False)) is not None:
         return found
     tile = tile or tile_of(R)
     results = [one.new_empty(R, weight.shape[0]) for one, weight in zip(inputs, weights)]

@@ -66,10 +66,10 @@ def split_of(weights: Sequence[Tensor]) -> int:
     return 1 if _tiles(weights) >= WIDE else 4
 
 
-def form_of(rows: int, weights: Sequence[Tensor], multiprocessors: int) -> Form | None:
+def form_of(rows: int, weights: Sequence[Tensor], multiprocessors: int, *, alike: bool = True) -> Form | None:
     """The form of a launch, measured on an H200 with the maps of RWKV-6 of 1.6 billion parameters.
 
-    None: there are too many rows, so that other kernels are as fast.
+    None: there are too many rows, so that other kernels are as fast. ``alike``: with the bits of all other numbers of rows.
     """
     if split_of(weights) > 1:
         if rows <= 32:
@@ -80,6 +80,8 @@ def form_of(rows: int, weights: Sequence[Tensor], multiprocessors: int) -> Form 
         return _wide(rows, sum(-(-weight.shape[0] // 128) for weight in weights), multiprocessors)
     if rows > 32:
         return Form(1, 1, 8, rows=64, x_stages=8 if _tiles(weights) <= multiprocessors else 4)
+    if not alike and 4 < rows <= 8 and len(weights) == PARTS and _tiles(weights) <= multiprocessors:
+        return HALVES  # 8 rows: 0.96 times the time of a step; 4 rows 0.99, 1 row 1.05, the two maps of a channel mix 1.08 to 1.09
     return Form(1, 2, 6 if rows <= 8 else 5 if rows <= 16 else 4)
 
 
