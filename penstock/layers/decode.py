@@ -55,7 +55,7 @@ def shifted_norm(
 
 WIDTH = 2048
 """C of the tokens that take ``low_rank_maps`` and ``channel_mix``, that of RWKV-6 1.6B. Both together save 6 to 7 % of a step of one token
-on an NVIDIA H200; each alone, and the first with more tokens, makes it slower (``benchmarks/NOTES.md``). Other sizes were not measured."""
+on an NVIDIA H200; the first with other maps behind it, or with more tokens, makes it slower. Other widths were not measured."""
 
 
 def _one_row(
