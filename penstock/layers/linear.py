@@ -145,13 +145,11 @@ def plain_weights(maps: Sequence[Tensor | nn.Module]) -> list[Tensor] | None:
 
 
 def linears(
-    inputs: Sequence[Tensor], maps: Sequence[Tensor | nn.Module], gate: Tensor | None = None, *, relu_squared: bool = False,
-    lasts: Any = None,
-) -> list[Tensor] | None:  # fmt: skip
+    inputs: Sequence[Tensor], maps: Sequence[Tensor | nn.Module], gate: Tensor | None = None, *, relu_squared: bool = False
+) -> list[Tensor] | None:
     """Linear maps, or weights, by one kernel on a GPU: of few tokens in a graph; inside ``rows_alike`` on Hopper, of any number.
 
     None where it does not compute them. With ``relu_squared``, the first result y is relu(y)^2; with ``gate``, it is y sigmoid(gate).
-    ``lasts``, outside of ``rows_alike``: a ``few_rows_launch.Lasts`` of as many columns as the first result, whose rows it replaces.
     """
     where = mode()
     if where == PLAIN or torch.is_grad_enabled() or (weights := plain_weights(maps)) is None:
@@ -175,7 +173,7 @@ def linears(
         return None
     gates = None if gate is None else gate.reshape(-1, gate.shape[-1]).contiguous()
     fixed = where.graph and all(_is_parameter(one) for one in weights)
-    compute = launch.products_alike if where.alike else partial(launch.products, lasts=lasts)
+    compute = launch.products_alike if where.alike else launch.products
     found = compute(flat, weights, gates, relu_squared=relu_squared, fixed=fixed, counts=partial(_zeros, x.device, launch.COUNTS))
     return [y.view(*x.shape[:-1], -1) for y in found]
 

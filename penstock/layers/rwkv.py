@@ -7,13 +7,13 @@ github.com/BlinkDL/RWKV-LM, ``RWKV-v5/src/model.py``.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import Complaints, RangeError
-from .decode import replace, shifted_linears, shifted_norm
+from .decode import channel_mix, shifted_norm
 from .fused import activated, token_shift
 from .linear import Linear, linears
 from .mixer import Mixer, MixerConfig
@@ -77,27 +77,16 @@ class ChannelMix(Mixer):
 
     def step(self, x: Tensor, y: Tensor | None, norm: nn.Module, state: ShiftState, sequences: Sequences) -> tuple[Tensor, Tensor] | None:
         """As for all mixers."""
-        factors, maps, complement = self._factors(), [self.key, self.receptance], self.complement
-        begun = shifted_linears(x, y, norm, state.shift, sequences, factors, maps, complement=complement, relu_squared=True)
-        if begun is not None:
-            hidden, gate = begun.results
-            return begun.total, self._gated(hidden, gate, begun.lasts)
-        found = shifted_norm(x, y, norm, state.shift, sequences, *factors, complement=complement)
+        found = shifted_norm(x, y, norm, state.shift, sequences, *self._factors(), complement=self.complement)
         return None if found is None else (found.total, self._mixed(*found.mixed))
 
     def _mixed(self, x_k: Tensor, x_r: Tensor) -> Tensor:
         few = linears([x_k, x_r], [self.key, self.receptance], relu_squared=True)
         if few:
-            return self._gated(*few)
+            found = linears(few[:1], [self.value], gate=few[1])
+            return found[0] if found else activated(few[1], self.value(few[0]), "sigmoid")
         hidden = activated(self.key(x_k), None, "relu_squared", self.value)
         return activated(self.receptance(x_r), hidden, "sigmoid")
-
-    def _gated(self, hidden: Tensor, gate: Tensor, lasts: Any = None) -> Tensor:
-        few = linears([hidden], [self.value], gate=gate, lasts=lasts)
-        if few:
-            return few[0]
-        replace(lasts)
-        return activated(gate, self.value(hidden), "sigmoid")
 
     def _factors(self) -> tuple[Tensor, Tensor]:
         """Of k and r: the share of the previous token in their inputs or, with ``complement``, of this token."""
@@ -115,6 +104,11 @@ class RWKV6ChannelMix(ChannelMix):
         self.config = config
         self.time_maa_k = nn.Parameter(1 - ramp(hidden_size, 1 - layer / num_layers))
         self.time_maa_r = nn.Parameter(1 - ramp(hidden_size, 1 - layer / num_layers))
+
+    def step(self, x: Tensor, y: Tensor | None, norm: nn.Module, state: ShiftState, sequences: Sequences) -> tuple[Tensor, Tensor] | None:
+        """As for all mixers."""
+        found = channel_mix(x, y, norm, state.shift, sequences, self._factors(), [self.key, self.receptance, self.value])
+        return found or super().step(x, y, norm, state, sequences)
 
     def _factors(self) -> tuple[Tensor, Tensor]:
         return self.time_maa_k, self.time_maa_r

@@ -7,14 +7,14 @@ code, github.com/BlinkDL/RWKV-LM, ``RWKV-v5/src/model.py``.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import Complaints, RangeError
 from ..recurrence.declaration import state_dtype
-from .decode import replace, rwkv_step, shifted_linears, shifted_norm
+from .decode import rwkv_step, shifted_norm
 from .fused import norm_gate, norm_of_heads, token_shift
 from .linear import linears
 from .mixer import Mixer, MixerConfig
@@ -112,10 +112,6 @@ class RWKV5TimeMix(Mixer):
 
     def step(self, x: Tensor, y: Tensor | None, norm: nn.Module, state: RWKV5State, sequences: Sequences) -> tuple[Tensor, Tensor] | None:
         """As for all mixers."""
-        if self.config.version != "5.0":  # whose step is no kernel that could replace the rows of the shift state
-            begun = shifted_linears(x, y, norm, state.shift, sequences, self._mixes(), self._maps(), complement=True)
-            if begun is not None:
-                return begun.total, self._recurred(begun.results, state.wkv, sequences, begun.lasts)[0]
         found = shifted_norm(x, y, norm, state.shift, sequences, *self._mixes(), complement=True)
         return None if found is None else (found.total, self._mixed(found.mixed, state.wkv, sequences)[0])
 
@@ -123,28 +119,22 @@ class RWKV5TimeMix(Mixer):
         gate = [] if self.config.version == "5.0" else [self.time_mix_g]
         return [self.time_mix_r, self.time_mix_k, self.time_mix_v, *gate]
 
-    def _maps(self) -> list[nn.Module]:
-        gate = [] if self.config.version == "5.0" else [self.gate]
-        return [self.receptance, self.key, self.value, *gate]
-
     def _mixed(self, inputs: tuple[Tensor, ...], wkv: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
         """Y and the new state of the recurrence, from the inputs of r, k, v and g."""
-        maps = self._maps()
-        few = linears(inputs, maps)
-        return self._recurred(few or [one(x) for one, x in zip(maps, inputs)], wkv, sequences)
-
-    def _recurred(self, parts: list[Tensor], wkv: Tensor, sequences: Sequences, lasts: Any = None) -> tuple[Tensor, Tensor]:
-        """Y and the new state of the recurrence, from r, k, v and g. ``lasts``: rows of the shift state that are still to be replaced."""
         heads = self.time_decay.shape[0], self.config.head_size
-        r, k, v, gate = *parts[:3], parts[3] if len(parts) > 3 else None
-        if gate is not None:
-            stepped = rwkv_step(r, k, v, gate, self.time_faaaa, self.time_decay, self.ln_x, wkv, sequences, lasts=lasts)
+        gated = self.config.version != "5.0"
+        maps = (self.receptance, self.key, self.value, *([self.gate] if gated else []))
+        few = linears(inputs, maps)
+        *rkv, gate = few or [one(x) for one, x in zip(maps, inputs)]
+        rkv = rkv if gated else [*rkv, gate]
+        if gated:
+            r, k, v = rkv
+            stepped = rwkv_step(r, k, v, gate, self.time_faaaa, self.time_decay, self.ln_x, wkv, sequences)
             if stepped is not None:
                 return self.output(stepped), wkv
-        replace(lasts)
-        r, k, v = (one.unflatten(-1, heads) for one in (r, k, v))
+        r, k, v = (one.unflatten(-1, heads) for one in rkv)
         w = -torch.exp(self.time_decay.to(state_dtype(r.dtype))).expand(heads)
         output, wkv = sequences.recur("rwkv5", r, k, v, w, self.time_faaaa.expand(heads), state=wkv)
-        if gate is not None:
+        if gated:
             return norm_gate(output, gate, self.ln_x, self.output, grouped=True), wkv
         return self.output(norm_of_heads(output, self.ln_x, grouped=True)), wkv

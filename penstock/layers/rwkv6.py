@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ..recurrence.declaration import state_dtype
-from .decode import replace, rwkv_step, shifted_low_rank, shifted_norm
+from .decode import low_rank_maps, rwkv_step, shifted_norm
 from .fused import TokensBefore, low_rank_decay, norm_gate, token_shift
 from .linear import linear, linears
 from .mixer import Mixer, MixerConfig
@@ -127,45 +127,49 @@ class RWKV6TimeMix(Mixer):
         """Y and the new state."""
         last, shift = sequences.shifted(x, state.shift)
         mixed, x = token_shift(x, last, sequences, self.time_maa_x, kept=True)
-        y, wkv = self._mixed(self._shifted(x, last, mixed, sequences), state.wkv, sequences)
+        y, wkv = self._mixed(x, last, mixed, state.wkv, sequences)
         return y, RWKV6State(shift, wkv)
 
     def step(self, x: Tensor, y: Tensor | None, norm: nn.Module, state: RWKV6State, sequences: Sequences) -> tuple[Tensor, Tensor] | None:
         """As for all mixers."""
-        w1, w2 = self.time_maa_w1, self.time_maa_w2
-        begun = shifted_low_rank(x, y, norm, state.shift, sequences, self.time_maa_x, w1, self._factors(), w2)
+        low_rank = self.time_maa_x, self.time_maa_w1, self._factors(), self.time_maa_w2
+        begun = low_rank_maps(x, y, norm, state.shift, sequences, *low_rank, self.time_decay_w1, self._maps())
         if begun is not None:
-            return begun.total, self._mixed(begun.results, state.wkv, sequences, begun.lasts)[0]
+            total, parts, lasts = begun
+            return total, self._recurred(parts, state.wkv, sequences, lasts)[0]
         found = shifted_norm(x, y, norm, state.shift, sequences, self.time_maa_x, kept=True)
         if found is None:
             return None
-        inputs = self._shifted(found.normed, TokensBefore(found.before), found.mixed[0], sequences)
-        return found.total, self._mixed(inputs, state.wkv, sequences)[0]
+        return found.total, self._mixed(found.normed, TokensBefore(found.before), found.mixed[0], state.wkv, sequences)[0]
 
-    def _factors(self) -> tuple[Tensor, ...]:
-        """Of x_w, x_k, x_v, x_r and x_g."""
-        return self.time_maa_w, self.time_maa_k, self.time_maa_v, self.time_maa_r, self.time_maa_g
+    def _mixed(self, x: Tensor, last: Any, mixed: Tensor, wkv: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
+        """Y and the new state of the recurrence; ``mixed`` is x + dx maa_x."""
+        return self._recurred(self._project(x, last, mixed, sequences), wkv, sequences)
 
-    def _shifted(self, x: Tensor, last: Any, mixed: Tensor, sequences: Sequences) -> tuple[Tensor, ...]:
-        """x_w, x_k, x_v, x_r and x_g; ``mixed`` is x + dx maa_x."""
-        hidden = linear(mixed, self.time_maa_w1.T).unflatten(-1, self.time_maa_w2.shape[:2])  # [B,T,5,M]
-        return token_shift(x, last, sequences, *self._factors(), low_rank=(hidden, self.time_maa_w2))
-
-    def _mixed(self, shifted: Sequence[Tensor], wkv: Tensor, sequences: Sequences, lasts: Any = None) -> tuple[Tensor, Tensor]:
-        """Y and the new state of the recurrence, from x_w, x_k, x_v, x_r and x_g. ``lasts``: rows that are still to be replaced."""
-        low, r, k, v, gate = self._project(shifted)
-        H, up, bias = self.time_faaaa.shape[0], self.time_decay_w2, self.time_decay
+    def _recurred(self, parts: list[Tensor], wkv: Tensor, sequences: Sequences, lasts: Any = None) -> tuple[Tensor, Tensor]:
+        """Y and the new state, from the results of ``_project``. ``lasts``: a row of the shift state that is still to be replaced."""
+        (low, k, v, r, gate), H, up, bias = parts, self.time_faaaa.shape[0], self.time_decay_w2, self.time_decay
         stepped = rwkv_step(r, k, v, gate, self.time_faaaa, bias, self.ln_x, wkv, sequences, (low, up), lasts)
         if stepped is not None:
             return self.output(stepped), wkv
-        replace(lasts)
+        if lasts is not None:
+            lasts.write()
         r, k, v, w = (x.unflatten(-1, (H, -1)) for x in (r, k, v, low_rank_decay(low, up, bias)))
         output, wkv = sequences.recur("rwkv6", r, k, v, w, self.time_faaaa, state=wkv)
         return norm_gate(output, gate, self.ln_x, self.output, grouped=True), wkv
 
-    def _project(self, shifted: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """The decay's low-rank part x_w D_1 [B,T,D], r and k [B,T,H*K], v and gate before silu [B,T,H*V]."""
-        down, maps = self.time_decay_w1.T, (self.key, self.value, self.receptance, self.gate)
+    def _project(self, x: Tensor, last: Any, mixed: Tensor, sequences: Sequences) -> list[Tensor]:
+        """The decay's low-rank part x_w D_1 [B,T,D], k [B,T,H*K], v [B,T,H*V], r [B,T,H*K] and gate before silu [B,T,H*V]."""
+        hidden = linear(mixed, self.time_maa_w1.T).unflatten(-1, self.time_maa_w2.shape[:2])  # [B,T,5,M]
+        shifted = token_shift(x, last, sequences, *self._factors(), low_rank=(hidden, self.time_maa_w2))
+        down, maps = self.time_decay_w1.T, self._maps()
         few = linears(shifted, [down, *maps])
-        low, k, v, r, gate = few or [linear(shifted[0], down), *(one(x) for one, x in zip(maps, shifted[1:]))]
-        return low, r, k, v, gate
+        return few or [linear(shifted[0], down), *(one(x) for one, x in zip(maps, shifted[1:]))]
+
+    def _factors(self) -> Sequence[Tensor]:
+        """Of the token shifts of w, k, v, r and g."""
+        return self.time_maa_w, self.time_maa_k, self.time_maa_v, self.time_maa_r, self.time_maa_g
+
+    def _maps(self) -> Sequence[nn.Module]:
+        """Of k, v, r and g."""
+        return self.key, self.value, self.receptance, self.gate

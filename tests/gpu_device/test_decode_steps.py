@@ -1,4 +1,4 @@
-"""Kernels of decode steps on Hopper that begin with a norm. Run with ``pytest -m gpu``."""
+"""Kernels of a decode step of one token on Hopper that begin with a norm. Run with ``pytest -m gpu``."""
 
 import pytest
 import torch
@@ -6,20 +6,24 @@ from architectures import flat, randomised
 from formulas import error
 
 from penstock.layers import linear
-from penstock.models import CausalLM, rwkv5, rwkv6
+from penstock.models import CausalLM, rwkv6
 
-launch = pytest.importorskip("penstock.layers.triton.few_rows_launch")
+launch = pytest.importorskip("penstock.layers.triton.hopper_one_row_launch", reason="needs Gluon")
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="no Hopper GPU"), pytest.mark.timeout(600)]
 DTYPES = [torch.bfloat16, torch.float16]
 
 
-def shift_of(rows, C, parts, dtype):
-    """Tokens, a pool with gaps between its rows, and factors. Row 1 is skipped."""
-    torch.manual_seed(rows + C)
-    x, y, *vectors = (torch.randn(*shape, device="cuda").to(dtype) for shape in [(rows, C)] * 2 + [(C,)] * (2 + parts))
-    pool, slots = torch.randn(9, 2, C, device="cuda").to(dtype)[:, 1], torch.tensor([4, -1, 0, 8, 2, 7][:rows], device="cuda")
-    return launch.Shift(x, y, *vectors[:2], 1e-3, True, pool, slots, vectors[2:])
+def shift_of(C, parts, dtype):
+    """A token, a pool with gaps between its rows, and factors."""
+    torch.manual_seed(C)
+    x, y, *vectors = (torch.randn(*shape, device="cuda").to(dtype) for shape in [(1, C)] * 2 + [(C,)] * (2 + parts))
+    pool = torch.randn(9, 2, C, device="cuda").to(dtype)[:, 1]
+    return launch.Shift(x, y, *vectors[:2], 1e-3, True, pool, torch.tensor([4], device="cuda"), vectors[2:])
+
+
+def normal(*shape, dtype):
+    return torch.randn(shape, device="cuda").to(dtype)
 
 
 def close(found, wanted):
@@ -36,106 +40,79 @@ def started(shift):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("slot", [4, 0, -1])
 @pytest.mark.parametrize(("C", "M"), [(2048, 32), (1024, 64), (768, 32), (24, 5)])
-def test_low_rank_maps_of_norms(C, M, dtype):
-    """Values are those of float64; bits of a row depend neither on the number of rows nor on its place."""
-    whole = shift_of(4, C, 5, dtype)
-    mu, down, up = (torch.randn(*shape, device="cuda") for shape in ((C,), (C, 5 * M), (5, M, C)))
-    mu, down, up = mu.to(dtype), (down / C**0.5).to(dtype), (up / M**0.5).to(dtype)
-    kept = whole.pool.clone()
-    total, shifted, lasts = launch.shifted_low_rank(whole, mu, down, up)
-    normed, now, last = started(whole)
+def test_low_rank_maps_of_norms(C, M, slot, dtype):
+    """And the linear maps of their results. The pool does not change."""
+    shift = shift_of(C, 5, dtype)
+    shift.slots.fill_(slot)
+    mu, down, up, kept = normal(C, dtype=dtype), normal(C, 5 * M, dtype=dtype), normal(5, M, C, dtype=dtype), shift.pool.clone()
+    down, up = down / C**0.5, up / M**0.5
+    weights = [normal(C, 64, dtype=dtype).T, *(normal(C + 8 * n, C, dtype=dtype) for n in range(4))]
+    total, found, lasts = launch.low_rank_maps(shift, mu, down, up, weights)
+    normed, now, last = started(shift)
     low = ((now + (last - now) * mu.double()).to(dtype).double() @ down.double()).to(dtype).double().tanh().to(dtype).double()
-    factors = torch.stack(whole.factors).double()[:, None] + torch.einsum("rnm,nmc->nrc", low.unflatten(1, (5, M)), up.double())
-    assert torch.equal(total, whole.x + whole.y)
+    factors = torch.stack(shift.factors).double()[:, None] + torch.einsum("rnm,nmc->nrc", low.unflatten(1, (5, M)), up.double())
+    assert torch.equal(total, shift.x + shift.y)
     close(lasts.normed, normed)
-    for y, one in zip(shifted, now + (last - now) * factors):
-        close(y, one)
-    assert torch.equal(whole.pool, kept)
-    for rows in (slice(0, 1), slice(3, 4), slice(1, 3)):
-        own = whole._replace(x=whole.x[rows], y=whole.y[rows], slots=whole.slots[rows])
-        total, found, alone = launch.shifted_low_rank(own, mu, down, up)
-        assert torch.equal(alone.normed, lasts.normed[rows])
-        assert all(torch.equal(y, one[rows]) for y, one in zip(found, shifted))
+    for y, one, weight in zip(found, (now + (last - now) * factors).to(dtype), weights):
+        close(y, one.double() @ weight.double().T)
+    assert torch.equal(shift.pool, kept)
+    lasts.write()
+    if slot >= 0:
+        kept[slot] = lasts.normed
+    assert torch.equal(shift.pool, kept)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("held", [0, 8])
-@pytest.mark.parametrize(("K", "counts"), [(2048, (7168, 2048)), (2048, (2048, 2048, 2048, 2000)), (2560, (8960, 2560)), (512, (6401,))])
-def test_products_of_norms(K, counts, held, dtype, monkeypatch):
-    monkeypatch.setattr("penstock.layers.triton.hopper_shifted_products_launch.HELD", held)
-    shift, weights = shift_of(1, K, len(counts), dtype), [(torch.randn(N, K, device="cuda") / K**0.5).to(dtype) for N in counts]
-    kept = shift.pool.clone()
-    for slot in (4, -1):
-        shift.slots.fill_(slot)
-        total, found, lasts = launch.shifted_products(shift, weights, complement=slot < 0, relu_squared=True)
-        normed, now, last = started(shift)
-        factors = [1 - one.double() if slot < 0 else one.double() for one in shift.factors]
-        wanted = [(now + (last - now) * m).to(dtype).double() @ weight.double().T for m, weight in zip(factors, weights)]
-        wanted[0] = torch.relu(wanted[0]).square()
-        assert torch.equal(total, shift.x + shift.y)
-        close(lasts.normed, normed)
-        for y, one in zip(found, wanted):
-            close(y, one)
-        assert torch.equal(shift.pool, kept)
+@pytest.mark.parametrize("slot", [4, 0, -1])
+@pytest.mark.parametrize(("C", "F"), [(2048, 7168), (2560, 8960), (512, 6400)])
+def test_channel_mixes_of_norms(C, F, slot, dtype):
+    """The norm replaces the row of the pool, except for a negative slot."""
+    shift = shift_of(C, 2, dtype)
+    shift.slots.fill_(slot)
+    key, receptance, value = (normal(N, K, dtype=dtype) / K**0.5 for N, K in ((F, C), (C, C), (C, F)))
+    assert launch.takes_channel_mix(key, receptance, value)
+    (normed, now, last), kept = started(shift), shift.pool.clone()
+    total, found = launch.channel_mix(shift, key, receptance, value)
+    hidden, gate = (
+        (now + (last - now) * m.double()).to(dtype).double() @ weight.double().T for m, weight in zip(shift.factors, (key, receptance))
+    )
+    close(found, torch.relu(hidden).square().to(dtype).double() @ value.double().T * gate.sigmoid())
+    assert torch.equal(total, shift.x + shift.y)
+    if slot >= 0:
+        close(shift.pool[slot], normed[0])
+        kept[slot] = shift.pool[slot]
+    assert torch.equal(shift.pool, kept)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows", [65, 128])
-@pytest.mark.parametrize("K", [7168, 2048, 72])
-def test_parts_of_products_that_another_launch_adds(K, rows, dtype):
-    products = pytest.importorskip("penstock.layers.triton.hopper_products_launch")
-    x, gate = (torch.randn(rows, N, device="cuda").to(dtype) for N in (K, 2048))
-    weight = (torch.randn(2048, K, device="cuda") / K**0.5).to(dtype)
-    form, exact = products.deferred_form(rows, [weight], 132), x.double() @ weight.double().T
-    for early in (False, True):
-        (y,) = products.products([x], [weight], gate, form=form, early=early)
-        close(y, exact * gate.double().sigmoid())
-        (y,) = products.products([x], [weight], relu_squared=True, form=form, early=early)
-        close(y, torch.relu(exact).square())
+@pytest.mark.parametrize("rows", [1, 5, 8, 9])
+def test_five_maps_of_few_rows_in_graphs(rows, dtype):
+    """K of those of 5 to 8 rows is in two parts."""
+    inputs = [normal(rows, 2048, dtype=dtype) for _ in range(5)]
+    weights = [torch.nn.Parameter(normal(N, 2048, dtype=dtype) / 2048**0.5) for N in (64, 2048, 2048, 2048, 2048)]
+    weights[0] = torch.nn.Parameter(weights[0].detach().T.contiguous()).T
+    with torch.no_grad(), linear.in_graph():
+        found = linear.linears(inputs, weights)
+    for y, x, weight in zip(found, inputs, weights):
+        close(y, x.double() @ weight.detach().double().T)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows", [1, 40])
-def test_maps_replace_rows_of_shift_states(rows, dtype):
-    """None for negative slots; the products do not change."""
-    x, gate, normed = (torch.randn(rows, N, device="cuda").to(dtype) for N in (7168, 2048, 2048))
-    weight, pool = (torch.randn(2048, 7168, device="cuda") / 80).to(dtype), torch.randn(50, 2, 2048, device="cuda").to(dtype)[:, 1]
-    slots, kept = torch.randperm(50, device="cuda")[:rows], pool.clone()
-    slots[3::5] = -1
-    kept[slots[slots >= 0]] = normed[slots >= 0]
-    lasts = launch.Lasts(normed, pool, slots)
-    (wanted,), (y,) = (launch.products([x], [weight], gate, fixed=True, lasts=one) for one in (None, lasts))
-    assert torch.equal(y, wanted)
-    assert torch.equal(pool, kept)
-
-
-CONFIGS = {
-    "rwkv6": rwkv6(vocab_size=13, hidden_size=1024, num_layers=2, intermediate_size=5376),
-    "rwkv5.2": rwkv5(vocab_size=13, hidden_size=2048, num_layers=2, intermediate_size=4608, version="5.2"),
-}
-
-
-@pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("rows", [1, 3])
-def test_graphs_of_steps_equal_those_of_a_cpu(rows, name, monkeypatch):
+def test_graphs_of_steps_equal_those_of_a_cpu(rows, monkeypatch):
     """Also with other slots at each replay, which the kernels read before and behind the wait for the kernel ahead."""
-    names = []
+    names, config = [], rwkv6(vocab_size=13, hidden_size=2048, num_layers=2, intermediate_size=4352)
 
     def watched(name, whole):
-        def called(*given, **options):
-            found = whole(*given, **options)
-            names.extend([] if found is None else [name])
-            return found
+        return lambda *given: names.append(name) or whole(*given)
 
-        return called
-
-    for one in ("shifted_low_rank", "shifted_products"):
+    for one in ("low_rank_maps", "channel_mix"):
         monkeypatch.setattr(launch, one, watched(one, getattr(launch, one)))
     torch.manual_seed(0)
-    model = CausalLM(CONFIGS[name])
+    model = CausalLM(config)
     randomised(model)
-    ours, theirs = model.to(torch.bfloat16).cuda(), CausalLM(CONFIGS[name]).to(torch.bfloat16)
+    ours, theirs = model.to(torch.bfloat16).cuda(), CausalLM(config).to(torch.bfloat16)
     theirs.load_state_dict(ours.state_dict())
     theirs = theirs.double()
     ids = torch.randint(13, (rows, 6), generator=torch.Generator().manual_seed(2))
@@ -149,8 +126,7 @@ def test_graphs_of_steps_equal_those_of_a_cpu(rows, name, monkeypatch):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph), linear.in_graph():
         logits = ours.advance(step, pool, slots=slots)
-    expected = {"shifted_low_rank"} if name == "rwkv6" else set()
-    assert set(names) == expected | ({"shifted_products"} if rows == 1 else set())
+    assert set(names) == ({"low_rank_maps", "channel_mix"} if rows == 1 else set())
     places = torch.tensor([[2, -1, 5], [2, 3, -1], [0, 3, 2], [6, 5, 2], [2, 6, 0], [0, -1, 2]])
     for t in range(6):
         step.copy_(ids[:, t : t + 1])

@@ -164,39 +164,30 @@ def test_every_fused_kernel_compiles_for_any_number_of_tokens():
 
 
 FORMS = """
-from itertools import product
-
 import torch
 
 from penstock.gpu.hopper import Tile
-from penstock.layers.triton import few_rows_launch
 from penstock.layers.triton import hopper_products_launch as launch
 from penstock.tune.ahead import Job, Memory, kernel_name, resources
 
-kernel, forms = launch.hopper_products.penstock_products_hopper, []
-for K, sizes in product((2048, 7168), ((64, 2048, 2048, 2048, 2048), (7168, 2048), (2048,), (160,))):
-    weights = [torch.empty(N, K, dtype=torch.bfloat16) for N in sizes]
+kernel = launch.hopper_products.penstock_products_hopper
+for sizes in ((64, 2048, 2048, 2048, 2048), (7168, 2048), (2048,), (160,)):
+    weights = [torch.empty(N, 2048, dtype=torch.bfloat16) for N in sizes]
     if len(sizes) == 5:
-        weights[0] = torch.empty(K, sizes[0], dtype=torch.bfloat16).T
-    for rows in (8, 16, 32, 64, 128, 192, 256, 384, 512) if K == 2048 else ():
-        forms.append((weights, rows, launch.form_of(rows, weights, 132)))
-    forms.append((weights, 128, launch.deferred_form(128, weights, 132)))
-for weights, rows, form in forms:
-    if form is None:
-        continue
-    K, sizes = weights[0].shape[1], [len(one) for one in weights]
-    inputs, results = ([torch.empty(rows, N, dtype=torch.bfloat16) for N in some] for some in ([K] * len(sizes), sizes))
-    gate = results[0] if len(sizes) == 1 and not form.deferred else None
-    results[0] = results[0].float() if form.deferred else results[0]
-    counts = torch.zeros(256, dtype=torch.int32)
-    lasts = few_rows_launch.Lasts(gate, gate, counts) if gate is not None and rows == 8 else None
-    options = {"relu_squared": gate is None and not form.deferred, "early": True, "counts": counts, "lasts": lasts}
-    given = launch.arguments(inputs, weights, results, gate, form, **options)
-    arguments = [Memory(x.dtype, x.numel(), Tile(*known["block_shape"])) for x, known in given.tiles]
-    arguments += [Memory(x.dtype, x.numel()) if isinstance(x, torch.Tensor) else x for x in given.others]
-    arguments += [given.constants[name] for name in kernel.arg_names[len(arguments) :]]
-    found = resources(Job("sm_90", kernel_name(kernel), tuple(arguments), (("num_warps", form.warps), ("launch_pdl", True))))
-    print(found.spill, found.shared, found.registers, K, sizes, rows, form)
+        weights[0] = torch.empty(2048, sizes[0], dtype=torch.bfloat16).T
+    for rows in (8, 16, 32, 64, 128, 192, 256, 384, 512):
+        form = launch.form_of(rows, weights, 132)
+        if form is None:
+            continue
+        inputs, results = ([torch.empty(rows, N, dtype=torch.bfloat16) for N in some] for some in ([2048] * len(sizes), sizes))
+        gate = results[0] if len(sizes) == 1 else None
+        counts = torch.zeros(256, dtype=torch.int32)
+        given = launch.arguments(inputs, weights, results, gate, form, relu_squared=gate is None, early=True, counts=counts)
+        arguments = [Memory(x.dtype, x.numel(), Tile(*known["block_shape"])) for x, known in given.tiles]
+        arguments += [Memory(x.dtype, x.numel()) if isinstance(x, torch.Tensor) else x for x in given.others]
+        arguments += [given.constants[name] for name in kernel.arg_names[len(arguments) :]]
+        found = resources(Job("sm_90", kernel_name(kernel), tuple(arguments), (("num_warps", form.warps), ("launch_pdl", True))))
+        print(found.spill, found.shared, found.registers, sizes, rows, form)
 """
 
 
@@ -205,62 +196,65 @@ def test_linear_maps_for_hopper_compile_without_spills():
     """With as much shared memory as sm_90 has."""
     lines = printed(FORMS)
     assert len(lines) >= 32
-    assert sum(line.endswith("deferred=True)") for line in lines) == 2
     for line in lines:
         spill, shared = map(int, line.split()[:2])
         assert spill == 0, line
         assert shared <= 227 * 1024, line
 
 
-DECODE = """
+ONE_ROW = """
 from itertools import product
 
 import torch
 
 from penstock.gpu.hopper import Tile
-from penstock.layers.triton import few_rows_launch, hopper_low_rank_launch, hopper_shifted_products_launch
+from penstock.layers.triton import few_rows_launch
+from penstock.layers.triton import hopper_one_row_launch as launch
 from penstock.tune.ahead import Job, Memory, kernel_name, resources
 
 
-def compiled(kernel, given, **options):
-    arguments = [Memory(x.dtype, x.numel(), Tile(*known["block_shape"])) for x, known in getattr(given, "tiles", [])]
-    arguments += [Memory(x.dtype, x.numel()) if isinstance(x, torch.Tensor) else x for x in given.given]
+def compiled(kernel, given, others, **options):
+    arguments = [Memory(x.dtype, x.numel(), Tile(*known["block_shape"])) for x, known in given.tiles]
+    arguments += [Memory(x.dtype, x.numel()) if isinstance(x, torch.Tensor) else x for x in others]
     arguments += [given.constants[name] for name in kernel.arg_names[len(arguments) :]]
-    return resources(Job("sm_90", kernel_name(kernel), tuple(arguments), (*options.items(), ("launch_pdl", True))))
+    found = resources(Job("sm_90", kernel_name(kernel), tuple(arguments), (*options.items(), ("launch_pdl", True))))
+    print(found.spill, found.shared, found.registers, kernel_name(kernel), given.constants)
 
 
 for dtype, slots in ((torch.bfloat16, torch.int64), (torch.float16, torch.int32)):
     empty = lambda *shape, dtype=dtype: torch.empty(shape, dtype=dtype)
+    slots = empty(1, dtype=slots)
 
     def shift(C, parts, centre):
         row, pool = empty(1, C), empty(132, C)
-        bias = row[0] if centre else None
-        return few_rows_launch.Shift(row, row, row[0], bias, 1e-5, centre, pool, empty(1, dtype=slots), [row[0]] * parts)
+        return launch.Shift(row, row, row[0], row[0] if centre else None, 1e-5, centre, pool, slots, [row[0]] * parts)
 
-    sizes = (2048, 32, 132), (2048, 32, 20), (1024, 64, 132), (768, 32, 132), (24, 5, 132)
-    for (C, M, multiprocessors), centre in product(sizes, (False, True)):
-        results = empty(1, C), empty(1, C), empty(5, 1, C)
-        weights = empty(C), empty(C, 5 * M), empty(5, M, C)
-        given = hopper_low_rank_launch.arguments(shift(C, 5, centre), *weights, results, multiprocessors, early=True)
-        kernel, options = hopper_low_rank_launch.hopper_low_rank.penstock_shifted_low_rank, {"maxnreg": hopper_low_rank_launch.REGISTERS}
-        found = compiled(kernel, given, num_warps=hopper_low_rank_launch.WARPS, **options)
-        print(found.spill, found.shared, found.registers, dtype, C, M)
-    for K, counts in ((2048, (7168, 2048)), (2048, (2048,) * 5), (2560, (8960, 2560)), (512, (6400,))):
-        weights = [empty(N, K) for N in counts]
-        results = [empty(1, K), empty(1, K), *(empty(1, N) for N in counts)]
-        for hopper_shifted_products_launch.HELD in (0, 8):
-            options = {"complement": len(counts) == 5, "relu_squared": len(counts) == 2, "early": True}
-            given = hopper_shifted_products_launch.arguments(shift(K, len(counts), True), weights, results, **options)
-            found = compiled(hopper_shifted_products_launch.kernels.penstock_shifted_products, given, num_warps=4)
-            print(found.spill, found.shared, found.registers, dtype, K, counts)
+    for (C, M), centre in product(((2048, 32), (1024, 64), (768, 32), (24, 5)), (False, True)):
+        results, weights = (empty(1, C), empty(1, C), empty(5, 1, C)), (empty(C), empty(C, 5 * M), empty(5, M, C))
+        given = launch.low_rank_arguments(shift(C, 5, centre), *weights, results, early=True)
+        options = {"num_warps": launch.WARPS, "maxnreg": launch.REGISTERS}
+        compiled(launch.kernels.penstock_shifted_low_rank, given, given.given, **options)
+    for (K, F), centre in product(((2048, 7168), (2560, 8960), (512, 6400)), (False, True)):
+        weights, results = [empty(F, K), empty(K, K)], [empty(1, K), empty(1, K), empty(1, F), empty(1, K)]
+        given = launch.channel_arguments(shift(K, 2, centre), weights, results, early=True)
+        compiled(launch.kernels.penstock_shifted_products, given, given.given, num_warps=4)
+    weights = [empty(2048, 64).T, *[empty(2048, 2048)] * 4]
+    for rows in (1, 8):
+        inputs, results = [empty(rows, 2048)] * 5, [empty(rows, 64), *[empty(rows, 2048)] * 4]
+        given = launch.maps.arguments(inputs, weights, results, None, launch.maps.HALVES, relu_squared=False, early=True)
+        compiled(launch.maps.hopper_products.penstock_products_hopper, given, given.others, num_warps=4)
+    hidden, weights, row = empty(1, 7168), [empty(2048, 7168)], empty(1, 2048)
+    options = {"relu_squared": False, "early": True, "lasts": few_rows_launch.Lasts(row, empty(9, 2048), slots)}
+    given = launch.maps.arguments([hidden], weights, [row], row, launch.maps.form_of(1, weights, 132), **options)
+    compiled(launch.maps.hopper_products.penstock_products_hopper, given, given.others, num_warps=4)
 """
 
 
 @pytest.mark.timeout(900)
-def test_decode_steps_for_hopper_compile_without_spills():
+def test_steps_of_one_token_for_hopper_compile_without_spills():
     """Two programs of the linear maps share a multiprocessor, and those of low-rank maps run beside them."""
-    lines = printed(DECODE)
-    assert len(lines) == 36
+    lines = printed(ONE_ROW)
+    assert len(lines) == 34
     for line in lines:
         spill, shared, registers = map(int, line.split()[:3])
         assert spill == 0, line

@@ -13,29 +13,17 @@ Form = launch.Form
 
 DTYPES = [torch.bfloat16, torch.float16]
 BLOCKS = Form(4, 1, 4, rows=16)
-FORMS = [Form(1, 1, 12), Form(1, 2, 6), Form(2, 1, 3), Form(4, 1, 8), Form(4, 2, 2), BLOCKS]
+FORMS = [Form(1, 1, 12), Form(1, 2, 6), Form(2, 1, 3), launch.HALVES, Form(4, 1, 8), Form(4, 2, 2), BLOCKS]
 MANY = [
     Form(1, 1, 6, 8, 128), Form(1, 1, 3, 8, 128), Form(1, 1, 4, 8, 128, 256), Form(1, 1, 5, 8, 64, 256), Form(1, 1, 8, 8),
     Form(1, 1, 7, 8, 64, 128, 3), Form(1, 1, 4, 8, 128, 0, 3), Form(1, 1, 5, 8, 128, 64, 4), Form(1, 1, 8, 4, 64, 64, 4), BLOCKS,
 ]  # fmt: skip
 """For more rows."""
-DEFERRED = [Form(1, 1, 9, 8, 128, 128, 4, 8, True), Form(1, 1, 8, 8, 64, 128, 8, 4, True)]
-"""Whose parts another launch adds."""
 SPREAD = [Form(1, 1, 8, 4, SPREAD=4), Form(1, 1, 4, 8, 128, 128, 3, 4), Form(1, 1, 16, 8, 64, 64, 6, 4)]
 
 
 def normal(*shape, dtype=torch.float32, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)), dtype=torch.float64).to(dtype)
-
-
-class Launcher:
-    """A kernel that ``run`` launches."""
-
-    def __init__(self, run):
-        self.run = run
-
-    def __getitem__(self, grid):
-        return self.run(grid)
 
 
 def close(found, wanted, roundings=4):
@@ -93,38 +81,16 @@ def test_many_rows(form, rows, size, dtype):
     close(y, exact[0] * gate.double().sigmoid())
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("form", DEFERRED, ids=str)
-@pytest.mark.parametrize(("rows", "size"), [(65, 64), (128, 1160), (90, 520)])
-def test_parts_that_another_launch_adds(rows, size, form, gated, dtype, monkeypatch):
-    x, weight, gate = normal(rows, size, dtype=dtype), normal(136, size, dtype=dtype) / 8, normal(rows, 136, dtype=dtype)
-    kernel, given = launch.hopper_products.penstock_products_hopper, []
-
-    def launched(grid):
-        def run(*arguments, num_warps, **constants):
-            gluon.launch(kernel, grid, arguments, constants, num_warps)
-            given.append(constants["DEFERRED"])
-
-        return run
-
-    monkeypatch.setattr(launch, "described", lambda x, known: gluon.Descriptor(x, known["block_shape"]))
-    monkeypatch.setattr(launch, "on_device_of", lambda x, kernel: Launcher(launched))
-    (y,) = launch.products([x], [weight], gate if gated else None, relu_squared=not gated, form=form)
-    exact = x.double() @ weight.double().T
-    close(y, exact * gate.double().sigmoid() if gated else torch.relu(exact).square())
-    assert given == [True]
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize(("form", "rows"), [(Form(4, 1, 8), 1), *((form, 37) for form in (*FORMS, *SPREAD))], ids=str)
-def test_rows_of_a_pool_are_replaced(form, rows, dtype):
-    """None for negative slots. The products do not change."""
-    x, weight, gate, normed = (normal(*shape, dtype=torch.bfloat16) for shape in ((rows, 520), (72, 520), (rows, 72), (rows, 72)))
-    pool, slots = normal(50, 2, 72, dtype=dtype)[:, 1], torch.randperm(50, generator=torch.Generator().manual_seed(0))[:rows]
-    slots[3::5] = -1
+@pytest.mark.parametrize("slot", [7, 0, -1])
+@pytest.mark.parametrize("form", [Form(4, 1, 8), launch.HALVES, Form(1, 2, 6)], ids=str)
+def test_the_row_of_a_pool_is_replaced(form, slot, dtype):
+    """None for a negative slot. The products do not change."""
+    x, weight, gate, normed = (normal(*shape, dtype=torch.bfloat16) for shape in ((1, 520), (72, 520), (1, 72), (1, 72)))
+    pool, slots = normal(9, 2, 72, dtype=dtype)[:, 1], torch.tensor([slot])
     wanted = pool.clone()
-    wanted[slots[slots >= 0]] = normed[slots >= 0].to(dtype)
+    if slot >= 0:
+        wanted[slot] = normed[0].to(dtype)
     (alone,), (y,) = (products([x], [weight], form, gate, lasts=lasts) for lasts in (None, few_rows.Lasts(normed, pool, slots)))
     assert torch.equal(y, alone)
     assert torch.equal(pool, wanted)
@@ -183,6 +149,31 @@ def test_forms_of_any_number_of_rows_sum_the_same_parts(sizes):
         assert form is None or split == form.APART * form.SPREAD
 
 
+def test_five_maps_of_5_to_8_rows_have_two_parts_of_k():
+    """Only where bits may depend on the number of rows, and if all programs of 32 weights run two on a multiprocessor."""
+    five, others = (64, 2048, 2048, 2048, 2048), [sizes for sizes in SIZES if len(sizes) < 5]
+    weights = [torch.empty(N, 2048, device="meta") for N in five]
+    found = {rows for rows in range(1, 600) if launch.form_of(rows, weights, 132, alike=False) == launch.HALVES}
+    assert found == {5, 6, 7, 8}
+    assert all(launch.form_of(rows, weights, 128, alike=False) == launch.form_of(rows, weights, 128) for rows in range(1, 600))
+    for sizes in [*others, (64, 1024, 1024, 1024, 1024)]:
+        weights = [torch.empty(N, 2048, device="meta") for N in sizes]
+        assert all(launch.form_of(rows, weights, 132, alike=False) == launch.form_of(rows, weights, 132) for rows in range(1, 600))
+
+
+@pytest.mark.parametrize("alike", [False, True])
+def test_the_form_of_five_maps_follows_the_mode(alike, monkeypatch):
+    forms, weights = [], [torch.empty(N, 2048) for N in (64, 2048, 2048, 2048, 2048)]
+    monkeypatch.setattr(few_rows, "_hopper", lambda device, weights: launch)
+    monkeypatch.setattr(few_rows.Target, "of", lambda device: few_rows.Target("sm_90", 132, 227 << 10))
+    monkeypatch.setattr(launch, "products", lambda *given, form, **options: forms.append(form) or [])
+    compute = few_rows.products_alike if alike else few_rows.products
+    for rows in (1, 4, 5, 8, 9):
+        compute([torch.empty(rows, 2048)] * 5, weights)
+    one, four = Form(1, 2, 6), Form(1, 2, 5)
+    assert forms == ([one] * 4 if alike else [one, one, launch.HALVES, launch.HALVES]) + [four]
+
+
 @pytest.mark.parametrize("size", [8, 64, 72, 320, 65536])
 @pytest.mark.parametrize("multiprocessors", [16, 78, 132, 144])
 def test_forms_fit_a_multiprocessor(multiprocessors, size):
@@ -208,15 +199,14 @@ def test_forms_fit_a_multiprocessor(multiprocessors, size):
 
 
 def test_single_maps_of_up_to_128_rows(monkeypatch):
-    """By this kernel on Hopper where it is faster: few weights in blocks of 16 rows, a long K up to 64 rows, others above."""
-    monkeypatch.setattr(few_rows, "_hopper", lambda device, weights: launch)
-    monkeypatch.setattr(few_rows.Target, "of", lambda device: few_rows.Target("sm_90", 132, 227 << 10))
+    """By this kernel on Hopper where it is faster: few weights in blocks of 16 rows, and a long K up to 64 rows."""
+    decisions = pytest.importorskip("penstock.layers.triton.few_rows_launch")
+    monkeypatch.setattr(decisions, "_form", lambda x, weights, alike: launch.form_of(x.shape[0], weights, 132, alike=alike))
 
-    def taken(rows, K, *counts):
-        return few_rows.takes(normal(rows, K), [torch.empty(N, K, device="meta") for N in counts], False)
+    def taken(rows, K, *counts, alike=False):
+        return decisions.takes(normal(rows, K), [torch.empty(N, K, device="meta") for N in counts], alike)
 
     yes = [(rows, K, N) for rows in (1, 32) for K, N in ((2048, 2048), (7168, 2048), (2048, 65536))]
     yes += [(33, 7168, 2048), (64, 7168, 2048), (33, 2048, 160), (128, 2048, 160), (128, 2048, 7168, 2048), (512, 2048, 4096, 4096)]
-    yes += [(65, 7168, 2048), (65, 2048, 2048), (128, 7168, 2048), (128, 2048, 2048)]
-    no = [(129, 7168, 2048), (129, 2048, 2048), (33, 2048, 2048), (33, 2048, 65536), (128, 2048, 4096), (129, 2048, 512, 512)]
+    no = [(65, 7168, 2048), (33, 2048, 2048), (33, 2048, 65536), (129, 2048, 512, 512)]
     assert [one for one in yes if not taken(*one)] == [one for one in no if taken(*one)] == []

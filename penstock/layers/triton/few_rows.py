@@ -163,19 +163,16 @@ def penstock_low_rank(
     high = tl.load(up + m[:, None] * C + c[None, :], (m < M)[:, None] & (c < C)[None, :], other=0.0)
     base = tl.load(mu + c, c < C, other=0.0)
     begin(PDL)
-    at = r[:, None] * C + c[None, :]
-    here = (r < R)[:, None] & (c < C)[None, :]
-    if not DECAY:  # all loads are in flight before the first use
-        now = tl.load(x + at, here, other=0.0)
-        step = tl.load(before + at, here, other=0.0)
     low = tl.load(hidden + (r[:, None] * PARTS + i) * M + m[None, :], (r < R)[:, None] & (m < M)[None, :], other=0.0)
     low = tanh(low.to(tl.float32)).to(low.dtype)
     factor = tl.dot(low, high, input_precision=PRECISION) + base.to(tl.float32)[None, :]
+    at = r[:, None] * C + c[None, :]
+    here = (r < R)[:, None] & (c < C)[None, :]
     if DECAY:
         tl.store(y + at, -tl.exp(factor), here)
     else:
-        now = now.to(tl.float32)
-        step = step.to(tl.float32) - now
+        now = tl.load(x + at, here, other=0.0).to(tl.float32)
+        step = tl.load(before + at, here, other=0.0).to(tl.float32) - now
         tl.store(y + i.to(tl.int64) * R * C + at, (now + step * factor).to(y.dtype.element_ty), here)
 
 
@@ -235,28 +232,10 @@ def summed_norm(
 
 
 @triton.jit
-def likely(slots, r, P):
-    """A row of a pool [P,C] that may be read before it is known whether slot r is it: a kernel ahead may still write the slots."""
-    return tl.minimum(tl.maximum(tl.load(slots + r).to(tl.int64), 0), P - 1)
-
-
-@triton.jit
-def of_slot(values, pool, p_n, slot, place, c, here):
-    """Values of the row of a slot, zeros for a negative slot: ``values`` if it is the row ``place``, which was read before."""
-    if slot != place:
-        values = tl.load(pool + slot * p_n + c, here & (slot >= 0), other=0.0)
-    return values
-
-
-@triton.jit
-def interpolated(x, last, factor, COMPLEMENT: tl.constexpr):
-    """x + (last - x) m in float32, for last rounded as x is. m is the factor or, with COMPLEMENT, 1 - factor."""
+def interpolated(x, last, factor):
+    """x + (last - x) factor in float32, for last rounded as x is."""
     now = x.to(tl.float32)
-    step = last.to(x.dtype).to(tl.float32) - now
-    factor = factor.to(tl.float32)
-    if COMPLEMENT:
-        factor = 1.0 - factor
-    return now + step * factor
+    return now + (last.to(x.dtype).to(tl.float32) - now) * factor.to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -314,6 +293,7 @@ def penstock_shifted_norm(
         tl.store(normed + r * C + c, rounded, here)
         tl.store(before + r * C + c, last, here)
     for i in tl.static_range(COUNT):
-        factor = m0 if i == 0 else m1 if i == 1 else m2 if i == 2 else m3 if i == 3 else m4
-        mixed = interpolated(rounded, last, factor, COMPLEMENT)
-        tl.store(shifted + (i * R + r) * C + c, mixed.to(shifted.dtype.element_ty), here)
+        factor = (m0 if i == 0 else m1 if i == 1 else m2 if i == 2 else m3 if i == 3 else m4).to(tl.float32)
+        if COMPLEMENT:
+            factor = 1.0 - factor
+        tl.store(shifted + (i * R + r) * C + c, interpolated(rounded, last, factor).to(shifted.dtype.element_ty), here)

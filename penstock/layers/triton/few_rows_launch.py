@@ -17,7 +17,8 @@ from ...call.derivatives import count_write
 from ...gpu.hopper import modules
 from ...gpu.launch import on_device_of
 from ...gpu.target import Target, power
-from . import few_rows, launch, product, rows, step
+from . import few_rows, launch, product, step
+from .rows import write_rows
 
 PARTS = 5
 """Linear maps, or interpolations, of one launch, at most."""
@@ -60,25 +61,22 @@ def _early(x: Tensor, *prefetched: Tensor) -> dict[str, Any]:
     return launch.early(x.device) if all(one.data_ptr() % 16 == 0 for one in prefetched) else {}
 
 
-def _module(device: torch.device, name: str) -> Any:
-    """A module that launches a kernel for Hopper, on Hopper."""
+def on_hopper(device: torch.device, name: str) -> Any:
+    """A module that launches kernels for Hopper, or None on other GPUs."""
     found = modules(__package__, name) if Target.of(device).arch == "sm_90" else None
     return None if found is None else found[0]
 
 
 def _hopper(device: torch.device, weights: Sequence[Tensor]) -> Any:
-    """The module that launches Hopper's linear maps, if they can read these weights."""
-    found = _module(device, "hopper_products_launch")
+    """The module that launches Hopper's linear maps, if it can read these weights."""
+    found = on_hopper(device, "hopper_products_launch")
     return found if found is not None and found.takes(weights) else None
 
 
 def _form(x: Tensor, weights: Sequence[Tensor], alike: bool) -> Any:
-    """How Hopper's kernel computes products of x [R,K], or None. ``alike``: in an order of sums that is that of all numbers of rows."""
-    hopper, multiprocessors = _hopper(x.device, weights), Target.of(x.device).multiprocessors
-    if hopper is None:
-        return None
-    found = None if alike else hopper.deferred_form(x.shape[0], weights, multiprocessors)
-    return found or hopper.form_of(x.shape[0], weights, multiprocessors)
+    """How Hopper's kernel computes products of x [R,K], or None."""
+    hopper = _hopper(x.device, weights)
+    return None if hopper is None else hopper.form_of(x.shape[0], weights, Target.of(x.device).multiprocessors, alike=alike)
 
 
 def takes(x: Tensor, weights: Sequence[Tensor], alike: bool) -> bool:
@@ -90,12 +88,12 @@ def takes(x: Tensor, weights: Sequence[Tensor], alike: bool) -> bool:
     form = _form(x, weights, False)
     if form is None or len(weights) > 1:
         return form is not None and form.SPREAD == 1
-    return form.deferred or form.APART > 1 or (form.SPREAD > 1 and x.shape[0] <= 2 * ROWS and x.shape[1] >= LONG)
+    return form.APART > 1 or (form.SPREAD > 1 and x.shape[0] <= 2 * ROWS and x.shape[1] >= LONG)
 
 
 def _streamed(
     inputs: Sequence[Tensor], weights: Sequence[Tensor], gate: Tensor | None, relu_squared: bool, fixed: bool,
-    counts: Callable[[], Tensor] | None, alike: bool, lasts: Lasts | None = None,
+    counts: Callable[[], Tensor] | None, alike: bool,
 ) -> list[Tensor] | None:  # fmt: skip
     """``products`` by Hopper's kernel, or None where it has no form."""
     x = inputs[0]
@@ -104,7 +102,7 @@ def _streamed(
         return None
     counts = counts or partial(x.new_zeros, COUNTS, dtype=torch.int32)
     found: list[Tensor] = _hopper(x.device, weights).products(
-        inputs, weights, gate, relu_squared=relu_squared, form=form, early=fixed, counts=counts, lasts=lasts
+        inputs, weights, gate, relu_squared=relu_squared, form=form, early=fixed, counts=counts
     )
     return found
 
@@ -124,28 +122,25 @@ def products_alike(
 
 def products(
     inputs: Sequence[Tensor], weights: Sequence[Tensor], gate: Tensor | None = None, *, relu_squared: bool = False,
-    tile: Tile | None = None, fixed: bool = False, counts: Callable[[], Tensor] | None = None, lasts: Lasts | None = None,
+    tile: Tile | None = None, fixed: bool = False, counts: Callable[[], Tensor] | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """x_i W_i^T of x_i [R,K] and W_i [N,K], rounded once. The first weight may be the transpose of a contiguous tensor.
 
     With ``relu_squared`` the first result y is relu(y)^2, with ``gate`` [R,N] it is y sigmoid(gate). ``fixed``: no kernel ahead writes
-    the weights, so that they may be read early. ``counts`` makes COUNTS int32 zeros, which are zeros again behind the launch. ``lasts``,
-    of as many columns as the first result, are replaced.
+    the weights, so that they may be read early. ``counts`` makes COUNTS int32 zeros, which are zeros again behind the launch.
     """
     (R, K), x = inputs[0].shape, inputs[0]
-    if tile is None and (found := _streamed(inputs, weights, gate, relu_squared, fixed, counts, False, lasts)) is not None:
+    if tile is None and (found := _streamed(inputs, weights, gate, relu_squared, fixed, counts, False)) is not None:
         return found
-    if lasts is not None:
-        lasts.write()
     tile = tile or tile_of(R)
     results = [one.new_empty(R, weight.shape[0]) for one, weight in zip(inputs, weights)]
-    counted = [weight.shape[0] for weight in weights]
-    begins = [sum(-(-N // tile.BN) for N in counted[:part]) for part in range(len(counted) + 1)]
+    rows = [weight.shape[0] for weight in weights]
+    begins = [sum(-(-N // tile.BN) for N in rows[:part]) for part in range(len(rows) + 1)]
     pdl, more = _early(x, *weights), PARTS - len(weights)
     if R:
         on_device_of(x, few_rows.penstock_products)[begins.pop(), -(-R // tile.BM)](
             *inputs, *[x] * more, *weights, *[weights[0]] * more, *results, *[results[0]] * more, x if gate is None else gate,
-            *counted, *[0] * more, *begins[1:], *[2**31 - 1] * more, R, K=K, PARTS=len(weights), RELU_SQUARED=relu_squared,
+            *rows, *[0] * more, *begins[1:], *[2**31 - 1] * more, R, K=K, PARTS=len(weights), RELU_SQUARED=relu_squared,
             COLUMNS=weights[0].stride(0) == 1 < weights[0].shape[1], GATE=gate is not None, BN=tile.BN, BM=tile.BM,
             BK=tile.BK, STAGES=tile.stages, APART=tile.apart, WARPS=few_rows.WARPS, PDL=bool(pdl), num_warps=few_rows.WARPS, **pdl,
         )  # fmt: skip
@@ -177,40 +172,18 @@ def _low_rank(hidden: Tensor, up: Tensor, mu: list[Tensor], x: Tensor, before: T
 
 
 class Lasts(NamedTuple):
-    """Rows of a pool of shift states that are still to be replaced, behind all launches that read them."""
+    """The row of a pool of shift states that is still to be replaced, by a launch behind all that read it. One token."""
 
     normed: Tensor
-    """[R,C], the new rows."""
+    """[1,C], the new row."""
     pool: Tensor
     """[P,C], contiguous rows."""
     slots: Tensor
-    """[R]; negative ones are skipped."""
+    """[1]. A negative slot is skipped."""
 
     def write(self) -> None:
-        """Replace them by a launch of its own."""
-        rows.write_rows(self.normed, self.pool, self.slots)
-
-
-class Shift(NamedTuple):
-    """The norm of x + y, and its interpolations with rows of a pool, for single tokens."""
-
-    x: Tensor
-    """[R,C]"""
-    y: Tensor | None
-    """[R,C]"""
-    weight: Tensor
-    """[C]"""
-    bias: Tensor | None
-    """[C]"""
-    eps: float
-    centre: bool
-    """True: layer norm. False: norm by the root mean square."""
-    pool: Tensor
-    """[P,C], contiguous rows, at least one."""
-    slots: Tensor
-    """[R]"""
-    factors: list[Tensor]
-    """mu_i [C]."""
+        """Replace it by a launch of its own."""
+        write_rows(self.normed, self.pool, self.slots)
 
 
 class Shifted(NamedTuple):
@@ -254,30 +227,6 @@ def shifted_norm(
     return Shifted(total, normed, before, mixed.unbind())
 
 
-def shifted_low_rank(shift: Shift, mu: Tensor, down: Tensor, up: Tensor) -> tuple[Tensor, tuple[Tensor, ...], Lasts] | None:
-    """The sum, the interpolations of RWKV-6 and the norm, which is still to be written to the pool. None: no kernel computes it here.
-
-    mu [C], down [C,n*M] and up [n,M,C] are parameters, as are those of the shift.
-    """
-    hopper, (R, C), (n, M, _) = _module(shift.x.device, "hopper_low_rank_launch"), shift.x.shape, up.shape
-    multiprocessors = Target.of(shift.x.device).multiprocessors
-    if hopper is None or not hopper.takes(R, C, n, M, multiprocessors):
-        return None
-    total, normed, shifted = hopper.shifted_low_rank(shift, mu, down, up, multiprocessors)
-    return total, shifted.unbind(), Lasts(normed, shift.pool, shift.slots)
-
-
-def shifted_products(
-    shift: Shift, weights: Sequence[Tensor], *, complement: bool, relu_squared: bool
-) -> tuple[Tensor, list[Tensor], Lasts] | None:
-    """The sum of one token, the products of its interpolations and the weights, and the norm, as above."""
-    hopper = _module(shift.x.device, "hopper_shifted_products_launch")
-    if hopper is None or shift.x.shape[0] != 1 or not hopper.takes(weights):
-        return None
-    total, normed, results = hopper.shifted_products(shift, weights, complement=complement, relu_squared=relu_squared)
-    return total, results, Lasts(normed, shift.pool, shift.slots)
-
-
 REGISTERS = 168
 """Of a thread with 64 float32 of a state, at most, as in the kernel of updates in place."""
 
@@ -300,7 +249,8 @@ def rwkv_step(
     """y [R,H,V] of a step of RWKV-6: r and k [R,H,K], v and gate [R,H,V], low [R,M], up [M,H*K], weight and shift of the norm [H*V].
 
     u and bias of the decay [H,K] and the pool [P,H,K,V] may have any strides; the pool is updated in place. slots [R]; without them token
-    r has row r. Without low and up, the decay is -exp(bias), that of RWKV-5. ``lasts``, of the same slots, are replaced.
+    r has row r. Without low and up, the decay is -exp(bias), that of RWKV-5. ``lasts``: a row of a shift
+    state that is replaced, of the same slot; there is one token then.
     """
     (R, H, K), V, M = r.shape, v.shape[-1], 0 if up is None else up.shape[0]
     y, BK, BV, BM, pdl = torch.empty_like(v), power(K), power(V), power(M), launch.early(v.device)

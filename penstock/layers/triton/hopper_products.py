@@ -11,7 +11,7 @@ products of 64 rows of the left operand, so its bits depend neither on the numbe
 - APART parts stand side by side: the left operand [HEIGHT,64] has BN = HEIGHT / APART weights in each of them, the right one the rows of x
   in each of them. Of their product [HEIGHT,APART*BM], the diagonal blocks are used. A stage has the operands of GROUPS such products.
   HEIGHT is 64, or 128 for two groups of four warps.
-- SPREAD parts have programs of their own. Of a tile, the program that ends last adds the sums of all, or another launch does.
+- SPREAD parts have programs of their own. Of a tile, the program that ends last adds the sums of all.
 """
 
 from __future__ import annotations
@@ -68,16 +68,6 @@ def places(n, m, N, R, BN: gl.constexpr, BM: gl.constexpr, layout: gl.constexpr)
 
 
 @gluon.jit
-def replaced(normed, slots, p_n, n, m, N, R, BN: gl.constexpr, BM: gl.constexpr, layout: gl.constexpr):
-    """Places in a pool, their new values, of ``normed`` [R,N], and which of them change: none for a negative slot."""
-    to, here = places(n, m, N, R, BN, BM, layout)
-    r = m + gl.arange(0, BM, gl.SliceLayout(0, layout))
-    slot = gl.load(slots + r, mask=r < R, other=-1).to(gl.int64)[None, :]
-    column = n + gl.arange(0, BN, gl.SliceLayout(1, layout))[:, None]
-    return slot * p_n + column, gl.load(normed + to, mask=here, other=0.0), here & (slot >= 0)
-
-
-@gluon.jit
 def finish(
     o, z, x_s, y, gate, n, m, N, R, mma: gl.constexpr, out: gl.constexpr, RELAY: gl.constexpr, RELU_SQUARED: gl.constexpr,
     GATE: gl.constexpr,
@@ -109,7 +99,7 @@ def finish(
 def product(
     x_tiles, w_tiles, y, others, n, N, x_s, w_s, bars,
     K: gl.constexpr, BM: gl.constexpr, APART: gl.constexpr, GROUPS: gl.constexpr, SPREAD: gl.constexpr, PDL: gl.constexpr,
-    RELU_SQUARED: gl.constexpr, COLUMNS: gl.constexpr, GATE: gl.constexpr, LASTS: gl.constexpr, DEFERRED: gl.constexpr,
+    RELU_SQUARED: gl.constexpr, COLUMNS: gl.constexpr, GATE: gl.constexpr, LASTS: gl.constexpr = False,
 ):  # fmt: skip
     """Weights n to n + BN of one map, for a block of BM rows of x."""
     gate, normed, pool, slots, p_n, parts, counts, R = others
@@ -153,8 +143,10 @@ def product(
     if GATE and not RELAY:
         to, here = places(n, m, N, R, BN, BM, out)
         z = gl.load(gate + to, mask=here, other=0.0)
-    if LASTS:  # stored behind the products, which so do not wait for them
-        changed, last, some = replaced(normed, slots, p_n, n, m, N, R, BN, BM, out)
+    if LASTS:  # stored behind the products, which so do not wait for it
+        c = n + gl.arange(0, BN, gl.BlockedLayout([1], [32], [WARPS], [0]))
+        slot = gl.load(slots).to(gl.int64)
+        last = gl.load(normed + c, mask=c < N, other=0.0)
 
     o = gl.zeros([HEIGHT, WIDE], gl.float32, mma)
     for i in range(STEPS):
@@ -187,9 +179,6 @@ def product(
         o = gl.convert_layout(o, out)
     if SPREAD == 1:
         finish(o, z, x_s, y, gate, n, m, N, R, mma, out, RELAY, RELU_SQUARED, GATE)
-    elif DEFERRED:
-        to, here = places(n, m, N, R, BN, BM, mma)
-        gl.store(parts + gl.program_id(2) * (R * N) + to, o, mask=here)
     else:
         tile = gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)
         row = gl.arange(0, BN, gl.SliceLayout(1, mma))[:, None]
@@ -206,7 +195,7 @@ def product(
                     o += part
             finish(o, z, x_s, y, gate, n, m, N, R, mma, out, RELAY, RELU_SQUARED, GATE)
     if LASTS:
-        gl.store(pool + changed, last.to(pool.dtype.element_ty), mask=some)
+        gl.store(pool + slot * p_n + c, last.to(pool.dtype.element_ty), mask=(c < N) & (slot >= 0))
 
 
 @gluon.jit(do_not_specialize=["R"])
@@ -215,20 +204,20 @@ def penstock_products_hopper(
     w0, w1, w2, w3, w4,  # tiles [BN,BK] of [N,K]; with ``COLUMNS`` w0 has tiles [BK,BN] of [K,N]
     y0, y1, y2, y3, y4,  # [R,N]
     gate,  # [R,n0]
-    normed, pool, slots,  # [R,n0]; [P,n0], rows ``p_n`` apart; [R]
-    parts,  # SPREAD > 1: memory for SPREAD float32 [BN,BM] of each tile; DEFERRED: float32 [SPREAD,R,n0], the results
-    counts,  # SPREAD > 1, not DEFERRED: the programs of each tile that are done, int32, 0 between launches
+    normed, pool, slots,  # [n0]; [P,n0], rows ``p_n`` apart; [1]
+    parts,  # SPREAD > 1: memory for SPREAD float32 [BN,BM] of each tile
+    counts,  # SPREAD > 1: the programs of each tile that are done, int32, 0 between launches
     n0, n1, n2, n3, n4,
     b1, b2, b3, b4,  # where the programs of each part begin
     p_n, R,
     K: gl.constexpr, PARTS: gl.constexpr, RELU_SQUARED: gl.constexpr, COLUMNS: gl.constexpr, GATE: gl.constexpr, LASTS: gl.constexpr,
     BM: gl.constexpr, APART: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, X_STAGES: gl.constexpr, HEIGHT: gl.constexpr,
-    SPREAD: gl.constexpr, DEFERRED: gl.constexpr, PDL: gl.constexpr,
+    SPREAD: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """y_i = x_i W_i^T, side by side, by program (block of rows, tile of weights).
 
-    RELU_SQUARED: y_0 is relu(y_0)^2. GATE: y_0 is multiplied by sigmoid(gate). LASTS: rows of ``normed`` replace those of the pool.
-    PDL: the kernels ahead do not write the weights, which are read before the wait for them. All else is read behind it.
+    RELU_SQUARED: y_0 is relu(y_0)^2. GATE: y_0 is multiplied by sigmoid(gate). LASTS, of one map and one row: ``normed`` replaces the row
+    of the pool. PDL: the kernels ahead do not write the weights, which are read before the wait for them. All else is read behind it.
     """
     if PDL:
         cuda.gdc_launch_dependents()
@@ -251,25 +240,23 @@ def penstock_products_hopper(
     bars = (x_bars, w_bars, warm)
     if PARTS == 1:
         at = block * BN
-        product(x0, w0, y0, others, at, n0, x_s, w_s, bars, K, BM, APART, GROUPS, SPREAD, PDL, RELU_SQUARED, COLUMNS, GATE, LASTS, DEFERRED)
+        product(x0, w0, y0, others, at, n0, x_s, w_s, bars, K, BM, APART, GROUPS, SPREAD, PDL, RELU_SQUARED, COLUMNS, GATE, LASTS)
     else:
         if block < b1:
             at = block * BN
-            product(
-                x0, w0, y0, others, at, n0, x_s, w_s, bars, K, BM, APART, GROUPS, SPREAD, PDL, RELU_SQUARED, COLUMNS, GATE, LASTS, False
-            )  # fmt: skip
+            product(x0, w0, y0, others, at, n0, x_s, w_s, bars, K, BM, APART, GROUPS, SPREAD, PDL, RELU_SQUARED, COLUMNS, GATE)
         if (block >= b1) & (block < b2):
             at = (block - b1) * BN
-            product(x1, w1, y1, others, at, n1, x_s, w_s, bars, K, BM, APART, GROUPS, SPREAD, PDL, False, False, False, False, False)
+            product(x1, w1, y1, others, at, n1, x_s, w_s, bars, K, BM, APART, GROUPS, SPREAD, PDL, False, False, False)
         if PARTS > 2:
             if (block >= b2) & (block < b3):
                 at = (block - b2) * BN
-                product(x2, w2, y2, others, at, n2, x_s, w_s, bars, K, BM, APART, GROUPS, SPREAD, PDL, False, False, False, False, False)
+                product(x2, w2, y2, others, at, n2, x_s, w_s, bars, K, BM, APART, GROUPS, SPREAD, PDL, False, False, False)
         if PARTS > 3:
             if (block >= b3) & (block < b4):
                 at = (block - b3) * BN
-                product(x3, w3, y3, others, at, n3, x_s, w_s, bars, K, BM, APART, GROUPS, SPREAD, PDL, False, False, False, False, False)
+                product(x3, w3, y3, others, at, n3, x_s, w_s, bars, K, BM, APART, GROUPS, SPREAD, PDL, False, False, False)
         if PARTS > 4:
             if block >= b4:
                 at = (block - b4) * BN
-                product(x4, w4, y4, others, at, n4, x_s, w_s, bars, K, BM, APART, GROUPS, SPREAD, PDL, False, False, False, False, False)
+                product(x4, w4, y4, others, at, n4, x_s, w_s, bars, K, BM, APART, GROUPS, SPREAD, PDL, False, False, False)

@@ -13,7 +13,7 @@ from ...call.derivatives import count_write
 from ...gpu.hopper import Tile, described, description
 from ...gpu.launch import on_device_of
 from ...gpu.target import power
-from . import hopper_products, product
+from . import hopper_products
 from .few_rows_launch import Lasts
 
 UNIT = hopper_products.UNIT.value
@@ -41,16 +41,12 @@ class Form(NamedTuple):
     """Stages of the ring of x. 0: as many."""
     SPREAD: int = 1
     """Parts of K with programs of their own; APART and GROUPS are 1 then."""
-    deferred: bool = False
-    """Another launch adds these parts."""
 
 
 WIDE = 100
 """From so many tiles of 64 weights on, K is in one part: there are about as many programs as multiprocessors."""
-
-
-LONG = 4096
-"""K from which on ``deferred_form`` has eight parts."""
+HALVES = Form(2, 2, 5)
+"""Tiles of 32 weights and two parts of K, whose bits are others than those of one part."""
 TILES = 2**16 - 1
 """Tiles of 64 weights of a launch, at most: the second axis of a grid."""
 
@@ -70,10 +66,10 @@ def split_of(weights: Sequence[Tensor]) -> int:
     return 1 if _tiles(weights) >= WIDE else 4
 
 
-def form_of(rows: int, weights: Sequence[Tensor], multiprocessors: int) -> Form | None:
+def form_of(rows: int, weights: Sequence[Tensor], multiprocessors: int, *, alike: bool = True) -> Form | None:
     """The form of a launch, measured on an H200 with the maps of RWKV-6 of 1.6 billion parameters.
 
-    None: there are too many rows, so that other kernels are as fast.
+    None: there are too many rows, so that other kernels are as fast. ``alike``: with the bits of all other numbers of rows.
     """
     if split_of(weights) > 1:
         if rows <= 32:
@@ -84,6 +80,8 @@ def form_of(rows: int, weights: Sequence[Tensor], multiprocessors: int) -> Form 
         return _wide(rows, sum(-(-weight.shape[0] // 128) for weight in weights), multiprocessors)
     if rows > 32:
         return Form(1, 1, 8, rows=64, x_stages=8 if _tiles(weights) <= multiprocessors else 4)
+    if not alike and 4 < rows <= 8 and len(weights) == PARTS and _tiles(weights) <= multiprocessors:
+        return HALVES  # 8 rows: 0.96 times the time of a step; 4 rows 0.99, 1 row 1.05, the two maps of a channel mix 1.08 to 1.09
     return Form(1, 2, 6 if rows <= 8 else 5 if rows <= 16 else 4)
 
 
@@ -107,17 +105,6 @@ def _spread(rows: int, weights: Sequence[Tensor], multiprocessors: int) -> Form 
     return Form(1, 1, 12 if rows <= 64 else 16, 8, 64, 64 if rows <= 64 else 128, 6, 4) if rows <= 128 else Form(1, 1, 8, 8, 128, 128, 5, 4)
 
 
-def deferred_form(rows: int, weights: Sequence[Tensor], multiprocessors: int) -> Form | None:
-    """The form of a map for 65 to 128 rows whose parts of K another launch adds, if its programs fill most of the GPU side by side.
-
-    Parts may be more than in ``form_of``, so tiles may be larger and read less from the L2 cache. Bits are others.
-    """
-    (N, K), single = weights[0].shape, len(weights) == 1 and split_of(weights) > 1
-    form = Form(1, 1, 9, 8, 128, 128, 4, 8, True) if K >= LONG else Form(1, 1, 8, 8, 64, 128, 8, 4, True)
-    fits = multiprocessors // 2 < -(-N // form.HEIGHT) * form.SPREAD <= multiprocessors
-    return form if single and 64 < rows <= 128 and fits else None
-
-
 class Arguments(NamedTuple):
     """Of a launch."""
 
@@ -129,7 +116,7 @@ class Arguments(NamedTuple):
     constants: dict[str, Any]
 
 
-def in_rows(x: Tensor) -> Tensor:
+def _in_rows(x: Tensor) -> Tensor:
     """A contiguous x [n,K] whose rows are K apart, as a descriptor needs them. A single row may have had any stride."""
     return x if x.stride(0) == x.shape[1] else x.as_strided(x.shape, (x.shape[1], 1))
 
@@ -142,8 +129,8 @@ def arguments(
     (R, K), more = inputs[0].shape, PARTS - len(weights)
     BM, BN, BK = form.rows or power(min(R, ROWS), 8), form.HEIGHT // form.APART, UNIT * form.APART * form.GROUPS
     columns = not weights[0].is_contiguous()
-    inputs = [in_rows(x if x.data_ptr() % 16 == 0 else x.clone()) for x in inputs]
-    weights = [in_rows(weight) if weight.is_contiguous() else weight for weight in weights]
+    inputs = [_in_rows(x if x.data_ptr() % 16 == 0 else x.clone()) for x in inputs]
+    weights = [_in_rows(weight) if weight.is_contiguous() else weight for weight in weights]
     tiles = [(x, description(x, Tile(BM, BK, 1))) for x in inputs]
     tiles += [tiles[0]] * more
     for i, weight in enumerate(weights):
@@ -154,9 +141,7 @@ def arguments(
     begins = [sum(-(-N // BN) for N in rows[:part]) for part in range(len(rows) + 1)]
     programs = (-(-R // BM), begins.pop(), form.SPREAD)
     parts = x = inputs[0]
-    if form.deferred:
-        parts = results[0]
-    elif form.SPREAD > 1:
+    if form.SPREAD > 1:
         assert counts is not None
         parts = x.new_empty(prod(programs) * BN * BM, dtype=torch.float32)
     others: list[Any] = [
@@ -170,7 +155,7 @@ def arguments(
     constants = {
         "K": K, "PARTS": len(weights), "RELU_SQUARED": relu_squared, "COLUMNS": columns, "GATE": gate is not None,
         "LASTS": lasts is not None, "BM": BM, "APART": form.APART, "GROUPS": form.GROUPS, "STAGES": stages, "X_STAGES": x_stages,
-        "HEIGHT": form.HEIGHT, "SPREAD": form.SPREAD, "DEFERRED": form.deferred, "PDL": early,
+        "HEIGHT": form.HEIGHT, "SPREAD": form.SPREAD, "PDL": early,
     }  # fmt: skip
     return Arguments(programs, tiles, others, constants)
 
@@ -182,21 +167,15 @@ def products(
     """As ``few_rows_launch.products``, for rows of 16 bits. ``early``: no kernel just ahead writes the weights.
 
     ``counts``, for a form with SPREAD > 1: makes int32 zeros for each tile, which are zeros again behind the launch. Launches at the same
-    time must not share them.
+    time must not share them. ``lasts``, for one map of one row with as many columns: a row of a shift state that is replaced.
     """
-    x, deferred = inputs[0], form.deferred
     results = [one.new_empty(one.shape[0], weight.shape[0]) for one, weight in zip(inputs, weights)]
-    found = [x.new_empty(form.SPREAD, *results[0].shape, dtype=torch.float32)] if deferred else results
-    zeros = counts() if counts is not None and form.SPREAD > 1 and not deferred else None
-    given = arguments(
-        inputs, weights, found, None if deferred else gate, form, relu_squared=relu_squared, early=early, counts=zeros, lasts=lasts
-    )
+    zeros = counts() if counts is not None and form.SPREAD > 1 else None
+    given = arguments(inputs, weights, results, gate, form, relu_squared=relu_squared, early=early, counts=zeros, lasts=lasts)
     options = {"launch_pdl": True} if early else {}
-    on_device_of(x, hopper_products.penstock_products_hopper)[given.programs](
-        *[described(one, known) for one, known in given.tiles], *given.others, **given.constants, num_warps=form.warps, **options
+    on_device_of(inputs[0], hopper_products.penstock_products_hopper)[given.programs](
+        *[described(x, known) for x, known in given.tiles], *given.others, **given.constants, num_warps=form.warps, **options
     )
-    if deferred:
-        product.sum_of_parts(found[0], results[0], gate, relu_squared=relu_squared)
     if lasts is not None:
         count_write(lasts.pool)
     return results

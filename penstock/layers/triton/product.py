@@ -7,8 +7,7 @@ from torch import Tensor
 
 from ...gpu.launch import on_device_of
 from ...gpu.target import power
-from .few_rows import begin
-from .launch import BLOCK, PROGRAMS, blocks, early, precision
+from .launch import PROGRAMS, blocks, precision
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -40,14 +39,14 @@ def penstock_product(
     for turn in tl.static_range(1 if APART else SPLIT):
         q = tl.program_id(1) if APART else turn
         part = tl.zeros([BM, BN], tl.float32)
-        for first in tl.range(q * BK, K, SPLIT * BK):
+        for begin in tl.range(q * BK, K, SPLIT * BK):
             if EVEN:
-                a = tl.load(x + first, rows[:, None], other=0.0)
-                b = tl.load(weight + tl.cast(first, tl.int64) * w_k)
+                a = tl.load(x + begin, rows[:, None], other=0.0)
+                b = tl.load(weight + tl.cast(begin, tl.int64) * w_k)
             else:
-                inside = k < K - first
-                a = tl.load(x + first, rows[:, None] & inside[None, :], other=0.0)
-                b = tl.load(weight + tl.cast(first, tl.int64) * w_k, inside[:, None], other=0.0)
+                inside = k < K - begin
+                a = tl.load(x + begin, rows[:, None] & inside[None, :], other=0.0)
+                b = tl.load(weight + tl.cast(begin, tl.int64) * w_k, inside[:, None], other=0.0)
             part = tl.dot(a, b, part, input_precision=PRECISION)
         total = part if turn == 0 else total + part
     if APART:
@@ -72,10 +71,9 @@ def penstock_sum_of_parts(
     parts,  # [SPLIT,size] float32
     gate, y,  # [size]
     size,
-    SPLIT: tl.constexpr, RELU_SQUARED: tl.constexpr, GATE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    SPLIT: tl.constexpr, RELU_SQUARED: tl.constexpr, GATE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Parts of a product, added in order."""
-    begin(PDL)
+    """The parts of ``penstock_product``, added in order."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = at < size
     total = tl.load(parts + at, here, other=0.0)
@@ -100,14 +98,14 @@ def penstock_product_of_few_rows(
     weight += tl.where(columns, n, 0).to(tl.int64)[:, None] * w_n + k[None, :]
     partial = tl.zeros([BN, BK], tl.float32)
     total = tl.zeros([BN, ROWS], tl.float32)
-    for first in tl.range(0, K, BK):
-        inside = k < K - first
+    for begin in tl.range(0, K, BK):
+        inside = k < K - begin
         if EVEN:
             w = tl.load(weight).to(tl.float32)
         else:
             w = tl.load(weight, inside[None, :], other=0.0).to(tl.float32)
         for row in tl.static_range(ROWS):
-            a = tl.load(x + row * tl.cast(K, tl.int64) + first + k, inside & (row < M), other=0.0).to(tl.float32)
+            a = tl.load(x + row * tl.cast(K, tl.int64) + begin + k, inside & (row < M), other=0.0).to(tl.float32)
             if ROWS == 1:
                 partial += w * a[None, :]
             else:
@@ -141,19 +139,11 @@ def multiply(x: Tensor, weight: Tensor, split: int = 1, *, relu_squared: bool = 
             x, weight, sums, given, M, N, K, *weight.stride(), BM=BM, BN=BN, BK=BK, SPLIT=split, APART=apart,
             EVEN=K % (split * BK) == 0, PRECISION=precision(x), num_warps=BM // 16, num_stages=4, **options,
         )  # fmt: skip
-    if apart:
-        sum_of_parts(sums, y, gate, relu_squared=relu_squared)
+    if y.numel() and apart:
+        on_device_of(x, penstock_sum_of_parts)[(blocks(M * N, 1024),)](
+            sums, given, y, M * N, SPLIT=split, BLOCK=1024, num_warps=4, **options
+        )
     return y
-
-
-def sum_of_parts(parts: Tensor, y: Tensor, gate: Tensor | None, *, relu_squared: bool) -> None:
-    """Write the sum of parts [n,M,N] to y [M,N]. Options as for ``multiply``."""
-    size, pdl = y.numel(), early(y.device)
-    if size:
-        on_device_of(y, penstock_sum_of_parts)[(blocks(size, BLOCK),)](
-            parts, y if gate is None else gate, y, size, SPLIT=parts.shape[0], RELU_SQUARED=relu_squared, GATE=gate is not None,
-            BLOCK=BLOCK, PDL=bool(pdl), num_warps=4, **pdl,
-        )  # fmt: skip
 
 
 def multiply_few(x: Tensor, weight: Tensor) -> Tensor:

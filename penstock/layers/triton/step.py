@@ -24,7 +24,7 @@ def penstock_rwkv_step(
     pool, slots,  # [P,H,K,V] by strides; [R]
     weight, shift,  # [H,V]
     y,  # [R,H,V]
-    normed, lasts,  # [R,C]; [P,C], rows ``l_p`` apart
+    normed, lasts,  # [C]; [P,C], rows ``l_p`` apart
     P, H, b_h, b_k, u_h, u_k, s_p, s_h, s_k, s_v, l_p, C, eps,
     K: tl.constexpr, V: tl.constexpr, M: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, LOW_RANK: tl.constexpr,
     SLOTS: tl.constexpr, LASTS: tl.constexpr, BC: tl.constexpr, DENSE: tl.constexpr, WARPS: tl.constexpr, PDL: tl.constexpr,
@@ -32,7 +32,7 @@ def penstock_rwkv_step(
 ):  # fmt: skip
     """Program (row, head): w = -exp(bias + tanh(low) up), a step of the state, y = norm(o) silu(gate). Without LOW_RANK, w = -exp(bias).
 
-    LASTS: rows of ``normed`` replace those of ``lasts``, BC columns a program. A negative slot: y is 0, no row of a pool changes.
+    LASTS, of one row: ``normed`` replaces the row of ``lasts``, BC columns a program. A negative slot: y is 0, no row of a pool changes.
     DENSE: the states of heads are, at multiples of 16 bytes.
 
     What is loaded before ``begin`` are weights, which no kernel of a graph writes. The state may not be: an earlier step in the same
@@ -79,7 +79,7 @@ def penstock_rwkv_step(
     z = tl.load(gate + head * V + dv, mine, other=0.0)
     if LASTS:
         c = h * BC + tl.arange(0, BC)
-        last = tl.load(normed + n * C + c, c < C, other=0.0)
+        last = tl.load(normed + c, c < C, other=0.0)
     log = after_loads(log, CUDA)
     bonus = after_loads(bonus, CUDA)
     rt = after_loads(rt, CUDA)
