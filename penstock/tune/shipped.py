@@ -136,8 +136,11 @@ CONFIGURATIONS: tuple[Configuration | Softmax, ...] = (
     Softmax(6, 6, 100),
 )
 
-HOPPER = (Configuration("gla", Shape(*BATCH, 4, 256, 512), "float16", passes=("forward", "backward")),)
-"""Only for sm_90: walks of float16."""
+HOPPER = (
+    Configuration("gla", Shape(*BATCH, 4, 256, 512), "float16", passes=("forward", "backward")),
+    Configuration("gla", Shape(*BATCH, 16, 128, 128), "float32", passes=("forward", "backward")),
+)
+"""Only for sm_90: walks of float16, heads of float32 in blocks."""
 
 SMALL = ("sm_86", "sm_89", "sm_120")
 """GPUs with 99 KiB of shared memory. They have the products of sm_80, and block sizes by rule, which the same memory limits: a part of the

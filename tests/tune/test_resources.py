@@ -142,7 +142,8 @@ def test_recorded_shared_memory_is_within_the_estimate(arch, monkeypatch):
                "penstock_segment_sums": "states", "penstock_segment_sums_hopper": None, "penstock_chunk_states_hopper": None,
                "penstock_recurrent_fwd": "recurrent", "penstock_recurrent_bwd": "recurrent",
                "penstock_segment_scan": None, "penstock_chunk_fwd_hopper": None,
-               "penstock_chunk_bwd_hopper": None, "penstock_sum_blocks": None, "penstock_chunk_dv": None,
+               "penstock_chunk_bwd_hopper": None, "penstock_chunk_bwd_parts_hopper": None,
+               "penstock_sum_blocks": None, "penstock_chunk_dv": None,
                "penstock_chunk_weights_hopper": None, "penstock_chunk_walk_hopper": None, "penstock_walk_fwd_hopper": None,
                "penstock_walk_bwd_hopper": None, "penstock_walk_bwd_wide_hopper": None}  # fmt: skip
     for one in configurations(arch):
