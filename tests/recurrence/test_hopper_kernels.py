@@ -38,6 +38,7 @@ CASES = [
     replace(OF, variant="rwkv5", T=140, H=2, K=128, V=128, gate="mixture"),
     replace(OF, variant="rwkv5", H=1, gate="zero", lengths=(0, 5, 64, 1, 81, 0)),
     replace(OF, variant="rwkv5", H=1, K=256, V=256, gate="gone", lengths=(65, 0, 3)),
+    replace(OF, variant="rwkv5", H=1, K=128, lengths=(0, 1, 0)),  # empty sequences behind the only token load within g
     replace(OF, T=70, H=2, K=256, V=128, gate="mixture"),
     replace(OF, variant="gla", H=1, K=256, V=256, lengths=(65, 0, 3)),
     replace(OF, T=70, H=2, V=192),

@@ -62,7 +62,9 @@ class Call(NamedTuple):
         """The sizes and choices of a problem."""
         axes, sizes = p.variant.decay, p.sizes
         decay = NONE if not axes else CHANNEL if "K" in axes else SCALAR
-        gate = p.gate.expand(p.q.shape).stride() if p.gate is not None else (0, 0, 0, 0)
+        gate: tuple[int, ...] = (0, 0, 0, 0)
+        if p.gate is not None:  # torch keeps strides of axes of size 1: empty sequences behind a single token would load beyond g
+            gate = tuple([step if axis in axes else 0 for axis, step in zip("BTHK", p.gate.expand(p.q.shape).stride())])
         static, packed = bool(axes) and "T" not in axes, p.cu_seqlens is not None
         products = precision(p.q.dtype, target)
         half = p.q.dtype == torch.float16 and decay == CHANNEL and target.arch == "sm_90"
