@@ -55,6 +55,15 @@ class Problem:
         return problem
 
     @property
+    def whole(self) -> Self:
+        """The problem as implementations take it. A family may expand arguments that are given once for several heads."""
+        return self
+
+    def shared(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """Gradients of this problem's arguments, given those that an implementation computed for ``whole``."""
+        return gradients
+
+    @property
     def function(self) -> str:
         """The name of the public function in messages."""
         return self.signature.function
@@ -85,6 +94,7 @@ class Problem:
         other.__dict__.update(self.__dict__)
         other.__dict__.update(tensors)
         other.__dict__.pop("seen", None)
+        other.__dict__.pop("expanded", None)
         return other
 
     def __repr__(self) -> str:
