@@ -115,7 +115,7 @@ class Family:
         whole = problem.whole
         q = next(x for x in problem.tensors if x is not None)
         operator = problem.operator
-        given = [f"{axis}={size}" for axis, size in problem.sizes.items()]
+        given = [f"{axis}={size}" for axis, size in problem.shown.items()]
         given.append(f"{str(q.dtype).removeprefix('torch.')} on {q.device}")
         given += [f"{one.name}=True" for one in operator.options if getattr(problem, one.name) is True]
         optional = [one.name for one in problem.signature.arguments if not one.required and getattr(problem, one.name) is not None]

@@ -64,6 +64,11 @@ class Problem:
         return gradients
 
     @property
+    def shown(self) -> Mapping[str, int]:
+        """The sizes in messages."""
+        return self.sizes
+
+    @property
     def function(self) -> str:
         """The name of the public function in messages."""
         return self.signature.function
@@ -98,7 +103,7 @@ class Problem:
         return other
 
     def __repr__(self) -> str:
-        sizes = ", ".join(f"{axis}={size}" for axis, size in self.sizes.items())
+        sizes = ", ".join(f"{axis}={size}" for axis, size in self.shown.items())
         return f"{self.function}({sizes})"
 
 

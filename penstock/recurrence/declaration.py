@@ -80,6 +80,12 @@ class Tokens(Problem):
         return torch.float32 if self.partial else x.dtype
 
     @property
+    def shown(self) -> Mapping[str, int]:
+        """The sizes in messages: G only where heads share q and k."""
+        sizes = self.sizes
+        return {axis: sizes[axis] for axis in "BTGHKVNP" if axis in sizes and (axis != "G" or sizes["G"] != sizes["H"])}
+
+    @property
     def variant(self) -> Variant:
         """The row of the table."""
         return self.signature.about  # type: ignore[no-any-return]

@@ -23,7 +23,7 @@ def test_explain_prints_the_walk(variant):
     case = Case(variant, T=7, state=False)
     arguments = named(case, draw(case))
     walk = ps.explain(variant, **arguments)
-    assert str(walk).startswith(f"{variant}(B=2, T=7, G=3, K=16, H=3, V=16, N=2, float32 on cpu)\n  forward runs cpu, backward runs cpu")
+    assert str(walk).startswith(f"{variant}(B=2, T=7, H=3, K=16, V=16, N=2, float32 on cpu)\n  forward runs cpu, backward runs cpu")
     assert [line.split()[:2] for line in str(walk).splitlines()[2:]] == [[name, mode] for name in ALL for mode in ("forward", "backward")]
     assert "chosen" in str(walk).splitlines()[2]
     walk = ps.explain(variant, **{name: x.double() for name, x in arguments.items()}, reverse=True)
