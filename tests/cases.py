@@ -35,6 +35,8 @@ class Case:
     T: int = 17
     B: int = 2
     H: int = 3
+    G: int = 0
+    """heads of q and k, if not H"""
     K: int = 16
     V: int = 16
     dtype: torch.dtype = torch.float32
@@ -71,7 +73,7 @@ class Case:
     def sizes(self) -> dict[str, int]:
         """Axis letters to sizes, N among them."""
         B, T, N = (self.B, self.T, self.B) if self.lengths is None else (1, sum(self.lengths), len(self.lengths))
-        return {"B": B, "T": T, "H": self.H, "K": self.K, "V": self.V, "N": N}
+        return {"B": B, "T": T, "H": self.H, "G": self.G or self.H, "K": self.K, "V": self.V, "N": N}
 
     @property
     def function(self) -> str:
@@ -111,7 +113,7 @@ def draw(case: Case) -> dict[str, Tensor | None]:
     def normal(axes: str, dtype: torch.dtype) -> Tensor:
         return torch.randn([case.sizes[axis] for axis in axes], dtype=torch.float64, generator=rng).to(dtype)
 
-    tensors = {"q": normal("BTHK", case.dtype), "k": normal("BTHK", case.dtype), "v": normal("BTHV", case.dtype)}
+    tensors = {"q": normal("BTGK", case.dtype), "k": normal("BTGK", case.dtype), "v": normal("BTHV", case.dtype)}
     drawn = normal(case.row.decay, torch.float64) if case.row.decay else None
     constant = isinstance(case.gate, float)
     tensors["g"] = None if drawn is None else (torch.full_like(drawn, case.gate) if constant else GATES[case.gate](drawn)).to(others)
@@ -243,7 +245,7 @@ def oracle(case: Case) -> dict[str, Wanted]:
     for x in tensors.values():
         if x is not None:
             x.requires_grad_()
-    output, final_state = reference.exact(problem_of(case, tensors))
+    output, final_state = reference.exact(problem_of(case, tensors).whole)
     inputs = {name: x for name, x in tensors.items() if x is not None}
     pairs = [(out, d.double()) for out, d in zip((output, final_state), upstream(case)) if out.requires_grad]
     if pairs:

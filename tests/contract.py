@@ -66,7 +66,7 @@ def check_contract(case: Case, impl: str, device: str = "cpu") -> None:
     """Results and gradients equal the oracle, or the call raises the reason of a refusal and changes nothing."""
     tensors, one = case.tensors(device), case.operator.family.named(impl)
     problem = problem_of(case, tensors)
-    reason = one.refusal(problem, case.operator.mode)
+    reason = one.refusal(problem.whole, case.operator.mode)
     if reason is not None:
         before = {name: x.clone() for name, x in tensors.items() if x is not None}
         with pytest.raises(ps.ImplementationRefused, match=re.escape(reason)):
@@ -95,7 +95,7 @@ LAZY: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] =
 
 def takers(case: Case) -> list[str]:
     """The implementations that take a case on this machine."""
-    operator, problem = case.operator, problem_of(case, case.tensors())
+    operator, problem = case.operator, problem_of(case, case.tensors()).whole
     return [one.name for one in operator.family.implementations if one.refusal(problem, operator.mode) is None]
 
 

@@ -30,7 +30,7 @@ def pool_of(rows: int, case: Case, dtype: torch.dtype, layout: str = "contiguous
 def exact(case: Case, tensors: dict[str, Tensor | None], state: Tensor) -> tuple[Tensor, Tensor]:
     """Output and states of the oracle begun at ``state``, one row a sequence."""
     double = {name: None if x is None else x.double() for name, x in tensors.items()} | {"initial_state": state.double()}
-    return reference.exact(contract.problem_of(Case(case.variant, scale=case.scale), {"cu_seqlens": offsets(case)} | double))
+    return reference.exact(contract.problem_of(Case(case.variant, scale=case.scale), {"cu_seqlens": offsets(case)} | double).whole)
 
 
 @dataclass(frozen=True)

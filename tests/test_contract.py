@@ -44,6 +44,8 @@ def cases(variant: str) -> list[Case]:
     found += [replace(of, T=19, shared=axes) for axes in SHARED]
     found += [replace(of, lengths=(9, 0, 17), shared="N"), replace(of, lengths=(0, 0), shared="N")]
     found += [replace(of, B=0, T=5), replace(of, B=5, H=1, T=40), replace(of, B=1, H=9, T=40)]
+    found += [replace(of, T=33, H=6, G=2), replace(of, T=70, H=4, G=1, dtype=BFLOAT16), replace(of, lengths=LENGTHS, G=1, reverse=True)]
+    found += [replace(of, T=33, H=4, G=2, strided=True, dtype=FLOAT64), replace(of, T=19, H=4, G=2, shared="H"), replace(of, B=0, T=5, G=1)]
     found += [replace(of, T=5, gate=gate, still=True) for gate in (-0.3, -3.0, -30.0) if gated]
     found += [replace(of, T=130, gate=gate, dtype=dtype) for gate in ("zero", "gone", "mixture") for dtype in (FLOAT32, FLOAT64) if gated]
     found += [replace(of, T=70, gate="mixture", reverse=True)] * gated
@@ -62,6 +64,8 @@ def interpreted_cases(variant: str) -> list[Case]:
     found += [replace(of, lengths=lengths) for lengths in (SHORT_LENGTHS, ())]
     found += [replace(of, lengths=SHORT_LENGTHS, reverse=True, strided=True, state=False)]
     found += [replace(of, B=2, T=7, shared=axes) for axes in ("BNH", "TKV", "overlap")]
+    found += [replace(of, H=4, G=G, T=33) for G in (1, 2)] + [replace(of, H=8, G=1, T=20, dtype=FLOAT16), replace(of, B=0, T=5, G=1)]
+    found += [replace(of, H=8, G=1, lengths=SHORT_LENGTHS, reverse=True, strided=True)]
     found += [replace(of, T=70, gate=gate) for gate in ("zero", "gone", "mixture") if gated]
     found += [replace(of, T=20, gate=-30.0, still=True)] * gated
     found += [replace(of, lengths=SHORT_LENGTHS, gate="mixture", reverse=True)] * gated
@@ -73,7 +77,12 @@ def sampled_cases(variant: str, impl: str) -> list[Case]:
     T = 20 if impl == "triton_recurrent" else 33
     of = Case(variant, B=1, H=1, T=T)
     lengths, gate = (0, 5, T, 0, 1), "mixture" if VARIANTS[variant].decay else "logsigmoid"
-    found = [replace(of, H=2), replace(of, lengths=lengths, gate=gate, reverse=True), replace(of, H=2, T=5, B=2, dtype=FLOAT16)]
+    found = [
+        replace(of, H=2),
+        replace(of, H=2, G=1),
+        replace(of, lengths=lengths, gate=gate, reverse=True),
+        replace(of, H=2, T=5, B=2, dtype=FLOAT16),
+    ]
     if variant != "rwkv6":
         return found
     found += [replace(of, T=T) for T in (0, 1, 16)] + [replace(of, B=0, T=5), replace(of, lengths=())]
@@ -91,6 +100,7 @@ def pooled_cases(variant: str) -> list[Pooled]:
     found = [of, replace(of, dtype=FLOAT64, pool=FLOAT64, slots=(1, 6, 3, 0, -1, 2))]
     found += [replace(of, lengths=(3, 0, 66), slots=None, rows=3, strided=True, layout="gaps")]
     found += [replace(of, lengths=(2, 5), slots=(6, 1), dtype=BFLOAT16, others=FLOAT32, pool=BFLOAT16, layout="heads first")]
+    found += [replace(of, G=1), replace(of, lengths=(3, 66), slots=(6, 1), H=4, G=2, strided=True)]
     found += [replace(of, lengths=None, B=3, T=67, slots=(3, -1, 0), scale=0.3), replace(of, lengths=(), slots=(), K=1, V=3)]
     return found + [replace(of, gate=gate) for gate in ("spikes", "channels", "weak") if VARIANTS[variant].decay]
 
@@ -100,6 +110,7 @@ def interpreted_pooled_cases(variant: str) -> list[Pooled]:
     of = Pooled(variant, H=2, K=8, V=12, lengths=(0, 1, 5, 17), slots=(4, 0, -1, 2))
     found = [of, replace(of, lengths=None, B=3, T=2, K=20, slots=(4, -1, 0), strided=True, layout="gaps")]
     pieces = replace(of, H=1, lengths=(3, 70, 64), slots=(5, 2, 7), strided=True, layout="heads first")
+    found += [replace(of, G=1)]
     return found + [replace(pieces, gate=gate) for gate in (("spikes", "channels") if VARIANTS[variant].decay else ("logsigmoid",))]
 
 

@@ -112,9 +112,10 @@ class Family:
 
     def explain(self, problem: Problem, modes: tuple[Mode, ...], impl: str, gradients: bool) -> Explanation:
         """Every implementation's verdict on a problem."""
+        whole = problem.whole
         q = next(x for x in problem.tensors if x is not None)
         operator = problem.operator
-        given = [f"{axis}={size}" for axis, size in problem.sizes.items()]
+        given = [f"{axis}={size}" for axis, size in problem.shown.items()]
         given.append(f"{str(q.dtype).removeprefix('torch.')} on {q.device}")
         given += [f"{one.name}=True" for one in operator.options if getattr(problem, one.name) is True]
         optional = [one.name for one in problem.signature.arguments if not one.required and getattr(problem, one.name) is not None]
@@ -123,11 +124,11 @@ class Family:
         chosen: dict[Mode, str | None] = {}
         for mode in modes:
             try:
-                chosen[mode] = self.choose(problem, mode, impl, gradients).name
+                chosen[mode] = self.choose(whole, mode, impl, gradients).name
             except ImplementationRefused:
                 chosen[mode] = None
-        verdicts = tuple(Verdict(one.name, mode, passed_over(one, problem, mode)) for one in self.implementations for mode in modes)
-        kept = gradients and chosen.get("forward") is not None and self.pick(problem, "forward", impl).name != chosen["forward"]
+        verdicts = tuple(Verdict(one.name, mode, passed_over(one, whole, mode)) for one in self.implementations for mode in modes)
+        kept = gradients and chosen.get("forward") is not None and self.pick(whole, "forward", impl).name != chosen["forward"]
         note = "Gradients are wanted: the forward pass keeps residuals for the backward pass, so that one runs both." if kept else ""
         return Explanation(call, chosen, verdicts, note)
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def differentiable(operator: Operator[Any], seen: Seen, tensors: Tensors, impl: str) -> Tensors:
     """The results of a known call, attached to autograd."""
     problem = operator.known(seen, tensors)
-    if operator.choice(problem, "forward", impl, True).attached:
+    if operator.choice(problem.whole, "forward", impl, True).attached:
         found = operator.run(problem, impl)[0]
         return _Attached.apply(operator, seen, impl, len(found), *found, *tensors)  # type: ignore[no-any-return, no-untyped-call]
     results = _apply(operator, problem, impl, *tensors)  # type: ignore[no-untyped-call]

@@ -77,7 +77,7 @@ class Kind:
 class Seen:
     """What equal calls share."""
 
-    __slots__ = ("bound", "kind", "shared", "sizes", "used")
+    __slots__ = ("bound", "kind", "shared", "sizes", "used", "whole")
 
     def __init__(self, kind: Kind, sizes: Mapping[str, int]) -> None:
         self.kind, self.sizes = kind, sizes
@@ -85,6 +85,8 @@ class Seen:
         """Data that implementations cache for these calls."""
         self.shared: dict[str, Any] | None = None
         """What ``Problem.known`` gives every problem of these calls."""
+        self.whole: Seen | None = None
+        """The data of ``Problem.whole`` of these calls, if that is another problem."""
         self.used = 0
 
 

@@ -181,7 +181,7 @@ class Operator(Generic[P]):
         first = problem.tensors[0]
         assert first is not None
         shapes = [[problem.sizes[axis] for axis in one.axes.split()] for one in self.results]
-        saved = self.saves and self.family.choose(problem, self.mode, impl).backward is not None
+        saved = self.saves and self.family.choose(problem.whole, self.mode, impl).backward is not None
         wanted = self.returned([getattr(problem, name) for name in self.option_names])
         return [
             first.new_empty(shape, dtype=one.dtype(first.dtype)) if some or (saved and one.saved) else first.new_empty(0)
@@ -237,7 +237,7 @@ class Operator(Generic[P]):
         return self.run(self.known(seen, tensors), impl)[0]
 
     def choice(self, problem: Problem, mode: Mode, impl: str, gradients: bool = False) -> Implementation:
-        """The implementation for this call and alike calls. ``gradients``: whether a backward pass may follow."""
+        """The implementation for this call, a whole problem, and alike calls. ``gradients``: whether a backward pass may follow."""
         choices, key = problem.seen.kind.choices, (mode, impl, gradients)
         found = choices.get(key)
         if found is None:
@@ -246,6 +246,7 @@ class Operator(Generic[P]):
 
     def run(self, problem: Problem, impl: str, saved: bool = False, residuals: bool = False) -> tuple[Tensors, Tensors]:
         """The requested results, with ``saved`` also the results that the backward pass needs, and with ``residuals`` its residuals."""
+        problem = problem.whole
         one = self.choice(problem, self.mode, impl, residuals)
         kept: Tensors = ()
         if self.in_place:
@@ -264,5 +265,6 @@ class Operator(Generic[P]):
 
     def gradients(self, problem: Problem, impl: str, upstream: Upstream) -> Tensors:
         """Gradients of the differentiable arguments, contiguous; None for arguments that are missing or need none. Not differentiable."""
-        found = without_autocast(problem.first, self.choice(problem, "backward", impl).gradients, problem, upstream)
-        return [None if x is None else x.contiguous() for x in found]
+        whole = problem.whole
+        found = without_autocast(problem.first, self.choice(whole, "backward", impl).gradients, whole, upstream)
+        return [None if x is None else x.contiguous() for x in problem.shared(found)]

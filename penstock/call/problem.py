@@ -55,6 +55,20 @@ class Problem:
         return problem
 
     @property
+    def whole(self) -> Self:
+        """The problem as implementations take it. A family may expand arguments that are given once for several heads."""
+        return self
+
+    def shared(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """Gradients of this problem's arguments, given those that an implementation computed for ``whole``."""
+        return gradients
+
+    @property
+    def shown(self) -> Mapping[str, int]:
+        """The sizes in messages."""
+        return self.sizes
+
+    @property
     def function(self) -> str:
         """The name of the public function in messages."""
         return self.signature.function
@@ -85,10 +99,11 @@ class Problem:
         other.__dict__.update(self.__dict__)
         other.__dict__.update(tensors)
         other.__dict__.pop("seen", None)
+        other.__dict__.pop("expanded", None)
         return other
 
     def __repr__(self) -> str:
-        sizes = ", ".join(f"{axis}={size}" for axis, size in self.sizes.items())
+        sizes = ", ".join(f"{axis}={size}" for axis, size in self.shown.items())
         return f"{self.function}({sizes})"
 
 

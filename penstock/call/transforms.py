@@ -37,7 +37,7 @@ def run(operator: Operator[Any], signature: Signature, tensors: Tensors, options
     if private.forward_derivatives():
         problem = operator.checked(signature.function, tensors, options)
         if impl != "auto":
-            operator.family.choose(problem, operator.mode, str(impl))  # raises if that implementation refuses the call
+            operator.family.choose(problem.whole, operator.mode, str(impl))  # raises if that implementation refuses the call
         _check_values(signature, tensors, problem.sizes)
         with no_autocast(tensors[0]):
             results: Tensors = operator.differentiable(problem)  # type: ignore[misc]

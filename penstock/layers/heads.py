@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from ..call.recompute import again
 from ..errors import Complaints, RangeError
-from ..recurrence.declaration import state_dtype
+from ..recurrence.declaration import repeated, state_dtype
 from ..recurrence.feature_maps import FEATURE_MAPS
 from .convolution import ShortConvolution
 from .fused import activated, norm_gate
@@ -153,7 +153,8 @@ class HeadsMixer(Mixer):
 
     def _served(self, x: Tensor) -> Tensor:
         """Repeat heads of k or v [B,T,G,K] to [B,T,H,K]; a single head is not copied."""
-        return repeated(x, self.heads.num_heads)
+        heads = self.heads.num_heads
+        return repeated(x, heads) if x.shape[2] in (1, heads) else again(repeated(x, heads), lambda x: repeated(x, heads), x)
 
     def _project_output(self, output: Tensor, gate: Tensor | None) -> Tensor:
         """Map the output of the recurrence [B,T,H,V] to y [B,T,C]."""
@@ -165,16 +166,6 @@ class HeadsMixer(Mixer):
             return activated(gate, output.flatten(-2), "silu", self.o_proj)
         y: Tensor = self.o_proj(output.flatten(-2))
         return y
-
-
-def repeated(x: Tensor, heads: int) -> Tensor:
-    """Repeat each of the heads of x [B,T,G,K] for the heads that it serves: [B,T,heads,K]. One head is expanded with stride 0."""
-    G = x.shape[2]
-    if heads == G:
-        return x
-    if G == 1:
-        return x.expand(-1, -1, heads, -1)
-    return again(x.repeat_interleave(heads // G, 2), lambda x: x.repeat_interleave(heads // G, 2), x)
 
 
 def projection(inputs: int, outputs: int, bias: bool = False) -> Linear:

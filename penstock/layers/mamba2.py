@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from ..errors import Complaints, RangeError
 from ..recurrence.declaration import state_dtype
 from .convolution import ShortConvolution
-from .heads import repeated
 from .linear import Linear
 from .mamba2_chains import gated_norm, time_steps
 from .mixer import Mixer, MixerConfig
@@ -120,5 +119,5 @@ class Mamba2(Mixer):
         x, B, C = mixed.split([H * V, G * K, G * K], -1)
         x, B, C = x.unflatten(-1, (H, V)), B.unflatten(-1, (G, K)), C.unflatten(-1, (G, K))
         g, v, x = time_steps(dt, self.dt_bias, self.A_log, x, self.config.time_step_limit)
-        output, ssm = sequences.recur("simple_gla", repeated(C, H), repeated(B, H), v, g, state=state.ssm, scale=1.0)
+        output, ssm = sequences.recur("simple_gla", C, B, v, g, state=state.ssm, scale=1.0)
         return gated_norm(output, x, self.D, z, self.norm, self.out_proj), Mamba2State(tail, ssm)

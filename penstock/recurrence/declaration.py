@@ -1,23 +1,28 @@
 """The declaration of the recurrence for the frame (``penstock.call``): two operators, over sequences and in place, a signature per variant.
 
-B batch, T tokens, H heads, K key channels and V value channels of a head, N sequences (N = B unless packed), P rows of a pool of states.
+B batch, T tokens, H heads, G heads of q and k, K key channels and V value channels of a head, N sequences (N = B unless packed), P rows of
+a pool of states.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from typing_extensions import Self
 
 from ..call.declaration import INDICES, Argument, Option, Result, Signature, Sizes, Wrong
 from ..call.problem import Problem
 from ..call.validation import finite, offsets, one_row
 from ..errors import Complaints, ShapeError
 from .variants import VARIANTS, Variant
+
+if TYPE_CHECKING:
+    from ..call.memory import Seen
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -28,8 +33,8 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
 class Tokens(Problem):
     """The problem that both operators share."""
 
-    q: Tensor  # [B, T, H, K]
-    k: Tensor  # [B, T, H, K]
+    q: Tensor  # [B, T, G, K], [B, T, H, K] in a whole problem
+    k: Tensor  # as q
     v: Tensor  # [B, T, H, V]
     g: Tensor | None  # log decay, natural logarithm, axes as variant.decay says
     u: Tensor | None  # [H, K]
@@ -38,9 +43,47 @@ class Tokens(Problem):
     partial: bool = False
     """Whether this is a block of key channels of a call: its output, and gradients that blocks share, stay float32."""
 
+    groups: int = 0
+    """Of a whole problem: G of the call, if it is less than H; head h of v has head h // (H / G) of q and k. Else 0."""
+
+    @property
+    def whole(self) -> Self:
+        """The problem with a q and k for every head."""
+        G, H = self.sizes["G"], self.sizes["H"]
+        if G == H:
+            return self
+        made: Self | None = self.__dict__.get("expanded")
+        if made is None:
+            made = self.__dict__["expanded"] = self._expanded(G, H)
+        return made
+
+    def _expanded(self, G: int, H: int) -> Self:
+        whole = self.with_tensors({"q": repeated(self.q, H), "k": repeated(self.k, H)})
+        whole.sizes, whole.groups = {**self.sizes, "G": H}, G
+        seen: Seen | None = self.__dict__.get("seen")
+        if seen is not None:
+            if seen.whole is None:
+                seen.whole = whole.seen
+            whole.__dict__["seen"] = seen.whole
+        return whole
+
+    def shared(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """Gradients of q and k summed over the heads, or parts of them, of each group. An implementation may have summed them already."""
+        G, H = self.sizes["G"], self.sizes["H"]
+        if G == H:
+            return gradients
+        sums = [x if x is None or x.shape[2] == G else x.unflatten(2, (G, -1)).sum(3) for x in gradients[:2]]
+        return *(None if x is None else x.to(self.q.dtype) for x in sums), *gradients[2:]
+
     def summand(self, x: Tensor) -> torch.dtype:
         """The dtype of a result like x that is a sum over key channels."""
         return torch.float32 if self.partial else x.dtype
+
+    @property
+    def shown(self) -> Mapping[str, int]:
+        """The sizes in messages: G only where heads share q and k."""
+        sizes = self.sizes
+        return {axis: sizes[axis] for axis in "BTGHKVNP" if axis in sizes and (axis != "G" or sizes["G"] != sizes["H"])}
 
     @property
     def variant(self) -> Variant:
@@ -112,6 +155,14 @@ class Advance(Tokens):
     reverse = False
 
 
+def repeated(x: Tensor, heads: int) -> Tensor:
+    """Repeat each of the heads of x [B,T,G,K] for the heads that it serves: [B,T,heads,K]. One head is expanded with stride 0."""
+    G = x.shape[2]
+    if heads == G:
+        return x
+    return x.expand(-1, -1, heads, -1) if G == 1 else x.repeat_interleave(heads // G, 2)
+
+
 def log_decay(g: Tensor, sizes: Sizes) -> Wrong | None:
     """The rule for values of a decay."""
     g = g[tuple([slice(None) if stride else slice(1) for stride in g.stride()])]  # expanded axes repeat their values
@@ -138,8 +189,8 @@ def _tokens(row: Variant, query: str, gate: str, nullable: bool) -> tuple[Argume
     """The arguments that both operators share."""
     decay = " ".join(row.decay)
     return (
-        Argument("q", "B T H K", label=query, gradient=True, hint="Tokens come before heads."),
-        Argument("k", "B T H K", like="q", gradient=True),
+        Argument("q", "B T G K", label=query, gradient=True, hint="Tokens come before heads."),
+        Argument("k", "B T G K", like="q", gradient=True),
         Argument("v", "B T H V", like="q", gradient=True, hint="Tokens come before heads."),
         Argument(
             "g", decay, label=gate, nullable=nullable, gradient=True, values=log_decay, draw=F.logsigmoid,
@@ -160,6 +211,13 @@ def _other_variants(row: Variant, axes: int) -> str:
     return f"A decay of {axes} axes belongs to {' or '.join(others)}." if others and axes != len(row.decay) else ""
 
 
+def _groups(complaints: Complaints, tensors: Mapping[str, Tensor | None], sizes: Sizes) -> None:
+    """Each head of q and k serves as many heads of v."""
+    if {"q", "k", "v"} <= tensors.keys() and sizes["G"] and sizes["H"] % sizes["G"]:
+        rule, v = f"of shape [B,T,H,V] with H a multiple of the G = {sizes['G']} heads of q and k", tensors["v"]
+        complaints.add(ShapeError, "v", rule, list(v.shape) if v is not None else None, "Each head of q and k serves as many heads of v.")
+
+
 def _own_row(complaints: Complaints, tensors: Mapping[str, Tensor | None], sizes: Sizes) -> None:
     """Without slots, sequence n is row n of a pool of N rows."""
     state = tensors.get("state")
@@ -168,20 +226,21 @@ def _own_row(complaints: Complaints, tensors: Mapping[str, Tensor | None], sizes
         complaints.add(ShapeError, "state", rule, list(state.shape), "Pass slots= to address rows of a larger pool.")
 
 
-SHARED: dict[str, Any] = {"nonempty": "H K V", "counts": "B T N", "folded": "H"}
+SHARED: dict[str, Any] = {"nonempty": "G H K V", "counts": "B T N", "folded": "G H"}
 
 
 def over_sequences(row: Variant) -> Signature:
     """The signature of a variant's function over whole sequences."""
     state = Argument("initial_state", "N H K V", required=False, gradient=True)
-    return Signature(row.name, (*_tokens(row, row.query, row.gate, False), state), row, rules=(one_row,), **SHARED)
+    return Signature(row.name, (*_tokens(row, row.query, row.gate, False), state), row, rules=(one_row, _groups), **SHARED)
 
 
 def in_place(row: Variant, function: str) -> Signature:
     """The signature of ``advance`` or ``decode_step`` for a variant."""
     slots = Argument("slots", "N", INDICES, required=False, values=rows)
     state = Argument("state", "P H K V", written=True)
-    return Signature(f"{function}({row.name!r})", (*_tokens(row, "", "", True), slots, state), row, rules=(one_row, _own_row), **SHARED)
+    arguments = (*_tokens(row, "", "", True), slots, state)
+    return Signature(f"{function}({row.name!r})", arguments, row, rules=(one_row, _groups, _own_row), **SHARED)
 
 
 def _scale(value: Any, sizes: Sizes, row: Variant) -> Any:

@@ -2,8 +2,9 @@
 
 Common to all functions over sequences
 --------------------------------------
-q (r in RWKV), k ``[B,T,H,K]`` and v ``[B,T,H,V]`` in one dtype (float16, bfloat16, float32 or float64), any strides, any
-sizes. Log decays are natural logarithms, at most 0 (-inf is legal), in any of these dtypes.
+q (r in RWKV), k ``[B,T,G,K]`` and v ``[B,T,H,V]`` in one dtype (float16, bfloat16, float32 or float64), any strides, any
+sizes. G is H or a divisor of it: head h of v has head ``h // (H / G)`` of q and k, as in Mamba-2, whose G is usually 1.
+Log decays are natural logarithms, at most 0 (-inf is legal), in any of these dtypes.
 
 scale : float, optional
     Multiplies the output. Default ``K ** -0.5``; 1 for RWKV.
@@ -123,7 +124,7 @@ def retention(
     >>> retention(q, k, v).output.shape
     torch.Size([1, 5, 2, 8])
     """
-    g = retnet_decay(q) if g is None else g
+    g = retnet_decay(v) if g is None else g
     return _run("retention", (q, k, v, g, None, cu_seqlens, initial_state), (scale, reverse, output_final_state), impl)
 
 
@@ -278,8 +279,8 @@ def decode_step(
 
     The formula is that of ``variant``, the name of a function of this module, begun at each sequence's row of the pool.
 
-    q, k : Tensor [N,H,K] or [N,T,H,K]
-        One token a sequence, or T <= 16 of them. RWKV's r is q.
+    q, k : Tensor [N,G,K] or [N,T,G,K]
+        One token a sequence, or T <= 16 of them. RWKV's r is q. G is H or a divisor of it.
     v : Tensor [N,H,V] or [N,T,H,V]
     g : Tensor, optional
         Log decay: [H] for retention (default RetNet's), [N,(T,)H] for simple_gla, [N,(T,)H,K] for gla and rwkv6, [H,K] for rwkv5.
@@ -343,8 +344,8 @@ def advance(
     and states, wherever it is cut and whatever the other rows are. (Exception: ``impl="chunkwise"`` and ``"parallel"`` multiply
     rows of one length together, without ``cu_seqlens``; the bits are then those of torch's products.)
 
-    q, k : Tensor [1,T,H,K] with ``cu_seqlens``, else [N,T,H,K]
-        RWKV's r is q.
+    q, k : Tensor [1,T,G,K] with ``cu_seqlens``, else [N,T,G,K]
+        RWKV's r is q. G is H or a divisor of it.
     v : Tensor [1,T,H,V] or [N,T,H,V]
     g : Tensor, optional
         Log decay: [H] for retention (default RetNet's), [1 or N,T,H] for simple_gla, [1 or N,T,H,K] for gla and rwkv6, [H,K] for rwkv5.
@@ -388,7 +389,7 @@ def _advance(
     slots: Tensor | None, cu_seqlens: Tensor | None, scale: float | None, impl: str,
 ) -> Tensor:  # fmt: skip
     if variant == "retention" and g is None:
-        g = retnet_decay(q)
+        g = retnet_decay(v)
     (output,) = ADVANCE(f"{function}({variant!r})", (q, k, v, g, u, cu_seqlens, slots, state), (scale,), impl)
     assert output is not None
     return output

@@ -24,8 +24,9 @@ FAMILY = Family(
     reference.IMPLEMENTATION,
 )
 RECURRENCE = Operator(
-    "recurrence", Recurrence, [over_sequences(row) for row in VARIANTS.values()], RESULTS, FAMILY, OPTIONS, chunkwise.forward
-)
+    "recurrence", Recurrence, [over_sequences(row) for row in VARIANTS.values()], RESULTS, FAMILY, OPTIONS,
+    lambda p: chunkwise.forward(p.whole),
+)  # fmt: skip
 ADVANCE = Operator(
     "advance",
     Advance,

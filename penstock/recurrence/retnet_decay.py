@@ -11,14 +11,14 @@ from ..call import private
 from .declaration import state_dtype
 
 
-def retnet_decay(q: Tensor) -> Tensor:
-    """log(1 - 2 ** (-5 - h)) for the heads of q [B,T,H,K], float32 or float64."""
-    if not isinstance(q, Tensor):
-        return torch.zeros(1)  # validation refuses q
-    if q.dim() != 4:
-        return q  # validation refuses q
-    made = q.shape[2], state_dtype(q.dtype), q.device
-    keeps = private.fast((q,)) and not (q.is_cuda and torch.cuda.is_current_stream_capturing())
+def retnet_decay(v: Tensor) -> Tensor:
+    """log(1 - 2 ** (-5 - h)) for the heads of v [B,T,H,V], float32 or float64."""
+    if not isinstance(v, Tensor):
+        return torch.zeros(1)  # validation refuses v
+    if v.dim() != 4:
+        return v  # validation refuses v
+    made = v.shape[2], state_dtype(v.dtype), v.device
+    keeps = private.fast((v,)) and not (v.is_cuda and torch.cuda.is_current_stream_capturing())
     return _kept(*made) if keeps else _made(*made)
 
 

@@ -42,7 +42,7 @@ class Trial:
         return list({str(one.about): one for one in self.operator.signatures.values()}.values())
 
 
-SIZES = {"B": 2, "N": 2, "T": 70, "H": 2, "K": 24, "V": 40}
+SIZES = {"B": 2, "N": 2, "T": 70, "G": 2, "H": 2, "K": 24, "V": 40}
 TRIALS = (
     Trial(RECURRENCE, SIZES, (None, False, True), {}),
     Trial(ADVANCE, SIZES | {"B": 3, "N": 3, "T": 67, "P": 4}, (None,), {"slots": (3, -1, 0)}),

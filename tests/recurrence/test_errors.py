@@ -60,8 +60,13 @@ def test_shapes(variant, name):
 @every_variant
 def test_a_query_of_the_wrong_rank(variant):
     query = VARIANTS[variant].query
-    said = f"{variant}: {query} must be of shape [B,T,H,K], got [5, 3, 4]", "Tokens come before heads."
+    said = f"{variant}: {query} must be of shape [B,T,G,K], got [5, 3, 4]", "Tokens come before heads."
     rejected(ps.ShapeError, getattr(ps, variant), good(variant, **{query: NORMAL[0]}), *said)
+
+
+def test_heads_that_no_group_shares_evenly():
+    said = "simple_gla: v must be of shape [B,T,H,V] with H a multiple of the G = 2 heads of q and k, got [2, 5, 3, 6]."
+    rejected(ps.ShapeError, ps.simple_gla, good("simple_gla", q=NORMAL[:, :, :2], k=NORMAL[:, :, :2]), said)
 
 
 @pytest.mark.parametrize(("axis", "size"), [("K", (B, T, H, 0)), ("H", (B, T, 0, K))])
@@ -287,7 +292,7 @@ def test_linear_attention_validates_before_feature_maps():
     ints = {name: x.long() for name, x in good("linear_attention").items() if name in "qkv"}
     rejected(ps.DtypeError, ps.linear_attention, ints | {"feature_map": "elu+1"}, "q must be", "k must be", "v must be")
     arguments = good("linear_attention", v=torch.tensor(1.0), normalize=True)
-    rejected(ps.ShapeError, ps.linear_attention, arguments, "v must be of shape [B,T,H,V] = [2, 5, 3, *], got []")
+    rejected(ps.ShapeError, ps.linear_attention, arguments, "v must be of shape [B,T,H,V] = [2, 5, *, *], got []")
     rejected(ps.DtypeError, ps.linear_attention, good("linear_attention", normalize=1), "normalize must be True or False, got 1")
     rejected(ps.ShapeError, ps.linear_attention, good("linear_attention", feature_map=lambda x: x[..., 0]), "q must be of shape")
 
