@@ -183,15 +183,22 @@ def test_walks_over_sequences(variant, K):
 
 @pytest.mark.parametrize("K", [64, 128])
 def test_walks_of_heads_that_share_queries_and_keys(K):
-    """Equal to copies for every head, bit for bit."""
+    """Equal to copies for every head, bit for bit. As one group, gradients of q and k are their sums, rounded once more."""
     x = inputs("simple_gla", Shape(2, 700, 80, K, 64), BFLOAT16, "cuda")
-    shared = replace(x, q=x.q[:, :, :1].expand_as(x.q), k=x.k[:, :, :1].expand_as(x.k))
+    group = replace(x, q=x.q[:, :, :1], k=x.k[:, :, :1])
+    shared = replace(x, q=group.q.expand_as(x.q), k=group.k.expand_as(x.k))
     found = []
-    for one in (shared, replace(x, q=shared.q.contiguous(), k=shared.k.contiguous())):
+    for one in (shared, replace(x, q=shared.q.contiguous(), k=shared.k.contiguous()), group):
         leaves = [t.detach().requires_grad_() for t in (one.q, one.k, one.v, one.g)]
         output = ps.simple_gla(*leaves, impl="triton_chunkwise").output
         found.append([output, *torch.autograd.grad(output, leaves, one.v)])
-    assert all(torch.equal(one, other) for one, other in zip(*found))
+    expanded, copied, grouped = found
+    assert all(torch.equal(one, other) for one, other in zip(expanded, copied))
+    assert all(torch.equal(expanded[place], grouped[place]) for place in (0, 3, 4))
+    for place in (1, 2):
+        wanted = expanded[place].double().sum(2, keepdim=True)
+        assert grouped[place].shape == wanted.shape
+        assert (grouped[place] - wanted).norm() <= 2**-8 * wanted.norm()
 
 
 @pytest.mark.parametrize("sizes", [(3, 200, 1, 64, 64), (2, 200, 1, 128, 128)], ids=str)
