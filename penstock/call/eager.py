@@ -18,28 +18,31 @@ if TYPE_CHECKING:
 
 def differentiable(operator: Operator[Any], seen: Seen, tensors: Tensors, impl: str) -> Tensors:
     """The results of a known call, attached to autograd."""
-    problem = operator.known(seen, tensors)
-    if operator.choice(problem.whole, "forward", impl, True).attached:
+    problem = operator.known(seen, tensors).whole
+    if operator.choice(problem, "forward", impl, True).attached:
         found = operator.run(problem, impl)[0]
         return _Attached.apply(operator, seen, impl, len(found), *found, *tensors)  # type: ignore[no-any-return, no-untyped-call]
-    results = _apply(operator, problem, impl, *tensors)  # type: ignore[no-untyped-call]
+    results = _apply(operator, seen, problem, impl, *tensors)  # type: ignore[no-untyped-call]
     return [x if wanted else None for x, wanted in zip(results, seen.kind.returned)]
 
 
 class _Call(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, operator: Operator[Any], problem: Any, impl: str, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    def forward(
+        ctx: Any, operator: Operator[Any], seen: Seen, problem: Any, impl: str, *tensors: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        """``problem`` is whole; ``seen`` and ``tensors`` are those of the call."""
         results, residuals = operator.run(problem, impl, saved=True, residuals=True)
         saved = operator.saved(results)
         ctx.save_for_backward(*tensors, *saved, *residuals)
-        ctx.call = operator, problem.seen, impl, len(tensors), len(tensors) + len(saved)
+        ctx.call = operator, seen, impl, len(tensors), len(tensors) + len(saved)
         ctx.set_materialize_grads(False)
         return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *d_results: Tensor | None) -> tuple[Any, ...]:
         operator, seen, impl, inputs, outputs = ctx.call
-        kept, needed = ctx.saved_tensors, ctx.needs_input_grad[3:]
+        kept, needed = ctx.saved_tensors, ctx.needs_input_grad[4:]
         tensors, results, residuals = kept[:inputs], kept[inputs:outputs], kept[outputs:]
         signature, given = seen.kind.signature, seen.kind.given
         function = signature.function
@@ -51,7 +54,7 @@ class _Call(torch.autograd.Function):
             problem = operator.problem.known(operator, same or operator.learn(signature, tensors, given), tensors)  # values are checked
             wanted = tuple([need for need, gradient in zip(needed, operator.gradient) if gradient])
             found = operator.gradients(problem, impl, Upstream(tuple(upstream), results, residuals, wanted))
-        return None, None, None, *operator.placed(found, needed)
+        return None, None, None, None, *operator.placed(found, needed)
 
 
 _apply = super(torch.autograd.Function, _Call).apply

@@ -99,7 +99,6 @@ class Problem:
         other.__dict__.update(self.__dict__)
         other.__dict__.update(tensors)
         other.__dict__.pop("seen", None)
-        other.__dict__.pop("expanded", None)
         return other
 
     def __repr__(self) -> str:

@@ -154,7 +154,8 @@ class HeadsMixer(Mixer):
     def _served(self, x: Tensor) -> Tensor:
         """Repeat heads of k or v [B,T,G,K] to [B,T,H,K]; a single head is not copied."""
         heads = self.heads.num_heads
-        return repeated(x, heads) if x.shape[2] in (1, heads) else again(repeated(x, heads), lambda x: repeated(x, heads), x)
+        served = repeated(x, heads)
+        return served if x.shape[2] in (1, heads) else again(served, lambda x: repeated(x, heads), x)
 
     def _project_output(self, output: Tensor, gate: Tensor | None) -> Tensor:
         """Map the output of the recurrence [B,T,H,V] to y [B,T,C]."""

@@ -6,7 +6,7 @@ a pool of states.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -43,23 +43,14 @@ class Tokens(Problem):
     partial: bool = False
     """Whether this is a block of key channels of a call: its output, and gradients that blocks share, stay float32."""
 
-    groups: int = 0
-    """Of a whole problem: G of the call, if it is less than H; head h of v has head h // (H / G) of q and k. Else 0."""
-
     @property
     def whole(self) -> Self:
         """The problem with a q and k for every head."""
         G, H = self.sizes["G"], self.sizes["H"]
         if G == H:
             return self
-        made: Self | None = self.__dict__.get("expanded")
-        if made is None:
-            made = self.__dict__["expanded"] = self._expanded(G, H)
-        return made
-
-    def _expanded(self, G: int, H: int) -> Self:
         whole = self.with_tensors({"q": repeated(self.q, H), "k": repeated(self.k, H)})
-        whole.sizes, whole.groups = {**self.sizes, "G": H}, G
+        whole.sizes = {**self.sizes, "G": H}
         seen: Seen | None = self.__dict__.get("seen")
         if seen is not None:
             if seen.whole is None:
@@ -68,12 +59,11 @@ class Tokens(Problem):
         return whole
 
     def shared(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """Gradients of q and k summed over the heads, or parts of them, of each group. An implementation may have summed them already."""
+        """Gradients of q and k summed over the heads of each group."""
         G, H = self.sizes["G"], self.sizes["H"]
         if G == H:
             return gradients
-        sums = [x if x is None or x.shape[2] == G else x.unflatten(2, (G, -1)).sum(3) for x in gradients[:2]]
-        return *(None if x is None else x.to(self.q.dtype) for x in sums), *gradients[2:]
+        return *(None if x is None else x.unflatten(2, (G, -1)).sum(3) for x in gradients[:2]), *gradients[2:]
 
     def summand(self, x: Tensor) -> torch.dtype:
         """The dtype of a result like x that is a sum over key channels."""
@@ -211,11 +201,16 @@ def _other_variants(row: Variant, axes: int) -> str:
     return f"A decay of {axes} axes belongs to {' or '.join(others)}." if others and axes != len(row.decay) else ""
 
 
-def _groups(complaints: Complaints, tensors: Mapping[str, Tensor | None], sizes: Sizes) -> None:
-    """Each head of q and k serves as many heads of v."""
-    if {"q", "k", "v"} <= tensors.keys() and sizes["G"] and sizes["H"] % sizes["G"]:
-        rule, v = f"of shape [B,T,H,V] with H a multiple of the G = {sizes['G']} heads of q and k", tensors["v"]
-        complaints.add(ShapeError, "v", rule, list(v.shape) if v is not None else None, "Each head of q and k serves as many heads of v.")
+def _groups(query: str) -> Callable[[Complaints, Mapping[str, Tensor | None], Sizes], None]:
+    """The rule that each head of q, called ``query``, and k serves as many heads of v."""
+
+    def rule(complaints: Complaints, tensors: Mapping[str, Tensor | None], sizes: Sizes) -> None:
+        if {"q", "k", "v"} <= tensors.keys() and sizes["G"] and sizes["H"] % sizes["G"]:
+            wanted = f"of shape [B,T,H,V] with H a multiple of the G = {sizes['G']} heads of {query} and k"
+            shape = [sizes[axis] for axis in "BTHV"]
+            complaints.add(ShapeError, "v", wanted, shape, f"Each head of {query} and k serves as many heads of v.")
+
+    return rule
 
 
 def _own_row(complaints: Complaints, tensors: Mapping[str, Tensor | None], sizes: Sizes) -> None:
@@ -232,7 +227,7 @@ SHARED: dict[str, Any] = {"nonempty": "G H K V", "counts": "B T N", "folded": "G
 def over_sequences(row: Variant) -> Signature:
     """The signature of a variant's function over whole sequences."""
     state = Argument("initial_state", "N H K V", required=False, gradient=True)
-    return Signature(row.name, (*_tokens(row, row.query, row.gate, False), state), row, rules=(one_row, _groups), **SHARED)
+    return Signature(row.name, (*_tokens(row, row.query, row.gate, False), state), row, rules=(one_row, _groups(row.query)), **SHARED)
 
 
 def in_place(row: Variant, function: str) -> Signature:
@@ -240,7 +235,7 @@ def in_place(row: Variant, function: str) -> Signature:
     slots = Argument("slots", "N", INDICES, required=False, values=rows)
     state = Argument("state", "P H K V", written=True)
     arguments = (*_tokens(row, "", "", True), slots, state)
-    return Signature(f"{function}({row.name!r})", arguments, row, rules=(one_row, _groups, _own_row), **SHARED)
+    return Signature(f"{function}({row.name!r})", arguments, row, rules=(one_row, _groups("q"), _own_row), **SHARED)
 
 
 def _scale(value: Any, sizes: Sizes, row: Variant) -> Any:

@@ -67,6 +67,7 @@ def test_a_query_of_the_wrong_rank(variant):
 def test_heads_that_no_group_shares_evenly():
     said = "simple_gla: v must be of shape [B,T,H,V] with H a multiple of the G = 2 heads of q and k, got [2, 5, 3, 6]."
     rejected(ps.ShapeError, ps.simple_gla, good("simple_gla", q=NORMAL[:, :, :2], k=NORMAL[:, :, :2]), said)
+    rejected(ps.ShapeError, ps.rwkv5, good("rwkv5", r=NORMAL[:, :, :2], k=NORMAL[:, :, :2]), "the G = 2 heads of r and k, got [2, 5, 3, 6]")
 
 
 @pytest.mark.parametrize(("axis", "size"), [("K", (B, T, H, 0)), ("H", (B, T, 0, K))])
