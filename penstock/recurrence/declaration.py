@@ -180,7 +180,10 @@ def _tokens(row: Variant, query: str, gate: str, nullable: bool) -> tuple[Argume
     decay = " ".join(row.decay)
     return (
         Argument("q", "B T G K", label=query, gradient=True, hint="Tokens come before heads."),
-        Argument("k", "B T G K", like="q", gradient=True),
+        Argument(
+            "k", "B T G K", like="q", gradient=True,
+            hint=f"k has as many heads as {query or 'q'}; k.repeat_interleave(n, 2) repeats each of its heads n times.",
+        ),
         Argument("v", "B T H V", like="q", gradient=True, hint="Tokens come before heads."),
         Argument(
             "g", decay, label=gate, nullable=nullable, gradient=True, values=log_decay, draw=F.logsigmoid,
@@ -196,9 +199,11 @@ def _tokens(row: Variant, query: str, gate: str, nullable: bool) -> tuple[Argume
 
 
 def _other_variants(row: Variant, axes: int) -> str:
-    """A hint for a decay whose axes fit another variant."""
+    """A hint for a decay of a wrong shape, whose axes may fit another variant."""
+    if axes == len(row.decay):
+        return "A decay has the heads of v."
     others = [other.name for other in VARIANTS.values() if other.read == row.read and len(other.decay) == axes and other is not row]
-    return f"A decay of {axes} axes belongs to {' or '.join(others)}." if others and axes != len(row.decay) else ""
+    return f"A decay of {axes} axes belongs to {' or '.join(others)}." if others else ""
 
 
 def _groups(query: str) -> Callable[[Complaints, Mapping[str, Tensor | None], Sizes], None]:
@@ -208,7 +213,8 @@ def _groups(query: str) -> Callable[[Complaints, Mapping[str, Tensor | None], Si
         if {"q", "k", "v"} <= tensors.keys() and sizes["G"] and sizes["H"] % sizes["G"]:
             wanted = f"of shape [B,T,H,V] with H a multiple of the G = {sizes['G']} heads of {query} and k"
             shape = [sizes[axis] for axis in "BTHV"]
-            complaints.add(ShapeError, "v", wanted, shape, f"Each head of {query} and k serves as many heads of v.")
+            remedy = f"Each head of {query} and k serves as many heads of v: give them a divisor of H, or one for every head of v."
+            complaints.add(ShapeError, "v", wanted, shape, remedy)
 
     return rule
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..call.declaration import FLOATS
-from ..errors import Complaints, DtypeError, RangeError, described
+from ..errors import Complaints, DtypeError, RangeError, ShapeError, described
 
 FeatureMap = Literal["elu+1", "relu", "identity"] | Callable[[Tensor], Tensor] | None
 FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -23,8 +23,8 @@ FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
 def featured(q: Tensor, k: Tensor, v: Tensor, feature_map: FeatureMap, normalize: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Q and k through the feature map, v with a column of ones if normalised.
 
-    Raises RangeError for an unknown feature map, DtypeError for a ``normalize`` that is no bool. Other dtypes than floating-point are not
-    mapped: validation refuses them later.
+    Raises RangeError for an unknown feature map, ShapeError for one that changes the number of heads, DtypeError for a ``normalize`` that
+    is no bool. Other dtypes than floating-point are not mapped: validation refuses them later.
     """
     complaints = Complaints("linear_attention")
     if not isinstance(normalize, bool):
@@ -36,5 +36,11 @@ def featured(q: Tensor, k: Tensor, v: Tensor, feature_map: FeatureMap, normalize
     complaints.raise_any()
     if feature_map is not None and all(isinstance(x, Tensor) and x.dtype in FLOATS for x in (q, k)):
         phi = FEATURE_MAPS[feature_map] if isinstance(feature_map, str) else feature_map
-        q, k = phi(q), phi(k)
+        mapped = phi(q), phi(k)
+        for name, x, y in zip("qk", (q, k), mapped):
+            if x.dim() == 4 and y.dim() == 4 and x.shape[2] != y.shape[2]:
+                rule, value = f"a map that keeps the {x.shape[2]} heads of {name}", f"one to {y.shape[2]} heads"
+                complaints.add(ShapeError, "feature_map", rule, value, "Only its last axis may change.")
+        complaints.raise_any()
+        q, k = mapped
     return q, k, torch.cat([v, v.new_ones(*v.shape[:-1], 1)], -1) if normalize and isinstance(v, Tensor) and v.dim() else v

@@ -363,7 +363,7 @@ def advance(
     scale : float, optional
         As for the variant.
 
-    Returns the output, in q's layout and v's dtype. Raises as the functions over sequences do; then the pool is unchanged. There is no
+    Returns the output, in v's shape and dtype. Raises as the functions over sequences do; then the pool is unchanged. There is no
     gradient: inputs that require one are refused unless under ``torch.no_grad()``. On a GPU the host never waits for the device, and the
     call can be captured in a CUDA graph.
 

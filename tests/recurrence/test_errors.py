@@ -70,6 +70,12 @@ def test_heads_that_no_group_shares_evenly():
     rejected(ps.ShapeError, ps.rwkv5, good("rwkv5", r=NORMAL[:, :, :2], k=NORMAL[:, :, :2]), "the G = 2 heads of r and k, got [2, 5, 3, 6]")
 
 
+def test_keys_of_fewer_heads_than_queries():
+    said = "k must be of shape [B,T,G,K] = [2, 5, 3, 4], got [2, 5, 1, 4].", "k has as many heads as q", "k.repeat_interleave(n, 2)"
+    rejected(ps.ShapeError, ps.simple_gla, good("simple_gla", k=NORMAL[:, :, :1]), *said)
+    rejected(ps.ShapeError, ps.simple_gla, good("simple_gla", g=-torch.ones(B, T, 1)), "A decay has the heads of v.")
+
+
 @pytest.mark.parametrize(("axis", "size"), [("K", (B, T, H, 0)), ("H", (B, T, 0, K))])
 def test_sizes_of_zero(axis, size):
     empty = torch.zeros(size)
@@ -296,6 +302,13 @@ def test_linear_attention_validates_before_feature_maps():
     rejected(ps.ShapeError, ps.linear_attention, arguments, "v must be of shape [B,T,H,V] = [2, 5, *, *], got []")
     rejected(ps.DtypeError, ps.linear_attention, good("linear_attention", normalize=1), "normalize must be True or False, got 1")
     rejected(ps.ShapeError, ps.linear_attention, good("linear_attention", feature_map=lambda x: x[..., 0]), "q must be of shape")
+
+
+@pytest.mark.parametrize("feature_map", [lambda x: x.sum(2, keepdim=True), lambda x: x.repeat_interleave(2, 2)])
+def test_feature_maps_keep_heads(feature_map):
+    """Else their results would be taken for q and k of groups."""
+    said = "linear_attention: feature_map must be a map that keeps the 3 heads of q, got one to"
+    rejected(ps.ShapeError, ps.linear_attention, good("linear_attention", feature_map=feature_map), said)
 
 
 def test_every_broken_rule_is_listed():
