@@ -21,6 +21,8 @@ LENGTHS = (0, 5, 64, 0, 1, 81, 0)
 SHORT_LENGTHS = (0, 5, 40, 0, 1, 33, 0)
 LONG = ("cpu", "chunkwise")
 """Implementations that also run long sequences; the others are quadratic or as slow as the oracle."""
+STRONG = (-0.4, -2.0, -9.0, -12.0)
+"""Log decays of two tokens whose values are 0: what they leave of a state is compared with itself, however small it is."""
 
 
 def cases(variant: str) -> list[Case]:
@@ -47,6 +49,7 @@ def cases(variant: str) -> list[Case]:
     found += [replace(of, T=33, H=6, G=2), replace(of, T=70, H=4, G=1, dtype=BFLOAT16), replace(of, lengths=LENGTHS, G=1, reverse=True)]
     found += [replace(of, T=33, H=4, G=2, strided=True, dtype=FLOAT64), replace(of, T=19, H=4, G=2, shared="H"), replace(of, B=0, T=5, G=1)]
     found += [replace(of, T=5, gate=gate, still=True) for gate in (-0.3, -3.0, -30.0) if gated]
+    found += [replace(of, T=2, gate=gate, still=True) for gate in STRONG if gated]
     found += [replace(of, T=130, gate=gate, dtype=dtype) for gate in ("zero", "gone", "mixture") for dtype in (FLOAT32, FLOAT64) if gated]
     found += [replace(of, T=70, gate="mixture", reverse=True)] * gated
     found += [replace(of, T=70, gate="mixture", dtype=FLOAT16), replace(of, T=70, gate="mixture", dtype=BFLOAT16)] * gated
@@ -68,6 +71,7 @@ def interpreted_cases(variant: str) -> list[Case]:
     found += [replace(of, H=8, G=1, lengths=SHORT_LENGTHS, reverse=True, strided=True)]
     found += [replace(of, T=70, gate=gate) for gate in ("zero", "gone", "mixture") if gated]
     found += [replace(of, T=20, gate=-30.0, still=True)] * gated
+    found += [replace(of, T=2, gate=gate, still=True) for gate in STRONG if gated]
     found += [replace(of, lengths=SHORT_LENGTHS, gate="mixture", reverse=True)] * gated
     return found
 
@@ -83,6 +87,7 @@ def sampled_cases(variant: str, impl: str) -> list[Case]:
         replace(of, lengths=lengths, gate=gate, reverse=True),
         replace(of, H=2, T=5, B=2, dtype=FLOAT16),
     ]
+    found += [replace(of, T=2, K=4, V=4, gate=gate, still=True) for gate in STRONG if VARIANTS[variant].decay]
     if variant != "rwkv6":
         return found
     found += [replace(of, T=T) for T in (0, 1, 16)] + [replace(of, B=0, T=5), replace(of, lengths=())]
@@ -102,7 +107,8 @@ def pooled_cases(variant: str) -> list[Pooled]:
     found += [replace(of, lengths=(2, 5), slots=(6, 1), dtype=BFLOAT16, others=FLOAT32, pool=BFLOAT16, layout="heads first")]
     found += [replace(of, G=1), replace(of, lengths=(3, 66), slots=(6, 1), H=4, G=2, strided=True)]
     found += [replace(of, lengths=None, B=3, T=67, slots=(3, -1, 0), scale=0.3), replace(of, lengths=(), slots=(), K=1, V=3)]
-    return found + [replace(of, gate=gate) for gate in ("spikes", "channels", "weak") if VARIANTS[variant].decay]
+    found += [replace(of, gate=gate) for gate in ("spikes", "channels", "weak") if VARIANTS[variant].decay]
+    return found + [replace(of, lengths=(1, 2), slots=(3, 6), gate=gate, still=True) for gate in STRONG if VARIANTS[variant].decay]
 
 
 def interpreted_pooled_cases(variant: str) -> list[Pooled]:
@@ -111,7 +117,9 @@ def interpreted_pooled_cases(variant: str) -> list[Pooled]:
     found = [of, replace(of, lengths=None, B=3, T=2, K=20, slots=(4, -1, 0), strided=True, layout="gaps")]
     pieces = replace(of, H=1, lengths=(3, 70, 64), slots=(5, 2, 7), strided=True, layout="heads first")
     found += [replace(of, G=1)]
-    return found + [replace(pieces, gate=gate) for gate in (("spikes", "channels") if VARIANTS[variant].decay else ("logsigmoid",))]
+    found += [replace(pieces, gate=gate) for gate in (("spikes", "channels") if VARIANTS[variant].decay else ("logsigmoid",))]
+    of = replace(of, H=1, K=4, V=4, lengths=(1, 2), slots=(3, 6), still=True)
+    return found + [replace(of, gate=gate) for gate in STRONG if VARIANTS[variant].decay]
 
 
 HELD = [

@@ -123,6 +123,19 @@ def test_results_are_within_their_budgets(variant, dtype, sizes, gate):
         assert error(y[live], wanted[name][live]) <= allowed, (name, error(y[live], wanted[name][live]), allowed)
 
 
+@pytest.mark.parametrize("g", [-0.4, -2.0, -9.0, -12.0])
+@pytest.mark.parametrize(("T", "sizes"), [(1, (64, 64)), (2, (128, 128)), (2, (100, 36))], ids=str)
+@pytest.mark.parametrize("variant", [name for name, row in VARIANTS.items() if row.decay])
+def test_what_strong_decays_leave_is_exact(variant, T, sizes, g):
+    """Each element of a state that only decays, relative to itself."""
+    x = inputs(variant, Shape(4, T, 2, *sizes), FLOAT32, "cuda")
+    decay = torch.full_like(x.g, g)
+    pool = torch.randn(4, 2, *sizes, device="cuda")
+    wanted = pool.double() * (T * decay.flatten()[0].double()).exp()
+    ps.advance(variant, x.q, x.k, torch.zeros_like(x.v), decay, x.u, state=pool)
+    assert ((pool.double() - wanted).abs() <= 2e-6 * wanted.abs()).all()
+
+
 @pytest.mark.parametrize("pool", [BFLOAT16, FLOAT16], ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_narrow_pools_are_rounded_behind_pieces_and_tokens(variant, pool):

@@ -197,7 +197,9 @@ def test_checks_reads_values():
 
 @pytest.mark.parametrize("variant", ["gla", "rwkv6"])
 def test_memory_beyond_inputs_and_results(variant):
-    """Backward: the states before chunks and their gradients behind, bfloat16, 4 bytes an element at K = V = 64; 1 byte for segments."""
+    """Backward: the states before chunks, bfloat16, 2 bytes an element at K = V = 64, and the float32 sums of all chunks."""
+    from penstock.recurrence.triton.states import SUMS
+
     x = inputs(variant, Shape(4, 2048, 16, 64, 64), BFLOAT16, "cuda")
     elements = x.q.numel()
     passes(x, "auto")
@@ -207,4 +209,4 @@ def test_memory_beyond_inputs_and_results(variant):
     before = torch.cuda.memory_allocated()
     found = passes(x, "auto")
     results = sum(t.numel() * t.element_size() for t in found)
-    assert torch.cuda.max_memory_allocated() - before - results < 5.5 * elements
+    assert torch.cuda.max_memory_allocated() - before - results < 2.5 * elements + SUMS

@@ -112,6 +112,9 @@ def test_graphs_of_steps_equal_those_of_a_cpu(rows, monkeypatch):
     torch.manual_seed(0)
     model = CausalLM(config)
     randomised(model)
+    with torch.no_grad():  # at their size, roundings of 16 bits would change logits by up to half of their size
+        for name, parameter in model.named_parameters():
+            parameter.mul_(0.1 if name.endswith("_w2") else 0.3 if name.endswith("output.weight") else 1.0)
     ours, theirs = model.to(torch.bfloat16).cuda(), CausalLM(config).to(torch.bfloat16)
     theirs.load_state_dict(ours.state_dict())
     theirs = theirs.double()
@@ -133,5 +136,5 @@ def test_graphs_of_steps_equal_those_of_a_cpu(rows, monkeypatch):
         slots.copy_(places[t, :rows])
         graph.replay()
         true, live = theirs.advance(ids[:, t : t + 1], exact, slots=places[t, :rows]), places[t, :rows] >= 0
-        assert error(logits.cpu()[live], true[live]) < 16 * torch.finfo(torch.bfloat16).eps
-    assert all(error(x.cpu(), y) < 16 * torch.finfo(torch.bfloat16).eps for x, y in zip(flat(pool), flat(exact)) if y.any())
+        assert error(logits.cpu()[live], true[live]) < 8 * torch.finfo(torch.bfloat16).eps
+    assert all(error(x.cpu(), y) < 8 * torch.finfo(torch.bfloat16).eps for x, y in zip(flat(pool), flat(exact)) if y.any())

@@ -229,6 +229,17 @@ def test_steps_have_the_states_of_updates_in_place():
     assert torch.equal(pool, kept)
 
 
+@pytest.mark.parametrize("log", [-0.4, -2.0, -9.0, -24.0])
+def test_what_a_strong_decay_leaves_is_exact(log):
+    *given, pool, weight, shift = step_inputs(1, 2, 16, 20, 0)
+    given[2].zero_()  # v
+    given[5].fill_(-log).log_()  # the decay is -exp(bias)
+    kept = pool[:1].double()
+    launch.rwkv_step(*given, pool, torch.tensor([0]), weight, shift, 1e-3)
+    wanted = kept * (-given[5].double().exp()).exp()[..., None]
+    assert ((pool[:1].double() - wanted).abs() <= 2e-6 * wanted.abs()).all()
+
+
 @pytest.fixture
 def launched(monkeypatch):
     """The functions that are called while the kernels of decode steps take tensors on a CPU."""

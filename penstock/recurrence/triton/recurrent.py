@@ -39,14 +39,18 @@ def exp(x):
 
 
 @triton.jit
-def loss(g):
-    """exp(g) - 1, the relative change of the state. Accurate for weak decays, because their errors accumulate."""
+def change(g):
+    """What ``decayed`` multiplies by: of weak decays exp(g) - 1, with the sign bit set, of others exp(g).
+
+    S exp(g) has the same rounding error of exp(g) at every decode step, so of weak decays the state gets S (exp(g) - 1) added. Of strong
+    decays that would leave S with an error as large as before.
+    """
     near = tl.maximum(g, -0.5)
     series = 1.0 + near * (1.0 / 7.0) * (1.0 + near * (1.0 / 8.0))
     series = 1.0 + near * (1.0 / 5.0) * (1.0 + near * (1.0 / 6.0) * series)
     series = 1.0 + near * (1.0 / 3.0) * (1.0 + near * (1.0 / 4.0) * series)
     series = near * (1.0 + near * (1.0 / 2.0) * series)
-    return tl.where(g > -0.5, series, tl.exp2(g * LOG2E) - 1.0)
+    return tl.where((g > -0.5) & (g <= 0.0), -tl.abs(series), exp(g))
 
 
 @triton.jit
@@ -59,8 +63,10 @@ def by_row(x, DECAY: tl.constexpr):
 
 @triton.jit
 def decayed(S, g, DECAY: tl.constexpr):
-    """The decayed state, as S + S (exp(g) - 1). S exp(g) has the same rounding error of exp(g) at every decode step."""
-    return S + S * by_row(loss(g), DECAY)
+    """S exp(g), as S + S (exp(g) - 1) for weak decays. The sign of a factor selects: an operand for that would take a register a row."""
+    f = by_row(change(g), DECAY)
+    kept = S.to(tl.int32, bitcast=True) & (f.to(tl.int32, bitcast=True) >> 31)
+    return kept.to(tl.float32, bitcast=True) + S * f
 
 
 @triton.jit
