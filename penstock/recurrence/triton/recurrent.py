@@ -18,6 +18,7 @@ from ...gpu.tiles import LOG2E, tokens_of
 from .tiles import CHANNEL, FLOOR, NONE, SCALAR, rounded
 
 LARGEST = tl.constexpr(9)  # log2 of the largest BK
+SIGN = tl.constexpr(-(2**31))  # the sign bit of a float32
 
 
 @triton.jit
@@ -50,7 +51,8 @@ def change(g):
     series = 1.0 + near * (1.0 / 5.0) * (1.0 + near * (1.0 / 6.0) * series)
     series = 1.0 + near * (1.0 / 3.0) * (1.0 + near * (1.0 / 4.0) * series)
     series = near * (1.0 + near * (1.0 / 2.0) * series)
-    return tl.where((g > -0.5) & (g <= 0.0), -tl.abs(series), exp(g))
+    negative = (series.to(tl.int32, bitcast=True) | SIGN).to(tl.float32, bitcast=True)  # -x is 0 - x on a GPU, for 0 without a sign
+    return tl.where((g > -0.5) & (g <= 0.0), negative, exp(g))
 
 
 @triton.jit
