@@ -42,6 +42,8 @@ class Tokens(Problem):
     scale: float
     partial: bool = False
     """Whether this is a block of key channels of a call: its output, and gradients that blocks share, stay float32."""
+    groups: int = 0
+    """Of a whole problem of heads that share q and k: the heads of q and k in the call. Gradients of q and k may be those of groups."""
 
     @property
     def whole(self) -> Self:
@@ -50,7 +52,7 @@ class Tokens(Problem):
         if G == H:
             return self
         whole = self.with_tensors({"q": repeated(self.q, H), "k": repeated(self.k, H)})
-        whole.sizes = {**self.sizes, "G": H}
+        whole.sizes, whole.groups = {**self.sizes, "G": H}, G
         seen: Seen | None = self.__dict__.get("seen")
         if seen is not None:
             if seen.whole is None:
@@ -59,11 +61,11 @@ class Tokens(Problem):
         return whole
 
     def shared(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """Gradients of q and k summed over the heads of each group."""
+        """Gradients of q and k summed over the heads of each group. They are those of every head, of parts of each group or of groups."""
         G, H = self.sizes["G"], self.sizes["H"]
         if G == H:
             return gradients
-        return *(None if x is None else x.unflatten(2, (G, -1)).sum(3) for x in gradients[:2]), *gradients[2:]
+        return *(None if x is None else _over_groups(x, G, self.q.dtype) for x in gradients[:2]), *gradients[2:]
 
     def summand(self, x: Tensor) -> torch.dtype:
         """The dtype of a result like x that is a sum over key channels."""
@@ -151,6 +153,11 @@ def repeated(x: Tensor, heads: int) -> Tensor:
     if heads == G:
         return x
     return x.expand(-1, -1, heads, -1) if G == 1 else x.repeat_interleave(heads // G, 2)
+
+
+def _over_groups(x: Tensor, G: int, dtype: torch.dtype) -> Tensor:
+    """The sums over consecutive heads of x [B,T,heads,K]: [B,T,G,K]."""
+    return x if x.shape[2] == G else x.unflatten(2, (G, -1)).sum(3).to(dtype)
 
 
 def log_decay(g: Tensor, sizes: Sizes) -> Wrong | None:

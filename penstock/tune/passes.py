@@ -26,14 +26,14 @@ class Planned(NamedTuple):
     tensors: dict[str, Tensor]
 
 
-def without_memory(variant: str, shape: Shape, dtype: torch.dtype) -> Inputs:
-    """Inputs with the shapes and dtypes of ``verify.inputs.inputs``, without memory."""
-    size, row = shape._asdict(), VARIANTS[variant]
+def without_memory(variant: str, shape: Shape, dtype: torch.dtype, groups: int = 0) -> Inputs:
+    """Inputs with the shapes and dtypes of ``verify.inputs.inputs``, without memory; q and k of ``groups`` heads if that is not 0."""
+    size, row = shape._asdict() | {"G": groups or shape.H}, VARIANTS[variant]
 
     def empty(axes: str, dtype: torch.dtype) -> Tensor:
         return torch.empty([size[axis] for axis in axes], dtype=dtype, device="meta")
 
-    q, k, v = (empty(axes, dtype) for axes in ("BTHK", "BTHK", "BTHV"))
+    q, k, v = (empty(axes, dtype) for axes in ("BTGK", "BTGK", "BTHV"))
     g = empty(row.decay, state_dtype(dtype)) if row.decay else None
     return Inputs(variant, q, k, v, g, empty("HK", state_dtype(dtype)) if row.bonus else None)
 
@@ -41,8 +41,8 @@ def without_memory(variant: str, shape: Shape, dtype: torch.dtype) -> Inputs:
 def planned(which: Pass, inputs: Inputs, target: Target, cu_seqlens: Tensor | None = None) -> Planned:
     """Plan a pass over these inputs with initial states of 0. Updates in place get a pool of states without slots."""
     x = inputs
-    problem = x.problem(cu_seqlens=cu_seqlens)
-    given: dict[str, Tensor | None] = {name: getattr(x, name) for name in ("q", "k", "v", "g", "u")} | {"cu_seqlens": cu_seqlens}
+    problem = x.problem(cu_seqlens=cu_seqlens).whole
+    given: dict[str, Tensor | None] = {name: getattr(problem, name) for name in ("q", "k", "v", "g", "u")} | {"cu_seqlens": cu_seqlens}
     given |= {"initial_state": None, "d_final_state": None, "slots": None, "d_output": torch.empty_like(x.v)}
     if which == "forward":
         made = plan.chunk_forward_plan(problem, target)
@@ -57,4 +57,4 @@ def planned(which: Pass, inputs: Inputs, target: Target, cu_seqlens: Tensor | No
         made = in_place.advance_plan(x.in_place(pool, cu_seqlens=cu_seqlens), target)
         if which == "pieces":
             del made.launches[1:]
-    return Planned(made.at(problem.sizes), {name: x.q if tensor is None else tensor for name, tensor in given.items()})
+    return Planned(made.at(problem.sizes), {name: problem.q if tensor is None else tensor for name, tensor in given.items()})

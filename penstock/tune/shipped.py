@@ -38,11 +38,13 @@ class Configuration:
     dtype: str = "bfloat16"
     passes: tuple[Pass, ...] = PASSES
     packed: bool = False
+    groups: int = 0
+    """Heads of q and k, if not H."""
 
     @property
     def name(self) -> str:
         """The name in tables and in the record."""
-        return f"{self.variant} {self.shape.text} {self.dtype}" + " packed" * self.packed
+        return f"{self.variant} {self.shape.text} {self.dtype}" + " packed" * self.packed + f" G={self.groups}" * (self.groups > 0)
 
     def launches(self, arch: str) -> Iterator[tuple[str, Job]]:
         """Yield each launch with its name."""
@@ -50,7 +52,7 @@ class Configuration:
         for which in self.passes:
             shape = self.shape._replace(T=self.shape.T if which in ("forward", "backward", "pieces") else 1 if which == "step" else 8)
             ends = torch.empty(5, dtype=torch.int64, device="meta") if self.packed and which != "step" else None
-            made = planned(which, without_memory(self.variant, shape, getattr(torch, self.dtype)), target, ends)
+            made = planned(which, without_memory(self.variant, shape, getattr(torch, self.dtype), self.groups), target, ends)
             times: Counter[str] = Counter()
             for launch, job in zip(made.plan.launches, jobs(made.plan, made.tensors, arch)):
                 name = f"{self.name}: {which}: {_kernel(launch)}"
@@ -139,8 +141,12 @@ CONFIGURATIONS: tuple[Configuration | Softmax, ...] = (
 HOPPER = (
     Configuration("gla", Shape(*BATCH, 4, 256, 512), "float16", passes=("forward", "backward")),
     Configuration("gla", Shape(*BATCH, 16, 128, 128), "float32", passes=("forward", "backward")),
+    Configuration("simple_gla", Shape(2, 4096, 80, 128, 64), passes=("backward",), groups=1),
+    Configuration("simple_gla", Shape(2, 4096, 80, 128, 64), passes=("backward",), groups=8),
+    Configuration("retention", Shape(*BATCH, 32, 128, 64), passes=("backward",), groups=1),
+    Configuration("linear_attention", Shape(*BATCH, 32, 64, 64), passes=("backward",), groups=1),
 )
-"""Only for sm_90: walks of float16, heads of float32 in blocks."""
+"""Only for sm_90: walks of float16, heads of float32 in blocks, heads that share q and k."""
 
 SMALL = ("sm_86", "sm_89", "sm_120")
 """GPUs with 99 KiB of shared memory. They have the products of sm_80, and block sizes by rule, which the same memory limits: a part of the

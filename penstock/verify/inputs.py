@@ -87,8 +87,8 @@ class Inputs:
     @property
     def shape(self) -> Shape:
         """The sizes of the call."""
-        B, T, H, K = self.q.shape
-        return Shape(B, T, H, K, self.v.shape[3])
+        B, T, _, K = self.q.shape
+        return Shape(B, T, self.v.shape[2], K, self.v.shape[3])
 
     @property
     def scale(self) -> float:

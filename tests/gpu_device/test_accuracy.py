@@ -73,8 +73,8 @@ def exact(x: Inputs, formula, packed=None, reverse=False) -> dict[str, torch.Ten
     scale = VARIANTS[x.variant].scale or x.shape.K**-0.5
     problem = RECURRENCE.checked(variant, (q, k, v, g, u, packed, state.double()), (scale, reverse, True))
     with torch.no_grad():
-        output, final_state = formula(problem)
-        grads = dict(zip(Gradients._fields, gradients_of(formula, problem, (d_output.double(), d_state.double()))))
+        output, final_state = formula(problem.whole)
+        grads = dict(zip(Gradients._fields, gradients_of(lambda p: formula(p.whole), problem, (d_output.double(), d_state.double()))))
     return {"output": output, "final state": final_state} | {name: t for name, t in grads.items() if t is not None}
 
 
@@ -183,7 +183,7 @@ def test_walks_over_sequences(variant, K):
 
 @pytest.mark.parametrize("K", [64, 128])
 def test_walks_of_heads_that_share_queries_and_keys(K):
-    """Equal to copies for every head, bit for bit. As one group, gradients of q and k are their sums, rounded once more."""
+    """Equal to copies for every head, bit for bit. As one group, another kernel computes the gradients, and those of q and k are sums."""
     x = inputs("simple_gla", Shape(2, 700, 80, K, 64), BFLOAT16, "cuda")
     group = replace(x, q=x.q[:, :, :1], k=x.k[:, :, :1])
     shared = replace(x, q=group.q.expand_as(x.q), k=group.k.expand_as(x.k))
@@ -194,11 +194,29 @@ def test_walks_of_heads_that_share_queries_and_keys(K):
         found.append([output, *torch.autograd.grad(output, leaves, one.v)])
     expanded, copied, grouped = found
     assert all(torch.equal(one, other) for one, other in zip(expanded, copied))
-    assert all(torch.equal(expanded[place], grouped[place]) for place in (0, 3, 4))
-    for place in (1, 2):
-        wanted = expanded[place].double().sum(2, keepdim=True)
+    assert torch.equal(expanded[0], grouped[0])
+    for place in (1, 2, 3, 4):
+        wanted = expanded[place].double()
+        if place < 3:
+            wanted = wanted.sum(2, keepdim=True)
         assert grouped[place].shape == wanted.shape
         assert (grouped[place] - wanted).norm() <= 2**-8 * wanted.norm()
+
+
+@pytest.mark.parametrize("G", [1, 2, 4])
+@pytest.mark.parametrize("K", [64, 100, 128])
+@pytest.mark.parametrize("variant", ["linear_attention", "retention", "simple_gla"])
+def test_heads_that_share_queries_and_keys(variant, K, G):
+    """Whole and shorter chunks; a group's heads in one program or in several."""
+    for B in (1, 24):
+        x = inputs(variant, Shape(B, 300, 8, K, 64), BFLOAT16, "cuda")
+        x = replace(x, q=x.q[:, :, :G], k=x.k[:, :, :G])
+        for one in (x, *(strong(x, which) for which in ("mixture", "gone", "few", "zero") if variant == "simple_gla" and B == 1)):
+            hold(one, "triton_chunkwise")
+    hold(x, "triton_chunkwise", reverse=True)
+    x = inputs(variant, Shape(1, 1024, 8, K, 48), BFLOAT16, "cuda")
+    packed = torch.tensor([0, 0, 5, 70, 70, 71, 900, 1024], device="cuda")
+    hold(replace(x, q=x.q[:, :, :G], k=x.k[:, :, :G]), "triton_chunkwise", packed)
 
 
 @pytest.mark.parametrize("sizes", [(3, 200, 1, 64, 64), (2, 200, 1, 128, 128)], ids=str)

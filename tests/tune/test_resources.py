@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from penstock.cli import main
 from penstock.gpu.target import Target
-from penstock.recurrence.triton import plan, table
+from penstock.recurrence.triton import groups, plan, table
 from penstock.recurrence.triton.table import KernelConfig, Key
 from penstock.recurrence.variants import VARIANTS
 from penstock.softmax.triton import plan as softmax
@@ -145,7 +145,7 @@ def test_recorded_shared_memory_is_within_the_estimate(arch, monkeypatch):
                "penstock_chunk_bwd_hopper": None, "penstock_chunk_bwd_parts_hopper": None,
                "penstock_sum_blocks": None, "penstock_chunk_dv": None,
                "penstock_chunk_weights_hopper": None, "penstock_chunk_walk_hopper": None, "penstock_walk_fwd_hopper": None,
-               "penstock_walk_bwd_hopper": None, "penstock_walk_bwd_wide_hopper": None}  # fmt: skip
+               "penstock_walk_bwd_hopper": None, "penstock_walk_bwd_wide_hopper": None, "penstock_chunk_bwd_groups": None}  # fmt: skip
     for one in configurations(arch):
         if isinstance(one, Softmax):
             continue
@@ -155,6 +155,8 @@ def test_recorded_shared_memory_is_within_the_estimate(arch, monkeypatch):
                 taken = RECORD.launches[arch][name].shared
                 assert taken <= TARGETS[arch].shared_memory, name
                 kernel = "step" if which == "step" else kernels[name.rpartition(": ")[2].partition(" ")[0]]
+                if name.endswith("penstock_chunk_bwd_groups"):
+                    assert taken <= groups.shared_bytes(one.shape.K), name
                 if kernel is not None:
                     assert taken <= max(size for asked, size in estimates if asked == kernel), name
 

@@ -24,8 +24,10 @@ def _tokens(p: Tokens, **more: Tensor | None) -> Inputs:
 
 
 def _name(name: str, p: Tokens) -> str:
-    """The name of a plan: blocks of key channels have plans of their own."""
-    return name + " of a block" if p.partial else name
+    """The name of a plan: blocks of key channels, and heads that share q and k, have plans of their own."""
+    if p.partial:
+        return name + " of a block"
+    return f"{name} of {p.groups} groups" if p.groups else name
 
 
 def _inputs(p: Recurrence, **more: Tensor | None) -> Inputs:

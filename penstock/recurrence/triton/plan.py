@@ -17,7 +17,7 @@ from ...gpu.plan import Plan, Size, Sizes, chunks, contiguous, strides
 from ...gpu.target import Target, power, precision
 from ..declaration import Recurrence, Tokens
 from ..levels import lengths
-from . import blocks, chunk_backward, chunk_forward, hopper, recurrent, tiles, values, walk
+from . import blocks, chunk_backward, chunk_forward, groups, hopper, recurrent, tiles, values, walk
 from .levels import levels
 from .states import Sum, before_chunks, before_segments
 from .table import DECAYS, LEAST, READS, KernelConfig, Key, config, from_registers
@@ -96,6 +96,9 @@ class Call(NamedTuple):
 
     def backward_chunk(self, p: Recurrence, *d_output: Tensor) -> tuple[int, Any]:
         """Tokens of a chunk of the backward pass, and the Hopper kernel for decays per channel that computes it, or None."""
+        shared = groups.of(p, self)
+        if shared:
+            return groups.C, None
         b = self.config("backward")
         kernel = hopper.backward(p, b, self.target, *d_output)
         return hopper.C if kernel or self.scalar(p, *d_output) else b.C, kernel
@@ -274,6 +277,8 @@ def chunk_backward_plan(
 ) -> Plan:
     """``dq``, ``dk``, ``dv``, ``dg``, ``du`` and ``d_initial_state`` by chunks. ``du`` and a constant decay's ``dg`` are partial sums.
 
+    ``dq`` and ``dk`` are those of every head or, of heads that share q and k, of (parts of) groups.
+
     ``states`` are the forward pass's ``chunk_states``; they are recomputed if None, or if they are those before other chunks: strides and
     the precision of products may have changed since. ``dg``: whether to compute dg.
     """
@@ -291,10 +296,11 @@ def chunk_backward_plan(
     d_start = None if d_final_state is None else ("d_final_state", d_final_state.stride())
     of = Sum("q", "d_output", strides(p.q, d_output), p.scale, p.reverse, d_start, d_initial, True, on)
     slots = c.chunks(C)
-    dq, dk = (plan.empty("d" + name, *tokens, c.K, dtype=p.q.dtype) for name in ("q", "k"))
+    shared = groups.of(p, c)
+    dq, dk = ("dq", "dk") if shared else (plan.empty("d" + name, *tokens, c.K, dtype=p.q.dtype) for name in ("q", "k"))
     dv = plan.empty("dv", *tokens, c.V, dtype=p.summand(p.v))
     walked = hopper.walk(p, b, target, d_output) if kernel else None
-    back = c.scalar(p, d_output)
+    back = None if shared else c.scalar(p, d_output)
     dS = "q"
     if walked:
         dS = plan.empty("d_chunk_states", slots, c.H, c.K, c.V, dtype=stored)
@@ -314,6 +320,9 @@ def chunk_backward_plan(
         d_gate = plan.empty("dg", slots, *shape) if c.static else plan.empty("dg", *shape, dtype=p.summand(p.g))
     if p.u is not None:
         du = plan.empty("du", slots, c.H, c.K)
+    if shared:
+        groups.launch(plan, c, p, shared, S, dS, d_output, d_gate)
+        return plan
     if kernel:
         (g_b, g_t, g_h, g_k), (warps, registers) = c.gate, kernel.launch
         weights = rest = "q"
