@@ -3,7 +3,8 @@
     python benchmarks/engine.py --out FILE.json [--only decode,mixed] [--seconds 230] [--tiny]
 
 First the tokens of an engine with CUDA graphs and overlap are compared with those of plain steps. Ceilings: all weights but the embeddings
-are read once a step, the state of each sequence is read and written once. ``--tiny`` runs everything on a small model, also on a CPU.
+are read once a step, the state of each sequence is read and written once, at the rate of a large copy on the same GPU. ``--tiny`` runs
+everything on a small model, also on a CPU.
 """
 
 import argparse
@@ -24,8 +25,8 @@ from penstock.engine.graphs import StepGraphs
 from penstock.engine.transfer import ToHost
 from penstock.models import CausalLM, rwkv6
 
-BANDWIDTH, PEAK = 4.24e12, 700e12
-"""Of one H200: bytes a second of a copy, and operations a second of large matrix products."""
+PEAK = 700e12
+"""Operations a second of large matrix products on one H100 or H200."""
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 ROWS: list[dict] = []
@@ -77,6 +78,19 @@ def random_tokens(count: int, vocab_size: int, seed: int) -> list[int]:
     return torch.randint(vocab_size, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
+def copy_rate() -> float:
+    """Bytes a second of a large copy, read and written: the median of ten."""
+    source = torch.empty(2**32 if GPU else 2**26, dtype=torch.uint8, device=DEVICE)
+    target, taken = torch.empty_like(source), []
+    for _ in range(11):
+        synchronize()
+        begin = time.perf_counter()
+        target.copy_(source)
+        synchronize()
+        taken.append(time.perf_counter() - begin)
+    return 2 * source.nbytes / statistics.median(taken[1:])
+
+
 class Bench:
     def __init__(self, tiny: bool) -> None:
         self.tiny = tiny
@@ -94,11 +108,13 @@ class Bench:
         self.parameters = sum(p.numel() for p in counted)
         self.weight_bytes = sum(p.nbytes for p in counted)
         self.state_bytes = sum(x.nbytes for layer in self.model.initial_state(1) for part in layer for x in part)
+        self.bandwidth = copy_rate()
+        row("copy", self.bandwidth / 1e12, "TB/s")
         row("weights", self.weight_bytes / 1e9, "GB", state_mib=self.state_bytes / 2**20, build_s=time.perf_counter() - begin)
 
     def ceiling(self, streams: int) -> float:
         """Tokens a second."""
-        return streams * BANDWIDTH / (self.weight_bytes + 2 * streams * self.state_bytes)
+        return streams * self.bandwidth / (self.weight_bytes + 2 * streams * self.state_bytes)
 
     def engine(self, streams: int, **options) -> Engine:
         options = {"cache_bytes": 0, "token_budget": streams + 1024, **options}
