@@ -93,7 +93,6 @@ def same(found: list[Tensor], wanted: list[Tensor]) -> bool:
     return len(found) == len(wanted) and all(torch.equal(one, other) for one, other in zip(found, wanted))
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 @every_call
 def test_the_host_does_not_wait_for_the_device(make):
     """Neither a first call, whose launches are planned and compiled, nor later ones."""

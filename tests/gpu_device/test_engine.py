@@ -46,7 +46,6 @@ def test_graphs_of_any_padding_change_no_state_but_that_of_their_rows(name):
         before = engine._pool.memory.clone()
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 @pytest.mark.parametrize(
     "params", [{"temperature": 0}, {"seed": 1, "top_p": 0.9, "min_p": 0.01}, {"seed": 1, "logprobs": 2, "top_k": 3}], ids=str
 )  # fmt: skip
