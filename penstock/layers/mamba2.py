@@ -50,7 +50,8 @@ class Mamba2Config(MixerConfig):
     def check(self, complaints: Complaints) -> None:
         """Check that groups share heads evenly, and the limits of dt."""
         if self.num_heads % self.n_groups:
-            complaints.add(RangeError, "n_groups", f"a divisor of num_heads = {self.num_heads}", self.n_groups)
+            rule, remedy = f"a divisor of num_heads = {self.num_heads}", "Each group serves as many heads."
+            complaints.add(RangeError, "n_groups", rule, self.n_groups, remedy)
         limits = self.time_step_limit
         two = isinstance(limits, tuple | list) and len(limits) == 2 and all(isinstance(one, int | float) for one in limits)
         if not two or not 0 <= limits[0] <= limits[1]:

@@ -197,7 +197,8 @@ def _tokens(row: Variant, query: str, gate: str, nullable: bool) -> tuple[Argume
             absent="" if decay else "this variant has no decay", hint=lambda x: _other_variants(row, x.dim()),
         ),
         Argument(
-            "u", "H K" if row.bonus else "", nullable=nullable, gradient=True, absent="" if row.bonus else "this variant has no bonus"
+            "u", "H K" if row.bonus else "", nullable=nullable, gradient=True, absent="" if row.bonus else "this variant has no bonus",
+            hint="A bonus has the heads of v.",
         ),
         Argument(
             "cu_seqlens", "N+1", INDICES, required=False, values=offsets("T"), otherwise=("N", "B"), hint="N sequences have N + 1 offsets.",
@@ -239,14 +240,14 @@ SHARED: dict[str, Any] = {"nonempty": "G H K V", "counts": "B T N", "folded": "G
 
 def over_sequences(row: Variant) -> Signature:
     """The signature of a variant's function over whole sequences."""
-    state = Argument("initial_state", "N H K V", required=False, gradient=True)
+    state = Argument("initial_state", "N H K V", required=False, gradient=True, hint="A state has the heads of v.")
     return Signature(row.name, (*_tokens(row, row.query, row.gate, False), state), row, rules=(one_row, _groups(row.query)), **SHARED)
 
 
 def in_place(row: Variant, function: str) -> Signature:
     """The signature of ``advance`` or ``decode_step`` for a variant."""
     slots = Argument("slots", "N", INDICES, required=False, values=rows)
-    state = Argument("state", "P H K V", written=True)
+    state = Argument("state", "P H K V", written=True, hint="A state has the heads of v.")
     arguments = (*_tokens(row, "", "", True), slots, state)
     return Signature(f"{function}({row.name!r})", arguments, row, rules=(one_row, _groups("q"), _own_row), **SHARED)
 

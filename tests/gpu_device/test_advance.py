@@ -136,6 +136,24 @@ def test_what_strong_decays_leave_is_exact(variant, T, sizes, g):
     assert ((pool.double() - wanted).abs() <= 2e-6 * wanted.abs()).all()
 
 
+@pytest.mark.parametrize("variant", ["simple_gla", "gla", "rwkv6"])
+def test_nan_in_a_decay_gives_nan_in_its_head(variant):
+    """As compiled, a maximum with NaN is the other operand unless it is told otherwise."""
+    x = inputs(variant, Shape(3, 3, 2, 64, 64), BFLOAT16, "cuda")
+    sick = x.g.clone()
+    sick[1, 0, 1] = torch.nan
+    found = []
+    for g in (x.g, sick):
+        pool = torch.ones(3, 2, 64, 64, device="cuda")
+        found.append((ps.advance(variant, x.q, x.k, x.v, g, x.u, state=pool, impl="triton_recurrent"), pool))
+    (wanted, states), (output, pool) = found
+    assert pool[1, 1].isnan().all()
+    assert output[1, 2, 1].isnan().all()
+    output[1, :, 1], pool[1, 1] = wanted[1, :, 1], states[1, 1]
+    assert torch.equal(output, wanted)
+    assert torch.equal(pool, states)
+
+
 @pytest.mark.parametrize("pool", [BFLOAT16, FLOAT16], ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_narrow_pools_are_rounded_behind_pieces_and_tokens(variant, pool):

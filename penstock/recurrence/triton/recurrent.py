@@ -23,12 +23,12 @@ SIGN = tl.constexpr(-(2**31))  # the sign bit of a float32
 
 @triton.jit
 def log_decay(base, j, stride_j, there, DECAY: tl.constexpr):
-    """A token's log decay, per channel or one for all; finite."""
+    """A token's log decay, per channel or one for all; finite or NaN."""
     if DECAY == SCALAR:
         g = tl.load(base)
     else:
         g = tl.load(base + j * stride_j, mask=there, other=0.0)
-    return tl.maximum(g.to(tl.float32), FLOOR)
+    return tl.maximum(g.to(tl.float32), FLOOR, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
