@@ -138,7 +138,7 @@ def test_what_strong_decays_leave_is_exact(variant, T, sizes, g):
 
 @pytest.mark.parametrize("variant", ["simple_gla", "gla", "rwkv6"])
 def test_nan_in_a_decay_gives_nan_in_its_head(variant):
-    """As compiled, a maximum with NaN is the other operand unless it is told otherwise."""
+    """Compiled kernels must propagate NaN: by default, ``tl.maximum(NaN, x)`` is x."""
     x = inputs(variant, Shape(3, 3, 2, 64, 64), BFLOAT16, "cuda")
     sick = x.g.clone()
     sick[1, 0, 1] = torch.nan

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ...gpu.plan import Plan, chunks, strides
@@ -57,9 +58,9 @@ def shared_bytes(K: int) -> int:
 def launch(plan: Plan, c: Call, p: Recurrence, one: Groups, S: str, dS: str, d_output: Tensor, d_gate: str) -> None:
     """Add the launch. ``S`` and ``dS``: states before chunks and gradients of states behind them. dq and dk are planned here."""
     slots, heads = c.chunks(C), c.H // (one.G * one.parts)
+    dtype = p.q.dtype if one.parts == 1 else torch.float32
     for name in ("dq", "dk"):
-        shape = (lambda s: s["B"], lambda s: s["T"], one.G * one.parts, c.K)
-        plan.empty(name, *shape, **({"dtype": p.q.dtype} if one.parts == 1 else {}))
+        plan.empty(name, lambda s: s["B"], lambda s: s["T"], one.G * one.parts, c.K, dtype=dtype)
     vectors = plan.empty("vectors", slots, c.H, 5 * C) if c.decay else "q"
     plan.launch(
         chunk_backward_groups.penstock_chunk_bwd_groups, lambda s: slots(s) * one.G * one.parts,
