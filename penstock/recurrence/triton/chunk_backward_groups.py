@@ -24,20 +24,10 @@ import triton.language as tl
 
 from ...gpu.tiles import LOG2E, product, span_of
 from .chunk_backward import first_row, pointers, rows
+from .segments import chunk_state
 from .tiles import FLOOR, SCALAR, constant_decay
 
 COARSE = tl.constexpr(786432.0)  # 1.5 * 2^19: adding and subtracting it rounds to multiples of 2^-4
-
-
-@triton.jit
-def state(base, j, y, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
-    """A state [K,V] of a chunk: [BK,BV], 0 outside."""
-    places = base + j[:, None] * V + y[None, :]
-    if K == BK and V == BV:
-        S = tl.load(places)
-    else:
-        S = tl.load(places, mask=(j < K)[:, None] & (y < V)[None, :], other=0.0)
-    return S
 
 
 @triton.jit
@@ -174,8 +164,8 @@ def penstock_chunk_bwd_groups(
     for h in tl.range(HEADS, num_stages=STAGES):
         dO = rows((d_output + (first + h) * o_h, o_t, o_v), span, y, V, C)
         Vt = rows((v + (first + h) * v_h, v_t, v_v), span, y, V, C)
-        S = state(chunk_states + h * (K * V), j, y, K, V, BK, C)
-        dS = state(d_chunk_states + h * (K * V), j, y, K, V, BK, C)
+        S = chunk_state(chunk_states + h * (K * V), j, y, K, V)
+        dS = chunk_state(d_chunk_states + h * (K * V), j, y, K, V)
         if DECAY == SCALAR:
             coarse, fine, coarse_end, fine_end = sums_of_decays(g + h * g_h, vectors + h * SIZE, i, tokens, C, STATIC)
             shares = tl.exp2(tl.minimum((coarse[:, None] - coarse[None, :]) + (fine[:, None] - fine[None, :]), 0.0))
