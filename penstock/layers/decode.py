@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ..call import private
+from .as_written import runs_as_written
 from .fused import norm_of, ready
-from .linear import Mode, mode, plain_weights, runs_as_written
+from .linear import Mode, mode, plain_weights
 from .triton import kernels
 
 if TYPE_CHECKING:

@@ -17,7 +17,8 @@ from torch.nn import functional as F
 from ..call.autocast import autocasting
 from ..call.recompute import again
 from ..recurrence.declaration import state_dtype
-from .linear import as_products, linear, mode, plain_weights, runs_as_written
+from .as_written import runs_as_written
+from .linear import as_products, linear, mode, plain_weights
 from .norms import RMSNorm
 from .pool_rows import PoolRows
 from .triton import kernels
@@ -213,7 +214,7 @@ def add_norm(x: Tensor, y: Tensor | None, norm: nn.Module, *, in_float32: bool =
                 total, normed = launch.add_norm(*flat, weight, bias, *options)
             return total.view(x.shape), normed.view(x.shape)
     total = x if y is None else x + y
-    given = total.to(norm.weight.dtype) if in_float32 else total  # type: ignore[arg-type]
+    given = total.to(next(norm.parameters()).dtype) if in_float32 else total
     normed = norm(given)
     if found is None:
         return total, normed

@@ -11,9 +11,10 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from ..errors import Complaints, RangeError
+from .as_written import runs_as_written
 from .fused import log_sigmoid
 from .heads import HeadsConfig, HeadsMixer, projection
-from .linear import linear_again, runs_as_written
+from .linear import linear_again
 from .sequences import Sequences
 
 

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from ..call import private, recompute
 from ..call.autocast import cast, no_autocast
 from ..recurrence.cpu import linear as native
+from .as_written import remembered, runs_as_written
 from .triton import kernels
 
 
@@ -71,6 +72,7 @@ def mode() -> Mode:
     return PLAIN if torch.compiler.is_compiling() else _mode.get()
 
 
+@remembered
 class Linear(nn.Linear):
     """``nn.Linear`` by way of ``linear``."""
 
@@ -125,12 +127,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def _fewest(x: Tensor, weight: Tensor) -> bool:
     return x.dtype == weight.dtype and 0 < x.numel() <= GRAPH_ROWS * weight.shape[1] and weight.stride(1) == 1
-
-
-def runs_as_written(one: nn.Module, *kinds: type[nn.Module]) -> bool:
-    """Whether a call runs the ``forward`` of one of these classes and nothing else: no subclass, no hooks, not even of all modules."""
-    hooks = one._forward_pre_hooks or one._forward_hooks or one._backward_pre_hooks or one._backward_hooks or "forward" in vars(one)
-    return type(one) in kinds and not hooks and not private.global_module_hooks()
 
 
 def _plain(one: nn.Module) -> bool:

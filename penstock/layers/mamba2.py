@@ -109,13 +109,18 @@ class Mamba2(Mixer):
     def initial_state(self, count: int, like: Tensor, max_length: int | None = None) -> Mamba2State:
         """Zeros."""
         sizes = self.config.num_heads, self.config.state_size, self.config.head_dim
-        tail = like.new_zeros(count, self.config.conv_kernel - 1, self.conv1d.in_channels)
+        tail = like.new_zeros(count, self.config.conv_kernel - 1, self._convolved)
         return Mamba2State(tail, like.new_zeros(count, *sizes, dtype=state_dtype(like.dtype)))
+
+    @property
+    def _convolved(self) -> int:
+        """The channels of the convolution: those of x, B and C."""
+        return self.config.num_heads * self.config.head_dim + 2 * self.config.n_groups * self.config.state_size
 
     def mix(self, x: Tensor, state: Mamba2State, sequences: Sequences) -> tuple[Tensor, Mamba2State]:
         """Y and the new state."""
         H, K, V, G = self.config.num_heads, self.config.state_size, self.config.head_dim, self.config.n_groups
-        z, mixed, dt = self.in_proj(x).split([H * V, self.conv1d.in_channels, H], -1)
+        z, mixed, dt = self.in_proj(x).split([H * V, self._convolved, H], -1)
         mixed, tail = self.conv1d(mixed, state.tail, sequences)
         x, B, C = mixed.split([H * V, G * K, G * K], -1)
         x, B, C = x.unflatten(-1, (H, V)), B.unflatten(-1, (G, K)), C.unflatten(-1, (G, K))

@@ -10,7 +10,8 @@ from torch.nn import functional as F
 
 from ..call.recompute import again
 from ..recurrence.declaration import state_dtype
-from .linear import as_products, linear, plain_weights, runs_as_written
+from .as_written import runs_as_written
+from .linear import as_products, linear, plain_weights
 from .norms import GroupedRMSNorm, grouped_rms_norm
 from .triton import kernels
 

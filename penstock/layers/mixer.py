@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from ..errors import Complaints
 from .arguments import check_apart, check_input, check_part, check_sequences
-from .sequences import Sequences
+from .as_written import inherits_forward, remembered
+from .sequences import Sequences, adopt
 from .sizes import check_fields
 
 
@@ -44,12 +45,21 @@ class MixerConfig:
         raise NotImplementedError
 
 
+@remembered
 class Mixer(nn.Module):
     """Base of token mixers and channel mixers: maps x [B,T,C] and a state to y [B,T,C] and the state after the last token.
 
     A state is a ``NamedTuple`` of tensors whose first axis is the sequence or, for ``advance``, the row of a pool. Subclasses write
     ``initial_state`` and ``mix``.
     """
+
+    _stepped: ClassVar[Any] = None
+    """The ``mix`` that ``step`` belongs to."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "step" in vars(cls):
+            cls._stepped = cls.mix
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -78,34 +88,44 @@ class Mixer(nn.Module):
         state : NamedTuple, optional
             The state that an earlier call returned for the same N sequences. Default: before the first token.
         cu_seqlens : int32 or int64 Tensor [N+1], optional
-            Packed sequences, as for ``penstock.gla``. Models pass the ``Sequences`` that all of their layers share.
+            Packed sequences, as for ``penstock.gla``. Models pass the ``Sequences`` that all of their layers share. Those of an update in
+            place make ``state`` a pool, which is updated and returned.
         """
         sequences = cu_seqlens if isinstance(cu_seqlens, Sequences) else self._sequences("forward", x, cu_seqlens, state=state)
-        return self.mix(x, self.empty_state(sequences.count, x) if state is None else state, sequences)
+        state = self.empty_state(sequences.count, x) if state is None else state
+        y, after = self.mix(x, state, sequences)
+        if not sequences.in_place:
+            return y, after
+        sequences.write(state, after)
+        return y, state
 
     @torch.no_grad()
-    def advance(self, x: Tensor, state: Any, *, cu_seqlens: Tensor | Sequences | None = None, slots: Tensor | None = None) -> Tensor:
+    def advance(self, x: Tensor, state: Any, *, cu_seqlens: Tensor | None = None, slots: Tensor | None = None) -> Tensor:
         """Map x [B,T,C] to y of the same shape; the rows of the pool ``state`` are updated **in place**. Computes no gradients.
 
         slots : int32 or int64 Tensor [N], optional
             The row of each sequence, all different. A negative slot skips its sequence: no row changes, its y has no meaning.
             Default: sequence n is row n.
 
-        Other arguments as for ``forward``.
+        Other arguments as for ``forward``, which runs with its hooks.
         """
-        sequences = cu_seqlens
-        if not isinstance(sequences, Sequences):
-            sequences = self._sequences("advance", x, sequences, slots, state, in_place=True)
-        y, after = self.mix(x, state, sequences)
-        sequences.write(state, after)
-        return y
+        sequences = self._sequences("advance", x, cu_seqlens, slots, state, in_place=True)
+        y, after = self(x, state, sequences)
+        adopt(state, after)
+        return y  # type: ignore[no-any-return]
 
     def step(self, x: Tensor, y: Tensor | None, norm: nn.Module, state: Any, sequences: Sequences) -> tuple[Tensor, Tensor] | None:
         """An update in place from the residual stream on: x + y (x without y), and what ``advance`` maps its norm to.
 
         None: nothing is done, because the mixer has no kernel for it here. Some mixers compute the sum, the norm and their input together.
+        Not called where ``steps`` is False.
         """
         return None
+
+    @property
+    def steps(self) -> bool:
+        """Whether ``step`` computes what a call would: no hooks, and neither ``forward`` nor ``mix`` replaced."""
+        return inherits_forward(self, Mixer) and type(self).mix is type(self)._stepped and "mix" not in vars(self)
 
     def _sequences(
         self, function: str, x: Tensor, cu_seqlens: Tensor | None, slots: Tensor | None = None, state: Any = None, *, in_place: bool = False

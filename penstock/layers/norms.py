@@ -7,8 +7,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..recurrence.declaration import state_dtype
+from .as_written import remembered
 
 
+@remembered
 class RMSNorm(nn.RMSNorm):
     """``nn.RMSNorm`` that computes in the dtype of its weight, so under autocast in float32, as layer norms do."""
 
@@ -17,6 +19,7 @@ class RMSNorm(nn.RMSNorm):
         return super().forward(x if self.weight is None else x.to(self.weight.dtype))
 
 
+@remembered
 class GroupedRMSNorm(nn.Module):
     """Norm of ``x * silu(gate)`` by the root mean square of each group of channels, computed in float32 for narrower dtypes."""
 

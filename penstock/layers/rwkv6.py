@@ -112,15 +112,21 @@ class RWKV6TimeMix(Mixer):
 
     def initial_state(self, count: int, like: Tensor, max_length: int | None = None) -> RWKV6State:
         """Zeros, or ``time_state``."""
-        state = self.empty_state(count, like)
-        return state._replace(wkv=state.wkv.detach())
+        if not (self.config.tuned_state and count):
+            return self._blank_state(count, like)
+        tuned: Any = self.time_state.detach()
+        tuned = tuned.full_tensor() if hasattr(tuned, "full_tensor") else tuned  # sharded
+        state = self._blank_state(count, like)
+        return state._replace(wkv=tuned.to(state.wkv).repeat(count, 1, 1, 1))
 
     def empty_state(self, count: int, like: Tensor) -> RWKV6State:
         """The same, with gradients of ``time_state``."""
+        state = self._blank_state(count, like)
+        return state._replace(wkv=self.time_state.to(state.wkv).repeat(count, 1, 1, 1)) if self.config.tuned_state else state
+
+    def _blank_state(self, count: int, like: Tensor) -> RWKV6State:
         (H, K), dtype = self.time_faaaa.shape, state_dtype(like.dtype)
         shift = like.new_zeros(count, self.time_maa_x.shape[-1])
-        if self.config.tuned_state:
-            return RWKV6State(shift, self.time_state.to(dtype).repeat(count, 1, 1, 1))
         return RWKV6State(shift, like.new_zeros(count, H, K, self.config.head_size, dtype=dtype))
 
     def mix(self, x: Tensor, state: RWKV6State, sequences: Sequences) -> tuple[Tensor, RWKV6State]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..call.validation import known_values
+from ..errors import Complaints, ShapeError, described
 from ..recurrence import functional
 from . import pool_rows
 
@@ -209,3 +210,19 @@ class Sequences:
 
     def _range(self, count: int) -> Tensor:
         return torch.arange(count, device=self.device)
+
+
+def adopt(pool: Any, returned: Any) -> None:
+    """Write to a pool what a call of a module returned in place of it: a hook or a wrapper may have made another state."""
+    if returned is pool:
+        return
+    if isinstance(pool, tuple) and isinstance(returned, tuple) and len(pool) == len(returned):
+        for one, other in zip(pool, returned):
+            adopt(one, other)
+    elif isinstance(pool, Tensor) and isinstance(returned, Tensor) and pool.shape == returned.shape:
+        pool.copy_(returned)
+    else:
+        complaints, rule = Complaints("advance"), "the pool that the module was called with, or one of its shape"
+        found = list(returned.shape) if isinstance(returned, Tensor) else described(returned)
+        complaints.add(ShapeError, "the state that a hook or wrapper returns", rule, found, "Return what the wrapped module returned.")
+        complaints.raise_any()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call.declaration import INDICES, Argument
+from ..call.declaration import FLOATS, INDICES, Argument
 from ..call.validation import check_tensor, reads_values
 from ..errors import Complaints, DtypeError, RangeError, ShapeError, described
 from ..layers.arguments import check_apart, check_part, check_sequences, named_tensors
@@ -18,7 +18,7 @@ __all__ = ["check_sequences", "check_state", "check_tokens", "marks", "named_ten
 MODEL = "the model"
 
 
-def check_tokens(complaints: Complaints, ids: Tensor, vocab_size: int, device: torch.device) -> None:
+def check_tokens(complaints: Complaints, ids: Any, vocab_size: int, device: torch.device) -> None:
     """Check token indices [B,T] on the model's device; their values only if ``reads_values`` allows it, and not in compiled graphs."""
     found = len(complaints.found)
     if not isinstance(ids, Tensor):
@@ -35,6 +35,14 @@ def check_tokens(complaints: Complaints, ids: Tensor, vocab_size: int, device: t
     if least < 0 or most >= vocab_size:
         value = least if least < 0 else most
         complaints.add(RangeError, "ids", f"from 0 to {vocab_size - 1}", value, "Use the tokenizer that belongs to the model.")
+
+
+def check_embeddings(complaints: Complaints, x: Any, hidden_size: int, device: torch.device) -> None:
+    """Check embeddings of tokens [B,T,hidden_size] on the model's device."""
+    if not isinstance(x, Tensor):
+        complaints.add(DtypeError, "inputs_embeds", "a torch.Tensor", described(x))
+        return
+    check_tensor(complaints, Argument("inputs_embeds", "B T C", FLOATS), x, {"C": hidden_size}, device, MODEL)
 
 
 def marks(state: object, *others: object) -> tuple[object, ...] | None:
@@ -71,6 +79,8 @@ def check_state(complaints: Complaints, state: object, wanted: Sequence[Any], co
         return
     sizes: dict[str, int] = {} if count is None else {"N": count}
     for n, (one, other) in enumerate(zip(state, wanted)):
+        if other is None:  # of a module that is no Layer
+            continue
         check_part(complaints, f"state[{n}]", one, other, sizes, written, MODEL)
         if complaints.found:
             return  # the states of other layers are usually wrong in the same way

@@ -14,7 +14,7 @@ from torch import Tensor
 from penstock import DeviceError, DtypeError, InvalidArgument, RangeError, ShapeError
 from penstock.errors import Complaints
 from penstock.layers import GLAConfig, RWKV6State, ShiftState, SwiGLUConfig
-from penstock.models import CausalLM, Config, LayerState, causal_lm, gla, hybrid, mamba2, rwkv6
+from penstock.models import CausalLM, Config, LayerState, backbone, gla, hybrid, mamba2, rwkv6
 from penstock.models.arguments import named_tensors
 from penstock.models.sampling import check_sampling
 
@@ -140,8 +140,8 @@ def test_a_refused_call_in_place_changes_nothing(model: CausalLM, ids: Tensor, w
 
 def test_a_pool_is_checked_again_if_it_changed(model: CausalLM, ids: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     pool, calls = model.initial_state(2), []
-    check = causal_lm.check_state
-    monkeypatch.setattr(causal_lm, "check_state", lambda *given, **options: (calls.append(1), check(*given, **options)))
+    check = backbone.check_state
+    monkeypatch.setattr(backbone, "check_state", lambda *given, **options: (calls.append(1), check(*given, **options)))
     for _ in range(3):
         model.advance(ids[:, :1], pool)
     assert len(calls) == 1

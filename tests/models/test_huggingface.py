@@ -62,12 +62,12 @@ def test_public_folders_load_by_their_model_type(name: str, tmp_path: Path) -> N
 
 
 def test_saved_folders_in_both_directions(model: PenstockForCausalLM, tmp_path: Path) -> None:
-    save(model.model, tmp_path / "ours")
+    save(model.causal_lm(), tmp_path / "ours")
     model.save_pretrained(tmp_path / "theirs")
     for folder in ("ours", "theirs"):
-        for again in (AutoModelForCausalLM.from_pretrained(tmp_path / folder).model, load(tmp_path / folder)):
-            assert again.config == model.model.config
-            assert all(torch.equal(x, again.state_dict()[name]) for name, x in model.model.state_dict().items())
+        for again in (AutoModelForCausalLM.from_pretrained(tmp_path / folder).causal_lm(), load(tmp_path / folder)):
+            assert again.config == model.model.sizes
+            assert all(torch.equal(x, again.state_dict()[name]) for name, x in model.causal_lm().state_dict().items())
     half, info = PenstockForCausalLM.from_pretrained(tmp_path / "ours", dtype="bfloat16", fuse_loss=True, output_loading_info=True)
     assert half.dtype == torch.bfloat16
     assert half.config.fuse_loss
@@ -75,7 +75,7 @@ def test_saved_folders_in_both_directions(model: PenstockForCausalLM, tmp_path: 
     config = transformers.AutoConfig.from_pretrained(tmp_path / "theirs")
     assert (config.vocab_size, config.hidden_size, config.num_hidden_layers) == (13, 16, 2)
     fresh = AutoModelForCausalLM.from_config(config)
-    assert fresh.model.config == model.model.config
+    assert fresh.model.sizes == model.model.sizes
 
 
 def greedy(model: PenstockForCausalLM, ids: Tensor, count: int = 8, **options: object) -> Tensor:
@@ -85,7 +85,7 @@ def greedy(model: PenstockForCausalLM, ids: Tensor, count: int = 8, **options: o
 
 def test_greedy_generation_equals_our_own(model: PenstockForCausalLM) -> None:
     found = greedy(model, IDS)
-    assert torch.equal(found[:, 9:], model.model.generate(IDS, 8, temperature=0))
+    assert torch.equal(found[:, 9:], model.causal_lm().generate(IDS, 8, temperature=0))
     assert torch.equal(found, greedy(model, IDS, use_cache=False))
 
 
@@ -231,16 +231,16 @@ def test_a_trainer_trains_saves_and_resumes(tmp_path: Path) -> None:
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     for (name, x), y in zip(whole.model.named_parameters(), resumed.model.parameters()):
         assert error(y, x) < 1e-5, name
-    assert torch.equal(load(tmp_path / "checkpoint-4").head.weight, resumed.model.model.head.weight)
+    assert torch.equal(load(tmp_path / "checkpoint-4").head.weight, resumed.model.head.weight)
 
 
 def test_tied_and_resized_embeddings(tmp_path: Path) -> None:
     config = mamba2(**SIZES, head_dim=8, state_size=8, tie_embeddings=True)
     model = PenstockForCausalLM(PenstockConfig.of(config)).eval()
-    assert model.model.head.weight is model.model.embeddings.weight
+    assert model.head.weight is model.model.embeddings.weight
     model.save_pretrained(tmp_path / "tied")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "tied")
-    assert again.model.head.weight is again.model.embeddings.weight
+    assert again.head.weight is again.model.embeddings.weight
     again.resize_token_embeddings(20)
     assert again(torch.tensor([[19]])).logits.shape == (1, 1, 20)
     again.save_pretrained(tmp_path / "larger")
@@ -250,13 +250,15 @@ def test_tied_and_resized_embeddings(tmp_path: Path) -> None:
 def test_hybrids_generate(tmp_path: Path) -> None:
     torch.manual_seed(2)
     model = PenstockForCausalLM.of(CausalLM(hybrid(CONFIGS["gla"], SoftmaxAttentionConfig(num_heads=2), [1])).eval())
-    assert torch.equal(greedy(model, IDS)[:, 9:], model.model.generate(IDS, 8, temperature=0))
+    assert torch.equal(greedy(model, IDS)[:, 9:], model.causal_lm().generate(IDS, 8, temperature=0))
 
 
 def test_errors(tmp_path: Path) -> None:
     model = PenstockForCausalLM.of(random_model("gla"))
     for options, kind, message in (
-        ({"inputs_embeds": torch.zeros(3, 9, 16)}, RangeError, "inputs_embeds must be None"),
+        ({"inputs_embeds": torch.zeros(3, 9, 16)}, RangeError, "inputs_embeds must be None with input_ids, got both"),
+        ({"attention_mask": 2 * torch.ones_like(IDS)}, RangeError, "attention_mask must be 0 for padding and 1 for tokens, got 2"),
+        ({"attention_mask": -1e9 * torch.ones(3, 9)}, RangeError, "attention_mask must be 0 for padding and 1 for tokens, got -1000000000"),
         ({"attention_mask": torch.ones(3, 1, 9, 9)}, ShapeError, r"attention_mask must be of shape \[3, 9\] or wider, got \[3, 1, 9, 9\]"),
         ({"attention_mask": torch.zeros_like(IDS)}, RangeError, "attention_mask must be 1 for at least one token, got padding only"),
         ({"labels": IDS[:, 1:]}, ShapeError, r"labels must be of shape \[3, 9\], as input_ids, got \[3, 8\]"),
@@ -266,7 +268,8 @@ def test_errors(tmp_path: Path) -> None:
         ({"logits_to_keep": torch.tensor([9])}, RangeError, "logits_to_keep must be from -9 to 8, got 9"),
         ({"logits_to_keep": torch.tensor([[1]])}, ShapeError, r"logits_to_keep must be of shape \[n\] or \[3, n\], got \[1, 1\]"),
         ({"logits_to_keep": IDS[:2] > 5}, ShapeError, r"logits_to_keep must be of shape \[9\] or \[3, 9\], got \[2, 9\]"),
-        ({"output_hidden_states": True}, RangeError, "output_hidden_states must be False"),
+        ({"output_attentions": True}, RangeError, "output_attentions must be False"),
+        ({"outptu_hidden_states": True}, TypeError, "outptu_hidden_states is no argument of this model"),
         ({"past_key_values": transformers.DynamicCache()}, DtypeError, "past_key_values must be a StateCache, got DynamicCache"),
         ({"past_key_values": StateCache(model.model.initial_state(2))}, InvalidArgument, "state"),
     ):
@@ -282,7 +285,7 @@ def test_errors(tmp_path: Path) -> None:
         with pytest.raises(kind, match=message):
             model.generate(given, max_new_tokens=2)
     with torch.no_grad():
-        model.model.head.weight[0] = torch.nan
+        model.head.weight[0] = torch.nan
     for options in ({}, {"num_beams": 2}, {"use_cache": False}):
         with pytest.raises(RangeError, match="generate: logits must be numbers, got NaN"):
             greedy(model, IDS, **options)

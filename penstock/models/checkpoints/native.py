@@ -1,6 +1,6 @@
 """Our own layout: the names of ``CausalLM``, with its ``Config`` as ``model`` of config.json.
 
-transformers' classes put ``model.`` before the names (``penstock.models.huggingface``); both are read.
+transformers' classes put ``model.`` before the names, except that of the head (``penstock.models.huggingface``); both are read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ def rows(config: Config, archive: Archive | None = None) -> list[Row]:
     with torch.device("meta"):
         names = CausalLM(config).state_dict()
     prefix = PREFIX if archive is not None and f"{PREFIX}embeddings.weight" in archive.tensors else ""
-    return [same(name, prefix + name) for name in names if not (config.tie_embeddings and name == "head.weight")]
+    tied = ("head.weight",) if config.tie_embeddings else ()
+    return [same(name, name if name == "head.weight" else prefix + name) for name in names if name not in tied]
 
 
 def config_of(archive: Archive) -> Config:

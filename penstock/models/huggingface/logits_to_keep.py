@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..errors import Complaints, DtypeError, RangeError, ShapeError, described
+from ...errors import Complaints, DtypeError, RangeError, ShapeError, described
 
 
-def check_columns(function: str, which: object, ids: Tensor) -> None:
+def check_columns(function: str, which: object, B: int, T: int) -> None:
     """Check ``logits_to_keep``, which columns only where that does not wait for a device."""
-    (B, T), name = ids.shape, "logits_to_keep"
+    name = "logits_to_keep"
     complaints = Complaints(function)
     if isinstance(which, Tensor):
         if which.dtype not in (torch.int64, torch.int32, torch.bool):
@@ -37,14 +37,14 @@ def columns(x: Tensor, keep: Tensor | None, which: int | Tensor) -> Tensor:
     A column of padding is that of the last token before it, or 0.
     """
     if keep is None:
-        return _chosen(x, which)
+        return chosen(x, which)
     seen = keep.cumsum(1)
     before = F.pad(keep.sum(1).cumsum(0), (1, 0))[:-1, None]
-    places = _chosen(before + seen - 1, which)
-    return x[0][places.clamp(min=0)].where(_chosen(seen, which)[..., None] > 0, 0.0)
+    places = chosen(before + seen - 1, which)
+    return x[0][places.clamp(min=0)].where(chosen(seen, which)[..., None] > 0, 0.0)
 
 
-def _chosen(x: Tensor, which: int | Tensor) -> Tensor:
+def chosen(x: Tensor, which: int | Tensor) -> Tensor:
     """``x[:, which]`` of x [B,T,...]; an int: so many at the end, 0: all."""
     if isinstance(which, int):
         return x[:, -which:] if which else x

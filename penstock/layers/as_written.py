@@ -1,0 +1,41 @@
+"""Whether a call of a module runs the code of its class and nothing else. Only then may a kernel compute what the module would.
+
+A module that has hooks, is wrapped, compiled, quantized or has an adapter, or whose ``forward`` was replaced, runs by its own call.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from torch import nn
+
+from ..call import private
+
+Kind = TypeVar("Kind", bound=nn.Module)
+
+_FORWARDS: dict[type[nn.Module], Any] = {kind: kind.forward for kind in (nn.GroupNorm, nn.LayerNorm, nn.Sequential)}
+"""The ``forward`` that a class was defined with: it may be replaced later."""
+
+
+def remembered(kind: type[Kind]) -> type[Kind]:
+    """A class decorator: ``runs_as_written`` compares the ``forward`` of a class with the one it has now."""
+    _FORWARDS[kind] = kind.forward
+    return kind
+
+
+def runs_as_written(one: nn.Module, *kinds: type[nn.Module]) -> bool:
+    """Whether a call runs the ``forward`` of one of these classes and nothing else: no subclass, no hooks, not even of all modules."""
+    return type(one) in kinds and inherits_forward(one, type(one))
+
+
+def inherits_forward(one: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether a call runs the ``forward`` of this class and nothing else; the module may be of a subclass."""
+    if type(one).forward is not _FORWARDS[kind] or "forward" in vars(one) or one._compiled_call_impl is not None:
+        return False
+    hooks = one._forward_pre_hooks or one._forward_hooks or one._backward_pre_hooks or one._backward_hooks
+    return not hooks and not private.global_module_hooks()
+
+
+def unwrapped(one: nn.Module | None, kind: type[Kind]) -> Kind | None:
+    """The module of this class that a wrapper holds, or the module itself. None if there is none."""
+    return None if one is None else next((part for part in one.modules() if isinstance(part, kind)), None)

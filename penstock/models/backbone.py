@@ -1,0 +1,257 @@
+"""What maps tokens to hidden states: embeddings, layers and the last norm. ``CausalLM`` adds a head; so do the Hugging Face classes.
+
+Hooks, wrappers and replaced ``forward``s act on every module in every pass. Where there are any, kernels that join a module with others
+step aside, for that module alone.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ..call.private import in_transform, is_fake
+from ..call.recompute import recomputing
+from ..errors import Complaints, RangeError
+from ..layers import Mixer, Sequences, Stateless
+from ..layers.as_written import remembered, runs_as_written, unwrapped
+from ..layers.fused import add_norm
+from ..layers.norms import RMSNorm
+from ..layers.sequences import adopt
+from ..layers.sizes import check_whole
+from .arguments import check_embeddings, check_sequences, check_state, check_tokens, marks
+from .config import Config
+
+
+class LayerState(NamedTuple):
+    """The state of one layer: what its two mixers return."""
+
+    mixer: Any
+    channel: Any
+
+
+State = list[LayerState]
+"""The state of a model: one ``LayerState`` for each layer. A module of another class in the place of a layer has None."""
+
+
+@remembered
+class Layer(nn.Module):
+    """``x += mixer(mixer_norm(x)); x += channel(channel_norm(x))``; a layer without channel mixer has the first part only."""
+
+    mixer: Mixer
+    channel: Mixer | None
+
+    def __init__(self, config: Config, layer: int) -> None:
+        super().__init__()
+        C, L, channel = config.hidden_size, config.num_layers, config.channels[layer]
+        self.residual_in_float32 = config.residual_in_float32
+        self.mixer_norm = norm(config)
+        self.mixer = config.mixers[layer].build(C, layer, L)
+        self.channel_norm = None if channel is None else norm(config)
+        self.channel = None if channel is None else channel.build(C, layer, L)
+
+    def forward(self, x: Tensor, state: LayerState | None, sequences: Sequences) -> tuple[Tensor, LayerState]:
+        """Map x [B,T,C] to y of the same shape and the new state.
+
+        ``state`` may be None: before the first token. In place it is a pool, which is updated and returned.
+        """
+        state = LayerState(None, Stateless() if self.channel is None else None) if state is None else state
+        x, normed = add_norm(x, None, self.mixer_norm, in_float32=self.residual_in_float32)
+        y, mixer = self.mixer(normed, state.mixer, sequences)
+        if self.channel is None:
+            return x + y, LayerState(mixer, state.channel)
+        assert self.channel_norm is not None
+        x, normed = add_norm(x, y, self.channel_norm, in_float32=self.residual_in_float32)
+        y, channel = self.channel(normed, state.channel, sequences)
+        return x + y, LayerState(mixer, channel)
+
+    def advance(self, x: Tensor, y: Tensor | None, state: LayerState, sequences: Sequences) -> tuple[Tensor, Tensor]:
+        """Map x + y, the residual stream and what the mixer before adds to it, to such a pair; ``state`` is updated in place.
+
+        What ``forward`` computes, with kernels that go across modules.
+        """
+        x, y = self._advanced(self.mixer, self.mixer_norm, x, y, state.mixer, sequences)
+        if self.channel is None:
+            return x, y
+        return self._advanced(self.channel, self.channel_norm, x, y, state.channel, sequences)
+
+    def _advanced(
+        self, mixer: nn.Module, norm: nn.Module | None, x: Tensor, y: Tensor | None, state: Any, sequences: Sequences
+    ) -> tuple[Tensor, Tensor]:
+        assert norm is not None
+        if not self.residual_in_float32 and isinstance(mixer, Mixer) and mixer.steps:
+            found = mixer.step(x, y, norm, state, sequences)
+            if found is not None:
+                return found
+        x, normed = add_norm(x, y, norm, in_float32=self.residual_in_float32)
+        y, after = mixer(normed, state, sequences)
+        adopt(state, after)
+        return x, y
+
+    def initial_state(self, count: int, like: Tensor, max_length: int | None = None) -> LayerState:
+        """The state of ``count`` sequences before their first token."""
+        mixers = (unwrapped(one, Mixer) for one in (self.mixer, self.channel))  # type: ignore[type-abstract]
+        return LayerState(*(Stateless() if one is None else one.initial_state(count, like, max_length) for one in mixers))
+
+
+def _with_parameters(layer: nn.Module, parameters: dict[str, Tensor], *given: Any) -> Any:
+    """A layer with the parameters of the forward pass. In the backward pass it may have others, after ``torch.func.functional_call``.
+
+    A module of ``fully_shard`` exchanges its parameters by hooks.
+    """
+    same = hasattr(layer, "unshard") or all(x is parameters[name] for name, x in layer.named_parameters())
+    return layer(*given) if same else torch.func.functional_call(layer, parameters, given)
+
+
+class Backbone(nn.Module):
+    """Embeddings, layers and a norm, without a head. A base class.
+
+    ``gradient_checkpointing = True`` keeps only the inputs of layers for the backward pass, which computes the rest again.
+    ``gradient_checkpointing = "selective"`` computes only what takes little time again: norms, token shifts, log decays, and the states
+    inside of recurrences.
+    """
+
+    gradient_checkpointing: bool | Literal["selective"] = False
+
+    @property
+    def sizes(self) -> Config:
+        """The sizes of the model."""
+        raise NotImplementedError
+
+    def _make(self, config: Config) -> None:
+        """Make the modules."""
+        self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embedding_norm = norm(config) if config.embedding_norm else None
+        self.layers = nn.ModuleList(Layer(config, layer) for layer in range(config.num_layers))
+        self.norm = norm(config)
+        if config.embedding_norm:  # as RWKV's training code
+            nn.init.uniform_(self.embeddings.weight, -1e-4, 1e-4)
+        else:
+            nn.init.normal_(self.embeddings.weight, std=0.02)
+        self._checked: tuple[object, ...] | None = None  # the marks of the last pool that was checked
+
+    def initial_state(self, count: int, *, max_length: int | None = None) -> State:
+        """The state of ``count`` sequences before their first token; also a pool of ``count`` rows for ``advance``.
+
+        ``max_length`` matters to models with softmax attention only: for how many tokens a row has room.
+        """
+        complaints = Complaints("initial_state")
+        check_whole(complaints, "count", count, 0)
+        if max_length is not None:
+            check_whole(complaints, "max_length", max_length, 0)
+        complaints.raise_any()
+        return self._initial_state(count, self._like(), max_length)
+
+    def _initial_state(self, count: int, like: Tensor, max_length: int | None = None) -> State:
+        layers = (unwrapped(one, Layer) for one in self.layers)
+        return [None if one is None else one.initial_state(count, like, max_length) for one in layers]  # type: ignore[misc]
+
+    def hidden(self, ids: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None) -> tuple[Tensor, State]:
+        """What a head gets [B,T,C], and the state. Arguments and errors as for ``CausalLM.forward``."""
+        return self._hidden("hidden", ids, None, state, cu_seqlens)
+
+    def _hidden(
+        self, function: str, ids: Tensor | None, embedded: Tensor | None, state: State | None, cu_seqlens: Tensor | None,
+        every: list[Tensor] | None = None,
+    ) -> tuple[Tensor, State]:  # fmt: skip
+        """``hidden``, of tokens or of their embeddings [B,T,C]. ``every`` gets the embeddings and what each layer returns."""
+        sequences = self._check(function, ids, embedded, state, cu_seqlens)
+        checkpointing = self._checkpointing(function)
+        with recomputing() if checkpointing == "selective" else nullcontext():
+            x = self._embedded(ids, embedded)
+            after = []
+            for n, layer in enumerate(self.layers):
+                if every is not None:
+                    every.append(x)
+                before = None if state is None else state[n]
+                if checkpointing is True:
+                    x, new = checkpoint(_with_parameters, layer, dict(layer.named_parameters()), x, before, sequences, use_reentrant=False)
+                else:
+                    x, new = layer(x, before, sequences)
+                after.append(new)
+            return self._normed(x, None), after
+
+    def _checkpointing(self, function: str) -> bool | Literal["selective"]:
+        """What the backward pass computes again: ``gradient_checkpointing``, False without gradients."""
+        given, complaints = self.gradient_checkpointing, Complaints(function)
+        if not (isinstance(given, bool) or given == "selective"):
+            complaints.add(RangeError, "gradient_checkpointing", "True, False or 'selective'", repr(given))
+        elif given and not torch.compiler.is_compiling() and in_transform():
+            remedy = "Set model.gradient_checkpointing = False."
+            complaints.add(RangeError, "gradient_checkpointing", "False inside torch.func transforms", repr(given), remedy)
+        complaints.raise_any()
+        return given if torch.is_grad_enabled() else False
+
+    @torch.no_grad()
+    def _advance(
+        self, ids: Tensor | None, embedded: Tensor | None, state: State, cu_seqlens: Tensor | None, slots: Tensor | None = None, *,
+        last_only: bool = False, every: list[Tensor] | None = None,
+    ) -> Tensor:  # fmt: skip
+        """What a head gets [B,T,C], with ``last_only`` [N,C]; rows of the pool ``state`` are updated in place."""
+        sequences = self._check("advance", ids, embedded, state, cu_seqlens, slots, in_place=True)
+        x, y = self._embedded(ids, embedded), None
+        for layer, one in zip(self.layers, state):
+            if every is not None:
+                x, y = x if y is None else x + y, None
+                every.append(x)
+            if runs_as_written(layer, Layer):
+                x, y = layer.advance(x, y, one, sequences)  # type: ignore[operator]
+                continue
+            x, after = layer(x if y is None else x + y, one, sequences)
+            adopt(one, after)
+            y = None
+        if last_only:
+            x, y = sequences.last(x), None if y is None else sequences.last(y)
+        return self._normed(x, y)
+
+    def _like(self, device: torch.device | None = None) -> Tensor:
+        """A tensor without elements, of the dtype of the embeddings, on their device or another one."""
+        weight = next(self.embeddings.parameters())
+        return torch.empty(0, dtype=weight.dtype, device=weight.device if device is None else device)
+
+    def _embedded(self, ids: Tensor | None, embedded: Tensor | None = None) -> Tensor:
+        x: Tensor = self.embeddings(ids) if embedded is None else embedded
+        if self.embedding_norm is not None:
+            x = add_norm(x, None, self.embedding_norm, rounded=False)[1]
+        return x.float() if self.sizes.residual_in_float32 and x.dtype != torch.float64 else x
+
+    def _normed(self, x: Tensor, y: Tensor | None) -> Tensor:
+        return add_norm(x, y, self.norm, in_float32=self.sizes.residual_in_float32)[1]
+
+    def _check(
+        self, function: str, ids: Tensor | None, embedded: Tensor | None = None, state: State | None = None,
+        cu_seqlens: Tensor | None = None, slots: Tensor | None = None, *, in_place: bool = False,
+    ) -> Sequences:  # fmt: skip
+        """Raise for wrong arguments; states in place must be writable."""
+        complaints, like = Complaints(function), self._like()
+        given, name = (ids, "ids") if embedded is None else (embedded, "inputs_embeds")
+        if like.is_meta and isinstance(given, Tensor):
+            like = self._like(given.device)  # weights are elsewhere and are brought by hooks
+        if embedded is None:
+            check_tokens(complaints, given, self.sizes.vocab_size, like.device)
+        else:
+            check_embeddings(complaints, embedded, self.sizes.hidden_size, like.device)
+        complaints.raise_any()
+        assert given is not None
+        check_sequences(complaints, given, cu_seqlens, slots, state, name)
+        complaints.raise_any()
+        sequences = Sequences(given, cu_seqlens, slots, in_place=in_place)
+        if in_place or state is not None:
+            count = None if slots is not None else sequences.count
+            found = marks(state, count, like.dtype, like.device) if in_place and not is_fake(like) else None
+            if found is None or found != self._checked:  # decode steps use one pool again and again
+                check_state(complaints, state, self._initial_state(0, like, 0), count, written=in_place)
+                complaints.raise_any()
+                if found is not None:
+                    self._checked = found
+        return sequences
+
+
+def norm(config: Config) -> nn.Module:
+    """A norm of hidden_size elements."""
+    if config.norm == "layer_norm":
+        return nn.LayerNorm(config.hidden_size, config.norm_eps, bias=config.norm_bias)
+    return RMSNorm(config.hidden_size, config.norm_eps)

@@ -1,0 +1,53 @@
+"""The state of sequences, as transformers' ``generate`` keeps it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from ...errors import Complaints, DtypeError, RangeError
+from ..backbone import LayerState, State
+
+CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
+"""What this version of transformers calls the state in results: ``cache`` since 5.24."""
+
+
+class StateCache:
+    """The state of B sequences, as ``past_key_values`` of ``generate``. A call of the model changes it."""
+
+    is_compileable = False
+    is_croppable = False
+    is_linear = (True,)
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.columns = 0
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """The number of tokens so far, with padding."""
+        return self.columns
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Make row n what row ``beam_idx[n]`` was."""
+        self.state = [None if one is None else LayerState(*(_rows(part, beam_idx) for part in one)) for one in self.state]
+
+    def activate_past_recording(self) -> None:
+        """Called by ``generate``. States cannot go back, and are not asked to."""
+
+
+def _rows(part: Any, rows: Tensor) -> Any:
+    return type(part)(*(x.index_select(0, rows.to(x.device)) for x in part))
+
+
+def cache_of(name: str, past: Any, cache: Any) -> StateCache | None:
+    """The state by either of its names."""
+    if past is not None and cache is not None and past is not cache:
+        raise RangeError(f"{name}: cache must be None with past_key_values, got both. They are two names of one argument.")
+    found: StateCache | None = cache if past is None else past
+    if found is not None and not isinstance(found, StateCache):
+        complaints = Complaints(name)
+        complaints.add(DtypeError, "past_key_values", "a StateCache", type(found).__name__, "Pass what the model returned.")
+        complaints.raise_any()
+    return found

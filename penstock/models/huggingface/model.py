@@ -1,0 +1,109 @@
+"""A model without its head, as transformers expects one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from ..backbone import Backbone
+from ..causal_lm import CausalLM
+from ..config import Config
+from .cache import CACHE, StateCache, cache_of
+from .configuration import PenstockConfig
+from .packing import kept, offsets, packed
+from .pretrained import PenstockPreTrainedModel, check, option
+
+
+class PenstockModel(Backbone, PenstockPreTrainedModel):  # type: ignore[misc]
+    """Tokens to hidden states: a ``CausalLM`` without its head, for ``AutoModel`` and as ``model`` of ``PenstockForCausalLM``."""
+
+    def __init__(self, config: PenstockConfig) -> None:
+        super().__init__(config)
+        self._sizes = Config.from_dict(config.model)
+        self._make(self._sizes)
+        self.post_init()  # type: ignore[no-untyped-call]
+
+    @property
+    def sizes(self) -> Config:
+        """The sizes of the model."""
+        return self._sizes
+
+    @classmethod
+    def of(cls, model: CausalLM, **others: Any) -> PenstockModel:
+        """The modules of a model, but its head. ``others`` belong to ``PenstockConfig``."""
+        return cls._of(model, PenstockConfig.of(model.config, dtype=model.embeddings.weight.dtype, **others))  # type: ignore[no-any-return]
+
+    def _take(self, model: Backbone) -> None:
+        for name in dict(self.named_children()):
+            setattr(self, name, getattr(model, name))
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: StateCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        cu_seqlens: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        cu_seq_lens_k: Tensor | None = None,
+        max_length_q: int | None = None,
+        max_length_k: int | None = None,
+        cache: StateCache | None = None,
+        cache_position: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+    ) -> Any:
+        """Hidden states after the last norm, ``last_hidden_state`` [B,T,C], and the state. Arguments as for ``PenstockForCausalLM``."""
+        name = type(self).__name__
+        B, T = check(name, input_ids, inputs_embeds, output_attentions)
+        keep = kept(name, attention_mask, B, T)
+        packing = {"cu_seqlens": cu_seqlens, "cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k, "seq_idx": seq_idx}
+        starts = offsets(name, B, T, keep, **packing, position_ids=position_ids)
+        ids, embedded, starts, keep, _ = tokens = packed(input_ids, inputs_embeds, keep, starts)
+        past = cache_of(name, past_key_values, cache)
+        cached = past is not None or (use_cache if use_cache is not None else self.config.use_cache and not self.training)
+        every: list[Tensor] | None = [] if option(output_hidden_states, self.config.output_hidden_states) else None
+        in_place = cached and not torch.is_grad_enabled() and not self._grows
+        if in_place and past is None and not self._like().is_meta:  # offloaded modules make their states themselves
+            given = ids if embedded is None else embedded
+            assert given is not None
+            past = StateCache(self.initial_state(given.shape[0] if starts is None else starts.numel() - 1))
+        if in_place and past is not None:
+            x = self._advance(ids, embedded, past.state, starts, every=every)
+        else:
+            x, state = self._hidden(name, ids, embedded, None if past is None else past.state, starts, every)
+            if past is not None:
+                past.state = state
+            elif cached:
+                past = StateCache(state)
+        if past is not None:
+            past.columns += T
+        x = tokens.in_rows(x)
+        hidden = None if every is None else (*(tokens.in_rows(one) for one in every), x)
+        states: Any = {CACHE: past}
+        output = BaseModelOutputWithPast(last_hidden_state=x, hidden_states=hidden, **states)
+        return output if option(return_dict, self.config.return_dict) else output.to_tuple()
+
+    @property
+    def _grows(self) -> bool:
+        """Whether the state of a sequence grows: then calls cannot write to it."""
+        return any(mixer.kind == "softmax_attention" for mixer in self.sizes.mixers)
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The embeddings of tokens."""
+        return self.embeddings
+
+    def set_input_embeddings(self, value: Any) -> None:
+        """Replace them; their number is the new vocab_size."""
+        self.embeddings = value
+        self._sizes = replace(self._sizes, vocab_size=value.num_embeddings)
+        self.config.model["vocab_size"] = value.num_embeddings

@@ -1,0 +1,110 @@
+"""What the Hugging Face classes share: loading, and checks of arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ...errors import Complaints, RangeError, ShapeError, described
+from ..causal_lm import CausalLM
+from .configuration import PenstockConfig, config_of
+from .hub import arguments_of
+
+
+class PenstockPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
+    """What the Hugging Face classes share."""
+
+    config_class = PenstockConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _is_stateful = True
+    _no_split_modules = ["Layer"]  # noqa: RUF012
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *arguments: Any, **options: Any) -> Any:
+        """Load a model in evaluation mode, as ``penstock.models.load`` does, from a folder, a file or the hub.
+
+        pretrained_model_name_or_path : str or Path
+            A path, or the name of a repository of the Hugging Face hub.
+        config : PretrainedConfig, optional
+            Its options, such as ``fuse_loss`` or ``pad_token_id``, are kept; sizes are those of the checkpoint.
+        dtype : torch.dtype or str, optional
+            Default and "auto": as stored. (``torch_dtype`` is another name.)
+        device_map : str, int, torch.device or dict, optional
+            One device; "auto" is a GPU if there is one.
+        subfolder : str
+            The folder of the checkpoint in the folder or repository.
+        max_memory : dict, optional
+            The most bytes of weights on a device: raises RangeError if the model has more.
+
+        Options of ``PenstockConfig`` and of transformers' configurations (``use_cache``, ``pad_token_id``, ``output_hidden_states``) are
+        taken by name, as are the hub's (``revision``, ``cache_dir``, ``token``, ``local_files_only``, ``force_download``) and those of
+        transformers that change nothing here. Raises what ``load`` raises.
+        """
+        given = arguments_of(arguments, options)
+        place = given.place(str(pretrained_model_name_or_path))
+        model = given.load(place)
+        config = config_of(model, given, place)
+        wrapped = cls._plain()._of(model, config)
+        wrapped.config.name_or_path = wrapped.name_or_path = str(pretrained_model_name_or_path)
+        if wrapped.can_generate() and (place / "generation_config.json").is_file():
+            from transformers import GenerationConfig
+
+            wrapped.generation_config = GenerationConfig.from_pretrained(place)
+        return (wrapped, {"missing_keys": [], "unexpected_keys": [], "mismatched_keys": [], "error_msgs": []}) if given.info else wrapped
+
+    @classmethod
+    def _plain(cls) -> Any:
+        """The class without another project's configuration: what is loaded has that of Penstock."""
+        return next(kind for kind in cls.__mro__ if vars(kind).get("config_class", PenstockConfig) is PenstockConfig)
+
+    @classmethod
+    def _of(cls, model: CausalLM, config: PenstockConfig) -> Any:
+        """The modules of a model in one of these classes."""
+        with torch.device("meta"):
+            wrapped = cls(config)
+        wrapped._take(model)
+        return wrapped.train(model.training)
+
+    def _take(self, model: CausalLM) -> None:
+        raise NotImplementedError
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Modules initialise themselves."""
+
+
+def option(given: bool | None, configured: bool | None) -> bool:
+    """An argument, or what is configured."""
+    return bool(configured if given is None else given)
+
+
+def check(name: str, ids: object, embeds: object, attentions: bool | None = None, *labels: object) -> tuple[int, int]:
+    """Check the shapes of tokens, or of their embeddings, and of labels. Returns B and T."""
+    complaints = Complaints(name)
+    if (ids is None) == (embeds is None) and embeds is not None:
+        complaints.add(RangeError, "inputs_embeds", "None with input_ids", "both", "Pass one of them.")
+    x, argument, axes = (ids, "input_ids", "[B,T]") if embeds is None else (embeds, "inputs_embeds", "[B,T,C]")
+    if not isinstance(x, Tensor) or x.dim() != axes.count(",") + 1:
+        found = list(x.shape) if isinstance(x, Tensor) else described(x)
+        remedy = "One sequence is input_ids[None]. What a tokenizer returns is passed as **encoding, with return_tensors='pt'."
+        complaints.add(ShapeError, argument, f"a tensor of shape {axes}", found, remedy)
+        complaints.raise_any()
+    assert isinstance(x, Tensor)
+    B, T = x.shape[:2]
+    for argument, given in zip(("labels", "shift_labels"), labels):
+        if given is not None and (not isinstance(given, Tensor) or given.shape != (B, T)):
+            found = list(given.shape) if isinstance(given, Tensor) else described(given)
+            complaints.add(ShapeError, argument, f"of shape {[B, T]}, as input_ids", found)
+    if labels and all(one is not None for one in labels):
+        complaints.add(RangeError, "shift_labels", "None with labels", "both", "Pass one of them.")
+    if attentions:
+        complaints.add(RangeError, "output_attentions", "False", attentions, "There are no attention weights.")
+    complaints.raise_any()
+    return B, T
