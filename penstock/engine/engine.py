@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import Complaints, DtypeError, EngineError, QueueFull, RangeError, ShapeError, described
+from ..layers.as_written import hooked
 from ..layers.sizes import check_whole
 from ..models import CausalLM
 from .arguments import check_model, check_request, checked_request
@@ -52,7 +53,9 @@ class Engine:
     float32, tokens are equal; with ``batch_invariant``, logits are equal to the bit.
 
     model : CausalLM
-        In evaluation; its weights must not change. Models with softmax attention are refused: their state grows with the sequence.
+        In evaluation; its weights must not change. Models with softmax attention are refused: their state grows with the sequence. Hooks of
+        its modules act in every step, on the tokens of all requests; where there are any, steps do not run as CUDA graphs. Those that are
+        added later act if there are no graphs.
     tokenizer : penstock.models.tokenizers.Tokenizer, optional
         Without one, prompts are tokens, results have no text, and there are no stop strings.
     slots : int
@@ -105,6 +108,10 @@ class Engine:
             complaints.add(RangeError, "token_budget", rule, token_budget, "All streams and a chunk of a prompt must fit into a step.")
         if cuda_graphs and model.embeddings.weight.device.type != "cuda":
             complaints.add(RangeError, "cuda_graphs", "None or False without a GPU", cuda_graphs)
+        hooks = [name or "the model" for name, one in model.named_modules() if hooked(one)]
+        if cuda_graphs and hooks:
+            remedy = "A graph repeats what hooks computed when it was captured."
+            complaints.add(RangeError, "cuda_graphs", f"None or False with hooks, of {', '.join(hooks[:3])}", cuda_graphs, remedy)
         if keep_every % CHUNK:
             complaints.add(RangeError, "keep_every", f"a multiple of {CHUNK}", keep_every)
         complaints.raise_any()
@@ -115,7 +122,7 @@ class Engine:
         self._cache = StateCache(cache_bytes, host_cache_bytes, KeptState.to_host, lambda state: state.to(device))
         self._block = smallest_block(model, token_budget) if batch_invariant else 0
         runner = Runner(model, self._pool, self.vocab_size, self._block)
-        if device.type == "cuda" and cuda_graphs is not False:
+        if device.type == "cuda" and cuda_graphs is not False and not hooks:
             runner.graphs = StepGraphs(model, self._pool, runner.last, token_budget, self._block)
         self._steps = Steps(
             runner, self._pool, self._cache, token_budget=token_budget, prompt_budget=prompt_budget, keep_every=keep_every,

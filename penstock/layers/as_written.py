@@ -30,10 +30,15 @@ def runs_as_written(one: nn.Module, *kinds: type[nn.Module]) -> bool:
 
 def inherits_forward(one: nn.Module, kind: type[nn.Module]) -> bool:
     """Whether a call runs the ``forward`` of this class and nothing else; the module may be of a subclass."""
-    if type(one).forward is not _FORWARDS[kind] or "forward" in vars(one) or one._compiled_call_impl is not None:
-        return False
+    return (
+        type(one).forward is _FORWARDS[kind] and one._compiled_call_impl is None and not hooked(one) and not private.global_module_hooks()
+    )
+
+
+def hooked(one: nn.Module) -> bool:
+    """Whether a module has hooks, or a ``forward`` of its own."""
     hooks = one._forward_pre_hooks or one._forward_hooks or one._backward_pre_hooks or one._backward_hooks
-    return not hooks and not private.global_module_hooks()
+    return bool(hooks) or "forward" in vars(one)
 
 
 def unwrapped(one: nn.Module | None, kind: type[Kind]) -> Kind | None:

@@ -1,5 +1,6 @@
 """Hooks, wrappers and replaced forwards act on every module in every pass: whole, from a state, in place, with kernels of decode steps."""
 
+import re
 from collections.abc import Callable
 from importlib import import_module
 from types import MethodType
@@ -11,7 +12,8 @@ from architectures import ARCHITECTURES, SIZES, model_of
 from formulas import error
 from torch import Tensor, nn
 
-from penstock.errors import ShapeError
+from penstock import RangeError, ShapeError
+from penstock.engine import Engine, SamplingParams
 from penstock.gpu.target import interpreting
 from penstock.layers import Mixer, convolution, decode, fused, linear
 from penstock.models import CausalLM
@@ -247,3 +249,17 @@ def test_classes_are_remembered_as_they_were_written() -> None:
                 assert "step" not in vars(type(module)) or module.steps
             elif isinstance(module, Layer):
                 assert type(module) is Layer
+
+
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if not name.startswith("hybrid")])
+@pytest.mark.parametrize("invariant", [False, True])
+def test_hooks_act_in_an_engine(name: str, invariant: bool) -> None:
+    model = model_of(name, torch.float64)
+    prompts, params = [row.tolist() for row in IDS], SamplingParams(max_tokens=4, temperature=0)
+    for place in ("layers.0", "layers.1.mixer", "norm"):
+        handle = model.get_submodule(place).register_forward_hook(lambda module, given, output: moved(output))
+        found = Engine(model, slots=2, batch_invariant=invariant).generate(prompts, params)
+        assert [one.tokens for one in found] == model.generate(IDS, 4, temperature=0).tolist(), place
+        with pytest.raises(RangeError, match=f"cuda_graphs must be None or False with hooks, of {re.escape(place)}, got True"):
+            Engine(model, slots=2, cuda_graphs=True)
+        handle.remove()
