@@ -257,3 +257,21 @@ def test_another_gpu_than_the_current_one(name, graphs):
             found.append([result.tokens for result in engine.generate(prompts, params)])
         assert torch.cuda.current_device() == 0
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("place", ["layers.0", "layers.1.mixer"])
+def test_hooks_act_in_every_step(place):
+    """Steps with hooks are no graphs."""
+    model, calls = model_of("rwkv6").cuda(), []
+    prompts, params = [[n % 13] * (20 * n + 1) for n in range(4)], SamplingParams(max_tokens=8, temperature=0)
+    plain = [result.tokens for result in Engine(model, slots=4, token_budget=200).generate(prompts, params)]
+    move = lambda module, given, output: calls.append(1) or (-output[0], *output[1:])  # noqa: E731
+    handle = model.get_submodule(place).register_forward_hook(move)
+    engine = Engine(model, slots=4, token_budget=200)
+    assert engine._steps.runner.graphs is None
+    found = [result.tokens for result in engine.generate(prompts, params)]
+    assert len(calls) >= 8
+    wanted = [model.generate(torch.tensor([prompt], device="cuda"), 8, temperature=0)[0].tolist() for prompt in prompts]
+    handle.remove()
+    assert found == wanted
+    assert found != plain
