@@ -2,8 +2,8 @@
 
     python benchmarks/hooks.py [--out FILE.json]
 
-Decode steps (as CUDA graphs, and as ``advance`` from Python), a prompt of 2048 tokens, a training step of 4 x 2048 tokens, and requests of an
-engine, whose steps are no graphs where there are hooks.
+Decode steps (as CUDA graphs, and as ``advance`` from Python), a prompt of 2048 tokens, a training step of 4 x 2048 tokens, and requests
+of an engine, whose steps are no graphs where there are hooks.
 """
 
 import argparse
