@@ -293,9 +293,9 @@ def test_what_torch_and_the_system_raise_for_files(tmp_path: Path) -> None:
     contents = {
         "a pickle": ({"x": Payload(tmp_path / "written")}, "it is no file of torch, or has more than tensors in it"),
         "numbers as names": ({1: torch.zeros(2)}, "tensors have texts as names, got 1 of type int"),
-        "a state in a dict": (
-            {"state_dict": weights},
-            "state_dict must be a tensor .* of type dict. Pass a file that has the tensors of a model alone",
+        "a dict of another name": (
+            {"ema": weights},
+            "ema must be a tensor .* of type dict. Pass a file that has the tensors of a model alone",
         ),
         "float8": ({name: x.to(torch.float8_e4m3fn) for name, x in weights.items()}, "got torch.float8_e4m3fn. Quantised weights"),
         "sparse": (weights | {"emb.weight": weights["emb.weight"].to_sparse()}, "with all its values, got sparse values"),
