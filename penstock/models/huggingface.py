@@ -299,7 +299,7 @@ class PenstockForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-
     @property
     def _fixed_size(self) -> bool:
         """Whether the state of a sequence does not grow: then calls can write to it."""
-        return all(mixer.kind != "softmax_attention" for mixer in self.model.config.mixers)
+        return not any(mixer.grows for mixer in self.model.config.mixers)
 
     def _loss(
         self, x: Tensor, labels: Tensor, keep: Tensor | None, cu_seqlens: Tensor | None, count: Tensor | int | None

@@ -9,6 +9,7 @@ import torch
 
 from ...call.declaration import FLOATS
 from ...errors import Complaints, DeviceError, DtypeError, RangeError, ShapeError, described
+from ...layers.registry import is_registered
 from ...layers.sizes import check_number, check_whole
 from ..causal_lm import CausalLM
 from .archive import Archive
@@ -163,6 +164,13 @@ def save(
         complaints.add(DeviceError, "model", "on a device with memory", "weights on meta", "Load or initialise it first.")
     else:
         _check_weights(complaints, model)
+        for config in dict.fromkeys(one for one in (*model.config.mixers, *model.config.channels) if one is not None):
+            if not is_registered(config):
+                value, remedy = (
+                    f"{type(config).__name__} of kind {config.kind!r}",
+                    f"Call penstock.layers.register({type(config).__name__}).",
+                )
+                complaints.add(RangeError, "model", "one of registered mixers, which load can build again", value, remedy)
     _check_path(complaints, path)
     check_whole(complaints, "shard_bytes", shard_bytes, 1)
     if not isinstance(overwrite, bool):
