@@ -17,13 +17,14 @@ from torch import Tensor
 
 from ...call.declaration import FLOATS
 from ...errors import Complaints, DtypeError, MissingExtra, RangeError, described, shortened
+from .foreign import Found, kind_of_content, kind_of_file, kind_of_folder, kind_of_objects, kind_of_shard
 from .names import prefixes, unwrapped, weights_of
 
 ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 """Files of adapters in folders of PEFT."""
 STEMS = ("model.safetensors", "pytorch_model.bin")
 """Files of weights in folders, as the Hugging Face hub has them; in parts with NAME.index.json, which lists the part of each tensor."""
-SUFFIXES = (".safetensors", ".bin", ".pth", ".pt")
+SUFFIXES = (".safetensors", ".bin", ".pth", ".pt", ".ckpt")
 DAMAGED = "The file is damaged or of another model."
 LONGEST = 500
 """Characters of the name of a tensor."""
@@ -145,6 +146,7 @@ def _files(complaints: Complaints, path: Path, argument: str) -> list[Path]:
     if path.name.endswith(".index.json"):
         return _parts(complaints, path, argument)
     if not path.is_dir():
+        _refuse(complaints, argument, path, kind_of_shard(path))
         return [path]
     for name in ADAPTERS if argument == "adapter" else STEMS:
         if (path / name).is_file():
@@ -154,6 +156,7 @@ def _files(complaints: Complaints, path: Path, argument: str) -> list[Path]:
     entries = sorted(one for one in path.iterdir() if one.suffix in SUFFIXES)
     found = [one for one in entries if one.is_file()]
     if len(found) != 1:
+        _refuse(complaints, argument, path, kind_of_folder(path))
         names = ", ".join(one.name for one in found) or ", ".join(f"{one.name}, which is not a file" for one in entries) or "none of these"
         complaints.add(RangeError, argument, f"a folder with {' or '.join(STEMS)} or one {' or '.join(SUFFIXES)} file", names, FOUND)
         complaints.raise_any()
@@ -170,7 +173,7 @@ def _parts(complaints: Complaints, index: Path, argument: str) -> list[Path]:
         if not isinstance(name, str) or not name.isprintable() or len(name) > 255 or Path(name).name != name or name in ("", ".."):
             complaints.add(RangeError, index.name, "an index of files beside it", described(name))
         elif not (index.parent / name).is_file():
-            complaints.add(RangeError, argument, f"a checkpoint with all files of {index.name}", f"no {name}", "Download it again.")
+            complaints.add(RangeError, argument, f"a checkpoint with all files of {index.name}", f"no {name}", "Download all files.")
     complaints.raise_any()
     return sorted(index.parent / name for name in names)
 
@@ -185,6 +188,7 @@ def is_safetensors(path: Path) -> bool:
 
 def _read(complaints: Complaints, path: Path, argument: str) -> Mapping[str, Tensor]:
     """All tensors of a file, mapped."""
+    _refuse(complaints, argument, path, kind_of_file(path))
     if is_safetensors(path):
         return _read_safetensors(complaints, path, argument)
     try:
@@ -193,6 +197,7 @@ def _read(complaints: Complaints, path: Path, argument: str) -> Mapping[str, Ten
             warnings.simplefilter("ignore")  # about the kind of pickle, before the error
             content: Any = torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
     except Exception as error:  # damaged bytes raise whatever the unpickler stumbles on
+        _refuse(complaints, argument, path, kind_of_objects(error))
         reason = "it is no file of torch, or has more than tensors in it"
         if isinstance(error, OSError | RuntimeError) and str(error).strip():  # others also advise to run what is in the file
             reason = str(error).strip().splitlines()[0]
@@ -202,7 +207,16 @@ def _read(complaints: Complaints, path: Path, argument: str) -> Mapping[str, Ten
     if not isinstance(content, dict):
         complaints.add(RangeError, argument, "a checkpoint with a dict of tensors", f"{path.name!r} with {described(content)}", FOUND)
         complaints.raise_any()
-    return weights_of(content)
+    weights = weights_of(content)
+    _refuse(complaints, argument, path, kind_of_content(weights))
+    return weights
+
+
+def _refuse(complaints: Complaints, argument: str, path: Path, found: Found | None) -> None:
+    """Raise RangeError for what is no checkpoint."""
+    if found is not None:
+        complaints.add(RangeError, argument, "a checkpoint", f"{str(path)!r}, {found[0]}", found[1])
+        complaints.raise_any()
 
 
 def _read_safetensors(complaints: Complaints, path: Path, argument: str) -> Mapping[str, Tensor]:

@@ -34,7 +34,14 @@ BLOCK = re.compile(r"blocks\.\d+\.(att|ffn|ln1|ln2)\.")
 LONG = {"k": "key", "v": "value", "r": "receptance", "g": "gate"}
 """Endings of ``time_mix_`` in the remote code."""
 VARIANT = "RWKV-6 of another variant than x060 (x060a, x060b or later)"
-OTHERS = {"att.r_k": "RWKV-7", "att.x_r": "RWKV-7", "att.gate_w1": VARIANT, "att.time_maa_rkvw_w1": VARIANT, "att.time_maa_rkvw": VARIANT}
+OTHERS = {
+    "att.r_k": "RWKV-7",
+    "att.x_r": "RWKV-7",
+    "att.gate_w1": VARIANT,
+    "att.time_maa_rkvw_w1": VARIANT,
+    "att.time_maa_rkvw": VARIANT,
+    "att.time_mix_w1": "RWKV-6 with the names of web-rwkv, which transposes weights",
+}
 """What is not supported, by a tensor that only it has."""
 
 
