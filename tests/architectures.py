@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 
 import torch
+from own_mixer import WindowMeanConfig
 from torch import Tensor, nn
 
 from penstock.layers import GLAConfig, LinearAttentionConfig, Mamba2Config, RetentionConfig, SoftmaxAttentionConfig
@@ -40,6 +41,7 @@ ARCHITECTURES: dict[str, Config] = {
         mamba2(**SIZES, head_dim=8, tie_embeddings=False),
         Mamba2Config(4, 6, 5, n_groups=2, conv_kernel=3, use_conv_bias=False, use_bias=True, time_step_limit=(0.01, 0.5)),
     ),
+    "own_mixer": with_mixer(linear(**NARROW), (WindowMeanConfig(3), LinearAttentionConfig(2))),
     "hybrid": hybrid(gla(**NARROW, num_heads=2), SoftmaxAttentionConfig(4, 2, max_length=64), [1]),
     "hybrid_window": hybrid(
         mamba2(**SIZES, head_dim=8, state_size=10),

@@ -137,6 +137,11 @@ def swiglu(x: Tensor, w: Weights, config, past: dict) -> Tensor:
     return w["down_proj.weight"] @ (silu(w["gate_proj.weight"] @ x) * (w["up_proj.weight"] @ x))
 
 
+def mean_of_inputs(x: Tensor, w: Weights, config, past: dict) -> Tensor:
+    past.setdefault("x", []).append(x)
+    return w["output.weight"] @ (sum(past["x"][-config.size :]) / config.size)
+
+
 MIXERS = {
     "rwkv6": partial(rwkv, formula=rwkv6),
     "rwkv5": partial(rwkv, formula=rwkv5),
@@ -148,6 +153,7 @@ MIXERS = {
     "mamba2": mamba2,
     "softmax_attention": softmax_attention,
     "swiglu": swiglu,
+    "mean_of_inputs": mean_of_inputs,
 }
 """For each kind: (x [C], weights, config, past) -> y [C]; ``past`` holds what it keeps of earlier tokens, empty at first."""
 

@@ -10,7 +10,7 @@ import typer
 from ..errors import Complaints, RangeError
 from ..models.checkpoints import NAMES, load, save
 from ..models.checkpoints.writing import copy_beside
-from .options import DTYPES, check_names
+from .options import DTYPES, State, check_names
 from .outputs import Folder, check_outputs
 
 STORED = "as stored"
@@ -26,6 +26,16 @@ def convert(
     target: Annotated[Path, typer.Argument(metavar="DST", help="Folder to write; with --to blinkdl a file.")],
     to: Annotated[str, typer.Option(metavar="FORMAT", help=f"Format to write: {', '.join(NAMES)}.")] = "penstock",
     dtype: Annotated[str, typer.Option(help=f"Dtype of the weights: {', '.join(DTYPES)}.", show_default=STORED)] = STORED,
+    state: State = None,
+    adapter: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="Adapter to merge: a file of RWKV-PEFT (LoRA, PiSSA, Bone, DiSHA) or PEFT's folder.")
+    ] = None,
+    adapter_alpha: Annotated[
+        float | None, typer.Option(metavar="NUMBER", help="lora_alpha of the training of a LoRA file of RWKV-PEFT.")
+    ] = None,
+    adapter_init: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="init_pissa.pth of RWKV-PEFT, for an adapter that is a PiSSA.")
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a model that is there already.")] = False,
 ) -> None:
     """Convert a checkpoint to another format.
@@ -43,6 +53,8 @@ def convert(
       penstock convert gla-1.3B-100B gla-half --dtype bfloat16
 
       penstock convert rwkv6-1b6 rwkv6-1b6.pth --to blinkdl
+
+      penstock convert base.pth tuned --adapter rwkv-9.pth --adapter-alpha 32
     """
     complaints = Complaints("convert")
     check_names(complaints, "to", [to], NAMES)
@@ -55,7 +67,9 @@ def convert(
         check_outputs("convert", {"DST": target})
     else:
         check_outputs("convert", {}, Folder("DST", target, ("config.json", "model.safetensors")))
-    model = load(source, dtype=DTYPES.get(dtype))
+    model = load(
+        source, dtype=DTYPES.get(dtype), state=state, adapter=adapter, adapter_alpha=adapter_alpha, adapter_init=adapter_init
+    )  # fmt: skip
     save(model, target, to, overwrite=overwrite)
     copied = copy_beside(source, target, TOKENIZERS, overwrite) if source.is_dir() and target.is_dir() else []
     sizes = {name: getattr(model.config, name) for name in ("num_layers", "hidden_size", "vocab_size")}

@@ -15,7 +15,7 @@ from ..models import load
 from ..models.sampling import check_sampling
 from ..models.streaming import stream
 from ..models.tokenizers import Tokenizer, load_tokenizer
-from .options import DTYPES, check_device, check_names, check_seed
+from .options import DTYPES, State, check_device, check_names, check_seed
 
 INTERRUPTED = 130
 """The exit code that shells give to a program that ends by Ctrl-C."""
@@ -34,6 +34,7 @@ def generate(
     tokenizer: Annotated[
         Path | None, typer.Option(metavar="PATH", help="A tokenizer.json, or another checkpoint. Default: found with the model.")
     ] = None,
+    state: State = None,
 ) -> None:
     """Continue a text. Prints each character as soon as it is complete, and ends at the model's end of text.
 
@@ -57,7 +58,7 @@ def generate(
     text = prompt if prompt is not None else _read(prompt_file or Path("-"))
     coder = load_tokenizer(tokenizer or model)
     given = _prompt(text, coder)
-    weights = load(model, dtype=DTYPES[dtype or ("float32" if device == "cpu" else "bfloat16")], device=device)
+    weights = load(model, dtype=DTYPES[dtype or ("float32" if device == "cpu" else "bfloat16")], device=device, state=state)
     generator = torch.Generator(device)
     if seed is None:
         generator.seed()

@@ -6,8 +6,11 @@ import math
 import os
 import re
 from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated
 
 import torch
+import typer
 from rich.console import Console
 
 from ..bench.peers import peer_names
@@ -16,6 +19,7 @@ from ..errors import Complaints, DeviceError, RangeError
 from ..explain import FUNCTIONS
 from ..softmax import FUNCTION
 
+State = Annotated[Path | None, typer.Option(metavar="FILE", help="Tuned initial states for an RWKV-6, of RWKV-PEFT.")]
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
 MAX_THREADS = 1024
 MAX_SEED = 2**63 - 1

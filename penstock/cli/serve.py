@@ -15,7 +15,7 @@ from ..engine import Engine
 from ..errors import Complaints, MissingExtra, RangeError
 from ..models import load
 from ..models.tokenizers import load_tokenizer
-from .options import DTYPES, check_device, check_names
+from .options import DTYPES, State, check_device, check_names
 
 KEY_VARIABLE = "PENSTOCK_API_KEY"
 MEBIBYTE = 2**20
@@ -34,6 +34,7 @@ def serve(
     tokenizer: Annotated[
         Path | None, typer.Option(metavar="PATH", help="A tokenizer.json, or another checkpoint. Default: found with the model.")
     ] = None,
+    state: State = None,
     chat_template: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Jinja template of chats. Default: found with the model; RWKV World has its own.")
     ] = None,
@@ -86,7 +87,7 @@ def serve(
         raise MissingExtra.of("serve", "fastapi, uvicorn, jinja2 and prometheus-client", "serve") from error
     coder = load_tokenizer(tokenizer or model)
     template = find_template(model, coder, chat_template)
-    weights = load(model, dtype=DTYPES[dtype or ("float32" if device == "cpu" else "bfloat16")], device=device)
+    weights = load(model, dtype=DTYPES[dtype or ("float32" if device == "cpu" else "bfloat16")], device=device, state=state)
     engine = Engine(
         weights.eval(), coder, slots=slots, token_budget=token_budget, prompt_budget=prompt_budget, cache_bytes=cache * MEBIBYTE,
         host_cache_bytes=host_cache * MEBIBYTE, max_queue=max_queue, batch_invariant=batch_invariant,

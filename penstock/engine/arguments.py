@@ -7,7 +7,6 @@ from collections.abc import Sequence as Items
 from typing import Any
 
 from ..errors import Complaints, DtypeError, RangeError, ShapeError, described, shortened
-from ..layers import SoftmaxAttentionConfig
 from ..models import CausalLM
 from .request import Request, SamplingParams
 from .sampler import MOST_TOKENS
@@ -15,16 +14,16 @@ from .states import SequenceState
 
 
 def check_model(model: object) -> None:
-    """Raise DtypeError for what is no CausalLM, RangeError for one with softmax attention or too many tokens."""
+    """Raise DtypeError for what is no CausalLM, RangeError for one whose states grow or with too many tokens."""
     complaints = Complaints("Engine")
     if not isinstance(model, CausalLM):
         complaints.add(DtypeError, "model", "a CausalLM", described(model), "penstock.models.load reads one.")
         complaints.raise_any()
     assert isinstance(model, CausalLM)
-    softmax = [n for n, mixer in enumerate(model.config.mixers) if isinstance(mixer, SoftmaxAttentionConfig)]
-    if softmax:
+    for kind in dict.fromkeys(mixer.kind for mixer in model.config.mixers if mixer.grows):
+        name, layers = kind.replace("_", " "), [n for n, mixer in enumerate(model.config.mixers) if mixer.kind == kind]
         remedy = "Its state grows with the sequence, and the slots of the engine have a fixed size. Use CausalLM.generate."
-        complaints.add(RangeError, "model", "free of softmax attention", f"softmax attention in layers {softmax}", remedy)
+        complaints.add(RangeError, "model", f"free of {name}", f"{name} in layers {layers}", remedy)
     if model.config.vocab_size > MOST_TOKENS:
         rule = f"of at most {MOST_TOKENS} tokens"
         complaints.add(RangeError, "model", rule, f"a vocabulary of {model.config.vocab_size}", "Use CausalLM.generate.")

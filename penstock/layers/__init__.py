@@ -4,6 +4,7 @@ from .gla import GatedLinearAttention, GLAConfig, GLAState
 from .linear_attention import LinearAttention, LinearAttentionConfig, LinearAttentionState
 from .mamba2 import Mamba2, Mamba2Config, Mamba2State
 from .mixer import Mixer, MixerConfig, Stateless
+from .registry import CONFIGS, register
 from .retention import Retention, RetentionConfig, RetentionState
 from .rwkv import RWKV5ChannelConfig, RWKV5ChannelMix, RWKV6ChannelConfig, RWKV6ChannelMix, ShiftState
 from .rwkv5 import RWKV5Config, RWKV5State, RWKV5TimeMix
@@ -12,22 +13,19 @@ from .sequences import Sequences
 from .softmax_attention import SoftmaxAttention, SoftmaxAttentionConfig, SoftmaxAttentionState
 from .swiglu import SwiGLU, SwiGLUConfig
 
-CONFIGS: dict[str, type[MixerConfig]] = {
-    config.kind: config
-    for config in (
-        GLAConfig,
-        LinearAttentionConfig,
-        Mamba2Config,
-        RetentionConfig,
-        RWKV5ChannelConfig,
-        RWKV6ChannelConfig,
-        RWKV5Config,
-        RWKV6Config,
-        SoftmaxAttentionConfig,
-        SwiGLUConfig,
-    )
-}
-"""The configurations of all mixers and channel mixers by the name of their kind."""
+for _config in (
+    GLAConfig,
+    LinearAttentionConfig,
+    Mamba2Config,
+    RetentionConfig,
+    RWKV5ChannelConfig,
+    RWKV6ChannelConfig,
+    RWKV5Config,
+    RWKV6Config,
+    SoftmaxAttentionConfig,
+    SwiGLUConfig,
+):
+    register(_config)
 
 __all__ = [
     "CONFIGS",
@@ -63,4 +61,5 @@ __all__ = [
     "Stateless",
     "SwiGLU",
     "SwiGLUConfig",
+    "register",
 ]

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..errors import Complaints
+from ..errors import Complaints, RangeError
 from .arguments import check_apart, check_input, check_part, check_sequences
 from .as_written import inherits_forward, remembered
 from .sequences import Sequences, adopt
@@ -24,11 +24,21 @@ class Stateless(NamedTuple):
 class MixerConfig:
     """Base of the configurations of mixers. A subclass is a frozen dataclass with the sizes of one kind of mixer.
 
-    Raises DtypeError or RangeError for wrong values. Rules that types do not say are in ``check``.
+    Its fields are numbers, texts, None, or tuples of these. Raises DtypeError or RangeError for wrong values. Rules that types do not
+    say are in ``check``. ``register`` makes it known to ``load``.
     """
 
     kind: ClassVar[str]
-    """The name of the kind in files."""
+    """The name of the kind in files. A subclass of a class that has one has its own."""
+    grows: ClassVar[bool] = False
+    """Whether the state of a sequence grows with its tokens, as a cache of keys and values does."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if hasattr(cls, "kind") and "kind" not in cls.__dict__:
+            complaints = Complaints(cls.__name__)
+            complaints.add(RangeError, "kind", "its own", f"{cls.kind!r} of the class that it is made from", f"Set it in {cls.__name__}.")
+            complaints.raise_any()
 
     def __post_init__(self) -> None:
         complaints = Complaints(type(self).__name__)

@@ -25,6 +25,7 @@ class SoftmaxAttentionConfig(MixerConfig):
     """The sizes of a softmax attention layer."""
 
     kind = "softmax_attention"
+    grows = True
     num_heads: int
     num_kv_heads: int | None = None
     """Heads of k and v; each serves num_heads / num_kv_heads heads of q beside each other. Default: num_heads."""

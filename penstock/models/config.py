@@ -26,6 +26,7 @@ from ..layers import (
     SoftmaxAttentionConfig,
     SwiGLUConfig,
 )
+from ..layers.registry import find
 from ..layers.sizes import check_fields, check_whole
 
 Norm = Literal["layer_norm", "rms_norm"]
@@ -112,13 +113,16 @@ def _restored(value: Any) -> Any:
     if not isinstance(value, Mapping):
         return value
     kind = str(value.get("kind"))
-    if kind not in CONFIGS:
+    config = find(kind)
+    if config is None:
         complaints = Complaints("Config.from_dict")
-        complaints.add(RangeError, "kind", f"one of {', '.join(CONFIGS)}", repr(kind))
+        remedy = "Register a mixer of your own: penstock.layers.register(its Config)."
+        complaints.add(RangeError, "kind", f"one of {', '.join(CONFIGS)}", repr(kind), remedy)
         complaints.raise_any()
+        raise AssertionError
     sizes = {name: tuple(one) if isinstance(one, list) else one for name, one in value.items() if name != "kind"}
-    _check_names(CONFIGS[kind], kind, sizes)
-    return CONFIGS[kind](**sizes)
+    _check_names(config, kind, sizes)
+    return config(**sizes)
 
 
 def _check_names(config: type[Any], name: str, values: Mapping[str, Any]) -> None:

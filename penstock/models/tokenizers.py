@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..errors import Complaints, DtypeError, MissingExtra, RangeError, described, shortened
-from .checkpoints import format_of
+from .checkpoints import recognised
 from .checkpoints.archive import Archive
 
 WORLD_VOCAB = "rwkv_vocab_v20230424.txt"
@@ -310,8 +310,8 @@ def _vocab_size(path: Path) -> int:
     found = _json(path / "config.json").get("vocab_size") if path.is_dir() else None
     if type(found) is int:
         return found
-    archive = Archive(path)
-    return format_of(archive).config(archive).vocab_size
+    archive, form = recognised(Archive(path))
+    return form.config(archive).vocab_size
 
 
 def _json(file: Path) -> dict[str, Any]:

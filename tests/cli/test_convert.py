@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from formulas import error
-from public_models import gla, rwkv6, tokens, write_pth, write_safetensors
+from public_models import Draw, gla, rwkv6, tokens, write_pth, write_safetensors
 from typer.testing import CliRunner, Result
 
 from penstock.cli import main
@@ -77,6 +77,31 @@ def test_tokenizers_of_an_earlier_model(tmp_path: Path, monkeypatch: pytest.Monk
     assert kept == {"tokenizer.json": "old", "vocab.json": "new", "mine.json": "mine"}
     assert convert(source, target, "--overwrite").output.splitlines()[-1] == f"copied {', '.join(names)}"
     assert [(target / name).read_text() for name in (*names, "mine.json")] == ["new", "new", "new", "mine"]
+
+
+@torch.no_grad()
+def test_files_beside_the_model(tmp_path: Path) -> None:
+    w, random = rwkv6.draw(), Draw(4)
+    tuned = {name: x for name, x in rwkv6.with_time_state(w).items() if name not in w}
+    A, B, A0, B0 = random(2, 24), random(24, 2), random(2, 24), random(24, 2)
+    files = {
+        "state": tuned,
+        "lora": {"blocks.0.att.key.lora_A": A, "blocks.0.att.key.lora_B": B},
+        "init": {"blocks.0.att.key.init_lora_A": A0, "blocks.0.att.key.init_lora_B": B0},
+    }
+    for name, content in files.items():
+        torch.save(content, tmp_path / f"{name}.pth")
+    source, key = write_pth(w, tmp_path), "blocks.0.att.key.weight"
+    for words, changes in {
+        ("--state", tmp_path / "state.pth"): tuned,
+        ("--adapter", tmp_path / "lora.pth", "--adapter-alpha", "3"): {key: w[key] + 1.5 * B @ A},
+        ("--adapter", tmp_path / "lora.pth", "--adapter-init", tmp_path / "init.pth"): {key: w[key] + B @ A - B0 @ A0},
+    }.items():
+        target = tmp_path / f"made {len(words)}{words[-2]}"
+        assert convert(source, target, *words).exit_code == 0
+        assert error(load(target)(IDS[None]).logits[0], rwkv6.logits(w | changes, IDS)) < 1e-5
+    done = convert(source, tmp_path / "x", "--adapter", tmp_path / "lora.pth")
+    assert (done.exit_code, done.output[:47]) == (2, "load: adapter_alpha must be given for a file of")
 
 
 def test_errors(tmp_path: Path) -> None:

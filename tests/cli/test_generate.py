@@ -7,7 +7,7 @@ import torch
 from typer.testing import CliRunner
 
 from penstock.cli import main
-from penstock.models import CausalLM, rwkv6, save
+from penstock.models import CausalLM, load, rwkv6, save
 from penstock.models.streaming import stream
 from penstock.models.tokenizers import Bytes
 
@@ -41,6 +41,18 @@ def test_the_text_is_that_of_the_model(model, saved):
     tokens = list(stream(model, coder.encode("Hallo"), 40, **options))
     assert done.stdout == coder.decode(tokens) + "\n"
     assert f"5 tokens read, {len(tokens)} generated" in done.stderr
+
+
+def test_tuned_states(saved, model, tmp_path):
+    torch.manual_seed(2)
+    torch.save({"blocks.0.att.time_state": torch.randn(2, 8, 8) * 5}, tmp_path / "state.pth")
+    rest = ["--model", saved, "--prompt", "Hallo", "--tokens", "20", "--temperature", "0", "--device", "cpu"]
+    tuned = load(saved, state=tmp_path / "state.pth")
+    coder = Bytes(model.config.vocab_size)
+    tokens = list(stream(tuned, coder.encode("Hallo"), 20, temperature=0, end=coder.end_of_text))
+    done = run(*rest, "--state", str(tmp_path / "state.pth"))
+    assert done.exit_code == 0, done.output
+    assert done.stdout == coder.decode(tokens) + "\n"
 
 
 def test_prompts_come_from_files_and_standard_input(saved, tmp_path):

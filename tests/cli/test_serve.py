@@ -89,6 +89,7 @@ def test_wrong_options_are_refused(checkpoint, tmp_path):
         (["--device", "none"], "device must be"),
         (["--dtype", "int8"], "dtype must be"),
         (["--api-key", ""], "api_key must be at least one character"),
+        (["--state", str(tmp_path / "none.pth")], "state must be an existing file or folder"),
         (["--chat-template", str(tmp_path / "none")], "chat_template must be a text file"),
         (["--states-folder", str(checkpoint / "config.json")], "states_folder must be a folder that can be written"),
         (["--slots", "9", "--token-budget", "70"], "token_budget must be at least slots + 64"),

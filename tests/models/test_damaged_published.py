@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from public_models import files_of, read_file
 from public_models.published import PUBLISHED
 from torch import Tensor
 
@@ -17,18 +18,6 @@ from penstock import PenstockError
 from penstock.models import load
 
 Change = Callable[[dict[str, Tensor]], object]
-FILES = re.compile(r".*\.(safetensors|bin|pth)")
-
-
-def weights_of(path: Path) -> list[Path]:
-    """The files of weights of a checkpoint."""
-    return [path] if path.is_file() else sorted(one for one in path.iterdir() if FILES.fullmatch(one.name))
-
-
-def read(file: Path) -> dict[str, Tensor]:
-    from safetensors.torch import load_file
-
-    return load_file(file) if file.suffix == ".safetensors" else torch.load(file)
 
 
 def write(w: dict[str, Tensor], file: Path) -> None:
@@ -58,8 +47,8 @@ def test_each_tensor_that_is_wrong_is_named(name: str, every: bool, tmp_path: Pa
     """If sizes are read from the wrong tensor, all others disagree with it, and those are named."""
     path = PUBLISHED[name].write(tmp_path)
     count = 0
-    for file in weights_of(path):
-        w = read(file)
+    for file in files_of(path):
+        w = read_file(file)
         for one in sorted(w):
             for n, (kind, (change, message)) in enumerate(CHANGES.items()):
                 count += 1

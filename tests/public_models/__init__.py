@@ -5,6 +5,7 @@ Nothing here uses penstock: these files decide whether it is right.
 """
 
 import json
+import re
 from functools import partial
 from pathlib import Path
 
@@ -63,6 +64,36 @@ def _write_folder(weights, config, folder, shards, stem, suffix, save) -> Path:
     total = sum(x.numel() * x.element_size() for x in weights.values())
     index = {"metadata": {"total_size": total}, "weight_map": files}
     (folder / f"{stem}.{suffix}.index.json").write_text(json.dumps(index))
+    return folder
+
+
+FILES = re.compile(r".*\.(safetensors|bin|pth)")
+
+
+def files_of(path: Path) -> list[Path]:
+    """The files of weights of a checkpoint."""
+    return [path] if path.is_file() else sorted(one for one in path.iterdir() if FILES.fullmatch(one.name))
+
+
+def read_file(file: Path) -> Weights:
+    from safetensors.torch import load_file
+
+    return load_file(file) if file.suffix == ".safetensors" else torch.load(file, weights_only=True)
+
+
+def read_all(path: Path) -> Weights:
+    """All tensors of a checkpoint."""
+    return {name: x for file in files_of(path) for name, x in read_file(file).items()}
+
+
+def rewritten(content: object, path: Path, folder: Path) -> Path:
+    """A checkpoint with other content in one file, as torch writes it, beside the config.json of the one at ``path``."""
+    folder.mkdir()
+    if path.is_file():
+        torch.save(content, folder / "small.pth")
+        return folder / "small.pth"
+    (folder / "config.json").write_bytes((path / "config.json").read_bytes())
+    torch.save(content, folder / "pytorch_model.bin")
     return folder
 
 

@@ -9,9 +9,11 @@ import torch
 
 from ...call.declaration import FLOATS
 from ...errors import Complaints, DeviceError, DtypeError, RangeError, ShapeError, described
-from ...layers.sizes import check_whole
+from ...layers.registry import is_registered
+from ...layers.sizes import check_number, check_whole
 from ..causal_lm import CausalLM
 from .archive import Archive
+from .beside import Beside, PathLike, refuse_alone
 from .fla import FLA
 from .layout import Format, read, tensors_of
 from .mamba2 import MAMBA2
@@ -23,10 +25,13 @@ FORMATS = (PENSTOCK, BLINKDL, HF_RWKV, MAMBA2, FLA)
 NAMES = tuple(dict.fromkeys(one.name for one in FORMATS))
 """The names of formats in ``save``. What "hf" is depends on the architecture."""
 
-__all__ = ["FORMATS", "NAMES", "format_of", "load", "save"]
+__all__ = ["FORMATS", "NAMES", "load", "recognised", "save"]
 
 
-def load(path: str | os.PathLike[str], *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> CausalLM:
+def load(
+    path: PathLike, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None, state: PathLike | None = None,
+    adapter: PathLike | None = None, adapter_alpha: float | None = None, adapter_init: PathLike | None = None,
+) -> CausalLM:  # fmt: skip
     """Load a model; the format and the sizes are read from the files.
 
     path : str or Path
@@ -37,6 +42,15 @@ def load(path: str | os.PathLike[str], *, dtype: torch.dtype | None = None, devi
         float32, bfloat16, float16 or float64. Default: as stored; where a public file mixes dtypes, that of most weights.
     device : torch.device or str, optional
         Default: the CPU, where weights stay mapped from the files, so that there is no second copy of them.
+    state : str or Path, optional
+        A file of tuned initial states (``time_state``) for an RWKV-6, as RWKV-PEFT writes it.
+    adapter : str or Path, optional
+        An adapter for the model, which is merged into its weights: a file of RWKV-PEFT (LoRA, PiSSA, Bone, DiSHA), or a folder of PEFT
+        (LoRA, MiSS).
+    adapter_alpha : float, optional
+        ``lora_alpha`` of the training of a LoRA of RWKV-PEFT, whose files do not have it.
+    adapter_init : str or Path, optional
+        ``init_pissa.pth`` of RWKV-PEFT: it makes the adapter a PiSSA.
 
     Returns the model in evaluation mode. Code in files is never run. Raises RangeError, ShapeError, DtypeError or InvalidArgument with
     all missing, unknown and misshapen tensors, and MissingExtra if a package is missing.
@@ -56,9 +70,18 @@ def load(path: str | os.PathLike[str], *, dtype: torch.dtype | None = None, devi
         complaints.add(DtypeError, "dtype", "float16, bfloat16, float32, float64 or None", described(dtype))
     if device is not None:
         _check_device(complaints, device)
+    for argument, value in (("state", state), ("adapter", adapter), ("adapter_init", adapter_init)):
+        if value is not None:
+            _check_path(complaints, value, argument)
+    if adapter_alpha is not None:
+        check_number(complaints, "adapter_alpha", adapter_alpha)
+    if adapter is None and (adapter_alpha is not None or adapter_init is not None):
+        complaints.add(RangeError, "adapter", "given with adapter_alpha or adapter_init", "None")
     complaints.raise_any()
-    archive = Archive(Path(path))
-    return read(archive, format_of(archive), dtype, None if device is None else torch.device(device))
+    archive, form = recognised(Archive(Path(path)))
+    beside = Beside(state, adapter, adapter_alpha, adapter_init)
+    edit = None if beside == Beside() else beside.edit
+    return read(archive, form, dtype, None if device is None else torch.device(device), edit)
 
 
 def _check_weights(complaints: Complaints, model: CausalLM) -> None:
@@ -78,12 +101,12 @@ def _check_weights(complaints: Complaints, model: CausalLM) -> None:
             complaints.add(DtypeError, "model", f"one whose {name} has floating point numbers", found[name].dtype, "Convert it first.")
 
 
-def _check_path(complaints: Complaints, path: object) -> None:
+def _check_path(complaints: Complaints, path: object, argument: str = "path") -> None:
     """Check that a path names something. The empty one would be the current folder."""
     if not isinstance(path, str | os.PathLike):
-        complaints.add(DtypeError, "path", "a str or a Path", described(path))
+        complaints.add(DtypeError, argument, "a str or a Path", described(path))
     elif not isinstance(name := os.fspath(path), str) or not name or "\0" in name:
-        complaints.add(RangeError, "path", "the name of a file or folder", repr(name))
+        complaints.add(RangeError, argument, "the name of a file or folder", repr(name))
 
 
 def _check_device(complaints: Complaints, device: object) -> None:
@@ -98,11 +121,17 @@ def _check_device(complaints: Complaints, device: object) -> None:
         complaints.add(DeviceError, "device", "one that torch can use", f"{str(device)!r} ({reason})")
 
 
-def format_of(archive: Archive) -> Format:
-    """The format of a checkpoint; raises RangeError if it is none of those above."""
-    for form in FORMATS:
-        if form.recognises(archive):
-            return form
+def recognised(archive: Archive) -> tuple[Archive, Format]:
+    """The format of a checkpoint, and the archive with the names of that format; raises RangeError if it is none of those above."""
+    if archive.config.get("model_type") != "penstock":  # mixers of users may have any names
+        refuse_alone(archive)
+    for prefix in archive.prefixes():
+        found = archive.below(prefix) if prefix else archive
+        for form in FORMATS:
+            if form.recognises(found):
+                return found, form
+    if archive.config.get("model_type") == "penstock":
+        return archive, PENSTOCK
     complaints = Complaints("load")
     names = ", ".join(sorted(archive.tensors)[:5]) or "no tensors"
     known = "; ".join(one.title for one in FORMATS)
@@ -135,6 +164,13 @@ def save(
         complaints.add(DeviceError, "model", "on a device with memory", "weights on meta", "Load or initialise it first.")
     else:
         _check_weights(complaints, model)
+        for config in dict.fromkeys(one for one in (*model.config.mixers, *model.config.channels) if one is not None):
+            if not is_registered(config):
+                value, remedy = (
+                    f"{type(config).__name__} of kind {config.kind!r}",
+                    f"Call penstock.layers.register({type(config).__name__}).",
+                )
+                complaints.add(RangeError, "model", "one of registered mixers, which load can build again", value, remedy)
     _check_path(complaints, path)
     check_whole(complaints, "shard_bytes", shard_bytes, 1)
     if not isinstance(overwrite, bool):

@@ -8,6 +8,7 @@ import warnings
 import zipfile
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,14 @@ from torch import Tensor
 
 from ...call.declaration import FLOATS
 from ...errors import Complaints, DtypeError, MissingExtra, RangeError, described, shortened
+from .foreign import Found, kind_of_content, kind_of_file, kind_of_folder, kind_of_objects, kind_of_shard
+from .names import prefixes, unwrapped, weights_of
 
+ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
+"""Files of adapters in folders of PEFT."""
 STEMS = ("model.safetensors", "pytorch_model.bin")
 """Files of weights in folders, as the Hugging Face hub has them; in parts with NAME.index.json, which lists the part of each tensor."""
-SUFFIXES = (".safetensors", ".bin", ".pth", ".pt")
+SUFFIXES = (".safetensors", ".bin", ".pth", ".pt", ".ckpt")
 DAMAGED = "The file is damaged or of another model."
 LONGEST = 500
 """Characters of the name of a tensor."""
@@ -30,50 +35,69 @@ class Archive:
     """The tensors of a checkpoint and its config.json, an empty dict if there is none.
 
     Tensors are memory-mapped: bytes are read where they are used. Files are read by safetensors, or by torch with
-    ``weights_only=True``: nothing in a file is run. Raises RangeError, DtypeError or MissingExtra.
+    ``weights_only=True``: nothing in a file is run. Names are those of the model, without what trainers put around it.
+
+    ``argument`` is what errors name. Raises RangeError, DtypeError or MissingExtra.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, argument: str = "path") -> None:
+        self.path, self.argument = path, argument
         complaints = Complaints("load")
         try:
             self._read(complaints)
         except OSError as error:
-            complaints.add(RangeError, "path", "a file or folder that can be read", f"{str(path)!r} ({error.strerror or error})")
+            complaints.add(RangeError, argument, "a file or folder that can be read", f"{str(path)!r} ({error.strerror or error})")
             complaints.raise_any()
 
     def _read(self, complaints: Complaints) -> None:
-        path = self.path
+        path, argument = self.path, self.argument
         if not path.is_file() and not path.is_dir():
             value = f"{str(path)!r}{', which is neither' * path.exists()}"
-            complaints.add(RangeError, "path", "an existing file or folder", value, FOUND)
+            complaints.add(RangeError, argument, "an existing file or folder", value, FOUND)
             complaints.raise_any()
         self.folder = path if path.is_dir() else path.parent
         stored = path.is_dir() or path.name.startswith(tuple(name.partition(".")[0] for name in STEMS))
-        self.config = _read_json(complaints, self.folder / "config.json") if stored else {}
+        self.config = read_json(complaints, self.folder / "config.json") if stored else {}
         self.tensors: dict[str, Tensor] = {}
-        for file in _files(complaints, path):
-            tensors = _read(complaints, file)
+        for file in _files(complaints, path, argument):
+            tensors = _read(complaints, file, argument)
             for name in tensors:
                 if not isinstance(name, str):
-                    complaints.add(DtypeError, "path", "a checkpoint whose tensors have texts as names", described(name))
+                    complaints.add(DtypeError, argument, "a checkpoint whose tensors have texts as names", described(name))
                 elif not 0 < len(name) <= LONGEST or not name.isprintable():
                     rule = f"a checkpoint whose tensors have printable names of at most {LONGEST} characters"
-                    complaints.add(RangeError, "path", rule, f"{shortened(name)} in {file.name}", DAMAGED)
+                    complaints.add(RangeError, argument, rule, f"{shortened(name)} in {file.name}", DAMAGED)
             complaints.raise_any()
-            for name in sorted(tensors.keys() & self.tensors.keys()):
-                complaints.add(RangeError, "path", "a checkpoint with every tensor in one file", f"{name!r} again in {file.name}")
-            self.tensors |= tensors
+            for name, x in tensors.items():
+                if (one := unwrapped(name)) in self.tensors:
+                    complaints.add(RangeError, argument, "a checkpoint with every tensor once", f"{one!r} again in {file.name}")
+                self.tensors[one] = x
         for name, x in self.tensors.items():
             rule = "a tensor of floating point numbers"
             if not isinstance(x, Tensor):
                 complaints.add(DtypeError, name, rule, described(x), "Pass a file that has the tensors of a model alone.")
-            elif x.dtype not in FLOATS:
-                complaints.add(DtypeError, name, rule, x.dtype, "Quantised weights are not supported.")
+            elif x.dtype not in FLOATS and not is_counter(x):
+                remedy = "Quantised weights are not supported. Take it out of the file if it is no weight."
+                complaints.add(DtypeError, name, rule, x.dtype, remedy)
             elif x.layout != torch.strided or x.is_meta or x.untyped_storage().nbytes() < x.numel() * x.element_size():
                 value = "no values" if x.is_meta else "sparse values" if x.layout != torch.strided else f"fewer for shape {list(x.shape)}"
                 complaints.add(RangeError, name, f"{rule} with all its values", value)
         complaints.raise_any()
+
+    def prefixes(self) -> list[str]:
+        """What may be before the names of a model: modules of trainers that have it as a part."""
+        return prefixes(self.tensors)
+
+    def below(self, prefix: str) -> Archive:
+        """The same archive with names without a prefix; those of tensors that do not have it stay."""
+        found, complaints = copy(self), Complaints("load")
+        found.tensors = {}
+        for name, x in self.tensors.items():
+            if (one := name.removeprefix(prefix)) in found.tensors:
+                complaints.add(RangeError, self.argument, "a checkpoint with every tensor once", f"{one} and {prefix}{one}")
+            found.tensors[one] = x
+        complaints.raise_any()
+        return found
 
     def depth(self, prefix: str) -> int:
         """The number of layers: 1 + the highest N of names ``prefix``N.more."""
@@ -112,29 +136,36 @@ class Archive:
         return any(f"{before}{n}{after}" in self.tensors for n in range(self.depth(before))) if layered else name in self.tensors
 
 
-def _files(complaints: Complaints, path: Path) -> list[Path]:
+def is_counter(x: Tensor) -> bool:
+    """Whether a tensor is one whole number, such as a number of steps: no weight."""
+    return x.numel() == 1 and not x.dtype.is_floating_point and not x.dtype.is_complex
+
+
+def _files(complaints: Complaints, path: Path, argument: str) -> list[Path]:
     """The files of weights of a checkpoint."""
     if path.name.endswith(".index.json"):
-        return _parts(complaints, path)
+        return _parts(complaints, path, argument)
     if not path.is_dir():
+        _refuse(complaints, argument, path, kind_of_shard(path))
         return [path]
-    for name in STEMS:
+    for name in ADAPTERS if argument == "adapter" else STEMS:
         if (path / name).is_file():
             return [path / name]
         if (path / f"{name}.index.json").is_file():
-            return _parts(complaints, path / f"{name}.index.json")
+            return _parts(complaints, path / f"{name}.index.json", argument)
     entries = sorted(one for one in path.iterdir() if one.suffix in SUFFIXES)
     found = [one for one in entries if one.is_file()]
     if len(found) != 1:
+        _refuse(complaints, argument, path, kind_of_folder(path))
         names = ", ".join(one.name for one in found) or ", ".join(f"{one.name}, which is not a file" for one in entries) or "none of these"
-        complaints.add(RangeError, "path", f"a folder with {' or '.join(STEMS)} or one {' or '.join(SUFFIXES)} file", names, FOUND)
+        complaints.add(RangeError, argument, f"a folder with {' or '.join(STEMS)} or one {' or '.join(SUFFIXES)} file", names, FOUND)
         complaints.raise_any()
     return found
 
 
-def _parts(complaints: Complaints, index: Path) -> list[Path]:
+def _parts(complaints: Complaints, index: Path, argument: str) -> list[Path]:
     """The files that an index lists."""
-    placed = _read_json(complaints, index).get("weight_map")
+    placed = read_json(complaints, index).get("weight_map")
     names = list({str(one): one for one in placed.values()}.values()) if isinstance(placed, dict) else []
     if not names:
         complaints.add(RangeError, index.name, "an index with a weight_map from tensors to files", described(placed))
@@ -142,37 +173,53 @@ def _parts(complaints: Complaints, index: Path) -> list[Path]:
         if not isinstance(name, str) or not name.isprintable() or len(name) > 255 or Path(name).name != name or name in ("", ".."):
             complaints.add(RangeError, index.name, "an index of files beside it", described(name))
         elif not (index.parent / name).is_file():
-            complaints.add(RangeError, "path", f"a checkpoint with all files of {index.name}", f"no {name}", "Download it again.")
+            complaints.add(RangeError, argument, f"a checkpoint with all files of {index.name}", f"no {name}", "Download all files.")
     complaints.raise_any()
     return sorted(index.parent / name for name in names)
 
 
-def _read(complaints: Complaints, path: Path) -> Mapping[str, Tensor]:
-    """All tensors of a file, mapped."""
+def is_safetensors(path: Path) -> bool:
+    """Whether a file is one of safetensors, by its name or its header."""
+    if path.suffix == ".safetensors":
+        return True
     with path.open("rb") as file:
-        head = file.read(16)
-    if path.suffix == ".safetensors" or head[8:9] == b"{":
-        return _read_safetensors(complaints, path)
+        return file.read(9)[8:] == b"{"
+
+
+def _read(complaints: Complaints, path: Path, argument: str) -> Mapping[str, Tensor]:
+    """All tensors of a file, mapped."""
+    _refuse(complaints, argument, path, kind_of_file(path))
+    if is_safetensors(path):
+        return _read_safetensors(complaints, path, argument)
     try:
         mapped = zipfile.is_zipfile(path)  # files of torch before 1.6 cannot be mapped
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about the kind of pickle, before the error
             content: Any = torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
     except Exception as error:  # damaged bytes raise whatever the unpickler stumbles on
+        _refuse(complaints, argument, path, kind_of_objects(error))
         reason = "it is no file of torch, or has more than tensors in it"
         if isinstance(error, OSError | RuntimeError) and str(error).strip():  # others also advise to run what is in the file
             reason = str(error).strip().splitlines()[0]
-        complaints.add(
-            RangeError, "path", "a checkpoint", f"{path.name!r}, which torch cannot read: {reason}", f"It may be cut off. {FOUND}"
-        )
+        value = f"{path.name!r}, which torch cannot read: {reason}"
+        complaints.add(RangeError, argument, "a checkpoint", value, f"It may be cut off. {FOUND}")
         complaints.raise_any()
     if not isinstance(content, dict):
-        complaints.add(RangeError, "path", "a checkpoint with a dict of tensors", f"{path.name!r} with {described(content)}", FOUND)
+        complaints.add(RangeError, argument, "a checkpoint with a dict of tensors", f"{path.name!r} with {described(content)}", FOUND)
         complaints.raise_any()
-    return dict(content)
+    weights = weights_of(content)
+    _refuse(complaints, argument, path, kind_of_content(weights))
+    return weights
 
 
-def _read_safetensors(complaints: Complaints, path: Path) -> Mapping[str, Tensor]:
+def _refuse(complaints: Complaints, argument: str, path: Path, found: Found | None) -> None:
+    """Raise RangeError for what is no checkpoint."""
+    if found is not None:
+        complaints.add(RangeError, argument, "a checkpoint", f"{str(path)!r}, {found[0]}", found[1])
+        complaints.raise_any()
+
+
+def _read_safetensors(complaints: Complaints, path: Path, argument: str) -> Mapping[str, Tensor]:
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:
@@ -181,12 +228,13 @@ def _read_safetensors(complaints: Complaints, path: Path) -> Mapping[str, Tensor
         with safe_open(path, framework="pt", device="cpu") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
-        complaints.add(RangeError, "path", "a checkpoint", f"{path.name!r}, which safetensors cannot read: {error}", "It may be cut off.")
+        value = f"{path.name!r}, which safetensors cannot read: {error}"
+        complaints.add(RangeError, argument, "a checkpoint", value, "It may be cut off.")
         complaints.raise_any()
         raise
 
 
-def _read_json(complaints: Complaints, path: Path) -> dict[str, Any]:
+def read_json(complaints: Complaints, path: Path) -> dict[str, Any]:
     """A JSON file with one object; an empty dict if there is no file. transformers writes infinity as an object."""
     if not path.is_file():
         return {}

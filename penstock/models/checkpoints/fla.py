@@ -231,7 +231,7 @@ def refuses(config: Config) -> str | None:
     kinds = {GLAConfig: SwiGLUConfig, RetentionConfig: SwiGLUConfig, RWKV6Config: RWKV6ChannelConfig}
     if type(mixer) not in kinds or type(channel) is not kinds[type(mixer)]:
         return "it holds GLA and RetNet with gated feed-forward layers, and RWKV-6"
-    attention = {one for one in config.mixers if isinstance(one, SoftmaxAttentionConfig)}
+    attention = {one for one in config.mixers if type(one) is SoftmaxAttentionConfig}
     if any(one != mixer and one not in attention for one in config.mixers) or any(one != channel for one in config.channels):
         return "all its layers have the same sizes, except for those of softmax attention"
     if attention and isinstance(mixer, RWKV6Config):
@@ -256,7 +256,7 @@ def refuses(config: Config) -> str | None:
 
 def _recurrent(config: Config) -> MixerConfig | None:
     """The first mixer that is not softmax attention."""
-    return next((one for one in config.mixers if not isinstance(one, SoftmaxAttentionConfig)), None)
+    return next((one for one in config.mixers if type(one) is not SoftmaxAttentionConfig), None)
 
 
 def _attention_specs(config: Config) -> dict[str, Any]:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import Complaints, InvalidArgument, RangeError, ShapeError, described
+from ...errors import Complaints, DtypeError, InvalidArgument, RangeError, ShapeError, described
 from ..causal_lm import CausalLM
 from ..config import Config
-from .archive import DAMAGED, Archive
+from .archive import DAMAGED, Archive, is_counter
 
 Change = Callable[..., tuple[Tensor, ...]]
 
@@ -75,21 +75,40 @@ class Format:
     """Endings of names of tensors that are not needed."""
 
 
-def read(archive: Archive, form: Format, dtype: torch.dtype | None, device: torch.device | None) -> CausalLM:
-    """The model of a checkpoint. Raises ShapeError or RangeError that lists every missing, unknown or misshapen tensor."""
+Edits = Mapping[str, Callable[[Tensor | None], Tensor]]
+"""What is made of a stored parameter, or of none, before it is converted, by the name of the parameter."""
+
+
+def read(
+    archive: Archive, form: Format, dtype: torch.dtype | None, device: torch.device | None,
+    edit: Callable[[Config, list[Row]], tuple[Config, Edits]] | None = None,
+) -> CausalLM:  # fmt: skip
+    """The model of a checkpoint. Raises ShapeError or RangeError that lists every missing, unknown or misshapen tensor.
+
+    ``edit`` changes the configuration of the checkpoint and its weights.
+    """
     config, model = _built(archive, form)
     rows = form.rows(config, archive)
     check(archive, form, model, rows)
+    edits: Edits = {}
+    if edit is not None:
+        config, edits = edit(config, rows)
+        with torch.device("meta"):
+            model = CausalLM(config)
     if dtype is None and form.name != "penstock":  # layers compute in one dtype: files may mix them
         dtype = model_dtype(archive.tensors[name] for row in rows for name in row.theirs)
     shapes = {name: x.shape for name, x in model.state_dict().items()}
     weights: dict[str, Tensor] = {}
     addresses: set[int] = set()
     for row in rows:
-        for name, x in zip(row.ours, row.read(*(archive.tensors[one] for one in row.theirs))):
-            x = x.reshape(shapes[name]).to(dtype=dtype, device=device).contiguous()
+        for name, stored in zip(row.ours, row.read(*(archive.tensors[one] for one in row.theirs))):
+            x = stored.reshape(shapes[name])
+            x = edits[name](x) if name in edits else x
+            x = x.to(dtype=dtype or stored.dtype, device=device).contiguous()
             weights[name] = x.clone() if x.data_ptr() in addresses else x  # files of torch may store two as one
             addresses.add(x.data_ptr())
+    for name in edits.keys() - weights.keys():
+        weights[name] = edits[name](None).to(dtype=dtype or weights["embeddings.weight"].dtype, device=device).contiguous()
     if config.tie_embeddings:
         weights["head.weight"] = weights["embeddings.weight"]
     model.load_state_dict(weights, assign=True)
@@ -134,8 +153,10 @@ def check(archive: Archive, form: Format, model: CausalLM, rows: list[Row]) -> N
                 complaints.add(RangeError, name, f"a tensor {rule}", "none", DAMAGED)
             elif significant(archive.tensors[name]) != significant(x):
                 complaints.add(ShapeError, name, rule, list(archive.tensors[name].shape))
+            elif is_counter(archive.tensors[name]):
+                complaints.add(DtypeError, name, "a tensor of floating point numbers", archive.tensors[name].dtype)
     for name in sorted(archive.tensors.keys() - known):
-        if not name.endswith(form.ignored or ("\0",)):
+        if not name.endswith(form.ignored or ("\0",)) and not is_counter(archive.tensors[name]):
             value = f"a tensor of shape {list(archive.tensors[name].shape)}"
             complaints.add(RangeError, name, f"absent from {form.title}", value, DAMAGED)
     complaints.raise_any()

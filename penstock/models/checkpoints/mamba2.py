@@ -102,7 +102,7 @@ def _limits(complaints: Complaints, value: Any) -> tuple[float, float]:
 def refuses(config: Config) -> str | None:
     """Why a model has no place in this layout."""
     mixer = config.mixers[0]
-    if not isinstance(mixer, Mamba2Config) or any(one is not None for one in config.channels):
+    if type(mixer) is not Mamba2Config or any(one is not None for one in config.channels):
         return "it holds Mamba-2 layers only"
     if any(one != mixer for one in config.mixers):
         return "all its layers have the same sizes"

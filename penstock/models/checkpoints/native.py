@@ -1,6 +1,6 @@
 """Our own layout: the names of ``CausalLM``, with its ``Config`` as ``model`` of config.json.
 
-transformers' classes put ``model.`` before the names, except that of the head (``penstock.models.huggingface``); both are read.
+transformers' classes put ``model.`` before the names of all but the head (``penstock.models.huggingface``), as other modules put their own.
 """
 
 from __future__ import annotations
@@ -16,16 +16,12 @@ from ..config import Config
 from .archive import DAMAGED, Archive
 from .layout import Format, Row, needed, same
 
-PREFIX = "model."
-
 
 def rows(config: Config, archive: Archive | None = None) -> list[Row]:
     """The tensors of a model of these sizes."""
     with torch.device("meta"):
         names = CausalLM(config).state_dict()
-    prefix = PREFIX if archive is not None and f"{PREFIX}embeddings.weight" in archive.tensors else ""
-    tied = ("head.weight",) if config.tie_embeddings else ()
-    return [same(name, name if name == "head.weight" else prefix + name) for name in names if name not in tied]
+    return [same(name, name) for name in names if not (config.tie_embeddings and name == "head.weight")]
 
 
 def config_of(archive: Archive) -> Config:
@@ -67,7 +63,7 @@ def stored(config: Config) -> dict[str, Any]:
 PENSTOCK = Format(
     name="penstock",
     title="Penstock's layout",
-    recognises=lambda archive: archive.config.get("model_type") == "penstock" or archive.depth("layers.") > 0,
+    recognises=lambda archive: archive.has("layers.{}.mixer_norm.weight"),
     config=config_of,
     rows=rows,
     refuses=lambda config: None,

@@ -30,10 +30,18 @@ RWKV6_MIXER = (
 CHANNEL = ("key.weight", "receptance.weight", "value.weight")
 RWKV5_CHANNEL = (*CHANNEL, "time_mix_k", "time_mix_r")
 RWKV6_CHANNEL = (*CHANNEL, "time_maa_k", "time_maa_r")
+BLOCK = re.compile(r"blocks\.\d+\.(att|ffn|ln1|ln2)\.")
 LONG = {"k": "key", "v": "value", "r": "receptance", "g": "gate"}
 """Endings of ``time_mix_`` in the remote code."""
 VARIANT = "RWKV-6 of another variant than x060 (x060a, x060b or later)"
-OTHERS = {"att.r_k": "RWKV-7", "att.x_r": "RWKV-7", "att.gate_w1": VARIANT, "att.time_maa_rkvw_w1": VARIANT, "att.time_maa_rkvw": VARIANT}
+OTHERS = {
+    "att.r_k": "RWKV-7",
+    "att.x_r": "RWKV-7",
+    "att.gate_w1": VARIANT,
+    "att.time_maa_rkvw_w1": VARIANT,
+    "att.time_maa_rkvw": VARIANT,
+    "att.time_mix_w1": "RWKV-6 with the names of web-rwkv, which transposes weights",
+}
 """What is not supported, by a tensor that only it has."""
 
 
@@ -183,7 +191,7 @@ def stored(config: Config) -> dict[str, Any]:
 BLINKDL = Format(
     name="blinkdl",
     title="BlinkDL's RWKV files",
-    recognises=lambda archive: archive.depth("blocks.") > 0,
+    recognises=lambda archive: archive.depth("blocks.") > 0 and any(BLOCK.match(name) for name in archive.tensors),
     config=config_of,
     rows=blinkdl_rows,
     refuses=refuses,

@@ -96,7 +96,7 @@ class PenstockModel(Backbone, PenstockPreTrainedModel):  # type: ignore[misc]
     @property
     def _grows(self) -> bool:
         """Whether the state of a sequence grows: then calls cannot write to it."""
-        return any(mixer.kind == "softmax_attention" for mixer in self.sizes.mixers)
+        return any(mixer.grows for mixer in self.sizes.mixers)
 
     def get_input_embeddings(self) -> nn.Module:
         """The embeddings of tokens."""

@@ -1,0 +1,129 @@
+"""Files that trainers write beside a base model: tuned initial states, and adapters. ``load`` puts them into the model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ...errors import Complaints, RangeError
+from ...layers import RWKV6Config
+from ..causal_lm import CausalLM
+from ..config import Config
+from .adapters import PART, Change, changes, options_of
+from .archive import Archive, is_safetensors
+from .layout import Edits, Row
+from .native import PENSTOCK
+from .rwkv import BLINKDL
+
+STATE = ".att.time_state"
+"""The end of names of tuned initial states."""
+PathLike = str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class Beside:
+    """The files of one call of ``load``."""
+
+    state: PathLike | None = None
+    adapter: PathLike | None = None
+    alpha: float | None = None
+    initial: PathLike | None = None
+
+    def edit(self, config: Config, rows: list[Row]) -> tuple[Config, Edits]:
+        """The configuration with these files, and what is made of the weights of a base model, whose file has ``rows``."""
+        edits: dict[str, Callable[[Tensor | None], Tensor]] = {}
+        if self.state is not None:
+            config, found = _states(Archive(Path(self.state), "state"), config)
+            edits |= found
+        if self.adapter is not None:
+            edits |= self._adapted(Archive(Path(self.adapter), "adapter"), config, rows)
+        return config, edits
+
+    def _adapted(self, archive: Archive, config: Config, rows: list[Row]) -> Edits:
+        """The changes by an adapter, whose names may be those of the file, of our parameters, or of BlinkDL's files."""
+        initial = None if self.initial is None else _named(Archive(Path(self.initial), "adapter_init"))
+        options = options_of(archive, self.alpha, initial)
+        with torch.device("meta"):
+            ours = CausalLM(config).state_dict()
+        layouts = [rows, PENSTOCK.rows(config, None), *([] if BLINKDL.refuses(config) else [BLINKDL.rows(config, None)])]
+        for prefix in archive.prefixes():
+            tensors = archive.below(prefix).tensors
+            for layout in layouts:
+                known = {row.theirs[0]: row for row in layout if len(row.ours) == len(row.theirs) == 1}
+                if any(_target(name) in known for name in tensors):
+                    shapes = {name: row.write(ours[row.ours[0]])[0].shape for name, row in known.items()}
+                    made = changes(tensors, shapes, options)
+                    return {known[name].ours[0]: partial(_through, row=known[name], change=one) for name, one in made.items()}
+        complaints = Complaints("load")
+        value = f"{str(archive.path)!r} with {', '.join(sorted(archive.tensors)[:5]) or 'no tensors'}"
+        complaints.add(RangeError, "adapter", "one for this base model", value)
+        complaints.raise_any()
+        raise AssertionError
+
+
+def _target(name: str) -> str:
+    match = PART.fullmatch(name)
+    return f"{match[1]}.weight" if match else name
+
+
+def _through(x: Tensor | None, *, row: Row, change: Change) -> Tensor:
+    """A change in the layout of a row."""
+    assert x is not None
+    return row.read(change(row.write(x)[0]))[0].reshape(x.shape)
+
+
+def _named(archive: Archive) -> Mapping[str, Tensor]:
+    """The tensors of the initial weights of PiSSA: trainers may put a prefix before their names, as before no others."""
+    prefix = next((one for one in archive.prefixes() if any(name.startswith(f"{one}blocks.") for name in archive.tensors)), "")
+    return archive.below(prefix).tensors
+
+
+def _states(archive: Archive, config: Config) -> tuple[Config, Edits]:
+    """The configuration with tuned initial states, and the states, which BlinkDL's layout has V x K."""
+    complaints = Complaints("load")
+    kinds = ", ".join(dict.fromkeys(one.kind for one in config.mixers))
+    if BLINKDL.refuses(config) or not isinstance(config.mixer, RWKV6Config):
+        complaints.add(RangeError, "state", f"None for a base model of {kinds}", repr(str(archive.path)), "RWKV-6 has tuned states.")
+    if is_safetensors(archive.path):
+        remedy = "Programs that write safetensors swap its axes or do not, and it does not tell."
+        complaints.add(RangeError, "state", "a file of torch, as RWKV-PEFT writes it", repr(str(archive.path)), remedy)
+    complaints.raise_any()
+    assert isinstance(config.mixer, RWKV6Config)
+    config = replace(config, mixer=replace(config.mixer, tuned_state=True))
+    rows = [row for row in BLINKDL.rows(config, None) if row.theirs[0].endswith(STATE)]
+    prefix = next((one for one in archive.prefixes() if any(name.startswith(f"{one}blocks.") for name in archive.tensors)), "")
+    tensors = archive.below(prefix).tensors
+    with torch.device("meta"):
+        shapes = {name: x.shape for name, x in CausalLM(config).state_dict().items()}
+    for row in rows:
+        (name,), shape = row.theirs, list(shapes[row.ours[0]])
+        found = tensors.get(name)
+        if found is None or list(found.shape) != shape:
+            value = "none" if found is None else list(found.shape)
+            complaints.add(RangeError, "state", f"a file with {name} of shape {shape}", value, "It belongs to another model.")
+    for name in sorted(tensors.keys() - {row.theirs[0] for row in rows}):
+        complaints.add(RangeError, "state", "a file of tuned initial states of this model alone", name)
+    complaints.raise_any()
+    return config, {row.ours[0]: partial(lambda x, row: row.read(tensors[row.theirs[0]])[0], row=row) for row in rows}
+
+
+def refuse_alone(archive: Archive) -> None:
+    """Raise RangeError for a file that belongs beside a base model."""
+    complaints, value = Complaints("load"), repr(str(archive.path))
+    names: Iterable[str] = archive.tensors
+    if archive.tensors and all(name.endswith(STATE) for name in names):
+        remedy = "Pass the base model as path, and this file as state."
+        complaints.add(RangeError, "path", "a checkpoint with all weights", f"{value} with tuned initial states alone", remedy)
+    elif any(".base_layer." in name for name in names):
+        remedy = "Save what merge_and_unload() of PEFT returns."
+        complaints.add(RangeError, "path", "a checkpoint of a model", f"{value} with a model and an adapter of PEFT", remedy)
+    elif part := next((match for match in map(PART.fullmatch, names) if match), None):
+        remedy = "Pass the base model as path, and this as adapter." if not part[2].startswith("init_") else "It belongs to adapter_init."
+        complaints.add(RangeError, "path", "a checkpoint of a model", f"{value} with an adapter ({part[0]})", remedy)
+    complaints.raise_any()

@@ -1,0 +1,39 @@
+"""What trainers put around the weights of a model: dicts that hold them, and parts of their names."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+CONTAINERS = ("state_dict", "model_state_dict", "model", "module")
+"""Names under which trainers keep the weights: Lightning, scripts for torch, DeepSpeed. What else is in their files is not read."""
+WRAPPERS = re.compile(r"(?:^|(?<=\.))_(?:forward_module|orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)\.")
+"""Modules that wrap others, anywhere in a model: Lightning's, those of ``torch.compile``, FSDP and activation checkpointing."""
+DEEPEST = 5
+"""Parts of a prefix."""
+
+
+def weights_of(content: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """The innermost dict of weights of a file of torch."""
+    while True:
+        inner = next((content[name] for name in CONTAINERS if isinstance(content.get(name), dict) and content[name]), None)
+        if inner is None:
+            return content
+        content = inner
+
+
+def unwrapped(name: str) -> str:
+    """A name without the modules that wrap others."""
+    return WRAPPERS.sub("", name)
+
+
+def prefixes(names: Iterable[str]) -> list[str]:
+    """The beginnings that most names share, of whole parts, the shortest first: "", then for example "module.", "module.model."."""
+    every = list(names)
+    counts: Counter[str] = Counter()
+    for name in every:
+        parts = name.split(".")[:-1]
+        counts.update(".".join([*parts[:n], ""]) for n in range(1, min(len(parts), DEEPEST) + 1))
+    return ["", *sorted((prefix for prefix, count in counts.items() if 2 * count > len(every)), key=len)]
