@@ -238,6 +238,12 @@ def test_a_base_model_loads_without_its_head(name: str, tmp_path: Path) -> None:
     assert whole.base_model is whole.model
     assert whole.get_decoder() is whole.model
     assert whole.name_or_path == whole.config.name_or_path == str(tmp_path / "model")
+    model.save_pretrained(tmp_path / "base")
+    again = AutoModel.from_pretrained(tmp_path / "base")
+    assert all(torch.equal(x, y) for x, y in zip(model.parameters(), again.parameters(), strict=True))
+    if not model.sizes.tie_embeddings:
+        with pytest.raises(RangeError, match=r"head\.weight must be a tensor"):
+            AutoModelForCausalLM.from_pretrained(tmp_path / "base")
 
 
 def test_options_that_change_nothing_pass(tmp_path: Path) -> None:

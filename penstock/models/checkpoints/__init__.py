@@ -25,7 +25,7 @@ FORMATS = (PENSTOCK, BLINKDL, HF_RWKV, MAMBA2, FLA)
 NAMES = tuple(dict.fromkeys(one.name for one in FORMATS))
 """The names of formats in ``save``. What "hf" is depends on the architecture."""
 
-__all__ = ["FORMATS", "NAMES", "load", "recognised", "save"]
+__all__ = ["FORMATS", "NAMES", "load", "load_headless", "recognised", "save"]
 
 
 def load(
@@ -82,6 +82,12 @@ def load(
     beside = Beside(state, adapter, adapter_alpha, adapter_init)
     edit = None if beside == Beside() else beside.edit
     return read(archive, form, dtype, None if device is None else torch.device(device), edit)
+
+
+def load_headless(path: PathLike, *, dtype: torch.dtype | None = None, device: torch.device | None = None) -> CausalLM:
+    """Load a model that may have been saved without its head, as transformers' base models are; the head is then on the meta device."""
+    archive, form = recognised(Archive(Path(path)))
+    return read(archive, form, dtype, device, head=False)
 
 
 def _check_weights(complaints: Complaints, model: CausalLM) -> None:

@@ -75,20 +75,23 @@ class Format:
     """Endings of names of tensors that are not needed."""
 
 
+HEAD = "head.weight"
 Edits = Mapping[str, Callable[[Tensor | None], Tensor]]
 """What is made of a stored parameter, or of none, before it is converted, by the name of the parameter."""
 
 
 def read(
     archive: Archive, form: Format, dtype: torch.dtype | None, device: torch.device | None,
-    edit: Callable[[Config, list[Row]], tuple[Config, Edits]] | None = None,
+    edit: Callable[[Config, list[Row]], tuple[Config, Edits]] | None = None, head: bool = True,
 ) -> CausalLM:  # fmt: skip
     """The model of a checkpoint. Raises ShapeError or RangeError that lists every missing, unknown or misshapen tensor.
 
-    ``edit`` changes the configuration of the checkpoint and its weights.
+    ``edit`` changes the configuration of the checkpoint and its weights. Without ``head``, one that is not there stays on meta.
     """
     config, model = _built(archive, form)
     rows = form.rows(config, archive)
+    if not head:
+        rows = [row for row in rows if row.ours != (HEAD,) or row.theirs[0] in archive.tensors]
     check(archive, form, model, rows)
     edits: Edits = {}
     if edit is not None:
@@ -110,8 +113,8 @@ def read(
     for name in edits.keys() - weights.keys():
         weights[name] = edits[name](None).to(dtype=dtype or weights["embeddings.weight"].dtype, device=device).contiguous()
     if config.tie_embeddings:
-        weights["head.weight"] = weights["embeddings.weight"]
-    model.load_state_dict(weights, assign=True)
+        weights[HEAD] = weights["embeddings.weight"]
+    model.load_state_dict(weights, assign=True, strict=head)
     model.tie()
     return model.eval()
 

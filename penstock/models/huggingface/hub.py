@@ -10,7 +10,7 @@ import torch
 
 from ...errors import Complaints, DtypeError, RangeError, described
 from ..causal_lm import CausalLM
-from ..checkpoints import load
+from ..checkpoints import load, load_headless
 
 FUNCTION = "from_pretrained"
 HUB = ("revision", "cache_dir", "token", "local_files_only", "force_download")
@@ -52,9 +52,9 @@ class Arguments:
             complaints.raise_any()
         return found
 
-    def load(self, place: Path) -> CausalLM:
-        """The model, checked against what was asked for."""
-        model = load(place, dtype=self.dtype, device=self.device)
+    def load(self, place: Path, head: bool) -> CausalLM:
+        """The model, checked against what was asked for. Without ``head``, it may be on the meta device."""
+        model = (load if head else load_headless)(place, dtype=self.dtype, device=self.device)
         complaints = Complaints(FUNCTION)
         if self.tied is not None and self.tied != model.config.tie_embeddings:
             complaints.add(RangeError, "tie_word_embeddings", f"{model.config.tie_embeddings}, as in the checkpoint", self.tied)
@@ -73,7 +73,7 @@ class Arguments:
 
         device = model.embeddings.weight.device
         limit = (self.max_memory or {}).get(device.type if device.index is None else device.index)
-        used = sum(x.nbytes for x in model.state_dict().values())
+        used = sum(x.nbytes for x in model.state_dict().values() if not x.is_meta)
         if limit is None:
             complaints.add(RangeError, "max_memory", f"given for {device}, where the model is", described(self.max_memory))
         elif (most := convert_file_size_to_int(limit)) < used:

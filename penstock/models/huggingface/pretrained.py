@@ -46,7 +46,7 @@ class PenstockPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
         """
         given = arguments_of(arguments, options)
         place = given.place(str(pretrained_model_name_or_path))
-        model = given.load(place)
+        model = given.load(place, head=cls.can_generate())
         config = config_of(model, given, place)
         wrapped = cls._plain()._of(model, config)
         wrapped.config.name_or_path = wrapped.name_or_path = str(pretrained_model_name_or_path)
