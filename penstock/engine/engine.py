@@ -54,8 +54,7 @@ class Engine:
 
     model : CausalLM
         In evaluation; its weights must not change. Models with softmax attention are refused: their state grows with the sequence. Hooks of
-        its modules act in every step, on the tokens of all requests; where there are any, steps do not run as CUDA graphs. Those that are
-        added later act if there are no graphs.
+        its modules act in every step, on the tokens of all requests; see ``cuda_graphs``.
     tokenizer : penstock.models.tokenizers.Tokenizer, optional
         Without one, prompts are tokens, results have no text, and there are no stop strings.
     slots : int
@@ -77,7 +76,8 @@ class Engine:
     overlap : bool, optional
         Launch the next step before the tokens of this one are on the host. Default: on a GPU.
     cuda_graphs : bool, optional
-        Run steps as CUDA graphs, each captured when it is first needed or by ``warm_up``. Default: on a GPU.
+        Run steps as CUDA graphs, each captured when it is first needed or by ``warm_up``. Default: on a GPU, unless modules have hooks. A
+        graph repeats what hooks computed on the GPU when it was captured; their Python code does not run again.
 
     >>> from penstock.models import CausalLM, rwkv6
     >>> engine = Engine(CausalLM(rwkv6(vocab_size=16, hidden_size=16, num_layers=1, head_size=8)), slots=4)
@@ -108,10 +108,6 @@ class Engine:
             complaints.add(RangeError, "token_budget", rule, token_budget, "All streams and a chunk of a prompt must fit into a step.")
         if cuda_graphs and model.embeddings.weight.device.type != "cuda":
             complaints.add(RangeError, "cuda_graphs", "None or False without a GPU", cuda_graphs)
-        hooks = [name or "the model" for name, one in model.named_modules() if hooked(one)]
-        if cuda_graphs and hooks:
-            remedy = "A graph repeats what hooks computed when it was captured."
-            complaints.add(RangeError, "cuda_graphs", f"None or False with hooks, of {', '.join(hooks[:3])}", cuda_graphs, remedy)
         if keep_every % CHUNK:
             complaints.add(RangeError, "keep_every", f"a multiple of {CHUNK}", keep_every)
         complaints.raise_any()
@@ -122,7 +118,8 @@ class Engine:
         self._cache = StateCache(cache_bytes, host_cache_bytes, KeptState.to_host, lambda state: state.to(device))
         self._block = smallest_block(model, token_budget) if batch_invariant else 0
         runner = Runner(model, self._pool, self.vocab_size, self._block)
-        if device.type == "cuda" and cuda_graphs is not False and not hooks:
+        graphs = not any(map(hooked, model.modules())) if cuda_graphs is None else cuda_graphs
+        if device.type == "cuda" and graphs:
             runner.graphs = StepGraphs(model, self._pool, runner.last, token_budget, self._block)
         self._steps = Steps(
             runner, self._pool, self._cache, token_budget=token_budget, prompt_budget=prompt_budget, keep_every=keep_every,

@@ -261,7 +261,7 @@ def test_another_gpu_than_the_current_one(name, graphs):
 
 @pytest.mark.parametrize("place", ["layers.0", "layers.1.mixer"])
 def test_hooks_act_in_every_step(place):
-    """Steps with hooks are no graphs."""
+    """Steps with hooks are no graphs, unless it is asked for: then they repeat what hooks computed."""
     model, calls = model_of("rwkv6").cuda(), []
     prompts, params = [[n % 13] * (20 * n + 1) for n in range(4)], SamplingParams(max_tokens=8, temperature=0)
     plain = [result.tokens for result in Engine(model, slots=4, token_budget=200).generate(prompts, params)]
@@ -271,6 +271,8 @@ def test_hooks_act_in_every_step(place):
     assert engine._steps.runner.graphs is None
     found = [result.tokens for result in engine.generate(prompts, params)]
     assert len(calls) >= 8
+    graphs = Engine(model, slots=4, token_budget=200, cuda_graphs=True)
+    assert [result.tokens for result in graphs.generate(prompts, params)] == found
     wanted = [model.generate(torch.tensor([prompt], device="cuda"), 8, temperature=0)[0].tolist() for prompt in prompts]
     handle.remove()
     assert found == wanted
