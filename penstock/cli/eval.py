@@ -12,13 +12,13 @@ import typer
 from rich.console import Console
 
 from ..errors import Complaints, RangeError
+from ..files import read_text
 from ..models import CausalLM, load
 from ..models.tokenizers import load_tokenizer
 from ..training.mqar import Point, Recall, learn, model_config
 from ..training.scoring import perplexity
 from ..training.settings import ARCHITECTURES
-from ..verify.machine import Machine
-from .options import DTYPES, check_device, check_names, check_seconds, check_seed
+from .options import DTYPES, Threads, check_device, check_names, check_seconds, check_seed, use_cores
 from .outputs import check_outputs
 
 TASKS = ("mqar", "perplexity")
@@ -49,6 +49,7 @@ def evaluate(
     enough: Annotated[float, typer.Option(help="mqar: end the training at this accuracy.", min=0.0, max=1.0)] = 0.99,
     seed: Annotated[int, typer.Option(help="mqar: seed of the model and of the sequences.")] = 0,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N. Default: a GPU if there is one.")] = None,
+    threads: Threads = None,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the numbers to this file.")] = None,
 ) -> None:
     """Evaluate a model: recall of pairs that it has just seen (mqar), or the loss of a text (perplexity).
@@ -74,13 +75,15 @@ def evaluate(
         complaints.add(RangeError, "model and text", "given for perplexity", "neither" if model is text else "one of them")
     complaints.raise_any()
     check_outputs("eval", {"--json": json_file})
+    machine = use_cores(context, threads, device)
     if task == "mqar":
         found = _recall(architecture, Recall(pairs, length, vocab_size), hidden_size, layers, seconds, enough, seed, device)
     else:
         found = _perplexity(model or Path(), text or Path(), window, tokenizer, dtype, device)
     if json_file is not None:
         json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(json.dumps({"task": task, "device": device, **found, "machine": asdict(Machine.here())}, indent=2) + "\n")
+        content = {"task": task, "device": device, **found, "machine": asdict(machine)}
+        json_file.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
 
 
 def _check_belonging(complaints: Complaints, context: typer.Context, task: str) -> None:
@@ -114,13 +117,7 @@ def _recall(
 
 
 def _perplexity(model: Path, text: Path, window: int, tokenizer: Path | None, dtype: str, device: str) -> dict[str, Any]:
-    try:
-        content = text.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        complaints = Complaints("eval")
-        complaints.add(RangeError, "text", "a text file in UTF-8", f"{str(text)!r} ({error})")
-        complaints.raise_any()
-        raise
+    content = read_text(text, "eval", "text")
     coder = load_tokenizer(tokenizer or model)
     found = perplexity(load(model, dtype=DTYPES[dtype], device=device), coder, content, window)
     typer.echo(f"{found.nats_per_byte:.4f} nats a byte, {found.nats_per_token:.4f} nats a token, perplexity {found.perplexity:.3f}")

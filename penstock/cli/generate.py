@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated
@@ -11,17 +10,19 @@ import torch
 import typer
 
 from ..errors import Complaints, RangeError
+from ..files import read_text
 from ..models import load
 from ..models.sampling import check_sampling
 from ..models.streaming import stream
 from ..models.tokenizers import Tokenizer, load_tokenizer
-from .options import DTYPES, check_device, check_names, check_seed
+from .options import DTYPES, Threads, check_device, check_names, check_seed, use_cores
 
 INTERRUPTED = 130
 """The exit code that shells give to a program that ends by Ctrl-C."""
 
 
 def generate(
+    context: typer.Context,
     model: Annotated[Path, typer.Option("--model", metavar="PATH", help="Checkpoint: a file or a folder.")],
     prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Text to continue.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(metavar="FILE", help="File with the text to continue; - is standard input.")] = None,
@@ -34,6 +35,7 @@ def generate(
     tokenizer: Annotated[
         Path | None, typer.Option(metavar="PATH", help="A tokenizer.json, or another checkpoint. Default: found with the model.")
     ] = None,
+    threads: Threads = None,
 ) -> None:
     """Continue a text. Prints each character as soon as it is complete, and ends at the model's end of text.
 
@@ -54,9 +56,10 @@ def generate(
     if dtype is not None:
         check_names(complaints, "dtype", [dtype], DTYPES)
     complaints.raise_any()
-    text = prompt if prompt is not None else _read(prompt_file or Path("-"))
+    text = prompt if prompt is not None else read_text(prompt_file or Path("-"), "generate", "prompt_file")
     coder = load_tokenizer(tokenizer or model)
     given = _prompt(text, coder)
+    use_cores(context, threads, device)
     weights = load(model, dtype=DTYPES[dtype or ("float32" if device == "cpu" else "bfloat16")], device=device)
     generator = torch.Generator(device)
     if seed is None:
@@ -98,13 +101,3 @@ def _prompt(text: str, tokenizer: Tokenizer) -> list[int]:
         complaints.add(RangeError, "prompt", "a text of at least one token", repr(text), "This tokenizer has no token that begins a text.")
         complaints.raise_any()
     return found
-
-
-def _read(file: Path) -> str:
-    try:
-        return sys.stdin.buffer.read().decode() if str(file) == "-" else file.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        complaints = Complaints("generate")
-        complaints.add(RangeError, "prompt_file", "a text file in UTF-8", f"{str(file)!r} ({error})")
-        complaints.raise_any()
-        raise

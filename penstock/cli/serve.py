@@ -15,13 +15,14 @@ from ..engine import Engine
 from ..errors import Complaints, MissingExtra, RangeError
 from ..models import load
 from ..models.tokenizers import load_tokenizer
-from .options import DTYPES, check_device, check_names
+from .options import DTYPES, Threads, check_device, check_names, use_cores
 
 KEY_VARIABLE = "PENSTOCK_API_KEY"
 MEBIBYTE = 2**20
 
 
 def serve(
+    context: typer.Context,
     model: Annotated[Path, typer.Option("--model", metavar="PATH", help="Checkpoint: a file or a folder.")],
     host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 is all of the machine.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen at.", min=0, max=65535)] = 8000,
@@ -37,6 +38,7 @@ def serve(
     chat_template: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Jinja template of chats. Default: found with the model; RWKV World has its own.")
     ] = None,
+    threads: Threads = None,
     slots: Annotated[int, typer.Option(help="Completions that run together; others wait.", min=1)] = 32,
     token_budget: Annotated[int, typer.Option(help="Tokens of one forward pass at most.", min=1)] = 2048,
     prompt_budget: Annotated[
@@ -85,6 +87,7 @@ def serve(
     except ImportError as error:
         raise MissingExtra.of("serve", "fastapi, uvicorn, jinja2 and prometheus-client", "serve") from error
     coder = load_tokenizer(tokenizer or model)
+    use_cores(context, threads, device)
     template = find_template(model, coder, chat_template)
     weights = load(model, dtype=DTYPES[dtype or ("float32" if device == "cpu" else "bfloat16")], device=device)
     engine = Engine(

@@ -7,14 +7,18 @@ from typing import Annotated
 
 import typer
 
+from ..training.run import find_device
 from ..training.run import train as run
 from ..training.settings import read
 from .generate import INTERRUPTED
+from .options import Threads, use_cores
 from .outputs import Folder, check_outputs
 
 
 def train(
+    context: typer.Context,
     config: Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="The settings; docs/training.md lists them.")],
+    threads: Threads = None,
 ) -> None:
     """Train a model, new or from a checkpoint, on text or tokens.
 
@@ -28,6 +32,7 @@ def train(
     """
     settings = read(config)
     check_outputs("train", {}, Folder("training.output", Path(settings.training.output), ()))
+    use_cores(context, threads, find_device(settings.training.device))
     try:
         trained = run(settings)
     except KeyboardInterrupt:

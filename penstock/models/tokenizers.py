@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..errors import Complaints, DtypeError, MissingExtra, RangeError, described, shortened
+from ..files import read_text
 from .checkpoints import format_of
 from .checkpoints.archive import Archive
 
@@ -114,7 +115,7 @@ class World:
         self.token_bytes = [b""] * self.vocab_size
         """The bytes of each token; none for special ones."""
         try:
-            for line in file.read_text("utf-8").rstrip("\n").split("\n"):
+            for line in read_text(file, "World", "file").rstrip("\n").split("\n"):
                 token, _, rest = line.partition(" ")
                 text, _, size = rest.rpartition(" ")
                 value = literal_eval(text)
@@ -317,7 +318,7 @@ def _vocab_size(path: Path) -> int:
 def _json(file: Path) -> dict[str, Any]:
     """The object in a JSON file; empty if there is none."""
     try:
-        content = json.loads(file.read_text("utf-8"))
+        content = json.loads(file.read_text("utf-8-sig"))
     except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}

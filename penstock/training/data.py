@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ..errors import Complaints, MissingExtra, RangeError
+from ..files import read_text
 from ..models.tokenizers import Tokenizer
 
 IGNORED = -100
@@ -47,9 +48,9 @@ def find_files(patterns: Sequence[str], function: str, argument: str) -> list[Pa
 def read(files: Sequence[Path], tokenizer: Tokenizer, separator: str | None = None) -> Corpus:
     """The tokens of text files, ``.npy`` files (integers [N]) and ``.bin`` files (uint16 [N], native byte order).
 
-    A text file is UTF-8; it is one document, or several with ``separator`` between them, which is left out. Each is followed by
-    the tokenizer's ``end_of_text``, if it has one. In token files, a document ends behind an ``end_of_text``. A single token
-    file is mapped, not read.
+    A text file is UTF-8, of which every character is kept; it is one document, or several with ``separator`` between them, which is left
+    out. Each is followed by the tokenizer's ``end_of_text``, if it has one. In token files, a document ends behind an ``end_of_text``. A
+    single token file is mapped, not read.
 
     Raises RangeError for files that are not as above, have tokens the tokenizer does not know, or hold no tokens.
     """
@@ -65,10 +66,10 @@ def read(files: Sequence[Path], tokenizer: Tokenizer, separator: str | None = No
 
 
 def _text(file: Path, tokenizer: Tokenizer, separator: str | None, kind: Any) -> tuple[Any, Tensor]:
-    try:
-        text = file.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        _refuse(file, "a text in UTF-8", str(error))
+    text = read_text(file, "train", "data")
+    if separator and separator not in text and (windows := separator.replace("\n", "\r\n")) in text:
+        remedy = f"Its lines end in a carriage return and a line feed: take {windows!r}."
+        _refuse(file, f"a text with the separator {separator!r}", f"which has {windows!r}", remedy)
     documents = text.split(separator) if separator else [text]
     end = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
     rows = [_numpy().array(tokenizer.encode(document) + end, dtype=kind) for document in documents if document]

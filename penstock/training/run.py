@@ -65,7 +65,7 @@ def train(settings: Settings, callbacks: tuple[Any, ...] = ()) -> Trained:
     ``callbacks`` are for the Trainer. Raises RangeError, DtypeError, DeviceError or MissingExtra.
     """
     data, training = settings.data, settings.training
-    device = _device(training.device)
+    device = find_device(training.device)
     files = find_files(data.train, FUNCTION, "data.train")
     others = find_files(data.evaluation, FUNCTION, "data.evaluation")
     output = Path(training.output)
@@ -83,7 +83,7 @@ def train(settings: Settings, callbacks: tuple[Any, ...] = ()) -> Trained:
         save(model, folder, overwrite=True)
         if source is not None:
             (folder / source.name).write_bytes(source.read_bytes())
-            (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": tokenizer.end_of_text}))
+            (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": tokenizer.end_of_text}), "utf-8")
 
     trainer = _trainer(Objective(model, evaluation), training, device, samples, evaluation, callbacks, write)
     checkpoint = _last_checkpoint(training, model.config)
@@ -131,7 +131,8 @@ def find_model(settings: Settings, tokenizer: Tokenizer) -> CausalLM:
     return model
 
 
-def _device(name: str) -> str:
+def find_device(name: str) -> str:
+    """The device of ``training.device``. Raises DeviceError if torch cannot use it."""
     if name == "cuda" and not torch.cuda.is_available():
         complaints = Complaints(FUNCTION)
         complaints.add(DeviceError, "training.device", "one that torch can use", repr(name), "Take auto or cpu.")

@@ -12,6 +12,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from .. import models
 from ..errors import Complaints, DtypeError, MissingExtra, RangeError, described
+from ..files import read_text
 
 FUNCTION = "train"
 MAX_SEED = 2**32 - 1
@@ -106,12 +107,11 @@ def read(file: Path) -> Settings:
         import yaml
     except ImportError as error:
         raise MissingExtra.of(FUNCTION, "pyyaml", "transformers") from error
-    complaints = Complaints(FUNCTION)
+    complaints, text = Complaints(FUNCTION), read_text(file, FUNCTION, "config")
     try:
-        text = file.read_text("utf-8")
         content = yaml.safe_load(text)
         _check_keys(complaints, yaml.compose(text, yaml.SafeLoader))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: a date or a number that is none
+    except (ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: a date or a number that is none
         complaints.add(RangeError, "config", "a YAML file", f"{str(file)!r} ({error})")
     complaints.raise_any()
     return parse(content)

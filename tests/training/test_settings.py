@@ -102,8 +102,8 @@ def test_wrong_files_are_refused_with_every_reason(content, messages):
 
 def test_a_file_that_is_not_yaml_is_refused(tmp_path):
     (tmp_path / "a.yaml").write_text("a: [")
-    for name in ("a.yaml", "nowhere.yaml"):
-        with pytest.raises(InvalidArgument, match="train: config must be a YAML file, got"):
+    for name, kind in (("a.yaml", "YAML file"), ("nowhere.yaml", "text file in UTF-8")):
+        with pytest.raises(InvalidArgument, match=f"train: config must be a {kind}, got"):
             read(tmp_path / name)
 
 

@@ -76,7 +76,7 @@ class Configuration:
     @property
     def source(self) -> str:
         """One text, because NVRTC would have to find headers."""
-        return "\n".join((HERE / name).read_text() for name in ("gpu.cuh", "tokens.cuh", "decays.cuh", f"{self.direction}.cu"))
+        return "\n".join((HERE / name).read_text("utf-8") for name in ("gpu.cuh", "tokens.cuh", "decays.cuh", f"{self.direction}.cu"))
 
     @property
     def macros(self) -> dict[str, str]:
