@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ...errors import Complaints, MissingExtra, PenstockError, RangeError
+from ...files import usual_mode
 
 SHARD = 5 * 2**30
 """Bytes of a file of a folder, as transformers has them."""
@@ -63,10 +64,11 @@ def write_folder(path: Path, tensors: Mapping[str, Tensor], config: Mapping[str,
     Raises RangeError if the folder has such files already.
     """
     try:
+        import numpy  # noqa: F401  # safetensors needs it to write
         from safetensors import SafetensorError
         from safetensors.torch import save_file
     except ImportError as error:
-        raise MissingExtra.of("save", "safetensors", "models") from error
+        raise MissingExtra.of("save", "safetensors and numpy", "models") from error
     complaints = Complaints("save")
     if path.exists() and not path.is_dir():
         complaints.add(RangeError, "path", "a folder", f"{str(path)!r}, which is a file", "Name another one.")
@@ -90,6 +92,7 @@ def write_folder(path: Path, tensors: Mapping[str, Tensor], config: Mapping[str,
                 save_file(_apart(tensors, inside), new / name, {"format": "pt"})
             except SafetensorError as error:
                 raise OSError(str(error)) from error
+            usual_mode(new / name)
         if len(files) > 1:
             placed = {one: name for name, inside in files.items() for one in inside}
             total = sum(x.numel() * x.element_size() for x in tensors.values())

@@ -20,6 +20,7 @@ from typing import Literal, Protocol
 import torch
 
 from ...errors import PenstockError
+from ...files import usual_mode
 
 HERE = Path(__file__).parent
 TYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float", torch.float64: "double"}
@@ -161,4 +162,5 @@ def _write(path: Path, code: bytes) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as new:
             new.write(hashlib.sha256(code).digest() + code)
+        usual_mode(Path(new.name))
         os.replace(new.name, path)
