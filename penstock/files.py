@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import warnings
 from io import TextIOWrapper
@@ -26,6 +27,9 @@ def read_text(path: Path, function: str, argument: str) -> str:
     except OSError as error:
         _refuse(function, argument, path, error.strerror or str(error), "")
         raise
+    pointer = stands_for(content)
+    if pointer is not None:
+        _refuse(function, argument, path, f"it is {pointer}", "Run git lfs pull in its folder.")
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -38,6 +42,18 @@ def read_text(path: Path, function: str, argument: str) -> str:
         rule = f"{function}: {argument} {str(path)!r} begins with a byte-order mark, which is read as a character of the text."
         warnings.warn(f"{rule} Remove it if it is not meant: sed -i '1s/^\\xEF\\xBB\\xBF//' FILE.", PenstockWarning, stacklevel=2)
     return text
+
+
+def stands_for(content: bytes) -> str | None:
+    """What a file is that git-lfs writes in place of a large one, as in a clone without it; None for other files.
+
+    content : bytes
+        The first 1024 bytes, or all.
+    """
+    if not content.startswith(b"version https://git-lfs.github.com/spec/") or len(content) > 1024:
+        return None
+    size = re.search(rb"^size ([0-9]{1,18})$", content, re.MULTILINE)
+    return "a Git LFS pointer" + (f" to a file of {int(size[1]):,} bytes" if size else "")
 
 
 def _refuse(function: str, argument: str, path: Path, reason: str, remedy: str) -> None:

@@ -10,6 +10,7 @@ import typer
 from ..errors import Complaints, RangeError
 from ..models.checkpoints import NAMES, load, save
 from ..models.checkpoints.writing import copy_beside
+from .download import Download, checkpoint
 from .options import DTYPES, check_names
 from .outputs import Folder, check_outputs
 
@@ -26,6 +27,7 @@ def convert(
     target: Annotated[Path, typer.Argument(metavar="DST", help="Folder to write; with --to blinkdl a file.")],
     to: Annotated[str, typer.Option(metavar="FORMAT", help=f"Format to write: {', '.join(NAMES)}.")] = "penstock",
     dtype: Annotated[str, typer.Option(help=f"Dtype of the weights: {', '.join(DTYPES)}.", show_default=STORED)] = STORED,
+    download: Download = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a model that is there already.")] = False,
 ) -> None:
     """Convert a checkpoint to another format.
@@ -51,6 +53,7 @@ def convert(
     if source.resolve() == target.resolve():
         complaints.add(RangeError, "DST", "apart from SRC", repr(str(target)), "Name another one.")
     complaints.raise_any()
+    source = checkpoint("convert", "SRC", source, download)
     if to == "blinkdl":
         check_outputs("convert", {"DST": target})
     else:

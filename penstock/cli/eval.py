@@ -18,13 +18,14 @@ from ..models.tokenizers import load_tokenizer
 from ..training.mqar import Point, Recall, learn, model_config
 from ..training.scoring import perplexity
 from ..training.settings import ARCHITECTURES
+from .download import Download, checkpoint
 from .options import DTYPES, Threads, check_device, check_names, check_seconds, check_seed, use_cores
 from .outputs import check_outputs
 
 TASKS = ("mqar", "perplexity")
 OF_TASK = {
     "mqar": ("architecture", "pairs", "length", "vocab_size", "hidden_size", "layers", "seconds", "enough", "seed"),
-    "perplexity": ("model", "text", "window", "tokenizer", "dtype"),
+    "perplexity": ("model", "text", "window", "tokenizer", "dtype", "download"),
 }
 """Options of one task only."""
 
@@ -50,6 +51,7 @@ def evaluate(
     seed: Annotated[int, typer.Option(help="mqar: seed of the model and of the sequences.")] = 0,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N. Default: a GPU if there is one.")] = None,
     threads: Threads = None,
+    download: Download = False,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the numbers to this file.")] = None,
 ) -> None:
     """Evaluate a model: recall of pairs that it has just seen (mqar), or the loss of a text (perplexity).
@@ -75,15 +77,17 @@ def evaluate(
         complaints.add(RangeError, "model and text", "given for perplexity", "neither" if model is text else "one of them")
     complaints.raise_any()
     check_outputs("eval", {"--json": json_file})
+    content = read_text(text, "eval", "text") if text is not None else ""
+    place = checkpoint("eval", "model", model, download) if model is not None else Path()
     machine = use_cores(context, threads, device)
     if task == "mqar":
         found = _recall(architecture, Recall(pairs, length, vocab_size), hidden_size, layers, seconds, enough, seed, device)
     else:
-        found = _perplexity(model or Path(), text or Path(), window, tokenizer, dtype, device)
+        found = {"text": str(text), **_perplexity(place, content, window, tokenizer, dtype, device)}
     if json_file is not None:
         json_file.parent.mkdir(parents=True, exist_ok=True)
-        content = {"task": task, "device": device, **found, "machine": asdict(machine)}
-        json_file.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
+        numbers = {"task": task, "device": device, **found, "machine": asdict(machine)}
+        json_file.write_text(json.dumps(numbers, indent=2) + "\n", "utf-8")
 
 
 def _check_belonging(complaints: Complaints, context: typer.Context, task: str) -> None:
@@ -116,11 +120,10 @@ def _recall(
     return {**sizes, **recall._asdict(), "accuracy": points[-1].accuracy, "curve": [point._asdict() for point in points]}
 
 
-def _perplexity(model: Path, text: Path, window: int, tokenizer: Path | None, dtype: str, device: str) -> dict[str, Any]:
-    content = read_text(text, "eval", "text")
+def _perplexity(model: Path, text: str, window: int, tokenizer: Path | None, dtype: str, device: str) -> dict[str, Any]:
     coder = load_tokenizer(tokenizer or model)
-    found = perplexity(load(model, dtype=DTYPES[dtype], device=device), coder, content, window)
+    found = perplexity(load(model, dtype=DTYPES[dtype], device=device), coder, text, window)
     typer.echo(f"{found.nats_per_byte:.4f} nats a byte, {found.nats_per_token:.4f} nats a token, perplexity {found.perplexity:.3f}")
     typer.echo(f"{found.tokens:,} tokens of {found.bytes:,} bytes")
     means = {name: getattr(found, name) for name in ("nats_per_byte", "nats_per_token", "perplexity")}
-    return {"model": str(model), "text": str(text), "window": window, "dtype": dtype, **found._asdict(), **means}
+    return {"model": str(model), "window": window, "dtype": dtype, **found._asdict(), **means}

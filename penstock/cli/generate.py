@@ -15,6 +15,7 @@ from ..models import load
 from ..models.sampling import check_sampling
 from ..models.streaming import stream
 from ..models.tokenizers import Tokenizer, load_tokenizer
+from .download import Download, checkpoint
 from .options import DTYPES, Threads, check_device, check_names, check_seed, use_cores
 
 INTERRUPTED = 130
@@ -36,6 +37,7 @@ def generate(
         Path | None, typer.Option(metavar="PATH", help="A tokenizer.json, or another checkpoint. Default: found with the model.")
     ] = None,
     threads: Threads = None,
+    download: Download = False,
 ) -> None:
     """Continue a text. Prints each character as soon as it is complete, and ends at the model's end of text.
 
@@ -57,6 +59,7 @@ def generate(
         check_names(complaints, "dtype", [dtype], DTYPES)
     complaints.raise_any()
     text = prompt if prompt is not None else read_text(prompt_file or Path("-"), "generate", "prompt_file")
+    model = checkpoint("generate", "model", model, download)
     coder = load_tokenizer(tokenizer or model)
     given = _prompt(text, coder)
     use_cores(context, threads, device)

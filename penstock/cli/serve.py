@@ -15,6 +15,7 @@ from ..engine import Engine
 from ..errors import Complaints, MissingExtra, RangeError
 from ..models import load
 from ..models.tokenizers import load_tokenizer
+from .download import Download, checkpoint
 from .options import DTYPES, Threads, check_device, check_names, use_cores
 
 KEY_VARIABLE = "PENSTOCK_API_KEY"
@@ -39,6 +40,7 @@ def serve(
         Path | None, typer.Option(metavar="FILE", help="Jinja template of chats. Default: found with the model; RWKV World has its own.")
     ] = None,
     threads: Threads = None,
+    download: Download = False,
     slots: Annotated[int, typer.Option(help="Completions that run together; others wait.", min=1)] = 32,
     token_budget: Annotated[int, typer.Option(help="Tokens of one forward pass at most.", min=1)] = 2048,
     prompt_budget: Annotated[
@@ -86,6 +88,7 @@ def serve(
         from ..server.templates import find_template
     except ImportError as error:
         raise MissingExtra.of("serve", "fastapi, uvicorn, jinja2 and prometheus-client", "serve") from error
+    model = checkpoint("serve", "model", given := model, download)
     coder = load_tokenizer(tokenizer or model)
     use_cores(context, threads, device)
     template = find_template(model, coder, chat_template)
@@ -96,7 +99,7 @@ def serve(
     )  # fmt: skip
     engine.warm_up()
     limits = Limits(max_tokens=max_tokens, prompt_tokens=max_prompt, seconds=max_seconds, states=max_states)
-    service = Service(engine, name or model.resolve().stem, template, limits, states_folder)
+    service = Service(engine, name or (given.resolve().name if model.is_dir() else given.stem), template, limits, states_folder)
     make_server(service, host, port, api_key=api_key, drain_seconds=drain_seconds).run()
 
 

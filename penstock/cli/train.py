@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +11,7 @@ import typer
 from ..training.run import find_device
 from ..training.run import train as run
 from ..training.settings import read
+from .download import Download, checkpoint
 from .generate import INTERRUPTED
 from .options import Threads, use_cores
 from .outputs import Folder, check_outputs
@@ -19,6 +21,7 @@ def train(
     context: typer.Context,
     config: Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="The settings; docs/training.md lists them.")],
     threads: Threads = None,
+    download: Download = False,
 ) -> None:
     """Train a model, new or from a checkpoint, on text or tokens.
 
@@ -31,6 +34,9 @@ def train(
       tensorboard --logdir runs/small
     """
     settings = read(config)
+    if "path" in settings.model:
+        path = checkpoint("train", "model.path", Path(settings.model["path"]), download)
+        settings = replace(settings, model={"path": str(path)})
     check_outputs("train", {}, Folder("training.output", Path(settings.training.output), ()))
     use_cores(context, threads, find_device(settings.training.device))
     try:

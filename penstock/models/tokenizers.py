@@ -22,6 +22,7 @@ from ..errors import Complaints, DtypeError, MissingExtra, RangeError, described
 from ..files import read_text
 from .checkpoints import format_of
 from .checkpoints.archive import Archive
+from .checkpoints.places import refuse_missing, refuse_stand_in
 
 WORLD_VOCAB = "rwkv_vocab_v20230424.txt"
 """The vocabulary of RWKV World, as its authors and Hugging Face repositories name it."""
@@ -182,6 +183,8 @@ class HuggingFace:
             from tokenizers import Tokenizer as Rust
         except ImportError as error:
             raise MissingExtra.of("HuggingFace", "tokenizers", "models") from error
+        if Path(file).is_file():
+            refuse_stand_in("HuggingFace", "file", Path(file))
         try:
             self._rust = Rust.from_file(str(file))
         except Exception as error:  # the package raises plain Exceptions
@@ -279,9 +282,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """
     path = Path(path)
     complaints = Complaints("load_tokenizer")
-    if not path.exists():
-        complaints.add(RangeError, "path", "a checkpoint file or folder", f"{str(path)!r}, which does not exist")
-        complaints.raise_any()
+    refuse_missing("load_tokenizer", "path", path)
     if path.name == HF_FILE:
         return HuggingFace(path)
     folder = path if path.is_dir() else path.parent

@@ -91,7 +91,7 @@ def test_errors(tmp_path: Path) -> None:
         (source, tmp_path, "--to", "blinkdl"): "convert: DST must be a file that can be written",
         (other, tmp_path / "x", "--to", "blinkdl"): "save: format must be one of penstock, fla for this model, got 'blinkdl'",
         (source, other): "save: path must be a folder without a model",
-        (tmp_path / "none", tmp_path / "x"): "load: path must be an existing file or folder",
+        (tmp_path / "none", tmp_path / "x"): "convert: SRC must be an existing file or folder",
     }.items():
         done = convert(*words)
         assert done.exit_code == 2, words

@@ -89,7 +89,7 @@ def test_an_empty_prompt_needs_a_token_between_texts(model, saved):
         (["--prompt", "a", "--dtype", "int8"], "generate: dtype must be one of float16"),
         (["--prompt", "a", "--temperature", "-1"], "generate: temperature must be a finite number of at least 0"),
         (["--prompt", "a", "--seed", "-1"], "generate: seed must be from 0"),
-        (["--prompt", "a", "--model", "nowhere"], "load_tokenizer: path must be a checkpoint file or folder, got 'nowhere'"),
+        (["--prompt", "a", "--model", "nowhere"], "generate: model must be an existing file or folder, got 'nowhere'"),
     ],
 )
 def test_wrong_options_give_one_message(saved, words, message):

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ...call.declaration import FLOATS
 from ...errors import Complaints, DtypeError, MissingExtra, RangeError, described, shortened
+from .places import models_inside, refuse_missing, refuse_stand_in
 
 STEMS = ("model.safetensors", "pytorch_model.bin")
 """Files of weights in folders, as the Hugging Face hub has them; in parts with NAME.index.json, which lists the part of each tensor."""
@@ -44,6 +45,7 @@ class Archive:
 
     def _read(self, complaints: Complaints) -> None:
         path = self.path
+        refuse_missing("load", "path", path)
         if not path.is_file() and not path.is_dir():
             value = f"{str(path)!r}{', which is neither' * path.exists()}"
             complaints.add(RangeError, "path", "an existing file or folder", value, FOUND)
@@ -127,7 +129,8 @@ def _files(complaints: Complaints, path: Path) -> list[Path]:
     found = [one for one in entries if one.is_file()]
     if len(found) != 1:
         names = ", ".join(one.name for one in found) or ", ".join(f"{one.name}, which is not a file" for one in entries) or "none of these"
-        complaints.add(RangeError, "path", f"a folder with {' or '.join(STEMS)} or one {' or '.join(SUFFIXES)} file", names, FOUND)
+        remedy = models_inside(path) or FOUND
+        complaints.add(RangeError, "path", f"a folder with {' or '.join(STEMS)} or one {' or '.join(SUFFIXES)} file", names, remedy)
         complaints.raise_any()
     return found
 
@@ -149,6 +152,7 @@ def _parts(complaints: Complaints, index: Path) -> list[Path]:
 
 def _read(complaints: Complaints, path: Path) -> Mapping[str, Tensor]:
     """All tensors of a file, mapped."""
+    refuse_stand_in("load", "path", path)
     with path.open("rb") as file:
         head = file.read(16)
     if path.suffix == ".safetensors" or head[8:9] == b"{":
