@@ -104,12 +104,12 @@ class Windows(Dataset[dict[str, Tensor]]):
     """Samples of ``length`` tokens. The remainder of the corpus is left out.
 
     Each is a dict of ``ids`` and ``labels``, int64 [length]: labels are the next tokens. With ``packed``, it also has ``begins``,
-    int64 [n], the places in the window where documents begin, with 0; and a document's last label is ``IGNORED``. ``argument`` is what
-    messages call the corpus.
+    int64 [n], the places in the window where documents begin, with 0; and a document's last label is ``IGNORED``. With ``most``, there are
+    only the first so many samples. ``argument`` is what messages call the corpus.
     """
 
-    def __init__(self, corpus: Corpus, length: int, *, packed: bool = False, argument: str = "data") -> None:
-        self.corpus, self.length, self.packed = corpus, length, packed
+    def __init__(self, corpus: Corpus, length: int, *, packed: bool = False, most: int | None = None, argument: str = "data") -> None:
+        self.corpus, self.length, self.packed, self.most = corpus, length, packed, most
         if len(self) == 0:
             complaints = Complaints("train")
             value = f"{len(corpus.tokens)} tokens"
@@ -117,6 +117,11 @@ class Windows(Dataset[dict[str, Tensor]]):
             complaints.raise_any()
 
     def __len__(self) -> int:
+        return self.whole if self.most is None else min(self.whole, self.most)
+
+    @property
+    def whole(self) -> int:
+        """Samples of the whole corpus."""
         return max(len(self.corpus.tokens) - 1, 0) // self.length
 
     @property
