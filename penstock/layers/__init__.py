@@ -1,6 +1,7 @@
 """Token mixers and channel mixers as ``nn.Module``, one file per architecture."""
 
 from .gla import GatedLinearAttention, GLAConfig, GLAState
+from .keywords import checked_fields
 from .linear_attention import LinearAttention, LinearAttentionConfig, LinearAttentionState
 from .mamba2 import Mamba2, Mamba2Config, Mamba2State
 from .mixer import Mixer, MixerConfig, Stateless
@@ -13,7 +14,7 @@ from .softmax_attention import SoftmaxAttention, SoftmaxAttentionConfig, Softmax
 from .swiglu import SwiGLU, SwiGLUConfig
 
 CONFIGS: dict[str, type[MixerConfig]] = {
-    config.kind: config
+    config.kind: checked_fields(config)
     for config in (
         GLAConfig,
         LinearAttentionConfig,

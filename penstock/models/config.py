@@ -26,11 +26,13 @@ from ..layers import (
     SoftmaxAttentionConfig,
     SwiGLUConfig,
 )
+from ..layers.keywords import checked_fields, checked_keywords
 from ..layers.sizes import check_fields, check_whole
 
 Norm = Literal["layer_norm", "rms_norm"]
 
 
+@checked_fields
 @dataclass(frozen=True)
 class Config:
     """The sizes of a model: what ``CausalLM`` is built from. Raises DtypeError, RangeError or ShapeError for wrong sizes.
@@ -71,6 +73,9 @@ class Config:
             if several and not complaints.found and len(value) != self.num_layers:  # type: ignore[arg-type]
                 complaints.add(ShapeError, name, f"one for each of {self.num_layers} layers", len(value))  # type: ignore[arg-type]
         complaints.raise_any()
+        for config in dict.fromkeys((*self.mixers, *self.channels)):
+            if config is not None:
+                config.require_hidden_size(self.hidden_size)
 
     @property
     def mixers(self) -> tuple[MixerConfig, ...]:
@@ -132,22 +137,24 @@ def _check_names(config: type[Any], name: str, values: Mapping[str, Any]) -> Non
     complaints.raise_any()
 
 
+@checked_keywords
 def rwkv5(
     *, vocab_size: int, hidden_size: int, num_layers: int, intermediate_size: int | None = None, head_size: int = 64,
-    version: Literal["5.0", "5.1", "5.2"] = "5.2",
+    num_heads: int | None = None, version: Literal["5.0", "5.1", "5.2"] = "5.2",
 ) -> Config:  # fmt: skip
-    """RWKV-5 ("Eagle"). Defaults as in published models."""
+    """RWKV-5 ("Eagle"). Defaults as in published models; num_heads is hidden_size / head_size."""
     return _rwkv(
-        vocab_size, hidden_size, num_layers, RWKV5Config(head_size, version=version),
+        vocab_size, hidden_size, num_layers, RWKV5Config(head_size, num_heads, version=version),
         RWKV5ChannelConfig(_channel_size(hidden_size) if intermediate_size is None else intermediate_size),
     )  # fmt: skip
 
 
+@checked_keywords
 def rwkv6(
     *, vocab_size: int, hidden_size: int, num_layers: int, intermediate_size: int | None = None, head_size: int = 64,
-    mix_rank: int | None = None, decay_rank: int | None = None,
+    num_heads: int | None = None, mix_rank: int | None = None, decay_rank: int | None = None,
 ) -> Config:  # fmt: skip
-    """RWKV-6 ("Finch", x060). Defaults as in published models.
+    """RWKV-6 ("Finch", x060). Defaults as in published models; num_heads is hidden_size / head_size.
 
     >>> rwkv6(vocab_size=65536, hidden_size=2048, num_layers=24).channel
     RWKV6ChannelConfig(intermediate_size=7168)
@@ -155,7 +162,7 @@ def rwkv6(
     channel = RWKV6ChannelConfig(_channel_size(hidden_size) if intermediate_size is None else intermediate_size)
     large = 1 + (hidden_size >= 4096)
     ranks = 32 * large if mix_rank is None else mix_rank, 64 * large if decay_rank is None else decay_rank
-    mixer = RWKV6Config(head_size, mix_rank=ranks[0], decay_rank=ranks[1])
+    mixer = RWKV6Config(head_size, num_heads=num_heads, mix_rank=ranks[0], decay_rank=ranks[1])
     return _rwkv(vocab_size, hidden_size, num_layers, mixer, channel)
 
 
@@ -176,6 +183,7 @@ def _rwkv(vocab_size: int, hidden_size: int, num_layers: int, mixer: MixerConfig
     return Config(vocab_size, hidden_size, num_layers, mixer, channel, norm="layer_norm", norm_eps=1e-5, embedding_norm=True)
 
 
+@checked_keywords
 def gla(
     *, vocab_size: int, hidden_size: int, num_layers: int, intermediate_size: int | None = None, num_heads: int = 4,
     num_kv_heads: int | None = None, conv_size: int = 0,
@@ -185,6 +193,7 @@ def gla(
     return Config(vocab_size, hidden_size, num_layers, mixer, _feed_forward(intermediate_size, hidden_size))
 
 
+@checked_keywords
 def retnet(
     *, vocab_size: int, hidden_size: int, num_layers: int, intermediate_size: int | None = None, num_heads: int = 8,
     num_kv_heads: int | None = None, conv_size: int = 0,
@@ -194,6 +203,7 @@ def retnet(
     return Config(vocab_size, hidden_size, num_layers, mixer, _feed_forward(intermediate_size, hidden_size, 2))
 
 
+@checked_keywords
 def linear(
     *, vocab_size: int, hidden_size: int, num_layers: int, intermediate_size: int | None = None, num_heads: int = 8,
     feature_map: str | None = "elu+1", normalize: bool = False,
@@ -208,6 +218,7 @@ def _feed_forward(intermediate_size: int | None, hidden_size: int, ratio: float 
     return SwiGLUConfig(feed_forward_size(hidden_size, ratio) if intermediate_size is None else intermediate_size)
 
 
+@checked_keywords
 def mamba2(
     *, vocab_size: int, hidden_size: int, num_layers: int, num_heads: int | None = None, head_dim: int = 64, state_size: int = 128,
     n_groups: int = 1, tie_embeddings: bool = True,
@@ -231,6 +242,7 @@ def mamba2(
     )  # fmt: skip
 
 
+@checked_keywords
 def hybrid(config: Config, attention: SoftmaxAttentionConfig, layers: Iterable[int]) -> Config:
     """The same model with softmax attention in some layers.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
@@ -13,6 +12,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from .. import models
 from ..errors import Complaints, DtypeError, MissingExtra, RangeError, described
 from ..files import read_text
+from ..layers.keywords import suggestion
 from .schedule import SCHEDULES
 
 FUNCTION = "train"
@@ -164,10 +164,7 @@ def _known(complaints: Complaints, place: str, content: Any, known: tuple[str, .
         return {}
     for key in content:
         if key not in known:
-            close = difflib.get_close_matches(str(key), known, 1)
-            complaints.add(
-                RangeError, place, f"made of {', '.join(sorted(known))}", repr(key), f"Did you mean {close[0]}?" if close else ""
-            )
+            complaints.add(RangeError, place, f"made of {', '.join(sorted(known))}", repr(key), suggestion(str(key), known))
     return {key: value for key, value in content.items() if key in known}
 
 

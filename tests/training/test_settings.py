@@ -87,7 +87,7 @@ def test_every_architecture_can_be_named():
         (SMALL | {"model": {"architecture": "gla", "hidden_size": 8}}, ["model.num_layers must be given"]),
         (
             changed("model", heads=2),
-            ["train: model of architecture rwkv6 must be made of architecture, ", "got 'heads'. Did you mean head_size?"],
+            ["train: model of architecture rwkv6 must be made of architecture, ", "got 'heads'. Did you mean num_heads?"],
         ),
         (SMALL | {"model": {"path": "a", "hidden_size": 3}}, ["model with a path must be made of path, got 'hidden_size'"]),
         (SMALL | {"model": {"path": 3}}, ["model.path must be a text, got 3"]),
