@@ -9,12 +9,13 @@ import typer
 
 from ..errors import Complaints, RangeError
 from ..models.checkpoints import NAMES, load, save
-from ..models.checkpoints.writing import copy_beside
+from ..models.checkpoints.writing import check_file, check_folder, copy_beside
 from .download import Download, checkpoint
 from .options import DTYPES, check_names
 from .outputs import Folder, check_outputs
 
 STORED = "as stored"
+FLAG = "replace it with --overwrite"
 TOKENIZERS = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "generation_config.json"),
     *("vocab.json", "merges.txt", "tokenizer.model", "rwkv_vocab_v20230424.txt", "chat_template.jinja"),
@@ -56,8 +57,11 @@ def convert(
     source = checkpoint("convert", "SRC", source, download)
     if to == "blinkdl":
         check_outputs("convert", {"DST": target})
+        check_file(complaints, "DST", target, overwrite, FLAG)
     else:
         check_outputs("convert", {}, Folder("DST", target, ("config.json", "model.safetensors")))
+        check_folder(complaints, "DST", target, overwrite, FLAG)
+    complaints.raise_any()
     model = load(source, dtype=DTYPES.get(dtype))
     save(model, target, to, overwrite=overwrite)
     copied = copy_beside(source, target, TOKENIZERS, overwrite) if source.is_dir() and target.is_dir() else []

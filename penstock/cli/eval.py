@@ -24,7 +24,7 @@ from .outputs import check_outputs
 
 TASKS = ("mqar", "perplexity")
 OF_TASK = {
-    "mqar": ("architecture", "pairs", "length", "vocab_size", "hidden_size", "layers", "seconds", "enough", "seed"),
+    "mqar": ("architecture", "pairs", "length", "vocab_size", "hidden_size", "num_layers", "seconds", "enough", "seed"),
     "perplexity": ("model", "text", "window", "tokenizer", "dtype", "download"),
 }
 """Options of one task only."""
@@ -45,7 +45,7 @@ def evaluate(
     length: Annotated[int, typer.Option(help="mqar: tokens of a sequence.")] = 64,
     vocab_size: Annotated[int, typer.Option(help="mqar: keys and values.")] = 8192,
     hidden_size: Annotated[int, typer.Option(help="mqar: size of the model.", min=16)] = 128,
-    layers: Annotated[int, typer.Option(help="mqar: layers of the model.", min=1)] = 2,
+    num_layers: Annotated[int, typer.Option(help="mqar: layers of the model.", min=1)] = 2,
     seconds: Annotated[float, typer.Option(help="mqar: training time.")] = 300.0,
     enough: Annotated[float, typer.Option(help="mqar: end the training at this accuracy.", min=0.0, max=1.0)] = 0.99,
     seed: Annotated[int, typer.Option(help="mqar: seed of the model and of the sequences.")] = 0,
@@ -81,7 +81,7 @@ def evaluate(
     place = checkpoint("eval", "model", model, download) if model is not None else Path()
     machine = use_cores(context, threads, device)
     if task == "mqar":
-        found = _recall(architecture, Recall(pairs, length, vocab_size), hidden_size, layers, seconds, enough, seed, device)
+        found = _recall(architecture, Recall(pairs, length, vocab_size), hidden_size, num_layers, seconds, enough, seed, device)
     else:
         found = {"text": str(text), **_perplexity(place, content, window, tokenizer, dtype, device)}
     if json_file is not None:
@@ -100,12 +100,12 @@ def _check_belonging(complaints: Complaints, context: typer.Context, task: str) 
 
 
 def _recall(
-    architecture: str, recall: Recall, hidden_size: int, layers: int, seconds: float, enough: float, seed: int, device: str
+    architecture: str, recall: Recall, hidden_size: int, num_layers: int, seconds: float, enough: float, seed: int, device: str
 ) -> dict[str, Any]:
     recall.check()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = CausalLM(model_config(architecture, recall, hidden_size, layers)).to(device)
+        model = CausalLM(model_config(architecture, recall, hidden_size, num_layers)).to(device)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     console = Console(highlight=False)
     console.print(
@@ -116,7 +116,7 @@ def _recall(
         console.print(f"{point.seconds:6.0f} s  {point.steps:7,} steps  {100 * point.accuracy:5.1f} % of the queries right")
 
     points = learn(model, recall, seconds, seed, enough, report)
-    sizes = {"architecture": architecture, "hidden_size": hidden_size, "layers": layers, "parameters": parameters, "seed": seed}
+    sizes = {"architecture": architecture, "hidden_size": hidden_size, "num_layers": num_layers, "parameters": parameters, "seed": seed}
     return {**sizes, **recall._asdict(), "accuracy": points[-1].accuracy, "curve": [point._asdict() for point in points]}
 
 

@@ -27,7 +27,9 @@ def generate(
     model: Annotated[Path, typer.Option("--model", metavar="PATH", help="Checkpoint: a file or a folder.")],
     prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Text to continue.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(metavar="FILE", help="File with the text to continue; - is standard input.")] = None,
-    tokens: Annotated[int, typer.Option(help="Tokens to generate at most.", min=0)] = 200,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", "--tokens", metavar="N", help="Tokens to generate at most. --tokens is the same.", min=0)
+    ] = 200,
     temperature: Annotated[float, typer.Option(help="Divides the logits; 0 takes the most likely token.")] = 1.0,
     top_p: Annotated[float, typer.Option(help="Sample from the smallest set of most likely tokens whose probabilities sum to this.")] = 0.9,
     seed: Annotated[int | None, typer.Option(help="Seed of the samples. Default: another one each time.")] = None,
@@ -73,7 +75,7 @@ def generate(
     found = stream(
         weights,
         given,
-        tokens,
+        max_tokens,
         temperature=temperature,
         top_p=top_p,
         end=coder.end_of_text,

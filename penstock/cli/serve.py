@@ -11,6 +11,7 @@ from typing import Annotated
 import torch
 import typer
 
+from ..bench.serving.client import KEY_VARIABLE
 from ..engine import Engine
 from ..errors import Complaints, MissingExtra, RangeError
 from ..models import load
@@ -18,7 +19,6 @@ from ..models.tokenizers import load_tokenizer
 from .download import Download, checkpoint
 from .options import DTYPES, Threads, check_device, check_names, use_cores
 
-KEY_VARIABLE = "PENSTOCK_API_KEY"
 MEBIBYTE = 2**20
 
 

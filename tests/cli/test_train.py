@@ -27,7 +27,7 @@ def test_a_trained_model_generates(tmp_path):
     for word in ("model: gla, ", "training: 420 tokens, 26 samples of 16", "2 steps, each of 32 tokens (2 samples)"):
         assert word in done.stderr
     assert f"penstock generate --model {tmp_path / 'run'} --prompt TEXT" in done.output
-    done = run("generate", "--model", str(tmp_path / "run"), "--prompt", "words", "--tokens", "5", "--device", "cpu")
+    done = run("generate", "--model", str(tmp_path / "run"), "--prompt", "words", "--max-tokens", "5", "--device", "cpu")
     assert done.exit_code == 0, done.output
 
 
