@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, Literal
 
+from ..documentation import described as described_by
 from ..errors import Complaints, DtypeError, RangeError, ShapeError, described
 from ..layers import (
     CONFIGS,
@@ -137,12 +138,41 @@ def _check_names(config: type[Any], name: str, values: Mapping[str, Any]) -> Non
     complaints.raise_any()
 
 
+ARGUMENTS = {
+    "vocab_size": "int\nRows of the embeddings and of the head.",
+    "hidden_size": "int\nC, the size of the residual stream.",
+    "num_layers": "int",
+    "intermediate_size": "int, optional\nF, the width of channel mixers. Default: that of published models, for this hidden_size.",
+    "num_heads": "int, optional\nH.",
+    "num_kv_heads": "int, optional\nG, heads of k and v; each serves num_heads / num_kv_heads heads of q. Default: num_heads.",
+    "head_size": "int\nChannels of a head.",
+    "head_dim": "int\nChannels of a head.",
+    "state_size": "int\nKey channels of a head, the rows of its state.",
+    "n_groups": "int\nHeads of B and C (k and q), each of which serves num_heads / n_groups heads.",
+    "version": '"5.0", "5.1" or "5.2"\nOf the formula.',
+    "mix_rank": "int, optional\nThe rank of the five offsets of token shifts. Default: 32, and 64 from hidden_size 4096 on.",
+    "decay_rank": "int, optional\nThe rank of the decay. Default: 64, and 128 from hidden_size 4096 on.",
+    "conv_size": "int\nThe width of short convolutions of q, k and v. 0: none.",
+    "feature_map": 'str or None\nOf q and k: "elu+1", "relu", "identity", "silu", "sigmoid", "squared_relu" or None.',
+    "normalize": "bool\nDivide by the sum of the weights.",
+    "tie_embeddings": "bool\nWhether the head's weight is that of the embeddings.",
+    "config": "Config\nThat of the model without attention.",
+    "attention": "SoftmaxAttentionConfig",
+    "layers": "iterable of int\nIndices of the layers with attention, from 0.",
+}
+"""What the arguments of the functions below mean."""
+
+
 @checked_keywords
+@described_by(ARGUMENTS)
 def rwkv5(
     *, vocab_size: int, hidden_size: int, num_layers: int, intermediate_size: int | None = None, head_size: int = 64,
     num_heads: int | None = None, version: Literal["5.0", "5.1", "5.2"] = "5.2",
 ) -> Config:  # fmt: skip
-    """RWKV-5 ("Eagle"). Defaults as in published models; num_heads is hidden_size / head_size."""
+    """RWKV-5 ("Eagle"). Defaults as in published models; num_heads is hidden_size / head_size.
+
+    <arguments>
+    """
     return _rwkv(
         vocab_size, hidden_size, num_layers, RWKV5Config(head_size, num_heads, version=version),
         RWKV5ChannelConfig(_channel_size(hidden_size) if intermediate_size is None else intermediate_size),
@@ -150,11 +180,14 @@ def rwkv5(
 
 
 @checked_keywords
+@described_by(ARGUMENTS)
 def rwkv6(
     *, vocab_size: int, hidden_size: int, num_layers: int, intermediate_size: int | None = None, head_size: int = 64,
     num_heads: int | None = None, mix_rank: int | None = None, decay_rank: int | None = None,
 ) -> Config:  # fmt: skip
     """RWKV-6 ("Finch", x060). Defaults as in published models; num_heads is hidden_size / head_size.
+
+    <arguments>
 
     >>> rwkv6(vocab_size=65536, hidden_size=2048, num_layers=24).channel
     RWKV6ChannelConfig(intermediate_size=7168)
@@ -184,31 +217,43 @@ def _rwkv(vocab_size: int, hidden_size: int, num_layers: int, mixer: MixerConfig
 
 
 @checked_keywords
+@described_by(ARGUMENTS)
 def gla(
     *, vocab_size: int, hidden_size: int, num_layers: int, intermediate_size: int | None = None, num_heads: int = 4,
     num_kv_heads: int | None = None, conv_size: int = 0,
 ) -> Config:  # fmt: skip
-    """Gated linear attention with a gated feed-forward layer. Defaults as in published models."""
+    """Gated linear attention with a gated feed-forward layer. Defaults as in published models.
+
+    <arguments>
+    """
     mixer = GLAConfig(num_heads, num_kv_heads, conv_size=conv_size)
     return Config(vocab_size, hidden_size, num_layers, mixer, _feed_forward(intermediate_size, hidden_size))
 
 
 @checked_keywords
+@described_by(ARGUMENTS)
 def retnet(
     *, vocab_size: int, hidden_size: int, num_layers: int, intermediate_size: int | None = None, num_heads: int = 8,
     num_kv_heads: int | None = None, conv_size: int = 0,
 ) -> Config:  # fmt: skip
-    """RetNet with a gated feed-forward layer. Defaults as in published models."""
+    """RetNet with a gated feed-forward layer. Defaults as in published models.
+
+    <arguments>
+    """
     mixer = RetentionConfig(num_heads, num_kv_heads, conv_size=conv_size)
     return Config(vocab_size, hidden_size, num_layers, mixer, _feed_forward(intermediate_size, hidden_size, 2))
 
 
 @checked_keywords
+@described_by(ARGUMENTS)
 def linear(
     *, vocab_size: int, hidden_size: int, num_layers: int, intermediate_size: int | None = None, num_heads: int = 8,
     feature_map: str | None = "elu+1", normalize: bool = False,
 ) -> Config:  # fmt: skip
-    """Linear attention with a gated feed-forward layer."""
+    """Linear attention with a gated feed-forward layer.
+
+    <arguments>
+    """
     mixer = LinearAttentionConfig(num_heads, feature_map=feature_map, normalize=normalize)
     return Config(vocab_size, hidden_size, num_layers, mixer, _feed_forward(intermediate_size, hidden_size))
 
@@ -219,11 +264,14 @@ def _feed_forward(intermediate_size: int | None, hidden_size: int, ratio: float 
 
 
 @checked_keywords
+@described_by(ARGUMENTS)
 def mamba2(
     *, vocab_size: int, hidden_size: int, num_layers: int, num_heads: int | None = None, head_dim: int = 64, state_size: int = 128,
     n_groups: int = 1, tie_embeddings: bool = True,
 ) -> Config:  # fmt: skip
     """Mamba-2: layers of token mixers only. Defaults as in published models; num_heads is 2 * hidden_size / head_dim.
+
+    <arguments>
 
     >>> mamba2(vocab_size=50288, hidden_size=768, num_layers=24).mixer.num_heads
     24
@@ -243,8 +291,11 @@ def mamba2(
 
 
 @checked_keywords
+@described_by(ARGUMENTS)
 def hybrid(config: Config, attention: SoftmaxAttentionConfig, layers: Iterable[int]) -> Config:
     """The same model with softmax attention in some layers.
+
+    <arguments>
 
     >>> config = hybrid(gla(vocab_size=256, hidden_size=64, num_layers=4), SoftmaxAttentionConfig(num_heads=4), layers=[1, 3])
     >>> [mixer.kind for mixer in config.mixers]
