@@ -4,6 +4,7 @@ One recurrence serves linear attention, RetNet, Mamba-2, GLA, RWKV-5 and RWKV-6.
 ``variants`` for the table behind them, ``errors`` for the exceptions.
 """
 
+from . import before_torch  # noqa: F401  # first: it makes settings that torch reads when it is imported
 from .call.validation import checks
 from .errors import DeviceError, DtypeError, ImplementationRefused, InvalidArgument, PenstockError, RangeError, ShapeError
 from .explain import explain, implementations

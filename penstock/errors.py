@@ -14,6 +14,8 @@
         ├── QueueFull                     too many requests wait
         └── OutOfMemory                   a step, or the states of an engine, did not fit into memory
 
+    PenstockWarning (UserWarning)         a call that runs as it is written, and may not be what is meant
+
 A message has the form ``<function>: <argument> must be <rule>, got <value>. <what to do>.`` and lists every broken rule.
 """
 
@@ -62,6 +64,10 @@ class MissingExtra(PenstockError, ImportError):
         MissingExtra("load: safetensors must be installed, got none. Run pip install 'penstock[models]'.")
         """
         return cls(f"{function}: {package} must be installed, got none. Run pip install 'penstock[{extra}]'.")
+
+
+class PenstockWarning(UserWarning):
+    """A call runs as it is written, and may not be what is meant."""
 
 
 class EngineError(PenstockError, RuntimeError):

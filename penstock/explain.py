@@ -23,7 +23,12 @@ FUNCTIONS: dict[str, tuple[Callable[..., object], Family]] = {
 def explain(function: str, *args: Any, **kwargs: Any) -> Explanation:
     """Which implementation a call runs, and why the others do not run it.
 
-    Takes and validates the arguments of the public function of that name. If gradients are enabled and an argument requires them, the
+    function : str
+        The name of a public function: gla, rwkv6, decode_step, softmax_attention, ...
+    *args, **kwargs :
+        The arguments of that function, which are validated as in a call. With ``impl=``, whether that one takes it.
+
+    If gradients are enabled and an argument requires them, the
     answer includes the backward pass. Printing the answer shows the reasons.
 
     >>> import torch
@@ -36,6 +41,9 @@ def explain(function: str, *args: Any, **kwargs: Any) -> Explanation:
 
 def implementations(function: str = "gla") -> tuple[Available, ...]:
     """The implementations of a public function in the order of ``impl="auto"``, and whether each can run here.
+
+    function : str
+        The name of a public function: gla, rwkv6, decode_step, softmax_attention, ...
 
     All variants of the recurrence have the same implementations; ``softmax_attention`` has its own.
 

@@ -38,7 +38,7 @@ class Rung:
     @property
     def source(self) -> str:
         """The source code."""
-        return RUNGS[self.name].read_text()
+        return RUNGS[self.name].read_text("utf-8")
 
     @property
     def macros(self) -> dict[str, str]:

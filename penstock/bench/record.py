@@ -53,13 +53,13 @@ class Record:
             plain["bandwidth_bytes_per_second"] = measurement.bandwidth
             for timing, known in zip(plain["timings"], measurement.timings):
                 timing["results"] = {name: one._asdict() for name, one in known.results.items()}
-        path.write_text(json.dumps(content, indent=2) + "\n")
+        path.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
 
     @classmethod
     def read(cls, path: Path) -> Record:
         """Read a file that ``write`` wrote, in this or an earlier version. Fields missing in an earlier version get their default."""
         try:
-            content = json.loads(path.read_text())
+            content = json.loads(path.read_text("utf-8"))
             machine = content["machine"]
             machine["gpus"] = tuple(machine["gpus"])
             measurements = tuple(_measurement(one) for one in content["measurements"])

@@ -42,7 +42,9 @@ def print_findings(console: Console, findings: list[Finding]) -> None:
         _print_refusals(console, here)
     for finding in findings:
         if finding.failed:
-            detail = finding.reason or f"error {finding.error:.2g}, allowed {finding.budget:.2g}"
+            pair = finding.error or 0.0, finding.budget or 0.0
+            digits = visible_digits([pair])
+            detail = finding.reason or f"error {_exponent(pair[0], digits)}, allowed {_exponent(pair[1], digits)}"
             where = f"{finding.implementation}, {finding.variant}, {finding.dtype} on {finding.device}"
             console.print(Text(f"  WRONG: {where}: {finding.result}: {detail}", style="bold red"), soft_wrap=True)
 
@@ -62,34 +64,70 @@ def _print_refusals(console: Console, here: list[Finding]) -> None:
 
 
 def _errors(variants: Sequence[str], findings: list[Finding]) -> Table:
-    """One row for each implementation and dtype: its largest error for every variant."""
+    """A block of rows for each implementation, one for each dtype: its largest error for every variant."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=0, show_edge=False)
     table.add_column("impl")
     table.add_column("dtype")
     for variant in variants:
         table.add_column(variant.replace("_", "\n"), justify="right", vertical="bottom")
-    table.add_column("allowed", justify="right", style="dim")
-    rows: dict[tuple[str, str], list[Finding]] = defaultdict(list)
-    order = list(dict.fromkeys(finding.implementation for finding in findings))
+    table.add_column("limit", justify="right", style="dim", vertical="bottom")
+    blocks: dict[str, dict[str, list[Finding]]] = defaultdict(lambda: defaultdict(list))
     for finding in findings:
-        rows[finding.implementation, finding.dtype].append(finding)
-    for (implementation, dtype), found in sorted(rows.items(), key=lambda row: order.index(row[0][0])):
-        if any(finding.error is not None or finding.failed for finding in found):
-            allowed = max((finding.budget for finding in found if finding.budget), default=None)
-            cells = [_worst([finding for finding in found if finding.variant == variant]) for variant in variants]
-            table.add_row(implementation, dtype, *cells, "" if allowed is None else f"{allowed:.1e}")
+        blocks[finding.implementation][finding.dtype].append(finding)
+    for implementation, dtypes in blocks.items():
+        ran = {dtype: found for dtype, found in dtypes.items() if any(one.error is not None or one.failed for one in found)}
+        rows = [[Text(dtype), *_cells(variants, found)] for dtype, found in ran.items()]
+        if rows:
+            table.add_row(implementation.replace("_", "_\n"), *(Text("\n").join(column) for column in zip(*rows)))
     return table
 
 
-def _worst(found: list[Finding]) -> Text:
-    """The error that is largest relative to its budget."""
+def _cells(variants: Sequence[str], found: list[Finding]) -> list[Text]:
+    """The worst result of every variant, and the largest budget."""
+    limit = max((finding.budget for finding in found if finding.budget), default=None)
+    worst = [_worst([finding for finding in found if finding.variant == variant]) for variant in variants]
+    digits = visible_digits([(one.error or 0.0, one.budget or 0.0) for one in worst if isinstance(one, Finding)], limit)
+    return [*(_cell(one, digits) for one in worst), Text("" if limit is None else _exponent(limit, digits))]
+
+
+def _worst(found: list[Finding]) -> Finding | str:
+    """The error that is largest relative to its budget; or a word if there is none."""
     if any(finding.failed and finding.error is None for finding in found):
-        return Text("failed", style="bold red")
+        return "failed"
     measured = [finding for finding in found if finding.error is not None and finding.budget]
-    if not measured:
-        return Text("-", style="dim")
-    worst = max(measured, key=lambda finding: (finding.error or 0) / (finding.budget or 1))
-    return Text(f"{worst.error:.0e}" if worst.error else "0", style="bold red" if worst.failed else "green")
+    return max(measured, key=lambda finding: (finding.error or 0) / (finding.budget or 1)) if measured else "-"
+
+
+def _cell(worst: Finding | str, digits: int) -> Text:
+    if isinstance(worst, str):
+        return Text(worst, style="bold red" if worst == "failed" else "dim")
+    return Text(_exponent(worst.error or 0.0, digits), style="bold red" if worst.failed else "green")
+
+
+def visible_digits(pairs: Iterable[tuple[float, float]], limit: float | None = None) -> int:
+    """Digits behind the point with which errors look as they are: at most their budgets, or above them. ``limit``: shown for all budgets.
+
+    >>> visible_digits([(1e-7, 2e-6)]), visible_digits([(3.92e-3, 3.91e-3)])
+    (1, 2)
+    """
+    for digits in range(1, 16):
+        shown = [(float(_exponent(error, digits)), float(_exponent(budget, digits)), error <= budget) for error, budget in pairs]
+        limited = limit is None or all(error <= float(_exponent(limit, digits)) for error, _, right in shown if right)
+        if limited and all((error <= budget) is right for error, budget, right in shown):
+            return digits
+    return 16
+
+
+def _exponent(value: float, digits: int) -> str:
+    """A number with a short exponent.
+
+    >>> _exponent(3.9e-3, 1), _exponent(0.0, 1)
+    ('3.9e-3', '0')
+    """
+    if not value:
+        return "0"
+    mantissa, exponent, power = f"{value:.{digits}e}".partition("e")
+    return f"{mantissa}e{int(power)}" if exponent else mantissa
 
 
 def print_measurements(console: Console, measurements: Sequence[Measurement]) -> None:

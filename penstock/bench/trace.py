@@ -147,7 +147,7 @@ def record(call: TimedCall, device: torch.device, steps: int, path: Path) -> Non
 
 def read(path: Path, gpu: bool) -> Profile | None:
     """Count the work in a trace; None if it has no work on the device."""
-    events = [one for one in json.loads(path.read_text())["traceEvents"] if one.get("ph") == "X"]
+    events = [one for one in json.loads(path.read_text("utf-8"))["traceEvents"] if one.get("ph") == "X"]
     steps = [one for one in events if one.get("cat") == "user_annotation" and one["name"].startswith("ProfilerStep#")]
     done = _on_gpu(events) if gpu else _on_cpu(events)
     if not done or not steps:

@@ -56,6 +56,8 @@ class Argument:
     """Maps normal values to allowed values, for tools that draw inputs; None if all values are allowed."""
     otherwise: tuple[str, str] | None = None
     """(axis, other): if the argument is None, ``axis`` has the size of ``other``."""
+    derived: bool = False
+    """Whether a public function may make it from the shapes of other arguments, so that its own shape confirms nothing."""
     hint: str | Callable[[Tensor], str] = ""
     """Advice in messages about a wrong shape."""
     letters: tuple[tuple[str, int], ...] = field(init=False, repr=False)
@@ -125,6 +127,8 @@ class Signature:
     (``memory``)."""
     folded: str = ""
     """Axes along which ``torch.vmap`` folds the mapped axis."""
+    layout: tuple[str, str] | None = None
+    """The axes of tokens and of heads, in this order in tensors; None if such calls have few tokens by their nature."""
     rules: tuple[Callable[[Complaints, Mapping[str, Tensor | None], Sizes], None], ...] = ()
     """Rules between arguments. They get the tensors that pass their own rules, None for missing ones."""
 

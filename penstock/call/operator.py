@@ -24,7 +24,7 @@ from .dispatch import Explanation, Family
 from .implementation import Implementation, Mode, Upstream
 from .memory import Kind, Memory, Seen
 from .problem import Problem
-from .validation import bind, check, check_in_place, check_types, check_values, reads_values
+from .validation import bind, check, check_in_place, check_types, check_values, reads_values, warn_of_layout
 
 P = TypeVar("P", bound=Problem)
 T = TypeVar("T", Tensor, Tensor | None)
@@ -125,6 +125,7 @@ class Operator(Generic[P]):
     def learn(self, signature: Signature, tensors: Tensors, options: Sequence[Any]) -> Seen:
         """Validate and cache a call."""
         sizes = check(signature, tensors)
+        warn_of_layout(signature, tensors, sizes)
         return self.memory.keep(self.kind(signature, options, sizes), tensors, sizes)
 
     def kind(self, signature: Signature, options: Sequence[Any], sizes: Mapping[str, int]) -> Kind:

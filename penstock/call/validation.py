@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import Complaints, DeviceError, DtypeError, RangeError, ShapeError, described, shortened
+from ..errors import Complaints, DeviceError, DtypeError, PenstockWarning, RangeError, ShapeError, described, shortened
 from . import private
 from .declaration import Argument, Option, Signature, Sizes, Wrong
 
@@ -156,6 +157,37 @@ def check(signature: Signature, tensors: Sequence[Tensor | None]) -> dict[str, i
     _check_values(complaints, signature, [None if one.name in wrong else x for one, x in zip(signature.arguments, tensors)], sizes)
     complaints.raise_any()
     return sizes
+
+
+INSIDE = ("penstock.call.", "penstock.recurrence.", "penstock.softmax.", "penstock.compat.")
+"""Modules between a caller and this one."""
+_warned: set[str] = set()
+"""Functions whose layout was warned of. Each is named once in a process."""
+
+
+def warn_of_layout(signature: Signature, tensors: Sequence[Tensor | None], sizes: Sizes) -> None:
+    """Warn once where a caller has more heads than tokens, more than one: heads may be before tokens.
+
+    Where another argument has the heads alone, as an initial state, its shape would not agree. Layers know what they pass.
+    """
+    if signature.layout is None or signature.function in _warned:
+        return
+    tokens, heads = signature.layout
+    if not 1 < sizes[tokens] < sizes[heads]:
+        return
+    for argument, x in zip(signature.arguments, tensors):
+        axes = argument.axes.split()
+        if x is not None and heads in axes and tokens not in axes and not argument.derived:
+            return
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(INSIDE):
+        level, frame = level + 1, frame.f_back
+    if frame.f_globals.get("__name__", "").startswith("penstock."):
+        return
+    _warned.add(signature.function)
+    named = f"{sizes[heads]} heads and {sizes[tokens]} tokens"
+    remedy = "Tokens come before heads, [B,T,H,K]: pass x.transpose(1, 2) for tensors [B,H,T,K]. If the shapes are right, ignore this."
+    warnings.warn(f"{signature.function}: the tensors have {named}. {remedy}", PenstockWarning, stacklevel=level)
 
 
 def check_values(signature: Signature, tensors: Sequence[Tensor | None], sizes: Sizes) -> None:

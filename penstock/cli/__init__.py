@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from inspect import cleandoc
 from typing import Annotated, Any
 
@@ -10,7 +12,10 @@ import typer
 from typer.core import TyperGroup
 
 from .. import __version__
-from ..errors import PenstockError
+from ..cores import default_threads
+from ..errors import PenstockError, PenstockWarning
+from ..files import escape_unwritable
+from ..verify.machine import using_threads
 from .bench import bench
 from .bench_serve import bench_serve
 from .check import check
@@ -24,11 +29,35 @@ from .train import train
 from .tune import tune
 
 
+@contextmanager
+def short_warnings() -> Iterator[None]:
+    """Show warnings of this package as one line, without the place in the code."""
+    before = warnings.showwarning
+
+    def show(message: Warning | str, category: type[Warning], *rest: Any, **named: Any) -> None:
+        if issubclass(category, PenstockWarning):
+            typer.secho(f"Warning: {message}", fg="yellow", err=True)
+        else:
+            before(message, category, *rest, **named)
+
+    warnings.showwarning = show
+    try:
+        yield
+    finally:
+        warnings.showwarning = before
+
+
 class Commands(TyperGroup):
     """Prints the message of a PenstockError or OSError without a traceback and ends with exit code 2.
 
     ``penstock bench serve`` is ``penstock bench-serve``.
     """
+
+    def main(self, *args: Any, **options: Any) -> Any:
+        """Run the program."""
+        escape_unwritable()
+        with short_warnings(), using_threads(default_threads()):
+            return super().main(*args, **options)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The command that the first words name."""

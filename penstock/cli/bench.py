@@ -27,12 +27,13 @@ from ..errors import Complaints, PenstockError, RangeError
 from ..recurrence.variants import VARIANTS
 from ..softmax import FUNCTION
 from ..verify.inputs import Shape, inputs
-from ..verify.machine import Machine, using_threads
-from .options import DTYPES, MAX_THREADS, check_candidates, check_device, check_names, check_seconds, check_seed, wide_console
+from ..verify.machine import Machine
+from .options import DTYPES, Threads, check_candidates, check_device, check_names, check_seconds, check_seed, use_cores, wide_console
 from .outputs import check_outputs
 
 
 def bench(
+    context: typer.Context,
     variants: Annotated[
         list[str] | None,
         typer.Argument(metavar="VARIANT...", help=f"Any of {', '.join((*VARIANTS, FUNCTION))}; or {LADDER} alone.", show_default=False),
@@ -56,7 +57,7 @@ def bench(
     ] = None,
     dtype: Annotated[str | None, typer.Option(help=f"Dtype of q, k and v: {', '.join(DTYPES)}.", show_default=PLAIN.dtype)] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N.", show_default=PLAIN.device)] = None,
-    threads: Annotated[int | None, typer.Option(min=1, max=MAX_THREADS, help="CPU threads.", show_default="as torch chooses")] = None,
+    threads: Threads = None,
     seconds: Annotated[float | None, typer.Option(help="Time for each candidate on each shape.", show_default=f"{PLAIN.seconds:g}")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the random inputs.")] = 0,
     json_file: Annotated[
@@ -118,12 +119,9 @@ def bench(
     options = Options(dtype or defaults.dtype, device or defaults.device, seconds, seed)
     modes = _checked(variants or [], mode or defaults.modes, options)
     jobs = _jobs(variants or [], shape or [], case or [], impl or [], peers or [], defaults, modes)
-    machine = Machine.here()
-    if machine.busy is not None and options.device == "cpu":
-        console.print(machine.busy, style="yellow", highlight=False)
+    machine = use_cores(context, threads, options.device)
     command = shlex.join(["penstock", *sys.argv[1:]])
-    with using_threads(threads):
-        measurements, failed = _measure_all(console, jobs, options, command, machine, json_file)
+    measurements, failed = _measure_all(console, jobs, options, command, machine, json_file)
     timed = any(measurement.timings for measurement in measurements)
     if measurements:
         print_measurements(console, measurements)
@@ -245,7 +243,7 @@ def _measure_all(
     """Measure the jobs; also return a line for each that failed. Writes the file after each job, for runs that are interrupted."""
     measurements: list[Measurement] = []
     failed: list[str] = []
-    with console.status("measuring", spinner="dots") as status:
+    with console.status("measuring", spinner="line") as status:
         for job in jobs:
             status.update(f"{job.case.variant}, {job.mode}, {job.case.shape.text}")
             try:

@@ -15,14 +15,13 @@ from rich.console import Console
 from rich.progress import Progress
 
 from ..bench.plot import check_plot
-from ..bench.serving.client import Target
+from ..bench.serving.client import KEY_VARIABLE, Target
 from ..bench.serving.load import Load, Run, run
 from ..bench.serving.report import Report, plot_runs, print_runs
 from ..bench.serving.workload import LONGEST, Lengths, Workload
 from ..errors import Complaints, RangeError
 from .options import check_seed, wide_console
 from .outputs import check_outputs
-from .serve import KEY_VARIABLE
 
 FUNCTION = "bench-serve"
 MAX_CLIENTS = 4096

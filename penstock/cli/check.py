@@ -15,12 +15,14 @@ from rich.console import Console
 from ..bench.report import print_findings, print_machine
 from ..errors import Complaints, RangeError, shortened
 from ..tune.launch_tables import table_lines
-from ..verify.machine import Machine
+from ..verify.machine import Machine, using_threads
 from ..verify.verify import findings
+from .options import Threads
 from .outputs import check_outputs
 
 
 def check(
+    context: typer.Context,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON: each result, its error and the allowed error.")] = False,
     compile_ahead: Annotated[
         bool, typer.Option("--compile", help="Compile the Triton kernels for GPUs, present or absent, and run nothing.")
@@ -34,6 +36,7 @@ def check(
         Path | None,
         typer.Option(metavar="FILE", help="With --compile: write registers, spills and shared memory to this file instead of comparing."),
     ] = None,
+    threads: Threads = None,
 ) -> None:
     """Compare every implementation on this machine with the float64 oracle.
 
@@ -63,6 +66,7 @@ def check(
                 complaints.add(RangeError, name, "left out without --compile", shortened(given), "Add --compile.")
         complaints.raise_any()
     check_outputs("check", {"--record": record})
+    context.with_resource(using_threads(threads))
     right = print_compiled(Console(), arch or [], only or [], record, as_json) if compile_ahead else print_check(Console(), as_json)
     if not right:
         raise typer.Exit(1)
@@ -77,7 +81,7 @@ def print_compiled(console: Console, archs: list[str], only: list[str], record: 
 
     launches = resources.launches(archs, only)
     triton = version("triton")
-    status: AbstractContextManager[object] = nullcontext() if as_json else console.status("compiling", spinner="dots")
+    status: AbstractContextManager[object] = nullcontext() if as_json else console.status("compiling", spinner="line")
     with status:
         compiled = resources.compiled(launches)
     recorded = None if record is not None else resources.RecordedResources.read()
@@ -106,7 +110,7 @@ def print_check(console: Console, as_json: bool = False) -> bool:
     machine = Machine.here()
     if not as_json:
         print_machine(console, machine, table_lines())
-    status: AbstractContextManager[object] = nullcontext() if as_json else console.status("checking", spinner="dots")
+    status: AbstractContextManager[object] = nullcontext() if as_json else console.status("checking", spinner="line")
     with status:
         found = list(findings())
     wrong = [finding for finding in found if finding.failed]

@@ -9,11 +9,13 @@ import typer
 
 from ..errors import Complaints, RangeError
 from ..models.checkpoints import NAMES, load, save
-from ..models.checkpoints.writing import copy_beside
+from ..models.checkpoints.writing import check_file, check_folder, copy_beside
+from .download import Download, checkpoint
 from .options import DTYPES, State, check_names
 from .outputs import Folder, check_outputs
 
 STORED = "as stored"
+FLAG = "replace it with --overwrite"
 TOKENIZERS = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "generation_config.json"),
     *("vocab.json", "merges.txt", "tokenizer.model", "rwkv_vocab_v20230424.txt", "chat_template.jinja"),
@@ -36,6 +38,7 @@ def convert(
     adapter_init: Annotated[
         Path | None, typer.Option(metavar="FILE", help="init_pissa.pth of RWKV-PEFT, for an adapter that is a PiSSA.")
     ] = None,
+    download: Download = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a model that is there already.")] = False,
 ) -> None:
     """Convert a checkpoint to another format.
@@ -63,10 +66,14 @@ def convert(
     if source.resolve() == target.resolve():
         complaints.add(RangeError, "DST", "apart from SRC", repr(str(target)), "Name another one.")
     complaints.raise_any()
+    source = checkpoint("convert", "SRC", source, download)
     if to == "blinkdl":
         check_outputs("convert", {"DST": target})
+        check_file(complaints, "DST", target, overwrite, FLAG)
     else:
         check_outputs("convert", {}, Folder("DST", target, ("config.json", "model.safetensors")))
+        check_folder(complaints, "DST", target, overwrite, FLAG)
+    complaints.raise_any()
     model = load(
         source, dtype=DTYPES.get(dtype), state=state, adapter=adapter, adapter_alpha=adapter_alpha, adapter_init=adapter_init
     )  # fmt: skip

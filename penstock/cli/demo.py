@@ -26,7 +26,7 @@ from ..errors import Complaints, MissingExtra
 from ..verify.inputs import Shape, inputs
 from ..verify.machine import Machine
 from .check import print_check
-from .options import check_seconds
+from .options import Threads, check_seconds, use_cores
 from .outputs import Folder, check_outputs
 
 MODEL_ROWS = tuple({case.variant: case for case in reversed(MODELS)}.values())[::-1]
@@ -39,6 +39,7 @@ NUMBERS, PICTURE, CURVE = "numbers.json", "speed.png", "training.png"
 
 
 def demo(
+    context: typer.Context,
     folder: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the picture, the numbers and the trained model.")] = Path(
         "penstock-demo"
     ),
@@ -46,6 +47,7 @@ def demo(
     quick: Annotated[
         bool, typer.Option("--quick", help="Use tiny shapes and one second of training, to test that everything runs.")
     ] = False,
+    threads: Threads = None,
 ) -> None:
     """Run checks, compare speed with the token loop, train a model from scratch and serve it for a moment, in about three minutes.
 
@@ -62,9 +64,7 @@ def demo(
     complaints.raise_any()
     check_outputs("demo", {}, Folder("--folder", folder, (NUMBERS, PICTURE, CURVE, WEIGHTS)))
     python_topics()  # raises before any work if the training text is missing
-    console, machine = Console(), Machine.here()
-    if machine.busy is not None:
-        console.print(machine.busy, style="yellow", highlight=False)
+    console, machine = Console(), use_cores(context, threads)
     console.rule("1. Correctness on this machine", align="left")
     if not print_check(console):
         raise typer.Exit(1)
@@ -91,7 +91,7 @@ def demo(
 
 def _serve(console: Console, weights: Path) -> None:
     """Answer one HTTP request with the trained model."""
-    with console.status("starting penstock serve", spinner="dots"):
+    with console.status("starting penstock serve", spinner="line"):
         try:
             answer = ask(weights, PROMPT.decode())
         except MissingExtra as missing:
@@ -102,7 +102,7 @@ def _serve(console: Console, weights: Path) -> None:
 
 
 def _speed(console: Console, folder: Path, quick: bool, machine: Machine) -> list[tuple[Path, str]]:
-    with console.status("measuring", spinner="dots") as status:
+    with console.status("measuring", spinner="line") as status:
         models = []
         for case in MODEL_ROWS:
             status.update(f"{case.variant}: {case.model}")
@@ -161,8 +161,8 @@ def _train(console: Console, folder: Path, seconds: float, machine: Machine) -> 
     console.print(trained.sample, markup=False, highlight=False)
     found = {name: getattr(trained, name) for name in ("parameters", "tokens", "seconds", "loss_before", "loss_after")}
     numbers, picture = folder / NUMBERS, folder / CURVE
-    content = json.loads(numbers.read_text()) | {"training": found | {"curve": [point._asdict() for point in trained.curve]}}
-    numbers.write_text(json.dumps(content, indent=2) + "\n")
+    content = json.loads(numbers.read_text("utf-8")) | {"training": found | {"curve": [point._asdict() for point in trained.curve]}}
+    numbers.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
     written = [(trained.weights, "the trained model")]
     try:
         times, losses = [point.seconds for point in trained.curve], [point.loss for point in trained.curve]

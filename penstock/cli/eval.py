@@ -12,19 +12,20 @@ import typer
 from rich.console import Console
 
 from ..errors import Complaints, RangeError
+from ..files import read_text
 from ..models import CausalLM, load
 from ..models.tokenizers import load_tokenizer
 from ..training.mqar import Point, Recall, learn, model_config
 from ..training.scoring import perplexity
 from ..training.settings import ARCHITECTURES
-from ..verify.machine import Machine
-from .options import DTYPES, check_device, check_names, check_seconds, check_seed
+from .download import Download, checkpoint
+from .options import DTYPES, Threads, check_device, check_names, check_seconds, check_seed, use_cores
 from .outputs import check_outputs
 
 TASKS = ("mqar", "perplexity")
 OF_TASK = {
-    "mqar": ("architecture", "pairs", "length", "vocab_size", "hidden_size", "layers", "seconds", "enough", "seed"),
-    "perplexity": ("model", "text", "window", "tokenizer", "dtype"),
+    "mqar": ("architecture", "pairs", "length", "vocab_size", "hidden_size", "num_layers", "seconds", "enough", "seed"),
+    "perplexity": ("model", "text", "window", "tokenizer", "dtype", "download"),
 }
 """Options of one task only."""
 
@@ -44,11 +45,13 @@ def evaluate(
     length: Annotated[int, typer.Option(help="mqar: tokens of a sequence.")] = 64,
     vocab_size: Annotated[int, typer.Option(help="mqar: keys and values.")] = 8192,
     hidden_size: Annotated[int, typer.Option(help="mqar: size of the model.", min=16)] = 128,
-    layers: Annotated[int, typer.Option(help="mqar: layers of the model.", min=1)] = 2,
+    num_layers: Annotated[int, typer.Option(help="mqar: layers of the model.", min=1)] = 2,
     seconds: Annotated[float, typer.Option(help="mqar: training time.")] = 300.0,
     enough: Annotated[float, typer.Option(help="mqar: end the training at this accuracy.", min=0.0, max=1.0)] = 0.99,
     seed: Annotated[int, typer.Option(help="mqar: seed of the model and of the sequences.")] = 0,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N. Default: a GPU if there is one.")] = None,
+    threads: Threads = None,
+    download: Download = False,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the numbers to this file.")] = None,
 ) -> None:
     """Evaluate a model: recall of pairs that it has just seen (mqar), or the loss of a text (perplexity).
@@ -74,13 +77,17 @@ def evaluate(
         complaints.add(RangeError, "model and text", "given for perplexity", "neither" if model is text else "one of them")
     complaints.raise_any()
     check_outputs("eval", {"--json": json_file})
+    content = read_text(text, "eval", "text") if text is not None else ""
+    place = checkpoint("eval", "model", model, download) if model is not None else Path()
+    machine = use_cores(context, threads, device)
     if task == "mqar":
-        found = _recall(architecture, Recall(pairs, length, vocab_size), hidden_size, layers, seconds, enough, seed, device)
+        found = _recall(architecture, Recall(pairs, length, vocab_size), hidden_size, num_layers, seconds, enough, seed, device)
     else:
-        found = _perplexity(model or Path(), text or Path(), window, tokenizer, dtype, device)
+        found = {"text": str(text), **_perplexity(place, content, window, tokenizer, dtype, device)}
     if json_file is not None:
         json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(json.dumps({"task": task, "device": device, **found, "machine": asdict(Machine.here())}, indent=2) + "\n")
+        numbers = {"task": task, "device": device, **found, "machine": asdict(machine)}
+        json_file.write_text(json.dumps(numbers, indent=2) + "\n", "utf-8")
 
 
 def _check_belonging(complaints: Complaints, context: typer.Context, task: str) -> None:
@@ -93,12 +100,12 @@ def _check_belonging(complaints: Complaints, context: typer.Context, task: str) 
 
 
 def _recall(
-    architecture: str, recall: Recall, hidden_size: int, layers: int, seconds: float, enough: float, seed: int, device: str
+    architecture: str, recall: Recall, hidden_size: int, num_layers: int, seconds: float, enough: float, seed: int, device: str
 ) -> dict[str, Any]:
     recall.check()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = CausalLM(model_config(architecture, recall, hidden_size, layers)).to(device)
+        model = CausalLM(model_config(architecture, recall, hidden_size, num_layers)).to(device)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     console = Console(highlight=False)
     console.print(
@@ -109,21 +116,14 @@ def _recall(
         console.print(f"{point.seconds:6.0f} s  {point.steps:7,} steps  {100 * point.accuracy:5.1f} % of the queries right")
 
     points = learn(model, recall, seconds, seed, enough, report)
-    sizes = {"architecture": architecture, "hidden_size": hidden_size, "layers": layers, "parameters": parameters, "seed": seed}
+    sizes = {"architecture": architecture, "hidden_size": hidden_size, "num_layers": num_layers, "parameters": parameters, "seed": seed}
     return {**sizes, **recall._asdict(), "accuracy": points[-1].accuracy, "curve": [point._asdict() for point in points]}
 
 
-def _perplexity(model: Path, text: Path, window: int, tokenizer: Path | None, dtype: str, device: str) -> dict[str, Any]:
-    try:
-        content = text.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        complaints = Complaints("eval")
-        complaints.add(RangeError, "text", "a text file in UTF-8", f"{str(text)!r} ({error})")
-        complaints.raise_any()
-        raise
+def _perplexity(model: Path, text: str, window: int, tokenizer: Path | None, dtype: str, device: str) -> dict[str, Any]:
     coder = load_tokenizer(tokenizer or model)
-    found = perplexity(load(model, dtype=DTYPES[dtype], device=device), coder, content, window)
+    found = perplexity(load(model, dtype=DTYPES[dtype], device=device), coder, text, window)
     typer.echo(f"{found.nats_per_byte:.4f} nats a byte, {found.nats_per_token:.4f} nats a token, perplexity {found.perplexity:.3f}")
     typer.echo(f"{found.tokens:,} tokens of {found.bytes:,} bytes")
     means = {name: getattr(found, name) for name in ("nats_per_byte", "nats_per_token", "perplexity")}
-    return {"model": str(model), "text": str(text), "window": window, "dtype": dtype, **found._asdict(), **means}
+    return {"model": str(model), "window": window, "dtype": dtype, **found._asdict(), **means}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated
@@ -11,21 +10,26 @@ import torch
 import typer
 
 from ..errors import Complaints, RangeError
+from ..files import read_text
 from ..models import load
 from ..models.sampling import check_sampling
 from ..models.streaming import stream
 from ..models.tokenizers import Tokenizer, load_tokenizer
-from .options import DTYPES, State, check_device, check_names, check_seed
+from .download import Download, checkpoint
+from .options import DTYPES, State, Threads, check_device, check_names, check_seed, use_cores
 
 INTERRUPTED = 130
 """The exit code that shells give to a program that ends by Ctrl-C."""
 
 
 def generate(
+    context: typer.Context,
     model: Annotated[Path, typer.Option("--model", metavar="PATH", help="Checkpoint: a file or a folder.")],
     prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Text to continue.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(metavar="FILE", help="File with the text to continue; - is standard input.")] = None,
-    tokens: Annotated[int, typer.Option(help="Tokens to generate at most.", min=0)] = 200,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", "--tokens", metavar="N", help="Tokens to generate at most. --tokens is the same.", min=0)
+    ] = 200,
     temperature: Annotated[float, typer.Option(help="Divides the logits; 0 takes the most likely token.")] = 1.0,
     top_p: Annotated[float, typer.Option(help="Sample from the smallest set of most likely tokens whose probabilities sum to this.")] = 0.9,
     seed: Annotated[int | None, typer.Option(help="Seed of the samples. Default: another one each time.")] = None,
@@ -35,6 +39,8 @@ def generate(
         Path | None, typer.Option(metavar="PATH", help="A tokenizer.json, or another checkpoint. Default: found with the model.")
     ] = None,
     state: State = None,
+    threads: Threads = None,
+    download: Download = False,
 ) -> None:
     """Continue a text. Prints each character as soon as it is complete, and ends at the model's end of text.
 
@@ -55,9 +61,11 @@ def generate(
     if dtype is not None:
         check_names(complaints, "dtype", [dtype], DTYPES)
     complaints.raise_any()
-    text = prompt if prompt is not None else _read(prompt_file or Path("-"))
+    text = prompt if prompt is not None else read_text(prompt_file or Path("-"), "generate", "prompt_file")
+    model = checkpoint("generate", "model", model, download)
     coder = load_tokenizer(tokenizer or model)
     given = _prompt(text, coder)
+    use_cores(context, threads, device)
     weights = load(model, dtype=DTYPES[dtype or ("float32" if device == "cpu" else "bfloat16")], device=device, state=state)
     generator = torch.Generator(device)
     if seed is None:
@@ -68,7 +76,7 @@ def generate(
     found = stream(
         weights,
         given,
-        tokens,
+        max_tokens,
         temperature=temperature,
         top_p=top_p,
         end=coder.end_of_text,
@@ -99,13 +107,3 @@ def _prompt(text: str, tokenizer: Tokenizer) -> list[int]:
         complaints.add(RangeError, "prompt", "a text of at least one token", repr(text), "This tokenizer has no token that begins a text.")
         complaints.raise_any()
     return found
-
-
-def _read(file: Path) -> str:
-    try:
-        return sys.stdin.buffer.read().decode() if str(file) == "-" else file.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        complaints = Complaints("generate")
-        complaints.add(RangeError, "prompt_file", "a text file in UTF-8", f"{str(file)!r} ({error})")
-        complaints.raise_any()
-        raise

@@ -12,16 +12,23 @@ from typing import Annotated
 import torch
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from ..bench.peers import peer_names
 from ..call.declaration import FLOATS
 from ..errors import Complaints, DeviceError, RangeError
 from ..explain import FUNCTIONS
 from ..softmax import FUNCTION
+from ..verify.machine import Machine, using_threads
 
 State = Annotated[Path | None, typer.Option(metavar="FILE", help="Tuned initial states for an RWKV-6, of RWKV-PEFT.")]
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
 MAX_THREADS = 1024
+Threads = Annotated[
+    int | None,
+    typer.Option("--threads", metavar="N", min=1, max=MAX_THREADS, help="CPU threads.", show_default="as many as cores may be used"),
+]
+"""The option of every command that computes on a CPU; ``use_cores`` takes its value."""
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
 MAX_SEED = 2**63 - 1
 """``torch.Generator.manual_seed`` takes 64 bits; commands also use the seeds that follow the given one."""
 WIDTH = 140
@@ -34,6 +41,15 @@ def wide_console() -> Console:
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = WIDTH
     return console
+
+
+def use_cores(context: typer.Context, threads: int | None, device: str = "cpu") -> Machine:
+    """Compute with so many threads until the command ends, and warn if the device is a CPU whose cores other processes use."""
+    context.with_resource(using_threads(threads))
+    machine = Machine.here()
+    if machine.busy is not None and device == "cpu":
+        Console(stderr=True).print(Text(machine.busy, style="yellow"), soft_wrap=True)
+    return machine
 
 
 def check_names(complaints: Complaints, argument: str, names: Iterable[str], known: Iterable[str], of: str = "", remedy: str = "") -> None:

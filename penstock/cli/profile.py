@@ -22,14 +22,14 @@ from ..bench.report import print_profile
 from ..errors import Complaints, MissingExtra, PenstockError
 from ..recurrence.variants import VARIANTS
 from ..verify.inputs import Shape, inputs
-from ..verify.machine import Machine, using_threads
-from .options import DTYPES, MAX_THREADS, check_candidates, check_device, check_names, check_seconds, check_seed, wide_console
+from .options import DTYPES, Threads, check_candidates, check_device, check_names, check_seconds, check_seed, use_cores, wide_console
 from .outputs import Folder, check_outputs
 
 PICTURE = "profile.png"
 
 
 def profile(
+    context: typer.Context,
     variant: Annotated[str, typer.Argument(metavar="VARIANT", help=f"One of {', '.join(VARIANTS)}.")],
     batch: Annotated[int, typer.Option(min=1, help="Number of sequences.")] = 1,
     heads: Annotated[int, typer.Option(min=1, help="Number of heads.")] = 32,
@@ -46,7 +46,7 @@ def profile(
         list[str] | None,
         typer.Option("--peer", help="loop, fla, fla_recurrent or none. The first is the baseline.", show_default="all that take the call"),
     ] = None,
-    threads: Annotated[int | None, typer.Option(min=1, max=MAX_THREADS, help="CPU threads.", show_default="as torch chooses")] = None,
+    threads: Threads = None,
     seconds: Annotated[float, typer.Option(help="Time for each candidate without the profiler.")] = 0.4,
     steps: Annotated[int, typer.Option(min=1, help="Calls that the profiler records, after two warm-up calls.")] = 3,
     soft: Annotated[bool, typer.Option("--soft", help="Use logsigmoid(x) as the decays of all channels, as other projects do.")] = False,
@@ -77,11 +77,9 @@ def profile(
     checked_mode = _checked(variant, mode, impl or [], peers or [], dtype, device, seconds, seed)
     check_outputs("profile", {"--json": json_file}, Folder("--output", output, (PICTURE,)))
     shape = Shape(batch, length, heads, head_dim, value_dim or head_dim)
-    console, machine = wide_console(), Machine.here()
-    if machine.busy is not None and device == "cpu":
-        console.print(machine.busy, style="yellow", highlight=False)
+    console, machine = wide_console(), use_cores(context, threads, device)
     try:
-        with using_threads(threads), console.status(f"{variant}, {mode}, {shape.text}", spinner="dots"):
+        with console.status(f"{variant}, {mode}, {shape.text}", spinner="line"):
             x = hidden(inputs(variant, shape, DTYPES[dtype], device, seed, "soft" * soft))
             chosen, refused = candidates(x, checked_mode, impl or [], peers or [])
             folders = tuple(trace_folder(one.name) for one in chosen)

@@ -11,17 +11,19 @@ from typing import Annotated
 import torch
 import typer
 
+from ..bench.serving.client import KEY_VARIABLE
 from ..engine import Engine
 from ..errors import Complaints, MissingExtra, RangeError
 from ..models import load
 from ..models.tokenizers import load_tokenizer
-from .options import DTYPES, State, check_device, check_names
+from .download import Download, checkpoint
+from .options import DTYPES, State, Threads, check_device, check_names, use_cores
 
-KEY_VARIABLE = "PENSTOCK_API_KEY"
 MEBIBYTE = 2**20
 
 
 def serve(
+    context: typer.Context,
     model: Annotated[Path, typer.Option("--model", metavar="PATH", help="Checkpoint: a file or a folder.")],
     host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 is all of the machine.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen at.", min=0, max=65535)] = 8000,
@@ -38,6 +40,8 @@ def serve(
     chat_template: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Jinja template of chats. Default: found with the model; RWKV World has its own.")
     ] = None,
+    threads: Threads = None,
+    download: Download = False,
     slots: Annotated[int, typer.Option(help="Completions that run together; others wait.", min=1)] = 32,
     token_budget: Annotated[int, typer.Option(help="Tokens of one forward pass at most.", min=1)] = 2048,
     prompt_budget: Annotated[
@@ -85,7 +89,9 @@ def serve(
         from ..server.templates import find_template
     except ImportError as error:
         raise MissingExtra.of("serve", "fastapi, uvicorn, jinja2 and prometheus-client", "serve") from error
+    model = checkpoint("serve", "model", given := model, download)
     coder = load_tokenizer(tokenizer or model)
+    use_cores(context, threads, device)
     template = find_template(model, coder, chat_template)
     weights = load(model, dtype=DTYPES[dtype or ("float32" if device == "cpu" else "bfloat16")], device=device, state=state)
     engine = Engine(
@@ -94,7 +100,7 @@ def serve(
     )  # fmt: skip
     engine.warm_up()
     limits = Limits(max_tokens=max_tokens, prompt_tokens=max_prompt, seconds=max_seconds, states=max_states)
-    service = Service(engine, name or model.resolve().stem, template, limits, states_folder)
+    service = Service(engine, name or (given.resolve().name if model.is_dir() else given.stem), template, limits, states_folder)
     make_server(service, host, port, api_key=api_key, drain_seconds=drain_seconds).run()
 
 

@@ -81,7 +81,7 @@ def tune(
     versions = f"penstock {__version__}, torch {torch.__version__}, triton {version('triton')}"
     for variant in names:
         for one in shapes or [default_cases(variant, False)[0].shape]:
-            with console.status(f"{variant}, {one.text}: compiling and measuring", spinner="dots"):
+            with console.status(f"{variant}, {one.text}: compiling and measuring", spinner="line"):
                 for tuned in Tuner(variant, one, DTYPES[dtype], str(gpu), target, seed).run():
                     print_tuned(console, tuned)
                     entry = entry_of(tuned, torch.cuda.get_device_name(gpu), versions)

@@ -4,32 +4,7 @@ Every function has the parameters of fla's own, in its order and with its defaul
 table of all of them. They return fla's pair: the output ``[B,T,H,V]``, and the final state, or None unless ``output_final_state``
 (``parallel_`` functions: the attention matrix, or None unless ``output_attentions``).
 
-q (r), k : [B,T,H,K]; v : [B,T,H,V]; all in one dtype
-g, gk, w : log decays, natural logarithm, at most 0: [B,T,H] in simple_gla, [B,T,H,K] in gla and rwkv6
-g_gamma : [H]
-    The log decay of each head, in simple_gla, instead of g.
-gv :
-    Decays of value channels are refused: no variant has them.
-scale : float, optional
-    Default ``K ** -0.5`` in every function, rwkv6 included (``penstock.rwkv6`` has 1). -1 is the default too, as in older versions.
-initial_state, final_state : [N,H,K,V], or [N,H,V,K] with ``state_v_first=True``
-    Any floating dtype goes in; float32 (float64 for float64 inputs) comes out.
-    With ``normalize=True``, pairs of a state [N,H,K,V] and the running sum of keys [N,1,H,K].
-normalize : bool
-    Divide by ``scale * q . (running sum of keys) + 1e-10``. The default is True for the chunk forms and False for the recurrent one.
-cu_seqlens, cu_seqlens_cpu :
-    Packed sequences. The copy on the host is not needed here: no call waits for the device.
-
-Arguments of older versions are keywords of every function that had them:
-
-head_first : bool
-    True: tokens and heads are the other way round, [B,H,T,...], in the inputs and the output.
-causal, offsets, transpose_state_layout, and q and g of ``chunk_rwkv6`` :
-    causal=True is how every function works, False is refused; the others are earlier names of cu_seqlens, state_v_first, r and w.
-chunk_size :
-    A block size of fla's kernels, a power of 2. It does not change results; block sizes are chosen per implementation here.
-checkpoint_level :
-    Refused unless 0: what is kept for the backward pass is fixed for each implementation.
+``help(chunk_gla)`` says what the arguments mean, those of older versions too, which are keywords of every function that had them.
 
 Gradients flow to every input, initial states included, and from final states (older versions detach both).
 """
@@ -48,9 +23,11 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from ..documentation import entries
 from ..errors import Complaints, PenstockError, RangeError, described
 from ..recurrence import functional
 from ..recurrence.declaration import state_dtype
+from .fla_arguments import ARGUMENTS, RETURNS
 from .replacement import Place, Replacement
 
 VERSIONS = ("0.6.0",)
@@ -276,7 +253,7 @@ def _made(name: str, run: Callable[[_Call], Output], parameters: str, older_para
 
     kinds = inspect.Parameter
     function.__name__ = function.__qualname__ = name
-    function.__doc__ = f"Fla's ``{name}`` on Penstock's operators; the arguments are described in the module's docstring."
+    function.__doc__ = f"Fla's ``{name}`` on Penstock's operators.\n\n{entries([*current, *older], ARGUMENTS)}\n\n{RETURNS}\n"
     function.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [
             kinds(one, way, default=kinds.empty if default is _REQUIRED else default)

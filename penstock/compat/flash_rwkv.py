@@ -1,18 +1,7 @@
 """The functions of flash_rwkv (github.com/BBuf/flash-rwkv) on our operators: RWKV-5 and RWKV-6 on flat channels, with raw decays.
 
-receptance, key, value : [B,T,H*n], one dtype
-time_decay : [H,n] or [H*n] in RWKV-5, [B,T,H*n] in RWKV-6
-    Raw, as checkpoints store it and RWKV-6 models compute it: the decay is ``exp(-exp(time_decay))``, in float32.
-time_first : [H,n] or [H*n]
-    The bonus u ("time_faaaa").
-state : [B,H,n,n]
-    The state before the first token. It is not written.
-state_v_first : bool
-    The layout of the state in and out. True, flash_rwkv's own: value channels before key channels. False: [B,H,K,V], as in Penstock, fla
-    and the Python code of Hugging Face's models.
-
-They return the output in receptance's dtype, [B,T,H*n] in RWKV-5 and [B,T,H,n] in RWKV-6 as there, and the new state, float32 (float64 for
-float64 inputs). Differences from flash_rwkv: any head size and device; every sequence of a batch has its own state (there, all use the
+Functions return the output in receptance's dtype, [B,T,H*n] in RWKV-5 and [B,T,H,n] in RWKV-6 as there, and the new state, float32 (float64
+for float64 inputs). Differences from flash_rwkv: any head size and device; every sequence of a batch has its own state (there, all use the
 first one); gradients flow to every input, the raw decay and the state included (there, RWKV-6 has none, and no state has one).
 """
 
@@ -23,14 +12,33 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ..documentation import described as described_by
 from ..errors import Complaints, DtypeError, ShapeError, described
 from ..recurrence.functional import Result, rwkv5, rwkv6
 
+CHANNELS = "Tensor [B,T,H*n]\nIn one dtype."
+RAW = "Raw, as checkpoints store it and models compute it: the decay is ``exp(-exp(time_decay))``, in float32."
+ARGUMENTS = {
+    **dict.fromkeys(("receptance", "key", "value"), CHANNELS),
+    "time_decay": f"Tensor [H,n] or [H*n]\n{RAW}",
+    "time_first": 'Tensor [H,n] or [H*n]\nThe bonus u ("time_faaaa").',
+    "state": "Tensor [B,H,n,n]\nThe state before the first token. It is not written.",
+    "state_v_first": (
+        "bool\nThe layout of the state in and out. True, flash_rwkv's own: value channels before key channels.\n"
+        "False: [B,H,K,V], as in Penstock, fla and the Python code of Hugging Face's models."
+    ),
+}
 
+
+@described_by(ARGUMENTS)
 def rwkv5_cuda_linear_attention(
     receptance: Tensor, key: Tensor, value: Tensor, time_decay: Tensor, time_first: Tensor, state: Tensor, *, state_v_first: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """RWKV-5 on flat channels; see the docstring of this module.
+    """RWKV-5 on flat channels.
+
+    <arguments>
+
+    Returns the output [B,T,H*n] in receptance's dtype, and the new state, float32 (float64 for float64 inputs).
 
     >>> x, u, state = torch.randn(1, 5, 16), torch.randn(2, 8), torch.zeros(1, 2, 8, 8)
     >>> output, state = rwkv5_cuda_linear_attention(x, x, x, torch.randn(2, 8), u, state)
@@ -41,10 +49,15 @@ def rwkv5_cuda_linear_attention(
     return output.flatten(2), state
 
 
+@described_by(ARGUMENTS | {"time_decay": f"Tensor [B,T,H*n]\n{RAW}"})
 def rwkv6_cuda_linear_attention(
     receptance: Tensor, key: Tensor, value: Tensor, time_decay: Tensor, time_first: Tensor, state: Tensor, *, state_v_first: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """RWKV-6 on flat channels; see the docstring of this module.
+    """RWKV-6 on flat channels.
+
+    <arguments>
+
+    Returns the output [B,T,H,n] in receptance's dtype, and the new state, float32 (float64 for float64 inputs).
 
     >>> x, u, state = torch.randn(1, 5, 16), torch.randn(2, 8), torch.zeros(1, 2, 8, 8)
     >>> output, state = rwkv6_cuda_linear_attention(x, x, x, torch.randn(1, 5, 16), u.flatten(), state)

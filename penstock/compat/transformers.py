@@ -34,6 +34,9 @@ def accelerate(model: nn.Module) -> Replacement:
     In training, the gradients are those of the whole recurrence. (RWKV's remote code stops them at the state in its loop over tokens.)
     Outputs of the recurrence have the dtype of its inputs, as those of CUDA kernels do; the replaced Python code returns float32.
 
+    model : torch.nn.Module
+        A model of transformers, or of Hugging Face's remote code: Mamba-2, RWKV-5, RWKV-6.
+
     Raises RangeError where a model has none of these functions, and ImplementationRefused where one has other parameters than are known. ::
 
         with accelerate(model) as accelerated:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import Complaints, MissingExtra, RangeError, ShapeError, shortened
+from ..files import usual_mode
 from ..models import CausalLM
 from .request import CHUNK
 from .state_pool import StatePool
@@ -60,7 +62,8 @@ def fingerprint(model: CausalLM) -> str:
     digest = hashlib.sha256(json.dumps(model.config.to_dict(), sort_keys=True).encode())
     for name, x in model.state_dict().items():
         digest.update(f"{name} {x.dtype} {list(x.shape)}".encode())
-        digest.update(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        values = x.detach().cpu().contiguous()
+        digest.update((ctypes.c_char * values.nbytes).from_address(values.data_ptr()) if values.nbytes else b"")
     return digest.hexdigest()
 
 
@@ -71,6 +74,7 @@ def save_state(state: SequenceState, path: str | Path, model: CausalLM, pool: St
     tensors["tokens"] = torch.tensor(state.tokens, dtype=torch.int64)
     about = {**_about(model, pool, state.model), "tokens": str(len(state.tokens)), "aligned": str(state.aligned)}
     save_file(tensors, str(path), metadata=about)
+    usual_mode(Path(path))
 
 
 def load_state(path: str | Path, model: CausalLM, pool: StatePool, model_hash: str) -> SequenceState:
@@ -127,8 +131,9 @@ def _about(model: CausalLM, pool: StatePool, model_hash: str) -> dict[str, str]:
 
 def _safetensors(function: str) -> tuple[Any, Any]:
     try:
+        import numpy  # noqa: F401  # safetensors needs it to write
         from safetensors import safe_open
         from safetensors.torch import save_file
     except ImportError as error:
-        raise MissingExtra.of(function, "safetensors", "models") from error
+        raise MissingExtra.of(function, "safetensors and numpy", "models") from error
     return safe_open, save_file

@@ -1,6 +1,7 @@
 """Token mixers and channel mixers as ``nn.Module``, one file per architecture."""
 
 from .gla import GatedLinearAttention, GLAConfig, GLAState
+from .keywords import checked_fields
 from .linear_attention import LinearAttention, LinearAttentionConfig, LinearAttentionState
 from .mamba2 import Mamba2, Mamba2Config, Mamba2State
 from .mixer import Mixer, MixerConfig, Stateless
@@ -25,7 +26,7 @@ for _config in (
     SoftmaxAttentionConfig,
     SwiGLUConfig,
 ):
-    register(_config)
+    register(checked_fields(_config))
 
 __all__ = [
     "CONFIGS",

@@ -66,17 +66,18 @@ class HeadsConfig(MixerConfig):
         """G, the number of heads of k and v."""
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
-    def head_sizes(self, hidden_size: int) -> tuple[int, int]:
-        """K and V; raises RangeError if they are not whole."""
-        complaints, sizes = Complaints(type(self).__name__), []
+    def check_hidden_size(self, complaints: Complaints, hidden_size: int) -> None:
+        """Check that K and V are whole."""
         for name, expand in (("expand_k", self.expand_k), ("expand_v", self.expand_v)):
-            size = round(hidden_size * expand)
+            size = round(min(hidden_size * expand, 2.0**63))
             if abs(size - hidden_size * expand) > 1e-6 * size or size % self.num_heads or size < 1:
                 rule = f"such that hidden_size * {name} is a multiple of num_heads = {self.num_heads}"
                 complaints.add(RangeError, name, rule, f"{expand} with hidden_size = {hidden_size}")
-            sizes.append(size // self.num_heads)
-        complaints.raise_any()
-        return sizes[0], sizes[1]
+
+    def head_sizes(self, hidden_size: int) -> tuple[int, int]:
+        """K and V; raises RangeError if they are not whole."""
+        self.require_hidden_size(hidden_size)
+        return round(hidden_size * self.expand_k) // self.num_heads, round(hidden_size * self.expand_v) // self.num_heads
 
 
 class Projected(NamedTuple):

@@ -50,6 +50,15 @@ class MixerConfig:
     def check(self, complaints: Complaints) -> None:
         """Check what a subclass requires beyond the types of its fields, which are right."""
 
+    def check_hidden_size(self, complaints: Complaints, hidden_size: int) -> None:
+        """Check what a subclass requires of the hidden size of a model."""
+
+    def require_hidden_size(self, hidden_size: int) -> None:
+        """Raise unless layers of this hidden size can be built."""
+        complaints = Complaints(type(self).__name__)
+        self.check_hidden_size(complaints, hidden_size)
+        complaints.raise_any()
+
     def build(self, hidden_size: int, layer: int = 0, num_layers: int = 1) -> Mixer:
         """A new mixer with initial weights. Some initialisations depend on the index of the layer and the number of layers."""
         raise NotImplementedError

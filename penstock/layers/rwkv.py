@@ -144,14 +144,15 @@ class Heads(Protocol):
 
 
 def head_count(config: Heads, hidden_size: int) -> int:
-    """The number of heads; raises RangeError if hidden_size is no multiple of head_size."""
-    if config.num_heads is not None:
-        return config.num_heads
-    if hidden_size % config.head_size:
-        complaints = Complaints(type(config).__name__)
-        complaints.add(RangeError, "hidden_size", f"a multiple of head_size = {config.head_size}", hidden_size, "Or pass num_heads.")
-        complaints.raise_any()
-    return hidden_size // config.head_size
+    """The number of heads of a hidden size that ``check_head_size`` takes."""
+    return hidden_size // config.head_size if config.num_heads is None else config.num_heads
+
+
+def check_head_size(complaints: Complaints, config: Heads, hidden_size: int) -> None:
+    """Check that the number of heads is whole, if it follows from the hidden size."""
+    if config.num_heads is None and hidden_size % config.head_size:
+        rule = f"a multiple of head_size = {config.head_size}"
+        complaints.add(RangeError, "hidden_size", rule, hidden_size, "Or pass num_heads.")
 
 
 def ramp(size: int, power: float, last: int = 0) -> Tensor:

@@ -18,7 +18,7 @@ from .decode import rwkv_step, shifted_norm
 from .fused import norm_gate, norm_of_heads, token_shift
 from .linear import linears
 from .mixer import Mixer, MixerConfig
-from .rwkv import head_count, matrix, ramp
+from .rwkv import check_head_size, head_count, matrix, ramp
 from .sequences import Sequences
 
 
@@ -40,6 +40,10 @@ class RWKV5Config(MixerConfig):
         """Check the version."""
         if self.version not in ("5.0", "5.1", "5.2"):
             complaints.add(RangeError, "version", "'5.0', '5.1' or '5.2'", repr(self.version))
+
+    def check_hidden_size(self, complaints: Complaints, hidden_size: int) -> None:
+        """Check that it is a multiple of the size of heads, unless their number is given."""
+        check_head_size(complaints, self, hidden_size)
 
     def build(self, hidden_size: int, layer: int = 0, num_layers: int = 1) -> RWKV5TimeMix:
         """A new time mix."""
@@ -73,6 +77,7 @@ class RWKV5TimeMix(Mixer):
 
     def __init__(self, config: RWKV5Config, hidden_size: int, layer: int = 0, num_layers: int = 1) -> None:
         super().__init__(hidden_size)
+        config.require_hidden_size(hidden_size)
         self.config = config
         C, n = hidden_size, config.head_size
         H = head_count(config, hidden_size)

@@ -21,12 +21,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..errors import Complaints
 from ..recurrence.declaration import state_dtype
 from .decode import low_rank_maps, rwkv_step, shifted_norm
 from .fused import TokensBefore, low_rank_decay, norm_gate, token_shift
 from .linear import linear, linears
 from .mixer import Mixer, MixerConfig
-from .rwkv import head_count, matrix, ramp
+from .rwkv import check_head_size, head_count, matrix, ramp
 from .sequences import Sequences
 
 
@@ -49,6 +50,10 @@ class RWKV6Config(MixerConfig):
     """Of ``ln_x``. The authors normalise x / 8 with 1e-5."""
     tuned_state: bool = False
     """Whether sequences begin with a trained state, ``time_state`` [H,K,V], in place of zeros."""
+
+    def check_hidden_size(self, complaints: Complaints, hidden_size: int) -> None:
+        """Check that it is a multiple of the size of heads, unless their number is given."""
+        check_head_size(complaints, self, hidden_size)
 
     def build(self, hidden_size: int, layer: int = 0, num_layers: int = 1) -> RWKV6TimeMix:
         """A new time mix."""
@@ -80,6 +85,7 @@ class RWKV6TimeMix(Mixer):
 
     def __init__(self, config: RWKV6Config, hidden_size: int, layer: int = 0, num_layers: int = 1) -> None:
         super().__init__(hidden_size)
+        config.require_hidden_size(hidden_size)
         self.config = config
         C, H, V = hidden_size, head_count(config, hidden_size), config.head_size
         K = config.key_size or V

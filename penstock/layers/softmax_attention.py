@@ -49,6 +49,14 @@ class SoftmaxAttentionConfig(MixerConfig):
         if self.rope_theta is not None:
             check_base(complaints, self.rope_theta)
 
+    def check_hidden_size(self, complaints: Complaints, hidden_size: int) -> None:
+        """Check that heads have whole sizes, and even ones with rotary embedding."""
+        if self.head_dim is None and hidden_size % self.num_heads:
+            complaints.add(RangeError, "hidden_size", f"a multiple of num_heads = {self.num_heads}", hidden_size, "Or pass head_dim.")
+        size = hidden_size // self.num_heads if self.head_dim is None else self.head_dim
+        if self.rope_theta is not None and size % 2:
+            complaints.add(RangeError, "head_dim", "even with rotary embedding", size)
+
     def build(self, hidden_size: int, layer: int = 0, num_layers: int = 1) -> SoftmaxAttention:
         """A new layer."""
         return SoftmaxAttention(self, hidden_size)
@@ -84,13 +92,8 @@ class SoftmaxAttention(Mixer):
         super().__init__(hidden_size)
         self.config = config
         H, G = config.num_heads, config.num_kv_heads or config.num_heads
+        config.require_hidden_size(hidden_size)
         D = config.head_dim or hidden_size // H
-        complaints = Complaints("SoftmaxAttentionConfig")
-        if config.head_dim is None and hidden_size % H:
-            complaints.add(RangeError, "hidden_size", f"a multiple of num_heads = {H}", hidden_size, "Or pass head_dim.")
-        if config.rope_theta is not None and D % 2:
-            complaints.add(RangeError, "head_dim", "even with rotary embedding", D)
-        complaints.raise_any()
         self.sizes = H, G, D
         self.q_proj = projection(hidden_size, H * D, config.qkv_bias)
         self.k_proj = projection(hidden_size, G * D, config.qkv_bias)

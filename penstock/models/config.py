@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, Literal
 
+from ..documentation import described as described_by
 from ..errors import Complaints, DtypeError, RangeError, ShapeError, described
 from ..layers import (
     CONFIGS,
@@ -26,12 +27,14 @@ from ..layers import (
     SoftmaxAttentionConfig,
     SwiGLUConfig,
 )
+from ..layers.keywords import checked_fields, checked_keywords
 from ..layers.registry import find
 from ..layers.sizes import check_fields, check_whole
 
 Norm = Literal["layer_norm", "rms_norm"]
 
 
+@checked_fields
 @dataclass(frozen=True)
 class Config:
     """The sizes of a model: what ``CausalLM`` is built from. Raises DtypeError, RangeError or ShapeError for wrong sizes.
@@ -72,6 +75,9 @@ class Config:
             if several and not complaints.found and len(value) != self.num_layers:  # type: ignore[arg-type]
                 complaints.add(ShapeError, name, f"one for each of {self.num_layers} layers", len(value))  # type: ignore[arg-type]
         complaints.raise_any()
+        for config in dict.fromkeys((*self.mixers, *self.channels)):
+            if config is not None:
+                config.require_hidden_size(self.hidden_size)
 
     @property
     def mixers(self) -> tuple[MixerConfig, ...]:
@@ -136,22 +142,56 @@ def _check_names(config: type[Any], name: str, values: Mapping[str, Any]) -> Non
     complaints.raise_any()
 
 
+ARGUMENTS = {
+    "vocab_size": "int\nRows of the embeddings and of the head.",
+    "hidden_size": "int\nC, the size of the residual stream.",
+    "num_layers": "int",
+    "intermediate_size": "int, optional\nF, the width of channel mixers. Default: that of published models, for this hidden_size.",
+    "num_heads": "int, optional\nH.",
+    "num_kv_heads": "int, optional\nG, heads of k and v; each serves num_heads / num_kv_heads heads of q. Default: num_heads.",
+    "head_size": "int\nChannels of a head.",
+    "head_dim": "int\nChannels of a head.",
+    "state_size": "int\nKey channels of a head, the rows of its state.",
+    "n_groups": "int\nHeads of B and C (k and q), each of which serves num_heads / n_groups heads.",
+    "version": '"5.0", "5.1" or "5.2"\nOf the formula.',
+    "mix_rank": "int, optional\nThe rank of the five offsets of token shifts. Default: 32, and 64 from hidden_size 4096 on.",
+    "decay_rank": "int, optional\nThe rank of the decay. Default: 64, and 128 from hidden_size 4096 on.",
+    "conv_size": "int\nThe width of short convolutions of q, k and v. 0: none.",
+    "feature_map": 'str or None\nOf q and k: "elu+1", "relu", "identity", "silu", "sigmoid", "squared_relu" or None.',
+    "normalize": "bool\nDivide by the sum of the weights.",
+    "tie_embeddings": "bool\nWhether the head's weight is that of the embeddings.",
+    "config": "Config\nThat of the model without attention.",
+    "attention": "SoftmaxAttentionConfig",
+    "layers": "iterable of int\nIndices of the layers with attention, from 0.",
+}
+"""What the arguments of the functions below mean."""
+
+
+@checked_keywords
+@described_by(ARGUMENTS)
 def rwkv5(
     *, vocab_size: int, hidden_size: int, num_layers: int, intermediate_size: int | None = None, head_size: int = 64,
-    version: Literal["5.0", "5.1", "5.2"] = "5.2",
+    num_heads: int | None = None, version: Literal["5.0", "5.1", "5.2"] = "5.2",
 ) -> Config:  # fmt: skip
-    """RWKV-5 ("Eagle"). Defaults as in published models."""
+    """RWKV-5 ("Eagle"). Defaults as in published models; num_heads is hidden_size / head_size.
+
+    <arguments>
+    """
     return _rwkv(
-        vocab_size, hidden_size, num_layers, RWKV5Config(head_size, version=version),
+        vocab_size, hidden_size, num_layers, RWKV5Config(head_size, num_heads, version=version),
         RWKV5ChannelConfig(_channel_size(hidden_size) if intermediate_size is None else intermediate_size),
     )  # fmt: skip
 
 
+@checked_keywords
+@described_by(ARGUMENTS)
 def rwkv6(
     *, vocab_size: int, hidden_size: int, num_layers: int, intermediate_size: int | None = None, head_size: int = 64,
-    mix_rank: int | None = None, decay_rank: int | None = None,
+    num_heads: int | None = None, mix_rank: int | None = None, decay_rank: int | None = None,
 ) -> Config:  # fmt: skip
-    """RWKV-6 ("Finch", x060). Defaults as in published models.
+    """RWKV-6 ("Finch", x060). Defaults as in published models; num_heads is hidden_size / head_size.
+
+    <arguments>
 
     >>> rwkv6(vocab_size=65536, hidden_size=2048, num_layers=24).channel
     RWKV6ChannelConfig(intermediate_size=7168)
@@ -159,7 +199,7 @@ def rwkv6(
     channel = RWKV6ChannelConfig(_channel_size(hidden_size) if intermediate_size is None else intermediate_size)
     large = 1 + (hidden_size >= 4096)
     ranks = 32 * large if mix_rank is None else mix_rank, 64 * large if decay_rank is None else decay_rank
-    mixer = RWKV6Config(head_size, mix_rank=ranks[0], decay_rank=ranks[1])
+    mixer = RWKV6Config(head_size, num_heads=num_heads, mix_rank=ranks[0], decay_rank=ranks[1])
     return _rwkv(vocab_size, hidden_size, num_layers, mixer, channel)
 
 
@@ -180,29 +220,44 @@ def _rwkv(vocab_size: int, hidden_size: int, num_layers: int, mixer: MixerConfig
     return Config(vocab_size, hidden_size, num_layers, mixer, channel, norm="layer_norm", norm_eps=1e-5, embedding_norm=True)
 
 
+@checked_keywords
+@described_by(ARGUMENTS)
 def gla(
     *, vocab_size: int, hidden_size: int, num_layers: int, intermediate_size: int | None = None, num_heads: int = 4,
     num_kv_heads: int | None = None, conv_size: int = 0,
 ) -> Config:  # fmt: skip
-    """Gated linear attention with a gated feed-forward layer. Defaults as in published models."""
+    """Gated linear attention with a gated feed-forward layer. Defaults as in published models.
+
+    <arguments>
+    """
     mixer = GLAConfig(num_heads, num_kv_heads, conv_size=conv_size)
     return Config(vocab_size, hidden_size, num_layers, mixer, _feed_forward(intermediate_size, hidden_size))
 
 
+@checked_keywords
+@described_by(ARGUMENTS)
 def retnet(
     *, vocab_size: int, hidden_size: int, num_layers: int, intermediate_size: int | None = None, num_heads: int = 8,
     num_kv_heads: int | None = None, conv_size: int = 0,
 ) -> Config:  # fmt: skip
-    """RetNet with a gated feed-forward layer. Defaults as in published models."""
+    """RetNet with a gated feed-forward layer. Defaults as in published models.
+
+    <arguments>
+    """
     mixer = RetentionConfig(num_heads, num_kv_heads, conv_size=conv_size)
     return Config(vocab_size, hidden_size, num_layers, mixer, _feed_forward(intermediate_size, hidden_size, 2))
 
 
+@checked_keywords
+@described_by(ARGUMENTS)
 def linear(
     *, vocab_size: int, hidden_size: int, num_layers: int, intermediate_size: int | None = None, num_heads: int = 8,
     feature_map: str | None = "elu+1", normalize: bool = False,
 ) -> Config:  # fmt: skip
-    """Linear attention with a gated feed-forward layer."""
+    """Linear attention with a gated feed-forward layer.
+
+    <arguments>
+    """
     mixer = LinearAttentionConfig(num_heads, feature_map=feature_map, normalize=normalize)
     return Config(vocab_size, hidden_size, num_layers, mixer, _feed_forward(intermediate_size, hidden_size))
 
@@ -212,11 +267,15 @@ def _feed_forward(intermediate_size: int | None, hidden_size: int, ratio: float 
     return SwiGLUConfig(feed_forward_size(hidden_size, ratio) if intermediate_size is None else intermediate_size)
 
 
+@checked_keywords
+@described_by(ARGUMENTS)
 def mamba2(
     *, vocab_size: int, hidden_size: int, num_layers: int, num_heads: int | None = None, head_dim: int = 64, state_size: int = 128,
     n_groups: int = 1, tie_embeddings: bool = True,
 ) -> Config:  # fmt: skip
     """Mamba-2: layers of token mixers only. Defaults as in published models; num_heads is 2 * hidden_size / head_dim.
+
+    <arguments>
 
     >>> mamba2(vocab_size=50288, hidden_size=768, num_layers=24).mixer.num_heads
     24
@@ -235,8 +294,12 @@ def mamba2(
     )  # fmt: skip
 
 
+@checked_keywords
+@described_by(ARGUMENTS)
 def hybrid(config: Config, attention: SoftmaxAttentionConfig, layers: Iterable[int]) -> Config:
     """The same model with softmax attention in some layers.
+
+    <arguments>
 
     >>> config = hybrid(gla(vocab_size=256, hidden_size=64, num_layers=4), SoftmaxAttentionConfig(num_heads=4), layers=[1, 3])
     >>> [mixer.kind for mixer in config.mixers]

@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..errors import Complaints, DtypeError, MissingExtra, RangeError, described, shortened
+from ..files import read_text
 from .checkpoints import recognised
 from .checkpoints.archive import Archive
+from .checkpoints.places import refuse_missing, refuse_stand_in
 
 WORLD_VOCAB = "rwkv_vocab_v20230424.txt"
 """The vocabulary of RWKV World, as its authors and Hugging Face repositories name it."""
@@ -114,7 +116,7 @@ class World:
         self.token_bytes = [b""] * self.vocab_size
         """The bytes of each token; none for special ones."""
         try:
-            for line in file.read_text("utf-8").rstrip("\n").split("\n"):
+            for line in read_text(file, "World", "file").rstrip("\n").split("\n"):
                 token, _, rest = line.partition(" ")
                 text, _, size = rest.rpartition(" ")
                 value = literal_eval(text)
@@ -181,6 +183,8 @@ class HuggingFace:
             from tokenizers import Tokenizer as Rust
         except ImportError as error:
             raise MissingExtra.of("HuggingFace", "tokenizers", "models") from error
+        if Path(file).is_file():
+            refuse_stand_in("HuggingFace", "file", Path(file))
         try:
             self._rust = Rust.from_file(str(file))
         except Exception as error:  # the package raises plain Exceptions
@@ -278,9 +282,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """
     path = Path(path)
     complaints = Complaints("load_tokenizer")
-    if not path.exists():
-        complaints.add(RangeError, "path", "a checkpoint file or folder", f"{str(path)!r}, which does not exist")
-        complaints.raise_any()
+    refuse_missing("load_tokenizer", "path", path)
     if path.name == HF_FILE:
         return HuggingFace(path)
     folder = path if path.is_dir() else path.parent
@@ -317,7 +319,7 @@ def _vocab_size(path: Path) -> int:
 def _json(file: Path) -> dict[str, Any]:
     """The object in a JSON file; empty if there is none."""
     try:
-        content = json.loads(file.read_text("utf-8"))
+        content = json.loads(file.read_text("utf-8-sig"))
     except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}

@@ -193,7 +193,7 @@ def _tokens(row: Variant, query: str, gate: str, nullable: bool) -> tuple[Argume
         ),
         Argument("v", "B T H V", like="q", gradient=True, hint="Tokens come before heads."),
         Argument(
-            "g", decay, label=gate, nullable=nullable, gradient=True, values=log_decay, draw=F.logsigmoid,
+            "g", decay, label=gate, nullable=nullable, gradient=True, values=log_decay, draw=F.logsigmoid, derived=row.name == "retention",
             absent="" if decay else "this variant has no decay", hint=lambda x: _other_variants(row, x.dim()),
         ),
         Argument(
@@ -241,7 +241,8 @@ SHARED: dict[str, Any] = {"nonempty": "G H K V", "counts": "B T N", "folded": "G
 def over_sequences(row: Variant) -> Signature:
     """The signature of a variant's function over whole sequences."""
     state = Argument("initial_state", "N H K V", required=False, gradient=True, hint="A state has the heads of v.")
-    return Signature(row.name, (*_tokens(row, row.query, row.gate, False), state), row, rules=(one_row, _groups(row.query)), **SHARED)
+    arguments, rules = (*_tokens(row, row.query, row.gate, False), state), (one_row, _groups(row.query))
+    return Signature(row.name, arguments, row, rules=rules, layout=("T", "H"), **SHARED)
 
 
 def in_place(row: Variant, function: str) -> Signature:

@@ -1,31 +1,6 @@
 """One public function per variant: formula, shapes, source. All of them call one operator with a row of the table.
 
-Common to all functions over sequences
---------------------------------------
-q (r in RWKV), k ``[B,T,G,K]`` and v ``[B,T,H,V]`` in one dtype (float16, bfloat16, float32 or float64), any strides, any
-sizes. G is H or a divisor of it: head h of v has head ``h // (H / G)`` of q and k, as in Mamba-2, whose G is usually 1.
-Log decays are natural logarithms, at most 0 (-inf is legal), in any of these dtypes.
-
-scale : float, optional
-    Multiplies the output. Default ``K ** -0.5``; 1 for RWKV.
-initial_state : Tensor [N,H,K,V], optional
-    The state before the first token of each of the N sequences (N = B unless packed). Default: zeros.
-output_final_state : bool
-    Whether to return the state after the last token.
-cu_seqlens : int32 or int64 Tensor [N+1], optional
-    Packed sequences: B is 1 and sequence n is tokens ``cu_seqlens[n]`` to ``cu_seqlens[n+1]`` of the token axis. Begins
-    at 0, never falls, ends at T; empty sequences are allowed.
-reverse : bool
-    Run time backwards: token T-1 comes first.
-impl : str
-    "auto", or a name from ``penstock.implementations()``, which then runs or raises.
-
-They return ``Result(output, final_state)``: output ``[B,T,H,V]`` in v's dtype; final_state ``[N,H,K,V]`` in float32
-(float64 for float64 inputs), None unless asked for. Gradients flow from both to every floating-point input.
-
-They raise ``ShapeError``, ``DtypeError``, ``DeviceError`` or ``RangeError`` (all ``InvalidArgument``), listing every broken
-rule, and ``ImplementationRefused`` when a named implementation cannot take the call. Under autocast, q, k and v are cast
-to its dtype, as for a matrix product; decays, u and states are not.
+The docstrings are completed by ``documentation``: ``help(gla)`` says everything.
 """
 
 from __future__ import annotations
@@ -35,6 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..errors import Complaints, RangeError, ShapeError, shortened
+from . import documentation
 from .feature_maps import FeatureMap, featured
 from .operators import ADVANCE, RECURRENCE
 from .retnet_decay import retnet_decay
@@ -53,6 +29,7 @@ class Result(NamedTuple):
     """[N,H,K,V], float32 (float64 for float64 inputs); None unless asked for"""
 
 
+@documentation.over_sequences("q", "``K ** -0.5``")
 def linear_attention(
     q: Tensor,
     k: Tensor,
@@ -73,6 +50,7 @@ def linear_attention(
 
     Source: Katharopoulos et al. 2020, arXiv 2006.16236, equations 16 to 20.
 
+    <inputs>
     feature_map : "elu+1", "relu", "identity", a callable or None
         phi, applied to q and k; None is the identity. A callable maps a tensor to one of the same shape.
     normalize : bool
@@ -80,8 +58,7 @@ def linear_attention(
         :math:`z_t = z_{t-1} + \phi(k_t)`; the scale cancels. z is carried as one more column of the state, so initial
         and final state are then ``[N,H,K,V+1]``. Where no weight is positive (relu), this is 0/0 = nan. To decode on such
         a state, give ``decode_step`` the mapped q and k, and v with a column of ones, and divide by the last column.
-
-    Other arguments: see the docstring of this module. Implementations: all.
+    <options>
 
     >>> import torch
     >>> q, k, v = (torch.rand(1, 5, 2, 8) for _ in range(3))
@@ -95,6 +72,7 @@ def linear_attention(
     return Result(result.output[..., :-1] / result.output[..., -1:], result.final_state)
 
 
+@documentation.over_sequences("q", "``K ** -0.5``")
 def retention(
     q: Tensor,
     k: Tensor,
@@ -114,10 +92,10 @@ def retention(
 
     Source: Sun et al. 2023 (RetNet), arXiv 2307.08621, equations 5 and 6. With a g of its own it is also Lightning Attention.
 
+    <inputs>
     g : Tensor [H], optional
         Log decay of each head, natural logarithm, at most 0. Default: RetNet's ``log(1 - 2 ** (-5 - h))``.
-
-    Other arguments: see the docstring of this module. Implementations: all.
+    <options>
 
     >>> import torch
     >>> q, k, v = (torch.randn(1, 5, 2, 8) for _ in range(3))
@@ -128,6 +106,7 @@ def retention(
     return _run("retention", (q, k, v, g, None, cu_seqlens, initial_state), (scale, reverse, output_final_state), impl)
 
 
+@documentation.over_sequences("q", "``K ** -0.5``")
 def simple_gla(
     q: Tensor,
     k: Tensor,
@@ -147,10 +126,10 @@ def simple_gla(
 
     Source: Dao and Gu 2024 (Mamba-2), arXiv 2405.21060: q = C, k = B, v = x dt, g = dt A, scale = 1.
 
+    <inputs>
     g : Tensor [B,T,H]
         Log decay, natural logarithm, at most 0.
-
-    Other arguments: see the docstring of this module. Implementations: all.
+    <options>
 
     >>> import torch
     >>> q, k, v = (torch.randn(1, 5, 2, 8) for _ in range(3))
@@ -160,6 +139,7 @@ def simple_gla(
     return _run("simple_gla", (q, k, v, g, None, cu_seqlens, initial_state), (scale, reverse, output_final_state), impl)
 
 
+@documentation.over_sequences("q", "``K ** -0.5``")
 def gla(
     q: Tensor,
     k: Tensor,
@@ -179,10 +159,10 @@ def gla(
 
     Source: Yang et al. 2023 (GLA), arXiv 2312.06635, equation 3. HGRN2 is this with k = 1 - exp(g).
 
+    <inputs>
     g : Tensor [B,T,H,K]
         Log decay, natural logarithm, at most 0. GLA layers use ``logsigmoid(low_rank(x)) / 16``.
-
-    Other arguments: see the docstring of this module. Implementations: all.
+    <options>
 
     >>> import torch
     >>> q, k, v, x = (torch.randn(1, 5, 2, 8) for _ in range(4))
@@ -192,6 +172,7 @@ def gla(
     return _run("gla", (q, k, v, g, None, cu_seqlens, initial_state), (scale, reverse, output_final_state), impl)
 
 
+@documentation.over_sequences("r", "1")
 def rwkv5(
     r: Tensor,
     k: Tensor,
@@ -212,12 +193,12 @@ def rwkv5(
 
     Source: Peng et al. 2024, arXiv 2404.05892, section 4.
 
+    <inputs>
     w : Tensor [H,K]
         Log decay, natural logarithm, at most 0. Checkpoints store x with decay exp(-exp(x)): pass ``-exp(x)``.
     u : Tensor [H,K]
         Bonus ("time_faaaa").
-
-    Other arguments: see the docstring of this module. Implementations: all.
+    <options>
 
     >>> import torch
     >>> r, k, v = (torch.randn(1, 5, 2, 8) for _ in range(3))
@@ -227,6 +208,7 @@ def rwkv5(
     return _run("rwkv5", (r, k, v, w, u, cu_seqlens, initial_state), (scale, reverse, output_final_state), impl)
 
 
+@documentation.over_sequences("r", "1")
 def rwkv6(
     r: Tensor,
     k: Tensor,
@@ -247,12 +229,12 @@ def rwkv6(
 
     Source: Peng et al. 2024, arXiv 2404.05892, section 4.
 
+    <inputs>
     w : Tensor [B,T,H,K]
         Log decay, natural logarithm, at most 0. Models compute x with decay exp(-exp(x)): pass ``-exp(x)``.
     u : Tensor [H,K]
         Bonus ("time_faaaa").
-
-    Other arguments: see the docstring of this module. Implementations: all.
+    <options>
 
     >>> import torch
     >>> r, k, v, x = (torch.randn(1, 5, 2, 8) for _ in range(4))
@@ -262,6 +244,7 @@ def rwkv6(
     return _run("rwkv6", (r, k, v, w, u, cu_seqlens, initial_state), (scale, reverse, output_final_state), impl)
 
 
+@documentation.in_place("[N,T")
 def decode_step(
     variant: str,
     q: Tensor,
@@ -277,25 +260,20 @@ def decode_step(
 ) -> Tensor:
     """One token, or a few, for each of N sequences whose states are rows of a pool; the pool is updated **in place**.
 
-    The formula is that of ``variant``, the name of a function of this module, begun at each sequence's row of the pool.
-
+    <variant>
     q, k : Tensor [N,G,K] or [N,T,G,K]
-        One token a sequence, or T <= 16 of them. RWKV's r is q. G is H or a divisor of it.
+        One token a sequence, or T <= 16 of them; with one token, decays have no axis T either. RWKV's r is q. float16, bfloat16, float32 or
+        float64, any strides. G is H or a divisor of it.
     v : Tensor [N,H,V] or [N,T,H,V]
-    g : Tensor, optional
-        Log decay: [H] for retention (default RetNet's), [N,(T,)H] for simple_gla, [N,(T,)H,K] for gla and rwkv6, [H,K] for rwkv5.
-    u : Tensor [H,K], optional
-        Bonus, for rwkv5 and rwkv6.
+        In q's dtype.
+    <decays>
     state : Tensor [slots,H,K,V]
         The pool, any floating dtype and strides. Arithmetic is float32 (float64 for float64 q).
-    slots : int32 or int64 Tensor [N], optional
-        The row of each sequence, all different. A negative slot skips its sequence: its output is 0, no row changes.
-        Default: sequence n is row n, and the pool has N rows.
-    scale : float, optional
-        As for the variant.
+    <slots>
+    <last>
 
-    Returns the output, [N,H,V] or [N,T,H,V], in v's dtype. Raises as the functions over sequences do; then the pool is
-    unchanged. There is no gradient: inputs that require one are refused unless under ``torch.no_grad()``.
+    Returns the output, [N,H,V] or [N,T,H,V], in v's dtype. Raises ``InvalidArgument`` with every broken rule, or ``ImplementationRefused``;
+    then the pool is unchanged. There is no gradient: inputs that require one are refused unless under ``torch.no_grad()``.
 
     >>> import torch
     >>> state = torch.zeros(4, 2, 8, 8)
@@ -321,6 +299,7 @@ def decode_step(
     return output.squeeze(1) if one else output
 
 
+@documentation.in_place("[1 or N,T")
 def advance(
     variant: str,
     q: Tensor,
@@ -337,35 +316,29 @@ def advance(
 ) -> Tensor:
     """Advance sequences of any lengths, decode steps and parts of prompts, from rows of a pool that is updated **in place**.
 
-    The formula is that of ``variant``, the name of a function of this module, begun at each sequence's row of the pool.
-
     The state after p tokens of a row is a function of these tokens alone: the first ``64 * (p // 64)`` are processed in pieces of 64 from
     the beginning of the row, the rest token by token. So a sequence that is cut at multiples of 64 tokens gives the same bits of outputs
     and states, wherever it is cut and whatever the other rows are. (Exception: ``impl="chunkwise"`` and ``"parallel"`` multiply
     rows of one length together, without ``cu_seqlens``; the bits are then those of torch's products.)
 
+    <variant>
     q, k : Tensor [1,T,G,K] with ``cu_seqlens``, else [N,T,G,K]
-        RWKV's r is q. G is H or a divisor of it.
+        RWKV's r is q. float16, bfloat16, float32 or float64, any strides. G is H or a divisor of it.
     v : Tensor [1,T,H,V] or [N,T,H,V]
-    g : Tensor, optional
-        Log decay: [H] for retention (default RetNet's), [1 or N,T,H] for simple_gla, [1 or N,T,H,K] for gla and rwkv6, [H,K] for rwkv5.
-    u : Tensor [H,K], optional
-        Bonus, for rwkv5 and rwkv6.
+        In q's dtype.
+    <decays>
     state : Tensor [P,H,K,V]
         The pool, any floating dtype and strides, without overlap and with memory of its own. Arithmetic is float32 (float64 for float64 q).
         On a GPU, products in pieces of 64 tokens are those of ``triton_chunkwise``. The state is rounded to the pool's dtype behind each
         piece and each token of the rest.
-    slots : int32 or int64 Tensor [N], optional
-        The row of each sequence, all different. A negative slot skips its sequence: its output is 0, no row changes.
-        Default: sequence n is row n, and the pool has N rows.
+    <slots>
     cu_seqlens : int32 or int64 Tensor [N+1], optional
         Packed sequences: sequence n is tokens ``cu_seqlens[n]`` to ``cu_seqlens[n+1]``; it may be empty.
-    scale : float, optional
-        As for the variant.
+    <last>
 
-    Returns the output, in v's shape and dtype. Raises as the functions over sequences do; then the pool is unchanged. There is no
-    gradient: inputs that require one are refused unless under ``torch.no_grad()``. On a GPU the host never waits for the device, and the
-    call can be captured in a CUDA graph.
+    Returns the output, in v's shape and dtype. Raises ``InvalidArgument`` with every broken rule, or ``ImplementationRefused``; then the
+    pool is unchanged. There is no gradient: inputs that require one are refused unless under ``torch.no_grad()``. On a GPU the host never
+    waits for the device, and the call can be captured in a CUDA graph.
 
     >>> import torch
     >>> pool = torch.zeros(4, 2, 8, 8)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..errors import Complaints, RangeError
+from ..files import read_text
 from ..models.tokenizers import Tokenizer, World
 from .protocol import Message
 
@@ -107,12 +108,7 @@ def find_template(path: Path, tokenizer: Tokenizer, file: Path | None = None) ->
     if file is None and (folder / TEMPLATE_FILE).is_file():
         file = folder / TEMPLATE_FILE
     if file is not None:
-        try:
-            return JinjaTemplate(file.read_text("utf-8"), special, str(file))
-        except (OSError, UnicodeDecodeError) as error:
-            complaints = Complaints("serve")
-            complaints.add(RangeError, "chat_template", "a text file in UTF-8", f"{str(file)!r} ({error})")
-            complaints.raise_any()
+        return JinjaTemplate(read_text(file, "serve", "chat_template"), special, str(file))
     found = config.get("chat_template")
     if isinstance(found, list):
         found = next((one.get("template") for one in found if isinstance(one, dict) and one.get("name") == "default"), None)
@@ -127,7 +123,7 @@ def _text(token: Any) -> str:
 
 def _config(file: Path) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_text("utf-8"))
+        content = json.loads(file.read_text("utf-8-sig"))
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}

@@ -105,6 +105,7 @@ SIGNATURE = Signature(
     nonempty="H G D",
     counts="B Tq Tk N",
     folded="H G",
+    layout=("Tk", "G"),
     rules=(one_row, _groups, _packing),
 )
 OPTIONS = (

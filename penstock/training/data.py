@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ..errors import Complaints, MissingExtra, RangeError
+from ..files import read_text
 from ..models.tokenizers import Tokenizer
 
 IGNORED = -100
@@ -47,9 +48,9 @@ def find_files(patterns: Sequence[str], function: str, argument: str) -> list[Pa
 def read(files: Sequence[Path], tokenizer: Tokenizer, separator: str | None = None) -> Corpus:
     """The tokens of text files, ``.npy`` files (integers [N]) and ``.bin`` files (uint16 [N], native byte order).
 
-    A text file is UTF-8; it is one document, or several with ``separator`` between them, which is left out. Each is followed by
-    the tokenizer's ``end_of_text``, if it has one. In token files, a document ends behind an ``end_of_text``. A single token
-    file is mapped, not read.
+    A text file is UTF-8, of which every character is kept; it is one document, or several with ``separator`` between them, which is left
+    out. Each is followed by the tokenizer's ``end_of_text``, if it has one. In token files, a document ends behind an ``end_of_text``. A
+    single token file is mapped, not read.
 
     Raises RangeError for files that are not as above, have tokens the tokenizer does not know, or hold no tokens.
     """
@@ -65,10 +66,10 @@ def read(files: Sequence[Path], tokenizer: Tokenizer, separator: str | None = No
 
 
 def _text(file: Path, tokenizer: Tokenizer, separator: str | None, kind: Any) -> tuple[Any, Tensor]:
-    try:
-        text = file.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        _refuse(file, "a text in UTF-8", str(error))
+    text = read_text(file, "train", "data")
+    if separator and separator not in text and (windows := separator.replace("\n", "\r\n")) in text:
+        remedy = f"Its lines end in a carriage return and a line feed: take {windows!r}."
+        _refuse(file, f"a text with the separator {separator!r}", f"which has {windows!r}", remedy)
     documents = text.split(separator) if separator else [text]
     end = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
     rows = [_numpy().array(tokenizer.encode(document) + end, dtype=kind) for document in documents if document]
@@ -103,12 +104,12 @@ class Windows(Dataset[dict[str, Tensor]]):
     """Samples of ``length`` tokens. The remainder of the corpus is left out.
 
     Each is a dict of ``ids`` and ``labels``, int64 [length]: labels are the next tokens. With ``packed``, it also has ``begins``,
-    int64 [n], the places in the window where documents begin, with 0; and a document's last label is ``IGNORED``. ``argument`` is what
-    messages call the corpus.
+    int64 [n], the places in the window where documents begin, with 0; and a document's last label is ``IGNORED``. With ``most``, there are
+    only the first so many samples. ``argument`` is what messages call the corpus.
     """
 
-    def __init__(self, corpus: Corpus, length: int, *, packed: bool = False, argument: str = "data") -> None:
-        self.corpus, self.length, self.packed = corpus, length, packed
+    def __init__(self, corpus: Corpus, length: int, *, packed: bool = False, most: int | None = None, argument: str = "data") -> None:
+        self.corpus, self.length, self.packed, self.most = corpus, length, packed, most
         if len(self) == 0:
             complaints = Complaints("train")
             value = f"{len(corpus.tokens)} tokens"
@@ -116,6 +117,11 @@ class Windows(Dataset[dict[str, Tensor]]):
             complaints.raise_any()
 
     def __len__(self) -> int:
+        return self.whole if self.most is None else min(self.whole, self.most)
+
+    @property
+    def whole(self) -> int:
+        """Samples of the whole corpus."""
         return max(len(self.corpus.tokens) - 1, 0) // self.length
 
     @property

@@ -8,12 +8,16 @@ model to lm_eval under the name "penstock".
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
 
-from ..errors import Complaints, MissingExtra, RangeError
+from ..call.declaration import FLOATS
+from ..cores import default_threads
+from ..errors import Complaints, MissingExtra, PenstockError, RangeError
+from ..files import escape_unwritable
 from ..models import CausalLM, load
 from ..models.streaming import stream
 from ..models.tokenizers import Tokenizer, load_tokenizer
@@ -117,18 +121,33 @@ def register() -> Any:
             # lm_eval always passes batch sizes; tokens are packed here instead
             LM.__init__(self)
             device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-            model = load(path, dtype=None if dtype is None else getattr(torch, dtype), device=device)
+            model = load(path, dtype=None if dtype is None else _dtype(dtype), device=device)
             Answers.__init__(self, model, load_tokenizer(tokenizer or path))
 
     return Penstock
 
 
+def _dtype(name: str) -> torch.dtype:
+    known = {str(one).removeprefix("torch."): one for one in FLOATS}
+    complaints = Complaints("lm_eval")
+    if name not in known:
+        complaints.add(RangeError, "dtype", f"one of {', '.join(known)}", repr(name))
+    complaints.raise_any()
+    return known[name]
+
+
 def main() -> None:
     """Run lm_eval's own command with the model."""
-    register()
-    from lm_eval.__main__ import cli_evaluate
+    escape_unwritable()
+    torch.set_num_threads(default_threads())
+    try:
+        register()
+        from lm_eval.__main__ import cli_evaluate
 
-    cli_evaluate()
+        cli_evaluate()
+    except PenstockError as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(2) from None
 
 
 if __name__ == "__main__":

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from ..errors import Complaints, DeviceError, MissingExtra, RangeError
-from ..models import CausalLM, Config, load, save
+from ..models import CausalLM, load, save
 from ..models.tokenizers import Bytes, Tokenizer, World, load_tokenizer
 from .data import IGNORED, Windows, collate, find_files, read
-from .settings import ARCHITECTURES, FUNCTION, SCHEDULES, Settings, Training
+from .progress import Say, about_data, about_model, teller
+from .resuming import STATE, last_checkpoint, steps_before
+from .schedule import rate
+from .settings import ARCHITECTURES, FUNCTION, Settings, Training
 
-STATE = "trainer_state.json"
-"""What the Trainer writes last to a checkpoint: without it, the writing was interrupted."""
-RESUMED = ("optimizer.pt", "scheduler.pt")
-"""Without one of these the Trainer would go on with a new one."""
 WORLD_ROWS = 65536
 """Embeddings of published models with World tokens."""
 
@@ -59,13 +59,13 @@ class Objective(nn.Module):
         return {"loss": self.model.loss(ids, labels, cu_seqlens, ignore_index=IGNORED)}
 
 
-def train(settings: Settings, callbacks: tuple[Any, ...] = ()) -> Trained:
+def train(settings: Settings, callbacks: tuple[Any, ...] = (), say: Say = lambda line: None) -> Trained:
     """Train as the settings say, and save the model, its tokenizer and its checkpoints in ``training.output``.
 
-    ``callbacks`` are for the Trainer. Raises RangeError, DtypeError, DeviceError or MissingExtra.
+    ``callbacks`` are for the Trainer; ``say`` gets lines about the run. Raises RangeError, DtypeError, DeviceError or MissingExtra.
     """
     data, training = settings.data, settings.training
-    device = _device(training.device)
+    device = find_device(training.device)
     files = find_files(data.train, FUNCTION, "data.train")
     others = find_files(data.evaluation, FUNCTION, "data.evaluation")
     output = Path(training.output)
@@ -74,8 +74,8 @@ def train(settings: Settings, callbacks: tuple[Any, ...] = ()) -> Trained:
     model = find_model(settings, tokenizer)
     model.gradient_checkpointing = training.gradient_checkpointing
     samples, evaluation = (
-        Windows(read(some, tokenizer, data.separator), data.length, packed=data.packing, argument=name) if some else None
-        for some, name in ((files, "data.train"), (others, "data.evaluation"))
+        Windows(read(some, tokenizer, data.separator), data.length, packed=data.packing, most=most, argument=name) if some else None
+        for some, most, name in ((files, None, "data.train"), (others, training.evaluation_samples, "data.evaluation"))
     )
     assert samples is not None
 
@@ -83,11 +83,17 @@ def train(settings: Settings, callbacks: tuple[Any, ...] = ()) -> Trained:
         save(model, folder, overwrite=True)
         if source is not None:
             (folder / source.name).write_bytes(source.read_bytes())
-            (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": tokenizer.end_of_text}))
+            (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": tokenizer.end_of_text}), "utf-8")
 
-    trainer = _trainer(Objective(model, evaluation), training, device, samples, evaluation, callbacks, write)
-    checkpoint = _last_checkpoint(training, model.config)
-    if checkpoint is not None and training.steps is not None and _steps(checkpoint) >= training.steps:
+    checkpoint = last_checkpoint(training, model.config)
+    half = training.dtype == "bfloat16" or (training.dtype == "auto" and device == "cuda" and torch.cuda.is_bf16_supported())
+    about = [about_model(model, "bfloat16" if half else "float32", device), about_data(samples, evaluation)]
+    about += [f"continues from {checkpoint}"] * (checkpoint is not None)
+    trainer = _trainer(Objective(model, evaluation), training, device, half, samples, evaluation, write)
+    for callback in (teller(say, about, samples), *callbacks):
+        trainer.add_callback(callback)
+    done = checkpoint is not None and training.steps is not None and steps_before(checkpoint) >= training.steps
+    if done and checkpoint is not None:
         # nothing is left to do; the Trainer would take one step more
         model.load_state_dict(load(checkpoint).state_dict())
         trainer.state = type(trainer.state).load_from_json(str(checkpoint / STATE))
@@ -95,9 +101,11 @@ def train(settings: Settings, callbacks: tuple[Any, ...] = ()) -> Trained:
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     if trainer.is_world_process_zero():
         write(output)
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    found = trainer.evaluate()["eval_loss"] if evaluation is not None else None
-    return Trained(output, trainer.state.global_step, losses[-1] if losses else None, found)
+    step, logs = trainer.state.global_step, trainer.state.log_history
+    losses = [entry["loss"] for entry in logs if "loss" in entry]
+    evaluated = [] if done else [entry["eval_loss"] for entry in logs if "eval_loss" in entry and entry["step"] == step]
+    found = None if evaluation is None else evaluated[-1] if evaluated else trainer.evaluate()["eval_loss"]
+    return Trained(output, step, losses[-1] if losses else None, found)
 
 
 def find_tokenizer(settings: Settings) -> tuple[Tokenizer, Path | None]:
@@ -131,7 +139,8 @@ def find_model(settings: Settings, tokenizer: Tokenizer) -> CausalLM:
     return model
 
 
-def _device(name: str) -> str:
+def find_device(name: str) -> str:
+    """The device of ``training.device``. Raises DeviceError if torch cannot use it."""
     if name == "cuda" and not torch.cuda.is_available():
         complaints = Complaints(FUNCTION)
         complaints.add(DeviceError, "training.device", "one that torch can use", repr(name), "Take auto or cpu.")
@@ -139,32 +148,8 @@ def _device(name: str) -> str:
     return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
 
 
-def _last_checkpoint(training: Training, config: Config) -> Path | None:
-    """The last whole checkpoint, to go on from. Raises RangeError for one that does not belong to the settings."""
-    folders = [one for one in Path(training.output).glob("checkpoint-*") if one.is_dir() and _steps(one) >= 0]
-    found = max((one for one in folders if (one / STATE).is_file()), key=_steps, default=None)
-    complaints = Complaints(FUNCTION)
-    if folders and not training.resume:
-        rule = "a folder without checkpoints if training.resume is false"
-        complaints.add(RangeError, "training.output", rule, repr(training.output), "Name another folder, or remove the checkpoints.")
-    elif found is not None and (missing := [name for name in RESUMED if not (found / name).is_file()]):
-        value = f"{str(found)!r} without {' and '.join(missing)}"
-        complaints.add(RangeError, "training.output", "a folder of whole checkpoints", value, "Remove this checkpoint.")
-    elif found is not None and load(found).config != config:
-        rule = "a folder whose checkpoints are of the same model"
-        complaints.add(RangeError, "training.output", rule, repr(str(found)), "Name another folder, or remove the checkpoints.")
-    complaints.raise_any()
-    return found
-
-
-def _steps(checkpoint: Path) -> int:
-    """The number of steps before a checkpoint, by its name; -1 for another folder."""
-    match = re.fullmatch(r"checkpoint-([0-9]+)", checkpoint.name, re.ASCII)
-    return int(match[1]) if match else -1
-
-
 def _trainer(
-    objective: Objective, training: Training, device: str, samples: Windows, evaluation: Windows | None, callbacks: tuple[Any, ...],
+    objective: Objective, training: Training, device: str, half: bool, samples: Windows, evaluation: Windows | None,
     write: Callable[[Path], None],
 ) -> Any:  # fmt: skip
     """The Trainer. It saves and loads models as this package does, so that every checkpoint can be used."""
@@ -181,6 +166,15 @@ def _trainer(
         def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
             objective.model.load_state_dict(load(resume_from_checkpoint).state_dict())
 
+        def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LambdaLR:
+            if self.lr_scheduler is None:
+                warmup = self.args.get_warmup_steps(num_training_steps)
+                factor = partial(rate, schedule=training.schedule, warmup=warmup, steps=num_training_steps)
+                chosen: Any = self.optimizer if optimizer is None else optimizer
+                self.lr_scheduler = LambdaLR(chosen, factor)
+            scheduler: LambdaLR = self.lr_scheduler
+            return scheduler
+
         def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
             return [name for name, parameter in model.named_parameters() if parameter.dim() == 2 and name.endswith(".weight")]
 
@@ -193,7 +187,6 @@ def _trainer(
                 complaints.add(RangeError, "the loss", "a number", f"{loss} after {state.global_step} steps", remedy)
                 complaints.raise_any()
 
-    half = training.dtype == "bfloat16" or (training.dtype == "auto" and device == "cuda" and torch.cuda.is_bf16_supported())
     arguments = TrainingArguments(
         output_dir=training.output,
         max_steps=training.steps or -1,
@@ -202,7 +195,6 @@ def _trainer(
         per_device_eval_batch_size=training.batch_size,
         gradient_accumulation_steps=training.accumulate,
         learning_rate=training.learning_rate,
-        lr_scheduler_type=SCHEDULES[training.schedule],
         warmup_steps=training.warmup,
         weight_decay=training.weight_decay,
         adam_beta1=training.betas[0],
@@ -224,4 +216,4 @@ def _trainer(
         remove_unused_columns=False,
     )
     arguments._n_gpu = min(arguments.n_gpu, 1)  # several GPUs by torchrun, not by DataParallel, which would cut packed batches
-    return Wired(objective, arguments, collate, samples, evaluation, callbacks=[Diverged(), *callbacks])
+    return Wired(objective, arguments, collate, samples, evaluation, callbacks=[Diverged()])

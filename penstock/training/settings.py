@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
@@ -12,12 +11,13 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from .. import models
 from ..errors import Complaints, DtypeError, MissingExtra, RangeError, described
+from ..files import read_text
+from ..layers.keywords import suggestion
+from .schedule import SCHEDULES
 
 FUNCTION = "train"
 MAX_SEED = 2**32 - 1
 """numpy's limit; the Trainer seeds it too."""
-SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
-"""Our name of a schedule, and that of transformers."""
 DTYPES = ("auto", "float32", "bfloat16")
 
 
@@ -77,6 +77,8 @@ class Training:
     """Checkpoints kept."""
     evaluate_every: int = 500
     """Steps between evaluations."""
+    evaluation_samples: int | None = 512
+    """The first samples of the evaluation text that are evaluated; none: all."""
     log_every: int = 10
     """Steps between values of the loss."""
     tensorboard: bool = True
@@ -106,12 +108,11 @@ def read(file: Path) -> Settings:
         import yaml
     except ImportError as error:
         raise MissingExtra.of(FUNCTION, "pyyaml", "transformers") from error
-    complaints = Complaints(FUNCTION)
+    complaints, text = Complaints(FUNCTION), read_text(file, FUNCTION, "config")
     try:
-        text = file.read_text("utf-8")
         content = yaml.safe_load(text)
         _check_keys(complaints, yaml.compose(text, yaml.SafeLoader))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: a date or a number that is none
+    except (ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: a date or a number that is none
         complaints.add(RangeError, "config", "a YAML file", f"{str(file)!r} ({error})")
     complaints.raise_any()
     return parse(content)
@@ -163,10 +164,7 @@ def _known(complaints: Complaints, place: str, content: Any, known: tuple[str, .
         return {}
     for key in content:
         if key not in known:
-            close = difflib.get_close_matches(str(key), known, 1)
-            complaints.add(
-                RangeError, place, f"made of {', '.join(sorted(known))}", repr(key), f"Did you mean {close[0]}?" if close else ""
-            )
+            complaints.add(RangeError, place, f"made of {', '.join(sorted(known))}", repr(key), suggestion(str(key), known))
     return {key: value for key, value in content.items() if key in known}
 
 
@@ -237,7 +235,7 @@ def _check_data(complaints: Complaints, data: Data) -> None:
 
 
 def _check_training(complaints: Complaints, training: Training) -> None:
-    for name in ("batch_size", "accumulate", "save_every", "keep", "evaluate_every", "log_every", "steps"):
+    for name in ("batch_size", "accumulate", "save_every", "keep", "evaluate_every", "evaluation_samples", "log_every", "steps"):
         value = getattr(training, name)
         if value is not None:
             _at_least(complaints, f"training.{name}", value, 1)
@@ -253,7 +251,7 @@ def _check_training(complaints: Complaints, training: Training) -> None:
             complaints.add(RangeError, f"training.{name}", "a finite number above 0", value)
     if len(training.betas) != 2 or not all(0 <= beta < 1 for beta in training.betas):
         complaints.add(RangeError, "training.betas", "two numbers from 0 to below 1", list(training.betas))
-    for name, known in (("schedule", tuple(SCHEDULES)), ("dtype", DTYPES), ("device", ("auto", "cpu", "cuda"))):
+    for name, known in (("schedule", SCHEDULES), ("dtype", DTYPES), ("device", ("auto", "cpu", "cuda"))):
         if getattr(training, name) not in known:
             complaints.add(RangeError, f"training.{name}", f"one of {', '.join(known)}", repr(getattr(training, name)))
 

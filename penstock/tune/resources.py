@@ -35,7 +35,7 @@ class RecordedResources:
     @classmethod
     def read(cls, path: Path = RECORDED) -> RecordedResources:
         """Read a record that ``write`` wrote."""
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text("utf-8"))
         launches = {arch: {name: Resources(**one) for name, one in found.items()} for arch, found in content["launches"].items()}
         return cls(content["triton"], launches)
 
@@ -55,7 +55,7 @@ class RecordedResources:
             lines = ",\n".join(f"   {json.dumps(name)}: {json.dumps(one._asdict())}" for name, one in found.items())
             archs.append(f"  {json.dumps(arch)}: {{\n{lines}\n  }}")
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f'{{"triton": {json.dumps(self.triton)},\n "launches": {{\n' + ",\n".join(archs) + "\n }}\n")
+        path.write_text(f'{{"triton": {json.dumps(self.triton)},\n "launches": {{\n' + ",\n".join(archs) + "\n }}\n", "utf-8")
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import platform
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +13,7 @@ import torch
 
 from .. import __version__
 from ..call.dispatch import Available
+from ..cores import affinity, load, quota
 from ..explain import implementations
 
 
@@ -30,7 +29,7 @@ class Machine:
     instructions: str
     """The instruction set that torch uses."""
     load: float
-    """Number of cores that other processes use."""
+    """How many of these cores other processes use."""
     gpus: tuple[str, ...]
     system: str
     python: str
@@ -38,16 +37,18 @@ class Machine:
     penstock: str
     triton: str | None
     fla: str | None = None
+    quota: float | None = None
+    """Cores whose time a container allows; None without a limit."""
 
     @classmethod
     def here(cls) -> Machine:
         """Describe the current machine."""
         return cls(
             processor=_processor(),
-            cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+            cores=len(affinity()),
             threads=torch.get_num_threads(),
             instructions=torch.backends.cpu.get_cpu_capability(),
-            load=_load(),
+            load=load(),
             gpus=tuple(_gpu(index) for index in range(torch.cuda.device_count())),
             system=f"{platform.system()} {platform.machine()}",
             python=platform.python_version(),
@@ -55,6 +56,7 @@ class Machine:
             penstock=__version__,
             triton=_installed("triton"),
             fla=_installed("fla-core") or _installed("flash-linear-attention"),
+            quota=quota(),
         )
 
     def device_name(self, device: str) -> str:
@@ -63,15 +65,18 @@ class Machine:
 
     @property
     def busy(self) -> str | None:
-        """A warning if other processes use the machine, or None."""
-        if self.load < 0.2 * (os.cpu_count() or 1):
+        """A warning if other processes use the cores, or None."""
+        if self.load < 0.2 * self.cores:
             return None
-        return f"Other processes use {self.load:.1f} of {os.cpu_count()} cores: times will be too long and will vary."
+        text = f"Other processes use {self.load:.1f} of {self.cores} cores: times will be too long and will vary."
+        free = max(1, round(self.cores - self.load))
+        return text + f" Fewer threads (--threads {free}) may be faster." * (free < self.threads)
 
     def lines(self) -> list[tuple[str, str]]:
         """Names and values for a table."""
+        limit = "" if self.quota is None else f" of which a quota allows {self.quota:g}"
         return [
-            ("processor", f"{self.processor}, {self.cores} cores, {self.threads} threads in use, {self.instructions}"),
+            ("processor", f"{self.processor}, {self.cores} cores{limit}, {self.threads} threads in use, {self.instructions}"),
             ("GPUs", "; ".join(self.gpus) or "none that torch can use"),
             ("software", f"penstock {self.penstock}, torch {self.torch}, triton {self.triton or 'not installed'}, Python {self.python}"),
             *((f"impl {one.name}", _state(one)) for one in implementations()),
@@ -98,24 +103,10 @@ def _state(one: Available) -> str:
 def _processor() -> str:
     info = Path("/proc/cpuinfo")
     if info.exists():
-        for line in info.read_text().splitlines():
+        for line in info.read_text("utf-8").splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-def _load() -> float:
-    """Busy cores during 0.2 s, from /proc/stat; without that file, the load average of the last minute."""
-    statistics = Path("/proc/stat")
-    if not statistics.exists():
-        return os.getloadavg()[0]
-    totals = []
-    for _ in range(2):
-        user, nice, system, idle, waiting, *rest = map(int, statistics.read_text().partition("\n")[0].split()[1:9])
-        totals.append((user + nice + system + sum(rest), idle + waiting))
-        time.sleep(0.2 if len(totals) == 1 else 0)
-    busy, free = totals[1][0] - totals[0][0], totals[1][1] - totals[0][1]
-    return busy / max(busy + free, 1) * float(os.cpu_count() or 1)
 
 
 def _gpu(index: int) -> str:

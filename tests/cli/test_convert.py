@@ -108,6 +108,7 @@ def test_errors(tmp_path: Path) -> None:
     source = write_pth(rwkv6.draw(), tmp_path)
     other = write_safetensors(gla.draw(gla.config()), gla.config(), tmp_path / "gla")
     (tmp_path / "file").write_text("")
+    (tmp_path / "there.pth").write_text("")
     for words, message in {
         (source, tmp_path / "x", "--to", "gguf"): "convert: to must be one of penstock, blinkdl, hf, fla, got 'gguf'",
         (source, tmp_path / "x", "--dtype", "int8"): "convert: dtype must be one of",
@@ -115,8 +116,16 @@ def test_errors(tmp_path: Path) -> None:
         (source, tmp_path / "file"): "convert: DST must be a folder that can be written",
         (source, tmp_path, "--to", "blinkdl"): "convert: DST must be a file that can be written",
         (other, tmp_path / "x", "--to", "blinkdl"): "save: format must be one of penstock, fla for this model, got 'blinkdl'",
-        (source, other): "save: path must be a folder without a model",
-        (tmp_path / "none", tmp_path / "x"): "load: path must be an existing file or folder",
+        (source, other): f"convert: DST must be a folder without a model, got '{other}' with config.json, model.safetensors."
+        " Name another one, or replace it with --overwrite.",
+        (
+            source,
+            tmp_path / "there.pth",
+            "--to",
+            "blinkdl",
+        ): f"convert: DST must be a file that does not exist, got '{tmp_path}/there.pth'."
+        " Name another one, or replace it with --overwrite.",
+        (tmp_path / "none", tmp_path / "x"): "convert: SRC must be an existing file or folder",
     }.items():
         done = convert(*words)
         assert done.exit_code == 2, words

@@ -20,7 +20,9 @@ from penstock.cli.demo import MODEL_ROWS, print_models
 from penstock.demo.serve import Answer
 from penstock.demo.train import Point
 from penstock.recurrence.operators import FAMILY
+from penstock.recurrence.variants import VARIANTS
 from penstock.softmax.operators import FAMILY as SOFTMAX
+from penstock.verify.finding import Finding
 from penstock.verify.machine import Machine
 from penstock.verify.verify import TRIALS, findings
 
@@ -140,3 +142,37 @@ def test_a_missing_training_text_is_found_before_any_work(tmp_path, monkeypatch)
     assert done.exit_code == 2
     assert done.output.startswith("python_topics: the standard library must be whole, got one without pydoc_data.topics.")
     assert not (tmp_path / "new").exists()
+
+
+IMPLEMENTATIONS = ("cpu", "triton_chunkwise", "triton_recurrent", "reference")
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize(
+    ("error", "budget", "shown", "limit", "failed"),
+    [
+        (3.9e-3, 3.90625e-3, "3.9e-3", "3.9e-3", False),
+        (3.95e-3, 3.90625e-3, "4.0e-3", "3.9e-3", True),
+        (3.91e-3, 3.90625e-3, "3.910e-3", "3.906e-3", True),
+        (3.906e-3, 3.90625e-3, "3.9e-3", "3.9e-3", False),
+        (6.3e-16, 1e-12, "6.3e-16", "1.0e-12", False),
+        (0.0, 2e-6, "0", "2.0e-6", False),
+    ],
+)
+def test_errors_can_be_compared_with_what_is_allowed(lines, width, error, budget, shown, limit, failed):
+    width = 120 if failed else width  # lines about failures are wrapped by the terminal
+    found = [
+        Finding(name, "cpu", variant, dtype, "output", error, budget, failed=failed)
+        for name in IMPLEMENTATIONS
+        for variant in VARIANTS
+        for dtype in ("float16", "float64")
+    ]
+    text = lines(width, print_findings, found)
+    rows = [line.split() for line in text if "float64 " in line and "WRONG" not in line and "Largest" not in line]
+    assert len(rows) == len(IMPLEMENTATIONS)
+    for row in rows:
+        assert row[-len(VARIANTS) - 1 :] == [shown] * len(VARIANTS) + [limit]
+        assert (float(shown) <= float(limit)) is not failed
+    wrong = [line for line in text if "WRONG" in line]
+    assert len(wrong) == failed * len(found)
+    assert all(line.endswith(f"error {shown}, allowed {limit}") for line in wrong)

@@ -10,7 +10,7 @@ from penstock.cli import main
 from penstock.models import CausalLM, gla, save
 from penstock.training import mqar
 
-SMALL = ["--pairs", "1", "--length", "6", "--vocab-size", "8", "--hidden-size", "16", "--layers", "1", "--seconds", "0.001"]
+SMALL = ["--pairs", "1", "--length", "6", "--vocab-size", "8", "--hidden-size", "16", "--num-layers", "1", "--seconds", "0.001"]
 
 
 def run(*words):

@@ -34,7 +34,7 @@ def run(*words, text=None):
 
 
 def test_the_text_is_that_of_the_model(model, saved):
-    done = run("--model", saved, "--prompt", "Hallo", "--tokens", "40", "--seed", "5", "--device", "cpu")
+    done = run("--model", saved, "--prompt", "Hallo", "--max-tokens", "40", "--seed", "5", "--device", "cpu")
     assert done.exit_code == 0, done.output
     coder = Bytes(model.config.vocab_size)
     options = {"top_p": 0.9, "end": coder.end_of_text, "generator": torch.Generator().manual_seed(5)}
@@ -57,7 +57,7 @@ def test_tuned_states(saved, model, tmp_path):
 
 def test_prompts_come_from_files_and_standard_input(saved, tmp_path):
     (tmp_path / "prompt.txt").write_text("Grüße\n")
-    rest = ["--model", saved, "--tokens", "9", "--temperature", "0", "--device", "cpu"]
+    rest = ["--model", saved, "--max-tokens", "9", "--temperature", "0", "--device", "cpu"]
     wanted = run(*rest, "--prompt", "Grüße\n").stdout
     assert run(*rest, "--prompt-file", str(tmp_path / "prompt.txt")).stdout == wanted
     assert run(*rest, "--prompt-file", "-", text="Grüße\n").stdout == wanted
@@ -83,7 +83,7 @@ def test_an_interruption_ends_the_text(saved, monkeypatch):
 
 
 def test_an_empty_prompt_needs_a_token_between_texts(model, saved):
-    done = run("--model", saved, "--prompt", "", "--tokens", "2")
+    done = run("--model", saved, "--prompt", "", "--max-tokens", "2")
     if model.config.vocab_size == 257:
         assert done.exit_code == 0, done.output
     else:
@@ -101,10 +101,15 @@ def test_an_empty_prompt_needs_a_token_between_texts(model, saved):
         (["--prompt", "a", "--dtype", "int8"], "generate: dtype must be one of float16"),
         (["--prompt", "a", "--temperature", "-1"], "generate: temperature must be a finite number of at least 0"),
         (["--prompt", "a", "--seed", "-1"], "generate: seed must be from 0"),
-        (["--prompt", "a", "--model", "nowhere"], "load_tokenizer: path must be a checkpoint file or folder, got 'nowhere'"),
+        (["--prompt", "a", "--model", "nowhere"], "generate: model must be an existing file or folder, got 'nowhere'"),
     ],
 )
 def test_wrong_options_give_one_message(saved, words, message):
     done = run("--model", saved, *words)
     assert done.exit_code == 2, done.output
     assert message in done.output
+
+
+def test_tokens_is_another_name_of_max_tokens(saved):
+    rest = ["--model", saved, "--prompt", "a", "--temperature", "0", "--device", "cpu"]
+    assert run(*rest, "--tokens", "9").stdout == run(*rest, "--max-tokens", "9").stdout

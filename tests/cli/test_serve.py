@@ -9,7 +9,7 @@ import time
 import httpx
 import openai
 import pytest
-from live_server import process, save_checkpoint
+from live_server import process, running, save_checkpoint, small_model
 from typer.testing import CliRunner
 
 from penstock.cli import main
@@ -78,6 +78,19 @@ def test_a_server_answers_is_measured_and_ends_after_its_requests(served, tmp_pa
     client.close()
 
 
+@pytest.mark.parametrize(("words", "got"), [([], "none"), (["--api-key", "wrong"], "another one")])
+def test_a_server_that_wants_a_key_is_told_from_no_server(words, got, monkeypatch):
+    monkeypatch.delenv("PENSTOCK_API_KEY", raising=False)
+    with running(small_model(), api_key="secret") as live:
+        done = run("bench-serve", "--url", live.url, *words)
+        assert done.exit_code == 2
+        said = f"bench-serve: api_key must be one that {live.url} takes, got {got} (status 401: "
+        assert said in done.stderr, done.stderr
+        assert "Pass --api-key KEY, or set PENSTOCK_API_KEY in the environment." in done.stderr
+        monkeypatch.setenv("PENSTOCK_API_KEY", "secret")
+        assert run("bench-serve", "--url", live.url, "--clients", "1", "--requests", "1", "--prompt", "3", "--output", "1").exit_code == 0
+
+
 def test_wrong_options_are_refused(checkpoint, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -108,7 +121,8 @@ def test_wrong_options_are_refused(checkpoint, tmp_path):
         (["--prompt", "9-5"], "prompt must be a number from 1"),
         (["--output", "exp:5-9"], "output must be a number from 1"),
         (["--url", "ftp://a"], "url must be http://"),
-        (["--url", "http://127.0.0.1:1"], "url must be of a server of OpenAI's API"),
+        (["--url", "http://127.0.0.1:1"], "url must be of a server of OpenAI's API, got 'http://127.0.0.1:1' ([Errno"),
+        (["--url", "http://127.0.0.1:1"], "Start one: penstock serve --model PATH."),
         (["--plot", "a.txt"], "file must be named *.png"),
     ],
 )

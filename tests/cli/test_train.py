@@ -24,22 +24,24 @@ def test_a_trained_model_generates(tmp_path):
     done = run("train", str(tmp_path / "a.yaml"))
     assert done.exit_code == 0, done.output
     assert "2 steps" in done.output
+    for word in ("model: gla, ", "training: 420 tokens, 26 samples of 16", "2 steps, each of 32 tokens (2 samples)"):
+        assert word in done.stderr
     assert f"penstock generate --model {tmp_path / 'run'} --prompt TEXT" in done.output
-    done = run("generate", "--model", str(tmp_path / "run"), "--prompt", "words", "--tokens", "5", "--device", "cpu")
+    done = run("generate", "--model", str(tmp_path / "run"), "--prompt", "words", "--max-tokens", "5", "--device", "cpu")
     assert done.exit_code == 0, done.output
 
 
 def test_an_interruption_says_how_to_continue(tmp_path, monkeypatch):
     import sys
 
-    def interrupted(_):
+    def interrupted(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(sys.modules["penstock.cli.train"], "run", interrupted)
-    (tmp_path / "a.yaml").write_text(CONFIG)
+    (tmp_path / "a.yaml").write_text(CONFIG.replace("FOLDER", str(tmp_path)))
     done = run("train", str(tmp_path / "a.yaml"))
     assert done.exit_code == 130
-    assert "The same command continues from the last checkpoint." in done.stderr
+    assert "Interrupted. There is no checkpoint yet (training.save_every is 500 steps): the same command begins again." in done.stderr
 
 
 def test_unknown_keys_are_named(tmp_path):

@@ -1,5 +1,7 @@
 """States as objects: kept, forked, saved to files, refused where they do not fit. And the pool that they come from."""
 
+import hashlib
+import json
 from dataclasses import replace
 
 import pytest
@@ -9,6 +11,7 @@ from architectures import ARCHITECTURES, model_of, randomised
 from penstock.engine import Engine, SamplingParams
 from penstock.engine.request import Request, Sequence
 from penstock.engine.state_pool import StatePool
+from penstock.engine.states import fingerprint
 from penstock.errors import EngineError, PenstockError, RangeError, ShapeError
 from penstock.models import CausalLM
 from penstock.models.arguments import named_tensors
@@ -269,3 +272,11 @@ def test_many_rows_of_a_pool_are_copied_together():
     for slot in range(7):
         assert torch.equal(pool.memory[pool.aligned(slot)], before[slot if slot in slots else pool.aligned(slot)])
         assert torch.equal(pool.memory[slot], before[slot])
+
+
+def test_the_fingerprint_of_a_model_needs_no_numpy(monkeypatch):
+    wanted = hashlib.sha256(json.dumps(model_of("rwkv6").config.to_dict(), sort_keys=True).encode())
+    for name, x in model_of("rwkv6").state_dict().items():
+        wanted.update(f"{name} {x.dtype} {list(x.shape)}".encode() + x.contiguous().numpy().tobytes())
+    monkeypatch.setattr(torch.Tensor, "numpy", lambda _: pytest.fail("numpy is used"))
+    assert fingerprint(model_of("rwkv6")) == wanted.hexdigest()

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from formulas import error
 from public_models import gla, rwkv6, tokens, write_bin, write_pth, write_safetensors
@@ -124,7 +125,12 @@ def test_missing_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     save(load(file), tmp_path / "again.pth", "blinkdl")
     with pytest.raises(MissingExtra, match=r"load: safetensors must be installed, got none. Run pip install 'penstock\[models\]'"):
         load(folder)
-    with pytest.raises(MissingExtra, match="save: safetensors must be installed"):
+    with pytest.raises(MissingExtra, match="save: safetensors and numpy must be installed"):
+        save(load(file), tmp_path / "ours")
+    monkeypatch.setitem(sys.modules, "safetensors", safetensors)
+    monkeypatch.setitem(sys.modules, "safetensors.torch", safetensors.torch)
+    monkeypatch.setitem(sys.modules, "numpy", None)  # safetensors imports it to write
+    with pytest.raises(MissingExtra, match="save: safetensors and numpy must be installed"):
         save(load(file), tmp_path / "ours")
     assert not (tmp_path / "ours").exists()
     monkeypatch.delitem(sys.modules, "penstock.models.huggingface", raising=False)

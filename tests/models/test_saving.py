@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import shutil
@@ -199,9 +200,37 @@ def test_a_full_disk(name: str, form: str, tmp_path: Path) -> None:
     limit, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limit[1]))
     try:
-        with pytest.raises(OSError, match="save: path must be a place that can be written"):
+        with pytest.raises(OSError, match=r"save: path must be a place that can be written, got .*\)\. The disk may be full\.$"):
             save(CausalLM(rwkv6_config(**SMALL, head_size=8)), tmp_path / name, form)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         signal.signal(signal.SIGXFSZ, handler)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("name", "form"), [("new", "penstock"), ("new.pth", "blinkdl")])
+@pytest.mark.parametrize(
+    ("place", "remedy"),
+    [
+        ("/proc/missing", "Its parent folder cannot be made: name another place."),
+        ("{}/file", "Its parent folder cannot be made: name another place."),
+        ("{}/link", "Its parent folder cannot be made: name another place."),
+        ("{}/" + "n" * 300, "Name another place."),
+    ],
+)
+def test_a_place_that_cannot_be_written_says_what_to_do(name: str, form: str, place: str, remedy: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to("/proc/missing")
+    with pytest.raises(OSError, match=rf"save: path must be a place that can be written, got .*\)\. {remedy}$"):
+        save(CausalLM(rwkv6_config(**SMALL, head_size=8)), Path(place.format(tmp_path)) / name, form)
+
+
+@pytest.mark.parametrize(("name", "form"), [("new", "penstock"), ("new.pth", "blinkdl")])
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EPERM, errno.EROFS])
+def test_a_place_without_rights_says_so(name: str, form: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr("os.replace", refused)
+    with pytest.raises(OSError, match=r"\)\. This user may not write there: name another place, or change its mode\.$"):
+        save(CausalLM(rwkv6_config(**SMALL, head_size=8)), tmp_path / name, form)

@@ -249,7 +249,7 @@ def test_a_checkpoint_gets_its_tokenizer(tmp_path, tokenizer_files):
 
 
 def test_errors_say_what_to_do(tmp_path, world, tokenizer_files):
-    with pytest.raises(RangeError, match=r"load_tokenizer: path must be a checkpoint file or folder, got .*nowhere', which does not exist"):
+    with pytest.raises(RangeError, match=r"load_tokenizer: path must be an existing file or folder, got .*nowhere', which does not exist"):
         load_tokenizer(tmp_path / "nowhere")
     save(model_of(300), tmp_path / "pile.pth", "blinkdl")
     for path in (tmp_path / "pile.pth", tmp_path):

@@ -63,7 +63,7 @@ def test_packed_samples_start_a_sequence_at_each_document():
 
 def test_wrong_files_raise(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"\xff")
-    with pytest.raises(RangeError, match=r"train: data must be a text in UTF-8, got .*a\.txt"):
+    with pytest.raises(RangeError, match=r"train: data must be a text file in UTF-8, got .*a\.txt"):
         read([tmp_path / "a.txt"], Bytes())
     numpy.save(tmp_path / "a.npy", numpy.zeros((2, 2)))
     with pytest.raises(RangeError, match=r"data must be a row of integers, got .*float64 of shape \[2, 2\]"):
@@ -76,6 +76,15 @@ def test_wrong_files_raise(tmp_path):
         read([tmp_path / "empty.txt"], Bytes())
     with pytest.raises(RangeError, match=r"data must be at least length \+ 1 = 9 tokens, got 8 tokens"):
         Windows(Corpus(numpy.arange(8), torch.tensor([0])), 8)
+
+
+def test_a_separator_of_other_line_ends_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"one\r\n\r\ntwo")
+    with pytest.raises(RangeError, match=r"separator '\\n\\n', got .* \(which has '\\r\\n\\r\\n'\)\..*take '\\r\\n\\r\\n'"):
+        read([tmp_path / "a.txt"], Bytes(), "\n\n")
+    assert read([tmp_path / "a.txt"], Bytes(), "\r\n\r\n").begins.tolist() == [0, 3]
+    (tmp_path / "b.txt").write_bytes(b"one document")
+    assert read([tmp_path / "b.txt"], Bytes(), "\n\n").begins.tolist() == [0]
 
 
 def test_files_are_found_by_patterns(tmp_path):

@@ -8,9 +8,9 @@ import torch
 
 from penstock import RangeError
 from penstock.errors import MissingExtra
-from penstock.models import CausalLM, rwkv6, save
+from penstock.models import CausalLM, load, rwkv6, save
 from penstock.models.tokenizers import Bytes
-from penstock.training.lm_eval import Answers, register
+from penstock.training.lm_eval import Answers, main, register
 
 
 def asked(*args):
@@ -117,3 +117,26 @@ def test_without_lm_eval_the_error_says_so(monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(MissingExtra, match="register: lm_eval must be installed, got none"):
         register()
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--model", "penstock", "--model_args", "path=nowhere", "--tasks", "lambada_openai"]])
+def test_the_command_without_lm_eval_says_what_to_install(monkeypatch, capsys, words):
+    for name in ("lm_eval", "lm_eval.api", "lm_eval.api.model"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setattr(sys, "argv", ["lm_eval", *words])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "register: lm_eval must be installed, got none. Run pip install lm_eval.\n"
+
+
+def test_errors_of_the_model_are_messages(monkeypatch, capsys):
+    package = ModuleType("lm_eval.__main__")
+    package.cli_evaluate = lambda: load("nowhere")
+    monkeypatch.setitem(sys.modules, "lm_eval.__main__", package)
+    monkeypatch.setitem(sys.modules, "lm_eval", ModuleType("lm_eval"))
+    monkeypatch.setattr("penstock.training.lm_eval.register", lambda: None)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert "load: path must be an existing file or folder, got 'nowhere'" in capsys.readouterr().err

@@ -1,5 +1,7 @@
 """Training by transformers' Trainer: losses, checkpoints, resuming, and what is saved."""
 
+import math
+import re
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,9 @@ from penstock import RangeError
 from penstock.models import CausalLM, load, rwkv6, save
 from penstock.models.tokenizers import Bytes, load_tokenizer
 from penstock.training.data import IGNORED, Windows, collate, read
+from penstock.training.resuming import after_interruption
 from penstock.training.run import train
+from penstock.training.schedule import SCHEDULES, rate
 from penstock.training.settings import parse
 
 pytest.importorskip("transformers")
@@ -218,3 +222,95 @@ def test_checkpoints_of_another_model_are_refused(settings):
 def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(settings):
     with pytest.raises(RangeError, match=r"train: model\.vocab_size must be at least the tokenizer's 257, got 256"):
         train(settings(model__vocab_size=256, data__tokenizer="bytes+end"))
+
+
+class Watch:
+    """A callback that keeps the learning rate of each step, and counts evaluations."""
+
+    def __new__(cls):
+        from transformers import TrainerCallback
+
+        class Watching(TrainerCallback):
+            def __init__(self):
+                self.rates, self.evaluations = [], 0
+
+            def on_step_begin(self, args, state, control, optimizer=None, **_):
+                self.rates.append(optimizer.param_groups[0]["lr"])
+
+            def on_evaluate(self, args, state, control, **_):
+                self.evaluations += 1
+
+        return Watching()
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("warmup", [0, 0.05, 0.5, 1, 3, 8])
+def test_every_step_has_a_learning_rate_above_0(settings, schedule, warmup):
+    watch = Watch()
+    train(settings(training__schedule=schedule, training__warmup=warmup), callbacks=(watch,))
+    steps = math.ceil(warmup * 8) if warmup < 1 else warmup
+    assert watch.rates == pytest.approx([1e-2 * rate(step, schedule, steps, 8) for step in range(8)])
+    assert min(watch.rates) > 0
+    assert max(watch.rates) == pytest.approx(1e-2)
+    assert watch.rates[: steps + 1] == sorted(watch.rates[: steps + 1])
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_resumed_run_has_the_learning_rates_of_a_whole_one(settings, tmp_path, schedule):
+    whole, before, after = Watch(), Watch(), Watch()
+    train(settings(training__schedule=schedule, training__output=str(tmp_path / "whole")), callbacks=(whole,))
+    with pytest.raises(KeyboardInterrupt):
+        train(settings(training__schedule=schedule), callbacks=(before, Stop(5)))
+    train(settings(training__schedule=schedule), callbacks=(after,))
+    assert before.rates[:3] + after.rates == pytest.approx(whole.rates)
+
+
+@pytest.mark.parametrize(("every", "evaluations"), [(4, 2), (3, 3), (100, 1)])
+def test_the_last_evaluation_is_not_made_twice(settings, tmp_path, every, evaluations):
+    watch = Watch()
+    trained = train(settings(data__evaluation=str(tmp_path / "b.txt"), training__evaluate_every=every), callbacks=(watch,))
+    assert watch.evaluations == evaluations
+    corpus = read([tmp_path / "b.txt"], Bytes())
+    batch = collate(list(Windows(corpus, 32)))
+    with torch.no_grad():
+        assert trained.evaluation_loss == pytest.approx(load(trained.folder).loss(batch["ids"], batch["labels"]).item(), rel=1e-4)
+
+
+def test_evaluation_samples_are_the_first(settings, tmp_path):
+    trained = train(settings(data__evaluation=str(tmp_path / "b.txt"), training__evaluation_samples=5))
+    batch = collate([Windows(read([tmp_path / "b.txt"], Bytes()), 32)[n] for n in range(5)])
+    with torch.no_grad():
+        assert trained.evaluation_loss == pytest.approx(load(trained.folder).loss(batch["ids"], batch["labels"]).item(), rel=1e-4)
+
+
+def test_a_run_says_what_it_does(settings, tmp_path):
+    said = []
+    with pytest.raises(KeyboardInterrupt):
+        train(settings(data__evaluation=str(tmp_path / "b.txt"), training__evaluation_samples=5), (Stop(5),), said.append)
+    tokens, samples = len(TEXT), (len(TEXT) - 1) // 32
+    assert re.fullmatch(r"model: rwkv6, [0-9,]+ parameters, float32 on cpu, 1 thread", said[0])
+    assert said[1] == f"training: {tokens:,} tokens, {samples} samples of 32; evaluation: 5 of {samples} samples of {tokens:,} tokens"
+    assert said[2] == f"8 steps, each of 128 tokens (4 samples); {32 / samples:.1f} passes over the text"
+    assert re.fullmatch(r"[0-9.]+ s a step: the other 5 steps take about [0-9]+ s, without evaluations", said[3])
+    assert len(said) == 4
+    said.clear()
+    train(settings(), (), said.append)
+    assert said[2:] == [f"continues from {tmp_path}/run/checkpoint-3", f"steps 4 to 8, {said[3].partition(', ')[2]}", said[4]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "stop", "wanted"),
+    [
+        ({}, 2, "There is no checkpoint yet (training.save_every is 3 steps): the same command begins again."),
+        ({}, 5, "The same command continues from {}/run/checkpoint-3."),
+        (
+            {"training__resume": False},
+            5,
+            "The last checkpoint is {}/run/checkpoint-3. The command continues from it with training.resume: true.",
+        ),
+    ],
+)
+def test_what_the_command_does_after_an_interruption(settings, tmp_path, changes, stop, wanted):
+    with pytest.raises(KeyboardInterrupt):
+        train(settings(**changes), callbacks=(Stop(stop),))
+    assert after_interruption(settings(**changes).training) == wanted.format(tmp_path)

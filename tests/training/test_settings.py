@@ -87,7 +87,7 @@ def test_every_architecture_can_be_named():
         (SMALL | {"model": {"architecture": "gla", "hidden_size": 8}}, ["model.num_layers must be given"]),
         (
             changed("model", heads=2),
-            ["train: model of architecture rwkv6 must be made of architecture, ", "got 'heads'. Did you mean head_size?"],
+            ["train: model of architecture rwkv6 must be made of architecture, ", "got 'heads'. Did you mean num_heads?"],
         ),
         (SMALL | {"model": {"path": "a", "hidden_size": 3}}, ["model with a path must be made of path, got 'hidden_size'"]),
         (SMALL | {"model": {"path": 3}}, ["model.path must be a text, got 3"]),
@@ -102,8 +102,8 @@ def test_wrong_files_are_refused_with_every_reason(content, messages):
 
 def test_a_file_that_is_not_yaml_is_refused(tmp_path):
     (tmp_path / "a.yaml").write_text("a: [")
-    for name in ("a.yaml", "nowhere.yaml"):
-        with pytest.raises(InvalidArgument, match="train: config must be a YAML file, got"):
+    for name, kind in (("a.yaml", "YAML file"), ("nowhere.yaml", "text file in UTF-8")):
+        with pytest.raises(InvalidArgument, match=f"train: config must be a {kind}, got"):
             read(tmp_path / name)
 
 

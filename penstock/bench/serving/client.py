@@ -14,6 +14,9 @@ from ...errors import Complaints, EngineError, RangeError
 from .workload import Job
 
 MOST_HEADERS = 2**16
+KEY_VARIABLE = "PENSTOCK_API_KEY"
+"""The key of servers in the environment."""
+REFUSED = (401, 403)
 
 
 @dataclass
@@ -54,15 +57,21 @@ class Target:
         self.model = ""
 
     async def find_model(self) -> str:
-        """The name of the server's first model. Raises EngineError if there is no such server."""
+        """The name of the server's first model. Raises EngineError if there is no such server, or if it refuses the key."""
         try:
             status, pieces = await asyncio.wait_for(self._whole("GET", "/v1/models"), 30)
+            if status in REFUSED:
+                got = f"{'another one' if self._key else 'none'} ({_refusal(status, pieces)})"
+                remedy = f"Pass --api-key KEY, or set {KEY_VARIABLE} in the environment."
+                raise EngineError(f"bench-serve: api_key must be one that {self.url} takes, got {got}. {remedy}")
             if status != 200:
-                raise ValueError(f"status {status}: {pieces[:200].decode(errors='replace')}")
+                raise ValueError(_refusal(status, pieces))
             self.model = str(json.loads(pieces)["data"][0]["id"])
         except (OSError, ValueError, LookupError, TypeError, asyncio.TimeoutError, asyncio.IncompleteReadError) as error:
-            reason = f"{type(error).__name__} {error}".strip()
-            raise EngineError(f"bench-serve: url must be of a server of OpenAI's API, got {self.url!r} ({reason}).") from error
+            remedy = "Start one: penstock serve --model PATH."
+            raise EngineError(
+                f"bench-serve: url must be of a server of OpenAI's API, got {self.url!r} ({_reason(error)}). {remedy}"
+            ) from error
         return self.model
 
     async def complete(self, job: Job) -> Answer:
@@ -75,7 +84,7 @@ class Target:
         try:
             await asyncio.wait_for(self._stream(body, answer), self._seconds)
         except (OSError, ValueError, LookupError, TypeError, asyncio.TimeoutError, asyncio.IncompleteReadError) as error:
-            answer.error = f"{type(error).__name__} {error}".strip()
+            answer.error = _reason(error)
         answer.done = perf_counter()
         return answer
 
@@ -84,7 +93,7 @@ class Target:
         async for status, piece in self._pieces("POST", "/v1/completions", body):
             now, rest = perf_counter(), rest + piece
             if status != 200:
-                answer.error = f"status {status}"
+                answer.error = _refusal(status, rest)
                 continue
             *events, rest = rest.split(b"\n\n")
             for event in events:
@@ -121,6 +130,20 @@ class Target:
                     yield status, piece
         finally:
             writer.close()
+
+
+def _refusal(status: int, body: bytes) -> str:
+    """A status and the message of OpenAI's error object, if the body is one."""
+    try:
+        message = str(json.loads(body)["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        return f"status {status}"
+    return f"status {status}: {message[:200]}"
+
+
+def _reason(error: Exception) -> str:
+    """What an exception says, or its name if it says nothing."""
+    return str(error).strip() or type(error).__name__
 
 
 def _take(piece: Any, answer: Answer, now: float) -> None:

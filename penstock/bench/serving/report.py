@@ -39,7 +39,7 @@ class Report:
         for plain, one in zip(content["runs"], self.runs):
             plain |= {"output_tokens_per_second": one.output_rate, "total_tokens_per_second": one.total_rate}
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(content, indent=2) + "\n")
+        path.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
 
 
 def print_runs(console: Console, runs: Sequence[Run]) -> None:

@@ -151,6 +151,8 @@ def save(
 ) -> None:
     """Save a model so that ``load``, and the projects that the format is from, can read it.
 
+    model : CausalLM
+        On any device with memory.
     path : str or Path
         A folder, which may exist and have other files; for "blinkdl" a file.
     format : str

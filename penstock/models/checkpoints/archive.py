@@ -19,6 +19,7 @@ from ...call.declaration import FLOATS
 from ...errors import Complaints, DtypeError, MissingExtra, RangeError, described, shortened
 from .foreign import Found, kind_of_content, kind_of_file, kind_of_folder, kind_of_objects, kind_of_shard
 from .names import prefixes, unwrapped, weights_of
+from .places import models_inside, refuse_missing, refuse_stand_in
 
 ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 """Files of adapters in folders of PEFT."""
@@ -51,6 +52,7 @@ class Archive:
 
     def _read(self, complaints: Complaints) -> None:
         path, argument = self.path, self.argument
+        refuse_missing("load", argument, path)
         if not path.is_file() and not path.is_dir():
             value = f"{str(path)!r}{', which is neither' * path.exists()}"
             complaints.add(RangeError, argument, "an existing file or folder", value, FOUND)
@@ -158,7 +160,8 @@ def _files(complaints: Complaints, path: Path, argument: str) -> list[Path]:
     if len(found) != 1:
         _refuse(complaints, argument, path, kind_of_folder(path))
         names = ", ".join(one.name for one in found) or ", ".join(f"{one.name}, which is not a file" for one in entries) or "none of these"
-        complaints.add(RangeError, argument, f"a folder with {' or '.join(STEMS)} or one {' or '.join(SUFFIXES)} file", names, FOUND)
+        remedy = models_inside(path) or FOUND
+        complaints.add(RangeError, argument, f"a folder with {' or '.join(STEMS)} or one {' or '.join(SUFFIXES)} file", names, remedy)
         complaints.raise_any()
     return found
 
@@ -188,6 +191,7 @@ def is_safetensors(path: Path) -> bool:
 
 def _read(complaints: Complaints, path: Path, argument: str) -> Mapping[str, Tensor]:
     """All tensors of a file, mapped."""
+    refuse_stand_in("load", argument, path)
     _refuse(complaints, argument, path, kind_of_file(path))
     if is_safetensors(path):
         return _read_safetensors(complaints, path, argument)

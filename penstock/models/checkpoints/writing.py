@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -16,12 +17,24 @@ import torch
 from torch import Tensor
 
 from ...errors import Complaints, MissingExtra, PenstockError, RangeError
+from ...files import usual_mode
 
 SHARD = 5 * 2**30
 """Bytes of a file of a folder, as transformers has them."""
 CONFIG = "config.json"
 WEIGHTS = re.compile(r"(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
 """Names of files of weights in folders, ours and those of public models."""
+FLAG = "replace it with overwrite=True"
+"""How a caller of ``save`` asks to overwrite."""
+FULL = "The disk may be full."
+PARENT = "Its parent folder cannot be made: name another place."
+RIGHTS = "This user may not write there: name another place, or change its mode."
+REMEDIES = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), FULL),
+    **dict.fromkeys((errno.ENOENT, errno.ENOTDIR, errno.EEXIST), PARENT),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), RIGHTS),
+}
+"""What to do about an error of the system. torch's writer does not say which one it had."""
 
 
 @contextmanager
@@ -39,18 +52,41 @@ def writing(path: Path) -> Iterator[None]:
             raise
         described = error.strerror if isinstance(error, OSError) and error.strerror else str(error).strip()
         reason = (described or type(error).__name__).splitlines()[0]
-        text = f"save: path must be a place that can be written, got {str(path)!r} ({reason}). The disk may be full."
+        told = re.search(r"os error ([0-9]{1,4})", reason)  # safetensors
+        number = int(told[1]) if told else error.errno if isinstance(error, OSError) else None
+        remedy = FULL if number is None else REMEDIES.get(number, "Name another place.")
+        text = f"save: path must be a place that can be written, got {str(path)!r} ({reason}). {remedy}"
         raise OSError(text) from error
+
+
+def check_file(complaints: Complaints, argument: str, path: Path, overwrite: bool, flag: str = FLAG) -> None:
+    """Check that a file can be written; ``flag`` is what asks to overwrite it."""
+    special = path.exists() and not path.is_file()
+    if special or (os.path.lexists(path) and not overwrite):
+        remedy = "Name a file." if special else f"Name another one, or {flag}."
+        complaints.add(RangeError, argument, "a file that does not exist", repr(str(path)), remedy)
+
+
+def check_folder(complaints: Complaints, argument: str, path: Path, overwrite: bool, flag: str = FLAG) -> list[Path]:
+    """Check that a model can be written to a folder; return the files of an earlier one."""
+    if path.exists() and not path.is_dir():
+        complaints.add(RangeError, argument, "a folder", f"{str(path)!r}, which is a file", "Name another one.")
+        return []
+    entries = sorted(path.iterdir()) if path.is_dir() else []
+    present = [one for one in entries if one.name == CONFIG or WEIGHTS.fullmatch(one.name)]
+    value = f"{str(path)!r} with {', '.join(one.name for one in present)}"
+    if any(one.is_dir() for one in present):
+        complaints.add(RangeError, argument, "a folder with files of these names only", value, "Name another one.")
+    elif present and not overwrite:
+        complaints.add(RangeError, argument, "a folder without a model", value, f"Name another one, or {flag}.")
+    return present
 
 
 def write_file(path: Path, tensors: Mapping[str, Tensor], overwrite: bool) -> None:
     """Write one file of torch. Raises RangeError if there is one already."""
     complaints = Complaints("save")
-    special = path.exists() and not path.is_file()
-    if special or (os.path.lexists(path) and not overwrite):
-        remedy = "Name a file." if special else "Name another one, or overwrite it."
-        complaints.add(RangeError, "path", "a file that does not exist", repr(str(path)), remedy)
-        complaints.raise_any()
+    check_file(complaints, "path", path, overwrite)
+    complaints.raise_any()
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as scratch:
         torch.save(_apart(tensors, tensors), Path(scratch) / path.name)
@@ -63,21 +99,13 @@ def write_folder(path: Path, tensors: Mapping[str, Tensor], config: Mapping[str,
     Raises RangeError if the folder has such files already.
     """
     try:
+        import numpy  # noqa: F401  # safetensors needs it to write
         from safetensors import SafetensorError
         from safetensors.torch import save_file
     except ImportError as error:
-        raise MissingExtra.of("save", "safetensors", "models") from error
+        raise MissingExtra.of("save", "safetensors and numpy", "models") from error
     complaints = Complaints("save")
-    if path.exists() and not path.is_dir():
-        complaints.add(RangeError, "path", "a folder", f"{str(path)!r}, which is a file", "Name another one.")
-        complaints.raise_any()
-    entries = sorted(path.iterdir()) if path.is_dir() else []
-    present = [one for one in entries if one.name == CONFIG or WEIGHTS.fullmatch(one.name)]
-    names = ", ".join(one.name for one in present)
-    if any(one.is_dir() for one in present):
-        complaints.add(RangeError, "path", "a folder with files of these names only", f"{str(path)!r} with {names}", "Name another one.")
-    elif present and not overwrite:
-        complaints.add(RangeError, "path", "a folder without a model", f"{str(path)!r} with {names}", "Name another one, or overwrite it.")
+    present = check_folder(complaints, "path", path, overwrite)
     complaints.raise_any()
     path.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".", dir=path) as scratch:  # the parent may be of another file system
@@ -90,6 +118,7 @@ def write_folder(path: Path, tensors: Mapping[str, Tensor], config: Mapping[str,
                 save_file(_apart(tensors, inside), new / name, {"format": "pt"})
             except SafetensorError as error:
                 raise OSError(str(error)) from error
+            usual_mode(new / name)
         if len(files) > 1:
             placed = {one: name for name, inside in files.items() for one in inside}
             total = sum(x.numel() * x.element_size() for x in tensors.values())

@@ -20,6 +20,7 @@ from typing import Literal, Protocol
 import torch
 
 from ...errors import PenstockError
+from ...files import usual_mode
 
 HERE = Path(__file__).parent
 TYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float", torch.float64: "double"}
@@ -76,7 +77,7 @@ class Configuration:
     @property
     def source(self) -> str:
         """One text, because NVRTC would have to find headers."""
-        return "\n".join((HERE / name).read_text() for name in ("gpu.cuh", "tokens.cuh", "decays.cuh", f"{self.direction}.cu"))
+        return "\n".join((HERE / name).read_text("utf-8") for name in ("gpu.cuh", "tokens.cuh", "decays.cuh", f"{self.direction}.cu"))
 
     @property
     def macros(self) -> dict[str, str]:
@@ -161,4 +162,5 @@ def _write(path: Path, code: bytes) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as new:
             new.write(hashlib.sha256(code).digest() + code)
+        usual_mode(Path(new.name))
         os.replace(new.name, path)

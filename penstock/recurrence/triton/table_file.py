@@ -121,7 +121,7 @@ def target(device: torch.device) -> Target:
 def read(path: Path, arch: str) -> dict[Key, Entry]:
     """The entries of a file; none if there is no file. Raises RangeError that names every broken rule of a malformed one."""
     try:
-        text = path.read_text()
+        text = path.read_text("utf-8")
     except FileNotFoundError:
         return {}
     complaints = Complaints(f"launch table {path}")
@@ -181,4 +181,4 @@ def write(path: Path, arch: str, entries: Iterable[Entry]) -> None:
     """Write a table, an entry a line; folders are made."""
     lines = [json.dumps(entry.plain) for entry in sorted(entries)]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f'{{"arch": {json.dumps(arch)},\n "entries": [\n  ' + ",\n  ".join(lines) + "\n]}\n")
+    path.write_text(f'{{"arch": {json.dumps(arch)},\n "entries": [\n  ' + ",\n  ".join(lines) + "\n]}\n", "utf-8")

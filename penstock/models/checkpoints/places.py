@@ -1,0 +1,89 @@
+"""Paths that are no checkpoint: what they are in its place, and where checkpoints are found."""
+
+from __future__ import annotations
+
+import re
+from difflib import get_close_matches
+from pathlib import Path
+from typing import NamedTuple
+
+from ...errors import Complaints, RangeError
+from ...files import stands_for
+
+HUB = "https://huggingface.co"
+NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:/([\w./ -]+))?", re.ASCII)
+WEB_PAGES = (b"<!doctype", b"<html")
+FOUND = "Pass a .pth, .bin or .safetensors file, or a folder with such files; docs/checkpoints.md says where published ones are."
+
+
+class HubName(NamedTuple):
+    """What a model hub knows a checkpoint by."""
+
+    repository: str
+    file: str | None = None
+
+    @property
+    def command(self) -> str:
+        """How a shell downloads it to the current folder."""
+        return f"hf download {self.repository}{f' {self.file}' if self.file else ''} --local-dir {self.repository.partition('/')[2]}"
+
+    @property
+    def downloaded(self) -> str:
+        """Where the command puts it."""
+        return self.repository.partition("/")[2] + (f"/{self.file}" if self.file else "")
+
+
+def hub_name(path: Path) -> HubName | None:
+    """The name on the Hugging Face hub that a missing path has the form of, as in RWKV/rwkv-6-world-1b6; None for others.
+
+    >>> hub_name(Path("fla-hub/gla-1.3B-100B"))
+    HubName(repository='fla-hub/gla-1.3B-100B', file=None)
+    >>> hub_name(Path("/models/gla.pth"))
+    """
+    match = NAME.fullmatch(path.as_posix().removeprefix(f"{HUB}/").removeprefix("https:/huggingface.co/"))
+    return None if match is None or path.exists() or Path(path.parts[0]).is_dir() else HubName(match[1], match[2])
+
+
+def refuse_missing(function: str, argument: str, path: Path, remedy: str = "") -> None:
+    """Raise RangeError if there is nothing at a path; the message says what it may stand for. ``remedy`` is for names on the hub."""
+    if path.exists():
+        return
+    name, value = hub_name(path), f"{str(path)!r}, which does not exist"
+    if name is not None:
+        value += " and has the form of a name on the Hugging Face hub"
+        remedy = f"Download it with {name.command} (pip install huggingface_hub), and pass {name.downloaded}. {remedy}".rstrip()
+    else:
+        beside = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
+        close = get_close_matches(path.name, beside, 1)
+        remedy = f"Did you mean {str(path.with_name(close[0]))!r}?" if close else FOUND
+    complaints = Complaints(function)
+    complaints.add(RangeError, argument, "an existing file or folder", value, remedy)
+    complaints.raise_any()
+
+
+def refuse_stand_in(function: str, argument: str, file: Path) -> None:
+    """Raise RangeError for a file that was written in place of another one: a Git LFS pointer, or a web page."""
+    with file.open("rb") as content:
+        head = content.read(1024)
+    reason, remedy = stands_for(head), "Run git lfs pull in its folder, or download the file itself with hf download."
+    if reason is None and head.lstrip().lower().startswith(WEB_PAGES):
+        reason, remedy = "a web page", "Download the file itself, not the page that shows it."
+    if reason is not None:
+        complaints = Complaints(function)
+        complaints.add(RangeError, argument, "the file itself", f"{str(file)!r}, which is {reason}", remedy)
+        complaints.raise_any()
+
+
+def models_inside(folder: Path) -> str:
+    """A sentence about the folders in a folder that are models, as the checkpoints of a training; empty without any."""
+    found = [one for one in folder.iterdir() if (one / "config.json").is_file()]
+    if not found:
+        return ""
+    names = sorted((one.name for one in found), key=_by_number)
+    return f"It has folders with models: {', '.join(names)}. Pass one of these, as {str(folder / names[-1])!r}."
+
+
+def _by_number(name: str) -> tuple[str, int]:
+    """Sorts checkpoint-20 before checkpoint-100."""
+    text, _, number = name.rpartition("-")
+    return (text, int(number)) if number.isdecimal() else (name, -1)
