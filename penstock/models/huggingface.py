@@ -37,6 +37,8 @@ try:
 except ImportError as error:
     raise MissingExtra.of("penstock.models.huggingface", "transformers", "transformers") from error
 
+CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
+"""The name of the cache in arguments and outputs of this transformers: ``cache`` since 5.24."""
 IGNORED = -100
 """Labels that do not count."""
 PUBLIC_TYPES = ("rwkv5", "rwkv6", "gla", "retnet")
@@ -59,7 +61,7 @@ class PenstockConfig(PretrainedConfig):  # type: ignore[no-untyped-call]
     """
 
     model_type = "penstock"
-    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
+    keys_to_ignore_at_inference = [CACHE]  # noqa: RUF012
 
     def __init__(self, model: dict[str, Any] | None = None, fuse_loss: bool = False, use_cache: bool = True, **others: Any) -> None:
         self.model = dict(model or {})
@@ -78,10 +80,12 @@ class PenstockConfig(PretrainedConfig):  # type: ignore[no-untyped-call]
 
 
 class StateCache:
-    """The state of B sequences, as ``past_key_values`` of ``generate``. A call of the model changes it."""
+    """The state of B sequences, as ``cache`` or ``past_key_values`` of ``generate``. A call of the model changes it."""
 
     is_compileable = False
     is_croppable = False
+    is_linear = (False,)
+    """``generate`` then passes only the tokens behind those of the cache, as for layers of attention."""
 
     def __init__(self, state: State) -> None:
         self.state = state
@@ -186,6 +190,7 @@ class PenstockForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
+        cache: StateCache | None = None,
     ) -> Any:
         """Logits, the loss if there are labels, and the state.
 
@@ -193,7 +198,8 @@ class PenstockForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-
         attention_mask : Tensor [B,at least T], optional
             0 for padding, which is left out. Its last T columns count.
         past_key_values : StateCache, optional
-            What an earlier call returned. It is updated: a call without gradients writes to its tensors.
+            What an earlier call returned. It is updated: a call without gradients writes to its tensors. ``cache`` is its name in
+            transformers 5.24 and later, where the output has that name too.
         labels : int64 Tensor [B,T], optional
             Usually ``input_ids``: the label of a token is its own index. -100 does not count. They are shifted here.
         use_cache : bool, optional
@@ -208,8 +214,11 @@ class PenstockForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-
 
         Raises ShapeError, DtypeError, RangeError or DeviceError.
         """
-        self._check(input_ids, attention_mask, past_key_values, inputs_embeds, labels, cu_seqlens, output_attentions, output_hidden_states)
+        self._check(
+            input_ids, attention_mask, past_key_values, inputs_embeds, labels, cu_seqlens, output_attentions, output_hidden_states, cache
+        )
         assert input_ids is not None
+        past_key_values = cache if past_key_values is None else past_key_values
         check_columns(type(self).__name__, logits_to_keep, input_ids)
         B, T = input_ids.shape
         ids, starts, keep = input_ids, cu_seqlens, None
@@ -241,7 +250,7 @@ class PenstockForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-
                 past_key_values = StateCache(state)
         if past_key_values is not None:
             past_key_values.columns += T
-        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)  # type: ignore[arg-type]
+        output = CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: past_key_values})  # type: ignore[arg-type]
         return output if return_dict in (None, True) else output.to_tuple()
 
     def generate(self, inputs: Any = None, generation_config: Any = None, logits_processor: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -257,15 +266,15 @@ class PenstockForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-
         return base.generate(inputs, generation_config, processors, *args, **kwargs)
 
     def prepare_inputs_for_generation(self, input_ids: Any, *args: Any, is_first_iteration: bool | None = False, **kwargs: Any) -> Any:
-        """As in transformers; only prompts have padding. Raises RangeError if no token follows those of ``past_key_values``."""
+        """As in transformers; only prompts have padding. Raises RangeError if no token follows those of the cache."""
         new = kwargs.get("next_sequence_length")
         if new is not None and new < 1:
             tokens = input_ids.shape[1]
             rule = f"of fewer tokens than input_ids, which are {tokens}"
-            raise RangeError(f"generate: past_key_values must be {rule}, got {tokens - new}. Pass all tokens, a new one at least.")
+            raise RangeError(f"generate: {CACHE} must be {rule}, got {tokens - new}. Pass all tokens, a new one at least.")
         base: Any = super()
         found = base.prepare_inputs_for_generation(input_ids, *args, is_first_iteration=is_first_iteration, **kwargs)
-        if kwargs.get("past_key_values") is not None and not is_first_iteration:
+        if kwargs.get(CACHE) is not None and not is_first_iteration:
             found.pop("attention_mask", None)
         return found
 
@@ -316,8 +325,8 @@ class PenstockForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-
         return loss if count is None else loss / (count.to(loss.device) if isinstance(count, Tensor) else count)
 
     def _check(
-        self, ids: object, mask: object, cache: object = None, embeds: object = None, labels: object = None, cu_seqlens: object = None,
-        attentions: object = None, hidden: object = None,
+        self, ids: object, mask: object, past: object = None, embeds: object = None, labels: object = None, cu_seqlens: object = None,
+        attentions: object = None, hidden: object = None, cache: object = None,
     ) -> None:  # fmt: skip
         complaints = Complaints(type(self).__name__)
         if embeds is not None:
@@ -344,8 +353,11 @@ class PenstockForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-
         if labels is not None and (not isinstance(labels, Tensor) or labels.shape != ids.shape):
             found = list(labels.shape) if isinstance(labels, Tensor) else described(labels)
             complaints.add(ShapeError, "labels", f"of shape {list(ids.shape)}, as input_ids", found)
-        if cache is not None and not isinstance(cache, StateCache):
-            complaints.add(DtypeError, "past_key_values", "a StateCache", type(cache).__name__, "Pass what the model returned.")
+        for name, given in (("past_key_values", past), ("cache", cache)):
+            if given is not None and not isinstance(given, StateCache):
+                complaints.add(DtypeError, name, "a StateCache", type(given).__name__, "Pass what the model returned.")
+        if past is not None and cache is not None:
+            complaints.add(RangeError, "cache", "None with past_key_values", "both", "They are names of one argument.")
         for name, wanted in (("output_attentions", attentions), ("output_hidden_states", hidden)):
             if wanted:
                 complaints.add(RangeError, name, "False", wanted)
