@@ -1,7 +1,9 @@
 """Fixtures."""
 
+import importlib.util
 import os
 import sys
+from functools import wraps
 
 import pytest
 import torch
@@ -25,6 +27,29 @@ def _float32_products():
     before = torch.get_float32_matmul_precision()
     yield
     torch.set_float32_matmul_precision(before)
+
+
+def _with_boolean_mask(method, place):
+    """A method of the interpreter's builder that takes its mask at this place only if its values are booleans."""
+
+    @wraps(method)
+    def checked(self, *arguments):
+        assert arguments[place].data.dtype == bool, "a scalar condition of a mask must be uniform(condition), see gpu/tiles.py"
+        return method(self, *arguments)
+
+    return checked
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _boolean_masks():
+    """Triton 3.9 refuses masks that are not booleans under its interpreter. Older versions would hide them."""
+    with pytest.MonkeyPatch.context() as patch:
+        if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None:
+            from triton.runtime.interpreter import InterpreterBuilder
+
+            for name, place in (("create_masked_load", 1), ("create_masked_store", 2), ("create_atomic_rmw", 3)):
+                patch.setattr(InterpreterBuilder, name, _with_boolean_mask(getattr(InterpreterBuilder, name), place))
+        yield
 
 
 @pytest.fixture

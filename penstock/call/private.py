@@ -2,6 +2,7 @@
 
 Each name is looked up once, when this module is imported. ``MISSING`` lists the names that this torch does not have. Without any one of
 them results stay the same. Without a name that ``fast`` needs, calls are slower: all of them go through the operators in ``torch.ops``.
+A torch newer than those in which the names were checked warns once. Then names that have a public way beside them are not used.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from .versions import checked
 
 MISSING: list[str] = []
 
@@ -43,16 +46,18 @@ _fake_tensor = _private("_subclasses.FakeTensor")
 _is_wrapped = _private("_C._functorch.is_functorch_wrapped_tensor")
 _unwrap = _private("_C._functorch.get_unwrapped")
 _is_lazy_zero = _private("Tensor._is_zerotensor")
-_raw_stream = _private("_C._cuda_getCurrentRawStream") if torch.version.cuda else None
-_current_device = _private("_C._cuda_getDevice") if torch.version.cuda else None
-_empty_cuda = _private("_C._dynamo.guards._empty_strided_cuda") if torch.version.cuda else None
+_CHECKED = checked("torch")
+_CUDA = torch.version.cuda and _CHECKED
+_raw_stream = _private("_C._cuda_getCurrentRawStream") if _CUDA else None
+_current_device = _private("_C._cuda_getDevice") if _CUDA else None
+_empty_cuda = _private("_C._dynamo.guards._empty_strided_cuda") if _CUDA else None
 if _private("autograd.forward_ad._current_level") is None:
     _forward_ad: Any = None
 else:
     from torch.autograd import forward_ad as _forward_ad
 
-FAST_PATH = None not in (_dispatch_keys, _dispatch_modes, _function_modes, _transform, _tracing_state, _forward_ad)
-"""Whether torch has all names that ``fast`` needs."""
+FAST_PATH = _CHECKED and None not in (_dispatch_keys, _dispatch_modes, _function_modes, _transform, _tracing_state, _forward_ad)
+"""Whether torch has all names that ``fast`` needs, and is not newer than those in which they were checked."""
 _TYPES = frozenset({Tensor, torch.nn.Parameter})
 _KINDS = ("cpu", "cuda")
 _plain_keys: set[int] = set()

@@ -1,8 +1,8 @@
 """Launches past Triton's runner.
 
 At each launch, the runner looks up the stream, calls hooks and encodes the descriptors of tiled tensors. Here the caller gives the stream,
-and encoded descriptors are cached by address. Only for Triton versions whose launchers are known, and while no tool watches launches:
-otherwise ``launch`` calls the runner.
+and encoded descriptors are cached by address. Only for Triton versions whose launchers are known and were run on a GPU, and while no tool
+watches launches: otherwise ``launch`` calls the runner.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-import triton
 from torch import Tensor
 from triton import knobs
 
+from ..call.versions import checked, version
 from .hopper import described
 
-VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
+VERSION = version("triton")
+checked("triton")  # a version that is newer than those below, and than all that were checked, warns
 KNOWN = VERSION in {(3, 6), (3, 7)}
 """Whether the arguments of this Triton's ``CompiledKernel.run`` and of its launcher are known."""
 KEPT = 64

@@ -1,6 +1,7 @@
 """Descriptors for Hopper's tensor memory accelerator, and the check whether Triton has Gluon.
 
-Gluon is new in Triton and still changes. It is imported when a launch for Hopper is planned; without it, plain Triton kernels run.
+Gluon is new in Triton and still changes. It is imported when a launch for Hopper is planned. Only Triton's version decides whether it is
+used; else plain Triton kernels run.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from importlib import import_module
 from math import prod
 from typing import Any, NamedTuple
 
-import triton
 from torch import Tensor
+
+from ..call.versions import checked, version
 
 
 class Tile(NamedTuple):
@@ -30,13 +32,12 @@ GLUON = (3, 6)
 
 @cache
 def modules(package: str | None, *names: str) -> tuple[Any, ...] | None:
-    """Modules of a package, by default ``hopper_forward`` and ``hopper_backward``; None if Triton's Gluon is missing or too old."""
-    if tuple(map(int, triton.__version__.split(".")[:2])) < GLUON:
+    """Modules of a package, by default ``hopper_forward`` and ``hopper_backward``; None if Triton's Gluon is too old, or newer than those
+    that compile the kernels.
+    """
+    if version("triton") < GLUON or not checked("triton"):
         return None
-    try:
-        return tuple([import_module("." + name, package) for name in names or ("hopper_forward", "hopper_backward")])
-    except (ImportError, AttributeError):
-        return None
+    return tuple([import_module("." + name, package) for name in names or ("hopper_forward", "hopper_backward")])
 
 
 def tiled(x: Tensor) -> bool:

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
 
-meet = getattr(gl, "barrier", None) or gl.thread_barrier  # the name in Triton 3.7 and in 3.6
+# Gluon's names, and those of older versions of Triton
+meet = getattr(gl, "barrier", None) or gl.thread_barrier  # 3.6
+async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # 3.6, 3.7
+async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global  # 3.6, 3.7
+reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret  # 3.6 to 3.8
 
 
 @gluon.jit

@@ -91,6 +91,16 @@ def tile(base, i, live, stride_i, j, stride_j, J: tl.constexpr, BJ: tl.constexpr
 
 
 @triton.jit
+def uniform(condition):
+    """A scalar condition that is a part of a tile's mask.
+
+    Under Triton's interpreter the result of a comparison has the type of its operands. Broadcast, it is a tile of integers, and Triton 3.9
+    refuses such masks. Compiled, this is the condition itself.
+    """
+    return tl.full([], True, tl.int1) & condition
+
+
+@triton.jit
 def to_tf32(x):
     """Round x to TF32, 11 significant bits. tl.dot truncates; truncation errors have the same sign and accumulate."""
     return ((x.to(tl.float32).to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)

@@ -13,7 +13,7 @@ from contract import run
 from pools import Pooled
 
 import penstock as ps
-from penstock.call import private
+from penstock.call import private, versions
 
 NAMES = re.findall(r'_private\("(.+?)"\)', inspect.getsource(private))
 CASES = [
@@ -36,6 +36,21 @@ def reloaded(monkeypatch, *hidden):
     with monkeypatch.context() as patch:
         patch.setattr(operator, "attrgetter", attrgetter)
         importlib.reload(private)
+
+
+@pytest.fixture
+def another_torch(monkeypatch):
+    """A function that reloads ``private`` as it is with another version of torch."""
+
+    def pretend(text):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "__version__", text)
+            versions.checked.cache_clear()
+            importlib.reload(private)
+
+    yield pretend
+    versions.checked.cache_clear()
+    importlib.reload(private)
 
 
 @pytest.fixture
@@ -70,6 +85,24 @@ def results(transforms=True):
 
 def test_this_torch_has_all_names():
     assert private.MISSING == []
+    assert private.FAST_PATH
+
+
+def test_a_newer_torch_warns_once_and_its_public_names_are_used(another_torch):
+    wanted = results()
+    with pytest.warns(UserWarning, match="penstock: torch 2.99 is newer than") as warned:
+        another_torch("2.99.0a0+git1")
+    found = results()
+    assert len(warned) == 1
+    assert not private.FAST_PATH
+    assert (private._raw_stream, private._current_device, private._empty_cuda) == (None, None, None)
+    for x, y in zip(found, wanted, strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("text", ["2.8.0", "2.11.0+cu128", ".".join(map(str, versions.NEWEST["torch"])) + ".7"])
+def test_torch_versions_that_were_checked(another_torch, text):
+    another_torch(text)
     assert private.FAST_PATH
 
 

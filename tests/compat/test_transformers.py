@@ -1,5 +1,6 @@
 """accelerate(): against a stand-in for RWKV's remote code, and against transformers' own Mamba-2, unmodified."""
 
+import inspect
 import re
 import sys
 from types import ModuleType
@@ -143,6 +144,11 @@ def mamba(request, monkeypatch):
     return model
 
 
+def cache_name(model):
+    """The name of the cache in arguments and outputs, which is another one since transformers 5.24."""
+    return next(name for name in ("cache", "cache_params") if name in inspect.signature(model.forward).parameters)
+
+
 def tokens(length=21):
     return torch.randint(1, 40, (2, length), generator=torch.Generator().manual_seed(2))
 
@@ -170,17 +176,18 @@ def test_mamba2_gives_the_same_logits_and_gradients(mamba):
 
 def test_mamba2_with_a_cache(mamba):
     ids, mask = left_padded()
+    name = cache_name(mamba)
     with torch.no_grad():
         expected = mamba(ids, attention_mask=mask).logits
-        theirs = mamba(ids, attention_mask=mask, use_cache=True).cache_params
+        theirs = mamba(ids, attention_mask=mask, use_cache=True)[name]
         with accelerate(mamba):
             prompt = mamba(ids[:, :13], attention_mask=mask[:, :13], use_cache=True)
-            parts, cache = [prompt.logits], prompt.cache_params
-            more = mamba(ids[:, 13:18], cache_params=cache, use_cache=True)  # continue the prompt from the cached state
-            parts, cache = [*parts, more.logits], more.cache_params
+            parts, cache = [prompt.logits], prompt[name]
+            more = mamba(ids[:, 13:18], **{name: cache}, use_cache=True)  # continue the prompt from the cached state
+            parts, cache = [*parts, more.logits], more[name]
             for t in range(18, 21):
-                step = mamba(ids[:, t : t + 1], cache_params=cache, use_cache=True)
-                parts, cache = [*parts, step.logits], step.cache_params
+                step = mamba(ids[:, t : t + 1], **{name: cache}, use_cache=True)
+                parts, cache = [*parts, step.logits], step[name]
     torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=1e-4, atol=1e-5)
     for mine, other in zip(cache.layers, theirs.layers):
         torch.testing.assert_close(mine.recurrent_states[0], other.recurrent_states[0], rtol=1e-4, atol=1e-5)
@@ -197,12 +204,12 @@ def test_mamba2_generates_the_same_tokens(mamba):
 
 
 def test_mamba2_decodes_in_grad_mode_too(mamba):
-    ids = tokens()
+    ids, name = tokens(), cache_name(mamba)
     expected = mamba(ids).logits
     with accelerate(mamba):
         with torch.no_grad():
-            cache = mamba(ids[:, :-1], use_cache=True).cache_params
-        logits = mamba(ids[:, -1:], cache_params=cache, use_cache=True).logits
+            cache = mamba(ids[:, :-1], use_cache=True)[name]
+        logits = mamba(ids[:, -1:], **{name: cache}, use_cache=True).logits
     torch.testing.assert_close(logits[:, -1], expected[:, -1], rtol=1e-4, atol=1e-5)
     logits.sum().backward()
 

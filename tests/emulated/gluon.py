@@ -176,7 +176,7 @@ class Shared:
         assert raw(value).dtype == self.data.dtype, (raw(value).dtype, self.data.dtype)
         self.data.copy_(raw(value))
 
-    def _reinterpret(self, dtype, shape, layout):
+    def reinterpret(self, dtype, shape, layout):
         flat_ = self.data.reshape(-1)
         assert flat_.data_ptr() == self.data.data_ptr()
         count = int(np.prod(shape))
@@ -569,10 +569,11 @@ _LANGUAGE.cumsum = lambda x, axis, reverse=False: Value(raw(x).flip(axis).cumsum
 _SPECIAL = {
     "gl": _LANGUAGE, "tl": _LANGUAGE, "gluon": None, "triton": None, "warpgroup_mma": mma, "warpgroup_mma_wait": mma_wait,
     "folded": lambda *layout: None, "in_blocks": lambda layout: None, "fence_async_shared": lambda: None, "meet": lambda: None,
-    "panels": panels, "cuda": SimpleNamespace(gdc_launch_dependents=lambda: None, gdc_wait=lambda: machine().kernel_ahead()),
+    "reinterpret": Shared.reinterpret, "async_load": copy_in, "async_store": copy_out, "panels": panels,
+    "cuda": SimpleNamespace(gdc_launch_dependents=lambda: None, gdc_wait=lambda: machine().kernel_ahead()),
     "mma_v2": lambda a, b, acc: mma(a, b, acc), "part_of": part_of,
     "mbarrier": SimpleNamespace(init=bar_init, expect=bar_expect, wait=bar_wait, arrive=bar_arrive, MBarrierLayout=_Layout),
-    "tma": SimpleNamespace(async_copy_global_to_shared=copy_in, async_copy_shared_to_global=copy_out, store_wait=store_wait),
+    "tma": SimpleNamespace(store_wait=store_wait),
 }  # fmt: skip
 _made: dict[int, Any] = {}
 

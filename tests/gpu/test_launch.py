@@ -1,9 +1,11 @@
 """How launches reach Triton. They need no GPU."""
 
 import ast
+import importlib
 import inspect
 import re
 import threading
+import warnings
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +15,7 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from penstock.call import private  # noqa: E402
+from penstock.call import private, versions  # noqa: E402
 from penstock.gpu import direct, launch  # noqa: E402
 from penstock.gpu.plan import Launch, Plan  # noqa: E402
 from penstock.gpu.target import Target  # noqa: E402
@@ -43,6 +45,21 @@ def test_triton_runs_compiled_kernels_as_launches_do():
     runner = inspect.getsource(triton.compiler.CompiledKernel.__getitem__).split()
     passed = "self.run(grid[0], grid[1], grid[2], stream, self.function, self.packed_metadata, launch_metadata,"
     assert passed in " ".join(runner)
+
+
+@pytest.mark.parametrize(("text", "known"), [("3.4.0", False), ("3.6.0", True), ("3.7.1", True), ("3.9.0", False), ("3.10.0", False)])
+def test_only_launchers_that_are_known_are_passed_by(monkeypatch, text, known):
+    with monkeypatch.context() as patch:
+        patch.setattr(triton, "__version__", text)
+        versions.checked.cache_clear()
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            importlib.reload(direct)
+            importlib.reload(direct)
+        assert direct.KNOWN is known
+        assert len(warned) == (text == "3.10.0")
+    versions.checked.cache_clear()
+    importlib.reload(direct)
 
 
 class _Kernel:

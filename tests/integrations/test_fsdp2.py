@@ -88,7 +88,7 @@ def in_bfloat16(config, rank):
     """Mixed precision: parameters and inputs of layers are rounded, so are states between calls."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    from penstock.models.huggingface import PenstockForCausalLM
+    from penstock.models.huggingface import CACHE, PenstockForCausalLM
 
     model = PenstockForCausalLM.of(model_of(config)).train()
     sharded(model, model.model.layers, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
@@ -102,7 +102,7 @@ def in_bfloat16(config, rank):
         whole, pieces, cache = model(IDS, use_cache=False).logits, [], None
         for piece in IDS.split([3, 1, 2], 1):
             out = model(piece, past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
+            cache = out[CACHE]
             pieces.append(out.logits)
         assert whole.dtype == torch.bfloat16
         assert error(torch.cat(pieces, 1), whole) < 0.1

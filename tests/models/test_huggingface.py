@@ -20,7 +20,7 @@ transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
 from transformers import AutoModelForCausalLM  # noqa: E402
 
-from penstock.models.huggingface import PenstockConfig, PenstockForCausalLM, StateCache  # noqa: E402
+from penstock.models.huggingface import CACHE, PenstockConfig, PenstockForCausalLM, StateCache  # noqa: E402
 
 SIZES = {"vocab_size": 13, "hidden_size": 16, "num_layers": 2}
 CONFIGS = {
@@ -126,14 +126,15 @@ def test_beam_search_finds_the_best_of_all_continuations(model: PenstockForCausa
     assert torch.equal(greedy(model, IDS[:2], 6, num_beams=3), greedy(model, IDS[:2], 6, num_beams=3, use_cache=False))
 
 
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
 @pytest.mark.parametrize("grad", [False, True])
-def test_a_state_continues_a_sequence(model: PenstockForCausalLM, grad: bool) -> None:
+def test_a_state_continues_a_sequence(model: PenstockForCausalLM, grad: bool, name: str) -> None:
     with torch.set_grad_enabled(grad):
         whole = model(IDS).logits
         cache, parts = None, []
         for piece in IDS.split([1, 3, 5], 1):
-            out = model(piece, past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
+            out = model(piece, **{name: cache}, use_cache=True)
+            cache = out[CACHE]
             parts.append(out.logits)
         assert cache.get_seq_length() == 9
         assert error(torch.cat(parts, 1), whole) < 1e-5
@@ -165,13 +166,13 @@ def test_generation_from_a_state(model: PenstockForCausalLM) -> None:
     wanted = greedy(model, IDS)
     for count, kind in ((4, None), (8, None), (9, RangeError), (12, RangeError)):
         with torch.no_grad():
-            cache = model(wanted[:, :count], use_cache=True).past_key_values
+            cache = model(wanted[:, :count], use_cache=True)[CACHE]
         if kind is None:
-            assert torch.equal(greedy(model, IDS, past_key_values=cache), wanted)
+            assert torch.equal(greedy(model, IDS, **{CACHE: cache}), wanted)
             continue
-        message = f"generate: past_key_values must be of fewer tokens than input_ids, which are 9, got {count}"
+        message = f"generate: {CACHE} must be of fewer tokens than input_ids, which are 9, got {count}"
         with pytest.raises(kind, match=message):
-            greedy(model, IDS, past_key_values=cache)
+            greedy(model, IDS, **{CACHE: cache})
 
 
 def test_losses(model: PenstockForCausalLM) -> None:
@@ -271,7 +272,9 @@ def test_errors(tmp_path: Path) -> None:
         ({"output_attentions": True}, RangeError, "output_attentions must be False"),
         ({"outptu_hidden_states": True}, TypeError, "outptu_hidden_states is no argument of this model"),
         ({"past_key_values": transformers.DynamicCache()}, DtypeError, "past_key_values must be a StateCache, got DynamicCache"),
+        ({"cache": transformers.DynamicCache()}, DtypeError, "cache must be a StateCache, got DynamicCache"),
         ({"past_key_values": StateCache(model.model.initial_state(2))}, InvalidArgument, "state"),
+        ({name: StateCache(model.model.initial_state(3)) for name in ("cache", "past_key_values")}, RangeError, "cache must be None with"),
     ):
         with pytest.raises(kind, match=message), torch.no_grad():
             model(IDS, **options)

@@ -16,8 +16,7 @@ from penstock.models import save
 transformers = pytest.importorskip("transformers")
 from transformers import AutoModel, AutoModelForCausalLM, DataCollatorWithFlattening  # noqa: E402
 
-from penstock.models.huggingface import PenstockForCausalLM, PenstockModel  # noqa: E402
-from penstock.models.huggingface.cache import CACHE  # noqa: E402
+from penstock.models.huggingface import CACHE, PenstockForCausalLM, PenstockModel  # noqa: E402
 
 V = SIZES["vocab_size"]
 pytestmark = pytest.mark.usefixtures("at_full_speed")
@@ -105,7 +104,7 @@ def test_positions_of_padded_and_continued_rows_are_no_packing() -> None:
         wanted = model(ids, attention_mask=keep).logits
         assert error(model(ids, attention_mask=keep, position_ids=positions).logits, wanted) < 1e-12
         whole, first = model(ids).logits, model(ids[:, :2], use_cache=True)
-        rest = model(ids[:, 2:], past_key_values=first.past_key_values, position_ids=torch.arange(2, 6)[None].expand(2, -1)).logits
+        rest = model(ids[:, 2:], past_key_values=first[CACHE], position_ids=torch.arange(2, 6)[None].expand(2, -1)).logits
         assert error(rest, whole[:, 2:]) < 1e-9
 
 

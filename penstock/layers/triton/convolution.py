@@ -10,6 +10,7 @@ j in order by explicit multiply-adds: the bits of y depend neither on other toke
 import triton
 import triton.language as tl
 
+from ...gpu.tiles import uniform
 from .few_rows import begin
 
 
@@ -36,14 +37,14 @@ def _given(tail, row, tail_w, c, C, W: tl.constexpr):
     """The inputs before a sequence, W - 1 values of [BC], float32. ``tail`` is the first one of them."""
     window = ()
     for j in tl.static_range(W - 1):
-        window += (tl.load(tail + tl.cast(tail_w, tl.int64) * j + c, (row >= 0) & (c < C), other=0.0).to(tl.float32),)
+        window += (tl.load(tail + tl.cast(tail_w, tl.int64) * j + c, uniform(row >= 0) & (c < C), other=0.0).to(tl.float32),)
     return window
 
 
 @triton.jit
 def _either(own, given, inside, here, there):
     """Values of ``own`` if ``inside``, else of ``given``. Two loads: Triton 3.6 does not choose between pointers on AMD GPUs."""
-    return tl.where(inside, tl.load(own, inside & here, other=0.0), tl.load(given, (inside == 0) & there, other=0.0))
+    return tl.where(inside, tl.load(own, uniform(inside) & here, other=0.0), tl.load(given, uniform(inside == 0) & there, other=0.0))
 
 
 @triton.jit
@@ -61,7 +62,7 @@ def _before(x, tail, starts, slots, r, c, C, x_n, tail_n, tail_w, W: tl.constexp
         inside = place >= back
         own = x + (r - back).to(tl.int64) * x_n
         given = tail + row * tail_n + (W - 1 + place - back).to(tl.int64) * tail_w
-        window += (_either(own + c, given + c, inside, c < C, (row >= 0) & (c < C)).to(tl.float32),)
+        window += (_either(own + c, given + c, inside, c < C, uniform(row >= 0) & (c < C)).to(tl.float32),)
     return window
 
 
@@ -108,7 +109,7 @@ def penstock_convolution_fwd(
         results = y + start.to(tl.int64) * C + c
         given, begins = (), ()
         for i in tl.static_range(GROUP):  # all loads are in flight before the first use
-            given += (tl.load(rows + tl.cast(x_n, tl.int64) * i, here & (start + i < R), other=0.0),)
+            given += (tl.load(rows + tl.cast(x_n, tl.int64) * i, here & uniform(start + i < R), other=0.0),)
             begins += (tl.load(starts + start + i, start + i < R, other=-1),)
         for i in tl.static_range(GROUP):
             if begins[i] >= 0:
@@ -119,7 +120,7 @@ def penstock_convolution_fwd(
             window = _rest(window + (now,), W)
             if SILU:
                 z *= tl.sigmoid(z)
-            tl.store(results + tl.cast(C, tl.int64) * i, z.to(y.dtype.element_ty), here & (start + i < R))
+            tl.store(results + tl.cast(C, tl.int64) * i, z.to(y.dtype.element_ty), here & uniform(start + i < R))
 
 
 @triton.jit(do_not_specialize=["R", "tokens"])
@@ -157,8 +158,8 @@ def penstock_convolution_bwd(
         results = dx + (start - (W - 1)).to(tl.int64) * C + c
         given, upstream, begins = (), (), ()
         for i in tl.static_range(GROUP):  # all loads are in flight before the first use
-            given += (tl.load(rows + tl.cast(x_n, tl.int64) * i, here & (start + i < R), other=0.0),)
-            upstream += (tl.load(gradients + tl.cast(dy_n, tl.int64) * i, here & (start + i < R), other=0.0),)
+            given += (tl.load(rows + tl.cast(x_n, tl.int64) * i, here & uniform(start + i < R), other=0.0),)
+            upstream += (tl.load(gradients + tl.cast(dy_n, tl.int64) * i, here & uniform(start + i < R), other=0.0),)
             begins += (tl.load(starts + start + i, start + i < R, other=0),)  # behind the last token another sequence begins
         for i in tl.static_range(GROUP):
             r = start + i
@@ -183,7 +184,7 @@ def penstock_convolution_bwd(
             db = tl.where(mine, db + d, db)
             after += (d * w[W - 1],)
             done = r - (W - 1)
-            tl.store(results + tl.cast(C, tl.int64) * i, after[0].to(dx.dtype.element_ty), here & (done >= first) & (done < last))
+            tl.store(results + tl.cast(C, tl.int64) * i, after[0].to(dx.dtype.element_ty), here & uniform((done >= first) & (done < last)))
             partial = _rest(after, W)
             window = _rest(window + (now,), W)
     to = sums + p.to(tl.int64) * (W + 1) * C + c
@@ -212,7 +213,7 @@ def penstock_convolution_tails(
     start = tl.load(bounds + n).to(tl.int64)
     end = tl.load(bounds + n + 1).to(tl.int64)
     row = _row(slots, n, SLOTS)
-    here = (row >= 0) & (c < C)
+    here = uniform(row >= 0) & (c < C)
     found = ()
     for j in tl.static_range(W - 1):
         at = end - (W - 1) + j
@@ -248,4 +249,4 @@ def penstock_convolution_step(
     tl.store(y + n.to(tl.int64) * C + c, z.to(y.dtype.element_ty), here)
     after = _rest(window + (now,), W)
     for j in tl.static_range(W - 1):
-        tl.store(tail + tl.cast(tail_w, tl.int64) * j + c, after[j].to(tail.dtype.element_ty), here & (row >= 0))
+        tl.store(tail + tl.cast(tail_w, tl.int64) * j + c, after[j].to(tail.dtype.element_ty), here & uniform(row >= 0))

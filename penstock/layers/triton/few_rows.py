@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
+from ...gpu.tiles import uniform
 from .token_shift import tanh
 
 WARPS = 4  # of a program
@@ -281,7 +282,7 @@ def penstock_shifted_norm(
     if SLOTS:
         slot = tl.load(slots + slot, first, other=-1).to(tl.int64)
     row = pool + slot * p_n + c
-    mine = here & (slot >= 0)
+    mine = here & uniform(slot >= 0)
     last = tl.load(row, mine, other=0.0).to(normed.dtype.element_ty)
     rounded = summed_norm(x, y, total, scale, offset, r, c, C, eps, ADD, CENTRE, BIAS, True).to(normed.dtype.element_ty)
     replaced = rounded

@@ -9,10 +9,10 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra import cuda
 
-from ...gpu.hopper_tiles import meet
+from ...gpu.hopper_tiles import async_load, meet, reinterpret
 from .few_rows import centred, interpolated, moments, scaled, selected, summed
 from .hopper_products import UNIT, panels
 from .token_shift import tanh
@@ -152,7 +152,7 @@ def put_token(token, mu, x_s, STORE, C, eps, ADD: gl.constexpr, CENTRE: gl.const
     last = of_slot(last, pool, p_n, slot, place, c, here)
     rounded = scaled(centred(values, mean, here, CENTRE), deviation, scale, offset, BIAS).to(dtype)
     mixed = interpolated(rounded, last, share).to(dtype)
-    x_s._reinterpret(x_s.dtype, [BLOCKS, UNIT], half).store(gl.reshape(mixed, [BLOCKS, UNIT]))
+    reinterpret(x_s, x_s.dtype, [BLOCKS, UNIT], half).store(gl.reshape(mixed, [BLOCKS, UNIT]))
     fence_async_shared()
     meet()
     if STORE:
@@ -167,7 +167,7 @@ def ask(w_tiles, w_s, w_bars, n, i, there):
     half: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     s = i % w_s.shape[0]
     stage = panels(w_s.index(s), [HEIGHT, GROUPS * UNIT], half)
-    tma.async_copy_global_to_shared(w_tiles, [n, i * (GROUPS * UNIT)], w_bars.index(s), stage, pred=there)
+    async_load(w_tiles, [n, i * (GROUPS * UNIT)], w_bars.index(s), stage, pred=there)
 
 
 @gluon.jit

@@ -18,10 +18,10 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra import cuda
 
-from ...gpu.hopper_tiles import meet
+from ...gpu.hopper_tiles import async_load, meet, reinterpret
 
 UNIT = gl.constexpr(64)  # of K: a block, whose rows are 128 bytes
 
@@ -29,7 +29,7 @@ UNIT = gl.constexpr(64)  # of K: a block, whose rows are 128 bytes
 @gluon.jit
 def panels(tile, shape: gl.constexpr, layout: gl.constexpr):
     """A tile [COUNT * n,64] as the tile that TMA writes there, COUNT blocks of 64 columns: [n,64 * COUNT] (COLUMNS: [64 * COUNT,n])."""
-    return tile._reinterpret(tile.dtype, shape, layout)
+    return reinterpret(tile, tile.dtype, shape, layout)
 
 
 @gluon.jit
@@ -40,9 +40,9 @@ def ask(tiles, ring, bars, line, i, there, layout: gl.constexpr, COLUMNS: gl.con
     if SPREAD > 1:
         i = i * SPREAD + gl.program_id(2)
     if COLUMNS:
-        tma.async_copy_global_to_shared(tiles, [i * shape[0], line], bars.index(s), panels(ring.index(s), shape, layout), pred=there)
+        async_load(tiles, [i * shape[0], line], bars.index(s), panels(ring.index(s), shape, layout), pred=there)
     else:
-        tma.async_copy_global_to_shared(tiles, [line, i * shape[1]], bars.index(s), panels(ring.index(s), shape, layout), pred=there)
+        async_load(tiles, [line, i * shape[1]], bars.index(s), panels(ring.index(s), shape, layout), pred=there)
 
 
 @gluon.jit
@@ -86,7 +86,7 @@ def finish(
         o = o / (1 + gl.exp(-z.to(gl.float32)))
     result = o.to(x_s.dtype)
     if RELAY:
-        tile = x_s._reinterpret(x_s.dtype, [BN, BM], relay)
+        tile = reinterpret(x_s, x_s.dtype, [BN, BM], relay)
         meet()
         tile.store(result)
         meet()
@@ -174,7 +174,7 @@ def product(
     o = warpgroup_mma_wait(0, [o])
 
     if APART > 1:
-        o = added(o, w_s._reinterpret(gl.float32, [HEIGHT, WIDE], plain), BN, out)
+        o = added(o, reinterpret(w_s, gl.float32, [HEIGHT, WIDE], plain), BN, out)
     elif not RELAY:
         o = gl.convert_layout(o, out)
     if SPREAD == 1:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ...gpu.launch import on_device_of
 from ...gpu.target import power
+from ...gpu.tiles import uniform
 from .launch import PROGRAMS, blocks, precision
 
 
@@ -105,7 +106,7 @@ def penstock_product_of_few_rows(
         else:
             w = tl.load(weight, inside[None, :], other=0.0).to(tl.float32)
         for row in tl.static_range(ROWS):
-            a = tl.load(x + row * tl.cast(K, tl.int64) + begin + k, inside & (row < M), other=0.0).to(tl.float32)
+            a = tl.load(x + row * tl.cast(K, tl.int64) + begin + k, inside & uniform(row < M), other=0.0).to(tl.float32)
             if ROWS == 1:
                 partial += w * a[None, :]
             else:

@@ -26,13 +26,13 @@ try:
 except ImportError as error:
     raise MissingExtra.of("penstock.models.huggingface", "transformers", "transformers") from error
 
-from .cache import StateCache
+from .cache import CACHE, StateCache
 from .causal_lm import PenstockForCausalLM
 from .configuration import PenstockConfig
 from .model import PenstockModel
 from .pretrained import PenstockPreTrainedModel
 
-__all__ = ["PUBLIC_TYPES", "PenstockConfig", "PenstockForCausalLM", "PenstockModel", "PenstockPreTrainedModel", "StateCache"]
+__all__ = ["CACHE", "PUBLIC_TYPES", "PenstockConfig", "PenstockForCausalLM", "PenstockModel", "PenstockPreTrainedModel", "StateCache"]
 
 PUBLIC_TYPES = ("rwkv5", "rwkv6", "gla", "retnet")
 """Model types of public folders that transformers has no class for."""

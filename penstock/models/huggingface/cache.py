@@ -19,7 +19,8 @@ class StateCache:
 
     is_compileable = False
     is_croppable = False
-    is_linear = (True,)
+    is_linear = (False,)
+    """``generate`` then passes only the tokens after those of the cache, as for layers of attention."""
 
     def __init__(self, state: State) -> None:
         self.state = state
@@ -43,11 +44,12 @@ def _rows(part: Any, rows: Tensor) -> Any:
 
 def cache_of(name: str, past: Any, cache: Any) -> StateCache | None:
     """The state by either of its names."""
+    complaints = Complaints(name)
+    for argument, given in (("past_key_values", past), ("cache", cache)):
+        if given is not None and not isinstance(given, StateCache):
+            complaints.add(DtypeError, argument, "a StateCache", type(given).__name__, "Pass what the model returned.")
     if past is not None and cache is not None and past is not cache:
-        raise RangeError(f"{name}: cache must be None with past_key_values, got both. They are two names of one argument.")
+        complaints.add(RangeError, "cache", "None with past_key_values", "both", "They are names of one argument.")
+    complaints.raise_any()
     found: StateCache | None = cache if past is None else past
-    if found is not None and not isinstance(found, StateCache):
-        complaints = Complaints(name)
-        complaints.add(DtypeError, "past_key_values", "a StateCache", type(found).__name__, "Pass what the model returned.")
-        complaints.raise_any()
     return found

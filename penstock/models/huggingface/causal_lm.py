@@ -163,12 +163,12 @@ class PenstockForCausalLM(PenstockPreTrainedModel, GenerationMixin):
     def prepare_inputs_for_generation(
         self, input_ids: Any, *args: Any, inputs_embeds: Tensor | None = None, is_first_iteration: bool | None = False, **kwargs: Any
     ) -> Any:
-        """As in transformers; only prompts have padding. Raises RangeError if no token follows those of ``past_key_values``."""
+        """As in transformers; only prompts have padding. Raises RangeError if no token follows those of the cache."""
         new = kwargs.get("next_sequence_length")
         if new is not None and new < 1:
             tokens = input_ids.shape[1]
             rule = f"of fewer tokens than input_ids, which are {tokens}"
-            raise RangeError(f"generate: past_key_values must be {rule}, got {tokens - new}. Pass all tokens, a new one at least.")
+            raise RangeError(f"generate: {CACHE} must be {rule}, got {tokens - new}. Pass all tokens, a new one at least.")
         base: Any = super()
         options = {"inputs_embeds": inputs_embeds, "is_first_iteration": is_first_iteration}
         found = base.prepare_inputs_for_generation(input_ids, *args, **options, **kwargs)

@@ -18,9 +18,9 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from ...gpu.hopper_tiles import exp2, inverse, meet, most, zeroed_behind
+from ...gpu.hopper_tiles import async_load, exp2, inverse, meet, most, reinterpret, zeroed_behind
 from ...gpu.tiles import powers_of_two
 from .hopper_dyadic import (
     GROUPS,
@@ -71,7 +71,7 @@ def ask_step(tiles, values, states, bars, line, column, state, n, steps, COPIES:
     parts = (values, states)
     for m in gl.static_range(COPIES):
         tile = parts[m // 2].index(m % 2 * STAGES + n % STAGES)
-        tma.async_copy_global_to_shared(tiles[m], at[m // 2], bars[m].index(n % STAGES), tile, pred=n < steps)
+        async_load(tiles[m], at[m // 2], bars[m].index(n % STAGES), tile, pred=n < steps)
 
 
 @gluon.jit
@@ -200,8 +200,8 @@ def penstock_chunk_bwd_hopper(
     tiles = (v_tiles, o_tiles, S_tiles, dS_tiles)
     if APART:
         STEPS: gl.constexpr = NV * K // W
-        states = X_s._reinterpret(kind, [LEVELS * C // W, K, W], half)
-        values = values._reinterpret(kind, [2 * STAGES, C, W], half)
+        states = reinterpret(X_s, kind, [LEVELS * C // W, K, W], half)
+        values = reinterpret(values, kind, [2 * STAGES, C, W], half)
         v_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         o_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         step_bars = (v_bars, o_bars)
@@ -220,31 +220,31 @@ def penstock_chunk_bwd_hopper(
         meet()
         for first in gl.static_range(STAGES):
             ask_step(tiles, values, states, step_bars, line, value_column, pid * K, first, STEPS, COPIES)
-        tma.async_copy_global_to_shared(q_tiles, [line, column], bars.index(0), q_s)
-        tma.async_copy_global_to_shared(k_tiles, [line, column], bars.index(0), k_s)
+        async_load(q_tiles, [line, column], bars.index(0), q_s)
+        async_load(k_tiles, [line, column], bars.index(0), k_s)
     else:
-        states = X_s._reinterpret(kind, [LEVELS // TILES, K, K], half)
+        states = reinterpret(X_s, kind, [LEVELS // TILES, K, K], half)
         S = states.index(0)
         dS = states.index(1)
-        parts = X_s._reinterpret(kind, [LEVELS * TILES, C, C], half)
+        parts = reinterpret(X_s, kind, [LEVELS * TILES, C, C], half)
         fence_async_shared()
         meet()
         mbarrier.expect(bars.index(0), 4 * q_tiles.block_type.nbytes)
-        tma.async_copy_global_to_shared(q_tiles, [line, column], bars.index(0), q_s)
-        tma.async_copy_global_to_shared(k_tiles, [line, column], bars.index(0), k_s)
-        tma.async_copy_global_to_shared(v_tiles, [line, value_column], bars.index(0), v_s)
-        tma.async_copy_global_to_shared(o_tiles, [line, value_column], bars.index(0), o_s)
+        async_load(q_tiles, [line, column], bars.index(0), q_s)
+        async_load(k_tiles, [line, column], bars.index(0), k_s)
+        async_load(v_tiles, [line, value_column], bars.index(0), v_s)
+        async_load(o_tiles, [line, value_column], bars.index(0), o_s)
         if not HALF:
             mbarrier.expect(bars.index(1), 2 * S_tiles.block_type.nbytes)
-            tma.async_copy_global_to_shared(S_tiles, [pid * K, 0], bars.index(1), S)
+            async_load(S_tiles, [pid * K, 0], bars.index(1), S)
             in_rows = (dv_tiles, dq_tiles)
             if tokens < C:
-                tma.async_copy_global_to_shared(dS_tiles, [(n * H + pid % H) * K, 0], bars.index(1), dS)
+                async_load(dS_tiles, [(n * H + pid % H) * K, 0], bars.index(1), dS)
             else:
                 for m in gl.static_range(TILES):
                     for right in gl.static_range(TILES):
                         into = part_of(parts, TILES * TILES, m, right, TILES)
-                        tma.async_copy_global_to_shared(in_rows[m], [line, column + right * C], bars.index(1), into)
+                        async_load(in_rows[m], [line, column + right * C], bars.index(1), into)
 
     x = decays(g, g_t, g_k, tokens, K, layout)
     part.store(gl.sum(grouped(x, GROUPS, by_group), 1))
@@ -449,7 +449,7 @@ def penstock_chunk_bwd_hopper(
         X.store(Y)
     if WEIGHED:
         if APART:
-            D_s = o_s._reinterpret(gl.float32, [C, ROWS], plain2)
+            D_s = reinterpret(o_s, gl.float32, [C, ROWS], plain2)
         of_A = scale
         if HALF and not APART:
             down, up = powers_of_two(gl.maximum(most(A), most(gl.reshape(D, [C, ROWS]))) * gl.maximum(scale, -scale))
@@ -483,7 +483,7 @@ def penstock_chunk_bwd_hopper(
     j = gl.arange(0, K, gl.SliceLayout(0, layout))
     live = (i < tokens)[:, None]
     at = (i // R * R).to(gl.int64)[:, None] * (H * K) + j[None, :] + (i % R).to(gl.int64)[:, None] * (H * K) + place
-    sums = o_s._reinterpret(gl.float32, [KINDS, GROUPS, K], plain2)
+    sums = reinterpret(o_s, gl.float32, [KINDS, GROUPS, K], plain2)
     x = decays(g, g_t, g_k, tokens, K, layout)
     d, d_gate = collected(q_s, v_s, X_s, x, tables, sums, of_levels, layout, by_group, True, PREVIOUS, DG, HALF)
     e = e_s.load(gl.SliceLayout(1, layout))[:, None]

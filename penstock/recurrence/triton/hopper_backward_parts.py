@@ -9,9 +9,9 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from ...gpu.hopper_tiles import exp2, meet, most, most_of_both, zeroed_behind
+from ...gpu.hopper_tiles import async_load, exp2, meet, most, most_of_both, reinterpret, zeroed_behind
 from ...gpu.tiles import powers_of_two
 from .hopper_backward import LEVELS, store_sum
 from .hopper_dyadic import (
@@ -106,9 +106,9 @@ def penstock_chunk_bwd_parts_hopper(
     own_s = gl.allocate_shared_memory(gl.float32, [C], plain)
     D_s = gl.allocate_shared_memory(gl.float32, [C, ROWS], plain2)
     row_s = gl.allocate_shared_memory(gl.float32, [K], plain)
-    Y_s = X_s._reinterpret(gl.float32, [LEVELS, C, K], whole)
-    v_tiles_s = v_s._reinterpret(gl.float16, [2, C, K], half)
-    o_tiles_s = o_s._reinterpret(gl.float16, [2, C, K], half)
+    Y_s = reinterpret(X_s, gl.float32, [LEVELS, C, K], whole)
+    v_tiles_s = reinterpret(v_s, gl.float16, [2, C, K], half)
+    o_tiles_s = reinterpret(o_s, gl.float16, [2, C, K], half)
     v = parts_of(v_tiles_s, 0, PARTS)
     o = parts_of(o_tiles_s, 0, PARTS)
     S_parts = parts_of(X_s, 0, PARTS)
@@ -124,10 +124,10 @@ def penstock_chunk_bwd_parts_hopper(
     mbarrier.expect(bars.index(0), 2 * q_tiles.block_type.nbytes)
     mbarrier.expect(bars.index(1), 2 * v_tiles.block_type.nbytes)
     meet()
-    tma.async_copy_global_to_shared(v_tiles, [line, value_column], bars.index(1), v_s)
-    tma.async_copy_global_to_shared(o_tiles, [line, value_column], bars.index(1), o_s)
-    tma.async_copy_global_to_shared(q_tiles, [line, column], bars.index(0), q_s)
-    tma.async_copy_global_to_shared(k_tiles, [line, column], bars.index(0), k_s)
+    async_load(v_tiles, [line, value_column], bars.index(1), v_s)
+    async_load(o_tiles, [line, value_column], bars.index(1), o_s)
+    async_load(q_tiles, [line, column], bars.index(0), q_s)
+    async_load(k_tiles, [line, column], bars.index(0), k_s)
 
     x = decays(g, g_t, g_k, tokens, K, layout)
     part.store(gl.sum(grouped(x, GROUPS, by_group), 1))
@@ -187,8 +187,8 @@ def penstock_chunk_bwd_parts_hopper(
         if NV > 1:
             mbarrier.expect(bars.index(1), 2 * v_tiles.block_type.nbytes, pred=step + 1 < NV)
             meet()
-            tma.async_copy_global_to_shared(v_tiles, [line, value_column + (step + 1) * K], bars.index(1), v_s, pred=step + 1 < NV)
-            tma.async_copy_global_to_shared(o_tiles, [line, value_column + (step + 1) * K], bars.index(1), o_s, pred=step + 1 < NV)
+            async_load(v_tiles, [line, value_column + (step + 1) * K], bars.index(1), v_s, pred=step + 1 < NV)
+            async_load(o_tiles, [line, value_column + (step + 1) * K], bars.index(1), o_s, pred=step + 1 < NV)
     dA = gl.where(i > j, dA, dA_t) * scale
     down, up_M = powers_of_two(most(dA), LEAST)
     store_parts(M_s, 0, dA * down, PARTS)
@@ -324,7 +324,7 @@ def penstock_chunk_bwd_parts_hopper(
     j = gl.arange(0, K, gl.SliceLayout(0, layout))
     live = (i < tokens)[:, None]
     at = i.to(gl.int64)[:, None] * (H * K) + j[None, :] + place
-    sums = o_s._reinterpret(gl.float32, [KINDS, GROUPS, K], plain2)
+    sums = reinterpret(o_s, gl.float32, [KINDS, GROUPS, K], plain2)
     d, d_gate = collected(q_s, v_s, Y_s, x, tables, sums, 1.0, layout, by_group, True, PREVIOUS, DG, False)
     e = e_s.load(gl.SliceLayout(1, layout))[:, None]
     gl.store(dq + at, d + k_s.load(layout) * (e * bonus), mask=live)

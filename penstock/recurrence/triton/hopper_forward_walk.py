@@ -8,7 +8,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra import cuda
 
-from ...gpu.hopper_tiles import meet, unknown, zeroed_behind
+from ...gpu.hopper_tiles import async_store, meet, unknown, zeroed_behind
 from ...gpu.tiles import powers_of_two
 from .hopper_dyadic import ROWS, C
 from .hopper_prepare import ask, awaited, released
@@ -180,7 +180,7 @@ def walk(
             v.store(O)
             fence_async_shared()
             meet()
-            tma.async_copy_shared_to_global(o_tiles, [row + t, value_column], v)
+            async_store(o_tiles, [row + t, value_column], v)
         else:
             gl.store(output + (t + i)[:, None] * (H.to(gl.int64) * V) + j[None, :], O, mask=(t + i < tokens)[:, None])
     if FINAL:

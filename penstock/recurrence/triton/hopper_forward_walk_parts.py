@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from ...gpu.hopper_tiles import meet, most, most_of_both, unknown
+from ...gpu.hopper_tiles import async_store, meet, most, most_of_both, reinterpret, unknown
 from ...gpu.tiles import powers_of_two
 from .hopper_dyadic import ROWS, C
 from .hopper_forward_walk import operand, product
@@ -102,7 +102,7 @@ def walk_in_parts(
         down, up_S = powers_of_two(largest, LEAST)
         store_parts(S_s, 0, S * down, PARTS)
         down, up_v = powers_of_two(largest_v, LEAST)
-        v_tiles_s = v_s.index(s)._reinterpret(gl.float16, [2, C, C], half)
+        v_tiles_s = reinterpret(v_s.index(s), gl.float16, [2, C, C], half)
         meet()
         store_parts(v_tiles_s, 0, v * down, PARTS)
         v_parts = parts_of(v_tiles_s, 0, PARTS)
@@ -158,7 +158,7 @@ def walk_in_parts(
             v_s.index(s).store(O)
             fence_async_shared()
             meet()
-            tma.async_copy_shared_to_global(o_tiles, [row + t, value_column], v_s.index(s))
+            async_store(o_tiles, [row + t, value_column], v_s.index(s))
         else:
             gl.store(output + (t + i)[:, None] * (H.to(gl.int64) * V) + j[None, :], O, mask=(t + i < tokens)[:, None])
     if FINAL:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from ...gpu.hopper_tiles import exp2, meet, most_of_both, unknown
+from ...gpu.hopper_tiles import async_load, exp2, meet, most_of_both, unknown
 from ...gpu.tiles import LOG2E, powers_of_two
 from .hopper_dyadic import C, around, between, factored, flat, grouped, spread, widened
 from .hopper_parts import LEAST, parts_of, store_parts
@@ -69,15 +69,15 @@ def released(n: gl.constexpr, empty):
 def ask(tiles, tile, bar, row, column, there):
     """Start the TMA load of a tile; the barrier waits for nothing else."""
     mbarrier.expect(bar, tiles.block_type.nbytes, pred=there)
-    tma.async_copy_global_to_shared(tiles, [row, column], bar, tile, pred=there)
+    async_load(tiles, [row, column], bar, tile, pred=there)
 
 
 @gluon.jit
 def ask_both(q_tiles, k_tiles, q, k, bar, row, column, there):
     """Start the TMA loads of tiles of q and k, with one barrier."""
     mbarrier.expect(bar, q_tiles.block_type.nbytes + k_tiles.block_type.nbytes, pred=there)
-    tma.async_copy_global_to_shared(q_tiles, [row, column], bar, q, pred=there)
-    tma.async_copy_global_to_shared(k_tiles, [row, column], bar, k, pred=there)
+    async_load(q_tiles, [row, column], bar, q, pred=there)
+    async_load(k_tiles, [row, column], bar, k, pred=there)
 
 
 @gluon.jit

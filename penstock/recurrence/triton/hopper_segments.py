@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from ...gpu.hopper_tiles import exp2, let_next_begin, meet, zeroed_behind
+from ...gpu.hopper_tiles import async_load, exp2, let_next_begin, meet, zeroed_behind
 from ...gpu.tiles import LOG2E, slot_of, tokens_of
 from .hopper_dyadic import around, flat, grouped, spread, widened
 
@@ -62,7 +62,7 @@ def ask(tiles, parts, bars, place, c, TILED: gl.constexpr, ADJOINT: gl.constexpr
     line = row + chunk * C
     at = ([line, key_column], [line, value_column], [line, key_column])
     for n in gl.static_range(2 + TILED):
-        tma.async_copy_global_to_shared(tiles[n], at[n], bars[n].index(s), parts[n].index(s), pred=c < chunks)
+        async_load(tiles[n], at[n], bars[n].index(s), parts[n].index(s), pred=c < chunks)
 
 
 @gluon.jit

@@ -18,7 +18,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from ...gpu.hopper_tiles import inverse, meet, unknown, zeroed_behind
+from ...gpu.hopper_tiles import async_load, async_store, inverse, meet, reinterpret, unknown, zeroed_behind
 from ...gpu.tiles import powers_of_two, slot_of, tokens_of
 
 C = gl.constexpr(64)  # tokens in a chunk
@@ -43,7 +43,7 @@ def ask(tiles, parts, bars, place, c, ADJOINT: gl.constexpr):
     line = row + chunk * C
     at = ([line, key_column], [(slot + chunk * H) * C, 0], [line, value_column], [line, key_column])
     for n in gl.static_range(4):
-        tma.async_copy_global_to_shared(tiles[n], at[n], bars[n].index(s), parts[n].index(s), pred=c < chunks)
+        async_load(tiles[n], at[n], bars[n].index(s), parts[n].index(s), pred=c < chunks)
 
 
 @gluon.jit
@@ -54,7 +54,7 @@ def kept(x, tiles, tile, row, column):
     tile.permute((1, 0)).store(x)
     fence_async_shared()
     meet()
-    tma.async_copy_shared_to_global(tiles, [row, column], tile)
+    async_store(tiles, [row, column], tile)
 
 
 @gluon.jit(do_not_specialize=["N", "T", "L", "H"])
@@ -110,7 +110,7 @@ def penstock_chunk_walk_hopper(
     weight_s = gl.allocate_shared_memory(kind, [STAGES, C, C], half)
     y_s = gl.allocate_shared_memory(kind, [STAGES, C, BV], half)
     state_s = gl.allocate_shared_memory(kind, [HALF if EVERY > 0 and not F16 else C, BV], half)
-    out_s = state_s._reinterpret(kind, [C, BV], half)
+    out_s = reinterpret(state_s, kind, [C, BV], half)
     total_s = gl.allocate_shared_memory(gl.float32, [2, K], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     read_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     weight_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -220,7 +220,7 @@ def penstock_chunk_walk_hopper(
         meet()
         ask(tiles, parts, bars, place, c + STAGES, ADJOINT)
         if output.dtype.element_ty == kind and t + C <= tokens:
-            tma.async_copy_shared_to_global(output_tiles, [place[0] + t, place[2]], out_s)
+            async_store(output_tiles, [place[0] + t, place[2]], out_s)
         else:
             i = gl.arange(0, C, gl.SliceLayout(0, out_mma))[None, :]
             j = gl.arange(0, BV, gl.SliceLayout(1, out_mma))[:, None]

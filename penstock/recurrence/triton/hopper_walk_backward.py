@@ -25,7 +25,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from ...gpu.hopper_tiles import exp2, meet, zeroed_behind
+from ...gpu.hopper_tiles import async_load, async_store, exp2, meet, zeroed_behind
 from ...gpu.tiles import slot_of, tokens_of
 from .hopper_scalar_decays import (
     C,
@@ -49,8 +49,8 @@ def ask(tiles, parts, bars, place, columns, c):
     chunk = chunks - 1 - c
     s = c % STAGES
     for n in gl.static_range(4):
-        tma.async_copy_global_to_shared(tiles[n], [line + chunk * C, columns[n]], bars[n].index(s), parts[n].index(s), pred=c < chunks)
-    tma.async_copy_global_to_shared(tiles[4], [state + chunk * (H * C), 0], bars[4].index(s), parts[4].index(s), pred=c < chunks)
+        async_load(tiles[n], [line + chunk * C, columns[n]], bars[n].index(s), parts[n].index(s), pred=c < chunks)
+    async_load(tiles[4], [state + chunk * (H * C), 0], bars[4].index(s), parts[4].index(s), pred=c < chunks)
 
 
 @gluon.jit(do_not_specialize=["N", "T"])
@@ -210,9 +210,9 @@ def penstock_walk_bwd_hopper(
             fence_async_shared()
             meet()
             at = [place[0] + t, columns[2]]
-            tma.async_copy_shared_to_global(dv_tiles, at, dS_s)
-            tma.async_copy_shared_to_global(dk_tiles, at, read_s)
-            tma.async_copy_shared_to_global(dq_tiles, at, dA_s)
+            async_store(dv_tiles, at, dS_s)
+            async_store(dk_tiles, at, read_s)
+            async_store(dq_tiles, at, dA_s)
         else:
             where = ((token + t + i_row) * H + head) * C + i_column
             live = i_row < tokens - t

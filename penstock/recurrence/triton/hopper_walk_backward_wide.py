@@ -16,7 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from ...gpu.hopper_tiles import exp2, meet, unknown, zeroed_behind
+from ...gpu.hopper_tiles import async_load, async_store, exp2, meet, reinterpret, unknown, zeroed_behind
 from ...gpu.tiles import slot_of, tokens_of
 from .hopper_scalar_decays import (
     C,
@@ -38,7 +38,7 @@ STAGES = gl.constexpr(1)
 def ask(tiles, parts, bars, rows, columns, live):
     """Start loads of tiles at these rows and columns."""
     for n in gl.static_range(len(tiles)):
-        tma.async_copy_global_to_shared(tiles[n], [rows[n], columns[n]], bars[n].index(0), parts[n].index(0), pred=live)
+        async_load(tiles[n], [rows[n], columns[n]], bars[n].index(0), parts[n].index(0), pred=live)
 
 
 @gluon.jit
@@ -144,8 +144,8 @@ def penstock_walk_bwd_wide_hopper(
         dA_s = all_dA_s.index(zero)
         A_s = both_s.index(zero)
         read_s = both_s.index(zero + 1)
-        dq_s = both_s._reinterpret(gl.bfloat16, [1, C, K], half).index(zero)
-        dk_s = all_dS_s._reinterpret(gl.bfloat16, [1, C, K], half).index(zero)
+        dq_s = reinterpret(both_s, gl.bfloat16, [1, C, K], half).index(zero)
+        dk_s = reinterpret(all_dS_s, gl.bfloat16, [1, C, K], half).index(zero)
         if DECAYS:
             coming = log_decays(g + (gl.maximum(t, C) - C).to(gl.int64) * g_t, g_t, gl.minimum(tokens, C), i)
         for tensor in gl.static_range(5):
@@ -237,9 +237,9 @@ def penstock_walk_bwd_wide_hopper(
             dk_s.store(dK)
             fence_async_shared()
             meet()
-            tma.async_copy_shared_to_global(dq_tiles, [at, h * K], dq_s)
-            tma.async_copy_shared_to_global(dv_tiles, [at, h * C], dA_s)
-            tma.async_copy_shared_to_global(dk_tiles, [at, h * K], dk_s)
+            async_store(dq_tiles, [at, h * K], dq_s)
+            async_store(dv_tiles, [at, h * C], dA_s)
+            async_store(dk_tiles, [at, h * K], dk_s)
         else:
             where = (token + t + i_row) * H + head
             gl.store(dv + where * C + i_column, dV, mask=i_row < tokens - t)

@@ -17,7 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from ...gpu.hopper_tiles import exp2, meet, zeroed_behind
+from ...gpu.hopper_tiles import async_load, async_store, exp2, meet, reinterpret, zeroed_behind
 from ...gpu.tiles import slot_of, tokens_of
 from .hopper_scalar_decays import C, barriers, decay_vectors, expect, log_decays, sums_of_decays
 
@@ -27,7 +27,7 @@ def ask(tiles, parts, bars, line, columns, c, chunks, STAGES: gl.constexpr):
     """Start the loads of step c: q, k and v."""
     s = c % STAGES
     for n in gl.static_range(3):
-        tma.async_copy_global_to_shared(tiles[n], [line + c * C, columns[n]], bars[n].index(s), parts[n].index(s), pred=c < chunks)
+        async_load(tiles[n], [line + c * C, columns[n]], bars[n].index(s), parts[n].index(s), pred=c < chunks)
 
 
 @gluon.jit(do_not_specialize=["N", "T"])
@@ -129,7 +129,7 @@ def penstock_walk_fwd_hopper(
         fence_async_shared()
         meet()
         if KEEP:
-            tma.async_copy_shared_to_global(state_tiles, [state + c * (H * K), 0], S_s)
+            async_store(state_tiles, [state + c * (H * K), 0], S_s)
         A = warpgroup_mma(q, k.permute((1, 0)), gl.zeros([C, C], gl.float32, mma), use_acc=False, is_async=True)
         O = warpgroup_mma(q, S_s, gl.zeros([C, C], gl.float32, mma), use_acc=False, is_async=True)
         S = warpgroup_mma(k.permute((1, 0)), update, S, is_async=True)
@@ -146,7 +146,7 @@ def penstock_walk_fwd_hopper(
         if GROUPS == 1:
             A = gl.convert_layout(A, left, assert_trivial=True)
         else:
-            A_s = q._reinterpret(gl.bfloat16, [C, C], half)
+            A_s = reinterpret(q, gl.bfloat16, [C, C], half)
             meet()
             A_s.store(A)
             fence_async_shared()
@@ -165,7 +165,7 @@ def penstock_walk_fwd_hopper(
         fence_async_shared()
         meet()
         if t + C <= tokens:
-            tma.async_copy_shared_to_global(output_tiles, [at + t, column], out_s)
+            async_store(output_tiles, [at + t, column], out_s)
         else:
             gl.store(output + ((token + t + i_row) * H + head) * C + i_column, O.to(gl.bfloat16), mask=i_row < tokens - t)
         ask(tiles, parts, bars, at, columns, c + STAGES, chunks, STAGES)

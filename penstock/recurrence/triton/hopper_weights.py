@@ -17,9 +17,9 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from ...gpu.hopper_tiles import exp2, meet, most, zeroed_behind
+from ...gpu.hopper_tiles import async_load, exp2, meet, most, zeroed_behind
 from ...gpu.tiles import powers_of_two
 from .hopper_dyadic import (
     GROUPS,
@@ -54,7 +54,7 @@ def ask(tiles, parts, bars, line, column, n, there):
     """Start the loads of q and k of block n."""
     s = n % STAGES
     for m in gl.static_range(2):
-        tma.async_copy_global_to_shared(tiles[m], [line, column + n * BK], bars[m].index(s), parts[m].index(s), pred=there)
+        async_load(tiles[m], [line, column + n * BK], bars[m].index(s), parts[m].index(s), pred=there)
 
 
 @gluon.jit(do_not_specialize=["N", "T"])

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from ...gpu.tiles import LOG2E, product, slot_of, tile, tokens_of
+from ...gpu.tiles import LOG2E, product, slot_of, tile, tokens_of, uniform
 from .tiles import CHANNEL, FLOOR, NONE, SCALAR, constant_decay, decays, scalar_sums, sums
 
 
@@ -182,14 +182,14 @@ def penstock_segment_scan(
         S = tl.zeros((BK, BV), tl.float32)
     if IN_ROWS > 0:
         shorter = last_states + (owner * K + dk[:, None]) * V + dv[None, :]
-        tl.store(shorter, S.to(last_states.dtype.element_ty), mask=inside & (tokens % C > 0))
+        tl.store(shorter, S.to(last_states.dtype.element_ty), mask=inside & uniform(tokens % C > 0))
     count = tl.cdiv(tokens, L)
     for done in tl.range(0, count, AT_ONCE):
         made = ()
         decay = ()
         for one in tl.static_range(AT_ONCE):
             s = done + one
-            there = s < count
+            there = uniform(s < count)
             if ADJOINT:
                 s = count - 1 - s
             place = ((from_slot + s) * H + h) * K + dk
@@ -198,14 +198,14 @@ def penstock_segment_scan(
                 decay = decay + (tl.load(segment_decays + place, mask=(dk < K) & there, other=0.0),)
         for one in tl.static_range(AT_ONCE):
             s = done + one
-            wanted = s < count
+            wanted = uniform(s < count)
             if ADJOINT:
                 s = count - 1 - s
                 wanted = wanted & ((s % EACH == EACH - 1) | (s == count - 1))
             else:
                 wanted = wanted & (s % EACH == 0)
             if IN_ROWS > 0:
-                whole = inside & wanted & (tokens - s * C >= C)
+                whole = inside & wanted & uniform(tokens - s * C >= C)
                 store_in_rows(S, states, behind, b * T + row + s * C, h, H, dk, dv, whole, V, C, IN_ROWS)
             else:
                 place = ((to_slot + s // EACH) * H + h) * K + dk
@@ -266,14 +266,14 @@ def penstock_chunk_states(
     chunks = tl.cdiv(tokens, C)
     if IN_ROWS > 0:
         shorter = last_states + ((n.to(tl.int64) * H + h) * K + dk[:, None]) * V + dv[None, :]
-        tl.store(shorter, S.to(last_states.dtype.element_ty), mask=inside & (tokens % C > 0))
+        tl.store(shorter, S.to(last_states.dtype.element_ty), mask=inside & uniform(tokens % C > 0))
     for c in tl.range(0, chunks, num_stages=STAGES):
         chunk = c
         if ADJOINT:
             chunk = chunks - 1 - c
         t = chunk * C
         if IN_ROWS > 0:
-            store_in_rows(S, chunk_states, behind, b * T + row + t, h, H, dk, dv, inside & (tokens - t >= C), V, C, IN_ROWS)
+            store_in_rows(S, chunk_states, behind, b * T + row + t, h, H, dk, dv, inside & uniform(tokens - t >= C), V, C, IN_ROWS)
         else:
             place = (first_chunk + chunk) * H + h
             tl.store(chunk_states + (place * K + dk[:, None]) * V + dv[None, :], S.to(chunk_states.dtype.element_ty), mask=inside)

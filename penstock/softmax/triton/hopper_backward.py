@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from ...gpu.hopper_tiles import exp2, meet
+from ...gpu.hopper_tiles import async_load, exp2, meet
 from ...gpu.tiles import LOG2E
 from .hopper_tiles import ROWS, barriers, bring, leave, place_in_grid, ring_of, there, through, tidied
 from .tiles import keys_of, place_of, queries_of, sees
@@ -39,8 +39,8 @@ def load_keys(loads, GROUPS: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexp
     k_bars, v_bars = bars
     mbarrier.expect(q_bar, 2 * GROUPS * q_tiles.block_type.nbytes)
     for one in gl.static_range(GROUPS):
-        tma.async_copy_global_to_shared(o_tiles, [q_row + one * ROWS, q_column], q_bar, o_s.index(one))
-        tma.async_copy_global_to_shared(q_tiles, [q_row + one * ROWS, q_column], q_bar, q_s.index(one))
+        async_load(o_tiles, [q_row + one * ROWS, q_column], q_bar, o_s.index(one))
+        async_load(q_tiles, [q_row + one * ROWS, q_column], q_bar, q_s.index(one))
     for n in range(count):
         bring(k_tiles, k_row + n * BN, k_column, k_ring, k_bars, n, STAGES)
         bring(v_tiles, k_row + n * BN, k_column, v_ring, v_bars, n, STAGES)
@@ -179,8 +179,8 @@ def load_queries(loads, GROUPS: gl.constexpr, EACH: gl.constexpr, BM: gl.constex
     i = gl.arange(0, BM, layout)
     mbarrier.expect(k_bar, 2 * GROUPS * k_tiles.block_type.nbytes)
     for one in gl.static_range(GROUPS):
-        tma.async_copy_global_to_shared(k_tiles, [k_row + one * ROWS, k_column], k_bar, k_s.index(one))
-        tma.async_copy_global_to_shared(v_tiles, [k_row + one * ROWS, k_column], k_bar, v_s.index(one))
+        async_load(k_tiles, [k_row + one * ROWS, k_column], k_bar, k_s.index(one))
+        async_load(v_tiles, [k_row + one * ROWS, k_column], k_bar, v_s.index(one))
     for n in range(count * EACH):
         at = n % count * BM
         column = (k_column // D * EACH + n // count) * D

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from ...gpu.hopper_tiles import meet
+from ...gpu.hopper_tiles import async_load, meet
 from ...gpu.tiles import LOG2E
 from .hopper_tiles import ROWS, barriers, bring, exp2_here, leave, place_in_grid, ring_of, there, through, tidied
 from .tiles import keys_of, place_of, sees
@@ -23,7 +23,7 @@ def load(loads, GROUPS: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr):
     q_tiles, k_tiles, v_tiles, q_s, k_ring, v_ring, q_bar, k_bars, v_bars, q_row, k_row, q_column, k_column, last, count = loads
     mbarrier.expect(q_bar, GROUPS * q_tiles.block_type.nbytes)
     for one in gl.static_range(GROUPS):
-        tma.async_copy_global_to_shared(q_tiles, [q_row + one * ROWS, q_column], q_bar, q_s.index(one))
+        async_load(q_tiles, [q_row + one * ROWS, q_column], q_bar, q_s.index(one))
     for n in range(count):
         row = k_row + last - n * BN
         bring(k_tiles, row, k_column, k_ring, k_bars, n, STAGES)

@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from ...gpu.hopper_tiles import meet, zeroed_behind
+from ...gpu.hopper_tiles import async_load, async_store, meet, zeroed_behind
 
 ROWS = gl.constexpr(64)  # of a group of four warps: the rows of one wgmma product
 
@@ -41,7 +41,7 @@ def bring(tiles, row, column, ring, bars, n, STAGES: gl.constexpr):
     s = n % STAGES
     mbarrier.wait(free.index(s), (n // STAGES + 1) & 1)
     mbarrier.expect(full.index(s), tiles.block_type.nbytes)
-    tma.async_copy_global_to_shared(tiles, [row, column], full.index(s), ring.index(s))
+    async_load(tiles, [row, column], full.index(s), ring.index(s))
 
 
 @gluon.jit
@@ -76,7 +76,7 @@ def leave(x, memory, tiles, row, column, to, stride, left):
         memory.store(x)
         fence_async_shared()
         meet()
-        tma.async_copy_shared_to_global(tiles, [row.to(gl.int32), column], memory)
+        async_store(tiles, [row.to(gl.int32), column], memory)
         tma.store_wait(0)
     else:
         i = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
