@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from ..recurrence.variants import VARIANTS
 from ..softmax import FUNCTION
+from ..tables import Numbers
 from ..verify.finding import Finding
 from ..verify.machine import Machine
 from .cases import CASES
@@ -138,13 +138,14 @@ def print_measurements(console: Console, measurements: Sequence[Measurement]) ->
     for (variant, mode, dtype), group in groups.items():
         gpu, threads = group[0].copy.gpu is not None, group[0].copy.threads
         title = f"{variant}, {mode}, {dtype} on {group[0].device}" + ("" if gpu else f", {threads} thread{'s' * (threads > 1)}")
-        table = Table(box=SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
-        table.add_column("B,T,H,K,V", max_width=48)
-        for name in _columns(gpu):
-            table.add_column(name, justify="right", no_wrap=True, vertical="bottom")
+        table = Numbers("B,T,H,K,V", _columns(gpu), title=title)
         for measurement in group:
-            _add_rows(table, measurement, gpu)
-        console.print(table)
+            _add_rows(table, measurement)
+        table.print(console)
+        for measurement in group:
+            for one in measurement.untimed:
+                reason = f"  {_shape(measurement)}: {one.candidate} {one.reason}"
+                console.print(Text(reason, style="bold red" if one.fault else "yellow"), soft_wrap=True)
     notes = (
         "times as fast: relative to the baseline. floor: a copy of as many bytes as the call must move, timed in turn.\n"
         "of floor: the floor's time over the candidate's. error: against the float64 oracle, checked before timing."
@@ -171,22 +172,24 @@ def _without_graph(measurements: Sequence[Measurement]) -> Iterator[tuple[str, s
                 yield f"{timing.candidate}, {measurement.variant}, {measurement.mode}", timing.gpu.not_captured
 
 
-def _add_rows(table: Table, measurement: Measurement, gpu: bool) -> None:
+def _shape(measurement: Measurement) -> str:
+    return f"{measurement.shape.text}  {measurement.gates}".rstrip()
+
+
+def _add_rows(table: Numbers, measurement: Measurement) -> None:
     base = measurement.baseline
     best = min((one.milliseconds for one in measurement.timings), default=0.0)
-    table.add_row(Text(f"{measurement.shape.text}  {measurement.gates}".rstrip(), style="bold"))
-    for one in measurement.untimed:
-        table.add_row(Padding(Text(f"{one.candidate} {one.reason}", style="bold red" if one.fault else "yellow"), (0, 0, 0, 2)))
+    table.add(Text(_shape(measurement), style="bold"))
     for timing in measurement.timings:
         name = f"  {timing.candidate}" + (f", {timing.threads} thread" if timing.threads < measurement.copy.threads else "")
         median = Text(duration(timing.milliseconds), style="bold green" if timing.milliseconds == best else "")
         times = "-" if base is None else _digits(base.milliseconds / timing.milliseconds)
         gpu_times, more = _gpu_cells(timing)
         cells = [*gpu_times, times, f"{measurement.of_floor(timing):.1%}", f"{timing.error:.0e}", *more]
-        table.add_row(name, median, _spread(timing), *cells)
+        table.add(name, median, _spread(timing), *cells)
     moved = f"{_digits(measurement.moved_bytes / 1e6)} MB, {_digits(measurement.bandwidth / 1e9)} GB/s"
     gpu_times, _ = _gpu_cells(measurement.copy)
-    table.add_row("  floor", duration(measurement.copy.milliseconds), moved, *gpu_times, style="dim", end_section=True)
+    table.add("  floor", duration(measurement.copy.milliseconds), moved, *gpu_times, style="dim", ends=True)
 
 
 def _gpu_cells(timing: Timing) -> tuple[list[str], list[str]]:
@@ -229,17 +232,21 @@ def duration(milliseconds: float) -> str:
 def print_cases(console: Console) -> None:
     """Print the table of cases, then each suite with one row for each shape and its variants."""
     in_suites = {case.name for suite in SUITES for case in suite.cases}
+    cases = [case for case in CASES if case.name not in in_suites]
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for name in ("case", "variant", "B,T,H,K,V", "model"):
-        table.add_column(name, no_wrap=True)
-    for case in CASES:
-        if case.name not in in_suites:
-            table.add_row(case.name, case.variant, case.shape.text, case.model)
+    for name in ("case", "B,T,H,K,V"):
+        table.add_column(name, overflow="fold")
+    table.add_column("model")
+    for variant in dict.fromkeys(case.variant for case in cases):
+        table.add_row(Text(variant, style="bold"))
+        here = [case for case in cases if case.variant == variant]
+        for case in here:
+            table.add_row(f"  {case.name}", case.shape.text, case.model, end_section=case is here[-1])
     console.print(table)
     for suite in SUITES:
         console.print(Text.assemble((f"--suite {suite.name}", "bold"), f": {suite.summary}"))
         table = Table(box=SIMPLE_HEAD, pad_edge=False)
-        table.add_column("case", no_wrap=True)
+        table.add_column("case", overflow="fold")
         table.add_column("variants")
         previous = ""
         for shape in dict.fromkeys(case.shape for case in suite.cases):
@@ -255,12 +262,9 @@ def print_profile(console: Console, measurement: Measurement) -> None:
     gpu, base = measurement.device != "cpu", measurement.baseline
     work, threads = ("kernel", "") if gpu else ("operator", f", {measurement.copy.threads} thread{'s' * (measurement.copy.threads > 1)}")
     title = f"{measurement.kind}, {measurement.mode}, {measurement.dtype} on {measurement.device}{threads}"
-    table = Table(box=SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
-    table.add_column(f"B,T,H,K,V\n{','.join(map(str, measurement.shape))}", no_wrap=True)
-    for name in ("end\nto end", "times\nas fast", "error", f"all\n{work}s", f"slowest {work}", "its\ntime"):
-        table.add_column(name, justify="left" if name.startswith("slowest") else "right", vertical="bottom", no_wrap=True)
-    for name in ("launches" if gpu else "operators", "layout\nconversion", "end to end\nprofiled"):
-        table.add_column(name, justify="right", vertical="bottom", no_wrap=True)
+    columns = ["end\nto end", "times\nas fast", "error", f"all\n{work}s", f"slowest {work}", "its\ntime"]
+    columns += ["launches" if gpu else "operators", "layout\nconversion", "end to end\nprofiled"]
+    table = Numbers(f"B,T,H,K,V\n{','.join(map(str, measurement.shape))}", columns, title=title, left=[f"slowest {work}"])
     for one in measurement.timings:
         seen = one.profile
         if seen is not None:
@@ -268,8 +272,8 @@ def print_profile(console: Console, measurement: Measurement) -> None:
             clock = [one.candidate, duration(one.milliseconds), times, f"{one.error:.0e}"]
             slowest = seen.slowest if len(seen.slowest) <= 40 else f"{seen.slowest[:37]}..."
             work_of_a_call = [duration(seen.kernel_milliseconds), slowest, duration(seen.slowest_milliseconds), f"{seen.launches:.0f}"]
-            table.add_row(*map(Text, clock + work_of_a_call), duration(seen.layout_milliseconds), Text(duration(seen.milliseconds), "dim"))
-    console.print(table)
+            table.add(*clock, *work_of_a_call, duration(seen.layout_milliseconds), Text(duration(seen.milliseconds), "dim"))
+    table.print(console)
     for refused in measurement.untimed:
         console.print(Text(f"  {refused.candidate} {refused.reason}", "bold red" if refused.fault else "yellow"), soft_wrap=True)
     counted = "kernels, copies and fills on the GPU" if gpu else "operators of torch and native kernels, by self time"

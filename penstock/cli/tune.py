@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import torch
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from .. import __version__
@@ -22,6 +20,7 @@ from ..gpu.target import power
 from ..recurrence.triton.table_file import Entry, read, user_path, write
 from ..recurrence.triton.table_file import target as target_of
 from ..recurrence.variants import VARIANTS
+from ..tables import Numbers
 from ..verify.inputs import Shape
 from .options import check_device, check_names, check_seed
 from .outputs import check_outputs
@@ -121,17 +120,15 @@ def entry_of(tuned: Tuned, gpu: str, versions: str) -> Entry | None:
 
 def print_tuned(console: Console, tuned: Tuned) -> None:
     """Print all candidates of a kernel, the fastest first, then those that cannot be chosen."""
-    table = Table(box=SIMPLE_HEAD, title=f"{tuned.key.kernel}: {tuned.call}", title_justify="left", pad_edge=False)
     names = [name for name in tuned.before._fields if len({getattr(one.config, name) for one in tuned.outcomes}) > 1]
-    for name in (*names, "time", "error", ""):
-        table.add_column(name, justify="right" if name else "left")
+    table = Numbers("time", [*names, "error", ""], title=f"{tuned.key.kernel}: {tuned.call}", left=[""])
     for one in sorted(tuned.outcomes, key=lambda one: (one.reason is not None, one.milliseconds or 0.0)):
         marks = ["chosen"] * (one is tuned.chosen) + ["in use"] * (one.config == tuned.before) + [one.reason or ""]
         style = "bold green" if one is tuned.chosen else "red" if one.reason else ""
         time = "-" if one.milliseconds is None else duration(one.milliseconds)
         error = "-" if one.error is None else f"{one.error:.0e}"
         sizes = [str(getattr(one.config, name)) for name in names]
-        table.add_row(*sizes, time, error, Text(", ".join(mark for mark in marks if mark)), style=style)
-    console.print(table)
+        table.add(time, *sizes, error, Text(", ".join(mark for mark in marks if mark)), style=style)
+    table.print(console)
     if tuned.chosen is None:
         console.print(f"  WRONG: no candidate of {tuned.key} is right", style="bold red", soft_wrap=True)

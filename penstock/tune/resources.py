@@ -9,12 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from ..errors import Complaints, RangeError
+from ..tables import Numbers
 from .ahead import Job, Resources, compile_all
 from .shipped import CONFIGURATIONS, TARGETS, configurations
 from .workers import Failure
@@ -121,10 +120,7 @@ def print_findings(console: Console, findings: list[Finding]) -> None:
     """Print a row for each architecture, configuration and pass: most registers, spills and shared memory. Then the faults."""
     for arch in dict.fromkeys(finding.arch for finding in findings):
         title = f"{arch}: {TARGETS[arch].shared_memory / 1024:.0f} KiB of shared memory"
-        table = Table(box=SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
-        table.add_column("call", overflow="fold")
-        for name in ("kernels", "registers", "spills,\nbytes", "shared,\nKiB"):
-            table.add_column(name, justify="right", no_wrap=True, vertical="bottom")
+        table = Numbers("call", ["kernels", "registers", "spills,\nbytes", "shared,\nKiB"], title=title)
         rows: dict[str, list[Finding]] = defaultdict(list)
         for finding in findings:
             if finding.arch == arch:
@@ -135,8 +131,8 @@ def print_findings(console: Console, findings: list[Finding]) -> None:
             most = Resources(*(max(column) for column in zip(*compiled))) if compiled else Resources(0, 0, 0)
             style = "bold red" if any(finding.wrong for finding in group) else ""
             count = f"{len(group)}" + f" ({failed} failed)" * bool(failed)
-            table.add_row(Text(call, style=style), count, str(most.registers), str(most.spill), f"{most.shared / 1024:.0f}")
-        console.print(table)
+            table.add(Text(call, style=style), count, str(most.registers), str(most.spill), f"{most.shared / 1024:.0f}")
+        table.print(console)
     for finding in findings:
         if finding.wrong:
             console.print(Text(f"  WRONG: {finding.arch}: {finding.launch}: {finding.wrong}", style="bold red"), soft_wrap=True)

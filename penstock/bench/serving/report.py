@@ -9,12 +9,11 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from ... import __version__
+from ...tables import Numbers
 from ..plot import COLOURS, INK, MARKERS, _figure, _save, _title, check_plot
 from .load import Load, Run, Times
 from .workload import Workload
@@ -44,27 +43,16 @@ class Report:
 
 def print_runs(console: Console, runs: Sequence[Run]) -> None:
     """Print one row a run, and the reasons of failures."""
-    table = Table(box=SIMPLE_HEAD, caption="Times in milliseconds: 50th / 99th percentile.", caption_justify="left")
-    table.add_column("load", no_wrap=True)
-    for name in (
-        "requests",
-        "failed",
-        "requests/s",
-        "output tokens/s",
-        "all tokens/s",
-        "first token",
-        "between tokens",
-        "request",
-        "cached",
-    ):
-        table.add_column(name, justify="right")
+    columns = ["requests", "failed", "requests\n/s", "output\ntokens/s", "all\ntokens/s", "first\ntoken", "between\ntokens", "request"]
+    table = Numbers("load", [*columns, "cached"])
     for one in runs:
         failed = sum(one.failed.values())
-        table.add_row(
+        table.add(
             str(one.load), str(one.requests), str(failed), f"{(one.requests - failed) / one.seconds:.2f}", f"{one.output_rate:.0f}",
             f"{one.total_rate:.0f}", _text(one.first), _text(one.between), _text(one.whole), f"{100 * one.cached_share:.0f} %",
         )  # fmt: skip
-    console.print(table)
+    table.print(console)
+    console.print(Text("Times in milliseconds: 50th / 99th percentile.", style="dim"))
     for one in runs:
         for reason, count in one.failed.items():
             console.print(Text(f"  {one.load}: {count} failed: {reason}", style="bold red"), soft_wrap=True)
