@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..errors import Complaints, RangeError
 from .arguments import check_apart, check_input, check_part, check_sequences
+from .halving import halved
 from .sequences import Sequences
 from .sizes import check_fields
 
@@ -61,6 +62,9 @@ class Mixer(nn.Module):
     ``initial_state`` and ``mix``.
     """
 
+    halves_output: ClassVar[bool] = False
+    """Whether ``mix`` and ``step`` divide y as ``halving`` says, before it can overflow. The y of others is divided here."""
+
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
         self.hidden_size = hidden_size
@@ -91,7 +95,8 @@ class Mixer(nn.Module):
             Packed sequences, as for ``penstock.gla``. Models pass the ``Sequences`` that all of their layers share.
         """
         sequences = cu_seqlens if isinstance(cu_seqlens, Sequences) else self._sequences("forward", x, cu_seqlens, state=state)
-        return self.mix(x, self.empty_state(sequences.count, x) if state is None else state, sequences)
+        y, after = self.mix(x, self.empty_state(sequences.count, x) if state is None else state, sequences)
+        return y if self.halves_output else halved(y, sequences), after
 
     @torch.no_grad()
     def advance(self, x: Tensor, state: Any, *, cu_seqlens: Tensor | Sequences | None = None, slots: Tensor | None = None) -> Tensor:
@@ -108,7 +113,7 @@ class Mixer(nn.Module):
             sequences = self._sequences("advance", x, sequences, slots, state, in_place=True)
         y, after = self.mix(x, state, sequences)
         sequences.write(state, after)
-        return y
+        return y if self.halves_output else halved(y, sequences)
 
     def step(self, x: Tensor, y: Tensor | None, norm: nn.Module, state: Any, sequences: Sequences) -> tuple[Tensor, Tensor] | None:
         """An update in place from the residual stream on: x + y (x without y), and what ``advance`` maps its norm to.

@@ -62,6 +62,8 @@ class Layer(nn.Module):
         super().__init__()
         C, L, channel = config.hidden_size, config.num_layers, config.channels[layer]
         self.residual_in_float32 = config.residual_in_float32
+        self.halvings, rest = divmod(layer, config.rescale_every) if config.rescale_every else (0, 0)
+        self.halves = self.halvings > 0 and rest == 0
         self.mixer_norm = norm(config)
         self.mixer = config.mixers[layer].build(C, layer, L)
         self.channel_norm = None if channel is None else norm(config)
@@ -69,17 +71,20 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, state: LayerState, sequences: Sequences) -> tuple[Tensor, LayerState]:
         """Map x [B,T,C] to y of the same shape and the new state."""
-        x, normed = add_norm(x, None, self.mixer_norm, in_float32=self.residual_in_float32)
+        x, _ = self._entered(x, None, sequences)
+        halvings = sequences.halvings
+        x, normed = add_norm(x, None, self.mixer_norm, in_float32=self.residual_in_float32, halvings=halvings)
         y, mixer = self.mixer(normed, state.mixer, sequences)
         if self.channel is None:
             return x + y, LayerState(mixer, state.channel)
         assert self.channel_norm is not None
-        x, normed = add_norm(x, y, self.channel_norm, in_float32=self.residual_in_float32)
+        x, normed = add_norm(x, y, self.channel_norm, in_float32=self.residual_in_float32, halvings=halvings)
         y, channel = self.channel(normed, state.channel, sequences)
         return x + y, LayerState(mixer, channel)
 
     def advance(self, x: Tensor, y: Tensor | None, state: LayerState, sequences: Sequences) -> tuple[Tensor, Tensor]:
         """Map x + y, the residual stream and what the mixer before adds to it, to such a pair; ``state`` is updated in place."""
+        x, y = self._entered(x, y, sequences)
         x, y = self._advanced(self.mixer, self.mixer_norm, x, y, state.mixer, sequences)
         if self.channel is None:
             return x, y
@@ -92,8 +97,17 @@ class Layer(nn.Module):
         found = None if self.residual_in_float32 else mixer.step(x, y, norm, state, sequences)
         if found is not None:
             return found
-        x, normed = add_norm(x, y, norm, in_float32=self.residual_in_float32)
+        x, normed = add_norm(x, y, norm, in_float32=self.residual_in_float32, halvings=sequences.halvings)
         return x, mixer.advance(normed, state, cu_seqlens=sequences)
+
+    def _entered(self, x: Tensor, y: Tensor | None, sequences: Sequences) -> tuple[Tensor, Tensor | None]:
+        """X and y at the begin of this layer, in float16 models divided as ``rescale_every`` says (``layers.halving``)."""
+        halvings = self.halvings if sequences.halves else 0
+        if halvings != sequences.halvings:
+            sequences.halvings = halvings
+        if not (halvings and self.halves):
+            return x, y
+        return x * 0.5, None if y is None else y * 0.5
 
     def initial_state(self, count: int, like: Tensor, max_length: int | None = None) -> LayerState:
         """The state of ``count`` sequences before their first token."""
@@ -219,7 +233,7 @@ class CausalLM(nn.Module):
                 else:
                     x, new = layer(x, before, sequences)
                 after.append(new)
-            return self._normed(x, None), after
+            return self._normed(x, None, sequences), after
 
     def _checkpointing(self, function: str) -> bool | Literal["selective"]:
         """What the backward pass computes again: ``gradient_checkpointing``, False without gradients."""
@@ -253,7 +267,7 @@ class CausalLM(nn.Module):
             x, y = layer.advance(x, y, one, sequences)
         if last_only:
             x, y = sequences.last(x), None if y is None else sequences.last(y)
-        logits: Tensor = self.head(self._normed(x, y))
+        logits: Tensor = self.head(self._normed(x, y, sequences))
         return logits
 
     @torch.no_grad()
@@ -307,8 +321,8 @@ class CausalLM(nn.Module):
             x = add_norm(x, None, self.embedding_norm, rounded=False)[1]
         return x.float() if self.config.residual_in_float32 and x.dtype != torch.float64 else x
 
-    def _normed(self, x: Tensor, y: Tensor | None) -> Tensor:
-        return add_norm(x, y, self.norm, in_float32=self.config.residual_in_float32)[1]
+    def _normed(self, x: Tensor, y: Tensor | None, sequences: Sequences) -> Tensor:
+        return add_norm(x, y, self.norm, in_float32=self.config.residual_in_float32, halvings=sequences.halvings)[1]
 
     def _check(
         self, function: str, ids: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None, slots: Tensor | None = None,
@@ -321,6 +335,7 @@ class CausalLM(nn.Module):
         check_sequences(complaints, ids, cu_seqlens, slots, state, "ids")
         complaints.raise_any()
         sequences = Sequences(ids, cu_seqlens, slots, in_place=in_place)
+        sequences.halves = self._like.dtype == torch.float16
         if in_place or state is not None:
             count = None if slots is not None else sequences.count
             like = self._like
