@@ -62,9 +62,10 @@ def randomised(module: nn.Module, seed: int = 1) -> None:
             parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * size)
 
 
-def model_of(name: str, dtype: torch.dtype = torch.float32) -> CausalLM:
+def model_of(name: str, dtype: torch.dtype = torch.float32, **changes: int) -> CausalLM:
+    """A model; ``changes`` are those of its configuration."""
     torch.manual_seed(0)
-    model = CausalLM(ARCHITECTURES[name])
+    model = CausalLM(replace(ARCHITECTURES[name], **changes))
     randomised(model)
     return model.to(dtype)
 

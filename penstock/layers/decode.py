@@ -36,7 +36,7 @@ def shifted_norm(
     few = sequences.single or mode().alike or x.shape[0] * x.shape[1] <= SHIFTED_TOKENS
     if torch.is_grad_enabled() or private.autocasting() or not (sequences.in_place and few):
         return None
-    if (parts := norm_of(norm)) is None:
+    if (parts := norm_of(norm, sequences.halvings)) is None:
         return None
     weight, bias, eps, centre = parts
     launch = kernels("few_rows_launch", x, y, weight, bias, pool, *factors)
@@ -66,7 +66,9 @@ def _one_row(
     """For one token in a graph, if kernels may read all of these parameters early: a module of launches, its ``Shift``, weights of maps."""
     if torch.is_grad_enabled() or mode() != Mode(graph=True) or not (sequences.single and sequences.in_place) or private.autocasting():
         return None
-    if x.shape != (1, 1, WIDTH) or sequences.slots is None or (parts := norm_of(norm)) is None or (weights := plain_weights(maps)) is None:
+    if x.shape != (1, 1, WIDTH) or sequences.slots is None or (weights := plain_weights(maps)) is None:
+        return None
+    if (parts := norm_of(norm, sequences.halvings)) is None:
         return None
     weight, bias, eps, centre = parts
     learned = [one for one in (norm.weight, None if bias is None else norm.bias, *factors, *others, *weights) if one is not None]
@@ -109,7 +111,7 @@ def channel_mix(
     x: Tensor, y: Tensor | None, norm: Any, pool: Tensor, sequences: Sequences, factors: Sequence[Tensor], maps: Sequence[nn.Module]
 ) -> tuple[Tensor, Tensor] | None:
     """The sum x + y, and the channel mix of RWKV-6 of its norm, by two kernels. ``maps``: key, receptance and value."""
-    found = _one_row(x, y, norm, pool, sequences, factors, [], maps)
+    found = None if sequences.halvings else _one_row(x, y, norm, pool, sequences, factors, [], maps)
     if found is None:
         return None
     launch, shift, weights = found

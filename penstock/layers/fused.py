@@ -189,15 +189,19 @@ def norm_gate_formula(
     return y if then is None else linear(y.flatten(1), then)
 
 
-def add_norm(x: Tensor, y: Tensor | None, norm: nn.Module, *, in_float32: bool = False, rounded: bool = True) -> tuple[Tensor, Tensor]:
+def add_norm(
+    x: Tensor, y: Tensor | None, norm: nn.Module, *, in_float32: bool = False, rounded: bool = True, halvings: int = 0
+) -> tuple[Tensor, Tensor]:
     """The sum of x and y [B,T,C], or x without y, and its norm. Norms of other classes or with hooks run as modules.
 
     in_float32 : bool
         x is float32, whatever the dtype of the norm.
     rounded : bool
         Under autocast, a kernel gives the norm in autocast's dtype, to which linear maps would round it. False: in the dtype of the weight.
+    halvings : int
+        How many times x and y were divided by 2. The norm is that of the undivided sum, except for eps of norms that run as modules.
     """
-    found, kind = norm_of(norm), x.device.type
+    found, kind = norm_of(norm, halvings), x.device.type
     if found is not None and x.shape[-1] <= (2**13 if torch.is_grad_enabled() else 2**14):
         weight, bias, eps, centre = found
         launch = kernels("launch", x, y, weight, bias)
@@ -215,10 +219,10 @@ def add_norm(x: Tensor, y: Tensor | None, norm: nn.Module, *, in_float32: bool =
             return total.view(x.shape), normed.view(x.shape)
     total = x if y is None else x + y
     given = total.to(next(norm.parameters()).dtype) if in_float32 else total
-    normed = norm(given)
     if found is None:
-        return total, normed
+        return total, norm(given)
     weight, bias, eps, centre = found
+    normed = _norm_as_written(given, weight, bias, eps=eps, centre=centre) if halvings else norm(given)
     # in the backward pass the module may have other parameters, for example behind torch.func.functional_call
     return total, again(normed, partial(_norm_as_written, eps=eps, centre=centre), given, weight, bias)
 
@@ -240,13 +244,16 @@ def norm_formula(
     return total, normed if dtype is None else normed.to(dtype)
 
 
-def norm_of(norm: nn.Module) -> tuple[Tensor, Tensor | None, float, bool] | None:
-    """The contiguous weight and bias of a norm, its epsilon, whether it is a layer norm. None: only the module can compute it."""
+def norm_of(norm: nn.Module, halvings: int = 0) -> tuple[Tensor, Tensor | None, float, bool] | None:
+    """The contiguous weight and bias of a norm, its epsilon, whether it is a layer norm. None: only the module can compute it.
+
+    The epsilon is for an input that was divided by 2 ``halvings`` times.
+    """
     if not runs_as_written(norm, nn.LayerNorm, RMSNorm) or norm.weight is None or norm.eps is None:
         return None
     bias = getattr(norm, "bias", None)
     weights = [None if one is None else one.contiguous() for one in (norm.weight, bias)]  # type: ignore[operator]
-    return *weights, norm.eps, isinstance(norm, nn.LayerNorm)  # type: ignore[return-value]
+    return *weights, norm.eps * 0.25**halvings, isinstance(norm, nn.LayerNorm)  # type: ignore[return-value,operator]
 
 
 class TokensBefore(NamedTuple):

@@ -93,4 +93,4 @@ class GatedLinearAttention(HeadsMixer):
         q, k = self._features(q), self._features(k)
         k, v, g = (self._served(x) for x in (k, v, g))
         output, kv = sequences.recur("gla", q, k, v, g, state=state.kv)
-        return self._project_output(output, gate), GLAState(kv, tails)
+        return self._project_output(output, gate, sequences), GLAState(kv, tails)

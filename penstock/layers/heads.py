@@ -16,6 +16,7 @@ from ..recurrence.declaration import repeated, state_dtype
 from ..recurrence.feature_maps import FEATURE_MAPS
 from .convolution import ShortConvolution
 from .fused import activated, norm_gate
+from .halving import last_map
 from .linear import Linear, linears_of
 from .mixer import Mixer, MixerConfig
 from .norms import RMSNorm
@@ -100,6 +101,8 @@ class Projected(NamedTuple):
 class HeadsMixer(Mixer):
     """Base: x [B,T,C] to heads of q, k, v, and the output of the recurrence to y [B,T,C]."""
 
+    halves_output = True
+
     def __init__(self, config: HeadsConfig, hidden_size: int) -> None:
         super().__init__(hidden_size)
         self.heads = config
@@ -158,15 +161,16 @@ class HeadsMixer(Mixer):
         served = repeated(x, heads)
         return served if x.shape[2] in (1, heads) else again(served, lambda x: repeated(x, heads), x)
 
-    def _project_output(self, output: Tensor, gate: Tensor | None) -> Tensor:
+    def _project_output(self, output: Tensor, gate: Tensor | None, sequences: Sequences) -> Tensor:
         """Map the output of the recurrence [B,T,H,V] to y [B,T,C]."""
+        output_map = last_map(self.o_proj, sequences)
         if self.heads.use_output_norm and gate is not None:
-            return norm_gate(output, gate, self.norm, self.o_proj, grouped=False)
+            return norm_gate(output, gate, self.norm, output_map, grouped=False)
         if self.heads.use_output_norm:
             output = self.norm(output)
         elif gate is not None:
-            return activated(gate, output.flatten(-2), "silu", self.o_proj)
-        y: Tensor = self.o_proj(output.flatten(-2))
+            return activated(gate, output.flatten(-2), "silu", output_map)
+        y: Tensor = output_map(output.flatten(-2))
         return y
 
 

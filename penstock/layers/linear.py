@@ -134,8 +134,8 @@ def _plain(one: nn.Module) -> bool:
 
 
 def plain_weights(maps: Sequence[Tensor | nn.Module]) -> list[Tensor] | None:
-    """The weights of linear maps, or None if the forward of one must run: it has a bias, hooks, an adapter or a quantized weight."""
-    if any(isinstance(one, nn.Module) and not _plain(one) for one in maps):
+    """The weights of linear maps, or None if one must run: it has a bias, hooks, an adapter or a quantized weight, or is no module."""
+    if not all(isinstance(one, Tensor) or (isinstance(one, nn.Module) and _plain(one)) for one in maps):
         return None
     return [one if isinstance(one, Tensor) else one.weight for one in maps]  # type: ignore[misc]
 

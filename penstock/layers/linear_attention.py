@@ -70,4 +70,4 @@ class LinearAttention(HeadsMixer):
         output, kv = sequences.recur("linear_attention", q, k, v, state=state.kv)
         if self.config.normalize:
             output = output[..., :-1] / output[..., -1:]
-        return self._project_output(output, gate), LinearAttentionState(kv, tails)
+        return self._project_output(output, gate, sequences), LinearAttentionState(kv, tails)

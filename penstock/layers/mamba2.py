@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..errors import Complaints, RangeError
 from ..recurrence.declaration import state_dtype
 from .convolution import ShortConvolution
+from .halving import last_map
 from .linear import Linear
 from .mamba2_chains import gated_norm, time_steps
 from .mixer import Mixer, MixerConfig
@@ -89,6 +90,8 @@ class Mamba2(Mixer):
     (torch.Size([1, 3, 64]), torch.Size([1, 4, 16, 8]))
     """
 
+    halves_output = True
+
     def __init__(self, config: Mamba2Config, hidden_size: int, num_layers: int = 1) -> None:
         super().__init__(hidden_size)
         self.config = config
@@ -126,4 +129,4 @@ class Mamba2(Mixer):
         x, B, C = x.unflatten(-1, (H, V)), B.unflatten(-1, (G, K)), C.unflatten(-1, (G, K))
         g, v, x = time_steps(dt, self.dt_bias, self.A_log, x, self.config.time_step_limit)
         output, ssm = sequences.recur("simple_gla", C, B, v, g, state=state.ssm, scale=1.0)
-        return gated_norm(output, x, self.D, z, self.norm, self.out_proj), Mamba2State(tail, ssm)
+        return gated_norm(output, x, self.D, z, self.norm, last_map(self.out_proj, sequences)), Mamba2State(tail, ssm)

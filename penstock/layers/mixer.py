@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..errors import Complaints, RangeError
 from .arguments import check_apart, check_input, check_part, check_sequences
 from .as_written import inherits_forward, remembered
+from .halving import halved
 from .sequences import Sequences, adopt
 from .sizes import check_fields
 
@@ -72,6 +73,8 @@ class Mixer(nn.Module):
     ``initial_state`` and ``mix``.
     """
 
+    halves_output: ClassVar[bool] = False
+    """Whether ``mix`` and ``step`` divide y as ``halving`` says, before it can overflow. The y of others is divided here."""
     _stepped: ClassVar[Any] = None
     """The ``mix`` that ``step`` belongs to."""
 
@@ -113,6 +116,7 @@ class Mixer(nn.Module):
         sequences = cu_seqlens if isinstance(cu_seqlens, Sequences) else self._sequences("forward", x, cu_seqlens, state=state)
         state = self.empty_state(sequences.count, x) if state is None else state
         y, after = self.mix(x, state, sequences)
+        y = y if self.halves_output else halved(y, sequences)
         if not sequences.in_place:
             return y, after
         sequences.write(state, after)

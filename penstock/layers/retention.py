@@ -83,4 +83,4 @@ class Retention(HeadsMixer):
         cos, sin = rotary(sequences.positions(position), self.head_sizes[0], self.config.rope_theta, state_dtype(q.dtype))
         q, k = rotated(self._features(q), cos, sin), rotated(self._features(k), cos, sin)
         output, kv = sequences.recur("retention", q, self._served(k), self._served(v), state=state.kv)
-        return self._project_output(output, gate), RetentionState(kv, position + sequences.lengths, tails)
+        return self._project_output(output, gate, sequences), RetentionState(kv, position + sequences.lengths, tails)

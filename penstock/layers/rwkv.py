@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..errors import Complaints, RangeError
 from .decode import channel_mix, shifted_norm
 from .fused import activated, token_shift
+from .halving import halved, last_map
 from .linear import Linear, linears
 from .mixer import Mixer, MixerConfig
 from .sequences import Sequences
@@ -56,6 +57,7 @@ class RWKV5ChannelConfig(MixerConfig):
 class ChannelMix(Mixer):
     """What both channel mixes share."""
 
+    halves_output = True
     complement = False
     """Whether the factors of the token shift are 1 - ``_factors()``."""
 
@@ -73,19 +75,19 @@ class ChannelMix(Mixer):
         """Y and the new state."""
         last, shift = sequences.shifted(x, state.shift)
         factors = [1 - one for one in self._factors()] if self.complement else self._factors()
-        return self._mixed(*token_shift(x, last, sequences, *factors)), ShiftState(shift)
+        return self._mixed(sequences, *token_shift(x, last, sequences, *factors)), ShiftState(shift)
 
     def step(self, x: Tensor, y: Tensor | None, norm: nn.Module, state: ShiftState, sequences: Sequences) -> tuple[Tensor, Tensor] | None:
         """As for all mixers."""
         found = shifted_norm(x, y, norm, state.shift, sequences, *self._factors(), complement=self.complement)
-        return None if found is None else (found.total, self._mixed(*found.mixed))
+        return None if found is None else (found.total, self._mixed(sequences, *found.mixed))
 
-    def _mixed(self, x_k: Tensor, x_r: Tensor) -> Tensor:
-        few = linears([x_k, x_r], [self.key, self.receptance], relu_squared=True)
+    def _mixed(self, sequences: Sequences, x_k: Tensor, x_r: Tensor) -> Tensor:
+        few, value = linears([x_k, x_r], [self.key, self.receptance], relu_squared=True), last_map(self.value, sequences)
         if few:
-            found = linears(few[:1], [self.value], gate=few[1])
-            return found[0] if found else activated(few[1], self.value(few[0]), "sigmoid")
-        hidden = activated(self.key(x_k), None, "relu_squared", self.value)
+            found = linears([halved(few[0], sequences)], [self.value], gate=few[1])
+            return found[0] if found else activated(few[1], value(few[0]), "sigmoid")
+        hidden = activated(self.key(x_k), None, "relu_squared", value)
         return activated(self.receptance(x_r), hidden, "sigmoid")
 
     def _factors(self) -> tuple[Tensor, Tensor]:

@@ -16,6 +16,7 @@ from ..errors import Complaints, RangeError
 from ..recurrence.declaration import state_dtype
 from .decode import rwkv_step, shifted_norm
 from .fused import norm_gate, norm_of_heads, token_shift
+from .halving import last_map
 from .linear import linears
 from .mixer import Mixer, MixerConfig
 from .rwkv import check_head_size, head_count, matrix, ramp
@@ -75,6 +76,8 @@ class RWKV5TimeMix(Mixer):
     (torch.Size([1, 5, 16]), torch.Size([1, 2, 8, 8]))
     """
 
+    halves_output = True
+
     def __init__(self, config: RWKV5Config, hidden_size: int, layer: int = 0, num_layers: int = 1) -> None:
         super().__init__(hidden_size)
         config.require_hidden_size(hidden_size)
@@ -127,7 +130,7 @@ class RWKV5TimeMix(Mixer):
     def _mixed(self, inputs: tuple[Tensor, ...], wkv: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
         """Y and the new state of the recurrence, from the inputs of r, k, v and g."""
         heads = self.time_decay.shape[0], self.config.head_size
-        gated = self.config.version != "5.0"
+        gated, output_map = self.config.version != "5.0", last_map(self.output, sequences)
         maps = (self.receptance, self.key, self.value, *([self.gate] if gated else []))
         few = linears(inputs, maps)
         *rkv, gate = few or [one(x) for one, x in zip(maps, inputs)]
@@ -136,10 +139,10 @@ class RWKV5TimeMix(Mixer):
             r, k, v = rkv
             stepped = rwkv_step(r, k, v, gate, self.time_faaaa, self.time_decay, self.ln_x, wkv, sequences)
             if stepped is not None:
-                return self.output(stepped), wkv
+                return output_map(stepped), wkv
         r, k, v = (one.unflatten(-1, heads) for one in rkv)
         w = -torch.exp(self.time_decay.to(state_dtype(r.dtype))).expand(heads)
         output, wkv = sequences.recur("rwkv5", r, k, v, w, self.time_faaaa.expand(heads), state=wkv)
         if gated:
-            return norm_gate(output, gate, self.ln_x, self.output, grouped=True), wkv
-        return self.output(norm_of_heads(output, self.ln_x, grouped=True)), wkv
+            return norm_gate(output, gate, self.ln_x, output_map, grouped=True), wkv
+        return output_map(norm_of_heads(output, self.ln_x, grouped=True)), wkv

@@ -25,6 +25,7 @@ from ..errors import Complaints
 from ..recurrence.declaration import state_dtype
 from .decode import low_rank_maps, rwkv_step, shifted_norm
 from .fused import TokensBefore, low_rank_decay, norm_gate, token_shift
+from .halving import last_map
 from .linear import linear, linears
 from .mixer import Mixer, MixerConfig
 from .rwkv import check_head_size, head_count, matrix, ramp
@@ -82,6 +83,8 @@ class RWKV6TimeMix(Mixer):
 
     w is a log decay (natural logarithm), computed in float32 for float16 and bfloat16 models; u is ``time_faaaa``.
     """
+
+    halves_output = True
 
     def __init__(self, config: RWKV6Config, hidden_size: int, layer: int = 0, num_layers: int = 1) -> None:
         super().__init__(hidden_size)
@@ -161,14 +164,15 @@ class RWKV6TimeMix(Mixer):
     def _recurred(self, parts: list[Tensor], wkv: Tensor, sequences: Sequences, lasts: Any = None) -> tuple[Tensor, Tensor]:
         """Y and the new state, from the results of ``_project``. ``lasts``: a row of the shift state that is still to be replaced."""
         (low, k, v, r, gate), H, up, bias = parts, self.time_faaaa.shape[0], self.time_decay_w2, self.time_decay
+        output_map = last_map(self.output, sequences)
         stepped = rwkv_step(r, k, v, gate, self.time_faaaa, bias, self.ln_x, wkv, sequences, (low, up), lasts)
         if stepped is not None:
-            return self.output(stepped), wkv
+            return output_map(stepped), wkv
         if lasts is not None:
             lasts.write()
         r, k, v, w = (x.unflatten(-1, (H, -1)) for x in (r, k, v, low_rank_decay(low, up, bias)))
         output, wkv = sequences.recur("rwkv6", r, k, v, w, self.time_faaaa, state=wkv)
-        return norm_gate(output, gate, self.ln_x, self.output, grouped=True), wkv
+        return norm_gate(output, gate, self.ln_x, output_map, grouped=True), wkv
 
     def _project(self, x: Tensor, last: Any, mixed: Tensor, sequences: Sequences) -> list[Tensor]:
         """The decay's low-rank part x_w D_1 [B,T,D], k [B,T,H*K], v [B,T,H*V], r [B,T,H*K] and gate before silu [B,T,H*V]."""

@@ -38,6 +38,11 @@ class Sequences:
     skips its sequence: no row changes, and its output has no meaning.
     """
 
+    halves: bool = False
+    """Whether the model of this call divides its residual stream, see ``halving``."""
+    halvings: int = 0
+    """How many times it was divided by 2 where the call is; layers set it."""
+
     def __init__(self, x: Tensor, cu_seqlens: Tensor | None = None, slots: Tensor | None = None, *, in_place: bool = False) -> None:
         self.batch, self.tokens = x.shape[:2]
         self.device = x.device

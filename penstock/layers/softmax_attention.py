@@ -12,6 +12,7 @@ from ..call.validation import reads_values
 from ..errors import Complaints, RangeError
 from ..recurrence.declaration import state_dtype
 from ..softmax import softmax_attention
+from .halving import last_map
 from .heads import projection
 from .linear import linears_of
 from .mixer import Mixer, MixerConfig
@@ -88,6 +89,8 @@ class SoftmaxAttention(Mixer):
     (torch.Size([1, 5, 2, 4]), tensor([5]))
     """
 
+    halves_output = True
+
     def __init__(self, config: SoftmaxAttentionConfig, hidden_size: int) -> None:
         super().__init__(hidden_size)
         self.config = config
@@ -120,15 +123,16 @@ class SoftmaxAttention(Mixer):
         if state.keys.shape[1] == 0 and not sequences.in_place:  # no earlier tokens
             output = softmax_attention(q, k, v, cu_seqlens=sequences.cu_seqlens, window=self.config.window_size)
             if sequences.cu_seqlens is None:
-                return self._project_output(output), SoftmaxAttentionState(k, v, after)
+                return self._project_output(output, sequences), SoftmaxAttentionState(k, v, after)
             room, keys, values = self._room(state, after, sequences), state.keys, state.values
             keys, values = (self._stored(cache, one, length, room, sequences) for cache, one in ((keys, k), (values, v)))
-            return self._project_output(output), SoftmaxAttentionState(keys, values, after)
+            return self._project_output(output, sequences), SoftmaxAttentionState(keys, values, after)
         room = self._room(state, after, sequences)
         keys, values = (
             self._stored(sequences.read(cache), one, length, room, sequences) for cache, one in ((state.keys, k), (state.values, v))
         )
-        return self._project_output(self._attend(q, keys, values, after, sequences)), SoftmaxAttentionState(keys, values, after)
+        output = self._attend(q, keys, values, after, sequences)
+        return self._project_output(output, sequences), SoftmaxAttentionState(keys, values, after)
 
     def _project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         H, G, D = self.sizes
@@ -141,8 +145,8 @@ class SoftmaxAttention(Mixer):
             q, k = rotated(q, cos, sin), rotated(k, cos, sin)
         return q, k, v
 
-    def _project_output(self, output: Tensor) -> Tensor:
-        y: Tensor = self.o_proj(output.flatten(-2))
+    def _project_output(self, output: Tensor, sequences: Sequences) -> Tensor:
+        y: Tensor = last_map(self.o_proj, sequences)(output.flatten(-2))
         return y
 
     def _room(self, state: SoftmaxAttentionState, after: Tensor, sequences: Sequences) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from .fused import activated
+from .halving import last_map
 from .heads import projection
 from .linear import linears_of
 from .mixer import Mixer, MixerConfig, Stateless
@@ -39,6 +40,8 @@ class SwiGLU(Mixer):
     (torch.Size([1, 5, 16]), Stateless())
     """
 
+    halves_output = True
+
     def __init__(self, config: SwiGLUConfig, hidden_size: int) -> None:
         super().__init__(hidden_size)
         self.config = config
@@ -53,4 +56,4 @@ class SwiGLU(Mixer):
     def mix(self, x: Tensor, state: Stateless, sequences: Sequences) -> tuple[Tensor, Stateless]:
         """Y and no state."""
         gate, up = linears_of(x, (self.gate_proj, self.up_proj))
-        return activated(gate, up, "silu", self.down_proj), state
+        return activated(gate, up, "silu", last_map(self.down_proj, sequences)), state

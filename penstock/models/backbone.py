@@ -48,6 +48,8 @@ class Layer(nn.Module):
         super().__init__()
         C, L, channel = config.hidden_size, config.num_layers, config.channels[layer]
         self.residual_in_float32 = config.residual_in_float32
+        self.halvings, rest = divmod(layer, config.rescale_every) if config.rescale_every else (0, 0)
+        self.halves = self.halvings > 0 and rest == 0
         self.mixer_norm = norm(config)
         self.mixer = config.mixers[layer].build(C, layer, L)
         self.channel_norm = None if channel is None else norm(config)
@@ -59,12 +61,14 @@ class Layer(nn.Module):
         ``state`` may be None: before the first token. In place it is a pool, which is updated and returned.
         """
         state = LayerState(None, Stateless() if self.channel is None else None) if state is None else state
-        x, normed = add_norm(x, None, self.mixer_norm, in_float32=self.residual_in_float32)
+        x, _ = self._entered(x, None, sequences)
+        halvings = sequences.halvings
+        x, normed = add_norm(x, None, self.mixer_norm, in_float32=self.residual_in_float32, halvings=halvings)
         y, mixer = self.mixer(normed, state.mixer, sequences)
         if self.channel is None:
             return x + y, LayerState(mixer, state.channel)
         assert self.channel_norm is not None
-        x, normed = add_norm(x, y, self.channel_norm, in_float32=self.residual_in_float32)
+        x, normed = add_norm(x, y, self.channel_norm, in_float32=self.residual_in_float32, halvings=halvings)
         y, channel = self.channel(normed, state.channel, sequences)
         return x + y, LayerState(mixer, channel)
 
@@ -73,6 +77,7 @@ class Layer(nn.Module):
 
         What ``forward`` computes, with kernels that go across modules.
         """
+        x, y = self._entered(x, y, sequences)
         x, y = self._advanced(self.mixer, self.mixer_norm, x, y, state.mixer, sequences)
         if self.channel is None:
             return x, y
@@ -86,10 +91,19 @@ class Layer(nn.Module):
             found = mixer.step(x, y, norm, state, sequences)
             if found is not None:
                 return found
-        x, normed = add_norm(x, y, norm, in_float32=self.residual_in_float32)
+        x, normed = add_norm(x, y, norm, in_float32=self.residual_in_float32, halvings=sequences.halvings)
         y, after = mixer(normed, state, sequences)
         adopt(state, after)
         return x, y
+
+    def _entered(self, x: Tensor, y: Tensor | None, sequences: Sequences) -> tuple[Tensor, Tensor | None]:
+        """X and y at the begin of this layer, in float16 models divided as ``rescale_every`` says (``layers.halving``)."""
+        halvings = self.halvings if sequences.halves else 0
+        if halvings != sequences.halvings:
+            sequences.halvings = halvings
+        if not (halvings and self.halves):
+            return x, y
+        return x * 0.5, None if y is None else y * 0.5
 
     def initial_state(self, count: int, like: Tensor, max_length: int | None = None) -> LayerState:
         """The state of ``count`` sequences before their first token."""
@@ -165,14 +179,14 @@ class Backbone(nn.Module):
             after = []
             for n, layer in enumerate(self.layers):
                 if every is not None:
-                    every.append(x)
+                    every.append(x * 2.0**sequences.halvings if sequences.halvings else x)
                 before = None if state is None else state[n]
                 if checkpointing is True:
                     x, new = checkpoint(_with_parameters, layer, dict(layer.named_parameters()), x, before, sequences, use_reentrant=False)
                 else:
                     x, new = layer(x, before, sequences)
                 after.append(new)
-            return self._normed(x, None), after
+            return self._normed(x, None, sequences), after
 
     def _checkpointing(self, function: str) -> bool | Literal["selective"]:
         """What the backward pass computes again: ``gradient_checkpointing``, False without gradients."""
@@ -196,7 +210,7 @@ class Backbone(nn.Module):
         for layer, one in zip(self.layers, state):
             if every is not None:
                 x, y = x if y is None else x + y, None
-                every.append(x)
+                every.append(x * 2.0**sequences.halvings if sequences.halvings else x)
             if runs_as_written(layer, Layer):
                 x, y = layer.advance(x, y, one, sequences)  # type: ignore[operator]
                 continue
@@ -205,7 +219,7 @@ class Backbone(nn.Module):
             y = None
         if last_only:
             x, y = sequences.last(x), None if y is None else sequences.last(y)
-        return self._normed(x, y)
+        return self._normed(x, y, sequences)
 
     def _like(self, device: torch.device | None = None) -> Tensor:
         """A tensor without elements, of the dtype of the embeddings, on their device or another one."""
@@ -218,8 +232,8 @@ class Backbone(nn.Module):
             x = add_norm(x, None, self.embedding_norm, rounded=False)[1]
         return x.float() if self.sizes.residual_in_float32 and x.dtype != torch.float64 else x
 
-    def _normed(self, x: Tensor, y: Tensor | None) -> Tensor:
-        return add_norm(x, y, self.norm, in_float32=self.sizes.residual_in_float32)[1]
+    def _normed(self, x: Tensor, y: Tensor | None, sequences: Sequences) -> Tensor:
+        return add_norm(x, y, self.norm, in_float32=self.sizes.residual_in_float32, halvings=sequences.halvings)[1]
 
     def _check(
         self, function: str, ids: Tensor | None, embedded: Tensor | None = None, state: State | None = None,
@@ -239,6 +253,7 @@ class Backbone(nn.Module):
         check_sequences(complaints, given, cu_seqlens, slots, state, name)
         complaints.raise_any()
         sequences = Sequences(given, cu_seqlens, slots, in_place=in_place)
+        sequences.halves = like.dtype == torch.float16
         if in_place or state is not None:
             count = None if slots is not None else sequences.count
             found = marks(state, count, like.dtype, like.device) if in_place and not is_fake(like) else None

@@ -32,6 +32,8 @@ from ..layers.registry import find
 from ..layers.sizes import check_fields, check_whole
 
 Norm = Literal["layer_norm", "rms_norm"]
+RESCALE_EVERY = 6
+"""Of RWKV, in the authors' runtime."""
 
 
 @checked_fields
@@ -61,6 +63,8 @@ class Config:
     """Whether the head's weight is that of the embeddings."""
     residual_in_float32: bool = False
     """Whether sums over layers are float32 also in float16 and bfloat16 models."""
+    rescale_every: int = 0
+    """In float16 models the sum over layers is divided by 2 before every so many layers, so that it does not overflow; 0: never."""
 
     def __post_init__(self) -> None:
         complaints = Complaints("Config")
@@ -217,7 +221,17 @@ def _check_hidden_size(hidden_size: object) -> None:
 
 
 def _rwkv(vocab_size: int, hidden_size: int, num_layers: int, mixer: MixerConfig, channel: MixerConfig) -> Config:
-    return Config(vocab_size, hidden_size, num_layers, mixer, channel, norm="layer_norm", norm_eps=1e-5, embedding_norm=True)
+    return Config(
+        vocab_size,
+        hidden_size,
+        num_layers,
+        mixer,
+        channel,
+        norm="layer_norm",
+        norm_eps=1e-5,
+        embedding_norm=True,
+        rescale_every=RESCALE_EVERY,
+    )
 
 
 @checked_keywords

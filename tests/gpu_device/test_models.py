@@ -1,9 +1,12 @@
 """Models on a GPU: values as on a CPU, steps without waiting, and steps in CUDA graphs. Run with ``pytest -m gpu``."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from architectures import ARCHITECTURES, SIZES, flat, model_of
 from formulas import error
+from halved_models import deep, enlarged, outputs, power_of
 
 from penstock.layers import linear
 from penstock.layers.fused import add_norm
@@ -140,3 +143,16 @@ def test_bits_of_decode_steps_do_not_depend_on_the_number_of_rows(name: str) -> 
             found = [model.advance(ids[rows, t : t + 1], pool) for t in range(4)]
             assert all(torch.equal(x, y[rows]) for x, y in zip(found, wanted))
             assert all(torch.equal(x, y[rows]) for x, y in zip(flat(pool), flat(whole)))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_float16_models_whose_residual_stream_would_overflow(name: str, graph: bool) -> None:
+    """They give what the same models give with a small one, by every kernel."""
+    with linear.in_graph() if graph else nullcontext():
+        plain, large = (outputs(model.cuda()) for model in (deep(name, 0), enlarged(deep(name, 1), power_of(name))))
+    assert graph or not enlarged(deep(name, 0), power_of(name)).cuda()(drawn(2, 9).cuda()).logits.isfinite().all()
+    for x, y in zip(large, plain):
+        assert y.isfinite().all()
+        assert not x.numel() or error(x, y) < 1e-3

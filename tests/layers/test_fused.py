@@ -449,6 +449,18 @@ def test_training_steps_of_models(name, request):
         most = kept if checkpointing == "selective" else most
 
 
+@pytest.mark.parametrize("name", ["rwkv5.0", "rwkv6", "gla", "mamba2"])
+def test_training_steps_of_halved_models(name, on_a_cpu):
+    """Float16 by the kernels: with a residual stream that is halved, loss and gradients are as exact as without."""
+    exact, *found = (
+        trained(model_of(name, dtype, rescale_every=every, norm_eps=0.3))[0]
+        for dtype, every in ((torch.float64, 0), (torch.float16, 0), (torch.float16, 1))
+    )
+    assert on_a_cpu["AddNorm"] > 0
+    for true, plain, halved in zip(exact, *found):
+        assert (halved - true).norm() <= 1.3 * (plain - true).norm() + 4e-3 * true.norm()
+
+
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_training_steps_with_parameters_of_any_strides(name, request):
     """As views of a larger tensor are: a kernel that reads them as contiguous reads the NaN between their elements."""

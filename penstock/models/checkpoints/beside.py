@@ -16,7 +16,7 @@ from ...layers import RWKV6Config
 from ..causal_lm import CausalLM
 from ..config import Config
 from .adapters import PART, Change, changes, options_of
-from .archive import Archive, is_safetensors
+from .archive import Archive, is_counter, is_safetensors
 from .layout import Edits, Row
 from .native import PENSTOCK
 from .rwkv import BLINKDL
@@ -47,13 +47,13 @@ class Beside:
 
     def _adapted(self, archive: Archive, config: Config, rows: list[Row]) -> Edits:
         """The changes by an adapter, whose names may be those of the file, of our parameters, or of BlinkDL's files."""
-        initial = None if self.initial is None else _named(Archive(Path(self.initial), "adapter_init"))
+        initial = None if self.initial is None else _of_blocks(Archive(Path(self.initial), "adapter_init"))
         options = options_of(archive, self.alpha, initial)
         with torch.device("meta"):
             ours = CausalLM(config).state_dict()
         layouts = [rows, PENSTOCK.rows(config, None), *([] if BLINKDL.refuses(config) else [BLINKDL.rows(config, None)])]
         for prefix in archive.prefixes():
-            tensors = archive.below(prefix).tensors
+            tensors = {name: x for name, x in archive.below(prefix).tensors.items() if not is_counter(x)}
             for layout in layouts:
                 known = {row.theirs[0]: row for row in layout if len(row.ours) == len(row.theirs) == 1}
                 if any(_target(name) in known for name in tensors):
@@ -78,10 +78,10 @@ def _through(x: Tensor | None, *, row: Row, change: Change) -> Tensor:
     return row.read(change(row.write(x)[0]))[0].reshape(x.shape)
 
 
-def _named(archive: Archive) -> Mapping[str, Tensor]:
-    """The tensors of the initial weights of PiSSA: trainers may put a prefix before their names, as before no others."""
+def _of_blocks(archive: Archive) -> Mapping[str, Tensor]:
+    """The tensors of a file with names that begin with "blocks.", without prefixes of trainers and counters."""
     prefix = next((one for one in archive.prefixes() if any(name.startswith(f"{one}blocks.") for name in archive.tensors)), "")
-    return archive.below(prefix).tensors
+    return {name: x for name, x in archive.below(prefix).tensors.items() if not is_counter(x)}
 
 
 def _states(archive: Archive, config: Config) -> tuple[Config, Edits]:
@@ -97,8 +97,7 @@ def _states(archive: Archive, config: Config) -> tuple[Config, Edits]:
     assert isinstance(config.mixer, RWKV6Config)
     config = replace(config, mixer=replace(config.mixer, tuned_state=True))
     rows = [row for row in BLINKDL.rows(config, None) if row.theirs[0].endswith(STATE)]
-    prefix = next((one for one in archive.prefixes() if any(name.startswith(f"{one}blocks.") for name in archive.tensors)), "")
-    tensors = archive.below(prefix).tensors
+    tensors = _of_blocks(archive)
     with torch.device("meta"):
         shapes = {name: x.shape for name, x in CausalLM(config).state_dict().items()}
     for row in rows:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...errors import Complaints, RangeError, described
 from ...layers import GLAConfig, MixerConfig, RetentionConfig, RWKV6ChannelConfig, RWKV6Config, SoftmaxAttentionConfig, SwiGLUConfig
-from ..config import Config
+from ..config import RESCALE_EVERY, Config
 from .archive import Archive
 from .layout import Format, Row, common, divided, flag, flat, needed, norms, number, same, tied, transposed
 
@@ -157,7 +157,8 @@ def _rwkv6_config(archive: Archive, sizes: dict[str, Any]) -> Config:
     bias = archive.has("model.layers.{}.attn_norm.bias")
     return Config(
         mixer=mixer, channel=RWKV6ChannelConfig(width), norm="layer_norm", norm_eps=eps, norm_bias=bias,
-        embedding_norm=any(archive.has(f"model.layers.{{}}.pre_norm.{one}") for one in ("weight", "bias")), **sizes,
+        embedding_norm=any(archive.has(f"model.layers.{{}}.pre_norm.{one}") for one in ("weight", "bias")),
+        rescale_every=number(archive.config, "rescale_every", RESCALE_EVERY, 0), **sizes,
     )  # fmt: skip
 
 
@@ -196,7 +197,10 @@ def _heads_config(archive: Archive, sizes: dict[str, Any], gla: bool) -> Config:
         mixer = RetentionConfig(**shape)
     _, width = archive.shape("model.layers.{}.mlp.down_proj.weight", "C F")
     mixers = tuple(attention.get(n, mixer) for n in range(sizes["num_layers"])) if attention else mixer
-    return Config(mixer=mixers, channel=SwiGLUConfig(width), norm="rms_norm", norm_eps=shape["norm_eps"], **sizes)
+    rescale_every = number(archive.config, "rescale_every", 0, 0)
+    return Config(
+        mixer=mixers, channel=SwiGLUConfig(width), norm="rms_norm", norm_eps=shape["norm_eps"], rescale_every=rescale_every, **sizes
+    )  # fmt: skip
 
 
 def _attention(archive: Archive, num_layers: int) -> dict[int, SoftmaxAttentionConfig]:
@@ -286,6 +290,8 @@ def stored(config: Config) -> dict[str, Any]:
         "use_cache": True,
         **_attention_specs(config),
     }
+    if config.rescale_every != (RESCALE_EVERY if isinstance(mixer, RWKV6Config) else 0):
+        found["rescale_every"] = config.rescale_every
     if isinstance(mixer, RWKV6Config):
         V = mixer.head_size
         heads, K = mixer.num_heads or config.hidden_size // V, mixer.key_size or V

@@ -86,6 +86,7 @@ def config_of(archive: Archive) -> Config:
         norm_eps=eps,
         tie_embeddings=tied(archive, tie, embeddings, "lm_head.weight"),
         residual_in_float32=flag(archive.config, "residual_in_fp32", True),
+        rescale_every=number(archive.config, "rescale_every", 0, 0),
     )
 
 
@@ -137,6 +138,7 @@ def stored(config: Config) -> dict[str, Any]:
         "time_step_limit": list(mixer.time_step_limit),
         "tie_word_embeddings": config.tie_embeddings,
         "use_cache": True,
+        **({"rescale_every": config.rescale_every} if config.rescale_every else {}),
     }
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...errors import Complaints, RangeError
 from ...layers import RWKV5ChannelConfig, RWKV5Config, RWKV6ChannelConfig, RWKV6Config
-from ..config import Config
+from ..config import RESCALE_EVERY, Config
 from .archive import Archive
 from .layout import Format, Row, common, divided, flat, norms, number, renamed, same
 
@@ -111,8 +111,11 @@ def config_of(archive: Archive, name: Callable[[str], str] = str) -> Config:
         mixer = RWKV5Config(size, num_heads=_count(heads, size, hidden_size), version=version)
         channel = RWKV5ChannelConfig(width)
     eps = number(archive.config, "layer_norm_epsilon", 1e-5, 0.0)
+    rescale_every = max(number(archive.config, "rescale_every", RESCALE_EVERY, -(2**63)), 0)
     layers = archive.depth(name("blocks.{}").removesuffix("{}"))
-    return Config(vocab_size, hidden_size, layers, mixer, channel, norm="layer_norm", norm_eps=eps, embedding_norm=True)
+    return Config(
+        vocab_size, hidden_size, layers, mixer, channel, norm="layer_norm", norm_eps=eps, embedding_norm=True, rescale_every=rescale_every
+    )  # fmt: skip
 
 
 def _count(heads: int, size: int, hidden_size: int) -> int | None:
@@ -180,7 +183,7 @@ def stored(config: Config) -> dict[str, Any]:
         "head_size": mixer.head_size,
         "head_size_divisor": 8,
         "layer_norm_epsilon": config.norm_eps,
-        "rescale_every": 6,
+        "rescale_every": config.rescale_every,
         "tie_word_embeddings": False,
         "use_cache": True,
         "bos_token_id": 0,
