@@ -17,6 +17,7 @@ import pkgutil
 import sys
 from ast import literal_eval
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NoReturn
 
@@ -27,6 +28,7 @@ from ..documentation import entries
 from ..errors import Complaints, PenstockError, RangeError, described
 from ..recurrence import functional
 from ..recurrence.declaration import state_dtype
+from ..recurrence.feature_maps import needs_float32, normalized
 from .fla_arguments import ARGUMENTS, RETURNS
 from .replacement import Place, Replacement
 
@@ -102,24 +104,24 @@ def _linear_attn(call: _Call) -> Output:
         return call.results(*functional.linear_attention(q, k, v, **options))
     state = options["initial_state"]
     kv, z = state if isinstance(state, tuple | list) and len(state) == 2 else (state, None)
-    if isinstance(v, Tensor) and v.dim():
-        v = torch.cat([v, v.new_ones(*v.shape[:-1], 1)], -1)  # the running sum of keys is one more column of the state
     if isinstance(kv, Tensor) or isinstance(z, Tensor):
         options["initial_state"] = _with_sum_of_keys(call, kv, z, v)
-    weighted, final = functional.linear_attention(q, k, v, **options)
-    output = weighted[..., :-1] / (weighted[..., -1:] + 1e-10)
+    attend, wide = partial(functional.linear_attention, **options), needs_float32(q, k, v)
+    if wide:
+        q, k = q.float(), k.float()
+    output, final = normalized(attend, q, k, v, wide, least=1e-10)
     return call.results(output, None if final is None else (final[..., :-1], final[..., -1:].permute(0, 3, 1, 2)))
 
 
 def _with_sum_of_keys(call: _Call, kv: Tensor | None, z: Tensor | None, v: Tensor) -> Tensor:
-    """A state [N,H,K,V] and a sum of keys [N,1,H,K] as one tensor [N,H,K,V+1]; a missing part is zero."""
+    """A state [N,H,K,V] and a sum of keys [N,1,H,K] as one tensor [N,H,K,V+1], as ``normalized`` has it; a missing part is zero."""
     wrong = (kv is not None and kv.dim() != 4) or (z is not None and (z.dim() != 4 or z.shape[1] != 1))
     if wrong or (kv is not None and z is not None and kv.shape[:3] != (z.shape[0], *z.shape[2:])):
         call.refuse("initial_state", "a pair of tensors [N,H,K,V] and [N,1,H,K]", "Pass the pair that a call with normalize=True returned.")
     column = None if z is None else z.permute(0, 2, 3, 1)
     if kv is None:
         assert column is not None
-        kv = column.new_zeros(()).expand(*column.shape[:3], v.shape[-1] - 1)
+        kv = column.new_zeros(()).expand(*column.shape[:3], v.shape[-1])
     return torch.cat([kv, kv.new_zeros(()).expand(*kv.shape[:3], 1) if column is None else column], -1)
 
 

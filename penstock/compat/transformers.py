@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..errors import Complaints, DtypeError, ImplementationRefused, RangeError, described
+from ..recurrence.declaration import state_dtype
 from ..recurrence.functional import decode_step, simple_gla
 from .flash_rwkv import raw_decay
 from .replacement import Place, Replacement
@@ -171,6 +172,8 @@ def _mamba2_split_conv1d_scan_combined(*arguments: Any, **named: Any) -> None:
 
 
 def _time_step(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
+    """Time steps in float32, as the layer has them: a sum of dt and its bias may be far smaller than either."""
+    dt = dt.to(state_dtype(dt.dtype))
     if bias is not None:
         dt = dt + bias.to(dt.dtype)
     return F.softplus(dt) if softplus else dt

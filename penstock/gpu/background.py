@@ -56,4 +56,4 @@ def _without_memory(x: Tensor) -> Tensor:
 
 def _compile(one: Launch, tensors: Mapping[str, Tensor], gpu: int | None) -> None:
     with nullcontext() if gpu is None else torch.cuda.device(gpu):
-        one.kernel.warmup(*one.arguments(tensors), *one.numbers, *one.constants, grid=(1, 1, 1), **dict(one.options))
+        one.kernel.warmup(*one.arguments(tensors), *one.typed, *one.constants, grid=(1, 1, 1), **dict(one.options))

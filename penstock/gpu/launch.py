@@ -68,11 +68,12 @@ class Prepared:
         The latter is here because Triton compiles a launcher in C for each list of argument types, which takes 0.5 to 1 s.
         """
         if interpreting():
-            return _Interpreted(launch.kernel, dict(launch.options)), None
+            first = len(launch.tensors)
+            return _Interpreted(launch.kernel, dict(launch.options), [first + place for place in launch.wide]), None
         background.wait_for(launch.kernel)
         with _at(self.gpu):  # each thread has its own current device
             arguments = launch.arguments(tensors)
-            kernel = launch.kernel.warmup(*arguments, *launch.numbers, *launch.constants, grid=(1, 1, 1), **dict(launch.options))
+            kernel = launch.kernel.warmup(*arguments, *launch.typed, *launch.constants, grid=(1, 1, 1), **dict(launch.options))
             return kernel, direct.raw(kernel, bool(launch.tiles)) if direct.KNOWN else None
 
 
@@ -96,11 +97,25 @@ class _Template:
 class _Interpreted:
     """A kernel under the interpreter, with the interface of a compiled kernel."""
 
-    def __init__(self, kernel: Any, options: dict[str, int]) -> None:
-        self.kernel, self.options = kernel, options
+    def __init__(self, kernel: Any, options: dict[str, int], wide: Sequence[int]) -> None:
+        """``wide``: the places of arguments of 64 bits."""
+        self.kernel, self.options, self.wide = kernel, options, wide
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., object]:
-        return partial(self.kernel[grid], **self.options)
+        def launched(*arguments: Any) -> object:
+            given = [_wide(x) if place in self.wide else x for place, x in enumerate(arguments)]
+            return self.kernel[grid](*given, **self.options)
+
+        return launched
+
+
+def _wide(x: int) -> Any:
+    """An integer of 64 bits for the interpreter."""
+    import numpy
+    import triton.language as tl
+    from triton.runtime.interpreter import TensorHandle
+
+    return tl.tensor(TensorHandle(numpy.array([x], dtype=numpy.int64), tl.int64), tl.int64)
 
 
 class Step(NamedTuple):

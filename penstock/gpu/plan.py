@@ -27,6 +27,19 @@ def value(x: Any, sizes: Sizes) -> Any:
     return x(sizes) if callable(x) else x
 
 
+REACH = {"t": 2**7, "h": 2**8, "k": 2**11, "v": 2**11, "d": 2**11}
+"""Tokens, heads and channels of a tile, at most."""
+
+
+def far(parameter: str, stride: object) -> bool:
+    """Whether a number is a stride with which offsets within a tile, sums over two axes, may need more than 32 bits.
+
+    Strides are parameters named by a tensor and an axis: ``q_t``. Offsets of tiles are 64 bits always.
+    """
+    tensor, _, axis = parameter.rpartition("_")
+    return bool(tensor) and isinstance(stride, int) and abs(stride) * REACH.get(axis, 0) >= 2**30
+
+
 class Launch(NamedTuple):
     """One kernel: its tensors by name, then numbers, then compile-time constants, in the order of its parameters."""
 
@@ -39,6 +52,13 @@ class Launch(NamedTuple):
     """For Triton's compiler: warps, and the initial registers per thread if the kernel reallocates them."""
     tiles: tuple[hopper.Tile, ...] = ()
     """For the first tensors, the tiles in which the hardware copies them."""
+    wide: tuple[int, ...] = ()
+    """The places of numbers that are 64 bits in the kernel, see ``far``. Products with them are then 64 bits too."""
+
+    @property
+    def typed(self) -> tuple[Any, ...]:
+        """The numbers for the compiler, which takes the type from the value. 2^32 more does not change whether 16 divides it."""
+        return tuple([x + 2**32 if place in self.wide else x for place, x in enumerate(self.numbers)])
 
     def descriptions(self, tensors: Mapping[str, Tensor]) -> list[dict[str, Any]]:
         """The descriptors of the tiled tensors."""
@@ -86,6 +106,8 @@ class Plan:
         ``early``: the launch may begin while the one before it runs (programmatic dependent launch).
         """
         names = kernel.arg_names[len(tensors) + len(numbers) :]
+        strides = kernel.arg_names[len(tensors) : len(tensors) + len(numbers)]
+        wide = tuple([place for place, (name, x) in enumerate(zip(strides, numbers)) if far(name, x)])
         options: tuple[tuple[str, int], ...] = (("num_warps", warps),)
         if registers:
             options += (("maxnreg", registers),)
@@ -93,7 +115,7 @@ class Plan:
             options += (("enable_fp_fusion", False),)
         if early:
             options += (("launch_pdl", True),)
-        self.launches.append(Launch(kernel, grid, tensors, numbers, tuple(constants[name] for name in names), options, tiles))
+        self.launches.append(Launch(kernel, grid, tensors, numbers, tuple(constants[name] for name in names), options, tiles, wide))
 
 
 def contiguous(shape: Sequence[int]) -> tuple[int, ...]:

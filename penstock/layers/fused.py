@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from ..call.autocast import autocasting
 from ..call.recompute import again
 from ..recurrence.declaration import state_dtype
+from .activations import sigmoid, tanh
 from .as_written import runs_as_written
 from .linear import as_products, linear, mode, plain_weights
 from .norms import RMSNorm
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 def token_shift(
     x: Tensor, last: Tensor | PoolRows | TokensBefore, sequences: Sequences, *factors: Tensor,
-    low_rank: tuple[Tensor, Tensor] | None = None, kept: bool = False,
+    low_rank: tuple[Tensor, Tensor] | None = None, kept: bool = False, complement: bool = False,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     r"""Interpolations between each token and the one before it.
 
@@ -43,11 +44,13 @@ def token_shift(
         A further part of the factors of each token.
     kept : bool
         x is a further result, for its other uses. Without ``low_rank``, the kernel of the backward pass adds their gradient to that of x.
+    complement : bool
+        Without ``low_rank``: m_i = 1 - factors_i, computed as :math:`x_{t-1} + (x_t - x_{t-1}) factors_i`, which keeps small factors.
 
     Returns one Tensor [B,T,C] for each of the factors.
     """
     if kept and (low_rank is not None or not torch.is_grad_enabled()):
-        return *token_shift(x, last, sequences, *factors, low_rank=low_rank), x
+        return *token_shift(x, last, sequences, *factors, low_rank=low_rank, complement=complement), x
     hidden, up = low_rank or (None, None)
     if isinstance(last, TokensBefore):
         return tuple(one.view(x.shape) for one in _shift_of_pairs(x, last.x, factors, low_rank))
@@ -61,16 +64,17 @@ def token_shift(
     if launch is not None and not torch.is_grad_enabled():
         up, hidden = (None if one is None else one.contiguous() for one in (up, hidden))
         rows = [factor.reshape(-1).contiguous() for factor in factors]
-        found = launch.shifted(flat, pool, sequences.starts, slots, rows, hidden, up, tanh=up is not None).unbind()
+        options = {"tanh": up is not None, "complement": complement}
+        found = launch.shifted(flat, pool, sequences.starts, slots, rows, hidden, up, **options).unbind()
         return tuple(one.view(x.shape) for one in found)
     last = (last.read() if isinstance(last, PoolRows) else last).to(x.dtype)
-    hidden = None if hidden is None else torch.tanh(hidden)
+    hidden = None if hidden is None else tanh(hidden)
     mu = torch.stack([factor.reshape(-1) for factor in factors])
     given = [None if one is None else one.contiguous() for one in (flat, last, sequences.starts, mu, hidden, up)]
-    formula: Any = kept_formula if kept else shift_formula
+    formula: Any = partial(kept_formula if kept else shift_formula, complement=complement)
     if launch is None and sequences.single:
         given[2] = None
-    function = formula if launch is None else lambda *given: launch.TokenShift.apply(*given, formula, kept)
+    function = formula if launch is None else lambda *given: launch.TokenShift.apply(*given, formula, kept, complement)
     return tuple(one.view(x.shape) for one in again(function(*given), function, *given))
 
 
@@ -84,7 +88,7 @@ def _shift_of_pairs(
         return shift_formula(x, before, None, factors, None, None)
     hidden, cast = hidden.flatten(0, 1), up.to(hidden.dtype)
     if launch is None:
-        return shift_formula(x, before, None, factors, torch.tanh(hidden), cast)
+        return shift_formula(x, before, None, factors, tanh(hidden), cast)
     mu, rows = [one.reshape(-1).contiguous() for one in factors], cast.contiguous()
     early = ready((*factors, up), (*mu, rows))
     found: tuple[Tensor, ...] = launch.low_rank(hidden.contiguous(), rows, mu, x, before, early=early)
@@ -103,16 +107,18 @@ def ready(parameters: Sequence[Tensor | None], read: Sequence[Tensor | None]) ->
 
 
 def shift_formula(
-    x: Tensor, last: Tensor, starts: Tensor | None, mu: Tensor | tuple[Tensor, ...], hidden: Tensor | None, up: Tensor | None
-) -> tuple[Tensor, ...]:
+    x: Tensor, last: Tensor, starts: Tensor | None, mu: Tensor | tuple[Tensor, ...], hidden: Tensor | None, up: Tensor | None,
+    complement: bool = False,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """``token_shift`` of x [R,C]: mu are n rows of C elements, [C] or [1,1,C], hidden is [R,n,M].
 
     ``starts`` [R] is the sequence that begins with this token, or -1. None: each token is a sequence.
     """
-    if starts is None:
-        dx = last - x
-    else:
-        dx = torch.where((starts < 0)[:, None], x.roll(1, 0), last.index_select(0, starts.clamp(min=0).long())) - x
+    if starts is not None:
+        last = torch.where((starts < 0)[:, None], x.roll(1, 0), last.index_select(0, starts.clamp(min=0).long()))
+    if complement:
+        x, last = last, x
+    dx = last - x
     if hidden is None or up is None:
         return tuple(torch.addcmul(x, dx, factor.to(x.dtype)) for factor in mu)
     rows = (mu if isinstance(mu, Tensor) else torch.stack(mu)).view(len(mu), 1, -1)
@@ -123,9 +129,12 @@ def shift_formula(
     return torch.addcmul(x, dx, factors.to(x.dtype)).unbind()
 
 
-def kept_formula(x: Tensor, *given: Any) -> tuple[Tensor, ...]:
+def kept_formula(
+    x: Tensor, last: Tensor, starts: Tensor | None, mu: Tensor | tuple[Tensor, ...], hidden: Tensor | None, up: Tensor | None,
+    complement: bool = False,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """``shift_formula``, and x."""
-    return *shift_formula(x, *given), x
+    return *shift_formula(x, last, starts, mu, hidden, up, complement), x
 
 
 def norm_gate(x: Tensor, gate: Tensor, norm: nn.Module, then: nn.Module, *, grouped: bool) -> Tensor:
@@ -302,7 +311,7 @@ def activated_formula(a: Tensor, b: Tensor | None, weight: Tensor | None = None,
     if b is None:
         y = torch.relu(a).square()
     else:
-        y = (torch.sigmoid(a) if activation == "sigmoid" else F.silu(a)) * b
+        y = (sigmoid(a) if activation == "sigmoid" else F.silu(a)) * b
     return y if weight is None else linear(y, weight)
 
 
@@ -319,7 +328,7 @@ def low_rank_decay(hidden: Tensor, up: Tensor, bias: Tensor) -> Tensor:
     plain = torch.is_grad_enabled() or up.shape[0] > 128 or hidden.dtype != up.dtype
     launch = None if plain else kernels("few_rows_launch", hidden, up, bias)
     if launch is None:
-        low, base = torch.tanh(hidden), up.T
+        low, base = tanh(hidden), up.T
         return decay(again(linear(low, base), F.linear, low, base), bias)
     flat = hidden.flatten(0, -2).contiguous()
     rows, base = up.contiguous(), bias.reshape(-1).contiguous()

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from ..call.recompute import again
 from ..errors import Complaints, RangeError
 from ..recurrence.declaration import repeated, state_dtype
-from ..recurrence.feature_maps import FEATURE_MAPS
+from .activations import ACTIVATIONS
 from .convolution import ShortConvolution
 from .fused import activated, norm_gate
 from .halving import last_map
@@ -21,14 +19,6 @@ from .linear import Linear, linears_of
 from .mixer import Mixer, MixerConfig
 from .norms import RMSNorm
 from .sequences import Sequences
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    **FEATURE_MAPS,
-    "silu": F.silu,
-    "sigmoid": torch.sigmoid,
-    "squared_relu": lambda x: F.relu(x).square(),
-}
-"""The feature maps of layers."""
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,12 @@ Source: Katharopoulos et al. 2020, arXiv 2006.16236.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
+from ..recurrence.feature_maps import needs_float32, normalized
 from .heads import HeadsConfig, HeadsMixer
 from .sequences import Sequences
 
@@ -64,10 +65,10 @@ class LinearAttention(HeadsMixer):
     def mix(self, x: Tensor, state: LinearAttentionState, sequences: Sequences) -> tuple[Tensor, LinearAttentionState]:
         """Y and the new state."""
         q, k, v, gate, _, tails = self._project(x, state.tails, sequences)
+        wide = self.config.normalize and needs_float32(q, k, v)
+        if wide:
+            q, k = q.float(), k.float()
         q, k, v = self._features(q), self._served(self._features(k)), self._served(v)
-        if self.config.normalize:
-            v = torch.cat([v, v.new_ones(*v.shape[:-1], 1)], -1)
-        output, kv = sequences.recur("linear_attention", q, k, v, state=state.kv)
-        if self.config.normalize:
-            output = output[..., :-1] / output[..., -1:]
+        attend = partial(sequences.recur, "linear_attention", state=state.kv)
+        output, kv = normalized(attend, q, k, v, wide) if self.config.normalize else attend(q, k, v)
         return self._project_output(output, gate, sequences), LinearAttentionState(kv, tails)

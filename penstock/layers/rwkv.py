@@ -74,8 +74,8 @@ class ChannelMix(Mixer):
     def mix(self, x: Tensor, state: ShiftState, sequences: Sequences) -> tuple[Tensor, ShiftState]:
         """Y and the new state."""
         last, shift = sequences.shifted(x, state.shift)
-        factors = [1 - one for one in self._factors()] if self.complement else self._factors()
-        return self._mixed(sequences, *token_shift(x, last, sequences, *factors)), ShiftState(shift)
+        mixed = token_shift(x, last, sequences, *self._factors(), complement=self.complement)
+        return self._mixed(sequences, *mixed), ShiftState(shift)
 
     def step(self, x: Tensor, y: Tensor | None, norm: nn.Module, state: ShiftState, sequences: Sequences) -> tuple[Tensor, Tensor] | None:
         """As for all mixers."""

@@ -115,7 +115,8 @@ class RWKV5TimeMix(Mixer):
     def mix(self, x: Tensor, state: RWKV5State, sequences: Sequences) -> tuple[Tensor, RWKV5State]:
         """Y and the new state."""
         last, shift = sequences.shifted(x, state.shift)
-        y, wkv = self._mixed(token_shift(x, last, sequences, *(1 - mix for mix in self._mixes())), state.wkv, sequences)
+        mixed = token_shift(x, last, sequences, *self._mixes(), complement=True)
+        y, wkv = self._mixed(mixed, state.wkv, sequences)
         return y, RWKV5State(shift, wkv)
 
     def step(self, x: Tensor, y: Tensor | None, norm: nn.Module, state: RWKV5State, sequences: Sequences) -> tuple[Tensor, Tensor] | None:

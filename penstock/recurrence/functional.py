@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import Complaints, RangeError, ShapeError, shortened
 from . import documentation
-from .feature_maps import FeatureMap, featured
+from .feature_maps import FeatureMap, featured, needs_float32, normalized
 from .operators import ADVANCE, RECURRENCE
 from .retnet_decay import retnet_decay
 from .variants import VARIANTS
@@ -56,8 +56,9 @@ def linear_attention(
     normalize : bool
         Divide by the sum of the weights, :math:`o_t = \phi(q_t) S_t / (\phi(q_t) \cdot z_t)` with
         :math:`z_t = z_{t-1} + \phi(k_t)`; the scale cancels. z is carried as one more column of the state, so initial
-        and final state are then ``[N,H,K,V+1]``. Where no weight is positive (relu), this is 0/0 = nan. To decode on such
-        a state, give ``decode_step`` the mapped q and k, and v with a column of ones, and divide by the last column.
+        and final state are then ``[N,H,K,V+1]``. float16 is computed as float32, because sums of weights have a wider range.
+        Where no weight is positive (relu), this is 0/0 = nan. To decode on such a state, give ``decode_step`` the mapped q and k,
+        and v with a column of ones, all float32 in place of float16, and divide by the last column.
     <options>
 
     >>> import torch
@@ -65,11 +66,13 @@ def linear_attention(
     >>> linear_attention(q, k, v, feature_map="elu+1", normalize=True).output.shape
     torch.Size([1, 5, 2, 8])
     """
-    q, k, v = featured(q, k, v, feature_map, normalize)
-    result = _run("linear_attention", (q, k, v, None, None, cu_seqlens, initial_state), (scale, reverse, output_final_state), impl)
-    if not normalize:
-        return result
-    return Result(result.output[..., :-1] / result.output[..., -1:], result.final_state)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Result:
+        return _run("linear_attention", (q, k, v, None, None, cu_seqlens, initial_state), (scale, reverse, output_final_state), impl)
+
+    wide = normalize is True and needs_float32(q, k, v)
+    q, k = featured(q, k, feature_map, normalize, wide)
+    return Result(*normalized(attend, q, k, v, wide)) if normalize else attend(q, k, v)
 
 
 @documentation.over_sequences("q", "``K ** -0.5``")

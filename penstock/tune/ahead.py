@@ -91,7 +91,7 @@ def jobs(plan: Plan, tensors: Mapping[str, Tensor], arch: str) -> list[Job]:
     found = []
     for one in plan.launches:
         memory = [given[name]._replace(tile=tile) for name, tile in zip_longest(one.tensors, one.tiles)]
-        found.append(Job(arch, kernel_name(one.kernel), (*memory, *one.numbers, *one.constants), one.options))
+        found.append(Job(arch, kernel_name(one.kernel), (*memory, *one.typed, *one.constants), one.options))
     return found
 
 

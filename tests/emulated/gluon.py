@@ -647,7 +647,8 @@ def run(plan, tensors, sizes, seed=0):
         given = [tensors[name] for name in one.tensors]
         tiled = [Descriptor(_matrix(x, tile.axes), (tile.rows, tile.columns)) for x, tile in zip(given, one.tiles)]
         constants = dict(zip(one.kernel.arg_names[-len(one.constants) :], one.constants))
-        arguments = [*tiled, *given[len(tiled) :], *one.numbers]
+        numbers = [Value(torch.tensor(x)) if place in one.wide else x for place, x in enumerate(one.numbers)]  # 64 bits
+        arguments = [*tiled, *given[len(tiled) :], *numbers]
         late = [tensors[name] for name in used if dict(one.options).get("launch_pdl")]
         launch(one.kernel, one.grid, arguments, constants, dict(one.options)["num_warps"], seed, late)
         used |= {name for name in one.tensors if name in plan.memory and tensors[name].is_floating_point()}

@@ -78,6 +78,10 @@ for tokens, heads in product((1, 3), (1, 2)):
     backward(launch.ReluSquared.apply(learned(tokens, 70)))
     shifted = token_shift_launch.TokenShift.apply(learned(tokens, 70), last, starts, learned(1, 70), None, None, fused.kept_formula, True)
     backward(*shifted)
+    given = learned(tokens, 70), last, starts, learned(1, 70), None, None, fused.shift_formula, False, True
+    backward(*token_shift_launch.TokenShift.apply(*given))
+    for activation in ("sigmoid", "tanh", "elu+1"):
+        launch.pointwise_backward(launch.pointwise(learned(tokens, 70), activation), learned(tokens, 70), activation)
     backward(launch.Decay.apply(learned(tokens, 70), learned(70), None))
     backward(launch.LogSigmoid.apply(learned(tokens, 70), 16.0, None))
     for channels, more in product((1, 64), (0, 7)):
@@ -154,7 +158,7 @@ def printed(script, *arguments):
 
 
 def test_every_fused_kernel_compiles_for_any_number_of_tokens():
-    names = ("decay", "gated", "gated_norm", "log_sigmoid", "norm_gate", "relu_squared", "shift", "time_steps")
+    names = ("decay", "gated", "gated_norm", "log_sigmoid", "norm_gate", "pointwise", "relu_squared", "shift", "time_steps")
     both = {f"{name}_{way}" for name in names for way in ("bwd", "fwd")}
     both |= {f"shift_{name}_bwd" for name in ("hidden", "low_rank", "weights")}
     both |= {f"convolution_{name}" for name in ("bwd", "fwd", "step", "tails")}

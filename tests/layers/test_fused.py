@@ -53,21 +53,24 @@ def sequences(packed):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize(("count", "rank"), [(1, 0), (2, 0), (4, 0), (5, 4), (5, 32), (1, 16)])
-def test_token_shift(count, rank, packed, dtype, monkeypatch):
+@pytest.mark.parametrize(
+    ("count", "rank", "complement"),
+    [(1, 0, False), (2, 0, True), (4, 0, False), (4, 0, True), (5, 4, False), (5, 32, False), (1, 16, False)],
+)
+def test_token_shift(count, rank, complement, packed, dtype, monkeypatch):
     monkeypatch.setattr(launch, "PROGRAMS", 4)  # several blocks of tokens a program
     at = sequences(packed)
     C = 70
     x, last, mu = normal(75, C, dtype=dtype), normal(at.count, C, dtype=dtype), normal(count, C, dtype=dtype)
     hidden, up = (normal(75, count, rank, dtype=dtype), normal(count, rank, C, dtype=dtype) / rank**0.5) if rank else (None, None)
     kernel = token_shift_launch.TokenShift.apply
-    known = partial(fused.shift_formula)
+    known = partial(fused.shift_formula, complement=complement)
 
     def ours(x, mu, hidden, up):
-        return kernel(x, last, at.starts, mu, hidden, up, known)
+        return kernel(x, last, at.starts, mu, hidden, up, known, False, complement)
 
     def formula(x, mu, hidden, up):
-        return fused.shift_formula(x, last.double(), at.starts, mu, hidden, up)
+        return fused.shift_formula(x, last.double(), at.starts, 1 - mu if complement else mu, hidden, up)
 
     hold(ours, formula, (x, mu, hidden, up), dtype=dtype)
 

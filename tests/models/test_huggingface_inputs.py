@@ -1,5 +1,6 @@
 """Arguments of transformers' classes: packed rows in all their forms, embeddings, hidden states, hooks, options of from_pretrained."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from penstock import RangeError, ShapeError
-from penstock.models import save
+from penstock.models import CausalLM, save
 
 transformers = pytest.importorskip("transformers")
 from transformers import AutoModel, AutoModelForCausalLM, DataCollatorWithFlattening  # noqa: E402
@@ -283,3 +284,17 @@ def test_options_of_configurations_are_kept(tmp_path: Path) -> None:
         assert other(drawn(1, 3)).get(CACHE) is None
     config = transformers.AutoConfig.from_pretrained(tmp_path, eos_token_id=5)
     assert AutoModelForCausalLM.from_pretrained(tmp_path, config=config).config.eos_token_id == 5
+
+
+@pytest.mark.parametrize("rescale_every", [0, 1])
+def test_hidden_states_of_float16_models_are_not_halved(rescale_every: int) -> None:
+    """The residual stream is halved inside of such models."""
+    model = model_of("rwkv6")
+    config = replace(model.config, rescale_every=rescale_every)
+    half = CausalLM(config)
+    half.load_state_dict(model.state_dict())
+    wrapped, wanted, ids = PenstockForCausalLM.of(half.half().eval()), PenstockForCausalLM.of(model.eval()), drawn(2, 7)
+    for cached in (False, True):
+        with torch.no_grad():
+            found = wrapped(ids, output_hidden_states=True, use_cache=cached).hidden_states
+            assert all(error(x, y) < 5e-3 for x, y in zip(found, wanted(ids, output_hidden_states=True, use_cache=cached).hidden_states))

@@ -63,6 +63,18 @@ def test_launches_of_hopper_and_plain_kernels(variant, size, dtype):
     assert backward(problem, states=kept) == [states, *last]
 
 
+@pytest.mark.parametrize("shape", ["8,2048,32,64", "8,2048,4,256,512"])
+def test_strides_of_decays_that_are_constants_of_kernels_fit_32_bits(shape):
+    """Else plain kernels run, whose strides are numbers."""
+    problem = problem_of("gla", shape)
+    B, T, H, K = problem.g.shape
+    far = problem.g.as_strided((B, T, H, K), (T * 2**25, 2**25, K, 1))
+    problem = problem.with_tensors({"g": far})
+    assert backward(problem)[-2:] == ["chunk_backward"] * 2
+    assert "hopper_forward" in forward(problem)
+    assert all(launch.wide for launch in plan.chunk_backward_plan(problem, problem.v, None, H200).launches[-2:])
+
+
 @pytest.mark.parametrize(("size", "blocks", "values"), [("256,64", 4, 1), ("64,512", 1, 8), ("192,128", 3, 2)])
 def test_blocks_of_float32(size, blocks, values):
     """A head of up to 256 key channels is blocks of 64; another launch computes dv unless there is one block of keys and of values."""

@@ -107,6 +107,35 @@ print(len(set(distinct([small, large]).values())))
     assert done.stdout.split("\n")[:2] == ["[0, 0, 2, 3, 3, 0, 0]", "2"], done.stdout + done.stderr
 
 
+def test_far_strides_are_64_bits_in_compiled_kernels():
+    """Of inputs, decays and gradients of plain and Hopper kernels; as other kernels they compile. Near strides are 32 bits."""
+    script = """
+from dataclasses import replace
+import torch
+from penstock.tune import ahead
+from penstock.tune.passes import planned, without_memory
+from penstock.tune.shipped import TARGETS
+from penstock.verify.inputs import Shape
+inputs = without_memory("simple_gla", Shape(64, 1024, 4, 64, 64), torch.bfloat16)
+for far in (2**16, 2**26):
+    q, g = (x.new_empty(x.shape).as_strided(x.shape, (x.shape[1] * far, far, *x.stride()[2:])) for x in (inputs.q, inputs.g))
+    for which in ("forward", "backward", "step"):
+        T = 1 if which == "step" else 1024
+        given = replace(inputs, q=q[:, :T], k=inputs.k[:, :T], v=inputs.v[:, :T], g=g[:, :T])
+        made = planned(which, given, TARGETS["sm_90"])
+        for job in ahead.jobs(made.plan, made.tensors, "sm_90"):
+            kernel = ahead._compile(job)
+            print(far, kernel.name, *(name for name, kind in kernel.src.signature.items() if kind == "i64" and name[1:] != "_b"))
+"""
+    done = penstock("-c", script)
+    found = [line.split() for line in done.stdout.splitlines()]
+    near = {"penstock_walk_fwd_hopper", "penstock_chunk_states", "penstock_walk_bwd_hopper", "penstock_recurrent_fwd"}
+    assert {name for far, name, *_ in found if far == str(2**26)} == near, done.stderr
+    for far, name, *wide in found:
+        strides = {"penstock_chunk_states": [["g_t"], ["x_t", "g_t"]], "penstock_recurrent_fwd": [["q_t", "g_t"]]}.get(name, [["g_t"]])
+        assert wide in ([[]] if far == str(2**16) else strides), (far, name)
+
+
 @pytest.mark.parametrize("arch", TARGETS)
 def test_the_record_has_every_launch_and_no_other(arch):
     assert [name for one in configurations(arch) for name, _ in one.launches(arch)] == list(RECORD.launches[arch])

@@ -296,5 +296,7 @@ def penstock_shifted_norm(
     for i in tl.static_range(COUNT):
         factor = (m0 if i == 0 else m1 if i == 1 else m2 if i == 2 else m3 if i == 3 else m4).to(tl.float32)
         if COMPLEMENT:
-            factor = 1.0 - factor
-        tl.store(shifted + (i * R + r) * C + c, interpolated(rounded, last, factor).to(shifted.dtype.element_ty), here)
+            mixed = interpolated(last, rounded, factor)
+        else:
+            mixed = interpolated(rounded, last, factor)
+        tl.store(shifted + (i * R + r) * C + c, mixed.to(shifted.dtype.element_ty), here)

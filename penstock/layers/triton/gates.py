@@ -4,9 +4,12 @@ import triton
 import triton.language as tl
 
 from .few_rows import begin, summed_norm
+from .token_shift import tanh
 
 SIGMOID = tl.constexpr(0)
 SILU = tl.constexpr(1)
+TANH = tl.constexpr(2)
+ELU_PLUS_ONE = tl.constexpr(3)
 
 
 @triton.jit
@@ -176,7 +179,7 @@ def penstock_gated_bwd(a, b, dy, da, db, size, ACTIVATION: tl.constexpr, AGAIN: 
     d = tl.load(dy + at, here, other=0.0).to(tl.float32)
     other = tl.load(b + at, here, other=0.0).to(tl.float32)
     share = tl.sigmoid(z)
-    slope = share * (1 - share)
+    slope = share * tl.sigmoid(-z)  # 1 - share has few digits where share is near 1
     if ACTIVATION == SILU:
         slope = share * (1 + z * (1 - share))
         share *= z
@@ -184,6 +187,37 @@ def penstock_gated_bwd(a, b, dy, da, db, size, ACTIVATION: tl.constexpr, AGAIN: 
     tl.store(db + at, (d * share).to(db.dtype.element_ty), here)
     if AGAIN:
         tl.store(dy + at, (share * other).to(dy.dtype.element_ty), here)
+
+
+@triton.jit
+def penstock_pointwise_fwd(x, y, size, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+    """y = activation(x)."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    z = tl.load(x + at, at < size, other=0.0).to(tl.float32)
+    if ACTIVATION == SIGMOID:
+        z = tl.sigmoid(z)
+    elif ACTIVATION == TANH:
+        z = tanh(z)
+    else:
+        z = tl.where(z < 0, tl.exp(tl.where(z < 0, z, 0.0)), 1 + z)
+    tl.store(y + at, z.to(y.dtype.element_ty), at < size)
+
+
+@triton.jit
+def penstock_pointwise_bwd(x, dy, dx, size, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+    """dx = activation'(x) dy, from x: a rounded result near 1 is not enough."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    z = tl.load(x + at, at < size, other=0.0).to(tl.float32)
+    d = tl.load(dy + at, at < size, other=0.0).to(tl.float32)
+    if ACTIVATION == SIGMOID:
+        share = tl.exp(-tl.abs(z))
+        d *= share / ((1 + share) * (1 + share))
+    elif ACTIVATION == TANH:
+        share = tl.exp(-2 * tl.abs(z))
+        d *= 4 * share / ((1 + share) * (1 + share))
+    else:
+        d *= tl.exp(tl.where(z > 0, 0.0, z))  # a NaN stays one
+    tl.store(dx + at, d.to(dx.dtype.element_ty), at < size)
 
 
 @triton.jit

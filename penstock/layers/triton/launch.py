@@ -20,7 +20,9 @@ PROGRAMS = 512
 """About as many programs as a launch has that sums over tokens: each takes several blocks of tokens and stores one partial sum."""
 BLOCK = 1024
 """Elements of a program of an element-wise kernel."""
-ACTIVATIONS = {"sigmoid": gates.SIGMOID.value, "silu": gates.SILU.value}
+ACTIVATIONS = {
+    "sigmoid": gates.SIGMOID.value, "silu": gates.SILU.value, "tanh": gates.TANH.value, "elu+1": gates.ELU_PLUS_ONE.value
+}  # fmt: skip
 
 
 @cache
@@ -170,6 +172,24 @@ class NormGateLinear(torch.autograd.Function):
         again = ctx.needs_input_grad[4]
         grads, y = _norm_gate_backward(x, gate, weight, bias, ctx.norm, (dy @ then).view(x.shape), again=again)
         return *grads, dy.T @ y.flatten(1) if again else None, None, None, None
+
+
+def pointwise(x: Tensor, activation: str) -> Tensor:
+    """``activation(x)`` element by element."""
+    x, size = x.contiguous(), x.numel()
+    y = torch.empty_like(x)
+    if size:
+        on_device_of(x, gates.penstock_pointwise_fwd)[(blocks(size, BLOCK),)](x, y, size, ACTIVATION=ACTIVATIONS[activation], BLOCK=BLOCK)
+    return y
+
+
+def pointwise_backward(x: Tensor, dy: Tensor, activation: str) -> Tensor:
+    """The gradient of x for that of ``pointwise``."""
+    x, dy, size = x.contiguous(), dy.contiguous(), x.numel()
+    dx, kind = torch.empty_like(x), ACTIVATIONS[activation]
+    if size:
+        on_device_of(x, gates.penstock_pointwise_bwd)[(blocks(size, BLOCK),)](x, dy, dx, size, ACTIVATION=kind, BLOCK=BLOCK)
+    return dx
 
 
 def _activated(a: Tensor, b: Tensor | None, activation: str) -> Tensor:

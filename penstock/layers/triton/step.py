@@ -68,7 +68,7 @@ def penstock_rwkv_step(
     if DENSE:
         state += dk[:, None] * V + dv[None, :]
     else:
-        state += dk[:, None] * s_k + dv[None, :] * s_v
+        state += dk[:, None].to(tl.int64) * s_k + dv[None, :].to(tl.int64) * s_v
     inside = there[:, None] & mine[None, :]
     S = tl.load(state, inside, other=0.0, cache_modifier=".cg")  # read once, so L1 keeps ``up``
     if LOW_RANK:

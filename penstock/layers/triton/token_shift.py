@@ -9,8 +9,8 @@ import triton.language as tl
 
 
 @triton.jit
-def _loaded(x, last, starts, slots, last_n, r, c, R, C, SLOTS: tl.constexpr):
-    """Tokens [BR,BC] and the tokens before them, float32."""
+def _loaded(x, last, starts, slots, last_n, r, c, R, C, SLOTS: tl.constexpr, COMPLEMENT: tl.constexpr):
+    """Tokens [BR,BC] and the tokens before them, float32; with COMPLEMENT, the other way round."""
     rows, columns = r < R, c < C
     here = rows[:, None] & columns[None, :]
     first = tl.load(starts + r, rows, other=0)
@@ -22,7 +22,8 @@ def _loaded(x, last, starts, slots, last_n, r, c, R, C, SLOTS: tl.constexpr):
     before = tl.load(x + (r.to(tl.int64) - 1)[:, None] * C + c[None, :], inside, other=0.0).to(tl.float32)
     given = here & (begins & (first >= 0))[:, None]
     given = tl.load(last + first.to(tl.int64)[:, None] * last_n + c[None, :], given, other=0.0).to(tl.float32)
-    return now, before + given
+    before += given
+    return (before, now) if COMPLEMENT else (now, before)
 
 
 @triton.jit
@@ -62,12 +63,15 @@ def penstock_shift_fwd(
     y,  # [N,R,C]
     R, C, last_n,
     N: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr,
-    SLOTS: tl.constexpr, TANH: tl.constexpr,
+    SLOTS: tl.constexpr, TANH: tl.constexpr, COMPLEMENT: tl.constexpr,
 ):  # fmt: skip
-    """A program computes all outputs of BR tokens and BC channels. ``last_n`` is the stride of rows of ``last``."""
+    """A program computes all outputs of BR tokens and BC channels. ``last_n`` is the stride of rows of ``last``.
+
+    COMPLEMENT: y_i = p + (x - p) mu_i.
+    """
     r = tl.program_id(0) * BR + tl.arange(0, BR)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
-    now, before = _loaded(x, last, starts, slots, last_n, r, c, R, C, SLOTS)
+    now, before = _loaded(x, last, starts, slots, last_n, r, c, R, C, SLOTS, COMPLEMENT)
     here = (r < R)[:, None] & (c < C)[None, :]
     to = r.to(tl.int64)[:, None] * C + c[None, :]
     for i in tl.static_range(N):
@@ -95,9 +99,12 @@ def penstock_shift_bwd(
     dx,  # [R,C]
     dmu,  # [programs,N,C] float32, sums over the tokens of a program
     R, C, each,
-    N: tl.constexpr, ADD: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+    N: tl.constexpr, ADD: tl.constexpr, COMPLEMENT: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Without a low-rank part. A program takes ``each`` blocks of BR tokens. dx_t = sum dy_t (1 - m) + sum dy_{t+1} m."""
+    """Without a low-rank part. A program takes ``each`` blocks of BR tokens. dx_t = sum dy_t (1 - m) + sum dy_{t+1} m.
+
+    COMPLEMENT: m = 1 - mu.
+    """
     p = tl.program_id(0)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     columns = (c < C)[None, :]
@@ -122,8 +129,12 @@ def penstock_shift_bwd(
         for i in tl.static_range(N):
             m = tl.load(mu + i * C + c, c < C, other=0.0).to(tl.float32)[None, :]
             d = now[i].to(tl.float32)
-            back += d * (1 - m) + after[i].to(tl.float32) * m
-            found += (sums[i] + d * step,)
+            if COMPLEMENT:
+                back += d * m + after[i].to(tl.float32) * (1 - m)
+                found += (sums[i] - d * step,)
+            else:
+                back += d * (1 - m) + after[i].to(tl.float32) * m
+                found += (sums[i] + d * step,)
         sums = found
         tl.store(dx + to, back.to(dx.dtype.element_ty), here)
     for i in tl.static_range(N):

@@ -16,7 +16,7 @@ from .launch import Formula, Tensors, blocks, by_formula, limit, precision, shar
 
 def shifted(
     x: Tensor, last: Tensor, starts: Tensor, slots: Tensor | None, factors: Sequence[Tensor], hidden: Tensor | None, up: Tensor | None,
-    tanh: bool,
+    *, tanh: bool, complement: bool = False,
 ) -> Tensor:  # fmt: skip
     """y [N,R,C] of ``TokenShift`` for N factors [C]. With slots, ``last`` is a pool. ``tanh`` is applied to hidden."""
     (R, C), N, M = x.shape, len(factors), 0 if up is None else up.shape[1]
@@ -26,7 +26,7 @@ def shifted(
         on_device_of(x, token_shift.penstock_shift_fwd)[blocks(R, BR), blocks(C, BC)](
             x, last, starts, starts if slots is None else slots, *factors, *[x] * (5 - N), x if hidden is None else hidden,
             x if up is None else up, y, R, C, last.stride(0), N=N, M=M, BM=power(M, 16), BR=BR, BC=BC, PRECISION=precision(x),
-            SLOTS=slots is not None, TANH=tanh, num_warps=warps,
+            SLOTS=slots is not None, TANH=tanh, COMPLEMENT=complement, num_warps=warps,
         )  # fmt: skip
     return y
 
@@ -34,18 +34,19 @@ def shifted(
 class TokenShift(torch.autograd.Function):
     """x [R,C], last [n,C], starts [R], mu [N,C], hidden [R,N,M] and up [N,M,C] or None: y_i [R,C], see ``token_shift``.
 
-    ``kept`` (without a low-rank part): x is a further result; the backward pass adds its gradient as it writes that of x.
+    Without a low-rank part: ``kept``: x is a further result; the backward pass adds its gradient as it writes that of x. ``complement``:
+    factors are 1 - mu.
     """
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, last: Tensor, starts: Tensor, mu: Tensor, hidden: Tensor | None, up: Tensor | None, formula: Formula,
-        kept: bool = False,
+        kept: bool = False, complement: bool = False,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         """The results."""
-        y = shifted(x, last, starts, None, mu.unbind(), hidden, up, tanh=False)
+        y = shifted(x, last, starts, None, mu.unbind(), hidden, up, tanh=False, complement=complement)
         ctx.save_for_backward(x, last, starts, mu, hidden, up)
-        ctx.formula = formula
+        ctx.formula, ctx.complement = formula, complement
         ctx.set_materialize_grads(False)
         return (*y.unbind(), x) if kept else y.unbind()
 
@@ -54,12 +55,12 @@ class TokenShift(torch.autograd.Function):
         """Gradients of all arguments."""
         x, last, starts, mu, hidden, up = tensors = ctx.saved_tensors
         if torch.is_grad_enabled() or ctx.needs_input_grad[1]:
-            return *by_formula(ctx.formula, tensors, d_results), None, None
+            return *by_formula(ctx.formula, tensors, d_results), None, None, None
         N = mu.shape[0]
         dy = [torch.zeros_like(x) if d is None else d.contiguous() for d in d_results[:N]]
         if hidden is not None and up is not None:
             dx, dmu, d_hidden, d_up = _low_rank_backward(x, last, starts, mu, hidden, up, dy)
-            return dx, None, None, dmu, d_hidden, d_up, None, None
+            return dx, None, None, dmu, d_hidden, d_up, None, None, None
         (R, C), further = x.shape, None if len(d_results) == N else d_results[N]
         BR, BC = 8 if N <= 2 else 4, 256
         programs, each = shares(blocks(R, BR), blocks(C, BC))
@@ -67,9 +68,9 @@ class TokenShift(torch.autograd.Function):
         if x.numel():
             on_device_of(x, token_shift.penstock_shift_bwd)[programs, blocks(C, BC)](
                 x, last, starts, mu, *dy, *[x] * (5 - N), x if further is None else further.contiguous(), dx, dmu, R, C, each,
-                N=N, ADD=further is not None, BR=BR, BC=BC, num_warps=4,
+                N=N, ADD=further is not None, COMPLEMENT=ctx.complement, BR=BR, BC=BC, num_warps=4,
             )  # fmt: skip
-        return dx, None, None, summed(dmu, mu), None, None, None, None
+        return dx, None, None, summed(dmu, mu), None, None, None, None, None
 
 
 def _low_rank_backward(

@@ -22,7 +22,7 @@ from ...errors import PenstockError
 from ...gpu.plan import contiguous, dense
 from ..declaration import Advance, Recurrence, Tokens
 from ..gradients import Gradients
-from . import COLUMNS
+from . import COLUMNS, FAR
 from .compile import Configuration, Kernel, machine_code
 
 CHUNK = 8
@@ -118,6 +118,8 @@ def advance_pass(p: Advance) -> Tensor:
 def backward_pass(p: Recurrence, d_output: Tensor, d_final_state: Tensor | None) -> Gradients:
     """All gradients; blocks of columns give shares of those that are sums over columns, which are summed here."""
     d_final = None if d_final_state is None else d_final_state.to(torch.float32)
+    if d_output.stride(1) >= FAR:  # gradients are not refused
+        d_output = d_output.contiguous()
     tensors = _inputs(p) | {"d_output": d_output, "d_final_state": d_final}
 
     def prepare() -> Prepared:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...gpu.hopper import Tile, modules, tiled, tiled_or_shared
+from ...gpu.plan import far
 from ...gpu.target import Target
 from ..declaration import Advance, Recurrence, Tokens
 from .table import KernelConfig
@@ -72,7 +73,7 @@ class Walk(NamedTuple):
 
 def walk(p: Recurrence, config: KernelConfig, target: Target, *d_output: Tensor) -> Walk | None:
     """The kernels if the table selects them and they support this problem, or None."""
-    suits = p.sizes["K"] in WALKED and p.sizes["V"] % BV == 0 and not parts(p) and _suits(p, config, target, *d_output)
+    suits = p.sizes["K"] in WALKED and p.sizes["V"] % BV == 0 and not parts(p) and _near(p) and _suits(p, config, target, *d_output)
     if not suits or kernels() is None:
         return None
     from . import hopper_walk, hopper_weights
@@ -203,7 +204,7 @@ def backward(p: Recurrence, config: KernelConfig, target: Target, *d_output: Ten
     """The backward kernel, or None. The plain kernel computes calls of one chunk."""
     count = blocks(p)
     K, V = p.sizes["K"] // count, p.sizes["V"]
-    suits = K in BACKWARD and V % K == 0 and p.sizes["T"] > C and _suits(p, config, target, *d_output)
+    suits = K in BACKWARD and V % K == 0 and p.sizes["T"] > C and _near(p) and _suits(p, config, target, *d_output)
     if not suits or kernels() is None:
         return None
     from . import hopper_backward, hopper_backward_parts
@@ -216,6 +217,11 @@ def backward(p: Recurrence, config: KernelConfig, target: Target, *d_output: Ten
 def _suits(p: Recurrence | Advance, config: KernelConfig, target: Target, *d_output: Tensor) -> bool:
     """Whether the call has decays per channel, and the table and the tensors suit."""
     return config.form == FORM and "K" in p.variant.decay and _copied(p, target, False, *d_output)
+
+
+def _near(p: Tokens) -> bool:
+    """Whether offsets of decays fit 32 bits, where their strides are constants of a kernel."""
+    return p.gate is None or not any(far(f"g_{axis}", step) for axis, step in zip("bthk", p.gate.stride()))
 
 
 def _copied(p: Recurrence | Advance, target: Target, shared: bool, *d_output: Tensor) -> bool:
