@@ -141,11 +141,14 @@ class Backbone(nn.Module):
         self.embedding_norm = norm(config) if config.embedding_norm else None
         self.layers = nn.ModuleList(Layer(config, layer) for layer in range(config.num_layers))
         self.norm = norm(config)
-        if config.embedding_norm:  # as RWKV's training code
+        self._checked: tuple[object, ...] | None = None  # the marks of the last pool that was checked
+
+    def _initialise(self) -> None:
+        """Initial embeddings; other modules have made their own weights."""
+        if self.sizes.embedding_norm:  # as RWKV's training code
             nn.init.uniform_(self.embeddings.weight, -1e-4, 1e-4)
         else:
             nn.init.normal_(self.embeddings.weight, std=0.02)
-        self._checked: tuple[object, ...] | None = None  # the marks of the last pool that was checked
 
     def initial_state(self, count: int, *, max_length: int | None = None) -> State:
         """The state of ``count`` sequences before their first token; also a pool of ``count`` rows for ``advance``.

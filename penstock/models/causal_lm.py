@@ -60,6 +60,7 @@ class CausalLM(Backbone):
         self.config = config
         self._make(config)
         self.head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        self._initialise()
         if config.embedding_norm:  # as RWKV's training code
             nn.init.orthogonal_(self.head.weight, 0.5 * math.sqrt(max(config.vocab_size / config.hidden_size, 1)))
         else:

@@ -25,6 +25,7 @@ class PenstockModel(Backbone, PenstockPreTrainedModel):  # type: ignore[misc]
         super().__init__(config)
         self._sizes = Config.from_dict(config.model)
         self._make(self._sizes)
+        self._initialise()
         self.post_init()  # type: ignore[no-untyped-call]
 
     @property
