@@ -40,7 +40,8 @@ class Pointwise:
 
     def _apply(self, x: Tensor) -> Tensor:
         if not private.fast((x,)):
-            return self.formula(x)
+            compiled_inference = torch.compiler.is_compiling() and not torch.is_grad_enabled()
+            return self.function(x) if compiled_inference else self.formula(x)
         if torch.is_grad_enabled() or x.is_cuda:
             return _Pointwise.apply(x, self)  # type: ignore[no-untyped-call,no-any-return]
         return self.function(x)

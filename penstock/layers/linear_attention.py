@@ -49,6 +49,7 @@ class LinearAttention(HeadsMixer):
 
     The norm is over each head.
 
+    >>> import torch
     >>> y, state = LinearAttentionConfig(num_heads=2, normalize=True).build(hidden_size=16)(torch.randn(1, 5, 16))
     >>> state.kv.shape
     torch.Size([1, 2, 8, 9])

@@ -103,7 +103,6 @@ FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "model.onnx": (beginning(b"\x08\x07\x12\x07pytorch"), f"a program of ONNX. {ORIGINAL}"),
     "model.h5": (beginning(b"\x89HDF\r\n\x1a\n"), f"an HDF5 file, as of Keras. {ORIGINAL}"),
     "flax_model.msgpack": (beginning(b"\x81"), f"a file of Flax. {ORIGINAL}"),
-    "page.pth": (beginning(b"<!DOCTYPE html>"), "a page of HTML or XML. Download the file itself"),
     "config.json": (lambda path: path.write_text("{}"), "a file of JSON, which has no weights. Pass its folder"),
     "model-00002-of-00003.safetensors": (
         lambda path: path.write_bytes(b""),

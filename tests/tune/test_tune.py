@@ -233,7 +233,7 @@ def test_candidates_are_printed(capsys):
     print_tuned(Console(width=140), Tuned(KEY, "a call", KernelConfig(4), found))
     lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip()]
     assert lines[0][:3] == ["forward:", "a", "call"]
-    assert [line[0] for line in lines[-3:]] == ["2", "4", "1"]
+    assert [line[2] for line in lines[-3:]] == ["2", "4", "1"]
     assert lines[-3][-1] == "chosen"
     assert lines[-2][-2:] == ["in", "use"]
     assert "wrong:" in lines[-1]

@@ -33,7 +33,6 @@ BEGINNINGS: tuple[tuple[bytes, Found], ...] = (
     (b"\x28\xb5\x2f\xfd", ("compressed by zstd", UNPACK)),
     (b"7z\xbc\xaf", ("a 7z archive", UNPACK)),
     (b"Rar!", ("a rar archive", UNPACK)),
-    (b"<", ("a page of HTML or XML", "Download the file itself.")),
 )
 SUFFIXES: dict[str, Found] = {
     ".onnx": ("a program of ONNX", ORIGINAL),

@@ -12,7 +12,7 @@ from ...files import stands_for
 
 HUB = "https://huggingface.co"
 NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:/([\w./ -]+))?", re.ASCII)
-WEB_PAGES = (b"<!doctype", b"<html")
+WEB_PAGES = (b"<!doctype", b"<html", b"<?xml")
 FOUND = "Pass a .pth, .bin or .safetensors file, or a folder with such files; docs/checkpoints.md says where published ones are."
 
 
