@@ -1,31 +1,44 @@
 # Two commands: `make demo` shows what it does, `make test` proves it. Both set up .venv first.
+# `make test CONSTRAINTS=constraints-newest.txt` tests with other versions, in an environment of their own, .venv-newest;
+# `make versions CONSTRAINTS=...` only what depends on versions.
 PYTHON ?= python3
-PIP = .venv/bin/python -m pip --disable-pip-version-check
+CONSTRAINTS ?= constraints.txt
+TESTS ?=
+VENV := .venv$(patsubst constraints%.txt,%,$(CONSTRAINTS))
+PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
+SOURCES = $(VENV)/bin/python pyproject.toml $(CONSTRAINTS) hatch_build.py $(wildcard penstock/recurrence/cpu/native/*.[ch])
 
-.PHONY: demo test lint clean
+.PHONY: demo test versions lint clean
 
-demo: .venv/demo
-	.venv/bin/penstock demo
+demo: $(VENV)/demo
+	$(VENV)/bin/penstock demo
 
-test: .venv/dev lint
-	.venv/bin/python -m pytest -n auto -m "not slow"
+test: $(VENV)/dev $(if $(filter .venv,$(VENV)),lint)
+	$(VENV)/bin/python -m pytest -n auto -m "not slow" $(TESTS)
 
-lint: .venv/dev
-	.venv/bin/ruff check .
-	.venv/bin/ruff format --check .
-	.venv/bin/mypy
-	.venv/bin/lint-imports
+# What depends on the versions of torch, Triton, transformers, NumPy, FastAPI and openai.
+versions: TESTS = tests/call tests/compat tests/gpu tests/integrations/test_transformers.py tests/layers/test_convolution.py \
+	tests/layers/test_few_rows.py tests/layers/test_mamba2_chains.py tests/models/test_huggingface.py \
+	tests/models/test_huggingface_inputs.py tests/recurrence/test_groups.py tests/recurrence/test_hopper.py \
+	tests/recurrence/test_triton.py tests/server tests/softmax/test_attention.py tests/tune/test_resources.py
+versions: test
 
-.venv/bin/python:
-	$(PYTHON) -m venv .venv
+lint: $(VENV)/dev
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
 
-.venv/demo: .venv/bin/python pyproject.toml constraints.txt hatch_build.py $(wildcard penstock/recurrence/cpu/native/*.[ch])
-	$(PIP) install --quiet -c constraints.txt -e ".[demo]"
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/demo: $(SOURCES)
+	$(PIP) install --quiet -c $(CONSTRAINTS) -e ".[demo]"
 	touch $@
 
-.venv/dev: .venv/bin/python pyproject.toml constraints.txt hatch_build.py $(wildcard penstock/recurrence/cpu/native/*.[ch])
-	$(PIP) install --quiet -c constraints.txt -e ".[dev]"
+$(VENV)/dev: $(SOURCES)
+	$(PIP) install --quiet -c $(CONSTRAINTS) -e ".[$(if $(filter .venv,$(VENV)),dev,test)]"
 	touch $@
 
 clean:
-	rm -rf .venv build dist penstock/recurrence/cpu/native/*.so
+	rm -rf .venv .venv-* build dist penstock/recurrence/cpu/native/*.so

@@ -9,7 +9,7 @@ import warnings
 from functools import cache
 from importlib import import_module
 
-NEWEST = {"torch": (2, 15), "triton": (3, 9)}
+NEWEST = {"torch": (2, 14), "triton": (3, 9)}
 """The newest versions whose private names were checked."""
 
 

@@ -131,7 +131,7 @@ def test_functions_with_other_parameters_are_refused(module):
 @pytest.fixture(params=[1, 2])
 def mamba(request, monkeypatch):
     """A small Mamba2ForCausalLM in float32, without mamba-ssm, whose heads share B and C in groups."""
-    pytest.importorskip("transformers")
+    pytest.importorskip("transformers", minversion="5.16")  # the first that has these functions
     monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")
     from transformers import Mamba2Config, Mamba2ForCausalLM
 
@@ -241,7 +241,7 @@ def test_the_limits_of_time_steps(mamba):
 
 
 def test_a_hybrid_model_runs_on_our_operators():
-    pytest.importorskip("transformers")
+    pytest.importorskip("transformers", minversion="5.16")
     from transformers import BambaConfig, BambaForCausalLM
 
     torch.manual_seed(0)

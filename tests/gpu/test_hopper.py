@@ -10,6 +10,9 @@ from penstock.gpu.hopper import Tile, described, description
 triton = pytest.importorskip("triton")
 
 
+needs_gluon = pytest.mark.skipif(versions.version("triton") < hopper.GLUON, reason="Gluon of this Triton has no descriptors for Hopper")
+
+
 @pytest.fixture
 def another_triton(monkeypatch):
     """A function that sets the version of Triton that is found."""
@@ -30,6 +33,7 @@ def another_triton(monkeypatch):
 PACKAGES = ("penstock.recurrence.triton", "penstock.softmax.triton")
 
 
+@needs_gluon
 def test_kernels_in_gluon_follow_the_version(another_triton):
     for text, used in (("3.5.1", False), ("3.6.0", True), ("3.7.1+git1", True), ("3.9.0", True)):
         another_triton(text)
@@ -54,7 +58,7 @@ def test_modules_that_fail_to_import_raise(another_triton, monkeypatch, error):
         hopper.modules("penstock.recurrence.triton")
 
 
-@pytest.mark.skipif(versions.version("triton") < hopper.GLUON, reason="Gluon of this Triton has no descriptors for Hopper")
+@needs_gluon
 def test_tiles_describe_matrices():
     tokens, states = torch.empty(2, 100, 3, 64, dtype=torch.bfloat16), torch.empty(4, 3, 64, 64, dtype=torch.bfloat16)
     tiles = (tokens, Tile(64, 64)), (states, Tile(64, 64, 3))
