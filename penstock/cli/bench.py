@@ -17,9 +17,10 @@ from ..bench import softmax
 from ..bench.candidates import MODES, Mode, ours
 from ..bench.cases import Case, case_named, default_cases
 from ..bench.clock import one_line
+from ..bench.figure import check_plot
 from ..bench.measure import Measurement, check_decode_shape, measure
 from ..bench.peers import peer, peer_names
-from ..bench.plot import check_plot, plot_measurements, plot_profile
+from ..bench.plot import plot_measurements, plot_profile
 from ..bench.record import Record
 from ..bench.report import print_cases, print_measurements, print_profile
 from ..bench.suites import LADDER, PLAIN, Suite, suite_named
