@@ -37,7 +37,7 @@ def bench(
     context: typer.Context,
     variants: Annotated[
         list[str] | None,
-        typer.Argument(metavar="VARIANT...", help=f"Any of {', '.join((*VARIANTS, FUNCTION))}; or {LADDER} alone.", show_default=False),
+        typer.Argument(metavar="VARIANT", help=f"Any of {', '.join((*VARIANTS, FUNCTION))}; or {LADDER} alone.", show_default=False),
     ] = None,
     shape: Annotated[list[str] | None, typer.Option(metavar="B,T,H,K[,V]", help="A shape for every variant named. Repeatable.")] = None,
     case: Annotated[list[str] | None, typer.Option(metavar="NAME", help="A shape of a real model, see --list. Repeatable.")] = None,

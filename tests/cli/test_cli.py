@@ -53,6 +53,12 @@ def test_help_shows_all_text_and_every_default(run, monkeypatch, command):
         assert done.exit_code == 0
         assert done.output.count("[default: ") == defaults
         assert all(len(line) <= width for line in done.output.splitlines())
+        assert "…" not in done.output
+        words = done.output.replace("│", " ").split()
+        for parameter in documented.params:
+            name = ",".join(parameter.opts) if parameter.param_type_name == "option" else parameter.metavar
+            rest = iter(words[words.index(name) :])
+            assert all(word in rest for word in parameter.help.split())  # in this order; words of other columns are between them
 
 
 def test_bench_serve_is_bench_serve_in_one_word(run):
