@@ -317,7 +317,7 @@ def test_an_interrupted_run_keeps_its_measurements(run, monkeypatch, tmp_path):
         (["wkv-ladder", "--device", "cuda:99"], "device must be one that torch can use"),
         (["wkv-ladder", "--device", "cpu"], "rung-atomics cannot be timed here"),
         (["rwkv6", "--shape", "1,2,x,4"], "shape must be B,T,H,K or B,T,H,K,V"),
-        (["rwkv6", "--case", "gpt-5"], "case must be one of linear-1024"),
+        (["rwkv6", "--case", "rwkv6-1.6"], "that penstock bench --list shows, got 'rwkv6-1.6'. Did you mean rwkv6-1.6b?"),
         (["rwkv6", "--case", "gla-1.3b"], "case must be a shape of rwkv6"),
         (["--case", "gla-1.3b", "--shape", "1,2,3,4"], "variant must be given with --shape"),
         ([], "variant must be given"),
