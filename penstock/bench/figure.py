@@ -19,7 +19,7 @@ OURS = "#0072b2"
 PEERS = {
     "token loop": "#009e73",
     "fla": "#d55e00",
-    "fla_recurrent": "#eaaf80",
+    "fla_recurrent": "#8a3d00",
     "sdpa": "#e69f00",
     "rung-atomics": "#4a1d38",
     "rung-register": "#72305a",
