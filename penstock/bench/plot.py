@@ -110,7 +110,7 @@ def plot_losses(
         (INK, f"held-out text: {held_out[1]:.2f}", seconds[-1], held_out[1], -100, -16),
     ):
         axes.annotate(text, (at, loss), (right, up), textcoords="offset points", va="center", color=colour)
-    axes.set_ylim(0, None)
+    axes.set_ylim(0, 1.12 * max(*losses, *held_out))  # room for labels above the curve
     axes.set_xlim(0, None)
     axes.set_xlabel("seconds of training", color=INK)
     axes.set_ylabel("loss, nats per byte", color=INK)
