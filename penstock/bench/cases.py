@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ..errors import Complaints, RangeError
+from ..layers.keywords import suggestion
 from ..verify.inputs import GATES, Shape
 
 
@@ -112,7 +113,8 @@ def case_named(name: str) -> Case:
     found = [case for case in CASES if case.name == name]
     if not found:
         complaints = Complaints("bench")
-        complaints.add(RangeError, "case", f"one of {', '.join(case.name for case in CASES)}", repr(name), "See penstock bench --list.")
+        remedy = suggestion(name, [case.name for case in CASES]) or "For example rwkv6-1.6b."
+        complaints.add(RangeError, "case", "a name that penstock bench --list shows", repr(name), remedy)
         complaints.raise_any()
     return found[0]
 

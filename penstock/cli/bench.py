@@ -17,9 +17,10 @@ from ..bench import softmax
 from ..bench.candidates import MODES, Mode, ours
 from ..bench.cases import Case, case_named, default_cases
 from ..bench.clock import one_line
+from ..bench.figure import check_plot
 from ..bench.measure import Measurement, check_decode_shape, measure
 from ..bench.peers import peer, peer_names
-from ..bench.plot import check_plot, plot_measurements, plot_profile
+from ..bench.plot import plot_measurements, plot_profile
 from ..bench.record import Record
 from ..bench.report import print_cases, print_measurements, print_profile
 from ..bench.suites import LADDER, PLAIN, Suite, suite_named
@@ -36,7 +37,7 @@ def bench(
     context: typer.Context,
     variants: Annotated[
         list[str] | None,
-        typer.Argument(metavar="VARIANT...", help=f"Any of {', '.join((*VARIANTS, FUNCTION))}; or {LADDER} alone.", show_default=False),
+        typer.Argument(metavar="VARIANT", help=f"Any of {', '.join((*VARIANTS, FUNCTION))}; or {LADDER} alone.", show_default=False),
     ] = None,
     shape: Annotated[list[str] | None, typer.Option(metavar="B,T,H,K[,V]", help="A shape for every variant named. Repeatable.")] = None,
     case: Annotated[list[str] | None, typer.Option(metavar="NAME", help="A shape of a real model, see --list. Repeatable.")] = None,

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from ..bench.plot import check_plot
+from ..bench.figure import check_plot
 from ..bench.serving.client import KEY_VARIABLE, Target
 from ..bench.serving.load import Load, Run, run
 from ..bench.serving.report import Report, plot_runs, print_runs

@@ -61,7 +61,7 @@ def check(
     """
     if not compile_ahead:
         complaints = Complaints("check")
-        for name, given in (("arch", arch), ("only", only), ("record", record)):
+        for name, given in (("arch", arch), ("only", only), ("record", None if record is None else str(record))):
             if given:
                 complaints.add(RangeError, name, "left out without --compile", shortened(given), "Add --compile.")
         complaints.raise_any()

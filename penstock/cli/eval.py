@@ -73,8 +73,9 @@ def evaluate(
     check_names(complaints, "architecture", [architecture], sorted(ARCHITECTURES))
     check_seconds(complaints, seconds)
     check_seed(complaints, seed)
-    if task == "perplexity" and (model is None or text is None):
-        complaints.add(RangeError, "model and text", "given for perplexity", "neither" if model is text else "one of them")
+    for name, given in (("model", model), ("text", text)):
+        if task == "perplexity" and given is None:
+            complaints.add(RangeError, name, "given for perplexity", "none", f"Add --{name}.")
     complaints.raise_any()
     check_outputs("eval", {"--json": json_file})
     content = read_text(text, "eval", "text") if text is not None else ""

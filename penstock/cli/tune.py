@@ -33,7 +33,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 def tune(
     variants: Annotated[
-        list[str] | None, typer.Argument(metavar="VARIANT...", help=f"Any of {', '.join(VARIANTS)}.", show_default="all")
+        list[str] | None, typer.Argument(metavar="VARIANT", help=f"Any of {', '.join(VARIANTS)}.", show_default="all")
     ] = None,
     shape: Annotated[
         list[str] | None, typer.Option(metavar="B,T,H,K[,V]", help="Repeatable.", show_default="the variant's first model in bench --list")

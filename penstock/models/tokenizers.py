@@ -282,7 +282,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """
     path = Path(path)
     complaints = Complaints("load_tokenizer")
-    refuse_missing("load_tokenizer", "path", path)
+    refuse_missing("load_tokenizer", "path", path, found=f"Pass a {HF_FILE}, or a checkpoint with its tokenizer.")
     if path.name == HF_FILE:
         return HuggingFace(path)
     folder = path if path.is_dir() else path.parent

@@ -115,7 +115,8 @@ async def parsed(request: Request, kind: type[B], function: str, limits: Limits)
     content = await read_body(request, limits.body_bytes, limits.body_seconds)
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media != "application/json":
-        raise Refused(415, f"{function}: the content type must be application/json, got {media!r}.")
+        remedy = "Send the header Content-Type: application/json."
+        raise Refused(415, f"{function}: the content type must be application/json, got {media!r}. {remedy}")
     try:
         read = partial(json.loads, content.decode(), object_pairs_hook=_object)
         data = read() if len(content) < LARGE else await asyncio.to_thread(read)

@@ -45,31 +45,33 @@ def find_files(patterns: Sequence[str], function: str, argument: str) -> list[Pa
     return found
 
 
-def read(files: Sequence[Path], tokenizer: Tokenizer, separator: str | None = None) -> Corpus:
+def read(files: Sequence[Path], tokenizer: Tokenizer, separator: str | None = None, *, argument: str = "data") -> Corpus:
     """The tokens of text files, ``.npy`` files (integers [N]) and ``.bin`` files (uint16 [N], native byte order).
 
     A text file is UTF-8, of which every character is kept; it is one document, or several with ``separator`` between them, which is left
     out. Each is followed by the tokenizer's ``end_of_text``, if it has one. In token files, a document ends behind an ``end_of_text``. A
-    single token file is mapped, not read.
+    single token file is mapped, not read. ``argument`` is what messages call the files.
 
     Raises RangeError for files that are not as above, have tokens the tokenizer does not know, or hold no tokens.
     """
     numpy = _numpy()
     kind = numpy.uint16 if tokenizer.vocab_size <= 2**16 else numpy.int32
-    parts = [_tokens(file, tokenizer) if file.suffix in BINARY else _text(file, tokenizer, separator, kind) for file in files]
+    parts = [
+        _tokens(file, tokenizer, argument) if file.suffix in BINARY else _text(file, tokenizer, separator, kind, argument) for file in files
+    ]
     lengths = torch.tensor([0, *(len(tokens) for tokens, _ in parts)]).cumsum(0)
     begins = torch.cat([offset + begins for offset, (_, begins) in zip(lengths, parts)])
     if lengths[-1] == 0:
-        _refuse(files[0], "files with tokens", "which is empty")
+        _refuse(argument, files[0], "files with tokens", "which is empty")
     tokens = parts[0][0] if len(parts) == 1 else numpy.concatenate([tokens for tokens, _ in parts])
     return Corpus(tokens, begins)
 
 
-def _text(file: Path, tokenizer: Tokenizer, separator: str | None, kind: Any) -> tuple[Any, Tensor]:
-    text = read_text(file, "train", "data")
+def _text(file: Path, tokenizer: Tokenizer, separator: str | None, kind: Any, argument: str) -> tuple[Any, Tensor]:
+    text = read_text(file, "train", argument)
     if separator and separator not in text and (windows := separator.replace("\n", "\r\n")) in text:
         remedy = f"Its lines end in a carriage return and a line feed: take {windows!r}."
-        _refuse(file, f"a text with the separator {separator!r}", f"which has {windows!r}", remedy)
+        _refuse(argument, file, f"a text with the separator {separator!r}", f"which has {windows!r}", remedy)
     documents = text.split(separator) if separator else [text]
     end = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
     rows = [_numpy().array(tokenizer.encode(document) + end, dtype=kind) for document in documents if document]
@@ -77,26 +79,26 @@ def _text(file: Path, tokenizer: Tokenizer, separator: str | None, kind: Any) ->
     return _numpy().concatenate([_numpy().empty(0, kind), *rows]), lengths[:-1]
 
 
-def _tokens(file: Path, tokenizer: Tokenizer) -> tuple[Any, Tensor]:
+def _tokens(file: Path, tokenizer: Tokenizer, argument: str) -> tuple[Any, Tensor]:
     numpy = _numpy()
     try:
         tokens = numpy.load(file, mmap_mode="r") if file.suffix == ".npy" else numpy.memmap(file, numpy.uint16, "r")
     except (OSError, ValueError, EOFError) as error:
-        _refuse(file, "a file of tokens", str(error))
+        _refuse(argument, file, "a file of tokens", str(error))
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-        _refuse(file, "a row of integers", f"{tokens.dtype} of shape {list(tokens.shape)}")
+        _refuse(argument, file, "a row of integers", f"{tokens.dtype} of shape {list(tokens.shape)}")
     least, most = (int(tokens.min()), int(tokens.max())) if len(tokens) else (0, 0)
     if least < 0 or most >= tokenizer.vocab_size:
         rule = f"tokens from 0 to {tokenizer.vocab_size - 1}"
-        _refuse(file, rule, str(least if least < 0 else most), "Use the tokenizer that they were made with.")
+        _refuse(argument, file, rule, str(least if least < 0 else most), "Use the tokenizer that they were made with.")
     ends = numpy.flatnonzero(tokens == tokenizer.end_of_text) + 1 if tokenizer.end_of_text is not None else ()
     begins = [0, *(int(end) for end in ends if end < len(tokens))]
     return tokens, torch.tensor(begins[: len(tokens)], dtype=torch.int64)
 
 
-def _refuse(file: Path, rule: str, reason: str, remedy: str = "") -> None:
+def _refuse(argument: str, file: Path, rule: str, reason: str, remedy: str = "") -> None:
     complaints = Complaints("train")
-    complaints.add(RangeError, "data", rule, f"{str(file)!r} ({reason})", remedy)
+    complaints.add(RangeError, argument, rule, f"{str(file)!r} ({reason})", remedy)
     complaints.raise_any()
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from ..errors import Complaints, DeviceError, MissingExtra, RangeError
+from ..layers.keywords import suggestion
 from ..models import CausalLM, load, save
 from ..models.tokenizers import Bytes, Tokenizer, World, load_tokenizer
 from .data import IGNORED, Windows, collate, find_files, read
@@ -74,7 +75,9 @@ def train(settings: Settings, callbacks: tuple[Any, ...] = (), say: Say = lambda
     model = find_model(settings, tokenizer)
     model.gradient_checkpointing = training.gradient_checkpointing
     samples, evaluation = (
-        Windows(read(some, tokenizer, data.separator), data.length, packed=data.packing, most=most, argument=name) if some else None
+        Windows(read(some, tokenizer, data.separator, argument=name), data.length, packed=data.packing, most=most, argument=name)
+        if some
+        else None
         for some, most, name in ((files, None, "data.train"), (others, training.evaluation_samples, "data.evaluation"))
     )
     assert samples is not None
@@ -118,6 +121,11 @@ def find_tokenizer(settings: Settings) -> tuple[Tokenizer, Path | None]:
     if name == "world":
         return World(), None
     place = Path(name or path or "")
+    if name is not None and not place.exists() and len(place.parts) == 1:
+        complaints = Complaints(FUNCTION)
+        remedy = suggestion(name, ("bytes", "bytes+end", "world"))
+        complaints.add(RangeError, "data.tokenizer", "bytes, bytes+end, world or the path of a tokenizer.json", repr(name), remedy)
+        complaints.raise_any()
     tokenizer = load_tokenizer(place)
     file = place if place.name == "tokenizer.json" else (place if place.is_dir() else place.parent) / "tokenizer.json"
     return tokenizer, None if isinstance(tokenizer, Bytes | World) else file

@@ -74,9 +74,10 @@ class Machine:
 
     def lines(self) -> list[tuple[str, str]]:
         """Names and values for a table."""
+        cores, threads = (f"{count} {name}{'s' * (count != 1)}" for count, name in ((self.cores, "core"), (self.threads, "thread")))
         limit = "" if self.quota is None else f" of which a quota allows {self.quota:g}"
         return [
-            ("processor", f"{self.processor}, {self.cores} cores{limit}, {self.threads} threads in use, {self.instructions}"),
+            ("processor", f"{self.processor}, {cores}{limit}, {threads} in use, {self.instructions}"),
             ("GPUs", "; ".join(self.gpus) or "none that torch can use"),
             ("software", f"penstock {self.penstock}, torch {self.torch}, triton {self.triton or 'not installed'}, Python {self.python}"),
             *((f"impl {one.name}", _state(one)) for one in implementations()),

@@ -330,8 +330,8 @@ def test_without_matplotlib_only_the_picture_is_missing(run, monkeypatch, tmp_pa
 def test_picture_shows_both_times_of_every_candidate(tmp_path, monkeypatch):
     x = hidden(inputs("gla", SMALL))
     found = profiled("small", x, "fwd", [loop(x), ours("chunkwise", x, "fwd")], tmp_path, 0.001, 1)
-    figures, save = [], plot._save
-    monkeypatch.setattr(plot, "_save", lambda figure, *rest: figures.append(figure) or save(figure, *rest))
+    figures, save = [], plot.save
+    monkeypatch.setattr(plot, "save", lambda figure, *rest: figures.append(figure) or save(figure, *rest))
     plot_profile(found, tmp_path / "new" / "a.png", "somewhere")
     (axes,) = figures[0].axes
     wanted = [time for one in found.timings for time in (one.milliseconds, one.profile.kernel_milliseconds)]

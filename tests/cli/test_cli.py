@@ -53,6 +53,12 @@ def test_help_shows_all_text_and_every_default(run, monkeypatch, command):
         assert done.exit_code == 0
         assert done.output.count("[default: ") == defaults
         assert all(len(line) <= width for line in done.output.splitlines())
+        assert "…" not in done.output
+        words = done.output.replace("│", " ").split()
+        for parameter in documented.params:
+            name = ",".join(parameter.opts) if parameter.param_type_name == "option" else parameter.metavar
+            rest = iter(words[words.index(name) :])
+            assert all(word in rest for word in parameter.help.split())  # in this order; words of other columns are between them
 
 
 def test_bench_serve_is_bench_serve_in_one_word(run):
@@ -311,7 +317,7 @@ def test_an_interrupted_run_keeps_its_measurements(run, monkeypatch, tmp_path):
         (["wkv-ladder", "--device", "cuda:99"], "device must be one that torch can use"),
         (["wkv-ladder", "--device", "cpu"], "rung-atomics cannot be timed here"),
         (["rwkv6", "--shape", "1,2,x,4"], "shape must be B,T,H,K or B,T,H,K,V"),
-        (["rwkv6", "--case", "gpt-5"], "case must be one of linear-1024"),
+        (["rwkv6", "--case", "rwkv6-1.6"], "that penstock bench --list shows, got 'rwkv6-1.6'. Did you mean rwkv6-1.6b?"),
         (["rwkv6", "--case", "gla-1.3b"], "case must be a shape of rwkv6"),
         (["--case", "gla-1.3b", "--shape", "1,2,3,4"], "variant must be given with --shape"),
         ([], "variant must be given"),

@@ -113,6 +113,8 @@ def test_errors(tmp_path: Path) -> None:
         (source, tmp_path / "x", "--to", "gguf"): "convert: to must be one of penstock, blinkdl, hf, fla, got 'gguf'",
         (source, tmp_path / "x", "--dtype", "int8"): "convert: dtype must be one of",
         (source, source, "--to", "blinkdl"): "convert: DST must be apart from SRC",
+        (source, tmp_path / "x.pth"): f"convert: DST must be a folder, got '{tmp_path}/x.pth', a name of a file. Take '{tmp_path}/x'."
+        " Of the formats, only blinkdl is one file.",
         (source, tmp_path / "file"): "convert: DST must be a folder that can be written",
         (source, tmp_path, "--to", "blinkdl"): "convert: DST must be a file that can be written",
         (other, tmp_path / "x", "--to", "blinkdl"): "save: format must be one of penstock, fla for this model, got 'blinkdl'",

@@ -51,8 +51,8 @@ def test_perplexity_is_printed_and_written(tmp_path):
     ("words", "message"),
     [
         (["--task", "glue"], "eval: task must be one of mqar, perplexity, got 'glue'"),
-        (["--task", "perplexity"], "eval: model and text must be given for perplexity, got neither"),
-        (["--task", "perplexity", "--text", "a"], "got one of them"),
+        (["--task", "perplexity"], "eval: model must be given for perplexity, got none. Add --model.\neval: text must be given for"),
+        (["--task", "perplexity", "--model", "a"], "eval: text must be given for perplexity, got none. Add --text."),
         (["--task", "perplexity", "--model", "a", "--text", "nowhere"], "eval: text must be a text file in UTF-8, got 'nowhere'"),
         (["--task", "perplexity", "--model", "a", "--text", "b", "--pairs", "3"], "eval: pairs must be given for mqar only"),
         (["--task", "mqar", "--window", "3"], "eval: window must be given for perplexity only, got --task mqar"),

@@ -101,6 +101,10 @@ def test_an_empty_prompt_needs_a_token_between_texts(model, saved):
         (["--prompt", "a", "--dtype", "int8"], "generate: dtype must be one of float16"),
         (["--prompt", "a", "--temperature", "-1"], "generate: temperature must be a finite number of at least 0"),
         (["--prompt", "a", "--seed", "-1"], "generate: seed must be from 0"),
+        (
+            ["--prompt", "a", "--tokenizer", "nowhere"],
+            "got 'nowhere', which does not exist. Pass a tokenizer.json, or a checkpoint with its",
+        ),
         (["--prompt", "a", "--model", "nowhere"], "generate: model must be an existing file or folder, got 'nowhere'"),
     ],
 )

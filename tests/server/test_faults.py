@@ -88,6 +88,7 @@ def test_malformed_bodies(live, client, path, name):
 def test_other_content_types_paths_and_methods(live):
     answer = httpx.post(f"{live.url}/v1/completions", content=b"{}", headers={"content-type": "text/plain"})
     assert (answer.status_code, answer.json()["error"]["type"]) == (415, "invalid_request_error")
+    assert "got 'text/plain'. Send the header Content-Type: application/json." in answer.json()["error"]["message"]
     wrong = ("GET", "/v1/none", 404), ("GET", "/v1/completions", 405), ("POST", "/health", 405), ("POST", "/v1/completions/", 404)
     for method, path, status in wrong:
         answer = httpx.request(method, live.url + path)

@@ -65,6 +65,8 @@ def test_wrong_files_raise(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"\xff")
     with pytest.raises(RangeError, match=r"train: data must be a text file in UTF-8, got .*a\.txt"):
         read([tmp_path / "a.txt"], Bytes())
+    with pytest.raises(RangeError, match=r"train: data\.evaluation must be a text file in UTF-8, got .*a\.txt"):
+        read([tmp_path / "a.txt"], Bytes(), argument="data.evaluation")
     numpy.save(tmp_path / "a.npy", numpy.zeros((2, 2)))
     with pytest.raises(RangeError, match=r"data must be a row of integers, got .*float64 of shape \[2, 2\]"):
         read([tmp_path / "a.npy"], Bytes())

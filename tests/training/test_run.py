@@ -219,6 +219,13 @@ def test_checkpoints_of_another_model_are_refused(settings):
         train(settings(training__resume=False))
 
 
+def test_an_unknown_tokenizer_is_refused(settings):
+    with pytest.raises(
+        RangeError, match=r"data\.tokenizer must be bytes, bytes\+end, world or the path of a tokenizer\.json, got 'byte'\. Did"
+    ):
+        train(settings(data__tokenizer="byte"))
+
+
 def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(settings):
     with pytest.raises(RangeError, match=r"train: model\.vocab_size must be at least the tokenizer's 257, got 256"):
         train(settings(model__vocab_size=256, data__tokenizer="bytes+end"))

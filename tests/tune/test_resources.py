@@ -300,6 +300,7 @@ def test_nothing_compiles_under_the_interpreter():
     ("words", "message"),
     [
         (["--arch", "sm_90"], "arch must be left out without --compile"),
+        (["--record", "a.json"], "record must be left out without --compile, got 'a.json'. Add --compile."),
         (["--only", "gla"], "only must be left out without --compile"),
         (["--compile", "--arch", "sm_1"], "arch must be one of sm_80, sm_86, sm_89, sm_90, sm_100, sm_120, gfx942, got 'sm_1'"),
         (["--compile", "--only", "mamba"], "only must be a part of a launch's name"),

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from ... import __version__
 from ...tables import Numbers
-from ..plot import COLOURS, INK, MARKERS, _figure, _save, _title, check_plot
+from ..figure import INK, MARKERS, OURS, check_plot, grid, lighter, logarithmic, logarithmic_sizes, new_figure, save, write_title
 from .load import Load, Run, Times
 from .workload import Workload
 
@@ -67,14 +67,13 @@ def plot_runs(report: Report, path: Path) -> None:
     check_plot(path)
     parts = [[one for one in report.runs if (one.load.clients is None) is opened] for opened in (False, True)]
     parts = [part for part in parts if part]
-    figure = _figure(11.4, 3.9 * len(parts) + 0.4)
-    grid = figure.subplots(len(parts), 3, squeeze=False)
-    for row, part in zip(grid, parts):
+    figure = new_figure(11.4, 3.9 * len(parts) + 0.4)
+    for row, part in zip(figure.subplots(len(parts), 3, squeeze=False), parts):
         part = sorted(part, key=lambda one: _place(one.load))
         x = [_place(one.load) for one in part]
         name = "requests a second" if part[0].load.clients is None else "clients"
         _line(row[0], x, [one.output_rate for one in part], "output", 0)
-        _title(row[0], "Throughput", "generated tokens a second", pad=24, at=1.025)
+        write_title(row[0], "Throughput", "generated tokens a second")
         row[0].set_ylim(bottom=0)
         for axes, title, below, kind in (
             (row[1], "First token", "milliseconds", "first"),
@@ -83,18 +82,14 @@ def plot_runs(report: Report, path: Path) -> None:
             for n, share in enumerate(("p50", "p99")):
                 known = [(place, getattr(one, kind)) for place, one in zip(x, part) if getattr(one, kind) is not None]
                 _line(axes, [place for place, _ in known], [1e3 * getattr(times, share) for _, times in known], share, n)
-            _title(axes, title, below, pad=24, at=1.025)
-            axes.set_yscale("log")
-            axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-            axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:g}"[0] in "25" else "")
+            write_title(axes, title, below)
+            logarithmic(axes.yaxis)
             axes.legend(frameon=False, fontsize=9)
         for axes in row:
-            axes.set_xscale("log", base=2)
-            axes.set_xticks(x, [f"{place:g}" for place in x])
+            logarithmic_sizes(axes.xaxis, x)
             axes.set_xlabel(name, color=INK)
-            axes.grid(axis="y", color="#e4e4e4", linewidth=0.8)
-            axes.set_axisbelow(True)
-    _save(figure, path, f"{report.model} at {report.url}; penstock {__version__}")
+            grid(axes, "y")
+    save(figure, path, f"{report.model} at {report.url}; penstock {__version__}")
 
 
 def _place(load: Load) -> float:
@@ -102,4 +97,4 @@ def _place(load: Load) -> float:
 
 
 def _line(axes: Axes, x: Sequence[float], y: Sequence[float], label: str, n: int) -> None:
-    axes.plot(x, y, color=COLOURS[n], marker=MARKERS[n], markersize=5.5, linewidth=2.2, label=label)
+    axes.plot(x, y, color=lighter(OURS, 0.5 * n), marker=MARKERS[n], markersize=5.5, linewidth=2.2, label=label)

@@ -44,8 +44,10 @@ def hub_name(path: Path) -> HubName | None:
     return None if match is None or path.exists() or Path(path.parts[0]).is_dir() else HubName(match[1], match[2])
 
 
-def refuse_missing(function: str, argument: str, path: Path, remedy: str = "") -> None:
-    """Raise RangeError if there is nothing at a path; the message says what it may stand for. ``remedy`` is for names on the hub."""
+def refuse_missing(function: str, argument: str, path: Path, remedy: str = "", found: str = FOUND) -> None:
+    """Raise RangeError if there is nothing at a path; the message says what it may stand for. ``remedy`` is for names on the hub,
+    ``found`` for paths that resemble no other.
+    """
     if path.exists():
         return
     name, value = hub_name(path), f"{str(path)!r}, which does not exist"
@@ -55,7 +57,7 @@ def refuse_missing(function: str, argument: str, path: Path, remedy: str = "") -
     else:
         beside = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
         close = get_close_matches(path.name, beside, 1)
-        remedy = f"Did you mean {str(path.with_name(close[0]))!r}?" if close else FOUND
+        remedy = f"Did you mean {str(path.with_name(close[0]))!r}?" if close else found
     complaints = Complaints(function)
     complaints.add(RangeError, argument, "an existing file or folder", value, remedy)
     complaints.raise_any()

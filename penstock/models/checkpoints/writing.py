@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ...errors import Complaints, MissingExtra, PenstockError, RangeError
 from ...files import usual_mode
+from .archive import SUFFIXES
 
 SHARD = 5 * 2**30
 """Bytes of a file of a folder, as transformers has them."""
@@ -72,6 +73,9 @@ def check_folder(complaints: Complaints, argument: str, path: Path, overwrite: b
     if path.exists() and not path.is_dir():
         complaints.add(RangeError, argument, "a folder", f"{str(path)!r}, which is a file", "Name another one.")
         return []
+    if path.suffix in SUFFIXES and not path.exists():
+        remedy = f"Take {str(path.with_suffix(''))!r}. Of the formats, only blinkdl is one file."
+        complaints.add(RangeError, argument, "a folder", f"{str(path)!r}, a name of a file", remedy)
     entries = sorted(path.iterdir()) if path.is_dir() else []
     present = [one for one in entries if one.name == CONFIG or WEIGHTS.fullmatch(one.name)]
     value = f"{str(path)!r} with {', '.join(one.name for one in present)}"
