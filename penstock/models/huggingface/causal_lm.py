@@ -164,9 +164,11 @@ class PenstockForCausalLM(PenstockPreTrainedModel, GenerationMixin):
         self, input_ids: Any, *args: Any, inputs_embeds: Tensor | None = None, is_first_iteration: bool | None = False, **kwargs: Any
     ) -> Any:
         """As in transformers; only prompts have padding. Raises RangeError if no token follows those of the cache."""
-        new = kwargs.get("next_sequence_length")
+        new, tokens = kwargs.get("next_sequence_length"), input_ids.shape[1]
+        positions = kwargs.get("cache_position")  # of transformers 5.0, in place of the length
+        if new is None and positions is not None and not len(positions):
+            new = tokens - kwargs[CACHE].get_seq_length()
         if new is not None and new < 1:
-            tokens = input_ids.shape[1]
             rule = f"of fewer tokens than input_ids, which are {tokens}"
             raise RangeError(f"generate: {CACHE} must be {rule}, got {tokens - new}. Pass all tokens, a new one at least.")
         base: Any = super()
