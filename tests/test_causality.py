@@ -121,7 +121,7 @@ class Form(NamedTuple):
 
 
 class Declared(NamedTuple):
-    """Calls whose outputs may depend on later tokens of the same chunk of at most 64, and by how much: docs/recurrence.md says the same."""
+    """Calls of ``triton_chunkwise`` whose outputs may depend on later tokens of the same chunk. docs/recurrence.md has the same table."""
 
     reason: str
     form: str
@@ -135,11 +135,9 @@ class Declared(NamedTuple):
 
 
 CHANNELS = ("BTHK", "HK")
-POWERS = "operands are multiplied by one power of two for a chunk, see 'float16 on Hopper' and 'float32 on Hopper'"
+POWERS = "A and S are multiplied by one power of two for a chunk"
 ANCHOR = "factors of decays are relative to half of the chunk's decay, and strong decays of a chunk select another algorithm"
 DECLARED = (
-    Declared(POWERS, "sm_90-highest", (FLOAT32,), 2e-5, CHANNELS),
-    Declared(POWERS, "sm_90-high", (FLOAT32,), 2e-5, CHANNELS),
     Declared(POWERS, "sm_90-highest", (FLOAT16,), 3e-4, CHANNELS),
     Declared(ANCHOR, "sm_80-highest", (FLOAT32,), 1e-6, CHANNELS),
     Declared(ANCHOR, "sm_80-high", (FLOAT32,), 2e-3, CHANNELS),
