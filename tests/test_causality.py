@@ -121,9 +121,8 @@ class Form(NamedTuple):
 
 
 class Declared(NamedTuple):
-    """Calls of ``triton_chunkwise`` whose outputs may depend on later tokens of the same chunk. docs/recurrence.md has the same table."""
+    """Calls of ``triton_chunkwise`` whose outputs may depend on later tokens of the same chunk. docs/recurrence.md says why."""
 
-    reason: str
     form: str
     dtypes: tuple[torch.dtype, ...]
     most: float
@@ -135,15 +134,12 @@ class Declared(NamedTuple):
 
 
 CHANNELS = ("BTHK", "HK")
-POWERS = "A and S are multiplied by one power of two for a chunk"
-ANCHOR = "factors of decays are relative to half of the chunk's decay, and strong decays of a chunk select another algorithm"
 DECLARED = (
-    Declared(POWERS, "sm_90-highest", (FLOAT16,), 3e-4, CHANNELS),
-    Declared(ANCHOR, "sm_80-highest", (FLOAT32,), 1e-6, CHANNELS),
-    Declared(ANCHOR, "sm_80-high", (FLOAT32,), 2e-3, CHANNELS),
-    Declared(ANCHOR, "sm_80-highest", (FLOAT16,), 2e-3, CHANNELS),
-    Declared(ANCHOR, "sm_80-highest", (BFLOAT16,), 1e-2, CHANNELS),
-    Declared(ANCHOR, "triton_chunkwise", (FLOAT32,), 1e-6, CHANNELS),
+    Declared("sm_80-highest", (FLOAT32,), 1e-6, CHANNELS),
+    Declared("sm_80-high", (FLOAT32,), 2e-3, CHANNELS),
+    Declared("sm_80-highest", (FLOAT16,), 2e-3, CHANNELS),
+    Declared("sm_80-highest", (BFLOAT16,), 1e-2, CHANNELS),
+    Declared("triton_chunkwise", (FLOAT32,), 1e-6, CHANNELS),
 )
 """All exceptions. Calls that these do not cover have equal bits."""
 

@@ -17,7 +17,8 @@ All factors are at most 1, so every decay is supported. A program's warps are sp
 
 Tiles of q, k and v are in a ring buffer of STAGES, which the tensor memory accelerator (TMA) fills.
 
-float16: A and S have no bound. Both are multiplied by one power of two for a chunk, and O by its inverse and by ``scale``, in float32.
+float16: A and S have no bound. S is multiplied by a power of two, and each row of A by one of its own, so no later token changes a row of
+O. O is multiplied by the inverses and by ``scale`` in float32.
 float32: ``walk_in_parts`` in place of ``walk``.
 """
 
