@@ -439,6 +439,8 @@ def atomic_add(pointer, value):
 
 
 def where(c, a, b):
+    if isinstance(c, bool):
+        return a if c else b
     a, b = raw(a), raw(b)
     if not isinstance(a, torch.Tensor):
         a = torch.tensor(a, dtype=b.dtype)

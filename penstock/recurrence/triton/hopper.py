@@ -27,7 +27,7 @@ STAGES, SLOTS = 2, 4
 FORWARD = {64: (4, 136, 128), 128: (8, 152, 168)}
 """By K: warps of ``prepare``, registers of their threads, and registers of every thread at launch. With fewer, ``prepare`` spills; with
 more, the warps that hold the state spill."""
-FORWARD_FLOAT = (4, 200, 255)
+FORWARD_FLOAT = (4, 240, 255)
 """The same of float32 at K = 64. One program fits on a multiprocessor."""
 BLOCKS = {256: 2}
 """By K: blocks of key channels, if more than one. Of float32, a block has 64 channels."""

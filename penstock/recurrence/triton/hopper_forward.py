@@ -17,7 +17,8 @@ All factors are at most 1, so every decay is supported. A program's warps are sp
 
 Tiles of q, k and v are in a ring buffer of STAGES, which the tensor memory accelerator (TMA) fills.
 
-float16: A and S have no bound. Both are multiplied by one power of two for a chunk, and O by its inverse and by ``scale``, in float32.
+float16: A and S have no bound. S is multiplied by a power of two, and each row of A by one of its own, so no later token changes a row of
+O. O is multiplied by the inverses and by ``scale`` in float32.
 float32: ``walk_in_parts`` in place of ``walk``.
 """
 
@@ -120,6 +121,8 @@ def penstock_chunk_fwd_hopper(
         half: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
         x_s = gl.allocate_shared_memory(gl.float16, [SLOTS * PARTS, C, K], half)
         S_s = gl.allocate_shared_memory(gl.float16, [PARTS, K, C], half)
+        w_s = gl.allocate_shared_memory(gl.float16, [PARTS, C, C], half)
+        column_s = gl.allocate_shared_memory(gl.float32, [C], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         own_s = gl.allocate_shared_memory(gl.float32, [STAGES, C], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         ups_s = gl.allocate_shared_memory(gl.float32, [2 * STAGES, C], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         u_s = own_s
@@ -161,7 +164,7 @@ def penstock_chunk_fwd_hopper(
     bonus = (u, u_k, u_s)
     if PARTS > 0:
         gl.warp_specialize(
-            [(walk_in_parts, (tiles, ring, S_s, x_s, sides, bars, place, memory, steps, scale, H,
+            [(walk_in_parts, (tiles, ring, (S_s, w_s, column_s), x_s, sides, bars, place, memory, steps, scale, H,
                               K, V, INITIAL, FINAL, EVERY, STAGES, NARROW, BLOCKS, PARTS)),
              (prepare, (g, tiles, ring, x_s, sides, bars, place, bonus, scale, g_t, g_k,
                         K, TILED, STATIC, PREVIOUS, STAGES, HALF, PARTS))],

@@ -8,7 +8,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra import cuda
 
-from ...gpu.hopper_tiles import async_store, meet, unknown, zeroed_behind
+from ...gpu.hopper_tiles import async_store, meet, most, unknown, zeroed_behind
 from ...gpu.tiles import powers_of_two
 from .hopper_dyadic import ROWS, C
 from .hopper_prepare import ask, awaited, released
@@ -142,14 +142,15 @@ def walk(
         A_1 = gl.where(group == 1, D, gl.where(group > 1, far_1, 0.0))
         A_2 = gl.where(group == 2, D, gl.where(group > 2, near_2, 0.0))
         A_3 = gl.where(group == 3, D, 0.0)
-        if HALF:  # one power of two for A and S, whose products have one accumulator
+        if HALF:  # a power of two for S, and one for each row of A and of the sum of the products: later rows have no part in it
             of_A = gl.maximum(gl.maximum(gl.abs(A_0), gl.abs(A_1)), gl.maximum(gl.abs(A_2), gl.abs(A_3)))
-            of_S = gl.max(gl.max(gl.reshape(gl.abs(S), [K // C, C, C]), 2), 0)
-            of_A = gl.where(t + gl.arange(0, C, gl.SliceLayout(1, narrow)) < tokens, gl.max(of_A, 1), 0.0)  # others belong to no row of O
-            largest = gl.maximum(of_A, gl.convert_layout(of_S, gl.SliceLayout(1, narrow), assert_trivial=True))
-            down, up = powers_of_two(gl.max(largest, 0))
-            A_0, A_1, A_2, A_3 = A_0 * down, A_1 * down, A_2 * down, A_3 * down
-            S_s.store((S * down).to(S_s.dtype))
+            largest = most(S)
+            down_S, up_S = powers_of_two(largest)
+            S_s.store((S * down_S).to(S_s.dtype))
+            down_A, up_A = powers_of_two(gl.maximum(gl.max(of_A, 1), largest))
+            A_0, A_1, A_2, A_3 = A_0 * down_A[:, None], A_1 * down_A[:, None], A_2 * down_A[:, None], A_3 * down_A[:, None]
+            down_O = gl.convert_layout(down_A, channel, assert_trivial=True) * up_S
+            up_O = gl.convert_layout(up_A, channel, assert_trivial=True) * scale
         A_0, A_1, A_2, A_3 = A_0.to(q_s.dtype), A_1.to(q_s.dtype), A_2.to(q_s.dtype), A_3.to(q_s.dtype)
         v = v_s.index(s)
         mbarrier.wait(ready.index(s), phase)
@@ -160,6 +161,9 @@ def walk(
         fence_async_shared()
         meet()
         O = warpgroup_mma(q, S_s, gl.zeros([C, C], gl.float32, mma), use_acc=False, is_async=True)
+        if HALF:
+            O = warpgroup_mma_wait(0, [O])
+            O *= down_O[:, None]
         A_0 = gl.convert_layout(A_0, left, assert_trivial=True)
         A_1 = gl.convert_layout(A_1, left, assert_trivial=True)
         A_2 = gl.convert_layout(A_2, left, assert_trivial=True)
@@ -174,7 +178,7 @@ def walk(
         if NARROW:
             S = S.to(first.dtype.element_ty).to(gl.float32)
         if HALF:
-            O *= scale * up
+            O *= up_O[:, None]
         O = O.to(output.dtype.element_ty)
         if BLOCKS == 1 and t + C <= tokens:
             v.store(O)

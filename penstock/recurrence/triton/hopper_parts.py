@@ -1,9 +1,9 @@
 """float32 operands of products on Hopper, in Gluon: sums of float16 tiles times powers of two.
 
-A tile is multiplied by the power of two that brings its largest value into [2^14,2^15). PARTS = 2: it is then the sum of a float16 tile and
-the rest, rounded to float16: 22 bits, as float32 inputs need it. Values below 2^-16 of the tile's largest have fewer: their error is at
-most 2^-39 of the largest. Of a product of two tiles, the product of the two rests is left out. PARTS = 1: the first float16 tile alone,
-which has as many bits as TF32.
+A tile, or each of its rows, is multiplied by the power of two that brings the largest value into [2^14,2^15). PARTS = 2: it is then the sum
+of a float16 tile and the rest, rounded to float16: 22 bits, as float32 inputs need it. Values below 2^-16 of the largest have fewer: their
+error is at most 2^-39 of the largest. Of a product of two tiles, the product of the two rests is left out. PARTS = 1: the first float16
+tile alone, which has as many bits as TF32.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The warps of Hopper's forward kernel that make tiles, and the ring through which the other warps get them, in Gluon.
 
 The ring has slots for pairs of tiles. A chunk has four pairs: X_1 and X_2, X_4 and X_8, X_16 and X_32, q and k with the factors of the
-state. float32: a tile is PARTS tiles of float16, see ``hopper_parts``. q and k are multiplied by one power of two each. Their inverses,
-and the weight of each token for itself, are in ``sides``.
+state. float32: a tile is PARTS tiles of float16, see ``hopper_parts``. q and k of each token are multiplied by a power of two each. Their
+inverses, and the weight of each token for itself, are in ``sides``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from ...gpu.hopper_tiles import async_load, exp2, meet, most_of_both, unknown
+from ...gpu.hopper_tiles import async_load, exp2, meet, unknown
 from ...gpu.tiles import LOG2E, powers_of_two
 from .hopper_dyadic import C, around, between, factored, flat, grouped, spread, widened
 from .hopper_parts import LEAST, parts_of, store_parts
@@ -135,14 +135,12 @@ def prepare(
                 Q = gl.where((i < left)[:, None], Q, 0.0)
                 Kt = gl.where((i < left)[:, None], Kt, 0.0)
             own_s.index(s).store(gl.sum(Q * (Kt * own), 1))
-            largest_q, largest_k = most_of_both(Q, Kt)
-            down_q, up_q = powers_of_two(largest_q, LEAST)
-            down_k, up_k = powers_of_two(largest_k, LEAST)
-            Q *= down_q
-            Kt *= down_k
-            token: gl.constexpr = gl.SliceLayout(1, layout)
-            ups_s.index(2 * s).store(gl.full([C], 1.0, gl.float32, token) * up_q)
-            ups_s.index(2 * s + 1).store(gl.full([C], 1.0, gl.float32, token) * up_k)
+            down_q, up_q = powers_of_two(gl.max(gl.abs(Q), 1), LEAST)
+            down_k, up_k = powers_of_two(gl.max(gl.abs(Kt), 1), LEAST)
+            Q *= down_q[:, None]
+            Kt *= down_k[:, None]
+            ups_s.index(2 * s).store(up_q)
+            ups_s.index(2 * s + 1).store(up_k)
         through = gl.full([GROUPS, R, K], scale, gl.float32, by_group)
         if not PREVIOUS:
             through = total * scale

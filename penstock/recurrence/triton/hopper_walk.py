@@ -164,11 +164,15 @@ def penstock_chunk_walk_hopper(
                     at = state_tiles + at + dv[:, None] + (dk[None, :] + unknown(t * 0)) * V
                     gl.store(at, S_0 * of_S)
                     gl.store(at + HALF * V, S_1 * of_S)
-            power = gl.load(powers + first_chunk + chunk * H)
+            powers_at = powers + (first_chunk + chunk * H) * C
+            if ADJOINT:  # one for all rows
+                power = gl.load(powers_at)
+            else:
+                power = gl.load(powers_at + gl.arange(0, C, gl.SliceLayout(0, out_mma)))[None, :]
             down, up = powers_of_two(gl.maximum(gl.max(gl.abs(S_0), 1), gl.max(gl.abs(S_1), 1)))
             X_0 = (S_0 * down[:, None]).to(kind)
             X_1 = (S_1 * down[:, None]).to(kind)
-            up = gl.convert_layout(up, gl.SliceLayout(1, out_mma), assert_trivial=True) * inverse(power)
+            up = gl.convert_layout(up, gl.SliceLayout(1, out_mma), assert_trivial=True)[:, None]
         else:
             X_0 = S_0.to(kind)
             X_1 = S_1.to(kind)
@@ -193,7 +197,7 @@ def penstock_chunk_walk_hopper(
         O = warpgroup_mma(L_1, read.slice(HALF, HALF, 1).permute((1, 0)), O, is_async=True)
         if F16:
             O, L_0, L_1 = warpgroup_mma_wait(0, [O, L_0, L_1])
-            O *= up[:, None]
+            O = O * up * inverse(power)
             S_0 = S_0 * total.slice(0, HALF).load(channel)[None, :]
             S_1 = S_1 * total.slice(HALF, HALF).load(channel)[None, :]
         O = warpgroup_mma(y_t, A, O, is_async=True)

@@ -8,8 +8,9 @@ With the tiles X of ``hopper_forward``, a program stores of its chunk and head, 
 It walks the blocks of BK key channels, over which A is summed. No chunk needs another one. Two programs fit on a multiprocessor: one makes
 tiles while the other multiplies.
 
-float16: A has no bound. It is multiplied by a power of two, whose inverse is stored in ``powers``. The walk multiplies by the power of two
-in scale, so that read does not become subnormal.
+float16: A has no bound. It is multiplied by a power of two for each row, so no later token changes an output. Backward in time its rows are
+summed over, and have the same power. The inverses are stored in ``powers``. The walk multiplies by the power of two in scale, so that read
+does not become subnormal.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from ...gpu.hopper_tiles import async_load, exp2, meet, most, zeroed_behind
+from ...gpu.hopper_tiles import async_load, exp2, meet, zeroed_behind
 from ...gpu.tiles import powers_of_two
 from .hopper_dyadic import (
     GROUPS,
@@ -61,10 +62,10 @@ def ask(tiles, parts, bars, line, column, n, there):
 def penstock_chunk_weights_hopper(
     q_tiles, k_tiles, g, u, weights, read, rest, totals, powers, cu_seqlens, scale, N, T,
     g_b, g_h, u_h, u_k, g_t: gl.constexpr, g_k: gl.constexpr, H: gl.constexpr, K: gl.constexpr, PREVIOUS: gl.constexpr,
-    PACKED: gl.constexpr,
+    PACKED: gl.constexpr, ROW_POWERS: gl.constexpr,
 ):  # fmt: skip
     """Program (chunk slot, head). TMA tiles [C, BK] of tokens [B T, H K]. ``weights`` [slots,H,C,C], ``read`` and ``rest`` [B,T,H,K],
-    ``totals`` [slots,H,K] and, of float16, ``powers`` [slots,H] float32.
+    ``totals`` [slots,H,K] and, of float16, ``powers`` [slots,H,C] float32: of each row if ROW_POWERS, else one for all.
     """
     kind: gl.constexpr = q_tiles.dtype
     HALF: gl.constexpr = q_tiles.dtype == gl.float16
@@ -195,7 +196,10 @@ def penstock_chunk_weights_hopper(
     D = gl.convert_layout(gl.reshape(D, [C, C]), square, assert_trivial=True)
     A = gl.where(i // ROWS == j // ROWS, D, A) * scale
     if HALF:
-        down, up = powers_of_two(most(A))
-        A *= down
-        gl.store(powers + pid, up)
+        largest = gl.max(gl.abs(A), 1)
+        if not ROW_POWERS:
+            largest = gl.max(largest, 0) + gl.zeros([C], gl.float32, gl.SliceLayout(1, square))
+        down, up = powers_of_two(largest)
+        A *= down[:, None]
+        gl.store(powers + pid.to(gl.int64) * C + gl.arange(0, C, gl.SliceLayout(1, square)), up)
     gl.store(weights + pid.to(gl.int64) * (C * C) + i * C + j, A.to(kind))

@@ -221,7 +221,7 @@ def chunk_forward_plan(p: Recurrence, target: Target, keep: bool = False) -> Pla
         of = Sum("k", "v", strides(p.k, p.v), 1.0, p.reverse, state, final, False, on)
         state, count = before_segments(plan, c, of, C, L), c.chunks(L)
     if walked:
-        walk.weights(plan, c, p, walked)
+        walk.weights(plan, c, p, walked, False)
         walk.over_chunks(
             plan, c, p, walked, "v", output, state, None if L is not None else final, L, chunk_states if every else None, every, False
         )
@@ -308,7 +308,7 @@ def chunk_backward_plan(
         last = d_initial
         if L is not None:
             d_start, last = before_segments(plan, c, of, C, L), None
-        walk.weights(plan, c, p, walked)
+        walk.weights(plan, c, p, walked, True)
         walk.over_chunks(plan, c, p, walked, "d_output", dv, d_start, last, L, dS, C, True)
     elif not back:
         in_rows = (dv, dq)[: c.K // C] if kernel and not kernel.apart and stored.itemsize == 2 else ()

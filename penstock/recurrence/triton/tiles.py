@@ -214,8 +214,8 @@ def scalar_sums(g, constant, step, left, i, g_t, C: tl.constexpr, STATIC: tl.con
         read = tl.cumsum(d, 0)
         rest = tl.cumsum(scalar_decays(g + step * g_t, i * step, (i + 1 < left) & (i < C - 1), g_t), 0, reverse=True)
         total = tl.sum(d, 0)
-        if total >= -LIMIT:
-            between = read[:, None] - read[None, :]
-        else:
-            between = tl.cumsum(tl.where(i[:, None] > i[None, :], d[:, None], 0.0), 0)
+        between = read[:, None] - read[None, :]
+        if tl.min(read, 0) < -LIMIT:  # of each token alone: no later decay selects how its sums are computed
+            strong = tl.cumsum(tl.where(i[:, None] > i[None, :], d[:, None], 0.0), 0)
+            between = tl.where(read[:, None] >= -LIMIT, between, strong)
     return tl.where(i[:, None] >= i[None, :], between, float("-inf")), read, rest, total

@@ -22,20 +22,21 @@ State = tuple[str, tuple[int, ...]]
 """The name and the strides of a state."""
 
 
-def weights(plan: Plan, c: Call, p: Recurrence, kernels: hopper.Walk) -> None:
-    """Add the launch for ``weights``, ``read``, ``rest``, ``totals`` and ``powers``, which the walks of both passes read."""
+def weights(plan: Plan, c: Call, p: Recurrence, kernels: hopper.Walk, adjoint: bool) -> None:
+    """Add the launch for ``weights``, ``read``, ``rest``, ``totals`` and ``powers``, which the walk reads."""
     slots, tokens = c.chunks(hopper.C), (lambda s: s["B"], lambda s: s["T"], c.H)
     made = (
         plan.empty("weights", slots, c.H, hopper.C, hopper.C, dtype=p.k.dtype),
         *(plan.empty(name, *tokens, c.K, dtype=p.k.dtype) for name in ("read", "rest")),
         plan.empty("totals", slots, c.H, c.K),
-        plan.empty("powers", slots, c.H) if _half(p) else "totals",
+        plan.empty("powers", slots, c.H, hopper.C) if _half(p) else "totals",
     )
     (g_b, g_t, g_h, g_k), (warps, registers) = c.gate, hopper.WEIGHTS
     plan.launch(
         kernels.weights, c.programs(slots, 1), ("q", "k", "g", "u", *made, "cu_seqlens"),
         (_scale(p)[0], lambda s: s["N"], lambda s: s["T"], g_b, g_h, *(p.u.stride() if p.u is not None else (0, 0))), warps,
         (Tile(hopper.C, hopper.BV),) * 2, registers, g_t=g_t, g_k=g_k, H=c.H, K=c.K, PREVIOUS=c.previous, PACKED=c.packed,
+        ROW_POWERS=_half(p) and not adjoint,
     )  # fmt: skip
 
 
