@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from architectures import model_of
 
 from penstock import DtypeError, InvalidArgument, RangeError
 from penstock.models import CausalLM, linear, load, save
@@ -46,6 +47,22 @@ def test_a_folder_keeps_its_other_files(tmp_path: Path) -> None:
     save(model, tmp_path, overwrite=True)
     assert sorted(one.name for one in tmp_path.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
     assert torch.equal(load(tmp_path / "model.safetensors").head.weight, model.head.weight)
+
+
+@pytest.mark.parametrize(("name", "format"), [("mamba2", "penstock"), ("mamba2", "hf"), ("gla", "penstock"), ("gla", "fla")])
+def test_a_head_that_has_come_to_differ_from_tied_embeddings_is_saved(name: str, format: str, tmp_path: Path) -> None:
+    model, ids = model_of(name, tie_embeddings=True), torch.arange(10)[None]
+    save(model, tmp_path / "tied", format)
+    assert load(tmp_path / "tied").config.tie_embeddings
+    model.head.weight = torch.nn.Parameter(model.head.weight.detach().clone())
+    save(model, tmp_path / "equal", format)
+    assert load(tmp_path / "equal").config.tie_embeddings
+    with torch.no_grad():
+        model.head.weight.mul_(2)
+    save(model, tmp_path / "apart", format)
+    again = load(tmp_path / "apart")
+    assert not again.config.tie_embeddings
+    assert torch.equal(again(ids).logits, model(ids).logits)
 
 
 FORMATS = ["penstock", "fla", "hf", "blinkdl"]

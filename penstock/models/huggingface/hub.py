@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from ...errors import Complaints, DtypeError, RangeError, described
 from ..causal_lm import CausalLM
@@ -25,6 +26,8 @@ OPTIONS = (
     "problem_type", "return_dict", "use_cache",
 )  # fmt: skip
 """Options of configurations that change no weights."""
+SIZES = {"vocab_size": "vocab_size", "hidden_size": "hidden_size", "num_hidden_layers": "num_layers"}
+"""Names of sizes in configurations of transformers, and in ``Config``."""
 
 
 @dataclass
@@ -56,12 +59,33 @@ class Arguments:
         """The model, checked against what was asked for. Without ``head``, it may be on the meta device."""
         model = (load if head else load_headless)(place, dtype=self.dtype, device=self.device)
         complaints = Complaints(FUNCTION)
-        if self.tied is not None and self.tied != model.config.tie_embeddings:
-            complaints.add(RangeError, "tie_word_embeddings", f"{model.config.tie_embeddings}, as in the checkpoint", self.tied)
+        tied = self._asked_to_tie()
+        if tied is False and model.config.tie_embeddings:
+            model.config = replace(model.config, tie_embeddings=False)
+            model.head.weight = nn.Parameter(model.head.weight.detach().clone(), model.head.weight.requires_grad)
+        elif tied is not None and tied != model.config.tie_embeddings:
+            complaints.add(RangeError, "tie_word_embeddings", f"{model.config.tie_embeddings}, as in the checkpoint", tied)
+        for name, size in SIZES.items() if self._told else ():
+            asked, found = getattr(self.config, name), getattr(model.config, size)
+            if asked not in (self._told.get(size), found):
+                complaints.add(RangeError, name, f"{found}, as in the checkpoint", described(asked))
         if self.max_memory is not None:
             self._check_memory(complaints, model)
         complaints.raise_any()
         return model
+
+    @property
+    def _told(self) -> dict[str, Any]:
+        """``Config.to_dict()`` in the configuration. Auto classes have put options that contradict it beside it."""
+        found = getattr(self.config, "model", None)
+        return found if isinstance(found, dict) else {}
+
+    def _asked_to_tie(self) -> bool | None:
+        """``tie_word_embeddings``, if it was given."""
+        told = self._told.get("tie_embeddings")
+        if self.tied is not None or told is None or told == self.config.tie_word_embeddings:
+            return self.tied
+        return bool(self.config.tie_word_embeddings)
 
     def override(self, config: Any) -> None:
         """Set the options in a configuration."""
