@@ -155,7 +155,7 @@ class CausalLM(Backbone):
         """
         complaints = Complaints("generate")
         check_whole(complaints, "count", count, 0)
-        check_sampling(complaints, temperature, top_p, generator, self._like().device)
+        check_sampling(complaints, temperature, top_p, generator, self.like().device)
         complaints.raise_any()
         self._check("generate", ids)
         if ids.shape[1] == 0:

@@ -331,3 +331,13 @@ def test_hidden_states_of_float16_models_are_not_halved(rescale_every: int) -> N
         with torch.no_grad():
             found = wrapped(ids, output_hidden_states=True, use_cache=cached).hidden_states
             assert all(error(x, y) < 5e-3 for x, y in zip(found, wanted(ids, output_hidden_states=True, use_cache=cached).hidden_states))
+
+
+def test_wrapped_embeddings() -> None:
+    """A module in the place of the embeddings needs no ``weight`` of its own."""
+    model, ids = model_of("gla"), drawn(2, 5)
+    wanted = model(ids).logits
+    model.embeddings = torch.nn.Sequential(model.embeddings)
+    for cached in (False, True):
+        assert torch.equal(PenstockForCausalLM.of(model)(ids, use_cache=cached).logits, wanted)
+    assert PenstockModel.of(model).config.dtype == torch.float32

@@ -48,7 +48,7 @@ class PenstockForCausalLM(PenstockPreTrainedModel, GenerationMixin):
     @classmethod
     def of(cls, model: CausalLM, **others: Any) -> PenstockForCausalLM:
         """Wrap a model, whose modules are shared. ``others`` belong to ``PenstockConfig``."""
-        return cls._of(model, PenstockConfig.of(model.config, dtype=model.embeddings.weight.dtype, **others))  # type: ignore[no-any-return]
+        return cls._of(model, PenstockConfig.of(model.config, dtype=model.like().dtype, **others))  # type: ignore[no-any-return]
 
     def _take(self, model: CausalLM) -> None:
         self.model._take(model)

@@ -69,6 +69,6 @@ def config_of(model: CausalLM, given: Arguments, place: Path) -> PenstockConfig:
         value = values.get(name) if stored is None else getattr(stored, name, None)
         if value is not None and not isinstance(stored, PenstockConfig) and name not in ("id2label", "label2id", "num_labels"):
             setattr(config, name, value)
-    config.dtype = model.embeddings.weight.dtype
+    config.dtype = model.like().dtype
     given.override(config)
     return config

@@ -95,7 +95,7 @@ class Arguments:
     def _check_memory(self, complaints: Complaints, model: CausalLM) -> None:
         from accelerate.utils.modeling import convert_file_size_to_int
 
-        device = model.embeddings.weight.device
+        device = model.like().device
         limit = (self.max_memory or {}).get(device.type if device.index is None else device.index)
         used = sum(x.nbytes for x in model.state_dict().values() if not x.is_meta)
         if limit is None:
