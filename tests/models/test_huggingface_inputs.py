@@ -341,3 +341,15 @@ def test_wrapped_embeddings() -> None:
     for cached in (False, True):
         assert torch.equal(PenstockForCausalLM.of(model)(ids, use_cache=cached).logits, wanted)
     assert PenstockModel.of(model).config.dtype == torch.float32
+
+
+@pytest.mark.parametrize("shape", [(2, 0), (0, 5), (0, 0)])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_batches_without_tokens(name: str, shape: tuple[int, int]) -> None:
+    model, ids = PenstockForCausalLM.of(model_of(name)), torch.zeros(shape, dtype=torch.int64)
+    for cached in (False, True):
+        for mask in (None, torch.ones_like(ids)):
+            output = model(ids, attention_mask=mask, labels=ids, use_cache=cached, output_hidden_states=True)
+            assert output.logits.shape == (*shape, SIZES["vocab_size"])
+            assert {x.shape for x in output.hidden_states} == {(*shape, SIZES["hidden_size"])}
+            assert output.loss.isnan()

@@ -204,7 +204,7 @@ class PenstockForCausalLM(PenstockPreTrainedModel, GenerationMixin):
         """The loss of hidden states [B,T,C] of tokens that are not padding."""
         if shifted is None:
             assert labels is not None
-            targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+            targets = F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
             if keep is not None:
                 targets = targets.masked_fill(~F.pad(keep[:, 1:], (0, 1)), IGNORED)
             if starts is not None:
