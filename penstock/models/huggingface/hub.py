@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ from ..checkpoints import load, load_headless
 FUNCTION = "from_pretrained"
 HUB = ("revision", "cache_dir", "token", "local_files_only", "force_download")
 """Arguments about downloads."""
+ADAPTER = "adapter_config.json"
+"""The file of an adapter of PEFT."""
 MEANINGLESS = (
-    "adapter_kwargs", "attn_implementation", "code_revision", "experts_implementation", "low_cpu_mem_usage", "offload_buffers",
+    "attn_implementation", "code_revision", "experts_implementation", "low_cpu_mem_usage", "offload_buffers",
     "offload_folder", "offload_state_dict", "trust_remote_code", "use_kernels", "use_safetensors", "weights_only",
 )  # fmt: skip
 """Arguments of transformers that change nothing here: a model is on one device, and code in files is never run."""
@@ -44,6 +47,18 @@ class Arguments:
     """Whether to return the names of tensors that did not fit."""
     options: dict[str, Any] = field(default_factory=dict)
     tied: bool | None = None
+    adapter_name: str = "default"
+    adapter_options: dict[str, Any] = field(default_factory=dict)
+
+    def adapter(self, name: str) -> tuple[str | None, str]:
+        """The folder or repository of an adapter of PEFT, and that of its model. Auto classes pass both, others ``name`` alone."""
+        found = self.adapter_options.pop("_adapter_model_path", None)
+        folder = Path(name) / self.subfolder
+        if found is None and (folder / ADAPTER).is_file():
+            if not (folder / "config.json").is_file():
+                self.subfolder, name = "", json.loads((folder / ADAPTER).read_text(encoding="utf-8"))["base_model_name_or_path"]
+            return str(folder), name
+        return found, name
 
     def place(self, name: str) -> Path:
         """The file or folder of a checkpoint, downloaded if needed."""
@@ -114,6 +129,7 @@ def arguments_of(arguments: tuple[Any, ...], options: dict[str, Any]) -> Argumen
     found = Arguments(hub, dtype, device, config, subfolder, given.pop("max_memory", None), info)
     found.options = {name: given.pop(name) for name in OPTIONS if name in given}
     found.tied = given.pop("tie_word_embeddings", None)
+    found.adapter_name, found.adapter_options = given.pop("adapter_name", "default"), dict(given.pop("adapter_kwargs", None) or {})
     if given.pop("ignore_mismatched_sizes", None):
         complaints.add(RangeError, "ignore_mismatched_sizes", "False", True, "Every tensor must fit.")
     unknown = sorted(name for name, value in given.items() if name not in MEANINGLESS and not name.startswith("_") and value is not None)
