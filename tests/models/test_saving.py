@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from architectures import model_of
+from architectures import ARCHITECTURES, model_of
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from penstock import DtypeError, InvalidArgument, RangeError
 from penstock.models import CausalLM, linear, load, save
@@ -66,6 +67,19 @@ def test_a_head_that_has_come_to_differ_from_tied_embeddings_is_saved(name: str,
 
 
 FORMATS = ["penstock", "fla", "hf", "blinkdl"]
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_compiled_models_and_layers_are_saved(name: str, tmp_path: Path) -> None:
+    model = model_of(name)
+    wanted = {one: x.clone() for one, x in model.state_dict().items()}
+    for n, layer in enumerate(model.layers):
+        model.layers[n] = torch.compile(layer)
+    model.layers[0]._orig_mod.mixer_norm = checkpoint_wrapper(model.layers[0]._orig_mod.mixer_norm)
+    save(torch.compile(model), tmp_path / "model")
+    again = load(tmp_path / "model").state_dict()
+    assert again.keys() == wanted.keys()
+    assert all(torch.equal(x, again[one]) for one, x in wanted.items())
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -15,7 +15,7 @@ from ..causal_lm import CausalLM
 from .archive import Archive
 from .beside import Beside, PathLike, refuse_alone
 from .fla import FLA
-from .layout import Format, read, sizes_of, tensors_of
+from .layout import Format, read, sizes_of, tensors_of, weights_of
 from .mamba2 import MAMBA2
 from .native import PENSTOCK
 from .rwkv import BLINKDL, HF_RWKV
@@ -94,7 +94,7 @@ def _check_weights(complaints: Complaints, model: CausalLM) -> None:
     """Check that a model has the weights of its configuration alone: ``load`` could not read others, or they would be lost."""
     with torch.device("meta"):
         wanted = CausalLM(model.config).state_dict()
-    found = model.state_dict()
+    found = weights_of(model)
     for name in [*wanted, *(one for one in found if one not in wanted)]:
         if name not in found:
             complaints.add(RangeError, "model", f"one with {name}", "none", "Set it.")
@@ -152,7 +152,7 @@ def save(
     """Save a model so that ``load``, and the projects that the format is from, can read it.
 
     model : CausalLM
-        On any device with memory.
+        On any device with memory. It or its layers may be compiled, or wrapped by activation checkpointing.
     path : str or Path
         A folder, which may exist and have other files; for "blinkdl" a file.
     format : str
@@ -166,6 +166,7 @@ def save(
     model, with the formats that have, or if there are such files already; OSError if files cannot be written.
     """
     complaints = Complaints("save")
+    model = getattr(model, "_orig_mod", model)  # torch.compile(model)
     if not isinstance(model, CausalLM):
         complaints.add(DtypeError, "model", "a CausalLM", described(model))
     elif any(x.is_meta for x in model.state_dict().values()):
