@@ -106,7 +106,7 @@ class Engine:
         if token_budget < slots + CHUNK:
             rule = f"at least slots + {CHUNK} = {slots + CHUNK}"
             complaints.add(RangeError, "token_budget", rule, token_budget, "All streams and a chunk of a prompt must fit into a step.")
-        if cuda_graphs and model.embeddings.weight.device.type != "cuda":
+        if cuda_graphs and model.like().device.type != "cuda":
             complaints.add(RangeError, "cuda_graphs", "None or False without a GPU", cuda_graphs)
         if keep_every % CHUNK:
             complaints.add(RangeError, "keep_every", f"a multiple of {CHUNK}", keep_every)

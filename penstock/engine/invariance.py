@@ -28,7 +28,7 @@ LIVE = 3
 
 def smallest_block(model: CausalLM, most_tokens: int) -> int:
     """The smallest of ``BLOCKS`` that holds for passes of up to ``most_tokens`` tokens. Raises EngineError if none does."""
-    on_gpu = model.embeddings.weight.is_cuda
+    on_gpu = model.like().is_cuda
     for block in (1, *BLOCKS) if on_gpu else BLOCKS:
         if (on_gpu or _in_vectors(model, block)) and _holds(model, block, most_tokens):
             return block
@@ -55,7 +55,7 @@ def _holds(model: CausalLM, block: int, most_tokens: int) -> bool:
     wanted: list[Tensor] | None = None
     whole = most_tokens + padding(most_tokens, block)
     sizes = [block, 2 * block, 3 * block, 7 * block, whole]
-    if model.embeddings.weight.is_cuda:
+    if model.like().is_cuda:
         sizes += [64 << n for n in range(6)]  # as graphs have them; libraries choose among many kernels there
     for tokens in sorted({min(size, whole) for size in sizes}, reverse=True):
         live = min(tokens, LIVE)
@@ -73,7 +73,7 @@ def _holds(model: CausalLM, block: int, most_tokens: int) -> bool:
 @torch.no_grad()
 def _probe(model: CausalLM, tokens: int, place: int, live: int) -> list[Tensor]:
     """Logits and states of ``live`` decode rows from ``place`` on. All others are skipped pieces of a prompt."""
-    device, V = model.embeddings.weight.device, model.config.vocab_size
+    device, V = model.like().device, model.config.vocab_size
     pool = model.initial_state(LIVE)
     model.advance(torch.arange(2 * LIVE, device=device).view(LIVE, 2) % V, pool)
     ids = torch.arange(tokens, device=device) * (7 + tokens) % V

@@ -65,7 +65,7 @@ class StatePool:
             end += -(-x[0].numel() * x.element_size() // ALIGNMENT) * ALIGNMENT
         self.row_bytes = end
         try:
-            self.memory = torch.zeros(2 * slots, end // 8, dtype=torch.int64, device=model.embeddings.weight.device)
+            self.memory = torch.zeros(2 * slots, end // 8, dtype=torch.int64, device=model.like().device)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -227,7 +228,7 @@ def add_norm(
                 total, normed = launch.add_norm(*flat, weight, bias, *options)
             return total.view(x.shape), normed.view(x.shape)
     total = x if y is None else x + y
-    given = total.to(next(norm.parameters()).dtype) if in_float32 else total
+    given = total.to(next(chain(norm.parameters(), norm.buffers()), total).dtype) if in_float32 else total
     if found is None:
         return total, norm(given)
     weight, bias, eps, centre = found

@@ -168,5 +168,14 @@ def matrix(inputs: int, outputs: int, gain: float) -> Linear:
     if gain == 0:
         nn.init.zeros_(made.weight)
     else:
-        nn.init.orthogonal_(made.weight, gain)
+        orthogonal(made.weight, gain)
     return made
+
+
+@torch.no_grad()
+def orthogonal(weight: Tensor, gain: float) -> None:
+    """``nn.init.orthogonal_``, which torch has in float32 and float64 only, for every dtype."""
+    if weight.dtype in (torch.float32, torch.float64):
+        nn.init.orthogonal_(weight, gain)
+    else:
+        weight.copy_(nn.init.orthogonal_(torch.empty_like(weight, dtype=torch.float32), gain))

@@ -7,6 +7,7 @@ step aside, for that module alone.
 from __future__ import annotations
 
 from contextlib import nullcontext
+from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -160,7 +161,7 @@ class Backbone(nn.Module):
         if max_length is not None:
             check_whole(complaints, "max_length", max_length, 0)
         complaints.raise_any()
-        return self._initial_state(count, self._like(), max_length)
+        return self._initial_state(count, self.like(), max_length)
 
     def _initial_state(self, count: int, like: Tensor, max_length: int | None = None) -> State:
         layers = (unwrapped(one, Layer) for one in self.layers)
@@ -224,9 +225,13 @@ class Backbone(nn.Module):
             x, y = sequences.last(x), None if y is None else sequences.last(y)
         return self._normed(x, y, sequences)
 
-    def _like(self, device: torch.device | None = None) -> Tensor:
-        """A tensor without elements, of the dtype of the embeddings, on their device or another one."""
-        weight = next(self.embeddings.parameters())
+    def like(self, device: torch.device | None = None) -> Tensor:
+        """A tensor without elements, of the dtype of the embeddings, on their device or another one.
+
+        Modules in the place of the embeddings may have quantised weights, or none of their own.
+        """
+        tensors = chain(self.embeddings.parameters(), self.embeddings.buffers(), self.parameters())
+        weight = next(one for one in tensors if one.is_floating_point())
         return torch.empty(0, dtype=weight.dtype, device=weight.device if device is None else device)
 
     def _embedded(self, ids: Tensor | None, embedded: Tensor | None = None) -> Tensor:
@@ -243,10 +248,10 @@ class Backbone(nn.Module):
         cu_seqlens: Tensor | None = None, slots: Tensor | None = None, *, in_place: bool = False,
     ) -> Sequences:  # fmt: skip
         """Raise for wrong arguments; states in place must be writable."""
-        complaints, like = Complaints(function), self._like()
+        complaints, like = Complaints(function), self.like()
         given, name = (ids, "ids") if embedded is None else (embedded, "inputs_embeds")
         if like.is_meta and isinstance(given, Tensor):
-            like = self._like(given.device)  # weights are elsewhere and are brought by hooks
+            like = self.like(given.device)  # weights are elsewhere and are brought by hooks
         if embedded is None:
             check_tokens(complaints, given, self.sizes.vocab_size, like.device)
         else:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..errors import Complaints, DtypeError, ShapeError, described
 from ..layers.linear import Linear
+from ..layers.rwkv import orthogonal
 from ..layers.sizes import check_whole
 from .backbone import Backbone, LayerState, State
 from .config import Config
@@ -62,7 +63,7 @@ class CausalLM(Backbone):
         self.head = Linear(config.hidden_size, config.vocab_size, bias=False)
         self._initialise()
         if config.embedding_norm:  # as RWKV's training code
-            nn.init.orthogonal_(self.head.weight, 0.5 * math.sqrt(max(config.vocab_size / config.hidden_size, 1)))
+            orthogonal(self.head.weight, 0.5 * math.sqrt(max(config.vocab_size / config.hidden_size, 1)))
         else:
             nn.init.normal_(self.head.weight, std=0.02)
         self.tie()
@@ -155,7 +156,7 @@ class CausalLM(Backbone):
         """
         complaints = Complaints("generate")
         check_whole(complaints, "count", count, 0)
-        check_sampling(complaints, temperature, top_p, generator, self._like().device)
+        check_sampling(complaints, temperature, top_p, generator, self.like().device)
         complaints.raise_any()
         self._check("generate", ids)
         if ids.shape[1] == 0:

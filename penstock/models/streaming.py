@@ -37,7 +37,7 @@ def stream(
 
     Other arguments and errors as for ``CausalLM.generate``.
     """
-    device = model.embeddings.weight.device
+    device = model.like().device
     complaints = Complaints("stream")
     check_whole(complaints, "count", count, 0)
     check_sampling(complaints, temperature, top_p, generator, device)
@@ -55,7 +55,7 @@ def _tokens(
     generator: torch.Generator | None,
 ) -> Iterator[int]:  # fmt: skip
     state = model.initial_state(1, max_length=len(prompt) + count)
-    given = torch.tensor([list(prompt)], device=model.embeddings.weight.device)
+    given = torch.tensor([list(prompt)], device=model.like().device)
     for n in range(count):
         for piece in given.split(PROMPT_TOKENS, 1):
             logits = model.advance(piece, state, last_only=True)

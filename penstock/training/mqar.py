@@ -129,7 +129,7 @@ def learn(
     Uses AdamW; the learning rate rises for a twentieth of the time and follows a cosine to its end. Only the logits of queries
     are computed.
     """
-    device = model.embeddings.weight.device
+    device = model.like().device
     drawn = torch.Generator(device).manual_seed(2 * seed + TRAINING_SEED)
     held = draw(recall, CHECKED, torch.Generator(device).manual_seed(2 * seed + CHECK_SEED))
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.1)

@@ -42,7 +42,7 @@ def score(model: CausalLM, sequences: Sequence[Sequence[int]], budget: int = BUD
     """
     found: dict[int, Scores] = {}
     for group in _groups(sequences, budget):
-        device = model.embeddings.weight.device
+        device = model.like().device
         ids = torch.tensor([[token for n in group for token in sequences[n][:-1]]], dtype=torch.int64, device=device)
         labels = torch.tensor([token for n in group for token in sequences[n][1:]], dtype=torch.int64, device=device)
         lengths = [len(sequences[n]) - 1 for n in group]

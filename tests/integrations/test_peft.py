@@ -1,13 +1,18 @@
 """PEFT: adapters on every linear map, merged and saved; prompt tuning; names of base models."""
 
+import shutil
+
 import pytest
 import torch
 from formulas import error
 
+from penstock import RangeError
+
 peft = pytest.importorskip("peft")
+from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
-import penstock.models.huggingface  # noqa: E402, F401
+from penstock.models.huggingface import PenstockForCausalLM  # noqa: E402
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.parametrize("name", ["rwkv6", "gla", "retnet", "mamba2"])]
 IDS = torch.randint(256, (2, 7), generator=torch.Generator().manual_seed(1))
@@ -46,6 +51,29 @@ def test_adapters_train_generate_merge_and_load(name, kind, folders, tmp_path) -
     assert error(again(input_ids=IDS).logits, wanted) < 1e-5
     merged = model.merge_and_unload()
     assert error(merged(IDS).logits, wanted) < 1e-4
+
+
+@pytest.mark.parametrize("kind", [AutoModelForCausalLM, PenstockForCausalLM])
+def test_the_folder_of_an_adapter_is_a_model(name, kind, folders, tmp_path) -> None:
+    """As for transformers' own models; also where the adapter lies in the folder of its model."""
+    options = {"r": 2, "target_modules": "all-linear", "modules_to_save": ["head"], "task_type": "CAUSAL_LM"}
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folders[name]), peft.LoraConfig(**options))
+    steps(model)
+    with torch.no_grad():
+        wanted = model(input_ids=IDS).logits
+    model.save_pretrained(tmp_path / "apart")
+    shutil.copytree(folders[name], tmp_path / "inside")
+    shutil.copytree(tmp_path / "apart", tmp_path / "inside", dirs_exist_ok=True)
+    for place, subfolder in (("apart", ""), ("inside", ""), ("", "apart")):
+        if kind is AutoModelForCausalLM and subfolder:
+            continue  # Auto classes look for the configuration there
+        found = kind.from_pretrained(tmp_path / place, subfolder=subfolder, adapter_name="mine")
+        assert found.active_adapters() == ["mine"]
+        assert error(found(IDS).logits, wanted) < 1e-5
+    tensors = load_file(tmp_path / "apart" / "adapter_model.safetensors")
+    save_file(dict(list(tensors.items())[1:]), tmp_path / "apart" / "adapter_model.safetensors")
+    with pytest.raises(RangeError, match=r"adapter must be an adapter of this model, with all its weights, in .* got none for"):
+        kind.from_pretrained(tmp_path / "apart")
 
 
 def test_prompt_tuning(name, folders) -> None:

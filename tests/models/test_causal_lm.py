@@ -359,6 +359,25 @@ def test_names_and_shapes() -> None:
     assert {name: list(x.shape) for name, x in CausalLM(config).state_dict().items()} == wanted
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_new_models_of_every_dtype(name: str, dtype: torch.dtype, ids: Tensor) -> None:
+    """As transformers' ``from_config(config, dtype=...)`` makes them."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        model = CausalLM(ARCHITECTURES[name])
+    finally:
+        torch.set_default_dtype(before)
+    assert {x.dtype for x in model.parameters()} == {dtype}
+    plain = dict(CausalLM(ARCHITECTURES[name]).named_parameters())
+    for parameter_name, x in model.named_parameters():
+        if x.numel() >= 100:  # of fewer random numbers the deviation varies
+            wanted = plain[parameter_name].double().std(unbiased=False)
+            assert abs(x.double().std(unbiased=False) - wanted) <= 0.3 * wanted, parameter_name
+    assert model(ids).logits.isfinite().all()
+
+
 def test_a_new_rwkv_layer_is_the_identity() -> None:
     model = CausalLM(rwkv6(vocab_size=13, hidden_size=24, num_layers=3, head_size=8))
     x = torch.randn(1, 9, 24)

@@ -17,6 +17,7 @@ from penstock.gpu.target import interpreting
 from penstock.layers import Mixer, convolution, decode, fused, linear
 from penstock.models import CausalLM
 from penstock.models.backbone import Layer
+from penstock.models.streaming import stream
 
 IDS = torch.randint(SIZES["vocab_size"], (2, 6), generator=torch.Generator().manual_seed(5))
 pytestmark = pytest.mark.usefixtures("at_full_speed")
@@ -260,3 +261,39 @@ def test_hooks_act_in_an_engine(name: str, invariant: bool) -> None:
         found = Engine(model, slots=2, batch_invariant=invariant).generate(prompts, params)
         assert [one.tokens for one in found] == model.generate(IDS, 4, temperature=0).tolist(), place
         handle.remove()
+
+
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if not name.startswith("hybrid")])
+def test_wrapped_modules_act_in_an_engine(name: str) -> None:
+    model = model_of(name, torch.float64)
+    prompts, params = [row.tolist() for row in IDS], SamplingParams(max_tokens=4, temperature=0)
+    for place in ("embeddings", "layers.0", "head"):
+        undo = wrapped(model, place)
+        found = Engine(model, slots=2).generate(prompts, params)
+        assert [one.tokens for one in found] == model.generate(IDS, 4, temperature=0).tolist(), place
+        assert list(stream(model, prompts[0], 4, temperature=0)) == found[0].tokens, place
+        undo()
+
+
+class Rounded(nn.Module):
+    """Embeddings of 8 bits, without parameters."""
+
+    def __init__(self, inner: nn.Embedding) -> None:
+        super().__init__()
+        self.scale = inner.weight.abs().max().item() / 127
+        self.register_buffer("weight", (inner.weight / self.scale).round().to(torch.int8))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.weight[ids].double() * self.scale
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_modules_without_parameters(name: str) -> None:
+    model = model_of(name, torch.float64)
+    for place, made in (("embeddings", Rounded), ("layers.0.mixer_norm", lambda _: nn.Identity()), ("norm", lambda _: nn.Identity())):
+        parent, _, child = place.rpartition(".")
+        setattr(model.get_submodule(parent), child, made(model.get_submodule(place)))
+        found = passes(model)
+        assert found["whole"].dtype == torch.float64
+        for way, logits in found.items():
+            assert error(logits, found["whole"]) < 1e-9, (place, way)

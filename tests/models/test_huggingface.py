@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from architectures import ARCHITECTURES, model_of
 from formulas import error
 from public_models import tokens
 from public_models.published import PUBLISHED
@@ -233,6 +234,16 @@ def test_a_trainer_trains_saves_and_resumes(tmp_path: Path) -> None:
     for (name, x), y in zip(whole.model.named_parameters(), resumed.model.parameters()):
         assert error(y, x) < 1e-5, name
     assert torch.equal(load(tmp_path / "checkpoint-4").head.weight, resumed.model.head.weight)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_trainer_smooths_the_labels_of_the_next_tokens(name: str, tmp_path: Path) -> None:
+    model = PenstockForCausalLM.of(model_of(name)).eval()
+    ids = tokens(18, 13).view(2, 9)
+    arguments = transformers.TrainingArguments(output_dir=str(tmp_path), label_smoothing_factor=0.2, use_cpu=True, report_to=[])
+    loss = transformers.Trainer(model, arguments).compute_loss(model, {"input_ids": ids, "labels": ids})
+    expected = F.cross_entropy(model(ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), label_smoothing=0.2)
+    assert error(loss, expected) < 1e-5
 
 
 def test_tied_and_resized_embeddings(tmp_path: Path) -> None:

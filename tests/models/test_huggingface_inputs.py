@@ -272,6 +272,39 @@ def test_options_that_change_nothing_pass(tmp_path: Path) -> None:
             PenstockForCausalLM.from_pretrained(path, **options)
 
 
+def test_auto_classes_ignore_no_size(tmp_path: Path) -> None:
+    save(model_of("rwkv6"), tmp_path / "model")
+    for options, message in (
+        ({"tie_word_embeddings": True}, "tie_word_embeddings must be False, as in the checkpoint, got True"),
+        ({"hidden_size": 32, "vocab_size": 99}, r"hidden_size must be 24, as in the checkpoint, got 32(.|\n)*|vocab_size must be 13"),
+        ({"num_hidden_layers": 1}, "num_hidden_layers must be 2, as in the checkpoint, got 1"),
+    ):
+        for kind in (AutoModelForCausalLM, transformers.AutoModel):
+            with pytest.raises(RangeError, match=message):
+                kind.from_pretrained(tmp_path / "model", **options)
+
+
+@pytest.mark.parametrize("kind", [AutoModelForCausalLM, PenstockForCausalLM])
+def test_tied_embeddings_come_apart(kind: Any, tmp_path: Path) -> None:
+    """By ``tie_word_embeddings=False``, and where an adapter was merged into the head of a tied model, in every file."""
+    ids = drawn(2, 5)
+    save(model_of("mamba2"), tmp_path / "tied")
+    apart = kind.from_pretrained(tmp_path / "tied", tie_word_embeddings=False)
+    assert torch.equal(apart(ids).logits, kind.from_pretrained(tmp_path / "tied")(ids).logits)
+    embeddings = apart.model.embeddings.weight.clone()
+    with torch.no_grad():
+        apart.head.weight.mul_(2)
+    apart.tie_weights()
+    assert torch.equal(apart.model.embeddings.weight, embeddings)
+    merged = kind.from_pretrained(tmp_path / "tied")
+    merged.head.weight = torch.nn.Parameter(apart.head.weight.detach().clone())
+    for n, model in enumerate((apart, merged)):
+        model.save_pretrained(tmp_path / f"transformers {n}")
+        again = kind.from_pretrained(tmp_path / f"transformers {n}")
+        assert torch.equal(again(ids).logits, apart(ids).logits)
+        assert not again.config.tie_word_embeddings
+
+
 def test_options_of_configurations_are_kept(tmp_path: Path) -> None:
     model = of("gla", torch.float32)
     model.config.pad_token_id, model.config.output_hidden_states, model.config.fuse_loss = 3, True, True
@@ -298,3 +331,25 @@ def test_hidden_states_of_float16_models_are_not_halved(rescale_every: int) -> N
         with torch.no_grad():
             found = wrapped(ids, output_hidden_states=True, use_cache=cached).hidden_states
             assert all(error(x, y) < 5e-3 for x, y in zip(found, wanted(ids, output_hidden_states=True, use_cache=cached).hidden_states))
+
+
+def test_wrapped_embeddings() -> None:
+    """A module in the place of the embeddings needs no ``weight`` of its own."""
+    model, ids = model_of("gla"), drawn(2, 5)
+    wanted = model(ids).logits
+    model.embeddings = torch.nn.Sequential(model.embeddings)
+    for cached in (False, True):
+        assert torch.equal(PenstockForCausalLM.of(model)(ids, use_cache=cached).logits, wanted)
+    assert PenstockModel.of(model).config.dtype == torch.float32
+
+
+@pytest.mark.parametrize("shape", [(2, 0), (0, 5), (0, 0)])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_batches_without_tokens(name: str, shape: tuple[int, int]) -> None:
+    model, ids = PenstockForCausalLM.of(model_of(name)), torch.zeros(shape, dtype=torch.int64)
+    for cached in (False, True):
+        for mask in (None, torch.ones_like(ids)):
+            output = model(ids, attention_mask=mask, labels=ids, use_cache=cached, output_hidden_states=True)
+            assert output.logits.shape == (*shape, SIZES["vocab_size"])
+            assert {x.shape for x in output.hidden_states} == {(*shape, SIZES["hidden_size"])}
+            assert output.loss.isnan()

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from architectures import ARCHITECTURES, model_of
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from penstock import DtypeError, InvalidArgument, RangeError
 from penstock.models import CausalLM, linear, load, save
@@ -48,7 +50,36 @@ def test_a_folder_keeps_its_other_files(tmp_path: Path) -> None:
     assert torch.equal(load(tmp_path / "model.safetensors").head.weight, model.head.weight)
 
 
+@pytest.mark.parametrize(("name", "format"), [("mamba2", "penstock"), ("mamba2", "hf"), ("gla", "penstock"), ("gla", "fla")])
+def test_a_head_that_has_come_to_differ_from_tied_embeddings_is_saved(name: str, format: str, tmp_path: Path) -> None:
+    model, ids = model_of(name, tie_embeddings=True), torch.arange(10)[None]
+    save(model, tmp_path / "tied", format)
+    assert load(tmp_path / "tied").config.tie_embeddings
+    model.head.weight = torch.nn.Parameter(model.head.weight.detach().clone())
+    save(model, tmp_path / "equal", format)
+    assert load(tmp_path / "equal").config.tie_embeddings
+    with torch.no_grad():
+        model.head.weight.mul_(2)
+    save(model, tmp_path / "apart", format)
+    again = load(tmp_path / "apart")
+    assert not again.config.tie_embeddings
+    assert torch.equal(again(ids).logits, model(ids).logits)
+
+
 FORMATS = ["penstock", "fla", "hf", "blinkdl"]
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_compiled_models_and_layers_are_saved(name: str, tmp_path: Path) -> None:
+    model = model_of(name)
+    wanted = {one: x.clone() for one, x in model.state_dict().items()}
+    for n, layer in enumerate(model.layers):
+        model.layers[n] = torch.compile(layer)
+    model.layers[0]._orig_mod.mixer_norm = checkpoint_wrapper(model.layers[0]._orig_mod.mixer_norm)
+    save(torch.compile(model), tmp_path / "model")
+    again = load(tmp_path / "model").state_dict()
+    assert again.keys() == wanted.keys()
+    assert all(torch.equal(x, again[one]) for one, x in wanted.items())
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -44,6 +44,8 @@ FORMS: dict[str, Callable[[Weights], object]] = {
     "a module of another name": before("net."),
     "state_dict": lambda w: {"model": w, "rng_state": torch.zeros(9, dtype=torch.uint8), "step": 3},
     "state_dict of a state_dict": lambda w: {"model_state_dict": {"module": before("module.")(w)}},
+    "state_dict twice": lambda w: {"model": w, "state_dict": w},
+    "settings beside": lambda w: {"state_dict": w, "model": {"name": "small", "sizes": {"layers": 2}}, "module": {}},
     "counters": lambda w: {**w, "step": STEP, "done": torch.tensor([True])},
     "counters beside": lambda w: {**before("model.")(w), "metric.count": STEP},
     "parameters": lambda w: {name: torch.nn.Parameter(x) for name, x in w.items()},
@@ -81,6 +83,11 @@ def test_what_is_no_part_of_the_model_is_named(tmp_path: Path) -> None:
         ),
         "twice": (w | before("_orig_mod.")(w), "path must be a checkpoint with every tensor once, got 'emb.weight' again"),
         "twice with a prefix": (before("model.")(w) | {"emb.weight": w["emb.weight"]}, "got emb.weight and model.emb.weight"),
+        "two models": (
+            {"model": w, "state_dict": {name: 2 * x for name, x in w.items()}},
+            "a checkpoint of one model, got .* with 2 dicts of weights. Save one of them alone",
+        ),
+        "two models inside": ({"module": {"model": w, "state_dict": before("a.")(w)}}, "a checkpoint of one model"),
         "half of it": (before("model.")(w) | {f"other.{n}": torch.zeros(1) for n in range(len(w))}, "a checkpoint of a known format, got"),
     }
     for content, message in others.values():

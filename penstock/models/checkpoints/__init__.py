@@ -15,7 +15,7 @@ from ..causal_lm import CausalLM
 from .archive import Archive
 from .beside import Beside, PathLike, refuse_alone
 from .fla import FLA
-from .layout import Format, read, tensors_of
+from .layout import Format, read, sizes_of, tensors_of, weights_of
 from .mamba2 import MAMBA2
 from .native import PENSTOCK
 from .rwkv import BLINKDL, HF_RWKV
@@ -94,7 +94,7 @@ def _check_weights(complaints: Complaints, model: CausalLM) -> None:
     """Check that a model has the weights of its configuration alone: ``load`` could not read others, or they would be lost."""
     with torch.device("meta"):
         wanted = CausalLM(model.config).state_dict()
-    found = model.state_dict()
+    found = weights_of(model)
     for name in [*wanted, *(one for one in found if one not in wanted)]:
         if name not in found:
             complaints.add(RangeError, "model", f"one with {name}", "none", "Set it.")
@@ -152,7 +152,7 @@ def save(
     """Save a model so that ``load``, and the projects that the format is from, can read it.
 
     model : CausalLM
-        On any device with memory.
+        On any device with memory. It or its layers may be compiled, or wrapped by activation checkpointing.
     path : str or Path
         A folder, which may exist and have other files; for "blinkdl" a file.
     format : str
@@ -166,17 +166,18 @@ def save(
     model, with the formats that have, or if there are such files already; OSError if files cannot be written.
     """
     complaints = Complaints("save")
+    model = getattr(model, "_orig_mod", model)  # torch.compile(model)
     if not isinstance(model, CausalLM):
         complaints.add(DtypeError, "model", "a CausalLM", described(model))
     elif any(x.is_meta for x in model.state_dict().values()):
         complaints.add(DeviceError, "model", "on a device with memory", "weights on meta", "Load or initialise it first.")
     else:
         _check_weights(complaints, model)
-        for config in dict.fromkeys(one for one in (*model.config.mixers, *model.config.channels) if one is not None):
-            if not is_registered(config):
+        for mixer in dict.fromkeys(one for one in (*model.config.mixers, *model.config.channels) if one is not None):
+            if not is_registered(mixer):
                 value, remedy = (
-                    f"{type(config).__name__} of kind {config.kind!r}",
-                    f"Call penstock.layers.register({type(config).__name__}).",
+                    f"{type(mixer).__name__} of kind {mixer.kind!r}",
+                    f"Call penstock.layers.register({type(mixer).__name__}).",
                 )
                 complaints.add(RangeError, "model", "one of registered mixers, which load can build again", value, remedy)
     _check_path(complaints, path)
@@ -184,7 +185,8 @@ def save(
     if not isinstance(overwrite, bool):
         complaints.add(DtypeError, "overwrite", "a bool", described(overwrite))
     complaints.raise_any()
-    reasons = {form: form.refuses(model.config) for form in FORMATS}
+    config = sizes_of(model)
+    reasons = {form: form.refuses(config) for form in FORMATS}
     possible = [form for form in FORMATS if form.name == format and reasons[form] is None]
     if not possible:
         why = "; ".join(f"{form.title}: {reasons[form]}" for form in FORMATS if form.name == format)
@@ -193,13 +195,13 @@ def save(
     if possible and possible[0].stored is None and Path(path).suffix in (".safetensors", ".json"):
         complaints.add(RangeError, "path", "the name of a file of torch, such as model.pth", repr(str(path)), "Name another file.")
     complaints.raise_any()
-    form, tensors = possible[0], tensors_of(model, possible[0])
+    form, tensors = possible[0], tensors_of(model, config, possible[0])
     with writing(Path(path)):
         if form.stored is None:
             write_file(Path(path), tensors, overwrite)
             return
         dtypes = {x.dtype for x in tensors.values()}
-        stored = form.stored(model.config)
+        stored = form.stored(config)
         if len(dtypes) == 1:
             stored["dtype"] = str(dtypes.pop()).removeprefix("torch.")
         write_folder(Path(path), tensors, stored, overwrite, shard_bytes)

@@ -211,7 +211,11 @@ def _read(complaints: Complaints, path: Path, argument: str) -> Mapping[str, Ten
     if not isinstance(content, dict):
         complaints.add(RangeError, argument, "a checkpoint with a dict of tensors", f"{path.name!r} with {described(content)}", FOUND)
         complaints.raise_any()
-    weights = weights_of(content)
+    weights, *others = weights_of(content)
+    if others:
+        remedy = "Save one of them alone, such as torch.save(torch.load(FILE)['model'], NEW)."
+        complaints.add(RangeError, argument, "a checkpoint of one model", f"{path.name!r} with {1 + len(others)} dicts of weights", remedy)
+        complaints.raise_any()
     _refuse(complaints, argument, path, kind_of_content(weights))
     return weights
 

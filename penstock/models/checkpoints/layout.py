@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from ...errors import Complaints, DtypeError, InvalidArgument, RangeError, Shape
 from ..causal_lm import CausalLM
 from ..config import Config
 from .archive import DAMAGED, Archive, is_counter
+from .names import unwrapped
 
 Change = Callable[..., tuple[Tensor, ...]]
 
@@ -170,10 +171,25 @@ def significant(x: Tensor) -> list[int]:
     return [size for size in x.shape if size != 1]
 
 
-def tensors_of(model: CausalLM, form: Format) -> Mapping[str, Tensor]:
-    """The tensors of a model under the names of a format."""
-    ours = model.state_dict()
-    rows = form.rows(model.config, None)
+def weights_of(model: CausalLM) -> dict[str, Tensor]:
+    """The tensors of a model under the names that they have without ``torch.compile`` and other modules around its layers."""
+    return {unwrapped(name): x for name, x in model.state_dict().items()}
+
+
+def sizes_of(model: CausalLM) -> Config:
+    """The configuration of a model, without ``tie_embeddings`` if its head has come to differ, as when an adapter was merged into it."""
+    if not model.config.tie_embeddings:
+        return model.config
+    ours = weights_of(model)
+    one, other = ours["embeddings.weight"], ours[HEAD]
+    same = one.data_ptr() == other.data_ptr() or torch.equal(one, other.to(one.device))
+    return model.config if same else replace(model.config, tie_embeddings=False)
+
+
+def tensors_of(model: CausalLM, config: Config, form: Format) -> Mapping[str, Tensor]:
+    """The tensors of a model of this configuration under the names of a format."""
+    ours = weights_of(model)
+    rows = form.rows(config, None)
     return {name: x for row in rows for name, x in zip(row.theirs, row.write(*(ours[one] for one in row.ours)))}
 
 

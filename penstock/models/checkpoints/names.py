@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from torch import Tensor
+
 CONTAINERS = ("state_dict", "model_state_dict", "model", "module")
 """Names under which trainers keep the weights: Lightning, scripts for torch, DeepSpeed. What else is in their files is not read."""
 WRAPPERS = re.compile(r"(?:^|(?<=\.))_(?:forward_module|orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)\.")
@@ -15,13 +17,15 @@ DEEPEST = 5
 """Parts of a prefix."""
 
 
-def weights_of(content: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    """The innermost dict of weights of a file of torch."""
-    while True:
-        inner = next((content[name] for name in CONTAINERS if isinstance(content.get(name), dict) and content[name]), None)
-        if inner is None:
-            return content
-        content = inner
+def weights_of(content: Mapping[Any, Any]) -> list[Mapping[Any, Any]]:
+    """The innermost dict of weights of a file of torch; several if there are other weights beside them."""
+    found = {id(content[name]): content[name] for name in CONTAINERS if _has_tensors(content.get(name))}
+    return [one for inner in found.values() for one in weights_of(inner)] if found else [content]
+
+
+def _has_tensors(value: Any) -> bool:
+    """Whether it is a dict with tensors, at any depth."""
+    return isinstance(value, dict) and any(isinstance(one, Tensor) or _has_tensors(one) for one in value.values())
 
 
 def unwrapped(name: str) -> str:

@@ -5,6 +5,7 @@ transformers' classes put ``model.`` before the names of all but the head (``pen
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from ...errors import Complaints, DtypeError, PenstockError, RangeError, describ
 from ..causal_lm import CausalLM
 from ..config import Config
 from .archive import DAMAGED, Archive
-from .layout import Format, Row, needed, same
+from .layout import Format, Row, needed, same, tied
 
 
 def rows(config: Config, archive: Archive | None = None) -> list[Row]:
@@ -37,7 +38,9 @@ def config_of(archive: Archive) -> Config:
         complaints.add(RangeError, "num_layers in config.json", "that of the weights", layers, DAMAGED)
         complaints.raise_any()
     try:
-        return Config.from_dict(found)
+        config = Config.from_dict(found)
+        tie = tied(archive, config.tie_embeddings, "embeddings.weight", "head.weight")
+        return config if tie == config.tie_embeddings else replace(config, tie_embeddings=tie)
     except (TypeError, ValueError) as error:  # also those that Python raises for missing and unknown names
         if isinstance(error, PenstockError):
             raise

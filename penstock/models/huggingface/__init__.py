@@ -23,6 +23,7 @@ from ...errors import MissingExtra
 try:
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 except ImportError as error:
     raise MissingExtra.of("penstock.models.huggingface", "transformers", "transformers") from error
 
@@ -43,6 +44,8 @@ def _register() -> None:
     AutoConfig.register(PenstockConfig.model_type, PenstockConfig)
     for auto, kind in classes.items():
         auto.register(PenstockConfig, kind)
+    # by this table the Trainer shifts the labels of smoothed losses, and pipelines and lm_eval know the classes that generate
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[PenstockConfig.model_type] = PenstockForCausalLM.__name__
     for name in PUBLIC_TYPES:
         if name in CONFIG_MAPPING:  # another project's, such as fla's
             continue

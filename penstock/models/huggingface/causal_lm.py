@@ -48,7 +48,7 @@ class PenstockForCausalLM(PenstockPreTrainedModel, GenerationMixin):
     @classmethod
     def of(cls, model: CausalLM, **others: Any) -> PenstockForCausalLM:
         """Wrap a model, whose modules are shared. ``others`` belong to ``PenstockConfig``."""
-        return cls._of(model, PenstockConfig.of(model.config, dtype=model.embeddings.weight.dtype, **others))  # type: ignore[no-any-return]
+        return cls._of(model, PenstockConfig.of(model.config, dtype=model.like().dtype, **others))  # type: ignore[no-any-return]
 
     def _take(self, model: CausalLM) -> None:
         self.model._take(model)
@@ -206,7 +206,7 @@ class PenstockForCausalLM(PenstockPreTrainedModel, GenerationMixin):
         """The loss of hidden states [B,T,C] of tokens that are not padding."""
         if shifted is None:
             assert labels is not None
-            targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+            targets = F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
             if keep is not None:
                 targets = targets.masked_fill(~F.pad(keep[:, 1:], (0, 1)), IGNORED)
             if starts is not None:

@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 
 from ..causal_lm import CausalLM
 from ..config import Config
-from .hub import OPTIONS, Arguments
+from .hub import OPTIONS, SIZES, Arguments
 
 
 class PenstockConfig(PretrainedConfig):  # type: ignore[no-untyped-call]
@@ -39,11 +39,17 @@ class PenstockConfig(PretrainedConfig):  # type: ignore[no-untyped-call]
         self.fuse_loss = fuse_loss
         self.use_cache = use_cache
         self.bos_token_id, self.eos_token_id, self.pad_token_id = bos_token_id, eos_token_id, pad_token_id
-        for name, size in (("vocab_size", "vocab_size"), ("hidden_size", "hidden_size"), ("num_hidden_layers", "num_layers")):
+        for name, size in SIZES.items():
             setattr(self, name, self.model.get(size))
             others.pop(name, None)
         others["tie_word_embeddings"] = bool(self.model.get("tie_embeddings", False))
         super().__init__(**others)
+
+    def describe(self, config: Config) -> None:
+        """Make it that of a model of these sizes."""
+        self.model, self.tie_word_embeddings = config.to_dict(), config.tie_embeddings
+        for name, size in SIZES.items():
+            setattr(self, name, self.model[size])
 
     @classmethod
     def of(cls, config: Config, **others: Any) -> PenstockConfig:
@@ -58,11 +64,11 @@ def config_of(model: CausalLM, given: Arguments, place: Path) -> PenstockConfig:
     config = PenstockConfig.of(model.config)
     if isinstance(stored, PenstockConfig):
         config = deepcopy(stored)
-        config.model, config.vocab_size = model.config.to_dict(), model.config.vocab_size
+        config.describe(model.config)
     for name in OPTIONS:  # other projects' configurations have some of these
         value = values.get(name) if stored is None else getattr(stored, name, None)
         if value is not None and not isinstance(stored, PenstockConfig) and name not in ("id2label", "label2id", "num_labels"):
             setattr(config, name, value)
-    config.dtype = model.embeddings.weight.dtype
+    config.dtype = model.like().dtype
     given.override(config)
     return config

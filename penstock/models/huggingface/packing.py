@@ -28,14 +28,14 @@ class Tokens(NamedTuple):
     """int64 or int32 [N+1]"""
     keep: Tensor | None
     """bool [B,T]: False for padding, if there is any."""
-    batch: int
-    """B"""
+    shape: tuple[int, int]
+    """B and T"""
 
     def in_rows(self, x: Tensor) -> Tensor:
         """Hidden states in the places of their tokens, [B,T,C]. Padding gets those of the last token before it, or 0."""
         if self.keep is not None:
             return columns(x, self.keep, 0)
-        return x.view(self.batch, -1, x.shape[-1])
+        return x.view(*self.shape, x.shape[-1])
 
 
 def packed(ids: Tensor | None, embedded: Tensor | None, keep: Tensor | None, cu_seqlens: Tensor | None) -> Tokens:
@@ -49,7 +49,7 @@ def packed(ids: Tensor | None, embedded: Tensor | None, keep: Tensor | None, cu_
         cu_seqlens = F.pad(keep.flatten().cumsum(0), (1, 0))[ends]
     elif cu_seqlens is not None and B != 1:
         parts = [None if one is None else one.flatten(0, 1)[None] for one in parts]
-    return Tokens(parts[0], parts[1], cu_seqlens, keep, B)
+    return Tokens(parts[0], parts[1], cu_seqlens, keep, (B, T))
 
 
 def kept(function: str, mask: Tensor | None, batch: int, tokens: int) -> Tensor | None:

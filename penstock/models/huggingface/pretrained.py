@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...errors import Complaints, RangeError, ShapeError, described
+from ...errors import Complaints, RangeError, ShapeError, described, shortened
 from ..causal_lm import CausalLM
 from .configuration import PenstockConfig, config_of
-from .hub import arguments_of
+from .hub import Arguments, arguments_of
 
 
 class PenstockPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
@@ -28,7 +28,8 @@ class PenstockPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
         """Load a model in evaluation mode, as ``penstock.models.load`` does, from a folder, a file or the hub.
 
         pretrained_model_name_or_path : str or Path
-            A path, or the name of a repository of the Hugging Face hub.
+            A path, or the name of a repository of the Hugging Face hub; also of an adapter of PEFT, which is loaded with its model
+            (``adapter_name``, ``adapter_kwargs``).
         config : PretrainedConfig, optional
             Its options, such as ``fuse_loss`` or ``pad_token_id``, are kept; sizes are those of the checkpoint.
         dtype : torch.dtype or str, optional
@@ -45,16 +46,29 @@ class PenstockPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
         transformers that change nothing here. Raises what ``load`` raises.
         """
         given = arguments_of(arguments, options)
-        place = given.place(str(pretrained_model_name_or_path))
+        adapter, name = given.adapter(str(pretrained_model_name_or_path))
+        place = given.place(name)
         model = given.load(place, head=cls.can_generate())
         config = config_of(model, given, place)
         wrapped = cls._plain()._of(model, config)
-        wrapped.config.name_or_path = wrapped.name_or_path = str(pretrained_model_name_or_path)
+        wrapped.config.name_or_path = wrapped.name_or_path = name
         if wrapped.can_generate() and (place / "generation_config.json").is_file():
             from transformers import GenerationConfig
 
             wrapped.generation_config = GenerationConfig.from_pretrained(place)
+        if adapter is not None:
+            wrapped._adapt(adapter, given)
         return (wrapped, {"missing_keys": [], "unexpected_keys": [], "mismatched_keys": [], "error_msgs": []}) if given.info else wrapped
+
+    def _adapt(self, place: str, given: Arguments) -> None:
+        """Load an adapter of PEFT into this model. Raises RangeError if weights of it are missing or belong to no module."""
+        found = self.load_adapter(place, adapter_name=given.adapter_name, adapter_kwargs=given.adapter_options)
+        missing, others = (sorted(getattr(found, one, None) or ()) for one in ("missing_keys", "unexpected_keys"))
+        complaints, rule = Complaints("from_pretrained"), f"an adapter of this model, with all its weights, in {place!r}"
+        for names, value in ((missing, "none for"), (others, "unknown ones:")):
+            if names:
+                complaints.add(RangeError, "adapter", rule, f"{value} {shortened(', '.join(names))}")
+        complaints.raise_any()
 
     @classmethod
     def _plain(cls) -> Any:
