@@ -211,7 +211,8 @@ def _on_this_machine(monkeypatch):
 @pytest.mark.parametrize(("number", "form", "case"), SAMPLED, ids=str)
 def test_outputs_before_a_cut_have_equal_bits(number, form, case):
     allowed = max((one.most for one in DECLARED if one.covers(form, case)), default=0.0)
-    for pair, found in differences(form, case, 16, number).items():
+    every = 1 if form.impl in ("cpu", "cuda") else 16  # compiled code is fast
+    for pair, found in differences(form, case, every, number).items():
         assert found <= allowed, pair
 
 

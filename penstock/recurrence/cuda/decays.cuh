@@ -1,6 +1,6 @@
-// Decays. The weak decays of a chunk stay pending: a row of the state is exp(sum) times the stored row, reads are multiplied by exp(sum),
-// writes by exp(-sum). So weak decays are not lost when the state is rounded. If the sum at the end of a chunk is below WEAK, the chunk's
-// decays are applied token by token.
+// Decays. Weak decays stay pending: a row of the state is exp(sum) times the stored row, reads are multiplied by exp(sum), writes by
+// exp(-sum). So weak decays are not lost when the state is rounded. Forward, a token whose sum is below WEAK applies it, so no later token
+// changes an output. Backward, if the sum at the end of a chunk is below WEAK, the chunk's decays are applied token by token.
 
 constexpr float WEAK = -4.0f;
 constexpr float LOG2E = 1.4426950216f, LOG2E_REST = 1.9259629e-8f;
@@ -67,7 +67,7 @@ template <int TOKENS> struct Decays {
     static constexpr int MINE = TOKENS / 2;
     Channel<G> from;
     G held[TOKENS];
-    float before[MINE], after[MINE], own[MINE];  // sums in loop order without and with the token's own decay, and the own decay
+    float before[MINE], after[MINE], own[MINE];  // see sums and exponents
 
     __device__ explicit Decays(const Tensor &g, const Place &p) : from(channel<G>(g, p, threadIdx.x % HEAD)) {}
 
@@ -80,7 +80,23 @@ template <int TOKENS> struct Decays {
     // The i-th token for which this thread writes factors.
     __device__ static int token(int i) { return 2 * i + threadIdx.x / HEAD; }
 
-    // Fill `before`, `after` and `own`; the sum over the chunk.
+    // Fill `before`, `after` and `own` with exponents of reads, writes and the state's rows, and add to what is pending.
+    __device__ void exponents(Pending &pending) {
+        const bool odd = threadIdx.x / HEAD;
+        float sum = 0.0f;
+#pragma unroll
+        for (int t = 0; t < TOKENS; t++) {
+            const float next = sum + number(held[t]), whole = pending.sum + next;
+            const bool weak = whole >= WEAK;
+            if (odd == t % 2) before[t / 2] = pending.sum + sum, after[t / 2] = weak ? -whole : 0.0f, own[t / 2] = weak ? 0.0f : whole;
+            pending.sum = weak ? pending.sum : 0.0f;
+            pending.rest = weak ? pending.rest : 0.0f;
+            sum = weak ? next : 0.0f;
+        }
+        pending.add(sum);
+    }
+
+    // Fill them with sums in loop order without and with the token's own decay, and the own decay; the sum over the chunk.
     template <bool BACKWARDS = false> __device__ float sums() {
         const bool odd = threadIdx.x / HEAD;
         float sum = 0.0f;

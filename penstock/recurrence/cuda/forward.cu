@@ -29,16 +29,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, AT_LEAST) penstock_wkv_fwd
     auto ask = [&](int chunk) { q.ask(chunk, p.length), k.ask(chunk, p.length), g.ask(chunk, p.length), v.ask(chunk, p.length); };
     auto put = [&](int turn) {
         v.put(v_[turn]);
-        const float before = pending.sum;
-        const bool weak = pending.pend(g.sums());
+        g.exponents(pending);
 #pragma unroll
-        for (int i = 0; i < g.MINE; i++) {  // without branches: the exponents are selected
+        for (int i = 0; i < g.MINE; i++) {
             const int t = g.token(i);
             const float qt = number(q.held[i]) * scale, kt = number(k.held[i]);
             own_[turn][t][mine] = qt * u * kt;
-            q_[turn][t][mine] = qt * near_exponential(weak || t == 0 ? before + g.before[i] : 0.0f);
-            k_[turn][t][mine] = kt * near_exponential(weak ? -before - g.after[i] : 0.0f);
-            factor_[turn][t][mine] = exponential(weak ? 0.0f : t == 0 ? before + g.own[i] : g.own[i]);
+            q_[turn][t][mine] = qt * near_exponential(g.before[i]);
+            k_[turn][t][mine] = kt * near_exponential(g.after[i]);
+            factor_[turn][t][mine] = exponential(g.own[i]);
         }
     };
 
