@@ -214,9 +214,9 @@ def _compiling_for(arch: str) -> Iterator[None]:
         def get_current_stream(self, device: object) -> int:
             return 0
 
-    before = driver._active
+    before = dict(vars(driver))  # its names differ between versions; asking for the active driver would look for a GPU
     driver.set_active(TargetOnly())
     try:
         yield
     finally:
-        driver._active = before
+        vars(driver).update(before)
