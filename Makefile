@@ -17,10 +17,9 @@ test: $(VENV)/dev $(if $(filter .venv,$(VENV)),lint)
 	$(VENV)/bin/python -m pytest -n auto -m "not slow" $(TESTS)
 
 # What depends on the versions of torch, Triton, transformers, NumPy, FastAPI and openai.
-versions: TESTS = tests/call/test_private.py tests/call/test_dispatch.py tests/compat tests/gpu tests/integrations/test_transformers.py \
-	tests/layers/test_convolution.py tests/layers/test_few_rows.py tests/layers/test_mamba2_chains.py tests/models/test_huggingface.py \
-	tests/models/test_huggingface_inputs.py tests/recurrence/test_hopper.py \
-	tests/recurrence/test_triton.py tests/server tests/softmax/test_attention.py tests/tune/test_resources.py
+versions: TESTS = tests/call/test_private.py tests/compat/test_transformers.py tests/gpu tests/integrations/test_transformers.py \
+	tests/layers/test_convolution.py tests/models/test_huggingface.py tests/recurrence/test_triton.py tests/server/test_chat.py \
+	tests/server/test_completions.py tests/server/test_templates.py tests/tune/test_resources.py
 versions: test
 
 lint: $(VENV)/dev

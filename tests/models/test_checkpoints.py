@@ -45,7 +45,7 @@ def test_logits_equal_the_formulas_for_every_split(published: Published, tmp_pat
 def test_saved_again_has_equal_bits(published: Published, tmp_path: Path) -> None:
     model = load(published.write(tmp_path))
     for format in ("penstock", *published.formats):
-        path = tmp_path / "again" / f"{format}.pth"
+        path = tmp_path / "again" / (f"{format}.pth" if format == "blinkdl" else format)
         save(model, path, format)
         again = load(path)
         assert again.config == model.config, format

@@ -136,7 +136,7 @@ def test_the_engine_and_saved_models(tmp_path: Path) -> None:
     formats = [form for form in FORMATS if form.refuses(model.config) is None]
     assert len(formats) == 4
     for form in formats:
-        path = tmp_path / f"{form.title}.pth"
+        path = tmp_path / (f"{form.title}.pth" if form.stored is None else form.title)
         save(model, path, form.name)
         again = load(path)
         assert again.config.rescale_every == (6 if form.stored is None else 1), form.title

@@ -71,7 +71,8 @@ def test_a_name_on_the_hub_is_recognised(taker):
 
 @pytest.mark.parametrize("taker", TAKERS)
 def test_a_missing_path_says_where_checkpoints_are(taker):
-    assert "'/no/where', which does not exist. Pass a .pth, .bin or .safetensors file" in said(taker, "/no/where")
+    kinds = "a tokenizer.json, or a checkpoint" if taker == "load_tokenizer" else "a .pth, .bin or .safetensors file"
+    assert f"'/no/where', which does not exist. Pass {kinds}" in said(taker, "/no/where")
     Path("model.pth").write_bytes(b"")
     assert "'modell.pth', which does not exist. Did you mean 'model.pth'?" in said(taker, "modell.pth")
 
