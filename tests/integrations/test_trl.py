@@ -83,7 +83,7 @@ def test_policies_that_generate(name, kind, folders, tokenizer, tmp_path) -> Non
     settings = getattr(trl, f"{kind}Config")(**options(tmp_path), num_generations=2, max_completion_length=5)
     trainer = getattr(trl, f"{kind}Trainer")(
         AutoModelForCausalLM.from_pretrained(folders[name]), args=settings, processing_class=tokenizer,
-        reward_funcs=lambda completions, **others: [float(len(set(one))) for one in completions],
+        reward_funcs=lambda completions, **others: [float(sum(map(ord, one)) % 97) for one in completions],
         train_dataset=datasets.Dataset.from_list(PROMPTS),
     )  # fmt: skip
     trained(trainer)
