@@ -145,7 +145,7 @@ DECLARED = (
 
 
 def difference(form: Form, case: Used, tensors: Tensors, whole: Tensor, cut: int, after: str) -> float:
-    """How far outputs before a cut are from those with other tokens behind it: 0 for equal bits."""
+    """How far outputs before a cut are from those with other tokens after it: 0 for equal bits."""
     found = form.output(case, changed(case, tensors, cut, after))[:, :cut]
     wanted = whole[:, :cut]
     return 0.0 if torch.equal(found, wanted) else float((found.double() - wanted.double()).norm() / wanted.double().norm())
