@@ -11,6 +11,7 @@ from ..models import CausalLM
 from .request import Request, SamplingParams
 from .sampler import MOST_TOKENS
 from .states import SequenceState
+from .tunings import Tuning
 
 
 def check_model(model: object) -> None:
@@ -37,8 +38,9 @@ def check_request(function: str, request: object) -> None:
 
 
 def checked_request(
-    function: str, prompt: Any, params: Any, priority: Any = 0, boundaries: Any = (), state: Any = None, sink: Any = None, *,
-    model: CausalLM, tokenizer: Any, vocab_size: int, model_hash: Callable[[], str],
+    function: str, prompt: Any, params: Any, priority: Any = 0, boundaries: Any = (), state: Any = None, sink: Any = None,
+    cache_salt: Any = "", tuning: Any = None, *, model: CausalLM, tokenizer: Any, vocab_size: int, tunings: Mapping[str, Tuning],
+    model_hash: Callable[[Tuning | None], str],
 ) -> Request:  # fmt: skip
     """The request of a caller of ``function``. Raises InvalidArgument with all broken rules.
 
@@ -60,11 +62,19 @@ def checked_request(
         complaints.add(RangeError, "boundaries", f"positions in the prompt, from 0 to {len(tokens)}", shortened(outside))
     if sink is not None and not callable(sink):
         complaints.add(DtypeError, "sink", "a callable or None", described(sink))
+    if not isinstance(cache_salt, str):
+        complaints.add(DtypeError, "cache_salt", "a text", described(cache_salt))
+    tuned = tunings.get(tuning) if isinstance(tuning, str) else None
+    if tuning is not None and tuned is None:
+        names = ", ".join(map(repr, tunings)) or "none: the engine has neither states nor adapters"
+        complaints.add(RangeError, "tuning", f"None or one of {names}", shortened(tuning))
+        complaints.raise_any()
     if state is not None and not isinstance(state, SequenceState):
         complaints.add(DtypeError, "state", "a SequenceState or None", described(state))
         complaints.raise_any()
-    if state is not None and state.model != model_hash():
-        complaints.add(RangeError, "state", "of this model", "one of another model")
+    if state is not None and state.model != model_hash(tuned):
+        rule = "of this model" if not tunings else "of this model with this tuning"
+        complaints.add(RangeError, "state", rule, "one of another model" + " or tuning" * bool(tunings))
     if not tokens and state is None:
         complaints.add(ShapeError, "prompt", "at least one token", "none")
     if not tokens and state is not None and state.aligned == len(state.tokens):  # it has no logits after the last one
@@ -82,7 +92,7 @@ def checked_request(
         complaints.add(RangeError, "prompt_logprobs", "None with a state", params.prompt_logprobs)
     complaints.raise_any()
     whole = tokens if state is None else [*state.tokens, *tokens]
-    return Request(whole, params, priority, tuple(known + one for one in boundaries), sink, state)
+    return Request(whole, params, priority, tuple(known + one for one in boundaries), sink, state, cache_salt, tuned)
 
 
 def _tokens(complaints: Complaints, prompt: Any, tokenizer: Any, vocab_size: int) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from collections.abc import Sequence as Items
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import Complaints, DtypeError, EngineError, QueueFull, RangeError, ShapeError, described
+from ..layers.adapted import Factors
 from ..layers.as_written import hooked
 from ..layers.sizes import check_whole
-from ..models import CausalLM
+from ..models import CausalLM, State
 from .arguments import check_model, check_request, checked_request
 from .graphs import StepGraphs
 from .invariance import smallest_block
@@ -26,6 +27,7 @@ from .states import KeptState, SequenceState, fingerprint, load_state, save_stat
 from .steps import Steps
 from .streaming import Mailbox, Mailboxes
 from .thread import StepThread
+from .tunings import Tuning, check_tunings, model_hashes, tunings_of, with_adapters
 
 Prompt = str | Items[int]
 
@@ -78,6 +80,13 @@ class Engine:
     cuda_graphs : bool, optional
         Run steps as CUDA graphs, each captured when it is first needed or by ``warm_up``. Default: on a GPU, unless modules have hooks. A
         graph repeats what hooks computed on the GPU when it was captured; their Python code does not run again.
+    states : mapping of str to State, optional
+        Initial states of one sequence, which requests choose by name (``tuning``) in place of the model's own: tuned states
+        (``models.load_tuned_state``), or what the model returned after a text. Requests with different ones share steps.
+    adapters : mapping of str to mapping, optional
+        Adapters of linear maps, which requests choose likewise (``models.load_adapter``): of each weight W [out,in], by its name, ``down``
+        [r,in] and ``up`` [out,r] of W + up down. A token computes R (in + out) more products in such a map, R the sum of all ranks there,
+        also without an adapter: so its bits do not depend on those of others. Kernels that join such a map with others step aside.
 
     >>> from penstock.models import CausalLM, rwkv6
     >>> engine = Engine(CausalLM(rwkv6(vocab_size=16, hidden_size=16, num_layers=1, head_size=8)), slots=4)
@@ -89,9 +98,11 @@ class Engine:
     def __init__(
         self, model: CausalLM, tokenizer: Any = None, *, slots: int = 32, token_budget: int = 2048, prompt_budget: int = 512,
         cache_bytes: int = 2**28, host_cache_bytes: int = 0, keep_every: int = 1024, max_queue: int = 1024, batch_invariant: bool = False,
-        overlap: bool | None = None, cuda_graphs: bool | None = None,
+        overlap: bool | None = None, cuda_graphs: bool | None = None, states: Mapping[str, State] | None = None,
+        adapters: Mapping[str, Factors] | None = None,
     ) -> None:  # fmt: skip
         check_model(model)
+        states, adapters = {} if states is None else states, {} if adapters is None else adapters
         numbers = {"slots": (slots, 1), "token_budget": (token_budget, 1), "cache_bytes": (cache_bytes, 0), "max_queue": (max_queue, 1)}
         complaints = Complaints("Engine")
         numbers |= {"prompt_budget": (prompt_budget, CHUNK), "host_cache_bytes": (host_cache_bytes, 0), "keep_every": (keep_every, CHUNK)}
@@ -111,21 +122,25 @@ class Engine:
         if keep_every % CHUNK:
             complaints.add(RangeError, "keep_every", f"a multiple of {CHUNK}", keep_every)
         complaints.raise_any()
+        check_tunings(complaints, model, states, adapters)
         self.model, self.tokenizer, self.max_queue = model, tokenizer, max_queue
+        adapted = with_adapters(model, adapters)
         self.vocab_size = min(model.config.vocab_size, getattr(tokenizer, "vocab_size", model.config.vocab_size))
         self._pool = StatePool(model, slots)
         device = self._pool.memory.device
         self._cache = StateCache(cache_bytes, host_cache_bytes, KeptState.to_host, lambda state: state.to(device))
-        self._block = smallest_block(model, token_budget) if batch_invariant else 0
-        runner = Runner(model, self._pool, self.vocab_size, self._block)
+        self._block = smallest_block(adapted, token_budget) if batch_invariant else 0
+        runner = Runner(adapted, self._pool, self.vocab_size, self._block, bool(adapters))
         graphs = not any(map(hooked, model.modules())) if cuda_graphs is None else cuda_graphs
         if device.type == "cuda" and graphs:
-            runner.graphs = StepGraphs(model, self._pool, runner.last, token_budget, self._block)
+            runner.graphs = StepGraphs(adapted, self._pool, runner.last, token_budget, self._block, bool(adapters))
         self._steps = Steps(
             runner, self._pool, self._cache, token_budget=token_budget, prompt_budget=prompt_budget, keep_every=keep_every,
             overlap=device.type == "cuda" if overlap is None else overlap, canonical=batch_invariant, tokenizer=tokenizer,
-            model_hash=self.model_hash,
+            model_hash=self._tuned_hash,
         )  # fmt: skip
+        self.tunings: Mapping[str, Tuning] = tunings_of(self._pool, states, adapters)
+        """What requests may name, see ``states`` and ``adapters``."""
         self._model_hash: str | None = None
         self._lock = threading.RLock()
         """Held by a step, and by whatever changes what steps see."""
@@ -138,11 +153,15 @@ class Engine:
 
     # requests
 
-    def generate(self, prompts: Prompt | Items[Prompt], params: SamplingParams | Items[SamplingParams] | None = None) -> list[Result]:
+    def generate(
+        self, prompts: Prompt | Items[Prompt], params: SamplingParams | Items[SamplingParams] | None = None, *, tuning: str | None = None
+    ) -> list[Result]:  # fmt: skip
         """Run prompts to their ends: one Result for each, in their order.
 
         prompts : a text or tokens, or a list of such
         params : SamplingParams, or one for each prompt
+        tuning : str, optional
+            As for ``submit``.
 
         A request that fails has its error in its Result. Raises InvalidArgument for wrong arguments, before anything runs.
 
@@ -158,7 +177,7 @@ class Engine:
         given: list[Any] = list(params) if isinstance(params, list | tuple) else [params or SamplingParams()] * len(listed)
         if len(given) != len(listed):
             raise ShapeError(f"generate: params must be one for each of {len(listed)} prompts, got {len(given)}. Or pass a single one.")
-        requests = [self._request("generate", prompt, some) for prompt, some in zip(listed, given)]
+        requests = [self._request("generate", prompt, some, tuning=tuning) for prompt, some in zip(listed, given)]
         try:
             for request in requests:
                 self._put(request)
@@ -174,7 +193,8 @@ class Engine:
 
     def submit(
         self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0, boundaries: Items[int] = (),
-        state: SequenceState | None = None, sink: Callable[[Request, Event], None] | None = None,
+        state: SequenceState | None = None, sink: Callable[[Request, Event], None] | None = None, cache_salt: str = "",
+        tuning: str | None = None,
     ) -> Request:  # fmt: skip
         """Queue a request. Steps run while ``stream`` or ``generate`` are in use, after ``start``, or by calls of ``step``.
 
@@ -187,10 +207,15 @@ class Engine:
             Continue from it: the prompt, which may be empty, comes behind its tokens.
         sink : callable, optional
             Called for each Event, by the thread that runs the step. It may call the engine. If it raises, this request fails.
+        cache_salt : str
+            States of prefixes serve requests of the same salt only. How long a prompt takes tells whether its prefix is kept, so requests
+            that must not learn of each other's prompts need different salts.
+        tuning : str, optional
+            One of the engine's ``states`` or ``adapters``. A ``state`` must come from a request with the same one.
 
         Raises InvalidArgument, or QueueFull.
         """
-        request = self._request("submit", prompt, params or SamplingParams(), priority, boundaries, state, sink)
+        request = self._request("submit", prompt, params or SamplingParams(), priority, boundaries, state, sink, cache_salt, tuning)
         if self.waiting >= self.max_queue:
             raise QueueFull(f"submit: waiting requests must be at most {self.max_queue}, got one more. Try again later.")
         self._put(request)
@@ -198,7 +223,7 @@ class Engine:
 
     async def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0, boundaries: Items[int] = (),
-        state: SequenceState | None = None,
+        state: SequenceState | None = None, cache_salt: str = "", tuning: str | None = None,
     ) -> AsyncIterator[Event]:  # fmt: skip
         """Events of a request as they come. Leaving the loop early cancels it. Arguments and errors as for ``submit``.
 
@@ -206,7 +231,10 @@ class Engine:
         """
         self.start()
         with self._mailboxes.open() as mailbox:
-            request = self.submit(prompt, params, priority=priority, boundaries=boundaries, state=state, sink=mailbox.put)
+            request = self.submit(
+                prompt, params, priority=priority, boundaries=boundaries, state=state, sink=mailbox.put, cache_salt=cache_salt,
+                tuning=tuning,
+            )  # fmt: skip
             try:
                 left = request.params.n
                 while left:
@@ -234,7 +262,8 @@ class Engine:
         Raises EngineError if the completion does not run in this engine.
         """
         check_request("fork", request)
-        return self.submit(prompt, params or request.params, state=self.state_of(request, index=index))
+        state, tuning = self.state_of(request, index=index), None if request.tuning is None else request.tuning.name
+        return self.submit(prompt, params or request.params, state=state, cache_salt=request.cache_salt, tuning=tuning)
 
     def state_of(self, request: Request, *, index: int = 0) -> SequenceState:
         """The state of a completion that runs, after its last token. Raises EngineError if it does not run in this engine."""
@@ -262,17 +291,20 @@ class Engine:
             self._model_hash = fingerprint(self.model)
         return self._model_hash
 
+    def _tuned_hash(self, tuning: Tuning | None) -> str:
+        return self.model_hash() if tuning is None else tuning.model_hash(self.model_hash())
+
     def save_state(self, state: SequenceState, path: str | Path) -> None:
         """Write a state as safetensors. Raises MissingExtra, DtypeError, or RangeError for the state of another model."""
         if not isinstance(state, SequenceState):
             raise DtypeError(f"save_state: state must be a SequenceState, got {described(state)}. keep_state and state_of give one.")
-        if state.model != self.model_hash():
+        if state.model not in model_hashes(self.model_hash, self.tunings):
             raise RangeError("save_state: state must be of this engine's model, got one of another model. Save it with its own engine.")
         save_state(state, path, self.model, self._pool)
 
     def load_state(self, path: str | Path) -> SequenceState:
         """Read a state that ``save_state`` wrote. Raises MissingExtra, and RangeError or ShapeError unless it fits this model."""
-        return load_state(path, self.model, self._pool, self.model_hash())
+        return load_state(path, self.model, self._pool, model_hashes(self.model_hash, self.tunings))
 
     # running
 
@@ -365,6 +397,11 @@ class Engine:
         self._steps.tell()
         self._mailboxes.deliver()
 
-    def _request(self, function: str, prompt: Any, params: Any, *more: Any) -> Request:
-        about = {"model": self.model, "tokenizer": self.tokenizer, "vocab_size": self.vocab_size, "model_hash": self.model_hash}
-        return checked_request(function, prompt, params, *more, **about)
+    def _request(
+        self, function: str, prompt: Any, params: Any, priority: Any = 0, boundaries: Any = (), state: Any = None, sink: Any = None,
+        cache_salt: Any = "", tuning: Any = None,
+    ) -> Request:  # fmt: skip
+        return checked_request(
+            function, prompt, params, priority, boundaries, state, sink, cache_salt, tuning, model=self.model, tokenizer=self.tokenizer,
+            vocab_size=self.vocab_size, tunings=self.tunings, model_hash=self._tuned_hash,
+        )  # fmt: skip

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..layers.adapted import NONE, chosen
 from ..layers.linear import in_graph, rows_alike
 from ..models import CausalLM
 from .request import CHUNK
@@ -42,6 +43,12 @@ class Batch:
     """The begin of the first row, 0, and the end of each row."""
     rows: Items[int]
     """Of the pool; negative ones are skipped."""
+    adapters: Items[int] = ()
+    """For each row the number of its adapter, or ``NONE``; none of them for a model without adapters."""
+
+    def token_adapters(self) -> list[int]:
+        """The same for each token."""
+        return [one for one, begin, end in zip(self.adapters, self.ends, self.ends[1:]) for _ in range(end - begin)]
 
 
 @dataclass
@@ -49,7 +56,7 @@ class Graph:
     """A captured step, and the memory that it reads."""
 
     inputs: Tensor
-    """int64: ids [T], sources [T], rows [N], and with pieces ends [N+1]."""
+    """int64: ids [T], sources [T], rows [N]; with pieces ends [N+1]; with adapters those of tokens [T] and of rows [N]."""
     replay: Callable[[], Tensor]
     """Runs it; returns logits [N,V] in memory that the next run of any graph overwrites."""
 
@@ -63,15 +70,17 @@ class StepGraphs:
         Larger steps have no graph.
     block : int
         As for ``Runner``. Numbers of tokens and rows are multiples of it.
+    adapters : bool
+        Whether the model has adapters.
     capture : callable
         Makes a function that repeats what a function does. Default: a CUDA graph.
     """
 
     def __init__(
-        self, model: CausalLM, pool: StatePool, last: Tensor, most_tokens: int = MOST_TOKENS, block: int = 0,
+        self, model: CausalLM, pool: StatePool, last: Tensor, most_tokens: int = MOST_TOKENS, block: int = 0, adapters: bool = False,
         capture: Callable[[Callable[[], Tensor]], Callable[[], Tensor]] | None = None,
     ) -> None:  # fmt: skip
-        self._model, self._pool, self._last, self._block = model, pool, last, block
+        self._model, self._pool, self._last, self._block, self._adapters = model, pool, last, block, adapters
         self._most_tokens = self.packed_tokens(min(most_tokens, MOST_TOKENS - (block > 1)))
         self._rows = _rounded(pool.slots + 1, max(8, block))
         """Of packed steps: one of them takes the tokens that are not needed."""
@@ -91,6 +100,8 @@ class StepGraphs:
         values = [*batch.ids, *[0] * (T - tokens), *batch.sources, *[-1] * (T - tokens), *batch.rows, *[-1] * (N - count)]
         if not decode:
             values += [*batch.ends, *[T] * (N - count)]
+        if self._adapters:
+            values += [*batch.token_adapters(), *[NONE] * (T - tokens), *batch.adapters, *[NONE] * (N - count)]
         graph = self._graph(T, 0 if decode else N)
         fill(graph.inputs, values)
         return graph.replay()[:count]
@@ -121,15 +132,17 @@ class StepGraphs:
         """The graph of T tokens in N rows, or of T decode rows for N = 0."""
         if (T, N) not in self._graphs:
             rows = N or T
-            inputs = torch.zeros(2 * T + rows + (N + 1 if N else 0), dtype=torch.int64, device=self._pool.memory.device)
-            ids, sources, slots, ends = inputs[:T], inputs[T : 2 * T], inputs[2 * T : 2 * T + rows], inputs[2 * T + rows :]
-            inputs[T : 2 * T + rows] = -1  # so the runs before the capture change no state
-            inputs[2 * T + rows + 1 :] = T
+            sizes = [T, T, rows, N + 1 if N else 0, *([T, rows] if self._adapters else [])]
+            inputs = torch.zeros(sum(sizes), dtype=torch.int64, device=self._pool.memory.device)
+            ids, sources, slots, ends, *adapters = inputs.split(sizes)
+            for one in (sources, slots, *adapters):
+                one.fill_(-1)  # so the runs before the capture change no state
+            ends[1:] = T
 
             def step() -> Tensor:
                 known = with_sampled(ids, sources, self._last)
                 shaped, offsets = (known[None], ends) if N else (known[:, None], None)
-                with rows_alike() if self._block else nullcontext(), in_graph():
+                with rows_alike() if self._block else nullcontext(), in_graph(), chosen(*adapters) if adapters else nullcontext():
                     return self._model.advance(shaped, self._pool.state, cu_seqlens=offsets, slots=slots, last_only=True)
 
             self._graphs[T, N] = Graph(inputs, self._capture(step))

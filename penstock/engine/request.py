@@ -228,6 +228,10 @@ class Request:
     """Called for every event, by the thread that runs the steps."""
     state: Any = None
     """The ``SequenceState`` to continue from; ``prompt`` begins with its tokens."""
+    cache_salt: str = ""
+    """States of prefixes are shared between requests of one salt only."""
+    tuning: Any = None
+    """The ``Tuning`` that it names."""
     sequences: list[Sequence] = field(default_factory=list)
     result: Result = field(init=False)
     done: bool = False
@@ -240,6 +244,11 @@ class Request:
         self.constraints = [None if make is None else make() for _ in range(self.params.n)]
         self.result = Result(self.prompt, [Completion() for _ in range(self.params.n)])
         self.seed = secrets.randbits(64) if self.params.seed is None else self.params.seed
+
+    @property
+    def space(self) -> str:
+        """States of prefixes are shared between requests of one space only."""
+        return self.cache_salt if self.tuning is None else f"{self.tuning.name}\0{self.cache_salt}"
 
 
 @dataclass(eq=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..layers.adapted import NONE, chosen
 from ..layers.linear import rows_alike
 from ..models import CausalLM
 from .graphs import Batch, StepGraphs, with_sampled
@@ -47,10 +48,12 @@ class Runner:
     block : int
         Above 0, bits do not depend on the number of tokens. Above 1, their number is rounded up to a multiple of it, with a row that is
         skipped. See ``invariance.py``.
+    adapters : bool
+        Whether the model has adapters.
     """
 
-    def __init__(self, model: CausalLM, pool: StatePool, vocab_size: int, block: int = 0) -> None:
-        self.model, self.pool, self.block = model, pool, block
+    def __init__(self, model: CausalLM, pool: StatePool, vocab_size: int, block: int = 0, adapters: bool = False) -> None:
+        self.model, self.pool, self.block, self._adapters = model, pool, block, adapters
         self.device = pool.memory.device
         self.sampler = Sampler(pool.slots, vocab_size, self.device)
         self.last = self.sampler.last
@@ -115,8 +118,9 @@ class Runner:
                 sources.append(slot)
             ends.append(len(ids))
             rows.append(self.pool.aligned(slot) if work.on_aligned else slot)
+        adapters = [_adapter(work) for part in (decodes, pieces) for work in part] if self._adapters else []
         if self.graphs is not None and last_only:
-            logits = self.graphs.run(Batch(ids, sources, ends, rows))
+            logits = self.graphs.run(Batch(ids, sources, ends, rows, adapters))
             if logits is not None:
                 return logits
         skipped = padding(len(ids), self.block)
@@ -126,11 +130,20 @@ class Runner:
             more = 1 + -(len(rows) + 1) % self.block  # the head gets one token of each row
             ends += [len(ids)] * more
             rows += [-1] * more
+            adapters += [NONE] * more if self._adapters else []
         tokens, offsets, slots = (to_device(one, self.device) for one in (ids, ends, rows))
         if max(sources) >= 0:
             tokens = with_sampled(tokens, to_device(sources, self.device), self.last)
-        logits = self.model.advance(tokens[None], self.pool.state, cu_seqlens=offsets, slots=slots, last_only=last_only)
+        with self._chosen(Batch(ids, sources, ends, rows, adapters), last_only):
+            logits = self.model.advance(tokens[None], self.pool.state, cu_seqlens=offsets, slots=slots, last_only=last_only)
         return logits if last_only else logits[0]
+
+    def _chosen(self, batch: Batch, last_only: bool) -> AbstractContextManager[None]:
+        """The adapters of a step. The head gets rows with ``last_only``, else tokens."""
+        if not self._adapters:
+            return nullcontext()
+        tokens = to_device(batch.token_adapters(), self.device)
+        return chosen(tokens, to_device(batch.adapters, self.device) if last_only else tokens)
 
     def _keep(self, flight: Flight, pieces: Items[Work], logits: Tensor) -> None:
         """Copy states that are wanted later, before the next step changes them. ``logits`` are those of the pieces."""
@@ -183,3 +196,8 @@ def _slot(work: Work) -> int:
     slot = work.sequence.slot
     assert slot is not None
     return slot
+
+
+def _adapter(work: Work) -> int:
+    tuning = work.sequence.request.tuning
+    return NONE if tuning is None else int(tuning.adapter)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,8 +78,11 @@ def save_state(state: SequenceState, path: str | Path, model: CausalLM, pool: St
     usual_mode(Path(path))
 
 
-def load_state(path: str | Path, model: CausalLM, pool: StatePool, model_hash: str) -> SequenceState:
-    """Read what ``save_state`` wrote. Raises RangeError or ShapeError unless it belongs to this model, layout and dtype, and is whole."""
+def load_state(path: str | Path, model: CausalLM, pool: StatePool, model_hashes: Iterable[str]) -> SequenceState:
+    """Read what ``save_state`` wrote. Raises RangeError or ShapeError unless it belongs to this model, layout and dtype, and is whole.
+
+    ``model_hashes`` are that of the model, then those of its tunings.
+    """
     safe_open, _ = _safetensors("load_state")
     complaints = Complaints("load_state")
     try:
@@ -89,6 +93,7 @@ def load_state(path: str | Path, model: CausalLM, pool: StatePool, model_hash: s
         complaints.add(RangeError, "path", "a file that save_state wrote", f"{str(path)!r} ({error})")
         complaints.raise_any()
     remedy = "A state continues with the model that made it only."
+    model_hash = next((one for one in model_hashes if one == about.get("model")), next(iter(model_hashes)))
     for name, wanted in _about(model, pool, model_hash).items():
         if about.get(name) != wanted:
             complaints.add(RangeError, f"the {name} of the file", shortened(wanted), shortened(about.get(name)), remedy)

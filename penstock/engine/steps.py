@@ -122,7 +122,7 @@ class Steps:
             row = sequence.saved.row[-1].to(self.pool.memory.device)
         else:
             row = self.pool.copy_out([self.pool.aligned(sequence.slot)])[0]
-        state = SequenceState(tuple(sequence.tokens), sequence.aligned, row, self.model_hash())
+        state = SequenceState(tuple(sequence.tokens), sequence.aligned, row, self.model_hash(sequence.request.tuning))
         if self._cached(sequence):
             self._computed.add(state)
         return state
@@ -146,12 +146,14 @@ class Steps:
                 one.saved = None
             return
         known = 0
+        if request.tuning is not None and request.tuning.row is not None:
+            self.pool.copy_in(rows, request.tuning.row[None])
         if request.state is not None:
             one.computed = one.aligned = request.state.aligned
             self.pool.copy_in(rows, request.state.row[None])
         elif self.cache.budget and request.params.prompt_logprobs is None:
             most = len(request.prompt) - (request.params.max_tokens == 0)
-            found, state, known = self.cache.lookup(request.prompt[:most])
+            found, state, known = self.cache.lookup(request.prompt[:most], request.space)
             if found:
                 one.computed = one.aligned = request.result.cached_tokens = found
                 self.pool.copy_in(rows, state.row)
@@ -208,7 +210,7 @@ class Steps:
         for one, length, state in flight.kept:
             if length > len(one.tokens):  # its last token has no value: the request failed
                 continue
-            self.cache.insert(one.tokens[:length], state)
+            self.cache.insert(one.tokens[:length], state, one.request.space)
             if length % self.keep_every == 0:
                 one.cuts.add(length + self.keep_every)
         for work in flight.works:
@@ -288,9 +290,9 @@ class Steps:
     def _keep_last(self, one: Sequence) -> None:
         """Keep the aligned state of a finished sequence: the next turn of a conversation continues there."""
         if self._cached(one) and one.slot is not None and one.aligned > len(one.request.prompt):
-            tokens = one.tokens[: one.aligned]
-            if not self.cache.contains(tokens):
-                self.cache.insert(tokens, KeptState(self.pool.copy_out([self.pool.aligned(one.slot)])))
+            tokens, space = one.tokens[: one.aligned], one.request.space
+            if not self.cache.contains(tokens, space):
+                self.cache.insert(tokens, KeptState(self.pool.copy_out([self.pool.aligned(one.slot)])), space)
 
     def _add_prompt_logprobs(self, one: Sequence, begin: int, end: int, scores: Any) -> None:
         request = one.request

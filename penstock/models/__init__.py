@@ -1,7 +1,7 @@
 """Whole language models: a configuration for each architecture, and one causal model."""
 
 from .causal_lm import CausalLM, LayerState, Output, State
-from .checkpoints import load, save
+from .checkpoints import load, load_adapter, load_tuned_state, save
 from .config import Config, gla, hybrid, linear, mamba2, retnet, rwkv5, rwkv6
 
 __all__ = [
@@ -14,6 +14,8 @@ __all__ = [
     "hybrid",
     "linear",
     "load",
+    "load_adapter",
+    "load_tuned_state",
     "mamba2",
     "retnet",
     "rwkv5",

@@ -6,14 +6,15 @@ import os
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from ...call.declaration import FLOATS
 from ...errors import Complaints, DeviceError, DtypeError, RangeError, ShapeError, described
 from ...layers.registry import is_registered
 from ...layers.sizes import check_number, check_whole
-from ..causal_lm import CausalLM
+from ..causal_lm import CausalLM, State
 from .archive import Archive
-from .beside import Beside, PathLike, refuse_alone
+from .beside import Beside, PathLike, factors, refuse_alone, tuned_state
 from .fla import FLA
 from .layout import Format, read, sizes_of, tensors_of, weights_of
 from .mamba2 import MAMBA2
@@ -25,7 +26,7 @@ FORMATS = (PENSTOCK, BLINKDL, HF_RWKV, MAMBA2, FLA)
 NAMES = tuple(dict.fromkeys(one.name for one in FORMATS))
 """The names of formats in ``save``. What "hf" is depends on the architecture."""
 
-__all__ = ["FORMATS", "NAMES", "load", "load_headless", "recognised", "save"]
+__all__ = ["FORMATS", "NAMES", "load", "load_adapter", "load_headless", "load_tuned_state", "recognised", "save"]
 
 
 def load(
@@ -82,6 +83,44 @@ def load(
     beside = Beside(state, adapter, adapter_alpha, adapter_init)
     edit = None if beside == Beside() else beside.edit
     return read(archive, form, dtype, None if device is None else torch.device(device), edit)
+
+
+def load_adapter(path: PathLike, base: PathLike, *, adapter_alpha: float | None = None) -> dict[str, tuple[Tensor, Tensor]]:
+    """Read a LoRA without merging it, for ``Engine(adapters=...)``, where each request may choose one.
+
+    path, adapter_alpha
+        As ``adapter`` and ``adapter_alpha`` of ``load``.
+    base : str or Path
+        The checkpoint of the base model.
+
+    Returns, for each weight W [out,in] that it changes, ``down`` [r,in] and ``up`` [out,r], float32: the weight becomes W + up down. Raises
+    as ``load``, and RangeError for an adapter that changes anything but linear maps.
+    """
+    complaints = Complaints("load_adapter")
+    _check_path(complaints, path)
+    _check_path(complaints, base, "base")
+    if adapter_alpha is not None:
+        check_number(complaints, "adapter_alpha", adapter_alpha)
+    complaints.raise_any()
+    archive, form = recognised(Archive(Path(base)))
+    config = form.config(archive)
+    return factors(path, config, form.rows(config, archive), adapter_alpha)
+
+
+def load_tuned_state(path: PathLike, base: PathLike) -> State:
+    """Read a file of tuned initial states (``time_state``) as the state of one sequence, for ``Engine(states=...)``.
+
+    path, base
+        As ``state`` and ``path`` of ``load``.
+
+    Raises as ``load``.
+    """
+    complaints = Complaints("load_tuned_state")
+    _check_path(complaints, path)
+    _check_path(complaints, base, "base")
+    complaints.raise_any()
+    archive, form = recognised(Archive(Path(base)))
+    return tuned_state(path, form.config(archive))
 
 
 def load_headless(path: PathLike, *, dtype: torch.dtype | None = None, device: torch.device | None = None) -> CausalLM:

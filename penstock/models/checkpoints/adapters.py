@@ -48,10 +48,39 @@ class Options:
     """Whether blocks [n,r,r] belong to rows of blocks of W, not to columns."""
 
 
-def low_rank(W: Tensor, A: Tensor, B: Tensor, scale: float, initial: tuple[Tensor, Tensor] | None = None) -> Tensor:
+@dataclass(frozen=True, eq=False)
+class LowRank:
     """LoRA: W + scale B A, with A [r,in] and B [out,r]. PiSSA subtracts the product of the initial A and B."""
-    W = W + scale * (B.to(W.dtype) @ A.to(W.dtype))
-    return W if initial is None else W - initial[1].to(W.dtype) @ initial[0].to(W.dtype)
+
+    A: Tensor
+    B: Tensor
+    scale: float
+    initial: tuple[Tensor, Tensor] | None = None
+
+    def __call__(self, W: Tensor) -> Tensor:
+        """The weight of the adapted model."""
+        W = W + self.scale * (self.B.to(W.dtype) @ self.A.to(W.dtype))
+        return W if self.initial is None else W - self.initial[1].to(W.dtype) @ self.initial[0].to(W.dtype)
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """``down`` [r,in] and ``up`` [out,r], float32: the weight becomes W + up down."""
+        down, up = self.A.float(), self.B.float() * self.scale
+        if self.initial is None:
+            return down, up
+        return torch.cat([down, self.initial[0].float()]), torch.cat([up, -self.initial[1].float()], 1)
+
+
+@dataclass(frozen=True, eq=False)
+class Changed:
+    """What an adapter makes of a weight: it replaces it, changes it, or both in this order."""
+
+    change: Change | None
+    replaced: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The weight of the adapted model, of the one of the base model."""
+        x = x if self.replaced is None else self.replaced.reshape(x.shape)
+        return x if self.change is None else self.change(x.to(torch.promote_types(x.dtype, torch.float32)))
 
 
 def shards(W: Tensor, D: Tensor) -> Tensor:
@@ -69,13 +98,13 @@ def blocks(W: Tensor, D: Tensor, by_outputs: bool) -> Tensor:
     return y
 
 
-def changes(tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], options: Options) -> dict[str, Change]:
+def changes(tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], options: Options) -> dict[str, Changed]:
     """The changes of weights NAME.weight by an adapter; ``shapes`` are those of the base model.
 
     Tensors that are no part of an adapter replace those of the base model. Raises RangeError, also for those that the model has not.
     """
     complaints = Complaints("load")
-    found: dict[str, Change] = {}
+    found: dict[str, Changed] = {}
     adapted: dict[str, dict[str, Tensor]] = {}
     whole: dict[str, Tensor] = {}
     for name, x in tensors.items():
@@ -95,14 +124,9 @@ def changes(tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], opt
         options = Options(options.alpha, options.initial, options.root, _by_outputs(complaints, adapted, shapes))
     for target in {*adapted, *whole}:
         change = _change(complaints, target, adapted[target], shapes[target], options) if target in adapted else None
-        found[target] = partial(_changed, change=change, replaced=whole.get(target))
+        found[target] = Changed(change, whole.get(target))
     complaints.raise_any()
     return found
-
-
-def _changed(x: Tensor, *, change: Change | None, replaced: Tensor | None) -> Tensor:
-    x = x if replaced is None else replaced.reshape(x.shape)
-    return x if change is None else change(x.to(torch.promote_types(x.dtype, torch.float32)))
 
 
 def _change(
@@ -117,7 +141,7 @@ def _change(
         if r and A.shape == (r, inner) and B.shape == (out, r):
             initial = None if options.initial is None else _initial(complaints, name, options.initial, A, B)
             scale = 1.0 if options.alpha is None else options.alpha / (r**0.5 if options.root else r)
-            return partial(low_rank, A=A, B=B, scale=scale, initial=initial)
+            return LowRank(A, B, scale, initial)
         value = f"{list(A.shape)} and {list(B.shape)}"
         complaints.add(RangeError, "adapter", f"one with {name}.lora_A of shape [r,in] and .lora_B of shape [out,r]", value, remedy)
         return None

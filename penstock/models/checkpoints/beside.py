@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ...errors import Complaints, RangeError
 from ...layers import RWKV6Config
-from ..causal_lm import CausalLM
+from ..causal_lm import CausalLM, State
 from ..config import Config
-from .adapters import PART, Change, changes, options_of
+from .adapters import PART, Change, Changed, LowRank, changes, options_of
 from .archive import Archive, is_counter, is_safetensors
 from .layout import Edits, Row
 from .native import PENSTOCK
@@ -46,7 +46,12 @@ class Beside:
         return config, edits
 
     def _adapted(self, archive: Archive, config: Config, rows: list[Row]) -> Edits:
-        """The changes by an adapter, whose names may be those of the file, of our parameters, or of BlinkDL's files."""
+        """The changes by an adapter."""
+        found = self.changed(archive, config, rows)
+        return {row.ours[0]: partial(_through, row=row, change=change) for row, change in found}
+
+    def changed(self, archive: Archive, config: Config, rows: list[Row]) -> list[tuple[Row, Changed]]:
+        """What an adapter changes, whose names may be those of the file, of our parameters, or of BlinkDL's files."""
         initial = None if self.initial is None else _of_blocks(Archive(Path(self.initial), "adapter_init"))
         options = options_of(archive, self.alpha, initial)
         with torch.device("meta"):
@@ -58,13 +63,41 @@ class Beside:
                 known = {row.theirs[0]: row for row in layout if len(row.ours) == len(row.theirs) == 1}
                 if any(_target(name) in known for name in tensors):
                     shapes = {name: row.write(ours[row.ours[0]])[0].shape for name, row in known.items()}
-                    made = changes(tensors, shapes, options)
-                    return {known[name].ours[0]: partial(_through, row=known[name], change=one) for name, one in made.items()}
+                    return [(known[name], change) for name, change in changes(tensors, shapes, options).items()]
         complaints = Complaints("load")
         value = f"{str(archive.path)!r} with {', '.join(sorted(archive.tensors)[:5]) or 'no tensors'}"
         complaints.add(RangeError, "adapter", "one for this base model", value)
         complaints.raise_any()
         raise AssertionError
+
+
+def tuned_state(path: PathLike, config: Config) -> State:
+    """The tuned initial states of a file as the state of one sequence of a model of this configuration. Raises as ``load``."""
+    config, edits = _states(Archive(Path(path), "state"), config)
+    with torch.device("meta"):
+        model = CausalLM(config)
+    model.load_state_dict({name: edit(None) for name, edit in edits.items()}, strict=False, assign=True)
+    return model._initial_state(1, model.like(torch.device("cpu")))
+
+
+def factors(path: PathLike, config: Config, rows: list[Row], alpha: float | None = None) -> dict[str, tuple[Tensor, Tensor]]:
+    """A LoRA that is not merged: of each weight W [out,in] of ours, ``down`` [r,in] and ``up`` [out,r] of W + up down, float32.
+
+    ``rows`` are those of the base model's file. Raises as ``load``, and RangeError for an adapter that changes something else.
+    """
+    archive, complaints = Archive(Path(path), "adapter"), Complaints("load")
+    found = {}
+    for row, changed in Beside(alpha=alpha).changed(archive, config, rows):
+        name = row.ours[0]
+        if isinstance(changed.change, LowRank) and changed.replaced is None and row.same:
+            found[name] = changed.change.factors()
+        else:
+            remedy = "Merge it: penstock convert --adapter."
+            complaints.add(
+                RangeError, "adapter", "a LoRA of linear maps, to be chosen by requests", f"a change of {name} of another kind", remedy
+            )
+    complaints.raise_any()
+    return found
 
 
 def _target(name: str) -> str:

@@ -33,6 +33,11 @@ class Row:
     write: Change = _same
     """From our tensors to theirs: the exact inverse."""
 
+    @property
+    def same(self) -> bool:
+        """Whether the tensors of a file are the parameters, under other names."""
+        return self.read is _same
+
 
 def same(ours: str, theirs: str) -> Row:
     """The same tensor under another name."""
