@@ -1,16 +1,16 @@
 """OpenAI's requests and answers as pydantic models.
 
-A field of a request that is not listed here is refused by its name. A null is the same as an absent field.
+A field of a request that is not listed here or in ``unused`` is refused by its name. A null is the same as an absent field.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ..engine.request import MOST_LOGPROBS
+from .unused import UnusedChatFields, UnusedCompletionFields, UnusedFields, UnusedMessageFields, UnusedPartFields, one_of
 
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -20,19 +20,6 @@ Tokens = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
 FinishReason = Literal["stop", "length"]
 MOST_FIELDS = 64
 """Of an object. As ``fail_fast`` for lists, it bounds the number of errors: reporting a million of them takes minutes."""
-
-
-def one_of(rule: str) -> WrapValidator:
-    """One message for a field with several forms, in place of one for each form."""
-
-    def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-        try:
-            return handler(value)
-        except ValidationError:
-            raise PydanticCustomError("one_of", "Input should be {rule}", {"rule": rule}) from None
-
-    return WrapValidator(check)
-
 
 Prompt = Annotated[
     str | Annotated[list[str], Field(min_length=1, fail_fast=True)] | Tokens | Annotated[list[Tokens], Field(min_length=1, fail_fast=True)],
@@ -60,6 +47,7 @@ class StreamOptions(Body):
     """Options of a streamed answer."""
 
     include_usage: bool = False
+    include_obfuscation: Annotated[Literal[False], one_of("false", "This server does not obfuscate.")] = False
 
 
 class JsonSchema(Body):
@@ -85,7 +73,7 @@ class ResponseFormat(Body):
         return self
 
 
-class SamplingBody(Body):
+class SamplingBody(Body, UnusedFields):
     """Fields that both endpoints share."""
 
     model: Text
@@ -108,15 +96,8 @@ class SamplingBody(Body):
     stop_token_ids: Annotated[list[Token], Field(fail_fast=True)] = []
     ignore_eos: bool = False
 
-    @model_validator(mode="after")
-    def check_stream_options(self) -> SamplingBody:
-        """Options of a stream need a stream."""
-        if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options must be given with stream only")
-        return self
 
-
-class CompletionBody(SamplingBody):
+class CompletionBody(SamplingBody, UnusedCompletionFields):
     """``POST /v1/completions``."""
 
     prompt: Prompt
@@ -128,6 +109,13 @@ class CompletionBody(SamplingBody):
     state: Text | None = None
     save_state: bool = False
 
+    @model_validator(mode="after")
+    def check_best_of(self) -> CompletionBody:
+        """All completions are returned."""
+        if self.best_of is not None and self.best_of != self.n:
+            raise ValueError(f"best_of must be n = {self.n}, got {self.best_of}. Ask for n of them with logprobs, and take the best")
+        return self
+
     @property
     def prompts(self) -> list[str | list[int]]:
         """A list of prompts."""
@@ -136,18 +124,26 @@ class CompletionBody(SamplingBody):
         return list(found) if several else [found]
 
 
-class TextPart(Body):
+class TextPart(Body, UnusedPartFields):
     """A part of a message."""
 
     type: Literal["text"]
     text: str
 
 
-class Message(Body):
+class Message(Body, UnusedMessageFields):
     """A message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str | Annotated[list[TextPart], Field(fail_fast=True)], one_of("a text or a list of parts of type text")]
+    content: Annotated[str | Annotated[list[TextPart], Field(fail_fast=True)], one_of("a text or a list of parts of type text")] = ""
+    name: str | None = None
+
+    @model_validator(mode="after")
+    def check_content(self) -> Message:
+        """An answer may be empty."""
+        if "content" not in self.model_fields_set and self.role != "assistant":
+            raise ValueError(f"content must be given with role {self.role}, got none")
+        return self
 
     @property
     def text(self) -> str:
@@ -155,7 +151,7 @@ class Message(Body):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
-class ChatBody(SamplingBody):
+class ChatBody(SamplingBody, UnusedChatFields):
     """``POST /v1/chat/completions``."""
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
@@ -167,9 +163,9 @@ class ChatBody(SamplingBody):
     @model_validator(mode="after")
     def check_pairs(self) -> ChatBody:
         """Fields that exclude or need each other."""
-        if self.max_tokens is not None and self.max_completion_tokens is not None:
-            raise ValueError("max_tokens must be absent beside max_completion_tokens")
-        if self.top_logprobs is not None and not self.logprobs:
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise ValueError(f"max_tokens must be absent or max_completion_tokens = {self.max_completion_tokens}, got {self.max_tokens}")
+        if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs must be given with logprobs only")
         return self
 
