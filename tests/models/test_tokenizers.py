@@ -71,6 +71,41 @@ def test_a_stream_of_any_tokens_equals_the_whole(tokenizers, data):
         assert "".join(streamed(tokenizer, tokens)) == tokenizer.decode(tokens)
 
 
+@pytest.fixture(scope="module")
+def known_tokens(tokenizers):
+    """Of each tokenizer: those with known bytes."""
+    return [[token for token, value in enumerate(tokenizer.token_bytes) if value is not None] for tokenizer in tokenizers]
+
+
+@settings(deadline=None, max_examples=200)
+@given(data=st.data())
+def test_known_bytes_of_tokens_are_those_of_their_text(tokenizers, known_tokens, data):
+    for tokenizer, known in zip(tokenizers, known_tokens):
+        tokens = data.draw(st.lists(st.sampled_from(known), max_size=20))
+        joined = b"".join(tokenizer.token_bytes[token] for token in tokens).decode(errors="replace")
+        text = tokenizer.decode(tokens)
+        assert len(tokenizer.token_bytes) == tokenizer.vocab_size
+        if len(known) == tokenizer.vocab_size:
+            assert text == joined
+        elif "\ufffd" not in joined:  # a byte fallback writes one for each byte
+            assert text == joined.removeprefix(" ")
+
+
+def test_characters_of_byte_level_tokens_stand_for_the_bytes_that_tokenizers_reads(tmp_path):
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    text = "".join(map(chr, [*range(0x250), *range(0x7F0, 0x810), 0xD7FF, 0xFFFF, 0x10000, 0x40000, 0x80000, 0xC0000, 0x10FFFF]))
+    made = Tokenizer(models.BPE({letter: n for n, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    made.add_tokens([AddedToken("é ü"), AddedToken("世")])
+    made.add_special_tokens(["<end>"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = HuggingFace(tmp_path / "tokenizer.json")
+    assert [tokenizer.token_bytes[token] for token in tokenizer.encode(text)] == [bytes([byte]) for byte in text.encode()]
+    assert {*tokenizer.token_bytes[:256]} == {bytes([byte]) for byte in range(256)}
+    assert tokenizer.token_bytes[256:] == ["é ü".encode(), "世".encode(), b""]
+
+
 @settings(deadline=None, max_examples=200)
 @given(data=st.binary(max_size=24))
 def test_bytes_decode_as_python_decodes_them(data):

@@ -62,7 +62,7 @@ def test_logprobs(client):
     for one in found:
         assert len(one.top_logprobs) == 2
         assert one.top_logprobs[0].token == one.token  # greedy
-        assert one.bytes == ([int(one.token[9:])] if one.token.startswith("token_id:") else list(one.token.encode()))
+        assert one.bytes == ([int(one.token[8:], 16)] if one.token.startswith("bytes:") else list(one.token.encode()))
     streamed = joined(client.chat.completions.create(**given, stream=True))[1][0]
     assert [one.token for one in streamed] == [one.token for one in found]
     assert client.chat.completions.create(**{**given, "top_logprobs": None}).choices[0].logprobs.content[0].top_logprobs == []
