@@ -95,6 +95,7 @@ class SamplingBody(Body, UnusedFields):
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] = 1.0
     stop_token_ids: Annotated[list[Token], Field(fail_fast=True)] = []
     ignore_eos: bool = False
+    min_tokens: Annotated[int, Field(ge=0)] = 0
 
 
 class CompletionBody(SamplingBody, UnusedCompletionFields):
