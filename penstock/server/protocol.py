@@ -7,40 +7,24 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from ..engine.request import MOST_LOGPROBS
-from .unused import UnusedChatFields, UnusedCompletionFields, UnusedFields, UnusedMessageFields, UnusedPartFields, one_of
+from .bodies import Body, Text, one_of
+from .unused import UnusedChatFields, UnusedCompletionFields, UnusedFields, UnusedMessageFields, UnusedPartFields
 
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
-Text = Annotated[str, Field(min_length=1)]
 Token = Annotated[int, Field(ge=0)]
 Tokens = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
+Stops = Annotated[Text | Annotated[list[Text], Field(fail_fast=True)], one_of("a text or a list of texts, none of them empty")]
 FinishReason = Literal["stop", "length"]
-MOST_FIELDS = 64
-"""Of an object. As ``fail_fast`` for lists, it bounds the number of errors: reporting a million of them takes minutes."""
+
 
 Prompt = Annotated[
     str | Annotated[list[str], Field(min_length=1, fail_fast=True)] | Tokens | Annotated[list[Tokens], Field(min_length=1, fail_fast=True)],
     one_of("a text, a list of texts, a list of tokens or a list of lists of tokens"),
 ]
-
-
-class Body(BaseModel):
-    """An object in a request."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def without_nulls(cls, data: Any) -> Any:
-        """Fields that are not null. Raises ValueError if there are too many of them."""
-        if not isinstance(data, dict):
-            return data
-        if len(data) > MOST_FIELDS:
-            raise ValueError(f"an object must have at most {MOST_FIELDS} fields, got {len(data)}")
-        return {name: value for name, value in data.items() if value is not None}
 
 
 class StreamOptions(Body):
@@ -84,16 +68,16 @@ class SamplingBody(Body, UnusedFields):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
-    logit_bias: Annotated[dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], Bias], Field(fail_fast=True)] = {}
+    logit_bias: Annotated[dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], Bias], Field(fail_fast=True)] = Field({})
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Annotated[Text | Annotated[list[Text], Field(fail_fast=True)], one_of("a text or a list of texts, none of them empty")] = []
+    stop: Stops = Field([])
     response_format: ResponseFormat | None = None
 
     # beyond OpenAI's
     top_k: Annotated[int, Field(ge=0)] = 0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] = 1.0
-    stop_token_ids: Annotated[list[Token], Field(fail_fast=True)] = []
+    stop_token_ids: Annotated[list[Token], Field(fail_fast=True)] = Field([])
     ignore_eos: bool = False
     min_tokens: Annotated[int, Field(ge=0)] = 0
 

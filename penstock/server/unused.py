@@ -7,21 +7,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, Field
 
-
-def one_of(rule: str, remedy: str = "") -> WrapValidator:
-    """One message for a field with several forms, in place of one for each form."""
-
-    def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-        try:
-            return handler(value)
-        except ValidationError:
-            raise PydanticCustomError("one_of", "Input should be {rule}", {"rule": rule, "remedy": remedy}) from None
-
-    return WrapValidator(check)
-
+from .bodies import one_of
 
 TEXTS_ONLY = "This server reads and writes texts only."
 Texts = Annotated[dict[str, str], one_of("an object of texts")]
