@@ -31,6 +31,10 @@ def serve(
     api_key: Annotated[
         str | None, typer.Option(help=f"Key that requests must have. Default: {KEY_VARIABLE} of the environment, if it is set.")
     ] = None,
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ORIGIN", help="Web pages of this origin may call the server; * is all. Several: give it again."),
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N. Default: a GPU if there is one.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Dtype of the weights. Default: float32 on a CPU, bfloat16 on a GPU.")] = None,
     tokenizer: Annotated[
@@ -84,11 +88,13 @@ def serve(
     complaints.raise_any()
     try:
         from ..server.limits import Limits
+        from ..server.origins import check_origins
         from ..server.run import make_server
         from ..server.service import Service
         from ..server.templates import find_template
     except ImportError as error:
         raise MissingExtra.of("serve", "fastapi, uvicorn, jinja2 and prometheus-client", "serve") from error
+    check_origins("serve", allow_origin or ())
     model = checkpoint("serve", "model", given := model, download)
     coder = load_tokenizer(tokenizer or model)
     use_cores(context, threads, device)
@@ -101,7 +107,7 @@ def serve(
     engine.warm_up()
     limits = Limits(max_tokens=max_tokens, prompt_tokens=max_prompt, seconds=max_seconds, states=max_states)
     service = Service(engine, name or (given.resolve().name if model.is_dir() else given.stem), template, limits, states_folder)
-    make_server(service, host, port, api_key=api_key, drain_seconds=drain_seconds).run()
+    make_server(service, host, port, api_key=api_key, origins=allow_origin or (), drain_seconds=drain_seconds).run()
 
 
 def _check_address(complaints: Complaints, host: str, port: int) -> None:

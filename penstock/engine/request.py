@@ -29,8 +29,9 @@ def aligned(position: int) -> int:
 class Constraint(Protocol):
     """Which tokens may follow in one completion."""
 
-    mask: bytes
-    """Of the next token: bit t % 8 of byte t // 8 is 1 if token t may follow. At least one may."""
+    @property
+    def mask(self) -> bytes:
+        """Of the next token: bit t % 8 of byte t // 8 is 1 if token t may follow. At least one may."""
 
     def accept(self, token: int) -> bool:
         """Take a token and set the next mask; whether the completion ends with it. If it raises, the request fails."""
@@ -45,6 +46,9 @@ class SamplingParams:
 
     max_tokens: int = 16
     """At most this many new tokens; 0 with ``prompt_logprobs`` only scores the prompt."""
+    min_tokens: int = 0
+    """So many new tokens come before the one that ends a completion by the end of text, a stop token or the end of a stop text. At most
+    ``max_tokens``. A constraint that allows nothing else may end it earlier."""
     temperature: float = 1.0
     """Divides the logits; 0 takes the most likely token."""
     top_k: int = 0
@@ -98,6 +102,8 @@ class SamplingParams:
                 check_whole(complaints, name, value, least, most)
         for name, (lowest, highest) in _NUMBERS.items():
             check_number(complaints, name, getattr(self, name), lowest, highest)
+        if type(self.min_tokens) is type(self.max_tokens) is int and 0 <= self.max_tokens < self.min_tokens:
+            complaints.add(RangeError, "min_tokens", f"at most max_tokens = {self.max_tokens}", self.min_tokens)
         if isinstance(self.top_p, int | float) and self.top_p == 0:
             complaints.add(RangeError, "top_p", "above 0 and at most 1", self.top_p)
         if isinstance(self.repetition_penalty, int | float) and self.repetition_penalty == 0:
@@ -130,7 +136,8 @@ class SamplingParams:
 
 
 _WHOLE: dict[str, tuple[int, int | None]] = {
-    "max_tokens": (0, None), "top_k": (0, None), "n": (1, None), "logprobs": (0, MOST_LOGPROBS), "prompt_logprobs": (0, MOST_LOGPROBS),
+    "max_tokens": (0, None), "min_tokens": (0, None),
+    "top_k": (0, None), "n": (1, None), "logprobs": (0, MOST_LOGPROBS), "prompt_logprobs": (0, MOST_LOGPROBS),
     "seed": (-(2**63), 2**64 - 1),
 }  # fmt: skip
 _OPTIONAL = {"logprobs", "prompt_logprobs", "seed"}

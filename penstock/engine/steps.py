@@ -10,6 +10,7 @@ from typing import Any
 from weakref import WeakSet
 
 from ..errors import EngineError, OutOfMemory, PenstockError, described
+from .minimum import constraint_of
 from .request import Event, FinishReason, Request, Sequence, TokenLogprobs, aligned
 from .runner import Flight, Runner
 from .sampler import NO_TOKEN, Row, to_logprobs
@@ -57,8 +58,9 @@ class Steps:
                 for constraint in request.constraints:
                     _check_mask(constraint)
             for index in range(params.n):
-                text = None if tokenizer is None else TextStream(tokenizer.stream(), params.stop, params.include_stop)
+                text = None if tokenizer is None else TextStream(tokenizer.stream(), params.stop, params.include_stop, params.min_tokens)
                 one = Sequence(request, index, list(request.prompt), text=text)
+                one.constraint = constraint_of(one, self.end_of_text, self.runner.sampler.vocab_size)
                 one.row = Row.of(one)
                 request.sequences.append(one)
         except Exception as error:

@@ -66,6 +66,7 @@ class TextStream:
     """Text of tokens up to the stop string that is complete first, which may begin and end inside of tokens.
 
     Text is held back as long as it may be the begin of a stop string. A character takes the same time whatever the strings are.
+    Strings that are complete with one of the first ``least`` tokens are text as any other.
 
     >>> class Letters:
     ...     def push(self, token): return chr(token)
@@ -75,18 +76,24 @@ class TextStream:
     (['b', '', 'e', '', 'en ', '', '', ''], True)
     """
 
-    def __init__(self, decoder: Decoder, stop: tuple[str, ...] = (), include_stop: bool = False) -> None:
+    def __init__(self, decoder: Decoder, stop: tuple[str, ...] = (), include_stop: bool = False, least: int = 0) -> None:
         self._decoder, self._decode, self._include_stop = decoder, decoder.push, include_stop
         self._stop = stop_strings(stop) if stop else None
         self._node = 0
         self._held = ""
+        self._least = least
+        """So many more tokens end no text."""
         self.stopped = False
         """Whether a stop string was found. There is no more text then."""
 
     def push(self, token: int) -> str:
         """The text that no later token can change."""
         text = self._decode(token)
-        return text if self._stop is None else self._released(text, self._stop)
+        if self._stop is None:
+            return text
+        text = self._released(text, self._stop)
+        self._least -= 1
+        return text
 
     def finish(self) -> str:
         """The rest of the text."""
@@ -110,7 +117,7 @@ class TextStream:
         held, text = len(self._held), self._held + text
         for at in range(held + begin, len(text)):
             node = stop.next(node, text[at])
-            if stop.found[node]:
+            if stop.found[node] and self._least <= 0:
                 self.stopped, self._held = True, ""
                 return text[: at + 1] if self._include_stop else text[: at + 1 - stop.found[node]]
         self._node, keep = node, len(text) - stop.depth[node]

@@ -15,6 +15,7 @@ import json
 import re
 from ast import literal_eval
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -50,6 +51,10 @@ class Tokenizer(Protocol):
     """Tokens are below it. Models may have more rows; mask the others when sampling."""
     end_of_text: int | None
     """The token that ends a text."""
+
+    @property
+    def token_bytes(self) -> Sequence[bytes | None]:
+        """The bytes of each token, also of a part of a character; none for special ones. None: they depend on the tokens around it."""
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         """Tokens of a text. With ``special``, also those that the tokenizer's file adds to a text, for example before it."""
@@ -201,6 +206,19 @@ class HuggingFace:
         self.byte_tokens = {token for text, token in vocab.items() if of_bytes and BYTE.fullmatch(text)}
         """Tokens of one byte, as <0xE4>."""
 
+    @cached_property
+    def token_bytes(self) -> list[bytes | None]:
+        """The bytes of each token; none for special ones. Known for tokenizers of bytes, as GPT-2's, and for tokens of one byte."""
+        found: list[bytes | None] = [None if token in self.text_tokens else b"" for token in range(self.vocab_size)]
+        values = _byte_of_character() if (json.loads(self.to_json())["decoder"] or {}).get("type") == "ByteLevel" else None
+        for text, token in self._rust.get_vocab().items():
+            if token in self.byte_tokens:
+                found[token] = bytes([int(text[3:5], 16)])
+            elif token in self.text_tokens and values is not None:  # as its decoder reads them
+                known = values.keys() >= set(text)
+                found[token] = bytes(map(values.__getitem__, text)) if known else text.encode()
+        return found
+
     def to_json(self) -> str:
         """The content of a ``tokenizer.json``."""
         return str(self._rust.to_str())
@@ -314,6 +332,16 @@ def _vocab_size(path: Path) -> int:
         return found
     archive, form = recognised(Archive(path))
     return form.config(archive).vocab_size
+
+
+def _byte_of_character() -> dict[str, int]:
+    """The byte that each character of byte-level tokens stands for. Those from 256 on stand for what cannot be printed."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    characters = sorted(ByteLevel.alphabet())
+    found = {character: ord(character) for character in characters if ord(character) < 256}
+    rest = sorted({*range(256)} - {*found.values()})
+    return found | dict(zip(characters[len(found) :], rest))
 
 
 def _json(file: Path) -> dict[str, Any]:

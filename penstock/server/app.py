@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from .completions import completions
 from .errors import Refused, refusal
 from .limits import read_body
 from .metrics import Metrics
+from .origins import allow_origins, check_origins
 from .protocol import ChatBody, CompletionBody, ModelCard, ModelList, StateCard, StateList
 from .service import Service
 
@@ -35,12 +36,15 @@ PAGE_HEADERS = {
 }
 
 
-def create_app(service: Service, api_key: str | None = None) -> FastAPI:
+def create_app(service: Service, api_key: str | None = None, origins: Sequence[str] = ()) -> FastAPI:
     """The application. It runs the engine's thread, and closes the engine at its end.
 
     api_key : str, optional
         Requests below /v1 must have it as bearer token.
+    origins : list of str
+        Web pages of these origins may call the server; "*": all pages.
     """
+    check_origins("create_app", origins)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -56,6 +60,8 @@ def create_app(service: Service, api_key: str | None = None) -> FastAPI:
     _add_openai(app, service, guarded)
     _add_states(app, service, guarded)
     _add_page(app, service)
+    if origins:
+        allow_origins(app, origins)
     return app
 
 

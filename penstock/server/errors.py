@@ -68,12 +68,12 @@ def refusal(error: BaseException, param: str | None = None) -> Refused:
 
 def invalid_body(function: str, error: ValidationError) -> Refused:
     """The broken rules of a request's fields: of each list, that of the first wrong item."""
-    found = error.errors(include_url=False, include_context=False)
+    found = error.errors(include_url=False)
     unknown = [one for one in found if one["type"] == "extra_forbidden"]
     listed = unknown or found
     lines = dict.fromkeys(_line(function, one) for one in listed)
     code = "unsupported_parameter" if unknown else None
-    return Refused(400, "\n".join(lines), param=_name(listed[0]) or None, code=code)
+    return Refused(400, "\n".join(lines), param=_name(listed[0]) or _named(listed[0]["msg"]), code=code)
 
 
 def _line(function: str, one: Any) -> str:
@@ -85,7 +85,13 @@ def _line(function: str, one: Any) -> str:
     if one["type"] == "value_error":
         return f"{function}: {one['msg'].removeprefix('Value error, ')}."
     rule = "be a JSON object" if one["type"] == "model_type" else re.sub(r"^\w+ should ", "", one["msg"])
-    return f"{function}: {name or 'the body'} must {rule}, got {got}."
+    return f"{function}: {name or 'the body'} must {rule}, got {got}. {one.get('ctx', {}).get('remedy', '')}".rstrip()
+
+
+def _named(message: str) -> str | None:
+    """The field that the message of a rule between fields begins with."""
+    found = re.match(r"Value error, (\w+) must ", message)
+    return found and found[1]
 
 
 def _name(one: Any) -> str:

@@ -12,6 +12,9 @@ from ..models.tokenizers import HuggingFace, Tokenizer
 from .errors import Refused
 from .protocol import ResponseFormat
 
+OPTIONS: Any = {"whitespace_flexible": False}
+"""Of llguidance, for schemas without an ``x-guidance`` that says otherwise. By its own, white space may go on for ever."""
+
 
 def wanted_schema(form: ResponseFormat | None) -> dict[str, Any] | None:
     """The schema that a completion must follow; None for any text."""
@@ -67,7 +70,7 @@ class Grammars:
         with self._lock:
             self._made = self._made or _for_llguidance(self._tokenizer, self._vocab_size)
         try:
-            grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
+            grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=OPTIONS)
             wrong = LLMatcher.validate_grammar(grammar, self._made)
         except ValueError as error:
             wrong = str(error)

@@ -13,8 +13,8 @@ from fastapi import Request
 from pydantic import ValidationError
 
 from ..errors import shortened
+from .bodies import Body
 from .errors import Refused, invalid_body
-from .protocol import Body
 
 B = TypeVar("B", bound=Body)
 LARGE = 2**16

@@ -6,19 +6,40 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..engine import TokenLogprobs
-from ..models.tokenizers import Bytes, Tokenizer, World
+from ..models.tokenizers import Tokenizer
 from .protocol import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
 
 
 def token_text(tokenizer: Tokenizer, token: int) -> str:
-    """The text of a token; ``token_id:7`` for a token that has none of its own, such as a part of a character.
+    r"""The text of a token; OpenAI's form of its bytes for a part of a character; ``token_id:7`` for a token that has none.
 
     >>> from penstock.models.tokenizers import Bytes
-    >>> token_text(Bytes(), 97), token_text(Bytes(), 255)
-    ('a', 'token_id:255')
+    >>> token_text(Bytes(), 97), token_text(Bytes(), 255), token_text(Bytes(257), 256)
+    ('a', 'bytes:\\xff', 'token_id:256')
     """
-    text = tokenizer.decode([token]) if token < tokenizer.vocab_size else ""
-    return text if text and "\ufffd" not in text else f"token_id:{token}"
+    value = _value(tokenizer, token)
+    if value is None:
+        text = tokenizer.decode([token])
+        return text if text and "\ufffd" not in text else f"token_id:{token}"
+    try:
+        return value.decode() or f"token_id:{token}"
+    except UnicodeDecodeError:
+        shown = (chr(byte) if 32 <= byte < 127 and byte != ord("\\") else f"\\x{byte:02x}" for byte in value)
+        return f"bytes:{''.join(shown)}"
+
+
+def token_bytes(tokenizer: Tokenizer, token: int) -> list[int] | None:
+    """The bytes of a token, also where they are a part of a character; None if the tokenizer does not tell."""
+    value = _value(tokenizer, token)
+    if value is None:
+        text = token_text(tokenizer, token)
+        return None if text.startswith("token_id:") else list(text.encode())
+    return list(value) or None
+
+
+def _value(tokenizer: Tokenizer, token: int) -> bytes | None:
+    """The bytes of a token. The model may have more tokens than the tokenizer."""
+    return tokenizer.token_bytes[token] if token < tokenizer.vocab_size else b""
 
 
 class CompletionWriter:
@@ -49,14 +70,6 @@ class CompletionWriter:
             text = token_text(self._tokenizer, token)
             found[text if text not in found else f"token_id:{token}"] = logprob
         return found
-
-
-def token_bytes(tokenizer: Tokenizer, token: int) -> list[int] | None:
-    """The bytes of a token, also where they are a part of a character; None if the tokenizer does not tell."""
-    if isinstance(tokenizer, Bytes | World):
-        return list(tokenizer.token_bytes[token]) if token < tokenizer.vocab_size else None
-    text = token_text(tokenizer, token)
-    return None if text.startswith("token_id:") else list(text.encode())
 
 
 def chat_logprobs(tokenizer: Tokenizer, found: Iterable[TokenLogprobs]) -> ChatLogprobs:

@@ -1,37 +1,24 @@
 """OpenAI's requests and answers as pydantic models.
 
-A field of a request that is not listed here is refused by its name. A null is the same as an absent field.
+A field of a request that is not listed here or in ``unused`` is refused by its name. A null is the same as an absent field.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, Field, model_validator
 
 from ..engine.request import MOST_LOGPROBS
+from .bodies import Body, Text, one_of
+from .unused import UnusedChatFields, UnusedCompletionFields, UnusedFields, UnusedMessageFields, UnusedPartFields
 
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
-Text = Annotated[str, Field(min_length=1)]
 Token = Annotated[int, Field(ge=0)]
 Tokens = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
+Stops = Annotated[Text | Annotated[list[Text], Field(fail_fast=True)], one_of("a text or a list of texts, none of them empty")]
 FinishReason = Literal["stop", "length"]
-MOST_FIELDS = 64
-"""Of an object. As ``fail_fast`` for lists, it bounds the number of errors: reporting a million of them takes minutes."""
-
-
-def one_of(rule: str) -> WrapValidator:
-    """One message for a field with several forms, in place of one for each form."""
-
-    def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-        try:
-            return handler(value)
-        except ValidationError:
-            raise PydanticCustomError("one_of", "Input should be {rule}", {"rule": rule}) from None
-
-    return WrapValidator(check)
 
 
 Prompt = Annotated[
@@ -40,26 +27,11 @@ Prompt = Annotated[
 ]
 
 
-class Body(BaseModel):
-    """An object in a request."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def without_nulls(cls, data: Any) -> Any:
-        """Fields that are not null. Raises ValueError if there are too many of them."""
-        if not isinstance(data, dict):
-            return data
-        if len(data) > MOST_FIELDS:
-            raise ValueError(f"an object must have at most {MOST_FIELDS} fields, got {len(data)}")
-        return {name: value for name, value in data.items() if value is not None}
-
-
 class StreamOptions(Body):
     """Options of a streamed answer."""
 
     include_usage: bool = False
+    include_obfuscation: Annotated[Literal[False], one_of("false", "This server does not obfuscate.")] = False
 
 
 class JsonSchema(Body):
@@ -85,7 +57,7 @@ class ResponseFormat(Body):
         return self
 
 
-class SamplingBody(Body):
+class SamplingBody(Body, UnusedFields):
     """Fields that both endpoints share."""
 
     model: Text
@@ -96,27 +68,21 @@ class SamplingBody(Body):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
-    logit_bias: Annotated[dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], Bias], Field(fail_fast=True)] = {}
+    logit_bias: Annotated[dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], Bias], Field(fail_fast=True)] = Field({})
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Annotated[Text | Annotated[list[Text], Field(fail_fast=True)], one_of("a text or a list of texts, none of them empty")] = []
+    stop: Stops = Field([])
     response_format: ResponseFormat | None = None
 
     # beyond OpenAI's
     top_k: Annotated[int, Field(ge=0)] = 0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] = 1.0
-    stop_token_ids: Annotated[list[Token], Field(fail_fast=True)] = []
+    stop_token_ids: Annotated[list[Token], Field(fail_fast=True)] = Field([])
     ignore_eos: bool = False
-
-    @model_validator(mode="after")
-    def check_stream_options(self) -> SamplingBody:
-        """Options of a stream need a stream."""
-        if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options must be given with stream only")
-        return self
+    min_tokens: Annotated[int, Field(ge=0)] = 0
 
 
-class CompletionBody(SamplingBody):
+class CompletionBody(SamplingBody, UnusedCompletionFields):
     """``POST /v1/completions``."""
 
     prompt: Prompt
@@ -128,6 +94,13 @@ class CompletionBody(SamplingBody):
     state: Text | None = None
     save_state: bool = False
 
+    @model_validator(mode="after")
+    def check_best_of(self) -> CompletionBody:
+        """All completions are returned."""
+        if self.best_of is not None and self.best_of != self.n:
+            raise ValueError(f"best_of must be n = {self.n}, got {self.best_of}. Ask for n of them with logprobs, and take the best")
+        return self
+
     @property
     def prompts(self) -> list[str | list[int]]:
         """A list of prompts."""
@@ -136,18 +109,26 @@ class CompletionBody(SamplingBody):
         return list(found) if several else [found]
 
 
-class TextPart(Body):
+class TextPart(Body, UnusedPartFields):
     """A part of a message."""
 
     type: Literal["text"]
     text: str
 
 
-class Message(Body):
+class Message(Body, UnusedMessageFields):
     """A message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str | Annotated[list[TextPart], Field(fail_fast=True)], one_of("a text or a list of parts of type text")]
+    content: Annotated[str | Annotated[list[TextPart], Field(fail_fast=True)], one_of("a text or a list of parts of type text")] = ""
+    name: str | None = None
+
+    @model_validator(mode="after")
+    def check_content(self) -> Message:
+        """An answer may be empty."""
+        if "content" not in self.model_fields_set and self.role != "assistant":
+            raise ValueError(f"content must be given with role {self.role}, got none")
+        return self
 
     @property
     def text(self) -> str:
@@ -155,7 +136,7 @@ class Message(Body):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
-class ChatBody(SamplingBody):
+class ChatBody(SamplingBody, UnusedChatFields):
     """``POST /v1/chat/completions``."""
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
@@ -167,9 +148,9 @@ class ChatBody(SamplingBody):
     @model_validator(mode="after")
     def check_pairs(self) -> ChatBody:
         """Fields that exclude or need each other."""
-        if self.max_tokens is not None and self.max_completion_tokens is not None:
-            raise ValueError("max_tokens must be absent beside max_completion_tokens")
-        if self.top_logprobs is not None and not self.logprobs:
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise ValueError(f"max_tokens must be absent or max_completion_tokens = {self.max_completion_tokens}, got {self.max_tokens}")
+        if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs must be given with logprobs only")
         return self
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from collections.abc import Sequence
 
 import uvicorn
 
@@ -39,12 +40,12 @@ class Server(uvicorn.Server):
 
 
 def make_server(
-    service: Service, host: str = "127.0.0.1", port: int = 8000, *, api_key: str | None = None, drain_seconds: float = 60,
-    log_level: str = "info",
+    service: Service, host: str = "127.0.0.1", port: int = 8000, *, api_key: str | None = None, origins: Sequence[str] = (),
+    drain_seconds: float = 60, log_level: str = "info",
 ) -> Server:  # fmt: skip
     """A server; its ``run`` ends with SIGTERM or SIGINT."""
     config = uvicorn.Config(
-        create_app(service, api_key), host=host, port=port, log_level=log_level, access_log=False, server_header=False, ws="none",
+        create_app(service, api_key, origins), host=host, port=port, log_level=log_level, access_log=False, server_header=False, ws="none",
         timeout_graceful_shutdown=int(drain_seconds + LAST_SECONDS), lifespan="on", http=Connection,
     )  # fmt: skip
     return Server(config, service, drain_seconds)

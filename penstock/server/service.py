@@ -75,7 +75,8 @@ class Service:
             self._check(function, "the bytes of the schema", limits.schema_bytes, len(json.dumps(schema)), "response_format")
             more["constraint"] = await asyncio.to_thread(self.grammars.compile, schema, function)
         return SamplingParams(
-            max_tokens=max_tokens, temperature=body.temperature, top_k=body.top_k, top_p=body.top_p, min_p=body.min_p,
+            max_tokens=max_tokens, min_tokens=body.min_tokens,
+            temperature=body.temperature, top_k=body.top_k, top_p=body.top_p, min_p=body.min_p,
             presence_penalty=body.presence_penalty, frequency_penalty=body.frequency_penalty,
             repetition_penalty=body.repetition_penalty, logit_bias=bias, seed=body.seed, stop=(*given, *stops),
             stop_ids=tuple(body.stop_token_ids), ignore_end=body.ignore_eos, n=body.n, **more,

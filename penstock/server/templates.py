@@ -78,7 +78,7 @@ class JinjaTemplate:
 
     def render(self, messages: Sequence[Message]) -> str:
         """The prompt. Raises RangeError where the template refuses the messages."""
-        listed = [{"role": one.role, "content": one.text} for one in messages]
+        listed = [{"role": one.role, "content": one.text} | ({} if one.name is None else {"name": one.name}) for one in messages]
         complaints = Complaints("chat")
         pieces, size = [], 0
         try:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizer_files import written
 
 from penstock import DtypeError, RangeError
 from penstock.errors import MissingExtra
@@ -39,34 +40,7 @@ def world():
 
 @pytest.fixture(scope="module")
 def tokenizer_files(tmp_path_factory):
-    """tokenizer.json of two kinds: BPE of bytes as in GPT-2, and BPE with one token for each unknown byte as in Llama."""
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-
-    folder = tmp_path_factory.mktemp("tokenizers")
-    of_bytes = Tokenizer(models.BPE())
-    of_bytes.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    of_bytes.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, special_tokens=["<end>"], show_progress=False)
-    of_bytes.train_from_iterator(SAMPLES, trainer)
-
-    fallback = {f"<0x{byte:02X}>": byte + 1 for byte in range(256)} | {"<end>": 0}
-    characters = {character: 257 + i for i, character in enumerate("▁abcdefghijklmnopqrstuvwxyz")}
-    merges = [("▁", "a"), ("t", "h"), ("th", "e")]
-    merged = {"".join(pair): 257 + len(characters) + i for i, pair in enumerate(merges)}
-    with_fallback = Tokenizer(models.BPE(vocab=fallback | characters | merged, merges=merges, byte_fallback=True))
-    with_fallback.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    with_fallback.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    with_fallback.add_special_tokens(["<end>"])
-    files = {}
-    for name, tokenizer in (("bytes", of_bytes), ("fallback", with_fallback)):
-        (folder / name).mkdir()
-        files[name] = folder / name / "tokenizer.json"
-        tokenizer.save(str(files[name]))
-        (folder / name / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
-    return files
+    return written(tmp_path_factory.mktemp("tokenizers"), SAMPLES)
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +69,41 @@ def test_a_stream_of_any_tokens_equals_the_whole(tokenizers, data):
     for tokenizer in tokenizers:
         tokens = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=20))
         assert "".join(streamed(tokenizer, tokens)) == tokenizer.decode(tokens)
+
+
+@pytest.fixture(scope="module")
+def known_tokens(tokenizers):
+    """Of each tokenizer: those with known bytes."""
+    return [[token for token, value in enumerate(tokenizer.token_bytes) if value is not None] for tokenizer in tokenizers]
+
+
+@settings(deadline=None, max_examples=200)
+@given(data=st.data())
+def test_known_bytes_of_tokens_are_those_of_their_text(tokenizers, known_tokens, data):
+    for tokenizer, known in zip(tokenizers, known_tokens):
+        tokens = data.draw(st.lists(st.sampled_from(known), max_size=20))
+        joined = b"".join(tokenizer.token_bytes[token] for token in tokens).decode(errors="replace")
+        text = tokenizer.decode(tokens)
+        assert len(tokenizer.token_bytes) == tokenizer.vocab_size
+        if len(known) == tokenizer.vocab_size:
+            assert text == joined
+        elif "\ufffd" not in joined:  # a byte fallback writes one for each byte
+            assert text == joined.removeprefix(" ")
+
+
+def test_characters_of_byte_level_tokens_stand_for_the_bytes_that_tokenizers_reads(tmp_path):
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    text = "".join(map(chr, [*range(0x250), *range(0x7F0, 0x810), 0xD7FF, 0xFFFF, 0x10000, 0x40000, 0x80000, 0xC0000, 0x10FFFF]))
+    made = Tokenizer(models.BPE({letter: n for n, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    made.add_tokens([AddedToken("é ü"), AddedToken("世")])
+    made.add_special_tokens(["<end>"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = HuggingFace(tmp_path / "tokenizer.json")
+    assert [tokenizer.token_bytes[token] for token in tokenizer.encode(text)] == [bytes([byte]) for byte in text.encode()]
+    assert {*tokenizer.token_bytes[:256]} == {bytes([byte]) for byte in range(256)}
+    assert tokenizer.token_bytes[256:] == ["é ü".encode(), "世".encode(), b""]
 
 
 @settings(deadline=None, max_examples=200)

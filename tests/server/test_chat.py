@@ -62,7 +62,7 @@ def test_logprobs(client):
     for one in found:
         assert len(one.top_logprobs) == 2
         assert one.top_logprobs[0].token == one.token  # greedy
-        assert one.bytes == ([int(one.token[9:])] if one.token.startswith("token_id:") else list(one.token.encode()))
+        assert one.bytes == ([int(one.token[8:], 16)] if one.token.startswith("bytes:") else list(one.token.encode()))
     streamed = joined(client.chat.completions.create(**given, stream=True))[1][0]
     assert [one.token for one in streamed] == [one.token for one in found]
     assert client.chat.completions.create(**{**given, "top_logprobs": None}).choices[0].logprobs.content[0].top_logprobs == []
@@ -81,9 +81,11 @@ WRONG = {
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}]},
         "messages.0.content must be a text or a list of parts of type text", "messages.0.content",
     ),
-    "tools": ({"tools": []}, "tools must be absent", "tools"),
-    "top_logprobs": ({"top_logprobs": 2}, "top_logprobs must be given with logprobs only", None),
-    "limits": ({"max_tokens": 1, "max_completion_tokens": 1}, "max_tokens must be absent beside max_completion_tokens", None),
+    "top_logprobs": ({"top_logprobs": 2}, "top_logprobs must be given with logprobs only", "top_logprobs"),
+    "limits": (
+        {"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens must be absent or max_completion_tokens = 2, got 1", "max_tokens",
+    ),
+    "no content": ({"messages": [{"role": "user", "content": None}]}, "content must be given with role user, got none", "messages.0"),
     "many": ({"messages": [{"role": "user", "content": "a"}] * 1025}, "the number of messages must be at most 1024, got 1025", "messages"),
 }  # fmt: skip
 

@@ -124,6 +124,8 @@ ERRORS = {
     "tokens of biases": {"logit_bias": {f"a{n}": 1 for n in range(MANY)}},
     "prompts": {"prompt": [-1] * MANY},
     "lists": {"prompt": [[-1]] * MANY},
+    "metadata": {"metadata": dict.fromkeys(map(str, range(MANY)), 1)},
+    "tools": {"tools": [1] * MANY, "messages": [{"role": "user", "content": "a"}]},
     "stops": {"stop": [""] * MANY},
     "messages": {"messages": [1] * MANY},
     "parts": {"messages": [{"role": "user", "content": [1] * MANY}]},

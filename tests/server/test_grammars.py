@@ -1,9 +1,18 @@
 """Answers that must follow a JSON schema, from a model of random weights."""
 
 import json
+import re
 
 import openai
 import pytest
+import torch
+from architectures import randomised
+from tokenizer_files import written
+
+from penstock.engine import Engine, SamplingParams
+from penstock.models import CausalLM, gla
+from penstock.models.tokenizers import Bytes, HuggingFace, World
+from penstock.server.grammars import Grammars
 
 pytest.importorskip("llguidance")
 
@@ -16,7 +25,6 @@ SCHEMA = {
     },
     "required": ["name", "ages", "note"],
     "additionalProperties": False,
-    "x-guidance": {"whitespace_flexible": False},
 }
 FORMAT = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}}
 MESSAGES = [{"role": "user", "content": "Who?"}]
@@ -109,9 +117,6 @@ def test_wrong_formats_are_refused(client, form, message):
 def test_a_tokenizer_json_gives_masks_of_its_tokens(tmp_path, with_end):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    from penstock.models.tokenizers import HuggingFace
-    from penstock.server.grammars import Grammars
-
     made = Tokenizer(models.BPE())
     made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     special = ["<|end|>"] if with_end else []
@@ -131,3 +136,53 @@ def test_a_tokenizer_json_gives_masks_of_its_tokens(tmp_path, with_end):
         assert constraint.mask[token // 8] >> token % 8 & 1
         ended = constraint.accept(token)
     assert ended
+
+
+TOKENIZERS = {
+    "Bytes": lambda files: Bytes(257),
+    "World": lambda files: World(),
+    "byte-level": lambda files: HuggingFace(files["bytes"]),
+    "byte fallback": lambda files: HuggingFace(files["fallback"]),
+}
+
+
+@pytest.fixture(scope="module", params=TOKENIZERS)
+def answers(request, tmp_path_factory):
+    """Answers of a random model that follow a schema."""
+    tokenizer = TOKENIZERS[request.param](written(tmp_path_factory.mktemp("tokenizers"), ['{"name": "Ada"}'] * 9))
+    torch.manual_seed(0)
+    model = CausalLM(gla(vocab_size=tokenizer.vocab_size, hidden_size=16, num_layers=1, num_heads=2, intermediate_size=32)).eval()
+    randomised(model)
+    engine, grammars = Engine(model, tokenizer, slots=16, token_budget=256), Grammars(tokenizer, tokenizer.vocab_size)
+
+    def generate(schema):
+        params = SamplingParams(max_tokens=150, n=16, seed=3, constraint=grammars.compile(schema, "test"))
+        return engine.generate([[1]], params)[0].completions
+
+    return generate
+
+
+STRING = re.compile(r'"(?:[^"\\]|\\.)*(?:"|\\?$)', re.DOTALL)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [SCHEMA, {"type": "object"}, {"type": "array", "items": SCHEMA, "minItems": 1, "maxItems": 1}],
+    ids=["object", "any object", "list"],
+)
+def test_answers_have_no_white_space_between_values(answers, schema):
+    found = answers(schema)
+    assert not any(re.search(r"\s", STRING.sub("", one.text)) for one in found)
+    if schema != {"type": "object"}:
+        assert {one.finish_reason for one in found} == {"stop"}
+        for one in found:
+            check(one.text if schema is SCHEMA else one.text[1:-1])
+
+
+@pytest.mark.parametrize("options", [{"whitespace_flexible": True}, {"whitespace_pattern": "[ ]{1,2}"}], ids=str)
+def test_a_schema_may_ask_for_white_space(answers, options):
+    found = answers({**SCHEMA, "x-guidance": options})
+    assert any(re.search(r"\s", STRING.sub("", one.text)) for one in found)
+    for one in found:
+        if one.finish_reason == "stop":
+            check(one.text)

@@ -1,0 +1,48 @@
+"""``min_tokens``: the mask of a completion that may not end yet."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from .request import Constraint, Sequence
+
+
+class Minimum:
+    """A ``Constraint``: that of a sequence, without the tokens that end it while it has too few. Where no other may follow, they may.
+
+    The mask is that of the token that the next step samples. It depends on counts only, so a step need not wait for the token before.
+
+    ends : collection of int
+        The tokens that end a completion.
+    """
+
+    def __init__(self, sequence: Sequence, ends: Collection[int], vocab_size: int) -> None:
+        self._sequence, self._inner = sequence, sequence.constraint
+        size = -(-vocab_size // 8)
+        self._all = ((1 << vocab_size) - 1).to_bytes(size, "little")
+        self._others = int.from_bytes(self._all, "little") & ~sum(1 << token for token in set(ends))
+        self._without = self._cut(self._all)
+
+    @property
+    def mask(self) -> bytes:
+        """Of the next token. With a step in flight, the scheduler has counted the token that it samples."""
+        given = self._all if self._inner is None else self._inner.mask
+        one = self._sequence
+        if one.length - one.prompt > one.request.params.min_tokens:
+            return given
+        return self._without if self._inner is None else self._cut(given)
+
+    def accept(self, token: int) -> bool:
+        """Take a token; whether nothing can follow."""
+        return self._inner is not None and self._inner.accept(token)
+
+    def _cut(self, mask: bytes) -> bytes:
+        allowed = int.from_bytes(mask, "little") & self._others
+        return allowed.to_bytes(len(mask), "little") if allowed else mask
+
+
+def constraint_of(sequence: Sequence, end_of_text: int | None, vocab_size: int) -> Constraint | None:
+    """What masks the logits of a sequence: its own constraint, and its minimum where tokens can end it."""
+    params = sequence.request.params
+    ends = {*params.stop_ids} if end_of_text is None or params.ignore_end else {*params.stop_ids, end_of_text}
+    return Minimum(sequence, ends, vocab_size) if params.min_tokens and ends else sequence.constraint

@@ -1,0 +1,40 @@
+"""What the objects of all requests share: rules, and fields that several of them have."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator, model_validator
+from pydantic_core import PydanticCustomError
+
+Text = Annotated[str, Field(min_length=1)]
+MOST_FIELDS = 64
+"""Of an object. As ``fail_fast`` for lists, it bounds the number of errors: reporting a million of them takes minutes."""
+
+
+def one_of(rule: str, remedy: str = "") -> WrapValidator:
+    """One message for a field with several forms, in place of one for each form."""
+
+    def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return handler(value)
+        except ValidationError:
+            raise PydanticCustomError("one_of", "Input should be {rule}", {"rule": rule, "remedy": remedy}) from None
+
+    return WrapValidator(check)
+
+
+class Body(BaseModel):
+    """An object in a request."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def without_nulls(cls, data: Any) -> Any:
+        """Fields that are not null. Raises ValueError if there are too many of them."""
+        if not isinstance(data, dict):
+            return data
+        if len(data) > MOST_FIELDS:
+            raise ValueError(f"an object must have at most {MOST_FIELDS} fields, got {len(data)}")
+        return {name: value for name, value in data.items() if value is not None}

@@ -1,0 +1,36 @@
+"""Web pages of other origins that may call the server (CORS)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
+
+from ..errors import Complaints, RangeError
+
+ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\sA-Z]+")
+EXPOSED = ("X-Request-Id", "Retry-After")
+"""Headers of answers that pages may read."""
+
+
+def check_origins(function: str, origins: Sequence[str]) -> None:
+    """Raise RangeError for what no browser sends as an origin: it would never be equal to one."""
+    complaints = Complaints(function)
+    for one in origins:
+        if not ORIGIN.fullmatch(one):
+            rule = "an origin such as https://example.org or http://localhost:5173, in small letters and without a path, or *"
+            complaints.add(RangeError, "allow_origin", rule, repr(one))
+    complaints.raise_any()
+
+
+def allow_origins(app: FastAPI, origins: Sequence[str]) -> None:
+    """Answer preflight requests of these origins, and let their pages read answers, errors too. Add it after all other middleware.
+
+    Credentials are not allowed: a page needs the server's key itself, since the server has no cookies.
+    """
+    app.add_middleware(
+        CORSMiddleware, allow_origins=list(origins), allow_methods=["GET", "HEAD", "POST", "DELETE"], allow_headers=["*"],
+        expose_headers=list(EXPOSED),
+    )  # fmt: skip

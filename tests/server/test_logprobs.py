@@ -1,0 +1,51 @@
+"""Names and bytes of tokens in log probabilities."""
+
+import pytest
+from tokenizer_files import written
+
+from penstock.engine import TokenLogprobs
+from penstock.models.tokenizers import Bytes, HuggingFace, World
+from penstock.server.logprobs import CompletionWriter, chat_logprobs, token_bytes, token_text
+
+TOKENIZERS = {
+    "Bytes": lambda files: Bytes(257),
+    "World": lambda files: World(),
+    "byte-level": lambda files: HuggingFace(files["bytes"]),
+    "byte fallback": lambda files: HuggingFace(files["fallback"]),
+}
+
+
+@pytest.fixture(scope="module", params=TOKENIZERS)
+def tokenizer(request, tmp_path_factory):
+    return TOKENIZERS[request.param](written(tmp_path_factory.mktemp("tokenizers"), ["the cat"]))
+
+
+def single(tokenizer, byte):
+    """The token of one byte."""
+    return next(token for token, value in enumerate(tokenizer.token_bytes) if value == bytes([byte]))
+
+
+def test_parts_of_characters_are_named_by_their_bytes_in_both_forms(tokenizer):
+    tokens = [single(tokenizer, byte) for byte in "é世".encode()]
+    names = ["bytes:\\xc3", "bytes:\\xa9", "bytes:\\xe4", "bytes:\\xb8", "bytes:\\x96"]
+    found = [TokenLogprobs(token, -1.0, ((token, -1.0), (single(tokenizer, 0x80), -2.0))) for token in tokens]
+    legacy = CompletionWriter(tokenizer).write(found, tokens)
+    assert legacy.tokens == names
+    assert legacy.top_logprobs == [{name: -1.0, "bytes:\\x80": -2.0} for name in names]
+    chat = chat_logprobs(tokenizer, found).content
+    assert [one.token for one in chat] == names
+    assert [one.bytes for one in chat] == [[byte] for byte in "é世".encode()]
+    assert [one.top_logprobs[1].bytes for one in chat] == [[0x80]] * 5
+
+
+def test_texts_and_tokens_without_bytes(tokenizer):
+    for token in tokenizer.encode("the cat"):
+        assert token_text(tokenizer, token) == (tokenizer.decode([token]) or f"token_id:{token}")
+    for token in (tokenizer.end_of_text, tokenizer.vocab_size):
+        assert (token_text(tokenizer, token), token_bytes(tokenizer, token)) == (f"token_id:{token}", None)
+
+
+def test_a_part_of_a_character_beside_text():
+    tokenizer = Bytes()
+    tokenizer.token_bytes = [b" a\xe4\n", b"\\\xe4", b"\\", "\ufffd".encode()]
+    assert [token_text(tokenizer, token) for token in range(4)] == ["bytes: a\\xe4\\x0a", "bytes:\\x5c\\xe4", "\\", "\ufffd"]

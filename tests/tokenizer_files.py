@@ -1,0 +1,33 @@
+"""Small tokenizers as Hugging Face repositories have them."""
+
+import json
+
+
+def written(folder, texts):
+    """tokenizer.json of two kinds: BPE of bytes as in GPT-2, and BPE with one token for each unknown byte as in Llama."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+    of_bytes = Tokenizer(models.BPE())
+    of_bytes.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    of_bytes.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, special_tokens=["<end>"], show_progress=False)
+    of_bytes.train_from_iterator(texts, trainer)
+
+    fallback = {f"<0x{byte:02X}>": byte + 1 for byte in range(256)} | {"<end>": 0}
+    characters = {character: 257 + i for i, character in enumerate("▁abcdefghijklmnopqrstuvwxyz")}
+    merges = [("▁", "a"), ("t", "h"), ("th", "e")]
+    merged = {"".join(pair): 257 + len(characters) + i for i, pair in enumerate(merges)}
+    with_fallback = Tokenizer(models.BPE(vocab=fallback | characters | merged, merges=merges, byte_fallback=True))
+    with_fallback.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    with_fallback.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    with_fallback.add_special_tokens(["<end>"])
+    files = {}
+    for name, tokenizer in (("bytes", of_bytes), ("fallback", with_fallback)):
+        (folder / name).mkdir()
+        files[name] = folder / name / "tokenizer.json"
+        tokenizer.save(str(files[name]))
+        (folder / name / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
+    return files
