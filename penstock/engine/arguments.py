@@ -37,8 +37,8 @@ def check_request(function: str, request: object) -> None:
 
 
 def checked_request(
-    function: str, prompt: Any, params: Any, priority: Any = 0, boundaries: Any = (), state: Any = None, sink: Any = None, *,
-    model: CausalLM, tokenizer: Any, vocab_size: int, model_hash: Callable[[], str],
+    function: str, prompt: Any, params: Any, priority: Any = 0, boundaries: Any = (), state: Any = None, sink: Any = None,
+    cache_salt: Any = "", *, model: CausalLM, tokenizer: Any, vocab_size: int, model_hash: Callable[[], str],
 ) -> Request:  # fmt: skip
     """The request of a caller of ``function``. Raises InvalidArgument with all broken rules.
 
@@ -60,6 +60,8 @@ def checked_request(
         complaints.add(RangeError, "boundaries", f"positions in the prompt, from 0 to {len(tokens)}", shortened(outside))
     if sink is not None and not callable(sink):
         complaints.add(DtypeError, "sink", "a callable or None", described(sink))
+    if not isinstance(cache_salt, str):
+        complaints.add(DtypeError, "cache_salt", "a text", described(cache_salt))
     if state is not None and not isinstance(state, SequenceState):
         complaints.add(DtypeError, "state", "a SequenceState or None", described(state))
         complaints.raise_any()
@@ -82,7 +84,7 @@ def checked_request(
         complaints.add(RangeError, "prompt_logprobs", "None with a state", params.prompt_logprobs)
     complaints.raise_any()
     whole = tokens if state is None else [*state.tokens, *tokens]
-    return Request(whole, params, priority, tuple(known + one for one in boundaries), sink, state)
+    return Request(whole, params, priority, tuple(known + one for one in boundaries), sink, state, cache_salt)
 
 
 def _tokens(complaints: Complaints, prompt: Any, tokenizer: Any, vocab_size: int) -> list[int]:

@@ -174,7 +174,7 @@ class Engine:
 
     def submit(
         self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0, boundaries: Items[int] = (),
-        state: SequenceState | None = None, sink: Callable[[Request, Event], None] | None = None,
+        state: SequenceState | None = None, sink: Callable[[Request, Event], None] | None = None, cache_salt: str = "",
     ) -> Request:  # fmt: skip
         """Queue a request. Steps run while ``stream`` or ``generate`` are in use, after ``start``, or by calls of ``step``.
 
@@ -188,9 +188,13 @@ class Engine:
         sink : callable, optional
             Called for each Event, by the thread that runs the step. It may call the engine. If it raises, this request fails.
 
+        cache_salt : str
+            States of prefixes serve requests of the same salt only. How long a prompt takes tells whether its prefix is kept, so requests
+            that must not learn of each other's prompts need different salts.
+
         Raises InvalidArgument, or QueueFull.
         """
-        request = self._request("submit", prompt, params or SamplingParams(), priority, boundaries, state, sink)
+        request = self._request("submit", prompt, params or SamplingParams(), priority, boundaries, state, sink, cache_salt)
         if self.waiting >= self.max_queue:
             raise QueueFull(f"submit: waiting requests must be at most {self.max_queue}, got one more. Try again later.")
         self._put(request)
@@ -198,7 +202,7 @@ class Engine:
 
     async def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0, boundaries: Items[int] = (),
-        state: SequenceState | None = None,
+        state: SequenceState | None = None, cache_salt: str = "",
     ) -> AsyncIterator[Event]:  # fmt: skip
         """Events of a request as they come. Leaving the loop early cancels it. Arguments and errors as for ``submit``.
 
@@ -206,7 +210,9 @@ class Engine:
         """
         self.start()
         with self._mailboxes.open() as mailbox:
-            request = self.submit(prompt, params, priority=priority, boundaries=boundaries, state=state, sink=mailbox.put)
+            request = self.submit(
+                prompt, params, priority=priority, boundaries=boundaries, state=state, sink=mailbox.put, cache_salt=cache_salt
+            )
             try:
                 left = request.params.n
                 while left:
@@ -234,7 +240,7 @@ class Engine:
         Raises EngineError if the completion does not run in this engine.
         """
         check_request("fork", request)
-        return self.submit(prompt, params or request.params, state=self.state_of(request, index=index))
+        return self.submit(prompt, params or request.params, state=self.state_of(request, index=index), cache_salt=request.cache_salt)
 
     def state_of(self, request: Request, *, index: int = 0) -> SequenceState:
         """The state of a completion that runs, after its last token. Raises EngineError if it does not run in this engine."""

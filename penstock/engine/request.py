@@ -228,6 +228,8 @@ class Request:
     """Called for every event, by the thread that runs the steps."""
     state: Any = None
     """The ``SequenceState`` to continue from; ``prompt`` begins with its tokens."""
+    cache_salt: str = ""
+    """States of prefixes are shared between requests of one salt only."""
     sequences: list[Sequence] = field(default_factory=list)
     result: Result = field(init=False)
     done: bool = False

@@ -1,4 +1,4 @@
-"""States of prefixes of earlier prompts: a radix tree over tokens. Pure Python; states are opaque.
+"""States of prefixes of earlier prompts: a radix tree over tokens for each salt. Pure Python; states are opaque.
 
 A state has one size whatever the length of its prefix, so the tree keeps few of them: each node with an entry is worth the tokens behind
 the entry above it. Eviction is GreedyDual-Size: an entry has the credit ``clock + saved tokens / bytes``, set when it is stored and when it
@@ -33,6 +33,7 @@ class Entry:
     """The number of tokens of its prefix."""
     state: State
     node: Node
+    salt: str
     credit: float = 0.0
     on_host: bool = False
 
@@ -74,7 +75,8 @@ class StateCache:
     ) -> None:
         self.budget, self.host_budget = budget, host_budget
         self._to_host, self._to_device = to_host, to_device
-        self._root = Node((), None)
+        self._roots: dict[str, Node] = {}
+        """One tree for each salt that has entries."""
         self._entries: dict[Entry, None] = {}
         """The least recently used one first, so it leaves first of those with equal credit."""
         self._clock = 0.0
@@ -84,12 +86,14 @@ class StateCache:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def lookup(self, tokens: Sequence[int], *, count: bool = True) -> tuple[int, Any, int]:
+    def lookup(self, tokens: Sequence[int], salt: str = "", *, count: bool = True) -> tuple[int, Any, int]:
         """The longest prefix with a state that serves ``tokens``, this state, and the length of the longest known prefix.
+
+        Only what was inserted with the same salt is found, and known.
 
         A prefix of all tokens serves only if the logits after it are known. (0, None, known) if there is none.
         """
-        found, known = self._walk(tuple(tokens))
+        found, known = self._walk(tuple(tokens), salt)
         entry = next((one for one in reversed(found) if one.length < len(tokens) or one.state.logits is not None), None)
         if count:
             self.counts.hits += entry is not None
@@ -101,39 +105,39 @@ class StateCache:
             assert self._to_device is not None
             self._remove(entry, evicted=False)
             state = self._to_device(entry.state)
-            self._store(tuple(tokens[: entry.length]), state)
+            self._store(tuple(tokens[: entry.length]), state, salt)
             return entry.length, state, known
         self._give_credit(entry)
         return entry.length, entry.state, known
 
-    def insert(self, tokens: Sequence[int], state: State) -> None:
+    def insert(self, tokens: Sequence[int], state: State, salt: str = "") -> None:
         """Keep the state after ``tokens``, a multiple of 64 of them, if the budget has room for it."""
         key = tuple(tokens)
         assert aligned(len(key)) == len(key)
-        found, _ = self._walk(key)
+        found, _ = self._walk(key, salt)
         if found and found[-1].length == len(key):
             known = found[-1]
             if known.state.logits is not None or state.logits is None:
                 self._give_credit(known)
                 return
             self._remove(known, evicted=False)
-        self._store(key, state)
+        self._store(key, state, salt)
 
-    def contains(self, tokens: Sequence[int]) -> bool:
+    def contains(self, tokens: Sequence[int], salt: str = "") -> bool:
         """Whether the state after exactly ``tokens`` is kept."""
-        found, _ = self._walk(tuple(tokens))
+        found, _ = self._walk(tuple(tokens), salt)
         return bool(found) and found[-1].length == len(tokens)
 
     def clear(self) -> None:
         """Forget all states."""
-        self._root = Node((), None)
+        self._roots.clear()
         self._entries.clear()
         self.bytes = self.host_bytes = 0
 
-    def _walk(self, key: tuple[int, ...]) -> tuple[list[Entry], int]:
+    def _walk(self, key: tuple[int, ...], salt: str) -> tuple[list[Entry], int]:
         """The entries of prefixes of ``key``, shortest first, and the length of the longest prefix that the tree has."""
-        node, at, found = self._root, 0, []
-        while at < len(key) and (child := node.children.get(key[at])) is not None:
+        node, at, found = self._roots.get(salt), 0, list[Entry]()
+        while node is not None and at < len(key) and (child := node.children.get(key[at])) is not None:
             shared = shared_prefix(child.tokens, key[at : at + len(child.tokens)])
             at += shared
             if shared < len(child.tokens):
@@ -143,20 +147,20 @@ class StateCache:
                 found.append(node.entry)
         return found, at
 
-    def _store(self, key: tuple[int, ...], state: State) -> Entry | None:
+    def _store(self, key: tuple[int, ...], state: State, salt: str) -> Entry | None:
         size = state.nbytes
         if size > self.budget or not key:
             return None
-        entry = Entry(len(key), state, self._node(key))
+        entry = Entry(len(key), state, self._node(key, salt), salt)
         entry.node.entry = entry
         self.bytes += size
         self._give_credit(entry)
         self._shrink(keep=entry)
         return entry
 
-    def _node(self, key: tuple[int, ...]) -> Node:
+    def _node(self, key: tuple[int, ...], salt: str) -> Node:
         """The node that ends at ``key``, made if there is none."""
-        node, at = self._root, 0
+        node, at = self._roots.setdefault(salt, Node((), None)), 0
         while at < len(key):
             child = node.children.get(key[at])
             if child is None:
@@ -221,6 +225,8 @@ class StateCache:
             else:
                 return
             node = parent
+        if node.parent is None and not node.children:  # salts come from clients, so there may be many
+            self._roots.pop(entry.salt, None)
 
 
 def _parents(node: Node) -> Iterator[Node]:

@@ -151,7 +151,7 @@ class Steps:
             self.pool.copy_in(rows, request.state.row[None])
         elif self.cache.budget and request.params.prompt_logprobs is None:
             most = len(request.prompt) - (request.params.max_tokens == 0)
-            found, state, known = self.cache.lookup(request.prompt[:most])
+            found, state, known = self.cache.lookup(request.prompt[:most], request.cache_salt)
             if found:
                 one.computed = one.aligned = request.result.cached_tokens = found
                 self.pool.copy_in(rows, state.row)
@@ -208,7 +208,7 @@ class Steps:
         for one, length, state in flight.kept:
             if length > len(one.tokens):  # its last token has no value: the request failed
                 continue
-            self.cache.insert(one.tokens[:length], state)
+            self.cache.insert(one.tokens[:length], state, one.request.cache_salt)
             if length % self.keep_every == 0:
                 one.cuts.add(length + self.keep_every)
         for work in flight.works:
@@ -288,9 +288,9 @@ class Steps:
     def _keep_last(self, one: Sequence) -> None:
         """Keep the aligned state of a finished sequence: the next turn of a conversation continues there."""
         if self._cached(one) and one.slot is not None and one.aligned > len(one.request.prompt):
-            tokens = one.tokens[: one.aligned]
-            if not self.cache.contains(tokens):
-                self.cache.insert(tokens, KeptState(self.pool.copy_out([self.pool.aligned(one.slot)])))
+            tokens, salt = one.tokens[: one.aligned], one.request.cache_salt
+            if not self.cache.contains(tokens, salt):
+                self.cache.insert(tokens, KeptState(self.pool.copy_out([self.pool.aligned(one.slot)])), salt)
 
     def _add_prompt_logprobs(self, one: Sequence, begin: int, end: int, scores: Any) -> None:
         request = one.request

@@ -107,6 +107,8 @@ class SamplingBody(Body):
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] = 1.0
     stop_token_ids: Annotated[list[Token], Field(fail_fast=True)] = []
     ignore_eos: bool = False
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] = ""
+    priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
 
     @model_validator(mode="after")
     def check_stream_options(self) -> SamplingBody:
