@@ -57,13 +57,23 @@ class Live:
 
 
 @contextmanager
-def running(model, limits=None, template=WorldTemplate(), api_key=None, drain_seconds=5, states_folder=None, origins=(), **options):  # noqa: B008
+def running(
+    model,
+    limits=None,
+    template=WorldTemplate(),
+    api_key=None,
+    drain_seconds=5,
+    states_folder=None,
+    keys=None,
+    origins=(),
+    **options,
+):
     engine = Engine(model, Bytes(VOCAB), **{"slots": 4, "token_budget": 256, **options})
     service = Service(engine, "tiny", template, limits, states_folder)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    server = make_server(service, port=port, api_key=api_key, origins=origins, drain_seconds=drain_seconds, log_level="warning")
+    server = make_server(service, port=port, api_key=api_key, keys=keys, origins=origins, drain_seconds=drain_seconds, log_level="warning")
     thread = threading.Thread(target=server.run)
     thread.start()
     while not server.started:

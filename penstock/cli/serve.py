@@ -35,6 +35,10 @@ def serve(
         list[str] | None,
         typer.Option(metavar="ORIGIN", help="Web pages of this origin may call the server; * is all. Several: give it again."),
     ] = None,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Several keys: lines of NAME KEY, read again by SIGHUP. See docs/server.md."),
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N. Default: a GPU if there is one.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Dtype of the weights. Default: float32 on a CPU, bfloat16 on a GPU.")] = None,
     tokenizer: Annotated[
@@ -79,7 +83,9 @@ def serve(
     check_device(complaints, device)
     if dtype is not None:
         check_names(complaints, "dtype", [dtype], DTYPES)
-    api_key = os.environ.get(KEY_VARIABLE) if api_key is None else api_key
+    if api_key_file is not None and api_key is not None:
+        complaints.add(RangeError, "api_key", "absent with api_key_file", "both", "Write the key into the file.")
+    api_key = os.environ.get(KEY_VARIABLE) if api_key is None and api_key_file is None else api_key
     if api_key == "":
         complaints.add(RangeError, "api_key", "at least one character", "none", "Leave it out to serve without a key.")
     _check_address(complaints, host, port)
@@ -87,6 +93,7 @@ def serve(
         _check_folder(complaints, states_folder)
     complaints.raise_any()
     try:
+        from ..server.keys import Keys
         from ..server.limits import Limits
         from ..server.origins import check_origins
         from ..server.run import make_server
@@ -95,6 +102,7 @@ def serve(
     except ImportError as error:
         raise MissingExtra.of("serve", "fastapi, uvicorn, jinja2 and prometheus-client", "serve") from error
     check_origins("serve", allow_origin or ())
+    keys = None if api_key_file is None else Keys.read(api_key_file)
     model = checkpoint("serve", "model", given := model, download)
     coder = load_tokenizer(tokenizer or model)
     use_cores(context, threads, device)
@@ -107,7 +115,7 @@ def serve(
     engine.warm_up()
     limits = Limits(max_tokens=max_tokens, prompt_tokens=max_prompt, seconds=max_seconds, states=max_states)
     service = Service(engine, name or (given.resolve().name if model.is_dir() else given.stem), template, limits, states_folder)
-    make_server(service, host, port, api_key=api_key, origins=allow_origin or (), drain_seconds=drain_seconds).run()
+    make_server(service, host, port, api_key=api_key, keys=keys, origins=allow_origin or (), drain_seconds=drain_seconds).run()
 
 
 def _check_address(complaints: Complaints, host: str, port: int) -> None:

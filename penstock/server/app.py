@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
+import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,15 +11,18 @@ from typing import Any
 
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
+from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .. import __version__
 from ..errors import PenstockError
+from .caller import Caller, current, enter
 from .chat import chat
 from .completions import completions
 from .errors import Refused, refusal
+from .keys import Keys
 from .limits import read_body
 from .metrics import Metrics
 from .origins import allow_origins, check_origins
@@ -36,15 +39,19 @@ PAGE_HEADERS = {
 }
 
 
-def create_app(service: Service, api_key: str | None = None, origins: Sequence[str] = ()) -> FastAPI:
+def create_app(service: Service, api_key: str | None = None, keys: Keys | None = None, origins: Sequence[str] = ()) -> FastAPI:
     """The application. It runs the engine's thread, and closes the engine at its end.
 
     api_key : str, optional
         Requests below /v1 must have it as bearer token.
+    keys : Keys, optional
+        Or one of these.
     origins : list of str
         Web pages of these origins may call the server; "*": all pages.
     """
     check_origins("create_app", origins)
+    if api_key is not None:
+        keys = Keys.single(api_key)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -52,11 +59,11 @@ def create_app(service: Service, api_key: str | None = None, origins: Sequence[s
         yield
         service.abort()
         await asyncio.to_thread(service.engine.close)
-        await asyncio.to_thread(service.states.close)
+        await asyncio.to_thread(service.close_states)
 
     app = FastAPI(title="Penstock", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
     _add_errors(app, service)
-    guarded = [Depends(_key_check(api_key))] if api_key is not None else []
+    guarded = [Depends(_key_check(keys))] if keys is not None else []
     _add_openai(app, service, guarded)
     _add_states(app, service, guarded)
     _add_page(app, service)
@@ -65,15 +72,10 @@ def create_app(service: Service, api_key: str | None = None, origins: Sequence[s
     return app
 
 
-def _key_check(api_key: str) -> Callable[[Request], Awaitable[None]]:
-    wanted = f"Bearer {api_key}".encode()
-
+def _key_check(keys: Keys) -> Callable[[Request], Awaitable[None]]:
     async def check(request: Request) -> None:
-        given = request.headers.get("authorization", "").encode("latin-1")
-        if not hmac.compare_digest(given, wanted):
-            message = "server: the API key must be the one of this server, got another or none. Send it as bearer token."
-            headers = {"WWW-Authenticate": "Bearer"}
-            raise Refused(401, message, kind="authentication_error", code="invalid_api_key", headers=headers)
+        current().key = keys.check(request.headers.get("authorization", ""))
+        current().key.quota.take_request()
 
     return check
 
@@ -101,12 +103,14 @@ class Answers:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        begun = False
+        begun, caller = False, Caller(secrets.token_hex(16), (scope["client"] or ("",))[0])
+        enter(caller)
 
         async def counted(message: Message) -> None:
             nonlocal begun
             if message["type"] == "http.response.start":
                 begun = True
+                MutableHeaders(scope=message).update(caller.key.quota.headers())
                 self._metrics.answered(getattr(scope.get("route"), "path", "other"), message["status"])
             await send(message)
 
@@ -146,27 +150,27 @@ def _add_openai(app: FastAPI, service: Service, guarded: list[Any]) -> None:
 
 
 def _add_states(app: FastAPI, service: Service, guarded: list[Any]) -> None:
-    states, limits = service.states, service.limits
+    limits = service.limits
 
     @app.get("/v1/states", dependencies=guarded)
     async def listed() -> StateList:
-        return StateList(data=await asyncio.to_thread(states.cards))
+        return StateList(data=await asyncio.to_thread(service.states.cards))
 
     @app.get("/v1/states/{name}", dependencies=guarded)
     async def file(name: str) -> Response:
-        content = await asyncio.to_thread(states.content, name)
+        content = await asyncio.to_thread(service.states.content, name)
         headers = {"Content-Disposition": f'attachment; filename="{name}.safetensors"'}
         return Response(content, media_type="application/octet-stream", headers=headers)
 
     @app.post("/v1/states", dependencies=guarded)
     async def add(request: Request) -> StateCard:
         content = await read_body(request, limits.state_bytes, limits.body_seconds)
-        name = await asyncio.to_thread(states.add_file, content, limits.prompt_tokens)
-        return await asyncio.to_thread(states.card, name)
+        name = await asyncio.to_thread(service.states.add_file, content, limits.prompt_tokens)
+        return await asyncio.to_thread(service.states.card, name)
 
     @app.delete("/v1/states/{name}", dependencies=guarded)
     async def remove(name: str) -> dict[str, Any]:
-        await asyncio.to_thread(states.remove, name)
+        await asyncio.to_thread(service.states.remove, name)
         return {"id": name, "object": "state", "deleted": True}
 
 

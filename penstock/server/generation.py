@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from time import perf_counter
 
 from ..engine import Engine, Event, SamplingParams, SequenceState
 from ..engine.request import Request
+from .caller import current
 from .errors import Refused, refusal
 from .metrics import Metrics
 from .protocol import FinishReason, PromptDetails, Usage
@@ -49,7 +50,7 @@ class Generation:
                     mailbox.put(request, event)
 
                 self.requests.append(
-                    self._engine.submit(job.tokens, job.params, state=job.state, sink=sink)
+                    self._engine.submit(job.tokens, job.params, state=job.state, sink=sink, cache_salt=current().salt)
                 )  # fmt: skip
             timer = asyncio.get_running_loop().call_later(self._seconds, self._expire)
             left.callback(timer.cancel)
@@ -57,6 +58,10 @@ class Generation:
             left.callback(running.discard, self)
             self._open = left.pop_all()
         self._mailbox = mailbox
+
+    def at_end(self, callback: Callable[[], None]) -> None:
+        """Call this by ``close``."""
+        self._open.callback(callback)
 
     def close(self) -> None:
         """Cancel what still runs."""

@@ -80,6 +80,8 @@ class SamplingBody(Body, UnusedFields):
     stop_token_ids: Annotated[list[Token], Field(fail_fast=True)] = Field([])
     ignore_eos: bool = False
     min_tokens: Annotated[int, Field(ge=0)] = 0
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] = ""
+    priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
 
 
 class CompletionBody(SamplingBody, UnusedCompletionFields):

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import socket
+import threading
 from collections.abc import Sequence
 
 import uvicorn
 
 from .app import create_app
 from .connection import Connection
+from .keys import Keys
 from .service import Service
 
 LOG = logging.getLogger("penstock.server")
@@ -25,9 +28,16 @@ class Server(uvicorn.Server):
         After it, the requests that still run end with an error.
     """
 
-    def __init__(self, config: uvicorn.Config, service: Service, drain_seconds: float) -> None:
+    def __init__(self, config: uvicorn.Config, service: Service, drain_seconds: float, keys: Keys | None = None) -> None:
         super().__init__(config)
+        self._reread = None if keys is None else keys.reread
         self._service, self._drain_seconds = service, drain_seconds
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen; SIGHUP reads a file of keys again."""
+        await super().startup(sockets)
+        if self._reread is not None and threading.current_thread() is threading.main_thread():
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._reread)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Drain, then stop."""
@@ -40,12 +50,13 @@ class Server(uvicorn.Server):
 
 
 def make_server(
-    service: Service, host: str = "127.0.0.1", port: int = 8000, *, api_key: str | None = None, origins: Sequence[str] = (),
-    drain_seconds: float = 60, log_level: str = "info",
+    service: Service, host: str = "127.0.0.1", port: int = 8000, *, api_key: str | None = None, keys: Keys | None = None,
+    origins: Sequence[str] = (), drain_seconds: float = 60, log_level: str = "info",
 ) -> Server:  # fmt: skip
     """A server; its ``run`` ends with SIGTERM or SIGINT."""
     config = uvicorn.Config(
-        create_app(service, api_key, origins), host=host, port=port, log_level=log_level, access_log=False, server_header=False, ws="none",
+        create_app(service, api_key, keys, origins), host=host, port=port, log_level=log_level, access_log=False, server_header=False,
+        ws="none",
         timeout_graceful_shutdown=int(drain_seconds + LAST_SECONDS), lifespan="on", http=Connection,
     )  # fmt: skip
-    return Server(config, service, drain_seconds)
+    return Server(config, service, drain_seconds, keys)

@@ -13,6 +13,7 @@ from typing import Any
 from ..engine import Engine, SamplingParams
 from ..errors import InvalidArgument
 from ..models.tokenizers import Tokenizer
+from .caller import current
 from .errors import Refused, refusal
 from .generation import Generation, Job
 from .grammars import Grammars, wanted_schema
@@ -45,10 +46,23 @@ class Service:
         self.limits = limits or Limits()
         self.metrics = Metrics(engine)
         self.grammars = Grammars(self.tokenizer, engine.vocab_size)
-        self.states = States(engine, self.limits.states, states_folder)
+        self._states = {"": States(engine, self.limits.states, states_folder)}
+        """By the name of the key that they belong to."""
         self.created = int(time.time())
         self.running: set[Generation] = set()
         self.closing = False
+
+    @property
+    def states(self) -> States:
+        """Those of the caller's key."""
+        name = current().key.name
+        if name not in self._states:
+            self._states[name] = self._states[""].below(name)
+        return self._states[name]
+
+    def close_states(self) -> None:
+        """Remove the temporary folder of states."""
+        self._states[""].close()
 
     def heading(self, kind: str) -> dict[str, Any]:
         """Fields that begin every answer."""
@@ -61,8 +75,12 @@ class Service:
             raise Refused(404, message, param="model", code="model_not_found")
 
     async def params(self, body: SamplingBody, function: str, max_tokens: int, stops: Sequence[str] = (), **more: Any) -> SamplingParams:
-        """Sampling parameters of a request. Raises Refused or InvalidArgument."""
-        limits, size = self.limits, self.engine.vocab_size
+        """Sampling parameters of a request; the caller gets its other fields. Raises Refused or InvalidArgument."""
+        limits, size, caller = self.limits, self.engine.vocab_size, current()
+        if body.priority < caller.key.priority:
+            message = f"{function}: priority must be at least {caller.key.priority} with this key, got {body.priority}."
+            raise Refused(403, message, kind="permission_error", param="priority", code="priority_not_allowed")
+        caller.cache_salt, caller.priority = body.cache_salt, body.priority
         given = [body.stop] if isinstance(body.stop, str) else body.stop
         bias = {int(token): value for token, value in body.logit_bias.items()}
         self._check(function, "max_tokens", limits.max_tokens, max_tokens)
@@ -105,7 +123,15 @@ class Service:
             raise Refused(503, "server: it must be running, got a shutdown.", kind="server_error", code="shutting_down")
         longest = max(len(job.tokens) for job in jobs)
         self._check(function, "the prompt's tokens", self.limits.prompt_tokens, longest, "prompt")
-        return Generation(self.engine, jobs, self.limits.seconds, self.metrics, self.running)
+        reserved, quota = sum(len(job.tokens) + job.params.n * job.params.max_tokens for job in jobs), current().key.quota
+        quota.take_tokens(reserved, function)
+        try:
+            generation = Generation(self.engine, jobs, self.limits.seconds, self.metrics, self.running)
+        except BaseException:
+            quota.give_back(reserved)
+            raise
+        generation.at_end(lambda: quota.give_back(reserved - generation.usage().total_tokens))
+        return generation
 
     def abort(self) -> None:
         """End all requests with an error, and take no new ones."""

@@ -43,6 +43,12 @@ class States:
         self._folder = folder or Path(tempfile.mkdtemp(prefix="penstock-states-"))
         self._remove_folder = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True) if folder is None else None
 
+    def below(self, name: str) -> States:
+        """The states of one key, in a folder of its own: as many of each, and none of another one's."""
+        folder = self._folder / name
+        folder.mkdir(mode=0o700, exist_ok=True)
+        return States(self._engine, self._most, folder)
+
     def add(self, state: SequenceState) -> str:
         """Keep a state; its name."""
         return self._keep(partial(self._engine.save_state, state))

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from penstock.engine import Engine, SamplingParams
 from penstock.engine.state_cache import StateCache
+from penstock.errors import DtypeError
 
 
 @dataclass(eq=False)
@@ -65,31 +66,65 @@ def test_a_prefix_of_all_tokens_needs_logits():
 
 @settings(deadline=None, max_examples=60)
 @given(
-    st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 2), min_size=1, max_size=5), st.integers(1, 30)), max_size=60),
+    st.lists(
+        st.tuples(st.booleans(), st.lists(st.integers(0, 2), min_size=1, max_size=5), st.integers(1, 30), st.sampled_from(["", "a"])),
+        max_size=60,
+    ),
     st.integers(0, 60),
 )
 def test_budgets_hold_and_hits_are_prefixes(actions, host):
     """Compared with a dictionary of what was ever stored."""
     cache, stored = cache_of(100, host), set()
-    for store, kinds, size in actions:
+    for store, kinds, size, salt in actions:
         key = blocks(*kinds)
         if store:
-            insert(cache, key, nbytes=size, logits=0)
-            stored.add(key)
+            cache.insert(key, Fake((salt, *key), size, 0), salt)
+            stored.add((salt, *key))
         else:
-            length, state, _ = cache.lookup(key)
-            assert length == 0 or (state.key == key[:length] and state.key in stored and not state.on_host)
+            length, state, _ = cache.lookup(key, salt)
+            assert length == 0 or (state.key == (salt, *key[:length]) and state.key in stored and not state.on_host)
         assert cache.bytes <= 100
         assert cache.host_bytes <= host
         entries = list(cache._entries)
         assert cache.bytes == sum(one.state.nbytes for one in entries if not one.on_host)
         assert cache.host_bytes == sum(one.state.nbytes for one in entries if one.on_host)
-        assert all(cache.contains(one.state.key) and one.on_host == one.state.on_host for one in entries)
-        assert count_nodes(cache._root) <= 2 * len(entries) + 1
+        assert all(cache.contains(one.state.key[1:], one.state.key[0]) and one.on_host == one.state.on_host for one in entries)
+        nodes = sum(count_nodes(root) for root in cache._roots.values())
+        assert len(cache._roots) <= len({one.salt for one in entries})
+        assert nodes <= 2 * len(entries) + len(cache._roots)
 
 
 def count_nodes(node) -> int:
     return 1 + sum(count_nodes(child) for child in node.children.values())
+
+
+def test_prefixes_serve_requests_of_their_salt_only():
+    """Whatever made the state: a prompt, a chunk of a long one, generated tokens, a fork. Results have equal bits all the same."""
+    engine = Engine(model_of("gla"), slots=3, token_budget=256, keep_every=64)
+    prompt, params = [n % 11 for n in range(130)], SamplingParams(max_tokens=65, seed=3, n=2, logprobs=1)
+
+    def run(salt, prompt=prompt):
+        request = engine.submit(prompt, params, cache_salt=salt)
+        while not request.done:
+            engine.step()
+        return request.result
+
+    one, other, again = run("a"), run("b"), run("a")
+    assert (one.cached_tokens, other.cached_tokens, again.cached_tokens) == (0, 0, 128)
+    turn = prompt + one.tokens
+    assert run("", turn).cached_tokens == 0
+    assert run("b", turn).cached_tokens == run("a", turn).cached_tokens == 192
+    for result in (other, again):
+        assert [(some.tokens, some.logprobs) for some in result.completions] == [(some.tokens, some.logprobs) for some in one.completions]
+    with pytest.raises(DtypeError, match="submit: cache_salt must be a text"):
+        engine.submit(prompt, params, cache_salt=1)
+
+
+def test_salts_without_states_are_forgotten():
+    cache = cache_of(20)
+    for n in range(100):
+        cache.insert(blocks(1), Fake(blocks(1)), str(n))
+    assert len(cache._roots) == len(cache) == 2
 
 
 def test_what_saves_little_work_for_its_bytes_leaves_first():
