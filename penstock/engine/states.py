@@ -79,7 +79,7 @@ def save_state(state: SequenceState, path: str | Path, model: CausalLM, pool: St
 
 
 def load_state(path: str | Path, model: CausalLM, pool: StatePool, model_hashes: Iterable[str]) -> SequenceState:
-    """Read what ``save_state`` wrote. Raises RangeError or ShapeError unless it belongs to this model, layout and dtype, and is whole.
+    """Read what ``save_state`` wrote. Raises RangeError or ShapeError unless it is of this model, layout and dtype, whole and finite.
 
     ``model_hashes`` are that of the model, then those of its tunings.
     """
@@ -116,8 +116,13 @@ def load_state(path: str | Path, model: CausalLM, pool: StatePool, model_hashes:
         if found is None or found.shape != x.shape or found.dtype != x.dtype:
             got = "none" if found is None else f"{found.dtype} {list(found.shape)}"
             complaints.add(ShapeError, name, f"{x.dtype} {list(x.shape)}", got, remedy)
+        elif found.is_floating_point() and not found.isfinite().all():
+            complaints.add(RangeError, name, "finite numbers", "NaN or inf among them", "Save it again from the engine that made it.")
         else:
             x.copy_(found)
+    unknown = tensors.keys() - pool.tensors(row).keys()
+    if unknown:
+        complaints.add(ShapeError, "the tensors of the file", "those of the state alone", shortened(sorted(unknown)), remedy)
     complaints.raise_any()
     return SequenceState(tuple(tokens.tolist()), int(about["aligned"]), row, model_hash)
 

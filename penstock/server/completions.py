@@ -9,13 +9,13 @@ from typing import Any
 
 from fastapi import Request, Response
 
-from ..engine import Event
+from ..engine import Event, SequenceState
 from ..engine.request import Request as EngineRequest
 from .errors import Refused
 from .generation import Generation, Job, finish_reason
 from .limits import parsed
 from .logprobs import CompletionWriter
-from .protocol import CompletionAnswer, CompletionBody, CompletionChoice
+from .protocol import CompletionAnswer, CompletionBody, CompletionChoice, ErrorFields
 from .service import Service
 from .streaming import EventStream, finished
 
@@ -71,6 +71,7 @@ def _answer(service: Service, body: CompletionBody, generation: Generation, head
         for place, one in enumerate(generation.requests)
         for index in range(body.n)
     ]
+    _save_states(service, choices, [done.state for one in generation.requests for done in one.result.completions])
     answer = CompletionAnswer(**heading, choices=choices, usage=generation.usage())
     return Response(answer.model_dump_json(), media_type="application/json")
 
@@ -82,9 +83,17 @@ def _choice(service: Service, body: CompletionBody, one: EngineRequest, place: i
         writer = CompletionWriter(service.tokenizer)
         begin = one.result.prompt_logprobs or [] if body.echo else []
         choice.logprobs = writer.write([*begin, *done.logprobs], [*one.prompt[: len(begin)], *done.tokens])
-    if done.state is not None:
-        choice.state = service.states.add(done.state)
     return choice
+
+
+def _save_states(service: Service, choices: list[CompletionChoice], states: list[SequenceState | None]) -> None:
+    """Keep the states that were asked for. A choice whose state cannot be kept has the error."""
+    wanted = [(choice, state) for choice, state in zip(choices, states) if state is not None]
+    for (choice, _), saved in zip(wanted, service.states.add([state for _, state in wanted])):
+        if isinstance(saved, Refused):
+            choice.state_error = ErrorFields(**saved.content["error"])
+        else:
+            choice.state = saved
 
 
 class StreamWriter:

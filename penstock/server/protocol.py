@@ -201,6 +201,15 @@ class ChatLogprobs(BaseModel):
     content: list[TokenLogprob] = []
 
 
+class ErrorFields(BaseModel):
+    """OpenAI's error object."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
 class CompletionChoice(BaseModel):
     """One completion, or a piece of it."""
 
@@ -209,6 +218,8 @@ class CompletionChoice(BaseModel):
     logprobs: CompletionLogprobs | None = None
     finish_reason: FinishReason | None = None
     state: str | None = Field(default=None, exclude_if=lambda value: value is None)
+    state_error: ErrorFields | None = Field(default=None, exclude_if=lambda value: value is None)
+    """Why the state could not be saved, in its place."""
 
 
 class CompletionAnswer(BaseModel):

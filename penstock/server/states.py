@@ -7,10 +7,11 @@ import os
 import re
 import secrets
 import shutil
+import stat
 import tempfile
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -20,19 +21,23 @@ from safetensors import SafetensorError, safe_open
 
 from ..engine import Engine, SequenceState
 from ..errors import InvalidArgument
-from .errors import Refused
+from .errors import Refused, refusal
+from .parts import Parts
 from .protocol import StateCard
 
 LOG = logging.getLogger("penstock.server")
 NAME = re.compile(r"state-([0-9]{1,15})-[0-9a-f]{32}", re.ASCII)
 """The time when it was saved, in seconds, and random digits. Longer ones are no names of files."""
 SUFFIX = ".safetensors"
+TICK = 1000
+"""Nanoseconds between two uses at least. File systems round times of files, most of them to less than this."""
 
 
 class States:
     """The last ``most`` states that were used, as files of a folder. Servers of one model may share a folder.
 
-    All methods read or write files. The time of a file is that of its last use.
+    All methods read or write files. The time of a file is that of its last use. A use is later than all earlier ones, also where the clock
+    was set back or another host's clock is ahead. What is no regular file, such as a link, is no state.
 
     folder : Path, optional
         One that exists. Without it, a temporary one, which ``close`` removes.
@@ -42,6 +47,8 @@ class States:
         self._engine, self._most = engine, most
         self._folder = folder or Path(tempfile.mkdtemp(prefix="penstock-states-"))
         self._remove_folder = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True) if folder is None else None
+        self._parts = Parts(self._folder)
+        self._parts.remove_left()
 
     def below(self, name: str) -> States:
         """The states of one key, in a folder of its own: as many of each, and none of another one's."""
@@ -49,9 +56,17 @@ class States:
         folder.mkdir(mode=0o700, exist_ok=True)
         return States(self._engine, self._most, folder)
 
-    def add(self, state: SequenceState) -> str:
-        """Keep a state; its name."""
-        return self._keep(partial(self._engine.save_state, state))
+    def add(self, states: Sequence[SequenceState]) -> list[str | Refused]:
+        """Keep states; of each the name, or why it cannot be kept."""
+        found: list[str | Refused] = []
+        for state in states:
+            try:
+                found.append(self._write(partial(self._engine.save_state, state)))
+            except Exception as error:  # the states are lost, not the answer that they come with
+                found.append(refusal(error))
+        with suppress(Refused):  # it was logged; the next one evicts these
+            self._evict([name for name in found if isinstance(name, str)])
+        return found
 
     def add_file(self, content: bytes, most_tokens: int) -> str:
         """Keep the state in a safetensors file; its name. Raises InvalidArgument or Refused unless it fits the model."""
@@ -61,30 +76,36 @@ class States:
             try:
                 with safe_open(str(path), "np"):
                     pass
-            except SafetensorError as error:  # load_state would name the path
+            except SafetensorError as error:
                 raise Refused(400, f"states: the body must be a safetensors file, got another one ({error}).") from None
-            count = len(self._engine.load_state(path).tokens)
+            count = len(self._load(path, "the body").tokens)
             if count > most_tokens:
                 raise Refused(400, f"states: a state must have at most {most_tokens} tokens, got {count}.")
 
-        return self._keep(write)
+        name = self._write(write)
+        self._evict([name])
+        return name
 
     def get(self, name: str) -> SequenceState:
-        """A state, in the host's memory. Raises Refused if there is none, and InvalidArgument if it is of another model."""
+        """A state, in the host's memory. Raises Refused if there is none, or it is damaged or of another model."""
         path = self._used(name)
         try:
-            state = self._engine.load_state(path)
-        except InvalidArgument:
+            state = self._load(path, name)
+        except (Refused, InvalidArgument):
             self._path(name)  # another server may have dropped it since
             raise
         return replace(state, row=state.row.cpu())
 
     def content(self, name: str) -> bytes:
-        """The safetensors file of a state. Raises Refused if there is none."""
+        """The safetensors file of a state. Raises Refused if there is none, or a damaged file."""
+        self.card(name)
         try:
-            return self._used(name).read_bytes()
+            with open(os.open(self._used(name), os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+                return file.read()
         except FileNotFoundError:
             raise self._absent(name) from None
+        except OSError as error:
+            raise self._broken(error) from error
 
     def remove(self, name: str) -> None:
         """Drop a state. Raises Refused if there is none."""
@@ -92,6 +113,8 @@ class States:
             self._path(name).unlink()
         except FileNotFoundError:
             raise self._absent(name) from None
+        except OSError as error:
+            raise self._broken(error) from error
 
     def card(self, name: str) -> StateCard:
         """What clients see of a state. Raises Refused if there is none, or a damaged file."""
@@ -106,35 +129,46 @@ class States:
     def cards(self) -> list[StateCard]:
         """Of all states, the last used one first."""
         found = []
-        for path in reversed(self._files()):
+        for _, path in reversed(self._files()):
             with suppress(Refused):
                 found.append(self.card(path.stem))
         return found
 
     def close(self) -> None:
-        """Remove the temporary folder."""
+        """Remove the temporary folder, and files that were not written to their ends."""
+        self._parts.close()
         if self._remove_folder is not None:
             self._remove_folder()
 
-    def _keep(self, write: Callable[[Path], None]) -> str:
+    def _write(self, write: Callable[[Path], None]) -> str:
+        """Write a state as the last used one; its name."""
         name = f"state-{int(time.time())}-{secrets.token_hex(16)}"
-        part = self._folder / f"{name}.part"
+        part = None
         try:
+            part = self._parts.path(name)
             write(part)
-            _mark_used(part)
+            self._mark_used(part)
             part.replace(self._folder / f"{name}{SUFFIX}")  # under its name only when it is whole
         except (OSError, SafetensorError) as error:
             raise self._broken(error) from error
         finally:
-            with suppress(OSError):
-                part.unlink()
-        files = self._files()
-        for path in files[: max(0, len(files) - self._most)]:
-            path.unlink(missing_ok=True)
+            if part is not None:
+                with suppress(OSError):
+                    part.unlink()
         return name
 
-    def _files(self) -> list[Path]:
-        """The least recently used one first."""
+    def _evict(self, written: Sequence[str]) -> None:
+        """Drop the least recently used states above ``most``: of those before what was just written, which may be used next."""
+        files = self._files()
+        first = next((place for place, (_, path) in enumerate(files) if path.stem in written), 0)
+        for _, path in files[: min(first, max(0, len(files) - self._most))]:
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                raise self._broken(error) from error
+
+    def _files(self) -> list[tuple[int, Path]]:
+        """The times of all states, and their files: the least recently used one first."""
         found = []
         try:
             paths = list(self._folder.iterdir())
@@ -143,20 +177,45 @@ class States:
         for path in paths:
             if path.suffix == SUFFIX and NAME.fullmatch(path.stem):
                 with suppress(FileNotFoundError):
-                    found.append((path.stat().st_mtime_ns, path))
-        return [path for _, path in sorted(found)]
+                    about = path.lstat()
+                    if stat.S_ISREG(about.st_mode):
+                        found.append((about.st_mtime_ns, path))
+        return sorted(found)
+
+    def _load(self, path: Path, name: str) -> SequenceState:
+        """Read a file. Errors have ``name`` in place of the path."""
+        try:
+            return self._engine.load_state(path)
+        except InvalidArgument as error:
+            raise type(error)(str(error).replace(repr(str(path)), name).replace(str(path), name)) from None
 
     def _path(self, name: str) -> Path:
         path = self._folder / f"{name}{SUFFIX}"
-        if NAME.fullmatch(name) is None or not path.exists():
+        if NAME.fullmatch(name) is None:
+            raise self._absent(name)
+        try:
+            regular = stat.S_ISREG(path.lstat().st_mode)
+        except OSError:
+            regular = False
+        if not regular:
             raise self._absent(name)
         return path
 
     def _used(self, name: str) -> Path:
         path = self._path(name)
-        with suppress(FileNotFoundError):
-            _mark_used(path)
+        try:
+            self._mark_used(path)
+        except FileNotFoundError:
+            raise self._absent(name) from None
+        except OSError as error:
+            raise self._broken(error) from error
         return path
+
+    def _mark_used(self, path: Path) -> None:
+        """Set a file's time to now, or behind all others. The system's own time of a write is that of its last tick, milliseconds ago."""
+        latest = max((used for used, other in self._files() if other != path), default=0)
+        now = max(time.time_ns(), latest + TICK)
+        os.utime(path, ns=(now, now))
 
     def _broken(self, error: Exception) -> Refused:
         LOG.error("the folder of states %s", self._folder, exc_info=error)
@@ -166,9 +225,3 @@ class States:
     def _absent(self, name: str) -> Refused:
         message = f"states: the state must be one that the server keeps, got {name!r}. It keeps the last {self._most}."
         return Refused(404, message, param="state", code="state_not_found")
-
-
-def _mark_used(path: Path) -> None:
-    """Set a file's time to now. The system's own time of a write is that of its last tick, milliseconds ago."""
-    now = time.time_ns()
-    os.utime(path, ns=(now, now))
