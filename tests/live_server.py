@@ -60,7 +60,7 @@ class Live:
 def running(
     model,
     limits=None,
-    template=WorldTemplate(),
+    template=WorldTemplate(),  # noqa: B008
     api_key=None,
     drain_seconds=5,
     states_folder=None,
