@@ -17,7 +17,8 @@ from ..errors import Complaints, MissingExtra, RangeError
 from ..models import load
 from ..models.tokenizers import load_tokenizer
 from .download import Download, checkpoint
-from .options import DTYPES, State, Threads, check_device, check_names, use_cores
+from .options import DTYPES, Threads, check_device, check_names, use_cores
+from .tunings import alphas, read, split
 
 MEBIBYTE = 2**20
 
@@ -44,7 +45,19 @@ def serve(
     tokenizer: Annotated[
         Path | None, typer.Option(metavar="PATH", help="A tokenizer.json, or another checkpoint. Default: found with the model.")
     ] = None,
-    state: State = None,
+    state: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[NAME=]FILE", help="Tuned initial states of RWKV-6: of the model itself, or as MODEL:NAME. Several: give it again."
+        ),
+    ] = None,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=PATH", help="A LoRA, not merged, that requests choose as MODEL:NAME. Several: give it again."),
+    ] = None,
+    adapter_alpha: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=NUMBER", help="lora_alpha of an adapter of RWKV-PEFT, whose files do not have it.")
+    ] = None,
     chat_template: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Jinja template of chats. Default: found with the model; RWKV World has its own.")
     ] = None,
@@ -91,6 +104,9 @@ def serve(
     _check_address(complaints, host, port)
     if states_folder is not None:
         _check_folder(complaints, states_folder)
+    own_state, states = split(complaints, "state", state or (), plain=True)
+    _, adapters = split(complaints, "adapter", adapter or (), plain=False)
+    alpha = alphas(complaints, adapter_alpha or (), adapters)
     complaints.raise_any()
     try:
         from ..server.keys import Keys
@@ -107,10 +123,11 @@ def serve(
     coder = load_tokenizer(tokenizer or model)
     use_cores(context, threads, device)
     template = find_template(model, coder, chat_template)
-    weights = load(model, dtype=DTYPES[dtype or ("float32" if device == "cpu" else "bfloat16")], device=device, state=state)
+    weights = load(model, dtype=DTYPES[dtype or ("float32" if device == "cpu" else "bfloat16")], device=device, state=own_state)
     engine = Engine(
         weights.eval(), coder, slots=slots, token_budget=token_budget, prompt_budget=prompt_budget, cache_bytes=cache * MEBIBYTE,
         host_cache_bytes=host_cache * MEBIBYTE, max_queue=max_queue, batch_invariant=batch_invariant,
+        **read(model, states, adapters, alpha),
     )  # fmt: skip
     engine.warm_up()
     limits = Limits(max_tokens=max_tokens, prompt_tokens=max_prompt, seconds=max_seconds, states=max_states)

@@ -137,16 +137,17 @@ def _add_openai(app: FastAPI, service: Service, guarded: list[Any]) -> None:
     async def post_chat(request: Request) -> Response:
         return await chat(service, request)
 
-    card = ModelCard(id=service.name, created=service.created)
+    def card(name: str) -> ModelCard:
+        return ModelCard(id=name, created=service.created, parent=None if service.models[name] is None else service.name)
 
     @app.get("/v1/models", dependencies=guarded)
     async def models() -> ModelList:
-        return ModelList(data=[card])
+        return ModelList(data=[card(name) for name in service.models])
 
     @app.get("/v1/models/{name:path}", dependencies=guarded)
     async def model(name: str) -> ModelCard:
         service.check_model(name)
-        return card
+        return card(name)
 
 
 def _add_states(app: FastAPI, service: Service, guarded: list[Any]) -> None:

@@ -19,6 +19,10 @@ class Caller:
     cache_salt: str = ""
     priority: int = 0
     """Lower ones run first."""
+    model: str = ""
+    """The name that the request has for it."""
+    tuning: str | None = None
+    """Of the engine, that belongs to this name."""
 
     @property
     def share(self) -> tuple[str, str]:

@@ -50,8 +50,10 @@ class Generation:
                     mailbox.put(request, event)
 
                 self.requests.append(
-                    self._engine.submit(job.tokens, job.params, state=job.state, sink=sink, cache_salt=current().salt)
-                )  # fmt: skip
+                    self._engine.submit(
+                        job.tokens, job.params, state=job.state, sink=sink, cache_salt=current().salt, tuning=current().tuning
+                    )
+                )
             timer = asyncio.get_running_loop().call_later(self._seconds, self._expire)
             left.callback(timer.cancel)
             running.add(self)

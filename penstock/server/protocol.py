@@ -294,6 +294,8 @@ class ModelCard(BaseModel):
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "penstock"
+    parent: str | None = None
+    """Of a name with an initial state or an adapter: the model itself."""
 
 
 class ModelList(BaseModel):

@@ -42,6 +42,8 @@ class Service:
         states_folder: Path | None = None,
     ) -> None:  # fmt: skip
         self.engine, self.name, self.template = engine, name, template
+        self.models: dict[str, str | None] = {name: None, **{f"{name}:{tuning}": tuning for tuning in engine.tunings}}
+        """The names that requests may have as ``model``, and the tuning of each."""
         self.tokenizer: Tokenizer = engine.tokenizer
         self.limits = limits or Limits()
         self.metrics = Metrics(engine)
@@ -66,13 +68,14 @@ class Service:
 
     def heading(self, kind: str) -> dict[str, Any]:
         """Fields that begin every answer."""
-        return {"id": f"{kind}-{secrets.token_hex(12)}", "created": int(time.time()), "model": self.name}
+        return {"id": f"{kind}-{secrets.token_hex(12)}", "created": int(time.time()), "model": current().model or self.name}
 
     def check_model(self, name: str) -> None:
-        """Raise Refused for the name of another model."""
-        if name != self.name:
-            message = f"server: model must be {self.name!r}, got {name!r}."
-            raise Refused(404, message, param="model", code="model_not_found")
+        """The caller gets this model. Raises Refused for another one."""
+        if name not in self.models:
+            rule = f"one of {', '.join(map(repr, self.models))}" if len(self.models) > 1 else repr(self.name)
+            raise Refused(404, f"server: model must be {rule}, got {name!r}.", param="model", code="model_not_found")
+        current().model, current().tuning = name, self.models[name]
 
     async def params(self, body: SamplingBody, function: str, max_tokens: int, stops: Sequence[str] = (), **more: Any) -> SamplingParams:
         """Sampling parameters of a request; the caller gets its other fields. Raises Refused or InvalidArgument."""

@@ -15,7 +15,9 @@ from public_models.published import PUBLISHED
 from torch import Tensor
 
 from penstock import InvalidArgument, RangeError
-from penstock.models import load, save
+from penstock.engine import Engine, SamplingParams
+from penstock.models import load, load_adapter, load_tuned_state, save
+from penstock.models.checkpoints.adapters import LowRank
 
 IDS = tokens(9, 13)
 SIZES = {"C": 24, "F": 40, "layers": 2}
@@ -313,3 +315,53 @@ def test_states_that_do_not_belong_to_the_model_are_named(tmp_path: Path) -> Non
         load(write_pth(rwkv5.draw(), tmp_path), state=file)
     with pytest.raises(InvalidArgument, match="state must be a str or a Path, got 3"):
         load(path, state=3)  # type: ignore[arg-type]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("format", ["blinkdl", "hf", "fla", "penstock"])
+def test_factors_of_a_lora_equal_merged_weights(format: str, tmp_path: Path) -> None:
+    w = rwkv6.draw()
+    base = tmp_path / "base"
+    save(load(write_pth(w, tmp_path)), base, format)
+    file = beside(adapted(w, "LoRA")[0], tmp_path)
+    plain, merged = load(base, dtype=torch.float64), load(base, adapter=file, adapter_alpha=5, dtype=torch.float64)
+    found = load_adapter(file, base, adapter_alpha=5)
+    wanted = merged.state_dict()
+    changed = {name for name, x in plain.state_dict().items() if not torch.equal(x, wanted[name])}
+    assert found.keys() == changed
+    for name, x in plain.state_dict().items():
+        if name in found:
+            down, up = found[name]
+            x = x + up.double() @ down.double()
+        torch.testing.assert_close(x, wanted[name], rtol=1e-6, atol=1e-6)
+
+
+def test_factors_of_pissa_and_peft_equal_merged_weights(tmp_path: Path) -> None:
+    A, B, first_A, first_B = (torch.randn(3, 5), torch.randn(7, 3), torch.randn(3, 5), torch.randn(7, 3))
+    W = torch.randn(7, 5)
+    for one in (LowRank(A, B, 0.5), LowRank(A, B, 1.0, (first_A, first_B))):
+        down, up = one.factors()
+        torch.testing.assert_close(W + up @ down, one(W))
+
+
+@pytest.mark.parametrize(("kind", "name"), [("DiSHA", "att.key"), ("Bone of rows", "ffn.value")])
+def test_adapters_that_are_no_lora_of_linear_maps_have_to_be_merged(kind: str, name: str, tmp_path: Path) -> None:
+    w = rwkv6.draw()
+    path, file = write_pth(w, tmp_path), beside(adapted(w, kind, [f"blocks.0.{name}"])[0], tmp_path)
+    with pytest.raises(RangeError, match=r"load: adapter must be a LoRA of linear maps, .* a change of layers.0.* Merge it"):
+        load_adapter(file, path)
+    lora = adapted(w, "LoRA")[0] | {"blocks.1.ln2.weight": w["blocks.1.ln2.weight"] * 2}
+    with pytest.raises(RangeError, match=r"a change of layers.1.channel_norm.weight of another kind"):
+        load_adapter(beside(lora, tmp_path), path, adapter_alpha=5)
+
+
+@torch.no_grad()
+def test_a_tuned_state_is_the_state_of_a_sequence(tmp_path: Path) -> None:
+    w = rwkv6.draw()
+    path, file = write_pth(w, tmp_path), beside(states(w), tmp_path, "state.pth")
+    base, tuned, state = load(path), load(path, state=file), load_tuned_state(file, path)
+    engine = Engine(base, slots=2, token_budget=128, states={"tuned": state})
+    params = SamplingParams(max_tokens=8, temperature=0, logprobs=0)
+    found = engine.generate([IDS.tolist()], params, tuning="tuned")[0].completions[0].logprobs
+    assert found == Engine(tuned, slots=2, token_budget=128).generate([IDS.tolist()], params)[0].completions[0].logprobs
+    assert found != engine.generate([IDS.tolist()], params)[0].completions[0].logprobs
