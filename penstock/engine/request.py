@@ -188,6 +188,8 @@ class Completion:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     """One of "stop" (a stop text, a stop token or the end of text), "length" (``max_tokens``), "cancelled" and "error"."""
+    stopped_by: str | int | None = None
+    """The stop text, or the token of ``stop_ids``, that ended it; None for other ends."""
     state: Any = None
     """The ``SequenceState`` after all of its tokens, with ``keep_state``."""
 

@@ -256,6 +256,7 @@ class Steps:
         reason: FinishReason | None = "stop" if ends else None
         if token in params.stop_ids or (token == self.end_of_text and not params.ignore_end):
             reason = "stop"
+            one.completion.stopped_by = token if token in params.stop_ids else None
         else:
             if one.text is not None:
                 text = one.text.push(token)
@@ -265,7 +266,8 @@ class Steps:
                 reason = "length"
         if reason is not None and one.text is not None:
             text += one.text.finish()
-            reason = "stop" if one.text.stopped else reason
+            if one.text.stopped:
+                reason, one.completion.stopped_by = "stop", one.text.stopped_by
         if params.echo and self.tokenizer is not None and len(one.tokens) == one.prompt + 1:
             text = self.tokenizer.decode(one.request.prompt) + text
         self._emit(one, (token,), text, () if logprob is None else (logprob,), reason)

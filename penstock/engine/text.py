@@ -83,8 +83,13 @@ class TextStream:
         self._held = ""
         self._least = least
         """So many more tokens end no text."""
-        self.stopped = False
-        """Whether a stop string was found. There is no more text then."""
+        self.stopped_by: str | None = None
+        """The stop string that was found. There is no more text then."""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was found."""
+        return self.stopped_by is not None
 
     def push(self, token: int) -> str:
         """The text that no later token can change."""
@@ -97,7 +102,7 @@ class TextStream:
 
     def finish(self) -> str:
         """The rest of the text."""
-        if self.stopped:
+        if self.stopped_by is not None:
             return ""
         text = self._decoder.finish()
         if self._stop is not None:
@@ -106,7 +111,7 @@ class TextStream:
         return text
 
     def _released(self, text: str, stop: StopStrings) -> str:
-        if self.stopped:
+        if self.stopped_by is not None:
             return ""
         node, begin = self._node, 0
         if node == 0:
@@ -118,8 +123,9 @@ class TextStream:
         for at in range(held + begin, len(text)):
             node = stop.next(node, text[at])
             if stop.found[node] and self._least <= 0:
-                self.stopped, self._held = True, ""
-                return text[: at + 1] if self._include_stop else text[: at + 1 - stop.found[node]]
+                begin = at + 1 - stop.found[node]
+                self.stopped_by, self._held = text[begin : at + 1], ""
+                return text[: at + 1] if self._include_stop else text[:begin]
         self._node, keep = node, len(text) - stop.depth[node]
         self._held = text[keep:]
         return text[:keep]

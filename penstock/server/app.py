@@ -24,6 +24,9 @@ from .completions import completions
 from .errors import Refused, refusal
 from .keys import Keys
 from .limits import read_body
+from .messages import PATH as MESSAGES
+from .messages import count_tokens, error_response, messages
+from .messages_protocol import CountBody, MessagesBody
 from .metrics import Metrics
 from .origins import allow_origins, check_origins
 from .protocol import ChatBody, CompletionBody, ModelCard, ModelList, StateCard, StateList
@@ -43,7 +46,7 @@ def create_app(service: Service, api_key: str | None = None, keys: Keys | None =
     """The application. It runs the engine's thread, and closes the engine at its end.
 
     api_key : str, optional
-        Requests below /v1 must have it as bearer token.
+        Requests below /v1 must have it as bearer token, or in the header x-api-key.
     keys : Keys, optional
         Or one of these.
     origins : list of str
@@ -65,6 +68,7 @@ def create_app(service: Service, api_key: str | None = None, keys: Keys | None =
     _add_errors(app, service)
     guarded = [Depends(_key_check(keys))] if keys is not None else []
     _add_openai(app, service, guarded)
+    _add_messages(app, service, guarded)
     _add_states(app, service, guarded)
     _add_page(app, service)
     if origins:
@@ -74,7 +78,8 @@ def create_app(service: Service, api_key: str | None = None, keys: Keys | None =
 
 def _key_check(keys: Keys) -> Callable[[Request], Awaitable[None]]:
     async def check(request: Request) -> None:
-        current().key = keys.check(request.headers.get("authorization", ""))
+        given, other = (request.headers.get(name, "") for name in ("authorization", "x-api-key"))
+        current().key = keys.check(f"Bearer {other}" if other and not given else given)
         current().key.quota.take_request()
 
     return check
@@ -85,7 +90,7 @@ def _add_errors(app: FastAPI, service: Service) -> None:
         if isinstance(error, HTTPException):
             message = f"server: the path must exist for this method, got {request.method} {request.url.path!r}."
             error = Refused(error.status_code, message, code="not_found", headers=dict(error.headers or {}))
-        return refusal(error).response()
+        return _response(request.url.path, error)
 
     for kind in (Refused, PenstockError, HTTPException):
         app.add_exception_handler(kind, answer)
@@ -121,7 +126,13 @@ class Answers:
         except Exception as error:
             if begun:
                 raise
-            await refusal(error).response()(scope, receive, counted)
+            await _response(scope["path"], error)(scope, receive, counted)
+
+
+def _response(path: str, error: Exception) -> Response:
+    """The answer to a request that fails, in the form of its API."""
+    refused = refusal(error)
+    return error_response(refused) if path == MESSAGES or path.startswith(f"{MESSAGES}/") else refused.response()
 
 
 def _body(kind: Any) -> dict[str, Any]:
@@ -148,6 +159,16 @@ def _add_openai(app: FastAPI, service: Service, guarded: list[Any]) -> None:
     async def model(name: str) -> ModelCard:
         service.check_model(name)
         return card(name)
+
+
+def _add_messages(app: FastAPI, service: Service, guarded: list[Any]) -> None:
+    @app.post(MESSAGES, dependencies=guarded, openapi_extra=_body(MessagesBody))
+    async def post_messages(request: Request) -> Response:
+        return await messages(service, request)
+
+    @app.post(f"{MESSAGES}/count_tokens", dependencies=guarded, openapi_extra=_body(CountBody))
+    async def post_count(request: Request) -> Response:
+        return await count_tokens(service, request)
 
 
 def _add_states(app: FastAPI, service: Service, guarded: list[Any]) -> None:

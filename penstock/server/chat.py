@@ -10,7 +10,6 @@ from typing import Any
 from fastapi import Request, Response
 
 from ..engine import Event
-from .errors import Refused
 from .generation import Generation, Job, finish_reason
 from .limits import parsed
 from .logprobs import chat_logprobs
@@ -26,19 +25,15 @@ async def chat(service: Service, request: Request) -> Response:
     """Answer a request."""
     body = await parsed(request, ChatBody, FUNCTION, service.limits)
     service.check_model(body.model)
-    if service.template is None:
-        message = f"{FUNCTION}: the model must have a chat template, got one without. Use /v1/completions, or serve with --chat-template."
-        raise Refused(400, message, param="messages", code="no_chat_template")
-    generation = service.start([await _job(service, service.template, body)], FUNCTION)
+    template = service.chat_template(FUNCTION)
+    generation = service.start([await _job(service, template, body)], FUNCTION)
     heading = service.heading("chatcmpl")
     if body.stream:
-        return EventStream(
-            generation, StreamWriter(service, service.template, body, generation, heading), service.metrics, service.limits.seconds
-        )
+        return EventStream(generation, StreamWriter(service, template, body, generation, heading), service.metrics, service.limits.seconds)
     with closing(generation):
         if not await finished(request, generation, service.metrics):
             return Response(status_code=499)
-        return await asyncio.to_thread(_answer, service, service.template, body, generation, heading)
+        return await asyncio.to_thread(_answer, service, template, body, generation, heading)
 
 
 def _answer(service: Service, template: Template, body: ChatBody, generation: Generation, heading: dict[str, Any]) -> Response:

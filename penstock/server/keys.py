@@ -80,7 +80,7 @@ class Keys:
             if hmac.compare_digest(digest, one.digest):
                 key = one
         if key is None or scheme.lower() != "bearer":
-            message = "server: the API key must be one of this server, got another or none. Send it as bearer token."
+            message = "server: the API key must be one of this server, got another or none. Send it as bearer token or x-api-key."
             headers = {"WWW-Authenticate": "Bearer"}
             raise Refused(401, message, kind="authentication_error", code="invalid_api_key", headers=headers)
         return key

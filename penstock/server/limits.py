@@ -84,12 +84,13 @@ def _check_counts(data: Any, function: str, limits: Limits) -> None:
         return
     prompt, messages = data.get("prompt"), _items(data.get("messages"))
     tokens = isinstance(prompt, list) and prompt and isinstance(prompt[0], int)
-    contents = [_items(one.get("content")) for one in messages if isinstance(one, dict)]
+    contents = [_items(one.get("content")) for one in messages if isinstance(one, dict)] + [_items(data.get("system"))]
     counts = [
         ("prompts", 0 if tokens else len(_items(prompt)), limits.prompts, "prompt"),
         ("messages", len(messages), limits.messages, "messages"),
         ("parts of messages", sum(map(len, contents)), limits.parts, "messages"),
         ("stop texts", len(_items(data.get("stop"))), limits.stops, "stop"),
+        ("stop texts", len(_items(data.get("stop_sequences"))), limits.stops, "stop_sequences"),
         ("stop tokens", len(_items(data.get("stop_token_ids"))), limits.stop_ids, "stop_token_ids"),
         ("biases", len(_items(data.get("logit_bias"))), limits.biases, "logit_bias"),
     ]

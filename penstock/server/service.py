@@ -77,6 +77,14 @@ class Service:
             raise Refused(404, f"server: model must be {rule}, got {name!r}.", param="model", code="model_not_found")
         current().model, current().tuning = name, self.models[name]
 
+    def chat_template(self, function: str) -> Template:
+        """The chat template. Raises Refused if there is none."""
+        if self.template is None:
+            rule = "the model must have a chat template, got one without"
+            message = f"{function}: {rule}. Use /v1/completions, or serve with --chat-template."
+            raise Refused(400, message, param="messages", code="no_chat_template")
+        return self.template
+
     async def params(self, body: SamplingBody, function: str, max_tokens: int, stops: Sequence[str] = (), **more: Any) -> SamplingParams:
         """Sampling parameters of a request; the caller gets its other fields. Raises Refused or InvalidArgument."""
         limits, size, caller = self.limits, self.engine.vocab_size, current()

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
 from ..engine import Event
-from .errors import refusal
+from .errors import Refused, refusal
 from .generation import Generation
 from .metrics import Metrics
 
@@ -35,6 +35,9 @@ class Writer(Protocol):
 
 class EventStream(Response):
     """The answer to a request with ``stream``. It owns the generation, and closes it."""
+
+    end = b"data: [DONE]\n\n"
+    """Behind the last piece, unless an error ended the stream."""
 
     def __init__(self, generation: Generation, writer: Writer, metrics: Metrics, seconds: float) -> None:
         self.status_code, self.background, self.body = 200, None, b""
@@ -64,21 +67,24 @@ class EventStream(Response):
                 piece = b""
                 for event in events:
                     for one in self._writer.write(event):
-                        piece += encoded(one)
+                        piece += self.encoded(one)
                         if len(piece) > LARGE:
                             yield piece
                             piece = b""
                             await asyncio.sleep(0)  # sending returns at once while the client reads
                 if piece:
                     yield piece
-            yield b"".join(encoded(one) for one in self._writer.finish()) + b"data: [DONE]\n\n"
+            yield b"".join(map(self.encoded, self._writer.finish())) + self.end
         except Exception as error:
-            yield b"data: " + bytes(refusal(error).response().body) + b"\n\n"
+            yield self.failed(refusal(error))
 
+    def encoded(self, piece: BaseModel) -> bytes:
+        """One event of the stream."""
+        return b"data: " + piece.model_dump_json().encode() + b"\n\n"
 
-def encoded(piece: BaseModel) -> bytes:
-    """One event of the stream."""
-    return b"data: " + piece.model_dump_json().encode() + b"\n\n"
+    def failed(self, error: Refused) -> bytes:
+        """The event of an error."""
+        return b"data: " + bytes(error.response().body) + b"\n\n"
 
 
 async def completes(receive: Receive, work: Coroutine[Any, Any, None], seconds: float | None = None) -> bool:

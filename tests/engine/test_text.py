@@ -47,7 +47,7 @@ def test_text_ends_before_the_first_stop_string_however_it_is_cut(text, sizes, s
         assert (found, stream.stopped) == (text, False)
     else:  # the one that is complete first counts, and the longest of several
         end, size = min(ends)
-        assert (found, stream.stopped) == (text[: end if include else end + size], True)
+        assert (found, stream.stopped_by) == (text[: end if include else end + size], text[end + size : end])
 
 
 def test_text_is_held_back_only_while_it_may_be_a_stop_string():
@@ -89,11 +89,13 @@ def test_stop_strings_and_stop_ids(engine):
     (stopped,) = engine.generate("hello", SamplingParams(**params, stop=(stop, "1")))
     assert (stopped.text, stopped.completions[0].finish_reason) == (free.text[:end], "stop")
     assert stopped.tokens == free.tokens[: end + 3]
+    assert (stopped.completions[0].stopped_by, free.completions[0].stopped_by) == (stop, None)
     (included,) = engine.generate("hello", SamplingParams(**params, stop=[stop], include_stop=True))
     assert included.text == free.text[: end + 3]
     token = free.tokens[30]
     (ended,) = engine.generate("hello", SamplingParams(**params, stop_ids=(token,)))
     assert ended.tokens == free.tokens[: free.tokens.index(token) + 1]
+    assert ended.completions[0].stopped_by == token
     assert ended.text == bytes(ended.tokens[:-1]).decode()
 
 
@@ -123,6 +125,7 @@ def test_the_end_of_text_ends_unless_ignored():
     bias = {"logit_bias": {5: 50.0}, "max_tokens": 4}
     ended, ignored = engine.generate([[1], [1]], [SamplingParams(**bias), SamplingParams(**bias, ignore_end=True)])
     assert (ended.tokens, ended.text, ended.completions[0].finish_reason) == ([5], "", "stop")
+    assert ended.completions[0].stopped_by is None
     assert (ignored.tokens, ignored.text, ignored.completions[0].finish_reason) == ([5] * 4, "xxxx", "length")
 
 
