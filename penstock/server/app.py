@@ -31,6 +31,7 @@ from .metrics import Metrics
 from .origins import allow_origins, check_origins
 from .protocol import ChatBody, CompletionBody, ModelCard, ModelList, StateCard, StateList
 from .service import Service
+from .tokenize import DetokenizeBody, TokenizeBody, detokenize, tokenize
 
 PAGE = Path(__file__).parent / "page"
 PAGE_HEADERS = {
@@ -46,7 +47,7 @@ def create_app(service: Service, api_key: str | None = None, keys: Keys | None =
     """The application. It runs the engine's thread, and closes the engine at its end.
 
     api_key : str, optional
-        Requests below /v1 must have it as bearer token, or in the header x-api-key.
+        Requests below /v1, and those for tokens, must have it as bearer token, or in the header x-api-key.
     keys : Keys, optional
         Or one of these.
     origins : list of str
@@ -69,6 +70,7 @@ def create_app(service: Service, api_key: str | None = None, keys: Keys | None =
     guarded = [Depends(_key_check(keys))] if keys is not None else []
     _add_openai(app, service, guarded)
     _add_messages(app, service, guarded)
+    _add_tokens(app, service, guarded)
     _add_states(app, service, guarded)
     _add_page(app, service)
     if origins:
@@ -169,6 +171,20 @@ def _add_messages(app: FastAPI, service: Service, guarded: list[Any]) -> None:
     @app.post(f"{MESSAGES}/count_tokens", dependencies=guarded, openapi_extra=_body(CountBody))
     async def post_count(request: Request) -> Response:
         return await count_tokens(service, request)
+
+
+def _add_tokens(app: FastAPI, service: Service, guarded: list[Any]) -> None:
+    @app.post("/tokenize", dependencies=guarded, openapi_extra=_body(TokenizeBody))
+    async def post_tokenize(request: Request) -> Response:
+        return await tokenize(service, request)
+
+    @app.post("/detokenize", dependencies=guarded, openapi_extra=_body(DetokenizeBody))
+    async def post_detokenize(request: Request) -> Response:
+        return await detokenize(service, request)
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": __version__}
 
 
 def _add_states(app: FastAPI, service: Service, guarded: list[Any]) -> None:

@@ -119,11 +119,15 @@ class MessagesBody(CountBody):
     top_k: Annotated[int, Field(ge=0)] = 0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
 
+    # beyond Anthropic's
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
+
     def chat(self) -> ChatBody:
         """The same as a request of OpenAI's."""
         output = None if self.output_config is None else self.output_config.format
         form = None if output is None else {"type": "json_schema", "json_schema": {"name": "answer", "schema": output.schema_}}
-        same = {name: getattr(self, name) for name in ("model", "max_tokens", "temperature", "top_k", "top_p")}
+        same = {name: getattr(self, name) for name in ("model", "max_tokens", "temperature", "top_k", "top_p", "cache_salt", "priority")}
         return ChatBody.model_validate(
             {**same, "messages": self.conversation(), "stop": self.stop_sequences, "response_format": form}
         )  # fmt: skip
