@@ -12,7 +12,7 @@ from fastapi import Request, Response
 from ..engine import Event
 from .generation import Generation, Job, finish_reason
 from .limits import parsed
-from .logprobs import chat_logprobs
+from .logprobs import chat_logprobs, prompt_logprobs
 from .protocol import ChatAnswer, ChatBody, ChatChoice, ChatChunk, ChatChunkChoice, ChatMessage, Delta
 from .service import Service
 from .streaming import EventStream, finished
@@ -29,7 +29,8 @@ async def chat(service: Service, request: Request) -> Response:
     generation = service.start([await _job(service, template, body)], FUNCTION)
     heading = service.heading("chatcmpl")
     if body.stream:
-        return EventStream(generation, StreamWriter(service, template, body, generation, heading), service.metrics, service.limits.seconds)
+        writer = StreamWriter(service, template, body, generation, heading)
+        return EventStream(generation, writer, service.metrics, service.limits.seconds, body.stream_options)
     with closing(generation):
         if not await finished(request, generation, service.metrics):
             return Response(status_code=499)
@@ -44,7 +45,8 @@ def _answer(service: Service, template: Template, body: ChatBody, generation: Ge
         logprobs = chat_logprobs(service.tokenizer, done.logprobs) if body.logprobs else None
         reason = finish_reason(done.finish_reason) or "stop"
         choices.append(ChatChoice(index=index, message=ChatMessage(content=text), logprobs=logprobs, finish_reason=reason))
-    answer = ChatAnswer(**heading, choices=choices, usage=generation.usage())
+    scores = prompt_logprobs(service.tokenizer, generation.requests[0].result.prompt_logprobs, body.prompt_logprobs)
+    answer = ChatAnswer(**heading, choices=choices, usage=generation.usage(), prompt_logprobs=scores)
     return Response(answer.model_dump_json(), media_type="application/json")
 
 

@@ -14,7 +14,7 @@ from ..engine.request import Request as EngineRequest
 from .errors import Refused
 from .generation import Generation, Job, finish_reason
 from .limits import parsed
-from .logprobs import CompletionWriter
+from .logprobs import CompletionWriter, prompt_logprobs, shortened
 from .protocol import CompletionAnswer, CompletionBody, CompletionChoice, ErrorFields
 from .service import Service
 from .streaming import EventStream, finished
@@ -31,7 +31,8 @@ async def completions(service: Service, request: Request) -> Response:
     generation = service.start(await _jobs(service, body), FUNCTION)
     heading = service.heading("cmpl")
     if body.stream:
-        return EventStream(generation, StreamWriter(service, body, generation, heading), service.metrics, service.limits.seconds)
+        writer = StreamWriter(service, body, generation, heading)
+        return EventStream(generation, writer, service.metrics, service.limits.seconds, body.stream_options)
     with closing(generation):
         if not await finished(request, generation, service.metrics):
             return Response(status_code=499)
@@ -79,9 +80,10 @@ def _answer(service: Service, body: CompletionBody, generation: Generation, head
 def _choice(service: Service, body: CompletionBody, one: EngineRequest, place: int, prompt: str, index: int) -> CompletionChoice:
     done = one.result.completions[index]
     choice = CompletionChoice(index=place, text=(prompt if body.echo else "") + done.text, finish_reason=finish_reason(done.finish_reason))
+    choice.prompt_logprobs = prompt_logprobs(service.tokenizer, one.result.prompt_logprobs, body.prompt_logprobs)
     if body.logprobs is not None:
         writer = CompletionWriter(service.tokenizer)
-        begin = one.result.prompt_logprobs or [] if body.echo else []
+        begin = shortened(one.result.prompt_logprobs or [], body.logprobs) if body.echo else []
         choice.logprobs = writer.write([*begin, *done.logprobs], [*one.prompt[: len(begin)], *done.tokens])
     return choice
 

@@ -98,10 +98,11 @@ class Generation:
         async for _ in self.events():
             pass
 
-    def usage(self) -> Usage:
-        """Counts of tokens so far."""
+    def usage(self, completion: int | None = None) -> Usage:
+        """Counts of tokens so far; of completions, that number of them."""
         prompt = sum(len(job.tokens) for job in self.jobs)
-        completion = sum(len(one.tokens) for request in self.requests for one in request.result.completions)
+        if completion is None:
+            completion = sum(len(one.tokens) for request in self.requests for one in request.result.completions)
         cached = sum(request.result.cached_tokens for request in self.requests)
         return Usage(
             prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion,

@@ -1,4 +1,4 @@
-"""Log probabilities in OpenAI's two forms."""
+"""Log probabilities in OpenAI's two forms, and those of prompts in vLLM's."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from ..engine import TokenLogprobs
 from ..models.tokenizers import Tokenizer
-from .protocol import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
+from .protocol import ChatLogprobs, CompletionLogprobs, PromptLogprob, PromptLogprobs, TokenLogprob, TopLogprob
 
 
 def token_text(tokenizer: Tokenizer, token: int) -> str:
@@ -81,3 +81,21 @@ def chat_logprobs(tokenizer: Tokenizer, found: Iterable[TokenLogprobs]) -> ChatL
     return ChatLogprobs(
         content=[TokenLogprob(**of(one.token, one.logprob), top_logprobs=[TopLogprob(**of(*pair)) for pair in one.top]) for one in found]
     )
+
+
+def shortened(found: Iterable[TokenLogprobs | None], most: int) -> list[TokenLogprobs | None]:
+    """Log probabilities with so many most likely tokens at each place."""
+    return [one and one._replace(top=one.top[:most]) for one in found]
+
+
+def prompt_logprobs(tokenizer: Tokenizer, found: Iterable[TokenLogprobs | None] | None, most: int | None) -> PromptLogprobs | None:
+    """Those of a prompt, if they were asked for, with ``most`` most likely tokens."""
+    return None if found is None or most is None else [one and _of_prompt(tokenizer, one) for one in shortened(found, most)]
+
+
+def _of_prompt(tokenizer: Tokenizer, one: TokenLogprobs) -> dict[str, PromptLogprob]:
+    ranks = {token: rank for rank, (token, _) in enumerate(one.top, 1)}
+    return {
+        str(token): PromptLogprob(logprob=logprob, rank=ranks.get(token), decoded_token=token_text(tokenizer, token))
+        for token, logprob in [(one.token, one.logprob), *one.top]
+    }

@@ -31,6 +31,8 @@ class StreamOptions(Body):
     """Options of a streamed answer."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
+    """Counts of tokens so far in every piece. Not OpenAI's."""
     include_obfuscation: Annotated[Literal[False], one_of("false", "This server does not obfuscate.")] = False
 
 
@@ -80,8 +82,16 @@ class SamplingBody(Body, UnusedFields):
     stop_token_ids: Annotated[list[Token], Field(fail_fast=True)] = Field([])
     ignore_eos: bool = False
     min_tokens: Annotated[int, Field(ge=0)] = 0
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] = ""
     priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
+
+    @model_validator(mode="after")
+    def check_prompt_logprobs(self) -> SamplingBody:
+        """They are in whole answers only."""
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError(f"prompt_logprobs must be absent with stream, got {self.prompt_logprobs}. Ask without stream")
+        return self
 
 
 class CompletionBody(SamplingBody, UnusedCompletionFields):
@@ -210,6 +220,19 @@ class ErrorFields(BaseModel):
     code: str | None
 
 
+class PromptLogprob(BaseModel):
+    """One token at a place of a prompt."""
+
+    logprob: float
+    rank: int | None
+    """1 is the most likely token. None: it is not among those that were asked for."""
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""For each token of a prompt; None for the first. The token itself comes first, then the most likely ones."""
+
+
 class CompletionChoice(BaseModel):
     """One completion, or a piece of it."""
 
@@ -217,6 +240,7 @@ class CompletionChoice(BaseModel):
     text: str = ""
     logprobs: CompletionLogprobs | None = None
     finish_reason: FinishReason | None = None
+    prompt_logprobs: PromptLogprobs | None = Field(default=None, exclude_if=lambda value: value is None)
     state: str | None = Field(default=None, exclude_if=lambda value: value is None)
     state_error: ErrorFields | None = Field(default=None, exclude_if=lambda value: value is None)
     """Why the state could not be saved, in its place."""
@@ -258,6 +282,7 @@ class ChatAnswer(BaseModel):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: PromptLogprobs | None = Field(default=None, exclude_if=lambda value: value is None)
 
 
 class Delta(BaseModel):

@@ -99,6 +99,9 @@ class Service:
         self._check(function, "the length of a stop text", limits.stop_length, max(map(len, given), default=0), "stop")
         self._check(function, "tokens of logit_bias", size - 1, max(bias, default=0), "logit_bias")
         self._check(function, "stop_token_ids", size - 1, max(body.stop_token_ids, default=0))
+        more["prompt_logprobs"] = max(
+            (most for most in (body.prompt_logprobs, more.get("prompt_logprobs")) if most is not None), default=None
+        )
         schema = wanted_schema(body.response_format)
         if schema is not None:
             self._check(function, "the bytes of the schema", limits.schema_bytes, len(json.dumps(schema)), "response_format")

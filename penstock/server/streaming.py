@@ -14,6 +14,7 @@ from ..engine import Event
 from .errors import Refused, refusal
 from .generation import Generation
 from .metrics import Metrics
+from .protocol import ChatChunk, CompletionAnswer, StreamOptions
 
 LAST_SECONDS = 10
 """After the time of a request, its client has this long to read the rest of the answer."""
@@ -39,12 +40,15 @@ class EventStream(Response):
     end = b"data: [DONE]\n\n"
     """Behind the last piece, unless an error ended the stream."""
 
-    def __init__(self, generation: Generation, writer: Writer, metrics: Metrics, seconds: float) -> None:
+    def __init__(
+        self, generation: Generation, writer: Writer, metrics: Metrics, seconds: float, options: StreamOptions | None = None
+    ) -> None:  # fmt: skip
         self.status_code, self.background, self.body = 200, None, b""
         self.init_headers({"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._generation, self._writer, self._metrics = generation, writer, metrics
         self._seconds = seconds + LAST_SECONDS
+        self._counts = options is not None and options.continuous_usage_stats
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events; cancel the rest if the client disconnects."""
@@ -62,11 +66,15 @@ class EventStream(Response):
 
     async def _pieces(self) -> AsyncIterator[bytes]:
         """The text of the stream. An error ends it: the status was sent before."""
+        tokens = 0
         try:
             async for events in self._generation.events():
                 piece = b""
                 for event in events:
+                    tokens += len(event.tokens)
                     for one in self._writer.write(event):
+                        if self._counts and isinstance(one, ChatChunk | CompletionAnswer):
+                            one.usage = self._generation.usage(tokens)
                         piece += self.encoded(one)
                         if len(piece) > LARGE:
                             yield piece
