@@ -71,7 +71,7 @@ def serve(
     cache: Annotated[int, typer.Option(help="MiB for states of earlier prompts on the device.", min=0)] = 256,
     host_cache: Annotated[int, typer.Option(help="MiB for states that leave the device.", min=0)] = 0,
     batch_invariant: Annotated[bool, typer.Option("--batch-invariant", help="Equal bits whatever runs beside it, at some cost.")] = False,
-    max_queue: Annotated[int, typer.Option(help="Requests that may wait; one more is refused with status 429.", min=1)] = 1024,
+    max_queue: Annotated[int, typer.Option(help="Completions of a client that may wait; more get status 429.", min=1)] = 1024,
     max_tokens: Annotated[int, typer.Option(help="Generated tokens of a completion at most.", min=1)] = 4096,
     max_prompt: Annotated[int, typer.Option(help="Tokens of a prompt at most.", min=1)] = 131072,
     max_seconds: Annotated[float, typer.Option(help="Time of a request at most, with the wait for a slot.", min=0.1)] = 600,

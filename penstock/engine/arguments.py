@@ -39,8 +39,8 @@ def check_request(function: str, request: object) -> None:
 
 def checked_request(
     function: str, prompt: Any, params: Any, priority: Any = 0, boundaries: Any = (), state: Any = None, sink: Any = None,
-    cache_salt: Any = "", tuning: Any = None, *, model: CausalLM, tokenizer: Any, vocab_size: int, tunings: Mapping[str, Tuning],
-    model_hash: Callable[[Tuning | None], str],
+    cache_salt: Any = "", tuning: Any = None, share: Any = ("", ""), *, model: CausalLM, tokenizer: Any, vocab_size: int,
+    tunings: Mapping[str, Tuning], model_hash: Callable[[Tuning | None], str],
 ) -> Request:  # fmt: skip
     """The request of a caller of ``function``. Raises InvalidArgument with all broken rules.
 
@@ -64,6 +64,8 @@ def checked_request(
         complaints.add(DtypeError, "sink", "a callable or None", described(sink))
     if not isinstance(cache_salt, str):
         complaints.add(DtypeError, "cache_salt", "a text", described(cache_salt))
+    if not isinstance(share, tuple) or [*map(type, share)] != [str, str]:
+        complaints.add(DtypeError, "share", "a tuple of two texts, a client and one of its requests", described(share))
     tuned = tunings.get(tuning) if isinstance(tuning, str) else None
     if tuning is not None and tuned is None:
         names = ", ".join(map(repr, tunings)) or "none: the engine has neither states nor adapters"
@@ -92,7 +94,7 @@ def checked_request(
         complaints.add(RangeError, "prompt_logprobs", "None with a state", params.prompt_logprobs)
     complaints.raise_any()
     whole = tokens if state is None else [*state.tokens, *tokens]
-    return Request(whole, params, priority, tuple(known + one for one in boundaries), sink, state, cache_salt, tuned)
+    return Request(whole, params, priority, tuple(known + one for one in boundaries), sink, state, cache_salt, tuned, share)
 
 
 def _tokens(complaints: Complaints, prompt: Any, tokenizer: Any, vocab_size: int) -> list[int]:

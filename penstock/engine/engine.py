@@ -71,7 +71,8 @@ class Engine:
     keep_every : int
         States of long prompts are kept at multiples of this many tokens. A multiple of 64.
     max_queue : int
-        Requests that may wait, those that get a slot with the next step among them; one more raises QueueFull. At least 1.
+        Completions of one client (``share``) that may wait, those that get a slot with the next step among them; more raise QueueFull. At
+        least 1.
     batch_invariant : bool
         Equal bits. The next turn of a conversation processes what was generated as a part of its prompt: see ``docs/engine.md``. Raises
         EngineError where products depend on the number of rows.
@@ -194,7 +195,7 @@ class Engine:
     def submit(
         self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0, boundaries: Items[int] = (),
         state: SequenceState | None = None, sink: Callable[[Request, Event], None] | None = None, cache_salt: str = "",
-        tuning: str | None = None,
+        tuning: str | None = None, share: tuple[str, str] = ("", ""),
     ) -> Request:  # fmt: skip
         """Queue a request. Steps run while ``stream`` or ``generate`` are in use, after ``start``, or by calls of ``step``.
 
@@ -212,18 +213,26 @@ class Engine:
             that must not learn of each other's prompts need different salts.
         tuning : str, optional
             One of the engine's ``states`` or ``adapters``. A ``state`` must come from a request with the same one.
+        share : tuple of two str
+            A client, and one of its requests. Slots and the budget of prompts are divided evenly between clients, and in each between its
+            requests, however many prompts and completions are submitted under one name.
 
         Raises InvalidArgument, or QueueFull.
         """
-        request = self._request("submit", prompt, params or SamplingParams(), priority, boundaries, state, sink, cache_salt, tuning)
-        if self.waiting >= self.max_queue:
-            raise QueueFull(f"submit: waiting requests must be at most {self.max_queue}, got one more. Try again later.")
+        more = priority, boundaries, state, sink, cache_salt, tuning, share
+        request = self._request("submit", prompt, params or SamplingParams(), *more)
+        n, waiting = request.params.n, self.waiting_of(request.share[0])
+        if n > self.max_queue:
+            raise RangeError(f"submit: n must be at most max_queue = {self.max_queue}, got {n}. Submit fewer completions together.")
+        if waiting + n > self.max_queue:
+            rule = f"waiting completions of a client must be at most {self.max_queue}"
+            raise QueueFull(f"submit: {rule}, got {waiting} and {n} more. Try again later.")
         self._put(request)
         return request
 
     async def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0, boundaries: Items[int] = (),
-        state: SequenceState | None = None, cache_salt: str = "", tuning: str | None = None,
+        state: SequenceState | None = None, cache_salt: str = "", tuning: str | None = None, share: tuple[str, str] = ("", ""),
     ) -> AsyncIterator[Event]:  # fmt: skip
         """Events of a request as they come. Leaving the loop early cancels it. Arguments and errors as for ``submit``.
 
@@ -233,7 +242,7 @@ class Engine:
         with self._mailboxes.open() as mailbox:
             request = self.submit(
                 prompt, params, priority=priority, boundaries=boundaries, state=state, sink=mailbox.put, cache_salt=cache_salt,
-                tuning=tuning,
+                tuning=tuning, share=share,
             )  # fmt: skip
             try:
                 left = request.params.n
@@ -263,7 +272,8 @@ class Engine:
         """
         check_request("fork", request)
         state, tuning = self.state_of(request, index=index), None if request.tuning is None else request.tuning.name
-        return self.submit(prompt, params or request.params, state=state, cache_salt=request.cache_salt, tuning=tuning)
+        params = params or request.params
+        return self.submit(prompt, params, state=state, cache_salt=request.cache_salt, tuning=tuning, share=request.share)
 
     def state_of(self, request: Request, *, index: int = 0) -> SequenceState:
         """The state of a completion that runs, after its last token. Raises EngineError if it does not run in this engine."""
@@ -356,8 +366,13 @@ class Engine:
 
     @property
     def waiting(self) -> int:
-        """Sequences that wait for a slot."""
-        return len(self._inbox) + self._steps.scheduler.waiting
+        """Completions that wait for a slot."""
+        return sum(one.params.n for one in list(self._inbox)) + self._steps.scheduler.waiting
+
+    def waiting_of(self, client: str) -> int:
+        """Those of one client."""
+        inbox = sum(one.params.n for one in list(self._inbox) if one.share[0] == client)
+        return inbox + self._steps.scheduler.shares.waiting(client)
 
     @property
     def stats(self) -> Stats:
@@ -399,9 +414,9 @@ class Engine:
 
     def _request(
         self, function: str, prompt: Any, params: Any, priority: Any = 0, boundaries: Any = (), state: Any = None, sink: Any = None,
-        cache_salt: Any = "", tuning: Any = None,
+        cache_salt: Any = "", tuning: Any = None, share: Any = ("", ""),
     ) -> Request:  # fmt: skip
         return checked_request(
-            function, prompt, params, priority, boundaries, state, sink, cache_salt, tuning, model=self.model, tokenizer=self.tokenizer,
-            vocab_size=self.vocab_size, tunings=self.tunings, model_hash=self._tuned_hash,
+            function, prompt, params, priority, boundaries, state, sink, cache_salt, tuning, share, model=self.model,
+            tokenizer=self.tokenizer, vocab_size=self.vocab_size, tunings=self.tunings, model_hash=self._tuned_hash,
         )  # fmt: skip

@@ -241,6 +241,8 @@ class Request:
     """States of prefixes are shared between requests of one salt only."""
     tuning: Any = None
     """The ``Tuning`` that it names."""
+    share: tuple[str, str] = ("", "")
+    """The client, and one of its requests: see ``shares``."""
     sequences: list[Sequence] = field(default_factory=list)
     result: Result = field(init=False)
     done: bool = False
@@ -285,8 +287,15 @@ class Sequence:
     sample_only: bool = False
     """The logits of the last token are known (a fork, or a hit of the cache): nothing is computed before the first sample."""
     queued: bool = False
-    """Whether it waits for a slot."""
+    """Whether it is in the queue."""
+    waits: bool = False
+    """Whether it waits for a slot: in the queue, or until it is forked."""
+    share: Any = None
+    """Its ``shares.Share``."""
     deadline: int = 0
+    """The step in which it came, less ``PATIENCE`` for each level of priority."""
+    due: int = 0
+    """The deadline, and ``STRETCH`` times the steps that it needs alone."""
     order: int = 0
     finished: bool = False
     text: Any = None

@@ -6,19 +6,34 @@ A step has one piece of each chosen sequence:
 - a piece of a prompt: whole chunks from the aligned state (``request.Sequence``), or the rest of less than 64 tokens from the live state.
 
 Decode rows come first, and prompts have a budget of their own beside them. So the time between tokens is bounded, however long prompts are.
+
+Slots are divided evenly between clients, and those of a client between its requests (``shares``). A waiting sequence takes the slot of a
+running one
+
+- of a lower priority, unless that has waited and run long enough to count as one of the same;
+- whose client, or whose request of the same client, has at least two slots more than its own: the shares are more even then;
+- or one slot more, if the running one needs more than twice as many steps as the waiting one, and is due later. So a short request does not
+  wait for a long one where there are more requests than slots.
+
+Each makes shares more even, or what runs due earlier, so no two sequences take slots from each other in turn. Those of one request
+never do, except by priority.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from .request import CHUNK, Sequence, aligned
+from .shares import Client, Share, Shares, Turns
 
 PATIENCE = 256
 """One level of priority outweighs this many steps of waiting. So every request runs in the end, whatever its priority."""
+STRETCH = 4
+"""A sequence is due this many times the steps after it came that it needs alone. So long ones wait for short ones, and not for ever."""
+CHECK = 16
+"""While nothing comes or ends, slots are divided anew every so many steps: only deadlines that pass change what is fair."""
 
 
 class Slots(Protocol):
@@ -84,37 +99,55 @@ class Scheduler:
         self._slots, self._on_admit, self._on_preempt, self._canonical = slots, admit, preempt, canonical
         self.token_budget, self.prompt_budget = token_budget, prompt_budget
         self.running: list[Sequence] = []
-        self._heap: list[tuple[int, int, Sequence]] = []
-        self._step = self._orders = self._left = 0
+        self.shares = Shares()
+        self._settled = False
+        """Whether the last step found no slot for those that wait, and nothing has come or ended since."""
+        self._clients, self._requests = Turns(prompt_budget), dict[Client, Turns]()
+        self._step = self._orders = 0
 
     @property
     def waiting(self) -> int:
-        """The number of waiting sequences."""
-        return len(self._heap) - self._left
+        """The number of waiting completions, those among them that are forked after their prompt."""
+        return self.shares.waiting()
 
     def add(self, sequence: Sequence, like: Sequence | None = None) -> None:
         """Let a sequence wait, at the place of ``like`` if given (a fork waits as its parent did)."""
+        request = sequence.request
         if like is None:
-            sequence.deadline, sequence.order = self._step - sequence.request.priority * PATIENCE, self._orders
+            share = self.shares.of(request.share)
+            sequence.deadline, sequence.order = self._step - request.priority * PATIENCE, self._orders
+            sequence.due = sequence.deadline + STRETCH * self._steps_left(sequence)
             self._orders += 1
+            for one in request.sequences:
+                self.shares.waits(one, share, True)
         else:
-            sequence.deadline, sequence.order = like.deadline, like.order
-        sequence.queued = True
-        heapq.heappush(self._heap, (sequence.deadline, sequence.order * 2**16 + sequence.index, sequence))
+            share = like.share
+            sequence.deadline, sequence.order, sequence.due = like.deadline, like.order, like.due
+            self.shares.waits(sequence, share, True)
+        share.push(sequence)
+        self._settled = False
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a finished or cancelled sequence; its slot is free for the next step."""
         sequence.finished, sequence.saved = True, None
+        share: Share | None = sequence.share
+        if share is None:  # it never waited
+            return
         if sequence.slot is not None:
-            self.running.remove(sequence)
-            self._slots.release(sequence.slot)
-            sequence.slot = None
+            self._leave(sequence)
         elif sequence.queued:
-            self._left += 1
-            if self._left > len(self._heap) // 2:
-                self._heap = [entry for entry in self._heap if not entry[2].finished]
-                heapq.heapify(self._heap)
-                self._left = 0
+            share.forget()
+        self.shares.waits(sequence, share, False)
+        self.shares.drop(share)
+        self._settled = False
+
+    def _leave(self, one: Sequence) -> None:
+        """Free the slot of a sequence."""
+        assert one.slot is not None
+        self.running.remove(one)
+        self._slots.release(one.slot)
+        one.slot = None
+        self.shares.holds(one.share, -1)
 
     def schedule(self) -> Plan:
         """The next step. The counts of its sequences are moved on as if it had run."""
@@ -128,43 +161,93 @@ class Scheduler:
 
     def _fill(self, plan: Plan) -> None:
         """Give slots to waiting sequences."""
-        put_back = []
-        while (first := self._first()) is not None:
-            if first.pending:  # it was preempted, and its last token is not known yet
-                put_back.append(heapq.heappop(self._heap)[2])
-                continue
+        if self._settled and self._step % CHECK:
+            return
+        self._settled, unknown = True, list[Sequence]()
+        while (found := self._first(unknown)) is not None:
+            first, level = found
             slot = self._slots.allocate()
-            if slot is None and (slot := self._preempt(plan, first)) is None:
-                break
-            heapq.heappop(self._heap)
-            first.slot, first.queued = slot, False
+            if slot is None:
+                victim = self._victim(plan, first, level)
+                if victim is None:
+                    break
+                slot = self._preempt(plan, victim)
+            first.share.pop()
+            self.shares.waits(first, first.share, False)
+            self.shares.holds(first.share, 1)
+            first.slot = slot
             self.running.append(first)
             plan.admitted.append(first)
+            self._settled = False
             self._on_admit(first)
-        for sequence in put_back:
+        for sequence in unknown:
             self.add(sequence, like=sequence)
 
-    def _first(self) -> Sequence | None:
-        while self._heap and self._heap[0][2].finished:
-            heapq.heappop(self._heap)
-            self._left -= 1
-        return self._heap[0][2] if self._heap else None
+    def _first(self, unknown: list[Sequence]) -> tuple[Sequence, int] | None:
+        """The waiting sequence that gets the next slot, and the level of priority that it counts as.
 
-    def _preempt(self, plan: Plan, first: Sequence) -> int | None:
-        """Take the slot of the running sequence with the latest deadline, if it has a lower priority than ``first``."""
-        lower = [one for one in self.running if one.request.priority < first.request.priority and one.deadline > first.deadline]
-        candidates = [one for one in lower if one not in plan.admitted]
-        if not candidates:
+        Of the highest level, from the client with the fewest slots, its request with the fewest, what is due first.
+
+        unknown : list
+            Gets those that were preempted and whose last tokens are not known yet.
+        """
+        heads = []
+        for share in self.shares:
+            while (head := share.first()) is not None and head.pending:
+                unknown.append(share.pop())
+            if head is not None:
+                heads.append(head)
+        if not heads:
             return None
-        last = max(candidates, key=lambda one: (one.deadline, one.order, one.index))
-        assert last.slot is not None
-        self._on_preempt(last)
-        plan.preempted.append(last)
-        self._slots.release(last.slot)
-        last.slot = None
-        self.running.remove(last)
-        self.add(last, like=last)
-        return self._slots.allocate()
+        top = max(one.request.priority for one in heads)
+
+        def rank(one: Sequence) -> tuple[int, ...]:
+            share: Share = one.share
+            return -self._level(one, top), share.client.held, share.held, one.due, one.order, one.index
+
+        first = min(heads, key=rank)
+        return first, self._level(first, top)
+
+    def _level(self, one: Sequence, top: int) -> int:
+        """The priority of a sequence, one higher for each ``PATIENCE`` since it came, up to ``top``."""
+        return min(top, (self._step - one.deadline) // PATIENCE)
+
+    def _victim(self, plan: Plan, first: Sequence, level: int) -> Sequence | None:
+        """The running sequence that gives its slot to ``first``: of the lowest priority, from who has the most slots, what is due last."""
+        steps = self._steps_left(first)
+        entered = {*plan.admitted}
+        found = [one for one in self.running if one not in entered and self._yields(one, first, level, steps)]
+        if not found:
+            return None
+        return max(
+            found, key=lambda one: (-one.request.priority, one.share.client.held, one.share.held, one.due, one.order, one.index)
+        )  # fmt: skip
+
+    def _yields(self, one: Sequence, first: Sequence, level: int, steps: int) -> bool:
+        """Whether a running sequence gives its slot to ``first``, which needs ``steps``."""
+        priority = first.request.priority
+        if one.request.priority < priority and one.deadline > first.deadline and self._level(one, priority) < priority:
+            return True
+        own: Share = first.share
+        share: Share = one.share
+        if share is own or one.request.priority > level:
+            return False
+        more = share.held - own.held if share.client is own.client else share.client.held - own.client.held
+        return more > 1 or (more == 1 and one.due > first.due and self._steps_left(one) > 2 * steps)
+
+    def _steps_left(self, one: Sequence) -> int:
+        """Steps that a sequence needs to its end alone."""
+        return -(-max(0, one.prompt - one.computed) // self.prompt_budget) + one.most - max(one.prompt, one.length)
+
+    def _preempt(self, plan: Plan, one: Sequence) -> int:
+        """Take the slot of a running sequence, which waits then."""
+        self._on_preempt(one)
+        plan.preempted.append(one)
+        self._leave(one)
+        self.add(one, like=one)
+        slot = self._slots.allocate()
+        assert slot is not None
+        return slot
 
     def _choose(self, plan: Plan) -> None:
         prompts, known = [], []
@@ -191,9 +274,34 @@ class Scheduler:
         if plan.decodes:
             budget = min(budget, self.prompt_budget)
         plan.works += known
-        prompts.sort(key=lambda one: (one.deadline, one.order, one.index))
-        for one in prompts:
-            budget = self._add_piece(plan, one, budget)
+        for one in self._in_turn(prompts):
+            left = self._add_piece(plan, one, budget)
+            one.share.served += budget - left
+            one.share.client.served += budget - left
+            budget = left
+
+    def _in_turn(self, prompts: list[Sequence]) -> list[Sequence]:
+        """Prompts in the order in which they get the budget: from the client that got least, its request that got least, as they came.
+
+        What clients and requests got counts in whole ``prompt_budget``s, so that prompts of less are finished one after the other.
+        """
+        shares: dict[Share, None] = dict.fromkeys(one.share for one in prompts)
+        if shares or self._requests:
+            clients: dict[Client, list[Share]] = {}
+            for share in shares:
+                clients.setdefault(share.client, []).append(share)
+            self._clients.join(clients)
+            self._requests = {client: self._requests.get(client, Turns(0)) for client in clients}
+            for client, turns in self._requests.items():
+                turns.join(clients[client])
+        top = max((one.request.priority for one in prompts), default=0)
+
+        def rank(one: Sequence) -> tuple[int, ...]:
+            share: Share = one.share
+            rounds = share.client.served // self.prompt_budget, share.served // self.prompt_budget
+            return -self._level(one, top), *rounds, one.deadline, one.order, one.index
+
+        return sorted(prompts, key=rank)
 
     def _add_piece(self, plan: Plan, one: Sequence, budget: int) -> int:
         """Add the next piece of at most ``budget`` tokens; returns what is left of it."""

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from time import perf_counter
+from typing import Any
 
 from ..engine import Engine, Event, SamplingParams, SequenceState
 from ..engine.request import Request
@@ -37,7 +38,11 @@ class Generation:
         self.jobs, self.requests = jobs, list[Request]()
         self.n = jobs[0].params.n
         self._engine, self._seconds, self._metrics = engine, seconds, metrics
-        self._expired = False
+        self._expired, caller = False, current()
+        queue: Any = {
+            "cache_salt": caller.salt, "share": caller.share, "tuning": caller.tuning,
+            "priority": -caller.priority,  # the engine runs higher ones first
+        }  # fmt: skip
         with ExitStack() as left:
             mailbox = left.enter_context(self._engine.mailbox())
             left.callback(self.cancel)
@@ -50,10 +55,8 @@ class Generation:
                     mailbox.put(request, event)
 
                 self.requests.append(
-                    self._engine.submit(
-                        job.tokens, job.params, state=job.state, sink=sink, cache_salt=current().salt, tuning=current().tuning
-                    )
-                )
+                    self._engine.submit(job.tokens, job.params, state=job.state, sink=sink, **queue)
+                )  # fmt: skip
             timer = asyncio.get_running_loop().call_later(self._seconds, self._expire)
             left.callback(timer.cancel)
             running.add(self)

@@ -137,6 +137,7 @@ class Service:
             raise Refused(503, "server: it must be running, got a shutdown.", kind="server_error", code="shutting_down")
         longest = max(len(job.tokens) for job in jobs)
         self._check(function, "the prompt's tokens", self.limits.prompt_tokens, longest, "prompt")
+        self._check(function, "prompts times n", self.engine.max_queue, sum(job.params.n for job in jobs), "n")
         reserved, quota = sum(len(job.tokens) + job.params.n * job.params.max_tokens for job in jobs), current().key.quota
         quota.take_tokens(reserved, function)
         try:

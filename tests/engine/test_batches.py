@@ -70,14 +70,15 @@ class Alone:
 
 
 def together(model, prompts, all_params, rng, **options):
-    """The requests of a crowd: they arrive over several steps with different priorities, some others are cancelled or forked."""
+    """The requests of a crowd: they arrive over several steps with different priorities and shares, some others are cancelled or forked."""
     engine = Engine(model, **{"slots": 9, "token_budget": 9 + 128, "keep_every": 64, **options})
     requests, forks = [], []
     left = list(zip(prompts, all_params))
     while left or not all(request.done for request in requests):
         for _ in range(rng.randrange(6)):
             if left:
-                requests.append(engine.submit(*left.pop(0), priority=rng.randrange(3)))
+                share = rng.choice("ab"), rng.choice("cd")
+                requests.append(engine.submit(*left.pop(0), priority=rng.randrange(3), share=share))
         if rng.random() < 0.2:  # one that is cancelled
             other = engine.submit([1, 2, 3], SamplingParams(max_tokens=50), priority=rng.randrange(4))
             engine.step()

@@ -142,7 +142,7 @@ def main() -> None:
     assert not steps.requests
     assert not steps.scheduler.running
     assert engine.waiting == 0
-    assert len(steps.scheduler._heap) <= 1
+    assert len(steps.scheduler.shares) == 0
     assert engine._cache.bytes == sum(one.state.nbytes for one in engine._cache._entries if not one.on_host) <= engine._cache.budget
     assert engine._cache.host_bytes == sum(one.state.nbytes for one in engine._cache._entries if one.on_host) <= engine._cache.host_budget
     assert engine.stats.cache.hits > 0

@@ -224,10 +224,10 @@ def test_a_full_queue_is_openais_rate_limit_error(model):
         for one in holding:
             one.sendall(sent(LONG))
             time.sleep(0.3)
-        with pytest.raises(openai.RateLimitError, match="waiting requests must be at most 1") as caught:
+        with pytest.raises(openai.RateLimitError, match="waiting completions of a client must be at most 1") as caught:
             bystander(live.client)
         assert caught.value.response.headers["retry-after"] == "1"
-        with pytest.raises(openai.RateLimitError):  # the first prompt of several waits for nothing then
+        with pytest.raises(openai.BadRequestError, match="prompts times n must be at most 1, got 2"):  # they never fit
             live.client.completions.create(model="tiny", prompt=["a", "b"])
         for one in holding:
             one.close()

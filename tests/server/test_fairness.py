@@ -1,0 +1,67 @@
+"""A small request beside clients that want everything, over HTTP: counted in steps of the engine, which no load of the machine changes."""
+
+import threading
+from contextlib import suppress
+
+import httpx
+import pytest
+from live_server import running
+
+from penstock.server.keys import Keys
+
+SMALL = {"model": "tiny", "prompt": "b" * 20, "max_tokens": 16, "ignore_eos": True, "temperature": 0}
+PROMPTS = [f"{n} prompt" for n in range(64)]
+SCHEMA = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "integer"}, "minItems": 400}}, "required": ["a"]}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
+HOGS = {
+    "completions": [{"prompt": PROMPTS, "n": 16, "max_tokens": 100}],
+    "three": [{"prompt": PROMPTS, "n": 16, "max_tokens": 100}] * 3,
+    "prompts of 8k": [{"prompt": [n * i % 200 for i in range(8192)], "max_tokens": 100} for n in range(1, 9)],
+    "streams": [{"prompt": f"{n}", "max_tokens": 4000, "stream": True} for n in range(24)],
+    "grammars": [{"prompt": f"{n}", "n": 8, "max_tokens": 1000, "response_format": FORMAT} for n in range(4)],
+    "connections": [{"prompt": f"{n}", "max_tokens": 500} for n in range(100)],
+}
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory):
+    file = tmp_path_factory.mktemp("keys") / "keys"
+    file.write_text("hog hog-secret\nsmall small-secret\n")
+    return Keys.read(file)
+
+
+@pytest.mark.parametrize("keyed", [True, False], ids=["keys", "one address"])
+@pytest.mark.parametrize("hog", HOGS)
+def test_a_small_request_takes_at_most_three_times_its_steps_alone(model, keys, hog, keyed):
+    with running(model, keys=keys if keyed else None, slots=8, token_budget=1024, max_queue=4096) as live:
+
+        def asked(name, body):
+            return httpx.post(
+                f"{live.url}/v1/completions", json={"model": "tiny", **body}, headers={"authorization": f"Bearer {name}"}, timeout=120
+            )
+
+        def small():
+            before = live.engine.stats.steps
+            answer = asked("small-secret", SMALL)
+            assert answer.status_code == 200, answer.text
+            return live.engine.stats.steps - before, answer.json()["choices"]
+
+        alone, wanted = small()
+
+        def hogs(body):
+            with suppress(httpx.HTTPError):
+                asked("hog-secret", {"ignore_eos": "response_format" not in body, **body})
+
+        threads = [threading.Thread(target=hogs, args=(body,)) for body in HOGS[hog]]
+        for one in threads:
+            one.start()
+        while live.engine.stats.running < 8:
+            assert any(one.is_alive() for one in threads)
+        found = [small() for _ in range(3)]
+        assert live.engine.stats.running >= 7, "the hogs still run"
+        live.service.abort()
+        for one in threads:
+            one.join()
+        assert max(steps for steps, _ in found) <= 3 * alone + 10, (alone, found)  # steps between an answer and the next count
+        assert all(choices == wanted for _, choices in found)
+        live.settles()
