@@ -61,6 +61,12 @@ def serve(
     chat_template: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Jinja template of chats. Default: found with the model; RWKV World has its own.")
     ] = None,
+    tool_parser: Annotated[
+        str | None, typer.Option(help="How answers call tools: hermes, llama or none. Default: as the chat template shows.")
+    ] = None,
+    reasoning_parser: Annotated[
+        str | None, typer.Option(help="How answers mark reasoning: think or none. Default: as the chat template shows.")
+    ] = None,
     threads: Threads = None,
     download: Download = False,
     slots: Annotated[int, typer.Option(help="Completions that run together; others wait.", min=1)] = 32,
@@ -109,6 +115,7 @@ def serve(
     alpha = alphas(complaints, adapter_alpha or (), adapters)
     complaints.raise_any()
     try:
+        from ..server.families import CALLS, REASONING
         from ..server.keys import Keys
         from ..server.limits import Limits
         from ..server.origins import check_origins
@@ -117,12 +124,16 @@ def serve(
         from ..server.templates import find_template
     except ImportError as error:
         raise MissingExtra.of("serve", "fastapi, uvicorn, jinja2 and prometheus-client", "serve") from error
+    for option, value, names in ("tool_parser", tool_parser, CALLS), ("reasoning_parser", reasoning_parser, REASONING):
+        if value is not None:
+            check_names(complaints, option, [value], [*names, "none"])
+    complaints.raise_any()
     check_origins("serve", allow_origin or ())
     keys = None if api_key_file is None else Keys.read(api_key_file)
     model = checkpoint("serve", "model", given := model, download)
     coder = load_tokenizer(tokenizer or model)
     use_cores(context, threads, device)
-    template = find_template(model, coder, chat_template)
+    template = find_template(model, coder, chat_template, tool_parser, reasoning_parser)
     weights = load(model, dtype=DTYPES[dtype or ("float32" if device == "cpu" else "bfloat16")], device=device, state=own_state)
     engine = Engine(
         weights.eval(), coder, slots=slots, token_budget=token_budget, prompt_budget=prompt_budget, cache_bytes=cache * MEBIBYTE,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
@@ -10,13 +11,16 @@ from typing import Any
 from fastapi import Request, Response
 
 from ..engine import Event
+from .answers import AnswerForm, AnswerReader, Piece, read_answer
+from .conversation import Conversation, prepare
 from .generation import Generation, Job, finish_reason
 from .limits import parsed
 from .logprobs import chat_logprobs, prompt_logprobs
-from .protocol import ChatAnswer, ChatBody, ChatChoice, ChatChunk, ChatChunkChoice, ChatMessage, Delta
+from .protocol import ChatAnswer, ChatBody, ChatChoice, ChatChunk, ChatChunkChoice, ChatMessage, Delta, FinishReason
 from .service import Service
 from .streaming import EventStream, finished
 from .templates import Template
+from .tools import CallAnswer, CallDelta, FunctionAnswer, call_id
 
 FUNCTION = "chat"
 
@@ -25,65 +29,89 @@ async def chat(service: Service, request: Request) -> Response:
     """Answer a request."""
     body = await parsed(request, ChatBody, FUNCTION, service.limits)
     service.check_model(body.model)
-    template = service.chat_template(FUNCTION)
-    generation = service.start([await _job(service, template, body)], FUNCTION)
+    job, form = await _job(service, service.chat_template(FUNCTION), body)
+    generation = service.start([job], FUNCTION)
     heading = service.heading("chatcmpl")
     if body.stream:
-        writer = StreamWriter(service, template, body, generation, heading)
+        writer = StreamWriter(service, form, body, generation, heading)
         return EventStream(generation, writer, service.metrics, service.limits.seconds, body.stream_options)
     with closing(generation):
         if not await finished(request, generation, service.metrics):
             return Response(status_code=499)
-        return await asyncio.to_thread(_answer, service, template, body, generation, heading)
+        return await asyncio.to_thread(_answer, service, form, body, generation, heading)
 
 
-def _answer(service: Service, template: Template, body: ChatBody, generation: Generation, heading: dict[str, Any]) -> Response:
+def _answer(service: Service, form: AnswerForm, body: ChatBody, generation: Generation, heading: dict[str, Any]) -> Response:
     """The whole answer. Log probabilities of many tokens take seconds."""
     choices = []
     for index, done in enumerate(generation.requests[0].result.completions):
-        text = done.text.lstrip() if template.strips else done.text
         logprobs = chat_logprobs(service.tokenizer, done.logprobs) if body.logprobs else None
-        reason = finish_reason(done.finish_reason) or "stop"
-        choices.append(ChatChoice(index=index, message=ChatMessage(content=text), logprobs=logprobs, finish_reason=reason))
+        found = read_answer(form, done.text)
+        calls = [CallAnswer(id=call_id(), function=FunctionAnswer(name=name, arguments=text)) for name, text in found.calls]
+        content = found.content if found.content or not (calls or found.reasoning) else None
+        message = ChatMessage(content=content, reasoning_content=found.reasoning or None, tool_calls=calls or None)
+        reason = _reason(finish_reason(done.finish_reason) or "stop", bool(calls))
+        choices.append(ChatChoice(index=index, message=message, logprobs=logprobs, finish_reason=reason))
     scores = prompt_logprobs(service.tokenizer, generation.requests[0].result.prompt_logprobs, body.prompt_logprobs)
     answer = ChatAnswer(**heading, choices=choices, usage=generation.usage(), prompt_logprobs=scores)
     return Response(answer.model_dump_json(), media_type="application/json")
 
 
-async def _job(service: Service, template: Template, body: ChatBody) -> Job:
+def _reason(reason: FinishReason, called: bool) -> FinishReason:
+    return "tool_calls" if called and reason == "stop" else reason
+
+
+async def _job(service: Service, template: Template, body: ChatBody) -> tuple[Job, AnswerForm]:
     most = body.max_completion_tokens or body.max_tokens or service.limits.max_tokens
-    params = await service.params(body, FUNCTION, most, template.stops, logprobs=(body.top_logprobs or 0) if body.logprobs else None)
-    text = await asyncio.to_thread(template.render, body.messages)
-    tokens = await service.tokens(text, "messages", special=False)
-    return Job(tokens, params)
+    functions = [one.function for one in body.tools]
+    talk = Conversation(
+        body.messages, functions, body.tool_choice, body.parallel_tool_calls, body.response_format, body.chat_template_kwargs
+    )  # fmt: skip
+    ready = await prepare(service, template, talk, FUNCTION)
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    params = await service.params(body, FUNCTION, most, ready.stops, logprobs=logprobs, constraint=ready.constraint)
+    tokens = await service.tokens(ready.prompt, "messages", special=False)
+    return Job(tokens, params), ready.form
 
 
 class StreamWriter:
     """Pieces of a streamed answer."""
 
-    def __init__(self, service: Service, template: Template, body: ChatBody, generation: Generation, heading: dict[str, Any]) -> None:
-        self._service, self._template, self._body, self._generation = service, template, body, generation
+    def __init__(self, service: Service, form: AnswerForm, body: ChatBody, generation: Generation, heading: dict[str, Any]) -> None:
+        self._service, self._form, self._body, self._generation = service, form, body, generation
         self._heading = heading
-        self._begun: set[int] = set()
-        """Answers of which a role was sent."""
-        self._worded: set[int] = set()
-        """Answers of which text was sent."""
+        self._readers: dict[int, AnswerReader] = {}
+        """Of answers of which a role was sent."""
+        self._calls: Counter[int] = Counter()
 
     def write(self, event: Event) -> Iterator[ChatChunk]:
-        """The piece of an event. A role comes before the first one."""
-        if event.index not in self._begun:
-            self._begun.add(event.index)
+        """The pieces of an event. A role comes before the first one."""
+        if event.index not in self._readers:
+            self._readers[event.index] = AnswerReader(self._form)
             yield self._piece(ChatChunkChoice(index=event.index, delta=Delta(role="assistant", content="")))
-        text = event.text
-        if self._template.strips and event.index not in self._worded:
-            text = text.lstrip()
-        if text:
-            self._worded.add(event.index)
+        reader, reason = self._readers[event.index], finish_reason(event.finish_reason)
+        pieces = list(reader.push(event.text))
+        if reason is not None:
+            pieces += reader.finish()
+        deltas = [self._delta(event.index, piece) for piece in pieces] or [Delta()]
         logprobs = chat_logprobs(self._service.tokenizer, event.logprobs) if self._body.logprobs else None
-        reason = finish_reason(event.finish_reason)
-        yield self._piece(
-            ChatChunkChoice(index=event.index, delta=Delta(content=text or None), logprobs=logprobs, finish_reason=reason)
-        )  # fmt: skip
+        for at, delta in enumerate(deltas):
+            choice = ChatChunkChoice(index=event.index, delta=delta, logprobs=None if at else logprobs)
+            if at == len(deltas) - 1 and reason is not None:
+                choice.finish_reason = _reason(reason, self._calls[event.index] > 0)
+            yield self._piece(choice)
+
+    def _delta(self, index: int, piece: Piece) -> Delta:
+        if piece.kind == "content":
+            return Delta(content=piece.text)
+        if piece.kind == "reasoning":
+            return Delta(reasoning_content=piece.text)
+        self._calls[index] += piece.kind == "call"
+        place = self._calls[index] - 1
+        if piece.kind == "arguments":
+            return Delta(tool_calls=[CallDelta(index=place, function=FunctionAnswer(arguments=piece.text))])
+        named = FunctionAnswer(name=piece.text, arguments="")
+        return Delta(tool_calls=[CallDelta(index=place, id=call_id(), type="function", function=named)])
 
     def finish(self) -> Iterator[ChatChunk]:
         """Counts of tokens, if they are wanted."""

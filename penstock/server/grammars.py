@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 from ..errors import Complaints, MissingExtra, RangeError
 from ..models.tokenizers import HuggingFace, Tokenizer
@@ -23,11 +23,15 @@ def wanted_schema(form: ResponseFormat | None) -> dict[str, Any] | None:
     return {"type": "object"} if form.json_schema is None else form.json_schema.schema_
 
 
-class JsonConstraint:
-    """The state of one completion: a ``Constraint`` of the engine."""
+class GrammarConstraint:
+    """The state of one completion: a ``Constraint`` of the engine.
 
-    def __init__(self, matcher: Any) -> None:
-        self._matcher = matcher
+    param : str
+        The field of the request that the grammar is of.
+    """
+
+    def __init__(self, matcher: Any, param: str) -> None:
+        self._matcher, self._param = matcher, param
         self.mask: bytes = matcher.compute_bitmask()
         self._check()
 
@@ -45,24 +49,39 @@ class JsonConstraint:
         if self._matcher.is_error():
             complaints = Complaints("completions")
             got = self._matcher.get_error().partition("\n<state>")[0]  # behind it comes a dump of its parser
-            complaints.add(RangeError, "response_format", "within the limits of llguidance", got)
+            complaints.add(RangeError, self._param, "within the limits of llguidance", got)
             complaints.raise_any()
 
 
 class Grammars:
-    """Compiles schemas for a tokenizer. The first use also builds llguidance's trie of tokens: a fraction of a second for 65,536."""
+    """Compiles grammars for a tokenizer. The first use also builds llguidance's trie of tokens: a fraction of a second for 65,536."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._made: Any = None
         self._lock = threading.Lock()
 
-    def compile(self, schema: dict[str, Any], function: str) -> Callable[[], JsonConstraint]:
-        """What makes the constraint of each completion. Raises Refused for a schema that llguidance does not know, or MissingExtra."""
+    @property
+    def ends(self) -> bool:
+        """Whether a token ends a text. Without one, a text ends where its grammar allows nothing more."""
+        return self._tokenizer.end_of_text is not None
+
+    def compile(self, schema: dict[str, Any], function: str, param: str = "response_format") -> Callable[[], GrammarConstraint]:
+        """What makes the constraint of each completion. Raises Refused for a schema that llguidance does not know, or MissingExtra.
+
+        param : str
+            The field of the request that the schema is of.
+        """
         for number in _large(schema):
             rule = "integers of a schema must be from -2^53 to 2^53, and other numbers from -2^63 to 2^63"
-            message = f"{function}: {rule}, got {number}. llguidance would round it."
-            raise Refused(400, message, param="response_format")
+            raise Refused(400, f"{function}: {rule}, got {number}. llguidance would round it.", param=param)
+        return self._compile("json_schema", json.dumps(schema), function, param)
+
+    def compile_lark(self, source: str, function: str, param: str) -> Callable[[], GrammarConstraint]:
+        """Likewise for a grammar in llguidance's form of Lark's syntax. ``compile`` takes its JSON schemas."""
+        return self._compile("lark", source, function, param)
+
+    def _compile(self, kind: Literal["json_schema", "lark"], source: str, function: str, param: str) -> Callable[[], GrammarConstraint]:
         try:
             from llguidance import LLMatcher
         except ImportError as error:
@@ -70,15 +89,18 @@ class Grammars:
         with self._lock:
             self._made = self._made or _for_llguidance(self._tokenizer, self._vocab_size)
         try:
-            grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=OPTIONS)
+            if kind == "json_schema":
+                grammar = LLMatcher.grammar_from_json_schema(source, defaults=OPTIONS)
+            else:
+                grammar = LLMatcher.grammar_from_lark(source)
             wrong = LLMatcher.validate_grammar(grammar, self._made)
         except ValueError as error:
             wrong = str(error)
         if wrong:
-            message = f"{function}: response_format must be a JSON schema that llguidance knows, got one with: {wrong}."
-            raise Refused(400, message, param="response_format")
+            message = f"{function}: {param} must be a JSON schema that llguidance knows, got one with: {wrong}."
+            raise Refused(400, message, param=param)
         first = LLMatcher(self._made, grammar)
-        return lambda: JsonConstraint(first.deep_copy())
+        return lambda: GrammarConstraint(first.deep_copy(), param)
 
 
 def _large(part: Any) -> Iterator[float]:

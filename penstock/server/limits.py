@@ -46,6 +46,11 @@ class Limits:
     parts: int = 1024
     """Parts of the contents of all messages."""
     schema_bytes: int = 2**16
+    tools: int = 128
+    tool_bytes: int = 2**18
+    """Of the names, descriptions and schemas of all tools."""
+    calls: int = 1024
+    """Calls of tools in all messages."""
     seconds: float = 600
     """From the last byte of a body to the last token."""
     states: int = 64
@@ -84,11 +89,14 @@ def _check_counts(data: Any, function: str, limits: Limits) -> None:
         return
     prompt, messages = data.get("prompt"), _items(data.get("messages"))
     tokens = isinstance(prompt, list) and prompt and isinstance(prompt[0], int)
-    contents = [_items(one.get("content")) for one in messages if isinstance(one, dict)] + [_items(data.get("system"))]
+    contents, calls = ([_items(one.get(name)) for one in messages if isinstance(one, dict)] for name in ("content", "tool_calls"))
+    contents.append(_items(data.get("system")))
     counts = [
         ("prompts", 0 if tokens else len(_items(prompt)), limits.prompts, "prompt"),
         ("messages", len(messages), limits.messages, "messages"),
         ("parts of messages", sum(map(len, contents)), limits.parts, "messages"),
+        ("tools", len(_items(data.get("tools"))), limits.tools, "tools"),
+        ("calls of tools", sum(map(len, calls)), limits.calls, "messages"),
         ("stop texts", len(_items(data.get("stop"))), limits.stops, "stop"),
         ("stop texts", len(_items(data.get("stop_sequences"))), limits.stops, "stop_sequences"),
         ("stop tokens", len(_items(data.get("stop_token_ids"))), limits.stop_ids, "stop_token_ids"),

@@ -13,6 +13,7 @@ from pydantic import BaseModel
 
 from ..engine import Event
 from ..engine.request import Completion
+from .caller import current
 from .errors import Refused
 from .generation import Generation, Job
 from .limits import parsed
@@ -84,7 +85,7 @@ async def _tokens(service: Service, template: Template, body: CountBody) -> list
 
 def _heading(service: Service, generation: Generation) -> MessageAnswer:
     """An answer without content."""
-    return MessageAnswer(id=f"msg_{secrets.token_hex(12)}", model=service.name, content=[], usage=_usage(generation))
+    return MessageAnswer(id=f"msg_{secrets.token_hex(12)}", model=current().model, content=[], usage=_usage(generation))
 
 
 def _usage(generation: Generation) -> InputUsage:

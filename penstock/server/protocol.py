@@ -1,6 +1,6 @@
 """OpenAI's requests and answers as pydantic models.
 
-A field of a request that is not listed here or in ``unused`` is refused by its name. A null is the same as an absent field.
+A field of a request that is not listed here, in ``tools`` or in ``unused`` is refused by its name. A null is the same as an absent field.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from ..engine.request import MOST_LOGPROBS
 from .bodies import Body, Text, one_of
+from .tools import CallAnswer, CallDelta, Tool, ToolCall, ToolChoice, check_tools
 from .unused import UnusedChatFields, UnusedCompletionFields, UnusedFields, UnusedMessageFields, UnusedPartFields
 
 Bias = Annotated[float, Field(ge=-100, le=100)]
@@ -18,7 +19,7 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 Token = Annotated[int, Field(ge=0)]
 Tokens = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
 Stops = Annotated[Text | Annotated[list[Text], Field(fail_fast=True)], one_of("a text or a list of texts, none of them empty")]
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 Prompt = Annotated[
@@ -131,15 +132,31 @@ class TextPart(Body, UnusedPartFields):
 class Message(Body, UnusedMessageFields):
     """A message of a chat."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str | Annotated[list[TextPart], Field(fail_fast=True)], one_of("a text or a list of parts of type text")] = ""
     name: str | None = None
+    tool_call_id: Text | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] = Field(default=[])
+    parsed: Any = None
+    """OpenAI's client adds it to answers that it parsed. It is not read."""
+
+    # beyond OpenAI's
+    reasoning_content: str | None = None
 
     @model_validator(mode="after")
     def check_content(self) -> Message:
         """An answer may be empty."""
         if "content" not in self.model_fields_set and self.role != "assistant":
             raise ValueError(f"content must be given with role {self.role}, got none")
+        return self
+
+    @model_validator(mode="after")
+    def check_calls(self) -> Message:
+        """Fields that belong to a role."""
+        if (self.role == "tool") != (self.tool_call_id is not None):
+            raise ValueError("tool_call_id must be given with role tool, and with no other")
+        if (self.tool_calls or self.reasoning_content is not None) and self.role != "assistant":
+            raise ValueError("tool_calls and reasoning_content must be given with role assistant only")
         return self
 
     @property
@@ -156,6 +173,12 @@ class ChatBody(SamplingBody, UnusedChatFields):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True)] = Field([])
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
+
+    # beyond OpenAI's
+    chat_template_kwargs: dict[str, Any] = Field({})
 
     @model_validator(mode="after")
     def check_pairs(self) -> ChatBody:
@@ -164,6 +187,17 @@ class ChatBody(SamplingBody, UnusedChatFields):
             raise ValueError(f"max_tokens must be absent or max_completion_tokens = {self.max_completion_tokens}, got {self.max_tokens}")
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs must be given with logprobs only")
+        return self
+
+    @model_validator(mode="after")
+    def check_calls(self) -> ChatBody:
+        """The choice is one of the tools, and results are those of earlier calls."""
+        check_tools([one.function for one in self.tools], self.tool_choice)
+        called: set[str] = set()
+        for one in self.messages:
+            called |= {call.id for call in one.tool_calls}
+            if one.tool_call_id is not None and one.tool_call_id not in called:
+                raise ValueError(f"tool_call_id must be of a call in an earlier message, got {one.tool_call_id[:60]!r}")
         return self
 
 
@@ -261,7 +295,9 @@ class ChatMessage(BaseModel):
     """The message that a chat gives."""
 
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
+    reasoning_content: str | None = Field(default=None, exclude_if=lambda value: value is None)
+    tool_calls: list[CallAnswer] | None = Field(default=None, exclude_if=lambda value: value is None)
 
 
 class ChatChoice(BaseModel):
@@ -290,6 +326,8 @@ class Delta(BaseModel):
 
     role: Literal["assistant"] | None = Field(default=None, exclude_if=lambda value: value is None)
     content: str | None = Field(default=None, exclude_if=lambda value: value is None)
+    reasoning_content: str | None = Field(default=None, exclude_if=lambda value: value is None)
+    tool_calls: list[CallDelta] | None = Field(default=None, exclude_if=lambda value: value is None)
 
 
 class ChatChunkChoice(BaseModel):

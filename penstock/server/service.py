@@ -86,7 +86,9 @@ class Service:
         return self.template
 
     async def params(self, body: SamplingBody, function: str, max_tokens: int, stops: Sequence[str] = (), **more: Any) -> SamplingParams:
-        """Sampling parameters of a request; the caller gets its other fields. Raises Refused or InvalidArgument."""
+        """Sampling parameters of a request; the caller gets its other fields. A ``constraint``
+        among ``more`` is for the response_format. Raises Refused or InvalidArgument.
+        """
         limits, size, caller = self.limits, self.engine.vocab_size, current()
         if body.priority < caller.key.priority:
             message = f"{function}: priority must be at least {caller.key.priority} with this key, got {body.priority}."
@@ -94,17 +96,17 @@ class Service:
         caller.cache_salt, caller.priority = body.cache_salt, body.priority
         given = [body.stop] if isinstance(body.stop, str) else body.stop
         bias = {int(token): value for token, value in body.logit_bias.items()}
-        self._check(function, "max_tokens", limits.max_tokens, max_tokens)
-        self._check(function, "n", limits.n, body.n)
-        self._check(function, "the length of a stop text", limits.stop_length, max(map(len, given), default=0), "stop")
-        self._check(function, "tokens of logit_bias", size - 1, max(bias, default=0), "logit_bias")
-        self._check(function, "stop_token_ids", size - 1, max(body.stop_token_ids, default=0))
+        self.check(function, "max_tokens", limits.max_tokens, max_tokens)
+        self.check(function, "n", limits.n, body.n)
+        self.check(function, "the length of a stop text", limits.stop_length, max(map(len, given), default=0), "stop")
+        self.check(function, "tokens of logit_bias", size - 1, max(bias, default=0), "logit_bias")
+        self.check(function, "stop_token_ids", size - 1, max(body.stop_token_ids, default=0))
         more["prompt_logprobs"] = max(
             (most for most in (body.prompt_logprobs, more.get("prompt_logprobs")) if most is not None), default=None
         )
-        schema = wanted_schema(body.response_format)
+        schema = None if "constraint" in more else wanted_schema(body.response_format)
         if schema is not None:
-            self._check(function, "the bytes of the schema", limits.schema_bytes, len(json.dumps(schema)), "response_format")
+            self.check(function, "the bytes of the schema", limits.schema_bytes, len(json.dumps(schema)), "response_format")
             more["constraint"] = await asyncio.to_thread(self.grammars.compile, schema, function)
         return SamplingParams(
             max_tokens=max_tokens, min_tokens=body.min_tokens,
@@ -136,8 +138,8 @@ class Service:
         if self.closing:
             raise Refused(503, "server: it must be running, got a shutdown.", kind="server_error", code="shutting_down")
         longest = max(len(job.tokens) for job in jobs)
-        self._check(function, "the prompt's tokens", self.limits.prompt_tokens, longest, "prompt")
-        self._check(function, "prompts times n", self.engine.max_queue, sum(job.params.n for job in jobs), "n")
+        self.check(function, "the prompt's tokens", self.limits.prompt_tokens, longest, "prompt")
+        self.check(function, "prompts times n", self.engine.max_queue, sum(job.params.n for job in jobs), "n")
         reserved, quota = sum(len(job.tokens) + job.params.n * job.params.max_tokens for job in jobs), current().key.quota
         quota.take_tokens(reserved, function)
         try:
@@ -154,6 +156,7 @@ class Service:
         for generation in list(self.running):
             generation.cancel()
 
-    def _check(self, function: str, name: str, most: int, value: int, param: str = "") -> None:
+    def check(self, function: str, name: str, most: int, value: int, param: str = "") -> None:
+        """Raise Refused for a value beyond a limit."""
         if value > most:
             raise Refused(400, f"{function}: {name} must be at most {most}, got {value}.", param=param or name)

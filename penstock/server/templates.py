@@ -4,21 +4,33 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
-from ..errors import Complaints, RangeError
+from ..errors import Complaints, RangeError, shortened
 from ..files import read_text
 from ..models.tokenizers import Tokenizer, World
+from .families import CALLS, REASONING, CallForm, ReasoningForm, recognised_calls, recognised_reasoning
 from .protocol import Message
+from .tools import Function
 
 TEMPLATE_FILE = "chat_template.jinja"
 CONFIG_FILE = "tokenizer_config.json"
 MOST_CHARACTERS = 2**24
 """A template that writes more is refused: loops in a template can multiply what a client sends."""
+WORLD_TOOLS = (
+    "You can call functions. Each of these lines is one of them, as JSON:",
+    'To call one, write its name and its arguments: <tool_call>{"name": NAME, "arguments": {...}}</tool_call>. '
+    "The result is between <tool_response> and </tool_response>.",
+)
+"""What RWKV World's form says before and behind the list of functions."""
+SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
+"""Variables of templates that have the texts of special tokens."""
+NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 class Template(Protocol):
@@ -32,7 +44,15 @@ class Template(Protocol):
     def strips(self) -> bool:
         """Whether white space before an answer belongs to the template."""
 
-    def render(self, messages: Sequence[Message]) -> str:
+    @property
+    def calls(self) -> CallForm | None:
+        """How answers call functions; None if that is not known."""
+
+    @property
+    def reasoning(self) -> ReasoningForm | None:
+        """How answers mark reasoning; None if they have none."""
+
+    def render(self, messages: Sequence[Message], functions: Sequence[Function] = (), variables: Mapping[str, Any] = NONE) -> str:
         """The prompt. It ends where an answer begins."""
 
 
@@ -42,17 +62,35 @@ class WorldTemplate:
 
     >>> WorldTemplate().render([Message(role="user", content="Hi\n\nthere")])
     'User: Hi\nthere\n\nAssistant:'
+
+    Functions are listed in a first message of the system, calls are written as in Hermes' form, and results are messages of the user.
     """
 
+    calls: CallForm | None = CALLS["hermes"]
+    reasoning: ReasoningForm | None = None
     stops: tuple[str, ...] = ("\n\nUser:",)
     strips: bool = True
 
-    def render(self, messages: Sequence[Message]) -> str:
-        """The prompt."""
-        names = {"system": "System", "developer": "System", "user": "User", "assistant": "Assistant"}
-        texts = [re.sub(r"(\r?\n)+", "\n", one.text.strip()) for one in messages]
-        parts = [f"{names[one.role]}: {text}\n\n" for one, text in zip(messages, texts)]
-        return "".join([*parts, "Assistant:"])
+    def render(self, messages: Sequence[Message], functions: Sequence[Function] = (), variables: Mapping[str, Any] = NONE) -> str:
+        """The prompt. Raises RangeError for variables: there are none."""
+        check_variables(variables, ())
+        parts = []
+        if functions:
+            listed = "\n".join(json.dumps(one.shown, ensure_ascii=False) for one in functions)
+            parts.append(f"System: {WORLD_TOOLS[0]}\n{listed}\n{WORLD_TOOLS[1]}\n\n")
+        return "".join([*parts, *map(self.message, messages), "Assistant:"])
+
+    def message(self, one: Message) -> str:
+        """The text of a message."""
+        texts = [one.text.strip()]
+        if one.role == "tool":
+            texts = [f"<tool_response>\n{texts[0]}\n</tool_response>"]
+        for call in one.tool_calls:
+            value = {"name": call.function.name, "arguments": call.function.value}
+            texts.append(f"<tool_call>\n{json.dumps(value, ensure_ascii=False)}\n</tool_call>")
+        text = re.sub(r"(\r?\n)+", "\n", "\n".join(filter(None, texts)))
+        names = {"system": "System", "developer": "System", "assistant": "Assistant"}
+        return f"{names.get(one.role, 'User')}: {text}\n\n"
 
 
 class JinjaTemplate:
@@ -62,27 +100,37 @@ class JinjaTemplate:
     strips = False
 
     def __init__(self, source: str, special: dict[str, str] | None = None, name: str = "template") -> None:
-        from jinja2 import TemplateError
+        from jinja2 import TemplateError, meta
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-        environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+        environment.filters["tojson"] = _to_json
         environment.globals.update(raise_exception=_raise, strftime_now=lambda form: datetime.now().strftime(form))
         self._special = special or {}
+        self.calls, self.reasoning = recognised_calls(source), recognised_reasoning(source)
         try:
             self._template = environment.from_string(source)
+            known = meta.find_undeclared_variables(environment.parse(source))
         except TemplateError as error:
             complaints = Complaints("serve")
             complaints.add(RangeError, "chat_template", "a Jinja template", f"{name} ({error})", "Give another with --chat-template.")
             complaints.raise_any()
+        self._variables = tuple(sorted(known - {"messages", "tools", "add_generation_prompt", *SPECIAL, *environment.globals}))
+        self._takes_tools = "tools" in known
 
-    def render(self, messages: Sequence[Message]) -> str:
-        """The prompt. Raises RangeError where the template refuses the messages."""
-        listed = [{"role": one.role, "content": one.text} | ({} if one.name is None else {"name": one.name}) for one in messages]
+    def render(self, messages: Sequence[Message], functions: Sequence[Function] = (), variables: Mapping[str, Any] = NONE) -> str:
+        """The prompt. Raises RangeError where the template refuses the messages, or does not know functions or variables."""
         complaints = Complaints("chat")
+        check_variables(variables, self._variables)
+        if functions and not self._takes_tools:
+            remedy = "Serve with another --chat-template."
+            complaints.add(RangeError, "tools", "absent, because the model's chat template has none", f"{len(functions)}", remedy)
+            complaints.raise_any()
+        given = {**self._special, **variables, "messages": _listed(messages), "add_generation_prompt": True}
+        given["tools"] = [{"type": "function", "function": one.shown} for one in functions] or None
         pieces, size = [], 0
         try:
-            for piece in self._template.generate(messages=listed, add_generation_prompt=True, **self._special):
+            for piece in self._template.generate(given):
                 pieces.append(piece)
                 size += len(piece)
                 if size > MOST_CHARACTERS:
@@ -94,17 +142,73 @@ class JinjaTemplate:
         return "".join(pieces)
 
 
+def _listed(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages as templates of Hugging Face expect them: arguments are objects, and results have the name of their function."""
+    listed, names = [], dict[str, str]()
+    for one in messages:
+        found: dict[str, Any] = {"role": one.role, "content": one.text}
+        if one.name is not None:
+            found["name"] = one.name
+        if one.reasoning_content is not None:
+            found["reasoning_content"] = one.reasoning_content
+        if one.tool_calls:
+            if "content" not in one.model_fields_set:
+                found["content"] = None
+            names |= {call.id: call.function.name for call in one.tool_calls}
+            found["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": call.function.value}}
+                for call in one.tool_calls
+            ]
+        if one.tool_call_id is not None:
+            found |= {"tool_call_id": one.tool_call_id, "name": one.name or names[one.tool_call_id]}
+        listed.append(found)
+    return listed
+
+
+def check_variables(given: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Raise RangeError for a variable that the template does not have."""
+    complaints = Complaints("chat")
+    for name in given.keys() - {*known}:
+        rule = f"some of the template's variables ({', '.join(known)})" if known else "absent, because the template has no variables"
+        complaints.add(RangeError, "chat_template_kwargs", rule, shortened(name))
+    complaints.raise_any()
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:
+    """The filter of templates, which takes what that of transformers does."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
 def _raise(message: str) -> None:
     from jinja2 import TemplateError
 
     raise TemplateError(message)
 
 
-def find_template(path: Path, tokenizer: Tokenizer, file: Path | None = None) -> Template | None:
-    """The template of a checkpoint: ``file`` if given, the one in its folder, or RWKV World's for its tokenizer; None if there is none."""
-    folder = path if path.is_dir() else path.parent
+def find_template(
+    path: Path, tokenizer: Tokenizer, file: Path | None = None, tool_parser: str | None = None, reasoning_parser: str | None = None
+) -> Template | None:
+    """The template of a checkpoint: ``file`` if given, the one in its folder, or RWKV World's for its tokenizer; None if there is none.
+
+    tool_parser, reasoning_parser : str, optional
+        Names of ``CALLS`` and ``REASONING``, or "none". Default: what the template's source shows.
+    """
+    template: JinjaTemplate | WorldTemplate | None = _jinja(path if path.is_dir() else path.parent, file)
+    if template is None:
+        if not isinstance(tokenizer, World):
+            return None
+        template = WorldTemplate()
+    calls = template.calls if tool_parser is None else CALLS.get(tool_parser)
+    reasoning = template.reasoning if reasoning_parser is None else REASONING.get(reasoning_parser)
+    if isinstance(template, WorldTemplate):
+        return WorldTemplate(calls, reasoning)
+    template.calls, template.reasoning = calls, reasoning
+    return template
+
+
+def _jinja(folder: Path, file: Path | None) -> JinjaTemplate | None:
     config = _config(folder / CONFIG_FILE)
-    special = {name: _text(config[name]) for name in ("bos_token", "eos_token", "pad_token", "unk_token") if config.get(name)}
+    special = {name: _text(config[name]) for name in SPECIAL if config.get(name)}
     if file is None and (folder / TEMPLATE_FILE).is_file():
         file = folder / TEMPLATE_FILE
     if file is not None:
@@ -112,9 +216,7 @@ def find_template(path: Path, tokenizer: Tokenizer, file: Path | None = None) ->
     found = config.get("chat_template")
     if isinstance(found, list):
         found = next((one.get("template") for one in found if isinstance(one, dict) and one.get("name") == "default"), None)
-    if isinstance(found, str):
-        return JinjaTemplate(found, special, str(folder / CONFIG_FILE))
-    return WorldTemplate() if isinstance(tokenizer, World) else None
+    return JinjaTemplate(found, special, str(folder / CONFIG_FILE)) if isinstance(found, str) else None
 
 
 def _text(token: Any) -> str:

@@ -40,9 +40,6 @@ class UnusedCompletionFields(BaseModel):
 class UnusedChatFields(BaseModel):
     """Of ``/v1/chat/completions``."""
 
-    tools: Nothing = []
-    tool_choice: Annotated[Literal["none", "auto"] | None, one_of("'none' or 'auto'", "There are no tools to choose from.")] = None
-    parallel_tool_calls: bool | None = None
     functions: Nothing = []
     function_call: Annotated[Literal["none", "auto"] | None, one_of("'none' or 'auto'", "There are no functions to call.")] = None
     modalities: Annotated[list[Literal["text"]] | None, one_of("['text']", TEXTS_ONLY)] = None
@@ -58,7 +55,6 @@ class UnusedMessageFields(BaseModel):
     """Of a message, such as an earlier answer that is sent back as it came."""
 
     annotations: Nothing = []
-    tool_calls: Nothing = []
     function_call: Annotated[None, one_of("absent", "This server does not support it.")] = None
     audio: Annotated[None, one_of("absent", TEXTS_ONLY)] = None
     refusal: Annotated[None, one_of("absent", "Put its text into content.")] = None

@@ -76,7 +76,7 @@ def test_both_names_of_the_limit_of_tokens(client):
 
 WRONG = {
     "no messages": ({"messages": []}, "messages must have at least 1 item", "messages"),
-    "role": ({"messages": [{"role": "tool", "content": "a"}]}, "messages.0.role must be 'system', 'developer', 'user'", "messages.0.role"),
+    "role": ({"messages": [{"role": "judge", "content": "a"}]}, "messages.0.role must be 'system', 'developer', 'user'", "messages.0.role"),
     "image": (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}]},
         "messages.0.content must be a text or a list of parts of type text", "messages.0.content",
