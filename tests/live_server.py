@@ -1,5 +1,6 @@
 """A small random model behind HTTP, in a thread or in a process of its own."""
 
+import json
 import re
 import socket
 import subprocess
@@ -32,11 +33,19 @@ def small_model():
     return model
 
 
+def sent(body, path="/v1/completions", headers=""):
+    """Bytes of an HTTP request."""
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n{headers}\r\n"
+    return head.encode() + content
+
+
 class Live:
     """A server that runs."""
 
     def __init__(self, service, server, port):
         self.service, self.server, self.engine = service, server, service.engine
+        self.thread = None
         self.url = f"http://127.0.0.1:{port}"
         self.port = port
         self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0, timeout=60)
@@ -80,6 +89,7 @@ def running(
         assert thread.is_alive()
         time.sleep(0.01)
     live = Live(service, server, port)
+    live.thread = thread
     try:
         yield live
     finally:

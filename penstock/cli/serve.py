@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 from pathlib import Path
@@ -85,7 +86,7 @@ def serve(
     states_folder: Annotated[
         Path | None, typer.Option(metavar="PATH", help="Folder for these states; servers may share it. Default: a temporary one.")
     ] = None,
-    drain_seconds: Annotated[float, typer.Option(help="After SIGTERM, requests that run have this long to end.", min=0)] = 60,
+    drain_seconds: Annotated[float, typer.Option(help="After SIGTERM, requests that run have this long to end.", min=0)] = 25,
 ) -> None:
     """Serve a model over HTTP as OpenAI's API: completions and chat, streamed or whole. There is a page to chat at /.
 
@@ -118,6 +119,7 @@ def serve(
         from ..server.families import CALLS, REASONING
         from ..server.keys import Keys
         from ..server.limits import Limits
+        from ..server.memory import keep_flat
         from ..server.origins import check_origins
         from ..server.run import make_server
         from ..server.service import Service
@@ -130,6 +132,7 @@ def serve(
     complaints.raise_any()
     check_origins("serve", allow_origin or ())
     keys = None if api_key_file is None else Keys.read(api_key_file)
+    keep_flat()
     model = checkpoint("serve", "model", given := model, download)
     coder = load_tokenizer(tokenizer or model)
     use_cores(context, threads, device)
@@ -143,6 +146,8 @@ def serve(
     engine.warm_up()
     limits = Limits(max_tokens=max_tokens, prompt_tokens=max_prompt, seconds=max_seconds, states=max_states)
     service = Service(engine, name or (given.resolve().name if model.is_dir() else given.stem), template, limits, states_folder)
+    gc.collect()
+    gc.freeze()  # the model and all packages: looking for garbage among them takes a fifth of a second, in which nothing is answered
     make_server(service, host, port, api_key=api_key, keys=keys, origins=allow_origin or (), drain_seconds=drain_seconds).run()
 
 

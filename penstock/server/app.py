@@ -27,9 +27,9 @@ from .limits import read_body
 from .messages import PATH as MESSAGES
 from .messages import count_tokens, error_response, messages
 from .messages_protocol import CountBody, MessagesBody
-from .metrics import Metrics
 from .origins import allow_origins, check_origins
 from .protocol import ChatBody, CompletionBody, ModelCard, ModelList, StateCard, StateList
+from .sending import check_framing, send_pieces, with_close
 from .service import Service
 from .tokenize import DetokenizeBody, TokenizeBody, detokenize, tokenize
 
@@ -64,6 +64,8 @@ def create_app(service: Service, api_key: str | None = None, keys: Keys | None =
         service.abort()
         await asyncio.to_thread(service.engine.close)
         await asyncio.to_thread(service.close_states)
+        service.workers.close()
+        service.compilers.close()
 
     app = FastAPI(title="Penstock", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
     _add_errors(app, service)
@@ -96,14 +98,14 @@ def _add_errors(app: FastAPI, service: Service) -> None:
 
     for kind in (Refused, PenstockError, HTTPException):
         app.add_exception_handler(kind, answer)
-    app.add_middleware(Answers, metrics=service.metrics)
+    app.add_middleware(Answers, service=service)
 
 
 class Answers:
-    """Counts answers, and answers requests that raise."""
+    """Counts answers and sends them in pieces, and answers requests that raise."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
-        self._app, self._metrics = app, metrics
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._app, self._service, self._metrics = app, service, service.metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
@@ -119,9 +121,12 @@ class Answers:
                 begun = True
                 MutableHeaders(scope=message).update(caller.key.quota.headers())
                 self._metrics.answered(getattr(scope.get("route"), "path", "other"), message["status"])
-            await send(message)
+                if self._service.draining:
+                    message = with_close(message)
+            await send_pieces(send, message)
 
         try:
+            check_framing(scope)
             await self._app(scope, receive, counted)
         except ClientDisconnect:
             self._metrics.disconnected()
@@ -192,23 +197,23 @@ def _add_states(app: FastAPI, service: Service, guarded: list[Any]) -> None:
 
     @app.get("/v1/states", dependencies=guarded)
     async def listed() -> StateList:
-        return StateList(data=await asyncio.to_thread(service.states.cards))
+        return StateList(data=await service.workers.run(service.states.cards))
 
     @app.get("/v1/states/{name}", dependencies=guarded)
     async def file(name: str) -> Response:
-        content = await asyncio.to_thread(service.states.content, name)
+        content = await service.workers.run(service.states.content, name)
         headers = {"Content-Disposition": f'attachment; filename="{name}.safetensors"'}
         return Response(content, media_type="application/octet-stream", headers=headers)
 
     @app.post("/v1/states", dependencies=guarded)
     async def add(request: Request) -> StateCard:
         content = await read_body(request, limits.state_bytes, limits.body_seconds)
-        name = await asyncio.to_thread(service.states.add_file, content, limits.prompt_tokens)
-        return await asyncio.to_thread(service.states.card, name)
+        name = await service.workers.run(service.states.add_file, content, limits.prompt_tokens)
+        return await service.workers.run(service.states.card, name)
 
     @app.delete("/v1/states/{name}", dependencies=guarded)
     async def remove(name: str) -> dict[str, Any]:
-        await asyncio.to_thread(service.states.remove, name)
+        await service.workers.run(service.states.remove, name)
         return {"id": name, "object": "state", "deleted": True}
 
 
@@ -228,7 +233,7 @@ def _add_page(app: FastAPI, service: Service) -> None:
     @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> Response:
-        status = "closing" if service.closing else "ok" if service.engine.alive else "stopped"
+        status = "closing" if service.draining else "ok" if service.engine.alive else "stopped"
         return JSONResponse({"status": status}, 200 if status == "ok" else 503)
 
     @app.get("/metrics")

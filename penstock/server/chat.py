@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
@@ -15,22 +14,26 @@ from .answers import AnswerForm, AnswerReader, Piece, read_answer
 from .conversation import Conversation, prepare
 from .generation import Generation, Job, finish_reason
 from .limits import parsed
-from .logprobs import chat_logprobs, prompt_logprobs
+from .logprobs import chat_json, chat_logprobs, prompt_json
 from .protocol import ChatAnswer, ChatBody, ChatChoice, ChatChunk, ChatChunkChoice, ChatMessage, Delta, FinishReason
 from .service import Service
 from .streaming import EventStream, finished
 from .templates import Template
 from .tools import CallAnswer, CallDelta, FunctionAnswer, call_id
+from .writing import OF_TEXT, answered, prompt_size, written
 
 FUNCTION = "chat"
+OF_TOKEN, OF_TOP = 90, 70
+"""Bytes of log probabilities: objects with token, logprob and bytes."""
 
 
 async def chat(service: Service, request: Request) -> Response:
     """Answer a request."""
-    body = await parsed(request, ChatBody, FUNCTION, service.limits)
+    body = await parsed(request, ChatBody, FUNCTION, service.limits, service.workers)
     service.check_model(body.model)
     job, form = await _job(service, service.chat_template(FUNCTION), body)
-    generation = service.start([job], FUNCTION)
+    service.check_answer(FUNCTION, _size(body, job))
+    generation = await service.start([job], FUNCTION)
     heading = service.heading("chatcmpl")
     if body.stream:
         writer = StreamWriter(service, form, body, generation, heading)
@@ -38,23 +41,22 @@ async def chat(service: Service, request: Request) -> Response:
     with closing(generation):
         if not await finished(request, generation, service.metrics):
             return Response(status_code=499)
-        return await asyncio.to_thread(_answer, service, form, body, generation, heading)
+        return await service.workers.run(_answer, service, form, body, generation, heading)
 
 
 def _answer(service: Service, form: AnswerForm, body: ChatBody, generation: Generation, heading: dict[str, Any]) -> Response:
     """The whole answer. Log probabilities of many tokens take seconds."""
     choices = []
     for index, done in enumerate(generation.requests[0].result.completions):
-        logprobs = chat_logprobs(service.tokenizer, done.logprobs) if body.logprobs else None
         found = read_answer(form, done.text)
         calls = [CallAnswer(id=call_id(), function=FunctionAnswer(name=name, arguments=text)) for name, text in found.calls]
         content = found.content if found.content or not (calls or found.reasoning) else None
         message = ChatMessage(content=content, reasoning_content=found.reasoning or None, tool_calls=calls or None)
         reason = _reason(finish_reason(done.finish_reason) or "stop", bool(calls))
-        choices.append(ChatChoice(index=index, message=message, logprobs=logprobs, finish_reason=reason))
-    scores = prompt_logprobs(service.tokenizer, generation.requests[0].result.prompt_logprobs, body.prompt_logprobs)
-    answer = ChatAnswer(**heading, choices=choices, usage=generation.usage(), prompt_logprobs=scores)
-    return Response(answer.model_dump_json(), media_type="application/json")
+        choice = ChatChoice(index=index, message=message, finish_reason=reason)
+        choices.append(written(choice, logprobs=chat_json(service.tokenizer, done.logprobs) if body.logprobs else "null"))
+    scores = prompt_json(service.tokenizer, generation.requests[0].result.prompt_logprobs, body.prompt_logprobs)
+    return answered(ChatAnswer(**heading, usage=generation.usage()), choices, **scores)
 
 
 def _reason(reason: FinishReason, called: bool) -> FinishReason:
@@ -72,6 +74,13 @@ async def _job(service: Service, template: Template, body: ChatBody) -> tuple[Jo
     params = await service.params(body, FUNCTION, most, ready.stops, logprobs=logprobs, constraint=ready.constraint)
     tokens = await service.tokens(ready.prompt, "messages", special=False)
     return Job(tokens, params), ready.form
+
+
+def _size(body: ChatBody, job: Job) -> int:
+    """Bytes of the answer, about."""
+    most = job.params.max_tokens
+    logprobs = 0 if job.params.logprobs is None else most * (OF_TOKEN + OF_TOP * job.params.logprobs)
+    return job.params.n * (OF_TEXT * most + logprobs) + prompt_size(len(job.tokens), body.prompt_logprobs)
 
 
 class StreamWriter:

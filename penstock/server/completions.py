@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
@@ -10,25 +9,29 @@ from typing import Any
 from fastapi import Request, Response
 
 from ..engine import Event, SequenceState
+from ..engine.request import Completion
 from ..engine.request import Request as EngineRequest
 from .errors import Refused
 from .generation import Generation, Job, finish_reason
 from .limits import parsed
-from .logprobs import CompletionWriter, prompt_logprobs, shortened
+from .logprobs import PIECE, CompletionWriter, prompt_json, shortened
 from .protocol import CompletionAnswer, CompletionBody, CompletionChoice, ErrorFields
 from .service import Service
 from .streaming import EventStream, finished
+from .writing import OF_TEXT, answered, prompt_size, written
 
 FUNCTION = "completions"
-PIECE = 256
-"""So many log probabilities of a prompt are in one piece of a stream: they take milliseconds, in which nothing else is answered."""
+OF_TOKEN, OF_TOP = 40, 30
+"""Bytes of log probabilities: ``"ab", -1.2345678901, {}, 123456`` and ``"ab": -1.2345678901``."""
 
 
 async def completions(service: Service, request: Request) -> Response:
     """Answer a request."""
-    body = await parsed(request, CompletionBody, FUNCTION, service.limits)
+    body = await parsed(request, CompletionBody, FUNCTION, service.limits, service.workers)
     service.check_model(body.model)
-    generation = service.start(await _jobs(service, body), FUNCTION)
+    jobs = await _jobs(service, body)
+    service.check_answer(FUNCTION, _size(body, jobs))
+    generation = await service.start(jobs, FUNCTION)
     heading = service.heading("cmpl")
     if body.stream:
         writer = StreamWriter(service, body, generation, heading)
@@ -36,14 +39,14 @@ async def completions(service: Service, request: Request) -> Response:
     with closing(generation):
         if not await finished(request, generation, service.metrics):
             return Response(status_code=499)
-        return await asyncio.to_thread(_answer, service, body, generation, heading)
+        return await service.workers.run(_answer, service, body, generation, heading)
 
 
 async def _jobs(service: Service, body: CompletionBody) -> list[Job]:
     prompts, limits = body.prompts, service.limits
     if body.state is not None or body.save_state:
-        await asyncio.to_thread(service.engine.model_hash)  # the first time takes seconds
-    state = None if body.state is None else await asyncio.to_thread(service.states.get, body.state)
+        await service.workers.run(service.engine.model_hash)  # the first time takes seconds
+    state = None if body.state is None else await service.workers.run(service.states.get, body.state)
     if state is not None and len(prompts) > 1:
         raise Refused(400, f"{FUNCTION}: prompt must be a single one with a state, got {len(prompts)}.", param="state")
     if body.save_state and body.stream:
@@ -67,25 +70,35 @@ async def _jobs(service: Service, body: CompletionBody) -> list[Job]:
 
 def _answer(service: Service, body: CompletionBody, generation: Generation, heading: dict[str, Any]) -> Response:
     """The whole answer. Log probabilities of a long prompt take seconds, and states are written to files."""
-    choices = [
-        _choice(service, body, one, place * body.n + index, generation.jobs[place].text, index)
-        for place, one in enumerate(generation.requests)
-        for index in range(body.n)
-    ]
+    choices, more = list[CompletionChoice](), list[dict[str, str]]()
+    for one, job in zip(generation.requests, generation.jobs):
+        for done in one.result.completions:
+            text = (job.text if body.echo else "") + done.text
+            choices.append(CompletionChoice(index=len(choices), text=text, finish_reason=finish_reason(done.finish_reason)))
+            scores = prompt_json(service.tokenizer, one.result.prompt_logprobs, body.prompt_logprobs)
+            more.append({"logprobs": _logprobs(service, body, one, done), **scores})
     _save_states(service, choices, [done.state for one in generation.requests for done in one.result.completions])
-    answer = CompletionAnswer(**heading, choices=choices, usage=generation.usage())
-    return Response(answer.model_dump_json(), media_type="application/json")
+    answer = CompletionAnswer(**heading, usage=generation.usage())
+    return answered(answer, (written(choice, **found) for choice, found in zip(choices, more)))
 
 
-def _choice(service: Service, body: CompletionBody, one: EngineRequest, place: int, prompt: str, index: int) -> CompletionChoice:
-    done = one.result.completions[index]
-    choice = CompletionChoice(index=place, text=(prompt if body.echo else "") + done.text, finish_reason=finish_reason(done.finish_reason))
-    choice.prompt_logprobs = prompt_logprobs(service.tokenizer, one.result.prompt_logprobs, body.prompt_logprobs)
-    if body.logprobs is not None:
-        writer = CompletionWriter(service.tokenizer)
-        begin = shortened(one.result.prompt_logprobs or [], body.logprobs) if body.echo else []
-        choice.logprobs = writer.write([*begin, *done.logprobs], [*one.prompt[: len(begin)], *done.tokens])
-    return choice
+def _logprobs(service: Service, body: CompletionBody, one: EngineRequest, done: Completion) -> str:
+    """As JSON."""
+    if body.logprobs is None:
+        return "null"
+    begin = shortened(one.result.prompt_logprobs or [], body.logprobs) if body.echo else []
+    return CompletionWriter(service.tokenizer).to_json([*begin, *done.logprobs], [*one.prompt[: len(begin)], *done.tokens])
+
+
+def _size(body: CompletionBody, jobs: list[Job]) -> int:
+    """Bytes of the answer, about."""
+    size = 0
+    for job in jobs:
+        size += (len(job.text.encode(errors="replace")) if body.echo else 0) + OF_TEXT * body.max_tokens
+        if body.logprobs is not None:
+            size += (body.max_tokens + body.echo * len(job.tokens)) * (OF_TOKEN + OF_TOP * body.logprobs)
+        size += prompt_size(len(job.tokens), body.prompt_logprobs)
+    return body.n * size
 
 
 def _save_states(service: Service, choices: list[CompletionChoice], states: list[SequenceState | None]) -> None:

@@ -1,4 +1,4 @@
-"""HTTP on a connection: uvicorn's protocol, with a time for the head of a request, and OpenAI's error object for what is no HTTP."""
+"""HTTP on a connection: uvicorn's protocol, with times for the head of a request and for reading an answer, and OpenAI's error object."""
 
 from __future__ import annotations
 
@@ -8,50 +8,117 @@ from typing import Any
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from .errors import Refused
+from .errors import Refused, shutting_down
 
 HEAD_SECONDS = 30
 """Time to send the head of a request, from the begin of the connection or the end of the answer before. Behind an answer, uvicorn closes a
 connection without a new request earlier."""
+UNREAD_SECONDS = 30
+"""In this time a client must have read all that was sent, or ``UNREAD_BYTES`` of it."""
+UNREAD_BYTES = 2**18
+IDLE_SECONDS = 1
+"""When the server ends, connections without a request stay open for so long: a request that is on its way gets its answer."""
 
 
 class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
     """One connection of a client."""
 
-    _timer: asyncio.TimerHandle | None = None
+    _head_timer: asyncio.TimerHandle | None = None
+    _read_timer: asyncio.TimerHandle | None = None
+    _begun = False
+    """Whether a part of a head has arrived."""
 
     def connection_made(self, transport: Any) -> None:
         """Wait for the first request."""
         super().connection_made(transport)
         self._await_head()
+        self._unread, self._unread_since = 0, self.loop.time()
+        self._await_reading()
+
+    def data_received(self, data: bytes) -> None:
+        """Take a part of a request."""
+        self._begun = True
+        super().data_received(data)
 
     def on_response_complete(self) -> None:
         """Wait for the next request."""
+        self._begun = False
         super().on_response_complete()
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Wait for nothing more."""
         super().connection_lost(exc)
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._head_timer, self._read_timer):
+            if timer is not None:
+                timer.cancel()
+
+    def resume_writing(self) -> None:
+        """The client has read most of what was sent."""
+        super().resume_writing()
+        self._unread_since = self.loop.time()
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is no HTTP, and close the connection."""
         self._refuse(Refused(400, f"server: the request must be HTTP, got another one ({msg.rstrip('.')}).", code="invalid_http"))
+
+    # the end of the server
+
+    def shutdown(self) -> None:
+        """The server ends. A request that runs is answered; one that comes soon, too."""
+        if self._answering:
+            super().shutdown()
+        else:
+            self.loop.call_later(IDLE_SECONDS, self._close_idle)
+
+    def end(self) -> None:
+        """Time is up: refuse what has not arrived. Requests that have arrived send their own errors."""
+        if not self._answering:
+            self._close_idle()
+        elif self.cycle.more_body:
+            self._refuse(shutting_down())
+
+    def abort(self) -> None:
+        """Drop the connection, whatever is left to send."""
+        self.transport.abort()
+
+    def _close_idle(self) -> None:
+        if self._answering or self.transport.is_closing():
+            return
+        if self._begun:
+            self._refuse(shutting_down())
+        else:
+            self.transport.close()
+
+    # times
 
     @property
     def _answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
     def _await_head(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_later(HEAD_SECONDS, self._check_head)
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+        self._head_timer = self.loop.call_later(HEAD_SECONDS, self._check_head)
 
     def _check_head(self) -> None:
         if not self._answering:
             self._refuse(Refused(408, f"server: the head must arrive within {HEAD_SECONDS:g} seconds, got a part of it.", code="timeout"))
+
+    def _await_reading(self) -> None:
+        self._read_timer = self.loop.call_later(UNREAD_SECONDS / 10, self._check_reading)
+
+    def _check_reading(self) -> None:
+        """Drop a client that does not read. The transport tells what is left to send, not how much was sent."""
+        left, now = self.transport.get_write_buffer_size(), self.loop.time()
+        if left == 0 or left <= self._unread - UNREAD_BYTES:
+            self._unread, self._unread_since = left, now
+        self._unread = max(left, self._unread)
+        if now - self._unread_since > UNREAD_SECONDS:
+            self.logger.warning("a client did not read its answer")
+            self.abort()
+        else:
+            self._await_reading()
 
     def _refuse(self, refused: Refused) -> None:
         """Send an error, unless an answer has begun, and close the connection."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -49,12 +48,14 @@ class Prepared:
 
 async def prepare(service: Service, template: Template, talk: Conversation, function: str) -> Prepared:
     """Render a conversation. Raises Refused or InvalidArgument."""
-    _check(service, template, talk, function)
-    prompt = await asyncio.to_thread(template.render, talk.messages, talk.offered, talk.variables)
+    await service.workers.run(_check, service, template, talk, function)
+    prompt = await service.workers.run(template.render, talk.messages, talk.offered, talk.variables)
     form, stops = answer_form(template, talk, prompt), template.stops
     if form.calls is not None and form.calls.end and not talk.parallel:
         stops = (*stops, form.calls.end)
-    constraint = await asyncio.to_thread(_constraint, service, talk, form, function)
+    constraint = None
+    if _constrained(talk, form):
+        constraint = await service.compiled(function, _constraint, service, talk, form, function)
     return Prepared(prompt, form, constraint, stops)
 
 
@@ -83,18 +84,24 @@ def _check(service: Service, template: Template, talk: Conversation, function: s
         raise Refused(400, message, param="response_format")
 
 
-def _constraint(service: Service, talk: Conversation, form: AnswerForm, function: str) -> Callable[[], Constraint] | None:
-    """What the answer must follow: calls if they are required, a format, or calls of strict functions. None: nothing."""
+def _required(talk: Conversation) -> bool:
+    return talk.choice == "required" or isinstance(talk.choice, NamedTool)
+
+
+def _constrained(talk: Conversation, form: AnswerForm) -> bool:
+    """Whether the answer must follow something: calls if they are required, a format, or calls of strict functions."""
+    strict = any(one.strict for one in talk.functions if one.name in form.names)
+    return _required(talk) or strict or wanted_schema(talk.response_format) is not None
+
+
+def _constraint(service: Service, talk: Conversation, form: AnswerForm, function: str) -> Callable[[], Constraint]:
+    """What the answer must follow."""
     schema = wanted_schema(talk.response_format)
     if schema is not None:
-        service.check(function, "the bytes of the schema", service.limits.schema_bytes, len(json.dumps(schema)), "response_format")
         plain = service.grammars.compile(schema, function)
         if form.calls is None and form.reasoning is None:
             return plain
-    required = talk.choice == "required" or isinstance(talk.choice, NamedTool)
-    allowed = [(at, one) for at, one in enumerate(talk.functions) if one.name in form.names]
-    if not required and schema is None and not any(one.strict for _, one in allowed):
-        return None
+    required, allowed = _required(talk), [(at, one) for at, one in enumerate(talk.functions) if one.name in form.names]
     for at, one in allowed:
         service.grammars.compile(styled(one.schema_), function, f"tools.{at}.function.parameters")
     several = talk.parallel and service.grammars.ends

@@ -57,6 +57,8 @@ def refusal(error: BaseException, param: str | None = None) -> Refused:
         named = re.match(r"\w+: (\w+) must ", str(error))
         message = str(error) if named is None or param is None else f"server: {param} must {str(error)[named.end() :]}"
         return Refused(400, message, param=param or (named and named[1]))
+    if isinstance(error, RecursionError):  # all that is nested is of the request
+        return Refused(400, "server: the request must be nested less deeply, got too many levels of objects and lists.", param=param)
     if isinstance(error, OutOfMemory):
         return Refused(503, str(error), kind="server_error", code="out_of_memory")
     if isinstance(error, PenstockError):
@@ -64,6 +66,11 @@ def refusal(error: BaseException, param: str | None = None) -> Refused:
         return Refused(500, str(error), kind="server_error", code="engine_error")
     LOG.error("a request failed", exc_info=error)
     return Refused(500, "server: the request must not raise, got an internal error. The server's log has it.", kind="server_error")
+
+
+def shutting_down() -> Refused:
+    """The answer while the server ends."""
+    return Refused(503, "server: it must be running, got a shutdown.", kind="server_error", code="shutting_down")
 
 
 def invalid_body(function: str, error: ValidationError) -> Refused:

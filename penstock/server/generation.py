@@ -6,15 +6,22 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import chain
 from time import perf_counter
 from typing import Any
 
 from ..engine import Engine, Event, SamplingParams, SequenceState
 from ..engine.request import Request
 from .caller import current
-from .errors import Refused, refusal
+from .errors import Refused, refusal, shutting_down
 from .metrics import Metrics
 from .protocol import FinishReason, PromptDetails, Usage
+from .workers import Workers
+
+FEW_TOKENS = 4096
+"""Prompts of more tokens are checked by a worker: 10,000 take a millisecond."""
+MOST_JOINED = 4096
+"""Log probabilities that are written at once: they take a few milliseconds, in which nothing else is answered."""
 
 
 @dataclass(frozen=True)
@@ -29,40 +36,64 @@ class Job:
 
 
 class Generation:
-    """The requests of the engine that belong to one HTTP request. ``close`` cancels what still runs.
+    """The requests of the engine that belong to one HTTP request: ``begin``, then ``events``. ``close`` cancels what still runs.
 
-    Completion j of prompt i has the index i * n + j. Raises QueueFull and InvalidArgument.
+    Completion j of prompt i has the index i * n + j.
     """
 
     def __init__(self, engine: Engine, jobs: Sequence[Job], seconds: float, metrics: Metrics, running: set[Generation]) -> None:
         self.jobs, self.requests = jobs, list[Request]()
         self.n = jobs[0].params.n
         self._engine, self._seconds, self._metrics = engine, seconds, metrics
-        self._expired, caller = False, current()
-        queue: Any = {
+        self._expired = self._cancelled = False
+        self._began, caller = perf_counter(), current()
+        self._queue: Any = {
             "cache_salt": caller.salt, "share": caller.share, "tuning": caller.tuning,
             "priority": -caller.priority,  # the engine runs higher ones first
         }  # fmt: skip
         with ExitStack() as left:
-            mailbox = left.enter_context(self._engine.mailbox())
+            self._mailbox = left.enter_context(self._engine.mailbox())
             left.callback(self.cancel)
-            for place, job in enumerate(self.jobs):
-                base = place * self.n
-
-                def sink(request: Request, event: Event, base: int = base) -> None:
-                    if base:
-                        event = Event(base + event.index, event.tokens, event.text, event.logprobs, event.finish_reason)
-                    mailbox.put(request, event)
-
-                self.requests.append(
-                    self._engine.submit(job.tokens, job.params, state=job.state, sink=sink, **queue)
-                )  # fmt: skip
             timer = asyncio.get_running_loop().call_later(self._seconds, self._expire)
             left.callback(timer.cancel)
             running.add(self)
             left.callback(running.discard, self)
             self._open = left.pop_all()
-        self._mailbox = mailbox
+
+    async def begin(self, workers: Workers) -> None:
+        """Queue the requests. Checks of long prompts and the first masks of grammars take long, so they are made by workers.
+
+        Raises QueueFull, InvalidArgument or Refused, and closes the generation then.
+        """
+        constrained = any(job.params.constraint is not None for job in self.jobs)
+        try:
+            if constrained or sum(len(job.tokens) for job in self.jobs) > FEW_TOKENS:
+                await workers.run(self._submit)
+            else:
+                self._submit()
+        except BaseException:
+            self.close()
+            raise
+
+    def _submit(self) -> None:
+        """In any thread. What is cancelled meanwhile is cancelled here: ``cancel`` sees only requests that are in the list."""
+        for place, job in enumerate(self.jobs):
+            if self._cancelled:
+                raise self._reason(None)
+            request = self._engine.submit(job.tokens, job.params, state=job.state, sink=self._sink(place * self.n), **self._queue)
+            self.requests.append(request)
+            if self._cancelled:
+                self._engine.cancel(request)
+
+    def _sink(self, base: int) -> Callable[[Request, Event], None]:
+        if not base:
+            return self._mailbox.put
+
+        def put(request: Request, event: Event) -> None:
+            event = Event(base + event.index, event.tokens, event.text, event.logprobs, event.finish_reason)
+            self._mailbox.put(request, event)
+
+        return put
 
     def at_end(self, callback: Callable[[], None]) -> None:
         """Call this by ``close``."""
@@ -74,13 +105,14 @@ class Generation:
 
     def cancel(self) -> None:
         """End all completions; ``events`` raises then."""
-        for request in self.requests:
+        self._cancelled = True
+        for request in list(self.requests):
             self._engine.cancel(request)
 
     async def events(self) -> AsyncIterator[list[Event]]:
         """Events of all completions, in batches as they arrive, until all have ended. Raises Refused if one ends without a result."""
         left = len(self.jobs) * self.n
-        began = perf_counter()
+        began = self._began
         seen: dict[int, float] = {}
         while left:
             events = joined(await self._mailbox.get_all())
@@ -116,28 +148,37 @@ class Generation:
         self._expired = True
         self.cancel()
 
-    def _reason(self, request: Request) -> Refused:
-        if request.result.error is not None:
+    def _reason(self, request: Request | None) -> Refused:
+        if request is not None and request.result.error is not None:
             return refusal(request.result.error)
         if self._expired:
             message = f"server: a request must end within {self._seconds:g} seconds, got one that did not. Ask for fewer tokens."
             return Refused(504, message, kind="server_error", code="timeout")
-        return Refused(503, "server: it must be running, got a shutdown.", kind="server_error", code="shutting_down")
+        return shutting_down()
 
 
 def joined(events: Sequence[Event]) -> list[Event]:
-    """One event for each completion: a server that is behind sends fewer and longer pieces.
+    """One event for each completion: a server that is behind sends fewer and longer pieces, of at most ``MOST_JOINED`` log probabilities.
 
     >>> [event.text for event in joined([Event(0, text="a"), Event(1, text="x"), Event(0, text="b")])]
     ['ab', 'x']
     """
-    found: dict[int, Event] = {}
+    groups: list[list[Event]] = []
+    last: dict[int, tuple[list[Event], int]] = {}
     for one in events:
-        last = found.get(one.index)
-        if last is not None:
-            one = Event(one.index, last.tokens + one.tokens, last.text + one.text, last.logprobs + one.logprobs, one.finish_reason)
-        found[one.index] = one
-    return list(found.values())
+        group, count = last.get(one.index, ([], MOST_JOINED))
+        count += sum(1 + len(each.top) for each in one.logprobs)
+        if count > MOST_JOINED or not group:
+            group, count = [], 0
+            groups.append(group)
+        group.append(one)
+        last[one.index] = group, count
+    return [group[0] if len(group) == 1 else _join(group) for group in groups]
+
+
+def _join(events: list[Event]) -> Event:
+    tokens, logprobs = chain.from_iterable(one.tokens for one in events), chain.from_iterable(one.logprobs for one in events)
+    return Event(events[0].index, tuple(tokens), "".join(one.text for one in events), tuple(logprobs), events[-1].finish_reason)
 
 
 def finish_reason(reason: str | None) -> FinishReason | None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal
 
 from ..errors import Complaints, MissingExtra, RangeError
 from ..models.tokenizers import HuggingFace, Tokenizer
 from .errors import Refused
+from .limits import Limits
 from .protocol import ResponseFormat
 
 OPTIONS: Any = {"whitespace_flexible": False}
@@ -56,8 +57,8 @@ class GrammarConstraint:
 class Grammars:
     """Compiles grammars for a tokenizer. The first use also builds llguidance's trie of tokens: a fraction of a second for 65,536."""
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
-        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, limits: Limits | None = None) -> None:
+        self._tokenizer, self._vocab_size, self._limits = tokenizer, vocab_size, limits or Limits()
         self._made: Any = None
         self._lock = threading.Lock()
 
@@ -72,10 +73,11 @@ class Grammars:
         param : str
             The field of the request that the schema is of.
         """
-        for number in _large(schema):
-            rule = "integers of a schema must be from -2^53 to 2^53, and other numbers from -2^63 to 2^63"
-            raise Refused(400, f"{function}: {rule}, got {number}. llguidance would round it.", param=param)
-        return self._compile("json_schema", json.dumps(schema), function, param)
+        _check(schema, function, param, self._limits)
+        text, most = json.dumps(schema), self._limits.schema_bytes
+        if len(text) > most:
+            raise Refused(400, f"{function}: the bytes of the schema must be at most {most}, got {len(text)}.", param=param)
+        return self._compile("json_schema", text, function, param)
 
     def compile_lark(self, source: str, function: str, param: str) -> Callable[[], GrammarConstraint]:
         """Likewise for a grammar in llguidance's form of Lark's syntax. ``compile`` takes its JSON schemas."""
@@ -93,22 +95,36 @@ class Grammars:
                 grammar = LLMatcher.grammar_from_json_schema(source, defaults=OPTIONS)
             else:
                 grammar = LLMatcher.grammar_from_lark(source)
-            wrong = LLMatcher.validate_grammar(grammar, self._made)
+            first = LLMatcher(self._made, grammar)
+            wrong = first.get_error().partition("\n<state>")[0]
         except ValueError as error:
             wrong = str(error)
         if wrong:
             message = f"{function}: {param} must be a JSON schema that llguidance knows, got one with: {wrong}."
             raise Refused(400, message, param=param)
-        first = LLMatcher(self._made, grammar)
         return lambda: GrammarConstraint(first.deep_copy(), param)
 
 
-def _large(part: Any) -> Iterator[float]:
-    """Integers that float64 may not have, and numbers that bound no integer of 64 bits."""
-    if isinstance(part, int | float) and abs(part) > (2**53 if isinstance(part, int) else 2**63 - 1024):
-        yield part
-    for one in part.values() if isinstance(part, dict) else part if isinstance(part, list) else ():
-        yield from _large(one)
+def _check(schema: dict[str, Any], function: str, param: str, limits: Limits) -> None:
+    """Raise Refused for what llguidance rounds, or takes minutes or gigabytes for."""
+    patterns, level, parts = 0, 0, [schema]
+    while parts:
+        level += 1
+        below: list[Any] = []
+        for part in parts:
+            if isinstance(part, int | float) and abs(part) > (2**53 if isinstance(part, int) else 2**63 - 1024):
+                rule = "integers of a schema must be from -2^53 to 2^53, and other numbers from -2^63 to 2^63"
+                raise Refused(400, f"{function}: {rule}, got {part}. llguidance would round it.", param=param)
+            if isinstance(part, dict):
+                below += part.values()
+                named = part.get("patternProperties")
+                patterns += len(named) if isinstance(named, dict) else 0
+            elif isinstance(part, list):
+                below += part
+        parts = below
+    for name, count, most in (("levels", level, limits.schema_levels), ("patternProperties", patterns, limits.schema_patterns)):
+        if count > most:
+            raise Refused(400, f"{function}: the {name} of a schema must be at most {most}, got {count}.", param=param)
 
 
 class Vocabulary:

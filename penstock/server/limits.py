@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from ..errors import shortened
 from .bodies import Body
 from .errors import Refused, invalid_body
+from .workers import Workers
 
 B = TypeVar("B", bound=Body)
 LARGE = 2**16
@@ -31,6 +32,8 @@ class Limits:
     body_seconds: float = 30
     """Time to send a body."""
     prompt_tokens: int = 2**17
+    all_tokens: int = 2**19
+    """Tokens of all prompts of a request."""
     max_tokens: int = 4096
     """Generated tokens of a completion."""
     prompts: int = 64
@@ -51,6 +54,13 @@ class Limits:
     """Of the names, descriptions and schemas of all tools."""
     calls: int = 1024
     """Calls of tools in all messages."""
+    schema_levels: int = 64
+    schema_patterns: int = 64
+    """Names in ``patternProperties``, each of which is compared with all others: 100 take a tenth of a second, 500 minutes."""
+    schema_seconds: float = 10
+    """From the end of a body until its schema is compiled. Two are compiled at a time."""
+    answer_bytes: int = 2**24
+    """Of an answer, by an estimate before it is begun."""
     seconds: float = 600
     """From the last byte of a body to the last token."""
     states: int = 64
@@ -89,10 +99,13 @@ def _check_counts(data: Any, function: str, limits: Limits) -> None:
         return
     prompt, messages = data.get("prompt"), _items(data.get("messages"))
     tokens = isinstance(prompt, list) and prompt and isinstance(prompt[0], int)
+    lists = prompt if isinstance(prompt, list) and not tokens else ()
     contents, calls = ([_items(one.get(name)) for one in messages if isinstance(one, dict)] for name in ("content", "tool_calls"))
     contents.append(_items(data.get("system")))
     counts = [
         ("prompts", 0 if tokens else len(_items(prompt)), limits.prompts, "prompt"),
+        ("tokens of a prompt", len(prompt) if isinstance(prompt, list) and tokens else 0, limits.prompt_tokens, "prompt"),
+        ("tokens of all prompts", sum(len(_items(one)) for one in lists[: limits.prompts]), limits.all_tokens, "prompt"),
         ("messages", len(messages), limits.messages, "messages"),
         ("parts of messages", sum(map(len, contents)), limits.parts, "messages"),
         ("tools", len(_items(data.get("tools"))), limits.tools, "tools"),
@@ -119,16 +132,20 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-async def parsed(request: Request, kind: type[B], function: str, limits: Limits) -> B:
+async def parsed(request: Request, kind: type[B], function: str, limits: Limits, workers: Workers) -> B:
     """The body as JSON of a kind. Raises Refused."""
     content = await read_body(request, limits.body_bytes, limits.body_seconds)
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media != "application/json":
         remedy = "Send the header Content-Type: application/json."
         raise Refused(415, f"{function}: the content type must be application/json, got {media!r}. {remedy}")
+    read = partial(_parsed, content, kind, function, limits)
+    return read() if len(content) < LARGE else await workers.run(read)
+
+
+def _parsed(content: bytes, kind: type[B], function: str, limits: Limits) -> B:
     try:
-        read = partial(json.loads, content.decode(), object_pairs_hook=_object)
-        data = read() if len(content) < LARGE else await asyncio.to_thread(read)
+        data = json.loads(content.decode(), object_pairs_hook=_object)
     except UnicodeDecodeError as error:
         raise Refused(400, f"{function}: the body must be UTF-8, got byte {content[error.start]:#04x} at {error.start}.") from None
     except json.JSONDecodeError as error:
@@ -140,3 +157,5 @@ async def parsed(request: Request, kind: type[B], function: str, limits: Limits)
         return kind.model_validate(data)
     except ValidationError as error:
         raise invalid_body(function, error) from None
+    except RecursionError as error:
+        raise Refused(400, f"{function}: the body must be plain JSON, got {error}.") from None

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
+
+from pydantic_core import to_json
 
 from ..engine import TokenLogprobs
 from ..models.tokenizers import Tokenizer
-from .protocol import ChatLogprobs, CompletionLogprobs, PromptLogprob, PromptLogprobs, TokenLogprob, TopLogprob
+from .protocol import ChatLogprobs, CompletionLogprobs, PromptLogprob, TokenLogprob, TopLogprob
+
+PIECE = 256
+"""Tokens whose log probabilities are written at once: milliseconds, in which nothing else is answered."""
 
 
 def token_text(tokenizer: Tokenizer, token: int) -> str:
@@ -64,6 +69,15 @@ class CompletionWriter:
                 self._offset += len(self._stream.push(token))
         return piece
 
+    def to_json(self, found: Sequence[TokenLogprobs | None], tokens: Sequence[int]) -> str:
+        """The same as JSON, for many tokens: their objects are not in memory together, and Python's lock is never held for long."""
+        columns: dict[str, list[str]] = {name: [] for name in CompletionLogprobs.model_fields}
+        for n in range(0, len(found), PIECE):
+            piece = self.write(found[n : n + PIECE], tokens[n : n + PIECE])
+            for name, column in columns.items():
+                column.append(to_json(getattr(piece, name), inf_nan_mode="null").decode()[1:-1])
+        return "{" + ",".join(f'"{name}":[{",".join(column)}]' for name, column in columns.items()) + "}"
+
     def _top(self, one: TokenLogprobs) -> dict[str, float]:
         found: dict[str, float] = {}
         for token, logprob in one.top:
@@ -88,9 +102,12 @@ def shortened(found: Iterable[TokenLogprobs | None], most: int) -> list[TokenLog
     return [one and one._replace(top=one.top[:most]) for one in found]
 
 
-def prompt_logprobs(tokenizer: Tokenizer, found: Iterable[TokenLogprobs | None] | None, most: int | None) -> PromptLogprobs | None:
-    """Those of a prompt, if they were asked for, with ``most`` most likely tokens."""
-    return None if found is None or most is None else [one and _of_prompt(tokenizer, one) for one in shortened(found, most)]
+def prompt_json(tokenizer: Tokenizer, found: Iterable[TokenLogprobs | None] | None, most: int | None) -> dict[str, str]:
+    """The field of a prompt's log probabilities, with ``most`` most likely tokens, as JSON; none if they were not asked for."""
+    if found is None or most is None:
+        return {}
+    places = [one and _of_prompt(tokenizer, one) for one in shortened(found, most)]
+    return {"prompt_logprobs": f"[{','.join(to_json(place, inf_nan_mode='null').decode() for place in places)}]"}
 
 
 def _of_prompt(tokenizer: Tokenizer, one: TokenLogprobs) -> dict[str, PromptLogprob]:
@@ -99,3 +116,9 @@ def _of_prompt(tokenizer: Tokenizer, one: TokenLogprobs) -> dict[str, PromptLogp
         str(token): PromptLogprob(logprob=logprob, rank=ranks.get(token), decoded_token=token_text(tokenizer, token))
         for token, logprob in [(one.token, one.logprob), *one.top]
     }
+
+
+def chat_json(tokenizer: Tokenizer, found: Sequence[TokenLogprobs]) -> str:
+    """The same as JSON, for many tokens."""
+    pieces = (chat_logprobs(tokenizer, found[n : n + PIECE]).content for n in range(0, len(found), PIECE))
+    return '{"content":[' + ",".join(one.model_dump_json() for piece in pieces for one in piece) + "]}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from collections.abc import Iterator
 from contextlib import closing
@@ -51,11 +50,11 @@ TYPES = {
 
 async def messages(service: Service, request: Request) -> Response:
     """Answer a request."""
-    body = await parsed(request, MessagesBody, FUNCTION, service.limits)
+    body = await parsed(request, MessagesBody, FUNCTION, service.limits, service.workers)
     service.check_model(body.model)
     template = service.chat_template(FUNCTION)
     params = await service.params(body.chat(), FUNCTION, body.max_tokens, template.stops)
-    generation = service.start([Job(await _tokens(service, template, body), params)], FUNCTION)
+    generation = await service.start([Job(await _tokens(service, template, body), params)], FUNCTION)
     if body.stream:
         return MessageStream(generation, StreamWriter(service, template, body, generation), service.metrics, service.limits.seconds)
     with closing(generation):
@@ -72,14 +71,14 @@ async def messages(service: Service, request: Request) -> Response:
 
 async def count_tokens(service: Service, request: Request) -> Response:
     """Count the tokens of a prompt."""
-    body = await parsed(request, CountBody, FUNCTION, service.limits)
+    body = await parsed(request, CountBody, FUNCTION, service.limits, service.workers)
     service.check_model(body.model)
     tokens = await _tokens(service, service.chat_template(FUNCTION), body)
     return Response(TokenCount(input_tokens=len(tokens)).model_dump_json(), media_type="application/json")
 
 
 async def _tokens(service: Service, template: Template, body: CountBody) -> list[int]:
-    text = await asyncio.to_thread(template.render, body.conversation())
+    text = await service.workers.run(template.render, body.conversation())
     return await service.tokens(text, "messages", special=False)
 
 

@@ -316,7 +316,7 @@ class ChatAnswer(BaseModel):
     object: Literal["chat.completion"] = "chat.completion"
     created: int
     model: str
-    choices: list[ChatChoice]
+    choices: list[ChatChoice] = []
     usage: Usage
     prompt_logprobs: PromptLogprobs | None = Field(default=None, exclude_if=lambda value: value is None)
 

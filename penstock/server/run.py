@@ -17,8 +17,10 @@ from .keys import Keys
 from .service import Service
 
 LOG = logging.getLogger("penstock.server")
-LAST_SECONDS = 5
-"""After the time to drain, requests get this much to send their errors."""
+DRAIN_SECONDS = 25
+"""With the time for errors, less than the 30 seconds after which Kubernetes kills a container."""
+LAST_SECONDS = 1
+"""After the time to drain, requests get this much to send their errors. Then connections are dropped."""
 
 
 class Server(uvicorn.Server):
@@ -42,21 +44,43 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Drain, then stop."""
         LOG.info("finishing %d requests, within %g seconds", len(self._service.running), self._drain_seconds)
-        timer = asyncio.get_running_loop().call_later(self._drain_seconds, self._service.abort)
+        self._service.draining = True
+        loop, seconds = asyncio.get_running_loop(), self._drain_seconds
+        timers = [
+            loop.call_later(seconds, self._end),
+            loop.call_later(seconds + LAST_SECONDS, self._drop_connections),
+            loop.call_later(seconds + 1.5 * LAST_SECONDS, self._cancel_tasks),
+        ]
         try:
             await super().shutdown(sockets)
         finally:
-            timer.cancel()
+            for timer in timers:
+                timer.cancel()
+
+    def _end(self) -> None:
+        self._service.abort()
+        for one in self._connections():
+            one.end()
+
+    def _drop_connections(self) -> None:
+        for one in self._connections():
+            one.abort()
+
+    def _cancel_tasks(self) -> None:
+        for task in self.server_state.tasks:
+            task.cancel()
+
+    def _connections(self) -> list[Connection]:
+        return [one for one in self.server_state.connections if isinstance(one, Connection)]
 
 
 def make_server(
     service: Service, host: str = "127.0.0.1", port: int = 8000, *, api_key: str | None = None, keys: Keys | None = None,
-    origins: Sequence[str] = (), drain_seconds: float = 60, log_level: str = "info",
+    origins: Sequence[str] = (), drain_seconds: float = DRAIN_SECONDS, log_level: str = "info",
 ) -> Server:  # fmt: skip
     """A server; its ``run`` ends with SIGTERM or SIGINT."""
     config = uvicorn.Config(
         create_app(service, api_key, keys, origins), host=host, port=port, log_level=log_level, access_log=False, server_header=False,
-        ws="none",
-        timeout_graceful_shutdown=int(drain_seconds + LAST_SECONDS), lifespan="on", http=Connection,
+        ws="none", lifespan="on", http=Connection,
     )  # fmt: skip
     return Server(config, service, drain_seconds, keys)

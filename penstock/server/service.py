@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from ..engine import Engine, SamplingParams
 from ..errors import InvalidArgument
 from ..models.tokenizers import Tokenizer
 from .caller import current
-from .errors import Refused, refusal
+from .errors import Refused, refusal, shutting_down
 from .generation import Generation, Job
 from .grammars import Grammars, wanted_schema
 from .limits import Limits
@@ -22,6 +21,10 @@ from .metrics import Metrics
 from .protocol import SamplingBody
 from .states import States
 from .templates import Template
+from .workers import Workers
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Service:
@@ -47,12 +50,18 @@ class Service:
         self.tokenizer: Tokenizer = engine.tokenizer
         self.limits = limits or Limits()
         self.metrics = Metrics(engine)
-        self.grammars = Grammars(self.tokenizer, engine.vocab_size)
+        self.grammars = Grammars(self.tokenizer, engine.vocab_size, self.limits)
         self._states = {"": States(engine, self.limits.states, states_folder)}
         """By the name of the key that they belong to."""
         self.created = int(time.time())
+        self.workers = Workers(4, "server")
+        self.compilers = Workers(2, "grammars")
+        """Schemas take seconds and memory, and must not hold up what takes milliseconds."""
         self.running: set[Generation] = set()
+        self.draining = False
+        """Whether the server ends: requests that run are finished."""
         self.closing = False
+        """Whether requests end with an error."""
 
     @property
     def states(self) -> States:
@@ -106,8 +115,7 @@ class Service:
         )
         schema = None if "constraint" in more else wanted_schema(body.response_format)
         if schema is not None:
-            self.check(function, "the bytes of the schema", limits.schema_bytes, len(json.dumps(schema)), "response_format")
-            more["constraint"] = await asyncio.to_thread(self.grammars.compile, schema, function)
+            more["constraint"] = await self.compiled(function, self.grammars.compile, schema, function)
         return SamplingParams(
             max_tokens=max_tokens, min_tokens=body.min_tokens,
             temperature=body.temperature, top_k=body.top_k, top_p=body.top_p, min_p=body.min_p,
@@ -116,10 +124,19 @@ class Service:
             stop_ids=tuple(body.stop_token_ids), ignore_end=body.ignore_eos, n=body.n, **more,
         )  # fmt: skip
 
+    async def compiled(self, function: str, make: Callable[P, T], /, *given: P.args, **named: P.kwargs) -> T:
+        """What compiles grammars, in a thread, within a time. Raises Refused."""
+        seconds = self.limits.schema_seconds
+        try:
+            return await asyncio.wait_for(self.compilers.run(make, *given, **named), seconds)
+        except asyncio.TimeoutError:
+            message = f"{function}: a schema must be compiled within {seconds:g} seconds, got one that was not. Use fewer patterns."
+            raise Refused(400, message, param="response_format", code="schema_timeout") from None
+
     async def tokens(self, text: str, param: str, special: bool = True) -> list[int]:
         """Tokens of a text, in a thread of their own: long texts take time. An empty text begins with the end of the one before."""
         try:
-            found = await asyncio.to_thread(self.tokenizer.encode, text, special)
+            found = await self.workers.run(self.tokenizer.encode, text, special)
         except InvalidArgument as error:
             raise refusal(error, param) from error
         if not found and special and self.tokenizer.end_of_text is not None:
@@ -129,30 +146,41 @@ class Service:
     async def text(self, tokens: list[int], param: str) -> str:
         """The text of tokens of a request."""
         try:
-            return await asyncio.to_thread(self.tokenizer.decode, tokens)
+            return await self.workers.run(self.tokenizer.decode, tokens)
         except InvalidArgument as error:
             raise refusal(error, param) from error
 
-    def start(self, jobs: Sequence[Job], function: str) -> Generation:
+    async def start(self, jobs: Sequence[Job], function: str) -> Generation:
         """Queue the requests of an HTTP request. Raises QueueFull, InvalidArgument or Refused."""
         if self.closing:
-            raise Refused(503, "server: it must be running, got a shutdown.", kind="server_error", code="shutting_down")
-        longest = max(len(job.tokens) for job in jobs)
+            raise shutting_down()
+        longest, total = max(len(job.tokens) for job in jobs), sum(len(job.tokens) for job in jobs)
         self.check(function, "the prompt's tokens", self.limits.prompt_tokens, longest, "prompt")
+        self.check(function, "the tokens of all prompts", self.limits.all_tokens, total, "prompt")
         self.check(function, "prompts times n", self.engine.max_queue, sum(job.params.n for job in jobs), "n")
         reserved, quota = sum(len(job.tokens) + job.params.n * job.params.max_tokens for job in jobs), current().key.quota
         quota.take_tokens(reserved, function)
         try:
             generation = Generation(self.engine, jobs, self.limits.seconds, self.metrics, self.running)
+            await generation.begin(self.workers if jobs[0].params.constraint is None else self.compilers)
         except BaseException:
             quota.give_back(reserved)
             raise
         generation.at_end(lambda: quota.give_back(reserved - generation.usage().total_tokens))
         return generation
 
+    def check_answer(self, function: str, size: int) -> None:
+        """Raise Refused for an answer that may have so many bytes, before it is begun."""
+        if size > self.limits.answer_bytes:
+            rule = f"the answer must be at most {self.limits.answer_bytes} bytes, got up to about {size}"
+            message = f"{function}: {rule}. Ask for fewer tokens, completions, prompts or log probabilities."
+            raise Refused(400, message, code="answer_too_large")
+
     def abort(self) -> None:
         """End all requests with an error, and take no new ones."""
-        self.closing = True
+        self.draining = self.closing = True
+        self.workers.end(shutting_down())
+        self.compilers.end(shutting_down())
         for generation in list(self.running):
             generation.cancel()
 

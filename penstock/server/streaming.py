@@ -80,6 +80,8 @@ class EventStream(Response):
                             yield piece
                             piece = b""
                             await asyncio.sleep(0)  # sending returns at once while the client reads
+                    if event.logprobs:
+                        await asyncio.sleep(0)
                 if piece:
                     yield piece
             yield b"".join(map(self.encoded, self._writer.finish())) + self.end

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated, Literal
 
 from fastapi import Request, Response
@@ -13,6 +12,7 @@ from .limits import parsed
 from .logprobs import token_text
 from .protocol import Message, Token
 from .service import Service
+from .writing import to_pieces, written
 
 
 class TokenizeBody(Body):
@@ -59,26 +59,27 @@ class DetokenizeAnswer(BaseModel):
 
 async def tokenize(service: Service, request: Request) -> Response:
     """Answer a request."""
-    body = await parsed(request, TokenizeBody, "tokenize", service.limits)
+    body = await parsed(request, TokenizeBody, "tokenize", service.limits, service.workers)
     service.check_model(body.model or service.name)
     if body.messages is not None:
-        text = await asyncio.to_thread(service.chat_template("tokenize").render, body.messages)
+        text = await service.workers.run(service.chat_template("tokenize").render, body.messages)
         tokens = await service.tokens(text, "messages", special=bool(body.add_special_tokens))
     else:
         tokens = await service.tokens(body.prompt or "", "prompt", special=body.add_special_tokens is not False)
-    return await asyncio.to_thread(_answer, service, body, tokens)
+    return await service.workers.run(_answer, service, body, tokens)
 
 
 def _answer(service: Service, body: TokenizeBody, tokens: list[int]) -> Response:
     """The answer. That of millions of tokens takes seconds."""
     texts = [token_text(service.tokenizer, token) for token in tokens] if body.return_token_strs else None
-    answer = TokenizeAnswer(count=len(tokens), max_model_len=service.limits.prompt_tokens, tokens=tokens, token_strs=texts)
-    return Response(answer.model_dump_json(), media_type="application/json")
+    answer = TokenizeAnswer(count=len(tokens), max_model_len=service.limits.prompt_tokens, tokens=[])
+    names = {"tokens": to_pieces(tokens), **({} if texts is None else {"token_strs": to_pieces(texts)})}
+    return Response(written(answer, **names), media_type="application/json")
 
 
 async def detokenize(service: Service, request: Request) -> Response:
     """Answer a request."""
-    body = await parsed(request, DetokenizeBody, "detokenize", service.limits)
+    body = await parsed(request, DetokenizeBody, "detokenize", service.limits, service.workers)
     service.check_model(body.model or service.name)
-    answer = DetokenizeAnswer(prompt=await service.text(body.tokens, "tokens"))
-    return Response(answer.model_dump_json(), media_type="application/json")
+    text = await service.text(body.tokens, "tokens")
+    return await service.workers.run(lambda: Response(DetokenizeAnswer(prompt=text).model_dump_json(), media_type="application/json"))

@@ -9,7 +9,7 @@ from contextlib import suppress
 import httpx
 import openai
 import pytest
-from live_server import KEY, running
+from live_server import KEY, running, sent
 
 from penstock.server import app, connection, streaming
 from penstock.server.limits import Limits
@@ -22,13 +22,6 @@ def bystander(client):
     """A request that must complete."""
     answer = client.completions.create(model="tiny", prompt="b", max_tokens=5, extra_body={"ignore_eos": True})
     assert answer.usage.completion_tokens == 5
-
-
-def sent(body, path="/v1/completions", headers=""):
-    """Bytes of an HTTP request."""
-    content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n{headers}\r\n"
-    return head.encode() + content
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
