@@ -38,6 +38,11 @@ class Generation:
         self.jobs, self.requests = jobs, list[Request]()
         self.n = jobs[0].params.n
         self._engine, self._seconds, self._metrics = engine, seconds, metrics
+        self.began = perf_counter()
+        self.first: float | None = None
+        """When the first tokens came."""
+        self.last: float | None = None
+        """When the last ones came."""
         self._expired, caller = False, current()
         queue: Any = {
             "cache_salt": caller.salt, "share": caller.share, "tuning": caller.tuning,
@@ -92,6 +97,7 @@ class Generation:
                     last = seen.get(event.index)
                     self._metrics.tokens(len(event.tokens), now - began, None if last is None else now - last)
                     seen[event.index] = now
+                    self.first, self.last = self.first or now, now
                 left -= event.finish_reason is not None
             yield events
         self._metrics.finished(now - began)
