@@ -31,6 +31,7 @@ from .origins import allow_origins, check_origins
 from .protocol import ChatBody, CompletionBody, ModelCard, ModelList, StateCard, StateList
 from .requestlog import RequestLog
 from .service import Service
+from .threads import in_thread, use_threads
 from .tokenize import DetokenizeBody, TokenizeBody, detokenize, tokenize
 from .tracing import Tracing
 
@@ -64,6 +65,7 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        use_threads()
         service.engine.start()
         yield
         service.abort()
@@ -202,23 +204,23 @@ def _add_states(app: FastAPI, service: Service, guarded: list[Any]) -> None:
 
     @app.get("/v1/states", dependencies=guarded)
     async def listed() -> StateList:
-        return StateList(data=await asyncio.to_thread(service.states.cards))
+        return StateList(data=await in_thread(service.states.cards))
 
     @app.get("/v1/states/{name}", dependencies=guarded)
     async def file(name: str) -> Response:
-        content = await asyncio.to_thread(service.states.content, name)
+        content = await in_thread(service.states.content, name)
         headers = {"Content-Disposition": f'attachment; filename="{name}.safetensors"'}
         return Response(content, media_type="application/octet-stream", headers=headers)
 
     @app.post("/v1/states", dependencies=guarded)
     async def add(request: Request) -> StateCard:
         content = await read_body(request, limits.state_bytes, limits.body_seconds)
-        name = await asyncio.to_thread(service.states.add_file, content, limits.prompt_tokens)
-        return await asyncio.to_thread(service.states.card, name)
+        name = await in_thread(service.states.add_file, content, limits.prompt_tokens)
+        return await in_thread(service.states.card, name)
 
     @app.delete("/v1/states/{name}", dependencies=guarded)
     async def remove(name: str) -> dict[str, Any]:
-        await asyncio.to_thread(service.states.remove, name)
+        await in_thread(service.states.remove, name)
         return {"id": name, "object": "state", "deleted": True}
 
 

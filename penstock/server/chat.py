@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
@@ -20,6 +19,7 @@ from .protocol import ChatAnswer, ChatBody, ChatChoice, ChatChunk, ChatChunkChoi
 from .service import Service
 from .streaming import EventStream, finished
 from .templates import Template
+from .threads import in_thread
 from .tools import CallAnswer, CallDelta, FunctionAnswer, call_id
 
 FUNCTION = "chat"
@@ -38,7 +38,7 @@ async def chat(service: Service, request: Request) -> Response:
     with closing(generation):
         if not await finished(request, generation, service.metrics):
             return Response(status_code=499)
-        return await asyncio.to_thread(_answer, service, form, body, generation, heading)
+        return await in_thread(_answer, service, form, body, generation, heading)
 
 
 def _answer(service: Service, form: AnswerForm, body: ChatBody, generation: Generation, heading: dict[str, Any]) -> Response:

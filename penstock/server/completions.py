@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
@@ -18,6 +17,7 @@ from .logprobs import CompletionWriter, prompt_logprobs, shortened
 from .protocol import CompletionAnswer, CompletionBody, CompletionChoice, ErrorFields
 from .service import Service
 from .streaming import EventStream, finished
+from .threads import in_thread
 
 FUNCTION = "completions"
 PIECE = 256
@@ -36,14 +36,14 @@ async def completions(service: Service, request: Request) -> Response:
     with closing(generation):
         if not await finished(request, generation, service.metrics):
             return Response(status_code=499)
-        return await asyncio.to_thread(_answer, service, body, generation, heading)
+        return await in_thread(_answer, service, body, generation, heading)
 
 
 async def _jobs(service: Service, body: CompletionBody) -> list[Job]:
     prompts, limits = body.prompts, service.limits
     if body.state is not None or body.save_state:
-        await asyncio.to_thread(service.engine.model_hash)  # the first time takes seconds
-    state = None if body.state is None else await asyncio.to_thread(service.states.get, body.state)
+        await in_thread(service.engine.model_hash)  # the first time takes seconds
+    state = None if body.state is None else await in_thread(service.states.get, body.state)
     if state is not None and len(prompts) > 1:
         raise Refused(400, f"{FUNCTION}: prompt must be a single one with a state, got {len(prompts)}.", param="state")
     if body.save_state and body.stream:

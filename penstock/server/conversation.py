@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from .grammars import wanted_schema
 from .protocol import Message, ResponseFormat
 from .service import Service
 from .templates import Template
+from .threads import in_thread
 from .tools import Function, NamedTool
 
 
@@ -50,11 +50,11 @@ class Prepared:
 async def prepare(service: Service, template: Template, talk: Conversation, function: str) -> Prepared:
     """Render a conversation. Raises Refused or InvalidArgument."""
     _check(service, template, talk, function)
-    prompt = await asyncio.to_thread(template.render, talk.messages, talk.offered, talk.variables)
+    prompt = await in_thread(template.render, talk.messages, talk.offered, talk.variables)
     form, stops = answer_form(template, talk, prompt), template.stops
     if form.calls is not None and form.calls.end and not talk.parallel:
         stops = (*stops, form.calls.end)
-    constraint = await asyncio.to_thread(_constraint, service, talk, form, function)
+    constraint = await in_thread(_constraint, service, talk, form, function)
     return Prepared(prompt, form, constraint, stops)
 
 

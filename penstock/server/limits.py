@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from ..errors import shortened
 from .bodies import Body
 from .errors import Refused, invalid_body
+from .threads import in_thread
 
 B = TypeVar("B", bound=Body)
 LARGE = 2**16
@@ -128,7 +129,7 @@ async def parsed(request: Request, kind: type[B], function: str, limits: Limits)
         raise Refused(415, f"{function}: the content type must be application/json, got {media!r}. {remedy}")
     try:
         read = partial(json.loads, content.decode(), object_pairs_hook=_object)
-        data = read() if len(content) < LARGE else await asyncio.to_thread(read)
+        data = read() if len(content) < LARGE else await in_thread(read)
     except UnicodeDecodeError as error:
         raise Refused(400, f"{function}: the body must be UTF-8, got byte {content[error.start]:#04x} at {error.start}.") from None
     except json.JSONDecodeError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from collections.abc import Iterator
 from contextlib import closing
@@ -39,6 +38,7 @@ from .messages_protocol import (
 from .service import Service
 from .streaming import EventStream, finished
 from .templates import Template
+from .threads import in_thread
 
 FUNCTION = "messages"
 PATH = "/v1/messages"
@@ -79,7 +79,7 @@ async def count_tokens(service: Service, request: Request) -> Response:
 
 
 async def _tokens(service: Service, template: Template, body: CountBody) -> list[int]:
-    text = await asyncio.to_thread(template.render, body.conversation())
+    text = await in_thread(template.render, body.conversation())
     return await service.tokens(text, "messages", special=False)
 
 

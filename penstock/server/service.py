@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import secrets
 import time
@@ -22,6 +21,7 @@ from .metrics import Metrics
 from .protocol import SamplingBody
 from .states import States
 from .templates import Template
+from .threads import in_thread
 
 
 class Service:
@@ -107,7 +107,7 @@ class Service:
         schema = None if "constraint" in more else wanted_schema(body.response_format)
         if schema is not None:
             self.check(function, "the bytes of the schema", limits.schema_bytes, len(json.dumps(schema)), "response_format")
-            more["constraint"] = await asyncio.to_thread(self.grammars.compile, schema, function)
+            more["constraint"] = await in_thread(self.grammars.compile, schema, function)
         return SamplingParams(
             max_tokens=max_tokens, min_tokens=body.min_tokens,
             temperature=body.temperature, top_k=body.top_k, top_p=body.top_p, min_p=body.min_p,
@@ -119,7 +119,7 @@ class Service:
     async def tokens(self, text: str, param: str, special: bool = True) -> list[int]:
         """Tokens of a text, in a thread of their own: long texts take time. An empty text begins with the end of the one before."""
         try:
-            found = await asyncio.to_thread(self.tokenizer.encode, text, special)
+            found = await in_thread(self.tokenizer.encode, text, special)
         except InvalidArgument as error:
             raise refusal(error, param) from error
         if not found and special and self.tokenizer.end_of_text is not None:
@@ -129,7 +129,7 @@ class Service:
     async def text(self, tokens: list[int], param: str) -> str:
         """The text of tokens of a request."""
         try:
-            return await asyncio.to_thread(self.tokenizer.decode, tokens)
+            return await in_thread(self.tokenizer.decode, tokens)
         except InvalidArgument as error:
             raise refusal(error, param) from error
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated, Literal
 
 from fastapi import Request, Response
@@ -13,6 +12,7 @@ from .limits import parsed
 from .logprobs import token_text
 from .protocol import Message, Token
 from .service import Service
+from .threads import in_thread
 
 
 class TokenizeBody(Body):
@@ -62,11 +62,11 @@ async def tokenize(service: Service, request: Request) -> Response:
     body = await parsed(request, TokenizeBody, "tokenize", service.limits)
     service.check_model(body.model or service.name)
     if body.messages is not None:
-        text = await asyncio.to_thread(service.chat_template("tokenize").render, body.messages)
+        text = await in_thread(service.chat_template("tokenize").render, body.messages)
         tokens = await service.tokens(text, "messages", special=bool(body.add_special_tokens))
     else:
         tokens = await service.tokens(body.prompt or "", "prompt", special=body.add_special_tokens is not False)
-    return await asyncio.to_thread(_answer, service, body, tokens)
+    return await in_thread(_answer, service, body, tokens)
 
 
 def _answer(service: Service, body: TokenizeBody, tokens: list[int]) -> Response:

@@ -1,6 +1,7 @@
 """A small request beside clients that want everything, over HTTP: counted in steps of the engine, which no load of the machine changes."""
 
 import threading
+import time
 from contextlib import suppress
 
 import httpx
@@ -85,3 +86,41 @@ def test_a_small_request_takes_at_most_three_times_its_steps_alone(model, keys, 
         assert max(steps for steps, _ in found) <= 3 * alone, (alone, found)
         assert all(choices == wanted for _, choices in found)
         live.settles()
+
+
+SMALL_OF = {
+    "/v1/completions": SMALL,
+    "/v1/chat/completions": {"model": "tiny", "messages": [{"role": "user", "content": "b"}], "max_tokens": 4},
+}
+
+
+@pytest.mark.parametrize("path", SMALL_OF)
+def test_a_client_does_not_get_all_threads(model, keys, path, monkeypatch):
+    """Its schemas take seconds to compile; requests of others are tokenized meanwhile."""
+    with running(model, keys=keys) as live:
+        free, working = threading.Event(), []
+
+        def slow(*_):
+            working.append(1)
+            free.wait(60)
+            raise ValueError
+
+        monkeypatch.setattr(live.service.grammars, "compile", slow)
+
+        def hogs():
+            body = {"model": "tiny", "prompt": "a", "response_format": {"type": "json_object"}}
+            httpx.post(f"{live.url}/v1/completions", json=body, headers={"authorization": "Bearer hog-secret"}, timeout=120)
+
+        threads = [threading.Thread(target=hogs) for _ in range(50)]
+        for one in threads:
+            one.start()
+        while not working:
+            time.sleep(0.01)
+        try:
+            answer = httpx.post(live.url + path, json=SMALL_OF[path], headers={"authorization": "Bearer small-secret"}, timeout=30)
+            assert answer.status_code == 200, answer.text
+            assert len(working) <= 2
+        finally:
+            free.set()
+        for one in threads:
+            one.join()
