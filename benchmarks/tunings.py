@@ -1,6 +1,6 @@
 """The cost of tuned states and adapters in one batch, against the same engine without them: ``python benchmarks/tunings.py``.
 
-64 requests run together, each with a prompt of 64 tokens and 64 new ones: all of the model itself, with a tuned state each, or with one of 8
+64 requests run together, each with a prompt of 64 tokens and 64 new ones: all of the model itself, with a tuned state each, or one of 8
 LoRAs of rank 16 on all linear maps of the layers. Times are those of the process (CPU) or of the clock (GPU), rounds alternate.
 """
 

@@ -75,6 +75,7 @@ def running(
     states_folder=None,
     keys=None,
     origins=(),
+    tracing=None,
     **options,
 ):
     engine = Engine(model, Bytes(VOCAB), **{"slots": 4, "token_budget": 256, **options})
@@ -82,7 +83,8 @@ def running(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    server = make_server(service, port=port, api_key=api_key, keys=keys, origins=origins, drain_seconds=drain_seconds, log_level="warning")
+    given = {"api_key": api_key, "keys": keys, "origins": origins, "drain_seconds": drain_seconds, "tracing": tracing}
+    server = make_server(service, port=port, **given, log_level="warning")
     thread = threading.Thread(target=server.run)
     thread.start()
     while not server.started:

@@ -86,6 +86,11 @@ def serve(
     states_folder: Annotated[
         Path | None, typer.Option(metavar="PATH", help="Folder for these states; servers may share it. Default: a temporary one.")
     ] = None,
+    log_format: Annotated[str, typer.Option(help="Form of the log: text or json.")] = "text",
+    otlp_endpoint: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Send OpenTelemetry traces there. Default: OTEL_EXPORTER_OTLP_ENDPOINT of the environment."),
+    ] = None,
     drain_seconds: Annotated[float, typer.Option(help="After SIGTERM, requests that run have this long to end.", min=0)] = 25,
 ) -> None:
     """Serve a model over HTTP as OpenAI's API: completions and chat, streamed or whole. There is a page to chat at /.
@@ -103,6 +108,7 @@ def serve(
     check_device(complaints, device)
     if dtype is not None:
         check_names(complaints, "dtype", [dtype], DTYPES)
+    check_names(complaints, "log_format", [log_format], ("text", "json"))
     if api_key_file is not None and api_key is not None:
         complaints.add(RangeError, "api_key", "absent with api_key_file", "both", "Write the key into the file.")
     api_key = os.environ.get(KEY_VARIABLE) if api_key is None and api_key_file is None else api_key
@@ -121,9 +127,11 @@ def serve(
         from ..server.limits import Limits
         from ..server.memory import keep_flat
         from ..server.origins import check_origins
+        from ..server.requestlog import LogFormat
         from ..server.run import make_server
         from ..server.service import Service
         from ..server.templates import find_template
+        from ..server.tracing import Tracing
     except ImportError as error:
         raise MissingExtra.of("serve", "fastapi, uvicorn, jinja2 and prometheus-client", "serve") from error
     for option, value, names in ("tool_parser", tool_parser, CALLS), ("reasoning_parser", reasoning_parser, REASONING):
@@ -132,6 +140,7 @@ def serve(
     complaints.raise_any()
     check_origins("serve", allow_origin or ())
     keys = None if api_key_file is None else Keys.read(api_key_file)
+    tracing = Tracing.configured(otlp_endpoint)
     keep_flat()
     model = checkpoint("serve", "model", given := model, download)
     coder = load_tokenizer(tokenizer or model)
@@ -148,7 +157,11 @@ def serve(
     service = Service(engine, name or (given.resolve().name if model.is_dir() else given.stem), template, limits, states_folder)
     gc.collect()
     gc.freeze()  # the model and all packages: looking for garbage among them takes a fifth of a second, in which nothing is answered
-    make_server(service, host, port, api_key=api_key, keys=keys, origins=allow_origin or (), drain_seconds=drain_seconds).run()
+    form: LogFormat = "json" if log_format == "json" else "text"
+    make_server(
+        service, host, port, api_key=api_key, keys=keys, origins=allow_origin or (), drain_seconds=drain_seconds, log_format=form,
+        tracing=tracing,
+    ).run()  # fmt: skip
 
 
 def _check_address(complaints: Complaints, host: str, port: int) -> None:

@@ -246,6 +246,8 @@ class Request:
     sequences: list[Sequence] = field(default_factory=list)
     result: Result = field(init=False)
     done: bool = False
+    began: float | None = None
+    """When it got its first slot, by ``time.perf_counter``."""
     seed: int = field(init=False)
     constraints: list[Constraint | None] = field(init=False)
     """One for each completion."""

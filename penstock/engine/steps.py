@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Iterable
 from itertools import repeat
+from time import perf_counter
 from typing import Any
 from weakref import WeakSet
 
@@ -141,6 +142,7 @@ class Steps:
     def _begin(self, one: Sequence) -> None:
         """Write the state that a sequence begins with to its slot, which has the state before the first token."""
         assert one.slot is not None
+        one.request.began = one.request.began or perf_counter()
         request, rows = one.request, [self.pool.live(one.slot), self.pool.aligned(one.slot)]
         if one.saved is not None:
             self.pool.copy_in(rows, one.saved.row)

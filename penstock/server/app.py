@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .. import __version__
 from ..errors import PenstockError
-from .caller import Caller, current, enter
+from .caller import current
 from .chat import chat
 from .completions import completions
 from .errors import Refused, refusal
@@ -29,9 +28,11 @@ from .messages import count_tokens, error_response, messages
 from .messages_protocol import CountBody, MessagesBody
 from .origins import allow_origins, check_origins
 from .protocol import ChatBody, CompletionBody, ModelCard, ModelList, StateCard, StateList
+from .requestlog import RequestLog
 from .sending import check_framing, send_pieces, with_close
 from .service import Service
 from .tokenize import DetokenizeBody, TokenizeBody, detokenize, tokenize
+from .tracing import Tracing
 
 PAGE = Path(__file__).parent / "page"
 PAGE_HEADERS = {
@@ -43,7 +44,9 @@ PAGE_HEADERS = {
 }
 
 
-def create_app(service: Service, api_key: str | None = None, keys: Keys | None = None, origins: Sequence[str] = ()) -> FastAPI:
+def create_app(
+    service: Service, api_key: str | None = None, keys: Keys | None = None, origins: Sequence[str] = (), tracing: Tracing | None = None
+) -> FastAPI:  # fmt: skip
     """The application. It runs the engine's thread, and closes the engine at its end.
 
     api_key : str, optional
@@ -52,6 +55,8 @@ def create_app(service: Service, api_key: str | None = None, keys: Keys | None =
         Or one of these.
     origins : list of str
         Web pages of these origins may call the server; "*": all pages.
+    tracing : Tracing, optional
+        Records spans of requests. The application closes it at its end.
     """
     check_origins("create_app", origins)
     if api_key is not None:
@@ -66,6 +71,8 @@ def create_app(service: Service, api_key: str | None = None, keys: Keys | None =
         await asyncio.to_thread(service.close_states)
         service.workers.close()
         service.compilers.close()
+        if tracing is not None:
+            await asyncio.to_thread(tracing.close)
 
     app = FastAPI(title="Penstock", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
     _add_errors(app, service)
@@ -77,6 +84,7 @@ def create_app(service: Service, api_key: str | None = None, keys: Keys | None =
     _add_page(app, service)
     if origins:
         allow_origins(app, origins)
+    app.add_middleware(RequestLog, model=service.name, tracing=tracing)
     return app
 
 
@@ -112,8 +120,7 @@ class Answers:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        begun, caller = False, Caller(secrets.token_hex(16), (scope["client"] or ("",))[0])
-        enter(caller)
+        begun, caller = False, current()
 
         async def counted(message: Message) -> None:
             nonlocal begun
@@ -127,8 +134,11 @@ class Answers:
 
         try:
             check_framing(scope)
+            if caller.refused is not None:
+                raise caller.refused
             await self._app(scope, receive, counted)
         except ClientDisconnect:
+            caller.status = 499
             self._metrics.disconnected()
         except Exception as error:
             if begun:
@@ -138,7 +148,7 @@ class Answers:
 
 def _response(path: str, error: Exception) -> Response:
     """The answer to a request that fails, in the form of its API."""
-    refused = refusal(error)
+    refused = current().failed(refusal(error))
     return error_response(refused) if path == MESSAGES or path.startswith(f"{MESSAGES}/") else refused.response()
 
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
+from .errors import Refused
 from .keys import Key
+
+if TYPE_CHECKING:
+    from .generation import Generation
 
 
 @dataclass
@@ -23,6 +29,24 @@ class Caller:
     """The name that the request has for it."""
     tuning: str | None = None
     """Of the engine, that belongs to this name."""
+    began: float = field(default_factory=time.perf_counter)
+    time_ns: int = field(default_factory=time.time_ns)
+    """The same moment, since 1970."""
+    refused: Refused | None = None
+    """What is wrong with its head."""
+    generation: Generation | None = None
+    """What runs in the engine for it."""
+    status: int | None = None
+    """Of the answer; 499 if the client disconnected."""
+    error: str | None = None
+    """The code of the error that it got."""
+    seconds: float = 0.0
+    """To the end of the answer."""
+
+    def failed(self, refused: Refused) -> Refused:
+        """Note the error that the client gets."""
+        self.error = refused.code or refused.kind
+        return refused
 
     @property
     def share(self) -> tuple[str, str]:

@@ -8,7 +8,9 @@ from typing import Any
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
+from .caller import Caller
 from .errors import Refused, shutting_down
+from .requestlog import HEADER, log, made_id
 
 HEAD_SECONDS = 30
 """Time to send the head of a request, from the begin of the connection or the end of the answer before. Behind an answer, uvicorn closes a
@@ -124,9 +126,13 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         """Send an error, unless an answer has begun, and close the connection."""
         if not (self._answering and self.cycle.response_started):
             content = bytes(refused.response().body)
+            caller = Caller(made_id(), self.client[0] if self.client else "", status=refused.status)
+            caller.failed(refused)
             lines = [
                 f"HTTP/1.1 {refused.status} {HTTPStatus(refused.status).phrase}",
-                "content-type: application/json", f"content-length: {len(content)}", "connection: close", "\r\n",
+                "content-type: application/json", f"content-length: {len(content)}", "connection: close",
+                f"{HEADER}: {caller.id}", "\r\n",
             ]  # fmt: skip
             self.transport.write("\r\n".join(lines).encode() + content)
+            log("", "other", caller)
         self.transport.close()

@@ -45,8 +45,13 @@ class Generation:
         self.jobs, self.requests = jobs, list[Request]()
         self.n = jobs[0].params.n
         self._engine, self._seconds, self._metrics = engine, seconds, metrics
+        self.began = perf_counter()
+        self.first: float | None = None
+        """When the first tokens came."""
+        self.last: float | None = None
+        """When the last ones came."""
         self._expired = self._cancelled = False
-        self._began, caller = perf_counter(), current()
+        caller = current()
         self._queue: Any = {
             "cache_salt": caller.salt, "share": caller.share, "tuning": caller.tuning,
             "priority": -caller.priority,  # the engine runs higher ones first
@@ -112,7 +117,7 @@ class Generation:
     async def events(self) -> AsyncIterator[list[Event]]:
         """Events of all completions, in batches as they arrive, until all have ended. Raises Refused if one ends without a result."""
         left = len(self.jobs) * self.n
-        began = self._began
+        began = self.began
         seen: dict[int, float] = {}
         while left:
             events = joined(await self._mailbox.get_all())
@@ -124,6 +129,7 @@ class Generation:
                     last = seen.get(event.index)
                     self._metrics.tokens(len(event.tokens), now - began, None if last is None else now - last)
                     seen[event.index] = now
+                    self.first, self.last = self.first or now, now
                 left -= event.finish_reason is not None
             yield events
         self._metrics.finished(now - began)

@@ -11,7 +11,8 @@ from starlette.middleware.cors import CORSMiddleware
 from ..errors import Complaints, RangeError
 
 ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\sA-Z]+")
-EXPOSED = ("X-Request-Id", "Retry-After")
+RATES = [f"X-RateLimit-{what}-{of}" for what in ("Limit", "Remaining", "Reset") for of in ("Requests", "Tokens")]
+EXPOSED = ("X-Request-Id", "Retry-After", *RATES)
 """Headers of answers that pages may read."""
 
 
@@ -26,7 +27,7 @@ def check_origins(function: str, origins: Sequence[str]) -> None:
 
 
 def allow_origins(app: FastAPI, origins: Sequence[str]) -> None:
-    """Answer preflight requests of these origins, and let their pages read answers, errors too. Add it after all other middleware.
+    """Answer preflight requests of these origins, and let their pages read answers, errors too. Add it after what answers requests.
 
     Credentials are not allowed: a page needs the server's key itself, since the server has no cookies.
     """

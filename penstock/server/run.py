@@ -8,13 +8,16 @@ import signal
 import socket
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import uvicorn
 
 from .app import create_app
 from .connection import Connection
 from .keys import Keys
+from .requestlog import LogFormat, log_config
 from .service import Service
+from .tracing import Tracing
 
 LOG = logging.getLogger("penstock.server")
 DRAIN_SECONDS = 25
@@ -76,11 +79,17 @@ class Server(uvicorn.Server):
 
 def make_server(
     service: Service, host: str = "127.0.0.1", port: int = 8000, *, api_key: str | None = None, keys: Keys | None = None,
-    origins: Sequence[str] = (), drain_seconds: float = DRAIN_SECONDS, log_level: str = "info",
+    origins: Sequence[str] = (), drain_seconds: float = DRAIN_SECONDS, log_level: str = "info", log_format: LogFormat | None = None,
+    tracing: Tracing | None = None,
 ) -> Server:  # fmt: skip
-    """A server; its ``run`` ends with SIGTERM or SIGINT."""
+    """A server; its ``run`` ends with SIGTERM or SIGINT.
+
+    log_format : "text" or "json", optional
+        Write the lines of Penstock and uvicorn in this form. Default: leave Python's logging as it is, with uvicorn's own lines.
+    """
+    more: dict[str, Any] = {} if log_format is None else {"log_config": log_config(log_format)}
     config = uvicorn.Config(
-        create_app(service, api_key, keys, origins), host=host, port=port, log_level=log_level, access_log=False, server_header=False,
-        ws="none", lifespan="on", http=Connection,
+        create_app(service, api_key, keys, origins, tracing), host=host, port=port, log_level=log_level, access_log=False,
+        server_header=False, ws="none", lifespan="on", http=Connection, **more,
     )  # fmt: skip
     return Server(config, service, drain_seconds, keys)

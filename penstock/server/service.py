@@ -166,6 +166,7 @@ class Service:
         except BaseException:
             quota.give_back(reserved)
             raise
+        current().generation = generation
         generation.at_end(lambda: quota.give_back(reserved - generation.usage().total_tokens))
         return generation
 

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
 from ..engine import Event
+from .caller import current
 from .errors import Refused, refusal
 from .generation import Generation
 from .metrics import Metrics
@@ -54,6 +55,7 @@ class EventStream(Response):
         """Send the events; cancel the rest if the client disconnects."""
         try:
             if not await completes(receive, self._send(send), self._seconds):
+                current().status = 499
                 self._metrics.disconnected()
         finally:
             self._generation.close()
@@ -86,7 +88,7 @@ class EventStream(Response):
                     yield piece
             yield b"".join(map(self.encoded, self._writer.finish())) + self.end
         except Exception as error:
-            yield self.failed(refusal(error))
+            yield self.failed(current().failed(refusal(error)))
 
     def encoded(self, piece: BaseModel) -> bytes:
         """One event of the stream."""

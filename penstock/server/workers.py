@@ -1,4 +1,7 @@
-"""Threads for what would keep the event loop from answering others: a few, so that they bound memory and leave time to the loop."""
+"""Threads for what would keep the event loop from answering others: a few, so that they bound memory and leave time to the loop.
+
+No client has more than half of them at a time.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,16 @@ from contextlib import suppress
 from contextvars import copy_context
 from queue import SimpleQueue
 from typing import Any, ParamSpec, TypeVar
+from weakref import WeakValueDictionary
+
+from .caller import current
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 class Workers:
-    """Runs functions in ``count`` threads, in order, for one event loop.
+    """Runs functions in ``count`` threads for one event loop, those of a client in order.
 
     The threads begin with the first function. They are daemons: what still runs does not keep the process from its end, as threads of
     ``asyncio.to_thread`` do.
@@ -27,9 +33,19 @@ class Workers:
         self._waiting: set[asyncio.Future[Any]] = set()
         self._threads: list[threading.Thread] = []
         self._error: Exception | None = None
+        self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        """By client. They stay while somebody waits or works."""
 
     async def run(self, function: Callable[P, T], /, *given: P.args, **named: P.kwargs) -> T:
         """The result of a function. If the caller is cancelled before it began, it does not run."""
+        client = current().share[0]
+        turn = self._turns.get(client)
+        if turn is None:
+            turn = self._turns[client] = asyncio.Semaphore(max(1, self._count // 2))
+        async with turn:
+            return await self._run(function, *given, **named)
+
+    async def _run(self, function: Callable[P, T], /, *given: P.args, **named: P.kwargs) -> T:
         if self._error is not None:
             raise self._error
         self._start()
