@@ -17,6 +17,7 @@ from .generation import Generation, Job, finish_reason
 from .limits import parsed
 from .logprobs import chat_logprobs, prompt_logprobs
 from .protocol import ChatAnswer, ChatBody, ChatChoice, ChatChunk, ChatChunkChoice, ChatMessage, Delta, FinishReason
+from .saving import continued, keep_states, state_of
 from .service import Service
 from .streaming import EventStream, finished
 from .templates import Template
@@ -34,7 +35,7 @@ async def chat(service: Service, request: Request) -> Response:
     heading = service.heading("chatcmpl")
     if body.stream:
         writer = StreamWriter(service, form, body, generation, heading)
-        return EventStream(generation, writer, service.metrics, service.limits.seconds, body.stream_options)
+        return EventStream(generation, writer, service.metrics, service.limits.seconds, body)
     with closing(generation):
         if not await finished(request, generation, service.metrics):
             return Response(status_code=499)
@@ -52,6 +53,7 @@ def _answer(service: Service, form: AnswerForm, body: ChatBody, generation: Gene
         message = ChatMessage(content=content, reasoning_content=found.reasoning or None, tool_calls=calls or None)
         reason = _reason(finish_reason(done.finish_reason) or "stop", bool(calls))
         choices.append(ChatChoice(index=index, message=message, logprobs=logprobs, finish_reason=reason))
+    keep_states(service, choices, generation)
     scores = prompt_logprobs(service.tokenizer, generation.requests[0].result.prompt_logprobs, body.prompt_logprobs)
     answer = ChatAnswer(**heading, choices=choices, usage=generation.usage(), prompt_logprobs=scores)
     return Response(answer.model_dump_json(), media_type="application/json")
@@ -64,14 +66,17 @@ def _reason(reason: FinishReason, called: bool) -> FinishReason:
 async def _job(service: Service, template: Template, body: ChatBody) -> tuple[Job, AnswerForm]:
     most = body.max_completion_tokens or body.max_tokens or service.limits.max_tokens
     functions = [one.function for one in body.tools]
+    state, before = await continued(service, await state_of(service, body, FUNCTION))
     talk = Conversation(
-        body.messages, functions, body.tool_choice, body.parallel_tool_calls, body.response_format, body.chat_template_kwargs
+        body.messages, functions, body.tool_choice, body.parallel_tool_calls, body.response_format, body.chat_template_kwargs, before
     )  # fmt: skip
     ready = await prepare(service, template, talk, FUNCTION)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    params = await service.params(body, FUNCTION, most, ready.stops, logprobs=logprobs, constraint=ready.constraint)
+    params = await service.params(
+        body, FUNCTION, most, ready.stops, logprobs=logprobs, constraint=ready.constraint, keep_state=body.save_state
+    )  # fmt: skip
     tokens = await service.tokens(ready.prompt, "messages", special=False)
-    return Job(tokens, params), ready.form
+    return Job(tokens, params, state=state), ready.form
 
 
 class StreamWriter:
@@ -114,7 +119,11 @@ class StreamWriter:
         return Delta(tool_calls=[CallDelta(index=place, id=call_id(), type="function", function=named)])
 
     def finish(self) -> Iterator[ChatChunk]:
-        """Counts of tokens, if they are wanted."""
+        """States and counts of tokens, if they are wanted. Saving states takes time."""
+        if self._body.save_state:
+            choices = [ChatChunkChoice(index=index, delta=Delta()) for index in range(self._generation.n)]
+            keep_states(self._service, choices, self._generation)
+            yield ChatChunk(**self._heading, choices=choices)
         options = self._body.stream_options
         if options is not None and options.include_usage:
             yield ChatChunk(**self._heading, usage=self._generation.usage())

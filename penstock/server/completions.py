@@ -9,13 +9,13 @@ from typing import Any
 
 from fastapi import Request, Response
 
-from ..engine import Event, SequenceState
+from ..engine import Event
 from ..engine.request import Request as EngineRequest
-from .errors import Refused
 from .generation import Generation, Job, finish_reason
 from .limits import parsed
 from .logprobs import CompletionWriter, prompt_logprobs, shortened
-from .protocol import CompletionAnswer, CompletionBody, CompletionChoice, ErrorFields
+from .protocol import CompletionAnswer, CompletionBody, CompletionChoice
+from .saving import keep_states, state_of
 from .service import Service
 from .streaming import EventStream, finished
 
@@ -32,7 +32,7 @@ async def completions(service: Service, request: Request) -> Response:
     heading = service.heading("cmpl")
     if body.stream:
         writer = StreamWriter(service, body, generation, heading)
-        return EventStream(generation, writer, service.metrics, service.limits.seconds, body.stream_options)
+        return EventStream(generation, writer, service.metrics, service.limits.seconds, body)
     with closing(generation):
         if not await finished(request, generation, service.metrics):
             return Response(status_code=499)
@@ -40,17 +40,8 @@ async def completions(service: Service, request: Request) -> Response:
 
 
 async def _jobs(service: Service, body: CompletionBody) -> list[Job]:
-    prompts, limits = body.prompts, service.limits
-    if body.state is not None or body.save_state:
-        await asyncio.to_thread(service.engine.model_hash)  # the first time takes seconds
-    state = None if body.state is None else await asyncio.to_thread(service.states.get, body.state)
-    if state is not None and len(prompts) > 1:
-        raise Refused(400, f"{FUNCTION}: prompt must be a single one with a state, got {len(prompts)}.", param="state")
-    if body.save_state and body.stream:
-        raise Refused(400, f"{FUNCTION}: save_state must be false with stream, got true.", param="save_state")
-    if body.save_state and len(prompts) * body.n > limits.states:
-        message = f"{FUNCTION}: save_state must be of at most {limits.states} completions, got {len(prompts) * body.n}."
-        raise Refused(400, message, param="save_state")
+    prompts = body.prompts
+    state = await state_of(service, body, FUNCTION, len(prompts))
     params = await service.params(
         body, FUNCTION, body.max_tokens, logprobs=body.logprobs, prompt_logprobs=body.logprobs if body.echo else None,
         keep_state=body.save_state,
@@ -72,7 +63,7 @@ def _answer(service: Service, body: CompletionBody, generation: Generation, head
         for place, one in enumerate(generation.requests)
         for index in range(body.n)
     ]
-    _save_states(service, choices, [done.state for one in generation.requests for done in one.result.completions])
+    keep_states(service, choices, generation)
     answer = CompletionAnswer(**heading, choices=choices, usage=generation.usage())
     return Response(answer.model_dump_json(), media_type="application/json")
 
@@ -86,16 +77,6 @@ def _choice(service: Service, body: CompletionBody, one: EngineRequest, place: i
         begin = shortened(one.result.prompt_logprobs or [], body.logprobs) if body.echo else []
         choice.logprobs = writer.write([*begin, *done.logprobs], [*one.prompt[: len(begin)], *done.tokens])
     return choice
-
-
-def _save_states(service: Service, choices: list[CompletionChoice], states: list[SequenceState | None]) -> None:
-    """Keep the states that were asked for. A choice whose state cannot be kept has the error."""
-    wanted = [(choice, state) for choice, state in zip(choices, states) if state is not None]
-    for (choice, _), saved in zip(wanted, service.states.add([state for _, state in wanted])):
-        if isinstance(saved, Refused):
-            choice.state_error = ErrorFields(**saved.content["error"])
-        else:
-            choice.state = saved
 
 
 class StreamWriter:
@@ -126,7 +107,11 @@ class StreamWriter:
         return CompletionAnswer(**self._heading, choices=[choice])
 
     def finish(self) -> Iterator[CompletionAnswer]:
-        """Counts of tokens, if they are wanted."""
+        """States and counts of tokens, if they are wanted. Saving states takes time."""
+        if self._body.save_state:
+            choices = [CompletionChoice(index=index) for index in range(len(self._generation.jobs) * self._generation.n)]
+            keep_states(self._service, choices, self._generation)
+            yield CompletionAnswer(**self._heading, choices=choices)
         options = self._body.stream_options
         if options is not None and options.include_usage:
             yield CompletionAnswer(**self._heading, choices=[], usage=self._generation.usage())
