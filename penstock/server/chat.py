@@ -16,6 +16,7 @@ from .generation import Generation, Job, finish_reason
 from .limits import parsed
 from .logprobs import chat_json, chat_logprobs, prompt_json
 from .protocol import ChatAnswer, ChatBody, ChatChoice, ChatChunk, ChatChunkChoice, ChatMessage, Delta, FinishReason
+from .saving import continued, keep_states, state_of
 from .service import Service
 from .streaming import EventStream, finished
 from .templates import Template
@@ -37,7 +38,7 @@ async def chat(service: Service, request: Request) -> Response:
     heading = service.heading("chatcmpl")
     if body.stream:
         writer = StreamWriter(service, form, body, generation, heading)
-        return EventStream(generation, writer, service.metrics, service.limits.seconds, body.stream_options)
+        return EventStream(generation, writer, service.metrics, service.limits.seconds, body)
     with closing(generation):
         if not await finished(request, generation, service.metrics):
             return Response(status_code=499)
@@ -46,17 +47,19 @@ async def chat(service: Service, request: Request) -> Response:
 
 def _answer(service: Service, form: AnswerForm, body: ChatBody, generation: Generation, heading: dict[str, Any]) -> Response:
     """The whole answer. Log probabilities of many tokens take seconds."""
-    choices = []
+    choices, logprobs = list[ChatChoice](), list[str]()
     for index, done in enumerate(generation.requests[0].result.completions):
         found = read_answer(form, done.text)
         calls = [CallAnswer(id=call_id(), function=FunctionAnswer(name=name, arguments=text)) for name, text in found.calls]
         content = found.content if found.content or not (calls or found.reasoning) else None
         message = ChatMessage(content=content, reasoning_content=found.reasoning or None, tool_calls=calls or None)
         reason = _reason(finish_reason(done.finish_reason) or "stop", bool(calls))
-        choice = ChatChoice(index=index, message=message, finish_reason=reason)
-        choices.append(written(choice, logprobs=chat_json(service.tokenizer, done.logprobs) if body.logprobs else "null"))
+        choices.append(ChatChoice(index=index, message=message, finish_reason=reason))
+        logprobs.append(chat_json(service.tokenizer, done.logprobs) if body.logprobs else "null")
+    keep_states(service, choices, generation)
     scores = prompt_json(service.tokenizer, generation.requests[0].result.prompt_logprobs, body.prompt_logprobs)
-    return answered(ChatAnswer(**heading, usage=generation.usage()), choices, **scores)
+    answer = ChatAnswer(**heading, usage=generation.usage())
+    return answered(answer, (written(choice, logprobs=found) for choice, found in zip(choices, logprobs)), **scores)
 
 
 def _reason(reason: FinishReason, called: bool) -> FinishReason:
@@ -66,14 +69,17 @@ def _reason(reason: FinishReason, called: bool) -> FinishReason:
 async def _job(service: Service, template: Template, body: ChatBody) -> tuple[Job, AnswerForm]:
     most = body.max_completion_tokens or body.max_tokens or service.limits.max_tokens
     functions = [one.function for one in body.tools]
+    state, before = await continued(service, await state_of(service, body, FUNCTION))
     talk = Conversation(
-        body.messages, functions, body.tool_choice, body.parallel_tool_calls, body.response_format, body.chat_template_kwargs
+        body.messages, functions, body.tool_choice, body.parallel_tool_calls, body.response_format, body.chat_template_kwargs, before
     )  # fmt: skip
     ready = await prepare(service, template, talk, FUNCTION)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    params = await service.params(body, FUNCTION, most, ready.stops, logprobs=logprobs, constraint=ready.constraint)
+    params = await service.params(
+        body, FUNCTION, most, ready.stops, logprobs=logprobs, constraint=ready.constraint, keep_state=body.save_state
+    )  # fmt: skip
     tokens = await service.tokens(ready.prompt, "messages", special=False)
-    return Job(tokens, params), ready.form
+    return Job(tokens, params, state=state), ready.form
 
 
 def _size(body: ChatBody, job: Job) -> int:
@@ -123,7 +129,11 @@ class StreamWriter:
         return Delta(tool_calls=[CallDelta(index=place, id=call_id(), type="function", function=named)])
 
     def finish(self) -> Iterator[ChatChunk]:
-        """Counts of tokens, if they are wanted."""
+        """States and counts of tokens, if they are wanted. Saving states takes time."""
+        if self._body.save_state:
+            choices = [ChatChunkChoice(index=index, delta=Delta()) for index in range(self._generation.n)]
+            keep_states(self._service, choices, self._generation)
+            yield ChatChunk(**self._heading, choices=choices)
         options = self._body.stream_options
         if options is not None and options.include_usage:
             yield ChatChunk(**self._heading, usage=self._generation.usage())

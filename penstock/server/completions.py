@@ -8,14 +8,14 @@ from typing import Any
 
 from fastapi import Request, Response
 
-from ..engine import Event, SequenceState
+from ..engine import Event
 from ..engine.request import Completion
 from ..engine.request import Request as EngineRequest
-from .errors import Refused
 from .generation import Generation, Job, finish_reason
 from .limits import parsed
 from .logprobs import PIECE, CompletionWriter, prompt_json, shortened
-from .protocol import CompletionAnswer, CompletionBody, CompletionChoice, ErrorFields
+from .protocol import CompletionAnswer, CompletionBody, CompletionChoice
+from .saving import keep_states, state_of
 from .service import Service
 from .streaming import EventStream, finished
 from .writing import OF_TEXT, answered, prompt_size, written
@@ -35,7 +35,7 @@ async def completions(service: Service, request: Request) -> Response:
     heading = service.heading("cmpl")
     if body.stream:
         writer = StreamWriter(service, body, generation, heading)
-        return EventStream(generation, writer, service.metrics, service.limits.seconds, body.stream_options)
+        return EventStream(generation, writer, service.metrics, service.limits.seconds, body)
     with closing(generation):
         if not await finished(request, generation, service.metrics):
             return Response(status_code=499)
@@ -43,17 +43,8 @@ async def completions(service: Service, request: Request) -> Response:
 
 
 async def _jobs(service: Service, body: CompletionBody) -> list[Job]:
-    prompts, limits = body.prompts, service.limits
-    if body.state is not None or body.save_state:
-        await service.workers.run(service.engine.model_hash)  # the first time takes seconds
-    state = None if body.state is None else await service.workers.run(service.states.get, body.state)
-    if state is not None and len(prompts) > 1:
-        raise Refused(400, f"{FUNCTION}: prompt must be a single one with a state, got {len(prompts)}.", param="state")
-    if body.save_state and body.stream:
-        raise Refused(400, f"{FUNCTION}: save_state must be false with stream, got true.", param="save_state")
-    if body.save_state and len(prompts) * body.n > limits.states:
-        message = f"{FUNCTION}: save_state must be of at most {limits.states} completions, got {len(prompts) * body.n}."
-        raise Refused(400, message, param="save_state")
+    prompts = body.prompts
+    state = await state_of(service, body, FUNCTION, len(prompts))
     params = await service.params(
         body, FUNCTION, body.max_tokens, logprobs=body.logprobs, prompt_logprobs=body.logprobs if body.echo else None,
         keep_state=body.save_state,
@@ -77,7 +68,7 @@ def _answer(service: Service, body: CompletionBody, generation: Generation, head
             choices.append(CompletionChoice(index=len(choices), text=text, finish_reason=finish_reason(done.finish_reason)))
             scores = prompt_json(service.tokenizer, one.result.prompt_logprobs, body.prompt_logprobs)
             more.append({"logprobs": _logprobs(service, body, one, done), **scores})
-    _save_states(service, choices, [done.state for one in generation.requests for done in one.result.completions])
+    keep_states(service, choices, generation)
     answer = CompletionAnswer(**heading, usage=generation.usage())
     return answered(answer, (written(choice, **found) for choice, found in zip(choices, more)))
 
@@ -99,16 +90,6 @@ def _size(body: CompletionBody, jobs: list[Job]) -> int:
             size += (body.max_tokens + body.echo * len(job.tokens)) * (OF_TOKEN + OF_TOP * body.logprobs)
         size += prompt_size(len(job.tokens), body.prompt_logprobs)
     return body.n * size
-
-
-def _save_states(service: Service, choices: list[CompletionChoice], states: list[SequenceState | None]) -> None:
-    """Keep the states that were asked for. A choice whose state cannot be kept has the error."""
-    wanted = [(choice, state) for choice, state in zip(choices, states) if state is not None]
-    for (choice, _), saved in zip(wanted, service.states.add([state for _, state in wanted])):
-        if isinstance(saved, Refused):
-            choice.state_error = ErrorFields(**saved.content["error"])
-        else:
-            choice.state = saved
 
 
 class StreamWriter:
@@ -139,7 +120,11 @@ class StreamWriter:
         return CompletionAnswer(**self._heading, choices=[choice])
 
     def finish(self) -> Iterator[CompletionAnswer]:
-        """Counts of tokens, if they are wanted."""
+        """States and counts of tokens, if they are wanted. Saving states takes time."""
+        if self._body.save_state:
+            choices = [CompletionChoice(index=index) for index in range(len(self._generation.jobs) * self._generation.n)]
+            keep_states(self._service, choices, self._generation)
+            yield CompletionAnswer(**self._heading, choices=choices)
         options = self._body.stream_options
         if options is not None and options.include_usage:
             yield CompletionAnswer(**self._heading, choices=[], usage=self._generation.usage())

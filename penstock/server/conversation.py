@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from ..engine.request import Constraint
@@ -13,6 +14,7 @@ from .call_grammars import call_grammar, styled
 from .errors import Refused
 from .grammars import wanted_schema
 from .protocol import Message, ResponseFormat
+from .saving import continuation
 from .service import Service
 from .templates import Template
 from .tools import Function, NamedTool
@@ -29,6 +31,8 @@ class Conversation:
     response_format: ResponseFormat | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)
     """Of the template."""
+    before: str | None = None
+    """The text of the state that the messages continue."""
 
     @property
     def offered(self) -> Sequence[Function]:
@@ -49,7 +53,7 @@ class Prepared:
 async def prepare(service: Service, template: Template, talk: Conversation, function: str) -> Prepared:
     """Render a conversation. Raises Refused or InvalidArgument."""
     await service.workers.run(_check, service, template, talk, function)
-    prompt = await service.workers.run(template.render, talk.messages, talk.offered, talk.variables)
+    prompt = await service.workers.run(_prompt, template, talk)
     form, stops = answer_form(template, talk, prompt), template.stops
     if form.calls is not None and form.calls.end and not talk.parallel:
         stops = (*stops, form.calls.end)
@@ -57,6 +61,11 @@ async def prepare(service: Service, template: Template, talk: Conversation, func
     if _constrained(talk, form):
         constraint = await service.compiled(function, _constraint, service, talk, form, function)
     return Prepared(prompt, form, constraint, stops)
+
+
+def _prompt(template: Template, talk: Conversation) -> str:
+    render = partial(template.render, functions=talk.offered, variables=talk.variables)
+    return render(talk.messages) if talk.before is None else continuation(render, talk.messages, talk.before)
 
 
 def answer_form(template: Template, talk: Conversation, prompt: str) -> AnswerForm:

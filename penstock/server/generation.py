@@ -70,6 +70,7 @@ class Generation:
 
         Raises QueueFull, InvalidArgument or Refused, and closes the generation then.
         """
+        self.in_thread = workers.run
         constrained = any(job.params.constraint is not None for job in self.jobs)
         try:
             if constrained or sum(len(job.tokens) for job in self.jobs) > FEW_TOKENS:

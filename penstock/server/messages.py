@@ -12,7 +12,6 @@ from pydantic import BaseModel
 
 from ..engine import Event
 from ..engine.request import Completion
-from .caller import current
 from .errors import Refused
 from .generation import Generation, Job
 from .limits import parsed
@@ -56,13 +55,13 @@ async def messages(service: Service, request: Request) -> Response:
     params = await service.params(body.chat(), FUNCTION, body.max_tokens, template.stops)
     generation = await service.start([Job(await _tokens(service, template, body), params)], FUNCTION)
     if body.stream:
-        return MessageStream(generation, StreamWriter(service, template, body, generation), service.metrics, service.limits.seconds)
+        return MessageStream(generation, StreamWriter(template, body, generation), service.metrics, service.limits.seconds)
     with closing(generation):
         if not await finished(request, generation, service.metrics):
             return Response(status_code=499)
         (done,) = generation.requests[0].result.completions
         text = done.text.lstrip() if template.strips else done.text
-        answer = _heading(service, generation)
+        answer = _heading(body, generation)
         answer.content = [TextBlock(text=text)]
         stop = _stop(body, done)
         answer.stop_reason, answer.stop_sequence = stop.stop_reason, stop.stop_sequence
@@ -82,9 +81,9 @@ async def _tokens(service: Service, template: Template, body: CountBody) -> list
     return await service.tokens(text, "messages", special=False)
 
 
-def _heading(service: Service, generation: Generation) -> MessageAnswer:
+def _heading(body: MessagesBody, generation: Generation) -> MessageAnswer:
     """An answer without content."""
-    return MessageAnswer(id=f"msg_{secrets.token_hex(12)}", model=current().model, content=[], usage=_usage(generation))
+    return MessageAnswer(id=f"msg_{secrets.token_hex(12)}", model=body.model, content=[], usage=_usage(generation))
 
 
 def _usage(generation: Generation) -> InputUsage:
@@ -105,15 +104,15 @@ def _stop(body: MessagesBody, done: Completion) -> Stop:
 class StreamWriter:
     """Events of a streamed answer."""
 
-    def __init__(self, service: Service, template: Template, body: MessagesBody, generation: Generation) -> None:
-        self._service, self._template, self._body, self._generation = service, template, body, generation
+    def __init__(self, template: Template, body: MessagesBody, generation: Generation) -> None:
+        self._template, self._body, self._generation = template, body, generation
         self._begun = self._worded = False
 
     def write(self, event: Event) -> Iterator[StreamEvent]:
         """What an event of the engine adds. The begin of the message comes before the first one."""
         if not self._begun:
             self._begun = True
-            yield MessageStart(message=_heading(self._service, self._generation))
+            yield MessageStart(message=_heading(self._body, self._generation))
             yield BlockStart()
             yield Ping()
         text = event.text if self._worded or not self._template.strips else event.text.lstrip()

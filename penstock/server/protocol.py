@@ -84,6 +84,8 @@ class SamplingBody(Body, UnusedFields):
     ignore_eos: bool = False
     min_tokens: Annotated[int, Field(ge=0)] = 0
     prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    state: Text | None = None
+    save_state: bool = False
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] = ""
     priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
 
@@ -102,10 +104,6 @@ class CompletionBody(SamplingBody, UnusedCompletionFields):
     max_tokens: Annotated[int, Field(ge=0)] = 16
     echo: bool = False
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
-
-    # beyond OpenAI's
-    state: Text | None = None
-    save_state: bool = False
 
     @model_validator(mode="after")
     def check_best_of(self) -> CompletionBody:
@@ -267,7 +265,15 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 """For each token of a prompt; None for the first. The token itself comes first, then the most likely ones."""
 
 
-class CompletionChoice(BaseModel):
+class StateFields(BaseModel):
+    """The saved state of a completion."""
+
+    state: str | None = Field(default=None, exclude_if=lambda value: value is None)
+    state_error: ErrorFields | None = Field(default=None, exclude_if=lambda value: value is None)
+    """Why the state could not be saved, in its place."""
+
+
+class CompletionChoice(StateFields):
     """One completion, or a piece of it."""
 
     index: int
@@ -275,9 +281,6 @@ class CompletionChoice(BaseModel):
     logprobs: CompletionLogprobs | None = None
     finish_reason: FinishReason | None = None
     prompt_logprobs: PromptLogprobs | None = Field(default=None, exclude_if=lambda value: value is None)
-    state: str | None = Field(default=None, exclude_if=lambda value: value is None)
-    state_error: ErrorFields | None = Field(default=None, exclude_if=lambda value: value is None)
-    """Why the state could not be saved, in its place."""
 
 
 class CompletionAnswer(BaseModel):
@@ -300,7 +303,7 @@ class ChatMessage(BaseModel):
     tool_calls: list[CallAnswer] | None = Field(default=None, exclude_if=lambda value: value is None)
 
 
-class ChatChoice(BaseModel):
+class ChatChoice(StateFields):
     """One answer of a chat."""
 
     index: int
@@ -330,7 +333,7 @@ class Delta(BaseModel):
     tool_calls: list[CallDelta] | None = Field(default=None, exclude_if=lambda value: value is None)
 
 
-class ChatChunkChoice(BaseModel):
+class ChatChunkChoice(StateFields):
     """A piece of one answer of a chat."""
 
     index: int

@@ -15,7 +15,7 @@ from .caller import current
 from .errors import Refused, refusal
 from .generation import Generation
 from .metrics import Metrics
-from .protocol import ChatChunk, CompletionAnswer, StreamOptions
+from .protocol import ChatChunk, CompletionAnswer, SamplingBody
 
 LAST_SECONDS = 10
 """After the time of a request, its client has this long to read the rest of the answer."""
@@ -42,14 +42,16 @@ class EventStream(Response):
     """Behind the last piece, unless an error ended the stream."""
 
     def __init__(
-        self, generation: Generation, writer: Writer, metrics: Metrics, seconds: float, options: StreamOptions | None = None
+        self, generation: Generation, writer: Writer, metrics: Metrics, seconds: float, body: SamplingBody | None = None
     ) -> None:  # fmt: skip
         self.status_code, self.background, self.body = 200, None, b""
         self.init_headers({"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._generation, self._writer, self._metrics = generation, writer, metrics
         self._seconds = seconds + LAST_SECONDS
+        options = None if body is None else body.stream_options
         self._counts = options is not None and options.continuous_usage_stats
+        self._saves = body is not None and body.save_state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events; cancel the rest if the client disconnects."""
@@ -86,9 +88,12 @@ class EventStream(Response):
                         await asyncio.sleep(0)
                 if piece:
                     yield piece
-            yield b"".join(map(self.encoded, self._writer.finish())) + self.end
+            yield (await self._generation.in_thread(self._rest) if self._saves else self._rest()) + self.end
         except Exception as error:
             yield self.failed(current().failed(refusal(error)))
+
+    def _rest(self) -> bytes:
+        return b"".join(map(self.encoded, self._writer.finish()))
 
     def encoded(self, piece: BaseModel) -> bytes:
         """One event of the stream."""

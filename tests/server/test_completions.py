@@ -176,7 +176,6 @@ WRONG = {
     "echoed token": ({"prompt": [300], "echo": True}, "prompt must be from 0 to 256, got 300", "prompt"),
     "type": ({"extra_body": {"n": "2"}}, "n must be a valid integer, got '2'", "n"),
     "many states": ({"prompt": ["a"] * 5, "n": 16, "extra_body": {"save_state": True}}, "save_state must be of at most 64", "save_state"),
-    "save_state": ({"stream": True, "extra_body": {"save_state": True}}, "save_state must be false with stream", "save_state"),
 }
 
 
