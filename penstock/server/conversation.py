@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from ..engine.request import Constraint
@@ -47,10 +48,12 @@ class Prepared:
     stops: tuple[str, ...]
 
 
-async def prepare(service: Service, template: Template, talk: Conversation, function: str) -> Prepared:
-    """Render a conversation. Raises Refused or InvalidArgument."""
+async def prepare(
+    service: Service, template: Template, talk: Conversation, function: str, render: Callable[[], str] | None = None
+) -> Prepared:  # fmt: skip
+    """Render a conversation, by ``render`` if given. Raises Refused or InvalidArgument."""
     _check(service, template, talk, function)
-    prompt = await asyncio.to_thread(template.render, talk.messages, talk.offered, talk.variables)
+    prompt = await asyncio.to_thread(render or partial(template.render, talk.messages, talk.offered, talk.variables))
     form, stops = answer_form(template, talk, prompt), template.stops
     if form.calls is not None and form.calls.end and not talk.parallel:
         stops = (*stops, form.calls.end)

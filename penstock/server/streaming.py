@@ -31,7 +31,7 @@ class Writer(Protocol):
         """Pieces for an event."""
 
     def finish(self) -> Iterable[BaseModel]:
-        """Pieces after the last event."""
+        """Pieces after the last event. Called in a thread: it may write files."""
 
 
 class EventStream(Response):
@@ -82,7 +82,7 @@ class EventStream(Response):
                             await asyncio.sleep(0)  # sending returns at once while the client reads
                 if piece:
                     yield piece
-            yield b"".join(map(self.encoded, self._writer.finish())) + self.end
+            yield await asyncio.to_thread(lambda: b"".join(map(self.encoded, self._writer.finish()))) + self.end
         except Exception as error:
             yield self.failed(refusal(error))
 
