@@ -304,13 +304,19 @@ class Engine:
     def _tuned_hash(self, tuning: Tuning | None) -> str:
         return self.model_hash() if tuning is None else tuning.model_hash(self.model_hash())
 
-    def save_state(self, state: SequenceState, path: str | Path) -> None:
-        """Write a state as safetensors. Raises MissingExtra, DtypeError, or RangeError for the state of another model."""
+    def save_state(self, state: SequenceState, path: str | Path, notes: Mapping[str, str] | None = None) -> None:
+        """Write a state as safetensors. Raises MissingExtra, DtypeError, or RangeError for the state of another model.
+
+        notes : dict of str, optional
+            Texts beside it, as metadata of the file.
+        """
         if not isinstance(state, SequenceState):
             raise DtypeError(f"save_state: state must be a SequenceState, got {described(state)}. keep_state and state_of give one.")
+        if notes is not None and not (isinstance(notes, Mapping) and all(isinstance(one, str) for pair in notes.items() for one in pair)):
+            raise DtypeError(f"save_state: notes must be a dict of texts or None, got {described(notes)}. Write other values as JSON.")
         if state.model not in model_hashes(self.model_hash, self.tunings):
             raise RangeError("save_state: state must be of this engine's model, got one of another model. Save it with its own engine.")
-        save_state(state, path, self.model, self._pool)
+        save_state(state, path, self.model, self._pool, notes or {})
 
     def load_state(self, path: str | Path) -> SequenceState:
         """Read a state that ``save_state`` wrote. Raises MissingExtra, and RangeError or ShapeError unless it fits this model."""

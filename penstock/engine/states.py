@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,12 +68,12 @@ def fingerprint(model: CausalLM) -> str:
     return digest.hexdigest()
 
 
-def save_state(state: SequenceState, path: str | Path, model: CausalLM, pool: StatePool) -> None:
+def save_state(state: SequenceState, path: str | Path, model: CausalLM, pool: StatePool, notes: Mapping[str, str]) -> None:
     """Write a safetensors file: the tensors of the aligned row by their names, the tokens, and what they belong to."""
     _, save_file = _safetensors("save_state")
     tensors = {name: x.cpu().contiguous() for name, x in pool.tensors(state.row).items()}
     tensors["tokens"] = torch.tensor(state.tokens, dtype=torch.int64)
-    about = {**_about(model, pool, state.model), "tokens": str(len(state.tokens)), "aligned": str(state.aligned)}
+    about = {**notes, **_about(model, pool, state.model), "tokens": str(len(state.tokens)), "aligned": str(state.aligned)}
     save_file(tensors, str(path), metadata=about)
     usual_mode(Path(path))
 

@@ -29,6 +29,8 @@ from .messages_protocol import CountBody, MessagesBody
 from .origins import allow_origins, check_origins
 from .protocol import ChatBody, CompletionBody, ModelCard, ModelList, StateCard, StateList
 from .requestlog import RequestLog
+from .responses import input_items, kept_response, remove_response, responses
+from .responses_protocol import ResponseAnswer, ResponseBody
 from .sending import check_framing, send_pieces, with_close
 from .service import Service
 from .tokenize import DetokenizeBody, TokenizeBody, detokenize, tokenize
@@ -164,6 +166,22 @@ def _add_openai(app: FastAPI, service: Service, guarded: list[Any]) -> None:
     @app.post("/v1/chat/completions", dependencies=guarded, openapi_extra=_body(ChatBody))
     async def post_chat(request: Request) -> Response:
         return await chat(service, request)
+
+    @app.post("/v1/responses", dependencies=guarded, openapi_extra=_body(ResponseBody))
+    async def post_responses(request: Request) -> Response:
+        return await responses(service, request)
+
+    @app.get("/v1/responses/{name}", dependencies=guarded)
+    async def get_response(name: str) -> ResponseAnswer:
+        return await service.workers.run(kept_response, service, name)
+
+    @app.get("/v1/responses/{name}/input_items", dependencies=guarded)
+    async def get_input_items(name: str) -> dict[str, Any]:
+        return await service.workers.run(input_items, service, name)
+
+    @app.delete("/v1/responses/{name}", dependencies=guarded)
+    async def delete_response(name: str) -> dict[str, Any]:
+        return await service.workers.run(remove_response, service, name)
 
     def card(name: str) -> ModelCard:
         return ModelCard(id=name, created=service.created, parent=None if service.models[name] is None else service.name)

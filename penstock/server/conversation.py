@@ -11,10 +11,10 @@ from typing import Any
 from ..engine.request import Constraint
 from .answers import AnswerForm
 from .call_grammars import call_grammar, styled
+from .continuation import NotContinuable, continuation, without_overlap
 from .errors import Refused
 from .grammars import wanted_schema
 from .protocol import Message, ResponseFormat
-from .saving import continuation
 from .service import Service
 from .templates import Template
 from .tools import Function, NamedTool
@@ -50,10 +50,12 @@ class Prepared:
     stops: tuple[str, ...]
 
 
-async def prepare(service: Service, template: Template, talk: Conversation, function: str) -> Prepared:
-    """Render a conversation. Raises Refused or InvalidArgument."""
+async def prepare(
+    service: Service, template: Template, talk: Conversation, function: str, render: Callable[[], str] | None = None
+) -> Prepared:  # fmt: skip
+    """Render a conversation, by ``render`` if given. Raises Refused or InvalidArgument."""
     await service.workers.run(_check, service, template, talk, function)
-    prompt = await service.workers.run(_prompt, template, talk)
+    prompt = await service.workers.run(render or partial(_prompt, template, talk))
     form, stops = answer_form(template, talk, prompt), template.stops
     if form.calls is not None and form.calls.end and not talk.parallel:
         stops = (*stops, form.calls.end)
@@ -65,7 +67,14 @@ async def prepare(service: Service, template: Template, talk: Conversation, func
 
 def _prompt(template: Template, talk: Conversation) -> str:
     render = partial(template.render, functions=talk.offered, variables=talk.variables)
-    return render(talk.messages) if talk.before is None else continuation(render, talk.messages, talk.before)
+    if talk.before is None:
+        return render(talk.messages)
+    try:
+        return without_overlap(continuation(render, talk.messages), talk.before)
+    except NotContinuable as error:
+        rule = f"such that the chat template writes all of them behind an earlier answer, got others: it {error}"
+        remedy = "Send the whole conversation without state."
+        raise Refused(400, f"chat: messages must be {rule}. {remedy}", param="messages") from None
 
 
 def answer_form(template: Template, talk: Conversation, prompt: str) -> AnswerForm:

@@ -97,17 +97,18 @@ def _check_counts(data: Any, function: str, limits: Limits) -> None:
     """Raise Refused for too many items. Before items are validated, because millions of them take seconds."""
     if not isinstance(data, dict):
         return
-    prompt, messages = data.get("prompt"), _items(data.get("messages"))
+    prompt, name = data.get("prompt"), "input" if "input" in data else "messages"
+    messages = _items(data.get(name))
     tokens = isinstance(prompt, list) and prompt and isinstance(prompt[0], int)
     lists = prompt if isinstance(prompt, list) and not tokens else ()
-    contents, calls = ([_items(one.get(name)) for one in messages if isinstance(one, dict)] for name in ("content", "tool_calls"))
+    contents, calls = ([_items(one.get(field)) for one in messages if isinstance(one, dict)] for field in ("content", "tool_calls"))
     contents.append(_items(data.get("system")))
     counts = [
         ("prompts", 0 if tokens else len(_items(prompt)), limits.prompts, "prompt"),
         ("tokens of a prompt", len(prompt) if isinstance(prompt, list) and tokens else 0, limits.prompt_tokens, "prompt"),
         ("tokens of all prompts", sum(len(_items(one)) for one in lists[: limits.prompts]), limits.all_tokens, "prompt"),
-        ("messages", len(messages), limits.messages, "messages"),
-        ("parts of messages", sum(map(len, contents)), limits.parts, "messages"),
+        ("messages", len(messages), limits.messages, name),
+        ("parts of messages", sum(map(len, contents)), limits.parts, name),
         ("tools", len(_items(data.get("tools"))), limits.tools, "tools"),
         ("calls of tools", sum(map(len, calls)), limits.calls, "messages"),
         ("stop texts", len(_items(data.get("stop"))), limits.stops, "stop"),

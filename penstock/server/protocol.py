@@ -71,16 +71,16 @@ class SamplingBody(Body, UnusedFields):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
-    logit_bias: Annotated[dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], Bias], Field(fail_fast=True)] = Field({})
+    logit_bias: Annotated[dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], Bias], Field(fail_fast=True)] = Field(default={})
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Stops = Field([])
+    stop: Stops = Field(default=[])
     response_format: ResponseFormat | None = None
 
     # beyond OpenAI's
     top_k: Annotated[int, Field(ge=0)] = 0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] = 1.0
-    stop_token_ids: Annotated[list[Token], Field(fail_fast=True)] = Field([])
+    stop_token_ids: Annotated[list[Token], Field(fail_fast=True)] = Field(default=[])
     ignore_eos: bool = False
     min_tokens: Annotated[int, Field(ge=0)] = 0
     prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
@@ -171,12 +171,12 @@ class ChatBody(SamplingBody, UnusedChatFields):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
-    tools: Annotated[list[Tool], Field(fail_fast=True)] = Field([])
+    tools: Annotated[list[Tool], Field(fail_fast=True)] = Field(default=[])
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
 
     # beyond OpenAI's
-    chat_template_kwargs: dict[str, Any] = Field({})
+    chat_template_kwargs: dict[str, Any] = Field(default={})
 
     @model_validator(mode="after")
     def check_pairs(self) -> ChatBody:

@@ -7,16 +7,15 @@ what its text ends with is left out, and so is its last token if that is the end
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ..engine import SequenceState
 from .errors import Refused
 from .generation import Generation
-from .protocol import ErrorFields, Message, SamplingBody, StateFields
+from .protocol import ErrorFields, SamplingBody, StateFields
 from .service import Service
 
-MARK = "5a1f3cd2answer7e90b4"
-"""In the place of an answer: a template may change spaces and signs, and this has none."""
 TAIL = 4096
 """Tokens at the end of a state whose text may be the begin of what follows."""
 
@@ -50,28 +49,6 @@ def without_end(state: SequenceState, end_of_text: int | None) -> SequenceState:
     if len(state.tokens) == state.aligned or state.tokens[-1] != end_of_text:
         return state
     return replace(state, tokens=state.tokens[:-1])
-
-
-def continuation(render: Callable[[Sequence[Message]], str], messages: Sequence[Message], before: str) -> str:
-    r"""What a template writes behind an answer, without the begin that the text ``before`` ends with.
-
-    Raises Refused if the template leaves out earlier answers, or writes a part of the messages before them.
-
-    >>> from penstock.server.templates import WorldTemplate
-    >>> continuation(WorldTemplate().render, [Message(role="user", content="Bye")], "Hello")
-    '\n\nUser: Bye\n\nAssistant:'
-    >>> continuation(WorldTemplate().render, [Message(role="user", content="Bye")], "Hello\n\nUser:")
-    ' Bye\n\nAssistant:'
-    """
-    user = Message(role="user", content="a")
-    earlier = [user, Message(role="assistant", content=MARK)]
-    head, mark, text = render([*earlier, *messages]).partition(MARK)
-    if not mark or head != render([*earlier, user]).partition(MARK)[0]:
-        rule = "such that the chat template writes all of them behind an earlier answer"
-        remedy = "Send the whole conversation without state."
-        raise Refused(400, f"chat: messages must be {rule}, got others. {remedy}", param="messages")
-    overlap = next(size for size in range(min(len(text), len(before)), -1, -1) if before.endswith(text[:size]))
-    return text[overlap:]
 
 
 async def continued(service: Service, state: SequenceState | None) -> tuple[SequenceState | None, str | None]:

@@ -11,7 +11,7 @@ import stat
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -31,6 +31,11 @@ NAME = re.compile(r"state-([0-9]{1,15})-[0-9a-f]{32}", re.ASCII)
 SUFFIX = ".safetensors"
 TICK = 1000
 """Nanoseconds between two uses at least. File systems round times of files, most of them to less than this."""
+
+
+def new_name() -> str:
+    """A name that no state has."""
+    return f"state-{int(time.time())}-{secrets.token_hex(16)}"
 
 
 class States:
@@ -67,6 +72,20 @@ class States:
         with suppress(Refused):  # it was logged; the next one evicts these
             self._evict([name for name in found if isinstance(name, str)])
         return found
+
+    def add_named(self, name: str, state: SequenceState, notes: Mapping[str, str]) -> None:
+        """Keep a state under a name of ``new_name``, with texts beside it."""
+        self._write(lambda path: self._engine.save_state(state, path, notes), name)
+        self._evict([name])
+
+    def notes(self, name: str) -> dict[str, str]:
+        """The texts beside a state, and what it is. Raises Refused if there is none, or a damaged file."""
+        path = self._path(name)
+        try:
+            with safe_open(str(path), "np") as file:
+                return file.metadata() or {}
+        except (OSError, SafetensorError):
+            raise self._absent(name) from None
 
     def add_file(self, content: bytes, most_tokens: int) -> str:
         """Keep the state in a safetensors file; its name. Raises InvalidArgument or Refused unless it fits the model."""
@@ -140,9 +159,9 @@ class States:
         if self._remove_folder is not None:
             self._remove_folder()
 
-    def _write(self, write: Callable[[Path], None]) -> str:
+    def _write(self, write: Callable[[Path], None], name: str | None = None) -> str:
         """Write a state as the last used one; its name."""
-        name = f"state-{int(time.time())}-{secrets.token_hex(16)}"
+        name = name or new_name()
         part = None
         try:
             part = self._parts.path(name)

@@ -32,7 +32,7 @@ class Writer(Protocol):
         """Pieces for an event."""
 
     def finish(self) -> Iterable[BaseModel]:
-        """Pieces after the last event."""
+        """Pieces after the last event. Called in a thread: it may write files."""
 
 
 class EventStream(Response):
@@ -51,7 +51,6 @@ class EventStream(Response):
         self._seconds = seconds + LAST_SECONDS
         options = None if body is None else body.stream_options
         self._counts = options is not None and options.continuous_usage_stats
-        self._saves = body is not None and body.save_state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events; cancel the rest if the client disconnects."""
@@ -88,7 +87,7 @@ class EventStream(Response):
                         await asyncio.sleep(0)
                 if piece:
                     yield piece
-            yield (await self._generation.in_thread(self._rest) if self._saves else self._rest()) + self.end
+            yield await self._generation.in_thread(self._rest) + self.end
         except Exception as error:
             yield self.failed(current().failed(refusal(error)))
 

@@ -160,7 +160,9 @@ def _listed(messages: Sequence[Message]) -> list[dict[str, Any]]:
                 for call in one.tool_calls
             ]
         if one.tool_call_id is not None:
-            found |= {"tool_call_id": one.tool_call_id, "name": one.name or names[one.tool_call_id]}
+            found["tool_call_id"] = one.tool_call_id
+            if one.tool_call_id in names:
+                found.setdefault("name", names[one.tool_call_id])
         listed.append(found)
     return listed
 
