@@ -89,6 +89,24 @@ def test_a_request_is_one_line_with_its_counts(logged, lines, path, stream):
     assert lines.one(f"{name}-again")["cached_tokens"] >= 64
 
 
+MORE = {
+    "/v1/messages": {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "max_tokens": 3},
+    "/v1/responses": {"model": "tiny", "input": "a", "max_output_tokens": 3, "store": False},
+}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("path", MORE)
+def test_other_apis_are_logged_and_traced_alike(logged, lines, exporter, path, stream):
+    name = f"more-{path.replace('/', '.')}-{stream}"
+    answer = asked(logged, "POST", path, name, json={**MORE[path], "stream": stream})
+    assert (answer.status_code, answer.headers["x-request-id"]) == (200, name), answer.text
+    found = lines.one(name)
+    assert (found["endpoint"], found["status"], found["key"], found["error"]) == (path, 200, "alice", None)
+    assert 0 < found["completion_tokens"] <= 3
+    assert [*spans_of(exporter, name)[1]] == ["queue", "prompt", "decode"]
+
+
 OTHERS = {
     "no path": ("GET", "/v1/none", SECRET, {}, 404, "not_found", "other"),
     "no key": ("POST", "/v1/completions", "x", {}, 401, "invalid_api_key", "/v1/completions"),
