@@ -73,6 +73,15 @@ def test_states_belong_to_the_key_that_made_them(served):
         assert asked(served, "DELETE", f"/v1/states/{own}", key).status_code == 200
 
 
+def test_responses_belong_to_the_key_that_made_them(served):
+    def responded(key, **more):
+        return asked(served, "POST", "/v1/responses", key, json={"model": "tiny", "input": "a", "max_output_tokens": 2, **more})
+
+    kept = responded(ONE).json()["id"]
+    assert responded(OTHER, previous_response_id=kept).status_code == 404
+    assert responded(ONE, previous_response_id=kept).status_code == 200
+
+
 def test_states_of_one_key_do_not_drop_those_of_another(model, keys, tmp_path):
     from penstock.server.limits import Limits
 
