@@ -5,7 +5,8 @@
 Servers run in this process, with a small RWKV-6 of random weights and bytes as tokens, on the CPU. Each turn has a new message of
 ``--message`` bytes and at most ``--answer`` tokens. Chats send all messages each time: to a server whose cache of prefixes has the turn
 before, and, at every ``--every``-th turn, to one without a cache, as another replica is. Responses send the new message: to two servers of
-one folder of states in turn. Times are from the request to the first piece of text, in milliseconds.
+one folder of states in turn. Times are from the request to the first piece of text, in milliseconds: of the clock, and of CPUs for this
+process, client and server together, which other processes of the machine change less.
 """
 
 import argparse
@@ -60,27 +61,37 @@ def message(turn, size):
     return f"Message {turn}: ".ljust(size, "abcdefghij"[turn % 10])
 
 
+def clocks():
+    """Milliseconds of the clock and of CPUs."""
+    return time.perf_counter() * 1e3, time.process_time() * 1e3
+
+
+def since(began):
+    """Milliseconds since then, likewise."""
+    return [now - then for now, then in zip(clocks(), began)]
+
+
 def chat(client, messages, answer):
-    """The time to the first token, and the text."""
-    began, first, text = time.perf_counter(), None, ""
+    """The times to the first token, and the text."""
+    began, first, text = clocks(), None, ""
     for piece in client.chat.completions.create(model="model", messages=messages, max_tokens=answer, stream=True, seed=1):
         if piece.choices and piece.choices[0].delta.content is not None and first is None and (text or piece.choices[0].delta.content):
-            first = time.perf_counter() - began
+            first = since(began)
         text += (piece.choices[0].delta.content or "") if piece.choices else ""
-    return (first or time.perf_counter() - began) * 1e3, text
+    return first or since(began), text
 
 
 def respond(client, text, previous, answer):
-    """The time to the first token, and the response."""
-    began, first = time.perf_counter(), None
+    """The times to the first token, and the response."""
+    began, first = clocks(), None
     for event in client.responses.create(model="model", input=text, previous_response_id=previous, max_output_tokens=answer, stream=True):
         if event.type == "response.output_text.delta" and first is None:
-            first = time.perf_counter() - began
-    return (first or time.perf_counter() - began) * 1e3, event.response
+            first = since(began)
+    return first or since(began), event.response
 
 
 def measure(given):
-    """Of each way: turns and milliseconds."""
+    """Of each way: turns, milliseconds of the clock, milliseconds of CPUs."""
     torch.manual_seed(0)
     model = CausalLM(rwkv6(vocab_size=257, hidden_size=given.hidden, num_layers=given.layers, head_size=32)).eval()
     times = {name: [] for name in COLOURS}
@@ -90,7 +101,7 @@ def measure(given):
         previous = None
         for turn in range(1, given.turns + 1):
             spent, found = respond((one, other)[turn % 2], message(turn, given.message), previous, given.answer)
-            times["responses"].append((turn, spent))
+            times["responses"].append((turn, *spent))
             previous = found.id
         tokens = found.usage.total_tokens
     with serving(model) as cached, serving(model, cache_bytes=0) as plain:
@@ -98,9 +109,9 @@ def measure(given):
         for turn in range(1, given.turns + 1):
             messages.append({"role": "user", "content": message(turn, given.message)})
             if turn == 1 or turn % given.every == 0:
-                times["chat, not cached"].append((turn, chat(plain, messages, given.answer)[0]))
+                times["chat, not cached"].append((turn, *chat(plain, messages, given.answer)[0]))
             spent, text = chat(cached, messages, given.answer)
-            times["chat, cached"].append((turn, spent))
+            times["chat, cached"].append((turn, *spent))
             messages.append({"role": "assistant", "content": text})
     return times, tokens
 
@@ -111,13 +122,14 @@ def plot(times, path, below):
     axes = shown.add_subplot()
     for name, points in times.items():
         marker = "o" if len(points) < 50 else None
-        axes.plot(*zip(*points), color=COLOURS[name], label=name, linewidth=1.5, marker=marker, markersize=4)
+        turns, _, spent = zip(*points)
+        axes.plot(turns, spent, color=COLOURS[name], label=name, linewidth=1.5, marker=marker, markersize=4)
     axes.set_yscale("log")
     axes.set_xlabel("turn")
-    axes.set_ylabel("ms")
+    axes.set_ylabel("CPU time, ms")
     figure.grid(axes, "y")
     axes.legend(frameon=False, fontsize=9)
-    figure.write_title(axes, "Time to the first token of a turn", below)
+    figure.write_title(axes, "CPU time to the first token of a turn", below)
     figure.save(shown, path, "")
 
 
@@ -129,11 +141,12 @@ def main():
     parser.add_argument("--plot", type=Path)
     given = parser.parse_args()
     times, tokens = measure(given)
-    print(f"{'':18} {'first turns':>12} {'last turns':>12}   (medians of a tenth of the turns, ms); {tokens} tokens at the end")
+    print(f"medians of the first and the last tenth of the turns, ms; {tokens} tokens at the end")
+    print(f"{'':18} {'clock':>19} {'CPUs':>19}")
     for name, points in times.items():
         tenth = max(1, len(points) // 10)
-        first, last = (statistics.median(spent for _, spent in part) for part in (points[:tenth], points[-tenth:]))
-        print(f"{name:18} {first:12.1f} {last:12.1f}")
+        found = [statistics.median(one[place] for one in part) for place in (1, 2) for part in (points[:tenth], points[-tenth:])]
+        print(f"{name:18} " + " ".join(f"{one:9.1f}" for one in found))
     if given.json is not None:
         about = {name: getattr(given, name) for name in ("turns", "message", "answer", "hidden", "layers")}
         given.json.write_text(json.dumps({**about, "threads": torch.get_num_threads(), "tokens": tokens, "times": times}, indent=1))
