@@ -16,7 +16,7 @@ MINUTE = 60.0
 class Bucket:
     """Has at most the amount of a minute, which it gains in a minute. Only the event loop uses it.
 
-    >>> bucket = Bucket("requests", 60, clock=iter([0.0, 0.0, 1.5]).__next__)
+    >>> bucket = Bucket("requests", 60, clock=iter([0.0, 1.5]).__next__)
     >>> bucket.wait(60), bucket.take(60), bucket.wait(2)
     (0.0, None, 0.5)
     """

@@ -82,7 +82,8 @@ async def _begin(service: Service, template: Template, body: ResponseBody) -> tu
     if link is not None:
         render = partial(_behind, template, messages, talk, link)
     ready = await prepare(service, template, talk, FUNCTION, render)
-    sampling = SamplingBody(model=body.model, temperature=body.temperature, top_p=body.top_p)
+    same = {name: getattr(body, name) for name in ("model", "temperature", "top_p", "cache_salt", "priority")}
+    sampling = SamplingBody.model_validate(same)
     params = await service.params(
         sampling, FUNCTION, body.max_output_tokens or service.limits.max_tokens, ready.stops, constraint=ready.constraint,
         keep_state=body.store,

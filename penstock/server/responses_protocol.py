@@ -131,6 +131,10 @@ class ResponseBody(Body):
     text: TextOptions = Field(default_factory=TextOptions)
     metadata: Metadata = Field(default={})
 
+    # beyond OpenAI's
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
+
     # of these, only values that ask for nothing here pass
     user: str | None = None
     safety_identifier: str | None = None

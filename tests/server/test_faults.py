@@ -66,10 +66,12 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize("name", MALFORMED)
-@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+@pytest.mark.parametrize("path", ["completions", "chat/completions", "responses"])
 def test_malformed_bodies(live, client, path, name):
     content, message = MALFORMED[name]
-    if path != "completions":
+    if path == "responses":
+        content = content.replace(b'"prompt":', b'"input" :')  # as long
+    if path == "chat/completions":
         content = content.replace(b'"prompt": "a"', b'"messages": [{"role": "user", "content": "a"}]')
         content = content.replace(b'"prompt": "\\ud800"', b'"messages": [{"role": "user", "content": "\\ud800"}]')
     answer = httpx.post(f"{live.url}/v1/{path}", content=content, headers={"content-type": "application/json"})
@@ -344,7 +346,9 @@ def test_the_api_key(model):
             bystander(live.client.with_options(api_key="other"))
         for path in ("/v1/models", "/v1/states", "/v1/models/tiny", "/v1/states/a"):
             assert httpx.get(live.url + path).status_code == 401
-        for path in ("/v1/completions", "/v1/chat/completions", "/v1/states"):
+        for path in ("/v1/responses/a", "/v1/responses/a/input_items"):
+            assert httpx.get(live.url + path).status_code == 401
+        for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/states"):
             assert httpx.post(live.url + path, content=b"x").status_code == 401
         for path in ("/", "/page.js", "/page.css", "/health", "/metrics"):
             assert httpx.get(live.url + path).status_code == 200

@@ -74,12 +74,19 @@ def test_states_belong_to_the_key_that_made_them(served):
 
 
 def test_responses_belong_to_the_key_that_made_them(served):
-    def responded(key, **more):
-        return asked(served, "POST", "/v1/responses", key, json={"model": "tiny", "input": "a", "max_output_tokens": 2, **more})
+    given = {"model": "tiny", "input": "a", "max_output_tokens": 2}
+    name = asked(served, "POST", "/v1/responses", ONE, json=given).json()["id"]
+    for key, status in (OTHER, 404), (ONE, 200):
+        assert asked(served, "POST", "/v1/responses", key, json={**given, "previous_response_id": name}).status_code == status
+        for method, path in ("GET", ""), ("GET", "/input_items"), ("DELETE", ""):
+            assert asked(served, method, f"/v1/responses/{name}{path}", key).status_code == status
+    assert asked(served, "POST", "/v1/responses", OTHER, json={**given, "priority": -1}).status_code == 403
 
-    kept = responded(ONE).json()["id"]
-    assert responded(OTHER, previous_response_id=kept).status_code == 404
-    assert responded(ONE, previous_response_id=kept).status_code == 200
+
+def test_responses_of_one_salt_read_its_prefixes_only(live):
+    given = {"model": "tiny", "input": "c" * 100, "max_output_tokens": 1, "store": False}
+    found = [httpx.post(f"{live.url}/v1/responses", json={**given, "cache_salt": salt}).json()["usage"] for salt in ("x", "y", "x")]
+    assert [one["input_tokens_details"]["cached_tokens"] for one in found] == [0, 0, 64]
 
 
 def test_states_of_one_key_do_not_drop_those_of_another(model, keys, tmp_path):

@@ -13,6 +13,7 @@ ASKED = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Header
 BODIES = {
     "/v1/completions": {"model": "tiny", "prompt": "a", "max_tokens": 2},
     "/v1/chat/completions": {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
+    "/v1/responses": {"model": "tiny", "input": "a", "max_output_tokens": 2},
 }
 
 
@@ -42,7 +43,6 @@ def test_a_preflight_request_needs_no_key(keyed, path):
 @pytest.mark.parametrize("path", BODIES)
 def test_answers_and_errors_can_be_read_by_the_page(keyed, monkeypatch, path, stream):
     body, key = {**BODIES[path], "stream": stream}, {"Authorization": f"Bearer {KEY}"}
-    function = path.split("/")[2]
     found = {}
 
     def post(headers=key, origin=PAGE, **more):
@@ -54,11 +54,12 @@ def test_answers_and_errors_can_be_read_by_the_page(keyed, monkeypatch, path, st
     post(headers={})
     post(json={**body, "model": "huge"})
     post(content=b"a" * (keyed.service.limits.body_bytes + 1))
-    monkeypatch.setattr(app, function if function == "completions" else "chat", None)
+    monkeypatch.setattr(app, path.split("/")[2], None)
     post()
     assert set(found) == {200, 401, 404, 413, 500}
     for answer in found.values():
-        assert {"X-Request-Id", "Retry-After"} <= {*answer.headers["access-control-expose-headers"].split(", ")}
+        exposed = answer.headers["access-control-expose-headers"].split(", ")
+        assert {"X-Request-Id", "Retry-After", "X-RateLimit-Remaining-Tokens"} <= {*exposed}
         assert "Origin" in answer.headers["vary"]
     post(origin="https://example.com")
 
