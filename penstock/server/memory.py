@@ -7,8 +7,8 @@ import os
 import platform
 
 M_MMAP_THRESHOLD = -3
-THRESHOLD = 2**20
-"""Bytes from which each allocation is a mapping of its own, which goes back to the system when it is freed."""
+THRESHOLD = 2**17
+"""Bytes from which each allocation is a mapping of its own, which goes back to the system when it is freed. glibc begins with this one."""
 SETTINGS = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_ARENA_MAX", "GLIBC_TUNABLES", "LD_PRELOAD")
 """Who sets one of these has chosen otherwise."""
 

@@ -37,8 +37,12 @@ class Probe:
 
 
 @contextmanager
-def responsive(live, clock=False):
-    """The loop does so all the time, and /health is answered. Without ``clock``, other processes of the machine may keep it waiting."""
+def responsive(live, clock=None):
+    """The loop does so all the time, and /health is answered.
+
+    clock : float, optional
+        Seconds of the clock that it may be away. Default: other processes of the machine may keep it waiting.
+    """
     gc.collect()
     gc.freeze()  # as penstock serve does
     probe = Probe(live)
@@ -49,7 +53,7 @@ def responsive(live, clock=False):
         probe.stop()
         gc.unfreeze()
     assert httpx.get(f"{live.url}/health").status_code == 200
-    assert (probe.largest[0] if clock else min(probe.largest)) < MOST
+    assert min(probe.largest) < MOST if clock is None else probe.largest[0] < clock
 
 
 class Nested(str):
@@ -65,6 +69,8 @@ def encoded(body):
     inserted = []
 
     def default(value):
+        if isinstance(value, list) and len(value) == 1:
+            return [default(value[0])]
         return {name: default(one) for name, one in value.items()} if isinstance(value, dict) else marked(value)
 
     def marked(value):
@@ -89,6 +95,7 @@ def patterns(count):
 
 ALTERNATIVES = {"anyOf": [{"type": "string", "pattern": f"^(a|b)*{n}(c|d){{1,{n % 9 + 2}}}.*e$"} for n in range(490)]}
 FULL = "a" * 4_000_000
+DEEP = nested('{"properties":{"a":', "}}")
 BOTH = {
     "deep schema": (text_format(nested('{"properties":{"a":', "}}")), 400),
     "deep list in a schema": (text_format(nested('{"anyOf":[', "]}")), 400),
@@ -112,6 +119,12 @@ REQUESTS = {f"{name} of {path}": (path, more, status) for name, (more, status) i
     "texts": ("completions", {"prompt": ["a" * 4000] * 64, "n": 4}, 200),
     "long text": ("completions", {"prompt": FULL}, 400),
     "long texts": ("completions", {"prompt": ["a" * 60_000] * 64}, 400),
+    "long text of tokenize": ("/tokenize", {"prompt": "a" * 1_000_000, "return_token_strs": True}, 200),
+    "many tokens of detokenize": ("/detokenize", {"tokens": [97] * 500_000}, 200),
+    "deep message of tokenize": ("/tokenize", {"messages": nested("[", "]")}, 400),
+    "deep field of messages": ("messages", {"system": nested("[", "]")}, 400),
+    "deep schema of tools": ("chat", {"tools": [{"type": "function", "function": {"name": "a", "parameters": DEEP}}]}, 400),
+    "long message of messages": ("messages", {"messages": [{"role": "user", "content": FULL}]}, 400),
     "long message": ("chat", {"messages": [{"role": "user", "content": FULL}]}, 400),
     "messages": ("chat", {"messages": [{"role": "user", "content": "a" * 100}] * 1000}, 200),
     "parts": ("chat", {"messages": [{"role": "user", "content": [{"type": "text", "text": "a" * 3000}] * 1000}]}, 400),
@@ -130,24 +143,28 @@ REQUESTS = {f"{name} of {path}": (path, more, status) for name, (more, status) i
 }
 
 
+PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions", "messages": "/v1/messages"}
+MESSAGES = {"messages": [{"role": "user", "content": "a"}]}
+FIELDS = {
+    "completions": {"prompt": "a", "max_tokens": 2, "ignore_eos": True}, "chat": {**MESSAGES, "max_tokens": 2, "ignore_eos": True},
+    "messages": {**MESSAGES, "max_tokens": 2},
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("name", REQUESTS)
 def test_no_request_keeps_the_loop_from_others(live, client, name):
     path, more, status = REQUESTS[name]
-    body = {"model": "tiny", "max_tokens": 2, **more}
-    if path == "completions":
-        body = {"prompt": "a", "ignore_eos": True, **body}
-    else:
-        body = {"messages": [{"role": "user", "content": "a"}], "ignore_eos": True, **body}
-        path = "chat/completions"
-        if name.startswith("too many"):
-            del body["max_tokens"]
-    content = encoded(body)
+    body = {**FIELDS.get(path, {}), "model": "tiny", **more}
+    if name.startswith("too many of a chat"):
+        del body["max_tokens"]
+    content, url = encoded(body), live.url + PATHS.get(path, path)
     with responsive(live):
-        answer = httpx.post(f"{live.url}/v1/{path}", content=content, headers={"content-type": "application/json"}, timeout=200)
+        answer = httpx.post(url, content=content, headers={"content-type": "application/json"}, timeout=200)
     assert answer.status_code == status, answer.text[:300]
     if status == 400:
         assert len(answer.content) < 1000
         assert answer.json()["error"]["type"] == "invalid_request_error"
+        assert answer.json()["error"]["message"]
     live.settles()
 
 
@@ -169,7 +186,7 @@ def test_an_estimate_of_an_answer_is_not_far_from_its_size(live, client, monkeyp
 
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
-@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("n", [1, 2])
 def test_first_masks_are_made_off_the_loop_two_at_a_time(model, monkeypatch, path, n):
     with running(model) as live:
         now, most, lock = [0], [0], threading.Lock()
@@ -181,7 +198,7 @@ def test_first_masks_are_made_off_the_loop_two_at_a_time(model, monkeypatch, pat
                 with lock:
                     now[0] += 1
                     most[0] = max(most[0], now[0])
-                time.sleep(0.4)
+                time.sleep(1.2)
                 with lock:
                     now[0] -= 1
 
@@ -196,18 +213,17 @@ def test_first_masks_are_made_off_the_loop_two_at_a_time(model, monkeypatch, pat
         def ask():
             statuses.append(httpx.post(f"{live.url}/v1/{path}", json=body, timeout=60).status_code)
 
-        threads = [threading.Thread(target=ask) for _ in range(6)]
-        with responsive(live, clock=True):
+        threads = [threading.Thread(target=ask) for _ in range(4)]
+        with responsive(live, clock=0.9):
             for one in threads:
                 one.start()
             while not most[0]:
                 time.sleep(0.01)
-            began = time.monotonic()
             assert live.client.completions.create(model="tiny", prompt="a", max_tokens=2).choices
-            assert time.monotonic() - began < 0.4, "other requests wait for no grammar"
+            assert now[0], "other requests wait for no grammar"
             for one in threads:
                 one.join()
-        assert (statuses, most) == ([200] * 6, [2])
+        assert (statuses, most) == ([200] * 4, [2])
         live.settles()
 
 
