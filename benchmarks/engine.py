@@ -22,6 +22,7 @@ from engine_host import KINDS
 
 from penstock.engine import Engine, SamplingParams
 from penstock.engine.graphs import StepGraphs
+from penstock.engine.pace import Pace
 from penstock.engine.transfer import ToHost
 from penstock.models import CausalLM, rwkv6
 
@@ -258,8 +259,9 @@ class Bench:
         self.running(engine, self.streams)
         alone, _ = self.step_times(engine, 128)
         median, number = statistics.median(alone), 0
-        for budget in (1024, 512, 256):
-            engine._steps.scheduler.prompt_budget = budget
+        for budget in (1024, 512, 256, None):
+            engine._steps.pace = Pace(engine._steps.scheduler.token_budget) if budget is None else None
+            engine._steps.scheduler.prompt_budget = budget or 0
             waiting: list = []
             gaps: list[float] = []
             begin = last = time.perf_counter()
@@ -280,9 +282,10 @@ class Bench:
             gaps.sort()
             p99 = gaps[int(len(gaps) * 0.99)]
             row(
-                f"mixed, {self.streams} streams, {budget} tokens of prompts a step", p99 / median, "x median", "2 (p99)", p99 <= 2 * median,
+                f"mixed, {self.streams} streams, {budget or 'adaptive'} tokens of prompts a step", p99 / median, "x median", "2 (p99)",
+                p99 <= 2 * median,
                 decode_median_ms=median, p50_ms=statistics.median(gaps), p99_ms=p99, most_ms=gaps[-1],
-                prompt_tokens_per_s=done / sum(gaps) * 1e3, steps=len(gaps),
+                prompt_tokens_per_s=done / sum(gaps) * 1e3, steps=len(gaps), budget=engine.stats.prompt_budget,
             )  # fmt: skip
             for one in waiting:
                 engine.cancel(one)

@@ -73,8 +73,12 @@ def serve(
     slots: Annotated[int, typer.Option(help="Completions that run together; others wait.", min=1)] = 32,
     token_budget: Annotated[int, typer.Option(help="Tokens of one forward pass at most.", min=1)] = 2048,
     prompt_budget: Annotated[
-        int, typer.Option(help="Tokens of prompts at most in a forward pass that also has tokens of streams.", min=64)
-    ] = 512,
+        int | None,
+        typer.Option(
+            help="Tokens of prompts at most in a forward pass that also has tokens of streams. Default: by the time that passes take.",
+            min=64,
+        ),
+    ] = None,
     cache: Annotated[int, typer.Option(help="MiB for states of earlier prompts on the device.", min=0)] = 256,
     host_cache: Annotated[int, typer.Option(help="MiB for states that leave the device.", min=0)] = 0,
     batch_invariant: Annotated[bool, typer.Option("--batch-invariant", help="Equal bits whatever runs beside it, at some cost.")] = False,

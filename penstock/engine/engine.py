@@ -46,6 +46,8 @@ class Stats:
     cache_bytes: int
     cache_entries: int
     cache: CacheCounts
+    prompt_budget: int
+    """Tokens of prompts that a step may have beside those of streams."""
 
 
 class Engine:
@@ -63,9 +65,9 @@ class Engine:
         Sequences that run together. Each one takes two states of memory; raises OutOfMemory if they do not fit.
     token_budget : int
         The most tokens of a forward pass; at least slots + 64.
-    prompt_budget : int
+    prompt_budget : int, optional
         The most tokens of prompts in a forward pass that also has tokens of streams; at least 64. It bounds the time between two tokens of
-        a stream.
+        a stream. Default: such that a pass with prompts takes at most about twice as long as one without, by the times of earlier ones.
     cache_bytes, host_cache_bytes : int
         Memory for states of earlier prompts on the device, and on the host for those that leave the device. 0: none.
     keep_every : int
@@ -97,7 +99,7 @@ class Engine:
     """
 
     def __init__(
-        self, model: CausalLM, tokenizer: Any = None, *, slots: int = 32, token_budget: int = 2048, prompt_budget: int = 512,
+        self, model: CausalLM, tokenizer: Any = None, *, slots: int = 32, token_budget: int = 2048, prompt_budget: int | None = None,
         cache_bytes: int = 2**28, host_cache_bytes: int = 0, keep_every: int = 1024, max_queue: int = 1024, batch_invariant: bool = False,
         overlap: bool | None = None, cuda_graphs: bool | None = None, states: Mapping[str, State] | None = None,
         adapters: Mapping[str, Factors] | None = None,
@@ -106,7 +108,9 @@ class Engine:
         states, adapters = {} if states is None else states, {} if adapters is None else adapters
         numbers = {"slots": (slots, 1), "token_budget": (token_budget, 1), "cache_bytes": (cache_bytes, 0), "max_queue": (max_queue, 1)}
         complaints = Complaints("Engine")
-        numbers |= {"prompt_budget": (prompt_budget, CHUNK), "host_cache_bytes": (host_cache_bytes, 0), "keep_every": (keep_every, CHUNK)}
+        if prompt_budget is not None:
+            numbers["prompt_budget"] = prompt_budget, CHUNK
+        numbers |= {"host_cache_bytes": (host_cache_bytes, 0), "keep_every": (keep_every, CHUNK)}
         for name, (value, least) in numbers.items():
             check_whole(complaints, name, value, least)
         switches = {"batch_invariant": batch_invariant, "overlap": overlap, "cuda_graphs": cuda_graphs}
@@ -386,7 +390,7 @@ class Engine:
         steps, cache = self._steps, self._cache
         return Stats(
             len(steps.scheduler.running), self.waiting, self._pool.slots, steps.steps, steps.prompt_tokens, steps.generated_tokens,
-            cache.bytes, len(cache), cache.counts,
+            cache.bytes, len(cache), cache.counts, steps.scheduler.prompt_budget if steps.pace is None else steps.pace.budget,
         )  # fmt: skip
 
     def check_integrity(self) -> None:

@@ -40,6 +40,10 @@ class Flight:
     """States for the cache, and the number of tokens of their prefixes."""
     forks: list[tuple[Request, int, KeptState]] = field(default_factory=list)
     """Requests with several completions whose prompt is done, and the length and state of their aligned row."""
+    begun: float = 0.0
+    """When it was launched."""
+    beside: int | None = None
+    """Tokens of prompts beside those of streams. None: there are no streams in this step."""
 
 
 class Runner:

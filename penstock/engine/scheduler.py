@@ -83,7 +83,7 @@ class Scheduler:
     """Waiting and running sequences.
 
     token_budget, prompt_budget : int
-        The most tokens of a step, and those of prompts in a step with decode rows.
+        The most tokens of a step, and those of prompts in a step with decode rows. The second may change between steps.
     admit : callable
         Called for each sequence that gets a slot; it may move ``computed`` and ``aligned`` on.
     preempt : callable
@@ -102,6 +102,7 @@ class Scheduler:
         self.shares = Shares()
         self._settled = False
         """Whether the last step found no slot for those that wait, and nothing has come or ended since."""
+        self._turn = prompt_budget
         self._clients, self._requests = Turns(prompt_budget), dict[Client, Turns]()
         self._step = self._orders = 0
 
@@ -237,7 +238,7 @@ class Scheduler:
 
     def _steps_left(self, one: Sequence) -> int:
         """Steps that a sequence needs to its end alone."""
-        return -(-max(0, one.prompt - one.computed) // self.prompt_budget) + one.most - max(one.prompt, one.length)
+        return -(-max(0, one.prompt - one.computed) // self._turn) + one.most - max(one.prompt, one.length)
 
     def _preempt(self, plan: Plan, one: Sequence) -> int:
         """Take the slot of a running sequence, which waits then."""
@@ -283,7 +284,7 @@ class Scheduler:
     def _in_turn(self, prompts: list[Sequence]) -> list[Sequence]:
         """Prompts in the order in which they get the budget: from the client that got least, its request that got least, as they came.
 
-        What clients and requests got counts in whole ``prompt_budget``s, so that prompts of less are finished one after the other.
+        What clients and requests got counts in whole turns, so that prompts of less are finished one after the other.
         """
         shares: dict[Share, None] = dict.fromkeys(one.share for one in prompts)
         if shares or self._requests:
@@ -298,7 +299,7 @@ class Scheduler:
 
         def rank(one: Sequence) -> tuple[int, ...]:
             share: Share = one.share
-            rounds = share.client.served // self.prompt_budget, share.served // self.prompt_budget
+            rounds = share.client.served // self._turn, share.served // self._turn
             return -self._level(one, top), *rounds, one.deadline, one.order, one.index
 
         return sorted(prompts, key=rank)

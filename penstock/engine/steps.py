@@ -12,6 +12,7 @@ from weakref import WeakSet
 
 from ..errors import EngineError, OutOfMemory, PenstockError, described
 from .minimum import constraint_of
+from .pace import Pace
 from .request import Event, FinishReason, Request, Sequence, TokenLogprobs, aligned
 from .runner import Flight, Runner
 from .sampler import NO_TOKEN, Row, to_logprobs
@@ -21,6 +22,9 @@ from .state_pool import StatePool, is_out_of_memory
 from .states import KeptState, SequenceState
 from .text import TextStream
 
+TURN = 512
+"""Tokens of prompts that a client gets in turn, where their budget adapts."""
+
 
 class Steps:
     """The state of an engine and its transitions. Not safe to use from several threads: ``Engine`` holds a lock.
@@ -28,17 +32,23 @@ class Steps:
     overlap : bool
         Launch a step before the tokens of the one before are known on the host: the device never waits for Python. A sequence that
         turns out to be finished has computed one token too many, which is dropped.
+    prompt_budget : int, optional
+        As for ``Scheduler``. None: as ``Pace`` finds it.
     canonical : bool
         As for ``Scheduler``.
     """
 
     def __init__(
-        self, runner: Runner, pool: StatePool, cache: StateCache, *, token_budget: int, prompt_budget: int, keep_every: int,
+        self, runner: Runner, pool: StatePool, cache: StateCache, *, token_budget: int, prompt_budget: int | None, keep_every: int,
         overlap: bool, canonical: bool, tokenizer: Any, model_hash: Any,
     ) -> None:  # fmt: skip
         self.runner, self.pool, self.cache, self.tokenizer = runner, pool, cache, tokenizer
         self.keep_every, self.overlap, self.model_hash = keep_every, overlap, model_hash
-        self.scheduler = Scheduler(pool, token_budget, prompt_budget, self._admit, self._preempt, canonical)
+        self.pace = Pace(token_budget) if prompt_budget is None else None
+        turn = prompt_budget or TURN
+        self.scheduler = Scheduler(pool, token_budget, turn, self._admit, self._preempt, canonical)
+        self._ended = 0.0
+        """When the last step had ended."""
         self.end_of_text: int | None = getattr(tokenizer, "end_of_text", None)
         self.requests: set[Request] = set()
         self.prompt_tokens = self.generated_tokens = self.steps = 0
@@ -102,8 +112,12 @@ class Steps:
             self.drain()
         plan = Plan()
         try:
-            plan = self.scheduler.schedule()
+            if self.pace is not None:
+                self.scheduler.prompt_budget = self.pace.next()
+            plan, begun = self.scheduler.schedule(), perf_counter()
             flight = self.runner.launch(plan) if plan.works else None
+            if flight is not None:
+                flight.begun, flight.beside = begun, plan.tokens - plan.decodes if plan.decodes else None
             for work in plan.works[plan.decodes :]:
                 work.sequence.saved = None  # its logits were needed until now
             self.steps += flight is not None
@@ -184,6 +198,10 @@ class Steps:
         """Process a step; where the device reports an error only now, its requests that have not ended fail."""
         try:
             self._process(flight)
+            ended = perf_counter()
+            if self.pace is not None and flight.beside is not None:
+                self.pace.measured(flight.beside, ended - max(flight.begun, self._ended))
+            self._ended = ended
         except BaseException as error:
             left = dict.fromkeys(work.sequence.request for work in flight.works if not work.sequence.finished)
             self._fail(left, self._described(error, len(flight.works)))

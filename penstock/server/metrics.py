@@ -28,6 +28,7 @@ class EngineCollector(Collector):
             "running": ("Sequences that have a slot", stats.running),
             "waiting": ("Sequences that wait for a slot", stats.waiting),
             "slots": ("Sequences that can run together", stats.slots),
+            "prompt_budget": ("Tokens of prompts that a step may have beside those of streams", stats.prompt_budget),
             "cache_bytes": ("Memory of kept states", stats.cache_bytes),
             "cache_entries": ("Kept states", stats.cache_entries),
         }
