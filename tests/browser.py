@@ -25,9 +25,11 @@ class Page:
     def __init__(self, to, back):
         self._to, self._back, self._rest, self._ids = to, back, b"", itertools.count(1)
         self._session = None
+        self.events = []  # (method, params)
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        self.call("Page.enable")
+        for domain in ("Page", "Network", "Log", "Runtime"):
+            self.call(f"{domain}.enable")
 
     def call(self, method, **params):
         number = next(self._ids)
@@ -40,6 +42,8 @@ class Page:
                 self._rest += piece
             one, _, self._rest = self._rest.partition(b"\0")
             answer = json.loads(one)
+            if "method" in answer:
+                self.events.append((answer["method"], answer["params"]))
             if answer.get("id") == number:
                 assert "error" not in answer, answer
                 return answer["result"]
@@ -56,6 +60,18 @@ class Page:
         while not self.run(script):
             assert time.monotonic() < end, script
             time.sleep(0.05)
+
+    def problems(self):
+        """Errors of scripts, violations of the policy, and texts of the console, but not refused requests."""
+        logged = [params["entry"] for method, params in self.events if method == "Log.entryAdded"]
+        problems = [one["text"] for one in logged if one["source"] != "network"]
+        return problems + [
+            str(params) for method, params in self.events if method in ("Runtime.exceptionThrown", "Runtime.consoleAPICalled")
+        ]
+
+    def requests(self):
+        """The addresses of all requests."""
+        return [params["request"]["url"] for method, params in self.events if method == "Network.requestWillBeSent"]
 
     def press(self, key, text="", **more):
         """Press a key."""

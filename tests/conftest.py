@@ -83,3 +83,16 @@ def check_in_float32(monkeypatch):
 
     module = sys.modules[f"{penstock.cli.__name__}.check"]  # in its package, the command has its name
     monkeypatch.setattr(module, "findings", lambda: findings(dtypes=(torch.float32,)))
+
+
+def pytest_addoption(parser):
+    parser.addoption("--quarter", type=int, choices=range(4), help="run every fourth test, from this one on")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    """After the selection by markers."""
+    quarter = config.getoption("--quarter")
+    if quarter is not None:
+        config.hook.pytest_deselected(items=[item for n, item in enumerate(items) if n % 4 != quarter])
+        items[:] = items[quarter::4]

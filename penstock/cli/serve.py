@@ -93,7 +93,7 @@ def serve(
     log_format: Annotated[str, typer.Option(help="Form of the log: text or json.")] = "text",
     otlp_endpoint: Annotated[
         str | None,
-        typer.Option(metavar="URL", help="Send OpenTelemetry traces there. Default: OTEL_EXPORTER_OTLP_ENDPOINT of the environment."),
+        typer.Option(metavar="URL", help="Send OpenTelemetry traces there. Default: as its variables of the environment say."),
     ] = None,
     drain_seconds: Annotated[float, typer.Option(help="After SIGTERM, requests that run have this long to end.", min=0)] = 25,
 ) -> None:

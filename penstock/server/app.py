@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request, Response
@@ -27,6 +26,7 @@ from .messages import PATH as MESSAGES
 from .messages import count_tokens, error_response, messages
 from .messages_protocol import CountBody, MessagesBody
 from .origins import allow_origins, check_origins
+from .pagefiles import PAGE, PATHS
 from .protocol import ChatBody, CompletionBody, ModelCard, ModelList, StateCard, StateList
 from .requestlog import RequestLog
 from .responses import input_items, kept_response, remove_response, responses
@@ -36,7 +36,6 @@ from .service import Service
 from .tokenize import DetokenizeBody, TokenizeBody, detokenize, tokenize
 from .tracing import Tracing
 
-PAGE = Path(__file__).parent / "page"
 PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; img-src data:; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -254,9 +253,8 @@ def _add_page(app: FastAPI, service: Service) -> None:
 
         app.add_api_route(path, page, methods=["GET", "HEAD"], include_in_schema=False)
 
-    serve("/", "index.html", "text/html")
-    serve("/page.css", "page.css", "text/css")
-    serve("/page.js", "page.js", "text/javascript")
+    for path, (name, media) in PATHS.items():
+        serve(path, name, media)
 
     @app.head("/health", include_in_schema=False)
     @app.get("/health")

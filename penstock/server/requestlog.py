@@ -15,13 +15,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .caller import Caller, current, enter
 from .errors import Refused
+from .pagefiles import PATHS
 from .tracing import Tracing
 
 LOG = logging.getLogger("penstock.server.requests")
 LogFormat = Literal["text", "json"]
 HEADER = "x-request-id"
 ID = re.compile(r"[A-Za-z0-9._-]{1,128}", re.ASCII)
-QUIET = {"/health", "/metrics", "/", "/page.css", "/page.js"}
+QUIET = {"/health", "/metrics", *PATHS}
 """Their lines have level DEBUG: balancers ask every second."""
 
 

@@ -6,10 +6,9 @@ import pytest
 from live_server import running
 
 from penstock.errors import PenstockError, RangeError
-from penstock.server.errors import Refused
+from penstock.server.continuation import NotContinuable, continuation, without_overlap
 from penstock.server.limits import Limits
 from penstock.server.protocol import Message
-from penstock.server.saving import MARK, continuation
 from penstock.server.templates import JinjaTemplate, WorldTemplate
 
 HI, BYE = ({"role": "user", "content": text} for text in ("Hi", "Bye"))
@@ -115,15 +114,19 @@ CHATML = (
 )
 
 
+def behind(template, messages, before):
+    return without_overlap(continuation(template.render, messages), before)
+
+
 def test_the_continuation_of_a_jinja_template():
     template = JinjaTemplate(CHATML)
     messages = [Message(**BYE)]
-    assert continuation(template.render, messages, "Hello") == "<|end|>\n<|user|>Bye<|end|>\n<|assistant|>"
-    assert continuation(template.render, messages, "Hello<|end|>") == "\n<|user|>Bye<|end|>\n<|assistant|>"
-    assert continuation(template.render, messages, "") == "<|end|>\n<|user|>Bye<|end|>\n<|assistant|>"
-    several = [Message(role="system", content="Be brief."), Message(role="user", content=MARK)]
-    assert continuation(template.render, several, "") == f"<|end|>\n<|system|>Be brief.<|end|>\n<|user|>{MARK}<|end|>\n<|assistant|>"
-    assert continuation(WorldTemplate().render, messages, "a\n\nUs") == "\n\nUser: Bye\n\nAssistant:"[4:]
+    assert behind(template, messages, "Hello") == "<|end|>\n<|user|>Bye<|end|>\n<|assistant|>"
+    assert behind(template, messages, "Hello<|end|>") == "\n<|user|>Bye<|end|>\n<|assistant|>"
+    assert behind(template, messages, "") == "<|end|>\n<|user|>Bye<|end|>\n<|assistant|>"
+    several = [Message(role="system", content="Be brief."), Message(role="user", content="<|end|>")]
+    assert behind(template, several, "") == "<|end|>\n<|system|>Be brief.<|end|>\n<|user|><|end|><|end|>\n<|assistant|>"
+    assert behind(WorldTemplate(), messages, "a\n\nUs") == "\n\nUser: Bye\n\nAssistant:"[4:]
 
 
 @pytest.mark.parametrize(
@@ -137,14 +140,14 @@ def test_the_continuation_of_a_jinja_template():
     ids=["last", "questions", "system first"],
 )
 def test_messages_that_do_not_come_behind_an_answer_are_refused(source):
-    with pytest.raises(Refused, match="chat: messages must be such that the chat template writes all of them behind an earlier answer"):
-        continuation(JinjaTemplate(source).render, [Message(role="system", content="Be brief."), Message(**BYE)], "")
+    with pytest.raises(NotContinuable):
+        continuation(JinjaTemplate(source).render, [Message(role="system", content="Be brief."), Message(**BYE)])
 
 
 def test_a_template_that_refuses_the_messages():
     template = JinjaTemplate("{% for one in messages %}{% if one.role == 'system' %}{{ raise_exception('no') }}{% endif %}{% endfor %}")
     with pytest.raises(RangeError, match="chat: messages must be what the model's chat template takes"):
-        continuation(template.render, [Message(role="system", content="a")], "")
+        continuation(template.render, [Message(role="system", content="a")])
 
 
 def test_states_that_are_absent_or_too_many_are_refused(create):

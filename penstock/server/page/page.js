@@ -1,38 +1,21 @@
-// A chat with the model that this server has. The conversation is in this page only.
+// A chat with a model of this server.
+
+import { Answer, showMessage, showQuestion } from "./messages.js";
+import { events, send as request } from "./requests.js";
+import { load, store } from "./stored.js";
 
 const find = (id) => document.getElementById(id);
-const form = find("form"), prompt = find("prompt"), messages = find("messages");
-let model = "", conversation = [], running = null;
+const form = find("form"), prompt = find("prompt"), messages = find("messages"), settings = find("settings");
+const FIELDS = ["model", "mode", "temperature", "top_p", "max_tokens", "seed", "system"];
+let { conversation, fields } = load(), running = null, models = null;
 
-function headers() {
-  const key = find("key").value;
-  return { "Content-Type": "application/json", ...(key ? { Authorization: `Bearer ${key}` } : {}) };
-}
-
-async function failure(response) {
-  const content = await response.json().catch(() => null);
-  const error = new Error(content?.error?.message ?? `The server answered with status ${response.status}.`);
-  error.code = content?.error?.code;
-  return error;
-}
-
-async function findModel() {
-  const response = await fetch("v1/models", { headers: headers() });
-  if (!response.ok) throw await failure(response);
-  model = (await response.json()).data[0].id;
-  find("model").textContent = model;
-}
-
-function show(role, text) {
-  const article = document.createElement("article"), title = document.createElement("h2"), body = document.createElement("p");
-  article.className = role;
-  title.textContent = role === "user" ? "You" : "Model";
-  body.textContent = text;
-  article.append(title, body);
-  find("empty").hidden = true;
-  messages.append(article);
-  messages.scrollTop = messages.scrollHeight;
-  return body;
+function findModels() {
+  models ??= request("v1/models").then(async (response) => {
+    const names = (await response.json()).data.map((one) => one.id);
+    find("model").replaceChildren(...names.map((name) => new Option(name, name)));
+    if (names.includes(fields.model)) find("model").value = fields.model;
+  }).catch((error) => { models = null; throw error; });
+  return models;
 }
 
 function complain(text) {
@@ -40,8 +23,14 @@ function complain(text) {
   find("error").hidden = !text;
 }
 
-function request(text) {
-  const body = { model, stream: true, stream_options: { include_usage: true } };
+function keep() {
+  fields = Object.fromEntries(FIELDS.map((id) => [id, find(id).value || (id === "model" ? fields.model ?? "" : "")]));
+  const problem = store(conversation, fields);
+  if (problem) find("status").textContent = problem;
+}
+
+function asked(text) {
+  const body = { model: find("model").value, stream: true, stream_options: { include_usage: true } };
   for (const name of ["temperature", "top_p", "max_tokens", "seed"]) {
     const value = find(name).value;
     if (value !== "") body[name] = Number(value);
@@ -51,29 +40,8 @@ function request(text) {
   return ["v1/chat/completions", { ...body, messages: [...(system ? [{ role: "system", content: system }] : []), ...conversation] }];
 }
 
-// The objects of a stream of server-sent events, until [DONE].
-async function* events(response) {
-  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  let rest = "";
-  while (true) {
-    const { value, done } = await reader.read();
-    if (done) throw new Error("The connection ended before the answer did.");
-    const parts = (rest + value).split("\n\n");
-    rest = parts.pop();
-    for (const part of parts) {
-      const data = part.replace(/^data: /, "");
-      if (data === "[DONE]") return;
-      const piece = JSON.parse(data);
-      if (piece.error) throw new Error(piece.error.message);
-      yield piece;
-    }
-  }
-}
-
-async function answer(text, place) {
-  const [path, body] = request(text);
-  const response = await fetch(path, { method: "POST", headers: headers(), body: JSON.stringify(body), signal: running.signal });
-  if (!response.ok) throw await failure(response);
+async function fill(answer, text) {
+  const response = await request(asked(text)[0], running.signal, asked(text)[1]);
   let begin = null, reason = null;
   for await (const piece of events(response)) {
     const choice = piece.choices[0];
@@ -84,53 +52,66 @@ async function answer(text, place) {
     if (!choice) continue;
     begin ??= performance.now();
     reason = choice.finish_reason ?? reason;
-    const atEnd = messages.scrollHeight - messages.scrollTop - messages.clientHeight < 40;
-    place.append(choice.delta?.content ?? choice.text ?? "");
-    if (atEnd) messages.scrollTop = messages.scrollHeight;
+    answer.add(choice.delta ?? { content: choice.text });
   }
   return reason;
 }
 
 function busy(on) {
-  find("send").disabled = find("clear").disabled = on;
-  find("stop").disabled = !on;
+  find("send").hidden = find("clear").disabled = on;
+  find("stop").hidden = !on;
   messages.setAttribute("aria-busy", String(on));
+}
+
+function openSettings(open) {
+  settings.hidden = !open;
+  find("toggle").setAttribute("aria-expanded", String(open));
+}
+
+function valid() {
+  const wrong = settings.querySelector(":invalid");
+  if (wrong) openSettings(true); // it cannot be told at a field that is hidden
+  return wrong ? wrong.reportValidity() : form.reportValidity();
 }
 
 async function send() {
   const text = prompt.value;
-  if (running || !text.trim()) return;
-  if (!form.checkValidity()) document.querySelector("details").open = true; // where the wrong field is
-  if (!form.reportValidity()) return;
+  if (running || !text.trim() || !valid()) return;
   running = new AbortController();
   complain("");
   busy(true);
   find("status").textContent = "The model answers.";
   conversation.push({ role: "user", content: text });
-  show("user", text);
+  showQuestion(text);
   prompt.value = "";
-  const place = show("assistant", "");
+  const answer = new Answer();
   let end = "";
   try {
-    if (!model) await findModel();
-    const reason = await answer(text, place);
+    await Promise.race([findModels(), new Promise((_, no) => running.signal.addEventListener("abort", () => no(running.signal.reason)))]);
+    const reason = await fill(answer, text);
     end = reason === "length" ? "The answer was cut at its number of tokens." : "The answer is complete.";
   } catch (error) {
     end = running.signal.aborted ? "The answer was stopped." : "";
     if (!running.signal.aborted) complain(error.message);
     if (error.code === "no_chat_template") find("mode").value = "text";
   }
-  place.normalize();
-  if (place.textContent) {
-    conversation.push({ role: "assistant", content: place.textContent });
-  } else { // nothing was answered: the message can be sent again
+  finish(answer, text, end);
+}
+
+function finish(answer, text, end) {
+  if (answer.empty) { // the message can be sent again
     conversation.pop();
-    place.parentElement.previousElementSibling.remove();
-    place.parentElement.remove();
+    answer.article.previousElementSibling.remove();
+    answer.article.remove();
+    find("empty").hidden = conversation.length > 0;
     prompt.value = prompt.value || text;
+  } else {
+    answer.finish();
+    conversation.push(answer.message());
   }
   find("status").textContent = end;
-  find("spoken").textContent = place.textContent; // read once, when it is whole
+  find("spoken").textContent = answer.body.textContent; // read once, when it is whole
+  keep();
   running = null;
   busy(false);
   prompt.focus();
@@ -138,16 +119,26 @@ async function send() {
 
 form.addEventListener("submit", (event) => { event.preventDefault(); send(); });
 find("stop").addEventListener("click", () => running?.abort());
+find("toggle").addEventListener("click", () => openSettings(settings.hidden));
 find("clear").addEventListener("click", () => {
   conversation = [];
   messages.querySelectorAll("article").forEach((one) => one.remove());
   find("empty").hidden = false;
   for (const id of ["status", "spoken", "speed"]) find(id).textContent = "";
   complain("");
+  keep();
   prompt.focus();
 });
+for (const id of FIELDS) find(id).addEventListener("change", keep);
 prompt.addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); send(); }
 });
-document.addEventListener("keydown", (event) => { if (event.key === "Escape") running?.abort(); });
-findModel().catch((error) => { find("status").textContent = error.message; });
+document.addEventListener("keydown", (event) => {
+  if (event.key !== "Escape") return;
+  if (running) running.abort();
+  else if (!settings.hidden) { openSettings(false); find("toggle").focus(); }
+});
+
+for (const id of FIELDS) if (id !== "model" && id in fields) find(id).value = fields[id];
+conversation.forEach(showMessage);
+findModels().catch((error) => complain(error.message));
