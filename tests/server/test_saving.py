@@ -161,3 +161,19 @@ def test_too_many_states(model):
             answer = httpx.post(f"{live.url}/v1/{path}", json={"model": "tiny", "n": 3, "save_state": True, "max_tokens": 1, **body})
             assert answer.status_code == 400
             assert "save_state must be of at most 2 completions, got 3" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("api", ["chat", "responses"])
+def test_requests_that_the_template_cannot_continue_are_refused(model, api):
+    source = "{% for one in messages if one.role == 'user' %}{{ one.content }}{% endfor %}"
+    with running(model, template=JinjaTemplate(source)) as live:
+        if api == "chat":
+            create = live.client.chat.completions.create
+            state = create(model="tiny", messages=[HI], max_tokens=2, extra_body={"save_state": True}).choices[0].state
+            with pytest.raises(openai.BadRequestError, match="such that the chat template writes all of them behind an earlier answer"):
+                create(model="tiny", messages=[BYE], max_tokens=2, extra_body={"state": state})
+        else:
+            create = live.client.responses.create
+            first = create(model="tiny", input="Hi", max_output_tokens=2)
+            with pytest.raises(openai.BadRequestError, match="because the model's chat template does not write an earlier answer once"):
+                create(model="tiny", input="Bye", max_output_tokens=2, previous_response_id=first.id)
