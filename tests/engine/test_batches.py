@@ -71,7 +71,7 @@ class Alone:
 
 def together(model, prompts, all_params, rng, **options):
     """The requests of a crowd: they arrive over several steps with different priorities and shares, some others are cancelled or forked."""
-    engine = Engine(model, **{"slots": 9, "token_budget": 9 + 128, "keep_every": 64, **options})
+    engine = Engine(model, **{"slots": 9, "token_budget": 9 + 128, "prompt_budget": 128, "keep_every": 64, **options})
     requests, forks = [], []
     left = list(zip(prompts, all_params))
     while left or not all(request.done for request in requests):
@@ -106,7 +106,7 @@ def test_requests_give_the_tokens_of_each_alone(name):
     rng = random.Random(name)
     overlap = rng.random() < 0.5
     model = model_of(name)
-    prompts = drawn_prompts(rng, 64 if name in ("rwkv6", "gla", "mamba2") else 20)
+    prompts = drawn_prompts(rng, 64 if name in ("rwkv6", "gla", "mamba2") else 24)
     params = [drawn_params(rng) for _ in prompts]
     engine, results, forks = together(model, prompts, params, rng, overlap=overlap)
     assert engine.stats.cache.hits > 3
