@@ -23,17 +23,23 @@ class Tuning:
         The initial state as a row of the pool [W].
     adapter : int
         The number of an adapter, or ``NONE``.
+    weights : iterable of str
+        The names of the weights that an adapter changes.
     """
 
-    def __init__(self, name: str, tensors: Iterable[Tensor], row: Tensor | None = None, adapter: int = NONE) -> None:
+    def __init__(
+        self, name: str, tensors: Iterable[Tensor], row: Tensor | None = None, adapter: int = NONE, weights: Iterable[str] = ()
+    ) -> None:
         self.name, self.row, self.adapter = name, row, adapter
-        self._tensors = list(tensors)
+        self._tensors, self._weights = list(tensors), list(weights)
         self._hash: str | None = None
 
     def model_hash(self, base: str) -> str:
         """What states of the tuned model are known by: those of the base model, or of another tuning, do not continue with it."""
         if self._hash is None:
             digest = hashlib.sha256(base.encode())
+            if self._weights:
+                digest.update(repr(self._weights).encode())
             for x in self._tensors:
                 digest.update(f"{x.dtype} {list(x.shape)}".encode())
                 digest.update(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
@@ -84,7 +90,7 @@ def tunings_of(pool: StatePool, states: Mapping[str, State], adapters: Mapping[s
             place.copy_(x[0])
         found[name] = Tuning(name, tensors, row)
     for number, (name, factors) in enumerate(adapters.items()):
-        found[name] = Tuning(name, [x for one in sorted(factors) for x in factors[one]], adapter=number)
+        found[name] = Tuning(name, [x for one in sorted(factors) for x in factors[one]], adapter=number, weights=sorted(factors))
     return found
 
 

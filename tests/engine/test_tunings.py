@@ -134,6 +134,19 @@ def test_states_of_completions_belong_to_the_tuning(kind, size, tmp_path):
         Engine(model_of("rwkv6"), slots=2, token_budget=256).load_state(tmp_path / "a.safetensors")
 
 
+def test_states_of_an_adapter_do_not_continue_with_its_factors_at_another_weight():
+    model = model_of("rwkv6")
+    pair = next(iter(factors_of(model, 3, 0).values()))
+    shape = next(one.weight.shape for one in model.modules() if isinstance(one, nn.Linear))
+    maps = [(f"{name}.weight", one) for name, one in model.named_modules() if isinstance(one, nn.Linear)]
+    first, second = [name for name, one in maps if one.weight.shape == shape][:2]
+    engine = Engine(model, slots=2, token_budget=256, adapters={"a": {first: pair}, "b": {second: pair}})
+    request = engine.submit(PROMPT, SamplingParams(max_tokens=1, temperature=0, keep_state=True), tuning="a")
+    run(engine, [request])
+    with pytest.raises(RangeError, match="submit: state must be of this model with this tuning"):
+        engine.submit((), SamplingParams(max_tokens=1), state=request.result.completions[0].state, tuning="b")
+
+
 def test_forks_keep_the_tuning():
     model = model_of("rwkv6")
     engine = Engine(model, slots=3, token_budget=256, adapters={"a": factors_of(model, 3, 0)}, states={"s": state_of(model, 1)})
