@@ -198,6 +198,12 @@ def test_wrong_tunings_are_refused():
         ({"adapters": {"a": {"embeddings.weight": pair}}}, RangeError, "embeddings.weight in 'a'"),
         ({"adapters": {"a": {name: (pair[0].T, pair[1])}}}, ShapeError, "factors of"),
         ({"adapters": {"a": {name: (pair[0] * math.nan, pair[1])}}}, RangeError, "finite"),
+        ({"adapters": {"a": {3: pair}}}, DtypeError, "adapters must be a mapping of weights to pairs of matrices"),
+        ({"adapters": {"a": {name: (pair[0].double() * 1e300, pair[1])}}}, RangeError, "finite"),
+        *(
+            ({"adapters": {"a": {name: (odd, pair[1])}}}, DtypeError, "adapters must be of dense tensors of floating-point numbers")
+            for odd in (pair[0].to("meta"), pair[0].to_sparse(), pair[0] + 0j, pair[0].long())
+        ),
         ({"adapters": {"a": good}, "states": {"a": state_of(model, 0)}}, RangeError, "of other names than states, got 'a'"),
     ]
     for options, kind, message in cases:
