@@ -23,17 +23,23 @@ class Tuning:
         The initial state as a row of the pool [W].
     adapter : int
         The number of an adapter, or ``NONE``.
+    weights : iterable of str
+        The names of the weights that an adapter changes.
     """
 
-    def __init__(self, name: str, tensors: Iterable[Tensor], row: Tensor | None = None, adapter: int = NONE) -> None:
+    def __init__(
+        self, name: str, tensors: Iterable[Tensor], row: Tensor | None = None, adapter: int = NONE, weights: Iterable[str] = ()
+    ) -> None:
         self.name, self.row, self.adapter = name, row, adapter
-        self._tensors = list(tensors)
+        self._tensors, self._weights = list(tensors), list(weights)
         self._hash: str | None = None
 
     def model_hash(self, base: str) -> str:
         """What states of the tuned model are known by: those of the base model, or of another tuning, do not continue with it."""
         if self._hash is None:
             digest = hashlib.sha256(base.encode())
+            if self._weights:
+                digest.update(repr(self._weights).encode())
             for x in self._tensors:
                 digest.update(f"{x.dtype} {list(x.shape)}".encode())
                 digest.update(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
@@ -59,15 +65,27 @@ def check_tunings(complaints: Complaints, model: CausalLM, states: object, adapt
         if not all(bool(x.isfinite().all()) for _, x in named_tensors(state)):
             complaints.add(RangeError, "states", "of finite numbers", f"NaN or infinity in {name!r}")
     for name, factors in adapters.items():
-        if not isinstance(factors, Mapping) or not all(_is_pair(pair) for pair in factors.values()):
+        if not isinstance(factors, Mapping) or not all(isinstance(one, str) and _is_pair(pair) for one, pair in factors.items()):
             complaints.add(DtypeError, "adapters", "a mapping of weights to pairs of matrices", f"{described(factors)} in {name!r}")
-        elif wrong := next((one for one, pair in factors.items() if not all(bool(x.isfinite().all()) for x in pair)), None):
+        elif (odd := next((x for pair in factors.values() for x in pair if not _is_plain(x)), None)) is not None:
+            rule = "of dense tensors of floating-point numbers, with data"
+            complaints.add(DtypeError, "adapters", rule, f"one of {odd.dtype}, {odd.layout} on {odd.device} in {name!r}")
+        elif wrong := next((one for one, pair in factors.items() if not all(_is_finite(x, model) for x in pair)), None):
             complaints.add(RangeError, "adapters", "of finite numbers", f"NaN or infinity for {wrong} in {name!r}")
     complaints.raise_any()
 
 
 def _is_pair(pair: Any) -> bool:
     return isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(x, Tensor) and x.dim() == 2 for x in pair)
+
+
+def _is_plain(x: Tensor) -> bool:
+    return x.is_floating_point() and x.layout == torch.strided and not x.is_meta
+
+
+def _is_finite(x: Tensor, model: CausalLM) -> bool:
+    """In the dtype in which the model has it."""
+    return bool(x.to(model.like(x.device).dtype).isfinite().all())
 
 
 def with_adapters(model: CausalLM, adapters: Mapping[str, Factors]) -> CausalLM:
@@ -84,7 +102,7 @@ def tunings_of(pool: StatePool, states: Mapping[str, State], adapters: Mapping[s
             place.copy_(x[0])
         found[name] = Tuning(name, tensors, row)
     for number, (name, factors) in enumerate(adapters.items()):
-        found[name] = Tuning(name, [x for one in sorted(factors) for x in factors[one]], adapter=number)
+        found[name] = Tuning(name, [x for one in sorted(factors) for x in factors[one]], adapter=number, weights=sorted(factors))
     return found
 
 

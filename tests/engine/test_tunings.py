@@ -134,6 +134,19 @@ def test_states_of_completions_belong_to_the_tuning(kind, size, tmp_path):
         Engine(model_of("rwkv6"), slots=2, token_budget=256).load_state(tmp_path / "a.safetensors")
 
 
+def test_states_of_an_adapter_do_not_continue_with_its_factors_at_another_weight():
+    model = model_of("rwkv6")
+    pair = next(iter(factors_of(model, 3, 0).values()))
+    shape = next(one.weight.shape for one in model.modules() if isinstance(one, nn.Linear))
+    maps = [(f"{name}.weight", one) for name, one in model.named_modules() if isinstance(one, nn.Linear)]
+    first, second = [name for name, one in maps if one.weight.shape == shape][:2]
+    engine = Engine(model, slots=2, token_budget=256, adapters={"a": {first: pair}, "b": {second: pair}})
+    request = engine.submit(PROMPT, SamplingParams(max_tokens=1, temperature=0, keep_state=True), tuning="a")
+    run(engine, [request])
+    with pytest.raises(RangeError, match="submit: state must be of this model with this tuning"):
+        engine.submit((), SamplingParams(max_tokens=1), state=request.result.completions[0].state, tuning="b")
+
+
 def test_forks_keep_the_tuning():
     model = model_of("rwkv6")
     engine = Engine(model, slots=3, token_budget=256, adapters={"a": factors_of(model, 3, 0)}, states={"s": state_of(model, 1)})
@@ -185,6 +198,12 @@ def test_wrong_tunings_are_refused():
         ({"adapters": {"a": {"embeddings.weight": pair}}}, RangeError, "embeddings.weight in 'a'"),
         ({"adapters": {"a": {name: (pair[0].T, pair[1])}}}, ShapeError, "factors of"),
         ({"adapters": {"a": {name: (pair[0] * math.nan, pair[1])}}}, RangeError, "finite"),
+        ({"adapters": {"a": {3: pair}}}, DtypeError, "adapters must be a mapping of weights to pairs of matrices"),
+        ({"adapters": {"a": {name: (pair[0].double() * 1e300, pair[1])}}}, RangeError, "finite"),
+        *(
+            ({"adapters": {"a": {name: (odd, pair[1])}}}, DtypeError, "adapters must be of dense tensors of floating-point numbers")
+            for odd in (pair[0].to("meta"), pair[0].to_sparse(), pair[0] + 0j, pair[0].long())
+        ),
         ({"adapters": {"a": good}, "states": {"a": state_of(model, 0)}}, RangeError, "of other names than states, got 'a'"),
     ]
     for options, kind, message in cases:
