@@ -10,6 +10,7 @@ import httpx
 import pytest
 from anthropic.types import message_count_tokens_params, message_create_params
 from live_server import KEY, running
+from scripted_answers import scripted
 
 from penstock.server import app
 from penstock.server.limits import Limits
@@ -223,12 +224,9 @@ def test_a_model_without_a_template_has_no_messages(model):
 
 
 def test_an_error_in_a_stream_is_an_event(model):
-    with running(model, Limits(seconds=0.3, max_tokens=10**6)) as live, closing(client_of(live.url)) as client:
+    with running(model, Limits(seconds=0.3)) as live, closing(client_of(live.url)) as client, scripted(live.engine, "a" * 4000):
         with pytest.raises(anthropic.APIStatusError) as caught:
-            for _ in send(
-                client, stream=True, max_tokens=10**6, extra={"stop_sequences": []}, messages=[{"role": "user", "content": "a" * 200}]
-            ):
-                pass
+            list(send(client, stream=True, max_tokens=4000))
         assert caught.value.body["error"]["type"] == "timeout_error"
 
 
