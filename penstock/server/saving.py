@@ -37,7 +37,13 @@ def keep_states(service: Service, choices: Sequence[StateFields], generation: Ge
     """Keep the states of all completions, in the order of choices. A choice whose state cannot be kept has the error."""
     states = [done.state for one in generation.requests for done in one.result.completions]
     wanted = [(choice, state) for choice, state in zip(choices, states) if state is not None]
-    for (choice, _), saved in zip(wanted, service.states.add([state for _, state in wanted])):
+    if not wanted:
+        return
+    try:
+        found = service.states.add([state for _, state in wanted])
+    except Refused as error:  # there is no folder
+        found = [error] * len(wanted)
+    for (choice, _), saved in zip(wanted, found):
         if isinstance(saved, Refused):
             choice.state_error = ErrorFields(**saved.content["error"])
         else:

@@ -56,9 +56,12 @@ class States:
         self._parts.remove_left()
 
     def below(self, name: str) -> States:
-        """The states of one key, in a folder of its own: as many of each, and none of another one's."""
+        """The states of one key, in a folder of its own: as many of each, and none of another one's. Raises Refused if there cannot be one."""
         folder = self._folder / name
-        folder.mkdir(mode=0o700, exist_ok=True)
+        try:
+            folder.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise self._broken(error) from error
         return States(self._engine, self._most, folder)
 
     def add(self, states: Sequence[SequenceState]) -> list[str | Refused]:

@@ -239,3 +239,14 @@ def test_sighup_reads_the_file_of_a_server_again(tmp_path):
                 break
             time.sleep(0.01)
         assert (status(ONE), status(OTHER)) == (401, 200)
+
+
+@pytest.mark.parametrize("kind", ["chat/completions", "completions"])
+def test_an_answer_is_sent_although_its_key_can_have_no_folder_of_states(model, keys, tmp_path, kind):
+    with running(model, keys=keys, states_folder=tmp_path / "absent") as live:
+        given = {"messages": [{"role": "user", "content": "a"}]} if kind == "chat/completions" else {"prompt": "a"}
+        body = {"model": "tiny", "max_tokens": 1, "save_state": True, **given}
+        answer = httpx.post(f"{live.url}/v1/{kind}", json=body, headers={"Authorization": f"Bearer {ONE}"})
+        assert answer.status_code == 200
+        assert answer.json()["choices"][0]["state_error"]["code"] == "states_folder"
+        assert httpx.get(f"{live.url}/v1/states", headers={"Authorization": f"Bearer {ONE}"}).status_code == 500
