@@ -56,7 +56,7 @@ class States:
         self._parts.remove_left()
 
     def below(self, name: str) -> States:
-        """The states of one key, in a folder of its own: as many of each, and none of another one's. Raises Refused if there cannot be one."""
+        """The states of one key, in a folder of its own: as many of each, and none of another's. Raises Refused if it cannot be made."""
         folder = self._folder / name
         try:
             folder.mkdir(mode=0o700, exist_ok=True)

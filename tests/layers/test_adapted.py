@@ -70,7 +70,7 @@ def test_each_sequence_of_a_batch_has_its_adapter(name):
 def test_infinities_of_one_adapter_stay_with_its_tokens():
     model = model_of("gla")
     one, other = factors_of(model, 3, 0), factors_of(model, 3, 1)
-    one["layers.0.mixer.value.weight"] = tuple(x * 1e38 for x in one["layers.0.mixer.value.weight"])
+    one["layers.0.mixer.v_proj.weight"] = tuple(x * 1e38 for x in one["layers.0.mixer.v_proj.weight"])
     served, ids = adapted(model, {"one": one, "other": other}), torch.tensor([[1, 2, 3], [1, 2, 3]])
     with chosen(torch.tensor([0, 0, 0, 1, 1, 1])):
         mixed = served(ids).logits

@@ -88,10 +88,12 @@ def load(
 def load_adapter(path: PathLike, base: PathLike, *, adapter_alpha: float | None = None) -> dict[str, tuple[Tensor, Tensor]]:
     """Read a LoRA without merging it, for ``Engine(adapters=...)``, where each request may choose one.
 
-    path, adapter_alpha
-        As ``adapter`` and ``adapter_alpha`` of ``load``.
+    path : str or Path
+        As ``adapter`` of ``load``.
     base : str or Path
         The checkpoint of the base model.
+    adapter_alpha : float, optional
+        As for ``load``.
 
     Returns, for each weight W [out,in] that it changes, ``down`` [r,in] and ``up`` [out,r], float32: the weight becomes W + up down. Raises
     as ``load``, and RangeError for an adapter that changes anything but linear maps.
@@ -110,8 +112,10 @@ def load_adapter(path: PathLike, base: PathLike, *, adapter_alpha: float | None 
 def load_tuned_state(path: PathLike, base: PathLike) -> State:
     """Read a file of tuned initial states (``time_state``) as the state of one sequence, for ``Engine(states=...)``.
 
-    path, base
-        As ``state`` and ``path`` of ``load``.
+    path : str or Path
+        As ``state`` of ``load``.
+    base : str or Path
+        The checkpoint of the base model.
 
     Raises as ``load``.
     """
