@@ -9,9 +9,9 @@ from typing import Any
 from ..errors import Complaints, DtypeError, RangeError, ShapeError, described, shortened
 from ..models import CausalLM
 from .request import Request, SamplingParams
-from .sampler import MOST_TOKENS
 from .states import SequenceState
 from .tunings import Tuning
+from .weights import MOST_TOKENS
 
 
 def check_model(model: object) -> None:

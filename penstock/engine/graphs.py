@@ -173,7 +173,7 @@ class StepGraphs:
 
 
 def with_sampled(ids: Tensor, sources: Tensor, last: Tensor) -> Tensor:
-    """Tokens [T], with those of ``last`` in the places that have a source, where ``sampler.NO_TOKEN`` counts as 0."""
+    """Tokens [T], with those of ``last`` in the places that have a source, where ``choosing.NO_TOKEN`` counts as 0."""
     return torch.where(sources < 0, ids, last[sources.clamp(min=0)].clamp(min=0))
 
 

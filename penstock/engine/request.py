@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import secrets
-import sys
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
@@ -17,6 +16,8 @@ from ..layers.sizes import check_number, check_whole
 CHUNK = 64
 """Prompts are cut, kept and cached at multiples of this many tokens only: ``CausalLM.advance`` walks a row in chunks of 64."""
 MOST_LOGPROBS = 20
+LEAST_FLOAT, MOST_FLOAT = 2.0**-126, 2.0**128 - 2.0**104
+"""Of float32, in which logits are changed."""
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -106,17 +107,15 @@ class SamplingParams:
             complaints.add(RangeError, "min_tokens", f"at most max_tokens = {self.max_tokens}", self.min_tokens)
         if isinstance(self.top_p, int | float) and self.top_p == 0:
             complaints.add(RangeError, "top_p", "above 0 and at most 1", self.top_p)
-        if isinstance(self.repetition_penalty, int | float) and self.repetition_penalty == 0:
-            complaints.add(RangeError, "repetition_penalty", "above 0", self.repetition_penalty, "1 changes nothing.")
         _check_items(complaints, "stop", self.stop, str, "non-empty texts")
         _check_items(complaints, "stop_ids", self.stop_ids, int, "tokens")
         if isinstance(self.stop_ids, tuple) and (negative := [one for one in self.stop_ids if isinstance(one, int) and one < 0]):
             complaints.add(RangeError, "stop_ids", "tokens of at least 0", negative[0])
         if not isinstance(self.logit_bias, Mapping) or not all(
-            type(token) is int and token >= 0 and _is_number(bias) and (bias == -math.inf or abs(bias) <= sys.float_info.max)
+            type(token) is int and token >= 0 and _is_number(bias) and (bias == -math.inf or abs(bias) <= MOST_FLOAT)
             for token, bias in self.logit_bias.items()
         ):
-            complaints.add(DtypeError, "logit_bias", "a mapping of tokens to numbers below inf", described(self.logit_bias))
+            complaints.add(DtypeError, "logit_bias", "a mapping of tokens to numbers of float32 below inf", described(self.logit_bias))
         for name in ("include_stop", "ignore_end", "keep_state", "echo"):
             if not isinstance(getattr(self, name), bool):
                 complaints.add(DtypeError, name, "True or False", described(getattr(self, name)))
@@ -142,8 +141,8 @@ _WHOLE: dict[str, tuple[int, int | None]] = {
 }  # fmt: skip
 _OPTIONAL = {"logprobs", "prompt_logprobs", "seed"}
 _NUMBERS = {
-    "temperature": (0.0, math.inf), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0), "presence_penalty": (-math.inf, math.inf),
-    "frequency_penalty": (-math.inf, math.inf), "repetition_penalty": (0.0, math.inf),
+    "temperature": (0.0, math.inf), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0), "presence_penalty": (-MOST_FLOAT, MOST_FLOAT),
+    "frequency_penalty": (-MOST_FLOAT, MOST_FLOAT), "repetition_penalty": (LEAST_FLOAT, MOST_FLOAT),
 }  # fmt: skip
 
 
@@ -302,7 +301,7 @@ class Sequence:
     finished: bool = False
     text: Any = None
     row: Any = None
-    """Its ``sampler.Row``."""
+    """Its ``slot_tables.Row``."""
 
     # of the request, read at every step
     prompt: int = field(init=False)

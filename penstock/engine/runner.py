@@ -17,8 +17,9 @@ from ..models import CausalLM
 from .graphs import Batch, StepGraphs, with_sampled
 from .invariance import padding
 from .request import CHUNK, Request, Sequence
-from .sampler import Sampler, logprobs_of
+from .sampler import Sampler
 from .scheduler import Plan, Work
+from .scoring import logprobs_of
 from .state_pool import StatePool
 from .states import KeptState
 from .transfer import ToHost, to_device
@@ -32,9 +33,9 @@ class Flight:
     sampled: list[Work]
     """Works that get a token, in the order of ``tokens``."""
     tokens: ToHost | None = None
-    """int64 [R]; ``sampler.NO_TOKEN`` for rows without a finite largest logit."""
+    """int64 [R]; ``choosing.NO_TOKEN`` for rows without a finite largest logit."""
     logprobs: ToHost | None = None
-    """``sampler.logprobs_of``"""
+    """``scoring.logprobs_of``"""
     prompt_logprobs: list[tuple[Work, ToHost]] = field(default_factory=list)
     kept: list[tuple[Sequence, int, KeptState]] = field(default_factory=list)
     """States for the cache, and the number of tokens of their prefixes."""

@@ -11,12 +11,14 @@ from typing import Any
 from weakref import WeakSet
 
 from ..errors import EngineError, OutOfMemory, PenstockError, described
+from .choosing import NO_TOKEN
 from .minimum import constraint_of
 from .pace import Pace
 from .request import Event, FinishReason, Request, Sequence, TokenLogprobs, aligned
 from .runner import Flight, Runner
-from .sampler import NO_TOKEN, Row, to_logprobs
 from .scheduler import Plan, Scheduler
+from .scoring import to_logprobs
+from .slot_tables import Row
 from .state_cache import StateCache
 from .state_pool import StatePool, is_out_of_memory
 from .states import KeptState, SequenceState

@@ -1,7 +1,7 @@
 """Random numbers that are functions of a seed and a position: the same on every device, for any number of rows.
 
-The generator is SplitMix64 (Steele, Lea and Flood 2014), whose state after n steps is known without the steps before. ``drawing.py`` has it
-as a part of Triton kernels.
+The generator is SplitMix64 (Steele, Lea and Flood 2014), whose state after n steps is known without the steps before. It is also a part of
+the kernel in ``choosing_kernel.py``.
 """
 
 from __future__ import annotations

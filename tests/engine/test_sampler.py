@@ -1,16 +1,21 @@
-"""The sampler against a literal evaluation of one row in Python's whole numbers and floats."""
+"""The sampler against a literal evaluation of one row in Python's whole numbers and numpy's float32."""
 
 import math
 import random
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.engine import Engine, SamplingParams, sampler
-from penstock.engine.sampler import MOST_TOKENS, NO_TOKEN, NOT_DRAWN, Row, Sampler, logprobs_of
+from penstock.engine import Engine, SamplingParams, choosing, sampler, slot_tables, weights
+from penstock.engine.choosing import NO_TOKEN
+from penstock.engine.sampler import Sampler
+from penstock.engine.scoring import logprobs_of
+from penstock.engine.slot_tables import Row
 from penstock.engine.uniforms import ROUNDS, STEP, key_of, mixed, seed_of, uniform, uniforms
+from penstock.engine.weights import MOST_TOKENS
 from penstock.errors import DtypeError, RangeError
 from penstock.models import CausalLM, gla
 
@@ -23,35 +28,79 @@ def sample(logits, rows, positions, vocab_size=None):
     return made.sample(logits, rows, range(len(rows)), positions)
 
 
+f32 = np.float32
+
+
+def literal_weight(d: np.float32, temperature: float) -> np.float32:
+    """exp(d / temperature) for d <= 0, operation by operation."""
+    c = temperature * math.log(2)
+    high = f32((np.array(f32(c)).view(np.int32) & -256).view(f32))
+    scale, low = f32(1 / temperature * (1 / math.log(2))), f32(c - float(high))
+    d = max(d, f32(-50 * c))
+    n = f32(f32(d * scale) + f32(12582912)) - f32(12582912)
+    f = f32(f32(f32(d - f32(n * high)) - f32(n * low)) * scale)
+    p = f32(weights.POLYNOMIAL[5])
+    for factor in (*weights.POLYNOMIAL[4::-1], 1.0):
+        p = f32(f32(p * f) + f32(factor))
+    return f32(np.ldexp(p, int(n)))
+
+
 def literal(logits: list[float], row: Row, position: int) -> int:
     """One row, step by step."""
     p, V, counts = row.params, len(logits), Counter(row.tokens[row.prompt :])
+    x = [f32(one) for one in logits]
     for token, bias in p.logit_bias.items():
-        logits[token] += bias
+        x[token] = f32(x[token] + f32(bias))
     if p.repetition_penalty != 1:
         for token in set(row.tokens):
-            logits[token] = logits[token] / p.repetition_penalty if logits[token] > 0 else logits[token] * p.repetition_penalty
+            x[token] = f32(x[token] / f32(p.repetition_penalty) if x[token] > 0 else x[token] * f32(p.repetition_penalty))
     for token, count in counts.items():
-        logits[token] -= p.presence_penalty + p.frequency_penalty * count
+        x[token] = f32(x[token] - f32(f32(p.presence_penalty) + f32(f32(count) * f32(p.frequency_penalty))))
     if p.temperature == 0 or p.top_k == 1:
-        return max(range(V), key=lambda token: (logits[token], -token))
-    most = max(logits)
-    weights = [int(math.exp((x - most) / p.temperature) * 2**44) for x in logits]
-    kept = sorted(range(V), key=lambda token: (-weights[token], token))
-    kept = [token for token in kept if weights[token] >= p.min_p * 2**44]
-    kept = kept[: p.top_k or V]
-    total, nucleus, so_far = sum(weights[token] for token in kept), set(), 0
-    for token in kept:
-        if so_far >= p.top_p * total:
+        return max(range(V), key=lambda token: (x[token], -token))
+    most = max(x)
+    found = [literal_weight(f32(one - most), p.temperature) for one in x]
+    found = [one if one >= max(p.min_p, 2.0**-44) else f32(0) for one in found]
+    whole = [int(float(one) * 2**44) for one in found]
+    ranked = sorted(range(V), key=lambda token: (-found[token], token))
+    total, kept, so_far = sum(whole[token] for token in ranked[: p.top_k or V]), [], 0
+    for token in ranked[: p.top_k or V]:
+        if p.top_p < 1 and so_far >= p.top_p * float(total):
             break
-        nucleus.add(token)
-        so_far += weights[token]
-    drawn, so_far = int(uniform(row.seed, position) * sum(weights[token] for token in nucleus)), 0
-    for token in sorted(nucleus):
-        so_far += weights[token]
-        if drawn < so_far:
+        kept.append(token)
+        so_far += whole[token]
+    candidates, draws = ranked, 0
+    while True:
+        drawn = int(uniform(row.seed, position + draws * 2**40) * float(sum(whole[token] for token in candidates)))
+        so_far = 0
+        for token in sorted(candidates, key=lambda token: (token % choosing.LANES, token)):
+            so_far += whole[token]
+            if drawn < so_far:
+                break
+        if token in kept:
             return token
-    raise AssertionError
+        candidates, draws = candidates[: candidates.index(token)], draws + 1
+
+
+@pytest.mark.parametrize("temperature", [1e-40, 1e-5, 0.3, 1.0, 7.0, 1e30, 1e300])
+def test_weights_are_exponentials(temperature):
+    """Within the rounding of the difference of two logits and 1 ulp of the result; those of the literal evaluation."""
+    x = torch.randn(3, 4000, generator=torch.Generator().manual_seed(0)) * 8
+    x[1] = x[1].bfloat16()
+    x[2, :3] = torch.tensor([-math.inf, -3e38 if temperature <= weights.HOTTEST else 0.0, 40.0])
+    used = min(max(temperature, weights.COLDEST), weights.HOTTEST)
+    largest = x.amax(-1, keepdim=True)
+    found = weights.weights(x, largest, torch.full((3, 1), used, dtype=torch.float64))
+    exact = torch.exp((x.double() - largest) / temperature)
+    error = (found - exact).abs() / exact.clamp(min=2.0**-44)
+    distance = ((largest - x).double() / temperature).clamp(max=32)
+    assert (error <= 2**-23 + distance * 2**-24 * torch.tensor([1.0, 0, 1])[:, None] + 2.0**-44 / exact.clamp(min=2.0**-44)).all()
+    assert (found.amax(-1) == 1).all()
+    if temperature in (used, 1e-5):
+        for row, most, wanted in zip(found, largest, x):
+            for n in range(0, 4000, 37):
+                one = literal_weight(f32(float(wanted[n])) - f32(float(most)), used)
+                assert float(row[n]) == (one if one >= 2**-44 else 0)
 
 
 def drawn_row(rng: random.Random) -> Row:
@@ -123,6 +172,7 @@ def test_most_likely_tokens_do_not_depend_on_how_many_other_rows_want(size):
 def test_a_large_vocabulary_is_ranked_by_candidates_where_they_suffice(scale, monkeypatch):
     """With flat logits the nucleus has more tokens than there are candidates. Many weights are equal."""
     rng, size = random.Random(3), 3000
+    monkeypatch.setattr(choosing, "LANES", 256)
     params = [
         SamplingParams(top_k=k, top_p=p, min_p=min_p, temperature=0.5)
         for k in (0, 1, 7, 300, 2999) for p in (1, 0.99999, 0.7, 1e-9) for min_p in (0, 0.001)
@@ -132,75 +182,92 @@ def test_a_large_vocabulary_is_ranked_by_candidates_where_they_suffice(scale, mo
     found = sample(logits, rows, positions).tolist()
     assert found == [literal(x.tolist(), row, position) for x, row, position in zip(logits.double(), rows, positions)]
     for candidates in (1, 300, size):
-        monkeypatch.setattr(sampler, "CANDIDATES", candidates)
+        monkeypatch.setattr(choosing, "CANDIDATES", candidates)
         assert sample(logits, rows, positions).tolist() == found
 
 
-def test_the_kernel_keeps_what_sorting_keeps():
-    """Under the interpreter: weights that are equal or 0, any share, any k, more than one block."""
-    ranking = pytest.importorskip("penstock.engine.ranking")
-    cases = [(0, 0.9), (1, 0.9), (7, 1), (2999, 0.3), (300, 1e-9), (0, 0.99999), (0, 5e-324), (40, 1 - 2**-53), (3000, 1)]
-    logits = torch.randn(len(cases), 3000, generator=torch.Generator().manual_seed(0)) * torch.tensor([0.05, 1.0, 20.0]).repeat(3)[:, None]
-    logits = logits.bfloat16().double()
-    made = Sampler(len(cases), 3000, logits.device)
-    params = torch.tensor([made._parameters(Row(SamplingParams(top_k=k, top_p=p), 0)) for k, p in cases], dtype=torch.float64)
-    weights = sampler._weights(logits, logits.amax(-1, keepdim=True))
-    assert 0 in weights[2]
-    for some in (slice(None), [0, 5, 6]):
-        ranked = some == slice(None)
-        wanted = made._limited(weights[some].clone(), params[some], 3000, ranked, True)
-        rows = params[some]
-        found = ranking.keep_ranks(weights[some].clone(), rows[:, sampler.LAST_RANK], rows[:, sampler.SHARE], ranked, 1024)
-        assert torch.equal(found, wanted)
-        assert 0 < (found > 0).sum(-1).min() < 3000
-    weights = weights[[0, 5]].T.contiguous().T  # as from logits by columns
-    found = ranking.keep_ranks(weights, rows[:2, sampler.LAST_RANK], rows[:2, sampler.SHARE], False, 1024)
-    assert torch.equal(found, wanted[:2])
+class Masked:
+    """Allows some tokens."""
+
+    def __init__(self, allowed, V):
+        self.mask = sum(1 << token for token in allowed if token < V).to_bytes(-(-V // 8), "little")
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
-def test_the_kernels_choose_the_same_tokens(dtype):
-    """Under the interpreter: least weights, -inf, NaN, ties, strides, sizes around a block, the first and the last token."""
-    drawing = pytest.importorskip("penstock.engine.drawing")
-    generator = torch.Generator().manual_seed(0)
-    for size in (1, 5, 127, 128, 129, 300):
+@pytest.mark.parametrize(
+    ("kinds", "dtype"),
+    [("greedy", torch.float32), ("drawn", torch.float16), ("limited", torch.float32), ("changed", torch.float64), ("all", torch.float16),
+     ("all", torch.float64)],
+    ids=str,
+)  # fmt: skip
+def test_the_kernel_chooses_the_same_tokens(dtype, kinds, monkeypatch):
+    """Under the interpreter, in two steps each: -inf, NaN, ties, strides, sizes around a pass, ends of random numbers."""
+    kernel = pytest.importorskip("penstock.engine.choosing_kernel")
+    generator, rng = torch.Generator().manual_seed(0), random.Random(4)
+    monkeypatch.setattr(choosing, "LANES", 64)
+    plain = kernel.choose_by_kernel
+    monkeypatch.setattr(kernel, "choose_by_kernel", lambda *given: plain(*given, lanes=64, searched=128))
+    for size in (1, 64, 65, 300):
         logits = torch.randn(15, size, dtype=torch.float64, generator=generator).mul_(3).to(dtype)
-        logits[0] = logits[0].round()
-        logits[1, : size // 2], logits[2, size // 2], logits[3], logits[4, 0], logits[5, 1:] = (
-            -math.inf,
-            math.nan,
-            -math.inf,
-            math.inf,
-            -math.inf,
-        )
-        given = [SamplingParams(temperature=t, min_p=m) for t in (0, 1e-9, 0.7, 1, 50) for m in (0, 0.01, 1)]
-        rows, positions = [Row(one, n) for n, one in enumerate(given)], list(range(len(given)))
-        wanted = sample(logits, rows, positions)
-        assert wanted[2] == wanted[3] == wanted[4] == sampler.NO_TOKEN
-        made = Sampler(len(rows) + 2, size, logits.device)
-        slots = torch.randperm(len(rows) + 2, generator=generator)[: len(rows)]
-        made._table[slots] = torch.stack([torch.frombuffer(made._parameters(row), dtype=torch.float64) for row in rows])
-        keys = made._table[:, sampler.KEY].view(torch.int64)
-        columns = [made._table[:, sampler.SCALE], made._table[:, sampler.LEAST], keys]
-        places = torch.tensor([NOT_DRAWN if row.params.greedy else n for n, row in enumerate(rows)])
-        for x in (logits, torch.cat([logits, logits], 1)[:, :size], logits.T.contiguous().T):
-            made.last.fill_(-7)
-            assert torch.equal(drawing.pick(x, *columns, slots, places, made.last, 128), wanted)
-            assert torch.equal(made.last[slots], wanted)
-            assert (made.last == -7).sum() == 2
-        rest = [n for n in range(len(rows)) if wanted[n] >= 0 <= places[n]]
-        logits, wanted, places, slots = logits[rest], wanted[rest], places[rest], slots[rest]
-        params = made._table[slots]
-        weights = sampler._weights(logits, logits.amax(-1, keepdim=True), params[:, :1])
-        weights = weights.masked_fill(weights < params[:, sampler.LEAST : sampler.LEAST + 1], 0)
-        for x in (weights, weights.T.contiguous().T):
-            assert torch.equal(drawing.draw(x, keys[slots], places, 128), wanted)
-        for bits, end in ((0, 0), (2**64 - 1, -1)):
-            keys.fill_(torch.tensor(unmixed(bits), dtype=torch.uint64).view(torch.int64))
-            assert uniforms(keys[:1], torch.zeros_like(keys[:1])) == (1 - 2**-53) * (bits > 0)
-            ends = [int(torch.nonzero(one)[end]) for one in weights]
-            assert drawing.pick(logits, *columns, slots, torch.zeros_like(places), made.last, 128).tolist() == ends
-            assert drawing.draw(weights, keys[slots], torch.zeros_like(places), 128).tolist() == ends
+        logits[0], logits[6] = logits[0].round(), 0
+        logits[1, : size // 2], logits[2, size // 2], logits[3], logits[4, 0] = -math.inf, math.nan, -math.inf, math.inf
+        logits[5, 1:] = -math.inf
+        rows = []
+        for n in range(15):
+            options = {"temperature": [0, 1e-9, 0.7, 1, 50][n % 5] if kinds in ("drawn", "all") else 0.8}
+            options["min_p"] = rng.choice([0, 0.01, 1])
+            if kinds == "greedy":
+                options["temperature"] = 0
+            if kinds in ("limited", "all"):
+                options |= {"top_k": rng.choice([0, 1, 2, 7, size]), "top_p": rng.choice([1, 1e-9, 0.3, 0.9, 0.99999])}
+            constraint = None
+            if kinds in ("changed", "all"):
+                options |= {"presence_penalty": rng.choice([0, 0.7, -1]), "frequency_penalty": rng.choice([0, 0.3])}
+                options |= {"repetition_penalty": rng.choice([1, 1.3, 0.7])}
+                options |= {"logit_bias": {rng.randrange(size): rng.choice([-math.inf, -2.5, 4]) for _ in range(rng.randrange(6))}}
+                if rng.random() < 0.5:
+                    constraint = Masked({rng.randrange(size) for _ in range(5)}, size)
+            tokens = [rng.randrange(size) for _ in range(8)]
+            rows.append(Row(SamplingParams(**options), rng.getrandbits(64), tokens, 4, constraint))
+        slots = torch.randperm(len(rows) + 2, generator=generator)[: len(rows)].tolist()
+        by_kernel, in_torch = (Sampler(len(rows) + 2, size, logits.device) for _ in range(2))
+        by_kernel._kernels = True
+        copies = [Row(row.params, row.seed, row.tokens, row.prompt, row.constraint) for row in rows]
+        for step in range(2):
+            x = (torch.cat([logits, logits], 1)[:, :size], logits.T.contiguous().T)[step]
+            wanted = in_torch.sample(x, rows, slots, [step] * len(rows))
+            assert torch.equal(by_kernel.sample(x, copies, slots, [step] * len(rows)), wanted)
+            assert wanted[3] == NO_TOKEN
+            assert kinds in ("changed", "all") or wanted[2] == NO_TOKEN  # a mask may exclude NaN
+            assert torch.equal(by_kernel.last, in_torch.last)
+        if by_kernel.tables.seen is not None:
+            assert torch.equal(by_kernel.tables.seen[slots], in_torch.tables.seen[slots])
+        for bits in (0, 2**64 - 1) if size == 65 else ():
+            for made in (by_kernel, in_torch):
+                made.tables.numbers[:, slot_tables.KEY].view(torch.int64).fill_(
+                    torch.tensor(unmixed(bits), dtype=torch.uint64).view(torch.int64)
+                )
+            wanted = in_torch.sample(logits, rows, slots, [0] * len(rows))
+            assert torch.equal(by_kernel.sample(logits, copies, slots, [0] * len(rows)), wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+def test_the_kernel_of_log_probabilities_equals_the_formula(dtype):
+    """Under the interpreter: ties, -0, -inf, NaN, strides, more tokens wanted than there are."""
+    kernel = pytest.importorskip("penstock.engine.scoring_kernel")
+    for size in (1, 5, 63, 64, 65, 300):
+        logits = torch.randn(8, size, dtype=torch.float64, generator=torch.Generator().manual_seed(size)).mul_(3).to(dtype)
+        logits[0], logits[1, size // 2], logits[2] = logits[0].round(), math.nan, -math.inf
+        logits[3, 0], logits[4, ::2] = math.inf, -math.inf
+        logits[5], logits[5, ::3] = -0.0, 0.0
+        tokens = torch.arange(8) % size
+        for most in (0, 1, 3, 20):
+            for x in (logits, logits.T.contiguous().T):
+                wanted, found = logprobs_of(x, tokens, most), kernel.logprobs_by_kernel(x, tokens, min(most, size), 64)
+                fine = [0, 4, 5, 6, 7] if size > 1 else [0, 5, 6, 7]
+                torch.testing.assert_close(found[fine], wanted[fine], rtol=0, atol=1e-6)
+                assert torch.equal(found[fine, 1 + min(most, size) :], wanted[fine, 1 + min(most, size) :])
+                assert found[1:4, 0].isnan().all()
+                assert wanted[1:4, 0].isnan().all()
 
 
 def unmixed(value: int) -> int:

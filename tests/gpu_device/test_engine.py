@@ -6,9 +6,12 @@ import pytest
 import torch
 from architectures import model_of
 
-from penstock.engine import Engine, SamplingParams, sampler
+from penstock.engine import Engine, SamplingParams
+from penstock.engine.choosing import NO_TOKEN
 from penstock.engine.graphs import Batch
-from penstock.engine.sampler import Row, Sampler
+from penstock.engine.sampler import Sampler
+from penstock.engine.scoring import logprobs_of
+from penstock.engine.slot_tables import Row
 from penstock.layers.linear import in_graph, linear, linears, rows_alike
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -215,33 +218,54 @@ def test_steps_of_rwkv(K, V, rank, state, dtype):
         assert torch.equal(pool, kept)
 
 
-def test_the_kernel_keeps_the_ranks_that_sorting_keeps(monkeypatch):
-    """At a published vocabulary, with many equal weights: equal tokens."""
-    params = [SamplingParams(top_k=k, top_p=p) for k in (0, 1000) for p in (0.5, 0.9, 0.999, 1 - 2**-53)] * 4
-    logits = torch.randn(len(params), 65536, device="cuda", generator=torch.Generator("cuda").manual_seed(0)).bfloat16()
-    logits[::3] *= 8
-    found = []
-    for least in (1, 10**9):
-        monkeypatch.setattr(sampler, "MANY_ROWS", least)
-        made, rows = Sampler(len(params), 65536, logits.device), [Row(one, n) for n, one in enumerate(params)]
-        found.append([made.sample(logits, rows, range(len(rows)), [step] * len(rows)).tolist() for step in range(5)])
+class EveryThird:
+    """A constraint."""
+
+    def __init__(self, size):
+        self.mask = (int("001" * (size // 3 + 1), 2) & ((1 << size) - 1)).to_bytes(-(-size // 8), "little")
+
+
+KINDS = {
+    "drawn": [{"temperature": t, "min_p": m} for t in (0, 0.05, 0.7, 1, 3) for m in (0, 1e-4, 0.1)],
+    "limited": [{"top_k": k, "top_p": p} for k in (0, 1, 20, 1000, 40000) for p in (0.5, 0.9, 0.999, 1 - 2**-53, 1)],
+    "changed": [
+        {"presence_penalty": 0.7 * (n % 2), "frequency_penalty": 0.1 * (n % 3), "repetition_penalty": 1 + 0.3 * (n % 4),
+         "logit_bias": {n * m: 2.0 - m for m in range(1, n % 5)}, "top_p": 0.9 if n % 2 else 1}
+        for n in range(20)
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [65536, 50277, 151936])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_kernel_chooses_the_tokens_of_the_formula(size, dtype, kind):
+    """Those that plain PyTorch chooses on a CPU, at published vocabularies: equal weights, flat and steep logits, NaN, inf, masks."""
+    params = [SamplingParams(**one) for one in KINDS[kind]]
+    logits = torch.randn(len(params), size, generator=torch.Generator().manual_seed(0)).mul_(2).to(dtype)
+    logits[::5] *= 8
+    logits[3, 7], logits[4, 9], logits[6] = float("nan"), float("inf"), 0
+    given, found = EveryThird(size) if kind == "changed" else None, []
+    for device in ("cuda", "cpu"):
+        made = Sampler(len(params), size, torch.device(device))
+        rows = [Row(one, n, [n, 5, 5, 7], 2, given if n % 2 else None) for n, one in enumerate(params)]
+        x = logits.to(device)
+        found.append([made.sample(x, rows, range(len(rows)), [step] * len(rows)).tolist() for step in range(4)])
     assert found[0] == found[1]
+    assert {one[3] for one in found[0]} == {one[4] for one in found[0]} == {NO_TOKEN}
 
 
 @pytest.mark.parametrize("size", [65536, 50277])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_the_kernel_draws_the_tokens_of_the_formula(size, dtype, monkeypatch):
-    params = [SamplingParams(temperature=t, min_p=m) for t in (0.05, 0.7, 1, 3) for m in (0, 1e-4, 0.1)] * 3
-    logits = torch.randn(len(params), size, device="cuda", generator=torch.Generator("cuda").manual_seed(0)).mul_(2).to(dtype)
-    logits[::5] *= 8
-    logits[3, 7], logits[4, 9] = float("nan"), float("inf")
-    found = []
-    for reason in (None, "to compare"):
-        monkeypatch.setattr(sampler, "unavailable", lambda reason=reason: reason)
-        made, rows = Sampler(len(params), size, logits.device), [Row(one, n) for n, one in enumerate(params)]
-        found.append([made.sample(logits, rows, range(len(rows)), [step] * len(rows)).tolist() for step in range(20)])
-    assert found[0] == found[1]
-    assert {one[3] for one in found[0]} == {one[4] for one in found[0]} == {sampler.NO_TOKEN}
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_kernel_of_log_probabilities_equals_the_formula(size, dtype):
+    logits = torch.randn(40, size, generator=torch.Generator().manual_seed(0)).mul_(3).to(dtype)
+    logits[3, ::2], logits[4, 7] = -float("inf"), float("nan")
+    tokens = torch.arange(40) * 999 % size
+    for most in (0, 1, 20):
+        wanted, found = logprobs_of(logits, tokens, most), logprobs_of(logits.cuda(), tokens.cuda(), most).cpu()
+        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6, equal_nan=True)
+        assert torch.equal(found[:4, 1 + most :], wanted[:4, 1 + most :])
+        assert torch.equal(found[5:, 1 + most :], wanted[5:, 1 + most :])
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")

@@ -18,7 +18,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from penstock.engine import drawing, ranking
+from penstock.engine import choosing_kernel, scoring_kernel
+from penstock.engine.slot_tables import BIASED, CONSTRAINED, LIMITED, PENALISED, SlotTables
 from penstock.layers import fused
 from penstock.layers.triton import convolution_launch, cross_entropy, few_rows_launch, launch, mamba2_launch, token_shift_launch
 from penstock.layers.triton import rows as states
@@ -137,12 +138,13 @@ for rows, size in ((1, 512), (9, 70)):
         pool = torch.zeros(rows, heads, channels, channels)
         for low, up in ((None, None), (zeros(rows, 5), zeros(5, heads * channels))):
             few_rows_launch.rwkv_step(*[tokens] * 4, head, head, low, up, pool, slots, norm, norm, 1e-5)
-for ranked in (False, True):
-    numbers = torch.ones(2, 1, dtype=torch.float64)[:, 0]
-    ranking.keep_ranks(torch.zeros(2, 100, dtype=torch.int64), numbers, numbers, ranked)
-    drawing.draw(torch.zeros(2, 100, dtype=torch.int64), numbers.long(), numbers.long())
-for x in (zeros(2, 100), zeros(2, 100).double()):
-    drawing.pick(x, numbers, numbers, *[numbers.long()] * 4)
+for x in (zeros(2, 10000), zeros(2, 10000).double()):
+    tables, places = SlotTables(2, 10000, x.device), torch.zeros(1000, dtype=torch.int64)
+    tables.seen = torch.zeros(2, 10000, dtype=torch.int32)
+    for needs in (0, LIMITED, LIMITED | BIASED, PENALISED, BIASED | CONSTRAINED, LIMITED | PENALISED | CONSTRAINED):
+        choosing_kernel.choose_by_kernel(tables, x, places, 2, needs, places)
+    for most in (0, 1, 5):
+        scoring_kernel.logprobs_by_kernel(x, places[:2], most)
 for upstream in (None, torch.zeros(2)):
     cross_entropy.cross_entropy(zeros(2, 5000), torch.zeros(2, dtype=torch.int64), upstream, torch.zeros(2))
 print(*sorted(compiled), sep="\\n")
@@ -163,7 +165,7 @@ def test_every_fused_kernel_compiles_for_any_number_of_tokens():
     both |= {f"shift_{name}_bwd" for name in ("hidden", "low_rank", "weights")}
     both |= {f"convolution_{name}" for name in ("bwd", "fwd", "step", "tails")}
     decoding = {"low_rank", "product_of_few_rows", "products", "rwkv_step", "shifted_norm", "write_rows"}
-    others = {"add_norm", "add_norm_bwd", "cross_entropy", "draw", "keep_ranks", "pick", "product", "sum_of_parts", *decoding}
+    others = {"add_norm", "add_norm_bwd", "choose", "cross_entropy", "product", "score", "sum_of_parts", *decoding}
     assert set(printed(COMPILE)) == {f"penstock_{name}" for name in both | others}
 
 

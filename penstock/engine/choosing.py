@@ -1,0 +1,205 @@
+"""Choosing tokens in plain PyTorch, on any device. ``choosing_kernel.py`` computes the same.
+
+Tokens are ranked by weight, then by number: the lower of two with equal weights comes first. Kept are those whose weight is at least
+min_p, of them the first top_k, and of these the first whose weights sum to top_p of all. A draw takes the token at a random place in the
+sum of the weights of all candidates, in the order of (token modulo ``LANES``, token). If it is not kept, nor are those of higher ranks; the
+others are the candidates of the next draw. So a kept token is drawn with its share of the weights of all that are kept, whose number and
+sum a kernel need not find.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence as Items
+
+import torch
+from torch import Tensor
+
+from .slot_tables import (
+    BIASED,
+    CONSTRAINED,
+    DRAWN,
+    FREQUENCY,
+    KEY,
+    LAST_RANK,
+    LEAST,
+    LIMITED,
+    PENALISED,
+    PRESENCE,
+    REPETITION,
+    SHARE,
+    TEMPERATURE,
+    Row,
+    SlotTables,
+    masks,
+)
+from .transfer import from_buffer
+from .uniforms import uniforms
+from .weights import weights, whole
+
+NO_TOKEN = -1
+"""In the place of a token where the largest logit is not finite."""
+LANES = 4096
+"""The order of draws: a kernel sums the weights of so many tokens at a time, each in a lane of its own."""
+CANDIDATES = 256
+"""The most likely tokens that are ranked before all are."""
+ROUND = 2**40
+"""Between the positions of the random numbers of two draws of a row."""
+
+
+class Places:
+    """Which rows of a step need what; with their numbers, on the device."""
+
+    def __init__(self, rows: Items[Row], slots: Items[int], positions: Items[int], device: torch.device) -> None:
+        needs = [row.needs for row in rows]
+        self.any = 0
+        for one in set(needs):
+            self.any |= one
+        values = array("q", slots)
+        values.extend(positions)
+        spans: dict[int, tuple[int, int]] = {}
+        for need in (DRAWN, BIASED, PENALISED, CONSTRAINED, LIMITED):
+            if self.any & need:
+                among = [one for one in needs if one & DRAWN] if need == LIMITED else needs
+                chosen = [n for n, one in enumerate(among) if one & need]
+                if len(chosen) < len(among):
+                    spans[need] = len(values), len(chosen)
+                    values.extend(chosen)
+        copied, count = from_buffer(values, device), len(slots)
+        self.slots, self.positions = copied[:count], copied[count : 2 * count]
+        """Of all rows: int64 [R]."""
+        self._places = {need: copied[begin : begin + size] for need, (begin, size) in spans.items()}
+
+    def of(self, need: int, x: Tensor) -> Tensor:
+        """The rows of ``x`` that need something; those of LIMITED are among those of DRAWN."""
+        places = self._places.get(need)
+        return x if places is None else x.index_select(0, places)
+
+    def put(self, need: int, x: Tensor, values: Tensor) -> Tensor:
+        """``x`` with these rows set to ``values``, in place unless all are."""
+        places = self._places.get(need)
+        return values if places is None else x.index_copy_(0, places, values)
+
+
+def choose(
+    tables: SlotTables, logits: Tensor, rows: Items[Row], slots: Items[int], positions: Items[int]
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """A token for each row of logits [R,V], and the slots: both int64 [R]."""
+    step = Places(rows, slots, positions, logits.device)
+    params = tables.numbers.index_select(0, step.slots)
+    if step.any & (BIASED | PENALISED | CONSTRAINED):
+        logits = _changed(tables, logits, rows, params, step)
+    largest, tokens = logits.float().max(-1)  # the lowest of equal ones
+    if step.any & DRAWN:
+        some = step.of(DRAWN, logits), step.of(DRAWN, largest), step.of(DRAWN, params)
+        tokens = step.put(DRAWN, tokens, _draw(tables.vocab_size, *some, step))
+    tokens = tokens.masked_fill_(~(largest.abs() < math.inf), NO_TOKEN)
+    if step.any & PENALISED:
+        assert tables.seen is not None
+        penalised = step.of(PENALISED, tokens)
+        places = step.of(PENALISED, step.slots) * tables.vocab_size + penalised.clamp(min=0)
+        tables.seen.view(-1).index_add_(0, places, (penalised >= 0).int() * 2)
+    return tokens, step.slots
+
+
+def _changed(tables: SlotTables, logits: Tensor, rows: Items[Row], params: Tensor, step: Places) -> Tensor:
+    """Logits with bias, penalties and masks, in float32."""
+    logits = logits.to(torch.float32, copy=True)
+    if step.any & BIASED:
+        some, slots = step.of(BIASED, logits), step.of(BIASED, step.slots)
+        tokens, values = (x.index_select(0, slots) for x in tables.biases)
+        logits = step.put(BIASED, logits, some.scatter_(1, tokens, some.gather(1, tokens).add_(values)))
+    if step.any & PENALISED:
+        assert tables.seen is not None
+        seen = tables.seen.index_select(0, step.of(PENALISED, step.slots))
+        logits = step.put(PENALISED, logits, _penalised(step.of(PENALISED, logits), seen, step.of(PENALISED, params).float()))
+    if step.any & CONSTRAINED:
+        size = -(-tables.vocab_size // 64) * 8
+        bytes_of = from_buffer(masks(rows, tables.vocab_size), logits.device).view(-1, size, 1)
+        bits = bytes_of.bitwise_right_shift(torch.arange(8, dtype=torch.uint8, device=logits.device)).bitwise_and_(1)
+        excluded = bits.view(len(bits), -1)[:, : tables.vocab_size] == 0
+        logits = step.put(CONSTRAINED, logits, step.of(CONSTRAINED, logits).masked_fill_(excluded, -math.inf))
+    return logits
+
+
+def _penalised(logits: Tensor, seen: Tensor, params: Tensor) -> Tensor:
+    repetition, presence, frequency = (params[:, n : n + 1] for n in (REPETITION, PRESENCE, FREQUENCY))
+    logits = torch.where(seen > 0, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
+    counts = seen >> 1
+    return torch.where(counts > 0, logits - (presence + counts * frequency), logits)
+
+
+def _draw(V: int, logits: Tensor, largest: Tensor, params: Tensor, step: Places) -> Tensor:
+    """Sample rows of temperature above 0: logits [D,V]. Rows whose largest logit is not finite get any token."""
+    found = weights(logits.float(), largest[:, None], params[:, TEMPERATURE : TEMPERATURE + 1], params[:, LEAST : LEAST + 1].float())
+    found.nan_to_num_(1.0)
+    sums, keys, positions = whole(found), params[:, KEY].view(torch.int64), step.of(DRAWN, step.positions)
+    tokens = _at_random(sums, keys, positions)
+    if not step.any & LIMITED:
+        return tokens
+    places = step.of(LIMITED, torch.arange(len(tokens), device=tokens.device))
+    ranks = _ranks(step.of(LIMITED, found))
+    least = _least(V, ranks, step.of(LIMITED, params))
+    for n in range(1, V + 1):
+        found_ranks = ranks.gather(1, tokens.index_select(0, places)[:, None])
+        left = torch.nonzero((found_ranks < least).squeeze(1)).squeeze(1)
+        if not len(left):
+            break
+        places, ranks, least = places[left], ranks[left], least[left]
+        candidates = sums[places].masked_fill_(ranks <= found_ranks[left], 0)
+        tokens[places] = _at_random(candidates, keys[places], positions[places] + n * ROUND)
+    return tokens
+
+
+def _at_random(sums: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
+    """The tokens at random places in the sums of whole weights [D,V], in the order of draws: int64 [D]."""
+    D, V = sums.shape
+    columns = -(-V // LANES)
+    if columns > 1:
+        sums = torch.nn.functional.pad(sums, (0, columns * LANES - V)).view(D, columns, LANES).mT.reshape(D, -1)
+    ends = sums.cumsum(-1)
+    total = ends[:, -1]
+    drawn = torch.minimum((uniforms(keys, positions) * total).long(), total - 1)
+    place = torch.searchsorted(ends, drawn[:, None], right=True).squeeze(-1)
+    return place // columns + place % columns * LANES if columns > 1 else place
+
+
+def _ranks(found: Tensor) -> Tensor:
+    """A number for each token of weights [D,V]: larger for larger weights, then lower tokens. Its upper bits are those of the weight."""
+    V = found.shape[1]
+    return (found.view(torch.int32).long() << 20) + torch.arange(V - 1, -1, -1, device=found.device)
+
+
+def _weights_of(ranks: Tensor) -> Tensor:
+    return whole((ranks >> 20).int().view(torch.float32))
+
+
+def _least(V: int, ranks: Tensor, params: Tensor) -> Tensor:
+    """Of each row, the number of the last token that is kept: int64 [D,1]."""
+    if ranks.is_cuda or V <= 8 * CANDIDATES:  # the host does not wait for a GPU to know whether candidates suffice
+        return _ends(V, ranks.sort(dim=-1, descending=True)[0], params, None)[0]
+    totals = _weights_of(ranks).sum(-1, keepdim=True)
+    least, enough = _ends(V, ranks.topk(CANDIDATES, -1)[0], params, totals)
+    rest = torch.nonzero(~enough.squeeze(-1)).squeeze(1)
+    if len(rest):
+        least[rest] = _ends(V, ranks[rest].sort(dim=-1, descending=True)[0], params[rest], None)[0]
+    return least
+
+
+def _ends(V: int, ranked: Tensor, params: Tensor, totals: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Of ranked numbers [D,C]: the last one that is kept, and whether no later one is: both [D,1].
+
+    totals : Tensor, optional
+        Sums of all weights [D,1], for rows whose top k is not among the ranked. None if there are no such rows.
+    """
+    C = ranked.shape[1]
+    last, share = params[:, LAST_RANK : LAST_RANK + 1], params[:, SHARE : SHARE + 1]
+    within = last < C
+    kept = _weights_of(ranked).mul_(torch.arange(C, device=ranked.device) <= last)
+    sums = kept.cumsum(-1)
+    total = sums[:, -1:]
+    limit = share * (total if totals is None else torch.where(within, total, totals))
+    end = torch.minimum((sums - kept < limit)[:, 1:].sum(-1, keepdim=True), last)
+    enough = within if totals is None else within | ((last == V - 1) & (total >= limit))
+    return ranked.gather(1, end.long()), enough

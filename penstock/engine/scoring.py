@@ -1,0 +1,50 @@
+"""Log probabilities of tokens, and the most likely tokens, with equal bits on every device but for a logarithm."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Items
+
+import torch
+from torch import Tensor
+
+from ..gpu.target import unavailable
+from .request import TokenLogprobs
+from .transfer import ToHost
+from .weights import ONE, weights, whole
+
+
+def logprobs_of(logits: Tensor, tokens: Tensor, most: int) -> Tensor:
+    """float64 [R,1+2*most] of logits [R,V]: log probabilities of tokens [R] and of the ``most`` likeliest tokens, then these.
+
+    Of equal logits, lower tokens come first. A log probability is rounded to float32. It is NaN where the largest logit is not finite.
+    """
+    most = min(most, logits.shape[1])
+    if logits.is_cuda and unavailable() is None:
+        from .scoring_kernel import logprobs_by_kernel
+
+        return logprobs_by_kernel(logits, tokens, most)
+    y = logits.float() + 0.0  # -0 and 0 are equal
+    largest = y.amax(-1, keepdim=True)
+    largest = largest.masked_fill_(~(largest.abs() < math.inf), math.nan)
+    total = whole(weights(y, largest, torch.ones_like(largest, dtype=torch.float64)).nan_to_num_()).sum(-1, keepdim=True)
+    names = tokens.new_empty(len(tokens), 0)
+    if most:
+        bits = y.view(torch.int32)
+        order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
+        names = order.mul_(1 << 20).sub_(torch.arange(y.shape[1], device=y.device)).topk(most, -1)[1]
+    scores = y.gather(1, torch.cat([tokens[:, None], names], 1)).double()
+    scores = (scores - largest.double() - torch.log(total / ONE)).float().double()
+    return torch.cat([scores, names.double()], 1)
+
+
+def to_logprobs(tokens: Items[int], found: ToHost, wanted: Items[int | None]) -> list[TokenLogprobs | None]:
+    """The same for callers; row r gets its ``wanted[r]`` best tokens, or None."""
+    result: list[TokenLogprobs | None] = []
+    for token, values, most in zip(tokens, found.tolist(), wanted):
+        if most is None:
+            result.append(None)
+            continue
+        names = values[1 + len(values) // 2 :]
+        result.append(TokenLogprobs(token, values[0], tuple(zip(map(int, names[:most]), values[1:]))))
+    return result
