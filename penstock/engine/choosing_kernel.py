@@ -163,31 +163,30 @@ def _change(
 def _sum_of_top(found, V, last, LANES: tl.constexpr):
     """The sum of the ``last`` + 1 largest weights of a row.
 
-    The least of them, w, is the smallest number with at most ``last`` weights above. A pass cuts the range of w in eight parts and counts
-    the weights above the last number of the first seven.
+    The least of them is found from its upper bits, three a pass. A pass counts the weights that agree in the bits before, by these three, in
+    eight bytes of each lane.
     """
     lane = tl.arange(0, LANES)
-    first = tl.zeros([], tl.int32)
+    least, above = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
     for n in tl.range(0, BITS // 3):
-        part = tl.full([], 1, tl.int32) << (BITS - 3 * (n + 1))
-        a = tl.zeros([LANES], tl.int32)
-        b, c, d, e, f, g = a, a, a, a, a, a
-        bound = first + part - 1
-        for begin in tl.range(0, V, LANES, num_stages=2):
+        shift = BITS - 3 * (n + 1)
+        counts = tl.zeros([LANES], tl.uint64)
+        for begin in tl.range(0, V, LANES, num_stages=3):
             w = tl.load(found + begin + lane, lane < V - begin, other=0).to(tl.int32, bitcast=True)
-            a += (w > bound).to(tl.int32)
-            b += (w > bound + part).to(tl.int32)
-            c += (w > bound + 2 * part).to(tl.int32)
-            d += (w > bound + 3 * part).to(tl.int32)
-            e += (w > bound + 4 * part).to(tl.int32)
-            f += (w > bound + 5 * part).to(tl.int32)
-            g += (w > bound + 6 * part).to(tl.int32)
-        parts = (tl.sum(a, 0) > last).to(tl.int32) + (tl.sum(b, 0) > last).to(tl.int32) + (tl.sum(c, 0) > last).to(tl.int32)
-        parts += (tl.sum(d, 0) > last).to(tl.int32) + (tl.sum(e, 0) > last).to(tl.int32) + (tl.sum(f, 0) > last).to(tl.int32)
-        first += (parts + (tl.sum(g, 0) > last).to(tl.int32)) * part
-    least = first.to(tl.float32, bitcast=True)
-    number, mass = _above(found, V, least, 0, LANES)
-    return tl.sum(mass, 0) + (last + 1 - tl.sum(number, 0)).to(tl.int64) * whole(least)
+            digit = (w - least).to(tl.uint32, bitcast=True) >> shift
+            counts += tl.where(digit < 8, tl.full([], 1, tl.uint64) << ((digit & 7) * 8).to(tl.uint64), 0)
+        searching = tl.full([], 1, tl.int32)
+        more = above
+        for m in tl.static_range(8):
+            number = tl.sum(((counts >> (8 * (7 - m))) & 255).to(tl.int32), 0)
+            more += number
+            here = searching * (more > last).to(tl.int32)
+            least += here * ((7 - m) << shift)
+            searching -= here
+            above += searching * number
+    bound = least.to(tl.float32, bitcast=True)
+    _, mass = _above(found, V, bound, 0, LANES)
+    return tl.sum(mass, 0) + (last + 1 - above).to(tl.int64) * whole(bound)
 
 
 @triton.jit

@@ -252,7 +252,8 @@ def test_the_kernel_chooses_the_tokens_of_the_formula(size, dtype, kind):
         x = logits.to(device)
         found.append([made.sample(x, rows, range(len(rows)), [step] * len(rows)).tolist() for step in range(4)])
     assert found[0] == found[1]
-    assert {one[3] for one in found[0]} == {one[4] for one in found[0]} == {NO_TOKEN}
+    if kind != "changed":  # masks exclude NaN and inf
+        assert {one[3] for one in found[0]} == {one[4] for one in found[0]} == {NO_TOKEN}
 
 
 @pytest.mark.parametrize("size", [65536, 50277])
@@ -263,9 +264,10 @@ def test_the_kernel_of_log_probabilities_equals_the_formula(size, dtype):
     tokens = torch.arange(40) * 999 % size
     for most in (0, 1, 20):
         wanted, found = logprobs_of(logits, tokens, most), logprobs_of(logits.cuda(), tokens.cuda(), most).cpu()
-        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6, equal_nan=True)
-        assert torch.equal(found[:4, 1 + most :], wanted[:4, 1 + most :])
-        assert torch.equal(found[5:, 1 + most :], wanted[5:, 1 + most :])
+        assert found[4, 0].isnan()
+        found[4] = wanted[4] = 0
+        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
+        assert torch.equal(found[:, 1 + most :], wanted[:, 1 + most :])
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
