@@ -37,8 +37,8 @@ from .weights import LEAST_POWER, LN_2, LOG2_E, MAGIC, ONE, POLYNOMIAL, SHORT
 WARPS = 16
 SEARCHED = 8192
 """Logits that are loaded at a time for the largest."""
-BITS = tl.constexpr(30)
-"""Of a weight, which is at most 1."""
+BITS, BEYOND = tl.constexpr(30), tl.constexpr(1 << 30)
+"""Of a weight, which is at most 1; and a number above them."""
 INF = tl.constexpr(float("inf"))
 WHOLE, MAGIC_, SHORT_, LEAST_POWER_, LOG2_E_, LN_2_, ROUND_ = map(tl.constexpr, (ONE, MAGIC, SHORT, LEAST_POWER, LOG2_E, LN_2, ROUND))
 C1, C2, C3, C4, C5, C6 = map(tl.constexpr, POLYNOMIAL)
@@ -160,30 +160,49 @@ def _change(
 
 
 @triton.jit
+def _bytes(counts, digit, first: tl.constexpr):
+    """``counts`` with 1 more in the byte of a digit, of eight from ``first`` on."""
+    at = digit - first
+    return counts + tl.where(at < 8, tl.full([], 1, tl.uint64) << ((at & 7) * 8).to(tl.uint64), 0)
+
+
+@triton.jit
 def _sum_of_top(found, V, last, LANES: tl.constexpr):
     """The sum of the ``last`` + 1 largest weights of a row.
 
-    The least of them is found from its upper bits, three a pass. A pass counts the weights that agree in the bits before, by these three, in
-    eight bytes of each lane.
+    The least of them is found from its upper bits, four a pass. A pass counts the weights that agree in the bits before, by these four, in
+    sixteen bytes of each lane. It ends where all of them are equal, or where the next bits separate the ``last`` + 1 largest from others.
     """
     lane = tl.arange(0, LANES)
-    least, above = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
-    for n in tl.range(0, BITS // 3):
-        shift = BITS - 3 * (n + 1)
-        counts = tl.zeros([LANES], tl.uint64)
+    least, above, shift = tl.zeros([], tl.int32), tl.zeros([], tl.int32), tl.full([], BITS, tl.int32)
+    searching = last >= 0
+    while searching:
+        size = tl.full([], 1, tl.int32) << shift
+        shift = tl.maximum(shift - 4, 0)
+        low, high = tl.zeros([LANES], tl.uint64), tl.zeros([LANES], tl.uint64)
+        smallest, largest = tl.full([LANES], BEYOND, tl.int32), tl.zeros([LANES], tl.int32)
         for begin in tl.range(0, V, LANES, num_stages=3):
             w = tl.load(found + begin + lane, lane < V - begin, other=0).to(tl.int32, bitcast=True)
-            digit = (w - least).to(tl.uint32, bitcast=True) >> shift
-            counts += tl.where(digit < 8, tl.full([], 1, tl.uint64) << ((digit & 7) * 8).to(tl.uint64), 0)
-        searching = tl.full([], 1, tl.int32)
-        more = above
-        for m in tl.static_range(8):
-            number = tl.sum(((counts >> (8 * (7 - m))) & 255).to(tl.int32), 0)
-            more += number
-            here = searching * (more > last).to(tl.int32)
-            least += here * ((7 - m) << shift)
-            searching -= here
-            above += searching * number
+            within = (w >= least) & (w < least + size)
+            smallest = tl.where(within, tl.minimum(smallest, w), smallest)
+            largest = tl.where(within, tl.maximum(largest, w), largest)
+            digit = tl.where(within, (w - least) >> shift, 16).to(tl.uint32)
+            low, high = _bytes(low, digit, 0), _bytes(high, digit, 8)
+        if tl.min(smallest, 0) == tl.max(largest, 0):
+            least = tl.max(largest, 0)
+            searching = last < 0
+        else:
+            taken = last < 0
+            start, more = least, above
+            for m in tl.static_range(16):
+                number = tl.sum((((high if m < 8 else low) >> (8 * (7 - m % 8))) & 255).to(tl.int32), 0)
+                here = (more + number > last) & (not taken)
+                least = tl.where(here, start + ((15 - m) << shift), least)
+                searching = tl.where(here, (more + number > last + 1) & (shift > 0), searching)
+                above = tl.where(here & (more + number == last + 1), last + 1, tl.where(here, more, above))
+                more += number
+                taken |= here
+            least -= (above > last).to(tl.int32)
     bound = least.to(tl.float32, bitcast=True)
     _, mass = _above(found, V, bound, 0, LANES)
     return tl.sum(mass, 0) + (last + 1 - above).to(tl.int64) * whole(bound)
