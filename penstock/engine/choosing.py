@@ -1,10 +1,10 @@
 """Choosing tokens in plain PyTorch, on any device. ``choosing_kernel.py`` computes the same.
 
 Tokens are ranked by weight, then by number: the lower of two with equal weights comes first. Kept are those whose weight is at least
-min_p, of them the first top_k, and of these the first whose weights sum to top_p of all. A draw takes the token at a random place in the
-sum of the weights of all candidates, in the order of (token modulo ``LANES``, token). If it is not kept, nor are those of higher ranks; the
-others are the candidates of the next draw. So a kept token is drawn with its share of the weights of all that are kept, whose number and
-sum a kernel need not find.
+min_p, of them the first top_k, and of these the first whose weights sum to top_p of theirs. Candidates are all tokens or, with top_k,
+those whose weight is at least that of the last of the top k. A draw takes the token at a random place in the sum of the weights of the
+candidates, in the order of (token modulo ``LANES``, token). If it is not kept, nor are those of higher ranks; the others are the candidates
+of the next draw. So a kept token is drawn with its share of the weights of all that are kept, and a kernel need not find which these are.
 """
 
 from __future__ import annotations
@@ -135,12 +135,13 @@ def _draw(V: int, logits: Tensor, largest: Tensor, params: Tensor, step: Places)
     found = weights(logits.float(), largest[:, None], params[:, TEMPERATURE : TEMPERATURE + 1], params[:, LEAST : LEAST + 1].float())
     found.nan_to_num_(1.0)
     sums, keys, positions = whole(found), params[:, KEY].view(torch.int64), step.of(DRAWN, step.positions)
-    tokens = _at_random(sums, keys, positions)
     if not step.any & LIMITED:
-        return tokens
-    places = step.of(LIMITED, torch.arange(len(tokens), device=tokens.device))
-    ranks = _ranks(step.of(LIMITED, found))
-    least = _least(V, ranks, step.of(LIMITED, params))
+        return _at_random(sums, keys, positions)
+    places, some = step.of(LIMITED, torch.arange(len(sums), device=sums.device)), step.of(LIMITED, found)
+    ranks = _ranks(some)
+    least, top = _limits(V, ranks, step.of(LIMITED, params))
+    sums = step.put(LIMITED, sums, step.of(LIMITED, sums).masked_fill_(some < top, 0))
+    tokens = _at_random(sums, keys, positions)
     for n in range(1, V + 1):
         found_ranks = ranks.gather(1, tokens.index_select(0, places)[:, None])
         left = torch.nonzero((found_ranks < least).squeeze(1)).squeeze(1)
@@ -172,23 +173,23 @@ def _ranks(found: Tensor) -> Tensor:
 
 
 def _weights_of(ranks: Tensor) -> Tensor:
-    return whole((ranks >> 20).int().view(torch.float32))
+    return (ranks >> 20).int().view(torch.float32)
 
 
-def _least(V: int, ranks: Tensor, params: Tensor) -> Tensor:
-    """Of each row, the number of the last token that is kept: int64 [D,1]."""
+def _limits(V: int, ranks: Tensor, params: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each row, the number of the last token that is kept, and the weight of the last of the top k: int64 and float32 [D,1]."""
     if ranks.is_cuda or V <= 8 * CANDIDATES:  # the host does not wait for a GPU to know whether candidates suffice
-        return _ends(V, ranks.sort(dim=-1, descending=True)[0], params, None)[0]
-    totals = _weights_of(ranks).sum(-1, keepdim=True)
-    least, enough = _ends(V, ranks.topk(CANDIDATES, -1)[0], params, totals)
+        return _ends(V, ranks.sort(dim=-1, descending=True)[0], params, None)[:2]
+    totals = whole(_weights_of(ranks)).sum(-1, keepdim=True)
+    least, top, enough = _ends(V, ranks.topk(CANDIDATES, -1)[0], params, totals)
     rest = torch.nonzero(~enough.squeeze(-1)).squeeze(1)
     if len(rest):
-        least[rest] = _ends(V, ranks[rest].sort(dim=-1, descending=True)[0], params[rest], None)[0]
-    return least
+        least[rest], top[rest], _ = _ends(V, ranks[rest].sort(dim=-1, descending=True)[0], params[rest], None)
+    return least, top
 
 
-def _ends(V: int, ranked: Tensor, params: Tensor, totals: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Of ranked numbers [D,C]: the last one that is kept, and whether no later one is: both [D,1].
+def _ends(V: int, ranked: Tensor, params: Tensor, totals: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Of ranked numbers [D,C]: the last one that is kept, the weight of the last of the top k, and whether these C suffice: all [D,1].
 
     totals : Tensor, optional
         Sums of all weights [D,1], for rows whose top k is not among the ranked. None if there are no such rows.
@@ -196,10 +197,11 @@ def _ends(V: int, ranked: Tensor, params: Tensor, totals: Tensor | None) -> tupl
     C = ranked.shape[1]
     last, share = params[:, LAST_RANK : LAST_RANK + 1], params[:, SHARE : SHARE + 1]
     within = last < C
-    kept = _weights_of(ranked).mul_(torch.arange(C, device=ranked.device) <= last)
+    kept = whole(_weights_of(ranked)).mul_(torch.arange(C, device=ranked.device) <= last)
     sums = kept.cumsum(-1)
     total = sums[:, -1:]
     limit = share * (total if totals is None else torch.where(within, total, totals))
     end = torch.minimum((sums - kept < limit)[:, 1:].sum(-1, keepdim=True), last)
     enough = within if totals is None else within | ((last == V - 1) & (total >= limit))
-    return ranked.gather(1, end.long()), enough
+    top = _weights_of(ranked.gather(1, last.clamp(max=C - 1).long())).masked_fill(last == V - 1, 0)
+    return ranked.gather(1, end.long()), top, enough

@@ -1,9 +1,8 @@
 """The Triton kernel that chooses the tokens of all rows in one launch, a program a row: what ``choosing.choose`` computes, to the bit.
 
-A program reads its logits twice: for the largest, and for the sum of weights of each lane. For top_k or top_p it stores the weights, and
-reads them once for each draw, to find the sum and the number of those before the token. Where a row has both, it first searches the weight
-of the last of the top k, three bits a pass: the nucleus is a share of their sum. With the order of draws, sums stay in their lanes until
-the end of a pass.
+A program reads its logits twice: for the largest, and for the sum of weights of each lane. For top_k or top_p it stores the weights. It
+searches the weight of the last of the top k, four bits a pass, and after each draw reads the weights once for the sum and the number of
+those before the token. With the order of draws, sums stay in their lanes until the end of a pass.
 """
 
 import torch
@@ -167,14 +166,14 @@ def _bytes(counts, digit, first: tl.constexpr):
 
 
 @triton.jit
-def _sum_of_top(found, V, last, LANES: tl.constexpr):
-    """The sum of the ``last`` + 1 largest weights of a row.
+def _top(found, V, last, LANES: tl.constexpr):
+    """The least of the ``last`` + 1 largest weights of a row, and a number below it and above all smaller weights.
 
-    The least of them is found from its upper bits, four a pass. A pass counts the weights that agree in the bits before, by these four, in
+    The least is found from its upper bits, four a pass. A pass counts the weights that agree in the bits before, by these four, in
     sixteen bytes of each lane. It ends where all of them are equal, or where the next bits separate the ``last`` + 1 largest from others.
     """
     lane = tl.arange(0, LANES)
-    least, above, shift = tl.zeros([], tl.int32), tl.zeros([], tl.int32), tl.full([], BITS, tl.int32)
+    least, above, shift = tl.zeros([], tl.int32), tl.zeros([], tl.int32), tl.full([], BITS, tl.int32)  # above: how many larger ones
     searching = last >= 0
     while searching:
         size = tl.full([], 1, tl.int32) << shift
@@ -199,13 +198,10 @@ def _sum_of_top(found, V, last, LANES: tl.constexpr):
                 here = (more + number > last) & (not taken)
                 least = tl.where(here, start + ((15 - m) << shift), least)
                 searching = tl.where(here, (more + number > last + 1) & (shift > 0), searching)
-                above = tl.where(here & (more + number == last + 1), last + 1, tl.where(here, more, above))
+                above = tl.where(here, more, above)
                 more += number
                 taken |= here
-            least -= (above > last).to(tl.int32)
-    bound = least.to(tl.float32, bitcast=True)
-    _, mass = _above(found, V, bound, 0, LANES)
-    return tl.sum(mass, 0) + (last + 1 - above).to(tl.int64) * whole(bound)
+    return least.to(tl.float32, bitcast=True), tl.maximum(least - 1, 0).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -270,33 +266,36 @@ def penstock_choose(
                 if LIMITED:
                     tl.store(found + at, w, at < V)
                 sums += whole(w)
-            total = tl.sum(sums, 0)
-            drawn = _place(total, _uniform(key, position))
-            token, before = _in_lane(sums, drawn, LANES)
-            column = token + LANES * tl.arange(0, COLUMNS)
-            y = tl.load((changed if CHANGED else x) + column, column < V, other=-INF).to(tl.float32)
-            w = whole(weight(y, largest, scale, high, low, lowest, least))
-            token += LANES * tl.sum((before + tl.cumsum(w, 0) <= drawn).to(tl.int32), 0)
             if LIMITED:
                 tl.debug_barrier()
                 last_rank, share = tl.load(numbers + LAST_RANK_).to(tl.int32), tl.load(numbers + SHARE_)
-                if (last_rank < V - 1) & (share < 1):
-                    total = _sum_of_top(found, V, last_rank, LANES)
-                limit = share * total.to(tl.float64)
-                searching = (last_rank < V - 1) | (share < 1)
+                total, bound = tl.sum(sums, 0), tl.full([], -1, tl.float32)
+                if last_rank < V - 1:
+                    top, bound = _top(found, V, last_rank, LANES)
+                    number, sums = _above(found, V, bound, 0, LANES)
+                    total = tl.sum(sums, 0) - (tl.sum(number, 0) - last_rank - 1).to(tl.int64) * whole(top)
+                limit, token = share * total.to(tl.float64), 0
+                searching = last_rank >= 0
                 while searching:
-                    bound = tl.load(found + token)
-                    number, sums = _above(found, V, bound, token, LANES)
-                    total = tl.sum(sums, 0)
-                    searching = (tl.sum(number, 0) > last_rank) | (total.to(tl.float64) >= limit)
+                    drawn = _place(tl.sum(sums, 0), _uniform(key, position))
+                    following, before = _in_lane(sums, drawn, LANES)
+                    column = following + LANES * tl.arange(0, COLUMNS)
+                    w = tl.load(found + column, column < V, other=0)
+                    w = whole(tl.where(_before(w, column, bound, token), w, 0.0))
+                    token = following + LANES * tl.sum((before + tl.cumsum(w, 0) <= drawn).to(tl.int32), 0)
+                    searching = (last_rank < V - 1) | (share < 1)
                     if searching:
+                        bound = tl.load(found + token)
+                        number, sums = _above(found, V, bound, token, LANES)
+                        searching = (tl.sum(number, 0) > last_rank) | (tl.sum(sums, 0).to(tl.float64) >= limit)
                         position += ROUND_
-                        drawn = _place(total, _uniform(key, position))
-                        following, before = _in_lane(sums, drawn, LANES)
-                        column = following + LANES * tl.arange(0, COLUMNS)
-                        w = tl.load(found + column, column < V, other=0)
-                        w = whole(tl.where(_before(w, column, bound, token), w, 0.0))
-                        token = following + LANES * tl.sum((before + tl.cumsum(w, 0) <= drawn).to(tl.int32), 0)
+            else:
+                drawn = _place(tl.sum(sums, 0), _uniform(key, position))
+                token, before = _in_lane(sums, drawn, LANES)
+                column = token + LANES * tl.arange(0, COLUMNS)
+                y = tl.load((changed if CHANGED else x) + column, column < V, other=-INF).to(tl.float32)
+                w = whole(weight(y, largest, scale, high, low, lowest, least))
+                token += LANES * tl.sum((before + tl.cumsum(w, 0) <= drawn).to(tl.int32), 0)
     tl.store(tokens + row, token.to(tl.int64))
     tl.store(last + slot, token.to(tl.int64))
     if PENALTIES:

@@ -69,7 +69,7 @@ def literal(logits: list[float], row: Row, position: int) -> int:
             break
         kept.append(token)
         so_far += whole[token]
-    candidates, draws = ranked, 0
+    candidates, draws = [token for token in ranked if found[token] >= found[ranked[(p.top_k or V) - 1 if p.top_k < V else -1]]], 0
     while True:
         drawn = int(uniform(row.seed, position + draws * 2**40) * float(sum(whole[token] for token in candidates)))
         so_far = 0
@@ -304,30 +304,47 @@ class Calls(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_a_step_copies_once_and_calls_torch_as_often_for_many_rows_as_for_few(monkeypatch):
+@pytest.mark.parametrize("by_kernel", [False, True])
+def test_a_step_copies_once_whatever_its_rows_need(by_kernel, monkeypatch):
+    """A step by the kernel also calls torch as often for many rows as for few, and launches once."""
     params = [
         SamplingParams(temperature=0), SamplingParams(), SamplingParams(top_p=0.9), SamplingParams(top_k=3), SamplingParams(min_p=0.1),
         SamplingParams(presence_penalty=1.0), SamplingParams(repetition_penalty=1.1), SamplingParams(logit_bias={1: 1.0, 2: 2.0}),
     ]  # fmt: skip
-    copies, plain = [], sampler.from_buffer
-    monkeypatch.setattr(sampler, "from_buffer", lambda *given: copies.append(1) or plain(*given))
+    copies, launches, module = [], [], sampler if by_kernel else choosing
+    plain = module.from_buffer
+    monkeypatch.setattr(module, "from_buffer", lambda *given: copies.append(1) or plain(*given))
+    if by_kernel:
+        kernel = pytest.importorskip("penstock.engine.choosing_kernel")
+        launch = lambda *given, **constants: launches.append(constants)  # noqa: E731
+        monkeypatch.setattr(kernel, "on_device_of", lambda *given: {(8,): launch, (64,): launch})
     counts = []
     for count in (8, 64):
         made, rows = Sampler(count, V, torch.device("cpu")), [Row(params[n % 8], n, [1, 2], 1) for n in range(count)]
+        made._kernels = by_kernel
         made.sample(torch.randn(count, V), rows, range(count), [2] * count)
         copies.clear()
+        launches.clear()
         with Calls() as calls:
             made.sample(torch.randn(count, V), rows[::-1], range(count)[::-1], [3] * count)
         counts.append(calls.count)
         assert len(copies) == 1
-    assert counts[0] == counts[1]
+        assert len(launches) == by_kernel
+    assert counts[0] == counts[1] or not by_kernel
 
 
 def test_sums_of_the_largest_vocabulary_do_not_overflow():
     """All logits are equal, so all weights are 2**44."""
     logits = torch.zeros(2, MOST_TOKENS)
     rows = [Row(SamplingParams(), 1), Row(SamplingParams(top_p=0.5), 1)]
-    assert sample(logits, rows, [1, 1]).tolist() == [int(uniform(1, 1) * n) for n in (MOST_TOKENS, MOST_TOKENS // 2 + 1)]
+    wanted = []
+    for kept in (MOST_TOKENS, MOST_TOKENS // 2 + 1):
+        token, draws = MOST_TOKENS, 0
+        while draws == 0 or token >= kept:  # all weights are equal, so the rank of a token is its number
+            candidates = sorted(range(token), key=lambda one: (one % choosing.LANES, one))
+            token, draws = candidates[int(uniform(1, 1 + draws * 2**40) * token)], draws + 1
+        wanted.append(token)
+    assert sample(logits, rows, [1, 1]).tolist() == wanted
     assert float(logprobs_of(logits, torch.zeros(2, dtype=torch.int64), 0)[0]) == pytest.approx(-math.log(MOST_TOKENS))
     model = CausalLM(gla(vocab_size=MOST_TOKENS + 1, hidden_size=8, num_layers=1, num_heads=1))
     with pytest.raises(RangeError, match="Engine: model must be of at most 524287 tokens, got a vocabulary of 524288"):
