@@ -340,7 +340,7 @@ class Bench:
         """
         waits: list[float] = []
         launches: list[float] = []
-        tolist, run = ToHost.tolist, StepGraphs.run
+        value, run = ToHost.value, StepGraphs.run
 
         def timed(function: Callable, times: list[float]) -> Callable:
             def call(*given):
@@ -351,7 +351,7 @@ class Bench:
 
             return call
 
-        ToHost.tolist, StepGraphs.run = timed(tolist, waits), timed(run, launches)  # type: ignore[method-assign]
+        ToHost.value, StepGraphs.run = timed(value, waits), timed(run, launches)  # type: ignore[method-assign]
         engine = self.engine(self.streams, tokenizer=Letters(self.sizes["vocab_size"]))
         for name, kind in KINDS.items():
             requests = self.running(engine, self.streams, kind, sink=lambda request, event: None)
@@ -372,7 +372,7 @@ class Bench:
             for request in requests:
                 engine.cancel(request)
         engine.close()
-        ToHost.tolist, StepGraphs.run = tolist, run  # type: ignore[method-assign]
+        ToHost.value, StepGraphs.run = value, run  # type: ignore[method-assign]
 
 
 MEASURES = ("check", "decode", "prompts", "python", "mixed", "first_token", "invariant")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Mapping
+from array import array
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, Protocol, TypeGuard
+from typing import Any, Literal, NamedTuple, Protocol, TypeGuard, overload
 
 from ..errors import Complaints, DtypeError, PenstockError, RangeError, described
 from ..layers.sizes import check_number, check_whole
@@ -163,6 +164,48 @@ class TokenLogprobs(NamedTuple):
     top: tuple[tuple[int, float], ...] = ()
 
 
+class Logprobs(Items[TokenLogprobs]):
+    """A list of ``TokenLogprobs``, made when they are read: memory has their numbers only.
+
+    As objects, those of long completions would keep Python's garbage collector busy at every step.
+    """
+
+    def __init__(self) -> None:
+        self._numbers, self._ends = array("d"), array("q", [0])
+
+    def extend(self, more: Iterable[TokenLogprobs]) -> None:
+        """Add some at the end."""
+        for one in more:
+            self._numbers.extend(one[:2])
+            for pair in one.top:
+                self._numbers.extend(pair)
+            self._ends.append(len(self._numbers))
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    @overload
+    def __getitem__(self, index: int) -> TokenLogprobs: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[TokenLogprobs]: ...
+    def __getitem__(self, index: int | slice) -> TokenLogprobs | list[TokenLogprobs]:
+        if isinstance(index, slice):
+            return [self[n] for n in range(*index.indices(len(self)))]
+        place = range(len(self))[index]
+        token, logprob, *top = self._numbers[self._ends[place] : self._ends[place + 1]]
+        return TokenLogprobs(int(token), logprob, tuple(zip(map(int, top[::2]), top[1::2])))
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Logprobs):
+            return self._ends == other._ends and self._numbers == other._numbers
+        return list(self) == other
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(list(self))
+
+
 @dataclass(slots=True)
 class Event:
     """What one step adds to one completion of a request."""
@@ -184,7 +227,7 @@ class Completion:
     tokens: list[int] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
     """Of the text, as they came."""
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: Logprobs = field(default_factory=Logprobs)
     finish_reason: FinishReason | None = None
     """One of "stop" (a stop text, a stop token or the end of text), "length" (``max_tokens``), "cancelled" and "error"."""
     stopped_by: str | int | None = None

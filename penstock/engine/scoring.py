@@ -40,11 +40,10 @@ def logprobs_of(logits: Tensor, tokens: Tensor, most: int) -> Tensor:
 
 def to_logprobs(tokens: Items[int], found: ToHost, wanted: Items[int | None]) -> list[TokenLogprobs | None]:
     """The same for callers; row r gets its ``wanted[r]`` best tokens, or None."""
-    result: list[TokenLogprobs | None] = []
-    for token, values, most in zip(tokens, found.tolist(), wanted):
-        if most is None:
-            result.append(None)
-            continue
-        names = values[1 + len(values) // 2 :]
-        result.append(TokenLogprobs(token, values[0], tuple(zip(map(int, names[:most]), values[1:]))))
-    return result
+    values = found.value()
+    most = values.shape[1] // 2
+    scores, names = values[:, : 1 + most].tolist(), values[:, 1 + most :].long().tolist()
+    return [
+        None if count is None else TokenLogprobs(token, first, tuple(zip(some[:count], others)))
+        for token, (first, *others), some, count in zip(tokens, scores, names, wanted)
+    ]

@@ -302,7 +302,7 @@ class Steps:
         if text:
             completion.pieces.append(text)
         if logprobs:
-            completion.logprobs += logprobs
+            completion.logprobs.extend(logprobs)
         if reason is not None:
             completion.finish_reason = reason
             if request.params.keep_state and completion.state is None:

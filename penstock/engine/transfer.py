@@ -45,9 +45,13 @@ class ToHost:
         if x.is_cuda:
             self._arrived = torch.cuda.current_stream(x.device).record_event()
 
-    def tolist(self) -> list[Any]:
-        """Its values. Waits until they are there."""
+    def value(self) -> Tensor:
+        """The tensor on the host. Waits until it is there."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        found: list[Any] = self._copy.tolist()
+        return self._copy
+
+    def tolist(self) -> list[Any]:
+        """Its values."""
+        found: list[Any] = self.value().tolist()
         return found
