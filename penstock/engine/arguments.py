@@ -8,10 +8,10 @@ from typing import Any
 
 from ..errors import Complaints, DtypeError, RangeError, ShapeError, described, shortened
 from ..models import CausalLM
+from ..models.probabilities import MOST_TOKENS
 from .request import Request, SamplingParams
 from .states import SequenceState
 from .tunings import Tuning
-from .weights import MOST_TOKENS
 
 
 def check_model(model: object) -> None:

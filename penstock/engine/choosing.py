@@ -12,10 +12,12 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence as Items
+from itertools import count
 
 import torch
 from torch import Tensor
 
+from ..models.probabilities import at_random, limits, ranks_of, weights, whole
 from .slot_tables import (
     BIASED,
     CONSTRAINED,
@@ -36,14 +38,9 @@ from .slot_tables import (
 )
 from .transfer import from_buffer
 from .uniforms import uniforms
-from .weights import weights, whole
 
 NO_TOKEN = -1
 """In the place of a token where the largest logit is not finite."""
-LANES = 4096
-"""The order of draws: a kernel sums the weights of so many tokens at a time, each in a lane of its own."""
-CANDIDATES = 256
-"""The most likely tokens that are ranked before all are."""
 ROUND = 2**40
 """Between the positions of the random numbers of two draws of a row."""
 
@@ -93,7 +90,7 @@ def choose(
     largest, tokens = logits.float().max(-1)  # the lowest of equal ones
     if step.any & DRAWN:
         some = step.of(DRAWN, logits), step.of(DRAWN, largest), step.of(DRAWN, params)
-        tokens = step.put(DRAWN, tokens, _draw(tables.vocab_size, *some, step))
+        tokens = step.put(DRAWN, tokens, _draw(*some, step))
     tokens = tokens.masked_fill_(~(largest.abs() < math.inf), NO_TOKEN)
     if step.any & PENALISED:
         assert tables.seen is not None
@@ -130,78 +127,24 @@ def _penalised(logits: Tensor, seen: Tensor, params: Tensor) -> Tensor:
     return torch.where(counts > 0, logits - (presence + counts * frequency), logits)
 
 
-def _draw(V: int, logits: Tensor, largest: Tensor, params: Tensor, step: Places) -> Tensor:
+def _draw(logits: Tensor, largest: Tensor, params: Tensor, step: Places) -> Tensor:
     """Sample rows of temperature above 0: logits [D,V]. Rows whose largest logit is not finite get any token."""
     found = weights(logits.float(), largest[:, None], params[:, TEMPERATURE : TEMPERATURE + 1], params[:, LEAST : LEAST + 1].float())
     found.nan_to_num_(1.0)
     sums, keys, positions = whole(found), params[:, KEY].view(torch.int64), step.of(DRAWN, step.positions)
     if not step.any & LIMITED:
-        return _at_random(sums, keys, positions)
+        return at_random(sums, uniforms(keys, positions))
     places, some = step.of(LIMITED, torch.arange(len(sums), device=sums.device)), step.of(LIMITED, found)
-    ranks = _ranks(some)
-    least, top = _limits(V, ranks, step.of(LIMITED, params))
+    ranks, chosen = ranks_of(some), step.of(LIMITED, params)
+    least, top = limits(ranks, chosen[:, LAST_RANK : LAST_RANK + 1], chosen[:, SHARE : SHARE + 1])
     sums = step.put(LIMITED, sums, step.of(LIMITED, sums).masked_fill_(some < top, 0))
-    tokens = _at_random(sums, keys, positions)
-    for n in range(1, V + 1):
+    tokens = at_random(sums, uniforms(keys, positions))
+    for n in count(1):
         found_ranks = ranks.gather(1, tokens.index_select(0, places)[:, None])
         left = torch.nonzero((found_ranks < least).squeeze(1)).squeeze(1)
         if not len(left):
             break
         places, ranks, least = places[left], ranks[left], least[left]
         candidates = sums[places].masked_fill_(ranks <= found_ranks[left], 0)
-        tokens[places] = _at_random(candidates, keys[places], positions[places] + n * ROUND)
+        tokens[places] = at_random(candidates, uniforms(keys[places], positions[places] + n * ROUND))
     return tokens
-
-
-def _at_random(sums: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
-    """The tokens at random places in the sums of whole weights [D,V], in the order of draws: int64 [D]."""
-    D, V = sums.shape
-    columns = -(-V // LANES)
-    if columns > 1:
-        sums = torch.nn.functional.pad(sums, (0, columns * LANES - V)).view(D, columns, LANES).mT.reshape(D, -1)
-    ends = sums.cumsum(-1)
-    total = ends[:, -1]
-    drawn = torch.minimum((uniforms(keys, positions) * total).long(), total - 1)
-    place = torch.searchsorted(ends, drawn[:, None], right=True).squeeze(-1)
-    return place // columns + place % columns * LANES if columns > 1 else place
-
-
-def _ranks(found: Tensor) -> Tensor:
-    """A number for each token of weights [D,V]: larger for larger weights, then lower tokens. Its upper bits are those of the weight."""
-    V = found.shape[1]
-    return (found.view(torch.int32).long() << 20) + torch.arange(V - 1, -1, -1, device=found.device)
-
-
-def _weights_of(ranks: Tensor) -> Tensor:
-    return (ranks >> 20).int().view(torch.float32)
-
-
-def _limits(V: int, ranks: Tensor, params: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each row, the number of the last token that is kept, and the weight of the last of the top k: int64 and float32 [D,1]."""
-    if ranks.is_cuda or V <= 8 * CANDIDATES:  # the host does not wait for a GPU to know whether candidates suffice
-        return _ends(V, ranks.sort(dim=-1, descending=True)[0], params, None)[:2]
-    totals = whole(_weights_of(ranks)).sum(-1, keepdim=True)
-    least, top, enough = _ends(V, ranks.topk(CANDIDATES, -1)[0], params, totals)
-    rest = torch.nonzero(~enough.squeeze(-1)).squeeze(1)
-    if len(rest):
-        least[rest], top[rest], _ = _ends(V, ranks[rest].sort(dim=-1, descending=True)[0], params[rest], None)
-    return least, top
-
-
-def _ends(V: int, ranked: Tensor, params: Tensor, totals: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Of ranked numbers [D,C]: the last one that is kept, the weight of the last of the top k, and whether these C suffice: all [D,1].
-
-    totals : Tensor, optional
-        Sums of all weights [D,1], for rows whose top k is not among the ranked. None if there are no such rows.
-    """
-    C = ranked.shape[1]
-    last, share = params[:, LAST_RANK : LAST_RANK + 1], params[:, SHARE : SHARE + 1]
-    within = last < C
-    kept = whole(_weights_of(ranked)).mul_(torch.arange(C, device=ranked.device) <= last)
-    sums = kept.cumsum(-1)
-    total = sums[:, -1:]
-    limit = share * (total if totals is None else torch.where(within, total, totals))
-    end = torch.minimum((sums - kept < limit)[:, 1:].sum(-1, keepdim=True), last)
-    enough = within if totals is None else within | ((last == V - 1) & (total >= limit))
-    top = _weights_of(ranked.gather(1, last.clamp(max=C - 1).long())).masked_fill(last == V - 1, 0)
-    return ranked.gather(1, end.long()), top, enough

@@ -11,7 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..gpu.launch import on_device_of
-from .choosing import LANES, ROUND
+from ..models.probabilities import LANES, LEAST_POWER, LN_2, LOG2_E, MAGIC, ONE, POLYNOMIAL, SHORT
+from .choosing import ROUND
 from .slot_tables import (
     BIASED,
     BIASES,
@@ -31,7 +32,6 @@ from .slot_tables import (
     SlotTables,
 )
 from .uniforms import LAST_SHIFT, ROUNDS, STEP
-from .weights import LEAST_POWER, LN_2, LOG2_E, MAGIC, ONE, POLYNOMIAL, SHORT
 
 WARPS = 16
 SEARCHED = 8192
@@ -60,7 +60,7 @@ def _uniform(key, position):
 
 @triton.jit
 def weight(y, largest, scale, high, low, lowest, least):
-    """``weights.weights``; scale, high, low and lowest are functions of the temperature, see ``scales``."""
+    """``probabilities.weights``; scale, high, low and lowest are functions of the temperature, see ``scales``."""
     d = tl.maximum(y - largest, lowest)
     shifted = d * scale + MAGIC_
     n = shifted - MAGIC_
@@ -81,7 +81,7 @@ def scales(temperature):
 
 @triton.jit
 def whole(found):
-    """``weights.whole``"""
+    """``probabilities.whole``"""
     return (found * WHOLE).to(tl.int64)
 
 

@@ -1,8 +1,8 @@
 """From logits to tokens, for all rows of a step together.
 
-A row's token depends on its own logits, parameters, seed and position only, to the bit, and is the same on every device: weights
-(``weights.py``) are computed by operations that all devices round alike, their sums have no order, and the random numbers of a row are
-hashes of its seed and position. On a GPU one kernel takes every row, whatever it needs.
+A row's token depends on its own logits, parameters, seed and position only, to the bit, and is the same on every device: weights are
+computed by operations that all devices round alike (``models/probabilities.py``), their sums have no order, and the random numbers of a row
+are hashes of its seed and position. On a GPU one kernel takes every row, whatever it needs.
 """
 
 from __future__ import annotations

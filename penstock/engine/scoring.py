@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ..gpu.target import unavailable
+from ..models.probabilities import ONE, weights, whole
 from .request import TokenLogprobs
 from .transfer import ToHost
-from .weights import ONE, weights, whole
 
 
 def logprobs_of(logits: Tensor, tokens: Tensor, most: int) -> Tensor:

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..models.probabilities import COLDEST, HOTTEST, ONE
 from .request import Constraint, SamplingParams, Sequence
 from .transfer import from_buffer, to_device
 from .uniforms import key_of, seed_of
-from .weights import COLDEST, HOTTEST, ONE
 
 DRAWN, LIMITED, BIASED, PENALISED, CONSTRAINED = (1 << n for n in range(5))
 """What a row needs beyond the largest logit: a draw, top_k or top_p, logit_bias, any penalty, a constraint."""

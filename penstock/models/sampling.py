@@ -10,9 +10,7 @@ from torch import Tensor
 from ..call.private import is_fake
 from ..call.validation import reads_values
 from ..errors import Complaints, DeviceError, DtypeError, RangeError, described, shortened
-
-LOWEST_TEMPERATURE = sys.float_info.min
-"""Its reciprocal is finite. Nonzero temperatures below it are raised to it."""
+from .probabilities import COLDEST, HOTTEST, at_random, limits, ranks_of, weights, whole
 
 
 def check_sampling(
@@ -60,11 +58,11 @@ def sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Ge
     """
     if temperature == 0:
         return logits.argmax(-1)
-    # float64, and differences from the largest logit: the quotients stay finite, or are -inf, at every temperature
-    logits = logits.double()
-    scaled = (logits - logits.amax(-1, keepdim=True)) / max(float(temperature), LOWEST_TEMPERATURE)
-    scaled = scaled.nan_to_num()  # on a GPU, drawing with NaN would end the process
-    p, tokens = torch.softmax(scaled, -1).sort(-1, descending=True)
-    before = p.cumsum(-1) - p
-    p = p.masked_fill(before >= top_p, 0)
-    return tokens.gather(-1, torch.multinomial(p, 1, generator=generator)).squeeze(-1)
+    logits = logits.float()
+    row = logits.new_full((1, 1), min(max(float(temperature), COLDEST), HOTTEST), dtype=torch.float64)
+    found = weights(logits, logits.amax(-1, keepdim=True), row).nan_to_num_(1.0)
+    if top_p < 1:
+        ranks = ranks_of(found)
+        least, _ = limits(ranks, torch.full_like(row, ranks.shape[1] - 1), torch.full_like(row, top_p))
+        found = found.masked_fill_(ranks < least, 0)
+    return at_random(whole(found), torch.rand(len(found), generator=generator, dtype=torch.float64, device=found.device))

@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.engine import Engine, SamplingParams, choosing, sampler, slot_tables, weights
+from penstock.engine import Engine, SamplingParams, choosing, sampler, slot_tables
 from penstock.engine.choosing import NO_TOKEN
 from penstock.engine.sampler import Sampler
 from penstock.engine.scoring import logprobs_of
 from penstock.engine.slot_tables import Row
 from penstock.engine.uniforms import ROUNDS, STEP, key_of, mixed, seed_of, uniform, uniforms
-from penstock.engine.weights import MOST_TOKENS
 from penstock.errors import DtypeError, RangeError
-from penstock.models import CausalLM, gla
+from penstock.models import CausalLM, gla, probabilities
+from penstock.models.probabilities import MOST_TOKENS
 
 V = 50
 
@@ -39,8 +39,8 @@ def literal_weight(d: np.float32, temperature: float) -> np.float32:
     d = max(d, f32(-50 * c))
     n = f32(f32(d * scale) + f32(12582912)) - f32(12582912)
     f = f32(f32(f32(d - f32(n * high)) - f32(n * low)) * scale)
-    p = f32(weights.POLYNOMIAL[5])
-    for factor in (*weights.POLYNOMIAL[4::-1], 1.0):
+    p = f32(probabilities.POLYNOMIAL[5])
+    for factor in (*probabilities.POLYNOMIAL[4::-1], 1.0):
         p = f32(f32(p * f) + f32(factor))
     return f32(np.ldexp(p, int(n)))
 
@@ -73,7 +73,7 @@ def literal(logits: list[float], row: Row, position: int) -> int:
     while True:
         drawn = int(uniform(row.seed, position + draws * 2**40) * float(sum(whole[token] for token in candidates)))
         so_far = 0
-        for token in sorted(candidates, key=lambda token: (token % choosing.LANES, token)):
+        for token in sorted(candidates, key=lambda token: (token % probabilities.LANES, token)):
             so_far += whole[token]
             if drawn < so_far:
                 break
@@ -87,10 +87,10 @@ def test_weights_are_exponentials(temperature):
     """Within the rounding of the difference of two logits and 1 ulp of the result; those of the literal evaluation."""
     x = torch.randn(3, 4000, generator=torch.Generator().manual_seed(0)) * 8
     x[1] = x[1].bfloat16()
-    x[2, :3] = torch.tensor([-math.inf, -3e38 if temperature <= weights.HOTTEST else 0.0, 40.0])
-    used = min(max(temperature, weights.COLDEST), weights.HOTTEST)
+    x[2, :3] = torch.tensor([-math.inf, -3e38 if temperature <= probabilities.HOTTEST else 0.0, 40.0])
+    used = min(max(temperature, probabilities.COLDEST), probabilities.HOTTEST)
     largest = x.amax(-1, keepdim=True)
-    found = weights.weights(x, largest, torch.full((3, 1), used, dtype=torch.float64))
+    found = probabilities.weights(x, largest, torch.full((3, 1), used, dtype=torch.float64))
     exact = torch.exp((x.double() - largest) / temperature)
     error = (found - exact).abs() / exact.clamp(min=2.0**-44)
     distance = ((largest - x).double() / temperature).clamp(max=32)
@@ -172,7 +172,7 @@ def test_most_likely_tokens_do_not_depend_on_how_many_other_rows_want(size):
 def test_a_large_vocabulary_is_ranked_by_candidates_where_they_suffice(scale, monkeypatch):
     """With flat logits the nucleus has more tokens than there are candidates. Many weights are equal."""
     rng, size = random.Random(3), 3000
-    monkeypatch.setattr(choosing, "LANES", 256)
+    monkeypatch.setattr(probabilities, "LANES", 256)
     params = [
         SamplingParams(top_k=k, top_p=p, min_p=min_p, temperature=0.5)
         for k in (0, 1, 7, 300, 2999) for p in (1, 0.99999, 0.7, 1e-9) for min_p in (0, 0.001)
@@ -182,7 +182,7 @@ def test_a_large_vocabulary_is_ranked_by_candidates_where_they_suffice(scale, mo
     found = sample(logits, rows, positions).tolist()
     assert found == [literal(x.tolist(), row, position) for x, row, position in zip(logits.double(), rows, positions)]
     for candidates in (1, 300, size):
-        monkeypatch.setattr(choosing, "CANDIDATES", candidates)
+        monkeypatch.setattr(probabilities, "CANDIDATES", candidates)
         assert sample(logits, rows, positions).tolist() == found
 
 
@@ -203,7 +203,7 @@ def test_the_kernel_chooses_the_same_tokens(dtype, kinds, monkeypatch):
     """Under the interpreter, in two steps each: -inf, NaN, ties, strides, sizes around a pass, ends of random numbers."""
     kernel = pytest.importorskip("penstock.engine.choosing_kernel")
     generator, rng = torch.Generator().manual_seed(0), random.Random(4)
-    monkeypatch.setattr(choosing, "LANES", 64)
+    monkeypatch.setattr(probabilities, "LANES", 64)
     plain = kernel.choose_by_kernel
     monkeypatch.setattr(kernel, "choose_by_kernel", lambda *given: plain(*given, lanes=64, searched=128))
     for size in (1, 64, 65, 300):
@@ -341,7 +341,7 @@ def test_sums_of_the_largest_vocabulary_do_not_overflow():
     for kept in (MOST_TOKENS, MOST_TOKENS // 2 + 1):
         token, draws = MOST_TOKENS, 0
         while draws == 0 or token >= kept:  # all weights are equal, so the rank of a token is its number
-            candidates = sorted(range(token), key=lambda one: (one % choosing.LANES, one))
+            candidates = sorted(range(token), key=lambda one: (one % probabilities.LANES, one))
             token, draws = candidates[int(uniform(1, 1 + draws * 2**40) * token)], draws + 1
         wanted.append(token)
     assert sample(logits, rows, [1, 1]).tolist() == wanted
