@@ -24,6 +24,20 @@ def one_of(rule: str, remedy: str = "") -> WrapValidator:
     return WrapValidator(check)
 
 
+def tagged(rule: str, remedy: str = "") -> WrapValidator:
+    """One message for a value that is none of several forms, as a ``type`` tells them. Others are about what it consists of."""
+
+    def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return handler(value)
+        except ValidationError as error:
+            if any(one["loc"] for one in error.errors()):
+                raise
+            raise PydanticCustomError("one_of", "Input should be {rule}", {"rule": rule, "remedy": remedy}) from None
+
+    return WrapValidator(check)
+
+
 class Body(BaseModel):
     """An object in a request."""
 

@@ -103,6 +103,7 @@ def _check_counts(data: Any, function: str, limits: Limits) -> None:
     lists = prompt if isinstance(prompt, list) and not tokens else ()
     contents, calls = ([_items(one.get(field)) for one in messages if isinstance(one, dict)] for field in ("content", "tool_calls"))
     contents.append(_items(data.get("system")))
+    contents += [_items(part.get("content")) for content in contents for part in content if isinstance(part, dict)]
     counts = [
         ("prompts", 0 if tokens else len(_items(prompt)), limits.prompts, "prompt"),
         ("tokens of a prompt", len(prompt) if isinstance(prompt, list) and tokens else 0, limits.prompt_tokens, "prompt"),

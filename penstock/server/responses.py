@@ -21,7 +21,7 @@ from pydantic_core import PydanticSerializationError
 from ..engine import Event, SequenceState
 from .answers import AnswerForm, AnswerReader
 from .continuation import NotContinuable, continuation
-from .conversation import Conversation, prepare
+from .conversation import Conversation, Names, prepare
 from .errors import Refused
 from .generation import Generation, Job
 from .limits import parsed
@@ -34,6 +34,7 @@ from .streaming import EventStream, finished
 from .templates import Template
 
 FUNCTION = "responses"
+NAMES = Names("tools.{}.parameters", "text.format")
 ID = re.compile(r"resp_([0-9]{1,15})_([0-9a-f]{32})", re.ASCII)
 
 
@@ -78,7 +79,7 @@ async def _begin(service: Service, template: Template, body: ResponseBody) -> tu
     if link is None and body.instructions is not None:
         messages = [Message(role="system", content=body.instructions), *messages]
     form = None if body.text.format is None else body.text.format.chat
-    talk = Conversation(messages, body.tools, body.choice, body.parallel_tool_calls, form)
+    talk = Conversation(messages, body.tools, body.choice, body.parallel_tool_calls, form, names=NAMES)
     if link is not None:
         render = partial(_behind, template, messages, talk, link)
     ready = await prepare(service, template, talk, FUNCTION, render)

@@ -7,11 +7,11 @@ import openai
 import pytest
 import torch
 from architectures import randomised
-from tokenizer_files import written
+from tokenizer_files import TOKENIZERS, written
 
 from penstock.engine import Engine, SamplingParams
 from penstock.models import CausalLM, gla
-from penstock.models.tokenizers import Bytes, HuggingFace, World
+from penstock.models.tokenizers import HuggingFace
 from penstock.server.grammars import Grammars
 
 pytest.importorskip("llguidance")
@@ -136,14 +136,6 @@ def test_a_tokenizer_json_gives_masks_of_its_tokens(tmp_path, with_end):
         assert constraint.mask[token // 8] >> token % 8 & 1
         ended = constraint.accept(token)
     assert ended
-
-
-TOKENIZERS = {
-    "Bytes": lambda files: Bytes(257),
-    "World": lambda files: World(),
-    "byte-level": lambda files: HuggingFace(files["bytes"]),
-    "byte fallback": lambda files: HuggingFace(files["fallback"]),
-}
 
 
 @pytest.fixture(scope="module", params=TOKENIZERS)
