@@ -102,6 +102,7 @@ class UnusedMessagesFields(BaseModel):
     user_profile_id: str | None = None
     container: Annotated[None, one_of("absent", "This server runs no code.")] = None
     diagnostics: Annotated[None, one_of("absent", "usage.cache_read_input_tokens tells what the cache had.")] = None
+    thread: Annotated[None, one_of("absent", "Send all messages; with the client's tool runner, set thread=False.")] = None
     inference_geo: Annotated[None, one_of("absent", "The model runs where this server does.")] = None
 
 

@@ -26,6 +26,10 @@ TURNS = [
 PROMPT = "System: Be brief.\n\nUser: Hi\n\nAssistant: Hello\n\nUser: Bye\n\nAssistant:"
 GIVEN = {"model": "tiny", "messages": TURNS, "system": "Be brief.", "max_tokens": 30}
 GREEDY = {"temperature": 0}
+IMAGE = {"type": "image", "source": {"type": "url", "url": "http://a"}}
+USE = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
+RESULT = {"type": "tool_result", "tool_use_id": "a"}
+TOOL = {"name": "f", "input_schema": {"type": "object"}}
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
 
 
@@ -126,6 +130,52 @@ def test_tokens_are_counted_and_those_of_the_cache_told(claude):
     assert usage[1].cache_read_input_tokens == count // 64 * 64
 
 
+def test_tokens_of_tools_are_counted(claude, live):
+    count = claude.messages.count_tokens
+    plain = {"model": "tiny", "messages": TURNS, "system": "Be brief."}
+    assert count(**plain).input_tokens == count(**plain, tools=[TOOL], tool_choice={"type": "none"}).input_tokens == len(PROMPT)
+    messages = [*TURNS, {"role": "assistant", "content": [USE]}, {"role": "user", "content": [RESULT]}]
+    given = {**plain, "messages": messages, "tools": [TOOL], "tool_choice": {"type": "any"}}
+    with scripted(live.engine, '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>') as prompts:
+        usage = claude.messages.create(**given, max_tokens=100).usage
+    assert count(**given).input_tokens == len(prompts[0]) == usage.input_tokens + usage.cache_read_input_tokens
+
+
+def test_blocks_as_the_model_sees_them(claude, live):
+    """Results come before the text of the user, errors are named, and neighbours of one role are one message."""
+    text = [{"type": "text", "text": "ra"}, {"type": "text", "text": "in"}]
+    calls = [{**USE, "caller": {"type": "direct"}}, {**USE, "id": "b", "input": {"x": [1]}}]
+    messages = [
+        TURNS[0],
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm", "signature": ""}, {"type": "text", "text": "Look."}]},
+        {"role": "assistant", "content": calls},
+        {"role": "user", "content": [{**RESULT, "content": text}]},
+        {"role": "user", "content": [{**RESULT, "tool_use_id": "b", "is_error": True, "content": "down"}, {"type": "text", "text": "So?"}]},
+    ]
+    with scripted(live.engine, "Yes") as prompts:
+        send(claude, messages=messages)
+    called = [f'<tool_call>\n{{"name": "f", "arguments": {given}}}\n</tool_call>' for given in ("{}", '{"x": [1]}')]
+    results = [f"User: <tool_response>\n{text}\n</tool_response>\n\n" for text in ("rain", "Error: down")]
+    answer = "\n".join(["Assistant: Look.", *called])
+    assert prompts[0] == f"System: Be brief.\n\nUser: Hi\n\n{answer}\n\n{''.join(results)}User: So?\n\nAssistant:"
+
+
+def test_arguments_that_are_not_json(claude, live):
+    wrong = '<tool_call>\n{"name": "f", "arguments": {"a": b}}\n</tool_call>'
+    with scripted(live.engine, wrong, wrong):
+        (found,) = send(claude, max_tokens=200, tools=[TOOL]).content
+        events = list(send(claude, max_tokens=200, tools=[TOOL], stream=True))
+    assert found.input == {"INVALID_JSON": '{"a": b}'}
+    assert "".join(one.delta.partial_json for one in events if one.type == "content_block_delta") == '{"a": b}'
+
+
+def test_a_stop_sequence_after_a_call_is_the_reason(claude, live):
+    text = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>STOP'
+    with scripted(live.engine, text, ends=False):
+        found = send(claude, max_tokens=200, tools=[TOOL], stop_sequences=["STOP"])
+    assert ([one.type for one in found.content], found.stop_reason, found.stop_sequence) == (["tool_use"], "stop_sequence", "STOP")
+
+
 PASS = [
     {"metadata": {"user_id": "me"}}, {"service_tier": "auto"}, {"service_tier": "standard_only"},
     {"tools": []}, {"tool_choice": {"type": "auto"}}, {"tool_choice": {"type": "none"}},
@@ -139,12 +189,6 @@ PASS = [
 @pytest.mark.parametrize("given", PASS, ids=str)
 def test_what_cannot_change_an_answer_passes(claude, given):
     assert send(claude, extra={**GREEDY, **given}).content == send(claude).content
-
-
-IMAGE = {"type": "image", "source": {"type": "url", "url": "http://a"}}
-USE = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
-RESULT = {"type": "tool_result", "tool_use_id": "a"}
-TOOL = {"name": "f", "input_schema": {"type": "object"}}
 
 
 def tool(**more):
@@ -214,6 +258,7 @@ REFUSED = {
     "stop": ({"stop_sequences": ["a" * 257]}, "the length of a stop text must be at most 256, got 257"),
     "system": ({"system": [{"type": "text", "text": ""}] * 1025}, "the number of parts of messages must be at most 1024, got 1028"),
     "unknown": ({"temprature": 1}, "temprature must be absent, got 1"),
+    "thread": ({"thread": {"type": "create"}}, "thread must be absent, got {'type': 'create'}. Send all messages; with the client's"),
     "container": ({"container": "a"}, "container must be absent, got 'a'. This server runs no code."),
 }
 
