@@ -42,3 +42,8 @@ TOKENIZERS = {
     "byte fallback": lambda files: HuggingFace(files["fallback"]),
 }
 """All kinds, by what ``written`` gives."""
+
+
+def tokenizer_of(name, folder, texts=("the cat",)):
+    """One of them."""
+    return TOKENIZERS[name](written(folder, texts))

@@ -204,7 +204,7 @@ class CallReader:
 
     A call is one from the begin of its arguments on, if it has the usual form: marker, name of a known function, arguments. Its arguments
     are given as they come, and may be cut or wrong. One in another order is given when it is whole. Anything else is content.
-    White space before and behind calls is left out.
+    White space before and after calls is left out.
     """
 
     def __init__(self, form: AnswerForm) -> None:

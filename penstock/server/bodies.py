@@ -52,3 +52,10 @@ class Body(BaseModel):
         if len(data) > MOST_FIELDS:
             raise ValueError(f"an object must have at most {MOST_FIELDS} fields, got {len(data)}")
         return {name: value for name, value in data.items() if value is not None}
+
+
+class QueuedBody(Body):
+    """A request that waits for the engine. These fields are neither OpenAI's nor Anthropic's."""
+
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] = ""
+    priority: Annotated[int, Field(ge=-1000, le=1000)] = 0

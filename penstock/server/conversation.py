@@ -89,7 +89,7 @@ def _prompt(template: Template, talk: Conversation) -> str:
     try:
         return without_overlap(continuation(render, talk.messages), talk.before)
     except NotContinuable as error:
-        rule = f"such that the chat template writes all of them behind an earlier answer, got others: it {error}"
+        rule = f"such that the chat template writes all of them after an earlier answer, got others: it {error}"
         remedy = "Send the whole conversation without state."
         raise Refused(400, f"chat: messages must be {rule}. {remedy}", param="messages") from None
 

@@ -8,7 +8,6 @@ from contextlib import closing
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel
 
 from ..engine import Event
 from .answers import AnswerForm, AnswerReader
@@ -26,11 +25,10 @@ from .messages_output import (
     Ping,
     Reason,
     Stop,
-    StreamEvent,
 )  # fmt: skip
 from .messages_protocol import CountBody, MessagesBody, TokenCount
 from .service import Service
-from .streaming import EventStream, finished
+from .streaming import EventStream, NamedEvent, finished
 from .templates import Template
 from .thinking import thinking_variables, within_budget
 
@@ -95,7 +93,7 @@ class StreamWriter:
         self._reader, self._output = AnswerReader(form), BlockWriter()
         self._begun = False
 
-    def write(self, event: Event) -> Iterator[StreamEvent]:
+    def write(self, event: Event) -> Iterator[NamedEvent]:
         """What an event of the engine adds. The begin of the message comes before the first one."""
         if not self._begun:
             self._begun = True
@@ -104,7 +102,7 @@ class StreamWriter:
         for piece in self._reader.push(event.text):
             yield from self._output.write(piece)
 
-    def finish(self) -> Iterator[StreamEvent]:
+    def finish(self) -> Iterator[NamedEvent]:
         """The end of the message."""
         for piece in self._reader.finish():
             yield from self._output.write(piece)
@@ -144,11 +142,6 @@ class MessageStream(EventStream):
     """Anthropic's form of a stream: events with names."""
 
     end = b""
-
-    def encoded(self, piece: BaseModel) -> bytes:
-        """One event."""
-        assert isinstance(piece, StreamEvent)
-        return b"event: " + piece.type.encode() + b"\n" + super().encoded(piece)
 
     def failed(self, error: Refused) -> bytes:
         """The event of an error."""

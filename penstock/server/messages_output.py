@@ -9,6 +9,7 @@ from pydantic import BaseModel
 from pydantic_core import from_json
 
 from .answers import Piece
+from .streaming import NamedEvent
 from .tools import call_id
 
 Reason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
@@ -65,26 +66,20 @@ class MessageAnswer(BaseModel):
     usage: InputUsage
 
 
-class StreamEvent(BaseModel):
-    """An event of a stream. Its name is its type."""
-
-    type: str
-
-
-class MessageStart(StreamEvent):
+class MessageStart(NamedEvent):
     """The first one."""
 
     type: str = "message_start"
     message: MessageAnswer
 
 
-class Ping(StreamEvent):
+class Ping(NamedEvent):
     """It says nothing."""
 
     type: str = "ping"
 
 
-class BlockStart(StreamEvent):
+class BlockStart(NamedEvent):
     """The begin of a block."""
 
     type: str = "content_block_start"
@@ -113,7 +108,7 @@ class InputDelta(BaseModel):
     partial_json: str
 
 
-class BlockDelta(StreamEvent):
+class BlockDelta(NamedEvent):
     """A piece of a block."""
 
     type: str = "content_block_delta"
@@ -121,7 +116,7 @@ class BlockDelta(StreamEvent):
     delta: TextDelta | ThinkingDelta | InputDelta
 
 
-class BlockStop(StreamEvent):
+class BlockStop(NamedEvent):
     """The end of a block."""
 
     type: str = "content_block_stop"
@@ -135,7 +130,7 @@ class Stop(BaseModel):
     stop_sequence: str | None
 
 
-class MessageDelta(StreamEvent):
+class MessageDelta(NamedEvent):
     """What is known at the end."""
 
     type: str = "message_delta"
@@ -143,7 +138,7 @@ class MessageDelta(StreamEvent):
     usage: InputUsage
 
 
-class MessageStop(StreamEvent):
+class MessageStop(NamedEvent):
     """The last one."""
 
     type: str = "message_stop"
@@ -162,7 +157,7 @@ class BlockWriter:
         """Whether there is a call."""
         return any(one.type == "tool_use" for one in self.blocks)
 
-    def write(self, piece: Piece) -> Iterator[StreamEvent]:
+    def write(self, piece: Piece) -> Iterator[NamedEvent]:
         """Events of a piece."""
         if piece.kind == "call":
             yield from self._begin(AnswerUse(id=call_id("toolu"), name=piece.text))
@@ -174,7 +169,7 @@ class BlockWriter:
         self._text += piece.text
         yield BlockDelta(index=len(self.blocks) - 1, delta=_delta(piece))
 
-    def finish(self) -> Iterator[StreamEvent]:
+    def finish(self) -> Iterator[NamedEvent]:
         """Events of the end. An answer has a block at least."""
         if not self.blocks:
             yield from self._begin(AnswerText())
@@ -184,13 +179,13 @@ class BlockWriter:
     def _last(self) -> AnswerBlock | None:
         return self.blocks[-1] if self.blocks else None
 
-    def _begin(self, block: AnswerBlock) -> Iterator[StreamEvent]:
+    def _begin(self, block: AnswerBlock) -> Iterator[NamedEvent]:
         yield from self._close()
         self.blocks.append(block)
         self._text = ""
         yield BlockStart(index=len(self.blocks) - 1, content_block=block.model_copy())
 
-    def _close(self) -> Iterator[StreamEvent]:
+    def _close(self) -> Iterator[NamedEvent]:
         last = self._last
         if last is None:
             return

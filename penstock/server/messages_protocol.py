@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
-from .bodies import Body, Text, one_of
+from .bodies import Body, QueuedBody, Text, one_of
 from .messages_blocks import TextContent, Turn, to_messages
 from .protocol import JsonSchema, Message, ResponseFormat, SamplingBody, check_results
 from .tools import Function, FunctionName, NamedFunction, NamedTool, check_tools
@@ -148,7 +148,7 @@ class CountBody(Body, UnusedMessagesFields):
         return None if self.output_config is None or self.output_config.format is None else self.output_config.format.chat
 
 
-class MessagesBody(CountBody):
+class MessagesBody(CountBody, QueuedBody):
     """``POST /v1/messages``."""
 
     max_tokens: Annotated[int, Field(ge=1)]
@@ -157,10 +157,6 @@ class MessagesBody(CountBody):
     temperature: Annotated[float, Field(ge=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=0)] = 0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-
-    # beyond Anthropic's
-    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
-    priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
 
     @model_validator(mode="after")
     def check_budget(self) -> MessagesBody:
@@ -174,7 +170,7 @@ class MessagesBody(CountBody):
     def sampling(self) -> SamplingBody:
         """The fields that all endpoints share."""
         names = {"model", "temperature", "top_k", "top_p", "cache_salt", "priority"}
-        return SamplingBody.model_validate({**self.model_dump(include=names), "stop": self.stop_sequences})
+        return SamplingBody.model_validate({**self.model_dump(include=names, exclude_unset=True), "stop": self.stop_sequences})
 
 
 class TokenCount(BaseModel):

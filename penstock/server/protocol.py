@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, model_validator
 
 from ..engine.request import MOST_LOGPROBS
-from .bodies import Body, Text, one_of
+from .bodies import Body, QueuedBody, Text, one_of
 from .tools import CallAnswer, CallDelta, Tool, ToolCall, ToolChoice, check_tools
 from .unused import UnusedChatFields, UnusedCompletionFields, UnusedFields, UnusedMessageFields, UnusedPartFields
 
@@ -61,7 +61,7 @@ class ResponseFormat(Body):
         return self
 
 
-class SamplingBody(Body, UnusedFields):
+class SamplingBody(QueuedBody, UnusedFields):
     """Fields that both endpoints share."""
 
     model: Text
@@ -87,8 +87,6 @@ class SamplingBody(Body, UnusedFields):
     prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     state: Text | None = None
     save_state: bool = False
-    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] = ""
-    priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
 
     @model_validator(mode="after")
     def check_prompt_logprobs(self) -> SamplingBody:

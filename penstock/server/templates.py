@@ -27,7 +27,7 @@ WORLD_TOOLS = (
     'To call one, write its name and its arguments: <tool_call>{"name": NAME, "arguments": {...}}</tool_call>. '
     "The result is between <tool_response> and </tool_response>.",
 )
-"""What RWKV World's form says before and behind the list of functions."""
+"""What RWKV World's form says before and after the list of functions."""
 SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 """Variables of templates that have the texts of special tokens."""
 NONE: Mapping[str, Any] = MappingProxyType({})

@@ -1,7 +1,7 @@
 """Names and bytes of tokens in log probabilities."""
 
 import pytest
-from tokenizer_files import TOKENIZERS, written
+from tokenizer_files import TOKENIZERS, tokenizer_of
 
 from penstock.engine import TokenLogprobs
 from penstock.models.tokenizers import Bytes
@@ -10,7 +10,7 @@ from penstock.server.logprobs import CompletionWriter, chat_logprobs, token_byte
 
 @pytest.fixture(scope="module", params=TOKENIZERS)
 def tokenizer(request, tmp_path_factory):
-    return TOKENIZERS[request.param](written(tmp_path_factory.mktemp("tokenizers"), ["the cat"]))
+    return tokenizer_of(request.param, tmp_path_factory.mktemp("tokenizers"))
 
 
 def single(tokenizer, byte):

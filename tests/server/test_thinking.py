@@ -6,8 +6,9 @@ import anthropic
 import pytest
 from live_server import KEY, VOCAB, running
 from scripted_answers import scripted
-from tokenizer_files import TOKENIZERS, written
+from tokenizer_files import TOKENIZERS, tokenizer_of
 
+from penstock.models.tokenizers import Bytes
 from penstock.server.answers import AnswerForm, read_answer
 from penstock.server.families import REASONING
 from penstock.server.templates import JinjaTemplate, WorldTemplate
@@ -98,7 +99,7 @@ def test_earlier_reasoning_is_shown_by_the_template(switched):
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_the_end_is_forced_token_by_token(name, tmp_path):
-    tokenizer = TOKENIZERS[name](written(tmp_path, ["the cat"]))
+    tokenizer = tokenizer_of(name, tmp_path)
     reasoning = REASONING["think"]
     free = b"\xff" * ((tokenizer.vocab_size + 7) // 8)
     for thinking, text in (True, "the cat the cat é"), (False, "<think>the cat the cat é"):
@@ -122,7 +123,7 @@ def test_the_end_is_forced_token_by_token(name, tmp_path):
 
 
 def test_an_answer_without_reasoning_is_free():
-    tokenizer = TOKENIZERS["Bytes"]({})
+    tokenizer = Bytes(VOCAB)
     constraint = ThinkingBudget(tokenizer, VOCAB, AnswerForm(reasoning=REASONING["think"]), 2, None)
     for token in b"No <think>thoughts":
         assert constraint.mask == b"\xff" * 33
