@@ -42,7 +42,7 @@ class ThinkingBudget:
         self._reader = ReasoningReader(form.reasoning, form.thinking)
         self._stream, self._left, self._inner = tokenizer.stream(), budget, inner
         self._end = deque(tokenizer.encode(f"\n{form.reasoning.end}\n\n"))
-        self._size = (vocab_size + 7) // 8
+        self._any = b"\xff" * ((vocab_size + 7) // 8)
         self._ends = False
         """Whether the next tokens are the end of the reasoning."""
         self.mask = self._mask()
@@ -63,10 +63,10 @@ class ThinkingBudget:
 
     def _mask(self) -> bytes:
         if self._ends:
-            mask = bytearray(self._size)
+            mask = bytearray(len(self._any))
             mask[self._end[0] // 8] = 1 << self._end[0] % 8
             return bytes(mask)
-        return b"\xff" * self._size if self._inner is None else self._inner.mask
+        return self._any if self._inner is None else self._inner.mask
 
 
 def within_budget(
