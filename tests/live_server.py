@@ -10,6 +10,7 @@ import time
 from contextlib import contextmanager
 
 import openai
+import pytest
 import torch
 from architectures import randomised
 
@@ -53,6 +54,15 @@ class Live:
     def connect(self):
         """A plain connection."""
         return socket.create_connection(("127.0.0.1", self.port), timeout=60)
+
+    @contextmanager
+    def refuses(self, message):
+        """A request of OpenAI's client gets status 400 and an error with this text, and nothing of it runs."""
+        with pytest.raises(openai.BadRequestError) as caught:
+            yield
+        assert message in caught.value.body["message"]
+        assert len(caught.value.body["message"]) < 400
+        self.settles()
 
     def settles(self):
         """Nothing runs or waits any more, and no slot is lost."""

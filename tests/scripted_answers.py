@@ -9,7 +9,7 @@ END = VOCAB - 1
 
 
 class Script:
-    """A constraint of the engine that allows one text, and behind it its end, or what another constraint allows."""
+    """A constraint of the engine that allows one text, and after it the end, or what another constraint allows."""
 
     def __init__(self, text, inner, ends):
         self._tokens, self._inner, self._ends = [*text.encode(), *[END] * ends], inner, ends

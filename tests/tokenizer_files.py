@@ -2,6 +2,8 @@
 
 import json
 
+from penstock.models.tokenizers import Bytes, HuggingFace, World
+
 
 def written(folder, texts):
     """tokenizer.json of two kinds: BPE of bytes as in GPT-2, and BPE with one token for each unknown byte as in Llama."""
@@ -31,3 +33,17 @@ def written(folder, texts):
         tokenizer.save(str(files[name]))
         (folder / name / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
     return files
+
+
+TOKENIZERS = {
+    "Bytes": lambda files: Bytes(257),
+    "World": lambda files: World(),
+    "byte-level": lambda files: HuggingFace(files["bytes"]),
+    "byte fallback": lambda files: HuggingFace(files["fallback"]),
+}
+"""All kinds, by what ``written`` gives."""
+
+
+def tokenizer_of(name, folder, texts=("the cat",)):
+    """One of them."""
+    return TOKENIZERS[name](written(folder, texts))

@@ -22,7 +22,7 @@ from .linear import Linear, linear
 NONE = -1
 """In the place of an adapter's number: no adapter."""
 MULTIPLE = 16
-"""R is rounded up to it: tensor cores read so many at a time. What is added is 0 and nobody's."""
+"""R is rounded up to a multiple of it: tensor cores read so many at a time. The padding is 0 and has no owner."""
 
 Factors = Mapping[str, tuple[Tensor, Tensor]]
 """Of one adapter, by the name of a weight W [out,in]: ``down`` [r,in] and ``up`` [out,r] of W + up down."""

@@ -35,7 +35,7 @@ class AnswerForm:
     names: frozenset[str] = frozenset()
     """Of functions. A call of another one is text."""
     parallel: bool = True
-    """Whether several calls are taken; else those behind the first are text."""
+    """Whether several calls are taken; else those after the first are text."""
 
 
 @dataclass(frozen=True)
@@ -121,29 +121,29 @@ class ReasoningReader:
 
     def __init__(self, form: ReasoningForm, thinking: bool) -> None:
         self._form = form
-        self._stage: Literal["begin", "inside", "behind", "over"] = "inside" if thinking else "begin"
+        self.stage: Literal["begin", "inside", "after", "over"] = "inside" if thinking else "begin"
         self._held = ""
         self._words = False
         """Whether any reasoning was given."""
 
     def push(self, text: str) -> tuple[str, str]:
-        """Reasoning, and text behind it."""
-        if self._stage == "over":
+        """Reasoning, and the text after it."""
+        if self.stage == "over":
             return "", text
         self._held += text
         thought = ""
-        if self._stage == "begin":
+        if self.stage == "begin":
             bare = self._held.lstrip()
             if bare.startswith(self._form.begin):
-                self._stage, self._held = "inside", bare[len(self._form.begin) :]
+                self.stage, self._held = "inside", bare[len(self._form.begin) :]
             elif not self._form.begin.startswith(bare):
-                self._stage = "over"
-        if self._stage == "inside":
+                self.stage = "over"
+        if self.stage == "inside":
             thought = self._thought()
-        if self._stage == "behind":
+        if self.stage == "after":
             self._held = self._held.lstrip()
-            self._stage = "over" if self._held else "behind"
-        if self._stage != "over":
+            self.stage = "over" if self._held else "after"
+        if self.stage != "over":
             return thought, ""
         rest, self._held = self._held, ""
         return thought, rest
@@ -151,7 +151,7 @@ class ReasoningReader:
     def _thought(self) -> str:
         found, end, rest = self._held.partition(self._form.end)
         if end:
-            self._stage, keep = "behind", rest
+            self.stage, keep = "after", rest
         else:
             found = found[: len(found) - unfinished(found, self._form.end)]
             keep = self._held[len(found.rstrip()) :]
@@ -165,9 +165,9 @@ class ReasoningReader:
     def finish(self) -> tuple[str, str]:
         """What was held back: a marker that did not become whole."""
         held, self._held = self._held, ""
-        if self._stage == "begin":
+        if self.stage == "begin":
             return "", held
-        return (held.rstrip() if self._words else held.strip(), "") if self._stage == "inside" else ("", "")
+        return (held.rstrip() if self._words else held.strip(), "") if self.stage == "inside" else ("", "")
 
 
 class JsonObject:
@@ -204,7 +204,7 @@ class CallReader:
 
     A call is one from the begin of its arguments on, if it has the usual form: marker, name of a known function, arguments. Its arguments
     are given as they come, and may be cut or wrong. One in another order is given when it is whole. Anything else is content.
-    White space before and behind calls is left out.
+    White space before and after calls is left out.
     """
 
     def __init__(self, form: AnswerForm) -> None:

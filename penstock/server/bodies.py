@@ -24,6 +24,20 @@ def one_of(rule: str, remedy: str = "") -> WrapValidator:
     return WrapValidator(check)
 
 
+def tagged(rule: str, remedy: str = "") -> WrapValidator:
+    """One message for a value that is none of several forms, as a ``type`` tells them. Others are about what it consists of."""
+
+    def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return handler(value)
+        except ValidationError as error:
+            if any(one["loc"] for one in error.errors()):
+                raise
+            raise PydanticCustomError("one_of", "Input should be {rule}", {"rule": rule, "remedy": remedy}) from None
+
+    return WrapValidator(check)
+
+
 class Body(BaseModel):
     """An object in a request."""
 
@@ -38,3 +52,10 @@ class Body(BaseModel):
         if len(data) > MOST_FIELDS:
             raise ValueError(f"an object must have at most {MOST_FIELDS} fields, got {len(data)}")
         return {name: value for name, value in data.items() if value is not None}
+
+
+class QueuedBody(Body):
+    """A request that waits for the engine. These fields are neither OpenAI's nor Anthropic's."""
+
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] = ""
+    priority: Annotated[int, Field(ge=-1000, le=1000)] = 0

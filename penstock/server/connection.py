@@ -13,7 +13,7 @@ from .errors import Refused, shutting_down
 from .requestlog import HEADER, log, made_id
 
 HEAD_SECONDS = 30
-"""Time to send the head of a request, from the begin of the connection or the end of the answer before. Behind an answer, uvicorn closes a
+"""Time to send the head of a request, from the begin of the connection or the end of the answer before. After an answer, uvicorn closes a
 connection without a new request earlier."""
 UNREAD_SECONDS = 30
 """In this time a client must have read all that was sent, or ``UNREAD_BYTES`` of it."""

@@ -11,13 +11,13 @@ Render = Callable[[Sequence[Message]], str]
 
 
 class NotContinuable(Exception):
-    """Why the messages cannot be written behind an answer."""
+    """Why the messages cannot be written after an answer."""
 
 
 def continuation(render: Render, messages: Sequence[Message]) -> str:
     r"""The text from the end of an answer to the begin of the next one, with the messages between them.
 
-    A template renders whole conversations. So it renders two that differ before the answer: what is behind it must be equal, and what is
+    A template renders whole conversations. So it renders two that differ before the answer: the text after it must be equal, and the text
     before it must not depend on the messages. Raises NotContinuable.
 
     >>> from penstock.server.templates import WorldTemplate
@@ -29,12 +29,12 @@ def continuation(render: Render, messages: Sequence[Message]) -> str:
     found = set()
     for history in [user], [Message(role="user", content="Hello"), Message(role="assistant", content="Yes?"), user]:
         earlier = [*history, Message(role="assistant", content=answer)]
-        before, mark, behind = render([*earlier, *messages]).partition(answer)
-        if not mark or answer in behind:
+        before, mark, after = render([*earlier, *messages]).partition(answer)
+        if not mark or answer in after:
             raise NotContinuable("does not write an earlier answer once")
         if before != render([*earlier, user]).partition(answer)[0]:
             raise NotContinuable("writes a part of these messages before the answer")
-        found.add(behind)
+        found.add(after)
     if len(found) > 1:
         raise NotContinuable("writes what follows an answer by what was before it")
     return found.pop()

@@ -21,6 +21,15 @@ from .tools import Function, NamedTool
 
 
 @dataclass(frozen=True)
+class Names:
+    """What an API calls the fields that errors are about."""
+
+    schema: str = "tools.{}.function.parameters"
+    format: str = "response_format"
+    required: str = "'required'"
+
+
+@dataclass(frozen=True)
 class Conversation:
     """What a client says and offers."""
 
@@ -33,6 +42,7 @@ class Conversation:
     """Of the template."""
     before: str | None = None
     """The text of the state that the messages continue."""
+    names: Names = Names()
 
     @property
     def offered(self) -> Sequence[Function]:
@@ -54,8 +64,7 @@ async def prepare(
     service: Service, template: Template, talk: Conversation, function: str, render: Callable[[], str] | None = None
 ) -> Prepared:  # fmt: skip
     """Render a conversation, by ``render`` if given. Raises Refused or InvalidArgument."""
-    await service.workers.run(_check, service, template, talk, function)
-    prompt = await service.workers.run(render or partial(_prompt, template, talk))
+    prompt = await rendered(service, template, talk, function, render)
     form, stops = answer_form(template, talk, prompt), template.stops
     if form.calls is not None and form.calls.end and not talk.parallel:
         stops = (*stops, form.calls.end)
@@ -65,6 +74,14 @@ async def prepare(
     return Prepared(prompt, form, constraint, stops)
 
 
+async def rendered(
+    service: Service, template: Template, talk: Conversation, function: str, render: Callable[[], str] | None = None
+) -> str:  # fmt: skip
+    """The prompt alone. Raises Refused or InvalidArgument."""
+    await service.workers.run(_check, service, template, talk, function)
+    return await service.workers.run(render or partial(_prompt, template, talk))
+
+
 def _prompt(template: Template, talk: Conversation) -> str:
     render = partial(template.render, functions=talk.offered, variables=talk.variables)
     if talk.before is None:
@@ -72,7 +89,7 @@ def _prompt(template: Template, talk: Conversation) -> str:
     try:
         return without_overlap(continuation(render, talk.messages), talk.before)
     except NotContinuable as error:
-        rule = f"such that the chat template writes all of them behind an earlier answer, got others: it {error}"
+        rule = f"such that the chat template writes all of them after an earlier answer, got others: it {error}"
         remedy = "Send the whole conversation without state."
         raise Refused(400, f"chat: messages must be {rule}. {remedy}", param="messages") from None
 
@@ -97,9 +114,9 @@ def _check(service: Service, template: Template, talk: Conversation, function: s
         message = f"{function}: tools must be {rule}, got {len(talk.functions)}. Serve with --tool-parser."
         raise Refused(400, message, param="tools")
     if not template.calls.begin and talk.choice == "auto" and wanted_schema(talk.response_format) is not None:
-        rule = "a JSON answer cannot be told from a call of this model: response_format must be absent beside tools"
-        message = f"{function}: {rule}, got both. Set tool_choice to 'required' or 'none'."
-        raise Refused(400, message, param="response_format")
+        rule = f"a JSON answer cannot be told from a call of this model: {talk.names.format} must be absent beside tools"
+        message = f"{function}: {rule}, got both. Set tool_choice to {talk.names.required} or 'none'."
+        raise Refused(400, message, param=talk.names.format)
 
 
 def _required(talk: Conversation) -> bool:
@@ -116,12 +133,12 @@ def _constraint(service: Service, talk: Conversation, form: AnswerForm, function
     """What the answer must follow."""
     schema = wanted_schema(talk.response_format)
     if schema is not None:
-        plain = service.grammars.compile(schema, function)
+        plain = service.grammars.compile(schema, function, talk.names.format)
         if form.calls is None and form.reasoning is None:
             return plain
     required, allowed = _required(talk), [(at, one) for at, one in enumerate(talk.functions) if one.name in form.names]
     for at, one in allowed:
-        service.grammars.compile(styled(one.schema_), function, f"tools.{at}.function.parameters")
+        service.grammars.compile(styled(one.schema_), function, talk.names.schema.format(at))
     several = talk.parallel and service.grammars.ends
     source = call_grammar(form, [one for _, one in allowed], required=required, several=several, schema=schema)
-    return service.grammars.compile_lark(source, function, "tools" if allowed else "response_format")
+    return service.grammars.compile_lark(source, function, "tools" if allowed else talk.names.format)

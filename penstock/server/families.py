@@ -31,6 +31,8 @@ class ReasoningForm:
     name: str
     begin: str
     end: str
+    switches: tuple[str, ...]
+    """Variables that templates of it may have: true lets the model think, false does not."""
 
     def begun(self, prompt: str) -> bool:
         """Whether a prompt ends inside of it."""
@@ -45,7 +47,7 @@ CALLS = {
     )
 }
 """All that ``--tool-parser`` knows."""
-REASONING = {form.name: form for form in (ReasoningForm("think", "<think>", "</think>"),)}
+REASONING = {form.name: form for form in (ReasoningForm("think", "<think>", "</think>", ("enable_thinking", "thinking")),)}
 """All that ``--reasoning-parser`` knows."""
 
 

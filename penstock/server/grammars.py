@@ -49,7 +49,7 @@ class GrammarConstraint:
     def _check(self) -> None:
         if self._matcher.is_error():
             complaints = Complaints("completions")
-            got = self._matcher.get_error().partition("\n<state>")[0]  # behind it comes a dump of its parser
+            got = self._matcher.get_error().partition("\n<state>")[0]  # a dump of its parser follows
             complaints.add(RangeError, self._param, "within the limits of llguidance", got)
             complaints.raise_any()
 

@@ -125,7 +125,7 @@ def _options(number: int, words: list[str]) -> dict[str, int]:
     for word in words:
         match = OPTION.fullmatch(word)
         if match is None:
-            _refuse(number, WORDS, "another word behind the key")
+            _refuse(number, WORDS, "another word after the key")
         name, value = match[1], int(match[2])
         if name in given:
             _refuse(number, "options that are given once", f"{name} twice")

@@ -101,8 +101,10 @@ def _check_counts(data: Any, function: str, limits: Limits) -> None:
     messages = _items(data.get(name))
     tokens = isinstance(prompt, list) and prompt and isinstance(prompt[0], int)
     lists = prompt if isinstance(prompt, list) and not tokens else ()
-    contents, calls = ([_items(one.get(field)) for one in messages if isinstance(one, dict)] for field in ("content", "tool_calls"))
+    turns = [one for one in messages if isinstance(one, dict)]
+    contents = [_items(one.get(field)) for one in turns for field in ("content", "output", "summary")]
     contents.append(_items(data.get("system")))
+    contents += [_items(part.get("content")) for content in contents for part in content if isinstance(part, dict)]
     counts = [
         ("prompts", 0 if tokens else len(_items(prompt)), limits.prompts, "prompt"),
         ("tokens of a prompt", len(prompt) if isinstance(prompt, list) and tokens else 0, limits.prompt_tokens, "prompt"),
@@ -110,7 +112,7 @@ def _check_counts(data: Any, function: str, limits: Limits) -> None:
         ("messages", len(messages), limits.messages, name),
         ("parts of messages", sum(map(len, contents)), limits.parts, name),
         ("tools", len(_items(data.get("tools"))), limits.tools, "tools"),
-        ("calls of tools", sum(map(len, calls)), limits.calls, "messages"),
+        ("calls of tools", sum(len(_items(one.get("tool_calls"))) for one in turns), limits.calls, "messages"),
         ("stop texts", len(_items(data.get("stop"))), limits.stops, "stop"),
         ("stop texts", len(_items(data.get("stop_sequences"))), limits.stops, "stop_sequences"),
         ("stop tokens", len(_items(data.get("stop_token_ids"))), limits.stop_ids, "stop_token_ids"),

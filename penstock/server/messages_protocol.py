@@ -1,54 +1,76 @@
-"""Requests and answers of Anthropic's ``/v1/messages`` as pydantic models."""
+"""Requests of Anthropic's ``/v1/messages`` as pydantic models. ``messages_blocks`` has their contents, ``messages_output`` the answers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
-from .bodies import Body, Text, one_of
-from .protocol import ChatBody, Message, TextPart
-from .unused import Nothing, Settings, Texts
+from .bodies import Body, QueuedBody, Text, one_of
+from .messages_blocks import TextContent, Turn, to_messages
+from .protocol import JsonSchema, Message, ResponseFormat, SamplingBody, check_results
+from .tools import Function, FunctionName, NamedFunction, NamedTool, check_tools
+from .unused import Settings, Texts
 
-Reason = Literal["end_turn", "max_tokens", "stop_sequence"]
 
+class Tool(Body):
+    """A tool of the client."""
 
-class Block(Body):
-    """A part of a content. Nothing reads ``cache_control``: the engine caches prefixes by itself."""
+    type: Literal["custom"] = "custom"
+    name: FunctionName
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool = False
 
-    type: Literal["text"]
-    text: str
+    # of these, only values that ask for nothing here pass
     cache_control: Settings | None = None
-    citations: Nothing = Field([])
+    allowed_callers: Annotated[list[Literal["direct"]] | None, one_of("['direct']", "This server runs no code.")] = None
+    defer_loading: Annotated[Literal[False], one_of("false", "This server does not search tools.")] = False
+    eager_input_streaming: Annotated[Literal[True], one_of("true", "Inputs are streamed as they come.")] = True
+    input_examples: Annotated[list[Any], Field(max_length=0), one_of("empty", "Put examples into the description.")] = Field([])
+
+    @property
+    def function(self) -> Function:
+        """The same in a chat."""
+        return Function(name=self.name, description=self.description, parameters=self.input_schema, strict=self.strict)
 
 
-Content = Annotated[str | Annotated[list[Block], Field(fail_fast=True)], one_of("a text or a list of blocks of type text")]
+class Choice(Body):
+    """Whether an answer calls tools."""
 
-
-def _parts(content: str | Sequence[Block]) -> list[TextPart]:
-    texts = [content] if isinstance(content, str) else [one.text for one in content]
-    return [TextPart(type="text", text=text) for text in texts]
-
-
-class Turn(Body):
-    """A message."""
-
-    role: Literal["user", "assistant", "system"]
-    content: Content
-
-
-class Disabled(Body):
-    """No thinking."""
-
-    type: Literal["disabled"]
-
-
-class NoChoice(Body):
-    """A choice that needs no tools."""
-
-    type: Literal["none", "auto"]
+    type: Literal["auto", "any", "tool", "none"]
+    name: Text | None = None
     disable_parallel_tool_use: bool = False
+
+    @model_validator(mode="after")
+    def check_name(self) -> Choice:
+        """A name is given exactly where the type asks for one."""
+        if (self.type == "tool") != (self.name is not None):
+            raise ValueError("tool_choice must have a name with type tool, and with no other")
+        return self
+
+    @property
+    def chat(self) -> str | NamedTool:
+        """The same in a chat."""
+        if self.name is not None:
+            return NamedTool(type="function", function=NamedFunction(name=self.name))
+        return "required" if self.type == "any" else self.type
+
+
+class Thinking(Body):
+    """Whether the model thinks before it answers, and for how many tokens at most."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[int, Field(ge=1)] | None = None
+    display: Annotated[Literal["summarized"] | None, one_of("'summarized'", "This server shows what the model thinks.")] = None
+
+    @model_validator(mode="after")
+    def check_budget(self) -> Thinking:
+        """A budget is for a model that thinks in any case."""
+        if self.budget_tokens is not None and self.type != "enabled":
+            raise ValueError(f"thinking.budget_tokens must be absent with type {self.type}, got {self.budget_tokens}")
+        return self
 
 
 class OutputFormat(Body):
@@ -56,6 +78,11 @@ class OutputFormat(Body):
 
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
+
+    @property
+    def chat(self) -> ResponseFormat:
+        """The same in a chat."""
+        return ResponseFormat(type="json_schema", json_schema=JsonSchema(name="answer", schema=self.schema_))
 
 
 class OutputConfig(Body):
@@ -72,12 +99,10 @@ class UnusedMessagesFields(BaseModel):
     metadata: Texts | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
     speed: Annotated[Literal["standard"] | None, one_of("'standard'", "This server has one speed.")] = None
-    thinking: Annotated[Disabled | None, one_of("of type disabled", "Ask in a message for thoughts.")] = None
-    tools: Nothing = Field([])
-    tool_choice: Annotated[NoChoice | None, one_of("of type none or auto", "There are no tools to choose from.")] = None
     user_profile_id: str | None = None
     container: Annotated[None, one_of("absent", "This server runs no code.")] = None
     diagnostics: Annotated[None, one_of("absent", "usage.cache_read_input_tokens tells what the cache had.")] = None
+    thread: Annotated[None, one_of("absent", "Send all messages; with the client's tool runner, set thread=False.")] = None
     inference_geo: Annotated[None, one_of("absent", "The model runs where this server does.")] = None
 
 
@@ -86,30 +111,44 @@ class CountBody(Body, UnusedMessagesFields):
 
     model: Text
     messages: Annotated[list[Turn], Field(min_length=1, fail_fast=True)]
-    system: Content | None = None
+    system: TextContent | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True)] = Field([])
+    tool_choice: Choice = Choice(type="auto")
+    thinking: Thinking | None = None
     output_config: OutputConfig | None = None
 
     @model_validator(mode="after")
-    def check_last(self) -> CountBody:
-        """An answer is a message of its own."""
+    def check_messages(self) -> CountBody:
+        """An answer is a message of its own, and results are those of earlier calls."""
         if self.messages[-1].role == "assistant":
             rule = "messages must end with one of the user, got one of the assistant"
             raise ValueError(f"{rule}. Ask in it to continue the answer")
+        check_results(self.conversation, "tool_use_id")
         return self
 
+    @model_validator(mode="after")
+    def check_choice(self) -> CountBody:
+        """The choice is one of the tools."""
+        check_tools(self.functions, self.tool_choice.chat)
+        return self
+
+    @cached_property
     def conversation(self) -> list[Message]:
-        """The messages, with the system's first. Neighbours of one role are one message."""
-        turns = [(one.role, _parts(one.content)) for one in self.messages]
-        found: list[tuple[Any, list[TextPart]]] = [] if self.system is None else [("system", _parts(self.system))]
-        for role, parts in turns:
-            if found and found[-1][0] == role:
-                found[-1][1].extend(parts)
-            else:
-                found.append((role, parts))
-        return [Message(role=role, content=parts) for role, parts in found]
+        """The messages of a chat."""
+        return to_messages(self.system, self.messages)
+
+    @property
+    def functions(self) -> list[Function]:
+        """The tools of a chat."""
+        return [one.function for one in self.tools]
+
+    @property
+    def response_format(self) -> ResponseFormat | None:
+        """That of a chat."""
+        return None if self.output_config is None or self.output_config.format is None else self.output_config.format.chat
 
 
-class MessagesBody(CountBody):
+class MessagesBody(CountBody, QueuedBody):
     """``POST /v1/messages``."""
 
     max_tokens: Annotated[int, Field(ge=1)]
@@ -119,120 +158,22 @@ class MessagesBody(CountBody):
     top_k: Annotated[int, Field(ge=0)] = 0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
 
-    # beyond Anthropic's
-    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
-    priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
+    @model_validator(mode="after")
+    def check_budget(self) -> MessagesBody:
+        """Some tokens are left for the answer."""
+        budget = None if self.thinking is None else self.thinking.budget_tokens
+        if budget is not None and budget >= self.max_tokens:
+            raise ValueError(f"thinking.budget_tokens must be less than max_tokens = {self.max_tokens}, got {budget}")
+        return self
 
-    def chat(self) -> ChatBody:
-        """The same as a request of OpenAI's."""
-        output = None if self.output_config is None else self.output_config.format
-        form = None if output is None else {"type": "json_schema", "json_schema": {"name": "answer", "schema": output.schema_}}
-        same = {name: getattr(self, name) for name in ("model", "max_tokens", "temperature", "top_k", "top_p", "cache_salt", "priority")}
-        return ChatBody.model_validate(
-            {**same, "messages": self.conversation(), "stop": self.stop_sequences, "response_format": form}
-        )  # fmt: skip
+    @property
+    def sampling(self) -> SamplingBody:
+        """The fields that all endpoints share."""
+        names = {"model", "temperature", "top_k", "top_p", "cache_salt", "priority"}
+        return SamplingBody.model_validate({**self.model_dump(include=names, exclude_unset=True), "stop": self.stop_sequences})
 
 
 class TokenCount(BaseModel):
     """The answer of ``/v1/messages/count_tokens``."""
 
     input_tokens: int
-
-
-class InputUsage(BaseModel):
-    """Counts of tokens. Those of the prompt are read from the cache or computed."""
-
-    input_tokens: int
-    cache_read_input_tokens: int
-    cache_creation_input_tokens: int = 0
-    output_tokens: int
-
-
-class TextBlock(BaseModel):
-    """A block of an answer."""
-
-    type: Literal["text"] = "text"
-    text: str = ""
-
-
-class MessageAnswer(BaseModel):
-    """The answer of ``/v1/messages``, or its begin."""
-
-    id: str
-    type: Literal["message"] = "message"
-    role: Literal["assistant"] = "assistant"
-    model: str
-    content: list[TextBlock]
-    stop_reason: Reason | None = None
-    stop_sequence: str | None = None
-    usage: InputUsage
-
-
-class StreamEvent(BaseModel):
-    """An event of a stream. Its name is its type."""
-
-    type: str
-
-
-class MessageStart(StreamEvent):
-    """The first one."""
-
-    type: str = "message_start"
-    message: MessageAnswer
-
-
-class BlockStart(StreamEvent):
-    """The begin of the text."""
-
-    type: str = "content_block_start"
-    index: int = 0
-    content_block: TextBlock = TextBlock()
-
-
-class Ping(StreamEvent):
-    """It says nothing."""
-
-    type: str = "ping"
-
-
-class TextDelta(BaseModel):
-    """More text."""
-
-    type: Literal["text_delta"] = "text_delta"
-    text: str
-
-
-class BlockDelta(StreamEvent):
-    """A piece of the text."""
-
-    type: str = "content_block_delta"
-    index: int = 0
-    delta: TextDelta
-
-
-class BlockStop(StreamEvent):
-    """The end of the text."""
-
-    type: str = "content_block_stop"
-    index: int = 0
-
-
-class Stop(BaseModel):
-    """Why an answer ended."""
-
-    stop_reason: Reason
-    stop_sequence: str | None
-
-
-class MessageDelta(StreamEvent):
-    """What is known at the end."""
-
-    type: str = "message_delta"
-    delta: Stop
-    usage: InputUsage
-
-
-class MessageStop(StreamEvent):
-    """The last one."""
-
-    type: str = "message_stop"

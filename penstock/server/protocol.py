@@ -5,12 +5,13 @@ A field of a request that is not listed here, in ``tools`` or in ``unused`` is r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
 from ..engine.request import MOST_LOGPROBS
-from .bodies import Body, Text, one_of
+from .bodies import Body, QueuedBody, Text, one_of
 from .tools import CallAnswer, CallDelta, Tool, ToolCall, ToolChoice, check_tools
 from .unused import UnusedChatFields, UnusedCompletionFields, UnusedFields, UnusedMessageFields, UnusedPartFields
 
@@ -60,7 +61,7 @@ class ResponseFormat(Body):
         return self
 
 
-class SamplingBody(Body, UnusedFields):
+class SamplingBody(QueuedBody, UnusedFields):
     """Fields that both endpoints share."""
 
     model: Text
@@ -86,8 +87,6 @@ class SamplingBody(Body, UnusedFields):
     prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     state: Text | None = None
     save_state: bool = False
-    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] = ""
-    priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
 
     @model_validator(mode="after")
     def check_prompt_logprobs(self) -> SamplingBody:
@@ -163,6 +162,15 @@ class Message(Body, UnusedMessageFields):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
+def check_results(messages: Sequence[Message], field: str) -> None:
+    """Raise ValueError for the result of a call that is in no earlier message. ``field`` is the name of its ID."""
+    called: set[str] = set()
+    for one in messages:
+        called |= {call.id for call in one.tool_calls}
+        if one.tool_call_id is not None and one.tool_call_id not in called:
+            raise ValueError(f"{field} must be of a call in an earlier message, got {one.tool_call_id[:60]!r}")
+
+
 class ChatBody(SamplingBody, UnusedChatFields):
     """``POST /v1/chat/completions``."""
 
@@ -191,11 +199,7 @@ class ChatBody(SamplingBody, UnusedChatFields):
     def check_calls(self) -> ChatBody:
         """The choice is one of the tools, and results are those of earlier calls."""
         check_tools([one.function for one in self.tools], self.tool_choice)
-        called: set[str] = set()
-        for one in self.messages:
-            called |= {call.id for call in one.tool_calls}
-            if one.tool_call_id is not None and one.tool_call_id not in called:
-                raise ValueError(f"tool_call_id must be of a call in an earlier message, got {one.tool_call_id[:60]!r}")
+        check_results(self.messages, "tool_call_id")
         return self
 
 

@@ -10,30 +10,32 @@ import json
 import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from fastapi import Request, Response
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from pydantic_core import PydanticSerializationError
 
 from ..engine import Event, SequenceState
 from .answers import AnswerForm, AnswerReader
 from .continuation import NotContinuable, continuation
-from .conversation import Conversation, prepare
+from .conversation import Conversation, Names, prepare
 from .errors import Refused
 from .generation import Generation, Job
 from .limits import parsed
 from .protocol import Message, SamplingBody
 from .responses_output import OutputWriter
 from .responses_protocol import Incomplete, InputDetails, Item, Link, ResponseAnswer, ResponseBody, ResponseUsage, StreamEvent, to_messages
+from .saving import without_end
 from .service import Service
 from .states import new_name
 from .streaming import EventStream, finished
 from .templates import Template
 
 FUNCTION = "responses"
+NAMES = Names("tools.{}.parameters", "text.format")
 ID = re.compile(r"resp_([0-9]{1,15})_([0-9a-f]{32})", re.ASCII)
 
 
@@ -67,7 +69,7 @@ async def responses(service: Service, request: Request) -> Response:
 
 
 async def _begin(service: Service, template: Template, body: ResponseBody) -> tuple[Turn, Job]:
-    """What a request asks for, and its prompt: the tokens behind the state of the previous response, if there is one."""
+    """What a request asks for, and its prompt: the tokens after the state of the previous response, if there is one."""
     items, state, link, render = body.input, None, None, None
     if body.store or body.previous_response_id is not None:
         await service.workers.run(service.engine.model_hash)  # the first time takes seconds
@@ -78,12 +80,12 @@ async def _begin(service: Service, template: Template, body: ResponseBody) -> tu
     if link is None and body.instructions is not None:
         messages = [Message(role="system", content=body.instructions), *messages]
     form = None if body.text.format is None else body.text.format.chat
-    talk = Conversation(messages, body.tools, body.choice, body.parallel_tool_calls, form)
+    talk = Conversation(messages, body.tools, body.choice, body.parallel_tool_calls, form, names=NAMES)
     if link is not None:
-        render = partial(_behind, template, messages, talk, link)
+        render = partial(_after, template, messages, talk, link)
     ready = await prepare(service, template, talk, FUNCTION, render)
-    same = {name: getattr(body, name) for name in ("model", "temperature", "top_p", "cache_salt", "priority")}
-    sampling = SamplingBody.model_validate(same)
+    names = {"model", "temperature", "top_p", "cache_salt", "priority"}
+    sampling = SamplingBody.model_validate(body.model_dump(include=names, exclude_unset=True))
     params = await service.params(
         sampling, FUNCTION, body.max_output_tokens or service.limits.max_tokens, ready.stops, constraint=ready.constraint,
         keep_state=body.store,
@@ -92,8 +94,8 @@ async def _begin(service: Service, template: Template, body: ResponseBody) -> tu
     return Turn(body, template, _answer(service, body), ready.form, state), Job(tokens, params, state=state)
 
 
-def _behind(template: Template, messages: list[Message], talk: Conversation, link: Link) -> str:
-    """The text behind a state: what the state already has of it is left out."""
+def _after(template: Template, messages: list[Message], talk: Conversation, link: Link) -> str:
+    """The text after a state: what the state already has of it is left out."""
     try:
         return continuation(partial(template.render, functions=talk.offered), messages).removeprefix(link.tail)
     except NotContinuable as error:
@@ -216,10 +218,8 @@ class StreamWriter:
         )  # fmt: skip
 
     def _keep(self, answer: ResponseAnswer, state: SequenceState, text: str) -> None:
-        tokens, end = state.tokens, self._service.tokenizer.end_of_text
-        if tokens and tokens[-1] == end and len(tokens) > state.aligned:  # the template writes what ends a message
-            state, tail = replace(state, tokens=tokens[:-1]), ""
-        else:
+        kept, tail = without_end(state, self._service.tokenizer.end_of_text), ""
+        if kept is state:  # else the template writes what ends a message
             written = self._service.tokenizer.decode(self._generation.requests[0].result.tokens)
             tail = written[len(text) :] if written[len(text) :].startswith(self._turn.template.stops or ("\0",)) else ""
         body = self._turn.body
@@ -230,7 +230,7 @@ class StreamWriter:
         )  # fmt: skip
         given = json.dumps([one.model_dump(exclude_none=True, exclude_defaults=False) for one in body.input])
         notes = {"response": answer.model_dump_json(), "input": given, "link": link.model_dump_json()}
-        self._service.states.add_named(_state_name(answer.id), state, notes)
+        self._service.states.add_named(_state_name(answer.id), kept, notes)
 
 
 class ResponseStream(EventStream):
@@ -246,11 +246,6 @@ class ResponseStream(EventStream):
         yield b"".join(map(self.encoded, self._events.begin()))
         async for piece in super()._pieces():
             yield piece
-
-    def encoded(self, piece: BaseModel) -> bytes:
-        """One event of the stream."""
-        assert isinstance(piece, StreamEvent)
-        return f"event: {piece.type}\n".encode() + super().encoded(piece)
 
     def failed(self, error: Refused) -> bytes:
         """The event of an error."""

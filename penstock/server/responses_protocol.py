@@ -6,8 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from .bodies import Body, Text, one_of
+from .bodies import Body, QueuedBody, Text, one_of
 from .protocol import JsonSchema, Message, ResponseFormat
+from .streaming import NamedEvent
 from .tools import CalledFunction, Function, NamedFunction, NamedTool, ToolCall, check_tools
 from .unused import Settings
 
@@ -111,7 +112,7 @@ class TextOptions(Body):
     verbosity: Annotated[Literal["medium"], one_of("'medium'", "Ask in the input for a longer or shorter answer.")] = "medium"
 
 
-class ResponseBody(Body):
+class ResponseBody(QueuedBody):
     """``POST /v1/responses``. What is not listed here is refused by its name."""
 
     model: Text
@@ -130,10 +131,6 @@ class ResponseBody(Body):
     parallel_tool_calls: bool = True
     text: TextOptions = Field(default_factory=TextOptions)
     metadata: Metadata = Field(default={})
-
-    # beyond OpenAI's
-    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
-    priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
 
     # of these, only values that ask for nothing here pass
     user: str | None = None
@@ -253,12 +250,11 @@ class ResponseAnswer(BaseModel):
     usage: ResponseUsage | None = None
 
 
-class StreamEvent(BaseModel):
+class StreamEvent(NamedEvent):
     """An event of a stream."""
 
     model_config = ConfigDict(extra="allow")
 
-    type: str
     sequence_number: int
 
 
@@ -269,6 +265,6 @@ class Link(BaseModel):
     shown: list[dict[str, Any]]
     """Functions that the model saw."""
     tail: str
-    """What the state has behind the answer: the text that ended it."""
+    """What the state has after the answer: the text that ended it."""
     names: dict[str, str]
     """Of the functions of calls, by their IDs."""

@@ -1,6 +1,6 @@
 """States that a request continues from, and those that its answers leave.
 
-A chat that continues from a state has the new messages only. Its prompt is what the chat template writes behind an answer: the end of that
+A chat that continues from a state has the new messages only. Its prompt is what the chat template writes after an answer: the end of that
 answer, these messages, and the begin of the next one. A state may have some of this already, since the answer before may have ended by it:
 what its text ends with is left out, and so is its last token if that is the end of text.
 """

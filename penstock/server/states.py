@@ -234,7 +234,7 @@ class States:
         return path
 
     def _mark_used(self, path: Path) -> None:
-        """Set a file's time to now, or behind all others. The system's own time of a write is that of its last tick, milliseconds ago."""
+        """Set a file's time to now, or after all others. The system's own time of a write is that of its last tick, milliseconds ago."""
         latest = max((used for used, other in self._files() if other != path), default=0)
         now = max(time.time_ns(), latest + TICK)
         os.utime(path, ns=(now, now))

@@ -25,6 +25,12 @@ LARGE = 2**16
 """Pieces of more bytes are sent before the next ones are written."""
 
 
+class NamedEvent(BaseModel):
+    """A piece of an answer in an API whose events have names: their types."""
+
+    type: str
+
+
 class Writer(Protocol):
     """Turns events into pieces of an answer."""
 
@@ -39,7 +45,7 @@ class EventStream(Response):
     """The answer to a request with ``stream``. It owns the generation, and closes it."""
 
     end = b"data: [DONE]\n\n"
-    """Behind the last piece, unless an error ended the stream."""
+    """After the last piece, unless an error ended the stream."""
 
     def __init__(
         self, generation: Generation, writer: Writer, metrics: Metrics, seconds: float, body: SamplingBody | None = None
@@ -96,7 +102,8 @@ class EventStream(Response):
 
     def encoded(self, piece: BaseModel) -> bytes:
         """One event of the stream."""
-        return b"data: " + piece.model_dump_json().encode() + b"\n\n"
+        name = f"event: {piece.type}\n".encode() if isinstance(piece, NamedEvent) else b""
+        return name + b"data: " + piece.model_dump_json().encode() + b"\n\n"
 
     def failed(self, error: Refused) -> bytes:
         """The event of an error."""

@@ -27,7 +27,7 @@ WORLD_TOOLS = (
     'To call one, write its name and its arguments: <tool_call>{"name": NAME, "arguments": {...}}</tool_call>. '
     "The result is between <tool_response> and </tool_response>.",
 )
-"""What RWKV World's form says before and behind the list of functions."""
+"""What RWKV World's form says before and after the list of functions."""
 SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 """Variables of templates that have the texts of special tokens."""
 NONE: Mapping[str, Any] = MappingProxyType({})
@@ -52,6 +52,10 @@ class Template(Protocol):
     def reasoning(self) -> ReasoningForm | None:
         """How answers mark reasoning; None if they have none."""
 
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """Names of what clients may set."""
+
     def render(self, messages: Sequence[Message], functions: Sequence[Function] = (), variables: Mapping[str, Any] = NONE) -> str:
         """The prompt. It ends where an answer begins."""
 
@@ -70,10 +74,11 @@ class WorldTemplate:
     reasoning: ReasoningForm | None = None
     stops: tuple[str, ...] = ("\n\nUser:",)
     strips: bool = True
+    variables: tuple[str, ...] = ()
 
     def render(self, messages: Sequence[Message], functions: Sequence[Function] = (), variables: Mapping[str, Any] = NONE) -> str:
         """The prompt. Raises RangeError for variables: there are none."""
-        check_variables(variables, ())
+        check_variables(variables, self.variables)
         parts = []
         if functions:
             listed = "\n".join(json.dumps(one.shown, ensure_ascii=False) for one in functions)
@@ -115,13 +120,13 @@ class JinjaTemplate:
             complaints = Complaints("serve")
             complaints.add(RangeError, "chat_template", "a Jinja template", f"{name} ({error})", "Give another with --chat-template.")
             complaints.raise_any()
-        self._variables = tuple(sorted(known - {"messages", "tools", "add_generation_prompt", *SPECIAL, *environment.globals}))
+        self.variables = tuple(sorted(known - {"messages", "tools", "add_generation_prompt", *SPECIAL, *environment.globals}))
         self._takes_tools = "tools" in known
 
     def render(self, messages: Sequence[Message], functions: Sequence[Function] = (), variables: Mapping[str, Any] = NONE) -> str:
         """The prompt. Raises RangeError where the template refuses the messages, or does not know functions or variables."""
         complaints = Complaints("chat")
-        check_variables(variables, self._variables)
+        check_variables(variables, self.variables)
         if functions and not self._takes_tools:
             remedy = "Serve with another --chat-template."
             complaints.add(RangeError, "tools", "absent, because the model's chat template has none", f"{len(functions)}", remedy)

@@ -11,11 +11,14 @@ from pydantic import BaseModel, Field
 
 from .bodies import Body, Text, one_of
 
+FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,128}$")]
+"""As Anthropic's. OpenAI's have at most 64 characters."""
+
 
 class Function(Body):
     """A function that a model may call."""
 
-    name: Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+    name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     """The JSON schema of its arguments."""
@@ -112,9 +115,9 @@ class CallDelta(BaseModel):
     function: FunctionAnswer
 
 
-def call_id() -> str:
+def call_id(prefix: str = "call") -> str:
     """A new ID of a call."""
-    return f"call_{secrets.token_hex(12)}"
+    return f"{prefix}_{secrets.token_hex(12)}"
 
 
 def check_tools(functions: Sequence[Function], choice: str | NamedTool) -> None:

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from architectures import ARCHITECTURES, model_of
+from random_adapters import factors_of, merged
 from torch import nn
 
 from penstock.engine import Engine, SamplingParams
@@ -16,29 +17,9 @@ RECURRENT = [name for name in ARCHITECTURES if not name.startswith("hybrid")]
 PROMPT = [n * n % 13 for n in range(150)]
 
 
-def factors_of(model, rank, seed):
-    """A random adapter of all linear maps."""
-    generator, found = torch.Generator().manual_seed(seed), {}
-    for name, one in model.named_modules():
-        if isinstance(one, nn.Linear):
-            out, inner = one.weight.shape
-            down = torch.randn(rank, inner, generator=generator) / math.sqrt(inner)
-            found[f"{name}.weight"] = down, torch.randn(out, rank, generator=generator) / math.sqrt(rank)
-    return found
-
-
 def state_of(model, seed):
     """A state after some text, and another one for each seed."""
     return model(torch.randint(13, (1, 9), generator=torch.Generator().manual_seed(seed))).state
-
-
-def merged(name, factors, dtype):
-    model = model_of(name, dtype)
-    with torch.no_grad():
-        for weight, (down, up) in factors.items():
-            one = model.get_submodule(weight.removesuffix(".weight"))
-            one.weight = nn.Parameter(one.weight + up.to(dtype) @ down.to(dtype))
-    return model
 
 
 def run(engine, requests):

@@ -1,6 +1,7 @@
-"""Frameworks that call the server: LangChain, and an agent of OpenAI's Agents SDK that uses a tool."""
+"""Frameworks that call the server: LangChain, an agent of OpenAI's Agents SDK and Anthropic's tool runner."""
 
 import asyncio
+from contextlib import closing
 
 import pytest
 from live_server import KEY, running, small_model
@@ -61,3 +62,18 @@ def test_an_agent_uses_a_tool(live, api):
         found = asyncio.run(run())
     assert found.final_output == "It rains."
     assert "rain in Oslo" in prompts[1]
+
+
+def test_anthropics_tool_runner(live):
+    anthropic = pytest.importorskip("anthropic")
+    if not hasattr(anthropic, "beta_tool"):
+        pytest.skip("an older client")
+    given = {"model": "tiny", "max_tokens": 200, "messages": [{"role": "user", "content": "Weather in Oslo?"}]}
+    with closing(anthropic.Anthropic(base_url=live.url, api_key=KEY, max_retries=0)) as client:
+        for stream in False, True:
+            runner = client.beta.messages.tool_runner(**given, tools=[anthropic.beta_tool(weather)], stream=stream, thread=False)
+            with scripted(live.engine, CALL, "It rains.") as prompts:
+                *_, last = ([*one, one.get_final_message()][-1] if stream else one for one in runner)
+            assert [block.text for block in last.content] == ["It rains."]
+            assert "Tell the weather of a city." in prompts[0]
+            assert "rain in Oslo" in prompts[1]

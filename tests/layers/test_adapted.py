@@ -1,38 +1,14 @@
 """Linear maps whose tokens have adapters of their own, against models with merged weights."""
 
-import math
-
 import pytest
 import torch
 from architectures import ARCHITECTURES, model_of
-from torch import nn
+from random_adapters import factors_of, merged
 
 from penstock.errors import RangeError, ShapeError
 from penstock.layers.adapted import NONE, Adapted, adapted, chosen
 
 RANKS = (3, 5)
-
-
-def factors_of(model, rank, seed, names=None):
-    """Random factors of all linear maps, or of some."""
-    generator = torch.Generator().manual_seed(seed)
-    found = {}
-    for name, one in model.named_modules():
-        if isinstance(one, nn.Linear) and (names is None or any(part in name for part in names)):
-            out, inner = one.weight.shape
-            down = torch.randn(rank, inner, generator=generator) / math.sqrt(inner)
-            found[f"{name}.weight"] = down, torch.randn(out, rank, generator=generator) / math.sqrt(rank)
-    return found
-
-
-def merged(name, factors, dtype):
-    """The model with one adapter in its weights."""
-    model = model_of(name, dtype)
-    with torch.no_grad():
-        for weight, (down, up) in factors.items():
-            one = model.get_submodule(weight.removesuffix(".weight"))
-            one.weight = nn.Parameter(one.weight + (up.to(dtype) @ down.to(dtype)))
-    return model
 
 
 @torch.no_grad()

@@ -111,13 +111,22 @@ def test_adapters_of_rwkv_peft_equal_the_formulas(kind: str, tmp_path: Path) -> 
     assert error(model(IDS[None]).logits[0], rwkv6.logits(merged, IDS)) < 1e-5, "merged weights are not rounded to the dtype of the base"
 
 
+def base_of(w: Weights, format: str, folder: Path) -> Path:
+    """The base model as a checkpoint of a format."""
+    base = folder / "base"
+    save(load(write_pth(w, folder)), base, format)
+    return base
+
+
+FORMATS = ["blinkdl", "hf", "fla", "penstock"]
+
+
 @torch.no_grad()
-@pytest.mark.parametrize("format", ["blinkdl", "hf", "fla", "penstock"])
+@pytest.mark.parametrize("format", FORMATS)
 def test_files_beside_a_base_model_of_any_format(format: str, tmp_path: Path) -> None:
     """The names are BlinkDL's, whatever the format of the base model; trainers put their own before them."""
     w = rwkv6.draw()
-    base = tmp_path / "base"
-    save(load(write_pth(w, tmp_path)), base, format)
+    base = base_of(w, format, tmp_path)
     adapter, merged = adapted(w, "LoRA")
     adapter |= {"blocks.1.ln2.weight": w["blocks.1.ln2.weight"] * 2, "blocks.1.att.time_decay": w["blocks.1.att.time_decay"] + 1}
     merged |= {name: x for name, x in adapter.items() if name in w}
@@ -318,11 +327,10 @@ def test_states_that_do_not_belong_to_the_model_are_named(tmp_path: Path) -> Non
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("format", ["blinkdl", "hf", "fla", "penstock"])
+@pytest.mark.parametrize("format", FORMATS)
 def test_factors_of_a_lora_equal_merged_weights(format: str, tmp_path: Path) -> None:
     w = rwkv6.draw()
-    base = tmp_path / "base"
-    save(load(write_pth(w, tmp_path)), base, format)
+    base = base_of(w, format, tmp_path)
     file = beside(adapted(w, "LoRA")[0], tmp_path)
     plain, merged = load(base, dtype=torch.float64), load(base, adapter=file, adapter_alpha=5, dtype=torch.float64)
     found = load_adapter(file, base, adapter_alpha=5)

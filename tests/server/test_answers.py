@@ -67,7 +67,7 @@ ARGUMENTS = '{"a": "}</tool_call>\\""}'
 TEXTS = {
     "call": (HERMES, CALL, "", [("f", ARGUMENTS)]),
     "two": (HERMES, f"{CALL}\n{CALL}\n", "", [("f", ARGUMENTS)] * 2),
-    "text before and behind": (HERMES, f"Look:\n{CALL}\n\nDone. ", "Look:Done. ", [("f", ARGUMENTS)]),
+    "text before and after": (HERMES, f"Look:\n{CALL}\n\nDone. ", "Look:Done. ", [("f", ARGUMENTS)]),
     "other order": (HERMES, '<tool_call>{"id": 1, "arguments": {"b": [2]}, "name": "f"}</tool_call>', "", [("f", '{"b": [2]}')]),
     "no arguments": (HERMES, '<tool_call>{"name": "f"}</tool_call>', "", [("f", "{}")]),
     "without end": (HERMES, '<tool_call>{"name": "f", "arguments": {}}', "", [("f", "{}")]),

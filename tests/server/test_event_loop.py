@@ -69,8 +69,8 @@ def encoded(body):
     inserted = []
 
     def default(value):
-        if isinstance(value, list) and len(value) == 1:
-            return [default(value[0])]
+        if isinstance(value, list) and len(value) < 10:
+            return [default(one) for one in value]
         return {name: default(one) for name, one in value.items()} if isinstance(value, dict) else marked(value)
 
     def marked(value):
@@ -96,6 +96,15 @@ def patterns(count):
 ALTERNATIVES = {"anyOf": [{"type": "string", "pattern": f"^(a|b)*{n}(c|d){{1,{n % 9 + 2}}}.*e$"} for n in range(490)]}
 FULL = "a" * 4_000_000
 DEEP = nested('{"properties":{"a":', "}}")
+
+
+def called(given, result="a"):
+    """A conversation with a call and its result."""
+    call = {"type": "tool_use", "id": "a", "name": "f", "input": given}
+    answered = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": result}]}
+    return {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": [call]}, answered]}
+
+
 BOTH = {
     "deep schema": (text_format(nested('{"properties":{"a":', "}}")), 400),
     "deep list in a schema": (text_format(nested('{"anyOf":[', "]}")), 400),
@@ -124,6 +133,12 @@ REQUESTS = {f"{name} of {path}": (path, more, status) for name, (more, status) i
     "deep message of tokenize": ("/tokenize", {"messages": nested("[", "]")}, 400),
     "deep field of messages": ("messages", {"system": nested("[", "]")}, 400),
     "deep schema of tools": ("chat", {"tools": [{"type": "function", "function": {"name": "a", "parameters": DEEP}}]}, 400),
+    "deep schema of messages": ("messages", {"tools": [{"name": "a", "input_schema": DEEP}]}, 400),
+    "deep input of messages": ("messages", called(nested('{"a":', "}")), 400),
+    "long input of messages": ("messages", called({"a": FULL}), 400),
+    "wide input of messages": ("messages", called({f"{n}": n for n in range(200_000)}), 400),
+    "parts of messages": ("messages", called({}, [{"type": "text", "text": "a" * 3000}] * 1000), 400),
+    "too many parts of messages": ("messages", called({}, [{"type": "text", "text": ""}] * 100_000), 400),
     "long message of messages": ("messages", {"messages": [{"role": "user", "content": FULL}]}, 400),
     "long message": ("chat", {"messages": [{"role": "user", "content": FULL}]}, 400),
     "messages": ("chat", {"messages": [{"role": "user", "content": "a" * 100}] * 1000}, 200),

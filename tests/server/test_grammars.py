@@ -7,11 +7,11 @@ import openai
 import pytest
 import torch
 from architectures import randomised
-from tokenizer_files import written
+from tokenizer_files import TOKENIZERS, tokenizer_of
 
 from penstock.engine import Engine, SamplingParams
 from penstock.models import CausalLM, gla
-from penstock.models.tokenizers import Bytes, HuggingFace, World
+from penstock.models.tokenizers import HuggingFace
 from penstock.server.grammars import Grammars
 
 pytest.importorskip("llguidance")
@@ -138,18 +138,10 @@ def test_a_tokenizer_json_gives_masks_of_its_tokens(tmp_path, with_end):
     assert ended
 
 
-TOKENIZERS = {
-    "Bytes": lambda files: Bytes(257),
-    "World": lambda files: World(),
-    "byte-level": lambda files: HuggingFace(files["bytes"]),
-    "byte fallback": lambda files: HuggingFace(files["fallback"]),
-}
-
-
 @pytest.fixture(scope="module", params=TOKENIZERS)
 def answers(request, tmp_path_factory):
     """Answers of a random model that follow a schema."""
-    tokenizer = TOKENIZERS[request.param](written(tmp_path_factory.mktemp("tokenizers"), ['{"name": "Ada"}'] * 9))
+    tokenizer = tokenizer_of(request.param, tmp_path_factory.mktemp("tokenizers"), ['{"name": "Ada"}'] * 9)
     torch.manual_seed(0)
     model = CausalLM(gla(vocab_size=tokenizer.vocab_size, hidden_size=16, num_layers=1, num_heads=2, intermediate_size=32)).eval()
     randomised(model)

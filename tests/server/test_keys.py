@@ -181,7 +181,7 @@ WRONG = {
     "not ascii": ("a sécret-key", "a key of 8 to 512 ASCII characters"),
     "name twice": ("a secret-key\nb secret-2\na secret-3", "line 3 of api_key_file must be a name that no other line has, got that of"),
     "key twice": ("a secret-key\nb secret-key", "line 2 of api_key_file must be a key that no other line has, got that of line 1"),
-    "option": ("a secret-key tokens=5", "another word behind the key"),
+    "option": ("a secret-key tokens=5", "another word after the key"),
     "number": ("a secret-key tokens_per_minute=0", "tokens_per_minute of at least 1, got 0"),
     "option twice": ("a secret-key priority=-1 priority=-1", "priority twice"),
     "priority": ("a secret-key priority=1", "priority from -1000 to 0"),

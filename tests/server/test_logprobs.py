@@ -1,23 +1,16 @@
 """Names and bytes of tokens in log probabilities."""
 
 import pytest
-from tokenizer_files import written
+from tokenizer_files import TOKENIZERS, tokenizer_of
 
 from penstock.engine import TokenLogprobs
-from penstock.models.tokenizers import Bytes, HuggingFace, World
+from penstock.models.tokenizers import Bytes
 from penstock.server.logprobs import CompletionWriter, chat_logprobs, token_bytes, token_text
-
-TOKENIZERS = {
-    "Bytes": lambda files: Bytes(257),
-    "World": lambda files: World(),
-    "byte-level": lambda files: HuggingFace(files["bytes"]),
-    "byte fallback": lambda files: HuggingFace(files["fallback"]),
-}
 
 
 @pytest.fixture(scope="module", params=TOKENIZERS)
 def tokenizer(request, tmp_path_factory):
-    return TOKENIZERS[request.param](written(tmp_path_factory.mktemp("tokenizers"), ["the cat"]))
+    return tokenizer_of(request.param, tmp_path_factory.mktemp("tokenizers"))
 
 
 def single(tokenizer, byte):

@@ -8,13 +8,15 @@ from typing import get_type_hints
 import anthropic
 import httpx
 import pytest
+from anthropic import types
 from anthropic.types import message_count_tokens_params, message_create_params
 from live_server import KEY, running
 from scripted_answers import scripted
 
 from penstock.server import app
 from penstock.server.limits import Limits
-from penstock.server.messages_protocol import CountBody, MessagesBody
+from penstock.server.messages_blocks import TextBlock, ThinkingBlock, ToolResult, ToolUse
+from penstock.server.messages_protocol import Choice, CountBody, MessagesBody, Thinking, Tool
 
 TURNS = [
     {"role": "user", "content": "Hi"},
@@ -24,6 +26,10 @@ TURNS = [
 PROMPT = "System: Be brief.\n\nUser: Hi\n\nAssistant: Hello\n\nUser: Bye\n\nAssistant:"
 GIVEN = {"model": "tiny", "messages": TURNS, "system": "Be brief.", "max_tokens": 30}
 GREEDY = {"temperature": 0}
+IMAGE = {"type": "image", "source": {"type": "url", "url": "http://a"}}
+USE = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
+RESULT = {"type": "tool_result", "tool_use_id": "a"}
+TOOL = {"name": "f", "input_schema": {"type": "object"}}
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
 
 
@@ -86,7 +92,7 @@ def test_events_of_a_stream_as_they_are_written(live):
     for event in events:
         name, data = event.split("\n")
         assert name == "event: " + json.loads(data.removeprefix("data: "))["type"]
-    assert events[2] == 'event: ping\ndata: {"type":"ping"}'
+    assert events[1] == 'event: ping\ndata: {"type":"ping"}'
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -124,10 +130,58 @@ def test_tokens_are_counted_and_those_of_the_cache_told(claude):
     assert usage[1].cache_read_input_tokens == count // 64 * 64
 
 
+def test_tokens_of_tools_are_counted(claude, live):
+    count = claude.messages.count_tokens
+    plain = {"model": "tiny", "messages": TURNS, "system": "Be brief."}
+    assert count(**plain).input_tokens == count(**plain, tools=[TOOL], tool_choice={"type": "none"}).input_tokens == len(PROMPT)
+    messages = [*TURNS, {"role": "assistant", "content": [USE]}, {"role": "user", "content": [RESULT]}]
+    given = {**plain, "messages": messages, "tools": [TOOL], "tool_choice": {"type": "any"}}
+    with scripted(live.engine, '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>') as prompts:
+        usage = claude.messages.create(**given, max_tokens=100).usage
+    assert count(**given).input_tokens == len(prompts[0]) == usage.input_tokens + usage.cache_read_input_tokens
+
+
+def test_blocks_as_the_model_sees_them(claude, live):
+    """Results come before the text of the user, errors are named, and neighbours of one role are one message."""
+    text = [{"type": "text", "text": "ra"}, {"type": "text", "text": "in"}]
+    calls = [{**USE, "caller": {"type": "direct"}}, {**USE, "id": "b", "input": {"x": [1]}}]
+    messages = [
+        TURNS[0],
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm", "signature": ""}, {"type": "text", "text": "Look."}]},
+        {"role": "assistant", "content": calls},
+        {"role": "user", "content": [{**RESULT, "content": text}]},
+        {"role": "user", "content": [{**RESULT, "tool_use_id": "b", "is_error": True, "content": "down"}, {"type": "text", "text": "So?"}]},
+    ]
+    with scripted(live.engine, "Yes") as prompts:
+        send(claude, messages=messages)
+    called = [f'<tool_call>\n{{"name": "f", "arguments": {given}}}\n</tool_call>' for given in ("{}", '{"x": [1]}')]
+    results = [f"User: <tool_response>\n{text}\n</tool_response>\n\n" for text in ("rain", "Error: down")]
+    answer = "\n".join(["Assistant: Look.", *called])
+    assert prompts[0] == f"System: Be brief.\n\nUser: Hi\n\n{answer}\n\n{''.join(results)}User: So?\n\nAssistant:"
+
+
+def test_arguments_that_are_not_json(claude, live):
+    wrong = '<tool_call>\n{"name": "f", "arguments": {"a": b}}\n</tool_call>'
+    with scripted(live.engine, wrong, wrong):
+        (found,) = send(claude, max_tokens=200, tools=[TOOL]).content
+        events = list(send(claude, max_tokens=200, tools=[TOOL], stream=True))
+    assert found.input == {"INVALID_JSON": '{"a": b}'}
+    assert "".join(one.delta.partial_json for one in events if one.type == "content_block_delta") == '{"a": b}'
+
+
+def test_a_stop_sequence_after_a_call_is_the_reason(claude, live):
+    text = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>STOP'
+    with scripted(live.engine, text, ends=False):
+        found = send(claude, max_tokens=200, tools=[TOOL], stop_sequences=["STOP"])
+    assert ([one.type for one in found.content], found.stop_reason, found.stop_sequence) == (["tool_use"], "stop_sequence", "STOP")
+
+
 PASS = [
     {"metadata": {"user_id": "me"}}, {"service_tier": "auto"}, {"service_tier": "standard_only"},
-    {"tools": []}, {"tool_choice": {"type": "auto"}},
-    {"thinking": {"type": "disabled"}}, {"cache_control": {"type": "ephemeral"}}, {"stop_sequences": []}, {"speed": "standard"},
+    {"tools": []}, {"tool_choice": {"type": "auto"}}, {"tool_choice": {"type": "none"}},
+    {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+    {"thinking": {"type": "disabled"}}, {"thinking": {"type": "adaptive", "display": "summarized"}},
+    {"cache_control": {"type": "ephemeral"}}, {"stop_sequences": []}, {"speed": "standard"},
     {"container": None, "output_config": None},
 ]  # fmt: skip
 
@@ -137,15 +191,65 @@ def test_what_cannot_change_an_answer_passes(claude, given):
     assert send(claude, extra={**GREEDY, **given}).content == send(claude).content
 
 
-IMAGE = {"type": "image", "source": {"type": "url", "url": "http://a"}}
-USE = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
+def tool(**more):
+    return {"tools": [{**TOOL, **more}]}
+
+
+def turns(role, *blocks):
+    return {"messages": [TURNS[0], {"role": "assistant", "content": [USE]}, {"role": role, "content": list(blocks)}, TURNS[2]]}
+
+
 REFUSED = {
-    "tools": ({"tools": [{"name": "f", "input_schema": {}}]}, "messages: tools must be empty"),
-    "choice": ({"tool_choice": {"type": "any"}}, "tool_choice must be of type none or auto"),
-    "thinking": ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "thinking must be of type disabled"),
+    "tool": ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type must be 'custom'"),
+    "twice": ({"tools": [TOOL, TOOL]}, "the names of tools must differ, got 'f' twice"),
+    "schema": (tool(input_schema={"type": "array"}), "the parameters of a tool must have the type 'object'"),
+    "no schema": ({"tools": [{"name": "f"}]}, "tools.0.input_schema must be given, got none"),
+    "wrong schema": (
+        {**tool(input_schema={"properties": {"b": {"type": "objekt"}}}), "tool_choice": {"type": "any"}},
+        "tools.0.input_schema must be a JSON schema that llguidance knows",
+    ),
+    "name": (tool(name="a b"), "tools.0.name must match pattern"),
+    "examples": (tool(input_examples=[{}]), "tools.0.input_examples must be empty, got [{}]. Put examples into the description."),
+    "deferred": (tool(defer_loading=True), "tools.0.defer_loading must be false, got True."),
+    "callers": (tool(allowed_callers=["code_execution_20250825"]), "tools.0.allowed_callers must be ['direct']"),
+    "buffered": (tool(eager_input_streaming=False), "tools.0.eager_input_streaming must be true, got False."),
+    "choice": ({"tool_choice": {"type": "any"}}, "tool_choice must be 'auto' or 'none' without tools"),
+    "choice type": ({"tool_choice": {"type": "some"}}, "tool_choice.type must be 'auto', 'any', 'tool' or 'none', got 'some'"),
+    "choice name": ({**tool(), "tool_choice": {"type": "tool"}}, "tool_choice must have a name with type tool, and with no other"),
+    "other name": ({**tool(), "tool_choice": {"type": "tool", "name": "g"}}, "tool_choice must name one of the tools, got 'g'"),
+    "thinking": (
+        {"thinking": {"type": "enabled", "budget_tokens": 20}},
+        "thinking must be of type disabled or adaptive, because this server does not know how the model writes what it thinks",
+    ),
+    "thinking type": ({"thinking": {"type": "between_tools"}}, "thinking.type must be 'enabled', 'disabled' or 'adaptive'"),
+    "display": ({"thinking": {"type": "adaptive", "display": "omitted"}}, "thinking.display must be 'summarized', got 'omitted'."),
+    "budget": ({"thinking": {"type": "disabled", "budget_tokens": 9}}, "thinking.budget_tokens must be absent with type disabled, got 9"),
+    "no answer": (
+        {"thinking": {"type": "enabled", "budget_tokens": 30}},
+        "thinking.budget_tokens must be less than max_tokens = 30, got 30",
+    ),
+    "redacted": (
+        turns("assistant", {"type": "redacted_thinking", "data": "a"}),
+        "messages.2.content.0 must be a block of type text, tool_use, tool_result or thinking, got {",
+    ),
+    "block": ({"messages": [{"role": "user", "content": [7]}]}, "messages.0.content.0 must be a block of type text, tool_use"),
+    "content": ({"messages": [{"role": "user", "content": 7}]}, "messages.0.content must be a text or a list of blocks, got 7"),
+    "field": (turns("user", {**RESULT, "magic": 1}), "messages.2.content.0.tool_result.magic must be absent, got 1"),
+    "image": (turns("user", {**RESULT, "content": [IMAGE]}), "tool_result.content must be a text or a list of blocks of type text"),
+    "user image": ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages.0.content.0 must be a block of type text, tool_use"),
+    "role": (turns("user", USE), "a block of type tool_use must be in a message of the assistant, got one of the user"),
+    "result role": (turns("assistant", RESULT), "a block of type tool_result must be in a message of the user, got one of the assistant"),
+    "thought role": (turns("user", {"type": "thinking", "thinking": ""}), "a block of type thinking must be in a message of the assistant"),
+    "result": (turns("user", {**RESULT, "tool_use_id": "b"}), "tool_use_id must be of a call in an earlier message, got 'b'"),
+    "order": (
+        turns("user", {"type": "text", "text": "So"}, RESULT),
+        "blocks of type tool_result must come before those of type text in messages of the user, got one after a text",
+    ),
+    "parts": (
+        turns("user", {**RESULT, "content": [{"type": "text", "text": ""}] * 1024}),
+        "the number of parts of messages must be at most 1024, got 1027",
+    ),
     "effort": ({"output_config": {"effort": "low"}}, "output_config.effort must be absent, got 'low'. Ask in a message"),
-    "image": ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages.0.content must be a text or a list of blocks of type text"),
-    "tool use": ({"messages": [TURNS[0], {"role": "assistant", "content": [USE]}, *TURNS]}, "messages.1.content must be a text or a list"),
     "prefill": ({"messages": TURNS[:2]}, "messages must end with one of the user, got one of the assistant"),
     "empty": ({"messages": []}, "messages must have at least 1 item"),
     "temperature": ({"temperature": 1.5}, "temperature must be less than or equal to 1, got 1.5"),
@@ -154,6 +258,7 @@ REFUSED = {
     "stop": ({"stop_sequences": ["a" * 257]}, "the length of a stop text must be at most 256, got 257"),
     "system": ({"system": [{"type": "text", "text": ""}] * 1025}, "the number of parts of messages must be at most 1024, got 1028"),
     "unknown": ({"temprature": 1}, "temprature must be absent, got 1"),
+    "thread": ({"thread": {"type": "create"}}, "thread must be absent, got {'type': 'create'}. Send all messages; with the client's"),
     "container": ({"container": "a"}, "container must be absent, got 'a'. This server runs no code."),
 }
 
@@ -172,6 +277,13 @@ def test_what_would_change_it_is_refused_by_name(claude, name):
 def test_all_fields_of_anthropics_client_are_decided():
     headers = {"workspace_id"}
     for params, body in (
+        (types.ToolParam, Tool),
+        (types.TextBlockParam, TextBlock),
+        (types.ToolResultBlockParam, ToolResult),
+        (types.ToolUseBlockParam, ToolUse),
+        (types.ThinkingBlockParam, ThinkingBlock),
+        (types.ThinkingConfigEnabledParam, Thinking),
+        (types.ToolChoiceToolParam, Choice),
         (message_create_params.MessageCreateParamsNonStreaming, MessagesBody),
         (message_count_tokens_params.MessageCountTokensParams, CountBody),
     ):

@@ -304,7 +304,7 @@ def test_a_served_checkpoint_writes_lines_and_sends_spans(tmp_path, form):
     assert len(found) == 1
     assert not [line for line in lines if "quiet" in line]
     if form == "json":
-        first = next(n for n, line in enumerate(lines) if line.startswith("{"))  # behind what the command says of the machine
+        first = next(n for n, line in enumerate(lines) if line.startswith("{"))  # after what the command says of the machine
         read = [json.loads(line) for line in lines[first:]]
         assert {"time", "level", "message"} <= {*read[0]}
         assert json.loads(found[0])["status"] == 200

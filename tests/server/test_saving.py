@@ -114,19 +114,19 @@ CHATML = (
 )
 
 
-def behind(template, messages, before):
+def after(template, messages, before):
     return without_overlap(continuation(template.render, messages), before)
 
 
 def test_the_continuation_of_a_jinja_template():
     template = JinjaTemplate(CHATML)
     messages = [Message(**BYE)]
-    assert behind(template, messages, "Hello") == "<|end|>\n<|user|>Bye<|end|>\n<|assistant|>"
-    assert behind(template, messages, "Hello<|end|>") == "\n<|user|>Bye<|end|>\n<|assistant|>"
-    assert behind(template, messages, "") == "<|end|>\n<|user|>Bye<|end|>\n<|assistant|>"
+    assert after(template, messages, "Hello") == "<|end|>\n<|user|>Bye<|end|>\n<|assistant|>"
+    assert after(template, messages, "Hello<|end|>") == "\n<|user|>Bye<|end|>\n<|assistant|>"
+    assert after(template, messages, "") == "<|end|>\n<|user|>Bye<|end|>\n<|assistant|>"
     several = [Message(role="system", content="Be brief."), Message(role="user", content="<|end|>")]
-    assert behind(template, several, "") == "<|end|>\n<|system|>Be brief.<|end|>\n<|user|><|end|><|end|>\n<|assistant|>"
-    assert behind(WorldTemplate(), messages, "a\n\nUs") == "\n\nUser: Bye\n\nAssistant:"[4:]
+    assert after(template, several, "") == "<|end|>\n<|system|>Be brief.<|end|>\n<|user|><|end|><|end|>\n<|assistant|>"
+    assert after(WorldTemplate(), messages, "a\n\nUs") == "\n\nUser: Bye\n\nAssistant:"[4:]
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_the_continuation_of_a_jinja_template():
     ],
     ids=["last", "questions", "system first"],
 )
-def test_messages_that_do_not_come_behind_an_answer_are_refused(source):
+def test_messages_that_do_not_come_after_an_answer_are_refused(source):
     with pytest.raises(NotContinuable):
         continuation(JinjaTemplate(source).render, [Message(role="system", content="Be brief."), Message(**BYE)])
 
@@ -170,7 +170,7 @@ def test_requests_that_the_template_cannot_continue_are_refused(model, api):
         if api == "chat":
             create = live.client.chat.completions.create
             state = create(model="tiny", messages=[HI], max_tokens=2, extra_body={"save_state": True}).choices[0].state
-            with pytest.raises(openai.BadRequestError, match="such that the chat template writes all of them behind an earlier answer"):
+            with pytest.raises(openai.BadRequestError, match="such that the chat template writes all of them after an earlier answer"):
                 create(model="tiny", messages=[BYE], max_tokens=2, extra_body={"state": state})
         else:
             create = live.client.responses.create

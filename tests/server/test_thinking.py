@@ -1,0 +1,130 @@
+"""Whether a model thinks, and for how many tokens: ``thinking`` of Anthropic's requests."""
+
+from contextlib import closing
+
+import anthropic
+import pytest
+from live_server import KEY, VOCAB, running
+from scripted_answers import scripted
+from tokenizer_files import TOKENIZERS, tokenizer_of
+
+from penstock.models.tokenizers import Bytes
+from penstock.server.answers import AnswerForm, read_answer
+from penstock.server.families import REASONING
+from penstock.server.templates import JinjaTemplate, WorldTemplate
+from penstock.server.thinking import ThinkingBudget
+
+SWITCHED = """{% for one in messages %}<|{{ one.role }}|>
+{%- if one.reasoning_content is defined %}<think>{{ one.reasoning_content }}</think>{% endif %}{{ one.content }}
+{%- for call in one.tool_calls or [] %}<tool_call>{{ call.function.name }}</tool_call>{% endfor %}
+{% endfor %}{{ tools or '' }}<|assistant|>{% if enable_thinking %}<think>
+{% endif %}"""
+ALWAYS = SWITCHED.replace("{% if enable_thinking %}", "{% if true %}")
+ASK = [{"role": "user", "content": "Why?"}]
+TOOL = {"name": "clock", "input_schema": {"type": "object", "properties": {}, "additionalProperties": False}}
+
+
+@pytest.fixture(scope="module", params=["enable_thinking", "thinking"])
+def switched(model, request):
+    with running(model, template=JinjaTemplate(SWITCHED.replace("enable_thinking", request.param))) as live:
+        yield live
+
+
+def send(live, messages=ASK, thinking=None, max_tokens=100, **more):
+    with closing(anthropic.Anthropic(base_url=live.url, api_key=KEY, max_retries=0, timeout=60)) as client:
+        extra = {"temperature": 0, "thinking": thinking}
+        return client.messages.create(model="tiny", messages=messages, max_tokens=max_tokens, extra_body=extra, **more)
+
+
+@pytest.mark.parametrize("kind", ["enabled", "adaptive", "disabled", None])
+def test_a_variable_of_the_template_switches_it(switched, kind):
+    thinking = {"type": kind} if kind else None
+    with scripted(switched.engine, "So") as prompts:
+        send(switched, thinking=thinking)
+    assert prompts[0].endswith("<|assistant|><think>\n" if kind in ("enabled", "adaptive") else "<|assistant|>")
+    with closing(anthropic.Anthropic(base_url=switched.url, api_key=KEY, max_retries=0)) as client:
+        extra = {"thinking": thinking}
+        assert client.messages.count_tokens(model="tiny", messages=ASK, extra_body=extra).input_tokens == len(prompts[0])
+
+
+def test_a_template_without_a_variable_thinks_as_it_does(model):
+    with running(model, template=JinjaTemplate(ALWAYS)) as live, scripted(live.engine, *["Hm</think>So"] * 3):
+        for thinking in None, {"type": "enabled", "budget_tokens": 90}, {"type": "adaptive"}:
+            assert [one.type for one in send(live, thinking=thinking).content] == ["thinking", "text"]
+        with pytest.raises(anthropic.BadRequestError, match="thinking must be of type enabled or adaptive, because the model's chat"):
+            send(live, thinking={"type": "disabled"})
+    with running(model, template=WorldTemplate()) as live, scripted(live.engine, "So", "So"):
+        for kind in "adaptive", "disabled":
+            assert [one.type for one in send(live, thinking={"type": kind}).content] == ["text"]
+        with pytest.raises(anthropic.BadRequestError, match=r"got enabled\. Serve with --reasoning-parser\."):
+            send(live, thinking={"type": "enabled"})
+
+
+THOUGHT = "Hm. Hm. Hm"
+
+
+@pytest.mark.parametrize("budget", [len(THOUGHT), 50])
+def test_a_budget_ends_reasoning(switched, budget):
+    """The model is random: it would go on without the end."""
+    with scripted(switched.engine, THOUGHT + "." * (budget - len(THOUGHT)), ends=False):
+        answer = send(switched, thinking={"type": "enabled", "budget_tokens": budget}, max_tokens=budget + 30)
+    assert [one.type for one in answer.content] == ["thinking", "text"]
+    assert answer.content[0].thinking == THOUGHT + "." * (budget - len(THOUGHT))
+
+
+def test_a_budget_beside_required_calls(switched):
+    with scripted(switched.engine, THOUGHT, ends=False):
+        given = {"tools": [TOOL], "tool_choice": {"type": "any", "disable_parallel_tool_use": True}}
+        answer = send(switched, thinking={"type": "enabled", "budget_tokens": len(THOUGHT)}, **given)
+    assert [one.type for one in answer.content] == ["thinking", "tool_use"]
+    assert (answer.content[0].thinking, answer.content[1].name, answer.stop_reason) == (THOUGHT, "clock", "tool_use")
+
+
+def test_reasoning_within_its_budget_is_not_changed(switched):
+    texts = ["Hm.</think>Yes, and this text is longer.", "Hm.</think><think>Again, for more tokens than allowed.</think>"]
+    for text in texts:
+        with scripted(switched.engine, text):
+            answer = send(switched, thinking={"type": "enabled", "budget_tokens": 12})
+        assert [one.type for one in answer.content] == ["thinking", "text"]
+        assert answer.content[1].text == text.partition("</think>")[2]
+
+
+def test_earlier_reasoning_is_shown_by_the_template(switched):
+    block = {"type": "thinking", "thinking": "Aha", "signature": "EqQBCg"}
+    history = [*ASK, {"role": "assistant", "content": [block, {"type": "text", "text": "So."}]}, *ASK]
+    with scripted(switched.engine, "So") as prompts:
+        send(switched, history)
+    assert "<|assistant|><think>Aha</think>So.<|user|>" in prompts[0].replace("\n", "")
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_the_end_is_forced_token_by_token(name, tmp_path):
+    tokenizer = tokenizer_of(name, tmp_path)
+    reasoning = REASONING["think"]
+    free = b"\xff" * ((tokenizer.vocab_size + 7) // 8)
+    for thinking, text in (True, "the cat the cat é"), (False, "<think>the cat the cat é"):
+        form = AnswerForm(reasoning=reasoning, thinking=thinking)
+        begun = tokenizer.encode(text)
+        constraint = ThinkingBudget(tokenizer, tokenizer.vocab_size, form, len(begun), None)
+        tokens = []
+        for token in begun:
+            assert constraint.mask == free
+            assert not constraint.accept(token)
+            tokens.append(token)
+        while constraint.mask != free:
+            (token,) = (token for token in range(tokenizer.vocab_size) if constraint.mask[token // 8] >> token % 8 & 1)
+            assert not constraint.accept(token)
+            tokens.append(token)
+        answer = read_answer(form, tokenizer.decode([*tokens, *tokenizer.encode("the cat")]))
+        assert (answer.reasoning, answer.content.strip()) == ("the cat the cat é", "the cat")
+        for token in begun * 2:
+            assert constraint.mask == free
+            assert not constraint.accept(token)
+
+
+def test_an_answer_without_reasoning_is_free():
+    tokenizer = Bytes(VOCAB)
+    constraint = ThinkingBudget(tokenizer, VOCAB, AnswerForm(reasoning=REASONING["think"]), 2, None)
+    for token in b"No <think>thoughts":
+        assert constraint.mask == b"\xff" * 33
+        constraint.accept(token)
