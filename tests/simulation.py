@@ -1,6 +1,7 @@
 """The scheduler without a model."""
 
-from penstock.engine.request import CHUNK, Request, SamplingParams, Sequence, aligned
+from penstock.engine import SamplingParams
+from penstock.engine.request import CHUNK, Request, Sequence, aligned
 from penstock.engine.scheduler import Scheduler
 
 

@@ -9,7 +9,8 @@ from typing import Any
 from ..errors import Complaints, DtypeError, RangeError, ShapeError, described, shortened
 from ..models import CausalLM
 from ..models.probabilities import MOST_TOKENS
-from .request import Request, SamplingParams
+from .parameters import SamplingParams
+from .request import Request
 from .states import SequenceState
 from .tunings import Tuning
 

@@ -19,7 +19,8 @@ from ..models import CausalLM, State
 from .arguments import check_model, check_request, checked_request
 from .graphs import StepGraphs
 from .invariance import smallest_block
-from .request import CHUNK, Event, Request, Result, SamplingParams
+from .parameters import SamplingParams
+from .request import CHUNK, Event, Request, Result
 from .runner import Runner
 from .state_cache import CacheCounts, StateCache
 from .state_pool import StatePool

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from .request import Constraint, Sequence
+from .parameters import Constraint
+from .request import Sequence
 
 
 class Minimum:

@@ -1,24 +1,19 @@
-"""What callers give and get: sampling parameters, events, results. And the sequences that the scheduler sees. No tensors."""
+"""What callers give and get: requests, events, results. And the sequences that the scheduler sees. No tensors."""
 
 from __future__ import annotations
 
-import math
 import secrets
 from array import array
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, Literal, NamedTuple, Protocol, TypeGuard, overload
+from typing import Any, Literal, NamedTuple, overload
 
-from ..errors import Complaints, DtypeError, PenstockError, RangeError, described
-from ..layers.sizes import check_number, check_whole
+from ..errors import PenstockError
+from .parameters import Constraint, SamplingParams
 
 CHUNK = 64
 """Prompts are cut, kept and cached at multiples of this many tokens only: ``CausalLM.advance`` walks a row in chunks of 64."""
-MOST_LOGPROBS = 20
-LEAST_FLOAT, MOST_FLOAT = 2.0**-126, 2.0**128 - 2.0**104
-"""Of float32, in which logits are changed."""
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -26,134 +21,6 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 def aligned(position: int) -> int:
     """A position rounded down to a multiple of ``CHUNK``."""
     return position // CHUNK * CHUNK
-
-
-class Constraint(Protocol):
-    """Which tokens may follow in one completion."""
-
-    @property
-    def mask(self) -> bytes:
-        """Of the next token: bit t % 8 of byte t // 8 is 1 if token t may follow. At least one may."""
-
-    def accept(self, token: int) -> bool:
-        """Take a token and set the next mask; whether the completion ends with it. If it raises, the request fails."""
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How tokens are chosen, and when a sequence ends. Raises DtypeError or RangeError.
-
-    In this order: logit_bias, repetition penalty, presence and frequency penalties, temperature, min_p, top_k, top_p.
-    """
-
-    max_tokens: int = 16
-    """At most this many new tokens; 0 with ``prompt_logprobs`` only scores the prompt."""
-    min_tokens: int = 0
-    """So many new tokens come before the one that ends a completion by the end of text, a stop token or the end of a stop text. At most
-    ``max_tokens``. A constraint that allows nothing else may end it earlier."""
-    temperature: float = 1.0
-    """Divides the logits; 0 takes the most likely token."""
-    top_k: int = 0
-    """Keep the k most likely tokens; 0 keeps all. Of equal logits, the lower tokens come first."""
-    top_p: float = 1.0
-    """Keep the smallest set of most likely tokens whose probabilities sum to at least this."""
-    min_p: float = 0.0
-    """Keep tokens with at least this share of the probability of the most likely one."""
-    presence_penalty: float = 0.0
-    """Subtracted from the logits of tokens that were generated."""
-    frequency_penalty: float = 0.0
-    """Subtracted from the logits of tokens as often as they were generated."""
-    repetition_penalty: float = 1.0
-    """Positive logits of tokens of the prompt and of generated tokens are divided by this, negative ones multiplied."""
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    """Added to the logits of these tokens, which must be below the vocabulary's size; -inf excludes one."""
-    seed: int | None = None
-    """Equal seeds give equal tokens, whatever runs beside them. None: a random one."""
-    stop: tuple[str, ...] = ()
-    """End before the one of these texts that is complete first (behind it with ``include_stop``). Needs a tokenizer."""
-    stop_ids: tuple[int, ...] = ()
-    """End at one of these tokens, which must be below the vocabulary's size. It is among the tokens of the result; its text is left out."""
-    include_stop: bool = False
-    ignore_end: bool = False
-    """Go on after the tokenizer's end of text."""
-    n: int = 1
-    """The number of completions, of one prefill. Completion i has a seed derived from ``seed`` and i."""
-    logprobs: int | None = None
-    """Log probabilities of generated tokens, and of this many most likely ones. They are of the model's own logits."""
-    prompt_logprobs: int | None = None
-    """Likewise of the tokens of the prompt, each given those before it. The prompt is then never taken from the cache."""
-    constraint: Callable[[], Constraint] | None = None
-    """Makes the constraint of each completion."""
-    keep_state: bool = False
-    """Return the state after each completion, to continue from it."""
-    echo: bool = False
-    """Put the prompt's text before the completions' texts."""
-
-    def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        for name in ("stop", "stop_ids"):
-            if isinstance(getattr(self, name), list):
-                object.__setattr__(self, name, tuple(getattr(self, name)))
-        if isinstance(self.logit_bias, Mapping):
-            object.__setattr__(self, "logit_bias", dict(self.logit_bias))  # the caller's may change before it is read
-        complaints = Complaints("SamplingParams")
-        for name, (least, most) in _WHOLE.items():
-            value = getattr(self, name)
-            if value is not None or name not in _OPTIONAL:
-                check_whole(complaints, name, value, least, most)
-        for name, (lowest, highest) in _NUMBERS.items():
-            check_number(complaints, name, getattr(self, name), lowest, highest)
-        if type(self.min_tokens) is type(self.max_tokens) is int and 0 <= self.max_tokens < self.min_tokens:
-            complaints.add(RangeError, "min_tokens", f"at most max_tokens = {self.max_tokens}", self.min_tokens)
-        if isinstance(self.top_p, int | float) and self.top_p == 0:
-            complaints.add(RangeError, "top_p", "above 0 and at most 1", self.top_p)
-        _check_items(complaints, "stop", self.stop, str, "non-empty texts")
-        _check_items(complaints, "stop_ids", self.stop_ids, int, "tokens")
-        if isinstance(self.stop_ids, tuple) and (negative := [one for one in self.stop_ids if isinstance(one, int) and one < 0]):
-            complaints.add(RangeError, "stop_ids", "tokens of at least 0", negative[0])
-        if not isinstance(self.logit_bias, Mapping) or not all(
-            type(token) is int and token >= 0 and _is_number(bias) and (bias == -math.inf or abs(bias) <= MOST_FLOAT)
-            for token, bias in self.logit_bias.items()
-        ):
-            complaints.add(DtypeError, "logit_bias", "a mapping of tokens to numbers of float32 below inf", described(self.logit_bias))
-        for name in ("include_stop", "ignore_end", "keep_state", "echo"):
-            if not isinstance(getattr(self, name), bool):
-                complaints.add(DtypeError, name, "True or False", described(getattr(self, name)))
-        if self.constraint is not None and not callable(self.constraint):
-            complaints.add(DtypeError, "constraint", "a callable or None", described(self.constraint))
-        complaints.raise_any()
-
-    @cached_property
-    def greedy(self) -> bool:
-        """Whether the most likely token is taken."""
-        return self.temperature == 0 or self.top_k == 1
-
-    @cached_property
-    def penalised(self) -> bool:
-        """Whether logits depend on earlier tokens."""
-        return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
-
-
-_WHOLE: dict[str, tuple[int, int | None]] = {
-    "max_tokens": (0, None), "min_tokens": (0, None),
-    "top_k": (0, None), "n": (1, None), "logprobs": (0, MOST_LOGPROBS), "prompt_logprobs": (0, MOST_LOGPROBS),
-    "seed": (-(2**63), 2**64 - 1),
-}  # fmt: skip
-_OPTIONAL = {"logprobs", "prompt_logprobs", "seed"}
-_NUMBERS = {
-    "temperature": (0.0, math.inf), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0), "presence_penalty": (-MOST_FLOAT, MOST_FLOAT),
-    "frequency_penalty": (-MOST_FLOAT, MOST_FLOAT), "repetition_penalty": (LEAST_FLOAT, MOST_FLOAT),
-}  # fmt: skip
-
-
-def _is_number(value: object) -> TypeGuard[int | float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _check_items(complaints: Complaints, name: str, value: object, kind: type, rule: str) -> None:
-    if not isinstance(value, tuple) or not all(isinstance(one, kind) and not isinstance(one, bool) and one != "" for one in value):
-        complaints.add(DtypeError, name, f"a tuple of {rule}", described(value))
 
 
 class TokenLogprobs(NamedTuple):

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from ..models.probabilities import COLDEST, HOTTEST, ONE
-from .request import Constraint, SamplingParams, Sequence
+from .parameters import Constraint, SamplingParams
+from .request import Sequence
 from .transfer import from_buffer, to_device
 from .uniforms import key_of, seed_of
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from ..engine.request import Constraint
+from ..engine.parameters import Constraint
 from .answers import AnswerForm
 from .call_grammars import call_grammar, styled
 from .continuation import NotContinuable, continuation, without_overlap

@@ -5,22 +5,30 @@ A field of a request that is not listed here, in ``tools`` or in ``unused`` is r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
-from ..engine.request import MOST_LOGPROBS
+from ..engine.parameters import PARAMETERS, SamplingParams
 from .bodies import Body, QueuedBody, Text, one_of
 from .tools import CallAnswer, CallDelta, Tool, ToolCall, ToolChoice, check_tools
 from .unused import UnusedChatFields, UnusedCompletionFields, UnusedFields, UnusedMessageFields, UnusedPartFields
 
+DEFAULTS = SamplingParams()
 Bias = Annotated[float, Field(ge=-100, le=100)]
-Penalty = Annotated[float, Field(ge=-2, le=2)]
 Token = Annotated[int, Field(ge=0)]
 Tokens = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
 Stops = Annotated[Text | Annotated[list[Text], Field(fail_fast=True)], one_of("a text or a list of texts, none of them empty")]
 FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+def bounds(name: str) -> Any:
+    """The range of a sampling parameter over HTTP, as pydantic's field."""
+    one, _ = PARAMETERS[name]
+    least, most = one.http or (one.least, one.most)
+    return Field(ge=None if one.above else least, gt=least if one.above else None, le=None if most == math.inf else most)
 
 
 Prompt = Annotated[
@@ -67,24 +75,24 @@ class SamplingBody(QueuedBody, UnusedFields):
     model: Text
     stream: bool = False
     stream_options: StreamOptions | None = None
-    n: Annotated[int, Field(ge=1)] = 1
-    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    presence_penalty: Penalty = 0.0
-    frequency_penalty: Penalty = 0.0
+    n: Annotated[int, bounds("n")] = DEFAULTS.n
+    temperature: Annotated[float, bounds("temperature")] = DEFAULTS.temperature
+    top_p: Annotated[float, bounds("top_p")] = DEFAULTS.top_p
+    presence_penalty: Annotated[float, bounds("presence_penalty")] = DEFAULTS.presence_penalty
+    frequency_penalty: Annotated[float, bounds("frequency_penalty")] = DEFAULTS.frequency_penalty
     logit_bias: Annotated[dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], Bias], Field(fail_fast=True)] = Field(default={})
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    seed: Annotated[int, bounds("seed")] | None = DEFAULTS.seed
     stop: Stops = Field(default=[])
     response_format: ResponseFormat | None = None
 
     # beyond OpenAI's
-    top_k: Annotated[int, Field(ge=0)] = 0
-    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] = 1.0
+    top_k: Annotated[int, bounds("top_k")] = DEFAULTS.top_k
+    min_p: Annotated[float, bounds("min_p")] = DEFAULTS.min_p
+    repetition_penalty: Annotated[float, bounds("repetition_penalty")] = DEFAULTS.repetition_penalty
     stop_token_ids: Annotated[list[Token], Field(fail_fast=True)] = Field(default=[])
     ignore_eos: bool = False
-    min_tokens: Annotated[int, Field(ge=0)] = 0
-    prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    min_tokens: Annotated[int, bounds("min_tokens")] = DEFAULTS.min_tokens
+    prompt_logprobs: Annotated[int, bounds("prompt_logprobs")] | None = DEFAULTS.prompt_logprobs
     state: Text | None = None
     save_state: bool = False
 
@@ -100,9 +108,9 @@ class CompletionBody(SamplingBody, UnusedCompletionFields):
     """``POST /v1/completions``."""
 
     prompt: Prompt
-    max_tokens: Annotated[int, Field(ge=0)] = 16
-    echo: bool = False
-    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    max_tokens: Annotated[int, bounds("max_tokens")] = DEFAULTS.max_tokens
+    echo: bool = DEFAULTS.echo
+    logprobs: Annotated[int, bounds("logprobs")] | None = DEFAULTS.logprobs
 
     @model_validator(mode="after")
     def check_best_of(self) -> CompletionBody:
@@ -178,7 +186,7 @@ class ChatBody(SamplingBody, UnusedChatFields):
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
-    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, bounds("logprobs")] | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True)] = Field(default=[])
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True

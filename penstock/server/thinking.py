@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Literal
 
-from ..engine.request import Constraint
+from ..engine.parameters import Constraint
 from ..models.tokenizers import Tokenizer
 from .answers import AnswerForm, ReasoningReader
 from .errors import Refused
