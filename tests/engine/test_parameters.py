@@ -34,7 +34,7 @@ def test_the_page_has_the_table():
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_values_up_to_the_ends_of_a_range_pass_and_no_others(name):
     one, kind = PARAMETERS[name]
-    step = (lambda x, to: math.nextafter(x, to)) if kind is float else (lambda x, to: int(x + math.copysign(1, to)))
+    step = (lambda x, to: math.nextafter(x, to)) if kind is float else (lambda x, to: x + 1 if to > 0 else x - 1)
     others = {"max_tokens": 2**62} if name == "min_tokens" else {}
     least = step(one.least, math.inf) if one.above else one.least
     assert getattr(SamplingParams(**others, **{name: least}), name) == least
