@@ -8,7 +8,7 @@ from functools import wraps
 import pytest
 import torch
 
-collect_ignore = ["own_mixer.py"]  # it registers its mixer when it is imported, which the tests do by its own name
+collect_ignore = ["support/own_mixer.py"]  # it registers its mixer when it is imported, which the tests do by its own name
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton

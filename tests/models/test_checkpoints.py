@@ -1,4 +1,4 @@
-"""Loading and saving in every format, against the formulas of tests/public_models."""
+"""Loading and saving in every format, against the formulas of tests/support/public_models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The literal formulas of tests/public_models against other projects that compute the same models."""
+"""The literal formulas of tests/support/public_models against other projects that compute the same models."""
 
 from __future__ import annotations
 
