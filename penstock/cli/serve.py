@@ -136,6 +136,7 @@ def serve(
         from ..server.service import Service
         from ..server.templates import find_template
         from ..server.tracing import Tracing
+        from ..server.workers import take_short_turns
     except ImportError as error:
         raise MissingExtra.of("serve", "fastapi, uvicorn, jinja2 and prometheus-client", "serve") from error
     for option, value, names in ("tool_parser", tool_parser, CALLS), ("reasoning_parser", reasoning_parser, REASONING):
@@ -146,6 +147,7 @@ def serve(
     keys = None if api_key_file is None else Keys.read(api_key_file)
     tracing = Tracing.configured(otlp_endpoint)
     keep_flat()
+    take_short_turns()
     model = checkpoint("serve", "model", given := model, download)
     coder = load_tokenizer(tokenizer or model)
     use_cores(context, threads, device)

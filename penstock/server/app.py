@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .. import __version__
-from ..errors import PenstockError
+from ..errors import PenstockError, shortened
 from .caller import current
 from .chat import chat
 from .completions import completions
@@ -101,7 +101,7 @@ def _key_check(keys: Keys) -> Callable[[Request], Awaitable[None]]:
 def _add_errors(app: FastAPI, service: Service) -> None:
     def answer(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException):
-            message = f"server: the path must exist for this method, got {request.method} {request.url.path!r}."
+            message = f"server: the path must exist for this method, got {request.method} {shortened(request.url.path)}."
             error = Refused(error.status_code, message, code="not_found", headers=dict(error.headers or {}))
         return _response(request.url.path, error)
 

@@ -70,12 +70,17 @@ class Limits:
 
 
 async def read_body(request: Request, limit: int, seconds: float) -> bytes:
-    """The body. Raises Refused if it is too large or too slow."""
+    """The body. Raises Refused if it is too large, too slow or compressed."""
     try:
-        return await asyncio.wait_for(_read(request, limit), seconds)
+        content = await asyncio.wait_for(_read(request, limit), seconds)
     except asyncio.TimeoutError:
         message = f"server: the body must arrive within {seconds:g} seconds, got a part of it."
         raise Refused(408, message, code="timeout", headers={"Connection": "close"}) from None
+    for coding in request.headers.getlist("content-encoding"):
+        if coding.strip().lower() not in ("", "identity"):
+            message = f"server: the body must not be compressed, got Content-Encoding: {shortened(coding)}. Send it as it is."
+            raise Refused(415, message, code="compressed_body", headers={"Accept-Encoding": "identity"})
+    return content
 
 
 async def _read(request: Request, limit: int) -> bytes:
@@ -141,7 +146,7 @@ async def parsed(request: Request, kind: type[B], function: str, limits: Limits,
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media != "application/json":
         remedy = "Send the header Content-Type: application/json."
-        raise Refused(415, f"{function}: the content type must be application/json, got {media!r}. {remedy}")
+        raise Refused(415, f"{function}: the content type must be application/json, got {shortened(media)}. {remedy}")
     read = partial(_parsed, content, kind, function, limits)
     return read() if len(content) < LARGE else await workers.run(read)
 

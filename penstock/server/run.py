@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 from collections.abc import Sequence
+from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -37,6 +38,18 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._reread = None if keys is None else keys.reread
         self._service, self._drain_seconds = service, drain_seconds
+        self._ending: asyncio.AbstractEventLoop | None = None
+        """The loop, once the end has begun."""
+        self._timers: list[asyncio.TimerHandle] = []
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """End with a signal. SIGINT after another one leaves no time to finish requests; uvicorn's way would leave the folder of states."""
+        if not (self.should_exit and sig == signal.SIGINT):
+            super().handle_exit(sig, frame)
+            return
+        self._drain_seconds = 0
+        if self._ending is not None:
+            self._ending.call_soon_threadsafe(self._end_after, 0)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen; SIGHUP reads a file of keys again."""
@@ -48,17 +61,25 @@ class Server(uvicorn.Server):
         """Drain, then stop."""
         LOG.info("finishing %d requests, within %g seconds", len(self._service.running), self._drain_seconds)
         self._service.draining = True
-        loop, seconds = asyncio.get_running_loop(), self._drain_seconds
-        timers = [
+        self._ending = asyncio.get_running_loop()
+        self._end_after(self._drain_seconds)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            self._stop_timers()
+
+    def _end_after(self, seconds: float) -> None:
+        self._stop_timers()
+        loop = asyncio.get_running_loop()
+        self._timers = [
             loop.call_later(seconds, self._end),
             loop.call_later(seconds + LAST_SECONDS, self._drop_connections),
             loop.call_later(seconds + 1.5 * LAST_SECONDS, self._cancel_tasks),
         ]
-        try:
-            await super().shutdown(sockets)
-        finally:
-            for timer in timers:
-                timer.cancel()
+
+    def _stop_timers(self) -> None:
+        for timer in self._timers:
+            timer.cancel()
 
     def _end(self) -> None:
         self._service.abort()

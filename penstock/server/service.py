@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from ..engine import Engine, SamplingParams
-from ..errors import InvalidArgument
+from ..errors import InvalidArgument, shortened
 from ..models.tokenizers import Tokenizer
 from .caller import current
 from .errors import Refused, refusal, shutting_down
@@ -83,7 +83,7 @@ class Service:
         """The caller gets this model. Raises Refused for another one."""
         if name not in self.models:
             rule = f"one of {', '.join(map(repr, self.models))}" if len(self.models) > 1 else repr(self.name)
-            raise Refused(404, f"server: model must be {rule}, got {name!r}.", param="model", code="model_not_found")
+            raise Refused(404, f"server: model must be {rule}, got {shortened(name)}.", param="model", code="model_not_found")
         current().model, current().tuning = name, self.models[name]
 
     def chat_template(self, function: str) -> Template:

@@ -20,7 +20,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from ..engine import Engine, SequenceState
-from ..errors import InvalidArgument
+from ..errors import InvalidArgument, shortened
 from .errors import Refused, refusal
 from .parts import Parts
 from .protocol import StateCard
@@ -245,5 +245,5 @@ class States:
         return Refused(500, message, kind="server_error", code="states_folder")
 
     def _absent(self, name: str) -> Refused:
-        message = f"states: the state must be one that the server keeps, got {name!r}. It keeps the last {self._most}."
+        message = f"states: the state must be one that the server keeps, got {shortened(name)}. It keeps the last {self._most}."
         return Refused(404, message, param="state", code="state_not_found")

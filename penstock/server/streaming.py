@@ -23,6 +23,8 @@ LAST_SECONDS = 10
 
 LARGE = 2**16
 """Pieces of more bytes are sent before the next ones are written."""
+LINE_ENDS = str.maketrans({end: f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"})
+"""Many clients take these for ends of lines, as ``str.splitlines`` and httpx do. JSON leaves them in texts; only there they can be."""
 
 
 class NamedEvent(BaseModel):
@@ -103,7 +105,7 @@ class EventStream(Response):
     def encoded(self, piece: BaseModel) -> bytes:
         """One event of the stream."""
         name = f"event: {piece.type}\n".encode() if isinstance(piece, NamedEvent) else b""
-        return name + b"data: " + piece.model_dump_json().encode() + b"\n\n"
+        return name + b"data: " + piece.model_dump_json().translate(LINE_ENDS).encode() + b"\n\n"
 
     def failed(self, error: Refused) -> bytes:
         """The event of an error."""

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
+from ..errors import shortened
 from .bodies import Body, Text, one_of
 
 FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,128}$")]
@@ -129,8 +130,8 @@ def check_tools(functions: Sequence[Function], choice: str | NamedTool) -> None:
     if not names and choice not in ("auto", "none"):
         raise ValueError("tool_choice must be 'auto' or 'none' without tools")
     if isinstance(choice, NamedTool) and choice.function.name not in names:
-        raise ValueError(f"tool_choice must name one of the tools, got {choice.function.name!r}")
+        raise ValueError(f"tool_choice must name one of the tools, got {shortened(choice.function.name)}")
     for one in functions:
         kind = (one.parameters or {}).get("type", "object")
         if kind != "object":
-            raise ValueError(f"the parameters of a tool must have the type 'object', got {kind!r} for {one.name!r}")
+            raise ValueError(f"the parameters of a tool must have the type 'object', got {shortened(kind)} for {one.name!r}")

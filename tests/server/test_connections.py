@@ -225,3 +225,26 @@ def test_sigterm_ends_a_process_with_all_of_these(tmp_path):
         assert time.monotonic() - began < 3
         for one in connections:
             one.close()
+
+
+def test_a_second_interrupt_ends_what_runs(tmp_path, monkeypatch):
+    """With an error, and without leaving anything."""
+    save_checkpoint(tmp_path / "model")
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    with process(tmp_path / "model", "--drain-seconds", "60", "--name", "tiny", "--max-tokens", "100000") as (server, url, lines):
+        with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=60) as one:
+            one.sendall(sent({**LONG, "max_tokens": 100_000, "stream": True}))
+            assert b"HTTP/1.1 200" in one.recv(2**16)
+            server.send_signal(signal.SIGINT)
+            time.sleep(0.5)
+            assert server.poll() is None, "the first one waits for what runs"
+            began = time.monotonic()
+            server.send_signal(signal.SIGINT)
+            content = b"".join(iter(lambda: one.recv(2**16), b""))
+        server.wait(30)
+        assert time.monotonic() - began < 2
+        assert b'"code":"shutting_down"' in content
+        assert server.returncode == 130
+    assert not any("Traceback" in line for line in lines), lines
+    assert not [*(tmp_path / "temporary").glob("penstock-*")]
