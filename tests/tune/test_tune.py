@@ -12,7 +12,7 @@ from penstock.errors import PenstockError, RangeError
 from penstock.gpu import launch
 from penstock.gpu.target import Target
 from penstock.recurrence.triton import table_file
-from penstock.recurrence.triton.plan import Call
+from penstock.recurrence.triton.calls import Call
 from penstock.recurrence.triton.table import KernelConfig, Key, by_rule, config
 from penstock.recurrence.triton.table_file import Entry
 from penstock.tune import trial
