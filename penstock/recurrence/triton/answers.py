@@ -12,6 +12,7 @@ import torch
 from ...call.implementation import FormVerdict, Listed, Mode
 from ...gpu import forms
 from ...gpu.forms import Form, Part
+from ...gpu.target import refuses
 from ..declaration import Tokens
 from ..gradients import nothing
 from . import in_place, plan, wide
@@ -62,7 +63,7 @@ def listed(parts: dict[Mode, tuple[Part, ...]]) -> tuple[Listed, ...]:
 
 
 def _absent(one: Form[Any, Any], device: torch.device) -> str | None:
-    return one.absent(target(device))
+    return refuses(torch.empty(0, device=device)) or one.absent(target(device))
 
 
 def _planned(call: Call) -> list[str]:

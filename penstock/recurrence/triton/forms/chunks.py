@@ -67,7 +67,7 @@ def _backward(call: Backward) -> Plan:
     return plan
 
 
-SIZES = {"B": 2, "T": 70, "H": 2, "G": 2, "K": 24, "V": 40}
+SIZES = {"B": 2, "N": 2, "T": 70, "H": 2, "G": 2, "K": 24, "V": 40}
 EXAMPLES = tuple(Example(variant, torch.float16, SIZES) for variant in ("linear_attention", "simple_gla", "rwkv6"))
 FORWARD: ForwardForm = ForwardForm("chunk_fwd", _forward, refuses=refuses, parts=states.BESIDE_PLAIN, examples=EXAMPLES)
 BACKWARD = BackwardForm(

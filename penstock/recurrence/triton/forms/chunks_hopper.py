@@ -15,18 +15,19 @@ from ....gpu.hopper import Tile, absent
 from ....gpu.plan import Plan, Size
 from .. import blocks, values
 from ..calls import Backward, Call, Forward, batch, sequences, tokens
+from ..heads import MEDIUM, SMALL
 from ..states import before_chunks
 from . import hopper, states
 from .passes import BackwardForm, ForwardForm, gradients, gradients_of_operands, gradients_of_parameters, results, start, states_form
 
 STAGES, SLOTS = 2, 4
 """Stages of tiles of q, k and v, and slots for tiles with factors. With these, two programs fit on a multiprocessor at K = 64."""
-FORWARD_KEYS = {64: (4, 136, 128), 128: (8, 152, 168)}
+FORWARD_KEYS = {SMALL.value: (4, 136, 128), MEDIUM.value: (8, 152, 168)}
 """By K of a block: warps of ``prepare``, registers of their threads, and registers of every thread at launch. With fewer, ``prepare``
 spills; with more, the warps that hold the state spill."""
 FORWARD_FLOAT = (4, 240, 255)
 """The same of float32 at K = 64. One program fits on a multiprocessor. With 200, not 240, rwkv6 spills 88 bytes (compiled, not timed)."""
-BACKWARD_KEYS = {64: (8, 128), 128: (8, 255)}
+BACKWARD_KEYS = {SMALL.value: (8, 128), MEDIUM.value: (8, 255)}
 """By K of a block: warps, and registers of their threads. At K = 64 two programs fit on a multiprocessor."""
 BACKWARD_FLOAT = (8, 255)
 """The same of float32 at K = 64. One program fits on a multiprocessor."""
@@ -212,7 +213,7 @@ def _refuses_16_bits(call: Call) -> str | None:
     return refuses_backward(call) if hopper.parts(call.p) else "it takes float32, these are 16 bits"
 
 
-SIZES = {"B": 1, "T": 130, "H": 2, "G": 2}
+SIZES = {"B": 1, "N": 1, "T": 130, "H": 2, "G": 2}
 EXAMPLES = tuple(Example(variant, torch.bfloat16, SIZES | {"K": K, "V": K}) for variant in ("gla", "rwkv6") for K in (64, 128))
 HALF = Example("rwkv6", torch.float16, SIZES | {"K": 64, "V": 64})
 SPLIT = tuple(Example("gla", dtype, SIZES | {"K": 64, "V": 128}) for dtype in (torch.bfloat16, torch.float16))

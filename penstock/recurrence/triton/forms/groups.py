@@ -9,6 +9,7 @@ from ....gpu.plan import Plan, chunks, strides
 from ....gpu.target import Target, power
 from .. import chunk_backward_groups
 from ..calls import CHANNEL, Backward, Call, batch, sequences, tokens
+from ..heads import GROUPED
 from ..states import before_chunks
 from ..table import LEAST
 from . import states
@@ -16,8 +17,6 @@ from .passes import BackwardForm, gradient_of_v, gradients, gradients_of_paramet
 
 C = 64
 """Tokens in a chunk, as of the states that the Hopper kernels store, and value channels at most."""
-WIDEST = 128
-"""Key channels at most: gradients of q and k of all of them are in registers."""
 WARPS, STAGES = 8, 3
 """Loads of a head begin two heads before. At 128 key channels a program has 175 KB of shared memory."""
 
@@ -34,8 +33,8 @@ def _refuses(call: Call) -> str | None:
         return "its results are 16 bits, those of a block of a wide head are float32"
     if call.decay == CHANNEL or call.previous:
         return "it computes no decays per channel, and reads the updated state"
-    if call.K > WIDEST or call.V > C:
-        return f"heads have at most K = {WIDEST} and V = {C}, these have {call.K} and {call.V}"
+    if GROUPED.value < call.K or call.V > C:
+        return f"heads have at most K = {GROUPED.value} and V = {C}, these have {call.K} and {call.V}"
     if call.T <= C:
         return f"it takes more than {C} tokens: states of a single chunk are float32"
     if target.interpreted:
@@ -80,7 +79,7 @@ def _backward(call: Backward) -> Plan:
     return plan
 
 
-SIZES = {"B": 1, "T": 130, "H": 4, "G": 2, "K": 16, "V": 16}
+SIZES = {"B": 1, "N": 1, "T": 130, "H": 4, "G": 2, "K": 16, "V": 16}
 EXAMPLES = tuple(
     Example(variant, dtype, SIZES) for variant in ("linear_attention", "simple_gla") for dtype in (torch.bfloat16, torch.float16)
 )

@@ -50,11 +50,11 @@ def _plain(plan: Plan, call: InPlace, output: str, piece: int) -> bool:
     return False
 
 
-SIZES = {"B": 2, "N": 2, "P": 3, "T": 67, "H": 1, "G": 1}
+SIZES = {"B": 2, "N": 2, "P": 2, "T": 67, "H": 1, "G": 1}
 HOPPER: PiecesForm = Form(
     "chunk_pieces_hopper", _hopper, absent, chunks_hopper.refuses_forward, chunks_hopper.avoids_forward,
     examples=tuple(
-        Example("rwkv6", dtype, SIZES | {"K": K, "V": 64})
+        Example("rwkv6", dtype, SIZES | {"T": 128, "K": K, "V": 64})
         for dtype, K in ((torch.bfloat16, 64), (torch.float16, 128), (torch.float32, 64), (torch.bfloat16, 256))
     ),
 )  # fmt: skip

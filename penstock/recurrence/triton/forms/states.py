@@ -14,6 +14,7 @@ from ....gpu.hopper import Tile, absent
 from ....gpu.plan import Plan, Size, Sizes
 from .. import segments
 from ..calls import Call, sequences, tokens
+from ..heads import MEDIUM, SMALL
 from ..states import StatesForm, Terms
 from . import hopper
 
@@ -62,7 +63,7 @@ class Plain:
         return call.flags | flags | ({"PRECISION": "f16"} if call.half else {})
 
 
-KEYS = {64: (4, 2), 128: (8, 1)}
+KEYS = {SMALL.value: (4, 2), MEDIUM.value: (8, 1)}
 """By K: warps of ``hopper_segments``, and programs that fit on a multiprocessor."""
 STAGES = 3
 """Of tiles that ``hopper_segments`` loads ahead. At K = 64, two programs fit on a multiprocessor."""
@@ -140,7 +141,7 @@ def _refuses(call: Call) -> str | None:
     )
 
 
-SIZES = {"B": 1, "T": 200, "H": 1, "G": 1}
+SIZES = {"B": 1, "N": 1, "T": 200, "H": 1, "G": 1}
 HOPPER: StatesForm = Form(
     "segment_sums_hopper",
     Hopper,

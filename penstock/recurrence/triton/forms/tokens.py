@@ -92,11 +92,11 @@ def _in_place(plan: Plan, call: InPlace, output: str, piece: int, early: bool) -
     )  # fmt: skip
 
 
-SIZES = {"B": 2, "T": 5, "H": 2, "G": 2, "K": 24, "V": 40}
+SIZES = {"B": 2, "N": 2, "T": 5, "H": 2, "G": 2, "K": 24, "V": 40}
 VARIANTS = ("simple_gla", "rwkv6")
 EXAMPLES = tuple(Example(variant, torch.float16, SIZES) for variant in VARIANTS)
 FORWARD: Form[Whole, Callable[[Whole], Plan]] = Form("recurrent_fwd", _forward, examples=EXAMPLES)
 BACKWARD = BackwardForm("recurrent_bwd", _backward, examples=EXAMPLES, chunk=lambda call: SPAN)
 IN_PLACE: Form[InPlace, Callable[[Plan, InPlace, str, int, bool], None]] = Form(
-    "recurrent_in_place", _in_place, examples=tuple(Example(variant, torch.float16, SIZES | {"N": 2, "P": 3}) for variant in VARIANTS)
+    "recurrent_in_place", _in_place, examples=tuple(Example(variant, torch.float16, SIZES | {"P": 2}) for variant in VARIANTS)
 )

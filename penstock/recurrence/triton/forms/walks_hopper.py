@@ -10,10 +10,11 @@ from ....call.implementation import Example
 from ....gpu.hopper import Tile, absent
 from ....gpu.plan import Plan
 from ..calls import CHANNEL, NONE, Backward, Call, Forward, sequences, tokens
+from ..heads import MEDIUM, SMALL
 from . import hopper, states
 from .passes import BackwardForm, ForwardForm, gradients, gradients_of_operands, gradients_of_parameters, results, states_form
 
-KEYS = {64: (4, 0), 128: (8, 128)}
+KEYS = {SMALL.value: (4, 0), MEDIUM.value: (8, 128)}
 """By K: warps of the kernels, and the limit of registers of their threads, 0 if none is needed. Two programs fit on a multiprocessor."""
 WALKS = 64
 """Sequences times heads from which on walks are faster at 128 key channels (measured on an H200). At 64, as many as multiprocessors."""
@@ -34,17 +35,17 @@ def _refuses(call: Call) -> str | None:
 
 
 def _refuses_wide(call: Call) -> str | None:
-    return hopper.size("K", call.K, (64,)) or _refuses(call)
+    return hopper.size("K", call.K, (SMALL.value,)) or _refuses(call)
 
 
 def _refuses_narrow(call: Call) -> str | None:
-    return hopper.size("K", call.K, (128,)) or _refuses(call)
+    return hopper.size("K", call.K, (MEDIUM.value,)) or _refuses(call)
 
 
 def _avoids(call: Call) -> str | None:
     """A program walks over a whole sequence of a head."""
     least, programs = call.target.multiprocessors, call.N * call.H
-    least = min(least, WALKS) if call.K == 128 else least
+    least = min(least, WALKS) if MEDIUM.value == call.K else least
     return None if least <= programs else f"slower with fewer than {least} programs, one for each sequence and head, these are {programs}"
 
 
@@ -79,7 +80,7 @@ def _backward(call: Backward) -> Plan:
     from .. import hopper_walk_backward, hopper_walk_backward_wide
 
     wide = hopper_walk_backward_wide.penstock_walk_bwd_wide_hopper
-    kernel = hopper_walk_backward.penstock_walk_bwd_hopper if call.K == 64 else wide
+    kernel = hopper_walk_backward.penstock_walk_bwd_hopper if SMALL.value == call.K else wide
     plan, (warps, registers) = Plan(), KEYS[call.K]
     found = gradients(plan, call, states_form(states.BESIDE_PLAIN, call), hopper.C)
     dq, dk, dv = gradients_of_operands(plan, call)
@@ -97,7 +98,7 @@ def _backward(call: Backward) -> Plan:
 
 
 def _examples(*keys: int) -> tuple[Example, ...]:
-    sizes = {"B": 1, "T": 130, "H": 2, "G": 2, "V": 64}
+    sizes = {"B": 1, "N": 1, "T": 130, "H": 2, "G": 2, "V": 64}
     return tuple(Example(variant, torch.bfloat16, sizes | {"K": K}) for variant in ("linear_attention", "simple_gla") for K in keys)
 
 

@@ -14,11 +14,12 @@ from ....call.implementation import Example
 from ....gpu.hopper import Tile, absent
 from ....gpu.plan import Plan, Size, Sizes
 from ..calls import Backward, Call, Forward, batch, sequences, tokens
+from ..heads import LARGE
 from ..states import State, before_segments
 from . import chunks_hopper, hopper, states
 from .passes import BackwardForm, ForwardForm, gradients, gradients_of_operands, gradients_of_parameters, results, start, states_form
 
-KEYS = (256,)
+KEYS = (LARGE.value,)
 """K of the heads."""
 WEIGHTS = (8, 128)
 """Warps of ``hopper_weights``, and registers of their threads. Two programs fit on a multiprocessor."""
@@ -135,7 +136,7 @@ def _backward(call: Backward) -> Plan:
     return plan
 
 
-SIZES = {"B": 1, "T": 70, "H": 1, "G": 1, "K": 256, "V": 128}
+SIZES = {"B": 1, "N": 1, "T": 70, "H": 1, "G": 1, "K": 256, "V": 128}
 EXAMPLES = tuple(Example(variant, dtype, SIZES) for variant, dtype in (("gla", torch.bfloat16), ("rwkv6", torch.float16)))
 FORWARD = ForwardForm(
     "chunk_walk_fwd_hopper", _forward, absent, refuses, lambda call: hopper.selected(call.config("forward")), states.BESIDE_PLAIN, EXAMPLES
