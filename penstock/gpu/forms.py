@@ -9,13 +9,17 @@ The functions of a form take one argument, a call: the problem, the GPU and what
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
-from ..call.implementation import Example, FormVerdict
+import torch
+
+from ..call.implementation import Example, FormVerdict, Listed, Mode
 from ..errors import ImplementationRefused
-from .target import Target
+from .plan import Plan
+from .target import Target, refuses
 
 
 class Call(Protocol):
@@ -80,6 +84,28 @@ def first(forms: Sequence[F], call: Any) -> F:
         if one.refusal(call) is None and one.avoids(call) is None:
             return one
     raise ImplementationRefused("; ".join(f"{one.name} {reason(one, call)}" for one in forms))
+
+
+def planned(forms: Sequence[Form[C, Callable[[C], Plan]]], call: C) -> Plan:
+    """The plan of the form that computes a call."""
+    form = first(forms, call)
+    plan = form.plan(call)
+    plan.forms.insert(0, form.name)
+    return plan
+
+
+def listed(parts: Mapping[Mode, tuple[Part, ...]], target: Callable[[torch.device], Target]) -> tuple[Listed, ...]:
+    """All forms of an implementation, by mode. ``target``: the GPU of a device."""
+    return tuple(
+        Listed(mode, one.name, one.examples, partial(_absent, one, target))
+        for mode, lists in parts.items()
+        for _, among in lists
+        for one in every(among)
+    )
+
+
+def _absent(one: Form[Any, Any], target: Callable[[torch.device], Target], device: torch.device) -> str | None:
+    return refuses(torch.empty(0, device=device)) or one.absent(target(device))
 
 
 def refusal(forms: Sequence[F], call: Any) -> str | None:

@@ -19,6 +19,9 @@ from penstock.recurrence.triton import answers, launch, plan
 from penstock.recurrence.triton.calls import Backward, InPlace, Whole
 from penstock.recurrence.triton.forms import groups, lists
 from penstock.recurrence.variants import VARIANTS, Variant
+from penstock.softmax.operators import ATTENTION
+from penstock.softmax.operators import FAMILY as SOFTMAX
+from penstock.softmax.triton import plan as attention
 from penstock.tune.passes import without_memory
 from penstock.verify import forms, verify
 from penstock.verify.inputs import Shape
@@ -31,9 +34,11 @@ H200, A100, MI300X = Target("sm_90", 132, 227 << 10), Target("sm_80", 108, 163 <
 OF = {one.name: (RECURRENCE, one) for one in (*gpu_forms.every(lists.CHUNK_FORWARD), *gpu_forms.every(lists.CHUNK_BACKWARD))}
 OF |= {one.name: (RECURRENCE, one) for one in (*lists.TOKEN_FORWARD, *lists.TOKEN_BACKWARD)}
 OF |= {one.name: (ADVANCE, one) for one in (*lists.PIECES, *lists.TOKENS_IN_PLACE)}
+OF |= {one.name: (ATTENTION, one) for one in (*attention.FORWARD, *attention.BACKWARD)}
 """All forms, and the operator of each."""
 HERE = [name for name, (_, one) in OF.items() if one.absent(Target("interpreter", 4, 1 << 20)) is None]
 HOPPER = [name for name in OF if name not in HERE]
+"""Forms for Hopper, which the emulator runs; those of softmax attention run on a GPU alone (``tests/gpu_device/test_forms.py``)."""
 
 
 @pytest.fixture
@@ -53,8 +58,9 @@ def hopper(monkeypatch):
 
     monkeypatch.setattr(gpu_launch, "run", run)
     monkeypatch.setattr(answers, "target", lambda device: H200)
+    monkeypatch.setattr(Target, "of", lambda device: H200)
     monkeypatch.setattr(triton, "interpreting", lambda: False)
-    for module, name in ((triton, "gpu_refuses"), (answers, "refuses")):
+    for module, name in ((triton, "gpu_refuses"), (gpu_forms, "refuses")):
         monkeypatch.setattr(module, name, lambda x: "it computes in float32" if x.dtype == torch.float64 else None)
     assert launch.launch.run is run
 
@@ -71,21 +77,21 @@ def test_examples_equal_the_oracle(name):
     """Each form runs on an example, and what it computes is right."""
     found = compared(name)
     assert found
-    assert not [one for one in found if one.failed]
+    assert not [(one.result, one.reason, one.error, one.budget) for one in found if one.failed]
 
 
-@pytest.mark.parametrize("name", HOPPER)
+@pytest.mark.parametrize("name", [name for name in HOPPER if OF[name][0] is not ATTENTION])
 def test_examples_equal_the_oracle_on_hopper(name, hopper):
     found = compared(name)
     assert found
-    assert not [one for one in found if one.failed]
+    assert not [(one.result, one.reason, one.error, one.budget) for one in found if one.failed]
 
 
 def test_every_kernel_belongs_to_a_form():
     """A form's name is that of its kernel, or of one of the kernels of its group."""
     names = [one.name for _, one in OF.values()]
     assert len(names) == len(set(names)) == len(HERE) + len(HOPPER)
-    for implementation in (triton.RECURRENT, triton.CHUNKWISE):
+    for implementation in (triton.RECURRENT, triton.CHUNKWISE, SOFTMAX.named("triton")):
         for one in implementation.forms():
             assert OF[one.name][1].examples == one.examples
 
@@ -160,7 +166,8 @@ def test_explain_names_the_forms_that_run():
 
 def test_implementations_list_their_forms():
     listed = {one.name: one.forms for one in ps.implementations()}
-    assert set(listed["triton_chunkwise"]) | set(listed["triton_recurrent"]) == set(OF)
+    (of_softmax,) = (one.forms for one in ps.implementations("softmax_attention") if one.forms)
+    assert {*listed["triton_chunkwise"], *listed["triton_recurrent"], *of_softmax} == set(OF)
     assert listed["chunkwise"] == ()
 
 

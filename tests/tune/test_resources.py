@@ -19,7 +19,7 @@ from penstock.recurrence.triton.calls import Call
 from penstock.recurrence.triton.forms import groups
 from penstock.recurrence.triton.table import KernelConfig, Key
 from penstock.recurrence.variants import VARIANTS
-from penstock.softmax.triton import plan as softmax
+from penstock.softmax.triton import plain as softmax
 from penstock.tune import resources
 from penstock.tune.ahead import Resources
 from penstock.tune.passes import planned, without_memory

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 from ...call.implementation import FormVerdict, Listed, Mode
 from ...gpu import forms
 from ...gpu.forms import Form, Part
-from ...gpu.target import refuses
 from ..declaration import Tokens
 from ..gradients import nothing
 from . import in_place, plan, wide
@@ -54,16 +52,7 @@ def verdicts(parts: dict[Mode, tuple[Part, ...]], p: Tokens, mode: Mode) -> tupl
 
 def listed(parts: dict[Mode, tuple[Part, ...]]) -> tuple[Listed, ...]:
     """All forms of an implementation."""
-    return tuple(
-        Listed(mode, one.name, one.examples, partial(_absent, one))
-        for mode, lists in parts.items()
-        for _, among in lists
-        for one in forms.every(among)
-    )
-
-
-def _absent(one: Form[Any, Any], device: torch.device) -> str | None:
-    return refuses(torch.empty(0, device=device)) or one.absent(target(device))
+    return forms.listed(parts, target)
 
 
 def _planned(call: Call) -> list[str]:

@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeVar
-
 from torch import Tensor
 
-from ...gpu.forms import Form, first
+from ...gpu.forms import first, planned
 from ...gpu.plan import Plan
 from ...gpu.target import Target
 from ..declaration import Recurrence
-from .calls import Backward, Call, Forward, Whole, shared
+from .calls import Backward, Forward, Whole, shared
 from .forms.lists import CHUNK_BACKWARD, CHUNK_FORWARD, TOKEN_BACKWARD, TOKEN_FORWARD
-
-C = TypeVar("C", bound=Call)
-
-
-def _planned(forms: Sequence[Form[C, Callable[[C], Plan]]], call: C) -> Plan:
-    form = first(forms, call)
-    plan = form.plan(call)
-    plan.forms.insert(0, form.name)
-    return plan
 
 
 def forward_call(p: Recurrence, target: Target, keep: bool = False) -> Forward:
@@ -33,7 +21,7 @@ def forward_call(p: Recurrence, target: Target, keep: bool = False) -> Forward:
 
 def chunk_forward_plan(p: Recurrence, target: Target, keep: bool = False) -> Plan:
     """``output`` and ``final_state`` by chunks; if ``keep``, also ``chunk_states`` for the backward pass if its chunks are multiples."""
-    return _planned(CHUNK_FORWARD, forward_call(p, target, keep))
+    return planned(CHUNK_FORWARD, forward_call(p, target, keep))
 
 
 def chunk_backward_plan(
@@ -45,14 +33,14 @@ def chunk_backward_plan(
     pass kept, or None. ``dg``: whether to compute dg.
     """
     call = Backward.of(p, target, d_output=d_output, d_final_state=d_final_state, states=states, dg=dg)
-    return _planned(CHUNK_BACKWARD, call)
+    return planned(CHUNK_BACKWARD, call)
 
 
 def recurrent_forward_plan(p: Recurrence, target: Target) -> Plan:
     """``output`` and ``final_state`` token by token."""
-    return _planned(TOKEN_FORWARD, Whole.of(p, target))
+    return planned(TOKEN_FORWARD, Whole.of(p, target))
 
 
 def recurrent_backward_plan(p: Recurrence, d_output: Tensor, d_final_state: Tensor | None, target: Target) -> Plan:
     """All gradients token by token. All but dv are float32 partial sums of blocks of V, which the caller adds."""
-    return _planned(TOKEN_BACKWARD, Backward.of(p, target, d_output=d_output, d_final_state=d_final_state))
+    return planned(TOKEN_BACKWARD, Backward.of(p, target, d_output=d_output, d_final_state=d_final_state))
