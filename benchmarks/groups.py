@@ -22,13 +22,13 @@ from penstock.call.memory import Memory
 from penstock.recurrence import chunkwise
 from penstock.recurrence.gradients import Gradients
 from penstock.recurrence.operators import RECURRENCE
-from penstock.recurrence.triton import groups
+from penstock.recurrence.triton import plan
+from penstock.recurrence.triton.forms import groups, lists
 from penstock.verify import rounding
 from penstock.verify.inputs import Inputs, Shape, inputs
 from penstock.verify.oracle import budget, error
 
 IMPL = "triton_chunkwise"
-OF = groups.of
 CASES = (
     ("simple_gla", Shape(2, 4096, 80, 128, 64), 1),
     ("simple_gla", Shape(4, 2048, 64, 128, 64), 1),
@@ -49,7 +49,8 @@ def drawn(variant: str, shape: Shape, G: int) -> Inputs:
 
 def enable(kernel: bool) -> None:
     """Use the kernel or not; earlier plans are forgotten."""
-    groups.of, RECURRENCE.memory = OF if kernel else lambda p, c: None, Memory()
+    forms = tuple(one for one in lists.CHUNK_BACKWARD if kernel or one is not groups.BACKWARD)
+    plan.CHUNK_BACKWARD, RECURRENCE.memory = forms, Memory()
 
 
 def check(variant: str, shape: Shape, G: int, kernel: bool) -> float:

@@ -31,6 +31,9 @@ def explain(function: str, *args: Any, **kwargs: Any) -> Explanation:
     If gradients are enabled and an argument requires them, the
     answer includes the backward pass. Printing the answer shows the reasons.
 
+    Implementations in Triton consist of forms: kernels, or fixed groups of kernels, in an ordered list for each pass. The answer names
+    the form that runs and says why not those before it; parts of a pass (states before chunks) have lists of their own.
+
     >>> import torch
     >>> q = torch.randn(1, 5, 2, 8, dtype=torch.float64)
     >>> explain("linear_attention", q, q, q).forward
@@ -45,7 +48,8 @@ def implementations(function: str = "gla") -> tuple[Available, ...]:
     function : str
         The name of a public function: gla, rwkv6, decode_step, softmax_attention, ...
 
-    All variants of the recurrence have the same implementations; ``softmax_attention`` has its own.
+    All variants of the recurrence have the same implementations; ``softmax_attention`` has its own. Of those that can run here,
+    ``forms`` are the names of their kernels, or fixed groups of kernels, of all passes.
 
     >>> [one.name for one in implementations() if one.reason is None][-1]
     'reference'

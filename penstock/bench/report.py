@@ -45,7 +45,8 @@ def print_findings(console: Console, findings: list[Finding]) -> None:
             pair = finding.error or 0.0, finding.budget or 0.0
             digits = visible_digits([pair])
             detail = finding.reason or f"error {_exponent(pair[0], digits)}, allowed {_exponent(pair[1], digits)}"
-            where = f"{finding.implementation}, {finding.variant}, {finding.dtype} on {finding.device}"
+            form = f" ({finding.form})" if finding.form else ""
+            where = f"{finding.implementation}{form}, {finding.variant}, {finding.dtype} on {finding.device}"
             console.print(Text(f"  WRONG: {where}: {finding.result}: {detail}", style="bold red"), soft_wrap=True)
 
 

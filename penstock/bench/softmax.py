@@ -15,9 +15,9 @@ from ..errors import Complaints, RangeError, ShapeError
 from ..softmax import FAMILY, FUNCTION, softmax_attention
 from ..softmax.operators import ATTENTION
 from ..softmax.reference import exact
+from ..verify.comparison import SOFTMAX_BUDGET
 from ..verify.inputs import Shape
 from ..verify.oracle import error
-from ..verify.verify import SOFTMAX_BUDGET
 from . import clock
 from .candidates import IMPLEMENTATION_MODES, Mode
 from .cases import Case

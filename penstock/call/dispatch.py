@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import groupby
 from typing import NamedTuple
 
 from ..errors import Complaints, ImplementationRefused, RangeError, shortened
-from .implementation import Implementation, Mode
+from .implementation import FormVerdict, Implementation, Mode
 from .problem import Problem
 
 
@@ -20,6 +21,8 @@ class Available(NamedTuple):
     summary: str
     reason: str | None
     """Why it cannot run here; None if it can."""
+    forms: tuple[str, ...] = ()
+    """The names of its forms (kernels, or fixed groups of kernels) in the order in which they are asked. Empty if it cannot run here."""
 
 
 class Verdict(NamedTuple):
@@ -41,6 +44,8 @@ class Explanation:
     """The implementation that runs, by mode; None if all refuse."""
     verdicts: tuple[Verdict, ...]
     note: str = ""
+    forms: dict[Mode, tuple[FormVerdict, ...]] = field(default_factory=dict)
+    """The forms of the implementation that runs, by mode, up to those that run. Those without a reason run."""
 
     @property
     def forward(self) -> str | None:
@@ -57,6 +62,9 @@ class Explanation:
         for name, mode, reason in self.verdicts:
             would = "chosen" if name == self.chosen[mode] else "takes it, but is later in the list"
             lines.append(f"  {name:<16} {mode:<9} {would if reason is None else reason}")
+            if name == self.chosen[mode]:
+                for (part, why), alike in groupby(self.forms.get(mode, ()), lambda one: (one.part, one.reason)):
+                    lines.append(f"    {part}: {', '.join(one.name for one in alike)}: {why or 'runs'}")
         return "\n".join([*lines, *([f"  {self.note}"] if self.note else [])])
 
 
@@ -72,7 +80,13 @@ class Family:
 
     def available(self) -> tuple[Available, ...]:
         """All implementations, and whether they can run on this machine."""
-        return tuple(Available(one.name, one.summary, one.available()) for one in self.implementations)
+        found = []
+        for one in self.implementations:
+            reason = one.available()
+            found.append(
+                Available(one.name, one.summary, reason, () if reason else tuple(dict.fromkeys(form.name for form in one.forms())))
+            )
+        return tuple(found)
 
     def check_name(self, function: str, impl: object) -> None:
         """Raise RangeError unless ``impl`` is "auto" or an implementation's name."""
@@ -130,7 +144,8 @@ class Family:
         verdicts = tuple(Verdict(one.name, mode, passed_over(one, whole, mode)) for one in self.implementations for mode in modes)
         kept = gradients and chosen.get("forward") is not None and self.pick(whole, "forward", impl).name != chosen["forward"]
         note = "Gradients are wanted: the forward pass keeps residuals for the backward pass, so that one runs both." if kept else ""
-        return Explanation(call, chosen, verdicts, note)
+        forms = {mode: self.named(name).verdicts(whole, mode) for mode, name in chosen.items() if name is not None}
+        return Explanation(call, chosen, verdicts, note, {mode: found for mode, found in forms.items() if found})
 
 
 def passed_over(one: Implementation, problem: Problem, mode: Mode) -> str | None:

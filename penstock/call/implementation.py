@@ -5,7 +5,7 @@ The contract tests compare every implementation of an operator with its oracle; 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -31,6 +31,36 @@ class Upstream(NamedTuple):
     """For each differentiable argument, whether its gradient is needed; empty if all are."""
 
 
+class Example(NamedTuple):
+    """A small call in the domain of a form."""
+
+    variant: str
+    """The name of the signature's row, or of the function where signatures have no rows."""
+    dtype: torch.dtype
+    sizes: Mapping[str, int]
+    """By axis."""
+
+
+class Listed(NamedTuple):
+    """A form of an implementation: one of its kernels, or a fixed group of kernels (``gpu/forms.py``)."""
+
+    mode: Mode
+    name: str
+    examples: tuple[Example, ...]
+    absent: Callable[[torch.device], str | None]
+    """Why a device has no code of it, or None."""
+
+
+class FormVerdict(NamedTuple):
+    """The answer of one form for a call."""
+
+    part: str
+    """The pass, or the part of it, that the form computes."""
+    name: str
+    reason: str | None
+    """Why it does not run, or None."""
+
+
 def always() -> str | None:
     """The default of ``available``: runs on every machine."""
     return None
@@ -39,6 +69,16 @@ def always() -> str | None:
 def never(problem: Any, mode: Mode) -> str | None:
     """The default of ``refuses`` and ``avoids``: takes every problem."""
     return None
+
+
+def no_forms() -> tuple[Listed, ...]:
+    """The default of ``forms``: an implementation that is not made of forms."""
+    return ()
+
+
+def no_verdicts(problem: Any, mode: Mode) -> tuple[FormVerdict, ...]:
+    """The default of ``verdicts``."""
+    return ()
 
 
 def exact_operands(dtype: torch.dtype, mode: Mode) -> int | None:
@@ -72,6 +112,10 @@ class Implementation:
     """Whether autograd may track ``forward`` directly in eager calls: its results depend on all differentiable arguments."""
     operands: Callable[[torch.dtype, Mode], int | None] = exact_operands
     """The significant bits that its products round their operands to for inputs of this dtype in a mode, or None if they do not."""
+    forms: Callable[[], tuple[Listed, ...]] = no_forms
+    """Its forms, in the order in which they are asked. Only where it is available."""
+    verdicts: Callable[[Any, Mode], tuple[FormVerdict, ...]] = no_verdicts
+    """For a problem that it takes: which forms run, and why not those before them."""
 
     def refusal(self, problem: Problem, mode: Mode) -> str | None:
         """Why it cannot take a problem on this machine, or None."""

@@ -41,8 +41,9 @@ def check(
     """Compare every implementation on this machine with the float64 oracle.
 
     Shows the processor, the GPUs and the versions, then runs every implementation for every variant in float16, bfloat16,
-    float32 and float64: output, final state, every gradient and the decode step. The allowed error is 1e-12 for float64, 2e-6
-    for float32, and one rounding more for bfloat16 and float16 results.
+    float32 and float64: output, final state, every gradient and the decode step. Then every form of an implementation (a
+    kernel, or a fixed group of kernels) for which this GPU has code runs on examples of its own; one that does not run is a
+    failure. The allowed error is 1e-12 for float64, 2e-6 for float32, and one rounding more for bfloat16 and float16 results.
 
     With --compile, every kind of launch of the models is compiled for an A100 (sm_80), an H100 or H200 (sm_90), a B200
     (sm_100) and an MI300X (gfx942), and a part of them for an RTX 3090 or A10 (sm_86), an RTX 4090, L4 or L40S (sm_89) and

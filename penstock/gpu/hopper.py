@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..call.versions import checked, version
+from .target import Target
 
 
 class Tile(NamedTuple):
@@ -31,11 +32,26 @@ GLUON = (3, 6)
 
 
 @cache
-def modules(package: str | None, *names: str) -> tuple[Any, ...] | None:
-    """Modules of a package, by default ``hopper_forward`` and ``hopper_backward``; None if Triton's Gluon is too old, or newer than those
-    that compile the kernels.
+def without_gluon() -> str | None:
+    """Why this Triton's Gluon does not compile the kernels for Hopper, or None.
+
+    Its version alone decides: a module of kernels that fails to import raises.
     """
-    if version("triton") < GLUON or not checked("triton"):
+    found = version("triton")
+    if found < GLUON:
+        return f"Triton {'.'.join(map(str, found))} has no Gluon for Hopper. Triton {'.'.join(map(str, GLUON))} has"
+    return None if checked("triton") else f"Triton {'.'.join(map(str, found))} is newer than those whose Gluon was checked"
+
+
+def absent(target: Target) -> str | None:
+    """Why there are no kernels in Gluon for a GPU, or None."""
+    return without_gluon() if target.arch == "sm_90" else f"its code is for sm_90 (Hopper), this is {target.arch}"
+
+
+@cache
+def modules(package: str | None, *names: str) -> tuple[Any, ...] | None:
+    """Modules of a package, by default ``hopper_forward`` and ``hopper_backward``; None ``without_gluon``."""
+    if without_gluon() is not None:
         return None
     return tuple([import_module("." + name, package) for name in names or ("hopper_forward", "hopper_backward")])
 

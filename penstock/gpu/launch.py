@@ -7,7 +7,7 @@ equal call is little more than the launches.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -250,20 +250,33 @@ class _Elsewhere:
         return launched
 
 
-_trial: Hashable = None
-_tried: Mapping[Any, Any] = {}
+class _Trial:
+    """What takes precedence within a block of ``trying``. Calls within a block are planned anew: it is part of their keys."""
+
+    def __init__(self, configurations: Mapping[Any, Any], forms: tuple[str, ...]) -> None:
+        self.configurations, self.forms = dict(configurations), frozenset(forms)
+        self.ran: set[str] = set()
+
+    def on(self, target: Target) -> Target:
+        """The GPU with these configurations and forms."""
+        return target._replace(table={**target.table, **self.configurations}, forms=self.forms)
+
+
+_trial: _Trial | None = None
 
 
 @contextmanager
-def trying(configurations: Mapping[Any, Any]) -> Iterator[None]:
-    """Within this block, these configurations take precedence in the whole process. ``penstock tune`` uses it."""
-    global _trial, _tried
-    before = _trial, _tried
-    _trial, _tried = object(), dict(configurations)
+def trying(configurations: Mapping[Any, Any], *forms: str) -> Iterator[set[str]]:
+    """Within this block, these configurations take precedence in the whole process, and these forms run wherever they can.
+
+    Yields the names of the forms that ran so far. ``penstock tune`` and ``penstock check`` use it.
+    """
+    global _trial
+    before, _trial = _trial, _Trial(configurations, forms)
     try:
-        yield
+        yield _trial.ran
     finally:
-        _trial, _tried = before
+        _trial = before
 
 
 def run(
@@ -291,10 +304,12 @@ def run(
             first, absent = p.operator.names[0], [name for name, x in tensors.items() if x is None]
             device = p.__dict__[first].device
             at = target(device)
-            if _tried:
-                at = at._replace(table={**at.table, **_tried})
+            if _trial is not None:
+                at = _trial.on(at)
             prepared = plans[rough] = Prepared(planned(at), device, absent, first)
             if later is not None and device.type == "cuda" and not interpreting():
                 background.begin(*later(at, prepared.plan), first, p.sizes, prepared.gpu)
         bound = seen.bound[key] = Bound(prepared, p.sizes)
+    if _trial is not None:
+        _trial.ran.update(bound.prepared.plan.forms)
     return bound.run(tensors)  # type: ignore[arg-type]

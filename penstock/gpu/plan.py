@@ -79,13 +79,15 @@ class Plan:
     launches: list[Launch] = field(default_factory=list)
     constants: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     """Constant tensors by name: a function and its arguments except the last, the device."""
+    forms: list[str] = field(default_factory=list)
+    """The names of the forms whose launches these are, see ``forms.py``."""
 
     def at(self, sizes: Sizes) -> Plan:
         """The plan for these sizes: all grids, numbers and shapes are integers."""
         memory = {name: (tuple([value(size, sizes) for size in shape]), dtype) for name, (shape, dtype) in self.memory.items()}
         numbers = [tuple([value(x, sizes) for x in one.numbers]) for one in self.launches]
         launches = [one._replace(grid=value(one.grid, sizes), numbers=found) for one, found in zip(self.launches, numbers)]
-        return Plan(memory, launches, self.constants)
+        return Plan(memory, launches, self.constants, self.forms)
 
     def empty(self, name: str, *shape: Size, dtype: torch.dtype = torch.float32) -> str:
         """Plan uninitialised memory."""

@@ -49,6 +49,8 @@ class Target(NamedTuple):
     """Bytes available to one program."""
     table: Mapping[Any, Any] = MappingProxyType({})
     """Measured configurations of a family's kernels."""
+    forms: frozenset[str] = frozenset()
+    """Names of forms that run wherever they can, though others are faster (``launch.trying``)."""
 
     @property
     def interpreted(self) -> bool:

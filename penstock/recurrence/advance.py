@@ -50,15 +50,14 @@ def advance_by(forward: Callable[[Recurrence], Sequence[Tensor | None]], a: Adva
 
 
 def _piece(a: Advance, rows: list[int], tokens: slice, state: Tensor) -> Recurrence:
-    from .operators import RECURRENCE
-
     q, k, v = (x[rows, tokens] for x in (a.q, a.k, a.v))
     g = a.g
     if g is not None and "T" in a.variant.decay:
         g = g[rows, tokens]
     state = state.to(torch.promote_types(state.dtype, state_dtype(a.q.dtype))).contiguous()  # products depend on the layout
-    signature = RECURRENCE.signatures[a.variant.name]
+    operator = a.sequences
+    signature = operator.signatures[a.variant.name]
     sizes = {**a.sizes, "B": len(rows), "N": len(rows), "T": q.shape[1]}
     return Recurrence.of(
-        RECURRENCE, signature, (q, k, v, g, a.u, None, state), {"scale": a.scale, "reverse": False, "output_final_state": True}, sizes
+        operator, signature, (q, k, v, g, a.u, None, state), {"scale": a.scale, "reverse": False, "output_final_state": True}, sizes
     )

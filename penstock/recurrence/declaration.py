@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from .variants import VARIANTS, Variant
 
 if TYPE_CHECKING:
     from ..call.memory import Seen
+    from ..call.operator import Operator
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -145,6 +146,8 @@ class Advance(Tokens):
     state: Tensor  # [P, H, K, V], written
     slots: Tensor | None  # [N]; None: sequence n is row n. Negative: skipped
     reverse = False
+    sequences: ClassVar[Operator[Recurrence]]
+    """The operator over whole sequences, whose passes update states in plain PyTorch. ``operators.py`` sets it."""
 
 
 def repeated(x: Tensor, heads: int) -> Tensor:

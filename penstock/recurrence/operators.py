@@ -27,6 +27,7 @@ RECURRENCE = Operator(
     "recurrence", Recurrence, [over_sequences(row) for row in VARIANTS.values()], RESULTS, FAMILY, OPTIONS,
     lambda p: chunkwise.forward(p.whole),
 )  # fmt: skip
+Advance.sequences = RECURRENCE
 ADVANCE = Operator(
     "advance",
     Advance,

@@ -15,7 +15,7 @@ import torch
 
 from ..gpu.target import Target
 from ..recurrence.triton import SHORT
-from ..recurrence.triton.plan import Call
+from ..recurrence.triton.calls import Call
 from ..recurrence.triton.table import KernelConfig, Key
 from ..verify.inputs import Shape
 from . import ahead

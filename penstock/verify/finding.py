@@ -21,5 +21,7 @@ class Finding:
     reason: str | None = None
     """Why it did not run: a refusal, or an exception, which is a failure."""
     failed: bool = False
+    form: str = ""
+    """The form of the implementation, where it was compared alone."""
     absent: bool = False
     """Whether it cannot run on this machine at all."""

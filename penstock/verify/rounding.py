@@ -141,13 +141,14 @@ def errors(problem: Recurrence, bits: int, exact: dict[str, Tensor], d_results: 
     """
     names = [name for name in Gradients._fields if getattr(problem, name) is not None]
     problem = problem.with_tensors({name: getattr(problem, name).detach().double() for name in names})
+    whole = problem.whole
     doubles = [None if d is None else d.double() for d in d_results]
     largest: dict[str, float] = {}
     for formula in formulas(bits):
         with torch.no_grad():
-            found = dict(zip(("output", "final state"), formula(problem)))
+            found = dict(zip(("output", "final state"), formula(whole)))
             if d_results:
-                found |= by_result(dict(zip(Gradients._fields, gradients_of(formula, problem, doubles))))
+                found |= by_result(dict(zip(Gradients._fields, problem.shared(gradients_of(formula, whole, doubles)))))
         for name in found.keys() & exact.keys():
             apart = error(found[name], exact[name])
             largest[name] = max(largest.get(name, 0.0), apart if isfinite(apart) else 0.0)

@@ -20,6 +20,7 @@ def another_triton(monkeypatch):
     def forget():
         versions.checked.cache_clear()
         hopper.modules.cache_clear()
+        hopper.without_gluon.cache_clear()
 
     def pretend(text):
         monkeypatch.setattr(triton, "__version__", text)

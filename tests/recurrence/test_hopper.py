@@ -6,9 +6,11 @@ import math
 import pytest
 import torch
 
+from penstock.gpu.hopper import without_gluon
 from penstock.gpu.target import Target
 from penstock.recurrence.operators import RECURRENCE
-from penstock.recurrence.triton import hopper, plan
+from penstock.recurrence.triton import plan
+from penstock.recurrence.triton.forms import hopper
 from penstock.recurrence.triton.table import KernelConfig, Key
 from penstock.tune.passes import without_memory
 from penstock.verify.inputs import Shape
@@ -16,7 +18,7 @@ from penstock.verify.inputs import Shape
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
 H200 = Target("sm_90", 132, 232448)
 
-pytestmark = pytest.mark.skipif(hopper.kernels() is None, reason="the Gluon of this Triton does not fit the kernels")
+pytestmark = pytest.mark.skipif(without_gluon() is not None, reason="the Gluon of this Triton does not fit the kernels")
 
 
 def problem_of(variant, shape, dtype=BFLOAT16):

@@ -10,15 +10,18 @@ from emulated import gluon
 from pools import pool_of
 
 import penstock as ps
+from penstock.gpu.hopper import without_gluon
 from penstock.gpu.target import Target, interpreting
 from penstock.recurrence.gradients import summed
 from penstock.recurrence.operators import ADVANCE
-from penstock.recurrence.triton import hopper, in_place, plan, recurrent, states
+from penstock.recurrence.triton import in_place, plan, recurrent, states
+from penstock.recurrence.triton.calls import Call
+from penstock.recurrence.triton.forms import hopper, walks_hopper, weights_hopper
 from penstock.tune.passes import without_memory
 from penstock.verify.inputs import Shape
 
 pytestmark = [
-    pytest.mark.skipif(hopper.kernels() is None, reason="the Gluon of this Triton does not fit the kernels"),
+    pytest.mark.skipif(without_gluon() is not None, reason="the Gluon of this Triton does not fit the kernels"),
     pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning"),
 ]
 H200, A100 = Target("sm_90", 132, 232448), Target("sm_80", 108, 163 << 10)
@@ -135,7 +138,7 @@ def test_walks_of_128_value_channels(dtype):
 @pytest.mark.parametrize("lengths", [None, (200, 0, 5)])
 def test_walks_of_segments(lengths, dtype, monkeypatch):
     """In both passes: states and gradients of states at the ends of segments come from other launches."""
-    monkeypatch.setattr(plan.Call, "walked_segment", lambda self: lambda sizes: 128)
+    monkeypatch.setattr(weights_hopper, "segment", lambda call: lambda sizes: 128)
     compare(replace(OF, variant="gla", T=200, H=1, K=256, V=128, gate="mixture", lengths=lengths, dtype=dtype), H200)
 
 
@@ -166,9 +169,9 @@ CUT = [
 def test_states_of_cut_sequences(case, way, monkeypatch):
     """Segments of two chunks. States before chunks: from sums of all chunks, by walks over segments, and by one walk; kept or not."""
     if way == "whole":
-        monkeypatch.setattr(plan.Call, "segment", lambda self, *_, **__: None)
+        monkeypatch.setattr(Call, "segment", lambda self, *_, **__: None)
     else:
-        monkeypatch.setattr(plan.Call, "segment", lambda self, *_, **__: lambda sizes: 128)
+        monkeypatch.setattr(Call, "segment", lambda self, *_, **__: lambda sizes: 128)
         monkeypatch.setattr(states, "SUMS", states.SUMS if way == "chunks" else 0)
     drawn = draw(case)
     if case.strided:  # decays that no hardware copies
@@ -185,7 +188,7 @@ def test_states_of_cut_sequences(case, way, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_states_of_segments_that_only_decay_are_exact(dtype, monkeypatch):
     """Keys of the first chunk only. Decays over the rest of its segment, 2^-46, are no part of an operand of 16 bits."""
-    monkeypatch.setattr(plan.Call, "segment", lambda self, *_, **__: lambda sizes: 192)
+    monkeypatch.setattr(Call, "segment", lambda self, *_, **__: lambda sizes: 192)
     case = replace(OF, variant="gla", T=192, H=1, gate=-0.25, state=False, dtype=dtype)
     drawn = draw(case)
     drawn["k"][:, hopper.C :] = 0
@@ -214,8 +217,7 @@ def passes(case, drawn, target=H200, keep=True):
     """
     problem = problem_of(case, drawn)
     forward = made = plan.chunk_forward_plan(problem, target, keep)
-    walked = hopper.walk(problem, plan.Call.of(problem, target).config("forward"), target)
-    assert (walked.walk if walked else hopper.kernels()[0]) in [one.kernel for one in made.launches]
+    assert made.forms[0] in ("chunk_walk_fwd_hopper", "chunk_fwd_hopper")
     tensors = {name: problem.q if x is None else x for name, x in zip(problem.operator.names, problem.tensors)}
     tensors["ones"] = torch.ones(hopper.C + 1, hopper.C, dtype=torch.bfloat16).tril(-1)
     found = gluon.run(made, dict(tensors), problem.sizes)
@@ -274,7 +276,7 @@ SCALAR += [replace(OF, variant="simple_gla", B=2, T=150, H=3, K=K, shared="group
 @pytest.mark.parametrize("case", SCALAR, ids=str)
 def test_walks_without_decays_per_channel(case, keep, monkeypatch):
     """With kept states; and without, and without dg. Heads may share q and k."""
-    monkeypatch.setattr(plan, "WALKS", 1)
+    monkeypatch.setattr(walks_hopper, "WALKS", 1)
     problem, target = problem_of(case, draw(case)), H200._replace(multiprocessors=1)
     given = {name: problem.q if x is None else x for name, x in zip(problem.operator.names, problem.tensors)}
     made = plan.chunk_forward_plan(problem, target, keep)
@@ -317,7 +319,7 @@ def test_launch_of_tokens_begins_beside_the_launch_of_pieces(K, T, target, early
     assert last.kernel is recurrent.penstock_recurrent_fwd
     assert [("launch_pdl", True) in one.options for one in made.launches] == [False] * (len(made.launches) - 1) + [early]
     assert last.constants[-1] is early
-    assert not early or made.launches[-2].kernel is hopper.kernels()[0]
+    assert not early or made.forms[0] == "chunk_pieces_hopper"
 
 
 def launch_tokens(problem, tensors, wait, monkeypatch):
@@ -379,7 +381,7 @@ def test_pieces_are_updated_in_place(variant, lengths, slots, pool, layout, gate
     given = tensors | {"cu_seqlens": offsets(case), "slots": slots, "state": state}
     problem = ADVANCE.checked(f"advance({variant!r})", [given.get(name) for name in ADVANCE.names], (None,))
     made = in_place.advance_plan(problem, H200)
-    assert made.launches[0].kernel is hopper.kernels()[0]
+    assert made.forms[0] == "chunk_pieces_hopper"
     del made.launches[1:]
     wanted, before = state.double(), memory.clone()
     least = budget(max(dtype, pool, key=lambda x: torch.finfo(x).eps))  # the state is rounded to the pool's dtype between pieces

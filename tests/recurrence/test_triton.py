@@ -12,6 +12,7 @@ import penstock as ps
 from penstock.gpu.launch import trying
 from penstock.recurrence.operators import FAMILY
 from penstock.recurrence.triton import launch, plan, states, table_file
+from penstock.recurrence.triton.calls import Call
 from penstock.recurrence.triton.table import KernelConfig
 from penstock.recurrence.variants import VARIANTS
 
@@ -51,7 +52,7 @@ def test_all_ways_to_states_equal_the_oracle(case, monkeypatch):
     """Of a backward pass: from sums of all chunks, by walks over segments, and by one walk. Segments have two chunks."""
     for segment, most in ((2, states.SUMS), (2, 0), (0, 0)):
         cut = lambda self, C, *_, n=segment, **__: (lambda sizes: n * C) if n else None  # noqa: E731
-        monkeypatch.setattr(plan.Call, "segment", cut)
+        monkeypatch.setattr(Call, "segment", cut)
         monkeypatch.setattr(states, "SUMS", most)
         with trying({}):  # plans of its own
             check_contract(case, "triton_chunkwise")
@@ -88,7 +89,7 @@ MORE = [
 @pytest.mark.parametrize("case", [*ANY, Case("gla", B=1, H=1, T=200, gate="uneven"), *slow(*MORE)], ids=str)
 def test_any_decay_per_channel_equals_the_oracle(case):
     """Chunks of 16 and of 64. In "uneven" chunks that suit one anchor come before and after others."""
-    c = plan.Call.of(problem_of(case, draw(case)), table_file.target(torch.device("cpu")))
+    c = Call.of(problem_of(case, draw(case)), table_file.target(torch.device("cpu")))
     for C in (16, 64):
         with trying({c.key(kernel): KernelConfig(4, C=C, programs_per_sm=2) for kernel in ("forward", "backward")}):
             check_contract(case, "triton_chunkwise")
@@ -182,7 +183,7 @@ def test_saved_states_equal_recomputed_states(case):
 def test_states_of_other_chunks_are_recomputed(case):
     """Between the passes the precision of products, or strides by hooks of saved tensors, may change, and with them the chunks."""
     problem = problem_of(case, draw(case))
-    key = plan.Call.of(problem, table_file.target(torch.device("cpu"))).key("backward")
+    key = Call.of(problem, table_file.target(torch.device("cpu"))).key("backward")
     states = []
     for C in (16, 32):
         with trying({key: KernelConfig(4, C=C)}):

@@ -14,10 +14,12 @@ from penstock.call import versions
 from penstock.cli import main
 from penstock.gpu import hopper
 from penstock.gpu.target import Target
-from penstock.recurrence.triton import groups, plan, table
+from penstock.recurrence.triton import calls, table
+from penstock.recurrence.triton.calls import Call
+from penstock.recurrence.triton.forms import groups
 from penstock.recurrence.triton.table import KernelConfig, Key
 from penstock.recurrence.variants import VARIANTS
-from penstock.softmax.triton import plan as softmax
+from penstock.softmax.triton import plain as softmax
 from penstock.tune import resources
 from penstock.tune.ahead import Resources
 from penstock.tune.passes import planned, without_memory
@@ -177,7 +179,7 @@ def test_recorded_shared_memory_is_within_the_estimate(arch, monkeypatch):
         estimates.append((key.kernel, table.shared_bytes(found, key)))
         return found
 
-    monkeypatch.setattr(plan, "config", noted)
+    monkeypatch.setattr(calls, "config", noted)
     kernels = {"penstock_chunk_fwd": "forward", "penstock_chunk_bwd": "backward", "penstock_chunk_states": "states",
                "penstock_segment_sums": "states", "penstock_segment_sums_hopper": None, "penstock_chunk_states_hopper": None,
                "penstock_recurrent_fwd": "recurrent", "penstock_recurrent_bwd": "recurrent",
@@ -287,9 +289,9 @@ def test_decode_steps_have_wide_rows_if_programs_fill_the_gpu(variant, sizes, wi
 
 def test_narrow_steps_of_a_table_are_kept():
     inputs = without_memory("gla", Shape(1, 1, 1, 64, 64), torch.bfloat16)
-    call = plan.Call.of(inputs.problem(), TARGETS["sm_90"])
+    call = Call.of(inputs.problem(), TARGETS["sm_90"])
     narrow = KernelConfig(4, BV=8, programs_per_sm=64)
-    assert call._replace(target=call.target._replace(table={call.key("step"): narrow})).step_config() == narrow
+    assert Call.of(call.p, call.target._replace(table={call.key("step"): narrow})).step_config() == narrow
 
 
 def test_fitting_takes_fewer_stages_then_shorter_chunks():

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...call.implementation import Implementation, Mode, Upstream
+from ...call.implementation import FormVerdict, Implementation, Listed, Mode, Upstream
 from ...gpu.target import interpreting, unavailable
 from ...gpu.target import refuses as gpu_refuses
 from ..declaration import Advance, Recurrence, Tokens
@@ -29,11 +30,33 @@ def _launch() -> ModuleType:
     return launch
 
 
-def _refuses(p: Tokens, mode: Mode) -> str | None:
+@cache
+def _answers() -> ModuleType:
+    """The module that asks forms, imported when it is first needed."""
+    from . import answers
+
+    return answers
+
+
+def _refuses(p: Tokens, mode: Mode, chunkwise: bool) -> str | None:
     reason, K, V = gpu_refuses(p.q), p.sizes["K"], p.sizes["V"]
     if reason is None and max(K, V) > LARGEST:
         return f"its states have at most K = {LARGEST} and V = {LARGEST}, these have {K} and {V}"
-    return reason
+    if reason is not None or (chunkwise and mode == "advance"):
+        return reason
+    return _answers().refusal(_lists(chunkwise), p, mode)  # type: ignore[no-any-return]
+
+
+def _lists(chunkwise: bool) -> Any:
+    return _answers().CHUNKWISE if chunkwise else _answers().RECURRENT
+
+
+def _verdicts(p: Tokens, mode: Mode, chunkwise: bool) -> tuple[FormVerdict, ...]:
+    return _answers().verdicts(_lists(chunkwise), p, mode)  # type: ignore[no-any-return]
+
+
+def _forms(chunkwise: bool) -> tuple[Listed, ...]:
+    return _answers().listed(_lists(chunkwise))  # type: ignore[no-any-return]
 
 
 def _recurrent_avoids(p: Tokens, mode: Mode) -> str | None:
@@ -105,9 +128,11 @@ RECURRENT = Implementation(
     backward=_recurrent_backward,
     advance=_advance,
     available=unavailable,
-    refuses=_refuses,
+    refuses=partial(_refuses, chunkwise=False),
     avoids=_recurrent_avoids,
     operands=_recurrent_operands,
+    forms=partial(_forms, False),
+    verdicts=partial(_verdicts, chunkwise=False),
 )
 CHUNKWISE = Implementation(
     name="triton_chunkwise",
@@ -116,7 +141,9 @@ CHUNKWISE = Implementation(
     backward=_chunkwise_backward,
     forward_with_residuals=_chunkwise_forward_with_residuals,
     available=unavailable,
-    refuses=_refuses,
+    refuses=partial(_refuses, chunkwise=True),
     avoids=_chunkwise_avoids,
     operands=_operands,
+    forms=partial(_forms, True),
+    verdicts=partial(_verdicts, chunkwise=True),
 )

@@ -437,6 +437,7 @@ def penstock_chunk_bwd(
     PART: 1 and 2 are the launches of decays per channel, 0 is the launch of others. The first computes chunks with one anchor and stores in
     ``strong`` [programs] whether a chunk needs levels; the second computes these. In one kernel both would share registers and spill.
     """
+    tl.static_assert(DECAY == CHANNEL or not PREVIOUS, "the previous state is read with decays per channel only")
     pid = tl.program_id(0)
     if PART == 2:
         if tl.load(strong + pid) == 0:

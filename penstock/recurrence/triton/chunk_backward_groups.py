@@ -24,8 +24,9 @@ import triton.language as tl
 
 from ...gpu.tiles import LOG2E, product, span_of
 from .chunk_backward import first_row, pointers, rows
+from .heads import GROUPED
 from .segments import chunk_state
-from .tiles import FLOOR, SCALAR, constant_decay
+from .tiles import CHANNEL, FLOOR, SCALAR, constant_decay
 
 COARSE = tl.constexpr(786432.0)  # 1.5 * 2^19: adding and subtracting it rounds to multiples of 2^-4
 
@@ -111,6 +112,8 @@ def penstock_chunk_bwd_groups(
     is the program's own memory: for each head both parts of the sums of decays, the terms of dg of tokens from t on and of tokens before t,
     and the sums over key channels of S o dS.
     """
+    tl.static_assert(DECAY != CHANNEL)
+    tl.static_assert(K <= GROUPED and V <= C)
     OPERAND: tl.constexpr = tl.bfloat16 if PRECISION == "bf16" else tl.float32
     BY_PRODUCT: tl.constexpr = chunk_states.dtype.element_ty == tl.bfloat16  # else products would round S and dS
     AT_ONCE: tl.constexpr = 32 if HEADS > 16 else 16

@@ -152,6 +152,7 @@ def penstock_chunk_fwd(
     Behind each piece the state is rounded to the pool's dtype. If PACKED, the programs are those of the sequences that have a piece, at
     most T // PIECE.
     """
+    tl.static_assert(DECAY == CHANNEL or not PREVIOUS, "the previous state is read with decays per channel only")
     NV: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0)
     vb = pid % NV

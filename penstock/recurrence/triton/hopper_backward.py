@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ...gpu.hopper_tiles import async_load, exp2, inverse, meet, most, reinterpret, zeroed_behind
 from ...gpu.tiles import powers_of_two
+from .heads import MEDIUM, SMALL
 from .hopper_dyadic import (
     GROUPS,
     ROWS,
@@ -135,6 +136,8 @@ def penstock_chunk_bwd_hopper(
     is more than 1, dv is left to another launch. STORED: to ``values.py``, and what it needs is stored: A in ``weights`` [slots, H, C, C],
     float32, and k with the factors of the state in ``rest``, like k.
     """
+    gl.static_assert(K == SMALL or K == MEDIUM)
+    gl.static_assert(q_tiles.dtype == gl.bfloat16 or q_tiles.dtype == gl.float16)
     kind: gl.constexpr = q_tiles.dtype
     HALF: gl.constexpr = q_tiles.dtype == gl.float16
     COPIES: gl.constexpr = 2 if HALF else 4

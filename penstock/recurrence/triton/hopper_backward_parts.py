@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ...gpu.hopper_tiles import async_load, exp2, meet, most, most_of_both, reinterpret, zeroed_behind
 from ...gpu.tiles import powers_of_two
+from .heads import SMALL
 from .hopper_backward import LEVELS, store_sum
 from .hopper_dyadic import (
     GROUPS,
@@ -58,6 +59,8 @@ def penstock_chunk_bwd_parts_hopper(
 
     The other arguments are those of ``penstock_chunk_bwd_hopper``. K is 64.
     """
+    gl.static_assert(K == SMALL)
+    gl.static_assert(q_tiles.dtype == gl.float32)
     APART: gl.constexpr = BLOCKS * NV > 1
     WEIGHED: gl.constexpr = STORED or not APART  # whether this launch needs A
     WARPS: gl.constexpr = gl.num_warps()

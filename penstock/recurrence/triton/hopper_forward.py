@@ -30,6 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ...gpu.hopper_tiles import let_next_begin, meet, plus
 from ...gpu.tiles import slot_of, tokens_of
+from .heads import MEDIUM, SMALL
 from .hopper_dyadic import C
 from .hopper_forward_walk import walk
 from .hopper_forward_walk_parts import walk_in_parts
@@ -73,6 +74,13 @@ def penstock_chunk_fwd_hopper(
 
     PIECE > 0: updates in place, see ``in_place.py`` and the plain kernel. NARROW: the pool has 16 bits, to which states are rounded.
     """
+    gl.static_assert(V % C == 0)
+    if PARTS > 0:
+        gl.static_assert(K == SMALL)
+        gl.static_assert(q_tiles.dtype == gl.float32)
+    else:
+        gl.static_assert(K == SMALL or K == MEDIUM)
+        gl.static_assert(q_tiles.dtype == gl.bfloat16 or q_tiles.dtype == gl.float16)
     HALF: gl.constexpr = q_tiles.dtype == gl.float16
     NV: gl.constexpr = V // C
     pid = gl.program_id(0)

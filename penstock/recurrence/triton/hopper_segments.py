@@ -12,6 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ...gpu.hopper_tiles import async_load, exp2, let_next_begin, meet, zeroed_behind
 from ...gpu.tiles import LOG2E, slot_of, tokens_of
+from .heads import MEDIUM, SMALL
 from .hopper_dyadic import around, flat, grouped, spread, widened
 
 C = gl.constexpr(64)  # tokens in a chunk
@@ -190,6 +191,8 @@ def penstock_segment_sums_hopper(
     ``sums`` [slots,H,K,V] and ``decays`` [slots,H,K], log2, of segments; if CHUNKS, of all chunks. ADJOINT: x is q, y is dO. TILED: TMA
     copies decays too; STATIC: they are constant. The next launch may begin early.
     """
+    gl.static_assert(K == SMALL or K == MEDIUM)
+    gl.static_assert(x_tiles.dtype == gl.bfloat16 or x_tiles.dtype == gl.float16)
     WARPS: gl.constexpr = gl.num_warps()
     BV: gl.constexpr = y_tiles.block_shape[1]
     NV: gl.constexpr = V // BV
@@ -253,6 +256,8 @@ def penstock_chunk_states_hopper(
     PREVIOUS: gl.constexpr, PACKED: gl.constexpr, IN_ROWS: gl.constexpr, TILED: gl.constexpr, STATIC: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Program (sequence or segment, head, block of C value channels). Tiles as above; what it stores as ``penstock_chunk_states``."""
+    gl.static_assert(K == SMALL or K == MEDIUM)
+    gl.static_assert(x_tiles.dtype == gl.bfloat16 or x_tiles.dtype == gl.float16)
     WARPS: gl.constexpr = gl.num_warps()
     NV: gl.constexpr = V // C
     layout: gl.constexpr = gl.BlockedLayout([R, 2], [1, 32], [GROUPS, WARPS // GROUPS], [1, 0])

@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ...gpu.hopper_tiles import async_load, async_store, inverse, meet, reinterpret, unknown, zeroed_behind
 from ...gpu.tiles import powers_of_two, slot_of, tokens_of
+from .heads import LARGE
 
 C = gl.constexpr(64)  # tokens in a chunk
 STAGES = gl.constexpr(2)
@@ -72,6 +73,8 @@ def penstock_chunk_walk_hopper(
 
     float16: A and read lack a power of two, ``unit``; ADJOINT: so does dS in registers. of_S: what S lacks there; per_S: the inverse.
     """
+    gl.static_assert(K == LARGE)
+    gl.static_assert(read_tiles.dtype == gl.bfloat16 or read_tiles.dtype == gl.float16)
     kind: gl.constexpr = read_tiles.dtype
     F16: gl.constexpr = read_tiles.dtype == gl.float16
     HALF: gl.constexpr = K // 2

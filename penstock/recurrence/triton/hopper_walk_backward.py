@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ...gpu.hopper_tiles import async_load, async_store, exp2, meet, zeroed_behind
 from ...gpu.tiles import slot_of, tokens_of
+from .heads import SMALL
 from .hopper_scalar_decays import (
     C,
     barriers,
@@ -64,6 +65,8 @@ def penstock_walk_bwd_hopper(
     ``q_h`` and ``k_h`` are C, or 0 if all heads share q or k. dq, dk, dv and dg are contiguous; a constant decay's dg is [slots, H].
     LAST: ``last`` [N,H,C,C] is the gradient of the final state. FIRST: that of the initial state is stored in ``first``, contiguous.
     """
+    gl.static_assert(q_tiles.block_shape[1] == SMALL)
+    gl.static_assert(q_tiles.dtype == gl.bfloat16)
     WARPS: gl.constexpr = gl.num_warps()
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WARPS // 4], [16, C * 4 // WARPS, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)

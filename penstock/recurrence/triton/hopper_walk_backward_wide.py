@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ...gpu.hopper_tiles import async_load, async_store, exp2, meet, reinterpret, unknown, zeroed_behind
 from ...gpu.tiles import slot_of, tokens_of
+from .heads import MEDIUM
 from .hopper_scalar_decays import (
     C,
     barriers,
@@ -58,6 +59,8 @@ def penstock_walk_bwd_wide_hopper(
     ``q_h`` and ``k_h`` are K, or 0 if all heads share q or k. dq, dk, dv and dg are contiguous; a constant decay's dg is [slots, H].
     LAST: ``last`` [N,H,K,C] is the gradient of the final state. FIRST: that of the initial state is stored in ``first``, contiguous.
     """
+    gl.static_assert(q_tiles.block_shape[1] == MEDIUM)
+    gl.static_assert(q_tiles.dtype == gl.bfloat16)
     WARPS: gl.constexpr = 8
     square: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, C // 2, 16])
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, K // 2, 16])

@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ...gpu.hopper_tiles import async_load, async_store, exp2, meet, reinterpret, zeroed_behind
 from ...gpu.tiles import slot_of, tokens_of
+from .heads import MEDIUM, SMALL
 from .hopper_scalar_decays import C, barriers, decay_vectors, expect, log_decays, sums_of_decays
 
 
@@ -41,6 +42,8 @@ def penstock_walk_fwd_hopper(
     ``q_h`` and ``k_h`` are K, or 0 if all heads share q or k. ``first`` is the initial state, ``last`` [N,H,K,C] the final state.
     KEEP: states before chunks are stored.
     """
+    gl.static_assert(K == SMALL or K == MEDIUM)
+    gl.static_assert(q_tiles.dtype == gl.bfloat16)
     WARPS: gl.constexpr = gl.num_warps()
     GROUPS: gl.constexpr = WARPS // 4
     STAGES: gl.constexpr = 3 if GROUPS == 1 else 2

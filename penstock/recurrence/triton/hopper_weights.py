@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ...gpu.hopper_tiles import async_load, exp2, meet, zeroed_behind
 from ...gpu.tiles import powers_of_two
+from .heads import LARGE
 from .hopper_dyadic import (
     GROUPS,
     ROWS,
@@ -67,6 +68,8 @@ def penstock_chunk_weights_hopper(
     """Program (chunk slot, head). TMA tiles [C, BK] of tokens [B T, H K]. ``weights`` [slots,H,C,C], ``read`` and ``rest`` [B,T,H,K],
     ``totals`` [slots,H,K] and, of float16, ``powers`` [slots,H,C] float32: of each row if ROW_POWERS, else one for all.
     """
+    gl.static_assert(K == LARGE)
+    gl.static_assert(q_tiles.dtype == gl.bfloat16 or q_tiles.dtype == gl.float16)
     kind: gl.constexpr = q_tiles.dtype
     HALF: gl.constexpr = q_tiles.dtype == gl.float16
     WARPS: gl.constexpr = gl.num_warps()

@@ -13,26 +13,18 @@ across threads have the same order in all forms of a kernel.
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from ...call.problem import rounded
+from ...gpu.forms import first
 from ...gpu.hopper import tiled
-from ...gpu.plan import Plan, strides
-from ...gpu.target import Target, power
+from ...gpu.plan import Plan
+from ...gpu.target import Target
 from ..advance import CHUNK
 from ..declaration import Advance
-from ..levels import lengths
-from . import chunk_forward, hopper, recurrent
-from .plan import Call, bonus, hopper_forward
-from .table import LEAST
-
-REGISTERS = 168
-"""Of a thread with 64 float32 of a state, at most. Without a limit the compiler takes up to 222, and fewer programs share a multiprocessor.
-One NVIDIA H200, gla, 128 sequences with slots: 38.2 us with 168, 40.4 without a limit, 39.4 with 144, 46.5 with 128."""
+from .calls import InPlace, batch, tokens
+from .forms.lists import PIECES, TOKENS_IN_PLACE
 
 
 def pieces(p: Advance) -> bool:
@@ -59,47 +51,13 @@ def _plain(x: Tensor) -> bool:
 
 def advance_plan(p: Advance, target: Target) -> Plan:
     """``output``; the states of the pool are read and written in place."""
-    plan, c = Plan(), Call.of(p, target)
-    output = plan.empty("output", lambda s: s["B"], lambda s: s["T"], c.H, c.V, dtype=p.summand(p.v))
-    _tokens(plan, c, p, output, pieces(p) and _chunks(plan, c, p, output))
+    plan, call, early = Plan(), InPlace.of(p, target), False
+    output = plan.empty("output", batch, tokens, call.H, call.V, dtype=p.summand(p.v))
+    if pieces(p):
+        form = first(PIECES, call)
+        early = form.plan(plan, call, output, CHUNK)
+        plan.forms.append(form.name)
+    last = first(TOKENS_IN_PLACE, call)
+    last.plan(plan, call, output, CHUNK, early)
+    plan.forms.append(last.name)
     return plan
-
-
-def _chunks(plan: Plan, c: Call, p: Advance, output: str) -> bool:
-    """The launch of a chunk kernel: all decays, chunks that divide a piece. Returns whether it lets the next launch begin early."""
-    b, state = c.config("forward"), p.state.stride()
-    given = "slots" if p.slots is not None else "q"
-    with_pieces = lambda s: min(s["N"], s["T"] // CHUNK) if c.packed else s["N"] * (s["T"] >= CHUNK)  # noqa: E731
-    flags: dict[str, Any] = {"SEGMENTS": False, "INITIAL": True, "FINAL": True, "EVERY": 0, "PIECE": CHUNK}
-    kernel = hopper.forward(p, b, c.target)
-    if kernel:
-        flags |= {"ROWS_GIVEN": p.slots is not None, "NARROW": p.state.element_size() < 4, "EARLY": False}
-        hopper_forward(plan, c, p, kernel, with_pieces, 0, output, "state", "q", "state", state, given, False, **flags)
-        return kernel.blocks == 1
-    C, numbers = min(b.C, CHUNK), (p.scale, lambda s: s["N"], lambda s: s["T"], 0, c.H)
-    plan.launch(
-        chunk_forward.penstock_chunk_fwd, c.programs(with_pieces, math.ceil(c.V / b.BV)),
-        ("q", "k", "v", "g", "u", c.levels(plan, C), "state", output, "state", "q", "q", "cu_seqlens", given),
-        (*numbers, *strides(p.q, p.k, p.v), *c.gate, *bonus(p), *state), b.warps, fused=False, **c.flags, **flags,
-        PREVIOUS=c.previous, BK=power(c.K, LEAST), BV=b.BV, C=C, LEVELS=len(lengths(C)), REVERSE=False, STAGES=b.stages,
-        PART=c.parts[-1], SLOTS=p.slots is not None,
-    )  # fmt: skip
-    return False
-
-
-def _tokens(plan: Plan, c: Call, p: Advance, output: str, early: bool) -> None:
-    """The launch of the token-serial kernel. No decays stay pending.
-
-    ``early``: it begins while the launch of the pieces runs, so sequences without a piece do not wait for it.
-    """
-    b, state, slots = c.step_config(), p.state.stride(), p.slots is not None
-    grid, one = c.programs(lambda s: s["N"], math.ceil(c.V / b.BV)), c.T == 1 and not c.packed
-    full = c.K * b.BV // (32 * b.warps) == 64 and power(c.K) == c.K  # gla at K = 100 spills 432 bytes with the limit, none without
-    registers = REGISTERS if c.cuda and full else 0
-    plan.launch(
-        recurrent.penstock_recurrent_fwd, grid,
-        ("q", "k", "v", "g", "u", "state", output, "state", "cu_seqlens", "slots" if slots else "q"),
-        (p.scale, lambda s: s["T"], c.H, *strides(p.q, p.k, p.v), *c.gate, *bonus(p), *state, *state), b.warps, registers=registers,
-        fused=False, early=early, K=c.K, V=c.V, BK=power(c.K), BV=b.BV, DECAY=c.decay, PREVIOUS=c.previous, INITIAL=True, PACKED=c.packed,
-        REVERSE=False, SLOTS=slots, PENDING=False, PIECE=CHUNK, ONE=one, CUDA=c.cuda, EARLY=early,
-    )  # fmt: skip

@@ -107,6 +107,7 @@ def penstock_segment_sums(
 
     The sum is the state behind the segment, if that before it is zero. ADJOINT: time runs backward, x is q, y is dO.
     """
+    tl.static_assert(DECAY == CHANNEL or not PREVIOUS, "the previous state is read with decays per channel only")
     NK: tl.constexpr = (K + BK - 1) // BK
     NV: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0)
@@ -235,6 +236,7 @@ def penstock_chunk_states(
     ``chunk_states`` [B,T,H,V], the others in ``behind``, which is like it. The state of a shorter chunk, the last of its sequence, is in
     ``last_states`` [N,H,K,V].
     """
+    tl.static_assert(DECAY == CHANNEL or not PREVIOUS, "the previous state is read with decays per channel only")
     NK: tl.constexpr = (K + BK - 1) // BK
     NV: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0)

@@ -8,7 +8,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ...call.implementation import Implementation, Mode, Upstream
+from ...call.implementation import FormVerdict, Implementation, Listed, Mode, Upstream
 from ...gpu.target import interpreting, unavailable
 from ...gpu.target import refuses as gpu_refuses
 from ..declaration import Attention
@@ -28,6 +28,14 @@ def _launch() -> ModuleType:
 def _refuses(a: Attention, mode: Mode) -> str | None:
     too_large = f"heads have at most {LARGEST} elements, these have {a.sizes['D']}" if a.sizes["D"] > LARGEST else None
     return gpu_refuses(a.q) or too_large
+
+
+def _verdicts(a: Attention, mode: Mode) -> tuple[FormVerdict, ...]:
+    return _launch().plan.verdicts(a, mode)  # type: ignore[no-any-return]
+
+
+def _forms() -> tuple[Listed, ...]:
+    return _launch().plan.listed()  # type: ignore[no-any-return]
 
 
 def _avoids(a: Attention, mode: Mode) -> str | None:
@@ -58,4 +66,6 @@ IMPLEMENTATION = Implementation(
     available=unavailable,
     refuses=_refuses,
     avoids=_avoids,
+    forms=_forms,
+    verdicts=_verdicts,
 )

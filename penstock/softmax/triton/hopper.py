@@ -1,16 +1,15 @@
-"""Selects the softmax kernels for Hopper, and plans their launches."""
+"""The softmax kernels in Gluon for Hopper: which calls they compute, and their launches."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from ...gpu.hopper import Tile, modules, tiled
+from ...gpu.hopper import Tile, tiled
 from ...gpu.plan import Number, Plan, Sizes, chunks
-from ...gpu.target import Target
 from ..declaration import Attention
+from .calls import Call, gradients, numbers, results
 
 ROWS = 64
 """Rows of a group of four warps."""
@@ -49,24 +48,31 @@ L2 = 50 << 20
 """Bytes of the L2 cache."""
 
 
-def kernels() -> tuple[Any, Any] | None:
-    """The modules of the kernels, forward and backward, or None."""
-    return modules(__package__)
+def refuses(call: Call, sizes: dict[int, Shape]) -> str | None:
+    """Why the kernels of heads of these ``sizes`` cannot compute a call, or None."""
+    a, s, c = call.p, call.p.sizes, call.p.counts
+    if a.q.dtype not in (torch.float16, torch.bfloat16):
+        return f"it takes float16 and bfloat16, this is {a.q.dtype}"
+    if s["D"] not in sizes:
+        return f"D must be {' or '.join(map(str, sizes))}, this is {s['D']}"
+    if a.scale < torch.finfo(torch.float32).tiny:
+        return f"scale must be positive, this is {a.scale}"
+    if not (0 < c["B"] * c["Tq"] < FAR and 0 < c["B"] * c["Tk"] < FAR):
+        return f"it takes from 1 to 2**31 queries and keys, these are {s['B'] * s['Tq']} and {s['B'] * s['Tk']}"
+    for name, x in (("q", a.q), ("k", a.k), ("v", a.v), ("the output's gradient", call.d_output)):
+        if x is not None and not tiled(x):
+            return f"{name} must be [B,T,H * D] with rows at multiples of 16 bytes, its strides are {x.stride()}"
+    return None
 
 
-def suits(a: Attention, target: Target, *d_output: Tensor) -> bool:
-    """Whether there are kernels for a call, and the hardware can copy its tensors in tiles."""
-    s, c = a.sizes, a.counts
-    return (
-        target.arch == "sm_90"
-        and a.q.dtype in (torch.float16, torch.bfloat16)
-        and s["D"] in (BY_KEYS if d_output else FORWARD)
-        and a.scale >= torch.finfo(torch.float32).tiny
-        and 0 < c["B"] * c["Tq"] < FAR
-        and 0 < c["B"] * c["Tk"] < FAR
-        and all(map(tiled, (a.q, a.k, a.v, *d_output)))
-        and kernels() is not None
-    )
+def refuses_forward(call: Call) -> str | None:
+    """Heads, layouts and scale."""
+    return refuses(call, FORWARD)
+
+
+def refuses_backward(call: Call) -> str | None:
+    """Heads, layouts and scale."""
+    return refuses(call, BY_KEYS)
 
 
 def _launch(
@@ -92,26 +98,33 @@ def _launch(
     )  # fmt: skip
 
 
-def forward(plan: Plan, a: Attention, given: Numbers, output: str, lse: str) -> None:
+def forward(call: Call) -> Plan:
     """Plan the forward pass."""
-    found, shape = kernels(), FORWARD[a.sizes["D"]]
-    assert found is not None
-    _launch(plan, found[0].penstock_attention_fwd_hopper, shape, a, ("q", "k", "v", output, output, lse), "rwwr", given, (), BN=shape.tile)
+    from . import hopper_forward
+
+    plan, a, shape = Plan(), call.p, FORWARD[call.p.sizes["D"]]
+    output, lse = results(plan, a)
+    tensors = ("q", "k", "v", output, output, lse)
+    _launch(plan, hopper_forward.penstock_attention_fwd_hopper, shape, a, tensors, "rwwr", numbers(a), (), BN=shape.tile)
+    return plan
 
 
-def backward(plan: Plan, a: Attention, given: Numbers, d_lse: Tensor | None, dq: str, dk: str, dv: str) -> None:
+def backward(call: Call) -> Plan:
     """Plan the backward pass."""
-    found, s = kernels(), a.sizes
-    assert found is not None
-    queries, keys, tokens = BY_QUERIES[s["D"]], BY_KEYS[s["D"]], lambda s: s["B"] * s["Tq"]
-    rows = plan.empty("rows", 2, s["H"], tokens)
+    from . import hopper_backward
+
+    plan, a, d_lse = Plan(), call.p, call.d_lse
+    dq, dk, dv = gradients(plan, a)
+    by_queries, by_keys, tokens, given = BY_QUERIES[a.sizes["D"]], BY_KEYS[a.sizes["D"]], lambda s: s["B"] * s["Tq"], numbers(a)
+    rows = plan.empty("rows", 2, a.sizes["H"], tokens)
     some = d_lse is not None
     _launch(
-        plan, found[1].penstock_attention_bwd_dq_hopper, queries, a,
+        plan, hopper_backward.penstock_attention_bwd_dq_hopper, by_queries, a,
         ("q", "d_output", "k", "v", dq, dq, "output", "lse", "d_lse" if some else "q", rows), "rrwwr", given,
-        (tokens, *(d_lse.stride() if d_lse is not None else (0, 0, 0))), BN=queries.tile, D_LSE=some,
+        (tokens, *(d_lse.stride() if d_lse is not None else (0, 0, 0))), BN=by_queries.tile, D_LSE=some,
     )  # fmt: skip
     _launch(
-        plan, found[1].penstock_attention_bwd_dkdv_hopper, keys, a,
-        ("k", "v", "q", "d_output", dk, dv, dk, dv, rows), "rrwwrr", given, (tokens,), BM=keys.tile,
+        plan, hopper_backward.penstock_attention_bwd_dkdv_hopper, by_keys, a,
+        ("k", "v", "q", "d_output", dk, dv, dk, dv, rows), "rrwwrr", given, (tokens,), BM=by_keys.tile,
     )  # fmt: skip
+    return plan

@@ -1,156 +1,60 @@
-"""The launches of a call of softmax attention, computed from sizes and strides."""
+"""The ordered lists of forms of softmax attention, and the plan of a pass: that of the first that neither refuses nor avoids the call."""
 
 from __future__ import annotations
 
-import math
-from typing import Any, NamedTuple
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from ...gpu.plan import Number, Plan, Sizes, chunks, strides
-from ...gpu.target import Target, power
-from ...gpu.target import precision as precision_of
-from ..declaration import Attention
-from . import backward, forward, hopper
+from ...call.implementation import Example, FormVerdict, Listed, Mode
+from ...gpu import forms
+from ...gpu.forms import Form, Part
+from ...gpu.hopper import absent
+from ...gpu.plan import Plan
+from ...gpu.target import Target
+from ..declaration import FUNCTION, Attention
+from . import hopper, plain
+from .calls import Call
 
-KERNELS = {
-    "forward": forward.penstock_attention_fwd,
-    "by_keys": backward.penstock_attention_bwd_dkdv,
-    "by_queries": backward.penstock_attention_bwd_dq,
-}
-ROWS = 32
-"""Of a program of ``deltas``."""
+AttentionForm = Form[Call, Callable[[Call], Plan]]
 
 
-class KernelConfig(NamedTuple):
-    """Queries and keys of a tile, warps, and pipeline stages."""
-
-    BM: int
-    BN: int
-    warps: int
-    stages: int
+def _examples(*sizes: int, dtypes: tuple[torch.dtype, ...]) -> tuple[Example, ...]:
+    given = {"B": 1, "N": 1, "Tq": 70, "Tk": 130, "H": 4, "G": 2}
+    return tuple(Example(FUNCTION, dtype, given | {"D": D}) for D in sizes for dtype in dtypes)
 
 
-def config(kernel: str, D: int, size: int, target: Target) -> KernelConfig:
-    """The configuration for heads of D (a power of two) elements of ``size`` bytes that fits into the GPU's shared memory."""
-    if target.interpreted:
-        return KernelConfig(64, 64, 4, 1)
-    found = _half(kernel, D, target.arch == "sm_90") if size == 2 else _whole(kernel, D)
-    while shared_bytes(kernel, found, D, size) > target.shared_memory and (found.stages > 1 or max(found.BM, found.BN) > 16):
-        if found.stages > 1:
-            found = found._replace(stages=found.stages - 1)
-        else:
-            found = found._replace(**({"BM": found.BM // 2} if found.BM >= found.BN else {"BN": found.BN // 2}))
-    return found
-
-
-def _half(kernel: str, D: int, measured: bool) -> KernelConfig:
-    """For 16-bit inputs: ``measured`` on an sm_90 for heads of 64 and 128, else chosen by free registers."""
-    stages = 3 if measured else 2
-    if kernel == "forward":
-        if D <= 64:
-            return KernelConfig(64, 64, 4, 3)
-        return KernelConfig(128, 128, 8, 3) if D <= 128 and measured else KernelConfig(128, 64, 8, 3 if D <= 128 else 2)
-    if kernel == "by_keys":
-        return KernelConfig(32, 64, 4, 2) if D <= 64 else KernelConfig(64, 128, 8, stages) if D <= 128 else KernelConfig(32, 64, 8, 1)
-    return KernelConfig(64, 64, 4, 3) if D <= 64 else KernelConfig(128, 64, 8, stages) if D <= 128 else KernelConfig(64, 32, 8, 2)
-
-
-def _whole(kernel: str, D: int) -> KernelConfig:
-    """For float32: a product is three TF32 products, so tiles are small. Chosen by free registers on an sm_90."""
-    if D <= 64:
-        return KernelConfig(32, 32, 4, 2) if kernel == "by_keys" else KernelConfig(64, 32, 4, 1)
-    return KernelConfig(32, 32, 8, 1) if D <= 128 else KernelConfig(16, 16, 4, 1)
-
-
-def shared_bytes(kernel: str, b: KernelConfig, D: int, size: int) -> int:
-    """An upper bound of a program's shared memory: resident tiles, pipelined tiles, and p (and ds) as results and as operands.
-
-    At least the compiled size of every configuration (bench/resources.json).
-    """
-    stays = {"forward": b.BM, "by_keys": 2 * b.BN, "by_queries": 2 * b.BM}[kernel]
-    moves = b.BM if kernel == "by_keys" else b.BN
-    weights = 2 if kernel == "forward" else 4
-    # q in both layouts; 16-bit tiles are transposed on the way to registers, except for few keys (sm_86: 32 of D = 256)
-    turned = moves * (kernel == "by_keys" and (size == 4 or b.BN <= 32))
-    return size * (D * (stays + 2 * moves * b.stages + turned) + weights * b.BM * b.BN) + 2048  # barriers, exponents
-
-
-def precision(dtype: torch.dtype, target: Target) -> str:
-    """16-bit operands are multiplied as they are ("half"), float32 as in the kernels of the recurrence."""
-    if dtype != torch.float32:
-        return "ieee" if target.interpreted else "half"
-    return precision_of(dtype, target)
-
-
-def _call(a: Attention, target: Target) -> tuple[dict[str, Any], tuple[Any, ...]]:
-    """Constants of all launches of a call, and their numbers before the strides."""
-    s = a.sizes
-    constants = {
-        "H": s["H"], "G": s["G"], "D": s["D"], "BD": power(s["D"]), "CAUSAL": a.causal, "WINDOW": a.window is not None,
-        "PACKED": a.cu_seqlens is not None, "PRECISION": precision(a.q.dtype, target),
-    }  # fmt: skip
-    return constants, numbers(a)
-
-
-def numbers(a: Attention) -> tuple[Number, ...]:
-    """Scale, window, and the numbers of sequences, queries and keys: the first numbers of every kernel."""
-    window = a.window
-    reach: Number = 0 if window is None else lambda s: min(window, s["Tq"] + s["Tk"])
-    return a.scale, reach, lambda s: s["N"], lambda s: s["Tq"], lambda s: s["Tk"]
-
-
-def _launch(plan: Plan, kernel: str, a: Attention, target: Target, tensors: tuple[str, ...], others: tuple[Tensor, ...] = ()) -> None:
-    constants, given = _call(a, target)
-    s, b = a.sizes, config(kernel, constants["BD"], a.q.element_size(), target)
-    axis, L, heads = ("Tk", b.BN, s["G"]) if kernel == "by_keys" else ("Tq", b.BM, s["H"])
-    packed = a.cu_seqlens is not None
-    plan.launch(
-        KERNELS[kernel], lambda s: chunks(s[axis], L, s["N"], packed) * heads, (*tensors, "cu_seqlens", "cu_seqlens_k"),
-        (*given, *strides(a.q, a.k, a.v, *others)), b.warps, **constants, BM=b.BM, BN=b.BN, STAGES=b.stages,
-    )  # fmt: skip
-
-
-def _B(s: Sizes) -> int:
-    return s["B"]
-
-
-def _Tq(s: Sizes) -> int:
-    return s["Tq"]
-
-
-def _Tk(s: Sizes) -> int:
-    return s["Tk"]
+HALF, EVERY = (torch.bfloat16, torch.float16), (torch.float16, torch.float32)
+FORWARD: tuple[AttentionForm, ...] = (
+    Form("attention_fwd_hopper", hopper.forward, absent, hopper.refuses_forward, examples=_examples(64, 128, 256, dtypes=HALF)),
+    Form("attention_fwd", plain.forward, examples=_examples(40, dtypes=EVERY)),
+)
+BACKWARD: tuple[AttentionForm, ...] = (
+    Form("attention_bwd_hopper", hopper.backward, absent, hopper.refuses_backward, examples=_examples(64, 128, dtypes=HALF)),
+    Form("attention_bwd", plain.backward, examples=_examples(40, dtypes=EVERY)),
+)
+PARTS: dict[Mode, tuple[Part, ...]] = {"forward": (("forward", FORWARD),), "backward": (("backward", BACKWARD),)}
 
 
 def forward_plan(a: Attention, target: Target) -> Plan:
     """``output`` and ``lse``."""
-    plan, tokens = Plan(), (_B, _Tq, a.sizes["H"])
-    output = plan.empty("output", *tokens, a.sizes["D"], dtype=a.q.dtype)
-    lse = plan.empty("lse", *tokens)
-    if hopper.suits(a, target):
-        hopper.forward(plan, a, numbers(a), output, lse)
-    else:
-        _launch(plan, "forward", a, target, ("q", "k", "v", output, lse))
-    return plan
+    return forms.planned(FORWARD, Call(a, target))
 
 
 def backward_plan(a: Attention, d_output: Tensor, d_lse: Tensor | None, target: Target) -> Plan:
     """``dq``, ``dk`` and ``dv`` from what the forward pass returned and its gradients."""
-    plan, s = Plan(), a.sizes
-    queries, keys = (_B, _Tq, s["H"]), (_B, _Tk, s["G"])
-    dq, dk, dv = (plan.empty("d" + name, *axes, s["D"], dtype=a.q.dtype) for name, axes in (("q", queries), ("k", keys), ("v", keys)))
-    if hopper.suits(a, target, d_output):
-        hopper.backward(plan, a, numbers(a), d_lse, dq, dk, dv)
-        return plan
-    delta, H = plan.empty("delta", *queries), s["H"]
-    plan.launch(
-        backward.penstock_attention_delta, lambda s: math.ceil(s["B"] * s["Tq"] * H / ROWS),
-        ("output", "d_output", "lse", "d_lse" if d_lse is not None else "q", delta),
-        (lambda s: s["B"] * s["Tq"] * H, _Tq, *d_output.stride(), *(d_lse.stride() if d_lse is not None else (0, 0, 0))), 4,
-        H=s["H"], D=s["D"], BD=power(s["D"]), BM=ROWS, D_LSE=d_lse is not None,
-    )  # fmt: skip
-    _launch(plan, "by_keys", a, target, ("q", "k", "v", "d_output", "lse", delta, dk, dv), (d_output,))
-    _launch(plan, "by_queries", a, target, ("q", "k", "v", "d_output", "lse", delta, dq), (d_output,))
-    return plan
+    return forms.planned(BACKWARD, Call(a, target, d_output, d_lse))
+
+
+def verdicts(a: Attention, mode: Mode) -> tuple[FormVerdict, ...]:
+    """The answers of the forms of a mode, up to the one that runs. Nothing runs without queries, or backward without keys."""
+    if not a.q.numel() or (mode == "backward" and not a.k.numel()):
+        return ()
+    call = Call(a, Target.of(a.q.device))
+    return tuple(found for part, among in PARTS[mode] for found in forms.verdicts(part, among, call, ()))
+
+
+def listed() -> tuple[Listed, ...]:
+    """All forms."""
+    return forms.listed(PARTS, Target.of)

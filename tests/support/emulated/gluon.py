@@ -531,11 +531,16 @@ def _reduce(function):
     return call
 
 
+def asserted(condition, message=""):
+    """A kernel's assertion about its constants."""
+    assert condition, message
+
+
 def language():
     """The names of gl and tl."""
     names = SimpleNamespace(
         float32=torch.float32, bfloat16=torch.bfloat16, float16=torch.float16, int32=torch.int32, int64=torch.int64, int1=torch.bool,
-        constexpr=lambda x: x, static_range=range, range=lambda *a, **k: range(*map(int, a)),
+        constexpr=lambda x: x, static_assert=asserted, static_range=range, range=lambda *a, **k: range(*map(int, a)),
         program_id=lambda axis: Value(torch.tensor(machine().pid[axis], dtype=torch.int32)), num_warps=lambda: _local.warps,
         num_programs=lambda axis: machine().programs[axis],
         arange=lambda a, b, layout=None: Value(torch.arange(a, b, dtype=torch.int32)),

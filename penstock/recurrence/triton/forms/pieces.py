@@ -1,0 +1,64 @@
+"""Updates in place: the chunk kernels for the pieces of each sequence, in order from its beginning, without segments."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from ....call.implementation import Example
+from ....gpu.forms import Form
+from ....gpu.hopper import absent
+from ....gpu.plan import Plan, Sizes, strides
+from ....gpu.target import power
+from ...levels import lengths
+from .. import chunk_forward
+from ..calls import Call, InPlace, sequences, tokens
+from ..table import LEAST
+from . import chunks, chunks_hopper, hopper
+
+PiecesForm = Form[InPlace, Callable[[Plan, InPlace, str, int], bool]]
+"""Adds the launch for pieces of a number of tokens. Returns whether it lets the next launch begin early."""
+
+
+def _sequences(call: Call, piece: int) -> Callable[[Sizes], int]:
+    """The most sequences with a piece."""
+    return lambda s: min(s["N"], s["T"] // piece) if call.packed else s["N"] * (s["T"] >= piece)
+
+
+def _hopper(plan: Plan, call: InPlace, output: str, piece: int) -> bool:
+    state, slots = call.p.state, "slots" if call.p.slots is not None else "q"
+    chunks_hopper.launch_forward(
+        plan, call, _sequences(call, piece), 0, output, "state", "q", "state", state.stride(), slots, False, SEGMENTS=False, INITIAL=True,
+        FINAL=True, EVERY=0, PIECE=piece, ROWS_GIVEN=call.p.slots is not None, NARROW=state.element_size() < 4, EARLY=False,
+    )  # fmt: skip
+    return hopper.blocks(call.p) == 1
+
+
+def _plain(plan: Plan, call: InPlace, output: str, piece: int) -> bool:
+    """All decays, in chunks that divide a piece."""
+    p, b, state = call.p, call.config("forward"), call.p.state.stride()
+    C, slots = min(b.C, piece), p.slots is not None
+    plan.launch(
+        chunk_forward.penstock_chunk_fwd, call.programs(_sequences(call, piece), math.ceil(call.V / b.BV)),
+        ("q", "k", "v", "g", "u", call.levels(plan, C), "state", output, "state", "q", "q", "cu_seqlens", "slots" if slots else "q"),
+        (p.scale, sequences, tokens, 0, call.H, *strides(p.q, p.k, p.v), *call.gate, *call.bonus, *state), b.warps, fused=False,
+        **call.flags, SEGMENTS=False, INITIAL=True, FINAL=True, EVERY=0, PIECE=piece, PREVIOUS=call.previous, BK=power(call.K, LEAST),
+        BV=b.BV, C=C, LEVELS=len(lengths(C)), REVERSE=False, STAGES=b.stages, PART=call.parts[-1], SLOTS=slots,
+    )  # fmt: skip
+    return False
+
+
+SIZES = {"B": 2, "N": 2, "P": 2, "T": 67, "H": 1, "G": 1}
+HOPPER: PiecesForm = Form(
+    "chunk_pieces_hopper", _hopper, absent, chunks_hopper.refuses_forward, chunks_hopper.avoids_forward,
+    examples=tuple(
+        Example("rwkv6", dtype, SIZES | {"T": 128, "K": K, "V": 64})
+        for dtype, K in ((torch.bfloat16, 64), (torch.float16, 128), (torch.float32, 64), (torch.bfloat16, 256))
+    ),
+)  # fmt: skip
+PLAIN: PiecesForm = Form(
+    "chunk_pieces", _plain, refuses=chunks.refuses,
+    examples=tuple(Example(variant, torch.float16, SIZES | {"K": 24, "V": 40}) for variant in ("simple_gla", "rwkv6")),
+)  # fmt: skip

@@ -1,0 +1,163 @@
+"""A call on which implementations are compared with the oracle, its tensors, and its exact results.
+
+The oracle of a family is its implementation named "reference", in float64. The tensors of a call are drawn from its declaration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..call.declaration import Argument, Signature
+from ..call.derivatives import Tensors
+from ..call.implementation import Implementation, Mode, Upstream
+from ..call.operator import Operator
+from ..call.problem import Problem
+from ..recurrence.declaration import Advance, Recurrence, state_dtype
+from ..softmax.operators import ATTENTION
+from . import oracle, rounding
+from .finding import Finding
+from .machine import using_threads
+
+SOFTMAX_BUDGET = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-5, torch.float64: 1e-11}
+"""Allowed error of softmax attention by dtype. The tests use budgets that are derived for each element."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A call on which implementations are compared with the oracle: more tokens than a chunk, sizes that no block divides."""
+
+    operator: Operator[Any]
+    sizes: Mapping[str, int]
+    options: tuple[Any, ...]
+    indices: Mapping[str, tuple[int, ...]]
+
+    def signatures(self) -> list[Signature]:
+        """One signature for each variant; aliases are left out."""
+        return list({str(one.about): one for one in self.operator.signatures.values()}.values())
+
+
+def row_of(signature: Signature) -> str:
+    """The name of a signature's row of the family's table, or of its function."""
+    return signature.about.name if signature.about is not None else signature.function
+
+
+class Comparison:
+    """A trial with its tensors and the exact results."""
+
+    def __init__(self, trial: Trial, signature: Signature, dtype: torch.dtype, device: str) -> None:
+        self.trial, self.signature, self.dtype, self.device = trial, signature, dtype, device
+        self.operator = trial.operator
+        random = torch.Generator().manual_seed(0)
+        self.tensors = [self._draw(one, random) for one in signature.arguments]
+        self.problem = self.checked(self.tensors)
+        empty = self.operator.results
+        shapes = [[self.problem.sizes[axis] for axis in one.axes.split()] for one in empty]
+        self.d_results = tuple(torch.randn(shape, generator=random).to(device, one.dtype(dtype)) for one, shape in zip(empty, shapes))
+        with using_threads(1):  # the oracle's many small operations do not gain from more threads
+            self.exact = self._exact()
+
+    def _draw(self, one: Argument, random: torch.Generator) -> Tensor | None:
+        if one.name in self.trial.indices:
+            return torch.tensor(self.trial.indices[one.name], device=self.device)
+        if one.absent or not torch.is_floating_point(torch.empty(0, dtype=one.dtypes[0])):
+            return None
+        shape = [self.trial.sizes[axis] for axis, _ in one.letters]
+        x = torch.randn(shape, dtype=torch.float64, generator=random)
+        dtype = self.dtype if one.like or one is self.signature.arguments[0] else state_dtype(self.dtype)
+        return (x if one.draw is None else one.draw(x)).to(self.device, dtype)
+
+    def checked(self, tensors: Tensors) -> Problem:
+        """The problem with these tensors."""
+        problem: Problem = self.operator.checked(self.signature.function, tensors, self.trial.options)
+        return problem
+
+    def _exact(self) -> dict[str, Tensor]:
+        reference = self.operator.family.named("reference")
+        double = [x.double() if x is not None and x.is_floating_point() else x for x in self.tensors]
+        return self.results(reference, self.checked(double), self.operator.mode) | (
+            {} if self.operator.in_place else self.results(reference, self.checked(double), "backward")
+        )
+
+    def results(self, one: Implementation, problem: Problem, mode: Mode) -> dict[str, Tensor]:
+        """The results of an implementation in a mode, by name."""
+        with torch.no_grad():
+            whole = problem.whole
+            if mode == "backward":
+                d_results = tuple(d.to(x.dtype) for d, x in zip(self.d_results, self._like(problem)))
+                found = problem.shared(one.gradients(whole, Upstream(d_results, self._saved(problem))))
+                names = [f"gradient of {argument.public}" for argument in self.signature.arguments if argument.gradient]
+            elif mode == "advance":
+                pool = next(argument.name for argument in self.signature.arguments if argument.written)
+                written = getattr(problem, pool).clone()
+                assert one.advance is not None
+                found, names = (one.advance(whole.with_tensors({pool: written})), written), ["output in place", "states in place"]
+            else:
+                found, names = one.forward(whole), [result.name for result in self.operator.results]
+        return {name.replace("_", " "): x for name, x in zip(names, found) if x is not None}
+
+    def _like(self, problem: Problem) -> list[Tensor]:
+        first = problem.tensors[0]
+        assert first is not None
+        return [first.new_empty(0, dtype=one.dtype(first.dtype)) for one in self.operator.results]
+
+    def _saved(self, problem: Problem) -> tuple[Tensor, ...]:
+        """The saved results that the backward pass takes, computed by the oracle."""
+        if not any(one.saved for one in self.operator.results):
+            return ()
+        found = self.operator.family.named("reference").forward(problem)
+        return tuple(x for x, one in zip(found, self.operator.results) if one.saved and x is not None)
+
+    def compare(self, one: Implementation, only: Mode | None = None) -> Iterator[Finding]:
+        """Compare one implementation with the exact results. What "auto" chooses runs on all threads, the others on one."""
+        at = one.name, self.device, row_of(self.signature), str(self.dtype).removeprefix("torch.")
+        unavailable = one.available()
+        if unavailable is not None:
+            yield Finding(*at, "all", None, None, unavailable, absent=True)
+            return
+        modes: tuple[Mode, ...] = (self.operator.mode,) if self.operator.in_place else ("forward", "backward")
+        threads = None if self.operator.family.pick(self.problem.whole, self.operator.mode, "auto") is one else 1
+        rounded = self._rounded(one)
+        for mode in modes if only is None else (only,):
+            reason = one.refusal(self.problem.whole, mode)
+            if reason is not None:
+                yield Finding(*at, mode, None, None, reason)
+                continue
+            try:
+                with using_threads(threads):
+                    found = self.results(one, self.problem, mode)
+            except Exception as failure:  # any failure of a kernel on this machine is a finding
+                yield Finding(*at, mode, None, None, f"{type(failure).__name__}: {failure}", failed=True)
+                continue
+            for result, value in found.items():
+                error = oracle.error(value, self.exact[result])
+                allowed = self._budget(value.dtype) + 2 * rounded.get(result, 0.0)
+                yield Finding(*at, result, error, allowed, failed=not error <= allowed)
+
+    def _rounded(self, one: Implementation) -> dict[str, float]:
+        """Errors from rounded operands of the products, by result; empty if the implementation does not round them."""
+        bits = one.operands(self.dtype, self.operator.mode)
+        if bits is not None and isinstance(self.problem, Advance):
+            double = {
+                name: x.double() for name, x in zip(self.operator.names, self.problem.tensors) if x is not None and x.is_floating_point()
+            }
+            with torch.no_grad():
+                problem = self.problem.with_tensors(double).whole
+                found = {"output in place": rounding.advance(problem, bits), "states in place": problem.state}
+            return {name: oracle.error(x, self.exact[name]) for name, x in found.items()}
+        if bits is None or not isinstance(self.problem, Recurrence):
+            return {}
+        named = {f"gradient of {one.name}": f"gradient of {one.public}" for one in self.signature.arguments}
+        public = {inner.replace("_", " "): outer.replace("_", " ") for inner, outer in named.items()}
+        exact = {
+            name: self.exact[public.get(name, name)] for name in ("output", "final state", *public) if public.get(name, name) in self.exact
+        }
+        errors = rounding.errors(self.problem, bits, exact, self.d_results)
+        return {public.get(name, name): error for name, error in errors.items()}
+
+    def _budget(self, result: torch.dtype) -> float:
+        return SOFTMAX_BUDGET[self.dtype] if self.operator is ATTENTION else oracle.budget(self.dtype, result)

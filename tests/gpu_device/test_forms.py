@@ -1,0 +1,17 @@
+"""Every form for which this GPU has code, on its examples. Run with ``pytest -m gpu``."""
+
+import pytest
+import torch
+
+from penstock.call.declaration import FLOATS
+from penstock.verify import forms, verify
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"), pytest.mark.timeout(900)]
+
+
+@pytest.mark.parametrize("trial", verify.TRIALS, ids=lambda trial: trial.operator.name)
+def test_examples_equal_the_oracle(trial):
+    """As ``penstock check`` compares them: a form that did not run is a failure."""
+    found = list(forms.findings(trial, FLOATS, "cuda"))
+    assert found
+    assert not [(one.form, one.result, one.reason, one.error, one.budget) for one in found if one.failed]
