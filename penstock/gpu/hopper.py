@@ -1,7 +1,7 @@
 """Descriptors for Hopper's tensor memory accelerator, and the check whether Triton has Gluon.
 
 Gluon is new in Triton and still changes. It is imported when a launch for Hopper is planned. Only Triton's version decides whether it is
-used; else plain Triton kernels run.
+used; otherwise plain Triton kernels run.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ GLUON = (3, 6)
 
 @cache
 def modules(package: str | None, *names: str) -> tuple[Any, ...] | None:
-    """Modules of a package, by default ``hopper_forward`` and ``hopper_backward``; None if Triton's Gluon is too old, or newer than those
-    that compile the kernels.
+    """Modules of a package, by default ``hopper_forward`` and ``hopper_backward``.
+
+    None if Triton's Gluon is too old, or too new to compile the kernels.
     """
     if version("triton") < GLUON or not checked("triton"):
         return None
@@ -55,7 +56,7 @@ def tiled_or_shared(x: Tensor) -> bool:
 
 @cache
 def _layout(bits: int, columns: int) -> Any:
-    """Blocks of as many columns as 128 bytes have, or as the tile has."""
+    """The columns of a block: 128 bytes, or the width of the tile."""
     from triton.experimental.gluon.language import NVMMASharedLayout
 
     return NVMMASharedLayout(swizzle_byte_width=min(128, columns * bits // 8), element_bitwidth=bits, rank=2)
@@ -82,7 +83,7 @@ def description(x: Tensor, tile: Tile) -> dict[str, Any]:
 
 
 def described(x: Tensor, known: Mapping[str, Any]) -> Any:
-    """The descriptor of a tensor. It skips Triton's checks: they were done when the launch was planned."""
+    """The descriptor of a tensor. Triton's checks are skipped: they ran when the launch was planned."""
     one, columns = object.__new__(_descriptor()), known["columns"]
     fields = one.__dict__
     fields.update(known)

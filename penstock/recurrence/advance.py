@@ -22,7 +22,7 @@ CHUNK = 64
 
 
 def pieces(tokens: int) -> Iterator[tuple[int, int]]:
-    """Begin and end of the pieces of a row with this number of tokens."""
+    """Begin and end of each piece of a row with this number of tokens."""
     whole = tokens // CHUNK * CHUNK
     yield from ((begin, begin + CHUNK) for begin in range(0, whole, CHUNK))
     yield from ((begin, begin + 1) for begin in range(whole, tokens))
@@ -56,7 +56,7 @@ def _piece(a: Advance, rows: list[int], tokens: slice, state: Tensor) -> Recurre
     g = a.g
     if g is not None and "T" in a.variant.decay:
         g = g[rows, tokens]
-    state = state.to(torch.promote_types(state.dtype, state_dtype(a.q.dtype))).contiguous()  # products depend on the layout
+    state = state.to(torch.promote_types(state.dtype, state_dtype(a.q.dtype))).contiguous()  # the bits of products depend on the layout
     signature = RECURRENCE.signatures[a.variant.name]
     sizes = {**a.sizes, "B": len(rows), "N": len(rows), "T": q.shape[1]}
     return Recurrence.of(
