@@ -1,7 +1,7 @@
-"""Compiles the kernels of a pass that will probably follow in threads, while the program goes on.
+"""Compiles the kernels of the pass that will probably run next, in background threads.
 
-Triton keeps what it has compiled by kernel and types of arguments, so the pass finds it there. Nothing is loaded onto the device before
-the pass itself runs: loading would break a CUDA graph that is captured meanwhile.
+Triton caches compiled kernels by kernel and argument types, so the pass finds them there. Nothing is loaded onto the device before the
+pass itself runs: loading would break a CUDA graph that is being captured.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .plan import Launch, Plan, Sizes
 THREADS = 4
 _lock = threading.Lock()
 _running: dict[int, list[Future[None]]] = {}
-"""By the kernel's id."""
+"""Compilations in flight, by the kernel's id."""
 
 
 @cache
@@ -30,7 +30,7 @@ def _pool() -> ThreadPoolExecutor:
 
 
 def begin(plan: Plan, tensors: Mapping[str, Tensor | None], instead: str, sizes: Sizes, gpu: int | None) -> None:
-    """Begin to compile the kernels of a plan. ``instead``: the tensor whose pointer kernels get in the place of those that are None."""
+    """Begin to compile the kernels of a plan. ``instead``: the tensor used as a dummy for tensors that are None."""
     plan = plan.at(sizes)
     given = {name: _without_memory(tensors[instead] if x is None else x) for name, x in tensors.items()}  # type: ignore[arg-type]
     given |= {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in plan.memory.items()}
@@ -42,7 +42,7 @@ def begin(plan: Plan, tensors: Mapping[str, Tensor | None], instead: str, sizes:
 
 
 def wait_for(kernel: Any) -> None:
-    """Wait until this kernel is compiled, if it is being compiled. An error is left to the pass, which compiles it again."""
+    """Wait for this kernel if it is being compiled. Errors are ignored here: the pass compiles the kernel again and raises them."""
     if _running:
         with _lock:
             found = _running.pop(id(kernel), ())

@@ -1,7 +1,7 @@
 """Descriptors for Hopper's tensor memory accelerator, and the check whether Triton has Gluon.
 
 Gluon is new in Triton and still changes. It is imported when a launch for Hopper is planned. Only Triton's version decides whether it is
-used; else plain Triton kernels run.
+used; otherwise plain Triton kernels run.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def tiled_or_shared(x: Tensor) -> bool:
 
 @cache
 def _layout(bits: int, columns: int) -> Any:
-    """Blocks of as many columns as 128 bytes have, or as the tile has."""
+    """The columns of a block: 128 bytes, or the width of the tile."""
     from triton.experimental.gluon.language import NVMMASharedLayout
 
     return NVMMASharedLayout(swizzle_byte_width=min(128, columns * bits // 8), element_bitwidth=bits, rank=2)
@@ -98,7 +98,7 @@ def description(x: Tensor, tile: Tile) -> dict[str, Any]:
 
 
 def described(x: Tensor, known: Mapping[str, Any]) -> Any:
-    """The descriptor of a tensor. It skips Triton's checks: they were done when the launch was planned."""
+    """The descriptor of a tensor. Triton's checks are skipped: they ran when the launch was planned."""
     one, columns = object.__new__(_descriptor()), known["columns"]
     fields = one.__dict__
     fields.update(known)

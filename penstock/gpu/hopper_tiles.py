@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-# Gluon's names, and those of older versions of Triton
+# Gluon's current names, and those in older versions of Triton
 meet = getattr(gl, "barrier", None) or gl.thread_barrier  # 3.6
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # 3.6, 3.7
 async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global  # 3.6, 3.7
@@ -27,13 +27,13 @@ def plus(a, b):
 
 @gluon.jit
 def unknown(x):
-    """x, opaque to the compiler: values derived from it are not hoisted out of the loop, where they take registers."""
+    """x, opaque to the compiler, so that values derived from it are not hoisted out of the loop, where they would occupy registers."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def let_next_begin(x):
-    """x, an integer. The next launch may begin when all programs have been here, if it is one that may (programmatic dependent launch)."""
+    """x, an integer. Allows the next launch to begin once all programs have called this, if it is a programmatic dependent launch."""
     asm: gl.constexpr = "griddepcontrol.launch_dependents; mov.b32 $0, $1;"
     return gl.inline_asm_elementwise(asm, "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
@@ -46,13 +46,13 @@ def most(x):
 
 @gluon.jit
 def larger(a, b, c, d):
-    """The larger of a and c, and of b and d."""
+    """The maximum of a and c, and of b and d."""
     return gl.maximum(a, c), gl.maximum(b, d)
 
 
 @gluon.jit
 def most_of_both(x, y):
-    """The largest absolute value of each of two tiles of one layout, with the barriers of one reduction."""
+    """The largest absolute value of each of two tiles of one layout, by one reduction with its barriers."""
     N: gl.constexpr = x.shape[0] * x.shape[1]
     return gl.reduce((gl.reshape(gl.abs(x), [N]), gl.reshape(gl.abs(y), [N])), 0, larger)
 
@@ -65,7 +65,7 @@ def inverse(power):
 
 @gluon.jit
 def zeroed_behind(tile, left, layout: gl.constexpr):
-    """Zero the rows of a tile behind the first ``left``. They are padding or belong to another sequence."""
+    """Zero the rows of a tile after the first ``left``. They are padding or belong to another sequence."""
     i = gl.arange(0, tile.shape[0], gl.SliceLayout(1, layout))
     x = tile.load(layout)
     tile.store(gl.where((i < left)[:, None], x, gl.zeros_like(x)))
@@ -73,7 +73,7 @@ def zeroed_behind(tile, left, layout: gl.constexpr):
 
 @gluon.jit
 def others(part, across: gl.constexpr, LATER: gl.constexpr):
-    """From sums of groups [GROUPS,K]: the total [1,K] and, for each group, the sum of the groups before it (LATER: behind it)."""
+    """From sums of groups [GROUPS,K]: the total [1,K] and, for each group, the sum of the groups before it (LATER: after it)."""
     GROUPS: gl.constexpr = part.shape[0]
     K: gl.constexpr = part.shape[1]
     group = gl.arange(0, GROUPS, gl.SliceLayout(1, across))[:, None]

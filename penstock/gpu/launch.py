@@ -1,6 +1,6 @@
 """Runs plans: allocates their memory and launches their kernels. The host never waits for the device.
 
-A plan is compiled once for alike calls and bound once to the sizes of equal calls (``penstock.call.memory``). So the host overhead of an
+A plan is compiled once for similar calls and bound once to the sizes of equal calls (``penstock.call.memory``). So the host overhead of an
 equal call is little more than the launches.
 """
 
@@ -27,22 +27,22 @@ from .target import Target, interpreting
 
 
 class Prepared:
-    """A plan with its compiled kernels, for alike calls."""
+    """A plan with its compiled kernels, for similar calls."""
 
     def __init__(self, plan: Plan, device: torch.device, absent: Sequence[str], instead: str) -> None:
-        """``absent``: tensors that these calls do not have. Kernels get the tensor ``instead`` as a dummy pointer."""
+        """``absent``: optional tensors that are missing in these calls. Kernels get the tensor ``instead`` as a dummy pointer."""
         self.plan, self.device, self.instead = plan, device, dict.fromkeys(absent, instead)
         self.gpu = device.index if device.type == "cuda" else None
         self.kernels: tuple[Any, ...] | None = None
         self.raw: list[direct.Raw] = []
-        """For each kernel, what Triton's runner calls, if this Triton is known."""
+        """For each kernel, the function that Triton's runner calls, if this version of Triton is known."""
         self.tiled: list[list[tuple[str, dict[str, Any]]]] = []
-        """For each launch, its tiled tensors and what their descriptors share."""
+        """For each launch, its tiled tensors and the fields that their descriptors share."""
         others = [[self.instead.get(name, name) for name in one.tensors[len(one.tiles) :]] for one in plan.launches]
         self.addressed = tuple({name: None for names in others for name in names})
         """The other tensors of all launches."""
         self.others = [tuple(map(self.addressed.index, names)) for names in others]
-        """For each launch, the places of its other tensors in ``addressed``."""
+        """For each launch, the indices of its other tensors in ``addressed``."""
         self.numbers = [_Template(one.numbers) for one in plan.launches]
         self.memory = [(name, _Template(shape), dtype) for name, (shape, dtype) in plan.memory.items()]
 
@@ -63,9 +63,9 @@ class Prepared:
         return self.kernels
 
     def _compile_one(self, launch: Launch, tensors: Mapping[str, Tensor]) -> tuple[Any, direct.Raw | None]:
-        """The compiled kernel, for which ``[grid]`` gives a function that launches it, and what Triton's runner calls.
+        """The compiled kernel, where ``[grid]`` returns a function that launches it; and the function that Triton's runner calls.
 
-        The latter is here because Triton compiles a launcher in C for each list of argument types, which takes 0.5 to 1 s.
+        The latter is created here, in parallel: Triton compiles a launcher in C for each list of argument types, which takes 0.5 to 1 s.
         """
         if interpreting():
             first = len(launch.tensors)
@@ -78,7 +78,7 @@ class Prepared:
 
 
 class _Template:
-    """Numbers, some of them functions of the sizes."""
+    """The arguments that are numbers, some of them functions of the sizes."""
 
     __slots__ = ("fixed", "open")
 
@@ -98,7 +98,7 @@ class _Interpreted:
     """A kernel under the interpreter, with the interface of a compiled kernel."""
 
     def __init__(self, kernel: Any, options: dict[str, int], wide: Sequence[int]) -> None:
-        """``wide``: the places of arguments of 64 bits."""
+        """``wide``: the indices of 64-bit arguments."""
         self.kernel, self.options, self.wide = kernel, options, wide
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., object]:
@@ -110,7 +110,7 @@ class _Interpreted:
 
 
 def _wide(x: int) -> Any:
-    """An integer of 64 bits for the interpreter."""
+    """A 64-bit integer for the interpreter."""
     import numpy
     import triton.language as tl
     from triton.runtime.interpreter import TensorHandle
@@ -123,10 +123,10 @@ class Step(NamedTuple):
 
     kernel: Any
     launcher: direct.Launcher | None
-    """Launches without Triton's runner, if this Triton is known."""
+    """Launches without Triton's runner, if this version of Triton is known."""
     grid: int
     tiled: list[tuple[str, dict[str, Any]]]
-    """The tiled tensors, which come first, and what their descriptors share."""
+    """The tiled tensors, which come first, and the fields that their descriptors share."""
     others: Callable[[Sequence[Any]], tuple[Any, ...]]
     """Picks the addresses of the other tensors."""
     numbers: tuple[Any, ...]
@@ -143,7 +143,7 @@ class Bound:
         shapes = [(name, shape.at(sizes), dtype) for name, shape, dtype in prepared.memory]
         self.memory = [(name, shape, contiguous(shape), dtype) for name, shape, dtype in shapes]
         self.without = {name for name, shape, _ in shapes if 0 in shape}
-        """Memory without elements. A descriptor needs an address, so it gets that of the launch's first tensor, which is then not read."""
+        """Names of empty tensors. A descriptor needs an address: it gets that of the launch's first tensor, which is then not read."""
         self.steps: list[Step] | None = None
 
     def run(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -190,7 +190,7 @@ class Bound:
 
 
 def _picked(keys: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:
-    """A function that looks up all keys. ``itemgetter`` gives a tuple for more than one key."""
+    """A function that looks up all keys and returns a tuple. ``itemgetter`` does so only for more than one key."""
     return itemgetter(*keys) if len(keys) > 1 else lambda x: tuple([x[key] for key in keys])
 
 
@@ -198,8 +198,10 @@ _kept: dict[tuple[Any, ...], Tensor] = {}
 
 
 def _constant(one: tuple[Any, ...], device: torch.device, stream: int) -> Tensor:
-    """A constant tensor, from a function and its arguments. Cached for each stream, because no other one waits for the values; not during
-    the capture of a CUDA graph, which would own the memory.
+    """A constant tensor, computed by a function of arguments.
+
+    Cached per stream, because other streams do not wait for the values. Not cached while a CUDA graph is captured, which would own the
+    memory.
     """
     found = _kept.get((one, device, stream))
     if found is None:
@@ -214,7 +216,7 @@ _thread = threading.local()
 
 
 def _with_context(gpu: int) -> None:
-    """Descriptors of tiled tensors are encoded by the driver. It needs the device's context, which a new thread does not have."""
+    """Set the device's context: the driver needs it to encode descriptors of tiled tensors, and a new thread has none."""
     known: set[int] = _thread.__dict__.setdefault("devices", set())
     if gpu not in known:
         torch.cuda.Event().record()
@@ -225,19 +227,19 @@ _NOTHING = nullcontext()
 
 
 def _at(gpu: int | None) -> AbstractContextManager[object]:
-    """Triton launches on the current device."""
+    """Make a device the current one: Triton launches there."""
     if gpu is None or gpu == private.current_device():
         return _NOTHING
     return torch.cuda.device(gpu)
 
 
 def on_device_of(x: Tensor, kernel: Any) -> Any:
-    """The kernel, whose launches ``[grid](...)`` are on the device of x."""
+    """The kernel, with launches ``[grid](...)`` on the device of x."""
     return kernel if x.device.type != "cuda" or x.device.index == private.current_device() else _Elsewhere(kernel, x.device.index)
 
 
 class _Elsewhere:
-    """A kernel for another device than the current one."""
+    """A kernel for a device other than the current one."""
 
     def __init__(self, kernel: Any, gpu: int) -> None:
         self.kernel, self.gpu = kernel, gpu
@@ -290,8 +292,8 @@ def run(
 ) -> dict[str, Tensor]:
     """Run a pass of a problem: find or create its plan, compiled and bound. ``more``: tensors that are not in the problem.
 
-    ``target`` is called only for a new plan. Missing tensors get the first tensor of the problem as a dummy pointer. ``later``: from the
-    plan to that of a pass that will probably follow, and its tensors, whose memory does not matter.
+    ``target`` is called only for a new plan. Missing tensors get the first tensor of the problem as a dummy pointer. ``later``: a function
+    from the plan to the plan of the pass that will probably follow and its tensors, whose contents do not matter.
     """
     seen = p.seen
     key = name, exact(more) if more else (), torch.get_float32_matmul_precision(), _trial

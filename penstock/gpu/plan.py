@@ -2,7 +2,7 @@
 
 A ``Plan`` holds no tensor and needs no device. ``launch`` runs it, ``penstock check --compile`` compiles it for other GPUs,
 ``penstock tune`` times it with other configurations. Grids, numbers and shapes that depend on the numbers of tokens and sequences
-are functions of the sizes, so alike calls share one plan.
+are functions of the sizes, so similar calls share one plan.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ def value(x: Any, sizes: Sizes) -> Any:
 
 
 REACH = {"t": 2**7, "h": 2**8, "k": 2**11, "v": 2**11, "d": 2**11}
-"""Tokens, heads and channels of a tile, at most."""
+"""The most tokens, heads and channels of a tile."""
 
 
 def far(parameter: str, stride: object) -> bool:
-    """Whether a number is a stride with which offsets within a tile, sums over two axes, may need more than 32 bits.
+    """Whether a number is a stride for which offsets within a tile, sums over two axes, may exceed 32 bits.
 
-    Strides are parameters named by a tensor and an axis: ``q_t``. Offsets of tiles are 64 bits always.
+    Strides are parameters named by a tensor and an axis: ``q_t``. Offsets of tiles always have 64 bits.
     """
     tensor, _, axis = parameter.rpartition("_")
     return bool(tensor) and isinstance(stride, int) and abs(stride) * REACH.get(axis, 0) >= 2**30
@@ -53,11 +53,11 @@ class Launch(NamedTuple):
     tiles: tuple[hopper.Tile, ...] = ()
     """For the first tensors, the tiles in which the hardware copies them."""
     wide: tuple[int, ...] = ()
-    """The places of numbers that are 64 bits in the kernel, see ``far``. Products with them are then 64 bits too."""
+    """The indices of numbers that have 64 bits in the kernel, see ``far``. So products with them have 64 bits, too."""
 
     @property
     def typed(self) -> tuple[Any, ...]:
-        """The numbers for the compiler, which takes the type from the value. 2^32 more does not change whether 16 divides it."""
+        """The numbers for the compiler, which infers types from values. Adding 2^32 does not change divisibility by 16."""
         return tuple([x + 2**32 if place in self.wide else x for place, x in enumerate(self.numbers)])
 
     def descriptions(self, tensors: Mapping[str, Tensor]) -> list[dict[str, Any]]:
@@ -134,7 +134,7 @@ def dense(indices: Tensor | None) -> Tensor | None:
 
 
 def chunks(T: int, L: int, N: int, packed: bool) -> int:
-    """The most chunks of L tokens in N sequences of T tokens each, or in total if packed: see ``tiles.span_of``."""
+    """The most chunks of L tokens in N sequences of T tokens each; if packed, of T tokens in total. See ``tiles.span_of``."""
     return T // L + N if packed else N * -(-T // L)
 
 

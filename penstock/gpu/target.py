@@ -14,7 +14,7 @@ import torch
 
 @cache
 def interpreting() -> bool:
-    """Whether this process runs Triton's kernels under its interpreter: on CPU tensors, and without the rounding of bfloat16."""
+    """Whether this process runs Triton's kernels under the interpreter: on CPU tensors, without rounding to bfloat16."""
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "y", "yes")
 
 
@@ -74,11 +74,11 @@ def power(x: int, least: int = 16) -> int:
 
 
 def precision(dtype: torch.dtype, target: Target) -> str:
-    """How products of a kernel take operands that are not multiplied in their own 16 bits.
+    """The precision of a kernel's products.
 
-    float32 follows ``torch.get_float32_matmul_precision()``: three TF32 products, as exact as float32, or one where it allows that.
-    bfloat16 operands are multiplied as they are, float16 ones in TF32, which has as many bits and a wider exponent. Kernels that bound or
-    scale float16 operands multiply these as they are.
+    float32 follows ``torch.get_float32_matmul_precision()``: three TF32 products, as exact as float32, or one where that setting allows it.
+    bfloat16 operands are multiplied as bfloat16. float16 operands are multiplied as TF32, which has as many significant bits and a wider
+    exponent; kernels that bound or scale float16 operands multiply them as float16.
     """
     if target.interpreted or not target.arch.startswith("sm_"):
         return "bf16" if dtype == torch.bfloat16 and not target.interpreted else "ieee"

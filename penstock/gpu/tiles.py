@@ -17,7 +17,7 @@ def span_of(slot, cu_seqlens, N, T, L, PACKED: tl.constexpr):
     """Span ``slot`` of L tokens: its sequence, the begin and end of the sequence, and the number of the sequence's tokens before the span.
 
     Packed: the slots of sequence n start at ``cu_seqlens[n] // L + n``. Each sequence has at least as many slots as it needs. This needs
-    no sum over sequences and no synchronization with the host. An unused slot begins at or behind the end of its sequence.
+    no sum over sequences and no synchronization with the host. An unused slot begins at or after the end of its sequence.
     """
     if PACKED:
         low = slot * 0
@@ -73,7 +73,7 @@ def tokens_of(slot, cu_seqlens, N, T, L, SEGMENTS: tl.constexpr, PACKED: tl.cons
 
 @triton.jit
 def slot_of(n, begin, done, T, L, PACKED: tl.constexpr):
-    """The slot of the span of L tokens that begins behind ``done`` tokens of sequence n: the inverse of ``span_of``."""
+    """The slot of the span of L tokens that begins after ``done`` tokens of sequence n: the inverse of ``span_of``."""
     if PACKED:
         slot = begin // L + n + done // L
     else:
@@ -92,10 +92,10 @@ def tile(base, i, live, stride_i, j, stride_j, J: tl.constexpr, BJ: tl.constexpr
 
 @triton.jit
 def uniform(condition):
-    """A scalar condition that is a part of a tile's mask.
+    """A scalar condition for use in a tile's mask.
 
     Under Triton's interpreter the result of a comparison has the type of its operands. Broadcast, it is a tile of integers, and Triton 3.9
-    refuses such masks. Compiled, this is the condition itself.
+    refuses such masks. When compiled, this is the condition itself.
     """
     return tl.full([], True, tl.int1) & condition
 
@@ -108,12 +108,12 @@ def to_tf32(x):
 
 @triton.jit
 def powers_of_two(largest, LEAST: tl.constexpr = 81):
-    """Powers of two, inverse to each other: ``largest`` times the first is in [2^14,2^15), if ``largest`` is at least 2^(LEAST - 127).
+    """Two reciprocal powers of two. ``largest`` times the first is in [2^14,2^15), if ``largest`` is at least 2^(LEAST - 127).
 
-    Operands of float16 products that have no bound are multiplied by the first, the products by the second. Neither rounds, except that
-    values below 2^-28 of the largest become subnormal. The first is at most 2^(141 - LEAST): 2^60, so products with it fit float32. If
-    ``largest`` is infinite, the second is NaN: finite values are lost. ``largest * 0.0`` is exact; of a product, ``largest - largest``
-    becomes a fused multiply-add, which is the rounding error of the product.
+    Unbounded operands of float16 products are multiplied by the first, the products by the second. Neither rounds, except that values
+    below 2^-28 of the largest become subnormal. The first is at most 2^(141 - LEAST) = 2^60, so products with it fit float32. If
+    ``largest`` is infinite, the second is NaN, because finite values would be lost. The NaN is made by ``largest * 0.0``, which is exactly
+    0 for finite values. ``largest - largest`` is not: if ``largest`` is a product, it becomes a fused multiply-add, the rounding error.
     """
     exponent = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, LEAST), 254)
     return (268 - exponent << 23).to(tl.float32, bitcast=True), (exponent - 14 << 23).to(tl.float32, bitcast=True) + largest * 0.0
@@ -123,7 +123,7 @@ def powers_of_two(largest, LEAST: tl.constexpr = 81):
 def product(a, b, PRECISION: tl.constexpr):
     """The product a b with float32 sums. PRECISION "bf16", "f16": operands of 16 bits; else tl.dot's ``input_precision`` for float32.
 
-    Operands of "f16" must be in its range.
+    Operands of "f16" must be in the range of float16.
     """
     if PRECISION == "bf16":
         c = tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16))

@@ -27,7 +27,7 @@ class Pointwise:
     """An element-wise function."""
 
     name: str
-    """Of the kind in ``triton/gates.py``."""
+    """The name of the kernels' constant in ``triton/gates.py``."""
     function: Callable[[Tensor], Tensor]
     slope: Callable[[Tensor], Tensor]
     """Its derivative, in operations that autograd differentiates exactly."""
@@ -68,7 +68,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _softplus(x: Tensor) -> Tensor:
-    """log(1 + exp(x)) in all digits of float64: torch's is x from 20 on. The second derivatives of its logsigmoid are less exact."""
+    """log(1 + exp(x)), exact in float64: torch's softplus returns x from 20 on. Second derivatives of torch's logsigmoid are less exact."""
     return F.softplus(x, threshold=40)
 
 
@@ -82,7 +82,7 @@ def _sigmoid(x: Tensor) -> Tensor:
 
 
 def _tanh(x: Tensor) -> Tensor:
-    """Far from 0 by sigmoid(-2 abs(x)), whose derivative is exact, near 0 by tanh, because a difference from 1 has few digits there."""
+    """Tanh: far from 0 by sigmoid(-2 abs(x)), whose derivative is exact; near 0 by tanh, where the difference from 1 loses digits."""
     wide = _wide(x)
     far = wide.sign() * (1 - 2 * torch.exp(-_softplus(2 * wide.abs())))
     return torch.where(wide.abs() < 0.5, torch.tanh(wide), far).to(x.dtype)

@@ -1,8 +1,9 @@
-"""Linear maps with low-rank adapters (LoRA), of which each token has one or none.
+"""Linear maps with low-rank adapters (LoRA). Each token uses one adapter or none.
 
-All adapters of a map are stacked: ``down`` [R,in] and ``up`` [out,R] have the rows and columns of each, R in total, and ``owner`` [R] says
-whose they are. A token x gets W x + up (m * (down x)) with m = 1 where its adapter is the owner, else 0. So the cost is R (in + out) for
-every token, whatever the adapters of a step are, and the bits of a token do not depend on those of other tokens.
+All adapters of a map are stacked: ``down`` [R,in] and ``up`` [out,R] hold the rows and columns of each, where R is the sum of the ranks.
+``owner`` [R] is the number of the adapter of each rank. A token x gets W x + up (m * (down x)) with m = 1 where its adapter is the owner,
+else 0. So the cost is R (in + out) for every token, whatever the adapters of a step are, and the result of a token does not depend on the
+adapters of other tokens, to the bit.
 """
 
 from __future__ import annotations
@@ -20,19 +21,22 @@ from .as_written import runs_as_written
 from .linear import Linear, linear
 
 NONE = -1
-"""In the place of an adapter's number: no adapter."""
+"""The number that stands for no adapter."""
 MULTIPLE = 16
-"""R is rounded up to a multiple of it: tensor cores read so many at a time. The padding is 0 and has no owner."""
+"""R is padded to a multiple of this, the tile of tensor cores. The padding is 0 and has no owner."""
 
 Factors = Mapping[str, tuple[Tensor, Tensor]]
-"""Of one adapter, by the name of a weight W [out,in]: ``down`` [r,in] and ``up`` [out,r] of W + up down."""
+"""The tensors of one adapter, by the name of a weight W [out,in]: ``down`` [r,in] and ``up`` [out,r] of W + up down."""
 
 _chosen: ContextVar[tuple[Tensor, Tensor] | None] = ContextVar("penstock_adapters", default=None)
 
 
 @contextmanager
 def chosen(tokens: Tensor, rows: Tensor | None = None) -> Iterator[None]:
-    """Maps inside use these adapters: int64 [T], of each token; ``rows`` [N] are those of what the head gets, by default the same."""
+    """Select the adapters of linear maps inside this block: int64 [T], one number per token.
+
+    ``rows`` [N] are the adapters of the head's inputs, by default those of the tokens.
+    """
     before = _chosen.set((tokens, tokens if rows is None else rows))
     try:
         yield
@@ -41,7 +45,7 @@ def chosen(tokens: Tensor, rows: Tensor | None = None) -> Iterator[None]:
 
 
 class Adapted(Linear):
-    """A linear map with the stacked adapters of it. Outside of ``chosen``, without any. It shares the weight of the map."""
+    """A linear map with its stacked adapters. It shares the weight of the map. Outside of ``chosen``, no adapter is used."""
 
     down: Tensor
     up: Tensor
@@ -74,9 +78,9 @@ def adapted(model: nn.Module, adapters: Mapping[str, Factors], head: str = "head
     """A model with adapters, numbered in their order. Its modules are new ones that share the parameters, buffers and hooks of ``model``.
 
     head : str
-        The module that gets rows, not tokens.
+        The module whose inputs are rows, not tokens.
 
-    Raises RangeError or ShapeError for an adapter of something that is not a linear map of the model, or of other sizes.
+    Raises RangeError or ShapeError for an adapter of anything but a linear map of the model, or of other sizes.
     """
     complaints, maps = Complaints("adapted"), dict(model.named_modules(remove_duplicate=False))
     parts: dict[nn.Linear, list[tuple[int, Tensor, Tensor]]] = {}
@@ -98,7 +102,7 @@ def adapted(model: nn.Module, adapters: Mapping[str, Factors], head: str = "head
 
 
 def _shared(one: nn.Module, known: dict[nn.Module, nn.Module]) -> nn.Module:
-    """A module with the dicts of another one, apart from that of its children, which are ``known`` or made likewise."""
+    """A module that shares the dicts of another one, except the dict of children: these are ``known`` or made in the same way."""
     if one not in known:
         known[one] = new = copy.copy(one)
         new._modules = {name: None if child is None else _shared(child, known) for name, child in one._modules.items()}

@@ -70,9 +70,9 @@ def named_tensors(state: object, name: str = "state") -> Iterator[tuple[str, Ten
 def check_part(
     complaints: Complaints, name: str, state: object, wanted: Any, sizes: dict[str, int], written: bool, owner: str
 ) -> None:  # fmt: skip
-    """Check a state, or a part of one, against ``wanted``, one of no sequences: types, sizes, dtypes and device, which is the owner's.
+    """Check a state, or a part of one, against ``wanted``, a state of no sequences: types, sizes, dtypes and device, which is the owner's.
 
-    The first axis has ``sizes["N"]`` rows; without it: any number, the same everywhere. Other rules as for a model's ``check_state``.
+    The first axis has ``sizes["N"]`` rows; without "N", any number that is the same everywhere. Other rules: see a model's ``check_state``.
     """
     if not isinstance(wanted, Tensor):
         if not isinstance(state, type(wanted)):

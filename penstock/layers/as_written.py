@@ -1,6 +1,6 @@
 """Whether a call of a module runs the code of its class and nothing else. Only then may a kernel compute what the module would.
 
-A module that has hooks, is wrapped, compiled, quantized or has an adapter, or whose ``forward`` was replaced, runs by its own call.
+A module that has hooks, is wrapped, compiled or quantized, has an adapter, or whose ``forward`` was replaced, is called itself.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..call import private
 Kind = TypeVar("Kind", bound=nn.Module)
 
 _FORWARDS: dict[type[nn.Module], Any] = {kind: kind.forward for kind in (nn.GroupNorm, nn.LayerNorm, nn.Sequential)}
-"""The ``forward`` that a class was defined with: it may be replaced later."""
+"""The ``forward`` with which a class was defined. It may be replaced later."""
 
 
 def remembered(kind: type[Kind]) -> type[Kind]:
@@ -24,7 +24,7 @@ def remembered(kind: type[Kind]) -> type[Kind]:
 
 
 def runs_as_written(one: nn.Module, *kinds: type[nn.Module]) -> bool:
-    """Whether a call runs the ``forward`` of one of these classes and nothing else: no subclass, no hooks, not even of all modules."""
+    """Whether a call runs the ``forward`` of one of these classes and nothing else: no subclass, no hooks, no global module hooks."""
     return type(one) in kinds and inherits_forward(one, type(one))
 
 

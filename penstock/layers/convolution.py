@@ -1,4 +1,4 @@
-"""A causal convolution over a few tokens, each channel by itself."""
+"""A short depthwise causal convolution."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ShortConvolution(nn.Conv1d):
     .. math:: y_{t,c} = silu(b_c + \sum_{j=0}^{W-1} w_{c,j} x_{t-W+1+j,c})
 
     The state of a sequence is its last W - 1 inputs. Sums run over j in order, so a result depends neither on the other tokens of the
-    call nor on where a sequence is cut. On a GPU this is one Triton kernel each way, which computes in float32 and rounds once.
+    call nor on where a sequence is cut. On a GPU, each pass is one Triton kernel, which computes in float32 and rounds once.
 
     hidden_size : int
         C. The weight is [C,1,W], as in ``nn.Conv1d``.

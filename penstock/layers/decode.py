@@ -1,6 +1,6 @@
-"""What updates in place compute around the linear maps of an RWKV: kernels that join a norm, a token shift, low-rank maps or a recurrence.
+"""Fused kernels of RWKV's updates in place, around its linear maps: a norm, a token shift, low-rank maps or a recurrence in one kernel.
 
-Where a function returns None, no kernel computes it here, and nothing has been done.
+A function that returns None has no kernel for this call and has changed nothing.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     from .sequences import Sequences
 
 SHIFTED_TOKENS = 1024
-"""At most so many tokens take ``shifted_norm``. For more, ``token_shift`` computes all interpolations of a token together: fewer bytes."""
+"""The most tokens for ``shifted_norm``. For more, ``token_shift`` computes all interpolations of a token together: it moves fewer bytes."""
 
 
 def shifted_norm(
     x: Tensor, y: Tensor | None, norm: Any, pool: Tensor, sequences: Sequences, *factors: Tensor, complement: bool = False,
     kept: bool = False,
 ) -> Any:  # fmt: skip
-    """``add_norm`` and ``token_shift`` of updates in place by one kernel, which writes the last tokens to the pool of shift states.
+    """``add_norm`` and ``token_shift`` for updates in place in one kernel, which writes the last tokens to the pool of shift states.
 
-    Returns a ``few_rows_launch.Shifted``. ``complement``: the factors are 1 - factors_i. ``kept``: the norm and the tokens before are
-    returned too.
+    Returns a ``few_rows_launch.Shifted``. ``complement``: the factors are 1 - factors_i. ``kept``: also return the norm and the previous
+    tokens.
     """
     few = sequences.single or mode().alike or x.shape[0] * x.shape[1] <= SHIFTED_TOKENS
     if torch.is_grad_enabled() or private.autocasting() or not (sequences.in_place and few):
@@ -55,15 +55,15 @@ def shifted_norm(
 
 
 WIDTH = 2048
-"""C of the tokens that take ``low_rank_maps`` and ``channel_mix``, that of RWKV-6 1.6B. Both together save 6 to 7 % of a step of one token
-on an NVIDIA H200; the first with other maps behind it, or with more tokens, makes it slower. Other widths were not measured."""
+"""The hidden size C for which ``low_rank_maps`` and ``channel_mix`` run, that of RWKV-6 1.6B. Together they save 6 to 7 % of a step of one
+token on an NVIDIA H200. ``low_rank_maps`` followed by other maps, or with more tokens, is slower. Other sizes were not measured."""
 
 
 def _one_row(
     x: Tensor, y: Tensor | None, norm: Any, pool: Tensor, sequences: Sequences, factors: Sequence[Tensor], others: Sequence[Tensor],
     maps: Sequence[nn.Module],
 ) -> tuple[Any, Any, list[Tensor]] | None:  # fmt: skip
-    """For one token in a graph, if kernels may read all of these parameters early: a module of launches, its ``Shift``, weights of maps."""
+    """For one token in a graph whose kernels may read all these parameters early: the launching module, its ``Shift``, and map weights."""
     if torch.is_grad_enabled() or mode() != Mode(graph=True) or not (sequences.single and sequences.in_place) or private.autocasting():
         return None
     if x.shape != (1, 1, WIDTH) or sequences.slots is None or (weights := plain_weights(maps)) is None:
@@ -87,14 +87,14 @@ def low_rank_maps(
     x: Tensor, y: Tensor | None, norm: Any, pool: Tensor, sequences: Sequences, mu: Tensor, down: Tensor, factors: Sequence[Tensor],
     up: Tensor, decay: Tensor, maps: Sequence[nn.Module],
 ) -> tuple[Tensor, list[Tensor], Any] | None:  # fmt: skip
-    r"""``shifted_norm`` by mu, a linear map, ``token_shift`` with a low-rank part, and linear maps of its results, by two kernels.
+    r"""``shifted_norm`` by mu, a linear map, ``token_shift`` with a low-rank part, and linear maps of its results, in two kernels.
 
     .. math:: x_i = z + (p - z) m_i, \qquad m_i = factors_i + \tanh((z + (p - z) mu) W_i) U_i
 
-    z is the norm of x + y, p the row of the pool. mu and factors have C elements, down [C,5*M] has W_i side by side, up is [5,M,C]. The
-    first linear map is x_0 decay, decay [C,D]; ``maps`` are the others.
+    z is the norm of x + y, p the row of the pool. mu and factors have C elements, down [C,5*M] is the concatenation of all W_i, up is
+    [5,M,C]. The first linear map is x_0 decay, decay [C,D]; ``maps`` are the others.
 
-    Returns x + y, the results of the linear maps, and a ``few_rows_launch.Lasts``: the row of the pool is still to be replaced.
+    Returns x + y, the results of the linear maps, and a ``few_rows_launch.Lasts``: the caller still has to replace the row of the pool.
     """
     found = _one_row(x, y, norm, pool, sequences, factors, [mu, down, up, decay], maps)
     if found is None:
@@ -110,7 +110,7 @@ def low_rank_maps(
 def channel_mix(
     x: Tensor, y: Tensor | None, norm: Any, pool: Tensor, sequences: Sequences, factors: Sequence[Tensor], maps: Sequence[nn.Module]
 ) -> tuple[Tensor, Tensor] | None:
-    """The sum x + y, and the channel mix of RWKV-6 of its norm, by two kernels. ``maps``: key, receptance and value."""
+    """The sum x + y, and RWKV-6's channel mix of its norm, in two kernels. ``maps``: key, receptance and value."""
     found = None if sequences.halvings else _one_row(x, y, norm, pool, sequences, factors, [], maps)
     if found is None:
         return None
@@ -125,7 +125,7 @@ def rwkv_step(
     r: Tensor, k: Tensor, v: Tensor, gate: Tensor, u: Tensor, bias: Tensor, norm: nn.GroupNorm, pool: Tensor, sequences: Sequences,
     low_rank: tuple[Tensor, Tensor] | None = None, lasts: Any = None,
 ) -> Tensor | None:  # fmt: skip
-    """A decode step in a graph by one kernel: decay, recurrence in place, ``norm_gate`` of its output.
+    """A decode step in a graph as one kernel: decay, recurrence in place, ``norm_gate`` of its output.
 
     r, k : Tensor [B,1,H*K]
     v, gate : Tensor [B,1,H*V]
@@ -133,11 +133,11 @@ def rwkv_step(
     bias : Parameter [H,K], [H,1] or [H*K]
         The log decay is -exp(bias), or with ``low_rank`` = (hidden [B,1,M], up [M,H*K]) -exp(bias + tanh(hidden) up).
     norm : nn.GroupNorm
-        Of heads.
+        The norm of heads.
     pool : Tensor [P,H,K,V]
         The states; row ``slots[n]`` is updated in place.
     lasts : few_rows_launch.Lasts, optional
-        The row of a shift state that is replaced.
+        The row of a shift state to replace.
 
     Returns a Tensor [B,1,H*V].
     """

@@ -1,7 +1,7 @@
-"""Chains of element-wise operations between matrix products: one Triton kernel a chain on a GPU, plain PyTorch elsewhere.
+"""Chains of element-wise operations between matrix products: one Triton kernel per chain on a GPU, plain PyTorch elsewhere.
 
-A layer's matrix products read and write each activation once; written as single operations, such a chain reads and writes it up to ten
-times. The fused kernels compute in float32 and round once. Both forms have the same gradients, of any order.
+As single operations, such a chain reads and writes each activation up to ten times; a layer's matrix products do so once. The fused kernels
+compute in float32 and round once. Both forms have the same gradients, of any order.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ def token_shift(
         The token before the first one of each sequence, or before every token.
     factors : Tensors of C elements
     low_rank : (hidden [B,T,n,M], W [n,M,C]), optional
-        A further part of the factors of each token.
+        A low-rank part of the factors, per token.
     kept : bool
-        x is a further result, for its other uses. Without ``low_rank``, the kernel of the backward pass adds their gradient to that of x.
+        Return x, too, for its other uses. Without ``low_rank``, the backward kernel adds their gradient to that of x.
     complement : bool
-        Without ``low_rank``: m_i = 1 - factors_i, computed as :math:`x_{t-1} + (x_t - x_{t-1}) factors_i`, which keeps small factors.
+        Without ``low_rank``: m_i = 1 - factors_i, computed as :math:`x_{t-1} + (x_t - x_{t-1}) factors_i`, exact for small factors.
 
     Returns one Tensor [B,T,C] for each of the factors.
     """
@@ -97,9 +97,9 @@ def _shift_of_pairs(
 
 
 def ready(parameters: Sequence[Tensor | None], read: Sequence[Tensor | None]) -> bool:
-    """Whether a kernel may read these tensors, made of ``parameters``, before the kernel ahead of it ends.
+    """Whether a kernel may read these tensors, made of ``parameters``, before the previous kernel ends.
 
-    No kernel of a graph writes parameters. Outside of graphs the kernel ahead may update them; a copy or a cast may be its result.
+    No kernel of a graph writes parameters. Outside graphs the previous kernel may update them. A copy or a cast may be its result.
     """
     if not mode().graph:
         return False
@@ -113,7 +113,7 @@ def shift_formula(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """``token_shift`` of x [R,C]: mu are n rows of C elements, [C] or [1,1,C], hidden is [R,n,M].
 
-    ``starts`` [R] is the sequence that begins with this token, or -1. None: each token is a sequence.
+    ``starts`` [R] is the index of the sequence that begins at a token, or -1. None: each token is a sequence.
     """
     if starts is not None:
         last = torch.where((starts < 0)[:, None], x.roll(1, 0), last.index_select(0, starts.clamp(min=0).long()))
@@ -123,7 +123,7 @@ def shift_formula(
     if hidden is None or up is None:
         return tuple(torch.addcmul(x, dx, factor.to(x.dtype)) for factor in mu)
     rows = (mu if isinstance(mu, Tensor) else torch.stack(mu)).view(len(mu), 1, -1)
-    if mode().alike:  # bits of torch's product of a row depend on its place among the others
+    if mode().alike:  # in torch's product, the bits of a row depend on its index
         factors = rows.to(hidden.dtype) + torch.stack([linear(one, part.T) for one, part in zip(hidden.unbind(1), up)])
     else:
         factors = torch.baddbmm(rows.to(hidden.dtype), hidden.transpose(0, 1), up)
@@ -143,8 +143,8 @@ def norm_gate(x: Tensor, gate: Tensor, norm: nn.Module, then: nn.Module, *, grou
 
     .. math:: y = W_{then} (norm(x) \cdot silu(gate))
 
-    With a plain linear map, on a GPU, its input is computed again in the backward pass, not kept. Norms of other classes or with hooks run
-    as modules.
+    On a GPU, the input of a plain linear map is recomputed in the backward pass, not saved. Norms of other classes or with hooks run as
+    modules.
 
     x : Tensor [B,T,H,V]
     gate : Tensor [B,T,H*V]
@@ -152,7 +152,7 @@ def norm_gate(x: Tensor, gate: Tensor, norm: nn.Module, then: nn.Module, *, grou
     grouped : bool
         True: the norm is a group norm, which takes [B*T,H*V]. False: it takes [B,T,H,V].
 
-    Returns what the linear map makes of a Tensor [B,T,H*V].
+    Returns the result of the linear map for a Tensor [B,T,H*V].
     """
     B, T, H, V = x.shape
     weight, bias, eps = (getattr(norm, name, None) for name in ("weight", "bias", "eps"))
@@ -178,7 +178,7 @@ def norm_of_heads(x: Tensor, norm: nn.Module, *, grouped: bool) -> Tensor:
     B, T, H, V = x.shape
     weight = getattr(norm, "weight", None)
     given = x if weight is None else x.to(weight.dtype)
-    if grouped and runs_as_written(norm, nn.GroupNorm):  # whose forward refuses one value a head
+    if grouped and runs_as_written(norm, nn.GroupNorm):  # its forward refuses heads of one value
         normed = torch.group_norm(given.reshape(B * T, H * V), norm.num_groups, weight, norm.bias, norm.eps)  # type: ignore[arg-type]
     else:
         normed = norm(given.reshape(B * T, H * V) if grouped else given)
@@ -191,7 +191,7 @@ def norm_gate_formula(
     """``norm_gate`` of x and gate [R,H,V], in the dtype of the weight; ``then`` is the weight of a linear map of all heads."""
     R, H, V = x.shape
     if centre and weight is not None and bias is not None:
-        # F.group_norm refuses one value a head
+        # F.group_norm refuses heads of one value
         normed = torch.group_norm(x.reshape(R, H * V).to(weight.dtype), H, weight.reshape(-1), bias.reshape(-1), eps).view(x.shape)
     else:
         normed = F.rms_norm(x if weight is None else x.to(weight.dtype), (V,), weight, eps)
@@ -205,9 +205,9 @@ def add_norm(
     """The sum of x and y [B,T,C], or x without y, and its norm. Norms of other classes or with hooks run as modules.
 
     in_float32 : bool
-        x is float32, whatever the dtype of the norm.
+        The sum is float32, whatever the dtype of the norm.
     rounded : bool
-        Under autocast, a kernel gives the norm in autocast's dtype, to which linear maps would round it. False: in the dtype of the weight.
+        Under autocast, a kernel returns the norm in autocast's dtype, to which linear maps would round it. False: in the weight's dtype.
     halvings : int
         How many times x and y were divided by 2. The norm is that of the undivided sum, except for eps of norms that run as modules.
     """
@@ -233,12 +233,12 @@ def add_norm(
         return total, norm(given)
     weight, bias, eps, centre = found
     normed = _norm_as_written(given, weight, bias, eps=eps, centre=centre) if halvings else norm(given)
-    # in the backward pass the module may have other parameters, for example behind torch.func.functional_call
+    # in the backward pass the module may have other parameters, for example after torch.func.functional_call
     return total, again(normed, partial(_norm_as_written, eps=eps, centre=centre), given, weight, bias)
 
 
 def _norm_as_written(x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float, centre: bool) -> Tensor:
-    """The bits of ``nn.LayerNorm`` and ``RMSNorm``."""
+    """The norm, bitwise equal to ``nn.LayerNorm`` and ``RMSNorm``."""
     if centre:
         return F.layer_norm(x, weight.shape, weight, bias, eps)
     return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps)
@@ -257,7 +257,7 @@ def norm_formula(
 def norm_of(norm: nn.Module, halvings: int = 0) -> tuple[Tensor, Tensor | None, float, bool] | None:
     """The contiguous weight and bias of a norm, its epsilon, whether it is a layer norm. None: only the module can compute it.
 
-    The epsilon is for an input that was divided by 2 ``halvings`` times.
+    The epsilon is the one for an input that was divided by 2 ``halvings`` times.
     """
     if not runs_as_written(norm, nn.LayerNorm, RMSNorm) or norm.weight is None or norm.eps is None:
         return None
@@ -279,8 +279,8 @@ Activation = Literal["sigmoid", "silu", "relu_squared"]
 def activated(a: Tensor, b: Tensor | None, activation: Activation, then: nn.Module | None = None) -> Tensor:
     """``activation(a) * b`` element by element, for "relu_squared" ``relu(a)**2`` without b; then, if given, a linear map.
 
-    With a plain linear map, on a GPU, the result of the activation is computed again in the backward pass, not kept. Exception:
-    ``relu(a)**2``, whose square root is what its backward pass needs of a, so that a is not kept; in float16 small squares are 0.
+    On a GPU with a plain linear map, the activation is recomputed in the backward pass, not saved. Exception: ``relu(a)**2`` is saved
+    instead of a, because its square root is all that the backward pass needs of a. In float16, small squares are 0.
     """
     weights = None if then is None else plain_weights([then])
     if then is not None and (weights is None or not torch.is_grad_enabled()):

@@ -28,7 +28,7 @@ class GLAConfig(HeadsConfig):
     gate_low_rank_dim: int = 16
     """The rank of the decay."""
     gate_logit_normalizer: float = 16.0
-    """The log decay is divided by it."""
+    """The divisor of the log decay."""
     clamp_min: float | None = field(default=None, metadata={"signed": True})
     """The lowest log decay, at most 0."""
 

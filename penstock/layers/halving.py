@@ -1,8 +1,8 @@
-"""Float16 ends at 65,504, which the residual stream x of deep models passes: it is divided by 2 before every so many layers.
+"""Halving of the residual stream x, which exceeds the range of float16 (65,504) in deep models: x is divided by 2 at regular layers.
 
-After k halvings a layer gets x / 2^k. Its norms divide eps by 4^k, so their results are those of x. What its mixers add to x is divided
-by 2^k before it can overflow: their last linear maps get inputs that are divided. So a module in the place of such a map, as an adapter
-or a quantised map, needs no change. Powers of two are exact; only numbers below 2^-14, the smallest normal one, lose bits.
+After k halvings a layer gets x / 2^k. Its norms divide eps by 4^k, so their results are those of x. The output of its mixers is divided
+by 2^k before it can overflow: the inputs of their last linear maps are divided. So a module that replaces such a map, for example an
+adapter or a quantised map, needs no change. Powers of two are exact; only numbers below 2^-14, the smallest normal one, lose bits.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 def halved(x: Tensor, sequences: Sequences) -> Tensor:
-    """What a mixer adds to the residual stream, or the input of the linear map that makes it: divided by 2 to the number of halvings."""
+    """The output of a mixer, or the input of the linear map that computes it, divided by 2 to the power of the number of halvings."""
     return x * 0.5**sequences.halvings if sequences.halvings else x
 
 
 class Halved:
-    """A linear map whose result is divided by way of its input and bias. Of other modules with a bias the result itself is divided."""
+    """A linear map whose input and bias are divided, and so its result. For other modules with a bias, the result itself is divided."""
 
     def __init__(self, then: nn.Module, sequences: Sequences) -> None:
         self.then, self.sequences = then, sequences

@@ -27,7 +27,7 @@ class HeadsConfig(MixerConfig):
 
     num_heads: int
     num_kv_heads: int | None = None
-    """Heads of k and v; each serves num_heads / num_kv_heads heads of q beside each other. Default: num_heads."""
+    """Heads of k and v. Each is shared by num_heads / num_kv_heads consecutive heads of q. Default: num_heads."""
     expand_k: float = 1.0
     """H * K / hidden_size."""
     expand_v: float = 1.0
@@ -40,7 +40,7 @@ class HeadsConfig(MixerConfig):
     use_output_gate: bool = True
     """Whether the output is multiplied by silu(g_proj(x))."""
     use_output_norm: bool = True
-    """Whether each head of the output is normed by its root mean square."""
+    """Whether each head of the output gets an RMS norm."""
     norm_eps: float = 1e-6
     elementwise_affine: bool = True
     """Whether the norm has a weight [V]."""
@@ -72,7 +72,7 @@ class HeadsConfig(MixerConfig):
 
 
 class Projected(NamedTuple):
-    """What linear maps make of the input of a layer."""
+    """The projections of the input of a layer."""
 
     q: Tensor
     """[B,T,H,K], as k and v before feature maps."""
@@ -131,7 +131,7 @@ class HeadsMixer(Mixer):
             convolutions = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
             pairs = [one(part, tail, sequences) for one, part, tail in zip(convolutions, parts, before)]
             parts, after = [part for part, _ in pairs], tuple(tail for _, tail in pairs)
-            if any(one is other for one, other in zip(after, before)):  # in place; a kernel may have updated some of them only
+            if any(one is other for one, other in zip(after, before)):  # in place: a kernel may have updated only some of them
                 sequences.write(before, after)
             else:
                 tails = torch.cat(after, -1)

@@ -27,13 +27,13 @@ OTHER_NAMES = {
     "mixer": ("token_mixer", "attention", "attn"),
     "channel": ("channel_mixer", "ffn", "mlp"),
 }
-"""Names that other projects have for these arguments, and that are not spelled alike."""
+"""Names of these arguments in other projects that differ too much in spelling to be found as near matches."""
 Function = TypeVar("Function", bound=Callable[..., Any])
 Class = TypeVar("Class", bound=type[Any])
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """A sentence with the known name that an unknown one may stand for; empty if there is none.
+    """A sentence that suggests the known name nearest to an unknown one; empty if there is none.
 
     >>> suggestion("d_model", ["hidden_size", "num_layers"]), suggestion("num_layer", ["hidden_size", "num_layers"])
     ('Did you mean hidden_size?', 'Did you mean num_layers?')

@@ -1,6 +1,6 @@
-"""Linear maps. Those of few tokens without gradients run kernels that read the weights once: a native one on a CPU, Triton's in graphs.
+"""Linear maps. For few tokens without gradients, kernels read the weights once: a native kernel on a CPU, Triton kernels in CUDA graphs.
 
-Maps of one input share the sum of its gradients in training.
+In training, linear maps of one input accumulate its gradient in one tensor.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .triton import kernels
 
 
 class Mode(NamedTuple):
-    """Where code runs."""
+    """The context in which linear maps run."""
 
     alike: bool = False
     """Inside ``rows_alike``."""
@@ -35,9 +35,9 @@ class Mode(NamedTuple):
 PLAIN = Mode()
 _mode: ContextVar[Mode] = ContextVar("penstock_linear", default=PLAIN)
 GRAPH_ROWS = 4
-"""At most so many tokens of other types run a kernel without tensor cores in a graph on a GPU."""
+"""The most tokens of other dtypes for which a kernel without tensor cores runs, in a graph on a GPU."""
 _counts: ContextVar[dict[tuple[object, ...], Tensor] | None] = ContextVar("penstock_counts", default=None)
-"""Zeros that the launches of one context on one stream share, because they run one after another."""
+"""Zeros that the launches of one context share. They run on one stream, one after another."""
 
 
 @contextmanager
@@ -52,29 +52,29 @@ def _entered(**changed: bool) -> Iterator[None]:
 
 
 def rows_alike() -> AbstractContextManager[None]:
-    """The bits of a token do not depend on the number of tokens in linear maps inside, without gradients, where a kernel of ours runs.
+    """Linear maps in this block compute each token independently of the number of tokens, to the bit, where our kernels run.
 
-    On a CPU this is the native kernel for any number of tokens, on a GPU a Triton kernel.
+    They run without gradients: on a CPU the native kernel for any number of tokens, on a GPU a Triton kernel.
     """
     return _entered(alike=True)
 
 
 def in_graph() -> AbstractContextManager[None]:
-    """Launches inside become a CUDA graph, so their cost on the host does not matter: few tokens take a Triton kernel.
+    """Launches in this block are captured in a CUDA graph, so launch overhead does not matter: few tokens take a Triton kernel.
 
-    Entered once for each graph: memory that its launches share is allocated inside, so that it is the graph's own.
+    Enter it once per graph: memory that its launches share is allocated inside and belongs to the graph.
     """
     return _entered(graph=True)
 
 
 def mode() -> Mode:
-    """Where this code runs; ``PLAIN`` in compiled graphs."""
+    """The current context; ``PLAIN`` in compiled graphs."""
     return PLAIN if torch.compiler.is_compiling() else _mode.get()
 
 
 @remembered
 class Linear(nn.Linear):
-    """``nn.Linear`` by way of ``linear``."""
+    """``nn.Linear`` that calls ``linear``."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x [...,inputs] to [...,outputs]."""
@@ -82,7 +82,7 @@ class Linear(nn.Linear):
 
 
 def as_products(*tensors: Tensor) -> list[Tensor]:
-    """Under autocast, what linear maps make of these tensors. Selective recomputation keeps no rounded parameters."""
+    """These tensors as linear maps cast them under autocast. Selective recomputation saves no rounded parameters."""
     if not private.autocasting() or not tensors:
         return list(tensors)
     rounded: Any = cast(tensors, [True] * len(tensors))
@@ -97,7 +97,7 @@ def _is_parameter(x: Tensor) -> bool:
 
 
 def linear_again(x: Tensor, module: nn.Module) -> Tensor:
-    """A linear map of few inputs, x [...,K] with a small K: selective recomputation keeps x, not the result."""
+    """A linear map of x [...,K] with a small K: selective recomputation saves x, not the result."""
     y: Tensor = module(x)
     return recompute.again(y, F.linear, x, module.weight, module.bias) if runs_as_written(module, Linear) else y  # type: ignore[arg-type]
 
@@ -134,7 +134,7 @@ def _plain(one: nn.Module) -> bool:
 
 
 def plain_weights(maps: Sequence[Tensor | nn.Module]) -> list[Tensor] | None:
-    """The weights of linear maps, or None if one must run: it has a bias, hooks, an adapter or a quantized weight, or is no module."""
+    """The weights of linear maps. None if one must be called: it has a bias, hooks, an adapter or a quantized weight, or is no module."""
     if not all(isinstance(one, Tensor) or (isinstance(one, nn.Module) and _plain(one)) for one in maps):
         return None
     return [one if isinstance(one, Tensor) else one.weight for one in maps]  # type: ignore[misc]
@@ -143,9 +143,9 @@ def plain_weights(maps: Sequence[Tensor | nn.Module]) -> list[Tensor] | None:
 def linears(
     inputs: Sequence[Tensor], maps: Sequence[Tensor | nn.Module], gate: Tensor | None = None, *, relu_squared: bool = False
 ) -> list[Tensor] | None:
-    """Linear maps, or weights, by one kernel on a GPU: of few tokens in a graph; inside ``rows_alike`` on Hopper, of any number.
+    """Linear maps, or weights, in one kernel on a GPU: for few tokens in a graph; inside ``rows_alike`` on Hopper, for any number.
 
-    None where it does not compute them. With ``relu_squared``, the first result y is relu(y)^2; with ``gate``, it is y sigmoid(gate).
+    None if no kernel takes the call. With ``relu_squared``, the first result y becomes relu(y)^2; with ``gate``, y sigmoid(gate).
     """
     where = mode()
     if where == PLAIN or torch.is_grad_enabled() or (weights := plain_weights(maps)) is None:
@@ -199,9 +199,9 @@ def linears_of(x: Tensor, maps: Sequence[nn.Module]) -> list[Tensor]:
 
 
 class SharedInput(torch.autograd.Function):
-    """Linear maps of x [...,K] by weights [N,K]. Each product of the backward pass is added to the gradient of x as it is written.
+    """Linear maps of x [...,K] by weights [N,K]. Each backward product accumulates into the gradient of x as it is written.
 
-    Autograd alone stores each product and then reads and writes it again for the sum.
+    Plain autograd stores each product, then reads and writes it again for the sum.
     """
 
     @staticmethod
@@ -216,7 +216,7 @@ class SharedInput(torch.autograd.Function):
         """Gradients of x and of the weights, by operations that can be differentiated again."""
         x, *weights = ctx.saved_tensors
         dx, d_weights = None, []
-        with no_autocast(x):  # it would round only what is not added in place
+        with no_autocast(x):  # autocast would round only the products that are not added in place
             for dy, weight, wanted in zip(d_results, weights, ctx.needs_input_grad[1:]):
                 flat = None if dy is None else dy.reshape(-1, dy.shape[-1])
                 if flat is not None and ctx.needs_input_grad[0]:

@@ -25,7 +25,7 @@ class LinearAttentionConfig(HeadsConfig):
     feature_map: str | None = "elu+1"
     use_output_gate: bool = False
     normalize: bool = False
-    """Whether the output is divided by the sum of its weights."""
+    """Whether the output is divided by the sum of the weights."""
 
     def build(self, hidden_size: int, layer: int = 0, num_layers: int = 1) -> LinearAttention:
         """A new layer."""

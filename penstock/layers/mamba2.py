@@ -38,7 +38,7 @@ class Mamba2Config(MixerConfig):
     state_size: int = 128
     """K, the size of the state of each channel."""
     n_groups: int = 1
-    """G; each group of B and C serves H / G heads beside each other, and the norm is over each group."""
+    """G; each group of B and C is shared by H / G consecutive heads. The norm is over each group."""
     conv_kernel: int = 4
     """W, the width of the convolution."""
     use_conv_bias: bool = True

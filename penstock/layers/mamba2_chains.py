@@ -1,4 +1,4 @@
-"""Chains of element-wise operations of Mamba-2 before and behind its recurrence, one Triton kernel a chain on a GPU, as in ``fused``."""
+"""Chains of element-wise operations of Mamba-2 before and after its recurrence: one Triton kernel per chain on a GPU, as in ``fused``."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def time_steps(
     dt_bias, A_log : Tensor [H]
     x : Tensor [B,T,H,V]
     limits : (float, float)
-        Of the steps.
+        The range of the steps.
 
-    Returns g [B,T,H], float32 (float64 for float64 dt), v [B,T,H,V], and x for its other uses: the kernel of the backward pass adds
-    their gradient to that of x.
+    Returns g [B,T,H], float32 (float64 for float64 dt), v [B,T,H,V], and x for its other uses: the backward kernel adds their gradient to
+    that of x.
     """
     low, high = map(float, limits)
     formula = partial(time_steps_formula, limits=(low, high))
@@ -51,7 +51,7 @@ def time_steps(
 def time_steps_formula(
     dt: Tensor, dt_bias: Tensor, A_log: Tensor, x: Tensor, *, limits: tuple[float, float]
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """``time_steps``; the axes of tokens may be one."""
+    """``time_steps``. The two axes of tokens may be merged."""
     dtype = state_dtype(dt.dtype)
     steps = F.softplus(dt.to(dtype) + dt_bias.to(dtype)).clamp(*limits)
     return -torch.exp(A_log.to(dtype)) * steps, x * steps[..., None].to(x.dtype), x
@@ -62,7 +62,7 @@ def gated_norm(o: Tensor, x: Tensor, D: Tensor, z: Tensor, norm: nn.Module, then
 
     .. math:: y = W_{then} \, norm((o + D x) \cdot silu(z)) \cdot weight
 
-    A plain linear map, on a GPU, computes its input again in the backward pass, so it is not kept. Norms of other classes than
+    On a GPU, the input of a plain linear map is recomputed in the backward pass, not saved. Norms of other classes than
     ``GroupedRMSNorm`` or with hooks run as modules.
 
     o, x : Tensor [B,T,H,V]

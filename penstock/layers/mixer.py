@@ -25,12 +25,12 @@ class Stateless(NamedTuple):
 class MixerConfig:
     """Base of the configurations of mixers. A subclass is a frozen dataclass with the sizes of one kind of mixer.
 
-    Its fields are numbers, texts, None, or tuples of these. Raises DtypeError or RangeError for wrong values. Rules that types do not
-    say are in ``check``. ``register`` makes it known to ``load``.
+    Its fields are numbers, texts, None, or tuples of these. Raises DtypeError or RangeError for wrong values. Rules beyond types are in
+    ``check``. ``register`` makes it known to ``load``.
     """
 
     kind: ClassVar[str]
-    """The name of the kind in files. A subclass of a class that has one has its own."""
+    """The name of the kind in files. A subclass needs its own."""
     grows: ClassVar[bool] = False
     """Whether the state of a sequence grows with its tokens, as a cache of keys and values does."""
 
@@ -74,7 +74,7 @@ class Mixer(nn.Module):
     """
 
     halves_output: ClassVar[bool] = False
-    """Whether ``mix`` and ``step`` divide y as ``halving`` says, before it can overflow. The y of others is divided here."""
+    """Whether ``mix`` and ``step`` divide y by the halvings before it can overflow (see ``halving``). Otherwise y is divided here."""
     _stepped: ClassVar[Any] = None
     """The ``mix`` that ``step`` belongs to."""
 
@@ -91,7 +91,7 @@ class Mixer(nn.Module):
     def initial_state(self, count: int, like: Tensor, max_length: int | None = None) -> Any:
         """The state of ``count`` sequences before their first token, on the device of ``like``; shift states have its dtype.
 
-        ``max_length`` matters to softmax attention only: for how many tokens a row has room. Default: as configured.
+        ``max_length`` matters to softmax attention only: the number of tokens that a row can hold. Default: as configured.
         """
 
     @abstractmethod
@@ -110,8 +110,8 @@ class Mixer(nn.Module):
         state : NamedTuple, optional
             The state that an earlier call returned for the same N sequences. Default: before the first token.
         cu_seqlens : int32 or int64 Tensor [N+1], optional
-            Packed sequences, as for ``penstock.gla``. Models pass the ``Sequences`` that all of their layers share. Those of an update in
-            place make ``state`` a pool, which is updated and returned.
+            Packed sequences, as for ``penstock.gla``. Models pass the ``Sequences`` that all of their layers share. For an update in place,
+            ``state`` is a pool, which is updated and returned.
         """
         sequences = cu_seqlens if isinstance(cu_seqlens, Sequences) else self._sequences("forward", x, cu_seqlens, state=state)
         state = self.empty_state(sequences.count, x) if state is None else state
@@ -127,7 +127,7 @@ class Mixer(nn.Module):
         """Map x [B,T,C] to y of the same shape; the rows of the pool ``state`` are updated **in place**. Computes no gradients.
 
         slots : int32 or int64 Tensor [N], optional
-            The row of each sequence, all different. A negative slot skips its sequence: no row changes, its y has no meaning.
+            The row of each sequence, all different. A negative slot skips its sequence: no row changes, and its y is undefined.
             Default: sequence n is row n.
 
         Other arguments as for ``forward``, which runs with its hooks.
@@ -138,10 +138,10 @@ class Mixer(nn.Module):
         return y  # type: ignore[no-any-return]
 
     def step(self, x: Tensor, y: Tensor | None, norm: nn.Module, state: Any, sequences: Sequences) -> tuple[Tensor, Tensor] | None:
-        """An update in place from the residual stream on: x + y (x without y), and what ``advance`` maps its norm to.
+        """An update in place that includes the residual sum and the norm: x + y (x without y), and the result of ``advance`` for its norm.
 
-        None: nothing is done, because the mixer has no kernel for it here. Some mixers compute the sum, the norm and their input together.
-        Not called where ``steps`` is False.
+        None: the mixer has no kernel for this call and has done nothing. Some mixers compute the sum, the norm and their input in one
+        kernel. Not called where ``steps`` is False.
         """
         return None
 
@@ -153,7 +153,7 @@ class Mixer(nn.Module):
     def _sequences(
         self, function: str, x: Tensor, cu_seqlens: Tensor | None, slots: Tensor | None = None, state: Any = None, *, in_place: bool = False
     ) -> Sequences:
-        """The sequences of a call that is not a model's, which has checked its arguments."""
+        """The sequences of a direct call of a mixer, with checks. A model has checked its own arguments."""
         complaints = Complaints(f"{type(self).__name__}.{function}")
         check_input(complaints, x, self.hidden_size)
         complaints.raise_any()

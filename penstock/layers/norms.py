@@ -1,4 +1,4 @@
-"""Norms by the root mean square."""
+"""RMS norms."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .as_written import remembered
 
 @remembered
 class RMSNorm(nn.RMSNorm):
-    """``nn.RMSNorm`` that computes in the dtype of its weight, so under autocast in float32, as layer norms do."""
+    """``nn.RMSNorm`` in the dtype of its weight: under autocast in float32, as layer norms are."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x [...,C] to the same shape."""
@@ -21,7 +21,7 @@ class RMSNorm(nn.RMSNorm):
 
 @remembered
 class GroupedRMSNorm(nn.Module):
-    """Norm of ``x * silu(gate)`` by the root mean square of each group of channels, computed in float32 for narrower dtypes."""
+    """RMS norm of ``x * silu(gate)`` over each group of channels, computed in float32 for narrower dtypes."""
 
     def __init__(self, size: int, groups: int, eps: float) -> None:
         super().__init__()

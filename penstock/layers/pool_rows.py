@@ -12,7 +12,7 @@ from .triton import kernels
 
 
 class PoolRows(NamedTuple):
-    """Rows of a pool that only some kernels read in place."""
+    """Rows of a pool. Some kernels read them in place; others need a copy."""
 
     pool: Tensor
     """[P,C]"""
@@ -28,9 +28,9 @@ def reads_rows(x: Tensor, pool: Tensor) -> bool:
 
 
 def write_rows(states: Tensor, pool: Tensor, slots: Tensor, ends: Tensor | None = None) -> bool:
-    """Write states [N,...] to rows of a pool, none for negative slots; whether a kernel did.
+    """Write states [N,...] to rows of a pool, except for negative slots. Returns whether a kernel did it.
 
-    With ends [N+1], the last of the packed tokens [T,...] of each sequence; none for an empty one.
+    With ends [N+1]: write the last of the packed tokens [T,...] of each sequence, nothing for an empty one.
     """
     rows = kernels("rows", states, pool)
     if rows is None or not (states[0].is_contiguous() and pool[0].is_contiguous()):

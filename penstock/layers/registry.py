@@ -49,7 +49,7 @@ def register(config: Registered) -> Registered:
 
 
 def find(kind: str) -> type[MixerConfig] | None:
-    """The configuration of a kind, None if there is none. Raises RangeError for a package that declares it and cannot be imported."""
+    """The configuration of a kind, None if it is unknown. Raises RangeError if the package that declares it cannot be imported."""
     for entry in () if kind in CONFIGS else entry_points(group=GROUP, name=kind):
         complaints = Complaints("register")
         try:

@@ -44,7 +44,7 @@ class RetentionState(NamedTuple):
     kv: Tensor
     """[N,H,K,V], the state of the recurrence, float32 (float64 for float64 models)."""
     position: Tensor
-    """[N], the number of tokens so far, int64; the rotary embedding depends on it."""
+    """[N], the number of tokens so far, int64, for the rotary embedding."""
     tails: Tensor
     """[N,W-1,...], the last inputs of the convolutions of q, k and v side by side; [N,0,0] without convolutions."""
 

@@ -78,7 +78,7 @@ class ChannelMix(Mixer):
         return self._mixed(sequences, *mixed), ShiftState(shift)
 
     def step(self, x: Tensor, y: Tensor | None, norm: nn.Module, state: ShiftState, sequences: Sequences) -> tuple[Tensor, Tensor] | None:
-        """As for all mixers."""
+        """See ``Mixer.step``."""
         found = shifted_norm(x, y, norm, state.shift, sequences, *self._factors(), complement=self.complement)
         return None if found is None else (found.total, self._mixed(sequences, *found.mixed))
 
@@ -91,7 +91,7 @@ class ChannelMix(Mixer):
         return activated(self.receptance(x_r), hidden, "sigmoid")
 
     def _factors(self) -> tuple[Tensor, Tensor]:
-        """Of k and r: the share of the previous token in their inputs or, with ``complement``, of this token."""
+        """The token shift factors of k and r: the weight of the previous token or, with ``complement``, of this token."""
         raise NotImplementedError
 
 
@@ -108,7 +108,7 @@ class RWKV6ChannelMix(ChannelMix):
         self.time_maa_r = nn.Parameter(1 - ramp(hidden_size, 1 - layer / num_layers))
 
     def step(self, x: Tensor, y: Tensor | None, norm: nn.Module, state: ShiftState, sequences: Sequences) -> tuple[Tensor, Tensor] | None:
-        """As for all mixers."""
+        """See ``Mixer.step``."""
         found = channel_mix(x, y, norm, state.shift, sequences, self._factors(), [self.key, self.receptance, self.value])
         return found or super().step(x, y, norm, state, sequences)
 

@@ -35,7 +35,7 @@ class RWKV5Config(MixerConfig):
     version: Literal["5.0", "5.1", "5.2"] = "5.2"
     """5.0 has no gate, and one decay and bonus a head; 5.1 has a gate; 5.2 also has a decay and bonus for each channel."""
     norm_eps: float = 64e-5
-    """Of ``ln_x``. The authors normalise x / 8 with 1e-5."""
+    """The epsilon of ``ln_x``. The authors normalise x / 8 with 1e-5."""
 
     def check(self, complaints: Complaints) -> None:
         """Check the version."""
@@ -120,7 +120,7 @@ class RWKV5TimeMix(Mixer):
         return y, RWKV5State(shift, wkv)
 
     def step(self, x: Tensor, y: Tensor | None, norm: nn.Module, state: RWKV5State, sequences: Sequences) -> tuple[Tensor, Tensor] | None:
-        """As for all mixers."""
+        """See ``Mixer.step``."""
         found = shifted_norm(x, y, norm, state.shift, sequences, *self._mixes(), complement=True)
         return None if found is None else (found.total, self._mixed(found.mixed, state.wkv, sequences)[0])
 

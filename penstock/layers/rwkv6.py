@@ -48,7 +48,7 @@ class RWKV6Config(MixerConfig):
     decay_rank: int = 64
     """D, the rank of the decay; 128 in published models of hidden_size >= 4096."""
     norm_eps: float = 64e-5
-    """Of ``ln_x``. The authors normalise x / 8 with 1e-5."""
+    """The epsilon of ``ln_x``. The authors normalise x / 8 with 1e-5."""
     tuned_state: bool = False
     """Whether sequences begin with a trained state, ``time_state`` [H,K,V], in place of zeros."""
 
@@ -146,7 +146,7 @@ class RWKV6TimeMix(Mixer):
         return y, RWKV6State(shift, wkv)
 
     def step(self, x: Tensor, y: Tensor | None, norm: nn.Module, state: RWKV6State, sequences: Sequences) -> tuple[Tensor, Tensor] | None:
-        """As for all mixers."""
+        """See ``Mixer.step``."""
         low_rank = self.time_maa_x, self.time_maa_w1, self._factors(), self.time_maa_w2
         begun = low_rank_maps(x, y, norm, state.shift, sequences, *low_rank, self.time_decay_w1, self._maps())
         if begun is not None:
@@ -162,7 +162,7 @@ class RWKV6TimeMix(Mixer):
         return self._recurred(self._project(x, last, mixed, sequences), wkv, sequences)
 
     def _recurred(self, parts: list[Tensor], wkv: Tensor, sequences: Sequences, lasts: Any = None) -> tuple[Tensor, Tensor]:
-        """Y and the new state, from the results of ``_project``. ``lasts``: a row of the shift state that is still to be replaced."""
+        """Y and the new state, from the results of ``_project``. ``lasts``: a row of the shift state that it replaces."""
         (low, k, v, r, gate), H, up, bias = parts, self.time_faaaa.shape[0], self.time_decay_w2, self.time_decay
         output_map = last_map(self.output, sequences)
         stepped = rwkv_step(r, k, v, gate, self.time_faaaa, bias, self.ln_x, wkv, sequences, (low, up), lasts)

@@ -1,7 +1,7 @@
-"""The sequences of one call: where their tokens are in x, and which rows of the states are theirs.
+"""The sequences of one call: where their tokens are in x, and which rows of the state pools belong to them.
 
-All index tensors are computed on the device of x and kept, so a model computes them once for all of its layers. Nothing waits for
-the device.
+All index tensors are computed on the device of x and cached, so a model computes them once for all of its layers. The host never waits
+for the device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Kept = TypeVar("Kept")
 
 
 class LastTokens(NamedTuple):
-    """A state that ``Sequences.write`` takes from packed tokens: the last one of each sequence."""
+    """A new state that ``Sequences.write`` reads from packed tokens: the last token of each sequence."""
 
     x: Tensor
     """[1,T,C]"""
@@ -35,13 +35,13 @@ class Sequences:
     """N sequences in x [B,T,C]: the B rows, or with ``cu_seqlens`` [N+1] pieces of one row (B = 1).
 
     ``in_place``: states are rows of pools and updated in place; sequence n is row ``slots[n]``, without slots row n. A negative slot
-    skips its sequence: no row changes, and its output has no meaning.
+    skips its sequence: no row changes, and its output is undefined.
     """
 
     halves: bool = False
-    """Whether the model of this call divides its residual stream, see ``halving``."""
+    """Whether the model divides its residual stream in this call, see ``halving``."""
     halvings: int = 0
-    """How many times it was divided by 2 where the call is; layers set it."""
+    """How many times the residual stream has been divided by 2 at the current layer. Layers set it."""
 
     def __init__(self, x: Tensor, cu_seqlens: Tensor | None = None, slots: Tensor | None = None, *, in_place: bool = False) -> None:
         self.batch, self.tokens = x.shape[:2]
@@ -105,7 +105,7 @@ class Sequences:
         return ((before - self.ends[:-1])[self.owner] + self._range(self.tokens))[None]
 
     def last(self, x: Tensor) -> Tensor:
-        """The last token [N,C] of each sequence of x [B,T,C]; of an empty sequence, any token, or zeros if there is none."""
+        """The last token [N,C] of each sequence of x [B,T,C]. For an empty sequence: any token, or zeros if there are none."""
         if self.tokens == 0:
             return x.new_zeros(self.count, x.shape[-1])
         if self.cu_seqlens is None:
@@ -115,8 +115,8 @@ class Sequences:
     def extended(self, x: Tensor, tail: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor], Tensor]:
         """Put the ``tail`` [N,W,C] of each sequence before its tokens.
 
-        Returns the tokens with tails in front [B,T',C]; a function from [B,T'-W,C], one element for each window of W + 1 tokens of
-        it, to [B,T,C], those of the windows that end at a token of x; and the new tail [N,W,C].
+        Returns the tokens with their tails [B,T',C]; a function that selects from [B,T'-W,C], one element per window of W + 1 tokens, the
+        windows that end at a token of x, [B,T,C]; and the new tail [N,W,C].
         """
         W, tail = tail.shape[1], tail.to(x.dtype)
         if self.cu_seqlens is None:
@@ -131,7 +131,7 @@ class Sequences:
 
         def make() -> tuple[Tensor, Tensor, Tensor]:
             N, T = self.count, self.tokens
-            windows = self._range(T) + self.owner * W  # of token t: its row less W
+            windows = self._range(T) + self.owner * W  # of token t: its row minus W
             shift = self._range(N) * W
             tail_rows = ((self.ends[:-1] + shift)[:, None] + self._range(W)).flatten()
             rows = torch.cat([tail_rows, windows + W])
@@ -141,7 +141,7 @@ class Sequences:
         return self._once(W, make)
 
     def shifted(self, x: Tensor, last: Tensor) -> tuple[Any, Any]:
-        """The token before the first one of each sequence [N,C], from the states ``last``, and the last tokens: the new states [N,C]."""
+        """The token before each sequence [N,C], from the states ``last``; and the last tokens, which are the new states [N,C]."""
         if self.in_place and self.slots is not None and self.tokens and pool_rows.reads_rows(x, last):
             rows = pool_rows.PoolRows(last, self.slots.contiguous(), lambda: self.read(last))
             return rows, x[:, -1] if self.cu_seqlens is None else LastTokens(x, rows.read)
@@ -153,14 +153,14 @@ class Sequences:
         return read, self._last_or(x, read)
 
     def _last_or(self, x: Tensor, last: Tensor) -> Tensor:
-        """The last token of each sequence, for an empty one that of ``last`` [N,C]."""
+        """The last token of each sequence; for an empty one, its row of ``last`` [N,C]."""
         return torch.where(self._once("given", lambda: (self.lengths > 0)[:, None]), self.last(x), last)
 
     def recur(
         self, variant: str, q: Tensor, k: Tensor, v: Tensor, *gates: Tensor, state: Tensor, scale: float | None = None
     ) -> tuple[Tensor, Tensor]:
         """Run the recurrence ``variant`` from ``state``: the output [B,T,H,V], and the new state or, in place, the same pool."""
-        # Decays are computed by the rule, except for NaN: it passes on, so that one sequence does not stop the others of a call.
+        # Layers compute valid decays, except for NaN, which propagates: a NaN in one sequence does not fail the other sequences of a call.
         with nullcontext() if torch.compiler.is_compiling() else known_values("g"):
             if self.in_place:
                 g, u = (*gates, None, None)[:2]
@@ -174,13 +174,13 @@ class Sequences:
             return output, after
 
     def read(self, pool: Tensor) -> Tensor:
-        """The rows [N,...] of the sequences. A skipped sequence gets the row of another one, or zeros if the pool has no rows."""
+        """The rows [N,...] of the sequences. A skipped sequence gets another sequence's row, or zeros if the pool has no rows."""
         if self.slots is None:
             return pool
         return pool.index_select(0, self._rows) if pool.shape[0] else pool.new_zeros(self.count, *pool.shape[1:])
 
     def write(self, pools: State, states: State) -> None:
-        """Write new states [N,...] to rows of their pools. A state that is its pool is already written."""
+        """Write new states [N,...] to rows of their pools. If the new state is the pool itself, a kernel has written it."""
         for pool, state in zip(pools, states):
             if isinstance(state, LastTokens):
                 assert self.slots is not None
@@ -194,8 +194,8 @@ class Sequences:
                 continue
             if pool_rows.write_rows(state, pool, self.slots):
                 continue
-            # A skipped sequence writes the same row with the same values as the sequence with the highest slot. If all are skipped,
-            # they write what row 0 has.
+            # A skipped sequence writes the same values to the same row as the sequence with the highest slot. If all are skipped,
+            # they write the values of row 0 back.
             state = torch.where(self.slots.amax() >= 0, state.to(pool.dtype), self.read(pool))
             pool.index_copy_(0, self._rows, state.index_select(0, self._writers))
 
@@ -218,7 +218,7 @@ class Sequences:
 
 
 def adopt(pool: Any, returned: Any) -> None:
-    """Write to a pool what a call of a module returned in place of it: a hook or a wrapper may have made another state."""
+    """Write the state that a module returned to its pool, if it is not the pool itself: a hook or wrapper may return another tensor."""
     if returned is pool:
         return
     if isinstance(pool, tuple) and isinstance(returned, tuple) and len(pool) == len(returned):

@@ -28,7 +28,7 @@ def check_number(complaints: Complaints, name: str, value: object, lowest: float
     """Check a finite number from ``lowest`` to ``highest``, which may be infinite."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         complaints.add(DtypeError, name, "a number", described(value))
-    elif not (lowest <= value <= highest and abs(value) <= sys.float_info.max):  # holds for integers of any size
+    elif not (lowest <= value <= highest and abs(value) <= sys.float_info.max):  # works for integers of any size
         rule = "a finite number" if lowest == -math.inf else f"a finite number of at least {lowest:g}"
         rule = f"a number from {lowest:g} to {highest:g}" if math.isfinite(highest) else rule
         complaints.add(RangeError, name, rule, shortened(value))

@@ -29,19 +29,19 @@ class SoftmaxAttentionConfig(MixerConfig):
     grows = True
     num_heads: int
     num_kv_heads: int | None = None
-    """Heads of k and v; each serves num_heads / num_kv_heads heads of q beside each other. Default: num_heads."""
+    """Heads of k and v. Each is shared by num_heads / num_kv_heads consecutive heads of q. Default: num_heads."""
     head_dim: int | None = None
     """D. Default: hidden_size / num_heads."""
     qkv_bias: bool = False
     qk_norm: bool = False
-    """Whether each head of q and k is normed by its root mean square."""
+    """Whether each head of q and k gets an RMS norm."""
     norm_eps: float = 1e-5
     window_size: int | None = None
-    """A token sees only this many tokens, itself included. Default: all earlier ones."""
+    """The sliding window: a token attends to this many tokens, itself included. Default: to all earlier ones."""
     rope_theta: float | None = 10000.0
     """The base of the rotary embedding; None: no rotary embedding."""
     max_length: int = 2048
-    """The room for tokens in a row of the states that ``initial_state`` makes."""
+    """The number of tokens that a row of ``initial_state`` can hold."""
 
     def check(self, complaints: Complaints) -> None:
         """Check that heads of q can share heads of k and v, and the base of the rotary embedding."""
@@ -64,7 +64,7 @@ class SoftmaxAttentionConfig(MixerConfig):
 
 
 class SoftmaxAttentionState(NamedTuple):
-    """The state of a layer: a cache with room for S tokens of each sequence."""
+    """The state of a layer: a cache of up to S tokens per sequence."""
 
     keys: Tensor
     """[N,S,G,D], after the rotary embedding."""
@@ -79,9 +79,9 @@ class SoftmaxAttention(Mixer):
 
     .. math:: q, k, v = R_t W_q x, R_t W_k x, W_v x, \qquad y = W_o softmax\_attention(q, k, v)
 
-    The state grows with the sequence. ``forward`` returns one that is as long as needed, for which the host waits for the device if
-    sequences are packed or a state is given. ``advance`` writes to rows of a fixed length: a call that needs more raises RangeError on a
-    CPU and inside ``penstock.checks()``; elsewhere tokens beyond the end are not stored.
+    The state grows with the sequence. ``forward`` returns a state as long as needed; if sequences are packed or a state is given, the host
+    waits for the device. ``advance`` writes to rows of a fixed length: a call that needs more raises RangeError on a CPU and inside
+    ``penstock.checks()``; elsewhere tokens beyond the end are not stored.
 
     >>> mixer = SoftmaxAttentionConfig(num_heads=4, num_kv_heads=2).build(hidden_size=16)
     >>> y, state = mixer(torch.randn(1, 5, 16))
@@ -106,13 +106,13 @@ class SoftmaxAttention(Mixer):
             self.q_norm, self.k_norm = RMSNorm(D, config.norm_eps), RMSNorm(D, config.norm_eps)
 
     def initial_state(self, count: int, like: Tensor, max_length: int | None = None) -> SoftmaxAttentionState:
-        """Empty rows with room for ``max_length`` tokens, by default those of the configuration."""
+        """Empty rows for up to ``max_length`` tokens, by default the configuration's."""
         shape = count, self.config.max_length if max_length is None else max_length, *self.sizes[1:]
         length = torch.zeros(count, dtype=torch.int64, device=like.device)
         return SoftmaxAttentionState(like.new_zeros(shape), like.new_zeros(shape), length)
 
     def empty_state(self, count: int, like: Tensor) -> SoftmaxAttentionState:
-        """Rows without room."""
+        """Rows for 0 tokens."""
         return self.initial_state(count, like, 0)
 
     def mix(self, x: Tensor, state: SoftmaxAttentionState, sequences: Sequences) -> tuple[Tensor, SoftmaxAttentionState]:
@@ -165,14 +165,14 @@ class SoftmaxAttention(Mixer):
         return room
 
     def _stored(self, cache: Tensor, tokens: Tensor, length: Tensor, room: int, sequences: Sequences) -> Tensor:
-        """The rows [N,room,G,D] with tokens [B,T,G,D] after the ``length`` earlier ones. In place, tokens beyond the room are left out."""
+        """The rows [N,room,G,D] with tokens [B,T,G,D] after the ``length`` earlier ones. In place, tokens beyond the room are dropped."""
         N, S, G, D = cache.shape
         positions = sequences.positions(length)
         if sequences.cu_seqlens is None:
             owner = torch.arange(N, device=cache.device)[:, None].expand(positions.shape)
         else:
             owner = sequences.owner[None]
-        # one more row takes what has no place
+        # an extra row receives the tokens that do not fit
         rows = torch.cat([torch.cat([cache, cache.new_zeros(N, room - S, G, D)], 1).flatten(0, 1), cache.new_zeros(1, G, D)])
         places = torch.where(positions < room, owner * room + positions, N * room)
         stored = rows.index_copy(0, places.flatten(), tokens.flatten(0, 1).to(rows.dtype))
@@ -181,7 +181,7 @@ class SoftmaxAttention(Mixer):
     def _attend(self, q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, sequences: Sequences) -> Tensor:
         """Attention of the tokens to the first ``lengths`` keys of their rows [N,S,G,D].
 
-        All rows lie behind each other as packed sequences. What a row has beyond its length is a sequence of its own, without queries.
+        The rows are packed sequences, one after another. The unused part of a row is a sequence of its own, without queries.
         """
         N, S = keys.shape[:2]
         if sequences.cu_seqlens is None:

@@ -20,7 +20,7 @@ class SwiGLUConfig(MixerConfig):
 
     kind = "swiglu"
     intermediate_size: int
-    """F, the width between."""
+    """F, the width of the inner layer."""
 
     def build(self, hidden_size: int, layer: int = 0, num_layers: int = 1) -> SwiGLU:
         """A new layer."""

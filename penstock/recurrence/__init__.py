@@ -1,1 +1,1 @@
-"""The recurrence behind linear attention, RetNet, Mamba-2, GLA, RWKV-5 and RWKV-6: a family of two operators and their implementations."""
+"""The recurrence of linear attention, RetNet, Mamba-2, GLA, RWKV-5 and RWKV-6: a family of two operators and their implementations."""

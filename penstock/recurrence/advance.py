@@ -22,7 +22,7 @@ CHUNK = 64
 
 
 def pieces(tokens: int) -> Iterator[tuple[int, int]]:
-    """Begin and end of the pieces of a row with this number of tokens."""
+    """Begin and end of each piece of a row with this number of tokens."""
     whole = tokens // CHUNK * CHUNK
     yield from ((begin, begin + CHUNK) for begin in range(0, whole, CHUNK))
     yield from ((begin, begin + 1) for begin in range(whole, tokens))

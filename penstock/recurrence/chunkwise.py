@@ -33,8 +33,8 @@ CHUNK = 64
 BLOCKS = 16
 """A block has at most 1/16 of the tokens: its intermediates then take about as much memory as inputs and outputs, or less."""
 BLOCK = 1 << 19
-"""Elements in the largest tensor of a block that is always allowed: small blocks are slow. rwkv6 (1,1024,32,64), forward and backward,
-2 threads with 512 KiB of L2 cache each: 490 ms with 2^18, 440 ms with 2^19, 425 ms with 2^20, 531 ms without blocks."""
+"""A block may always have this many elements in its largest tensor, because small blocks are slow. rwkv6 (1,1024,32,64), forward and
+backward, 2 threads with 512 KiB of L2 cache each: 490 ms with 2^18, 440 ms with 2^19, 425 ms with 2^20, 531 ms without blocks."""
 
 
 @dataclass(frozen=True)
@@ -50,16 +50,16 @@ class Chunks:
     """The layout of the tokens in rows of C, one chunk per row.
 
     A lane is a sequence. Lanes are ordered by number of chunks, the longest first, and cut into groups. The rows of a group are the
-    first chunks of its lanes, then their second chunks, and so on, so the lanes that have a chunk at a step are the first
-    ``alive[step]`` of the group. The steps of a group are cut into blocks.
+    first chunks of its lanes, then their second chunks, and so on. So the first ``alive[step]`` lanes of the group have a chunk at a
+    step. The steps of a group are cut into blocks.
     """
 
     order: Tensor  # [N] sequence of each lane
-    width: int  # the most lanes in a group, and the most rows in a block
+    width: int  # the maximum number of lanes in a group, and of rows in a block
     groups: list[list[Block]]
-    token: Tensor  # [R, C] index of the token (of B * T) in each place; 0 in the padding
+    token: Tensor  # [R, C] index of the token (of B * T) at each position; 0 in the padding
     padding: Tensor | None  # [R, C] True in the padding, or None if there is none
-    place: Tensor  # [B * T] the place of each token in the rows
+    place: Tensor  # [B * T] the position of each token in the rows
 
     @classmethod
     def of(cls, problem: Recurrence) -> Chunks:
@@ -70,7 +70,7 @@ class Chunks:
         longest = max(lengths, default=0)
         C = min(CHUNK, 1 << max(longest - 1, 0).bit_length())
         _, H, K, V = problem.state_shape
-        elements = H * max(C * K, C * V, K * V // 4)  # of a row; a block has fewer tensors of states than of tokens
+        elements = H * max(C * K, C * V, K * V // 4)  # per row; a block has fewer tensors of states than of tokens
         width = max(1, BLOCK // max(1, elements), sum(lengths) // (C * BLOCKS))
         order = sorted(range(len(spans)), key=lambda n: -lengths[n])
         groups, firsts, counts = [], [], []
@@ -216,7 +216,7 @@ def _tokens(problem: Recurrence, dtype: torch.dtype) -> dict[str, Tensor]:
     tokens, gate = {"q": problem.q, "k": problem.k, "v": problem.v}, problem.gate
     if gate is not None:
         if "T" not in problem.variant.decay:
-            gate = gate.to(dtype)  # before it is expanded: the gradient of a constant decay is then summed in this dtype
+            gate = gate.to(dtype)  # cast before expanding, so that the gradient of a constant decay is summed in this dtype
         tokens["g"] = gate.expand(*problem.q.shape[:3], gate.shape[3])
     return tokens
 
@@ -226,7 +226,7 @@ def _initial_state(problem: Recurrence, dtype: torch.dtype) -> Tensor:
 
 
 def forward(problem: Recurrence) -> tuple[Tensor, Tensor]:
-    """Blocks in the order of time, in float32, or float64 for float64 inputs. All operations are differentiable."""
+    """The forward pass: blocks in order of time, in float32, or float64 for float64 inputs. All operations are differentiable."""
     dtype, own = state_dtype(problem.q.dtype), problem.variant.read == "updated"
     chunks, initial = Chunks.of(problem), _initial_state(problem, dtype)
     if not any(chunks.groups):
@@ -245,7 +245,7 @@ def forward(problem: Recurrence) -> tuple[Tensor, Tensor]:
 
 
 def backward(problem: Recurrence, upstream: Upstream) -> Gradients:
-    """Blocks in reverse order. Each is recomputed from the states before it and differentiated by autograd.
+    """The backward pass: blocks in reverse order. Each is recomputed from the states before it and differentiated by autograd.
 
     The gradients cannot be differentiated again.
     """

@@ -42,13 +42,13 @@ class Tokens(Problem):
     cu_seqlens: Tensor | None  # [N + 1], packed with B = 1
     scale: float
     partial: bool = False
-    """Whether this is a block of key channels of a call: its output, and gradients that blocks share, stay float32."""
+    """Whether this is a block of the key channels of a call. Its output, and gradients shared by blocks, are then float32."""
     groups: int = 0
-    """Of a whole problem of heads that share q and k: the heads of q and k in the call. Gradients of q and k may be those of groups."""
+    """The number of heads of q and k in the call, if heads share them. Gradients of q and k may be those of groups."""
 
     @property
     def whole(self) -> Self:
-        """The problem with a q and k for every head."""
+        """The problem with q and k repeated for every head."""
         G, H = self.sizes["G"], self.sizes["H"]
         if G == H:
             return self
@@ -62,14 +62,14 @@ class Tokens(Problem):
         return whole
 
     def shared(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """Gradients of q and k summed over the heads of each group. They are those of every head, of parts of each group or of groups."""
+        """Gradients of q and k summed over the heads of each group. The given ones may be per head, per part of a group, or per group."""
         G, H = self.sizes["G"], self.sizes["H"]
         if G == H:
             return gradients
         return *(None if x is None else _over_groups(x, G, self.q.dtype) for x in gradients[:2]), *gradients[2:]
 
     def summand(self, x: Tensor) -> torch.dtype:
-        """The dtype of a result like x that is a sum over key channels."""
+        """The dtype of a result that is like x and a sum over key channels."""
         return torch.float32 if self.partial else x.dtype
 
     @property
@@ -151,7 +151,7 @@ class Advance(Tokens):
 
 
 def repeated(x: Tensor, heads: int) -> Tensor:
-    """Repeat each of the heads of x [B,T,G,K] for the heads that it serves: [B,T,heads,K]. One head is expanded with stride 0."""
+    """Repeat each head of x [B,T,G,K] for the heads that share it: [B,T,heads,K]. A single head is expanded with stride 0."""
     G = x.shape[2]
     if heads == G:
         return x
@@ -218,7 +218,7 @@ def _other_variants(row: Variant, axes: int) -> str:
 
 
 def _groups(query: str) -> Callable[[Complaints, Mapping[str, Tensor | None], Sizes], None]:
-    """The rule that each head of q, called ``query``, and k serves as many heads of v."""
+    """The rule that each head of q (named ``query``) and k is shared by the same number of heads of v."""
 
     def rule(complaints: Complaints, tensors: Mapping[str, Tensor | None], sizes: Sizes) -> None:
         if {"q", "k", "v"} <= tensors.keys() and sizes["G"] and sizes["H"] % sizes["G"]:
@@ -231,7 +231,7 @@ def _groups(query: str) -> Callable[[Complaints, Mapping[str, Tensor | None], Si
 
 
 def _own_row(complaints: Complaints, tensors: Mapping[str, Tensor | None], sizes: Sizes) -> None:
-    """Without slots, sequence n is row n of a pool of N rows."""
+    """The rule that without slots, sequence n is row n of a pool of N rows."""
     state = tensors.get("state")
     if tensors.get("slots", state) is None and state is not None and "N" in sizes and sizes["P"] != sizes["N"]:
         rule = f"of shape [N,H,K,V] = [{', '.join(str(sizes.get(axis, '*')) for axis in 'NHKV')}]"

@@ -1,4 +1,4 @@
-"""The parts that docstrings of the public functions share, so that each of them says everything."""
+"""The parts that docstrings of the public functions share, so that each docstring is complete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Feature maps of linear attention, and its normaliser."""
+"""Feature maps and normaliser of linear attention."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
 def featured(q: Tensor, k: Tensor, feature_map: FeatureMap, normalize: bool, wide: bool) -> tuple[Tensor, Tensor]:
     """Q and k through the feature map; if ``wide``, in float32.
 
-    Raises RangeError for an unknown feature map, ShapeError for one that changes the number of heads, DtypeError for a ``normalize`` that
-    is no bool. Other dtypes than floating-point are not mapped: validation refuses them later.
+    Raises RangeError for an unknown feature map, ShapeError for one that changes the number of heads, DtypeError if ``normalize``
+    is not a bool. Tensors that are not floating-point are returned unchanged: validation refuses them later.
     """
     complaints = Complaints("linear_attention")
     if not isinstance(normalize, bool):
@@ -42,7 +42,7 @@ def featured(q: Tensor, k: Tensor, feature_map: FeatureMap, normalize: bool, wid
         rule = f"one of {', '.join(map(repr, FEATURE_MAPS))}, a callable or None"
         complaints.add(RangeError, "feature_map", rule, repr(feature_map), "A callable takes and returns a tensor.")
     complaints.raise_any()
-    if wide and not callable(feature_map):  # a callable may have parameters
+    if wide and not callable(feature_map):  # a callable may have parameters, so it is not given float32
         q, k = q.float(), k.float()
     if feature_map is not None and all(isinstance(x, Tensor) and x.dtype in FLOATS for x in (q, k)):
         phi = FEATURE_MAPS[feature_map] if isinstance(feature_map, str) else feature_map
@@ -57,7 +57,7 @@ def featured(q: Tensor, k: Tensor, feature_map: FeatureMap, normalize: bool, wid
 
 
 def needs_float32(*tensors: Tensor) -> bool:
-    """Whether q, k and v are multiplied as float16, also by autocast. Sums of weights may be below its range or above it."""
+    """Whether q, k and v would be multiplied as float16, also under autocast. Sums of weights may underflow or overflow it."""
     if not all(isinstance(x, Tensor) and x.dtype in FLOATS for x in tensors):
         return False  # validation refuses them
     kind = tensors[0].device.type
@@ -71,8 +71,8 @@ def normalized(
 ) -> tuple[Tensor, Any]:
     """Output [B,T,H,V] and state of ``attend(q, k, v)``, with each output divided by the sum of its weights, plus ``least``.
 
-    The sum is one more column of v, which is 1. ``wide``, as ``needs_float32`` has it: ``attend`` gets float32, and the quotient is rounded
-    to v's dtype. A factor of a row of q cancels: a power of two keeps the weights of small features of q in range.
+    The sum is computed as one more column of v, which is 1. ``wide`` (see ``needs_float32``): ``attend`` gets float32, and the quotient is
+    rounded to v's dtype. A factor of a row of q cancels, so a power of two keeps the weights of small features of q in range.
     """
     dtype, wrong = v.dtype if isinstance(v, Tensor) else None, not all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, v))
     if wrong or not q.is_floating_point() or q.shape[-1] == 0:

@@ -1,6 +1,6 @@
 """One public function per variant: formula, shapes, source. All of them call one operator with a row of the table.
 
-The docstrings are completed by ``documentation``: ``help(gla)`` says everything.
+``documentation`` completes the docstrings: see ``help(gla)``.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from .retnet_decay import retnet_decay
 from .variants import VARIANTS
 
 STEP_TOKENS = 16
-"""A decode step takes at most this many tokens of a sequence."""
+"""The most tokens per sequence of a decode step."""
 
 
 class Result(NamedTuple):
-    """What the functions over sequences return."""
+    """The result of the functions over sequences."""
 
     output: Tensor
     """[B,T,H,V], v's dtype"""
@@ -57,8 +57,8 @@ def linear_attention(
         Divide by the sum of the weights, :math:`o_t = \phi(q_t) S_t / (\phi(q_t) \cdot z_t)` with
         :math:`z_t = z_{t-1} + \phi(k_t)`; the scale cancels. z is carried as one more column of the state, so initial
         and final state are then ``[N,H,K,V+1]``. float16 is computed as float32, because sums of weights have a wider range.
-        Where no weight is positive (relu), this is 0/0 = nan. To decode on such a state, give ``decode_step`` the mapped q and k,
-        and v with a column of ones, all float32 in place of float16, and divide by the last column.
+        Where no weight is positive (relu), this is 0/0 = nan. To decode on such a state, pass ``decode_step`` the mapped q and k,
+        and v with a column of ones (float32 in place of float16), and divide by the last column.
     <options>
 
     >>> import torch
@@ -93,7 +93,7 @@ def retention(
 
     .. math:: S_t = e^{g} S_{t-1} + k_t^T v_t, \qquad o_t = scale \cdot q_t S_t
 
-    Source: Sun et al. 2023 (RetNet), arXiv 2307.08621, equations 5 and 6. With a g of its own it is also Lightning Attention.
+    Source: Sun et al. 2023 (RetNet), arXiv 2307.08621, equations 5 and 6. With another g, this is Lightning Attention.
 
     <inputs>
     g : Tensor [H], optional
@@ -265,7 +265,7 @@ def decode_step(
 
     <variant>
     q, k : Tensor [N,G,K] or [N,T,G,K]
-        One token a sequence, or T <= 16 of them; with one token, decays have no axis T either. RWKV's r is q. float16, bfloat16, float32 or
+        One token per sequence, or T <= 16. Without the axis T, decays have none either. RWKV's r is q. float16, bfloat16, float32 or
         float64, any strides. G is H or a divisor of it.
     v : Tensor [N,H,V] or [N,T,H,V]
         In q's dtype.
@@ -317,12 +317,12 @@ def advance(
     scale: float | None = None,
     impl: str = "auto",
 ) -> Tensor:
-    """Advance sequences of any lengths, decode steps and parts of prompts, from rows of a pool that is updated **in place**.
+    """Advance sequences of any lengths, such as decode steps and parts of prompts, from rows of a pool that is updated **in place**.
 
     The state after p tokens of a row is a function of these tokens alone: the first ``64 * (p // 64)`` are processed in pieces of 64 from
-    the beginning of the row, the rest token by token. So a sequence that is cut at multiples of 64 tokens gives the same bits of outputs
-    and states, wherever it is cut and whatever the other rows are. (Exception: ``impl="chunkwise"`` and ``"parallel"`` multiply
-    rows of one length together, without ``cu_seqlens``; the bits are then those of torch's products.)
+    the beginning of the row, the rest token by token. So if a sequence is cut at multiples of 64 tokens, its outputs and states are
+    bitwise equal wherever it is cut and whatever the other rows are. (Exception: without ``cu_seqlens``, ``impl="chunkwise"`` and
+    ``"parallel"`` multiply rows of one length together; the bits are then those of torch's products.)
 
     <variant>
     q, k : Tensor [1,T,G,K] with ``cu_seqlens``, else [N,T,G,K]
@@ -331,9 +331,10 @@ def advance(
         In q's dtype.
     <decays>
     state : Tensor [P,H,K,V]
-        The pool, any floating dtype and strides, without overlap and with memory of its own. Arithmetic is float32 (float64 for float64 q).
-        On a GPU, products in pieces of 64 tokens are those of ``triton_chunkwise``. The state is rounded to the pool's dtype behind each
-        piece and each token of the rest.
+        The pool, any floating dtype and strides. Its rows must not overlap, nor share memory with other arguments. Arithmetic is float32
+        (float64 for float64 q).
+        On a GPU, pieces of 64 tokens are computed as by ``triton_chunkwise``. The state is rounded to the pool's dtype after each piece
+        and after each token of the rest.
     <slots>
     cu_seqlens : int32 or int64 Tensor [N+1], optional
         Packed sequences: sequence n is tokens ``cu_seqlens[n]`` to ``cu_seqlens[n+1]``; it may be empty.

@@ -30,7 +30,7 @@ def summed(shares: Tensor, like: Tensor, dtype: torch.dtype | None = None) -> Te
 
 
 def nothing(p: Tokens) -> bool:
-    """Whether there are no tokens, so that no kernel is launched."""
+    """Whether there are no tokens, so no kernel is launched."""
     return not p.sizes["B"] or not p.sizes["T"]
 
 

@@ -1,9 +1,9 @@
 """The two operators of the recurrence, and the implementations that both share.
 
 The order is by measured speed (benchmarks/NOTES.md, "CPU: which implementation"): on 2 threads of a Zen 3 server at float32, ``cpu`` was
-the fastest at every shape tried, so it is first. It refuses float64; there ``chunkwise`` is the fastest from 2 tokens up. On a GPU,
-``cuda`` takes short calls that do not fill the GPU, the token-serial Triton kernels take the shortest calls and updates in place, and the
-chunked kernels take the rest. ``parallel`` and ``reference`` only run by name.
+the fastest at every shape tried, so it is first. It refuses float64, for which ``chunkwise`` is the fastest from 2 tokens on. On a
+GPU, ``cuda`` takes short calls that do not fill the GPU, the token-serial Triton kernels take the shortest calls and updates in place, and
+the chunked kernels take the rest. ``parallel`` and ``reference`` only run by name.
 """
 
 from __future__ import annotations

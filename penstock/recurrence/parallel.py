@@ -3,7 +3,7 @@
     o_i = scale * sum_j A_ij v_j + scale * (q_i o exp(sum_{t<=i} g_t)) S_0
     A_ij = sum_d q_id k_jd exp(D_ijd),     D_ij = sum_{j<t<=i} g_t   ["previous": j<t<i, and u on the diagonal]
 
-D is a separate running sum for every j, not a difference of two long sums, so it is accurate and defined for any decay. Time and memory
+D is a separate running sum for every j, not a difference of two long sums, so it is accurate and finite for any decay. Time and memory
 grow with T^2 (T^2 K for decays per channel), so this is for short sequences, for teaching, and as an independent check of the token loop.
 """
 

@@ -20,7 +20,7 @@ from .declaration import Recurrence, state_dtype
 
 
 def _tokens(problem: Recurrence, x: Tensor) -> list[tuple[Tensor, ...]]:
-    """The tokens [H, *] of each sequence of x [B, T, H, *]. By unbind: the gradient of a slice has the size of x."""
+    """The tokens [H, *] of each sequence of x [B, T, H, *]. By unbind, because the gradient of each slice would have the size of x."""
     sequences = x.unbind() if problem.cu_seqlens is None else x[0].split([end - begin for begin, end in problem.spans()])
     return [sequence.unbind() for sequence in sequences]
 
@@ -29,7 +29,7 @@ def exact(problem: Recurrence) -> tuple[Tensor, Tensor]:
     """Output and final state in float64, before any rounding."""
     q, k, v = problem.q.double(), problem.k.double(), problem.v.double()
     w = None if problem.gate is None else problem.gate.double().exp().expand(q.shape)
-    u = None if problem.u is None else problem.u.double()[:, :, None]  # converted once: its gradient is summed in float64
+    u = None if problem.u is None else problem.u.double()[:, :, None]  # converted once, so that its gradient is summed in float64
     states = q.new_zeros(problem.state_shape) if problem.initial_state is None else problem.initial_state.double()
     decays = None if w is None else _tokens(problem, w)
     outputs = torch.zeros_like(v)

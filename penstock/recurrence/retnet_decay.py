@@ -29,6 +29,6 @@ def _made(heads: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=256)
 def _kept(heads: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The same, cached: not in memory of a CUDA graph, and not as an inference tensor, which autograd cannot save."""
+    """The same, cached. Its memory must not belong to a CUDA graph, nor be an inference tensor, which autograd cannot save."""
     with torch.inference_mode(False):
         return _made(heads, dtype, device)

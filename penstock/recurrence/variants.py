@@ -24,7 +24,7 @@ class Variant:
     name: str
     """The public function's name."""
     decay: Literal["", "H", "BTH", "HK", "BTHK"]
-    """The axes of the log decay: none, a constant per head, per token and head, per channel, per token and channel."""
+    """The axes of the log decay: none; constant per head; per token and head; constant per channel; per token and channel."""
     read: Literal["updated", "previous"]
     """Whether o_t reads S_t, or S_{t-1} and the bonus."""
     scale: float | None

@@ -23,7 +23,7 @@ FUNCTION = "softmax_attention"
 class Attention(Problem):
     """A call. Query i of a sequence has position i + Tk - Tq, so the last query is aligned with the last key.
 
-    With ``causal`` it sees keys up to its position, else all keys; with a ``window`` only keys less than ``window`` away.
+    With ``causal`` it attends to keys up to its position, else to all keys; with a ``window`` only to keys less than ``window`` away.
     """
 
     q: Tensor  # [B, Tq, H, D]
@@ -43,11 +43,11 @@ class Attention(Problem):
 
     @property
     def key_offsets(self) -> Tensor | None:
-        """``cu_seqlens`` of keys."""
+        """The offsets of keys, as ``cu_seqlens`` of queries."""
         return self.cu_seqlens if self.cu_seqlens_k is None else self.cu_seqlens_k
 
     def spans(self) -> list[tuple[slice, slice]]:
-        """The queries and the keys of each packed sequence, on the host. Waits for the device."""
+        """The ranges of queries and keys of each packed sequence, on the host. Waits for the device."""
         assert self.cu_seqlens is not None and self.key_offsets is not None  # noqa: PT018
         queries, keys = (pairwise(ends.tolist()) for ends in (self.cu_seqlens, self.key_offsets))
         return [(slice(*one), slice(*other)) for one, other in zip(queries, keys)]

@@ -63,9 +63,9 @@ def softmax_attention(
     q : Tensor [B,Tq,H,D]
         float16, bfloat16, float32 or float64, any strides.
     k, v : Tensor [B,Tk,G,D]
-        H is a multiple of G: each head of k and v serves H / G heads of q that lie beside each other.
+        H is a multiple of G: each head of k and v is shared by H / G consecutive heads of q.
     causal : bool
-        Queries see no later keys. The last query is aligned with the last key, also if Tq and Tk differ.
+        Queries do not attend to later keys. The last query is aligned with the last key, also if Tq and Tk differ.
     scale : float, optional
         Default ``D ** -0.5``.
     cu_seqlens : int32 or int64 Tensor [N+1], optional
@@ -73,7 +73,7 @@ def softmax_attention(
     cu_seqlens_k : int32 or int64 Tensor [N+1], optional
         The same of the keys. Default: as ``cu_seqlens``.
     window : int, optional
-        Sliding window: a query sees only keys that are less than ``window`` away, itself included. Default: all.
+        Sliding window: a query attends only to keys less than ``window`` away, itself included. Default: all.
     return_lse : bool
         Whether to return the log-sum-exp, too.
     impl : str
@@ -94,7 +94,7 @@ def softmax_attention(
     torch.Size([1, 5, 4])
     """
     if isinstance(window, int) and window > WIDEST:
-        window = WIDEST  # as torch's schemas take it; both mask nothing
+        window = WIDEST  # the largest int of torch's schemas; both mask nothing
     output, lse = ATTENTION(FUNCTION, (q, k, v, cu_seqlens, cu_seqlens_k), (causal, scale, window, return_lse), impl)
     assert output is not None
     return (output, lse) if return_lse and lse is not None else output

@@ -1,7 +1,7 @@
 """Softmax attention by ``torch.nn.functional.scaled_dot_product_attention``: the default on CPUs, elsewhere by name.
 
 Torch aligns causal masks at the first key, this library at the last, and torch has no windows. Where that matters, queries are computed
-in blocks, each with its visible keys and a mask. Torch does not return the log-sum-exp; it is computed separately.
+in blocks, each with its visible keys and a mask. Torch does not return the log-sum-exp, so it is computed separately.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROWS = 512
 
 
 def refuses(a: Attention, mode: Mode) -> str | None:
-    """Why it does not take this call, or None."""
+    """Why this implementation cannot take a call, or None."""
     if a.cu_seqlens is not None and a.q.device.type != "cpu":
         return "torch's operator takes no packed sequences, and the host would have to wait for their lengths"
     return None
@@ -88,7 +88,7 @@ def _lse(a: Attention, q: Tensor, k: Tensor) -> Tensor:
 
 
 def _blocks(a: Attention, Tq: int, Tk: int) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Blocks of queries, the range of keys visible to a block (at least one key), and its mask."""
+    """Blocks of queries, each with the range of its visible keys (at least one key) and its mask."""
     for start in range(0, Tq, ROWS):
         rows = slice(start, min(start + ROWS, Tq))
         first, last = rows.start + Tk - Tq, rows.stop - 1 + Tk - Tq

@@ -1,4 +1,4 @@
-"""Triton kernels of layers: fused chains of element-wise operations with backward passes, and linear maps of few rows."""
+"""Triton kernels of layers: fused chains of element-wise operations with backward passes, and linear maps with few rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def kernels(name: str, *tensors: Tensor | None) -> Any:
-    """The module ``name``, which launches kernels, or None where PyTorch computes: not on a GPU, float64, compiled graphs, transforms."""
+    """The launching module ``name``, or None where PyTorch computes: not on a GPU, float64, compiled graphs, transforms."""
     given = [x for x in tensors if x is not None]
     if given[0].device.type != "cuda" or any(x.dtype not in DTYPES for x in given) or not private.fast(given):
         return None

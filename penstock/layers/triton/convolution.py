@@ -1,10 +1,10 @@
 """Kernels of short causal depthwise convolutions: y_t = f(b + sum_j w_j x_{t-W+1+j}) for each channel; f is silu or nothing.
 
-x is [R,C], R tokens of all sequences one after another, in rows that may be apart. ``starts`` [R] is the sequence whose first token this
-is, or -1. ``tail`` [sequences,W-1,C] are the inputs before the first token of each sequence.
+x is [R,C], the R tokens of all sequences one after another, with any row stride. ``starts`` [R] is the index of the sequence whose first
+token this is, or -1. ``tail`` [sequences,W-1,C] are the inputs before the first token of each sequence.
 
-A program has a few channels and walks over its tokens with the last inputs in registers, so it reads each token once. All sums run over
-j in order by explicit multiply-adds: the bits of y depend neither on other tokens nor on where programs or calls begin.
+A program has a few channels and loops over its tokens with the last inputs in registers, so it reads each token once. All sums run over
+j in order by explicit multiply-adds: to the bit, y depends neither on other tokens nor on where programs or calls begin.
 """
 
 import triton
@@ -25,7 +25,7 @@ def _weights(weight, c, C, W: tl.constexpr):
 
 @triton.jit
 def _row(slots, n, SLOTS: tl.constexpr):
-    """The row of ``tail`` of sequence n; a negative one is skipped."""
+    """The row of ``tail`` of sequence n. Negative rows are skipped."""
     row = n.to(tl.int64)
     if SLOTS:
         row = tl.load(slots + n).to(tl.int64)
@@ -34,7 +34,7 @@ def _row(slots, n, SLOTS: tl.constexpr):
 
 @triton.jit
 def _given(tail, row, tail_w, c, C, W: tl.constexpr):
-    """The inputs before a sequence, W - 1 values of [BC], float32. ``tail`` is the first one of them."""
+    """The inputs before a sequence, W - 1 values of [BC], float32. ``tail`` points to the first one."""
     window = ()
     for j in tl.static_range(W - 1):
         window += (tl.load(tail + tl.cast(tail_w, tl.int64) * j + c, uniform(row >= 0) & (c < C), other=0.0).to(tl.float32),)
@@ -43,13 +43,13 @@ def _given(tail, row, tail_w, c, C, W: tl.constexpr):
 
 @triton.jit
 def _either(own, given, inside, here, there):
-    """Values of ``own`` if ``inside``, else of ``given``. Two loads: Triton 3.6 does not choose between pointers on AMD GPUs."""
+    """Values of ``own`` if ``inside``, else of ``given``. Two loads, because Triton 3.6 cannot select between pointers on AMD GPUs."""
     return tl.where(inside, tl.load(own, uniform(inside) & here, other=0.0), tl.load(given, uniform(inside == 0) & there, other=0.0))
 
 
 @triton.jit
 def _before(x, tail, starts, slots, r, c, C, x_n, tail_n, tail_w, W: tl.constexpr, SLOTS: tl.constexpr):
-    """The W - 1 inputs before token r. ``place`` is that of r in its sequence, or W - 1 if that is larger."""
+    """The W - 1 inputs before token r. ``place`` is the index of r in its sequence, at most W - 1."""
     n, place = tl.full([], -1, tl.int32), tl.full([], W - 1, tl.int32)
     for i in tl.static_range(W - 1):
         begins = tl.load(starts + r - i, (n < 0) & (r - i >= 0), other=-1)
@@ -86,8 +86,8 @@ def _rest(values, W: tl.constexpr):
 
 @triton.jit(do_not_specialize=["R", "tokens"])
 def penstock_convolution_fwd(
-    x,  # [R,C], rows ``x_n`` apart
-    tail,  # [sequences,W-1,C], or with SLOTS a pool [P,W-1,C]: ``tail_n`` and ``tail_w`` apart
+    x,  # [R,C], row stride ``x_n``
+    tail,  # [sequences,W-1,C], or with SLOTS a pool [P,W-1,C]; strides ``tail_n`` and ``tail_w``
     starts,  # [R]
     slots,  # [sequences], rows of the pool; negative ones are skipped
     weight, bias,  # [C,W]; [C]
@@ -126,16 +126,16 @@ def penstock_convolution_fwd(
 @triton.jit(do_not_specialize=["R", "tokens"])
 def penstock_convolution_bwd(
     x, tail, starts, weight, bias,
-    dy,  # [R,C], rows ``dy_n`` apart
+    dy,  # [R,C], row stride ``dy_n``
     dx,  # [R,C]
-    sums,  # [programs,W+1,C] float32, of the tokens of a program: gradients of the weights, then that of the bias
+    sums,  # [programs,W+1,C] float32, sums over the tokens of a program: gradients of the weights, then of the bias
     R, C, x_n, tail_n, tail_w, dy_n, tokens,
     W: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, GROUP: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """A program computes ``tokens`` tokens, GROUP by GROUP, of BC channels; the value z before silu is computed again.
+    """A program computes ``tokens`` tokens, GROUP by GROUP, of BC channels; z, the value before silu, is recomputed.
 
-    dx_t = sum_i w_{W-1-i} dz_{t+i} over tokens of the same sequence: the program walks W - 1 tokens further, and ``partial`` are the sums
-    so far for the last W - 1 tokens.
+    dx_t = sum_i w_{W-1-i} dz_{t+i} over tokens of the same sequence: the program also reads the next W - 1 tokens.
+    ``partial`` are the sums so far of the last W - 1 tokens.
     """
     p = tl.program_id(0)
     first = p * tokens
@@ -145,7 +145,7 @@ def penstock_convolution_bwd(
     w = _weights(weight, c, C, W)
     base = tl.load(bias + c, here, other=0.0).to(tl.float32) if BIAS else tl.zeros([BC], tl.float32)
     window = _before(x, tail, starts, starts, first, c, C, x_n, tail_n, tail_w, W, False)
-    place = tl.full([], W, tl.int32)  # in the sequence; more, until one begins: sums of tokens before the first one are not stored
+    place = tl.full([], W, tl.int32)  # index in the sequence; at least W before the first one begins: those sums are not stored
     partial, dw, db = (), (), tl.zeros([BC], tl.float32)
     for _ in tl.static_range(W - 1):
         partial += (tl.zeros([BC], tl.float32),)
@@ -160,7 +160,7 @@ def penstock_convolution_bwd(
         for i in tl.static_range(GROUP):  # all loads are in flight before the first use
             given += (tl.load(rows + tl.cast(x_n, tl.int64) * i, here & uniform(start + i < R), other=0.0),)
             upstream += (tl.load(gradients + tl.cast(dy_n, tl.int64) * i, here & uniform(start + i < R), other=0.0),)
-            begins += (tl.load(starts + start + i, start + i < R, other=0),)  # behind the last token another sequence begins
+            begins += (tl.load(starts + start + i, start + i < R, other=0),)  # a sequence begins after the last token
         for i in tl.static_range(GROUP):
             r = start + i
             place += 1
@@ -195,17 +195,17 @@ def penstock_convolution_bwd(
 
 @triton.jit
 def penstock_convolution_tails(
-    x,  # [R,C], rows ``x_n`` apart
+    x,  # [R,C], row stride ``x_n``
     bounds,  # [sequences+1], where sequences begin, and the end
     slots,  # [sequences]
     tail,  # [sequences,W-1,C], or with SLOTS a pool [P,W-1,C]
-    after,  # likewise; it may be ``tail``
+    after,  # likewise; it may alias ``tail``
     C, x_n, tail_n, tail_w, after_n, after_w,
     W: tl.constexpr, SLOTS: tl.constexpr, BC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The last W - 1 inputs of each sequence; one that is shorter keeps some of its tail. With SLOTS, negative slots write nothing.
+    """The last W - 1 inputs of each sequence; a shorter sequence keeps a part of its tail. With SLOTS, negative slots write nothing.
 
-    A program has one sequence. It loads all of its values before it stores the first one.
+    One program per sequence. It loads all values before the first store.
     """
     n = tl.program_id(0)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
@@ -225,15 +225,15 @@ def penstock_convolution_tails(
 
 @triton.jit
 def penstock_convolution_step(
-    x,  # [R,C], rows ``x_n`` apart
-    tail,  # the pool [P,W-1,C], ``tail_n`` and ``tail_w`` apart
+    x,  # [R,C], row stride ``x_n``
+    tail,  # the pool [P,W-1,C]; strides ``tail_n`` and ``tail_w``
     slots,  # [R]
     weight, bias,  # [C,W]; [C]
     y,  # [R,C]
     C, x_n, tail_n, tail_w,
     W: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, SLOTS: tl.constexpr, BC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A decode step: each token is the only one of its sequence, whose row of the pool is updated in place. Negative slots update none."""
+    """A decode step: one token per sequence. The sequence's row of the pool is updated in place, except for negative slots."""
     n = tl.program_id(0)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     here = c < C

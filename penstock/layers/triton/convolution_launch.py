@@ -13,20 +13,20 @@ from . import convolution
 from .launch import Formula, Tensors, blocks, by_formula, early, shares
 
 WIDTH = 8
-"""The kernels' largest W: each input of a sum is a register."""
+"""The largest W of the kernels, because each input of a sum takes a register."""
 CHANNELS = 128
-"""Channels of a program, which is one warp: loads of 8 or 16 bytes a thread."""
+"""Channels per program of one warp: each thread loads 8 or 16 bytes."""
 GROUP = 4
-"""Tokens whose loads are in flight together."""
+"""Tokens whose loads are in flight at the same time."""
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """The tensor, or a copy, with neighbouring channels beside each other, as kernels read it."""
+    """The tensor, or a copy whose channels are contiguous, as the kernels require."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _programs(x: Tensor, as_one: int) -> tuple[int, int]:
-    """Programs, and tokens for each. So many programs of one warp count as one of ``shares``: what a multiprocessor has registers for."""
+    """The number of programs, and tokens per program. Several programs of one warp count as one of ``shares``, limited by registers."""
     programs, each = shares(blocks(x.shape[0], GROUP), blocks(blocks(x.shape[1], CHANNELS), as_one))
     return programs, each * GROUP
 
@@ -34,9 +34,9 @@ def _programs(x: Tensor, as_one: int) -> tuple[int, int]:
 def convolved(
     x: Tensor, tail: Tensor, starts: Tensor, slots: Tensor | None, weight: Tensor, bias: Tensor | None, *, silu: bool
 ) -> Tensor:  # fmt: skip
-    """y [R,C] of x [R,C] after ``tail`` [n,W-1,C], or with slots the rows of a pool: ``ShortConvolution``.
+    """``ShortConvolution``: y [R,C] of x [R,C] and the earlier inputs ``tail`` [n,W-1,C], or with slots the rows of a pool.
 
-    starts [R] is the sequence that begins with a token, or -1; slots [n]; weight [C,W], contiguous; bias [C].
+    starts [R] is the index of the sequence that begins at a token, or -1; slots [n]; weight [C,W], contiguous; bias [C].
     """
     (R, C), W = x.shape, weight.shape[1]
     y = x.new_empty(R, C)
@@ -51,9 +51,10 @@ def convolved(
 
 
 def tails(x: Tensor, tail: Tensor, bounds: Tensor, slots: Tensor | None = None, *, in_place: bool = False) -> Tensor:
-    """The last W - 1 inputs [n,W-1,C] of sequences of x [R,C] behind ``tail``. ``in_place``: they replace the rows of it, which is a pool.
+    """The last W - 1 inputs [n,W-1,C] of each sequence: its row of ``tail``, then its tokens of x [R,C].
 
-    bounds [n+1] are where sequences begin, and the end. Without slots [n], sequence n has row n.
+    ``in_place``: they replace the rows of ``tail``, which is a pool. bounds [n+1] are the first token of each sequence, and the end.
+    Without slots [n], sequence n has row n.
     """
     N, C, W = bounds.shape[0] - 1, x.shape[1], tail.shape[1] + 1
     after = tail if in_place else x.new_empty(N, W - 1, C)
@@ -69,7 +70,7 @@ def tails(x: Tensor, tail: Tensor, bounds: Tensor, slots: Tensor | None = None, 
 
 
 def step(x: Tensor, pool: Tensor, slots: Tensor | None, weight: Tensor, bias: Tensor | None, *, silu: bool) -> Tensor:
-    """y [R,C] of tokens x [R,C] that are the only ones of their sequences; their rows of the pool [P,W-1,C] are updated in place."""
+    """y [R,C] of x [R,C], one token per sequence. Their rows of the pool [P,W-1,C] are updated in place."""
     (R, C), pdl = x.shape, early(x.device)
     y = x.new_empty(R, C)
     if y.numel():
@@ -85,7 +86,7 @@ def step(x: Tensor, pool: Tensor, slots: Tensor | None, weight: Tensor, bias: Te
 class Convolution(torch.autograd.Function):
     """x [R,C], tail [n,W-1,C], starts [R], bounds [n+1], weight [C,W], bias [C] or None: y [R,C] and the new tail [n,W-1,C].
 
-    Neighbouring channels of x and tail are beside each other. No value before silu is kept.
+    The channels of x and tail are contiguous. The values before silu are not saved for the backward pass.
     """
 
     @staticmethod

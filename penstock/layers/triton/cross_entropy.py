@@ -18,9 +18,9 @@ def penstock_cross_entropy(
     losses,  # [R] float32, written
     V, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program computes one token: ``log(sum(exp(logits))) - logits[label]``, and softmax less the one-hot label, times ``upstream``.
+    """One program per token: ``log(sum(exp(logits))) - logits[label]``, and (softmax - one-hot label) times ``upstream``.
 
-    Exponentials and sums are float32, each lane has its own maximum until the end. A token that is not counted has loss 0 and gradient 0.
+    Exponentials and sums are float32; each lane has its own maximum until the end. A token that is not counted has loss 0 and gradient 0.
     """
     r = tl.program_id(0).to(tl.int64)
     logits += r * V
@@ -32,12 +32,12 @@ def penstock_cross_entropy(
     for begin in tl.range(0, V, BLOCK):
         x = tl.load(logits + begin + lane, lane < V - begin, other=-float("inf")).to(tl.float32)
         larger = tl.maximum(largest, x)
-        finite = tl.where(larger == -float("inf"), 0.0, larger)  # no NaN from -inf less -inf
+        finite = tl.where(larger == -float("inf"), 0.0, larger)  # avoids NaN from -inf - -inf
         total = total * tl.exp(largest - finite) + tl.exp(x - finite)
         largest = larger
     top = tl.max(largest, 0)
     top = tl.where(top == -float("inf"), 0.0, top)
-    log = tl.log(tl.sum(total * tl.exp(largest - top), 0))  # without top: their sum would be rounded as a large logit is
+    log = tl.log(tl.sum(total * tl.exp(largest - top), 0))  # top is added later: the sum would be rounded at the magnitude of a large logit
     tl.store(losses + r, tl.where(counted, log - (own - top), 0.0))
     if GRADIENT:
         factor = tl.where(counted, tl.load(upstream + r).to(tl.float32), 0.0)
@@ -45,7 +45,8 @@ def penstock_cross_entropy(
             here = lane < V - begin
             x = tl.load(logits + begin + lane, here, other=0.0).to(tl.float32)
             d = (tl.exp((x - top) - log) - tl.where(begin + lane == label, 1.0, 0.0)) * factor
-            d = tl.where(counted, d, 0.0)  # a NaN does not count either
+            d = tl.where(counted, d, 0.0)  # also drops a NaN
+
             tl.store(logits + begin + lane, d.to(logits.dtype.element_ty), here)
 
 

@@ -1,10 +1,10 @@
-"""Kernels of decode steps: linear maps of few rows, and what is between them. Each row is the only token of its sequence.
+"""Kernels of decode steps: linear maps with few rows, and the operations between them. Each row is the only token of its sequence.
 
-A linear map of few rows takes as long as its weights take to be read. A program of ``penstock_products`` reads BN rows of a weight once.
-The order of its sums depends on the sizes of the weight only, so no bit of a row depends on the other rows.
+The time of a linear map with few rows is the time to read its weights. A program of ``penstock_products`` reads BN rows of a weight once.
+The order of its sums depends only on the sizes of the weight, so a row does not depend on the other rows, to the bit.
 
-PDL: the launch may begin while the kernel before it runs (programmatic dependent launch). Until ``begin`` has waited for that kernel,
-a program only reads weights, or prefetches them to the L2 cache.
+PDL: the launch may begin while the previous kernel runs (programmatic dependent launch). Until ``begin`` has waited for that kernel, a
+program only reads weights, or prefetches them to the L2 cache.
 """
 
 import triton
@@ -14,14 +14,14 @@ from triton.language.extra import cuda
 from ...gpu.tiles import uniform
 from .token_shift import tanh
 
-WARPS = 4  # of a program
+WARPS = 4  # per program
 
 
 @triton.jit
 def prefetch(x, first, COUNT: tl.constexpr, size, WARPS: tl.constexpr, PDL: tl.constexpr):
-    """Start to read COUNT of the ``size`` elements of x from the first one on, an equal share for each warp.
+    """Prefetch the first COUNT of the ``size`` elements of x to the L2 cache, an equal share per warp.
 
-    The instruction needs multiples of 16 bytes; x is at one.
+    The instruction requires multiples of 16 bytes. x is aligned to 16 bytes.
     """
     BYTES: tl.constexpr = COUNT * (x.dtype.element_ty.primitive_bitwidth // 8) // WARPS
     if PDL and BYTES % 16 == 0:
@@ -39,7 +39,7 @@ def _prefetch(x, first, COUNT: tl.constexpr, size, BYTES: tl.constexpr, WARPS: t
 
 @triton.jit
 def begin(PDL: tl.constexpr):
-    """Let the next kernel begin, and wait for the kernel before this one."""
+    """Allow the next kernel to begin, and wait for the previous kernel."""
     if PDL:
         cuda.gdc_launch_dependents()
         cuda.gdc_wait()
@@ -69,7 +69,7 @@ def _product(
     x, w, n, m, N, R, w_n, w_k,
     K: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
-    """Rows n of w times rows m of x: [BN,BM]. With APART, 4, each of so many warps sums over its own blocks of K."""
+    """Rows n of w times rows m of x: [BN,BM]. With APART = 4, each of the 4 warps sums over its own blocks of K."""
     s = tl.arange(0, APART)[:, None, None] * BK
     k = tl.arange(0, BK)[None, None, :]
     weights = w + n.to(tl.int64)[None, :, None] * w_n
@@ -93,7 +93,7 @@ def _product(
         else:
             sums = tl.dot(tl.reshape(a, [BN, BK]), tl.trans(tl.reshape(b, [BM, BK])), sums, input_precision="ieee")
     if APART > 1:
-        for _ in tl.static_range(2):  # two sums of two, whose order does not depend on the layout
+        for _ in tl.static_range(2):  # two sums of two values each: their order does not depend on the layout
             sums = tl.sum(tl.reshape(sums, [2, sums.shape[0] // 2, BN, BM]), 0)
     return tl.reshape(sums, [BN, BM])
 
@@ -105,12 +105,12 @@ def penstock_products(
     y0, y1, y2, y3, y4,  # [R,N]
     gate,  # [R,n0]
     n0, n1, n2, n3, n4,
-    b1, b2, b3, b4,  # where the blocks of each part begin
+    b1, b2, b3, b4,  # the first block of each part
     R,
     K: tl.constexpr, PARTS: tl.constexpr, RELU_SQUARED: tl.constexpr, COLUMNS: tl.constexpr, GATE: tl.constexpr, BN: tl.constexpr,
     BM: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, APART: tl.constexpr, WARPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """y_i = x_i W_i^T, side by side. RELU_SQUARED: y_0 is relu(y_0)^2. GATE: y_0 is multiplied by sigmoid(gate)."""
+    """y_i = x_i W_i^T in one grid. RELU_SQUARED: y_0 becomes relu(y_0)^2. GATE: y_0 is multiplied by sigmoid(gate)."""
     block = tl.program_id(0)
     part = block * 0
     if PARTS > 1:
@@ -148,7 +148,7 @@ def penstock_low_rank(
     hidden,  # [R,PARTS,M]
     up,  # [PARTS,M,C]
     mu0, mu1, mu2, mu3, mu4,  # [C]
-    x, before,  # [R,C], the token and the one before it
+    x, before,  # [R,C], the token and the previous one
     y,  # [PARTS,R,C]; with ``DECAY`` [R,C] float32
     R, C,
     PARTS: tl.constexpr, M: tl.constexpr, DECAY: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
@@ -179,7 +179,7 @@ def penstock_low_rank(
 
 @triton.jit
 def summed(x, y, total, at, here, ADD: tl.constexpr):
-    """Values of x or, with ADD, of x + y, rounded as ``total`` is."""
+    """Values of x or, with ADD, of x + y, rounded to the dtype of ``total``."""
     values = tl.load(x + at, here, other=0.0)
     if ADD:
         added = values.to(tl.float32) + tl.load(y + at, here, other=0.0).to(tl.float32)
@@ -189,7 +189,7 @@ def summed(x, y, total, at, here, ADD: tl.constexpr):
 
 @triton.jit
 def centred(values, mean, here, CENTRE: tl.constexpr):
-    """In float32, with CENTRE less the mean."""
+    """x in float32; with CENTRE, minus the mean."""
     values = values.to(tl.float32)
     if CENTRE:
         values = tl.where(here, values - mean, 0.0)
@@ -208,7 +208,7 @@ def scaled(values, scale, weight, bias, BIAS: tl.constexpr):
 
 @triton.jit
 def moments(values, here, C, eps, CENTRE: tl.constexpr):
-    """Of the C values of a row: the mean, 0 without CENTRE, and the inverse of the deviation from it."""
+    """The mean of the C values of a row (0 without CENTRE), and the reciprocal of their deviation."""
     mean = 0.0
     if CENTRE:
         mean = tl.sum(values.to(tl.float32), 0) / C
@@ -220,7 +220,7 @@ def moments(values, here, C, eps, CENTRE: tl.constexpr):
 def summed_norm(
     x, y, total, weight, bias, r, c, C, eps, ADD: tl.constexpr, CENTRE: tl.constexpr, BIAS: tl.constexpr, STORE: tl.constexpr
 ):  # fmt: skip
-    """The norm of row r of x, or (``ADD``) of x + y, which is rounded and, with STORE, stored as ``total``: float32. c are all columns.
+    """The norm of row r of x, or (``ADD``) of x + y, which is rounded and, with STORE, stored as ``total``. Float32. c are all columns.
 
     ``weight`` and ``bias`` are values of the columns.
     """
@@ -234,7 +234,7 @@ def summed_norm(
 
 @triton.jit
 def interpolated(x, last, factor):
-    """x + (last - x) factor in float32, for last rounded as x is."""
+    """x + (last - x) factor in float32, where last is rounded to the dtype of x."""
     now = x.to(tl.float32)
     return now + (last.to(x.dtype).to(tl.float32) - now) * factor.to(tl.float32)
 
@@ -244,7 +244,7 @@ def penstock_shifted_norm(
     x, y,  # [R,C]
     total,  # [R,C], x + y
     weight, bias,  # [C]
-    pool, slots,  # [P,C], rows ``p_n`` apart; [N]
+    pool, slots,  # [P,C], row stride ``p_n``; [N]
     starts, ends,  # [R] int32; [N+1] int64
     normed, before,  # [R,C]
     mu0, mu1, mu2, mu3, mu4,  # [C]
@@ -253,12 +253,13 @@ def penstock_shifted_norm(
     ADD: tl.constexpr, CENTRE: tl.constexpr, BIAS: tl.constexpr, SLOTS: tl.constexpr, SINGLE: tl.constexpr, COUNT: tl.constexpr,
     COMPLEMENT: tl.constexpr, KEPT: tl.constexpr, BC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The sum, its norm, and its interpolations with the norm of the token before. A program has one token.
+    """The sum, its norm, and its interpolations with the norm of the previous token. One program per token.
 
-    ``starts`` is the sequence that begins with a token, or -1. Before the first token of a sequence is its row of the pool, which the last
-    token's norm replaces. The program of the first token does both and computes the last token's norm for it, so no other program waits.
-    Any other program computes the norm of the token before. SINGLE: each token is a sequence.
-    COMPLEMENT: factors are 1 - mu_i. KEPT: ``normed`` and ``before`` are stored. A negative slot: zeros are before, no row changes.
+    ``starts`` is the index of the sequence that begins at a token, or -1. The previous token of a sequence's first token is its row of the
+    pool. The norm of the last token replaces that row: the program of the first token reads the row, computes the last token's norm and
+    writes it, so no program waits for another one. Every other program computes the norm of the previous token.
+    SINGLE: each token is a sequence. COMPLEMENT: factors are 1 - mu_i. KEPT: ``normed`` and ``before`` are stored. For a negative slot, the
+    previous token is 0 and no row changes.
     """
     r = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BC)
@@ -273,7 +274,7 @@ def penstock_shifted_norm(
     begin(PDL)
     slot = r
     first = slot >= 0
-    other = r  # the last token of the sequence that begins here, else the token before
+    other = r  # the last token of the sequence that begins here, else the previous token
     if not SINGLE:
         slot = tl.load(starts + r).to(tl.int64)
         first = slot >= 0

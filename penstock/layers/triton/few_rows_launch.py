@@ -1,7 +1,6 @@
-"""Launches of the kernels of decode steps. All are without gradients; all tensors are contiguous.
+"""Launches of the kernels of decode steps. There are no gradients. All tensors are contiguous.
 
-``early``: the launch may begin while the kernel ahead of it runs, because that one and those before it do not write the weights, which this
-one reads before it waits.
+``early``: the launch may begin while the previous kernel runs. Before it waits, it reads weights, which no earlier kernel still writes.
 """
 
 from __future__ import annotations
@@ -21,48 +20,48 @@ from . import few_rows, launch, product, step
 from .rows import write_rows
 
 PARTS = 5
-"""Linear maps, or interpolations, of one launch, at most."""
+"""The most linear maps, or interpolations, of one launch."""
 ROWS = 32
-"""Tokens of one linear map, at most, whose kernel is faster than cuBLAS, whatever its size."""
+"""The most tokens for which the kernel of one linear map is faster than cuBLAS, whatever the size of the map."""
 LONG = 4096
-"""K from which on this holds on Hopper for twice as many tokens, because sums of parts of K take as long whatever K is. One NVIDIA H200, a
-step of 64 rows of RWKV-6 1.6B: 2.14 ms; 2.19 with cuBLAS for K = 7168, 2.16 with our kernel for K = 2048 too."""
+"""The least K for which this holds on Hopper for twice as many tokens: the time to add the parts of K does not depend on K. One NVIDIA
+H200, a step of 64 rows of RWKV-6 1.6B: 2.14 ms; 2.19 with cuBLAS for K = 7168, 2.16 with our kernel for K = 2048, too."""
 SHARED_ROWS = 128
-"""Of several maps in one launch, which has enough programs for larger tiles; more where Hopper's kernel has a form for them. One NVIDIA
-H200, a step of RWKV-6 1.6B by Triton's kernel: 128 rows 3.54 ms (4.02 by cuBLAS), 256 rows 4.74 ms (4.41)."""
+"""The most tokens of several maps in one launch, which has enough programs for larger tiles. Hopper's kernel has forms for more. One
+NVIDIA H200, a step of RWKV-6 1.6B by Triton's kernel: 128 rows 3.54 ms (4.02 by cuBLAS), 256 rows 4.74 ms (4.41)."""
 COUNTS = 256
-"""Tiles of a launch with K in parts, at most: each is computed by several multiprocessors."""
+"""The most tiles of a launch that splits K: several multiprocessors compute each tile."""
 
 
 class Tile(NamedTuple):
     """Sizes of ``penstock_products``."""
 
     BN: int
-    """Rows of a weight of a program."""
+    """Rows of a weight per program."""
     BM: int
-    """Rows of its input."""
+    """Rows of x per program."""
     BK: int
-    """Of K, each warp at a time or, if they do not sum apart, all together."""
+    """Elements of K per iteration: of each warp with APART, else of all warps together."""
     stages: int
-    """Blocks of K in flight, plus one."""
+    """One more than the blocks of K in flight."""
     apart: int
     """4: each warp sums over its own blocks of K."""
 
 
 def tile_of(rows: int) -> Tile:
-    """The tile for this number of rows. All of up to 32 rows give equal bits."""
+    """The tile for this number of rows. The tiles of up to 32 rows are bitwise equal."""
     if rows <= 32:
         return Tile(16, power(rows, 8), 64, 6 if rows <= 16 else 5, few_rows.WARPS)
     return Tile(64, 64 if rows <= 64 else 128, 64, 4, 1)
 
 
 def _early(x: Tensor, *prefetched: Tensor) -> dict[str, Any]:
-    """``launch.early``, if all tensors that are prefetched begin at a multiple of 16 bytes."""
+    """``launch.early``, if all prefetched tensors are aligned to 16 bytes."""
     return launch.early(x.device) if all(one.data_ptr() % 16 == 0 for one in prefetched) else {}
 
 
 def on_hopper(device: torch.device, name: str) -> Any:
-    """A module that launches kernels for Hopper, or None on other GPUs."""
+    """The launching module for Hopper, or None on other GPUs."""
     found = modules(__package__, name) if Target.of(device).arch == "sm_90" else None
     return None if found is None else found[0]
 
@@ -74,13 +73,13 @@ def _hopper(device: torch.device, weights: Sequence[Tensor]) -> Any:
 
 
 def _form(x: Tensor, weights: Sequence[Tensor], alike: bool) -> Any:
-    """How Hopper's kernel computes products of x [R,K], or None."""
+    """The form of Hopper's kernel for products of x [R,K], or None."""
     hopper = _hopper(x.device, weights)
     return None if hopper is None else hopper.form_of(x.shape[0], weights, Target.of(x.device).multiprocessors, alike=alike)
 
 
 def takes(x: Tensor, weights: Sequence[Tensor], alike: bool) -> bool:
-    """Whether ``products`` computes products of x [R,K]. ``alike``: with ``products_alike``; else where it is the fastest way."""
+    """Whether ``products`` should compute products of x [R,K]. ``alike``: with ``products_alike``; else where it is the fastest."""
     if alike:
         return _hopper(x.device, weights) is not None
     if x.shape[0] <= (ROWS if len(weights) == 1 else SHARED_ROWS):
@@ -95,7 +94,7 @@ def _streamed(
     inputs: Sequence[Tensor], weights: Sequence[Tensor], gate: Tensor | None, relu_squared: bool, fixed: bool,
     counts: Callable[[], Tensor] | None, alike: bool,
 ) -> list[Tensor] | None:  # fmt: skip
-    """``products`` by Hopper's kernel, or None where it has no form."""
+    """``products`` by Hopper's kernel, or None if it has no form for them."""
     x = inputs[0]
     form = _form(x, weights, alike) if x.shape[0] else None
     if form is None:
@@ -111,7 +110,7 @@ def products_alike(
     inputs: Sequence[Tensor], weights: Sequence[Tensor], gate: Tensor | None = None, *, relu_squared: bool = False, fixed: bool = False,
     counts: Callable[[], Tensor] | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """``products`` of any number of rows, whose bits do not depend on the other rows."""
+    """``products`` of any number of rows. To the bit, a row does not depend on the other rows."""
     found = _streamed(inputs, weights, gate, relu_squared, fixed, counts, True)
     if found is not None:
         return found
@@ -126,8 +125,8 @@ def products(
 ) -> list[Tensor]:  # fmt: skip
     """x_i W_i^T of x_i [R,K] and W_i [N,K], rounded once. The first weight may be the transpose of a contiguous tensor.
 
-    With ``relu_squared`` the first result y is relu(y)^2, with ``gate`` [R,N] it is y sigmoid(gate). ``fixed``: no kernel ahead writes
-    the weights, so that they may be read early. ``counts`` makes COUNTS int32 zeros, which are zeros again behind the launch.
+    With ``relu_squared`` the first result y becomes relu(y)^2, with ``gate`` [R,N] y sigmoid(gate). ``fixed``: no earlier kernel still
+    writes the weights, so they may be read early. ``counts`` returns COUNTS int32 zeros, which the launch resets to 0.
     """
     (R, K), x = inputs[0].shape, inputs[0]
     if tile is None and (found := _streamed(inputs, weights, gate, relu_squared, fixed, counts, False)) is not None:
@@ -172,7 +171,7 @@ def _low_rank(hidden: Tensor, up: Tensor, mu: list[Tensor], x: Tensor, before: T
 
 
 class Lasts(NamedTuple):
-    """The row of a pool of shift states that is still to be replaced, by a launch behind all that read it. One token."""
+    """A row of a pool of shift states that a later launch replaces, after all launches that read it. One token."""
 
     normed: Tensor
     """[1,C], the new row."""
@@ -182,7 +181,7 @@ class Lasts(NamedTuple):
     """[1]. A negative slot is skipped."""
 
     def write(self) -> None:
-        """Replace it by a launch of its own."""
+        """Replace the row in a launch of its own."""
         write_rows(self.normed, self.pool, self.slots)
 
 
@@ -192,9 +191,9 @@ class Shifted(NamedTuple):
     total: Tensor
     """x + y."""
     normed: Tensor
-    """Its norm; without ``kept`` it has no meaning."""
+    """Its norm; undefined without ``kept``."""
     before: Tensor
-    """The norm of the token before, or the row of the pool; without ``kept`` it has no meaning."""
+    """The norm of the previous token, or the row of the pool; undefined without ``kept``."""
     mixed: tuple[Tensor, ...]
     """normed + (before - normed) m_i."""
 
@@ -203,13 +202,13 @@ def shifted_norm(
     x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, pool: Tensor, slots: Tensor | None, mu: list[Tensor],
     spans: tuple[Tensor, Tensor] | None = None, *, centre: bool, complement: bool, kept: bool, early: bool = False,
 ) -> Shifted:  # fmt: skip
-    """The norm of x + y (x if there is no y), of x and y [R,C], and its interpolations with the norm of the token before.
+    """The norm of x + y (x if there is no y), of x and y [R,C], and its interpolations with the norm of the previous token.
 
-    That of the first token of a sequence is its row of the pool, which the norm of its last token replaces.
+    For the first token of a sequence, the previous norm is its row of the pool. The norm of the last token replaces that row.
 
-    pool [P,C] has contiguous rows; slots [N], without them sequence n has row n. ``spans``: the sequence that begins with each token, or
-    -1, int32 [R], and where sequences begin, and the end, int64 [N+1]; without them each token is a sequence. ``complement``: m_i = 1 -
-    mu_i, else mu_i [C].
+    pool [P,C] has contiguous rows; slots [N], without them sequence n has row n. ``spans``: the index of the sequence that begins at each
+    token, or -1, int32 [R]; and the first token of each sequence, and the end, int64 [N+1]. Without them each token is a sequence.
+    ``complement``: m_i = 1 - mu_i, else mu_i [C].
     """
     R, C = x.shape
     total = x if y is None else torch.empty_like(x)
@@ -228,13 +227,13 @@ def shifted_norm(
 
 
 REGISTERS = 168
-"""Of a thread with 64 float32 of a state, at most, as in the kernel of updates in place."""
+"""The most registers of a thread that holds 64 float32 of a state, as in the kernel of updates in place."""
 
 
 def step_warps(rows: int, heads: int, multiprocessors: int, size: int) -> int:
-    """Warps of a program of ``penstock_rwkv_step`` whose tiles have ``size`` elements: few, so that its sums stay within a warp.
+    """Warps per program of ``penstock_rwkv_step`` for tiles of ``size`` elements: few, so that sums stay within a warp.
 
-    One warp for a head of 64, with 128 elements of the state and 64 of ``up`` a thread; two if there are no more programs than
+    One warp for a head of 64: a thread then holds 128 elements of the state and 64 of ``up``. Two warps if there are no more programs than
     multiprocessors.
     """
     least = power(-(-size // 6144), 1)
@@ -249,8 +248,8 @@ def rwkv_step(
     """y [R,H,V] of a step of RWKV-6: r and k [R,H,K], v and gate [R,H,V], low [R,M], up [M,H*K], weight and shift of the norm [H*V].
 
     u and bias of the decay [H,K] and the pool [P,H,K,V] may have any strides; the pool is updated in place. slots [R]; without them token
-    r has row r. Without low and up, the decay is -exp(bias), that of RWKV-5. ``lasts``: a row of a shift
-    state that is replaced, of the same slot; there is one token then.
+    r has row r. Without low and up, the decay is -exp(bias), that of RWKV-5. ``lasts``: the row of a shift
+    state to replace, of the same slot; there is one token then.
     """
     (R, H, K), V, M = r.shape, v.shape[-1], 0 if up is None else up.shape[0]
     y, BK, BV, BM, pdl = torch.empty_like(v), power(K), power(V), power(M), launch.early(v.device)

@@ -21,7 +21,7 @@ def penstock_norm_gate_fwd(
     R, H, V, h_step, eps,
     CENTRE: tl.constexpr, AFFINE: tl.constexpr, BIAS: tl.constexpr, BR: tl.constexpr, BV: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """y = norm(x) silu(gate). The norm is over V: with ``CENTRE`` a layer norm, else by the root mean square."""
+    """y = norm(x) silu(gate). The norm is over V: with ``CENTRE`` a layer norm, else an RMS norm."""
     h = tl.program_id(1)
     r = tl.program_id(0) * BR + tl.arange(0, BR)
     v = tl.arange(0, BV)
@@ -39,7 +39,7 @@ def penstock_norm_gate_fwd(
 
 @triton.jit
 def _normed(x, at, here, v, V, eps, CENTRE: tl.constexpr):
-    """The normed rows, and 1 / their deviation [BR,1]."""
+    """The normed rows, and the reciprocal of their deviation [BR,1]."""
     values = tl.load(x + at, here, other=0.0).to(tl.float32)
     if CENTRE:
         values -= tl.sum(values, 1)[:, None] / V
@@ -50,7 +50,7 @@ def _normed(x, at, here, v, V, eps, CENTRE: tl.constexpr):
 
 @triton.jit
 def _normed_back(d, normed, scale, V, CENTRE: tl.constexpr):
-    """The gradient of the input of ``_normed`` for that of its result, d [BR,BV]."""
+    """The gradient of the input of ``_normed`` from d [BR,BV], the gradient of its result."""
     back = d - normed * (tl.sum(d * normed, 1)[:, None] / V)
     if CENTRE:
         back -= tl.sum(d, 1)[:, None] / V
@@ -66,7 +66,7 @@ def penstock_add_norm(
     C, eps,
     ADD: tl.constexpr, CENTRE: tl.constexpr, BIAS: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """The sum, rounded, and its norm: ``CENTRE``: a layer norm, else by the root mean square. A program computes one token."""
+    """The sum, rounded, and its norm: with ``CENTRE`` a layer norm, else an RMS norm. One program per token."""
     r = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BC)
     here = c < C
@@ -86,7 +86,7 @@ def penstock_add_norm_bwd(
     R, C, eps, each,
     ADD: tl.constexpr, CENTRE: tl.constexpr, BIAS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """A program takes ``each`` blocks of BR tokens. ADD: there is a ``d_total``."""
+    """A program computes ``each`` blocks of BR tokens. ADD: there is a ``d_total``."""
     p = tl.program_id(0)
     c = tl.arange(0, BC)
     w = tl.load(weight + c, c < C, other=0.0).to(tl.float32)
@@ -97,7 +97,7 @@ def penstock_add_norm_bwd(
         here = (r < R)[:, None] & (c < C)[None, :]
         at = r.to(tl.int64)[:, None] * C + c[None, :]
         d = tl.load(d_normed + at, here, other=0.0).to(tl.float32)
-        residual = tl.load(d_total + at, here, other=0.0) if ADD else 0.0  # in flight before the first sum, as the others
+        residual = tl.load(d_total + at, here, other=0.0) if ADD else 0.0  # in flight before the first sum, as the other loads
         normed, scale = _normed(total, at, here, c, C, eps, CENTRE)
         dw += d * normed
         if BIAS:
@@ -122,7 +122,7 @@ def penstock_norm_gate_bwd(
     R, H, V, h_step, eps, each,
     CENTRE: tl.constexpr, AFFINE: tl.constexpr, BIAS: tl.constexpr, AGAIN: tl.constexpr, BR: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """A program takes ``each`` blocks of BR tokens of one head. AGAIN: the result of the forward pass is stored as y."""
+    """A program computes ``each`` blocks of BR tokens of one head. AGAIN: recompute the forward result and store it as y."""
     p, h = tl.program_id(0), tl.program_id(1)
     v = tl.arange(0, BV)
     w = tl.full([BV], 1.0, tl.float32)
@@ -131,7 +131,7 @@ def penstock_norm_gate_bwd(
         w = tl.load(weight + h * h_step + v, v < V, other=0.0).to(tl.float32)
     if BIAS:
         b = tl.load(bias + h * h_step + v, v < V, other=0.0).to(tl.float32)
-    dw = tl.zeros([BR, BV], tl.float32)  # summed over rows behind the loop, which so has no barriers for it
+    dw = tl.zeros([BR, BV], tl.float32)  # reduced over rows after the loop: no barriers inside
     db = tl.zeros([BR, BV], tl.float32)
     for block in range(each):
         r = (p * each + block) * BR + tl.arange(0, BR)
@@ -172,14 +172,14 @@ def penstock_gated_fwd(a, b, y, size, ACTIVATION: tl.constexpr, BLOCK: tl.conste
 
 @triton.jit
 def penstock_gated_bwd(a, b, dy, da, db, size, ACTIVATION: tl.constexpr, AGAIN: tl.constexpr, BLOCK: tl.constexpr):
-    """Gradients of a and b. AGAIN: the result of the forward pass replaces dy."""
+    """Gradients of a and b. AGAIN: recompute the forward result and overwrite dy with it."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = at < size
     z = tl.load(a + at, here, other=0.0).to(tl.float32)
     d = tl.load(dy + at, here, other=0.0).to(tl.float32)
     other = tl.load(b + at, here, other=0.0).to(tl.float32)
     share = tl.sigmoid(z)
-    slope = share * tl.sigmoid(-z)  # 1 - share has few digits where share is near 1
+    slope = share * tl.sigmoid(-z)  # 1 - share would lose digits where share is near 1
     if ACTIVATION == SILU:
         slope = share * (1 + z * (1 - share))
         share *= z
@@ -205,7 +205,7 @@ def penstock_pointwise_fwd(x, y, size, ACTIVATION: tl.constexpr, BLOCK: tl.const
 
 @triton.jit
 def penstock_pointwise_bwd(x, dy, dx, size, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
-    """dx = activation'(x) dy, from x: a rounded result near 1 is not enough."""
+    """dx = activation'(x) dy, computed from x: from a rounded result near 1 it would be inexact."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     z = tl.load(x + at, at < size, other=0.0).to(tl.float32)
     d = tl.load(dy + at, at < size, other=0.0).to(tl.float32)
@@ -216,7 +216,7 @@ def penstock_pointwise_bwd(x, dy, dx, size, ACTIVATION: tl.constexpr, BLOCK: tl.
         share = tl.exp(-2 * tl.abs(z))
         d *= 4 * share / ((1 + share) * (1 + share))
     else:
-        d *= tl.exp(tl.where(z > 0, 0.0, z))  # a NaN stays one
+        d *= tl.exp(tl.where(z > 0, 0.0, z))  # keeps NaN
     tl.store(dx + at, d.to(dx.dtype.element_ty), at < size)
 
 
@@ -225,7 +225,7 @@ def penstock_relu_squared_fwd(x, y, size, BLOCK: tl.constexpr):
     """y = relu(x)^2."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     z = tl.load(x + at, at < size, other=0.0).to(tl.float32)
-    z = tl.where(z < 0, 0.0, z)  # a NaN stays one
+    z = tl.where(z < 0, 0.0, z)  # keeps NaN
     tl.store(y + at, (z * z).to(y.dtype.element_ty), at < size)
 
 
@@ -265,11 +265,11 @@ def penstock_decay_bwd(
     R, C, each,
     BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """dx = w dw, with w computed again. A program takes ``each`` blocks of BR tokens."""
+    """dx = w dw, with w recomputed. A program computes ``each`` blocks of BR tokens."""
     p = tl.program_id(0)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     b = tl.load(bias + c, c < C, other=0.0).to(tl.float32)[None, :]
-    sums = tl.zeros([BR, BC], tl.float32)  # summed over rows behind the loop, which so has no barriers for it
+    sums = tl.zeros([BR, BC], tl.float32)  # reduced over rows after the loop: no barriers inside
     for block in range(each):
         r = (p * each + block) * BR + tl.arange(0, BR)
         here = (r < R)[:, None] & (c < C)[None, :]
@@ -285,7 +285,7 @@ def penstock_decay_bwd(
 def softplus(x):
     """log(1 + exp(x)) = max(x, 0) + log(1 + y) with y = exp(-abs(x)).
 
-    log(1 + y) = 2 atanh(s), s = y / (2 + y), by its series to s^15, because tl.log is not exact near 1, where small results are.
+    log(1 + y) = 2 atanh(s), s = y / (2 + y), by its series up to s^15: tl.log is inexact near 1, where results are small.
     """
     y = tl.exp(-tl.abs(x))
     s = y / (2 + y)

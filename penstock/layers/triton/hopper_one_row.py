@@ -1,7 +1,7 @@
-"""Kernels of a decode step of one token of RWKV-6 on Hopper that begin with a norm, in Gluon; linear maps are in them or behind them.
+"""Gluon kernels for a decode step of one token of RWKV-6 on Hopper. They begin with a norm; linear maps are in them or follow them.
 
-All programs read the last token's norm, a row of the pool of shift states, so a launch behind replaces it by ``normed``. Before the wait
-for the kernel ahead only weights and the slot are read. No kernel of a graph writes weights; the slot is read again behind the wait.
+All programs read the last token's norm, a row of the pool of shift states, so a later launch replaces it by ``normed``. Before the wait
+for the previous kernel, only weights and the slot are read. No kernel of a graph writes weights; the slot is read again after the wait.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from .few_rows import centred, interpolated, moments, scaled, selected, summed
 from .hopper_products import UNIT, panels
 from .token_shift import tanh
 
-WARPS = gl.constexpr(8)  # of a program of low-rank maps
+WARPS = gl.constexpr(8)  # per program of low-rank maps
 PARTS = gl.constexpr(5)  # interpolations of a time mix
-HEIGHT = gl.constexpr(64)  # weights of a program of linear maps
-GROUPS = gl.constexpr(2)  # blocks of 64 of K of a stage
+HEIGHT = gl.constexpr(64)  # rows of a weight per program of linear maps
+GROUPS = gl.constexpr(2)  # blocks of 64 elements of K per stage
 LINES = gl.constexpr(8)  # columns of a product
 
 
 @gluon.jit
 def likely(slots, P):
-    """A row of a pool [P,C] that may be read before it is known whether the slot is it: a kernel ahead may still write the slot."""
+    """The index of a row of a pool [P,C] to read speculatively: an earlier kernel may still change the slot."""
     return gl.minimum(gl.maximum(gl.load(slots).to(gl.int64), 0), P - 1)
 
 
 @gluon.jit
 def of_slot(values, pool, p_n, slot, place, c, here):
-    """Values of the row of a slot, zeros for a negative slot: ``values`` if it is the row ``place``, which was read before."""
+    """The values of a slot's row, zeros for a negative slot. If the row is ``place``, they are ``values``, which were read before."""
     if slot != place:
         values = gl.load(pool + slot * p_n + c, mask=here & (slot >= 0), other=0.0)
     return values
@@ -40,9 +40,9 @@ def of_slot(values, pool, p_n, slot, place, c, here):
 
 @gluon.jit
 def by_warps(a, b, BM: gl.constexpr):
-    """Sums over K of W [K,BM] times b [K]: ``a`` [WARPS*BM,K/WARPS] has a part of K for each warp, one below another.
+    """Sums over K of W [K,BM] times b [K]: ``a`` [WARPS*BM,K/WARPS] stacks one part of K per warp.
 
-    The parts of b are the columns of the right operand. Of the product [WARPS*BM,WARPS], the diagonal blocks are used.
+    The parts of b are the columns of the right operand. Only the diagonal blocks of the product [WARPS*BM,WARPS] are used.
     """
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
     parts = gl.permute(gl.reshape(b, [WARPS, b.shape[0] // WARPS]), [1, 0])
@@ -57,7 +57,7 @@ def penstock_shifted_low_rank(
     x, y,  # [C]
     total,  # [C], x + y
     weight, bias,  # [C]
-    pool, slots,  # [P,C], rows ``p_n`` apart; [1]
+    pool, slots,  # [P,C], row stride ``p_n``; [1]
     normed,  # [C]
     mu,  # [C]
     down,  # [C,PARTS*M]
@@ -68,12 +68,12 @@ def penstock_shifted_low_rank(
     ADD: gl.constexpr, CENTRE: gl.constexpr, BIAS: gl.constexpr, M: gl.constexpr, BM: gl.constexpr, BC: gl.constexpr, BN: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
-    """y_i = z + (p - z) m_i, m_i = mu_i + tanh((z + (p - z) mu) down_i) up_i, by (columns, part i).
+    """Program (columns, part i): y_i = z + (p - z) m_i, m_i = mu_i + tanh((z + (p - z) mu) down_i) up_i.
 
     z is the norm of x + y, as ``penstock_shifted_norm`` computes it for single tokens, and p the row of the pool.
 
-    No program waits for another one: each computes the norm and the tanh of its part again. The weights are in registers before the wait
-    for the kernel ahead: shared memory is left to the weights of the launch behind.
+    No program waits for another one: each recomputes the norm and the tanh of its part. The weights are loaded to registers before the
+    wait for the previous kernel. So shared memory is free for the weights of the next launch.
     """
     if PDL:
         cuda.gdc_launch_dependents()
@@ -107,7 +107,7 @@ def penstock_shifted_low_rank(
 
     if PDL:
         cuda.gdc_wait()
-    slot = gl.load(slots, volatile=PDL).to(gl.int64)  # not the value from before the wait
+    slot = gl.load(slots, volatile=PDL).to(gl.int64)  # reload: the value may be older than the wait
     last = gl.load(pool + place * p_n + c, mask=here, other=0.0)
     n_last = gl.load(pool + place * p_n + n, mask=mine, other=0.0)
     values = summed(x, y, total, c, here, ADD)
@@ -130,7 +130,7 @@ def penstock_shifted_low_rank(
 
 @gluon.jit
 def put_token(token, mu, x_s, STORE, C, eps, ADD: gl.constexpr, CENTRE: gl.constexpr, BIAS: gl.constexpr, PDL: gl.constexpr):
-    """Wait for the kernel ahead, and put the interpolation into ``x_s``, 64 columns a row. STORE: the sum and its norm are stored."""
+    """Wait for the previous kernel, and write the interpolation to ``x_s``, 64 columns per row. STORE: store the sum and its norm."""
     x, y, total, weight, bias, pool, slots, normed, P, p_n = token
     BLOCKS: gl.constexpr = x_s.shape[0] * LINES
     half: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -145,7 +145,7 @@ def put_token(token, mu, x_s, STORE, C, eps, ADD: gl.constexpr, CENTRE: gl.const
     place = likely(slots, P)
     if PDL:
         cuda.gdc_wait()
-    slot = gl.load(slots, volatile=PDL).to(gl.int64)  # not the value from before the wait
+    slot = gl.load(slots, volatile=PDL).to(gl.int64)  # reload: the value may be older than the wait
     last = gl.load(pool + place * p_n + c, mask=here, other=0.0)
     values = summed(x, y, total, c, here, ADD)
     mean, deviation = moments(values, here, C, eps, CENTRE)
@@ -163,7 +163,7 @@ def put_token(token, mu, x_s, STORE, C, eps, ADD: gl.constexpr, CENTRE: gl.const
 
 @gluon.jit
 def ask(w_tiles, w_s, w_bars, n, i, there):
-    """Start to load stage i of weights from row n on."""
+    """Start to load stage i of the weights from row n on."""
     half: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     s = i % w_s.shape[0]
     stage = panels(w_s.index(s), [HEIGHT, GROUPS * UNIT], half)
@@ -172,7 +172,7 @@ def ask(w_tiles, w_s, w_bars, n, i, there):
 
 @gluon.jit
 def ask_first(w_tiles, w_s, w_bars, n):
-    """Start to load weights from row n on, as many stages as the ring has."""
+    """Start to load the weights from row n on into all stages of the ring."""
     for i in range(w_s.shape[0]):
         mbarrier.expect(w_bars.index(i), w_tiles.block_type.nbytes)
     meet()
@@ -182,10 +182,10 @@ def ask_first(w_tiles, w_s, w_bars, n):
 
 @gluon.jit
 def add_up(w_tiles, y, n, N, x_s, w_s, w_bars, K: gl.constexpr, RELU_SQUARED: gl.constexpr):
-    """Weights n to n + HEIGHT times x.
+    """Rows n to n + HEIGHT of the weight times x.
 
-    A product has LINES columns at least, and LINES blocks of x lie together, so a block of weights is multiplied by all of them. Of its
-    product with block j, column j % LINES is used: there are LINES sums, each with one column that counts.
+    The minimum width of a product is LINES columns, so a block of weights is multiplied by LINES consecutive blocks of x. Of the product
+    for block j, only column j % LINES is used: there are LINES sums with one valid column each.
     """
     EACH: gl.constexpr = LINES // GROUPS  # stages for LINES blocks
     STAGES: gl.constexpr = w_s.shape[0]
@@ -227,20 +227,20 @@ def penstock_shifted_products(
     x, y,  # [K]
     total,  # [K], x + y
     weight, bias,  # [K]
-    pool, slots,  # [P,K], rows ``p_n`` apart; [1]
+    pool, slots,  # [P,K], row stride ``p_n``; [1]
     normed,  # [K]
     mu0, mu1,  # [K]
     y0, y1,  # [N]
     n0, n1,
-    b1,  # where the programs of w1 begin
+    b1,  # the first program of w1
     P, p_n, eps,
     K: gl.constexpr, ADD: gl.constexpr, CENTRE: gl.constexpr, BIAS: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
-    """Of a channel mix, y_0 = relu(W_0 (z + (p - z) mu_0))^2 and y_1 = W_1 (z + (p - z) mu_1), by tile of weights.
+    """Channel mix: y_0 = relu(W_0 (z + (p - z) mu_0))^2 and y_1 = W_1 (z + (p - z) mu_1), one program per tile of weights.
 
-    z is the norm of x + y and p the row of the pool. Each program computes the norm itself, in place of a launch that all programs wait
-    for. PDL: as many weights as the ring has stages are read before the wait for the kernel ahead.
+    z is the norm of x + y and p the row of the pool. Each program computes the norm itself, which saves a launch. PDL: all stages of the
+    ring of weights are loaded before the wait for the previous kernel.
     """
     if PDL:
         cuda.gdc_launch_dependents()

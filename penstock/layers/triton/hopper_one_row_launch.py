@@ -1,6 +1,6 @@
-"""Launches of a decode step of one token of RWKV-6 on Hopper, each with that of the linear maps behind it.
+"""Launches for a decode step of one token of RWKV-6 on Hopper, each with the launch of the linear maps that follow.
 
-All tensors are contiguous and of 16 bits. No kernel just ahead writes weights, interpolation factors and parameters of norms.
+All tensors are contiguous, with dtypes of 16 bits. No kernel still writes weights, interpolation factors or parameters of norms.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ from .hopper_products_launch import UNIT
 WARPS, PARTS = kernels.WARPS.value, kernels.PARTS.value
 HEIGHT, GROUPS, LINES = kernels.HEIGHT.value, kernels.GROUPS.value, kernels.LINES.value
 COLUMNS = 256
-"""Of a program of low-rank maps. With 512, a step took 1.217 times the time in place of 1.191 (H200, before the maps behind changed)."""
+"""Columns per program of low-rank maps. With 512, a step took 1.217 times the time instead of 1.191 (H200, with earlier forms of the next
+maps)."""
 WEIGHTS = 2**16
-"""Of a part of ``down``, at most: half of the registers of a multiprocessor."""
+"""The most weights of a part of ``down``: half of a multiprocessor's registers."""
 RANK = 64
-"""M, at most, as for ``token_shift``."""
+"""The largest M, as for ``token_shift``."""
 REGISTERS = 216
-"""Of a thread of low-rank maps, at most, so that a program runs beside those of the launches ahead and behind, which fill the shared
-memory."""
+"""The most registers per thread of low-rank maps. So a program can run beside those of the previous and the next launch, which fill the
+shared memory."""
 STAGES = 6
-"""Of the ring of weights, as for the same maps with given inputs. Two programs share a multiprocessor."""
+"""Stages of the ring of weights, as for the same maps without the norm. Two programs share a multiprocessor."""
 
 
 class Shift(NamedTuple):
@@ -47,7 +48,7 @@ class Shift(NamedTuple):
     """[C]"""
     eps: float
     centre: bool
-    """True: layer norm. False: norm by the root mean square."""
+    """True: layer norm. False: RMS norm."""
     pool: Tensor
     """[P,C], contiguous rows, at least one."""
     slots: Tensor
@@ -57,19 +58,19 @@ class Shift(NamedTuple):
 
 
 class Arguments(NamedTuple):
-    """Of a launch."""
+    """The arguments of a launch."""
 
     programs: tuple[int, ...]
     tiles: list[tuple[Tensor, dict[str, Any]]]
-    """Weights, and what their descriptors share."""
+    """Weights, and the fields that their descriptors share."""
     given: list[Any]
     constants: dict[str, Any]
 
 
 def takes_low_rank(up: Tensor, weights: Sequence[Tensor]) -> bool:
-    """Whether ``low_rank_maps`` computes low-rank maps up [5,M,C] and the linear maps behind them: all weights fit into registers.
+    """Whether ``low_rank_maps`` takes low-rank maps up [5,M,C] and the linear maps after them: all weights fit into registers.
 
-    So few weights that ``form_of`` sums K in parts were not measured.
+    Weights so small that ``form_of`` splits K were not measured.
     """
     n, M, C = up.shape
     fits = n == PARTS == len(weights) and M <= RANK and _padded(C) * power(M) <= WEIGHTS
@@ -81,7 +82,7 @@ def _padded(C: int) -> int:
 
 
 def low_rank_arguments(shift: Shift, mu: Tensor, down: Tensor, up: Tensor, results: Sequence[Tensor], *, early: bool) -> Arguments:
-    """Those of ``penstock_shifted_low_rank``. ``results``: the sum, its norm, and the interpolations [5,1,C]."""
+    """The arguments of ``penstock_shifted_low_rank``. ``results``: the sum, its norm, and the interpolations [5,1,C]."""
     x, y, weight, bias, eps, centre, pool, slots, factors = shift
     total, normed, shifted = results
     C, M = x.shape[1], up.shape[1]
@@ -97,7 +98,7 @@ def low_rank_arguments(shift: Shift, mu: Tensor, down: Tensor, up: Tensor, resul
 
 
 def low_rank_maps(shift: Shift, mu: Tensor, down: Tensor, up: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor], Lasts]:
-    """The sum of a ``Shift`` and the products of the weights [N,C] and the interpolations that RWKV-6 has, by two launches.
+    """The sum of a ``Shift``, and the products of the weights [N,C] with RWKV-6's interpolations, in two launches.
 
     mu [C], down [C,5*M], up [5,M,C]. The first weight may be the transpose of a contiguous tensor. The pool does not change.
     """
@@ -110,14 +111,14 @@ def low_rank_maps(shift: Shift, mu: Tensor, down: Tensor, up: Tensor, weights: S
 
 
 def takes_channel_mix(key: Tensor, receptance: Tensor, value: Tensor) -> bool:
-    """Whether ``channel_mix`` computes these maps, of which key and receptance are so many weights that a program sums over all of K."""
+    """Whether ``channel_mix`` takes these maps: key and receptance are so large that a program sums over all of K."""
     (F, C), both = key.shape, [key, receptance]
     same = receptance.shape == (C, C) and value.shape == (C, F)
     return same and C % (LINES * UNIT) == 0 and maps.split_of(both) == 1 and maps.takes(both) and maps.takes([value])
 
 
 def channel_arguments(shift: Shift, weights: Sequence[Tensor], results: Sequence[Tensor], *, early: bool) -> Arguments:
-    """Those of ``penstock_shifted_products``. ``results``: the sum, its norm, and the two products."""
+    """The arguments of ``penstock_shifted_products``. ``results``: the sum, its norm, and the two products."""
     x, y, weight, bias, eps, centre, pool, slots, factors = shift
     K, rows = x.shape[1], [one.shape[0] for one in weights]
     total, normed, *products = results
@@ -134,7 +135,7 @@ def channel_arguments(shift: Shift, weights: Sequence[Tensor], results: Sequence
 
 
 def channel_mix(shift: Shift, key: Tensor, receptance: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """The sum of a ``Shift`` and the channel mix of its norm, by two launches. The norm replaces the row of the pool."""
+    """The sum of a ``Shift``, and the channel mix of its norm, in two launches. The norm replaces the row of the pool."""
     x, y = shift.x, shift.y
     results = [x if y is None else torch.empty_like(x), torch.empty_like(x), x.new_empty(1, key.shape[0]), torch.empty_like(x)]
     programs, tiles, given, constants = channel_arguments(shift, [key, receptance], results, early=True)
@@ -143,6 +144,6 @@ def channel_mix(shift: Shift, key: Tensor, receptance: Tensor, value: Tensor) ->
     )
     total, normed, hidden, gate = results
     form = maps.form_of(1, [value], Target.of(x.device).multiprocessors)
-    assert form is not None  # of one row
+    assert form is not None  # there is always a form for one row
     (found,) = maps.products([hidden], [value], gate, form=form, early=True, lasts=Lasts(normed, shift.pool, shift.slots))
     return total, found

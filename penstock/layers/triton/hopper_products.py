@@ -1,17 +1,17 @@
-"""Linear maps of up to some hundred rows on Hopper, in Gluon: the weights stream through shared memory.
+"""Linear maps with up to a few hundred rows on Hopper, in Gluon: the weights stream through shared memory.
 
 A program has BN rows of a weight and BM rows of x. The tensor memory accelerator (TMA) loads blocks of K of each into a ring of stages.
-The programs of one tile of weights are neighbours, so memory is read once and the L2 cache by the others.
-With programmatic dependent launch (PDL), the weights of all stages are loaded before the wait for the kernel ahead, so memory is read
+Programs that share a tile of weights are adjacent in the grid: one reads it from memory, the others from the L2 cache.
+With programmatic dependent launch (PDL), the weights of all stages are loaded before the wait for the previous kernel. So memory is read
 while the kernels between two launches run.
 
-K is summed in SPLIT parts, whose sums are added in order: part q has each SPLIT-th block of 64 from block q on. A part is a chain of
-products of 64 rows of the left operand, so its bits depend neither on the number of rows of x nor on the tile:
+K is split into SPLIT parts, whose sums are added in order: part q has every SPLIT-th block of 64 from block q on. A part is a chain of
+products with 64 rows of the left operand, so its bits depend neither on the number of rows of x nor on the tile:
 
-- APART parts stand side by side: the left operand [HEIGHT,64] has BN = HEIGHT / APART weights in each of them, the right one the rows of x
-  in each of them. Of their product [HEIGHT,APART*BM], the diagonal blocks are used. A stage has the operands of GROUPS such products.
-  HEIGHT is 64, or 128 for two groups of four warps.
-- SPREAD parts have programs of their own. Of a tile, the program that ends last adds the sums of all.
+- APART parts share one product: the left operand [HEIGHT,64] has BN = HEIGHT / APART rows of the weight for each part, the right operand
+  the rows of x for each part. Only the diagonal blocks of the product [HEIGHT,APART*BM] are used. A stage has the operands of GROUPS such
+  products. HEIGHT is 64, or 128 for two groups of four warps.
+- SPREAD parts have programs of their own. The last program of a tile to finish adds the sums of all parts.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from triton.language.extra import cuda
 
 from ...gpu.hopper_tiles import async_load, meet, reinterpret
 
-UNIT = gl.constexpr(64)  # of K: a block, whose rows are 128 bytes
+UNIT = gl.constexpr(64)  # elements of K per block: its rows are 128 bytes
 
 
 @gluon.jit
 def panels(tile, shape: gl.constexpr, layout: gl.constexpr):
-    """A tile [COUNT * n,64] as the tile that TMA writes there, COUNT blocks of 64 columns: [n,64 * COUNT] (COLUMNS: [64 * COUNT,n])."""
+    """View a tile [COUNT * n,64] as the tile that TMA writes, COUNT blocks of 64 columns: [n,64 * COUNT] (COLUMNS: [64 * COUNT,n])."""
     return reinterpret(tile, tile.dtype, shape, layout)
 
 
 @gluon.jit
 def ask(tiles, ring, bars, line, i, there, layout: gl.constexpr, COLUMNS: gl.constexpr, SPREAD: gl.constexpr):
-    """Start to load block i of this program's part of K from row ``line`` on, or from column ``line`` on of a tensor [K,n]."""
+    """Start to load block i of this program's part of K, from row ``line`` on; of a tensor [K,n], from column ``line`` on."""
     s = i % ring.shape[0]
     shape: gl.constexpr = tiles.block_shape
     if SPREAD > 1:
@@ -47,7 +47,7 @@ def ask(tiles, ring, bars, line, i, there, layout: gl.constexpr, COLUMNS: gl.con
 
 @gluon.jit
 def added(product, sums, BN: gl.constexpr, layout: gl.constexpr):
-    """The diagonal blocks of a product, added in order. ``sums`` is memory for it."""
+    """The diagonal blocks of a product, added in order. ``sums`` is scratch memory."""
     PARTS: gl.constexpr = sums.shape[0] // BN
     BM: gl.constexpr = sums.shape[1] // PARTS
     meet()
@@ -61,7 +61,7 @@ def added(product, sums, BN: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def places(n, m, N, R, BN: gl.constexpr, BM: gl.constexpr, layout: gl.constexpr):
-    """Where the results [BN,BM] of weights from n on and rows from m on are in [R,N], and which of them there are."""
+    """Offsets and mask in [R,N] of the results [BN,BM] for weights from n on and rows from m on."""
     row = n + gl.arange(0, BN, gl.SliceLayout(1, layout))[:, None]
     m += gl.arange(0, BM, gl.SliceLayout(0, layout))[None, :]
     return m * N + row, (row < N) & (m < R)
@@ -72,7 +72,7 @@ def finish(
     o, z, x_s, y, gate, n, m, N, R, mma: gl.constexpr, out: gl.constexpr, RELAY: gl.constexpr, RELU_SQUARED: gl.constexpr,
     GATE: gl.constexpr,
 ):  # fmt: skip
-    """Store results [BN,BM]. RELAY: they are rearranged in the memory of the ring of x. z: the gate, if it was loaded before."""
+    """Store results [BN,BM]. RELAY: change their layout through the memory of the ring of x. z: the gate, if it was loaded before."""
     BN: gl.constexpr = o.shape[0]
     BM: gl.constexpr = o.shape[1]
     relay: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [0, 1])
@@ -101,7 +101,7 @@ def product(
     K: gl.constexpr, BM: gl.constexpr, APART: gl.constexpr, GROUPS: gl.constexpr, SPREAD: gl.constexpr, PDL: gl.constexpr,
     RELU_SQUARED: gl.constexpr, COLUMNS: gl.constexpr, GATE: gl.constexpr, LASTS: gl.constexpr = False,
 ):  # fmt: skip
-    """Weights n to n + BN of one map, for a block of BM rows of x."""
+    """Rows n to n + BN of one weight times a block of BM rows of x."""
     gate, normed, pool, slots, p_n, parts, counts, R = others
     x_bars, w_bars, warm = bars
     HEIGHT: gl.constexpr = w_s.shape[1] // GROUPS
@@ -134,7 +134,7 @@ def product(
     for i in range(FIRST):
         ask(w_tiles, w_s, w_bars, n, i, True, narrow, COLUMNS, SPREAD)
     if PDL:
-        ask(x_tiles, x_s, warm, R, 0, True, half, False, SPREAD)  # rows behind the last one: the descriptor is read, x is not
+        ask(x_tiles, x_s, warm, R, 0, True, half, False, SPREAD)  # rows past the end: fetches the descriptor, not x
         cuda.gdc_wait()
         mbarrier.wait(warm.index(0), 0)
     for i in range(X_FIRST):
@@ -143,7 +143,7 @@ def product(
     if GATE and not RELAY:
         to, here = places(n, m, N, R, BN, BM, out)
         z = gl.load(gate + to, mask=here, other=0.0)
-    if LASTS:  # stored behind the products, which so do not wait for it
+    if LASTS:  # stored after the products, so they do not wait for it
         c = n + gl.arange(0, BN, gl.BlockedLayout([1], [32], [WARPS], [0]))
         slot = gl.load(slots).to(gl.int64)
         last = gl.load(normed + c, mask=c < N, other=0.0)
@@ -161,7 +161,7 @@ def product(
             b = x_s.index(x_stage).slice(g * WIDE, WIDE).permute((1, 0))
             o = warpgroup_mma(a, b, o, is_async=True)
         o = warpgroup_mma_wait(GROUPS, [o])
-        if STEPS > STAGES or STEPS > X_STAGES:  # the products before these are done: their stages get the next blocks
+        if STEPS > STAGES or STEPS > X_STAGES:  # the previous products are done: load the next blocks into their stages
             later = i - 1 + STAGES
             x_later = i - 1 + X_STAGES
             there = (i > 0) & (later < STEPS)
@@ -204,20 +204,20 @@ def penstock_products_hopper(
     w0, w1, w2, w3, w4,  # tiles [BN,BK] of [N,K]; with ``COLUMNS`` w0 has tiles [BK,BN] of [K,N]
     y0, y1, y2, y3, y4,  # [R,N]
     gate,  # [R,n0]
-    normed, pool, slots,  # [n0]; [P,n0], rows ``p_n`` apart; [1]
-    parts,  # SPREAD > 1: memory for SPREAD float32 [BN,BM] of each tile
-    counts,  # SPREAD > 1: the programs of each tile that are done, int32, 0 between launches
+    normed, pool, slots,  # [n0]; [P,n0], row stride ``p_n``; [1]
+    parts,  # SPREAD > 1: scratch memory, SPREAD float32 [BN,BM] per tile
+    counts,  # SPREAD > 1: the number of finished programs per tile, int32, 0 between launches
     n0, n1, n2, n3, n4,
-    b1, b2, b3, b4,  # where the programs of each part begin
+    b1, b2, b3, b4,  # the first program of each map
     p_n, R,
     K: gl.constexpr, PARTS: gl.constexpr, RELU_SQUARED: gl.constexpr, COLUMNS: gl.constexpr, GATE: gl.constexpr, LASTS: gl.constexpr,
     BM: gl.constexpr, APART: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, X_STAGES: gl.constexpr, HEIGHT: gl.constexpr,
     SPREAD: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """y_i = x_i W_i^T, side by side, by program (block of rows, tile of weights).
+    """y_i = x_i W_i^T in one grid. Program (block of rows, tile of weights).
 
-    RELU_SQUARED: y_0 is relu(y_0)^2. GATE: y_0 is multiplied by sigmoid(gate). LASTS, of one map and one row: ``normed`` replaces the row
-    of the pool. PDL: the kernels ahead do not write the weights, which are read before the wait for them. All else is read behind it.
+    RELU_SQUARED: y_0 becomes relu(y_0)^2. GATE: y_0 is multiplied by sigmoid(gate). LASTS, for one map and one row: ``normed`` replaces the
+    row of the pool. PDL: weights are read before the wait for the earlier kernels, which do not write them; all else after it.
     """
     if PDL:
         cuda.gdc_launch_dependents()

@@ -1,4 +1,4 @@
-"""Launches of the linear maps of up to some hundred rows on Hopper."""
+"""Launches of linear maps with up to a few hundred rows on Hopper."""
 
 from __future__ import annotations
 
@@ -18,41 +18,41 @@ from .few_rows_launch import Lasts
 
 UNIT = hopper_products.UNIT.value
 PARTS = 5
-"""Linear maps of one launch, at most."""
+"""The most linear maps of one launch."""
 ROWS = 128
-"""Rows of x of a program, at most, if its form does not name them."""
+"""The most rows of x per program, if its form does not say."""
 
 
 class Form(NamedTuple):
-    """A program of ``penstock_products_hopper``. Bits depend on APART * SPREAD only."""
+    """The constants of ``penstock_products_hopper``. The bits of a result depend only on APART * SPREAD."""
 
     APART: int
-    """Parts of K side by side, each with 64 / APART weights."""
+    """Parts of K in one product, each with 64 / APART rows of the weight."""
     GROUPS: int
-    """Products of a stage."""
+    """Products per stage."""
     STAGES: int
-    """Stages of the ring of weights, at most. Before the wait for the kernel ahead, all are loaded."""
+    """The most stages of the ring of weights. All are loaded before the wait for the previous kernel."""
     warps: int = 4
     HEIGHT: int = 64
     """Rows of the left operand: 64, or 128 with 8 warps, APART = 1 and GROUPS = 1."""
     rows: int = 0
-    """Rows of x of a program, a power of two from 8 to 256. 0: all, or 128."""
+    """Rows of x per program, a power of two from 8 to 256. 0: all, at most 128."""
     x_stages: int = 0
-    """Stages of the ring of x. 0: as many."""
+    """Stages of the ring of x. 0: as many as for weights."""
     SPREAD: int = 1
-    """Parts of K with programs of their own; APART and GROUPS are 1 then."""
+    """Parts of K with programs of their own. Above 1, APART and GROUPS are 1."""
 
 
 WIDE = 100
-"""From so many tiles of 64 weights on, K is in one part: there are about as many programs as multiprocessors."""
+"""The least number of tiles of 64 weights for which K is not split: about one program per multiprocessor."""
 HALVES = Form(2, 2, 5)
-"""Tiles of 32 weights and two parts of K, whose bits are others than those of one part."""
+"""Tiles of 32 weights and two parts of K. Not bitwise equal to one part."""
 TILES = 2**16 - 1
-"""Tiles of 64 weights of a launch, at most: the second axis of a grid."""
+"""The most tiles of 64 weights of a launch, the second axis of a grid."""
 
 
 def takes(weights: Sequence[Tensor]) -> bool:
-    """Whether the kernel can read weights of 16 bits: their rows, or the columns of the first one, begin at multiples of 16 bytes."""
+    """Whether the kernel can read 16-bit weights: their rows, or the columns of the first one, are aligned to 16 bytes."""
     dense = (weight if weight.is_contiguous() else weight.T for weight in weights)
     return _tiles(weights) <= TILES and all(one.data_ptr() % 16 == 0 == 2 * one.shape[1] % 16 for one in dense)
 
@@ -62,14 +62,14 @@ def _tiles(weights: Sequence[Tensor]) -> int:
 
 
 def split_of(weights: Sequence[Tensor]) -> int:
-    """In how many parts K is summed: more where there are few weights, whatever the number of rows."""
+    """The number of parts of K: more for small weights, whatever the number of rows."""
     return 1 if _tiles(weights) >= WIDE else 4
 
 
 def form_of(rows: int, weights: Sequence[Tensor], multiprocessors: int, *, alike: bool = True) -> Form | None:
     """The form of a launch, measured on an H200 with the maps of RWKV-6 of 1.6 billion parameters.
 
-    None: there are too many rows, so that other kernels are as fast. ``alike``: with the bits of all other numbers of rows.
+    None: for this many rows, other kernels are as fast. ``alike``: a form that is bitwise equal for all numbers of rows.
     """
     if split_of(weights) > 1:
         if rows <= 32:
@@ -97,7 +97,7 @@ def _wide(rows: int, tiles: int, multiprocessors: int) -> Form | None:
 
 
 def _spread(rows: int, weights: Sequence[Tensor], multiprocessors: int) -> Form | None:
-    """The form with K in 4 parts, each with programs of its own."""
+    """The form with 4 parts of K, each with programs of its own."""
     HEIGHT = 64 if rows <= 128 else 128
     programs = 4 * sum(-(-weight.shape[0] // HEIGHT) for weight in weights) * -(-rows // 128)
     if programs > 2 * multiprocessors:
@@ -106,18 +106,18 @@ def _spread(rows: int, weights: Sequence[Tensor], multiprocessors: int) -> Form 
 
 
 class Arguments(NamedTuple):
-    """Of a launch."""
+    """The arguments of a launch."""
 
     programs: tuple[int, int, int]
     """Blocks of rows, tiles of weights, parts of K."""
     tiles: list[tuple[Tensor, dict[str, Any]]]
-    """Inputs and weights, and what their descriptors share."""
+    """Inputs and weights, and the fields that their descriptors share."""
     others: list[Any]
     constants: dict[str, Any]
 
 
 def _in_rows(x: Tensor) -> Tensor:
-    """A contiguous x [n,K] whose rows are K apart, as a descriptor needs them. A single row may have had any stride."""
+    """A contiguous x [n,K] with row stride K, which a descriptor needs: a single row may have any stride."""
     return x if x.stride(0) == x.shape[1] else x.as_strided(x.shape, (x.shape[1], 1))
 
 
@@ -125,7 +125,7 @@ def arguments(
     inputs: Sequence[Tensor], weights: Sequence[Tensor], results: list[Tensor], gate: Tensor | None, form: Form, *, relu_squared: bool,
     early: bool, counts: Tensor | None = None, lasts: Lasts | None = None,
 ) -> Arguments:  # fmt: skip
-    """Those of ``penstock_products_hopper``."""
+    """The arguments of ``penstock_products_hopper``."""
     (R, K), more = inputs[0].shape, PARTS - len(weights)
     BM, BN, BK = form.rows or power(min(R, ROWS), 8), form.HEIGHT // form.APART, UNIT * form.APART * form.GROUPS
     columns = not weights[0].is_contiguous()
@@ -164,10 +164,10 @@ def products(
     inputs: Sequence[Tensor], weights: Sequence[Tensor], gate: Tensor | None = None, *, relu_squared: bool = False,
     form: Form, early: bool = False, counts: Callable[[], Tensor] | None = None, lasts: Lasts | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """As ``few_rows_launch.products``, for rows of 16 bits. ``early``: no kernel just ahead writes the weights.
+    """``few_rows_launch.products`` for 16-bit rows. ``early``: no earlier kernel still writes the weights.
 
-    ``counts``, for a form with SPREAD > 1: makes int32 zeros for each tile, which are zeros again behind the launch. Launches at the same
-    time must not share them. ``lasts``, for one map of one row with as many columns: a row of a shift state that is replaced.
+    ``counts``, for a form with SPREAD > 1: returns one int32 zero per tile, which the launch resets to 0. Concurrent launches must not
+    share them. ``lasts``, for one map of one row with as many columns: the row of a shift state to replace.
     """
     results = [one.new_empty(one.shape[0], weight.shape[0]) for one, weight in zip(inputs, weights)]
     zeros = counts() if counts is not None and form.SPREAD > 1 else None

@@ -1,4 +1,4 @@
-"""Autograd functions of the fused kernels. Each is given its formula in plain PyTorch, which second derivatives go through."""
+"""Autograd functions of the fused kernels. Each gets its formula in plain PyTorch, which computes second derivatives."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Tensors = tuple[Tensor | None, ...]
 Formula = Callable[..., Tensor | tuple[Tensor, ...]]
 
 PROGRAMS = 512
-"""About as many programs as a launch has that sums over tokens: each takes several blocks of tokens and stores one partial sum."""
+"""The approximate number of programs of a launch that sums over tokens. Each takes several blocks of tokens and stores one partial sum."""
 BLOCK = 1024
-"""Elements of a program of an element-wise kernel."""
+"""Elements per program of an element-wise kernel."""
 ACTIVATIONS = {
     "sigmoid": gates.SIGMOID.value, "silu": gates.SILU.value, "tanh": gates.TANH.value, "elu+1": gates.ELU_PLUS_ONE.value
 }  # fmt: skip
@@ -27,41 +27,43 @@ ACTIVATIONS = {
 
 @cache
 def early(device: torch.device) -> dict[str, Any]:
-    """The option of a launch that may begin before the kernel ahead of it ends, on GPUs that have it."""
+    """The option of a launch that may begin before the previous kernel ends (programmatic dependent launch), on GPUs that have it."""
     arch = Target.of(device).arch
     return {"launch_pdl": True} if arch.startswith("sm_") and int(arch[3:]) >= 90 else {}
 
 
 def blocks(count: int, size: int) -> int:
-    """Blocks of ``size`` that cover ``count``."""
+    """The number of blocks of ``size`` that cover ``count``."""
     return -(-count // size)
 
 
 def shares(count: int, others: int) -> tuple[int, int]:
-    """Programs, and blocks of tokens for each, if ``others`` programs share a block."""
+    """The number of programs, and of blocks of tokens per program, if ``others`` programs share a block."""
     each = max(1, blocks(count, max(1, PROGRAMS // max(others, 1))))
     return blocks(count, each), each
 
 
 def limit(x: Tensor, registers: int) -> dict[str, Any]:
-    """The option of a launch for this many registers a thread. On Hopper 512 programs of 4 warps run side by side with 128, of 8 warps with
-    64; with more registers most multiprocessors would wait for a second round of a few programs.
+    """The option of a launch for this many registers per thread.
+
+    On Hopper, 512 programs are resident at once with 128 registers and 4 warps, or 64 registers and 8 warps. With more registers, a second
+    wave of a few programs would follow.
     """
     return {"maxnreg": registers} if x.device.type == "cuda" and torch.version.hip is None else {}
 
 
 def summed(parts: Tensor, like: Tensor) -> Tensor:
-    """The sum of the programs' parts."""
+    """The sum of the partial sums of all programs."""
     return parts.sum(0).view(like.shape).to(like.dtype)
 
 
 def by_formula(formula: Formula, tensors: Tensors, d_results: Tensors) -> Tensors:
-    """Gradients through plain PyTorch, which can be differentiated again."""
+    """Gradients by plain PyTorch, which can be differentiated again."""
     with torch.enable_grad():
-        apart = tuple(None if x is None else x.view_as(x) for x in tensors)  # one tensor may be given as two arguments
+        apart = tuple(None if x is None else x.view_as(x) for x in tensors)  # one tensor may be two arguments
         found = formula(*apart)
     results = found if isinstance(found, tuple) else (found,)
-    # an autograd function marks all of its results as differentiable if one input is; here some may have no gradient
+    # an autograd function marks all results as differentiable if one input is; here some may have no gradient
     pairs = [(y, d) for y, d in zip(results, d_results) if d is not None and y.requires_grad]
     wanted = [n for n, x in enumerate(apart) if x is not None and x.requires_grad]
     grads: list[Tensor | None] = [None] * len(tensors)
@@ -74,7 +76,7 @@ def by_formula(formula: Formula, tensors: Tensors, d_results: Tensors) -> Tensor
 
 
 def precision(x: Tensor) -> str:
-    """How products of x take float32."""
+    """The precision of float32 products of x."""
     return "ieee" if x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
@@ -83,10 +85,10 @@ class Norm(NamedTuple):
 
     eps: float
     centre: bool
-    """True: layer norm. False: norm by the root mean square."""
+    """True: layer norm. False: RMS norm."""
 
     def constants(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, elements: int) -> dict[str, Any]:
-        """Constants of a kernel with so many elements in a block."""
+        """Constants of a kernel for this number of elements per block."""
         BV = power(x.shape[2], 16)
         return {"CENTRE": self.centre, "AFFINE": weight is not None, "BIAS": bias is not None, "BR": max(1, elements // BV), "BV": BV}
 
@@ -103,7 +105,7 @@ def _norm_gate(x: Tensor, gate: Tensor, weight: Tensor | None, bias: Tensor | No
 
 
 def _step(weight: Tensor | None) -> int:
-    """From the weights of a head to those of the next one; 0: all heads share them."""
+    """The stride of the weights between heads. 0: all heads share them."""
     return 0 if weight is None or weight.dim() == 1 else weight.shape[1]
 
 
@@ -151,7 +153,7 @@ class NormGate(torch.autograd.Function):
 
 
 class NormGateLinear(torch.autograd.Function):
-    """The same, then a linear map of all heads: [R,C]. The backward pass computes its input again, so it is not kept."""
+    """The same, then a linear map of all heads: [R,C]. Its input is recomputed in the backward pass, not saved."""
 
     @staticmethod
     def forward(
@@ -184,7 +186,7 @@ def pointwise(x: Tensor, activation: str) -> Tensor:
 
 
 def pointwise_backward(x: Tensor, dy: Tensor, activation: str) -> Tensor:
-    """The gradient of x for that of ``pointwise``."""
+    """The gradient of x from that of ``pointwise``."""
     x, dy, size = x.contiguous(), dy.contiguous(), x.numel()
     dx, kind = torch.empty_like(x), ACTIVATIONS[activation]
     if size:
@@ -204,7 +206,7 @@ def _activated(a: Tensor, b: Tensor | None, activation: str) -> Tensor:
 def _activated_backward(
     a: Tensor, b: Tensor | None, activation: str, dy: Tensor, *, again: bool = False
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Gradients of a and b. ``again``: the result of the forward pass replaces dy."""
+    """Gradients of a and b. ``again``: recompute the forward result and overwrite dy with it."""
     da, db, size = torch.empty_like(a), None if b is None else torch.empty_like(b), a.numel()
     if size and b is None:
         on_device_of(a, gates.penstock_relu_squared_bwd)[(blocks(size, BLOCK),)](a, dy, da, size, ROOT=False, BLOCK=BLOCK)
@@ -237,7 +239,7 @@ class Activated(torch.autograd.Function):
 
 
 class ReluSquared(torch.autograd.Function):
-    """``relu(a)**2``. Its result is kept, which a linear map behind it keeps too, and a is not."""
+    """``relu(a)**2``. Saves its result, which a linear map after it saves anyway, and not a."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor) -> Tensor:
@@ -259,7 +261,7 @@ class ReluSquared(torch.autograd.Function):
 
 
 class ActivatedLinear(torch.autograd.Function):
-    """The same, then a linear map. The backward pass computes the activation again, so it is not kept."""
+    """The same, then a linear map. The activation is recomputed in the backward pass, not saved."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor | None, weight: Tensor, activation: str, formula: Formula) -> Tensor:
@@ -357,7 +359,7 @@ def add_norm(
 
 
 class AddNorm(torch.autograd.Function):
-    """``add_norm`` with gradients. The backward pass computes the norm again; only the sum is kept."""
+    """``add_norm`` with gradients. The backward pass recomputes the norm; only the sum is saved."""
 
     @staticmethod
     def forward(
@@ -373,7 +375,7 @@ class AddNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_total: Tensor | None, d_normed: Tensor | None) -> Tensors:
-        """Gradients of all arguments. x and y get one tensor: autograd changes no gradient in place that it holds twice."""
+        """Gradients of all arguments. x and y get the same tensor: autograd does not modify a gradient in place that it holds twice."""
         total, weight, bias = tensors = ctx.saved_tensors
         if torch.is_grad_enabled() or d_normed is None:
             dx, dweight, dbias = by_formula(ctx.formula, tensors, (d_total, d_normed))

@@ -1,4 +1,4 @@
-"""Kernels of Mamba-2 around its recurrence: time steps, and the gated norm of groups of channels."""
+"""Kernels of Mamba-2 before and after its recurrence: time steps, and the gated norm of groups of channels."""
 
 import triton
 import triton.language as tl
@@ -16,22 +16,22 @@ def _time_step(dt, dt_bias, A_log, at, h, here, heads):
 
 @triton.jit
 def _clamped(x, low, high):
-    """A NaN stays one."""
+    """x limited to [low, high]. Keeps NaN."""
     x = tl.where(x < low, low, x)
     return tl.where(x > high, high, x)
 
 
 @triton.jit
 def penstock_time_steps_fwd(
-    dt,  # [R,H], rows ``dt_r`` * UNIT apart
+    dt,  # [R,H], row stride ``dt_r`` * UNIT
     dt_bias, A_log,  # [H]
-    x,  # [R,H,V], rows ``x_r`` * UNIT apart
+    x,  # [R,H,V], row stride ``x_r`` * UNIT
     g,  # [R,H] float32
     v,  # [R,H,V]
     R, H, dt_r, x_r, low, high,
     V: tl.constexpr, UNIT: tl.constexpr, BR: tl.constexpr, BH: tl.constexpr, BV: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """step = clamp(softplus(dt + dt_bias), low, high), g = -exp(A_log) step, v = x step. A program takes BR tokens of BH heads."""
+    """step = clamp(softplus(dt + dt_bias), low, high), g = -exp(A_log) step, v = x step. A program computes BR tokens of BH heads."""
     row = tl.arange(0, BR * BH)
     r = tl.program_id(0).to(tl.int64) * BR + row // BH
     h = tl.program_id(1) * BH + row % BH
@@ -59,7 +59,7 @@ def penstock_time_steps_bwd(
     R, H, dt_r, x_r, low, high, each,
     ADD: tl.constexpr, V: tl.constexpr, UNIT: tl.constexpr, BR: tl.constexpr, BH: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """A program takes ``each`` blocks of BR tokens of BH heads. ADD: ``further`` is added to dx."""
+    """A program computes ``each`` blocks of BR tokens of BH heads. ADD: add ``further`` to dx."""
     p = tl.program_id(0)
     row = tl.arange(0, BR * BH)
     h = tl.program_id(1) * BH + row % BH
@@ -105,17 +105,17 @@ def _gated(o, x, z, skip, here, CACHE: tl.constexpr):
 
 @triton.jit
 def penstock_gated_norm_fwd(
-    o, x,  # [R,H,V], rows ``o_r`` * UNIT and ``x_r`` * UNIT apart
-    z,  # [R,G*S], rows ``z_r`` * UNIT apart
+    o, x,  # [R,H,V], row strides ``o_r`` * UNIT and ``x_r`` * UNIT
+    z,  # [R,G*S], row stride ``z_r`` * UNIT
     D,  # [H]
     weight,  # [G*S]
     y,  # [R,G*S]
     G, o_r, x_r, z_r, eps,
     S: tl.constexpr, V: tl.constexpr, UNIT: tl.constexpr, PIECE: tl.constexpr, BC: tl.constexpr, COUNT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """y = norm((o + D x) silu(z)) weight, the norm by the root mean square of a group of S = H V / G channels.
+    """y = norm((o + D x) silu(z)) weight, with the RMS norm of a group of S = H V / G channels.
 
-    A program computes a group of a token, in COUNT blocks of BC channels: tiles of pieces of PIECE channels, each of one head.
+    A program computes one group of one token, in COUNT blocks of BC channels. A tile consists of pieces of PIECE channels of one head.
     """
     r, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * S
     piece = tl.arange(0, BC // PIECE) * PIECE
@@ -142,7 +142,7 @@ def penstock_gated_norm_fwd(
 
 @triton.jit
 def _sums(o, x, z, dy, weight, skip, here):
-    """Of each piece of a tile of channels: the sum of squares of u = (o + skip x) silu(z), and that of u dy weight."""
+    """For each piece of a tile of channels: the sum of u^2, u = (o + skip x) silu(z), and the sum of u dy weight."""
     d = tl.load(dy, here, other=0.0).to(tl.float32)
     w = tl.load(weight, here, other=0.0).to(tl.float32)
     _, gate, share, total = _gated(o, x, z, skip, here, "")
@@ -154,7 +154,7 @@ def _sums(o, x, z, dy, weight, skip, here):
 def penstock_gated_norm_bwd(
     o, x, z, D, weight,
     dy,  # [R,G*S]
-    d_o, dx,  # [R,H,V], contiguous as dz and y
+    d_o, dx,  # [R,H,V], contiguous, as are dz and y
     dz,  # [R,G*S]
     y,  # [R,G*S]
     dD,  # [programs,G*S/PIECE] float32, sums over the tokens of a program and the channels of a piece
@@ -162,10 +162,10 @@ def penstock_gated_norm_bwd(
     R, G, o_r, x_r, z_r, eps, each,
     AGAIN: tl.constexpr, S: tl.constexpr, V: tl.constexpr, UNIT: tl.constexpr, PIECE: tl.constexpr, BC: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """A program takes a group of ``each`` tokens, in COUNT blocks of BC channels. AGAIN: the result of the forward pass is stored as y.
+    """A program computes one group of ``each`` tokens, in COUNT blocks of BC channels. AGAIN: store the recomputed forward result as y.
 
-    Inputs are read for the two sums of a group and again, from the cache, for the gradients: kept in registers they would spill. The
-    second loads have a cache modifier, or the compiler would merge them with the first ones.
+    Inputs are read for the two sums of a group and again, from the cache, for the gradients: held in registers, they would spill. The
+    second loads have a cache modifier. Without it the compiler would merge them with the first ones.
     """
     p, first = tl.program_id(0), tl.program_id(1) * S
     piece = tl.arange(0, BC // PIECE) * PIECE
@@ -182,7 +182,7 @@ def penstock_gated_norm_bwd(
         o_row, x_row, z_row, dy_row = o + r * o_r * UNIT + first, x + r * x_r * UNIT + first, z + r * z_r * UNIT + first, dy + to
         squares = tl.zeros([BC // PIECE], tl.float32)
         products = tl.zeros([BC // PIECE], tl.float32)
-        if S <= 6144:  # the loads of all blocks are in flight together; wider groups would spill
+        if S <= 6144:  # the loads of all blocks are in flight at once; wider groups would spill
             for n in tl.static_range(COUNT):
                 c = n * BC + piece[:, None] + lane
                 square, product = _sums(

@@ -1,4 +1,4 @@
-"""Mamba-2 around its recurrence: the launches of its kernels, and their autograd functions."""
+"""Launches and autograd functions of the kernels before and after Mamba-2's recurrence."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .launch import PROGRAMS, Formula, Tensors, blocks, by_formula, early, limit
 
 
 def _strides(*tensors: Tensor) -> tuple[dict[str, int], list[int]]:
-    """The unit of the strides of rows, and these in units: loads of 16 bytes need a factor of 8 that is a constant."""
+    """The unit of row strides, and the strides in units: loads of 16 bytes need strides with a constant factor of 8."""
     unit = gcd(8, *(x.stride(0) for x in tensors))
     return {"UNIT": unit}, [x.stride(0) // unit for x in tensors]
 
@@ -30,7 +30,7 @@ def _tile(H: int, V: int, elements: int) -> dict[str, int]:
 class TimeSteps(torch.autograd.Function):
     """dt [R,H], dt_bias and A_log [H], x [R,H,V]: g [R,H] in float32, v [R,H,V], and x. Rows of dt and x may have any stride.
 
-    The backward pass adds the gradient of the further x as it writes that of x.
+    The backward kernel adds the gradient of the returned x to that of x.
     """
 
     @staticmethod
@@ -72,13 +72,13 @@ class TimeSteps(torch.autograd.Function):
 
 
 def _groups(x: Tensor, z: Tensor, groups: int) -> dict[str, int]:
-    """The channels of a group, those of a head, and those of a piece, which is a part of one head and of one group."""
+    """The number of channels of a group, of a head, and of a piece, which lies in one head and one group."""
     S, V = z.shape[1] // groups, x.shape[2]
     return {"S": S, "V": V, "PIECE": gcd(S, V, 16 // x.element_size())}
 
 
 def _blocks(S: int, x: Tensor) -> tuple[int, int]:
-    """The channels of a block of the backward pass, and the warps of a program: sizes for which 128 registers are enough."""
+    """Channels per block of the backward pass, and warps per program: sizes for which 128 registers per thread suffice."""
     few, most = (6144, 4096) if x.element_size() == 2 else (2048, 2048)
     warps = min(max(power(S) // 256, 1), 8) if few >= S else 16
     return min(power(S), 256 * warps, most), warps
@@ -100,7 +100,7 @@ def gated_norm(o: Tensor, x: Tensor, D: Tensor, z: Tensor, weight: Tensor, group
 
 
 class GatedNorm(torch.autograd.Function):
-    """``gated_norm``; with ``then`` [C,H*V] a linear map of it [R,C], whose input the backward pass computes again, so it is not kept."""
+    """``gated_norm``; with ``then`` [C,H*V], a linear map of it [R,C], whose input is recomputed in the backward pass, not saved."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Matrix products whose bits do not depend on the number of rows."""
+"""Matrix products that compute each row independently of the number of rows, to the bit."""
 
 import torch
 import triton
@@ -23,8 +23,8 @@ def penstock_product(
 ):  # fmt: skip
     """y = x W^T. A program sums a tile over K in order. EVEN: K is a multiple of SPLIT * BK.
 
-    With SPLIT parts, part q has each SPLIT-th block of K from block q on; their sums are added in order. APART: program (tile, q) stores
-    the sum of part q. RELU_SQUARED: y is relu(y)^2. GATE: y is multiplied by sigmoid(gate).
+    With SPLIT parts, part q has every SPLIT-th block of K from block q on; the sums of the parts are added in order. APART: program
+    (tile, q) stores the sum of part q. RELU_SQUARED: y becomes relu(y)^2. GATE: y is multiplied by sigmoid(gate).
     """
     tiles = tl.cdiv(M, BM)
     pid = tl.program_id(0)
@@ -74,7 +74,7 @@ def penstock_sum_of_parts(
     size,
     SPLIT: tl.constexpr, RELU_SQUARED: tl.constexpr, GATE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The parts of ``penstock_product``, added in order."""
+    """Add the parts of ``penstock_product`` in order."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = at < size
     total = tl.load(parts + at, here, other=0.0)
@@ -119,10 +119,10 @@ def penstock_product_of_few_rows(
 
 
 def multiply(x: Tensor, weight: Tensor, split: int = 1, *, relu_squared: bool = False, gate: Tensor | None = None) -> Tensor:
-    """``x @ weight.T`` for x [M,K] and weight [N,K]. Bits of a row depend on this row only, and on ``split``.
+    """``x @ weight.T`` for x [M,K] and weight [N,K]. The bits of a row depend only on this row and on ``split``.
 
-    With ``relu_squared``, the result y is relu(y)^2, with ``gate`` [M,N] it is y sigmoid(gate). Tiles of 64 rows and more take the same
-    instructions: on Hopper, those of a group of four warps, each for 64 rows.
+    With ``relu_squared``, the result y becomes relu(y)^2, with ``gate`` [M,N] y sigmoid(gate). Tiles of 64 rows and more use the same
+    instructions: on Hopper, products of four warps with 64 rows each.
     """
     (M, K), N = x.shape, weight.shape[0]
     y = x.new_empty(M, N)

@@ -1,8 +1,8 @@
 """The kernel of a decode step between the linear maps of an RWKV time mix: decay, recurrence, norm of heads and gate.
 
 Three kernels in one: the state of a head stays in registers, so neither decays nor the output of the recurrence are stored. All sums are
-sums of halves and no multiply-adds are fused, as in the kernel of updates in place, so no bit depends on the number of warps, which follows
-the number of rows. The state has the bits that updates in place give for the same decays.
+sums of two halves and no multiply-adds are fused, as in the kernel of updates in place. So the bits do not depend on the number of warps,
+which is chosen by the number of rows. The state is bitwise equal to that of updates in place with the same decays.
 """
 
 import triton
@@ -24,7 +24,7 @@ def penstock_rwkv_step(
     pool, slots,  # [P,H,K,V] by strides; [R]
     weight, shift,  # [H,V]
     y,  # [R,H,V]
-    normed, lasts,  # [C]; [P,C], rows ``l_p`` apart
+    normed, lasts,  # [C]; [P,C], row stride ``l_p``
     P, H, b_h, b_k, u_h, u_k, s_p, s_h, s_k, s_v, l_p, C, eps,
     K: tl.constexpr, V: tl.constexpr, M: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, LOW_RANK: tl.constexpr,
     SLOTS: tl.constexpr, LASTS: tl.constexpr, BC: tl.constexpr, DENSE: tl.constexpr, WARPS: tl.constexpr, PDL: tl.constexpr,
@@ -32,12 +32,12 @@ def penstock_rwkv_step(
 ):  # fmt: skip
     """Program (row, head): w = -exp(bias + tanh(low) up), a step of the state, y = norm(o) silu(gate). Without LOW_RANK, w = -exp(bias).
 
-    LASTS, of one row: ``normed`` replaces the row of ``lasts``, BC columns a program. A negative slot: y is 0, no row of a pool changes.
-    DENSE: the states of heads are, at multiples of 16 bytes.
+    LASTS, for one row: ``normed`` replaces the row of ``lasts``, BC columns per program. For a negative slot, y is 0 and no row of a pool
+    changes. DENSE: the state of a head is contiguous and aligned to 16 bytes.
 
-    What is loaded before ``begin`` are weights, which no kernel of a graph writes. The state may not be: an earlier step in the same
-    graph writes it, and if all kernels between start early, nothing has waited for that one. A prefetch to the L2 cache is safe, because
-    later writes update the cache. So is one by a stale slot, because it is limited to rows of the pool.
+    Only weights are loaded before ``begin``: no kernel of a graph writes them. The state must not be: an earlier step in the same graph
+    writes it, and if all kernels between start early, none has waited for that step. A prefetch to the L2 cache is safe, because later
+    writes update the cache. A prefetch with a stale slot is safe, too, because it is limited to rows of the pool.
     """
     h = tl.program_id(0) % H
     n = (tl.program_id(0) // H).to(tl.int64)
@@ -59,7 +59,7 @@ def penstock_rwkv_step(
         prefetch(pool + slot * s_p + h.to(tl.int64) * s_h, slot * 0, K * V, K * V, WARPS, PDL)
     begin(PDL)
     if SLOTS:
-        slot = tl.load(slots + n, volatile=PDL).to(tl.int64)  # not the value from before ``begin``
+        slot = tl.load(slots + n, volatile=PDL).to(tl.int64)  # reload: the value may be older than ``begin``
     head = n * H + h
     if slot < 0:
         tl.store(y + head * V + dv, tl.zeros([BV], y.dtype.element_ty), mine)
@@ -92,7 +92,7 @@ def penstock_rwkv_step(
         log += sum_of_rows(hidden[:, None] * high.to(tl.float32))
     w = -tl.exp(log)
     w = tl.where(w < FLOOR, FLOOR, w)  # keeps NaN
-    S = S.to(tl.float32)  # the first use: what is above does not wait for the state
+    S = S.to(tl.float32)  # the first use: the code above does not wait for the state
     o = sum_of_rows(rt[:, None] * S) + own * vt
     S = decayed(S, w, CHANNEL) + kt[:, None] * vt[None, :]
     tl.store(state, S.to(pool.dtype.element_ty), inside)

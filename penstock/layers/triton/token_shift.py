@@ -1,7 +1,7 @@
 """Kernels of token shifts: y_i = x + (p - x) m_i, where p is the previous token.
 
-x is [R,C], R tokens of all sequences one after another. ``starts`` [R] is the sequence whose first token this is, or -1; the token before
-the first of sequence n is ``last[n]``. Factors m_i [N,C] may have a low-rank part for each token: m_i = mu_i + h_i W_i.
+x is [R,C], the R tokens of all sequences one after another. ``starts`` [R] is the index of the sequence whose first token this is, or -1.
+The token before the first one of sequence n is ``last[n]``. Factors m_i [N,C] may have a low-rank part per token: m_i = mu_i + h_i W_i.
 """
 
 import triton
@@ -10,7 +10,7 @@ import triton.language as tl
 
 @triton.jit
 def _loaded(x, last, starts, slots, last_n, r, c, R, C, SLOTS: tl.constexpr, COMPLEMENT: tl.constexpr):
-    """Tokens [BR,BC] and the tokens before them, float32; with COMPLEMENT, the other way round."""
+    """Tokens [BR,BC] and the previous tokens, float32; with COMPLEMENT, in the opposite order."""
     rows, columns = r < R, c < C
     here = rows[:, None] & columns[None, :]
     first = tl.load(starts + r, rows, other=0)
@@ -28,7 +28,7 @@ def _loaded(x, last, starts, slots, last_n, r, c, R, C, SLOTS: tl.constexpr, COM
 
 @triton.jit
 def tanh(x):
-    """In float32; near 0 by its series, because 1 - exp(-2 x) has few digits there."""
+    """tanh in float32; near 0 by its series, because 1 - exp(-2 x) loses digits there."""
     square, decayed = x * x, tl.exp(-2 * tl.abs(x))
     far = (1 - decayed) / (1 + decayed)
     near = x * (1 - square * (1 / 3 - square * (2 / 15 - square * (17 / 315))))
@@ -57,8 +57,8 @@ def penstock_shift_fwd(
     last,  # [sequences,C], or with SLOTS a pool [P,C]
     starts,  # [R]
     slots,  # [sequences], rows of the pool; negative ones are skipped
-    m0, m1, m2, m3, m4,  # [C] each; those from N on are not read
-    hidden,  # [R,N,M]; with TANH, its tanh is taken
+    m0, m1, m2, m3, m4,  # [C] each; only N of them are read
+    hidden,  # [R,N,M]; with TANH, before tanh
     up,  # [N,M,C]
     y,  # [N,R,C]
     R, C, last_n,
@@ -82,7 +82,7 @@ def penstock_shift_fwd(
 
 @triton.jit
 def _steps(x, last, starts, r, c, R, C):
-    """p - x of tokens [BR,BC], float32. The first token of a sequence takes its row of ``last`` [sequences,C], of the dtype of x."""
+    """p - x of tokens [BR,BC], float32. For the first token of a sequence, p is its row of ``last`` [sequences,C], in the dtype of x."""
     first = tl.load(starts + r, r < R, other=0)
     row = tl.where(first < 0, x + (r.to(tl.int64) - 1) * C, last + first.to(tl.int64) * C)
     here = (r < R)[:, None] & (c < C)[None, :]
@@ -94,14 +94,14 @@ def _steps(x, last, starts, r, c, R, C):
 @triton.jit
 def penstock_shift_bwd(
     x, last, starts, mu,
-    dy0, dy1, dy2, dy3, dy4,  # [R,C] each; those from N on are not read
+    dy0, dy1, dy2, dy3, dy4,  # [R,C] each; only N of them are read
     further,  # [R,C], with ADD: a further gradient of x
     dx,  # [R,C]
     dmu,  # [programs,N,C] float32, sums over the tokens of a program
     R, C, each,
     N: tl.constexpr, ADD: tl.constexpr, COMPLEMENT: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Without a low-rank part. A program takes ``each`` blocks of BR tokens. dx_t = sum dy_t (1 - m) + sum dy_{t+1} m.
+    """Without a low-rank part: dx_t = sum dy_t (1 - m) + sum dy_{t+1} m. A program computes ``each`` blocks of BR tokens.
 
     COMPLEMENT: m = 1 - mu.
     """
@@ -110,7 +110,7 @@ def penstock_shift_bwd(
     columns = (c < C)[None, :]
     sums = ()
     for _ in tl.static_range(N):
-        sums += (tl.zeros([BR, BC], tl.float32),)  # over rows behind the loop, which so has no barriers for it
+        sums += (tl.zeros([BR, BC], tl.float32),)  # reduced over rows after the loop: no barriers inside
     for block in range(each):
         r = (p * each + block) * BR + tl.arange(0, BR)
         here = (r < R)[:, None] & columns
@@ -149,7 +149,7 @@ def penstock_shift_low_rank_bwd(
     R, C, each,
     N: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dx with a low-rank part. A program takes ``each`` blocks of BR - 1 tokens: the last one of a tile is of the next block.
+    """dx with a low-rank part. A program computes ``each`` blocks of BR - 1 tokens: the last token of a tile belongs to the next block.
 
     dx_t = sum dy_t (1 - m_t) + sum dy_{t+1} m_{t+1}.
     """
@@ -164,7 +164,7 @@ def penstock_shift_low_rank_bwd(
         for i in tl.static_range(N):  # all loads are in flight before the first use
             dy = dy0 if i == 0 else dy1 if i == 1 else dy2 if i == 2 else dy3 if i == 3 else dy4
             now += (tl.load(dy + to, here, other=0.0),)
-        begins = tl.load(starts + r, r < R, other=0) >= 0  # the token before is of another sequence
+        begins = tl.load(starts + r, r < R, other=0) >= 0  # the previous token belongs to another sequence
         total, passed = tl.zeros([BR, BC], tl.float32), tl.zeros([BR, BC], tl.float32)
         for i in tl.static_range(N):
             m = _factor(mu + i * C, hidden, up, i, r, c, R, C, N, M, BM, PRECISION, False)
@@ -184,7 +184,7 @@ def penstock_shift_hidden_bwd(
     N: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A program computes BR tokens of one interpolation: the sum over channels of dm W, dm = dy (p - x)."""
-    i = tl.program_id(0) % N  # programs of the same tokens run side by side: x comes from memory once
+    i = tl.program_id(0) % N  # programs of the same tokens are adjacent: x is read from memory once
     dy = dy4 if i == 4 else dy3 if i == 3 else dy2 if i == 2 else dy1 if i == 1 else dy0
     r, j = tl.program_id(0) // N * BR + tl.arange(0, BR), tl.arange(0, BM)
     found = tl.zeros([BR, BM], tl.float32)
@@ -208,8 +208,8 @@ def penstock_shift_weights_bwd(
     R, C, each,
     N: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """With a low-rank part. A program takes ``each`` blocks of BR tokens of one interpolation: the sums over tokens of dm h and dm."""
-    i = tl.program_id(0)  # programs of the same tokens run side by side: x comes from memory once
+    """With a low-rank part. A program sums dm h and dm over ``each`` blocks of BR tokens of one interpolation."""
+    i = tl.program_id(0)  # programs of the same tokens are adjacent: x is read from memory once
     dy = dy4 if i == 4 else dy3 if i == 3 else dy2 if i == 2 else dy1 if i == 1 else dy0
     c, p, j = tl.program_id(1) * BC + tl.arange(0, BC), tl.program_id(2), tl.arange(0, BM)
     found, sums = tl.zeros([BC, BM], tl.float32), tl.zeros([BC, 16], tl.float32)
@@ -221,7 +221,7 @@ def penstock_shift_weights_bwd(
         h = tl.load(hidden + (r.to(tl.int64) * N + i)[:, None] * M + j[None, :], (r < R)[:, None] & (j < M)[None, :], other=0.0)
         dm = tl.trans((d.to(tl.float32) * _steps(x, last, starts, r, c, R, C)).to(h.dtype))
         found = tl.dot(dm, h, found, input_precision=PRECISION)
-        sums = tl.dot(dm, ones, sums, input_precision=PRECISION)  # a sum of its own would compute dm twice, in two layouts
+        sums = tl.dot(dm, ones, sums, input_precision=PRECISION)  # tl.sum would compute dm twice, in two layouts
     to = (p * N + i).to(tl.int64)
     tl.store(d_up + (to * M + j[None, :]) * C + c[:, None], found, (j < M)[None, :] & (c < C)[:, None])
     tl.store(dmu + to * C + c, tl.sum(tl.where(tl.arange(0, 16)[None, :] == 0, sums, 0.0), 1), c < C)

@@ -18,7 +18,7 @@ def shifted(
     x: Tensor, last: Tensor, starts: Tensor, slots: Tensor | None, factors: Sequence[Tensor], hidden: Tensor | None, up: Tensor | None,
     *, tanh: bool, complement: bool = False,
 ) -> Tensor:  # fmt: skip
-    """y [N,R,C] of ``TokenShift`` for N factors [C]. With slots, ``last`` is a pool. ``tanh`` is applied to hidden."""
+    """y [N,R,C] of ``TokenShift`` for N factors [C]. With slots, ``last`` is a pool. ``tanh``: apply tanh to hidden."""
     (R, C), N, M = x.shape, len(factors), 0 if up is None else up.shape[1]
     y = x.new_empty(N, R, C)
     BR, BC, warps = (64, 64, 8) if M else (16, 256, 4)
@@ -34,8 +34,8 @@ def shifted(
 class TokenShift(torch.autograd.Function):
     """x [R,C], last [n,C], starts [R], mu [N,C], hidden [R,N,M] and up [N,M,C] or None: y_i [R,C], see ``token_shift``.
 
-    Without a low-rank part: ``kept``: x is a further result; the backward pass adds its gradient as it writes that of x. ``complement``:
-    factors are 1 - mu.
+    Without a low-rank part: with ``kept``, x is a further result, whose gradient the backward kernel adds to that of x. With
+    ``complement``, factors are 1 - mu.
     """
 
     @staticmethod
@@ -76,18 +76,18 @@ class TokenShift(torch.autograd.Function):
 def _low_rank_backward(
     x: Tensor, last: Tensor, starts: Tensor, mu: Tensor, hidden: Tensor, up: Tensor, dy: list[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, mu, hidden and up. Each kernel computes dm = dy (p - x) again: stored, it would be written once and read twice."""
+    """Gradients of x, mu, hidden and up. Each kernel recomputes dm = dy (p - x): storing it would cost one write and two reads."""
     (R, C), (N, M, _) = x.shape, up.shape
     given = [*dy, *[x] * (5 - N)]
     constants = {"N": N, "M": M, "BM": power(M, 16), "PRECISION": precision(x)}
     half, BR, BC = x.element_size() == 2, 64, 64
-    options, stages = limit(x, 128) if half else {}, 2 if half else 1  # one takes 1.1 to 1.4 times as long
+    options, stages = limit(x, 128) if half else {}, 2 if half else 1  # one stage takes 1.1 to 1.4 times as long
     programs, each = shares(blocks(R, BR), blocks(C, BC) * N)
     dx, d_hidden = torch.empty_like(x), torch.empty_like(hidden)
     dmu, d_up = (x.new_empty(programs, *one.shape, dtype=torch.float32) for one in (mu, up))
     if x.numel():
         tile = 32
-        many, rows = shares(blocks(R, tile - 1), 2 * blocks(C, BC))  # of 8 warps, so half as many
+        many, rows = shares(blocks(R, tile - 1), 2 * blocks(C, BC))  # programs of 8 warps, so half as many
         on_device_of(x, token_shift.penstock_shift_low_rank_bwd)[many, blocks(C, BC)](
             starts, mu, hidden, up, *given, dx, R, C, rows, **constants, BR=tile, BC=BC, num_warps=8,
             num_stages=stages, **options,

@@ -1,7 +1,7 @@
-"""Launches the native CPU kernels of ``native/``: forward, backward and decode step, multi-threaded; linear.py: matrix products.
+"""Launches the native CPU kernels of ``native/``: forward, backward and decode step, multi-threaded. Matrix products are in ``linear``.
 
-float32, bfloat16 and float16 storage, float32 arithmetic; any strides. All decays are read as [B,T,H,K], with strides of 0 for
-missing axes; the variant tells which axes are missing, because a caller's tensor may also have strides of 0. The library is compiled
+Storage is float32, bfloat16 or float16, arithmetic float32; any strides. All decays are read as [B,T,H,K], with strides of 0 for missing
+axes. The variant says which axes are missing, because a caller's tensor may also have strides of 0. The library is compiled
 when the package is built, once per instruction set; torch's CPU capability selects one. At most ``torch.get_num_threads()`` threads
 run; each takes (sequence, head) units from a shared counter.
 """
@@ -28,7 +28,7 @@ LIBRARY = Path(__file__).parent / "native" / "libpenstock_cpu.so"
 FUNCTIONS = ("forward", "backward", "linear")
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}  # the enum of rows.h
 THREAD_WORK = 1 << 16
-"""Multiply-adds per thread below which another thread does not pay: it takes about 5 us to wake, and computes about 10 per ns."""
+"""The least multiply-adds per thread: waking a thread takes about 5 us, and a thread computes about 10 multiply-adds per ns."""
 
 
 _Strides = ctypes.c_int64 * 4
@@ -95,14 +95,14 @@ def _function(name: str) -> Any:
 
 
 def run(name: str, call: Any, work: int) -> None:
-    """Run on torch's own threads, as many as pay (a second thread pool would compete for the cores).
+    """Run on torch's own threads (a second pool would compete for the cores), as many as the work is worth.
 
     work : int
         The number of multiply-adds.
     """
     threads = max(1, min(torch.get_num_threads(), work // THREAD_WORK))
     call.threads = threads
-    watched = private.profiling()  # on the fast path no torch operator shows this call; a range costs 17 us
+    watched = private.profiling()  # on the fast path, no torch operator shows this call in a profile; a range costs 17 us
     with record_function(f"penstock::cpu_{name}") if watched else nullcontext():
         _openmp().GOMP_parallel(_function(name), ctypes.byref(call), threads, 0)
     if call.out_of_memory:
@@ -124,7 +124,7 @@ def _call(problem: Tokens, reverse: bool = False) -> _Call:
 
 
 def _offsets(call: _Call, x: Tensor | None) -> int | None:
-    """The address of int64 values, which the call keeps alive, beside those that it has."""
+    """The address of int64 values. The call keeps them alive, with its other tensors."""
     if x is None:
         return None
     offsets = x.to(torch.int64).contiguous()
@@ -140,7 +140,7 @@ def _whole(problem: Recurrence) -> _Call:
 
 
 def forward(problem: Recurrence) -> tuple[Tensor, Tensor]:
-    """One pass over the tokens, with the state of a block of columns in a cache near the core."""
+    """One pass over the tokens, with the state of a block of columns in the L1 or L2 cache."""
     sizes = problem.sizes
     output = problem.v.new_empty(problem.v.shape)
     final_state = problem.q.new_empty(problem.state_shape, dtype=torch.float32)
@@ -181,7 +181,7 @@ def backward(problem: Recurrence, upstream: Upstream) -> Gradients:
 
 
 def advance(problem: Advance) -> Tensor:
-    """The forward pass on rows of the pool. The state is rounded to the pool's dtype where ``advance.pieces`` ends a piece."""
+    """The forward pass on rows of the pool. The state is rounded to the pool's dtype at the end of each piece of ``advance.pieces``."""
     v, state = problem.v, problem.state
     output = v.new_empty(v.shape) if problem.slots is None else v.new_zeros(v.shape)  # 0 where skipped
     call = _call(problem)

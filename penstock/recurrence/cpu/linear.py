@@ -1,4 +1,4 @@
-"""Matrix products with few rows by the native kernel: ``y = x W^T``, the weights read once."""
+"""Matrix products with few rows by the native kernel: ``y = x W^T``. The weights are read once."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 from . import DTYPES, available, run
 
 AVAILABLE = available() is None
-"""Found out at import: compiled graphs cannot trace it."""
+"""Determined at import, because compiled graphs cannot trace it."""
 ROWS = 32
-"""Fewer rows than this are few. A core of Zen 3 computes 1, 8, 16, 32 and 64 rows 2.1, 2.2, 1.7, 1.3 and 1.1 times as fast as torch
-does with MKL. From 32 on rows come in the engine's blocks, which must take one implementation."""
+"""Products with fewer rows than this use the kernel. On a core of Zen 3, it is 2.1, 2.2, 1.7, 1.3 and 1.1 times as fast as torch with MKL
+for 1, 8, 16, 32 and 64 rows. From 32 on, rows come in the engine's blocks, which must all use one implementation."""
 
 
 MOST = 64
-"""Rows of one run: they stay in the cache while it reads the weights."""
+"""Rows per call of the kernel: they stay in the cache while it reads the weights."""
 
 
 class _Product(ctypes.Structure):
@@ -44,7 +44,7 @@ def takes(x: Tensor, weight: Tensor, many: bool = False) -> bool:
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """The product [...,N], summed in float32. Its bits do not depend on the number of rows. A weight by columns is copied."""
+    """The product [...,N], summed in float32. Its bits do not depend on the number of rows. A weight stored by columns is copied."""
     N, K = weight.shape
     x, weight = x.contiguous(), weight if weight.stride(1) == 1 else weight.contiguous()
     y = x.new_empty((*x.shape[:-1], N))

@@ -19,7 +19,7 @@ HEADS = (32, 64, 128)
 CAPABILITY = (8, 0)
 """The first GPUs with bfloat16."""
 COLUMNS = 16
-"""Columns of the state in a thread block, as in tokens.cuh."""
+"""Columns of the state per thread block, as in tokens.cuh."""
 LENGTHS = (8, 256)
 """Lower (exclusive) and upper bound of T, powers of two. Between them it is faster than the Triton kernels if all thread blocks run at
 once (benchmarks/NOTES.md, "CUDA")."""

@@ -1,4 +1,4 @@
-"""Compiles the CUDA sources at run time with NVRTC, and keeps the machine code on disk. It needs no compiler and no GPU.
+"""Compiles the CUDA sources at run time with NVRTC, and caches the machine code on disk. It needs neither nvcc nor a GPU.
 
 NVRTC comes with torch's CUDA wheels and is called through ``cuda-core``. The name of a cached file is a hash of everything that its content
 depends on (source, options, architecture, version of NVRTC), so a cached file is never out of date. The files are in
@@ -36,7 +36,7 @@ class Kernel(Protocol):
 
     @property
     def source(self) -> str:
-        """One text, because NVRTC would have to find headers."""
+        """The source as one text, so that NVRTC need not find headers."""
 
     @property
     def macros(self) -> dict[str, str]:
@@ -44,10 +44,10 @@ class Kernel(Protocol):
 
     @property
     def threads(self) -> int:
-        """In a block."""
+        """Threads per block."""
 
     def __hash__(self) -> int:
-        """Kernels that are equal are loaded once."""
+        """Hash and equality: equal kernels are loaded once."""
 
 
 @dataclass(frozen=True)
@@ -58,14 +58,14 @@ class Configuration:
     head: int
     """K = V."""
     tokens: torch.dtype
-    """Of q, k, v, output and their gradients."""
+    """The dtype of q, k, v, output and their gradients."""
     gate: torch.dtype
     bonus: torch.dtype = torch.float32
     initial_state: torch.dtype = torch.float32
     final_state: torch.dtype = torch.float32
-    """float32, or the dtype of the pool that a decode step updates."""
+    """The dtype of states: float32, or the dtype of the pool that a decode step updates."""
     indices: torch.dtype = torch.int64
-    """Of cu_seqlens or slots."""
+    """The dtype of cu_seqlens or slots."""
     static: bool = False
     """Whether all tokens have the same decay."""
 
@@ -76,7 +76,7 @@ class Configuration:
 
     @property
     def source(self) -> str:
-        """One text, because NVRTC would have to find headers."""
+        """The source as one text, so that NVRTC need not find headers."""
         return "\n".join((HERE / name).read_text("utf-8") for name in ("gpu.cuh", "tokens.cuh", "decays.cuh", f"{self.direction}.cu"))
 
     @property
@@ -95,7 +95,7 @@ class Configuration:
 
     @property
     def threads(self) -> int:
-        """In a block; tokens.cuh describes what each thread computes."""
+        """Threads per block; tokens.cuh describes what each thread computes."""
         return 2 * self.head
 
 
@@ -118,7 +118,7 @@ def compiled(kernel: Kernel, arch: str) -> tuple[bytes, str]:
     try:
         options = ProgramOptions(arch=arch, std="c++17", define_macro=macros, ptxas_options=["-v"])
         code = Program(kernel.source, "c++", options).compile("cubin", logs=log).code
-    except Exception as failure:  # of NVRTC, or there is none
+    except Exception as failure:  # from NVRTC, or there is no NVRTC
         raise PenstockError(
             f"cuda: NVRTC {'.'.join(map(str, nvrtc_version()))} must be able to compile the {kernel.kernel} kernel for {arch}, got "
             f"{failure}. Install another nvidia-cuda-nvrtc, or use impl='auto'.\n{log.getvalue()}".rstrip()
@@ -147,7 +147,7 @@ def kept_at(kernel: Kernel, arch: str) -> Path:
 
 
 def _read(path: Path) -> bytes | None:
-    """The machine code behind its checksum; None if the file is missing or damaged."""
+    """The machine code that follows its checksum in the file; None if the file is missing or damaged."""
     try:
         content = path.read_bytes()
     except OSError:

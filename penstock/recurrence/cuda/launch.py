@@ -1,4 +1,4 @@
-"""Launches the CUDA kernels on torch's current stream. Nothing here waits for the device, and equal calls give equal bits.
+"""Launches the CUDA kernels on torch's current stream. The host never waits for the device, and equal calls give equal bits.
 
 A kernel takes one argument, ``Call``: addresses and strides of all tensors. So tensors with any strides are read without a copy.
 Everything but the addresses is the same for equal calls and is cached (``penstock.call.memory``): an equal call allocates its results,
@@ -34,7 +34,7 @@ class _Tensor(ctypes.Structure):
 
 
 class Call(ctypes.Structure):
-    """The argument of both kernels: as in tokens.cuh."""
+    """The argument of both kernels, as in tokens.cuh."""
 
     _fields_ = [
         *((name, _Tensor) for name in ("q", "k", "v", "g", "u", "initial_state", "output", "final_state")),
@@ -46,24 +46,24 @@ class Call(ctypes.Structure):
 
 
 Words = ctypes.c_longlong * (ctypes.sizeof(Call) // 8)
-"""``Call`` as an array of words: addresses are written faster into an array."""
+"""``Call`` as an array of words, into which addresses are written faster."""
 Tensors = dict[str, Tensor | None]
 Memory = dict[str, tuple[tuple[int, ...], torch.dtype]]
 """Shapes and dtypes by name."""
 
 
 class Prepared:
-    """What equal calls share: the kernel, the shapes of its results, and its argument without the addresses."""
+    """The state shared by equal calls: the kernel, the shapes of its results, and its argument without the addresses."""
 
     def __init__(self, kernel: Configuration, p: Tokens, tensors: Tensors, memory: Memory, reverse: bool, **numbers: int) -> None:
         N, H, _, V = p.state_shape
         assert p.gate is not None
         self.kernel, self.device = kernel, p.q.device
-        self.blocks = N * H * (V // COLUMNS)  # of threads: one a sequence, head and 16 columns
+        self.blocks = N * H * (V // COLUMNS)  # thread blocks: one per sequence, head and 16 columns
         self.memory = [(name, tuple(shape), contiguous(shape), dtype) for name, (shape, dtype) in memory.items()]
         strides = {name: x.stride() for name, x in tensors.items() if x is not None}
         strides |= {name: steps for name, _, steps, _ in self.memory}
-        self.words = {name: getattr(Call, name).offset // 8 for name in strides}  # where addresses are
+        self.words = {name: getattr(Call, name).offset // 8 for name in strides}  # the words of addresses
         call = Call(T=p.q.shape[1], H=H, reverse=reverse, scale=p.scale, **numbers)
         for name, steps in (strides | {"g": p.gate.expand(p.q.shape).stride()}).items():
             place = getattr(call, name)
@@ -116,9 +116,9 @@ def advance_pass(p: Advance) -> Tensor:
 
 
 def backward_pass(p: Recurrence, d_output: Tensor, d_final_state: Tensor | None) -> Gradients:
-    """All gradients; blocks of columns give shares of those that are sums over columns, which are summed here."""
+    """All gradients. For gradients that are sums over columns, blocks of columns return partial sums, which are added here."""
     d_final = None if d_final_state is None else d_final_state.to(torch.float32)
-    if d_output.stride(1) >= FAR:  # gradients are not refused
+    if d_output.stride(1) >= FAR:  # gradients are copied, not refused
         d_output = d_output.contiguous()
     tensors = _inputs(p) | {"d_output": d_output, "d_final_state": d_final}
 
@@ -126,7 +126,7 @@ def backward_pass(p: Recurrence, d_output: Tensor, d_final_state: Tensor | None)
         B, T, H, K, N = (p.sizes[name] for name in "BTHKN")
         tokens, sequences = ((*axes, K // COLUMNS * K) for axes in ((B, T, H), (N, H, 1)))
         shares = {"dq": tokens, "dk": tokens, "dg": tokens if "T" in p.variant.decay else sequences, "du": sequences}
-        span = CHUNK * max(1, round(sqrt(T / CHUNK)))  # as many states of spans as of chunks in a span
+        span = CHUNK * max(1, round(sqrt(T / CHUNK)))  # as many states of spans as of chunks per span
         spans = B * T // span + N
         kept = H * (spans + N * (span // CHUNK)) * K // COLUMNS * K * (COLUMNS + 2)
         memory: Memory = {name: (shape, torch.float32) for name, shape in shares.items()}
@@ -150,7 +150,7 @@ def _inputs(p: Recurrence) -> Tensors:
 
 
 def _summed(shares: Tensor, like: Tensor) -> Tensor:
-    """Over blocks of columns and, for what all sequences share, over sequences: the gradient of ``like``, in its dtype."""
+    """The gradient of ``like``, in its dtype: the sum over blocks of columns and, if all sequences share ``like``, over sequences."""
     K = like.shape[-1]
     blocks = shares.view(*shares.shape[:-1], -1, K)
     total: Tensor = blocks.sum(-2) if like.dim() == 4 else blocks.sum((0, 2, 3))

@@ -4,7 +4,8 @@ p is recomputed. With delta = rowsum(dO o O) - d lse::
 
     dv = p^T dO    ds = p o (dO v^T - delta)    dq = scale ds k    dk = scale ds^T q
 
-in two kernels, by keys and by queries, without atomics. Only tiles on the border of the mask are masked.
+in two kernels without atomics: one program per block of keys, and one per block of queries. Only tiles on the border of the mask are
+masked.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def penstock_attention_delta(
     output, d_output, lse, d_lse, delta, rows, T, o_b, o_t, o_h, o_d, l_b, l_t, l_h,
     H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, D_LSE: tl.constexpr,
 ):  # fmt: skip
-    """rowsum(dO o O) - d lse of BM of the rows [B T H], 0 for queries without keys. The strides are of the gradients."""
+    """rowsum(dO o O) - d lse of BM of the rows [B T H], 0 for queries without keys. The strides are those of the gradients."""
     row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     live = row < rows
     d = tl.arange(0, BD)
@@ -34,7 +35,7 @@ def penstock_attention_delta(
     x = tl.sum(O * dO, 1)
     if D_LSE:
         x -= tl.load(d_lse + b * l_b + t * l_t + h * l_h, mask=live, other=0.0).to(tl.float32)
-        x = tl.where(tl.load(lse + row, mask=live, other=0.0) == float("-inf"), 0.0, x)  # its gradient may be NaN
+        x = tl.where(tl.load(lse + row, mask=live, other=0.0) == float("-inf"), 0.0, x)  # the gradient may be NaN
     tl.store(delta + row, x, mask=live)
 
 
@@ -44,7 +45,7 @@ def walk_queries(
     H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A range of the loop over queries in the kernel by keys."""
+    """A part of the loop over queries, in the kernel by keys."""
     dk, dv = state
     d = tl.arange(0, BD)
     zero = tl.zeros((), tl.int64)
@@ -77,7 +78,7 @@ def penstock_attention_bwd_dkdv(
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Program (head of keys, span of BN keys), for all its heads of queries. ``dk`` and ``dv`` [B,Tk,G,D] are contiguous."""
+    """Program (head of keys, span of BN keys), for all heads of queries of this head. ``dk`` and ``dv`` [B,Tk,G,D] are contiguous."""
     slots = tl.num_programs(0) // G
     pid = tl.program_id(0)
     head = (pid // slots).to(tl.int64)
@@ -120,7 +121,7 @@ def walk_keys(
     D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A range of the loop over keys in the kernel by queries."""
+    """A part of the loop over keys, in the kernel by queries."""
     d = tl.arange(0, BD)
     zero = tl.zeros((), tl.int64)
     for at in tl.range(low, high, BN, num_stages=STAGES):
@@ -145,7 +146,7 @@ def penstock_attention_bwd_dq(
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Program (head, span of BM queries), the longest loops first. ``dq`` [B,Tq,H,D] is contiguous."""
+    """Program (head, span of BM queries); programs with the longest loops start first. ``dq`` [B,Tq,H,D] is contiguous."""
     slots = tl.num_programs(0) // H
     pid = tl.program_id(0)
     h = (pid // slots).to(tl.int64)

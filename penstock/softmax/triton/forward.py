@@ -23,7 +23,7 @@ def walk(
     D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A range of the forward loop over keys."""
+    """A part of the forward loop over keys."""
     m, l, acc = state
     d = tl.arange(0, BD)
     zero = tl.zeros((), tl.int64)
@@ -53,7 +53,7 @@ def penstock_attention_fwd(
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Program (head, span of BM queries), the longest loops first. ``output`` [B,Tq,H,D] and ``lse`` [B,Tq,H] are contiguous."""
+    """Program (head, span of BM queries); the longest loops start first. ``output`` [B,Tq,H,D] and ``lse`` [B,Tq,H] are contiguous."""
     slots = tl.num_programs(0) // H
     pid = tl.program_id(0)
     h = (pid // slots).to(tl.int64)

@@ -12,16 +12,16 @@ from ..declaration import Attention
 from .calls import Call, gradients, numbers, results
 
 ROWS = 64
-"""Rows of a group of four warps."""
+"""Rows per group of four warps."""
 REGISTERS = 65536
-"""Registers of a multiprocessor."""
+"""Registers per multiprocessor."""
 Numbers = tuple[Number, ...]
 FAR = 1 << 31
-"""Rows of a matrix that is copied in tiles are numbered by 32-bit integers."""
+"""The number of rows of a matrix that is copied in tiles is below this: row indices are 32-bit integers."""
 
 
 class Shape(NamedTuple):
-    """Of a kernel: groups of four warps with 64 rows each, rows of a streamed tile, and tiles of the ring buffer."""
+    """Configuration of a kernel: groups of four warps with 64 rows each, rows of a streamed tile, and tiles of the ring buffer."""
 
     groups: int
     tile: int
@@ -31,7 +31,7 @@ class Shape(NamedTuple):
 
     @property
     def registers(self) -> int:
-        """Registers per computing thread, after the loading warps (counted as four) have released all but 24 of theirs."""
+        """Registers per thread of the computing warps, after the loading warps (counted as four) have released all but 24 of theirs."""
         return (REGISTERS // self.programs - 24 * 128) // (self.groups * 128) // 8 * 8
 
     @property
@@ -43,7 +43,7 @@ class Shape(NamedTuple):
 FORWARD = {64: Shape(1, 64, 2, 3), 128: Shape(2, 128, 2), 256: Shape(2, 64, 2)}
 BY_QUERIES = {64: Shape(1, 64, 2, 3), 128: Shape(2, 64, 2)}
 BY_KEYS = {64: Shape(1, 64, 2, 2), 128: Shape(2, 64, 2)}
-"""By D."""
+"""Configurations by D."""
 L2 = 50 << 20
 """Bytes of the L2 cache."""
 
@@ -79,7 +79,7 @@ def _launch(
     plan: Plan, kernel: Any, shape: Shape, a: Attention, tensors: tuple[str, ...], tiles: str, given: Numbers, numbers: Numbers,
     **constants: Any,
 ) -> None:  # fmt: skip
-    """Plan a kernel, by keys if its first tensor is k. ``tiles``: its first tensors as resident rows ("r") or streamed ("w")."""
+    """Plan a kernel, by keys if its first tensor is k. ``tiles``: for each tiled tensor, "r" for resident rows or "w" for streamed ones."""
     s, packed, by_keys = a.sizes, a.cu_seqlens is not None, tensors[0] == "k"
     each, size = s["H"] // s["G"], a.q.element_size()
     axis, heads, same = ("Tk", s["G"], 1) if by_keys else ("Tq", s["H"], each)

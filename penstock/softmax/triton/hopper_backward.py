@@ -80,7 +80,7 @@ def walk_keys(
     delta = gl.convert_layout(gl.sum(O.to(gl.float32) * dO.load(wide).to(gl.float32), 1), rows)
     if D_LSE:
         delta -= gl.load(d_lse + ROWS * ONE * l_t + i * l_t, mask=live, other=0.0).to(gl.float32)
-        delta = gl.where(e == float("inf"), 0.0, delta)  # its gradient may be NaN
+        delta = gl.where(e == float("inf"), 0.0, delta)  # the gradient may be NaN
     gl.store(exponents + ROWS * ONE + i, e, mask=live)
     gl.store(deltas + ROWS * ONE + i, delta, mask=live)
     c = scale * LOG2E
@@ -120,7 +120,7 @@ def penstock_attention_bwd_dq_hopper(
     H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
     PACKED: gl.constexpr, D_LSE: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Program (head, span of queries), the longest loops first. ``rows`` [2,H,pitch]: exponents and deltas by heads, for ``by_keys``."""
+    """Program (head, span of queries); the longest loops start first. ``rows`` [2,H,pitch]: exponents and deltas, for ``by_keys``."""
     BM: gl.constexpr = ROWS * GROUPS
     slot, h = place_in_grid(N, Tq, together, H, BM, PACKED, True)
     b, begins, done, queries, k_begins, keys = place_of(slot, cu_seqlens, cu_seqlens_k, N, Tq, Tk, BM, PACKED)
@@ -269,7 +269,7 @@ def penstock_attention_bwd_dkdv_hopper(
     H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
     PACKED: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Program (head of keys, span of keys), for all its heads of queries, the longest loops first."""
+    """Program (head of keys, span of keys), for all heads of queries of this head; the longest loops start first."""
     BN: gl.constexpr = ROWS * GROUPS
     EACH: gl.constexpr = H // G
     slot, head = place_in_grid(N, Tk, together, G, BN, PACKED, False)
@@ -283,7 +283,7 @@ def penstock_attention_bwd_dkdv_hopper(
     q_row = b * Tq + q_begins
     k_s = gl.allocate_shared_memory(k_tiles.dtype, [GROUPS, ROWS, D], k_tiles.layout)
     v_s = gl.allocate_shared_memory(v_tiles.dtype, [GROUPS, ROWS, D], v_tiles.layout)
-    q_ring, q_bars = ring_of(q_tiles, STAGES, 2, GROUPS)  # a tile of q, and exponents and deltas of its rows
+    q_ring, q_bars = ring_of(q_tiles, STAGES, 2, GROUPS)  # a tile of q, and the exponents and deltas of its rows
     o_ring, o_bars = ring_of(o_tiles, STAGES, 1, GROUPS)
     row_ring = gl.allocate_shared_memory(gl.float32, [2 * STAGES, BM], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     k_bar = barriers(1, 1).index(0)

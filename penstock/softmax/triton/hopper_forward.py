@@ -1,7 +1,7 @@
 """Softmax attention forward on Hopper, in Gluon: the formula of ``forward``, warp-specialised.
 
 A program has GROUPS times 64 queries. One warp, ``load``, copies tiles of keys and values into two ring buffers by the tensor memory
-accelerator. Groups of four warps, one group per 64 queries, loop over them from the last visible tile to the first. While the tensor
+accelerator. Groups of four warps, one group per 64 queries, loop over these tiles from the last visible one to the first. While the tensor
 cores multiply the weights of one tile with its values, the warps compute the exponentials of the next. Two groups alternate.
 """
 
@@ -126,7 +126,7 @@ def penstock_attention_fwd_hopper(
     H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
     PACKED: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Program (head, span of queries), the longest loops first. Tiles are parts of q, k, v and the output as matrices [B T, H D]."""
+    """Program (head, span of queries); the longest loops start first. Tiles are parts of q, k, v and the output as matrices [B T, H D]."""
     BM: gl.constexpr = ROWS * GROUPS
     slot, h = place_in_grid(N, Tq, together, H, BM, PACKED, True)
     b, begins, done, queries, k_begins, keys = place_of(slot, cu_seqlens, cu_seqlens_k, N, Tq, Tk, BM, PACKED)

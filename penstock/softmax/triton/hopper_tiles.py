@@ -8,7 +8,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ...gpu.hopper_tiles import async_load, async_store, meet, zeroed_behind
 
-ROWS = gl.constexpr(64)  # of a group of four warps: the rows of one wgmma product
+ROWS = gl.constexpr(64)  # rows per group of four warps: those of one wgmma product
 
 
 @gluon.jit
@@ -19,7 +19,7 @@ def exp2_here(x):
 
 @gluon.jit
 def barriers(count: gl.constexpr, arrivals: gl.constexpr):
-    """An array of barriers, with the number of arrivals that completes a phase. All must be used: unused shared memory may be aliased."""
+    """``count`` barriers, whose phases complete after ``arrivals`` arrivals. All must be used: unused shared memory may be aliased."""
     made = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
     for n in gl.static_range(count):
         mbarrier.init(made.index(n), count=arrivals)
@@ -60,7 +60,7 @@ def through(bars, n, STAGES: gl.constexpr):
 
 @gluon.jit
 def tidied(tile, left):
-    """Zero the rows of a tile behind the end of its sequence: 0 * NaN is NaN."""
+    """Zero the rows of a tile after the end of its sequence: 0 * NaN is NaN."""
     D: gl.constexpr = tile.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     zeroed_behind(tile, left, layout)
@@ -70,7 +70,7 @@ def tidied(tile, left):
 
 @gluon.jit
 def leave(x, memory, tiles, row, column, to, stride, left):
-    """Store a result [ROWS, D] to the rows from ``row`` at ``to``; complete tiles through shared memory."""
+    """Store a result [ROWS, D] to the rows of ``to`` from ``row`` on; full tiles through shared memory."""
     layout: gl.constexpr = x.type.layout
     if left >= ROWS:
         memory.store(x)
@@ -88,7 +88,7 @@ def leave(x, memory, tiles, row, column, to, stride, left):
 def place_in_grid(N, T, together, H: gl.constexpr, L: gl.constexpr, PACKED: gl.constexpr, LAST_FIRST: gl.constexpr):
     """The span of L tokens and the head of this program; long loops start first.
 
-    Programs of ``together`` heads, whose streamed tensors fit into the L2 cache, run span by span; packed sequences count as one.
+    ``together`` heads, whose streamed tensors fit into the L2 cache, run together, span by span. Packed sequences count as one.
     """
     pid = gl.program_id(0)
     if PACKED:

@@ -1,4 +1,4 @@
-"""The passes of the Triton implementation: a plan each, run on the tensors of a problem."""
+"""The passes of the Triton implementation: each runs a plan on the tensors of a problem."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def forward(a: Attention) -> tuple[Tensor, Tensor]:
 
 def backward(a: Attention, d_output: Tensor, d_lse: Tensor | None, output: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v."""
-    output, lse = output.contiguous(), lse.contiguous()  # as they were made, unless hooks of saved tensors changed them
+    output, lse = output.contiguous(), lse.contiguous()  # no copy, unless saved-tensor hooks changed them
     tensors = _tensors(a) | {"output": output, "lse": lse, "d_output": d_output, "d_lse": d_lse}
     more = d_output, d_lse, output, lse
     found = launch.run("backward", a, Target.of, lambda target: plan.backward_plan(a, d_output, d_lse, target), tensors, *more)

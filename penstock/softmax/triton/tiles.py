@@ -37,7 +37,7 @@ def tokens(base, n, live, stride_t, d, stride_d, D: tl.constexpr, BD: tl.constex
 
 @triton.jit
 def sees(place, j, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """Whether queries at positions ``place`` see keys j; both have all axes of the result."""
+    """Whether queries at positions ``place`` attend to keys j; both have all axes of the result."""
     if CAUSAL:
         seen = j <= place
     else:
@@ -51,7 +51,7 @@ def sees(place, j, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
 
 @triton.jit
 def keys_of(first, rows, Tk, window, BN: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """For ``rows`` queries from position ``first``: the keys [low, high) that any of them sees, and the keys [begin, end) that all see.
+    """For ``rows`` queries from position ``first``: the keys [low, high) visible to any of them, and the keys [begin, end) visible to all.
 
     ``low``, ``begin`` and ``end`` are multiples of BN.
     """
@@ -76,7 +76,7 @@ def keys_of(first, rows, Tk, window, BN: tl.constexpr, CAUSAL: tl.constexpr, WIN
 
 @triton.jit
 def queries_of(first, columns, shift, Tq, window, BM: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """For ``columns`` keys from ``first``: the queries [low, high) that see any of them, and the queries [begin, end) that see all.
+    """For ``columns`` keys from ``first``: the queries [low, high) that attend to any of them, and [begin, end) that attend to all.
 
     Query i has position i + shift. ``low``, ``begin`` and ``end`` are multiples of BM.
     """
@@ -101,7 +101,7 @@ def queries_of(first, columns, shift, Tq, window, BM: tl.constexpr, CAUSAL: tl.c
 
 @triton.jit
 def place_of(slot, cu_seqlens, cu_other, N, T, other, L: tl.constexpr, PACKED: tl.constexpr):
-    """Of span ``slot`` of L tokens: the batch row, the begin of its sequence, the tokens before the span, and the length of the sequence.
+    """For span ``slot`` of L tokens: the batch row, the begin of its sequence, the tokens before the span, and the sequence's length.
 
     Then the begin and the length of the sequence on the other axis.
     """
