@@ -111,13 +111,13 @@ def _absent(one: Form[Any, Any], target: Callable[[torch.device], Target], devic
 def refusal(forms: Sequence[F], call: Any) -> str | None:
     """Why no form of a list can compute a call, or None."""
     found = []
-    for one in forms:
+    for one in reversed(forms):  # the last ones take most calls
         why = one.refusal(call)
         if why is None:
             return None
         if one.absent(call.target) is None:
             found.append(f"{one.name}: {why}")
-    return "; ".join(found) or f"none of its kernels has code for {call.target.arch}"
+    return "; ".join(found[::-1]) or f"none of its kernels has code for {call.target.arch}"
 
 
 def reason(one: Form[Any, Any], call: Any) -> str | None:

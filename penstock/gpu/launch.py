@@ -257,7 +257,8 @@ class _Trial:
 
     def __init__(self, configurations: Mapping[Any, Any], forms: tuple[str, ...]) -> None:
         self.configurations, self.forms = dict(configurations), frozenset(forms)
-        self.ran: set[str] = set()
+        self.planned: set[str] = set()
+        """The forms of all plans."""
 
     def on(self, target: Target) -> Target:
         """The GPU with these configurations and forms."""
@@ -271,12 +272,12 @@ _trial: _Trial | None = None
 def trying(configurations: Mapping[Any, Any], *forms: str) -> Iterator[set[str]]:
     """Within this block, these configurations take precedence in the whole process, and these forms run wherever they can.
 
-    Yields the names of the forms that ran so far. ``penstock tune`` and ``penstock check`` use it.
+    Yields the names of the forms that were planned so far. ``penstock tune`` and ``penstock check`` use it.
     """
     global _trial
     before, _trial = _trial, _Trial(configurations, forms)
     try:
-        yield _trial.ran
+        yield _trial.planned
     finally:
         _trial = before
 
@@ -309,9 +310,9 @@ def run(
             if _trial is not None:
                 at = _trial.on(at)
             prepared = plans[rough] = Prepared(planned(at), device, absent, first)
+            if _trial is not None:
+                _trial.planned.update(prepared.plan.forms)
             if later is not None and device.type == "cuda" and not interpreting():
                 background.begin(*later(at, prepared.plan), first, p.sizes, prepared.gpu)
         bound = seen.bound[key] = Bound(prepared, p.sizes)
-    if _trial is not None:
-        _trial.ran.update(bound.prepared.plan.forms)
     return bound.run(tensors)  # type: ignore[arg-type]

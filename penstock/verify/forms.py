@@ -12,7 +12,6 @@ from dataclasses import replace
 import torch
 
 from ..call.implementation import Example, Implementation, Listed
-from ..gpu.launch import trying
 from .comparison import Comparison, Trial, row_of
 from .finding import Finding
 
@@ -44,7 +43,9 @@ def findings(trial: Trial, dtypes: tuple[torch.dtype, ...], device: str, only: s
 
 
 def _compared(trial: Trial, one: Implementation, form: Listed, example: Example, device: str, ran: set[str]) -> Iterator[Finding]:
-    """The findings of a form on an example. Adds the forms that ran to ``ran``."""
+    """The findings of a form on an example, if it runs there. Adds the forms that ran to ``ran``."""
+    from ..gpu.launch import trying  # needs Triton
+
     signature = next(found for found in trial.operator.signatures.values() if row_of(found) == example.variant)
     trial = replace(trial, sizes={**trial.sizes, **example.sizes}, indices={})
     with trying({}, form.name) as here:
@@ -52,5 +53,5 @@ def _compared(trial: Trial, one: Implementation, form: Listed, example: Example,
     if any(finding.error is not None for finding in found):
         ran |= here
     for finding in found:
-        if finding.error is not None or finding.failed:
+        if finding.failed or (finding.error is not None and form.name in here):
             yield replace(finding, form=form.name)

@@ -51,8 +51,8 @@ def hopper(monkeypatch):
         trial = gpu_launch._trial
         made = planned(H200 if trial is None else trial.on(H200))
         if trial is not None:
-            trial.ran.update(made.forms)
-        if p.operator is ADVANCE:  # no token is behind the last piece of the examples
+            trial.planned.update(made.forms)
+        if p.operator is ADVANCE:  # no token is after the last piece of the examples
             del made.launches[-1:]
         return gluon.run(made, {name: p.first if x is None else x for name, x in tensors.items()}, p.sizes)
 

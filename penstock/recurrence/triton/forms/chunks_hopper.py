@@ -111,7 +111,7 @@ class Backwards:
     def tiles(self, states: bool) -> tuple[Tile, ...]:
         """The tiles of the kernel's first tensors: q, k, v, dO and, if they have 16 bits, states and their gradients.
 
-        With several blocks, steps of BV of V. With one, the gradients of states are in dv and, at K = 128, dq, behind them.
+        With several blocks, steps of BV of V. With one, the gradients of states are in dv and, at K = 128, dq, after them.
         """
         if self.parts:
             return (Tile(hopper.C, self.K),) * 4

@@ -26,4 +26,4 @@ TOKEN_BACKWARD: tuple[BackwardForm, ...] = (tokens.BACKWARD,)
 PIECES: tuple[pieces.PiecesForm, ...] = (pieces.HOPPER, pieces.PLAIN)
 """Of an update in place: whole pieces of 64 tokens."""
 TOKENS_IN_PLACE: tuple[Form[InPlace, Callable[[Plan, InPlace, str, int, bool], None]], ...] = (tokens.IN_PLACE,)
-"""Of an update in place: the tokens behind the last piece."""
+"""Of an update in place: the tokens after the last piece."""

@@ -75,7 +75,7 @@ def _backward(call: Backward) -> Plan:
 
 
 def _in_place(plan: Plan, call: InPlace, output: str, piece: int, early: bool) -> None:
-    """Add the launch for the tokens behind the pieces of ``piece`` tokens. No decays stay pending.
+    """Add the launch for the tokens after the pieces of ``piece`` tokens. No decays stay pending.
 
     ``early``: it begins while the launch of the pieces runs, so sequences without a piece do not wait for it.
     """
