@@ -1,4 +1,4 @@
-"""From what callers give to requests: the checks of ``Engine`` and ``submit``."""
+"""Checks of the arguments of ``Engine`` and ``submit``, and the requests made from them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .tunings import Tuning
 
 
 def check_model(model: object) -> None:
-    """Raise DtypeError for what is no CausalLM, RangeError for one whose states grow or with too many tokens."""
+    """Raise DtypeError for anything but a CausalLM, RangeError for one whose states grow or with too many tokens."""
     complaints = Complaints("Engine")
     if not isinstance(model, CausalLM):
         complaints.add(DtypeError, "model", "a CausalLM", described(model), "penstock.models.load reads one.")
@@ -33,7 +33,7 @@ def check_model(model: object) -> None:
 
 
 def check_request(function: str, request: object) -> None:
-    """Raise DtypeError for what is no Request."""
+    """Raise DtypeError for anything but a Request."""
     if not isinstance(request, Request):
         raise DtypeError(f"{function}: request must be a Request, got {described(request)}. submit returns one.")
 
@@ -46,7 +46,7 @@ def checked_request(
     """The request of a caller of ``function``. Raises InvalidArgument with all broken rules.
 
     vocab_size : int
-        Tokens that are sampled are below it.
+        Sampled tokens are below it.
     """
     complaints = Complaints(function)
     if not isinstance(params, SamplingParams):
@@ -80,9 +80,9 @@ def checked_request(
         complaints.add(RangeError, "state", rule, "one of another model" + " or tuning" * bool(tunings))
     if not tokens and state is None:
         complaints.add(ShapeError, "prompt", "at least one token", "none")
-    if not tokens and state is not None and state.aligned == len(state.tokens):  # it has no logits after the last one
+    if not tokens and state is not None and state.aligned == len(state.tokens):  # the state has no logits after its last token
         remedy = "Or make the state of one token less, and give this token."
-        complaints.add(ShapeError, "prompt", "at least one token behind a state of max_tokens 0 and whole chunks of 64", "none", remedy)
+        complaints.add(ShapeError, "prompt", "at least one token after a state of max_tokens 0 and whole chunks of 64", "none", remedy)
     if params.stop and tokenizer is None:
         complaints.add(RangeError, "stop", "empty, because the engine has no tokenizer", shortened(params.stop), "Use stop_ids.")
     largest = max(params.logit_bias, default=0)

@@ -1,10 +1,12 @@
 """Choosing tokens in plain PyTorch, on any device. ``choosing_kernel.py`` computes the same.
 
-Tokens are ranked by weight, then by number: the lower of two with equal weights comes first. Kept are those whose weight is at least
-min_p, of them the first top_k, and of these the first whose weights sum to top_p of theirs. Candidates are all tokens or, with top_k,
-those whose weight is at least that of the last of the top k. A draw takes the token at a random place in the sum of the weights of the
-candidates, in the order of (token modulo ``LANES``, token). If it is not kept, nor are those of higher ranks; the others are the candidates
-of the next draw. So a kept token is drawn with its share of the weights of all that are kept, and a kernel need not find which these are.
+Tokens are ranked by weight, then by number: of two equal weights, the lower token comes first. The filters keep the tokens whose weight is
+at least min_p, of these the first top_k, and of these the smallest prefix whose weights sum to top_p of their total.
+
+Sampling is by rejection, so a kernel need not find the kept tokens. The candidates are all tokens or, with top_k, those whose weight is at
+least that of the last of the top k. A draw takes the token at a random position in the cumulative sum of the candidates' weights, in the
+order of (token modulo ``LANES``, token). If the token is not kept, tokens of lower weight are not kept either: the tokens ranked before it
+are the candidates of the next draw. So a kept token is drawn with its share of the weights of all kept tokens.
 """
 
 from __future__ import annotations
@@ -40,13 +42,13 @@ from .transfer import from_buffer
 from .uniforms import uniforms
 
 NO_TOKEN = -1
-"""In the place of a token where the largest logit is not finite."""
+"""Stands for a token where the largest logit is not finite."""
 ROUND = 2**40
-"""Between the positions of the random numbers of two draws of a row."""
+"""The distance between the positions of the random numbers of two draws of a row."""
 
 
 class Places:
-    """Which rows of a step need what; with their numbers, on the device."""
+    """Which rows of a step need which operations: their indices, on the device."""
 
     def __init__(self, rows: Items[Row], slots: Items[int], positions: Items[int], device: torch.device) -> None:
         needs = [row.needs for row in rows]
@@ -65,16 +67,16 @@ class Places:
                     values.extend(chosen)
         copied, count = from_buffer(values, device), len(slots)
         self.slots, self.positions = copied[:count], copied[count : 2 * count]
-        """Of all rows: int64 [R]."""
+        """The slots of all rows: int64 [R]."""
         self._places = {need: copied[begin : begin + size] for need, (begin, size) in spans.items()}
 
     def of(self, need: int, x: Tensor) -> Tensor:
-        """The rows of ``x`` that need something; those of LIMITED are among those of DRAWN."""
+        """The rows of ``x`` with a need. The rows of LIMITED are among those of DRAWN."""
         places = self._places.get(need)
         return x if places is None else x.index_select(0, places)
 
     def put(self, need: int, x: Tensor, values: Tensor) -> Tensor:
-        """``x`` with these rows set to ``values``, in place unless all are."""
+        """``x`` with these rows set to ``values``, in place unless they are all rows."""
         places = self._places.get(need)
         return values if places is None else x.index_copy_(0, places, values)
 
@@ -87,7 +89,7 @@ def choose(
     params = tables.numbers.index_select(0, step.slots)
     if step.any & (BIASED | PENALISED | CONSTRAINED):
         logits = _changed(tables, logits, rows, params, step)
-    largest, tokens = logits.float().max(-1)  # the lowest of equal ones
+    largest, tokens = logits.float().max(-1)  # the lowest token among equal logits
     if step.any & DRAWN:
         some = step.of(DRAWN, logits), step.of(DRAWN, largest), step.of(DRAWN, params)
         tokens = step.put(DRAWN, tokens, _draw(*some, step))
@@ -128,7 +130,7 @@ def _penalised(logits: Tensor, seen: Tensor, params: Tensor) -> Tensor:
 
 
 def _draw(logits: Tensor, largest: Tensor, params: Tensor, step: Places) -> Tensor:
-    """Sample rows of temperature above 0: logits [D,V]. Rows whose largest logit is not finite get any token."""
+    """Sample rows of temperature above 0: logits [D,V]. Rows whose largest logit is not finite get an arbitrary token."""
     found = weights(logits.float(), largest[:, None], params[:, TEMPERATURE : TEMPERATURE + 1], params[:, LEAST : LEAST + 1].float())
     found.nan_to_num_(1.0)
     sums, keys, positions = whole(found), params[:, KEY].view(torch.int64), step.of(DRAWN, step.positions)

@@ -1,8 +1,8 @@
-"""The Triton kernel that chooses the tokens of all rows in one launch, a program a row: what ``choosing.choose`` computes, to the bit.
+"""The Triton kernel that chooses the tokens of all rows in one launch, one program per row. It is bitwise equal to ``choosing.choose``.
 
 A program reads its logits twice: for the largest, and for the sum of weights of each lane. For top_k or top_p it stores the weights. It
-searches the weight of the last of the top k, four bits a pass, and after each draw reads the weights once for the sum and the number of
-those before the token. With the order of draws, sums stay in their lanes until the end of a pass.
+searches the weight of the last of the top k, four bits per pass. After each draw it reads the weights once, for the sum and the number of
+the tokens ranked before the drawn one. The order of draws keeps sums within lanes until the end of a pass.
 """
 
 import torch
@@ -35,9 +35,9 @@ from .uniforms import LAST_SHIFT, ROUNDS, STEP
 
 WARPS = 16
 SEARCHED = 8192
-"""Logits that are loaded at a time for the largest."""
+"""Logits per load in the search for the largest."""
 BITS, BEYOND = tl.constexpr(30), tl.constexpr(1 << 30)
-"""Of a weight, which is at most 1; and a number above them."""
+"""The bits of a weight, which is at most 1, and a number above all of them."""
 INF = tl.constexpr(float("inf"))
 WHOLE, MAGIC_, SHORT_, LEAST_POWER_, LOG2_E_, LN_2_, ROUND_ = map(tl.constexpr, (ONE, MAGIC, SHORT, LEAST_POWER, LOG2_E, LN_2, ROUND))
 C1, C2, C3, C4, C5, C6 = map(tl.constexpr, POLYNOMIAL)
@@ -73,7 +73,7 @@ def weight(y, largest, scale, high, low, lowest, least):
 
 @triton.jit
 def scales(temperature):
-    """Numbers of a temperature, from which ``weight`` computes."""
+    """Functions of the temperature that ``weight`` needs."""
     c = temperature * LN_2_
     high = (c.to(tl.float32).to(tl.int32, bitcast=True) & SHORT_).to(tl.float32, bitcast=True)
     return (1.0 / temperature * LOG2_E_).to(tl.float32), high, (c - high.to(tl.float64)).to(tl.float32), (c * LEAST_POWER_).to(tl.float32)
@@ -87,7 +87,7 @@ def whole(found):
 
 @triton.jit
 def top_of(x, V, SEARCHED: tl.constexpr):
-    """The largest of a row in float32, the lowest token that has it, and whether one of the row is NaN."""
+    """The largest logit of a row in float32, the lowest token with it, and whether the row has a NaN."""
     lane = tl.arange(0, SEARCHED)
     top, bad, first = tl.full([SEARCHED], -INF, tl.float32), tl.zeros([SEARCHED], tl.int1), lane
     for begin in tl.range(0, V, SEARCHED, num_stages=3):
@@ -101,7 +101,7 @@ def top_of(x, V, SEARCHED: tl.constexpr):
 
 @triton.jit
 def _in_lane(sums, drawn, LANES: tl.constexpr):
-    """The lane of a place in the sum of all lanes, and the sum of those before."""
+    """The lane of a position in the cumulative sum of lanes, and the sum of the lanes before it."""
     lane = tl.arange(0, LANES)
     found = tl.sum((tl.cumsum(sums, 0) <= drawn).to(tl.int32), 0)
     return found, tl.sum(tl.where(lane < found, sums, 0), 0)
@@ -109,19 +109,19 @@ def _in_lane(sums, drawn, LANES: tl.constexpr):
 
 @triton.jit
 def _place(total, uniform):
-    """A place in a sum at random."""
+    """A random position in a sum."""
     return tl.minimum((uniform * total.to(tl.float64)).to(tl.int64), total - 1)
 
 
 @triton.jit
 def _before(found, at, bound, token):
-    """Whether weights have lower ranks than a token with weight ``bound``."""
+    """Whether tokens with these weights are ranked before a token with weight ``bound``."""
     return (found > bound) | ((found == bound) & (at < token))
 
 
 @triton.jit
 def _changed(y, at, V, seen, mask, repetition, presence, frequency, PENALTIES, MASKED):
-    """Logits of tokens after their biases, with penalties and masks."""
+    """Biased logits of tokens, with penalties and masks."""
     inside = at < V
     if PENALTIES:
         has = tl.load(seen + at, inside, other=0)
@@ -160,7 +160,7 @@ def _change(
 
 @triton.jit
 def _bytes(counts, digit, first: tl.constexpr):
-    """``counts`` with 1 more in the byte of a digit, of eight from ``first`` on."""
+    """``counts`` with 1 added to the byte of a digit, among the eight digits from ``first`` on."""
     at = digit - first
     return counts + tl.where(at < 8, tl.full([], 1, tl.uint64) << ((at & 7) * 8).to(tl.uint64), 0)
 
@@ -169,11 +169,11 @@ def _bytes(counts, digit, first: tl.constexpr):
 def _top(found, V, last, LANES: tl.constexpr):
     """The least of the ``last`` + 1 largest weights of a row, and a number below it and above all smaller weights.
 
-    The least is found from its upper bits, four a pass. A pass counts the weights that agree in the bits before, by these four, in
-    sixteen bytes of each lane. It ends where all of them are equal, or where the next bits separate the ``last`` + 1 largest from others.
+    A radix search from the upper bits, four per pass. A pass counts the weights that agree in the bits so far by their next four bits, in
+    sixteen bytes of each lane. It ends when all of them are equal, or when these bits separate the ``last`` + 1 largest from the others.
     """
     lane = tl.arange(0, LANES)
-    least, above, shift = tl.zeros([], tl.int32), tl.zeros([], tl.int32), tl.full([], BITS, tl.int32)  # above: how many larger ones
+    least, above, shift = tl.zeros([], tl.int32), tl.zeros([], tl.int32), tl.full([], BITS, tl.int32)  # above: the number of larger weights
     searching = last >= 0
     while searching:
         size = tl.full([], 1, tl.int32) << shift
@@ -206,7 +206,7 @@ def _top(found, V, last, LANES: tl.constexpr):
 
 @triton.jit
 def _above(found, V, bound, token, LANES: tl.constexpr):
-    """In each lane, the number and the sum of the weights of lower ranks than a token with weight ``bound``."""
+    """In each lane, the number and the sum of the weights ranked before a token with weight ``bound``."""
     lane = tl.arange(0, LANES)
     number, mass = tl.zeros([LANES], tl.int32), tl.zeros([LANES], tl.int64)
     for begin in tl.range(0, V, LANES, num_stages=3):
@@ -224,7 +224,7 @@ def penstock_choose(
     numbers,  # [slots,COLUMNS] float64, see ``slot_tables``
     bias_tokens, bias_values,  # [slots,W] int64 and float32
     seen,  # [slots,V] int32
-    places,  # int64: [R] slots, [R] positions and, if MASKS, [R] which mask, -1 for none, and the masks
+    places,  # int64: [R] slots, [R] positions and, if MASKS, [R] the index of the mask, -1 for none, and the masks
     tokens, last,  # [R]; [slots] int64, written
     V, R, x_r,
     CHANGED: tl.constexpr, LIMITED: tl.constexpr, PENALTIES: tl.constexpr, MASKS: tl.constexpr, W: tl.constexpr,
@@ -309,7 +309,7 @@ def choose_by_kernel(
     """int64 [R]: a token for each row of logits [R,V], also written to ``last`` at its slot. See the kernel.
 
     needs : int
-        Of all rows together.
+        The union of the needs of all rows.
     """
     R, V = count, logits.shape[1]
     x = logits if logits.stride(1) == 1 else logits.contiguous()

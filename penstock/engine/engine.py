@@ -35,62 +35,63 @@ Prompt = str | Items[int]
 
 @dataclass(frozen=True)
 class Stats:
-    """What an engine does now, and did so far."""
+    """Current and cumulative counts of an engine."""
 
     running: int
     waiting: int
     slots: int
     steps: int
     prompt_tokens: int
-    """Computed ones: those from the cache do not count."""
+    """Computed tokens of prompts. Those from the cache do not count."""
     generated_tokens: int
     cache_bytes: int
     cache_entries: int
     cache: CacheCounts
     prompt_budget: int
-    """Tokens of prompts that a step may have beside those of streams."""
+    """The most tokens of prompts in a step that also has tokens of streams."""
 
 
 class Engine:
-    """Generates for many requests together: one forward pass a step for all of them. See ``docs/engine.md``.
+    """Generates for many requests at once: one forward pass per step for all of them. See ``docs/engine.md``.
 
-    The tokens of a request do not depend on what runs beside it, nor on how its prompt was cut, cached, forked or preempted: in
-    float32, tokens are equal; with ``batch_invariant``, logits are equal to the bit.
+    The tokens of a request do not depend on the other requests, nor on how its prompt was cut, cached, forked or preempted: in
+    float32, tokens are equal; with ``batch_invariant``, logits are bitwise equal.
 
     model : CausalLM
-        In evaluation; its weights must not change. Models with softmax attention are refused: their state grows with the sequence. Hooks of
-        its modules act in every step, on the tokens of all requests; see ``cuda_graphs``.
+        In evaluation mode; its weights must not change. Models with softmax attention are refused: their state grows with the sequence.
+        Hooks of its modules act in every step, on the tokens of all requests; see ``cuda_graphs``.
     tokenizer : penstock.models.tokenizers.Tokenizer, optional
-        Without one, prompts are tokens, results have no text, and there are no stop strings.
+        Without one, prompts must be tokens, results have no text, and there are no stop strings.
     slots : int
-        Sequences that run together. Each one takes two states of memory; raises OutOfMemory if they do not fit.
+        The number of sequences that run at once. Each takes the memory of two states; raises OutOfMemory if they do not fit.
     token_budget : int
         The most tokens of a forward pass; at least slots + 64.
     prompt_budget : int, optional
         The most tokens of prompts in a forward pass that also has tokens of streams; at least 64. It bounds the time between two tokens of
-        a stream. Default: such that a pass with prompts takes at most about twice as long as one without, by the times of earlier ones.
+        a stream. Default: adapted from measured times, so that a pass with prompts takes at most about twice as long as one without.
     cache_bytes, host_cache_bytes : int
         Memory for states of earlier prompts on the device, and on the host for those that leave the device. 0: none.
     keep_every : int
         States of long prompts are kept at multiples of this many tokens. A multiple of 64.
     max_queue : int
-        Completions of one client (``share``) that may wait, those that get a slot with the next step among them; more raise QueueFull. At
+        The most waiting completions of one client (``share``), including those that get a slot at the next step; more raise QueueFull. At
         least 1.
     batch_invariant : bool
-        Equal bits. The next turn of a conversation processes what was generated as a part of its prompt: see ``docs/engine.md``. Raises
-        EngineError where products depend on the number of rows.
+        Logits are bitwise independent of the batch. The next turn of a conversation processes the generated tokens again, as a part of its
+        prompt: see ``docs/engine.md``. Raises EngineError where products depend on the number of rows.
     overlap : bool, optional
-        Launch the next step before the tokens of this one are on the host. Default: on a GPU.
+        Launch the next step before the tokens of this one are on the host. Default: True on a GPU.
     cuda_graphs : bool, optional
-        Run steps as CUDA graphs, each captured when it is first needed or by ``warm_up``. Default: on a GPU, unless modules have hooks. A
-        graph repeats what hooks computed on the GPU when it was captured; their Python code does not run again.
+        Run steps as CUDA graphs, each captured when first needed or by ``warm_up``. Default: True on a GPU, unless modules have hooks. A
+        graph replays what hooks computed on the GPU when it was captured; their Python code does not run again.
     states : mapping of str to State, optional
         Initial states of one sequence, which requests choose by name (``tuning``) in place of the model's own: tuned states
-        (``models.load_tuned_state``), or what the model returned after a text. Requests with different ones share steps.
+        (``models.load_tuned_state``), or the state that the model returned after a text. Requests with different ones share steps.
     adapters : mapping of str to mapping, optional
-        Adapters of linear maps, which requests choose likewise (``models.load_adapter``): of each weight W [out,in], by its name, ``down``
-        [r,in] and ``up`` [out,r] of W + up down. A token computes R (in + out) more products in such a map, R the sum of all ranks there,
-        also without an adapter: so its bits do not depend on those of others. Kernels that join such a map with others step aside.
+        Adapters of linear maps, which requests choose in the same way (``models.load_adapter``): for each weight W [out,in], by its name,
+        ``down`` [r,in] and ``up`` [out,r] of W + up down. With R the sum of the ranks of all adapters of a map, each token computes R (in +
+        out) more products in this map, even without an adapter, so that its bits do not depend on the adapters of others. Such maps are
+        not fused with other operations.
 
     >>> from penstock.models import CausalLM, rwkv6
     >>> engine = Engine(CausalLM(rwkv6(vocab_size=16, hidden_size=16, num_layers=1, head_size=8)), slots=4)
@@ -146,13 +147,13 @@ class Engine:
             model_hash=self._tuned_hash,
         )  # fmt: skip
         self.tunings: Mapping[str, Tuning] = tunings_of(self._pool, states, adapters)
-        """What requests may name, see ``states`` and ``adapters``."""
+        """The names that requests may give as ``tuning``, see ``states`` and ``adapters``."""
         self._model_hash: str | None = None
         self._lock = threading.RLock()
-        """Held by a step, and by whatever changes what steps see."""
+        """Held during a step, and during changes of the state that steps read."""
         self._inbox: deque[Request] = deque()
         self._commands: deque[Callable[[], None]] = deque()
-        """Run between steps."""
+        """Commands that run between steps."""
         self._thread = StepThread()
         self._closed = False
         self._mailboxes = Mailboxes()
@@ -162,7 +163,7 @@ class Engine:
     def generate(
         self, prompts: Prompt | Items[Prompt], params: SamplingParams | Items[SamplingParams] | None = None, *, tuning: str | None = None
     ) -> list[Result]:  # fmt: skip
-        """Run prompts to their ends: one Result for each, in their order.
+        """Run prompts to completion: one Result for each, in their order.
 
         prompts : a text or tokens, or a list of such
         params : SamplingParams, or one for each prompt
@@ -205,22 +206,22 @@ class Engine:
         """Queue a request. Steps run while ``stream`` or ``generate`` are in use, after ``start``, or by calls of ``step``.
 
         priority : int
-            Higher ones run first, and take the slots of lower ones if none is free.
+            Requests of higher priority run first, and take slots from those of lower priority if none is free.
         boundaries : sequence of int
             Positions in the prompt whose states are worth keeping, such as the ends of chat messages. With a state they count from
             the end of its tokens.
         state : SequenceState, optional
-            Continue from it: the prompt, which may be empty, comes behind its tokens.
+            A state to continue from: the prompt, which may be empty, follows its tokens.
         sink : callable, optional
             Called for each Event, by the thread that runs the step. It may call the engine. If it raises, this request fails.
         cache_salt : str
-            States of prefixes serve requests of the same salt only. How long a prompt takes tells whether its prefix is kept, so requests
-            that must not learn of each other's prompts need different salts.
+            Cached states of prefixes serve only requests with the same salt. The time of a prompt shows whether its prefix is cached, so
+            requests that must not learn about each other's prompts need different salts.
         tuning : str, optional
             One of the engine's ``states`` or ``adapters``. A ``state`` must come from a request with the same one.
         share : tuple of two str
-            A client, and one of its requests. Slots and the budget of prompts are divided evenly between clients, and in each between its
-            requests, however many prompts and completions are submitted under one name.
+            The names of a client and of one of its requests. Slots and the budget of prompts are divided evenly between clients, and within
+            a client between its requests, however many prompts and completions are submitted under one name.
 
         Raises InvalidArgument, or QueueFull.
         """
@@ -261,11 +262,11 @@ class Engine:
                 self.cancel(request)
 
     def mailbox(self) -> AbstractContextManager[Mailbox]:
-        """Where requests of ``submit`` put their events for the running event loop: ``sink=mailbox.put``."""
+        """A mailbox for events of requests of ``submit``, for the running event loop: ``sink=mailbox.put``."""
         return self._mailboxes.open()
 
     def cancel(self, request: Request) -> None:
-        """End a request and free its slot before the next step. One that is done, or of another engine, stays as it is."""
+        """End a request and free its slot before the next step. Ignores requests that are done or of another engine."""
         check_request("cancel", request)
         if not request.done:
             self._command(lambda: self._steps.cancel(request))
@@ -290,7 +291,7 @@ class Engine:
             self._receive()
             self._steps.drain()
             self._deliver()
-            ours = request in self._steps.requests  # a slot of another engine has the state of something else here
+            ours = request in self._steps.requests  # the slot of a request of another engine holds another sequence here
             one = request.sequences[index] if ours and index < len(request.sequences) else None
             if one is None or one.slot is None or one.computed < len(request.prompt):
                 rule = "must be running in this engine and past its prompt"
@@ -301,7 +302,7 @@ class Engine:
     # states in files
 
     def model_hash(self) -> str:
-        """What states of this model are known by. The first call reads all weights; states need it."""
+        """The fingerprint of this model, which identifies its states. The first call reads all weights."""
         if self._model_hash is None:
             self._model_hash = fingerprint(self.model)
         return self._model_hash
@@ -313,7 +314,7 @@ class Engine:
         """Write a state as safetensors. Raises MissingExtra, DtypeError, or RangeError for the state of another model.
 
         notes : dict of str, optional
-            Texts beside it, as metadata of the file.
+            Additional metadata of the file.
         """
         if not isinstance(state, SequenceState):
             raise DtypeError(f"save_state: state must be a SequenceState, got {described(state)}. keep_state and state_of give one.")
@@ -330,7 +331,7 @@ class Engine:
     # running
 
     def step(self) -> bool:
-        """Run one step; whether there was anything to do."""
+        """Run one step. Returns whether there was anything to do."""
         with self._lock:
             try:
                 self._receive()
@@ -366,7 +367,7 @@ class Engine:
             for request in list(self._steps.requests):
                 self._steps.cancel(request)
             self._deliver()
-            in_sink = self._steps.telling  # of this thread, which keeps the lock until the sink returns
+            in_sink = self._steps.telling  # a sink of this thread: it holds the lock until the sink returns
         self._thread.end(wait=not in_sink)
 
     def __enter__(self) -> Engine:
@@ -377,17 +378,17 @@ class Engine:
 
     @property
     def waiting(self) -> int:
-        """Completions that wait for a slot."""
+        """The number of completions that wait for a slot."""
         return sum(one.params.n for one in list(self._inbox)) + self._steps.scheduler.waiting
 
     def waiting_of(self, client: str) -> int:
-        """Those of one client."""
+        """The number of waiting completions of one client."""
         inbox = sum(one.params.n for one in list(self._inbox) if one.share[0] == client)
         return inbox + self._steps.scheduler.shares.waiting(client)
 
     @property
     def stats(self) -> Stats:
-        """Counts of now and so far."""
+        """Current and cumulative counts."""
         steps, cache = self._steps, self._cache
         return Stats(
             len(steps.scheduler.running), self.waiting, self._pool.slots, steps.steps, steps.prompt_tokens, steps.generated_tokens,
@@ -404,7 +405,7 @@ class Engine:
             raise EngineError("submit: the engine must be open, got a closed one. Make a new one.")
         self._inbox.append(request)
         self._thread.wake.set()
-        if self._closed:  # meanwhile, and perhaps before it saw this request
+        if self._closed:  # closed meanwhile, perhaps before it saw this request
             self.close()
 
     def _command(self, command: Callable[[], None]) -> None:
@@ -414,7 +415,7 @@ class Engine:
     def _receive(self) -> None:
         while self._inbox or self._commands:
             command = self._commands.popleft() if self._commands else None
-            while self._inbox:  # after popleft: a command follows the request that it is about
+            while self._inbox:  # after popleft: a command follows the request it refers to
                 self._steps.add(self._inbox.popleft())
             if command is not None:
                 command()

@@ -1,9 +1,9 @@
-"""Steps as CUDA graphs: one launch instead of one for each kernel.
+"""Steps as CUDA graphs: one launch instead of one per kernel.
 
-A graph has a fixed number of tokens and rows; each is captured when it is first needed, or by ``StepGraphs.capture_all``. There are two
-kinds: steps of decode rows only, and packed steps with pieces of prompts or of 64 tokens among them. How long the rows of a packed step
-are is in memory that the graph reads, so one graph serves all steps of up to as many tokens. Rows that are not needed are skipped by a
-negative slot; tokens that are not needed belong to a skipped row.
+A graph has a fixed number of tokens and rows. It is captured when first needed, or by ``StepGraphs.capture_all``. There are two kinds:
+steps of decode rows only, and packed steps that also have pieces of prompts or of 64 tokens. The graph of a packed step reads the lengths
+of rows from memory, so it serves all steps of up to its number of tokens. Unused rows have a negative slot, which skips them; unused
+tokens belong to a skipped row.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from .state_pool import StatePool
 from .transfer import fill
 
 WARM_UP = 3
-"""Runs before a capture: kernels are compiled and block sizes are looked up by the first, and none of it can be captured."""
+"""Runs before a capture. The first one compiles kernels and looks up block sizes, which cannot be captured."""
 MOST_TOKENS = 8192
-"""Of a packed step. A larger one takes the device about as long as Python needs to launch its kernels: 55 ms for 24 layers of RWKV-6 beside
-an H200, which reads 8192 tokens of a model of 1.6 billion parameters in 45 ms."""
+"""The most tokens of the graph of a packed step. For more, the device takes about as long as Python needs for the launches: 55 ms for 24
+layers of RWKV-6 with an H200, which processes 8192 tokens of a model of 1.6 billion parameters in 45 ms."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,13 @@ class Batch:
     ids: Items[int]
     """Their tokens."""
     sources: Items[int]
-    """For each token the slot whose last sampled token replaces it, because the host does not know it yet, or -1."""
+    """For each token, the slot whose last sampled token replaces it, because the host does not know it yet; or -1."""
     ends: Items[int]
-    """The begin of the first row, 0, and the end of each row."""
+    """The begin of the first row, which is 0, and the end of each row."""
     rows: Items[int]
-    """Of the pool; negative ones are skipped."""
+    """Slots of the pool; rows with negative slots are skipped."""
     adapters: Items[int] = ()
-    """For each row the number of its adapter, or ``NONE``; none of them for a model without adapters."""
+    """For each row, the number of its adapter, or ``NONE``. Empty for a model without adapters."""
 
     def token_adapters(self) -> list[int]:
         """The same for each token."""
@@ -56,7 +56,7 @@ class Graph:
     """A captured step, and the memory that it reads."""
 
     inputs: Tensor
-    """int64: ids [T], sources [T], rows [N]; with pieces ends [N+1]; with adapters those of tokens [T] and of rows [N]."""
+    """int64: ids [T], sources [T], rows [N]; with pieces, ends [N+1]; with adapters, the adapters of tokens [T] and of rows [N]."""
     replay: Callable[[], Tensor]
     """Runs it; returns logits [N,V] in memory that the next run of any graph overwrites."""
 
@@ -83,10 +83,10 @@ class StepGraphs:
         self._model, self._pool, self._last, self._block, self._adapters = model, pool, last, block, adapters
         self._most_tokens = self.packed_tokens(min(most_tokens, MOST_TOKENS - (block > 1)))
         self._rows = _rounded(pool.slots + 1, max(8, block))
-        """Of packed steps: one of them takes the tokens that are not needed."""
+        """Rows of packed steps. One of them takes the unused tokens."""
         self._capture = capture or self._captured
         self._graphs: dict[tuple[int, int], Graph] = {}
-        """By the number of tokens, and of rows with pieces, else 0."""
+        """Graphs by the number of tokens and, for packed steps, of rows, else 0."""
         self._memory: Any = None
 
     def run(self, batch: Batch) -> Tensor | None:
@@ -116,7 +116,7 @@ class StepGraphs:
     def decode_tokens(self, rows: int) -> int:
         """The number of tokens of the graph for decode rows: a power of two up to 16, then a multiple of 16, 32 and so on."""
         if self._block > 1:
-            return _close(rows + 1, self._block)  # one token is skipped
+            return _close(rows + 1, self._block)  # one more token, which is skipped
         return 1 << (rows - 1).bit_length() if rows <= 16 else _close(rows, 16)
 
     def packed_tokens(self, tokens: int) -> int:
@@ -124,7 +124,7 @@ class StepGraphs:
         return _close(tokens + (self._block > 1), CHUNK)
 
     def _packed_sizes(self) -> Iterator[int]:
-        """All of them, the largest first, so the memory of smaller ones fits into that of larger ones."""
+        """The sizes of all graphs, the largest first, so that smaller graphs reuse the memory of larger ones."""
         sizes = {self.packed_tokens(tokens) for tokens in range(2, self._most_tokens + 1)}
         return iter(sorted((size for size in sizes if size <= self._most_tokens), reverse=True))
 
@@ -136,7 +136,7 @@ class StepGraphs:
             inputs = torch.zeros(sum(sizes), dtype=torch.int64, device=self._pool.memory.device)
             ids, sources, slots, ends, *adapters = inputs.split(sizes)
             for one in (sources, slots, *adapters):
-                one.fill_(-1)  # so the runs before the capture change no state
+                one.fill_(-1)  # the runs before the capture change no state
             ends[1:] = T
 
             def step() -> Tensor:
@@ -153,7 +153,7 @@ class StepGraphs:
             return self._captured_here(step)
 
     def _captured_here(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """On the current device."""
+        """Capture a function on the current device."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -163,7 +163,7 @@ class StepGraphs:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):  # other threads may use the device
             logits = step()
-        self._memory = graph.pool()  # of all graphs: only one runs at a time
+        self._memory = graph.pool()  # shared by all graphs: only one runs at a time
 
         def replay() -> Tensor:
             graph.replay()
@@ -173,7 +173,7 @@ class StepGraphs:
 
 
 def with_sampled(ids: Tensor, sources: Tensor, last: Tensor) -> Tensor:
-    """Tokens [T], with those of ``last`` in the places that have a source, where ``choosing.NO_TOKEN`` counts as 0."""
+    """Tokens [T]. Those with a source are read from ``last``, where ``choosing.NO_TOKEN`` counts as 0."""
     return torch.where(sources < 0, ids, last[sources.clamp(min=0)].clamp(min=0))
 
 

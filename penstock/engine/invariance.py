@@ -1,10 +1,10 @@
-"""How many tokens a step needs for bits that do not depend on the number of tokens.
+"""The padding of steps that makes the bits of a token independent of the number of tokens.
 
-Linear maps run kernels of ours (``layers.linear.rows_alike``), but not those of float64 on a CPU: they go to MKL, where bits of a row
-depend on the number of rows and, in small maps, on whether its place is odd. In element-wise operators, the last elements of a tensor are
-computed by other instructions than whole vectors (with MKL, also exp of the last row). So the engine puts at least one skipped token
-behind those of a step, rounds their number up to a multiple of a block, and finds the smallest block for which a token gets equal bits in
-any place of any number of tokens. On a GPU a block of one token, without skipped ones, is tried first.
+Linear maps run our kernels (``layers.linear.rows_alike``), except float64 on a CPU. That goes to MKL, where the bits of a row depend on
+the number of rows and, in small maps, on whether the row's index is odd. Element-wise operators compute the last elements of a tensor by
+other instructions than whole vectors (with MKL, also exp of the last row). So the engine pads a step with at least one skipped token, to a
+multiple of a block. It finds the smallest block for which a token gets equal bits at any index, among any number of tokens. On a GPU, a
+block of one token, without skipped ones, is tried first.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from ..models import CausalLM
 from ..models.arguments import named_tensors
 
 BLOCKS = (4, 8, 16, 32, 64)
-"""Tried in this order. On a CPU, 4 or 8 suffice with MKL 2024.2 and AVX2, also with AVX-512."""
+"""Blocks in the order of trials. On a CPU, 4 or 8 suffice with MKL 2024.2 and AVX2, also with AVX-512."""
 VECTOR = 32
-"""float32 numbers that element-wise operators of a CPU compute at a time, at most: two vectors, with AVX-512 of 16 numbers each. What is
-left at the end of a tensor takes other instructions."""
+"""The most float32 numbers that element-wise operators of a CPU compute at a time: two vectors, with AVX-512 of 16 numbers each. The rest
+at the end of a tensor takes other instructions."""
 LIVE = 3
-"""Tokens that are compared, at most. With one skipped token they fit into the smallest block of a CPU."""
+"""The most tokens that are compared. With one skipped token they fit into the smallest block of a CPU."""
 
 
 def smallest_block(model: CausalLM, most_tokens: int) -> int:
@@ -39,28 +39,28 @@ def smallest_block(model: CausalLM, most_tokens: int) -> int:
 
 
 def padding(tokens: int, block: int) -> int:
-    """The number of skipped tokens behind ``tokens``. A block of 1 needs none."""
+    """The number of skipped tokens after ``tokens``. A block of 1 needs none."""
     return block - tokens % block if block > 1 else 0
 
 
 def _in_vectors(model: CausalLM, block: int) -> bool:
-    """Whether tensors of a block of tokens within layers have whole vectors: few probes show other bits of the last elements."""
+    """Whether the tensors of a block of tokens in layers consist of whole vectors: probes rarely detect different bits of last elements."""
     layers = [x for name, x in model.named_parameters() if name not in ("embeddings.weight", "head.weight")]
     widths = {x.shape[-1] for x in layers} | {x.shape[0] for x in layers if x.dim() == 2}
     return all(block * width % VECTOR == 0 for width in widths)
 
 
 def _holds(model: CausalLM, block: int, most_tokens: int) -> bool:
-    """Whether some tokens get equal logits and equal states at several places of passes of several sizes."""
+    """Whether a few tokens get bitwise equal logits and states at several indices of passes of several sizes."""
     wanted: list[Tensor] | None = None
     whole = most_tokens + padding(most_tokens, block)
     sizes = [block, 2 * block, 3 * block, 7 * block, whole]
     if model.like().is_cuda:
-        sizes += [64 << n for n in range(6)]  # as graphs have them; libraries choose among many kernels there
+        sizes += [64 << n for n in range(6)]  # sizes of graphs; libraries choose among many kernels there
     for tokens in sorted({min(size, whole) for size in sizes}, reverse=True):
         live = min(tokens, LIVE)
         last = tokens - live - (block > 1)
-        for place in sorted({0, last // 2, last // 2 + (last > 1), last}):  # even and odd ones
+        for place in sorted({0, last // 2, last // 2 + (last > 1), last}):  # even and odd indices
             with rows_alike():
                 found = _probe(model, tokens, place, live)
             if wanted is None:

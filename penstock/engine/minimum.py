@@ -1,4 +1,4 @@
-"""``min_tokens``: the mask of a completion that may not end yet."""
+"""``min_tokens``: masks the tokens that would end a completion too early."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from .request import Sequence
 
 
 class Minimum:
-    """A ``Constraint``: that of a sequence, without the tokens that end it while it has too few. Where no other may follow, they may.
+    """A ``Constraint``: the one of a sequence, but without end tokens while it has too few tokens. If no other token may follow, they may.
 
-    The mask is that of the token that the next step samples. It depends on counts only, so a step need not wait for the token before.
+    The mask is that of the token that the next step samples. It depends on counts only, so a step need not wait for the previous token.
 
     ends : collection of int
         The tokens that end a completion.
@@ -26,7 +26,7 @@ class Minimum:
 
     @property
     def mask(self) -> bytes:
-        """Of the next token. With a step in flight, the scheduler has counted the token that it samples."""
+        """The mask of the next token. With a step in flight, the scheduler has already counted its token."""
         given = self._all if self._inner is None else self._inner.mask
         one = self._sequence
         if one.length - one.prompt > one.request.params.min_tokens:
@@ -34,7 +34,7 @@ class Minimum:
         return self._without if self._inner is None else self._cut(given)
 
     def accept(self, token: int) -> bool:
-        """Take a token; whether nothing can follow."""
+        """Take a token. Returns whether nothing can follow."""
         return self._inner is not None and self._inner.accept(token)
 
     def _cut(self, mask: bytes) -> bytes:
@@ -43,7 +43,7 @@ class Minimum:
 
 
 def constraint_of(sequence: Sequence, end_of_text: int | None, vocab_size: int) -> Constraint | None:
-    """What masks the logits of a sequence: its own constraint, and its minimum where tokens can end it."""
+    """The constraint of a sequence: its own, and ``min_tokens`` if tokens can end it."""
     params = sequence.request.params
     ends = {*params.stop_ids} if end_of_text is None or params.ignore_end else {*params.stop_ids, end_of_text}
     return Minimum(sequence, ends, vocab_size) if params.min_tokens and ends else sequence.constraint

@@ -1,4 +1,4 @@
-"""How tokens are chosen: the table of sampling parameters, which requests, the sampler, the server and the documentation share."""
+"""The table of sampling parameters, which requests, the sampler, the server and the documentation share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..errors import Complaints, DtypeError, RangeError, described
 from ..layers.sizes import check_number, check_whole
 
 LEAST_FLOAT, MOST_FLOAT = 2.0**-126, 2.0**128 - 2.0**104
-"""Of float32, in which logits are changed."""
+"""The largest float32: logits are changed in float32."""
 
 
 class Range(NamedTuple):
@@ -29,14 +29,14 @@ class Range(NamedTuple):
 
 
 class Constraint(Protocol):
-    """Which tokens may follow in one completion."""
+    """The tokens that may follow in one completion, for example by a grammar."""
 
     @property
     def mask(self) -> bytes:
-        """Of the next token: bit t % 8 of byte t // 8 is 1 if token t may follow. At least one may."""
+        """The mask of the next token: bit t % 8 of byte t // 8 is 1 if token t may follow. At least one bit is 1."""
 
     def accept(self, token: int) -> bool:
-        """Take a token and set the next mask; whether the completion ends with it. If it raises, the request fails."""
+        """Take a token and set the next mask. Returns whether the completion ends here. If it raises, the request fails."""
 
 
 @dataclass(frozen=True)
@@ -49,41 +49,41 @@ class SamplingParams:
     max_tokens: Annotated[int, Range(0, reads="steps")] = 16
     """At most this many new tokens; 0 with ``prompt_logprobs`` only scores the prompt."""
     min_tokens: Annotated[int, Range(0, reads="minimum")] = 0
-    """So many new tokens come before the one that ends a completion by the end of text, a stop token or the end of a stop text. At most
+    """The least number of new tokens before the one that ends a completion by the end of text, a stop token or a stop text. At most
     ``max_tokens``. A constraint that allows nothing else may end it earlier."""
     temperature: Annotated[float, Range(0, http=(0, 2))] = 1.0
-    """Divides the logits; 0 takes the most likely token."""
+    """The divisor of the logits; 0 takes the most likely token."""
     top_k: Annotated[int, Range(0)] = 0
-    """Keep the k most likely tokens; 0 keeps all. Of equal logits, the lower tokens come first."""
+    """Keep the k most likely tokens; 0 keeps all. Among equal logits, lower tokens come first."""
     top_p: Annotated[float, Range(0, 1, above=True)] = 1.0
     """Keep the smallest set of most likely tokens whose probabilities sum to at least this."""
     min_p: Annotated[float, Range(0, 1)] = 0.0
     """Keep tokens with at least this share of the probability of the most likely one."""
     presence_penalty: Annotated[float, Range(-MOST_FLOAT, MOST_FLOAT, http=(-2, 2))] = 0.0
-    """Subtracted from the logits of tokens that were generated."""
+    """Subtracted from the logits of tokens that were generated at least once."""
     frequency_penalty: Annotated[float, Range(-MOST_FLOAT, MOST_FLOAT, http=(-2, 2))] = 0.0
-    """Subtracted from the logits of tokens as often as they were generated."""
+    """Subtracted from the logit of a token once for each time it was generated."""
     repetition_penalty: Annotated[float, Range(LEAST_FLOAT, MOST_FLOAT, http=(0.01, 100))] = 1.0
     """Positive logits of tokens of the prompt and of generated tokens are divided by this, negative ones multiplied."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Added to the logits of these tokens, which must be below the vocabulary's size; -inf excludes one."""
     seed: Annotated[int | None, Range(-(2**63), 2**64 - 1, http=(-(2**63), 2**63 - 1))] = None
-    """Equal seeds give equal tokens, whatever runs beside them. None: a random one."""
+    """Equal seeds give equal tokens, whatever the other requests are. None: a random seed."""
     stop: tuple[str, ...] = ()
-    """End before the one of these texts that is complete first (behind it with ``include_stop``). Needs a tokenizer."""
+    """End before the first of these texts that is complete (after it with ``include_stop``). Needs a tokenizer."""
     stop_ids: tuple[int, ...] = ()
-    """End at one of these tokens, which must be below the vocabulary's size. It is among the tokens of the result; its text is left out."""
+    """End at one of these tokens, which must be below the vocabulary's size. The result's tokens include it, its text does not."""
     include_stop: bool = False
     ignore_end: bool = False
-    """Go on after the tokenizer's end of text."""
+    """Continue after the tokenizer's end of text."""
     n: Annotated[int, Range(1, reads="engine")] = 1
-    """The number of completions, of one prefill. Completion i has a seed derived from ``seed`` and i."""
+    """The number of completions, which share one prefill. The seed of completion i is derived from ``seed`` and i."""
     logprobs: Annotated[int | None, Range(0, 20, reads="scoring")] = None
-    """Log probabilities of generated tokens, and of this many most likely ones. They are of the model's own logits."""
+    """Return log probabilities of generated tokens, and of this many most likely tokens, from the unmodified logits of the model."""
     prompt_logprobs: Annotated[int | None, Range(0, 20, reads="scoring")] = None
-    """Likewise of the tokens of the prompt, each given those before it. The prompt is then never taken from the cache."""
+    """Likewise for the tokens of the prompt, each given those before it. The prompt is then never taken from the cache."""
     constraint: Callable[[], Constraint] | None = None
-    """Makes the constraint of each completion."""
+    """Returns the constraint of each completion."""
     keep_state: bool = False
     """Return the state after each completion, to continue from it."""
     echo: bool = False
@@ -96,7 +96,7 @@ class SamplingParams:
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
         if isinstance(self.logit_bias, Mapping):
-            object.__setattr__(self, "logit_bias", dict(self.logit_bias))  # the caller's may change before it is read
+            object.__setattr__(self, "logit_bias", dict(self.logit_bias))  # a copy: the caller may change its own
         complaints = Complaints("SamplingParams")
         for name, (one, kind) in PARAMETERS.items():
             value = getattr(self, name)

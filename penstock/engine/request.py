@@ -1,4 +1,4 @@
-"""What callers give and get: requests, events, results. And the sequences that the scheduler sees. No tensors."""
+"""Requests, events and results of callers, and the sequences of the scheduler. No tensors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def aligned(position: int) -> int:
 
 
 class TokenLogprobs(NamedTuple):
-    """The log probability of a token, and the most likely tokens at its place, best first."""
+    """The log probability of a token, and the most likely tokens at its position, best first."""
 
     token: int
     logprob: float
@@ -32,16 +32,16 @@ class TokenLogprobs(NamedTuple):
 
 
 class Logprobs(Items[TokenLogprobs]):
-    """A list of ``TokenLogprobs``, made when they are read: memory has their numbers only.
+    """A list of ``TokenLogprobs`` that are created when read. Only their numbers are stored.
 
-    As objects, those of long completions would keep Python's garbage collector busy at every step.
+    As objects, those of long completions would occupy Python's garbage collector at every step.
     """
 
     def __init__(self) -> None:
         self._numbers, self._ends = array("d"), array("q", [0])
 
     def extend(self, more: Iterable[TokenLogprobs]) -> None:
-        """Add some at the end."""
+        """Append some."""
         for one in more:
             self._numbers.extend(one[:2])
             for pair in one.top:
@@ -78,10 +78,10 @@ class Event:
     """What one step adds to one completion of a request."""
 
     index: int
-    """Which of the n completions."""
+    """The index of the completion, below n."""
     tokens: tuple[int, ...] = ()
     text: str = ""
-    """Text that no later token can change. It may be empty where tokens are not, and the reverse."""
+    """Text that no later token can change. Text may be empty if tokens are not, and vice versa."""
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
     """Set by the last event of the completion."""
@@ -93,7 +93,7 @@ class Completion:
 
     tokens: list[int] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
-    """Of the text, as they came."""
+    """The tokens of the text, as sampled."""
     logprobs: Logprobs = field(default_factory=Logprobs)
     finish_reason: FinishReason | None = None
     """One of "stop" (a stop text, a stop token or the end of text), "length" (``max_tokens``), "cancelled" and "error"."""
@@ -110,7 +110,7 @@ class Completion:
 
 @dataclass
 class Result:
-    """What a request gives."""
+    """The result of a request."""
 
     prompt_tokens: list[int]
     completions: list[Completion]
@@ -123,12 +123,12 @@ class Result:
 
     @property
     def tokens(self) -> list[int]:
-        """Those of the first completion."""
+        """The tokens of the first completion."""
         return self.completions[0].tokens
 
     @property
     def text(self) -> str:
-        """That of the first completion."""
+        """The text of the first completion."""
         return self.completions[0].text
 
 
@@ -139,7 +139,7 @@ class Request:
     prompt: list[int]
     params: SamplingParams
     priority: int = 0
-    """Higher ones run first; see ``scheduler.PATIENCE``."""
+    """Requests of higher priority run first; see ``scheduler.PATIENCE``."""
     boundaries: tuple[int, ...] = ()
     """Positions in the prompt whose states are worth keeping, such as the ends of chat messages."""
     sink: Callable[[Request, Event], None] | None = None
@@ -147,16 +147,16 @@ class Request:
     state: Any = None
     """The ``SequenceState`` to continue from; ``prompt`` begins with its tokens."""
     cache_salt: str = ""
-    """States of prefixes are shared between requests of one salt only."""
+    """States of prefixes are shared only between requests with the same salt."""
     tuning: Any = None
-    """The ``Tuning`` that it names."""
+    """The ``Tuning`` that the request names."""
     share: tuple[str, str] = ("", "")
     """The client, and one of its requests: see ``shares``."""
     sequences: list[Sequence] = field(default_factory=list)
     result: Result = field(init=False)
     done: bool = False
     began: float | None = None
-    """When it got its first slot, by ``time.perf_counter``."""
+    """The time of its first slot, by ``time.perf_counter``."""
     seed: int = field(init=False)
     constraints: list[Constraint | None] = field(init=False)
     """One for each completion."""
@@ -169,7 +169,7 @@ class Request:
 
     @property
     def space(self) -> str:
-        """States of prefixes are shared between requests of one space only."""
+        """States of prefixes are shared only between requests with the same space."""
         return self.cache_salt if self.tuning is None else f"{self.tuning.name}\0{self.cache_salt}"
 
 
@@ -185,18 +185,18 @@ class Sequence:
     request: Request
     index: int = 0
     tokens: list[int] = field(default_factory=list)
-    """Of the prompt, and generated ones whose values are known."""
+    """Tokens of the prompt, and generated tokens whose values are known."""
     pending: int = 0
     """Generated tokens whose values are not known yet: they were sampled by a step that still runs."""
     computed: int = 0
     aligned: int = 0
     cuts: set[int] = field(default_factory=set)
-    """Multiples of ``CHUNK`` at which pieces of the prompt end and their state is kept."""
+    """Multiples of ``CHUNK`` at which a piece of the prompt ends and the state is cached."""
     slot: int | None = None
     saved: Any = None
-    """The state, while the sequence is out of the pool. None: before the first token."""
+    """The state while the sequence is not in the pool. None: the state before the first token."""
     sample_only: bool = False
-    """The logits of the last token are known (a fork, or a hit of the cache): nothing is computed before the first sample."""
+    """The logits of the last token, if known (after a fork or a cache hit): then nothing is computed before the first sample."""
     queued: bool = False
     """Whether it is in the queue."""
     waits: bool = False
@@ -204,9 +204,9 @@ class Sequence:
     share: Any = None
     """Its ``shares.Share``."""
     deadline: int = 0
-    """The step in which it came, less ``PATIENCE`` for each level of priority."""
+    """The step of its arrival, minus ``PATIENCE`` for each level of priority."""
     due: int = 0
-    """The deadline, and ``STRETCH`` times the steps that it needs alone."""
+    """``deadline`` plus ``STRETCH`` times the steps that it needs alone."""
     order: int = 0
     finished: bool = False
     text: Any = None

@@ -1,4 +1,4 @@
-"""One packed forward pass a step, and one sample for each row that wants one."""
+"""One packed forward pass per step, and one sampled token for each row that needs one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Flight:
 
     works: list[Work]
     sampled: list[Work]
-    """Works that get a token, in the order of ``tokens``."""
+    """The works that get a token, in the order of ``tokens``."""
     tokens: ToHost | None = None
     """int64 [R]; ``choosing.NO_TOKEN`` for rows without a finite largest logit."""
     logprobs: ToHost | None = None
@@ -40,19 +40,19 @@ class Flight:
     kept: list[tuple[Sequence, int, KeptState]] = field(default_factory=list)
     """States for the cache, and the number of tokens of their prefixes."""
     forks: list[tuple[Request, int, KeptState]] = field(default_factory=list)
-    """Requests with several completions whose prompt is done, and the length and state of their aligned row."""
+    """Requests with several completions whose prompt is done, with the length and the state of their aligned row."""
     begun: float = 0.0
-    """When it was launched."""
+    """The time of the launch."""
     beside: int | None = None
-    """Tokens of prompts beside those of streams. None: there are no streams in this step."""
+    """The number of prompt tokens in a step with streams. None: this step has no streams."""
 
 
 class Runner:
     """Runs steps of a model over a pool.
 
     block : int
-        Above 0, bits do not depend on the number of tokens. Above 1, their number is rounded up to a multiple of it, with a row that is
-        skipped. See ``invariance.py``.
+        Above 0, results do not depend on the number of tokens, to the bit. Above 1, the number of tokens is padded to a multiple of it
+        with a skipped row. See ``invariance.py``.
     adapters : bool
         Whether the model has adapters.
     """
@@ -62,16 +62,16 @@ class Runner:
         self.device = pool.memory.device
         self.sampler = Sampler(pool.slots, vocab_size, self.device)
         self.last = self.sampler.last
-        """The last sampled token of each slot: what a decode row gets while its value is not known on the host."""
+        """The last sampled token of each slot: the input of a decode row whose token is not known on the host yet."""
         self.graphs: StepGraphs | None = None
-        """Of steps; None runs all kernels one by one."""
+        """CUDA graphs of steps; None launches all kernels one by one."""
 
     @torch.no_grad()
     def launch(self, plan: Plan) -> Flight:
-        """Start a step. States of its rows, and states that it promises to keep, are in order for the next one."""
+        """Start a step. In stream order, its rows, and the states that it caches, are complete before the next step."""
         decodes, others = plan.works[: plan.decodes], plan.works[plan.decodes :]
         pieces = [work for work in others if work.end > work.begin]
-        known = [work for work in others if work.end == work.begin]  # forks, and hits of the cache: their logits are known
+        known = [work for work in others if work.end == work.begin]  # forks and cache hits: their logits are known
         flight = Flight(plan.works, [*decodes, *(work for work in pieces if work.sample), *known])
         logits = None
         if decodes or pieces:
@@ -93,7 +93,7 @@ class Runner:
                     flight.kept.append((work.sequence, work.end, KeptState(self.pool.copy_out([self.pool.aligned(_slot(work))]), None)))
         for work in known:
             one = work.sequence
-            if one.index == 0 and one.request.params.n > 1:  # a hit of the cache
+            if one.index == 0 and one.request.params.n > 1:  # a cache hit
                 flight.forks.append((one.request, one.aligned, one.saved))
         if flight.sampled:
             self._sample(flight, decodes, pieces, known, logits)
@@ -132,7 +132,7 @@ class Runner:
         if skipped:
             ids += [0] * skipped
             sources += [-1] * skipped
-            more = 1 + -(len(rows) + 1) % self.block  # the head gets one token of each row
+            more = 1 + -(len(rows) + 1) % self.block  # the head gets one token per row
             ends += [len(ids)] * more
             rows += [-1] * more
             adapters += [NONE] * more if self._adapters else []
@@ -151,7 +151,7 @@ class Runner:
         return chosen(tokens, to_device(batch.adapters, self.device) if last_only else tokens)
 
     def _keep(self, flight: Flight, pieces: Items[Work], logits: Tensor) -> None:
-        """Copy states that are wanted later, before the next step changes them. ``logits`` are those of the pieces."""
+        """Copy states that are needed later, before the next step changes them. ``logits`` are those of the pieces."""
         for n, work in enumerate(pieces):
             one, slot = work.sequence, _slot(work)
             if work.on_aligned and work.end in one.cuts:
@@ -185,7 +185,7 @@ class Runner:
         flight.tokens = ToHost(tokens)
 
     def _scored(self, work: Work) -> bool:
-        request = work.sequence.request  # a chunk that generated tokens complete begins in the prompt, which was scored before
+        request = work.sequence.request  # a chunk completed by generated tokens begins in the prompt, which is already scored
         return request.params.prompt_logprobs is not None and work.end <= len(request.prompt)
 
     def _score(self, logits: Tensor, work: Work) -> ToHost:
@@ -193,7 +193,7 @@ class Runner:
         params, prompt = work.sequence.request.params, work.sequence.request.prompt
         following = to_device(prompt[work.begin + 1 : work.end + 1], self.device)
         most = params.prompt_logprobs or 0
-        pairs = zip(logits[: len(following)].split(CHUNK), following.split(CHUNK))  # float64 copies of a chunk only are in memory
+        pairs = zip(logits[: len(following)].split(CHUNK), following.split(CHUNK))  # bounds the float64 copies in memory to a chunk
         return ToHost(torch.cat([logprobs_of(*pair, most) for pair in pairs]))
 
 

@@ -1,8 +1,8 @@
-"""From logits to tokens, for all rows of a step together.
+"""From logits to tokens, for all rows of a step at once.
 
-A row's token depends on its own logits, parameters, seed and position only, to the bit, and is the same on every device: weights are
-computed by operations that all devices round alike (``models/probabilities.py``), their sums have no order, and the random numbers of a row
-are hashes of its seed and position. On a GPU one kernel takes every row, whatever it needs.
+A row's token depends only on its own logits, parameters, seed and position, and is the same on every device. Weights are computed by
+operations that round equally on all devices (``models/probabilities.py``), their sums do not depend on the order, and the random numbers of
+a row are hashes of its seed and position. On a GPU one kernel takes all rows, whatever their parameters.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from .slot_tables import CONSTRAINED, DRAWN, Row, SlotTables, masks
 from .transfer import from_buffer
 
 NOT_DRAWN = -1
-"""In the place of the position of a row that takes the most likely token."""
+"""The position that stands for taking the most likely token."""
 
 
 class Sampler:
-    """Samples for the rows of slots.
+    """Samples tokens for the rows of slots.
 
     vocab_size : int
-        Tokens are below it: that of the tokenizer, where the model has more.
+        Sampled tokens are below it: the tokenizer's size, if the model's is larger.
     """
 
     def __init__(self, slots: int, vocab_size: int, device: torch.device) -> None:
@@ -37,12 +37,12 @@ class Sampler:
         self._kernels = device.type == "cuda" and unavailable() is None
 
     def sample(self, logits: Tensor, rows: Items[Row], slots: Items[int], positions: Items[int]) -> Tensor:
-        """One token for each row of logits [R,V]: int64 [R]; ``NO_TOKEN`` where the largest logit, of those that may follow, is not finite.
+        """One token for each row of logits [R,V]: int64 [R]; ``NO_TOKEN`` where the largest logit of the allowed tokens is not finite.
 
         slots : list of int
-            Of each row, all different.
+            The slot of each row, all different.
         positions : list of int
-            The number of tokens before each sampled one. Those of a row in its slot grow by 1.
+            The number of tokens before each sampled one. While a row stays in its slot, it grows by 1 per step.
         """
         self.tables.enter(rows, slots)
         if self.vocab_size < logits.shape[1]:

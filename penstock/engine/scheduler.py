@@ -1,22 +1,22 @@
-"""Which tokens of which sequences the next step processes. Pure Python: it sees counts, never tensors.
+"""Chooses the tokens and sequences of the next step. Pure Python: it sees counts, never tensors.
 
 A step has one piece of each chosen sequence:
 
-- a decode row: the one token behind the live state;
+- a decode row: the one token after the live state;
 - a piece of a prompt: whole chunks from the aligned state (``request.Sequence``), or the rest of less than 64 tokens from the live state.
 
-Decode rows come first, and prompts have a budget of their own beside them. So the time between tokens is bounded, however long prompts are.
+Decode rows come first, and prompts have a separate budget. So the time between tokens is bounded, however long prompts are.
 
-Slots are divided evenly between clients, and those of a client between its requests (``shares``). A waiting sequence takes the slot of a
-running one
+Slots are divided evenly between clients, and within a client between its requests (``shares``). A waiting sequence takes the slot of a
+running one in these cases:
 
-- of a lower priority, unless that has waited and run long enough to count as one of the same;
-- whose client, or whose request of the same client, has at least two slots more than its own: the shares are more even then;
-- or one slot more, if the running one needs more than twice as many steps as the waiting one, and is due later. So a short request does not
-  wait for a long one where there are more requests than slots.
+- The running one has a lower priority, and has not waited and run long enough to count as of the same priority.
+- The client of the running one, or its request if the client is the same, has at least two slots more: the shares then become more even.
+- It has one slot more, the running one needs more than twice as many steps as the waiting one, and is due later. So a short request does
+  not wait for a long one if there are more requests than slots.
 
-Each makes shares more even, or what runs due earlier, so no two sequences take slots from each other in turn. Those of one request
-never do, except by priority.
+Each preemption makes shares more even, or the running sequences due earlier, so two sequences cannot preempt each other in turn. Sequences
+of one request never preempt each other, except by priority.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from .request import CHUNK, Sequence, aligned
 from .shares import Client, Share, Shares, Turns
 
 PATIENCE = 256
-"""One level of priority outweighs this many steps of waiting. So every request runs in the end, whatever its priority."""
+"""One level of priority outweighs this many steps of waiting. So every request runs eventually, whatever its priority."""
 STRETCH = 4
-"""A sequence is due this many times the steps after it came that it needs alone. So long ones wait for short ones, and not for ever."""
+"""A sequence is due this many times the steps that it needs alone, after its arrival. So long ones wait for short ones, but not forever."""
 CHECK = 16
-"""While nothing comes or ends, slots are divided anew every so many steps: only deadlines that pass change what is fair."""
+"""While no sequence arrives or ends, slots are divided again after this many steps: only passing deadlines change what is fair."""
 
 
 class Slots(Protocol):
-    """What the scheduler needs of a pool."""
+    """The interface of a pool for the scheduler."""
 
     def allocate(self) -> int | None:
         """A free slot, or None."""
 
     def release(self, slot: int) -> None:
-        """Give a slot back."""
+        """Free a slot."""
 
 
 @dataclass(eq=False, slots=True)
@@ -61,7 +61,7 @@ class Work:
 
 @dataclass
 class Plan:
-    """What one step does."""
+    """The work of one step."""
 
     preempted: list[Sequence] = field(default_factory=list)
     """Sequences that left the pool."""
@@ -69,9 +69,9 @@ class Plan:
     """Sequences that entered it."""
     works: list[Work] = field(default_factory=list)
     decodes: int = 0
-    """So many of the works are decode rows; these come first."""
+    """The number of decode rows, which come first among the works."""
     completing: list[Work] = field(default_factory=list)
-    """Decode rows that complete a chunk, whose live row is then copied to the aligned one. None with canonical states."""
+    """Decode rows that complete a chunk: their live row is then copied to the aligned one. Empty with canonical states."""
 
     @property
     def tokens(self) -> int:
@@ -83,13 +83,14 @@ class Scheduler:
     """Waiting and running sequences.
 
     token_budget, prompt_budget : int
-        The most tokens of a step, and those of prompts in a step with decode rows. The second may change between steps.
+        The most tokens of a step, and the most prompt tokens in a step with decode rows. The second may change between steps.
     admit : callable
-        Called for each sequence that gets a slot; it may move ``computed`` and ``aligned`` on.
+        Called for each sequence that gets a slot; it may advance ``computed`` and ``aligned``.
     preempt : callable
         Called for each sequence before it loses its slot.
     canonical : bool
-        Aligned states are of prompts only, so their bits are a function of the tokens alone. Otherwise those of generated tokens are, too.
+        Aligned states have tokens of prompts only, so their bits are a function of the tokens alone. Otherwise they may have generated
+        tokens, too.
     """
 
     def __init__(
@@ -101,18 +102,18 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.shares = Shares()
         self._settled = False
-        """Whether the last step found no slot for those that wait, and nothing has come or ended since."""
+        """Whether the last step found no slot for waiting sequences, and none has arrived or ended since."""
         self._turn = prompt_budget
         self._clients, self._requests = Turns(prompt_budget), dict[Client, Turns]()
         self._step = self._orders = 0
 
     @property
     def waiting(self) -> int:
-        """The number of waiting completions, those among them that are forked after their prompt."""
+        """The number of waiting completions, including those that are forked after their prompt."""
         return self.shares.waiting()
 
     def add(self, sequence: Sequence, like: Sequence | None = None) -> None:
-        """Let a sequence wait, at the place of ``like`` if given (a fork waits as its parent did)."""
+        """Queue a sequence, with the arrival of ``like`` if given (a fork has that of its parent)."""
         request = sequence.request
         if like is None:
             share = self.shares.of(request.share)
@@ -129,7 +130,7 @@ class Scheduler:
         self._settled = False
 
     def remove(self, sequence: Sequence) -> None:
-        """Forget a finished or cancelled sequence; its slot is free for the next step."""
+        """Remove a finished or cancelled sequence; its slot is free for the next step."""
         sequence.finished, sequence.saved = True, None
         share: Share | None = sequence.share
         if share is None:  # it never waited
@@ -151,7 +152,7 @@ class Scheduler:
         self.shares.holds(one.share, -1)
 
     def schedule(self) -> Plan:
-        """The next step. The counts of its sequences are moved on as if it had run."""
+        """The next step. Advances the counts of its sequences as if it had run."""
         self._step += 1
         plan = Plan()
         self._fill(plan)
@@ -185,12 +186,12 @@ class Scheduler:
             self.add(sequence, like=sequence)
 
     def _first(self, unknown: list[Sequence]) -> tuple[Sequence, int] | None:
-        """The waiting sequence that gets the next slot, and the level of priority that it counts as.
+        """The waiting sequence that gets the next slot, and its effective priority.
 
-        Of the highest level, from the client with the fewest slots, its request with the fewest, what is due first.
+        Among those of the highest priority: from the client with the fewest slots, of its request with the fewest, the one due first.
 
         unknown : list
-            Gets those that were preempted and whose last tokens are not known yet.
+            Collects preempted sequences whose last tokens are not known yet.
         """
         heads = []
         for share in self.shares:
@@ -210,11 +211,11 @@ class Scheduler:
         return first, self._level(first, top)
 
     def _level(self, one: Sequence, top: int) -> int:
-        """The priority of a sequence, one higher for each ``PATIENCE`` since it came, up to ``top``."""
+        """The priority of a sequence, plus one for each ``PATIENCE`` steps since its arrival, up to ``top``."""
         return min(top, (self._step - one.deadline) // PATIENCE)
 
     def _victim(self, plan: Plan, first: Sequence, level: int) -> Sequence | None:
-        """The running sequence that gives its slot to ``first``: of the lowest priority, from who has the most slots, what is due last."""
+        """The running sequence that ``first`` preempts: of the lowest priority, from the one with the most slots, due last. Or None."""
         steps = self._steps_left(first)
         entered = {*plan.admitted}
         found = [one for one in self.running if one not in entered and self._yields(one, first, level, steps)]
@@ -225,7 +226,7 @@ class Scheduler:
         )  # fmt: skip
 
     def _yields(self, one: Sequence, first: Sequence, level: int, steps: int) -> bool:
-        """Whether a running sequence gives its slot to ``first``, which needs ``steps``."""
+        """Whether ``first``, which needs ``steps`` steps, may preempt a running sequence."""
         priority = first.request.priority
         if one.request.priority < priority and one.deadline > first.deadline and self._level(one, priority) < priority:
             return True
@@ -237,11 +238,11 @@ class Scheduler:
         return more > 1 or (more == 1 and one.due > first.due and self._steps_left(one) > 2 * steps)
 
     def _steps_left(self, one: Sequence) -> int:
-        """Steps that a sequence needs to its end alone."""
+        """The number of steps to the end of a sequence, if it ran alone."""
         return -(-max(0, one.prompt - one.computed) // self._turn) + one.most - max(one.prompt, one.length)
 
     def _preempt(self, plan: Plan, one: Sequence) -> int:
-        """Take the slot of a running sequence, which waits then."""
+        """Preempt a running sequence: it loses its slot and waits."""
         self._on_preempt(one)
         plan.preempted.append(one)
         self._leave(one)
@@ -258,7 +259,7 @@ class Scheduler:
             if computed == length:
                 if one.sample_only:
                     known.append(Work(one, computed, computed, False, True))
-                continue  # else it waits for its last token to be known
+                continue  # else it waits until its last token is known
             if computed < one.prompt:
                 prompts.append(one)
             elif length >= one.most:
@@ -268,7 +269,7 @@ class Scheduler:
                 if length % CHUNK == 0 and not self._canonical:
                     plan.completing.append(decodes[-1])
                     one.aligned = length
-                one.computed = length  # as _commit does
+                one.computed = length  # as in _commit
                 one.pending += 1
         plan.decodes = len(decodes)
         budget = self.token_budget - plan.decodes
@@ -282,9 +283,9 @@ class Scheduler:
             budget = left
 
     def _in_turn(self, prompts: list[Sequence]) -> list[Sequence]:
-        """Prompts in the order in which they get the budget: from the client that got least, its request that got least, as they came.
+        """Prompts in the order of the budget: of the client that got the least, of its request that got the least, by arrival.
 
-        What clients and requests got counts in whole turns, so that prompts of less are finished one after the other.
+        The tokens that clients and requests got count in whole turns, so prompts shorter than a turn are finished one after the other.
         """
         shares: dict[Share, None] = dict.fromkeys(one.share for one in prompts)
         if shares or self._requests:

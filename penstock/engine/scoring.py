@@ -1,4 +1,4 @@
-"""Log probabilities of tokens, and the most likely tokens, with equal bits on every device but for a logarithm."""
+"""Log probabilities of tokens, and the most likely tokens: bitwise equal on every device, except for a logarithm."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def logprobs_of(logits: Tensor, tokens: Tensor, most: int) -> Tensor:
 
 
 def to_logprobs(tokens: Items[int], found: ToHost, wanted: Items[int | None]) -> list[TokenLogprobs | None]:
-    """The same for callers; row r gets its ``wanted[r]`` best tokens, or None."""
+    """The same as objects for callers. Row r gets its ``wanted[r]`` most likely tokens, or None."""
     values = found.value()
     most = values.shape[1] // 2
     scores, names = values[:, : 1 + most].tolist(), values[:, 1 + most :].long().tolist()

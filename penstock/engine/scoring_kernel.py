@@ -1,6 +1,6 @@
-"""The Triton kernel of log probabilities: what ``scoring.logprobs_of`` computes, a program a row.
+"""The Triton kernel of log probabilities, ``scoring.logprobs_of`` with one program per row.
 
-Each lane keeps the likeliest of its tokens. The likeliest of all is that of a lane, whose tokens are then read again for the next one.
+Each lane keeps its most likely token. The most likely of all is removed from its lane, whose tokens are then read again for the next one.
 """
 
 import torch

@@ -1,7 +1,7 @@
-"""Who waits and who has slots: clients, and the requests of each. Pure Python.
+"""Counts of waiting sequences and slots for fair sharing, by client and by request. Pure Python.
 
-Fair means that slots are divided evenly between the clients that want some, and those of a client evenly between its requests, whatever
-number of prompts and completions these have. ``Scheduler`` chooses by the counts that are kept here.
+Slots are divided evenly between the clients that want some, and within a client evenly between its requests, whatever their numbers of
+prompts and completions. ``Scheduler`` chooses by the counts here.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ class Client:
 
     name: str
     held: int = 0
-    """Slots that it has."""
+    """The number of its slots."""
     waiting: int = 0
-    """Completions that wait for their slot, with those that are forked after a prompt."""
+    """The number of completions that wait for a slot, including those that are forked after a prompt."""
     served: int = 0
-    """Tokens of prompts, counted from those of the others when it joins them."""
+    """Prompt tokens that it got, counted from the least of the others when it joins."""
 
 
 @dataclass(eq=False)
 class Share:
-    """One request of a client, or what is submitted under one name."""
+    """One request of a client: everything submitted under one name."""
 
     client: Client
     name: str
@@ -37,10 +37,10 @@ class Share:
     served: int = 0
     _heap: list[tuple[int, int, Sequence]] = field(default_factory=list)
     _left: int = 0
-    """So many sequences in the heap have ended."""
+    """The number of sequences in the heap that have ended."""
 
     def push(self, one: Sequence) -> None:
-        """Let a sequence wait."""
+        """Add a waiting sequence."""
         one.queued = True
         heapq.heappush(self._heap, (one.deadline, one.order * 2**16 + one.index, one))
 
@@ -58,7 +58,7 @@ class Share:
         return one
 
     def forget(self) -> None:
-        """One in the heap has ended."""
+        """Record that a sequence in the heap has ended."""
         self._left += 1
         if self._left > len(self._heap) // 2:
             self._heap = [entry for entry in self._heap if not entry[2].finished]
@@ -80,7 +80,7 @@ class Shares:
         return len(self._shares)
 
     def waiting(self, client: str | None = None) -> int:
-        """Completions that wait: of one client, or of all. Any thread."""
+        """The number of waiting completions of one client, or of all. Thread-safe."""
         if client is None:
             return sum(one.waiting for one in list(self._clients.values()))
         found = self._clients.get(client)
@@ -94,7 +94,7 @@ class Shares:
         return self._shares[name]
 
     def waits(self, one: Sequence, share: Share, waits: bool) -> None:
-        """Count a sequence among those that wait, or no longer."""
+        """Count a sequence that begins or ceases to wait."""
         if one.waits != waits:
             one.waits, one.share = waits, share
             change = 1 if waits else -1
@@ -107,7 +107,7 @@ class Shares:
         share.client.held += change
 
     def drop(self, share: Share) -> None:
-        """Forget a share that neither waits nor runs, and its client if it has no other."""
+        """Remove a share that neither waits nor runs, and its client if it has no other share."""
         client, name = share.client, (share.client.name, share.name)
         if share.held == share.waiting == 0 and self._shares.get(name) is share:
             del self._shares[name]
@@ -116,10 +116,10 @@ class Shares:
 
 
 class Turns:
-    """The order in which clients, or the requests of one client, get the budget of prompts: the one that got least first.
+    """The order in which clients, or the requests of one client, get the prompt budget: the one that got the least comes first.
 
     credit : int
-        Who joins begins with so many tokens less than the least of the others, so it comes before them.
+        A new one begins with this many tokens less than the least of the others, so it comes before them.
     """
 
     def __init__(self, credit: int) -> None:
@@ -127,7 +127,7 @@ class Turns:
         self._before: dict[Client | Share, None] = {}
 
     def join(self, now: Iterable[Client] | Iterable[Share]) -> None:
-        """Those that have prompts to process in this step."""
+        """The ones with prompts to process in this step."""
         found: dict[Client | Share, None] = dict.fromkeys(now)
         others = [one.served for one in found if one in self._before]
         for one in found:

@@ -1,5 +1,6 @@
-"""What rows need at every step, in tables on the device, at their slots: parameters and the key of random numbers, biases, and how often
-they have which token. They are written when a row enters its slot, so a step copies little.
+"""Tables on the device, indexed by slot, that sampling reads at every step: parameters, random keys, biases and counts of tokens.
+
+They are written when a row enters its slot, so a step copies little.
 """
 
 from __future__ import annotations
@@ -20,21 +21,21 @@ from .transfer import from_buffer, to_device
 from .uniforms import key_of, seed_of
 
 DRAWN, LIMITED, BIASED, PENALISED, CONSTRAINED = (1 << n for n in range(5))
-"""What a row needs beyond the largest logit: a draw, top_k or top_p, logit_bias, any penalty, a constraint."""
+"""Operations that a row may need beyond the largest logit: a draw, top_k or top_p, logit_bias, any penalty, a constraint."""
 TEMPERATURE, LAST_RANK, SHARE, LEAST, REPETITION, PRESENCE, FREQUENCY, NEEDS, BIASES, KEY, COLUMNS = range(11)
 """Columns of the table of parameters. All values are exact in float64; KEY has the bits of an integer."""
 
 
 @dataclass(eq=False)
 class Row:
-    """One row of logits, and what its token depends on beside its position."""
+    """One row of logits, and all that its token depends on except its position."""
 
     params: SamplingParams
     seed: int
     tokens: Items[int] = ()
-    """Those before the first sampled one. Read with penalties only, when the row enters its slot."""
+    """The tokens before the first sampled one. Read only for penalties, when the row enters its slot."""
     prompt: int = 0
-    """The number of them that are of the prompt."""
+    """How many of them belong to the prompt."""
     constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
@@ -58,15 +59,15 @@ class SlotTables:
     def __init__(self, slots: int, vocab_size: int, device: torch.device) -> None:
         self.vocab_size, self.device = vocab_size, device
         self._owners: list[object] = [None] * slots
-        """Whose values the tables have."""
+        """The owner of the values of each slot."""
         self.numbers = torch.ones(slots, COLUMNS, dtype=torch.float64, device=device)
         self.biases = [torch.zeros(slots, 1, dtype=dtype, device=device) for dtype in (torch.int64, torch.float32)]
-        """Tokens [slots,W] and values [slots,W]. Shorter ones are filled up with their first token."""
+        """Tokens [slots,W] and values [slots,W]. Shorter rows are padded with their first token."""
         self.seen: Tensor | None = None
-        """int32 [slots,V]: twice how often a token was generated, and 1 more if it is in the prompt. None until a row has a penalty."""
+        """int32 [slots,V]: 2 * (times a token was generated) + (1 if it is in the prompt). None until a row has a penalty."""
 
     def enter(self, rows: Items[Row], slots: Items[int]) -> None:
-        """Write what rows need that were not in their slots at their last step."""
+        """Write the tables for rows that were not in their slots at their last step."""
         owners = self._owners
         fresh = [n for n, row in enumerate(rows) if owners[slots[n]] is not row.owner]
         if not fresh:
@@ -89,7 +90,7 @@ class SlotTables:
         params, found = row.params, [1.0] * KEY
         found[TEMPERATURE] = min(max(float(params.temperature), COLDEST), HOTTEST)
         found[LAST_RANK] = min(params.top_k or self.vocab_size, self.vocab_size) - 1
-        found[SHARE] = params.top_p if params.top_p < 1 else 2.0  # more than all, also where sums are rounded
+        found[SHARE] = params.top_p if params.top_p < 1 else 2.0  # above any sum, even if sums are rounded
         found[LEAST] = max(_rounded_up(params.min_p), 1 / ONE)
         found[REPETITION], found[PRESENCE], found[FREQUENCY] = (
             float(one) for one in (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
@@ -125,12 +126,12 @@ class SlotTables:
 
 
 def masks(rows: Items[Row], vocab_size: int) -> bytearray:
-    """The masks of the rows with a constraint, each of as many bytes as 64-bit words take."""
+    """The masks of the rows with a constraint, each padded to whole 64-bit words."""
     size, used = -(-vocab_size // 64) * 8, -(-vocab_size // 8)
     return bytearray().join(row.constraint.mask[:used].ljust(size, b"\0") for row in rows if row.constraint is not None)
 
 
 def _rounded_up(x: float) -> float:
-    """The least float32 that is not below: weights of float32 are at least this if they are at least x."""
+    """The least float32 that is not below x: a float32 weight is at least x if it is at least this."""
     found = np.float32(x)
     return float(found if found >= x else np.nextafter(found, np.float32(math.inf)))

@@ -1,9 +1,9 @@
 """States of prefixes of earlier prompts: a radix tree over tokens for each salt. Pure Python; states are opaque.
 
-A state has one size whatever the length of its prefix, so the tree keeps few of them: each node with an entry is worth the tokens behind
+A state has the same size whatever the length of its prefix, so the tree keeps few of them. A node with an entry saves the tokens after
 the entry above it. Eviction is GreedyDual-Size: an entry has the credit ``clock + saved tokens / bytes``, set when it is stored and when it
-is used; the entry with the least credit goes first, and the clock rises to that credit. So entries that save much work for each
-byte stay, and unused ones are evicted.
+is used; the entry with the least credit is evicted first, and the clock rises to that credit. So entries that save much work per byte stay,
+and unused ones are evicted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .request import CHUNK, aligned, shared_prefix
 
 
 class State(Protocol):
-    """What is kept: a state, and the logits after it, if they are known."""
+    """A cached state, and the logits after it, if they are known."""
 
     logits: Any
 
@@ -45,13 +45,13 @@ class Node:
     tokens: tuple[int, ...]
     parent: Node | None
     children: dict[int, Node] = field(default_factory=dict)
-    """By their first token."""
+    """Children by their first token."""
     entry: Entry | None = None
 
 
 @dataclass
 class CacheCounts:
-    """What the cache did so far."""
+    """Cumulative counts of the cache."""
 
     hits: int = 0
     misses: int = 0
@@ -78,7 +78,7 @@ class StateCache:
         self._roots: dict[str, Node] = {}
         """One tree for each salt that has entries."""
         self._entries: dict[Entry, None] = {}
-        """The least recently used one first, so it leaves first of those with equal credit."""
+        """The least recently used first: of entries with equal credit, it is evicted first."""
         self._clock = 0.0
         self.bytes = self.host_bytes = 0
         self.counts = CacheCounts()
@@ -87,10 +87,10 @@ class StateCache:
         return len(self._entries)
 
     def lookup(self, tokens: Sequence[int], salt: str = "", *, count: bool = True) -> tuple[int, Any, int]:
-        """The longest prefix with a state that serves ``tokens``, this state, and the length of the longest known prefix.
+        """The length of the longest usable prefix of ``tokens`` with a state, this state, and the length of the longest known prefix.
 
-        Only what was inserted with the same salt is found, and known. A prefix of all tokens serves only if the logits after it are known.
-        (0, None, known) if there is none.
+        Only entries with the same salt are found, or count as known. A prefix of all tokens is usable only if the logits after it are
+        known. (0, None, known) if there is none.
         """
         found, known = self._walk(tuple(tokens), salt)
         entry = next((one for one in reversed(found) if one.length < len(tokens) or one.state.logits is not None), None)
@@ -110,7 +110,7 @@ class StateCache:
         return entry.length, entry.state, known
 
     def insert(self, tokens: Sequence[int], state: State, salt: str = "") -> None:
-        """Keep the state after ``tokens``, a multiple of 64 of them, if the budget has room for it."""
+        """Cache the state after ``tokens``, a multiple of 64 of them, if it fits the budget."""
         key = tuple(tokens)
         assert aligned(len(key)) == len(key)
         found, _ = self._walk(key, salt)
@@ -123,12 +123,12 @@ class StateCache:
         self._store(key, state, salt)
 
     def contains(self, tokens: Sequence[int], salt: str = "") -> bool:
-        """Whether the state after exactly ``tokens`` is kept."""
+        """Whether the state after exactly ``tokens`` is cached."""
         found, _ = self._walk(tuple(tokens), salt)
         return bool(found) and found[-1].length == len(tokens)
 
     def clear(self) -> None:
-        """Forget all states."""
+        """Remove all states."""
         self._roots.clear()
         self._entries.clear()
         self.bytes = self.host_bytes = 0
@@ -158,7 +158,7 @@ class StateCache:
         return entry
 
     def _node(self, key: tuple[int, ...], salt: str) -> Node:
-        """The node that ends at ``key``, made if there is none."""
+        """The node that ends at ``key``, created if needed."""
         node, at = self._roots.setdefault(salt, Node((), None)), 0
         while at < len(key):
             child = node.children.get(key[at])
@@ -172,7 +172,7 @@ class StateCache:
         return node
 
     def _split(self, node: Node, at: int) -> Node:
-        """Put a node after the first ``at`` tokens of ``node``; returns it."""
+        """Insert a node after the first ``at`` tokens of ``node``, and return it."""
         assert node.parent is not None
         upper = Node(node.tokens[:at], node.parent, {node.tokens[at]: node})
         node.parent.children[node.tokens[0]] = upper
@@ -212,7 +212,7 @@ class StateCache:
             self.bytes -= entry.state.nbytes
         node = entry.node
         node.entry = None
-        while node.entry is None and node.parent is not None:  # no node without entry has less than two children
+        while node.entry is None and node.parent is not None:  # a node without entry keeps at least two children
             parent = node.parent
             if not node.children:
                 del parent.children[node.tokens[0]]

@@ -1,7 +1,7 @@
 """The states of all running sequences in one block of memory.
 
-A slot has two rows: the live row and the aligned row (``request.Sequence``). All tensors of a row lie behind each other, so a state is
-copied as one row of memory, whatever the architecture. The model sees views.
+A slot has two rows: the live row and the aligned row (``request.Sequence``). All tensors of a row are adjacent in memory, so a
+state is copied as one row of memory, whatever the architecture. The model gets views.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from ..models.arguments import named_tensors
 from .transfer import to_device
 
 ALIGNMENT = 64
-"""Bytes. Every tensor of a row begins at a multiple of this."""
+"""The alignment in bytes: every tensor of a row begins at a multiple of this."""
 FEW = 3
-"""Rows that are copied one by one. More of them take two launches and a copy of their places."""
+"""The most rows that are copied one by one. More rows take two launches and a copy of their indices."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -29,7 +29,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class Place(NamedTuple):
-    """Where a tensor is in a row."""
+    """The position of a tensor in a row."""
 
     name: str
     dtype: torch.dtype
@@ -89,7 +89,7 @@ class StatePool:
         return self.slots + slot
 
     def allocate(self) -> int | None:
-        """A slot whose rows are the state before the first token, or None if all are taken."""
+        """A slot whose rows are set to the state before the first token, or None if all slots are taken."""
         if not self._free:
             return None
         slot = self._free.pop()
@@ -99,7 +99,7 @@ class StatePool:
         return slot
 
     def release(self, slot: int) -> None:
-        """Give a slot back."""
+        """Free a slot."""
         if slot not in self._taken:
             raise PenstockError(f"StatePool.release: slot must be taken, got {slot}, which is free. This is an error of the engine.")
         self._taken.remove(slot)
@@ -152,7 +152,7 @@ class StatePool:
 
 
 def _mapped(state: Any, function: Any) -> Any:
-    """``function`` of all tensors of a state, in the order of ``named_tensors``."""
+    """The results of ``function`` for all tensors of a state, in the order of ``named_tensors``."""
     if isinstance(state, Tensor):
         return function(state)
     if hasattr(state, "_fields"):

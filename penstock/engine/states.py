@@ -1,4 +1,4 @@
-"""States outside of the pool: kept, saved to files, and continued from."""
+"""States outside the pool: cached, saved to files, and used to continue sequences."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class KeptState:
 
 @dataclass(frozen=True, eq=False)
 class SequenceState:
-    """The state of a sequence after its tokens: an aligned state, and the tokens behind it, which are processed again to continue."""
+    """The state of a sequence after its tokens: an aligned state, and the tokens after it, which are processed again to continue."""
 
     tokens: tuple[int, ...]
     aligned: int
-    """The number of tokens that the row has seen: a multiple of 64, at most ``len(tokens)``."""
+    """The number of tokens in the aligned state: a multiple of 64, at most ``len(tokens)``."""
     row: Tensor
     """[W], an aligned row."""
     model: str
@@ -69,7 +69,7 @@ def fingerprint(model: CausalLM) -> str:
 
 
 def save_state(state: SequenceState, path: str | Path, model: CausalLM, pool: StatePool, notes: Mapping[str, str]) -> None:
-    """Write a safetensors file: the tensors of the aligned row by their names, the tokens, and what they belong to."""
+    """Write a safetensors file: the tensors of the aligned row by their names, the tokens, and the model's fingerprint."""
     _, save_file = _safetensors("save_state")
     tensors = {name: x.cpu().contiguous() for name, x in pool.tensors(state.row).items()}
     tensors["tokens"] = torch.tensor(state.tokens, dtype=torch.int64)
@@ -79,9 +79,9 @@ def save_state(state: SequenceState, path: str | Path, model: CausalLM, pool: St
 
 
 def load_state(path: str | Path, model: CausalLM, pool: StatePool, model_hashes: Iterable[str]) -> SequenceState:
-    """Read what ``save_state`` wrote. Raises RangeError or ShapeError unless it is of this model, layout and dtype, whole and finite.
+    """Read a file of ``save_state``. Raises RangeError or ShapeError unless it has this model, layout and dtype, and is whole and finite.
 
-    ``model_hashes`` are that of the model, then those of its tunings.
+    ``model_hashes`` are the fingerprint of the model, then those of its tunings.
     """
     safe_open, _ = _safetensors("load_state")
     complaints = Complaints("load_state")

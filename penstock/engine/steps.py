@@ -1,4 +1,4 @@
-"""One step: schedule, run, process. Also what happens to a request when it ends, fails or is cancelled."""
+"""One step: schedule, run, process. Also the end, failure and cancellation of requests."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from .states import KeptState, SequenceState
 from .text import TextStream
 
 TURN = 512
-"""Tokens of prompts that a client gets in turn, where their budget adapts."""
+"""Prompt tokens that a client gets per turn, if the prompt budget adapts."""
 
 
 class Steps:
-    """The state of an engine and its transitions. Not safe to use from several threads: ``Engine`` holds a lock.
+    """The state of an engine and its transitions. Not thread-safe: ``Engine`` holds a lock.
 
     overlap : bool
-        Launch a step before the tokens of the one before are known on the host: the device never waits for Python. A sequence that
+        Launch a step before the tokens of the previous one are known on the host, so the device never waits for Python. A sequence that
         turns out to be finished has computed one token too many, which is dropped.
     prompt_budget : int, optional
-        As for ``Scheduler``. None: as ``Pace`` finds it.
+        As for ``Scheduler``. None: adapted by ``Pace``.
     canonical : bool
         As for ``Scheduler``.
     """
@@ -50,20 +50,20 @@ class Steps:
         turn = prompt_budget or TURN
         self.scheduler = Scheduler(pool, token_budget, turn, self._admit, self._preempt, canonical)
         self._ended = 0.0
-        """When the last step had ended."""
+        """The time when the last step ended."""
         self.end_of_text: int | None = getattr(tokenizer, "end_of_text", None)
         self.requests: set[Request] = set()
         self.prompt_tokens = self.generated_tokens = self.steps = 0
         self._flight: Flight | None = None
         self._events: deque[tuple[Request, Event]] = deque()
-        """For sinks, in order."""
+        """Events for sinks, in order."""
         self.telling = False
         """Whether a sink is being called."""
         self._computed: WeakSet[SequenceState] = WeakSet()
-        """States that this engine computed from their tokens. Of others, such as those from files, the row may be anything."""
+        """States that this engine computed from their tokens. The rows of other states, for example from files, cannot be trusted."""
 
     def add(self, request: Request) -> None:
-        """Take a request in. If its decoders cannot be made, it fails."""
+        """Accept a request. If its decoders cannot be created, it fails."""
         self.requests.add(request)
         params, tokenizer = request.params, self.tokenizer
         try:
@@ -82,12 +82,12 @@ class Steps:
             self.scheduler.add(request.sequences[0])
 
     def cancel(self, request: Request) -> None:
-        """End a request now. One that is done, or of another engine, stays as it is."""
+        """End a request now. Ignores requests that are done or of another engine."""
         if request in self.requests:
             self._end(request, "cancelled")
 
     def tell(self) -> None:
-        """Call sinks for all events so far. No step is half processed then, so a sink may call the engine; it gets its events in order."""
+        """Call sinks for all events so far, in order. No step is half processed at this point, so a sink may call the engine."""
         if self.telling:
             return
         self.telling = True
@@ -103,13 +103,13 @@ class Steps:
             self.telling = False
 
     def drain(self) -> None:
-        """Process the step that still runs, if there is one."""
+        """Process the step in flight, if there is one."""
         flight, self._flight = self._flight, None
         if flight is not None:
             self._guarded(flight)
 
     def step(self) -> bool:
-        """Run one step; whether there was anything to do."""
+        """Run one step. Returns whether there was anything to do."""
         if self._flight is not None and any([one.needs_values and one.pending for one in self.scheduler.running]):
             self.drain()
         plan = Plan()
@@ -121,7 +121,7 @@ class Steps:
             if flight is not None:
                 flight.begun, flight.beside = begun, plan.tokens - plan.decodes if plan.decodes else None
             for work in plan.works[plan.decodes :]:
-                work.sequence.saved = None  # its logits were needed until now
+                work.sequence.saved = None  # the logits were needed until now
             self.steps += flight is not None
         except BaseException as error:
             flight = None
@@ -149,7 +149,7 @@ class Steps:
     # entering and leaving the pool
 
     def _admit(self, one: Sequence) -> None:
-        """Let a sequence begin in its slot. If its state cannot be written, its request fails."""
+        """Start a sequence in its slot. If its state cannot be written, its request fails."""
         try:
             self._begin(one)
         except Exception as error:
@@ -186,7 +186,7 @@ class Steps:
             one.cuts = {aligned(mark) for mark in marks}
 
     def _cached(self, one: Sequence) -> bool:
-        """Whether the cache may keep states of a sequence. Others get them by tokens alone, so they must be computed from these."""
+        """Whether the cache may keep states of a sequence. Lookups use only the tokens, so states must be computed from these."""
         return self.cache.budget > 0 and (one.request.state is None or one.request.state in self._computed)
 
     def _preempt(self, one: Sequence) -> None:
@@ -197,7 +197,7 @@ class Steps:
     # results of a step
 
     def _guarded(self, flight: Flight) -> None:
-        """Process a step; where the device reports an error only now, its requests that have not ended fail."""
+        """Process a step. If the device reports an error only now, the step's unfinished requests fail."""
         try:
             self._process(flight)
             ended = perf_counter()
@@ -232,7 +232,7 @@ class Steps:
             except Exception as error:
                 self._fail([one.request], error)
         for one, length, state in flight.kept:
-            if length > len(one.tokens):  # its last token has no value: the request failed
+            if length > len(one.tokens):  # the last token has no value because the request failed
                 continue
             self.cache.insert(one.tokens[:length], state, one.request.space)
             if length % self.keep_every == 0:
@@ -243,7 +243,7 @@ class Steps:
                 self._end_scored(one)
 
     def _end_scored(self, one: Sequence) -> None:
-        """End a request without new tokens, whose prompt is done: its other completions have no sequence of their own."""
+        """End a request without new tokens after its prompt: its other completions have no sequences of their own."""
         try:
             params = one.request.params
             text = self.tokenizer.decode(one.request.prompt) if params.echo and self.tokenizer is not None else ""
@@ -255,7 +255,7 @@ class Steps:
             self._fail([one.request], error)
 
     def _fork(self, request: Request, length: int, state: KeptState) -> None:
-        """Let the other completions of a request wait for slots, with the state after the prompt."""
+        """Queue the other completions of a request, with the state after the prompt."""
         for one in request.sequences[1:]:
             if not one.finished:
                 one.saved, one.sample_only, one.computed, one.aligned = state, True, len(request.prompt), length
@@ -314,7 +314,7 @@ class Steps:
             self._events.append((request, Event(one.index, tokens, text, logprobs, reason)))
 
     def _keep_last(self, one: Sequence) -> None:
-        """Keep the aligned state of a finished sequence: the next turn of a conversation continues there."""
+        """Cache the aligned state of a finished sequence: the next turn of a conversation continues from it."""
         if self._cached(one) and one.slot is not None and one.aligned > len(one.request.prompt):
             tokens, space = one.tokens[: one.aligned], one.request.space
             if not self.cache.contains(tokens, space):
@@ -361,7 +361,7 @@ class Steps:
                 self._end(request, "error")
 
     def _fail_step(self, plan: Plan, error: BaseException) -> None:
-        """The rows of a step that failed have no meaning: its requests fail, and free their slots. Others go on."""
+        """Fail the requests of a failed step and free their slots, because their rows are undefined. Other requests continue."""
         sequences = [work.sequence for work in plan.works] or [*self.scheduler.running]
         self._fail(dict.fromkeys(one.request for one in sequences), self._described(error, plan.tokens))
 

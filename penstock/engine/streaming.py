@@ -1,4 +1,4 @@
-"""Events from the thread that runs the steps to event loops: one wake-up of a loop a step, however many streams it has."""
+"""Passes events from the thread that runs the steps to event loops: one wake-up per loop and step, however many streams it has."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Mailbox:
         self.open = True
 
     def put(self, request: Request, event: Event) -> None:
-        """Add an event; it is there after the next ``deliver``. Any thread. Raises EngineError if the loop is closed: the request fails."""
+        """Add an event, delivered by the next ``deliver``. Thread-safe. Raises EngineError if the loop is closed: the request fails."""
         if self.open:
             if self.loop.is_closed():
                 raise EngineError("stream: the event loop must be open, got a closed one. Leave the stream before its loop ends.")
@@ -60,7 +60,7 @@ class Mailboxes:
             mailbox.open = False
 
     def deliver(self) -> None:
-        """Hand all pending events to their loops."""
+        """Pass all pending events to their loops."""
         pending, self.pending = self.pending, {}
         for loop, events in pending.items():
             with suppress(RuntimeError):  # the loop is closed

@@ -11,26 +11,26 @@ class Decoder(Protocol):
     """``penstock.models.tokenizers.Stream``."""
 
     def push(self, token: int) -> str:
-        """The text that this token completes."""
+        """Take a token and return the text that it completes."""
 
     def finish(self) -> str:
         """The rest of the text."""
 
 
 class StopStrings:
-    """Several texts that are searched for together, a character at a time (Aho and Corasick 1975).
+    """An automaton that searches for several texts at once, one character at a time (Aho and Corasick 1975).
 
-    A node stands for the longest end of the text that some of them begin with. Node 0 is the empty one.
+    A node is the longest suffix of the input that is a prefix of one of the texts. Node 0 is the empty one.
     """
 
     def __init__(self, stop: tuple[str, ...]) -> None:
         self._children: list[dict[str, int]] = [{}]
         self._fallback = [0]
-        """The node of the next shorter end."""
+        """For each node, the node of the next shorter suffix."""
         self.depth = [0]
-        """Characters of each node."""
+        """The length of each node in characters."""
         self.found = [0]
-        """Characters of the longest text that ends with a node, or 0."""
+        """The length of the longest text that ends at a node, or 0."""
         for text in stop:
             node = 0
             for character in text:
@@ -43,13 +43,13 @@ class StopStrings:
                 node = self._children[node][character]
             self.found[node] = len(text)
         queue = list(self._children[0].values())
-        for node in queue:  # the shorter ones first
+        for node in queue:  # shorter ones first
             for character, child in self._children[node].items():
                 self._fallback[child] = self.next(self._fallback[node], character)
                 self.found[child] = self.found[child] or self.found[self._fallback[child]]
                 queue.append(child)
         self.first = re.compile(f"[{''.join(map(re.escape, self._children[0]))}]").search
-        """Finds a character that one of them begins with."""
+        """Finds the first character of any of the texts."""
 
     def next(self, node: int, character: str) -> int:
         """The node after one more character."""
@@ -59,14 +59,14 @@ class StopStrings:
 
 
 stop_strings = lru_cache(64)(StopStrings)
-"""Those of many requests are the same."""
+"""Cached, because many requests have the same stop strings."""
 
 
 class TextStream:
-    """Text of tokens up to the stop string that is complete first, which may begin and end inside of tokens.
+    """Text of tokens up to the first complete stop string, which may begin and end inside tokens.
 
-    Text is held back as long as it may be the begin of a stop string. A character takes the same time whatever the strings are.
-    Strings that are complete with one of the first ``least`` tokens are text as any other.
+    Text is held back while it may be the beginning of a stop string. The time per character does not depend on the strings.
+    Strings that are complete within the first ``least`` tokens do not stop the text.
 
     >>> class Letters:
     ...     def push(self, token): return chr(token)
@@ -82,9 +82,9 @@ class TextStream:
         self._node = 0
         self._held = ""
         self._least = least
-        """So many more tokens end no text."""
+        """The number of further tokens that cannot stop the text."""
         self.stopped_by: str | None = None
-        """The stop string that was found. There is no more text then."""
+        """The stop string that was found. No more text follows."""
 
     @property
     def stopped(self) -> bool:

@@ -8,16 +8,17 @@ from typing import Protocol
 
 
 class Stepping(Protocol):
-    """What the thread runs."""
+    """The interface of an engine for the thread."""
 
     def step(self) -> bool:
-        """Run one step; whether there was anything to do."""
+        """Run one step. Returns whether there was anything to do."""
 
 
 class StepThread:
-    """Runs steps while there is anything to do, and waits for ``wake`` else.
+    """Runs steps while there is anything to do, else waits for ``wake``.
 
-    It holds its engine during steps only. So an engine without other references is collected after its last request, and the thread ends.
+    It references its engine only during steps. So an engine without other references is collected after its last request, and the thread
+    ends.
     """
 
     def __init__(self) -> None:
@@ -30,7 +31,7 @@ class StepThread:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, args=(weakref.ref(engine),), name="penstock-engine", daemon=True)
             self._thread.start()
-            weakref.finalize(engine, self.end)  # or before the interpreter ends: a thread that is inside of torch then aborts the process
+            weakref.finalize(engine, self.end)  # also at interpreter exit, where a thread inside torch aborts the process
 
     @property
     def alive(self) -> bool:
@@ -38,7 +39,7 @@ class StepThread:
         return self._thread is not None and self._thread.is_alive()
 
     def end(self, wait: bool = True) -> None:
-        """End it after its step. Any thread. One that holds what a step waits for must not wait."""
+        """End the thread after its step. Thread-safe. A caller that holds a lock that a step needs must not wait."""
         self._ended = True
         self.wake.set()
         if wait and self._thread is not None and self._thread is not threading.current_thread():

@@ -1,6 +1,6 @@
-"""Copies between host and device that the host does not wait for.
+"""Asynchronous copies between host and device.
 
-A copy from pageable memory, or to it, waits for all earlier work of the stream: with it, no step could be launched while another runs.
+A copy from or to pageable memory waits for all earlier work of the stream, so no step could be launched while another one runs.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _DTYPES = {"q": torch.int64, "d": torch.float64}
 
 
 def to_device(values: Items[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """A tensor of Python numbers: int64 or float64."""
+    """A tensor from Python numbers: int64 or float64."""
     return from_buffer(array(_CODES[dtype], values), device)
 
 
 def from_buffer(values: array[Any] | bytearray, device: torch.device) -> Tensor:
-    """A tensor of an array of 64-bit numbers, or of bytes. It may share its memory."""
+    """A tensor from an array of 64-bit numbers, or from bytes. It may share memory with it."""
     dtype = torch.uint8 if isinstance(values, bytearray) else _DTYPES[values.typecode]
     if not values:
         return torch.empty(0, dtype=dtype, device=device)
@@ -37,7 +37,7 @@ def fill(memory: Tensor, values: Items[int]) -> None:
 
 
 class ToHost:
-    """A tensor on its way to the host."""
+    """A tensor that is being copied to the host."""
 
     def __init__(self, x: Tensor) -> None:
         self._copy = x.to("cpu", non_blocking=True)  # to page-locked memory
@@ -46,7 +46,7 @@ class ToHost:
             self._arrived = torch.cuda.current_stream(x.device).record_event()
 
     def value(self) -> Tensor:
-        """The tensor on the host. Waits until it is there."""
+        """The tensor on the host. Waits for the copy."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._copy

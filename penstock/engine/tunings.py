@@ -1,4 +1,4 @@
-"""Initial states and adapters of an engine's model, of which each request may name one."""
+"""Initial states and adapters of an engine's model. Each request may name one of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .state_pool import StatePool
 
 
 class Tuning:
-    """What a request names: an initial state in place of the model's own, or an adapter of its linear maps.
+    """A tuning: an initial state in place of the model's own, or an adapter of its linear maps.
 
     row : Tensor, optional
         The initial state as a row of the pool [W].
@@ -35,7 +35,7 @@ class Tuning:
         self._hash: str | None = None
 
     def model_hash(self, base: str) -> str:
-        """What states of the tuned model are known by: those of the base model, or of another tuning, do not continue with it."""
+        """The fingerprint of the tuned model. States of the base model, or of another tuning, cannot continue with this one."""
         if self._hash is None:
             digest = hashlib.sha256(base.encode())
             if self._weights:
@@ -84,12 +84,12 @@ def _is_plain(x: Tensor) -> bool:
 
 
 def _is_finite(x: Tensor, model: CausalLM) -> bool:
-    """In the dtype in which the model has it."""
+    """Whether a tensor is finite in the model's dtype."""
     return bool(x.to(model.like(x.device).dtype).isfinite().all())
 
 
 def with_adapters(model: CausalLM, adapters: Mapping[str, Factors]) -> CausalLM:
-    """The model that an engine runs: modules of its own, which share the weights, where there are adapters."""
+    """The model that an engine runs. With adapters, it has modules of its own, which share the weights."""
     return cast("CausalLM", adapted(model, adapters)) if adapters else model
 
 

@@ -1,7 +1,7 @@
 """Random numbers that are functions of a seed and a position: the same on every device, for any number of rows.
 
-The generator is SplitMix64 (Steele, Lea and Flood 2014), whose state after n steps is known without the steps before. It is also a part of
-the kernel in ``choosing_kernel.py``.
+The generator is SplitMix64 (Steele, Lea and Flood 2014), whose state after n steps can be computed directly. ``choosing_kernel.py`` has the
+same generator.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def mixed(value: int) -> int:
 
 
 def key_of(seed: int) -> int:
-    """Where the numbers of a seed begin, 64 bits."""
+    """The start of a seed's random numbers, 64 bits."""
     return mixed((seed + STEP) & _MASK)
 
 
@@ -46,10 +46,10 @@ def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
 
 
 def _signed(value: int) -> int:
-    """The int64 of the same bits."""
+    """The int64 with the same bits."""
     return value - 2**64 if value >> 63 else value
 
 
 def _shifted(x: Tensor, count: int) -> Tensor:
-    """A shift to the right that moves zeros in."""
+    """A logical shift to the right."""
     return x.bitwise_right_shift(count).bitwise_and(2 ** (64 - count) - 1)
