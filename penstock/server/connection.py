@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import resource
+import sys
 from http import HTTPStatus
 from typing import Any
 
@@ -18,8 +20,18 @@ connection without a new request earlier."""
 UNREAD_SECONDS = 30
 """In this time a client must have read all that was sent, or ``UNREAD_BYTES`` of it."""
 UNREAD_BYTES = 2**18
+ACCEPTED = 16
+"""Connections that are accepted in one turn of the event loop."""
+RESERVED_FILES = 64 + 6 * ACCEPTED
+"""Of those that the process may have open, for what is no connection, and for connections that begin or end: that takes four turns."""
 IDLE_SECONDS = 1
 """When the server ends, connections without a request stay open for so long: a request that is on its way gets its answer."""
+
+
+def most_connections() -> int:
+    """Open connections. A process that is out of files takes none, and asyncio writes thousands of errors a second then."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if files == resource.RLIM_INFINITY else max(1, files - RESERVED_FILES)
 
 
 class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
@@ -36,6 +48,8 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         self._await_head()
         self._unread, self._unread_since = 0, self.loop.time()
         self._await_reading()
+        if len(self.connections) > most_connections():
+            self._make_room()
 
     def data_received(self, data: bytes) -> None:
         """Take a part of a request."""
@@ -63,6 +77,19 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
     def send_400_response(self, msg: str) -> None:
         """Answer what is no HTTP, and close the connection."""
         self._refuse(Refused(400, f"server: the request must be HTTP, got another one ({msg.rstrip('.')}).", code="invalid_http"))
+
+    def _make_room(self) -> None:
+        """Drop the connection that has been without a request for the longest time, or refuse this one if all have requests."""
+        idle = [
+            (one._head_timer.when(), one) for one in self.connections
+            if isinstance(one, Connection) and one is not self and one._head_timer is not None
+            and not one._answering and not one.transport.is_closing()
+        ]  # fmt: skip
+        if idle:
+            min(idle, key=lambda pair: pair[0])[1].abort()
+        else:
+            message = f"server: open connections must be at most {most_connections()}, got more. Raise the limit of open files (ulimit -n)."
+            self._refuse(Refused(503, message, kind="server_error", code="too_many_connections"))
 
     # the end of the server
 

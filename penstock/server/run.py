@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import socket
 import threading
@@ -14,7 +15,7 @@ from typing import Any
 import uvicorn
 
 from .app import create_app
-from .connection import Connection
+from .connection import ACCEPTED, Connection
 from .keys import Keys
 from .requestlog import LogFormat, log_config
 from .service import Service
@@ -23,6 +24,8 @@ from .tracing import Tracing
 LOG = logging.getLogger("penstock.server")
 DRAIN_SECONDS = 25
 """With the time for errors, less than the 30 seconds after which Kubernetes kills a container."""
+WAITING = 2048
+"""Connections that wait to be accepted."""
 LAST_SECONDS = 1
 """After the time to drain, requests get this much to send their errors. Then connections are dropped."""
 
@@ -54,6 +57,9 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen; SIGHUP reads a file of keys again."""
         await super().startup(sockets)
+        for one in (each for server in getattr(self, "servers", ()) for each in server.sockets):
+            with socket.socket(fileno=os.dup(one.fileno())) as listening:
+                listening.listen(WAITING)  # asyncio accepts as many at once as wait at most; here fewer
         if self._reread is not None and threading.current_thread() is threading.main_thread():
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._reread)
 
@@ -111,6 +117,6 @@ def make_server(
     more: dict[str, Any] = {} if log_format is None else {"log_config": log_config(log_format)}
     config = uvicorn.Config(
         create_app(service, api_key, keys, origins, tracing), host=host, port=port, log_level=log_level, access_log=False,
-        server_header=False, ws="none", lifespan="on", http=Connection, **more,
+        server_header=False, backlog=ACCEPTED, ws="none", lifespan="on", http=Connection, **more,
     )  # fmt: skip
     return Server(config, service, drain_seconds, keys)

@@ -1,6 +1,7 @@
 """Clients that do not read, do not finish or do not leave: what they hold is bounded, and so is the end of the server."""
 
 import json
+import resource
 import signal
 import socket
 import threading
@@ -248,3 +249,40 @@ def test_a_second_interrupt_ends_what_runs(tmp_path, monkeypatch):
         assert server.returncode == 130
     assert not any("Traceback" in line for line in lines), lines
     assert not [*(tmp_path / "temporary").glob("penstock-*")]
+
+
+def test_connections_without_requests_make_room_for_others(model, monkeypatch):
+    monkeypatch.setattr(connection, "most_connections", lambda: 8)
+    with running(model) as live:
+        idle = [live.connect() for _ in range(20)]
+        idle[-1].sendall(sent(SHORT)[:30])
+        with live.connect() as one:
+            one.sendall(sent(SHORT))
+            assert one.recv(2**16).startswith(b"HTTP/1.1 200 ")
+        assert len(live.server.server_state.connections) <= 8
+        busy = [live.connect() for _ in range(8)]
+        for one in busy:
+            one.sendall(sent({**LONG, "stream": True}))
+        time.sleep(0.5)
+        with live.connect() as one:
+            assert b'"code":"too_many_connections"' in one.recv(2**16)
+        assert idle[0].recv(1) == b""
+        for one in [*idle, *busy]:
+            one.close()
+        live.settles()
+
+
+def test_a_process_that_may_open_few_files_answers_beside_idle_connections(tmp_path):
+    """It answered nobody for half a minute, and wrote 100,000 tracebacks."""
+    save_checkpoint(tmp_path / "model")
+    with process(tmp_path / "model", "--name", "tiny") as (server, url, lines):
+        port = int(url.rpartition(":")[2])
+        resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (256, 256))
+        idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(400)]
+        for _ in range(5):
+            answer = httpx.post(f"{url}/v1/completions", json={**SHORT, "save_state": True}, timeout=20)
+            assert answer.status_code == 200
+            assert "state" in answer.json()["choices"][0]
+        for one in idle:
+            one.close()
+    assert not any("Traceback" in line for line in lines), lines[:50]
