@@ -18,11 +18,13 @@ from penstock.recurrence.operators import ADVANCE, FAMILY, RECURRENCE
 from penstock.recurrence.triton import answers, launch, plan
 from penstock.recurrence.triton.calls import Backward, InPlace, Whole
 from penstock.recurrence.triton.forms import groups, lists
+from penstock.recurrence.triton.in_place import advance_plan
 from penstock.recurrence.variants import VARIANTS, Variant
 from penstock.softmax.operators import ATTENTION
 from penstock.softmax.operators import FAMILY as SOFTMAX
 from penstock.softmax.triton import plan as attention
 from penstock.tune.passes import without_memory
+from penstock.tune.resources import RecordedResources
 from penstock.verify import forms, verify
 from penstock.verify.inputs import Shape
 
@@ -94,6 +96,37 @@ def test_every_kernel_belongs_to_a_form():
     for implementation in (triton.RECURRENT, triton.CHUNKWISE, SOFTMAX.named("triton")):
         for one in implementation.forms():
             assert OF[one.name][1].examples == one.examples
+
+
+def plans(operator, example, target):
+    """The plans of all passes of an example, without memory."""
+    size = example.sizes
+    if operator is ATTENTION:
+        q, k = (torch.empty(1, size[T], size[H], size["D"], dtype=example.dtype, device="meta") for T, H in (("Tq", "H"), ("Tk", "G")))
+        call = ATTENTION.checked("softmax_attention", (q, k, k, None, None), (True, None, None, False))
+        return attention.forward_plan(call, target), attention.backward_plan(call, q, None, target)
+    x = without_memory(example.variant, Shape(*(size[axis] for axis in "BTHKV")), example.dtype, size["G"])
+    if operator is ADVANCE:
+        return (advance_plan(x.in_place(torch.empty(size["N"], size["H"], size["K"], size["V"], device="meta")), target),)
+    problem = x.problem().whole
+    d_output = torch.empty_like(problem.v)
+    return (
+        plan.chunk_forward_plan(problem, target),
+        plan.chunk_backward_plan(problem, d_output, None, target),
+        plan.recurrent_forward_plan(problem, target),
+        plan.recurrent_backward_plan(problem, d_output, None, target),
+    )
+
+
+@pytest.mark.parametrize("name", OF)
+def test_kernels_are_recorded(name):
+    """Their registers, spills and shared memory on Hopper, where every form has code, are in the record of the package."""
+    operator, one = OF[name]
+    every = [made for x in one.examples for made in plans(operator, x, H200._replace(forms=frozenset([name]))) if name in made.forms]
+    assert every
+    kernels = {launch.kernel.fn.__name__ for made in every for launch in made.launches}
+    recorded = {launch.rpartition(": ")[2].split()[0] for launch in RecordedResources.read().launches["sm_90"]}
+    assert kernels <= recorded
 
 
 @pytest.mark.parametrize("examples", [(), (groups.BACKWARD.examples[1]._replace(sizes={**groups.SIZES, "T": 5}),)], ids=["none", "outside"])

@@ -37,10 +37,10 @@ def refuses_forward(call: Call) -> str | None:
     """Sizes of heads, layouts, and blocks of heads wider than 256 channels, whose outputs are float32."""
     count = hopper.blocks(call.p)
     reason = (
-        hopper.decays_per_channel(call)
+        hopper.other_decays(call)
         or hopper.size("K of a block", call.K // count, tuple(FORWARD_KEYS))
         or hopper.multiple("V", call.V, hopper.BV)
-        or hopper.copied(call)
+        or hopper.not_copied(call)
     )
     if reason is None and call.p.partial and count == 1:
         return "its outputs are 16 bits, those of a block of a wide head are float32"
@@ -50,7 +50,7 @@ def refuses_forward(call: Call) -> str | None:
 def avoids_forward(call: Call) -> str | None:
     """The tables select it."""
     config = call.config("forward")
-    return hopper.selected(config) or (None if config.BV == hopper.BV else f"the table has {config.BV} value channels a program")
+    return hopper.plain_in_table(config) or (None if config.BV == hopper.BV else f"the table has {config.BV} value channels a program")
 
 
 def launch_forward(
@@ -93,7 +93,7 @@ def _forward(call: Forward) -> Plan:
     return plan
 
 
-class Backwards:
+class BackwardSizes:
     """Sizes of the backward kernels."""
 
     def __init__(self, call: Call) -> None:
@@ -128,20 +128,20 @@ def refuses_backward(call: Call) -> str | None:
     if call.p.sizes["T"] <= hopper.C:
         return f"it takes more than {hopper.C} tokens, these are {call.p.sizes['T']}"
     reason = (
-        hopper.decays_per_channel(call)
+        hopper.other_decays(call)
         or hopper.size("K of a block", K, tuple(BACKWARD_KEYS))
         or hopper.multiple("V", call.V, K)
-        or hopper.near(call.p)
-        or hopper.copied(call)
+        or hopper.far_decays(call.p)
+        or hopper.not_copied(call)
     )
-    if reason is None and call.p.partial and not Backwards(call).split:
+    if reason is None and call.p.partial and not BackwardSizes(call).split:
         return "its dv is 16 bits, that of a block of a wide head is float32"
     return reason
 
 
 def avoids_backward(call: Call) -> str | None:
     """The tables select it."""
-    return hopper.selected(call.config("backward"))
+    return hopper.plain_in_table(call.config("backward"))
 
 
 def launch_backward(
@@ -151,7 +151,7 @@ def launch_backward(
     """Add the launch. ``stored``: names of the memory for the weights and for k with factors, from which another launch computes dv."""
     from .. import hopper_backward, hopper_backward_parts
 
-    p, size, (dq, dk, dv), (d_gate, du), (weights, rest) = call.p, Backwards(call), operands, parameters, stored or ("q", "q")
+    p, size, (dq, dk, dv), (d_gate, du), (weights, rest) = call.p, BackwardSizes(call), operands, parameters, stored or ("q", "q")
     g_b, g_t, g_h, g_k = call.gate
     warps, registers = BACKWARD_FLOAT if size.parts else BACKWARD_KEYS[size.K]
     kernel = hopper_backward_parts.penstock_chunk_bwd_parts_hopper if size.parts else hopper_backward.penstock_chunk_bwd_hopper
@@ -179,7 +179,7 @@ def _backward(call: Backward) -> Plan:
 
 def _backward_split(call: Backward) -> Plan:
     """Several blocks: dv is a launch of its own."""
-    plan, C, size, form = Plan(), hopper.C, Backwards(call), states_form(BACKWARD.parts, call)
+    plan, C, size, form = Plan(), hopper.C, BackwardSizes(call), states_form(BACKWARD.parts, call)
     found = gradients(plan, call, form, C)
     operands = gradients_of_operands(plan, call)
     dS = before_chunks(plan, call, form, found.terms, C, call.stored(C))
@@ -202,7 +202,7 @@ def _of_16_bits(call: Call) -> str | None:
 
 
 def _refuses_split(call: Call) -> str | None:
-    return _of_16_bits(call) or ("it takes heads of one block, K = V" if Backwards(call).split else None)
+    return _of_16_bits(call) or ("it takes heads of one block, K = V" if BackwardSizes(call).split else None)
 
 
 def _refuses_key_blocks(call: Call) -> str | None:
@@ -229,6 +229,6 @@ BACKWARD_SPLIT = BackwardForm(
     chunk=hopper.chunk,
 )  # fmt: skip
 BACKWARD_FLOAT32 = BackwardForm(
-    "chunk_bwd_parts_hopper", lambda call: (_backward_split if Backwards(call).split else _backward)(call), absent, _refuses_16_bits,
+    "chunk_bwd_parts_hopper", lambda call: (_backward_split if BackwardSizes(call).split else _backward)(call), absent, _refuses_16_bits,
     avoids_backward, states.BESIDE_HOPPER, FLOAT, chunk=hopper.chunk,
 )  # fmt: skip

@@ -34,7 +34,7 @@ def parts(p: Tokens) -> int:
     return 2 if torch.get_float32_matmul_precision() == "highest" else 1
 
 
-def decays_per_channel(call: Call) -> str | None:
+def other_decays(call: Call) -> str | None:
     """Why kernels for decays per channel cannot take a call, or None."""
     return None if call.decay == CHANNEL else "it computes decays per channel"
 
@@ -49,7 +49,7 @@ def multiple(name: str, x: int, of: int) -> str | None:
     return None if x % of == 0 else f"{name} must be a multiple of {of}, this is {x}"
 
 
-def copied(call: Call, shared: bool = False) -> str | None:
+def not_copied(call: Call, shared: bool = False) -> str | None:
     """Why the tensor memory accelerator cannot copy the tensors of a call, or None. ``shared``: heads may share q and k."""
     p, allowed = call.p, tiled_or_shared if shared else tiled
     if p.q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
@@ -70,14 +70,14 @@ def copied(call: Call, shared: bool = False) -> str | None:
     return None
 
 
-def near(p: Tokens) -> str | None:
+def far_decays(p: Tokens) -> str | None:
     """Why offsets of decays do not fit 32 bits, where their strides are constants of a kernel, or None."""
     if p.gate is None or not any(far(f"g_{axis}", step) for axis, step in zip("bthk", p.gate.stride())):
         return None
     return "offsets of the decay within a tile must fit 32 bits"
 
 
-def selected(config: KernelConfig) -> str | None:
+def plain_in_table(config: KernelConfig) -> str | None:
     """Why a call takes plain kernels although these can compute it, or None."""
     return None if config.form == FORM else "the table of block sizes has plain kernels here"
 

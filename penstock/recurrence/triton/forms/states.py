@@ -134,10 +134,10 @@ def _refuses(call: Call) -> str | None:
     if hopper.parts(call.p):
         return "it takes 16 bits, these are float32"
     return (
-        hopper.decays_per_channel(call)
+        hopper.other_decays(call)
         or hopper.size("K", call.K, tuple(KEYS))
         or hopper.multiple("V", call.V, hopper.BV)
-        or hopper.copied(call)
+        or hopper.not_copied(call)
     )
 
 

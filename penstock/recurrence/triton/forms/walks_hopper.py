@@ -31,7 +31,7 @@ def _refuses(call: Call) -> str | None:
         return f"it takes bfloat16, this is {call.p.q.dtype}"
     if call.p.sizes["T"] <= hopper.C:
         return f"it takes more than {hopper.C} tokens, these are {call.p.sizes['T']}"
-    return hopper.size("K", call.K, tuple(KEYS)) or hopper.size("V", call.V, (hopper.C,)) or hopper.copied(call, shared=True)
+    return hopper.size("K", call.K, tuple(KEYS)) or hopper.size("V", call.V, (hopper.C,)) or hopper.not_copied(call, shared=True)
 
 
 def _refuses_wide(call: Call) -> str | None:

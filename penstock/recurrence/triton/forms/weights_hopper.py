@@ -32,12 +32,16 @@ def refuses(call: Call) -> str | None:
     if hopper.parts(call.p):
         return "it takes 16 bits, these are float32"
     return (
-        hopper.decays_per_channel(call)
+        hopper.other_decays(call)
         or hopper.size("K", call.K, KEYS)
         or hopper.multiple("V", call.V, hopper.BV)
-        or hopper.near(call.p)
-        or hopper.copied(call)
+        or hopper.far_decays(call.p)
+        or hopper.not_copied(call)
     )
+
+
+def _avoids_forward(call: Call) -> str | None:
+    return hopper.plain_in_table(call.config("forward"))
 
 
 def segment(call: Call) -> Callable[[Sizes], int] | None:
@@ -138,9 +142,7 @@ def _backward(call: Backward) -> Plan:
 
 SIZES = {"B": 1, "N": 1, "T": 70, "H": 1, "G": 1, "K": 256, "V": 128}
 EXAMPLES = tuple(Example(variant, dtype, SIZES) for variant, dtype in (("gla", torch.bfloat16), ("rwkv6", torch.float16)))
-FORWARD = ForwardForm(
-    "chunk_walk_fwd_hopper", _forward, absent, refuses, lambda call: hopper.selected(call.config("forward")), states.BESIDE_PLAIN, EXAMPLES
-)
+FORWARD = ForwardForm("chunk_walk_fwd_hopper", _forward, absent, refuses, _avoids_forward, states.BESIDE_PLAIN, EXAMPLES)
 BACKWARD = BackwardForm(
     "chunk_walk_bwd_hopper", _backward, absent, lambda call: refuses(call) or chunks_hopper.refuses_backward(call),
     chunks_hopper.avoids_backward, states.BESIDE_PLAIN, EXAMPLES, chunk=hopper.chunk,
