@@ -116,7 +116,7 @@ class _Backward(torch.autograd.Function):
 
 
 def _fold(signature: Signature, argument: Argument, x: Tensor | None, dim: int | None, copies: int) -> Tensor | None:
-    """Fold the mapped axis of a tensor, or as many copies of it, into its axis of heads."""
+    """Fold the mapped axis of a tensor, or copies of it if it has none, into its axis of heads."""
     if x is None or not x.is_floating_point():
         if dim is not None:
             complaints = Complaints(signature.function)
