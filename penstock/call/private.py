@@ -117,7 +117,7 @@ def forward_derivatives() -> bool:
     return _transforms is not None and any(one.key() == _jvp for one in _transforms() or ())
 
 
-def behind_transforms(x: Tensor) -> Tensor | None:
+def inside_transforms(x: Tensor) -> Tensor | None:
     """The tensor that torch.func's transforms wrap; None if its values cannot be read here."""
     if None in (_is_wrapped, _unwrap, _dispatch_modes) or _dispatch_modes() or is_fake(x):
         return None
