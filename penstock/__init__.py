@@ -1,7 +1,7 @@
 """Penstock: recurrent language model kernels, fast, exact and easy everywhere.
 
 One recurrence serves linear attention, RetNet, Mamba-2, GLA, RWKV-5 and RWKV-6. See ``functional`` for the functions,
-``variants`` for the table behind them, ``errors`` for the exceptions.
+``variants`` for their table, ``errors`` for the exceptions.
 """
 
 from . import before_torch  # noqa: F401  # first: it makes settings that torch reads when it is imported

@@ -21,7 +21,7 @@ class Row(NamedTuple):
     cells: list[Text]
     style: str
     ends: bool
-    """Whether a section ends behind it."""
+    """Whether a section ends after it."""
 
 
 class Numbers:

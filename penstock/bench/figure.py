@@ -1,4 +1,4 @@
-"""What all pictures share: files, colours of candidates, titles, logarithmic axes."""
+"""Shared by all pictures: files, colours of candidates, titles, logarithmic axes."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def write_title(axes: Axes, text: str, below: str, pad: float = 24, at: float = 
 
 
 def plain_name(candidate: str) -> str:
-    """The candidate's name without what differs from shape to shape: the implementation that "auto" ran, or the backend of "sdpa"."""
+    """The candidate's name without the part that depends on the shape: the implementation that "auto" ran, or the backend of "sdpa"."""
     return candidate.partition(" (")[0] if candidate.startswith(("auto (", "sdpa (")) else candidate
 
 
@@ -102,8 +102,8 @@ def grid(axes: Axes, axis: Literal["x", "y", "both"]) -> None:
 
 
 def spread(places: Sequence[float], spacing: float) -> list[float]:
-    """Move places, in ascending order, as little as makes them at least ``spacing`` apart."""
-    groups: list[tuple[float, int]] = []  # centre and number of places that touch one another
+    """Move positions, in ascending order, as little as possible so that they are at least ``spacing`` apart."""
+    groups: list[tuple[float, int]] = []  # centre and number of adjacent positions
     for place in places:
         centre, count = place, 1
         while groups and centre - groups[-1][0] < spacing * (count + groups[-1][1]) / 2:

@@ -106,7 +106,7 @@ def _cell(worst: Finding | str, digits: int) -> Text:
 
 
 def visible_digits(pairs: Iterable[tuple[float, float]], limit: float | None = None) -> int:
-    """Digits behind the point with which errors look as they are: at most their budgets, or above them. ``limit``: shown for all budgets.
+    """The decimals with which an error is visibly within its budget or above it. ``limit``: the budget shown for all errors.
 
     >>> visible_digits([(1e-7, 2e-6)]), visible_digits([(3.92e-3, 3.91e-3)])
     (1, 2)

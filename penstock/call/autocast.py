@@ -42,7 +42,7 @@ def no_autocast(x: Tensor | None) -> AbstractContextManager[object]:
 
 
 def without_autocast(x: Tensor, function: Callable[..., T], *arguments: Any) -> T:
-    """``function(*arguments)`` under ``no_autocast(x)``. No context is entered where autocast is off: that takes 1 us."""
+    """``function(*arguments)`` under ``no_autocast(x)``. If autocast is off, no context is entered, which would take 1 us."""
     if not private.autocasting():
         return function(*arguments)
     with no_autocast(x):

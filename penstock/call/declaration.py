@@ -57,7 +57,7 @@ class Argument:
     otherwise: tuple[str, str] | None = None
     """(axis, other): if the argument is None, ``axis`` has the size of ``other``."""
     derived: bool = False
-    """Whether a public function may make it from the shapes of other arguments, so that its own shape confirms nothing."""
+    """Whether a public function may create it from the shapes of other arguments, so that its own shape confirms nothing."""
     hint: str | Callable[[Tensor], str] = ""
     """Advice in messages about a wrong shape."""
     letters: tuple[tuple[str, int], ...] = field(init=False, repr=False)
@@ -123,12 +123,12 @@ class Signature:
     nonempty: str = ""
     """Axes whose size must be at least 1."""
     counts: str = ""
-    """Axes that count tokens or sequences. They are the first axes of their arguments. Calls that differ only in these share their plans
+    """Axes that count tokens or sequences. They are the first axes of their arguments. Calls that differ only in these share plans
     (``memory``)."""
     folded: str = ""
     """Axes along which ``torch.vmap`` folds the mapped axis."""
     layout: tuple[str, str] | None = None
-    """The axes of tokens and of heads, in this order in tensors; None if such calls have few tokens by their nature."""
+    """The axes of tokens and of heads, in this order in tensors; None if such calls always have few tokens."""
     rules: tuple[Callable[[Complaints, Mapping[str, Tensor | None], Sizes], None], ...] = ()
     """Rules between arguments. They get the tensors that pass their own rules, None for missing ones."""
 

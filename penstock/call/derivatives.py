@@ -14,7 +14,7 @@ Tensors = Sequence[Tensor | None]
 
 
 def count_write(x: Tensor) -> None:
-    """Tell autograd of a write in place: kernels do not. A backward pass through an earlier use of x then raises."""
+    """Tell autograd about a write in place, which kernels do not. A backward pass through an earlier use of x then raises."""
     if not x.is_inference():
         torch.autograd.graph.increment_version(x)
 

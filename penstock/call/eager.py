@@ -58,11 +58,11 @@ class _Call(torch.autograd.Function):
 
 
 _apply = super(torch.autograd.Function, _Call).apply
-"""Without what ``Function.apply`` does for transforms, which are not on the fast path."""
+"""``Function.apply`` without its support for transforms, which are not on the fast path."""
 
 
 class _Attached(torch.autograd.Function):
-    """Passes on results that autograd already tracks, and adds derivatives of their gradients."""
+    """Returns results that autograd already tracks, and adds derivatives of their gradients."""
 
     @staticmethod
     def forward(ctx: Any, operator: Operator[Any], seen: Seen, impl: str, count: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:

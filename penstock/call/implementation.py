@@ -1,6 +1,6 @@
 """An implementation: a few functions of a ``Problem``, with a name.
 
-The contract tests compare every implementation of an operator with its oracle; they find it in its family.
+The contract tests compare every implementation of an operator with its oracle. They find it in its family.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Caches of validated calls.
 
 Two calls are *equal* if they differ only in values: same sizes, strides, dtypes, devices, alignment and options. They share one ``Seen``:
-validation and bound launches. Two calls are *alike* if they also differ in the numbers of tokens and sequences, with the same power of two
-above them. They share one ``Kind``: the chosen implementations and plans. So an engine whose batches have a different number of tokens at
-every step reuses its plans.
+validation and bound launches. Two calls are *similar* if they also differ in the numbers of tokens and sequences, but these round up to the
+same powers of two. They share one ``Kind``: the chosen implementations and plans. So an engine whose batches have a different number of
+tokens at every step reuses its plans.
 
 Both caches are bounded and evict the least recently used entries.
 """
@@ -58,7 +58,7 @@ class Recent(Generic[V]):
 
 
 class Kind:
-    """What alike calls share."""
+    """The data that similar calls share."""
 
     __slots__ = ("choices", "fixed", "given", "options", "plans", "returned", "signature", "used")
 
@@ -75,7 +75,7 @@ class Kind:
 
 
 class Seen:
-    """What equal calls share."""
+    """The data that equal calls share."""
 
     __slots__ = ("bound", "kind", "shared", "sizes", "used", "whole")
 
@@ -84,7 +84,7 @@ class Seen:
         self.bound: dict[Hashable, Any] = {}
         """Data that implementations cache for these calls."""
         self.shared: dict[str, Any] | None = None
-        """What ``Problem.known`` gives every problem of these calls."""
+        """The data that ``Problem.known`` copies to every problem of these calls."""
         self.whole: Seen | None = None
         """The data of ``Problem.whole`` of these calls, if that is another problem."""
         self.used = 0
@@ -99,10 +99,10 @@ class Memory:
         self.last: tuple[Hashable, Seen] | None = None
         """The latest cached call that was found. Layers of a model make equal calls, and comparing keys is faster than hashing one."""
         self.once: set[int] = set()
-        """Hashes of calls that were alike an earlier call and occurred once. They are cached at the second occurrence."""
+        """Hashes of calls that were similar to an earlier call and occurred once. They are cached at the second occurrence."""
 
     def find(self, signature: Signature, tensors: Sequence[Tensor | None], options: Sequence[Any]) -> Seen | None:
-        """The data of equal calls, new if there were only alike calls; None if there were neither."""
+        """The data of equal calls; new data if there were only similar calls; None if there were neither."""
         parts = exact(tensors)
         key = signature.function, tuple(map(type, options)), options, parts  # types come first: options of one type can be compared
         last = self.last
@@ -126,7 +126,7 @@ class Memory:
         return seen
 
     def keep(self, kind: Kind, tensors: Sequence[Tensor | None], sizes: Mapping[str, int]) -> Seen:
-        """Cache a valid call for equal and alike calls."""
+        """Cache a valid call for equal and similar calls."""
         options, parts = kind.given, exact(tensors)
         found = likeness(kind.signature, parts, options)
         if found is not None:
@@ -142,7 +142,7 @@ def exact(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
 def layout(part: Any, counted: int = 1) -> Hashable:
     """The part of an entry of ``exact`` that kernels depend on: no counted sizes, and no stride of a first axis of size 1.
 
-    Two counted axes are one axis of a matrix or not. Slices ``x[:, :T]`` have the strides of x and are none.
+    It includes whether two counted axes form one axis of a matrix. Slices ``x[:, :T]`` have the strides of x and do not.
     """
     if part is None:
         return None
@@ -154,7 +154,7 @@ def layout(part: Any, counted: int = 1) -> Hashable:
 
 
 def likeness(signature: Signature, parts: Sequence[Any], options: Sequence[Any]) -> tuple[Hashable, dict[str, int]] | None:
-    """A key for alike calls, and the sizes of the counted axes; None if tensors do not agree on them."""
+    """A key for similar calls, and the sizes of the counted axes; None if tensors do not agree on them."""
     shapes: dict[Any, tuple[int, ...]] = {}
     layouts: list[Hashable] = []
     for axes, part in zip(signature.counted, parts):

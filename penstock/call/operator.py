@@ -116,7 +116,7 @@ class Operator(Generic[P]):
         return self.signatures[function]  # type: ignore[index]
 
     def recall(self, function: str, tensors: Tensors, options: Sequence[Any]) -> Seen | None:
-        """The data of equal calls or, if there were none, of alike calls; None if there were neither."""
+        """The data of equal calls or, if there were none, of similar calls; None if there were neither."""
         try:
             return self.memory.find(self.signatures[function], tensors, options)
         except (TypeError, KeyError):  # an unhashable option or an unknown function: not a valid call
@@ -129,7 +129,7 @@ class Operator(Generic[P]):
         return self.memory.keep(self.kind(signature, options, sizes), tensors, sizes)
 
     def kind(self, signature: Signature, options: Sequence[Any], sizes: Mapping[str, int]) -> Kind:
-        """The data that alike calls share."""
+        """The data that similar calls share."""
         resolved = dict(zip(self.option_names, self.resolved(signature, options, sizes)))
         return Kind(signature, tuple(options), resolved, self.returned(options), sizes)
 
@@ -238,7 +238,7 @@ class Operator(Generic[P]):
         return self.run(self.known(seen, tensors), impl)[0]
 
     def choice(self, problem: Problem, mode: Mode, impl: str, gradients: bool = False) -> Implementation:
-        """The implementation for this call, a whole problem, and alike calls. ``gradients``: whether a backward pass may follow."""
+        """The implementation for this call, a whole problem, and similar calls. ``gradients``: whether a backward pass may follow."""
         choices, key = problem.seen.kind.choices, (mode, impl, gradients)
         found = choices.get(key)
         if found is None:

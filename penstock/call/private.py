@@ -1,8 +1,8 @@
 """The private names of torch that the library uses, with fallbacks.
 
-Each name is looked up once, when this module is imported. ``MISSING`` lists the names that this torch does not have. Without any one of
-them results stay the same. Without a name that ``fast`` needs, calls are slower: all of them go through the operators in ``torch.ops``.
-A torch newer than those in which the names were checked warns once. Then names that have a public way beside them are not used.
+Each name is looked up once, when this module is imported. ``MISSING`` lists the names that this torch does not have. Results do not depend
+on any of them. Without a name that ``fast`` needs, calls are slower: all of them go through the operators in ``torch.ops``. A torch newer
+than those in which the names were checked warns once. Then names that have a public alternative are not used.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ autocasting: Callable[[], bool] = _private("_C._is_any_autocast_enabled") or (la
 _profiler_enabled = _private("_C._autograd._profiler_enabled")
 _saved_tensor_hooks = _private("_C._autograd._top_saved_tensors_default_hooks")
 global_module_hooks: Callable[[], object] = _private("nn.modules.module._has_any_global_hook") or (lambda: True)
-"""Whether there are hooks of all modules; true if unknown."""
+"""Whether there are global module hooks; true if unknown."""
 _queue_callback = _private("autograd.Variable._execution_engine.queue_callback")
 _fake_tensor = _private("_subclasses.FakeTensor")
 _is_wrapped = _private("_C._functorch.is_functorch_wrapped_tensor")
@@ -117,7 +117,7 @@ def forward_derivatives() -> bool:
     return _transforms is not None and any(one.key() == _jvp for one in _transforms() or ())
 
 
-def behind_transforms(x: Tensor) -> Tensor | None:
+def inside_transforms(x: Tensor) -> Tensor | None:
     """The tensor that torch.func's transforms wrap; None if its values cannot be read here."""
     if None in (_is_wrapped, _unwrap, _dispatch_modes) or _dispatch_modes() or is_fake(x):
         return None
@@ -127,12 +127,12 @@ def behind_transforms(x: Tensor) -> Tensor | None:
 
 
 def is_fake(x: Tensor) -> bool:
-    """Whether a tensor has a shape and no data, as under ``torch.compile``. If unknown, True for all subclasses."""
+    """Whether a tensor has a shape but no data, as under ``torch.compile``. If unknown, True for all subclasses."""
     return x.is_meta or (type(x) not in _TYPES if _fake_tensor is None else isinstance(x, _fake_tensor))
 
 
 def is_lazy_zero(x: Tensor) -> bool:
-    """Whether it is a tensor of zeros without memory, as autograd may create them."""
+    """Whether a tensor is zero and has no memory, as autograd may create it."""
     return _is_lazy_zero is not None and bool(_is_lazy_zero(x))
 
 
@@ -147,7 +147,7 @@ def saved_tensor_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tenso
 
 
 def at_end_of_backward(function: Callable[[], object]) -> bool:
-    """Call the function when the backward pass that runs in this thread ends. False outside of one; True, without the call, if unknown."""
+    """Call the function at the end of this thread's backward pass. False outside a backward pass; True, without the call, if unknown."""
     if _queue_callback is not None:
         try:
             _queue_callback(function)

@@ -56,7 +56,7 @@ class Problem:
 
     @property
     def whole(self) -> Self:
-        """The problem as implementations take it. A family may expand arguments that are given once for several heads."""
+        """The problem as implementations take it. A family may expand arguments that several heads share."""
         return self
 
     def shared(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:

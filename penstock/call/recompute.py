@@ -1,7 +1,7 @@
-"""Selective recomputation: what the backward pass computes again, because that takes less time than its memory is worth.
+"""Selective recomputation: the backward pass recomputes tensors whose memory is worth more than the time to recompute them.
 
-A linear map keeps its input for the gradient of its weight. If the input is an element-wise function of tensors that are kept anyway, the
-function can take its place. The same holds for the states inside of recurrences, which follow from their inputs.
+A linear map saves its input for the gradient of its weight. If the input is an element-wise function of tensors that are saved anyway, it
+can be recomputed instead. The same holds for the states inside recurrences, which are functions of their inputs.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ Function = Callable[..., "Tensor | tuple[Tensor, ...]"]
 
 @contextmanager
 def recomputing() -> Iterator[None]:
-    """Inside, autograd keeps the inputs of ``again`` in place of its results, and recurrences keep no residuals.
+    """Inside this block, autograd saves the inputs of ``again`` instead of its results, and recurrences save no residuals.
 
-    Results have the same bits. So have gradients, with two exceptions. Those through recurrences have the same accuracy. Under autocast,
-    those of a weight that is used several times are summed in the dtype of the weight, where autocast's cache sums them in its own.
+    Results are bitwise equal. So are gradients, with two exceptions. Gradients through recurrences are only equally accurate. Under
+    autocast, gradients of a weight that is used several times are summed in the weight's dtype; autocast's cache sums them in its own.
 
-    Hooks of saved tensors that are set outside see what is kept. Without effect inside of hooks that are set inside, and in compiled
-    graphs, whose compiler decides what to keep.
+    Saved-tensor hooks set outside get the tensors that are saved. The block has no effect inside hooks that are set inside it, and in
+    compiled graphs, whose compiler decides what to save.
     """
     if torch.compiler.is_compiling():
         yield
@@ -46,9 +46,9 @@ def recomputing() -> Iterator[None]:
 
 
 def active() -> bool:
-    """Whether code runs inside of ``recomputing``, not in a compiled graph, and not inside of other hooks of saved tensors in it.
+    """Whether code runs inside ``recomputing``, not in a compiled graph, and not inside further saved-tensor hooks.
 
-    Such hooks may be those of a checkpoint, whose code has to keep the same tensors when it runs again, outside of ``recomputing``.
+    Such hooks may be those of a checkpoint, whose code must save the same tensors when it runs again, outside ``recomputing``.
     """
     return not torch.compiler.is_compiling() and _innermost() is not None
 
@@ -62,10 +62,10 @@ def _innermost() -> _Saved | None:
 
 
 def again(results: R, function: Function, *inputs: Tensor | None) -> R:
-    """Results, which are those of ``function(*inputs)``. Inside of ``recomputing``, the backward pass calls it to have them again.
+    """The given results of ``function(*inputs)``. Inside ``recomputing``, the backward pass calls the function to recompute them.
 
-    The function has to give the same bits and strides, and to hold no tensors itself. It is called without gradients, under the autocast of
-    now. Results that require no gradients, are inputs too, or are changed in place later, are kept.
+    The function must return the same bits and strides, and must not hold tensors itself. It is called without gradients, under the current
+    autocast. Results that require no gradients, that are also inputs, or that are changed in place later are saved.
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return results
@@ -76,16 +76,16 @@ def again(results: R, function: Function, *inputs: Tensor | None) -> R:
 
 
 class _Saved:
-    """The hooks of saved tensors of one ``recomputing``, and the results that it need not keep."""
+    """The saved-tensor hooks of one ``recomputing``, and the results that need not be saved."""
 
     def __init__(self, outer: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None) -> None:
         self.known: dict[int, _Known] = {}
-        """By the address of their storage."""
+        """Results by the address of their storage."""
         self._outer = outer
 
     def add(self, results: Sequence[Tensor], function: Function, inputs: Sequence[Tensor | None]) -> None:
         if not any(type(x) is Tensor and x.requires_grad for x in results):
-            return  # all are kept; those of other types may have no memory
+            return  # all are saved; tensors of other types may have no memory
         given = [None if x is None else x.detach() for x in inputs]
         kind = results[0].device.type
         call = _Call(function, [None if x is None else _Input(self.pack(x), x.stride()) for x in given], kind)
@@ -104,7 +104,7 @@ class _Saved:
                 return _Again(known.call, known.result, x.shape, x.stride(), int(x.storage_offset()))
         if self._outer is not None:
             return _Kept(self._outer[0](x), 0, self._outer[1])
-        # what a node keeps of its own results must not lead back to the node: nothing would free such a cycle
+        # a node's saved results must not reference the node: such a cycle would never be freed
         return _Kept(x if x.grad_fn is None else x.detach(), x._version, None)
 
     @staticmethod
@@ -123,7 +123,7 @@ class _Known(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """A tensor, or what outer hooks made of it."""
+    """A tensor, or its replacement by outer hooks."""
 
     kept: Any
     version: int
@@ -142,7 +142,7 @@ class _Kept(NamedTuple):
 
 
 class _Input(NamedTuple):
-    """An input of a call, and its strides, on which those of results depend."""
+    """An input of a call, and its strides, which determine the strides of results."""
 
     packed: _Again | _Kept
     stride: tuple[int, ...]
@@ -157,7 +157,7 @@ class _Input(NamedTuple):
 
 
 class _Again(NamedTuple):
-    """A view of a result that is computed again."""
+    """A view of a recomputed result."""
 
     call: _Call
     result: int
@@ -170,7 +170,7 @@ class _Again(NamedTuple):
 
 
 class _Call:
-    """A call of a function. Its results are in memory from the first use until the last one, or until the end of a backward pass."""
+    """A call of a function. Its results are in memory from the first use to the last one, or to the end of a backward pass."""
 
     def __init__(self, function: Function, inputs: list[_Input | None], kind: str) -> None:
         self.uses = 0
@@ -185,7 +185,7 @@ class _Call:
             with torch.no_grad(), self._autocast_as_then():
                 results = self._function(*[None if x is None else x.tensor() for x in self._inputs])
             found = results if isinstance(results, tuple) else (results,)
-            this = weakref.ref(self)  # inputs need not live until then
+            this = weakref.ref(self)  # does not keep the inputs alive until then
             if self.uses > 1 and private.at_end_of_backward(lambda: None if (call := this()) is None else call.forget()):
                 self._found, self._left = found, self.uses
         self._left -= 1

@@ -50,7 +50,7 @@ def _check_values(signature: Signature, tensors: Tensors, sizes: Mapping[str, in
     """On a CPU, what ``validation.check_values`` checks outside of transforms."""
     complaints = Complaints(signature.function)
     for argument, x in zip(signature.arguments, tensors):
-        plain = None if x is None or argument.values is None or x.device.type != "cpu" else private.behind_transforms(x)
+        plain = None if x is None or argument.values is None or x.device.type != "cpu" else private.inside_transforms(x)
         wrong = None if plain is None or argument.values is None else argument.values(plain, sizes)
         if wrong is not None:
             complaints.add(RangeError, argument.public, *wrong)
@@ -116,7 +116,7 @@ class _Backward(torch.autograd.Function):
 
 
 def _fold(signature: Signature, argument: Argument, x: Tensor | None, dim: int | None, copies: int) -> Tensor | None:
-    """Fold the mapped axis of a tensor, or as many copies of it, into its axis of heads."""
+    """Fold the mapped axis of a tensor, or copies of it if it has none, into its axis of heads."""
     if x is None or not x.is_floating_point():
         if dim is not None:
             complaints = Complaints(signature.function)

@@ -48,7 +48,7 @@ _known: ContextVar[str | None] = ContextVar("penstock_known", default=None)
 
 @contextmanager
 def known_values(name: str) -> Iterator[None]:
-    """The values of the argument ``name`` are not checked inside: its caller computes them by the rule, except for NaN."""
+    """Skip checks of the values of the argument ``name`` inside this block: the caller computes valid values, except for NaN."""
     token = _known.set(name)
     try:
         yield
@@ -162,13 +162,13 @@ def check(signature: Signature, tensors: Sequence[Tensor | None]) -> dict[str, i
 INSIDE = ("penstock.call.", "penstock.recurrence.", "penstock.softmax.", "penstock.compat.")
 """Modules between a caller and this one."""
 _warned: set[str] = set()
-"""Functions whose layout was warned of. Each is named once in a process."""
+"""Functions that have warned about a layout. Each warns once per process."""
 
 
 def warn_of_layout(signature: Signature, tensors: Sequence[Tensor | None], sizes: Sizes) -> None:
-    """Warn once where a caller has more heads than tokens, more than one: heads may be before tokens.
+    """Warn once if there are more heads than tokens and more than one token: the axes may be swapped.
 
-    Where another argument has the heads alone, as an initial state, its shape would not agree. Layers know what they pass.
+    If another argument has only the axis of heads, as an initial state does, its shape would not match. Layers do not need the warning.
     """
     if signature.layout is None or signature.function in _warned:
         return

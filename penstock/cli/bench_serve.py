@@ -49,10 +49,10 @@ def bench_serve(
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all numbers to this file.")] = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Write a picture to this png, pdf or svg file.")] = None,
 ) -> None:
-    """Measure a server of OpenAI's API under load: throughput, time to the first token, time between tokens, hits of its cache.
+    """Measure a server with OpenAI's API under load: throughput, time to the first token, time between tokens, hits of its cache.
 
     Each number of clients and each rate is a run of its own. Prompts are random tokens, and completions are streamed. The server must
-    know ignore_eos, as penstock serve and others do, so that completions have the length that is asked for.
+    support ignore_eos, as penstock serve and others do, so that completions have the requested length.
 
     [bold]Examples[/bold]
 

@@ -1,4 +1,4 @@
-"""Checkpoints by their name on the Hugging Face hub: downloaded if ``--download`` asks for it."""
+"""Checkpoints by their name on the Hugging Face hub, downloaded if ``--download`` is given."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OTHERS = (".json", ".txt", ".model", ".jinja")
 
 
 def checkpoint(function: str, argument: str, path: Path, download: bool) -> Path:
-    """The path of a checkpoint that exists; of a name on the hub, where its files were downloaded to.
+    """The path of an existing checkpoint; for a name on the hub, the path of the downloaded files.
 
     Raises RangeError for a path without a file or folder, MissingExtra without huggingface_hub, PenstockError if the hub cannot be used.
     """
@@ -41,7 +41,7 @@ def checkpoint(function: str, argument: str, path: Path, download: bool) -> Path
             found = Path(huggingface_hub.snapshot_download(name.repository, allow_patterns=files))
     except PenstockError:
         raise
-    except Exception as error:  # of the package for requests, too
+    except Exception as error:  # also errors of the HTTP package
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise PenstockError(f"{function}: {argument} must be a name that the hub has, got {str(path)!r} ({reason}).") from error
     typer.echo(f"{path}: {found}", err=True)

@@ -1,4 +1,4 @@
-"""``penstock eval``: recall of a model that is trained for it, and perplexity of a checkpoint."""
+"""``penstock eval``: associative recall of a newly trained model, and perplexity of a checkpoint."""
 
 from __future__ import annotations
 

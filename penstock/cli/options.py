@@ -44,7 +44,7 @@ def wide_console() -> Console:
 
 
 def use_cores(context: typer.Context, threads: int | None, device: str = "cpu") -> Machine:
-    """Compute with so many threads until the command ends, and warn if the device is a CPU whose cores other processes use."""
+    """Set the number of threads until the command ends, and warn if the device is a CPU whose cores other processes use."""
     context.with_resource(using_threads(threads))
     machine = Machine.here()
     if machine.busy is not None and device == "cpu":

@@ -1,4 +1,4 @@
-"""``penstock serve``: a model behind OpenAI's HTTP API."""
+"""``penstock serve``: serves a model through OpenAI's HTTP API."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def serve(
     limits = Limits(max_tokens=max_tokens, prompt_tokens=max_prompt, seconds=max_seconds, states=max_states)
     service = Service(engine, name or (given.resolve().name if model.is_dir() else given.stem), template, limits, states_folder)
     gc.collect()
-    gc.freeze()  # the model and all packages: looking for garbage among them takes a fifth of a second, in which nothing is answered
+    gc.freeze()  # the model and all packages: a garbage collection over them would stop all answers for a fifth of a second
     form: LogFormat = "json" if log_format == "json" else "text"
     make_server(
         service, host, port, api_key=api_key, keys=keys, origins=allow_origin or (), drain_seconds=drain_seconds, log_format=form,

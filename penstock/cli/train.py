@@ -1,4 +1,4 @@
-"""``penstock train``: training as a YAML file says."""
+"""``penstock train``: training, configured by a YAML file."""
 
 from __future__ import annotations
 
@@ -54,6 +54,6 @@ def train(
 
 def _say(line: str) -> None:
     """Print a line above the progress bar of the training."""
-    from tqdm import tqdm  # transformers brings it along
+    from tqdm import tqdm  # a dependency of transformers
 
     tqdm.write(line, file=sys.stderr)

@@ -46,9 +46,9 @@ def check_embeddings(complaints: Complaints, x: Any, hidden_size: int, device: t
 
 
 def marks(state: object, *others: object) -> tuple[object, ...] | None:
-    """Everything that the check of a pool depends on: equal marks need no second check. None if they cannot be read.
+    """Everything that the check of a pool depends on: a pool with equal marks need not be checked again. None if they cannot be read.
 
-    ``others`` are what else it depends on.
+    ``others`` are further values on which the check depends.
     """
     if torch.compiler.is_compiling() or not isinstance(state, list | tuple):
         return None
@@ -59,7 +59,7 @@ def marks(state: object, *others: object) -> tuple[object, ...] | None:
                 found.append(type(part))
                 for x in part:
                     found += (type(x), x.data_ptr(), x.shape, x.stride(), x.dtype, x.device, x.is_neg(), x.is_inference())
-    except (AttributeError, TypeError, RuntimeError):  # no such state: the check names what is wrong
+    except (AttributeError, TypeError, RuntimeError):  # not such a state: the check says what is wrong
         return None
     return tuple(found)
 
@@ -67,8 +67,8 @@ def marks(state: object, *others: object) -> tuple[object, ...] | None:
 def check_state(complaints: Complaints, state: object, wanted: Sequence[Any], count: int | None, written: bool) -> None:
     """Check the states of all layers against ``wanted``, states of no sequences: types, sizes, dtypes and device.
 
-    The first axis has ``count`` rows; None: any number, the same everywhere. A size of 0 in ``wanted`` fits any size (a cache has room
-    for any number of tokens). Floating-point states may have any floating dtype. A state that is written must not overlap itself.
+    The first axis has ``count`` rows; None: any number, the same everywhere. A size of 0 in ``wanted`` matches any size (a cache may hold
+    any number of tokens). Floating-point states may have any floating dtype. A state that is written must not overlap itself.
     """
     if not isinstance(state, list | tuple) or hasattr(state, "_fields"):
         remedy = "Pass the state that the model or its initial_state returned."
@@ -79,7 +79,7 @@ def check_state(complaints: Complaints, state: object, wanted: Sequence[Any], co
         return
     sizes: dict[str, int] = {} if count is None else {"N": count}
     for n, (one, other) in enumerate(zip(state, wanted)):
-        if other is None:  # of a module that is no Layer
+        if other is None:  # the state of a module that is not a Layer
             continue
         check_part(complaints, f"state[{n}]", one, other, sizes, written, MODEL)
         if complaints.found:

@@ -1,7 +1,6 @@
-"""What maps tokens to hidden states: embeddings, layers and the last norm. ``CausalLM`` adds a head; so do the Hugging Face classes.
+"""The backbone of models: embeddings, layers and the last norm. ``CausalLM`` and the Hugging Face classes add a head.
 
-Hooks, wrappers and replaced ``forward``s act on every module in every pass. Where there are any, kernels that join a module with others
-step aside, for that module alone.
+Hooks, wrappers and replaced ``forward``s act on every module in every pass. A module that has any is not fused with others.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from .config import Config
 
 
 class LayerState(NamedTuple):
-    """The state of one layer: what its two mixers return."""
+    """The state of one layer: the states of its two mixers."""
 
     mixer: Any
     channel: Any
 
 
 State = list[LayerState]
-"""The state of a model: one ``LayerState`` for each layer. A module of another class in the place of a layer has None."""
+"""The state of a model: one ``LayerState`` per layer; None for a module of another class in place of a layer."""
 
 
 @remembered
@@ -59,7 +58,7 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, state: LayerState | None, sequences: Sequences) -> tuple[Tensor, LayerState]:
         """Map x [B,T,C] to y of the same shape and the new state.
 
-        ``state`` may be None: before the first token. In place it is a pool, which is updated and returned.
+        ``state`` None: the state before the first token. In place, it is a pool, which is updated and returned.
         """
         state = LayerState(None, Stateless() if self.channel is None else None) if state is None else state
         x, _ = self._entered(x, None, sequences)
@@ -74,9 +73,9 @@ class Layer(nn.Module):
         return x + y, LayerState(mixer, channel)
 
     def advance(self, x: Tensor, y: Tensor | None, state: LayerState, sequences: Sequences) -> tuple[Tensor, Tensor]:
-        """Map x + y, the residual stream and what the mixer before adds to it, to such a pair; ``state`` is updated in place.
+        """Map x + y, the residual stream and the output of the previous mixer, to such a pair; ``state`` is updated in place.
 
-        What ``forward`` computes, with kernels that go across modules.
+        Computes ``forward`` with kernels that are fused across modules.
         """
         x, y = self._entered(x, y, sequences)
         x, y = self._advanced(self.mixer, self.mixer_norm, x, y, state.mixer, sequences)
@@ -98,7 +97,7 @@ class Layer(nn.Module):
         return x, y
 
     def _entered(self, x: Tensor, y: Tensor | None, sequences: Sequences) -> tuple[Tensor, Tensor | None]:
-        """X and y at the begin of this layer, in float16 models divided as ``rescale_every`` says (``layers.halving``)."""
+        """X and y at the begin of this layer; in float16 models, divided according to ``rescale_every`` (``layers.halving``)."""
         halvings = self.halvings if sequences.halves else 0
         if halvings != sequences.halvings:
             sequences.halvings = halvings
@@ -115,7 +114,7 @@ class Layer(nn.Module):
 def _with_parameters(layer: nn.Module, parameters: dict[str, Tensor], *given: Any) -> Any:
     """A layer with the parameters of the forward pass. In the backward pass it may have others, after ``torch.func.functional_call``.
 
-    A module of ``fully_shard`` exchanges its parameters by hooks.
+    ``fully_shard`` exchanges the parameters of a module by hooks.
     """
     same = hasattr(layer, "unshard") or all(x is parameters[name] for name, x in layer.named_parameters())
     return layer(*given) if same else torch.func.functional_call(layer, parameters, given)
@@ -124,9 +123,9 @@ def _with_parameters(layer: nn.Module, parameters: dict[str, Tensor], *given: An
 class Backbone(nn.Module):
     """Embeddings, layers and a norm, without a head. A base class.
 
-    ``gradient_checkpointing = True`` keeps only the inputs of layers for the backward pass, which computes the rest again.
-    ``gradient_checkpointing = "selective"`` computes only what takes little time again: norms, token shifts, log decays, and the states
-    inside of recurrences.
+    ``gradient_checkpointing = True`` saves only the inputs of layers; the backward pass recomputes the rest.
+    ``gradient_checkpointing = "selective"`` recomputes only what takes little time: norms, token shifts, log decays, and the states inside
+    recurrences.
     """
 
     gradient_checkpointing: bool | Literal["selective"] = False
@@ -142,10 +141,10 @@ class Backbone(nn.Module):
         self.embedding_norm = norm(config) if config.embedding_norm else None
         self.layers = nn.ModuleList(Layer(config, layer) for layer in range(config.num_layers))
         self.norm = norm(config)
-        self._checked: tuple[object, ...] | None = None  # the marks of the last pool that was checked
+        self._checked: tuple[object, ...] | None = None  # the marks of the last checked pool
 
     def _initialise(self) -> None:
-        """Initial embeddings; other modules have made their own weights."""
+        """Initialise the embeddings; other modules initialise their own weights."""
         if self.sizes.embedding_norm:  # as RWKV's training code
             nn.init.uniform_(self.embeddings.weight, -1e-4, 1e-4)
         else:
@@ -154,7 +153,7 @@ class Backbone(nn.Module):
     def initial_state(self, count: int, *, max_length: int | None = None) -> State:
         """The state of ``count`` sequences before their first token; also a pool of ``count`` rows for ``advance``.
 
-        ``max_length`` matters to models with softmax attention only: for how many tokens a row has room.
+        ``max_length`` matters only to models with softmax attention: the number of tokens that a row can hold.
         """
         complaints = Complaints("initial_state")
         check_whole(complaints, "count", count, 0)
@@ -168,14 +167,14 @@ class Backbone(nn.Module):
         return [None if one is None else one.initial_state(count, like, max_length) for one in layers]  # type: ignore[misc]
 
     def hidden(self, ids: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None) -> tuple[Tensor, State]:
-        """What a head gets [B,T,C], and the state. Arguments and errors as for ``CausalLM.forward``."""
+        """The input of a head [B,T,C], and the state. Arguments and errors as for ``CausalLM.forward``."""
         return self._hidden("hidden", ids, None, state, cu_seqlens)
 
     def _hidden(
         self, function: str, ids: Tensor | None, embedded: Tensor | None, state: State | None, cu_seqlens: Tensor | None,
         every: list[Tensor] | None = None,
     ) -> tuple[Tensor, State]:  # fmt: skip
-        """``hidden``, of tokens or of their embeddings [B,T,C]. ``every`` gets the embeddings and what each layer returns."""
+        """``hidden``, of tokens or of their embeddings [B,T,C]. The embeddings and the output of each layer are appended to ``every``."""
         sequences = self._check(function, ids, embedded, state, cu_seqlens)
         checkpointing = self._checkpointing(function)
         with recomputing() if checkpointing == "selective" else nullcontext():
@@ -193,7 +192,7 @@ class Backbone(nn.Module):
             return self._normed(x, None, sequences), after
 
     def _checkpointing(self, function: str) -> bool | Literal["selective"]:
-        """What the backward pass computes again: ``gradient_checkpointing``, False without gradients."""
+        """What the backward pass recomputes: ``gradient_checkpointing``, False without gradients."""
         given, complaints = self.gradient_checkpointing, Complaints(function)
         if not (isinstance(given, bool) or given == "selective"):
             complaints.add(RangeError, "gradient_checkpointing", "True, False or 'selective'", repr(given))
@@ -208,7 +207,7 @@ class Backbone(nn.Module):
         self, ids: Tensor | None, embedded: Tensor | None, state: State, cu_seqlens: Tensor | None, slots: Tensor | None = None, *,
         last_only: bool = False, every: list[Tensor] | None = None,
     ) -> Tensor:  # fmt: skip
-        """What a head gets [B,T,C], with ``last_only`` [N,C]; rows of the pool ``state`` are updated in place."""
+        """The input of a head [B,T,C], with ``last_only`` [N,C]; rows of the pool ``state`` are updated in place."""
         sequences = self._check("advance", ids, embedded, state, cu_seqlens, slots, in_place=True)
         x, y = self._embedded(ids, embedded), None
         for layer, one in zip(self.layers, state):
@@ -226,9 +225,9 @@ class Backbone(nn.Module):
         return self._normed(x, y, sequences)
 
     def like(self, device: torch.device | None = None) -> Tensor:
-        """A tensor without elements, of the dtype of the embeddings, on their device or another one.
+        """An empty tensor with the dtype of the embeddings, on their device or another one.
 
-        Modules in the place of the embeddings may have quantised weights, or none of their own.
+        Modules in place of the embeddings may have quantised weights, or none of their own.
         """
         tensors = chain(self.embeddings.parameters(), self.embeddings.buffers(), self.parameters())
         weight = next(one for one in tensors if one.is_floating_point())
@@ -251,7 +250,7 @@ class Backbone(nn.Module):
         complaints, like = Complaints(function), self.like()
         given, name = (ids, "ids") if embedded is None else (embedded, "inputs_embeds")
         if like.is_meta and isinstance(given, Tensor):
-            like = self.like(given.device)  # weights are elsewhere and are brought by hooks
+            like = self.like(given.device)  # hooks move weights to the device
         if embedded is None:
             check_tokens(complaints, given, self.sizes.vocab_size, like.device)
         else:
@@ -265,7 +264,7 @@ class Backbone(nn.Module):
         if in_place or state is not None:
             count = None if slots is not None else sequences.count
             found = marks(state, count, like.dtype, like.device) if in_place and not is_fake(like) else None
-            if found is None or found != self._checked:  # decode steps use one pool again and again
+            if found is None or found != self._checked:  # decode steps use one pool many times
                 check_state(complaints, state, self._initial_state(0, like, 0), count, written=in_place)
                 complaints.raise_any()
                 if found is not None:

@@ -43,13 +43,13 @@ class CausalLM(Backbone):
     Names of parameters: ``embeddings``, ``embedding_norm`` (if there is one), ``layers.{i}.mixer_norm``, ``layers.{i}.mixer``,
     ``layers.{i}.channel_norm``, ``layers.{i}.channel``, ``norm``, ``head``.
 
-    ``gradient_checkpointing = True`` keeps only the inputs of layers for the backward pass, which computes the rest again.
-    ``gradient_checkpointing = "selective"`` computes only what takes little time again: norms, token shifts, log decays, and the states
-    inside of recurrences.
+    ``gradient_checkpointing = True`` saves only the inputs of layers; the backward pass recomputes the rest.
+    ``gradient_checkpointing = "selective"`` recomputes only what takes little time: norms, token shifts, log decays, and the states inside
+    recurrences.
 
-    Hooks on layers, mixers, channel mixers, norms, linear maps and embeddings act in every pass, as do wrappers in their places: kernels
-    that join a module with others step aside for it. Those on the model itself act in ``model(ids)``. In place (``advance``, ``generate``)
-    the states that hooks of layers and mixers see are pools.
+    Hooks on layers, mixers, channel mixers, norms, linear maps and embeddings act in every pass, as do wrappers: a module that has any is
+    not fused with others. Hooks on the model itself act in ``model(ids)``. In place (``advance``, ``generate``), hooks of layers and mixers
+    get pools as states.
     """
 
     def __init__(self, config: Config) -> None:
@@ -74,7 +74,7 @@ class CausalLM(Backbone):
         return self.config
 
     def tie(self) -> None:
-        """Make the head's weight that of the embeddings, if configured so."""
+        """Tie the head's weight to that of the embeddings, if so configured."""
         if self.config.tie_embeddings:
             self.head.weight = self.embeddings.weight
 
@@ -99,7 +99,7 @@ class CausalLM(Backbone):
     ) -> Tensor:  # fmt: skip
         """Cross entropy of the next tokens, equal to ``F.cross_entropy(logits.flatten(0, 1), labels.flatten())``, in less memory.
 
-        Only the logits of ``chunk_tokens`` tokens are in memory together, see ``loss.linear_cross_entropy``.
+        Only the logits of ``chunk_tokens`` tokens are in memory at once, see ``loss.linear_cross_entropy``.
 
         labels : int64 or int32 Tensor [B,T]
             The token that follows each of ``ids``: for tokens [B,T+1], ``ids = tokens[:, :-1]`` and ``labels = tokens[:, 1:]``. Tokens
@@ -126,9 +126,9 @@ class CausalLM(Backbone):
         state : list of LayerState
             A pool of P rows, made by ``initial_state(P)``. Without ``slots``, P = N.
         slots : int32 or int64 Tensor [N], optional
-            The row of each sequence, all different. A negative slot skips its sequence: no row changes, its logits have no meaning.
+            The row of each sequence, all different. A negative slot skips its sequence: no row changes, and its logits are undefined.
         last_only : bool
-            Return the logits after the last token of each sequence only, [N,vocab_size]; those of empty sequences have no meaning.
+            Return only the logits after the last token of each sequence, [N,vocab_size]; those of empty sequences are undefined.
 
         Other arguments and errors as for ``forward``. Computes no gradients. A call that raises one of these errors changes nothing.
         """

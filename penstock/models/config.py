@@ -33,7 +33,7 @@ from ..layers.sizes import check_fields, check_whole
 
 Norm = Literal["layer_norm", "rms_norm"]
 RESCALE_EVERY = 6
-"""Of RWKV, in the authors' runtime."""
+"""``rescale_every`` of RWKV in the authors' runtime."""
 
 
 @checked_fields
@@ -49,7 +49,7 @@ class Config:
     """C"""
     num_layers: int
     mixer: MixerConfig | tuple[MixerConfig, ...]
-    """The token mixer of all layers, or (hybrids) one for each layer."""
+    """The token mixer of all layers; for hybrids, one per layer."""
     channel: MixerConfig | tuple[MixerConfig | None, ...] | None = None
     """The channel mixer, likewise. None: layers are token mixers only."""
     norm: Norm = "rms_norm"
@@ -60,11 +60,11 @@ class Config:
     embedding_norm: bool = False
     """Whether embeddings are normed (RWKV's ln0)."""
     tie_embeddings: bool = False
-    """Whether the head's weight is that of the embeddings."""
+    """Whether the head shares the weight of the embeddings."""
     residual_in_float32: bool = False
-    """Whether sums over layers are float32 also in float16 and bfloat16 models."""
+    """Whether the residual stream is float32 even in float16 and bfloat16 models."""
     rescale_every: int = 0
-    """In float16 models the sum over layers is divided by 2 before every so many layers, so that it does not overflow; 0: never."""
+    """In float16 models, the residual stream is divided by 2 every this many layers, so that it does not overflow; 0: never."""
 
     def __post_init__(self) -> None:
         complaints = Complaints("Config")
@@ -168,7 +168,7 @@ ARGUMENTS = {
     "attention": "SoftmaxAttentionConfig",
     "layers": "iterable of int\nIndices of the layers with attention, from 0.",
 }
-"""What the arguments of the functions below mean."""
+"""The descriptions of the arguments of the functions below."""
 
 
 @checked_keywords
@@ -214,7 +214,7 @@ def _channel_size(hidden_size: int) -> int:
 
 
 def _check_hidden_size(hidden_size: object) -> None:
-    """Check it before other sizes are computed from it."""
+    """Check a size before other sizes are computed from it."""
     complaints = Complaints("Config")
     check_whole(complaints, "hidden_size", hidden_size, 1)
     complaints.raise_any()

@@ -1,4 +1,4 @@
-"""Cross entropy of a linear map's outputs, without keeping them."""
+"""Cross entropy of a linear map's outputs, without storing all of them."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from ..layers.triton import kernels
 from ..recurrence.declaration import state_dtype
 
 CHUNK_TOKENS = 2048
-"""Tokens whose logits are in memory together: 256 MB of bfloat16 for a vocabulary of 65,536. Fewer tokens take longer, because each chunk
+"""Tokens whose logits are in memory at once: 256 MB of bfloat16 for a vocabulary of 65,536. Fewer tokens take longer, because each chunk
 adds to the gradient of the weight."""
 
 FLOAT16_TOKENS = 512
-"""Where matrix products round to float16, gradients of float16 logits are divided by a power of two, so that their products with x, summed
-over the tokens of a chunk, are at most so many times the largest element of x."""
+"""If matrix products round to float16, gradients of float16 logits are divided by a power of two, so that their products with x, summed
+over the tokens of a chunk, are at most this many times the largest element of x."""
 
 FLOAT16_SCALE = 2.0**15
-"""Where matrix products have float32 results, gradients of float16 logits, at most 1, are multiplied by this. Probabilities down to 2e-9
+"""If matrix products have float32 results, gradients of float16 logits, at most 1, are multiplied by this. Probabilities down to 2e-9
 then keep all bits."""
 
 Reduction = Literal["mean", "sum", "none"]
@@ -41,7 +41,7 @@ def linear_cross_entropy(
     .. math:: loss_t = \log \sum_v e^{x_t \cdot W_v} - x_t \cdot W_{label_t}
 
     Gradients are computed in the forward pass, chunk by chunk; the backward pass only multiplies them (for ``reduction="none"``, it
-    computes the logits again). Logits are computed in the dtype of x, or under autocast in its dtype; exponentials and sums, and the
+    recomputes the logits). Logits are computed in the dtype of x, or under autocast in its dtype; exponentials and sums, and the
     sum over chunks of the gradient of the weight, are float32 (float64 for float64 x). The gradient of the weight is rounded to its dtype
     once, after the multiplication. On NVIDIA GPUs, since torch 2.11, the gradient of x is too, and no product of a chunk is rounded.
 
@@ -84,7 +84,7 @@ def linear_cross_entropy(
 def head_cross_entropy(
     x: Tensor, head: nn.Module, labels: Tensor, *, ignore_index: int = -100, reduction: Reduction = "mean", chunk_tokens: int = CHUNK_TOKENS
 ) -> Tensor:
-    """``linear_cross_entropy`` of a head. One with an adapter, a bias or a quantized weight gives the logits of all tokens."""
+    """``linear_cross_entropy`` of a head. A head with an adapter, a bias or a quantized weight computes the logits of all tokens."""
     weights = plain_weights([head])
     if weights is not None:
         return linear_cross_entropy(
@@ -111,7 +111,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             return _pass(x, weight, labels, counted, one, (False, False), chunk_tokens)[0]
         now, later = share, one
         if x.dtype == torch.float16:
-            # gradients of a mean are too small for it: the share is multiplied in the backward pass, after the loss scale
+            # gradients of a mean would underflow: the factor is applied in the backward pass, after the loss scale
             down = 1 << (int(min(chunk_tokens, len(labels))) // FLOAT16_TOKENS).bit_length()
             now = one * FLOAT16_SCALE if _float32_products(x, weight) else one / down
             later = share.masked_fill(share.isinf(), 0) / now
@@ -146,7 +146,7 @@ def _again(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of x and weight that can be differentiated again."""
     with torch.enable_grad():
-        apart = x.view_as(x), weight.view_as(weight)  # one tensor may be given as both
+        apart = x.view_as(x), weight.view_as(weight)  # one tensor may be passed as both
         losses = _formula(*apart, labels, *options[:2])
     inputs = [one for one, needed in zip(apart, wanted) if needed]
     found = iter(torch.autograd.grad(losses, inputs, gradient, create_graph=True))
@@ -207,7 +207,7 @@ def _chunk(logits: Tensor, labels: Tensor, counted: Tensor, upstream: Tensor | N
     losses.copy_(torch.where(counted, -logits.gather(1, target)[:, 0], 0))
     if upstream is None:
         return logits
-    # softmax less the one-hot label, in the memory of the logits
+    # softmax - one-hot label, in the memory of the logits
     logits.exp_().scatter_add_(1, target, logits.new_full(target.shape, -1.0))
     logits *= upstream[:, None]
     return logits.masked_fill_(~counted[:, None], 0).to(dtype)

@@ -1,8 +1,8 @@
-"""Tokens from logits: weights exp((logit - largest) / temperature), ranks, top k and nucleus, and draws, with equal bits on every device.
+"""Tokens from logits: weights exp((logit - largest) / temperature), ranks, top k and nucleus, and draws, bitwise equal on every device.
 
-Only operations that IEEE 754 rounds in one way are used, in float32: exp is 2 to the power of a whole number n, times 2 to the power of a
-rest f between -1/2 and 1/2, a polynomial. Its error is at most 1 ulp, beside that of the difference of the logits. Sums are of whole
-numbers of 1 / ``ONE``, which have no order.
+Only float32 operations that IEEE 754 rounds exactly are used: exp is 2^n for a whole number n, times 2^f for a remainder f between -1/2 and
+1/2, computed by a polynomial. Its error is at most 1 ulp, in addition to that of the difference of the logits. Sums are of whole numbers of
+1 / ``ONE``, so they do not depend on the order.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from torch import Tensor
 ONE = 2.0**44
 """The weight of the most likely token as a whole number."""
 MOST_TOKENS = 2**19 - 1
-"""Sums of so many weights fit int64."""
+"""The most weights whose sum fits int64."""
 COLDEST, HOTTEST = 2.0**-100, 2.0**120
-"""Temperatures beyond these are replaced by them: numbers of float32 hold what is computed from them. Below the lower one the most likely
-token has all weight; above the upper one all tokens have equal weights."""
+"""Temperatures are limited to this range, so that values computed from them fit float32. Below the range the most likely token has all
+weight; above it all tokens have equal weights."""
 LOG2_E, LN_2 = 1 / math.log(2), math.log(2)
 LEAST_POWER = -50.0
-"""n, at least. The weights of such tokens are 0."""
+"""The least n. Tokens with this n have weight 0."""
 POLYNOMIAL = (0.693147182, 0.240226477, 0.0555033237, 0.00961843692, 0.0013398875, 0.00015353362)
 """Coefficients of f, f**2 ... of 2**f: a minimax fit, whose error is 2e-9 before rounding."""
 MAGIC = 12582912.0
-"""1.5 * 2**23. Added to a number of float32 it leaves the nearest whole number in the lowest bits."""
+"""1.5 * 2**23. Added to a float32 number, it leaves the nearest whole number in the lowest bits."""
 LANES = 4096
-"""The order of draws: a kernel sums the weights of so many tokens at a time, each in a lane of its own."""
+"""Defines the order of draws: a kernel sums the weights of this many tokens at a time, one per lane."""
 CANDIDATES = 256
-"""The most likely tokens that are ranked before all are."""
+"""The number of most likely tokens that are ranked first; all are ranked only if these do not suffice."""
 SHORT = -256
 """A mask that leaves 16 bits of the fraction of a float32: its product with n is exact."""
 
@@ -38,7 +38,7 @@ def weights(logits: Tensor, largest: Tensor, temperatures: Tensor, least: Tensor
     """float32 [R,V] of logits [R,V] in float32, at most 1; 0 where they are below ``least``.
 
     largest : [R,1] float32
-        Of each row; finite.
+        The largest logit of each row; finite.
     temperatures : [R,1] float64
     """
     c = temperatures * LN_2
@@ -62,10 +62,10 @@ def whole(found: Tensor) -> Tensor:
 
 
 def at_random(sums: Tensor, numbers: Tensor) -> Tensor:
-    """Tokens at places in the sums of whole weights [D,V], in the order of (token modulo ``LANES``, token): int64 [D].
+    """Tokens at positions in the cumulative sums of whole weights [D,V], in the order of (token modulo ``LANES``, token): int64 [D].
 
     numbers : [D] float64
-        The places as shares of the sums, from 0 to below 1.
+        The positions as fractions of the totals, from 0 to below 1.
     """
     D, V = sums.shape
     columns = -(-V // LANES)
@@ -79,7 +79,7 @@ def at_random(sums: Tensor, numbers: Tensor) -> Tensor:
 
 
 def ranks_of(found: Tensor) -> Tensor:
-    """A number for each token of weights [D,V]: larger for larger weights, then lower tokens. Its upper bits are those of the weight."""
+    """A rank number per token of weights [D,V]: larger for larger weights, then for lower tokens. Its upper bits are the weight's."""
     V = found.shape[1]
     return (found.view(torch.int32).long() << 20) + torch.arange(V - 1, -1, -1, device=found.device)
 
@@ -89,13 +89,13 @@ def _weights_of(ranks: Tensor) -> Tensor:
 
 
 def limits(ranks: Tensor, last: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each row, the number of the last token that is kept, and the weight of the last of the top k: int64 and float32 [D,1].
+    """For each row, the rank number of the last kept token, and the weight of the last of the top k: int64 and float32 [D,1].
 
     last, share : [D,1]
         The last rank of the top k, V - 1 to keep all, and top_p, above 1 to keep all. float64.
     """
     V = ranks.shape[1]
-    if ranks.is_cuda or V <= 8 * CANDIDATES:  # the host does not wait for a GPU to know whether candidates suffice
+    if ranks.is_cuda or V <= 8 * CANDIDATES:  # the host must not wait for a GPU to know whether the candidates suffice
         return _ends(V, ranks.sort(dim=-1, descending=True)[0], last, share, None)[:2]
     totals = whole(_weights_of(ranks)).sum(-1, keepdim=True)
     least, top, enough = _ends(V, ranks.topk(CANDIDATES, -1)[0], last, share, totals)
@@ -106,7 +106,7 @@ def limits(ranks: Tensor, last: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _ends(V: int, ranked: Tensor, last: Tensor, share: Tensor, totals: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Of ranked numbers [D,C]: the last one that is kept, the weight of the last of the top k, and whether these C suffice: all [D,1].
+    """From sorted rank numbers [D,C]: the last kept one, the weight of the last of the top k, and whether these C suffice: all [D,1].
 
     totals : Tensor, optional
         Sums of all weights [D,1], for rows whose top k is not among the ranked. None if there are no such rows.

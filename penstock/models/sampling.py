@@ -20,7 +20,7 @@ def check_sampling(
     for name, value in (("temperature", temperature), ("top_p", top_p)):
         if isinstance(value, bool) or not isinstance(value, int | float):
             complaints.add(DtypeError, name, "a number", described(value))
-        elif name == "temperature" and not 0 <= value <= sys.float_info.max:  # holds for integers of any size
+        elif name == "temperature" and not 0 <= value <= sys.float_info.max:  # works for integers of any size
             complaints.add(RangeError, name, "a finite number of at least 0", shortened(value), "0 takes the most likely token.")
         elif name == "top_p" and not 0 < value <= 1:
             complaints.add(RangeError, name, "above 0 and at most 1", shortened(value), "1 keeps every token.")
@@ -49,7 +49,7 @@ def sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Ge
     """One token for each row of logits [N,vocab_size]: int64 [N].
 
     p = softmax(logits / temperature), cut to its *nucleus*: the smallest set of most likely tokens whose p sum to at least
-    ``top_p``. Temperature 0 takes the most likely token. A row with NaN gives any token.
+    ``top_p``. Temperature 0 takes the most likely token. A row with NaN gives an arbitrary token.
 
     Source: Holtzman et al. 2020, arXiv 1904.09751, section 3.1.
 

@@ -12,7 +12,7 @@ from .causal_lm import CausalLM
 from .sampling import check_logits, check_sampling, sample
 
 PROMPT_TOKENS = 2048
-"""Tokens of a prompt in one call of the model; the state is carried."""
+"""Tokens of a prompt per call of the model; the state is carried over."""
 
 
 def stream(
@@ -33,7 +33,7 @@ def stream(
     end : int, optional
         Stop at this token; it is not returned.
     vocab_size : int, optional
-        Sample tokens below it only: that of the tokenizer, where the model has more.
+        Sample only tokens below it: the tokenizer's size, if the model's is larger.
 
     Other arguments and errors as for ``CausalLM.generate``.
     """

@@ -48,13 +48,13 @@ class Tokenizer(Protocol):
     """Text to tokens and back."""
 
     vocab_size: int
-    """Tokens are below it. Models may have more rows; mask the others when sampling."""
+    """Tokens are below it. Models may have more rows: mask the others when sampling."""
     end_of_text: int | None
     """The token that ends a text."""
 
     @property
     def token_bytes(self) -> Sequence[bytes | None]:
-        """The bytes of each token, also of a part of a character; none for special ones. None: they depend on the tokens around it."""
+        """The bytes of each token, possibly a part of a character; empty for special ones. None: they depend on neighbouring tokens."""
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         """Tokens of a text. With ``special``, also those that the tokenizer's file adds to a text, for example before it."""
@@ -204,7 +204,7 @@ class HuggingFace:
         """Tokens that ``decode`` keeps: neither special ones nor ids without a token."""
         of_bytes = self._rust.decoder is not None and b"ByteFallback" in self._rust.decoder.__getstate__()
         self.byte_tokens = {token for text, token in vocab.items() if of_bytes and BYTE.fullmatch(text)}
-        """Tokens of one byte, as <0xE4>."""
+        """Tokens of one byte, such as <0xE4>."""
 
     @cached_property
     def token_bytes(self) -> list[bytes | None]:

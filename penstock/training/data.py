@@ -1,7 +1,7 @@
 """Training text: files to tokens, tokens to samples.
 
-A corpus is a row of tokens and the places where documents begin. Samples are windows of equal length. In fixed-length samples
-a state runs through the whole window; in packed samples it starts anew at each document.
+A corpus is a row of tokens and the positions where documents begin. Samples are windows of equal length. In fixed-length samples
+the state is carried through the whole window; in packed samples it is reset at each document.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def read(files: Sequence[Path], tokenizer: Tokenizer, separator: str | None = No
     """The tokens of text files, ``.npy`` files (integers [N]) and ``.bin`` files (uint16 [N], native byte order).
 
     A text file is UTF-8, of which every character is kept; it is one document, or several with ``separator`` between them, which is left
-    out. Each is followed by the tokenizer's ``end_of_text``, if it has one. In token files, a document ends behind an ``end_of_text``. A
-    single token file is mapped, not read. ``argument`` is what messages call the files.
+    out. Each is followed by the tokenizer's ``end_of_text``, if it has one. In token files, a document ends after an ``end_of_text``. A
+    single token file is mapped, not read. ``argument`` is the name of the files in messages.
 
     Raises RangeError for files that are not as above, have tokens the tokenizer does not know, or hold no tokens.
     """
@@ -106,8 +106,8 @@ class Windows(Dataset[dict[str, Tensor]]):
     """Samples of ``length`` tokens. The remainder of the corpus is left out.
 
     Each is a dict of ``ids`` and ``labels``, int64 [length]: labels are the next tokens. With ``packed``, it also has ``begins``,
-    int64 [n], the places in the window where documents begin, with 0; and a document's last label is ``IGNORED``. With ``most``, there are
-    only the first so many samples. ``argument`` is what messages call the corpus.
+    int64 [n], the positions in the window where documents begin, including 0; and a document's last label is ``IGNORED``. ``most`` limits
+    the number of samples. ``argument`` is the name of the corpus in messages.
     """
 
     def __init__(self, corpus: Corpus, length: int, *, packed: bool = False, most: int | None = None, argument: str = "data") -> None:
@@ -128,7 +128,7 @@ class Windows(Dataset[dict[str, Tensor]]):
 
     @property
     def counted(self) -> float:
-        """Labels of a sample that are not ``IGNORED``, in the mean of all samples."""
+        """The mean number of labels per sample that are not ``IGNORED``."""
         tokens, begins = len(self) * self.length, self.corpus.begins
         return self.length - (int(((begins >= 1) & (begins <= tokens)).sum()) / len(self) if self.packed else 0)
 

@@ -24,7 +24,7 @@ from ..models.tokenizers import Tokenizer, load_tokenizer
 from .scoring import score
 
 GENERATED = 256
-"""Tokens that are generated at most, unless a task says otherwise."""
+"""The most generated tokens, unless a task says otherwise."""
 GENERATION_KEYS = ("until", "max_gen_toks", "max_tokens", "max_new_tokens", "max_length", "do_sample", "temperature", "top_p")
 
 
@@ -91,7 +91,7 @@ class Answers:
 
 
 def _until(tokenizer: Tokenizer, tokens: Iterable[int], until: Sequence[str]) -> str:
-    """The text of tokens up to the first of the strings; no more tokens are taken than needed."""
+    """The text of tokens up to the first of the strings; no more tokens are generated than needed."""
     decoder, text = tokenizer.stream(), ""
     for token in tokens:
         text += decoder.push(token)

@@ -1,6 +1,6 @@
 """Multi-query associative recall: pairs of a key and a value, then the keys again, in any order, among other tokens.
 
-The model must give the value of each key that it meets again. This is the task on which recurrent models differ most from
+The model must return the value of each repeated key. This is the task on which recurrent models differ most from
 softmax attention.
 
 Source: Arora et al. 2023, "Zoology", arXiv 2312.04927, section 4.2 and appendix E.
@@ -24,7 +24,7 @@ from .data import IGNORED
 from .settings import ARCHITECTURES
 
 NEARNESS = 0.01
-"""The exponent a of the distances from the pairs to their queries: p(d) is in proportion to d^(a - 1)."""
+"""The exponent a of the distances from the pairs to their queries: p(d) is proportional to d^(a - 1)."""
 
 
 class Recall(NamedTuple):
@@ -80,10 +80,10 @@ def draw(recall: Recall, count: int, generator: torch.Generator | None = None) -
 
 HEAD_SIZE = 64
 LARGE = 512
-"""Above this vocabulary embeddings and head share a matrix. GLA, 8 pairs, vocabulary 8192, one NVIDIA H200: 96 % after 35 s; with two
+"""For larger vocabularies, embeddings and head share a matrix. GLA, 8 pairs, vocabulary 8192, one NVIDIA H200: 96 % after 35 s; with two
 matrices 0 % after 400 s. With a vocabulary of 64 two matrices are better: 98 % after 225 steps, 6 % after 1100 with one."""
 BATCH = {"cpu": 64, "cuda": 256}
-"""Sequences of a step. Steps of 256 take no longer on a GPU."""
+"""Sequences per step. Steps of 256 take no longer on a GPU."""
 LEARNING_RATE = 5e-3
 WARMUP = 0.05
 """Fraction of the time in which the learning rate rises."""
@@ -102,7 +102,7 @@ class Point(NamedTuple):
     seconds: float
     steps: int
     accuracy: float
-    """Share of the queries of new sequences whose most likely token is the value."""
+    """The fraction of queries of new sequences whose most likely token is the value."""
 
 
 def model_config(architecture: str, recall: Recall, hidden_size: int, num_layers: int) -> Config:
@@ -159,7 +159,7 @@ def _rate(share: float) -> float:
 
 @torch.no_grad()
 def evaluate(model: CausalLM, tokens: Tensor, labels: Tensor) -> float:
-    """The share of queries whose most likely token is the label; tokens and labels [N,T]."""
+    """The fraction of queries whose most likely token is the label; tokens and labels [N,T]."""
     right, queries = 0, 0
     for some, wanted in zip(tokens.split(CHECKED_TOGETHER), labels.split(CHECKED_TOGETHER)):
         asked = wanted != IGNORED

@@ -1,4 +1,4 @@
-"""What a training run says about itself: what it trains before the first step, and how long it takes after the third."""
+"""Messages of a training run: the model and data before the first step, the expected time after the third."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .data import Windows
 
 Say = Callable[[str], object]
 TIMED = 3
-"""Steps after which the time is told. The first one is slower than the others and is not counted."""
+"""Steps after which the expected time is printed. The first one is slower than the others and is not counted."""
 
 
 def about_model(model: CausalLM, dtype: str, device: str) -> str:
@@ -53,7 +53,7 @@ def about_time(seconds: float, steps: int) -> str:
 
 
 def teller(say: Say, about: list[str], samples: Windows) -> Any:
-    """The callback of the Trainer that says all this on the first process."""
+    """The callback of the Trainer that prints these messages in the first process."""
     from transformers import TrainerCallback
 
     class Teller(TrainerCallback):

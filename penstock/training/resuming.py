@@ -1,4 +1,4 @@
-"""The checkpoints of a training, and which of them it continues from."""
+"""The checkpoints of a training run, and the one from which it continues."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from ..models import Config, load
 from .settings import FUNCTION, Training
 
 STATE = "trainer_state.json"
-"""What the Trainer writes last to a checkpoint: without it, the writing was interrupted."""
+"""The file that the Trainer writes last to a checkpoint. Without it, the writing was interrupted."""
 RESUMED = ("optimizer.pt", "scheduler.pt")
-"""Without one of these the Trainer would go on with a new one."""
+"""Files that the Trainer would silently replace by new state if they are missing."""
 
 
 def last_whole(output: Path) -> Path | None:
-    """The last checkpoint that was written to its end."""
+    """The last complete checkpoint."""
     return max((one for one in _folders(output) if (one / STATE).is_file()), key=steps_before, default=None)
 
 
 def last_checkpoint(training: Training, config: Config) -> Path | None:
-    """The last whole checkpoint, to go on from. Raises RangeError for one that does not belong to the settings."""
+    """The last complete checkpoint, to continue from. Raises RangeError for one that does not belong to the settings."""
     output = Path(training.output)
     found = last_whole(output)
     complaints = Complaints(FUNCTION)
@@ -39,7 +39,7 @@ def last_checkpoint(training: Training, config: Config) -> Path | None:
 
 
 def after_interruption(training: Training) -> str:
-    """What the same command does after an interruption."""
+    """A message about what the same command does after an interruption."""
     found = last_whole(Path(training.output))
     if found is None:
         return f"There is no checkpoint yet (training.save_every is {training.save_every} steps): the same command begins again."

@@ -1,4 +1,4 @@
-"""``penstock train``: a model, its data and transformers' Trainer, put together."""
+"""``penstock train``: a model and its data in transformers' Trainer."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class Trained(NamedTuple):
 class Objective(nn.Module):
     """The loss of a batch. It is a module so that wrappers, as for several GPUs, see one forward pass.
 
-    The Trainer's loss of an evaluation is the mean over samples. In evaluation mode the loss of a batch is therefore its sum divided by the
-    labels that its samples would count if all were alike: the mean is then over labels.
+    The Trainer's loss of an evaluation is the mean over samples. In evaluation mode the loss of a batch is therefore its sum, divided by
+    (its number of samples) * (the mean number of labels per sample): so the mean is over labels.
     """
 
     def __init__(self, model: CausalLM, evaluation: Windows | None = None) -> None:
@@ -97,7 +97,7 @@ def train(settings: Settings, callbacks: tuple[Any, ...] = (), say: Say = lambda
         trainer.add_callback(callback)
     done = checkpoint is not None and training.steps is not None and steps_before(checkpoint) >= training.steps
     if done and checkpoint is not None:
-        # nothing is left to do; the Trainer would take one step more
+        # nothing is left to do; the Trainer would take one more step
         model.load_state_dict(load(checkpoint).state_dict())
         trainer.state = type(trainer.state).load_from_json(str(checkpoint / STATE))
     else:
@@ -112,7 +112,7 @@ def train(settings: Settings, callbacks: tuple[Any, ...] = (), say: Say = lambda
 
 
 def find_tokenizer(settings: Settings) -> tuple[Tokenizer, Path | None]:
-    """The tokenizer, and the ``tokenizer.json`` that belongs beside the trained model."""
+    """The tokenizer, and the ``tokenizer.json`` to save with the trained model."""
     name, path = settings.data.tokenizer, settings.model.get("path")
     if name is None and path is None:
         name = "bytes"
@@ -132,7 +132,7 @@ def find_tokenizer(settings: Settings) -> tuple[Tokenizer, Path | None]:
 
 
 def find_model(settings: Settings, tokenizer: Tokenizer) -> CausalLM:
-    """The model of a checkpoint, or a new one whose ``vocab_size`` is the tokenizer's unless it is given."""
+    """The model of a checkpoint, or a new one; its ``vocab_size`` is the tokenizer's unless given."""
     if "path" in settings.model:
         model = deepcopy(load(settings.model["path"], dtype=torch.float32))  # its weights may be mapped from the files
     else:

@@ -19,11 +19,11 @@ from ..recurrence.declaration import state_dtype
 BUDGET = 8192
 """Tokens of one call of the model."""
 LOGITS = 512
-"""Tokens whose logits are in memory together."""
+"""Tokens whose logits are in memory at once."""
 
 
 class Scores(NamedTuple):
-    """The scores of the tokens of a sequence but the first."""
+    """The scores of all tokens of a sequence but the first."""
 
     log_p: Tensor
     """float64 [n-1]: log probabilities given all tokens before, natural logarithm, on the CPU."""
@@ -83,7 +83,7 @@ class Perplexity(NamedTuple):
     tokens: int
     """Tokens that were predicted."""
     bytes: int
-    """Their UTF-8."""
+    """The size of the text in UTF-8."""
     nats: float
     """The sum of the losses, natural logarithm."""
 

@@ -1,4 +1,4 @@
-"""What ``penstock train`` reads from its YAML file: three sections, each a dataclass. Every other key is an error."""
+"""The YAML file of ``penstock train``: three sections, each a dataclass. Every other key is an error."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .schedule import SCHEDULES
 
 FUNCTION = "train"
 MAX_SEED = 2**32 - 1
-"""numpy's limit; the Trainer seeds it too."""
+"""numpy's limit, because the Trainer seeds numpy, too."""
 DTYPES = ("auto", "float32", "bfloat16")
 
 
@@ -34,9 +34,9 @@ class Data:
     length: int = 512
     """Tokens of a sample."""
     packing: bool = False
-    """Whether the state starts anew at each document of a sample."""
+    """Whether the state is reset at each document of a sample."""
     separator: str | None = None
-    """What is between the documents of a text file. Default: a file is one document."""
+    """The text between the documents of a text file. Default: a file is one document."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Training:
     warmup: float = 0.05
     """Steps in which the learning rate rises; below 1, a fraction of all steps."""
     weight_decay: float = 0.1
-    """For matrices; vectors have none."""
+    """The weight decay of matrices; vectors have none."""
     betas: tuple[float, ...] = (0.9, 0.95)
     clip: float = 1.0
     """Largest norm of the gradients."""
@@ -68,9 +68,9 @@ class Training:
     """``cpu``, ``cuda``, or ``auto``: a GPU if there is one."""
     seed: int = 0
     gradient_checkpointing: bool | Literal["selective"] = False
-    """``selective`` computes only what takes little time again, true all but the inputs of layers."""
+    """``selective`` recomputes only what takes little time; true recomputes all but the inputs of layers."""
     resume: bool = True
-    """Go on from the last checkpoint in ``output``, if there is one."""
+    """Continue from the last checkpoint in ``output``, if there is one."""
     save_every: int = 500
     """Steps between checkpoints."""
     keep: int = 2
@@ -112,14 +112,14 @@ def read(file: Path) -> Settings:
     try:
         content = yaml.safe_load(text)
         _check_keys(complaints, yaml.compose(text, yaml.SafeLoader))
-    except (ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: a date or a number that is none
+    except (ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: an invalid date or number
         complaints.add(RangeError, "config", "a YAML file", f"{str(file)!r} ({error})")
     complaints.raise_any()
     return parse(content)
 
 
 def _check_keys(complaints: Complaints, node: Any) -> None:
-    """Check that no mapping of a YAML document has a key twice, of which only the last would count."""
+    """Check that no mapping of a YAML document has a key twice, because only the last one would count."""
     pairs = getattr(node, "value", None)
     seen = set()
     for key, value in pairs if isinstance(pairs, list) and getattr(node, "id", "") == "mapping" else ():
@@ -205,7 +205,7 @@ def _converted(complaints: Complaints, name: str, value: Any, wanted: Any) -> An
     try:
         return float(value) if kind is float else value
     except OverflowError:
-        return float("inf")  # which is refused where it matters
+        return float("inf")  # refused later, where it matters
 
 
 def _check_model(complaints: Complaints, content: Any) -> None:

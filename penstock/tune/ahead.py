@@ -214,7 +214,7 @@ def _compiling_for(arch: str) -> Iterator[None]:
         def get_current_stream(self, device: object) -> int:
             return 0
 
-    before = dict(vars(driver))  # its names differ between versions; asking for the active driver would look for a GPU
+    before = dict(vars(driver))  # names differ between versions; asking for the active driver would look for a GPU
     driver.set_active(TargetOnly())
     try:
         yield

@@ -101,8 +101,8 @@ def _kernel(launch: Launch) -> str:
 
 
 PROMPT, LONG, BATCH, DECODE = (1, 1024), (1, 8192), (8, 2048), (256, 1)
-"""B and T of a prompt, whose sequence is cut into segments; of a longer one, whose segments are walked over; of training data, whose
-sequences are not cut; and of decode steps whose sequences fill the GPU."""
+"""B and T of a prompt, which is cut into segments; of a longer prompt, whose segments are walked; of training data, which is not cut; and
+of decode steps that fill the GPU."""
 
 CONFIGURATIONS: tuple[Configuration | Softmax, ...] = (
     Configuration("linear_attention", Shape(*PROMPT, 16, 64, 64)),
@@ -149,8 +149,8 @@ HOPPER = (
 """Only for sm_90: walks of float16, heads of float32 in blocks, heads that share q and k."""
 
 SMALL = ("sm_86", "sm_89", "sm_120")
-"""GPUs with 99 KiB of shared memory. They have the products of sm_80, and block sizes by rule, which the same memory limits: a part of the
-configurations has all their code."""
+"""GPUs with 99 KiB of shared memory. They have the products of sm_80, and block sizes by rule, limited by the same memory. So a part of the
+configurations covers all their code."""
 IN_PART = (
     "retention 1,1024,8,256,512 bfloat16", "gla 1,1024,4,256,512 bfloat16", "gla 1,1024,16,128 bfloat16", "gla 8,2048,32,64 bfloat16",
     "rwkv6 1,1024,32,64 bfloat16", "rwkv6 1,1024,32,64 float32", "softmax_attention 1,4096,16,16,128 bfloat16",
@@ -160,7 +160,7 @@ IN_PART = (
 
 
 def configurations(arch: str) -> tuple[Configuration | Softmax, ...]:
-    """What is compiled for an architecture."""
+    """The configurations that are compiled for an architecture."""
     if arch in SMALL:
         return tuple(one for one in CONFIGURATIONS if one.name in IN_PART)
     return CONFIGURATIONS + HOPPER * (arch == "sm_90")

@@ -1,7 +1,7 @@
 """Comparison of every form of every implementation with the oracle, on the examples that each declares.
 
-The trials of ``verify`` run the forms that are the first for their sizes: none of those that need heads of certain sizes. Here each form
-runs wherever it can, though others are faster. A form for which this device has code and that did not run is a failure.
+The trials of ``verify`` run only the first form for their sizes, so none that need heads of certain sizes. Here each form runs wherever it
+can, even if others are faster. A form for which this device has code and that did not run is a failure.
 """
 
 from __future__ import annotations

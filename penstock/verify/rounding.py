@@ -8,7 +8,7 @@ plus one rounding of the result.
 
 The error is the largest of several draws. It is the largest difference of a result, which a few roundings can dominate: with strong decays
 those of the few tokens that see a large state. A rounding's error depends on where its value lies between two powers of two. Kernels
-multiply sums by ``scale`` before or behind a rounding, so they round other multiples than one evaluation of the formula does, and their
+multiply sums by ``scale`` before or after a rounding, so they round other multiples than one evaluation of the formula does, and their
 error is another draw from the same distribution. For gradients of g at gates and magnitudes like these, one draw is less than half of
 another one in 5 of 100 pairs, and the largest of four is in 1 of 1000.
 """
@@ -59,9 +59,9 @@ def _significant(x: Tensor, bits: int, draw: float = 1.0) -> Tensor:
 
 
 class _Carried(torch.autograd.Function):
-    """The state behind a chunk, total * S + added, whose backward pass rounds as kernels do.
+    """The state after a chunk, total * S + added, whose backward pass rounds as kernels do.
 
-    The gradient of this state is an operand of the products behind the gradients of k and v. The gradient of total, a term of dg, is a sum
+    The gradient of this state is an operand of the products for the gradients of k and v. The gradient of total, a term of dg, is a sum
     over S times it: ``stored`` is the number of bits that both have in memory, or None if they are float32.
     """
 

@@ -1,1 +1,1 @@
-"""What ``penstock bench-serve`` measures: the load on any server with OpenAI's API."""
+"""The measurements of ``penstock bench-serve``: any server with OpenAI's API under load."""

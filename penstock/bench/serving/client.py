@@ -1,4 +1,4 @@
-"""A client that costs little beside the server: HTTP/1.1 over asyncio's streams, one connection a request."""
+"""A client with little overhead, so that it can run next to the server: HTTP/1.1 over asyncio's streams, one connection per request."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .workload import Job
 
 MOST_HEADERS = 2**16
 KEY_VARIABLE = "PENSTOCK_API_KEY"
-"""The key of servers in the environment."""
+"""The environment variable with the key of the server."""
 REFUSED = (401, 403)
 
 
 @dataclass
 class Answer:
-    """What one request got, and when."""
+    """The answer to one request, with times."""
 
     sent: float
     tokens: list[float] = field(default_factory=list)

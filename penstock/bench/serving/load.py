@@ -1,4 +1,4 @@
-"""Runs: many requests at once, and what they show."""
+"""Runs: many concurrent requests, and their statistics."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Run:
-    """What one run shows. Requests that failed count in ``failed`` only."""
+    """The statistics of one run. Failed requests count only in ``failed``."""
 
     load: Load
     requests: int
@@ -52,7 +52,7 @@ class Run:
     first: Times | None
     """From sending a request to its first token."""
     between: Times | None
-    """Between two pieces of a completion. A piece is a token, or several where the server or this client is behind."""
+    """Between two pieces of a completion. A piece is one token, or several if the server or this client lags."""
     whole: Times | None
     """From sending a request to its end."""
     failed: dict[str, int] = field(default_factory=dict)
@@ -70,12 +70,12 @@ class Run:
 
     @property
     def cached_share(self) -> float:
-        """The share of the prompts' tokens that came from the server's cache."""
+        """The fraction of prompt tokens that came from the server's cache."""
         return self.cached_tokens / max(self.prompt_tokens, 1)
 
 
 def quantile(ranked: Sequence[float], share: float) -> float:
-    """Of sorted values, with linear interpolation.
+    """A quantile of sorted values, with linear interpolation.
 
     >>> quantile([1, 2, 3, 4, 5], 0.5), quantile([0, 10], 0.99)
     (3.0, 9.9)
@@ -114,7 +114,7 @@ async def run(target: Target, jobs: Sequence[Job], load: Load, rng: random.Rando
 
 
 def summary(load: Load, answers: Sequence[Answer], seconds: float) -> Run:
-    """What the answers of a run show."""
+    """The statistics of the answers of a run."""
     good = [one for one in answers if one.error is None]
     return Run(
         load, len(answers), seconds,

@@ -1,4 +1,4 @@
-"""Requests of a run: lengths of prompts and completions, and prefixes that prompts share."""
+"""Requests of a run: lengths of prompts and completions, and shared prefixes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ...errors import Complaints, RangeError
 
 TOKENS = range(1, 251)
-"""Tokens of prompts. They are low, so every vocabulary has them, and none of them ends a text in the usual ones."""
+"""Tokens of prompts. They are low: every vocabulary has them, and in the usual vocabularies none of them ends a text."""
 LONGEST = 2**20
 
 
@@ -56,10 +56,10 @@ class Job(NamedTuple):
 
 @dataclass(frozen=True)
 class Workload:
-    """How the requests of a run are drawn."""
+    """The distribution of the requests of a run."""
 
     prompt: Lengths
-    """Tokens of a prompt behind its prefix."""
+    """Tokens of a prompt after its prefix."""
     output: Lengths
     prefix: int = 0
     """Tokens of a shared prefix."""

@@ -1,4 +1,4 @@
-"""Checkpoints: ``load`` by path alone, and ``save`` in each format that has a place for the architecture. One file per format."""
+"""Checkpoints: ``load`` by path alone, and ``save`` in each format that supports the architecture. One file per format."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .writing import SHARD, write_file, write_folder, writing
 
 FORMATS = (PENSTOCK, BLINKDL, HF_RWKV, MAMBA2, FLA)
 NAMES = tuple(dict.fromkeys(one.name for one in FORMATS))
-"""The names of formats in ``save``. What "hf" is depends on the architecture."""
+"""The names of formats in ``save``. "hf" depends on the architecture."""
 
 __all__ = ["FORMATS", "NAMES", "load", "load_adapter", "load_headless", "load_tuned_state", "recognised", "save"]
 
@@ -49,9 +49,9 @@ def load(
         An adapter for the model, which is merged into its weights: a file of RWKV-PEFT (LoRA, PiSSA, Bone, DiSHA), or a folder of PEFT
         (LoRA, MiSS).
     adapter_alpha : float, optional
-        ``lora_alpha`` of the training of a LoRA of RWKV-PEFT, whose files do not have it.
+        ``lora_alpha`` with which a LoRA of RWKV-PEFT was trained, because its files do not contain it.
     adapter_init : str or Path, optional
-        ``init_pissa.pth`` of RWKV-PEFT: it makes the adapter a PiSSA.
+        ``init_pissa.pth`` of RWKV-PEFT. With it, the adapter is a PiSSA.
 
     Returns the model in evaluation mode. Code in files is never run. Raises RangeError, ShapeError, DtypeError or InvalidArgument with
     all missing, unknown and misshapen tensors, and MissingExtra if a package is missing.
@@ -134,7 +134,7 @@ def load_headless(path: PathLike, *, dtype: torch.dtype | None = None, device: t
 
 
 def _check_weights(complaints: Complaints, model: CausalLM) -> None:
-    """Check that a model has the weights of its configuration alone: ``load`` could not read others, or they would be lost."""
+    """Check that a model has only the weights of its configuration: others would be lost, or ``load`` could not read them."""
     with torch.device("meta"):
         wanted = CausalLM(model.config).state_dict()
     found = weights_of(model)
@@ -151,7 +151,7 @@ def _check_weights(complaints: Complaints, model: CausalLM) -> None:
 
 
 def _check_path(complaints: Complaints, path: object, argument: str = "path") -> None:
-    """Check that a path names something. The empty one would be the current folder."""
+    """Check that a path is not empty. An empty one would be the current folder."""
     if not isinstance(path, str | os.PathLike):
         complaints.add(DtypeError, argument, "a str or a Path", described(path))
     elif not isinstance(name := os.fspath(path), str) or not name or "\0" in name:
@@ -171,8 +171,8 @@ def _check_device(complaints: Complaints, device: object) -> None:
 
 
 def recognised(archive: Archive) -> tuple[Archive, Format]:
-    """The format of a checkpoint, and the archive with the names of that format; raises RangeError if it is none of those above."""
-    if archive.config.get("model_type") != "penstock":  # mixers of users may have any names
+    """The format of a checkpoint, and the archive with the names of that format; raises RangeError for any other format."""
+    if archive.config.get("model_type") != "penstock":  # users' mixers may have any names
         refuse_alone(archive)
     for prefix in archive.prefixes():
         found = archive.below(prefix) if prefix else archive
@@ -192,7 +192,7 @@ def recognised(archive: Archive) -> tuple[Archive, Format]:
 def save(
     model: CausalLM, path: str | os.PathLike[str], format: str = "penstock", *, overwrite: bool = False, shard_bytes: int = SHARD
 ) -> None:
-    """Save a model so that ``load``, and the projects that the format is from, can read it.
+    """Save a model so that ``load``, and the project of the format, can read it.
 
     model : CausalLM
         On any device with memory. It or its layers may be compiled, or wrapped by activation checkpointing.
@@ -203,10 +203,10 @@ def save(
     overwrite : bool
         Whether files of an earlier model may be replaced.
     shard_bytes : int
-        The largest size of a file of weights in a folder; a tensor is never divided.
+        The largest size of a file of weights in a folder; tensors are not split.
 
-    Weights keep their dtypes and bits. A file has its name only when it is whole. Raises RangeError if the format has no place for the
-    model, with the formats that have, or if there are such files already; OSError if files cannot be written.
+    Weights keep their dtypes and bits. A file gets its name only when it is complete. Raises RangeError if the format does not support the
+    model, naming those that do, or if there are such files already; OSError if files cannot be written.
     """
     complaints = Complaints("save")
     model = getattr(model, "_orig_mod", model)  # torch.compile(model)

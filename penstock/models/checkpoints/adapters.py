@@ -1,4 +1,4 @@
-"""Adapters: what RWKV-PEFT and PEFT train beside a base model, as changes of its weights W [out,in].
+"""Adapters of RWKV-PEFT and PEFT, as changes of the weights W [out,in] of a base model.
 
 Sources: github.com/JL-er/RWKV-PEFT, ``merge`` and ``rwkvt/peft/rwkvLinear.py``; github.com/huggingface/peft, ``tuners/lora`` and
 ``tuners/miss``; Kang and Yin 2024, arXiv 2409.15371.
@@ -19,10 +19,10 @@ from ...errors import Complaints, RangeError, described, shortened
 from .archive import Archive, read_json
 
 Change = Callable[[Tensor], Tensor]
-"""From the weight of the base model to that of the adapted one, in float32 or float64."""
+"""A function from the weight of the base model to that of the adapted one, in float32 or float64."""
 
 PART = re.compile(r"(.+)\.((?:init_)?lora_[AB]|bone|disha|miss_block)(?:\.default)?(?:\.weight)?")
-"""Names of the parts of an adapter: the map that it changes, and which part it is. PEFT puts .weight behind them."""
+"""Names of the parts of an adapter: the map that it changes, and the kind of part. PEFT appends .weight."""
 PEFT = "adapter_config.json"
 PLAIN: dict[str, dict[str, tuple[Any, ...]]] = {
     "LORA": {
@@ -101,7 +101,7 @@ def blocks(W: Tensor, D: Tensor, by_outputs: bool) -> Tensor:
 def changes(tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], options: Options) -> dict[str, Changed]:
     """The changes of weights NAME.weight by an adapter; ``shapes`` are those of the base model.
 
-    Tensors that are no part of an adapter replace those of the base model. Raises RangeError, also for those that the model has not.
+    Other tensors replace those of the base model. Raises RangeError, also for tensors that the model does not have.
     """
     complaints = Complaints("load")
     found: dict[str, Changed] = {}

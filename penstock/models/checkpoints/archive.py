@@ -28,7 +28,7 @@ STEMS = ("model.safetensors", "pytorch_model.bin")
 SUFFIXES = (".safetensors", ".bin", ".pth", ".pt", ".ckpt")
 DAMAGED = "The file is damaged or of another model."
 LONGEST = 500
-"""Characters of the name of a tensor."""
+"""The characters allowed in the name of a tensor."""
 FOUND = "Use the path of a .pth, .bin or .safetensors file, or of a folder with config.json and such files."
 
 
@@ -36,9 +36,9 @@ class Archive:
     """The tensors of a checkpoint and its config.json, an empty dict if there is none.
 
     Tensors are memory-mapped: bytes are read where they are used. Files are read by safetensors, or by torch with
-    ``weights_only=True``: nothing in a file is run. Names are those of the model, without what trainers put around it.
+    ``weights_only=True``: no code in a file is run. Names are those of the model, without the prefixes and wrappers of trainers.
 
-    ``argument`` is what errors name. Raises RangeError, DtypeError or MissingExtra.
+    ``argument`` is the name in errors. Raises RangeError, DtypeError or MissingExtra.
     """
 
     def __init__(self, path: Path, argument: str = "path") -> None:
@@ -87,11 +87,11 @@ class Archive:
         complaints.raise_any()
 
     def prefixes(self) -> list[str]:
-        """What may be before the names of a model: modules of trainers that have it as a part."""
+        """Prefixes of the names of a model: modules of trainers that contain it."""
         return prefixes(self.tensors)
 
     def below(self, prefix: str) -> Archive:
-        """The same archive with names without a prefix; those of tensors that do not have it stay."""
+        """The same archive with a prefix removed from names that have it."""
         found, complaints = copy(self), Complaints("load")
         found.tensors = {}
         for name, x in self.tensors.items():
@@ -116,7 +116,7 @@ class Archive:
         """The shape of a tensor whose axes are given as in "V C", with "..." for any others at the end.
 
         A name with {} stands for all ``layers``, of which one may be damaged: the most frequent shape counts. Raises RangeError if
-        there is no tensor of as many axes.
+        no tensor has this number of axes.
         """
         letters = axes.split()
         before, layered, after = name.partition("{}")
@@ -139,7 +139,7 @@ class Archive:
 
 
 def is_counter(x: Tensor) -> bool:
-    """Whether a tensor is one whole number, such as a number of steps: no weight."""
+    """Whether a tensor is one whole number, such as a step counter, and not a weight."""
     return x.numel() == 1 and not x.dtype.is_floating_point and not x.dtype.is_complex
 
 
@@ -200,10 +200,10 @@ def _read(complaints: Complaints, path: Path, argument: str) -> Mapping[str, Ten
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about the kind of pickle, before the error
             content: Any = torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
-    except Exception as error:  # damaged bytes raise whatever the unpickler stumbles on
+    except Exception as error:  # damaged bytes can raise any error of the unpickler
         _refuse(complaints, argument, path, kind_of_objects(error))
         reason = "it is no file of torch, or has more than tensors in it"
-        if isinstance(error, OSError | RuntimeError) and str(error).strip():  # others also advise to run what is in the file
+        if isinstance(error, OSError | RuntimeError) and str(error).strip():  # other messages also advise to run code of the file
             reason = str(error).strip().splitlines()[0]
         value = f"{path.name!r}, which torch cannot read: {reason}"
         complaints.add(RangeError, argument, "a checkpoint", value, f"It may be cut off. {FOUND}")
@@ -221,7 +221,7 @@ def _read(complaints: Complaints, path: Path, argument: str) -> Mapping[str, Ten
 
 
 def _refuse(complaints: Complaints, argument: str, path: Path, found: Found | None) -> None:
-    """Raise RangeError for what is no checkpoint."""
+    """Raise RangeError for anything but a checkpoint."""
     if found is not None:
         complaints.add(RangeError, argument, "a checkpoint", f"{str(path)!r}, {found[0]}", found[1])
         complaints.raise_any()

@@ -1,4 +1,4 @@
-"""Files that trainers write beside a base model: tuned initial states, and adapters. ``load`` puts them into the model."""
+"""Files that trainers write in addition to a base model: tuned initial states and adapters. ``load`` puts them into the model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Beside:
     initial: PathLike | None = None
 
     def edit(self, config: Config, rows: list[Row]) -> tuple[Config, Edits]:
-        """The configuration with these files, and what is made of the weights of a base model, whose file has ``rows``."""
+        """The configuration with these files, and the changes of the weights of a base model, whose file has ``rows``."""
         edits: dict[str, Callable[[Tensor | None], Tensor]] = {}
         if self.state is not None:
             config, found = _states(Archive(Path(self.state), "state"), config)
@@ -51,7 +51,7 @@ class Beside:
         return {row.ours[0]: partial(_through, row=row, change=change) for row, change in found}
 
     def changed(self, archive: Archive, config: Config, rows: list[Row]) -> list[tuple[Row, Changed]]:
-        """What an adapter changes, whose names may be those of the file, of our parameters, or of BlinkDL's files."""
+        """The targets of an adapter, whose names may be those of the file, of our parameters, or of BlinkDL's files."""
         initial = None if self.initial is None else _of_blocks(Archive(Path(self.initial), "adapter_init"))
         options = options_of(archive, self.alpha, initial)
         with torch.device("meta"):
@@ -146,7 +146,7 @@ def _states(archive: Archive, config: Config) -> tuple[Config, Edits]:
 
 
 def refuse_alone(archive: Archive) -> None:
-    """Raise RangeError for a file that belongs beside a base model."""
+    """Raise RangeError for a file that must be loaded together with a base model."""
     complaints, value = Complaints("load"), repr(str(archive.path))
     names: Iterable[str] = archive.tensors
     if archive.tensors and all(name.endswith(STATE) for name in names):

@@ -15,7 +15,7 @@ from .layout import Format, Row, common, divided, flag, flat, needed, norms, num
 
 HeadsConfig = GLAConfig | RetentionConfig
 ATTENTION = {"layers", "num_heads", "num_kv_heads", "qkv_bias", "window_size", "rope_theta"}
-"""What ``attn`` of config.json says about layers of softmax attention."""
+"""The fields of ``attn`` in config.json, which describes layers of softmax attention."""
 FEATURE_MAPS = {"swish": "silu", "sqrelu": "squared_relu"}
 """fla's names of feature maps that have another name here."""
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -230,7 +230,7 @@ def _attention(archive: Archive, num_layers: int) -> dict[int, SoftmaxAttentionC
 
 
 def refuses(config: Config) -> str | None:
-    """Why a model has no place in this layout."""
+    """Why this layout does not support a model, or None."""
     mixer, channel = _recurrent(config), config.channels[0]
     kinds = {GLAConfig: SwiGLUConfig, RetentionConfig: SwiGLUConfig, RWKV6Config: RWKV6ChannelConfig}
     if type(mixer) not in kinds or type(channel) is not kinds[type(mixer)]:
@@ -264,7 +264,7 @@ def _recurrent(config: Config) -> MixerConfig | None:
 
 
 def _attention_specs(config: Config) -> dict[str, Any]:
-    """What config.json says about layers of softmax attention."""
+    """``attn`` of config.json, which describes layers of softmax attention."""
     specs: dict[SoftmaxAttentionConfig, list[int]] = {}
     for n, one in enumerate(config.mixers):
         if isinstance(one, SoftmaxAttentionConfig):

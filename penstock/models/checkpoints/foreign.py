@@ -1,4 +1,4 @@
-"""What a file or folder is that is no checkpoint, for the messages of ``load``: each with what to do."""
+"""Recognises files and folders that are not checkpoints, for the messages of ``load``, with remedies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from ...errors import shortened
 
 Found = tuple[str, str]
-"""What it is, to be read behind its name, and what to do."""
+"""A description that follows the name in a message, and the remedy."""
 
 ORIGINAL = "Pass the checkpoint that it was made from."
 UNPACK = "Unpack it, and pass what is in it."
@@ -45,7 +45,7 @@ SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)(\.(?:safetensors|bin|pth|pt))")
 
 
 def kind_of_file(path: Path) -> Found | None:
-    """What a file is, by its first bytes and its name; None if it may be a checkpoint."""
+    """The kind of a file, by its first bytes and its name; None if it may be a checkpoint."""
     with path.open("rb") as file:
         head = file.read(512)
     for beginning, found in BEGINNINGS:
@@ -63,7 +63,7 @@ def _kind_of_zip(path: Path) -> Found | None:
         if not zipfile.is_zipfile(path):
             return None
         names = zipfile.ZipFile(path).namelist()
-    except Exception:  # whatever damaged bytes raise
+    except Exception:  # damaged bytes can raise any error
         return None
     if any(re.fullmatch(r"[^/]+/(data|constants)\.pkl", name) for name in names):
         script = any(re.match(r"[^/]+/code/", name) for name in names)
@@ -74,7 +74,7 @@ def _kind_of_zip(path: Path) -> Found | None:
 
 
 def kind_of_shard(path: Path) -> Found | None:
-    """What a file is that is one of the parts of a checkpoint; None for a whole one."""
+    """The description of a file that is one part of a checkpoint; None for a whole checkpoint."""
     match = SHARD.fullmatch(path.name)
     if match is None or int(match[3]) < 2:
         return None
@@ -83,7 +83,7 @@ def kind_of_shard(path: Path) -> Found | None:
 
 
 def kind_of_folder(path: Path) -> Found | None:
-    """What a folder is in which there is not one file of weights."""
+    """The description of a folder without files of weights."""
     names = sorted(one.name for one in path.iterdir())
     if "adapter_config.json" in names:
         return "a folder with an adapter of PEFT", "Pass the base model as path, and this folder as adapter."
@@ -100,7 +100,7 @@ def kind_of_folder(path: Path) -> Found | None:
 
 
 def kind_of_content(content: Mapping[Any, Any]) -> Found | None:
-    """What the dict in a file of torch is that has no weights, or not as they are."""
+    """The description of a dict in a file of torch that has no weights, or only converted ones."""
     names = content.keys()
     if {"state", "param_groups"} <= names:
         return "the state of an optimizer, which has no weights", "Pass the file of the model beside it."
@@ -119,6 +119,6 @@ def kind_of_content(content: Mapping[Any, Any]) -> Found | None:
 
 
 def kind_of_objects(error: Exception) -> Found | None:
-    """What a file of torch is that has more than tensors in it, by the error of the unpickler. Nothing of it is run."""
+    """The description of a file of torch with more than tensors, from the unpickler's error. No code of the file is run."""
     match = re.search(r"\bGLOBAL ([\w.]{1,200}) was not an allowed", str(error))
     return None if match is None else (f"a file of torch with objects of Python ({match[1]})", f"They are not run. {ALONE}")

@@ -29,7 +29,7 @@ class Row:
     ours: tuple[str, ...]
     theirs: tuple[str, ...]
     read: Change = _same
-    """From their tensors to ours; what differs in axes of size 1 only is reshaped afterwards."""
+    """From their tensors to ours. Shapes that differ only in axes of size 1 are reshaped afterwards."""
     write: Change = _same
     """From our tensors to theirs: the exact inverse."""
 
@@ -74,16 +74,16 @@ class Format:
     rows: Callable[[Config, Archive | None], list[Row]]
     """The tensors of a model of these sizes; the archive where layouts differ in details."""
     refuses: Callable[[Config], str | None]
-    """Why a model has no place in this format, or None."""
+    """Why this format does not support a model, or None."""
     stored: Callable[[Config], dict[str, Any]] | None
     """The content of config.json. None: the format is one file of torch."""
     ignored: tuple[str, ...] = ()
-    """Endings of names of tensors that are not needed."""
+    """Endings of the names of tensors to ignore."""
 
 
 HEAD = "head.weight"
 Edits = Mapping[str, Callable[[Tensor | None], Tensor]]
-"""What is made of a stored parameter, or of none, before it is converted, by the name of the parameter."""
+"""By the name of a parameter: a function of the stored tensor, or of None, that runs before conversion."""
 
 
 def read(
@@ -92,7 +92,7 @@ def read(
 ) -> CausalLM:  # fmt: skip
     """The model of a checkpoint. Raises ShapeError or RangeError that lists every missing, unknown or misshapen tensor.
 
-    ``edit`` changes the configuration of the checkpoint and its weights. Without ``head``, one that is not there stays on meta.
+    ``edit`` changes the configuration of the checkpoint and its weights. Without ``head``, a missing head stays on the meta device.
     """
     config, model = _built(archive, form)
     rows = form.rows(config, archive)
@@ -182,7 +182,7 @@ def weights_of(model: CausalLM) -> dict[str, Tensor]:
 
 
 def sizes_of(model: CausalLM) -> Config:
-    """The configuration of a model, without ``tie_embeddings`` if its head has come to differ, as when an adapter was merged into it."""
+    """The configuration of a model, without ``tie_embeddings`` if its head now differs, for example after merging an adapter."""
     if not model.config.tie_embeddings:
         return model.config
     ours = weights_of(model)

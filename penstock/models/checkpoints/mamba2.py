@@ -101,7 +101,7 @@ def _limits(complaints: Complaints, value: Any) -> tuple[float, float]:
 
 
 def refuses(config: Config) -> str | None:
-    """Why a model has no place in this layout."""
+    """Why this layout does not support a model, or None."""
     mixer = config.mixers[0]
     if type(mixer) is not Mamba2Config or any(one is not None for one in config.channels):
         return "it holds Mamba-2 layers only"

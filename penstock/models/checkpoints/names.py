@@ -1,4 +1,4 @@
-"""What trainers put around the weights of a model: dicts that hold them, and parts of their names."""
+"""Containers and name prefixes that trainers add to the weights of a model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 CONTAINERS = ("state_dict", "model_state_dict", "model", "module")
-"""Names under which trainers keep the weights: Lightning, scripts for torch, DeepSpeed. What else is in their files is not read."""
+"""Names under which trainers keep the weights: Lightning, scripts for torch, DeepSpeed. Other contents of their files are ignored."""
 WRAPPERS = re.compile(r"(?:^|(?<=\.))_(?:forward_module|orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)\.")
 """Modules that wrap others, anywhere in a model: Lightning's, those of ``torch.compile``, FSDP and activation checkpointing."""
 DEEPEST = 5
@@ -18,7 +18,7 @@ DEEPEST = 5
 
 
 def weights_of(content: Mapping[Any, Any]) -> list[Mapping[Any, Any]]:
-    """The innermost dict of weights of a file of torch; several if there are other weights beside them."""
+    """The innermost dict of weights of a file of torch; several if there are other weights in it."""
     found = {id(content[name]): content[name] for name in CONTAINERS if _has_tensors(content.get(name))}
     return [one for inner in found.values() for one in weights_of(inner)] if found else [content]
 
@@ -34,7 +34,7 @@ def unwrapped(name: str) -> str:
 
 
 def prefixes(names: Iterable[str]) -> list[str]:
-    """The beginnings that most names share, of whole parts, the shortest first: "", then for example "module.", "module.model."."""
+    """The prefixes, of whole parts, that most names share, the shortest first: "", then for example "module.", "module.model."."""
     every = list(names)
     counts: Counter[str] = Counter()
     for name in every:

@@ -41,7 +41,7 @@ def config_of(archive: Archive) -> Config:
         config = Config.from_dict(found)
         tie = tied(archive, config.tie_embeddings, "embeddings.weight", "head.weight")
         return config if tie == config.tie_embeddings else replace(config, tie_embeddings=tie)
-    except (TypeError, ValueError) as error:  # also those that Python raises for missing and unknown names
+    except (TypeError, ValueError) as error:  # also Python's errors for missing and unknown names
         if isinstance(error, PenstockError):
             raise
         complaints.add(RangeError, "model in config.json", "the configuration of a Penstock model", str(error))

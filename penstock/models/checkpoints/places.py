@@ -1,4 +1,4 @@
-"""Paths that are no checkpoint: what they are in its place, and where checkpoints are found."""
+"""Paths that are not checkpoints: what they are instead, and where checkpoints are."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ FOUND = "Pass a .pth, .bin or .safetensors file, or a folder with such files; do
 
 
 class HubName(NamedTuple):
-    """What a model hub knows a checkpoint by."""
+    """The name of a checkpoint on a model hub."""
 
     repository: str
     file: str | None = None
 
     @property
     def command(self) -> str:
-        """How a shell downloads it to the current folder."""
+        """The shell command that downloads it to the current folder."""
         return f"hf download {self.repository}{f' {self.file}' if self.file else ''} --local-dir {self.repository.partition('/')[2]}"
 
     @property
@@ -34,7 +34,7 @@ class HubName(NamedTuple):
 
 
 def hub_name(path: Path) -> HubName | None:
-    """The name on the Hugging Face hub that a missing path has the form of, as in RWKV/rwkv-6-world-1b6; None for others.
+    """The Hugging Face hub name that a missing path looks like, for example RWKV/rwkv-6-world-1b6; None if it does not.
 
     >>> hub_name(Path("fla-hub/gla-1.3B-100B"))
     HubName(repository='fla-hub/gla-1.3B-100B', file=None)
@@ -45,8 +45,9 @@ def hub_name(path: Path) -> HubName | None:
 
 
 def refuse_missing(function: str, argument: str, path: Path, remedy: str = "", found: str = FOUND) -> None:
-    """Raise RangeError if there is nothing at a path; the message says what it may stand for. ``remedy`` is for names on the hub,
-    ``found`` for paths that resemble no other.
+    """Raise RangeError if a path does not exist. The message says what it may stand for.
+
+    ``remedy`` is for names on the hub, ``found`` for paths that resemble no other.
     """
     if path.exists():
         return
@@ -64,7 +65,7 @@ def refuse_missing(function: str, argument: str, path: Path, remedy: str = "", f
 
 
 def refuse_stand_in(function: str, argument: str, file: Path) -> None:
-    """Raise RangeError for a file that was written in place of another one: a Git LFS pointer, or a web page."""
+    """Raise RangeError for a placeholder of another file: a Git LFS pointer, or a web page."""
     with file.open("rb") as content:
         head = content.read(1024)
     reason, remedy = stands_for(head), "Run git lfs pull in its folder, or download the file itself with hf download."
@@ -77,7 +78,7 @@ def refuse_stand_in(function: str, argument: str, file: Path) -> None:
 
 
 def models_inside(folder: Path) -> str:
-    """A sentence about the folders in a folder that are models, as the checkpoints of a training; empty without any."""
+    """A sentence about the subfolders that are models, such as the checkpoints of a training run; empty without any."""
     found = [one for one in folder.iterdir() if (one / "config.json").is_file()]
     if not found:
         return ""

@@ -42,7 +42,7 @@ OTHERS = {
     "att.time_maa_rkvw": VARIANT,
     "att.time_mix_w1": "RWKV-6 with the names of web-rwkv, which transposes weights",
 }
-"""What is not supported, by a tensor that only it has."""
+"""Unsupported versions, each by a tensor that only it has."""
 
 
 def blinkdl_rows(config: Config, archive: Archive | None = None, name: Callable[[str], str] = str) -> list[Row]:
@@ -71,7 +71,7 @@ def _swapped(x: Tensor) -> tuple[Tensor]:
 
 
 def _of_heads(row: Row, old: bool) -> Row:
-    """Before 5.2, decays and bonuses have one number a head [H]; in old files ``time_first`` is the logarithm of the bonus."""
+    """Before 5.2, decays and bonuses are one number per head [H]; in old files ``time_first`` is the logarithm of the bonus."""
     (ours,), (theirs,) = row.ours, row.theirs
     if old and theirs.endswith(".time_faaaa"):
         first = theirs.replace(".time_faaaa", ".time_first")
@@ -134,7 +134,7 @@ def _check_supported(archive: Archive, name: Callable[[str], str]) -> None:
 
 
 def refuses(config: Config) -> str | None:
-    """Why a model has no place in these formats."""
+    """Why these formats do not support a model, or None."""
     kinds = {RWKV5Config: RWKV5ChannelConfig, RWKV6Config: RWKV6ChannelConfig}
     mixer = config.mixers[0]
     if type(mixer) not in kinds or {type(one) for one in config.channels} != {kinds[type(mixer)]}:
@@ -152,7 +152,7 @@ def refuses(config: Config) -> str | None:
 
 
 def hf_refuses(config: Config) -> str | None:
-    """Why a model has no place in the remote code's folders."""
+    """Why the remote code's folders do not support a model, or None."""
     mixer = config.mixers[0]
     if isinstance(mixer, RWKV5Config) and mixer.version != "5.2":
         return f"it holds RWKV-5.2 and RWKV-6, and this model is RWKV-{mixer.version}"

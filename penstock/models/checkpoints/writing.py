@@ -1,4 +1,4 @@
-"""Writing: files appear under their names only when they are whole."""
+"""Writing: files get their names only when they are complete."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from ...files import usual_mode
 from .archive import SUFFIXES
 
 SHARD = 5 * 2**30
-"""Bytes of a file of a folder, as transformers has them."""
+"""The most bytes of a file of weights in a folder, as in transformers."""
 CONFIG = "config.json"
 WEIGHTS = re.compile(r"(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
 """Names of files of weights in folders, ours and those of public models."""
 FLAG = "replace it with overwrite=True"
-"""How a caller of ``save`` asks to overwrite."""
+"""The argument of ``save`` that allows overwriting."""
 FULL = "The disk may be full."
 PARENT = "Its parent folder cannot be made: name another place."
 RIGHTS = "This user may not write there: name another place, or change its mode."
@@ -35,7 +35,7 @@ REMEDIES = {
     **dict.fromkeys((errno.ENOENT, errno.ENOTDIR, errno.EEXIST), PARENT),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), RIGHTS),
 }
-"""What to do about an error of the system. torch's writer does not say which one it had."""
+"""The remedy for an error of the system. torch's writer does not say which error it was."""
 
 
 @contextmanager
@@ -61,7 +61,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def check_file(complaints: Complaints, argument: str, path: Path, overwrite: bool, flag: str = FLAG) -> None:
-    """Check that a file can be written; ``flag`` is what asks to overwrite it."""
+    """Check that a file can be written; ``flag`` is the option that allows overwriting."""
     special = path.exists() and not path.is_file()
     if special or (os.path.lexists(path) and not overwrite):
         remedy = "Name a file." if special else f"Name another one, or {flag}."

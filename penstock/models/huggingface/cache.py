@@ -1,4 +1,4 @@
-"""The state of sequences, as transformers' ``generate`` keeps it."""
+"""The state of sequences as a cache of transformers' ``generate``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...errors import Complaints, DtypeError, RangeError
 from ..backbone import LayerState, State
 
 CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
-"""What this version of transformers calls the state in results: ``cache`` since 5.24."""
+"""The name of the state in results of this version of transformers: ``cache`` since 5.24."""
 
 
 class StateCache:
@@ -31,7 +31,7 @@ class StateCache:
         return self.columns
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Make row n what row ``beam_idx[n]`` was."""
+        """Replace row n by row ``beam_idx[n]``."""
         self.state = [None if one is None else LayerState(*(_rows(part, beam_idx) for part in one)) for one in self.state]
 
     def activate_past_recording(self) -> None:

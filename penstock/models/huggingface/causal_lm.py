@@ -29,9 +29,9 @@ IGNORED = -100
 class PenstockForCausalLM(PenstockPreTrainedModel, GenerationMixin):
     """A causal language model as transformers expects one: ``model``, a ``PenstockModel``, and ``head``.
 
-    Padding is left out of the computation wherever ``attention_mask`` is 0, so batches may be padded on either side and every sequence
+    Padding, where ``attention_mask`` is 0, is left out of the computation. So batches may be padded on either side, and every sequence
     has the results that it has alone. The logits at padding are those of the last token before it. Beam search works; assisted
-    generation, which would take tokens back, is refused. ``causal_lm()`` has the same modules as a ``CausalLM``.
+    generation, which would remove tokens again, is refused. ``causal_lm()`` has the same modules as a ``CausalLM``.
     """
 
     accepts_loss_kwargs = True
@@ -92,11 +92,12 @@ class PenstockForCausalLM(PenstockPreTrainedModel, GenerationMixin):
 
         input_ids : int64 or int32 Tensor [B,T]
         inputs_embeds : Tensor [B,T,C]
-            What ``get_input_embeddings()`` makes of tokens, in place of ``input_ids``.
+            Embeddings as from ``get_input_embeddings()``, in place of ``input_ids``.
         attention_mask : Tensor [B,at least T], optional
             0 for padding, which is left out, and 1 for tokens. Its last T columns count.
         past_key_values, cache : StateCache, optional
-            What an earlier call returned; two names of one argument. It is updated: a call without gradients writes to its tensors.
+            The state that an earlier call returned; two names of one argument. It is updated: a call without gradients writes to its
+            tensors.
         labels : int64 Tensor [B,T], optional
             Usually ``input_ids``: the label of a token is its own index. -100 does not count. They are shifted here.
         shift_labels : int64 Tensor [B,T], optional
@@ -104,19 +105,19 @@ class PenstockForCausalLM(PenstockPreTrainedModel, GenerationMixin):
         use_cache : bool, optional
             Whether to return a state. Default: as configured in evaluation mode without labels, not in training.
         logits_to_keep : int or Tensor
-            How many tokens at the end get logits; 0: all. Or, as in transformers, which ones: columns [n] or [B,n], or a mask of type bool,
-            [T] or [B,T]. With a mask [B,T] the logits are [number of True, vocab_size].
+            The number of tokens at the end that get logits; 0: all. Or, as in transformers, a selection: columns [n] or [B,n], or a bool
+            mask [T] or [B,T]. With a mask [B,T] the logits are [number of True, vocab_size].
         cu_seqlens, cu_seq_lens_q : int32 or int64 Tensor [N+1], optional
             Packed sequences: offsets over the tokens of all rows, row after row. The first token of a sequence is not predicted.
             ``cu_seq_lens_k`` must be equal.
         seq_idx : int32 or int64 Tensor [B,T], optional
             The number of the sequence of each token: packed sequences begin where it changes.
         position_ids : int64 or int32 Tensor [B,T], optional
-            Packed sequences begin where positions begin again. Other positions count up by 1: positions are counted here.
+            Packed sequences begin where positions restart. Otherwise positions must increase by 1; their values are not used.
         num_items_in_batch : int or Tensor, optional
             Divides the sum of losses in place of the number of labels, as the Trainer does with accumulated gradients.
         output_hidden_states : bool, optional
-            Whether to return the embeddings, what each layer but the last returns, and the last hidden states after the norm. Default: as
+            Whether to return the embeddings, the output of each layer but the last, and the last hidden states after the norm. Default: as
             configured.
 
         ``max_length_q``, ``max_length_k``, ``cache_position``, ``token_type_ids`` and ``return_loss`` change nothing. Raises ShapeError,
@@ -165,7 +166,7 @@ class PenstockForCausalLM(PenstockPreTrainedModel, GenerationMixin):
     ) -> Any:
         """As in transformers; only prompts have padding. Raises RangeError if no token follows those of the cache."""
         new, tokens = kwargs.get("next_sequence_length"), input_ids.shape[1]
-        positions = kwargs.get("cache_position")  # of transformers 5.0, in place of the length
+        positions = kwargs.get("cache_position")  # transformers 5.0 passes it instead of the length
         if new is None and positions is not None and not len(positions):
             new = tokens - kwargs[CACHE].get_seq_length()
         if new is not None and new < 1:
@@ -174,7 +175,7 @@ class PenstockForCausalLM(PenstockPreTrainedModel, GenerationMixin):
         base: Any = super()
         options = {"inputs_embeds": inputs_embeds, "is_first_iteration": is_first_iteration}
         found = base.prepare_inputs_for_generation(input_ids, *args, **options, **kwargs)
-        for name in ("tokenizer", "assistant_tokenizer"):  # generate passes on what it needs itself
+        for name in ("tokenizer", "assistant_tokenizer"):  # generate passes its own arguments on
             found.pop(name, None)
         found.pop("position_ids", None)  # counted by generate, wrongly after padding on the right
         if CACHE in found and not is_first_iteration:

@@ -23,7 +23,7 @@ class PenstockConfig(PretrainedConfig):  # type: ignore[no-untyped-call]
     use_cache : bool
         Whether calls in evaluation mode without labels return a state.
     bos_token_id, eos_token_id, pad_token_id : int, optional
-        Those of the tokenizer, for ``generate`` and trainers.
+        The tokenizer's tokens, for ``generate`` and trainers.
     """
 
     model_type = "penstock"
@@ -46,7 +46,7 @@ class PenstockConfig(PretrainedConfig):  # type: ignore[no-untyped-call]
         super().__init__(**others)
 
     def describe(self, config: Config) -> None:
-        """Make it that of a model of these sizes."""
+        """Set the sizes of the model."""
         self.model, self.tie_word_embeddings = config.to_dict(), config.tie_embeddings
         for name, size in SIZES.items():
             setattr(self, name, self.model[size])

@@ -1,4 +1,4 @@
-"""Arguments of transformers' ``from_pretrained``: what to load, from where, and options of configurations."""
+"""Arguments of transformers' ``from_pretrained``: the model, its location, and options of configurations."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SIZES = {"vocab_size": "vocab_size", "hidden_size": "hidden_size", "num_hidden_l
 
 @dataclass
 class Arguments:
-    """What ``from_pretrained`` got."""
+    """The arguments of ``from_pretrained``."""
 
     hub: dict[str, Any]
     dtype: torch.dtype | None
@@ -120,7 +120,7 @@ class Arguments:
 
 
 def arguments_of(arguments: tuple[Any, ...], options: dict[str, Any]) -> Arguments:
-    """The arguments of ``from_pretrained`` behind the first. Raises RangeError or DtypeError with all that are wrong."""
+    """The arguments of ``from_pretrained`` after the first. Raises RangeError or DtypeError with all that are wrong."""
     given, complaints = dict(options), Complaints(FUNCTION)
     hub = {name: given.pop(name) for name in HUB if name in given}
     dtype = dtype_of(complaints, given.pop("dtype", given.pop("torch_dtype", None)))
@@ -162,7 +162,7 @@ def device_of(complaints: Complaints, value: Any) -> torch.device | None:
         if isinstance(value, str | int | torch.device):
             return torch.device(value)
     except RuntimeError:
-        pass  # no device has this name
+        pass  # not the name of a device
     complaints.add(RangeError, "device_map", "one device, 'auto' or None", described(value), "A model is on one device.")
     return None
 

@@ -35,7 +35,7 @@ class PenstockModel(Backbone, PenstockPreTrainedModel):  # type: ignore[misc]
 
     @classmethod
     def of(cls, model: CausalLM, **others: Any) -> PenstockModel:
-        """The modules of a model, but its head. ``others`` belong to ``PenstockConfig``."""
+        """The modules of a model without its head. ``others`` belong to ``PenstockConfig``."""
         return cls._of(model, PenstockConfig.of(model.config, dtype=model.like().dtype, **others))  # type: ignore[no-any-return]
 
     def _take(self, model: Backbone) -> None:
@@ -74,7 +74,7 @@ class PenstockModel(Backbone, PenstockPreTrainedModel):  # type: ignore[misc]
         cached = past is not None or (use_cache if use_cache is not None else self.config.use_cache and not self.training)
         every: list[Tensor] | None = [] if option(output_hidden_states, self.config.output_hidden_states) else None
         in_place = cached and not torch.is_grad_enabled() and not self._grows
-        if in_place and past is None and not self.like().is_meta:  # offloaded modules make their states themselves
+        if in_place and past is None and not self.like().is_meta:  # offloaded modules create their own states
             given = ids if embedded is None else embedded
             assert given is not None
             past = StateCache(self.initial_state(given.shape[0] if starts is None else starts.numel() - 1))

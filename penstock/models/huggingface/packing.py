@@ -1,7 +1,7 @@
-"""What transformers' arguments say of the sequences of a batch: padding, and sequences behind each other in one row.
+"""The sequences of a batch by transformers' arguments: padding, and packed sequences, one after another in one row.
 
-A mask leaves padding out. ``cu_seqlens``, ``cu_seq_lens_q``, ``seq_idx`` and ``position_ids`` that begin again are four ways to say where
-packed sequences begin. All become the offsets that ``Backbone`` takes.
+A mask leaves padding out. ``cu_seqlens``, ``cu_seq_lens_q``, ``seq_idx`` and ``position_ids`` that restart are four ways to describe packed
+sequences. All are converted to the offsets that ``Backbone`` takes.
 """
 
 from __future__ import annotations
@@ -122,9 +122,9 @@ def _of_numbers(complaints: Complaints, x: Tensor, keep: Tensor | None) -> Tenso
 
 
 def _of_positions(complaints: Complaints, x: Tensor, keep: Tensor | None) -> Tensor:
-    """Offsets of ``position_ids`` [B,T]: a sequence begins where a position does not follow that of the token before. Padding has none."""
+    """Offsets of ``position_ids`` [B,T]: a sequence begins where a position is not 1 more than the previous one. Padding has none."""
     step = x[:, 1:].long() - x[:, :-1].long()
-    if keep is not None:  # of the last token before that is none of padding
+    if keep is not None:  # of the last token before it that is not padding
         index = torch.arange(x.shape[1], device=x.device).where(keep, 0).cummax(1).values
         step = x[:, 1:].long() - x.long().gather(1, index)[:, :-1]
         step = step.where(keep[:, 1:] & (keep.cumsum(1)[:, :-1] > 0), 1)
@@ -142,7 +142,7 @@ def _begun(new: Tensor) -> Tensor:
 
 
 def _same(one: Tensor, other: Tensor, keep: Tensor | None) -> bool:
-    """Whether offsets are those of the same sequences: empty ones, and padding, do not count."""
+    """Whether offsets describe the same sequences; empty ones and padding are ignored."""
     if keep is not None:
         before = F.pad(keep.flatten().cumsum(0), (1, 0))
         if int(torch.stack([one.max(), other.max()]).max()) >= before.numel():

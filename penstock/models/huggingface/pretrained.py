@@ -1,4 +1,4 @@
-"""What the Hugging Face classes share: loading, and checks of arguments."""
+"""The base of the Hugging Face classes: loading, and checks of arguments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .hub import Arguments, arguments_of
 
 
 class PenstockPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
-    """What the Hugging Face classes share."""
+    """The base of the Hugging Face classes."""
 
     config_class = PenstockConfig
     base_model_prefix = "model"
@@ -72,7 +72,7 @@ class PenstockPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _plain(cls) -> Any:
-        """The class without another project's configuration: what is loaded has that of Penstock."""
+        """The class without another project's configuration: a loaded model has Penstock's."""
         return next(kind for kind in cls.__mro__ if vars(kind).get("config_class", PenstockConfig) is PenstockConfig)
 
     @classmethod
@@ -95,7 +95,7 @@ class PenstockPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
 
 
 def option(given: bool | None, configured: bool | None) -> bool:
-    """An argument, or what is configured."""
+    """An argument or, if it is None, the configured value."""
     return bool(configured if given is None else given)
 
 

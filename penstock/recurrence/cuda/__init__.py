@@ -22,7 +22,7 @@ COLUMNS = 16
 """Columns of the state per thread block, as in tokens.cuh."""
 LENGTHS = (8, 256)
 """Lower (exclusive) and upper bound of T, powers of two. Between them it is faster than the Triton kernels if all thread blocks run at
-once (benchmarks/NOTES.md, "CUDA")."""
+once (benchmarks/NOTES.md, "CUDA kernels")."""
 FAR = 1 << 31
 """Token indices and token offsets are 32-bit integers."""
 
