@@ -85,6 +85,9 @@ async def read_body(request: Request, limit: int, seconds: float) -> bytes:
 
 async def _read(request: Request, limit: int) -> bytes:
     body, size = bytearray(), 0
+    declared = request.headers.get("content-length", "")
+    if int(declared or 0) > limit and request.headers.get("expect", "").lower() == "100-continue":
+        raise _too_large(limit, declared)  # the client waits for an answer before it sends anything
     async for piece in request.stream():
         size += len(piece)
         if size <= limit:
@@ -93,9 +96,13 @@ async def _read(request: Request, limit: int) -> bytes:
             break
     if size > limit:
         got = f"more than {DISCARDED_BYTES}" if size > DISCARDED_BYTES else str(size)
-        message = f"server: the body must be at most {limit} bytes, got {got}."
-        raise Refused(413, message, code="request_too_large", headers={"Connection": "close"})
+        raise _too_large(limit, got)
     return bytes(body)
+
+
+def _too_large(limit: int, got: str) -> Refused:
+    message = f"server: the body must be at most {limit} bytes, got {got}."
+    return Refused(413, message, code="request_too_large", headers={"Connection": "close"})
 
 
 def _check_counts(data: Any, function: str, limits: Limits) -> None:

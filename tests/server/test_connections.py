@@ -286,3 +286,14 @@ def test_a_process_that_may_open_few_files_answers_beside_idle_connections(tmp_p
         for one in idle:
             one.close()
     assert not any("Traceback" in line for line in lines), lines[:50]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages", "/v1/states", "/tokenize"])
+@pytest.mark.parametrize("large", [False, True])
+def test_a_client_that_asks_before_it_sends_is_told_that_a_body_is_too_large(live, client, path, large):
+    length = 2**40 if large else 10
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {length}\r\nExpect: 100-continue\r\n\r\n"
+    with live.connect() as one:
+        one.sendall(head.encode())
+        content = one.recv(2**16)
+        assert content.startswith(b"HTTP/1.1 413 " if large else b"HTTP/1.1 100 "), content
