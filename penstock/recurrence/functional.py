@@ -331,7 +331,7 @@ def advance(
         In q's dtype.
     <decays>
     state : Tensor [P,H,K,V]
-        The pool, any floating dtype and strides. Its rows must not overlap, nor share memory with other arguments. Arithmetic is float32
+        The pool, any floating dtype and strides. Its rows must not overlap, nor share memory with another argument. Arithmetic is float32
         (float64 for float64 q).
         On a GPU, pieces of 64 tokens are computed as by ``triton_chunkwise``. The state is rounded to the pool's dtype after each piece
         and after each token of the rest.
