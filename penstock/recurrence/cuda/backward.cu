@@ -7,7 +7,8 @@
 // States are recomputed forward, three times: from the start, with a checkpoint every `span` tokens; through a span, with a checkpoint
 // every 8 tokens; through 8 tokens, with four states in registers. A span near sqrt(8 T) minimises the memory of checkpoints.
 //
-// dq, dk, dg [B,T,H,BLOCKS * K] and du, and a static decay's dg, [N,H,1,BLOCKS * K] are one float32 share per block of columns; the host sums them.
+// dq, dk, dg [B,T,H,BLOCKS * K] and du, and a static decay's dg, [N,H,1,BLOCKS * K] are one float32 partial sum per block of columns; the
+// host adds them.
 
 constexpr int TOKENS = 8;
 constexpr long long STATE = HEAD * (COLUMNS + 2);  // a checkpoint: a block of columns, and two columns for pending decays
@@ -79,7 +80,7 @@ __device__ inline void walk(
     __syncthreads();
 }
 
-// Writes a chunk's factors for the state and for its gradient; `behind` are the pending decays of the gradient.
+// Writes a chunk's factors for the state and for its gradient; `behind` are the pending decays of the gradient, after the chunk.
 __device__ inline void put_decays(
     float (&past)[TOKENS + 1][HEAD], float (&future)[TOKENS + 1][HEAD], Decays<TOKENS> &g, Pending before, Pending &behind) {
     const int mine = threadIdx.x % HEAD;
@@ -103,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) penstock_wkv_bwd(const Cal
     const Place p(call);
     const float scale = call.scale;
     const int chunks = (p.length + TOKENS - 1) / TOKENS, span = call.span / TOKENS;
-    const long long before = ((long long)p.b * call.T + p.begin) / call.span + p.n;  // spans of the sequences before
+    const long long before = ((long long)p.b * call.T + p.begin) / call.span + p.n;  // spans of the previous sequences
     float *every_span = call.kept + ((long long)(p.h * BLOCKS + p.block) * call.spans + before) * STATE;
     float *every_chunk = call.kept + ((long long)call.H * BLOCKS * call.spans + (long long)blockIdx.x * span) * STATE;
     float S[ROWS][COLS], dS[ROWS][COLS], u[ROWS];
@@ -202,7 +203,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) penstock_wkv_bwd(const Cal
                             dg_ *= of_gradient.read;
                             dg_ = negative(past[i]) ? -past[i] * (of_state.read * dg_) : past[i] * dg_;
                             of_q[4 * j + i] = dq_ * scale, of_k[4 * j + i] = dk_, of_g[4 * j + i] = dg_;
-                            if (STATIC && chunk * TOKENS + t < p.length) static_dg_[i] += dg_;  // padding is left out: its s and ds are not 0
+                            if (STATIC && chunk * TOKENS + t < p.length) static_dg_[i] += dg_;  // skip padding: its s and ds are not 0
                         }
                     }
                     const int t = chunk * TOKENS + four + two + my_token;
