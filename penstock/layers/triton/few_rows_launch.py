@@ -186,7 +186,7 @@ class Lasts(NamedTuple):
 
 
 class Shifted(NamedTuple):
-    """What ``shifted_norm`` returns, all [R,C]."""
+    """The results of ``shifted_norm``, all [R,C]."""
 
     total: Tensor
     """x + y."""
