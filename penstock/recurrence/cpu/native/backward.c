@@ -147,7 +147,7 @@ typedef struct {
     chunk_rows r;
     gradient_rows to;
     chunk_step step;
-    pending before, behind;
+    pending before, after;
 } workspace;
 
 static float *make_workspace(workspace *m, const problem *p, int64_t chunks) {
@@ -165,7 +165,7 @@ static float *make_workspace(workspace *m, const problem *p, int64_t chunks) {
     m->reads = take(&rest, chunks * Kp), m->d_reads = take(&rest, Kp), m->u = take(&rest, Kp);
     m->step.whole = take(&rest, Kp), m->step.write = take(&rest, Kp);
     for (int64_t d = 0; d < Kp; d++) m->step.whole[d] = m->step.write[d] = 1;
-    m->before = pending_at(take(&rest, 3 * Kp), Kp), m->behind = pending_at(take(&rest, 3 * Kp), Kp);
+    m->before = pending_at(take(&rest, 3 * Kp), Kp), m->after = pending_at(take(&rest, 3 * Kp), Kp);
     return memory;
 }
 
@@ -254,16 +254,16 @@ static void backward_chunk(const problem *p, const sequence *s, int64_t n, int64
     if (decays) exp_row(m->w, m->r.g, count * Kp);
     for (int64_t i = 0; i < count * Kp; i++) m->to.q[i] = m->to.k[i] = m->to.g[i] = 0;
     memset(m->to.v, 0, (size_t)(CHUNK * m->columns * m->blocks) * 4);
-    memcpy(m->d_reads, m->behind.read, (size_t)Kp * 4);
+    memcpy(m->d_reads, m->after.read, (size_t)Kp * 4);
     chunk_step step = m->step;
-    if (decays) prepare_step(step, m->behind, m->r.q, m->r.g, count, Kp, 1, !previous, c == 0);
+    if (decays) prepare_step(step, m->after, m->r.q, m->r.g, count, Kp, 1, !previous, c == 0);
     else step.rows = m->r.q;
     for (int64_t b = 0; b < m->blocks; b++) {
         int64_t width = padded(width_of(p, m, b));
         const float *first = m->checkpoints + c * m->state + b * m->tile;
-        float *behind = m->dS + b * m->tile;
+        float *after = m->dS + b * m->tile;
         if (decays) first = apply(first, m->states, width, K, m->reads + c * Kp);
-        apply(behind, m->d_state, width, K, m->d_reads);
+        apply(after, m->d_state, width, K, m->d_reads);
         for (int64_t i = 0; i < count; i++) {
             int64_t at = i * Kp, row = (b * CHUNK + i) * m->columns;
             float *S = m->states + i * m->tile;
@@ -276,7 +276,7 @@ static void backward_chunk(const problem *p, const sequence *s, int64_t n, int64
             retreat(S, m->d_state, width, K, m->r.q + at, m->r.k + at, m->w + at, m->r.v + row, m->r.d_out + row, m->to.k + at,
                     m->to.g + at, m->to.v + row, decays, previous);
         }
-        step_chunk(behind, behind, width, K, Kp, step, m->r.d_out + b * CHUNK * m->columns, m->columns, count);
+        step_chunk(after, after, width, K, Kp, step, m->r.d_out + b * CHUNK * m->columns, m->columns, count);
     }
     finish_chunk(p, s, n, h, c * CHUNK, count, m);
 }
@@ -302,7 +302,7 @@ void NAME(penstock_backward_, SUFFIX)(problem *p) {
         if (p->u.data) load_row(m.u, &p->u, h * p->u.stride[0], p->u.stride[1], p->K);
         load_constant_decay(p, h, m.Kp, &m.r);
         keep_states(p, &s, n, h, chunks, &m);
-        nothing_pending(m.behind, m.Kp);
+        nothing_pending(m.after, m.Kp);
         for (int64_t b = 0; b < m.blocks; b++) {
             int64_t width = width_of(p, &m, b);
             load_state((tile){m.dS + b * m.tile, padded(width)}, &p->d_final_state, n, h, p->K, b * m.columns, width);
