@@ -1,4 +1,4 @@
-"""What the commands set before torch is imported. ``penstock/__init__.py`` imports this module first.
+"""Settings of the commands that torch reads when it is imported. ``penstock/__init__.py`` imports this module first.
 
 OpenMP reads its environment when torch loads it. By default its threads spin for milliseconds while they wait for each other. Where
 another process has one of the cores, a waiting thread takes the time that the thread it waits for needs: three steps of a training take

@@ -45,7 +45,7 @@ def read_text(path: Path, function: str, argument: str) -> str:
 
 
 def stands_for(content: bytes) -> str | None:
-    """What a file is that git-lfs writes in place of a large one, as in a clone without it; None for other files.
+    """A description of a Git LFS pointer, which stands for a large file in a clone without git-lfs; None for other files.
 
     content : bytes
         The first 1024 bytes, or all.

@@ -1,4 +1,4 @@
-"""How an operator is declared: its arguments, options and results.
+"""Declarations of operators: arguments, options and results.
 
 Axes are written as in papers, ``"B T H K"``. The first argument with an axis sets its size, later arguments must agree; ``N+1`` is one more
 than N. Validation (``validation``), torch's operators (``registration``) and the fast path (``memory``) are derived from a declaration.
@@ -35,7 +35,7 @@ class Argument:
     """A tensor argument."""
 
     name: str
-    """In the operator's schema, and as an attribute of a ``Problem``."""
+    """The name in the operator's schema, and as an attribute of a ``Problem``."""
     axes: str
     dtypes: tuple[torch.dtype, ...] = FLOATS
     like: str = ""

@@ -38,7 +38,7 @@ class Example(NamedTuple):
     """The name of the signature's row, or of the function where signatures have no rows."""
     dtype: torch.dtype
     sizes: Mapping[str, int]
-    """By axis."""
+    """Sizes by axis."""
 
 
 class Listed(NamedTuple):

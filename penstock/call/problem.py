@@ -22,7 +22,7 @@ class Problem:
     operator: Operator[Any]
     signature: Signature
     sizes: Mapping[str, int]
-    """By axis."""
+    """Sizes by axis."""
 
     @classmethod
     def of(
@@ -80,7 +80,7 @@ class Problem:
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """In the order of the declaration."""
+        """The tensors in the order of the declaration."""
         return tuple([self.__dict__[name] for name in self.operator.names])
 
     @cached_property

@@ -1,4 +1,4 @@
-"""What the arguments of fla's functions mean here."""
+"""The meaning of the arguments of fla's functions for these operators."""
 
 from __future__ import annotations
 

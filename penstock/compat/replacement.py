@@ -20,14 +20,14 @@ class Place(NamedTuple):
 
 _LOCK = threading.Lock()
 _ACTIVE: dict[tuple[int, str], tuple[object, int]] = {}
-"""By the id of a module and a name: the original, and how many replacements in force ask for ours."""
+"""By the id of a module and a name: the original function, and the number of active replacements."""
 
 
 class Replacement:
     """Functions of another package that are replaced. ``restore()``, or the end of a ``with`` block, puts the originals back.
 
-    Replacements count: where two are in force, the originals come back with the second ``restore()``. Safe to call from several threads;
-    a call that is running goes on in the function it began in.
+    Replacements are counted: if two are active, the second ``restore()`` restores the originals. Thread-safe; a running call continues in
+    the function in which it began.
     """
 
     def __init__(self, find: Callable[[], Iterable[Place]]):
@@ -43,7 +43,7 @@ class Replacement:
 
     @property
     def replaced(self) -> tuple[str, ...]:
-        """What is replaced, as ``module.name``."""
+        """The replaced functions, as ``module.name``."""
         return tuple(f"{module.__name__}.{name}" for module, name, _ in self._places)
 
     def restore(self) -> None:

@@ -24,7 +24,7 @@ class Answer(NamedTuple):
 
     url: str
     text: str
-    """What the model continued the prompt with."""
+    """The continuation of the prompt by the model."""
     prompt_tokens: int
     completion_tokens: int
 

@@ -72,7 +72,7 @@ class Engine:
     cache_bytes, host_cache_bytes : int
         Memory for states of earlier prompts on the device, and on the host for those that leave the device. 0: none.
     keep_every : int
-        States of long prompts are kept at multiples of this many tokens. A multiple of 64.
+        States of long prompts are cached at multiples of this many tokens. A multiple of 64.
     max_queue : int
         The most waiting completions of one client (``share``), including those that get a slot at the next step; more raise QueueFull. At
         least 1.

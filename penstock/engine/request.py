@@ -13,7 +13,7 @@ from ..errors import PenstockError
 from .parameters import Constraint, SamplingParams
 
 CHUNK = 64
-"""Prompts are cut, kept and cached at multiples of this many tokens only: ``CausalLM.advance`` walks a row in chunks of 64."""
+"""Prompts are cut and cached only at multiples of this many tokens: ``CausalLM.advance`` processes a row in chunks of 64."""
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -75,7 +75,7 @@ class Logprobs(Items[TokenLogprobs]):
 
 @dataclass(slots=True)
 class Event:
-    """What one step adds to one completion of a request."""
+    """The addition of one step to one completion of a request."""
 
     index: int
     """The index of the completion, below n."""

@@ -22,7 +22,7 @@ class State(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
+        """Its size in bytes."""
 
 
 @dataclass(eq=False)

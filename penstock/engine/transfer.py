@@ -52,6 +52,6 @@ class ToHost:
         return self._copy
 
     def tolist(self) -> list[Any]:
-        """Its values."""
+        """The values on the host."""
         found: list[Any] = self.value().tolist()
         return found

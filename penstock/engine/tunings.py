@@ -94,7 +94,7 @@ def with_adapters(model: CausalLM, adapters: Mapping[str, Factors]) -> CausalLM:
 
 
 def tunings_of(pool: StatePool, states: Mapping[str, State], adapters: Mapping[str, Factors]) -> dict[str, Tuning]:
-    """By their names."""
+    """The tunings by their names."""
     found = {}
     for name, state in states.items():
         row, tensors = pool.memory.new_zeros(pool.memory.shape[1]), [x for _, x in named_tensors(state)]

@@ -4,7 +4,7 @@
 ``verdicts`` gives the reason of every form, which ``penstock.explain`` prints. The contract tests and ``penstock check`` run every form
 of every list on its ``examples``.
 
-The functions of a form take one argument, a call: the problem, the GPU and what all forms ask about them. A family has a class for it.
+The functions of a form take one argument, a call: the problem, the GPU and values derived from both. Each family has a class for it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Call(Protocol):
 C = TypeVar("C", bound=Call)
 P = TypeVar("P")
 Part = tuple[str, "tuple[Form[Any, Any], ...]"]
-"""A name and an ordered list."""
+"""A part of a pass: its name and its ordered list of forms."""
 
 
 def everywhere(target: Target) -> str | None:
@@ -74,7 +74,7 @@ F = TypeVar("F", bound=Form[Any, Any])
 
 
 def first(forms: Sequence[F], call: Any) -> F:
-    """The form that computes a call. One that ``Target.forms`` names is taken even if it avoids the call."""
+    """The form that computes a call. A form named in ``Target.forms`` runs even if it avoids the call."""
     wanted = call.target.forms
     if wanted:
         for one in forms:

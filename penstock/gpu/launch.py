@@ -253,7 +253,7 @@ class _Elsewhere:
 
 
 class _Trial:
-    """What takes precedence within a block of ``trying``. Calls within a block are planned anew: it is part of their keys."""
+    """The settings of a block of ``trying``. They are part of the keys of calls, so calls inside the block are planned anew."""
 
     def __init__(self, configurations: Mapping[Any, Any], forms: tuple[str, ...]) -> None:
         self.configurations, self.forms = dict(configurations), frozenset(forms)
@@ -270,9 +270,9 @@ _trial: _Trial | None = None
 
 @contextmanager
 def trying(configurations: Mapping[Any, Any], *forms: str) -> Iterator[set[str]]:
-    """Within this block, these configurations take precedence in the whole process, and these forms run wherever they can.
+    """Inside this block, these configurations take precedence in the whole process, and these forms run wherever they can.
 
-    Yields the names of the forms that were planned so far. ``penstock tune`` and ``penstock check`` use it.
+    Yields the names of the forms planned so far. ``penstock tune`` and ``penstock check`` use it.
     """
     global _trial
     before, _trial = _trial, _Trial(configurations, forms)

@@ -1,4 +1,4 @@
-"""What gated linear attention, retention and linear attention share: projections, convolutions, feature maps, and the gated output."""
+"""The base of gated linear attention, retention and linear attention: projections, convolutions, feature maps, and the gated output."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class LinearAttentionState(NamedTuple):
     kv: Tensor
     """[N,H,K,V], with ``normalize`` [N,H,K,V+1]: the state of the recurrence, float32 (float64 for float64 models)."""
     tails: Tensor
-    """[N,W-1,...], the last inputs of the convolutions of q, k and v side by side; [N,0,0] without convolutions."""
+    """[N,W-1,...], the last inputs of the convolutions of q, k and v, concatenated; [N,0,0] without convolutions."""
 
 
 class LinearAttention(HeadsMixer):

@@ -1,4 +1,4 @@
-"""What all mixers share: their interface and the base of their configurations."""
+"""The interface of all mixers and the base of their configurations."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class RetentionState(NamedTuple):
     position: Tensor
     """[N], the number of tokens so far, int64, for the rotary embedding."""
     tails: Tensor
-    """[N,W-1,...], the last inputs of the convolutions of q, k and v side by side; [N,0,0] without convolutions."""
+    """[N,W-1,...], the last inputs of the convolutions of q, k and v, concatenated; [N,0,0] without convolutions."""
 
 
 class Retention(HeadsMixer):

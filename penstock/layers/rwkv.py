@@ -1,4 +1,4 @@
-"""What RWKV-5 and RWKV-6 share: the channel mix, and the initialisation of weights.
+"""Shared by RWKV-5 and RWKV-6: the channel mix, and the initialisation of weights.
 
 Source: Peng et al. 2024, arXiv 2404.05892, sections 3 and 4 and appendix; the constants are from the authors' training code,
 github.com/BlinkDL/RWKV-LM, ``RWKV-v5/src/model.py``.
@@ -55,7 +55,7 @@ class RWKV5ChannelConfig(MixerConfig):
 
 
 class ChannelMix(Mixer):
-    """What both channel mixes share."""
+    """The base of both channel mixes."""
 
     halves_output = True
     complement = False

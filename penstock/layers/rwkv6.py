@@ -183,9 +183,9 @@ class RWKV6TimeMix(Mixer):
         return few or [linear(shifted[0], down), *(one(x) for one, x in zip(maps, shifted[1:]))]
 
     def _factors(self) -> Sequence[Tensor]:
-        """Of the token shifts of w, k, v, r and g."""
+        """The factors of the token shifts of w, k, v, r and g."""
         return self.time_maa_w, self.time_maa_k, self.time_maa_v, self.time_maa_r, self.time_maa_g
 
     def _maps(self) -> Sequence[nn.Module]:
-        """Of k, v, r and g."""
+        """The linear maps of k, v, r and g."""
         return self.key, self.value, self.receptance, self.gate

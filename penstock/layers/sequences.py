@@ -51,7 +51,7 @@ class Sequences:
         self._kept: dict[Any, Any] = {}
 
     def _once(self, name: Any, make: Callable[[], Kept]) -> Kept:
-        """What ``make`` returns, computed at the first use (``cached_property`` breaks compiled graphs)."""
+        """The result of ``make``, cached at the first use (``cached_property`` breaks compiled graphs)."""
         if name not in self._kept:
             self._kept[name] = make()
         return self._kept[name]  # type: ignore[no-any-return]

@@ -29,7 +29,7 @@ __all__ = ["CausalLM", "LayerState", "Output", "State"]
 
 
 class Output(NamedTuple):
-    """What a model returns."""
+    """The result of a model."""
 
     logits: Tensor
     """[B,T,vocab_size]"""

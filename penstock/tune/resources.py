@@ -66,7 +66,7 @@ class Finding:
     found: Resources | None
     recorded: Resources | None
     wrong: str | None
-    """What is wrong, or None."""
+    """The fault, or None."""
 
     def as_json(self) -> dict[str, Any]:
         """The finding as plain data for JSON."""

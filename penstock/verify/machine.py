@@ -29,7 +29,7 @@ class Machine:
     instructions: str
     """The instruction set that torch uses."""
     load: float
-    """How many of these cores other processes use."""
+    """The number of these cores that other processes use."""
     gpus: tuple[str, ...]
     system: str
     python: str

@@ -142,7 +142,7 @@ def _refusal(status: int, body: bytes) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """What an exception says, or its name if it says nothing."""
+    """The message of an exception, or its name if it has none."""
     return str(error).strip() or type(error).__name__
 
 

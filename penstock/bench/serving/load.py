@@ -15,7 +15,7 @@ from .workload import Job
 
 @dataclass(frozen=True)
 class Load:
-    """How requests arrive: a number of clients that each wait for an answer (closed loop), or a rate of arrivals (open loop)."""
+    """The arrival of requests: a number of clients that each wait for an answer (closed loop), or a rate (open loop)."""
 
     clients: int | None = None
     rate: float | None = None

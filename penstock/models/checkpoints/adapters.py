@@ -31,17 +31,17 @@ PLAIN: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "MISS": {"init_weights": (True, False, "bat", "mini"), "bias": ("none",)},
 }  # fmt: skip
-"""What PEFT may write into adapter_config.json of adapters that change weights by the formulas below. Others change the base model too."""
+"""The supported values in PEFT's adapter_config.json: the formulas below apply to them. Other values change the base model, too."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """How the parts of an adapter are meant, where they do not tell."""
+    """Options of an adapter that its tensors do not determine."""
 
     alpha: float | None = None
-    """Of LoRA."""
+    """LoRA's alpha."""
     initial: Mapping[str, Tensor] | None = None
-    """What PiSSA has subtracted from the base model."""
+    """The initial adapter, which PiSSA has subtracted from the base model."""
     root: bool = False
     """Whether LoRA divides alpha by the root of the rank."""
     by_outputs: bool | None = None
@@ -72,7 +72,7 @@ class LowRank:
 
 @dataclass(frozen=True, eq=False)
 class Changed:
-    """What an adapter makes of a weight: it replaces it, changes it, or both in this order."""
+    """The change of a weight by an adapter: a replacement, a change, or both in this order."""
 
     change: Change | None
     replaced: Tensor | None
@@ -221,7 +221,7 @@ def options_of(archive: Archive, alpha: float | None, initial: Mapping[str, Tens
 
 
 def _peft_options(complaints: Complaints, stored: Mapping[str, Any]) -> Options:
-    """From PEFT's adapter_config.json."""
+    """The options in PEFT's adapter_config.json."""
     kind, remedy = str(stored.get("peft_type")), "Merge it by PEFT: PeftModel.merge_and_unload()."
     if kind not in PLAIN:
         complaints.add(RangeError, f"peft_type in {PEFT}", f"one of {', '.join(PLAIN)}", shortened(kind), remedy)

@@ -66,7 +66,7 @@ class Format:
     name: str
     """The name in ``save`` and ``penstock convert``."""
     title: str
-    """For messages."""
+    """The name in messages."""
     recognises: Callable[[Archive], bool]
     """Whether a checkpoint has this format, by the names of its tensors."""
     config: Callable[[Archive], Config]

@@ -29,7 +29,7 @@ class HubName(NamedTuple):
 
     @property
     def downloaded(self) -> str:
-        """Where the command puts it."""
+        """The folder or file to which the command downloads it."""
         return self.repository.partition("/")[2] + (f"/{self.file}" if self.file else "")
 
 

@@ -7,7 +7,8 @@
 // States are recomputed forward, three times: from the start, with a checkpoint every `span` tokens; through a span, with a checkpoint
 // every 8 tokens; through 8 tokens, with four states in registers. A span near sqrt(8 T) minimises the memory of checkpoints.
 //
-// dq, dk, dg [B,T,H,BLOCKS * K] and du, and a static decay's dg, [N,H,1,BLOCKS * K] are one float32 share per block of columns; the host sums them.
+// dq, dk, dg [B,T,H,BLOCKS * K] and du, and a static decay's dg, [N,H,1,BLOCKS * K] are one float32 partial sum per block of columns; the
+// host adds them.
 
 constexpr int TOKENS = 8;
 constexpr long long STATE = HEAD * (COLUMNS + 2);  // a checkpoint: a block of columns, and two columns for pending decays
@@ -79,11 +80,11 @@ __device__ inline void walk(
     __syncthreads();
 }
 
-// Writes a chunk's factors for the state and for its gradient; `behind` are the pending decays of the gradient.
+// Writes a chunk's factors for the state and for its gradient; `after` are the pending decays of the gradient.
 __device__ inline void put_decays(
-    float (&past)[TOKENS + 1][HEAD], float (&future)[TOKENS + 1][HEAD], Decays<TOKENS> &g, Pending before, Pending &behind) {
+    float (&past)[TOKENS + 1][HEAD], float (&future)[TOKENS + 1][HEAD], Decays<TOKENS> &g, Pending before, Pending &after) {
     const int mine = threadIdx.x % HEAD;
-    past[0][mine] = near_exponential(before.sum), future[TOKENS][mine] = near_exponential(behind.sum);
+    past[0][mine] = near_exponential(before.sum), future[TOKENS][mine] = near_exponential(after.sum);
     auto put = [&](float (&to)[TOKENS + 1][HEAD], int first, Pending &pending, float sum) {
         const float so_far = pending.sum;
         const bool weak = pending.pend(sum);
@@ -94,7 +95,7 @@ __device__ inline void put_decays(
         }
     };
     put(past, 1, before, g.sums<false>());
-    put(future, 0, behind, g.sums<true>());
+    put(future, 0, after, g.sums<true>());
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) penstock_wkv_bwd(const Call call) {
@@ -103,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) penstock_wkv_bwd(const Cal
     const Place p(call);
     const float scale = call.scale;
     const int chunks = (p.length + TOKENS - 1) / TOKENS, span = call.span / TOKENS;
-    const long long before = ((long long)p.b * call.T + p.begin) / call.span + p.n;  // spans of the sequences before
+    const long long before = ((long long)p.b * call.T + p.begin) / call.span + p.n;  // spans of the previous sequences
     float *every_span = call.kept + ((long long)(p.h * BLOCKS + p.block) * call.spans + before) * STATE;
     float *every_chunk = call.kept + ((long long)call.H * BLOCKS * call.spans + (long long)blockIdx.x * span) * STATE;
     float S[ROWS][COLS], dS[ROWS][COLS], u[ROWS];
@@ -116,14 +117,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) penstock_wkv_bwd(const Cal
 
     Coming<X, TOKENS, HEAD> q(call.q, p, 0), k(call.k, p, 0);
     Decays<TOKENS> g(call.g, p);
-    Pending behind;
+    Pending after;
     Coming<X, TOKENS, COLUMNS> v(call.v, p, p.block * COLUMNS), d(call.d_output, p, p.block * COLUMNS);
     auto ask = [&](int chunk) {
         q.ask(chunk, p.length), k.ask(chunk, p.length), g.ask(chunk, p.length), v.ask(chunk, p.length), d.ask(chunk, p.length);
     };
     auto put = [&](int turn, const float *kept) {
         q.put(in.q[turn], scale), k.put(in.k[turn]), v.put(in.v[turn]), d.put(in.d[turn]);
-        put_decays(in.past[turn], in.future[turn], g, recall(kept), behind);
+        put_decays(in.past[turn], in.future[turn], g, recall(kept), after);
     };
     // The lane's sums after shared_out: token vv / 4 of two and row vv % 4 of four.
     const int my_row = p.row + p.vv % 4, my_token = p.vv / 4;
@@ -174,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) penstock_wkv_bwd(const Cal
                         const int t = four + two + j;
                         auto qt = few<ROWS>(&in.q[turn][t][p.row]), kt = few<ROWS>(&in.k[turn][t][p.row]);
                         auto before_t = few<ROWS>(&in.past[turn][t][p.row]), past = few<ROWS>(&in.past[turn][t + 1][p.row]);
-                        auto future = few<ROWS>(&in.future[turn][t][p.row]), behind_t = few<ROWS>(&in.future[turn][t + 1][p.row]);
+                        auto future = few<ROWS>(&in.future[turn][t][p.row]), after_t = few<ROWS>(&in.future[turn][t + 1][p.row]);
                         auto vt = few<COLS>(&in.v[turn][t][COLS * p.vv]), dt = few<COLS>(&in.d[turn][t][COLS * p.vv]);
                         float e = 0.0f, bonus = 0.0f;
 #pragma unroll
@@ -185,7 +186,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) penstock_wkv_bwd(const Cal
                         for (int c = 0; c < COLS; c++) dv[c][two + j] = bonus * dt[c];
 #pragma unroll
                         for (int i = 0; i < ROWS; i++) {
-                            const Passing of_state = passing(before_t[i], past[i]), of_gradient = passing(behind_t[i], future[i]);
+                            const Passing of_state = passing(before_t[i], past[i]), of_gradient = passing(after_t[i], future[i]);
                             const float k_read = kt[i] * of_gradient.read, q_written = qt[i] * of_gradient.write;
                             float dq_ = 0.0f, dk_ = 0.0f, dg_ = 0.0f;
                             du_[i] += qt[i] * kt[i] * e;
@@ -202,7 +203,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) penstock_wkv_bwd(const Cal
                             dg_ *= of_gradient.read;
                             dg_ = negative(past[i]) ? -past[i] * (of_state.read * dg_) : past[i] * dg_;
                             of_q[4 * j + i] = dq_ * scale, of_k[4 * j + i] = dk_, of_g[4 * j + i] = dg_;
-                            if (STATIC && chunk * TOKENS + t < p.length) static_dg_[i] += dg_;  // padding is left out: its s and ds are not 0
+                            if (STATIC && chunk * TOKENS + t < p.length) static_dg_[i] += dg_;  // skip padding: its s and ds are not 0
                         }
                     }
                     const int t = chunk * TOKENS + four + two + my_token;
@@ -226,7 +227,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) penstock_wkv_bwd(const Cal
         __syncthreads();
         write_columns(call.dv, p, shares[begin % 2], begin);
     }
-    if (threadIdx.x < HEAD) in.future[0][0][threadIdx.x] = near_exponential(behind.sum);
+    if (threadIdx.x < HEAD) in.future[0][0][threadIdx.x] = near_exponential(after.sum);
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < ROWS; i++)

@@ -5,7 +5,7 @@
 constexpr float WEAK = -4.0f;
 constexpr float LOG2E = 1.4426950216f, LOG2E_REST = 1.9259629e-8f;
 
-__device__ inline float near_exponential(float x) { return exp2_near(x * LOG2E); }  // of small x
+__device__ inline float near_exponential(float x) { return exp2_near(x * LOG2E); }  // for small x
 
 // exp(x) for x <= 0: the error of exp2(x * LOG2E) grows with x.
 __device__ inline float exponential(float x) {
@@ -61,8 +61,8 @@ __device__ inline void apply(float (&S)[ROWS][COLS], const Few<ROWS> &sum) {
     }
 }
 
-// Loads the decays of one channel in a chunk of tokens (see Coming). Two threads share a channel: each loads all of its decays to sum them,
-// and writes factors for every other token.
+// Loads the decays of one channel in a chunk of tokens (see Coming). Two threads share a channel: each loads all of its decays to sum
+// them, and writes the factors of every second token.
 template <int TOKENS> struct Decays {
     static constexpr int MINE = TOKENS / 2;
     Channel<G> from;
@@ -80,7 +80,7 @@ template <int TOKENS> struct Decays {
     // The i-th token for which this thread writes factors.
     __device__ static int token(int i) { return 2 * i + threadIdx.x / HEAD; }
 
-    // Fill `before`, `after` and `own` with exponents of reads, writes and the state's rows, and add to what is pending.
+    // Fill `before`, `after` and `own` with exponents of reads, writes and the state's rows, and add to the pending decays.
     __device__ void exponents(Pending &pending) {
         const bool odd = threadIdx.x / HEAD;
         float sum = 0.0f;
@@ -96,7 +96,7 @@ template <int TOKENS> struct Decays {
         pending.add(sum);
     }
 
-    // Fill them with sums in loop order without and with the token's own decay, and the own decay; the sum over the chunk.
+    // Fill them with sums in loop order without and with the token's own decay, and with the own decay. Returns the sum over the chunk.
     template <bool BACKWARDS = false> __device__ float sums() {
         const bool odd = threadIdx.x / HEAD;
         float sum = 0.0f;
@@ -117,7 +117,7 @@ struct Passing {
 };
 
 // Shared memory holds for each token exp(pending + sum) if decays stay pending, else -exp(g). The factors of a token follow from its value
-// and from the value of the token before it in loop order; the value before a chunk is exp(pending).
+// and from the value of the previous token in loop order; the value before a chunk is exp(pending).
 __device__ inline Passing passing(float before, float own) {
     const float read = negative(before) ? 1.0f : before;
     return negative(own) ? Passing{-own * read, read, 1.0f} : Passing{1.0f, read, 1.0f / own};

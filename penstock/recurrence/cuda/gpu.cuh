@@ -24,12 +24,12 @@ __device__ inline void store(float16 *to, float x) { asm("cvt.rn.f16.f32 %0, %1;
 
 // Whether the sign is set, also of 0.
 __device__ inline bool negative(float x) { return __float_as_int(x) < 0; }
-// 2^x to 2^-22; 0 in place of subnormal numbers.
+// 2^x with a relative error of 2^-22; subnormal results are 0.
 __device__ inline float exp2_near(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
-// The x of the lane whose number differs in these bits.
+// The x of the lane whose index differs in these bits.
 __device__ inline float of_lane_across(float x, int bits) { return __shfl_xor_sync(0xffffffffu, x, bits); }

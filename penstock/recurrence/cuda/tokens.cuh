@@ -29,9 +29,9 @@ template <int N> struct alignas(4 * N) Few {
 };
 template <int N> __device__ inline Few<N> few(const float *from) { return *reinterpret_cast<const Few<N> *>(from); }
 
-struct Place {  // of a thread
+struct Place {  // the position of a thread
     int block, row, column, warp, kk, vv;
-    int n, h, b, length;    // sequence, head, row of the batch; how many tokens
+    int n, h, b, length;    // sequence, head, row of the batch; number of tokens
     long long begin, first; // the first token in memory and in time
     int step;               // token t of the sequence, in the order of its time, is first + t * step
 
@@ -64,10 +64,10 @@ template <typename T> __device__ inline Channel<T> channel(const Tensor &x, cons
 }
 
 // Loads a tensor's part of a chunk of tokens from global memory to shared memory through registers. The loads are issued one chunk ahead,
-// so that their latency overlaps with the computation of the previous chunk. Tokens behind the last are 0 and do not change the state.
+// so that their latency overlaps with the computation of the previous chunk. Tokens after the last are 0 and do not change the state.
 template <typename T, int TOKENS, int WIDTH> struct Coming {
     static constexpr int AT_ONCE = THREADS / WIDTH, TIMES = (TOKENS + AT_ONCE - 1) / AT_ONCE;
-    static constexpr bool ALL = TOKENS % AT_ONCE == 0;  // whether all threads load equally many elements
+    static constexpr bool ALL = TOKENS % AT_ONCE == 0;  // whether all threads load the same number of elements
     Channel<T> from;
     T held[TIMES];
 
@@ -88,8 +88,8 @@ template <typename T, int TOKENS, int WIDTH> struct Coming {
     __device__ static int token(int i) { return i * AT_ONCE + threadIdx.x / WIDTH; }
 };
 
-// Sums of x[0..N) over N lanes that are STRIDE apart, by shuffles that halve the number of values: lane number `mine` gets the sum
-// of x[mine].
+// Sums of x[0..N) over N lanes with a distance of STRIDE, by shuffles that halve the number of values: lane `mine` gets the sum of
+// x[mine].
 template <int N, int STRIDE> __device__ inline float shared_out(float (&x)[N], int mine) {
 #pragma unroll
     for (int half = N / 2; half; half /= 2) {
@@ -131,7 +131,7 @@ __device__ inline void advance(float (&S)[ROWS][COLS], const Few<ROWS> &factor, 
         for (int c = 0; c < COLS; c++) S[i][c] = S[i][c] * factor[i] + k[i] * v[c];
 }
 
-// Sum the shares of the warps and write the sums, one element per thread and iteration.
+// Add the partial sums of the warps and write the totals, one element per thread and iteration.
 template <int TOKENS>
 __device__ inline void write_columns(const Tensor &to, const Place &p, const float (&shares)[WARPS][TOKENS][COLUMNS], int chunk) {
     for (int i = threadIdx.x; i < TOKENS * COLUMNS; i += THREADS) {

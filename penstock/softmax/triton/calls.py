@@ -1,4 +1,4 @@
-"""What the forms of softmax attention share: a call on a GPU, its numbers, and the memory of its results."""
+"""Shared by the forms of softmax attention: a call on a GPU, its numbers, and the memory of its results."""
 
 from __future__ import annotations
 

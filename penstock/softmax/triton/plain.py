@@ -22,7 +22,7 @@ KERNELS = {
     "by_queries": backward_kernels.penstock_attention_bwd_dq,
 }
 ROWS = 32
-"""Of a program of ``deltas``."""
+"""Rows per program of ``deltas``."""
 
 
 class KernelConfig(NamedTuple):
@@ -48,7 +48,7 @@ def config(kernel: str, D: int, size: int, target: Target) -> KernelConfig:
 
 
 def _half(kernel: str, D: int, measured: bool) -> KernelConfig:
-    """For 16-bit inputs: ``measured`` on an sm_90 for heads of 64 and 128, else chosen by free registers."""
+    """The configuration for 16-bit inputs: ``measured`` on an sm_90 for heads of 64 and 128, else chosen by free registers."""
     stages = 3 if measured else 2
     if kernel == "forward":
         if D <= 64:
@@ -60,7 +60,7 @@ def _half(kernel: str, D: int, measured: bool) -> KernelConfig:
 
 
 def _whole(kernel: str, D: int) -> KernelConfig:
-    """For float32: a product is three TF32 products, so tiles are small. Chosen by free registers on an sm_90."""
+    """The configuration for float32: a product is three TF32 products, so tiles are small. Chosen by free registers on an sm_90."""
     if D <= 64:
         return KernelConfig(32, 32, 4, 2) if kernel == "by_keys" else KernelConfig(64, 32, 4, 1)
     return KernelConfig(32, 32, 8, 1) if D <= 128 else KernelConfig(16, 16, 4, 1)
@@ -74,13 +74,13 @@ def shared_bytes(kernel: str, b: KernelConfig, D: int, size: int) -> int:
     stays = {"forward": b.BM, "by_keys": 2 * b.BN, "by_queries": 2 * b.BM}[kernel]
     moves = b.BM if kernel == "by_keys" else b.BN
     weights = 2 if kernel == "forward" else 4
-    # q in both layouts; 16-bit tiles are transposed on the way to registers, except for few keys (sm_86: 32 of D = 256)
+    # q in both layouts; 16-bit tiles are transposed when loaded to registers, except for few keys (sm_86: 32 for D = 256)
     turned = moves * (kernel == "by_keys" and (size == 4 or b.BN <= 32))
     return size * (D * (stays + 2 * moves * b.stages + turned) + weights * b.BM * b.BN) + 2048  # barriers, exponents
 
 
 def precision(dtype: torch.dtype, target: Target) -> str:
-    """16-bit operands are multiplied as they are ("half"), float32 as in the kernels of the recurrence."""
+    """The precision of products: 16-bit operands as they are ("half"), float32 as in the kernels of the recurrence."""
     if dtype != torch.float32:
         return "ieee" if target.interpreted else "half"
     return precision_of(dtype, target)

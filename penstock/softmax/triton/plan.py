@@ -1,4 +1,4 @@
-"""The ordered lists of forms of softmax attention, and the plan of a pass: that of the first that neither refuses nor avoids the call."""
+"""The ordered lists of forms of softmax attention. A pass is planned by the first form that neither refuses nor avoids the call."""
 
 from __future__ import annotations
 

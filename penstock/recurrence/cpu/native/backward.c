@@ -2,11 +2,11 @@
  *
  *     dq_t = scale dO_t S_t^T  (previous: S_{t-1})      dk_t = v_t dS_t^T      dv_t = k_t dS_t      dg_t = exp(g_t) rowsum(S_{t-1} o dS_t)
  *
- * From chunk to chunk, states (forward in time, kept as checkpoints) and their gradients (backward) take one step, with decays pending:
- * thousands of tokens round them once a chunk. Within a chunk both go token by token, starting from there.
+ * Between chunks, states (forward in time, stored as checkpoints) and their gradients (backward) take one step per chunk, with pending
+ * decays, so they are rounded once per chunk. Within a chunk both are computed token by token from there.
  *
  * A unit of work is one (sequence, head); threads take units from a shared counter. Sums over time that leave a unit (du, dg of a
- * constant decay) are kept in double. Compiled once per target: LANES floats to a register, SUFFIX behind the names. */
+ * constant decay) are double. Compiled once per target, with LANES floats per register and SUFFIX appended to names. */
 #include "problem.h"
 
 #define BACKWARD_BLOCK 4096 /* floats of state in a block of columns: CHUNK states of them fit a 512 KiB second-level cache */
@@ -17,8 +17,8 @@ typedef struct { float *q, *k, *g, *v; } gradient_rows;
 /* The step of a chunk: rows that it adds, decayed up to its far end [CHUNK, Kp]; the factor of the state, and that of the rows. */
 typedef struct { float *rows, *whole, *write; } chunk_step;
 
-/* Rows x of `count` tokens times the decays ahead of them: up to the end of the chunk or, backwards in time, its beginning; with the
- * token's own decay if `own`. The decays of the whole chunk become pending. */
+/* Rows x of `count` tokens times the decays after them in loop order: up to the end of the chunk or, backwards in time, its beginning;
+ * with the token's own decay if `own`. The decays of the whole chunk become pending. */
 static void prepare_step(chunk_step to, pending p, const float *x, const float *g, int64_t count, int64_t Kp, int backwards, int own,
                          int leaves) {
     for (int64_t d = 0; d < Kp; d += LANES) {
@@ -51,7 +51,7 @@ INLINE void step_rows(const float *from, float *to, int64_t width, int64_t d, in
         }
 }
 
-/* The state behind a chunk from the one before it, or their gradients the other way. */
+/* The state after a chunk from the state before it; for gradients, the reverse. */
 static void step_chunk(const float *from, float *to, int64_t width, int64_t K, int64_t Kp, chunk_step p, const float *y, int64_t columns,
                        int64_t count) {
     int64_t d = 0;
@@ -141,13 +141,13 @@ static void retreat(const float *before, float *dS, int64_t width, int64_t K, co
 typedef struct {
     int64_t Kp, columns, blocks, tile, state; /* floats of a block of columns, and of all blocks */
     float *checkpoints, *reads;               /* states before chunks with pending decays, and their factors of reads [chunks, Kp] */
-    float *dS, *d_reads;                      /* the same for the gradient behind a chunk */
-    float *states, *d_state;                  /* within a chunk, of one block: before every token; behind one */
+    float *dS, *d_reads;                      /* the same for the gradient after a chunk */
+    float *states, *d_state;                  /* within a chunk, of one block: before every token; after one */
     float *w, *u;                             /* exp(g) [CHUNK, Kp]; the bonus */
     chunk_rows r;
     gradient_rows to;
     chunk_step step;
-    pending before, behind;
+    pending before, after;
 } workspace;
 
 static float *make_workspace(workspace *m, const problem *p, int64_t chunks) {
@@ -165,7 +165,7 @@ static float *make_workspace(workspace *m, const problem *p, int64_t chunks) {
     m->reads = take(&rest, chunks * Kp), m->d_reads = take(&rest, Kp), m->u = take(&rest, Kp);
     m->step.whole = take(&rest, Kp), m->step.write = take(&rest, Kp);
     for (int64_t d = 0; d < Kp; d++) m->step.whole[d] = m->step.write[d] = 1;
-    m->before = pending_at(take(&rest, 3 * Kp), Kp), m->behind = pending_at(take(&rest, 3 * Kp), Kp);
+    m->before = pending_at(take(&rest, 3 * Kp), Kp), m->after = pending_at(take(&rest, 3 * Kp), Kp);
     return memory;
 }
 
@@ -181,7 +181,7 @@ static float dot(const float *a, const float *b, int64_t n) { /* over whole vect
     return sum_lanes(total);
 }
 
-/* dg of one token, or its share in that of a constant decay. */
+/* dg of one token, or its term in that of a constant decay. */
 static void finish_decay(const problem *p, const sequence *s, int64_t t, int64_t h, const float *dg, double *constant_dg) {
     if (p->constant_decay) {
         for (int64_t d = 0; d < p->K; d++) constant_dg[d] += dg[d];
@@ -254,16 +254,16 @@ static void backward_chunk(const problem *p, const sequence *s, int64_t n, int64
     if (decays) exp_row(m->w, m->r.g, count * Kp);
     for (int64_t i = 0; i < count * Kp; i++) m->to.q[i] = m->to.k[i] = m->to.g[i] = 0;
     memset(m->to.v, 0, (size_t)(CHUNK * m->columns * m->blocks) * 4);
-    memcpy(m->d_reads, m->behind.read, (size_t)Kp * 4);
+    memcpy(m->d_reads, m->after.read, (size_t)Kp * 4);
     chunk_step step = m->step;
-    if (decays) prepare_step(step, m->behind, m->r.q, m->r.g, count, Kp, 1, !previous, c == 0);
+    if (decays) prepare_step(step, m->after, m->r.q, m->r.g, count, Kp, 1, !previous, c == 0);
     else step.rows = m->r.q;
     for (int64_t b = 0; b < m->blocks; b++) {
         int64_t width = padded(width_of(p, m, b));
         const float *first = m->checkpoints + c * m->state + b * m->tile;
-        float *behind = m->dS + b * m->tile;
+        float *after = m->dS + b * m->tile;
         if (decays) first = apply(first, m->states, width, K, m->reads + c * Kp);
-        apply(behind, m->d_state, width, K, m->d_reads);
+        apply(after, m->d_state, width, K, m->d_reads);
         for (int64_t i = 0; i < count; i++) {
             int64_t at = i * Kp, row = (b * CHUNK + i) * m->columns;
             float *S = m->states + i * m->tile;
@@ -276,7 +276,7 @@ static void backward_chunk(const problem *p, const sequence *s, int64_t n, int64
             retreat(S, m->d_state, width, K, m->r.q + at, m->r.k + at, m->w + at, m->r.v + row, m->r.d_out + row, m->to.k + at,
                     m->to.g + at, m->to.v + row, decays, previous);
         }
-        step_chunk(behind, behind, width, K, Kp, step, m->r.d_out + b * CHUNK * m->columns, m->columns, count);
+        step_chunk(after, after, width, K, Kp, step, m->r.d_out + b * CHUNK * m->columns, m->columns, count);
     }
     finish_chunk(p, s, n, h, c * CHUNK, count, m);
 }
@@ -302,7 +302,7 @@ void NAME(penstock_backward_, SUFFIX)(problem *p) {
         if (p->u.data) load_row(m.u, &p->u, h * p->u.stride[0], p->u.stride[1], p->K);
         load_constant_decay(p, h, m.Kp, &m.r);
         keep_states(p, &s, n, h, chunks, &m);
-        nothing_pending(m.behind, m.Kp);
+        nothing_pending(m.after, m.Kp);
         for (int64_t b = 0; b < m.blocks; b++) {
             int64_t width = width_of(p, &m, b);
             load_state((tile){m.dS + b * m.tile, padded(width)}, &p->d_final_state, n, h, p->K, b * m.columns, width);

@@ -1,7 +1,7 @@
-/* Log decays: their exponentials, and sums of them that are pending, that is not yet multiplied into the state.
+/* Log decays: their exponentials, and pending sums of them, which are not yet multiplied into the state.
  *
  * With pending decays a row of the state is exp(sum) times what is stored: reads are multiplied by exp(sum), writes by exp(-sum), and
- * the row itself by exp(sum) once the sum is below -0.5. So a weak decay rounds the state once in half a nat and not at every token:
+ * the row itself by exp(sum) once the sum is below -0.5. So weak decays round the state once per half a nat, not at every token:
  * multiplied by 1 - 3e-8 token by token, a float32 state would round back to itself each time. Strong decays are applied at once. */
 #ifndef PENSTOCK_DECAY_H
 #define PENSTOCK_DECAY_H
@@ -56,7 +56,7 @@ INLINE addition add_decay(pending p, int64_t d, vec g, float limit) {
     return (addition){sum, stays, e, splat(1) / read};
 }
 
-/* Where the state leaves the pass, all sums are applied. */
+/* A limit with which all sums are applied, for the end of a pass. */
 INLINE float limit_of(int leaves) { return leaves ? __builtin_inff() : -0.5f; }
 
 /* Sums in 3 Kp floats of memory. */

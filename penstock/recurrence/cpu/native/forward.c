@@ -7,10 +7,10 @@
  * A unit of work is one sequence, a few heads and one block of value columns. Threads take units from a shared counter, which balances
  * sequences of different lengths. The state of a block, [K, columns], stays in a cache near the core.
  *
- * Compiled once per target: LANES floats to a register, SUFFIX behind the names. */
+ * Compiled once per target, with LANES floats per register and SUFFIX appended to names. */
 #include "problem.h"
 
-#define FORWARD_BLOCK 16384 /* floats of state held while tokens pass, in the second-level cache: a group of tokens touches each once */
+#define FORWARD_BLOCK 16384 /* floats of state that stay in the second-level cache; each group of tokens touches each once */
 
 /* Cache lines to prefetch. Rows of one head are H rows apart, a page or more: too far for the hardware prefetcher. Prefetches are
  * interleaved with the arithmetic, because a burst fills the few line-fill buffers and stalls. */
@@ -51,7 +51,7 @@ static inline tile in_place(const tensor *x, int64_t n, int64_t h, int64_t colum
  * the same way at every decode step, and its error would grow from step to step. */
 typedef struct { float *a; int32_t *keep; } factors;
 
-typedef struct { vec a; ivec keep; } factor; /* of one channel, on every lane */
+typedef struct { vec a; ivec keep; } factor; /* of one channel, in every lane */
 INLINE factor factor_of(factors w, int64_t d) { return (factor){splat(w.a[d]), isplat(w.keep[d])}; }
 INLINE vec decayed(vec s, factor w) { return s * w.a + (vec)((ivec)s & w.keep); }
 
@@ -60,12 +60,12 @@ INLINE vec decayed(vec s, factor w) { return s * w.a + (vec)((ivec)s & w.keep); 
  *
  *     o_i = (q_i W_i read) S + sum_{j<=i} A_ij v_j          S <- w S + sum_j (k_j D_j write)^T v_j
  *
- * so that a state element is loaded, multiplied and stored once for 4 tokens. w, read (before the group) and write (behind it)
- * are those of pending decays. */
+ * so that a state element is loaded, multiplied and stored once for 4 tokens. w, read (before the group) and write (after it)
+ * are the factors of pending decays. */
 #define GROUP 4
 
-/* What a group does to `channels` rows of the state from row d on, over a strip of `vectors` vectors. Channels of a pair share the
- * loads of v. */
+/* Applies a group to `channels` rows of the state from row d on, over a strip of `vectors` vectors. Channels of a pair share the loads
+ * of v. */
 INLINE void pass_channels(tile from, tile to, int64_t d, int64_t Kp, const float *q, const float *k, factors w, const float *v,
                           vec out[GROUP][8], int64_t columns, const int channels, const int tokens, const int vectors, const int decays) {
     const int together = tokens == 1 ? 1 : vectors; /* vectors whose chains of additions are in flight at once */
@@ -134,7 +134,7 @@ static void pass_group(tile from, tile to, int64_t width, int64_t K, int64_t Kp,
 }
 
 /* Turns rows q, k of a group into q W read and k D write, the state's factors into `total`, and A v into the output rows. `leaves`:
- * whether the state leaves the pass behind this group. */
+ * whether the state leaves the pass after this group. */
 INLINE void prepare(float *q, float *k, const float *g, const float *w, const float *u, pending p, int leaves, factors total, int64_t Kp,
                     const float *v, float *o, int64_t columns, int64_t width, const int tokens, const int decays, const int previous) {
     vec A[GROUP][GROUP] = {}; /* before the lanes are summed */
@@ -223,7 +223,7 @@ void NAME(penstock_forward_, SUFFIX)(problem *p) {
         int64_t slot = p->slots ? p->slots[n] : n;
         if (slot < 0) continue;
         if (p->advance && !s.length) continue;
-        int64_t whole = p->advance ? s.length / PIECE * PIECE : s.length; /* tokens before those that are taken one by one */
+        int64_t whole = p->advance ? s.length / PIECE * PIECE : s.length; /* tokens before those that are processed one by one */
         for (int64_t chunk = 0; chunk < s.length || chunk == 0; chunk += CHUNK)
             for (int64_t h = first; h < last; h++) {
                 int64_t tokens = s.length - chunk < CHUNK ? s.length - chunk : CHUNK;
@@ -250,7 +250,7 @@ void NAME(penstock_forward_, SUFFIX)(problem *p) {
                     float *q = r.q + i * Kp, *k = r.k + i * Kp, *v = r.v + i * columns, *o = out + i * columns;
                     int more = h + 1 < last; /* else the first head again, a chunk later */
                     wanted f = want_tokens(p, &s, more ? h + 1 : first, chunk + i + (more ? 0 : CHUNK), group, column, count);
-                    /* The state leaves the pass, with all decays applied: at the end and, in place, behind each piece. */
+                    /* The state leaves the pass, with all decays applied: at the end and, in place, after each piece. */
                     int leaves = t == s.length || (p->advance && (t % PIECE == 0 || t > whole));
                     prepare_group(q, k, r.g + i * Kp, w + i * Kp, u, before, leaves, total, Kp, v, o, columns,
                                   width, (int)group, decays, previous);

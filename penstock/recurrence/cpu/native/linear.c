@@ -5,10 +5,10 @@
  *
  * A unit of work is a few rows of W. Threads take units from a shared counter.
  *
- * Compiled once per target: LANES floats to a register, REGISTERS of them, SUFFIX behind the names. */
+ * Compiled once per target, with LANES floats per register, REGISTERS registers, and SUFFIX appended to names. */
 #include "problem.h"
 
-#define ROWS 4                  /* of x in a tile */
+#define ROWS 4                  /* rows of x in a tile */
 #define OUTPUTS (REGISTERS / 5) /* rows of W in a tile: ROWS * OUTPUTS sums, OUTPUTS vectors of W and one of x are in registers */
 #define UNIT 32768              /* weights in a unit of work */
 #define UNROLL _Pragma("clang loop unroll(full)")
@@ -56,8 +56,8 @@ INLINE void multiply(sums sum, const char *w, int64_t row, const float *x, int64
     }
 }
 
-/* Outputs n to n + outputs of tokens m to m + rows. Rows of x are float32, padded with zeros to whole vectors. The first tokens prefetch the
- * rows of W behind these. */
+/* Outputs n to n + outputs of tokens m to m + rows. Rows of x are float32, padded with zeros to whole vectors. The first tokens prefetch
+ * the next rows of W. */
 INLINE void multiply_tile(const product *p, const float *x, int64_t m, int64_t n, int rows, int outputs, int dtype) {
     int64_t K = p->K, Kp = padded(K), whole = K / LANES * LANES, size = dtype == FLOAT32 ? 4 : 2, row = p->weight_row * size;
     const char *w = (const char *)p->weight + n * row;

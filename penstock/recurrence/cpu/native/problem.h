@@ -5,7 +5,7 @@
 #include "decay.h"
 #include <stdlib.h>
 
-#define CHUNK 16 /* tokens loaded at once; also those between checkpoints in the backward pass */
+#define CHUNK 16 /* tokens loaded at once; also the distance of checkpoints in the backward pass */
 #define PIECE 64 /* tokens of an update in place between roundings of the state, as in advance.py; a multiple of CHUNK */
 #define JOIN(a, b) a##b
 #define NAME(a, b) JOIN(a, b)
@@ -21,7 +21,7 @@ typedef struct {
     int64_t advance;                                                   /* initial_state and final_state are one pool, updated in place */
     int64_t threads;
     double scale;
-    int64_t next;                                                      /* the unit of work to be taken next */
+    int64_t next;                                                      /* the next unit of work */
     int64_t out_of_memory;                                             /* set if a thread could not allocate its scratch */
 } problem;
 
@@ -60,20 +60,20 @@ static inline void store_state(const tensor *x, int64_t n, int64_t h, int64_t K,
         store_row(x, offset(x, n, h, d) + column * x->stride[3], x->stride[3], S.data + d * S.row, columns);
 }
 
-/* Columns of the states in a block that has so many floats. */
+/* Columns of the states in a block of this many floats. */
 static inline int64_t block_columns(int64_t K, int64_t V, int64_t floats) {
     int64_t columns = floats / K / LANES * LANES;
     return columns < LANES ? LANES : columns > padded(V) ? padded(V) : columns;
 }
 
-/* Memory on cache lines: a vector that straddles two costs twice. */
+/* Memory aligned to cache lines: a vector that straddles two costs twice. */
 static inline float *scratch_of(int64_t floats) { return aligned_alloc(64, ((size_t)floats * 4 + 63) / 64 * 64); }
 
-#define STAGGER 16 /* floats behind arrays of rows: 4096 bytes apart, the rows of a token would all contend for one set of the first-level cache */
+#define STAGGER 16 /* floats after arrays of rows: 4096 bytes apart, the rows of a token would contend for one set of the L1 cache */
 
 INLINE float *take(float **scratch, int64_t n) { float *p = *scratch; *scratch += n; return p; }
 
-static inline unsigned flush_denormals(void) { /* a state that fades away must not slow the processor down */
+static inline unsigned flush_denormals(void) { /* subnormal numbers of a decaying state would be slow */
 #ifdef __x86_64__
     unsigned old = __builtin_ia32_stmxcsr();
     __builtin_ia32_ldmxcsr(old | 0x8040);
