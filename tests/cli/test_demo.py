@@ -83,7 +83,8 @@ def test_absent_and_refusing_implementations_take_one_line(lines, monkeypatch, a
 
 @pytest.mark.parametrize("reason", [None, "torch sees no GPU here"])
 def test_softmax_kernels_are_absent_without_a_gpu(monkeypatch, reason):
-    triton = replace(SOFTMAX.named("triton"), available=lambda: reason, refuses=lambda problem, mode: "its tensors are on cpu")
+    refused = {"refuses": lambda problem, mode: "its tensors are on cpu", "forms": lambda: ()}
+    triton = replace(SOFTMAX.named("triton"), available=lambda: reason, **refused)
     monkeypatch.setattr(SOFTMAX, "implementations", (triton, SOFTMAX.named("sdpa"), SOFTMAX.named("reference")))
     found = [one for one in findings(TRIALS[2:], (torch.float32,)) if one.implementation == "triton"]
     wanted = {"its tensors are on cpu"} if reason is None else {reason}
