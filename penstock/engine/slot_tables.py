@@ -10,7 +10,6 @@ from array import array
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -133,5 +132,5 @@ def masks(rows: Items[Row], vocab_size: int) -> bytearray:
 
 def _rounded_up(x: float) -> float:
     """The least float32 that is not below x: a float32 weight is at least x if it is at least this."""
-    found = np.float32(x)
-    return float(found if found >= x else np.nextafter(found, np.float32(math.inf)))
+    found = torch.tensor(x, dtype=torch.float64).float()
+    return float(found if float(found) >= x else torch.nextafter(found, torch.tensor(math.inf)))

@@ -67,7 +67,7 @@ def test_the_state_of_a_prompt_continues(size, tmp_path):
         state = engine.load_state(tmp_path / "a")
         assert run(engine, engine.submit(more, SamplingParams(max_tokens=9, temperature=0), state=state)).tokens == wanted
     if size % 64 == 0:
-        with pytest.raises(ShapeError, match="prompt must be at least one token behind a state"):
+        with pytest.raises(ShapeError, match="prompt must be at least one token after a state"):
             engine.submit((), state=state)
     else:
         whole = engine.generate([prompt], SamplingParams(max_tokens=9, temperature=0))[0]
