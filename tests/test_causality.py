@@ -20,7 +20,7 @@ from penstock.gpu.target import Target
 from penstock.recurrence.cuda import launch
 from penstock.recurrence.operators import RECURRENCE
 from penstock.recurrence.triton import in_place, plan
-from penstock.recurrence.triton.forms import walks_hopper
+from penstock.recurrence.triton.forms import scalars_sm90
 from penstock.recurrence.variants import VARIANTS
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")
@@ -205,7 +205,7 @@ SAMPLED = [pytest.param(number, *pair, marks=[pytest.mark.slow] * (number % 4 > 
 @pytest.fixture(autouse=True)
 def _on_this_machine(monkeypatch):
     """Few sequences take the walks over scalar decays on Hopper; the CUDA kernels are emulated."""
-    monkeypatch.setattr(walks_hopper, "WALKS", 1)
+    monkeypatch.setattr(scalars_sm90, "WALKS", 1)
     monkeypatch.setattr(launch, "run", emulated.run)
 
 

@@ -50,10 +50,10 @@ def absent(target: Target) -> str | None:
 
 @cache
 def modules(package: str | None, *names: str) -> tuple[Any, ...] | None:
-    """Modules of a package, by default ``hopper_forward`` and ``hopper_backward``; None ``without_gluon``."""
+    """Modules of a package; None ``without_gluon``."""
     if without_gluon() is not None:
         return None
-    return tuple([import_module("." + name, package) for name in names or ("hopper_forward", "hopper_backward")])
+    return tuple([import_module("." + name, package) for name in names])
 
 
 def tiled(x: Tensor) -> bool:

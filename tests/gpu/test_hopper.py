@@ -31,20 +31,21 @@ def another_triton(monkeypatch):
     forget()
 
 
-PACKAGES = ("penstock.recurrence.triton", "penstock.softmax.triton")
+PACKAGES = {"penstock.recurrence.triton.sm90": "channel_forward", "penstock.softmax.triton.sm90": "forward"}
+"""Packages, and a module of each."""
 
 
 @needs_gluon
 def test_kernels_in_gluon_follow_the_version(another_triton):
     for text, used in (("3.5.1", False), ("3.6.0", True), ("3.7.1+git1", True), ("3.9.0", True)):
         another_triton(text)
-        assert [hopper.modules(package) is not None for package in PACKAGES] == [used, used]
+        assert [hopper.modules(*one) is not None for one in PACKAGES.items()] == [used, used]
 
 
 def test_a_newer_triton_warns_once_and_plain_kernels_run(another_triton):
     another_triton("3.10.0")
     with pytest.warns(UserWarning, match="penstock: triton 3.10 is newer than 3.9") as warned:
-        assert [hopper.modules(package) for package in PACKAGES] == [None, None]
+        assert [hopper.modules(*one) for one in PACKAGES.items()] == [None, None]
     assert len(warned) == 1
 
 
@@ -55,8 +56,8 @@ def test_modules_that_fail_to_import_raise(another_triton, monkeypatch, error):
 
     another_triton("3.7.1")
     monkeypatch.setattr(hopper, "import_module", fails)
-    with pytest.raises(error, match="hopper_forward"):
-        hopper.modules("penstock.recurrence.triton")
+    with pytest.raises(error, match="channel_forward"):
+        hopper.modules("penstock.recurrence.triton.sm90", "channel_forward")
 
 
 @needs_gluon

@@ -155,18 +155,18 @@ def test_the_first_form_that_takes_a_call_runs(target):
 def test_forms_that_are_wanted_run_where_they_can():
     """``Target.forms`` overrides what is faster, not what is possible."""
     few = without_memory("simple_gla", Shape(1, 200, 2, 64, 64), torch.bfloat16).problem()
-    wanted = H200._replace(forms=frozenset(["walk_fwd_hopper", "walk_bwd_hopper"]))
+    wanted = H200._replace(forms=frozenset(["scalar_fwd_sm90", "scalar_bwd_sm90"]))
     assert plan.chunk_forward_plan(few, H200).forms[0] == "chunk_fwd"
-    assert plan.chunk_forward_plan(few, wanted).forms == ["walk_fwd_hopper"]
-    assert plan.chunk_backward_plan(few, few.v, None, wanted).forms[0] == "walk_bwd_hopper"
+    assert plan.chunk_forward_plan(few, wanted).forms == ["scalar_fwd_sm90"]
+    assert plan.chunk_backward_plan(few, few.v, None, wanted).forms[0] == "scalar_bwd_sm90"
     other = without_memory("gla", Shape(1, 200, 2, 64, 64), torch.bfloat16).problem()
-    assert plan.chunk_forward_plan(other, wanted).forms == plan.chunk_forward_plan(other, H200).forms == ["chunk_fwd_hopper"]
+    assert plan.chunk_forward_plan(other, wanted).forms == plan.chunk_forward_plan(other, H200).forms == ["channel_fwd_sm90"]
 
 
 EXPLAINED = {
-    "chunk_fwd_hopper": ("gla", Shape(8, 2048, 32, 64, 64), "K of a block must be", {"K": 96}),
-    "chunk_walk_fwd_hopper": ("gla", Shape(8, 2048, 4, 256, 512), "V must be a multiple of 64, this is 80", {"V": 80}),
-    "walk_fwd_hopper": ("simple_gla", Shape(8, 2048, 32, 64, 64), "slower with fewer than 132 programs", {"B": 1}),
+    "channel_fwd_sm90": ("gla", Shape(8, 2048, 32, 64, 64), "K of a block must be", {"K": 96}),
+    "chunk_scalar_fwd_sm90": ("gla", Shape(8, 2048, 4, 256, 512), "V must be a multiple of 64, this is 80", {"V": 80}),
+    "scalar_fwd_sm90": ("simple_gla", Shape(8, 2048, 32, 64, 64), "slower with fewer than 132 programs", {"B": 1}),
 }
 
 
@@ -187,7 +187,7 @@ def test_explain_names_the_forms_that_run():
     runs = {mode: [one.name for one in found if one.reason is None] for mode, found in walk.forms.items()}
     assert runs == {"forward": ["chunk_fwd"], "backward": ["chunk_bwd_groups", "segment_sums"]}
     assert "backward: chunk_bwd_groups: runs" in str(walk)
-    assert "forward: walk_fwd_hopper, chunk_walk_fwd_hopper, chunk_fwd_hopper: refuses: its code is for sm_90" in str(walk)
+    assert "forward: scalar_fwd_sm90, chunk_scalar_fwd_sm90, channel_fwd_sm90: refuses: its code is for sm_90" in str(walk)
     wide = torch.randn(1, 3, 1, 300)
     walk = ps.explain("linear_attention", wide, wide, wide, impl="triton_chunkwise")
     assert {one.part for one in walk.forms["forward"]} == {"forward of 256 key channels", "forward of 44 key channels"}

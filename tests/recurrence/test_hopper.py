@@ -10,7 +10,7 @@ from penstock.gpu.hopper import without_gluon
 from penstock.gpu.target import Target
 from penstock.recurrence.operators import RECURRENCE
 from penstock.recurrence.triton import plan
-from penstock.recurrence.triton.forms import hopper
+from penstock.recurrence.triton.forms import sm90
 from penstock.recurrence.triton.table import KernelConfig, Key
 from penstock.tune.passes import without_memory
 from penstock.verify.inputs import Shape
@@ -26,7 +26,7 @@ def problem_of(variant, shape, dtype=BFLOAT16):
 
 
 def kernels_of(made):
-    return [launch.kernel.fn.__module__.rpartition(".")[2] for launch in made.launches]
+    return [launch.kernel.fn.__module__.partition(".triton.")[2].removeprefix("portable.") for launch in made.launches]
 
 
 def gla(q, k, v, g, reverse=False):
@@ -52,16 +52,16 @@ def backward(problem, target=H200, states=None):
 def test_launches_of_hopper_and_plain_kernels(variant, size, dtype):
     """In float16 and float32 states between chunks are float32. Heads of 128 of float32 are two blocks of 64 key channels."""
     problem = problem_of(variant, f"8,2048,32,{size}", dtype)
-    blocks, states, last = [], "hopper_segments", ["hopper_backward"]
+    blocks, states, last = [], "sm90.segments", ["sm90.channel_backward"]
     if dtype == FLOAT32:
-        states, blocks, last = "segments", ["blocks"] * (size > 64), ["hopper_backward_parts", *["values"] * (size > 64)]
-    assert forward(problem) == ["hopper_forward", *blocks]
+        states, blocks, last = "segments", ["blocks"] * (size > 64), ["sm90.channel_backward_float32", *["values"] * (size > 64)]
+    assert forward(problem) == ["sm90.channel_forward", *blocks]
     assert backward(problem) == [states, states, *last]
     made = planned(problem, keep=True)
     shape, stored = made.memory["chunk_states"]
     assert stored == (BFLOAT16 if dtype == BFLOAT16 else FLOAT32)
     kept = torch.empty(*shape, dtype=stored, device="meta")
-    assert kept.shape == (8 * 2048 // hopper.C, 32, size, size)
+    assert kept.shape == (8 * 2048 // sm90.C, 32, size, size)
     assert backward(problem, states=kept) == [states, *last]
 
 
@@ -73,7 +73,7 @@ def test_strides_of_decays_that_are_constants_of_kernels_fit_32_bits(shape):
     far = problem.g.as_strided((B, T, H, K), (T * 2**25, 2**25, K, 1))
     problem = problem.with_tensors({"g": far})
     assert backward(problem)[-2:] == ["chunk_backward"] * 2
-    assert "hopper_forward" in forward(problem)
+    assert "sm90.channel_forward" in forward(problem)
     assert all(launch.wide for launch in plan.chunk_backward_plan(problem, problem.v, None, H200).launches[-2:])
 
 
@@ -82,17 +82,17 @@ def test_blocks_of_float32(size, blocks, values):
     """A head of up to 256 key channels is blocks of 64; another launch computes dv unless there is one block of keys and of values."""
     problem = problem_of("gla", f"8,2048,32,{size}", FLOAT32)
     made = planned(problem)
-    assert kernels_of(made) == ["hopper_forward", *["blocks"] * (blocks > 1)]
+    assert kernels_of(made) == ["sm90.channel_forward", *["blocks"] * (blocks > 1)]
     assert made.launches[0].grid == 8 * 32 * blocks * values
     found = plan.chunk_backward_plan(problem, problem.v, None, H200).at(problem.sizes)
-    assert kernels_of(found)[-2:] == ["hopper_backward_parts", "values"]
+    assert kernels_of(found)[-2:] == ["sm90.channel_backward_float32", "values"]
     assert found.launches[-2].grid == 8 * 32 * 32 * blocks
     assert found.memory["weights"] == ((8 * 32, 32, blocks, 64, 64), FLOAT32)
 
 
 def test_float32_segments_fill_each_multiprocessor_once():
     """One program fits on a multiprocessor, and blocks of channels have programs of their own."""
-    assert forward(problem_of("gla", "4,2048,16,128", FLOAT32)) == ["hopper_forward", "blocks"]
+    assert forward(problem_of("gla", "4,2048,16,128", FLOAT32)) == ["sm90.channel_forward", "blocks"]
     assert forward(problem_of("gla", "1,2048,16,128", FLOAT32))[:2] == ["segments", "segments"]
 
 
@@ -122,7 +122,7 @@ def test_whole_packed_sequences_have_no_more_programs_than_there_are():
     q, k, v, g = (torch.empty(1, 8192, 128, 64, dtype=BFLOAT16, device="meta") for _ in range(4))
     problem = RECURRENCE.checked("gla", (q, k, v, g, None, torch.empty(4, dtype=torch.int64, device="meta"), None), (None, False, True))
     made = plan.chunk_backward_plan(problem, problem.v, None, H200).at(problem.sizes)
-    assert kernels_of(made)[:2] == ["hopper_segments"] * 2
+    assert kernels_of(made)[:2] == ["sm90.segments"] * 2
     assert [one.grid for one in made.launches[:2]] == [3 * 128] * 2
     made = plan.chunk_backward_plan(problem, problem.v, None, H200._replace(arch="sm_80")).at(problem.sizes)
     assert kernels_of(made)[:2] == ["segments"] * 2
@@ -141,17 +141,17 @@ def test_walks_without_decays_per_channel():
     """Heads of 64 value channels and 64 or 128 key channels, if there are enough sequences and heads."""
     plain = ["segments", "segments", "chunk_backward"]
     for variant, K in itertools.product(("linear_attention", "retention", "simple_gla"), (64, 128)):
-        walks = ["segments", "hopper_walk_backward" if K == 64 else "hopper_walk_backward_wide"]
+        walks = ["segments", "sm90.scalar_backward" if K == 64 else "sm90.scalar_backward_128"]
         problem = problem_of(variant, f"8,2048,32,{K},64")
-        assert forward(problem) == ["hopper_walk_forward"]
+        assert forward(problem) == ["sm90.scalar_forward"]
         states = torch.empty(*planned(problem, keep=True).memory["chunk_states"][0], dtype=BFLOAT16, device="meta")
-        assert states.shape == (8 * 2048 // hopper.C, 32, K, 64)
+        assert states.shape == (8 * 2048 // sm90.C, 32, K, 64)
         assert backward(problem) == walks
         assert backward(problem, states=states) == walks[1:]
         assert "d_chunk_states" not in plan.chunk_backward_plan(problem, problem.v, None, H200).memory
         assert forward(problem, H200._replace(arch="sm_80")) == ["chunk_forward"]
         assert backward(problem, H200._replace(arch="sm_80"))[-1] == "chunk_backward"
-    assert forward(problem_of("simple_gla", "4,8192,33,64")) == ["hopper_walk_forward"]  # no segments
+    assert forward(problem_of("simple_gla", "4,8192,33,64")) == ["sm90.scalar_forward"]  # no segments
     x = problem_of("simple_gla", "8,2048,32,64")
     for problem in (
         problem_of("simple_gla", "8,2048,32,64", torch.float16),
@@ -162,7 +162,7 @@ def test_walks_without_decays_per_channel():
     ):
         assert forward(problem) == ["chunk_forward"]
         assert backward(problem) == plain
-    assert forward(problem_of("simple_gla", "1,2048,64,128,64")) == ["hopper_walk_forward"]
+    assert forward(problem_of("simple_gla", "1,2048,64,128,64")) == ["sm90.scalar_forward"]
     for few in ("2,2048,32,64", "8,64,32,64", "1,2048,63,128,64"):
         problem = problem_of("simple_gla", few)
         assert forward(problem)[-1] == "chunk_forward"
@@ -183,8 +183,8 @@ def test_walks_of_heads_that_share_queries_and_keys(K):
 
     one = x.q[:, :, :1].expand_as(x.q)
     for problem in (shared(q=one, k=one), shared(k=one), shared(q=one)):
-        assert forward(problem) == ["hopper_walk_forward"]
-        assert backward(problem)[-1].startswith("hopper_walk_backward")
+        assert forward(problem) == ["sm90.scalar_forward"]
+        assert backward(problem)[-1].startswith("sm90.scalar_backward")
         numbers = [dict(zip(made.kernel.arg_names[len(made.tensors) :], made.numbers)) for made in planned(problem).launches]
         assert [numbers[0][name] for name in ("q_h", "k_h")] == [problem.q.stride(2), problem.k.stride(2)]
     for problem in (shared(v=x.v[:, :, :1].expand_as(x.v)), shared(q=x.q[:, :1].expand_as(x.q)), shared(k=x.k[:1].expand_as(x.k))):
@@ -206,7 +206,10 @@ def test_walks_of_heads_that_share_queries_and_keys(K):
     ids=["float32 odd K", "float32 sm_80", "sm_80", "sm_100", "odd K", "odd V", "scalar decay"],
 )
 def test_other_problems_take_the_plain_kernels(problem, target):
-    assert not {"hopper_forward", "hopper_backward", "hopper_backward_parts"} & {*forward(problem, target), *backward(problem, target)}
+    assert not {"sm90.channel_forward", "sm90.channel_backward", "sm90.channel_backward_float32"} & {
+        *forward(problem, target),
+        *backward(problem, target),
+    }
 
 
 @pytest.mark.parametrize("size", ["64,128", "128,64"])
@@ -215,13 +218,13 @@ def test_K_and_V_may_differ(size):
     problem = problem_of("gla", f"8,2048,32,{size}")
     made = planned(problem, keep=True)
     K, V = problem.sizes["K"], problem.sizes["V"]
-    assert kernels_of(made) == ["hopper_forward"]
+    assert kernels_of(made) == ["sm90.channel_forward"]
     assert made.launches[0].grid == 8 * 32 * V // 64
     assert ("chunk_states" in made.memory) is (V % K == 0)  # the plain backward kernel has chunks of 32 there
     if "chunk_states" in made.memory:
         states = torch.empty(*made.memory["chunk_states"][0], dtype=BFLOAT16, device="meta")
         assert states.shape == (8 * 2048 // 64, 32, K, V)
-        assert backward(problem, states=states) == ["hopper_segments", "hopper_backward", "values"]
+        assert backward(problem, states=states) == ["sm90.segments", "sm90.channel_backward", "values"]
 
 
 @pytest.mark.parametrize(("shape", "values"), [("8,2048,4,256,512", 128), ("4,2048,4,256,256", 64), ("8,2048,32,256,192", 64)])
@@ -230,45 +233,49 @@ def test_chunks_of_heads_of_256_are_walked(shape, values):
     problem = problem_of("gla", shape)
     made = planned(problem, keep=True)
     B, H, V = (problem.sizes[name] for name in "BHV")
-    assert kernels_of(made) == ["hopper_weights", "hopper_walk"]
+    assert kernels_of(made) == ["sm90.channel_weights", "sm90.channel_walk"]
     assert [one.grid for one in made.launches] == [B * 2048 // 64 * H, B * H * V // values]
     states = torch.empty(*made.memory["chunk_states"][0], dtype=BFLOAT16, device="meta")
-    rest = ["hopper_weights", "hopper_walk", "hopper_backward"] if V % 128 == 0 else ["segments", "chunk_backward", "chunk_backward"]
+    rest = (
+        ["sm90.channel_weights", "sm90.channel_walk", "sm90.channel_backward"]
+        if V % 128 == 0
+        else ["segments", "chunk_backward", "chunk_backward"]
+    )
     assert backward(problem, states=states) == rest
 
 
 def test_walks_have_segments_where_programs_are_few():
     problem = problem_of("gla", "1,8192,4,256,512")
     made = planned(problem, keep=True)
-    assert kernels_of(made) == ["segments", "segments", "hopper_weights", "hopper_walk"]
+    assert kernels_of(made) == ["segments", "segments", "sm90.channel_weights", "sm90.channel_walk"]
     assert made.launches[-1].grid == 4 * 4 * 8
-    assert backward(problem) == [*["segments"] * 5, "hopper_weights", "hopper_walk", "hopper_backward"]
+    assert backward(problem) == [*["segments"] * 5, "sm90.channel_weights", "sm90.channel_walk", "sm90.channel_backward"]
 
 
 def test_tensors_must_be_matrices_of_aligned_rows():
     given = problem_of("gla", "2,256,4,64")
     for change in (lambda x: x.transpose(1, 2).contiguous().transpose(1, 2), lambda x: x.transpose(2, 3).contiguous().transpose(2, 3)):
         other = gla(change(given.q), given.k, given.v, given.g)
-        assert "hopper_forward" not in forward(other)
-        assert "hopper_backward" not in backward(other)
+        assert "sm90.channel_forward" not in forward(other)
+        assert "sm90.channel_backward" not in backward(other)
     for expanded in (given.k[:, :, :1].expand(2, 256, 4, 64), given.k[:1].expand(2, 256, 4, 64), given.k[:, :1].expand(2, 256, 4, 64)):
         other = gla(given.q, expanded, given.v, given.g)
-        assert "hopper_forward" not in forward(other)
-        assert "hopper_backward" not in kernels_of(plan.chunk_backward_plan(given, expanded, None, H200))
+        assert "sm90.channel_forward" not in forward(other)
+        assert "sm90.channel_backward" not in kernels_of(plan.chunk_backward_plan(given, expanded, None, H200))
     joined = torch.empty(2, 256, 3 * 4 * 64, dtype=BFLOAT16, device="meta").split(256, 2)
     q, k, v = (x.view(2, 256, 4, 64) for x in joined)
-    assert "hopper_forward" in forward(gla(q, k, v, given.g))
+    assert "sm90.channel_forward" in forward(gla(q, k, v, given.g))
     backwards = gla(given.q, given.k, given.v, given.g, reverse=True)
-    assert "hopper_forward" not in forward(backwards)
+    assert "sm90.channel_forward" not in forward(backwards)
 
 
 def test_constant_decays_take_hopper_kernels_and_single_chunks_the_plain_backward_kernel():
     problem = problem_of("rwkv5", "8,2048,32,64")
-    assert "hopper_forward" in forward(problem)
-    assert "hopper_backward" in backward(problem)
+    assert "sm90.channel_forward" in forward(problem)
+    assert "sm90.channel_backward" in backward(problem)
     made = plan.chunk_backward_plan(problem, problem.v, None, H200).at(problem.sizes)
-    assert made.memory["dg"] == made.memory["du"] == ((8 * 2048 // hopper.C, 32, 64), FLOAT32)
-    assert "hopper_backward" not in backward(problem_of("gla", "8,64,32,64"))
+    assert made.memory["dg"] == made.memory["du"] == ((8 * 2048 // sm90.C, 32, 64), FLOAT32)
+    assert "sm90.channel_backward" not in backward(problem_of("gla", "8,64,32,64"))
 
 
 @pytest.mark.parametrize("size", ["64", "256,512"])
@@ -288,16 +295,16 @@ def test_kernels_are_not_specialized_for_counts(size):
 def test_a_table_disables_hopper_kernels():
     table = {Key(kernel, "channel", "updated", "bf16", 64, 64): KernelConfig(4, C=64) for kernel in ("forward", "backward")}
     problem = problem_of("gla", "8,2048,32,64")
-    assert "hopper_forward" not in forward(problem, H200._replace(table=table))
-    assert "hopper_backward" not in backward(problem, H200._replace(table=table))
+    assert "sm90.channel_forward" not in forward(problem, H200._replace(table=table))
+    assert "sm90.channel_backward" not in backward(problem, H200._replace(table=table))
 
 
 def test_segments_keep_states_and_single_chunks_do_not():
     made = planned(problem_of("gla", "1,65536,32,64"), keep=True)
-    assert kernels_of(made)[:3] == ["hopper_segments", "segments", "hopper_forward"]
+    assert kernels_of(made)[:3] == ["sm90.segments", "segments", "sm90.channel_forward"]
     assert made.memory["chunk_states"][0] == (1024, 32, 64, 64)
     made = planned(problem_of("gla", "8,64,32,64"), keep=True)
-    assert kernels_of(made)[0] == "hopper_forward"
+    assert kernels_of(made)[0] == "sm90.channel_forward"
     assert "chunk_states" not in made.memory
 
 
@@ -311,8 +318,8 @@ def test_number_of_segments(shape, segments):
     K, H = problem.sizes["K"], problem.sizes["H"]
     parts, state = K // 64, (segments, H, K, K)
     made, found = planned(problem), plan.chunk_backward_plan(problem, problem.v, None, H200).at(problem.sizes)
-    assert kernels_of(made) == ["hopper_segments", "segments", "hopper_forward"]
-    assert kernels_of(found) == ["hopper_segments", "segments", "hopper_segments"] * 2 + ["hopper_backward"]
+    assert kernels_of(made) == ["sm90.segments", "segments", "sm90.channel_forward"]
+    assert kernels_of(found) == ["sm90.segments", "segments", "sm90.segments"] * 2 + ["sm90.channel_backward"]
     assert [one.grid for one in made.launches] == [segments * parts * H, H * K // 8 * parts, segments * parts * H]
     assert [one.grid for one in found.launches[:3]] == [one.grid for one in made.launches]
     for one in (made, found):
@@ -323,7 +330,7 @@ def test_number_of_segments(shape, segments):
 @pytest.mark.parametrize("shape", ["2,16384,16,128", "2,8192,64,64"])
 def test_two_segments_of_a_backward_pass_are_one(shape):
     """They are read twice, which takes as long as one walk of the whole."""
-    assert backward(problem_of("gla", shape)) == ["hopper_segments", "hopper_segments", "hopper_backward"]
+    assert backward(problem_of("gla", shape)) == ["sm90.segments", "sm90.segments", "sm90.channel_backward"]
 
 
 @pytest.mark.parametrize(("shape", "spans"), [("1,2048,32,64", 8), ("1,4096,32,64", 8), ("1,2048,16,128", 8), ("4,512,32,64", 8)])
@@ -332,7 +339,7 @@ def test_sums_of_all_chunks_are_scanned_if_they_are_small(shape, spans):
     problem = problem_of("rwkv6", shape)
     chunks, H, K = problem.sizes["B"] * problem.sizes["T"] // 64, problem.sizes["H"], problem.sizes["K"]
     made = plan.chunk_backward_plan(problem, problem.v, None, H200).at(problem.sizes)
-    assert kernels_of(made) == ["hopper_segments", "segments"] * 2 + ["hopper_backward"]
+    assert kernels_of(made) == ["sm90.segments", "segments"] * 2 + ["sm90.channel_backward"]
     assert [one.grid for one in made.launches[:2]] == [spans * H, problem.sizes["N"] * H * K // 8 * (K // 64)]
     assert made.memory["chunk_sums"][0] == (chunks, H, K, K)
     assert made.memory["d_chunk_states"][0] == (0, H, K, K)
@@ -349,7 +356,7 @@ def test_plain_kernels_scan_sums_of_all_chunks():
 def test_scans_of_float32_states_are_in_place():
     problem = problem_of("gla", "1,2048,32,64", FLOAT16)
     made = plan.chunk_backward_plan(problem, problem.v, None, H200).at(problem.sizes)
-    assert kernels_of(made) == ["hopper_segments", "segments"] * 2 + ["hopper_backward"]
+    assert kernels_of(made) == ["sm90.segments", "segments"] * 2 + ["sm90.channel_backward"]
     assert {name for name in made.memory if "chunk" in name} == {"chunk_sums", "chunk_decays", "d_chunk_sums", "d_chunk_decays"}
     assert made.launches[-1].tensors[4:6] == ("chunk_sums", "d_chunk_sums")
 
@@ -391,7 +398,7 @@ def test_calls_that_share_plans_have_equal_plans(variant, sizes, tokens):
         return RECURRENCE.checked(variant, tensors, (None, False, True))
 
     problems = [sliced(T) for T in tokens]
-    assert "hopper_forward" in forward(problems[0])
+    assert "sm90.channel_forward" in forward(problems[0])
     for one in problems:
         for other in problems:
             if one.seen.kind is other.seen.kind:

@@ -14,9 +14,10 @@ from penstock.gpu.hopper import without_gluon
 from penstock.gpu.target import Target, interpreting
 from penstock.recurrence.gradients import summed
 from penstock.recurrence.operators import ADVANCE
-from penstock.recurrence.triton import in_place, plan, recurrent, states
+from penstock.recurrence.triton import in_place, plan, states
 from penstock.recurrence.triton.calls import Call
-from penstock.recurrence.triton.forms import hopper, walks_hopper, weights_hopper
+from penstock.recurrence.triton.forms import scalars_sm90, sm90, weights_sm90
+from penstock.recurrence.triton.portable import recurrent
 from penstock.tune.passes import without_memory
 from penstock.verify.inputs import Shape
 
@@ -138,14 +139,14 @@ def test_walks_of_128_value_channels(dtype):
 @pytest.mark.parametrize("lengths", [None, (200, 0, 5)])
 def test_walks_of_segments(lengths, dtype, monkeypatch):
     """In both passes: states and gradients of states at the ends of segments come from other launches."""
-    monkeypatch.setattr(weights_hopper, "segment", lambda call: lambda sizes: 128)
+    monkeypatch.setattr(weights_sm90, "segment", lambda call: lambda sizes: 128)
     compare(replace(OF, variant="gla", T=200, H=1, K=256, V=128, gate="mixture", lengths=lengths, dtype=dtype), H200)
 
 
 WAYS = {
-    "chunks": ["hopper_segments", "segments"],
-    "segments": ["hopper_segments", "segments", "hopper_segments"],
-    "whole": ["hopper_segments"],
+    "chunks": ["sm90.segments", "segments"],
+    "segments": ["sm90.segments", "segments", "sm90.segments"],
+    "whole": ["sm90.segments"],
 }
 CUT = [
     *(replace(OF, variant="gla", T=200, H=1, gate=gate) for gate in ("mixture", "gone", "logsigmoid")),
@@ -179,10 +180,10 @@ def test_states_of_cut_sequences(case, way, monkeypatch):
     for keep in (True, False):
         results, made = passes(case, drawn, keep=keep)
         check(results, case)
-        assert kernels_of(made)[:-1] == ([] if way == "whole" else ["hopper_segments", "segments"])
+        assert kernels_of(made)[:-1] == ([] if way == "whole" else ["sm90.segments", "segments"])
     problem = problem_of(case, drawn)
     made = plan.chunk_backward_plan(problem, upstream(case)[0], None, H200)
-    assert kernels_of(made)[: 2 * len(WAYS[way]) + 1] == [*WAYS[way] * 2, "hopper_backward"]
+    assert kernels_of(made)[: 2 * len(WAYS[way]) + 1] == [*WAYS[way] * 2, "sm90.channel_backward"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -191,7 +192,7 @@ def test_states_of_segments_that_only_decay_are_exact(dtype, monkeypatch):
     monkeypatch.setattr(Call, "segment", lambda self, *_, **__: lambda sizes: 192)
     case = replace(OF, variant="gla", T=192, H=1, gate=-0.25, state=False, dtype=dtype)
     drawn = draw(case)
-    drawn["k"][:, hopper.C :] = 0
+    drawn["k"][:, sm90.C :] = 0
     results, _ = passes(case, drawn)
     doubles = {name: x.double() for name, x in drawn.items() if x is not None}
     wanted = ps.gla(**doubles, output_final_state=True, impl="reference").final_state
@@ -200,7 +201,7 @@ def test_states_of_segments_that_only_decay_are_exact(dtype, monkeypatch):
 
 
 def kernels_of(made):
-    return [one.kernel.fn.__module__.rpartition(".")[2] for one in made.launches]
+    return [one.kernel.fn.__module__.partition(".triton.")[2].removeprefix("portable.") for one in made.launches]
 
 
 def compare(case, target):
@@ -217,9 +218,9 @@ def passes(case, drawn, target=H200, keep=True):
     """
     problem = problem_of(case, drawn)
     forward = made = plan.chunk_forward_plan(problem, target, keep)
-    assert made.forms[0] in ("chunk_walk_fwd_hopper", "chunk_fwd_hopper")
+    assert made.forms[0] in ("chunk_scalar_fwd_sm90", "channel_fwd_sm90")
     tensors = {name: problem.q if x is None else x for name, x in zip(problem.operator.names, problem.tensors)}
-    tensors["ones"] = torch.ones(hopper.C + 1, hopper.C, dtype=torch.bfloat16).tril(-1)
+    tensors["ones"] = torch.ones(sm90.C + 1, sm90.C, dtype=torch.bfloat16).tril(-1)
     found = gluon.run(made, dict(tensors), problem.sizes)
     results = {name: found[name] for name in ("output", "final_state")}
     if problem.sizes["V"] % (64 if case.dtype == torch.float32 else min(problem.sizes["K"], 128)):
@@ -227,7 +228,7 @@ def passes(case, drawn, target=H200, keep=True):
     d_output, d_final_state = upstream(case)
     states = found.get("chunk_states")
     made = plan.chunk_backward_plan(problem, d_output, d_final_state, target, states)
-    assert {"penstock_chunk_bwd_hopper", "penstock_chunk_bwd_parts_hopper"} & {*names_of(made)}
+    assert {"penstock_channel_bwd_sm90", "penstock_channel_bwd_float32_sm90"} & {*names_of(made)}
     tensors |= {"d_output": d_output, "d_final_state": d_final_state, "states": states}
     found = gluon.run(made, tensors, problem.sizes)
     names = ["dq", "dk", "dv", "dg", *(["du"] if case.row.bonus else []), *(["d_initial_state"] if case.state else [])]
@@ -276,17 +277,17 @@ SCALAR += [replace(OF, variant="simple_gla", B=2, T=150, H=3, K=K, shared="group
 @pytest.mark.parametrize("case", SCALAR, ids=str)
 def test_walks_without_decays_per_channel(case, keep, monkeypatch):
     """With kept states; and without, and without dg. Heads may share q and k."""
-    monkeypatch.setattr(walks_hopper, "WALKS", 1)
+    monkeypatch.setattr(scalars_sm90, "WALKS", 1)
     problem, target = problem_of(case, draw(case)), H200._replace(multiprocessors=1)
     given = {name: problem.q if x is None else x for name, x in zip(problem.operator.names, problem.tensors)}
     made = plan.chunk_forward_plan(problem, target, keep)
-    assert names_of(made) == ["penstock_walk_fwd_hopper"]
+    assert names_of(made) == ["penstock_scalar_fwd_sm90"]
     found = gluon.run(made, dict(given), problem.sizes)
     check({name: found[name] for name in ("output", "final_state")}, case)
     states = found.get("chunk_states")
     d_output, d_final_state = upstream(case)
     made = plan.chunk_backward_plan(problem, d_output, d_final_state, target, states, dg=keep)
-    name = "penstock_walk_bwd_wide_hopper" if case.K == 128 else "penstock_walk_bwd_hopper"
+    name = "penstock_scalar_bwd_128_sm90" if case.K == 128 else "penstock_scalar_bwd_sm90"
     assert names_of(made) == [*["penstock_chunk_states"] * (states is None), name]
     found = gluon.run(made, given | {"d_output": d_output, "d_final_state": d_final_state, "states": states}, problem.sizes)
     assert ("dg" in found) is (keep and problem.g is not None)
@@ -319,7 +320,7 @@ def test_launch_of_tokens_begins_beside_the_launch_of_pieces(K, T, target, early
     assert last.kernel is recurrent.penstock_recurrent_fwd
     assert [("launch_pdl", True) in one.options for one in made.launches] == [False] * (len(made.launches) - 1) + [early]
     assert last.constants[-1] is early
-    assert not early or made.forms[0] == "chunk_pieces_hopper"
+    assert not early or made.forms[0] == "channel_pieces_sm90"
 
 
 def launch_tokens(problem, tensors, wait, monkeypatch):
@@ -381,7 +382,7 @@ def test_pieces_are_updated_in_place(variant, lengths, slots, pool, layout, gate
     given = tensors | {"cu_seqlens": offsets(case), "slots": slots, "state": state}
     problem = ADVANCE.checked(f"advance({variant!r})", [given.get(name) for name in ADVANCE.names], (None,))
     made = in_place.advance_plan(problem, H200)
-    assert made.forms[0] == "chunk_pieces_hopper"
+    assert made.forms[0] == "channel_pieces_sm90"
     del made.launches[1:]
     wanted, before = state.double(), memory.clone()
     least = budget(max(dtype, pool, key=lambda x: torch.finfo(x).eps))  # the state is rounded to the pool's dtype between pieces

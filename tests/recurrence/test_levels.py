@@ -5,7 +5,7 @@ import torch
 
 from penstock.gpu.target import interpreting
 from penstock.recurrence import levels as plain
-from penstock.recurrence.triton.levels import levels, penstock_levels
+from penstock.recurrence.triton.portable.levels import levels, penstock_levels
 
 
 @pytest.mark.parametrize("previous", [False, True])

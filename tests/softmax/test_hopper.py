@@ -6,13 +6,14 @@ import torch
 from penstock.gpu.hopper import without_gluon
 from penstock.gpu.target import Target
 from penstock.softmax.operators import ATTENTION
-from penstock.softmax.triton import hopper, plan
+from penstock.softmax.triton import plan
+from penstock.softmax.triton.sm90 import forms
 
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
 H200 = Target("sm_90", 132, 232448)
 HOPPER = {
-    "forward": ["penstock_attention_fwd_hopper"],
-    "backward": ["penstock_attention_bwd_dq_hopper", "penstock_attention_bwd_dkdv_hopper"],
+    "forward": ["penstock_attention_fwd_sm90"],
+    "backward": ["penstock_attention_bwd_dq_sm90", "penstock_attention_bwd_dkdv_sm90"],
 }
 PLAIN = {
     "forward": ["penstock_attention_fwd"],
@@ -85,11 +86,11 @@ def test_tensors_must_be_rows_of_a_matrix():
     assert backward(a, torch.empty(1, dtype=BFLOAT16, device="meta").expand(a.q.shape)) == PLAIN["backward"]
 
 
-@pytest.mark.parametrize("shape", [*hopper.FORWARD.values(), *hopper.BY_QUERIES.values(), *hopper.BY_KEYS.values()], ids=str)
+@pytest.mark.parametrize("shape", [*forms.FORWARD.values(), *forms.BY_QUERIES.values(), *forms.BY_KEYS.values()], ids=str)
 def test_registers_fit_the_hardware(shape):
     threads = (shape.groups + 1) * 128
-    assert shape.programs * threads * shape.registers_before <= hopper.REGISTERS
-    assert shape.programs * (shape.groups * 128 * shape.registers + 128 * 24) <= hopper.REGISTERS
+    assert shape.programs * threads * shape.registers_before <= forms.REGISTERS
+    assert shape.programs * (shape.groups * 128 * shape.registers + 128 * 24) <= forms.REGISTERS
     assert shape.registers % 8 == shape.registers_before % 8 == 0
     assert shape.registers <= 255
 
@@ -104,7 +105,7 @@ def test_heads_that_run_together_fit_the_cache(T, heads):
     assert 1 <= together <= 3 * H
     assert together * -(-T // 128) <= made.grid < 1 << 31
     held = max(1, together // (H // G)) * 2 * 2 * T * 128
-    assert held <= hopper.L2 // 2 or together == H // G
+    assert held <= forms.L2 // 2 or together == H // G
 
 
 @pytest.mark.parametrize("B", [1, 2])

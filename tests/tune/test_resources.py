@@ -19,7 +19,7 @@ from penstock.recurrence.triton.calls import Call
 from penstock.recurrence.triton.forms import groups
 from penstock.recurrence.triton.table import KernelConfig, Key
 from penstock.recurrence.variants import VARIANTS
-from penstock.softmax.triton import plain as softmax
+from penstock.softmax.triton.portable import forms as softmax
 from penstock.tune import resources
 from penstock.tune.ahead import Resources
 from penstock.tune.passes import planned, without_memory
@@ -142,7 +142,7 @@ for far in (2**16, 2**26):
 """
     done = penstock("-c", script)
     found = [line.split() for line in done.stdout.splitlines()]
-    near = {"penstock_walk_fwd_hopper", "penstock_chunk_states", "penstock_walk_bwd_hopper", "penstock_recurrent_fwd"}
+    near = {"penstock_scalar_fwd_sm90", "penstock_chunk_states", "penstock_scalar_bwd_sm90", "penstock_recurrent_fwd"}
     assert {name for far, name, *_ in found if far == str(2**26)} == near, done.stderr
     for far, name, *wide in found:
         strides = {"penstock_chunk_states": [["g_t"], ["x_t", "g_t"]], "penstock_recurrent_fwd": [["q_t", "g_t"]]}.get(name, [["g_t"]])
@@ -181,13 +181,13 @@ def test_recorded_shared_memory_is_within_the_estimate(arch, monkeypatch):
 
     monkeypatch.setattr(calls, "config", noted)
     kernels = {"penstock_chunk_fwd": "forward", "penstock_chunk_bwd": "backward", "penstock_chunk_states": "states",
-               "penstock_segment_sums": "states", "penstock_segment_sums_hopper": None, "penstock_chunk_states_hopper": None,
+               "penstock_segment_sums": "states", "penstock_segment_sums_sm90": None, "penstock_chunk_states_sm90": None,
                "penstock_recurrent_fwd": "recurrent", "penstock_recurrent_bwd": "recurrent",
-               "penstock_segment_scan": None, "penstock_chunk_fwd_hopper": None,
-               "penstock_chunk_bwd_hopper": None, "penstock_chunk_bwd_parts_hopper": None,
+               "penstock_segment_scan": None, "penstock_channel_fwd_sm90": None,
+               "penstock_channel_bwd_sm90": None, "penstock_channel_bwd_float32_sm90": None,
                "penstock_sum_blocks": None, "penstock_chunk_dv": None,
-               "penstock_chunk_weights_hopper": None, "penstock_chunk_walk_hopper": None, "penstock_walk_fwd_hopper": None,
-               "penstock_walk_bwd_hopper": None, "penstock_walk_bwd_wide_hopper": None, "penstock_chunk_bwd_groups": None}  # fmt: skip
+               "penstock_channel_weights_sm90": None, "penstock_channel_walk_sm90": None, "penstock_scalar_fwd_sm90": None,
+               "penstock_scalar_bwd_sm90": None, "penstock_scalar_bwd_128_sm90": None, "penstock_chunk_bwd_groups": None}  # fmt: skip
     for one in configurations(arch):
         if isinstance(one, Softmax):
             continue

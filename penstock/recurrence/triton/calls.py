@@ -18,8 +18,8 @@ from typing_extensions import Self
 from ...gpu.plan import Plan, Size, Sizes, chunks
 from ...gpu.target import Target, power, precision
 from ..declaration import Advance, Recurrence, Tokens
-from . import tiles
-from .levels import levels
+from .portable import tiles
+from .portable.levels import levels
 from .table import DECAYS, LEAST, READS, KernelConfig, Key, config, from_registers
 
 LIMITS = {"bf16": 200.0, "tf32": 200.0, "tf32x3": 32.0, "ieee": 32.0}

@@ -18,8 +18,8 @@ import torch
 from ...gpu.forms import Form
 from ...gpu.plan import Plan, Size, Sizes, chunks, contiguous
 from ...gpu.target import power
-from . import segments
 from .calls import Call, sequences, tokens
+from .portable import segments
 
 State = tuple[str, tuple[int, ...]]
 """The name and the strides of a state."""

@@ -14,8 +14,9 @@ from ...gpu.hopper import absent
 from ...gpu.plan import Plan
 from ...gpu.target import Target
 from ..declaration import FUNCTION, Attention
-from . import hopper, plain
 from .calls import Call
+from .portable import forms as portable
+from .sm90 import forms as sm90
 
 AttentionForm = Form[Call, Callable[[Call], Plan]]
 
@@ -27,12 +28,12 @@ def _examples(*sizes: int, dtypes: tuple[torch.dtype, ...]) -> tuple[Example, ..
 
 HALF, EVERY = (torch.bfloat16, torch.float16), (torch.float16, torch.float32)
 FORWARD: tuple[AttentionForm, ...] = (
-    Form("attention_fwd_hopper", hopper.forward, absent, hopper.refuses_forward, examples=_examples(64, 128, 256, dtypes=HALF)),
-    Form("attention_fwd", plain.forward, examples=_examples(40, dtypes=EVERY)),
+    Form("attention_fwd_sm90", sm90.forward, absent, sm90.refuses_forward, examples=_examples(64, 128, 256, dtypes=HALF)),
+    Form("attention_fwd", portable.forward, examples=_examples(40, dtypes=EVERY)),
 )
 BACKWARD: tuple[AttentionForm, ...] = (
-    Form("attention_bwd_hopper", hopper.backward, absent, hopper.refuses_backward, examples=_examples(64, 128, dtypes=HALF)),
-    Form("attention_bwd", plain.backward, examples=_examples(40, dtypes=EVERY)),
+    Form("attention_bwd_sm90", sm90.backward, absent, sm90.refuses_backward, examples=_examples(64, 128, dtypes=HALF)),
+    Form("attention_bwd", portable.backward, examples=_examples(40, dtypes=EVERY)),
 )
 PARTS: dict[Mode, tuple[Part, ...]] = {"forward": (("forward", FORWARD),), "backward": (("backward", BACKWARD),)}
 

@@ -10,8 +10,8 @@ from ....call.implementation import Example
 from ....gpu.plan import Plan, strides
 from ....gpu.target import power
 from ...levels import lengths
-from .. import chunk_backward, chunk_forward
 from ..calls import CHANNEL, Backward, Call, Forward, sequences, tokens
+from ..portable import chunk_backward, chunk_forward
 from ..states import before_chunks
 from ..table import LEAST
 from . import states

@@ -1,4 +1,4 @@
-"""The backward pass of heads that share q and k, without decays per channel: ``chunk_backward_groups.py``."""
+"""The backward pass of heads that share q and k, without decays per channel: ``group_backward.py``."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import torch
 from ....call.implementation import Example
 from ....gpu.plan import Plan, chunks, strides
 from ....gpu.target import Target, power
-from .. import chunk_backward_groups
 from ..calls import CHANNEL, Backward, Call, batch, sequences, tokens
 from ..heads import GROUPED
+from ..portable import group_backward
 from ..states import before_chunks
 from ..table import LEAST
 from . import states
@@ -70,7 +70,7 @@ def _backward(call: Backward) -> Plan:
     slots = call.chunks(C)
     vectors = plan.empty("vectors", slots, call.H, 5 * C) if call.decay else "q"
     plan.launch(
-        chunk_backward_groups.penstock_chunk_bwd_groups, lambda s: slots(s) * parts,
+        group_backward.penstock_chunk_bwd_groups, lambda s: slots(s) * parts,
         ("q", "k", "v", "g", "d_output", found.S, dS, "dq", "dk", dv, d_gate, vectors, "cu_seqlens"),
         (p.scale, sequences, tokens, call.H, *strides(p.q, p.k, p.v), *call.gate[:3], *call.upstream.stride()), WARPS,
         HEADS=call.H // parts, K=call.K, V=call.V, BK=power(call.K, LEAST), C=C, DECAY=call.decay, STATIC=call.static, DG=d_gate != "q",

@@ -7,18 +7,18 @@ from collections.abc import Callable
 from ....gpu.forms import Form
 from ....gpu.plan import Plan
 from ..calls import InPlace, Whole
-from . import chunks, chunks_hopper, groups, pieces, tokens, walks_hopper, weights_hopper
+from . import channels_sm90, chunks, groups, pieces, scalars_sm90, tokens, weights_sm90
 from .passes import BackwardForm, ForwardForm
 
-CHUNK_FORWARD: tuple[ForwardForm, ...] = (walks_hopper.FORWARD, weights_hopper.FORWARD, chunks_hopper.FORWARD, chunks.FORWARD)
+CHUNK_FORWARD: tuple[ForwardForm, ...] = (scalars_sm90.FORWARD, weights_sm90.FORWARD, channels_sm90.FORWARD, chunks.FORWARD)
 CHUNK_BACKWARD: tuple[BackwardForm, ...] = (
     groups.BACKWARD,
-    walks_hopper.BACKWARD,
-    walks_hopper.BACKWARD_WIDE,
-    weights_hopper.BACKWARD,
-    chunks_hopper.BACKWARD,
-    chunks_hopper.BACKWARD_SPLIT,
-    chunks_hopper.BACKWARD_FLOAT32,
+    scalars_sm90.BACKWARD,
+    scalars_sm90.BACKWARD_WIDE,
+    weights_sm90.BACKWARD,
+    channels_sm90.BACKWARD,
+    channels_sm90.BACKWARD_SPLIT,
+    channels_sm90.BACKWARD_FLOAT32,
     chunks.BACKWARD,
 )
 TOKEN_FORWARD: tuple[Form[Whole, Callable[[Whole], Plan]], ...] = (tokens.FORWARD,)

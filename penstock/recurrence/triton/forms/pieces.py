@@ -13,10 +13,10 @@ from ....gpu.hopper import absent
 from ....gpu.plan import Plan, Sizes, strides
 from ....gpu.target import power
 from ...levels import lengths
-from .. import chunk_forward
 from ..calls import Call, InPlace, sequences, tokens
+from ..portable import chunk_forward
 from ..table import LEAST
-from . import chunks, chunks_hopper, hopper
+from . import channels_sm90, chunks, sm90
 
 PiecesForm = Form[InPlace, Callable[[Plan, InPlace, str, int], bool]]
 """Adds the launch for pieces of a number of tokens. Returns whether it lets the next launch begin early."""
@@ -27,13 +27,13 @@ def _sequences(call: Call, piece: int) -> Callable[[Sizes], int]:
     return lambda s: min(s["N"], s["T"] // piece) if call.packed else s["N"] * (s["T"] >= piece)
 
 
-def _hopper(plan: Plan, call: InPlace, output: str, piece: int) -> bool:
+def _sm90(plan: Plan, call: InPlace, output: str, piece: int) -> bool:
     state, slots = call.p.state, "slots" if call.p.slots is not None else "q"
-    chunks_hopper.launch_forward(
+    channels_sm90.launch_forward(
         plan, call, _sequences(call, piece), 0, output, "state", "q", "state", state.stride(), slots, False, SEGMENTS=False, INITIAL=True,
         FINAL=True, EVERY=0, PIECE=piece, ROWS_GIVEN=call.p.slots is not None, NARROW=state.element_size() < 4, EARLY=False,
     )  # fmt: skip
-    return hopper.blocks(call.p) == 1
+    return sm90.blocks(call.p) == 1
 
 
 def _plain(plan: Plan, call: InPlace, output: str, piece: int) -> bool:
@@ -52,7 +52,7 @@ def _plain(plan: Plan, call: InPlace, output: str, piece: int) -> bool:
 
 SIZES = {"B": 2, "N": 2, "P": 2, "T": 67, "H": 1, "G": 1}
 HOPPER: PiecesForm = Form(
-    "chunk_pieces_hopper", _hopper, absent, chunks_hopper.refuses_forward, chunks_hopper.avoids_forward,
+    "channel_pieces_sm90", _sm90, absent, channels_sm90.refuses_forward, channels_sm90.avoids_forward,
     examples=tuple(
         Example("rwkv6", dtype, SIZES | {"T": 128, "K": K, "V": 64})
         for dtype, K in ((torch.bfloat16, 64), (torch.float16, 128), (torch.float32, 64), (torch.bfloat16, 256))

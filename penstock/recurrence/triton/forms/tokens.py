@@ -11,8 +11,8 @@ from ....call.implementation import Example
 from ....gpu.forms import Form
 from ....gpu.plan import Plan, Size, Sizes, contiguous, strides
 from ....gpu.target import power
-from .. import recurrent
 from ..calls import Backward, InPlace, Whole, batch, sequences, tokens
+from ..portable import recurrent
 from .passes import BackwardForm
 
 SPAN = 16

@@ -1,0 +1,418 @@
+"""The token-serial kernels: forward (decode steps are forward passes on a pool of states) and backward.
+
+One program holds a block of V of one head's state in registers and processes one token after another. It computes the recurrence by its
+definition, in float32, for all decays and sizes.
+
+Over many tokens (PENDING) decays stay pending: a row of the state is exp(P) times the stored row. Reads are multiplied by exp(P) and
+writes by exp(-P). The row is multiplied by exp(P) when P is below -0.5 and before the final state is stored. Without this, the rounding
+of the state loses weak decays. Over few tokens this loss is small, and pending decays only cost registers.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra import cuda
+
+from ....gpu.tiles import LOG2E, tokens_of
+from .tiles import CHANNEL, FLOOR, NONE, SCALAR, rounded
+
+LARGEST = tl.constexpr(9)  # log2 of the largest BK
+SIGN = tl.constexpr(-(2**31))  # the sign bit of a float32
+
+
+@triton.jit
+def log_decay(base, j, stride_j, there, DECAY: tl.constexpr):
+    """A token's log decay, per channel or one for all; finite or NaN."""
+    if DECAY == SCALAR:
+        g = tl.load(base)
+    else:
+        g = tl.load(base + j * stride_j, mask=there, other=0.0)
+    return tl.maximum(g.to(tl.float32), FLOOR, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def exp(x):
+    """The exponential of x, with range reduction. The error of exp2(x * log2(e)) grows with x."""
+    n = tl.floor(x * LOG2E + 0.5)
+    r = (x - n * 0.693359375) + n * 2.12194440e-4  # ln2 in two parts
+    return tl.exp2(n) * tl.exp2(r * LOG2E)
+
+
+@triton.jit
+def change(g):
+    """What ``decayed`` multiplies by: of weak decays exp(g) - 1, with the sign bit set, of others exp(g).
+
+    S exp(g) has the same rounding error of exp(g) at every decode step, so of weak decays the state gets S (exp(g) - 1) added. Of strong
+    decays that would leave S with an error as large as before.
+    """
+    near = tl.maximum(g, -0.5)
+    series = 1.0 + near * (1.0 / 7.0) * (1.0 + near * (1.0 / 8.0))
+    series = 1.0 + near * (1.0 / 5.0) * (1.0 + near * (1.0 / 6.0) * series)
+    series = 1.0 + near * (1.0 / 3.0) * (1.0 + near * (1.0 / 4.0) * series)
+    series = near * (1.0 + near * (1.0 / 2.0) * series)
+    negative = (series.to(tl.int32, bitcast=True) | SIGN).to(tl.float32, bitcast=True)  # -x is 0 - x on a GPU, for 0 without a sign
+    return tl.where((g > -0.5) & (g <= 0.0), negative, exp(g))
+
+
+@triton.jit
+def by_row(x, DECAY: tl.constexpr):
+    """A factor per channel or a scalar factor, in the shape that broadcasts over a state [BK,BV]."""
+    if DECAY == CHANNEL:
+        x = x[:, None]
+    return x
+
+
+@triton.jit
+def decayed(S, g, DECAY: tl.constexpr):
+    """S exp(g), as S + S (exp(g) - 1) for weak decays. The sign of a factor selects: an operand for that would take a register a row."""
+    f = by_row(change(g), DECAY)
+    kept = S.to(tl.int32, bitcast=True) & (f.to(tl.int32, bitcast=True) >> 31)
+    return kept.to(tl.float32, bitcast=True) + S * f
+
+
+@triton.jit
+def add(total, rest, x):
+    """Add x to a compensated sum; ``rest`` is the sum's rounding error."""
+    addend = x + rest
+    grown = total + addend
+    return grown, addend - (grown - total)
+
+
+@triton.jit
+def pend(P, rest, g):
+    """Add a log decay to the pending sum P.
+
+    Returns P, its rounding error, the factor of the state and the factor of later reads. Writes are divided by the factor of reads.
+    """
+    P, rest = add(P, rest, g)
+    e = exp(P)
+    stays = P >= -0.5
+    return tl.where(stays, P, 0.0), tl.where(stays, rest, 0.0), tl.where(stays, 1.0, e), tl.where(stays, e, 1.0)
+
+
+@triton.jit
+def nothing_pending(BK: tl.constexpr, DECAY: tl.constexpr):
+    """Pending decays of zero: per channel [BK], or a scalar."""
+    if DECAY == CHANNEL:
+        zero = tl.zeros((BK,), tl.float32)
+    else:
+        zero = tl.zeros((), tl.float32)
+    return zero
+
+
+@triton.jit
+def apply_or_pend(S, P, rest, read, g, DECAY: tl.constexpr, PENDING: tl.constexpr):
+    """Apply a log decay to the state or, if PENDING, to the pending decay (see ``pend``)."""
+    if PENDING:
+        P, rest, w, read = pend(P, rest, g)
+        S *= by_row(w, DECAY)
+    else:
+        S = decayed(S, g, DECAY)
+    return S, P, rest, read
+
+
+@triton.jit
+def advance(S, P, rest, read, k, v, g, j, g_k, there, mine, DECAY: tl.constexpr, PENDING: tl.constexpr):
+    """S_t from S_{t-1}. k, v and g are pointers to the token's k, v and decay."""
+    kt = tl.load(k, mask=there, other=0.0).to(tl.float32)
+    vt = tl.load(v, mask=mine, other=0.0).to(tl.float32)
+    if DECAY != NONE:
+        S, P, rest, read = apply_or_pend(S, P, rest, read, log_decay(g, j, g_k, there, DECAY), DECAY, PENDING)
+    if PENDING:
+        kt /= read
+    return S + kt[:, None] * vt[None, :], P, rest, read
+
+
+@triton.jit
+def sum_of_rows(x):
+    """The sum over the first axis of x [BK,BV], whose length is a power of two: the halves are added, then the halves of the result, ...
+
+    The order of the additions does not depend on the layout, so neither the number of warps nor BV changes a bit.
+    """
+    for _ in tl.static_range(LARGEST):
+        if x.shape[0] > 1:
+            x = tl.sum(tl.reshape(x, [2, x.shape[0] // 2, x.shape[1]]), 0)
+    return tl.reshape(x, [x.shape[1]])
+
+
+@triton.jit
+def after_loads(x, CUDA: tl.constexpr):
+    """x in float32, by an instruction that the compiler does not move across loads.
+
+    Else it moves x to other threads, which needs barriers, as soon as x is loaded, and the loads behind wait for it.
+    """
+    x = x.to(tl.float32)
+    if CUDA:
+        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=False, pack=1)
+    return x
+
+
+@triton.jit
+def token(
+    S, P, rest, read, q, k, v, g, output, bonus, scale, j, g_k, there, mine,
+    DECAY: tl.constexpr, PREVIOUS: tl.constexpr, PENDING: tl.constexpr, CUDA: tl.constexpr,
+):  # fmt: skip
+    """S_t from S_{t-1}, with what is pending. q, k, v, g and output are pointers to the token's; its output is stored."""
+    qt = tl.load(q, mask=there, other=0.0)
+    kt = tl.load(k, mask=there, other=0.0)
+    vt = tl.load(v, mask=mine, other=0.0)
+    if DECAY != NONE:
+        gt = log_decay(g, j, g_k, there, DECAY)
+        if DECAY == CHANNEL:
+            gt = after_loads(gt, CUDA)
+    if PREVIOUS:
+        bonus = after_loads(bonus, CUDA)
+    qt = after_loads(qt, CUDA) * scale
+    kt = after_loads(kt, CUDA)
+    vt = after_loads(vt, CUDA)
+    if PREVIOUS:
+        seen = qt * read if PENDING else qt
+        o = sum_of_rows(seen[:, None] * S) + sum_of_rows((qt * bonus * kt)[:, None]) * vt
+    if DECAY != NONE:
+        S, P, rest, read = apply_or_pend(S, P, rest, read, gt, DECAY, PENDING)
+    if PENDING:
+        kt /= read
+    S += kt[:, None] * vt[None, :]
+    if not PREVIOUS:
+        seen = qt * read if PENDING else qt
+        o = sum_of_rows(seen[:, None] * S)
+    tl.store(output, o.to(output.dtype.element_ty), mask=mine)
+    return S, P, rest, read
+
+
+@triton.jit(do_not_specialize=["T"])
+def penstock_recurrent_fwd(
+    q, k, v, g, u, initial_state, output, final_state, cu_seqlens, slots, scale, T, H,
+    q_b, q_t, q_h, q_k, k_b, k_t, k_h, k_k, v_b, v_t, v_h, v_v, g_b, g_t, g_h, g_k, u_h, u_k,
+    s_n, s_h, s_k, s_v, f_n, f_h, f_k, f_v,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr, PREVIOUS: tl.constexpr,
+    INITIAL: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, SLOTS: tl.constexpr, PENDING: tl.constexpr, PIECE: tl.constexpr,
+    ONE: tl.constexpr, CUDA: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Program (sequence, head, block of V). With SLOTS, sequence n uses state ``slots[n]``.
+
+    PIECE > 0: updates in place (see ``in_place.py``), of the tokens behind the whole pieces of PIECE tokens. Behind each token the state is
+    as if stored and loaded. If a slot is negative, an output of 0 is stored.
+    ONE: sequences have one token. CUDA: compiled for a GPU of NVIDIA. EARLY: if T >= PIECE, this launch may begin while the launch of the
+    whole pieces runs. Programs of sequences with a piece wait for it, so this launch ends behind it. The others share no memory with it. If
+    T < PIECE there is no such launch, and the kernel ahead may write everything that this one reads, the slots too.
+    """
+    NV: tl.constexpr = (V + BV - 1) // BV
+    pid = tl.program_id(0)
+    dv = pid % NV * BV + tl.arange(0, BV)
+    dk = tl.arange(0, BK)
+    h = (pid // NV % H).to(tl.int64)
+    if EARLY:
+        if T < PIECE:
+            cuda.gdc_wait()
+    n, b, row, step, _, _, length = tokens_of((pid // NV // H).to(tl.int64), cu_seqlens, 0, T, 0, False, PACKED, REVERSE)
+    slot = n
+    if SLOTS:
+        slot = tl.load(slots + n).to(tl.int64)
+    there = dk < K
+    mine = dv < V
+    inside = there[:, None] & mine[None, :]
+    output += ((b * T + row) * H + h) * V + dv
+    first = length * 0
+    if PIECE > 0:
+        first = length // PIECE * PIECE
+        if EARLY:
+            if (first > 0) | (slot < 0):
+                cuda.gdc_wait()
+        if slot < 0:
+            for _t in tl.range(0, length):
+                tl.store(output, tl.zeros((BV,), output.dtype.element_ty), mask=mine)
+                output += H * V
+            return
+        if first == length:
+            return
+    row += first * step
+    q += b * q_b + row * q_t + h * q_h + dk * q_k
+    k += b * k_b + row * k_t + h * k_h + dk * k_k
+    v += b * v_b + row * v_t + h * v_h + dv * v_v
+    g += b * g_b + row * g_t + h * g_h
+    output += first * step * H * V
+    state = initial_state + slot * s_n + h * s_h + dk[:, None] * s_k + dv[None, :] * s_v
+    if INITIAL:
+        S = tl.load(state, mask=inside, other=0.0).to(tl.float32)
+    else:
+        S = tl.zeros((BK, BV), tl.float32)
+    bonus = 0.0
+    if PREVIOUS:
+        bonus = tl.load(u + h * u_h + dk * u_k, mask=there, other=0.0)
+    P = nothing_pending(BK, DECAY)
+    rest = P
+    read = P + 1.0
+    if ONE:
+        S, P, rest, read = token(S, P, rest, read, q, k, v, g, output, bonus, scale, dk, g_k, there, mine, DECAY, PREVIOUS, PENDING, CUDA)
+    else:
+        for _t in tl.range(first, length):
+            S, P, rest, read = token(
+                S, P, rest, read, q, k, v, g, output, bonus, scale, dk, g_k, there, mine, DECAY, PREVIOUS, PENDING, CUDA
+            )
+            if PIECE > 0:
+                S = rounded(S, final_state)
+            q += q_t * step
+            k += k_t * step
+            v += v_t * step
+            g += g_t * step
+            output += H * V * step
+    if PIECE == 0:
+        if PENDING:
+            S = decayed(S, P, DECAY)
+        state = final_state + slot * f_n + h * f_h + dk[:, None] * f_k + dv[None, :] * f_v
+    tl.store(state, S.to(final_state.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["N", "T", "rows"])
+def penstock_recurrent_bwd(
+    q, k, v, g, u, initial_state, d_output, d_final_state, dq, dk, dv, dg, du, d_initial_state, kept, cu_seqlens, scale, N, T, H, rows,
+    q_b, q_t, q_h, q_k, k_b, k_t, k_h, k_k, v_b, v_t, v_h, v_v, g_b, g_t, g_h, g_k, u_h, u_k,
+    s_n, s_h, s_k, s_v, o_b, o_t, o_h, o_v, f_n, f_h, f_k, f_v,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr, STATIC: tl.constexpr,
+    PREVIOUS: tl.constexpr, INITIAL: tl.constexpr, D_FINAL: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
+    SPAN: tl.constexpr, PENDING: tl.constexpr,
+):  # fmt: skip
+    """Program (sequence, head, block of V).
+
+    dq, dk [NV,B,T,H,K], dg [NV,B,T,H,K] (constant decays: [NV,N,H,K]; scalar decays: without K) and du [NV,N,H,K] are partial sums
+    for each block of V, float32; the caller sums them. dv is complete. ``kept`` [N,H,NV,SPAN + 1 + ceil(T / SPAN),BK,BV + 2] is scratch
+    memory for states: one state every SPAN tokens with its pending decay, and all states of the current span with their read factors.
+    """
+    SLOT: tl.constexpr = BK * (BV + 2)
+    NV: tl.constexpr = (V + BV - 1) // BV
+    pid = tl.program_id(0)
+    vb = pid % NV
+    jv = vb * BV + tl.arange(0, BV)
+    jk = tl.arange(0, BK)
+    h = (pid // NV % H).to(tl.int64)
+    n, b, row, step, begin, _, length = tokens_of((pid // NV // H).to(tl.int64), cu_seqlens, 0, T, 0, False, PACKED, REVERSE)
+    zero = tl.zeros((), tl.int64)
+    first_state = pid.to(tl.int64) * (SPAN + tl.cdiv(T, SPAN))
+    if PACKED:
+        first_state = (begin // SPAN + n * (SPAN + 1)) * (H * NV) + (h * NV + vb) * (SPAN + tl.cdiv(length, SPAN))
+    there = jk < K
+    mine = jv < V
+    inside = there[:, None] & mine[None, :]
+    q += b * q_b + row * q_t + h * q_h + jk * q_k
+    k += b * k_b + row * k_t + h * k_h + jk * k_k
+    v += b * v_b + row * v_t + h * v_h + jv * v_v
+    g += b * g_b + row * g_t + h * g_h
+    d_output += b * o_b + row * o_t + h * o_h + jv * o_v
+    place = (b * T + row) * H + h
+    share = (zero + vb) * rows * H
+    within = jk[:, None] * BV + tl.arange(0, BV)[None, :]
+    beside = BK * BV
+    if DECAY == CHANNEL:
+        beside += jk
+    kept += first_state * SLOT
+    every = kept + SPAN * SLOT
+    if INITIAL:
+        S = tl.load(initial_state + n * s_n + h * s_h + jk[:, None] * s_k + jv[None, :] * s_v, mask=inside, other=0.0).to(tl.float32)
+    else:
+        S = tl.zeros((BK, BV), tl.float32)
+    if D_FINAL:
+        dS = tl.load(d_final_state + n * f_n + h * f_h + jk[:, None] * f_k + jv[None, :] * f_v, mask=inside, other=0.0).to(tl.float32)
+    else:
+        dS = tl.zeros((BK, BV), tl.float32)
+    if PREVIOUS:
+        bonus = tl.load(u + h * u_h + jk * u_k, mask=there, other=0.0).to(tl.float32)
+        du_ = tl.zeros((BK,), tl.float32)
+        du_rest = du_
+    if STATIC:
+        dg_ = tl.zeros((BK,), tl.float32)
+        dg_rest = dg_
+
+    P = nothing_pending(BK, DECAY)
+    rest = P
+    read = P + 1.0
+    for t in tl.range(0, length):
+        if t % SPAN == 0:
+            slot = every + (t // SPAN) * SLOT
+            tl.store(slot + within, S)
+            if PENDING:
+                tl.store(slot + beside, P)
+                tl.store(slot + beside + BK, rest)
+        at = zero + t * step
+        S, P, rest, read = advance(S, P, rest, read, k + at * k_t, v + at * v_t, g + at * g_t, jk, g_k, there, mine, DECAY, PENDING)
+
+    Q = nothing_pending(BK, DECAY)
+    rest_behind = Q
+    read_behind = Q + 1.0
+    spans = tl.cdiv(length, SPAN)
+    for back in tl.range(0, spans):
+        first = (spans - 1 - back) * SPAN
+        last = tl.minimum(first + SPAN, length)
+        tl.debug_barrier()
+        slot = every + (first // SPAN) * SLOT
+        S = tl.load(slot + within)
+        if PENDING:
+            P = tl.load(slot + beside)
+            rest = tl.load(slot + beside + BK)
+            read = exp(P)
+        for t in tl.range(first, last):
+            slot = kept + (t - first) * SLOT
+            at = zero + t * step
+            where = place + at * H
+            dot = tl.load(d_output + at * o_t, mask=mine, other=0.0).to(tl.float32)
+            if DECAY != NONE:
+                tl.store(slot + within, S)
+            if PENDING:
+                tl.store(slot + beside, read)
+            if PREVIOUS:
+                kt = tl.load(k + at * k_t, mask=there, other=0.0).to(tl.float32)
+                vt = tl.load(v + at * v_t, mask=mine, other=0.0).to(tl.float32)
+                dq_t = read * tl.sum(S * dot[None, :], 1) + bonus * kt * tl.sum(dot * vt, 0)
+            S, P, rest, read = advance(S, P, rest, read, k + at * k_t, v + at * v_t, g + at * g_t, jk, g_k, there, mine, DECAY, PENDING)
+            if not PREVIOUS:
+                dq_t = read * tl.sum(S * dot[None, :], 1)
+            tl.store(dq + (share + where) * K + jk, (dq_t * scale).to(dq.dtype.element_ty), mask=there)
+        tl.debug_barrier()
+        for s in tl.range(0, last - first):
+            t = last - 1 - s
+            at = zero + t * step
+            where = place + at * H
+            qt = tl.load(q + at * q_t, mask=there, other=0.0).to(tl.float32) * scale
+            kt = tl.load(k + at * k_t, mask=there, other=0.0).to(tl.float32)
+            vt = tl.load(v + at * v_t, mask=mine, other=0.0).to(tl.float32)
+            dot = tl.load(d_output + at * o_t, mask=mine, other=0.0).to(tl.float32)
+            if not PREVIOUS:
+                dS += (qt / read_behind)[:, None] * dot[None, :]
+            dk_t = read_behind * tl.sum(dS * vt[None, :], 1)
+            dv_t = tl.sum(dS * (kt * read_behind)[:, None], 0)
+            if PREVIOUS:
+                e = tl.sum(dot * vt, 0)
+                dk_t += qt * bonus * e
+                dv_t += tl.sum(qt * bonus * kt, 0) * dot
+                du_, du_rest = add(du_, du_rest, qt * kt * e)
+            if DECAY != NONE:
+                slot = kept + (t - first) * SLOT
+                gt = log_decay(g + at * g_t, jk, g_k, there, DECAY)
+                S = tl.load(slot + within)
+                dg_t = tl.sum(S * dS, 1)
+                if PENDING:
+                    dg_t *= tl.load(slot + beside) * read_behind
+                dg_t *= exp(gt)
+                if STATIC:
+                    dg_, dg_rest = add(dg_, dg_rest, dg_t)
+                elif DECAY == SCALAR:
+                    tl.store(dg + share + where, tl.sum(dg_t, 0))
+                else:
+                    tl.store(dg + (share + where) * K + jk, dg_t, mask=there)
+                dS, Q, rest_behind, read_behind = apply_or_pend(dS, Q, rest_behind, read_behind, gt, DECAY, PENDING)
+            tl.store(dk + (share + where) * K + jk, dk_t.to(dk.dtype.element_ty), mask=there)
+            tl.store(dv + where * V + jv, dv_t.to(dv.dtype.element_ty), mask=mine)
+            if PREVIOUS:
+                dS += (qt / read_behind)[:, None] * dot[None, :]
+    if PENDING:
+        dS = decayed(dS, Q, DECAY)
+    sums = (vb * N + n) * H + h
+    if PREVIOUS:
+        tl.store(du + sums * K + jk, du_, mask=there)
+    if STATIC and DECAY == SCALAR:
+        tl.store(dg + sums, tl.sum(dg_, 0))
+    elif STATIC:
+        tl.store(dg + sums * K + jk, dg_, mask=there)
+    place_s = d_initial_state + ((n * H + h) * K + jk[:, None]) * V + jv[None, :]
+    tl.store(place_s, dS.to(d_initial_state.dtype.element_ty), mask=inside)

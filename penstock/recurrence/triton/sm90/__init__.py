@@ -1,0 +1,1 @@
+"""Kernels in Gluon, for sm_90 (Hopper)."""

@@ -1,0 +1,103 @@
+"""What the walks without decays per channel on Hopper share: sums of decays, gradients of decays, and barriers of tiles."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from ....gpu.hopper_tiles import exp2, plus
+from ....gpu.tiles import LOG2E, slot_of
+
+C = gl.constexpr(64)  # tokens in a chunk, and value channels
+GONE = gl.constexpr(-256.0)  # log2 units: 2^GONE is 0 in float32, and 64 sums of multiples of 2^-8 are exact
+COARSE = gl.constexpr(49152.0)  # 1.5 * 2^15: adding and subtracting it rounds to multiples of 2^-8
+
+
+@gluon.jit
+def barriers(STAGES: gl.constexpr):
+    """Memory for the barriers of one tensor."""
+    return gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+
+
+@gluon.jit
+def expect(tiles, bars, c, chunks, STAGES: gl.constexpr):
+    """Announce the tiles of step c. Each tensor has barriers of its own: between copies with the same one, Triton has all warps meet."""
+    for n in gl.static_range(len(bars)):
+        mbarrier.expect(bars[n].index(c % STAGES), tiles[n].block_type.nbytes, pred=c < chunks)
+
+
+@gluon.jit
+def log_decays(g, g_t, left, i):
+    """The decays of a chunk of ``left`` tokens in log2 units, 0 behind them."""
+    return gl.maximum(gl.load(g + i * g_t, mask=i < left, other=0.0).to(gl.float32) * LOG2E, GONE)
+
+
+@gluon.jit
+def decay_vectors():
+    """Memory of ``sums_of_decays`` for two chunks. Each has its own: Triton has all warps meet between stores in one allocation."""
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    coarse = gl.allocate_shared_memory(gl.float32, [2, C], plain)
+    fine = gl.allocate_shared_memory(gl.float32, [2, C], plain)
+    factor = gl.allocate_shared_memory(gl.float32, [2, C], plain)
+    rest = gl.allocate_shared_memory(gl.float32, [2, C], plain)
+    return coarse, fine, factor, rest
+
+
+@gluon.jit
+def sums_of_decays(d, vectors, at, scale):
+    """Store the sums of decays as multiples of 2^-8 and rests, scale 2^G and 2^R at ``at`` of four ``vectors``; returns 2^(G_L).
+
+    Sums of multiples are exact, and so are their differences: D is accurate for every decay.
+    """
+    whole = (d + COARSE) - COARSE
+    rest = d - whole
+    coarse = gl.associative_scan(whole, 0, plus)
+    fine = gl.associative_scan(rest, 0, plus)
+    all_coarse = gl.sum(whole, 0)
+    all_fine = gl.sum(rest, 0)
+    vectors[0].index(at).store(coarse)
+    vectors[1].index(at).store(fine)
+    vectors[2].index(at).store(exp2(coarse + fine) * scale)
+    vectors[3].index(at).store(exp2((all_coarse - coarse) + (all_fine - fine)))
+    return exp2(all_coarse + all_fine)
+
+
+@gluon.jit
+def place_of_decays(dg, slot, token, n, end, chunks, H, head, STATIC: gl.constexpr, ZEROS: gl.constexpr):
+    """Where a program stores dg: from its first ``token``, of a constant decay from its first ``slot`` on.
+
+    ZEROS: the sequence n, which ends at ``end``, may have slots without a chunk; they get 0.
+    """
+    if STATIC:
+        dg += slot.to(gl.int64) * H + head
+        if ZEROS:
+            for k in range(chunks, (slot_of(n + 1, end, 0, 0, C, True) - slot).to(gl.int32)):
+                gl.store(dg + k * H, 0.0)
+    else:
+        dg += token * H + head
+    return dg
+
+
+@gluon.jit
+def before(a_sum, a_last, b_sum, b_last):
+    """For scans of pairs (0, x): the sums of x before an element, without a difference."""
+    return a_sum + a_last + b_sum, b_last
+
+
+@gluon.jit
+def gradients_of_decays(queries, keys, of_state, d, behind):
+    """dg of a chunk: ``queries`` and ``keys`` are the terms of tokens from t on and before t, ``of_state`` the term of the whole state."""
+    earlier = gl.associative_scan((gl.zeros_like(keys), keys), 0, before)[0]
+    d_gate = gl.associative_scan(queries, 0, plus, reverse=True)
+    d_gate += earlier + of_state
+    return gl.where((d < -126.0) | behind, 0.0, d_gate)
+
+
+@gluon.jit
+def store_decays(dg, d_gate, chunk, i, left, H, STATIC: gl.constexpr):
+    """Store dg of a chunk with ``left`` tokens from its begin on, of a constant decay their sum."""
+    if STATIC:
+        gl.store(dg + chunk.to(gl.int64) * H, gl.sum(d_gate, 0))
+    else:
+        gl.store(dg + (chunk * C + i).to(gl.int64) * H, d_gate.to(dg.dtype.element_ty), mask=i < left)
