@@ -7,7 +7,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from ..recurrence.declaration import state_dtype
+from ..tokens.dtypes import state_dtype
 from ..verify.inputs import Inputs
 from ..verify.machine import using_threads
 from .candidates import Candidate, Mode

@@ -132,12 +132,15 @@ class Signature:
     rules: tuple[Callable[[Complaints, Mapping[str, Tensor | None], Sizes], None], ...] = ()
     """Rules between arguments. They get the tensors that pass their own rules, None for missing ones."""
 
+    axes: Mapping[str, tuple[str, ...]] = field(init=False, repr=False, compare=False)
+    """The axes of each argument, by its name."""
     counted: tuple[tuple[tuple[str, int], ...], ...] = field(init=False, repr=False)
     """For each argument, its axes in ``counts``, and the number added to their sizes."""
     written: int = field(init=False, repr=False)
     """The index of the argument that is updated in place, or -1."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "axes", {one.name: tuple(one.axes.split()) for one in self.arguments})
         counts = self.counts.split()
         counted = [tuple([(axis, more) for axis, more in one.letters if axis in counts]) for one in self.arguments]
         for one, axes in zip(self.arguments, counted):

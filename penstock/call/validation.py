@@ -9,10 +9,9 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from itertools import pairwise
 from numbers import Integral, Real
 from typing import Any
 
@@ -321,23 +320,3 @@ def reach(x: Tensor) -> int:
     """Bytes from the first element of a tensor to the end of its last."""
     last = sum(stride * (size - 1) for stride, size in zip(x.stride(), x.shape))
     return (last + 1) * x.element_size() if x.numel() else 0
-
-
-def offsets(axis: str) -> Any:
-    """The rule for values of ``cu_seqlens``: the begins of packed sequences along ``axis``, then its end."""
-
-    def values(x: Tensor, sizes: Sizes) -> Wrong | None:
-        ends, total = x.tolist(), sizes.get(axis)
-        if total is None or (ends[0] == 0 and ends[-1] == total and all(a <= b for a, b in pairwise(ends))):
-            return None
-        shown = str(ends) if len(ends) <= 16 else f"[{', '.join(map(str, ends[:6]))}, ..., {', '.join(map(str, ends[-6:]))}]"
-        rule = f"offsets that begin at 0, never fall and end at {axis} = {total}"
-        return Wrong(rule, shown, "It is the cumulative sum of the sequence lengths with a 0 in front.")
-
-    return values
-
-
-def one_row(complaints: Complaints, tensors: Mapping[str, Tensor | None], sizes: Sizes) -> None:
-    """For ``Signature.rules``: packed sequences are concatenated along the token axis of one batch row."""
-    if tensors.get("cu_seqlens") is not None and sizes.get("B", 1) != 1:
-        complaints.add(ShapeError, "B", "1 with cu_seqlens", sizes["B"], "Pack all sequences along the token axis.")

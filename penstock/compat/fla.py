@@ -27,8 +27,8 @@ from torch import Tensor
 from ..documentation import entries
 from ..errors import Complaints, PenstockError, RangeError, described
 from ..recurrence import functional
-from ..recurrence.declaration import state_dtype
-from ..recurrence.feature_maps import needs_float32, normalized
+from ..tokens.dtypes import state_dtype
+from ..tokens.feature_maps import needs_float32, normalized
 from .fla_arguments import ARGUMENTS, RETURNS
 from .replacement import Place, Replacement
 

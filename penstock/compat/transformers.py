@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..errors import Complaints, DtypeError, ImplementationRefused, RangeError, described
-from ..recurrence.declaration import state_dtype
 from ..recurrence.functional import decode_step, simple_gla
+from ..tokens.dtypes import state_dtype
 from .flash_rwkv import raw_decay
 from .replacement import Place, Replacement
 

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 
 from ..call import private
 from ..call.autocast import without_autocast
-from ..recurrence.declaration import state_dtype
-from ..recurrence.feature_maps import FEATURE_MAPS
+from ..tokens.dtypes import state_dtype
+from ..tokens.feature_maps import FEATURE_MAPS
 from .triton import kernels
 
 

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from ..call.declaration import FLOATS, INDICES, Argument
 from ..call.private import in_transform, is_fake, is_lazy_zero
-from ..call.validation import check_tensor, offsets, overlaps, reach, reads_values
+from ..call.validation import check_tensor, overlaps, reach, reads_values
 from ..errors import Complaints, DtypeError, RangeError, ShapeError, described
-from ..recurrence.declaration import rows
+from ..tokens.packing import offsets
+from ..tokens.pools import rows
 
 
 def check_input(complaints: Complaints, x: object, hidden_size: int) -> None:

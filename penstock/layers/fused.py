@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from ..call.autocast import autocasting
 from ..call.recompute import again
-from ..recurrence.declaration import state_dtype
+from ..tokens.dtypes import state_dtype
 from .activations import sigmoid, tanh
 from .as_written import runs_as_written
 from .linear import as_products, linear, mode, plain_weights

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from ..call.recompute import again
 from ..errors import Complaints, RangeError
-from ..recurrence.declaration import repeated, state_dtype
+from ..tokens.dtypes import state_dtype
+from ..tokens.sharing import repeated
 from .activations import ACTIVATIONS
 from .convolution import ShortConvolution
 from .fused import activated, norm_gate

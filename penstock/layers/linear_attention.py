@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..recurrence.feature_maps import needs_float32, normalized
+from ..tokens.feature_maps import needs_float32, normalized
 from .heads import HeadsConfig, HeadsMixer
 from .sequences import Sequences
 

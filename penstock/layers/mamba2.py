@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import Complaints, RangeError
-from ..recurrence.declaration import state_dtype
+from ..tokens.dtypes import state_dtype
 from .convolution import ShortConvolution
 from .halving import last_map
 from .linear import Linear

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..call.recompute import again
-from ..recurrence.declaration import state_dtype
+from ..tokens.dtypes import state_dtype
 from .as_written import runs_as_written
 from .linear import as_products, linear, plain_weights
 from .norms import GroupedRMSNorm, grouped_rms_norm

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..recurrence.declaration import state_dtype
+from ..tokens.dtypes import state_dtype
 from .as_written import remembered
 
 

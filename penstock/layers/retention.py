@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import Complaints, RangeError
-from ..recurrence.declaration import state_dtype
+from ..tokens.dtypes import state_dtype
 from .heads import HeadsConfig, HeadsMixer
 from .rotary import check_base, rotary, rotated
 from .sequences import Sequences

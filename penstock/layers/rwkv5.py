@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import Complaints, RangeError
-from ..recurrence.declaration import state_dtype
+from ..tokens.dtypes import state_dtype
 from .decode import rwkv_step, shifted_norm
 from .fused import norm_gate, norm_of_heads, token_shift
 from .halving import last_map

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import Complaints
-from ..recurrence.declaration import state_dtype
+from ..tokens.dtypes import state_dtype
 from .decode import low_rank_maps, rwkv_step, shifted_norm
 from .fused import TokensBefore, low_rank_decay, norm_gate, token_shift
 from .halving import last_map

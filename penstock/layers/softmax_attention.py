@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..call.validation import reads_values
 from ..errors import Complaints, RangeError
-from ..recurrence.declaration import state_dtype
 from ..softmax import softmax_attention
+from ..tokens.dtypes import state_dtype
 from .halving import last_map
 from .heads import projection
 from .linear import linears_of

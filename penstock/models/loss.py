@@ -16,7 +16,7 @@ from ..errors import Complaints, DtypeError, RangeError, described, shortened
 from ..layers.linear import plain_weights
 from ..layers.sizes import check_whole
 from ..layers.triton import kernels
-from ..recurrence.declaration import state_dtype
+from ..tokens.dtypes import state_dtype
 
 CHUNK_TOKENS = 2048
 """Tokens whose logits are in memory at once: 256 MB of bfloat16 for a vocabulary of 65,536. Fewer tokens take longer, because each chunk

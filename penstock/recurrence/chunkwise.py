@@ -24,8 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..call.implementation import Implementation, Upstream
-from .advance import advance_by
-from .declaration import Recurrence, state_dtype
+from ..tokens.dtypes import state_dtype
+from ..tokens.pieces import advance_by
+from .declaration import Recurrence
 from .gradients import Gradients
 
 CHUNK = 64

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..errors import Complaints, RangeError, ShapeError, shortened
+from ..tokens.decays import retnet_decay
+from ..tokens.feature_maps import FeatureMap, featured, needs_float32, normalized
 from . import documentation
-from .feature_maps import FeatureMap, featured, needs_float32, normalized
 from .operators import ADVANCE, RECURRENCE
-from .retnet_decay import retnet_decay
 from .variants import VARIANTS
 
 STEP_TOKENS = 16
@@ -71,7 +71,7 @@ def linear_attention(
         return _run("linear_attention", (q, k, v, None, None, cu_seqlens, initial_state), (scale, reverse, output_final_state), impl)
 
     wide = normalize is True and needs_float32(q, k, v)
-    q, k = featured(q, k, feature_map, normalize, wide)
+    q, k = featured("linear_attention", q, k, feature_map, normalize, wide)
     return Result(*normalized(attend, q, k, v, wide)) if normalize else attend(q, k, v)
 
 

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from ..call.implementation import Implementation
-from .advance import advance_by
-from .declaration import Recurrence, state_dtype
+from ..tokens.dtypes import state_dtype
+from ..tokens.pieces import advance_by
+from .declaration import Recurrence
 
 
 def _attend(problem: Recurrence, q: Tensor, k: Tensor, v: Tensor, g: Tensor, u: Tensor | None, S: Tensor) -> tuple[Tensor, Tensor]:

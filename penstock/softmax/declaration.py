@@ -6,7 +6,6 @@ B batch, Tq queries, Tk keys, H heads of queries, G heads of keys and values, D 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,8 +13,10 @@ from torch import Tensor
 
 from ..call.declaration import INDICES, Argument, Option, Result, Signature, Sizes, Wrong
 from ..call.problem import Problem
-from ..call.validation import finite, offsets, one_row
+from ..call.validation import finite
 from ..errors import Complaints, ShapeError
+from ..tokens.dtypes import state_dtype
+from ..tokens.packing import cu_seqlens, offsets, one_row, ranges
 
 FUNCTION = "softmax_attention"
 
@@ -49,7 +50,7 @@ class Attention(Problem):
     def spans(self) -> list[tuple[slice, slice]]:
         """The ranges of queries and keys of each packed sequence, on the host. Waits for the device."""
         assert self.cu_seqlens is not None and self.key_offsets is not None  # noqa: PT018
-        queries, keys = (pairwise(ends.tolist()) for ends in (self.cu_seqlens, self.key_offsets))
+        queries, keys = ranges(self.cu_seqlens), ranges(self.key_offsets)
         return [(slice(*one), slice(*other)) for one, other in zip(queries, keys)]
 
     def visible(self, rows: slice, columns: slice, Tq: int, Tk: int) -> Tensor:
@@ -89,17 +90,13 @@ def _scale(value: Any, sizes: Sizes, about: Any) -> Any:
     return sizes["D"] ** -0.5 if value is None else value
 
 
-def _lse(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 SIGNATURE = Signature(
     FUNCTION,
     (
         Argument("q", "B Tq H D", gradient=True, hint="Tokens come before heads."),
         Argument("k", "B Tk G D", like="q", gradient=True, hint="Tokens come before heads."),
         Argument("v", "B Tk G D", like="q", gradient=True),
-        Argument("cu_seqlens", "N+1", INDICES, required=False, values=offsets("Tq"), otherwise=("N", "B")),
+        cu_seqlens("Tq"),
         Argument("cu_seqlens_k", "N+1", INDICES, required=False, values=offsets("Tk")),
     ),
     nonempty="H G D",
@@ -114,4 +111,4 @@ OPTIONS = (
     Option("window", "int", optional=True, values=_window),
     Option("return_lse", "bool"),
 )
-RESULTS = (Result("output", "B Tq H D", saved=True), Result("lse", "B Tq H", dtype=_lse, wanted="return_lse", saved=True))
+RESULTS = (Result("output", "B Tq H D", saved=True), Result("lse", "B Tq H", dtype=state_dtype, wanted="return_lse", saved=True))

@@ -14,7 +14,7 @@ from ..errors import Complaints, RangeError
 from ..models import CausalLM
 from ..models.sampling import check_logits
 from ..models.tokenizers import Bytes, Tokenizer
-from ..recurrence.declaration import state_dtype
+from ..tokens.dtypes import state_dtype
 
 BUDGET = 8192
 """Tokens of one call of the model."""

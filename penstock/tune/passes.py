@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ..gpu.plan import Plan
 from ..gpu.target import Target
-from ..recurrence.declaration import state_dtype
 from ..recurrence.triton import in_place, plan
 from ..recurrence.variants import VARIANTS
+from ..tokens.dtypes import state_dtype
 from ..verify.inputs import Inputs, Shape
 
 Pass = Literal["forward", "backward", "pieces", "step", "short forward", "short backward"]

@@ -17,8 +17,9 @@ from ..call.derivatives import Tensors
 from ..call.implementation import Implementation, Mode, Upstream
 from ..call.operator import Operator
 from ..call.problem import Problem
-from ..recurrence.declaration import Advance, Recurrence, state_dtype
+from ..recurrence.declaration import Advance, Recurrence
 from ..softmax.operators import ATTENTION
+from ..tokens.dtypes import state_dtype
 from . import oracle, rounding
 from .finding import Finding
 from .machine import using_threads

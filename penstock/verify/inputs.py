@@ -12,9 +12,10 @@ from torch.nn import functional as F
 
 from ..errors import Complaints, RangeError, shortened
 from ..recurrence import functional
-from ..recurrence.declaration import Advance, Recurrence, state_dtype
+from ..recurrence.declaration import Advance, Recurrence
 from ..recurrence.operators import ADVANCE, RECURRENCE
 from ..recurrence.variants import VARIANTS
+from ..tokens.dtypes import state_dtype
 
 GATES = ("soft", "mu-5", "mu-3", "mu-1", "mu0", "mu1", "mu2", "initial", "forgetting")
 """Distributions of decays per channel that ``inputs`` can draw, from the mildest log-normal one to those of trained models."""

@@ -24,10 +24,10 @@ from torch import Tensor
 
 from ..call.derivatives import Tensors, gradients_of
 from ..recurrence import chunkwise
-from ..recurrence.advance import CHUNK, advance_by
 from ..recurrence.declaration import Advance, Recurrence
 from ..recurrence.gradients import Gradients
 from ..recurrence.levels import lengths, levels
+from ..tokens.pieces import CHUNK, advance_by
 from .oracle import by_result, error
 
 BFLOAT16 = 8

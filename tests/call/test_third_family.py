@@ -10,8 +10,8 @@ from penstock.call.dispatch import Family
 from penstock.call.implementation import Implementation, Upstream
 from penstock.call.operator import Operator, explain
 from penstock.call.problem import Problem
-from penstock.call.validation import offsets, one_row
-from penstock.recurrence.declaration import log_decay
+from penstock.tokens.decays import log_decay
+from penstock.tokens.packing import offsets, one_row
 
 
 class Sum(Problem):

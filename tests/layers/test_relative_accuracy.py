@@ -15,9 +15,9 @@ from penstock.layers import LinearAttentionConfig, activations, fused, mamba2_ch
 from penstock.layers.activations import ACTIVATIONS
 from penstock.layers.convolution import ShortConvolution
 from penstock.layers.sequences import Sequences
-from penstock.recurrence.declaration import state_dtype
-from penstock.recurrence.feature_maps import FEATURE_MAPS
 from penstock.recurrence.operators import FAMILY
+from penstock.tokens.dtypes import state_dtype
+from penstock.tokens.feature_maps import FEATURE_MAPS
 
 POINTS = (
     -300, -88.5, -80, -40, -20, -17.3, -12, -9.06, -9, -7, -5, -3, -2, -1, -0.3, -1e-2, -1e-3, -1e-5, -1e-7,

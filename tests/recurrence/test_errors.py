@@ -10,9 +10,9 @@ from cases import ALL, NAMES, Case, draw, named, problem_of, upstream
 
 import penstock as ps
 from penstock.call.implementation import Upstream
-from penstock.recurrence.declaration import log_decay
 from penstock.recurrence.operators import FAMILY
 from penstock.recurrence.variants import VARIANTS
+from penstock.tokens.decays import log_decay
 
 B, T, H, K, V = 2, 5, 3, 4, 6
 ELSEWHERE = torch.device("meta")

@@ -12,12 +12,12 @@ from pools import pool_of
 import penstock as ps
 from penstock.gpu.hopper import without_gluon
 from penstock.gpu.target import Target, interpreting
-from penstock.recurrence.gradients import summed
 from penstock.recurrence.operators import ADVANCE
 from penstock.recurrence.triton import in_place, plan, states
 from penstock.recurrence.triton.calls import Call
 from penstock.recurrence.triton.forms import scalars_sm90, sm90, weights_sm90
 from penstock.recurrence.triton.portable import recurrent
+from penstock.tokens.sharing import summed
 from penstock.tune.passes import without_memory
 from penstock.verify.inputs import Shape
 

@@ -15,9 +15,10 @@ from torch import Tensor
 
 import penstock as ps
 from penstock.recurrence import reference
-from penstock.recurrence.declaration import Recurrence, state_dtype
+from penstock.recurrence.declaration import Recurrence
 from penstock.recurrence.operators import FAMILY, RECURRENCE
 from penstock.recurrence.variants import VARIANTS, Variant
+from penstock.tokens.dtypes import state_dtype
 
 ALL = [implementation.name for implementation in FAMILY.implementations]
 TRITON = [name for name in ALL if name.startswith("triton")]

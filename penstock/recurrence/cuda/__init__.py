@@ -11,8 +11,9 @@ from torch import Tensor
 
 from ...call.implementation import Implementation, Mode, Upstream
 from ...gpu.target import Target, unavailable
+from ...tokens.empty import forward_of_nothing, gradients_of_nothing, nothing
 from ..declaration import Advance, Recurrence, Tokens
-from ..gradients import Gradients, backward_of_nothing, forward_of_nothing, nothing
+from ..gradients import Gradients
 
 HEADS = (32, 64, 128)
 """Supported head sizes, K = V."""
@@ -87,7 +88,9 @@ def _forward(problem: Recurrence) -> tuple[Tensor, Tensor]:
 def _backward(problem: Recurrence, upstream: Upstream) -> Gradients:
     d_output, d_final_state = upstream.gradients
     assert d_output is not None
-    return backward_of_nothing(problem, d_final_state) if nothing(problem) else _launch().backward_pass(problem, d_output, d_final_state)
+    if nothing(problem):
+        return Gradients(*gradients_of_nothing(problem, d_final_state))
+    return _launch().backward_pass(problem, d_output, d_final_state)  # type: ignore[no-any-return]
 
 
 def _advance(problem: Advance) -> Tensor:

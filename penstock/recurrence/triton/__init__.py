@@ -12,8 +12,9 @@ from torch import Tensor
 from ...call.implementation import FormVerdict, Implementation, Listed, Mode, Upstream
 from ...gpu.target import interpreting, unavailable
 from ...gpu.target import refuses as gpu_refuses
+from ...tokens.empty import forward_of_nothing, gradients_of_nothing, nothing
 from ..declaration import Advance, Recurrence, Tokens
-from ..gradients import Gradients, backward_of_nothing, forward_of_nothing, nothing
+from ..gradients import Gradients
 
 SHORT = {"forward": 8, "backward": 8, "advance": 16}
 """Up to this many tokens, a power of two, the token-serial kernels are faster than the chunked ones. One NVIDIA H200, rwkv6, bfloat16,
@@ -95,7 +96,7 @@ def _chunkwise_forward_with_residuals(p: Recurrence) -> tuple[tuple[Tensor, Tens
 def _chunkwise_backward(p: Recurrence, upstream: Upstream) -> Gradients:
     d_output, d_final_state = upstream.gradients
     if nothing(p):
-        return backward_of_nothing(p, d_final_state)
+        return Gradients(*gradients_of_nothing(p, d_final_state))
     assert d_output is not None
     dg = not upstream.wanted or upstream.wanted[3]
     found: Gradients = _launch().chunk_backward(p, d_output, d_final_state, upstream.residuals, dg)
@@ -109,7 +110,7 @@ def _recurrent_forward(p: Recurrence) -> tuple[Tensor, Tensor]:
 def _recurrent_backward(p: Recurrence, upstream: Upstream) -> Gradients:
     d_output, d_final_state = upstream.gradients
     assert d_output is not None
-    return backward_of_nothing(p, d_final_state) if nothing(p) else _launch().recurrent_backward(p, d_output, d_final_state)
+    return Gradients(*gradients_of_nothing(p, d_final_state)) if nothing(p) else _launch().recurrent_backward(p, d_output, d_final_state)
 
 
 def _advance(p: Advance) -> Tensor:

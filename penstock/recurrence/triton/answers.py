@@ -11,8 +11,8 @@ import torch
 from ...call.implementation import FormVerdict, Listed, Mode
 from ...gpu import forms
 from ...gpu.forms import Form, Part
+from ...tokens.empty import nothing
 from ..declaration import Tokens
-from ..gradients import nothing
 from . import in_place, plan, wide
 from .calls import Backward, Call, InPlace, Whole
 from .forms.lists import CHUNK_BACKWARD, CHUNK_FORWARD, PIECES, TOKEN_BACKWARD, TOKEN_FORWARD, TOKENS_IN_PLACE

@@ -21,7 +21,7 @@ from ...gpu.forms import first
 from ...gpu.hopper import tiled
 from ...gpu.plan import Plan
 from ...gpu.target import Target
-from ..advance import CHUNK
+from ...tokens.pieces import CHUNK
 from ..declaration import Advance
 from .calls import InPlace, batch, tokens
 from .forms.lists import PIECES, TOKENS_IN_PLACE

@@ -10,8 +10,9 @@ from torch import Tensor
 from ...gpu import launch
 from ...gpu.plan import Plan, dense
 from ...gpu.target import Target
+from ...tokens.sharing import summed
 from ..declaration import Advance, Recurrence, Tokens
-from ..gradients import Gradients, summed
+from ..gradients import Gradients
 from . import in_place, plan, wide
 from .table_file import target
 

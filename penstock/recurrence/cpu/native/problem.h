@@ -6,7 +6,7 @@
 #include <stdlib.h>
 
 #define CHUNK 16 /* tokens loaded at once; also the distance of checkpoints in the backward pass */
-#define PIECE 64 /* tokens of an update in place between roundings of the state, as in advance.py; a multiple of CHUNK */
+#define PIECE 64 /* tokens of an update in place between roundings of the state, as in tokens/pieces.py; a multiple of CHUNK */
 #define JOIN(a, b) a##b
 #define NAME(a, b) JOIN(a, b)
 

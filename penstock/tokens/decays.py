@@ -1,4 +1,4 @@
-"""The decays of RetNet's heads (Sun et al. 2023, arXiv 2307.08621), the default of retention."""
+"""Log decays: the rule for their values, and those of RetNet's heads (Sun et al. 2023, arXiv 2307.08621)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,19 @@ import torch
 from torch import Tensor
 
 from ..call import private
-from .declaration import state_dtype
+from ..call.declaration import Sizes, Wrong
+from .dtypes import state_dtype
+
+
+def log_decay(g: Tensor, sizes: Sizes) -> Wrong | None:
+    """The rule for values of a decay."""
+    g = g[tuple([slice(None) if stride else slice(1) for stride in g.stride()])]  # expanded axes repeat their values
+    if not g.numel() or float(g.amax()) <= 0:  # False for NaN, which amax propagates
+        return None
+    missing, largest = int(g.isnan().sum()), float(g.nan_to_num(nan=-torch.inf, posinf=torch.inf).amax())
+    found = [f"a largest value of {largest:g}"] * (largest > 0) + [f"{missing} times NaN"] * (missing > 0)
+    remedy = "Pass log(decay): for RWKV checkpoints -exp(w), for GLA logsigmoid(x) / 16."
+    return Wrong("a log decay, natural logarithm, nowhere above 0 or NaN", " and ".join(found), remedy)
 
 
 def retnet_decay(v: Tensor) -> Tensor:

@@ -28,13 +28,13 @@ FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def featured(q: Tensor, k: Tensor, feature_map: FeatureMap, normalize: bool, wide: bool) -> tuple[Tensor, Tensor]:
-    """Q and k through the feature map; if ``wide``, in float32.
+def featured(function: str, q: Tensor, k: Tensor, feature_map: FeatureMap, normalize: bool, wide: bool) -> tuple[Tensor, Tensor]:
+    """Q and k of a call of ``function`` through the feature map; if ``wide``, in float32.
 
     Raises RangeError for an unknown feature map, ShapeError for one that changes the number of heads, DtypeError if ``normalize``
     is not a bool. Tensors that are not floating-point are returned unchanged: validation refuses them later.
     """
-    complaints = Complaints("linear_attention")
+    complaints = Complaints(function)
     if not isinstance(normalize, bool):
         complaints.add(DtypeError, "normalize", "True or False", described(normalize))
     named = isinstance(feature_map, str) and feature_map in FEATURE_MAPS

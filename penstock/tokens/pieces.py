@@ -8,12 +8,13 @@ on where a sequence is cut if cuts are at multiples of 64, nor on the other rows
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from .declaration import Advance, Recurrence, state_dtype
+from .dtypes import state_dtype
+from .problem import InPlace
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,7 +29,7 @@ def pieces(tokens: int) -> Iterator[tuple[int, int]]:
     yield from ((begin, begin + 1) for begin in range(whole, tokens))
 
 
-def advance_by(forward: Callable[[Recurrence], Sequence[Tensor | None]], a: Advance) -> Tensor:
+def advance_by(forward: Callable[[Any], Sequence[Tensor | None]], a: InPlace) -> Tensor:
     """The output. States are copied out of the pool and back. Waits for the device to read slots and offsets."""
     output = a.v.new_zeros(a.v.shape)
     slots = list(range(a.sizes["N"])) if a.slots is None else a.slots.tolist()
@@ -49,15 +50,16 @@ def advance_by(forward: Callable[[Recurrence], Sequence[Tensor | None]], a: Adva
     return output
 
 
-def _piece(a: Advance, rows: list[int], tokens: slice, state: Tensor) -> Recurrence:
-    q, k, v = (x[rows, tokens] for x in (a.q, a.k, a.v))
-    g = a.g
-    if g is not None and "T" in a.variant.decay:
-        g = g[rows, tokens]
-    state = state.to(torch.promote_types(state.dtype, state_dtype(a.q.dtype))).contiguous()  # products depend on the layout
+def _piece(a: InPlace, rows: list[int], tokens: slice, state: Tensor) -> Any:
+    """The call over some tokens of some rows, from their states."""
     operator = a.sequences
-    signature = operator.signatures[a.variant.name]
-    sizes = {**a.sizes, "B": len(rows), "N": len(rows), "T": q.shape[1]}
-    return Recurrence.of(
-        operator, signature, (q, k, v, g, a.u, None, state), {"scale": a.scale, "reverse": False, "output_final_state": True}, sizes
-    )
+    signature = next(one for one in operator.signatures.values() if one.about is a.signature.about)
+    state = state.to(torch.promote_types(state.dtype, state_dtype(a.q.dtype))).contiguous()  # products depend on the layout
+    given: dict[str, Tensor | None] = {"initial_state": state, "cu_seqlens": None}
+    for name, axes in signature.axes.items():
+        if name not in given:
+            x: Tensor | None = getattr(a, name)
+            given[name] = x[rows, tokens] if x is not None and axes[:2] == ("B", "T") else x
+    options = {one.name: getattr(a, one.name) for one in a.operator.options} | {"reverse": False, "output_final_state": True}
+    sizes = {**a.sizes, "B": len(rows), "N": len(rows), "T": tokens.stop - tokens.start}
+    return operator.problem.of(operator, signature, [given[name] for name in operator.names], options, sizes)
