@@ -19,12 +19,11 @@ import penstock
 from penstock.bench import clock
 from penstock.call.derivatives import gradients_of
 from penstock.call.memory import Memory
-from penstock.recurrence import chunkwise
+from penstock.recurrence import chunkwise, rounded
 from penstock.recurrence.gradients import Gradients
 from penstock.recurrence.operators import RECURRENCE
 from penstock.recurrence.triton import plan
 from penstock.recurrence.triton.forms import groups, lists
-from penstock.verify import rounding
 from penstock.verify.inputs import Inputs, Shape, inputs
 from penstock.verify.oracle import budget, error
 
@@ -73,7 +72,7 @@ def check(variant: str, shape: Shape, G: int, kernel: bool) -> float:
             return dict(zip(Gradients._fields, gradients_of(lambda p: formula(p.whole), problem, (d_output.double(), d_state.double()))))
 
     wanted, largest = exact(chunkwise.forward), 0.0
-    draws = [exact(formula) for formula in rounding.formulas(rounding.BFLOAT16)]
+    draws = [exact(formula) for formula in rounded.formulas(rounded.BFLOAT16)]
     for name, gradient in grads.items():
         if variant == "retention" and name == "g":  # a constant whose gradient is a sum over tokens that cancels
             continue

@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from .call.dispatch import Available, Explanation, Family
+from .call.dispatch import Available, Explanation
+from .call.families import Registered, functions
 from .call.operator import explain as explained
 from .errors import Complaints, RangeError, shortened
-from .recurrence import functional, operators
-from .recurrence.variants import VARIANTS
-from .softmax import FAMILY as SOFTMAX
-from .softmax import softmax_attention
-
-FUNCTIONS: dict[str, tuple[Callable[..., object], Family]] = {
-    **{name: (getattr(functional, name), operators.FAMILY) for name in (*VARIANTS, "advance", "decode_step")},
-    "softmax_attention": (softmax_attention, SOFTMAX),
-}
-"""The public functions and their families of implementations."""
 
 
 def explain(function: str, *args: Any, **kwargs: Any) -> Explanation:
@@ -39,7 +29,7 @@ def explain(function: str, *args: Any, **kwargs: Any) -> Explanation:
     >>> explain("linear_attention", q, q, q).forward
     'chunkwise'
     """
-    return explained(_known("explain", function)[0], *args, **kwargs)
+    return explained(_family("explain", function).functions[function], *args, **kwargs)
 
 
 def implementations(function: str = "gla") -> tuple[Available, ...]:
@@ -54,12 +44,14 @@ def implementations(function: str = "gla") -> tuple[Available, ...]:
     >>> [one.name for one in implementations() if one.reason is None][-1]
     'reference'
     """
-    return _known("implementations", function)[1].available()
+    return _family("implementations", function).family.available()
 
 
-def _known(caller: str, function: object) -> tuple[Callable[..., object], Family]:
-    if not isinstance(function, str) or function not in FUNCTIONS:
+def _family(caller: str, function: object) -> Registered:
+    """The family of a public function. Raises RangeError if there is none of this name."""
+    known = functions()
+    if not isinstance(function, str) or function not in known:
         complaints = Complaints(caller)
-        complaints.add(RangeError, "function", f"one of {', '.join(FUNCTIONS)}", shortened(function))
+        complaints.add(RangeError, "function", f"one of {', '.join(known)}", shortened(function))
         complaints.raise_any()
-    return FUNCTIONS[function]  # type: ignore[index]
+    return known[function]  # type: ignore[index]

@@ -57,12 +57,11 @@ def _boolean_masks():
 @pytest.fixture
 def at_full_speed(monkeypatch):
     """Without the implementations that run under the interpreter here: the contract tests hold those to the oracle."""
-    from penstock.recurrence import operators as recurrence
-    from penstock.softmax import operators as softmax
+    from penstock.call.families import families
 
-    for family in (recurrence.FAMILY, softmax.FAMILY):
-        fast = tuple(one for one in family.implementations if not one.name.startswith("triton"))
-        monkeypatch.setattr(family, "implementations", fast)
+    for one in families():
+        fast = tuple(implementation for implementation in one.family.implementations if not implementation.name.startswith("triton"))
+        monkeypatch.setattr(one.family, "implementations", fast)
 
 
 @pytest.fixture

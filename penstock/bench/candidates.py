@@ -6,15 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from ..call import implementation
 from ..call.problem import Problem
-from ..recurrence.functional import decode_step
-from ..recurrence.operators import FAMILY
 from ..verify import oracle
 from ..verify.inputs import Inputs
 from ..verify.machine import using_threads
@@ -51,13 +49,16 @@ class Candidate:
 
 def ours(impl: str, inputs: Inputs, mode: Mode) -> Candidate:
     """The candidate for an implementation of this library, or "auto". Raises ImplementationRefused with the reason."""
-    FAMILY.check_name("bench", impl)
+    family = inputs.family.family
+    family.check_name("bench", impl)
     name, problem = impl, problem_of(inputs, mode)
-    taken = [FAMILY.choose(problem, run_mode, impl, gradients=mode == "fwdbwd") for run_mode in IMPLEMENTATION_MODES[mode]]
+    taken = [family.choose(problem, run_mode, impl, gradients=mode == "fwdbwd") for run_mode in IMPLEMENTATION_MODES[mode]]
     if impl == "auto":
         name = f"auto ({', '.join(dict.fromkeys(one.name for one in taken))})"
     # The checked results come from the last mode: gradients from the backward pass. A decode step has no matrix products.
     bits = None if mode == "decode" else taken[-1].operands(inputs.q.dtype, "forward")
+
+    decode_step: Callable[..., Any] = inputs.family.functions["decode_step"]
 
     def step(inputs: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
         return decode_step(inputs.variant, inputs.q, inputs.k, inputs.v, inputs.g, inputs.u, state=state, impl=impl), state
@@ -67,7 +68,8 @@ def ours(impl: str, inputs: Inputs, mode: Mode) -> Candidate:
 
 def problem_of(inputs: Inputs, mode: Mode) -> Problem:
     """The problem that implementations get for a mode."""
-    return inputs.in_place(inputs.q.new_empty(inputs.shape.state)) if mode == "decode" else inputs.problem()
+    problem: Problem = inputs.in_place(inputs.q.new_empty(inputs.shape.state)) if mode == "decode" else inputs.problem()
+    return problem
 
 
 def loop(inputs: Inputs) -> Candidate:

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 
 from ..errors import Complaints, RangeError
 from ..layers.keywords import suggestion
-from ..verify.inputs import GATES, Shape
+from ..tokens.distributions import GATES
+from ..verify.inputs import Shape
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..recurrence.variants import VARIANTS
 from ..verify.inputs import Inputs
 
 
@@ -49,6 +48,6 @@ def token_loop(inputs: Inputs, state: Tensor | None = None) -> tuple[Tensor, Ten
 def _decay(inputs: Inputs) -> Tensor | None:
     if inputs.g is None:
         return None
-    axes = VARIANTS[inputs.variant].decay
+    axes = inputs.signature.axes["g"]
     g = inputs.g.float()[tuple(slice(None) if axis in axes else None for axis in "BTHK")]
     return torch.exp(g).permute(0, 2, 3, 1)

@@ -9,8 +9,9 @@ from typing import NamedTuple
 import torch
 
 from ..errors import Complaints, ImplementationRefused, ShapeError
-from ..recurrence.functional import STEP_TOKENS
-from ..verify.inputs import GATES, Inputs, Shape
+from ..tokens.distributions import GATES
+from ..tokens.pools import STEP_TOKENS
+from ..verify.inputs import Inputs, Shape
 from . import clock
 from .calls import call_of, copy_of, moved_bytes
 from .candidates import Candidate, Mode

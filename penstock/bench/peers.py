@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from ..errors import Complaints, ImplementationRefused, RangeError
-from ..softmax import FUNCTION
 from ..verify.inputs import Inputs
 from . import fla, ladder
 from .candidates import Candidate, Mode, loop
+from .softmax import FUNCTION
 
 PEERS = ("loop", "fla", "fla_recurrent")
 """Peers of every variant of the recurrence. The rungs of the ladder are peers of rwkv6 only."""

@@ -16,7 +16,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..verify.inputs import GATES
+from ..tokens.distributions import GATES
 from .figure import (
     FAINT,
     INK,

@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..errors import Complaints, DeviceError
-from ..recurrence.operators import FAMILY
 from ..verify.inputs import Inputs
 from . import clock, fla, trace
 from .calls import call_of
@@ -27,12 +26,13 @@ MODES: tuple[Mode, ...] = ("fwd", "fwdbwd")
 def candidates(inputs: Inputs, mode: Mode, impls: Sequence[str], named: Sequence[str]) -> tuple[list[Candidate], list[Untimed]]:
     """The named peers and implementations, peers first; by default all that take the call. Also lists those that refuse it."""
     refused: dict[str, str] = {}
+    implementations = inputs.family.family.implementations
     if not impls:
         problem = problem_of(inputs, mode)
-        for one in FAMILY.implementations:
+        for one in implementations:
             reasons = [reason for run_mode in IMPLEMENTATION_MODES[mode] if (reason := one.refusal(problem, run_mode)) is not None]
             refused |= {one.name: reasons[0]} if reasons else {}
-        impls = [one.name for one in FAMILY.implementations if one.name not in refused]
+        impls = [one.name for one in implementations if one.name not in refused]
     if not named:
         reason = fla.unavailable(inputs.q.device) or fla.refusal(inputs)
         refused |= {name: reason for name in PEERS if name.startswith("fla") and reason is not None}

@@ -10,8 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..recurrence.variants import VARIANTS
-from ..softmax import FUNCTION
+from ..call.families import families
 from ..tables import Numbers
 from ..verify.finding import Finding
 from ..verify.machine import Machine
@@ -31,14 +30,14 @@ def print_machine(console: Console, machine: Machine, tables: Iterable[tuple[str
 
 
 def print_findings(console: Console, findings: list[Finding]) -> None:
-    """Print tables of the recurrences and of softmax attention for each device, then the refusals and the failures."""
+    """Print a table of each family for each device, then the refusals and the failures."""
     for device in dict.fromkeys(finding.device for finding in findings):
         here = [finding for finding in findings if finding.device == device]
-        for oracle, variants in (("token loop", tuple(VARIANTS)), ("formula", (FUNCTION,))):
-            selected = [finding for finding in here if finding.variant in variants]
+        for family in families():
+            selected = [finding for finding in here if finding.variant in family.variants]
             if selected:
-                console.print(f"\nLargest error against the float64 {oracle}, on {device}", style="table.title", highlight=False)
-                console.print(_errors(variants, selected))
+                console.print(f"\nLargest error against the float64 {family.oracle}, on {device}", style="table.title", highlight=False)
+                console.print(_errors(family.variants, selected))
         _print_refusals(console, here)
     for finding in findings:
         if finding.failed:

@@ -12,10 +12,9 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..errors import Complaints, RangeError, ShapeError
-from ..softmax import FAMILY, FUNCTION, softmax_attention
+from ..softmax import FAMILY, declaration, softmax_attention
 from ..softmax.operators import ATTENTION
-from ..softmax.reference import exact
-from ..verify.comparison import SOFTMAX_BUDGET
+from ..softmax.reference import BUDGET, exact
 from ..verify.inputs import Shape
 from ..verify.oracle import error
 from . import clock
@@ -24,6 +23,8 @@ from .cases import Case
 from .exact import Deviation, WrongResult
 from .measure import Checked, Measurement, Untimed, reason_of, timed_in_turn
 
+FUNCTION = declaration.FUNCTION
+"""The function that is measured."""
 BACKENDS = {
     "sdpa (cudnn)": SDPBackend.CUDNN_ATTENTION,
     "sdpa (flash)": SDPBackend.FLASH_ATTENTION,
@@ -116,7 +117,7 @@ def _checked(
         try:
             first_call, found = clock.seconds_of(_call(attend, inputs, upstream, mode), d_output.device)
             results = {
-                result: Deviation(error(x.detach()[:1, :tokens, :heads], expected[result]), SOFTMAX_BUDGET[dtype])
+                result: Deviation(error(x.detach()[:1, :tokens, :heads], expected[result]), BUDGET[dtype])
                 for result, x in zip(expected, found)
             }
             for result, one in results.items():

@@ -81,6 +81,9 @@ class Operator(Generic[P]):
         self.mode: Mode = "advance" if self.in_place else "forward"
         self.saves = any(one.saved for one in results)
         """Whether the backward pass needs results."""
+        package, dot, _ = problem.__module__.rpartition(".")
+        self.modules = package + dot or problem.__module__
+        """How the names of the family's modules begin."""
         self.memory = Memory()
         self.in_torch, self.gradients_in_torch = registration.register(self)
 
@@ -125,7 +128,7 @@ class Operator(Generic[P]):
     def learn(self, signature: Signature, tensors: Tensors, options: Sequence[Any]) -> Seen:
         """Validate and cache a call."""
         sizes = check(signature, tensors)
-        warn_of_layout(signature, tensors, sizes)
+        warn_of_layout(signature, tensors, sizes, self.modules)
         return self.memory.keep(self.kind(signature, options, sizes), tensors, sizes)
 
     def kind(self, signature: Signature, options: Sequence[Any], sizes: Mapping[str, int]) -> Kind:

@@ -158,16 +158,17 @@ def check(signature: Signature, tensors: Sequence[Tensor | None]) -> dict[str, i
     return sizes
 
 
-INSIDE = ("penstock.call.", "penstock.recurrence.", "penstock.softmax.", "penstock.compat.")
-"""Modules between a caller and this one."""
+INSIDE = ("penstock.call.", "penstock.compat.")
+"""Modules between a caller and this one, besides those of the operator's family."""
 _warned: set[str] = set()
 """Functions that have warned about a layout. Each warns once per process."""
 
 
-def warn_of_layout(signature: Signature, tensors: Sequence[Tensor | None], sizes: Sizes) -> None:
+def warn_of_layout(signature: Signature, tensors: Sequence[Tensor | None], sizes: Sizes, family: str) -> None:
     """Warn once if there are more heads than tokens and more than one token: the axes may be swapped.
 
     If another argument has only the axis of heads, as an initial state does, its shape would not match. Layers do not need the warning.
+    ``family``: how the names of the family's modules begin.
     """
     if signature.layout is None or signature.function in _warned:
         return
@@ -179,7 +180,7 @@ def warn_of_layout(signature: Signature, tensors: Sequence[Tensor | None], sizes
         if x is not None and heads in axes and tokens not in axes and not argument.derived:
             return
     level, frame = 1, sys._getframe()
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(INSIDE):
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith((*INSIDE, family)):
         level, frame = level + 1, frame.f_back
     if frame.f_globals.get("__name__", "").startswith("penstock."):
         return

@@ -23,21 +23,23 @@ from ..bench.peers import peer, peer_names
 from ..bench.plot import plot_measurements, plot_profile
 from ..bench.record import Record
 from ..bench.report import print_cases, print_measurements, print_profile
+from ..bench.softmax import FUNCTION
 from ..bench.suites import LADDER, PLAIN, Suite, suite_named
+from ..call.families import variants as known_variants
 from ..errors import Complaints, PenstockError, RangeError
-from ..recurrence.variants import VARIANTS
-from ..softmax import FUNCTION
 from ..verify.inputs import Shape, inputs
 from ..verify.machine import Machine
 from .options import DTYPES, Threads, check_candidates, check_device, check_names, check_seconds, check_seed, use_cores, wide_console
 from .outputs import check_outputs
+
+VARIANTS = known_variants()
 
 
 def bench(
     context: typer.Context,
     variants: Annotated[
         list[str] | None,
-        typer.Argument(metavar="VARIANT", help=f"Any of {', '.join((*VARIANTS, FUNCTION))}; or {LADDER} alone.", show_default=False),
+        typer.Argument(metavar="VARIANT", help=f"Any of {', '.join(VARIANTS)}; or {LADDER} alone.", show_default=False),
     ] = None,
     shape: Annotated[list[str] | None, typer.Option(metavar="B,T,H,K[,V]", help="A shape for every variant named. Repeatable.")] = None,
     case: Annotated[list[str] | None, typer.Option(metavar="NAME", help="A shape of a real model, see --list. Repeatable.")] = None,
@@ -163,7 +165,7 @@ class Job(NamedTuple):
 def _checked(variants: Sequence[str], modes: Sequence[str], options: Options) -> list[Mode]:
     """Raise for every wrong option; return the modes, each once."""
     complaints = Complaints("bench")
-    check_names(complaints, "variant", variants, (*VARIANTS, FUNCTION))
+    check_names(complaints, "variant", variants, VARIANTS)
     check_names(complaints, "mode", modes, MODES)
     check_names(complaints, "dtype", [options.dtype], DTYPES)
     check_device(complaints, options.device)
@@ -216,7 +218,7 @@ def _cases(variants: Sequence[str], shapes: Sequence[str], case_names: Sequence[
     selected = [case for case in suite.cases if not variants or case.variant in variants]
     complaints = Complaints("bench")
     if not variants and not named and not selected:
-        rule = f"given: one or more of {', '.join((*VARIANTS, FUNCTION))}"
+        rule = f"given: one or more of {', '.join(VARIANTS)}"
         complaints.add(RangeError, "variant", rule, "none", "Or name a --case; --list shows them.")
     if shapes and not variants:
         complaints.add(RangeError, "variant", "given with --shape", "none", "For example penstock bench rwkv6 --shape 1,54,32,64.")

@@ -15,10 +15,10 @@ from rich.console import Console
 from rich.text import Text
 
 from ..bench.peers import peer_names
+from ..bench.softmax import FUNCTION
 from ..call.declaration import FLOATS
+from ..call.families import functions
 from ..errors import Complaints, DeviceError, RangeError
-from ..explain import FUNCTIONS
-from ..softmax import FUNCTION
 from ..verify.machine import Machine, using_threads
 
 State = Annotated[Path | None, typer.Option(metavar="FILE", help="Tuned initial states for an RWKV-6, of RWKV-PEFT.")]
@@ -85,6 +85,6 @@ def check_seed(complaints: Complaints, seed: int) -> None:
 def check_candidates(complaints: Complaints, variant: str, impls: Iterable[str], peers: Iterable[str]) -> None:
     """Check the names of implementations and peers for a variant of the recurrence or for softmax attention."""
     of, argument = (f" for {variant}", repr(variant)) if variant == FUNCTION else ("", "")
-    names = ["auto", *(one.name for one in FUNCTIONS[variant][1].implementations)]
+    names = ["auto", *(one.name for one in functions()[variant].family.implementations)]
     check_names(complaints, "impl", impls, names, of, f"See penstock.implementations({argument}).")
     check_names(complaints, "peer", peers, (*peer_names(variant), "none"), of)

@@ -19,13 +19,14 @@ from ..bench.plot import plot_profile
 from ..bench.profile import MODES, candidates, hidden, profiled, trace_folder
 from ..bench.record import Record
 from ..bench.report import print_profile
+from ..call.families import variants
 from ..errors import Complaints, MissingExtra, PenstockError
-from ..recurrence.variants import VARIANTS
 from ..verify.inputs import Shape, inputs
 from .options import DTYPES, Threads, check_candidates, check_device, check_names, check_seconds, check_seed, use_cores, wide_console
 from .outputs import Folder, check_outputs
 
 PICTURE = "profile.png"
+VARIANTS = variants(drawn=True)
 
 
 def profile(

@@ -12,12 +12,10 @@ from torch import Tensor
 from ..errors import Complaints, RangeError, ShapeError, shortened
 from ..tokens.decays import retnet_decay
 from ..tokens.feature_maps import FeatureMap, featured, needs_float32, normalized
+from ..tokens.pools import STEP_TOKENS
 from . import documentation
 from .operators import ADVANCE, RECURRENCE
 from .variants import VARIANTS
-
-STEP_TOKENS = 16
-"""The most tokens per sequence of a decode step."""
 
 
 class Result(NamedTuple):

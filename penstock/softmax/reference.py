@@ -8,6 +8,9 @@ from torch import Tensor
 from ..call.implementation import Implementation
 from .declaration import Attention
 
+BUDGET = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-5, torch.float64: 1e-11}
+"""Allowed error by dtype. The tests use budgets that are derived for each element."""
+
 
 def exact(a: Attention) -> tuple[Tensor, Tensor]:
     """Output [B,Tq,H,D] and log-sum-exp [B,Tq,H]; a query that sees no key has an output of 0 and a log-sum-exp of -inf."""

@@ -9,6 +9,9 @@ from torch import Tensor
 from ..call.declaration import INDICES, Argument, Sizes, Wrong
 from ..errors import Complaints, ShapeError
 
+STEP_TOKENS = 16
+"""The most tokens per sequence of a decode step."""
+
 
 def rows(slots: Tensor, sizes: Sizes) -> Wrong | None:
     """The rule for values of slots."""

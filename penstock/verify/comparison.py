@@ -5,41 +5,20 @@ The oracle of a family is its implementation named "reference", in float64. The 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from ..call.declaration import Argument, Signature
 from ..call.derivatives import Tensors
+from ..call.families import Trial
 from ..call.implementation import Implementation, Mode, Upstream
-from ..call.operator import Operator
 from ..call.problem import Problem
-from ..recurrence.declaration import Advance, Recurrence
-from ..softmax.operators import ATTENTION
 from ..tokens.dtypes import state_dtype
 from . import oracle, rounding
 from .finding import Finding
 from .machine import using_threads
-
-SOFTMAX_BUDGET = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-5, torch.float64: 1e-11}
-"""Allowed error of softmax attention by dtype. The tests use budgets that are derived for each element."""
-
-
-@dataclass(frozen=True)
-class Trial:
-    """A call on which implementations are compared with the oracle: more tokens than a chunk, sizes that no block divides."""
-
-    operator: Operator[Any]
-    sizes: Mapping[str, int]
-    options: tuple[Any, ...]
-    indices: Mapping[str, tuple[int, ...]]
-
-    def signatures(self) -> list[Signature]:
-        """One signature for each variant; aliases are left out."""
-        return list({str(one.about): one for one in self.operator.signatures.values()}.values())
 
 
 def row_of(signature: Signature) -> str:
@@ -142,23 +121,15 @@ class Comparison:
     def _rounded(self, one: Implementation) -> dict[str, float]:
         """Errors from rounded operands of the products, by result; empty if the implementation does not round them."""
         bits = one.operands(self.dtype, self.operator.mode)
-        if bits is not None and isinstance(self.problem, Advance):
-            double = {
-                name: x.double() for name, x in zip(self.operator.names, self.problem.tensors) if x is not None and x.is_floating_point()
-            }
-            with torch.no_grad():
-                problem = self.problem.with_tensors(double).whole
-                found = {"output in place": rounding.advance(problem, bits), "states in place": problem.state}
-            return {name: oracle.error(x, self.exact[name]) for name, x in found.items()}
-        if bits is None or not isinstance(self.problem, Recurrence):
+        if bits is None:
             return {}
         named = {f"gradient of {one.name}": f"gradient of {one.public}" for one in self.signature.arguments}
         public = {inner.replace("_", " "): outer.replace("_", " ") for inner, outer in named.items()}
-        exact = {
-            name: self.exact[public.get(name, name)] for name in ("output", "final state", *public) if public.get(name, name) in self.exact
-        }
-        errors = rounding.errors(self.problem, bits, exact, self.d_results)
+        inner = {outer: name for name, outer in public.items()}
+        exact = {inner.get(name, name): x for name, x in self.exact.items()}
+        errors = rounding.errors(self.problem, bits, exact, () if self.operator.in_place else self.d_results)
         return {public.get(name, name): error for name, error in errors.items()}
 
     def _budget(self, result: torch.dtype) -> float:
-        return SOFTMAX_BUDGET[self.dtype] if self.operator is ATTENTION else oracle.budget(self.dtype, result)
+        given = self.trial.budget
+        return oracle.budget(self.dtype, result) if given is None else given[self.dtype]

@@ -11,8 +11,9 @@ from dataclasses import replace
 
 import torch
 
+from ..call.families import Trial
 from ..call.implementation import Example, Implementation, Listed
-from .comparison import Comparison, Trial, row_of
+from .comparison import Comparison, row_of
 from .finding import Finding
 
 

@@ -1,24 +1,21 @@
-"""Random inputs of the recurrence with the distributions of real models, and their shapes."""
+"""Random inputs of functions over sequences with the distributions of real models, and their shapes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import cached_property, partial
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from ..call.declaration import Signature
+from ..call.families import Registered, Trial, functions
 from ..errors import Complaints, RangeError, shortened
-from ..recurrence import functional
-from ..recurrence.declaration import Advance, Recurrence
-from ..recurrence.operators import ADVANCE, RECURRENCE
-from ..recurrence.variants import VARIANTS
 from ..tokens.dtypes import state_dtype
 
-GATES = ("soft", "mu-5", "mu-3", "mu-1", "mu0", "mu1", "mu2", "initial", "forgetting")
-"""Distributions of decays per channel that ``inputs`` can draw, from the mildest log-normal one to those of trained models."""
 MOST_ELEMENTS = 1 << 56
 """Tensors of more elements have no size in bytes that torch can represent."""
 
@@ -71,8 +68,8 @@ class Inputs:
     q: Tensor
     k: Tensor
     v: Tensor
-    g: Tensor | None
-    u: Tensor | None
+    g: Tensor | None = None
+    u: Tensor | None = None
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -82,8 +79,9 @@ class Inputs:
 
     @property
     def trained(self) -> dict[str, Tensor]:
-        """The tensors that need gradients: all but RetNet's decays, which are constants."""
-        return {name: x for name, x in self.tensors.items() if (self.variant, name) != ("retention", "g")}
+        """The tensors that need gradients: all but those that a public function may derive, as RetNet's decays, which are constants."""
+        derived = {one.name for one in self.signature.arguments if one.derived}
+        return {name: x for name, x in self.tensors.items() if name not in derived}
 
     @property
     def shape(self) -> Shape:
@@ -91,90 +89,70 @@ class Inputs:
         B, T, _, K = self.q.shape
         return Shape(B, T, self.v.shape[2], K, self.v.shape[3])
 
-    @property
+    @cached_property
+    def family(self) -> Registered:
+        """The family of the variant."""
+        return functions()[self.variant]
+
+    @cached_property
+    def signature(self) -> Signature:
+        """The signature of the variant."""
+        return self.family.trials[0].operator.signatures[self.variant]
+
+    @cached_property
     def scale(self) -> float:
         """The default scale of the variant."""
-        scale = VARIANTS[self.variant].scale
-        return self.q.shape[3] ** -0.5 if scale is None else scale
+        return self.problem().scale  # type: ignore[no-any-return]
+
+    @cached_property
+    def _call(self) -> Callable[..., Any]:
+        """The public function with these tensors. One that it may derive is given by name."""
+        derived = {one.name: one.public for one in self.signature.arguments if one.derived}
+        given = [x for name, x in self.tensors.items() if name not in derived]
+        named = {derived[name]: x for name, x in self.tensors.items() if name in derived}
+        return partial(self.family.functions[self.variant], *given, **named)
 
     def run(self, impl: str) -> Tensor:
         """Call the variant's public function; return its output."""
-        call = getattr(functional, self.variant)
-        if self.variant == "retention":
-            return call(self.q, self.k, self.v, g=self.g, impl=impl).output  # type: ignore[no-any-return]
-        return call(*self.tensors.values(), impl=impl).output  # type: ignore[no-any-return]
+        return self._call(impl=impl).output  # type: ignore[no-any-return]
 
-    def problem(self, initial_state: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Recurrence:
+    def _given(self, trial: Trial, more: dict[str, Tensor | None]) -> list[Tensor | None]:
+        return [(self.tensors | more).get(name) for name in trial.operator.names]
+
+    def problem(self, initial_state: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Any:
         """The problem that implementations get for this call."""
-        tensors = self.q, self.k, self.v, self.g, self.u, cu_seqlens, initial_state
-        return RECURRENCE.checked(self.variant, tensors, (None, False, True))
+        trial = self.family.trials[0]
+        tensors = self._given(trial, {"cu_seqlens": cu_seqlens, "initial_state": initial_state})
+        return trial.operator.checked(self.variant, tensors, (None, False, True))
 
-    def in_place(self, pool: Tensor, slots: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Advance:
+    def in_place(self, pool: Tensor, slots: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Any:
         """The problem that implementations get for an update of rows of a pool by these tokens."""
-        tensors = self.q, self.k, self.v, self.g, self.u, cu_seqlens, slots, pool
-        return ADVANCE.checked(f"advance({self.variant!r})", tensors, (None,))
+        trial = next(trial for trial in self.family.trials if trial.operator.in_place)
+        function = next(one.function for one in trial.operator.signatures.values() if one.about is self.signature.about)
+        tensors = self._given(trial, {"cu_seqlens": cu_seqlens, "slots": slots, "state": pool})
+        return trial.operator.checked(function, tensors, (None,))
 
     def first(self, tokens: int) -> Inputs:
         """The first tokens of every sequence."""
-        g = self.g[:, :tokens] if self.g is not None and "T" in VARIANTS[self.variant].decay else self.g
-        return Inputs(self.variant, self.q[:, :tokens], self.k[:, :tokens], self.v[:, :tokens], g, self.u)
+        axes = self.signature.axes
+        return Inputs(self.variant, **{name: x[:, :tokens] if "T" in axes[name] else x for name, x in self.tensors.items()})
 
     def with_gradients(self) -> Inputs:
         """A copy whose ``trained`` tensors require gradients."""
         copies = {name: x.detach().clone().requires_grad_(name in self.trained) for name, x in self.tensors.items()}
-        return Inputs(self.variant, copies["q"], copies["k"], copies["v"], copies.get("g"), copies.get("u"))
+        return Inputs(self.variant, **copies)
 
 
 def inputs(variant: str, shape: Shape, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0, gates: str = "") -> Inputs:
     """Random inputs with the distributions of a model of this variant: q, k, v in ``dtype``, decays and bonus in float32 or float64.
 
-    The decays of rwkv6 reach e^-5 per token in every head. Decays per channel can be drawn otherwise by ``gates``, one of ``GATES``,
-    where x is normal:
-
-    - "soft": logsigmoid(x)
-    - "mu-5" to "mu2": -exp(x + mu)
-    - "initial": -exp(-6 + 5 c^0.85 + 0.3 x), c from 0 to 1 over the channels, as a new RWKV-6 has them
-    - "forgetting": the same with 6 added to the exponent for 2 % of the channels, which forget everything at each token
+    Decays per channel can be drawn otherwise by ``gates``, one of ``tokens.distributions.GATES``.
 
     >>> inputs("gla", Shape.parse("1,5,2,8")).g.shape
     torch.Size([1, 5, 2, 8])
     """
-    B, T, H, K, V = shape
-    place = torch.device(device)
-    random = torch.Generator(place).manual_seed(seed)  # drawing on the host would take longer than the measurement
-
-    def normal(*size: int) -> Tensor:
-        return torch.randn(*size, generator=random, dtype=torch.float64, device=place)
-
-    def uniform(*size: int) -> Tensor:
-        return torch.rand(*size, generator=random, dtype=torch.float64, device=place)
-
-    q, k, v = normal(B, T, H, K), normal(B, T, H, K), normal(B, T, H, V)
-    g, u = None, None
-    if gates == "soft":
-        g = F.logsigmoid(normal(B, T, H, K))
-    elif gates:
-        g = normal(B, T, H, K)
-        if gates.startswith("mu"):
-            g = -torch.exp(g + int(gates[2:]))
-        else:
-            spread = -6 + 5 * torch.linspace(0, 1, K, dtype=torch.float64, device=place) ** 0.85
-            forgetting = 6.0 * (uniform(H, K) < 0.02) if gates == "forgetting" else 0.0
-            g = -torch.exp(spread + 0.3 * g + forgetting)
-    elif variant == "retention":
-        g = torch.log1p(-torch.exp2(-5 - torch.arange(H, dtype=torch.float64, device=place)))
-    elif variant == "simple_gla":  # Mamba-2 at initialisation: A in 1..16, dt from 0.001 to 0.1; v carries dt, g = -dt A
-        A = 1 + 15 * uniform(H)
-        middle = 10 ** (-3 + 2 * uniform(H))
-        dt = F.softplus(middle.expm1().log() + normal(B, T, H))
-        g, v = -dt * A, v * dt[..., None]
-    elif variant == "gla":
-        g = F.logsigmoid(normal(B, T, H, K)) / 16
-    elif variant in ("rwkv5", "rwkv6"):  # decays from slow to fast over the channels, as in trained models
-        spread = torch.linspace(-6, 1, K, dtype=torch.float64, device=place).expand(H, K)
-        g = -torch.exp(spread + 0.5 * normal(B, T, H, K)) if variant == "rwkv6" else -torch.exp(spread)
-    if variant in ("rwkv5", "rwkv6"):
-        u = normal(H, K)
-    q, k, v = (x.to(dtype) for x in (q, k, v))
-    g, u = (None if x is None else x.to(state_dtype(dtype)) for x in (g, u))
-    return Inputs(variant, q, k, v, g, u)
+    family, random = functions()[variant], torch.Generator(torch.device(device)).manual_seed(seed)
+    assert family.draw is not None, f"{variant}: its family draws no inputs"
+    drawn, (first, *others) = family.draw(variant, shape._asdict(), random, gates), family.trials[0].operator.signatures[variant].arguments
+    alike = {first.name, *(one.name for one in others if one.like)}
+    return Inputs(variant, **{name: x.to(dtype if name in alike else state_dtype(dtype)) for name, x in drawn.items()})

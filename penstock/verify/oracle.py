@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from ..call.derivatives import gradients_of
-from ..recurrence import reference
-from ..recurrence.gradients import Gradients
+from ..call.problem import Problem
 from .inputs import Inputs
 from .machine import using_threads
 
@@ -47,23 +46,28 @@ def error(result: Tensor, exact: Tensor) -> float:
     return difference / largest if largest else difference
 
 
-def exact_forward(inputs: Inputs, initial_state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Output and final state in float64."""
+def doubled(problem: Problem) -> Problem:
+    """The problem with its floating-point arguments in float64."""
+    given = {name: x for name, x in zip(problem.operator.names, problem.tensors) if x is not None and x.is_floating_point()}
+    return problem.with_tensors({name: x.detach().double() for name, x in given.items()})
+
+
+def exact_forward(inputs: Inputs, initial_state: Tensor | None = None) -> tuple[Tensor, ...]:
+    """The results, such as output and final state, in float64."""
     with torch.no_grad(), using_threads(1):
-        return reference.exact(inputs.problem(initial_state))
+        return tuple(inputs.family.family.named("reference").forward(doubled(inputs.problem(initial_state))))  # type: ignore[arg-type]
 
 
 def exact_gradients(
     inputs: Inputs, d_output: Tensor, initial_state: Tensor | None = None, d_final_state: Tensor | None = None
 ) -> dict[str, Tensor]:
     """Gradients of the inputs in float64, by name; also of "initial_state" if it is given."""
-    problem = inputs.problem(initial_state)
-    names = [*inputs.tensors, *(["initial_state"] if initial_state is not None else [])]
-    problem = problem.with_tensors({name: getattr(problem, name).detach().double() for name in names})
+    problem = doubled(inputs.problem(initial_state))
+    names = [one.name for one in problem.signature.arguments if one.gradient]
     with torch.no_grad(), using_threads(1):
         d_final = None if d_final_state is None else d_final_state.double()
-        found = dict(zip(Gradients._fields, gradients_of(reference.exact, problem, (d_output.double(), d_final))))
-    return {name: x for name in names if (x := found[name]) is not None}
+        found = gradients_of(inputs.family.family.named("reference").forward, problem, (d_output.double(), d_final))
+    return {name: x for name, x in zip(names, found) if x is not None}
 
 
 def by_result(gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor]:

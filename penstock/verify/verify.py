@@ -8,20 +8,11 @@ from dataclasses import replace
 import torch
 
 from ..call.declaration import FLOATS, Signature
-from ..recurrence.operators import ADVANCE, RECURRENCE
-from ..softmax.operators import ATTENTION
+from ..call.families import Trial
+from ..call.families import trials as of_all_families
 from . import forms
-from .comparison import Comparison, Trial
+from .comparison import Comparison
 from .finding import Finding
-
-SIZES = {"B": 2, "N": 2, "T": 70, "G": 2, "H": 2, "K": 24, "V": 40}
-TRIALS = (
-    Trial(RECURRENCE, SIZES, (None, False, True), {}),
-    Trial(ADVANCE, SIZES | {"B": 3, "N": 3, "T": 67, "P": 4}, (None,), {"slots": (3, -1, 0)}),
-    Trial(ATTENTION, {"B": 2, "Tq": 70, "Tk": 130, "H": 4, "G": 2, "D": 40}, (True, None, 90, True), {}),
-)
-SQUARE = {"K": 64, "V": 64}
-"""Head sizes for implementations that take only those of real models."""
 
 
 def devices() -> list[str]:
@@ -29,10 +20,10 @@ def devices() -> list[str]:
     return ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
 
 
-def findings(trials: tuple[Trial, ...] = TRIALS, dtypes: tuple[torch.dtype, ...] = FLOATS) -> Iterator[Finding]:
-    """Yield the findings of all implementations, and of all their forms, on every device."""
+def findings(trials: tuple[Trial, ...] | None = None, dtypes: tuple[torch.dtype, ...] = FLOATS) -> Iterator[Finding]:
+    """Yield the findings of all implementations, and of all their forms, on every device. ``trials``: by default those of all families."""
     for device in devices():
-        for trial in trials:
+        for trial in of_all_families() if trials is None else trials:
             for signature in trial.signatures():
                 for dtype in dtypes:
                     yield from _findings(trial, signature, dtype, device)
@@ -43,9 +34,9 @@ def _findings(trial: Trial, signature: Signature, dtype: torch.dtype, device: st
     comparison = Comparison(trial, signature, dtype, device)
     for one in trial.operator.family.implementations:
         found = list(comparison.compare(one))
-        if _refused(found) and one.available() is None and "K" in trial.sizes:
-            square = replace(trial, sizes={**trial.sizes, **SQUARE})
-            again = list(Comparison(square, signature, dtype, device).compare(one))
+        if _refused(found) and one.available() is None and trial.common:
+            common = replace(trial, sizes={**trial.sizes, **trial.common})
+            again = list(Comparison(common, signature, dtype, device).compare(one))
             found = found if _refused(again) else again
         yield from found
 

@@ -21,7 +21,8 @@ from penstock.bench.serving.report import Report, plot_runs
 from penstock.bench.serving.workload import Lengths, Workload
 from penstock.bench.trace import Profile
 from penstock.recurrence.operators import FAMILY
-from penstock.verify.inputs import GATES, Shape, inputs
+from penstock.tokens.distributions import GATES
+from penstock.verify.inputs import Shape, inputs
 
 ONE, WIDE = Shape(1, 64, 2, 4, 4), Shape(2, 8, 4, 4, 4)
 NAMES = ("fla", "token loop", "auto (triton_chunkwise)", "sdpa (flash)", "fla_recurrent")

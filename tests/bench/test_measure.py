@@ -18,6 +18,7 @@ from penstock.bench.loop import token_loop
 from penstock.bench.measure import measure
 from penstock.bench.peers import peer
 from penstock.errors import ImplementationRefused
+from penstock.recurrence import rounded
 from penstock.recurrence.variants import VARIANTS
 from penstock.verify import oracle, rounding
 from penstock.verify.inputs import Inputs, Shape, inputs
@@ -94,7 +95,7 @@ def rounding_candidate(bits: int, allowed_bits: int | None) -> Candidate:
 
     def forward(x: Inputs) -> torch.Tensor:
         problem = x.problem()
-        return rounding.forward(problem.with_tensors({name: t.double() for name, t in x.tensors.items()}), bits)[0].float()
+        return rounded.forward(problem.with_tensors({name: t.double() for name, t in x.tensors.items()}), bits)[0].float()
 
     return Candidate("rounding", forward, token_loop, oracle.budget, operand_bits=allowed_bits, ours=True)
 

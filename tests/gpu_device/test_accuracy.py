@@ -15,7 +15,6 @@ from penstock.recurrence import chunkwise, cuda
 from penstock.recurrence.gradients import Gradients
 from penstock.recurrence.operators import FAMILY, RECURRENCE
 from penstock.recurrence.variants import VARIANTS
-from penstock.verify import rounding
 from penstock.verify.inputs import Inputs, Shape, inputs
 from penstock.verify.oracle import budget, error, exact_forward, growth
 
@@ -96,7 +95,7 @@ def hold(x: Inputs, impl: str, packed: torch.Tensor | None = None, reverse: bool
     bits = FAMILY.named(impl).operands(x.q.dtype, "forward")
     rounded = {}
     if bits is not None:
-        draws = [sizes_of_errors(x, exact(x, formula, packed, reverse), wanted) for formula in rounding.formulas(bits)]
+        draws = [sizes_of_errors(x, exact(x, formula, packed, reverse), wanted) for formula in rounded.formulas(bits)]
         rounded = {name: max(draw[name] for draw in draws) for name in wanted}
     found = results(x, impl, packed, reverse)
     over = {}

@@ -13,7 +13,6 @@ import penstock as ps
 from penstock.recurrence import chunkwise
 from penstock.recurrence.operators import FAMILY, RECURRENCE
 from penstock.recurrence.variants import VARIANTS
-from penstock.verify import rounding
 from penstock.verify.inputs import Inputs, Shape, inputs
 from penstock.verify.oracle import budget, error, growth
 
@@ -113,7 +112,7 @@ def test_results_are_within_their_budgets(variant, dtype, sizes, gate):
     bits, rounded = FAMILY.named("triton_recurrent").operands(dtype, "advance"), {}
     if bits is not None:
         tame = x if x.g is None else replace(x, g=x.g.clamp(min=-10.0))
-        off, same = (exact(tame, before, formula) for formula in (partial(rounding.forward, bits=bits), chunkwise.forward))
+        off, same = (exact(tame, before, formula) for formula in (partial(rounded.forward, bits=bits), chunkwise.forward))
         rounded = {name: error(off[name][live], same[name][live]) for name in off}
     output = ps.advance(variant, x.q, x.k, x.v, x.g, x.u, state=pool, slots=slots)
     found = {"output": output, "state": pool[slots.clamp(min=0)]}

@@ -4,12 +4,13 @@ import pytest
 import torch
 
 from penstock.call.declaration import FLOATS
-from penstock.verify import forms, verify
+from penstock.call.families import trials
+from penstock.verify import forms
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"), pytest.mark.timeout(900)]
 
 
-@pytest.mark.parametrize("trial", verify.TRIALS, ids=lambda trial: trial.operator.name)
+@pytest.mark.parametrize("trial", trials(), ids=lambda trial: trial.operator.name)
 def test_examples_equal_the_oracle(trial):
     """As ``penstock check`` compares them: a form that did not run is a failure."""
     found = list(forms.findings(trial, FLOATS, "cuda"))

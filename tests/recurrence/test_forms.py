@@ -8,6 +8,7 @@ from emulated import gluon
 
 import penstock as ps
 from penstock.call.declaration import FLOATS
+from penstock.call.families import trials
 from penstock.gpu import forms as gpu_forms
 from penstock.gpu import launch as gpu_launch
 from penstock.gpu.hopper import without_gluon
@@ -25,7 +26,7 @@ from penstock.softmax.operators import FAMILY as SOFTMAX
 from penstock.softmax.triton import plan as attention
 from penstock.tune.passes import without_memory
 from penstock.tune.resources import RecordedResources
-from penstock.verify import forms, verify
+from penstock.verify import forms
 from penstock.verify.inputs import Shape
 
 pytestmark = [
@@ -70,7 +71,7 @@ def hopper(monkeypatch):
 def compared(name):
     """What ``penstock check`` finds for a form, and whether the form ran."""
     operator, _ = OF[name]
-    trial = next(trial for trial in verify.TRIALS if trial.operator is operator)
+    trial = next(trial for trial in trials() if trial.operator is operator)
     return list(forms.findings(trial, FLOATS, "cpu", only=name))
 
 
@@ -135,7 +136,7 @@ def test_a_form_that_check_does_not_run_is_a_failure(examples, monkeypatch):
     without = (replace(groups.BACKWARD, examples=examples, parts=()),)
     monkeypatch.setitem(answers.CHUNKWISE, "forward", ())
     monkeypatch.setitem(answers.CHUNKWISE, "backward", (("backward", without),))
-    failed = [one for one in forms.findings(verify.TRIALS[0], (torch.float16,), "cpu") if one.failed]
+    failed = [one for one in forms.findings(trials()[0], (torch.float16,), "cpu") if one.failed]
     assert [(one.implementation, one.form) for one in failed] == [("triton_chunkwise", groups.BACKWARD.name)]
     assert ("no examples" if not examples else "did not run on any") in failed[0].reason
 

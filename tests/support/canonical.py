@@ -10,8 +10,8 @@ from pools import pool_of
 from torch import Tensor
 
 import penstock as ps
-from penstock.recurrence.functional import STEP_TOKENS
 from penstock.tokens.pieces import CHUNK
+from penstock.tokens.pools import STEP_TOKENS
 
 Tensors = dict[str, Tensor | None]
 

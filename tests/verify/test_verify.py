@@ -9,7 +9,8 @@ import torch
 import penstock as ps
 from penstock.call.declaration import FLOATS
 from penstock.call.derivatives import gradients_of
-from penstock.recurrence import reference
+from penstock.call.families import Trial, trials
+from penstock.recurrence import reference, rounded
 from penstock.recurrence.gradients import Gradients
 from penstock.recurrence.operators import FAMILY
 from penstock.recurrence.variants import VARIANTS
@@ -21,8 +22,8 @@ from penstock.verify.inputs import Shape, inputs
 @pytest.fixture
 def only_rwkv6(monkeypatch):
     """The trial of the recurrence with one variant. Other variants have different tensors only."""
-    trial = verify.TRIALS[0]
-    monkeypatch.setattr(verify.Trial, "signatures", lambda trial: [trial.operator.signatures["rwkv6"]])
+    trial = trials()[0]
+    monkeypatch.setattr(Trial, "signatures", lambda trial: [trial.operator.signatures["rwkv6"]])
     return (trial,)
 
 
@@ -66,14 +67,14 @@ def test_a_wrong_lse_is_found(monkeypatch):
         return output, lse + 1e-3
 
     monkeypatch.setattr(SOFTMAX, "implementations", (replace(right, forward=shifted), SOFTMAX.named("reference")))
-    wrong = [finding for finding in verify.findings(verify.TRIALS[2:], (torch.float32,)) if finding.failed]
+    wrong = [finding for finding in verify.findings(trials()[2:], (torch.float32,)) if finding.failed]
     assert [(finding.implementation, finding.result) for finding in wrong] == [("sdpa", "lse")]
 
 
 def test_wrong_updates_in_place_are_found(monkeypatch):
     right = FAMILY.named("reference")
     monkeypatch.setattr(FAMILY, "implementations", (replace(right, name="bad", advance=lambda problem: right.advance(problem) + 1), right))
-    failed = [finding for finding in verify.findings(verify.TRIALS[1:2], (torch.float32,)) if finding.failed]
+    failed = [finding for finding in verify.findings(trials()[1:2], (torch.float32,)) if finding.failed]
     assert {(finding.implementation, finding.result) for finding in failed} == {("bad", "output in place")}
 
 
@@ -85,11 +86,11 @@ def test_nan_is_an_infinite_error():
 def test_formula_with_rounded_operands_takes_each_packed_sequence_alone(variant):
     x, state = inputs(variant, Shape(1, 76, 2, 4, 5), torch.float64), torch.randn(4, 2, 4, 5, dtype=torch.float64)
     ends = torch.tensor([0, 0, 70, 71, 76])
-    output, final_state = rounding.forward(x.problem(state, ends), 8)
+    output, final_state = rounded.forward(x.problem(state, ends), 8)
     for n, (begin, end) in enumerate(pairwise(ends.tolist())):
         g = x.g if "T" not in VARIANTS[variant].decay else x.g[:, begin:end]
         one = replace(x, q=x.q[:, begin:end], k=x.k[:, begin:end], v=x.v[:, begin:end], g=g)
-        alone = rounding.forward(one.problem(state[n : n + 1]), 8)
+        alone = rounded.forward(one.problem(state[n : n + 1]), 8)
         assert torch.equal(output[:, begin:end], alone[0])
         assert torch.equal(final_state[n : n + 1], alone[1])
 
@@ -116,8 +117,8 @@ def test_errors_are_the_largest_of_all_draws(monkeypatch):
     x = inputs("gla", Shape(1, 70, 1, 4, 5), torch.float32)
     exact = {"output": oracle.exact_forward(x)[0]}
     largest, each = rounding.errors(x.problem(), 8, exact)["output"], []
-    for draw in rounding.DRAWS:
-        monkeypatch.setattr(rounding, "DRAWS", (draw,))
+    for draw in rounded.DRAWS:
+        monkeypatch.setattr(rounded, "DRAWS", (draw,))
         each.append(rounding.errors(x.problem(), 8, exact)["output"])
     assert len(set(each)) == len(each)
     assert largest == max(each)

@@ -1,0 +1,107 @@
+"""The families of operators: what tools know of each. A family registers itself when it is imported, so nothing above names it.
+
+``explain``, ``penstock check``, benchmarks and the contract tests loop over the registered families.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import Complaints, RangeError
+from .declaration import Signature
+from .derivatives import Tensors
+from .dispatch import Family
+from .operator import Operator
+
+
+@dataclass(frozen=True)
+class Trial:
+    """An operator, and the call on which its implementations are compared with the oracle.
+
+    The call should have more tokens than a chunk, and sizes that no block divides. The oracle is the implementation named "reference".
+    """
+
+    operator: Operator[Any]
+    sizes: Mapping[str, int]
+    """Sizes by axis."""
+    options: tuple[Any, ...] = ()
+    indices: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Values of arguments that are indices. Others that are not floating-point are left out."""
+    common: Mapping[str, int] = field(default_factory=dict)
+    """Sizes of real models, for implementations that refuse other ones."""
+    budget: Mapping[torch.dtype, float] | None = None
+    """Allowed error by dtype of the inputs; None if sums are float32, or float64 for float64 inputs, and results are rounded once."""
+    rounded: Callable[[int], Sequence[Callable[[Any], Tensors]]] | None = None
+    """For implementations that round operands of products to a number of bits: the operator in float64 with such operands, in several
+    draws of the rounding. An operator in place returns its output and updates the written argument."""
+
+    def signatures(self) -> list[Signature]:
+        """One signature for each variant; aliases are left out."""
+        return list({str(one.about): one for one in self.operator.signatures.values()}.values())
+
+
+@dataclass(frozen=True)
+class Registered:
+    """A family of operators that share their implementations."""
+
+    name: str
+    family: Family
+    functions: Mapping[str, Callable[..., object]]
+    """The public functions by name, in the order of messages."""
+    trials: tuple[Trial, ...]
+    """One for each operator. The first operator has a signature for every variant, by the name of its public function."""
+    oracle: str
+    """What the oracle is, in a few words."""
+    draw: Callable[[str, Mapping[str, int], torch.Generator, str], dict[str, Tensor]] | None = None
+    """Float64 arguments of a variant by name, with the distributions of real models, for benchmarks: from its name, sizes by axis, a
+    generator and the name of a distribution of decays, or ""."""
+
+    @property
+    def variants(self) -> tuple[str, ...]:
+        """The names of the public functions of the first operator."""
+        return tuple(self.trials[0].operator.signatures)
+
+
+_known: dict[str, Registered] = {}
+
+
+def register(one: Registered) -> Registered:
+    """Make a family known to all tools. Its name and the names of its functions must be new."""
+    taken = [*_known, *functions()]
+    if found := [name for name in (one.name, *one.functions) if name in taken]:
+        complaints = Complaints("register")
+        rule = "a family whose name and names of functions are new"
+        complaints.add(RangeError, "one", rule, ", ".join(found), f"These are registered: {', '.join(taken)}.")
+        complaints.raise_any()
+    _known[one.name] = one
+    return one
+
+
+def families() -> tuple[Registered, ...]:
+    """All families, in the order of their registration."""
+    return tuple(_known.values())
+
+
+def functions() -> dict[str, Registered]:
+    """The family of each public function, by the function's name."""
+    return {name: one for one in families() for name in one.functions}
+
+
+def variants(drawn: bool = False) -> tuple[str, ...]:
+    """The variants of all families. ``drawn``: only those for which a family draws inputs."""
+    return tuple(name for one in families() if one.draw is not None or not drawn for name in one.variants)
+
+
+def trials() -> tuple[Trial, ...]:
+    """The trials of all families."""
+    return tuple(trial for one in families() for trial in one.trials)
+
+
+def trial_of(operator: Operator[Any]) -> Trial:
+    """The trial of an operator of a registered family."""
+    return next(trial for trial in trials() if trial.operator is operator)

@@ -1,0 +1,51 @@
+"""What tools know of the family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..call.derivatives import Tensors
+from ..call.families import Registered, Trial, register
+from . import functional
+from .operators import ADVANCE, FAMILY, RECURRENCE
+from .variants import VARIANTS
+
+SIZES = {"B": 2, "N": 2, "T": 70, "G": 2, "H": 2, "K": 24, "V": 40}
+HEADS = {"K": 64, "V": 64}
+
+
+def _rounded(bits: int) -> Sequence[Callable[[Any], Tensors]]:
+    from . import rounded  # only tools need it
+
+    return rounded.formulas(bits)
+
+
+def _rounded_in_place(bits: int) -> Sequence[Callable[[Any], Tensors]]:
+    from . import rounded
+
+    return rounded.advances(bits)
+
+
+def _draw(variant: str, sizes: Mapping[str, int], random: torch.Generator, gates: str) -> dict[str, Tensor]:
+    from . import samples
+
+    return samples.draw(variant, sizes, random, gates)
+
+
+register(
+    Registered(
+        "recurrence",
+        FAMILY,
+        {name: getattr(functional, name) for name in (*VARIANTS, "advance", "decode_step")},
+        (
+            Trial(RECURRENCE, SIZES, (None, False, True), common=HEADS, rounded=_rounded),
+            Trial(ADVANCE, SIZES | {"B": 3, "N": 3, "T": 67, "P": 4}, (None,), {"slots": (3, -1, 0)}, HEADS, rounded=_rounded_in_place),
+        ),
+        "token loop",
+        _draw,
+    )
+)
