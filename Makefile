@@ -6,7 +6,7 @@ CONSTRAINTS ?= constraints.txt
 TESTS ?=
 VENV := .venv$(patsubst constraints%.txt,%,$(CONSTRAINTS))
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
-SOURCES = $(VENV)/bin/python pyproject.toml $(CONSTRAINTS) hatch_build.py $(wildcard penstock/recurrence/cpu/native/*.[ch])
+SOURCES = $(VENV)/bin/python pyproject.toml $(CONSTRAINTS) hatch_build.py $(wildcard penstock/cpu/native/*.h penstock/*/cpu/native/*.[ch])
 
 .PHONY: demo test versions lint clean
 
@@ -40,4 +40,4 @@ $(VENV)/dev: $(SOURCES)
 	touch $@
 
 clean:
-	rm -rf .venv .venv-* build dist penstock/recurrence/cpu/native/*.so
+	rm -rf .venv .venv-* build dist penstock/cpu/native/*.so

@@ -18,8 +18,8 @@ from torch.nn import functional as F
 
 from ..call import private, recompute
 from ..call.autocast import cast, no_autocast
-from ..recurrence.cpu import linear as native
 from .as_written import remembered, runs_as_written
+from .cpu import linear as native
 from .triton import kernels
 
 

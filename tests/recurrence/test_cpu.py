@@ -8,6 +8,7 @@ import torch
 from cases import Case, check_against, draw, oracle, problem_of
 from contract import measured
 
+from penstock import cpu as native
 from penstock.recurrence import cpu
 from penstock.recurrence.functional import advance
 from penstock.recurrence.variants import VARIANTS
@@ -25,10 +26,10 @@ SHAPES = [
 @pytest.fixture
 def capability(request, monkeypatch):
     """Torch reports this capability."""
-    cpu._function.cache_clear()
+    native._function.cache_clear()
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: request.param)
     yield request.param
-    cpu._function.cache_clear()
+    native._function.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -37,7 +38,7 @@ def test_native_kernels_run_here(variant, dtype):
     """Else a library that does not load would turn all contract tests of ``cpu`` into refusals."""
     case = Case(variant, dtype=dtype)
     problem = problem_of(case, draw(case))
-    assert [cpu.available(), *(cpu.refuses(problem, mode) for mode in ("forward", "backward", "advance"))] == [None] * 4
+    assert [cpu.IMPLEMENTATION.available(), *(cpu.refuses(problem, mode) for mode in ("forward", "backward", "advance"))] == [None] * 4
 
 
 @pytest.mark.parametrize("capability", RUN_HERE, indirect=True)
@@ -49,7 +50,7 @@ def test_every_instruction_set_equals_the_oracle(case, capability):
 @pytest.mark.parametrize("capability", RUN_HERE, indirect=True)
 def test_instruction_set_is_the_best_that_torch_reports(capability):
     name = {"DEFAULT": "baseline", "AVX2": "avx2", "AVX512": "avx512"}.get(capability, "baseline")
-    assert cpu._function("forward") is getattr(cpu._library(), f"penstock_forward_{name}")
+    assert native._function("forward") is getattr(native._library(), f"penstock_forward_{name}")
 
 
 @pytest.mark.parametrize("slots_dtype", [torch.int32, torch.int64], ids=str)

@@ -3,12 +3,9 @@
 #define PENSTOCK_PROBLEM_H
 
 #include "decay.h"
-#include <stdlib.h>
 
 #define CHUNK 16 /* tokens loaded at once; also the distance of checkpoints in the backward pass */
 #define PIECE 64 /* tokens of an update in place between roundings of the state, as in tokens/pieces.py; a multiple of CHUNK */
-#define JOIN(a, b) a##b
-#define NAME(a, b) JOIN(a, b)
 
 typedef struct {
     tensor q, k, v, g, u, initial_state, output, final_state;          /* [B,T,H,*], u [H,K], states [N,H,K,V] */
@@ -65,9 +62,6 @@ static inline int64_t block_columns(int64_t K, int64_t V, int64_t floats) {
     int64_t columns = floats / K / LANES * LANES;
     return columns < LANES ? LANES : columns > padded(V) ? padded(V) : columns;
 }
-
-/* Memory aligned to cache lines: a vector that straddles two costs twice. */
-static inline float *scratch_of(int64_t floats) { return aligned_alloc(64, ((size_t)floats * 4 + 63) / 64 * 64); }
 
 #define STAGGER 16 /* floats after arrays of rows: 4096 bytes apart, the rows of a token would contend for one set of the L1 cache */
 

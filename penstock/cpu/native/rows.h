@@ -6,9 +6,12 @@
 #define PENSTOCK_ROWS_H
 
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 
 #define INLINE static inline __attribute__((always_inline))
+#define JOIN(a, b) a##b
+#define NAME(a, b) JOIN(a, b) /* of a function that the build compiles once per target */
 
 typedef float vec __attribute__((vector_size(LANES * 4), aligned(4)));
 typedef int32_t ivec __attribute__((vector_size(LANES * 4), aligned(4)));
@@ -21,6 +24,9 @@ typedef struct {
     int64_t dtype;
     int64_t stride[4]; /* in elements */
 } tensor;
+
+/* Memory aligned to cache lines: a vector that straddles two costs twice. */
+static inline float *scratch_of(int64_t floats) { return aligned_alloc(64, ((size_t)floats * 4 + 63) / 64 * 64); }
 
 INLINE int64_t padded(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
 INLINE vec splat(float x) { return x - (vec){}; }
@@ -84,7 +90,7 @@ static void load_row(float *to, const tensor *x, int64_t at, int64_t step, int64
 }
 
 /* x[at + step * i] = from[i] for i in 0:n */
-static void store_row(const tensor *x, int64_t at, int64_t step, const float *from, int64_t n) {
+__attribute__((unused)) static void store_row(const tensor *x, int64_t at, int64_t step, const float *from, int64_t n) {
     switch (x->dtype) {
     case FLOAT32: {
         float *p = (float *)x->data + at;

@@ -6,7 +6,7 @@
  * A unit of work is a few rows of W. Threads take units from a shared counter.
  *
  * Compiled once per target, with LANES floats per register, REGISTERS registers, and SUFFIX appended to names. */
-#include "problem.h"
+#include "rows.h"
 
 #define ROWS 4                  /* rows of x in a tile */
 #define OUTPUTS (REGISTERS / 5) /* rows of W in a tile: ROWS * OUTPUTS sums, OUTPUTS vectors of W and one of x are in registers */

@@ -7,9 +7,9 @@ import ctypes
 import torch
 from torch import Tensor
 
-from . import DTYPES, available, run
+from ...cpu import DTYPES, run, unavailable
 
-AVAILABLE = available() is None
+AVAILABLE = unavailable("linear") is None
 """Determined at import, because compiled graphs cannot trace it."""
 ROWS = 32
 """Products with fewer rows than this use the kernel. On a core of Zen 3, it is 2.1, 2.2, 1.7, 1.3 and 1.1 times as fast as torch with MKL

@@ -1,0 +1,1 @@
+"""Native CPU kernels of layers."""
