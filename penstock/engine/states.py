@@ -22,6 +22,10 @@ from .state_pool import StatePool
 FORMAT = "penstock-state-1"
 
 
+OBJECTS = 2048
+"""Bytes of the Python objects of a state in the cache: about thirty, 1.9 KB. Small models have states of less than that."""
+
+
 @dataclass(eq=False)
 class KeptState:
     """A row of the pool, and the logits after its last token if they are known."""
@@ -33,8 +37,8 @@ class KeptState:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory."""
-        return self.row.nbytes + (0 if self.logits is None else self.logits.nbytes)
+        """Bytes of memory, with those of the objects that hold it."""
+        return OBJECTS + self.row.nbytes + (0 if self.logits is None else self.logits.nbytes)
 
     def to_host(self) -> KeptState:
         """A copy on the host."""

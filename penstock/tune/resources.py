@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console
@@ -18,7 +19,10 @@ from .ahead import Job, Resources, compile_all
 from .shipped import CONFIGURATIONS, TARGETS, configurations
 from .workers import Failure
 
+NONE: Mapping[str, Mapping[str, Iterable[str]]] = MappingProxyType({})
 RECORDED = Path(__file__).with_name("resources.json")
+MOST_SPILLED = 128
+"""Bytes that a thread may spill; more needs a waiver in the record."""
 SECONDS = 300.0
 """Time limit for one kernel. On an idle core the slowest takes 11 s."""
 
@@ -30,22 +34,33 @@ class RecordedResources:
     triton: str
     """The version that compiled the kernels. Other versions can allocate registers differently."""
     launches: dict[str, dict[str, Resources]] = field(default_factory=dict)
+    waivers: dict[str, dict[str, list[str]]] = field(default_factory=dict)
+    """By reason and architecture: names of launches that spill more than ``MOST_SPILLED`` bytes."""
+
+    def waived(self, arch: str) -> set[str]:
+        """Names of the launches that may spill more than ``MOST_SPILLED`` bytes."""
+        return {name for of_archs in self.waivers.values() for name in of_archs.get(arch, ())}
 
     @classmethod
     def read(cls, path: Path = RECORDED) -> RecordedResources:
         """Read a record that ``write`` wrote."""
         content = json.loads(path.read_text("utf-8"))
         launches = {arch: {name: Resources(**one) for name, one in found.items()} for arch, found in content["launches"].items()}
-        return cls(content["triton"], launches)
+        return cls(content["triton"], launches, content["waivers"])
 
     @classmethod
-    def of(cls, triton: str, findings: Iterable[Finding]) -> RecordedResources:
-        """A record of these findings."""
+    def of(cls, triton: str, findings: Iterable[Finding], waivers: Mapping[str, Mapping[str, Iterable[str]]] = NONE) -> RecordedResources:
+        """A record of these findings, with those of the waivers that they need."""
         launches: dict[str, dict[str, Resources]] = defaultdict(dict)
         for finding in findings:
             if finding.found is not None:
                 launches[finding.arch][finding.launch] = finding.found
-        return cls(triton, dict(launches))
+        needed: dict[str, dict[str, list[str]]] = {}
+        for reason, archs in waivers.items():
+            for arch, names in archs.items():
+                if kept := [name for name in names if name in launches[arch] and launches[arch][name].spill > MOST_SPILLED]:
+                    needed.setdefault(reason, {})[arch] = kept
+        return cls(triton, dict(launches), needed)
 
     def write(self, path: Path) -> None:
         """Write the record as JSON, with one line for each launch."""
@@ -54,7 +69,9 @@ class RecordedResources:
             lines = ",\n".join(f"   {json.dumps(name)}: {json.dumps(one._asdict())}" for name, one in found.items())
             archs.append(f"  {json.dumps(arch)}: {{\n{lines}\n  }}")
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f'{{"triton": {json.dumps(self.triton)},\n "launches": {{\n' + ",\n".join(archs) + "\n }}\n", "utf-8")
+        waivers = json.dumps(self.waivers, indent=1).replace("\n", "\n ")
+        text = f'{{"triton": {json.dumps(self.triton)},\n "waivers": {waivers},\n "launches": {{\n' + ",\n".join(archs) + "\n }}\n"
+        path.write_text(text, "utf-8")
 
 
 @dataclass(frozen=True)
@@ -98,12 +115,12 @@ def compiled(launches: Mapping[tuple[str, str], Job]) -> dict[tuple[str, str], R
 
 def compared(record: RecordedResources | None, triton: str, found: Mapping[tuple[str, str], Resources | Failure]) -> list[Finding]:
     """Compare resources with a record. Spills are compared only if the record has the same Triton version."""
-    same = record is not None and record.triton == triton
-    return [_finding(arch, name, one, record.launches.get(arch, {}).get(name) if record and same else None, same)
-            for (arch, name), one in found.items()]  # fmt: skip
+    known = record if record is not None and record.triton == triton else None
+    return [_finding(arch, name, one, known) for (arch, name), one in found.items()]
 
 
-def _finding(arch: str, name: str, found: Resources | Failure, recorded: Resources | None, complete: bool) -> Finding:
+def _finding(arch: str, name: str, found: Resources | Failure, record: RecordedResources | None) -> Finding:
+    recorded = None if record is None else record.launches.get(arch, {}).get(name)
     if isinstance(found, Failure):
         return Finding(arch, name, None, recorded, f"does not compile: {found.reason}")
     limit, wrong = TARGETS[arch].shared_memory, []
@@ -111,7 +128,9 @@ def _finding(arch: str, name: str, found: Resources | Failure, recorded: Resourc
         wrong.append(f"{found.shared} bytes of shared memory, {arch} has {limit}")
     if recorded is not None and found.spill > recorded.spill:
         wrong.append(f"spills {found.spill} bytes, the record has {recorded.spill}")
-    if recorded is None and complete:
+    if record is not None and found.spill > MOST_SPILLED and name not in record.waived(arch):
+        wrong.append(f"spills {found.spill} bytes: more than {MOST_SPILLED} need a waiver in resources.json")
+    if recorded is None and record is not None:
         wrong.append("not in the record: write a new record with --record")
     return Finding(arch, name, found, recorded, "; ".join(wrong) or None)
 

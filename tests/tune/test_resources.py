@@ -242,15 +242,34 @@ def test_findings_say_what_is_wrong():
         assert fault(right._replace(shared=limit + 1), triton).startswith(f"{limit + 1} bytes of shared memory")
         assert fault(Failure("no such instruction"), triton) == "does not compile: no such instruction"
     assert "not in the record" in fault(right, name="another")
+    large = replace(RECORD, launches={"sm_80": {name: right._replace(spill=132)}}, waivers={})
+    waived = replace(large, waivers={"it is old": {"sm_80": [name]}})
+    assert fault(right._replace(spill=132), record=waived) is None
+    assert fault(right._replace(spill=132), record=large) == "spills 132 bytes: more than 128 need a waiver in resources.json"
+    assert fault(right._replace(spill=128), record=large) is None
     assert fault(right, name="another", triton="3.0") is None
 
 
 def test_a_record_is_read_as_written(tmp_path):
     found = {("sm_80", "a: b"): Resources(1, 2, 3), ("gfx942", "a: b"): Resources(4, 5, 6), ("gfx942", "c"): Failure("no")}
     record = resources.RecordedResources.of("3.7.1", resources.compared(None, "3.7.1", found))
+    record.waivers["a reason"] = {"sm_80": ["a: b"]}
     record.write(tmp_path / "deep" / "record.json")
     assert resources.RecordedResources.read(tmp_path / "deep" / "record.json") == record
     assert record.launches == {"sm_80": {"a: b": Resources(1, 2, 3)}, "gfx942": {"a: b": Resources(4, 5, 6)}}
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+def test_waivers_are_of_launches_that_need_them(arch):
+    found = RECORD.launches[arch]
+    assert RECORD.waived(arch) == {name for name, one in found.items() if one.spill > resources.MOST_SPILLED}
+
+
+def test_a_new_record_keeps_the_waivers_that_it_needs():
+    waivers = {"a": {"sm_80": ["x", "y"], "sm_90": ["x"]}, "b": {"sm_80": ["z"]}}
+    found = {("sm_80", "x"): Resources(1, 200, 3), ("sm_80", "y"): Resources(1, 100, 3)}
+    record = resources.RecordedResources.of("3.7.1", resources.compared(None, "3.7.1", found), waivers)
+    assert record.waivers == {"a": {"sm_80": ["x"]}}
 
 
 SIZES = [(K, V) for K in (16, 64, 128, 256) for V in (16, 64, 512)]
