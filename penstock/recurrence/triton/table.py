@@ -93,8 +93,8 @@ def _of_255_registers(config: KernelConfig, key: Key) -> KernelConfig:
     """Sizes if operands of products are registers, of which a thread has 255: short chunks, and 8 warps where 4 would spill.
 
     Bytes of spills on sm_80 in chunks of 64 or with 4 warps, and now: simple_gla at 64 forward 232, 0; backward 240, 0; at 128 176, 0 and
-    384, 0; linear_attention at 64 float16 backward 1448, 0; gla at 128 float16 forward 216, 0; rwkv6 at 64 float16 backward 144, 0. With K = 256
-    in chunks of 32 and of 16: gla forward 4544, 240; retention 608, 0.
+    384, 0; linear_attention at 64 float16 backward 1448, 0; gla at 128 float16 forward 216, 0; rwkv6 at 64 float16 backward 144, 0.
+    With K = 256 in chunks of 32 and of 16: gla forward 4544, 240; retention 608, 0.
     """
     if key.decay != "none" or key.precision != "bf16":
         config = config._replace(C=min(config.C, 16 if key.precision == "tf32x3" else 32))
