@@ -57,11 +57,12 @@ def test_families_register_in_their_package(name):
     assert all(function.__module__.startswith(f"penstock.{name}.") for function in FAMILIES[name].functions.values())
 
 
-def test_a_family_of_its_own_needs_tokens_and_the_frame_only():
-    path = Path(__file__).parent / "call" / "test_third_family.py"
-    below = {name for name in imported(path, "tests.call.test_third_family") if name.startswith(("penstock.call", "penstock.tokens"))}
-    assert {"penstock.call.families", "penstock.tokens.decays", "penstock.tokens.packing"} <= below
-    assert not of_families(imported(path, "tests.call.test_third_family"))
+@pytest.mark.parametrize("test", ["call/test_third_family.py", "tokens/test_family_with_states.py"])
+def test_families_of_tests_need_tokens_and_the_frame_only(test):
+    found = imported(Path(__file__).parent / test, "tests.one")
+    below = {name for name in found if name.startswith(("penstock.call", "penstock.tokens"))}
+    assert {"penstock.call.families", "penstock.tokens.packing"} <= below
+    assert not of_families(found)
     assert not of_families(reached(below))
 
 
