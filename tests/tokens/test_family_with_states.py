@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 import penstock as ps
+from penstock.bench.candidates import ours
+from penstock.bench.measure import measure
 from penstock.call import families
 from penstock.call.declaration import Argument, Signature
 from penstock.call.dispatch import Family
@@ -20,6 +22,7 @@ from penstock.call.families import Registered, Trial
 from penstock.call.implementation import Implementation
 from penstock.call.operator import Operator
 from penstock.tokens import declaration as tokens
+from penstock.tokens.distributions import channel_decays
 from penstock.tokens.dtypes import state_dtype
 from penstock.tokens.packing import cu_seqlens as packing
 from penstock.tokens.packing import one_row
@@ -28,6 +31,8 @@ from penstock.tokens.pools import POOL, SLOTS, own_row
 from penstock.tokens.problem import InPlace, OverSequences, TokenProblem
 from penstock.tokens.sharing import groups
 from penstock.verify import verify
+from penstock.verify.inputs import Shape
+from penstock.verify.inputs import inputs as drawn
 
 
 class Delta(TokenProblem):
@@ -60,6 +65,11 @@ def forward(p: DeltaRule, dtype: torch.dtype | None = None) -> tuple[Tensor, Ten
         finals.append(S)
     output = torch.stack(outputs).view(p.v.shape) if outputs else torch.zeros_like(p.v)
     return p.back_in_time(output.to(p.v.dtype), torch.stack(finals).to(state_dtype(p.q.dtype)))
+
+
+class Result(NamedTuple):
+    output: Tensor
+    final_state: Tensor | None
 
 
 class Row(NamedTuple):
@@ -103,7 +113,7 @@ IN_PLACE = Operator(
 
 def delta_rule(q, k, v, g, b, *, scale=None, initial_state=None, output_final_state=True, cu_seqlens=None, reverse=False, impl="auto"):
     name = ROWS[g.dim() - 3].name
-    return SEQUENCES(name, (q, k, v, g, b, cu_seqlens, initial_state), (scale, reverse, output_final_state), impl)
+    return Result(*SEQUENCES(name, (q, k, v, g, b, cu_seqlens, initial_state), (scale, reverse, output_final_state), impl))
 
 
 def advance(q, k, v, g, b, *, state, slots=None, cu_seqlens=None, impl="auto"):
@@ -118,12 +128,23 @@ TRIALS = (
 )
 
 
+def draw(variant, sizes, random, gates):
+    q, k, v = (torch.randn([sizes[axis] for axis in axes], dtype=torch.float64, generator=random) for axes in ("BTHK", "BTHK", "BTHV"))
+    g = channel_decays(gates or "mu-3", sizes, random)
+    k = torch.nn.functional.normalize(k, dim=-1)
+    return {"q": q, "k": k, "v": v, "g": g if variant == ROWS[1].name else g.mean(-1), "b": torch.rand_like(g[..., 0])}
+
+
+def step(variant, *given, state, impl):
+    return advance(*given, state=state, impl=impl)
+
+
 @pytest.fixture(autouse=True)
 def _registered(monkeypatch):
     """Known to tools in these tests only."""
     monkeypatch.setattr(families, "_known", families._known.copy())
     functions = {row.name: delta_rule for row in ROWS} | {"delta_rule_in_place": advance}
-    families.register(Registered("delta", FAMILY, functions, TRIALS, "token loop"))
+    families.register(Registered("delta", FAMILY, functions, TRIALS, "token loop", draw, step))
 
 
 def inputs(T=9, B=1, G=2, by_channel=True, dtype=torch.float64):
@@ -215,3 +236,16 @@ def test_tools_know_it():
     assert {one.variant for one in found} == {row.name for row in ROWS}
     assert ps.explain("delta_rule_by_channel", *inputs()).forward == "loop"
     assert ps.explain("delta_rule_in_place", *inputs(), state=torch.zeros(1, 2, 4, 3)).chosen == {"advance": "loop"}
+
+
+@pytest.mark.parametrize("mode", ["fwd", "fwdbwd", "decode"])
+@pytest.mark.parametrize("variant", [row.name for row in ROWS])
+def test_benchmarks_time_it(variant, mode):
+    """What they draw, compare with the oracle and time is found by the function's name."""
+    assert variant in families.variants(drawn=True)
+    x = drawn(variant, Shape(1, 1 if mode == "decode" else 20, 2, 4, 3))
+    assert list(x.tensors) == ["q", "k", "v", "g", "b"]
+    found = measure("small", x, mode, [ours("auto", x, mode), ours("loop", x, mode)], seconds=0.001)
+    assert [one.candidate for one in found.timings] == ["auto (loop)", "loop"]
+    pool = torch.zeros(1, 2, 4, 3)
+    assert x.first(3).in_place(pool).function == f"advance({variant!r})"
