@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -58,10 +58,8 @@ def ours(impl: str, inputs: Inputs, mode: Mode) -> Candidate:
     # The checked results come from the last mode: gradients from the backward pass. A decode step has no matrix products.
     bits = None if mode == "decode" else taken[-1].operands(inputs.q.dtype, "forward")
 
-    decode_step: Callable[..., Any] = inputs.family.functions["decode_step"]
-
     def step(inputs: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
-        return decode_step(inputs.variant, inputs.q, inputs.k, inputs.v, inputs.g, inputs.u, state=state, impl=impl), state
+        return inputs.step(state, impl), state
 
     return Candidate(name, lambda inputs: inputs.run(impl), step, oracle.budget, operand_bits=bits, ours=True)
 

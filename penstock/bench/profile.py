@@ -46,7 +46,7 @@ def hidden(inputs: Inputs) -> Inputs:
     """The same values in the layout of a Hugging Face model: q, k, v and decays are views of [B,T,H*n], the output of projections."""
     B, T = inputs.q.shape[:2]
     made = {name: x.reshape(B, T, -1).clone().view(x.shape) if x.ndim == 4 else x for name, x in inputs.tensors.items()}
-    return Inputs(inputs.variant, made["q"], made["k"], made["v"], made.get("g"), made.get("u"))
+    return Inputs.of(inputs.variant, made)
 
 
 def trace_folder(candidate: str) -> str:

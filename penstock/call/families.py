@@ -60,6 +60,9 @@ class Registered:
     draw: Callable[[str, Mapping[str, int], torch.Generator, str], dict[str, Tensor]] | None = None
     """Float64 arguments of a variant by name, with the distributions of real models, for benchmarks: from its name, sizes by axis, a
     generator and the name of a distribution of decays, or ""."""
+    step: Callable[..., Tensor] | None = None
+    """The public function for decode steps, if variants have one: of the variant's name, its drawn arguments in order (None for missing
+    ones), ``state`` and ``impl``. It returns the output."""
 
     @property
     def variants(self) -> tuple[str, ...]:

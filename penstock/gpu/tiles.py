@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
+HALVINGS = tl.constexpr(9)  # log2 of the most rows of ``sum_of_rows``
 
 
 @triton.jit
@@ -134,3 +135,27 @@ def product(a, b, PRECISION: tl.constexpr):
     else:
         c = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision=PRECISION)
     return c
+
+
+@triton.jit
+def sum_of_rows(x):
+    """The sum over the first axis of x [BK,BV], whose length is a power of two: the halves are added, then the halves of the result, ...
+
+    The order of the additions does not depend on the layout, so neither the number of warps nor BV changes a bit.
+    """
+    for _ in tl.static_range(HALVINGS):
+        if x.shape[0] > 1:
+            x = tl.sum(tl.reshape(x, [2, x.shape[0] // 2, x.shape[1]]), 0)
+    return tl.reshape(x, [x.shape[1]])
+
+
+@triton.jit
+def after_loads(x, CUDA: tl.constexpr):
+    """X in float32, by an instruction that the compiler does not move across loads.
+
+    Else it moves x to other threads, which needs barriers, as soon as x is loaded, and the loads behind wait for it.
+    """
+    x = x.to(tl.float32)
+    if CUDA:
+        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=False, pack=1)
+    return x

@@ -47,5 +47,6 @@ register(
         ),
         "token loop",
         _draw,
+        functional.decode_step,
     )
 )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from math import prod
 from typing import Any, NamedTuple
@@ -70,14 +70,22 @@ class Inputs:
     v: Tensor
     g: Tensor | None = None
     u: Tensor | None = None
+    others: Mapping[str, Tensor] = field(default_factory=dict)
+    """Arguments that only this variant's family has, by name."""
 
-    @property
+    @classmethod
+    def of(cls, variant: str, tensors: Mapping[str, Tensor]) -> Inputs:
+        """The inputs with these tensors by name."""
+        named = {name: x for name, x in tensors.items() if name in cls.__annotations__}
+        return cls(variant, **named, others={name: x for name, x in tensors.items() if name not in named})
+
+    @cached_property
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors that are not None, by name."""
-        given = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "variant"}
+        """The tensors that are not None, by name, in the order of the variant's arguments."""
+        given = {name: self.others.get(name, getattr(self, name, None)) for name in self.signature.axes}
         return {name: x for name, x in given.items() if x is not None}
 
-    @property
+    @cached_property
     def trained(self) -> dict[str, Tensor]:
         """The tensors that need gradients: all but those that a public function may derive, as RetNet's decays, which are constants."""
         derived = {one.name for one in self.signature.arguments if one.derived}
@@ -116,6 +124,17 @@ class Inputs:
         """Call the variant's public function; return its output."""
         return self._call(impl=impl).output  # type: ignore[no-any-return]
 
+    @cached_property
+    def _step(self) -> Callable[..., Tensor]:
+        step, axes = self.family.step, self.signature.axes
+        assert step is not None, f"{self.variant}: its family has no decode steps"
+        given = [self.tensors.get(name) for name in axes if name not in ("cu_seqlens", "initial_state")]
+        return partial(step, self.variant, *given)
+
+    def step(self, state: Tensor, impl: str) -> Tensor:
+        """Call the public function for decode steps, which updates the states in place; return its output."""
+        return self._step(state=state, impl=impl)
+
     def _given(self, trial: Trial, more: dict[str, Tensor | None]) -> list[Tensor | None]:
         return [(self.tensors | more).get(name) for name in trial.operator.names]
 
@@ -135,12 +154,12 @@ class Inputs:
     def first(self, tokens: int) -> Inputs:
         """The first tokens of every sequence."""
         axes = self.signature.axes
-        return Inputs(self.variant, **{name: x[:, :tokens] if "T" in axes[name] else x for name, x in self.tensors.items()})
+        return Inputs.of(self.variant, {name: x[:, :tokens] if "T" in axes[name] else x for name, x in self.tensors.items()})
 
     def with_gradients(self) -> Inputs:
         """A copy whose ``trained`` tensors require gradients."""
         copies = {name: x.detach().clone().requires_grad_(name in self.trained) for name, x in self.tensors.items()}
-        return Inputs(self.variant, **copies)
+        return Inputs.of(self.variant, copies)
 
 
 def inputs(variant: str, shape: Shape, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0, gates: str = "") -> Inputs:
@@ -155,4 +174,4 @@ def inputs(variant: str, shape: Shape, dtype: torch.dtype = torch.float32, devic
     assert family.draw is not None, f"{variant}: its family draws no inputs"
     drawn, (first, *others) = family.draw(variant, shape._asdict(), random, gates), family.trials[0].operator.signatures[variant].arguments
     alike = {first.name, *(one.name for one in others if one.like)}
-    return Inputs(variant, **{name: x.to(dtype if name in alike else state_dtype(dtype)) for name, x in drawn.items()})
+    return Inputs.of(variant, {name: x.to(dtype if name in alike else state_dtype(dtype)) for name, x in drawn.items()})

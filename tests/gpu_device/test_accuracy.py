@@ -12,6 +12,7 @@ import penstock as ps
 from penstock.bench import ladder
 from penstock.call.derivatives import gradients_of
 from penstock.recurrence import chunkwise, cuda
+from penstock.recurrence.cuda.sizes import HEADS
 from penstock.recurrence.gradients import Gradients
 from penstock.recurrence.operators import FAMILY, RECURRENCE
 from penstock.recurrence.variants import VARIANTS
@@ -126,7 +127,7 @@ def test_head_sizes_token_by_token(variant, dtype, sizes):
 @needs_cuda
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16, FLOAT32], ids=str)
 @pytest.mark.parametrize("variant", WITH_CUDA)
-@pytest.mark.parametrize("head", cuda.HEADS)
+@pytest.mark.parametrize("head", HEADS)
 def test_head_sizes_of_cuda(variant, head, dtype):
     """Several sequences, each with a state of its own."""
     hold(inputs(variant, Shape(3, 300, 2, head, head), dtype, "cuda"), "cuda")

@@ -18,8 +18,9 @@ from penstock.call.memory import Memory
 from penstock.errors import PenstockError
 from penstock.gpu.target import Target
 from penstock.recurrence import cuda, reference
-from penstock.recurrence.cuda import HEADS, compile, launch
+from penstock.recurrence.cuda import compile, launch
 from penstock.recurrence.cuda.compile import Configuration
+from penstock.recurrence.cuda.sizes import HEADS
 from penstock.recurrence.operators import ADVANCE, FAMILY, RECURRENCE
 from penstock.tune.passes import without_memory
 from penstock.verify.inputs import Shape

@@ -8,8 +8,8 @@ which is chosen by the number of rows. The state is bitwise equal to that of upd
 import triton
 import triton.language as tl
 
-from ...recurrence.triton.portable.recurrent import after_loads, decayed, sum_of_rows
-from ...recurrence.triton.portable.tiles import CHANNEL, FLOOR
+from ...gpu.decays import CHANNEL, FLOOR, decayed
+from ...gpu.tiles import after_loads, sum_of_rows
 from .few_rows import begin, prefetch
 from .token_shift import tanh
 

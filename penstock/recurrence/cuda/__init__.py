@@ -14,18 +14,13 @@ from ...gpu.target import Target, unavailable
 from ...tokens.empty import forward_of_nothing, gradients_of_nothing, nothing
 from ..declaration import Advance, Recurrence, Tokens
 from ..gradients import Gradients
+from .sizes import COLUMNS, FAR, HEADS
 
-HEADS = (32, 64, 128)
-"""Supported head sizes, K = V."""
 CAPABILITY = (8, 0)
 """The first GPUs with bfloat16."""
-COLUMNS = 16
-"""Columns of the state per thread block, as in tokens.cuh."""
 LENGTHS = (8, 256)
 """Lower (exclusive) and upper bound of T, powers of two. Between them it is faster than the Triton kernels if all thread blocks run at
 once (benchmarks/NOTES.md, "CUDA kernels")."""
-FAR = 1 << 31
-"""Token indices and token offsets are 32-bit integers."""
 
 
 @cache

@@ -22,8 +22,8 @@ from ...errors import PenstockError
 from ...gpu.plan import contiguous, dense
 from ..declaration import Advance, Recurrence, Tokens
 from ..gradients import Gradients
-from . import COLUMNS, FAR
 from .compile import Configuration, Kernel, machine_code
+from .sizes import COLUMNS, FAR
 
 CHUNK = 8
 """Tokens that the backward kernel processes together."""

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from ...gpu import decays
 from ...gpu.plan import Plan, Size, Sizes, chunks
 from ...gpu.target import Target, power, precision
 from ..declaration import Advance, Recurrence, Tokens
-from .portable import tiles
 from .portable.levels import levels
 from .table import DECAYS, LEAST, READS, KernelConfig, Key, config, from_registers
 
@@ -26,7 +26,7 @@ LIMITS = {"bf16": 200.0, "tf32": 200.0, "tf32x3": 32.0, "ieee": 32.0}
 """The strongest scalar decay of a chunk, log2 units, whose decays between tokens are differences of sums. If products have float32
 accuracy, these need it too (half an ulp of 32 is 2e-6)."""
 
-NONE, SCALAR, CHANNEL = (kind.value for kind in (tiles.NONE, tiles.SCALAR, tiles.CHANNEL))
+NONE, SCALAR, CHANNEL = (kind.value for kind in (decays.NONE, decays.SCALAR, decays.CHANNEL))
 FEW = 16
 """Up to this many tokens the rounding error of a float32 state that decays at each token, 2^-24 each, stays below its budget."""
 

@@ -32,10 +32,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ....gpu.decays import CHANNEL, SCALAR
 from ....gpu.tiles import LOG2E, product, span_of, tile, to_tf32
 from .dyadic_backward import gradients_by_levels
 from .segments import chunk_state
-from .tiles import CHANNEL, SCALAR, constant_decay, factors, ones, scalar_decays, scalar_sums, sums
+from .tiles import constant_decay, factors, ones, scalar_decays, scalar_sums, sums
 
 MILD = tl.constexpr(3.125)
 """Log2 units a token: the strongest mean decay of a channel over a chunk whose dg is a difference of sums. At 3.125, 2^200 in 64 tokens,

@@ -22,11 +22,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ....gpu.decays import CHANNEL, FLOOR, SCALAR
 from ....gpu.tiles import LOG2E, product, span_of
 from ..heads import GROUPED
 from .chunk_backward import first_row, pointers, rows
 from .segments import chunk_state
-from .tiles import CHANNEL, FLOOR, SCALAR, constant_decay
+from .tiles import constant_decay
 
 COARSE = tl.constexpr(786432.0)  # 1.5 * 2^19: adding and subtracting it rounds to multiples of 2^-4
 

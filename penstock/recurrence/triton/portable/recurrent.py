@@ -14,11 +14,9 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from ....gpu.tiles import LOG2E, tokens_of
-from .tiles import CHANNEL, FLOOR, NONE, SCALAR, rounded
-
-LARGEST = tl.constexpr(9)  # log2 of the largest BK
-SIGN = tl.constexpr(-(2**31))  # the sign bit of a float32
+from ....gpu.decays import CHANNEL, FLOOR, NONE, SCALAR, by_row, decayed, exp
+from ....gpu.tiles import after_loads, sum_of_rows, tokens_of
+from .tiles import rounded
 
 
 @triton.jit
@@ -29,46 +27,6 @@ def log_decay(base, j, stride_j, there, DECAY: tl.constexpr):
     else:
         g = tl.load(base + j * stride_j, mask=there, other=0.0)
     return tl.maximum(g.to(tl.float32), FLOOR, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def exp(x):
-    """The exponential of x, with range reduction. The error of exp2(x * log2(e)) grows with x."""
-    n = tl.floor(x * LOG2E + 0.5)
-    r = (x - n * 0.693359375) + n * 2.12194440e-4  # ln2 in two parts
-    return tl.exp2(n) * tl.exp2(r * LOG2E)
-
-
-@triton.jit
-def change(g):
-    """What ``decayed`` multiplies by: of weak decays exp(g) - 1, with the sign bit set, of others exp(g).
-
-    S exp(g) has the same rounding error of exp(g) at every decode step, so of weak decays the state gets S (exp(g) - 1) added. Of strong
-    decays that would leave S with an error as large as before.
-    """
-    near = tl.maximum(g, -0.5)
-    series = 1.0 + near * (1.0 / 7.0) * (1.0 + near * (1.0 / 8.0))
-    series = 1.0 + near * (1.0 / 5.0) * (1.0 + near * (1.0 / 6.0) * series)
-    series = 1.0 + near * (1.0 / 3.0) * (1.0 + near * (1.0 / 4.0) * series)
-    series = near * (1.0 + near * (1.0 / 2.0) * series)
-    negative = (series.to(tl.int32, bitcast=True) | SIGN).to(tl.float32, bitcast=True)  # -x is 0 - x on a GPU, for 0 without a sign
-    return tl.where((g > -0.5) & (g <= 0.0), negative, exp(g))
-
-
-@triton.jit
-def by_row(x, DECAY: tl.constexpr):
-    """A factor per channel or a scalar factor, in the shape that broadcasts over a state [BK,BV]."""
-    if DECAY == CHANNEL:
-        x = x[:, None]
-    return x
-
-
-@triton.jit
-def decayed(S, g, DECAY: tl.constexpr):
-    """S exp(g), as S + S (exp(g) - 1) for weak decays. The sign of a factor selects: an operand for that would take a register a row."""
-    f = by_row(change(g), DECAY)
-    kept = S.to(tl.int32, bitcast=True) & (f.to(tl.int32, bitcast=True) >> 31)
-    return kept.to(tl.float32, bitcast=True) + S * f
 
 
 @triton.jit
@@ -122,30 +80,6 @@ def advance(S, P, rest, read, k, v, g, j, g_k, there, mine, DECAY: tl.constexpr,
     if PENDING:
         kt /= read
     return S + kt[:, None] * vt[None, :], P, rest, read
-
-
-@triton.jit
-def sum_of_rows(x):
-    """The sum over the first axis of x [BK,BV], whose length is a power of two: the halves are added, then the halves of the result, ...
-
-    The order of the additions does not depend on the layout, so neither the number of warps nor BV changes a bit.
-    """
-    for _ in tl.static_range(LARGEST):
-        if x.shape[0] > 1:
-            x = tl.sum(tl.reshape(x, [2, x.shape[0] // 2, x.shape[1]]), 0)
-    return tl.reshape(x, [x.shape[1]])
-
-
-@triton.jit
-def after_loads(x, CUDA: tl.constexpr):
-    """x in float32, by an instruction that the compiler does not move across loads.
-
-    Else it moves x to other threads, which needs barriers, as soon as x is loaded, and the loads behind wait for it.
-    """
-    x = x.to(tl.float32)
-    if CUDA:
-        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=False, pack=1)
-    return x
 
 
 @triton.jit

@@ -9,13 +9,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ....gpu.decays import FLOOR
 from ....gpu.tiles import LOG2E, product, tile
 
-FLOOR = tl.constexpr(-16384.0)  # log2 units: 2 ** FLOOR is 0 in float32, and sums of clamped decays are finite
 SUITS = tl.constexpr(200.0)  # log2 units: the strongest decay of a chunk with one anchor; factors are then at most 2^100
 COARSE = tl.constexpr(49152.0)  # 1.5 * 2^15: adding and subtracting it rounds to multiples of 2^-8
-
-NONE, SCALAR, CHANNEL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # DECAY: absent, one per head, one per channel
 
 
 @triton.jit
