@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ....gpu.hopper_tiles import async_load, exp2, meet, most, most_of_both, reinterpret, zeroed_behind
 from ....gpu.tiles import powers_of_two
 from ..heads import SMALL
-from .channel_backward import LEVELS, store_sum
+from .backward_memory import LEVELS
 from .dyadic import (
     GROUPS,
     ROWS,
@@ -34,7 +34,7 @@ from .dyadic import (
     store_zeros,
 )
 from .parts import LEAST, halved, parts_of, store_parts, times, turned
-from .sums import KINDS, collected, from_groups, grouped_row
+from .sums import KINDS, collected, from_groups, grouped_row, store_sum
 
 
 @gluon.jit
