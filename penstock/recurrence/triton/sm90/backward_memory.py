@@ -142,8 +142,6 @@ class Place(NamedTuple):
     line: Any
     column: Any
     value_column: Any
-    state: Any
-    """The row of the state, and of its gradient if that has memory of its own."""
     pid: Any
     sequence: Any
     tokens: Any
@@ -180,7 +178,7 @@ def load_chunk(tiles, memory, bars, place, H: gl.constexpr, HALF: gl.constexpr, 
     async_load(tiles.dO, [place.line, place.value_column], bars.index(0), memory.dO)
     if not HALF:
         mbarrier.expect(bars.index(1), 2 * tiles.S.block_type.nbytes)
-        async_load(tiles.S, [place.state, 0], bars.index(1), S)
+        async_load(tiles.S, [place.pid * K, 0], bars.index(1), S)
         in_rows = (tiles.dv, tiles.dq)
         if place.tokens < C:
             async_load(tiles.dS, [(place.sequence * H + place.pid % H) * K, 0], bars.index(1), dS)
@@ -204,7 +202,7 @@ def ask_step(tiles, values, states, bars, place, n, steps, COPIES: gl.constexpr)
     """Start the loads of step n: 64 value channels of v and dO and, of 16 bits (COPIES = 4), of the state and its gradient."""
     W: gl.constexpr = tiles[0].block_shape[1]
     STAGES: gl.constexpr = bars[0].shape[0]
-    at = ([place.line, place.value_column + n * W], [place.state, n * W])
+    at = ([place.line, place.value_column + n * W], [place.pid * states.shape[1], n * W])
     parts = (values, states)
     for m in gl.static_range(COPIES):
         tile = parts[m // 2].index(m % 2 * STAGES + n % STAGES)

@@ -429,7 +429,7 @@ def penstock_channel_bwd_sm90(
     bars = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for m in gl.static_range(2):
         mbarrier.init(bars.index(m), count=1)
-    place = Place(token.to(gl.int32), (h * K).to(gl.int32), (whole_head * V).to(gl.int32), pid * K, pid, n, tokens)
+    place = Place(token.to(gl.int32), (h * K).to(gl.int32), (whole_head * V).to(gl.int32), pid, n, tokens)
     tiles = Tiles(q_tiles, k_tiles, v_tiles, o_tiles, S_tiles, dS_tiles, dv_tiles, dq_tiles)
     of_S, of_dS = 1.0, 1.0
     if IN_STEPS:
