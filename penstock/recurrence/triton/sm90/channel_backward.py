@@ -1,6 +1,6 @@
 """The chunkwise backward kernel for decays per channel on Hopper, in Gluon: any decay at the same speed. One program per chunk and head.
 
-Between the state S before the chunk and the state's gradient dS behind it, with the tiles X and factors f of ``channel_forward``:
+With S the state before the chunk, dS the gradient of the state after it, and the tiles X and factors f of ``channel_forward``:
 
     dA = scale dO V^T                                   M = dA below the diagonal, its transpose above
     dX_L = f o Y_L,   Y_L = (M where L splits the pair) X_L      second halves are added to dq, first halves to dk
@@ -11,6 +11,9 @@ Between the state S before the chunk and the state's gradient dS behind it, with
 
 Every term of dg is a pair of tokens with t between them, so there is no cancellation. Y_L overwrites X_L. Factors are computed again for
 dq and again for dk, because registers limit the kernel more than exponentials do.
+
+The phases of a program: load (``backward_memory``), ``state_terms``, ``store_levels``, ``multiply_levels``, ``store_value_gradient``, and
+``sums.store_gradients``.
 """
 
 from __future__ import annotations
@@ -20,9 +23,21 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from ....gpu.hopper_tiles import async_load, exp2, inverse, meet, most, reinterpret, zeroed_behind
+from ....gpu.hopper_tiles import exp2, inverse, meet, most, reinterpret, zeroed_behind
 from ....gpu.tiles import powers_of_two
 from ..heads import MEDIUM, SMALL
+from .backward_memory import (
+    LEVELS,
+    Place,
+    Tiles,
+    ask_step,
+    await_chunk,
+    expect_step,
+    layouts_of,
+    load_chunk,
+    load_first_steps,
+    memory_of,
+)
 from .dyadic import (
     GROUPS,
     ROWS,
@@ -33,7 +48,6 @@ from .dyadic import (
     blocks,
     chunk_at,
     decays,
-    flat,
     grouped,
     in_blocks,
     in_second_half,
@@ -41,9 +55,7 @@ from .dyadic import (
     spread,
     store_zeros,
 )
-from .sums import KINDS, collected, from_groups, grouped_row
-
-LEVELS = gl.constexpr(6)
+from .sums import store_gradients
 
 
 @gluon.jit
@@ -54,34 +66,6 @@ def level_powers(dA, largest):
     """
     x = most(dA)
     return powers_of_two(gl.maximum(x, 32 * x * largest))
-
-
-@gluon.jit
-def expect_step(tiles, bars, n, steps, COPIES: gl.constexpr):
-    """Announce the tiles of step n. Each tensor has barriers of its own: between copies with the same one, Triton has all warps meet."""
-    for m in gl.static_range(COPIES):
-        mbarrier.expect(bars[m].index(n % bars[m].shape[0]), tiles[m].block_type.nbytes, pred=n < steps)
-
-
-@gluon.jit
-def ask_step(tiles, values, states, bars, line, column, state, n, steps, COPIES: gl.constexpr):
-    """Start the loads of step n: 64 value channels of v and dO and, of 16 bits (COPIES = 4), of the state and its gradient."""
-    W: gl.constexpr = tiles[0].block_shape[1]
-    STAGES: gl.constexpr = bars[0].shape[0]
-    at = ([line, column + n * W], [state, n * W])
-    parts = (values, states)
-    for m in gl.static_range(COPIES):
-        tile = parts[m // 2].index(m % 2 * STAGES + n % STAGES)
-        async_load(tiles[m], at[m // 2], bars[m].index(n % STAGES), tile, pred=n < steps)
-
-
-@gluon.jit
-def part_of(parts, first: gl.constexpr, row: gl.constexpr, column: gl.constexpr, ACROSS: gl.constexpr):
-    """The part [64,64] at 64 ``row``, 64 ``column`` of a tile [64 ACROSS,64 ACROSS]. ``parts``: the same memory as tiles [64,64].
-
-    ``first``: the number of the tile's first part. With a swizzle of 128 bytes, the first 64 columns of all rows come before the others.
-    """
-    return parts.index(first + column * ACROSS + row)
 
 
 @gluon.jit
@@ -106,246 +90,111 @@ def rounded_states(states, d_states, S_s, dS_s, V: gl.constexpr, DG: gl.constexp
 
 
 @gluon.jit
-def store_sum(to, x, part, by_group: gl.constexpr):
-    """Store the sum of x [C,K] over its rows at ``to``. ``part``: memory of [GROUPS,K], which others may still read."""
-    across: gl.constexpr = gl.SliceLayout(1, by_group)
-    meet()
-    part.store(gl.sum(grouped(x, part.shape[0], by_group), 1))
-    _before, _after, whole = around(part, across)
-    gl.store(to + gl.arange(0, part.shape[1], gl.SliceLayout(0, across)), gl.sum(whole, 0))
-
-
-@gluon.jit(do_not_specialize=["N", "T"])
-def penstock_channel_bwd_sm90(
-    q_tiles, k_tiles, v_tiles, o_tiles, S_tiles, dS_tiles, dv_tiles, dq_tiles, g, u, dq, dk, dv, dg, du, weights, rest, cu_seqlens,
-    scale, N, T, g_b, g_h, u_h, u_k, g_t: gl.constexpr, g_k: gl.constexpr, H: gl.constexpr, K: gl.constexpr,
-    DG: gl.constexpr, STATIC: gl.constexpr, PREVIOUS: gl.constexpr, PACKED: gl.constexpr, BLOCKS: gl.constexpr, NV: gl.constexpr,
-    STORED: gl.constexpr,
-):  # fmt: skip
-    """Program (chunk slot, head). TMA tiles: [C, K] of tokens [B T, H K], and [K, K] of states [slots H K, NV K].
-
-    bfloat16 without BLOCKS and NV: of a whole chunk, dS is in the rows of its tokens in dv and, behind C channels, in dq, which this launch
-    writes after it has read them (``IN_ROWS`` in ``segments.py``). Their TMA tiles have 64 columns. ``dS_tiles`` has shorter chunks'.
-
-    float16: the states are float32 and have no TMA tiles. Operands of products that have no bound are multiplied by powers of two, one
-    for a tile (``powers_of_two``), and their products by the inverse.
-
-    dq, dk, dv, dg are contiguous; du and, with STATIC, dg are sums over the tokens of a chunk, [slots, H, K].
-
-    BLOCKS > 1: heads of BLOCKS K key channels; each of the H heads here is a block of K of them. NV: blocks of K value channels. If either
-    is more than 1, dv is left to another launch. STORED: to ``values.py``, and what it needs is stored: A in ``weights`` [slots, H, C, C],
-    float32, and k with the factors of the state in ``rest``, like k.
-    """
-    gl.static_assert(K == SMALL or K == MEDIUM)
-    gl.static_assert(q_tiles.dtype == gl.bfloat16 or q_tiles.dtype == gl.float16)
-    kind: gl.constexpr = q_tiles.dtype
-    HALF: gl.constexpr = q_tiles.dtype == gl.float16
+def sums_over_steps(
+    step, S_tiles, dS_tiles, place, V: gl.constexpr, STEPS: gl.constexpr, DG: gl.constexpr, HALF: gl.constexpr, L: gl.constexpr
+):
+    """Sums over steps of value channels: dO V^T, V dO^T, the blocks on their diagonals, dO S^T, V dS^T and rowsum(S o dS)."""
+    step_tiles, values, states, step_bars = step
     COPIES: gl.constexpr = 2 if HALF else 4
-    APART: gl.constexpr = BLOCKS * NV > 1
-    WEIGHED: gl.constexpr = STORED or not APART  # whether this launch needs A
-    WARPS: gl.constexpr = gl.num_warps()
-    ACROSS: gl.constexpr = WARPS // 4
-    layout: gl.constexpr = gl.BlockedLayout([R, 2], [1, 32], [GROUPS, WARPS // GROUPS], [1, 0])
-    by_group: gl.constexpr = gl.BlockedLayout([1, R, 2], [1, 1, 32], [GROUPS, 1, WARPS // GROUPS], [2, 1, 0])
-    across: gl.constexpr = gl.SliceLayout(1, by_group)
-    W: gl.constexpr = 64 if APART else K  # value channels of a step
-    STAGES: gl.constexpr = K // W  # of tiles of a step, in the memory of X, v and dO
-    by_row: gl.constexpr = gl.BlockedLayout([1, 8], [256 // W, W // 8], [WARPS, 1], [1, 0])
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, ACROSS], [16, K // ACROSS, 16])
-    square: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, ACROSS], [16, C // ACROSS, 16])
-    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    block: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, ACROSS], [1, 16, 8])
-    block_left: gl.constexpr = gl.DotOperandLayout(0, block, 2)
-    block_right: gl.constexpr = gl.DotOperandLayout(1, block, 2)
-    half: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    plain2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-
-    pid = gl.program_id(0)
-    h, n, b, at, tokens = chunk_at(pid, cu_seqlens, N, T, H, PACKED)
-    per_chunk = pid.to(gl.int64) * K
-    if tokens <= 0:
-        store_zeros(du, dg, per_chunk, K, PREVIOUS, DG and STATIC, gl.SliceLayout(0, layout))
-        return
-    token = b * T + at
-    place = (token * H + h) * K
-    whole_head = h // BLOCKS
-    key = h % BLOCKS * K
-    g += b * g_b + at * g_t + whole_head * g_h + key * g_k
-    u += whole_head * u_h + key * u_k
-
-    q_s = gl.allocate_shared_memory(kind, [C, K], half)
-    k_s = gl.allocate_shared_memory(kind, [C, K], half)
-    if APART:
-        values = gl.allocate_shared_memory(kind, [2, C, K], half)
-        v_s = values.index(0)  # later the state's part of dq
-        o_s = values.index(1)
-    else:
-        v_s = gl.allocate_shared_memory(kind, [C, K], half)
-        o_s = gl.allocate_shared_memory(kind, [C, K], half)
-    dk_s = gl.allocate_shared_memory(kind, [C, K], half)  # the state's part of dk
-    M_s = gl.allocate_shared_memory(kind, [C, C], half)  # later A
-    X_s = gl.allocate_shared_memory(kind, [LEVELS, C, K], half)  # before that: S, dS and k o rest
-    part = gl.allocate_shared_memory(gl.float32, [GROUPS, K], plain2)
-    tables = gl.allocate_shared_memory(gl.float32, [4, GROUPS, K], plain2)  # to the middle of 4 and 8 groups, from the start, to the end
-    e_s = gl.allocate_shared_memory(gl.float32, [C], plain)
-    D_s = gl.allocate_shared_memory(kind, [C, ROWS], plain2)
-    row_s = gl.allocate_shared_memory(gl.float32, [K], plain)
-    TILES: gl.constexpr = K // C  # tiles of a state
-    rest_s = X_s.index(2 * TILES)
-    uk_s = X_s.index(LEVELS - 1)
-    bars = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for m in gl.static_range(2):
-        mbarrier.init(bars.index(m), count=1)
-    line = token.to(gl.int32)
-    column = (h * K).to(gl.int32)
-    value_column = (whole_head * (NV * K)).to(gl.int32)
-    tiles = (v_tiles, o_tiles, S_tiles, dS_tiles)
-    if APART:
-        STEPS: gl.constexpr = NV * K // W
-        states = reinterpret(X_s, kind, [LEVELS * C // W, K, W], half)
-        values = reinterpret(values, kind, [2 * STAGES, C, W], half)
-        v_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-        o_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-        step_bars = (v_bars, o_bars)
-        if not HALF:  # memory of a barrier that is not waited for may be used for other values
-            S_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-            dS_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-            step_bars = (v_bars, o_bars, S_bars, dS_bars)
-        for m in gl.static_range(COPIES):
-            for first in gl.static_range(STAGES):
-                mbarrier.init(step_bars[m].index(first), count=1)
-        fence_async_shared()
-        meet()
-        mbarrier.expect(bars.index(0), 2 * q_tiles.block_type.nbytes)
-        for first in gl.static_range(STAGES):
-            expect_step(tiles, step_bars, first, STEPS, COPIES)
-        meet()
-        for first in gl.static_range(STAGES):
-            ask_step(tiles, values, states, step_bars, line, value_column, pid * K, first, STEPS, COPIES)
-        async_load(q_tiles, [line, column], bars.index(0), q_s)
-        async_load(k_tiles, [line, column], bars.index(0), k_s)
-    else:
-        states = reinterpret(X_s, kind, [LEVELS // TILES, K, K], half)
-        S = states.index(0)
-        dS = states.index(1)
-        parts = reinterpret(X_s, kind, [LEVELS * TILES, C, C], half)
-        fence_async_shared()
-        meet()
-        mbarrier.expect(bars.index(0), 4 * q_tiles.block_type.nbytes)
-        async_load(q_tiles, [line, column], bars.index(0), q_s)
-        async_load(k_tiles, [line, column], bars.index(0), k_s)
-        async_load(v_tiles, [line, value_column], bars.index(0), v_s)
-        async_load(o_tiles, [line, value_column], bars.index(0), o_s)
-        if not HALF:
-            mbarrier.expect(bars.index(1), 2 * S_tiles.block_type.nbytes)
-            async_load(S_tiles, [pid * K, 0], bars.index(1), S)
-            in_rows = (dv_tiles, dq_tiles)
-            if tokens < C:
-                async_load(dS_tiles, [(n * H + pid % H) * K, 0], bars.index(1), dS)
-            else:
-                for m in gl.static_range(TILES):
-                    for right in gl.static_range(TILES):
-                        into = part_of(parts, TILES * TILES, m, right, TILES)
-                        async_load(in_rows[m], [line, column + right * C], bars.index(1), into)
-
-    x = decays(g, g_t, g_k, tokens, K, layout)
-    part.store(gl.sum(grouped(x, GROUPS, by_group), 1))
-    bonus = gl.full([1, K], 1.0, gl.float32, layout)
-    if PREVIOUS:
-        bonus = gl.load(u + gl.arange(0, K, gl.SliceLayout(0, layout)) * u_k).to(gl.float32)[None, :]
-    if HALF:
-        S_tiles += pid.to(gl.int64) * (K * NV * K)
-        dS_tiles += pid.to(gl.int64) * (K * NV * K)
-        if not APART:
-            of_S, of_dS, state_row = rounded_states(S_tiles, dS_tiles, S, dS, K, DG, by_row)
-            row_s.store(state_row)
+    K: gl.constexpr = states.shape[1]
+    W: gl.constexpr = states.shape[2]
+    STAGES: gl.constexpr = K // W
+    dA = gl.zeros([C, C], gl.float32, L.square)
+    dA_t = dA
+    dq_in = gl.zeros([C, K], gl.float32, L.mma)
+    dk_in = dq_in
+    D = gl.zeros([C // ROWS, ROWS, ROWS], gl.float32, L.block)
+    D_t = D
+    state_row = gl.zeros([K], gl.float32, gl.SliceLayout(1, L.rows))
+    for n in range(STEPS):
+        stage = n % STAGES
+        v = values.index(stage)
+        o = values.index(STAGES + stage)
+        S = states.index(stage)
+        dS = states.index(STAGES + stage)
+        if HALF:
+            of_S, of_dS, more = rounded_states(S_tiles + n * W, dS_tiles + n * W, S, dS, V, DG, L.rows)
+            state_row += more
+            dq_in *= inverse(of_S)
+            dk_in *= inverse(of_dS)
             fence_async_shared()
-    mbarrier.wait(bars.index(0), 0)
-    if tokens < C:
-        zeroed_behind(q_s, tokens, layout)
-        zeroed_behind(k_s, tokens, layout)
-        if not APART:
-            zeroed_behind(v_s, tokens, layout)
-            zeroed_behind(o_s, tokens, layout)
-        fence_async_shared()
-        meet()
-
-    if HALF:
-        largest = most(gl.maximum(gl.abs(q_s.load(by_row)), gl.abs(k_s.load(by_row))).to(gl.float32))
-
-    # M, and the terms of the states: sums over steps of W value channels
-    i = gl.arange(0, C, gl.SliceLayout(1, square))[:, None]
-    j = gl.arange(0, C, gl.SliceLayout(0, square))[None, :]
-    a = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, block)))[None, :, None]
-    b = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(1, block)))[None, None, :]
-    zero = gl.zeros([C // ROWS, ROWS, ROWS], gl.float32, block)
-    of_M, of_levels, of_q, of_k = scale, 1.0, 1.0, 1.0
-    if APART:
-        dA = gl.zeros([C, C], gl.float32, square)
-        dA_t = dA
-        dq_in = gl.zeros([C, K], gl.float32, mma)
-        dk_in = dq_in
-        D = zero
-        D_t = zero
-        state_row = gl.zeros([K], gl.float32, gl.SliceLayout(1, by_row))
-        for step in range(STEPS):
-            stage = step % STAGES
-            v = values.index(stage)
-            o = values.index(STAGES + stage)
-            S = states.index(stage)
-            dS = states.index(STAGES + stage)
-            if HALF:
-                of_S, of_dS, more = rounded_states(S_tiles + step * W, dS_tiles + step * W, S, dS, NV * K, DG, by_row)
-                state_row += more
-                dq_in *= inverse(of_S)
-                dk_in *= inverse(of_dS)
-                fence_async_shared()
-                meet()
-            for one in gl.static_range(COPIES):
-                mbarrier.wait(step_bars[one].index(stage), (step // STAGES) & 1)
-            if tokens < C:
-                zeroed_behind(v, tokens, by_row)
-                zeroed_behind(o, tokens, by_row)
-                fence_async_shared()
-                meet()
-            D = mma_v2(blocks(o, block_left, False), blocks(v, block_right, True), D)
-            D_t = mma_v2(blocks(v, block_left, False), blocks(o, block_right, True), D_t)
-            if DG and not HALF:
-                state_row += gl.sum(S.load(by_row).to(gl.float32) * dS.load(by_row).to(gl.float32), 1)
-            dA = warpgroup_mma(o, v.permute((1, 0)), dA, is_async=True)
-            dA_t = warpgroup_mma(v, o.permute((1, 0)), dA_t, is_async=True)
-            dq_in = warpgroup_mma(o, S.permute((1, 0)), dq_in, is_async=True)
-            dk_in = warpgroup_mma(v, dS.permute((1, 0)), dk_in, is_async=True)
-            dA, dA_t, dq_in, dk_in = warpgroup_mma_wait(0, [dA, dA_t, dq_in, dk_in])
-            if HALF:
-                dq_in *= of_S
-                dk_in *= of_dS
-            expect_step(tiles, step_bars, step + STAGES, STEPS, COPIES)
             meet()
-            ask_step(tiles, values, states, step_bars, line, value_column, pid * K, step + STAGES, STEPS, COPIES)
+        for one in gl.static_range(COPIES):
+            mbarrier.wait(step_bars[one].index(stage), (n // STAGES) & 1)
+        if place.tokens < C:
+            zeroed_behind(v, place.tokens, L.rows)
+            zeroed_behind(o, place.tokens, L.rows)
+            fence_async_shared()
+            meet()
+        D = mma_v2(blocks(o, L.block_left, False), blocks(v, L.block_right, True), D)
+        D_t = mma_v2(blocks(v, L.block_left, False), blocks(o, L.block_right, True), D_t)
+        if DG and not HALF:
+            state_row += gl.sum(S.load(L.rows).to(gl.float32) * dS.load(L.rows).to(gl.float32), 1)
+        dA = warpgroup_mma(o, v.permute((1, 0)), dA, is_async=True)
+        dA_t = warpgroup_mma(v, o.permute((1, 0)), dA_t, is_async=True)
+        dq_in = warpgroup_mma(o, S.permute((1, 0)), dq_in, is_async=True)
+        dk_in = warpgroup_mma(v, dS.permute((1, 0)), dk_in, is_async=True)
+        dA, dA_t, dq_in, dk_in = warpgroup_mma_wait(0, [dA, dA_t, dq_in, dk_in])
         if HALF:
-            of_M, of_levels = level_powers(dA, largest)
-        M_s.store((gl.where(i > j, dA, dA_t) * of_M).to(kind))
+            dq_in *= of_S
+            dk_in *= of_dS
+        expect_step(step_tiles, step_bars, n + STAGES, STEPS, COPIES)
+        meet()
+        ask_step(step_tiles, values, states, step_bars, place, n + STAGES, STEPS, COPIES)
+    return dA, dA_t, D, D_t, dq_in, dk_in, state_row
+
+
+@gluon.jit
+def store_weights(dA, dA_t, M_s, largest, scale, HALF: gl.constexpr, L: gl.constexpr):
+    """Store M. Returns its factor, and the power of two in later products with it."""
+    i = gl.arange(0, C, gl.SliceLayout(1, L.square))[:, None]
+    j = gl.arange(0, C, gl.SliceLayout(0, L.square))[None, :]
+    of_M, of_levels = scale, 1.0
+    if HALF:
+        of_M, of_levels = level_powers(dA, largest)
+    M_s.store((gl.where(i > j, dA, dA_t) * of_M).to(M_s.dtype))
+    return of_M, of_levels
+
+
+@gluon.jit
+def state_terms(
+    memory, bar, states, step, S_tiles, dS_tiles, place, largest, scale,
+    V: gl.constexpr, STEPS: gl.constexpr, DG: gl.constexpr, HALF: gl.constexpr, L: gl.constexpr,
+):  # fmt: skip
+    """Store M, e, rowsum(S o dS), and the states' parts of dq (in ``memory.v``) and dk. STEPS > 0: sums over steps of value channels.
+
+    ``states``: memory of S and dS, and powers of two of them. Returns the blocks on the diagonal of M, and the powers of two of levels and
+    of the states' parts.
+    """
+    kind: gl.constexpr = memory.q.dtype
+    K: gl.constexpr = memory.q.shape[1]
+    S, dS, of_S, of_dS = states
+    of_q, of_k = 1.0, 1.0
+    if STEPS > 0:
+        dA, dA_t, D, D_t, dq_in, dk_in, state_row = sums_over_steps(step, S_tiles, dS_tiles, place, V, STEPS, DG, HALF, L)
+        of_M, of_levels = store_weights(dA, dA_t, memory.M, largest, scale, HALF, L)
     else:
-        dA = warpgroup_mma(o_s, v_s.permute((1, 0)), gl.zeros([C, C], gl.float32, square), use_acc=False, is_async=True)
-        dA_t = warpgroup_mma(v_s, o_s.permute((1, 0)), gl.zeros([C, C], gl.float32, square), use_acc=False, is_async=True)
+        v = memory.v
+        o = memory.dO
+        dA = warpgroup_mma(o, v.permute((1, 0)), gl.zeros([C, C], gl.float32, L.square), use_acc=False, is_async=True)
+        dA_t = warpgroup_mma(v, o.permute((1, 0)), gl.zeros([C, C], gl.float32, L.square), use_acc=False, is_async=True)
         dA, dA_t = warpgroup_mma_wait(0, [dA, dA_t])
-        if HALF:
-            of_M, of_levels = level_powers(dA, largest)
-        M_s.store((gl.where(i > j, dA, dA_t) * of_M).to(kind))
-        D = mma_v2(blocks(o_s, block_left, False), blocks(v_s, block_right, True), zero)
-        D_t = mma_v2(blocks(v_s, block_left, False), blocks(o_s, block_right, True), zero)
-    near = gl.convert_layout((gl.where(a > b, D, D_t) * of_M).to(kind), block_left)
-    e_s.store(gl.reshape(gl.sum(gl.where(a == b, D, 0.0), 2), [C]) * scale)
-    if APART:
+        of_M, of_levels = store_weights(dA, dA_t, memory.M, largest, scale, HALF, L)
+        zero = gl.zeros([C // ROWS, ROWS, ROWS], gl.float32, L.block)
+        D = mma_v2(blocks(o, L.block_left, False), blocks(v, L.block_right, True), zero)
+        D_t = mma_v2(blocks(v, L.block_left, False), blocks(o, L.block_right, True), zero)
+    a = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, L.block)))[None, :, None]
+    b = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(1, L.block)))[None, None, :]
+    near = gl.convert_layout((gl.where(a > b, D, D_t) * of_M).to(kind), L.block_left)
+    memory.e.store(gl.reshape(gl.sum(gl.where(a == b, D, 0.0), 2), [C]) * scale)
+    if STEPS > 0:
         if DG:
-            row_s.store(state_row)
+            memory.row.store(state_row)
     else:
         if not HALF:
-            mbarrier.wait(bars.index(1), 0)
-        dq_in = warpgroup_mma(o_s, S.permute((1, 0)), gl.zeros([C, K], gl.float32, mma), use_acc=False, is_async=True)
-        dk_in = warpgroup_mma(v_s, dS.permute((1, 0)), gl.zeros([C, K], gl.float32, mma), use_acc=False, is_async=True)
+            mbarrier.wait(bar, 0)
+        dq_in = warpgroup_mma(memory.dO, S.permute((1, 0)), gl.zeros([C, K], gl.float32, L.mma), use_acc=False, is_async=True)
+        dk_in = warpgroup_mma(memory.v, dS.permute((1, 0)), gl.zeros([C, K], gl.float32, L.mma), use_acc=False, is_async=True)
         dq_in, dk_in = warpgroup_mma_wait(0, [dq_in, dk_in])
         if HALF:
             dq_in *= of_S
@@ -360,32 +209,54 @@ def penstock_channel_bwd_sm90(
     else:
         dq_in *= scale
     meet()
-    v_s.store(dq_in.to(kind))
-    dk_s.store(dk_in.to(kind))
-    if DG and not (HALF or APART):
-        row_s.store(gl.sum(S.load(by_row).to(gl.float32) * dS.load(by_row).to(gl.float32), 1))
+    memory.v.store(dq_in.to(kind))
+    memory.dk.store(dk_in.to(kind))
+    if DG and not (HALF or STEPS > 0):
+        memory.row.store(gl.sum(S.load(L.rows).to(gl.float32) * dS.load(L.rows).to(gl.float32), 1))
+    return near, of_levels, of_q, of_k
 
-    # X of all levels
-    q = q_s.load(layout)
-    k = k_s.load(layout)
-    X_0, X_1, X_2, qf, kf = near_levels(q, k, x, PREVIOUS, layout, by_group)
-    before, after, whole = around(part, across)
+
+@gluon.jit
+def store_tables(memory, powers, L: gl.constexpr):
+    """Store factors of groups. Returns those to the middles of blocks of 4 and 8 groups, to the end, and the sum of the chunk's decays."""
+    of_levels, of_q, of_k = powers
+    before, after, whole = around(memory.part, L.across)
     after = exp2(after)
-    quarter = exp2(between(part, 2, across))
-    half_way = exp2(between(part, 4, across))
-    tables.index(0).store(quarter * of_levels)
-    tables.index(1).store(half_way * of_levels)
-    tables.index(2).store(exp2(before) * of_q)
-    tables.index(3).store(after * of_k)
+    quarter = exp2(between(memory.part, 2, L.across))
+    half_way = exp2(between(memory.part, 4, L.across))
+    memory.tables.index(0).store(quarter * of_levels)
+    memory.tables.index(1).store(half_way * of_levels)
+    memory.tables.index(2).store(exp2(before) * of_q)
+    memory.tables.index(3).store(after * of_k)
+    return quarter, half_way, after, whole
+
+
+@gluon.jit
+def store_levels(
+    memory, x, dS, bonus, powers, rest, first, tokens, H: gl.constexpr,
+    STORED: gl.constexpr, STEPS: gl.constexpr, PREVIOUS: gl.constexpr, HALF: gl.constexpr, L: gl.constexpr,
+):  # fmt: skip
+    """Store X of all levels and the tables of factors; if STORED, k o rest in ``rest`` from ``first`` on.
+
+    Returns the sum of the chunk's decays, the diagonal of A in blocks, and the state's part of dV; without steps, the latter is 0.
+    """
+    kind: gl.constexpr = memory.q.dtype
+    K: gl.constexpr = memory.q.shape[1]
+    WEIGHED: gl.constexpr = STORED or not STEPS
+    X_s = memory.X
+    rest_s = X_s.index(2 * (K // C))
+    uk_s = X_s.index(LEVELS - 1)
+    q = memory.q.load(L.tokens)
+    k = memory.k.load(L.tokens)
+    X_0, X_1, X_2, qf, kf = near_levels(q, k, x, PREVIOUS, L.tokens, L.groups)
+    quarter, half_way, after, whole = store_tables(memory, powers, L)
     if STORED:
-        own_row = gl.arange(0, C, gl.SliceLayout(1, layout))
-        own_key = gl.arange(0, K, gl.SliceLayout(0, layout))
-        own_at = (
-            (own_row // R * R).to(gl.int64)[:, None] * (H * K) + own_key[None, :] + (own_row % R).to(gl.int64)[:, None] * (H * K) + place
-        )
-        gl.store(rest + own_at, (kf * spread(after, R, layout)).to(kind), mask=(own_row < tokens)[:, None])
-    elif not APART:
-        rest_s.store((kf * spread(after, R, layout)).to(kind))
+        i = gl.arange(0, C, gl.SliceLayout(1, L.tokens))
+        j = gl.arange(0, K, gl.SliceLayout(0, L.tokens))
+        at = (i // R * R).to(gl.int64)[:, None] * (H * K) + j[None, :] + (i % R).to(gl.int64)[:, None] * (H * K) + first
+        gl.store(rest + at, (kf * spread(after, R, L.tokens)).to(kind), mask=(i < tokens)[:, None])
+    elif not STEPS:
+        rest_s.store((kf * spread(after, R, L.tokens)).to(kind))
     if PREVIOUS and WEIGHED:
         own = bonus
         if HALF:
@@ -394,20 +265,24 @@ def penstock_channel_bwd_sm90(
         uk_s.store((k.to(gl.float32) * own).to(kind))
     fence_async_shared()
     meet()
-    if not APART:
-        dV = warpgroup_mma(rest_s, dS, gl.zeros([C, K], gl.float32, mma), use_acc=False, is_async=True)
-    X_3 = gl.where(in_second_half(3, C, layout), qf, kf)
-    X_4 = gl.where(in_second_half(4, C, layout), qf, kf) * spread(quarter, R, layout)
-    X_5 = gl.where(in_second_half(5, C, layout), qf, kf) * spread(half_way, R, layout)
+    dV = 0.0
+    if not STEPS:
+        dV = warpgroup_mma(rest_s, dS, gl.zeros([C, K], gl.float32, L.mma), use_acc=False, is_async=True)
+    X_3 = gl.where(in_second_half(3, C, L.tokens), qf, kf)
+    X_4 = gl.where(in_second_half(4, C, L.tokens), qf, kf) * spread(quarter, R, L.tokens)
+    X_5 = gl.where(in_second_half(5, C, L.tokens), qf, kf) * spread(half_way, R, L.tokens)
+    D = gl.zeros([C // ROWS, ROWS, ROWS], gl.float32, L.block)
     if WEIGHED:
+        a = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, L.block)))[None, :, None]
+        b = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(1, L.block)))[None, None, :]
         if PREVIOUS:
-            D = mma_v2(blocks(q_s, block_left, False), blocks(uk_s, block_right, True), zero)
+            D = mma_v2(blocks(memory.q, L.block_left, False), blocks(uk_s, L.block_right, True), D)
         else:
-            D = mma_v2(blocks(q_s, block_left, False), blocks(k_s, block_right, True), zero)
+            D = mma_v2(blocks(memory.q, L.block_left, False), blocks(memory.k, L.block_right, True), D)
         if PREVIOUS and HALF:
             D *= of_u
         D = gl.where(a == b, D, 0.0)
-    if not APART:
+    if not STEPS:
         dV = warpgroup_mma_wait(0, [dV])
     meet()
     X_s.index(0).store(X_0)
@@ -418,18 +293,31 @@ def penstock_channel_bwd_sm90(
     X_s.index(5).store(X_5.to(kind))
     fence_async_shared()
     meet()
+    return whole, D, dV
 
-    # A, and Y, which overwrites X
-    M = M_s.load(left)
-    differ = gl.arange(0, C, gl.SliceLayout(1, left))[:, None] ^ gl.arange(0, C, gl.SliceLayout(0, left))[None, :]
+
+@gluon.jit
+def multiply_levels(memory, near, D, WEIGHED: gl.constexpr, L: gl.constexpr):
+    """Overwrite X of all levels by Y. Returns A [C,C] and the blocks on its diagonal, if WEIGHED.
+
+    ``near``: the blocks on the diagonal of M. D: the diagonal of A in blocks.
+    """
+    kind: gl.constexpr = memory.q.dtype
+    K: gl.constexpr = memory.q.shape[1]
+    i = gl.arange(0, C, gl.SliceLayout(1, L.square))[:, None]
+    j = gl.arange(0, C, gl.SliceLayout(0, L.square))[None, :]
+    a = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, L.block)))[None, :, None]
+    b = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(1, L.block)))[None, None, :]
+    M = memory.M.load(L.left)
+    differ = gl.arange(0, C, gl.SliceLayout(1, L.left))[:, None] ^ gl.arange(0, C, gl.SliceLayout(0, L.left))[None, :]
     none = gl.zeros_like(M)
-    A = gl.zeros([C, C], gl.float32, square)
+    A = gl.zeros([C, C], gl.float32, L.square)
     for n in gl.static_range(4, LEVELS):
-        X = X_s.index(n)
+        X = memory.X.index(n)
         far = gl.where(differ >> n == 1, M, none)
         if WEIGHED:
-            P = warpgroup_mma(X, X.permute((1, 0)), gl.zeros([C, C], gl.float32, square), use_acc=False, is_async=True)
-        Y = warpgroup_mma(far, X, gl.zeros([C, K], gl.float32, mma), use_acc=False, is_async=True)
+            P = warpgroup_mma(X, X.permute((1, 0)), gl.zeros([C, C], gl.float32, L.square), use_acc=False, is_async=True)
+        Y = warpgroup_mma(far, X, gl.zeros([C, K], gl.float32, L.mma), use_acc=False, is_async=True)
         if WEIGHED:
             P, far, Y = warpgroup_mma_wait(0, [P, far, Y])
             A = gl.where((i > j) & ((i ^ j) >> n == 1), P, A)
@@ -438,76 +326,146 @@ def penstock_channel_bwd_sm90(
         Y = Y.to(kind)
         meet()
         X.store(Y)
-    near_a = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, block_left)))[None, :, None]
-    near_b = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(1, block_left)))[None, None, :]
-    wide = gl.zeros([C // ROWS, ROWS, K], gl.float32, block)
+    near_a = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, L.block_left)))[None, :, None]
+    near_b = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(1, L.block_left)))[None, None, :]
+    zero = gl.zeros([C // ROWS, ROWS, ROWS], gl.float32, L.block)
+    wide = gl.zeros([C // ROWS, ROWS, K], gl.float32, L.block)
     for n in gl.static_range(4):
-        X = X_s.index(n)
+        X = memory.X.index(n)
         if WEIGHED:
-            P = mma_v2(blocks(X, block_left, False), blocks(X, block_right, True), zero)
+            P = mma_v2(blocks(X, L.block_left, False), blocks(X, L.block_right, True), zero)
             D = gl.where(((a ^ b) >> n == 1) & (a > b), P, D)
-        Y = mma_v2(gl.where((near_a ^ near_b) >> n == 1, near, gl.zeros_like(near)), blocks(X, block_right, False), wide)
+        Y = mma_v2(gl.where((near_a ^ near_b) >> n == 1, near, gl.zeros_like(near)), blocks(X, L.block_right, False), wide)
         Y = gl.reshape(Y.to(kind), [C, K])
         meet()
         X.store(Y)
-    if WEIGHED:
-        if APART:
-            D_s = reinterpret(o_s, gl.float32, [C, ROWS], plain2)
-        of_A = scale
-        if HALF and not APART:
-            down, up = powers_of_two(gl.maximum(most(A), most(gl.reshape(D, [C, ROWS]))) * gl.maximum(scale, -scale))
-            of_A *= down
-            dV *= of_dS * down
-        D_s.store(gl.reshape((D * of_A).to(D_s.dtype), [C, ROWS]))
-        cut: gl.constexpr = in_blocks(gl.to_linear_layout(square, [C, C]))
-        D = gl.expand_dims(D_s.load(gl.SliceLayout(1, cut)), 1).broadcast_to([C, C // ROWS, ROWS])
-        D = gl.convert_layout(gl.reshape(D, [C, C]), square, assert_trivial=True)
-        A = gl.where(i // ROWS == j // ROWS, D, (A * of_A).to(D_s.dtype))
-        if APART:
-            gl.store(weights + pid.to(gl.int64) * (C * C) + i * C + j, A)
-            meet()
-        else:
-            M_s.store(A)
+    return A, D
+
+
+@gluon.jit
+def store_value_gradient(
+    memory, A, D, dV, of_dS, weights, dv, first, tokens, scale, H: gl.constexpr, STEPS: gl.constexpr, HALF: gl.constexpr, L: gl.constexpr
+):
+    """Store dV in ``dv`` from ``first`` on. With steps: store A in ``weights`` [C,C], and dV is left to ``values.py``."""
+    kind: gl.constexpr = memory.q.dtype
+    K: gl.constexpr = memory.q.shape[1]
+    i = gl.arange(0, C, gl.SliceLayout(1, L.square))[:, None]
+    j = gl.arange(0, C, gl.SliceLayout(0, L.square))[None, :]
+    D_s = memory.D
+    if STEPS:
+        D_s = reinterpret(memory.dO, gl.float32, [C, ROWS], L.plain2)
+    of_A = scale
+    if HALF and not STEPS:
+        down, up = powers_of_two(gl.maximum(most(A), most(gl.reshape(D, [C, ROWS]))) * gl.maximum(scale, -scale))
+        of_A *= down
+        dV *= of_dS * down
+    D_s.store(gl.reshape((D * of_A).to(D_s.dtype), [C, ROWS]))
+    cut: gl.constexpr = in_blocks(gl.to_linear_layout(L.square, [C, C]))
+    D = gl.expand_dims(D_s.load(gl.SliceLayout(1, cut)), 1).broadcast_to([C, C // ROWS, ROWS])
+    D = gl.convert_layout(gl.reshape(D, [C, C]), L.square, assert_trivial=True)
+    A = gl.where(i // ROWS == j // ROWS, D, (A * of_A).to(D_s.dtype))
+    if STEPS:
+        gl.store(weights + i * C + j, A)
+        meet()
+    else:
+        memory.M.store(A)
+        fence_async_shared()
+        meet()
+        dV = warpgroup_mma(memory.M.permute((1, 0)), memory.dO, dV, is_async=True)
+        dV = warpgroup_mma_wait(0, [dV])
+        if HALF:
+            dV *= up
+        meet()
+        row = gl.arange(0, C, gl.SliceLayout(1, L.mma))[:, None]
+        where = row.to(gl.int64) * (H * K) + gl.arange(0, K, gl.SliceLayout(0, L.mma))[None, :]
+        gl.store(dv + first + where, dV.to(kind), mask=row < tokens)
+
+
+@gluon.jit(do_not_specialize=["N", "T"])
+def penstock_channel_bwd_sm90(
+    q_tiles, k_tiles, v_tiles, o_tiles, S_tiles, dS_tiles, dv_tiles, dq_tiles, g, u, dq, dk, dv, dg, du, weights, rest, cu_seqlens,
+    scale, N, T, g_b, g_h, u_h, u_k, g_t: gl.constexpr, g_k: gl.constexpr, H: gl.constexpr, K: gl.constexpr,
+    DG: gl.constexpr, STATIC: gl.constexpr, PREVIOUS: gl.constexpr, PACKED: gl.constexpr, BLOCKS: gl.constexpr, NV: gl.constexpr,
+    STORED: gl.constexpr,
+):  # fmt: skip
+    """Program (chunk slot, head). TMA tiles: [C, K] of tokens [B T, H K], and [K, K] of states [slots H K, NV K].
+
+    bfloat16 without BLOCKS and NV: dS after a whole chunk is in the rows of its tokens: the first C key channels in dv, the others in dq.
+    This launch writes dv and dq after it has read dS (``IN_ROWS`` in ``segments.py``). Their TMA tiles have 64 columns. ``dS_tiles`` has dS
+    after shorter chunks.
+
+    float16: the states are float32 and have no TMA tiles. Operands of products that have no bound are multiplied by powers of two, one
+    for a tile (``powers_of_two``), and their products by the inverse.
+
+    dq, dk, dv, dg are contiguous; du and, with STATIC, dg are sums over the tokens of a chunk, [slots, H, K].
+
+    BLOCKS > 1: heads of BLOCKS K key channels; each of the H heads here is a block of K of them. NV: blocks of K value channels. If either
+    is more than 1, dv is left to another launch. STORED: to ``values.py``, and what it needs is stored: A in ``weights`` [slots, H, C, C],
+    float32, and k with the factors of the state in ``rest``, like k.
+    """
+    gl.static_assert(K == SMALL or K == MEDIUM)
+    gl.static_assert(q_tiles.dtype == gl.bfloat16 or q_tiles.dtype == gl.float16)
+    HALF: gl.constexpr = q_tiles.dtype == gl.float16
+    IN_STEPS: gl.constexpr = BLOCKS * NV > 1
+    W: gl.constexpr = 64 if IN_STEPS else K  # value channels of a step
+    STEPS: gl.constexpr = NV * K // W if IN_STEPS else 0
+    V: gl.constexpr = NV * K
+    L: gl.constexpr = layouts_of(gl.num_warps(), K, W, 2)
+
+    pid = gl.program_id(0)
+    h, n, b, at, tokens = chunk_at(pid, cu_seqlens, N, T, H, PACKED)
+    per_chunk = pid.to(gl.int64) * K
+    if tokens <= 0:
+        store_zeros(du, dg, per_chunk, K, PREVIOUS, DG and STATIC, gl.SliceLayout(0, L.tokens))
+        return
+    token = b * T + at
+    first = (token * H + h) * K
+    whole_head = h // BLOCKS
+    key = h % BLOCKS * K
+    g += b * g_b + at * g_t + whole_head * g_h + key * g_k
+    u += whole_head * u_h + key * u_k
+
+    memory = memory_of(q_tiles.dtype, K, IN_STEPS, L)
+    bars = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for m in gl.static_range(2):
+        mbarrier.init(bars.index(m), count=1)
+    place = Place(token.to(gl.int32), (h * K).to(gl.int32), (whole_head * V).to(gl.int32), pid, n, tokens)
+    tiles = Tiles(q_tiles, k_tiles, v_tiles, o_tiles, S_tiles, dS_tiles, dv_tiles, dq_tiles)
+    of_S, of_dS = 1.0, 1.0
+    if IN_STEPS:
+        step = load_first_steps(tiles, memory, bars, place, W, STEPS, HALF, L)
+        S, dS = memory.X, memory.X
+    else:
+        S, dS = load_chunk(tiles, memory, bars, place, H, HALF, L)
+        step = 0
+
+    x = decays(g, g_t, g_k, tokens, K, L.tokens)
+    memory.part.store(gl.sum(grouped(x, GROUPS, L.groups), 1))
+    bonus = gl.full([1, K], 1.0, gl.float32, L.tokens)
+    if PREVIOUS:
+        bonus = gl.load(u + gl.arange(0, K, gl.SliceLayout(0, L.tokens)) * u_k).to(gl.float32)[None, :]
+    if HALF:
+        S_tiles += pid.to(gl.int64) * (K * V)
+        dS_tiles += pid.to(gl.int64) * (K * V)
+        if not IN_STEPS:
+            of_S, of_dS, state_row = rounded_states(S_tiles, dS_tiles, S, dS, K, DG, L.rows)
+            memory.row.store(state_row)
             fence_async_shared()
-            meet()
-            dV = warpgroup_mma(M_s.permute((1, 0)), o_s, dV, is_async=True)
-            dV = warpgroup_mma_wait(0, [dV])
-            if HALF:
-                dV *= up
-            meet()
-            row = gl.arange(0, C, gl.SliceLayout(1, mma))[:, None]
-            where = row.to(gl.int64) * (H * K) + gl.arange(0, K, gl.SliceLayout(0, mma))[None, :]
-            gl.store(dv + place + where, dV.to(kind), mask=row < tokens)
+    await_chunk(memory, bars.index(0), tokens, IN_STEPS, L)
+    largest = 1.0
+    if HALF:
+        largest = most(gl.maximum(gl.abs(memory.q.load(L.rows)), gl.abs(memory.k.load(L.rows))).to(gl.float32))
+    near, of_levels, of_q, of_k = state_terms(
+        memory, bars.index(1), (S, dS, of_S, of_dS), step, S_tiles, dS_tiles, place, largest, scale, V, STEPS, DG, HALF, L
+    )
+    whole, D, dV = store_levels(memory, x, dS, bonus, (of_levels, of_q, of_k), rest, first, tokens, H, STORED, IN_STEPS, PREVIOUS, HALF, L)
+    A, D = multiply_levels(memory, near, D, STORED or not IN_STEPS, L)
+    if STORED or not IN_STEPS:
+        weights += pid.to(gl.int64) * (C * C)
+        store_value_gradient(memory, A, D, dV, of_dS, weights, dv, first, tokens, scale, H, IN_STEPS, HALF, L)
     else:
         meet()
-
-    # dq, dk, dg
-    i = gl.arange(0, C, gl.SliceLayout(1, layout))
-    j = gl.arange(0, K, gl.SliceLayout(0, layout))
-    live = (i < tokens)[:, None]
-    at = (i // R * R).to(gl.int64)[:, None] * (H * K) + j[None, :] + (i % R).to(gl.int64)[:, None] * (H * K) + place
-    sums = reinterpret(o_s, gl.float32, [KINDS, GROUPS, K], plain2)
-    x = decays(g, g_t, g_k, tokens, K, layout)
-    d, d_gate = collected(q_s, v_s, X_s, x, tables, sums, of_levels, layout, by_group, True, PREVIOUS, DG, HALF)
-    e = e_s.load(gl.SliceLayout(1, layout))[:, None]
-    gl.store(dq + at, (d + k_s.load(layout).to(gl.float32) * (e * bonus)).to(kind), mask=live)
-    if DG:
-        meet()
-        d_gate = flat(d_gate, layout) + spread(from_groups(sums, part, True, across), R, layout)
-        whole = exp2(whole) * grouped_row(row_s, across)
-        d_gate += spread(whole.broadcast_to([GROUPS, K]), R, layout)
-        meet()
-    x = decays(g, g_t, g_k, tokens, K, layout)
-    d, more = collected(k_s, dk_s, X_s, x, tables, sums, of_levels, layout, by_group, False, PREVIOUS, DG, HALF)
-    e = e_s.load(gl.SliceLayout(1, layout))[:, None]
-    gl.store(dk + at, (d + q_s.load(layout).to(gl.float32) * (e * bonus)).to(kind), mask=live)
-    if DG:
-        meet()
-        d_gate += flat(more, layout) + spread(from_groups(sums, part, False, across), R, layout)
-        if STATIC:
-            store_sum(dg + per_chunk, gl.where(live, d_gate, 0.0), part, by_group)
-        else:
-            gl.store(dg + at, d_gate.to(dg.dtype.element_ty), mask=live)
-    if PREVIOUS:
-        own = q_s.load(layout).to(gl.float32) * k_s.load(layout).to(gl.float32) * e
-        store_sum(du + per_chunk, own, part, by_group)
+    store_gradients(
+        memory, memory.X, x, (g, g_t, g_k), bonus, whole, of_levels, (dq, dk, dg, du), first, per_chunk, tokens,
+        H, DG, STATIC, PREVIOUS, HALF, True, L,
+    )  # fmt: skip

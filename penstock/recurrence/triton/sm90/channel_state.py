@@ -10,7 +10,7 @@ from triton.language.extra import cuda
 
 from ....gpu.hopper_tiles import async_store, meet, most, unknown, zeroed_behind
 from ....gpu.tiles import powers_of_two
-from .channel_tiles import ask, awaited, released
+from .channel_tiles import ask, ask_next, awaited, released
 from .dyadic import ROWS, C
 
 
@@ -46,6 +46,39 @@ def pairs(x, n: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
+def store_bonus(u, u_k, u_s, K: gl.constexpr, HALF: gl.constexpr):
+    """Store the bonus u [K] in shared memory; float16: times a power of two, whose inverse is returned."""
+    flat: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    own = gl.load(u + gl.arange(0, K, flat) * u_k).to(gl.float32)
+    of_u = 1.0
+    if HALF:
+        down, of_u = powers_of_two(gl.max(gl.abs(own), 0) * 2**15)
+        own *= down
+    u_s.store(own.to(u_s.dtype))
+    meet()
+    return of_u
+
+
+@gluon.jit
+def store_state(S, to, V: gl.constexpr, HALF: gl.constexpr, mma: gl.constexpr):
+    """Store S [K,C] as rows of a contiguous state [K,V]: float32, or rounded to bfloat16."""
+    K: gl.constexpr = S.shape[0]
+    if HALF:
+        dk = gl.arange(0, K, gl.SliceLayout(1, mma))
+        j = gl.arange(0, C, gl.SliceLayout(0, mma))
+        gl.store(to + (dk[:, None] * V + j[None, :]), S)
+    else:
+        wide: gl.constexpr = gl.DistributedLinearLayout(  # the layout of S, but with 16 contiguous bytes of a row
+            [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32]] + ([[64, 0]] if K >= 128 else []),
+            [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+            [[16, 0], [32, 0]], [], [K, C],
+        )  # fmt: skip
+        wk = gl.arange(0, K, gl.SliceLayout(1, wide))
+        wv = gl.arange(0, C, gl.SliceLayout(0, wide))
+        gl.store(to + (wk[:, None] * V + wv[None, :]), gl.convert_layout(S.to(gl.bfloat16), wide))
+
+
+@gluon.jit
 def walk(
     tiles, ring, S_all, x_s, sides, bars, place, memory, steps, bonus, scale, H,
     K: gl.constexpr, V: gl.constexpr, PREVIOUS: gl.constexpr, INITIAL: gl.constexpr, FINAL: gl.constexpr, EVERY: gl.constexpr,
@@ -77,13 +110,7 @@ def walk(
     dk = gl.arange(0, K, channel)
     if PREVIOUS:
         across: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.DotOperandLayout(1, inner, 2)))
-        flat_u: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-        own = gl.load(u + gl.arange(0, K, flat_u) * u_k).to(gl.float32)
-        if HALF:
-            down, of_u = powers_of_two(gl.max(gl.abs(own), 0) * 2**15)
-            own *= down
-        u_s.store(own.to(q_s.dtype))
-        meet()
+        of_u = store_bonus(u, u_k, u_s, K, HALF)
     S = gl.zeros([K, C], gl.float32, mma)
     if INITIAL:
         S = gl.load(first + dk[:, None] * s_k + j[None, :] * s_v).to(gl.float32)
@@ -91,20 +118,9 @@ def walk(
         s = c % STAGES
         phase = (c // STAGES) & 1
         t = c * C
-        if EVERY > 0 and HALF:
+        if EVERY > 0:
             if t % EVERY == 0:
-                gl.store(kept + (t // EVERY) * (H.to(gl.int64) * (K * V)) + (dk[:, None] * V + j[None, :]), S)
-        elif EVERY > 0:
-            if t % EVERY == 0:
-                wide: gl.constexpr = gl.DistributedLinearLayout(  # the layout of S, but with 16 contiguous bytes of a row
-                    [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32]] + ([[64, 0]] if K >= 128 else []),
-                    [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
-                    [[16, 0], [32, 0]], [], [K, C],
-                )  # fmt: skip
-                wk = gl.arange(0, K, gl.SliceLayout(1, wide))
-                wv = gl.arange(0, C, gl.SliceLayout(0, wide))
-                slot = kept + (t // EVERY) * (H.to(gl.int64) * (K * V))
-                gl.store(slot + (wk[:, None] * V + wv[None, :]), gl.convert_layout(S.to(gl.bfloat16), wide))
+                store_state(S, kept + (t // EVERY) * (H.to(gl.int64) * (K * V)), V, HALF, mma)
         zero = unknown(t * 0)
         S_s = S_all.index(zero)
         if not HALF:
@@ -126,12 +142,7 @@ def walk(
             P = product(operand(y, True), operand(y, False))
             D = gl.where(((a ^ b) >> (2 * n + 1) == 1) & (a > b), P, D)
             released(n, empty)
-        if c > 0:
-            if c - 1 + STAGES < chunks:  # wait until the previous output has left its slot, which it shares with v
-                tma.store_wait(0)
-                meet()
-                slot = (c - 1) % STAGES
-                ask(v_tiles, v_s.index(slot), ready.index(slot), row + (c - 1 + STAGES) * C, value_column, True)
+        ask_next(v_tiles, v_s, ready, row, value_column, c, chunks, STAGES)
         D = gl.convert_layout(gl.reshape(D, [C, ROWS]), narrow, assert_trivial=True)
         x, y = awaited(2, c, zero, x_s, full, 0)
         near_0, near_2 = pairs(x, 0, narrow), pairs(x, 2, narrow)

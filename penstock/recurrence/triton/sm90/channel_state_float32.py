@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ....gpu.hopper_tiles import async_store, meet, most_of_both, reinterpret, unknown
 from ....gpu.tiles import powers_of_two
 from .channel_state import operand, product
-from .channel_tiles import ask, awaited, released
+from .channel_tiles import ask, ask_next, awaited, released
 from .dyadic import ROWS, C
 from .parts import LEAST, halved, parts_of, store_parts, times, turned
 
@@ -131,12 +131,7 @@ def walk_in_parts(
             D = gl.where(((a ^ b) >> (2 * n) == 1) & (a > b), near_pairs(x, PARTS), D)
             D = gl.where(((a ^ b) >> (2 * n + 1) == 1) & (a > b), near_pairs(y, PARTS), D)
             released(n, empty)
-        if c > 0:
-            if c - 1 + STAGES < chunks:  # wait until the previous output has left its slot, which it shares with v
-                tma.store_wait(0)
-                meet()
-                slot = (c - 1) % STAGES
-                ask(v_tiles, v_s.index(slot), ready.index(slot), row + (c - 1 + STAGES) * C, value_column, True)
+        ask_next(v_tiles, v_s, ready, row, value_column, c, chunks, STAGES)
         up = ups_s.index(2 * s).load(row_of_A)[:, None]
         column_0, column_1 = columns(column_s, 0, narrow), columns(column_s, 1, narrow)
         column_2, column_3 = columns(column_s, 2, narrow), columns(column_s, 3, narrow)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from ....gpu.hopper_tiles import async_load, exp2, meet, unknown
 from ....gpu.tiles import LOG2E, powers_of_two
@@ -70,6 +70,17 @@ def ask(tiles, tile, bar, row, column, there):
     """Start the TMA load of a tile; the barrier waits for nothing else."""
     mbarrier.expect(bar, tiles.block_type.nbytes, pred=there)
     async_load(tiles, [row, column], bar, tile, pred=there)
+
+
+@gluon.jit
+def ask_next(tiles, v_s, bars, row, column, c, chunks, STAGES: gl.constexpr):
+    """Start the load of v of chunk c - 1 + STAGES after the output of chunk c - 1, which is stored from the same slot, has left it."""
+    if c > 0:
+        if c - 1 + STAGES < chunks:
+            tma.store_wait(0)
+            meet()
+            slot = (c - 1) % STAGES
+            ask(tiles, v_s.index(slot), bars.index(slot), row + (c - 1 + STAGES) * C, column, True)
 
 
 @gluon.jit

@@ -18,7 +18,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from ....gpu.hopper_tiles import async_load, async_store, inverse, meet, reinterpret, unknown, zeroed_behind
+from ....gpu.hopper_tiles import async_store, inverse, meet, reinterpret, unknown, zeroed_behind
+from ....gpu.ring import barriers, expect, load_tiles
 from ....gpu.tiles import powers_of_two, slot_of, tokens_of
 from ..heads import LARGE
 
@@ -27,24 +28,70 @@ STAGES = gl.constexpr(2)
 
 
 @gluon.jit
-def expect(tiles, bars, c, chunks):
-    """Announce the tiles of step c. Each tensor has barriers of its own: between copies with the same one, Triton has all warps meet."""
-    for n in gl.static_range(4):
-        mbarrier.expect(bars[n].index(c % STAGES), tiles[n].block_type.nbytes, pred=c < chunks)
-
-
-@gluon.jit
-def ask(tiles, parts, bars, place, c, ADJOINT: gl.constexpr):
+def load_chunk(tiles, rings, bars, place, c, ADJOINT: gl.constexpr):
     """Start the loads of step c: the operand of reads, the weights, y, and the operand of updates."""
     row, key_column, value_column, slot, H, chunks = place
     chunk = c
     if ADJOINT:
         chunk = chunks - 1 - c
-    s = c % STAGES
     line = row + chunk * C
     at = ([line, key_column], [(slot + chunk * H) * C, 0], [line, value_column], [line, key_column])
-    for n in gl.static_range(4):
-        async_load(tiles[n], at[n], bars[n].index(s), parts[n].index(s), pred=c < chunks)
+    load_tiles(tiles, rings, bars, at, c, c < chunks)
+
+
+@gluon.jit
+def rings_of(kind: gl.constexpr, K: gl.constexpr, BV: gl.constexpr, half: gl.constexpr):
+    """Memory of the four rings: the operand of reads, the weights, y, and the operand of updates."""
+    read_s = gl.allocate_shared_memory(kind, [STAGES, C, K], half)
+    write_s = gl.allocate_shared_memory(kind, [STAGES, C, K], half)
+    weight_s = gl.allocate_shared_memory(kind, [STAGES, C, C], half)
+    y_s = gl.allocate_shared_memory(kind, [STAGES, C, BV], half)
+    return read_s, weight_s, y_s, write_s
+
+
+@gluon.jit
+def initial_halves(at, s_k, per_S, BV: gl.constexpr, HALF: gl.constexpr, INITIAL: gl.constexpr, F16: gl.constexpr, mma: gl.constexpr):
+    """The two halves [BV,K / 2] of the initial state. ``at``: pointers to the first one."""
+    S_0 = gl.zeros([BV, HALF], gl.float32, mma)
+    S_1 = S_0
+    if INITIAL:
+        S_0 = gl.load(at).to(gl.float32)
+        S_1 = gl.load(at + HALF * s_k).to(gl.float32)
+        if F16:
+            S_0 *= per_S
+            S_1 *= per_S
+    return S_0, S_1
+
+
+@gluon.jit
+def zero_padding(y, write, left, layout: gl.constexpr):
+    """Zero the rows of y and of the operand of updates from ``left`` on."""
+    zeroed_behind(y, left, layout)
+    for quarter in gl.static_range(4):  # the whole tile would take 64 registers
+        zeroed_behind(write.slice(quarter * (C // 4), C // 4), left - quarter * (C // 4), layout)
+    fence_async_shared()
+    meet()
+
+
+@gluon.jit
+def rounded_halves(S_0, S_1, kind: gl.constexpr, F16: gl.constexpr, out_mma: gl.constexpr):
+    """The halves of the state, rounded, and as left operands. float16: each value channel is multiplied by a power of two.
+
+    Returns the inverse powers last.
+    """
+    left: gl.constexpr = gl.DotOperandLayout(0, out_mma, 2)
+    up = 1.0
+    if F16:
+        down, up = powers_of_two(gl.maximum(gl.max(gl.abs(S_0), 1), gl.max(gl.abs(S_1), 1)))
+        X_0 = (S_0 * down[:, None]).to(kind)
+        X_1 = (S_1 * down[:, None]).to(kind)
+        up = gl.convert_layout(up, gl.SliceLayout(1, out_mma), assert_trivial=True)[:, None]
+    else:
+        X_0 = S_0.to(kind)
+        X_1 = S_1.to(kind)
+    L_0 = gl.convert_layout(X_0, left, assert_trivial=True)
+    L_1 = gl.convert_layout(X_1, left, assert_trivial=True)
+    return X_0, X_1, L_0, L_1, up
 
 
 @gluon.jit
@@ -56,6 +103,30 @@ def kept(x, tiles, tile, row, column):
     fence_async_shared()
     meet()
     async_store(tiles, [row, column], tile)
+
+
+@gluon.jit
+def power_of_weights(at, ADJOINT: gl.constexpr, out_mma: gl.constexpr):
+    """The powers of two that the rows of A lack, as a row; ADJOINT: one for all."""
+    if ADJOINT:
+        return gl.load(at)
+    else:
+        return gl.load(at + gl.arange(0, C, gl.SliceLayout(0, out_mma)))[None, :]
+
+
+@gluon.jit
+def store_rows(output, O, first, tokens, row_stride, layout: gl.constexpr):
+    """Store O [BV,C] as rows of ``output`` from row ``first`` on, before row ``tokens``."""
+    i = gl.arange(0, C, gl.SliceLayout(0, layout))[None, :]
+    j = gl.arange(0, O.shape[0], gl.SliceLayout(1, layout))[:, None]
+    gl.store(output + (first + i) * row_stride + j, O, mask=first + i < tokens)
+
+
+@gluon.jit
+def store_halves(S_0, S_1, to, V: gl.constexpr):
+    """Store the halves of the state as rows of a contiguous state [K,V]."""
+    gl.store(to, S_0.to(to.dtype.element_ty))
+    gl.store(to + S_0.shape[1] * V, S_1.to(to.dtype.element_ty))
 
 
 @gluon.jit(do_not_specialize=["N", "T", "L", "H"])
@@ -82,7 +153,6 @@ def penstock_channel_walk_sm90(
     WARPS: gl.constexpr = gl.num_warps()
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HALF, 16])
     out_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, C, 16])
-    left: gl.constexpr = gl.DotOperandLayout(0, out_mma, 2)
     channel: gl.constexpr = gl.SliceLayout(0, mma)
     rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     line: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
@@ -98,66 +168,40 @@ def penstock_channel_walk_sm90(
     chunks = (gl.maximum(tokens, 0) + (C - 1)) // C
     dk = gl.arange(0, HALF, channel)
     dv = gl.arange(0, BV, gl.SliceLayout(1, mma))
-    S_0 = gl.zeros([BV, HALF], gl.float32, mma)
-    S_1 = S_0
-    if INITIAL:
-        first += owner * s_n + head * s_h + (vb * BV + dv)[:, None].to(gl.int64) * s_v + dk[None, :].to(gl.int64) * s_k
-        S_0 = gl.load(first).to(gl.float32)
-        S_1 = gl.load(first + HALF * s_k).to(gl.float32)
-        if F16:
-            S_0 *= per_S
-            S_1 *= per_S
+    first += owner * s_n + head * s_h + (vb * BV + dv)[:, None].to(gl.int64) * s_v + dk[None, :].to(gl.int64) * s_k
+    S_0, S_1 = initial_halves(first, s_k, per_S, BV, HALF, INITIAL, F16, mma)
 
-    read_s = gl.allocate_shared_memory(kind, [STAGES, C, K], half)
-    write_s = gl.allocate_shared_memory(kind, [STAGES, C, K], half)
-    weight_s = gl.allocate_shared_memory(kind, [STAGES, C, C], half)
-    y_s = gl.allocate_shared_memory(kind, [STAGES, C, BV], half)
+    rings = rings_of(kind, K, BV, half)
     state_s = gl.allocate_shared_memory(kind, [HALF if EVERY > 0 and not F16 else C, BV], half)
     out_s = reinterpret(state_s, kind, [C, BV], half)
     total_s = gl.allocate_shared_memory(gl.float32, [2, K], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    read_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    weight_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    y_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    write_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    bars = (read_bars, weight_bars, y_bars, write_bars)
-    for m in gl.static_range(STAGES):
-        for tensor in gl.static_range(4):
-            mbarrier.init(bars[tensor].index(m), count=1)
+    bars = (barriers(STAGES, 1), barriers(STAGES, 1), barriers(STAGES, 1), barriers(STAGES, 1))
     fence_async_shared()
     meet()
     first_chunk = slot_of(n, begin, behind, T, C, PACKED).to(gl.int64) * H + h
     place = ((b * T + row).to(gl.int32), h * K, h * V + vb * BV, first_chunk.to(gl.int32), H, chunks)
     tiles = (read_tiles, weight_tiles, y_tiles, write_tiles)
-    parts = (read_s, weight_s, y_s, write_s)
     for m in gl.static_range(STAGES):
-        expect(tiles, bars, chunks * 0 + m, chunks)
+        expect(tiles, bars, chunks * 0 + m, chunks * 0 + m < chunks)
     meet()
     for m in gl.static_range(STAGES):
-        ask(tiles, parts, bars, place, chunks * 0 + m, ADJOINT)
+        load_chunk(tiles, rings, bars, place, chunks * 0 + m, ADJOINT)
     if EVERY > 0:
         state_row = ((slot_of(n, begin, behind, T, EVERY, PACKED).to(gl.int64) * H + h) * K).to(gl.int32)
     totals += first_chunk * K + gl.arange(0, K, line)
     step = H.to(gl.int64) * K
     output += ((b * T + row) * H + head) * V + vb * BV
-    start = chunks * 0
-    if ADJOINT:
-        start = chunks - 1
+    start = chunks - 1 if ADJOINT else chunks * 0
     total_s.index(0).store(gl.load(totals + start * step, mask=gl.arange(0, K, line) * 0 < chunks, other=0.0))
     for c in range(chunks):
-        chunk = c
-        later = c + 1
-        if ADJOINT:
-            chunk = chunks - 1 - c
-            later = chunks - 2 - c
+        chunk = chunks - 1 - c if ADJOINT else c
+        later = chunks - 2 - c if ADJOINT else c + 1
         s = c % STAGES
         t = chunk * C
         coming = gl.load(totals + later * step, mask=c + 1 + gl.arange(0, K, line) * 0 < chunks, other=0.0)
         phase = (c // STAGES) & 1
-        read = read_s.index(s)
-        write = write_s.index(s)
-        y = y_s.index(s)
+        read, A, y, write = rings[0].index(s), rings[1].index(s), rings[2].index(s), rings[3].index(s)
         y_t = y.permute((1, 0))
-        A = weight_s.index(s)
         if not ADJOINT:
             A = A.permute((1, 0))
         if F16:
@@ -165,36 +209,18 @@ def penstock_channel_walk_sm90(
                 if t % EVERY == 0:
                     at = (state_row + t // EVERY * (H * K)).to(gl.int64) * V + vb * BV
                     at = state_tiles + at + dv[:, None] + (dk[None, :] + unknown(t * 0)) * V
-                    gl.store(at, S_0 * of_S)
-                    gl.store(at + HALF * V, S_1 * of_S)
+                    store_halves(S_0 * of_S, S_1 * of_S, at, V)
             powers_at = powers + (first_chunk + chunk * H) * C
-            if ADJOINT:  # one for all rows
-                power = gl.load(powers_at)
-            else:
-                power = gl.load(powers_at + gl.arange(0, C, gl.SliceLayout(0, out_mma)))[None, :]
-            down, up = powers_of_two(gl.maximum(gl.max(gl.abs(S_0), 1), gl.max(gl.abs(S_1), 1)))
-            X_0 = (S_0 * down[:, None]).to(kind)
-            X_1 = (S_1 * down[:, None]).to(kind)
-            up = gl.convert_layout(up, gl.SliceLayout(1, out_mma), assert_trivial=True)[:, None]
-        else:
-            X_0 = S_0.to(kind)
-            X_1 = S_1.to(kind)
-        L_0 = gl.convert_layout(X_0, left, assert_trivial=True)
-        L_1 = gl.convert_layout(X_1, left, assert_trivial=True)
+            power = power_of_weights(powers_at, ADJOINT, out_mma)
+        X_0, X_1, L_0, L_1, up = rounded_halves(S_0, S_1, kind, F16, out_mma)
         total = total_s.index(c & 1)
         if not F16:
             S_0 = S_0 * total.slice(0, HALF).load(channel)[None, :]  # before the products: ptxas serialises all if other work is between
             S_1 = S_1 * total.slice(HALF, HALF).load(channel)[None, :]
-        mbarrier.wait(read_bars.index(s), phase)
-        mbarrier.wait(weight_bars.index(s), phase)
-        mbarrier.wait(y_bars.index(s), phase)
-        mbarrier.wait(write_bars.index(s), phase)
+        for tensor in gl.static_range(4):
+            mbarrier.wait(bars[tensor].index(s), phase)
         if t + C > tokens:
-            zeroed_behind(y, tokens - t, rows)
-            for quarter in gl.static_range(4):  # the whole tile would take 64 registers
-                zeroed_behind(write.slice(quarter * (C // 4), C // 4), tokens - t - quarter * (C // 4), rows)
-            fence_async_shared()
-            meet()
+            zero_padding(y, write, tokens - t, rows)
         O = gl.zeros([BV, C], gl.float32, out_mma)
         O = warpgroup_mma(L_0, read.slice(0, HALF, 1).permute((1, 0)), O, use_acc=False, is_async=True)
         O = warpgroup_mma(L_1, read.slice(HALF, HALF, 1).permute((1, 0)), O, is_async=True)
@@ -219,24 +245,21 @@ def penstock_channel_walk_sm90(
         O = O.to(output.dtype.element_ty)
         tma.store_wait(0)
         meet()
-        expect(tiles, bars, c + STAGES, chunks)
+        expect(tiles, bars, c + STAGES, c + STAGES < chunks)
         total_s.index((c + 1) & 1).store(coming)
         if output.dtype.element_ty == kind:
             out_s.permute((1, 0)).store(O)
         fence_async_shared()
         meet()
-        ask(tiles, parts, bars, place, c + STAGES, ADJOINT)
+        load_chunk(tiles, rings, bars, place, c + STAGES, ADJOINT)
         if output.dtype.element_ty == kind and t + C <= tokens:
             async_store(output_tiles, [place[0] + t, place[2]], out_s)
         else:
-            i = gl.arange(0, C, gl.SliceLayout(0, out_mma))[None, :]
-            j = gl.arange(0, BV, gl.SliceLayout(1, out_mma))[:, None]
-            gl.store(output + (t + i) * (H.to(gl.int64) * V) + j, O, mask=t + i < tokens)
+            store_rows(output, O, t, tokens, H.to(gl.int64) * V, out_mma)
     if FINAL:
         if F16:
             S_0 *= of_S
             S_1 *= of_S
         last += (owner * H + head) * (K * V) + (vb * BV + dv)[:, None] + dk[None, :] * V
-        gl.store(last, S_0.to(last.dtype.element_ty))
-        gl.store(last + HALF * V, S_1.to(last.dtype.element_ty))
+        store_halves(S_0, S_1, last, V)
     tma.store_wait(0)

@@ -20,7 +20,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from ....gpu.hopper_tiles import async_load, exp2, meet, zeroed_behind
+from ....gpu.hopper_tiles import exp2, meet, zeroed_behind
+from ....gpu.ring import barriers, expect, load_tiles
 from ....gpu.tiles import powers_of_two
 from ..heads import LARGE
 from .dyadic import GROUPS, ROWS, C, R, around, between, blocks, chunk_at, decays, grouped, in_blocks, in_second_half, near_levels, spread
@@ -30,18 +31,49 @@ STAGES = gl.constexpr(2)  # of tiles of q and k
 
 
 @gluon.jit
-def expect(tiles, bars, n, there):
-    """Announce q and k of block n. Each has barriers of its own: between copies with the same one, Triton has all warps meet."""
-    for m in gl.static_range(2):
-        mbarrier.expect(bars[m].index(n % STAGES), tiles[m].block_type.nbytes, pred=there)
+def load_block(tiles, rings, bars, line, column, n, exists):
+    """Start the loads of q and k of block n."""
+    at = ([line, column + n * BK], [line, column + n * BK])
+    load_tiles(tiles, rings, bars, at, n, exists)
 
 
 @gluon.jit
-def ask(tiles, parts, bars, line, column, n, there):
-    """Start the loads of q and k of block n."""
-    s = n % STAGES
-    for m in gl.static_range(2):
-        async_load(tiles[m], [line, column + n * BK], bars[m].index(s), parts[m].index(s), pred=there)
+def store_levels(X_s, q, k, x, part, PREVIOUS: gl.constexpr, layout: gl.constexpr, by_group: gl.constexpr):
+    """Store X of all levels. Returns q and k with their factors within groups."""
+    across: gl.constexpr = gl.SliceLayout(1, by_group)
+    X_0, X_1, X_2, qf, kf = near_levels(q, k, x, PREVIOUS, layout, by_group)
+    X_s[0].store(X_0)
+    X_s[1].store(X_1)
+    X_s[2].store(X_2)
+    X_s[3].store(gl.where(in_second_half(3, C, layout), qf, kf).to(q.dtype))
+    X_4 = gl.where(in_second_half(4, C, layout), qf, kf) * spread(exp2(between(part, 2, across)), R, layout)
+    X_s[4].store(X_4.to(q.dtype))
+    X_5 = gl.where(in_second_half(5, C, layout), qf, kf) * spread(exp2(between(part, 4, across)), R, layout)
+    X_s[5].store(X_5.to(q.dtype))
+    return qf, kf
+
+
+@gluon.jit
+def store_weights(
+    A, D, D_s, weights, powers, scale, HALF: gl.constexpr, ROW_POWERS: gl.constexpr, square: gl.constexpr
+):  # fmt: skip
+    """Store scale A [C,C] with the blocks D on its diagonal; float16: times powers of two, whose inverses are stored in ``powers`` [C]."""
+    i = gl.arange(0, C, gl.SliceLayout(1, square))[:, None]
+    j = gl.arange(0, C, gl.SliceLayout(0, square))[None, :]
+    D_s.store(gl.reshape(D, [C, ROWS]))
+    meet()
+    cut: gl.constexpr = in_blocks(gl.to_linear_layout(square, [C, C]))
+    D = gl.expand_dims(D_s.load(gl.SliceLayout(1, cut)), 1).broadcast_to([C, C // ROWS, ROWS])
+    D = gl.convert_layout(gl.reshape(D, [C, C]), square, assert_trivial=True)
+    A = gl.where(i // ROWS == j // ROWS, D, A) * scale
+    if HALF:
+        largest = gl.max(gl.abs(A), 1)
+        if not ROW_POWERS:
+            largest = gl.max(largest, 0) + gl.zeros([C], gl.float32, gl.SliceLayout(1, square))
+        down, up = powers_of_two(largest)
+        A *= down[:, None]
+        gl.store(powers + gl.arange(0, C, gl.SliceLayout(1, square)), up)
+    gl.store(weights + i * C + j, A.to(weights.dtype.element_ty))
 
 
 @gluon.jit(do_not_specialize=["N", "T"])
@@ -91,23 +123,18 @@ def penstock_channel_weights_sm90(
     )
     part = gl.allocate_shared_memory(gl.float32, [GROUPS, BK], plain2)
     D_s = gl.allocate_shared_memory(gl.float32, [C, ROWS], plain2)
-    q_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    bars = (q_bars, k_bars)
+    bars = (barriers(STAGES, 1), barriers(STAGES, 1))
     if PREVIOUS:
         uk_s = gl.allocate_shared_memory(kind, [C, BK], half)
-    for m in gl.static_range(STAGES):
-        mbarrier.init(q_bars.index(m), count=1)
-        mbarrier.init(k_bars.index(m), count=1)
     fence_async_shared()
     meet()
     tiles = (q_tiles, k_tiles)
-    parts = (q_s, k_s)
+    rings = (q_s, k_s)
     for m in gl.static_range(STAGES):
         expect(tiles, bars, m, m < K // BK)
     meet()
     for m in gl.static_range(STAGES):
-        ask(tiles, parts, bars, line, column, m, m < K // BK)
+        load_block(tiles, rings, bars, line, column, m, m < K // BK)
 
     i = gl.arange(0, C, gl.SliceLayout(1, square))[:, None]
     j = gl.arange(0, C, gl.SliceLayout(0, square))[None, :]
@@ -129,8 +156,8 @@ def penstock_channel_weights_sm90(
         q_tile = q_s.index(s)
         k_tile = k_s.index(s)
         part.store(gl.sum(grouped(x, GROUPS, by_group), 1))
-        mbarrier.wait(q_bars.index(s), (m // STAGES) & 1)
-        mbarrier.wait(k_bars.index(s), (m // STAGES) & 1)
+        mbarrier.wait(bars[0].index(s), (m // STAGES) & 1)
+        mbarrier.wait(bars[1].index(s), (m // STAGES) & 1)
         if tokens < C:
             zeroed_behind(q_tile, tokens, layout)
             zeroed_behind(k_tile, tokens, layout)
@@ -140,15 +167,7 @@ def penstock_channel_weights_sm90(
         if PREVIOUS:
             bonus = gl.load(u + (m * BK + key) * u_k).to(gl.float32)[None, :]
             uk_s.store((k.to(gl.float32) * (bonus * of_u)).to(kind))
-        X_0, X_1, X_2, qf, kf = near_levels(q, k, x, PREVIOUS, layout, by_group)
-        X_s[0].store(X_0)
-        X_s[1].store(X_1)
-        X_s[2].store(X_2)
-        X_s[3].store(gl.where(in_second_half(3, C, layout), qf, kf).to(kind))
-        X_4 = gl.where(in_second_half(4, C, layout), qf, kf) * spread(exp2(between(part, 2, across)), R, layout)
-        X_s[4].store(X_4.to(kind))
-        X_5 = gl.where(in_second_half(5, C, layout), qf, kf) * spread(exp2(between(part, 4, across)), R, layout)
-        X_s[5].store(X_5.to(kind))
+        qf, kf = store_levels(X_s, q, k, x, part, PREVIOUS, layout, by_group)
         before, after, whole = around(part, across)
         live = (row < tokens)[:, None]
         gl.store(read + at + m * BK, (qf * (spread(exp2(before), R, layout) * scale)).to(kind), mask=live)
@@ -174,20 +193,7 @@ def penstock_channel_weights_sm90(
         expect(tiles, bars, m + STAGES, m + STAGES < K // BK)
         A += gl.where(i > j, gl.where((i ^ j) >> 4 == 1, P_4, gl.where((i ^ j) >> 5 == 1, P_5, 0.0)), 0.0)
         meet()
-        ask(tiles, parts, bars, line, column, m + STAGES, m + STAGES < K // BK)
+        load_block(tiles, rings, bars, line, column, m + STAGES, m + STAGES < K // BK)
     if PREVIOUS and HALF:
         D = gl.where(a == b, D * up_u, D)
-    D_s.store(gl.reshape(D, [C, ROWS]))
-    meet()
-    cut: gl.constexpr = in_blocks(gl.to_linear_layout(square, [C, C]))
-    D = gl.expand_dims(D_s.load(gl.SliceLayout(1, cut)), 1).broadcast_to([C, C // ROWS, ROWS])
-    D = gl.convert_layout(gl.reshape(D, [C, C]), square, assert_trivial=True)
-    A = gl.where(i // ROWS == j // ROWS, D, A) * scale
-    if HALF:
-        largest = gl.max(gl.abs(A), 1)
-        if not ROW_POWERS:
-            largest = gl.max(largest, 0) + gl.zeros([C], gl.float32, gl.SliceLayout(1, square))
-        down, up = powers_of_two(largest)
-        A *= down[:, None]
-        gl.store(powers + pid.to(gl.int64) * C + gl.arange(0, C, gl.SliceLayout(1, square)), up)
-    gl.store(weights + pid.to(gl.int64) * (C * C) + i * C + j, A.to(kind))
+    store_weights(A, D, D_s, weights + pid.to(gl.int64) * (C * C), powers + pid.to(gl.int64) * C, scale, HALF, ROW_POWERS, square)

@@ -1,7 +1,7 @@
 """The backward pass without decays per channel on Hopper, in Gluon: a program walks over a whole sequence of one head of 64 channels.
 
 It walks from the last chunk to the first with the gradient dS of the state in registers. With S the state before the chunk, G the sums of
-decays up to a token, R those behind it, D_ij = 2^(G_i - G_j), L the chunk's last token, and tiles strictly below the diagonal::
+decays up to a token, R those after it, D_ij = 2^(G_i - G_j), L the chunk's last token, and tiles strictly below the diagonal::
 
     A'  = scale D o Q K^T       dA' = scale D o dO V^T       e_i = scale dO_i . v_i
     dv  = A'^T dO + 2^R o K dS                               A' with its diagonal
@@ -13,7 +13,7 @@ decays up to a token, R those behind it, D_ij = 2^(G_i - G_j), L the chunk's las
            + sum_{j<t} k_j . (2^R o V dS^T)_j + 2^(G_L) sum(S o dS)
 
 So dS is neither stored nor loaded, a quarter of the bytes of two launches, and is never rounded between chunks. Without dg, dA' has its
-diagonal and e is not needed. In dg pairs of tokens behind t cancel: they are products of the same rounded dA'.
+diagonal and e is not needed. In dg pairs of tokens after t cancel: they are products of the same rounded dA'.
 
 A and dA are computed transposed: rounded, they are left operands of dv and dk in registers. Two stages of tiles are loaded ahead by the
 tensor memory accelerator (TMA). Two programs fit on a multiprocessor: one computes weights while the other waits for products.
@@ -21,37 +21,155 @@ tensor memory accelerator (TMA). Two programs fit on a multiprocessor: one compu
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from ....gpu.hopper_tiles import async_load, async_store, exp2, meet, zeroed_behind
+from ....gpu.hopper_tiles import async_store, meet
+from ....gpu.ring import barriers, expect, load_tiles
 from ....gpu.tiles import slot_of, tokens_of
 from ..heads import SMALL
 from .scalar_decays import (
     C,
-    barriers,
     decay_vectors,
-    expect,
+    factors_between,
     gradients_of_decays,
     log_decays,
     place_of_decays,
     store_decays,
     sums_of_decays,
+    zero_padding,
 )
 
 STAGES = gl.constexpr(2)
 
 
+class Memory(NamedTuple):
+    """Shared memory of a program besides the rings."""
+
+    dS: Any
+    """dS as operand [C,C], later dv."""
+    dA: Any
+    """dA^T as operand [C,C], later dq."""
+    read: Any
+    """scale 2^G o dO [C,C], later dk."""
+    of_queries: Any
+    of_keys: Any
+    of_state: Any
+    """Terms of dg: of tokens from t on, of earlier tokens [C], of the state's rows [C]."""
+
+
 @gluon.jit
-def ask(tiles, parts, bars, place, columns, c):
+def memory_of(half: gl.constexpr):
+    """The shared memory of a program besides the rings, and the vectors of ``sums_of_decays``."""
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    dS = gl.allocate_shared_memory(gl.bfloat16, [C, C], half)
+    dA = gl.allocate_shared_memory(gl.bfloat16, [C, C], half)
+    read = gl.allocate_shared_memory(gl.bfloat16, [C, C], half)
+    vectors = decay_vectors()
+    of_queries = gl.allocate_shared_memory(gl.float32, [C], plain)
+    of_keys = gl.allocate_shared_memory(gl.float32, [C], plain)
+    of_state = gl.allocate_shared_memory(gl.float32, [C], plain)
+    return Memory(dS, dA, read, of_queries, of_keys, of_state), vectors
+
+
+@gluon.jit
+def load_chunk(tiles, rings, bars, place, columns, c):
     """Start the loads of step c: q, k, v, dO and the state before the chunk."""
     line, state, H, chunks = place
     chunk = chunks - 1 - c
-    s = c % STAGES
-    for n in gl.static_range(4):
-        async_load(tiles[n], [line + chunk * C, columns[n]], bars[n].index(s), parts[n].index(s), pred=c < chunks)
-    async_load(tiles[4], [state + chunk * (H * C), 0], bars[4].index(s), parts[4].index(s), pred=c < chunks)
+    row = line + chunk * C
+    at = ([row, columns[0]], [row, columns[1]], [row, columns[2]], [row, columns[3]], [state + chunk * (H * C), 0])
+    load_tiles(tiles, rings, bars, at, c, c < chunks)
+
+
+@gluon.jit
+def first_products(chunk, dS, memory, vectors, known, scale, DECAYS: gl.constexpr, DG: gl.constexpr, rows: gl.constexpr, mma: gl.constexpr):
+    """K Q^T, V dO^T, K dS, V dS^T, with dS rounded; stores scale 2^G o dO and the terms of S o dS."""
+    q, k, v, o, S = chunk
+    memory.dS.store(dS.to(gl.bfloat16))
+    factor = scale
+    if DECAYS:
+        factor = vectors[2].index(known).load(gl.SliceLayout(1, rows))[:, None]
+    if DG:
+        memory.of_state.store(gl.sum(S.load(mma).to(gl.float32) * dS, 1))
+    memory.read.store((o.load(rows).to(gl.float32) * factor).to(gl.bfloat16))
+    fence_async_shared()
+    meet()
+    A = warpgroup_mma(k, q.permute((1, 0)), gl.zeros([C, C], gl.float32, mma), use_acc=False, is_async=True)
+    dA = warpgroup_mma(v, o.permute((1, 0)), gl.zeros([C, C], gl.float32, mma), use_acc=False, is_async=True)
+    dV = warpgroup_mma(k, memory.dS, gl.zeros([C, C], gl.float32, mma), use_acc=False, is_async=True)
+    dK = warpgroup_mma(v, memory.dS.permute((1, 0)), gl.zeros([C, C], gl.float32, mma), use_acc=False, is_async=True)
+    return warpgroup_mma_wait(0, [A, dA, dV, dK])
+
+
+@gluon.jit
+def gradients(
+    chunk, indices, dS, memory, vectors, known, total, scale, DECAYS: gl.constexpr, DG: gl.constexpr, rows: gl.constexpr, mma: gl.constexpr
+):
+    """dq, dk, dv [C,C] of a chunk, and dS before it. Stores terms of dg. ``indices``: of rows and columns; computed here, they spilled."""
+    q, k, _, o, S = chunk
+    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    i_row, i_column = indices
+    A, dA, dV, dK = first_products(chunk, dS, memory, vectors, known, scale, DECAYS, DG, rows, mma)
+    D = scale
+    if DECAYS:
+        D = factors_between(vectors, known, scale, True, mma)
+        rest = vectors[3].index(known).load(gl.SliceLayout(1, mma))[:, None]
+        dV = dV * rest
+        dK = dK * rest
+    if DG:
+        e = gl.sum(gl.where(i_row == i_column, dA, 0.0), 1)[:, None] * scale
+        dA = gl.where(i_row < i_column, dA * D, 0.0).to(gl.bfloat16)
+        of_pairs = gl.sum(dA.to(gl.float32) * A, 1)
+        memory.of_keys.store(gl.sum(k.load(mma).to(gl.float32) * dK, 1))
+    else:
+        dA = gl.where(i_row <= i_column, dA * D, 0.0).to(gl.bfloat16)
+    A = gl.where(i_row <= i_column, A * D, 0.0).to(gl.bfloat16)
+    memory.dA.store(dA)
+    A = gl.convert_layout(A, left, assert_trivial=True)
+    dA = gl.convert_layout(dA, left, assert_trivial=True)
+    if DECAYS:
+        dS = dS * total
+    fence_async_shared()
+    meet()
+    dV = warpgroup_mma(A, o, dV, is_async=True)
+    dK = warpgroup_mma(dA, q, dK, is_async=True)
+    dQ = warpgroup_mma(memory.read, S.permute((1, 0)), gl.zeros([C, C], gl.float32, mma), use_acc=False, is_async=True)
+    dQ = warpgroup_mma(memory.dA.permute((1, 0)), k, dQ, is_async=True)
+    dS = warpgroup_mma(q.permute((1, 0)), memory.read, dS, is_async=True)
+    A, dA, dV, dK, dQ, dS = warpgroup_mma_wait(0, [A, dA, dV, dK, dQ, dS])
+    if DG:
+        Q = q.load(mma).to(gl.float32)
+        memory.of_queries.store(gl.sum(Q * dQ, 1) - of_pairs)
+        dK += e * Q
+        dQ += e * k.load(mma).to(gl.float32)
+    return dQ, dK, dV, dS
+
+
+@gluon.jit
+def store(dQ, dK, dV, memory, tiles, pointers, at, place, t, tokens, H, head, mma: gl.constexpr):
+    """Store dq, dk and dv of the chunk from token t on: a whole chunk through shared memory. ``place``: of the sequence's first token."""
+    dq_tiles, dk_tiles, dv_tiles = tiles
+    dq, dk, dv = pointers
+    if t + C <= tokens:
+        memory.dS.store(dV.to(gl.bfloat16))
+        memory.read.store(dK.to(gl.bfloat16))
+        memory.dA.store(dQ.to(gl.bfloat16))
+        fence_async_shared()
+        meet()
+        async_store(dv_tiles, at, memory.dS)
+        async_store(dk_tiles, at, memory.read)
+        async_store(dq_tiles, at, memory.dA)
+    else:
+        i_row = gl.arange(0, C, gl.SliceLayout(1, mma))[:, None]
+        where = ((place + t + i_row) * H + head) * C + gl.arange(0, C, gl.SliceLayout(0, mma))[None, :]
+        live = i_row < tokens - t
+        gl.store(dv + where, dV.to(gl.bfloat16), mask=live)
+        gl.store(dk + where, dK.to(gl.bfloat16), mask=live)
+        gl.store(dq + where, dQ.to(gl.bfloat16), mask=live)
 
 
 @gluon.jit(do_not_specialize=["N", "T"])
@@ -69,13 +187,9 @@ def penstock_scalar_bwd_sm90(
     gl.static_assert(q_tiles.dtype == gl.bfloat16)
     WARPS: gl.constexpr = gl.num_warps()
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WARPS // 4], [16, C * 4 // WARPS, 16])
-    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    by_row: gl.constexpr = gl.SliceLayout(1, mma)
-    by_column: gl.constexpr = gl.SliceLayout(0, mma)
     rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     line: gl.constexpr = gl.BlockedLayout([2], [32], [WARPS], [0])  # every warp has all tokens
     half: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
 
     pid = gl.program_id(0)
     h = pid % H
@@ -85,8 +199,8 @@ def penstock_scalar_bwd_sm90(
     owner = n.to(gl.int64)
     chunks = (tokens + (C - 1)) // C
     i = gl.arange(0, C, line)
-    i_row = gl.arange(0, C, by_row)[:, None]
-    i_column = gl.arange(0, C, by_column)[None, :]
+    i_row = gl.arange(0, C, gl.SliceLayout(1, mma))[:, None]
+    i_column = gl.arange(0, C, gl.SliceLayout(0, mma))[None, :]
     dS = gl.zeros([C, C], gl.float32, mma)
     if LAST:
         last += owner * s_n + head * s_h + i_row.to(gl.int64) * s_k + i_column.to(gl.int64) * s_v
@@ -100,28 +214,19 @@ def penstock_scalar_bwd_sm90(
     v_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, C], half)
     o_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, C], half)
     state_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, C], half)
-    dS_s = gl.allocate_shared_memory(gl.bfloat16, [C, C], half)  # later dv
-    dA_s = gl.allocate_shared_memory(gl.bfloat16, [C, C], half)  # later dq
-    read_s = gl.allocate_shared_memory(gl.bfloat16, [C, C], half)  # scale 2^G o dO, later dk
-    vectors = decay_vectors()
-    of_queries_s = gl.allocate_shared_memory(gl.float32, [C], plain)
-    of_keys_s = gl.allocate_shared_memory(gl.float32, [C], plain)
-    of_state_s = gl.allocate_shared_memory(gl.float32, [C], plain)
-    bars = (barriers(STAGES), barriers(STAGES), barriers(STAGES), barriers(STAGES), barriers(STAGES))
-    for m in gl.static_range(STAGES):
-        for tensor in gl.static_range(5):
-            mbarrier.init(bars[tensor].index(m), count=1)
+    memory, vectors = memory_of(half)
+    bars = (barriers(STAGES, 1), barriers(STAGES, 1), barriers(STAGES, 1), barriers(STAGES, 1), barriers(STAGES, 1))
     fence_async_shared()
     meet()
     place = (token.to(gl.int32), ((first_chunk * H + h) * C).to(gl.int32), H, chunks)
     columns = (h * q_h, h * k_h, h * C, h * C)
     tiles = (q_tiles, k_tiles, v_tiles, o_tiles, state_tiles)
-    parts = (q_s, k_s, v_s, o_s, state_s)
+    rings = (q_s, k_s, v_s, o_s, state_s)
     for m in gl.static_range(STAGES):
-        expect(tiles, bars, chunks * 0 + m, chunks, STAGES)
+        expect(tiles, bars, chunks * 0 + m, chunks * 0 + m < chunks)
     meet()
     for m in gl.static_range(STAGES):
-        ask(tiles, parts, bars, place, columns, chunks * 0 + m)
+        load_chunk(tiles, rings, bars, place, columns, chunks * 0 + m)
     total = 1.0
     d = gl.zeros([C], gl.float32, line)
     if DECAYS:
@@ -134,98 +239,28 @@ def penstock_scalar_bwd_sm90(
         t = chunk * C
         s = c % STAGES
         phase = (c // STAGES) & 1
-        q = q_s.index(s)
-        k = k_s.index(s)
-        v = v_s.index(s)
-        o = o_s.index(s)
-        S = state_s.index(s)
         known = c % 2
         if DECAYS:
             coming = log_decays(g + (gl.maximum(t, C) - C).to(gl.int64) * g_t, g_t, gl.minimum(tokens, C), i)
         for tensor in gl.static_range(5):
             mbarrier.wait(bars[tensor].index(s), phase)
+        chunk_tiles = (q_s.index(s), k_s.index(s), v_s.index(s), o_s.index(s), state_s.index(s))
         if t + C > tokens:
-            zeroed_behind(q, tokens - t, rows)
-            zeroed_behind(k, tokens - t, rows)
-            zeroed_behind(v, tokens - t, rows)
-            zeroed_behind(o, tokens - t, rows)
+            zero_padding(chunk_tiles[:4], tokens - t, rows)
         tma.store_wait(0)
         meet()
-        dS_s.store(dS.to(gl.bfloat16))
-        factor = scale
-        if DECAYS:
-            factor = vectors[2].index(known).load(gl.SliceLayout(1, rows))[:, None]
-        if DG:
-            of_state_s.store(gl.sum(S.load(mma).to(gl.float32) * dS, 1))
-        read_s.store((o.load(rows).to(gl.float32) * factor).to(gl.bfloat16))
-        fence_async_shared()
-        meet()
-        A = warpgroup_mma(k, q.permute((1, 0)), gl.zeros([C, C], gl.float32, mma), use_acc=False, is_async=True)
-        dA = warpgroup_mma(v, o.permute((1, 0)), gl.zeros([C, C], gl.float32, mma), use_acc=False, is_async=True)
-        dV = warpgroup_mma(k, dS_s, gl.zeros([C, C], gl.float32, mma), use_acc=False, is_async=True)
-        dK = warpgroup_mma(v, dS_s.permute((1, 0)), gl.zeros([C, C], gl.float32, mma), use_acc=False, is_async=True)
-        A, dA, dV, dK = warpgroup_mma_wait(0, [A, dA, dV, dK])
-
-        D = scale
-        if DECAYS:
-            coarse = vectors[0].index(known).load(by_column)[None, :] - vectors[0].index(known).load(by_row)[:, None]
-            fine = vectors[1].index(known).load(by_column)[None, :] - vectors[1].index(known).load(by_row)[:, None]
-            D = exp2(coarse + fine) * scale
-            rest = vectors[3].index(known).load(by_row)[:, None]
-            dV = dV * rest
-            dK = dK * rest
-        if DG:
-            e = gl.sum(gl.where(i_row == i_column, dA, 0.0), 1)[:, None] * scale
-            dA = gl.where(i_row < i_column, dA * D, 0.0).to(gl.bfloat16)
-            of_pairs = gl.sum(dA.to(gl.float32) * A, 1)
-            of_keys_s.store(gl.sum(k.load(mma).to(gl.float32) * dK, 1))
-        else:
-            dA = gl.where(i_row <= i_column, dA * D, 0.0).to(gl.bfloat16)
-        A = gl.where(i_row <= i_column, A * D, 0.0).to(gl.bfloat16)
-        dA_s.store(dA)
-        A = gl.convert_layout(A, left, assert_trivial=True)
-        dA = gl.convert_layout(dA, left, assert_trivial=True)
-        if DECAYS:
-            dS = dS * total
-        fence_async_shared()
-        meet()
-        dV = warpgroup_mma(A, o, dV, is_async=True)
-        dK = warpgroup_mma(dA, q, dK, is_async=True)
-        dQ = warpgroup_mma(read_s, S.permute((1, 0)), gl.zeros([C, C], gl.float32, mma), use_acc=False, is_async=True)
-        dQ = warpgroup_mma(dA_s.permute((1, 0)), k, dQ, is_async=True)
-        dS = warpgroup_mma(q.permute((1, 0)), read_s, dS, is_async=True)
-        A, dA, dV, dK, dQ, dS = warpgroup_mma_wait(0, [A, dA, dV, dK, dQ, dS])
-
-        if DG:
-            Q = q.load(mma).to(gl.float32)
-            of_queries_s.store(gl.sum(Q * dQ, 1) - of_pairs)
-            dK += e * Q
-            dQ += e * k.load(mma).to(gl.float32)
+        dQ, dK, dV, dS = gradients(chunk_tiles, (i_row, i_column), dS, memory, vectors, known, total, scale, DECAYS, DG, rows, mma)
         decay = total
         if DECAYS:
             total = sums_of_decays(coming, vectors, 1 - known, scale)
-        expect(tiles, bars, c + STAGES, chunks, STAGES)
+        expect(tiles, bars, c + STAGES, c + STAGES < chunks)
         meet()
-        if t + C <= tokens:
-            dS_s.store(dV.to(gl.bfloat16))
-            read_s.store(dK.to(gl.bfloat16))
-            dA_s.store(dQ.to(gl.bfloat16))
-            fence_async_shared()
-            meet()
-            at = [place[0] + t, columns[2]]
-            async_store(dv_tiles, at, dS_s)
-            async_store(dk_tiles, at, read_s)
-            async_store(dq_tiles, at, dA_s)
-        else:
-            where = ((token + t + i_row) * H + head) * C + i_column
-            live = i_row < tokens - t
-            gl.store(dv + where, dV.to(gl.bfloat16), mask=live)
-            gl.store(dk + where, dK.to(gl.bfloat16), mask=live)
-            gl.store(dq + where, dQ.to(gl.bfloat16), mask=live)
-        ask(tiles, parts, bars, place, columns, c + STAGES)
+        at = [place[0] + t, columns[2]]
+        store(dQ, dK, dV, memory, (dq_tiles, dk_tiles, dv_tiles), (dq, dk, dv), at, token, t, tokens, H, head, mma)
+        load_chunk(tiles, rings, bars, place, columns, c + STAGES)
         if DG:
-            of_state = gl.sum(of_state_s.load(line), 0) * decay
-            d_gate = gradients_of_decays(of_queries_s.load(line), of_keys_s.load(line), of_state, d, i >= tokens - t)
+            of_state = gl.sum(memory.of_state.load(line), 0) * decay
+            d_gate = gradients_of_decays(memory.of_queries.load(line), memory.of_keys.load(line), of_state, d, i >= tokens - t)
             store_decays(dg, d_gate, chunk, i, tokens - t, H, STATIC)
         if DECAYS:
             d = coming

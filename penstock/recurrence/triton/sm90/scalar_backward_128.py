@@ -12,23 +12,26 @@ sum.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from ....gpu.hopper_tiles import async_load, async_store, exp2, meet, reinterpret, unknown, zeroed_behind
+from ....gpu.hopper_tiles import async_store, meet, reinterpret, unknown
+from ....gpu.ring import barriers, expect, load_tiles
 from ....gpu.tiles import slot_of, tokens_of
 from ..heads import MEDIUM
 from .scalar_decays import (
     C,
-    barriers,
     decay_vectors,
-    expect,
+    factors_between,
     gradients_of_decays,
     log_decays,
     place_of_decays,
     store_decays,
     sums_of_decays,
+    zero_padding,
 )
 
 K = gl.constexpr(128)
@@ -36,16 +39,173 @@ STAGES = gl.constexpr(1)
 
 
 @gluon.jit
-def ask(tiles, parts, bars, rows, columns, live):
-    """Start loads of tiles at these rows and columns."""
-    for n in gl.static_range(len(tiles)):
-        async_load(tiles[n], [rows[n], columns[n]], bars[n].index(0), parts[n].index(0), pred=live)
-
-
-@gluon.jit
 def halves(x):
     """The sums over the columns of each group of warps, [rows,2]."""
     return gl.sum(gl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), 2)
+
+
+class Memory(NamedTuple):
+    """Shared memory of a program besides the rings. The first three have a leading axis of 1 or 2 tiles."""
+
+    dS: Any
+    """dS [K,C] as operand, later dk [C,K]."""
+    dA: Any
+    """dA^T [C,C] as operand, later dv."""
+    both: Any
+    """A^T [C,C] as operand and scale 2^G o dO, later dq [C,K]."""
+    of_queries: Any
+    of_pairs: Any
+    of_keys: Any
+    """Terms of dg [C,2]: a column for each group of warps."""
+    of_state: Any
+    """rowsum(S o dS) [K]."""
+    e: Any
+
+
+@gluon.jit
+def memory_of(half: gl.constexpr):
+    """The shared memory of a program besides the rings, and the vectors of ``sums_of_decays``."""
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    plain2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    dS = gl.allocate_shared_memory(gl.bfloat16, [1, K, C], half)
+    dA = gl.allocate_shared_memory(gl.bfloat16, [1, C, C], half)
+    both = gl.allocate_shared_memory(gl.bfloat16, [2, C, C], half)
+    vectors = decay_vectors()
+    of_queries = gl.allocate_shared_memory(gl.float32, [C, 2], plain2)
+    of_pairs = gl.allocate_shared_memory(gl.float32, [C, 2], plain2)
+    of_keys = gl.allocate_shared_memory(gl.float32, [C, 2], plain2)
+    of_state = gl.allocate_shared_memory(gl.float32, [K], plain)
+    e = gl.allocate_shared_memory(gl.float32, [C], plain)
+    return Memory(dS, dA, both, of_queries, of_pairs, of_keys, of_state, e), vectors
+
+
+class Chunk(NamedTuple):
+    """Tiles of a chunk in shared memory."""
+
+    q: Any
+    k: Any
+    v: Any
+    o: Any
+    S: Any
+    dS: Any
+    dA: Any
+    A: Any
+    read: Any
+    dq: Any
+    dk: Any
+
+
+@gluon.jit
+def chunk_of(rings, memory, zero, half: gl.constexpr):
+    """The tiles of a chunk. ``zero``: 0, opaque to the compiler."""
+    q = rings[0].index(zero)
+    k = rings[1].index(zero)
+    v = rings[2].index(zero)
+    o = rings[3].index(zero)
+    S = rings[4].index(zero)
+    dS = memory.dS.index(zero)
+    dA = memory.dA.index(zero)
+    A = memory.both.index(zero)
+    read = memory.both.index(zero + 1)
+    dq = reinterpret(memory.both, gl.bfloat16, [1, C, K], half).index(zero)
+    dk = reinterpret(memory.dS, gl.bfloat16, [1, C, K], half).index(zero)
+    return Chunk(q, k, v, o, S, dS, dA, A, read, dq, dk)
+
+
+@gluon.jit
+def first_products(
+    x, dS, memory, vectors, known, scale,
+    DECAYS: gl.constexpr, DG: gl.constexpr, rows: gl.constexpr, square: gl.constexpr, of_dS: gl.constexpr,
+):  # fmt: skip
+    """K Q^T, V dO^T, K dS, with dS rounded; stores scale 2^G o dO, e and the terms of S o dS."""
+    x.dS.store(dS.to(gl.bfloat16))
+    factor = scale
+    if DECAYS:
+        factor = vectors[2].index(known).load(gl.SliceLayout(1, rows))[:, None]
+    O = x.o.load(rows).to(gl.float32)
+    x.read.store((O * factor).to(gl.bfloat16))
+    if DG:
+        memory.e.store(gl.sum(O * x.v.load(rows).to(gl.float32), 1) * scale)
+        memory.of_state.store(gl.sum(x.S.load(of_dS).to(gl.float32) * dS, 1))
+    fence_async_shared()
+    meet()
+    A = warpgroup_mma(x.k, x.q.permute((1, 0)), gl.zeros([C, C], gl.float32, square), use_acc=False, is_async=True)
+    dA = warpgroup_mma(x.v, x.o.permute((1, 0)), gl.zeros([C, C], gl.float32, square), use_acc=False, is_async=True)
+    dV = warpgroup_mma(x.k, x.dS, gl.zeros([C, C], gl.float32, square), use_acc=False, is_async=True)
+    return warpgroup_mma_wait(0, [A, dA, dV])
+
+
+@gluon.jit
+def store_weights(
+    x, A, dA, dV, indices, memory, vectors, known, scale, DECAYS: gl.constexpr, DG: gl.constexpr, square: gl.constexpr
+):  # fmt: skip
+    """Store A^T, dA^T, 2^R o V and terms of dg. Returns 2^R o K dS."""
+    i_row, i_column = indices
+    D = scale
+    if DECAYS:
+        D = factors_between(vectors, known, scale, True, square)
+        rest = vectors[3].index(known).load(gl.SliceLayout(1, square))[:, None]
+        dV = dV * rest
+        V = x.v.load(square).to(gl.float32)
+        if DG:
+            memory.of_keys.store(halves(V * dV))
+        V = (V * rest).to(gl.bfloat16)
+    if DG:
+        dA = gl.where(i_row < i_column, dA * D, 0.0).to(gl.bfloat16)
+        memory.of_pairs.store(halves(dA.to(gl.float32) * A))
+    else:
+        dA = gl.where(i_row <= i_column, dA * D, 0.0).to(gl.bfloat16)
+    x.A.store(gl.where(i_row <= i_column, A * D, 0.0).to(gl.bfloat16))
+    x.dA.store(dA)
+    if DECAYS:
+        meet()  # v is read by both groups
+        x.v.store(V)
+    return dV
+
+
+@gluon.jit
+def store_rows(to, y, token, tokens, H, head, layout: gl.constexpr):
+    """Store the first ``tokens`` rows of y [C,N] from row ``token`` of a contiguous tensor on."""
+    N: gl.constexpr = y.shape[1]
+    i = gl.arange(0, C, gl.SliceLayout(1, layout))[:, None]
+    where = ((token + i) * H + head) * N + gl.arange(0, N, gl.SliceLayout(0, layout))[None, :]
+    gl.store(to + where, y, mask=i < tokens)
+
+
+@gluon.jit
+def second_products(x, dV, dS, wide: gl.constexpr):
+    """dv, dq without the diagonal, and dS before the chunk."""
+    dV = warpgroup_mma(x.A, x.o, dV, is_async=True)
+    dQ = warpgroup_mma(x.read, x.S.permute((1, 0)), gl.zeros([C, K], gl.float32, wide), use_acc=False, is_async=True)
+    dQ = warpgroup_mma(x.dA.permute((1, 0)), x.k, dQ, is_async=True)
+    dS = warpgroup_mma(x.q.permute((1, 0)), x.read, dS, is_async=True)
+    return warpgroup_mma_wait(0, [dV, dQ, dS])
+
+
+@gluon.jit
+def store_tiles(dV, dK, x, tiles, at, columns):
+    """Store a whole chunk of dv, dk and, already in ``x.dq``, dq by TMA."""
+    dq_tiles, dk_tiles, dv_tiles = tiles
+    x.dA.store(dV)
+    x.dk.store(dK)
+    fence_async_shared()
+    meet()
+    async_store(dq_tiles, [at, columns[0]], x.dq)
+    async_store(dv_tiles, [at, columns[1]], x.dA)
+    async_store(dk_tiles, [at, columns[0]], x.dk)
+
+
+@gluon.jit
+def store_gate_gradient(memory, dg, chunk, d, decay, i, tokens, H, STATIC: gl.constexpr, line: gl.constexpr):
+    """Store dg of a chunk from its terms. ``decay``: 2^(G_L)."""
+    WARPS: gl.constexpr = gl.num_warps()
+    channels: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
+    pairs: gl.constexpr = gl.BlockedLayout([2, 2], [32, 1], [WARPS, 1], [1, 0])
+    queries = gl.convert_layout(gl.sum(memory.of_queries.load(pairs) - memory.of_pairs.load(pairs), 1), line, assert_trivial=True)
+    keys = gl.convert_layout(gl.sum(memory.of_keys.load(pairs), 1), line, assert_trivial=True)
+    of_state = gl.sum(memory.of_state.load(channels), 0) * decay
+    d_gate = gradients_of_decays(queries, keys, of_state, d, i >= tokens)
+    store_decays(dg, d_gate, chunk, i, tokens, H, STATIC)
 
 
 @gluon.jit(do_not_specialize=["N", "T"])
@@ -65,15 +225,9 @@ def penstock_scalar_bwd_128_sm90(
     square: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, C // 2, 16])
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, K // 2, 16])
     of_dS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, C, 16])
-    by_row: gl.constexpr = gl.SliceLayout(1, square)
-    by_column: gl.constexpr = gl.SliceLayout(0, square)
     rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     line: gl.constexpr = gl.BlockedLayout([2], [32], [WARPS], [0])  # every warp has all tokens
-    channels: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
-    pairs: gl.constexpr = gl.BlockedLayout([2, 2], [32, 1], [WARPS, 1], [1, 0])
     half: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    plain2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
 
     pid = gl.program_id(0)
     h = pid % H
@@ -83,8 +237,8 @@ def penstock_scalar_bwd_128_sm90(
     owner = n.to(gl.int64)
     chunks = (tokens + (C - 1)) // C
     i = gl.arange(0, C, line)
-    i_row = gl.arange(0, C, by_row)[:, None]
-    i_column = gl.arange(0, C, by_column)[None, :]
+    i_row = gl.arange(0, C, gl.SliceLayout(1, square))[:, None]
+    i_column = gl.arange(0, C, gl.SliceLayout(0, square))[None, :]
     key = gl.arange(0, K, gl.SliceLayout(1, of_dS))[:, None]
     value = gl.arange(0, C, gl.SliceLayout(0, of_dS))[None, :]
     dS = gl.zeros([K, C], gl.float32, of_dS)
@@ -100,32 +254,22 @@ def penstock_scalar_bwd_128_sm90(
     v_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, C], half)
     o_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, C], half)
     state_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, K, C], half)
-    all_dS_s = gl.allocate_shared_memory(gl.bfloat16, [1, K, C], half)  # later dk
-    all_dA_s = gl.allocate_shared_memory(gl.bfloat16, [1, C, C], half)  # later dv
-    both_s = gl.allocate_shared_memory(gl.bfloat16, [2, C, C], half)  # A and scale 2^G o dO, later dq
-    vectors = decay_vectors()
-    of_queries_s = gl.allocate_shared_memory(gl.float32, [C, 2], plain2)
-    of_pairs_s = gl.allocate_shared_memory(gl.float32, [C, 2], plain2)
-    of_keys_s = gl.allocate_shared_memory(gl.float32, [C, 2], plain2)
-    of_state_s = gl.allocate_shared_memory(gl.float32, [K], plain)
-    e_s = gl.allocate_shared_memory(gl.float32, [C], plain)
-    bars = (barriers(STAGES), barriers(STAGES), barriers(STAGES), barriers(STAGES), barriers(STAGES))
-    for tensor in gl.static_range(5):
-        mbarrier.init(bars[tensor].index(0), count=1)
+    memory, vectors = memory_of(half)
+    bars = (barriers(STAGES, 1), barriers(STAGES, 1), barriers(STAGES, 1), barriers(STAGES, 1), barriers(STAGES, 1))
     fence_async_shared()
     meet()
     line_of = token.to(gl.int32)
     state_of = ((first_chunk * H + h) * K).to(gl.int32)
     late, late_s, late_bars, late_columns = (q_tiles, v_tiles), (q_s, v_s), (bars[0], bars[2]), (h * q_h, h * C)
     early, early_s, early_bars = (k_tiles, o_tiles, state_tiles), (k_s, o_s, state_s), (bars[1], bars[3], bars[4])
-    early_columns = (h * k_h, h * C, 0)
+    early_columns = (h * k_h, h * C)
     at = line_of + (chunks - 1) * C
     state_at = state_of + (chunks - 1) * (H * K)
-    expect(late, late_bars, chunks * 0, chunks, STAGES)
-    expect(early, early_bars, chunks * 0, chunks, STAGES)
+    expect(late, late_bars, 0, chunks * 0 < chunks)
+    expect(early, early_bars, 0, chunks * 0 < chunks)
     meet()
-    ask(late, late_s, late_bars, (at, at), late_columns, chunks > 0)
-    ask(early, early_s, early_bars, (at, at, state_at), early_columns, chunks > 0)
+    load_tiles(late, late_s, late_bars, ([at, late_columns[0]], [at, late_columns[1]]), 0, chunks > 0)
+    load_tiles(early, early_s, early_bars, ([at, early_columns[0]], [at, early_columns[1]], [state_at, 0]), 0, chunks > 0)
     total = 1.0
     d = gl.zeros([C], gl.float32, line)
     if DECAYS:
@@ -137,124 +281,57 @@ def penstock_scalar_bwd_128_sm90(
         chunk = chunks - 1 - c
         t = chunk * C
         known = c % 2
-        zero = unknown(c * 0)
-        q = q_s.index(zero)
-        k = k_s.index(zero)
-        v = v_s.index(zero)
-        o = o_s.index(zero)
-        S = state_s.index(zero)
-        dS_s = all_dS_s.index(zero)
-        dA_s = all_dA_s.index(zero)
-        A_s = both_s.index(zero)
-        read_s = both_s.index(zero + 1)
-        dq_s = reinterpret(both_s, gl.bfloat16, [1, C, K], half).index(zero)
-        dk_s = reinterpret(all_dS_s, gl.bfloat16, [1, C, K], half).index(zero)
+        x = chunk_of((q_s, k_s, v_s, o_s, state_s), memory, unknown(c * 0), half)
         if DECAYS:
             coming = log_decays(g + (gl.maximum(t, C) - C).to(gl.int64) * g_t, g_t, gl.minimum(tokens, C), i)
         for tensor in gl.static_range(5):
             mbarrier.wait(bars[tensor].index(0), c & 1)
         if t + C > tokens:
-            zeroed_behind(q, tokens - t, rows)
-            zeroed_behind(k, tokens - t, rows)
-            zeroed_behind(v, tokens - t, rows)
-            zeroed_behind(o, tokens - t, rows)
+            zero_padding((x.q, x.k, x.v, x.o), tokens - t, rows)
         tma.store_wait(0)
         meet()
-        dS_s.store(dS.to(gl.bfloat16))
-        factor = scale
+        A, dA, dV = first_products(x, dS, memory, vectors, known, scale, DECAYS, DG, rows, square, of_dS)
+        dV = store_weights(x, A, dA, dV, (i_row, i_column), memory, vectors, known, scale, DECAYS, DG, square)
         if DECAYS:
-            factor = vectors[2].index(known).load(gl.SliceLayout(1, rows))[:, None]
-        O = o.load(rows).to(gl.float32)
-        read_s.store((O * factor).to(gl.bfloat16))
-        if DG:
-            e_s.store(gl.sum(O * v.load(rows).to(gl.float32), 1) * scale)
-            of_state_s.store(gl.sum(S.load(of_dS).to(gl.float32) * dS, 1))
-        fence_async_shared()
-        meet()
-        A = warpgroup_mma(k, q.permute((1, 0)), gl.zeros([C, C], gl.float32, square), use_acc=False, is_async=True)
-        dA = warpgroup_mma(v, o.permute((1, 0)), gl.zeros([C, C], gl.float32, square), use_acc=False, is_async=True)
-        dV = warpgroup_mma(k, dS_s, gl.zeros([C, C], gl.float32, square), use_acc=False, is_async=True)
-        A, dA, dV = warpgroup_mma_wait(0, [A, dA, dV])
-
-        D = scale
-        if DECAYS:
-            coarse = vectors[0].index(known).load(by_column)[None, :] - vectors[0].index(known).load(by_row)[:, None]
-            fine = vectors[1].index(known).load(by_column)[None, :] - vectors[1].index(known).load(by_row)[:, None]
-            D = exp2(coarse + fine) * scale
-            rest = vectors[3].index(known).load(by_row)[:, None]
-            dV = dV * rest
-            V = v.load(square).to(gl.float32)
-            if DG:
-                of_keys_s.store(halves(V * dV))
-            V = (V * rest).to(gl.bfloat16)
-        if DG:
-            dA = gl.where(i_row < i_column, dA * D, 0.0).to(gl.bfloat16)
-            of_pairs_s.store(halves(dA.to(gl.float32) * A))
-        else:
-            dA = gl.where(i_row <= i_column, dA * D, 0.0).to(gl.bfloat16)
-        A_s.store(gl.where(i_row <= i_column, A * D, 0.0).to(gl.bfloat16))
-        dA_s.store(dA)
-        if DECAYS:
-            meet()  # v is read by both groups
-            v.store(V)
             dS = dS * total
         fence_async_shared()
         meet()
-        dV = warpgroup_mma(A_s, o, dV, is_async=True)
-        dQ = warpgroup_mma(read_s, S.permute((1, 0)), gl.zeros([C, K], gl.float32, wide), use_acc=False, is_async=True)
-        dQ = warpgroup_mma(dA_s.permute((1, 0)), k, dQ, is_async=True)
-        dS = warpgroup_mma(q.permute((1, 0)), read_s, dS, is_async=True)
-        dV, dQ, dS = warpgroup_mma_wait(0, [dV, dQ, dS])
-
+        dV, dQ, dS = second_products(x, dV, dS, wide)
         dV = dV.to(gl.bfloat16)
         if DG:
-            of_queries_s.store(halves(q.load(wide).to(gl.float32) * dQ))
-            dQ += e_s.load(gl.SliceLayout(1, wide))[:, None] * k.load(wide).to(gl.float32)
+            memory.of_queries.store(halves(x.q.load(wide).to(gl.float32) * dQ))
+            dQ += memory.e.load(gl.SliceLayout(1, wide))[:, None] * x.k.load(wide).to(gl.float32)
         dQ = dQ.to(gl.bfloat16)
-        expect(early, early_bars, c + 1, chunks, STAGES)
+        expect(early, early_bars, 0, c + 1 < chunks)
         fence_async_shared()
         meet()
         at = line_of + t
-        ask(early, early_s, early_bars, (at - C, at - C, state_of + (chunk - 1) * (H * K)), early_columns, t > 0)
+        before = ([at - C, early_columns[0]], [at - C, early_columns[1]], [state_of + (chunk - 1) * (H * K), 0])
+        load_tiles(early, early_s, early_bars, before, 0, t > 0)
         if t + C <= tokens:
-            dq_s.store(dQ)
+            x.dq.store(dQ)
         else:
-            i_wide = gl.arange(0, C, gl.SliceLayout(1, wide))[:, None]
-            where = ((token + t + i_wide) * H + head) * K + gl.arange(0, K, gl.SliceLayout(0, wide))[None, :]
-            gl.store(dq + where, dQ, mask=i_wide < tokens - t)
-        dK = warpgroup_mma(v, dS_s.permute((1, 0)), gl.zeros([C, K], gl.float32, wide), use_acc=False, is_async=True)
-        dK = warpgroup_mma(dA_s, q, dK, is_async=True)
+            store_rows(dq, dQ, token + t, tokens - t, H, head, wide)
+        dK = warpgroup_mma(x.v, x.dS.permute((1, 0)), gl.zeros([C, K], gl.float32, wide), use_acc=False, is_async=True)
+        dK = warpgroup_mma(x.dA, x.q, dK, is_async=True)
         decay = total
         if DECAYS:
             total = sums_of_decays(coming, vectors, 1 - known, scale)
         dK = warpgroup_mma_wait(0, [dK])
         if DG:
-            dK += e_s.load(gl.SliceLayout(1, wide))[:, None] * q.load(wide).to(gl.float32)
+            dK += memory.e.load(gl.SliceLayout(1, wide))[:, None] * x.q.load(wide).to(gl.float32)
         dK = dK.to(gl.bfloat16)
-        expect(late, late_bars, c + 1, chunks, STAGES)
+        expect(late, late_bars, 0, c + 1 < chunks)
         fence_async_shared()
         meet()
-        ask(late, late_s, late_bars, (at - C, at - C), late_columns, t > 0)
+        load_tiles(late, late_s, late_bars, ([at - C, late_columns[0]], [at - C, late_columns[1]]), 0, t > 0)
         if t + C <= tokens:
-            dA_s.store(dV)
-            dk_s.store(dK)
-            fence_async_shared()
-            meet()
-            async_store(dq_tiles, [at, h * K], dq_s)
-            async_store(dv_tiles, [at, h * C], dA_s)
-            async_store(dk_tiles, [at, h * K], dk_s)
+            store_tiles(dV, dK, x, (dq_tiles, dk_tiles, dv_tiles), at, (h * K, h * C))
         else:
-            where = (token + t + i_row) * H + head
-            gl.store(dv + where * C + i_column, dV, mask=i_row < tokens - t)
-            i_wide = gl.arange(0, C, gl.SliceLayout(1, wide))[:, None]
-            where = ((token + t + i_wide) * H + head) * K + gl.arange(0, K, gl.SliceLayout(0, wide))[None, :]
-            gl.store(dk + where, dK, mask=i_wide < tokens - t)
+            store_rows(dv, dV, token + t, tokens - t, H, head, square)
+            store_rows(dk, dK, token + t, tokens - t, H, head, wide)
         if DG:
-            queries = gl.convert_layout(gl.sum(of_queries_s.load(pairs) - of_pairs_s.load(pairs), 1), line, assert_trivial=True)
-            keys = gl.convert_layout(gl.sum(of_keys_s.load(pairs), 1), line, assert_trivial=True)
-            of_state = gl.sum(of_state_s.load(channels), 0) * decay
-            d_gate = gradients_of_decays(queries, keys, of_state, d, i >= tokens - t)
-            store_decays(dg, d_gate, chunk, i, tokens - t, H, STATIC)
+            store_gate_gradient(memory, dg, chunk, d, decay, i, tokens - t, H, STATIC, line)
         if DECAYS:
             d = coming
     if FIRST:

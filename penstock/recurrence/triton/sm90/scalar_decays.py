@@ -1,12 +1,11 @@
-"""What the walks without decays per channel on Hopper share: sums of decays, gradients of decays, and barriers of tiles."""
+"""What the walks without decays per channel on Hopper share: sums of decays, factors between tokens, gradients of decays."""
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ....gpu.hopper_tiles import exp2, plus
+from ....gpu.hopper_tiles import exp2, plus, zeroed_behind
 from ....gpu.tiles import LOG2E, slot_of
 
 C = gl.constexpr(64)  # tokens in a chunk, and value channels
@@ -15,16 +14,10 @@ COARSE = gl.constexpr(49152.0)  # 1.5 * 2^15: adding and subtracting it rounds t
 
 
 @gluon.jit
-def barriers(STAGES: gl.constexpr):
-    """Memory for the barriers of one tensor."""
-    return gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-
-
-@gluon.jit
-def expect(tiles, bars, c, chunks, STAGES: gl.constexpr):
-    """Announce the tiles of step c. Each tensor has barriers of its own: between copies with the same one, Triton has all warps meet."""
-    for n in gl.static_range(len(bars)):
-        mbarrier.expect(bars[n].index(c % STAGES), tiles[n].block_type.nbytes, pred=c < chunks)
+def zero_padding(tiles, left, layout: gl.constexpr):
+    """Zero the rows of tiles from ``left`` on: they are padding or belong to another sequence."""
+    for n in gl.static_range(len(tiles)):
+        zeroed_behind(tiles[n], left, layout)
 
 
 @gluon.jit
@@ -61,6 +54,20 @@ def sums_of_decays(d, vectors, at, scale):
     vectors[2].index(at).store(exp2(coarse + fine) * scale)
     vectors[3].index(at).store(exp2((all_coarse - coarse) + (all_fine - fine)))
     return exp2(all_coarse + all_fine)
+
+
+@gluon.jit
+def factors_between(vectors, at, scale, TRANSPOSED: gl.constexpr, layout: gl.constexpr):
+    """scale D [C,C] of the sums at ``at`` of ``vectors``: rows are queries; TRANSPOSED: columns are."""
+    by_row: gl.constexpr = gl.SliceLayout(1, layout)
+    by_column: gl.constexpr = gl.SliceLayout(0, layout)
+    if TRANSPOSED:
+        coarse = vectors[0].index(at).load(by_column)[None, :] - vectors[0].index(at).load(by_row)[:, None]
+        fine = vectors[1].index(at).load(by_column)[None, :] - vectors[1].index(at).load(by_row)[:, None]
+    else:
+        coarse = vectors[0].index(at).load(by_row)[:, None] - vectors[0].index(at).load(by_column)[None, :]
+        fine = vectors[1].index(at).load(by_row)[:, None] - vectors[1].index(at).load(by_column)[None, :]
+    return exp2(coarse + fine) * scale
 
 
 @gluon.jit

@@ -17,18 +17,41 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from ....gpu.hopper_tiles import async_load, async_store, exp2, meet, reinterpret, zeroed_behind
+from ....gpu.hopper_tiles import async_store, meet, reinterpret
+from ....gpu.ring import barriers, expect, load_tiles
 from ....gpu.tiles import slot_of, tokens_of
 from ..heads import MEDIUM, SMALL
-from .scalar_decays import C, barriers, decay_vectors, expect, log_decays, sums_of_decays
+from .scalar_decays import C, decay_vectors, factors_between, log_decays, sums_of_decays, zero_padding
 
 
 @gluon.jit
-def ask(tiles, parts, bars, line, columns, c, chunks, STAGES: gl.constexpr):
-    """Start the loads of step c: q, k and v."""
-    s = c % STAGES
-    for n in gl.static_range(3):
-        async_load(tiles[n], [line + c * C, columns[n]], bars[n].index(s), parts[n].index(s), pred=c < chunks)
+def load_chunk(tiles, rings, bars, line, columns, c, chunks):
+    """Start the loads of chunk c: q, k and v."""
+    row = line + c * C
+    load_tiles(tiles, rings, bars, ([row, columns[0]], [row, columns[1]], [row, columns[2]]), c, c < chunks)
+
+
+@gluon.jit
+def weights_operand(A, D, q, indices, GROUPS: gl.constexpr, half: gl.constexpr, mma: gl.constexpr):
+    """D o A on and below the diagonal as left operand: in registers or, with two groups of warps, in the memory of q."""
+    i, j = indices
+    A = gl.where(i >= j, A * D, 0.0).to(gl.bfloat16)
+    if GROUPS == 1:
+        return gl.convert_layout(A, gl.DotOperandLayout(0, mma, 2), assert_trivial=True)
+    else:
+        A_s = reinterpret(q, gl.bfloat16, [C, C], half)
+        meet()
+        A_s.store(A)
+        fence_async_shared()
+        meet()
+        return A_s
+
+
+@gluon.jit
+def store_rows(output, O, token, tokens, H, head, indices):
+    """Store the first ``tokens`` rows of O [C,C] from row ``token`` of a contiguous tensor on."""
+    i, j = indices
+    gl.store(output + ((token + i) * H + head) * C + j, O.to(gl.bfloat16), mask=i < tokens)
 
 
 @gluon.jit(do_not_specialize=["N", "T"])
@@ -49,9 +72,7 @@ def penstock_scalar_fwd_sm90(
     STAGES: gl.constexpr = 3 if GROUPS == 1 else 2
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, GROUPS], [16, C // GROUPS, 16])
     of_state: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, C, 16])
-    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     by_row: gl.constexpr = gl.SliceLayout(1, mma)
-    by_column: gl.constexpr = gl.SliceLayout(0, mma)
     rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     line: gl.constexpr = gl.BlockedLayout([2], [32], [WARPS], [0])
     half: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -63,8 +84,7 @@ def penstock_scalar_fwd_sm90(
     owner = n.to(gl.int64)
     chunks = (tokens + (C - 1)) // C
     i = gl.arange(0, C, line)
-    i_row = gl.arange(0, C, by_row)[:, None]
-    i_column = gl.arange(0, C, by_column)[None, :]
+    indices = (gl.arange(0, C, by_row)[:, None], gl.arange(0, C, gl.SliceLayout(0, mma))[None, :])
     key = gl.arange(0, K, gl.SliceLayout(1, of_state))[:, None]
     value = gl.arange(0, C, gl.SliceLayout(0, of_state))[None, :]
     S = gl.zeros([K, C], gl.float32, of_state)
@@ -80,23 +100,20 @@ def penstock_scalar_fwd_sm90(
     S_s = gl.allocate_shared_memory(gl.bfloat16, [K, C], half)
     out_s = gl.allocate_shared_memory(gl.bfloat16, [C, C], half)
     vectors = decay_vectors()
-    bars = (barriers(STAGES), barriers(STAGES), barriers(STAGES))
-    for m in gl.static_range(STAGES):
-        for tensor in gl.static_range(3):
-            mbarrier.init(bars[tensor].index(m), count=1)
+    bars = (barriers(STAGES, 1), barriers(STAGES, 1), barriers(STAGES, 1))
     fence_async_shared()
     meet()
     tiles = (q_tiles, k_tiles, v_tiles)
-    parts = (q_s, k_s, v_s)
+    rings = (q_s, k_s, v_s)
     at = token.to(gl.int32)
     column = h * C
     columns = (h * q_h, h * k_h, column)
     state = ((slot_of(n, begin, done, T, C, PACKED) * H + h) * K).to(gl.int32)
     for m in gl.static_range(STAGES):
-        expect(tiles, bars, chunks * 0 + m, chunks, STAGES)
+        expect(tiles, bars, chunks * 0 + m, chunks * 0 + m < chunks)
     meet()
     for m in gl.static_range(STAGES):
-        ask(tiles, parts, bars, at, columns, chunks * 0 + m, chunks, STAGES)
+        load_chunk(tiles, rings, bars, at, columns, chunks * 0 + m, chunks)
     total = 1.0
     if DECAYS:
         value_s = out_s  # until the state has been updated
@@ -118,8 +135,7 @@ def penstock_scalar_fwd_sm90(
         for tensor in gl.static_range(3):
             mbarrier.wait(bars[tensor].index(s), phase)
         if t + C > tokens:
-            zeroed_behind(k, tokens - t, rows)
-            zeroed_behind(v, tokens - t, rows)
+            zero_padding((k, v), tokens - t, rows)
         tma.store_wait(0)
         meet()
         S_s.store(S.to(gl.bfloat16))
@@ -139,22 +155,11 @@ def penstock_scalar_fwd_sm90(
         A, O, S = warpgroup_mma_wait(0, [A, O, S])
         D = scale
         if DECAYS:
-            coarse = vectors[0].index(known).load(by_row)[:, None] - vectors[0].index(known).load(by_column)[None, :]
-            fine = vectors[1].index(known).load(by_row)[:, None] - vectors[1].index(known).load(by_column)[None, :]
-            D = exp2(coarse + fine) * scale
+            D = factors_between(vectors, known, scale, False, mma)
             O = O * vectors[2].index(known).load(by_row)[:, None]
         else:
             O = O * scale
-        A = gl.where(i_row >= i_column, A * D, 0.0).to(gl.bfloat16)
-        if GROUPS == 1:
-            A = gl.convert_layout(A, left, assert_trivial=True)
-        else:
-            A_s = reinterpret(q, gl.bfloat16, [C, C], half)
-            meet()
-            A_s.store(A)
-            fence_async_shared()
-            meet()
-            A = A_s
+        A = weights_operand(A, D, q, indices, GROUPS, half, mma)
         O = warpgroup_mma(A, v, O, is_async=True)
         if DECAYS:
             total = sums_of_decays(coming, vectors, 1 - known, scale)
@@ -162,7 +167,7 @@ def penstock_scalar_fwd_sm90(
             A, O = warpgroup_mma_wait(0, [A, O])
         else:
             O = warpgroup_mma_wait(0, [O])
-        expect(tiles, bars, c + STAGES, chunks, STAGES)
+        expect(tiles, bars, c + STAGES, c + STAGES < chunks)
         if t + C <= tokens:
             out_s.store(O.to(gl.bfloat16))
         fence_async_shared()
@@ -170,8 +175,8 @@ def penstock_scalar_fwd_sm90(
         if t + C <= tokens:
             async_store(output_tiles, [at + t, column], out_s)
         else:
-            gl.store(output + ((token + t + i_row) * H + head) * C + i_column, O.to(gl.bfloat16), mask=i_row < tokens - t)
-        ask(tiles, parts, bars, at, columns, c + STAGES, chunks, STAGES)
+            store_rows(output, O, token + t, tokens - t, H, head, indices)
+        load_chunk(tiles, rings, bars, at, columns, c + STAGES, chunks)
     last += (owner * H + head) * (K * C) + key * C + value
     gl.store(last, S.to(last.dtype.element_ty))
     tma.store_wait(0)

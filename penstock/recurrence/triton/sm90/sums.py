@@ -5,8 +5,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ....gpu.hopper_tiles import exp2
-from .dyadic import GROUPS, C, R, flat, grouped, halves, in_second_half, joined, spread, widened
+from ....gpu.hopper_tiles import exp2, meet, reinterpret
+from .dyadic import GROUPS, C, R, around, decays, flat, grouped, halves, in_second_half, joined, spread, widened
 
 KINDS = gl.constexpr(3)  # kinds of sums over groups: of levels 16 and 32, and of the terms of the states
 
@@ -116,3 +116,65 @@ def collected(
 def grouped_row(row, across: gl.constexpr):
     """Load [K] as [1,K]."""
     return row.load(gl.SliceLayout(0, across))[None, :]
+
+
+@gluon.jit
+def store_sum(to, x, part, by_group: gl.constexpr):
+    """Store the sum of x [C,K] over its rows at ``to``. ``part``: memory of [GROUPS,K], which other warps may still read."""
+    across: gl.constexpr = gl.SliceLayout(1, by_group)
+    meet()
+    part.store(gl.sum(grouped(x, part.shape[0], by_group), 1))
+    _before, _after, whole = around(part, across)
+    gl.store(to + gl.arange(0, part.shape[1], gl.SliceLayout(0, across)), gl.sum(whole, 0))
+
+
+@gluon.jit
+def store_gradients(
+    memory, Y_s, x, gates, bonus, whole, of_levels, outputs, first, per_chunk, tokens, H: gl.constexpr,
+    DG: gl.constexpr, STATIC: gl.constexpr, PREVIOUS: gl.constexpr, HALF: gl.constexpr, AGAIN: gl.constexpr, L: gl.constexpr,
+):  # fmt: skip
+    """Store dq, dk, dg and du of a chunk from the products Y of all levels and the states' parts of dq and dk, in ``memory``.
+
+    ``outputs``: pointers to dq, dk, dg and du. ``first``: the chunk's place in the first three, ``per_chunk`` its place in sums over the
+    tokens of chunks. ``whole``: the sum of the chunk's decays. AGAIN: decays are loaded again, which needs fewer registers, and rows are
+    addressed by groups; else ``x`` has the decays.
+    """
+    kind: gl.constexpr = memory.q.dtype
+    K: gl.constexpr = memory.q.shape[1]
+    g, g_t, g_k = gates
+    dq, dk, dg, du = outputs
+    i = gl.arange(0, C, gl.SliceLayout(1, L.tokens))
+    j = gl.arange(0, K, gl.SliceLayout(0, L.tokens))
+    live = (i < tokens)[:, None]
+    if AGAIN:
+        at = (i // R * R).to(gl.int64)[:, None] * (H * K) + j[None, :] + (i % R).to(gl.int64)[:, None] * (H * K) + first
+    else:
+        at = i.to(gl.int64)[:, None] * (H * K) + j[None, :] + first
+    sums = reinterpret(memory.dO, gl.float32, [KINDS, GROUPS, K], L.plain2)
+    if AGAIN:
+        x = decays(g, g_t, g_k, tokens, K, L.tokens)
+    d, d_gate = collected(memory.q, memory.v, Y_s, x, memory.tables, sums, of_levels, L.tokens, L.groups, True, PREVIOUS, DG, HALF)
+    e = memory.e.load(gl.SliceLayout(1, L.tokens))[:, None]
+    gl.store(dq + at, (d + memory.k.load(L.tokens).to(gl.float32) * (e * bonus)).to(kind), mask=live)
+    if DG:
+        meet()
+        d_gate = flat(d_gate, L.tokens) + spread(from_groups(sums, memory.part, True, L.across), R, L.tokens)
+        whole = exp2(whole) * grouped_row(memory.row, L.across)
+        d_gate += spread(whole.broadcast_to([GROUPS, K]), R, L.tokens)
+        meet()
+    if AGAIN:
+        x = decays(g, g_t, g_k, tokens, K, L.tokens)
+    d, more = collected(memory.k, memory.dk, Y_s, x, memory.tables, sums, of_levels, L.tokens, L.groups, False, PREVIOUS, DG, HALF)
+    if AGAIN:
+        e = memory.e.load(gl.SliceLayout(1, L.tokens))[:, None]
+    gl.store(dk + at, (d + memory.q.load(L.tokens).to(gl.float32) * (e * bonus)).to(kind), mask=live)
+    if DG:
+        meet()
+        d_gate += flat(more, L.tokens) + spread(from_groups(sums, memory.part, False, L.across), R, L.tokens)
+        if STATIC:
+            store_sum(dg + per_chunk, gl.where(live, d_gate, 0.0), memory.part, L.groups)
+        else:
+            gl.store(dg + at, d_gate.to(dg.dtype.element_ty), mask=live)
+    if PREVIOUS:
+        own = memory.q.load(L.tokens).to(gl.float32) * memory.k.load(L.tokens).to(gl.float32) * e
+        store_sum(du + per_chunk, own, memory.part, L.groups)

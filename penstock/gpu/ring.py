@@ -1,0 +1,43 @@
+"""Rings of tiles in shared memory that TMA copies fill on Hopper, in Gluon: what kernels of all families share.
+
+A ring has STAGES slots; tile n is in slot n % STAGES. Each tensor has a ring and barriers of its own: between copies with the same barrier,
+Triton synchronizes all warps. Shared memory that is allocated and not used may be aliased, that of barriers too.
+
+Two ways to use them:
+
+- One group of warps loads and computes: ``expect`` for the slots that are free, a barrier of all warps, then ``load_tiles``. The steps in
+  between (``mbarrier.wait``, products) are the kernel's.
+- One warp loads and others compute: ``full`` and ``free`` barriers, see ``penstock.softmax.triton.sm90.tiles``.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from .hopper_tiles import async_load
+
+
+@gluon.jit
+def barriers(STAGES: gl.constexpr, ARRIVALS: gl.constexpr):
+    """A barrier for each slot of a ring. Its phases complete after ARRIVALS arrivals and their copies."""
+    made = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for n in gl.static_range(STAGES):
+        mbarrier.init(made.index(n), count=ARRIVALS)
+    return made
+
+
+@gluon.jit
+def expect(tiles, bars, n, exists):
+    """Announce tile n of each ring, if it exists. ``tiles``, ``bars``: descriptors and barriers of the rings."""
+    for m in gl.static_range(len(bars)):
+        mbarrier.expect(bars[m].index(n % bars[m].shape[0]), tiles[m].block_type.nbytes, pred=exists)
+
+
+@gluon.jit
+def load_tiles(tiles, rings, bars, at, n, exists):
+    """Start the copy of tile n into each ring, if it exists. ``at``: its row and column for each ring."""
+    for m in gl.static_range(len(bars)):
+        s = n % bars[m].shape[0]
+        async_load(tiles[m], at[m], bars[m].index(s), rings[m].index(s), pred=exists)
