@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ..call import private
-from .as_written import runs_as_written
-from .fused import norm_of, ready
-from .linear import Mode, mode, plain_weights
+from .as_written import altered
+from .fused import norm_of
+from .linear import Mode, mode, plain_weights, ready
 from .triton import kernels
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def shifted_norm(
     few = sequences.single or mode().alike or x.shape[0] * x.shape[1] <= SHIFTED_TOKENS
     if torch.is_grad_enabled() or private.autocasting() or not (sequences.in_place and few):
         return None
-    if (parts := norm_of(norm, sequences.halvings)) is None:
+    if isinstance(parts := norm_of(norm, sequences.halvings), str):
         return None
     weight, bias, eps, centre = parts
     launch = kernels("few_rows_launch", x, y, weight, bias, pool, *factors)
@@ -68,7 +68,7 @@ def _one_row(
         return None
     if x.shape != (1, 1, WIDTH) or sequences.slots is None or (weights := plain_weights(maps)) is None:
         return None
-    if (parts := norm_of(norm, sequences.halvings)) is None:
+    if isinstance(parts := norm_of(norm, sequences.halvings), str):
         return None
     weight, bias, eps, centre = parts
     learned = [one for one in (norm.weight, None if bias is None else norm.bias, *factors, *others, *weights) if one is not None]
@@ -143,7 +143,7 @@ def rwkv_step(
     """
     if torch.is_grad_enabled() or mode() != Mode(graph=True) or not (sequences.single and sequences.in_place) or private.autocasting():
         return None
-    if not runs_as_written(norm, nn.GroupNorm) or norm.weight is None or norm.bias is None:
+    if altered(norm, nn.GroupNorm) or norm.weight is None or norm.bias is None:
         return None
     (H, K, V), (low, up) = pool.shape[1:], low_rank or (None, None)
     activations = [x for x in (r, k, v, gate, low) if x is not None]

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..call import private, recompute
-from ..call.autocast import cast, no_autocast
+from ..call.autocast import autocasting, cast, no_autocast
 from ..recurrence.cpu import linear as native
-from .as_written import remembered, runs_as_written
+from .as_written import altered, remembered
 from .triton import kernels
 
 
@@ -72,6 +72,17 @@ def mode() -> Mode:
     return PLAIN if torch.compiler.is_compiling() else _mode.get()
 
 
+def ready(parameters: Sequence[Tensor | None], read: Sequence[Tensor | None]) -> bool:
+    """Whether a kernel may read these tensors, made of ``parameters``, before the previous kernel ends.
+
+    No kernel of a graph writes parameters. Outside graphs the previous kernel may update them. A copy or a cast may be its result.
+    """
+    if not mode().graph:
+        return False
+    pairs = [(one, other) for one, other in zip(parameters, read) if one is not None and other is not None]
+    return all(isinstance(one, nn.Parameter) and one.data_ptr() == other.data_ptr() for one, other in pairs)
+
+
 @remembered
 class Linear(nn.Linear):
     """``nn.Linear`` that calls ``linear``."""
@@ -92,6 +103,12 @@ def as_products(*tensors: Tensor) -> list[Tensor]:
     return list(rounded)
 
 
+def product_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of ``as_products`` of a floating-point tensor."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if autocasting(kind) and x.dtype != torch.float64 else x.dtype
+
+
 def _is_parameter(x: Tensor) -> bool:
     return isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter)
 
@@ -99,7 +116,7 @@ def _is_parameter(x: Tensor) -> bool:
 def linear_again(x: Tensor, module: nn.Module) -> Tensor:
     """A linear map of x [...,K] with a small K: selective recomputation saves x, not the result."""
     y: Tensor = module(x)
-    return recompute.again(y, F.linear, x, module.weight, module.bias) if runs_as_written(module, Linear) else y  # type: ignore[arg-type]
+    return recompute.again(y, F.linear, x, module.weight, module.bias) if not altered(module, Linear) else y  # type: ignore[arg-type]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -129,15 +146,27 @@ def _fewest(x: Tensor, weight: Tensor) -> bool:
     return x.dtype == weight.dtype and 0 < x.numel() <= GRAPH_ROWS * weight.shape[1] and weight.stride(1) == 1
 
 
-def _plain(one: nn.Module) -> bool:
-    return runs_as_written(one, Linear) and one.bias is None
+def called(one: Any) -> str | None:
+    """Why a linear map must be called, or None: it has a bias, hooks, an adapter or a quantized weight, or is no module."""
+    if not isinstance(one, nn.Module):
+        return f"is a {type(one).__name__}"
+    why = altered(one, Linear)
+    return "has a bias" if why is None and one.bias is not None else why
 
 
 def plain_weights(maps: Sequence[Tensor | nn.Module]) -> list[Tensor] | None:
-    """The weights of linear maps. None if one must be called: it has a bias, hooks, an adapter or a quantized weight, or is no module."""
-    if not all(isinstance(one, Tensor) or (isinstance(one, nn.Module) and _plain(one)) for one in maps):
+    """The weights of linear maps, or None if one must be ``called``."""
+    if not all(isinstance(one, Tensor) or called(one) is None for one in maps):
         return None
     return [one if isinstance(one, Tensor) else one.weight for one in maps]  # type: ignore[misc]
+
+
+def map_after(then: Any) -> tuple[Tensor | None, str | None]:
+    """The weight of a linear map whose input a kernel may recompute in the backward pass; or None and why not."""
+    if not torch.is_grad_enabled():
+        return None, "gradients are off"
+    why = called(then)
+    return (then.weight, None) if why is None else (None, f"the linear map after it {why}")
 
 
 def linears(

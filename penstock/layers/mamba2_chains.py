@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from ..call.recompute import again
 from ..recurrence.declaration import state_dtype
-from .as_written import runs_as_written
+from .as_written import altered
 from .linear import as_products, linear, plain_weights
 from .norms import GroupedRMSNorm, grouped_rms_norm
 from .triton import kernels
@@ -73,7 +73,7 @@ def gated_norm(o: Tensor, x: Tensor, D: Tensor, z: Tensor, norm: nn.Module, then
     then : nn.Module
     """
     y: Tensor
-    if isinstance(norm, GroupedRMSNorm) and runs_as_written(norm, GroupedRMSNorm):
+    if isinstance(norm, GroupedRMSNorm) and not altered(norm, GroupedRMSNorm):
         groups, eps, weight = norm.groups, norm.eps, norm.weight
         weights = plain_weights([then]) if torch.is_grad_enabled() else None
         fits = z.shape[-1:] == weight.shape and D.shape == x.shape[2:3] and z.shape[-1] % groups == 0 and z.shape[-1] <= 8192 * groups
