@@ -133,6 +133,11 @@ class _Recorder:
 _recorder: ContextVar[_Recorder | None] = ContextVar("penstock_chains", default=None)
 
 
+def recording() -> bool:
+    """Whether code runs inside ``recorded``."""
+    return not torch.compiler.is_compiling() and _recorder.get() is not None
+
+
 @contextmanager
 def recorded(model: nn.Module) -> Iterator[list[Choice | Operation]]:
     """Collect the choices of all calls of chains and operators that modules of this model make inside this block, in their order.

@@ -15,11 +15,11 @@ from ..softmax import softmax_attention
 from .chains import operated
 from .halving import last_map
 from .heads import projection
-from .linear import linears_of
 from .mixer import Mixer, MixerConfig
 from .norms import RMSNorm
 from .rotary import check_base, rotary, rotated
 from .sequences import Sequences
+from .shared_input import linears_of
 
 
 @dataclass(frozen=True)

@@ -267,8 +267,8 @@ def test_tails_of_q_k_and_v_in_one_pool(without, on_a_cpu, monkeypatch):
     weights = [one.weight.data_ptr() for one in (mixer.q_conv1d, mixer.k_conv1d, mixer.v_conv1d)]
     refused = {weights[n] for n in without}
     x, slots = normal(3, 5, 24).float(), torch.tensor([4, -1, 0])
-    for lookup in (lambda *given: None, lambda name, x, state, weight, bias: None if weight.data_ptr() in refused else kernels):
-        monkeypatch.setattr(module, "kernels", lookup)
+    for refusal in (lambda *given: "none", lambda x, state, weight, bias: "this one" if weight.data_ptr() in refused else None):
+        monkeypatch.setattr(module, "refusal", refusal)
         pool = mixer.initial_state(5, x)
         pool.tails.copy_(normal(*pool.tails.shape))
         y = [mixer.advance(part, pool, slots=slots)[[0, 2]] for part in x.split([1, 3, 1], 1)]

@@ -8,7 +8,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.layers import GLAConfig, SwiGLUConfig
-from penstock.layers.linear import PLAIN, Linear, Mode, _zeros, in_graph, linear, linears_of, mode, rows_alike
+from penstock.layers.linear import PLAIN, Linear, Mode, _zeros, in_graph, linear, mode, rows_alike
+from penstock.layers.shared_input import linears_of
 from penstock.recurrence.cpu import linear as native
 
 DTYPES = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}

@@ -34,8 +34,3 @@ def refusal(*tensors: Tensor | None) -> str | None:
 def launching(name: str) -> Any:
     """A module of this package with launches. Only where ``refusal`` is None."""
     return import_module("." + name, __name__)
-
-
-def kernels(name: str, *tensors: Tensor | None) -> Any:
-    """The launching module ``name``, or None where PyTorch computes."""
-    return launching(name) if refusal(*tensors) is None else None
