@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
+
+from torch import nn
 
 from .call.dispatch import Available, Explanation
 from .call.families import Registered, functions
 from .call.operator import explain as explained
 from .errors import Complaints, RangeError, shortened
 
+if TYPE_CHECKING:
+    from .models.explain import Mode, ModelExplanation
 
-def explain(function: str, *args: Any, **kwargs: Any) -> Explanation:
-    """Which implementation a call runs, and why the others do not run it.
 
-    function : str
-        The name of a public function: gla, rwkv6, decode_step, softmax_attention, ...
+@overload
+def explain(function: str, *args: Any, **kwargs: Any) -> Explanation: ...
+@overload
+def explain(function: nn.Module, *, tokens: int | None = None, mode: Mode = "training") -> ModelExplanation: ...
+def explain(function: str | nn.Module, *args: Any, **kwargs: Any) -> Explanation | ModelExplanation:
+    """Which implementation a call runs, and why the others do not run it. Of a model: what each of its layers runs.
+
+    function : str or nn.Module
+        The name of a public function: gla, rwkv6, decode_step, softmax_attention, ... Or a model, a layer or a mixer.
     *args, **kwargs :
-        The arguments of that function, which are validated as in a call. With ``impl=``, whether that one takes it.
+        The arguments of that function, which are validated as in a call. With ``impl=``, whether that one takes it. For a model
+        ``tokens=`` and ``mode="training"``, "prompt" or "decode", see below.
 
     If gradients are enabled and an argument requires them, the
     answer includes the backward pass. Printing the answer shows the reasons.
@@ -28,7 +38,22 @@ def explain(function: str, *args: Any, **kwargs: Any) -> Explanation:
     >>> q = torch.randn(1, 5, 2, 8, dtype=torch.float64)
     >>> explain("linear_attention", q, q, q).forward
     'chunkwise'
+
+    A model runs chains of operations between its matrix products as fused kernels, and each chain is an ordered list of forms, too. The
+    answer names the form that runs in each layer, its kernels, and why not those before it; and the implementations of operators. The
+    model runs once for it, on its device. Its parameters and gradients do not change. ``tokens`` are those of a sequence, for "decode" the
+    sequences of one token. See ``penstock.models.explain``.
+
+    >>> from penstock.models import CausalLM, gla
+    >>> model = CausalLM(gla(vocab_size=11, num_layers=2, hidden_size=16, num_heads=2))
+    >>> found = explain(model, tokens=8, mode="prompt")
+    >>> {one.chain: one.form for one in found.choices if hasattr(one, "chain")}["log_sigmoid"]
+    'formula'
     """
+    if isinstance(function, nn.Module):
+        from .models.explain import explain_model
+
+        return explain_model(function, *args, **kwargs)
     return explained(_family("explain", function).functions[function], *args, **kwargs)
 
 

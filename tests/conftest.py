@@ -65,6 +65,17 @@ def at_full_speed(monkeypatch):
 
 
 @pytest.fixture
+def kernels_on_a_cpu(monkeypatch):
+    """Triton's kernels of layers take tensors on a CPU, under the interpreter. They refuse float64 as on a GPU."""
+    from penstock.gpu.target import interpreting
+    from penstock.layers import triton
+
+    if not interpreting():
+        pytest.skip("needs Triton's interpreter")
+    monkeypatch.setattr(triton, "DEVICES", ("cuda", "cpu"))
+
+
+@pytest.fixture
 def emulated_cuda(monkeypatch):
     """The CUDA kernels run on the CPU."""
     import emulated

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,8 @@ from ..call import private
 from ..call.autocast import without_autocast
 from ..tokens.dtypes import state_dtype
 from ..tokens.feature_maps import FEATURE_MAPS
-from .triton import kernels
+from .chains import Chain, Form, launches
+from .triton import launching, refusal
 
 
 @dataclass(frozen=True)
@@ -39,12 +40,32 @@ class Pointwise:
         return without_autocast(x, self._apply, x)
 
     def _apply(self, x: Tensor) -> Tensor:
-        if not private.fast((x,)):
-            compiled_inference = torch.compiler.is_compiling() and not torch.is_grad_enabled()
-            return self.function(x) if compiled_inference else self.formula(x)
-        if torch.is_grad_enabled() or x.is_cuda:
-            return _Pointwise.apply(x, self)  # type: ignore[no-untyped-call,no-any-return]
-        return self.function(x)
+        return POINTWISE(_Point(x, self))
+
+
+class _Point(NamedTuple):
+    """The arguments of a ``Pointwise``."""
+
+    x: Tensor
+    kind: Pointwise
+
+
+def _by_formula(c: _Point) -> Tensor:
+    x, kind = c
+    if private.fast((x,)):
+        return _Pointwise.apply(x, kind) if torch.is_grad_enabled() else kind.function(x)  # type: ignore[no-untyped-call]
+    compiled_inference = torch.compiler.is_compiling() and not torch.is_grad_enabled()
+    return kind.function(x) if compiled_inference else kind.formula(x)
+
+
+POINTWISE: Chain[_Point, Tensor] = Chain(
+    "pointwise",
+    Form(
+        "pointwise", lambda c: _Pointwise.apply(*c), lambda c: refusal(c.x),  # type: ignore[no-untyped-call]
+        launches("penstock_pointwise_fwd", backward=("penstock_pointwise_bwd",)),
+    ),
+    Form("formula", _by_formula),
+)  # fmt: skip
 
 
 class _Pointwise(torch.autograd.Function):
@@ -53,14 +74,15 @@ class _Pointwise(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, kind: Pointwise) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.kind, launch = kind, kernels("launch", x)
-        return kind.function(x) if launch is None else launch.pointwise(x, kind.name)
+        ctx.kind = kind
+        return kind.function(x) if refusal(x) is not None else launching("launch").pointwise(x, kind.name)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
-        launch = None if torch.is_grad_enabled() else kernels("launch", x, dy)
-        return dy * ctx.kind.slope(x) if launch is None else launch.pointwise_backward(x, dy, ctx.kind.name), None
+        if torch.is_grad_enabled() or refusal(x, dy) is not None:
+            return dy * ctx.kind.slope(x), None
+        return launching("launch").pointwise_backward(x, dy, ctx.kind.name), None
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -18,27 +18,37 @@ _FORWARDS: dict[type[nn.Module], Any] = {kind: kind.forward for kind in (nn.Grou
 
 
 def remembered(kind: type[Kind]) -> type[Kind]:
-    """A class decorator: ``runs_as_written`` compares the ``forward`` of a class with the one it has now."""
+    """A class decorator: ``altered`` compares the ``forward`` of a class with the one it has now."""
     _FORWARDS[kind] = kind.forward
     return kind
 
 
-def runs_as_written(one: nn.Module, *kinds: type[nn.Module]) -> bool:
-    """Whether a call runs the ``forward`` of one of these classes and nothing else: no subclass, no hooks, no global module hooks."""
-    return type(one) in kinds and inherits_forward(one, type(one))
+def altered(one: nn.Module, *kinds: type[nn.Module]) -> str | None:
+    """Why a call does not only run the ``forward`` of one of these classes, or None: a subclass, hooks, global module hooks."""
+    kind = type(one)
+    if kind not in kinds:
+        base = next((known.__name__ for known in kinds if isinstance(one, known)), None)
+        return f"is a {kind.__name__}" if base is None else f"is a {kind.__name__}, a subclass of {base}"
+    return overridden(one, kind)
 
 
-def inherits_forward(one: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether a call runs the ``forward`` of this class and nothing else; the module may be of a subclass."""
-    return (
-        type(one).forward is _FORWARDS[kind] and one._compiled_call_impl is None and not hooked(one) and not private.global_module_hooks()
-    )
+def overridden(one: nn.Module, kind: type[nn.Module]) -> str | None:
+    """Why a call does not only run the ``forward`` of this class, or None; the module may be of a subclass."""
+    if type(one).forward is not _FORWARDS[kind]:
+        return f"is of the class {type(one).__name__}, whose forward was replaced"
+    if one._compiled_call_impl is not None:
+        return "is compiled"
+    found = hooked(one)
+    return found if found is not None or not private.global_module_hooks() else "is called with global module hooks"
 
 
-def hooked(one: nn.Module) -> bool:
-    """Whether a module has hooks, or a ``forward`` of its own."""
-    hooks = one._forward_pre_hooks or one._forward_hooks or one._backward_pre_hooks or one._backward_hooks
-    return bool(hooks) or "forward" in vars(one)
+def hooked(one: nn.Module) -> str | None:
+    """The hooks of a module, or that it has a ``forward`` of its own; None if it has neither."""
+    if one._forward_pre_hooks or one._forward_hooks:
+        return "has a forward hook"
+    if one._backward_pre_hooks or one._backward_hooks:
+        return "has a backward hook"
+    return "has a forward of its own" if "forward" in vars(one) else None
 
 
 def unwrapped(one: nn.Module | None, kind: type[Kind]) -> Kind | None:

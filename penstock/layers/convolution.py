@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..call.recompute import again
+from .chains import Chain, Form, launches
 from .sequences import Sequences
-from .triton import kernels
+from .triton import launching, refusal
+
+WIDTH = 8
+"""The largest W of the kernels, because each input of a sum takes a register."""
 
 
 class ShortConvolution(nn.Conv1d):
@@ -43,23 +47,80 @@ class ShortConvolution(nn.Conv1d):
         In place, ``state`` is a pool [P,W-1,C]. A kernel updates its rows and returns the pool; else the new state is [N,W-1,C].
         """
         silu, weight, bias = self.activation is not None, self.weight.squeeze(1), self.bias
-        launch = kernels("convolution_launch", x, state, weight, bias)
-        if launch is None or weight.shape[1] > launch.WIDTH or weight.shape[0] != x.shape[-1]:
-            return convolution_formula(x, sequences.read(state), weight, bias, sequences=sequences, silu=silu)
-        rows, weight, bias = launch.rows_of(x.flatten(0, 1)), weight.contiguous(), None if bias is None else bias.contiguous()
-        if sequences.in_place and not torch.is_grad_enabled() and state.shape[0] and state.dtype == x.dtype and state.stride(-1) == 1:
-            slots = None if sequences.slots is None else sequences.slots.contiguous()
-            if sequences.single:
-                y: Tensor = launch.step(rows, state, slots, weight, bias, silu=silu)
-            else:
-                y = launch.convolved(rows, state, sequences.starts, slots, weight, bias, silu=silu)
-                launch.tails(rows, state, sequences.bounds, slots, in_place=True)
-            return y.view(x.shape), state
-        formula = partial(convolution_formula, sequences=sequences, silu=silu)
-        tail = launch.rows_of(sequences.read(state).to(x.dtype))
-        y, after = launch.Convolution.apply(rows, tail, sequences.starts, sequences.bounds, weight, bias, silu, formula)
-        again(y, lambda *given: launch.convolved(*given[:3], None, *given[3:], silu=silu), rows, tail, sequences.starts, weight, bias)
-        return y.view(x.shape), after
+        return CONVOLUTION(_Convolution(x, state, weight, bias, sequences, silu))
+
+
+class _Convolution(NamedTuple):
+    """The arguments of a ``ShortConvolution``, with its weight as [C,W]."""
+
+    x: Tensor
+    state: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    sequences: Sequences
+    silu: bool
+
+
+def _refuses(c: _Convolution) -> str | None:
+    C, W = c.weight.shape
+    if W > WIDTH:
+        return f"it takes widths of at most {WIDTH}, got {W}"
+    return refusal(c.x, c.state, c.weight, c.bias) if c.x.shape[-1] == C else f"its weight has {C} channels, x has {c.x.shape[-1]}"
+
+
+def _refuses_in_place(c: _Convolution) -> str | None:
+    if torch.is_grad_enabled():
+        return "gradients are on"
+    if not c.sequences.in_place:
+        return "states are not updated in place"
+    state = c.state
+    if not state.shape[0] or state.dtype != c.x.dtype or state.stride(-1) != 1:
+        return f"it takes a pool of the inputs' dtype with contiguous channels, got {state.dtype} with stride {state.stride(-1)}"
+    return _refuses(c)
+
+
+def _in_place(c: _Convolution) -> tuple[Tensor, Tensor]:
+    launch, sequences, state = launching("convolution_launch"), c.sequences, c.state
+    rows, weight, bias = launch.rows_of(c.x.flatten(0, 1)), c.weight.contiguous(), None if c.bias is None else c.bias.contiguous()
+    slots = None if sequences.slots is None else sequences.slots.contiguous()
+    if sequences.single:
+        y: Tensor = launch.step(rows, state, slots, weight, bias, silu=c.silu)
+    else:
+        y = launch.convolved(rows, state, sequences.starts, slots, weight, bias, silu=c.silu)
+        launch.tails(rows, state, sequences.bounds, slots, in_place=True)
+    return y.view(c.x.shape), state
+
+
+def _whole(c: _Convolution) -> tuple[Tensor, Tensor]:
+    launch, sequences, silu = launching("convolution_launch"), c.sequences, c.silu
+    rows, weight, bias = launch.rows_of(c.x.flatten(0, 1)), c.weight.contiguous(), None if c.bias is None else c.bias.contiguous()
+    formula = partial(convolution_formula, sequences=sequences, silu=silu)
+    tail = launch.rows_of(sequences.read(c.state).to(c.x.dtype))
+    y, after = launch.Convolution.apply(rows, tail, sequences.starts, sequences.bounds, weight, bias, silu, formula)
+    again(y, lambda *given: launch.convolved(*given[:3], None, *given[3:], silu=silu), rows, tail, sequences.starts, weight, bias)
+    return y.view(c.x.shape), after
+
+
+def _by_formula(c: _Convolution) -> tuple[Tensor, Tensor]:
+    sequences = c.sequences
+    return convolution_formula(c.x, sequences.read(c.state), c.weight, c.bias, sequences=sequences, silu=c.silu)
+
+
+def _in_place_kernels(c: _Convolution) -> tuple[str, ...]:
+    return ("penstock_convolution_step",) if c.sequences.single else _kernels(c)
+
+
+def _kernels(c: _Convolution) -> tuple[str, ...]:
+    tails = ("penstock_convolution_tails",) if c.weight.shape[1] > 1 else ()
+    return launches("penstock_convolution_fwd", *tails, backward=("penstock_convolution_bwd",))(c)
+
+
+CONVOLUTION: Chain[_Convolution, tuple[Tensor, Tensor]] = Chain(
+    "convolution",
+    Form("convolution_in_place", _in_place, _refuses_in_place, _in_place_kernels),
+    Form("convolution", _whole, _refuses, _kernels),
+    Form("formula", _by_formula),
+)
 
 
 def convolution_formula(

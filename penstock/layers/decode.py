@@ -1,27 +1,47 @@
 """Fused kernels of RWKV's updates in place, around its linear maps: a norm, a token shift, low-rank maps or a recurrence in one kernel.
 
-A function that returns None has no kernel for this call and has changed nothing.
+The last form of these chains returns None and changes nothing: the caller then computes the parts by other chains.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..call import private
-from .as_written import runs_as_written
-from .fused import norm_of, ready
-from .linear import Mode, mode, plain_weights
-from .triton import kernels
+from .as_written import altered
+from .chains import Chain, Form
+from .fused import NormParts, norm_of
+from .linear import Mode, called, mode, plain_weights, ready
+from .triton import launching, refusal
 
 if TYPE_CHECKING:
     from .sequences import Sequences
 
 SHIFTED_TOKENS = 1024
 """The most tokens for ``shifted_norm``. For more, ``token_shift`` computes all interpolations of a token together: it moves fewer bytes."""
+WIDTH = 2048
+"""The hidden size C for which ``low_rank_maps`` and ``channel_mix`` run, that of RWKV-6 1.6B. Together they save 6 to 7 % of a step of one
+token on an NVIDIA H200. ``low_rank_maps`` followed by other maps, or with more tokens, is slower. Other sizes were not measured."""
+
+
+def _refuses_update(sequences: Sequences) -> str | None:
+    """Why a call is not an update in place without gradients and autocast, or None."""
+    if torch.is_grad_enabled():
+        return "gradients are on"
+    if not sequences.in_place:
+        return "states are not updated in place"
+    return "autocast is on" if private.autocasting() else None
+
+
+def _refuses_step(sequences: Sequences) -> str | None:
+    """Why a call is not a decode step in a graph, or None."""
+    if mode() != Mode(graph=True):
+        return "it runs in CUDA graphs, except batch-invariant ones"
+    return _refuses_update(sequences) or (None if sequences.single else "it takes one token per sequence")
 
 
 def shifted_norm(
@@ -33,54 +53,118 @@ def shifted_norm(
     Returns a ``few_rows_launch.Shifted``. ``complement``: the factors are 1 - factors_i. ``kept``: also return the norm and the previous
     tokens.
     """
-    few = sequences.single or mode().alike or x.shape[0] * x.shape[1] <= SHIFTED_TOKENS
-    if torch.is_grad_enabled() or private.autocasting() or not (sequences.in_place and few):
-        return None
-    if (parts := norm_of(norm, sequences.halvings)) is None:
-        return None
-    weight, bias, eps, centre = parts
-    launch = kernels("few_rows_launch", x, y, weight, bias, pool, *factors)
-    same = all(one is None or one.dtype == x.dtype for one in (y, weight))
-    if launch is None or not same or x.shape[-1] > 2**14 or pool.stride(1) != 1:
-        return None
-    flat = [None if one is None else one.reshape(-1, x.shape[-1]).contiguous() for one in (x, y)]
+    return SHIFTED_NORM(_ShiftedNorm(x, y, norm, pool, sequences, factors, complement, kept))
+
+
+class _ShiftedNorm(NamedTuple):
+    """The arguments of ``shifted_norm``."""
+
+    x: Tensor
+    y: Tensor | None
+    norm: Any
+    pool: Tensor
+    sequences: Sequences
+    factors: tuple[Tensor, ...]
+    complement: bool
+    kept: bool
+
+
+def _refuses_shifted_norm(c: _ShiftedNorm) -> str | None:
+    x, y, sequences = c.x, c.y, c.sequences
+    if (why := _refuses_update(sequences)) is not None:
+        return why
+    if not (sequences.single or mode().alike or x.shape[0] * x.shape[1] <= SHIFTED_TOKENS):
+        return f"token_shift is faster for more than {SHIFTED_TOKENS} tokens"
+    if isinstance(parts := norm_of(c.norm, sequences.halvings), str):
+        return f"the norm {parts}"
+    if (why := refusal(x, y, parts.weight, parts.bias, c.pool, *c.factors)) is not None:
+        return why
+    if parts.weight.dtype != x.dtype or (y is not None and y.dtype != x.dtype):
+        return "tokens, the residual and the norm must have one dtype"
+    if x.shape[-1] > 2**14:
+        return f"it takes at most {2**14} channels, got {x.shape[-1]}"
+    return None if c.pool.stride(1) == 1 else "rows of the pool must be contiguous"
+
+
+def _shifted_norm(c: _ShiftedNorm) -> Any:
+    x, norm, sequences, launch = c.x, c.norm, c.sequences, launching("few_rows_launch")
+    parts = norm_of(norm, sequences.halvings)
+    assert not isinstance(parts, str)
+    flat = [None if one is None else one.reshape(-1, x.shape[-1]).contiguous() for one in (x, c.y)]
     slots = None if sequences.slots is None else sequences.slots.contiguous()
-    mu = [one.reshape(-1).contiguous() for one in factors]
-    early = ready((norm.weight, getattr(norm, "bias", None), *factors), (weight, bias, *mu))
+    mu = [one.reshape(-1).contiguous() for one in c.factors]
+    early = ready((norm.weight, getattr(norm, "bias", None), *c.factors), (parts.weight, parts.bias, *mu))
     spans = None if sequences.single else (sequences.starts, sequences.bounds)
-    options = {"centre": centre, "complement": complement, "kept": kept, "early": early}
-    found = launch.shifted_norm(*flat, weight, bias, eps, pool, slots, mu, spans, **options)
+    options = {"centre": parts.centre, "complement": c.complement, "kept": c.kept, "early": early}
+    found = launch.shifted_norm(*flat, parts.weight, parts.bias, parts.eps, c.pool, slots, mu, spans, **options)
     whole = [one.view(x.shape) for one in found[:3]]
     return launch.Shifted(*whole, tuple(one.view(x.shape) for one in found.mixed))
 
 
-WIDTH = 2048
-"""The hidden size C for which ``low_rank_maps`` and ``channel_mix`` run, that of RWKV-6 1.6B. Together they save 6 to 7 % of a step of one
-token on an NVIDIA H200. ``low_rank_maps`` followed by other maps, or with more tokens, is slower. Other sizes were not measured."""
+def _nothing(call: Any) -> Any:
+    """The last form: parts are computed by other chains."""
+    return None
 
 
-def _one_row(
-    x: Tensor, y: Tensor | None, norm: Any, pool: Tensor, sequences: Sequences, factors: Sequence[Tensor], others: Sequence[Tensor],
-    maps: Sequence[nn.Module],
-) -> tuple[Any, Any, list[Tensor]] | None:  # fmt: skip
-    """For one token in a graph whose kernels may read all these parameters early: the launching module, its ``Shift``, and map weights."""
-    if torch.is_grad_enabled() or mode() != Mode(graph=True) or not (sequences.single and sequences.in_place) or private.autocasting():
-        return None
-    if x.shape != (1, 1, WIDTH) or sequences.slots is None or (weights := plain_weights(maps)) is None:
-        return None
-    if (parts := norm_of(norm, sequences.halvings)) is None:
-        return None
-    weight, bias, eps, centre = parts
-    learned = [one for one in (norm.weight, None if bias is None else norm.bias, *factors, *others, *weights) if one is not None]
-    few_rows = kernels("few_rows_launch", x, y, pool, *learned)
-    launch = None if few_rows is None else few_rows.on_hopper(x.device, "hopper_one_row_launch")
-    if launch is None or x.element_size() != 2 or any(one.dtype != x.dtype for one in (*learned, x if y is None else y)):
-        return None
-    if not all(one.is_contiguous() for one in learned) or not ready(learned, learned) or pool.shape[0] == 0 or pool.stride(1) != 1:
-        return None
-    flat = [None if one is None else one.reshape(1, -1).contiguous() for one in (x, y)]
-    mu = [one.view(-1) for one in factors]
-    return launch, launch.Shift(*flat, weight, bias, eps, centre, pool, sequences.slots.contiguous(), mu), weights
+PARTS: Form[Any, Any] = Form("parts", _nothing)
+SHIFTED_NORM: Chain[_ShiftedNorm, Any] = Chain(
+    "shifted_norm", Form("shifted_norm", _shifted_norm, _refuses_shifted_norm, lambda c: ("penstock_shifted_norm",)), PARTS
+)
+
+
+class _OneRow(NamedTuple):
+    """The arguments of ``low_rank_maps`` and ``channel_mix``."""
+
+    x: Tensor
+    y: Tensor | None
+    norm: Any
+    pool: Tensor
+    sequences: Sequences
+    factors: Sequence[Tensor]
+    maps: Sequence[nn.Module]
+    low_rank: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+    """mu, down, up and decay of ``low_rank_maps``."""
+
+
+def _refuses_row(c: _OneRow) -> str | None:
+    """Why there is no kernel for one token in a graph whose kernels may read all parameters early, or None."""
+    x, y, sequences = c.x, c.y, c.sequences
+    if (why := _refuses_step(sequences)) is not None:
+        return why
+    if x.shape != (1, 1, WIDTH) or sequences.slots is None:
+        return f"it takes one token of {WIDTH} channels with a slot, got {x.shape[0] * x.shape[1]} of {x.shape[2]}"
+    if (why := next((found for one in c.maps if (found := called(one)) is not None), None)) is not None:
+        return f"a linear map {why}"
+    if isinstance(parts := norm_of(c.norm, sequences.halvings), str):
+        return f"the norm {parts}"
+    learned = _learned(c, parts)
+    if (why := refusal(x, y, c.pool, *learned)) is not None:
+        return why
+    if launching("few_rows_launch").on_hopper(x.device, "hopper_one_row_launch") is None:
+        return "it is a kernel for Hopper"
+    if x.element_size() != 2 or any(one.dtype != x.dtype for one in (*learned, x if y is None else y)):
+        return "it takes one dtype of 16 bits"
+    if not all(one.is_contiguous() for one in learned) or not ready(learned, learned):
+        return "weights must be contiguous parameters"
+    return None if c.pool.shape[0] and c.pool.stride(1) == 1 else "rows of the pool must be contiguous"
+
+
+def _learned(c: _OneRow, parts: NormParts) -> list[Tensor]:
+    bias = None if parts.bias is None else c.norm.bias
+    given = c.norm.weight, bias, *c.factors, *(c.low_rank or ()), *(plain_weights(c.maps) or ())
+    return [one for one in given if one is not None]
+
+
+def _row(c: _OneRow) -> tuple[Any, Any, list[Tensor]]:
+    """The launching module, its ``Shift``, and the weights of the maps."""
+    x, sequences, weights = c.x, c.sequences, plain_weights(c.maps)
+    parts = norm_of(c.norm, sequences.halvings)
+    assert not isinstance(parts, str) and sequences.slots is not None and weights is not None  # noqa: PT018
+    launch = launching("few_rows_launch").on_hopper(x.device, "hopper_one_row_launch")
+    flat = [None if one is None else one.reshape(1, -1).contiguous() for one in (x, c.y)]
+    mu = [one.view(-1) for one in c.factors]
+    shift = launch.Shift(*flat, *parts, c.pool, sequences.slots.contiguous(), mu)
+    return launch, shift, weights
 
 
 def low_rank_maps(
@@ -96,29 +180,60 @@ def low_rank_maps(
 
     Returns x + y, the results of the linear maps, and a ``few_rows_launch.Lasts``: the caller still has to replace the row of the pool.
     """
-    found = _one_row(x, y, norm, pool, sequences, factors, [mu, down, up, decay], maps)
-    if found is None:
-        return None
-    launch, shift, weights = found
-    weights = [decay.T, *weights]
-    if not launch.takes_low_rank(up, weights):
-        return None
-    total, results, lasts = launch.low_rank_maps(shift, mu.view(-1), down, up, weights)
-    return total.view(x.shape), [one[None] for one in results], lasts
+    return LOW_RANK_MAPS(_OneRow(x, y, norm, pool, sequences, factors, maps, (mu, down, up, decay)))
+
+
+def _refuses_low_rank_maps(c: _OneRow) -> str | None:
+    if (why := _refuses_row(c)) is not None:
+        return why
+    assert c.low_rank is not None
+    launch = launching("few_rows_launch").on_hopper(c.x.device, "hopper_one_row_launch")
+    _, _, up, decay = c.low_rank
+    return None if launch.takes_low_rank(up, [decay.T, *(plain_weights(c.maps) or ())]) else "it does not take weights of these sizes"
+
+
+def _low_rank_maps(c: _OneRow) -> tuple[Tensor, list[Tensor], Any]:
+    launch, shift, weights = _row(c)
+    assert c.low_rank is not None
+    mu, down, up, decay = c.low_rank
+    total, results, lasts = launch.low_rank_maps(shift, mu.view(-1), down, up, [decay.T, *weights])
+    return total.view(c.x.shape), [one[None] for one in results], lasts
+
+
+LOW_RANK_MAPS: Chain[_OneRow, tuple[Tensor, list[Tensor], Any] | None] = Chain(
+    "low_rank_maps",
+    Form("low_rank_maps", _low_rank_maps, _refuses_low_rank_maps, lambda c: ("penstock_shifted_low_rank", "penstock_products_hopper")),
+    PARTS,
+)
 
 
 def channel_mix(
     x: Tensor, y: Tensor | None, norm: Any, pool: Tensor, sequences: Sequences, factors: Sequence[Tensor], maps: Sequence[nn.Module]
 ) -> tuple[Tensor, Tensor] | None:
     """The sum x + y, and RWKV-6's channel mix of its norm, in two kernels. ``maps``: key, receptance and value."""
-    found = None if sequences.halvings else _one_row(x, y, norm, pool, sequences, factors, [], maps)
-    if found is None:
-        return None
-    launch, shift, weights = found
-    if not launch.takes_channel_mix(*weights):
-        return None
+    return CHANNEL_MIX(_OneRow(x, y, norm, pool, sequences, factors, maps))
+
+
+def _refuses_channel_mix(c: _OneRow) -> str | None:
+    if c.sequences.halvings:
+        return "the residual stream is divided"
+    if (why := _refuses_row(c)) is not None:
+        return why
+    launch = launching("few_rows_launch").on_hopper(c.x.device, "hopper_one_row_launch")
+    return None if launch.takes_channel_mix(*(plain_weights(c.maps) or ())) else "it does not take weights of these sizes"
+
+
+def _channel_mix(c: _OneRow) -> tuple[Tensor, Tensor]:
+    launch, shift, weights = _row(c)
     total, mixed = launch.channel_mix(shift, *weights)
-    return total.view(x.shape), mixed.view(x.shape)
+    return total.view(c.x.shape), mixed.view(c.x.shape)
+
+
+CHANNEL_MIX: Chain[_OneRow, tuple[Tensor, Tensor] | None] = Chain(
+    "channel_mix",
+    Form("channel_mix", _channel_mix, _refuses_channel_mix, lambda c: ("penstock_shifted_products", "penstock_products_hopper")),
+    PARTS,
+)
 
 
 def rwkv_step(
@@ -141,25 +256,59 @@ def rwkv_step(
 
     Returns a Tensor [B,1,H*V].
     """
-    if torch.is_grad_enabled() or mode() != Mode(graph=True) or not (sequences.single and sequences.in_place) or private.autocasting():
-        return None
-    if not runs_as_written(norm, nn.GroupNorm) or norm.weight is None or norm.bias is None:
-        return None
-    (H, K, V), (low, up) = pool.shape[1:], low_rank or (None, None)
-    activations = [x for x in (r, k, v, gate, low) if x is not None]
+    return RWKV_STEP(_Step(r, k, v, gate, u, bias, norm, pool, sequences, low_rank, lasts))
+
+
+class _Step(NamedTuple):
+    """The arguments of ``rwkv_step``."""
+
+    r: Tensor
+    k: Tensor
+    v: Tensor
+    gate: Tensor
+    u: Tensor
+    bias: Tensor
+    norm: nn.GroupNorm
+    pool: Tensor
+    sequences: Sequences
+    low_rank: tuple[Tensor, Tensor] | None
+    lasts: Any
+
+
+def _refuses_rwkv_step(c: _Step) -> str | None:
+    if (why := _refuses_step(c.sequences)) is not None:
+        return why
+    norm, (low, up), (K, V) = c.norm, c.low_rank or (None, None), c.pool.shape[2:]
+    if (why := altered(norm, nn.GroupNorm)) is not None:
+        return f"the norm {why}"
+    if norm.weight is None or norm.bias is None:
+        return "the norm has no weight or bias"
+    activations = [x for x in (c.r, c.k, c.v, c.gate, low) if x is not None]
     weights = [x for x in (norm.weight, norm.bias, up) if x is not None]
-    launch = kernels("few_rows_launch", *activations, *weights, u, bias, pool)
-    if launch is None or any(x.dtype != r.dtype for x in activations) or not all(x.is_contiguous() for x in weights):
-        return None
-    learned = [*weights, u, bias]
-    if not ready(learned, learned):
-        return None
-    u, bias = u.expand(H, K), bias.view(H, -1).expand(H, K)
+    if (why := refusal(*activations, *weights, c.u, c.bias, c.pool)) is not None:
+        return why
+    if any(x.dtype != c.r.dtype for x in activations):
+        return "all activations must have one dtype"
+    learned = [*weights, c.u, c.bias]
+    if not all(x.is_contiguous() for x in weights) or not ready(learned, learned):
+        return "weights must be contiguous parameters"
     M = 0 if up is None else up.shape[0]
-    if pool.shape[0] == 0 or max(K, V, M) > 512 or max(K * V, K * M) > 2**14:
-        return None
-    slots = None if sequences.slots is None else sequences.slots.contiguous()
+    if c.pool.shape[0] == 0 or max(K, V, M) > 512 or max(K * V, K * M) > 2**14:
+        return f"it takes heads whose state has at most {2**14} elements, got K = {K}, V = {V}"
+    return None
+
+
+def _rwkv_step(c: _Step) -> Tensor:
+    (H, K, V), (low, up), slots = c.pool.shape[1:], c.low_rank or (None, None), c.sequences.slots
+    u, bias, norm = c.u.expand(H, K), c.bias.view(H, -1).expand(H, K), c.norm
+    slots = None if slots is None else slots.contiguous()
     low = None if low is None else low.flatten(0, 1).contiguous()
-    heads = [x.reshape(x.shape[0], H, size).contiguous() for x, size in ((r, K), (k, K), (v, V), (gate, V))]
-    found: Tensor = launch.rwkv_step(*heads, u, bias, low, up, pool, slots, norm.weight, norm.bias, norm.eps, lasts=lasts)
-    return found.view(v.shape)
+    heads = [x.reshape(x.shape[0], H, size).contiguous() for x, size in ((c.r, K), (c.k, K), (c.v, V), (c.gate, V))]
+    launch = launching("few_rows_launch")
+    found: Tensor = launch.rwkv_step(*heads, u, bias, low, up, c.pool, slots, norm.weight, norm.bias, norm.eps, lasts=c.lasts)
+    return found.view(c.v.shape)
+
+
+RWKV_STEP: Chain[_Step, Tensor | None] = Chain(
+    "rwkv_step", Form("rwkv_step", _rwkv_step, _refuses_rwkv_step, lambda c: ("penstock_rwkv_step",)), PARTS
+)

@@ -11,8 +11,8 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from ..errors import Complaints, RangeError
-from .as_written import runs_as_written
-from .fused import log_sigmoid
+from .as_written import altered
+from .decays import log_sigmoid
 from .heads import HeadsConfig, HeadsMixer, projection
 from .linear import linear_again
 from .sequences import Sequences
@@ -83,7 +83,7 @@ class GatedLinearAttention(HeadsMixer):
 
     def mix(self, x: Tensor, state: GLAState, sequences: Sequences) -> tuple[Tensor, GLAState]:
         """Y and the new state."""
-        apart = runs_as_written(self.gk_proj, nn.Sequential)
+        apart = not altered(self.gk_proj, nn.Sequential)
         q, k, v, gate, low, tails = self._project(x, state.tails, sequences, *([self.gk_proj[0]] if apart else []))
         gates = linear_again(low[0], self.gk_proj[1]) if apart else self.gk_proj(x)
         g = log_sigmoid(gates, self.config.gate_logit_normalizer)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from .as_written import runs_as_written
+from .as_written import altered
 from .linear import Linear, linear
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class Halved:
         """Map x [...,inputs] to [...,outputs]."""
         y: Tensor
         then, y = self.then, halved(x, self.sequences)
-        if runs_as_written(then, Linear):
+        if not altered(then, Linear):
             return linear(y, then.weight, None if then.bias is None else halved(then.bias, self.sequences))  # type: ignore[arg-type]
         if any(name.rpartition(".")[2] == "bias" for name, _ in then.named_parameters()):
             return halved(then(x), self.sequences)

@@ -16,10 +16,11 @@ from .activations import ACTIVATIONS
 from .convolution import ShortConvolution
 from .fused import activated, norm_gate
 from .halving import last_map
-from .linear import Linear, linears_of
+from .linear import Linear
 from .mixer import Mixer, MixerConfig
 from .norms import RMSNorm
 from .sequences import Sequences
+from .shared_input import linears_of
 
 
 @dataclass(frozen=True)

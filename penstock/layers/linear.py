@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..call import private, recompute
-from ..call.autocast import cast, no_autocast
-from .as_written import remembered, runs_as_written
+from ..call.autocast import autocasting, cast
+from .as_written import altered, remembered
+from .chains import Chain, Form, recording
 from .cpu import linear as native
-from .triton import kernels
+from .triton import launching, refusal
 
 
 class Mode(NamedTuple):
@@ -72,6 +73,17 @@ def mode() -> Mode:
     return PLAIN if torch.compiler.is_compiling() else _mode.get()
 
 
+def ready(parameters: Sequence[Tensor | None], read: Sequence[Tensor | None]) -> bool:
+    """Whether a kernel may read these tensors, made of ``parameters``, before the previous kernel ends.
+
+    No kernel of a graph writes parameters. Outside graphs the previous kernel may update them. A copy or a cast may be its result.
+    """
+    if not mode().graph:
+        return False
+    pairs = [(one, other) for one, other in zip(parameters, read) if one is not None and other is not None]
+    return all(isinstance(one, nn.Parameter) and one.data_ptr() == other.data_ptr() for one, other in pairs)
+
+
 @remembered
 class Linear(nn.Linear):
     """``nn.Linear`` that calls ``linear``."""
@@ -92,6 +104,12 @@ def as_products(*tensors: Tensor) -> list[Tensor]:
     return list(rounded)
 
 
+def product_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of ``as_products`` of a floating-point tensor."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if autocasting(kind) and x.dtype != torch.float64 else x.dtype
+
+
 def _is_parameter(x: Tensor) -> bool:
     return isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter)
 
@@ -99,45 +117,142 @@ def _is_parameter(x: Tensor) -> bool:
 def linear_again(x: Tensor, module: nn.Module) -> Tensor:
     """A linear map of x [...,K] with a small K: selective recomputation saves x, not the result."""
     y: Tensor = module(x)
-    return recompute.again(y, F.linear, x, module.weight, module.bias) if runs_as_written(module, Linear) else y  # type: ignore[arg-type]
+    return recompute.again(y, F.linear, x, module.weight, module.bias) if not altered(module, Linear) else y  # type: ignore[arg-type]
+
+
+class _Linear(NamedTuple):
+    """The arguments of ``linear``."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    where: Mode
+    why: str | None
+    """Why torch computes it, whatever the sizes, or None."""
+
+    def added(self, y: Tensor) -> Tensor:
+        """The product with the bias."""
+        return y if self.bias is None else y + self.bias
+
+    @property
+    def rows(self) -> Tensor:
+        """The tokens as contiguous rows."""
+        return self.x.reshape(-1, self.x.shape[-1]).contiguous()
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``F.linear``."""
     where = mode()
-    given = (x, weight) if bias is None else (x, weight, bias)
-    others = x.device.type != "cpu" and where == PLAIN
-    odd = x.shape[-1:] != weight.shape[1:] or (bias is not None and (bias.dtype != x.dtype or bias.shape != weight.shape[:1]))
-    if others or odd or (torch.is_grad_enabled() and any(one.requires_grad for one in given)):
-        return F.linear(*(as_products(*given) if recompute.active() and private.fast(given) else given))
-    compiling = torch.compiler.is_compiling()
-    plain = not torch.is_autocast_enabled("cpu") if compiling else private.fast(given) and not private.autocasting()
-    if plain and native.takes(x, weight, many=where.alike):
-        y = _native(x, weight) if compiling else native.linear(x, weight)
-    elif few := linears([x], [weight]):
-        (y,) = few
-    elif plain and where.alike and x.dtype == weight.dtype and (product := kernels("product", x, weight)):
-        y = product.multiply(x.reshape(-1, x.shape[-1]).contiguous(), weight).view(*x.shape[:-1], weight.shape[0])
-    elif plain and where == Mode(graph=True) and _fewest(x, weight) and (product := kernels("product", x, weight)):
-        y = product.multiply_few(x.reshape(-1, x.shape[-1]).contiguous(), weight).view(*x.shape[:-1], weight.shape[0])
-    else:
-        return F.linear(x, weight, bias)
-    return y if bias is None else y + bias
+    why = _by_torch_alone(x, weight, bias, where)
+    if why is not None and not recording():
+        return _by_torch(_Linear(x, weight, bias, where, why))
+    return LINEAR(_Linear(x, weight, bias, where, why))
 
 
-def _fewest(x: Tensor, weight: Tensor) -> bool:
-    return x.dtype == weight.dtype and 0 < x.numel() <= GRAPH_ROWS * weight.shape[1] and weight.stride(1) == 1
+def _by_torch_alone(x: Tensor, weight: Tensor, bias: Tensor | None, where: Mode) -> str | None:
+    if x.device.type != "cpu" and where == PLAIN:
+        return "cuBLAS is as fast outside of CUDA graphs"
+    if x.shape[-1:] != weight.shape[1:] or (bias is not None and (bias.dtype != x.dtype or bias.shape != weight.shape[:1])):
+        return "the sizes or the dtype of the bias do not fit"
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)):
+        return "gradients are on"
+    return None
 
 
-def _plain(one: nn.Module) -> bool:
-    return runs_as_written(one, Linear) and one.bias is None
+def _by_torch(c: _Linear) -> Tensor:
+    given = (c.x, c.weight) if c.bias is None else (c.x, c.weight, c.bias)
+    if c.why is not None and recompute.active() and private.fast(given):
+        return F.linear(*as_products(*given))
+    return F.linear(*given)
+
+
+def _refuses_plain(c: _Linear) -> str | None:
+    """Why the call is not a plain one, without autocast, or None."""
+    if c.why is not None:
+        return c.why
+    if torch.compiler.is_compiling():
+        return "autocast is on" if torch.is_autocast_enabled("cpu") else None
+    if private.autocasting():
+        return "autocast is on"
+    return None if private.fast(c[:3]) else "the call is traced, transformed or in a mode, or a tensor is of a subclass"
+
+
+def _refuses_native(c: _Linear) -> str | None:
+    if (why := _refuses_plain(c)) is not None:
+        return why
+    return None if native.takes(c.x, c.weight, many=c.where.alike) else "it takes few rows of one dtype on a CPU"
+
+
+def _by_native(c: _Linear) -> Tensor:
+    return c.added(_native(c.x, c.weight) if torch.compiler.is_compiling() else native.linear(c.x, c.weight))
+
+
+def _refuses_products_of(c: _Linear) -> str | None:
+    return c.why or refuses_products(_as_linears(c))
+
+
+def _as_linears(c: _Linear) -> Linears:
+    return Linears((c.x,), (c.weight,))
+
+
+def _refuses_product(c: _Linear) -> str | None:
+    if not c.where.alike:
+        return "it runs inside rows_alike"
+    if c.x.dtype != c.weight.dtype:
+        return f"tokens are {c.x.dtype}, the weight is {c.weight.dtype}"
+    return _refuses_plain(c) or refusal(c.x, c.weight)
+
+
+def _refuses_product_few(c: _Linear) -> str | None:
+    x, weight = c.x, c.weight
+    if c.where != Mode(graph=True):
+        return "it runs in CUDA graphs, except batch-invariant ones"
+    if x.dtype != weight.dtype or weight.stride(1) != 1 or not 0 < x.numel() <= GRAPH_ROWS * weight.shape[1]:
+        return f"it takes at most {GRAPH_ROWS} tokens, and rows of weights of the same dtype"
+    return _refuses_plain(c) or refusal(x, weight)
+
+
+def _product(c: _Linear) -> Tensor:
+    return c.added(launching("product").multiply(c.rows, c.weight).view(*c.x.shape[:-1], c.weight.shape[0]))
+
+
+def _product_few(c: _Linear) -> Tensor:
+    return c.added(launching("product").multiply_few(c.rows, c.weight).view(*c.x.shape[:-1], c.weight.shape[0]))
+
+
+LINEAR: Chain[_Linear, Tensor] = Chain(
+    "linear",
+    Form("native", _by_native, _refuses_native),
+    Form("products", lambda c: c.added(products(_as_linears(c))[0]), _refuses_products_of, lambda c: products_kernels(_as_linears(c))),
+    Form("product", _product, _refuses_product, lambda c: ("penstock_product",)),
+    Form("product_few", _product_few, _refuses_product_few, lambda c: ("penstock_product_of_few_rows",)),
+    Form("torch", _by_torch),
+)
+
+
+def called(one: Any) -> str | None:
+    """Why a linear map, or a weight, must be called, or None: it has a bias, hooks, an adapter or a quantized weight, or is no module."""
+    if isinstance(one, Tensor):
+        return None
+    if not isinstance(one, nn.Module):
+        return f"is a {type(one).__name__}"
+    why = altered(one, Linear)
+    return "has a bias" if why is None and one.bias is not None else why
 
 
 def plain_weights(maps: Sequence[Tensor | nn.Module]) -> list[Tensor] | None:
-    """The weights of linear maps. None if one must be called: it has a bias, hooks, an adapter or a quantized weight, or is no module."""
-    if not all(isinstance(one, Tensor) or (isinstance(one, nn.Module) and _plain(one)) for one in maps):
+    """The weights of linear maps, or None if one must be ``called``."""
+    if any(called(one) is not None for one in maps):
         return None
     return [one if isinstance(one, Tensor) else one.weight for one in maps]  # type: ignore[misc]
+
+
+def map_after(then: Any) -> tuple[Tensor | None, str | None]:
+    """The weight of a linear map whose input a kernel may recompute in the backward pass; or None and why not."""
+    if not torch.is_grad_enabled():
+        return None, "gradients are off"
+    why = called(then)
+    return (then.weight, None) if why is None else (None, f"the linear map after it {why}")
 
 
 def linears(
@@ -147,31 +262,68 @@ def linears(
 
     None if no kernel takes the call. With ``relu_squared``, the first result y becomes relu(y)^2; with ``gate``, y sigmoid(gate).
     """
-    where = mode()
-    if where == PLAIN or torch.is_grad_enabled() or (weights := plain_weights(maps)) is None:
-        return None
-    x = inputs[0]
-    K, launch = x.shape[-1], kernels("few_rows_launch", *inputs, *weights, gate)
-    if (
-        launch is None
-        or x.numel() == 0
-        or x.element_size() != 2
-        or len(weights) > launch.PARTS
-        or any(one.dtype != x.dtype or one.shape != x.shape for one in inputs)
-        or any(one.dtype != x.dtype or one.shape[1:] != x.shape[-1:] or one.numel() == 0 for one in weights)
-        or not all(one.is_contiguous() or (n == 0 and one.T.is_contiguous()) for n, one in enumerate(weights))
-        or (gate is not None and gate.dtype != x.dtype)
-        or private.autocasting()
-    ):
-        return None
-    flat = [one.reshape(-1, K).contiguous() for one in inputs]
-    if not launch.takes(flat[0], weights, where.alike):
-        return None
-    gates = None if gate is None else gate.reshape(-1, gate.shape[-1]).contiguous()
+    return LINEARS(Linears(tuple(inputs), tuple(maps), gate, relu_squared))
+
+
+class Linears(NamedTuple):
+    """The arguments of ``linears``."""
+
+    inputs: tuple[Tensor, ...]
+    maps: tuple[Tensor | nn.Module, ...]
+    gate: Tensor | None = None
+    relu_squared: bool = False
+
+
+def refuses_products(c: Linears) -> str | None:
+    """Why one kernel does not compute these linear maps, or None."""
+    where, inputs, gate = mode(), c.inputs, c.gate
+    if where == PLAIN:
+        return "cuBLAS is as fast outside of CUDA graphs"
+    if torch.is_grad_enabled():
+        return "gradients are on"
+    if (weights := plain_weights(c.maps)) is None:
+        return f"a linear map {next(filter(None, map(called, c.maps)))}"
+    if (why := refusal(*inputs, *weights, gate)) is not None:
+        return why
+    x, launch = inputs[0], launching("few_rows_launch")
+    if x.numel() == 0 or any(one.numel() == 0 for one in weights):
+        return "there are no tokens or no weights"
+    if len(weights) > launch.PARTS:
+        return f"it takes at most {launch.PARTS} maps, got {len(weights)}"
+    if x.element_size() != 2 or any(one is not None and one.dtype != x.dtype for one in (*inputs, *weights, gate)):
+        return "it takes one dtype of 16 bits"
+    if any(one.shape != x.shape for one in inputs) or any(one.shape[1:] != x.shape[-1:] for one in weights):
+        return "all inputs must have one shape, which fits the weights"
+    if not all(one.is_contiguous() or (n == 0 and one.T.is_contiguous()) for n, one in enumerate(weights)):
+        return "weights must be contiguous"
+    if private.autocasting():
+        return "autocast is on"
+    flat = x.reshape(-1, x.shape[-1]).contiguous()
+    return None if launch.takes(flat, weights, where.alike) else f"cuBLAS is as fast for {flat.shape[0]} tokens"
+
+
+def products(c: Linears) -> list[Tensor]:
+    """Linear maps in one kernel."""
+    where, x, weights, launch = mode(), c.inputs[0], plain_weights(c.maps), launching("few_rows_launch")
+    assert weights is not None
+    flat = [one.reshape(-1, x.shape[-1]).contiguous() for one in c.inputs]
+    gates = None if c.gate is None else c.gate.reshape(-1, c.gate.shape[-1]).contiguous()
     fixed = where.graph and all(_is_parameter(one) for one in weights)
     compute = launch.products_alike if where.alike else launch.products
-    found = compute(flat, weights, gates, relu_squared=relu_squared, fixed=fixed, counts=partial(_zeros, x.device, launch.COUNTS))
+    found = compute(flat, weights, gates, relu_squared=c.relu_squared, fixed=fixed, counts=partial(_zeros, x.device, launch.COUNTS))
     return [y.view(*x.shape[:-1], -1) for y in found]
+
+
+def products_kernels(c: Linears) -> tuple[str, ...]:
+    """The kernels of ``products``."""
+    x, weights = c.inputs[0], plain_weights(c.maps)
+    found: tuple[str, ...] = launching("few_rows_launch").kernels_of(x.reshape(-1, x.shape[-1]), weights, mode().alike)
+    return found
+
+
+LINEARS: Chain[Linears, list[Tensor] | None] = Chain(
+    "linears", Form("products", products, refuses_products, products_kernels), Form("parts", lambda c: None)
+)
 
 
 def _zeros(device: torch.device, size: int) -> Tensor:
@@ -183,46 +335,6 @@ def _zeros(device: torch.device, size: int) -> Tensor:
         if kept is not None:
             kept[key] = found
     return found
-
-
-def linears_of(x: Tensor, maps: Sequence[nn.Module]) -> list[Tensor]:
-    """Linear maps of one input."""
-    if few := linears([x] * len(maps), maps):
-        return few
-    weights = plain_weights(maps) if len(maps) > 1 and torch.is_grad_enabled() and x.requires_grad else None
-    if weights is None or not private.fast((x, *weights)):
-        return [one(x) for one in maps]
-    given = as_products(x, *weights)
-    if any(one.dtype != given[0].dtype for one in given):
-        return [one(x) for one in maps]
-    return list(SharedInput.apply(*given))  # type: ignore[no-untyped-call]
-
-
-class SharedInput(torch.autograd.Function):
-    """Linear maps of x [...,K] by weights [N,K]. Each backward product accumulates into the gradient of x as it is written.
-
-    Plain autograd stores each product, then reads and writes it again for the sum.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-        """The results."""
-        ctx.save_for_backward(x, *weights)
-        ctx.set_materialize_grads(False)
-        return tuple(F.linear(x, weight) for weight in weights)
-
-    @staticmethod
-    def backward(ctx: Any, *d_results: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Gradients of x and of the weights, by operations that can be differentiated again."""
-        x, *weights = ctx.saved_tensors
-        dx, d_weights = None, []
-        with no_autocast(x):  # autocast would round only the products that are not added in place
-            for dy, weight, wanted in zip(d_results, weights, ctx.needs_input_grad[1:]):
-                flat = None if dy is None else dy.reshape(-1, dy.shape[-1])
-                if flat is not None and ctx.needs_input_grad[0]:
-                    dx = flat @ weight if dx is None else dx.addmm_(flat, weight)
-                d_weights.append(flat.T @ x.reshape(-1, x.shape[-1]) if flat is not None and wanted else None)
-        return None if dx is None else dx.view(x.shape), *d_weights
 
 
 @torch.library.custom_op("penstock::linear_of_few_rows", mutates_args=())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -10,10 +11,11 @@ from torch.nn import functional as F
 
 from ..call.recompute import again
 from ..tokens.dtypes import state_dtype
-from .as_written import runs_as_written
-from .linear import as_products, linear, plain_weights
+from .as_written import altered
+from .chains import Chain, Form, launches
+from .linear import as_products, linear, map_after, product_dtype
 from .norms import GroupedRMSNorm, grouped_rms_norm
-from .triton import kernels
+from .triton import launching, refusal
 
 
 def time_steps(
@@ -33,19 +35,52 @@ def time_steps(
     that of x.
     """
     low, high = map(float, limits)
-    formula = partial(time_steps_formula, limits=(low, high))
-    fits = dt_bias.shape == A_log.shape == dt.shape[-1:] and x.shape[-1] <= 2048
-    launch = kernels("mamba2_launch", dt, dt_bias, A_log, x) if fits else None
-    if launch is None or dt.dtype != x.dtype:
-        return again(formula(dt, dt_bias, A_log, x), formula, dt, dt_bias, A_log, x)
-    given = _rows(dt), dt_bias.contiguous(), A_log.contiguous(), _rows(x)
+    return TIME_STEPS(_TimeSteps(dt, dt_bias, A_log, x, (low, high)))
+
+
+class _TimeSteps(NamedTuple):
+    """The arguments of ``time_steps``."""
+
+    dt: Tensor
+    dt_bias: Tensor
+    A_log: Tensor
+    x: Tensor
+    limits: tuple[float, float]
+
+
+def _refuses_time_steps(c: _TimeSteps) -> str | None:
+    if not c.dt_bias.shape == c.A_log.shape == c.dt.shape[-1:]:
+        return "dt_bias and A_log must have one element per head"
+    if c.x.shape[-1] > 2048:
+        return f"it takes heads of at most 2048 channels, got {c.x.shape[-1]}"
+    return refusal(*c[:4]) or (None if c.dt.dtype == c.x.dtype else f"dt is {c.dt.dtype}, x is {c.x.dtype}")
+
+
+def _time_steps_by_kernel(c: _TimeSteps) -> tuple[Tensor, Tensor, Tensor]:
+    apply, options = launching("mamba2_launch").TimeSteps.apply, (*c.limits, partial(time_steps_formula, limits=c.limits))
+    given = _rows(c.dt), c.dt_bias.contiguous(), c.A_log.contiguous(), _rows(c.x)
 
     def function(*given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        found: tuple[Tensor, Tensor, Tensor] = launch.TimeSteps.apply(*given, low, high, formula)
+        found: tuple[Tensor, Tensor, Tensor] = apply(*given, *options)
         return found
 
     g, v, same = again(function(*given), function, *given)
-    return g.view(dt.shape), v.view(x.shape), same.view(x.shape)
+    return g.view(c.dt.shape), v.view(c.x.shape), same.view(c.x.shape)
+
+
+def _time_steps_by_formula(c: _TimeSteps) -> tuple[Tensor, Tensor, Tensor]:
+    formula = partial(time_steps_formula, limits=c.limits)
+    return again(formula(*c[:4]), formula, *c[:4])
+
+
+TIME_STEPS: Chain[_TimeSteps, tuple[Tensor, Tensor, Tensor]] = Chain(
+    "time_steps",
+    Form(
+        "time_steps", _time_steps_by_kernel, _refuses_time_steps,
+        launches("penstock_time_steps_fwd", backward=("penstock_time_steps_bwd",)),
+    ),
+    Form("formula", _time_steps_by_formula),
+)  # fmt: skip
 
 
 def time_steps_formula(
@@ -72,20 +107,70 @@ def gated_norm(o: Tensor, x: Tensor, D: Tensor, z: Tensor, norm: nn.Module, then
         Maps o + D x [B,T,H*V] and z to the same shape.
     then : nn.Module
     """
-    y: Tensor
-    if isinstance(norm, GroupedRMSNorm) and runs_as_written(norm, GroupedRMSNorm):
-        groups, eps, weight = norm.groups, norm.eps, norm.weight
-        weights = plain_weights([then]) if torch.is_grad_enabled() else None
-        fits = z.shape[-1:] == weight.shape and D.shape == x.shape[2:3] and z.shape[-1] % groups == 0 and z.shape[-1] <= 8192 * groups
-        launch = kernels("mamba2_launch", o, x, D, z, weight, *weights or ()) if fits else None
-        if launch is not None and o.dtype == x.dtype == z.dtype:
-            after = next((one for one in as_products(*weights or ()) if one.dtype == x.dtype), None)
-            rows = _rows(o), _rows(x), D.contiguous(), _rows(z), weight.contiguous()
-            y = launch.GatedNorm.apply(*rows, after, groups, eps, partial(gated_norm_formula, groups=groups, eps=eps))
-            y = y.view(*z.shape[:-1], y.shape[-1])
-            return y if after is not None else then(y)
-    y = then(norm(_skipped(o, x, D).flatten(-2), z))
+    return GATED_NORM(_GatedNorm(o, x, D, z, norm, then, *map_after(then)))
+
+
+class _GatedNorm(NamedTuple):
+    """The arguments of ``gated_norm``."""
+
+    o: Tensor
+    x: Tensor
+    D: Tensor
+    z: Tensor
+    norm: Any
+    then: Any
+    after: Tensor | None
+    """The weight of ``then``, if a kernel may recompute its input."""
+    apart: str | None
+    """Why not."""
+
+
+def _refuses_gated_norm(c: _GatedNorm) -> str | None:
+    o, x, D, z, norm = c[:5]
+    if (why := altered(norm, GroupedRMSNorm)) is not None:
+        return f"the norm {why}"
+    if z.shape[-1:] != norm.weight.shape or D.shape != x.shape[2:3] or z.shape[-1] % norm.groups:
+        return "the sizes of D, the norm and its groups must be those of the heads"
+    if z.shape[-1] > 8192 * norm.groups:
+        return f"it takes groups of at most 8192 channels, got {z.shape[-1] // norm.groups}"
+    if (why := refusal(o, x, D, z, norm.weight, c.after)) is not None:
+        return why
+    return None if o.dtype == x.dtype == z.dtype else f"o is {o.dtype}, x {x.dtype}, z {z.dtype}"
+
+
+def _refuses_gated_norm_linear(c: _GatedNorm) -> str | None:
+    if c.after is None:
+        return c.apart
+    if product_dtype(c.after) != c.x.dtype:
+        return f"the linear map after it has weights of {c.after.dtype}, heads are {c.x.dtype}"
+    return _refuses_gated_norm(c)
+
+
+def _gated_norm_by_kernel(c: _GatedNorm, after: Tensor | None = None) -> Tensor:
+    norm, groups, eps = c.norm, c.norm.groups, c.norm.eps
+    rows = _rows(c.o), _rows(c.x), c.D.contiguous(), _rows(c.z), norm.weight.contiguous()
+    formula = partial(gated_norm_formula, groups=groups, eps=eps)
+    y: Tensor = launching("mamba2_launch").GatedNorm.apply(*rows, after, groups, eps, formula)
+    return y.view(*c.z.shape[:-1], y.shape[-1])
+
+
+def _gated_norm_linear(c: _GatedNorm) -> Tensor:
+    assert c.after is not None
+    return _gated_norm_by_kernel(c, *as_products(c.after))
+
+
+def _gated_norm_by_modules(c: _GatedNorm) -> Tensor:
+    y: Tensor = c.then(c.norm(_skipped(c.o, c.x, c.D).flatten(-2), c.z))
     return y
+
+
+_GATED_NORM_KERNELS = launches("penstock_gated_norm_fwd", backward=("penstock_gated_norm_bwd",))
+GATED_NORM: Chain[_GatedNorm, Tensor] = Chain(
+    "gated_norm",
+    Form("gated_norm_linear", _gated_norm_linear, _refuses_gated_norm_linear, _GATED_NORM_KERNELS),
+    Form("gated_norm", lambda c: c.then(_gated_norm_by_kernel(c)), _refuses_gated_norm, _GATED_NORM_KERNELS),
+    Form("modules", _gated_norm_by_modules),
+)
 
 
 def gated_norm_formula(

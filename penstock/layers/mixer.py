@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..errors import Complaints, RangeError
 from .arguments import check_apart, check_input, check_part, check_sequences
-from .as_written import inherits_forward, remembered
+from .as_written import overridden, remembered
 from .halving import halved
 from .sequences import Sequences, adopt
 from .sizes import check_fields
@@ -148,7 +148,7 @@ class Mixer(nn.Module):
     @property
     def steps(self) -> bool:
         """Whether ``step`` computes what a call would: no hooks, and neither ``forward`` nor ``mix`` replaced."""
-        return inherits_forward(self, Mixer) and type(self).mix is type(self)._stepped and "mix" not in vars(self)
+        return not overridden(self, Mixer) and type(self).mix is type(self)._stepped and "mix" not in vars(self)
 
     def _sequences(
         self, function: str, x: Tensor, cu_seqlens: Tensor | None, slots: Tensor | None = None, state: Any = None, *, in_place: bool = False

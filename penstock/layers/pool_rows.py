@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .triton import kernels
+from .chains import Chain, Form
+from .triton import launching, refusal
 
 
 class PoolRows(NamedTuple):
@@ -24,7 +25,7 @@ class PoolRows(NamedTuple):
 
 def reads_rows(x: Tensor, pool: Tensor) -> bool:
     """Whether kernels for tokens x read rows of a pool in place."""
-    return not torch.is_grad_enabled() and pool.shape[0] > 0 and pool[0].is_contiguous() and kernels("launch", x, pool) is not None
+    return not torch.is_grad_enabled() and pool.shape[0] > 0 and pool[0].is_contiguous() and refusal(x, pool) is None
 
 
 def write_rows(states: Tensor, pool: Tensor, slots: Tensor, ends: Tensor | None = None) -> bool:
@@ -32,8 +33,29 @@ def write_rows(states: Tensor, pool: Tensor, slots: Tensor, ends: Tensor | None 
 
     With ends [N+1]: write the last of the packed tokens [T,...] of each sequence, nothing for an empty one.
     """
-    rows = kernels("rows", states, pool)
-    if rows is None or not (states[0].is_contiguous() and pool[0].is_contiguous()):
-        return False
-    rows.write_rows(states, pool, slots.contiguous(), None if ends is None else ends.contiguous())
+    return WRITE_ROWS(_Write(states, pool, slots, ends))
+
+
+class _Write(NamedTuple):
+    """The arguments of ``write_rows``."""
+
+    states: Tensor
+    pool: Tensor
+    slots: Tensor
+    ends: Tensor | None
+
+
+def _refuses(c: _Write) -> str | None:
+    if (why := refusal(c.states, c.pool)) is not None:
+        return why
+    return None if c.states[0].is_contiguous() and c.pool[0].is_contiguous() else "rows must be contiguous"
+
+
+def _written(c: _Write) -> bool:
+    launching("rows").write_rows(c.states, c.pool, c.slots.contiguous(), None if c.ends is None else c.ends.contiguous())
     return True
+
+
+WRITE_ROWS: Chain[_Write, bool] = Chain(
+    "write_rows", Form("write_rows", _written, _refuses, lambda c: ("penstock_write_rows",)), Form("formula", lambda c: False)
+)

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from ..errors import Complaints, RangeError
 from .decode import channel_mix, shifted_norm
-from .fused import activated, token_shift
+from .fused import activated
 from .halving import halved, last_map
 from .linear import Linear, linears
 from .mixer import Mixer, MixerConfig
 from .sequences import Sequences
+from .token_shift import token_shift
 
 
 class ShiftState(NamedTuple):

@@ -17,6 +17,7 @@ from ..call.validation import known_values
 from ..errors import Complaints, ShapeError, described
 from ..recurrence import functional
 from . import pool_rows
+from .chains import operated
 
 State = TypeVar("State", bound=tuple[Any, ...])
 Kept = TypeVar("Kept")
@@ -161,16 +162,15 @@ class Sequences:
     ) -> tuple[Tensor, Tensor]:
         """Run the recurrence ``variant`` from ``state``: the output [B,T,H,V], and the new state or, in place, the same pool."""
         # Layers compute valid decays, except for NaN, which propagates: a NaN in one sequence does not fail the other sequences of a call.
+        options: dict[str, Any] = {"cu_seqlens": self.cu_seqlens, "scale": scale}
         with nullcontext() if torch.compiler.is_compiling() else known_values("g"):
             if self.in_place:
                 g, u = (*gates, None, None)[:2]
-                slots, cu_seqlens = self.slots, self.cu_seqlens
-                return functional.advance(variant, q, k, v, g, u, state=state, slots=slots, cu_seqlens=cu_seqlens, scale=scale), state
-            options: dict[str, Any] = {"g": gates[0]} if variant == "retention" and gates else {}
-            given = () if options else gates
-            output, after = getattr(functional, variant)(
-                q, k, v, *given, **options, scale=scale, initial_state=state, output_final_state=True, cu_seqlens=self.cu_seqlens
-            )
+                return operated(functional.advance, variant, q, k, v, g, u, state=state, slots=self.slots, **options), state
+            if variant == "retention" and gates:
+                options["g"], gates = gates[0], ()
+            options |= {"initial_state": state, "output_final_state": True}
+            output, after = operated(getattr(functional, variant), q, k, v, *gates, **options)
             return output, after
 
     def read(self, pool: Tensor) -> Tensor:

@@ -12,13 +12,14 @@ from ..call.validation import reads_values
 from ..errors import Complaints, RangeError
 from ..softmax import softmax_attention
 from ..tokens.dtypes import state_dtype
+from .chains import operated
 from .halving import last_map
 from .heads import projection
-from .linear import linears_of
 from .mixer import Mixer, MixerConfig
 from .norms import RMSNorm
 from .rotary import check_base, rotary, rotated
 from .sequences import Sequences
+from .shared_input import linears_of
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ class SoftmaxAttention(Mixer):
         q, k, v = self._project(x, sequences.positions(length))
         after = length + sequences.lengths
         if state.keys.shape[1] == 0 and not sequences.in_place:  # no earlier tokens
-            output = softmax_attention(q, k, v, cu_seqlens=sequences.cu_seqlens, window=self.config.window_size)
+            output = operated(softmax_attention, q, k, v, cu_seqlens=sequences.cu_seqlens, window=self.config.window_size)
             if sequences.cu_seqlens is None:
                 return self._project_output(output, sequences), SoftmaxAttentionState(k, v, after)
             room, keys, values = self._room(state, after, sequences), state.keys, state.values
@@ -191,8 +192,8 @@ class SoftmaxAttention(Mixer):
         rows = torch.arange(N, device=q.device) * S
         ends = torch.stack([rows + lengths.clamp(max=S), rows + S], 1).flatten()
         zero = ends.new_zeros(1)
-        output = softmax_attention(
-            q.flatten(0, 1)[None], keys.flatten(0, 1)[None].to(q.dtype), values.flatten(0, 1)[None].to(q.dtype),
+        output = operated(
+            softmax_attention, q.flatten(0, 1)[None], keys.flatten(0, 1)[None].to(q.dtype), values.flatten(0, 1)[None].to(q.dtype),
             cu_seqlens=torch.cat([zero, queries.repeat_interleave(2)]), cu_seqlens_k=torch.cat([zero, ends]),
             window=self.config.window_size,
         )  # fmt: skip

@@ -9,9 +9,9 @@ from torch import Tensor
 from .fused import activated
 from .halving import last_map
 from .heads import projection
-from .linear import linears_of
 from .mixer import Mixer, MixerConfig, Stateless
 from .sequences import Sequences
+from .shared_input import linears_of
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from ..call.private import in_transform, is_fake
 from ..call.recompute import recomputing
 from ..errors import Complaints, RangeError
 from ..layers import Mixer, Sequences, Stateless
-from ..layers.as_written import remembered, runs_as_written, unwrapped
+from ..layers.as_written import altered, remembered, unwrapped
 from ..layers.fused import add_norm
 from ..layers.norms import RMSNorm
 from ..layers.sequences import adopt
@@ -214,7 +214,7 @@ class Backbone(nn.Module):
             if every is not None:
                 x, y = x if y is None else x + y, None
                 every.append(x * 2.0**sequences.halvings if sequences.halvings else x)
-            if runs_as_written(layer, Layer):
+            if not altered(layer, Layer):
                 x, y = layer.advance(x, y, one, sequences)  # type: ignore[operator]
                 continue
             x, after = layer(x if y is None else x + y, one, sequences)

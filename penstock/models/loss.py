@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +14,10 @@ from ..call.autocast import autocasting
 from ..call.declaration import FLOATS, INDICES, Argument
 from ..call.validation import check_tensor, reads_values
 from ..errors import Complaints, DtypeError, RangeError, described, shortened
+from ..layers.chains import Chain, Form
 from ..layers.linear import plain_weights
 from ..layers.sizes import check_whole
-from ..layers.triton import kernels
+from ..layers.triton import launching, refusal
 from ..tokens.dtypes import state_dtype
 
 CHUNK_TOKENS = 2048
@@ -160,19 +162,31 @@ def _pass(
 
     The gradient of the weight is not rounded to its dtype, that of x only where products are.
     """
-    losses = x.new_empty(labels.shape, dtype=state_dtype(x.dtype))
+    return CROSS_ENTROPY(_Pass(x, weight, labels, counted, gradient, wanted, chunk_tokens))
+
+
+class _Pass(NamedTuple):
+    """The arguments of ``_pass``."""
+
+    x: Tensor
+    weight: Tensor
+    labels: Tensor
+    counted: Tensor
+    gradient: Tensor
+    wanted: tuple[bool, bool]
+    chunk_tokens: int
+
+
+def _in_chunks(c: _Pass, of_chunk: Callable[[Tensor, slice, Tensor | None, Tensor], Tensor]) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """``_pass`` with a function of the logits of a chunk, the chunk and the gradients of its losses, which writes the losses."""
+    x, weight, wanted = c.x, c.weight, c.wanted
+    losses = x.new_empty(c.labels.shape, dtype=state_dtype(x.dtype))
     wide = _float32_products(x, weight)
     dx = torch.empty_like(x, dtype=losses.dtype if wide else x.dtype) if wanted[0] else None
     dweight = torch.zeros_like(weight, dtype=losses.dtype) if wanted[1] else None
-    launch = kernels("cross_entropy", x, weight) if len(weight) else None
-    targets = None if launch is None else labels.masked_fill(labels < 0, len(weight)).masked_fill(~counted, -1)
-    for begin in range(0, len(labels), chunk_tokens):
-        part = slice(begin, begin + chunk_tokens)
-        logits, upstream = x[part] @ weight.T, gradient[part] if any(wanted) else None
-        if launch is None or targets is None:
-            logits = _chunk(logits, labels[part], counted[part], upstream, losses[part])
-        else:
-            launch.cross_entropy(logits, targets[part], None if upstream is None else upstream.contiguous(), losses[part])
+    for begin in range(0, len(c.labels), c.chunk_tokens):
+        part = slice(begin, begin + c.chunk_tokens)
+        logits = of_chunk(x[part] @ weight.T, part, c.gradient[part] if any(wanted) else None, losses[part])
         if dx is not None:
             _add_product(dx[part], logits, weight, 0, wide)
         if dweight is not None:
@@ -181,9 +195,34 @@ def _pass(
     return losses, dx, dweight
 
 
+def _by_kernel(c: _Pass) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    launch = launching("cross_entropy")
+    targets = c.labels.masked_fill(c.labels < 0, len(c.weight)).masked_fill(~c.counted, -1)
+
+    def of_chunk(logits: Tensor, part: slice, upstream: Tensor | None, losses: Tensor) -> Tensor:
+        launch.cross_entropy(logits, targets[part], None if upstream is None else upstream.contiguous(), losses)
+        return logits
+
+    return _in_chunks(c, of_chunk)
+
+
+def _by_torch(c: _Pass) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    return _in_chunks(c, lambda logits, part, upstream, losses: _chunk(logits, c.labels[part], c.counted[part], upstream, losses))
+
+
+CROSS_ENTROPY: Chain[_Pass, tuple[Tensor, Tensor | None, Tensor | None]] = Chain(
+    "cross_entropy",
+    Form(
+        "cross_entropy", _by_kernel, lambda c: refusal(c.x, c.weight) if len(c.weight) else "there is no vocabulary",
+        lambda c: ("penstock_cross_entropy",),
+    ),
+    Form("formula", _by_torch),
+)  # fmt: skip
+
+
 def _float32_products(x: Tensor, weight: Tensor) -> bool:
     """Whether products of 16-bit tensors are added to float32 tensors without rounding: where kernels run, on NVIDIA, since torch 2.11."""
-    if x.dtype not in (torch.float16, torch.bfloat16) or x.device.type != "cuda" or kernels("cross_entropy", x, weight) is None:
+    if x.dtype not in (torch.float16, torch.bfloat16) or x.device.type != "cuda" or refusal(x, weight) is not None:
         return False
     if torch.version.hip is not None or torch.__version__ < "2.11":
         return False

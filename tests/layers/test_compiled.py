@@ -20,7 +20,7 @@ from triton.runtime.jit import JITFunction
 
 from penstock.engine import choosing_kernel, scoring_kernel
 from penstock.engine.slot_tables import BIASED, CONSTRAINED, LIMITED, PENALISED, SlotTables
-from penstock.layers import fused
+from penstock.layers.token_shift import kept_formula, shift_formula
 from penstock.layers.triton import convolution_launch, cross_entropy, few_rows_launch, launch, mamba2_launch, token_shift_launch
 from penstock.layers.triton import rows as states
 from penstock.layers.triton import product as products
@@ -64,7 +64,7 @@ for tokens, heads in product((1, 3), (1, 2)):
     starts = torch.zeros(tokens, dtype=torch.int64)
     for hidden, up in ((None, None), (learned(tokens, 2, 8), learned(2, 8, 70))):
         last = torch.zeros(1, 70, dtype=torch.bfloat16)
-        backward(*token_shift_launch.TokenShift.apply(learned(tokens, 70), last, starts, learned(2, 70), hidden, up, fused.shift_formula))
+        backward(*token_shift_launch.TokenShift.apply(learned(tokens, 70), last, starts, learned(2, 70), hidden, up, shift_formula))
         for slots in (None, torch.zeros(1, dtype=torch.int64)):
             factors = learned(2, 70).detach().unbind()
             given = (torch.zeros(tokens, 70), torch.zeros(1, 70), starts, slots, factors, hidden, up)
@@ -77,9 +77,9 @@ for tokens, heads in product((1, 3), (1, 2)):
     for b in (None, learned(tokens, 70)):
         backward(launch.Activated.apply(learned(tokens, 70), b, "silu", None))
     backward(launch.ReluSquared.apply(learned(tokens, 70)))
-    shifted = token_shift_launch.TokenShift.apply(learned(tokens, 70), last, starts, learned(1, 70), None, None, fused.kept_formula, True)
+    shifted = token_shift_launch.TokenShift.apply(learned(tokens, 70), last, starts, learned(1, 70), None, None, kept_formula, True)
     backward(*shifted)
-    given = learned(tokens, 70), last, starts, learned(1, 70), None, None, fused.shift_formula, False, True
+    given = learned(tokens, 70), last, starts, learned(1, 70), None, None, shift_formula, False, True
     backward(*token_shift_launch.TokenShift.apply(*given))
     for activation in ("sigmoid", "tanh", "elu+1"):
         launch.pointwise_backward(launch.pointwise(learned(tokens, 70), activation), learned(tokens, 70), activation)

@@ -1,14 +1,12 @@
 """The kernels of decode steps against PyTorch, under Triton's interpreter."""
 
-from importlib import import_module
-
 import pytest
 import torch
 from architectures import ARCHITECTURES, SIZES, flat, model_of
 from formulas import error
 
 from penstock.gpu.target import interpreting
-from penstock.layers import convolution, decode, fused, linear
+from penstock.layers import convolution, decode, linear
 from penstock.layers.sequences import Sequences
 from penstock.recurrence import functional
 
@@ -241,7 +239,7 @@ def test_what_a_strong_decay_leaves_is_exact(log):
 
 
 @pytest.fixture
-def launched(monkeypatch):
+def launched(monkeypatch, kernels_on_a_cpu):
     """The functions that are called while the kernels of decode steps take tensors on a CPU."""
     taken = dict.fromkeys(("products", "low_rank", "low_rank_decay", "shifted_norm", "rwkv_step"), launch)
     taken |= dict.fromkeys(("convolved", "tails", "step"), convolution_launch)
@@ -253,8 +251,6 @@ def launched(monkeypatch):
     for name, one in taken.items():
         monkeypatch.setattr(one, name, watched(name))
     monkeypatch.setattr(linear.native, "takes", lambda x, weight, many: False)
-    for module in (convolution, decode, fused, linear):
-        monkeypatch.setattr(module, "kernels", lambda name, *tensors: import_module(f"penstock.layers.triton.{name}"))
     return names
 
 

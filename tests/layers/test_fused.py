@@ -9,14 +9,13 @@ from architectures import ARCHITECTURES, SIZES, model_of
 from formulas import error
 
 from penstock.gpu.target import interpreting
-from penstock.layers import convolution, fused, mamba2_chains
+from penstock.layers import convolution, decays, fused, token_shift
 from penstock.layers.norms import RMSNorm
 from penstock.layers.sequences import Sequences
 
 launch = pytest.importorskip("penstock.layers.triton.launch")
 convolution_launch = pytest.importorskip("penstock.layers.triton.convolution_launch")
 few_rows_launch = pytest.importorskip("penstock.layers.triton.few_rows_launch")
-mamba2_launch = pytest.importorskip("penstock.layers.triton.mamba2_launch")
 token_shift_launch = pytest.importorskip("penstock.layers.triton.token_shift_launch")
 product = pytest.importorskip("penstock.layers.triton.product")
 rows = pytest.importorskip("penstock.layers.triton.rows")
@@ -64,13 +63,13 @@ def test_token_shift(count, rank, complement, packed, dtype, monkeypatch):
     x, last, mu = normal(75, C, dtype=dtype), normal(at.count, C, dtype=dtype), normal(count, C, dtype=dtype)
     hidden, up = (normal(75, count, rank, dtype=dtype), normal(count, rank, C, dtype=dtype) / rank**0.5) if rank else (None, None)
     kernel = token_shift_launch.TokenShift.apply
-    known = partial(fused.shift_formula, complement=complement)
+    known = partial(token_shift.shift_formula, complement=complement)
 
     def ours(x, mu, hidden, up):
         return kernel(x, last, at.starts, mu, hidden, up, known, False, complement)
 
     def formula(x, mu, hidden, up):
-        return fused.shift_formula(x, last.double(), at.starts, 1 - mu if complement else mu, hidden, up)
+        return token_shift.shift_formula(x, last.double(), at.starts, 1 - mu if complement else mu, hidden, up)
 
     hold(ours, formula, (x, mu, hidden, up), dtype=dtype)
 
@@ -86,7 +85,7 @@ def test_token_shift_from_rows_of_a_pool(rank, packed, dtype):
     hidden, up = (normal(75, 5, rank, dtype=dtype), normal(5, rank, C, dtype=dtype) / rank**0.5) if rank else (None, None)
     found = token_shift_launch.shifted(x, pool, at.starts, slots, mu.unbind(), hidden, up, tanh=rank > 0)
     exact = [None if one is None else one.double() for one in (hidden, up)]
-    wanted = fused.shift_formula(
+    wanted = token_shift.shift_formula(
         x.double(), pool[slots].double(), at.starts, mu.double(), None if hidden is None else exact[0].tanh(), exact[1]
     )
     for y, one in zip(found, wanted):
@@ -101,10 +100,10 @@ def test_low_rank_parts_may_be_narrower_than_tokens():
     x, last, mu = normal(75, 70), normal(5, 70), normal(5, 70)
 
     def ours(hidden, up):
-        return kernel(x, last, at.starts, mu, hidden, up, fused.shift_formula)
+        return kernel(x, last, at.starts, mu, hidden, up, token_shift.shift_formula)
 
     def formula(hidden, up):
-        return fused.shift_formula(x.double(), last.double(), at.starts, mu.double(), hidden, up)
+        return token_shift.shift_formula(x.double(), last.double(), at.starts, mu.double(), hidden, up)
 
     half = torch.float16
     hold(ours, formula, (normal(75, 5, 4, dtype=half), normal(5, 4, 70, dtype=half) / 2), dtype=half)
@@ -115,7 +114,7 @@ def test_token_shift_is_the_loop_over_tokens():
         at = sequences(packed)
         last, m = normal(at.count, 3), normal(3, seed=5)
         x = normal(1, 75, 3) if packed else normal(3, 25, 3)
-        (found,) = fused.token_shift(x, last, at, m)
+        (found,) = token_shift.token_shift(x, last, at, m)
         spans = [(0, 0), (0, 33), (33, 40), (40, 40), (40, 75)] if packed else [(25 * n, 25 * n + 25) for n in range(3)]
         for n, (begin, end) in enumerate(spans):
             before = last[n]
@@ -147,7 +146,7 @@ def test_element_wise(dtype):
         given = (activation, formula)
         hold(lambda a, b, given=given: launch.Activated.apply(a, b, *given), formula, (a, other), dtype=dtype)
         hold(lambda a, b, weight, given=given: launch.ActivatedLinear.apply(a, b, weight, *given), formula, (a, other, weight), dtype=dtype)
-    hold(lambda x, bias: launch.Decay.apply(x, bias, fused.decay_formula), fused.decay_formula, (a, bias), dtype=dtype)
+    hold(lambda x, bias: launch.Decay.apply(x, bias, decays.decay_formula), decays.decay_formula, (a, bias), dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -179,7 +178,7 @@ def test_gradients_of_shifted_tokens_do_not_depend_on_other_sequences(rank):
     for end in (75, 25):  # of the first sequence: a product of float32 under the interpreter depends on the place of a row
         leaves = [one[:end].clone().requires_grad_() for one in (x, hidden) if one is not None]
         given = (mu, leaves[1] if rank else None, up)
-        y = token_shift_launch.TokenShift.apply(leaves[0], last, at.starts[:end], *given, fused.shift_formula)
+        y = token_shift_launch.TokenShift.apply(leaves[0], last, at.starts[:end], *given, token_shift.shift_formula)
         found.append([*y, *torch.autograd.grad(y, leaves, [d[:end] for d in upstream])])
     assert all(torch.equal(one[:25], alone) for one, alone in zip(*found))
 
@@ -189,10 +188,10 @@ def test_gradients_of_further_uses_of_shifted_tokens(used):
     at, x, last, mu = sequences(True), normal(75, 70).requires_grad_(), normal(5, 70), normal(1, 70).requires_grad_()
 
     def ours(x, mu):
-        return token_shift_launch.TokenShift.apply(x, last, at.starts, mu, None, None, fused.kept_formula, True)
+        return token_shift_launch.TokenShift.apply(x, last, at.starts, mu, None, None, token_shift.kept_formula, True)
 
     def formula(x, mu):
-        return fused.kept_formula(x, last.to(x.dtype), at.starts, mu, None, None)
+        return token_shift.kept_formula(x, last.to(x.dtype), at.starts, mu, None, None)
 
     hold(ours, formula, (x, mu))
     grads = []
@@ -208,7 +207,7 @@ def test_gradients_of_further_uses_of_shifted_tokens(used):
 def test_log_sigmoids(dtype):
     kernel = launch.LogSigmoid.apply
     x = torch.cat([normal(5, 500, dtype=dtype).flatten() * 4, torch.tensor([100.0, -100.0, torch.inf, -torch.inf], dtype=dtype)])
-    formula = partial(fused.log_sigmoid_formula, normalizer=16.0)
+    formula = partial(decays.log_sigmoid_formula, normalizer=16.0)
     hold(lambda x: kernel(x, 16.0, formula), formula, (x[:-1],), dtype=dtype)
     found, wanted = kernel(x, 16.0, formula), formula(x.double())
     assert found.dtype == torch.float32
@@ -372,7 +371,7 @@ def test_one_tensor_as_two_arguments():
 
 
 def test_gradients_of_the_token_before_the_first():
-    at, formula = sequences(True), fused.shift_formula
+    at, formula = sequences(True), token_shift.shift_formula
     x, last, mu = normal(75, 8), normal(5, 8).requires_grad_(), normal(2, 8)
     found = token_shift_launch.TokenShift.apply(x, last, at.starts, mu, None, None, formula)
     wanted = formula(x, last, at.starts, mu, None, None)
@@ -385,7 +384,7 @@ def test_nan_of_other_tokens_stays_theirs():
     at = sequences(False)
     x = normal(75, 8)
     x[25] = float("nan")
-    (found,) = token_shift_launch.TokenShift.apply(x, normal(3, 8), at.starts, normal(1, 8), None, None, fused.shift_formula)
+    (found,) = token_shift_launch.TokenShift.apply(x, normal(3, 8), at.starts, normal(1, 8), None, None, token_shift.shift_formula)
     assert sorted(found.isnan().any(1).nonzero().flatten().tolist()) == [25, 26]
     assert launch.Activated.apply(x, None, "relu_squared", None).isnan().any(1).sum() == 1
 
@@ -393,24 +392,20 @@ def test_nan_of_other_tokens_stays_theirs():
 def test_empty_inputs():
     at = Sequences(torch.empty(2, 0, 1))
     x, mu = torch.zeros(0, 8, requires_grad=True), torch.ones(2, 8, requires_grad=True)
-    found = token_shift_launch.TokenShift.apply(x, torch.zeros(2, 8), at.starts, mu, None, None, fused.shift_formula)
+    found = token_shift_launch.TokenShift.apply(x, torch.zeros(2, 8), at.starts, mu, None, None, token_shift.shift_formula)
     dx, dmu = torch.autograd.grad(sum(y.sum() for y in found), (x, mu))
     assert dx.shape == (0, 8)
     assert dmu.abs().max() == 0
 
 
 @pytest.fixture
-def on_a_cpu(monkeypatch):
+def on_a_cpu(monkeypatch, kernels_on_a_cpu):
     """Kernels take tensors on a CPU; how often each autograd function ran."""
     ran = Counter()
     others = {"TokenShift": token_shift_launch, "Convolution": convolution_launch}
     for name in ("AddNorm", "NormGate", "NormGateLinear", "Activated", "ActivatedLinear", "ReluSquared", "Decay", *others):
         one = getattr(others.get(name, launch), name)
         monkeypatch.setattr(one, "forward", staticmethod(lambda *given, name=name, whole=one.forward: ran.update([name]) or whole(*given)))
-    modules = {"launch": launch, "mamba2_launch": mamba2_launch, "token_shift_launch": token_shift_launch}
-    for module in (fused, mamba2_chains):
-        monkeypatch.setattr(module, "kernels", lambda name, *tensors: modules.get(name))
-    monkeypatch.setattr(convolution, "kernels", lambda name, *tensors: convolution_launch)
     return ran
 
 

@@ -7,7 +7,7 @@ from emulated import gluon
 from formulas import error
 
 from penstock.gpu.target import interpreting
-from penstock.layers import convolution, decode, fused, linear
+from penstock.layers import decode, linear
 from penstock.layers.sequences import Sequences
 from penstock.models import CausalLM, rwkv6
 
@@ -167,7 +167,7 @@ def test_channel_mixes_that_are_refused():
 
 
 @pytest.fixture
-def taken(monkeypatch):
+def taken(kernels_on_a_cpu, monkeypatch):
     """The functions that are called while all kernels take tensors on a CPU; those for Hopper are emulated, or formulas where they need
     larger models."""
     names, C = [], SIZES["hidden_size"]
@@ -192,8 +192,6 @@ def taken(monkeypatch):
         monkeypatch.setattr(launch, "takes_" + one.__name__.removesuffix("_maps"), lambda *given: True)
     monkeypatch.setattr(decode, "WIDTH", C)
     monkeypatch.setattr(linear.native, "takes", lambda x, weight, many: False)
-    for module in (convolution, decode, fused, linear):
-        monkeypatch.setattr(module, "kernels", lambda name, *tensors: few_rows if name == "few_rows_launch" else None)
     return names
 
 
@@ -280,7 +278,7 @@ class Launcher:
         return lambda *given, **constants: self.run(grid, given, constants)
 
 
-def test_steps_of_one_token_at_their_width(monkeypatch):
+def test_steps_of_one_token_at_their_width(kernels_on_a_cpu, monkeypatch):
     """Both functions, with all of their launches emulated."""
     torch.manual_seed(0)
     model = CausalLM(rwkv6(vocab_size=13, hidden_size=2048, num_layers=1, intermediate_size=4352, head_size=64)).to(torch.bfloat16)
@@ -301,7 +299,6 @@ def test_steps_of_one_token_at_their_width(monkeypatch):
         monkeypatch.setattr(module, "on_device_of", emulated)
         monkeypatch.setattr(module, "described", lambda x, known: gluon.Descriptor(x, known["block_shape"]))
     monkeypatch.setattr(few_rows, "on_hopper", lambda device, name: launch)
-    monkeypatch.setattr(decode, "kernels", lambda name, *tensors: few_rows)
     x, pool = normal(1, 1, 2048, dtype=torch.bfloat16), normal(3, 2048, dtype=torch.bfloat16)
     sequences, kept = Sequences(x, None, torch.tensor([1]), in_place=True), pool.clone()
     factors, maps = mixer._factors(), [channel.key, channel.receptance, channel.value]

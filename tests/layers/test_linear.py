@@ -9,7 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.layers import GLAConfig, SwiGLUConfig
 from penstock.layers.cpu import linear as native
-from penstock.layers.linear import PLAIN, Linear, Mode, _zeros, in_graph, linear, linears_of, mode, rows_alike
+from penstock.layers.linear import PLAIN, Linear, Mode, _zeros, in_graph, linear, mode, rows_alike
+from penstock.layers.shared_input import linears_of
 
 DTYPES = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
 SIZES = [(1, 1), (5, 3), (7, 8), (64, 100), (33, 2049), (300, 64)]

@@ -2,7 +2,6 @@
 
 import math
 from contextlib import nullcontext
-from importlib import import_module
 from typing import get_args
 
 import mpmath as mp
@@ -10,11 +9,11 @@ import pytest
 import torch
 
 import penstock as ps
-from penstock.gpu.target import interpreting
-from penstock.layers import LinearAttentionConfig, activations, fused, mamba2_chains
+from penstock.layers import LinearAttentionConfig, activations, decays, fused, mamba2_chains
 from penstock.layers.activations import ACTIVATIONS
 from penstock.layers.convolution import ShortConvolution
 from penstock.layers.sequences import Sequences
+from penstock.layers.token_shift import token_shift
 from penstock.recurrence.operators import FAMILY
 from penstock.tokens.dtypes import state_dtype
 from penstock.tokens.feature_maps import FEATURE_MAPS
@@ -71,27 +70,12 @@ OURS = {
     **{f"gate {name}": (gated(name), {"relu_squared": "squared_relu"}.get(name, name)) for name in get_args(fused.Activation)},
     "tanh": (activations.tanh, "tanh"),
     "convolution": (convolution, "silu"),
-    "gla": (lambda x: fused.log_sigmoid(x, 1.0), "log sigmoid"),
-    "rwkv": (lambda x: fused.decay(x[None], x.new_zeros(x.shape))[0], "-exp"),
+    "gla": (lambda x: decays.log_sigmoid(x, 1.0), "log sigmoid"),
+    "rwkv": (lambda x: decays.decay(x[None], x.new_zeros(x.shape))[0], "-exp"),
     "mamba2": (time_steps, "softplus"),
 }
 """What operators and layers compute, and its name in EXACT."""
 every_function = pytest.mark.parametrize("name", OURS)
-
-
-@pytest.fixture
-def by_kernels(monkeypatch):
-    """Kernels run under the interpreter on a CPU, where layers would take formulas."""
-
-    def kernels(name, *tensors):
-        wide = any(x is not None and x.dtype == torch.float64 for x in tensors)
-        return None if wide else import_module(f"penstock.layers.triton.{name}")
-
-    pytest.importorskip("triton")
-    if not interpreting():
-        pytest.skip("needs Triton's interpreter")
-    for module in (activations, fused, mamba2_chains, import_module("penstock.layers.convolution")):
-        monkeypatch.setattr(module, "kernels", kernels)
 
 
 def hold(found, exact, points, roundings):
@@ -148,7 +132,7 @@ def test_values_and_derivatives_under_autocast(name, dtype):
 @pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
 @every_function
 @pytest.mark.filterwarnings("ignore:overflow encountered")  # of NumPy, by the interpreter
-def test_values_and_derivatives_of_kernels(name, dtype, by_kernels):
+def test_values_and_derivatives_of_kernels(name, dtype, kernels_on_a_cpu):
     holds(name, dtype)
 
 
@@ -282,10 +266,10 @@ def test_layer(shift, dtype, autocast):
 def test_small_shares_of_a_token(dtype, kernel, request):
     """RWKV-5: x m + p (1 - m) with the bits of m, also where 1 - m rounds to 1; here p is 0."""
     if kernel:
-        request.getfixturevalue("by_kernels")
+        request.getfixturevalue("kernels_on_a_cpu")
     m = torch.tensor([1e-5, 1e-4, 1e-3, 3e-3, 1e-2, 0.1], dtype=torch.float64).to(dtype)
     x = torch.full((5, 1, 6), 3.0, dtype=dtype)
     with torch.no_grad():
-        (y,) = fused.token_shift(x, torch.zeros(5, 6, dtype=dtype), Sequences(x), m, complement=True)
+        (y,) = token_shift(x, torch.zeros(5, 6, dtype=dtype), Sequences(x), m, complement=True)
     wanted = 3 * m.double()
     assert ((y[:, 0].double() - wanted).abs() <= 4 * torch.finfo(dtype).eps * wanted).all()

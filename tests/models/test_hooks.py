@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from penstock import ShapeError
 from penstock.engine import Engine, SamplingParams
 from penstock.gpu.target import interpreting
-from penstock.layers import Mixer, convolution, decode, fused, linear
+from penstock.layers import Mixer, linear
 from penstock.models import CausalLM
 from penstock.models.backbone import Layer
 from penstock.models.streaming import stream
@@ -151,11 +151,11 @@ def test_any_change_of_a_module_acts_in_every_pass(name: str, change: Callable[.
 
 @pytest.mark.parametrize("name", ["rwkv5.2", "rwkv6", "gla", "mamba2"])
 @pytest.mark.skipif(not interpreting(), reason="needs Triton's interpreter")
-def test_kernels_of_decode_steps_step_aside_for_one_module_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_of_decode_steps_step_aside_for_one_module_alone(
+    name: str, monkeypatch: pytest.MonkeyPatch, kernels_on_a_cpu: None
+) -> None:
     """A norm, mixer or layer with a hook runs as a module; the other layers keep their kernels."""
     model, launch = model_of(name), import_module("penstock.layers.triton.few_rows_launch")
-    for module in (convolution, decode, fused, linear):
-        monkeypatch.setattr(module, "kernels", lambda name, *tensors: import_module(f"penstock.layers.triton.{name}"))
     names: list[str] = []
     whole = launch.shifted_norm
     monkeypatch.setattr(launch, "shifted_norm", lambda *given, **options: names.append("shifted_norm") or whole(*given, **options))

@@ -8,7 +8,7 @@ from formulas import error
 from torch.nn import functional as F
 
 from penstock import DtypeError, InvalidArgument, RangeError, ShapeError
-from penstock.gpu.target import interpreting
+from penstock.layers import triton
 from penstock.models import loss as losses
 from penstock.models.loss import linear_cross_entropy
 
@@ -22,10 +22,8 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """
     if request.param == "kernel":
         module = pytest.importorskip("penstock.layers.triton.cross_entropy")
-        if not interpreting():
-            pytest.skip("needs Triton's interpreter")
         monkeypatch.setattr(module, "BLOCK", 32)
-        monkeypatch.setattr(losses, "kernels", lambda name, x, weight: None if x.dtype == torch.float64 else module)
+        request.getfixturevalue("kernels_on_a_cpu")
     if request.param == "float32 products":
         addmm = torch.addmm
 
@@ -274,11 +272,10 @@ def test_infinite_logits_and_nan() -> None:
     counted[5] = False
     logits[:, 20:], logits[4:6, 1], logits[6] = -torch.inf, torch.nan, -torch.inf
     found, d_logits, upstream = torch.empty(T), logits.clone(), torch.linspace(1, 2, T)
-    module = losses.kernels("cross_entropy", x, weight)
-    if module is None:
+    if triton.refusal(x, weight) is not None:
         d_logits = losses._chunk(d_logits, labels, counted, upstream, found)
     else:
-        module.cross_entropy(d_logits, labels.masked_fill(~counted, -1), upstream, found)
+        triton.launching("cross_entropy").cross_entropy(d_logits, labels.masked_fill(~counted, -1), upstream, found)
     leaf, fine = logits.double().requires_grad_(), counted.clone()
     true = F.cross_entropy(leaf, labels, reduction="none")
     true.backward(upstream.double())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -12,11 +13,24 @@ from ...call import private
 from ...gpu.target import unavailable
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+DEVICES = ("cuda",)
+"""Devices on which the kernels run. Tests add the CPU, for Triton's interpreter."""
 
 
-def kernels(name: str, *tensors: Tensor | None) -> Any:
-    """The launching module ``name``, or None where PyTorch computes: not on a GPU, float64, compiled graphs, transforms."""
-    given = [x for x in tensors if x is not None]
-    if given[0].device.type != "cuda" or any(x.dtype not in DTYPES for x in given) or not private.fast(given):
-        return None
-    return None if unavailable() else import_module("." + name, __name__)
+def refusal(*tensors: Tensor | None) -> str | None:
+    """Why no kernel takes these tensors, of which the first is not None, or None."""
+    kind = tensors[0].device.type  # type: ignore[union-attr]
+    if kind not in DEVICES:
+        return f"its tensors are on {kind}, it works on a GPU"
+    for x in tensors:
+        if x is not None and x.dtype not in DTYPES:
+            return f"it takes float16, bfloat16 and float32, got {str(x.dtype).removeprefix('torch.')}"
+    if not private.fast(tensors):
+        return "the call is traced, transformed or in a mode, or a tensor is of a subclass"
+    return unavailable()
+
+
+@cache
+def launching(name: str) -> Any:
+    """A module of this package with launches. Only where ``refusal`` is None."""
+    return import_module("." + name, __name__)

@@ -12,8 +12,6 @@ from ...gpu.launch import on_device_of
 from . import convolution
 from .launch import Formula, Tensors, blocks, by_formula, early, shares
 
-WIDTH = 8
-"""The largest W of the kernels, because each input of a sum takes a register."""
 CHANNELS = 128
 """Channels per program of one warp: each thread loads 8 or 16 bytes."""
 GROUP = 4

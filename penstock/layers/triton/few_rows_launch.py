@@ -106,6 +106,17 @@ def _streamed(
     return found
 
 
+def kernels_of(x: Tensor, weights: Sequence[Tensor], alike: bool) -> tuple[str, ...]:
+    """The kernels of ``products`` of x [R,K], or of ``products_alike``."""
+    if x.shape[0] and _form(x, weights, alike) is not None:
+        return ("penstock_products_hopper",)
+    if not alike:
+        return ("penstock_products",)
+    split = _hopper(x.device, weights).split_of(weights)
+    sums = any(product.in_parts(x, weight, split) for weight in weights)
+    return ("penstock_product", "penstock_sum_of_parts") if sums else ("penstock_product",)
+
+
 def products_alike(
     inputs: Sequence[Tensor], weights: Sequence[Tensor], gate: Tensor | None = None, *, relu_squared: bool = False, fixed: bool = False,
     counts: Callable[[], Tensor] | None = None,

@@ -118,6 +118,19 @@ def penstock_product_of_few_rows(
     tl.store(y + to, total.to(y.dtype.element_ty), (m < M)[None, :] & columns[:, None])
 
 
+def _tile(x: Tensor, weight: Tensor, split: int) -> tuple[int, int]:
+    """Rows of x and of the weight per program."""
+    BM = 64 if x.shape[0] <= 64 else 128
+    BN = next((size for size in (128, 64, 32) if blocks(x.shape[0], BM) * blocks(weight.shape[0], size) * split >= PROGRAMS // 4), 16)
+    return BM, min(BN, 64) if x.element_size() == 4 else BN
+
+
+def in_parts(x: Tensor, weight: Tensor, split: int) -> bool:
+    """Whether the parts of K have programs of their own, whose sums another kernel adds."""
+    BM, BN = _tile(x, weight, split)
+    return split > 1 and blocks(x.shape[0], BM) * blocks(weight.shape[0], BN) < PROGRAMS // 4
+
+
 def multiply(x: Tensor, weight: Tensor, split: int = 1, *, relu_squared: bool = False, gate: Tensor | None = None) -> Tensor:
     """``x @ weight.T`` for x [M,K] and weight [N,K]. The bits of a row depend only on this row and on ``split``.
 
@@ -125,14 +138,9 @@ def multiply(x: Tensor, weight: Tensor, split: int = 1, *, relu_squared: bool = 
     instructions: on Hopper, products of four warps with 64 rows each.
     """
     (M, K), N = x.shape, weight.shape[0]
-    y = x.new_empty(M, N)
-    BM = 64 if M <= 64 else 128
-    BN = next((size for size in (128, 64, 32) if blocks(M, BM) * blocks(N, size) * split >= PROGRAMS // 4), 16)
-    BK = 128 if BN <= 64 and split == 1 else 64
-    if x.element_size() == 4:
-        BN, BK = min(BN, 64), 32
-    programs = blocks(M, BM) * blocks(N, BN)
-    apart = split > 1 and programs < PROGRAMS // 4
+    y, (BM, BN) = x.new_empty(M, N), _tile(x, weight, split)
+    BK = 32 if x.element_size() == 4 else 128 if BN <= 64 and split == 1 else 64
+    programs, apart = blocks(M, BM) * blocks(N, BN), in_parts(x, weight, split)
     given, options = y if gate is None else gate, {"RELU_SQUARED": relu_squared, "GATE": gate is not None}
     sums = x.new_empty(split, M, N, dtype=torch.float32) if apart else y
     if y.numel():

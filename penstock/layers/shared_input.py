@@ -1,0 +1,82 @@
+"""Linear maps of one input, which accumulate its gradient in one tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..call import private
+from ..call.autocast import no_autocast
+from .chains import Chain, Form
+from .linear import Linears, as_products, called, plain_weights, product_dtype, products, products_kernels, refuses_products
+
+
+def linears_of(x: Tensor, maps: Sequence[nn.Module]) -> list[Tensor]:
+    """Linear maps of one input."""
+    return LINEARS_OF(_LinearsOf(x, tuple(maps)))
+
+
+class _LinearsOf(NamedTuple):
+    """The arguments of ``linears_of``."""
+
+    x: Tensor
+    maps: tuple[nn.Module, ...]
+
+    @property
+    def each(self) -> Linears:
+        """The same with an input for each map."""
+        return Linears((self.x,) * len(self.maps), self.maps)
+
+
+def _refuses_shared_input(c: _LinearsOf) -> str | None:
+    if len(c.maps) < 2 or not torch.is_grad_enabled() or not c.x.requires_grad:
+        return "there is one map, or no gradient of its input"
+    if (weights := plain_weights(c.maps)) is None:
+        return f"a linear map {next(filter(None, map(called, c.maps)))}"
+    if not private.fast((c.x, *weights)):
+        return "the call is traced, transformed or in a mode, or a tensor is of a subclass"
+    return "weights and tokens must have one dtype" if len({product_dtype(one) for one in (c.x, *weights)}) > 1 else None
+
+
+def _shared_input(c: _LinearsOf) -> list[Tensor]:
+    given = as_products(c.x, *(plain_weights(c.maps) or ()))
+    return list(SharedInput.apply(*given))  # type: ignore[no-untyped-call]
+
+
+LINEARS_OF: Chain[_LinearsOf, list[Tensor]] = Chain(
+    "linears_of",
+    Form("products", lambda c: products(c.each), lambda c: refuses_products(c.each), lambda c: products_kernels(c.each)),
+    Form("shared_input", _shared_input, _refuses_shared_input),
+    Form("modules", lambda c: [one(c.x) for one in c.maps]),
+)
+
+
+class SharedInput(torch.autograd.Function):
+    """Linear maps of x [...,K] by weights [N,K]. Each backward product accumulates into the gradient of x as it is written.
+
+    Plain autograd stores each product, then reads and writes it again for the sum.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        """The results."""
+        ctx.save_for_backward(x, *weights)
+        ctx.set_materialize_grads(False)
+        return tuple(F.linear(x, weight) for weight in weights)
+
+    @staticmethod
+    def backward(ctx: Any, *d_results: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Gradients of x and of the weights, by operations that can be differentiated again."""
+        x, *weights = ctx.saved_tensors
+        dx, d_weights = None, []
+        with no_autocast(x):  # autocast would round only the products that are not added in place
+            for dy, weight, wanted in zip(d_results, weights, ctx.needs_input_grad[1:]):
+                flat = None if dy is None else dy.reshape(-1, dy.shape[-1])
+                if flat is not None and ctx.needs_input_grad[0]:
+                    dx = flat @ weight if dx is None else dx.addmm_(flat, weight)
+                d_weights.append(flat.T @ x.reshape(-1, x.shape[-1]) if flat is not None and wanted else None)
+        return None if dx is None else dx.view(x.shape), *d_weights

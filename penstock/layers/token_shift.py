@@ -1,0 +1,199 @@
+"""Interpolations between each token and the one before it."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..call.recompute import again
+from .activations import tanh
+from .chains import Chain, Form
+from .linear import linear, mode, ready
+from .pool_rows import PoolRows
+from .triton import launching, refusal
+
+if TYPE_CHECKING:
+    from .sequences import Sequences
+
+FACTORS = 5
+"""The most factors of the kernels."""
+RANK = 64
+"""The largest M of the kernels."""
+
+
+class TokensBefore(NamedTuple):
+    """The token before each token."""
+
+    x: Tensor
+    """[B,T,C]"""
+
+
+class _Shift(NamedTuple):
+    """The arguments of ``token_shift``. The kernel reads rows ``slots`` of ``last``, if there are slots; ``read`` copies them."""
+
+    x: Tensor
+    last: Tensor
+    rows: PoolRows | None
+    sequences: Sequences
+    factors: tuple[Tensor, ...]
+    hidden: Tensor | None
+    """[B*T,n,M]"""
+    up: Tensor | None
+    kept: bool
+    complement: bool
+
+
+class _Pairs(NamedTuple):
+    """The arguments of ``token_shift`` for tokens x [R,C] and the token before each, [R,C]."""
+
+    x: Tensor
+    before: Tensor
+    factors: tuple[Tensor, ...]
+    hidden: Tensor | None
+    """[R,n,M]"""
+    up: Tensor | None
+
+
+def token_shift(
+    x: Tensor, last: Tensor | PoolRows | TokensBefore, sequences: Sequences, *factors: Tensor,
+    low_rank: tuple[Tensor, Tensor] | None = None, kept: bool = False, complement: bool = False,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    r"""Interpolations between each token and the one before it.
+
+    .. math:: y_{i,t} = x_t + (x_{t-1} - x_t) m_i, \qquad m_i = factors_i + \tanh(hidden_{i,t}) W_i
+
+    x : Tensor [B,T,C]
+    last : Tensor [N,C], PoolRows, or TokensBefore
+        The token before the first one of each sequence, or before every token.
+    factors : Tensors of C elements
+    low_rank : (hidden [B,T,n,M], W [n,M,C]), optional
+        A low-rank part of the factors, per token.
+    kept : bool
+        Return x, too, for its other uses. Without ``low_rank``, the backward kernel adds their gradient to that of x.
+    complement : bool
+        Without ``low_rank``: m_i = 1 - factors_i, computed as :math:`x_{t-1} + (x_t - x_{t-1}) factors_i`, exact for small factors.
+
+    Returns one Tensor [B,T,C] for each of the factors.
+    """
+    if kept and (low_rank is not None or not torch.is_grad_enabled()):
+        return *token_shift(x, last, sequences, *factors, low_rank=low_rank, complement=complement), x
+    hidden, up = low_rank or (None, None)
+    if hidden is not None:
+        hidden = hidden.flatten(0, 1)
+    found: tuple[Tensor, ...]
+    if isinstance(last, TokensBefore):
+        found = PAIRS(_Pairs(x.flatten(0, 1), last.x.flatten(0, 1), factors, hidden, up))
+    else:
+        first, rows = (last.pool, last) if isinstance(last, PoolRows) else (last, None)
+        found = SHIFT(_Shift(x, first, rows, sequences, factors, hidden, up, kept, complement))
+    return tuple(one.view(x.shape) for one in found)
+
+
+def _refuses(c: _Shift) -> str | None:
+    if len(c.factors) > FACTORS:
+        return f"it takes at most {FACTORS} factors, got {len(c.factors)}"
+    if c.up is not None and c.up.shape[1] > RANK:
+        return f"it takes low-rank parts of at most {RANK}, got {c.up.shape[1]}"
+    return refusal(c.x, c.last, *c.factors, c.hidden, c.up)
+
+
+def _by_kernel(c: _Shift) -> tuple[Tensor, ...]:
+    launch, flat, hidden = launching("token_shift_launch"), c.x.flatten(0, 1).contiguous(), c.hidden
+    up = None if c.up is None or hidden is None else c.up.to(hidden.dtype)
+    if torch.is_grad_enabled():
+        apply, options = launch.TokenShift.apply, (_formula_of(c), c.kept, c.complement)
+        return _differentiable(c, lambda *given: apply(*given, *options), up, c.sequences.starts)
+    up, hidden = (None if one is None else one.contiguous() for one in (up, hidden))
+    rows = [factor.reshape(-1).contiguous() for factor in c.factors]
+    slots = None if c.rows is None else c.rows.slots
+    y: Tensor = launch.shifted(flat, c.last, c.sequences.starts, slots, rows, hidden, up, tanh=up is not None, complement=c.complement)
+    return y.unbind()
+
+
+def _by_formula(c: _Shift) -> tuple[Tensor, ...]:
+    up = None if c.up is None or c.hidden is None else c.up.to(c.hidden.dtype)
+    return _differentiable(c, _formula_of(c), up, None if c.sequences.single else c.sequences.starts)
+
+
+def _formula_of(c: _Shift) -> Any:
+    return partial(kept_formula if c.kept else shift_formula, complement=c.complement)
+
+
+def _differentiable(c: _Shift, function: Any, up: Tensor | None, starts: Tensor | None) -> tuple[Tensor, ...]:
+    last = (c.last if c.rows is None else c.rows.read()).to(c.x.dtype)
+    hidden = None if c.hidden is None else tanh(c.hidden)
+    mu = torch.stack([factor.reshape(-1) for factor in c.factors])
+    given = [None if one is None else one.contiguous() for one in (c.x.flatten(0, 1), last, starts, mu, hidden, up)]
+    return again(function(*given), function, *given)
+
+
+def _kernels(c: _Shift) -> tuple[str, ...]:
+    if not torch.is_grad_enabled():
+        return ("penstock_shift_fwd",)
+    if c.up is None:
+        return "penstock_shift_fwd", "penstock_shift_bwd"
+    return "penstock_shift_fwd", "penstock_shift_low_rank_bwd", "penstock_shift_hidden_bwd", "penstock_shift_weights_bwd"
+
+
+def _refuses_pairs(c: _Pairs) -> str | None:
+    if c.hidden is None:
+        return "it computes factors with a low-rank part, and there is none"
+    if len(c.factors) > FACTORS:
+        return f"it takes at most {FACTORS} factors, got {len(c.factors)}"
+    return refusal(c.x, c.before, *c.factors, c.hidden, c.up)
+
+
+def _pairs_by_kernel(c: _Pairs) -> tuple[Tensor, ...]:
+    assert c.hidden is not None and c.up is not None  # noqa: PT018
+    mu, rows = [one.reshape(-1).contiguous() for one in c.factors], c.up.to(c.hidden.dtype).contiguous()
+    early = ready((*c.factors, c.up), (*mu, rows))
+    found: tuple[Tensor, ...] = launching("few_rows_launch").low_rank(c.hidden.contiguous(), rows, mu, c.x, c.before, early=early)
+    return found
+
+
+def _pairs_by_formula(c: _Pairs) -> tuple[Tensor, ...]:
+    if c.hidden is None or c.up is None:
+        return shift_formula(c.x, c.before, None, c.factors, None, None)
+    return shift_formula(c.x, c.before, None, c.factors, tanh(c.hidden), c.up.to(c.hidden.dtype))
+
+
+SHIFT: Chain[_Shift, tuple[Tensor, ...]] = Chain("token_shift", Form("shift", _by_kernel, _refuses, _kernels), Form("formula", _by_formula))
+PAIRS: Chain[_Pairs, tuple[Tensor, ...]] = Chain(
+    "token_shift_of_pairs",
+    Form("low_rank", _pairs_by_kernel, _refuses_pairs, lambda c: ("penstock_low_rank",)),
+    Form("formula", _pairs_by_formula),
+)
+
+
+def shift_formula(
+    x: Tensor, last: Tensor, starts: Tensor | None, mu: Tensor | tuple[Tensor, ...], hidden: Tensor | None, up: Tensor | None,
+    complement: bool = False,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """``token_shift`` of x [R,C]: mu are n rows of C elements, [C] or [1,1,C], hidden is [R,n,M].
+
+    ``starts`` [R] is the index of the sequence that begins at a token, or -1. None: each token is a sequence.
+    """
+    if starts is not None:
+        last = torch.where((starts < 0)[:, None], x.roll(1, 0), last.index_select(0, starts.clamp(min=0).long()))
+    if complement:
+        x, last = last, x
+    dx = last - x
+    if hidden is None or up is None:
+        return tuple(torch.addcmul(x, dx, factor.to(x.dtype)) for factor in mu)
+    rows = (mu if isinstance(mu, Tensor) else torch.stack(mu)).view(len(mu), 1, -1)
+    if mode().alike:  # in torch's product, the bits of a row depend on its index
+        factors = rows.to(hidden.dtype) + torch.stack([linear(one, part.T) for one, part in zip(hidden.unbind(1), up)])
+    else:
+        factors = torch.baddbmm(rows.to(hidden.dtype), hidden.transpose(0, 1), up)
+    return torch.addcmul(x, dx, factors.to(x.dtype)).unbind()
+
+
+def kept_formula(
+    x: Tensor, last: Tensor, starts: Tensor | None, mu: Tensor | tuple[Tensor, ...], hidden: Tensor | None, up: Tensor | None,
+    complement: bool = False,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """``shift_formula``, and x."""
+    return *shift_formula(x, last, starts, mu, hidden, up, complement), x
