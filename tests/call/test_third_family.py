@@ -188,7 +188,7 @@ def test_tools_know_it():
         ps.explain("gated_product", x, g)
 
 
-@pytest.mark.parametrize("changed", [{"name": "sums"}, {"functions": {"gla": gated_sum}}], ids=str)
+@pytest.mark.parametrize("changed", [{"name": "sums"}, {"functions": {"gla": gated_sum}}], ids=["family", "function"])
 def test_names_are_registered_once(changed):
     other = Registered(**{"name": "other", "family": FAMILY, "functions": {}, "trials": (), "oracle": ""} | changed)
     with pytest.raises(ps.RangeError, match="register: one must be a family whose name and names of functions are new, got"):
