@@ -64,7 +64,7 @@ def inverse(power):
 
 
 @gluon.jit
-def zeroed_behind(tile, left, layout: gl.constexpr):
+def zero_rows_from(tile, left, layout: gl.constexpr):
     """Zero the rows of a tile after the first ``left``. They are padding or belong to another sequence."""
     i = gl.arange(0, tile.shape[0], gl.SliceLayout(1, layout))
     x = tile.load(layout)

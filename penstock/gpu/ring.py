@@ -7,7 +7,8 @@ Two ways to use them:
 
 - One group of warps loads and computes: ``expect`` for the slots that are free, a barrier of all warps, then ``load_tiles``. The steps in
   between (``mbarrier.wait``, products) are the kernel's.
-- One warp loads and others compute: ``full`` and ``free`` barriers, see ``penstock.softmax.triton.sm90.tiles``.
+- One warp loads and others compute. ``ring_of`` makes a ring with two barriers for each slot: full and free. The loading warp calls
+  ``load_when_free``; the others ``wait_full`` and, after the last use of a tile, ``release``.
 """
 
 from __future__ import annotations
@@ -41,3 +42,35 @@ def load_tiles(tiles, rings, bars, at, n, exists):
     for m in gl.static_range(len(bars)):
         s = n % bars[m].shape[0]
         async_load(tiles[m], at[m], bars[m].index(s), rings[m].index(s), pred=exists)
+
+
+@gluon.jit
+def ring_of(tiles, STAGES: gl.constexpr, WRITERS: gl.constexpr, READERS: gl.constexpr):
+    """Memory for STAGES tiles, and barriers: a slot is full after WRITERS arrivals, and free after READERS arrivals."""
+    shape: gl.constexpr = tiles.block_type.shape
+    memory = gl.allocate_shared_memory(tiles.dtype, [STAGES, shape[0], shape[1]], tiles.layout)
+    return memory, (barriers(STAGES, WRITERS), barriers(STAGES, READERS))
+
+
+@gluon.jit
+def load_when_free(tiles, row, column, ring, bars, n, STAGES: gl.constexpr):
+    """Start the copy of tile n into its slot when the slot is free."""
+    full, free = bars
+    s = n % STAGES
+    mbarrier.wait(free.index(s), (n // STAGES + 1) & 1)
+    mbarrier.expect(full.index(s), tiles.block_type.nbytes)
+    async_load(tiles, [row, column], full.index(s), ring.index(s))
+
+
+@gluon.jit
+def wait_full(bars, n, STAGES: gl.constexpr):
+    """Wait for tile n."""
+    full, _ = bars
+    mbarrier.wait(full.index(n % STAGES), (n // STAGES) & 1)
+
+
+@gluon.jit
+def release(bars, n, STAGES: gl.constexpr):
+    """Mark the slot of tile n as free."""
+    _, free = bars
+    mbarrier.arrive(free.index(n % STAGES), count=1)

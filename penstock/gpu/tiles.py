@@ -153,7 +153,7 @@ def sum_of_rows(x):
 def after_loads(x, CUDA: tl.constexpr):
     """X in float32, by an instruction that the compiler does not move across loads.
 
-    Else it moves x to other threads, which needs barriers, as soon as x is loaded, and the loads behind wait for it.
+    Else it moves x to other threads, which needs barriers, as soon as x is loaded, and later loads wait for it.
     """
     x = x.to(tl.float32)
     if CUDA:

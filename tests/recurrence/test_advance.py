@@ -31,7 +31,7 @@ def walk(case, impl, cuts, pool):
 @pytest.mark.parametrize("impl", NAMES)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_cuts_at_multiples_of_64_change_no_bit(variant, impl, dtype, layout):
-    """Of outputs and of the pool. The tokens behind the last multiple of 64 may be cut anywhere."""
+    """Of outputs and of the pool. The tokens after the last multiple of 64 may be cut anywhere."""
     case = replace(PIECES, variant=variant)
     wanted_pool, _ = pool_of(4, case, dtype, layout)
     wanted = walk(case, impl, [], wanted_pool)
@@ -45,7 +45,7 @@ def test_cuts_at_multiples_of_64_change_no_bit(variant, impl, dtype, layout):
 @pytest.mark.parametrize("impl", NAMES)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_other_rows_change_no_bit(variant, impl, dtype, layout):
-    """Rows before and behind, an empty one, and one that is skipped."""
+    """Rows before and after, an empty one, and one that is skipped."""
     case = replace(PIECES, variant=variant)
     wanted_pool, _ = pool_of(4, case, dtype, layout)
     wanted = walk(case, impl, [], wanted_pool)

@@ -362,7 +362,7 @@ def test_scans_of_float32_states_are_in_place():
 
 
 def test_launches_that_begin_early():
-    """The scan of sums by a Hopper kernel, and the forward kernel behind it. No other launch is known to wait for the one ahead."""
+    """The scan of sums by a Hopper kernel, and the forward kernel after it. No other launch is known to wait for the one ahead."""
     for variant, shape, early in (("gla", "1,2048,32,64", [False, True, True]), ("retention", "1,2048,32,64", [False, False, False])):
         made = planned(problem_of(variant, shape))
         assert [("launch_pdl", True) in one.options for one in made.launches] == early

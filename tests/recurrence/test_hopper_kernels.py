@@ -42,7 +42,7 @@ CASES = [
     replace(OF, variant="rwkv5", T=140, H=2, K=128, V=128, gate="mixture"),
     replace(OF, variant="rwkv5", H=1, gate="zero", lengths=(0, 5, 64, 1, 81, 0)),
     replace(OF, variant="rwkv5", H=1, K=256, V=256, gate="gone", lengths=(65, 0, 3)),
-    replace(OF, variant="rwkv5", H=1, K=128, lengths=(0, 1, 0)),  # empty sequences behind the only token load within g
+    replace(OF, variant="rwkv5", H=1, K=128, lengths=(0, 1, 0)),  # empty sequences after the only token load within g
     replace(OF, T=70, H=2, K=256, V=128, gate="mixture"),
     replace(OF, variant="gla", H=1, K=256, V=256, lengths=(65, 0, 3)),
     replace(OF, T=70, H=2, V=192),
@@ -313,7 +313,7 @@ UPDATES = [
 
 @pytest.mark.parametrize(("K", "T", "target", "early"), BESIDE)
 def test_launch_of_tokens_begins_beside_the_launch_of_pieces(K, T, target, early):
-    """Only behind a Hopper kernel, which lets it begin: any other kernel may write what it reads."""
+    """Only after a Hopper kernel, which lets it begin: any other kernel may write what it reads."""
     x = without_memory("gla", Shape(2, T, 2, K, K), torch.bfloat16)
     made = in_place.advance_plan(x.in_place(torch.empty(2, 2, K, K, device="meta")), target)
     last = made.launches[-1]
@@ -339,7 +339,7 @@ def launch_tokens(problem, tensors, wait, monkeypatch):
 
 @pytest.mark.skipif(not interpreting(), reason="needs Triton's interpreter")
 @pytest.mark.parametrize("lengths", [(2, 31, 0), (66, 1, 0, 3)], ids=str)
-def test_launch_of_tokens_reads_what_other_kernels_write_behind_its_wait(lengths, monkeypatch):
+def test_launch_of_tokens_reads_what_other_kernels_write_after_its_wait(lengths, monkeypatch):
     """Until a program waits, that is NaN or wrong: of 64 tokens and more, the states of sequences with a piece; of fewer, all inputs."""
     case = replace(OF, dtype=torch.bfloat16, variant="gla", lengths=lengths, H=1, gate="mixture", state=False)
     whole, slots = torch.tensor(lengths) >= 64, torch.randperm(len(lengths), generator=torch.Generator().manual_seed(1))
@@ -374,7 +374,7 @@ def test_launch_of_tokens_reads_what_other_kernels_write_behind_its_wait(lengths
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(("variant", "lengths", "slots", "pool", "layout", "gate"), UPDATES)
 def test_pieces_are_updated_in_place(variant, lengths, slots, pool, layout, gate, dtype):
-    """The first launch of an update: whole pieces of 64 tokens. Other rows of the pool and tokens behind the pieces are not touched."""
+    """The first launch of an update: whole pieces of 64 tokens. Other rows of the pool and tokens after the pieces are not touched."""
     case = replace(OF, dtype=dtype, variant=variant, lengths=lengths, B=2, T=64, H=1, gate=gate, state=False)
     tensors, rows = draw(case), 6 if slots else 2
     state, memory = pool_of(rows, case, pool, layout)

@@ -23,7 +23,7 @@ def part_of(case: Case, tensors: Tensors, begin: int, end: int) -> Tensors:
 
 
 def joined(case: Case, parts: list[Tensors], axis: int) -> Tensors:
-    """Parts one behind another, on the axis of tokens, or as rows of a batch."""
+    """Parts one after another, on the axis of tokens, or as rows of a batch."""
     shared = {"u"} if "T" in case.row.decay else {"u", "g"}
     first = parts[0]
     if len(parts) == 1:
@@ -71,7 +71,7 @@ class Sequences:
 
 
 def cuts(length: int, chance: random.Random) -> list[int]:
-    """Some multiples of 64 and, behind the last one, any cuts."""
+    """Some multiples of 64 and, after the last one, any cuts."""
     whole = length // CHUNK * CHUNK
     found = [t for t in range(CHUNK, whole + 1, CHUNK) if chance.random() < 0.5]
     tail = chance.choice((0.05, 0.3, 1.0))

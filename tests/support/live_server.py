@@ -1,4 +1,4 @@
-"""A small random model behind HTTP, in a thread or in a process of its own."""
+"""A small random model served over HTTP, in a thread or in a process of its own."""
 
 import json
 import re

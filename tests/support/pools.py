@@ -14,7 +14,7 @@ from penstock.recurrence.operators import ADVANCE
 
 
 def pool_of(rows: int, case: Case, dtype: torch.dtype, layout: str = "contiguous") -> tuple[Tensor, Tensor]:
-    """A state pool, and the whole memory behind it."""
+    """A state pool, and all of its memory."""
     rng = torch.Generator().manual_seed(2)
     values = torch.randn(rows, case.H, case.K, case.V, dtype=torch.float64, generator=rng).to(dtype)
     if layout == "contiguous":

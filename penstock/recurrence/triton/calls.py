@@ -214,7 +214,7 @@ def shared(p: Tokens, target: Target) -> dict[str, Any]:
     axes, sizes = p.variant.decay, p.sizes
     decay = NONE if not axes else CHANNEL if "K" in axes else SCALAR
     gate: tuple[int, ...] = (0, 0, 0, 0)
-    if p.gate is not None:  # torch keeps strides of axes of size 1: empty sequences behind a single token would load beyond g
+    if p.gate is not None:  # torch keeps strides of axes of size 1: empty sequences after a single token would load beyond g
         gate = tuple([step if axis in axes else 0 for axis, step in zip("BTHK", p.gate.expand(p.q.shape).stride())])
     half = p.q.dtype == torch.float16 and decay == CHANNEL and target.arch == "sm_90"
     return {

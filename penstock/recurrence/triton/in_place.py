@@ -1,8 +1,8 @@
 """The launches of an update in place: first the chunk kernel, then the token-serial kernel.
 
 The first launch processes the pieces of 64 tokens of each sequence, in order from the beginning of the sequence, without segments. The
-second processes the remaining tokens one by one. The state is rounded to the pool's dtype behind each piece and each of these tokens. So
-results depend neither on where a sequence is cut, if at multiples of 64 or behind the last one, nor on the other sequences of a call.
+second processes the remaining tokens one by one. The state is rounded to the pool's dtype after each piece and each of these tokens. So
+results depend neither on where a sequence is cut, if at multiples of 64 or after the last one, nor on the other sequences of a call.
 
 On Hopper the second launch begins while the first runs, if the first one is a single kernel. The programs of sequences without a piece,
 which are decode steps, do not wait for it, so both take as long as the longer of the two.

@@ -1,4 +1,4 @@
-"""The launches for states before segments or before all chunks, and for gradients of states behind them.
+"""The launches for states before segments or before all chunks, and for gradients of states after them.
 
 If sequences and heads fill the GPU, one launch walks over whole sequences. Otherwise sequences are cut: one launch computes the sums of
 segments, one scans over them (see ``segments.py``). For states before all chunks these segments are single chunks, if their sums take
@@ -149,6 +149,6 @@ def _scan(
 
 
 def _places(terms: Terms, states: str, in_rows: tuple[str, ...]) -> tuple[str, ...]:
-    """The names of ``first``, the states, ``behind``, ``last_states``, ``last`` and ``cu_seqlens`` of the kernels."""
+    """The names of ``first``, the states, ``upper``, ``last_states``, ``last`` and ``cu_seqlens`` of the kernels."""
     stored = (in_rows[0], in_rows[-1], states) if in_rows else (states, terms.x, terms.x)
     return terms.start[0], *stored, terms.last if terms.last is not None else terms.x, "cu_seqlens"

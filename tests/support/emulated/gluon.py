@@ -128,7 +128,7 @@ class Pointer:
 
 
 def flat(x):
-    """All memory behind a tensor, from its first element."""
+    """All memory of a tensor from its first element on."""
     whole = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())
     return whole[x.storage_offset() :]
 

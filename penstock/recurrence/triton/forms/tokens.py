@@ -1,4 +1,4 @@
-"""The token-serial kernels of ``recurrent.py``: whole sequences forward and backward, and updates in place."""
+"""The token-serial kernels, ``recurrent.py`` and ``recurrent_backward.py``: whole sequences forward and backward, updates in place."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ....gpu.forms import Form
 from ....gpu.plan import Plan, Size, Sizes, contiguous, strides
 from ....gpu.target import power
 from ..calls import Backward, InPlace, Whole, batch, sequences, tokens
-from ..portable import recurrent
+from ..portable import recurrent, recurrent_backward
 from .passes import BackwardForm
 
 SPAN = 16
@@ -63,7 +63,7 @@ def _backward(call: Backward) -> Plan:
     own = contiguous((0, H, K, V))
     first, last = (x.stride() if x is not None else own for x in (state, d_final))
     plan.launch(
-        recurrent.penstock_recurrent_bwd, call.programs(sequences, NV),
+        recurrent_backward.penstock_recurrent_bwd, call.programs(sequences, NV),
         ("q", "k", "v", "g", "u", "initial_state" if state is not None else d_initial, "d_output",
          "d_final_state" if d_final is not None else d_initial, dq, dk, dv, dg, du, d_initial, kept, "cu_seqlens"),
         (p.scale, sequences, tokens, H, lambda s: s["B"] * s["T"], *strides(p.q, p.k, p.v), *call.gate, *call.bonus, *first,

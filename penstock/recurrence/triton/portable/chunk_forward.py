@@ -28,7 +28,7 @@ def chunk_by_anchor(
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     DECAY: tl.constexpr, STATIC: tl.constexpr, PREVIOUS: tl.constexpr, PRECISION: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """The state behind a chunk of ``left`` tokens [BK,BV], from the state S before it, and whether all decays suit; stores the outputs.
+    """The state after a chunk of ``left`` tokens [BK,BV], from the state S before it, and whether all decays suit; stores the outputs.
 
     ``queries``, ``keys``, ``values``, ``gates``: the pointer to the chunk's first token, the strides of tokens and of channels.
     ``outputs``: the same pointer and the stride of tokens. If decays per channel do not suit one anchor, the results are invalid, and S is
@@ -57,7 +57,7 @@ def chunk_by_anchor(
     else:
         d = tile(g, i * step, live, g_t, dk, g_k, K, BK).to(tl.float32)
         lower, strict = triangles
-        grow, shrink, before, behind, total = factors(d, lower, strict, PREVIOUS, PRECISION)
+        grow, shrink, before, after, total = factors(d, lower, strict, PREVIOUS, PRECISION)
         suits = tl.min(total, 0) >= -SUITS
         pointers, inside = saved
         if (not suits) & save:
@@ -67,7 +67,7 @@ def chunk_by_anchor(
         A = product(qt, tl.trans(kt), PRECISION)
         S *= before[:, None]
         O = product(qt, S, PRECISION)
-        S = behind[:, None] * (S + product(tl.trans(kt), Vt, PRECISION))
+        S = after[:, None] * (S + product(tl.trans(kt), Vt, PRECISION))
         if PREVIOUS:
             own = tl.sum(Q.to(tl.float32) * bonus[None, :] * Kt.to(tl.float32), 1)
             A = tl.where(i[:, None] > i[None, :], A, tl.where(i[:, None] == i[None, :], own[:, None], 0.0))
@@ -102,10 +102,10 @@ def chunk_by_levels(
     A = tl.where(i[:, None] == i[None, :], tl.sum(own, 1)[:, None], A)
     Vt = tile(v, i * step, live, v_t, dv, v_v, V, BV)
     kt = (Kt * tl.exp2(selected(d, levels, LEVELS + 2, i, C, PRECISION))).to(OPERAND)
-    behind = tl.exp2(tl.sum(d, 0))[:, None] * S + product(tl.trans(kt), Vt, PRECISION)
+    after = tl.exp2(tl.sum(d, 0))[:, None] * S + product(tl.trans(kt), Vt, PRECISION)
     O = (product((Q * tl.exp2(read)).to(OPERAND), S, PRECISION) + product(A, Vt, PRECISION)) * scale
     tl.store(o + (i * step)[:, None] * o_t + dv[None, :], O.to(o.dtype.element_ty), mask=live[:, None] & (dv < V)[None, :])
-    return behind
+    return after
 
 
 @triton.jit
@@ -136,7 +136,7 @@ def penstock_chunk_fwd(
 
     PIECE > 0: updates in place (see ``in_place.py``). The states are rows of a pool, with SLOTS row ``slots[n]``. Only whole pieces of
     PIECE tokens are processed. Decays per channel have the second launch alone, so a chunk's results do not depend on the chunks before it.
-    Behind each piece the state is rounded to the pool's dtype. If PACKED, the programs are those of the sequences that have a piece, at
+    After each piece the state is rounded to the pool's dtype. If PACKED, the programs are those of the sequences that have a piece, at
     most T // PIECE.
     """
     tl.static_assert(DECAY == CHANNEL or not PREVIOUS, "the previous state is read with decays per channel only")

@@ -10,7 +10,7 @@ and total are the decays from the chunk's beginning to a token, from a token to 
     dg_t   = sum over levels and over tokens i whose f has the decay of t of (X o Y)_i
            + sum_{i>=t} (q o read o scale dO S^T)_i + sum_{j<t} (k o rest o V dS^T)_j + total o rowsum(S o dS)
 
-The first sum over the state begins behind t if the previous state is read; u is 1 without a bonus, and e_i = scale dO_i . v_i. All factors
+The first sum over the state begins after t if the previous state is read; u is 1 without a bonus, and e_i = scale dO_i . v_i. All factors
 are exponentials of sums and at most 1, and every term of dg has tokens, or a state, on both sides of t. So nothing overflows or cancels.
 """
 

@@ -13,7 +13,7 @@ computed once, and gradients of q and k are sums over heads, which stay in regis
 The terms of dg that are sums over channels need no gradient of q and k of a head: q_i . (dO S^T)_i = dO_i . (q S)_i,
 k_j . (V dS^T)_j = v_j . (k dS)_j, and the sum over i of pairs (i, j) is v_j . (A^T dO)_j without the diagonal.
 
-Sums of decays over tokens and of dg are computed for many heads at once, before and behind the loop over heads. They are exchanged through
+Sums of decays over tokens and of dg are computed for many heads at once, before and after the loop over heads. They are exchanged through
 memory that only this program uses, so a barrier of the program is enough. In the loop each would be a scan with several barriers.
 """
 
@@ -25,7 +25,7 @@ import triton.language as tl
 from ....gpu.decays import CHANNEL, FLOOR, SCALAR
 from ....gpu.tiles import LOG2E, product, span_of
 from ..heads import GROUPED
-from .chunk_backward import first_row, pointers, rows
+from .chunk_gradients import first_row, pointers, rows
 from .segments import chunk_state
 from .tiles import constant_decay
 

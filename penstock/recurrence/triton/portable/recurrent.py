@@ -1,4 +1,4 @@
-"""The token-serial kernels: forward (decode steps are forward passes on a pool of states) and backward.
+"""The token-serial forward kernel. Decode steps are forward passes on a pool of states.
 
 One program holds a block of V of one head's state in registers and processes one token after another. It computes the recurrence by its
 definition, in float32, for all decays and sizes.
@@ -126,10 +126,10 @@ def penstock_recurrent_fwd(
 ):  # fmt: skip
     """Program (sequence, head, block of V). With SLOTS, sequence n uses state ``slots[n]``.
 
-    PIECE > 0: updates in place (see ``in_place.py``), of the tokens behind the whole pieces of PIECE tokens. Behind each token the state is
+    PIECE > 0: updates in place (see ``in_place.py``), of the tokens after the whole pieces of PIECE tokens. After each token the state is
     as if stored and loaded. If a slot is negative, an output of 0 is stored.
     ONE: sequences have one token. CUDA: compiled for a GPU of NVIDIA. EARLY: if T >= PIECE, this launch may begin while the launch of the
-    whole pieces runs. Programs of sequences with a piece wait for it, so this launch ends behind it. The others share no memory with it. If
+    whole pieces runs. Programs of sequences with a piece wait for it, so this launch ends after it. The others share no memory with it. If
     T < PIECE there is no such launch, and the kernel ahead may write everything that this one reads, the slots too.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -197,156 +197,3 @@ def penstock_recurrent_fwd(
             S = decayed(S, P, DECAY)
         state = final_state + slot * f_n + h * f_h + dk[:, None] * f_k + dv[None, :] * f_v
     tl.store(state, S.to(final_state.dtype.element_ty), mask=inside)
-
-
-@triton.jit(do_not_specialize=["N", "T", "rows"])
-def penstock_recurrent_bwd(
-    q, k, v, g, u, initial_state, d_output, d_final_state, dq, dk, dv, dg, du, d_initial_state, kept, cu_seqlens, scale, N, T, H, rows,
-    q_b, q_t, q_h, q_k, k_b, k_t, k_h, k_k, v_b, v_t, v_h, v_v, g_b, g_t, g_h, g_k, u_h, u_k,
-    s_n, s_h, s_k, s_v, o_b, o_t, o_h, o_v, f_n, f_h, f_k, f_v,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr, STATIC: tl.constexpr,
-    PREVIOUS: tl.constexpr, INITIAL: tl.constexpr, D_FINAL: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
-    SPAN: tl.constexpr, PENDING: tl.constexpr,
-):  # fmt: skip
-    """Program (sequence, head, block of V).
-
-    dq, dk [NV,B,T,H,K], dg [NV,B,T,H,K] (constant decays: [NV,N,H,K]; scalar decays: without K) and du [NV,N,H,K] are partial sums
-    for each block of V, float32; the caller sums them. dv is complete. ``kept`` [N,H,NV,SPAN + 1 + ceil(T / SPAN),BK,BV + 2] is scratch
-    memory for states: one state every SPAN tokens with its pending decay, and all states of the current span with their read factors.
-    """
-    SLOT: tl.constexpr = BK * (BV + 2)
-    NV: tl.constexpr = (V + BV - 1) // BV
-    pid = tl.program_id(0)
-    vb = pid % NV
-    jv = vb * BV + tl.arange(0, BV)
-    jk = tl.arange(0, BK)
-    h = (pid // NV % H).to(tl.int64)
-    n, b, row, step, begin, _, length = tokens_of((pid // NV // H).to(tl.int64), cu_seqlens, 0, T, 0, False, PACKED, REVERSE)
-    zero = tl.zeros((), tl.int64)
-    first_state = pid.to(tl.int64) * (SPAN + tl.cdiv(T, SPAN))
-    if PACKED:
-        first_state = (begin // SPAN + n * (SPAN + 1)) * (H * NV) + (h * NV + vb) * (SPAN + tl.cdiv(length, SPAN))
-    there = jk < K
-    mine = jv < V
-    inside = there[:, None] & mine[None, :]
-    q += b * q_b + row * q_t + h * q_h + jk * q_k
-    k += b * k_b + row * k_t + h * k_h + jk * k_k
-    v += b * v_b + row * v_t + h * v_h + jv * v_v
-    g += b * g_b + row * g_t + h * g_h
-    d_output += b * o_b + row * o_t + h * o_h + jv * o_v
-    place = (b * T + row) * H + h
-    share = (zero + vb) * rows * H
-    within = jk[:, None] * BV + tl.arange(0, BV)[None, :]
-    beside = BK * BV
-    if DECAY == CHANNEL:
-        beside += jk
-    kept += first_state * SLOT
-    every = kept + SPAN * SLOT
-    if INITIAL:
-        S = tl.load(initial_state + n * s_n + h * s_h + jk[:, None] * s_k + jv[None, :] * s_v, mask=inside, other=0.0).to(tl.float32)
-    else:
-        S = tl.zeros((BK, BV), tl.float32)
-    if D_FINAL:
-        dS = tl.load(d_final_state + n * f_n + h * f_h + jk[:, None] * f_k + jv[None, :] * f_v, mask=inside, other=0.0).to(tl.float32)
-    else:
-        dS = tl.zeros((BK, BV), tl.float32)
-    if PREVIOUS:
-        bonus = tl.load(u + h * u_h + jk * u_k, mask=there, other=0.0).to(tl.float32)
-        du_ = tl.zeros((BK,), tl.float32)
-        du_rest = du_
-    if STATIC:
-        dg_ = tl.zeros((BK,), tl.float32)
-        dg_rest = dg_
-
-    P = nothing_pending(BK, DECAY)
-    rest = P
-    read = P + 1.0
-    for t in tl.range(0, length):
-        if t % SPAN == 0:
-            slot = every + (t // SPAN) * SLOT
-            tl.store(slot + within, S)
-            if PENDING:
-                tl.store(slot + beside, P)
-                tl.store(slot + beside + BK, rest)
-        at = zero + t * step
-        S, P, rest, read = advance(S, P, rest, read, k + at * k_t, v + at * v_t, g + at * g_t, jk, g_k, there, mine, DECAY, PENDING)
-
-    Q = nothing_pending(BK, DECAY)
-    rest_behind = Q
-    read_behind = Q + 1.0
-    spans = tl.cdiv(length, SPAN)
-    for back in tl.range(0, spans):
-        first = (spans - 1 - back) * SPAN
-        last = tl.minimum(first + SPAN, length)
-        tl.debug_barrier()
-        slot = every + (first // SPAN) * SLOT
-        S = tl.load(slot + within)
-        if PENDING:
-            P = tl.load(slot + beside)
-            rest = tl.load(slot + beside + BK)
-            read = exp(P)
-        for t in tl.range(first, last):
-            slot = kept + (t - first) * SLOT
-            at = zero + t * step
-            where = place + at * H
-            dot = tl.load(d_output + at * o_t, mask=mine, other=0.0).to(tl.float32)
-            if DECAY != NONE:
-                tl.store(slot + within, S)
-            if PENDING:
-                tl.store(slot + beside, read)
-            if PREVIOUS:
-                kt = tl.load(k + at * k_t, mask=there, other=0.0).to(tl.float32)
-                vt = tl.load(v + at * v_t, mask=mine, other=0.0).to(tl.float32)
-                dq_t = read * tl.sum(S * dot[None, :], 1) + bonus * kt * tl.sum(dot * vt, 0)
-            S, P, rest, read = advance(S, P, rest, read, k + at * k_t, v + at * v_t, g + at * g_t, jk, g_k, there, mine, DECAY, PENDING)
-            if not PREVIOUS:
-                dq_t = read * tl.sum(S * dot[None, :], 1)
-            tl.store(dq + (share + where) * K + jk, (dq_t * scale).to(dq.dtype.element_ty), mask=there)
-        tl.debug_barrier()
-        for s in tl.range(0, last - first):
-            t = last - 1 - s
-            at = zero + t * step
-            where = place + at * H
-            qt = tl.load(q + at * q_t, mask=there, other=0.0).to(tl.float32) * scale
-            kt = tl.load(k + at * k_t, mask=there, other=0.0).to(tl.float32)
-            vt = tl.load(v + at * v_t, mask=mine, other=0.0).to(tl.float32)
-            dot = tl.load(d_output + at * o_t, mask=mine, other=0.0).to(tl.float32)
-            if not PREVIOUS:
-                dS += (qt / read_behind)[:, None] * dot[None, :]
-            dk_t = read_behind * tl.sum(dS * vt[None, :], 1)
-            dv_t = tl.sum(dS * (kt * read_behind)[:, None], 0)
-            if PREVIOUS:
-                e = tl.sum(dot * vt, 0)
-                dk_t += qt * bonus * e
-                dv_t += tl.sum(qt * bonus * kt, 0) * dot
-                du_, du_rest = add(du_, du_rest, qt * kt * e)
-            if DECAY != NONE:
-                slot = kept + (t - first) * SLOT
-                gt = log_decay(g + at * g_t, jk, g_k, there, DECAY)
-                S = tl.load(slot + within)
-                dg_t = tl.sum(S * dS, 1)
-                if PENDING:
-                    dg_t *= tl.load(slot + beside) * read_behind
-                dg_t *= exp(gt)
-                if STATIC:
-                    dg_, dg_rest = add(dg_, dg_rest, dg_t)
-                elif DECAY == SCALAR:
-                    tl.store(dg + share + where, tl.sum(dg_t, 0))
-                else:
-                    tl.store(dg + (share + where) * K + jk, dg_t, mask=there)
-                dS, Q, rest_behind, read_behind = apply_or_pend(dS, Q, rest_behind, read_behind, gt, DECAY, PENDING)
-            tl.store(dk + (share + where) * K + jk, dk_t.to(dk.dtype.element_ty), mask=there)
-            tl.store(dv + where * V + jv, dv_t.to(dv.dtype.element_ty), mask=mine)
-            if PREVIOUS:
-                dS += (qt / read_behind)[:, None] * dot[None, :]
-    if PENDING:
-        dS = decayed(dS, Q, DECAY)
-    sums = (vb * N + n) * H + h
-    if PREVIOUS:
-        tl.store(du + sums * K + jk, du_, mask=there)
-    if STATIC and DECAY == SCALAR:
-        tl.store(dg + sums, tl.sum(dg_, 0))
-    elif STATIC:
-        tl.store(dg + sums * K + jk, dg_, mask=there)
-    place_s = d_initial_state + ((n * H + h) * K + jk[:, None]) * V + jv[None, :]
-    tl.store(place_s, dS.to(d_initial_state.dtype.element_ty), mask=inside)

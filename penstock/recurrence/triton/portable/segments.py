@@ -27,9 +27,9 @@ def chunk_operands(
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr, STATIC: tl.constexpr,
     ADJOINT: tl.constexpr, PREVIOUS: tl.constexpr, PRECISION: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """The tiles of the chunk that begins behind t of ``tokens`` tokens: X [C,BK] and Y [C,BV]; and its decays in log2 units.
+    """The tiles of the chunk that begins after t of ``tokens`` tokens: X [C,BK] and Y [C,BV]; and its decays in log2 units.
 
-    These are the decays between each token and the state behind the chunk (ADJOINT: before it), [C,BK] or [C], and those of the whole
+    These are the decays between each token and the state after the chunk (ADJOINT: before it), [C,BK] or [C], and those of the whole
     chunk, [BK] or a scalar; 0 without decays.
     """
     at = tl.zeros((), tl.int64) + t * step
@@ -63,7 +63,7 @@ def chunk_operands(
 
 @triton.jit
 def next_state(S, X, Y, between, total, scale, DECAY: tl.constexpr, ADJOINT: tl.constexpr, PRECISION: tl.constexpr):
-    """The state behind a chunk (ADJOINT: its gradient before it), from the state S [BK,BV] on its other side."""
+    """The state after a chunk (ADJOINT: its gradient before it), from the state S [BK,BV] on its other side."""
     if DECAY == NONE:
         made = product(tl.trans(X), Y, PRECISION)
     elif DECAY == SCALAR:
@@ -88,12 +88,12 @@ def triangle(i, DECAY: tl.constexpr):
 
 
 @triton.jit
-def store_in_rows(S, states, behind, token, h, H, dk, dv, inside, V: tl.constexpr, C: tl.constexpr, IN_ROWS: tl.constexpr):
-    """Store a state in the rows of its chunk, whose first is ``token``: C channels in ``states``, the others in ``behind``."""
+def store_in_rows(S, states, upper, token, h, H, dk, dv, inside, V: tl.constexpr, C: tl.constexpr, IN_ROWS: tl.constexpr):
+    """Store a state in the rows of its chunk, whose first is ``token``: C channels in ``states``, the others in ``upper``."""
     place = ((token + dk % C) * H + h)[:, None] * V + dv[None, :]
     tl.store(states + place, S.to(states.dtype.element_ty), mask=inside & (dk < C)[:, None])
     if IN_ROWS > 1:
-        tl.store(behind + place, S.to(behind.dtype.element_ty), mask=inside & (dk >= C)[:, None])
+        tl.store(upper + place, S.to(upper.dtype.element_ty), mask=inside & (dk >= C)[:, None])
 
 
 @triton.jit(do_not_specialize=["N", "T", "L"])
@@ -106,7 +106,7 @@ def penstock_segment_sums(
 ):  # fmt: skip
     """Program (segment of L tokens, head, block of K, block of V): ``segment_sums`` [slots,H,K,V] and ``segment_decays`` [slots,H,K], log2.
 
-    The sum is the state behind the segment, if that before it is zero. ADJOINT: time runs backward, x is q, y is dO.
+    The sum is the state after the segment, if that before it is zero. ADJOINT: time runs backward, x is q, y is dO.
     """
     tl.static_assert(DECAY == CHANNEL or not PREVIOUS, "the previous state is read with decays per channel only")
     NK: tl.constexpr = (K + BK - 1) // BK
@@ -151,7 +151,7 @@ def penstock_segment_sums(
 
 @triton.jit(do_not_specialize=["N", "T", "L"])
 def penstock_segment_scan(
-    segment_sums, segment_decays, first, states, behind, last_states, last, cu_seqlens, N, T, L, H, s_n, s_h, s_k, s_v,
+    segment_sums, segment_decays, first, states, upper, last_states, last, cu_seqlens, N, T, L, H, s_n, s_h, s_k, s_v,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, EACH: tl.constexpr, AT_ONCE: tl.constexpr,
     DECAY: tl.constexpr, ADJOINT: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, PACKED: tl.constexpr,
     IN_ROWS: tl.constexpr, EARLY: tl.constexpr,
@@ -159,7 +159,7 @@ def penstock_segment_scan(
     """Program (sequence, head, block of K, block of V): from the sums of segments of L tokens, the states before every EACH segments.
 
     It starts from ``first`` if INITIAL, else from zero, and stores ``last`` if FINAL. ADJOINT: from the last segment to the first, so
-    states are gradients of states behind segments. ``states`` [slots of L * EACH tokens,H,K,V] may be ``segment_sums`` if EACH is 1.
+    states are gradients of states after segments. ``states`` [slots of L * EACH tokens,H,K,V] may be ``segment_sums`` if EACH is 1.
     The sums of AT_ONCE segments are loaded before the first of them is used.
 
     IN_ROWS: as in ``penstock_chunk_states``; segments are chunks of C tokens. EARLY: this launch and the next one may begin early.
@@ -208,7 +208,7 @@ def penstock_segment_scan(
                 wanted = wanted & (s % EACH == 0)
             if IN_ROWS > 0:
                 whole = inside & wanted & uniform(tokens - s * C >= C)
-                store_in_rows(S, states, behind, b * T + row + s * C, h, H, dk, dv, whole, V, C, IN_ROWS)
+                store_in_rows(S, states, upper, b * T + row + s * C, h, H, dk, dv, whole, V, C, IN_ROWS)
             else:
                 place = ((to_slot + s // EACH) * H + h) * K + dk
                 tl.store(states + place[:, None] * V + dv[None, :], S.to(states.dtype.element_ty), mask=inside & wanted)
@@ -221,7 +221,7 @@ def penstock_segment_scan(
 
 @triton.jit(do_not_specialize=["N", "T", "L"])
 def penstock_chunk_states(
-    x, y, g, first, chunk_states, behind, last_states, last, cu_seqlens, scale, N, T, L, H,
+    x, y, g, first, chunk_states, upper, last_states, last, cu_seqlens, scale, N, T, L, H,
     x_b, x_t, x_h, x_k, y_b, y_t, y_h, y_v, g_b, g_t, g_h, g_k, s_n, s_h, s_k, s_v,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     DECAY: tl.constexpr, STATIC: tl.constexpr, ADJOINT: tl.constexpr, PREVIOUS: tl.constexpr, SEGMENTS: tl.constexpr,
@@ -234,7 +234,7 @@ def penstock_chunk_states(
     and the final state in ``last`` (if FINAL). ADJOINT: time runs backward, x is q, y is dO, and the states are gradients of states.
 
     IN_ROWS > 0, only ADJOINT: K is IN_ROWS * C, and the states of whole chunks are in the rows of their tokens: the first C channels in
-    ``chunk_states`` [B,T,H,V], the others in ``behind``, which is like it. The state of a shorter chunk, the last of its sequence, is in
+    ``chunk_states`` [B,T,H,V], the others in ``upper``, which is like it. The state of a shorter chunk, the last of its sequence, is in
     ``last_states`` [N,H,K,V].
     """
     tl.static_assert(DECAY == CHANNEL or not PREVIOUS, "the previous state is read with decays per channel only")
@@ -276,7 +276,7 @@ def penstock_chunk_states(
             chunk = chunks - 1 - c
         t = chunk * C
         if IN_ROWS > 0:
-            store_in_rows(S, chunk_states, behind, b * T + row + t, h, H, dk, dv, inside & uniform(tokens - t >= C), V, C, IN_ROWS)
+            store_in_rows(S, chunk_states, upper, b * T + row + t, h, H, dk, dv, inside & uniform(tokens - t >= C), V, C, IN_ROWS)
         else:
             place = (first_chunk + chunk) * H + h
             tl.store(chunk_states + (place * K + dk[:, None]) * V + dv[None, :], S.to(chunk_states.dtype.element_ty), mask=inside)

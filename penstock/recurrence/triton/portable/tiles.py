@@ -100,7 +100,7 @@ def factors(d, lower, strict, PREVIOUS: tl.constexpr, PRECISION: tl.constexpr):
         if PREVIOUS:
             G = sums(d, strict, PRECISION, OWN=False)
         grow = tl.exp2(G * LOG2E - M[None, :])
-        behind = tl.exp2(whole)
+        after = tl.exp2(whole)
     else:
         d = tl.maximum(d * LOG2E, FLOOR)
         coarse = (d + COARSE) - COARSE
@@ -114,8 +114,8 @@ def factors(d, lower, strict, PREVIOUS: tl.constexpr, PRECISION: tl.constexpr):
             G -= coarse
             rest -= fine
         grow = tl.exp2(G) * tl.exp2(rest)
-        behind = tl.exp2(total - M) * tl.exp2(tl.sum(fine, 0))
-    return grow, shrink, tl.exp2(M), behind, total
+        after = tl.exp2(total - M) * tl.exp2(tl.sum(fine, 0))
+    return grow, shrink, tl.exp2(M), after, total
 
 
 @triton.jit
@@ -199,7 +199,7 @@ def scalar_decays(base, i, live, stride_i):
 def scalar_sums(g, constant, step, left, i, g_t, C: tl.constexpr, STATIC: tl.constexpr, LIMIT: tl.constexpr):
     """Sums of scalar decays over a chunk with ``left`` tokens, accurate for every decay.
 
-    Returns the sums over j < t <= i [C,C], -inf for j > i; up to each token [C]; behind each token [C]; over the chunk. If STATIC all
+    Returns the sums over j < t <= i [C,C], -inf for j > i; up to each token [C]; after each token [C]; over the chunk. If STATIC all
     decays are ``constant``, and the sums are multiples of it.
     """
     if STATIC:

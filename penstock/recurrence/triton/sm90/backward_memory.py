@@ -8,7 +8,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from ....gpu.hopper_tiles import async_load, meet, reinterpret, zeroed_behind
+from ....gpu.hopper_tiles import async_load, meet, reinterpret, zero_rows_from
+from ....gpu.ring import barriers, expect
 from .dyadic import GROUPS, ROWS, C, R
 
 LEVELS = gl.constexpr(6)
@@ -191,13 +192,6 @@ def load_chunk(tiles, memory, bars, place, H: gl.constexpr, HALF: gl.constexpr, 
 
 
 @gluon.jit
-def expect_step(tiles, bars, n, steps, COPIES: gl.constexpr):
-    """Announce the tiles of step n. Each tensor has barriers of its own: between copies with the same one, Triton has all warps meet."""
-    for m in gl.static_range(COPIES):
-        mbarrier.expect(bars[m].index(n % bars[m].shape[0]), tiles[m].block_type.nbytes, pred=n < steps)
-
-
-@gluon.jit
 def ask_step(tiles, values, states, bars, place, n, steps, COPIES: gl.constexpr):
     """Start the loads of step n: 64 value channels of v and dO and, of 16 bits (COPIES = 4), of the state and its gradient."""
     W: gl.constexpr = tiles[0].block_shape[1]
@@ -221,22 +215,15 @@ def load_first_steps(tiles, memory, bars, place, W: gl.constexpr, STEPS: gl.cons
     COPIES: gl.constexpr = 2 if HALF else 4
     states = reinterpret(memory.X, kind, [LEVELS * C // W, K, W], L.half)
     values = reinterpret(memory.streamed, kind, [2 * STAGES, C, W], L.half)
-    v_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    o_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    step_bars = (v_bars, o_bars)
+    step_bars = (barriers(STAGES, 1), barriers(STAGES, 1))
     if not HALF:  # unused shared memory, of a barrier too, may be aliased
-        S_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-        dS_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-        step_bars = (v_bars, o_bars, S_bars, dS_bars)
-    for m in gl.static_range(COPIES):
-        for first in gl.static_range(STAGES):
-            mbarrier.init(step_bars[m].index(first), count=1)
+        step_bars = (step_bars[0], step_bars[1], barriers(STAGES, 1), barriers(STAGES, 1))
     fence_async_shared()
     meet()
     step_tiles = (tiles.v, tiles.dO, tiles.S, tiles.dS)
     mbarrier.expect(bars.index(0), 2 * tiles.q.block_type.nbytes)
     for first in gl.static_range(STAGES):
-        expect_step(step_tiles, step_bars, first, STEPS, COPIES)
+        expect(step_tiles, step_bars, first, first < STEPS)
     meet()
     for first in gl.static_range(STAGES):
         ask_step(step_tiles, values, states, step_bars, place, first, STEPS, COPIES)
@@ -250,10 +237,10 @@ def await_chunk(memory, bar, tokens, STEPS: gl.constexpr, L: gl.constexpr):
     """Wait for q, k and, without steps, v and dO. Zero the rows after the last token."""
     mbarrier.wait(bar, 0)
     if tokens < C:
-        zeroed_behind(memory.q, tokens, L.tokens)
-        zeroed_behind(memory.k, tokens, L.tokens)
+        zero_rows_from(memory.q, tokens, L.tokens)
+        zero_rows_from(memory.k, tokens, L.tokens)
         if not STEPS:
-            zeroed_behind(memory.v, tokens, L.tokens)
-            zeroed_behind(memory.dO, tokens, L.tokens)
+            zero_rows_from(memory.v, tokens, L.tokens)
+            zero_rows_from(memory.dO, tokens, L.tokens)
         fence_async_shared()
         meet()

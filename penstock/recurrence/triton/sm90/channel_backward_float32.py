@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from ....gpu.hopper_tiles import async_load, meet, most, most_of_both, reinterpret, zeroed_behind
+from ....gpu.hopper_tiles import async_load, meet, most, most_of_both, reinterpret, zero_rows_from
 from ....gpu.tiles import powers_of_two
 from ..heads import SMALL
 from .backward_memory import LEVELS, Memory, Place, layouts_of
@@ -353,8 +353,8 @@ def penstock_channel_bwd_float32_sm90(
     near, near_rest, up_M = store_state_terms(memory, (dA, dA_t, dq_in, dk_in, D, D_t, state_row), scale, DG, PARTS, L)
     mbarrier.wait(bars.index(0), 0)
     if tokens < C:
-        zeroed_behind(memory.q, tokens, L.tokens)
-        zeroed_behind(memory.k, tokens, L.tokens)
+        zero_rows_from(memory.q, tokens, L.tokens)
+        zero_rows_from(memory.k, tokens, L.tokens)
         meet()
     whole, up_q, up_k, dV = store_levels(memory, own_s, x, bonus, up_dS, rest, first, tokens, H, STORED, IN_STEPS, PREVIOUS, PARTS, L)
     A, D = multiply_levels(memory, Y_s, (near, near_rest), (up_M, up_q, up_k), STORED or not IN_STEPS, PARTS, L)

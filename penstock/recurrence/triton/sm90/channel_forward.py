@@ -93,7 +93,7 @@ def penstock_channel_fwd_sm90(
         slot = sequence_with_pieces(slot, cu_seqlens, N, PIECE)
         if slot == N:
             return
-    n, b, row, _, begin, behind, tokens = tokens_of(slot, cu_seqlens, N, T, L, SEGMENTS, PACKED, False)
+    n, b, row, _, begin, done, tokens = tokens_of(slot, cu_seqlens, N, T, L, SEGMENTS, PACKED, False)
     head = h.to(gl.int64)
     owner = slot.to(gl.int64)
     f_k = V
@@ -115,7 +115,7 @@ def penstock_channel_fwd_sm90(
         f_v = s_v
     kept = chunk_states
     if EVERY > 0:
-        kept += (slot_of(n, begin, behind, T, EVERY, PACKED).to(gl.int64) * H + head) * (K * V) + vb * C
+        kept += (slot_of(n, begin, done, T, EVERY, PACKED).to(gl.int64) * H + head) * (K * V) + vb * C
     output += ((b * T + row) * H + head) * V + vb * C
     g += b * g_b + row * g_t + whole * g_h + block * g_k
     u += whole * u_h + block * u_k

@@ -8,7 +8,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra import cuda
 
-from ....gpu.hopper_tiles import async_store, meet, most, unknown, zeroed_behind
+from ....gpu.hopper_tiles import async_store, meet, most, unknown, zero_rows_from
 from ....gpu.tiles import powers_of_two
 from .channel_tiles import ask, ask_next, awaited, released
 from .dyadic import ROWS, C
@@ -166,7 +166,7 @@ def walk(
         v = v_s.index(s)
         mbarrier.wait(ready.index(s), phase)
         if t + C > tokens:
-            zeroed_behind(v, tokens - t, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+            zero_rows_from(v, tokens - t, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
         q, k = awaited(3, c, zero, x_s, full, 0)
         S = S * total_s.index(s).load(channel)[:, None]
         fence_async_shared()

@@ -24,7 +24,7 @@ TILES = gl.constexpr(8)  # of a chunk in the ring: one for each level, then q an
 
 @gluon.jit
 def decays_at(g, g_t, g_k, left, K: gl.constexpr, layout: gl.constexpr):
-    """Load a chunk's decays [64,K] in their dtype, 0 behind the last token."""
+    """Load a chunk's decays [64,K] in their dtype, 0 after the last token."""
     i = gl.arange(0, C, gl.SliceLayout(1, layout)) + unknown(left * 0)
     j = gl.arange(0, K, gl.SliceLayout(0, layout))
     return gl.load(g + (i[:, None] * g_t + j[None, :] * g_k), mask=(i < left)[:, None], other=0.0)
@@ -155,18 +155,18 @@ def prepare(
         through = gl.full([GROUPS, R, K], scale, gl.float32, by_group)
         if not PREVIOUS:
             through = total * scale
-        behind = gl.full([GROUPS, R, K], 1.0, gl.float32, by_group)
+        remaining = gl.full([GROUPS, R, K], 1.0, gl.float32, by_group)
         for n in gl.static_range(LEVELS):
             if 1 << n < R:
-                X = factored(Q, Kt, through, behind, n, layout)
-                through, behind, total = widened(through, behind, total, by_group, WARPS)
+                X = factored(Q, Kt, through, remaining, n, layout)
+                through, remaining, total = widened(through, remaining, total, by_group, WARPS)
             else:
                 if 1 << n == R:
                     if not (TILED or STATIC):
                         g += (g_t + left * 0).to(gl.int64) * C
                         d = decays_at(g, g_t, g_k, left - C, K, layout)
                     Qf = Q.to(gl.float32) * flat(through, layout)
-                    Kf = Kt.to(gl.float32) * flat(behind, layout)
+                    Kf = Kt.to(gl.float32) * flat(remaining, layout)
                 X = gl.where(((i >> n) & 1)[:, None] == 1, Qf, Kf)
                 if 1 << n > R:
                     X = X * spread(exp2(between(part, (1 << n) // R, across)), R, layout)

@@ -18,7 +18,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from ....gpu.hopper_tiles import async_store, inverse, meet, reinterpret, unknown, zeroed_behind
+from ....gpu.hopper_tiles import async_store, inverse, meet, reinterpret, unknown, zero_rows_from
 from ....gpu.ring import barriers, expect, load_tiles
 from ....gpu.tiles import powers_of_two, slot_of, tokens_of
 from ..heads import LARGE
@@ -66,9 +66,9 @@ def initial_halves(at, s_k, per_S, BV: gl.constexpr, HALF: gl.constexpr, INITIAL
 @gluon.jit
 def zero_padding(y, write, left, layout: gl.constexpr):
     """Zero the rows of y and of the operand of updates from ``left`` on."""
-    zeroed_behind(y, left, layout)
+    zero_rows_from(y, left, layout)
     for quarter in gl.static_range(4):  # the whole tile would take 64 registers
-        zeroed_behind(write.slice(quarter * (C // 4), C // 4), left - quarter * (C // 4), layout)
+        zero_rows_from(write.slice(quarter * (C // 4), C // 4), left - quarter * (C // 4), layout)
     fence_async_shared()
     meet()
 
@@ -139,7 +139,7 @@ def penstock_channel_walk_sm90(
     """Program (sequence or segment, head, block of V). TMA tiles: [C, K] of tokens [B T, H K], [C, C] of ``weights`` [slots H C, C],
     [C, BV] of tokens [B T, H V], and [K / 2, BV] of states [slots H K, V].
 
-    EVERY: the state before every EVERY tokens (ADJOINT: its gradient behind them) is stored in ``state_tiles``; 0: none is. float16: there
+    EVERY: the state before every EVERY tokens (ADJOINT: its gradient after them) is stored in ``state_tiles``; 0: none is. float16: there
     it is [slots H K, V], float32.
 
     float16: A and read lack a power of two, ``unit``; ADJOINT: so does dS in registers. of_S: what S lacks there; per_S: the inverse.
@@ -162,7 +162,7 @@ def penstock_channel_walk_sm90(
     vb = pid % NV
     slot = pid // NV // H
     h = pid // NV % H
-    n, b, row, _, begin, behind, tokens = tokens_of(slot, cu_seqlens, N, T, L, SEGMENTS, PACKED, False)
+    n, b, row, _, begin, done, tokens = tokens_of(slot, cu_seqlens, N, T, L, SEGMENTS, PACKED, False)
     head = h.to(gl.int64)
     owner = slot.to(gl.int64)
     chunks = (gl.maximum(tokens, 0) + (C - 1)) // C
@@ -178,7 +178,7 @@ def penstock_channel_walk_sm90(
     bars = (barriers(STAGES, 1), barriers(STAGES, 1), barriers(STAGES, 1), barriers(STAGES, 1))
     fence_async_shared()
     meet()
-    first_chunk = slot_of(n, begin, behind, T, C, PACKED).to(gl.int64) * H + h
+    first_chunk = slot_of(n, begin, done, T, C, PACKED).to(gl.int64) * H + h
     place = ((b * T + row).to(gl.int32), h * K, h * V + vb * BV, first_chunk.to(gl.int32), H, chunks)
     tiles = (read_tiles, weight_tiles, y_tiles, write_tiles)
     for m in gl.static_range(STAGES):
@@ -187,7 +187,7 @@ def penstock_channel_walk_sm90(
     for m in gl.static_range(STAGES):
         load_chunk(tiles, rings, bars, place, chunks * 0 + m, ADJOINT)
     if EVERY > 0:
-        state_row = ((slot_of(n, begin, behind, T, EVERY, PACKED).to(gl.int64) * H + h) * K).to(gl.int32)
+        state_row = ((slot_of(n, begin, done, T, EVERY, PACKED).to(gl.int64) * H + h) * K).to(gl.int32)
     totals += first_chunk * K + gl.arange(0, K, line)
     step = H.to(gl.int64) * K
     output += ((b * T + row) * H + head) * V + vb * BV

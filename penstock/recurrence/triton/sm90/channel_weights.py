@@ -20,7 +20,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from ....gpu.hopper_tiles import exp2, meet, zeroed_behind
+from ....gpu.hopper_tiles import exp2, meet, zero_rows_from
 from ....gpu.ring import barriers, expect, load_tiles
 from ....gpu.tiles import powers_of_two
 from ..heads import LARGE
@@ -159,8 +159,8 @@ def penstock_channel_weights_sm90(
         mbarrier.wait(bars[0].index(s), (m // STAGES) & 1)
         mbarrier.wait(bars[1].index(s), (m // STAGES) & 1)
         if tokens < C:
-            zeroed_behind(q_tile, tokens, layout)
-            zeroed_behind(k_tile, tokens, layout)
+            zero_rows_from(q_tile, tokens, layout)
+            zero_rows_from(k_tile, tokens, layout)
         meet()
         q = q_tile.load(layout)
         k = k_tile.load(layout)

@@ -40,8 +40,8 @@ def joined(a, b, layout: gl.constexpr):
 
 
 @gluon.jit
-def widened(through, behind, total, layout: gl.constexpr, WARPS: gl.constexpr):
-    """From blocks of L tokens to blocks of 2 L: the products of decays up to each token, behind each token, and of the block."""
+def widened(through, remaining, total, layout: gl.constexpr, WARPS: gl.constexpr):
+    """From blocks of L tokens to blocks of 2 L: the products of decays up to each token, after each token, and of the block."""
     GROUPS: gl.constexpr = total.shape[0]
     L: gl.constexpr = through.shape[1] // total.shape[1]
     N: gl.constexpr = total.shape[1] // 2
@@ -49,9 +49,9 @@ def widened(through, behind, total, layout: gl.constexpr, WARPS: gl.constexpr):
     first, second = halves(total, 1, WARPS)
     a, b = halves(through, L, WARPS)
     through = joined(a, b * gl.convert_layout(first, one, assert_trivial=True), layout)
-    a, b = halves(behind, L, WARPS)
-    behind = joined(a * gl.convert_layout(second, one, assert_trivial=True), b, layout)
-    return through, behind, gl.convert_layout(gl.reshape(first * second, [GROUPS, N, total.shape[2]]), layout, assert_trivial=True)
+    a, b = halves(remaining, L, WARPS)
+    remaining = joined(a * gl.convert_layout(second, one, assert_trivial=True), b, layout)
+    return through, remaining, gl.convert_layout(gl.reshape(first * second, [GROUPS, N, total.shape[2]]), layout, assert_trivial=True)
 
 
 @gluon.jit
@@ -89,7 +89,7 @@ def between(part, N: gl.constexpr, across: gl.constexpr):
 
 @gluon.jit
 def around(part, across: gl.constexpr):
-    """The sums before each group and behind each group [GROUPS,K], and of all groups [1,K]."""
+    """The sums before each group and after each group [GROUPS,K], and of all groups [1,K]."""
     GROUPS: gl.constexpr = part.shape[0]
     K: gl.constexpr = part.shape[1]
     group = gl.arange(0, GROUPS, gl.SliceLayout(1, across))[:, None]
@@ -111,32 +111,32 @@ def in_second_half(n: gl.constexpr, C: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def factored(q, k, through, behind, n: gl.constexpr, layout: gl.constexpr):
+def factored(q, k, through, remaining, n: gl.constexpr, layout: gl.constexpr):
     """X of level n [C,K]: q with its factor in second halves, k with its factor in first halves."""
     second = in_second_half(n, q.shape[0], layout)
     Q = (q.to(gl.float32) * flat(through, layout)).to(q.dtype)
     if n == 0:
         return gl.where(second, Q, k)  # there is no token between k and the middle
     else:
-        return gl.where(second, Q, (k.to(gl.float32) * flat(behind, layout)).to(q.dtype))
+        return gl.where(second, Q, (k.to(gl.float32) * flat(remaining, layout)).to(q.dtype))
 
 
 @gluon.jit
 def near_levels(q, k, x, PREVIOUS: gl.constexpr, layout: gl.constexpr, by_group: gl.constexpr):
-    """From log2 decays x: X of the levels within a group, and q and k with their factors up to and behind each token of a group [C,K]."""
+    """From log2 decays x: X of the levels within a group, and q and k with their factors up to and after each token of a group [C,K]."""
     WARPS: gl.constexpr = gl.num_warps()
     total = exp2(grouped(x, GROUPS, by_group))
-    behind = gl.full([GROUPS, R, x.shape[1]], 1.0, gl.float32, by_group)
-    through = behind
+    remaining = gl.full([GROUPS, R, x.shape[1]], 1.0, gl.float32, by_group)
+    through = remaining
     if not PREVIOUS:
         through = total
-    X_0 = factored(q, k, through, behind, 0, layout)
-    through, behind, total = widened(through, behind, total, by_group, WARPS)
-    X_1 = factored(q, k, through, behind, 1, layout)
-    through, behind, total = widened(through, behind, total, by_group, WARPS)
-    X_2 = factored(q, k, through, behind, 2, layout)
-    through, behind, total = widened(through, behind, total, by_group, WARPS)
-    return X_0, X_1, X_2, q.to(gl.float32) * flat(through, layout), k.to(gl.float32) * flat(behind, layout)
+    X_0 = factored(q, k, through, remaining, 0, layout)
+    through, remaining, total = widened(through, remaining, total, by_group, WARPS)
+    X_1 = factored(q, k, through, remaining, 1, layout)
+    through, remaining, total = widened(through, remaining, total, by_group, WARPS)
+    X_2 = factored(q, k, through, remaining, 2, layout)
+    through, remaining, total = widened(through, remaining, total, by_group, WARPS)
+    return X_0, X_1, X_2, q.to(gl.float32) * flat(through, layout), k.to(gl.float32) * flat(remaining, layout)
 
 
 @gluon.jit
@@ -162,7 +162,7 @@ def store_zeros(du, dg, at, K: gl.constexpr, OF_U: gl.constexpr, OF_G: gl.conste
 
 @gluon.jit
 def decays(g, g_t: gl.constexpr, g_k: gl.constexpr, tokens, K: gl.constexpr, layout: gl.constexpr):
-    """Load the chunk's log2 decays [C,K], 0 behind the last token."""
+    """Load the chunk's log2 decays [C,K], 0 after the last token."""
     i = gl.arange(0, C, gl.SliceLayout(1, layout))
     j = gl.arange(0, K, gl.SliceLayout(0, layout))
     at = (i // R * R)[:, None] * g_t + j[None, :] * g_k + (i % R)[:, None] * g_t

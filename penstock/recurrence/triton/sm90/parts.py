@@ -30,7 +30,7 @@ def store_parts(tiles, first, x, PARTS: gl.constexpr):
     """Store the parts of x in tiles ``first`` and, if there are two, the next one."""
     high = x.to(gl.float16)
     tiles.index(first).store(high)
-    if PARTS > 1:  # behind the first store, in the order that was measured
+    if PARTS > 1:  # after the first store, in the order that was measured
         tiles.index(first + 1).store((x - high.to(gl.float32)).to(gl.float16))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ....gpu.hopper_tiles import exp2, plus, zeroed_behind
+from ....gpu.hopper_tiles import exp2, plus, zero_rows_from
 from ....gpu.tiles import LOG2E, slot_of
 
 C = gl.constexpr(64)  # tokens in a chunk, and value channels
@@ -17,12 +17,12 @@ COARSE = gl.constexpr(49152.0)  # 1.5 * 2^15: adding and subtracting it rounds t
 def zero_padding(tiles, left, layout: gl.constexpr):
     """Zero the rows of tiles from ``left`` on: they are padding or belong to another sequence."""
     for n in gl.static_range(len(tiles)):
-        zeroed_behind(tiles[n], left, layout)
+        zero_rows_from(tiles[n], left, layout)
 
 
 @gluon.jit
 def log_decays(g, g_t, left, i):
-    """The decays of a chunk of ``left`` tokens in log2 units, 0 behind them."""
+    """The decays of a chunk of ``left`` tokens in log2 units, 0 after them."""
     return gl.maximum(gl.load(g + i * g_t, mask=i < left, other=0.0).to(gl.float32) * LOG2E, GONE)
 
 
@@ -93,12 +93,12 @@ def before(a_sum, a_last, b_sum, b_last):
 
 
 @gluon.jit
-def gradients_of_decays(queries, keys, of_state, d, behind):
+def gradients_of_decays(queries, keys, of_state, d, padding):
     """dg of a chunk: ``queries`` and ``keys`` are the terms of tokens from t on and before t, ``of_state`` the term of the whole state."""
     earlier = gl.associative_scan((gl.zeros_like(keys), keys), 0, before)[0]
     d_gate = gl.associative_scan(queries, 0, plus, reverse=True)
     d_gate += earlier + of_state
-    return gl.where((d < -126.0) | behind, 0.0, d_gate)
+    return gl.where((d < -126.0) | padding, 0.0, d_gate)
 
 
 @gluon.jit

@@ -10,7 +10,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from ....gpu.hopper_tiles import async_load, exp2, let_next_begin, meet, zeroed_behind
+from ....gpu.hopper_tiles import exp2, let_next_begin, meet, zero_rows_from
+from ....gpu.ring import barriers, expect, load_tiles
 from ....gpu.tiles import LOG2E, slot_of, tokens_of
 from ..heads import MEDIUM, SMALL
 from .dyadic import around, flat, grouped, spread, widened
@@ -26,60 +27,42 @@ def rings(x_tiles, y_tiles, g_tiles, TILED: gl.constexpr, STAGES: gl.constexpr):
     """Memory of STAGES for tiles of x, y and, if TILED, decays, and barriers for each."""
     x_s = gl.allocate_shared_memory(x_tiles.dtype, [STAGES, C, x_tiles.block_shape[1]], x_tiles.layout)
     y_s = gl.allocate_shared_memory(y_tiles.dtype, [STAGES, C, y_tiles.block_shape[1]], y_tiles.layout)
-    x_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    y_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for m in gl.static_range(STAGES):
-        mbarrier.init(x_bars.index(m), count=1)
-        mbarrier.init(y_bars.index(m), count=1)
-    parts = (x_s, y_s, x_s)
-    bars = (x_bars, y_bars, x_bars)
+    parts = (x_s, y_s)
+    bars = (barriers(STAGES, 1), barriers(STAGES, 1))
     if TILED:
         g_s = gl.allocate_shared_memory(g_tiles.dtype, [STAGES, C, x_tiles.block_shape[1]], g_tiles.layout)
-        g_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-        for m in gl.static_range(STAGES):
-            mbarrier.init(g_bars.index(m), count=1)
         parts = (x_s, y_s, g_s)
-        bars = (x_bars, y_bars, g_bars)
+        bars = (bars[0], bars[1], barriers(STAGES, 1))
     fence_async_shared()
     meet()
     return parts, bars
 
 
 @gluon.jit
-def expect(tiles, bars, c, chunks, TILED: gl.constexpr):
-    """Announce the tiles of step c. Each tensor has barriers of its own: between copies with the same one, Triton has all warps meet."""
-    for n in gl.static_range(2 + TILED):
-        mbarrier.expect(bars[n].index(c % bars[n].shape[0]), tiles[n].block_type.nbytes, pred=c < chunks)
-
-
-@gluon.jit
-def ask(tiles, parts, bars, place, c, TILED: gl.constexpr, ADJOINT: gl.constexpr):
+def load_chunk(tiles, parts, bars, place, c, ADJOINT: gl.constexpr):
     """Start the loads of step c. ADJOINT: the steps go from the last chunk to the first."""
     row, key_column, value_column, chunks = place
     chunk = c
     if ADJOINT:
         chunk = chunks - 1 - c
-    s = c % bars[0].shape[0]
     line = row + chunk * C
-    at = ([line, key_column], [line, value_column], [line, key_column])
-    for n in gl.static_range(2 + TILED):
-        async_load(tiles[n], at[n], bars[n].index(s), parts[n].index(s), pred=c < chunks)
+    load_tiles(tiles, parts, bars, ([line, key_column], [line, value_column], [line, key_column]), c, c < chunks)
 
 
 @gluon.jit
-def ask_first(tiles, parts, bars, place, TILED: gl.constexpr, ADJOINT: gl.constexpr, STAGES: gl.constexpr):
+def load_first(tiles, parts, bars, place, ADJOINT: gl.constexpr, STAGES: gl.constexpr):
     """Start the loads of the first STAGES steps."""
     chunks = place[3]
     for m in gl.static_range(STAGES):
-        expect(tiles, bars, chunks * 0 + m, chunks, TILED)
+        expect(tiles, bars, chunks * 0 + m, chunks * 0 + m < chunks)
     meet()
     for m in gl.static_range(STAGES):
-        ask(tiles, parts, bars, place, chunks * 0 + m, TILED, ADJOINT)
+        load_chunk(tiles, parts, bars, place, chunks * 0 + m, ADJOINT)
 
 
 @gluon.jit
 def decays_of(gates, g_s, first, left, s, K: gl.constexpr, TILED: gl.constexpr, STATIC: gl.constexpr, layout: gl.constexpr):
-    """The decays [C,K] of the chunk whose first token is ``first``, 0 behind its ``left`` tokens."""
+    """The decays [C,K] of the chunk whose first token is ``first``, 0 after its ``left`` tokens."""
     g, constant, g_t, g_k = gates
     i = gl.arange(0, C, gl.SliceLayout(1, layout))
     if TILED:
@@ -104,17 +87,17 @@ def factors(d, part, ADJOINT: gl.constexpr, PREVIOUS: gl.constexpr, layout: gl.c
     d = grouped(d * LOG2E, GROUPS, by_group)
     part.store(gl.sum(d, 1))
     total = exp2(d)
-    behind = gl.full([GROUPS, R, d.shape[2]], 1.0, gl.float32, by_group)
-    through = behind
+    remaining = gl.full([GROUPS, R, d.shape[2]], 1.0, gl.float32, by_group)
+    through = remaining
     if not PREVIOUS:
         through = total
     for _level in gl.static_range(STEPS):
-        through, behind, total = widened(through, behind, total, by_group, gl.num_warps())
+        through, remaining, total = widened(through, remaining, total, by_group, gl.num_warps())
     before, after, whole = around(part, across)
     if ADJOINT:
         found = flat(through, layout) * spread(exp2(before), R, layout)
     else:
-        found = flat(behind, layout) * spread(exp2(after), R, layout)
+        found = flat(remaining, layout) * spread(exp2(after), R, layout)
     return found, whole
 
 
@@ -127,7 +110,11 @@ def chunk_sum(
 
     Starts the loads of step c + STAGES.
     """
-    x_s, y_s, g_s = parts
+    x_s = parts[0]
+    y_s = parts[1]
+    g_s = x_s
+    if TILED:
+        g_s = parts[2]
     f_s, part, total_s = sides
     K: gl.constexpr = x_s.shape[2]
     BV: gl.constexpr = y_s.shape[2]
@@ -147,16 +134,16 @@ def chunk_sum(
     if left < C:
         i = gl.arange(0, C, gl.SliceLayout(1, layout))
         X = gl.where((i < left)[:, None], X, gl.zeros_like(X))
-        zeroed_behind(y, left, gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0]))
+        zero_rows_from(y, left, gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0]))
     f_s.store(X)
     fence_async_shared()
     meet()
     made = gl.zeros([K, BV], gl.float32, mma)
     made = warpgroup_mma(f_s.permute((1, 0)), y, made, use_acc=False, is_async=True)
     made = warpgroup_mma_wait(0, [made])
-    expect(tiles, bars, c + STAGES, chunks, TILED)
+    expect(tiles, bars, c + STAGES, c + STAGES < chunks)
     meet()
-    ask(tiles, parts, bars, place, c + STAGES, TILED, ADJOINT)
+    load_chunk(tiles, parts, bars, place, c + STAGES, ADJOINT)
     if ADJOINT:
         made *= scale
     return made, whole
@@ -216,7 +203,7 @@ def penstock_segment_sums_sm90(
     sides = memory(x_tiles, K)
     tiles = (x_tiles, y_tiles, g_tiles)
     place = ((b * T + row).to(gl.int32), h * K, h * V + vb * BV, chunks)
-    ask_first(tiles, parts, bars, place, TILED, ADJOINT, STAGES)
+    load_first(tiles, parts, bars, place, ADJOINT, STAGES)
 
     dk = gl.arange(0, K, gl.SliceLayout(1, mma))[:, None]
     dv = gl.arange(0, BV, gl.SliceLayout(0, mma))[None, :] + vb * BV
@@ -250,7 +237,7 @@ def penstock_segment_sums_sm90(
 
 @gluon.jit(do_not_specialize=["N", "T", "L", "H"])
 def penstock_chunk_states_sm90(
-    x_tiles, y_tiles, g_tiles, g, first, chunk_states, behind, last_states, last, cu_seqlens, scale, N, T, L, H, g_b, g_t, g_h, g_k,
+    x_tiles, y_tiles, g_tiles, g, first, chunk_states, upper, last_states, last, cu_seqlens, scale, N, T, L, H, g_b, g_t, g_h, g_k,
     s_n, s_h, s_k, s_v,
     K: gl.constexpr, V: gl.constexpr, SEGMENTS: gl.constexpr, INITIAL: gl.constexpr, FINAL: gl.constexpr, ADJOINT: gl.constexpr,
     PREVIOUS: gl.constexpr, PACKED: gl.constexpr, IN_ROWS: gl.constexpr, TILED: gl.constexpr, STATIC: gl.constexpr, STAGES: gl.constexpr,
@@ -282,7 +269,7 @@ def penstock_chunk_states_sm90(
     sides = memory(x_tiles, K)
     tiles = (x_tiles, y_tiles, g_tiles)
     place = ((b * T + row).to(gl.int32), h * K, h * V + vb * C, chunks)
-    ask_first(tiles, parts, bars, place, TILED, ADJOINT, STAGES)
+    load_first(tiles, parts, bars, place, ADJOINT, STAGES)
 
     dk = gl.arange(0, K, gl.SliceLayout(1, mma))[:, None]
     dv = gl.arange(0, C, gl.SliceLayout(0, mma))[None, :] + vb * C
@@ -312,7 +299,7 @@ def penstock_chunk_states_sm90(
                 at = ((b * T + row + chunk * C + wk % C) * H + h) * V + wv
                 gl.store(chunk_states + at, kept, mask=(left >= C) & (wk < C))
                 if IN_ROWS > 1:
-                    gl.store(behind + at, kept, mask=(left >= C) & (wk >= C))
+                    gl.store(upper + at, kept, mask=(left >= C) & (wk >= C))
         made, _whole = chunk_sum(
             tiles, parts, bars, place, sides, gates, c, chunk, left, scale, ADJOINT, PREVIOUS, TILED, STATIC, layout, by_group, mma
         )

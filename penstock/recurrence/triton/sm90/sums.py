@@ -54,8 +54,8 @@ def collected(
     across: gl.constexpr = gl.SliceLayout(1, by_group)
     group = gl.arange(0, GROUPS, gl.SliceLayout(1, across))[:, None]
     total = exp2(grouped(x, GROUPS, by_group))
-    behind = gl.full([GROUPS, R, K], 1.0, gl.float32, by_group)
-    through = behind
+    remaining = gl.full([GROUPS, R, K], 1.0, gl.float32, by_group)
+    through = remaining
     if not PREVIOUS:
         through = total
     raw = tile.load(layout).to(gl.float32)
@@ -66,7 +66,7 @@ def collected(
         factor = flat(through, layout)
         if not QUERIES:
             here = here == 0
-            factor = flat(behind, layout)
+            factor = flat(remaining, layout)
         y = gl.where(here, Y_s.index(n).load(layout).to(gl.float32) * factor, 0.0)
         d += y
         if DG:
@@ -75,13 +75,13 @@ def collected(
                 d_gate += z
             for m in gl.static_range(n):
                 d_gate += over_the_middle(z, 1 << m, QUERIES, by_group, WARPS)
-        through, behind, total = widened(through, behind, total, by_group, WARPS)
+        through, remaining, total = widened(through, remaining, total, by_group, WARPS)
     if HALF:
         d *= of_levels
         d_gate *= of_levels
     factor = flat(through, layout)
     if not QUERIES:
-        factor = flat(behind, layout)
+        factor = flat(remaining, layout)
     raw = raw * factor
     far = gl.zeros([C, K], gl.float32, layout)
     for n in gl.static_range(4):  # the levels of groups, then the state

@@ -12,9 +12,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from ....gpu.hopper_tiles import async_load, exp2, meet
+from ....gpu.ring import barriers, load_when_free, release, ring_of, wait_full
 from ....gpu.tiles import LOG2E
 from ..portable.tiles import keys_of, place_of, queries_of, sees
-from .tiles import ROWS, barriers, bring, leave, place_in_grid, ring_of, there, through, tidied
+from .tiles import ROWS, leave, place_in_grid, tidied
 
 
 @gluon.jit
@@ -23,9 +24,9 @@ def both(a, b, x_ring, y_ring, bars, n, L: gl.constexpr, STAGES: gl.constexpr, m
     x_bars, y_bars = bars
     x = x_ring.index(n % STAGES).permute((1, 0))
     y = y_ring.index(n % STAGES).permute((1, 0))
-    there(x_bars, n, STAGES)
+    wait_full(x_bars, n, STAGES)
     S = warpgroup_mma(a, x, gl.zeros([ROWS, L], gl.float32, mma), use_acc=False, is_async=True)
-    there(y_bars, n, STAGES)
+    wait_full(y_bars, n, STAGES)
     dP = warpgroup_mma(b, y, gl.zeros([ROWS, L], gl.float32, mma), use_acc=False, is_async=True)
     return S, dP
 
@@ -42,8 +43,8 @@ def load_keys(loads, GROUPS: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexp
         async_load(o_tiles, [q_row + one * ROWS, q_column], q_bar, o_s.index(one))
         async_load(q_tiles, [q_row + one * ROWS, q_column], q_bar, q_s.index(one))
     for n in range(count):
-        bring(k_tiles, k_row + n * BN, k_column, k_ring, k_bars, n, STAGES)
-        bring(v_tiles, k_row + n * BN, k_column, v_ring, v_bars, n, STAGES)
+        load_when_free(k_tiles, k_row + n * BN, k_column, k_ring, k_bars, n, STAGES)
+        load_when_free(v_tiles, k_row + n * BN, k_column, v_ring, v_bars, n, STAGES)
 
 
 @gluon.jit
@@ -99,7 +100,7 @@ def walk_keys(
                 S = gl.where((j < keys)[None, :] & sees(place[:, None], j[None, :], window, CAUSAL, WINDOW), S, float("-inf"))
             p = exp2(S)
             dP = warpgroup_mma_wait(0, [dP])
-            through(v_bars, n, STAGES)
+            release(v_bars, n, STAGES)
             if part != 1:
                 dP = gl.where((j < keys)[None, :], dP, 0.0)
                 if at + BN > keys:
@@ -107,7 +108,7 @@ def walk_keys(
             ds = gl.convert_layout((p * (dP - delta[:, None])).to(half), operand)
             acc = warpgroup_mma(ds, k_ring.index(n % STAGES), acc, is_async=True)
             acc, ds = warpgroup_mma_wait(0, [acc, ds])
-            through(k_bars, n, STAGES)
+            release(k_bars, n, STAGES)
             n += 1
             at += BN
     leave((acc * scale).to(half), q, dq_tiles, row, h * D, dq + (row * H + h) * D, H * D, left)
@@ -188,13 +189,13 @@ def load_queries(loads, GROUPS: gl.constexpr, EACH: gl.constexpr, BM: gl.constex
         live = at + i < queries
         e = gl.load(here, mask=live, other=float("inf"))
         delta = gl.load(here + far, mask=live, other=0.0)
-        bring(q_tiles, q_row + at, column, q_ring, q_bars, n, STAGES)
+        load_when_free(q_tiles, q_row + at, column, q_ring, q_bars, n, STAGES)
         row_ring.index(n % STAGES * 2).store(e)
         row_ring.index(n % STAGES * 2 + 1).store(delta)
         meet()
         full, _ = q_bars
         mbarrier.arrive(full.index(n % STAGES), count=1)
-        bring(o_tiles, q_row + at, column, o_ring, o_bars, n, STAGES)
+        load_when_free(o_tiles, q_row + at, column, o_ring, o_bars, n, STAGES)
 
 
 @gluon.jit
@@ -252,9 +253,9 @@ def walk_queries(
                 ds = gl.convert_layout((p * (dP - delta[None, :])).to(half), operand)
                 acc_k = warpgroup_mma(ds, q_ring.index(n % STAGES), acc_k, is_async=True)
                 acc_v, P = warpgroup_mma_wait(1, [acc_v, P])
-                through(o_bars, n, STAGES)
+                release(o_bars, n, STAGES)
                 acc_k, ds = warpgroup_mma_wait(0, [acc_k, ds])
-                through(q_bars, n, STAGES)
+                release(q_bars, n, STAGES)
                 n += 1
                 at += BM
     to = (row * G + head) * D

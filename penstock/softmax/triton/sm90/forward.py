@@ -12,9 +12,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from ....gpu.hopper_tiles import async_load, meet
+from ....gpu.ring import barriers, load_when_free, release, ring_of, wait_full
 from ....gpu.tiles import LOG2E
 from ..portable.tiles import keys_of, place_of, sees
-from .tiles import ROWS, barriers, bring, exp2_here, leave, place_in_grid, ring_of, there, through, tidied
+from .tiles import ROWS, exp2_here, leave, place_in_grid, tidied
 
 
 @gluon.jit
@@ -26,14 +27,14 @@ def load(loads, GROUPS: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr):
         async_load(q_tiles, [q_row + one * ROWS, q_column], q_bar, q_s.index(one))
     for n in range(count):
         row = k_row + last - n * BN
-        bring(k_tiles, row, k_column, k_ring, k_bars, n, STAGES)
-        bring(v_tiles, row, k_column, v_ring, v_bars, n, STAGES)
+        load_when_free(k_tiles, row, k_column, k_ring, k_bars, n, STAGES)
+        load_when_free(v_tiles, row, k_column, v_ring, v_bars, n, STAGES)
 
 
 @gluon.jit
 def scores(q, k_ring, k_bars, n, BN: gl.constexpr, STAGES: gl.constexpr, mma: gl.constexpr):
     """Start q k^T for tile n."""
-    there(k_bars, n, STAGES)
+    wait_full(k_bars, n, STAGES)
     k = k_ring.index(n % STAGES).permute((1, 0))
     return warpgroup_mma(q, k, gl.zeros([ROWS, BN], gl.float32, mma), use_acc=False, is_async=True)
 
@@ -84,11 +85,11 @@ def walk(
     if count > 0:
         last = low + (count - 1) * BN
         S = warpgroup_mma_wait(0, [scores(q, k_ring, k_bars, 0, BN, STAGES, mma_s)])
-        through(k_bars, 0, STAGES)
+        release(k_bars, 0, STAGES)
         p, m, l, rest = weights(S, m, l, last, place, c, window, keys, CAUSAL, WINDOW, True, mma_s)
         P = gl.convert_layout(p.to(half), operand)
         if last + BN > keys:
-            there(v_bars, 0, STAGES)
+            wait_full(v_bars, 0, STAGES)
             tidied(v_ring.index(0), keys - last)
         right = gl.maximum((gl.maximum(high - end, 0) + (BN - 1)) // BN, 1)
         middle = gl.maximum((high - begin + (BN - 1)) // BN, right)
@@ -99,19 +100,19 @@ def walk(
                 if GROUPS > 1:
                     mbarrier.wait(turns.index(ONE), (now + ONE) & 1)
                 S = scores(q, k_ring, k_bars, now, BN, STAGES, mma_s)
-                there(v_bars, now - 1, STAGES)
+                wait_full(v_bars, now - 1, STAGES)
                 acc = warpgroup_mma(P, v_ring.index((now - 1) % STAGES), acc, is_async=True)
                 if GROUPS > 1:
                     mbarrier.arrive(turns.index(1 - ONE), count=1)
                 S = warpgroup_mma_wait(1, [S])
-                through(k_bars, now, STAGES)
+                release(k_bars, now, STAGES)
                 p, m, l, rest = weights(S, m, l, last - now * BN, place, c, window, keys, CAUSAL, WINDOW, part != 1, mma_s)
                 acc, P = warpgroup_mma_wait(0, [acc, P])
-                through(v_bars, now - 1, STAGES)
+                release(v_bars, now - 1, STAGES)
                 acc = acc * gl.convert_layout(rest, gl.SliceLayout(1, mma), assert_trivial=True)[:, None]
                 P = gl.convert_layout(p.to(half), operand)
             n = gl.maximum(until, n)
-        there(v_bars, count - 1, STAGES)
+        wait_full(v_bars, count - 1, STAGES)
         acc = warpgroup_mma(P, v_ring.index((count - 1) % STAGES), acc)
     none = l == 0.0
     l = gl.where(none, 1.0, l)

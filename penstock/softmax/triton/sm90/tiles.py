@@ -1,12 +1,12 @@
-"""Device functions that the softmax kernels for Hopper share: rings of tiles, stores of results, and the order of programs."""
+"""Device functions that the softmax kernels for Hopper share: padding, stores of results, and the order of programs."""
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from ....gpu.hopper_tiles import async_load, async_store, meet, zeroed_behind
+from ....gpu.hopper_tiles import async_store, meet, zero_rows_from
 
 ROWS = gl.constexpr(64)  # rows per group of four warps: those of one wgmma product
 
@@ -18,52 +18,11 @@ def exp2_here(x):
 
 
 @gluon.jit
-def barriers(count: gl.constexpr, arrivals: gl.constexpr):
-    """``count`` barriers, whose phases complete after ``arrivals`` arrivals. All must be used: unused shared memory may be aliased."""
-    made = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
-    for n in gl.static_range(count):
-        mbarrier.init(made.index(n), count=arrivals)
-    return made
-
-
-@gluon.jit
-def ring_of(tiles, STAGES: gl.constexpr, WRITERS: gl.constexpr, READERS: gl.constexpr):
-    """Memory for STAGES tiles, and barriers: a slot is full after WRITERS arrivals, and free after READERS arrivals."""
-    shape: gl.constexpr = tiles.block_type.shape
-    memory = gl.allocate_shared_memory(tiles.dtype, [STAGES, shape[0], shape[1]], tiles.layout)
-    return memory, (barriers(STAGES, WRITERS), barriers(STAGES, READERS))
-
-
-@gluon.jit
-def bring(tiles, row, column, ring, bars, n, STAGES: gl.constexpr):
-    """Start the copy of the n-th tile into its slot of a ring when the slot is free."""
-    full, free = bars
-    s = n % STAGES
-    mbarrier.wait(free.index(s), (n // STAGES + 1) & 1)
-    mbarrier.expect(full.index(s), tiles.block_type.nbytes)
-    async_load(tiles, [row, column], full.index(s), ring.index(s))
-
-
-@gluon.jit
-def there(bars, n, STAGES: gl.constexpr):
-    """Wait for the n-th tile."""
-    full, _ = bars
-    mbarrier.wait(full.index(n % STAGES), (n // STAGES) & 1)
-
-
-@gluon.jit
-def through(bars, n, STAGES: gl.constexpr):
-    """Release the n-th tile."""
-    _, free = bars
-    mbarrier.arrive(free.index(n % STAGES), count=1)
-
-
-@gluon.jit
 def tidied(tile, left):
     """Zero the rows of a tile after the end of its sequence: 0 * NaN is NaN."""
     D: gl.constexpr = tile.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-    zeroed_behind(tile, left, layout)
+    zero_rows_from(tile, left, layout)
     fence_async_shared()
     meet()
 
