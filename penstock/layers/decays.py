@@ -120,13 +120,19 @@ def _log_sigmoid_formula_of(c: _LogSigmoid) -> Any:
     return partial(log_sigmoid_formula, normalizer=c.normalizer)
 
 
+def _log_sigmoid_by_formula(c: _LogSigmoid) -> Tensor:
+    formula = _log_sigmoid_formula_of(c)
+    found: Tensor = formula(c.x)
+    return again(found, formula, c.x)
+
+
 LOG_SIGMOID: Chain[_LogSigmoid, Tensor] = Chain(
     "log_sigmoid",
     Form(
         "log_sigmoid", _log_sigmoid_by_kernel, lambda c: refusal(c.x),
         launches("penstock_log_sigmoid_fwd", backward=("penstock_log_sigmoid_bwd",)),
     ),
-    Form("formula", lambda c: again(_log_sigmoid_formula_of(c)(c.x), _log_sigmoid_formula_of(c), c.x)),
+    Form("formula", _log_sigmoid_by_formula),
 )  # fmt: skip
 
 

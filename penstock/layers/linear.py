@@ -129,6 +129,7 @@ class _Linear(NamedTuple):
     where: Mode
     why: str | None
     """Why torch computes it, whatever the sizes, or None."""
+    compiling: bool
 
     def added(self, y: Tensor) -> Tensor:
         """The product with the bias."""
@@ -142,11 +143,16 @@ class _Linear(NamedTuple):
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``F.linear``."""
-    where = mode()
+    compiling = torch.compiler.is_compiling()
+    where = PLAIN if compiling else _mode.get()
     why = _by_torch_alone(x, weight, bias, where)
-    if why is not None and not recording():
-        return _by_torch(_Linear(x, weight, bias, where, why))
-    return LINEAR(_Linear(x, weight, bias, where, why))
+    call = _Linear(x, weight, bias, where, why, compiling)
+    if compiling or recording():
+        return LINEAR(call)
+    if why is not None:
+        return _by_torch(call)
+    # the first form without the list: steps on a CPU are short
+    return _by_native(call) if _refuses_native(call) is None else LINEAR(call)
 
 
 def _by_torch_alone(x: Tensor, weight: Tensor, bias: Tensor | None, where: Mode) -> str | None:
@@ -170,7 +176,7 @@ def _refuses_plain(c: _Linear) -> str | None:
     """Why the call is not a plain one, without autocast, or None."""
     if c.why is not None:
         return c.why
-    if torch.compiler.is_compiling():
+    if c.compiling:
         return "autocast is on" if torch.is_autocast_enabled("cpu") else None
     if private.autocasting():
         return "autocast is on"
@@ -178,13 +184,13 @@ def _refuses_plain(c: _Linear) -> str | None:
 
 
 def _refuses_native(c: _Linear) -> str | None:
-    if (why := _refuses_plain(c)) is not None:
-        return why
-    return None if native.takes(c.x, c.weight, many=c.where.alike) else "it takes few rows of one dtype on a CPU"
+    why = _refuses_plain(c)
+    return "it takes few rows of one dtype on a CPU" if why is None and not native.takes(c.x, c.weight, c.where.alike) else why
 
 
 def _by_native(c: _Linear) -> Tensor:
-    return c.added(_native(c.x, c.weight) if torch.compiler.is_compiling() else native.linear(c.x, c.weight))
+    y = _native(c.x, c.weight) if c.compiling else native.linear(c.x, c.weight)
+    return y if c.bias is None else y + c.bias
 
 
 def _refuses_products_of(c: _Linear) -> str | None:
