@@ -53,7 +53,7 @@ def layouts_of(WARPS, K, W, BYTES):
     part = 16 // BYTES
     mma = gl.NVMMADistributedLayout([3, 0], [4, across], [16, K // across, 16])
     block = gl.NVMMADistributedLayout([2, 0], [4, 1, across], [1, 16, 8])
-    return Layouts(
+    made = Layouts(
         tokens=gl.BlockedLayout([R, 2], [1, 32], [GROUPS, WARPS // GROUPS], [1, 0]),
         groups=groups,
         across=gl.SliceLayout(1, groups),
@@ -69,6 +69,7 @@ def layouts_of(WARPS, K, W, BYTES):
         plain=gl.SwizzledSharedLayout(1, 1, 1, [0]),
         plain2=gl.SwizzledSharedLayout(1, 1, 1, [1, 0]),
     )
+    return Layouts(*[gl.constexpr(one) for one in made])  # Triton 3.6 takes no other layout as an argument of a device function
 
 
 class Memory(NamedTuple):
