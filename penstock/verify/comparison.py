@@ -67,11 +67,10 @@ class Comparison:
         """The results of an implementation in a mode, by name."""
         with torch.no_grad():
             whole = problem.whole
+            found: Tensors
             if mode == "backward":
-                d_results = tuple(d.to(x.dtype) for d, x in zip(self.d_results, self._like(problem)))
-                found = problem.shared(one.gradients(whole, Upstream(d_results, self._saved(problem))))
-                names = [f"gradient of {argument.public}" for argument in self.signature.arguments if argument.gradient]
-            elif mode == "advance":
+                return self._gradients(one, problem)
+            if mode == "advance":
                 pool = next(argument.name for argument in self.signature.arguments if argument.written)
                 written = getattr(problem, pool).clone()
                 assert one.advance is not None
@@ -79,6 +78,20 @@ class Comparison:
             else:
                 found, names = one.forward(whole), [result.name for result in self.operator.results]
         return {name.replace("_", " "): x for name, x in zip(names, found) if x is not None}
+
+    def _gradients(self, one: Implementation, problem: Problem, residuals: Tensors = ()) -> dict[str, Tensor]:
+        d_results = tuple(d.to(x.dtype) for d, x in zip(self.d_results, self._like(problem)))
+        found = problem.shared(one.gradients(problem.whole, Upstream(d_results, self._saved(problem), tuple(residuals))))
+        names = [f"gradient of {argument.public}" for argument in self.signature.arguments if argument.gradient]
+        return {name.replace("_", " "): x for name, x in zip(names, found) if x is not None}
+
+    def _from_residuals(self, one: Implementation, problem: Problem) -> dict[str, Tensor]:
+        """Gradients from what the forward pass keeps for them, if it keeps anything and the implementation runs the backward pass."""
+        if one.forward_with_residuals is None or one.refusal(problem.whole, "backward") is not None:
+            return {}
+        with torch.no_grad():
+            _, residuals = one.forward_with_residuals(problem.whole)
+            return self._gradients(one, problem, residuals) if any(x is not None for x in residuals) else {}
 
     def _like(self, problem: Problem) -> list[Tensor]:
         first = problem.tensors[0]
@@ -93,7 +106,11 @@ class Comparison:
         return tuple(x for x, one in zip(found, self.operator.results) if one.saved and x is not None)
 
     def compare(self, one: Implementation, only: Mode | None = None) -> Iterator[Finding]:
-        """Compare one implementation with the exact results. What "auto" chooses runs on all threads, the others on one."""
+        """Compare one implementation with the exact results. What "auto" chooses runs on all threads, the others on one.
+
+        only : str, optional
+            One mode. Of "forward" also the gradients from what the forward pass keeps for them.
+        """
         at = one.name, self.device, row_of(self.signature), str(self.dtype).removeprefix("torch.")
         unavailable = one.available()
         if unavailable is not None:
@@ -110,6 +127,8 @@ class Comparison:
             try:
                 with using_threads(threads):
                     found = self.results(one, self.problem, mode)
+                    if only == "forward":
+                        found |= self._from_residuals(one, self.problem)
             except Exception as failure:  # any failure of a kernel on this machine is a finding
                 yield Finding(*at, mode, None, None, f"{type(failure).__name__}: {failure}", failed=True)
                 continue

@@ -141,6 +141,21 @@ def test_a_form_that_check_does_not_run_is_a_failure(examples, monkeypatch):
     assert ("no examples" if not examples else "did not run on any") in failed[0].reason
 
 
+def test_states_that_are_kept_for_the_backward_pass_are_compared(monkeypatch):
+    """A forward pass that keeps something else than its states has right results."""
+    right = FAMILY.named("triton_chunkwise")
+
+    def wrong(problem):
+        results, residuals = right.forward_with_residuals(problem)
+        return results, tuple(None if x is None else x + 1 for x in residuals)
+
+    others = tuple(replace(one, forward_with_residuals=wrong) if one is right else one for one in FAMILY.implementations)
+    monkeypatch.setattr(FAMILY, "implementations", others)
+    failed = {one.result for one in compared("chunk_fwd") if one.failed}
+    assert failed
+    assert all(name.startswith("gradient of") for name in failed)
+
+
 @pytest.mark.parametrize("target", [H200, A100, MI300X], ids=lambda target: target.arch)
 def test_the_first_form_that_takes_a_call_runs(target):
     for variant in VARIANTS:
@@ -244,6 +259,7 @@ def test_calls_that_all_forms_refuse_are_refused(toy, monkeypatch):
     for mode in ("forward", "backward"):
         assert "reads the previous state only with decays per channel" in triton.CHUNKWISE.refusal(whole, mode)
         assert triton.RECURRENT.refusal(whole, mode) is None
+        assert [one.reason for one in triton.RECURRENT.verdicts(whole, mode)] == [None]  # ``explain`` asks no form of the other's
     assert "chunk_pieces: it reads the previous state" in triton.RECURRENT.refusal(pooled, "advance")
     wanted, state = FAMILY.named("reference").forward(whole)
     for one in (FAMILY.named("chunkwise"), triton.RECURRENT):

@@ -43,7 +43,7 @@ def verdicts(parts: dict[Mode, tuple[Part, ...]], p: Tokens, mode: Mode) -> tupl
     if nothing(p):
         return ()
     found = chain.from_iterable(
-        forms.verdicts(part + call.p.partial * f" of {call.K} key channels", among, call, _planned(call))
+        forms.verdicts(part + call.p.partial * f" of {call.K} key channels", among, call, _planned(call, among))
         for call in _calls(p, mode)
         for part, among in _asked(parts, call, mode)
     )
@@ -55,8 +55,10 @@ def listed(parts: dict[Mode, tuple[Part, ...]]) -> tuple[Listed, ...]:
     return forms.listed(parts, target)
 
 
-def _planned(call: Call) -> list[str]:
+def _planned(call: Call, among: tuple[Form[Any, Any], ...]) -> list[str]:
     """The forms of the plan of a pass by chunks; those of other plans have no parts."""
+    if not any(form.parts for form in among):
+        return []
     p: Any = call.p
     if isinstance(call, Backward):
         d_output = torch.empty(p.v.shape, dtype=p.v.dtype, device="meta")
