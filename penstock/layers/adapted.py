@@ -88,7 +88,7 @@ def adapted(model: nn.Module, adapters: Mapping[str, Factors], head: str = "head
     for number, (adapter, factors) in enumerate(adapters.items()):
         for name, (down, up) in factors.items():
             one = maps.get(name.removesuffix(".weight"))
-            if not isinstance(one, nn.Linear) or not (not altered(one, Linear) or type(one) is nn.Linear):
+            if not isinstance(one, nn.Linear) or (type(one) is not nn.Linear and altered(one, Linear)):
                 remedy = "Merge it: penstock convert --adapter."
                 complaints.add(RangeError, "adapter", "one of linear maps, to be chosen by requests", f"{name} in {adapter!r}", remedy)
             elif down.shape[1:] != one.weight.shape[1:] or up.shape[:1] != one.weight.shape[:1] or down.shape[0] != up.shape[1]:

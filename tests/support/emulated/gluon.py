@@ -341,7 +341,7 @@ def copy_in(descriptor, at, bar, target, pred=True):
 
 
 def part_of(parts, first, row, column, across):
-    """Of ``hopper_backward``. Here, rows of a tile are not cut into parts."""
+    """Of ``sm90/channel_backward.py``. Here, rows of a tile are not cut into parts."""
     tile = parts.data[first : first + across * across].view(64 * across, 64 * across)
     return Shared(tile[64 * row : 64 * row + 64, 64 * column : 64 * column + 64])
 
