@@ -26,6 +26,7 @@ lint: $(VENV)/dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+	$(VENV)/bin/mypy --config-file tests/gpu_device/mypy.ini tests/gpu_device  # names that only a GPU's run would miss
 	$(VENV)/bin/lint-imports
 
 $(VENV)/bin/python:

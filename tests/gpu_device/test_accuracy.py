@@ -11,7 +11,7 @@ import torch
 import penstock as ps
 from penstock.bench import ladder
 from penstock.call.derivatives import gradients_of
-from penstock.recurrence import chunkwise, cuda
+from penstock.recurrence import chunkwise, cuda, rounded
 from penstock.recurrence.cuda.sizes import HEADS
 from penstock.recurrence.gradients import Gradients
 from penstock.recurrence.operators import FAMILY, RECURRENCE
@@ -94,14 +94,14 @@ def hold(x: Inputs, impl: str, packed: torch.Tensor | None = None, reverse: bool
     with operands as rounded as the implementation's."""
     wanted = exact(x, chunkwise.forward, packed, reverse)
     bits = FAMILY.named(impl).operands(x.q.dtype, "forward")
-    rounded = {}
+    rounding: dict[str, float] = {}
     if bits is not None:
         draws = [sizes_of_errors(x, exact(x, formula, packed, reverse), wanted) for formula in rounded.formulas(bits)]
-        rounded = {name: max(draw[name] for draw in draws) for name in wanted}
+        rounding = {name: max(draw[name] for draw in draws) for name in wanted}
     found = results(x, impl, packed, reverse)
     over = {}
     for name, apart in sizes_of_errors(x, found, wanted).items():
-        allowed = growth(x.shape.T) * budget(x.q.dtype, found[name].dtype) + 2 * rounded.get(name, 0.0)
+        allowed = growth(x.shape.T) * budget(x.q.dtype, found[name].dtype) + 2 * rounding.get(name, 0.0)
         if not apart <= allowed:
             over[name] = f"{apart:.2e}, allowed {allowed:.2e}"
     assert not over, over

@@ -10,7 +10,7 @@ from cases import Case
 from torch import Tensor
 
 import penstock as ps
-from penstock.recurrence import chunkwise
+from penstock.recurrence import chunkwise, rounded
 from penstock.recurrence.operators import FAMILY, RECURRENCE
 from penstock.recurrence.variants import VARIANTS
 from penstock.verify.inputs import Inputs, Shape, inputs
@@ -109,16 +109,17 @@ def test_results_are_within_their_budgets(variant, dtype, sizes, gate):
     slots = torch.tensor([5, 0, -1, 2], device="cuda")
     before, live = pool[slots.clamp(min=0)], slots >= 0
     wanted = exact(x, before, chunkwise.forward)
-    bits, rounded = FAMILY.named("triton_recurrent").operands(dtype, "advance"), {}
+    bits = FAMILY.named("triton_recurrent").operands(dtype, "advance")
+    rounding: dict[str, float] = {}
     if bits is not None:
         tame = x if x.g is None else replace(x, g=x.g.clamp(min=-10.0))
         off, same = (exact(tame, before, formula) for formula in (partial(rounded.forward, bits=bits), chunkwise.forward))
-        rounded = {name: error(off[name][live], same[name][live]) for name in off}
+        rounding = {name: error(off[name][live], same[name][live]) for name in off}
     output = ps.advance(variant, x.q, x.k, x.v, x.g, x.u, state=pool, slots=slots)
     found = {"output": output, "state": pool[slots.clamp(min=0)]}
     assert not output[2].any()
     for name, y in found.items():
-        allowed = growth(300) * budget(dtype, y.dtype) + 2 * rounded.get(name, 0.0)
+        allowed = growth(300) * budget(dtype, y.dtype) + 2 * rounding.get(name, 0.0)
         assert error(y[live], wanted[name][live]) <= allowed, (name, error(y[live], wanted[name][live]), allowed)
 
 

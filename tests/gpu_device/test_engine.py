@@ -225,7 +225,7 @@ class EveryThird:
         self.mask = (int("001" * (size // 3 + 1), 2) & ((1 << size) - 1)).to_bytes(-(-size // 8), "little")
 
 
-KINDS = {
+KINDS: dict[str, list[dict[str, object]]] = {
     "drawn": [{"temperature": t, "min_p": m} for t in (0, 0.05, 0.7, 1, 3) for m in (0, 1e-4, 0.1)],
     "limited": [{"top_k": k, "top_p": p} for k in (0, 1, 20, 1000, 40000) for p in (0.5, 0.9, 0.999, 1 - 2**-53, 1)],
     "changed": [

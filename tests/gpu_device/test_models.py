@@ -11,6 +11,7 @@ from halved_models import IDS, deep, enlarged, outputs, power_of
 from penstock.layers import linear
 from penstock.layers.fused import add_norm
 from penstock.layers.norms import RMSNorm
+from penstock.layers.shared_input import linears_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"), pytest.mark.timeout(600)]
 
@@ -67,7 +68,7 @@ def test_training_of_a_sum_its_norm_and_maps_of_it(norm: type[torch.nn.Module], 
     x, y = (torch.randn(3, 700, C, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
     total, normed = add_norm(x, y if added else None, part)
     assert "AddNorm" in normed.grad_fn.next_functions[0][0].name()
-    results = [total, *linear.linears_of(normed, maps)]
+    results = [total, *linears_of(normed, maps)]
     assert all("SharedInput" in one.grad_fn.name() for one in results[1:])
     weights, upstream = list(modules.parameters()), [torch.randn_like(one) for one in results]
     inputs = [x, y, *weights] if added else [x, *weights]
