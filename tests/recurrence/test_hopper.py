@@ -141,7 +141,7 @@ def test_walks_without_decays_per_channel():
     """Heads of 64 value channels and 64 or 128 key channels, if there are enough sequences and heads."""
     plain = ["segments", "segments", "chunk_backward"]
     for variant, K in itertools.product(("linear_attention", "retention", "simple_gla"), (64, 128)):
-        walks = ["segments", "sm90.scalar_backward" if K == 64 else "sm90.scalar_backward_128"]
+        walks = ["segments", "sm90.scalar_backward"]
         problem = problem_of(variant, f"8,2048,32,{K},64")
         assert forward(problem) == ["sm90.scalar_forward"]
         states = torch.empty(*planned(problem, keep=True).memory["chunk_states"][0], dtype=BFLOAT16, device="meta")

@@ -187,7 +187,7 @@ def test_recorded_shared_memory_is_within_the_estimate(arch, monkeypatch):
                "penstock_channel_bwd_sm90": None, "penstock_channel_bwd_float32_sm90": None,
                "penstock_sum_blocks": None, "penstock_chunk_dv": None,
                "penstock_channel_weights_sm90": None, "penstock_channel_walk_sm90": None, "penstock_scalar_fwd_sm90": None,
-               "penstock_scalar_bwd_sm90": None, "penstock_scalar_bwd_128_sm90": None, "penstock_chunk_bwd_groups": None}  # fmt: skip
+               "penstock_scalar_bwd_sm90": None, "penstock_chunk_bwd_groups": None}  # fmt: skip
     for one in configurations(arch):
         if isinstance(one, Softmax):
             continue

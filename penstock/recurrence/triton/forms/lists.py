@@ -14,7 +14,6 @@ CHUNK_FORWARD: tuple[ForwardForm, ...] = (scalars_sm90.FORWARD, weights_sm90.FOR
 CHUNK_BACKWARD: tuple[BackwardForm, ...] = (
     groups.BACKWARD,
     scalars_sm90.BACKWARD,
-    scalars_sm90.BACKWARD_WIDE,
     weights_sm90.BACKWARD,
     channels_sm90.BACKWARD,
     channels_sm90.BACKWARD_SPLIT,

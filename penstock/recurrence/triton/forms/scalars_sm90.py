@@ -1,5 +1,5 @@
-"""Walks over whole sequences without decays per channel on Hopper: ``scalar_forward.py``, ``scalar_backward.py`` and
-``scalar_backward_128.py``. The state, or its gradient, stays in registers. Heads have 64 value channels.
+"""Walks over whole sequences without decays per channel on Hopper: ``scalar_forward.py`` and ``scalar_backward.py``.
+The state, or its gradient, stays in registers. Heads have 64 value channels.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from . import sm90, states
 from .passes import BackwardForm, ForwardForm, gradients, gradients_of_operands, gradients_of_parameters, results, states_form
 
 KEYS = {SMALL.value: (4, 0), MEDIUM.value: (8, 128)}
-"""By K: warps of the kernels, and the limit of registers of their threads, 0 if none is needed. Two programs fit on a multiprocessor."""
+"""By K: warps of the forward kernel, and the limit of registers of their threads, 0 if none is needed. Two programs fit on a
+multiprocessor, also of the backward kernel, which has the second pair at either K."""
 WALKS = 64
 """Sequences times heads from which on walks are faster at 128 key channels (measured on an H200). At 64, as many as multiprocessors."""
 
@@ -32,14 +33,6 @@ def _refuses(call: Call) -> str | None:
     if call.p.sizes["T"] <= sm90.C:
         return f"it takes more than {sm90.C} tokens, these are {call.p.sizes['T']}"
     return sm90.size("K", call.K, tuple(KEYS)) or sm90.size("V", call.V, (sm90.C,)) or sm90.not_copied(call, shared=True)
-
-
-def _refuses_wide(call: Call) -> str | None:
-    return sm90.size("K", call.K, (SMALL.value,)) or _refuses(call)
-
-
-def _refuses_narrow(call: Call) -> str | None:
-    return sm90.size("K", call.K, (MEDIUM.value,)) or _refuses(call)
 
 
 def _avoids(call: Call) -> str | None:
@@ -77,18 +70,16 @@ def _forward(call: Forward) -> Plan:
 
 
 def _backward(call: Backward) -> Plan:
-    from ..sm90 import scalar_backward, scalar_backward_128
+    from ..sm90 import scalar_backward
 
-    wide = scalar_backward_128.penstock_scalar_bwd_128_sm90
-    kernel = scalar_backward.penstock_scalar_bwd_sm90 if SMALL.value == call.K else wide
-    plan, (warps, registers) = Plan(), KEYS[call.K]
+    plan, (warps, registers) = Plan(), KEYS[MEDIUM.value]
     found = gradients(plan, call, states_form(states.BESIDE_PLAIN, call), sm90.C)
     dq, dk, dv = gradients_of_operands(plan, call)
     d_gate, _ = gradients_of_parameters(plan, call, sm90.C)
     last, ends = found.d_start if found.d_start is not None else ("q", (0, 0, 0, 0))
     tiles = _tiles(call)
     plan.launch(
-        kernel, call.programs(sequences, 1),
+        scalar_backward.penstock_scalar_bwd_sm90, call.programs(sequences, 1),
         ("q", "k", "v", "d_output", found.S, dq, dk, dv, "g", last, dq, dk, dv, d_gate, found.d_initial or "q", "cu_seqlens"),
         (call.p.scale, sequences, tokens, call.H, *_heads(call), *call.gate[:3], *ends), warps, (*tiles, *tiles[:3]), registers,
         DECAYS=call.decay != NONE, STATIC=call.static, DG=d_gate != "q", LAST=found.d_start is not None,
@@ -103,7 +94,4 @@ def _examples(*keys: int) -> tuple[Example, ...]:
 
 
 FORWARD = ForwardForm("scalar_fwd_sm90", _forward, absent, _refuses, _avoids, examples=_examples(64, 128))
-BACKWARD = BackwardForm("scalar_bwd_sm90", _backward, absent, _refuses_wide, _avoids, states.BESIDE_PLAIN, _examples(64), chunk=sm90.chunk)
-BACKWARD_WIDE = BackwardForm(
-    "scalar_bwd_128_sm90", _backward, absent, _refuses_narrow, _avoids, states.BESIDE_PLAIN, _examples(128), chunk=sm90.chunk
-)
+BACKWARD = BackwardForm("scalar_bwd_sm90", _backward, absent, _refuses, _avoids, states.BESIDE_PLAIN, _examples(64, 128), chunk=sm90.chunk)
