@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import private
+from .declared import Declared
 from .derivatives import Tensors
 from .implementation import Upstream
 from .memory import Seen
 
-if TYPE_CHECKING:
-    from .operator import Operator
 
-
-def differentiable(operator: Operator[Any], seen: Seen, tensors: Tensors, impl: str) -> Tensors:
+def differentiable(operator: Declared[Any], seen: Seen, tensors: Tensors, impl: str) -> Tensors:
     """The results of a known call, attached to autograd."""
     problem = operator.known(seen, tensors).whole
     if operator.choice(problem, "forward", impl, True).attached:
@@ -29,7 +27,7 @@ def differentiable(operator: Operator[Any], seen: Seen, tensors: Tensors, impl: 
 class _Call(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, operator: Operator[Any], seen: Seen, problem: Any, impl: str, *tensors: Tensor | None
+        ctx: Any, operator: Declared[Any], seen: Seen, problem: Any, impl: str, *tensors: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         """``problem`` is whole; ``seen`` and ``tensors`` are those of the call."""
         results, residuals = operator.run(problem, impl, saved=True, residuals=True)
@@ -65,7 +63,7 @@ class _Attached(torch.autograd.Function):
     """Returns results that autograd already tracks, and adds derivatives of their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, operator: Operator[Any], seen: Seen, impl: str, count: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    def forward(ctx: Any, operator: Declared[Any], seen: Seen, impl: str, count: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
         results = [None if x is None else x.detach() for x in tensors[:count]]
         saved = operator.saved(results)
         ctx.save_for_backward(*tensors[count:], *saved)
@@ -85,7 +83,7 @@ class _Attached(torch.autograd.Function):
         return None, None, None, None, *[None] * count, *operator.placed(found, ctx.needs_input_grad[4 + count :])
 
 
-def _in_torch(operator: Operator[Any], seen: Seen, impl: str, tensors: Tensors, results: Tensors, upstream: Tensors) -> Tensors:
+def _in_torch(operator: Declared[Any], seen: Seen, impl: str, tensors: Tensors, results: Tensors, upstream: Tensors) -> Tensors:
     """Gradients by torch's operator. They can be differentiated again."""
     options = operator.plain(seen.kind.given)
     return operator.unpacked(operator.gradients_in_torch(*upstream, *results, *tensors, seen.kind.signature.function, *options, impl))

@@ -105,6 +105,6 @@ def trials() -> tuple[Trial, ...]:
     return tuple(trial for one in families() for trial in one.trials)
 
 
-def trial_of(operator: Operator[Any]) -> Trial:
+def trial_of(operator: object) -> Trial:
     """The trial of an operator of a registered family."""
     return next(trial for trial in trials() if trial.operator is operator)

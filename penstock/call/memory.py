@@ -16,8 +16,6 @@ from typing import Any, Generic, Protocol, TypeVar
 from torch import Tensor
 
 from .declaration import Signature
-from .implementation import Implementation, Mode
-from .problem import rounded
 
 KEPT = 4096
 """The limit of each cache."""
@@ -69,7 +67,8 @@ class Kind:
         ``fixed``: sizes of all axes (for the axes in ``counts``, the sizes of the first call).
         """
         self.signature, self.given, self.options, self.returned, self.fixed = signature, given, options, returned, fixed
-        self.choices: dict[tuple[Mode, str, bool], Implementation] = {}
+        self.choices: dict[Hashable, Any] = {}
+        """The chosen implementations."""
         self.plans: dict[Hashable, Any] = {}
         self.used = 0
 
@@ -175,3 +174,8 @@ def likeness(signature: Signature, parts: Sequence[Any], options: Sequence[Any])
                 return None
     rough = tuple([rounded(size) for size in counts.values()])
     return (signature.function, tuple(options), tuple(map(type, options)), rough, *layouts), counts
+
+
+def rounded(count: int) -> int:
+    """The smallest power of two that is at least ``count``; 0 stays 0."""
+    return 1 << (count - 1).bit_length() if count > 0 else 0

@@ -4,22 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import Tensor
 from typing_extensions import Self
 
-from .declaration import Signature
+from .declaration import Option, Result, Signature
+from .memory import Seen, rounded
 
-if TYPE_CHECKING:
-    from .memory import Seen
-    from .operator import Operator
+
+class OfProblem(Protocol):
+    """What a problem knows of its operator (``declared.Declared``)."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the arguments."""
+
+    @property
+    def options(self) -> tuple[Option, ...]:
+        """The options."""
+
+    @property
+    def results(self) -> tuple[Result, ...]:
+        """The results."""
+
+    @property
+    def in_place(self) -> bool:
+        """Whether an argument is updated in place."""
+
+    def seen_of(self, problem: Any) -> Seen:
+        """The data of calls equal to a valid problem."""
 
 
 class Problem:
     """The tensors and options of a call by name, and the sizes of its axes. A family adds annotations and properties."""
 
-    operator: Operator[Any]
+    operator: OfProblem
     signature: Signature
     sizes: Mapping[str, int]
     """Sizes by axis."""
@@ -27,7 +47,7 @@ class Problem:
     @classmethod
     def of(
         cls,
-        operator: Operator[Any],
+        operator: OfProblem,
         signature: Signature,
         tensors: Sequence[Tensor | None],
         options: Mapping[str, Any],
@@ -41,7 +61,7 @@ class Problem:
         return problem
 
     @classmethod
-    def known(cls, operator: Operator[Any], seen: Seen, tensors: Sequence[Tensor | None]) -> Self:
+    def known(cls, operator: OfProblem, seen: Seen, tensors: Sequence[Tensor | None]) -> Self:
         """A call that equals a cached call."""
         problem = object.__new__(cls)
         shared = seen.shared
@@ -104,8 +124,3 @@ class Problem:
     def __repr__(self) -> str:
         sizes = ", ".join(f"{axis}={size}" for axis, size in self.shown.items())
         return f"{self.function}({sizes})"
-
-
-def rounded(count: int) -> int:
-    """The smallest power of two that is at least ``count``; 0 stays 0."""
-    return 1 << (count - 1).bit_length() if count > 0 else 0

@@ -12,23 +12,21 @@ string, so that a compiled graph contains the same operator for all implementati
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import private
+from .declared import Declared
 from .implementation import Upstream
 from .problem import Problem
 from .validation import check_types
 
-if TYPE_CHECKING:
-    from .operator import Operator
-
 _library = torch.library.Library("penstock", "DEF")
 
 
-def register(operator: Operator[Any]) -> tuple[Any, Any]:
+def register(operator: Declared[Any]) -> tuple[Any, Any]:
     """Define the torch operators of an operator; the second is None for an operator in place."""
     forward = _Forward(operator)
     inputs = forward.schema
@@ -58,7 +56,7 @@ def _implement(name: str, one: _Forward | _Backward) -> None:
 class _Forward:
     """``penstock::name``."""
 
-    def __init__(self, operator: Operator[Any]) -> None:
+    def __init__(self, operator: Declared[Any]) -> None:
         self.operator = operator
         optional = [
             any(not one.arguments[place].required or one.arguments[place].absent for one in operator.signatures.values())
@@ -111,7 +109,7 @@ class _Forward:
 class _Backward:
     """``penstock::name_backward``. Its derivatives are computed by the operator's differentiable form."""
 
-    def __init__(self, operator: Operator[Any]) -> None:
+    def __init__(self, operator: Declared[Any]) -> None:
         self.operator, self.forward = operator, _Forward(operator)
         self.results = len(operator.results)
         self.split = self.results + sum(one.saved for one in operator.results)

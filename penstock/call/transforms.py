@@ -8,7 +8,7 @@ differentiable form, which is plain PyTorch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,16 +17,14 @@ from ..errors import Complaints, RangeError
 from . import private
 from .autocast import no_autocast
 from .declaration import Argument, Signature
+from .declared import Declared
 from .derivatives import Tensors
 
-if TYPE_CHECKING:
-    from .operator import Operator
-
-Call: TypeAlias = "tuple[Operator[Any], Signature, tuple[Any, ...], str]"
+Call: TypeAlias = "tuple[Declared[Any], Signature, tuple[Any, ...], str]"
 """Operator, signature, options and implementation."""
 
 
-def run(operator: Operator[Any], signature: Signature, tensors: Tensors, options: Sequence[Any], impl: str) -> Tensors:
+def run(operator: Declared[Any], signature: Signature, tensors: Tensors, options: Sequence[Any], impl: str) -> Tensors:
     """The results of a call, differentiable and mappable by torch's transforms."""
     if operator.differentiable is None:
         complaints = Complaints(signature.function)

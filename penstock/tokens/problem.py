@@ -7,19 +7,17 @@ a pool of states. A family adds its arguments.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from ..call.memory import Seen
+from ..call.operator import Operator
 from ..call.problem import Problem
 from .packing import ranges
 from .sharing import over_groups, repeated
-
-if TYPE_CHECKING:
-    from ..call.memory import Seen
-    from ..call.operator import Operator
 
 
 class TokenProblem(Problem):

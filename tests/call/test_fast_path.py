@@ -8,7 +8,7 @@ import torch
 from cases import Case, call, draw
 
 import penstock as ps
-from penstock.call import memory, operator, private, validation
+from penstock.call import declared, memory, private, validation
 from penstock.call.memory import Recent
 from penstock.call.recompute import recomputing
 from penstock.recurrence.operators import ADVANCE, FAMILY, RECURRENCE
@@ -24,14 +24,14 @@ def fresh(monkeypatch):
     check = validation.check
     for one in (RECURRENCE, ADVANCE):
         monkeypatch.setattr(one, "memory", memory.Memory())
-    monkeypatch.setattr(operator, "check", lambda signature, tensors: seen.append(signature.function) or check(signature, tensors))
+    monkeypatch.setattr(declared, "check", lambda signature, tensors: seen.append(signature.function) or check(signature, tensors))
     return seen
 
 
 @pytest.fixture
 def values_unread(monkeypatch):
     """As on a GPU, where values are not checked."""
-    monkeypatch.setattr(operator, "reads_values", lambda x: False)
+    monkeypatch.setattr(declared, "reads_values", lambda x: False)
     monkeypatch.setattr(validation, "reads_values", lambda x: False)
 
 

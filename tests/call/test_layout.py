@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import penstock as ps
-from penstock.call import operator, validation
+from penstock.call import declared, validation
 from penstock.errors import PenstockWarning, ShapeError
 from penstock.models import CausalLM
 from penstock.recurrence.operators import RECURRENCE
@@ -87,7 +87,7 @@ def test_given_decays_of_heads_do_not_confirm_retention():
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_repeated_calls_are_not_looked_at(function, monkeypatch):
     seen = []
-    monkeypatch.setattr(operator, "warn_of_layout", lambda *_: seen.append(1))
+    monkeypatch.setattr(declared, "warn_of_layout", lambda *_: seen.append(1))
     for _ in range(5):
         call(function, 20, 3)
     assert seen == [1]

@@ -131,7 +131,7 @@ def test_second_derivatives_in_float32(impl):
 
 
 def test_hooks_may_change_strides_of_saved_tensors(monkeypatch):
-    monkeypatch.setattr("penstock.call.operator.reads_values", lambda x: False)
+    monkeypatch.setattr("penstock.call.declared.reads_values", lambda x: False)
     case = replace(PLAIN, strided=True)
     wanted = run(case, *case.drawn("cpu"), "triton")
     turned = lambda x: x.transpose(1, 2).contiguous().transpose(1, 2) if x.dim() > 2 else x  # noqa: E731

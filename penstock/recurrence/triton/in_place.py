@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...call.problem import rounded
+from ...call.memory import rounded
 from ...gpu.forms import first
 from ...gpu.hopper import tiled
 from ...gpu.plan import Plan
