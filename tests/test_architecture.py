@@ -26,9 +26,7 @@ NAMING = {
     "penstock.tune.shipped": "launches of the models, which are compiled ahead of time",
 }
 """The modules outside the families that import from one, and why they may. All others loop over the registered families."""
-CIRCLES = (
-    {f"penstock.server.{name}" for name in ("caller", "generation", "workers")},
-)
+CIRCLES = ({f"penstock.server.{name}" for name in ("caller", "generation", "workers")},)
 """Modules that import each other, for type checkers only: a call knows its operator, and an operator the calls."""
 
 
