@@ -139,6 +139,9 @@ def test_models_of_transformers_are_explained(mode):
         ({"mode": "evaluation"}, "explain: mode must be 'training', 'prompt' or 'decode', got 'evaluation'"),
         ({"tokens": 0}, "explain: tokens must be a whole number of at least 1, got 0"),
         ({"tokens": 2.5}, "explain: tokens must be a whole number, got 2.5 of type float"),
+        ({"mode": 3}, "explain: mode must be 'training', 'prompt' or 'decode', got 3 of type int"),
+        ({"mode": torch.ones(2)}, "explain: mode must be 'training', 'prompt' or 'decode', got .* of type Tensor"),
+        ({"token": 8}, r"explain: arguments must be among model, tokens, mode, got token\. Did you mean tokens\?"),
     ],
 )
 def test_wrong_arguments(options, message):
