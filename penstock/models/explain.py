@@ -18,7 +18,7 @@ from ..layers import Mixer, Sequences, triton
 from ..layers.as_written import unwrapped
 from ..layers.chains import Choice, Operation, recorded
 from ..layers.keywords import checked_keywords
-from ..layers.linear import in_graph
+from ..layers.modes import in_graph
 from ..layers.sizes import check_whole
 from .backbone import Backbone, Layer
 from .causal_lm import CausalLM

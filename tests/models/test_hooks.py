@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from penstock import ShapeError
 from penstock.engine import Engine, SamplingParams
 from penstock.gpu.target import interpreting
-from penstock.layers import Mixer, linear
+from penstock.layers import Mixer, modes
 from penstock.models import CausalLM
 from penstock.models.backbone import Layer
 from penstock.models.streaming import stream
@@ -168,7 +168,7 @@ def test_kernels_of_decode_steps_step_aside_for_one_module_alone(
             wanted = model(IDS).logits
             names.clear()
             pool = model.initial_state(2)
-            with linear.in_graph():
+            with modes.in_graph():
                 found = torch.cat([model.advance(IDS[:, t : t + 1], pool) for t in range(IDS.shape[1])], 1)
         if handle is not None:
             handle.remove()
