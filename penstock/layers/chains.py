@@ -140,7 +140,7 @@ class Choice(NamedTuple):
     """The form that computed one call of a chain."""
 
     module: str
-    """The name of the module that called the chain, or of the norm that the chain computes. Empty for the model itself."""
+    """The name of the module that called the chain, or of the one that the chain computes. Empty for the model itself."""
     chain: str
     form: str
     kernels: tuple[str, ...]
@@ -178,11 +178,11 @@ class _Recorder:
         return form.run(call)
 
     def place(self, call: Any = None) -> str:
-        """The name of the norm of a call, else of the innermost module one of whose methods is running.
+        """The name of the module of a call, or of its norm, else of the innermost module one of whose methods is running.
 
         Hooks would tell it, too, but a module with hooks runs other forms.
         """
-        name = self.names.get(id(getattr(call, "norm", None)))
+        name = self.names.get(id(getattr(call, "module", getattr(call, "norm", None))))
         frame = sys._getframe()
         while name is None and frame.f_back is not None:
             frame = frame.f_back

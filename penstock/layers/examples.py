@@ -32,26 +32,27 @@ class Draw:
         """The tensors whose gradients are compared, by name."""
         self._random = torch.Generator().manual_seed(0)
 
-    def __call__(self, name: str, *shape: int, wide: bool = False, scale: float = 1.0, shift: float = 0.0) -> Tensor:
+    def __call__(self, name: str, *shape: int, wide: bool = False, scale: float = 1.0) -> Tensor:
         """A tensor. ``wide``: in the dtype of states."""
         dtype = state_dtype(self.dtype) if wide else self.dtype
-        x = (torch.randn(shape, dtype=torch.float64, generator=self._random) * scale + shift).to(dtype)
+        x = (torch.randn(shape, dtype=torch.float64, generator=self._random) * scale).to(dtype)
         x = x.to(self.device, torch.float64 if self.exact else dtype)
         if self.gradients:
             self.leaves[name] = x.requires_grad_()
         return x
 
-    def learned(self, name: str, *shape: int, scale: float = 1.0, shift: float = 0.0) -> nn.Parameter:
+    def learned(self, name: str, *shape: int, scale: float = 1.0) -> nn.Parameter:
         """A parameter. Kernels in graphs read them early."""
-        made = nn.Parameter(self(name, *shape, scale=scale, shift=shift).detach(), requires_grad=self.gradients)
+        made = nn.Parameter(self(name, *shape, scale=scale).detach(), requires_grad=self.gradients)
         if self.gradients:
             self.leaves[name] = made
         return made
 
-    def module(self, name: str, module: Module, scale: float = 1.0, shift: float = 0.0) -> Module:
-        """A module with drawn parameters."""
-        for each, x in list(module.named_parameters(recurse=False)):
-            setattr(module, each, self.learned(f"{name}.{each}", *x.shape, scale=scale, shift=shift if each == "weight" else 0.0))
+    def module(self, name: str, module: Module, scale: float = 1.0) -> Module:
+        """A module with drawn parameters, also those of the modules in it."""
+        for place, part in list(module.named_modules()):
+            for each, shape in {each: x.shape for each, x in part.named_parameters(recurse=False)}.items():
+                setattr(part, each, self.learned(".".join(filter(None, (name, place, each))), *shape, scale=scale))
         return module
 
     def whole(self, values: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:

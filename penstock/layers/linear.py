@@ -21,7 +21,7 @@ from .as_written import altered, remembered
 from .chains import Chain, ChainForm, plain
 from .cpu import linear as native
 from .examples import HALF, Draw, examples
-from .modes import PLAIN, Mode, in_graph, mode, refuses_graph, rows_alike, zeros
+from .modes import MODE, PLAIN, Mode, in_graph, mode, refuses_graph, rows_alike, zeros
 from .triton import elsewhere, launching, refusal
 
 OUTSIDE = "the call is neither in a CUDA graph nor inside rows_alike: torch is as fast"
@@ -94,7 +94,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def _call(x: Tensor, weight: Tensor, bias: Tensor | None) -> _Linear:
     compiling = torch.compiler.is_compiling()
-    where = mode()
+    where = PLAIN if compiling else MODE.get()
     return _Linear(x, weight, bias, where, _by_torch_alone(x, weight, bias, where), compiling)
 
 
@@ -127,8 +127,8 @@ def _refuses_plain(c: _Linear) -> str | None:
 
 
 def _refuses_native(c: _Linear) -> str | None:
-    if (why := c.why) is not None:
-        return why if c.x.device.type == "cpu" else _not_native(c.x.device)
+    if c.why is not None:
+        return c.why if c.why is not OUTSIDE else "its tensors are on a GPU, it works on a CPU"
     if (why := _refuses_plain(c)) is None and not native.takes(c.x, c.weight, c.where.alike):
         return _not_native(c.x.device) or f"it takes fewer than {native.ROWS} rows of one dtype, contiguous, not float64"
     return why
@@ -147,7 +147,7 @@ def _by_native(c: _Linear) -> Tensor:
 
 
 def _refuses_products_of(c: _Linear) -> str | None:
-    return elsewhere(c.x) or c.why or refuses_products(_as_linears(c))
+    return c.why or refuses_products(_as_linears(c))
 
 
 def _as_linears(c: _Linear) -> Linears:
@@ -155,7 +155,7 @@ def _as_linears(c: _Linear) -> Linears:
 
 
 def _refuses_product(c: _Linear) -> str | None:
-    if (why := elsewhere(c.x)) is not None:
+    if (why := c.why or elsewhere(c.x)) is not None:
         return why
     if not c.where.alike:
         return "the call is not inside rows_alike"
@@ -166,7 +166,7 @@ def _refuses_product(c: _Linear) -> str | None:
 
 def _refuses_product_few(c: _Linear) -> str | None:
     x, weight = c.x, c.weight
-    if (why := elsewhere(x) or refuses_graph(c.where)) is not None:
+    if (why := c.why or elsewhere(x) or refuses_graph(c.where)) is not None:
         return why
     if x.dtype != weight.dtype or weight.stride(1) != 1 or not 0 < x.numel() <= GRAPH_ROWS * weight.shape[1]:
         return f"it takes at most {GRAPH_ROWS} tokens, and rows of weights of the same dtype"

@@ -23,7 +23,8 @@ class Mode(NamedTuple):
 
 
 PLAIN = Mode()
-_mode: ContextVar[Mode] = ContextVar("penstock_linear", default=PLAIN)
+MODE: ContextVar[Mode] = ContextVar("penstock_linear", default=PLAIN)
+"""The context of eager calls."""
 _counts: ContextVar[dict[tuple[object, ...], Tensor] | None] = ContextVar("penstock_counts", default=None)
 """Zeros that the launches of one context share. They run on one stream, one after another."""
 
@@ -31,11 +32,11 @@ _counts: ContextVar[dict[tuple[object, ...], Tensor] | None] = ContextVar("penst
 @contextmanager
 def _entered(**changed: bool) -> Iterator[None]:
     counts = None if changed.get("graph") else _counts.get()
-    tokens = _mode.set(_mode.get()._replace(**changed)), _counts.set({} if counts is None else counts)
+    tokens = MODE.set(MODE.get()._replace(**changed)), _counts.set({} if counts is None else counts)
     try:
         yield
     finally:
-        _mode.reset(tokens[0])
+        MODE.reset(tokens[0])
         _counts.reset(tokens[1])
 
 
@@ -57,7 +58,7 @@ def in_graph() -> AbstractContextManager[None]:
 
 def mode() -> Mode:
     """The current context; ``PLAIN`` in compiled graphs."""
-    return PLAIN if torch.compiler.is_compiling() else _mode.get()
+    return PLAIN if torch.compiler.is_compiling() else MODE.get()
 
 
 def refuses_graph(where: Mode) -> str | None:

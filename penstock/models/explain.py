@@ -22,6 +22,7 @@ from ..layers.modes import in_graph
 from ..layers.sizes import check_whole
 from .backbone import Backbone, Layer
 from .causal_lm import CausalLM
+from .updates import UPDATE_LAYER, LayerUpdate
 
 Mode = Literal["training", "prompt", "decode"]
 TOKENS = 128
@@ -170,6 +171,6 @@ def _run(model: nn.Module, inner: Backbone | Layer | Mixer, like: Tensor, T: int
     sequences = Sequences(x, ends, slots, in_place=True)
     pool: Any = inner.initial_state(len(slots), like, T)
     if isinstance(inner, Layer):
-        inner.advance(x, None, pool, sequences)
+        UPDATE_LAYER(LayerUpdate(inner, x, None, pool, sequences))
     else:
         inner.advance(x, pool, cu_seqlens=ends, slots=slots)
