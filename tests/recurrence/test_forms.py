@@ -220,7 +220,7 @@ def test_implementations_list_their_forms():
     assert listed["chunkwise"] == ()
 
 
-TOYS = [Variant("toy", decay, "previous", None, "q", "g", "none") for decay in ("", "H", "BTH")]
+TOYS = [Variant("toy", decay, "previous", True, None, "q", "g", "none") for decay in ("", "H", "BTH")]
 """Variants that read the previous state without decays per channel. No kernel of the chunked implementation computes them."""
 
 
