@@ -51,9 +51,9 @@ def explain(function: str | nn.Module, *args: Any, **kwargs: Any) -> Explanation
     'formula'
     """
     if isinstance(function, nn.Module):
-        from .models.explain import explain_model
+        from .models import explain as models
 
-        return explain_model(function, *args, **kwargs)
+        return models.explain(function, *args, **kwargs)
     return explained(_family("explain", function).functions[function], *args, **kwargs)
 
 

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ..call.families import families
 from ..tables import Numbers
-from ..verify.finding import Finding
+from ..verify.finding import LAYERS, Finding
 from ..verify.machine import Machine
 from .cases import CASES
 from .measure import Measurement, Timing
@@ -38,6 +38,10 @@ def print_findings(console: Console, findings: list[Finding]) -> None:
             if selected:
                 console.print(f"\nLargest error against the float64 {family.oracle}, on {device}", style="table.title", highlight=False)
                 console.print(_errors(family.variants, selected))
+        if of_chains := [finding for finding in here if finding.variant == LAYERS]:
+            title = f"Largest error of fused chains of layers against their formulas in float64, on {device}"
+            console.print("\n" + title, style="table.title", highlight=False)
+            console.print(_errors_of_chains(of_chains))
         _print_refusals(console, here)
     for finding in findings:
         if finding.failed:
@@ -79,6 +83,23 @@ def _errors(variants: Sequence[str], findings: list[Finding]) -> Table:
         rows = [[Text(dtype), *_cells(variants, found)] for dtype, found in ran.items()]
         if rows:
             table.add_row(implementation.replace("_", "_\n"), *(Text("\n").join(column) for column in zip(*rows)))
+    return table
+
+
+def _errors_of_chains(findings: list[Finding]) -> Table:
+    """A row for each form: in each dtype the error that is largest relative to the allowed one, which differs between results."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)
+    dtypes = list(dict.fromkeys(finding.dtype for finding in findings if finding.dtype != "all"))
+    for name in ("chain", "form"):
+        table.add_column(name)
+    for dtype in dtypes:
+        table.add_column(dtype, justify="right")
+    rows: dict[tuple[str, str], list[Finding]] = defaultdict(list)
+    for finding in findings:
+        rows[finding.implementation, finding.form].append(finding)
+    for (chain, form), found in rows.items():
+        worst = [_worst([finding for finding in found if finding.dtype in (dtype, "all")]) for dtype in dtypes]
+        table.add_row(chain, form, *(_cell(one, 1) for one in worst))
     return table
 
 

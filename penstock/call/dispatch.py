@@ -46,6 +46,8 @@ class Explanation:
     note: str = ""
     forms: dict[Mode, tuple[FormVerdict, ...]] = field(default_factory=dict)
     """The forms of the implementation that runs, by mode, up to those that run. Those without a reason run."""
+    named: str = ""
+    """The implementation that the call names, or "" for ``impl="auto"``."""
 
     @property
     def forward(self) -> str | None:
@@ -58,14 +60,25 @@ class Explanation:
         return self.chosen.get("backward")
 
     def __str__(self) -> str:
-        lines = [self.call, "  " + ", ".join(f"{mode} runs {name}" for mode, name in self.chosen.items())]
+        runs = (f"{mode} runs {name}" if name is not None else f"no implementation runs {mode}" for mode, name in self.chosen.items())
+        lines = [self.call, "  " + ", ".join(runs)]
+        seen: set[tuple[Mode, str | None]] = set()
         for name, mode, reason in self.verdicts:
-            would = "chosen" if name == self.chosen[mode] else "takes it, but is later in the list"
-            lines.append(f"  {name:<16} {mode:<9} {would if reason is None else reason}")
+            seen.add((mode, name))
+            answer = reason or self._taken(name, mode, (mode, self.chosen[mode]) in seen)
+            lines.append(f"  {name:<16} {mode:<9} {answer}")
             if name == self.chosen[mode]:
                 for (part, why), alike in groupby(self.forms.get(mode, ()), lambda one: (one.part, one.reason)):
                     lines.append(f"    {part}: {', '.join(one.name for one in alike)}: {why or 'runs'}")
         return "\n".join([*lines, *([f"  {self.note}"] if self.note else [])])
+
+    def _taken(self, name: str, mode: Mode, later: bool) -> str:
+        """The answer of an implementation that takes the call. ``later``: it is not before the chosen one in the list."""
+        if name == self.chosen[mode]:
+            return "chosen"
+        if self.named:
+            return f"takes it, but {self.named} is named"
+        return "takes it, but is later in the list" if later else f"takes it, but {self.chosen[mode]} runs both passes"
 
 
 class Family:
@@ -145,7 +158,8 @@ class Family:
         kept = gradients and chosen.get("forward") is not None and self.pick(whole, "forward", impl).name != chosen["forward"]
         note = "Gradients are wanted: the forward pass keeps residuals for the backward pass, so that one runs both." if kept else ""
         forms = {mode: self.named(name).verdicts(whole, mode) for mode, name in chosen.items() if name is not None}
-        return Explanation(call, chosen, verdicts, note, {mode: found for mode, found in forms.items() if found})
+        named = "" if impl == "auto" else impl
+        return Explanation(call, chosen, verdicts, note, {mode: found for mode, found in forms.items() if found}, named)
 
 
 def passed_over(one: Implementation, problem: Problem, mode: Mode) -> str | None:

@@ -46,7 +46,8 @@ class Listed(NamedTuple):
 
     mode: Mode
     name: str
-    examples: tuple[Example, ...]
+    examples: tuple[Any, ...]
+    """Small calls in its domain, with a field ``dtype``. Of the forms of families each is an ``Example``."""
     absent: Callable[[torch.device], str | None]
     """Why a device has no code of it, or None."""
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..layers.adapted import NONE, chosen
-from ..layers.linear import in_graph, rows_alike
+from ..layers.modes import in_graph, rows_alike
 from ..models import CausalLM
 from .request import CHUNK
 from .state_pool import StatePool

@@ -1,6 +1,6 @@
 """The padding of steps that makes the bits of a token independent of the number of tokens.
 
-Linear maps run our kernels (``layers.linear.rows_alike``), except float64 on a CPU. That goes to MKL, where the bits of a row depend on
+Linear maps run our kernels (``layers.modes.rows_alike``), except float64 on a CPU. That goes to MKL, where the bits of a row depend on
 the number of rows and, in small maps, on whether the row's index is odd. Element-wise operators compute the last elements of a tensor by
 other instructions than whole vectors (with MKL, also exp of the last row). So the engine pads a step with at least one skipped token, to a
 multiple of a block. It finds the smallest block for which a token gets equal bits at any index, among any number of tokens. On a GPU, a
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import EngineError
-from ..layers.linear import rows_alike
+from ..layers.modes import rows_alike
 from ..models import CausalLM
 from ..models.arguments import named_tensors
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..layers.adapted import NONE, chosen
-from ..layers.linear import rows_alike
+from ..layers.modes import rows_alike
 from ..models import CausalLM
 from .graphs import Batch, StepGraphs, with_sampled
 from .invariance import padding

@@ -19,7 +19,8 @@ from ..call import private
 from ..call.autocast import without_autocast
 from ..tokens.dtypes import state_dtype
 from ..tokens.feature_maps import FEATURE_MAPS
-from .chains import Chain, Form, launches
+from .chains import Chain, ChainForm, launches, plain
+from .examples import examples
 from .triton import launching, refusal
 
 
@@ -60,11 +61,16 @@ def _by_formula(c: _Point) -> Tensor:
 
 POINTWISE: Chain[_Point, Tensor] = Chain(
     "pointwise",
-    Form(
+    ChainForm(
         "pointwise", lambda c: _Pointwise.apply(*c), lambda c: refusal(c.x),  # type: ignore[no-untyped-call]
         launches("penstock_pointwise_fwd", backward=("penstock_pointwise_bwd",)),
+        (
+            *examples(lambda draw: _Point(draw("x", 3, 700, scale=4), sigmoid)),
+            *examples(lambda draw: _Point(draw("x", 3, 700, scale=2), tanh)),
+            *examples(lambda draw: _Point(draw("x", 3, 700, scale=4), elu_plus_one)),
+        ),
     ),
-    Form("formula", _by_formula),
+    plain("formula", _by_formula),
 )  # fmt: skip
 
 
@@ -110,9 +116,9 @@ def _tanh(x: Tensor) -> Tensor:
     return torch.where(wide.abs() < 0.5, torch.tanh(wide), far).to(x.dtype)
 
 
-sigmoid = Pointwise("sigmoid", torch.sigmoid, lambda x: _bell(_wide(x)).to(x.dtype), _sigmoid)
-tanh = Pointwise("tanh", torch.tanh, lambda x: (4 * _bell(2 * _wide(x))).to(x.dtype), _tanh)
-elu_plus_one = Pointwise("elu+1", FEATURE_MAPS["elu+1"], lambda x: torch.exp(x.clamp(max=0)), FEATURE_MAPS["elu+1"])
+sigmoid: Pointwise = Pointwise("sigmoid", torch.sigmoid, lambda x: _bell(_wide(x)).to(x.dtype), _sigmoid)
+tanh: Pointwise = Pointwise("tanh", torch.tanh, lambda x: (4 * _bell(2 * _wide(x))).to(x.dtype), _tanh)
+elu_plus_one: Pointwise = Pointwise("elu+1", FEATURE_MAPS["elu+1"], lambda x: torch.exp(x.clamp(max=0)), FEATURE_MAPS["elu+1"])
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     **FEATURE_MAPS,

@@ -1,7 +1,8 @@
 """Fused chains as ordered lists of forms: kernels, and the formula in plain PyTorch as the last form.
 
 A chain is a few operations of a layer between two matrix products, or a matrix product itself. A call of a chain runs the first form that
-does not refuse it. The last form takes every call. ``recorded`` collects which forms run, and why not those before them.
+does not refuse it. The last form takes every call. ``recorded`` collects which forms run, and why not those before them. ``penstock check``
+and the contract tests compare every form but the last with the chain's formula, on the examples of the form.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ import torch
 from torch import nn
 
 from ..call.dispatch import Explanation
+from ..call.implementation import Listed
 from ..call.operator import explain
+from .examples import Example
+from .triton import absent
 
 C = TypeVar("C")
 R = TypeVar("R")
@@ -29,8 +33,18 @@ def never(call: Any) -> str | None:
 
 
 def no_kernels(call: Any) -> tuple[str, ...]:
-    """The default of ``kernels``: plain PyTorch, or other chains."""
+    """``kernels`` of a form that launches none: plain PyTorch, other chains, or native kernels of a CPU."""
     return ()
+
+
+def everywhere(device: torch.device) -> str | None:
+    """``absent`` of a form that has code for every device."""
+    return None
+
+
+def as_returned(call: Any, returned: Any) -> Any:
+    """The default of ``results``."""
+    return returned
 
 
 def launches(*forward: str, backward: tuple[str, ...] = ()) -> Callable[[Any], tuple[str, ...]]:
@@ -39,37 +53,83 @@ def launches(*forward: str, backward: tuple[str, ...] = ()) -> Callable[[Any], t
 
 
 @dataclass(frozen=True)
-class Form(Generic[C, R]):
-    """One way to compute a chain."""
+class ChainForm(Generic[C, R]):
+    """One way to compute a chain: by Triton kernels, unless it is made by ``plain``."""
 
     name: str
     run: Callable[[C], R]
-    refuses: Callable[[C], str | None] = never
+    refuses: Callable[[C], str | None]
     """Why it cannot compute a call, or None."""
-    kernels: Callable[[C], tuple[str, ...]] = no_kernels
+    kernels: Callable[[C], tuple[str, ...]]
     """The kernels that a call launches, as profiles show them, with those of its backward pass if gradients are enabled."""
+    examples: tuple[Example, ...] = ()
+    """Small calls in its domain."""
+    absent: Callable[[torch.device], str | None] = absent
+    """Why a device has no code of it, or None. By default that of Triton kernels for every GPU."""
+    compiles: bool = False
+    """Whether compiled graphs ask it. Others are eager: graphs cannot trace their launches."""
+
+
+def plain(
+    name: str, run: Callable[[C], R], refuses: Callable[[C], str | None] = never, examples: tuple[Example, ...] = (),
+    absent: Callable[[torch.device], str | None] = everywhere,
+) -> ChainForm[C, R]:  # fmt: skip
+    """A form without Triton kernels of its own, which compiled graphs ask, too."""
+    return ChainForm(name, run, refuses, no_kernels, examples, absent, compiles=True)
 
 
 class Chain(Generic[C, R]):
     """An ordered list of forms. ``C`` is a ``NamedTuple`` of the arguments of a call."""
 
-    def __init__(self, name: str, *forms: Form[C, R]) -> None:
+    def __init__(
+        self, name: str, *forms: ChainForm[C, R], formula: Callable[[C], Any] | None = None, results: Callable[[C, R], Any] = as_returned
+    ) -> None:
+        """Make a chain known to all tools.
+
+        formula : function of a call, optional
+            The results in plain PyTorch. By default those of the last form.
+        results : function of a call and of what a form returns
+            What a caller gets: tensors, in tuples and lists, with those that are updated in place.
+        """
+        names, last = [form.name for form in forms], forms[-1]
+        if name in CHAINS or len(set(names)) < len(names):
+            raise ValueError(f"Chain: name must be new, and those of its forms differ, got {name} of {', '.join(names)}. Rename one.")
+        if last.refuses is not never or not last.compiles:
+            raise ValueError(f"Chain: forms must end with a plain one that takes every call, got {last.name} of {name}. Add one.")
         self.name, self.forms = name, forms
-        self._plain = tuple(form for form in forms if form.kernels is no_kernels)
+        self._eager = tuple((form.refuses, form.run) for form in forms[:-1])
+        self._compiled = tuple((form.refuses, form.run) for form in forms[:-1] if form.compiles)
+        self._last = last.run
+        self._formula, self._results = formula, results
         CHAINS[name] = self
 
     def __call__(self, call: C) -> R:
-        """The result of the first form that does not refuse a call. Compiled graphs have no kernels of layers."""
+        """The result of the first form that does not refuse a call."""
         if torch.compiler.is_compiling():
-            forms = self._plain
+            forms = self._compiled
         else:
-            forms, recorder = self.forms, _recorder.get()
+            recorder = _recorder.get()
             if recorder is not None:
                 return recorder.run(self, call)
-        for form in forms:
-            if form.refuses(call) is None:
-                return form.run(call)
-        raise AssertionError(f"the last form of {self.name} refused a call")
+            forms = self._eager
+        for refuses, run in forms:
+            if refuses(call) is None:
+                return run(call)
+        return self._last(call)
+
+    def form(self, name: str) -> ChainForm[C, R]:
+        """The form of this name, which must exist."""
+        return next(one for one in self.forms if one.name == name)
+
+    def listed(self) -> tuple[Listed, ...]:
+        """The forms that are compared with the formula: all but the last."""
+        return tuple(Listed("forward", one.name, one.examples, one.absent) for one in self.forms[:-1])
+
+    def computed(self, call: C, form: str | None = None) -> Any:
+        """The results by a form, which must take the call, or by the formula."""
+        if form is not None:
+            return self._results(call, self.form(form).run(call))
+        return self._results(call, self._last(call)) if self._formula is None else self._formula(call)
 
 
 CHAINS: dict[str, Chain[Any, Any]] = {}
@@ -80,7 +140,7 @@ class Choice(NamedTuple):
     """The form that computed one call of a chain."""
 
     module: str
-    """The name of the module that called the chain, or of the norm that the chain computes. Empty for the model itself."""
+    """The name of the module that called the chain, or of the one that the chain computes. Empty for the model itself."""
     chain: str
     form: str
     kernels: tuple[str, ...]
@@ -118,11 +178,11 @@ class _Recorder:
         return form.run(call)
 
     def place(self, call: Any = None) -> str:
-        """The name of the norm of a call, else of the innermost module one of whose methods is running.
+        """The name of the module of a call, or of its norm, else of the innermost module one of whose methods is running.
 
         Hooks would tell it, too, but a module with hooks runs other forms.
         """
-        name = self.names.get(id(getattr(call, "norm", None)))
+        name = self.names.get(id(getattr(call, "module", getattr(call, "norm", None))))
         frame = sys._getframe()
         while name is None and frame.f_back is not None:
             frame = frame.f_back
@@ -131,11 +191,6 @@ class _Recorder:
 
 
 _recorder: ContextVar[_Recorder | None] = ContextVar("penstock_chains", default=None)
-
-
-def recording() -> bool:
-    """Whether code runs inside ``recorded``."""
-    return not torch.compiler.is_compiling() and _recorder.get() is not None
 
 
 @contextmanager

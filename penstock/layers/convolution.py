@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ..call.recompute import again
-from .chains import Chain, Form, launches
+from .chains import Chain, ChainForm, launches, plain
+from .examples import Draw, examples
 from .sequences import Sequences
 from .triton import launching, refusal
 
@@ -115,12 +116,33 @@ def _kernels(c: _Convolution) -> tuple[str, ...]:
     return launches("penstock_convolution_fwd", *tails, backward=("penstock_convolution_bwd",))(c)
 
 
+def _draw(draw: Draw, pooled: bool = False, single: bool = False) -> _Convolution:
+    x, ends = draw("x", *((3, 1) if single else (1, 19)), 72), [] if single else [0, 7, 7, 19]
+    sequences = draw.sequences(x, ends, [4, 0, 2] if pooled else [], in_place=pooled)
+    return _Convolution(x, draw("state", 5 if pooled else 3, 3, 72), draw("weight", 72, 4), draw("bias", 72), sequences, True)
+
+
+def _written(c: _Convolution, returned: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """The result and the state; in place, the pool."""
+    y, state = returned
+    if c.sequences.in_place and state is not c.state:
+        c.sequences.write((c.state,), (state,))
+    return y, c.state if c.sequences.in_place else state
+
+
 CONVOLUTION: Chain[_Convolution, tuple[Tensor, Tensor]] = Chain(
     "convolution",
-    Form("convolution_in_place", _in_place, _refuses_in_place, _in_place_kernels),
-    Form("convolution", _whole, _refuses, _kernels),
-    Form("formula", _by_formula),
-)
+    ChainForm(
+        "convolution_in_place", _in_place, _refuses_in_place, _in_place_kernels,
+        (
+            *examples(partial(_draw, pooled=True), gradients=False),
+            *examples(partial(_draw, pooled=True, single=True), gradients=False),
+        ),
+    ),
+    ChainForm("convolution", _whole, _refuses, _kernels, examples(_draw)),
+    plain("formula", _by_formula),
+    results=_written,
+)  # fmt: skip
 
 
 def convolution_formula(

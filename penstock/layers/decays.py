@@ -12,8 +12,10 @@ from torch.nn import functional as F
 from ..call.recompute import again
 from ..tokens.dtypes import state_dtype
 from .activations import tanh
-from .chains import Chain, Form, launches
-from .linear import linear, ready
+from .chains import Chain, ChainForm, launches, plain
+from .examples import Draw, examples
+from .linear import linear
+from .modes import ready
 from .triton import launching, refusal
 
 
@@ -54,11 +56,18 @@ def _decay_by_kernel(c: _Decay) -> Tensor:
     return again(function(*c), function, *c)
 
 
+def _draw_decay(draw: Draw) -> _Decay:
+    return _Decay(draw("x", 19, 260), draw("bias", 260))
+
+
 DECAY: Chain[_Decay, Tensor] = Chain(
     "decay",
-    Form("decay", _decay_by_kernel, lambda c: refusal(*c), launches("penstock_decay_fwd", backward=("penstock_decay_bwd",))),
-    Form("formula", lambda c: again(decay_formula(*c), decay_formula, *c)),
-)
+    ChainForm(
+        "decay", _decay_by_kernel, lambda c: refusal(*c), launches("penstock_decay_fwd", backward=("penstock_decay_bwd",)),
+        examples(_draw_decay),
+    ),
+    plain("formula", lambda c: again(decay_formula(*c), decay_formula, *c)),
+)  # fmt: skip
 
 
 def low_rank_decay(hidden: Tensor, up: Tensor, bias: Tensor) -> Tensor:
@@ -88,11 +97,18 @@ def _low_rank_decay_in_parts(c: _LowRankDecay) -> Tensor:
     return decay(again(linear(low, base), F.linear, low, base), c.bias)
 
 
+def _draw_low_rank_decay(draw: Draw) -> _LowRankDecay:
+    return _LowRankDecay(draw("hidden", 1, 19, 40), draw("up", 40, 72, scale=0.1), draw("bias", 72))
+
+
 LOW_RANK_DECAY: Chain[_LowRankDecay, Tensor] = Chain(
     "low_rank_decay",
-    Form("low_rank_decay", _low_rank_decay_by_kernel, _refuses_low_rank_decay, lambda c: ("penstock_low_rank",)),
-    Form("parts", _low_rank_decay_in_parts),
-)
+    ChainForm(
+        "low_rank_decay", _low_rank_decay_by_kernel, _refuses_low_rank_decay, lambda c: ("penstock_low_rank",),
+        examples(_draw_low_rank_decay, gradients=False),
+    ),
+    plain("parts", _low_rank_decay_in_parts),
+)  # fmt: skip
 
 
 def decay_formula(x: Tensor, bias: Tensor) -> Tensor:
@@ -128,11 +144,12 @@ def _log_sigmoid_by_formula(c: _LogSigmoid) -> Tensor:
 
 LOG_SIGMOID: Chain[_LogSigmoid, Tensor] = Chain(
     "log_sigmoid",
-    Form(
+    ChainForm(
         "log_sigmoid", _log_sigmoid_by_kernel, lambda c: refusal(c.x),
         launches("penstock_log_sigmoid_fwd", backward=("penstock_log_sigmoid_bwd",)),
+        examples(lambda draw: _LogSigmoid(draw("x", 3, 700, scale=4), 16.0)),
     ),
-    Form("formula", _log_sigmoid_by_formula),
+    plain("formula", _log_sigmoid_by_formula),
 )  # fmt: skip
 
 

@@ -6,17 +6,20 @@ The last form of these chains returns None and changes nothing: the caller then 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ..call import private
+from . import decode_examples
 from .as_written import altered
-from .chains import Chain, Form
+from .chains import Chain, ChainForm, plain
+from .decode_examples import OneRow, ShiftedNorm, Step
 from .fused import NormParts, norm_of
-from .linear import Mode, called, mode, plain_weights, ready
-from .triton import launching, refusal
+from .linear import called, plain_weights
+from .modes import mode, ready, refuses_graph
+from .triton import absent, launching, refusal
 
 if TYPE_CHECKING:
     from .sequences import Sequences
@@ -39,9 +42,7 @@ def _refuses_update(sequences: Sequences) -> str | None:
 
 def _refuses_step(sequences: Sequences) -> str | None:
     """Why a call is not a decode step in a graph, or None."""
-    if mode() != Mode(graph=True):
-        return "it runs in CUDA graphs, except batch-invariant ones"
-    return _refuses_update(sequences) or (None if sequences.single else "it takes one token per sequence")
+    return refuses_graph(mode()) or _refuses_update(sequences) or (None if sequences.single else "it takes one token per sequence")
 
 
 def shifted_norm(
@@ -53,23 +54,10 @@ def shifted_norm(
     Returns a ``few_rows_launch.Shifted``. ``complement``: the factors are 1 - factors_i. ``kept``: also return the norm and the previous
     tokens.
     """
-    return SHIFTED_NORM(_ShiftedNorm(x, y, norm, pool, sequences, factors, complement, kept))
+    return SHIFTED_NORM(ShiftedNorm(x, y, norm, pool, sequences, factors, complement, kept))
 
 
-class _ShiftedNorm(NamedTuple):
-    """The arguments of ``shifted_norm``."""
-
-    x: Tensor
-    y: Tensor | None
-    norm: Any
-    pool: Tensor
-    sequences: Sequences
-    factors: tuple[Tensor, ...]
-    complement: bool
-    kept: bool
-
-
-def _refuses_shifted_norm(c: _ShiftedNorm) -> str | None:
+def _refuses_shifted_norm(c: ShiftedNorm) -> str | None:
     x, y, sequences = c.x, c.y, c.sequences
     if (why := _refuses_update(sequences)) is not None:
         return why
@@ -86,7 +74,7 @@ def _refuses_shifted_norm(c: _ShiftedNorm) -> str | None:
     return None if c.pool.stride(1) == 1 else "rows of the pool must be contiguous"
 
 
-def _shifted_norm(c: _ShiftedNorm) -> Any:
+def _shifted_norm(c: ShiftedNorm) -> Any:
     x, norm, sequences, launch = c.x, c.norm, c.sequences, launching("few_rows_launch")
     parts = norm_of(norm, sequences.halvings)
     assert not isinstance(parts, str)
@@ -106,27 +94,19 @@ def _nothing(call: Any) -> Any:
     return None
 
 
-PARTS: Form[Any, Any] = Form("parts", _nothing)
-SHIFTED_NORM: Chain[_ShiftedNorm, Any] = Chain(
-    "shifted_norm", Form("shifted_norm", _shifted_norm, _refuses_shifted_norm, lambda c: ("penstock_shifted_norm",)), PARTS
-)
+PARTS: ChainForm[Any, Any] = plain("parts", _nothing)
+SHIFTED_NORM: Chain[ShiftedNorm, Any] = Chain(
+    "shifted_norm",
+    ChainForm(
+        "shifted_norm", _shifted_norm, _refuses_shifted_norm, lambda c: ("penstock_shifted_norm",), decode_examples.SHIFTED_NORM
+    ),
+    PARTS,
+    formula=decode_examples.shifted_norm,
+    results=lambda c, found: (found.total, found.mixed, (found.normed, found.before) if c.kept else (), c.pool),
+)  # fmt: skip
 
 
-class _OneRow(NamedTuple):
-    """The arguments of ``low_rank_maps`` and ``channel_mix``."""
-
-    x: Tensor
-    y: Tensor | None
-    norm: Any
-    pool: Tensor
-    sequences: Sequences
-    factors: Sequence[Tensor]
-    maps: Sequence[nn.Module]
-    low_rank: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
-    """mu, down, up and decay of ``low_rank_maps``."""
-
-
-def _refuses_row(c: _OneRow) -> str | None:
+def _refuses_row(c: OneRow) -> str | None:
     """Why there is no kernel for one token in a graph whose kernels may read all parameters early, or None."""
     x, y, sequences = c.x, c.y, c.sequences
     if (why := _refuses_step(sequences)) is not None:
@@ -140,8 +120,8 @@ def _refuses_row(c: _OneRow) -> str | None:
     learned = _learned(c, parts)
     if (why := refusal(x, y, c.pool, *learned)) is not None:
         return why
-    if launching("few_rows_launch").on_hopper(x.device, "hopper_one_row_launch") is None:
-        return "it is a kernel for Hopper"
+    if (why := _absent(x.device)) is not None:
+        return why
     if x.element_size() != 2 or any(one.dtype != x.dtype for one in (*learned, x if y is None else y)):
         return "it takes one dtype of 16 bits"
     if not all(one.is_contiguous() for one in learned) or not ready(learned, learned):
@@ -149,13 +129,22 @@ def _refuses_row(c: _OneRow) -> str | None:
     return None if c.pool.shape[0] and c.pool.stride(1) == 1 else "rows of the pool must be contiguous"
 
 
-def _learned(c: _OneRow, parts: NormParts) -> list[Tensor]:
+def _absent(device: torch.device) -> str | None:
+    """Why a device has no kernels of one token, or None."""
+    if (why := absent(device)) is not None:
+        return why
+    if launching("few_rows_launch").on_hopper(device, "hopper_one_row_launch") is None:
+        return "its code is for sm_90 (Hopper), in Triton's Gluon"
+    return None
+
+
+def _learned(c: OneRow, parts: NormParts) -> list[Tensor]:
     bias = None if parts.bias is None else c.norm.bias
     given = c.norm.weight, bias, *c.factors, *(c.low_rank or ()), *(plain_weights(c.maps) or ())
     return [one for one in given if one is not None]
 
 
-def _row(c: _OneRow) -> tuple[Any, Any, list[Tensor]]:
+def _row(c: OneRow) -> tuple[Any, Any, list[Tensor]]:
     """The launching module, its ``Shift``, and the weights of the maps."""
     x, sequences, weights = c.x, c.sequences, plain_weights(c.maps)
     parts = norm_of(c.norm, sequences.halvings)
@@ -180,10 +169,10 @@ def low_rank_maps(
 
     Returns x + y, the results of the linear maps, and a ``few_rows_launch.Lasts``: the caller still has to replace the row of the pool.
     """
-    return LOW_RANK_MAPS(_OneRow(x, y, norm, pool, sequences, factors, maps, (mu, down, up, decay)))
+    return LOW_RANK_MAPS(OneRow(x, y, norm, pool, sequences, factors, maps, (mu, down, up, decay)))
 
 
-def _refuses_low_rank_maps(c: _OneRow) -> str | None:
+def _refuses_low_rank_maps(c: OneRow) -> str | None:
     if (why := _refuses_row(c)) is not None:
         return why
     assert c.low_rank is not None
@@ -192,7 +181,7 @@ def _refuses_low_rank_maps(c: _OneRow) -> str | None:
     return None if launch.takes_low_rank(up, [decay.T, *(plain_weights(c.maps) or ())]) else "it does not take weights of these sizes"
 
 
-def _low_rank_maps(c: _OneRow) -> tuple[Tensor, list[Tensor], Any]:
+def _low_rank_maps(c: OneRow) -> tuple[Tensor, list[Tensor], Any]:
     launch, shift, weights = _row(c)
     assert c.low_rank is not None
     mu, down, up, decay = c.low_rank
@@ -200,21 +189,32 @@ def _low_rank_maps(c: _OneRow) -> tuple[Tensor, list[Tensor], Any]:
     return total.view(c.x.shape), [one[None] for one in results], lasts
 
 
-LOW_RANK_MAPS: Chain[_OneRow, tuple[Tensor, list[Tensor], Any] | None] = Chain(
+def _of_low_rank_maps(c: OneRow, found: Any) -> Any:
+    """The results, the new row, which the caller writes, and the pool, which is as before."""
+    total, results, lasts = found
+    return total, results, lasts.normed, c.pool
+
+
+LOW_RANK_MAPS: Chain[OneRow, tuple[Tensor, list[Tensor], Any] | None] = Chain(
     "low_rank_maps",
-    Form("low_rank_maps", _low_rank_maps, _refuses_low_rank_maps, lambda c: ("penstock_shifted_low_rank", "penstock_products_hopper")),
+    ChainForm(
+        "low_rank_maps", _low_rank_maps, _refuses_low_rank_maps, lambda c: ("penstock_shifted_low_rank", "penstock_products_hopper"),
+        decode_examples.LOW_RANK_MAPS, _absent,
+    ),
     PARTS,
-)
+    formula=decode_examples.low_rank_maps,
+    results=_of_low_rank_maps,
+)  # fmt: skip
 
 
 def channel_mix(
     x: Tensor, y: Tensor | None, norm: Any, pool: Tensor, sequences: Sequences, factors: Sequence[Tensor], maps: Sequence[nn.Module]
 ) -> tuple[Tensor, Tensor] | None:
     """The sum x + y, and RWKV-6's channel mix of its norm, in two kernels. ``maps``: key, receptance and value."""
-    return CHANNEL_MIX(_OneRow(x, y, norm, pool, sequences, factors, maps))
+    return CHANNEL_MIX(OneRow(x, y, norm, pool, sequences, factors, maps))
 
 
-def _refuses_channel_mix(c: _OneRow) -> str | None:
+def _refuses_channel_mix(c: OneRow) -> str | None:
     if c.sequences.halvings:
         return "the residual stream is divided"
     if (why := _refuses_row(c)) is not None:
@@ -223,17 +223,22 @@ def _refuses_channel_mix(c: _OneRow) -> str | None:
     return None if launch.takes_channel_mix(*(plain_weights(c.maps) or ())) else "it does not take weights of these sizes"
 
 
-def _channel_mix(c: _OneRow) -> tuple[Tensor, Tensor]:
+def _channel_mix(c: OneRow) -> tuple[Tensor, Tensor]:
     launch, shift, weights = _row(c)
     total, mixed = launch.channel_mix(shift, *weights)
     return total.view(c.x.shape), mixed.view(c.x.shape)
 
 
-CHANNEL_MIX: Chain[_OneRow, tuple[Tensor, Tensor] | None] = Chain(
+CHANNEL_MIX: Chain[OneRow, tuple[Tensor, Tensor] | None] = Chain(
     "channel_mix",
-    Form("channel_mix", _channel_mix, _refuses_channel_mix, lambda c: ("penstock_shifted_products", "penstock_products_hopper")),
+    ChainForm(
+        "channel_mix", _channel_mix, _refuses_channel_mix, lambda c: ("penstock_shifted_products", "penstock_products_hopper"),
+        decode_examples.CHANNEL_MIX, _absent,
+    ),
     PARTS,
-)
+    formula=decode_examples.channel_mix,
+    results=lambda c, found: (found, c.pool),
+)  # fmt: skip
 
 
 def rwkv_step(
@@ -256,26 +261,10 @@ def rwkv_step(
 
     Returns a Tensor [B,1,H*V].
     """
-    return RWKV_STEP(_Step(r, k, v, gate, u, bias, norm, pool, sequences, low_rank, lasts))
+    return RWKV_STEP(Step(r, k, v, gate, u, bias, norm, pool, sequences, low_rank, lasts))
 
 
-class _Step(NamedTuple):
-    """The arguments of ``rwkv_step``."""
-
-    r: Tensor
-    k: Tensor
-    v: Tensor
-    gate: Tensor
-    u: Tensor
-    bias: Tensor
-    norm: nn.GroupNorm
-    pool: Tensor
-    sequences: Sequences
-    low_rank: tuple[Tensor, Tensor] | None
-    lasts: Any
-
-
-def _refuses_rwkv_step(c: _Step) -> str | None:
+def _refuses_rwkv_step(c: Step) -> str | None:
     if (why := _refuses_step(c.sequences)) is not None:
         return why
     norm, (low, up), (K, V) = c.norm, c.low_rank or (None, None), c.pool.shape[2:]
@@ -298,7 +287,7 @@ def _refuses_rwkv_step(c: _Step) -> str | None:
     return None
 
 
-def _rwkv_step(c: _Step) -> Tensor:
+def _rwkv_step(c: Step) -> Tensor:
     (H, K, V), (low, up), slots = c.pool.shape[1:], c.low_rank or (None, None), c.sequences.slots
     u, bias, norm = c.u.expand(H, K), c.bias.view(H, -1).expand(H, K), c.norm
     slots = None if slots is None else slots.contiguous()
@@ -309,6 +298,10 @@ def _rwkv_step(c: _Step) -> Tensor:
     return found.view(c.v.shape)
 
 
-RWKV_STEP: Chain[_Step, Tensor | None] = Chain(
-    "rwkv_step", Form("rwkv_step", _rwkv_step, _refuses_rwkv_step, lambda c: ("penstock_rwkv_step",)), PARTS
+RWKV_STEP: Chain[Step, Tensor | None] = Chain(
+    "rwkv_step",
+    ChainForm("rwkv_step", _rwkv_step, _refuses_rwkv_step, lambda c: ("penstock_rwkv_step",), decode_examples.RWKV_STEP),
+    PARTS,
+    formula=decode_examples.rwkv_step,
+    results=lambda c, found: (found, c.pool),
 )

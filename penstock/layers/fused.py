@@ -18,8 +18,9 @@ from ..call.autocast import autocasting
 from ..call.recompute import again
 from .activations import sigmoid
 from .as_written import altered
-from .chains import Chain, Form, launches
-from .linear import as_products, linear, map_after, product_dtype
+from .chains import Chain, ChainForm, launches, plain
+from .examples import Draw, examples
+from .linear import Linear, as_products, linear, map_after, product_dtype
 from .norms import RMSNorm
 from .triton import launching, refusal
 
@@ -122,13 +123,30 @@ def _norm_gate_by_modules(c: _NormGate) -> Tensor:
 
 
 _NORM_GATE_KERNELS = launches("penstock_norm_gate_fwd", backward=("penstock_norm_gate_bwd",))
+
+
+def _draw_norm_gate(draw: Draw, grouped: bool = True) -> _NormGate:
+    norm = draw.module("norm", nn.GroupNorm(3, 3 * 24, 1e-5) if grouped else RMSNorm(24, 1e-5))
+    then = draw.module("then", Linear(3 * 24, 40, bias=False), 0.1)
+    parts = norm.weight, getattr(norm, "bias", None), norm.eps, None
+    x, gate = draw("x", 1, 19, 3, 24), draw("gate", 1, 19, 3 * 24)
+    return _NormGate(x, gate, norm, then, grouped, *parts, *map_after(then))
+
+
+_NORM_GATE_EXAMPLES = *examples(_draw_norm_gate), *examples(partial(_draw_norm_gate, grouped=False))
 NORM_GATE: Chain[_NormGate, Tensor] = Chain(
     "norm_gate",
-    Form("norm_gate_linear", _norm_gate_linear, _refuses_norm_gate_linear, _NORM_GATE_KERNELS),
-    Form("norm_gate", _norm_gate, _refuses_norm_gate, _NORM_GATE_KERNELS),
-    Form("formula", _norm_gate_by_formula, lambda c: None if c.altered is None else f"the norm {c.altered}"),
-    Form("modules", _norm_gate_by_modules),
-)
+    ChainForm("norm_gate_linear", _norm_gate_linear, _refuses_norm_gate_linear, _NORM_GATE_KERNELS, _NORM_GATE_EXAMPLES),
+    ChainForm(
+        "norm_gate", _norm_gate, _refuses_norm_gate, _NORM_GATE_KERNELS,
+        (*_NORM_GATE_EXAMPLES, *examples(_draw_norm_gate, gradients=False)),
+    ),
+    plain(
+        "formula", _norm_gate_by_formula, lambda c: None if c.altered is None else f"the norm {c.altered}", _NORM_GATE_EXAMPLES
+    ),
+    plain("modules", _norm_gate_by_modules),
+    formula=_norm_gate_by_formula,
+)  # fmt: skip
 
 
 def norm_of_heads(x: Tensor, norm: nn.Module, *, grouped: bool) -> Tensor:
@@ -225,11 +243,23 @@ def _add_norm_by_modules(c: _AddNorm) -> tuple[Tensor, Tensor]:
     return total, again(normed, partial(_norm_as_written, eps=eps, centre=centre), given, weight, bias)
 
 
+def _draw_add_norm(draw: Draw, centre: bool = True, added: bool = True) -> _AddNorm:
+    norm = draw.module("norm", nn.LayerNorm(72) if centre else RMSNorm(72, 1e-5))
+    x, y = draw("x", 1, 19, 72), draw("y", 1, 19, 72) if added else None
+    return _AddNorm(x, y, norm, norm_of(norm), False, True, 0)
+
+
 ADD_NORM: Chain[_AddNorm, tuple[Tensor, Tensor]] = Chain(
     "add_norm",
-    Form("add_norm", _add_norm_by_kernel, _refuses_add_norm, launches("penstock_add_norm", backward=("penstock_add_norm_bwd",))),
-    Form("modules", _add_norm_by_modules),
-)
+    ChainForm(
+        "add_norm", _add_norm_by_kernel, _refuses_add_norm, launches("penstock_add_norm", backward=("penstock_add_norm_bwd",)),
+        (
+            *examples(_draw_add_norm), *examples(partial(_draw_add_norm, centre=False)),
+            *examples(partial(_draw_add_norm, added=False), gradients=False),
+        ),
+    ),
+    plain("modules", _add_norm_by_modules),
+)  # fmt: skip
 
 
 def _norm_as_written(x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float, centre: bool) -> Tensor:
@@ -350,12 +380,26 @@ def _activated_kernels(c: _Activated) -> tuple[str, ...]:
     return launches(f"{name}_fwd", backward=(f"{name}_bwd",))(c)
 
 
+def _draw_activated(draw: Draw, activation: Activation = "silu") -> _Activated:
+    a, b = draw("a", 1, 19, 72), None if activation == "relu_squared" else draw("b", 1, 19, 72)
+    then = draw.module("then", Linear(72, 40, bias=False), 0.1)
+    return _Activated(a, b, activation, then, *map_after(then))
+
+
+_GATED_EXAMPLES = *examples(_draw_activated), *examples(partial(_draw_activated, activation="sigmoid"))
+_SQUARED = partial(_draw_activated, activation="relu_squared")
 ACTIVATED: Chain[_Activated, Tensor] = Chain(
     "activated",
-    Form("activated_linear", _activated_linear, _refuses_activated_linear, _activated_kernels),
-    Form("activated", _activated, _refuses_activated, _activated_kernels),
-    Form("formula", _activated_by_formula),
-)
+    ChainForm(
+        "activated_linear", _activated_linear, _refuses_activated_linear, _activated_kernels,
+        (*_GATED_EXAMPLES, *examples(_SQUARED, torch.float16)),
+    ),
+    ChainForm(
+        "activated", _activated, _refuses_activated, _activated_kernels,
+        (*_GATED_EXAMPLES, *examples(_SQUARED), *examples(_draw_activated, gradients=False)),
+    ),
+    plain("formula", _activated_by_formula),
+)  # fmt: skip
 
 
 def activated_formula(a: Tensor, b: Tensor | None, weight: Tensor | None = None, *, activation: Activation) -> Tensor:

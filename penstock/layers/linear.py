@@ -5,9 +5,7 @@ In training, linear maps of one input accumulate its gradient in one tensor.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
 from functools import partial
 from operator import methodcaller
 from typing import Any, NamedTuple
@@ -18,70 +16,18 @@ from torch.nn import functional as F
 
 from ..call import private, recompute
 from ..call.autocast import autocasting, cast
+from ..cpu import unavailable
 from .as_written import altered, remembered
-from .chains import Chain, Form, recording
+from .chains import Chain, ChainForm, plain
 from .cpu import linear as native
-from .triton import launching, refusal
+from .examples import HALF, Draw, examples
+from .modes import MODE, PLAIN, Mode, in_graph, mode, refuses_graph, rows_alike, zeros
+from .triton import elsewhere, launching, refusal
 
-
-class Mode(NamedTuple):
-    """The context in which linear maps run."""
-
-    alike: bool = False
-    """Inside ``rows_alike``."""
-    graph: bool = False
-    """Inside ``in_graph``."""
-
-
-PLAIN = Mode()
-_mode: ContextVar[Mode] = ContextVar("penstock_linear", default=PLAIN)
+OUTSIDE = "the call is neither in a CUDA graph nor inside rows_alike: torch is as fast"
+"""Why kernels for few tokens do not run on a GPU."""
 GRAPH_ROWS = 4
 """The most tokens of other dtypes for which a kernel without tensor cores runs, in a graph on a GPU."""
-_counts: ContextVar[dict[tuple[object, ...], Tensor] | None] = ContextVar("penstock_counts", default=None)
-"""Zeros that the launches of one context share. They run on one stream, one after another."""
-
-
-@contextmanager
-def _entered(**changed: bool) -> Iterator[None]:
-    counts = None if changed.get("graph") else _counts.get()
-    tokens = _mode.set(_mode.get()._replace(**changed)), _counts.set({} if counts is None else counts)
-    try:
-        yield
-    finally:
-        _mode.reset(tokens[0])
-        _counts.reset(tokens[1])
-
-
-def rows_alike() -> AbstractContextManager[None]:
-    """Linear maps in this block compute each token independently of the number of tokens, to the bit, where our kernels run.
-
-    They run without gradients: on a CPU the native kernel for any number of tokens, on a GPU a Triton kernel.
-    """
-    return _entered(alike=True)
-
-
-def in_graph() -> AbstractContextManager[None]:
-    """Launches in this block are captured in a CUDA graph, so launch overhead does not matter: few tokens take a Triton kernel.
-
-    Enter it once per graph: memory that its launches share is allocated inside and belongs to the graph.
-    """
-    return _entered(graph=True)
-
-
-def mode() -> Mode:
-    """The current context; ``PLAIN`` in compiled graphs."""
-    return PLAIN if torch.compiler.is_compiling() else _mode.get()
-
-
-def ready(parameters: Sequence[Tensor | None], read: Sequence[Tensor | None]) -> bool:
-    """Whether a kernel may read these tensors, made of ``parameters``, before the previous kernel ends.
-
-    No kernel of a graph writes parameters. Outside graphs the previous kernel may update them. A copy or a cast may be its result.
-    """
-    if not mode().graph:
-        return False
-    pairs = [(one, other) for one, other in zip(parameters, read) if one is not None and other is not None]
-    return all(isinstance(one, nn.Parameter) and one.data_ptr() == other.data_ptr() for one, other in pairs)
 
 
 @remembered
@@ -143,21 +89,18 @@ class _Linear(NamedTuple):
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``F.linear``."""
+    return LINEAR(_call(x, weight, bias))
+
+
+def _call(x: Tensor, weight: Tensor, bias: Tensor | None) -> _Linear:
     compiling = torch.compiler.is_compiling()
-    where = PLAIN if compiling else _mode.get()
-    why = _by_torch_alone(x, weight, bias, where)
-    call = _Linear(x, weight, bias, where, why, compiling)
-    if compiling or recording():
-        return LINEAR(call)
-    if why is not None:
-        return _by_torch(call)
-    # the first form without the list: steps on a CPU are short
-    return _by_native(call) if _refuses_native(call) is None else LINEAR(call)
+    where = PLAIN if compiling else MODE.get()
+    return _Linear(x, weight, bias, where, _by_torch_alone(x, weight, bias, where), compiling)
 
 
 def _by_torch_alone(x: Tensor, weight: Tensor, bias: Tensor | None, where: Mode) -> str | None:
     if x.device.type != "cpu" and where == PLAIN:
-        return "cuBLAS is as fast outside of CUDA graphs"
+        return OUTSIDE
     if x.shape[-1:] != weight.shape[1:] or (bias is not None and (bias.dtype != x.dtype or bias.shape != weight.shape[:1])):
         return "the sizes or the dtype of the bias do not fit"
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)):
@@ -184,8 +127,18 @@ def _refuses_plain(c: _Linear) -> str | None:
 
 
 def _refuses_native(c: _Linear) -> str | None:
-    why = _refuses_plain(c)
-    return "it takes few rows of one dtype on a CPU" if why is None and not native.takes(c.x, c.weight, c.where.alike) else why
+    if c.why is not None:
+        return c.why if c.why is not OUTSIDE else "its tensors are on a GPU, it works on a CPU"
+    if (why := _refuses_plain(c)) is None and not native.takes(c.x, c.weight, c.where.alike):
+        return _not_native(c.x.device) or f"it takes fewer than {native.ROWS} rows of one dtype, contiguous, not float64"
+    return why
+
+
+def _not_native(device: torch.device) -> str | None:
+    """Why a device has no native kernel, or None."""
+    if device.type != "cpu":
+        return f"its tensors are on {device.type}, it works on a CPU"
+    return None if native.AVAILABLE else unavailable("linear")
 
 
 def _by_native(c: _Linear) -> Tensor:
@@ -202,8 +155,10 @@ def _as_linears(c: _Linear) -> Linears:
 
 
 def _refuses_product(c: _Linear) -> str | None:
+    if (why := c.why or elsewhere(c.x)) is not None:
+        return why
     if not c.where.alike:
-        return "it runs inside rows_alike"
+        return "the call is not inside rows_alike"
     if c.x.dtype != c.weight.dtype:
         return f"tokens are {c.x.dtype}, the weight is {c.weight.dtype}"
     return _refuses_plain(c) or refusal(c.x, c.weight)
@@ -211,8 +166,8 @@ def _refuses_product(c: _Linear) -> str | None:
 
 def _refuses_product_few(c: _Linear) -> str | None:
     x, weight = c.x, c.weight
-    if c.where != Mode(graph=True):
-        return "it runs in CUDA graphs, except batch-invariant ones"
+    if (why := c.why or elsewhere(x) or refuses_graph(c.where)) is not None:
+        return why
     if x.dtype != weight.dtype or weight.stride(1) != 1 or not 0 < x.numel() <= GRAPH_ROWS * weight.shape[1]:
         return f"it takes at most {GRAPH_ROWS} tokens, and rows of weights of the same dtype"
     return _refuses_plain(c) or refusal(x, weight)
@@ -226,14 +181,30 @@ def _product_few(c: _Linear) -> Tensor:
     return c.added(launching("product").multiply_few(c.rows, c.weight).view(*c.x.shape[:-1], c.weight.shape[0]))
 
 
+def _draw(draw: Draw, rows: int = 3) -> _Linear:
+    return _call(draw("x", 1, rows, 40), draw("weight", 24, 40, scale=0.2), draw("bias", 24))
+
+
 LINEAR: Chain[_Linear, Tensor] = Chain(
     "linear",
-    Form("native", _by_native, _refuses_native),
-    Form("products", lambda c: c.added(products(_as_linears(c))[0]), _refuses_products_of, lambda c: products_kernels(_as_linears(c))),
-    Form("product", _product, _refuses_product, lambda c: ("penstock_product",)),
-    Form("product_few", _product_few, _refuses_product_few, lambda c: ("penstock_product_of_few_rows",)),
-    Form("torch", _by_torch),
-)
+    plain(
+        "native", _by_native, _refuses_native,
+        (*examples(_draw, gradients=False), *examples(partial(_draw, rows=70), gradients=False, within=rows_alike)), _not_native,
+    ),
+    ChainForm(
+        "products", lambda c: c.added(products(_as_linears(c))[0]), _refuses_products_of, lambda c: products_kernels(_as_linears(c)),
+        examples(_draw, *HALF, gradients=False, within=in_graph),
+    ),
+    ChainForm(
+        "product", _product, _refuses_product, lambda c: ("penstock_product",),
+        examples(partial(_draw, rows=70), gradients=False, within=rows_alike),
+    ),
+    ChainForm(
+        "product_few", _product_few, _refuses_product_few, lambda c: ("penstock_product_of_few_rows",),
+        examples(_draw, gradients=False, within=in_graph),
+    ),
+    plain("torch", _by_torch),
+)  # fmt: skip
 
 
 def called(one: Any) -> str | None:
@@ -283,8 +254,10 @@ class Linears(NamedTuple):
 def refuses_products(c: Linears) -> str | None:
     """Why one kernel does not compute these linear maps, or None."""
     where, inputs, gate = mode(), c.inputs, c.gate
+    if (why := elsewhere(inputs[0])) is not None:
+        return why
     if where == PLAIN:
-        return "cuBLAS is as fast outside of CUDA graphs"
+        return OUTSIDE
     if torch.is_grad_enabled():
         return "gradients are on"
     if (weights := plain_weights(c.maps)) is None:
@@ -305,7 +278,7 @@ def refuses_products(c: Linears) -> str | None:
     if private.autocasting():
         return "autocast is on"
     flat = x.reshape(-1, x.shape[-1]).contiguous()
-    return None if launch.takes(flat, weights, where.alike) else f"cuBLAS is as fast for {flat.shape[0]} tokens"
+    return None if launch.takes(flat, weights, where.alike) else f"torch is as fast for {flat.shape[0]} tokens"
 
 
 def products(c: Linears) -> list[Tensor]:
@@ -316,7 +289,7 @@ def products(c: Linears) -> list[Tensor]:
     gates = None if c.gate is None else c.gate.reshape(-1, c.gate.shape[-1]).contiguous()
     fixed = where.graph and all(_is_parameter(one) for one in weights)
     compute = launch.products_alike if where.alike else launch.products
-    found = compute(flat, weights, gates, relu_squared=c.relu_squared, fixed=fixed, counts=partial(_zeros, x.device, launch.COUNTS))
+    found = compute(flat, weights, gates, relu_squared=c.relu_squared, fixed=fixed, counts=partial(zeros, x.device, launch.COUNTS))
     return [y.view(*x.shape[:-1], -1) for y in found]
 
 
@@ -327,20 +300,36 @@ def products_kernels(c: Linears) -> tuple[str, ...]:
     return found
 
 
+def _linears_formula(c: Linears) -> list[Tensor]:
+    """The linear maps one by one."""
+    first, *others = [F.linear(x, *_weights(one)) for x, one in zip(c.inputs, c.maps)]
+    first = torch.relu(first).square() if c.relu_squared else first
+    return [first if c.gate is None else first * torch.sigmoid(c.gate), *others]
+
+
+def _weights(one: Tensor | nn.Module) -> list[Any]:
+    return [one] if isinstance(one, Tensor) else [one.weight, one.bias]
+
+
+def _draw_linears(draw: Draw, gated: bool = False) -> Linears:
+    counts = (24,) if gated else (24, 8, 33)
+    inputs = tuple(draw(f"x {n}", 1, 3, 40) for n in range(len(counts)))
+    maps = tuple(draw.module(f"map {n}", Linear(40, count, bias=False), 0.2) for n, count in enumerate(counts))
+    return Linears(inputs, maps, draw("gate", 1, 3, 24) if gated else None, not gated)
+
+
 LINEARS: Chain[Linears, list[Tensor] | None] = Chain(
-    "linears", Form("products", products, refuses_products, products_kernels), Form("parts", lambda c: None)
-)
-
-
-def _zeros(device: torch.device, size: int) -> Tensor:
-    kept, cuda = _counts.get(), device.type == "cuda"
-    key = (device, private.raw_stream(device.index), torch.cuda.is_current_stream_capturing()) if cuda else (device,)
-    found = None if kept is None else kept.get(key)
-    if found is None:
-        found = torch.zeros(size, dtype=torch.int32, device=device)
-        if kept is not None:
-            kept[key] = found
-    return found
+    "linears",
+    ChainForm(
+        "products", products, refuses_products, products_kernels,
+        (
+            *examples(_draw_linears, *HALF, gradients=False, within=in_graph),
+            *examples(partial(_draw_linears, gated=True), *HALF, gradients=False, within=in_graph),
+        ),
+    ),
+    plain("parts", lambda c: None),
+    formula=_linears_formula,
+)  # fmt: skip
 
 
 @torch.library.custom_op("penstock::linear_of_few_rows", mutates_args=())

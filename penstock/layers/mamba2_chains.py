@@ -12,8 +12,9 @@ from torch.nn import functional as F
 from ..call.recompute import again
 from ..tokens.dtypes import state_dtype
 from .as_written import altered
-from .chains import Chain, Form, launches
-from .linear import as_products, linear, map_after, product_dtype
+from .chains import Chain, ChainForm, launches, plain
+from .examples import Draw, examples
+from .linear import Linear, as_products, linear, map_after, product_dtype
 from .norms import GroupedRMSNorm, grouped_rms_norm
 from .triton import launching, refusal
 
@@ -73,13 +74,17 @@ def _time_steps_by_formula(c: _TimeSteps) -> tuple[Tensor, Tensor, Tensor]:
     return again(formula(*c[:4]), formula, *c[:4])
 
 
+def _draw_time_steps(draw: Draw) -> _TimeSteps:
+    return _TimeSteps(draw("dt", 1, 19, 3), draw("dt_bias", 3), draw("A_log", 3), draw("x", 1, 19, 3, 20), (0.01, 2.0))
+
+
 TIME_STEPS: Chain[_TimeSteps, tuple[Tensor, Tensor, Tensor]] = Chain(
     "time_steps",
-    Form(
+    ChainForm(
         "time_steps", _time_steps_by_kernel, _refuses_time_steps,
-        launches("penstock_time_steps_fwd", backward=("penstock_time_steps_bwd",)),
+        launches("penstock_time_steps_fwd", backward=("penstock_time_steps_bwd",)), examples(_draw_time_steps),
     ),
-    Form("formula", _time_steps_by_formula),
+    plain("formula", _time_steps_by_formula),
 )  # fmt: skip
 
 
@@ -165,12 +170,26 @@ def _gated_norm_by_modules(c: _GatedNorm) -> Tensor:
 
 
 _GATED_NORM_KERNELS = launches("penstock_gated_norm_fwd", backward=("penstock_gated_norm_bwd",))
+
+
+def _draw_gated_norm(draw: Draw) -> _GatedNorm:
+    o, x, z = draw("o", 1, 19, 4, 24), draw("x", 1, 19, 4, 24), draw("z", 1, 19, 96)
+    norm = draw.module("norm", GroupedRMSNorm(96, 2, 1e-5))
+    then = draw.module("then", Linear(96, 40, bias=False), 0.1)
+    return _GatedNorm(o, x, draw("D", 4), z, norm, then, *map_after(then))
+
+
 GATED_NORM: Chain[_GatedNorm, Tensor] = Chain(
     "gated_norm",
-    Form("gated_norm_linear", _gated_norm_linear, _refuses_gated_norm_linear, _GATED_NORM_KERNELS),
-    Form("gated_norm", lambda c: c.then(_gated_norm_by_kernel(c)), _refuses_gated_norm, _GATED_NORM_KERNELS),
-    Form("modules", _gated_norm_by_modules),
-)
+    ChainForm(
+        "gated_norm_linear", _gated_norm_linear, _refuses_gated_norm_linear, _GATED_NORM_KERNELS, examples(_draw_gated_norm)
+    ),
+    ChainForm(
+        "gated_norm", lambda c: c.then(_gated_norm_by_kernel(c)), _refuses_gated_norm, _GATED_NORM_KERNELS,
+        (*examples(_draw_gated_norm), *examples(_draw_gated_norm, gradients=False)),
+    ),
+    plain("modules", _gated_norm_by_modules),
+)  # fmt: skip
 
 
 def gated_norm_formula(

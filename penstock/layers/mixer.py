@@ -141,14 +141,19 @@ class Mixer(nn.Module):
         """An update in place that includes the residual sum and the norm: x + y (x without y), and the result of ``advance`` for its norm.
 
         None: the mixer has no kernel for this call and has done nothing. Some mixers compute the sum, the norm and their input in one
-        kernel. Not called where ``steps`` is False.
+        kernel. Not called where ``unstepped`` gives a reason.
         """
         return None
 
     @property
-    def steps(self) -> bool:
-        """Whether ``step`` computes what a call would: no hooks, and neither ``forward`` nor ``mix`` replaced."""
-        return not overridden(self, Mixer) and type(self).mix is type(self)._stepped and "mix" not in vars(self)
+    def unstepped(self) -> str | None:
+        """Why ``step`` does not compute what a call would, or None: hooks, or ``forward`` or ``mix`` replaced, or there is none."""
+        kind = type(self)
+        if (why := overridden(self, Mixer)) is not None:
+            return why
+        if kind._stepped is None:
+            return "has no step across its norm"
+        return None if kind.mix is kind._stepped and "mix" not in vars(self) else "has a mix that its step does not belong to"
 
     def _sequences(
         self, function: str, x: Tensor, cu_seqlens: Tensor | None, slots: Tensor | None = None, state: Any = None, *, in_place: bool = False

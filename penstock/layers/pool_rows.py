@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .chains import Chain, Form
+from .chains import Chain, ChainForm, plain
+from .examples import Draw, examples
 from .triton import launching, refusal
 
 
@@ -56,6 +58,27 @@ def _written(c: _Write) -> bool:
     return True
 
 
+def _formula(c: _Write) -> Tensor:
+    """The pool with the rows of all slots that are not negative."""
+    for n, slot in enumerate(c.slots.tolist()):
+        begin, end = (n, n + 1) if c.ends is None else c.ends[n : n + 2].tolist()
+        if slot >= 0 and begin < end:
+            c.pool[slot] = c.states[end - 1].to(c.pool.dtype)
+    return c.pool
+
+
+def _draw(draw: Draw, packed: bool = False) -> _Write:
+    states, pool, slots = draw("states", 9 if packed else 4, 2, 30), draw("pool", 5, 2, 30), draw.whole([3, -1, 0, 4])
+    return _Write(states, pool, slots, draw.whole([0, 3, 5, 5, 9]) if packed else None)
+
+
 WRITE_ROWS: Chain[_Write, bool] = Chain(
-    "write_rows", Form("write_rows", _written, _refuses, lambda c: ("penstock_write_rows",)), Form("formula", lambda c: False)
-)
+    "write_rows",
+    ChainForm(
+        "write_rows", _written, _refuses, lambda c: ("penstock_write_rows",),
+        (*examples(_draw, gradients=False), *examples(partial(_draw, packed=True), gradients=False)),
+    ),
+    plain("caller", lambda c: False),
+    formula=_formula,
+    results=lambda c, written: c.pool,
+)  # fmt: skip

@@ -11,8 +11,20 @@ from torch.nn import functional as F
 
 from ..call import private
 from ..call.autocast import no_autocast
-from .chains import Chain, Form
-from .linear import Linears, as_products, called, plain_weights, product_dtype, products, products_kernels, refuses_products
+from .chains import Chain, ChainForm, plain
+from .examples import HALF, Draw, examples
+from .linear import (
+    Linear,
+    Linears,
+    as_products,
+    called,
+    plain_weights,
+    product_dtype,
+    products,
+    products_kernels,
+    refuses_products,
+)
+from .modes import in_graph
 
 
 def linears_of(x: Tensor, maps: Sequence[nn.Module]) -> list[Tensor]:
@@ -47,12 +59,20 @@ def _shared_input(c: _LinearsOf) -> list[Tensor]:
     return list(SharedInput.apply(*given))  # type: ignore[no-untyped-call]
 
 
+def _draw(draw: Draw) -> _LinearsOf:
+    maps = tuple(draw.module(f"map {n}", Linear(40, outputs, bias=False), 0.2) for n, outputs in enumerate((24, 8, 33)))
+    return _LinearsOf(draw("x", 1, 3, 40), maps)
+
+
 LINEARS_OF: Chain[_LinearsOf, list[Tensor]] = Chain(
     "linears_of",
-    Form("products", lambda c: products(c.each), lambda c: refuses_products(c.each), lambda c: products_kernels(c.each)),
-    Form("shared_input", _shared_input, _refuses_shared_input),
-    Form("modules", lambda c: [one(c.x) for one in c.maps]),
-)
+    ChainForm(
+        "products", lambda c: products(c.each), lambda c: refuses_products(c.each), lambda c: products_kernels(c.each),
+        examples(_draw, *HALF, gradients=False, within=in_graph),
+    ),
+    plain("shared_input", _shared_input, _refuses_shared_input, examples(_draw)),
+    plain("modules", lambda c: [one(c.x) for one in c.maps]),
+)  # fmt: skip
 
 
 class SharedInput(torch.autograd.Function):

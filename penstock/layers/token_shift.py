@@ -10,8 +10,10 @@ from torch import Tensor
 
 from ..call.recompute import again
 from .activations import tanh
-from .chains import Chain, Form
-from .linear import linear, mode, ready
+from .chains import Chain, ChainForm, plain
+from .examples import Draw, examples
+from .linear import linear
+from .modes import mode, ready
 from .pool_rows import PoolRows
 from .triton import launching, refusal
 
@@ -139,6 +141,8 @@ def _kernels(c: _Shift) -> tuple[str, ...]:
 
 
 def _refuses_pairs(c: _Pairs) -> str | None:
+    if torch.is_grad_enabled():
+        return "it computes no gradients, and gradients are on"
     if c.hidden is None:
         return "it computes factors with a low-rank part, and there is none"
     if len(c.factors) > FACTORS:
@@ -160,12 +164,38 @@ def _pairs_by_formula(c: _Pairs) -> tuple[Tensor, ...]:
     return shift_formula(c.x, c.before, None, c.factors, tanh(c.hidden), c.up.to(c.hidden.dtype))
 
 
-SHIFT: Chain[_Shift, tuple[Tensor, ...]] = Chain("token_shift", Form("shift", _by_kernel, _refuses, _kernels), Form("formula", _by_formula))
+def _draw_shift(draw: Draw, low_rank: bool = False, pooled: bool = False) -> _Shift:
+    x, ends = draw("x", 1, 19, 72), [0, 7, 7, 19]
+    last, factors = draw("last", 5 if pooled else 3, 72), tuple(draw(f"factor {n}", 72) for n in range(5))
+    hidden, up = (draw("hidden", 19, 5, 8), draw("up", 5, 8, 72, scale=0.3)) if low_rank else (None, None)
+    sequences = draw.sequences(x, ends, [4, 0, 2] if pooled else [], in_place=pooled)
+    rows = PoolRows(last, sequences.slots, lambda: sequences.read(last)) if sequences.slots is not None else None
+    return _Shift(x, last, rows, sequences, factors, hidden, up, not (low_rank or pooled), pooled)
+
+
+def _draw_pairs(draw: Draw) -> _Pairs:
+    factors = tuple(draw(f"factor {n}", 72) for n in range(3))
+    return _Pairs(draw("x", 19, 72), draw("before", 19, 72), factors, draw("hidden", 19, 3, 8), draw("up", 3, 8, 72, scale=0.3))
+
+
+SHIFT: Chain[_Shift, tuple[Tensor, ...]] = Chain(
+    "token_shift",
+    ChainForm(
+        "shift", _by_kernel, _refuses, _kernels,
+        (
+            *examples(_draw_shift), *examples(partial(_draw_shift, low_rank=True)),
+            *examples(partial(_draw_shift, pooled=True), gradients=False),
+        ),
+    ),
+    plain("formula", _by_formula),
+)  # fmt: skip
 PAIRS: Chain[_Pairs, tuple[Tensor, ...]] = Chain(
     "token_shift_of_pairs",
-    Form("low_rank", _pairs_by_kernel, _refuses_pairs, lambda c: ("penstock_low_rank",)),
-    Form("formula", _pairs_by_formula),
-)
+    ChainForm(
+        "low_rank", _pairs_by_kernel, _refuses_pairs, lambda c: ("penstock_low_rank",), examples(_draw_pairs, gradients=False)
+    ),
+    plain("formula", _pairs_by_formula),
+)  # fmt: skip
 
 
 def shift_formula(

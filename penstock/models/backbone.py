@@ -17,13 +17,13 @@ from ..call.private import in_transform, is_fake
 from ..call.recompute import recomputing
 from ..errors import Complaints, RangeError
 from ..layers import Mixer, Sequences, Stateless
-from ..layers.as_written import altered, remembered, unwrapped
+from ..layers.as_written import remembered, unwrapped
 from ..layers.fused import add_norm
 from ..layers.norms import RMSNorm
-from ..layers.sequences import adopt
 from ..layers.sizes import check_whole
 from .arguments import check_embeddings, check_sequences, check_state, check_tokens, marks
 from .config import Config
+from .updates import UPDATE_LAYER, UPDATE_MIXER, LayerUpdate, MixerUpdate
 
 
 class LayerState(NamedTuple):
@@ -78,23 +78,10 @@ class Layer(nn.Module):
         Computes ``forward`` with kernels that are fused across modules.
         """
         x, y = self._entered(x, y, sequences)
-        x, y = self._advanced(self.mixer, self.mixer_norm, x, y, state.mixer, sequences)
+        x, y = UPDATE_MIXER(MixerUpdate(self.mixer, self.mixer_norm, x, y, state.mixer, sequences, self.residual_in_float32))
         if self.channel is None:
             return x, y
-        return self._advanced(self.channel, self.channel_norm, x, y, state.channel, sequences)
-
-    def _advanced(
-        self, mixer: nn.Module, norm: nn.Module | None, x: Tensor, y: Tensor | None, state: Any, sequences: Sequences
-    ) -> tuple[Tensor, Tensor]:
-        assert norm is not None
-        if not self.residual_in_float32 and isinstance(mixer, Mixer) and mixer.steps:
-            found = mixer.step(x, y, norm, state, sequences)
-            if found is not None:
-                return found
-        x, normed = add_norm(x, y, norm, in_float32=self.residual_in_float32, halvings=sequences.halvings)
-        y, after = mixer(normed, state, sequences)
-        adopt(state, after)
-        return x, y
+        return UPDATE_MIXER(MixerUpdate(self.channel, self.channel_norm, x, y, state.channel, sequences, self.residual_in_float32))
 
     def _entered(self, x: Tensor, y: Tensor | None, sequences: Sequences) -> tuple[Tensor, Tensor | None]:
         """X and y at the begin of this layer; in float16 models, divided according to ``rescale_every`` (``layers.halving``)."""
@@ -214,12 +201,7 @@ class Backbone(nn.Module):
             if every is not None:
                 x, y = x if y is None else x + y, None
                 every.append(x * 2.0**sequences.halvings if sequences.halvings else x)
-            if not altered(layer, Layer):
-                x, y = layer.advance(x, y, one, sequences)  # type: ignore[operator]
-                continue
-            x, after = layer(x if y is None else x + y, one, sequences)
-            adopt(one, after)
-            y = None
+            x, y = UPDATE_LAYER(LayerUpdate(layer, x, y, one, sequences))
         if last_only:
             x, y = sequences.last(x), None if y is None else sequences.last(y)
         return self._normed(x, y, sequences)

@@ -17,10 +17,12 @@ from ..errors import Complaints, DeviceError, DtypeError, RangeError, described,
 from ..layers import Mixer, Sequences, triton
 from ..layers.as_written import unwrapped
 from ..layers.chains import Choice, Operation, recorded
-from ..layers.linear import in_graph
+from ..layers.keywords import checked_keywords
+from ..layers.modes import in_graph
 from ..layers.sizes import check_whole
 from .backbone import Backbone, Layer
 from .causal_lm import CausalLM
+from .updates import UPDATE_LAYER, LayerUpdate
 
 Mode = Literal["training", "prompt", "decode"]
 TOKENS = 128
@@ -90,7 +92,8 @@ def _lines(alike: Sequence[Choice | Operation]) -> Iterator[str]:
         yield f"  {', '.join(form for form, _ in forms)}: {why}"
 
 
-def explain_model(model: nn.Module, *, tokens: int | None = None, mode: Mode = "training") -> ModelExplanation:
+@checked_keywords
+def explain(model: nn.Module, *, tokens: int | None = None, mode: Mode = "training") -> ModelExplanation:
     """Which form of each chain a model runs, and why not those before it; the same of its operators' implementations.
 
     The model runs once on its device: its tensors decide. Its parameters, gradients and the states of other calls do not change. Hooks run.
@@ -109,7 +112,9 @@ def explain_model(model: nn.Module, *, tokens: int | None = None, mode: Mode = "
     if inner is None:
         rule = "a CausalLM, a mixer or a layer, or a module with one inside"
         complaints.add(DtypeError, "model", rule, described(model) if not isinstance(model, nn.Module) else type(model).__name__)
-    if mode not in get_args(Mode):
+    if not isinstance(mode, str):
+        complaints.add(DtypeError, "mode", "'training', 'prompt' or 'decode'", described(mode))
+    elif mode not in get_args(Mode):
         complaints.add(RangeError, "mode", "'training', 'prompt' or 'decode'", shortened(mode))
     if tokens is not None:
         check_whole(complaints, "tokens", tokens, 1)
@@ -166,6 +171,6 @@ def _run(model: nn.Module, inner: Backbone | Layer | Mixer, like: Tensor, T: int
     sequences = Sequences(x, ends, slots, in_place=True)
     pool: Any = inner.initial_state(len(slots), like, T)
     if isinstance(inner, Layer):
-        inner.advance(x, None, pool, sequences)
+        UPDATE_LAYER(LayerUpdate(inner, x, None, pool, sequences))
     else:
         inner.advance(x, pool, cu_seqlens=ends, slots=slots)

@@ -14,7 +14,8 @@ from ..call.autocast import autocasting
 from ..call.declaration import FLOATS, INDICES, Argument
 from ..call.validation import check_tensor, reads_values
 from ..errors import Complaints, DtypeError, RangeError, described, shortened
-from ..layers.chains import Chain, Form
+from ..layers.chains import Chain, ChainForm, plain
+from ..layers.examples import Draw, examples
 from ..layers.linear import plain_weights
 from ..layers.sizes import check_whole
 from ..layers.triton import launching, refusal
@@ -210,13 +211,18 @@ def _by_torch(c: _Pass) -> tuple[Tensor, Tensor | None, Tensor | None]:
     return _in_chunks(c, lambda logits, part, upstream, losses: _chunk(logits, c.labels[part], c.counted[part], upstream, losses))
 
 
+def _draw(draw: Draw) -> _Pass:
+    x, weight, labels = draw("x", 7, 24), draw("weight", 130, 24, scale=0.3), draw.whole([0, 129, -100, 64, 3, 128, 1])
+    return _Pass(x, weight, labels, labels >= 0, draw("gradient", 7, wide=True), (True, True), 5)
+
+
 CROSS_ENTROPY: Chain[_Pass, tuple[Tensor, Tensor | None, Tensor | None]] = Chain(
     "cross_entropy",
-    Form(
+    ChainForm(
         "cross_entropy", _by_kernel, lambda c: refusal(c.x, c.weight) if len(c.weight) else "there is no vocabulary",
-        lambda c: ("penstock_cross_entropy",),
+        lambda c: ("penstock_cross_entropy",), examples(_draw, gradients=False),
     ),
-    Form("formula", _by_torch),
+    plain("formula", _by_torch),
 )  # fmt: skip
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from ..call.implementation import Implementation, Upstream
 from ..tokens.dtypes import state_dtype
 from ..tokens.pieces import advance_by
-from .declaration import Recurrence
+from .declaration import Recurrence, refuses_bonus
 from .gradients import Gradients
 
 CHUNK = 64
@@ -291,4 +291,5 @@ IMPLEMENTATION = Implementation(
     forward=forward,
     backward=backward,
     advance=partial(advance_by, forward),
+    refuses=refuses_bonus,
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..call.declaration import Argument, Signature, Sizes
+from ..call.implementation import Mode
 from ..tokens import declaration as tokens
 from ..tokens.packing import cu_seqlens, one_row
 from ..tokens.pools import POOL, SLOTS, own_row
@@ -33,6 +34,20 @@ class Recurrence(Tokens, OverSequences):
 
 class Advance(Tokens, InPlace):
     """A call that updates states in place. ``operators.py`` sets ``sequences``."""
+
+
+def refuses_row(p: Tokens, mode: Mode) -> str | None:
+    """Why no implementation computes a problem whose bonus is not that of its row, or None."""
+    if p.variant.bonus == (p.u is not None):
+        return None
+    return f"{p.variant.name} has a bonus, and u is missing" if p.variant.bonus else f"{p.variant.name} has no bonus, and there is a u"
+
+
+def refuses_bonus(p: Tokens, mode: Mode) -> str | None:
+    """``refuses_row``, or why an implementation that reads the previous state only with a bonus cannot compute a problem."""
+    if p.variant.read == "previous" and not p.variant.bonus:
+        return f"it reads the previous state only with a bonus, {p.variant.name} has none"
+    return refuses_row(p, mode)
 
 
 def _tokens(row: Variant, query: str, gate: str, nullable: bool) -> tuple[Argument, ...]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..call.implementation import Implementation
 from ..tokens.dtypes import state_dtype
 from ..tokens.pieces import advance_by
-from .declaration import Recurrence
+from .declaration import Recurrence, refuses_bonus
 
 
 def _attend(problem: Recurrence, q: Tensor, k: Tensor, v: Tensor, g: Tensor, u: Tensor | None, S: Tensor) -> tuple[Tensor, Tensor]:
@@ -77,4 +77,5 @@ IMPLEMENTATION = Implementation(
     summary="quadratic form in the log domain, plain PyTorch",
     forward=forward,
     advance=partial(advance_by, forward),
+    refuses=refuses_bonus,
 )

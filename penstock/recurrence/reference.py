@@ -17,7 +17,7 @@ from torch import Tensor
 from ..call.implementation import Implementation
 from ..tokens.dtypes import state_dtype
 from ..tokens.pieces import advance_by
-from .declaration import Recurrence
+from .declaration import Recurrence, refuses_row
 
 
 def _tokens(problem: Recurrence, x: Tensor) -> list[tuple[Tensor, ...]]:
@@ -63,4 +63,5 @@ IMPLEMENTATION = Implementation(
     summary="float64 token loop, the oracle",
     forward=forward,
     advance=partial(advance_by, forward),
+    refuses=refuses_row,
 )

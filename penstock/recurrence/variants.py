@@ -4,7 +4,7 @@ All rows are the same recurrence, over a state S of shape [K, V] for each sequen
 
     S_t = diag(exp(g_t)) S_{t-1} + k_t^T v_t
     read "updated":   o_t = scale * q_t S_t
-    read "previous":  o_t = scale * q_t (S_{t-1} + diag(u) k_t^T v_t)
+    read "previous":  o_t = scale * q_t (S_{t-1} + diag(u) k_t^T v_t)     without a bonus: u = 0
 
 They differ in the shape of the log decay g, in which state is read, in the bonus u, and in the default scale.
 """
@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
+
+from ..errors import Complaints, RangeError
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,9 @@ class Variant:
     """The axes of the log decay: none; constant per head; per token and head; constant per channel; per token and channel."""
     read: Literal["updated", "previous"]
     """Whether o_t reads S_t, or S_{t-1} and the bonus."""
+    bonus: bool
+    """Whether there is a bonus u. Only variants that read the previous state can have one, and only ``reference`` computes those that read
+    it without."""
     scale: float | None
     """The default scale; None is K ** -0.5."""
     query: Literal["q", "r"]
@@ -36,10 +41,12 @@ class Variant:
     source: str
     """Where the formula is published."""
 
-    @property
-    def bonus(self) -> bool:
-        """Whether the variant has a bonus u. These are the variants that read the previous state."""
-        return self.read == "previous"
+    def __post_init__(self) -> None:
+        if self.bonus and self.read != "previous":
+            complaints = Complaints("Variant")
+            rule = f"False where the {self.read} state is read"
+            complaints.add(RangeError, "bonus", rule, f"True for {self.name!r}", 'Read the "previous" state, or leave the bonus out.')
+            complaints.raise_any()
 
 
 def _table(*rows: Variant) -> Mapping[str, Variant]:
@@ -47,10 +54,10 @@ def _table(*rows: Variant) -> Mapping[str, Variant]:
 
 
 VARIANTS: Mapping[str, Variant] = _table(
-    Variant("linear_attention", "", "updated", None, "q", "", "Katharopoulos et al. 2020, arXiv 2006.16236, eq. 16-20"),
-    Variant("retention", "H", "updated", None, "q", "g", "Sun et al. 2023 (RetNet), arXiv 2307.08621, eq. 5-6"),
-    Variant("simple_gla", "BTH", "updated", None, "q", "g", "Dao and Gu 2024 (Mamba-2), arXiv 2405.21060, eq. 2 with scalar A"),
-    Variant("gla", "BTHK", "updated", None, "q", "g", "Yang et al. 2023 (GLA), arXiv 2312.06635, eq. 3"),
-    Variant("rwkv5", "HK", "previous", 1.0, "r", "w", "Peng et al. 2024 (Eagle), arXiv 2404.05892, eq. 6"),
-    Variant("rwkv6", "BTHK", "previous", 1.0, "r", "w", "Peng et al. 2024 (Finch), arXiv 2404.05892, eq. 19-20"),
+    Variant("linear_attention", "", "updated", False, None, "q", "", "Katharopoulos et al. 2020, arXiv 2006.16236, eq. 16-20"),
+    Variant("retention", "H", "updated", False, None, "q", "g", "Sun et al. 2023 (RetNet), arXiv 2307.08621, eq. 5-6"),
+    Variant("simple_gla", "BTH", "updated", False, None, "q", "g", "Dao and Gu 2024 (Mamba-2), arXiv 2405.21060, eq. 2 with scalar A"),
+    Variant("gla", "BTHK", "updated", False, None, "q", "g", "Yang et al. 2023 (GLA), arXiv 2312.06635, eq. 3"),
+    Variant("rwkv5", "HK", "previous", True, 1.0, "r", "w", "Peng et al. 2024 (Eagle), arXiv 2404.05892, eq. 6"),
+    Variant("rwkv6", "BTHK", "previous", True, 1.0, "r", "w", "Peng et al. 2024 (Finch), arXiv 2404.05892, eq. 19-20"),
 )

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+LAYERS = "layers"
+"""What findings of chains of layers have as their variant."""
+
 
 @dataclass(frozen=True)
 class Finding:
     """One result of one implementation, or its refusal."""
 
     implementation: str
+    """Or the name of a chain of layers."""
     device: str
     variant: str
     dtype: str

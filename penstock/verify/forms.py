@@ -6,8 +6,10 @@ can, even if others are faster. A form for which this device has code and that d
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,33 +19,51 @@ from .comparison import Comparison, row_of
 from .finding import Finding
 
 
+class Walk(NamedTuple):
+    """An ordered list of forms, and how one is compared on an example."""
+
+    name: str
+    """The implementation or the chain."""
+    row: str
+    """What findings name as their variant if a form did not run."""
+    forms: Iterable[Listed]
+    compared: Callable[[Listed, Any, set[str]], Iterator[Finding]]
+    """The findings of a form on an example, if it runs there. Adds the forms that ran to the set."""
+
+
+def walked(walk: Walk, dtypes: tuple[torch.dtype, ...], device: str, only: str | None = None) -> Iterator[Finding]:
+    """Yield the findings of the forms of a list for which this device has code, and of those that did not run."""
+    ran: set[str] = set()
+    examples: dict[str, list[Any]] = {}
+    for form in walk.forms:
+        if only not in (None, form.name) or form.absent(torch.device(device)) is not None:
+            continue
+        examples.setdefault(form.name, []).extend(form.examples)
+        for example in form.examples:
+            if example.dtype in dtypes:
+                yield from walk.compared(form, example, ran)
+    for name in sorted(examples.keys() - ran):
+        drawn = [example.dtype for example in examples[name]]
+        if not drawn or any(dtype in dtypes for dtype in drawn):
+            reason = "it did not run on any of its examples" if drawn else "it has no examples on which it could run"
+            yield Finding(walk.name, device, walk.row, "all", "form", None, None, reason, failed=True, form=name)
+
+
 def findings(trial: Trial, dtypes: tuple[torch.dtype, ...], device: str, only: str | None = None) -> Iterator[Finding]:
     """Yield the findings of all forms of an operator, on the examples in these dtypes, and of those that did not run.
 
     ``only``: the name of one form.
     """
-    there = torch.device(device)
     modes = ("advance",) if trial.operator.in_place else ("forward", "backward")
     for one in trial.operator.family.implementations:
         if one.available() is not None:
             continue
-        ran: set[str] = set()
-        examples: dict[str, list[Example]] = {}
-        for form in one.forms():
-            if form.mode not in modes or only not in (None, form.name) or form.absent(there) is not None:
-                continue
-            examples.setdefault(form.name, []).extend(form.examples)
-            for example in form.examples:
-                if example.dtype in dtypes:
-                    yield from _compared(trial, one, form, example, device, ran)
-        for name in sorted(examples.keys() - ran):
-            drawn = [example.dtype for example in examples[name]]
-            if not drawn or any(dtype in dtypes for dtype in drawn):
-                reason = "it did not run on any of its examples" if drawn else "it has no examples on which it could run"
-                yield Finding(one.name, device, row_of(trial.signatures()[0]), "all", "form", None, None, reason, failed=True, form=name)
+        listed = [form for form in one.forms() if form.mode in modes]
+        compared = partial(_compared, trial, one, device)
+        yield from walked(Walk(one.name, row_of(trial.signatures()[0]), listed, compared), dtypes, device, only)
 
 
-def _compared(trial: Trial, one: Implementation, form: Listed, example: Example, device: str, ran: set[str]) -> Iterator[Finding]:
+def _compared(trial: Trial, one: Implementation, device: str, form: Listed, example: Example, ran: set[str]) -> Iterator[Finding]:
     """The findings of a form on an example, if it runs there. Adds the forms that ran to ``ran``."""
     from ..gpu.launch import trying  # needs Triton
 

@@ -1,4 +1,7 @@
-"""Comparison of every implementation of every operator with its oracle: results, gradients and in-place updates."""
+"""Comparison of every implementation of every operator with its oracle: results, gradients and in-place updates.
+
+Then that of every form: of the implementations, and of the chains of layers.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import torch
 from ..call.declaration import FLOATS, Signature
 from ..call.families import Trial
 from ..call.families import trials as of_all_families
-from . import forms
+from . import chains, forms
 from .comparison import Comparison
 from .finding import Finding
 
@@ -21,13 +24,18 @@ def devices() -> list[str]:
 
 
 def findings(trials: tuple[Trial, ...] | None = None, dtypes: tuple[torch.dtype, ...] = FLOATS) -> Iterator[Finding]:
-    """Yield the findings of all implementations, and of all their forms, on every device. ``trials``: by default those of all families."""
+    """Yield the findings of all implementations, of all their forms, and of all forms of chains, on every device.
+
+    ``trials``: only these operators, without chains.
+    """
     for device in devices():
         for trial in of_all_families() if trials is None else trials:
             for signature in trial.signatures():
                 for dtype in dtypes:
                     yield from _findings(trial, signature, dtype, device)
             yield from forms.findings(trial, dtypes, device)
+        for chain in () if trials is not None else chains.chains():
+            yield from chains.findings(chain, dtypes, device)
 
 
 def _findings(trial: Trial, signature: Signature, dtype: torch.dtype, device: str) -> Iterator[Finding]:

@@ -32,6 +32,27 @@ def test_explain_prints_the_walk(variant):
     assert "float64 on cpu, reverse=True" in str(walk)
 
 
+@pytest.mark.parametrize("named", ["auto", "parallel"])
+def test_implementations_that_take_a_call_and_do_not_run(named):
+    """The reason fits their place in the list, or the name in the call."""
+    q = torch.randn(1, 5, 2, 8)
+    walk = ps.explain("linear_attention", q, q, q, impl=named)
+    lines = {tuple(line.split()[:2]): line for line in str(walk).splitlines()[2:]}
+    for name, mode, reason in walk.verdicts:
+        if reason is None and name != walk.chosen[mode]:
+            wanted = "takes it, but is later in the list" if named == "auto" else f"takes it, but {named} is named"
+            assert lines[name, mode].endswith(wanted)
+    assert named == "auto" or ALL.index(named) > 1
+
+
+def test_a_pass_that_no_implementation_runs():
+    q = torch.randn(1, 5, 2, 8, dtype=torch.float64)
+    walk = ps.explain("linear_attention", q, q, q, impl="cpu")
+    assert walk.forward is None
+    assert str(walk).splitlines()[1] == "  no implementation runs forward, no implementation runs backward"
+    assert "chunkwise        forward   takes it, but cpu is named" in str(walk)
+
+
 def test_explain_takes_the_arguments_of_the_function():
     q = torch.randn(1, 5, 2, 8)
     assert "V=9" in str(ps.explain("linear_attention", q, q, q, feature_map="elu+1", normalize=True))

@@ -84,7 +84,7 @@ def test_check_passes_and_prints_json(run, at_full_speed, check_in_float32):
     content = json.loads(done.stdout)
     assert content["ok"]
     assert content["machine"]["torch"] == torch.__version__
-    assert {one["variant"] for one in content["findings"] if one["error"] is not None} == {*VARIANTS, "softmax_attention"}
+    assert {one["variant"] for one in content["findings"] if one["error"] is not None} == {*VARIANTS, "softmax_attention", "layers"}
 
 
 def test_check_fails_if_an_implementation_is_wrong(run, monkeypatch, at_full_speed, check_in_float32):

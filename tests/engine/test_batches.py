@@ -8,7 +8,7 @@ from architectures import ARCHITECTURES, model_of
 
 from penstock.engine import Engine, SamplingParams, invariance
 from penstock.errors import EngineError
-from penstock.layers.linear import rows_alike
+from penstock.layers.modes import rows_alike
 
 RECURRENT = [name for name in ARCHITECTURES if not name.startswith("hybrid")]
 VOCAB = 13

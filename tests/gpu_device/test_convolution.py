@@ -7,7 +7,7 @@ import torch
 from convolutions import BATCH, PACKED, Case, cases, check
 from formulas import error
 
-from penstock.layers import linear
+from penstock.layers import modes
 from penstock.layers.convolution import ShortConvolution, convolution_formula
 from penstock.layers.sequences import Sequences
 
@@ -92,7 +92,7 @@ def test_negative_slots_in_a_graph_that_is_replayed() -> None:
         y: torch.Tensor = one(x, pool, Sequences(x, None, slots, in_place=True))[0]
         return y
 
-    with torch.no_grad(), linear.in_graph():
+    with torch.no_grad(), modes.in_graph():
         step(pool.clone())
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()

@@ -5,7 +5,7 @@ import torch
 from architectures import flat, randomised
 from formulas import error
 
-from penstock.layers import linear
+from penstock.layers import linear, modes
 from penstock.models import CausalLM, rwkv6
 
 launch = pytest.importorskip("penstock.layers.triton.hopper_one_row_launch", reason="needs Gluon")
@@ -93,7 +93,7 @@ def test_five_maps_of_few_rows_in_graphs(rows, dtype):
     inputs = [normal(rows, 2048, dtype=dtype) for _ in range(5)]
     weights = [torch.nn.Parameter(normal(N, 2048, dtype=dtype) / 2048**0.5) for N in (64, 2048, 2048, 2048, 2048)]
     weights[0] = torch.nn.Parameter(weights[0].detach().T.contiguous()).T
-    with torch.no_grad(), linear.in_graph():
+    with torch.no_grad(), modes.in_graph():
         found = linear.linears(inputs, weights)
     for y, x, weight in zip(found, inputs, weights):
         close(y, x.double() @ weight.detach().double().T)
@@ -122,12 +122,12 @@ def test_graphs_of_steps_equal_those_of_a_cpu(rows, monkeypatch):
     pool, exact = ours.initial_state(7), theirs.initial_state(7)
     step, slots = ids[:, :1].cuda(), torch.full((rows,), -1, device="cuda")
     stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream), linear.in_graph():
+    with torch.cuda.stream(stream), modes.in_graph():
         for _ in range(2):
             ours.advance(step, pool, slots=slots)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph), linear.in_graph():
+    with torch.cuda.graph(graph), modes.in_graph():
         logits = ours.advance(step, pool, slots=slots)
     assert set(names) == ({"low_rank_maps", "channel_mix"} if rows == 1 else set())
     places = torch.tensor([[2, -1, 5], [2, 3, -1], [0, 3, 2], [6, 5, 2], [2, 6, 0], [0, -1, 2]])

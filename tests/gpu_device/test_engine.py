@@ -12,7 +12,8 @@ from penstock.engine.graphs import Batch
 from penstock.engine.sampler import Sampler
 from penstock.engine.scoring import logprobs_of
 from penstock.engine.slot_tables import Row
-from penstock.layers.linear import in_graph, linear, linears, rows_alike
+from penstock.layers.linear import linear, linears
+from penstock.layers.modes import in_graph, rows_alike
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"), pytest.mark.timeout(600)]

@@ -1,11 +1,11 @@
-"""Every form for which this GPU has code, on its examples. Run with ``pytest -m gpu``."""
+"""Every form for which this GPU has code, of families and of chains of layers, on its examples. Run with ``pytest -m gpu``."""
 
 import pytest
 import torch
 
 from penstock.call.declaration import FLOATS
 from penstock.call.families import trials
-from penstock.verify import forms
+from penstock.verify import chains, forms
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"), pytest.mark.timeout(900)]
 
@@ -16,3 +16,11 @@ def test_examples_equal_the_oracle(trial):
     found = list(forms.findings(trial, FLOATS, "cuda"))
     assert found
     assert not [(one.form, one.result, one.reason, one.error, one.budget) for one in found if one.failed]
+
+
+@pytest.mark.parametrize("chain", chains.chains(), ids=lambda chain: chain.name)
+def test_examples_of_chains_equal_the_formula(chain):
+    """The same."""
+    found = list(chains.findings(chain, FLOATS, "cuda"))
+    assert found
+    assert not [(one.form, one.dtype, one.result, one.reason, one.error, one.budget) for one in found if one.failed]

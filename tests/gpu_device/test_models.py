@@ -8,7 +8,7 @@ from architectures import ARCHITECTURES, SIZES, flat, model_of
 from formulas import error
 from halved_models import IDS, deep, enlarged, outputs, power_of
 
-from penstock.layers import linear
+from penstock.layers import linear, modes
 from penstock.layers.fused import add_norm
 from penstock.layers.norms import RMSNorm
 from penstock.layers.shared_input import linears_of
@@ -125,7 +125,7 @@ def test_decode_steps_equal_those_of_a_cpu(name: str, dtype: torch.dtype) -> Non
     ours, theirs = model_of(name, dtype).cuda(), model_of(name, dtype).double()
     pool, exact = ours.initial_state(4), theirs.initial_state(4)
     for t in range(8):
-        with linear.in_graph():
+        with modes.in_graph():
             logits = ours.advance(ids[:, t : t + 1].cuda(), pool, slots=slots.cuda())
         true = theirs.advance(ids[:, t : t + 1], exact, slots=slots)
         assert error(logits[::2].cpu(), true[::2]) < 8 * torch.finfo(dtype).eps
@@ -137,7 +137,7 @@ def test_bits_of_decode_steps_do_not_depend_on_the_number_of_rows(name: str) -> 
     ROWS = pytest.importorskip("penstock.layers.triton.few_rows_launch").ROWS
     model, ids = model_of(name, torch.bfloat16).cuda(), drawn(ROWS, 4).cuda()
     whole = model.initial_state(ROWS)
-    with linear.in_graph():
+    with modes.in_graph():
         wanted = [model.advance(ids[:, t : t + 1], whole) for t in range(4)]
         for rows in (slice(0, 1), slice(3, 5), slice(4, 13)):
             pool = model.initial_state(rows.stop - rows.start)
@@ -151,7 +151,7 @@ def test_bits_of_decode_steps_do_not_depend_on_the_number_of_rows(name: str) -> 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_float16_models_whose_residual_stream_would_overflow(name: str, graph: bool) -> None:
     """They give what the same models give with a small one, by every kernel."""
-    with linear.in_graph() if graph else nullcontext():
+    with modes.in_graph() if graph else nullcontext():
         plain, large = (outputs(model.cuda()) for model in (deep(name, 0), enlarged(deep(name, 1), power_of(name))))
     assert graph or not enlarged(deep(name, 0), power_of(name)).cuda()(IDS.cuda()).logits.isfinite().all()
     for x, y in zip(large, plain):

@@ -6,7 +6,7 @@ from architectures import ARCHITECTURES, SIZES, flat, model_of
 from formulas import error
 
 from penstock.gpu.target import interpreting
-from penstock.layers import convolution, decode, linear
+from penstock.layers import convolution, decode, linear, modes
 from penstock.layers.sequences import Sequences
 from penstock.recurrence import functional
 
@@ -264,7 +264,7 @@ def test_decode_steps_of_models(name, dtype, request):
     for kernels in (False, True):
         names = request.getfixturevalue("launched") if kernels else []
         pool = model.initial_state(4)
-        with linear.in_graph():
+        with modes.in_graph():
             logits = [model.advance(ids[:, t : t + 1], pool, slots=torch.tensor([2, -1, 0]))[::2] for t in range(3)]
             logits.append(model.advance(ids[:, 3:], pool, slots=torch.tensor([2, -1, 0]))[::2].flatten(0, 1)[:, None])
             packed = model.advance(ids[:2, :].reshape(1, -1)[:, :9], pool, cu_seqlens=ends, slots=torch.tensor([1, -1, 2, 0]))
@@ -310,7 +310,7 @@ def test_norms_that_are_changed_run(name, change, request):
         if kernels:
             request.getfixturevalue("launched")
         pool = model.initial_state(3)
-        with linear.in_graph():
+        with modes.in_graph():
             results.append(torch.stack([model.advance(ids[:, t : t + 1], pool)[:, 0] for t in range(2)], 1))
     for found in results:
         assert error(found, wanted) < 1e-5
@@ -318,7 +318,7 @@ def test_norms_that_are_changed_run(name, change, request):
 
 def test_only_few_rows_of_16_bits_in_graphs_take_the_kernel(launched):
     weight = normal(24, 40, dtype=torch.float16)
-    with torch.no_grad(), linear.in_graph():
+    with torch.no_grad(), modes.in_graph():
         assert linear.linears([normal(2, 3, 40, dtype=torch.float16)], [weight])[0].shape == (2, 3, 24)
         assert linear.linears([normal(33, 40, dtype=torch.float16)], [weight]) is None
         assert linear.linears([normal(33, 40, dtype=torch.float16)] * 2, [weight] * 2)[1].shape == (33, 24)
@@ -328,7 +328,7 @@ def test_only_few_rows_of_16_bits_in_graphs_take_the_kernel(launched):
         assert linear.linears([normal(3, 12, dtype=torch.float16)], [weight[:, ::3][:, :12]]) is None
         assert linear.linears([normal(3, 40, dtype=torch.float16)], [weight[:0]]) is None
         assert linear.linears([normal(3, 48, dtype=torch.float16)], [weight]) is None
-    with linear.in_graph():
+    with modes.in_graph():
         assert linear.linears([normal(2, 3, 40, dtype=torch.float16)], [weight]) is None
     with torch.no_grad():
         assert linear.linears([normal(2, 3, 40, dtype=torch.float16)], [weight]) is None
@@ -336,7 +336,7 @@ def test_only_few_rows_of_16_bits_in_graphs_take_the_kernel(launched):
 
 
 @pytest.mark.parametrize("size", [32, 48])
-@pytest.mark.parametrize("mode", [linear.rows_alike, linear.in_graph])
+@pytest.mark.parametrize("mode", [modes.rows_alike, modes.in_graph])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_inputs_of_another_size_than_the_weight_are_refused(dtype, mode, size, launched):
     """A kernel would read behind the rows of the weight, or a part of them."""
@@ -355,7 +355,7 @@ def test_only_decode_steps_in_graphs_take_the_kernel_of_a_step(launched):
 
     with torch.no_grad():
         assert found(normal(3, 2, 6, 4)) is None
-        with linear.in_graph():
+        with modes.in_graph():
             assert found(normal(3, 2, 6, 4)).shape == (3, 1, 8)
             assert found(normal(3, 2, 6, 4), tokens=2) is None
             assert found(normal(3, 2, 6, 4), in_place=False) is None
@@ -365,7 +365,7 @@ def test_only_decode_steps_in_graphs_take_the_kernel_of_a_step(launched):
             assert found(normal(3, 2, 6, 4), dtype=torch.float16) is None
             assert found(normal(0, 2, 6, 4)) is None
             assert found(normal(3, 2, 6, 600)) is None
-    with linear.in_graph():
+    with modes.in_graph():
         assert found(normal(3, 2, 6, 4)) is None
     assert launched == ["rwkv_step"]
 
@@ -381,7 +381,7 @@ def test_parameters_of_any_strides(name, request):
             for one in model.parameters():
                 one.data = torch.stack([one.data, torch.full_like(one.data, torch.nan)], -1)[..., 0]
         pool = model.initial_state(4)
-        with linear.in_graph():
+        with modes.in_graph():
             logits = [model.advance(ids[:, t : t + 1], pool, slots=torch.tensor([2, -1, 0]))[::2] for t in range(3)]
         results.append([torch.cat(logits), *flat(pool)])
     for plain, found in zip(*results):
@@ -403,6 +403,6 @@ def test_weights_are_read_early_only_where_no_kernel_just_before_writes_them(nam
     for module in list(model.modules()) if change == "computed" else ():
         for factor in [one for one, _ in module.named_parameters(recurse=False) if one.startswith("time_")]:
             torch.nn.utils.parametrize.register_parametrization(module, factor, Doubled())
-    with linear.in_graph() if change != "outside of graphs" else torch.no_grad():
+    with modes.in_graph() if change != "outside of graphs" else torch.no_grad():
         model.advance(torch.zeros(3, 1, dtype=torch.int64), model.initial_state(3))
     assert early == [change == "none"] * (len(model.layers) * (4 if name == "rwkv6" else 2))

@@ -7,7 +7,7 @@ from emulated import gluon
 from formulas import error
 
 from penstock.gpu.target import interpreting
-from penstock.layers import decode, linear
+from penstock.layers import decode, linear, modes
 from penstock.layers.sequences import Sequences
 from penstock.models import CausalLM, rwkv6
 
@@ -210,7 +210,7 @@ def test_decode_steps_of_models(name, slots, hook, request):
     live = (slots >= 0).nonzero()[:, 0]
     for kernels in (False, True):
         names, pool = request.getfixturevalue("taken") if kernels else [], model.initial_state(4)
-        with linear.in_graph():
+        with modes.in_graph():
             logits = [model.advance(ids[:, t : t + 1], pool, slots=slots)[live] for t in range(3)]
         results.append([torch.cat(logits), *flat(pool)])
     for plain, found in zip(*results):
@@ -242,9 +242,9 @@ def test_only_steps_of_one_token_in_graphs_begin_so(taken):
 
     with torch.no_grad():
         assert not found()
-        with linear.rows_alike(), linear.in_graph():
+        with modes.rows_alike(), modes.in_graph():
             assert not found()
-        with linear.in_graph():
+        with modes.in_graph():
             assert found()
             assert not found(tokens=2)
             assert not found(slots=(0, 1))
@@ -263,7 +263,7 @@ def test_only_steps_of_one_token_in_graphs_begin_so(taken):
             for one in (mixer.gate, channel.receptance):
                 one.register_forward_hook(lambda module, given, y: None)
             assert not found()
-    with linear.in_graph():
+    with modes.in_graph():
         assert not found()
     assert taken == ["low_rank_maps", "channel_mix"]
 
@@ -303,7 +303,7 @@ def test_steps_of_one_token_at_their_width(kernels_on_a_cpu, monkeypatch):
     sequences, kept = Sequences(x, None, torch.tensor([1]), in_place=True), pool.clone()
     factors, maps = mixer._factors(), [channel.key, channel.receptance, channel.value]
     weights = mixer.time_maa_x, mixer.time_maa_w1, factors, mixer.time_maa_w2
-    with torch.no_grad(), linear.in_graph():
+    with torch.no_grad(), modes.in_graph():
         total, results, lasts = decode.low_rank_maps(x, x, norm, pool, sequences, *weights, mixer.time_decay_w1, mixer._maps())
         assert torch.equal(pool, kept)
         summed, found = decode.channel_mix(x, x, norm, pool, sequences, channel._factors(), maps)

@@ -9,7 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.layers import GLAConfig, SwiGLUConfig
 from penstock.layers.cpu import linear as native
-from penstock.layers.linear import PLAIN, Linear, Mode, _zeros, in_graph, linear, mode, rows_alike
+from penstock.layers.linear import Linear, linear
+from penstock.layers.modes import PLAIN, Mode, in_graph, mode, rows_alike, zeros
 from penstock.layers.shared_input import linears_of
 
 DTYPES = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
@@ -260,20 +261,20 @@ def test_maps_of_one_input_that_run_apart():
 
 def test_launches_of_a_context_share_zeros_and_each_graph_has_its_own():
     """A graph may be captured inside of a batch-invariant step, and is replayed when that is over."""
-    zeros = partial(_zeros, torch.device("cpu"), 4)
-    assert zeros() is not zeros()
+    made = partial(zeros, torch.device("cpu"), 4)
+    assert made() is not made()
     with rows_alike():
-        outer, found = zeros(), []
+        outer, found = made(), []
         for _ in range(2):
             with rows_alike(), in_graph():
-                found.append(zeros())
+                found.append(made())
                 with rows_alike():
-                    assert zeros() is found[-1]
+                    assert made() is found[-1]
                 with pytest.raises(KeyError), rows_alike():
                     raise KeyError
                 assert mode() == Mode(alike=True, graph=True)
-                assert zeros() is found[-1]
-        assert zeros() is outer
+                assert made() is found[-1]
+        assert made() is outer
         assert mode() == Mode(alike=True)
     assert len({id(one) for one in (outer, *found)}) == 3
     assert mode() == PLAIN

@@ -8,7 +8,7 @@ from architectures import ARCHITECTURES, SIZES, model_of
 
 import penstock as ps
 from penstock.gpu.target import interpreting
-from penstock.layers import linear
+from penstock.layers import Mixer, linear
 from penstock.layers.chains import CHAINS, Choice, Operation, recorded
 from penstock.models import CausalLM
 
@@ -81,7 +81,7 @@ def test_a_hook_changes_the_forms_of_its_module_alone(name, mode):
     model = model_of(name)
     plain, named = ps.explain(model, tokens=3, mode=mode).choices, set()
     for place, module in model.named_modules():
-        if not place.startswith("layers.0.") or any(True for _ in module.children()):
+        if not f"{place}.".startswith("layers.0.") or type(module) is torch.nn.Sequential:  # its maps have forms, it has none
             continue
         handle = module.register_forward_hook(lambda *given: None)
         hooked = ps.explain(model, tokens=3, mode=mode).choices
@@ -94,6 +94,8 @@ def test_a_hook_changes_the_forms_of_its_module_alone(name, mode):
                 assert any("has a forward hook" in why for _, why in first.reasons), place
                 named.add(type(module))
     assert any(kind.__name__.endswith("Norm") for kind in named)
+    if mode != "training":
+        assert {type(model.layers[0]), type(model.layers[0].mixer)} <= named or type(model.layers[0].mixer).step is Mixer.step
 
 
 def by_layer(choices):
@@ -139,6 +141,9 @@ def test_models_of_transformers_are_explained(mode):
         ({"mode": "evaluation"}, "explain: mode must be 'training', 'prompt' or 'decode', got 'evaluation'"),
         ({"tokens": 0}, "explain: tokens must be a whole number of at least 1, got 0"),
         ({"tokens": 2.5}, "explain: tokens must be a whole number, got 2.5 of type float"),
+        ({"mode": 3}, "explain: mode must be 'training', 'prompt' or 'decode', got 3 of type int"),
+        ({"mode": torch.ones(2)}, "explain: mode must be 'training', 'prompt' or 'decode', got .* of type Tensor"),
+        ({"token": 8}, r"explain: arguments must be among model, tokens, mode, got token\. Did you mean tokens\?"),
     ],
 )
 def test_wrong_arguments(options, message):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from penstock import ShapeError
 from penstock.engine import Engine, SamplingParams
 from penstock.gpu.target import interpreting
-from penstock.layers import Mixer, linear
+from penstock.layers import Mixer, modes
 from penstock.models import CausalLM
 from penstock.models.backbone import Layer
 from penstock.models.streaming import stream
@@ -168,7 +168,7 @@ def test_kernels_of_decode_steps_step_aside_for_one_module_alone(
             wanted = model(IDS).logits
             names.clear()
             pool = model.initial_state(2)
-            with linear.in_graph():
+            with modes.in_graph():
                 found = torch.cat([model.advance(IDS[:, t : t + 1], pool) for t in range(IDS.shape[1])], 1)
         if handle is not None:
             handle.remove()
@@ -181,7 +181,7 @@ def test_kernels_of_decode_steps_step_aside_for_one_module_alone(
 def test_a_subclass_with_its_own_mix_is_not_stepped_by_its_base() -> None:
     model = model_of("rwkv6", torch.float64)
     mixer = model.layers[0].mixer
-    assert mixer.steps
+    assert mixer.unstepped is None
     inner = type(mixer)
 
     class Halved(inner):  # type: ignore[misc, valid-type]
@@ -192,12 +192,12 @@ def test_a_subclass_with_its_own_mix_is_not_stepped_by_its_base() -> None:
             return y / 2, after
 
     mixer.__class__ = Halved
-    assert not mixer.steps
+    assert mixer.unstepped == "has a mix that its step does not belong to"
     found = passes(model)
     assert all(error(logits, found["whole"]) < 1e-9 for logits in found.values())
     mixer.__class__ = inner
     mixer.mix = MethodType(Halved.mix, mixer)
-    assert not mixer.steps
+    assert mixer.unstepped == "has a mix that its step does not belong to"
 
 
 def test_states_that_hooks_return() -> None:

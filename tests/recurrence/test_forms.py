@@ -220,7 +220,7 @@ def test_implementations_list_their_forms():
     assert listed["chunkwise"] == ()
 
 
-TOYS = [Variant("toy", decay, "previous", None, "q", "g", "none") for decay in ("", "H", "BTH")]
+TOYS = [Variant("toy", decay, "previous", True, None, "q", "g", "none") for decay in ("", "H", "BTH")]
 """Variants that read the previous state without decays per channel. No kernel of the chunked implementation computes them."""
 
 
@@ -247,9 +247,22 @@ def test_forms_refuse_reads_of_the_previous_state_that_they_do_not_compute(toy, 
         assert None not in reasons
         assert reasons[-1] == "it reads the previous state only with decays per channel"
     assert None not in [one.refusal(InPlace.of(pooled, target)) for one in lists.PIECES]
-    for made in (lambda: plan.chunk_forward_plan(whole, target), lambda: plan.chunk_backward_plan(whole, whole.v, None, target)):
-        with pytest.raises(ps.ImplementationRefused, match="reads the previous state only with decays per channel"):
+    for made, among in (
+        (lambda: plan.chunk_forward_plan(whole, target), lists.CHUNK_FORWARD),
+        (lambda: plan.chunk_backward_plan(whole, whole.v, None, target), lists.CHUNK_BACKWARD),
+    ):
+        with pytest.raises(ps.ImplementationRefused, match="reads the previous state only with decays per channel") as found:
             made()
+        assert [reason.split()[0] for reason in str(found.value).split("; ")] == [one.name for one in among]
+
+
+def test_a_forward_pass_without_a_backward_pass_keeps_no_states(monkeypatch):
+    """It runs, whatever the forms of the backward pass refuse."""
+    whole = without_memory("gla", Shape(1, 200, 2, 64, 64), torch.bfloat16).problem()
+    assert plan.forward_call(whole, H200, keep=True).keep
+    monkeypatch.setattr(plan, "CHUNK_BACKWARD", tuple(replace(one, refuses=lambda call: "none") for one in lists.CHUNK_BACKWARD))
+    assert not plan.forward_call(whole, H200, keep=True).keep
+    assert plan.chunk_forward_plan(whole, H200).forms[0] == "channel_fwd_sm90"
 
 
 @pytest.mark.parametrize("toy", TOYS, ids=lambda toy: toy.decay or "none")

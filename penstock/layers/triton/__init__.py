@@ -17,11 +17,21 @@ DEVICES = ("cuda",)
 """Devices on which the kernels run. Tests add the CPU, for Triton's interpreter."""
 
 
+def elsewhere(x: Tensor) -> str | None:
+    """Why no kernel takes tensors on the device of x, or None."""
+    kind = x.device.type
+    return None if kind in DEVICES else f"its tensors are on {kind}, it works on a GPU"
+
+
+def absent(device: torch.device) -> str | None:
+    """Why a device has no code of the kernels, or None."""
+    return unavailable() if device.type in DEVICES else f"this is a {device.type}, it works on a GPU"
+
+
 def refusal(*tensors: Tensor | None) -> str | None:
     """Why no kernel takes these tensors, of which the first is not None, or None."""
-    kind = tensors[0].device.type  # type: ignore[union-attr]
-    if kind not in DEVICES:
-        return f"its tensors are on {kind}, it works on a GPU"
+    if (why := elsewhere(tensors[0])) is not None:  # type: ignore[arg-type]
+        return why
     for x in tensors:
         if x is not None and x.dtype not in DTYPES:
             return f"it takes float16, bfloat16 and float32, got {str(x.dtype).removeprefix('torch.')}"

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...call.implementation import Implementation, Mode, Upstream
 from ...cpu import Strided, run, unavailable
-from ..declaration import Advance, Recurrence, Tokens
+from ..declaration import Advance, Recurrence, Tokens, refuses_bonus
 from ..gradients import Gradients
 
 _TENSORS = (
@@ -122,6 +122,8 @@ def advance(problem: Advance) -> Tensor:
 
 def refuses(problem: Tokens, mode: Mode) -> str | None:
     """Why the kernels cannot take a call, or None."""
+    if (why := refuses_bonus(problem, mode)) is not None:
+        return why
     if problem.q.device.type != "cpu":
         return f"its tensors are on {problem.q.device}, it works on the CPU"
     if problem.q.dtype == torch.float64:

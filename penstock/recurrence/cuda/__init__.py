@@ -12,7 +12,7 @@ from torch import Tensor
 from ...call.implementation import Implementation, Mode, Upstream
 from ...gpu.target import Target, unavailable
 from ...tokens.empty import forward_of_nothing, gradients_of_nothing, nothing
-from ..declaration import Advance, Recurrence, Tokens
+from ..declaration import Advance, Recurrence, Tokens, refuses_bonus
 from ..gradients import Gradients
 from .sizes import COLUMNS, FAR, HEADS
 
@@ -46,6 +46,8 @@ def _launch() -> ModuleType:
 def _refuses(problem: Tokens, mode: Mode) -> str | None:
     device, sizes, variant = problem.q.device, problem.sizes, problem.variant
     K, V = sizes["K"], sizes["V"]
+    if (why := refuses_bonus(problem, mode)) is not None:
+        return why
     if not variant.bonus or variant.decay not in ("HK", "BTHK"):
         return f"it computes rwkv5 and rwkv6, this is {variant.name}"
     if problem.q.dtype == torch.float64:

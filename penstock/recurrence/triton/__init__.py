@@ -13,7 +13,7 @@ from ...call.implementation import FormVerdict, Implementation, Listed, Mode, Up
 from ...gpu.target import interpreting, unavailable
 from ...gpu.target import refuses as gpu_refuses
 from ...tokens.empty import forward_of_nothing, gradients_of_nothing, nothing
-from ..declaration import Advance, Recurrence, Tokens
+from ..declaration import Advance, Recurrence, Tokens, refuses_bonus
 from ..gradients import Gradients
 
 SHORT = {"forward": 8, "backward": 8, "advance": 16}
@@ -40,7 +40,7 @@ def _answers() -> ModuleType:
 
 
 def _refuses(p: Tokens, mode: Mode, chunkwise: bool) -> str | None:
-    reason, K, V = gpu_refuses(p.q), p.sizes["K"], p.sizes["V"]
+    reason, K, V = refuses_bonus(p, mode) or gpu_refuses(p.q), p.sizes["K"], p.sizes["V"]
     if reason is None and max(K, V) > LARGEST:
         return f"its states have at most K = {LARGEST} and V = {LARGEST}, these have {K} and {V}"
     if reason is not None or (chunkwise and mode == "advance"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ...gpu.forms import first, planned
+from ...gpu.forms import first, planned, refusal
 from ...gpu.plan import Plan
 from ...gpu.target import Target
 from ..declaration import Recurrence
@@ -13,9 +13,15 @@ from .forms.lists import CHUNK_BACKWARD, CHUNK_FORWARD, TOKEN_BACKWARD, TOKEN_FO
 
 
 def forward_call(p: Recurrence, target: Target, keep: bool = False) -> Forward:
-    """A forward pass by chunks. It keeps states before the chunks of the backward pass that would follow."""
+    """A forward pass by chunks. It keeps states before the chunks of the backward pass that would follow, if there is one.
+
+    Raises ImplementationRefused if no form of the forward pass takes the call.
+    """
     fields = shared(p, target)
+    first(CHUNK_FORWARD, Whole(**fields))
     backward = Backward(**fields)
+    if refusal(CHUNK_BACKWARD, backward) is not None:
+        return Forward(**fields, keep=False, backward_chunk=1)
     return Forward(**fields, keep=keep, backward_chunk=first(CHUNK_BACKWARD, backward).chunk(backward))
 
 

@@ -1,0 +1,159 @@
+"""Every form of every chain against the chain's formula, as ``penstock check`` compares them."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from penstock.call.declaration import FLOATS
+from penstock.layers.chains import Chain, ChainForm, no_kernels, plain
+from penstock.layers.examples import examples
+from penstock.verify.chains import CHAINS, findings
+
+FORMS = [(name, one.name) for name, chain in CHAINS.items() for one in chain.listed()]
+
+
+def compared(chain, form, dtypes=FLOATS):
+    return list(findings(CHAINS[chain], dtypes, "cpu", only=form))
+
+
+@pytest.mark.parametrize(("chain", "form"), FORMS)
+def test_examples_equal_the_formula(chain, form, kernels_on_a_cpu):
+    """Each form runs on its examples, and what it computes is right, gradients included."""
+    found = compared(chain, form)
+    assert found or CHAINS[chain].form(form).absent(torch.device("cpu")) is not None
+    assert not [(one.dtype, one.result, one.reason, one.error, one.budget) for one in found if one.failed]
+
+
+ONE_ROW = [("low_rank_maps", "low_rank_maps"), ("channel_mix", "channel_mix")]
+PRODUCTS = [("linear", "products"), ("linears", "products"), ("linears_of", "products")]
+
+
+@pytest.mark.parametrize(("chain", "form"), [*ONE_ROW, *PRODUCTS])
+def test_examples_equal_the_formula_on_hopper(chain, form, on_hopper):
+    """The kernels in Gluon, in the emulator."""
+    found = compared(chain, form, (torch.float16,))
+    assert found
+    assert on_hopper
+    assert not [(one.dtype, one.result, one.reason, one.error, one.budget) for one in found if one.failed]
+
+
+@pytest.fixture
+def on_hopper(kernels_on_a_cpu, monkeypatch):
+    """A CPU with the kernels for Hopper, which the emulator runs. The names of those that ran."""
+    gluon = pytest.importorskip("emulated.gluon")
+    few_rows, products, one_row = (
+        pytest.importorskip(f"penstock.layers.triton.{name}_launch") for name in ("few_rows", "hopper_products", "hopper_one_row")
+    )
+    names = []
+
+    class Launcher:
+        def __init__(self, kernel):
+            self.kernel = kernel
+
+        def __getitem__(self, grid):
+            def launched(*given, **constants):
+                names.append(self.kernel.__name__)
+                options = {name: constants.pop(name) for name in ("num_warps", "maxnreg", "launch_pdl") if name in constants}
+                gluon.launch(self.kernel, grid, list(given), constants, options["num_warps"])
+
+            return launched
+
+    for module in (products, one_row):
+        monkeypatch.setattr(module, "on_device_of", lambda x, kernel: Launcher(kernel))
+        monkeypatch.setattr(module, "described", lambda x, known: gluon.Descriptor(x, known["block_shape"]))
+    monkeypatch.setattr(few_rows, "on_hopper", lambda device, name: {"hopper_products_launch": products}.get(name, one_row))
+    return names
+
+
+def test_every_form_but_the_last_has_examples():
+    """The last is compared with nothing: it is the formula, or tells the caller to run other chains."""
+    for chain in CHAINS.values():
+        assert [one.name for one in chain.listed()] == [one.name for one in chain.forms[:-1]]
+        assert all(one.examples for one in chain.forms[:-1]), chain.name
+        assert not chain.forms[-1].examples
+
+
+def test_forms_with_kernels_are_not_asked_in_compiled_graphs():
+    """What says so is not whether a form names kernels: a native kernel is none of Triton's, and runs in graphs as an operator."""
+    for chain in CHAINS.values():
+        for one in chain.forms:
+            assert one.compiles == (one.kernels is no_kernels)
+    named = ChainForm("one", lambda c: c, lambda c: None, no_kernels)
+    assert not named.compiles
+
+
+@pytest.fixture
+def chain(monkeypatch):
+    """A chain x -> 2 x whose first form is replaced by the test."""
+    monkeypatch.setattr("penstock.layers.chains.CHAINS", {})
+
+    def made(run, refuses=lambda c: None, *, given=True):
+        drawn = examples(lambda draw: Point(draw("x", 3, 5)), torch.float32) if given else ()
+        first = ChainForm("first", run, refuses, no_kernels, drawn, lambda device: None)
+        return Chain("twice", first, plain("formula", lambda c: 2 * c.x))
+
+    return made
+
+
+class Point(NamedTuple):
+    x: torch.Tensor
+
+
+class Wrong(torch.autograd.Function):
+    """Right results, wrong gradients."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, dy):
+        return 1.999 * dy
+
+
+def failures(chain):
+    return [(one.form, one.result, one.reason) for one in findings(chain, FLOATS, "cpu") if one.failed]
+
+
+def test_right_forms_do_not_fail(chain):
+    assert failures(chain(lambda c: c.x + c.x)) == []
+
+
+@pytest.mark.parametrize(
+    ("run", "result"), [(lambda c: 2.001 * c.x, "result 0"), (lambda c: Wrong.apply(c.x), "gradient of x")], ids=["results", "gradients"]
+)
+def test_wrong_forms_fail(run, result, chain):
+    assert ("first", result, None) in failures(chain(run))
+
+
+def test_forms_that_raise_fail(chain):
+    ((form, result, reason),) = failures(chain(lambda c: c.x @ c.x))
+    assert (form, result) == ("first", "all")
+    assert reason.startswith("RuntimeError: ")
+
+
+def test_other_numbers_of_results_fail(chain):
+    ((form, result, reason),) = failures(chain(lambda c: (2 * c.x, c.x)))
+    assert (form, result) == ("first", "all")
+    assert reason.startswith("its results are result 0, result 1, gradient of x, those of the formula result 0,")
+
+
+def test_forms_that_did_not_run_fail(chain, monkeypatch):
+    reason = "it did not run on any of its examples"
+    assert failures(chain(lambda c: 2 * c.x, lambda c: "never")) == [("first", "form", reason)]
+    monkeypatch.setattr("penstock.layers.chains.CHAINS", {})
+    assert failures(chain(lambda c: 2 * c.x, given=False)) == [("first", "form", "it has no examples on which it could run")]
+
+
+def test_chains_are_declared_once_and_end_with_a_plain_form(chain):
+    made = chain(lambda c: 2 * c.x)
+    last = made.forms[-1]
+    for name, forms, message in (
+        ("twice", (last,), "name must be new, and those of its forms differ, got twice of formula"),
+        ("thrice", (last, last), "got thrice of formula, formula"),
+        ("thrice", (made.forms[0],), "forms must end with a plain one that takes every call, got first of thrice"),
+        ("thrice", (plain("some", lambda c: c.x, lambda c: "no"),), "got some of thrice"),
+    ):
+        with pytest.raises(ValueError, match=f"Chain: .*{message}"):
+            Chain(name, *forms)
