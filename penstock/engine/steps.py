@@ -10,7 +10,7 @@ from time import perf_counter
 from typing import Any
 from weakref import WeakSet
 
-from ..errors import EngineError, OutOfMemory, PenstockError, described
+from ..errors import EngineError, OutOfMemory, PenstockError, RangeError, described
 from .choosing import NO_TOKEN
 from .minimum import constraint_of
 from .pace import Pace
@@ -265,6 +265,11 @@ class Steps:
     def _accept(self, one: Sequence, token: int, logprob: TokenLogprobs | None) -> None:
         """Take a sampled token: text, reasons to end, the event."""
         if token == NO_TOKEN:
+            state = one.request.state
+            if state is not None and state not in self._computed:
+                rule = "such that a token may follow: its logits finite, one of them at least"
+                got = f"one with NaN, inf or none after {len(one.tokens)} tokens"
+                raise RangeError(f"submit: state must be {rule}, got {got}. Continue from another state, or from its text.")
             rule = "a finite largest value among the tokens that may follow"
             raise EngineError(f"engine: logits must have {rule}, got NaN, inf or none after {len(one.tokens)} tokens. Check the weights.")
         self.generated_tokens += 1

@@ -100,6 +100,21 @@ async def _read(request: Request, limit: int) -> bytes:
     return bytes(body)
 
 
+def check_state_type(request: Request) -> None:
+    """Raise Refused for a body that is no file by its content type. curl sends all bodies as forms by itself; those of a web page, which
+    another origin may send without being asked, have an Origin.
+    """
+    media = _media(request)
+    if media in ("", "application/octet-stream") or (media == "application/x-www-form-urlencoded" and "origin" not in request.headers):
+        return
+    remedy = "Send the header Content-Type: application/octet-stream."
+    raise Refused(415, f"states: the content type must be application/octet-stream, got {shortened(media)}. {remedy}")
+
+
+def _media(request: Request) -> str:
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
 def _too_large(limit: int, got: str) -> Refused:
     message = f"server: the body must be at most {limit} bytes, got {got}."
     return Refused(413, message, code="request_too_large", headers={"Connection": "close"})
@@ -150,7 +165,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 async def parsed(request: Request, kind: type[B], function: str, limits: Limits, workers: Workers) -> B:
     """The body as JSON of a kind. Raises Refused."""
     content = await read_body(request, limits.body_bytes, limits.body_seconds)
-    media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    media = _media(request)
     if media != "application/json":
         remedy = "Send the header Content-Type: application/json."
         raise Refused(415, f"{function}: the content type must be application/json, got {shortened(media)}. {remedy}")
