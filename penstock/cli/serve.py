@@ -171,6 +171,7 @@ def serve(
     engine.warm_up()
     limits = Limits(max_tokens=max_tokens, prompt_tokens=max_prompt, seconds=max_seconds, states=max_states)
     service = Service(engine, name or (given.resolve().name if model.is_dir() else given.stem), template, limits, states_folder)
+    service.processes.start()
     gc.collect()
     gc.freeze()  # the model and all packages: a garbage collection over them would stop all answers for a fifth of a second
     form: LogFormat = "json" if log_format == "json" else "text"

@@ -75,8 +75,8 @@ def create_app(
         service.abort()
         await asyncio.to_thread(service.engine.close)
         await asyncio.to_thread(service.close_states)
-        service.workers.close()
-        service.compilers.close()
+        for one in (service.workers, service.compilers, service.processes):
+            one.close()
         if tracing is not None:
             await asyncio.to_thread(tracing.close)
 
