@@ -37,6 +37,14 @@ def serve(
         list[str] | None,
         typer.Option(metavar="ORIGIN", help="Web pages of this origin may call the server; * is all. Several: give it again."),
     ] = None,
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="HOST",
+            help="Requests may name this host, beside this machine's, to a server without a key at a loopback address; * is all. "
+            "Several: give it again.",
+        ),
+    ] = None,
     api_key_file: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Several keys: lines of NAME KEY, read again by SIGHUP. See docs/server.md."),
@@ -127,6 +135,7 @@ def serve(
     complaints.raise_any()
     try:
         from ..server.families import CALLS, REASONING
+        from ..server.hosts import check_hosts
         from ..server.keys import Keys
         from ..server.limits import Limits
         from ..server.memory import keep_flat
@@ -144,6 +153,7 @@ def serve(
             check_names(complaints, option, [value], [*names, "none"])
     complaints.raise_any()
     check_origins("serve", allow_origin or ())
+    check_hosts("serve", allow_host or ())
     keys = None if api_key_file is None else Keys.read(api_key_file)
     tracing = Tracing.configured(otlp_endpoint)
     keep_flat()
@@ -161,12 +171,13 @@ def serve(
     engine.warm_up()
     limits = Limits(max_tokens=max_tokens, prompt_tokens=max_prompt, seconds=max_seconds, states=max_states)
     service = Service(engine, name or (given.resolve().name if model.is_dir() else given.stem), template, limits, states_folder)
+    service.processes.start()
     gc.collect()
     gc.freeze()  # the model and all packages: a garbage collection over them would stop all answers for a fifth of a second
     form: LogFormat = "json" if log_format == "json" else "text"
     make_server(
         service, host, port, api_key=api_key, keys=keys, origins=allow_origin or (), drain_seconds=drain_seconds, log_format=form,
-        tracing=tracing,
+        tracing=tracing, hosts=allow_host or (),
     ).run()  # fmt: skip
 
 

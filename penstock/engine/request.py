@@ -73,6 +73,44 @@ class Logprobs(Items[TokenLogprobs]):
         return repr(list(self))
 
 
+class PromptLogprobs(Items["TokenLogprobs | None"]):
+    """A list of ``TokenLogprobs`` of the tokens of a prompt, None for the first. Objects are created when read.
+
+    rows : array of float
+        A row of ``scoring.logprobs_of`` for each token but the first.
+    likely : int
+        The number of most likely tokens of a row.
+    """
+
+    def __init__(self, prompt: Items[int], rows: array[float], likely: int) -> None:
+        self.prompt, self.rows, self.likely = prompt, rows, likely
+
+    def __len__(self) -> int:
+        return 1 + len(self.rows) // (1 + 2 * self.likely)
+
+    @overload
+    def __getitem__(self, index: int) -> TokenLogprobs | None: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[TokenLogprobs | None]: ...
+    def __getitem__(self, index: int | slice) -> TokenLogprobs | list[TokenLogprobs | None] | None:
+        if isinstance(index, slice):
+            return [self[n] for n in range(*index.indices(len(self)))]
+        place, width = range(len(self))[index], 1 + 2 * self.likely
+        if place == 0:
+            return None
+        logprob, *top = self.rows[(place - 1) * width : place * width]
+        scores, names = top[: self.likely], map(int, top[self.likely :])
+        return TokenLogprobs(self.prompt[place], logprob, tuple(zip(names, scores)))
+
+    def __eq__(self, other: object) -> bool:
+        return list(self) == (list(other) if isinstance(other, PromptLogprobs) else other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(list(self))
+
+
 @dataclass(slots=True)
 class Event:
     """The addition of one step to one completion of a request."""
@@ -114,7 +152,7 @@ class Result:
 
     prompt_tokens: list[int]
     completions: list[Completion]
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
     """For each token of the prompt; None for the first."""
     cached_tokens: int = 0
     """Tokens of the prompt whose state came from the cache."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
+from array import array
 from collections.abc import Sequence as Items
 
 import torch
@@ -36,6 +38,15 @@ def logprobs_of(logits: Tensor, tokens: Tensor, most: int) -> Tensor:
     scores = y.gather(1, torch.cat([tokens[:, None], names], 1)).double()
     scores = (scores - largest.double() - torch.log(total / ONE)).float().double()
     return torch.cat([scores, names.double()], 1)
+
+
+def add_rows(rows: array[float], found: ToHost) -> int:
+    """Append the same to numbers, without objects for callers; the number of likely tokens. Raises ValueError for NaN."""
+    values = found.value().contiguous()
+    if bool(values[:, 0].isnan().any()):
+        raise ValueError("NaN")
+    rows.frombytes(ctypes.string_at(values.data_ptr(), values.nbytes))
+    return values.shape[1] // 2
 
 
 def to_logprobs(tokens: Items[int], found: ToHost, wanted: Items[int | None]) -> list[TokenLogprobs | None]:

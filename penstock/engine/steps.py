@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from array import array
 from collections import deque
 from collections.abc import Iterable
 from itertools import repeat
@@ -10,14 +10,14 @@ from time import perf_counter
 from typing import Any
 from weakref import WeakSet
 
-from ..errors import EngineError, OutOfMemory, PenstockError, described
+from ..errors import EngineError, OutOfMemory, PenstockError, RangeError, described
 from .choosing import NO_TOKEN
 from .minimum import constraint_of
 from .pace import Pace
-from .request import Event, FinishReason, Request, Sequence, TokenLogprobs, aligned
+from .request import Event, FinishReason, PromptLogprobs, Request, Sequence, TokenLogprobs, aligned
 from .runner import Flight, Runner
 from .scheduler import Plan, Scheduler
-from .scoring import to_logprobs
+from .scoring import add_rows, to_logprobs
 from .slot_tables import Row
 from .state_cache import StateCache
 from .state_pool import StatePool, is_out_of_memory
@@ -265,6 +265,11 @@ class Steps:
     def _accept(self, one: Sequence, token: int, logprob: TokenLogprobs | None) -> None:
         """Take a sampled token: text, reasons to end, the event."""
         if token == NO_TOKEN:
+            state = one.request.state
+            if state is not None and state not in self._computed:
+                rule = "such that a token may follow: its logits finite, one of them at least"
+                got = f"one with NaN, inf or none after {len(one.tokens)} tokens"
+                raise RangeError(f"submit: state must be {rule}, got {got}. Continue from another state, or from its text.")
             rule = "a finite largest value among the tokens that may follow"
             raise EngineError(f"engine: logits must have {rule}, got NaN, inf or none after {len(one.tokens)} tokens. Check the weights.")
         self.generated_tokens += 1
@@ -321,15 +326,15 @@ class Steps:
                 self.cache.insert(tokens, KeptState(self.pool.copy_out([self.pool.aligned(one.slot)])), space)
 
     def _add_prompt_logprobs(self, one: Sequence, begin: int, end: int, scores: Any) -> None:
-        request = one.request
-        if request.result.prompt_logprobs is None:
-            request.result.prompt_logprobs = [None]
-        following = request.prompt[begin + 1 : end + 1]
-        most = request.params.prompt_logprobs or 0
-        found = to_logprobs(following, scores, [most] * len(following))
-        if any(score is not None and math.isnan(score.logprob) for score in found):
-            raise EngineError(f"engine: logits must be numbers, got NaN among those after tokens {begin} to {end - 1}. Check the weights.")
-        request.result.prompt_logprobs += found
+        result, prompt = one.request.result, one.request.prompt
+        rows: array[float] = array("d") if result.prompt_logprobs is None else result.prompt_logprobs.rows
+        try:
+            likely = add_rows(rows, scores)
+        except ValueError:
+            rule = f"logits must be numbers, got NaN among those after tokens {begin} to {end - 1}"
+            raise EngineError(f"engine: {rule}. Check the weights.") from None
+        if result.prompt_logprobs is None:
+            result.prompt_logprobs = PromptLogprobs(prompt, rows, likely)
 
     # ends
 

@@ -133,8 +133,12 @@ class World:
             complaints = Complaints("World")
             complaints.add(RangeError, "file", "a vocabulary of RWKV World", f"{str(file)!r} ({error})")
             complaints.raise_any()
+        self._file = file
         # only for encoding: its decode panics on bytes that are not UTF-8
         self._rust = pyrwkv_tokenizer.RWKVTokenizer(vocab_filepath=str(file))
+
+    def __reduce__(self) -> tuple[type[World], tuple[Path]]:
+        return World, (self._file.absolute(),)
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         """Tokens of a text, by greedy longest match."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -20,8 +21,9 @@ from .caller import current
 from .chat import chat
 from .completions import completions
 from .errors import Refused, refusal
+from .hosts import check_host
 from .keys import Keys
-from .limits import read_body
+from .limits import check_state_type, read_body
 from .messages import PATH as MESSAGES
 from .messages import count_tokens, error_response, messages
 from .messages_protocol import CountBody, MessagesBody
@@ -46,7 +48,8 @@ PAGE_HEADERS = {
 
 
 def create_app(
-    service: Service, api_key: str | None = None, keys: Keys | None = None, origins: Sequence[str] = (), tracing: Tracing | None = None
+    service: Service, api_key: str | None = None, keys: Keys | None = None, origins: Sequence[str] = (), tracing: Tracing | None = None,
+    hosts: frozenset[str] | None = None,
 ) -> FastAPI:  # fmt: skip
     """The application. It runs the engine's thread, and closes the engine at its end.
 
@@ -58,6 +61,8 @@ def create_app(
         Web pages of these origins may call the server; "*": all pages.
     tracing : Tracing, optional
         Records spans of requests. The application closes it at its end.
+    hosts : frozenset of str, optional
+        Requests must name one of these in their Host header (``hosts.known_hosts``). Default: any.
     """
     check_origins("create_app", origins)
     if api_key is not None:
@@ -70,14 +75,15 @@ def create_app(
         service.abort()
         await asyncio.to_thread(service.engine.close)
         await asyncio.to_thread(service.close_states)
-        service.workers.close()
-        service.compilers.close()
+        for one in (service.workers, service.compilers, service.processes):
+            one.close()
         if tracing is not None:
             await asyncio.to_thread(tracing.close)
 
     app = FastAPI(title="Penstock", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
-    _add_errors(app, service)
-    guarded = [Depends(_key_check(keys))] if keys is not None else []
+    check = None if keys is None else _key_check(keys)
+    _add_errors(app, service, check, hosts)
+    guarded = [] if check is None else [Depends(check)]
     _add_openai(app, service, guarded)
     _add_messages(app, service, guarded)
     _add_tokens(app, service, guarded)
@@ -89,7 +95,12 @@ def create_app(
     return app
 
 
-def _key_check(keys: Keys) -> Callable[[Request], Awaitable[None]]:
+KeyCheck = Callable[[Request], Awaitable[None]]
+GUARDED = re.compile(r"/(v1|tokenize|detokenize)(/|$)")
+"""Paths that need the key, also those that do not exist."""
+
+
+def _key_check(keys: Keys) -> KeyCheck:
     async def check(request: Request) -> None:
         given, other = (request.headers.get(name, "") for name in ("authorization", "x-api-key"))
         current().key = keys.check(f"Bearer {other}" if other and not given else given)
@@ -98,23 +109,28 @@ def _key_check(keys: Keys) -> Callable[[Request], Awaitable[None]]:
     return check
 
 
-def _add_errors(app: FastAPI, service: Service) -> None:
-    def answer(request: Request, error: Exception) -> Response:
+def _add_errors(app: FastAPI, service: Service, check: KeyCheck | None, hosts: frozenset[str] | None) -> None:
+    async def answer(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException):
+            if check is not None and GUARDED.match(request.url.path):
+                try:
+                    await check(request)
+                except Refused as refused:
+                    return _response(request.url.path, refused)
             message = f"server: the path must exist for this method, got {request.method} {shortened(request.url.path)}."
             error = Refused(error.status_code, message, code="not_found", headers=dict(error.headers or {}))
         return _response(request.url.path, error)
 
     for kind in (Refused, PenstockError, HTTPException):
         app.add_exception_handler(kind, answer)
-    app.add_middleware(Answers, service=service)
+    app.add_middleware(Answers, service=service, hosts=hosts)
 
 
 class Answers:
     """Counts answers and sends them in pieces, and answers requests that raise."""
 
-    def __init__(self, app: ASGIApp, service: Service) -> None:
-        self._app, self._service, self._metrics = app, service, service.metrics
+    def __init__(self, app: ASGIApp, service: Service, hosts: frozenset[str] | None) -> None:
+        self._app, self._service, self._metrics, self._hosts = app, service, service.metrics, hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
@@ -135,6 +151,7 @@ class Answers:
 
         try:
             check_framing(scope)
+            check_host(scope, self._hosts)
             if caller.refused is not None:
                 raise caller.refused
             await self._app(scope, receive, counted)
@@ -185,10 +202,12 @@ def _add_openai(app: FastAPI, service: Service, guarded: list[Any]) -> None:
     def card(name: str) -> ModelCard:
         return ModelCard(id=name, created=service.created, parent=None if service.models[name] is None else service.name)
 
+    @app.head("/v1/models", dependencies=guarded, include_in_schema=False)
     @app.get("/v1/models", dependencies=guarded)
     async def models() -> ModelList:
         return ModelList(data=[card(name) for name in service.models])
 
+    @app.head("/v1/models/{name:path}", dependencies=guarded, include_in_schema=False)
     @app.get("/v1/models/{name:path}", dependencies=guarded)
     async def model(name: str) -> ModelCard:
         service.check_model(name)
@@ -214,6 +233,7 @@ def _add_tokens(app: FastAPI, service: Service, guarded: list[Any]) -> None:
     async def post_detokenize(request: Request) -> Response:
         return await detokenize(service, request)
 
+    @app.head("/version", include_in_schema=False)
     @app.get("/version")
     async def version() -> dict[str, str]:
         return {"version": __version__}
@@ -235,6 +255,7 @@ def _add_states(app: FastAPI, service: Service, guarded: list[Any]) -> None:
     @app.post("/v1/states", dependencies=guarded)
     async def add(request: Request) -> StateCard:
         content = await read_body(request, limits.state_bytes, limits.body_seconds)
+        check_state_type(request)
         name = await service.workers.run(service.states.add_file, content, limits.prompt_tokens)
         return await service.workers.run(service.states.card, name)
 
@@ -262,6 +283,7 @@ def _add_page(app: FastAPI, service: Service) -> None:
         status = "closing" if service.draining else "ok" if service.engine.alive else "stopped"
         return JSONResponse({"status": status}, 200 if status == "ok" else 503)
 
+    @app.head("/metrics", include_in_schema=False)
     @app.get("/metrics")
     async def metrics() -> Response:
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")

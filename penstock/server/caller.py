@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from .generation import Generation
 
 
+LARGE = 2**16
+"""Bytes of a body, or of an answer, from which worker processes do what it needs: smaller ones take a millisecond or two."""
+
+
 @dataclass
 class Caller:
     """One HTTP request, from its head on."""
@@ -25,6 +29,8 @@ class Caller:
     cache_salt: str = ""
     priority: int = 0
     """Lower ones run first."""
+    size: int = 0
+    """Of its body, if that is JSON."""
     model: str = ""
     """The name that the request has for it."""
     tuning: str | None = None

@@ -10,7 +10,9 @@ from typing import Any
 from fastapi import Request, Response
 
 from ..engine import Event
+from ..engine.request import Logprobs, PromptLogprobs
 from .answers import AnswerForm, AnswerReader, Piece, read_answer
+from .caller import current
 from .conversation import Conversation, prepare
 from .generation import Generation, Job, finish_reason
 from .limits import parsed
@@ -20,6 +22,7 @@ from .saving import continued, keep_states, state_of
 from .service import Service
 from .streaming import EventStream, finished
 from .templates import Template
+from .texts import Texts
 from .tools import CallAnswer, CallDelta, FunctionAnswer, call_id
 from .writing import OF_TEXT, answered, prompt_size, written
 
@@ -30,10 +33,11 @@ OF_TOKEN, OF_TOP = 90, 70
 
 async def chat(service: Service, request: Request) -> Response:
     """Answer a request."""
-    body = await parsed(request, ChatBody, FUNCTION, service.limits, service.workers)
+    body = await parsed(request, ChatBody, FUNCTION, service.limits, service.processes)
     service.check_model(body.model)
     job, form = await _job(service, service.chat_template(FUNCTION), body)
-    service.check_answer(FUNCTION, _size(body, job))
+    size = _size(body, job)
+    service.check_answer(FUNCTION, size)
     generation = await service.start([job], FUNCTION)
     heading = service.heading("chatcmpl")
     if body.stream:
@@ -42,24 +46,38 @@ async def chat(service: Service, request: Request) -> Response:
     with closing(generation):
         if not await finished(request, generation, service.metrics):
             return Response(status_code=499)
-        return await service.workers.run(_answer, service, form, body, generation, heading)
+        collected = await service.workers.run(_collected, service, form, body, generation, heading)
+        current().size = size if body.logprobs or body.prompt_logprobs is not None else 0
+        content = await service.work(_written, service.texts, *collected, body.logprobs, body.prompt_logprobs)
+        return Response(content, media_type="application/json")
 
 
-def _answer(service: Service, form: AnswerForm, body: ChatBody, generation: Generation, heading: dict[str, Any]) -> Response:
-    """The whole answer. Log probabilities of many tokens take seconds."""
-    choices, logprobs = list[ChatChoice](), list[str]()
-    for index, done in enumerate(generation.requests[0].result.completions):
+def _collected(
+    service: Service, form: AnswerForm, body: ChatBody, generation: Generation, heading: dict[str, Any]
+) -> tuple[ChatAnswer, list[ChatChoice], list[Logprobs], PromptLogprobs | None]:  # fmt: skip
+    """The answer without its choices, its choices without log probabilities, and these. States are written to files."""
+    choices, (request,) = list[ChatChoice](), generation.requests
+    for index, done in enumerate(request.result.completions):
         found = read_answer(form, done.text)
         calls = [CallAnswer(id=call_id(), function=FunctionAnswer(name=name, arguments=text)) for name, text in found.calls]
         content = found.content if found.content or not (calls or found.reasoning) else None
         message = ChatMessage(content=content, reasoning_content=found.reasoning or None, tool_calls=calls or None)
         reason = _reason(finish_reason(done.finish_reason) or "stop", bool(calls))
         choices.append(ChatChoice(index=index, message=message, finish_reason=reason))
-        logprobs.append(chat_json(service.tokenizer, done.logprobs) if body.logprobs else "null")
     keep_states(service, choices, generation)
-    scores = prompt_json(service.tokenizer, generation.requests[0].result.prompt_logprobs, body.prompt_logprobs)
-    answer = ChatAnswer(**heading, usage=generation.usage())
-    return answered(answer, (written(choice, logprobs=found) for choice, found in zip(choices, logprobs)), **scores)
+    logprobs = [done.logprobs for done in request.result.completions]
+    return ChatAnswer(**heading, usage=generation.usage()), choices, logprobs, request.result.prompt_logprobs
+
+
+def _written(
+    texts: Texts, answer: ChatAnswer, choices: list[ChatChoice], logprobs: list[Logprobs], of_prompt: PromptLogprobs | None,
+    wanted: bool, most: int | None,
+) -> bytes:  # fmt: skip
+    """The answer as JSON. With many log probabilities that takes seconds."""
+    listed = (
+        written(choice, logprobs=chat_json(texts.tokenizer, found) if wanted else "null") for choice, found in zip(choices, logprobs)
+    )  # fmt: skip
+    return answered(answer, listed, **prompt_json(texts.tokenizer, of_prompt, most))
 
 
 def _reason(reason: FinishReason, called: bool) -> FinishReason:

@@ -2,35 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from contextlib import closing
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import Request, Response
 
 from ..engine import Event
-from ..engine.request import Completion
-from ..engine.request import Request as EngineRequest
+from ..engine.request import Logprobs, PromptLogprobs
+from .caller import current
 from .generation import Generation, Job, finish_reason
 from .limits import parsed
 from .logprobs import PIECE, CompletionWriter, prompt_json, shortened
-from .protocol import CompletionAnswer, CompletionBody, CompletionChoice
+from .protocol import CompletionAnswer, CompletionBody, CompletionChoice, StreamOptions
 from .saving import keep_states, state_of
 from .service import Service
-from .streaming import EventStream, finished
+from .streaming import EventStream, encoded, finished
+from .texts import Texts
 from .writing import OF_TEXT, answered, prompt_size, written
 
 FUNCTION = "completions"
 OF_TOKEN, OF_TOP = 40, 30
 """Bytes of log probabilities: ``"ab", -1.2345678901, {}, 123456`` and ``"ab": -1.2345678901``."""
+MANY = 4096
+"""Numbers of log probabilities of an echo that a worker process writes to a stream: in a few milliseconds."""
 
 
 async def completions(service: Service, request: Request) -> Response:
     """Answer a request."""
-    body = await parsed(request, CompletionBody, FUNCTION, service.limits, service.workers)
+    body = await parsed(request, CompletionBody, FUNCTION, service.limits, service.processes)
     service.check_model(body.model)
     jobs = await _jobs(service, body)
-    service.check_answer(FUNCTION, _size(body, jobs))
+    size = _size(body, jobs)
+    service.check_answer(FUNCTION, size)
     generation = await service.start(jobs, FUNCTION)
     heading = service.heading("cmpl")
     if body.stream:
@@ -39,7 +44,10 @@ async def completions(service: Service, request: Request) -> Response:
     with closing(generation):
         if not await finished(request, generation, service.metrics):
             return Response(status_code=499)
-        return await service.workers.run(_answer, service, body, generation, heading)
+        collected = await service.workers.run(_collected, service, body, generation, heading)
+        current().size = size if body.echo or (body.logprobs, body.prompt_logprobs) != (None, None) else 0
+        content = await service.work(_written, service.texts, *collected, body.logprobs, body.prompt_logprobs, body.echo)
+        return Response(content, media_type="application/json")
 
 
 async def _jobs(service: Service, body: CompletionBody) -> list[Job]:
@@ -59,26 +67,49 @@ async def _jobs(service: Service, body: CompletionBody) -> list[Job]:
     return jobs
 
 
-def _answer(service: Service, body: CompletionBody, generation: Generation, heading: dict[str, Any]) -> Response:
-    """The whole answer. Log probabilities of a long prompt take seconds, and states are written to files."""
-    choices, more = list[CompletionChoice](), list[dict[str, str]]()
+@dataclass(frozen=True)
+class Scores:
+    """Log probabilities of one completion, and of its prompt."""
+
+    prompt: PromptLogprobs | None
+    logprobs: Logprobs
+    tokens: list[int]
+
+
+def _collected(
+    service: Service, body: CompletionBody, generation: Generation, heading: dict[str, Any]
+) -> tuple[CompletionAnswer, list[CompletionChoice], list[Scores]]:  # fmt: skip
+    """The answer without its choices, its choices without log probabilities, and these. States are written to files."""
+    choices, scores = list[CompletionChoice](), list[Scores]()
     for one, job in zip(generation.requests, generation.jobs):
         for done in one.result.completions:
             text = (job.text if body.echo else "") + done.text
             choices.append(CompletionChoice(index=len(choices), text=text, finish_reason=finish_reason(done.finish_reason)))
-            scores = prompt_json(service.tokenizer, one.result.prompt_logprobs, body.prompt_logprobs)
-            more.append({"logprobs": _logprobs(service, body, one, done), **scores})
+            scores.append(Scores(one.result.prompt_logprobs, done.logprobs, done.tokens))
     keep_states(service, choices, generation)
-    answer = CompletionAnswer(**heading, usage=generation.usage())
-    return answered(answer, (written(choice, **found) for choice, found in zip(choices, more)))
+    return CompletionAnswer(**heading, usage=generation.usage()), choices, scores
 
 
-def _logprobs(service: Service, body: CompletionBody, one: EngineRequest, done: Completion) -> str:
-    """As JSON."""
-    if body.logprobs is None:
-        return "null"
-    begin = shortened(one.result.prompt_logprobs or [], body.logprobs) if body.echo else []
-    return CompletionWriter(service.tokenizer).to_json([*begin, *done.logprobs], [*one.prompt[: len(begin)], *done.tokens])
+def _written(
+    texts: Texts, answer: CompletionAnswer, choices: list[CompletionChoice], scores: list[Scores], most: int | None,
+    of_prompt: int | None, echo: bool,
+) -> bytes:  # fmt: skip
+    """The answer as JSON. With log probabilities of a long prompt that takes seconds.
+
+    most : int, optional
+        Likely tokens of each log probability.
+    of_prompt : int, optional
+        Likely tokens of each in ``prompt_logprobs``.
+    """
+    listed = []
+    for choice, found in zip(choices, scores):
+        more, given = "null", found.prompt
+        if most is not None:
+            begin = [] if given is None or not echo else shortened(given, most)
+            tokens = [] if given is None else given.prompt[: len(begin)]
+            more = CompletionWriter(texts.tokenizer).to_json([*begin, *found.logprobs], [*tokens, *found.tokens])
+        listed.append(written(choice, logprobs=more, **prompt_json(texts.tokenizer, given, of_prompt)))
+    return answered(answer, listed)
 
 
 def _size(body: CompletionBody, jobs: list[Job]) -> int:
@@ -92,6 +123,19 @@ def _size(body: CompletionBody, jobs: list[Job]) -> int:
     return body.n * size
 
 
+def _echo(writer: CompletionWriter, index: int, text: str, known: PromptLogprobs) -> Iterator[CompletionChoice]:
+    """A prompt with its log probabilities, in pieces."""
+    for n in range(0, len(known), PIECE):
+        logprobs = writer.write(known[n : n + PIECE], known.prompt[n : n + PIECE])
+        yield CompletionChoice(index=index, text="" if n else text, logprobs=logprobs)
+
+
+def _written_echo(texts: Texts, heading: dict[str, Any], index: int, text: str, known: PromptLogprobs) -> bytes:
+    """The same as events of a stream."""
+    choices = _echo(CompletionWriter(texts.tokenizer), index, text, known)
+    return b"".join(encoded(CompletionAnswer(**heading, choices=[one])) for one in choices)
+
+
 class StreamWriter:
     """Pieces of a streamed answer."""
 
@@ -99,22 +143,30 @@ class StreamWriter:
         self._service, self._body, self._generation, self._heading = service, body, generation, heading
         self._writers: dict[int, CompletionWriter] = {}
 
-    def write(self, event: Event) -> Iterator[CompletionAnswer]:
+    def write(self, event: Event) -> Iterator[CompletionAnswer | Awaitable[bytes]]:
         """The piece of an event. An echo comes before the first one."""
         first = event.index not in self._writers
         writer = self._writers.setdefault(event.index, CompletionWriter(self._service.tokenizer))
         wanted = self._body.logprobs is not None
         if first and self._body.echo:
             place = event.index // self._generation.n
-            prompt, known = self._generation.requests[place].prompt, self._generation.requests[place].result.prompt_logprobs or []
-            for n in range(0, max(1, len(known)), PIECE):
-                text = "" if n else self._generation.jobs[place].text
-                logprobs = writer.write(known[n : n + PIECE], prompt[n : n + PIECE]) if wanted else None
-                yield self._piece(CompletionChoice(index=event.index, text=text, logprobs=logprobs))
+            text, known = self._generation.jobs[place].text, self._generation.requests[place].result.prompt_logprobs
+            if known is None or not wanted:
+                yield self._piece(CompletionChoice(index=event.index, text=text, logprobs=writer.write([], []) if wanted else None))
+            elif len(known.rows) < MANY or (self._body.stream_options or StreamOptions()).continuous_usage_stats:
+                for choice in _echo(writer, event.index, text, known):
+                    yield self._piece(choice)
+            else:
+                yield self._echo_by_process(writer, event.index, text, known)
         logprobs = writer.write(event.logprobs, event.tokens) if wanted else None
         yield self._piece(
             CompletionChoice(index=event.index, text=event.text, logprobs=logprobs, finish_reason=finish_reason(event.finish_reason))
         )  # fmt: skip
+
+    async def _echo_by_process(self, writer: CompletionWriter, index: int, text: str, known: PromptLogprobs) -> bytes:
+        found = await self._service.processes.run(_written_echo, self._service.texts, self._heading, index, text, known)
+        await self._service.workers.run(writer.skip, known.prompt)
+        return found
 
     def _piece(self, choice: CompletionChoice) -> CompletionAnswer:
         return CompletionAnswer(**self._heading, choices=[choice])

@@ -17,6 +17,7 @@ from .grammars import wanted_schema
 from .protocol import Message, ResponseFormat
 from .service import Service
 from .templates import Template
+from .texts import Texts
 from .tools import Function, NamedTool
 
 
@@ -60,11 +61,15 @@ class Prepared:
     stops: tuple[str, ...]
 
 
+Render = Callable[[Texts], str]
+"""Writes the prompt of a conversation. It must be a function of a module, perhaps with arguments."""
+
+
 async def prepare(
-    service: Service, template: Template, talk: Conversation, function: str, render: Callable[[], str] | None = None
+    service: Service, template: Template, talk: Conversation, function: str, render: Render | None = None
 ) -> Prepared:  # fmt: skip
     """Render a conversation, by ``render`` if given. Raises Refused or InvalidArgument."""
-    prompt = await rendered(service, template, talk, function, render)
+    prompt = await rendered(service, talk, function, render)
     form, stops = answer_form(template, talk, prompt), template.stops
     if form.calls is not None and form.calls.end and not talk.parallel:
         stops = (*stops, form.calls.end)
@@ -74,16 +79,19 @@ async def prepare(
     return Prepared(prompt, form, constraint, stops)
 
 
-async def rendered(
-    service: Service, template: Template, talk: Conversation, function: str, render: Callable[[], str] | None = None
-) -> str:  # fmt: skip
+async def rendered(service: Service, talk: Conversation, function: str, render: Render | None = None) -> str:
     """The prompt alone. Raises Refused or InvalidArgument."""
-    await service.workers.run(_check, service, template, talk, function)
-    return await service.workers.run(render or partial(_prompt, template, talk))
+    return await service.work(_rendered, service.texts, talk, function, service.limits.tool_bytes, render or partial(_prompt, talk=talk))
 
 
-def _prompt(template: Template, talk: Conversation) -> str:
-    render = partial(template.render, functions=talk.offered, variables=talk.variables)
+def _rendered(texts: Texts, talk: Conversation, function: str, tool_bytes: int, render: Render) -> str:
+    _check(texts.template, talk, function, tool_bytes)
+    return render(texts)
+
+
+def _prompt(texts: Texts, talk: Conversation) -> str:
+    assert texts.template is not None
+    render = partial(texts.template.render, functions=talk.offered, variables=talk.variables)
     if talk.before is None:
         return render(talk.messages)
     try:
@@ -104,11 +112,13 @@ def answer_form(template: Template, talk: Conversation, prompt: str) -> AnswerFo
     )  # fmt: skip
 
 
-def _check(service: Service, template: Template, talk: Conversation, function: str) -> None:
+def _check(template: Template | None, talk: Conversation, function: str, tool_bytes: int) -> None:
     if not talk.offered:
         return
+    assert template is not None
     shown = sum(len(json.dumps(one.shown)) for one in talk.functions)
-    service.check(function, "the bytes of the tools", service.limits.tool_bytes, shown, "tools")
+    if shown > tool_bytes:
+        raise Refused(400, f"{function}: the bytes of the tools must be at most {tool_bytes}, got {shown}.", param="tools")
     if template.calls is None:
         rule = "absent, because this server does not know how the model writes calls"
         message = f"{function}: tools must be {rule}, got {len(talk.functions)}. Serve with --tool-parser."

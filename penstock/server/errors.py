@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from functools import partial
 from typing import Any
 
 from fastapi.responses import JSONResponse
@@ -26,6 +27,9 @@ class Refused(Exception):
         super().__init__(message)
         self.status, self.kind, self.code, self.headers = status, kind, code, headers
         self.message, self.param = _printable(message), param and _printable(param)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(Refused, kind=self.kind, param=self.param, code=self.code, headers=self.headers), (self.status, self.message)
 
     @property
     def content(self) -> dict[str, Any]:

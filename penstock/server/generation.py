@@ -28,7 +28,7 @@ MOST_JOINED = 4096
 class Job:
     """One prompt."""
 
-    tokens: list[int]
+    tokens: Sequence[int]
     params: SamplingParams
     text: str = ""
     """What an echo shows."""

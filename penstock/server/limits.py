@@ -6,7 +6,6 @@ import asyncio
 import json
 from collections import Counter
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -14,12 +13,11 @@ from pydantic import ValidationError
 
 from ..errors import shortened
 from .bodies import Body
+from .caller import LARGE, current
 from .errors import Refused, invalid_body
-from .workers import Workers
+from .processes import Processes
 
 B = TypeVar("B", bound=Body)
-LARGE = 2**16
-"""JSON of more bytes is read in a thread of its own."""
 DISCARDED_BYTES = 2**28
 """Of a body that is too large, this much is read and dropped: most clients read no answer before they have sent everything."""
 
@@ -100,6 +98,21 @@ async def _read(request: Request, limit: int) -> bytes:
     return bytes(body)
 
 
+def check_state_type(request: Request) -> None:
+    """Raise Refused for a body that is no file by its content type. curl sends all bodies as forms by itself; those of a web page, which
+    another origin may send without being asked, have an Origin.
+    """
+    media = _media(request)
+    if media in ("", "application/octet-stream") or (media == "application/x-www-form-urlencoded" and "origin" not in request.headers):
+        return
+    remedy = "Send the header Content-Type: application/octet-stream."
+    raise Refused(415, f"states: the content type must be application/octet-stream, got {shortened(media)}. {remedy}")
+
+
+def _media(request: Request) -> str:
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
 def _too_large(limit: int, got: str) -> Refused:
     message = f"server: the body must be at most {limit} bytes, got {got}."
     return Refused(413, message, code="request_too_large", headers={"Connection": "close"})
@@ -147,15 +160,17 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-async def parsed(request: Request, kind: type[B], function: str, limits: Limits, workers: Workers) -> B:
-    """The body as JSON of a kind. Raises Refused."""
+async def parsed(request: Request, kind: type[B], function: str, limits: Limits, processes: Processes) -> B:
+    """The body as JSON of a kind. Raises Refused. What a large body needs from here on is done by worker processes."""
     content = await read_body(request, limits.body_bytes, limits.body_seconds)
-    media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    media = _media(request)
     if media != "application/json":
         remedy = "Send the header Content-Type: application/json."
         raise Refused(415, f"{function}: the content type must be application/json, got {shortened(media)}. {remedy}")
-    read = partial(_parsed, content, kind, function, limits)
-    return read() if len(content) < LARGE else await workers.run(read)
+    current().size = len(content)
+    if len(content) < LARGE:
+        return _parsed(content, kind, function, limits)
+    return await processes.run(_parsed, content, kind, function, limits)
 
 
 def _parsed(content: bytes, kind: type[B], function: str, limits: Limits) -> B:

@@ -9,7 +9,7 @@ from pydantic_core import to_json
 
 from ..engine import TokenLogprobs
 from ..models.tokenizers import Tokenizer
-from .protocol import ChatLogprobs, CompletionLogprobs, PromptLogprob, TokenLogprob, TopLogprob
+from .protocol import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
 
 PIECE = 256
 """Tokens whose log probabilities are written at once: milliseconds, in which nothing else is answered."""
@@ -65,9 +65,14 @@ class CompletionWriter:
             piece.token_logprobs.append(None if one is None else one.logprob)
             piece.top_logprobs.append(None if one is None else self._top(one))
             piece.text_offset.append(self._offset)
+            self.skip([token])
+        return piece
+
+    def skip(self, tokens: Iterable[int]) -> None:
+        """Take tokens whose log probabilities are written elsewhere."""
+        for token in tokens:
             if token < self._tokenizer.vocab_size:
                 self._offset += len(self._stream.push(token))
-        return piece
 
     def to_json(self, found: Sequence[TokenLogprobs | None], tokens: Sequence[int]) -> str:
         """The same as JSON, for many tokens: their objects are not in memory together, and Python's lock is never held for long."""
@@ -106,14 +111,15 @@ def prompt_json(tokenizer: Tokenizer, found: Iterable[TokenLogprobs | None] | No
     """The field of a prompt's log probabilities, with ``most`` most likely tokens, as JSON; none if they were not asked for."""
     if found is None or most is None:
         return {}
-    places = [one and _of_prompt(tokenizer, one) for one in shortened(found, most)]
+    places = (one and _of_prompt(tokenizer, one._replace(top=one.top[:most])) for one in found)
     return {"prompt_logprobs": f"[{','.join(to_json(place, inf_nan_mode='null').decode() for place in places)}]"}
 
 
-def _of_prompt(tokenizer: Tokenizer, one: TokenLogprobs) -> dict[str, PromptLogprob]:
+def _of_prompt(tokenizer: Tokenizer, one: TokenLogprobs) -> dict[str, dict[str, Any]]:
+    """Fields of ``protocol.PromptLogprob`` by token."""
     ranks = {token: rank for rank, (token, _) in enumerate(one.top, 1)}
     return {
-        str(token): PromptLogprob(logprob=logprob, rank=ranks.get(token), decoded_token=token_text(tokenizer, token))
+        str(token): {"logprob": logprob, "rank": ranks.get(token), "decoded_token": token_text(tokenizer, token)}
         for token, logprob in [(one.token, one.logprob), *one.top]
     }
 

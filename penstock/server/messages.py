@@ -44,7 +44,7 @@ TYPES = {
 
 async def messages(service: Service, request: Request) -> Response:
     """Answer a request."""
-    body = await parsed(request, MessagesBody, FUNCTION, service.limits, service.workers)
+    body = await parsed(request, MessagesBody, FUNCTION, service.limits, service.processes)
     service.check_model(body.model)
     job, form = await _job(service, service.chat_template(FUNCTION), body)
     generation = await service.start([job], FUNCTION)
@@ -60,10 +60,10 @@ async def messages(service: Service, request: Request) -> Response:
 
 async def count_tokens(service: Service, request: Request) -> Response:
     """Count the tokens of a prompt."""
-    body = await parsed(request, CountBody, FUNCTION, service.limits, service.workers)
+    body = await parsed(request, CountBody, FUNCTION, service.limits, service.processes)
     service.check_model(body.model)
     template = service.chat_template(FUNCTION)
-    text = await rendered(service, template, _conversation(template, body), FUNCTION)
+    text = await rendered(service, _conversation(template, body), FUNCTION)
     tokens = await service.tokens(text, "messages", special=False)
     return Response(TokenCount(input_tokens=len(tokens)).model_dump_json(), media_type="application/json")
 

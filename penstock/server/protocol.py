@@ -9,17 +9,17 @@ import math
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import AfterValidator, BaseModel, Field, model_validator
 
 from ..engine.parameters import PARAMETERS, SamplingParams
-from .bodies import Body, QueuedBody, Text, one_of
+from .bodies import UNREAD, Body, QueuedBody, Text, one_of, packed
 from .tools import CallAnswer, CallDelta, Tool, ToolCall, ToolChoice, check_tools
 from .unused import UnusedChatFields, UnusedCompletionFields, UnusedFields, UnusedMessageFields, UnusedPartFields
 
 DEFAULTS = SamplingParams()
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Token = Annotated[int, Field(ge=0)]
-Tokens = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
+Tokens = Annotated[list[Token], Field(min_length=1, fail_fast=True), AfterValidator(packed)]
 Stops = Annotated[Text | Annotated[list[Text], Field(fail_fast=True)], one_of("a text or a list of texts, none of them empty")]
 FinishReason = Literal["stop", "length", "tool_calls"]
 
@@ -120,7 +120,7 @@ class CompletionBody(SamplingBody, UnusedCompletionFields):
         return self
 
     @property
-    def prompts(self) -> list[str | list[int]]:
+    def prompts(self) -> list[str | Sequence[int]]:
         """A list of prompts."""
         found: Any = self.prompt
         several = isinstance(found, list) and not isinstance(found[0], int)
@@ -142,7 +142,7 @@ class Message(Body, UnusedMessageFields):
     name: str | None = None
     tool_call_id: Text | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] = Field(default=[])
-    parsed: Any = None
+    parsed: Annotated[Any, UNREAD] = None
     """OpenAI's client adds it to answers that it parsed. It is not read."""
 
     # beyond OpenAI's

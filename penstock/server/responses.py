@@ -31,8 +31,9 @@ from .responses_protocol import Incomplete, InputDetails, Item, Link, ResponseAn
 from .saving import without_end
 from .service import Service
 from .states import new_name
-from .streaming import EventStream, finished
+from .streaming import EventStream, encoded, finished
 from .templates import Template
+from .texts import Texts
 
 FUNCTION = "responses"
 NAMES = Names("tools.{}.parameters", "text.format")
@@ -54,7 +55,7 @@ class Turn:
 
 async def responses(service: Service, request: Request) -> Response:
     """Answer a request."""
-    body = await parsed(request, ResponseBody, FUNCTION, service.limits, service.workers)
+    body = await parsed(request, ResponseBody, FUNCTION, service.limits, service.processes)
     service.check_model(body.model)
     turn, job = await _begin(service, service.chat_template(FUNCTION), body)
     generation = await service.start([job], FUNCTION)
@@ -82,7 +83,7 @@ async def _begin(service: Service, template: Template, body: ResponseBody) -> tu
     form = None if body.text.format is None else body.text.format.chat
     talk = Conversation(messages, body.tools, body.choice, body.parallel_tool_calls, form, names=NAMES)
     if link is not None:
-        render = partial(_after, template, messages, talk, link)
+        render = partial(_after, messages=messages, talk=talk, link=link)
     ready = await prepare(service, template, talk, FUNCTION, render)
     names = {"model", "temperature", "top_p", "cache_salt", "priority"}
     sampling = SamplingBody.model_validate(body.model_dump(include=names, exclude_unset=True))
@@ -94,10 +95,11 @@ async def _begin(service: Service, template: Template, body: ResponseBody) -> tu
     return Turn(body, template, _answer(service, body), ready.form, state), Job(tokens, params, state=state)
 
 
-def _after(template: Template, messages: list[Message], talk: Conversation, link: Link) -> str:
+def _after(texts: Texts, messages: list[Message], talk: Conversation, link: Link) -> str:
     """The text after a state: what the state already has of it is left out."""
+    assert texts.template is not None
     try:
-        return continuation(partial(template.render, functions=talk.offered), messages).removeprefix(link.tail)
+        return continuation(partial(texts.template.render, functions=talk.offered), messages).removeprefix(link.tail)
     except NotContinuable as error:
         rule = f"absent, because the model's chat template {error}"
         message = f"{FUNCTION}: previous_response_id must be {rule}, got one. Send all of the input."
@@ -243,13 +245,13 @@ class ResponseStream(EventStream):
         self._events = writer
 
     async def _pieces(self) -> AsyncIterator[bytes]:
-        yield b"".join(map(self.encoded, self._events.begin()))
+        yield b"".join(map(encoded, self._events.begin()))
         async for piece in super()._pieces():
             yield piece
 
     def failed(self, error: Refused) -> bytes:
         """The event of an error."""
-        return self.encoded(self._events.failed(error))
+        return encoded(self._events.failed(error))
 
 
 # what was kept

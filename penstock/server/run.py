@@ -16,6 +16,7 @@ import uvicorn
 
 from .app import create_app
 from .connection import ACCEPTED, Connection
+from .hosts import check_hosts, known_hosts
 from .keys import Keys
 from .requestlog import LogFormat, log_config
 from .service import Service
@@ -107,16 +108,20 @@ class Server(uvicorn.Server):
 def make_server(
     service: Service, host: str = "127.0.0.1", port: int = 8000, *, api_key: str | None = None, keys: Keys | None = None,
     origins: Sequence[str] = (), drain_seconds: float = DRAIN_SECONDS, log_level: str = "info", log_format: LogFormat | None = None,
-    tracing: Tracing | None = None,
+    tracing: Tracing | None = None, hosts: Sequence[str] = (),
 ) -> Server:  # fmt: skip
     """A server; its ``run`` ends with SIGTERM or SIGINT.
 
+    hosts : list of str
+        Without a key and at a loopback address, requests may name these in their Host header, beside this machine's; "*": all.
     log_format : "text" or "json", optional
         Write the lines of Penstock and uvicorn in this form. Default: leave Python's logging as it is, with uvicorn's own lines.
     """
+    check_hosts("make_server", hosts)
+    known = known_hosts(host, hosts, keyed=api_key is not None or keys is not None)
     more: dict[str, Any] = {} if log_format is None else {"log_config": log_config(log_format)}
     config = uvicorn.Config(
-        create_app(service, api_key, keys, origins, tracing), host=host, port=port, log_level=log_level, access_log=False,
+        create_app(service, api_key, keys, origins, tracing, known), host=host, port=port, log_level=log_level, access_log=False,
         server_header=False, backlog=ACCEPTED, ws="none", lifespan="on", http=Connection, **more,
     )  # fmt: skip
     return Server(config, service, drain_seconds, keys)

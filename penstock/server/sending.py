@@ -17,7 +17,7 @@ async def send_pieces(send: Send, message: Message) -> None:
     """Send a message of an answer, its body in pieces."""
     body = message.get("body", b"")
     if len(body) <= PIECE:
-        await send(message)
+        await send({**message, "body": bytes(body)} if isinstance(body, memoryview) else message)
         return
     more, last = message.get("more_body", False), len(body) - PIECE
     for begin in range(0, len(body), PIECE):

@@ -12,15 +12,17 @@ from typing import Any, ParamSpec, TypeVar
 from ..engine import Engine, SamplingParams
 from ..errors import InvalidArgument, shortened
 from ..models.tokenizers import Tokenizer
-from .caller import current
+from .caller import LARGE, current
 from .errors import Refused, refusal, shutting_down
 from .generation import Generation, Job
 from .grammars import Grammars, wanted_schema
 from .limits import Limits
 from .metrics import Metrics
+from .processes import Processes
 from .protocol import SamplingBody
 from .states import States
 from .templates import Template
+from .texts import Texts, decoded, encoded
 from .workers import Workers
 
 P = ParamSpec("P")
@@ -48,6 +50,7 @@ class Service:
         self.models: dict[str, str | None] = {name: None, **{f"{name}:{tuning}": tuning for tuning in engine.tunings}}
         """The names that requests may have as ``model``, and the tuning of each."""
         self.tokenizer: Tokenizer = engine.tokenizer
+        self.texts = Texts(self.tokenizer, template)
         self.limits = limits or Limits()
         self.metrics = Metrics(engine)
         self.grammars = Grammars(self.tokenizer, engine.vocab_size, self.limits)
@@ -55,6 +58,7 @@ class Service:
         """By the name of the key that they belong to."""
         self.created = int(time.time())
         self.workers = Workers(4, "server")
+        self.processes = Processes(self.texts)
         self.compilers = Workers(2, "grammars")
         """Schemas take seconds and memory, and must not hold up what takes milliseconds."""
         self.running: set[Generation] = set()
@@ -133,20 +137,21 @@ class Service:
             message = f"{function}: a schema must be compiled within {seconds:g} seconds, got one that was not. Use fewer patterns."
             raise Refused(400, message, param="response_format", code="schema_timeout") from None
 
-    async def tokens(self, text: str, param: str, special: bool = True) -> list[int]:
-        """Tokens of a text, in a thread of their own: long texts take time. An empty text begins with the end of the one before."""
+    async def work(self, function: Callable[P, T], /, *given: P.args, **named: P.kwargs) -> T:
+        """The result of a function of a module: in a worker process if the caller's request is large, else in a thread."""
+        return await (self.processes if current().size >= LARGE else self.workers).run(function, *given, **named)
+
+    async def tokens(self, text: str, param: str, special: bool = True) -> Sequence[int]:
+        """Tokens of a text. An empty text begins with the end of the one before."""
         try:
-            found = await self.workers.run(self.tokenizer.encode, text, special)
+            return await self.work(encoded, self.texts, text, special)
         except InvalidArgument as error:
             raise refusal(error, param) from error
-        if not found and special and self.tokenizer.end_of_text is not None:
-            return [self.tokenizer.end_of_text]
-        return found
 
-    async def text(self, tokens: list[int], param: str) -> str:
+    async def text(self, tokens: Sequence[int], param: str) -> str:
         """The text of tokens of a request."""
         try:
-            return await self.workers.run(self.tokenizer.decode, tokens)
+            return await self.work(decoded, self.texts, tokens)
         except InvalidArgument as error:
             raise refusal(error, param) from error
 
@@ -180,8 +185,8 @@ class Service:
     def abort(self) -> None:
         """End all requests with an error, and take no new ones."""
         self.draining = self.closing = True
-        self.workers.end(shutting_down())
-        self.compilers.end(shutting_down())
+        for one in (self.workers, self.compilers, self.processes):
+            one.end(shutting_down())
         for generation in list(self.running):
             generation.cancel()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Iterable
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterable
 from typing import Any, Protocol
 
 from fastapi import Request, Response
@@ -33,11 +33,17 @@ class NamedEvent(BaseModel):
     type: str
 
 
+def encoded(piece: BaseModel) -> bytes:
+    """One event of a stream."""
+    name = f"event: {piece.type}\n".encode() if isinstance(piece, NamedEvent) else b""
+    return name + b"data: " + piece.model_dump_json().translate(LINE_ENDS).encode() + b"\n\n"
+
+
 class Writer(Protocol):
     """Turns events into pieces of an answer."""
 
-    def write(self, event: Event) -> Iterable[BaseModel]:
-        """Pieces for an event."""
+    def write(self, event: Event) -> Iterable[BaseModel | Awaitable[bytes]]:
+        """Pieces for an event. What takes long gives its text later."""
 
     def finish(self) -> Iterable[BaseModel]:
         """Pieces after the last event. Called in a thread: it may write files."""
@@ -86,7 +92,7 @@ class EventStream(Response):
                     for one in self._writer.write(event):
                         if self._counts and isinstance(one, ChatChunk | CompletionAnswer):
                             one.usage = self._generation.usage(tokens)
-                        piece += self.encoded(one)
+                        piece += encoded(one) if isinstance(one, BaseModel) else await one
                         if len(piece) > LARGE:
                             yield piece
                             piece = b""
@@ -100,12 +106,7 @@ class EventStream(Response):
             yield self.failed(current().failed(refusal(error)))
 
     def _rest(self) -> bytes:
-        return b"".join(map(self.encoded, self._writer.finish()))
-
-    def encoded(self, piece: BaseModel) -> bytes:
-        """One event of the stream."""
-        name = f"event: {piece.type}\n".encode() if isinstance(piece, NamedEvent) else b""
-        return name + b"data: " + piece.model_dump_json().translate(LINE_ENDS).encode() + b"\n\n"
+        return b"".join(map(encoded, self._writer.finish()))
 
     def failed(self, error: Refused) -> bytes:
         """The event of an error."""

@@ -109,6 +109,7 @@ class JinjaTemplate:
         from jinja2 import TemplateError, meta
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+        self._source = source, special, name
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
         environment.filters["tojson"] = _to_json
         environment.globals.update(raise_exception=_raise, strftime_now=lambda form: datetime.now().strftime(form))
@@ -123,6 +124,9 @@ class JinjaTemplate:
             complaints.raise_any()
         self.variables = tuple(sorted(known - {"messages", "tools", "add_generation_prompt", *SPECIAL, *environment.globals}))
         self._takes_tools = "tools" in known
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return JinjaTemplate, self._source, {"calls": self.calls, "reasoning": self.reasoning}
 
     def render(self, messages: Sequence[Message], functions: Sequence[Function] = (), variables: Mapping[str, Any] = NONE) -> str:
         """The prompt. Raises RangeError where the template refuses the messages, or does not know functions or variables."""

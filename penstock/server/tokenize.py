@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from fastapi import Request, Response
-from pydantic import BaseModel, Field, model_validator
+from pydantic import AfterValidator, BaseModel, Field, model_validator
 
-from .bodies import Body, Text, one_of
+from ..errors import InvalidArgument
+from .bodies import Body, Text, one_of, packed
+from .errors import refusal
 from .limits import parsed
 from .logprobs import token_text
 from .protocol import Message, Token
 from .service import Service
+from .texts import Texts, decoded, encoded
 from .writing import to_pieces, written
 
 
@@ -37,7 +41,7 @@ class DetokenizeBody(Body):
     """``POST /detokenize``."""
 
     model: Text | None = None
-    tokens: Annotated[list[Token], Field(fail_fast=True)]
+    tokens: Annotated[list[Token], Field(fail_fast=True), AfterValidator(packed)]
 
 
 class TokenizeAnswer(BaseModel):
@@ -59,27 +63,41 @@ class DetokenizeAnswer(BaseModel):
 
 async def tokenize(service: Service, request: Request) -> Response:
     """Answer a request."""
-    body = await parsed(request, TokenizeBody, "tokenize", service.limits, service.workers)
+    body = await parsed(request, TokenizeBody, "tokenize", service.limits, service.processes)
     service.check_model(body.model or service.name)
     if body.messages is not None:
-        text = await service.workers.run(service.chat_template("tokenize").render, body.messages)
-        tokens = await service.tokens(text, "messages", special=bool(body.add_special_tokens))
+        service.chat_template("tokenize")
+    try:
+        content = await service.work(_tokenized, service.texts, body, service.limits.prompt_tokens)
+    except InvalidArgument as error:
+        raise refusal(error, "prompt" if body.messages is None else None) from error
+    return Response(content, media_type="application/json")
+
+
+def _tokenized(given: Texts, body: TokenizeBody, most: int) -> bytes:
+    """The answer as JSON. That of millions of tokens takes seconds."""
+    if body.messages is None:
+        tokens = encoded(given, body.prompt or "", body.add_special_tokens is not False)
     else:
-        tokens = await service.tokens(body.prompt or "", "prompt", special=body.add_special_tokens is not False)
-    return await service.workers.run(_answer, service, body, tokens)
-
-
-def _answer(service: Service, body: TokenizeBody, tokens: list[int]) -> Response:
-    """The answer. That of millions of tokens takes seconds."""
-    texts = [token_text(service.tokenizer, token) for token in tokens] if body.return_token_strs else None
-    answer = TokenizeAnswer(count=len(tokens), max_model_len=service.limits.prompt_tokens, tokens=[])
+        assert given.template is not None
+        tokens = encoded(given, given.template.render(body.messages), bool(body.add_special_tokens))
+    texts = [token_text(given.tokenizer, token) for token in tokens] if body.return_token_strs else None
+    answer = TokenizeAnswer(count=len(tokens), max_model_len=most, tokens=[])
     names = {"tokens": to_pieces(tokens), **({} if texts is None else {"token_strs": to_pieces(texts)})}
-    return Response(written(answer, **names), media_type="application/json")
+    return written(answer, **names).encode()
 
 
 async def detokenize(service: Service, request: Request) -> Response:
     """Answer a request."""
-    body = await parsed(request, DetokenizeBody, "detokenize", service.limits, service.workers)
+    body = await parsed(request, DetokenizeBody, "detokenize", service.limits, service.processes)
     service.check_model(body.model or service.name)
-    text = await service.text(body.tokens, "tokens")
-    return await service.workers.run(lambda: Response(DetokenizeAnswer(prompt=text).model_dump_json(), media_type="application/json"))
+    try:
+        content = await service.work(_detokenized, service.texts, body.tokens)
+    except InvalidArgument as error:
+        raise refusal(error, "tokens") from error
+    return Response(content, media_type="application/json")
+
+
+def _detokenized(given: Texts, tokens: Sequence[int]) -> bytes:
+    """The answer as JSON."""
+    return DetokenizeAnswer(prompt=decoded(given, tokens)).model_dump_json().encode()

@@ -9,11 +9,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from .bodies import one_of
+from .bodies import UNREAD, one_of
 
 TEXTS_ONLY = "This server reads and writes texts only."
-Texts = Annotated[dict[str, str], one_of("an object of texts")]
-Settings = Annotated[dict[str, str], one_of("an object of texts", "The engine caches prefixes by itself.")]
+Texts = Annotated[dict[str, str], one_of("an object of texts"), UNREAD]
+Settings = Annotated[dict[str, str], one_of("an object of texts", "The engine caches prefixes by itself."), UNREAD]
 Nothing = Annotated[list[Any], Field(max_length=0), one_of("empty", "This server does not support it.")]
 
 
@@ -43,7 +43,7 @@ class UnusedChatFields(BaseModel):
     functions: Nothing = []
     function_call: Annotated[Literal["none", "auto"] | None, one_of("'none' or 'auto'", "There are no functions to call.")] = None
     modalities: Annotated[list[Literal["text"]] | None, one_of("['text']", TEXTS_ONLY)] = None
-    prediction: Annotated[dict[str, Any] | None, one_of("an object")] = None
+    prediction: Annotated[dict[str, Any] | None, one_of("an object"), UNREAD] = None
     reasoning_effort: Annotated[Literal["none"] | None, one_of("'none'", "Ask in a message for more or fewer thoughts.")] = None
     verbosity: Annotated[Literal["medium"] | None, one_of("'medium'", "Ask in a message for a longer or shorter answer.")] = None
     audio: Annotated[None, one_of("absent", TEXTS_ONLY)] = None

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from fastapi import Response
 from pydantic import BaseModel
 from pydantic_core import to_json
 
@@ -24,14 +23,14 @@ def written(model: BaseModel, **fields: str) -> str:
     return "".join([rest[:-1], *more, "}"])
 
 
-def answered(answer: BaseModel, choices: Iterable[str], **fields: str) -> Response:
-    """An answer, with choices and other fields that are JSON already."""
-    return Response(written(answer, choices=f"[{','.join(choices)}]", **fields), media_type="application/json")
+def answered(answer: BaseModel, choices: Iterable[str], **fields: str) -> bytes:
+    """JSON of an answer, with choices and other fields that are JSON already."""
+    return written(answer, choices=f"[{','.join(choices)}]", **fields).encode()
 
 
 def to_pieces(values: Sequence[Any]) -> str:
     """JSON of a list of many numbers or texts."""
-    return f"[{','.join(to_json(values[n : n + PIECE]).decode()[1:-1] for n in range(0, len(values), PIECE))}]"
+    return f"[{','.join(to_json(list(values[n : n + PIECE])).decode()[1:-1] for n in range(0, len(values), PIECE))}]"
 
 
 def prompt_size(tokens: int, logprobs: int | None) -> int:

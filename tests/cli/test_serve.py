@@ -103,6 +103,7 @@ def test_wrong_options_are_refused(checkpoint, tmp_path):
         (["--dtype", "int8"], "dtype must be"),
         (["--api-key", ""], "api_key must be at least one character"),
         (["--allow-origin", "localhost:5173"], "allow_origin must be an origin such as https://example.org"),
+        (["--allow-host", "example.org:80"], "allow_host must be a name such as example.org"),
         (["--state", str(tmp_path / "none.pth")], "state must be an existing file or folder"),
         (["--chat-template", str(tmp_path / "none")], "chat_template must be a text file"),
         (["--states-folder", str(checkpoint / "config.json")], "states_folder must be a folder that can be written"),

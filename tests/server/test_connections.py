@@ -18,7 +18,7 @@ from penstock.server.limits import Limits
 LONG = {"model": "tiny", "prompt": "a", "max_tokens": 4000, "ignore_eos": True}
 SHORT = {"model": "tiny", "prompt": "a", "max_tokens": 5, "ignore_eos": True}
 LARGE = {"model": "tiny", "prompt": "a" * 30_000, "max_tokens": 0, "echo": True, "logprobs": 3, "n": 2}
-GET = "GET {} HTTP/1.1\r\nHost: x\r\n\r\n"
+GET = "GET {} HTTP/1.1\r\nHost: localhost\r\n\r\n"
 STATE = f"state-1-{0:032}"
 UNREAD = {
     "whole": sent(LARGE),
@@ -292,7 +292,8 @@ def test_a_process_that_may_open_few_files_answers_beside_idle_connections(tmp_p
 @pytest.mark.parametrize("large", [False, True])
 def test_a_client_that_asks_before_it_sends_is_told_that_a_body_is_too_large(live, client, path, large):
     length = 2**40 if large else 10
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {length}\r\nExpect: 100-continue\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {length}\r\nExpect: 100-continue\r\n\r\n"
     with live.connect() as one:
         one.sendall(head.encode())
         content = one.recv(2**16)

@@ -49,7 +49,8 @@ def test_errors_do_not_repeat_long_paths(live, client, path):
 @pytest.mark.parametrize("coding", ["gzip", "br, gzip", "identity"])
 def test_a_compressed_body_is_refused_by_its_header(live, client, path, coding):
     body = json.dumps(BODIES.get(path, {}) | {"none": 1})
-    answer = httpx.post(live.url + path, content=body, headers={"content-type": "application/json", "content-encoding": coding})
+    media = "application/octet-stream" if path == "/v1/states" else "application/json"
+    answer = httpx.post(live.url + path, content=body, headers={"content-type": media, "content-encoding": coding})
     message = answer.json()["error"]["message"]
     if coding == "identity":
         assert answer.status_code == 400
@@ -57,3 +58,11 @@ def test_a_compressed_body_is_refused_by_its_header(live, client, path, coding):
     else:
         assert (answer.status_code, answer.headers["accept-encoding"]) == (415, "identity")
         assert f"must not be compressed, got Content-Encoding: '{coding}'. Send it as it is." in message
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/metrics", "/version", "/v1/models", "/v1/models/tiny", "/v1/models/other"])
+def test_head_answers_as_get_without_a_body(live, path):
+    got, asked = httpx.get(live.url + path), httpx.head(live.url + path)
+    assert asked.content == b""
+    assert (asked.status_code, asked.headers["content-type"]) == (got.status_code, got.headers["content-type"])
+    assert path == "/metrics" or asked.headers["content-length"] == got.headers["content-length"]

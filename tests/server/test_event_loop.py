@@ -4,7 +4,7 @@ import gc
 import json
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import httpx
 import openai
@@ -13,53 +13,58 @@ from live_server import VOCAB, running
 
 from penstock.server.limits import Limits
 
-MOST = 0.2
-"""Seconds that the loop may do nothing else, beside twice the time of parsing the request: that holds Python's lock in whichever thread."""
+MOST = 0.1
+"""Seconds that the loop may do nothing else, and that a thread may wait for Python's lock."""
 
 
 class Probe:
-    """Measures the largest time between two turns of the server's loop: of the clock, and of this process on a CPU."""
+    """Measures the largest time between two turns: of the clock, and of this process on a CPU."""
 
-    def __init__(self, live):
-        self.loop = live.server.servers[0].get_loop()
-        self.largest, self._last, self._running = [0.0, 0.0], None, True
+    def __init__(self):
+        self.largest, self._last, self.running = [0.0, 0.0], None, True
 
-    def tick(self):
+    def turn(self):
         now = time.perf_counter(), time.process_time()
         if self._last is not None:
             self.largest = [max(most, one - last) for most, one, last in zip(self.largest, now, self._last)]
         self._last = now
-        if self._running:
-            self.loop.call_later(0.002, self.tick)
 
-    def stop(self):
-        self._running = False
+    def of_loop(self, loop):
+        """Turns of an event loop."""
+        self.turn()
+        if self.running:
+            loop.call_later(0.002, self.of_loop, loop)
+
+    def of_lock(self):
+        """Turns of a thread, for which it needs Python's lock only."""
+        while self.running:
+            self.turn()
+            time.sleep(0.002)
 
 
 @contextmanager
-def responsive(live, content=b"{}", clock=None):
-    """The loop does so all the time, and /health is answered.
+def responsive(live, clock=None):
+    """The loop does so all the time, nothing keeps Python's lock, and /health is answered.
 
-    content : bytes, optional
-        The body of the request, which is parsed here too.
     clock : float, optional
         Seconds of the clock that it may be away. Default: other processes of the machine may keep it waiting.
     """
     gc.collect()
     gc.freeze()  # as penstock serve does
-    begin = time.process_time()
-    with suppress(RecursionError):
-        json.loads(content)
-    most = MOST + 2 * (time.process_time() - begin)
-    probe = Probe(live)
-    probe.loop.call_soon_threadsafe(probe.tick)
+    probe, lock, loop = Probe(), Probe(), live.server.servers[0].get_loop()
+    loop.call_soon_threadsafe(probe.of_loop, loop)
+    thread = threading.Thread(target=lock.of_lock)
+    thread.start()
     try:
         yield
     finally:
-        probe.stop()
+        probe.running = lock.running = False
+        thread.join()
         gc.unfreeze()
     assert httpx.get(f"{live.url}/health").status_code == 200
-    assert min(probe.largest) < most if clock is None else probe.largest[0] < clock
+    if clock is None:
+        assert min(lock.largest) < MOST
+    assert min(probe.largest) < MOST if clock is None else probe.largest[0] < clock
 
 
 class Nested(str):
@@ -179,7 +184,7 @@ def test_no_request_keeps_the_loop_from_others(live, client, name):
     if name.startswith("too many of a chat"):
         del body["max_tokens"]
     content, url = encoded(body), live.url + PATHS.get(path, path)
-    with responsive(live, content):
+    with responsive(live):
         answer = httpx.post(url, content=content, headers={"content-type": "application/json"}, timeout=200)
     assert answer.status_code == status, answer.text[:300]
     if status == 400:

@@ -170,7 +170,7 @@ def test_a_request_may_take_longer_than_its_head(live, client, monkeypatch):
 OTHERS = {
     "TLS": b"\x16\x03\x01\r\n\r\n",
     "no host": b"GET /health HTTP/1.1\r\n\r\n",
-    "long head": b"GET / HTTP/1.1\r\nHost: x\r\na: " + b"a" * 10**6,
+    "long head": b"GET / HTTP/1.1\r\nHost: localhost\r\na: " + b"a" * 10**6,
     "length": WHOLE.replace(b"Length: ", b"Length: x"),
 }
 
@@ -350,6 +350,13 @@ def test_the_api_key(model):
             assert httpx.get(live.url + path).status_code == 401
         for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/states"):
             assert httpx.post(live.url + path, content=b"x").status_code == 401
+        for method in ("GET", "HEAD", "POST", "PUT"):
+            for path in ("/v1", "/v1/", "/v1/none", "/v1/none/of/these", "/v1/models", "/v1/completions", "/tokenize", "/detokenize/x"):
+                assert httpx.request(method, live.url + path).status_code == 401
+                known = httpx.request(method, live.url + path, headers={"authorization": f"Bearer {KEY}"})
+                assert known.status_code in (200, 404, 405, 415), (method, path)
+            for path in ("/none", "/v10", "/tokenizer"):
+                assert httpx.request(method, live.url + path).status_code == 404
         for path in ("/", "/page.js", "/page.css", "/health", "/metrics"):
             assert httpx.get(live.url + path).status_code == 200
 

@@ -159,7 +159,7 @@ def test_clients_that_disconnect_are_499(logged, lines, path, stream):
     name = f"gone-{path.replace('/', '.')}-{stream}"
     body = {**POSTS[path], "max_tokens": 4000, "ignore_eos": True, "stream": stream}
     content, steps = json.dumps(body), logged.engine.stats.generated_tokens
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n"
     with logged.connect() as one:
         one.sendall(f"{head}Authorization: Bearer {SECRET}\r\nX-Request-Id: {name}\r\n\r\n{content}".encode())
         while logged.engine.stats.generated_tokens == steps:

@@ -1,6 +1,7 @@
 """States over HTTP: saved, listed, continued from, sent and received."""
 
 import errno
+import json
 import math
 import os
 import shutil
@@ -435,6 +436,41 @@ def test_a_sent_state_has_finite_numbers(client, live, saved, value):
         assert answer.json()["error"]["message"].startswith(f"load_state: {name} must be finite numbers, got ")
     more = httpx.post(f"{live.url}/v1/states", content=save({**tensors, "more": tensors["tokens"]}, about))
     assert "the tensors of the file must be those of the state alone, got ['more']" in more.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_error_of_a_sent_state_names_it(client, live, saved, stream):
+    """Finite numbers may be so large that no logit is."""
+    content = httpx.get(ends(live.url, saved.state)).content
+    tensors = load(content)
+    with safe_open(str(live.service.states._path(saved.state)), "np") as file:
+        about = file.metadata()
+    changed = {name: x if name == "tokens" else np.full_like(x, 3e38) for name, x in tensors.items()}
+    sent = httpx.post(f"{live.url}/v1/states", content=save(changed, about)).json()["id"]
+    body = {"model": "tiny", "prompt": "a", "state": sent, "stream": stream}
+    answer = httpx.post(f"{live.url}/v1/completions", json=body)
+    error = json.loads(answer.text.removeprefix("data: "))["error"] if stream else answer.json()["error"]
+    assert answer.status_code == (200 if stream else 400)
+    assert (error["type"], error["param"]) == ("invalid_request_error", "state")
+    assert error["message"].startswith("submit: state must be such that a token may follow")
+    assert continued(client, saved.state).choices[0].text
+
+
+TAKEN = [None, "", "application/octet-stream", "Application/Octet-Stream; a=b", "application/x-www-form-urlencoded"]
+
+
+@pytest.mark.parametrize("media", [*TAKEN, "application/json", "text/plain", "multipart/form-data; boundary=a", "a" * 5000])
+@pytest.mark.parametrize("origin", [{}, {"Origin": "https://example.org"}], ids=["", "page"])
+def test_a_sent_state_is_a_file_by_its_content_type(live, saved, media, origin):
+    content = httpx.get(ends(live.url, saved.state)).content
+    headers = origin if media is None else {"Content-Type": media, **origin}
+    answer = httpx.post(f"{live.url}/v1/states", content=content, headers=headers)
+    if media in TAKEN and not (origin and "form" in (media or "")):
+        assert answer.status_code == 200
+    else:
+        assert answer.status_code == 415
+        assert answer.json()["error"]["message"].endswith("Send the header Content-Type: application/octet-stream.")
+        assert len(answer.content) < 1000
 
 
 LONG = f"state-{'1' * 300}-{0:032}"

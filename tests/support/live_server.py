@@ -37,7 +37,7 @@ def small_model():
 def sent(body, path="/v1/completions", headers=""):
     """Bytes of an HTTP request."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n{headers}\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n{headers}\r\n"
     return head.encode() + content
 
 
@@ -86,6 +86,7 @@ def running(
     keys=None,
     origins=(),
     tracing=None,
+    hosts=(),
     **options,
 ):
     engine = Engine(model, Bytes(VOCAB), **{"slots": 4, "token_budget": 256, **options})
@@ -93,7 +94,7 @@ def running(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    given = {"api_key": api_key, "keys": keys, "origins": origins, "drain_seconds": drain_seconds, "tracing": tracing}
+    given = {"api_key": api_key, "keys": keys, "origins": origins, "drain_seconds": drain_seconds, "tracing": tracing, "hosts": hosts}
     server = make_server(service, port=port, **given, log_level="warning")
     thread = threading.Thread(target=server.run)
     thread.start()
