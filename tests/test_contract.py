@@ -139,6 +139,7 @@ HELD_TOO = [
 SWEEPS = [pytest.param(*pair, marks=pytest.mark.slow) for pair in HELD_TOO if pair not in HELD]
 
 
+@pytest.mark.sampled("impl")
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")
 @pytest.mark.parametrize(("case", "impl"), [*HELD, *SWEEPS], ids=str)
 def test_equals_the_oracle(case, impl):
