@@ -3,9 +3,11 @@
 import importlib.util
 import os
 import sys
-from functools import wraps
+import time
+from collections import Counter
 
 import pytest
+import sampling
 import torch
 
 collect_ignore = ["support/own_mixer.py"]  # it registers its mixer when it is imported, which the tests do by its own name
@@ -31,26 +33,13 @@ def _float32_products():
     torch.set_float32_matmul_precision(before)
 
 
-def _with_boolean_mask(method, place):
-    """A method of the interpreter's builder that takes its mask at this place only if its values are booleans."""
-
-    @wraps(method)
-    def checked(self, *arguments):
-        assert arguments[place].data.dtype == bool, "a scalar condition of a mask must be uniform(condition), see gpu/tiles.py"
-        return method(self, *arguments)
-
-    return checked
-
-
 @pytest.fixture(autouse=True, scope="session")
-def _boolean_masks():
-    """Triton 3.9 refuses masks that are not booleans under its interpreter. Older versions would hide them."""
+def _interpreter():
     with pytest.MonkeyPatch.context() as patch:
         if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None:
-            from triton.runtime.interpreter import InterpreterBuilder
+            import interpreted
 
-            for name, place in (("create_masked_load", 1), ("create_masked_store", 2), ("create_atomic_rmw", 3)):
-                patch.setattr(InterpreterBuilder, name, _with_boolean_mask(getattr(InterpreterBuilder, name), place))
+            interpreted.patched(patch)
         yield
 
 
@@ -96,13 +85,35 @@ def check_in_float32(monkeypatch):
 
 
 def pytest_addoption(parser):
-    parser.addoption("--quarter", type=int, choices=range(4), help="run every fourth test, from this one on")
+    parser.addoption("--part", help="1/16: run every sixteenth test, from the second on")
+    parser.addoption("--minutes", type=float, help="skip the tests that have not begun after so many minutes")
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config, items):
-    """After the selection by markers."""
-    quarter = config.getoption("--quarter")
-    if quarter is not None:
-        config.hook.pytest_deselected(items=[item for n, item in enumerate(items) if n % 4 != quarter])
-        items[:] = items[quarter::4]
+    sampling.mark_slow(items)
+    selected = yield  # by markers
+    if config.getoption("--part") is not None:
+        part, parts = map(int, config.getoption("--part").split("/"))
+        config.hook.pytest_deselected(items=[item for n, item in enumerate(items) if n % parts != part])
+        items[:] = items[part::parts]
+    return selected
+
+
+BEGUN = time.monotonic()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    minutes = item.config.getoption("--minutes")
+    if minutes is not None and time.monotonic() - BEGUN > 60 * minutes:
+        pytest.skip(f"not begun within {minutes:g} minutes")
+
+
+def pytest_terminal_summary(terminalreporter):
+    """How many tests were skipped for which reason."""
+    skipped = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.stats.get("skipped", []))
+    if skipped:
+        terminalreporter.section("skipped tests by reason")
+    for reason, count in skipped.most_common():
+        terminalreporter.write_line(f"{count:6}  {reason}")

@@ -139,6 +139,7 @@ HELD_TOO = [
 SWEEPS = [pytest.param(*pair, marks=pytest.mark.slow) for pair in HELD_TOO if pair not in HELD]
 
 
+@pytest.mark.sampled("impl")
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")
 @pytest.mark.parametrize(("case", "impl"), [*HELD, *SWEEPS], ids=str)
 def test_equals_the_oracle(case, impl):
@@ -165,6 +166,7 @@ SMALL = [
 """One small call or two of every operator."""
 
 
+@pytest.mark.sampled("impl")
 @pytest.mark.parametrize("kind", LAZY)
 @pytest.mark.parametrize(("case", "impl"), [(case, impl) for case in SMALL for impl in takers(case)], ids=str)
 def test_lazy_tensors_equal_tensors_in_memory(case, impl, kind):
@@ -179,6 +181,7 @@ def test_lazy_pools_are_refused(impl, kind):
         SMALL[2].call(tensors | {"state": LAZY[kind][0](tensors["state"])}, impl)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("elements", [1, 10_000], ids=["one chunk", "three chunks"])
 @pytest.mark.parametrize("options", [{"T": 300}, {"T": 90, "B": 5, "state": False}, {"lengths": (*LENGTHS, 300), "reverse": True}], ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -209,6 +212,7 @@ def test_decay_gradients_near_underflow(variant, impl):
     check_near_underflow(Case(variant, T=5, B=1, H=1), partial(measured, impl=impl))
 
 
+@pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")
 @pytest.mark.parametrize(("impl", "K"), [*((impl, 16) for impl in (*NAMES, *TRITON)), *((impl, 260) for impl in TRITON)])
 @pytest.mark.parametrize("variant", VARIANTS)

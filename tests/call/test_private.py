@@ -106,6 +106,7 @@ def test_torch_versions_that_were_checked(another_torch, text):
     assert private.FAST_PATH
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", NAMES)
 def test_results_without_one_private_name(name, without):
     wanted = results()

@@ -46,6 +46,7 @@ def convolution_of(W, C=70, dtype=FLOAT32, bias=True, activation="silu"):
     return one.to(dtype)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", cases(FLOAT32, FLOAT16), ids=str)
 def test_results_and_gradients(case, monkeypatch):
     monkeypatch.setattr(launch, "PROGRAMS", 8)  # several groups of tokens a program
@@ -67,6 +68,7 @@ def test_channels(C):
     check(case, kernels.Convolution, formula_of(case))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("bounds", [PACKED, BATCH], ids=str)
 @pytest.mark.parametrize("learned", [True, False])
 @pytest.mark.parametrize("used", [(0,), (1,), (0, 1)], ids=str)
@@ -98,6 +100,7 @@ def test_tails_of_inputs_without_gradients_have_none(learned):
     assert all(torch.equal(one, other) for one, other in zip(*grads))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("silu", [True, False])
 @pytest.mark.parametrize("bounds", [PACKED, BATCH], ids=str)
 def test_second_derivatives(bounds, silu):
@@ -152,6 +155,7 @@ def test_gradients_do_not_depend_on_other_sequences_or_programs(monkeypatch):
     assert torch.equal(found[0][:25], found[2])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [FLOAT32, FLOAT16], ids=str)
 @pytest.mark.parametrize("slots", [None, (4, -1, 5, 0), (-1, -1, -1, -2)], ids=str)
 @pytest.mark.parametrize("lengths", [(1, 1, 1, 1), (5, 5, 5, 5), (2, 2, 2, 2), (3, 0, 7, 1), (0, 0, 0, 0)], ids=str)

@@ -50,6 +50,7 @@ def sequences(packed):
     return Sequences(torch.empty(3, 25, 1))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(
@@ -124,6 +125,7 @@ def test_token_shift_is_the_loop_over_tokens():
                 before = now
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize(("heads", "size", "centre", "affine"), [(3, 64, True, 2), (2, 40, True, 2), (2, 96, False, 1), (1, 32, False, 0)])
 def test_norm_gate(heads, size, centre, affine, dtype):
@@ -241,6 +243,7 @@ def test_sums_and_their_norms(channels, centre, bias, dtype):
         assert (normed.double() - wanted).norm() <= 2 * torch.finfo(dtype).eps * wanted.norm()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize(
     ("tokens", "channels", "centre", "bias"), [(70, 70, True, True), (70, 70, True, False), (33, 1000, False, False), (3, 5000, True, True)]
@@ -427,6 +430,7 @@ def trained(model, checkpointing=False):
     return [loss.detach(), *(x.grad for x in model.parameters())], sum(kept.values())
 
 
+@pytest.mark.sampled(file=True)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_training_steps_of_models(name, request):
     """Loss and gradients are those of plain PyTorch in float64; not more is kept than by plain PyTorch."""
@@ -447,6 +451,7 @@ def test_training_steps_of_models(name, request):
         most = kept if checkpointing == "selective" else most
 
 
+@pytest.mark.sampled(file=True)
 @pytest.mark.parametrize("name", ["rwkv5.0", "rwkv6", "gla", "mamba2"])
 def test_training_steps_of_halved_models(name, on_a_cpu):
     """Float16 by the kernels: with a residual stream that is halved, loss and gradients are as exact as without."""
@@ -459,6 +464,7 @@ def test_training_steps_of_halved_models(name, on_a_cpu):
         assert (halved - true).norm() <= 1.3 * (plain - true).norm() + 4e-3 * true.norm()
 
 
+@pytest.mark.sampled(file=True)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_training_steps_with_parameters_of_any_strides(name, request):
     """As views of a larger tensor are: a kernel that reads them as contiguous reads the NaN between their elements."""
@@ -485,6 +491,7 @@ def test_norms_with_hooks_or_of_other_classes_run_as_modules(name, on_a_cpu):
     assert on_a_cpu["AddNorm"] == 0
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("others", [(torch.float32, torch.float16), (torch.float16, torch.float32)], ids=str)
 @pytest.mark.parametrize(("centre", "added"), [(True, True), (False, False)])
@@ -535,6 +542,7 @@ def test_norms_under_autocast_have_its_dtype_where_linear_maps_would_round_them(
     assert x.grad.dtype == norm.weight.grad.dtype == torch.float32
 
 
+@pytest.mark.sampled(file=True)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_training_steps_under_autocast(name, request):
     """float32 weights, float16 products: relative errors of all gradients together are those of plain PyTorch, and less is kept."""

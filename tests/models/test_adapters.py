@@ -194,6 +194,7 @@ def write_peft(tensors: Weights, config: dict, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.sampled
 @torch.no_grad()
 @pytest.mark.parametrize("kind", PEFT)
 @pytest.mark.parametrize("name", [name for name in PUBLISHED if "shared" not in name])

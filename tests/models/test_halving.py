@@ -107,6 +107,7 @@ class Adapted(nn.Module):
         return self.base(x) + self.B(self.A(x))
 
 
+@pytest.mark.sampled
 @torch.no_grad()
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -159,6 +160,7 @@ def test_rwkv_is_halved_every_six_layers_as_by_the_authors(name: str, tmp_path: 
             assert load(tmp_path / f"{form}{every}").config == model.config
 
 
+@pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch's own tracer reads it
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("name", ["rwkv6", "linear"])

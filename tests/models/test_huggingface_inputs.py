@@ -48,6 +48,7 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_no_sequence_of_a_packed_row_sees_another(name: str, form: str) -> None:

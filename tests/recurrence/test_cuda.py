@@ -57,6 +57,7 @@ def cases() -> list[Case]:
     return found
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", cases(), ids=str)
 def test_equals_the_oracle(case):
     check_against(results(case), oracle(case), case.dtype)

@@ -46,6 +46,7 @@ def ran():
         yield ran
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", [case for variant in VARIANTS for case in cases(variant)], ids=str)
 def test_gradients(case):
     assert uses_the_kernel(case)
@@ -67,6 +68,7 @@ def names(made):
     return [one.kernel.fn.__name__ for one in made.launches]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("T", [65, 128])
 def test_heads_of_a_group_in_parts(variant, T):

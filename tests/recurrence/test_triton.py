@@ -86,6 +86,7 @@ MORE = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", [*ANY, Case("gla", B=1, H=1, T=200, gate="uneven"), *slow(*MORE)], ids=str)
 def test_any_decay_per_channel_equals_the_oracle(case):
     """Chunks of 16 and of 64. In "uneven" chunks that suit one anchor come before and after others."""
@@ -139,6 +140,7 @@ LARGE = (
 )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("gate", ["-exp(N(-2,1))", "-exp(N(2,1))"])
 @pytest.mark.parametrize("options", LARGE, ids=["float32", "float16"])
 @pytest.mark.parametrize("variant", ["gla", "rwkv6"])

@@ -177,6 +177,7 @@ FIELDS = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", REQUESTS)
 def test_no_request_keeps_the_loop_from_others(live, client, name):
     path, more, status = REQUESTS[name]

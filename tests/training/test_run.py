@@ -250,6 +250,7 @@ class Watch:
         return Watching()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("warmup", [0, 0.05, 0.5, 1, 3, 8])
 def test_every_step_has_a_learning_rate_above_0(settings, schedule, warmup):

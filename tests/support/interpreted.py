@@ -1,0 +1,65 @@
+"""Triton's interpreter as the tests use it: it refuses masks that are not booleans, and patches Triton's language once a launch."""
+
+from collections.abc import Callable
+from functools import wraps
+from threading import Lock
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import triton.language as tl
+from triton.runtime import interpreter
+
+
+def patched(patch: pytest.MonkeyPatch) -> None:
+    """The interpreter of this process, until the patch is undone."""
+    for name, place in (("create_masked_load", 1), ("create_masked_store", 2), ("create_atomic_rmw", 3)):
+        whole = getattr(interpreter.InterpreterBuilder, name)
+        patch.setattr(interpreter.InterpreterBuilder, name, with_boolean_mask(whole, place))
+    if hasattr(interpreter, "_LangPatchScope"):  # not in Triton 3.4
+        language = Language()
+        patch.setattr(interpreter, "_patch_lang", language)
+        patch.setattr(interpreter.GridExecutor, "__call__", lambda *given, **options: language.launched(*given, **options))
+
+
+def with_boolean_mask(method: Callable[..., Any], place: int) -> Callable[..., Any]:
+    """A method of the interpreter's builder that takes its mask at this place only if its values are booleans.
+
+    Triton 3.9 refuses other masks. Older versions would hide them.
+    """
+
+    @wraps(method)
+    def checked(self: object, *arguments: Any) -> Any:
+        assert arguments[place].data.dtype == bool, "a scalar condition of a mask must be uniform(condition), see gpu/tiles.py"
+        return method(self, *arguments)
+
+    return checked
+
+
+class Language:
+    """Triton's language, patched while launches run.
+
+    Triton patches it again at every call of a function by a kernel, which takes longer than most functions, and does not restore it.
+    """
+
+    def __init__(self) -> None:
+        self.patch, self.launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+        self.running, self.lock = 0, Lock()
+
+    def __call__(self, function: Any) -> Any:
+        """In place of ``_patch_lang``."""
+        return SimpleNamespace(restore=lambda: None) if self.running else self.patch(function)
+
+    def launched(self, grid: Any, *arguments: Any, **options: Any) -> None:
+        """In place of ``GridExecutor.__call__``."""
+        with self.lock:
+            if not self.running:
+                self.scope = self.patch(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+            self.running += 1
+        try:
+            self.launch(grid, *arguments, **options)
+        finally:
+            with self.lock:
+                self.running -= 1
+                if not self.running:
+                    self.scope.restore()
