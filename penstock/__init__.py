@@ -5,10 +5,11 @@ One recurrence serves linear attention, RetNet, Mamba-2, GLA, RWKV-5 and RWKV-6.
 """
 
 from . import before_torch  # noqa: F401  # first: it makes settings that torch reads when it is imported
+from . import distributed
 from .call.validation import checks
 from .errors import DeviceError, DtypeError, ImplementationRefused, InvalidArgument, PenstockError, RangeError, ShapeError
 from .explain import explain, implementations
-from .recurrence.functional import Result, advance, decode_step, gla, linear_attention, retention, rwkv5, rwkv6, simple_gla
+from .recurrence.functional import Result, Summary, advance, decode_step, gla, linear_attention, retention, rwkv5, rwkv6, simple_gla, summary
 from .softmax import softmax_attention
 
 __version__ = "0.1.0"
@@ -22,9 +23,11 @@ __all__ = [
     "RangeError",
     "Result",
     "ShapeError",
+    "Summary",
     "advance",
     "checks",
     "decode_step",
+    "distributed",
     "explain",
     "gla",
     "implementations",
@@ -34,4 +37,5 @@ __all__ = [
     "rwkv6",
     "simple_gla",
     "softmax_attention",
+    "summary",
 ]

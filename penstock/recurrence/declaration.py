@@ -5,15 +5,20 @@ Axes are those of ``tokens/problem.py``.
 
 from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Sequence
+from dataclasses import replace
 
-from ..call.declaration import Argument, Signature, Sizes
+from torch import Tensor
+from typing_extensions import Self
+
+from ..call.declaration import Argument, Option, Result, Signature, Sizes
 from ..call.implementation import Mode
 from ..tokens import declaration as tokens
+from ..tokens.dtypes import state_dtype
 from ..tokens.packing import cu_seqlens, one_row
 from ..tokens.pools import POOL, SLOTS, own_row
 from ..tokens.problem import InPlace, OverSequences, TokenProblem
-from ..tokens.sharing import groups
+from ..tokens.sharing import groups, over_groups, repeated
 from .variants import VARIANTS, Variant
 
 
@@ -34,6 +39,39 @@ class Recurrence(Tokens, OverSequences):
 
 class Advance(Tokens, InPlace):
     """A call that updates states in place. ``operators.py`` sets ``sequences``."""
+
+
+class Summary(OverSequences):
+    """What the tokens of each batch row do to a state. As the adjoint, k is q and v is the gradient of the output."""
+
+    adjoint: bool
+    cu_seqlens = None
+
+    @property
+    def variant(self) -> Variant:
+        """The row of the table."""
+        return self.signature.about  # type: ignore[no-any-return]
+
+    @property
+    def whole(self) -> Self:
+        """The problem with k repeated for every head."""
+        G, H = self.sizes["G"], self.sizes["H"]
+        if G == H:
+            return self
+        whole = self.with_tensors({"k": repeated(self.k, H)})
+        whole.sizes, whole.groups = {**self.sizes, "G": H}, G
+        return whole
+
+    def shared(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """The gradient of k summed over the heads of each group."""
+        first, *others = gradients
+        return None if first is None else over_groups(first, self.sizes["G"], self.k.dtype), *others
+
+    @property
+    def state_shape(self) -> tuple[int, int, int, int]:
+        """[B, H, K, V]"""
+        B, H, K, V = (self.sizes[axis] for axis in "BHKV")
+        return B, H, K, V
 
 
 def refuses_row(p: Tokens, mode: Mode) -> str | None:
@@ -83,6 +121,19 @@ def in_place(row: Variant, function: str) -> Signature:
     return Signature(f"{function}({row.name!r})", arguments, row, rules=(one_row, groups("q"), own_row), **tokens.AXES)
 
 
+def summed(row: Variant) -> Signature:
+    """The signature of ``summary`` for a variant."""
+    k, v = tokens.queries_keys_values()[1:]
+    arguments = (
+        replace(k, like=""),
+        replace(v, like="k"),
+        tokens.decay(" ".join(row.decay), "", True, row.name == "retention", lambda x: _other_variants(row, x.dim())),
+        replace(tokens.INITIAL_STATE, axes="B H K V"),
+    )
+    axes = tokens.AXES | {"counts": "B T"}
+    return Signature(f"summary({row.name!r})", arguments, row, rules=(groups("k"),), layout=("T", "H"), **axes)
+
+
 def _scale(sizes: Sizes, row: Variant) -> float:
     return row.scale if row.scale is not None else sizes["K"] ** -0.5
 
@@ -90,3 +141,5 @@ def _scale(sizes: Sizes, row: Variant) -> float:
 OPTIONS = (tokens.scale(_scale), tokens.REVERSE, tokens.OUTPUT_FINAL_STATE)
 ADVANCE_OPTIONS = OPTIONS[:1]
 RESULTS = (tokens.OUTPUT, tokens.FINAL_STATE)
+SUMMARY_OPTIONS = (tokens.scale(lambda sizes, row: 1.0), tokens.REVERSE, Option("adjoint", "bool"))
+SUMMARY_RESULTS = (Result("state", "B H K V", dtype=state_dtype), Result("decay", "B H K", dtype=state_dtype))

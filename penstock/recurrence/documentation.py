@@ -27,6 +27,8 @@ cu_seqlens : int32 or int64 Tensor [N+1], optional
     ends at T; empty sequences are allowed.
 reverse : bool
     Run time backwards: token T-1 comes first.
+context : penstock.distributed.ContextParallel, optional
+    The tokens are one rank's slice of a longer token axis; see there. States are those of all sequences, on every rank.
 impl : str
     "auto", or a name from ``penstock.implementations()``, which then runs or raises. All implementations take this function.
 

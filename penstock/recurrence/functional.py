@@ -5,16 +5,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..errors import Complaints, RangeError, ShapeError, shortened
+from ..call.autocast import cast
+from ..errors import Complaints, DtypeError, RangeError, ShapeError, described, shortened
+from ..tokens.context import ContextParallel, Passes
 from ..tokens.decays import retnet_decay
 from ..tokens.feature_maps import FeatureMap, featured, needs_float32, normalized
 from ..tokens.pools import STEP_TOKENS
 from . import documentation
-from .operators import ADVANCE, RECURRENCE
+from .operators import ADVANCE, RECURRENCE, SUMMARY
 from .variants import VARIANTS
 
 
@@ -40,6 +43,7 @@ def linear_attention(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     reverse: bool = False,
+    context: ContextParallel | None = None,
     impl: str = "auto",
 ) -> Result:
     r"""Causal linear attention: no decay.
@@ -66,7 +70,9 @@ def linear_attention(
     """
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Result:
-        return _run("linear_attention", (q, k, v, None, None, cu_seqlens, initial_state), (scale, reverse, output_final_state), impl)
+        return _run(
+            "linear_attention", (q, k, v, None, None, cu_seqlens, initial_state), (scale, reverse, output_final_state), impl, context
+        )
 
     wide = normalize is True and needs_float32(q, k, v)
     q, k = featured("linear_attention", q, k, feature_map, normalize, wide)
@@ -85,6 +91,7 @@ def retention(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     reverse: bool = False,
+    context: ContextParallel | None = None,
     impl: str = "auto",
 ) -> Result:
     r"""Retention: one constant decay per head.
@@ -104,7 +111,7 @@ def retention(
     torch.Size([1, 5, 2, 8])
     """
     g = retnet_decay(v) if g is None else g
-    return _run("retention", (q, k, v, g, None, cu_seqlens, initial_state), (scale, reverse, output_final_state), impl)
+    return _run("retention", (q, k, v, g, None, cu_seqlens, initial_state), (scale, reverse, output_final_state), impl, context)
 
 
 @documentation.over_sequences("q", "``K ** -0.5``")
@@ -119,6 +126,7 @@ def simple_gla(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     reverse: bool = False,
+    context: ContextParallel | None = None,
     impl: str = "auto",
 ) -> Result:
     r"""Gated linear attention with one decay per token and head; Mamba-2's state space duality.
@@ -137,7 +145,7 @@ def simple_gla(
     >>> simple_gla(q, k, v, -torch.rand(1, 5, 2)).output.shape
     torch.Size([1, 5, 2, 8])
     """
-    return _run("simple_gla", (q, k, v, g, None, cu_seqlens, initial_state), (scale, reverse, output_final_state), impl)
+    return _run("simple_gla", (q, k, v, g, None, cu_seqlens, initial_state), (scale, reverse, output_final_state), impl, context)
 
 
 @documentation.over_sequences("q", "``K ** -0.5``")
@@ -152,6 +160,7 @@ def gla(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     reverse: bool = False,
+    context: ContextParallel | None = None,
     impl: str = "auto",
 ) -> Result:
     r"""Gated linear attention: one decay per token and key channel.
@@ -170,7 +179,7 @@ def gla(
     >>> gla(q, k, v, torch.nn.functional.logsigmoid(x)).output.shape
     torch.Size([1, 5, 2, 8])
     """
-    return _run("gla", (q, k, v, g, None, cu_seqlens, initial_state), (scale, reverse, output_final_state), impl)
+    return _run("gla", (q, k, v, g, None, cu_seqlens, initial_state), (scale, reverse, output_final_state), impl, context)
 
 
 @documentation.over_sequences("r", "1")
@@ -186,6 +195,7 @@ def rwkv5(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     reverse: bool = False,
+    context: ContextParallel | None = None,
     impl: str = "auto",
 ) -> Result:
     r"""RWKV-5 (Eagle): a constant decay per channel, the previous state read, a bonus for the token itself.
@@ -206,7 +216,7 @@ def rwkv5(
     >>> rwkv5(r, k, v, -torch.rand(2, 8), torch.randn(2, 8)).output.shape
     torch.Size([1, 5, 2, 8])
     """
-    return _run("rwkv5", (r, k, v, w, u, cu_seqlens, initial_state), (scale, reverse, output_final_state), impl)
+    return _run("rwkv5", (r, k, v, w, u, cu_seqlens, initial_state), (scale, reverse, output_final_state), impl, context)
 
 
 @documentation.over_sequences("r", "1")
@@ -222,6 +232,7 @@ def rwkv6(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     reverse: bool = False,
+    context: ContextParallel | None = None,
     impl: str = "auto",
 ) -> Result:
     r"""RWKV-6 (Finch): a decay per token and channel, the previous state read, a bonus for the token itself.
@@ -242,7 +253,7 @@ def rwkv6(
     >>> rwkv6(r, k, v, -torch.exp(x), torch.randn(2, 8)).output.shape
     torch.Size([1, 5, 2, 8])
     """
-    return _run("rwkv6", (r, k, v, w, u, cu_seqlens, initial_state), (scale, reverse, output_final_state), impl)
+    return _run("rwkv6", (r, k, v, w, u, cu_seqlens, initial_state), (scale, reverse, output_final_state), impl, context)
 
 
 @documentation.in_place("[N,T")
@@ -353,10 +364,110 @@ def advance(
     return _advance("advance", variant, q, k, v, g, u, state, slots, cu_seqlens, scale, impl)
 
 
-def _run(variant: str, tensors: tuple[Tensor | None, ...], options: tuple[Any, ...], impl: str) -> Result:
+class Summary(NamedTuple):
+    """What tokens do to a state."""
+
+    state: Tensor
+    """[B,H,K,V]: the state after the tokens if that before them is ``initial_state``, float32 (float64 for float64 inputs)."""
+    decay: Tensor
+    """[B,H,K]: the log decay by which they multiply the state, natural logarithm, in the same dtype."""
+
+
+def summary(
+    variant: str,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    *,
+    initial_state: Tensor | None = None,
+    scale: float = 1.0,
+    reverse: bool = False,
+    adjoint: bool = False,
+    impl: str = "auto",
+) -> Summary:
+    r"""What a run of tokens does to the state: it becomes :math:`diag(e^D) S + Z`. Tokens are not read by queries.
+
+    .. math:: D = \sum_t g_t, \qquad Z = scale \sum_t (k_t \circ e^{\sum_{s>t} g_s})^T v_t
+
+    A long sequence cut into slices has the states :math:`S_{i+1} = diag(e^{D_i}) S_i + Z_i` between them, from summaries that are computed
+    side by side. ``adjoint`` is the same for gradients of states, which go back in time: with k = q and v = dO, the gradient of the state
+    before the tokens is :math:`diag(e^D) dS + Z`,
+
+    .. math:: Z = scale \sum_t (q_t \circ e^{\sum_{s \le t} g_s})^T dO_t \quad (rwkv5, rwkv6: s < t)
+
+    variant : str
+        linear_attention, retention, simple_gla, gla, rwkv5 or rwkv6.
+    k : Tensor [B,T,G,K], v : Tensor [B,T,H,V], g : Tensor
+        As in the function of this variant.
+    initial_state : Tensor [B,H,K,V], optional
+        The state before the tokens, or as the adjoint the gradient of that after them; the sum begins with it. Default: zeros.
+    scale : float
+        Multiplies the sum.
+    reverse : bool
+        Run time backwards: token T-1 comes first.
+    impl : str
+        "auto", "chunkwise" or "reference".
+
+    Returns ``Summary(state, decay)``. Gradients flow from both to every floating-point input. Raises as the variant's function does.
+
+    >>> import torch
+    >>> k, v = torch.randn(1, 7, 2, 8), torch.randn(1, 7, 2, 8)
+    >>> g = -torch.rand(1, 7, 2, 8)
+    >>> first, second = (summary("gla", k[:, part], v[:, part], g[:, part]) for part in (slice(4), slice(4, 7)))
+    >>> whole = second.decay.exp()[..., None] * first.state + second.state
+    >>> torch.testing.assert_close(whole, summary("gla", k, v, g).state)
+    """
+    _check_variant("summary", variant)
+    if variant == "retention" and g is None:
+        g = retnet_decay(v)
+    state, decay = SUMMARY(f"summary({variant!r})", (k, v, g, initial_state), (scale, reverse, adjoint), impl)
+    assert state is not None
+    assert decay is not None
+    return Summary(state, decay)
+
+
+def _run(
+    variant: str, tensors: tuple[Tensor | None, ...], options: tuple[Any, ...], impl: str, context: ContextParallel | None
+) -> Result:  # fmt: skip
+    if context is not None:
+        return _over_ranks(variant, tensors, options, impl, context)
     output, final_state = RECURRENCE(variant, tensors, options, impl)
     assert output is not None
     return Result(output, final_state)
+
+
+def _over_ranks(
+    variant: str, tensors: tuple[Tensor | None, ...], options: tuple[Any, ...], impl: str, context: ContextParallel
+) -> Result:  # fmt: skip
+    """A call whose tokens are those of one rank of a group."""
+    scale, reverse, wanted = options
+    complaints = Complaints(variant)
+    if not isinstance(context, ContextParallel):
+        complaints.add(DtypeError, "context", "a ContextParallel or None", described(context), "See penstock.distributed.")
+    if reverse is not False:
+        complaints.add(
+            RangeError, "reverse", "False with a context", shortened(reverse), "Flip the tokens, and give ranks the opposite order."
+        )
+    complaints.raise_any()
+    by = "reference" if impl == "reference" else "auto"
+    row, run = VARIANTS[variant], (scale, False, True)
+
+    def forward(given: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
+        return tuple(RECURRENCE(variant, tuple(given), run, impl))  # type: ignore[return-value]
+
+    def gradients(d_output: Tensor, d_state: Tensor, given: Sequence[Tensor | None]) -> list[Tensor | None]:
+        found = RECURRENCE.gradients_in_torch(d_output, d_state, *given, variant, *run, impl)
+        return RECURRENCE.placed(found, [x is not None for x in given])
+
+    def summed(x: Tensor, y: Tensor, g: Tensor | None, state: Tensor | None, adjoint: bool) -> tuple[Tensor, Tensor]:
+        factor = (row.scale if row.scale is not None else x.shape[3] ** -0.5) if scale is None else scale
+        made, decay = SUMMARY(f"summary({variant!r})", (x, y, g, state), (factor if adjoint else 1.0, False, adjoint), by)
+        assert made is not None
+        assert decay is not None
+        return made, decay
+
+    passes = Passes(variant, forward, gradients, summed, "T" in row.decay)
+    return Result(*context.run(passes, cast(tensors, RECURRENCE.cast), bool(wanted)))
 
 
 def _advance(

@@ -1,4 +1,4 @@
-"""The two operators of the recurrence, and the implementations that both share.
+"""The operators of the recurrence, and their implementations. Those over sequences and in place share theirs.
 
 The order is by measured speed (benchmarks/NOTES.md, "CPU: which implementation"): on 2 threads of a Zen 3 server at float32, ``cpu`` was
 the fastest at every shape tried, so it is first. It refuses float64, for which ``chunkwise`` is the fastest from 2 tokens on. On a
@@ -10,8 +10,20 @@ from __future__ import annotations
 
 from ..call.dispatch import Family
 from ..call.operator import Operator
-from . import chunkwise, cpu, cuda, parallel, reference, triton
-from .declaration import ADVANCE_OPTIONS, OPTIONS, RESULTS, Advance, Recurrence, in_place, over_sequences
+from . import chunkwise, cpu, cuda, parallel, reference, summary, triton
+from .declaration import (
+    ADVANCE_OPTIONS,
+    OPTIONS,
+    RESULTS,
+    SUMMARY_OPTIONS,
+    SUMMARY_RESULTS,
+    Advance,
+    Recurrence,
+    Summary,
+    in_place,
+    over_sequences,
+    summed,
+)
 from .variants import VARIANTS
 
 FAMILY = Family(
@@ -36,3 +48,7 @@ ADVANCE = Operator(
     FAMILY,
     ADVANCE_OPTIONS,
 )
+SUMMARY = Operator(
+    "summary", Summary, [summed(row) for row in VARIANTS.values()], SUMMARY_RESULTS, Family(*summary.IMPLEMENTATIONS), SUMMARY_OPTIONS,
+    lambda p: summary.forward(p.whole),
+)  # fmt: skip

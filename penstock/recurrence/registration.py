@@ -11,7 +11,7 @@ from torch import Tensor
 from ..call.derivatives import Tensors
 from ..call.families import Registered, Trial, register
 from . import functional
-from .operators import ADVANCE, FAMILY, RECURRENCE
+from .operators import ADVANCE, FAMILY, RECURRENCE, SUMMARY
 from .variants import VARIANTS
 
 SIZES = {"B": 2, "N": 2, "T": 70, "G": 2, "H": 2, "K": 24, "V": 40}
@@ -40,10 +40,12 @@ register(
     Registered(
         "recurrence",
         FAMILY,
-        {name: getattr(functional, name) for name in (*VARIANTS, "advance", "decode_step")},
+        {name: getattr(functional, name) for name in (*VARIANTS, "advance", "decode_step", "summary")},
         (
             Trial(RECURRENCE, SIZES, (None, False, True), common=HEADS, rounded=_rounded),
             Trial(ADVANCE, SIZES | {"B": 3, "N": 3, "T": 67, "P": 4}, (None,), {"slots": (3, -1, 0)}, HEADS, rounded=_rounded_in_place),
+            Trial(SUMMARY, SIZES, (None, False, False)),
+            Trial(SUMMARY, SIZES, (None, False, True)),
         ),
         "token loop",
         _draw,

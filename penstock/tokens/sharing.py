@@ -36,7 +36,7 @@ def groups(query: str) -> Callable[[Complaints, Mapping[str, Tensor | None], Siz
     """For ``Signature.rules``: each head of q (named ``query``) and k is shared by the same number of heads of v."""
 
     def rule(complaints: Complaints, tensors: Mapping[str, Tensor | None], sizes: Sizes) -> None:
-        if {"q", "k", "v"} <= tensors.keys() and sizes["G"] and sizes["H"] % sizes["G"]:
+        if {"k", "v"} <= tensors.keys() and sizes["G"] and sizes["H"] % sizes["G"]:
             wanted = f"of shape [B,T,H,V] with H a multiple of the G = {sizes['G']} heads of {query} and k"
             shape = [sizes[axis] for axis in "BTHV"]
             remedy = f"Each head of {query} and k serves as many heads of v: give them a divisor of H, or one for every head of v."

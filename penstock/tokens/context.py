@@ -1,0 +1,337 @@
+"""Context parallelism: the tokens of sequences are cut into contiguous slices, one for each rank of a group of processes.
+
+A rank computes what its tokens do to a state (a summary: the state that they leave of none, and their total decay). All ranks exchange
+their summaries once, and each combines those of the ranks before it, in their order, to the state that enters its slice. Then the operator
+runs as on one device, from that state. The backward pass mirrors this: adjoint summaries of the ranks after a slice are combined to the
+gradient of the state that leaves it. A rank sends B H K (V + 1) numbers; with packed sequences one of them crosses a border, and B is 1.
+
+The combined states depend on the cuts only: one process that computes the slices one by one gets equal bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import Complaints, DtypeError, RangeError, ShapeError, described, shortened
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+Tensors = Sequence[Tensor | None]
+
+
+class Slice(NamedTuple):
+    """The tokens of one rank."""
+
+    begin: int
+    end: int
+    sequences: range
+    """Its packed sequences: those with tokens of it, and empty ones after its tokens (rank 0: also before them). Batch rows: none."""
+    enters: bool
+    """Whether its first sequence (each batch row) begins on an earlier rank."""
+    leaves: bool
+    """Whether its last sequence (each batch row) ends on a later rank."""
+
+
+def slices(lengths: Sequence[int], offsets: Sequence[int] | None) -> list[Slice]:
+    """The slices of ranks with ``lengths`` tokens each; ``offsets``: of packed sequences on the whole token axis, or None."""
+    found, ends = [], list(accumulate(lengths, initial=0))
+    for rank, (begin, end) in enumerate(pairwise(ends)):
+        if offsets is None:
+            found.append(Slice(begin, end, range(0), 0 < begin < end, begin < end < ends[-1]))
+            continue
+        own = [
+            n
+            for n, (a, b) in enumerate(pairwise(offsets))
+            if (a < end and b > begin and begin < end if a < b else begin < a <= end or a == rank == 0)
+        ]
+        sequences = range(own[0], own[-1] + 1) if own else range(0)
+        enters = begin < end and offsets[sequences[0]] < begin
+        found.append(Slice(begin, end, sequences, enters, begin < end and offsets[sequences[-1] + 1] > end))
+    return found
+
+
+class Passes(NamedTuple):
+    """An operator over sequences with a linear recurrent state, as context parallelism runs it.
+
+    Its tensors are q, k, v, a decay, others without tokens, ``cu_seqlens`` and an initial state, in this order.
+    """
+
+    function: str
+    """The public function, in messages."""
+    forward: Callable[[Tensors], tuple[Tensor, Tensor]]
+    """Output and final state."""
+    gradients: Callable[[Tensor, Tensor, Tensors], Tensors]
+    """Gradients of the tensors, from those of both results."""
+    summary: Callable[[Tensor, Tensor, Tensor | None, Tensor | None, bool], tuple[Tensor, Tensor]]
+    """State and log decay of k, v, the decay and the state before the tokens; as the adjoint of q, dO, the decay and the gradient after."""
+    timed: bool
+    """Whether the decay has tokens."""
+
+
+class ContextParallel:
+    """The slices of a group of ranks, each with consecutive tokens of the same sequences.
+
+    Give it to a public function as ``context``, with the tokens of this rank only::
+
+        mesh = torch.distributed.device_mesh.init_device_mesh("cuda", (8,), mesh_dim_names=("cp",))
+        context = ps.distributed.ContextParallel(mesh["cp"], tokens=q.shape[1])
+        output, _ = ps.gla(q, k, v, g, context=context)
+
+    Every rank must make the same calls in the same order, and their backward passes too. Losses of ranks are summed: gradients of tensors
+    without tokens (a constant decay, u, the initial state) are each rank's part, as those of replicated parameters are.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup | DeviceMesh, *, tokens: int, lengths: Sequence[int] | None = None, cu_seqlens: Tensor | None = None
+    ) -> None:
+        """A context for calls with these slices. Make one for each batch, and use it in every layer.
+
+        group : ProcessGroup or DeviceMesh of one axis
+            The ranks, in the order of their tokens.
+        tokens : int
+            The number of tokens of this rank; it may be 0.
+        lengths : sequence of int, optional
+            The numbers of tokens of all ranks. Default: they are exchanged, and the host waits for that once.
+        cu_seqlens : int Tensor [N+1], optional
+            Packed sequences: their offsets on the whole token axis, the same on every rank. They are read on the host. Sequences may cross
+            borders. The calls take no ``cu_seqlens`` of their own.
+        """
+        from torch.distributed.device_mesh import DeviceMesh
+
+        complaints = Complaints("ContextParallel")
+        if isinstance(group, DeviceMesh):
+            if group.ndim != 1:
+                rule, remedy = "a mesh of one axis", 'Take one of its axes: mesh["cp"].'
+                complaints.add(ShapeError, "group", rule, f"one of {group.ndim}", remedy)
+                complaints.raise_any()
+            group = group.get_group()
+        if not isinstance(group, dist.ProcessGroup):
+            remedy = "Start the processes with torchrun and take dist.group.WORLD or an axis of a DeviceMesh."
+            complaints.add(DtypeError, "group", "a ProcessGroup or a DeviceMesh", described(group), remedy)
+            complaints.raise_any()
+        if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 0:
+            complaints.add(RangeError, "tokens", "the number of tokens of this rank, at least 0", described(tokens))
+            complaints.raise_any()
+        self.group, self.rank, ranks = group, dist.get_rank(group), dist.get_world_size(group)
+        if lengths is None:
+            lengths = self._exchanged(tokens, ranks)
+        lengths = [int(one) for one in lengths]
+        if len(lengths) != ranks or lengths[self.rank] != tokens or min(lengths) < 0:
+            rule = f"the tokens of {ranks} ranks, {tokens} of them on rank {self.rank}"
+            complaints.add(ShapeError, "lengths", rule, shortened(lengths))
+            complaints.raise_any()
+        offsets = None if cu_seqlens is None else [int(one) for one in cu_seqlens.tolist()]
+        if offsets is not None and (
+            not offsets or offsets[0] != 0 or offsets[-1] != sum(lengths) or any(a > b for a, b in pairwise(offsets))
+        ):
+            rule = f"offsets that begin at 0, never fall and end at the {sum(lengths)} tokens of all ranks"
+            complaints.add(RangeError, "cu_seqlens", rule, shortened(offsets), "Every rank gets the offsets of the whole token axis.")
+            complaints.raise_any()
+        self.tokens, self.slices, self.offsets = tokens, slices(lengths, offsets), offsets
+        self.slice = self.slices[self.rank]
+        self.cu_seqlens: Tensor | None = None
+        """Offsets of this rank's sequences in its slice."""
+        if cu_seqlens is not None and offsets is not None:
+            own = self.slice.sequences
+            here = [min(max(one - self.slice.begin, 0), tokens) for one in offsets[own.start : own.stop + 1]] if own else [0]
+            self.cu_seqlens = torch.tensor(here, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+
+    def _exchanged(self, tokens: int, ranks: int) -> list[int]:
+        """The numbers of tokens of all ranks."""
+        device = "cpu" if dist.get_backend(self.group) == "gloo" else torch.device("cuda", torch.cuda.current_device())
+        found = [torch.zeros(1, dtype=torch.long, device=device) for _ in range(ranks)]
+        dist.all_gather(found, torch.tensor([tokens], device=device), group=self.group)
+        return [int(one) for one in found]
+
+    def __repr__(self) -> str:
+        of = "" if self.offsets is None else f" of {len(self.offsets) - 1} sequences"
+        return f"ContextParallel(rank {self.rank} of {len(self.slices)}, tokens {self.slice.begin} to {self.slice.end}{of})"
+
+    def run(self, passes: Passes, tensors: Tensors, wanted: bool) -> tuple[Tensor, Tensor | None]:
+        """Output of this rank's tokens and, if ``wanted``, the final states of all sequences, on every rank."""
+        self._check(passes.function, tensors)
+        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+            output, final = _Run.apply(self, passes, wanted, *tensors)  # type: ignore[no-untyped-call]
+        else:
+            output, final = self.forward(passes, tensors, wanted)[:2]
+        return output, final if wanted else None
+
+    def _check(self, function: str, tensors: Tensors) -> None:
+        q, v, state, complaints = tensors[0], tensors[2], tensors[-1], Complaints(function)
+        if tensors[-2] is not None:
+            complaints.add(
+                RangeError, "cu_seqlens", "None with a context", "a tensor", "Give the context the offsets of the whole token axis."
+            )
+        if isinstance(q, Tensor) and q.dim() == 4 and q.shape[1] != self.tokens:
+            rule = f"of the context's {self.tokens} tokens on rank {self.rank}"
+            complaints.add(ShapeError, "q", rule, q.shape[1], "Make a context for each batch.")
+        if isinstance(state, Tensor) and isinstance(v, Tensor) and v.dim() == 4 and isinstance(q, Tensor) and q.dim() == 4:
+            N = v.shape[0] if self.offsets is None else len(self.offsets) - 1
+            wanted = [N, v.shape[2], q.shape[3], v.shape[3]]
+            if list(state.shape) != wanted:
+                rule = f"of shape [N,H,K,V] = {wanted}: the states of all sequences, on every rank"
+                complaints.add(ShapeError, "initial_state", rule, list(state.shape))
+        complaints.raise_any()
+
+    # Both passes
+
+    def forward(self, passes: Passes, tensors: Tensors, wanted: bool) -> tuple[Tensor, Tensor, Tensors]:
+        """Output, the final states of all sequences (of this rank's, if not ``wanted``), and the tensors of the call on this rank."""
+        _, k, v, g, *_, state = tensors
+        assert k is not None
+        assert v is not None
+        own = self.slice
+        mine = state if self.offsets is None or state is None else state[own.sequences.start : own.sequences.stop]
+        part = self._part(-1)
+        begins = None if mine is None or (own.enters and len(own.sequences) < 2) else mine[-1:] if own.sequences else mine
+        entered = self._carried(passes, k, v, g, begins, part, own.leaves, False)
+        if entered is not None:
+            mine = self._with_row(mine, entered, 0)
+        here = (*tensors[:-2], self.cu_seqlens, mine)
+        output, final = passes.forward(here)
+        if wanted and self.offsets is not None:
+            final = self._everywhere(final, len(self.offsets) - 1)
+        elif wanted:
+            final = self._of_last(final)
+        return output, final, here
+
+    def backward(self, passes: Passes, d_output: Tensor, d_final: Tensor | None, here: Tensors) -> Tensors:
+        """Gradients of the tensors of the call. ``d_final``: this rank's part of the gradient of the final states; None if not wanted."""
+        q, k, v, g, *_, state = here
+        assert q is not None
+        assert k is not None
+        assert v is not None
+        own = self.slice
+        N = v.shape[0] if self.offsets is None else len(own.sequences)
+        kind = torch.float64 if q.dtype == torch.float64 else torch.float32
+        d_states = v.new_zeros(N, v.shape[2], q.shape[3], v.shape[3], dtype=kind)
+        if d_final is not None:
+            d_final = d_final.contiguous().clone()
+            dist.all_reduce(d_final, group=self.group)
+            if self.offsets is not None:
+                d_states = d_final[own.sequences.start : own.sequences.stop].clone()
+            elif self.rank == self._last():
+                d_states = d_final
+        part = self._part(0)
+        ends = None if own.leaves and len(own.sequences) < 2 else d_states[:1] if own.sequences else d_states
+        left = self._carried(passes, q, d_output, g, ends, part, own.enters, True)
+        if left is not None:
+            d_states = self._with_row(d_states, left, -1)
+        *found, d_state = passes.gradients(d_output, d_states, here)
+        if d_state is None or state is None:
+            return *found, None
+        if own.enters:
+            d_state = d_state.clone()
+            d_state[: 1 if own.sequences else None] = 0
+        return *found, d_state
+
+    def _part(self, place: int) -> slice:
+        """The tokens of this rank's first or last sequence."""
+        if self.offsets is None or not self.slice.sequences:
+            return slice(0, self.tokens)
+        n = self.slice.sequences[place]
+        begin = self.slice.begin
+        return slice(max(self.offsets[n] - begin, 0), min(self.offsets[n + 1] - begin, self.tokens))
+
+    def _carried(
+        self, passes: Passes, x: Tensor, y: Tensor, g: Tensor | None, start: Tensor | None, part: slice, gives: bool, adjoint: bool
+    ) -> Tensor | None:
+        """The state that enters this slice or, as the adjoint, the gradient of that which leaves it; None if none does.
+
+        ``x``, ``y``, ``g``: the tensors of this rank's summary, whose tokens are ``part``; ``gives``: whether other ranks need it.
+        """
+        rows, H, K, V = y.shape[0] if self.offsets is None else 1, y.shape[2], x.shape[3], y.shape[3]
+        packet = y.new_zeros(rows, H, K, V + 1, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
+        if not any(one.enters for one in self.slices):
+            return None
+        if gives:
+            tokens = None if g is None else g[:, part] if passes.timed else g
+            packet[..., :V], packet[..., V] = passes.summary(x[:, part], y[:, part], tokens, start, adjoint)
+        packets = [torch.empty_like(packet) for _ in self.slices]
+        dist.all_gather(packets, packet, group=self.group)
+        return combined(packets, self._chain(adjoint))
+
+    def _chain(self, adjoint: bool) -> list[int]:
+        """The ranks whose summaries make up what enters this slice (as the adjoint: what leaves it), the farthest first."""
+        step, ranks, rank = (1 if adjoint else -1), [], self.rank
+        goes_on = self.slice.leaves if adjoint else self.slice.enters
+        while goes_on:
+            rank += step
+            one = self.slices[rank]
+            if one.begin == one.end:
+                continue
+            ranks.append(rank)
+            goes_on = (one.leaves if adjoint else one.enters) and len(one.sequences) < 2
+        return ranks[::-1]
+
+    def _with_row(self, states: Tensor | None, row: Tensor, place: int) -> Tensor:
+        """The states of this rank's sequences with that of the first or last replaced."""
+        if self.offsets is None:
+            return row
+        if states is None:
+            states = row.new_zeros(len(self.slice.sequences), *row.shape[1:])
+        states = states.to(row.dtype, copy=True)
+        states[place] = row[0]
+        return states
+
+    def _last(self) -> int:
+        """The rank on which batch rows end."""
+        return max((rank for rank, one in enumerate(self.slices) if one.begin < one.end), default=0)
+
+    def _of_last(self, final: Tensor) -> Tensor:
+        """The final states of batch rows, from the rank on which they end."""
+        final = final.clone()
+        dist.broadcast(final, dist.get_global_rank(self.group, self._last()), group=self.group)
+        return final
+
+    def _everywhere(self, final: Tensor, N: int) -> Tensor:
+        """The final states of all packed sequences, from the ranks on which they end."""
+        whole, own = final.new_zeros(N, *final.shape[1:]), self.slice.sequences
+        count = len(own) - self.slice.leaves
+        whole[own.start : own.start + count] = final[:count]
+        dist.all_reduce(whole, group=self.group)
+        return whole
+
+
+def combined(packets: Sequence[Tensor], ranks: Sequence[int]) -> Tensor | None:
+    """The state after the slices of ``ranks``, in this order, from their summaries [.,H,K,V+1]; None if there are none."""
+    state = None
+    for rank in ranks:
+        made, decay = packets[rank][..., :-1], packets[rank][..., -1:]
+        state = made.contiguous() if state is None else decay.exp() * state + made
+    return state
+
+
+class _Run(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, context: ContextParallel, passes: Passes, wanted: bool, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+        output, final, here = context.forward(passes, tensors, wanted)
+        ctx.save_for_backward(*here)
+        given = tensors[-1]
+        ctx.call, ctx.given = (context, passes, wanted), None if given is None else (given.shape, given.dtype)
+        if not wanted:
+            ctx.mark_non_differentiable(final)
+        return output, final
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, d_output: Tensor, d_final: Tensor) -> tuple[Any, ...]:
+        context, passes, wanted = ctx.call
+        *found, d_state = context.backward(passes, d_output, d_final if wanted else None, ctx.saved_tensors)
+        if ctx.given is None:
+            return None, None, None, *found, None
+        shape, dtype = ctx.given
+        if context.offsets is None and d_state is not None:
+            return None, None, None, *found, d_state.to(dtype)
+        whole = d_output.new_zeros(shape, dtype=dtype)
+        if d_state is not None:
+            own = context.slice.sequences
+            whole[own.start : own.stop] = d_state
+        return None, None, None, *found, whole
