@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 
 from torch import Tensor
 from typing_extensions import Self
@@ -41,16 +42,23 @@ class Advance(Tokens, InPlace):
     """A call that updates states in place. ``operators.py`` sets ``sequences``."""
 
 
-class Summary(OverSequences):
+class Summary(Tokens, OverSequences):
     """What the tokens of each batch row do to a state. As the adjoint, k is q and v is the gradient of the output."""
 
     adjoint: bool
+    u = None
     cu_seqlens = None
 
     @property
-    def variant(self) -> Variant:
-        """The row of the table."""
-        return self.signature.about  # type: ignore[no-any-return]
+    def q(self) -> Tensor:  # type: ignore[override]
+        """k, for what asks about sizes and strides of queries."""
+        return self.k
+
+    @cached_property
+    def counts(self) -> dict[str, int]:
+        """Batch rows are sequences."""
+        counts = super().counts
+        return counts | {"N": counts["B"]}
 
     @property
     def whole(self) -> Self:

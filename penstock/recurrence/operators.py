@@ -49,6 +49,11 @@ ADVANCE = Operator(
     ADVANCE_OPTIONS,
 )
 SUMMARY = Operator(
-    "summary", Summary, [summed(row) for row in VARIANTS.values()], SUMMARY_RESULTS, Family(*summary.IMPLEMENTATIONS), SUMMARY_OPTIONS,
+    "summary",
+    Summary,
+    [summed(row) for row in VARIANTS.values()],
+    SUMMARY_RESULTS,
+    Family(triton.SUMMARY, *summary.IMPLEMENTATIONS),
+    SUMMARY_OPTIONS,
     lambda p: summary.forward(p.whole),
-)  # fmt: skip
+)

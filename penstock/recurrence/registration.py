@@ -30,6 +30,12 @@ def _rounded_in_place(bits: int) -> Sequence[Callable[[Any], Tensors]]:
     return rounded.advances(bits)
 
 
+def _rounded_summary(bits: int) -> Sequence[Callable[[Any], Tensors]]:
+    from . import rounded
+
+    return rounded.summaries(bits)
+
+
 def _draw(variant: str, sizes: Mapping[str, int], random: torch.Generator, gates: str) -> dict[str, Tensor]:
     from . import samples
 
@@ -44,8 +50,8 @@ register(
         (
             Trial(RECURRENCE, SIZES, (None, False, True), common=HEADS, rounded=_rounded),
             Trial(ADVANCE, SIZES | {"B": 3, "N": 3, "T": 67, "P": 4}, (None,), {"slots": (3, -1, 0)}, HEADS, rounded=_rounded_in_place),
-            Trial(SUMMARY, SIZES, (None, False, False)),
-            Trial(SUMMARY, SIZES, (None, False, True)),
+            Trial(SUMMARY, SIZES, (None, False, False), rounded=_rounded_summary),
+            Trial(SUMMARY, SIZES, (None, False, True), rounded=_rounded_summary),
         ),
         "token loop",
         _draw,

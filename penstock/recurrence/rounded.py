@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..tokens.pieces import CHUNK, advance_by
-from . import chunkwise
+from . import chunkwise, summary
 from .declaration import Advance, Recurrence
 from .levels import lengths, levels
 
@@ -133,3 +133,8 @@ def advance(problem: Advance, bits: int) -> Tensor:
 def advances(bits: int) -> list[Callable[[Advance], tuple[Tensor]]]:
     """``advance``, with one draw of the rounding."""
     return [lambda problem: (advance(problem, bits),)]
+
+
+def summaries(bits: int) -> list[partial[tuple[Tensor, Tensor]]]:
+    """Summaries in float64 whose products round their operands, with one draw of the rounding: no operand is a sum."""
+    return [partial(summary.forward, operand=lambda x: _Rounded.apply(x, bits, 1.0, False))]  # type: ignore[no-untyped-call]

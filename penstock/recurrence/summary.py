@@ -13,6 +13,8 @@ Tokens are cut into chunks. The factors in a chunk are exponentials of its own s
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -45,8 +47,8 @@ def exact(problem: Summary) -> tuple[Tensor, Tensor]:
     return S * 1, total * 1
 
 
-def forward(problem: Summary) -> tuple[Tensor, Tensor]:
-    """State and decay, chunk by chunk. All operations are differentiable."""
+def forward(problem: Summary, operand: Callable[[Tensor], Tensor] = lambda x: x) -> tuple[Tensor, Tensor]:
+    """State and decay, chunk by chunk. All operations are differentiable. ``operand`` rounds operands of products."""
     problem = problem.forward_in_time()
     dtype = state_dtype(problem.k.dtype)
     S = problem.k.new_zeros(problem.state_shape, dtype=dtype) if problem.initial_state is None else problem.initial_state.to(dtype)
@@ -61,9 +63,9 @@ def forward(problem: Summary) -> tuple[Tensor, Tensor]:
         assert x is not None
         assert y is not None
         if g is None:
-            S = S + (x.mT @ (y * problem.scale)).sum(1)
+            S = S + (operand(x).mT @ operand(y)).sum(1) * problem.scale
             continue
-        sums = (x * _between(problem, g).exp()).mT @ (y * problem.scale)
+        sums = operand(x * _between(problem, g).exp()).mT @ operand(y) * problem.scale
         decays = g.sum(-2)
         order = range(sums.shape[1])
         for n in reversed(order) if problem.adjoint else order:

@@ -9,16 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...call.derivatives import Tensors, gradients_of
 from ...call.implementation import FormVerdict, Implementation, Listed, Mode, Upstream
 from ...gpu.target import interpreting, unavailable
 from ...gpu.target import refuses as gpu_refuses
 from ...tokens.empty import forward_of_nothing, gradients_of_nothing, nothing
-from ..declaration import Advance, Recurrence, Tokens, refuses_bonus
+from .. import summary
+from ..declaration import Advance, Recurrence, Summary, Tokens, refuses_bonus
 from ..gradients import Gradients
 
 SHORT = {"forward": 8, "backward": 8, "advance": 16}
 """Up to this many tokens, a power of two, the token-serial kernels are faster than the chunked ones. One NVIDIA H200, rwkv6, bfloat16,
 (1,T,32,64): forward 11.2 against 5.5 us at T = 16 and 0.7 us a token; backward 42 against 29 us and 2 us a token."""
+LARGEST_SUMMARY = 512
+"""Channels of a head in a summary, at most: a program has them all."""
 LARGEST = 2048
 """Channels of a head, at most. Larger ones have been tested on no GPU."""
 
@@ -122,6 +126,31 @@ def _recurrent_operands(dtype: torch.dtype, mode: Mode) -> int | None:
     return _operands(dtype, mode) if mode == "advance" else None
 
 
+def _summary_forward(p: Summary) -> tuple[Tensor, Tensor]:
+    if nothing(p):
+        return summary.forward(p)
+    from .summary import forward
+
+    return forward(p)
+
+
+def _summary_backward(p: Summary, upstream: Upstream) -> Tensors:
+    """By autograd through the formula in plain PyTorch."""
+    return gradients_of(summary.forward, p, upstream.gradients)
+
+
+def _summary_refuses(p: Summary, mode: Mode) -> str | None:
+    if mode == "forward" and not p.adjoint and p.scale != 1:
+        return f"only the adjoint has a scale, this is {p.scale}"
+    if max(p.sizes["K"], p.sizes["V"]) > LARGEST_SUMMARY:
+        return f"its states have at most {LARGEST_SUMMARY} channels, these have {p.sizes['K']} and {p.sizes['V']}"
+    return gpu_refuses(p.k)
+
+
+def _summary_operands(dtype: torch.dtype, mode: Mode) -> int | None:
+    return None if mode == "backward" else _operands(dtype, mode)
+
+
 RECURRENT = Implementation(
     name="triton_recurrent",
     summary="token-serial Triton kernels; in place with a chunkwise launch for pieces of 64 tokens",
@@ -147,4 +176,14 @@ CHUNKWISE = Implementation(
     operands=_operands,
     forms=partial(_forms, True),
     verdicts=partial(_verdicts, chunkwise=True),
+)
+SUMMARY = Implementation(
+    name="triton",
+    summary="sums of segments on tensor cores, and a scan over them",
+    forward=_summary_forward,
+    backward=_summary_backward,
+    available=unavailable,
+    refuses=_summary_refuses,
+    avoids=_chunkwise_avoids,
+    operands=_summary_operands,
 )
