@@ -32,12 +32,12 @@ class Draw:
         """The tensors whose gradients are compared, by name."""
         self._random = torch.Generator().manual_seed(0)
 
-    def __call__(self, name: str, *shape: int, wide: bool = False, scale: float = 1.0) -> Tensor:
-        """A tensor. ``wide``: in the dtype of states."""
+    def __call__(self, name: str, *shape: int, wide: bool = False, scale: float = 1.0, fixed: bool = False) -> Tensor:
+        """A tensor. ``wide``: in the dtype of states. ``fixed``: no gradient is wanted of it."""
         dtype = state_dtype(self.dtype) if wide else self.dtype
         x = (torch.randn(shape, dtype=torch.float64, generator=self._random) * scale).to(dtype)
         x = x.to(self.device, torch.float64 if self.exact else dtype)
-        if self.gradients:
+        if self.gradients and not fixed:
             self.leaves[name] = x.requires_grad_()
         return x
 

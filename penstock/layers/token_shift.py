@@ -164,9 +164,9 @@ def _pairs_by_formula(c: _Pairs) -> tuple[Tensor, ...]:
     return shift_formula(c.x, c.before, None, c.factors, tanh(c.hidden), c.up.to(c.hidden.dtype))
 
 
-def _draw_shift(draw: Draw, low_rank: bool = False, pooled: bool = False) -> _Shift:
+def _draw_shift(draw: Draw, low_rank: bool = False, pooled: bool = False, fixed: bool = True) -> _Shift:
     x, ends = draw("x", 1, 19, 72), [0, 7, 7, 19]
-    last, factors = draw("last", 5 if pooled else 3, 72), tuple(draw(f"factor {n}", 72) for n in range(5))
+    last, factors = draw("last", 5 if pooled else 3, 72, fixed=fixed), tuple(draw(f"factor {n}", 72) for n in range(5))
     hidden, up = (draw("hidden", 19, 5, 8), draw("up", 5, 8, 72, scale=0.3)) if low_rank else (None, None)
     sequences = draw.sequences(x, ends, [4, 0, 2] if pooled else [], in_place=pooled)
     rows = PoolRows(last, sequences.slots, lambda: sequences.read(last)) if sequences.slots is not None else None
@@ -183,7 +183,7 @@ SHIFT: Chain[_Shift, tuple[Tensor, ...]] = Chain(
     ChainForm(
         "shift", _by_kernel, _refuses, _kernels,
         (
-            *examples(_draw_shift), *examples(partial(_draw_shift, low_rank=True)),
+            *examples(_draw_shift), *examples(partial(_draw_shift, low_rank=True)), *examples(partial(_draw_shift, fixed=False)),
             *examples(partial(_draw_shift, pooled=True), gradients=False),
         ),
     ),
