@@ -8,15 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ..tokens.dtypes import state_dtype
-
-if TYPE_CHECKING:
-    from .sequences import Sequences
 
 Module = TypeVar("Module", bound=nn.Module)
 HALF = (torch.float16, torch.bfloat16)
@@ -58,15 +55,6 @@ class Draw:
     def whole(self, values: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
         """A tensor of whole numbers."""
         return torch.tensor(values, dtype=dtype, device=self.device)
-
-    def sequences(
-        self, x: Tensor, ends: Sequence[int] = (), slots: Sequence[int] = (), *, in_place: bool = False
-    ) -> Sequences:  # fmt: skip
-        """The sequences of tokens x."""
-        from .sequences import Sequences  # it calls chains
-
-        made = [self.whole(given) if given else None for given in (ends, slots)]
-        return Sequences(x, *made, in_place=in_place)
 
 
 @dataclass(frozen=True)

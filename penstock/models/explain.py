@@ -20,9 +20,8 @@ from ..layers.chains import Choice, Operation, recorded
 from ..layers.keywords import checked_keywords
 from ..layers.modes import in_graph
 from ..layers.sizes import check_whole
-from .backbone import Backbone, Layer
+from .backbone import UPDATE_LAYER, Backbone, Layer, LayerUpdate
 from .causal_lm import CausalLM
-from .updates import UPDATE_LAYER, LayerUpdate
 
 Mode = Literal["training", "prompt", "decode"]
 TOKENS = 128
