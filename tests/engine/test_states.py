@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from architectures import ARCHITECTURES, model_of, randomised
+from sampling import every
 
 from penstock.engine import Engine, SamplingParams
 from penstock.engine.request import Request, Sequence
@@ -39,7 +40,7 @@ def whole(engine, more, count):
     return first, turn
 
 
-@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize("name", every(3, RECURRENT))
 def test_a_state_continues_from_memory_and_from_a_file(name, tmp_path):
     engine, more = engine_of(name, cache_bytes=0), [1, 2, 3]
     first, turn = whole(engine, more, 12)

@@ -20,6 +20,7 @@ from penstock.models import CausalLM, Config, gla, load, rwkv6, save
 from penstock.models.checkpoints import FORMATS
 
 
+@pytest.mark.sampled(file=True)
 @torch.no_grad()
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_a_residual_stream_that_would_overflow_changes_nothing(name: str) -> None:
@@ -32,6 +33,7 @@ def test_a_residual_stream_that_would_overflow_changes_nothing(name: str) -> Non
         assert not x.numel() or error(x, y) < 2e-4
 
 
+@pytest.mark.sampled(file=True)
 @torch.no_grad()
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name != "own_mixer"])
 def test_what_a_mixer_adds_may_be_too_large(name: str) -> None:
@@ -56,26 +58,27 @@ def gradients_of(model: CausalLM, scale: float = 1.0) -> dict[str, Tensor]:
     return {name: x.grad for name, x in model.named_parameters()}
 
 
+@pytest.mark.sampled
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_halving_changes_nothing_in_range(name: str) -> None:
+def test_halving_changes_nothing_in_range(name: str, dtype: torch.dtype) -> None:
     """Outputs, states and gradients. Float32 and bfloat16 are not halved."""
     exact = gradients_of(deep(name, 0, torch.float64))
     scale = 100 / max(x.abs().max().item() for x in exact.values())
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        results = []
-        for every in (0, 1, 2, 4):
-            model = deep(name, every, dtype)
-            gradients = gradients_of(model, scale)
-            with torch.no_grad():
-                results.append((outputs(model), gradients))
-        for found, gradients in results[1:]:
-            for x, y in zip(found, results[0][0]):
-                assert torch.equal(x, y) or (dtype == torch.float16 and error(x, y) < 2e-4)
-            for one, x in gradients.items():
-                if dtype == torch.float16:
-                    assert error(x, exact[one] * scale) < 1.2 * error(results[0][1][one], exact[one] * scale) + 2e-3
-                else:
-                    assert torch.equal(x, results[0][1][one])
+    results = []
+    for every in (0, 1, 2, 4):
+        model = deep(name, every, dtype)
+        gradients = gradients_of(model, scale)
+        with torch.no_grad():
+            results.append((outputs(model), gradients))
+    for found, gradients in results[1:]:
+        for x, y in zip(found, results[0][0]):
+            assert torch.equal(x, y) or (dtype == torch.float16 and error(x, y) < 2e-4)
+        for one, x in gradients.items():
+            if dtype == torch.float16:
+                assert error(x, exact[one] * scale) < 1.2 * error(results[0][1][one], exact[one] * scale) + 2e-3
+            else:
+                assert torch.equal(x, results[0][1][one])
 
 
 @pytest.mark.parametrize("checkpointing", [False, True, "selective"])

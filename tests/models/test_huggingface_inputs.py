@@ -132,6 +132,7 @@ def test_errors_of_packing() -> None:
         model.generate(ids, position_ids=POSITIONS, max_new_tokens=2)
 
 
+@pytest.mark.sampled(file=True)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_embeddings_in_place_of_tokens(name: str) -> None:
     model, ids = of(name), drawn(2, 7)
@@ -152,6 +153,7 @@ def test_embeddings_in_place_of_tokens(name: str) -> None:
         model(inputs_embeds=embeds[..., 1:])
 
 
+@pytest.mark.sampled(file=True)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_hidden_states(name: str) -> None:
     """The embeddings, what each layer but the last returns, and the last hidden states: as transformers has them."""
@@ -184,6 +186,7 @@ def test_hidden_states(name: str) -> None:
     assert isinstance(model(ids), tuple)
 
 
+@pytest.mark.sampled(file=True)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_hooks_act_the_same_with_and_without_a_cache(name: str) -> None:
     """A vector added to what a module returns: every module that can be named, in forward passes, padded ones and generate."""

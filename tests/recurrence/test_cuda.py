@@ -169,11 +169,11 @@ def configurations(head: int) -> list[Configuration]:
 
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_86", "sm_89", "sm_120")
-SAMPLED = tuple(zip(ARCHITECTURES, HEADS))
-OTHERS = [pytest.param(*pair, marks=pytest.mark.slow) for pair in product(ARCHITECTURES, HEADS) if pair not in SAMPLED]
+SAMPLED = ("sm_90", 64)
+OTHERS = [pytest.param(*pair, marks=pytest.mark.slow) for pair in product(ARCHITECTURES, HEADS) if pair != SAMPLED]
 
 
-@pytest.mark.parametrize(("arch", "head"), [*SAMPLED, *OTHERS])
+@pytest.mark.parametrize(("arch", "head"), [SAMPLED, *OTHERS])
 def test_kernels_compile_without_spills(arch, head):
     pytest.importorskip("cuda.core")
     told = {configuration: compile.compiled(configuration, arch)[1] for configuration in configurations(head)}

@@ -7,6 +7,7 @@ import pytest
 import torch
 from cases import TRITON, Case, call, check_near_underflow, draw, problem_of
 from contract import check_contract, measured
+from sampling import every, slow
 
 import penstock as ps
 from penstock.gpu.launch import trying
@@ -18,10 +19,6 @@ from penstock.recurrence.variants import VARIANTS
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")
 """NumPy's, of values in the interpreter that masks discard."""
-
-
-def slow(*values):
-    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 SEGMENTED = {name: Case(name, B=1, H=1, T=300) for name in VARIANTS}
@@ -86,8 +83,7 @@ MORE = [
 ]
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("case", [*ANY, Case("gla", B=1, H=1, T=200, gate="uneven"), *slow(*MORE)], ids=str)
+@pytest.mark.parametrize("case", [*every(2, ANY), Case("gla", B=1, H=1, T=200, gate="uneven"), *slow(*MORE)], ids=str)
 def test_any_decay_per_channel_equals_the_oracle(case):
     """Chunks of 16 and of 64. In "uneven" chunks that suit one anchor come before and after others."""
     c = Call.of(problem_of(case, draw(case)), table_file.target(torch.device("cpu")))

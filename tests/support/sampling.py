@@ -3,7 +3,7 @@
 The fast tests have every value of every parameter at least once, in as few combinations as a greedy choice finds. A parameter that is a
 data class or a named tuple, for example a ``Case``, counts field by field. ``@pytest.mark.sampled("impl")`` has every value once with
 each value of ``impl``; a field is named ``case.variant``. ``@pytest.mark.sampled(file=True)`` takes the tests of a file together: every
-test, and every value in one of them. All other combinations are slow tests.
+test, and every value in one of them. All other combinations are slow tests. ``slow`` and ``every`` are for lists of parameters.
 """
 
 from collections import Counter, defaultdict
@@ -14,6 +14,16 @@ from heapq import heappop, heapreplace
 import pytest
 
 Feature = tuple[str, ...]
+
+
+def slow(*values: object) -> list[object]:
+    """Parameters whose tests are slow."""
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
+def every(step: int, values: Iterable[object]) -> list[object]:
+    """Parameters of which every so many is a fast test, from the first on: where they have nothing in common."""
+    return [value if place % step == 0 else pytest.param(value, marks=pytest.mark.slow) for place, value in enumerate(values)]
 
 
 def mark_slow(items: Iterable[pytest.Item]) -> None:
