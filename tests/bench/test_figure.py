@@ -10,6 +10,7 @@ from dataclasses import replace
 import matplotlib.figure
 import pytest
 from measurements import measured
+from sampling import every
 
 import penstock.bench
 from penstock.bench import fla, ladder
@@ -85,7 +86,7 @@ PICTURES = {
 }
 
 
-@pytest.fixture(params=PICTURES, scope="module")
+@pytest.fixture(params=every(2, PICTURES), scope="module")
 def picture(request, tmp_path_factory):
     """The figure, drawn."""
     figures = []

@@ -89,6 +89,7 @@ def test_a_slot_is_taken_once_for_a_newcomer_and_given_back():
     assert simulation.step().admitted == preempted
 
 
+@pytest.mark.slow
 def test_long_requests_end_beside_a_flood_of_small_ones():
     simulation = Simulation(2, 2 + 2 * CHUNK)
     long = simulation.add(500, 400, share=("a", "long"))

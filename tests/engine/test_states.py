@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from architectures import ARCHITECTURES, model_of, randomised
-from sampling import every
+from sampling import every, slow
 
 from penstock.engine import Engine, SamplingParams
 from penstock.engine.request import Request, Sequence
@@ -92,7 +92,7 @@ def test_a_running_request_is_forked(overlap):
     engine.check_integrity()
 
 
-@pytest.mark.parametrize("canonical", [False, True])
+@pytest.mark.parametrize("canonical", [True, *slow(False)])
 def test_a_state_from_outside_never_enters_the_cache(tmp_path, canonical):
     """Other requests get states of the cache by their tokens. Those of a file or of ``replace`` may be of other tokens."""
     engine, greedy = engine_of(batch_invariant=canonical), SamplingParams(max_tokens=80, temperature=0, keep_state=True)

@@ -5,10 +5,12 @@ import subprocess
 import sys
 
 import pytest
+from sampling import slow
 
 pytest.importorskip("triton")
 
 COMPILE = """
+import sys
 from functools import partial
 from itertools import product
 
@@ -60,7 +62,8 @@ def backward(*results):
     torch.autograd.backward([y for y in results if y is not None], [torch.zeros_like(y) for y in results if y is not None])
 
 
-for tokens, heads in product((1, 3), (1, 2)):
+step = int(sys.argv[1])
+for tokens, heads in [*product((1, 3), (1, 2))][:: 3 if step > 1 else 1]:
     starts = torch.zeros(tokens, dtype=torch.int64)
     for hidden, up in ((None, None), (learned(tokens, 2, 8), learned(2, 8, 70))):
         last = torch.zeros(1, 70, dtype=torch.bfloat16)
@@ -110,7 +113,7 @@ for tokens, heads in product((1, 3), (1, 2)):
             states.write_rows(torch.zeros(tokens, channels), torch.zeros(1, channels), torch.zeros(tokens, dtype=torch.int64), ends)
 
 zeros = partial(torch.zeros, dtype=torch.bfloat16)
-for tokens, channels, width, bias in product((1, 3), (1, 70), (1, 4), (None, 1)):
+for tokens, channels, width, bias in [*product((1, 3), (1, 70), (1, 4), (None, 1))][::step]:
     bias, starts, bounds = bias and learned(channels), torch.zeros(tokens, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
     given = (learned(tokens, channels), zeros(1, width - 1, channels), starts, bounds, learned(channels, width), bias, bias is None, None)
     backward(convolution_launch.Convolution.apply(*given)[0])
@@ -159,17 +162,20 @@ def printed(script, *arguments):
     return done.stdout.splitlines()
 
 
-def test_every_fused_kernel_compiles_for_any_number_of_tokens():
+@pytest.mark.parametrize("step", [5, *slow(1)])
+def test_every_fused_kernel_compiles_for_any_number_of_tokens(step):
     names = ("decay", "gated", "gated_norm", "log_sigmoid", "norm_gate", "pointwise", "relu_squared", "shift", "time_steps")
     both = {f"{name}_{way}" for name in names for way in ("bwd", "fwd")}
     both |= {f"shift_{name}_bwd" for name in ("hidden", "low_rank", "weights")}
     both |= {f"convolution_{name}" for name in ("bwd", "fwd", "step", "tails")}
     decoding = {"low_rank", "product_of_few_rows", "products", "rwkv_step", "shifted_norm", "write_rows"}
     others = {"add_norm", "add_norm_bwd", "choose", "cross_entropy", "product", "score", "sum_of_parts", *decoding}
-    assert set(printed(COMPILE)) == {f"penstock_{name}" for name in both | others}
+    assert set(printed(COMPILE, str(step))) == {f"penstock_{name}" for name in both | others}
 
 
 FORMS = """
+import sys
+
 import torch
 
 from penstock.gpu.hopper import Tile
@@ -181,7 +187,7 @@ for sizes in ((64, 2048, 2048, 2048, 2048), (7168, 2048), (2048,), (160,)):
     weights = [torch.empty(N, 2048, dtype=torch.bfloat16) for N in sizes]
     if len(sizes) == 5:
         weights[0] = torch.empty(2048, sizes[0], dtype=torch.bfloat16).T
-    for rows in (8, 16, 32, 64, 128, 192, 256, 384, 512):
+    for rows in (8, 16, 32, 64, 128, 192, 256, 384, 512)[:: int(sys.argv[1])]:
         form = launch.form_of(rows, weights, 132)
         if form is None:
             continue
@@ -198,10 +204,11 @@ for sizes in ((64, 2048, 2048, 2048, 2048), (7168, 2048), (2048,), (160,)):
 
 
 @pytest.mark.timeout(900)
-def test_linear_maps_for_hopper_compile_without_spills():
+@pytest.mark.parametrize("step", [4, *slow(1)])
+def test_linear_maps_for_hopper_compile_without_spills(step):
     """With as much shared memory as sm_90 has."""
-    lines = printed(FORMS)
-    assert len(lines) >= 32
+    lines = printed(FORMS, str(step))
+    assert len(lines) >= 32 // step
     for line in lines:
         spill, shared = map(int, line.split()[:2])
         assert spill == 0, line
@@ -209,6 +216,7 @@ def test_linear_maps_for_hopper_compile_without_spills():
 
 
 ONE_ROW = """
+import sys
 from itertools import product
 
 import torch
@@ -227,7 +235,7 @@ def compiled(kernel, given, others, **options):
     print(found.spill, found.shared, found.registers, kernel_name(kernel), given.constants)
 
 
-for dtype, slots in ((torch.bfloat16, torch.int64), (torch.float16, torch.int32)):
+for dtype, slots in ((torch.bfloat16, torch.int64), (torch.float16, torch.int32))[:: int(sys.argv[1])]:
     empty = lambda *shape, dtype=dtype: torch.empty(shape, dtype=dtype)
     slots = empty(1, dtype=slots)
 
@@ -257,10 +265,11 @@ for dtype, slots in ((torch.bfloat16, torch.int64), (torch.float16, torch.int32)
 
 
 @pytest.mark.timeout(900)
-def test_steps_of_one_token_for_hopper_compile_without_spills():
+@pytest.mark.parametrize("step", [2, *slow(1)])
+def test_steps_of_one_token_for_hopper_compile_without_spills(step):
     """Two programs of the linear maps share a multiprocessor, and those of low-rank maps run beside them."""
-    lines = printed(ONE_ROW)
-    assert len(lines) == 34
+    lines = printed(ONE_ROW, str(step))
+    assert len(lines) == 34 // step
     for line in lines:
         spill, shared, registers = map(int, line.split()[:3])
         assert spill == 0, line
@@ -269,6 +278,7 @@ def test_steps_of_one_token_for_hopper_compile_without_spills():
 
 
 CONVOLUTIONS = """
+import sys
 from itertools import product
 
 import torch
@@ -278,7 +288,7 @@ from penstock.layers.triton.convolution_launch import CHANNELS, GROUP
 from penstock.tune.ahead import Job, Memory, kernel_name, resources
 
 R, C, wide, programs, tokens = 16384, 4352, 8512, 103, 160
-for arch, dtype, W in product(("sm_80", "sm_90", "gfx942"), (torch.bfloat16, torch.float32), (4, 8)):
+for arch, dtype, W in [*product(("sm_80", "sm_90", "gfx942"), (torch.bfloat16, torch.float32), (4, 8))][:: int(sys.argv[1])]:
     x, y, pool = (Memory(dtype, R * C) for _ in range(3))
     starts, bounds, slots = Memory(torch.int32, R), Memory(torch.int64, 9), Memory(torch.int64, 8)
     weight, bias, sums = Memory(dtype, C * W), Memory(dtype, C), Memory(torch.float32, programs * (W + 1) * C)
@@ -343,9 +353,10 @@ for arch, (dtype, (H, G)) in product(archs, calls):
 
 
 @pytest.mark.timeout(900)
-def test_short_convolutions_compile_without_spills():
-    lines = printed(CONVOLUTIONS)
-    assert len(lines) == 48
+@pytest.mark.parametrize("step", [5, *slow(1)])
+def test_short_convolutions_compile_without_spills(step):
+    lines = printed(CONVOLUTIONS, str(step))
+    assert len(lines) == 4 * len(range(0, 12, step))
     for line in lines:
         assert line.startswith("0 0 "), line
 

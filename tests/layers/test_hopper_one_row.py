@@ -280,6 +280,7 @@ class Launcher:
         return lambda *given, **constants: self.run(grid, given, constants)
 
 
+@pytest.mark.slow
 def test_steps_of_one_token_at_their_width(kernels_on_a_cpu, monkeypatch):
     """Both functions, with all of their launches emulated."""
     torch.manual_seed(0)

@@ -156,6 +156,7 @@ def test_second_derivatives_and_transforms(name, dtype):
     hold(torch.func.hessian(lambda x: ours(x).sum())(points).diagonal(), SECOND[name], points, 20)
 
 
+@pytest.mark.slow
 def test_compiled():
     names = [name for name in OURS if name.startswith(("feature map", "layer's", "tanh"))]
 

@@ -12,6 +12,7 @@ from architectures import ARCHITECTURES
 from formulas import error
 from halved_models import IDS, deep, enlarged, last_maps, outputs, power_of
 from public_models.published import PUBLISHED
+from sampling import slow
 from torch import Tensor, nn
 
 from penstock.engine import Engine, SamplingParams
@@ -163,10 +164,9 @@ def test_rwkv_is_halved_every_six_layers_as_by_the_authors(name: str, tmp_path: 
             assert load(tmp_path / f"{form}{every}").config == model.config
 
 
-@pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch's own tracer reads it
-@pytest.mark.parametrize("whole", [False, True])
-@pytest.mark.parametrize("name", ["rwkv6", "linear"])
+@pytest.mark.parametrize("whole", [False, *slow(True)])
+@pytest.mark.parametrize("name", ["linear", *slow("rwkv6")])
 def test_compiled_models(name: str, whole: bool) -> None:
     """Layers one by one, and the whole model: gradients are as exact as those of the same model in eager mode."""
     torch._dynamo.reset()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, SIZES, model_of
 from formulas import error
+from sampling import every
 from torch import Tensor, nn
 
 from penstock import ShapeError
@@ -152,7 +153,7 @@ def test_any_change_of_a_module_acts_in_every_pass(name: str, change: Callable[.
 
 
 @pytest.mark.sampled(file=True)
-@pytest.mark.parametrize("name", ["rwkv5.2", "rwkv6", "gla", "mamba2"])
+@pytest.mark.parametrize("name", every(4, ["rwkv6", "rwkv5.2", "gla", "mamba2"]))
 @pytest.mark.skipif(not interpreting(), reason="needs Triton's interpreter")
 def test_kernels_of_decode_steps_step_aside_for_one_module_alone(
     name: str, monkeypatch: pytest.MonkeyPatch, kernels_on_a_cpu: None

@@ -178,7 +178,7 @@ FIELDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", every(3, REQUESTS))
+@pytest.mark.parametrize("name", every(4, REQUESTS))
 def test_no_request_keeps_the_loop_from_others(live, client, name):
     path, more, status = REQUESTS[name]
     body = {**FIELDS.get(path, {}), "model": "tiny", **more}
