@@ -6,6 +6,7 @@ CONSTRAINTS ?= constraints.txt
 TESTS ?=
 VENV := .venv$(patsubst constraints%.txt,%,$(CONSTRAINTS))
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
+export PYTHONDONTWRITEBYTECODE =  # tests start many processes
 SOURCES = $(VENV)/bin/python pyproject.toml $(CONSTRAINTS) hatch_build.py $(wildcard penstock/cpu/native/*.h penstock/*/cpu/native/*.[ch])
 
 .PHONY: demo test versions lint clean
