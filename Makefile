@@ -15,7 +15,7 @@ demo: $(VENV)/demo
 	$(VENV)/bin/penstock demo
 
 test: $(VENV)/dev $(if $(filter .venv,$(VENV)),lint)
-	$(VENV)/bin/python -m pytest -n auto -m "not slow" $(TESTS)
+	$(VENV)/bin/python -m pytest -n auto --dist worksteal -m "not slow" $(TESTS)
 
 # What depends on the versions of torch, Triton, transformers, NumPy, FastAPI, openai and anthropic.
 versions: TESTS = tests/call/test_private.py tests/compat/test_transformers.py tests/gpu tests/integrations/test_transformers.py \

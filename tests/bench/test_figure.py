@@ -129,7 +129,6 @@ def texts(figure):
     return [one for one in figure.findobj(matplotlib.text.Text) if one.get_text() and one.get_visible() and one not in hidden]
 
 
-@pytest.mark.sampled
 def test_texts_do_not_overlap(picture):
     level = [text for text in texts(picture) if text.get_rotation() in (0, 90)]
     for one, other in itertools.combinations(level, 2):

@@ -98,7 +98,7 @@ def broken_sink(*_):
     raise ValueError("this sink is broken")
 
 
-@pytest.mark.parametrize("count", [0, 1, 1000])
+@pytest.mark.parametrize("count", [1, *slow(0, 1000)])
 def test_a_sink_that_always_raises_fails_one_request(count):
     engine = engine_of(slots=6)
     with engine:

@@ -21,7 +21,6 @@ MORE = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("more", MORE, ids=str)
 def test_stop_tokens_come_after_the_minimum_and_change_nothing_else(overlap, more):

@@ -193,7 +193,6 @@ class Masked:
         self.mask = sum(1 << token for token in allowed if token < V).to_bytes(-(-V // 8), "little")
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("size", [1, 64, 65, 300])
 @pytest.mark.parametrize(
     ("kinds", "dtype"),
@@ -251,7 +250,6 @@ def test_the_kernel_chooses_the_same_tokens(dtype, kinds, size, monkeypatch):
         assert torch.equal(by_kernel.sample(logits, copies, slots, [0] * len(rows)), wanted)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("size", [1, 5, 63, 64, 65, 300])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
 def test_the_kernel_of_log_probabilities_equals_the_formula(dtype, size):

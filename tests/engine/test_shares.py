@@ -40,7 +40,6 @@ def simulated():
     return Simulation(SLOTS, SLOTS + 8 * CHUNK, beside=4 * CHUNK)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("client", ["other", "hog"], ids=["of another client", "of the same client"])
 @pytest.mark.parametrize("after", [0, 1, 7, 90, 700])
 @pytest.mark.parametrize("small", SMALL)

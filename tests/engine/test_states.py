@@ -17,6 +17,8 @@ from penstock.errors import EngineError, PenstockError, RangeError, ShapeError
 from penstock.models import CausalLM
 from penstock.models.arguments import named_tensors
 
+pytestmark = pytest.mark.sampled(file=True)
+
 RECURRENT = [name for name in ARCHITECTURES if not name.startswith("hybrid")]
 PROMPT = [n * n % 13 for n in range(150)]
 KEEP = SamplingParams(max_tokens=30, seed=5, keep_state=True)

@@ -14,6 +14,8 @@ from penstock.engine.graphs import StepGraphs
 from penstock.errors import DtypeError, InvalidArgument, RangeError, ShapeError
 from penstock.models.arguments import named_tensors
 
+pytestmark = pytest.mark.sampled(file=True)
+
 RECURRENT = [name for name in ARCHITECTURES if not name.startswith("hybrid")]
 PROMPT = [n * n % 13 for n in range(150)]
 

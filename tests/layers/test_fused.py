@@ -20,7 +20,7 @@ few_rows_launch = pytest.importorskip("penstock.layers.triton.few_rows_launch")
 token_shift_launch = pytest.importorskip("penstock.layers.triton.token_shift_launch")
 product = pytest.importorskip("penstock.layers.triton.product")
 rows = pytest.importorskip("penstock.layers.triton.rows")
-pytestmark = pytest.mark.skipif(not interpreting(), reason="needs Triton's interpreter")
+pytestmark = [pytest.mark.skipif(not interpreting(), reason="needs Triton's interpreter"), pytest.mark.sampled(file=True)]
 
 
 def normal(*shape, dtype=torch.float32, seed=0):
@@ -51,7 +51,6 @@ def sequences(packed):
     return Sequences(torch.empty(3, 25, 1))
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(
@@ -126,7 +125,6 @@ def test_token_shift_is_the_loop_over_tokens():
                 before = now
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize(("heads", "size", "centre", "affine"), [(3, 64, True, 2), (2, 40, True, 2), (2, 96, False, 1), (1, 32, False, 0)])
 def test_norm_gate(heads, size, centre, affine, dtype):
@@ -244,7 +242,6 @@ def test_sums_and_their_norms(channels, centre, bias, dtype):
         assert (normed.double() - wanted).norm() <= 2 * torch.finfo(dtype).eps * wanted.norm()
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize(
     ("tokens", "channels", "centre", "bias"), [(70, 70, True, True), (70, 70, True, False), (33, 1000, False, False), (3, 5000, True, True)]
@@ -434,7 +431,6 @@ def trained(model, tokens, checkpointing=False):
     return [loss.detach(), *(x.grad for x in model.parameters())], sum(kept.values())
 
 
-@pytest.mark.sampled(file=True)
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_training_steps_of_models(name, tokens, request):
@@ -456,7 +452,6 @@ def test_training_steps_of_models(name, tokens, request):
         most = kept if checkpointing == "selective" else most
 
 
-@pytest.mark.sampled(file=True)
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("name", ["rwkv5.0", "rwkv6", "gla", "mamba2"])
 def test_training_steps_of_halved_models(name, tokens, on_a_cpu):
@@ -470,7 +465,6 @@ def test_training_steps_of_halved_models(name, tokens, on_a_cpu):
         assert (halved - true).norm() <= 1.3 * (plain - true).norm() + 4e-3 * true.norm()
 
 
-@pytest.mark.sampled(file=True)
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_training_steps_with_parameters_of_any_strides(name, tokens, request):
@@ -498,7 +492,6 @@ def test_norms_with_hooks_or_of_other_classes_run_as_modules(name, on_a_cpu):
     assert on_a_cpu["AddNorm"] == 0
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("others", [(torch.float32, torch.float16), (torch.float16, torch.float32)], ids=str)
 @pytest.mark.parametrize(("centre", "added"), [(True, True), (False, False)])
@@ -549,7 +542,6 @@ def test_norms_under_autocast_have_its_dtype_where_linear_maps_would_round_them(
     assert x.grad.dtype == norm.weight.grad.dtype == torch.float32
 
 
-@pytest.mark.sampled(file=True)
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_training_steps_under_autocast(name, tokens, request):

@@ -204,7 +204,6 @@ def means_hold(function, q, k, v, dtype):
         assert ((one.double() - other).norm() / other.norm()).item() < cancelled * (8 * torch.finfo(dtype).eps + 2e-6)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shift", [-60, -20, -9, 0, 20])
 @pytest.mark.parametrize("impl", [one.name for one in FAMILY.implementations])

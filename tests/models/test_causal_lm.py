@@ -17,6 +17,8 @@ from penstock.layers.norms import GroupedRMSNorm
 from penstock.models import CausalLM, Config, gla, rwkv6
 from penstock.models.config import feed_forward_size
 
+pytestmark = pytest.mark.sampled(file=True)
+
 BATCH, LENGTH = 2, 40
 BOUNDS = {torch.float32: 1e-4, torch.float64: 1e-10}
 
@@ -26,7 +28,6 @@ def ids() -> Tensor:
     return torch.randint(SIZES["vocab_size"], (BATCH, LENGTH), generator=torch.Generator().manual_seed(2))
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_logits_equal_the_formulas(name: str, dtype: torch.dtype, ids: Tensor) -> None:
@@ -51,7 +52,6 @@ def test_training_gradients_equal_those_of_the_formulas(name: str, ids: Tensor) 
         assert error(parameter.grad, weights[key].grad) < 1e-8, key
 
 
-@pytest.mark.sampled(file=True)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_second_derivatives_and_transforms_of_the_loss(name: str, ids: Tensor) -> None:
     """The Hessian times a vector, by two backward passes and by ``torch.func``, equals that of the formulas."""
@@ -194,7 +194,6 @@ class Adapter(nn.Module):
         return self.base(x) + self.more(x)
 
 
-@pytest.mark.sampled(file=True)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_adapters_of_linear_maps_run(name: str, ids: Tensor) -> None:
     """A model whose linear maps are replaced by others is the model with the sums of their weights."""
@@ -217,7 +216,6 @@ def test_adapters_of_linear_maps_run(name: str, ids: Tensor) -> None:
     assert error(model.advance(ids, model.initial_state(BATCH)), merged(ids).logits) < 1e-10
 
 
-@pytest.mark.sampled(file=True)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_hooks_of_linear_maps_run(name: str, ids: Tensor) -> None:
     """Those of ``register_forward_hook``, and of libraries that replace ``forward``."""
@@ -235,7 +233,6 @@ def test_hooks_of_linear_maps_run(name: str, ids: Tensor) -> None:
     assert set(ran.values()) == {2}
 
 
-@pytest.mark.sampled(file=True)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_hooks_of_norms_run(name: str, ids: Tensor) -> None:
     """They change results as twice the weights do."""
@@ -274,7 +271,6 @@ def test_hooks_of_all_modules_run(name: str, ids: Tensor) -> None:
     assert all(torch.equal(x, y) for x, y in zip(*found))
 
 
-@pytest.mark.sampled(file=True)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_models_of_fake_tensors(name: str) -> None:
     """As tools have them that estimate memory."""

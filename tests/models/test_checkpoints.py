@@ -17,6 +17,8 @@ from public_models.published import PUBLISHED, Published
 from penstock.errors import MissingExtra
 from penstock.models import load, save
 
+pytestmark = pytest.mark.sampled(file=True)
+
 IDS = tokens(64, 13)
 
 
@@ -25,7 +27,6 @@ def published(request: pytest.FixtureRequest) -> Published:
     return PUBLISHED[request.param]
 
 
-@pytest.mark.sampled(file=True)
 @torch.no_grad()
 def test_logits_equal_the_formulas_for_every_split(published: Published, tmp_path: Path) -> None:
     path, true = published.write(tmp_path), published.logits(IDS)
@@ -43,7 +44,6 @@ def test_logits_equal_the_formulas_for_every_split(published: Published, tmp_pat
     assert error(serial, true) < 1e-5
 
 
-@pytest.mark.sampled(file=True)
 def test_saved_again_has_equal_bits(published: Published, tmp_path: Path) -> None:
     model = load(published.write(tmp_path))
     for format in ("penstock", *published.formats):

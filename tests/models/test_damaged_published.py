@@ -17,6 +17,8 @@ from torch import Tensor
 from penstock import PenstockError
 from penstock.models import load
 
+pytestmark = pytest.mark.sampled(file=True)
+
 Change = Callable[[dict[str, Tensor]], object]
 
 
@@ -41,7 +43,6 @@ CHANGES: dict[str, tuple[Callable[[Tensor], Tensor | None], str]] = {
 }
 
 
-@pytest.mark.sampled(file=True)
 @pytest.mark.parametrize("name", PUBLISHED)
 @pytest.mark.parametrize("every", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_each_tensor_that_is_wrong_is_named(name: str, every: bool, tmp_path: Path) -> None:
@@ -83,7 +84,6 @@ def damaged(content: bytes, draw: random.Random) -> bytes:
     )
 
 
-@pytest.mark.sampled(file=True)
 @pytest.mark.parametrize("name", PUBLISHED)
 @pytest.mark.parametrize("count", [pytest.param(1000, marks=pytest.mark.slow), 20])
 def test_files_with_damaged_bytes_are_refused_or_load(name: str, count: int, tmp_path: Path) -> None:

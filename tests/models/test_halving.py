@@ -12,7 +12,6 @@ from architectures import ARCHITECTURES
 from formulas import error
 from halved_models import IDS, deep, enlarged, last_maps, outputs, power_of
 from public_models.published import PUBLISHED
-from sampling import slow
 from torch import Tensor, nn
 
 from penstock.engine import Engine, SamplingParams
@@ -20,8 +19,9 @@ from penstock.layers import Sequences
 from penstock.models import CausalLM, Config, gla, load, rwkv6, save
 from penstock.models.checkpoints import FORMATS
 
+pytestmark = pytest.mark.sampled(file=True)
 
-@pytest.mark.sampled(file=True)
+
 @torch.no_grad()
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_a_residual_stream_that_would_overflow_changes_nothing(name: str) -> None:
@@ -34,7 +34,6 @@ def test_a_residual_stream_that_would_overflow_changes_nothing(name: str) -> Non
         assert not x.numel() or error(x, y) < 2e-4
 
 
-@pytest.mark.sampled(file=True)
 @torch.no_grad()
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name != "own_mixer"])
 def test_what_a_mixer_adds_may_be_too_large(name: str) -> None:
@@ -59,7 +58,6 @@ def gradients_of(model: CausalLM, scale: float = 1.0) -> dict[str, Tensor]:
     return {name: x.grad for name, x in model.named_parameters()}
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_halving_changes_nothing_in_range(name: str, dtype: torch.dtype) -> None:
@@ -111,7 +109,6 @@ class Adapted(nn.Module):
         return self.base(x) + self.B(self.A(x))
 
 
-@pytest.mark.sampled
 @torch.no_grad()
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -165,8 +162,9 @@ def test_rwkv_is_halved_every_six_layers_as_by_the_authors(name: str, tmp_path: 
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch's own tracer reads it
-@pytest.mark.parametrize("whole", [False, *slow(True)])
-@pytest.mark.parametrize("name", ["linear", *slow("rwkv6")])
+@pytest.mark.slow
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("name", ["rwkv6", "linear"])
 def test_compiled_models(name: str, whole: bool) -> None:
     """Layers one by one, and the whole model: gradients are as exact as those of the same model in eager mode."""
     torch._dynamo.reset()

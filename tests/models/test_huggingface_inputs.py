@@ -20,7 +20,7 @@ from transformers import AutoModel, AutoModelForCausalLM, DataCollatorWithFlatte
 from penstock.models.huggingface import CACHE, PenstockForCausalLM, PenstockModel  # noqa: E402
 
 V = SIZES["vocab_size"]
-pytestmark = pytest.mark.usefixtures("at_full_speed")
+pytestmark = [pytest.mark.usefixtures("at_full_speed"), pytest.mark.sampled(file=True)]
 SMALL = ["rwkv6", "gla", "retnet", "linear", "mamba2", "hybrid"]
 
 
@@ -48,7 +48,6 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_no_sequence_of_a_packed_row_sees_another(name: str, form: str) -> None:
@@ -132,7 +131,6 @@ def test_errors_of_packing() -> None:
         model.generate(ids, position_ids=POSITIONS, max_new_tokens=2)
 
 
-@pytest.mark.sampled(file=True)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_embeddings_in_place_of_tokens(name: str) -> None:
     model, ids = of(name), drawn(2, 7)
@@ -153,7 +151,6 @@ def test_embeddings_in_place_of_tokens(name: str) -> None:
         model(inputs_embeds=embeds[..., 1:])
 
 
-@pytest.mark.sampled(file=True)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_hidden_states(name: str) -> None:
     """The embeddings, what each layer but the last returns, and the last hidden states: as transformers has them."""
@@ -186,7 +183,6 @@ def test_hidden_states(name: str) -> None:
     assert isinstance(model(ids), tuple)
 
 
-@pytest.mark.sampled(file=True)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_hooks_act_the_same_with_and_without_a_cache(name: str) -> None:
     """A vector added to what a module returns: every module that can be named, in forward passes, padded ones and generate."""

@@ -62,7 +62,6 @@ def native(folder: Path) -> Path:
 SOURCES: dict[str, Callable[[Path], Path]] = {"penstock": native} | {name: one.write for name, one in PUBLISHED.items()}
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", SOURCES)
 def test_what_trainers_put_around_weights_is_left_out(name: str, form: str, tmp_path: Path) -> None:

@@ -157,7 +157,6 @@ def answers(request, tmp_path_factory):
 STRING = re.compile(r'"(?:[^"\\]|\\.)*(?:"|\\?$)', re.DOTALL)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(
     "schema",
     [SCHEMA, {"type": "object"}, {"type": "array", "items": SCHEMA, "minItems": 1, "maxItems": 1}],
@@ -172,7 +171,6 @@ def test_answers_have_no_white_space_between_values(answers, schema):
             check(one.text if schema is SCHEMA else one.text[1:-1])
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("options", [{"whitespace_flexible": True}, {"whitespace_pattern": "[ ]{1,2}"}], ids=str)
 def test_a_schema_may_ask_for_white_space(answers, options):
     found = answers({**SCHEMA, "x-guidance": options})
