@@ -10,6 +10,8 @@ from penstock.engine import Engine, SamplingParams, invariance
 from penstock.errors import EngineError
 from penstock.layers.modes import rows_alike
 
+pytestmark = pytest.mark.sampled(file=True)
+
 RECURRENT = [name for name in ARCHITECTURES if not name.startswith("hybrid")]
 VOCAB = 13
 
@@ -101,7 +103,6 @@ def together(model, prompts, all_params, rng, **options):
     return engine, [request.result for request in requests], [(tokens, params, fork.result) for tokens, params, fork in forks]
 
 
-@pytest.mark.sampled(file=True)
 @pytest.mark.parametrize("name", RECURRENT)
 def test_requests_give_the_tokens_of_each_alone(name):
     rng = random.Random(name)
@@ -119,7 +120,6 @@ def test_requests_give_the_tokens_of_each_alone(name):
         assert completions(result) == completions(alone(tokens, some))
 
 
-@pytest.mark.sampled(file=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", RECURRENT)
 def test_bits_of_a_token_do_not_depend_on_its_place_in_a_step(name, dtype):
@@ -134,7 +134,6 @@ def test_bits_of_a_token_do_not_depend_on_its_place_in_a_step(name, dtype):
             assert all(torch.equal(one, other) for one, other in zip(found, wanted)), (tokens, place)
 
 
-@pytest.mark.sampled(file=True)
 @pytest.mark.parametrize("name", RECURRENT)
 def test_batch_invariant_logprobs_are_equal_to_the_bit(name):
     rng, model = random.Random(name), model_of(name)
@@ -152,7 +151,6 @@ def test_batch_invariant_logprobs_are_equal_to_the_bit(name):
         assert result.completions == alone(turn, some).completions
 
 
-@pytest.mark.sampled(file=True)
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("name", RECURRENT)
 def test_states_of_generated_tokens_are_those_of_a_prompt(name, overlap):

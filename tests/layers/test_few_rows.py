@@ -4,6 +4,7 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, SIZES, flat, model_of
 from formulas import error
+from sampling import every
 
 from penstock.gpu.target import interpreting
 from penstock.layers import convolution, decode, linear, modes
@@ -12,7 +13,7 @@ from penstock.recurrence import functional
 
 launch = pytest.importorskip("penstock.layers.triton.few_rows_launch")
 convolution_launch = pytest.importorskip("penstock.layers.triton.convolution_launch")
-pytestmark = pytest.mark.skipif(not interpreting(), reason="needs Triton's interpreter")
+pytestmark = [pytest.mark.skipif(not interpreting(), reason="needs Triton's interpreter"), pytest.mark.sampled(file=True)]
 DTYPES = [torch.float32, torch.float16]
 
 
@@ -25,7 +26,6 @@ def close(found, wanted, roundings=4):
     assert (found.double() - wanted.double()).norm() <= roundings * torch.finfo(found.dtype).eps * wanted.double().norm()
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "size"), [(1, 70), (9, 256), (20, 300), (67, 130)])
 @pytest.mark.parametrize("parts", [1, 2, 5])
@@ -58,7 +58,6 @@ def test_low_rank_parts(rows, parts, rank, dtype):
     close(w, -torch.exp(factors[:, 0]), 20)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("centre", [True, False])
 @pytest.mark.parametrize("added", [True, False])
@@ -90,7 +89,6 @@ def test_sums_norms_and_shifts(slots, added, centre, dtype):
     assert pool._version > version
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("added", [True, False])
 @pytest.mark.parametrize("lengths", [(3, 0, 1, 4, 0), (0, 1, 1), (7,)], ids=str)
@@ -143,7 +141,6 @@ def step_formula(r, k, v, gate, u, bias, low, up, states, weight, shift, eps):
     return normed * torch.nn.functional.silu(gate), states * torch.exp(-torch.exp(bias + factor))[..., None] + new
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("state", DTYPES, ids=str)
 @pytest.mark.parametrize("slots", [None, (3, -1, 0)], ids=str)
@@ -258,7 +255,6 @@ def launched(monkeypatch, kernels_on_a_cpu):
     return names
 
 
-@pytest.mark.sampled(file=True)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if not name.startswith("hybrid")])
 def test_decode_steps_of_models(name, dtype, request):
@@ -296,8 +292,7 @@ class Doubled(torch.nn.Module):
         return 2 * x
 
 
-@pytest.mark.sampled(file=True)
-@pytest.mark.parametrize("change", ["hook", "forward", "module", "no weight"])
+@pytest.mark.parametrize("change", every(2, ["hook", "module", "forward", "no weight"]))
 @pytest.mark.parametrize("name", ["gla", "rwkv6"])
 def test_norms_that_are_changed_run(name, change, request):
     """Their kernels, which read the weights only, do not replace them."""
@@ -376,7 +371,6 @@ def test_only_decode_steps_in_graphs_take_the_kernel_of_a_step(launched):
     assert launched == ["rwkv_step"]
 
 
-@pytest.mark.sampled(file=True)
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if not name.startswith("hybrid")])
 def test_parameters_of_any_strides(name, request):
     """As views of a larger tensor are: a kernel that reads them as contiguous reads the NaN between their elements."""
@@ -395,7 +389,6 @@ def test_parameters_of_any_strides(name, request):
         assert not plain.numel() or error(found, plain) < 1e-5
 
 
-@pytest.mark.sampled(file=True)
 @pytest.mark.parametrize("change", ["none", "outside of graphs", "strides", "computed"])
 @pytest.mark.parametrize("name", ["rwkv5.0", "rwkv6"])
 def test_weights_are_read_early_only_where_no_kernel_just_before_writes_them(name, change, launched, monkeypatch):

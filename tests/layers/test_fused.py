@@ -7,6 +7,7 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, SIZES, model_of
 from formulas import error
+from sampling import slow
 
 from penstock.gpu.target import interpreting
 from penstock.layers import convolution, decays, fused, token_shift
@@ -19,7 +20,7 @@ few_rows_launch = pytest.importorskip("penstock.layers.triton.few_rows_launch")
 token_shift_launch = pytest.importorskip("penstock.layers.triton.token_shift_launch")
 product = pytest.importorskip("penstock.layers.triton.product")
 rows = pytest.importorskip("penstock.layers.triton.rows")
-pytestmark = pytest.mark.skipif(not interpreting(), reason="needs Triton's interpreter")
+pytestmark = [pytest.mark.skipif(not interpreting(), reason="needs Triton's interpreter"), pytest.mark.sampled(file=True)]
 
 
 def normal(*shape, dtype=torch.float32, seed=0):
@@ -50,7 +51,6 @@ def sequences(packed):
     return Sequences(torch.empty(3, 25, 1))
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(
@@ -125,7 +125,6 @@ def test_token_shift_is_the_loop_over_tokens():
                 before = now
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize(("heads", "size", "centre", "affine"), [(3, 64, True, 2), (2, 40, True, 2), (2, 96, False, 1), (1, 32, False, 0)])
 def test_norm_gate(heads, size, centre, affine, dtype):
@@ -243,7 +242,6 @@ def test_sums_and_their_norms(channels, centre, bias, dtype):
         assert (normed.double() - wanted).norm() <= 2 * torch.finfo(dtype).eps * wanted.norm()
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize(
     ("tokens", "channels", "centre", "bias"), [(70, 70, True, True), (70, 70, True, False), (33, 1000, False, False), (3, 5000, True, True)]
@@ -412,11 +410,14 @@ def on_a_cpu(monkeypatch, kernels_on_a_cpu):
     return ran
 
 
-def trained(model, checkpointing=False):
+TOKENS = [12, *slow(40)]
+
+
+def trained(model, tokens, checkpointing=False):
     """Loss and gradients, and the bytes of tensors that the backward pass keeps, without parameters."""
     model.gradient_checkpointing = checkpointing
     parameters = {x.untyped_storage().data_ptr() for x in model.parameters()}
-    ids, kept = torch.randint(SIZES["vocab_size"], (2, 40), generator=torch.Generator().manual_seed(2)), {}
+    ids, kept = torch.randint(SIZES["vocab_size"], (2, tokens), generator=torch.Generator().manual_seed(2)), {}
 
     def pack(x):
         if x.untyped_storage().data_ptr() not in parameters:
@@ -430,14 +431,14 @@ def trained(model, checkpointing=False):
     return [loss.detach(), *(x.grad for x in model.parameters())], sum(kept.values())
 
 
-@pytest.mark.sampled(file=True)
+@pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_training_steps_of_models(name, request):
+def test_training_steps_of_models(name, tokens, request):
     """Loss and gradients are those of plain PyTorch in float64; not more is kept than by plain PyTorch."""
-    model, (exact, _) = model_of(name), trained(model_of(name, torch.float64))
-    _, most = trained(model)
+    model, (exact, _) = model_of(name), trained(model_of(name, torch.float64), tokens)
+    _, most = trained(model, tokens)
     ran = request.getfixturevalue("on_a_cpu")
-    found, kept = trained(model)
+    found, kept = trained(model, tokens)
     assert all(error(x, y) < 1e-4 for x, y in zip(found, exact))
     assert kept <= most
     norms = [model.embedding_norm, *(one for layer in model.layers for one in (layer.mixer_norm, layer.channel_norm)), model.norm]
@@ -445,18 +446,18 @@ def test_training_steps_of_models(name, request):
     assert ran["AddNorm"] == norms
     assert ran["Convolution"] == sum(isinstance(one, convolution.ShortConvolution) for one in model.modules())
     for checkpointing in (True, "selective"):
-        again, kept = trained(model, checkpointing)
+        again, kept = trained(model, tokens, checkpointing)
         assert all(torch.equal(x, y) for x, y in zip(again, found))
         assert kept < most
         most = kept if checkpointing == "selective" else most
 
 
-@pytest.mark.sampled(file=True)
+@pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("name", ["rwkv5.0", "rwkv6", "gla", "mamba2"])
-def test_training_steps_of_halved_models(name, on_a_cpu):
+def test_training_steps_of_halved_models(name, tokens, on_a_cpu):
     """Float16 by the kernels: with a residual stream that is halved, loss and gradients are as exact as without."""
     exact, *found = (
-        trained(model_of(name, dtype, rescale_every=every, norm_eps=0.3))[0]
+        trained(model_of(name, dtype, rescale_every=every, norm_eps=0.3), tokens)[0]
         for dtype, every in ((torch.float64, 0), (torch.float16, 0), (torch.float16, 1))
     )
     assert on_a_cpu["AddNorm"] > 0
@@ -464,15 +465,15 @@ def test_training_steps_of_halved_models(name, on_a_cpu):
         assert (halved - true).norm() <= 1.3 * (plain - true).norm() + 4e-3 * true.norm()
 
 
-@pytest.mark.sampled(file=True)
+@pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_training_steps_with_parameters_of_any_strides(name, request):
+def test_training_steps_with_parameters_of_any_strides(name, tokens, request):
     """As views of a larger tensor are: a kernel that reads them as contiguous reads the NaN between their elements."""
-    model, (exact, _) = model_of(name), trained(model_of(name, torch.float64))
+    model, (exact, _) = model_of(name), trained(model_of(name, torch.float64), tokens)
     request.getfixturevalue("on_a_cpu")
     for one in model.parameters():
         one.data = torch.stack([one.data, torch.full_like(one.data, torch.nan)], -1)[..., 0]
-    found, _ = trained(model)
+    found, _ = trained(model, tokens)
     assert all(error(x, y) < 1e-4 for x, y in zip(found, exact))
 
 
@@ -491,7 +492,6 @@ def test_norms_with_hooks_or_of_other_classes_run_as_modules(name, on_a_cpu):
     assert on_a_cpu["AddNorm"] == 0
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("others", [(torch.float32, torch.float16), (torch.float16, torch.float32)], ids=str)
 @pytest.mark.parametrize(("centre", "added"), [(True, True), (False, False)])
@@ -542,20 +542,20 @@ def test_norms_under_autocast_have_its_dtype_where_linear_maps_would_round_them(
     assert x.grad.dtype == norm.weight.grad.dtype == torch.float32
 
 
-@pytest.mark.sampled(file=True)
+@pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_training_steps_under_autocast(name, request):
+def test_training_steps_under_autocast(name, tokens, request):
     """float32 weights, float16 products: relative errors of all gradients together are those of plain PyTorch, and less is kept."""
-    (exact, _), plain = trained(model_of(name, torch.float64)), model_of(name)
+    (exact, _), plain = trained(model_of(name, torch.float64), tokens), model_of(name)
     with torch.autocast("cpu", dtype=torch.float16):
-        wanted, most = trained(plain)
+        wanted, most = trained(plain, tokens)
     ran = request.getfixturevalue("on_a_cpu")
     with torch.autocast("cpu", dtype=torch.float16):
-        found, kept = trained(plain)
+        found, kept = trained(plain, tokens)
     assert ran["AddNorm"] > 0
     assert kept < most
     with torch.autocast("cpu", dtype=torch.float16):
-        again, least = trained(plain, "selective")
+        again, least = trained(plain, tokens, "selective")
     assert all(torch.equal(x, y) for x, y in zip(again, found))
     assert least < kept
     assert all(x.dtype == torch.float32 for x in found)

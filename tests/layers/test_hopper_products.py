@@ -47,7 +47,6 @@ def products(inputs, weights, form, gate=None, *, relu_squared=False, early=True
     return results
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "size"), [(1, 72), (9, 512), (3, 2048), (40, 1160)])
 @pytest.mark.parametrize("parts", [1, 2, 5])
@@ -66,7 +65,6 @@ def test_products(form, parts, rows, size, dtype):
     close(y, exact[0] * gate.double().sigmoid())
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "size"), [(129, 64), (192, 520), (300, 392)])
 @pytest.mark.parametrize("form", [*MANY, *SPREAD], ids=str)
@@ -114,7 +112,6 @@ def test_views(rows):
     assert not launch.takes([torch.empty(2**22, 64, dtype=torch.bfloat16, device="meta")])
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("form", "rows"),
     [*itertools.product([Form(1, 2, 6), *MANY, *SPREAD], [1, 128, 300]), (Form(4, 1, 8), 1), (Form(4, 1, 8), 32)],

@@ -30,7 +30,6 @@ def ran(monkeypatch, kernels_on_a_cpu):
     return ran
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize("limits", cases.LIMITS, ids=str)
 @pytest.mark.parametrize("sizes", cases.HEADS, ids=str)
@@ -38,7 +37,6 @@ def test_time_steps(sizes, limits, dtype):
     cases.check_time_steps(sizes, limits, dtype, "cpu")
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize("sizes", cases.GROUPS, ids=str)

@@ -15,7 +15,7 @@ from penstock.layers.chains import CHAINS, Choice, Operation, recorded
 from penstock.models import CausalLM
 
 MODES = ("training", "prompt", "decode")
-pytestmark = pytest.mark.usefixtures("at_full_speed")
+pytestmark = [pytest.mark.usefixtures("at_full_speed"), pytest.mark.sampled(file=True)]
 
 
 def kept(model):
@@ -63,7 +63,6 @@ def launched(monkeypatch, kernels_on_a_cpu):
     return names
 
 
-@pytest.mark.sampled
 @pytest.mark.skipif(not interpreting(), reason="needs Triton's interpreter")
 @pytest.mark.parametrize(("mode", "dtype"), [*((mode, torch.float32) for mode in MODES), ("decode", torch.float16)], ids=str)
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -78,7 +77,6 @@ def test_the_kernels_of_an_explanation_are_those_that_run(name, mode, dtype, lau
     assert launched
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_a_hook_changes_the_forms_of_its_module_alone(name, mode):

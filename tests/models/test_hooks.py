@@ -9,6 +9,7 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, SIZES, model_of
 from formulas import error
+from sampling import every
 from torch import Tensor, nn
 
 from penstock import ShapeError
@@ -20,7 +21,7 @@ from penstock.models.backbone import Layer
 from penstock.models.streaming import stream
 
 IDS = torch.randint(SIZES["vocab_size"], (2, 6), generator=torch.Generator().manual_seed(5))
-pytestmark = pytest.mark.usefixtures("at_full_speed")
+pytestmark = [pytest.mark.usefixtures("at_full_speed"), pytest.mark.sampled(file=True)]
 
 
 def named(model: CausalLM) -> dict[str, nn.Module]:
@@ -61,7 +62,6 @@ def passes(model: CausalLM) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.sampled(file=True)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_a_hook_on_any_module_acts_in_every_pass(name: str) -> None:
     model = model_of(name, torch.float64)
@@ -133,7 +133,6 @@ def hook_of_all_modules(model: CausalLM, place: str) -> Callable[[], None]:
 CHANGES = [wrapped, replaced, replaced_in_class, compiled, pre_hook, hook_of_all_modules]
 
 
-@pytest.mark.sampled(file=True)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("name", ["rwkv5.2", "rwkv6", "gla", "retnet", "linear", "mamba2_grouped", "hybrid"])
 def test_any_change_of_a_module_acts_in_every_pass(name: str, change: Callable[..., Any]) -> None:
@@ -151,8 +150,7 @@ def test_any_change_of_a_module_acts_in_every_pass(name: str, change: Callable[.
     assert torch.equal(model(IDS).logits, plain)
 
 
-@pytest.mark.sampled(file=True)
-@pytest.mark.parametrize("name", ["rwkv5.2", "rwkv6", "gla", "mamba2"])
+@pytest.mark.parametrize("name", every(4, ["rwkv6", "rwkv5.2", "gla", "mamba2"]))
 @pytest.mark.skipif(not interpreting(), reason="needs Triton's interpreter")
 def test_kernels_of_decode_steps_step_aside_for_one_module_alone(
     name: str, monkeypatch: pytest.MonkeyPatch, kernels_on_a_cpu: None
@@ -254,7 +252,6 @@ def test_classes_are_remembered_as_they_were_written() -> None:
                 assert type(module) is Layer
 
 
-@pytest.mark.sampled(file=True)
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if not name.startswith("hybrid")])
 @pytest.mark.parametrize("invariant", [False, True])
 def test_hooks_act_in_an_engine(name: str, invariant: bool) -> None:
@@ -267,7 +264,6 @@ def test_hooks_act_in_an_engine(name: str, invariant: bool) -> None:
         handle.remove()
 
 
-@pytest.mark.sampled(file=True)
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if not name.startswith("hybrid")])
 def test_wrapped_modules_act_in_an_engine(name: str) -> None:
     model = model_of(name, torch.float64)
@@ -292,7 +288,6 @@ class Rounded(nn.Module):
         return self.weight[ids].double() * self.scale
 
 
-@pytest.mark.sampled(file=True)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_modules_without_parameters(name: str) -> None:
     model = model_of(name, torch.float64)

@@ -41,7 +41,6 @@ def as_function(case, impl):
     return function, [x.requires_grad_() for x in tensors.values()]
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(("case", "impl"), DERIVATIVES, ids=str)
 def test_first_and_second_derivatives(case, impl):
     """The second are those of the chunkwise form, whatever computes the first."""
@@ -71,7 +70,6 @@ def stacked(tuples):
     return tuple(torch.stack(x) for x in zip(*tuples))
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("case", TWO_CHUNKS, ids=str)
 def test_jacobians_of_torch_func(case, chunkwise_forward):
     """``jacfwd``, ``jacrev`` and ``jvp`` equal autograd."""
@@ -87,7 +85,6 @@ def test_jacobians_of_torch_func(case, chunkwise_forward):
     assert_near(derivatives, along)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("case", TWO_CHUNKS, ids=str)
 def test_gradients_of_torch_func(case, chunkwise_forward):
     """``grad``, ``vmap``, ``vmap`` of ``grad`` and ``hessian`` equal autograd."""

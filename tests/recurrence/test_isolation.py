@@ -98,7 +98,6 @@ QUICK = {"triton_recurrent": ("batch row", "packed sequence"), "triton_chunkwise
 EVERY = [pytest.param(impl, unit, marks=[pytest.mark.slow] * (unit not in QUICK.get(impl, UNITS))) for impl in ALL for unit in UNITS]
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(("impl", "unit"), EVERY)
 def test_passes(impl, unit, monkeypatch):
     monkeypatch.setattr(launch, "run", emulated.run)

@@ -10,6 +10,7 @@ import httpx
 import openai
 import pytest
 from live_server import KEY, running, sent
+from sampling import every
 
 from penstock.server import app, connection, streaming
 from penstock.server.limits import Limits
@@ -131,7 +132,7 @@ ERRORS = {
 }
 
 
-@pytest.mark.parametrize("name", ERRORS)
+@pytest.mark.parametrize("name", every(3, ERRORS))
 def test_a_body_of_many_errors_is_refused_at_once_with_few_of_them(live, client, name):
     path, more = ("chat/completions", {}) if "messages" in ERRORS[name] else ("completions", {"prompt": "a"})
     content, began = json.dumps({"model": "tiny", **more, **ERRORS[name]}).encode(), time.monotonic()
