@@ -5,8 +5,8 @@
 
 A small RWKV-6 of random weights and bytes as tokens. The server, with a thread for each of its cores, and the clients of the large requests
 are processes of their own. The small request is a completion of 20 tokens, one after the other, for 25 s at most; before each kind it runs
-alone. The sizes of large requests are within the server's limits. Each client asks again as soon as it is answered; clients that do not
-read take 200 bytes of a stream every 0.3 s.
+alone. The sizes of large requests are within the server's limits, but for one kind. Each client asks again as soon as it is answered;
+clients that do not read take 200 bytes of a stream every 0.3 s.
 """
 
 import argparse
@@ -61,7 +61,7 @@ HOGS = {
     "JSON of 4 MB": (4, COMPLETIONS, lambda n: {"prompt": "a", "metadata": {str(k): "v" for k in range(200_000)}}),
     "tokens, JSON of 2 MB": (3, COMPLETIONS, lambda n: {"prompt": [[97] * 8000] * 64, "max_tokens": 0, "echo": True}),
     "texts of MB to /tokenize": (4, "/tokenize", lambda n: {"prompt": "x yz" * 900_000, "return_token_strs": True}),
-    "chats of 1,000 messages": (4, CHAT, lambda n: {"messages": said(f"{n}" * 90) * 1000, "max_tokens": 1}),
+    "chats that are too long": (4, CHAT, lambda n: {"messages": said(f"{n:04}" * 90) * 1000, "max_tokens": 1}),
     "64 prompts, n 16": (2, COMPLETIONS, lambda n: {"prompt": [f"a{n}"] * 64, "n": 16, "max_tokens": 200}),
     "prompts of 8,000 tokens": (3, COMPLETIONS, lambda n: {"prompt": [tokens(8000) for _ in range(16)], "max_tokens": 20}),
     "large schemas": (6, COMPLETIONS, lambda n: {"prompt": "a", "response_format": schema(n), "max_tokens": 300}),
