@@ -1,7 +1,6 @@
 """Hooks, wrappers and replaced forwards act on every module in every pass: whole, from a state, in place, with kernels of decode steps."""
 
 from collections.abc import Callable
-from importlib import import_module
 from types import MethodType
 from typing import Any
 
@@ -16,6 +15,7 @@ from penstock import ShapeError
 from penstock.engine import Engine, SamplingParams
 from penstock.gpu.target import interpreting
 from penstock.layers import Mixer, modes
+from penstock.layers.chains import Choice, recorded
 from penstock.models import CausalLM
 from penstock.models.backbone import Layer
 from penstock.models.streaming import stream
@@ -152,14 +152,9 @@ def test_any_change_of_a_module_acts_in_every_pass(name: str, change: Callable[.
 
 @pytest.mark.parametrize("name", every(4, ["rwkv6", "rwkv5.2", "gla", "mamba2"]))
 @pytest.mark.skipif(not interpreting(), reason="needs Triton's interpreter")
-def test_kernels_of_decode_steps_step_aside_for_one_module_alone(
-    name: str, monkeypatch: pytest.MonkeyPatch, kernels_on_a_cpu: None
-) -> None:
+def test_kernels_of_decode_steps_step_aside_for_one_module_alone(name: str, kernels_on_a_cpu: None) -> None:
     """A norm, mixer or layer with a hook runs as a module; the other layers keep their kernels."""
-    model, launch = model_of(name), import_module("penstock.layers.triton.few_rows_launch")
-    names: list[str] = []
-    whole = launch.shifted_norm
-    monkeypatch.setattr(launch, "shifted_norm", lambda *given, **options: names.append("shifted_norm") or whole(*given, **options))
+    model = model_of(name)
     changed = {"": 2, "layers.0": 1, "layers.0.mixer": 1, "layers.0.channel": 1, "layers.0.mixer_norm": 1}
     for place in changed:
         if place.endswith("channel") and model.layers[0].channel is None:
@@ -167,16 +162,15 @@ def test_kernels_of_decode_steps_step_aside_for_one_module_alone(
         handle = model.get_submodule(place).register_forward_hook(lambda module, given, output: moved(output)) if place else None
         with torch.no_grad():
             wanted = model(IDS).logits
-            names.clear()
             pool = model.initial_state(2)
-            with modes.in_graph():
+            with modes.in_graph(), recorded(model) as choices:
                 found = torch.cat([model.advance(IDS[:, t : t + 1], pool) for t in range(IDS.shape[1])], 1)
         if handle is not None:
             handle.remove()
         assert error(found, wanted) < 1e-4, place
         if name.startswith("rwkv"):
             least = {"": 4, "layers.0": 2}.get(place, 3) * IDS.shape[1]
-            assert len(names) == least, place
+            assert sum(isinstance(one, Choice) and one.form == "shifted_norm" for one in choices) == least, place
 
 
 def test_a_subclass_with_its_own_mix_is_not_stepped_by_its_base() -> None:
