@@ -32,7 +32,7 @@ def spin_count(words, **environment):
     return int(found[0])
 
 
-@pytest.mark.parametrize("way", every(2, WAYS))
+@pytest.mark.parametrize("way", every(4, WAYS))
 def test_threads_of_commands_do_not_spin(way, tmp_path):
     (tmp_path / "penstock").write_text("from penstock.cli import main\nmain()\n")
     words = [str(tmp_path / "penstock") if word == "SCRIPT" else word for word in WAYS[way]]

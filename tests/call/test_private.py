@@ -107,7 +107,7 @@ def test_torch_versions_that_were_checked(another_torch, text):
     assert private.FAST_PATH
 
 
-@pytest.mark.parametrize("name", every(4, NAMES))
+@pytest.mark.parametrize("name", every(8, NAMES))
 def test_results_without_one_private_name(name, without):
     wanted = results()
     without(name)

@@ -33,7 +33,7 @@ def run(engine, requests):
     return [[completion.tokens for completion in one.result.completions] for one in requests]
 
 
-@pytest.mark.parametrize("name", every(3, RECURRENT))
+@pytest.mark.parametrize("name", every(5, RECURRENT))
 def test_requests_with_different_tunings_share_steps(name):
     """Prompts of several chunks, more requests than slots, several completions. They equal merged weights, and initial states."""
     dtype = torch.float64

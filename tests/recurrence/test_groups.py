@@ -47,7 +47,7 @@ def ran():
         yield ran
 
 
-@pytest.mark.parametrize("case", every(2, [case for variant in VARIANTS for case in cases(variant)]), ids=str)
+@pytest.mark.parametrize("case", every(4, [case for variant in VARIANTS for case in cases(variant)]), ids=str)
 def test_gradients(case):
     assert uses_the_kernel(case)
     check_contract(case, IMPL)

@@ -167,7 +167,7 @@ CUT = [
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("case", every(2, CUT), ids=str)
+@pytest.mark.parametrize("case", every(5, CUT), ids=str)
 def test_states_of_cut_sequences(case, way, monkeypatch):
     """Segments of two chunks. States before chunks: from sums of all chunks, by walks over segments, and by one walk; kept or not."""
     if way == "whole":

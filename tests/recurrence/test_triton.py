@@ -31,9 +31,9 @@ def test_segments_equal_the_oracle(case):
 
 
 CUT = [
-    Case("rwkv6", H=1, lengths=(0, 130, 0, 64, 5, 101, 0), gate="mixture"),
+    Case("retention", B=1, H=1, T=300, state=False),
     *slow(
-        Case("retention", B=1, H=1, T=300, state=False),
+        Case("rwkv6", H=1, lengths=(0, 130, 0, 64, 5, 101, 0), gate="mixture"),
         Case("gla", B=1, H=2, T=300, gate="-inf", reverse=True),
         Case("linear_attention", B=2, H=1, T=200, reverse=True, scale=-0.3),
         Case("simple_gla", H=1, lengths=(0, 130, 0, 64, 5, 101, 0), gate="-inf"),
@@ -84,7 +84,7 @@ MORE = [
 ]
 
 
-@pytest.mark.parametrize("case", [*every(3, ANY), Case("gla", B=1, H=1, T=200, gate="uneven"), *slow(*MORE)], ids=str)
+@pytest.mark.parametrize("case", [*every(5, ANY), Case("gla", B=1, H=1, T=200, gate="uneven"), *slow(*MORE)], ids=str)
 def test_any_decay_per_channel_equals_the_oracle(case):
     """Chunks of 16 and of 64. In "uneven" chunks that suit one anchor come before and after others."""
     c = Call.of(problem_of(case, draw(case)), table_file.target(torch.device("cpu")))
