@@ -6,6 +6,7 @@ CONSTRAINTS ?= constraints.txt
 TESTS ?=
 VENV := .venv$(patsubst constraints%.txt,%,$(CONSTRAINTS))
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
+export PYTHONDONTWRITEBYTECODE =  # tests start many processes
 SOURCES = $(VENV)/bin/python pyproject.toml $(CONSTRAINTS) hatch_build.py $(wildcard penstock/cpu/native/*.h penstock/*/cpu/native/*.[ch])
 
 .PHONY: demo test versions lint clean
@@ -14,7 +15,7 @@ demo: $(VENV)/demo
 	$(VENV)/bin/penstock demo
 
 test: $(VENV)/dev $(if $(filter .venv,$(VENV)),lint)
-	$(VENV)/bin/python -m pytest -n auto -m "not slow" $(TESTS)
+	$(VENV)/bin/python -m pytest -n auto --dist worksteal -m "not slow" $(TESTS)
 
 # What depends on the versions of torch, Triton, transformers, NumPy, FastAPI, openai and anthropic.
 versions: TESTS = tests/call/test_private.py tests/compat/test_transformers.py tests/gpu tests/integrations/test_transformers.py \

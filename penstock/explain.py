@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
+from inspect import signature
 from typing import TYPE_CHECKING, Any, overload
 
 from torch import nn
@@ -54,7 +57,9 @@ def explain(function: str | nn.Module, *args: Any, **kwargs: Any) -> Explanation
         from .models import explain as models
 
         return models.explain(function, *args, **kwargs)
-    return explained(_family("explain", function).functions[function], *args, **kwargs)
+    found = _family("explain", function, " or a model, a layer or a mixer").functions[function]
+    _check_keywords(found, kwargs)
+    return explained(found, *args, **kwargs)
 
 
 def implementations(function: str = "gla") -> tuple[Available, ...]:
@@ -72,11 +77,21 @@ def implementations(function: str = "gla") -> tuple[Available, ...]:
     return _family("implementations", function).family.available()
 
 
-def _family(caller: str, function: object) -> Registered:
-    """The family of a public function. Raises RangeError if there is none of this name."""
+def _check_keywords(function: Callable[..., object], given: Iterable[str]) -> None:
+    """Raise RangeError for keywords that a public function does not have."""
+    known, complaints = list(signature(function).parameters), Complaints("explain")
+    for name in given:
+        if name not in known:
+            near = get_close_matches(name, known, 1)
+            complaints.add(RangeError, "arguments", f"among {', '.join(known)}", name, f"Did you mean {near[0]}?" if near else "")
+    complaints.raise_any()
+
+
+def _family(caller: str, function: object, other: str = "") -> Registered:
+    """The family of a public function. Raises RangeError if there is none of this name. ``other``: what else a caller takes."""
     known = functions()
     if not isinstance(function, str) or function not in known:
         complaints = Complaints(caller)
-        complaints.add(RangeError, "function", f"one of {', '.join(known)}", shortened(function))
+        complaints.add(RangeError, "function", f"one of {', '.join(known)}{other}", shortened(function))
         complaints.raise_any()
     return known[function]  # type: ignore[index]

@@ -65,6 +65,15 @@ def kernels_on_a_cpu(monkeypatch):
 
 
 @pytest.fixture
+def ran(kernels_on_a_cpu):
+    """A function that counts the forms of chains that ran by kernels, which take tensors on a CPU."""
+    from penstock.layers.chains import Choice, recorded
+
+    with recorded(torch.nn.Module()) as found:
+        yield lambda: Counter(one.form for one in found if isinstance(one, Choice) and one.kernels)
+
+
+@pytest.fixture
 def emulated_cuda(monkeypatch):
     """The CUDA kernels run on the CPU."""
     import emulated

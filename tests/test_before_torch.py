@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from sampling import every
 
 import penstock
 from penstock.before_torch import is_command, wait_passively
@@ -31,7 +32,7 @@ def spin_count(words, **environment):
     return int(found[0])
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", every(4, WAYS))
 def test_threads_of_commands_do_not_spin(way, tmp_path):
     (tmp_path / "penstock").write_text("from penstock.cli import main\nmain()\n")
     words = [str(tmp_path / "penstock") if word == "SCRIPT" else word for word in WAYS[way]]

@@ -199,7 +199,7 @@ EVERY = [(form, case) for form in FORMS for case in cases(form)]
 EVERY += [
     (Form(impl), case) for impl in IMPLEMENTATIONS for case in attention_cases() if impl != "triton" or case.dtype in (FLOAT32, FLOAT16)
 ]
-SAMPLED = [pytest.param(number, *pair, marks=[pytest.mark.slow] * (number % 4 > 0)) for number, pair in enumerate(EVERY)]
+SAMPLED = [pytest.param(number, *pair, marks=[pytest.mark.slow] * (number % 8 > 0)) for number, pair in enumerate(EVERY)]
 
 
 @pytest.fixture(autouse=True)

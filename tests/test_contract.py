@@ -181,7 +181,6 @@ def test_lazy_pools_are_refused(impl, kind):
         SMALL[2].call(tensors | {"state": LAZY[kind][0](tensors["state"])}, impl)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("elements", [1, 10_000], ids=["one chunk", "three chunks"])
 @pytest.mark.parametrize("options", [{"T": 300}, {"T": 90, "B": 5, "state": False}, {"lengths": (*LENGTHS, 300), "reverse": True}], ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -212,7 +211,6 @@ def test_decay_gradients_near_underflow(variant, impl):
     check_near_underflow(Case(variant, T=5, B=1, H=1), partial(measured, impl=impl))
 
 
-@pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")
 @pytest.mark.parametrize(("impl", "K"), [*((impl, 16) for impl in (*NAMES, *TRITON)), *((impl, 260) for impl in TRITON)])
 @pytest.mark.parametrize("variant", VARIANTS)

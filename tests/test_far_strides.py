@@ -29,7 +29,6 @@ def apart(x, axes):
     return memory.copy_(inner).movedim(0, place)
 
 
-@pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")
 @pytest.mark.parametrize(("case", "impl"), [(case, impl) for case in CASES for impl in takers(case)], ids=str)
 def test_equals_the_oracle(case, impl):

@@ -78,7 +78,6 @@ WRITERS = {
 """Everything that writes, below the folder ``out``."""
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("mask", [0o022, 0o002, 0o077])
 @pytest.mark.parametrize("writer", WRITERS)
 def test_written_files_have_the_mode_of_the_umask(writer, mask, tmp_path, monkeypatch):

@@ -65,7 +65,6 @@ def numbers(text):
     return Counter(re.findall(r"\d[\d.,e%x-]*", text))
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("width", [80, 120])
 @pytest.mark.parametrize("name", PRINTED)
 def test_narrow_tables_have_every_number(name, width, monkeypatch):

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ..call.families import functions
 from ..errors import Complaints, RangeError, ShapeError
-from ..softmax import FAMILY, declaration, softmax_attention
-from ..softmax.operators import ATTENTION
-from ..softmax.reference import BUDGET, exact
 from ..verify.inputs import Shape
 from ..verify.oracle import error
 from . import clock
@@ -23,8 +22,11 @@ from .cases import Case
 from .exact import Deviation, WrongResult
 from .measure import Checked, Measurement, Untimed, reason_of, timed_in_turn
 
-FUNCTION = declaration.FUNCTION
+FUNCTION = "softmax_attention"
 """The function that is measured."""
+KNOWN = functions()[FUNCTION]
+TRIAL = KNOWN.trials[0]
+softmax_attention: Any = KNOWN.functions[FUNCTION]
 BACKENDS = {
     "sdpa (cudnn)": SDPBackend.CUDNN_ATTENTION,
     "sdpa (flash)": SDPBackend.FLASH_ATTENTION,
@@ -85,10 +87,10 @@ def measure(
     place = torch.device(device)
     random = torch.Generator(place).manual_seed(seed)
     q, k, v, d_output = (torch.randn(B, T, H, D, generator=random, device=place).to(dtype) for _ in range(4))
-    problem = ATTENTION.checked(FUNCTION, (q, k, v, None, None), (True, None, None, False))
+    problem = TRIAL.operator.checked(FUNCTION, (q, k, v, None, None), (True, None, None, False))
     for impl in impls:
         for run_mode in IMPLEMENTATION_MODES[mode]:
-            FAMILY.choose(problem, run_mode, impl, gradients=mode == "fwdbwd")
+            KNOWN.family.choose(problem, run_mode, impl, gradients=mode == "fwdbwd")
     backends = sdpa_backends(place) if "sdpa" in peers else {}
     own: dict[str, Attend] = {f"penstock ({impl})": partial(softmax_attention, impl=impl) for impl in impls}
     moved = moved_bytes(case, mode, dtype.itemsize)
@@ -110,6 +112,7 @@ def _checked(
     """Compare every candidate with the oracle; candidates that fail or are wrong are not timed."""
     tokens, heads, dtype = min(shape.T, TOKENS), min(shape.H, HEADS), d_output.dtype
     upstream = torch.cat([d_output[:, :tokens], torch.zeros_like(d_output[:, tokens:])], 1)
+    budget = TRIAL.budget or {}
     expected = _exact(inputs, upstream, tokens, heads, mode)
     right: list[Checked] = []
     untimed: list[Untimed] = []
@@ -117,7 +120,7 @@ def _checked(
         try:
             first_call, found = clock.seconds_of(_call(attend, inputs, upstream, mode), d_output.device)
             results = {
-                result: Deviation(error(x.detach()[:1, :tokens, :heads], expected[result]), BUDGET[dtype])
+                result: Deviation(error(x.detach()[:1, :tokens, :heads], expected[result]), budget[dtype])
                 for result, x in zip(expected, found)
             }
             for result, one in results.items():
@@ -153,7 +156,9 @@ def _exact(inputs: tuple[Tensor, ...], upstream: Tensor, tokens: int, heads: int
     parts = []
     for h in range(heads):
         leaves = [x.detach()[:1, :tokens, h : h + 1].double().requires_grad_(mode == "fwdbwd") for x in inputs]
-        output, _ = exact(ATTENTION.checked(FUNCTION, (*leaves, None, None), (True, None, None, False)))
+        problem = TRIAL.operator.checked(FUNCTION, (*leaves, None, None), (True, None, None, False))
+        output = KNOWN.family.named("reference").forward(problem)[0]
+        assert output is not None
         gradients = torch.autograd.grad(output, leaves, upstream[:1, :tokens, h : h + 1].double()) if mode == "fwdbwd" else ()
         parts.append((output.detach(), *gradients))
     names = ("output", "gradient of q", "gradient of k", "gradient of v")

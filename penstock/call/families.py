@@ -63,6 +63,8 @@ class Registered:
     step: Callable[..., Tensor] | None = None
     """The public function for decode steps, if variants have one: of the variant's name, its drawn arguments in order (None for missing
     ones), ``state`` and ``impl``. It returns the output."""
+    tables: Callable[[str], str] | None = None
+    """For ``penstock check``: the tables of block sizes of its kernels for a GPU architecture, summarised in a line."""
 
     @property
     def variants(self) -> tuple[str, ...]:

@@ -136,6 +136,11 @@ def is_lazy_zero(x: Tensor) -> bool:
     return _is_lazy_zero is not None and bool(_is_lazy_zero(x))
 
 
+def readable(x: Tensor) -> bool:
+    """Whether a kernel may read the memory of a tensor: it is of no subclass, and neither lazily negated nor a lazy zero."""
+    return type(x) in _TYPES and not x.is_neg() and not is_lazy_zero(x)
+
+
 def profiling() -> bool:
     """Whether torch's profiler is running; True if unknown."""
     return _profiler_enabled is None or bool(_profiler_enabled())

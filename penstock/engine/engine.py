@@ -227,14 +227,18 @@ class Engine:
         """
         more = priority, boundaries, state, sink, cache_salt, tuning, share
         request = self._request("submit", prompt, params or SamplingParams(), *more)
-        n, waiting = request.params.n, self.waiting_of(request.share[0])
+        self.check_queue(request.share[0], request.params.n)
+        self._put(request)
+        return request
+
+    def check_queue(self, client: str, n: int) -> None:
+        """Raise QueueFull if so many more completions of a client may not wait, and RangeError if they never may."""
         if n > self.max_queue:
             raise RangeError(f"submit: n must be at most max_queue = {self.max_queue}, got {n}. Submit fewer completions together.")
+        waiting = self.waiting_of(client)
         if waiting + n > self.max_queue:
             rule = f"waiting completions of a client must be at most {self.max_queue}"
             raise QueueFull(f"submit: {rule}, got {waiting} and {n} more. Try again later.")
-        self._put(request)
-        return request
 
     async def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0, boundaries: Items[int] = (),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..call.recompute import again
 from .chains import Chain, ChainForm, launches, plain
 from .examples import Draw, examples
-from .sequences import Sequences
+from .sequences import Sequences, drawn
 from .triton import launching, refusal
 
 WIDTH = 8
@@ -118,16 +118,16 @@ def _kernels(c: _Convolution) -> tuple[str, ...]:
 
 def _draw(draw: Draw, pooled: bool = False, single: bool = False) -> _Convolution:
     x, ends = draw("x", *((3, 1) if single else (1, 19)), 72), [] if single else [0, 7, 7, 19]
-    sequences = draw.sequences(x, ends, [4, 0, 2] if pooled else [], in_place=pooled)
-    return _Convolution(x, draw("state", 5 if pooled else 3, 3, 72), draw("weight", 72, 4), draw("bias", 72), sequences, True)
+    sequences = drawn(draw, x, ends, [4, 0, 2] if pooled else [], in_place=pooled)
+    return _Convolution(x, draw("state", 5 if pooled else 3, 3, 72, fixed=True), draw("weight", 72, 4), draw("bias", 72), sequences, True)
 
 
 def _written(c: _Convolution, returned: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """The result and the state; in place, the pool."""
+    """The result and the state, without its gradient; in place, the pool."""
     y, state = returned
     if c.sequences.in_place and state is not c.state:
         c.sequences.write((c.state,), (state,))
-    return y, c.state if c.sequences.in_place else state
+    return y, c.state if c.sequences.in_place else state.detach()
 
 
 CONVOLUTION: Chain[_Convolution, tuple[Tensor, Tensor]] = Chain(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +19,8 @@ from .examples import HALF, Draw, examples
 from .fused import norm_formula, norm_of
 from .linear import Linear
 from .modes import in_graph
+from .sequences import Sequences, drawn
 from .token_shift import shift_formula
-
-if TYPE_CHECKING:
-    from .sequences import Sequences
 
 
 class ShiftedNorm(NamedTuple):
@@ -126,7 +124,7 @@ def rwkv_step(c: Step) -> Any:
 
 def _draw_shifted_norm(draw: Draw, single: bool = False, centre: bool = True) -> ShiftedNorm:
     x, ends = draw("x", *((3, 1) if single else (1, 19)), 72), [] if single else [0, 7, 12, 19]
-    sequences, y = draw.sequences(x, ends, [4, 0, 2], in_place=True), draw("y", *x.shape) if centre else None
+    sequences, y = drawn(draw, x, ends, [4, 0, 2], in_place=True), draw("y", *x.shape) if centre else None
     norm = draw.module("norm", nn.LayerNorm(72) if centre else nn.LayerNorm(72, bias=False))
     factors = tuple(draw.learned(f"factor {n}", 72) for n in range(4))
     return ShiftedNorm(x, y, norm, draw("pool", 5, 72), sequences, factors, centre, not centre)
@@ -140,7 +138,7 @@ def _draw_row(draw: Draw, count: int, *maps: tuple[int, int]) -> OneRow:
     linears = [
         draw.module(f"map {n}", Linear(inputs, outputs, bias=False), inputs**-0.5) for n, (inputs, outputs) in enumerate(maps)
     ]  # fmt: skip
-    return OneRow(x, y, norm, pool, draw.sequences(x, slots=[1], in_place=True), factors, linears)
+    return OneRow(x, y, norm, pool, drawn(draw, x, slots=[1], in_place=True), factors, linears)
 
 
 def _draw_low_rank_maps(draw: Draw) -> OneRow:
@@ -161,7 +159,7 @@ def _draw_step(draw: Draw, low_rank: bool = True) -> Step:
     u, bias = draw.learned("u", H, K), draw.learned("bias", H, K)
     norm, pool = draw.module("norm", nn.GroupNorm(H, H * V, 1e-3)), draw("pool", 5, H, K, V, wide=True)
     low = (draw("low", N, 1, M), draw.learned("up", M, H * K, scale=M**-0.5)) if low_rank else None
-    return Step(r, k, v, gate, u, bias, norm, pool, draw.sequences(r, slots=[4, 0, 2], in_place=True), low, None)
+    return Step(r, k, v, gate, u, bias, norm, pool, drawn(draw, r, slots=[4, 0, 2], in_place=True), low, None)
 
 
 SHIFTED_NORM = (

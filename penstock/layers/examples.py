@@ -8,15 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ..tokens.dtypes import state_dtype
-
-if TYPE_CHECKING:
-    from .sequences import Sequences
 
 Module = TypeVar("Module", bound=nn.Module)
 HALF = (torch.float16, torch.bfloat16)
@@ -32,12 +29,12 @@ class Draw:
         """The tensors whose gradients are compared, by name."""
         self._random = torch.Generator().manual_seed(0)
 
-    def __call__(self, name: str, *shape: int, wide: bool = False, scale: float = 1.0) -> Tensor:
-        """A tensor. ``wide``: in the dtype of states."""
+    def __call__(self, name: str, *shape: int, wide: bool = False, scale: float = 1.0, fixed: bool = False) -> Tensor:
+        """A tensor. ``wide``: in the dtype of states. ``fixed``: no gradient is wanted of it."""
         dtype = state_dtype(self.dtype) if wide else self.dtype
         x = (torch.randn(shape, dtype=torch.float64, generator=self._random) * scale).to(dtype)
         x = x.to(self.device, torch.float64 if self.exact else dtype)
-        if self.gradients:
+        if self.gradients and not fixed:
             self.leaves[name] = x.requires_grad_()
         return x
 
@@ -58,15 +55,6 @@ class Draw:
     def whole(self, values: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
         """A tensor of whole numbers."""
         return torch.tensor(values, dtype=dtype, device=self.device)
-
-    def sequences(
-        self, x: Tensor, ends: Sequence[int] = (), slots: Sequence[int] = (), *, in_place: bool = False
-    ) -> Sequences:  # fmt: skip
-        """The sequences of tokens x."""
-        from .sequences import Sequences  # it calls chains
-
-        made = [self.whole(given) if given else None for given in (ends, slots)]
-        return Sequences(x, *made, in_place=in_place)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ for the device.
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Indices
 from contextlib import nullcontext
 from typing import Any, NamedTuple, TypeVar
 
@@ -18,6 +19,7 @@ from ..errors import Complaints, ShapeError, described
 from ..recurrence import functional
 from . import pool_rows
 from .chains import operated
+from .examples import Draw
 
 State = TypeVar("State", bound=tuple[Any, ...])
 Kept = TypeVar("Kept")
@@ -215,6 +217,12 @@ class Sequences:
 
     def _range(self, count: int) -> Tensor:
         return torch.arange(count, device=self.device)
+
+
+def drawn(draw: Draw, x: Tensor, ends: Indices[int] = (), slots: Indices[int] = (), *, in_place: bool = False) -> Sequences:
+    """The sequences of tokens x in an example."""
+    made = [draw.whole(given) if given else None for given in (ends, slots)]
+    return Sequences(x, *made, in_place=in_place)
 
 
 def adopt(pool: Any, returned: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,10 +15,8 @@ from .examples import Draw, examples
 from .linear import linear
 from .modes import mode, ready
 from .pool_rows import PoolRows
+from .sequences import Sequences, drawn
 from .triton import launching, refusal
-
-if TYPE_CHECKING:
-    from .sequences import Sequences
 
 FACTORS = 5
 """The most factors of the kernels."""
@@ -164,11 +162,11 @@ def _pairs_by_formula(c: _Pairs) -> tuple[Tensor, ...]:
     return shift_formula(c.x, c.before, None, c.factors, tanh(c.hidden), c.up.to(c.hidden.dtype))
 
 
-def _draw_shift(draw: Draw, low_rank: bool = False, pooled: bool = False) -> _Shift:
+def _draw_shift(draw: Draw, low_rank: bool = False, pooled: bool = False, fixed: bool = True) -> _Shift:
     x, ends = draw("x", 1, 19, 72), [0, 7, 7, 19]
-    last, factors = draw("last", 5 if pooled else 3, 72), tuple(draw(f"factor {n}", 72) for n in range(5))
+    last, factors = draw("last", 5 if pooled else 3, 72, fixed=fixed), tuple(draw(f"factor {n}", 72) for n in range(5))
     hidden, up = (draw("hidden", 19, 5, 8), draw("up", 5, 8, 72, scale=0.3)) if low_rank else (None, None)
-    sequences = draw.sequences(x, ends, [4, 0, 2] if pooled else [], in_place=pooled)
+    sequences = drawn(draw, x, ends, [4, 0, 2] if pooled else [], in_place=pooled)
     rows = PoolRows(last, sequences.slots, lambda: sequences.read(last)) if sequences.slots is not None else None
     return _Shift(x, last, rows, sequences, factors, hidden, up, not (low_rank or pooled), pooled)
 
@@ -183,7 +181,7 @@ SHIFT: Chain[_Shift, tuple[Tensor, ...]] = Chain(
     ChainForm(
         "shift", _by_kernel, _refuses, _kernels,
         (
-            *examples(_draw_shift), *examples(partial(_draw_shift, low_rank=True)),
+            *examples(_draw_shift), *examples(partial(_draw_shift, low_rank=True)), *examples(partial(_draw_shift, fixed=False)),
             *examples(partial(_draw_shift, pooled=True), gradients=False),
         ),
     ),

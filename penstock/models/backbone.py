@@ -17,13 +17,16 @@ from ..call.private import in_transform, is_fake
 from ..call.recompute import recomputing
 from ..errors import Complaints, RangeError
 from ..layers import Mixer, Sequences, Stateless
-from ..layers.as_written import remembered, unwrapped
+from ..layers.as_written import altered, remembered, unwrapped
+from ..layers.chains import Chain, plain
+from ..layers.examples import Draw, examples
 from ..layers.fused import add_norm
 from ..layers.norms import RMSNorm
+from ..layers.sequences import adopt, drawn
 from ..layers.sizes import check_whole
 from .arguments import check_embeddings, check_sequences, check_state, check_tokens, marks
-from .config import Config
-from .updates import UPDATE_LAYER, UPDATE_MIXER, LayerUpdate, MixerUpdate
+from .config import Config, rwkv6
+from .updates import UPDATE_MIXER, MixerUpdate, drawn_state, updated
 
 
 class LayerState(NamedTuple):
@@ -96,6 +99,52 @@ class Layer(nn.Module):
         """The state of ``count`` sequences before their first token."""
         mixers = (unwrapped(one, Mixer) for one in (self.mixer, self.channel))  # type: ignore[type-abstract]
         return LayerState(*(Stateless() if one is None else one.initial_state(count, like, max_length) for one in mixers))
+
+
+Pair = tuple[Tensor, Tensor | None]
+"""The residual stream, and the output of the previous mixer, which is not added yet."""
+
+
+class LayerUpdate(NamedTuple):
+    """The arguments of an update of a layer."""
+
+    module: Any
+    x: Tensor
+    y: Tensor | None
+    state: Any
+    sequences: Sequences
+
+
+def _refuses_layer(c: LayerUpdate) -> str | None:
+    why = altered(c.module, Layer)
+    return None if why is None else f"the layer {why}"
+
+
+def _layer(c: LayerUpdate) -> Pair:
+    found: Pair = c.module.advance(c.x, c.y, c.state, c.sequences)
+    return found
+
+
+def _layer_as_module(c: LayerUpdate) -> Pair:
+    x, after = c.module(c.x if c.y is None else c.x + c.y, c.state, c.sequences)
+    adopt(c.state, after)
+    return x, None
+
+
+def _draw_layer(draw: Draw) -> LayerUpdate:
+    config = rwkv6(vocab_size=8, hidden_size=48, num_layers=1, intermediate_size=72, head_size=16, mix_rank=4, decay_rank=4)
+    layer, x, y = draw.module("layer", Layer(config, 0), 0.2), draw("x", 3, 1, 48), draw("y", 3, 1, 48)
+    state = LayerState(*(drawn_state(draw, part) for part in layer.initial_state(5, x)))
+    return LayerUpdate(layer, x, y, state, drawn(draw, x, slots=[4, 0, 2], in_place=True))
+
+
+UPDATE_LAYER: Chain[LayerUpdate, Pair] = Chain(
+    "update_layer",
+    plain("parts", _layer, _refuses_layer, examples(_draw_layer, torch.float32, gradients=False)),
+    plain("module", _layer_as_module),
+    results=updated,
+)
+"""``parts``: the chains of its mixers."""
 
 
 def _with_parameters(layer: nn.Module, parameters: dict[str, Tensor], *given: Any) -> Any:

@@ -20,9 +20,8 @@ from ..layers.chains import Choice, Operation, recorded
 from ..layers.keywords import checked_keywords
 from ..layers.modes import in_graph
 from ..layers.sizes import check_whole
-from .backbone import Backbone, Layer
+from .backbone import UPDATE_LAYER, Backbone, Layer, LayerUpdate
 from .causal_lm import CausalLM
-from .updates import UPDATE_LAYER, LayerUpdate
 
 Mode = Literal["training", "prompt", "decode"]
 TOKENS = 128
@@ -126,7 +125,8 @@ def explain(model: nn.Module, *, tokens: int | None = None, mode: Mode = "traini
         complaints.raise_any()
     T = tokens or (1 if mode == "decode" else TOKENS)
     graph = mode == "decode" and like.device.type in triton.DEVICES
-    with recorded(model) as found, torch.set_grad_enabled(mode == "training"), in_graph() if graph else nullcontext():
+    context, training = in_graph() if graph else nullcontext(), mode == "training"
+    with torch.inference_mode(False), torch.set_grad_enabled(training), recorded(model) as found, context:
         _run(model, inner, like, T, mode)
     dtype = str(like.dtype).removeprefix("torch.")
     return ModelExplanation(f"{type(model).__name__}: {mode}, tokens={T}, {dtype} on {like.device}", tuple(found))

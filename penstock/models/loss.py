@@ -219,7 +219,7 @@ def _draw(draw: Draw) -> _Pass:
 CROSS_ENTROPY: Chain[_Pass, tuple[Tensor, Tensor | None, Tensor | None]] = Chain(
     "cross_entropy",
     ChainForm(
-        "cross_entropy", _by_kernel, lambda c: refusal(c.x, c.weight) if len(c.weight) else "there is no vocabulary",
+        "cross_entropy", _by_kernel, lambda c: refusal(c.x, c.weight, c.gradient) if len(c.weight) else "there is no vocabulary",
         lambda c: ("penstock_cross_entropy",), examples(_draw, gradients=False),
     ),
     plain("formula", _by_torch),

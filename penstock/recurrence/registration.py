@@ -42,6 +42,15 @@ def _draw(variant: str, sizes: Mapping[str, int], random: torch.Generator, gates
     return samples.draw(variant, sizes, random, gates)
 
 
+def _tables(arch: str) -> str:
+    """The sources of block sizes for an architecture, in the order of precedence."""
+    from .triton.table_file import read, shipped, user_path
+
+    own, measured, path = read(user_path(arch), arch), shipped(arch), user_path(arch)
+    first = f"{len(own)} entries of {path}" if own else f"no entries of yours ({path})"
+    return f"{first}, then {len(measured)} shipped, then by rule"
+
+
 register(
     Registered(
         "recurrence",
@@ -56,5 +65,6 @@ register(
         "token loop",
         _draw,
         functional.decode_step,
+        _tables,
     )
 )

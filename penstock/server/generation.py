@@ -83,6 +83,7 @@ class Generation:
 
     def _submit(self) -> None:
         """In any thread. What is cancelled meanwhile is cancelled here: ``cancel`` sees only requests that are in the list."""
+        self._engine.check_queue(self._queue["share"][0], sum(job.params.n for job in self.jobs))  # before any of them is queued
         for place, job in enumerate(self.jobs):
             if self._cancelled:
                 raise self._reason(None)

@@ -83,6 +83,6 @@ def _pickled(value: Any, error: Exception | None = None, told: str = "") -> byte
 
 
 def _bound_memory() -> None:
-    with suppress(OSError, ValueError), open("/proc/self/statm") as file:  # other systems have no such file
+    with suppress(OSError, ValueError), open("/proc/self/statm", "rb") as file:  # other systems have no such file
         used = int(file.read().split()[5]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_DATA, (used + MEMORY, used + MEMORY))

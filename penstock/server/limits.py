@@ -18,6 +18,8 @@ from .errors import Refused, invalid_body
 from .processes import Processes
 
 B = TypeVar("B", bound=Body)
+FREE = ("tools", "functions", "response_format", "text", "output_config", "chat_template_kwargs")
+"""Fields with objects of any form. They are read from worker processes, in one go."""
 DISCARDED_BYTES = 2**28
 """Of a body that is too large, this much is read and dropped: most clients read no answer before they have sent everything."""
 
@@ -50,6 +52,8 @@ class Limits:
     tools: int = 128
     tool_bytes: int = 2**18
     """Of the names, descriptions and schemas of all tools."""
+    values: int = 2**15
+    """Of objects in tools, schemas and variables of templates."""
     calls: int = 1024
     """Calls of tools in all messages."""
     schema_levels: int = 64
@@ -143,9 +147,22 @@ def _check_counts(data: Any, function: str, limits: Limits) -> None:
         ("stop tokens", len(_items(data.get("stop_token_ids"))), limits.stop_ids, "stop_token_ids"),
         ("biases", len(_items(data.get("logit_bias"))), limits.biases, "logit_bias"),
     ]
+    for field in FREE:
+        counts.append((f"values in {field}", _values(data.get(field), limits.values), limits.values, field))
     for name, count, most, param in counts:
         if count > most:
             raise Refused(400, f"{function}: the number of {name} must be at most {most}, got {count}.", param=param)
+
+
+def _values(value: Any, most: int) -> int:
+    """Numbers, texts, lists and objects in a value; if there are more than ``most`` of them, at least one more."""
+    count, left = 0, [value]
+    while left and count <= most:
+        one = left.pop()
+        found = one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
+        count += len(found)
+        left += found if len(found) <= most else ()
+    return count
 
 
 def _items(value: Any) -> Any:

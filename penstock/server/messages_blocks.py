@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from .bodies import Body, Text, one_of, tagged
 from .protocol import Message, TextPart
@@ -44,7 +44,8 @@ class ToolUse(Body):
     type: Literal["tool_use"]
     id: Text
     name: Text
-    input: dict[str, Any]
+    input: Annotated[dict[str, Any], AfterValidator(json.dumps)]
+    """As JSON."""
     cache_control: Settings | None = None
     caller: DirectCaller | None = None
     toolset_name: NoToolset = None
@@ -52,7 +53,7 @@ class ToolUse(Body):
     @property
     def call(self) -> ToolCall:
         """The same in a chat."""
-        return ToolCall(id=self.id, function=CalledFunction(name=self.name, arguments=json.dumps(self.input)))
+        return ToolCall(id=self.id, function=CalledFunction(name=self.name, arguments=str(self.input)))
 
 
 class ToolResult(Body):

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from ..errors import shortened
-from .bodies import Body, Text, one_of
+from .bodies import UNREAD, Body, Text, one_of
 
 FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,128}$")]
 """As Anthropic's. OpenAI's have at most 64 characters."""
@@ -69,7 +69,7 @@ class CalledFunction(Body):
 
     name: Text
     arguments: str
-    parsed_arguments: Any = None
+    parsed_arguments: Annotated[Any, UNREAD] = None
     """OpenAI's client adds it to calls that it parsed. It is not read."""
 
     @property

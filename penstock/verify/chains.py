@@ -79,20 +79,21 @@ def _by_formula(chain: Chain[Any, Any], example: Example, device: str, *, exact:
 
 def _results(draw: Draw, returned: Any) -> dict[str, Tensor]:
     """The results by name, and the gradients of all drawn tensors."""
-    results = list(_tensors(returned))
+    results = list(tensors(returned))
     found = {f"result {n}": y.detach() for n, y in enumerate(results)}
     if not draw.gradients:
         return found
     random = torch.Generator().manual_seed(1)
+    results = [y for y in results if y.requires_grad]
     upstream = [torch.randn(y.shape, dtype=torch.float64, generator=random).to(draw.dtype).to(y) for y in results]
     gradients = torch.autograd.grad(results, list(draw.leaves.values()), upstream, allow_unused=True)
     return found | {f"gradient of {name}": dx for name, dx in zip(draw.leaves, gradients) if dx is not None}
 
 
-def _tensors(returned: Any) -> Iterator[Tensor]:
+def tensors(returned: Any) -> Iterator[Tensor]:
     """The tensors of a result."""
     if isinstance(returned, Tensor):
         yield returned
     elif isinstance(returned, tuple | list):
         for one in returned:
-            yield from _tensors(one)
+            yield from tensors(one)

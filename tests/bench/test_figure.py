@@ -10,6 +10,7 @@ from dataclasses import replace
 import matplotlib.figure
 import pytest
 from measurements import measured
+from sampling import every
 
 import penstock.bench
 from penstock.bench import fla, ladder
@@ -85,7 +86,7 @@ PICTURES = {
 }
 
 
-@pytest.fixture(params=PICTURES, scope="module")
+@pytest.fixture(params=every(2, PICTURES), scope="module")
 def picture(request, tmp_path_factory):
     """The figure, drawn."""
     figures = []
@@ -128,7 +129,6 @@ def texts(figure):
     return [one for one in figure.findobj(matplotlib.text.Text) if one.get_text() and one.get_visible() and one not in hidden]
 
 
-@pytest.mark.sampled
 def test_texts_do_not_overlap(picture):
     level = [text for text in texts(picture) if text.get_rotation() in (0, 90)]
     for one, other in itertools.combinations(level, 2):

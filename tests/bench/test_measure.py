@@ -39,7 +39,6 @@ def test_token_loop_equals_the_oracle(variant):
         assert oracle.error(gradient, exact) < 1e-6
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_measurements_of_every_variant_and_mode(variant, mode):

@@ -11,6 +11,7 @@ from attention import Attention
 from cases import Case
 from contract import run
 from pools import Pooled
+from sampling import every
 
 import penstock as ps
 from penstock.call import private, versions
@@ -106,8 +107,7 @@ def test_torch_versions_that_were_checked(another_torch, text):
     assert private.FAST_PATH
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", every(8, NAMES))
 def test_results_without_one_private_name(name, without):
     wanted = results()
     without(name)

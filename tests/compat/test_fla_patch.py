@@ -7,6 +7,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from sampling import slow
 from token_loop import close, loop
 from torch.nn import functional as F
 
@@ -72,12 +73,13 @@ def test_restore_leaves_what_others_have_set_since(standin):
     assert layer.kernel is theirs
 
 
-def test_patches_of_several_threads_leave_the_originals(standin):
+@pytest.mark.parametrize("times", [30, *slow(200)])
+def test_patches_of_several_threads_leave_the_originals(standin, times):
     layer, failures = standin["fla.layers.gla"], []
     original = layer.kernel
 
     def work():
-        for _ in range(200):
+        for _ in range(times):
             with ours.patch():
                 if layer.kernel is not ours.chunk_gla:
                     failures.append(layer.kernel)

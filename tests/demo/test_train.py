@@ -74,6 +74,7 @@ def test_console_shows_loss_and_speed(trained: Trained, terminal: io.StringIO) -
 def test_results_follow_from_the_seed_and_not_the_global_generator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     sizes = rwkv6(vocab_size=256, num_layers=1, hidden_size=32, intermediate_size=64, head_size=16, mix_rank=4, decay_rank=4)
     monkeypatch.setattr(training, "CONFIG", sizes)
+    monkeypatch.setattr(training.text, "python_topics", lambda: TEXT)  # evaluation of the whole text takes long
     torch.manual_seed(9)
     state = torch.get_rng_state()
     # the time is so short that every run is one step

@@ -5,10 +5,13 @@ import random
 import pytest
 import torch
 from architectures import ARCHITECTURES, model_of
+from sampling import every
 
 from penstock.engine import Engine, SamplingParams, invariance
 from penstock.errors import EngineError
 from penstock.layers.modes import rows_alike
+
+pytestmark = pytest.mark.sampled(file=True)
 
 RECURRENT = [name for name in ARCHITECTURES if not name.startswith("hybrid")]
 VOCAB = 13
@@ -101,8 +104,7 @@ def together(model, prompts, all_params, rng, **options):
     return engine, [request.result for request in requests], [(tokens, params, fork.result) for tokens, params, fork in forks]
 
 
-@pytest.mark.sampled(file=True)
-@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize("name", every(7, RECURRENT))
 def test_requests_give_the_tokens_of_each_alone(name):
     rng = random.Random(name)
     overlap = rng.random() < 0.5
@@ -119,7 +121,6 @@ def test_requests_give_the_tokens_of_each_alone(name):
         assert completions(result) == completions(alone(tokens, some))
 
 
-@pytest.mark.sampled(file=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", RECURRENT)
 def test_bits_of_a_token_do_not_depend_on_its_place_in_a_step(name, dtype):
@@ -134,8 +135,7 @@ def test_bits_of_a_token_do_not_depend_on_its_place_in_a_step(name, dtype):
             assert all(torch.equal(one, other) for one, other in zip(found, wanted)), (tokens, place)
 
 
-@pytest.mark.sampled(file=True)
-@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize("name", every(7, RECURRENT))
 def test_batch_invariant_logprobs_are_equal_to_the_bit(name):
     rng, model = random.Random(name), model_of(name)
     prompts = drawn_prompts(rng, 6)
@@ -152,7 +152,6 @@ def test_batch_invariant_logprobs_are_equal_to_the_bit(name):
         assert result.completions == alone(turn, some).completions
 
 
-@pytest.mark.sampled(file=True)
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("name", RECURRENT)
 def test_states_of_generated_tokens_are_those_of_a_prompt(name, overlap):

@@ -193,81 +193,81 @@ class Masked:
         self.mask = sum(1 << token for token in allowed if token < V).to_bytes(-(-V // 8), "little")
 
 
+@pytest.mark.parametrize("size", [1, 64, 65, 300])
 @pytest.mark.parametrize(
     ("kinds", "dtype"),
     [("greedy", torch.float32), ("drawn", torch.float16), ("limited", torch.float32), ("changed", torch.float64), ("all", torch.float16),
      ("all", torch.float64)],
     ids=str,
 )  # fmt: skip
-def test_the_kernel_chooses_the_same_tokens(dtype, kinds, monkeypatch):
+def test_the_kernel_chooses_the_same_tokens(dtype, kinds, size, monkeypatch):
     """Under the interpreter, in two steps each: -inf, NaN, ties, strides, sizes around a pass, ends of random numbers."""
     kernel = pytest.importorskip("penstock.engine.choosing_kernel")
     generator, rng = torch.Generator().manual_seed(0), random.Random(4)
     monkeypatch.setattr(probabilities, "LANES", 64)
     plain = kernel.choose_by_kernel
     monkeypatch.setattr(kernel, "choose_by_kernel", lambda *given: plain(*given, lanes=64, searched=128))
-    for size in (1, 64, 65, 300):
-        logits = torch.randn(15, size, dtype=torch.float64, generator=generator).mul_(3).to(dtype)
-        logits[0], logits[6] = logits[0].round(), 0
-        logits[1, : size // 2], logits[2, size // 2], logits[3], logits[4, 0] = -math.inf, math.nan, -math.inf, math.inf
-        logits[5, 1:] = -math.inf
-        rows = []
-        for n in range(15):
-            options = {"temperature": [0, 1e-9, 0.7, 1, 50][n % 5] if kinds in ("drawn", "all") else 0.8}
-            options["min_p"] = rng.choice([0, 0.01, 1])
-            if kinds == "greedy":
-                options["temperature"] = 0
-            if kinds in ("limited", "all"):
-                options |= {"top_k": rng.choice([0, 1, 2, 7, size]), "top_p": rng.choice([1, 1e-9, 0.3, 0.9, 0.99999])}
-            constraint = None
-            if kinds in ("changed", "all"):
-                options |= {"presence_penalty": rng.choice([0, 0.7, -1]), "frequency_penalty": rng.choice([0, 0.3])}
-                options |= {"repetition_penalty": rng.choice([1, 1.3, 0.7])}
-                options |= {"logit_bias": {rng.randrange(size): rng.choice([-100.0, -2.5, 4]) for _ in range(rng.randrange(6))}}
-                if rng.random() < 0.5:
-                    constraint = Masked({rng.randrange(size) for _ in range(5)}, size)
-            tokens = [rng.randrange(size) for _ in range(8)]
-            rows.append(Row(SamplingParams(**options), rng.getrandbits(64), tokens, 4, constraint))
-        slots = torch.randperm(len(rows) + 2, generator=generator)[: len(rows)].tolist()
-        by_kernel, in_torch = (Sampler(len(rows) + 2, size, logits.device) for _ in range(2))
-        by_kernel._kernels = True
-        copies = [Row(row.params, row.seed, row.tokens, row.prompt, row.constraint) for row in rows]
-        for step in range(2):
-            x = (torch.cat([logits, logits], 1)[:, :size], logits.T.contiguous().T)[step]
-            wanted = in_torch.sample(x, rows, slots, [step] * len(rows))
-            assert torch.equal(by_kernel.sample(x, copies, slots, [step] * len(rows)), wanted)
-            assert wanted[3] == NO_TOKEN
-            assert kinds in ("changed", "all") or wanted[2] == NO_TOKEN  # a mask may exclude NaN
-            assert torch.equal(by_kernel.last, in_torch.last)
-        if by_kernel.tables.seen is not None:
-            assert torch.equal(by_kernel.tables.seen[slots], in_torch.tables.seen[slots])
-        for bits in (0, 2**64 - 1) if size == 65 else ():
-            for made in (by_kernel, in_torch):
-                made.tables.numbers[:, slot_tables.KEY].view(torch.int64).fill_(
-                    torch.tensor(unmixed(bits), dtype=torch.uint64).view(torch.int64)
-                )
-            wanted = in_torch.sample(logits, rows, slots, [0] * len(rows))
-            assert torch.equal(by_kernel.sample(logits, copies, slots, [0] * len(rows)), wanted)
+    logits = torch.randn(15, size, dtype=torch.float64, generator=generator).mul_(3).to(dtype)
+    logits[0], logits[6] = logits[0].round(), 0
+    logits[1, : size // 2], logits[2, size // 2], logits[3], logits[4, 0] = -math.inf, math.nan, -math.inf, math.inf
+    logits[5, 1:] = -math.inf
+    rows = []
+    for n in range(15):
+        options = {"temperature": [0, 1e-9, 0.7, 1, 50][n % 5] if kinds in ("drawn", "all") else 0.8}
+        options["min_p"] = rng.choice([0, 0.01, 1])
+        if kinds == "greedy":
+            options["temperature"] = 0
+        if kinds in ("limited", "all"):
+            options |= {"top_k": rng.choice([0, 1, 2, 7, size]), "top_p": rng.choice([1, 1e-9, 0.3, 0.9, 0.99999])}
+        constraint = None
+        if kinds in ("changed", "all"):
+            options |= {"presence_penalty": rng.choice([0, 0.7, -1]), "frequency_penalty": rng.choice([0, 0.3])}
+            options |= {"repetition_penalty": rng.choice([1, 1.3, 0.7])}
+            options |= {"logit_bias": {rng.randrange(size): rng.choice([-100.0, -2.5, 4]) for _ in range(rng.randrange(6))}}
+            if rng.random() < 0.5:
+                constraint = Masked({rng.randrange(size) for _ in range(5)}, size)
+        tokens = [rng.randrange(size) for _ in range(8)]
+        rows.append(Row(SamplingParams(**options), rng.getrandbits(64), tokens, 4, constraint))
+    slots = torch.randperm(len(rows) + 2, generator=generator)[: len(rows)].tolist()
+    by_kernel, in_torch = (Sampler(len(rows) + 2, size, logits.device) for _ in range(2))
+    by_kernel._kernels = True
+    copies = [Row(row.params, row.seed, row.tokens, row.prompt, row.constraint) for row in rows]
+    for step in range(2):
+        x = (torch.cat([logits, logits], 1)[:, :size], logits.T.contiguous().T)[step]
+        wanted = in_torch.sample(x, rows, slots, [step] * len(rows))
+        assert torch.equal(by_kernel.sample(x, copies, slots, [step] * len(rows)), wanted)
+        assert wanted[3] == NO_TOKEN
+        assert kinds in ("changed", "all") or wanted[2] == NO_TOKEN  # a mask may exclude NaN
+        assert torch.equal(by_kernel.last, in_torch.last)
+    if by_kernel.tables.seen is not None:
+        assert torch.equal(by_kernel.tables.seen[slots], in_torch.tables.seen[slots])
+    for bits in (0, 2**64 - 1) if size == 65 else ():
+        for made in (by_kernel, in_torch):
+            made.tables.numbers[:, slot_tables.KEY].view(torch.int64).fill_(
+                torch.tensor(unmixed(bits), dtype=torch.uint64).view(torch.int64)
+            )
+        wanted = in_torch.sample(logits, rows, slots, [0] * len(rows))
+        assert torch.equal(by_kernel.sample(logits, copies, slots, [0] * len(rows)), wanted)
 
 
+@pytest.mark.parametrize("size", [1, 5, 63, 64, 65, 300])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
-def test_the_kernel_of_log_probabilities_equals_the_formula(dtype):
+def test_the_kernel_of_log_probabilities_equals_the_formula(dtype, size):
     """Under the interpreter: ties, -0, -inf, NaN, strides, more tokens wanted than there are."""
     kernel = pytest.importorskip("penstock.engine.scoring_kernel")
-    for size in (1, 5, 63, 64, 65, 300):
-        logits = torch.randn(8, size, dtype=torch.float64, generator=torch.Generator().manual_seed(size)).mul_(3).to(dtype)
-        logits[0], logits[1, size // 2], logits[2] = logits[0].round(), math.nan, -math.inf
-        logits[3, 0], logits[4, ::2] = math.inf, -math.inf
-        logits[5], logits[5, ::3] = -0.0, 0.0
-        tokens = torch.arange(8) % size
-        for most in (0, 1, 3, 20):
-            for x in (logits, logits.T.contiguous().T):
-                wanted, found = logprobs_of(x, tokens, most), kernel.logprobs_by_kernel(x, tokens, min(most, size), 64)
-                fine = [0, 4, 5, 6, 7] if size > 1 else [0, 5, 6, 7]
-                torch.testing.assert_close(found[fine], wanted[fine], rtol=0, atol=1e-6)
-                assert torch.equal(found[fine, 1 + min(most, size) :], wanted[fine, 1 + min(most, size) :])
-                assert found[1:4, 0].isnan().all()
-                assert wanted[1:4, 0].isnan().all()
+    logits = torch.randn(8, size, dtype=torch.float64, generator=torch.Generator().manual_seed(size)).mul_(3).to(dtype)
+    logits[0], logits[1, size // 2], logits[2] = logits[0].round(), math.nan, -math.inf
+    logits[3, 0], logits[4, ::2] = math.inf, -math.inf
+    logits[5], logits[5, ::3] = -0.0, 0.0
+    tokens = torch.arange(8) % size
+    for most in (0, 1, 3, 20):
+        for x in (logits, logits.T.contiguous().T):
+            wanted, found = logprobs_of(x, tokens, most), kernel.logprobs_by_kernel(x, tokens, min(most, size), 64)
+            fine = [0, 4, 5, 6, 7] if size > 1 else [0, 5, 6, 7]
+            torch.testing.assert_close(found[fine], wanted[fine], rtol=0, atol=1e-6)
+            assert torch.equal(found[fine, 1 + min(most, size) :], wanted[fine, 1 + min(most, size) :])
+            assert found[1:4, 0].isnan().all()
+            assert wanted[1:4, 0].isnan().all()
 
 
 def unmixed(value: int) -> int:

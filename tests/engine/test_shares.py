@@ -40,7 +40,6 @@ def simulated():
     return Simulation(SLOTS, SLOTS + 8 * CHUNK, beside=4 * CHUNK)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("client", ["other", "hog"], ids=["of another client", "of the same client"])
 @pytest.mark.parametrize("after", [0, 1, 7, 90, 700])
 @pytest.mark.parametrize("small", SMALL)
@@ -89,6 +88,7 @@ def test_a_slot_is_taken_once_for_a_newcomer_and_given_back():
     assert simulation.step().admitted == preempted
 
 
+@pytest.mark.slow
 def test_long_requests_end_beside_a_flood_of_small_ones():
     simulation = Simulation(2, 2 + 2 * CHUNK)
     long = simulation.add(500, 400, share=("a", "long"))

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from architectures import ARCHITECTURES, model_of, randomised
+from sampling import every, slow
 
 from penstock.engine import Engine, SamplingParams
 from penstock.engine.request import Request, Sequence
@@ -15,6 +16,8 @@ from penstock.engine.states import fingerprint
 from penstock.errors import EngineError, PenstockError, RangeError, ShapeError
 from penstock.models import CausalLM
 from penstock.models.arguments import named_tensors
+
+pytestmark = pytest.mark.sampled(file=True)
 
 RECURRENT = [name for name in ARCHITECTURES if not name.startswith("hybrid")]
 PROMPT = [n * n % 13 for n in range(150)]
@@ -39,7 +42,7 @@ def whole(engine, more, count):
     return first, turn
 
 
-@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize("name", every(3, RECURRENT))
 def test_a_state_continues_from_memory_and_from_a_file(name, tmp_path):
     engine, more = engine_of(name, cache_bytes=0), [1, 2, 3]
     first, turn = whole(engine, more, 12)
@@ -91,7 +94,7 @@ def test_a_running_request_is_forked(overlap):
     engine.check_integrity()
 
 
-@pytest.mark.parametrize("canonical", [False, True])
+@pytest.mark.parametrize("canonical", [True, *slow(False)])
 def test_a_state_from_outside_never_enters_the_cache(tmp_path, canonical):
     """Other requests get states of the cache by their tokens. Those of a file or of ``replace`` may be of other tokens."""
     engine, greedy = engine_of(batch_invariant=canonical), SamplingParams(max_tokens=80, temperature=0, keep_state=True)

@@ -6,12 +6,15 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, model_of
 from random_adapters import factors_of, merged
+from sampling import every
 from torch import nn
 
 from penstock.engine import Engine, SamplingParams
 from penstock.engine.graphs import StepGraphs
 from penstock.errors import DtypeError, InvalidArgument, RangeError, ShapeError
 from penstock.models.arguments import named_tensors
+
+pytestmark = pytest.mark.sampled(file=True)
 
 RECURRENT = [name for name in ARCHITECTURES if not name.startswith("hybrid")]
 PROMPT = [n * n % 13 for n in range(150)]
@@ -30,7 +33,7 @@ def run(engine, requests):
     return [[completion.tokens for completion in one.result.completions] for one in requests]
 
 
-@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize("name", every(5, RECURRENT))
 def test_requests_with_different_tunings_share_steps(name):
     """Prompts of several chunks, more requests than slots, several completions. They equal merged weights, and initial states."""
     dtype = torch.float64

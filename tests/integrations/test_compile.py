@@ -29,6 +29,7 @@ def test_a_compiled_model(name) -> None:
         assert error(x.grad, y.grad) < 1e-4, place
 
 
+@pytest.mark.slow
 def test_compiled_layers_in_a_model_that_generates(name) -> None:
     plain, model = (PenstockForCausalLM.of(model_of(name).eval()) for _ in range(2))
     model.model.layers[0].compile(backend="aot_eager", dynamic=True)

@@ -123,6 +123,7 @@ def methods_of_a_plain_model(config, rank):
     assert error(model.head.weight.grad.full_tensor(), plain.head.weight.grad) < 1e-5
 
 
+@pytest.mark.slow
 def test_two_processes_are_one() -> None:
     with tempfile.TemporaryDirectory() as place:
         mp.spawn(shards, args=(place,), nprocs=2)

@@ -8,6 +8,8 @@ from random_adapters import factors_of, merged
 from penstock.errors import RangeError, ShapeError
 from penstock.layers.adapted import NONE, Adapted, adapted, chosen
 
+pytestmark = pytest.mark.sampled(file=True)
+
 RANKS = (3, 5)
 
 

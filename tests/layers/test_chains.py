@@ -7,8 +7,8 @@ import torch
 
 from penstock.call.declaration import FLOATS
 from penstock.layers.chains import Chain, ChainForm, no_kernels, plain
-from penstock.layers.examples import examples
-from penstock.verify.chains import CHAINS, findings
+from penstock.layers.examples import Draw, examples
+from penstock.verify.chains import CHAINS, findings, tensors
 
 FORMS = [(name, one.name) for name, chain in CHAINS.items() for one in chain.listed()]
 
@@ -23,6 +23,57 @@ def test_examples_equal_the_formula(chain, form, kernels_on_a_cpu):
     found = compared(chain, form)
     assert found or CHAINS[chain].form(form).absent(torch.device("cpu")) is not None
     assert not [(one.dtype, one.result, one.reason, one.error, one.budget) for one in found if one.failed]
+
+
+@pytest.fixture
+def launched(monkeypatch, kernels_on_a_cpu):
+    """The names of the kernels that ran."""
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    names, whole = set(), interpreter.InterpretedFunction.run
+    monkeypatch.setattr(
+        interpreter.InterpretedFunction, "run", lambda self, *given, **more: names.add(self.__name__) or whole(self, *given, **more)
+    )
+    return names
+
+
+def calls(chain, form, **options):
+    """The examples of a form that the interpreter computes: example, draw and call."""
+    for example in CHAINS[chain].form(form).examples:
+        draw = Draw(example.dtype, torch.device("cpu"), gradients=example.gradients, **options)
+        with torch.set_grad_enabled(example.gradients), example.within():
+            if example.dtype != torch.bfloat16:
+                yield example, draw, example.draw(draw)
+
+
+@pytest.mark.parametrize(("chain", "form"), FORMS)
+def test_examples_run_all_kernels_of_a_form(chain, form, launched):
+    """Also those of the backward pass."""
+    one = CHAINS[chain].form(form)
+    if one.absent(torch.device("cpu")) is not None:
+        pytest.skip("needs another device")
+    compared(chain, form)
+    assert {name for _, _, call in calls(chain, form) for name in one.kernels(call)} <= launched
+
+
+def with_gradients():
+    return [(chain, form) for chain, form in FORMS if any(one.gradients for one in CHAINS[chain].form(form).examples)]
+
+
+@pytest.mark.parametrize(("chain", "form"), with_gradients())
+def test_lazily_negated_gradients(chain, form, kernels_on_a_cpu):
+    """Their memory holds other values."""
+    found = []
+    for negated in (False, True):
+        for example, draw, call in calls(chain, form):
+            if example.gradients and example.dtype == torch.float32:
+                results = [y for y in tensors(CHAINS[chain].computed(call, form)) if y.requires_grad]
+                random = torch.Generator().manual_seed(1)
+                upstream = [torch.randn(y.shape, generator=random).to(y) for y in results]
+                given = [torch._neg_view(-d) if negated else d for d in upstream]
+                found.append(torch.autograd.grad(results, list(draw.leaves.values()), given, allow_unused=True))
+    for right, other in zip(found[: len(found) // 2], found[len(found) // 2 :]):
+        for one, same in zip(right, other):
+            torch.testing.assert_close(same, one, rtol=1e-4, atol=1e-4)
 
 
 ONE_ROW = [("low_rank_maps", "low_rank_maps"), ("channel_mix", "channel_mix")]

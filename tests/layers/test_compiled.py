@@ -5,10 +5,12 @@ import subprocess
 import sys
 
 import pytest
+from sampling import slow
 
 pytest.importorskip("triton")
 
 COMPILE = """
+import sys
 from functools import partial
 from itertools import product
 
@@ -60,7 +62,8 @@ def backward(*results):
     torch.autograd.backward([y for y in results if y is not None], [torch.zeros_like(y) for y in results if y is not None])
 
 
-for tokens, heads in product((1, 3), (1, 2)):
+step = int(sys.argv[1])
+for tokens, heads in [*product((1, 3), (1, 2))][:: 3 if step > 1 else 1]:
     starts = torch.zeros(tokens, dtype=torch.int64)
     for hidden, up in ((None, None), (learned(tokens, 2, 8), learned(2, 8, 70))):
         last = torch.zeros(1, 70, dtype=torch.bfloat16)
@@ -110,7 +113,7 @@ for tokens, heads in product((1, 3), (1, 2)):
             states.write_rows(torch.zeros(tokens, channels), torch.zeros(1, channels), torch.zeros(tokens, dtype=torch.int64), ends)
 
 zeros = partial(torch.zeros, dtype=torch.bfloat16)
-for tokens, channels, width, bias in product((1, 3), (1, 70), (1, 4), (None, 1)):
+for tokens, channels, width, bias in [*product((1, 3), (1, 70), (1, 4), (None, 1))][::step]:
     bias, starts, bounds = bias and learned(channels), torch.zeros(tokens, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
     given = (learned(tokens, channels), zeros(1, width - 1, channels), starts, bounds, learned(channels, width), bias, bias is None, None)
     backward(convolution_launch.Convolution.apply(*given)[0])
@@ -159,17 +162,20 @@ def printed(script, *arguments):
     return done.stdout.splitlines()
 
 
-def test_every_fused_kernel_compiles_for_any_number_of_tokens():
+@pytest.mark.parametrize("step", [5, *slow(1)])
+def test_every_fused_kernel_compiles_for_any_number_of_tokens(step):
     names = ("decay", "gated", "gated_norm", "log_sigmoid", "norm_gate", "pointwise", "relu_squared", "shift", "time_steps")
     both = {f"{name}_{way}" for name in names for way in ("bwd", "fwd")}
     both |= {f"shift_{name}_bwd" for name in ("hidden", "low_rank", "weights")}
     both |= {f"convolution_{name}" for name in ("bwd", "fwd", "step", "tails")}
     decoding = {"low_rank", "product_of_few_rows", "products", "rwkv_step", "shifted_norm", "write_rows"}
     others = {"add_norm", "add_norm_bwd", "choose", "cross_entropy", "product", "score", "sum_of_parts", *decoding}
-    assert set(printed(COMPILE)) == {f"penstock_{name}" for name in both | others}
+    assert set(printed(COMPILE, str(step))) == {f"penstock_{name}" for name in both | others}
 
 
 FORMS = """
+import sys
+
 import torch
 
 from penstock.gpu.hopper import Tile
@@ -181,7 +187,7 @@ for sizes in ((64, 2048, 2048, 2048, 2048), (7168, 2048), (2048,), (160,)):
     weights = [torch.empty(N, 2048, dtype=torch.bfloat16) for N in sizes]
     if len(sizes) == 5:
         weights[0] = torch.empty(2048, sizes[0], dtype=torch.bfloat16).T
-    for rows in (8, 16, 32, 64, 128, 192, 256, 384, 512):
+    for rows in (8, 16, 32, 64, 128, 192, 256, 384, 512)[:: int(sys.argv[1])]:
         form = launch.form_of(rows, weights, 132)
         if form is None:
             continue
@@ -198,10 +204,11 @@ for sizes in ((64, 2048, 2048, 2048, 2048), (7168, 2048), (2048,), (160,)):
 
 
 @pytest.mark.timeout(900)
-def test_linear_maps_for_hopper_compile_without_spills():
+@pytest.mark.parametrize("step", [4, *slow(1)])
+def test_linear_maps_for_hopper_compile_without_spills(step):
     """With as much shared memory as sm_90 has."""
-    lines = printed(FORMS)
-    assert len(lines) >= 32
+    lines = printed(FORMS, str(step))
+    assert len(lines) >= 32 // step
     for line in lines:
         spill, shared = map(int, line.split()[:2])
         assert spill == 0, line
@@ -209,6 +216,7 @@ def test_linear_maps_for_hopper_compile_without_spills():
 
 
 ONE_ROW = """
+import sys
 from itertools import product
 
 import torch
@@ -227,7 +235,7 @@ def compiled(kernel, given, others, **options):
     print(found.spill, found.shared, found.registers, kernel_name(kernel), given.constants)
 
 
-for dtype, slots in ((torch.bfloat16, torch.int64), (torch.float16, torch.int32)):
+for dtype, slots in ((torch.bfloat16, torch.int64), (torch.float16, torch.int32))[:: int(sys.argv[1])]:
     empty = lambda *shape, dtype=dtype: torch.empty(shape, dtype=dtype)
     slots = empty(1, dtype=slots)
 
@@ -257,10 +265,11 @@ for dtype, slots in ((torch.bfloat16, torch.int64), (torch.float16, torch.int32)
 
 
 @pytest.mark.timeout(900)
-def test_steps_of_one_token_for_hopper_compile_without_spills():
+@pytest.mark.parametrize("step", [2, *slow(1)])
+def test_steps_of_one_token_for_hopper_compile_without_spills(step):
     """Two programs of the linear maps share a multiprocessor, and those of low-rank maps run beside them."""
-    lines = printed(ONE_ROW)
-    assert len(lines) == 34
+    lines = printed(ONE_ROW, str(step))
+    assert len(lines) == 34 // step
     for line in lines:
         spill, shared, registers = map(int, line.split()[:3])
         assert spill == 0, line
@@ -269,6 +278,7 @@ def test_steps_of_one_token_for_hopper_compile_without_spills():
 
 
 CONVOLUTIONS = """
+import sys
 from itertools import product
 
 import torch
@@ -278,7 +288,7 @@ from penstock.layers.triton.convolution_launch import CHANNELS, GROUP
 from penstock.tune.ahead import Job, Memory, kernel_name, resources
 
 R, C, wide, programs, tokens = 16384, 4352, 8512, 103, 160
-for arch, dtype, W in product(("sm_80", "sm_90", "gfx942"), (torch.bfloat16, torch.float32), (4, 8)):
+for arch, dtype, W in [*product(("sm_80", "sm_90", "gfx942"), (torch.bfloat16, torch.float32), (4, 8))][:: int(sys.argv[1])]:
     x, y, pool = (Memory(dtype, R * C) for _ in range(3))
     starts, bounds, slots = Memory(torch.int32, R), Memory(torch.int64, 9), Memory(torch.int64, 8)
     weight, bias, sums = Memory(dtype, C * W), Memory(dtype, C), Memory(torch.float32, programs * (W + 1) * C)
@@ -298,13 +308,15 @@ for arch, dtype, W in product(("sm_80", "sm_90", "gfx942"), (torch.bfloat16, tor
 """
 MAMBA2 = """
 import sys
+from itertools import product
 
 import torch
 
 from penstock.layers.triton import mamba2_launch
 from penstock.tune.ahead import Job, Memory, kernel_name, resources
 
-arch, launches = sys.argv[1], []
+step, *archs = sys.argv[1:]
+launches = []
 
 
 class Noted:
@@ -321,35 +333,42 @@ mamba2_launch.on_device_of = lambda x, kernel: Noted(kernel)
 mamba2_launch.early = lambda device: {"launch_pdl": True} if arch == "sm_90" else {}
 mamba2_launch.limit = lambda x, registers: {"maxnreg": registers} if arch.startswith("sm_") else {}
 torch.set_default_device("meta")
-for dtype in (torch.bfloat16, torch.float16, torch.float32):
-    for H, G in ((24, 1), (32, 1), (48, 1), (64, 1), (80, 1), (96, 1), (100, 1), (128, 1), (128, 8)):
-        R, inner, state = 16384, 64 * H, 2 * 128 * G
-        whole, mixed = torch.empty(R, 2 * inner + state + H, dtype=dtype), torch.empty(R, inner + state, dtype=dtype)
-        z, dt, x = (one.requires_grad_() for one in (whole[:, :inner], whole[:, -H:], mixed[:, :inner].unflatten(1, (H, 64))))
-        heads, weight, then = (torch.empty(*shape, dtype=dtype, requires_grad=True) for shape in ((H,), (inner,), (inner // 2, inner)))
-        g, v, x = mamba2_launch.TimeSteps.apply(dt, heads, heads, x, 0.0, float("inf"), None)
-        y = mamba2_launch.GatedNorm.apply(v, x, heads, z, weight, then, G, 1e-5, None)
-        torch.autograd.backward([y, g], [torch.empty_like(y), torch.empty_like(g)])
-        for kernel, arguments, options in launches:
-            given = [Memory(one.dtype, one.numel()) if isinstance(one, torch.Tensor) else one for one in arguments]
-            given += [options.pop(name) for name in kernel.arg_names[len(given) :]]
-            found = resources(Job(arch, kernel_name(kernel), tuple(given), tuple(options.items())))
-            print(found.spill, found.registers, kernel.__name__, dtype, H, G)
-        launches.clear()
+groups = ((24, 1), (32, 1), (48, 1), (64, 1), (80, 1), (96, 1), (100, 1), (128, 1), (128, 8))
+calls = list(product((torch.bfloat16, torch.float16, torch.float32), groups))[:: int(step)]
+for arch, (dtype, (H, G)) in product(archs, calls):
+    R, inner, state = 16384, 64 * H, 2 * 128 * G
+    whole, mixed = torch.empty(R, 2 * inner + state + H, dtype=dtype), torch.empty(R, inner + state, dtype=dtype)
+    z, dt, x = (one.requires_grad_() for one in (whole[:, :inner], whole[:, -H:], mixed[:, :inner].unflatten(1, (H, 64))))
+    heads, weight, then = (torch.empty(*shape, dtype=dtype, requires_grad=True) for shape in ((H,), (inner,), (inner // 2, inner)))
+    g, v, x = mamba2_launch.TimeSteps.apply(dt, heads, heads, x, 0.0, float("inf"), None)
+    y = mamba2_launch.GatedNorm.apply(v, x, heads, z, weight, then, G, 1e-5, None)
+    torch.autograd.backward([y, g], [torch.empty_like(y), torch.empty_like(g)])
+    for kernel, arguments, options in launches:
+        given = [Memory(one.dtype, one.numel()) if isinstance(one, torch.Tensor) else one for one in arguments]
+        given += [options.pop(name) for name in kernel.arg_names[len(given) :]]
+        found = resources(Job(arch, kernel_name(kernel), tuple(given), tuple(options.items())))
+        print(found.spill, found.registers, kernel.__name__, dtype, H, G, arch)
+    launches.clear()
 """
 
 
 @pytest.mark.timeout(900)
-def test_short_convolutions_compile_without_spills():
-    lines = printed(CONVOLUTIONS)
-    assert len(lines) == 48
+@pytest.mark.parametrize("step", [5, *slow(1)])
+def test_short_convolutions_compile_without_spills(step):
+    lines = printed(CONVOLUTIONS, str(step))
+    assert len(lines) == 4 * len(range(0, 12, step))
     for line in lines:
         assert line.startswith("0 0 "), line
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "gfx942"])
-def test_chains_of_mamba2_compile_without_spills(arch):
-    """At the widths of published models, and others up to 8192 channels."""
-    lines = printed(MAMBA2, arch)
-    assert len(lines) == 3 * 9 * 4
+ARCHS = ("sm_80", "sm_90", "gfx942")
+
+
+@pytest.mark.parametrize(
+    ("step", "archs"), [(13, ARCHS), *(pytest.param(1, (arch,), marks=pytest.mark.slow) for arch in ARCHS)], ids=["sample", *ARCHS]
+)
+def test_chains_of_mamba2_compile_without_spills(step, archs):
+    """At the widths of published models, and others up to 8192 channels; of all calls every 13th."""
+    lines = printed(MAMBA2, str(step), *archs)
+    assert len(lines) == len(range(0, 3 * 9, step)) * 4 * len(archs)
     assert all(line.startswith("0 ") for line in lines), [line for line in lines if not line.startswith("0 ")]

@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 from convolutions import BATCH, PACKED, Case, cases, check, loop, normal
+from sampling import every, slow
 
 from penstock.gpu.target import interpreting
 from penstock.layers import GLAConfig
@@ -15,7 +16,7 @@ from penstock.layers.sequences import Sequences
 
 launch = pytest.importorskip("penstock.layers.triton.launch")
 kernels = pytest.importorskip("penstock.layers.triton.convolution_launch")
-pytestmark = pytest.mark.skipif(not interpreting(), reason="needs Triton's interpreter")
+pytestmark = [pytest.mark.skipif(not interpreting(), reason="needs Triton's interpreter"), pytest.mark.sampled(file=True)]
 FLOAT32, FLOAT16, FLOAT64 = torch.float32, torch.float16, torch.float64
 
 
@@ -46,7 +47,6 @@ def convolution_of(W, C=70, dtype=FLOAT32, bias=True, activation="silu"):
     return one.to(dtype)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("case", cases(FLOAT32, FLOAT16), ids=str)
 def test_results_and_gradients(case, monkeypatch):
     monkeypatch.setattr(launch, "PROGRAMS", 8)  # several groups of tokens a program
@@ -62,13 +62,12 @@ def test_plain_torch(case):
     )
 
 
-@pytest.mark.parametrize("C", [1, 127, 128, 129, 300])
+@pytest.mark.parametrize("C", every(3, [1, 127, 128, 129, 300]))
 def test_channels(C):
     case = Case(4, PACKED, True, True, FLOAT32, C)
     check(case, kernels.Convolution, formula_of(case))
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("bounds", [PACKED, BATCH], ids=str)
 @pytest.mark.parametrize("learned", [True, False])
 @pytest.mark.parametrize("used", [(0,), (1,), (0, 1)], ids=str)
@@ -87,7 +86,7 @@ def test_gradients_of_tails(used, learned, bounds):
         assert (one - other).norm() <= 1e-5 * other.norm()
 
 
-@pytest.mark.parametrize("learned", [(2,), (3,), (2, 3)], ids=str)
+@pytest.mark.parametrize("learned", [(2, 3), *slow((2,), (3,))], ids=str)
 def test_tails_of_inputs_without_gradients_have_none(learned):
     """A frozen projection before the convolution: what a later call computes from the tail gives no gradient, and no error."""
     case = Case(4, PACKED, True, True, FLOAT32)
@@ -100,7 +99,6 @@ def test_tails_of_inputs_without_gradients_have_none(learned):
     assert all(torch.equal(one, other) for one, other in zip(*grads))
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("silu", [True, False])
 @pytest.mark.parametrize("bounds", [PACKED, BATCH], ids=str)
 def test_second_derivatives(bounds, silu):
@@ -155,7 +153,6 @@ def test_gradients_do_not_depend_on_other_sequences_or_programs(monkeypatch):
     assert torch.equal(found[0][:25], found[2])
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [FLOAT32, FLOAT16], ids=str)
 @pytest.mark.parametrize("slots", [None, (4, -1, 5, 0), (-1, -1, -1, -2)], ids=str)
 @pytest.mark.parametrize("lengths", [(1, 1, 1, 1), (5, 5, 5, 5), (2, 2, 2, 2), (3, 0, 7, 1), (0, 0, 0, 0)], ids=str)
@@ -225,7 +222,7 @@ def test_empty_calls(shape, ends, W, on_a_cpu):
     assert on_a_cpu == ["convolved", "tails"]
 
 
-@pytest.mark.parametrize("programs", [1, 100])
+@pytest.mark.parametrize("programs", [1, *slow(100)])
 @pytest.mark.parametrize("tokens", [(0, 32, 40, 74), pytest.param((10, 31, 33, 34, 37, 71), marks=pytest.mark.slow)], ids=str)
 def test_nan_stays_where_it_belongs(tokens, programs, monkeypatch):
     monkeypatch.setattr(launch, "PROGRAMS", programs)

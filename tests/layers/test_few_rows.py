@@ -4,6 +4,7 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, SIZES, flat, model_of
 from formulas import error
+from sampling import every
 
 from penstock.gpu.target import interpreting
 from penstock.layers import convolution, decode, linear, modes
@@ -12,7 +13,7 @@ from penstock.recurrence import functional
 
 launch = pytest.importorskip("penstock.layers.triton.few_rows_launch")
 convolution_launch = pytest.importorskip("penstock.layers.triton.convolution_launch")
-pytestmark = pytest.mark.skipif(not interpreting(), reason="needs Triton's interpreter")
+pytestmark = [pytest.mark.skipif(not interpreting(), reason="needs Triton's interpreter"), pytest.mark.sampled(file=True)]
 DTYPES = [torch.float32, torch.float16]
 
 
@@ -25,7 +26,6 @@ def close(found, wanted, roundings=4):
     assert (found.double() - wanted.double()).norm() <= roundings * torch.finfo(found.dtype).eps * wanted.double().norm()
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "size"), [(1, 70), (9, 256), (20, 300), (67, 130)])
 @pytest.mark.parametrize("parts", [1, 2, 5])
@@ -58,7 +58,6 @@ def test_low_rank_parts(rows, parts, rank, dtype):
     close(w, -torch.exp(factors[:, 0]), 20)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("centre", [True, False])
 @pytest.mark.parametrize("added", [True, False])
@@ -90,7 +89,6 @@ def test_sums_norms_and_shifts(slots, added, centre, dtype):
     assert pool._version > version
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("added", [True, False])
 @pytest.mark.parametrize("lengths", [(3, 0, 1, 4, 0), (0, 1, 1), (7,)], ids=str)
@@ -143,7 +141,6 @@ def step_formula(r, k, v, gate, u, bias, low, up, states, weight, shift, eps):
     return normed * torch.nn.functional.silu(gate), states * torch.exp(-torch.exp(bias + factor))[..., None] + new
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("state", DTYPES, ids=str)
 @pytest.mark.parametrize("slots", [None, (3, -1, 0)], ids=str)
@@ -243,22 +240,13 @@ def test_what_a_strong_decay_leaves_is_exact(log):
 
 
 @pytest.fixture
-def launched(monkeypatch, kernels_on_a_cpu):
-    """The functions that are called while the kernels of decode steps take tensors on a CPU."""
-    taken = dict.fromkeys(("products", "low_rank", "low_rank_decay", "shifted_norm", "rwkv_step"), launch)
-    taken |= dict.fromkeys(("convolved", "tails", "step"), convolution_launch)
-    names, whole = [], {name: getattr(one, name) for name, one in taken.items()}
-
-    def watched(name):
-        return lambda *args, **options: names.append(name) or whole[name](*args, **options)
-
-    for name, one in taken.items():
-        monkeypatch.setattr(one, name, watched(name))
+def launched(monkeypatch, ran):
+    """The function ``ran``, with the forms of decode steps alone, while linear maps do not take the native kernel."""
     monkeypatch.setattr(linear.native, "takes", lambda x, weight, many: False)
-    return names
+    names = ("products", "low_rank", "low_rank_decay", "shifted_norm", "rwkv_step", "convolution_in_place")
+    return lambda: {name: count for name, count in ran().items() if name in names}
 
 
-@pytest.mark.sampled(file=True)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if not name.startswith("hybrid")])
 def test_decode_steps_of_models(name, dtype, request):
@@ -267,7 +255,7 @@ def test_decode_steps_of_models(name, dtype, request):
     ids = torch.randint(SIZES["vocab_size"], (3, 5), generator=torch.Generator().manual_seed(2))
     ends = torch.tensor([0, 3, 4, 4, 9])
     for kernels in (False, True):
-        names = request.getfixturevalue("launched") if kernels else []
+        names = request.getfixturevalue("launched") if kernels else dict
         pool = model.initial_state(4)
         with modes.in_graph():
             logits = [model.advance(ids[:, t : t + 1], pool, slots=torch.tensor([2, -1, 0]))[::2] for t in range(3)]
@@ -285,8 +273,8 @@ def test_decode_steps_of_models(name, dtype, request):
     if name == "rwkv6":
         expected |= {"low_rank", "low_rank_decay"}
     if any(isinstance(one, convolution.ShortConvolution) for one in model.modules()):
-        expected |= {"convolved", "tails", "step"}
-    assert set(names) == expected
+        expected |= {"convolution_in_place"}
+    assert names().keys() == expected
 
 
 class Doubled(torch.nn.Module):
@@ -296,8 +284,7 @@ class Doubled(torch.nn.Module):
         return 2 * x
 
 
-@pytest.mark.sampled(file=True)
-@pytest.mark.parametrize("change", ["hook", "forward", "module", "no weight"])
+@pytest.mark.parametrize("change", every(2, ["hook", "module", "forward", "no weight"]))
 @pytest.mark.parametrize("name", ["gla", "rwkv6"])
 def test_norms_that_are_changed_run(name, change, request):
     """Their kernels, which read the weights only, do not replace them."""
@@ -338,7 +325,7 @@ def test_only_few_rows_of_16_bits_in_graphs_take_the_kernel(launched):
         assert linear.linears([normal(2, 3, 40, dtype=torch.float16)], [weight]) is None
     with torch.no_grad():
         assert linear.linears([normal(2, 3, 40, dtype=torch.float16)], [weight]) is None
-    assert launched == ["products", "products"]
+    assert launched() == {"products": 2}
 
 
 @pytest.mark.parametrize("size", [32, 48])
@@ -373,10 +360,9 @@ def test_only_decode_steps_in_graphs_take_the_kernel_of_a_step(launched):
             assert found(normal(3, 2, 6, 600)) is None
     with modes.in_graph():
         assert found(normal(3, 2, 6, 4)) is None
-    assert launched == ["rwkv_step"]
+    assert launched() == {"rwkv_step": 1}
 
 
-@pytest.mark.sampled(file=True)
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if not name.startswith("hybrid")])
 def test_parameters_of_any_strides(name, request):
     """As views of a larger tensor are: a kernel that reads them as contiguous reads the NaN between their elements."""
@@ -395,7 +381,6 @@ def test_parameters_of_any_strides(name, request):
         assert not plain.numel() or error(found, plain) < 1e-5
 
 
-@pytest.mark.sampled(file=True)
 @pytest.mark.parametrize("change", ["none", "outside of graphs", "strides", "computed"])
 @pytest.mark.parametrize("name", ["rwkv5.0", "rwkv6"])
 def test_weights_are_read_early_only_where_no_kernel_just_before_writes_them(name, change, launched, monkeypatch):

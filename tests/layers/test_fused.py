@@ -7,6 +7,7 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, SIZES, model_of
 from formulas import error
+from sampling import slow
 
 from penstock.gpu.target import interpreting
 from penstock.layers import convolution, decays, fused, token_shift
@@ -19,7 +20,7 @@ few_rows_launch = pytest.importorskip("penstock.layers.triton.few_rows_launch")
 token_shift_launch = pytest.importorskip("penstock.layers.triton.token_shift_launch")
 product = pytest.importorskip("penstock.layers.triton.product")
 rows = pytest.importorskip("penstock.layers.triton.rows")
-pytestmark = pytest.mark.skipif(not interpreting(), reason="needs Triton's interpreter")
+pytestmark = [pytest.mark.skipif(not interpreting(), reason="needs Triton's interpreter"), pytest.mark.sampled(file=True)]
 
 
 def normal(*shape, dtype=torch.float32, seed=0):
@@ -50,7 +51,6 @@ def sequences(packed):
     return Sequences(torch.empty(3, 25, 1))
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(
@@ -125,7 +125,6 @@ def test_token_shift_is_the_loop_over_tokens():
                 before = now
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize(("heads", "size", "centre", "affine"), [(3, 64, True, 2), (2, 40, True, 2), (2, 96, False, 1), (1, 32, False, 0)])
 def test_norm_gate(heads, size, centre, affine, dtype):
@@ -243,7 +242,6 @@ def test_sums_and_their_norms(channels, centre, bias, dtype):
         assert (normed.double() - wanted).norm() <= 2 * torch.finfo(dtype).eps * wanted.norm()
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize(
     ("tokens", "channels", "centre", "bias"), [(70, 70, True, True), (70, 70, True, False), (33, 1000, False, False), (3, 5000, True, True)]
@@ -401,22 +399,14 @@ def test_empty_inputs():
     assert dmu.abs().max() == 0
 
 
-@pytest.fixture
-def on_a_cpu(monkeypatch, kernels_on_a_cpu):
-    """Kernels take tensors on a CPU; how often each autograd function ran."""
-    ran = Counter()
-    others = {"TokenShift": token_shift_launch, "Convolution": convolution_launch}
-    for name in ("AddNorm", "NormGate", "NormGateLinear", "Activated", "ActivatedLinear", "ReluSquared", "Decay", *others):
-        one = getattr(others.get(name, launch), name)
-        monkeypatch.setattr(one, "forward", staticmethod(lambda *given, name=name, whole=one.forward: ran.update([name]) or whole(*given)))
-    return ran
+TOKENS = [12, *slow(40)]
 
 
-def trained(model, checkpointing=False):
+def trained(model, tokens, checkpointing=False):
     """Loss and gradients, and the bytes of tensors that the backward pass keeps, without parameters."""
     model.gradient_checkpointing = checkpointing
     parameters = {x.untyped_storage().data_ptr() for x in model.parameters()}
-    ids, kept = torch.randint(SIZES["vocab_size"], (2, 40), generator=torch.Generator().manual_seed(2)), {}
+    ids, kept = torch.randint(SIZES["vocab_size"], (2, tokens), generator=torch.Generator().manual_seed(2)), {}
 
     def pack(x):
         if x.untyped_storage().data_ptr() not in parameters:
@@ -430,68 +420,67 @@ def trained(model, checkpointing=False):
     return [loss.detach(), *(x.grad for x in model.parameters())], sum(kept.values())
 
 
-@pytest.mark.sampled(file=True)
+@pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_training_steps_of_models(name, request):
+def test_training_steps_of_models(name, tokens, request):
     """Loss and gradients are those of plain PyTorch in float64; not more is kept than by plain PyTorch."""
-    model, (exact, _) = model_of(name), trained(model_of(name, torch.float64))
-    _, most = trained(model)
-    ran = request.getfixturevalue("on_a_cpu")
-    found, kept = trained(model)
+    model, (exact, _) = model_of(name), trained(model_of(name, torch.float64), tokens)
+    _, most = trained(model, tokens)
+    ran = request.getfixturevalue("ran")
+    found, kept = trained(model, tokens)
     assert all(error(x, y) < 1e-4 for x, y in zip(found, exact))
     assert kept <= most
     norms = [model.embedding_norm, *(one for layer in model.layers for one in (layer.mixer_norm, layer.channel_norm)), model.norm]
     norms = sum(one is not None for one in norms)
-    assert ran["AddNorm"] == norms
-    assert ran["Convolution"] == sum(isinstance(one, convolution.ShortConvolution) for one in model.modules())
+    assert ran()["add_norm"] == norms
+    assert ran()["convolution"] == sum(isinstance(one, convolution.ShortConvolution) for one in model.modules())
     for checkpointing in (True, "selective"):
-        again, kept = trained(model, checkpointing)
+        again, kept = trained(model, tokens, checkpointing)
         assert all(torch.equal(x, y) for x, y in zip(again, found))
         assert kept < most
         most = kept if checkpointing == "selective" else most
 
 
-@pytest.mark.sampled(file=True)
+@pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("name", ["rwkv5.0", "rwkv6", "gla", "mamba2"])
-def test_training_steps_of_halved_models(name, on_a_cpu):
+def test_training_steps_of_halved_models(name, tokens, ran):
     """Float16 by the kernels: with a residual stream that is halved, loss and gradients are as exact as without."""
     exact, *found = (
-        trained(model_of(name, dtype, rescale_every=every, norm_eps=0.3))[0]
+        trained(model_of(name, dtype, rescale_every=every, norm_eps=0.3), tokens)[0]
         for dtype, every in ((torch.float64, 0), (torch.float16, 0), (torch.float16, 1))
     )
-    assert on_a_cpu["AddNorm"] > 0
+    assert ran()["add_norm"] > 0
     for true, plain, halved in zip(exact, *found):
         assert (halved - true).norm() <= 1.3 * (plain - true).norm() + 4e-3 * true.norm()
 
 
-@pytest.mark.sampled(file=True)
+@pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_training_steps_with_parameters_of_any_strides(name, request):
+def test_training_steps_with_parameters_of_any_strides(name, tokens, request):
     """As views of a larger tensor are: a kernel that reads them as contiguous reads the NaN between their elements."""
-    model, (exact, _) = model_of(name), trained(model_of(name, torch.float64))
-    request.getfixturevalue("on_a_cpu")
+    model, (exact, _) = model_of(name), trained(model_of(name, torch.float64), tokens)
+    request.getfixturevalue("kernels_on_a_cpu")
     for one in model.parameters():
         one.data = torch.stack([one.data, torch.full_like(one.data, torch.nan)], -1)[..., 0]
-    found, _ = trained(model)
+    found, _ = trained(model, tokens)
     assert all(error(x, y) < 1e-4 for x, y in zip(found, exact))
 
 
 @pytest.mark.parametrize("name", ["gla", "rwkv6"])
-def test_norms_with_hooks_or_of_other_classes_run_as_modules(name, on_a_cpu):
-    model, ran = model_of(name), Counter()
+def test_norms_with_hooks_or_of_other_classes_run_as_modules(name, ran):
+    model, called = model_of(name), Counter()
     others = {name: one for name, one in (("first", model.embedding_norm), ("last", model.norm)) if one is not None}
     for name, one in [*enumerate(layer.mixer_norm for layer in model.layers), *others.items()]:
-        one.register_forward_hook(lambda module, given, result, name=name: ran.update([name]))
+        one.register_forward_hook(lambda module, given, result, name=name: called.update([name]))
     for layer in model.layers:
         layer.channel_norm = torch.nn.Sequential(layer.channel_norm)
     trained(model)
     with torch.no_grad():
         model.advance(torch.zeros(2, 5, dtype=torch.int64), model.initial_state(2))
-    assert ran == dict.fromkeys((0, 1, *others), 2)
-    assert on_a_cpu["AddNorm"] == 0
+    assert called == dict.fromkeys((0, 1, *others), 2)
+    assert ran()["add_norm"] == 0
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("others", [(torch.float32, torch.float16), (torch.float16, torch.float32)], ids=str)
 @pytest.mark.parametrize(("centre", "added"), [(True, True), (False, False)])
@@ -519,43 +508,43 @@ def test_sums_and_their_norms_of_several_dtypes(centre, added, others, dtype, mo
     )
 
 
-def test_norms_without_a_kernel_for_their_dtypes_are_those_of_the_module(on_a_cpu):
+def test_norms_without_a_kernel_for_their_dtypes_are_those_of_the_module(ran):
     x, norm = normal(2, 3, 70).requires_grad_(), RMSNorm(70, 1e-3)
     for one, other in ((x.half(), None), (x, x.half())):
         total, normed = fused.add_norm(one, other, norm)
         assert total.dtype == (one.dtype if other is None else torch.float32)
         assert torch.equal(normed, norm(total))
-    assert not on_a_cpu
+    assert not ran()
     fused.add_norm(x, None, norm)
     fused.add_norm(x, None, norm.half(), in_float32=True)
-    assert on_a_cpu == {"AddNorm": 2}
+    assert ran() == {"add_norm": 2}
 
 
-def test_norms_under_autocast_have_its_dtype_where_linear_maps_would_round_them(on_a_cpu):
+def test_norms_under_autocast_have_its_dtype_where_linear_maps_would_round_them(ran):
     x, norm = normal(2, 3, 70).requires_grad_(), RMSNorm(70, 1e-3)
     with torch.autocast("cpu", dtype=torch.float16):
         total, normed = fused.add_norm(x, x.half(), norm)
         _, whole = fused.add_norm(x, None, norm, rounded=False)
     assert (total.dtype, normed.dtype, whole.dtype) == (torch.float32, torch.float16, torch.float32)
-    assert on_a_cpu == {"AddNorm": 2}
+    assert ran() == {"add_norm": 2}
     (normed.float().square().sum() + whole.sum()).backward()
     assert x.grad.dtype == norm.weight.grad.dtype == torch.float32
 
 
-@pytest.mark.sampled(file=True)
+@pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_training_steps_under_autocast(name, request):
+def test_training_steps_under_autocast(name, tokens, request):
     """float32 weights, float16 products: relative errors of all gradients together are those of plain PyTorch, and less is kept."""
-    (exact, _), plain = trained(model_of(name, torch.float64)), model_of(name)
+    (exact, _), plain = trained(model_of(name, torch.float64), tokens), model_of(name)
     with torch.autocast("cpu", dtype=torch.float16):
-        wanted, most = trained(plain)
-    ran = request.getfixturevalue("on_a_cpu")
+        wanted, most = trained(plain, tokens)
+    ran = request.getfixturevalue("ran")
     with torch.autocast("cpu", dtype=torch.float16):
-        found, kept = trained(plain)
-    assert ran["AddNorm"] > 0
+        found, kept = trained(plain, tokens)
+    assert ran()["add_norm"] > 0
     assert kept < most
     with torch.autocast("cpu", dtype=torch.float16):
-        again, least = trained(plain, "selective")
+        again, least = trained(plain, tokens, "selective")
     assert all(torch.equal(x, y) for x, y in zip(again, found))
     assert least < kept
     assert all(x.dtype == torch.float32 for x in found)

@@ -78,7 +78,6 @@ def low_rank_weights(C, M, dtype):
     return normal(C, dtype=dtype), normal(C, 5 * M, dtype=dtype) / C**0.5, normal(5, M, C, dtype=dtype) / M**0.5
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("added", "centre"), [(True, True), (False, False), (True, False), (False, True)])
 @pytest.mark.parametrize(("C", "M", "slot"), [(2048, 32, 3), (24, 5, 0), (600, 16, 4), (1000, 64, -1), (70, 33, 1)])
@@ -196,7 +195,6 @@ def taken(kernels_on_a_cpu, monkeypatch):
     return names
 
 
-@pytest.mark.sampled
 @pytest.mark.skipif(not interpreting(), reason="needs Triton's interpreter")
 @pytest.mark.parametrize("hook", [False, True])
 @pytest.mark.parametrize("slots", [[2], [-1], [2, -1, 0]], ids=str)
@@ -280,6 +278,7 @@ class Launcher:
         return lambda *given, **constants: self.run(grid, given, constants)
 
 
+@pytest.mark.slow
 def test_steps_of_one_token_at_their_width(kernels_on_a_cpu, monkeypatch):
     """Both functions, with all of their launches emulated."""
     torch.manual_seed(0)

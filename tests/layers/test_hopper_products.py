@@ -9,17 +9,17 @@ from emulated import gluon
 launch = pytest.importorskip("penstock.layers.triton.hopper_products_launch", reason="needs Gluon")
 few_rows = pytest.importorskip("penstock.layers.triton.few_rows_launch")
 COUNTS = few_rows.COUNTS
-Form = launch.Form
+Tiling = launch.Tiling
 
 DTYPES = [torch.bfloat16, torch.float16]
-BLOCKS = Form(4, 1, 4, rows=16)
-FORMS = [Form(1, 1, 12), Form(1, 2, 6), Form(2, 1, 3), launch.HALVES, Form(4, 1, 8), Form(4, 2, 2), BLOCKS]
+BLOCKS = Tiling(4, 1, 4, rows=16)
+FORMS = [Tiling(1, 1, 12), Tiling(1, 2, 6), Tiling(2, 1, 3), launch.HALVES, Tiling(4, 1, 8), Tiling(4, 2, 2), BLOCKS]
 MANY = [
-    Form(1, 1, 6, 8, 128), Form(1, 1, 3, 8, 128), Form(1, 1, 4, 8, 128, 256), Form(1, 1, 5, 8, 64, 256), Form(1, 1, 8, 8),
-    Form(1, 1, 7, 8, 64, 128, 3), Form(1, 1, 4, 8, 128, 0, 3), Form(1, 1, 5, 8, 128, 64, 4), Form(1, 1, 8, 4, 64, 64, 4), BLOCKS,
+    Tiling(1, 1, 6, 8, 128), Tiling(1, 1, 3, 8, 128), Tiling(1, 1, 4, 8, 128, 256), Tiling(1, 1, 5, 8, 64, 256), Tiling(1, 1, 8, 8),
+    Tiling(1, 1, 7, 8, 64, 128, 3), Tiling(1, 1, 4, 8, 128, 0, 3), Tiling(1, 1, 5, 8, 128, 64, 4), Tiling(1, 1, 8, 4, 64, 64, 4), BLOCKS,
 ]  # fmt: skip
 """For more rows."""
-SPREAD = [Form(1, 1, 8, 4, SPREAD=4), Form(1, 1, 4, 8, 128, 128, 3, 4), Form(1, 1, 16, 8, 64, 64, 6, 4)]
+SPREAD = [Tiling(1, 1, 8, 4, SPREAD=4), Tiling(1, 1, 4, 8, 128, 128, 3, 4), Tiling(1, 1, 16, 8, 64, 64, 6, 4)]
 
 
 def normal(*shape, dtype=torch.float32, seed=0):
@@ -47,7 +47,6 @@ def products(inputs, weights, form, gate=None, *, relu_squared=False, early=True
     return results
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "size"), [(1, 72), (9, 512), (3, 2048), (40, 1160)])
 @pytest.mark.parametrize("parts", [1, 2, 5])
@@ -66,7 +65,6 @@ def test_products(form, parts, rows, size, dtype):
     close(y, exact[0] * gate.double().sigmoid())
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "size"), [(129, 64), (192, 520), (300, 392)])
 @pytest.mark.parametrize("form", [*MANY, *SPREAD], ids=str)
@@ -85,7 +83,7 @@ def test_many_rows(form, rows, size, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("slot", [7, 0, -1])
-@pytest.mark.parametrize("form", [Form(4, 1, 8), launch.HALVES, Form(1, 2, 6)], ids=str)
+@pytest.mark.parametrize("form", [Tiling(4, 1, 8), launch.HALVES, Tiling(1, 2, 6)], ids=str)
 def test_the_row_of_a_pool_is_replaced(form, slot, dtype):
     """None for a negative slot. The products do not change."""
     x, weight, gate, normed = (normal(*shape, dtype=torch.bfloat16) for shape in ((1, 520), (72, 520), (1, 72), (1, 72)))
@@ -108,16 +106,15 @@ def test_views(rows):
     for one in (behind, gaps if rows == 1 else x):
         for other in (weight, torch.cat([weight, weight[:, :1]], 1)[:, :72], weight.flatten()[:, None].T):
             assert launch.takes([other])
-            (y,) = products([one], [other], Form(4, 1, 8), early=False)
+            (y,) = products([one], [other], Tiling(4, 1, 8), early=False)
             close(y, wanted)
     assert not launch.takes([torch.empty(73, dtype=torch.bfloat16)[1:].view(1, 72)])
     assert not launch.takes([torch.empty(2**22, 64, dtype=torch.bfloat16, device="meta")])
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("form", "rows"),
-    [*itertools.product([Form(1, 2, 6), *MANY, *SPREAD], [1, 128, 300]), (Form(4, 1, 8), 1), (Form(4, 1, 8), 32)],
+    [*itertools.product([Tiling(1, 2, 6), *MANY, *SPREAD], [1, 128, 300]), (Tiling(4, 1, 8), 1), (Tiling(4, 1, 8), 32)],
     ids=str,
 )
 def test_order_of_sums(form, rows):
@@ -173,7 +170,7 @@ def test_the_form_of_five_maps_follows_the_mode(alike, monkeypatch):
     compute = few_rows.products_alike if alike else few_rows.products
     for rows in (1, 4, 5, 8, 9):
         compute([torch.empty(rows, 2048)] * 5, weights)
-    one, four = Form(1, 2, 6), Form(1, 2, 5)
+    one, four = Tiling(1, 2, 6), Tiling(1, 2, 5)
     assert forms == ([one] * 4 if alike else [one, one, launch.HALVES, launch.HALVES]) + [four]
 
 

@@ -24,6 +24,8 @@ from penstock.layers import (
     SwiGLUConfig,
 )
 
+pytestmark = pytest.mark.sampled(file=True)
+
 C, LENGTH = 24, 11
 CONFIGS = {
     f"{name} {part}": config

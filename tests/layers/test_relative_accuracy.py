@@ -156,6 +156,7 @@ def test_second_derivatives_and_transforms(name, dtype):
     hold(torch.func.hessian(lambda x: ours(x).sum())(points).diagonal(), SECOND[name], points, 20)
 
 
+@pytest.mark.slow
 def test_compiled():
     names = [name for name in OURS if name.startswith(("feature map", "layer's", "tanh"))]
 
@@ -203,7 +204,6 @@ def means_hold(function, q, k, v, dtype):
         assert ((one.double() - other).norm() / other.norm()).item() < cancelled * (8 * torch.finfo(dtype).eps + 2e-6)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shift", [-60, -20, -9, 0, 20])
 @pytest.mark.parametrize("impl", [one.name for one in FAMILY.implementations])

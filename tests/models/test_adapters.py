@@ -19,6 +19,8 @@ from penstock.engine import Engine, SamplingParams
 from penstock.models import load, load_adapter, load_tuned_state, save
 from penstock.models.checkpoints.adapters import LowRank
 
+pytestmark = pytest.mark.sampled(file=True)
+
 IDS = tokens(9, 13)
 SIZES = {"C": 24, "F": 40, "layers": 2}
 MAPS = [f"blocks.{i}.{one}" for i in range(2) for one in ("att.key", "att.output", "ffn.key", "ffn.value")]
@@ -194,7 +196,6 @@ def write_peft(tensors: Weights, config: dict, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.sampled
 @torch.no_grad()
 @pytest.mark.parametrize("kind", PEFT)
 @pytest.mark.parametrize("name", [name for name in PUBLISHED if "shared" not in name])

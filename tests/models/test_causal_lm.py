@@ -17,6 +17,8 @@ from penstock.layers.norms import GroupedRMSNorm
 from penstock.models import CausalLM, Config, gla, rwkv6
 from penstock.models.config import feed_forward_size
 
+pytestmark = pytest.mark.sampled(file=True)
+
 BATCH, LENGTH = 2, 40
 BOUNDS = {torch.float32: 1e-4, torch.float64: 1e-10}
 

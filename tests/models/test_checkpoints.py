@@ -17,6 +17,8 @@ from public_models.published import PUBLISHED, Published
 from penstock.errors import MissingExtra
 from penstock.models import load, save
 
+pytestmark = pytest.mark.sampled(file=True)
+
 IDS = tokens(64, 13)
 
 

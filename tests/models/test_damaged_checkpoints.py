@@ -18,6 +18,8 @@ from penstock import DtypeError, InvalidArgument, PenstockError, RangeError, Sha
 from penstock.models import CausalLM, load, save
 from penstock.models import gla as gla_config
 
+pytestmark = pytest.mark.sampled(file=True)
+
 SMALL = {"vocab_size": 11, "hidden_size": 16, "num_layers": 2}
 
 

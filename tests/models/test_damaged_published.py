@@ -17,6 +17,8 @@ from torch import Tensor
 from penstock import PenstockError
 from penstock.models import load
 
+pytestmark = pytest.mark.sampled(file=True)
+
 Change = Callable[[dict[str, Tensor]], object]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import ARCHITECTURES, flat, model_of
+from sampling import every
 from torch import Tensor
 
 from penstock import DeviceError, DtypeError, InvalidArgument, RangeError, ShapeError
@@ -273,7 +274,7 @@ def test_wrong_counts_raise(model: CausalLM, ids: Tensor) -> None:
         model.generate(ids, count=10**30)
 
 
-@pytest.mark.parametrize("name", ["rwkv6", "mamba2", "retnet"])
+@pytest.mark.parametrize("name", every(3, ["rwkv6", "mamba2", "retnet"]))
 def test_compiled_calls_have_no_graph_breaks(name: str, ids: Tensor) -> None:
     """The checks are traced, except those of values."""
     torch._dynamo.reset()

@@ -1,5 +1,7 @@
 """``penstock.explain`` of a model: the chains of every architecture, their kernels, and the reasons of modules with hooks."""
 
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import groupby
 
 import pytest
@@ -13,7 +15,7 @@ from penstock.layers.chains import CHAINS, Choice, Operation, recorded
 from penstock.models import CausalLM
 
 MODES = ("training", "prompt", "decode")
-pytestmark = pytest.mark.usefixtures("at_full_speed")
+pytestmark = [pytest.mark.usefixtures("at_full_speed"), pytest.mark.sampled(file=True)]
 
 
 def kept(model):
@@ -61,7 +63,6 @@ def launched(monkeypatch, kernels_on_a_cpu):
     return names
 
 
-@pytest.mark.sampled
 @pytest.mark.skipif(not interpreting(), reason="needs Triton's interpreter")
 @pytest.mark.parametrize(("mode", "dtype"), [*((mode, torch.float32) for mode in MODES), ("decode", torch.float16)], ids=str)
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -76,7 +77,6 @@ def test_the_kernels_of_an_explanation_are_those_that_run(name, mode, dtype, lau
     assert launched
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_a_hook_changes_the_forms_of_its_module_alone(name, mode):
@@ -151,6 +151,44 @@ def test_models_of_transformers_are_explained(mode):
 def test_wrong_arguments(options, message):
     with pytest.raises(ps.InvalidArgument, match=message):
         ps.explain(model_of("gla"), **options)
+
+
+def test_keywords_of_functions():
+    q = torch.randn(1, 3, 2, 8)
+    with pytest.raises(ps.RangeError, match=r"explain: arguments must be among q, .*, got initial_stat\. Did you mean initial_state\?"):
+        ps.explain("linear_attention", q, q, q, initial_stat=None)
+    with pytest.raises(ps.RangeError, match=r"explain: function must be one of linear_attention, .* or a model, a layer or a mixer, got 3"):
+        ps.explain(3)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_inference_mode_and_disabled_gradients_change_nothing(mode):
+    model = model_of("rwkv6")
+    wanted = ps.explain(model, tokens=3, mode=mode)
+    for context in (torch.inference_mode(), torch.no_grad()):
+        with context:
+            assert ps.explain(model, tokens=3, mode=mode) == wanted
+
+
+def test_a_form_that_raises_while_it_is_asked_ends_the_recording(monkeypatch):
+    """Later calls are not recorded."""
+    model = model_of("gla")
+    broken = replace(CHAINS["add_norm"].forms[0], refuses=lambda call: 1 / 0)
+    monkeypatch.setattr(CHAINS["add_norm"], "forms", (broken, *CHAINS["add_norm"].forms[1:]))
+    with pytest.raises(ZeroDivisionError):
+        ps.explain(model, tokens=3)
+    monkeypatch.undo()
+    with recorded(model) as found:
+        pass
+    model(torch.zeros(1, 2, dtype=torch.int64))
+    assert found == []
+
+
+def test_threads_explain_their_own_models():
+    models = [model_of(name) for name in ("gla", "rwkv6", "mamba2", "gla")]
+    wanted = [ps.explain(model, tokens=3) for model in models]
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(lambda model: ps.explain(model, tokens=3), models)) == wanted
 
 
 def test_wrong_models():

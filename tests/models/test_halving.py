@@ -19,6 +19,8 @@ from penstock.layers import Sequences
 from penstock.models import CausalLM, Config, gla, load, rwkv6, save
 from penstock.models.checkpoints import FORMATS
 
+pytestmark = pytest.mark.sampled(file=True)
+
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -56,26 +58,26 @@ def gradients_of(model: CausalLM, scale: float = 1.0) -> dict[str, Tensor]:
     return {name: x.grad for name, x in model.named_parameters()}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_halving_changes_nothing_in_range(name: str) -> None:
+def test_halving_changes_nothing_in_range(name: str, dtype: torch.dtype) -> None:
     """Outputs, states and gradients. Float32 and bfloat16 are not halved."""
     exact = gradients_of(deep(name, 0, torch.float64))
     scale = 100 / max(x.abs().max().item() for x in exact.values())
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        results = []
-        for every in (0, 1, 2, 4):
-            model = deep(name, every, dtype)
-            gradients = gradients_of(model, scale)
-            with torch.no_grad():
-                results.append((outputs(model), gradients))
-        for found, gradients in results[1:]:
-            for x, y in zip(found, results[0][0]):
-                assert torch.equal(x, y) or (dtype == torch.float16 and error(x, y) < 2e-4)
-            for one, x in gradients.items():
-                if dtype == torch.float16:
-                    assert error(x, exact[one] * scale) < 1.2 * error(results[0][1][one], exact[one] * scale) + 2e-3
-                else:
-                    assert torch.equal(x, results[0][1][one])
+    results = []
+    for every in (0, 1, 2, 4):
+        model = deep(name, every, dtype)
+        gradients = gradients_of(model, scale)
+        with torch.no_grad():
+            results.append((outputs(model), gradients))
+    for found, gradients in results[1:]:
+        for x, y in zip(found, results[0][0]):
+            assert torch.equal(x, y) or (dtype == torch.float16 and error(x, y) < 2e-4)
+        for one, x in gradients.items():
+            if dtype == torch.float16:
+                assert error(x, exact[one] * scale) < 1.2 * error(results[0][1][one], exact[one] * scale) + 2e-3
+            else:
+                assert torch.equal(x, results[0][1][one])
 
 
 @pytest.mark.parametrize("checkpointing", [False, True, "selective"])
@@ -107,7 +109,6 @@ class Adapted(nn.Module):
         return self.base(x) + self.B(self.A(x))
 
 
-@pytest.mark.sampled
 @torch.no_grad()
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -160,8 +161,8 @@ def test_rwkv_is_halved_every_six_layers_as_by_the_authors(name: str, tmp_path: 
             assert load(tmp_path / f"{form}{every}").config == model.config
 
 
-@pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch's own tracer reads it
+@pytest.mark.slow
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("name", ["rwkv6", "linear"])
 def test_compiled_models(name: str, whole: bool) -> None:

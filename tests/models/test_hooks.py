@@ -1,7 +1,6 @@
 """Hooks, wrappers and replaced forwards act on every module in every pass: whole, from a state, in place, with kernels of decode steps."""
 
 from collections.abc import Callable
-from importlib import import_module
 from types import MethodType
 from typing import Any
 
@@ -9,18 +8,20 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, SIZES, model_of
 from formulas import error
+from sampling import every
 from torch import Tensor, nn
 
 from penstock import ShapeError
 from penstock.engine import Engine, SamplingParams
 from penstock.gpu.target import interpreting
 from penstock.layers import Mixer, modes
+from penstock.layers.chains import Choice, recorded
 from penstock.models import CausalLM
 from penstock.models.backbone import Layer
 from penstock.models.streaming import stream
 
 IDS = torch.randint(SIZES["vocab_size"], (2, 6), generator=torch.Generator().manual_seed(5))
-pytestmark = pytest.mark.usefixtures("at_full_speed")
+pytestmark = [pytest.mark.usefixtures("at_full_speed"), pytest.mark.sampled(file=True)]
 
 
 def named(model: CausalLM) -> dict[str, nn.Module]:
@@ -61,8 +62,7 @@ def passes(model: CausalLM) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.sampled(file=True)
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", every(3, ARCHITECTURES))
 def test_a_hook_on_any_module_acts_in_every_pass(name: str) -> None:
     model = model_of(name, torch.float64)
     plain = model(IDS).logits
@@ -133,8 +133,7 @@ def hook_of_all_modules(model: CausalLM, place: str) -> Callable[[], None]:
 CHANGES = [wrapped, replaced, replaced_in_class, compiled, pre_hook, hook_of_all_modules]
 
 
-@pytest.mark.sampled(file=True)
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", every(2, CHANGES))
 @pytest.mark.parametrize("name", ["rwkv5.2", "rwkv6", "gla", "retnet", "linear", "mamba2_grouped", "hybrid"])
 def test_any_change_of_a_module_acts_in_every_pass(name: str, change: Callable[..., Any]) -> None:
     model = model_of(name, torch.float64)
@@ -151,17 +150,11 @@ def test_any_change_of_a_module_acts_in_every_pass(name: str, change: Callable[.
     assert torch.equal(model(IDS).logits, plain)
 
 
-@pytest.mark.sampled(file=True)
-@pytest.mark.parametrize("name", ["rwkv5.2", "rwkv6", "gla", "mamba2"])
+@pytest.mark.parametrize("name", every(4, ["rwkv6", "rwkv5.2", "gla", "mamba2"]))
 @pytest.mark.skipif(not interpreting(), reason="needs Triton's interpreter")
-def test_kernels_of_decode_steps_step_aside_for_one_module_alone(
-    name: str, monkeypatch: pytest.MonkeyPatch, kernels_on_a_cpu: None
-) -> None:
+def test_kernels_of_decode_steps_step_aside_for_one_module_alone(name: str, kernels_on_a_cpu: None) -> None:
     """A norm, mixer or layer with a hook runs as a module; the other layers keep their kernels."""
-    model, launch = model_of(name), import_module("penstock.layers.triton.few_rows_launch")
-    names: list[str] = []
-    whole = launch.shifted_norm
-    monkeypatch.setattr(launch, "shifted_norm", lambda *given, **options: names.append("shifted_norm") or whole(*given, **options))
+    model = model_of(name)
     changed = {"": 2, "layers.0": 1, "layers.0.mixer": 1, "layers.0.channel": 1, "layers.0.mixer_norm": 1}
     for place in changed:
         if place.endswith("channel") and model.layers[0].channel is None:
@@ -169,16 +162,15 @@ def test_kernels_of_decode_steps_step_aside_for_one_module_alone(
         handle = model.get_submodule(place).register_forward_hook(lambda module, given, output: moved(output)) if place else None
         with torch.no_grad():
             wanted = model(IDS).logits
-            names.clear()
             pool = model.initial_state(2)
-            with modes.in_graph():
+            with modes.in_graph(), recorded(model) as choices:
                 found = torch.cat([model.advance(IDS[:, t : t + 1], pool) for t in range(IDS.shape[1])], 1)
         if handle is not None:
             handle.remove()
         assert error(found, wanted) < 1e-4, place
         if name.startswith("rwkv"):
             least = {"": 4, "layers.0": 2}.get(place, 3) * IDS.shape[1]
-            assert len(names) == least, place
+            assert sum(isinstance(one, Choice) and one.form == "shifted_norm" for one in choices) == least, place
 
 
 def test_a_subclass_with_its_own_mix_is_not_stepped_by_its_base() -> None:
@@ -249,12 +241,11 @@ def test_classes_are_remembered_as_they_were_written() -> None:
         for module in model_of(name).modules():
             if isinstance(module, Mixer):
                 assert type(module).forward is Mixer.forward
-                assert "step" not in vars(type(module)) or module.steps
+                assert "step" not in vars(type(module)) or module.unstepped is None
             elif isinstance(module, Layer):
                 assert type(module) is Layer
 
 
-@pytest.mark.sampled(file=True)
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if not name.startswith("hybrid")])
 @pytest.mark.parametrize("invariant", [False, True])
 def test_hooks_act_in_an_engine(name: str, invariant: bool) -> None:
@@ -267,7 +258,6 @@ def test_hooks_act_in_an_engine(name: str, invariant: bool) -> None:
         handle.remove()
 
 
-@pytest.mark.sampled(file=True)
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if not name.startswith("hybrid")])
 def test_wrapped_modules_act_in_an_engine(name: str) -> None:
     model = model_of(name, torch.float64)
@@ -292,7 +282,6 @@ class Rounded(nn.Module):
         return self.weight[ids].double() * self.scale
 
 
-@pytest.mark.sampled(file=True)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_modules_without_parameters(name: str) -> None:
     model = model_of(name, torch.float64)

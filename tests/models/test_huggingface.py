@@ -18,7 +18,7 @@ from penstock.layers import SoftmaxAttentionConfig
 from penstock.models import CausalLM, gla, hybrid, load, mamba2, retnet, rwkv6, save
 
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
+pytestmark = [pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"), pytest.mark.sampled(file=True)]
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from penstock.models.huggingface import CACHE, PenstockConfig, PenstockForCausalLM, StateCache  # noqa: E402

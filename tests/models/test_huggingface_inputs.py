@@ -20,7 +20,7 @@ from transformers import AutoModel, AutoModelForCausalLM, DataCollatorWithFlatte
 from penstock.models.huggingface import CACHE, PenstockForCausalLM, PenstockModel  # noqa: E402
 
 V = SIZES["vocab_size"]
-pytestmark = pytest.mark.usefixtures("at_full_speed")
+pytestmark = [pytest.mark.usefixtures("at_full_speed"), pytest.mark.sampled(file=True)]
 SMALL = ["rwkv6", "gla", "retnet", "linear", "mamba2", "hybrid"]
 
 
@@ -48,7 +48,6 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_no_sequence_of_a_packed_row_sees_another(name: str, form: str) -> None:

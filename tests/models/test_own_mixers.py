@@ -19,6 +19,8 @@ from penstock.engine import Engine, SamplingParams
 from penstock.layers import CONFIGS, GLAConfig, Mamba2Config, MixerConfig, SoftmaxAttentionConfig, register
 from penstock.models import CausalLM, Config, gla, load, mamba2, save
 
+pytestmark = pytest.mark.sampled(file=True)
+
 IDS = torch.tensor([[3, 1, 4, 1, 5]])
 PLUGIN = """
 from dataclasses import dataclass

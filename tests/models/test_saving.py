@@ -19,6 +19,8 @@ from penstock.models import CausalLM, linear, load, save
 from penstock.models import gla as gla_config
 from penstock.models import rwkv6 as rwkv6_config
 
+pytestmark = pytest.mark.sampled(file=True)
+
 SMALL = {"vocab_size": 11, "hidden_size": 16, "num_layers": 2}
 
 

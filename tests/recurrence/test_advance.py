@@ -27,7 +27,6 @@ def walk(case, impl, cuts, pool):
     return torch.cat(outputs, 1)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(("dtype", "layout"), POOLS, ids=str)
 @pytest.mark.parametrize("impl", NAMES)
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -42,7 +41,6 @@ def test_cuts_at_multiples_of_64_change_no_bit(variant, impl, dtype, layout):
         assert torch.equal(pool, wanted_pool), cuts
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(("dtype", "layout"), POOLS, ids=str)
 @pytest.mark.parametrize("impl", NAMES)
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -82,7 +80,6 @@ def random_calls(variant, dtype, pool, layout, strided, lengths):
 TAKEN = [(impl, one) for impl in NAMES for one in RANDOM if impl != "cpu" or one[0] != FLOAT64]
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(("impl", "options"), TAKEN, ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_random_calls_equal_each_sequence_alone(variant, impl, options):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from cases import SHARED, Case, Wanted, check_against, check_near_underflow, draw, long_cases, oracle, problem_of, upstream
 from pools import Pooled
+from sampling import every
 
 import penstock as ps
 from penstock.call.implementation import Upstream
@@ -57,8 +58,7 @@ def cases() -> list[Case]:
     return found
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("case", cases(), ids=str)
+@pytest.mark.parametrize("case", every(2, cases()), ids=str)
 def test_equals_the_oracle(case):
     check_against(results(case), oracle(case), case.dtype)
 
@@ -169,11 +169,11 @@ def configurations(head: int) -> list[Configuration]:
 
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_86", "sm_89", "sm_120")
-SAMPLED = tuple(zip(ARCHITECTURES, HEADS))
-OTHERS = [pytest.param(*pair, marks=pytest.mark.slow) for pair in product(ARCHITECTURES, HEADS) if pair not in SAMPLED]
+SAMPLED = ("sm_90", 64)
+OTHERS = [pytest.param(*pair, marks=pytest.mark.slow) for pair in product(ARCHITECTURES, HEADS) if pair != SAMPLED]
 
 
-@pytest.mark.parametrize(("arch", "head"), [*SAMPLED, *OTHERS])
+@pytest.mark.parametrize(("arch", "head"), [SAMPLED, *OTHERS])
 def test_kernels_compile_without_spills(arch, head):
     pytest.importorskip("cuda.core")
     told = {configuration: compile.compiled(configuration, arch)[1] for configuration in configurations(head)}

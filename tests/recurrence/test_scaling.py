@@ -58,7 +58,6 @@ def allocations(case, backward):
     return found, inputs, outputs
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("backward", LINEAR)
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -70,7 +69,6 @@ def test_work_of_the_backward_pass_is_linear(variant, backward, layout):
     assert four <= 4.5 * one
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -228,6 +228,7 @@ def test_sigterm_ends_a_process_with_all_of_these(tmp_path):
             one.close()
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_ends_what_runs(tmp_path, monkeypatch):
     """With an error, and without leaving anything."""
     save_checkpoint(tmp_path / "model")

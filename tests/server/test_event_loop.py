@@ -10,6 +10,7 @@ import httpx
 import openai
 import pytest
 from live_server import VOCAB, running
+from sampling import every
 
 from penstock.server.limits import Limits
 
@@ -116,6 +117,7 @@ def called(given, result="a"):
     return {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": [call]}, answered]}
 
 
+WIDE = {"properties": {f"{n}": {} for n in range(200_000)}}
 BOTH = {
     "deep schema": (text_format(nested('{"properties":{"a":', "}}")), 400),
     "deep list in a schema": (text_format(nested('{"anyOf":[', "]}")), 400),
@@ -129,6 +131,8 @@ BOTH = {
     "too large a schema": (text_format({"enum": ["a" * 3_000_000]}), 400),
     "biases": ({"logit_bias": {str(n): 1 for n in range(VOCAB)}, "n": 16}, 200),
     "stops": ({"stop": [chr(97 + n) * 256 for n in range(16)], "n": 16}, 200),
+    "wide schema": (text_format(WIDE), 400),
+    "unread fields": ({"metadata": {f"{n}": "a" for n in range(200_000)}}, 200),
     "unknown": ({"a" * 1000: FULL}, 400),
 }
 REQUESTS = {f"{name} of {path}": (path, more, status) for name, (more, status) in BOTH.items() for path in ("completions", "chat")} | {
@@ -143,9 +147,12 @@ REQUESTS = {f"{name} of {path}": (path, more, status) for name, (more, status) i
     "many tokens of detokenize": ("/detokenize", {"tokens": [97] * 500_000}, 200),
     "deep message of tokenize": ("/tokenize", {"messages": nested("[", "]")}, 400),
     "deep field of messages": ("messages", {"system": nested("[", "]")}, 400),
+    "wide variables": ("chat", {"chat_template_kwargs": WIDE}, 400),
+    "wide schema of tools": ("chat", {"tools": [{"type": "function", "function": {"name": "a", "parameters": WIDE}}]}, 400),
+    "wide schema of messages": ("messages", {"tools": [{"name": "a", "input_schema": WIDE}]}, 400),
     "deep schema of tools": ("chat", {"tools": [{"type": "function", "function": {"name": "a", "parameters": DEEP}}]}, 400),
     "deep schema of messages": ("messages", {"tools": [{"name": "a", "input_schema": DEEP}]}, 400),
-    "deep input of messages": ("messages", called(nested('{"a":', "}")), 400),
+    "deep input of messages": ("messages", called(nested('{"a":', "}")), None),
     "long input of messages": ("messages", called({"a": FULL}), 400),
     "wide input of messages": ("messages", called({f"{n}": n for n in range(200_000)}), 400),
     "parts of messages": ("messages", called({}, [{"type": "text", "text": "a" * 3000}] * 1000), 400),
@@ -177,8 +184,8 @@ FIELDS = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("name", REQUESTS)
+# a status of None: Python may or may not write so many levels, by the depth of its stack
+@pytest.mark.parametrize("name", every(6, REQUESTS))
 def test_no_request_keeps_the_loop_from_others(live, client, name):
     path, more, status = REQUESTS[name]
     body = {**FIELDS.get(path, {}), "model": "tiny", **more}
@@ -187,8 +194,8 @@ def test_no_request_keeps_the_loop_from_others(live, client, name):
     content, url = encoded(body), live.url + PATHS.get(path, path)
     with responsive(live):
         answer = httpx.post(url, content=content, headers={"content-type": "application/json"}, timeout=200)
-    assert answer.status_code == status, answer.text[:300]
-    if status == 400:
+    assert answer.status_code in ((200, 400) if status is None else (status,)), answer.text[:300]
+    if answer.status_code == 400:
         assert len(answer.content) < 1000
         assert answer.json()["error"]["type"] == "invalid_request_error"
         assert answer.json()["error"]["message"]
@@ -201,7 +208,7 @@ def test_an_estimate_of_an_answer_is_not_far_from_its_size(live, client, monkeyp
     """The bound refuses what is larger, and not what is much smaller."""
     estimates = []
     monkeypatch.setattr(live.service, "check_answer", lambda _, size: estimates.append(size))
-    body = {"model": "tiny", "max_tokens": 500, "ignore_eos": True, "n": 2, **more}
+    body = {"model": "tiny", "max_tokens": 150, "ignore_eos": True, "n": 2, **more}
     if path == "completions":
         body |= {"prompt": "abc" * 100}
     else:

@@ -50,7 +50,6 @@ def keys(tmp_path_factory):
     return Keys.read(file)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("keyed", [True, False], ids=["keys", "one address"])
 @pytest.mark.parametrize("hog", HOGS)
 def test_a_small_request_takes_at_most_three_times_its_steps_alone(model, keys, hog, keyed):

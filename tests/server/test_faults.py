@@ -10,6 +10,7 @@ import httpx
 import openai
 import pytest
 from live_server import KEY, running, sent
+from sampling import every
 
 from penstock.server import app, connection, streaming
 from penstock.server.limits import Limits
@@ -131,7 +132,7 @@ ERRORS = {
 }
 
 
-@pytest.mark.parametrize("name", ERRORS)
+@pytest.mark.parametrize("name", every(3, ERRORS))
 def test_a_body_of_many_errors_is_refused_at_once_with_few_of_them(live, client, name):
     path, more = ("chat/completions", {}) if "messages" in ERRORS[name] else ("completions", {"prompt": "a"})
     content, began = json.dumps({"model": "tiny", **more, **ERRORS[name]}).encode(), time.monotonic()
@@ -411,3 +412,22 @@ def test_the_end_finishes_what_runs_within_a_time(model, drain_seconds):
         assert results == ["server: it must be running, got a shutdown."] * 8
     assert live.engine.stats.running == live.engine.stats.waiting == 0
     live.engine.check_integrity()
+
+
+def test_a_batch_that_does_not_fit_the_queue_is_refused_before_any_of_it_is_queued(model):
+    """Clients that try again at once cost the engine nothing."""
+    with running(model, slots=1, max_queue=4) as live:
+        engine, queued = live.engine, []
+        put = engine._put
+        engine._put = lambda request: queued.append(request) or put(request)
+        holding = [live.connect() for _ in range(2)]
+        for one in holding:
+            one.sendall(sent(LONG))
+            time.sleep(0.3)
+        before = len(queued)
+        with pytest.raises(openai.RateLimitError, match="got 1 and 4 more"):
+            live.client.completions.create(model="tiny", prompt=["a", "b", "c", "d"], max_tokens=5)
+        assert len(queued) == before
+        for one in holding:
+            one.close()
+        live.settles()

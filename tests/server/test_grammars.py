@@ -148,7 +148,7 @@ def answers(request, tmp_path_factory):
     engine, grammars = Engine(model, tokenizer, slots=16, token_budget=256), Grammars(tokenizer, tokenizer.vocab_size)
 
     def generate(schema):
-        params = SamplingParams(max_tokens=150, n=16, seed=3, constraint=grammars.compile(schema, "test"))
+        params = SamplingParams(max_tokens=150, n=8, seed=3, constraint=grammars.compile(schema, "test"))
         return engine.generate([[1]], params)[0].completions
 
     return generate

@@ -81,6 +81,7 @@ def grown(folder, counts):
     return found
 
 
+@pytest.mark.slow
 def test_resident_memory_stays_low(tmp_path):
     """It grew by 150 MB in so many requests."""
     (found,) = grown(tmp_path / "model", [300])

@@ -13,6 +13,7 @@ from live_server import process, running, save_checkpoint
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from sampling import slow
 
 from penstock.errors import MissingExtra
 from penstock.server import app as routes
@@ -286,7 +287,7 @@ def collector():
         thread.join()
 
 
-@pytest.mark.parametrize("form", ["text", "json"])
+@pytest.mark.parametrize("form", ["json", *slow("text")])
 def test_a_served_checkpoint_writes_lines_and_sends_spans(tmp_path, form):
     save_checkpoint(tmp_path / "small")
     with collector() as (endpoint, got):

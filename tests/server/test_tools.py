@@ -74,7 +74,6 @@ def api(request):
     return ENDPOINTS[request.param]
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_a_conversation_with_a_tool(serving, family, api, stream):
     with scripted(serving.engine, CALLS[family], CALLS[family], "It rains.") as prompts:
@@ -95,7 +94,6 @@ def test_a_conversation_with_a_tool(serving, family, api, stream):
         assert f"<|tool|>rain(weather, {first.ids[0]})" in prompts[2]
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("text", ["{}", "So:\n{}\n", "{} and", "No call", '{"name": "weather", "param', "<tool_call>{{"])
 def test_a_stream_equals_the_whole(serving, family, api, text):
     script = text.replace("{}", CALLS[family]) if "{}" in text else text
@@ -123,7 +121,6 @@ def check_call(call):
         assert call == ("clock", {})
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("choice", ["required", "weather", "clock"])
 def test_required_calls_follow_the_schema(serving, api, choice):
     """The model is random: without a grammar there would be no call. Of what ends a call, a stop text may end the answer."""

@@ -151,7 +151,6 @@ def test_offsets_may_have_strides(impl):
     assert all(torch.equal(x, y) for x, y in zip(found.values(), run(case, tensors, upstream, impl).values()))
 
 
-@pytest.mark.sampled
 @every_implementation
 @pytest.mark.parametrize("window", [(1 << 31) - 80, (1 << 31) - 1, (1 << 63) - 1])
 @pytest.mark.parametrize(("Tq", "causal"), [(70, True), (70, False), (90, True)])

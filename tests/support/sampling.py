@@ -1,9 +1,9 @@
-"""Which combinations of parameters are fast tests: ``@pytest.mark.sampled`` on a test with many.
+"""Which combinations of parameters are fast tests. The others are slow.
 
-The fast tests have every value of every parameter at least once, in as few combinations as a greedy choice finds. A parameter that is a
-data class or a named tuple, for example a ``Case``, counts field by field. ``@pytest.mark.sampled("impl")`` has every value once with
-each value of ``impl``; a field is named ``case.variant``. ``@pytest.mark.sampled(file=True)`` takes the tests of a file together: every
-test, and every value in one of them. All other combinations are slow tests.
+The fast tests have every value of every parameter of a test at least once, in as few combinations as a greedy choice finds. A parameter
+that is a data class or a named tuple, for example a ``Case``, counts field by field. ``@pytest.mark.sampled("impl")`` has every value once
+with each value of ``impl``; a field is named ``case.variant``. ``@pytest.mark.sampled(file=True)`` takes the tests of a file together:
+every test, and every value in one of them. ``slow`` and ``every`` are for lists of parameters.
 """
 
 from collections import Counter, defaultdict
@@ -16,15 +16,29 @@ import pytest
 Feature = tuple[str, ...]
 
 
+def slow(*values: object) -> list[object]:
+    """Parameters whose tests are slow."""
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
+def every(step: int, values: Iterable[object]) -> list[object]:
+    """Parameters of which every so many is a fast test, from the first on: where they have nothing in common."""
+    return [value if place % step == 0 else pytest.param(value, marks=pytest.mark.slow) for place, value in enumerate(values)]
+
+
+EVERY_VALUE = pytest.mark.sampled.mark
+
+
 def mark_slow(items: Iterable[pytest.Item]) -> None:
     """Marks what is not sampled as slow."""
     groups = defaultdict(list)
     for item in items:
-        marker = item.get_closest_marker("sampled")
-        if marker is not None and item.get_closest_marker("slow") is None:
-            groups[item.path, "" if marker.kwargs.get("file") else item.originalname].append((item, features(item, *marker.args)))
+        if item.get_closest_marker("slow") is None:
+            marker = item.get_closest_marker("sampled") or EVERY_VALUE
+            group = item.path, "" if marker.kwargs.get("file") else item.nodeid.partition("[")[0]
+            groups[group].append((item, features(item, *marker.args)))
     for group in groups.values():
-        kept = cover([row for _, row in group])
+        kept = cover([row for _, row in group]) if len(group) > 1 else {0}
         for place, (item, _) in enumerate(group):
             if place not in kept:
                 item.add_marker(pytest.mark.slow)
@@ -33,7 +47,7 @@ def mark_slow(items: Iterable[pytest.Item]) -> None:
 def features(item: pytest.Item, *together: str) -> set[Feature]:
     """What an item is to cover: its test, and its values, each with those of the parameters that the marker names."""
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
-    values = {"test": item.originalname} | dict(pair for name, value in parameters.items() for pair in named(name, value))
+    values = {"test": item.nodeid.partition("[")[0]} | dict(pair for name, value in parameters.items() for pair in named(name, value))
     with_each = tuple(values[name] for name in together)
     return {(*with_each, name, value) for name, value in values.items()}
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from ...call.derivatives import count_write
 from ...gpu.launch import on_device_of
 from . import convolution
-from .launch import Formula, Tensors, blocks, by_formula, early, shares
+from .launch import Formula, Tensors, blocks, by_formula, by_torch, early, shares
 
 CHANNELS = 128
 """Channels per program of one warp: each thread loads 8 or 16 bytes."""
@@ -104,7 +104,7 @@ class Convolution(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None, d_tail: Tensor | None) -> Tensors:
         """Gradients of all arguments."""
         x, tail, starts, weight, bias = ctx.saved_tensors
-        if torch.is_grad_enabled() or ctx.needs_input_grad[1] or dy is None or d_tail is not None:
+        if ctx.needs_input_grad[1] or dy is None or d_tail is not None or by_torch(dy):
             dx, d_before, dweight, dbias = by_formula(ctx.formula, (x, tail, weight, bias), (dy, d_tail))
             return dx, d_before, None, None, dweight, dbias, None, None
         (R, C), W, dy = x.shape, weight.shape[1], rows_of(dy)

@@ -23,7 +23,7 @@ ROWS = 128
 """The most rows of x per program, if its form does not say."""
 
 
-class Form(NamedTuple):
+class Tiling(NamedTuple):
     """The constants of ``penstock_products_hopper``. The bits of a result depend only on APART * SPREAD."""
 
     APART: int
@@ -45,7 +45,7 @@ class Form(NamedTuple):
 
 WIDE = 100
 """The least number of tiles of 64 weights for which K is not split: about one program per multiprocessor."""
-HALVES = Form(2, 2, 5)
+HALVES = Tiling(2, 2, 5)
 """Tiles of 32 weights and two parts of K. Not bitwise equal to one part."""
 TILES = 2**16 - 1
 """The most tiles of 64 weights of a launch, the second axis of a grid."""
@@ -66,43 +66,45 @@ def split_of(weights: Sequence[Tensor]) -> int:
     return 1 if _tiles(weights) >= WIDE else 4
 
 
-def form_of(rows: int, weights: Sequence[Tensor], multiprocessors: int, *, alike: bool = True) -> Form | None:
+def form_of(rows: int, weights: Sequence[Tensor], multiprocessors: int, *, alike: bool = True) -> Tiling | None:
     """The form of a launch, measured on an H200 with the maps of RWKV-6 of 1.6 billion parameters.
 
     None: for this many rows, other kernels are as fast. ``alike``: a form that is bitwise equal for all numbers of rows.
     """
     if split_of(weights) > 1:
         if rows <= 32:
-            return Form(4, 1, 8 if rows <= 8 else 6 if rows <= 16 else 4)
+            return Tiling(4, 1, 8 if rows <= 8 else 6 if rows <= 16 else 4)
         few = sum(-(-weight.shape[0] // 16) for weight in weights) * -(-rows // 16) <= multiprocessors
-        return Form(4, 1, 4, rows=16) if few else _spread(rows, weights, multiprocessors)
+        return Tiling(4, 1, 4, rows=16) if few else _spread(rows, weights, multiprocessors)
     if rows > 64:
         return _wide(rows, sum(-(-weight.shape[0] // 128) for weight in weights), multiprocessors)
     if rows > 32:
-        return Form(1, 1, 8, rows=64, x_stages=8 if _tiles(weights) <= multiprocessors else 4)
+        return Tiling(1, 1, 8, rows=64, x_stages=8 if _tiles(weights) <= multiprocessors else 4)
     if not alike and 4 < rows <= 8 and len(weights) == PARTS and _tiles(weights) <= multiprocessors:
         return HALVES  # 8 rows: 0.96 times the time of a step; 4 rows 0.99, 1 row 1.05, the two maps of a channel mix 1.08 to 1.09
-    return Form(1, 2, 6 if rows <= 8 else 5 if rows <= 16 else 4)
+    return Tiling(1, 2, 6 if rows <= 8 else 5 if rows <= 16 else 4)
 
 
-def _wide(rows: int, tiles: int, multiprocessors: int) -> Form | None:
+def _wide(rows: int, tiles: int, multiprocessors: int) -> Tiling | None:
     """The form for this many tiles of 128 weights. If there are more programs than multiprocessors, two share one."""
     if tiles * -(-rows // 128) <= multiprocessors or rows <= 128:
-        return Form(1, 1, 9, 8, 128, 128, 4)
+        return Tiling(1, 1, 9, 8, 128, 128, 4)
     if rows <= 192:
-        return Form(1, 1, 5, 8, 128, 64, 4)
+        return Tiling(1, 1, 5, 8, 128, 64, 4)
     if rows <= 384 and tiles * -(-rows // 128) <= 2 * multiprocessors:
-        return Form(1, 1, 4, 8, 128, 128, 3)
-    return Form(1, 1, 4, 8, 128, 256) if rows <= 512 and tiles * 2 <= multiprocessors else None
+        return Tiling(1, 1, 4, 8, 128, 128, 3)
+    return Tiling(1, 1, 4, 8, 128, 256) if rows <= 512 and tiles * 2 <= multiprocessors else None
 
 
-def _spread(rows: int, weights: Sequence[Tensor], multiprocessors: int) -> Form | None:
+def _spread(rows: int, weights: Sequence[Tensor], multiprocessors: int) -> Tiling | None:
     """The form with 4 parts of K, each with programs of its own."""
     HEIGHT = 64 if rows <= 128 else 128
     programs = 4 * sum(-(-weight.shape[0] // HEIGHT) for weight in weights) * -(-rows // 128)
     if programs > 2 * multiprocessors:
         return None
-    return Form(1, 1, 12 if rows <= 64 else 16, 8, 64, 64 if rows <= 64 else 128, 6, 4) if rows <= 128 else Form(1, 1, 8, 8, 128, 128, 5, 4)
+    if rows > 128:
+        return Tiling(1, 1, 8, 8, 128, 128, 5, 4)
+    return Tiling(1, 1, 12 if rows <= 64 else 16, 8, 64, 64 if rows <= 64 else 128, 6, 4)
 
 
 class Arguments(NamedTuple):
@@ -122,7 +124,7 @@ def _in_rows(x: Tensor) -> Tensor:
 
 
 def arguments(
-    inputs: Sequence[Tensor], weights: Sequence[Tensor], results: list[Tensor], gate: Tensor | None, form: Form, *, relu_squared: bool,
+    inputs: Sequence[Tensor], weights: Sequence[Tensor], results: list[Tensor], gate: Tensor | None, form: Tiling, *, relu_squared: bool,
     early: bool, counts: Tensor | None = None, lasts: Lasts | None = None,
 ) -> Arguments:  # fmt: skip
     """The arguments of ``penstock_products_hopper``."""
@@ -162,7 +164,7 @@ def arguments(
 
 def products(
     inputs: Sequence[Tensor], weights: Sequence[Tensor], gate: Tensor | None = None, *, relu_squared: bool = False,
-    form: Form, early: bool = False, counts: Callable[[], Tensor] | None = None, lasts: Lasts | None = None,
+    form: Tiling, early: bool = False, counts: Callable[[], Tensor] | None = None, lasts: Lasts | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """``few_rows_launch.products`` for 16-bit rows. ``early``: no earlier kernel still writes the weights.
 

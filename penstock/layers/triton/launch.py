@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...call import private
 from ...gpu.launch import on_device_of
 from ...gpu.target import Target, power
 from . import gates
@@ -55,6 +56,14 @@ def limit(x: Tensor, registers: int) -> dict[str, Any]:
 def summed(parts: Tensor, like: Tensor) -> Tensor:
     """The sum of the partial sums of all programs."""
     return parts.sum(0).view(like.shape).to(like.dtype)
+
+
+def by_torch(*d_results: Tensor | None) -> bool:
+    """Whether plain PyTorch computes gradients: they are differentiated again, or those of the results are no plain tensors.
+
+    Kernels read memory, which of a lazily negated tensor, for example, does not hold its values.
+    """
+    return torch.is_grad_enabled() or any(d is not None and not private.readable(d) for d in d_results)
 
 
 def by_formula(formula: Formula, tensors: Tensors, d_results: Tensors) -> Tensors:
@@ -146,7 +155,7 @@ class NormGate(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> Tensors:
         """Gradients of all arguments."""
         x, gate, weight, bias = tensors = ctx.saved_tensors
-        if torch.is_grad_enabled():
+        if by_torch(dy):
             return *by_formula(ctx.formula, tensors, (dy,)), None, None, None
         grads, _ = _norm_gate_backward(x, gate, weight, bias, ctx.norm, dy, again=False)
         return *grads, None, None, None
@@ -169,7 +178,7 @@ class NormGateLinear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> Tensors:
         """Gradients of all arguments."""
         x, gate, weight, bias, then = tensors = ctx.saved_tensors
-        if torch.is_grad_enabled():
+        if by_torch(dy):
             return *by_formula(ctx.formula, tensors, (dy,)), None, None, None
         again = ctx.needs_input_grad[4]
         grads, y = _norm_gate_backward(x, gate, weight, bias, ctx.norm, (dy @ then).view(x.shape), again=again)
@@ -233,7 +242,7 @@ class Activated(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> Tensors:
         """Gradients of all arguments."""
         a, b = ctx.saved_tensors
-        if torch.is_grad_enabled():
+        if by_torch(dy):
             return *by_formula(ctx.formula, (a, b), (dy,)), None, None
         return *_activated_backward(a, b, ctx.activation, dy.contiguous()), None, None
 
@@ -252,7 +261,7 @@ class ReluSquared(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> Tensor:
         """The gradient of a."""
         (y,) = ctx.saved_tensors
-        if torch.is_grad_enabled():
+        if by_torch(dy):
             return 2 * torch.where(y == 0, 0, torch.where(y == 0, 1, y).sqrt()) * dy
         da, size = torch.empty_like(y), y.numel()
         if size:
@@ -274,7 +283,7 @@ class ActivatedLinear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> Tensors:
         """Gradients of all arguments."""
         a, b, weight = tensors = ctx.saved_tensors
-        if torch.is_grad_enabled():
+        if by_torch(dy):
             return *by_formula(ctx.formula, tensors, (dy,)), None, None
         da = db = y = dweight = None
         if any(ctx.needs_input_grad[:2]):
@@ -305,7 +314,7 @@ class Decay(torch.autograd.Function):
     def backward(ctx: Any, dw: Tensor) -> Tensors:
         """Gradients of all arguments."""
         x, bias = ctx.saved_tensors
-        if torch.is_grad_enabled():
+        if by_torch(dw):
             return *by_formula(ctx.formula, (x, bias), (dw,)), None
         (R, C), BR, BC = x.shape, 16, 256
         programs, each = shares(blocks(R, BR), blocks(C, BC))
@@ -334,7 +343,7 @@ class LogSigmoid(torch.autograd.Function):
     def backward(ctx: Any, dg: Tensor) -> Tensors:
         """The gradient of x."""
         (x,) = ctx.saved_tensors
-        if torch.is_grad_enabled():
+        if by_torch(dg):
             return *by_formula(ctx.formula, (x,), (dg,)), None, None
         dx, size = torch.empty_like(x), x.numel()
         if size:
@@ -377,7 +386,7 @@ class AddNorm(torch.autograd.Function):
     def backward(ctx: Any, d_total: Tensor | None, d_normed: Tensor | None) -> Tensors:
         """Gradients of all arguments. x and y get the same tensor: autograd does not modify a gradient in place that it holds twice."""
         total, weight, bias = tensors = ctx.saved_tensors
-        if torch.is_grad_enabled() or d_normed is None:
+        if d_normed is None or by_torch(d_total, d_normed):
             dx, dweight, dbias = by_formula(ctx.formula, tensors, (d_total, d_normed))
         else:
             (R, C), dx = total.shape, torch.empty_like(total)

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...gpu.launch import on_device_of
 from ...gpu.target import power
 from . import mamba2
-from .launch import PROGRAMS, Formula, Tensors, blocks, by_formula, early, limit, shares, summed
+from .launch import PROGRAMS, Formula, Tensors, blocks, by_formula, by_torch, early, limit, shares, summed
 
 
 def _strides(*tensors: Tensor) -> tuple[dict[str, int], list[int]]:
@@ -54,7 +54,7 @@ class TimeSteps(torch.autograd.Function):
     def backward(ctx: Any, dg: Tensor | None, dv: Tensor | None, further: Tensor | None) -> Tensors:
         """Gradients of all arguments."""
         dt, dt_bias, A_log, x = tensors = ctx.saved_tensors
-        if torch.is_grad_enabled():
+        if by_torch(dg, dv, further):
             return *by_formula(ctx.formula, tensors, (dg, dv, further)), None, None, None
         (R, H, V), (unit, steps) = x.shape, _strides(dt, x)
         tile = _tile(H, V, 2048)
@@ -116,7 +116,7 @@ class GatedNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> Tensors:
         """Gradients of all arguments."""
         o, x, D, z, weight, then = tensors = ctx.saved_tensors
-        if torch.is_grad_enabled():
+        if by_torch(dy):
             return *by_formula(ctx.formula, tensors, (dy,)), None, None, None
         (R, H, V), again, sizes = x.shape, ctx.needs_input_grad[5], _groups(x, z, ctx.groups)
         BC, warps = _blocks(sizes["S"], x)

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...gpu.launch import on_device_of
 from ...gpu.target import power
 from . import token_shift
-from .launch import Formula, Tensors, blocks, by_formula, limit, precision, shares, summed
+from .launch import Formula, Tensors, blocks, by_formula, by_torch, limit, precision, shares, summed
 
 
 def shifted(
@@ -54,7 +54,7 @@ class TokenShift(torch.autograd.Function):
     def backward(ctx: Any, *d_results: Tensor | None) -> Tensors:
         """Gradients of all arguments."""
         x, last, starts, mu, hidden, up = tensors = ctx.saved_tensors
-        if torch.is_grad_enabled() or ctx.needs_input_grad[1]:
+        if ctx.needs_input_grad[1] or by_torch(*d_results):
             return *by_formula(ctx.formula, tensors, d_results), None, None, None
         N = mu.shape[0]
         dy = [torch.zeros_like(x) if d is None else d.contiguous() for d in d_results[:N]]
