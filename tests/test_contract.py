@@ -9,6 +9,7 @@ import torch
 from cases import NAMES, SHARED, TRITON, Case, call, check_near_underflow, draw, long_cases
 from contract import LAZY, check_contract, check_lazy, measured, problem_of, takers
 from pools import Pooled
+from summaries import Summarized
 
 import penstock as ps
 from penstock.call.families import trials
@@ -122,12 +123,31 @@ def interpreted_pooled_cases(variant: str) -> list[Pooled]:
     return found + [replace(of, gate=gate) for gate in STRONG if VARIANTS[variant].decay]
 
 
+def summary_cases(variant: str) -> list[Summarized]:
+    """Both directions in both orders of time, around the lengths of chunks and of blocks of chunks."""
+    of, gated = Summarized(variant, B=2, H=2, K=8, V=12, T=70), bool(VARIANTS[variant].decay)
+    found = [replace(of, adjoint=adjoint, reverse=reverse) for adjoint in (False, True) for reverse in (False, True)]
+    found += [replace(of, T=T, adjoint=adjoint) for T, adjoint in ((0, False), (1, True), (64, False), (65, True))]
+    found += [replace(of, T=T, state=False, dtype=dtype) for T, dtype in ((65, FLOAT64), (33, BFLOAT16), (5, FLOAT16))]
+    found += [replace(of, B=0), replace(of, H=4, G=2, adjoint=True, scale=0.3), replace(of, strided=True, others=FLOAT64)]
+    return found + [replace(of, T=130, gate=gate, adjoint=adjoint) for gate, adjoint in (("mixture", False), ("spikes", True)) if gated]
+
+
+def interpreted_summary_cases(variant: str) -> list[Summarized]:
+    """The same in sizes that the interpreter takes."""
+    of = Summarized(variant, B=1, H=2, K=8, V=12, T=70)
+    found = [of, replace(of, adjoint=True, scale=0.3), replace(of, reverse=True, G=1, strided=True), replace(of, T=5, state=False)]
+    return found + [replace(of, gate="spikes", adjoint=adjoint) for adjoint in (False, True) if VARIANTS[variant].decay]
+
+
 HELD = [
     *((case, impl) for variant in VARIANTS for case in cases(variant) for impl in NAMES),
     *((case, impl) for variant in VARIANTS for case in long_cases(variant) for impl in LONG),
     *((case, impl) for variant in VARIANTS for impl in TRITON for case in sampled_cases(variant, impl)),
     *((case, impl) for variant in VARIANTS for case in pooled_cases(variant) for impl in NAMES),
     *((case, "triton_recurrent") for variant in VARIANTS for case in interpreted_pooled_cases(variant)),
+    *((case, impl) for variant in VARIANTS for case in summary_cases(variant) for impl in ("chunkwise", "reference")),
+    *((case, "triton") for variant in VARIANTS for case in interpreted_summary_cases(variant)),
     *((case, impl) for case in attention.CASES for impl in attention.IMPLEMENTATIONS if impl != "triton"),
     *((case, "triton") for case in attention.SMALL_CASES),
 ]
@@ -162,6 +182,7 @@ SMALL = [
     Case("rwkv6", B=1, T=5, H=2, K=4, V=3),
     Pooled("rwkv6", H=2, K=4, V=3, lengths=(1, 4), slots=(5, 2)),
     attention.Attention(B=1, Tq=5, Tk=5, D=4),
+    Summarized("rwkv6", B=1, T=5, H=2, K=4, V=3, adjoint=True),
 ]
 """One small call or two of every operator."""
 

@@ -46,9 +46,11 @@ def test_public_names():
         "RangeError",
         "Result",
         "ShapeError",
+        "Summary",
         "advance",
         "checks",
         "decode_step",
+        "distributed",
         "explain",
         "gla",
         "implementations",
@@ -58,13 +60,14 @@ def test_public_names():
         "rwkv6",
         "simple_gla",
         "softmax_attention",
+        "summary",
     ]
     assert sorted(ps.__all__) == names
     assert all(hasattr(ps, name) for name in names)
     assert ps.Result._fields == ("output", "final_state")
 
 
-OVER_SEQUENCES = "scale=None, initial_state=None, output_final_state=False, cu_seqlens=None, reverse=False, impl='auto'"
+OVER_SEQUENCES = "scale=None, initial_state=None, output_final_state=False, cu_seqlens=None, reverse=False, context=None, impl='auto'"
 SIGNATURES = {
     "linear_attention": f"q, k, v, *, feature_map=None, normalize=False, {OVER_SEQUENCES}",
     "retention": f"q, k, v, *, g=None, {OVER_SEQUENCES}",
@@ -76,6 +79,7 @@ SIGNATURES = {
     "advance": "variant, q, k, v, g=None, u=None, *, state, slots=None, cu_seqlens=None, scale=None, impl='auto'",
     "softmax_attention": "q, k, v, *, causal=True, scale=None, cu_seqlens=None, cu_seqlens_k=None, window=None, "
     "return_lse=False, impl='auto'",
+    "summary": "variant, k, v, g=None, *, initial_state=None, scale=1.0, reverse=False, adjoint=False, impl='auto'",
     "explain": "function, *args, **kwargs",
     "implementations": "function='gla'",
 }

@@ -397,16 +397,22 @@ def summary(
 
     variant : str
         linear_attention, retention, simple_gla, gla, rwkv5 or rwkv6.
-    k : Tensor [B,T,G,K], v : Tensor [B,T,H,V], g : Tensor
-        As in the function of this variant.
+    k : Tensor [B,T,G,K]
+        As in the function of this variant; as the adjoint, q or r.
+    v : Tensor [B,T,H,V]
+        As in the function of this variant; as the adjoint, the gradient of the output.
+    g : Tensor, optional
+        The log decay, as in the function of this variant.
     initial_state : Tensor [B,H,K,V], optional
         The state before the tokens, or as the adjoint the gradient of that after them; the sum begins with it. Default: zeros.
     scale : float
         Multiplies the sum.
     reverse : bool
         Run time backwards: token T-1 comes first.
+    adjoint : bool
+        Whether gradients of states are carried, from the last token to the first.
     impl : str
-        "auto", "chunkwise" or "reference".
+        "auto", "triton", "chunkwise" or "reference".
 
     Returns ``Summary(state, decay)``. Gradients flow from both to every floating-point input. Raises as the variant's function does.
 
@@ -455,10 +461,6 @@ def _over_ranks(
     def forward(given: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
         return tuple(RECURRENCE(variant, tuple(given), run, impl))  # type: ignore[return-value]
 
-    def gradients(d_output: Tensor, d_state: Tensor, given: Sequence[Tensor | None]) -> list[Tensor | None]:
-        found = RECURRENCE.gradients_in_torch(d_output, d_state, *given, variant, *run, impl)
-        return RECURRENCE.placed(found, [x is not None for x in given])
-
     def summed(x: Tensor, y: Tensor, g: Tensor | None, state: Tensor | None, adjoint: bool) -> tuple[Tensor, Tensor]:
         factor = (row.scale if row.scale is not None else x.shape[3] ** -0.5) if scale is None else scale
         made, decay = SUMMARY(f"summary({variant!r})", (x, y, g, state), (factor if adjoint else 1.0, False, adjoint), by)
@@ -466,7 +468,7 @@ def _over_ranks(
         assert decay is not None
         return made, decay
 
-    passes = Passes(variant, forward, gradients, summed, "T" in row.decay)
+    passes = Passes(variant, forward, summed, "T" in row.decay)
     return Result(*context.run(passes, cast(tensors, RECURRENCE.cast), bool(wanted)))
 
 

@@ -60,7 +60,6 @@ register(
             Trial(RECURRENCE, SIZES, (None, False, True), common=HEADS, rounded=_rounded),
             Trial(ADVANCE, SIZES | {"B": 3, "N": 3, "T": 67, "P": 4}, (None,), {"slots": (3, -1, 0)}, HEADS, rounded=_rounded_in_place),
             Trial(SUMMARY, SIZES, (None, False, False), rounded=_rounded_summary),
-            Trial(SUMMARY, SIZES, (None, False, True), rounded=_rounded_summary),
         ),
         "token loop",
         _draw,

@@ -66,9 +66,7 @@ class Passes(NamedTuple):
     function: str
     """The public function, in messages."""
     forward: Callable[[Tensors], tuple[Tensor, Tensor]]
-    """Output and final state."""
-    gradients: Callable[[Tensor, Tensor, Tensors], Tensors]
-    """Gradients of the tensors, from those of both results."""
+    """Output and final state, differentiable."""
     summary: Callable[[Tensor, Tensor, Tensor | None, Tensor | None, bool], tuple[Tensor, Tensor]]
     """State and log decay of k, v, the decay and the state before the tokens; as the adjoint of q, dO, the decay and the gradient after."""
     timed: bool
@@ -154,13 +152,15 @@ class ContextParallel:
         of = "" if self.offsets is None else f" of {len(self.offsets) - 1} sequences"
         return f"ContextParallel(rank {self.rank} of {len(self.slices)}, tokens {self.slice.begin} to {self.slice.end}{of})"
 
+    @torch.compiler.disable  # compiled graphs break here
     def run(self, passes: Passes, tensors: Tensors, wanted: bool) -> tuple[Tensor, Tensor | None]:
         """Output of this rank's tokens and, if ``wanted``, the final states of all sequences, on every rank."""
         self._check(passes.function, tensors)
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
             output, final = _Run.apply(self, passes, wanted, *tensors)  # type: ignore[no-untyped-call]
         else:
-            output, final = self.forward(passes, tensors, wanted)[:2]
+            output, final = passes.forward(self.entered(passes, tensors))
+            final = self.finals(final) if wanted else final
         return output, final if wanted else None
 
     def _check(self, function: str, tensors: Tensors) -> None:
@@ -182,31 +182,40 @@ class ContextParallel:
 
     # Both passes
 
-    def forward(self, passes: Passes, tensors: Tensors, wanted: bool) -> tuple[Tensor, Tensor, Tensors]:
-        """Output, the final states of all sequences (of this rank's, if not ``wanted``), and the tensors of the call on this rank."""
+    def entered(self, passes: Passes, tensors: Tensors) -> Tensors:
+        """The tensors of the call on this rank: those given, its offsets, and the states that enter or begin here."""
         _, k, v, g, *_, state = tensors
         assert k is not None
         assert v is not None
         own = self.slice
         mine = state if self.offsets is None or state is None else state[own.sequences.start : own.sequences.stop]
-        part = self._part(-1)
         begins = None if mine is None or (own.enters and len(own.sequences) < 2) else mine[-1:] if own.sequences else mine
-        entered = self._carried(passes, k, v, g, begins, part, own.leaves, False)
+        entered = self._carried(passes, k, v, g, begins, self._part(-1), own.leaves, False)
         if entered is not None:
             mine = self._with_row(mine, entered, 0)
-        here = (*tensors[:-2], self.cu_seqlens, mine)
-        output, final = passes.forward(here)
-        if wanted and self.offsets is not None:
-            final = self._everywhere(final, len(self.offsets) - 1)
-        elif wanted:
-            final = self._of_last(final)
-        return output, final, here
+        if mine is not None and mine is not state and state is not None and state.requires_grad:
+            mine = mine.detach().requires_grad_()
+        return *tensors[:-2], self.cu_seqlens, mine
 
-    def backward(self, passes: Passes, d_output: Tensor, d_final: Tensor | None, here: Tensors) -> Tensors:
-        """Gradients of the tensors of the call. ``d_final``: this rank's part of the gradient of the final states; None if not wanted."""
-        q, k, v, g, *_, state = here
+    def finals(self, final: Tensor) -> Tensor:
+        """The final states of all sequences, on every rank."""
+        return self._of_last(final) if self.offsets is None else self._everywhere(final, len(self.offsets) - 1)
+
+    def of_given(self, given: Tensor, d_states: Tensor | None) -> Tensor:
+        """The gradient of the given initial states as far as it comes from this rank, from that of the states of its call."""
+        own, whole = self.slice, torch.zeros_like(given)
+        if d_states is None:
+            return whole
+        if self.offsets is None:
+            return whole if own.enters else d_states.to(given.dtype)
+        first = own.sequences.start + own.enters
+        whole[first : own.sequences.stop] = d_states[own.enters :]
+        return whole
+
+    def backward(self, passes: Passes, d_output: Tensor, d_final: Tensor | None, here: Tensors) -> Tensor:
+        """The gradient of the final states of this rank's call. ``d_final``: its part of that of all final states; None if not wanted."""
+        q, _, v, g = here[:4]
         assert q is not None
-        assert k is not None
         assert v is not None
         own = self.slice
         N = v.shape[0] if self.offsets is None else len(own.sequences)
@@ -222,15 +231,7 @@ class ContextParallel:
         part = self._part(0)
         ends = None if own.leaves and len(own.sequences) < 2 else d_states[:1] if own.sequences else d_states
         left = self._carried(passes, q, d_output, g, ends, part, own.enters, True)
-        if left is not None:
-            d_states = self._with_row(d_states, left, -1)
-        *found, d_state = passes.gradients(d_output, d_states, here)
-        if d_state is None or state is None:
-            return *found, None
-        if own.enters:
-            d_state = d_state.clone()
-            d_state[: 1 if own.sequences else None] = 0
-        return *found, d_state
+        return d_states if left is None else self._with_row(d_states, left, -1)
 
     def _part(self, place: int) -> slice:
         """The tokens of this rank's first or last sequence."""
@@ -254,8 +255,11 @@ class ContextParallel:
         if gives:
             tokens = None if g is None else g[:, part] if passes.timed else g
             packet[..., :V], packet[..., V] = passes.summary(x[:, part], y[:, part], tokens, start, adjoint)
-        packets = [torch.empty_like(packet) for _ in self.slices]
-        dist.all_gather(packets, packet, group=self.group)
+        packets = packet.new_empty(len(self.slices), *packet.shape)
+        if packet.is_cuda:
+            dist.all_gather_into_tensor(packets, packet, group=self.group)
+        else:  # Gloo
+            dist.all_gather(list(packets.unbind()), packet, group=self.group)
         return combined(packets, self._chain(adjoint))
 
     def _chain(self, adjoint: bool) -> list[int]:
@@ -300,7 +304,7 @@ class ContextParallel:
         return whole
 
 
-def combined(packets: Sequence[Tensor], ranks: Sequence[int]) -> Tensor | None:
+def combined(packets: Tensor | Sequence[Tensor], ranks: Sequence[int]) -> Tensor | None:
     """The state after the slices of ``ranks``, in this order, from their summaries [.,H,K,V+1]; None if there are none."""
     state = None
     for rank in ranks:
@@ -310,28 +314,37 @@ def combined(packets: Sequence[Tensor], ranks: Sequence[int]) -> Tensor | None:
 
 
 class _Run(torch.autograd.Function):
+    """The call on this rank has a graph of its own, from detached tensors: its gradient of the final states comes from other ranks."""
+
     @staticmethod
     def forward(ctx: Any, context: ContextParallel, passes: Passes, wanted: bool, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
-        output, final, here = context.forward(passes, tensors, wanted)
-        ctx.save_for_backward(*here)
-        given = tensors[-1]
-        ctx.call, ctx.given = (context, passes, wanted), None if given is None else (given.shape, given.dtype)
+        leaves = [None if x is None else x.detach().requires_grad_(x.requires_grad) for x in tensors]
+        with torch.no_grad():
+            here = context.entered(passes, leaves)
+        with torch.enable_grad():
+            output, final = passes.forward(here)
+        ctx.call, ctx.graph = (context, passes, wanted), (leaves, here, output, final)
+        states = context.finals(final.detach()) if wanted else final.detach()
         if not wanted:
-            ctx.mark_non_differentiable(final)
-        return output, final
+            ctx.mark_non_differentiable(states)
+        return output.detach(), states
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_output: Tensor, d_final: Tensor) -> tuple[Any, ...]:
         context, passes, wanted = ctx.call
-        *found, d_state = context.backward(passes, d_output, d_final if wanted else None, ctx.saved_tensors)
-        if ctx.given is None:
-            return None, None, None, *found, None
-        shape, dtype = ctx.given
-        if context.offsets is None and d_state is not None:
-            return None, None, None, *found, d_state.to(dtype)
-        whole = d_output.new_zeros(shape, dtype=dtype)
-        if d_state is not None:
-            own = context.slice.sequences
-            whole[own.start : own.stop] = d_state
-        return None, None, None, *found, whole
+        if ctx.graph is None:
+            complaints = Complaints(passes.function)
+            complaints.add(RangeError, "the backward pass", "run once with a context", "another one", "Call the function again.")
+            complaints.raise_any()
+        (leaves, here, output, final), ctx.graph = ctx.graph, None
+        d_states = context.backward(passes, d_output, d_final if wanted else None, here)
+        state = here[-1]
+        mine = [x for x in (*leaves[:-1], state) if x is not None and x.requires_grad]
+        found = iter(torch.autograd.grad((output, final), mine, (d_output, d_states), allow_unused=True, materialize_grads=True))
+        grads = [next(found) if x is not None and x.requires_grad else None for x in leaves[:-1]]
+        given = leaves[-1]
+        d_given = next(found) if state is not None and state.requires_grad else None
+        if given is not None and given.requires_grad:
+            d_given = context.of_given(given, d_given)
+        return None, None, None, *grads, d_given

@@ -67,7 +67,7 @@ def test_a_wrong_lse_is_found(monkeypatch):
         return output, lse + 1e-3
 
     monkeypatch.setattr(SOFTMAX, "implementations", (replace(right, forward=shifted), SOFTMAX.named("reference")))
-    wrong = [finding for finding in verify.findings(trials()[2:], (torch.float32,)) if finding.failed]
+    wrong = [finding for finding in verify.findings(trials()[-1:], (torch.float32,)) if finding.failed]
     assert [(finding.implementation, finding.result) for finding in wrong] == [("sdpa", "lse")]
 
 

@@ -129,7 +129,7 @@ def _recurrent_operands(dtype: torch.dtype, mode: Mode) -> int | None:
 def _summary_forward(p: Summary) -> tuple[Tensor, Tensor]:
     if nothing(p):
         return summary.forward(p)
-    from .summary import forward
+    from .summaries import forward
 
     return forward(p)
 

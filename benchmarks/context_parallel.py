@@ -1,0 +1,129 @@
+"""Context parallelism of operators: time on several GPUs beside one GPU, in one run.
+
+    torchrun --nproc-per-node 2 benchmarks/context_parallel.py [--variants rwkv6 gla] [--tokens 65536] [--json FILE]
+
+``--tokens`` is for each GPU. Weak: a GPU's slice alone over the same slice as one of N. Strong: all tokens on one GPU over N times the
+time of N GPUs. Every rank also computes the whole call, with whose results its own are compared first. Times are medians of the slowest rank.
+"""
+
+import argparse
+import json
+import os
+import statistics
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import penstock as ps
+from penstock.recurrence.variants import VARIANTS
+
+SIZES = {"rwkv6": (32, 64), "gla": (32, 64), "simple_gla": (32, 64), "retention": (32, 64), "linear_attention": (32, 64), "rwkv5": (32, 64)}
+
+
+def draw(variant, tokens, device):
+    """The same tensors on every rank."""
+    H, D = SIZES[variant]
+    random = torch.Generator(device).manual_seed(1)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=random, device=device)
+
+    row = VARIANTS[variant]
+    axes = {"B": 1, "T": tokens, "H": H, "K": D}
+    q, k, v = (normal(1, tokens, H, D).mul_(0.1).bfloat16() for _ in range(3))
+    g = -torch.exp(normal(*(axes[axis] for axis in row.decay)) - 4).bfloat16() if row.decay else None
+    if variant == "retention":
+        g = g.float()
+    u = normal(H, D) if row.bonus else None
+    return {"q": q, "k": k, "v": v, "g": g, "u": u}, normal(1, tokens, H, D).bfloat16()
+
+
+def sliced(tensors, begin, end):
+    return {n: x[:, begin:end].contiguous() if x is not None and x.dim() > 2 else x for n, x in tensors.items()}
+
+
+def call(variant, x, context=None):
+    given = [x[name] for name in ("q", "k", "v")]
+    if variant == "retention":
+        return getattr(ps, variant)(*given, g=x["g"], context=context).output
+    return getattr(ps, variant)(*given, *(x[name] for name in ("g", "u") if x[name] is not None), context=context).output
+
+
+def timed(function, samples):
+    for _ in range(3):
+        function()
+    found = []
+    for _ in range(samples):
+        dist.barrier()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        begin.record()
+        function()
+        end.record()
+        torch.cuda.synchronize()
+        spent = torch.tensor(begin.elapsed_time(end), device="cuda")
+        dist.all_reduce(spent, dist.ReduceOp.MAX)
+        found.append(float(spent))
+    return statistics.median(found)
+
+
+def measured(variant, tokens, samples):
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    whole, upstream = draw(variant, ranks * tokens, "cuda")
+    begin = rank * tokens
+    own, d_own = sliced(whole, begin, begin + tokens), upstream[:, begin : begin + tokens].contiguous()
+    context = ps.distributed.ContextParallel(dist.group.WORLD, tokens=tokens, lengths=[tokens] * ranks)
+    found = {"variant": variant, "tokens": tokens, "ranks": ranks}
+
+    def forward(x, context=None):
+        with torch.no_grad():
+            return call(variant, x, context)
+
+    def both(x, d, context=None):
+        leaves = {name: y.detach().requires_grad_() for name, y in x.items() if y is not None}
+        return torch.autograd.grad(call(variant, {**x, **leaves}, context), list(leaves.values()), d)
+
+    def error(x, y):
+        return float((x.float() - y.float()).norm() / y.float().norm())
+
+    found["error"] = error(forward(own, context), forward(whole)[:, begin : begin + tokens])
+    pairs = zip(both(own, d_own, context)[:3], both(whole, upstream)[:3])
+    found["gradients"] = max(error(x, y[:, begin : begin + tokens]) for x, y in pairs)
+    assert max(found["error"], found["gradients"]) < 1e-2, found
+    for name, run in (("forward", forward), ("both", lambda x, context=None: both(x, upstream if x is whole else d_own, context))):
+        slice_alone, all_alone = timed(lambda: run(own), samples), timed(lambda: run(whole), samples)  # noqa: B023
+        parallel = timed(lambda: run(own, context), samples)  # noqa: B023
+        found[name] = {
+            "slice alone": slice_alone, "all alone": all_alone, "parallel": parallel, "weak": slice_alone / parallel,
+            "strong": all_alone / ranks / parallel,
+        }  # fmt: skip
+    H, D = SIZES[variant]
+    packet = torch.zeros(1, H, D, D + 1, device="cuda")
+    packets = [torch.empty_like(packet) for _ in range(ranks)]
+    found["exchange"] = timed(lambda: dist.all_gather(packets, packet), samples)
+    return found
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--variants", nargs="+", default=list(SIZES), choices=list(SIZES))
+    parser.add_argument("--tokens", type=int, default=65536)
+    parser.add_argument("--samples", type=int, default=15)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl")
+    found = []
+    for variant in given.variants:
+        found.append(measured(variant, given.tokens, given.samples))
+        if dist.get_rank() == 0:
+            print(json.dumps(found[-1]), flush=True)
+        torch.cuda.empty_cache()
+    if given.json and dist.get_rank() == 0:
+        given.json.write_text(json.dumps({"card": torch.cuda.get_device_name(), "torch": torch.__version__, "found": found}, indent=1))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""Calls over the ranks of a process group, beside the same calls on one process."""
+
+import itertools
+import os
+import random
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from cases import Case as Drawn
+from cases import draw as drawn
+from cases import named
+from torch import Tensor
+
+import penstock as ps
+from penstock.recurrence.operators import SUMMARY
+from penstock.recurrence.variants import VARIANTS
+from penstock.tokens.context import combined
+
+OVER_TOKENS = ("q", "k", "v", "output")
+
+
+class Call(NamedTuple):
+    """A call whose tokens are cut."""
+
+    variant: str
+    lengths: tuple[int, ...]
+    """Tokens of each rank."""
+    packed: tuple[int, ...] | None
+    """Lengths of packed sequences, or None for two batch rows."""
+    initial: bool
+    final: bool
+    dtype: torch.dtype = torch.float64
+    gate: str = "logsigmoid/16"
+
+    @property
+    def case(self) -> Drawn:
+        return Drawn(self.variant, B=2, T=sum(self.lengths), H=4, G=2, K=8, V=5, lengths=self.packed, state=self.initial,
+                     dtype=self.dtype, gate=self.gate)  # fmt: skip
+
+    @property
+    def offsets(self) -> Tensor | None:
+        return None if self.packed is None else torch.tensor([0, *self.packed]).cumsum(0)
+
+    def over_tokens(self, name: str) -> bool:
+        return name in OVER_TOKENS or (name == "g" and "T" in VARIANTS[self.variant].decay)
+
+
+def calls(ranks: int, count: int) -> list[Call]:
+    """Random cuts, some of them empty, batch rows and packed sequences, every variant."""
+    rng, found = random.Random(ranks), []
+    for n in range(count):
+        lengths = tuple(rng.choice((0, 1, 5, 40, 64, 70)) for _ in range(ranks))
+        total, packed = sum(lengths), None
+        if n % 3:
+            cuts = sorted(rng.randrange(total + 1) for _ in range(rng.randrange(6)))
+            packed = tuple(b - a for a, b in zip([0, *cuts], [*cuts, total]))
+        gate = rng.choice(("logsigmoid/16", "zero", "mixture"))
+        found.append(Call(list(VARIANTS)[n % len(VARIANTS)], lengths, packed, n % 2 == 0, n % 4 < 2, gate=gate))
+    return found
+
+
+def spawned(function: Callable[..., None], ranks: int, *arguments: object) -> None:
+    """Run ``function(rank, *arguments)`` in that many processes with a Gloo group."""
+    with open(os.devnull) as _:
+        mp.spawn(_begun, (ranks, _port(), function, arguments), nprocs=ranks)
+
+
+def _port() -> int:
+    import socket
+
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def _begun(rank: int, ranks: int, port: int, function: Callable[..., None], arguments: tuple[object, ...]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+    function(rank, *arguments)
+    dist.destroy_process_group()
+
+
+def run(call: Call, tensors: dict[str, Tensor | None], **options: object) -> ps.Result:
+    function = getattr(ps, call.variant)
+    return function(**named(call.case, tensors), output_final_state=call.final, **options)
+
+
+def gradients(call: Call, tensors: dict[str, Tensor | None], d_output: Tensor, d_final: Tensor, **options: object):
+    """Results, and the gradient of every tensor."""
+    leaves = {name: x.detach().clone().requires_grad_() for name, x in tensors.items() if x is not None}
+    output, final = run(call, leaves, **options)
+    results, upstream = ((output, final), (d_output, d_final)) if call.final else ((output,), (d_output,))
+    found = torch.autograd.grad(results, list(leaves.values()), upstream, allow_unused=True, materialize_grads=True)
+    return output.detach(), final if final is None else final.detach(), dict(zip(leaves, found))
+
+
+def compare(rank: int, every: list[Call]) -> None:
+    """Outputs, final states and all gradients equal those of one process."""
+    for call in every:
+        case, ranks = call.case, len(call.lengths)
+        tensors, rng = drawn(case), torch.Generator().manual_seed(3)
+        shapes = ([case.sizes[axis] for axis in axes] for axes in ("BTHV", "NHKV"))
+        d_output, d_final = (torch.randn(shape, generator=rng, dtype=call.dtype) for shape in shapes)
+        output, final, wanted = gradients(call, tensors, d_output, d_final, cu_seqlens=call.offsets)
+        begin = sum(call.lengths[:rank])
+        part = slice(begin, begin + call.lengths[rank])
+        own = {name: x[:, part] if x is not None and call.over_tokens(name) else x for name, x in tensors.items()}
+        context = ps.distributed.ContextParallel(dist.group.WORLD, tokens=call.lengths[rank], cu_seqlens=call.offsets)
+        found = gradients(call, own, d_output[:, part], d_final / ranks, context=context)
+        torch.testing.assert_close(found[0], output[:, part], rtol=1e-9, atol=1e-9, msg=lambda text: f"{call} {rank}\n{text}")  # noqa: B023
+        if call.final:
+            torch.testing.assert_close(found[1], final, rtol=1e-9, atol=1e-9, msg=lambda text: f"{call} {rank} final\n{text}")  # noqa: B023
+        for name, x in found[2].items():
+            whole = wanted[name]
+            if call.over_tokens(name):
+                whole = whole[:, part]
+            else:
+                dist.all_reduce(x)
+            torch.testing.assert_close(x, whole, rtol=1e-8, atol=1e-8, msg=lambda text: f"{call} {rank} d{name}\n{text}")  # noqa: B023
+
+
+def same_bits(rank: int, every: list[Call]) -> None:
+    """Outputs have the bits of one process that computes the slices one by one, with the same summaries."""
+    for call in every:
+        tensors, ends = drawn(call.case), [sum(call.lengths[:n]) for n in range(len(call.lengths) + 1)]
+        parts = [slice(*pair) for pair in itertools.pairwise(ends)]
+
+        def own(part: slice) -> dict[str, Tensor | None]:
+            return {name: x[:, part] if x is not None and call.over_tokens(name) else x for name, x in tensors.items()}  # noqa: B023
+
+        packets = []
+        for n in range(rank):
+            one = own(parts[n])
+            state = tensors["initial_state"] if n == 0 else None
+            made, decay = SUMMARY(f"summary({call.variant!r})", (one["k"], one["v"], one["g"], state), (1.0, False, False))
+            packets.append(torch.cat([made, decay[..., None]], -1))
+        one = own(parts[rank]) | {"initial_state": combined(packets, range(rank)) if rank else tensors["initial_state"]}
+        alone = run(call, one).output
+        context = ps.distributed.ContextParallel(dist.group.WORLD, tokens=call.lengths[rank], lengths=call.lengths)
+        assert torch.equal(run(call, own(parts[rank]), context=context).output, alone), call
