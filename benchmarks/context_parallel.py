@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 2 benchmarks/context_parallel.py [--variants rwkv6 gla] [--tokens 65536] [--json FILE]
 
 ``--tokens`` is for each GPU. Weak: a GPU's slice alone over the same slice as one of N. Strong: all tokens on one GPU over N times the
-time of N GPUs. Every rank also computes the whole call, with whose results its own are compared first. Times are medians of the slowest rank.
+time of N GPUs. Every rank also computes the whole call: its own results are compared with that first. Times are medians of the slowest
+rank.
 """
 
 import argparse

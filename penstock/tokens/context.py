@@ -152,7 +152,7 @@ class ContextParallel:
         of = "" if self.offsets is None else f" of {len(self.offsets) - 1} sequences"
         return f"ContextParallel(rank {self.rank} of {len(self.slices)}, tokens {self.slice.begin} to {self.slice.end}{of})"
 
-    @torch.compiler.disable  # compiled graphs break here
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # compiled graphs break here
     def run(self, passes: Passes, tensors: Tensors, wanted: bool) -> tuple[Tensor, Tensor | None]:
         """Output of this rank's tokens and, if ``wanted``, the final states of all sequences, on every rank."""
         self._check(passes.function, tensors)
