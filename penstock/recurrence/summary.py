@@ -52,7 +52,7 @@ def forward(problem: Summary, operand: Callable[[Tensor], Tensor] = lambda x: x)
     problem = problem.forward_in_time()
     dtype = state_dtype(problem.k.dtype)
     S = problem.k.new_zeros(problem.state_shape, dtype=dtype) if problem.initial_state is None else problem.initial_state.to(dtype)
-    total = S.new_zeros(S.shape[:3])
+    total = S.new_zeros(S.shape[:3], dtype=torch.float64)
     T, gate = problem.k.shape[1], problem.gate
     if gate is not None:
         gate = gate.to(dtype).expand(*problem.k.shape[:3], gate.shape[3])
@@ -66,12 +66,12 @@ def forward(problem: Summary, operand: Callable[[Tensor], Tensor] = lambda x: x)
             S = S + (operand(x).mT @ operand(y)).sum(1) * problem.scale
             continue
         sums = operand(x * _between(problem, g).exp()).mT @ operand(y) * problem.scale
-        decays = g.sum(-2)
-        order = range(sums.shape[1])
+        decays = g.sum(-2, dtype=torch.float64)  # exp(D) is as exact as D: a float32 sum is off by |D| / 2^24 and more
+        kept, order = decays.exp().to(dtype)[..., None], range(sums.shape[1])
         for n in reversed(order) if problem.adjoint else order:
-            S = S * decays[:, n].exp()[..., None] + sums[:, n]
+            S = S * kept[:, n] + sums[:, n]
         total = total + decays.sum(1)
-    return S * 1, total * 1  # new tensors, as the schema requires
+    return S * 1, total.to(dtype, copy=True)  # new tensors, as the schema requires
 
 
 def _rows(x: Tensor | None, part: slice, dtype: torch.dtype) -> Tensor | None:

@@ -152,9 +152,13 @@ class ContextParallel:
         of = "" if self.offsets is None else f" of {len(self.offsets) - 1} sequences"
         return f"ContextParallel(rank {self.rank} of {len(self.slices)}, tokens {self.slice.begin} to {self.slice.end}{of})"
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # compiled graphs break here
     def run(self, passes: Passes, tensors: Tensors, wanted: bool) -> tuple[Tensor, Tensor | None]:
         """Output of this rank's tokens and, if ``wanted``, the final states of all sequences, on every rank."""
+        if torch.compiler.is_compiling():  # compiled graphs break here; the decorator would import the compiler at once
+            return torch.compiler.disable(self._run)(passes, tensors, wanted)  # type: ignore[no-any-return]
+        return self._run(passes, tensors, wanted)
+
+    def _run(self, passes: Passes, tensors: Tensors, wanted: bool) -> tuple[Tensor, Tensor | None]:
         self._check(passes.function, tensors)
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
             output, final = _Run.apply(self, passes, wanted, *tensors)  # type: ignore[no-untyped-call]

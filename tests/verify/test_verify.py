@@ -33,7 +33,7 @@ def test_every_implementation_passes(at_full_speed):
     assert not [finding for finding in found if finding.failed]
     results = {finding.result for finding in found if finding.implementation == "reference"}
     gradients = {f"gradient of {name}" for name in ("q", "r", "k", "v", "g", "w", "u", "initial state")}
-    assert results == {"output", "final state", "output in place", "states in place", "lse", *gradients}
+    assert results == {"output", "final state", "output in place", "states in place", "state", "decay", "lse", *gradients}
     ran = {(finding.implementation, finding.variant, finding.dtype) for finding in found if finding.error is not None}
     for one in ps.implementations():
         for variant, dtype in product(VARIANTS, FLOATS):
