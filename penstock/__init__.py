@@ -4,26 +4,12 @@ One recurrence serves linear attention, RetNet, Mamba-2, GLA, RWKV-5 and RWKV-6.
 ``variants`` for their table, ``errors`` for the exceptions.
 """
 
-from . import (
-    before_torch,  # noqa: F401  # first: it makes settings that torch reads when it is imported
-    distributed,
-)
+from . import before_torch, distributed  # noqa: F401  # before_torch first: it makes settings that torch reads when it is imported
 from .call.validation import checks
 from .errors import DeviceError, DtypeError, ImplementationRefused, InvalidArgument, PenstockError, RangeError, ShapeError
 from .explain import explain, implementations
-from .recurrence.functional import (
-    Result,
-    Summary,
-    advance,
-    decode_step,
-    gla,
-    linear_attention,
-    retention,
-    rwkv5,
-    rwkv6,
-    simple_gla,
-    summary,
-)
+from .recurrence.functional import Result, advance, decode_step, gla, linear_attention, retention, rwkv5, rwkv6, simple_gla
+from .recurrence.slices import Summary, summary
 from .softmax import softmax_attention
 
 __version__ = "0.1.0"

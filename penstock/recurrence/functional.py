@@ -5,20 +5,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..call.autocast import cast
-from ..errors import Complaints, DtypeError, RangeError, ShapeError, described, shortened
-from ..tokens.context import ContextParallel, Passes
+from ..errors import Complaints, ShapeError
+from ..tokens.context import ContextParallel
 from ..tokens.decays import retnet_decay
 from ..tokens.feature_maps import FeatureMap, featured, needs_float32, normalized
 from ..tokens.pools import STEP_TOKENS
 from . import documentation
-from .operators import ADVANCE, RECURRENCE, SUMMARY
-from .variants import VARIANTS
+from .operators import ADVANCE, RECURRENCE
+from .slices import over_ranks
+from .variants import VARIANTS, check_variant
 
 
 class Result(NamedTuple):
@@ -293,7 +292,7 @@ def decode_step(
     >>> decode_step("linear_attention", q, k, v, state=state, slots=torch.tensor([2, -1, 0])).shape
     torch.Size([3, 2, 8])
     """
-    _check_variant("decode_step", variant)
+    check_variant("decode_step", variant)
     one = isinstance(q, Tensor) and q.dim() == 3
     if one:
         q = q.unsqueeze(1)
@@ -360,116 +359,18 @@ def advance(
     >>> advance("linear_attention", q, k, v, state=pool, slots=slots, cu_seqlens=ends).shape
     torch.Size([1, 9, 2, 8])
     """
-    _check_variant("advance", variant)
+    check_variant("advance", variant)
     return _advance("advance", variant, q, k, v, g, u, state, slots, cu_seqlens, scale, impl)
-
-
-class Summary(NamedTuple):
-    """What tokens do to a state."""
-
-    state: Tensor
-    """[B,H,K,V]: the state after the tokens if that before them is ``initial_state``, float32 (float64 for float64 inputs)."""
-    decay: Tensor
-    """[B,H,K]: the log decay by which they multiply the state, natural logarithm, in the same dtype."""
-
-
-def summary(
-    variant: str,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None = None,
-    *,
-    initial_state: Tensor | None = None,
-    scale: float = 1.0,
-    reverse: bool = False,
-    adjoint: bool = False,
-    impl: str = "auto",
-) -> Summary:
-    r"""What a run of tokens does to the state: it becomes :math:`diag(e^D) S + Z`. Tokens are not read by queries.
-
-    .. math:: D = \sum_t g_t, \qquad Z = scale \sum_t (k_t \circ e^{\sum_{s>t} g_s})^T v_t
-
-    A long sequence cut into slices has the states :math:`S_{i+1} = diag(e^{D_i}) S_i + Z_i` between them, from summaries that are computed
-    side by side. ``adjoint`` is the same for gradients of states, which go back in time: with k = q and v = dO, the gradient of the state
-    before the tokens is :math:`diag(e^D) dS + Z`,
-
-    .. math:: Z = scale \sum_t (q_t \circ e^{\sum_{s \le t} g_s})^T dO_t \quad (rwkv5, rwkv6: s < t)
-
-    variant : str
-        linear_attention, retention, simple_gla, gla, rwkv5 or rwkv6.
-    k : Tensor [B,T,G,K]
-        As in the function of this variant; as the adjoint, q or r.
-    v : Tensor [B,T,H,V]
-        As in the function of this variant; as the adjoint, the gradient of the output.
-    g : Tensor, optional
-        The log decay, as in the function of this variant.
-    initial_state : Tensor [B,H,K,V], optional
-        The state before the tokens, or as the adjoint the gradient of that after them; the sum begins with it. Default: zeros.
-    scale : float
-        Multiplies the sum.
-    reverse : bool
-        Run time backwards: token T-1 comes first.
-    adjoint : bool
-        Whether gradients of states are carried, from the last token to the first.
-    impl : str
-        "auto", "triton", "chunkwise" or "reference".
-
-    Returns ``Summary(state, decay)``. Gradients flow from both to every floating-point input. Raises as the variant's function does.
-
-    >>> import torch
-    >>> k, v = torch.randn(1, 7, 2, 8), torch.randn(1, 7, 2, 8)
-    >>> g = -torch.rand(1, 7, 2, 8)
-    >>> first, second = (summary("gla", k[:, part], v[:, part], g[:, part]) for part in (slice(4), slice(4, 7)))
-    >>> whole = second.decay.exp()[..., None] * first.state + second.state
-    >>> torch.testing.assert_close(whole, summary("gla", k, v, g).state)
-    """
-    _check_variant("summary", variant)
-    if variant == "retention" and g is None:
-        g = retnet_decay(v)
-    state, decay = SUMMARY(f"summary({variant!r})", (k, v, g, initial_state), (scale, reverse, adjoint), impl)
-    assert state is not None
-    assert decay is not None
-    return Summary(state, decay)
 
 
 def _run(
     variant: str, tensors: tuple[Tensor | None, ...], options: tuple[Any, ...], impl: str, context: ContextParallel | None
 ) -> Result:  # fmt: skip
     if context is not None:
-        return _over_ranks(variant, tensors, options, impl, context)
+        return Result(*over_ranks(variant, tensors, options, impl, context))
     output, final_state = RECURRENCE(variant, tensors, options, impl)
     assert output is not None
     return Result(output, final_state)
-
-
-def _over_ranks(
-    variant: str, tensors: tuple[Tensor | None, ...], options: tuple[Any, ...], impl: str, context: ContextParallel
-) -> Result:  # fmt: skip
-    """A call whose tokens are those of one rank of a group."""
-    scale, reverse, wanted = options
-    complaints = Complaints(variant)
-    if not isinstance(context, ContextParallel):
-        complaints.add(DtypeError, "context", "a ContextParallel or None", described(context), "See penstock.distributed.")
-    if reverse is not False:
-        complaints.add(
-            RangeError, "reverse", "False with a context", shortened(reverse), "Flip the tokens, and give ranks the opposite order."
-        )
-    complaints.raise_any()
-    by = "reference" if impl == "reference" else "auto"
-    row, run = VARIANTS[variant], (scale, False, True)
-
-    def forward(given: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
-        return tuple(RECURRENCE(variant, tuple(given), run, impl))  # type: ignore[return-value]
-
-    def summed(x: Tensor, y: Tensor, g: Tensor | None, state: Tensor | None, adjoint: bool) -> tuple[Tensor, Tensor]:
-        factor = (row.scale if row.scale is not None else x.shape[3] ** -0.5) if scale is None else scale
-        made, decay = SUMMARY(f"summary({variant!r})", (x, y, g, state), (factor if adjoint else 1.0, False, adjoint), by)
-        assert made is not None
-        assert decay is not None
-        return made, decay
-
-    passes = Passes(variant, forward, summed, "T" in row.decay)
-    return Result(*context.run(passes, cast(tensors, RECURRENCE.cast), bool(wanted)))
 
 
 def _advance(
@@ -481,10 +382,3 @@ def _advance(
     (output,) = ADVANCE(f"{function}({variant!r})", (q, k, v, g, u, cu_seqlens, slots, state), (scale,), impl)
     assert output is not None
     return output
-
-
-def _check_variant(function: str, variant: object) -> None:
-    if not isinstance(variant, str) or variant not in VARIANTS:
-        complaints = Complaints(function)
-        complaints.add(RangeError, "variant", f"one of {', '.join(VARIANTS)}", shortened(variant))
-        complaints.raise_any()

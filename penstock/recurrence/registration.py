@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..call.derivatives import Tensors
 from ..call.families import Registered, Trial, register
-from . import functional
+from . import functional, slices
 from .operators import ADVANCE, FAMILY, RECURRENCE, SUMMARY
 from .variants import VARIANTS
 
@@ -55,7 +55,7 @@ register(
     Registered(
         "recurrence",
         FAMILY,
-        {name: getattr(functional, name) for name in (*VARIANTS, "advance", "decode_step", "summary")},
+        {name: getattr(functional, name) for name in (*VARIANTS, "advance", "decode_step")} | {"summary": slices.summary},
         (
             Trial(RECURRENCE, SIZES, (None, False, True), common=HEADS, rounded=_rounded),
             Trial(ADVANCE, SIZES | {"B": 3, "N": 3, "T": 67, "P": 4}, (None,), {"slots": (3, -1, 0)}, HEADS, rounded=_rounded_in_place),

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-from ..errors import Complaints, RangeError
+from ..errors import Complaints, RangeError, shortened
 
 
 @dataclass(frozen=True)
@@ -61,3 +61,11 @@ VARIANTS: Mapping[str, Variant] = _table(
     Variant("rwkv5", "HK", "previous", True, 1.0, "r", "w", "Peng et al. 2024 (Eagle), arXiv 2404.05892, eq. 6"),
     Variant("rwkv6", "BTHK", "previous", True, 1.0, "r", "w", "Peng et al. 2024 (Finch), arXiv 2404.05892, eq. 19-20"),
 )
+
+
+def check_variant(function: str, variant: object) -> None:
+    """Raise RangeError unless it is the name of a row."""
+    if not isinstance(variant, str) or variant not in VARIANTS:
+        complaints = Complaints(function)
+        complaints.add(RangeError, "variant", f"one of {', '.join(VARIANTS)}", shortened(variant))
+        complaints.raise_any()
