@@ -5,17 +5,27 @@ from __future__ import annotations
 import time
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+from ..engine.request import Request
 from .errors import Refused
 from .keys import Key
-
-if TYPE_CHECKING:
-    from .generation import Generation
-
+from .protocol import Usage
 
 LARGE = 2**16
 """Bytes of a body, or of an answer, from which worker processes do what it needs: smaller ones take a millisecond or two."""
+
+
+class Work(Protocol):
+    """What runs in the engine for a request, as logs and traces read it (``generation.Generation``)."""
+
+    requests: list[Request]
+    began: float
+    first: float | None
+    last: float | None
+
+    def usage(self) -> Usage:
+        """Counts of tokens so far."""
 
 
 @dataclass
@@ -40,7 +50,7 @@ class Caller:
     """The same moment, since 1970."""
     refused: Refused | None = None
     """What is wrong with its head."""
-    generation: Generation | None = None
+    generation: Work | None = None
     """What runs in the engine for it."""
     status: int | None = None
     """Of the answer; 499 if the client disconnected."""
