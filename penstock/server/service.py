@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from ..engine import Engine, SamplingParams
-from ..errors import InvalidArgument, shortened
+from ..errors import InvalidArgument, QueueFull, shortened
 from ..models.tokenizers import Tokenizer
 from .caller import LARGE, current
 from .errors import Refused, refusal, shutting_down
@@ -27,6 +27,9 @@ from .workers import Workers
 
 P = ParamSpec("P")
 T = TypeVar("T")
+REFUSED_SECONDS = 0.25
+"""What a request waits before it is refused because the queue is full. A refused request costs the server some milliseconds, so a client that
+tries again at once, whatever ``Retry-After`` says, would take the time of others."""
 
 
 class Service:
@@ -168,8 +171,10 @@ class Service:
         try:
             generation = Generation(self.engine, jobs, self.limits.seconds, self.metrics, self.running)
             await generation.begin(self.workers if jobs[0].params.constraint is None else self.compilers)
-        except BaseException:
+        except BaseException as error:
             quota.give_back(reserved)
+            if isinstance(error, QueueFull):
+                await asyncio.sleep(REFUSED_SECONDS)
             raise
         current().generation = generation
         generation.at_end(lambda: quota.give_back(reserved - generation.usage().total_tokens))

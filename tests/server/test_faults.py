@@ -415,7 +415,7 @@ def test_the_end_finishes_what_runs_within_a_time(model, drain_seconds):
 
 
 def test_a_batch_that_does_not_fit_the_queue_is_refused_before_any_of_it_is_queued(model):
-    """Clients that try again at once cost the engine nothing."""
+    """Clients that try again at once cost the engine nothing, and wait."""
     with running(model, slots=1, max_queue=4) as live:
         engine, queued = live.engine, []
         put = engine._put
@@ -424,10 +424,11 @@ def test_a_batch_that_does_not_fit_the_queue_is_refused_before_any_of_it_is_queu
         for one in holding:
             one.sendall(sent(LONG))
             time.sleep(0.3)
-        before = len(queued)
+        before, begin = len(queued), time.perf_counter()
         with pytest.raises(openai.RateLimitError, match="got 1 and 4 more"):
             live.client.completions.create(model="tiny", prompt=["a", "b", "c", "d"], max_tokens=5)
         assert len(queued) == before
+        assert time.perf_counter() - begin >= 0.25
         for one in holding:
             one.close()
         live.settles()
