@@ -28,8 +28,8 @@ from .workers import Workers
 P = ParamSpec("P")
 T = TypeVar("T")
 REFUSED_SECONDS = 0.25
-"""What a request waits before it is refused because the queue is full. A refused request costs the server some milliseconds, so a client that
-tries again at once, whatever ``Retry-After`` says, would take the time of others."""
+"""What a request waits before it is refused because the queue is full. A refused request costs the server some milliseconds, so a client
+that tries again at once, whatever ``Retry-After`` says, would take the time of others."""
 
 
 class Service:
