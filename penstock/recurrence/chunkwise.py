@@ -137,14 +137,14 @@ def _blocks(alive: list[int], row: int, width: int) -> list[Block]:
     return blocks
 
 
-def _through(g: Tensor, own: bool) -> Tensor:
+def through(g: Tensor, own: bool) -> Tensor:
     """Sums over axis -2 from its beginning up to each token, its own decay included or not."""
     return g.cumsum(-2) if own else F.pad(g.cumsum(-2)[..., :-1, :], (0, 0, 1, 0))
 
 
-def _beyond(g: Tensor) -> Tensor:
+def beyond(g: Tensor) -> Tensor:
     """Sums over axis -2 of all tokens after each token."""
-    return _through(g.flip(-2), own=False).flip(-2)
+    return through(g.flip(-2), own=False).flip(-2)
 
 
 def _same_for_all_channels(q: Tensor, k: Tensor, g: Tensor | None, own: bool) -> Tensor:
@@ -165,8 +165,8 @@ def _by_halving(q: Tensor, k: Tensor, v: Tensor, g: Tensor, own: bool) -> Tensor
     half = C // 2
     while half:
         q_, k_, v_, g_ = (x.unflatten(-2, (C // (2 * half), 2, half)) for x in (q, k, v, g))
-        seen = q_[..., 1, :, :] * _through(g_[..., 1, :, :], own).exp()
-        left = k_[..., 0, :, :] * _beyond(g_[..., 0, :, :]).exp()
+        seen = q_[..., 1, :, :] * through(g_[..., 1, :, :], own).exp()
+        left = k_[..., 0, :, :] * beyond(g_[..., 0, :, :]).exp()
         crossing = (seen @ left.mT) @ v_[..., 0, :, :]
         o = o + torch.stack([torch.zeros_like(crossing), crossing], -3).flatten(-4, -2)
         half //= 2
@@ -178,7 +178,7 @@ def _states(alive: list[int], S: Tensor, k: Tensor, v: Tensor, g: Tensor | None 
 
     The backward of ``split`` is one ``cat``. The backward of a slice is a tensor of the size of all rows.
     """
-    kv = ((k if g is None else k * _beyond(g).exp()).mT @ v).split(alive)  # of [R, H, K, V]
+    kv = ((k if g is None else k * beyond(g).exp()).mT @ v).split(alive)  # of [R, H, K, V]
     kept = [None] * len(alive) if g is None else g.sum(-2).exp()[..., None].split(alive)  # of [R, H, K or 1, 1]
     before, done = [], []
     for lanes, kv_, kept_ in zip(alive, kv, kept):
@@ -201,7 +201,7 @@ def _block(
     else:
         o = o + _by_halving(q, k, v, g, own)
     before, S = _states(alive, S, k, v, g)
-    return o + (q if g is None else q * _through(g, own).exp()) @ torch.cat(before), S
+    return o + (q if g is None else q * through(g, own).exp()) @ torch.cat(before), S
 
 
 def _gradients_of_block(own: bool, alive: list[int], dS: Tensor, d_o: Tensor, inputs: dict[str, Tensor]) -> dict[str, Tensor]:

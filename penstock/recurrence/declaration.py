@@ -142,11 +142,12 @@ def summed(row: Variant) -> Signature:
     return Signature(f"summary({row.name!r})", arguments, row, rules=(groups("k"),), layout=("T", "H"), **axes)
 
 
-def _scale(sizes: Sizes, row: Variant) -> float:
+def default_scale(sizes: Sizes, row: Variant) -> float:
+    """The scale of a call that gives none."""
     return row.scale if row.scale is not None else sizes["K"] ** -0.5
 
 
-OPTIONS = (tokens.scale(_scale), tokens.REVERSE, tokens.OUTPUT_FINAL_STATE)
+OPTIONS = (tokens.scale(default_scale), tokens.REVERSE, tokens.OUTPUT_FINAL_STATE)
 ADVANCE_OPTIONS = OPTIONS[:1]
 RESULTS = (tokens.OUTPUT, tokens.FINAL_STATE)
 SUMMARY_OPTIONS = (tokens.scale(lambda sizes, row: 1.0), tokens.REVERSE, Option("adjoint", "bool"))

@@ -11,6 +11,7 @@ from ..call.autocast import cast
 from ..errors import Complaints, DtypeError, RangeError, described, shortened
 from ..tokens.context import ContextParallel, Passes
 from ..tokens.decays import retnet_decay
+from .declaration import default_scale
 from .operators import RECURRENCE, SUMMARY
 from .variants import VARIANTS, check_variant
 
@@ -103,7 +104,7 @@ def over_ranks(
         return tuple(RECURRENCE(variant, tuple(given), run, impl))  # type: ignore[return-value]
 
     def summed(x: Tensor, y: Tensor, g: Tensor | None, state: Tensor | None, adjoint: bool) -> tuple[Tensor, Tensor]:
-        factor = (row.scale if row.scale is not None else x.shape[3] ** -0.5) if scale is None else scale
+        factor = default_scale({"K": x.shape[3]}, row) if scale is None else scale
         made, decay = SUMMARY(f"summary({variant!r})", (x, y, g, state), (factor if adjoint else 1.0, False, adjoint), by)
         assert made is not None
         assert decay is not None

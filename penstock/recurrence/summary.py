@@ -21,9 +21,10 @@ from torch import Tensor
 
 from ..call.implementation import Implementation
 from ..tokens.dtypes import state_dtype
+from ..tokens.pieces import CHUNK
+from .chunkwise import beyond, through
 from .declaration import Summary
 
-CHUNK = 64
 BLOCK = 64
 """Chunks whose sums are computed together."""
 
@@ -65,7 +66,8 @@ def forward(problem: Summary, operand: Callable[[Tensor], Tensor] = lambda x: x)
         if g is None:
             S = S + (operand(x).mT @ operand(y)).sum(1) * problem.scale
             continue
-        sums = operand(x * _between(problem, g).exp()).mT @ operand(y) * problem.scale
+        between = through(g, problem.variant.read == "updated") if problem.adjoint else beyond(g)
+        sums = operand(x * between.exp()).mT @ operand(y) * problem.scale
         decays = g.sum(-2, dtype=torch.float64)  # exp(D) is as exact as D: a float32 sum is off by |D| / 2^24 and more
         kept, order = decays.exp().to(dtype)[..., None], range(sums.shape[1])
         for n in reversed(order) if problem.adjoint else order:
@@ -82,14 +84,6 @@ def _rows(x: Tensor | None, part: slice, dtype: torch.dtype) -> Tensor | None:
     left = -x.shape[1] % CHUNK
     rows: Tensor = F.pad(x, (0, 0, 0, 0, 0, left)).unflatten(1, (-1, CHUNK)).transpose(2, 3)
     return rows
-
-
-def _between(problem: Summary, g: Tensor) -> Tensor:
-    """The decay between each token of a chunk and the state on its far side; g [B,chunks,H,C,K or 1]."""
-    if not problem.adjoint:
-        return F.pad(g.flip(-2).cumsum(-2)[..., :-1, :], (0, 0, 1, 0)).flip(-2)
-    through = g.cumsum(-2)
-    return through if problem.variant.read == "updated" else F.pad(through[..., :-1, :], (0, 0, 1, 0))
 
 
 def _rounded(problem: Summary) -> tuple[Tensor, Tensor]:

@@ -167,7 +167,7 @@ class Keeper:
             return
         self._kill()
         self._channel, its = socket.socketpair()
-        with its, TemporaryFile() as texts:  # the keeper reads it when it has imported torch, for which nobody waits
+        with its, TemporaryFile() as texts:  # no pipe: the keeper imports torch before it reads
             texts.write(self._texts)
             texts.seek(0)
             code = f"import sys; sys.path[:] = {sys.path!r}; from penstock.server.keeper import keep; keep({its.fileno()})"

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import Complaints, DtypeError, RangeError, ShapeError, described, shortened
+from .dtypes import state_dtype
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -223,8 +224,7 @@ class ContextParallel:
         assert v is not None
         own = self.slice
         N = v.shape[0] if self.offsets is None else len(own.sequences)
-        kind = torch.float64 if q.dtype == torch.float64 else torch.float32
-        d_states = v.new_zeros(N, v.shape[2], q.shape[3], v.shape[3], dtype=kind)
+        d_states = v.new_zeros(N, v.shape[2], q.shape[3], v.shape[3], dtype=state_dtype(q.dtype))
         if d_final is not None:
             d_final = d_final.contiguous().clone()
             dist.all_reduce(d_final, group=self.group)
@@ -252,10 +252,10 @@ class ContextParallel:
 
         ``x``, ``y``, ``g``: the tensors of this rank's summary, whose tokens are ``part``; ``gives``: whether other ranks need it.
         """
-        rows, H, K, V = y.shape[0] if self.offsets is None else 1, y.shape[2], x.shape[3], y.shape[3]
-        packet = y.new_zeros(rows, H, K, V + 1, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
         if not any(one.enters for one in self.slices):
             return None
+        rows, H, K, V = y.shape[0] if self.offsets is None else 1, y.shape[2], x.shape[3], y.shape[3]
+        packet = y.new_zeros(rows, H, K, V + 1, dtype=state_dtype(x.dtype))
         if gives:
             tokens = None if g is None else g[:, part] if passes.timed else g
             packet[..., :V], packet[..., V] = passes.summary(x[:, part], y[:, part], tokens, start, adjoint)

@@ -1,7 +1,6 @@
 """Calls over the ranks of a process group, beside the same calls on one process."""
 
 import itertools
-import os
 import random
 from collections.abc import Callable
 from typing import NamedTuple
@@ -64,8 +63,7 @@ def calls(ranks: int, count: int) -> list[Call]:
 
 def spawned(function: Callable[..., None], ranks: int, *arguments: object) -> None:
     """Run ``function(rank, *arguments)`` in that many processes with a Gloo group."""
-    with open(os.devnull) as _:
-        mp.spawn(_begun, (ranks, _port(), function, arguments), nprocs=ranks)
+    mp.spawn(_begun, (ranks, _port(), function, arguments), nprocs=ranks)
 
 
 def _port() -> int:
