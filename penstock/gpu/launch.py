@@ -7,7 +7,7 @@ equal call is little more than the launches.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -20,7 +20,7 @@ from torch import Tensor
 from ..call import private
 from ..call.memory import exact, layout
 from ..call.problem import Problem
-from . import background, direct
+from . import background, direct, sharing
 from .hopper import described
 from .plan import Launch, Plan, Sizes, contiguous, value
 from .target import Target, interpreting
@@ -131,6 +131,7 @@ class Step(NamedTuple):
     """Picks the addresses of the other tensors."""
     numbers: tuple[Any, ...]
     """Numbers and constants."""
+    launch: Launch
 
 
 class Bound:
@@ -142,6 +143,7 @@ class Bound:
         self.constants, self.tiled = prepared.plan.constants, any(one.tiles for one in prepared.plan.launches)
         shapes = [(name, shape.at(sizes), dtype) for name, shape, dtype in prepared.memory]
         self.memory = [(name, shape, contiguous(shape), dtype) for name, shape, dtype in shapes]
+        self.shares = any(one.writes for one in prepared.plan.launches)
         self.without = {name for name, shape, _ in shapes if 0 in shape}
         """Names of empty tensors. A descriptor needs an address: it gets that of the launch's first tensor, which is then not read."""
         self.steps: list[Step] | None = None
@@ -165,13 +167,16 @@ class Bound:
             tensors[name] = empty(shape, strides, dtype)
         if self.steps is None:
             self.steps = self._steps(tensors)
+        steps, kept = self.steps, sharing.kept() if self.shares else None
+        if kept is not None:
+            steps = self._unshared(tensors, kept)
         given = self.addressed(tensors)
         if not interpreting():
             given = tuple(map(Tensor.data_ptr, given))
         if self.tiled and self.gpu is not None:
             _with_context(self.gpu)
         past = not direct.hooked()
-        for kernel, launcher, grid, tiled, others, numbers in self.steps:
+        for kernel, launcher, grid, tiled, others, numbers, _ in steps:
             arguments = others(given) + numbers
             if past and launcher is not None:
                 launcher(grid, stream, tensors, arguments)
@@ -185,8 +190,26 @@ class Bound:
             numbers = prepared.numbers[at].at(sizes) + one.constants
             tiled = [(one.tensors[0] if name in self.without else name, known) for name, known in prepared.tiled[at]]
             launcher = direct.Launcher(kernel, prepared.raw[at], tiled) if prepared.raw else None
-            steps.append(Step(kernel, launcher, value(one.grid, sizes), tiled, _picked(prepared.others[at]), numbers))
+            steps.append(Step(kernel, launcher, value(one.grid, sizes), tiled, _picked(prepared.others[at]), numbers, one))
         return steps
+
+    def _unshared(self, tensors: dict[str, Tensor], kept: dict[Hashable, sharing.Kept]) -> list[Step]:
+        """The launches whose results no earlier call has kept; those that are kept replace memory in ``tensors``."""
+        assert self.steps is not None
+        left, instead = [], self.prepared.instead
+        for step in self.steps:
+            one = step.launch
+            if one.writes:
+                read = tuple([tensors[name] for name in one.tensors if name not in one.writes and name not in instead])
+                key = id(one.kernel), step.grid, step.numbers, one.options, one.tiles, exact(read), tuple(map(Tensor.data_ptr, read))
+                found = kept.pop(key, None)
+                if found is not None:
+                    tensors.update(zip(one.writes, found[1]))
+                    continue
+                if self.prepared.plan.keeps:
+                    kept[key] = read, tuple([tensors[name] for name in one.writes])
+            left.append(step)
+        return left
 
 
 def _picked(keys: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:

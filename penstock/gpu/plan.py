@@ -54,6 +54,8 @@ class Launch(NamedTuple):
     """For the first tensors, the tiles in which the hardware copies them."""
     wide: tuple[int, ...] = ()
     """The indices of numbers that have 64 bits in the kernel, see ``far``. So products with them have 64 bits, too."""
+    writes: tuple[str, ...] = ()
+    """All tensors that it writes, where another call may share them, see ``sharing.py``."""
 
     @property
     def typed(self) -> tuple[Any, ...]:
@@ -81,13 +83,15 @@ class Plan:
     """Constant tensors by name: a function and its arguments except the last, the device."""
     forms: list[str] = field(default_factory=list)
     """The names of the forms whose launches these are, see ``forms.py``."""
+    keeps: bool = False
+    """Whether other calls may take what its shared launches write, because no other launch of it writes there."""
 
     def at(self, sizes: Sizes) -> Plan:
         """The plan for these sizes: all grids, numbers and shapes are integers."""
         memory = {name: (tuple([value(size, sizes) for size in shape]), dtype) for name, (shape, dtype) in self.memory.items()}
         numbers = [tuple([value(x, sizes) for x in one.numbers]) for one in self.launches]
         launches = [one._replace(grid=value(one.grid, sizes), numbers=found) for one, found in zip(self.launches, numbers)]
-        return Plan(memory, launches, self.constants, self.forms)
+        return Plan(memory, launches, self.constants, self.forms, self.keeps)
 
     def empty(self, name: str, *shape: Size, dtype: torch.dtype = torch.float32) -> str:
         """Plan uninitialised memory."""
@@ -101,11 +105,12 @@ class Plan:
 
     def launch(
         self, kernel: Any, grid: Size, tensors: tuple[str, ...], numbers: tuple[Number, ...], warps: int,
-        tiles: tuple[hopper.Tile, ...] = (), registers: int = 0, fused: bool = True, early: bool = False, **constants: Any,
+        tiles: tuple[hopper.Tile, ...] = (), registers: int = 0, fused: bool = True, early: bool = False, writes: tuple[str, ...] = (),
+        **constants: Any,
     ) -> None:  # fmt: skip
         """Plan a launch; ``constants`` in any order. ``fused``: the compiler may fuse multiplications and additions.
 
-        ``early``: the launch may begin while the one before it runs (programmatic dependent launch).
+        ``early``: the launch may begin while the one before it runs (programmatic dependent launch). ``writes``: see ``Launch.writes``.
         """
         names = kernel.arg_names[len(tensors) + len(numbers) :]
         strides = kernel.arg_names[len(tensors) : len(tensors) + len(numbers)]
@@ -117,7 +122,7 @@ class Plan:
             options += (("enable_fp_fusion", False),)
         if early:
             options += (("launch_pdl", True),)
-        self.launches.append(Launch(kernel, grid, tensors, numbers, tuple(constants[name] for name in names), options, tiles, wide))
+        self.launches.append(Launch(kernel, grid, tensors, numbers, tuple(constants[name] for name in names), options, tiles, wide, writes))
 
 
 def contiguous(shape: Sequence[int]) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
 HALVINGS = tl.constexpr(9)  # log2 of the most rows of ``sum_of_rows``
 
 

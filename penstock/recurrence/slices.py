@@ -97,7 +97,7 @@ def over_ranks(
             RangeError, "reverse", "False with a context", shortened(reverse), "Flip the tokens, and give ranks the opposite order."
         )
     complaints.raise_any()
-    by = "reference" if impl == "reference" else "auto"
+    by = next((one.name for one in SUMMARY.family.implementations if impl.startswith(one.name)), "auto")  # of the same kind
     row, run = VARIANTS[variant], (scale, False, True)
 
     def forward(given: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import Complaints, DtypeError, RangeError, ShapeError, described, shortened
+from ..gpu.sharing import shared
 from .dtypes import state_dtype
 
 if TYPE_CHECKING:
@@ -164,7 +165,8 @@ class ContextParallel:
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
             output, final = _Run.apply(self, passes, wanted, *tensors)  # type: ignore[no-untyped-call]
         else:
-            output, final = passes.forward(self.entered(passes, tensors))
+            with shared():
+                output, final = passes.forward(self.entered(passes, tensors))
             final = self.finals(final) if wanted else final
         return output, final if wanted else None
 
@@ -200,7 +202,8 @@ class ContextParallel:
             mine = self._with_row(mine, entered, 0)
         if mine is not None and mine is not state and state is not None and state.requires_grad:
             mine = mine.detach().requires_grad_()
-        return *tensors[:-2], self.cu_seqlens, mine
+        one = self.tokens > 0 and len(own.sequences) == 1  # as a batch row, whose kernels need no offsets
+        return *tensors[:-2], None if one else self.cu_seqlens, mine
 
     def finals(self, final: Tensor) -> Tensor:
         """The final states of all sequences, on every rank."""
@@ -255,10 +258,13 @@ class ContextParallel:
         if not any(one.enters for one in self.slices):
             return None
         rows, H, K, V = y.shape[0] if self.offsets is None else 1, y.shape[2], x.shape[3], y.shape[3]
-        packet = y.new_zeros(rows, H, K, V + 1, dtype=state_dtype(x.dtype))
-        if gives:
+        whole = 0 < self.tokens == part.stop - part.start
+        if gives or (whole and y.is_cuda):  # on a GPU the call on this rank takes sums of the summary of the same tokens
             tokens = None if g is None else g[:, part] if passes.timed else g
-            packet[..., :V], packet[..., V] = passes.summary(x[:, part], y[:, part], tokens, start, adjoint)
+            made, decay = passes.summary(x[:, part], y[:, part], tokens, start, adjoint)
+            packet = torch.cat((made, decay[..., None]), -1)
+        else:
+            packet = y.new_zeros(rows, H, K, V + 1, dtype=state_dtype(x.dtype))
         packets = packet.new_empty(len(self.slices), *packet.shape)
         if packet.is_cuda:
             dist.all_gather_into_tensor(packets, packet, group=self.group)
@@ -323,10 +329,11 @@ class _Run(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, context: ContextParallel, passes: Passes, wanted: bool, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
         leaves = [None if x is None else x.detach().requires_grad_(x.requires_grad) for x in tensors]
-        with torch.no_grad():
-            here = context.entered(passes, leaves)
-        with torch.enable_grad():
-            output, final = passes.forward(here)
+        with shared():
+            with torch.no_grad():
+                here = context.entered(passes, leaves)
+            with torch.enable_grad():
+                output, final = passes.forward(here)
         ctx.call, ctx.graph = (context, passes, wanted), (leaves, here, output, final)
         states = context.finals(final.detach()) if wanted else final.detach()
         if not wanted:
@@ -342,10 +349,11 @@ class _Run(torch.autograd.Function):
             complaints.add(RangeError, "the backward pass", "run once with a context", "another one", "Call the function again.")
             complaints.raise_any()
         (leaves, here, output, final), ctx.graph = ctx.graph, None
-        d_states = context.backward(passes, d_output, d_final if wanted else None, here)
         state = here[-1]
         mine = [x for x in (*leaves[:-1], state) if x is not None and x.requires_grad]
-        found = iter(torch.autograd.grad((output, final), mine, (d_output, d_states), allow_unused=True, materialize_grads=True))
+        with shared():
+            d_states = context.backward(passes, d_output, d_final if wanted else None, here)
+            found = iter(torch.autograd.grad((output, final), mine, (d_output, d_states), allow_unused=True, materialize_grads=True))
         grads = [next(found) if x is not None and x.requires_grad else None for x in leaves[:-1]]
         given = leaves[-1]
         d_given = next(found) if state is not None and state.requires_grad else None

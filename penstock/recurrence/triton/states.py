@@ -85,17 +85,51 @@ class Kernels(Protocol):
 StatesForm = Form[Call, type[Kernels]]
 
 
-def before_segments(plan: Plan, call: Call, form: StatesForm, terms: Terms, C: int, L: Callable[[Sizes], int]) -> State:
-    """Add the launches for the states before segments of L tokens, chunks of C tokens; float32.
+class Segments(NamedTuple):
+    """The segments of a pass whose states come from sums of segments."""
 
-    L is a multiple of as many chunks as the form has parts.
-    """
-    parts = form.plan.parts(call)
-    name, shorter = terms.prefix + "segment", lambda s: L(s) // parts
-    sums = _sums(plan, call, form, terms, C, name, shorter)
-    states = plan.empty(name + "_states", call.chunks(L), call.H, call.K, call.V) if parts > 1 else sums[0]
-    _scan(plan, call, form, terms, C, sums, shorter, parts, states)
+    form: StatesForm
+    C: int
+    """Tokens in a chunk."""
+    L: Callable[[Sizes], int]
+    """Tokens in a segment: a multiple of as many chunks as the form has parts."""
+
+
+def before_segments(plan: Plan, call: Call, of: Segments, terms: Terms) -> State:
+    """Add the launches for the states before segments; float32."""
+    parts, name = of.form.plan.parts(call), terms.prefix + "segment"
+    sums, shorter = _sums_of_segments(plan, call, of, terms)
+    states = plan.empty(name + "_states", call.chunks(of.L), call.H, call.K, call.V) if parts > 1 else sums[0]
+    _scan(plan, call, of.form, terms, of.C, sums, shorter, parts, states)
     return states, contiguous((0, call.H, call.K, call.V))
+
+
+def after_segments(plan: Plan, call: Call, of: Segments, terms: Terms, decay: str) -> None:
+    """Add the launches for the state after all segments, ``terms.last``, and for the log ``decay`` of all. The sums can be shared."""
+    plan.keeps = True
+    sums, shorter = _sums_of_segments(plan, call, of, terms)
+    _scan(plan, call, of.form, terms, of.C, sums, shorter, 1, decay, summary=True)
+
+
+def _sums_of_segments(plan: Plan, call: Call, of: Segments, terms: Terms) -> tuple[tuple[str, str], Callable[[Sizes], int]]:
+    """Add the launch for sums. They are those of as many shorter segments as the form has parts; also returns their tokens."""
+    parts, L = of.form.plan.parts(call), of.L
+    shorter = (lambda s: L(s) // parts) if parts > 1 else L
+    return _sums(plan, call, of.form, terms, of.C, terms.prefix + "segment", shorter), shorter
+
+
+def segments_before_chunks(call: Call, form: StatesForm, C: int) -> Segments | None:
+    """The segments of ``before_chunks``, or None if its launches walk over whole sequences or compute the sums of chunks."""
+    if _by_chunks(call, form, C):
+        return None
+    L = call.segment(C * form.plan.parts(call), *form.plan.programs(call), least=3)  # segments are read twice: two take as long as one walk
+    return None if L is None else Segments(form, C, L)
+
+
+def _by_chunks(call: Call, form: StatesForm, C: int) -> bool:
+    """Whether segments are single chunks: if programs are few, and the sums take little memory."""
+    few = call.segment(C, *form.plan.programs(call)) is not None
+    return few and 4 * chunks(call.T, C, call.N, call.packed) * call.H * call.K * call.V <= SUMS
 
 
 def before_chunks(
@@ -106,8 +140,7 @@ def before_chunks(
     ``in_rows``: names of tensors [B,T,H,V], each for C channels of K, whose rows get the states of whole chunks. Then the returned states
     are those of shorter chunks, [N,H,K,V], or none if there are no shorter ones.
     """
-    few = call.segment(C, *form.plan.programs(call)) is not None
-    by_chunks = few and 4 * chunks(call.T, C, call.N, call.packed) * call.H * call.K * call.V <= SUMS
+    by_chunks = _by_chunks(call, form, C)
     if by_chunks and stored == torch.float32:
         sums = _sums(plan, call, form, terms, C, terms.prefix + "chunk", C)
         _scan(plan, call, form, terms, C, sums, C, 1, sums[0])
@@ -117,11 +150,11 @@ def before_chunks(
     if by_chunks:  # both directions share the memory of the sums
         _scan(plan, call, form, terms, C, _sums(plan, call, form, terms, C, "chunk", C), C, 1, states, in_rows)
         return states
-    L = call.segment(C * form.plan.parts(call), *form.plan.programs(call), least=3)  # segments are read twice: two take as long as one walk
-    if L is not None:
-        terms = terms._replace(first=before_segments(plan, call, form, terms, C, L), last=None)
+    found = segments_before_chunks(call, form, C)
+    if found is not None:
+        terms = terms._replace(first=before_segments(plan, call, found, terms), last=None)
     plan.forms.append(form.name)
-    form.plan.walk(plan, call, terms, C, L, _places(terms, states, in_rows), len(in_rows))
+    form.plan.walk(plan, call, terms, C, None if found is None else found.L, _places(terms, states, in_rows), len(in_rows))
     return states
 
 
@@ -136,15 +169,18 @@ def _sums(plan: Plan, call: Call, form: StatesForm, terms: Terms, C: int, name: 
 
 def _scan(
     plan: Plan, call: Call, form: StatesForm, terms: Terms, C: int, sums: tuple[str, str], L: Size, each: int, states: str,
-    in_rows: tuple[str, ...] = (),
+    in_rows: tuple[str, ...] = (), summary: bool = False,
 ) -> None:  # fmt: skip
-    """Add the launch for the states before every ``each`` segments of L tokens, from their sums and decays. A thread has 4 channels."""
+    """Add the launch for the states before every ``each`` segments of L tokens, from their sums and decays. A thread has 4 channels.
+
+    ``summary``: for the state after all of them and, as ``states``, their decay.
+    """
     BK, BV, early = 8, min(power(call.V), 64), form.plan.EARLY
     plan.launch(
         segments.penstock_segment_scan, call.programs(sequences, math.ceil(call.K / BK) * math.ceil(call.V / BV)),
         (*sums, *_places(terms, states, in_rows)), (sequences, tokens, L, call.H, *terms.start[1]), BK * BV // 128, early=early,
         K=call.K, V=call.V, BK=BK, BV=BV, C=C, EACH=each, AT_ONCE=AT_ONCE, DECAY=call.decay, ADJOINT=terms.adjoint, **terms.ends,
-        PACKED=call.packed, IN_ROWS=len(in_rows), EARLY=early,
+        PACKED=call.packed, IN_ROWS=len(in_rows), EARLY=early, SUMMARY=summary,
     )  # fmt: skip
 
 

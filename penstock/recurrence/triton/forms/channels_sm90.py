@@ -16,7 +16,7 @@ from ....gpu.plan import Plan, Size
 from ..calls import Backward, Call, Forward, batch, sequences, tokens
 from ..heads import MEDIUM, SMALL
 from ..portable import blocks, values
-from ..states import before_chunks
+from ..states import Segments, before_chunks, segments_before_chunks
 from . import sm90, states
 from .passes import BackwardForm, ForwardForm, gradients, gradients_of_operands, gradients_of_parameters, results, start, states_form
 
@@ -77,18 +77,23 @@ def launch_forward(
         blocks.add(plan, stored, output, call.H, call.V, splits)
 
 
-def _forward(call: Forward) -> Plan:
-    plan, C, form = Plan(), sm90.C, states_form(FORWARD.parts, call)
-    found = results(plan, call, call.every(C, over=C))
+def _segments(call: Forward) -> Segments | None:
+    C, form = sm90.C, states_form(FORWARD.parts, call)
     programs_per_sm = 1 if sm90.parts(call.p) else call.config("forward").programs_per_sm
     each = call.V // sm90.BV * sm90.blocks(call.p)
     L = call.segment(call.unit(C) * form.plan.parts(call), each, programs_per_sm)
-    begin = start(plan, call, found, form, C, L)
+    return None if L is None else Segments(form, C, L)
+
+
+def _forward(call: Forward) -> Plan:
+    plan, C, of = Plan(), sm90.C, _segments(call)
+    found = results(plan, call, call.every(C, over=C))
+    begin = start(plan, call, found, of)
     first, steps = begin.state if begin.state is not None else (found.final, (0, 0, 0, 0))
     launch_forward(
-        plan, call, begin.owners, L or 0, found.output, found.final, found.chunk_states or "q", first, steps, SEGMENTS=L is not None,
-        INITIAL=begin.state is not None, FINAL=L is None, EVERY=found.every, PIECE=0, ROWS_GIVEN=False, NARROW=False,
-        EARLY=L is not None and form.plan.EARLY,
+        plan, call, begin.owners, begin.L or 0, found.output, found.final, found.chunk_states or "q", first, steps, SEGMENTS=of is not None,
+        INITIAL=begin.state is not None, FINAL=of is None, EVERY=found.every, PIECE=0, ROWS_GIVEN=False, NARROW=False,
+        EARLY=of is not None and of.form.plan.EARLY,
     )  # fmt: skip
     return plan
 
@@ -165,6 +170,11 @@ def launch_backward(
     )  # fmt: skip
 
 
+def segments_of_gradients(call: Backward) -> Segments | None:
+    """The segments for the gradients of states before chunks."""
+    return segments_before_chunks(call, states_form(states.BESIDE_HOPPER, call), sm90.C)
+
+
 def _backward(call: Backward) -> Plan:
     """One block: a program computes all gradients. Gradients of states are in rows of dv and dq, if they have 16 bits."""
     plan, C, form = Plan(), sm90.C, states_form(BACKWARD.parts, call)
@@ -219,16 +229,18 @@ HALF = Example("rwkv6", torch.float16, SIZES | {"K": 64, "V": 64})
 SPLIT = tuple(Example("gla", dtype, SIZES | {"K": 64, "V": 128}) for dtype in (torch.bfloat16, torch.float16))
 FLOAT = tuple(Example("rwkv6", torch.float32, SIZES | {"K": K, "V": 64}) for K in (64, 128))
 FORWARD = ForwardForm(
-    "channel_fwd_sm90", _forward, absent, refuses_forward, avoids_forward, states.BESIDE_HOPPER, (*EXAMPLES, HALF, *FLOAT)
-)
+    "channel_fwd_sm90", _forward, absent, refuses_forward, avoids_forward, states.BESIDE_HOPPER, (*EXAMPLES, HALF, *FLOAT),
+    segments=_segments,
+)  # fmt: skip
 BACKWARD = BackwardForm(
-    "channel_bwd_sm90", _backward, absent, _refuses_split, avoids_backward, states.BESIDE_HOPPER, (*EXAMPLES, HALF), chunk=sm90.chunk
-)
+    "channel_bwd_sm90", _backward, absent, _refuses_split, avoids_backward, states.BESIDE_HOPPER, (*EXAMPLES, HALF), chunk=sm90.chunk,
+    segments=segments_of_gradients,
+)  # fmt: skip
 BACKWARD_SPLIT = BackwardForm(
     "channel_bwd_split_sm90", _backward_split, absent, _refuses_key_blocks, avoids_backward, states.BESIDE_HOPPER, SPLIT,
-    chunk=sm90.chunk,
+    chunk=sm90.chunk, segments=segments_of_gradients,
 )  # fmt: skip
 BACKWARD_FLOAT32 = BackwardForm(
     "channel_bwd_float32_sm90", lambda call: (_backward_split if BackwardSizes(call).split else _backward)(call), absent, _refuses_16_bits,
-    avoids_backward, states.BESIDE_HOPPER, FLOAT, chunk=sm90.chunk,
+    avoids_backward, states.BESIDE_HOPPER, FLOAT, chunk=sm90.chunk, segments=segments_of_gradients,
 )  # fmt: skip

@@ -10,7 +10,7 @@ from ....gpu.target import Target, power
 from ..calls import CHANNEL, Backward, Call, batch, sequences, tokens
 from ..heads import GROUPED
 from ..portable import group_backward
-from ..states import before_chunks
+from ..states import before_chunks, segments_before_chunks
 from ..table import LEAST
 from . import states
 from .passes import BackwardForm, gradient_of_v, gradients, gradients_of_parameters, states_form
@@ -83,6 +83,7 @@ SIZES = {"B": 1, "N": 1, "T": 130, "H": 4, "G": 2, "K": 16, "V": 16}
 EXAMPLES = tuple(
     Example(variant, dtype, SIZES) for variant in ("linear_attention", "simple_gla") for dtype in (torch.bfloat16, torch.float16)
 )
-BACKWARD = BackwardForm(
-    "chunk_bwd_groups", _backward, _absent, _refuses, parts=states.BESIDE_PLAIN, examples=EXAMPLES, chunk=lambda call: C
-)
+BACKWARD: BackwardForm = BackwardForm(
+    "chunk_bwd_groups", _backward, _absent, _refuses, parts=states.BESIDE_PLAIN, examples=EXAMPLES, chunk=lambda call: C,
+    segments=lambda call: segments_before_chunks(call, states_form(BACKWARD.parts, call), C),
+)  # fmt: skip

@@ -9,15 +9,27 @@ from typing import NamedTuple
 from ....gpu.forms import Form, Part, first
 from ....gpu.plan import Plan, Size, Sizes, strides
 from ..calls import Backward, Call, Forward, batch, sequences, tokens
-from ..states import State, StatesForm, Terms, before_chunks, before_segments
+from ..states import Segments, State, StatesForm, Terms, before_chunks, before_segments
 
-ForwardForm = Form[Forward, Callable[[Forward], Plan]]
+
+def whole(call: Call) -> None:
+    """The default of ``segments``: sequences are not cut into segments."""
+
+
+@dataclass(frozen=True)
+class ForwardForm(Form[Forward, Callable[[Forward], Plan]]):
+    """A form of the forward pass."""
+
+    segments: Callable[[Forward], Segments | None] = field(kw_only=True, default=whole)
+    """The segments of a call for whose states it needs their sums, or None."""
 
 
 @dataclass(frozen=True)
 class BackwardForm(Form[Backward, Callable[[Backward], Plan]]):
     """A form of the backward pass."""
 
+    segments: Callable[[Backward], Segments | None] = field(kw_only=True, default=whole)
+    """The segments of a call for whose gradients of states it needs their sums, or None."""
     chunk: Callable[[Call], int] = field(kw_only=True)
     """Tokens in a chunk. The forward pass keeps the states before these chunks."""
 
@@ -53,19 +65,17 @@ class Start(NamedTuple):
     """Tokens in a segment."""
 
 
-def start(
-    plan: Plan, call: Forward, found: Results, states: StatesForm | None, C: int, L: Callable[[Sizes], int] | None
-) -> Start:  # fmt: skip
-    """The start of programs for sequences or, if L, for segments of L tokens, whose states are added to the plan."""
+def start(plan: Plan, call: Forward, found: Results, of: Segments | None) -> Start:
+    """The start of programs for sequences or for segments, whose states are added to the plan."""
     p = call.p
     state = None if p.initial_state is None else ("initial_state", p.initial_state.stride())
-    if L is None or states is None:
+    if of is None:
         return Start(state, sequences, None)
     terms = Terms("k", "v", strides(p.k, p.v), 1.0, p.reverse, state, found.final, False)
-    return Start(before_segments(plan, call, states, terms, C, L), call.chunks(L), L)
+    return Start(before_segments(plan, call, of, terms), call.chunks(of.L), of.L)
 
 
-def states_form(parts: tuple[Part, ...], call: Forward | Backward) -> StatesForm:
+def states_form(parts: tuple[Part, ...], call: Call) -> StatesForm:
     """The form of the states of a pass."""
     ((_, forms),) = parts
     return first(forms, call)

@@ -43,7 +43,7 @@ class Plain:
             segments.penstock_segment_sums, call.programs(call.chunks(L), Plain.programs(call)[0]),
             (terms.x, terms.y, "g", sums, decays, "cu_seqlens"),
             (terms.scale, sequences, tokens, L, call.H, *terms.steps, *call.gate), b.warps, **Plain.flags(call, terms), BK=b.BK, BV=b.BV,
-            C=C, STAGES=1 if L == C else b.stages,
+            C=C, STAGES=1 if L == C else b.stages, writes=(sums, decays) if call.decay else (sums,),
         )  # fmt: skip
 
     @staticmethod
@@ -96,7 +96,7 @@ class Hopper:
         plan.launch(
             segments.penstock_segment_sums_sm90, call.programs(call.chunks(span), call.V // W),
             (terms.x, terms.y, *Hopper.decays(call, terms), sums, decays, "cu_seqlens"),
-            (terms.scale, sequences, tokens, span, call.H, *call.gate), warps, Hopper.tiles(call, W), CHUNKS=L == C,
+            (terms.scale, sequences, tokens, span, call.H, *call.gate), warps, Hopper.tiles(call, W), writes=(sums, decays), CHUNKS=L == C,
             **Hopper.flags(call, terms), STAGES=STAGES if W <= call.K else STAGES - 1,
         )  # fmt: skip
 

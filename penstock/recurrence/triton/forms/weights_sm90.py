@@ -15,7 +15,7 @@ from ....gpu.hopper import Tile, absent
 from ....gpu.plan import Plan, Size, Sizes
 from ..calls import Backward, Call, Forward, batch, sequences, tokens
 from ..heads import LARGE
-from ..states import State, before_segments
+from ..states import Segments, State, before_segments
 from . import channels_sm90, sm90, states
 from .passes import BackwardForm, ForwardForm, gradients, gradients_of_operands, gradients_of_parameters, results, start, states_form
 
@@ -116,34 +116,40 @@ def walk(
     )  # fmt: skip
 
 
+def segments(call: Call) -> Segments | None:
+    """The segments of a walk, forward or backward in time."""
+    L = segment(call)
+    return None if L is None else Segments(states_form(states.BESIDE_PLAIN, call), sm90.C, L)
+
+
 def _forward(call: Forward) -> Plan:
-    plan, L = Plan(), segment(call)
+    plan = Plan()
     found = results(plan, call, call.every(sm90.C, over=sm90.C))
-    begin = start(plan, call, found, states_form(FORWARD.parts, call), sm90.C, L)
+    begin = start(plan, call, found, segments(call))
     weights(plan, call, False)
-    last = None if L is not None else found.final
-    walk(plan, call, "v", found.output, begin.state, last, L, found.chunk_states, found.every, False)
+    last = None if begin.L is not None else found.final
+    walk(plan, call, "v", found.output, begin.state, last, begin.L, found.chunk_states, found.every, False)
     return plan
 
 
 def _backward(call: Backward) -> Plan:
-    plan, C, form = Plan(), sm90.C, states_form(BACKWARD.parts, call)
-    found = gradients(plan, call, form, C)
+    plan, C = Plan(), sm90.C
+    found = gradients(plan, call, states_form(states.BESIDE_PLAIN, call), C)
     operands = gradients_of_operands(plan, call)
     dS = plan.empty("d_chunk_states", call.chunks(C), call.H, call.K, call.V, dtype=call.stored(C))
-    L, first, last = segment(call), found.d_start, found.d_initial
-    if L is not None:
-        first, last = before_segments(plan, call, form, found.terms, C, L), None
+    of, begin, last = segments(call), found.d_start, found.d_initial
+    if of is not None:
+        begin, last = before_segments(plan, call, of, found.terms), None
     weights(plan, call, True)
-    walk(plan, call, "d_output", operands[2], first, last, L, dS, C, True)
+    walk(plan, call, "d_output", operands[2], begin, last, None if of is None else of.L, dS, C, True)
     channels_sm90.launch_backward(plan, call, found.S, dS, operands, gradients_of_parameters(plan, call, C))
     return plan
 
 
 SIZES = {"B": 1, "N": 1, "T": 70, "H": 1, "G": 1, "K": 256, "V": 128}
 EXAMPLES = tuple(Example(variant, dtype, SIZES) for variant, dtype in (("gla", torch.bfloat16), ("rwkv6", torch.float16)))
-FORWARD = ForwardForm("chunk_scalar_fwd_sm90", _forward, absent, refuses, _avoids_forward, states.BESIDE_PLAIN, EXAMPLES)
+FORWARD = ForwardForm("chunk_scalar_fwd_sm90", _forward, absent, refuses, _avoids_forward, states.BESIDE_PLAIN, EXAMPLES, segments=segments)
 BACKWARD = BackwardForm(
     "chunk_scalar_bwd_sm90", _backward, absent, lambda call: refuses(call) or channels_sm90.refuses_backward(call),
-    channels_sm90.avoids_backward, states.BESIDE_PLAIN, EXAMPLES, chunk=sm90.chunk,
+    channels_sm90.avoids_backward, states.BESIDE_PLAIN, EXAMPLES, chunk=sm90.chunk, segments=segments,
 )  # fmt: skip

@@ -17,7 +17,7 @@ import triton.language as tl
 from triton.language.extra import cuda
 
 from ....gpu.decays import CHANNEL, FLOOR, NONE, SCALAR
-from ....gpu.tiles import LOG2E, product, slot_of, tile, tokens_of, uniform
+from ....gpu.tiles import LN2, LOG2E, product, slot_of, tile, tokens_of, uniform
 from .tiles import constant_decay, decays, scalar_sums, sums
 
 
@@ -154,7 +154,7 @@ def penstock_segment_scan(
     segment_sums, segment_decays, first, states, upper, last_states, last, cu_seqlens, N, T, L, H, s_n, s_h, s_k, s_v,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, EACH: tl.constexpr, AT_ONCE: tl.constexpr,
     DECAY: tl.constexpr, ADJOINT: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, PACKED: tl.constexpr,
-    IN_ROWS: tl.constexpr, EARLY: tl.constexpr,
+    IN_ROWS: tl.constexpr, EARLY: tl.constexpr, SUMMARY: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence, head, block of K, block of V): from the sums of segments of L tokens, the states before every EACH segments.
 
@@ -163,6 +163,7 @@ def penstock_segment_scan(
     The sums of AT_ONCE segments are loaded before the first of them is used.
 
     IN_ROWS: as in ``penstock_chunk_states``; segments are chunks of C tokens. EARLY: this launch and the next one may begin early.
+    SUMMARY: ``states`` [N,H,K] gets the sum of all log decays, natural logarithm; no states are stored but ``last``.
     """
     if EARLY:
         cuda.gdc_launch_dependents()
@@ -186,6 +187,7 @@ def penstock_segment_scan(
         shorter = last_states + (owner * K + dk[:, None]) * V + dv[None, :]
         tl.store(shorter, S.to(last_states.dtype.element_ty), mask=inside & uniform(tokens % C > 0))
     count = tl.cdiv(tokens, L)
+    D = tl.zeros((BK,), tl.float32)
     for done in tl.range(0, count, AT_ONCE):
         made = ()
         decay = ()
@@ -209,12 +211,15 @@ def penstock_segment_scan(
             if IN_ROWS > 0:
                 whole = inside & wanted & uniform(tokens - s * C >= C)
                 store_in_rows(S, states, upper, b * T + row + s * C, h, H, dk, dv, whole, V, C, IN_ROWS)
-            else:
+            elif not SUMMARY:
                 place = ((to_slot + s // EACH) * H + h) * K + dk
                 tl.store(states + place[:, None] * V + dv[None, :], S.to(states.dtype.element_ty), mask=inside & wanted)
             if DECAY != NONE:
                 S *= tl.exp2(decay[one])[:, None]
+                D += decay[one]
             S += made[one]
+    if SUMMARY:
+        tl.store(states + owner * K + dk, D * LN2, mask=(dk < K) & uniform(pid % NV == 0))
     if FINAL:
         tl.store(last + (owner * K + dk[:, None]) * V + dv[None, :], S.to(last.dtype.element_ty), mask=inside)
 
