@@ -4,10 +4,11 @@
 
 ``--tokens`` is for each GPU. Weak: a GPU's slice alone over the same slice as one of N. Strong: all tokens on one GPU over N times the
 time of N GPUs. Every rank also computes the whole call: its own results are compared with that first. Times are medians of the slowest
-rank.
+rank: of a call that begins on idle GPUs, while the host launches the next kernels, and of a call in a row, as in a model.
 """
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -20,6 +21,8 @@ import penstock as ps
 from penstock.recurrence.variants import VARIANTS
 
 SIZES = {"rwkv6": (32, 64), "gla": (32, 64), "simple_gla": (32, 64), "retention": (32, 64), "linear_attention": (32, 64), "rwkv5": (32, 64)}
+ROW = 8
+"""Calls in a row."""
 
 
 def draw(variant, tokens, device):
@@ -51,7 +54,8 @@ def call(variant, x, context=None):
     return getattr(ps, variant)(*given, *(x[name] for name in ("g", "u") if x[name] is not None), context=context).output
 
 
-def timed(function, samples):
+def timed(function, samples, calls=1):
+    """Milliseconds of a call, in a row of ``calls``."""
     for _ in range(3):
         function()
     found = []
@@ -60,10 +64,11 @@ def timed(function, samples):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         begin.record()
-        function()
+        for _ in range(calls):
+            function()
         end.record()
         torch.cuda.synchronize()
-        spent = torch.tensor(begin.elapsed_time(end), device="cuda")
+        spent = torch.tensor(begin.elapsed_time(end) / calls, device="cuda")
         dist.all_reduce(spent, dist.ReduceOp.MAX)
         found.append(float(spent))
     return statistics.median(found)
@@ -92,10 +97,11 @@ def measured(variant, tokens, samples):
     pairs = zip(both(own, d_own, context)[:3], both(whole, upstream)[:3])
     found["gradients"] = max(error(x, y[:, begin : begin + tokens]) for x, y in pairs)
     assert max(found["error"], found["gradients"]) < 1e-2, found
-    for name, run in (("forward", forward), ("both", lambda x, context=None: both(x, upstream if x is whole else d_own, context))):
-        slice_alone, all_alone = timed(lambda: run(own), samples), timed(lambda: run(whole), samples)  # noqa: B023
-        parallel = timed(lambda: run(own, context), samples)  # noqa: B023
-        found[name] = {
+    passes = {"forward": forward, "both": lambda x, context=None: both(x, upstream if x is whole else d_own, context)}
+    for (name, run), calls in itertools.product(passes.items(), (1, ROW)):
+        slice_alone, all_alone = timed(lambda: run(own), samples, calls), timed(lambda: run(whole), samples, calls)  # noqa: B023
+        parallel = timed(lambda: run(own, context), samples, calls)  # noqa: B023
+        found[name + f" in a row of {calls}" * (calls > 1)] = {
             "slice alone": slice_alone, "all alone": all_alone, "parallel": parallel, "weak": slice_alone / parallel,
             "strong": all_alone / ranks / parallel,
         }  # fmt: skip

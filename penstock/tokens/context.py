@@ -136,6 +136,8 @@ class ContextParallel:
             complaints.raise_any()
         self.tokens, self.slices, self.offsets = tokens, slices(lengths, offsets), offsets
         self.slice = self.slices[self.rank]
+        self._crossed = any(one.enters for one in self.slices)
+        self._before, self._after = self._chain(False), self._chain(True)
         self.cu_seqlens: Tensor | None = None
         """Offsets of this rank's sequences in its slice."""
         if cu_seqlens is not None and offsets is not None:
@@ -255,13 +257,14 @@ class ContextParallel:
 
         ``x``, ``y``, ``g``: the tensors of this rank's summary, whose tokens are ``part``; ``gives``: whether other ranks need it.
         """
-        if not any(one.enters for one in self.slices):
+        if not self._crossed:
             return None
         rows, H, K, V = y.shape[0] if self.offsets is None else 1, y.shape[2], x.shape[3], y.shape[3]
         whole = 0 < self.tokens == part.stop - part.start
         if gives or (whole and y.is_cuda):  # on a GPU the call on this rank takes sums of the summary of the same tokens
-            tokens = None if g is None else g[:, part] if passes.timed else g
-            made, decay = passes.summary(x[:, part], y[:, part], tokens, start, adjoint)
+            if not whole:
+                x, y, g = x[:, part], y[:, part], g[:, part] if g is not None and passes.timed else g
+            made, decay = passes.summary(x, y, g, start, adjoint)
             packet = torch.cat((made, decay[..., None]), -1)
         else:
             packet = y.new_zeros(rows, H, K, V + 1, dtype=state_dtype(x.dtype))
@@ -270,7 +273,7 @@ class ContextParallel:
             dist.all_gather_into_tensor(packets, packet, group=self.group)
         else:  # Gloo
             dist.all_gather(list(packets.unbind()), packet, group=self.group)
-        return combined(packets, self._chain(adjoint))
+        return combined(packets, self._after if adjoint else self._before)
 
     def _chain(self, adjoint: bool) -> list[int]:
         """The ranks whose summaries make up what enters this slice (as the adjoint: what leaves it), the farthest first."""
@@ -318,8 +321,9 @@ def combined(packets: Tensor | Sequence[Tensor], ranks: Sequence[int]) -> Tensor
     """The state after the slices of ``ranks``, in this order, from their summaries [.,H,K,V+1]; None if there are none."""
     state = None
     for rank in ranks:
-        made, decay = packets[rank][..., :-1], packets[rank][..., -1:]
-        state = made.contiguous() if state is None else decay.exp() * state + made
+        packet = packets[rank]
+        made = packet[..., :-1]
+        state = made.contiguous() if state is None else packet[..., -1:].exp() * state + made
     return state
 
 

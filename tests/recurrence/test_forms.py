@@ -15,10 +15,10 @@ from penstock.gpu.hopper import without_gluon
 from penstock.gpu.target import Target, interpreting
 from penstock.recurrence import triton
 from penstock.recurrence.declaration import in_place, over_sequences
-from penstock.recurrence.operators import ADVANCE, FAMILY, RECURRENCE
+from penstock.recurrence.operators import ADVANCE, FAMILY, RECURRENCE, SUMMARY
 from penstock.recurrence.triton import answers, launch, plan
 from penstock.recurrence.triton.calls import Backward, InPlace, Whole
-from penstock.recurrence.triton.forms import groups, lists
+from penstock.recurrence.triton.forms import groups, lists, states
 from penstock.recurrence.triton.in_place import advance_plan
 from penstock.recurrence.variants import VARIANTS, Variant
 from penstock.softmax.operators import ATTENTION
@@ -68,9 +68,9 @@ def hopper(monkeypatch):
     assert launch.launch.run is run
 
 
-def compared(name):
+def compared(name, operator=None):
     """What ``penstock check`` finds for a form, and whether the form ran."""
-    operator, _ = OF[name]
+    operator = operator or OF[name][0]
     trial = next(trial for trial in trials() if trial.operator is operator)
     return list(forms.findings(trial, FLOATS, "cpu", only=name))
 
@@ -90,11 +90,20 @@ def test_examples_equal_the_oracle_on_hopper(name, hopper):
     assert not [(one.result, one.reason, one.error, one.budget) for one in found if one.failed]
 
 
+@pytest.mark.parametrize("name", [one.name for _, among in states.BESIDE_HOPPER for one in among])
+def test_summaries_by_each_form_equal_the_oracle(name, request):
+    if name not in HERE:
+        request.getfixturevalue("hopper")
+    found = compared(name, SUMMARY)
+    assert found
+    assert not [(one.result, one.reason, one.error, one.budget) for one in found if one.failed]
+
+
 def test_every_kernel_belongs_to_a_form():
     """A form's name is that of its kernel, or of one of the kernels of its group."""
     names = [one.name for _, one in OF.values()]
     assert len(names) == len(set(names)) == len(HERE) + len(HOPPER)
-    for implementation in (triton.RECURRENT, triton.CHUNKWISE, SOFTMAX.named("triton")):
+    for implementation in (triton.RECURRENT, triton.CHUNKWISE, triton.SUMMARY, SOFTMAX.named("triton")):
         for one in implementation.forms():
             assert OF[one.name][1].examples == one.examples
 

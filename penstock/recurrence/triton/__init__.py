@@ -147,6 +147,14 @@ def _summary_refuses(p: Summary, mode: Mode) -> str | None:
     return gpu_refuses(p.k)
 
 
+def _summary_forms() -> tuple[Listed, ...]:
+    return _answers().listed(_answers().SUMMARY)  # type: ignore[no-any-return]
+
+
+def _summary_verdicts(p: Summary, mode: Mode) -> tuple[FormVerdict, ...]:
+    return _answers().verdicts_of_summary(p) if mode == "forward" else ()
+
+
 def _summary_operands(dtype: torch.dtype, mode: Mode) -> int | None:
     return None if mode == "backward" else _operands(dtype, mode)
 
@@ -186,4 +194,6 @@ SUMMARY = Implementation(
     refuses=_summary_refuses,
     avoids=_chunkwise_avoids,
     operands=_summary_operands,
+    forms=_summary_forms,
+    verdicts=_summary_verdicts,
 )

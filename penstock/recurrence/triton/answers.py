@@ -16,6 +16,7 @@ from ..declaration import Tokens
 from . import in_place, plan, wide
 from .calls import Backward, Call, InPlace, Whole
 from .forms.lists import CHUNK_BACKWARD, CHUNK_FORWARD, PIECES, TOKEN_BACKWARD, TOKEN_FORWARD, TOKENS_IN_PLACE
+from .forms.states import BESIDE_HOPPER
 from .table_file import target
 
 CHUNKWISE: dict[Mode, tuple[Part, ...]] = {"forward": (("forward", CHUNK_FORWARD),), "backward": (("backward", CHUNK_BACKWARD),)}
@@ -25,6 +26,7 @@ RECURRENT: dict[Mode, tuple[Part, ...]] = {
     "advance": (("pieces", PIECES), ("tokens", TOKENS_IN_PLACE)),
 }
 """The ordered lists of an implementation, by mode. In place, pieces come first if there are any."""
+SUMMARY: dict[Mode, tuple[Part, ...]] = {"forward": BESIDE_HOPPER}
 CALLS: dict[Mode, type[Call]] = {"forward": Whole, "backward": Backward, "advance": InPlace}
 
 
@@ -48,6 +50,14 @@ def verdicts(parts: dict[Mode, tuple[Part, ...]], p: Tokens, mode: Mode) -> tupl
         for part, among in _asked(parts, call, mode)
     )
     return tuple(dict.fromkeys(found))
+
+
+def verdicts_of_summary(p: Tokens) -> tuple[FormVerdict, ...]:
+    """The same of a summary, whose heads are no blocks."""
+    if nothing(p):
+        return ()
+    call = Call.of(p, target(p.q.device))
+    return tuple(chain.from_iterable(forms.verdicts(part, among, call, ()) for part, among in SUMMARY["forward"]))
 
 
 def listed(parts: dict[Mode, tuple[Part, ...]]) -> tuple[Listed, ...]:
