@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 from cases import Case, draw
+from sampling import slow
 
 from penstock.gpu import sharing
 from penstock.recurrence.operators import RECURRENCE, SUMMARY
@@ -27,9 +28,7 @@ def forward(variant, x):
     return RECURRENCE(variant, tensors, (None, False, True), "triton_chunkwise")
 
 
-@pytest.mark.parametrize(
-    "variant", [one if one in ("retention", "rwkv6") else pytest.param(one, marks=pytest.mark.slow) for one in VARIANTS]
-)
+@pytest.mark.parametrize("variant", ["retention", "rwkv6", *slow(*(one for one in VARIANTS if one not in ("retention", "rwkv6")))])
 def test_passes_take_the_sums_of_their_summaries(variant, monkeypatch):
     monkeypatch.setattr(states, "SUMS", 0)  # backward, the gradients of states of more tokens than these come from segments too
     x = {name: t if t is None else t.requires_grad_() for name, t in calls(variant).items()}
