@@ -70,6 +70,8 @@ def whole(context: ContextParallel, x: Tensor) -> Tensor:
 def following(context: ContextParallel, x: Tensor, fill: int) -> Tensor:
     """The token after this slice of its last sequence, [B,1], from x [B,T]: that of a later rank, or ``fill`` if the sequence ends here."""
     first = torch.cat([x[:, :1], x.new_full((x.shape[0], 1 - min(context.tokens, 1)), fill)], 1)
+    if not any(one.leaves for one in context.slices):
+        return torch.full_like(first, fill)
     found = _gathered(first, context)
     if not context.slice.leaves:
         return torch.full_like(first, fill)

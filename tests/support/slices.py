@@ -159,3 +159,27 @@ def pairs_of_cuts(ranks: int, count: int) -> list[tuple[Cut, Cut]]:
         one = next(every)
         found.append((one, next(other for other in every if other.count == one.count and (other.packed is None) == (one.packed is None))))
     return found
+
+
+def transformers_alike(rank: int, every: list[tuple[str, Cut]]) -> None:
+    """Losses with labels that are shifted across borders, logits, caches and all gradients equal those of one process."""
+    from penstock.models.huggingface import PenstockForCausalLM
+    from penstock.models.huggingface.cache import CACHE
+
+    for n, (name, cut) in enumerate(every):
+        model, rng = PenstockForCausalLM.of(model_of(name, torch.float64)), torch.Generator().manual_seed(n)
+        ids, labels = (torch.randint(13, cut.shape, generator=rng) for _ in range(2))
+        labels[torch.rand(cut.shape, generator=rng) < 0.2] = -100
+        part, what, options = cut.part(rank), (name, cut, rank), {"num_items_in_batch": 5} if n % 2 else {}
+        packing = {} if cut.packed is None else {"cu_seqlens": cut.offsets}
+        whole = model(ids, labels=labels, use_cache=True, **packing, **options)
+        found = model(ids[:, part], labels=labels[:, part], use_cache=True, context=context_of(cut, rank), **options)
+        close(found.logits, whole.logits[:, part], *what, "logits")
+        for one, other in zip(flat(found[CACHE].state), flat(whole[CACHE].state)):
+            close(one, other, *what, "state")
+        wanted, gradients, total = _gradients(whole.loss, model), _gradients(found.loss, model), found.loss.detach().clone()
+        dist.all_reduce(total)
+        close(total, whole.loss, *what, "loss")
+        for parameter, one in gradients.items():
+            dist.all_reduce(one)
+            close(one, wanted[parameter], *what, "gradient of", parameter)
