@@ -13,6 +13,7 @@ from ..call.declaration import FLOATS, INDICES, Argument
 from ..call.private import in_transform, is_fake, is_lazy_zero
 from ..call.validation import check_tensor, overlaps, reach, reads_values
 from ..errors import Complaints, DtypeError, RangeError, ShapeError, described
+from ..tokens.context import ContextParallel
 from ..tokens.packing import offsets
 from ..tokens.pools import rows
 
@@ -48,6 +49,22 @@ def check_sequences(complaints: Complaints, x: Tensor, cu_seqlens: object, slots
             wrong = rule(given, sizes)
             if wrong is not None:
                 complaints.add(RangeError, argument, *wrong)
+
+
+def check_context(complaints: Complaints, context: object, x: Tensor, cu_seqlens: object, name: str) -> None:
+    """Check the context of tokens x [B,T] or [B,T,C] with this name, which are those of this rank."""
+    if not isinstance(context, ContextParallel):
+        complaints.add(DtypeError, "context", "a ContextParallel or None", described(context), "See penstock.distributed.")
+        return
+    B, T = x.shape[:2]
+    if cu_seqlens is not None:
+        remedy = "Give the context the offsets of the whole token axis."
+        complaints.add(RangeError, "cu_seqlens", "None with a context", described(cu_seqlens), remedy)
+    if context.offsets is not None and B != 1:
+        complaints.add(ShapeError, "B", "1 with cu_seqlens", B, "Pack all sequences along the token axis.")
+    if context.tokens != T:
+        rule = f"of the context's {context.tokens} tokens on rank {context.rank}"
+        complaints.add(ShapeError, name, rule, T, "Make a context for each batch.")
 
 
 def _is_tensor(value: object, name: str, complaints: Complaints) -> TypeGuard[Tensor]:

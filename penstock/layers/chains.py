@@ -207,10 +207,13 @@ def recorded(model: nn.Module) -> Iterator[list[Choice | Operation]]:
         _recorder.reset(token)
 
 
-def operated(function: Callable[..., R], *args: Any, **kwargs: Any) -> R:
-    """A call of a public function of an operator, which ``recorded`` collects."""
+def operated(function: Callable[..., R], *args: Any, explained: dict[str, Any] | None = None, **kwargs: Any) -> R:
+    """A call of a public function of an operator, which ``recorded`` collects.
+
+    ``explained``: other options for the explanation, if those of the call would exchange tensors with other ranks.
+    """
     recorder = None if torch.compiler.is_compiling() else _recorder.get()
     if recorder is not None:
-        explanation = explain(function, *args, **kwargs)
+        explanation = explain(function, *args, **{**kwargs, **(explained or {})})
         recorder.found.append(Operation(recorder.place(), function.__name__, explanation))
     return function(*args, **kwargs)

@@ -48,7 +48,8 @@ class ShortConvolution(nn.Conv1d):
         In place, ``state`` is a pool [P,W-1,C]. A kernel updates its rows and returns the pool; else the new state is [N,W-1,C].
         """
         silu, weight, bias = self.activation is not None, self.weight.squeeze(1), self.bias
-        return CONVOLUTION(_Convolution(x, state, weight, bias, sequences, silu))
+        y, after = CONVOLUTION(_Convolution(x, sequences.entering(x, state), weight, bias, sequences.here, silu))
+        return y, sequences.ending(after, state)
 
 
 class _Convolution(NamedTuple):

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import Complaints, RangeError
-from .arguments import check_apart, check_input, check_part, check_sequences
+from ..tokens.context import ContextParallel
+from .arguments import check_apart, check_input, check_part
 from .as_written import overridden, remembered
 from .halving import halved
 from .sequences import Sequences, adopt
 from .sizes import check_fields
+from .sliced import sequences_of
 
 
 class Stateless(NamedTuple):
@@ -102,7 +104,9 @@ class Mixer(nn.Module):
         """The state that ``forward`` begins with if it gets none."""
         return self.initial_state(count, like)
 
-    def forward(self, x: Tensor, state: Any = None, cu_seqlens: Tensor | Sequences | None = None) -> tuple[Tensor, Any]:
+    def forward(
+        self, x: Tensor, state: Any = None, cu_seqlens: Tensor | Sequences | None = None, *, context: ContextParallel | None = None
+    ) -> tuple[Tensor, Any]:  # fmt: skip
         """Map x [B,T,C] to y of the same shape and the state after the last token. Differentiable; ``state`` is not changed.
 
         x : Tensor [B,T,C]
@@ -112,8 +116,13 @@ class Mixer(nn.Module):
         cu_seqlens : int32 or int64 Tensor [N+1], optional
             Packed sequences, as for ``penstock.gla``. Models pass the ``Sequences`` that all of their layers share. For an update in place,
             ``state`` is a pool, which is updated and returned.
+        context : ContextParallel, optional
+            x are the tokens of one rank (docs/scaling.md). States are those of all sequences, on every rank.
         """
-        sequences = cu_seqlens if isinstance(cu_seqlens, Sequences) else self._sequences("forward", x, cu_seqlens, state=state)
+        if isinstance(cu_seqlens, Sequences):
+            sequences = cu_seqlens
+        else:
+            sequences = self._sequences("forward", x, cu_seqlens, state=state, context=context)
         state = self.empty_state(sequences.count, x) if state is None else state
         y, after = self.mix(x, state, sequences)
         y = y if self.halves_output else halved(y, sequences)
@@ -156,15 +165,14 @@ class Mixer(nn.Module):
         return None if kind.mix is kind._stepped and "mix" not in vars(self) else "has a mix that its step does not belong to"
 
     def _sequences(
-        self, function: str, x: Tensor, cu_seqlens: Tensor | None, slots: Tensor | None = None, state: Any = None, *, in_place: bool = False
-    ) -> Sequences:
+        self, function: str, x: Tensor, cu_seqlens: Tensor | None, slots: Tensor | None = None, state: Any = None, *,
+        in_place: bool = False, context: ContextParallel | None = None,
+    ) -> Sequences:  # fmt: skip
         """The sequences of a direct call of a mixer, with checks. A model has checked its own arguments."""
         complaints = Complaints(f"{type(self).__name__}.{function}")
         check_input(complaints, x, self.hidden_size)
         complaints.raise_any()
-        check_sequences(complaints, x, cu_seqlens, slots, state, "x")
-        complaints.raise_any()
-        sequences = Sequences(x, cu_seqlens, slots, in_place=in_place)
+        sequences = sequences_of(complaints, x, "x", cu_seqlens, slots, state, in_place=in_place, context=context)
         if in_place or state is not None:
             sizes = {"N": sequences.count} if slots is None else {}
             check_part(complaints, "state", state, self.empty_state(0, x), sizes, in_place, "x")

@@ -60,6 +60,11 @@ class Sequences:
         return self._kept[name]  # type: ignore[no-any-return]
 
     @property
+    def here(self) -> Sequences:
+        """The sequences whose tokens are in x: these, unless other ranks have some of their tokens (``SlicedSequences``)."""
+        return self
+
+    @property
     def ends(self) -> Tensor:
         """``cu_seqlens`` as int64."""
         assert self.cu_seqlens is not None
@@ -115,6 +120,14 @@ class Sequences:
             return x[:, -1]
         return x[0].index_select(0, self._once("last", lambda: (self.ends[1:] - 1).clamp(min=0)))
 
+    def entering(self, x: Tensor, tails: Tensor) -> Tensor:
+        """The W rows before the first token in x [B,T,C] of each sequence ``here``. ``tails`` [N,W,C]: the rows before all sequences."""
+        return tails
+
+    def ending(self, after: Tensor, before: Tensor) -> Tensor:
+        """The new states of all sequences, from those of the sequences ``here``. ``before``: the states that were given."""
+        return after
+
     def extended(self, x: Tensor, tail: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor], Tensor]:
         """Put the ``tail`` [N,W,C] of each sequence before its tokens.
 
@@ -133,7 +146,7 @@ class Sequences:
         """For packed sequences: sequence n has rows ``ends[n] + n W`` to ``ends[n+1] + (n+1) W``, its tail first."""
 
         def make() -> tuple[Tensor, Tensor, Tensor]:
-            N, T = self.count, self.tokens
+            N, T = self.ends.shape[0] - 1, self.tokens
             windows = self._range(T) + self.owner * W  # of token t: its row minus W
             shift = self._range(N) * W
             tail_rows = ((self.ends[:-1] + shift)[:, None] + self._range(W)).flatten()
@@ -164,16 +177,20 @@ class Sequences:
     ) -> tuple[Tensor, Tensor]:
         """Run the recurrence ``variant`` from ``state``: the output [B,T,H,V], and the new state or, in place, the same pool."""
         # Layers compute valid decays, except for NaN, which propagates: a NaN in one sequence does not fail the other sequences of a call.
-        options: dict[str, Any] = {"cu_seqlens": self.cu_seqlens, "scale": scale}
+        options: dict[str, Any] = {"scale": scale}
         with nullcontext() if torch.compiler.is_compiling() else known_values("g"):
             if self.in_place:
                 g, u = (*gates, None, None)[:2]
-                return operated(functional.advance, variant, q, k, v, g, u, state=state, slots=self.slots, **options), state
+                options |= {"state": state, "slots": self.slots, "cu_seqlens": self.cu_seqlens}
+                return operated(functional.advance, variant, q, k, v, g, u, **options), state
             if variant == "retention" and gates:
                 options["g"], gates = gates[0], ()
-            options |= {"initial_state": state, "output_final_state": True}
-            output, after = operated(getattr(functional, variant), q, k, v, *gates, **options)
-            return output, after
+            output, after = operated(getattr(functional, variant), q, k, v, *gates, **options, **self._from(state))
+            return output, state if after is None else after
+
+    def _from(self, state: Tensor) -> dict[str, Any]:
+        """The options of a recurrence from these states."""
+        return {"cu_seqlens": self.cu_seqlens, "initial_state": state, "output_final_state": True}
 
     def read(self, pool: Tensor) -> Tensor:
         """The rows [N,...] of the sequences. A skipped sequence gets another sequence's row, or zeros if the pool has no rows."""

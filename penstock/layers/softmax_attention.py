@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from ..call.validation import reads_values
 from ..errors import Complaints, RangeError
 from ..softmax import softmax_attention
+from ..tokens import borders
 from ..tokens.dtypes import state_dtype
 from .chains import operated
 from .halving import last_map
@@ -20,6 +21,7 @@ from .norms import RMSNorm
 from .rotary import check_base, rotary, rotated
 from .sequences import Sequences
 from .shared_input import linears_of
+from .sliced import SlicedSequences
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,8 @@ class SoftmaxAttention(Mixer):
         """Y and the new state."""
         length = sequences.read(state.length)
         q, k, v = self._project(x, sequences.positions(length))
+        if isinstance(sequences, SlicedSequences):
+            return self._sliced(q, k, v, state, sequences)
         after = length + sequences.lengths
         if state.keys.shape[1] == 0 and not sequences.in_place:  # no earlier tokens
             output = operated(softmax_attention, q, k, v, cu_seqlens=sequences.cu_seqlens, window=self.config.window_size)
@@ -133,6 +137,34 @@ class SoftmaxAttention(Mixer):
             self._stored(sequences.read(cache), one, length, room, sequences) for cache, one in ((state.keys, k), (state.values, v))
         )
         output = self._attend(q, keys, values, after, sequences)
+        return self._project_output(output, sequences), SoftmaxAttentionState(keys, values, after)
+
+    def _sliced(
+        self, q: Tensor, k: Tensor, v: Tensor, state: SoftmaxAttentionState, sequences: SlicedSequences
+    ) -> tuple[Tensor, SoftmaxAttentionState]:
+        """Y and the new state of tokens that have earlier ones on other ranks, whose keys and values are gathered."""
+        context, here, pairs = sequences.context, sequences.here, torch.stack([k, v], 2)
+        if state.keys.shape[1] == 0 and not sequences.final_states:
+            reach = None if self.config.window_size is None else self.config.window_size - 1
+            rows = borders.earlier(context, pairs, reach)
+            keys, values = torch.cat([rows, pairs], 1).unbind(2)
+            ends = here.cu_seqlens
+            ends = None if ends is None else torch.cat([ends[:1], ends[1:] + rows.shape[1]])
+            options: Any = {"cu_seqlens": here.cu_seqlens, "cu_seqlens_k": ends, "window": self.config.window_size}
+            return self._project_output(operated(softmax_attention, q, keys, values, **options), sequences), state
+        every, length, after = borders.whole(context, pairs), state.length, state.length + sequences.lengths
+        all_sequences = Sequences(every, None if context.offsets is None else sequences.all_offsets)
+        room = self._room(state, after, all_sequences)
+        keys, values = (
+            self._stored(cache, one, length, room, all_sequences)
+            for cache, one in zip((state.keys, state.values), every.unbind(2))
+        )  # fmt: skip
+        here_keys, here_values, so_far = keys, values, length + context.slice.end
+        if context.offsets is not None:
+            own = slice(context.slice.sequences.start, context.slice.sequences.stop)
+            begins, ends = sequences.all_offsets[:-1][own], sequences.all_offsets[1:][own]
+            here_keys, here_values, so_far = keys[own], values[own], length[own] + ends.clamp(max=context.slice.end) - begins
+        output = self._attend(q, here_keys, here_values, so_far, here)
         return self._project_output(output, sequences), SoftmaxAttentionState(keys, values, after)
 
     def _project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -24,7 +24,9 @@ from ..layers.fused import add_norm
 from ..layers.norms import RMSNorm
 from ..layers.sequences import adopt, drawn
 from ..layers.sizes import check_whole
-from .arguments import check_embeddings, check_sequences, check_state, check_tokens, marks
+from ..layers.sliced import sequences_of
+from ..tokens.context import ContextParallel
+from .arguments import check_embeddings, check_state, check_tokens, marks
 from .config import Config, rwkv6
 from .updates import UPDATE_MIXER, MixerUpdate, drawn_state, updated
 
@@ -202,16 +204,21 @@ class Backbone(nn.Module):
         layers = (unwrapped(one, Layer) for one in self.layers)
         return [None if one is None else one.initial_state(count, like, max_length) for one in layers]  # type: ignore[misc]
 
-    def hidden(self, ids: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None) -> tuple[Tensor, State]:
+    def hidden(
+        self, ids: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None, *, context: ContextParallel | None = None
+    ) -> tuple[Tensor, State]:  # fmt: skip
         """The input of a head [B,T,C], and the state. Arguments and errors as for ``CausalLM.forward``."""
-        return self._hidden("hidden", ids, None, state, cu_seqlens)
+        return self._hidden("hidden", ids, None, state, cu_seqlens, context=context)
 
     def _hidden(
         self, function: str, ids: Tensor | None, embedded: Tensor | None, state: State | None, cu_seqlens: Tensor | None,
-        every: list[Tensor] | None = None,
+        every: list[Tensor] | None = None, *, context: ContextParallel | None = None, final_states: bool = True,
     ) -> tuple[Tensor, State]:  # fmt: skip
-        """``hidden``, of tokens or of their embeddings [B,T,C]. The embeddings and the output of each layer are appended to ``every``."""
-        sequences = self._check(function, ids, embedded, state, cu_seqlens)
+        """``hidden``, of tokens or of their embeddings [B,T,C]. The embeddings and the output of each layer are appended to ``every``.
+
+        Without ``final_states``, those of a context are undefined: they are not exchanged.
+        """
+        sequences = self._check(function, ids, embedded, state, cu_seqlens, context=context, final_states=final_states)
         checkpointing = self._checkpointing(function)
         with recomputing() if checkpointing == "selective" else nullcontext():
             x = self._embedded(ids, embedded)
@@ -275,7 +282,8 @@ class Backbone(nn.Module):
 
     def _check(
         self, function: str, ids: Tensor | None, embedded: Tensor | None = None, state: State | None = None,
-        cu_seqlens: Tensor | None = None, slots: Tensor | None = None, *, in_place: bool = False,
+        cu_seqlens: Tensor | None = None, slots: Tensor | None = None, *, in_place: bool = False, context: ContextParallel | None = None,
+        final_states: bool = True,
     ) -> Sequences:  # fmt: skip
         """Raise for wrong arguments; states in place must be writable."""
         complaints, like = Complaints(function), self.like()
@@ -288,9 +296,8 @@ class Backbone(nn.Module):
             check_embeddings(complaints, embedded, self.sizes.hidden_size, like.device)
         complaints.raise_any()
         assert given is not None
-        check_sequences(complaints, given, cu_seqlens, slots, state, name)
-        complaints.raise_any()
-        sequences = Sequences(given, cu_seqlens, slots, in_place=in_place)
+        options: Any = {"in_place": in_place, "context": context, "final_states": final_states}
+        sequences = sequences_of(complaints, given, name, cu_seqlens, slots, state, **options)
         sequences.halves = like.dtype == torch.float16
         if in_place or state is not None:
             count = None if slots is not None else sequences.count

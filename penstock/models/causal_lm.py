@@ -11,7 +11,7 @@ torch.Size([1, 2, 11])
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from ..errors import Complaints, DtypeError, ShapeError, described
 from ..layers.linear import Linear
 from ..layers.rwkv import orthogonal
 from ..layers.sizes import check_whole
+from ..tokens.context import ContextParallel
 from .backbone import Backbone, LayerState, State
 from .config import Config
 from .loss import CHUNK_TOKENS, Reduction, head_cross_entropy
@@ -78,7 +79,9 @@ class CausalLM(Backbone):
         if self.config.tie_embeddings:
             self.head.weight = self.embeddings.weight
 
-    def forward(self, ids: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None) -> Output:
+    def forward(
+        self, ids: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None, *, context: ContextParallel | None = None
+    ) -> Output:  # fmt: skip
         """Logits after every token, and the state after the last token of each sequence. Differentiable.
 
         ids : int64 or int32 Tensor [B,T]
@@ -87,15 +90,18 @@ class CausalLM(Backbone):
             The state that an earlier call returned for the same N sequences. It is not changed. Default: before the first token.
         cu_seqlens : int32 or int64 Tensor [N+1], optional
             Packed sequences: B is 1 and sequence n is tokens ``cu_seqlens[n]`` to ``cu_seqlens[n+1]``. Default: N = B.
+        context : ContextParallel, optional
+            The tokens are those of one rank (docs/scaling.md), and packed sequences are those of the context. States are those of all
+            sequences, on every rank.
 
         Raises ShapeError, DtypeError, DeviceError or RangeError.
         """
-        x, state = self._hidden("forward", ids, None, state, cu_seqlens)
+        x, state = self._hidden("forward", ids, None, state, cu_seqlens, context=context)
         return Output(self.head(x), state)
 
     def loss(
         self, ids: Tensor, labels: Tensor, cu_seqlens: Tensor | None = None, *, state: State | None = None, ignore_index: int = -100,
-        reduction: Reduction = "mean", chunk_tokens: int = CHUNK_TOKENS,
+        reduction: Reduction = "mean", chunk_tokens: int = CHUNK_TOKENS, context: ContextParallel | None = None,
     ) -> Tensor:  # fmt: skip
         """Cross entropy of the next tokens, equal to ``F.cross_entropy(logits.flatten(0, 1), labels.flatten())``, in less memory.
 
@@ -106,6 +112,9 @@ class CausalLM(Backbone):
             with label ``ignore_index`` do not count.
         reduction : "mean", "sum" or "none"
             Over the tokens that count; "none" returns [B,T].
+        context : ContextParallel, optional
+            ``ids`` and ``labels`` are those of one rank. Losses of ranks are summed: each is the rank's part of the mean over the tokens of
+            all ranks, and gradients of parameters are its part of those of the mean (docs/scaling.md).
 
         Other arguments and errors as for ``forward``.
 
@@ -114,8 +123,9 @@ class CausalLM(Backbone):
         >>> tokens = torch.randint(11, (2, 7))
         >>> model.loss(tokens[:, :-1], tokens[:, 1:]).backward()
         """
-        x, _ = self._hidden("loss", ids, None, state, cu_seqlens)
-        return head_cross_entropy(x, self.head, labels, ignore_index=ignore_index, reduction=reduction, chunk_tokens=chunk_tokens)
+        x, _ = self._hidden("loss", ids, None, state, cu_seqlens, context=context, final_states=context is None)
+        options: Any = {"ignore_index": ignore_index, "reduction": reduction, "chunk_tokens": chunk_tokens, "context": context}
+        return head_cross_entropy(x, self.head, labels, **options)
 
     @torch.no_grad()
     def advance(

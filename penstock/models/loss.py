@@ -19,6 +19,8 @@ from ..layers.examples import Draw, examples
 from ..layers.linear import plain_weights
 from ..layers.sizes import check_whole
 from ..layers.triton import launching, refusal
+from ..tokens import borders
+from ..tokens.context import ContextParallel
 from ..tokens.dtypes import state_dtype
 
 CHUNK_TOKENS = 2048
@@ -85,9 +87,16 @@ def linear_cross_entropy(
 
 
 def head_cross_entropy(
-    x: Tensor, head: nn.Module, labels: Tensor, *, ignore_index: int = -100, reduction: Reduction = "mean", chunk_tokens: int = CHUNK_TOKENS
-) -> Tensor:
-    """``linear_cross_entropy`` of a head. A head with an adapter, a bias or a quantized weight computes the logits of all tokens."""
+    x: Tensor, head: nn.Module, labels: Tensor, *, ignore_index: int = -100, reduction: Reduction = "mean",
+    chunk_tokens: int = CHUNK_TOKENS, context: ContextParallel | None = None,
+) -> Tensor:  # fmt: skip
+    """``linear_cross_entropy`` of a head. A head with an adapter, a bias or a quantized weight computes the logits of all tokens.
+
+    With a context, the mean is this rank's part of that over the tokens of all ranks: parts are summed.
+    """
+    if context is not None and reduction == "mean":
+        part = head_cross_entropy(x, head, labels, ignore_index=ignore_index, reduction="sum", chunk_tokens=chunk_tokens)
+        return part / borders.total(context, (labels != ignore_index).sum())
     weights = plain_weights([head])
     if weights is not None:
         return linear_cross_entropy(

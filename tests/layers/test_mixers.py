@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, flat, randomised
+from architectures import MIXERS as CONFIGS
+from architectures import flat, randomised
 from formulas import error, literal_outputs
 from torch import Tensor
 
@@ -27,13 +28,6 @@ from penstock.layers import (
 pytestmark = pytest.mark.sampled(file=True)
 
 C, LENGTH = 24, 11
-CONFIGS = {
-    f"{name} {part}": config
-    for name, architecture in ARCHITECTURES.items()
-    for part, config in (("mixer", architecture.mixers[0]), ("last mixer", architecture.mixers[-1]), ("channel", architecture.channels[0]))
-    if config is not None
-}
-CONFIGS = {name: config for n, (name, config) in enumerate(CONFIGS.items()) if config not in list(CONFIGS.values())[:n]}
 BOUNDS = {torch.float32: 1e-4, torch.float64: 1e-10}
 
 
@@ -280,7 +274,7 @@ def test_a_pool_without_room_raises() -> None:
         (lambda: GLAConfig(num_heads=5).build(24), "expand_k must be such that hidden_size"),
         (lambda: RetentionConfig(num_heads=8).build(24), "K is even, got K = 3"),
         (lambda: SoftmaxAttentionConfig(5).build(24), "hidden_size must be a multiple of num_heads = 5"),
-        (lambda: ARCHITECTURES["rwkv6"].mixers[0].build(25), "hidden_size must be a multiple of head_size = 8"),
+        (lambda: CONFIGS["rwkv6 mixer"].build(25), "hidden_size must be a multiple of head_size = 8"),
     ],
 )
 def test_wrong_sizes_raise(make, message: str) -> None:

@@ -7,7 +7,7 @@ import torch
 from own_mixer import WindowMeanConfig
 from torch import Tensor, nn
 
-from penstock.layers import GLAConfig, LinearAttentionConfig, Mamba2Config, RetentionConfig, SoftmaxAttentionConfig
+from penstock.layers import GLAConfig, LinearAttentionConfig, Mamba2Config, MixerConfig, RetentionConfig, SoftmaxAttentionConfig
 from penstock.models import CausalLM, Config, gla, hybrid, linear, mamba2, retnet, rwkv5, rwkv6
 from penstock.models.arguments import named_tensors
 
@@ -50,6 +50,14 @@ ARCHITECTURES: dict[str, Config] = {
     ),
     "hybrid_without_rotary": hybrid(rwkv6(**NARROW, head_size=8), SoftmaxAttentionConfig(2, 1, rope_theta=None, max_length=64), [1]),
 }
+
+
+MIXERS: dict[str, MixerConfig] = {}
+"""Every configuration of a mixer or a channel mixer of these models, once."""
+for _name, _config in ARCHITECTURES.items():
+    for _part, _one in (("mixer", _config.mixers[0]), ("last mixer", _config.mixers[-1]), ("channel", _config.channels[0])):
+        if _one is not None and _one not in MIXERS.values():
+            MIXERS[f"{_name} {_part}"] = _one
 
 
 def randomised(module: nn.Module, seed: int = 1) -> None:

@@ -11,6 +11,8 @@ from transformers import GenerationMixin, LogitsProcessorList
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ...errors import RangeError, ShapeError
+from ...tokens import borders
+from ...tokens.context import ContextParallel
 from ..causal_lm import CausalLM
 from ..config import Config
 from ..loss import head_cross_entropy
@@ -19,7 +21,7 @@ from .cache import CACHE, StateCache, cache_of
 from .configuration import PenstockConfig
 from .logits_to_keep import check_columns, chosen
 from .model import PenstockModel
-from .packing import kept, offsets
+from .packing import check_alone, kept, offsets
 from .pretrained import PenstockPreTrainedModel, check, option
 
 IGNORED = -100
@@ -86,6 +88,7 @@ class PenstockForCausalLM(PenstockPreTrainedModel, GenerationMixin):
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
+        context: ContextParallel | None = None,
         **others: Any,
     ) -> Any:
         """Logits, the loss if there are labels, and the state.
@@ -119,6 +122,9 @@ class PenstockForCausalLM(PenstockPreTrainedModel, GenerationMixin):
         output_hidden_states : bool, optional
             Whether to return the embeddings, the output of each layer but the last, and the last hidden states after the norm. Default: as
             configured.
+        context : ContextParallel, optional
+            The tokens and labels are those of one rank (docs/scaling.md). There is no padding, and packed sequences are those of the
+            context. The loss is this rank's part: parts are summed.
 
         ``max_length_q``, ``max_length_k``, ``cache_position``, ``token_type_ids`` and ``return_loss`` change nothing. Raises ShapeError,
         DtypeError, RangeError or DeviceError.
@@ -131,15 +137,17 @@ class PenstockForCausalLM(PenstockPreTrainedModel, GenerationMixin):
         keep = kept(name, attention_mask, B, T)
         packing = {"cu_seqlens": cu_seqlens, "cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k, "seq_idx": seq_idx}
         starts = offsets(name, B, T, keep, **packing, position_ids=position_ids)
+        if context is not None:
+            check_alone(name, keep, starts)
         labelled = labels is not None or shift_labels is not None
         output = self.model(
             input_ids=input_ids, attention_mask=None if keep is None else attention_mask, cu_seqlens=starts, inputs_embeds=inputs_embeds,
             past_key_values=cache_of(name, past_key_values, cache), use_cache=False if labelled and use_cache is None else use_cache,
-            output_hidden_states=option(output_hidden_states, self.config.output_hidden_states), return_dict=True,
+            output_hidden_states=option(output_hidden_states, self.config.output_hidden_states), return_dict=True, context=context,
         )  # fmt: skip
         x, loss, logits = output.last_hidden_state, None, None
         if labelled:
-            loss = self._loss(x, labels, shift_labels, keep, starts, num_items_in_batch)
+            loss = self._loss(x, labels, shift_labels, keep, starts, num_items_in_batch, context)
         if loss is None or not (self.config.fuse_loss and self.training):
             logits = self.head(chosen(x, logits_to_keep))
         found = CausalLMOutputWithPast(loss=loss, logits=logits, hidden_states=output.hidden_states, **{CACHE: output.get(CACHE)})
@@ -202,22 +210,28 @@ class PenstockForCausalLM(PenstockPreTrainedModel, GenerationMixin):
 
     def _loss(
         self, x: Tensor, labels: Tensor | None, shifted: Tensor | None, keep: Tensor | None, starts: Tensor | None,
-        count: Tensor | int | None,
+        count: Tensor | int | None, context: ContextParallel | None,
     ) -> Tensor:  # fmt: skip
         """The loss of hidden states [B,T,C] of tokens that are not padding."""
         if shifted is None:
             assert labels is not None
-            targets = F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
+            if context is None:
+                targets = F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
+            else:
+                starts = None if context.cu_seqlens is None else context.cu_seqlens.to(x.device)
+                targets = torch.cat([labels, borders.following(context, labels, IGNORED)], 1)[:, 1:]
             if keep is not None:
                 targets = targets.masked_fill(~F.pad(keep[:, 1:], (0, 1)), IGNORED)
             if starts is not None:
                 begins = torch.zeros(targets.numel() + 1, dtype=torch.bool, device=x.device).index_fill(0, starts.long(), True)
+                begins[-1:] = False  # the last target is known
                 targets = targets.masked_fill(begins[1:].view(targets.shape), IGNORED)
         else:
             targets = shifted
         if keep is not None:
             x, targets = x[keep], targets[keep]
-        loss = head_cross_entropy(x, self.head, targets, ignore_index=IGNORED, reduction="mean" if count is None else "sum")
+        options: Any = {"reduction": "mean" if count is None else "sum", "context": context}
+        loss = head_cross_entropy(x, self.head, targets, ignore_index=IGNORED, **options)
         return loss if count is None else loss / (count.to(loss.device) if isinstance(count, Tensor) else count)
 
 

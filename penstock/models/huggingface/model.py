@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from ...tokens.context import ContextParallel
 from ..backbone import Backbone
 from ..causal_lm import CausalLM
 from ..config import Config
 from .cache import CACHE, StateCache, cache_of
 from .configuration import PenstockConfig
-from .packing import kept, offsets, packed
+from .packing import check_alone, kept, offsets, packed
 from .pretrained import PenstockPreTrainedModel, check, option
 
 
@@ -62,6 +63,7 @@ class PenstockModel(Backbone, PenstockPreTrainedModel):  # type: ignore[misc]
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
+        context: ContextParallel | None = None,
     ) -> Any:
         """Hidden states after the last norm, ``last_hidden_state`` [B,T,C], and the state. Arguments as for ``PenstockForCausalLM``."""
         name = type(self).__name__
@@ -69,11 +71,13 @@ class PenstockModel(Backbone, PenstockPreTrainedModel):  # type: ignore[misc]
         keep = kept(name, attention_mask, B, T)
         packing = {"cu_seqlens": cu_seqlens, "cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k, "seq_idx": seq_idx}
         starts = offsets(name, B, T, keep, **packing, position_ids=position_ids)
+        if context is not None:
+            check_alone(name, keep, starts)
         ids, embedded, starts, keep, _ = tokens = packed(input_ids, inputs_embeds, keep, starts)
         past = cache_of(name, past_key_values, cache)
         cached = past is not None or (use_cache if use_cache is not None else self.config.use_cache and not self.training)
         every: list[Tensor] | None = [] if option(output_hidden_states, self.config.output_hidden_states) else None
-        in_place = cached and not torch.is_grad_enabled() and not self._grows
+        in_place = cached and context is None and not torch.is_grad_enabled() and not self._grows
         if in_place and past is None and not self.like().is_meta:  # offloaded modules create their own states
             given = ids if embedded is None else embedded
             assert given is not None
@@ -81,13 +85,14 @@ class PenstockModel(Backbone, PenstockPreTrainedModel):  # type: ignore[misc]
         if in_place and past is not None:
             x = self._advance(ids, embedded, past.state, starts, every=every)
         else:
-            x, state = self._hidden(name, ids, embedded, None if past is None else past.state, starts, every)
+            options: Any = {"context": context, "final_states": cached}
+            x, state = self._hidden(name, ids, embedded, None if past is None else past.state, starts, every, **options)
             if past is not None:
                 past.state = state
             elif cached:
                 past = StateCache(state)
         if past is not None:
-            past.columns += T
+            past.columns += T if context is None else context.slices[-1].end
         x = tokens.in_rows(x)
         hidden = None if every is None else (*(tokens.in_rows(one) for one in every), x)
         states: Any = {CACHE: past}

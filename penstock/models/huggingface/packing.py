@@ -112,6 +112,19 @@ def offsets(
     return None if rows else found[first]
 
 
+def check_alone(function: str, keep: Tensor | None, starts: Tensor | None) -> None:
+    """Raise unless the tokens of a context have no padding and no packed sequences of their own."""
+    complaints = Complaints(function)
+    if keep is not None:
+        complaints.add(
+            RangeError, "attention_mask", "1 for all tokens with a context", "padding", "Pack sequences: the context takes cu_seqlens."
+        )
+    if starts is not None:
+        rule, remedy = "those of one sequence a row with a context", "Give the context the offsets of the whole token axis."
+        complaints.add(RangeError, "cu_seqlens, seq_idx and position_ids", rule, "packed sequences", remedy)
+    complaints.raise_any()
+
+
 def _described(x: object) -> object:
     return f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else described(x)
 

@@ -1,0 +1,48 @@
+"""Every mixer over the ranks of a process group; calls that cannot be made."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from architectures import MIXERS
+from ranks import spawned
+from sampling import slow
+from slices import C, mixers_alike, pairs_of_cuts
+
+import penstock as ps
+from penstock.layers import RWKV6Config
+
+EVERY = [*MIXERS.values(), RWKV6Config(head_size=8, mix_rank=5, decay_rank=6, tuned_state=True)]
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), *slow((2, 5), (4, 5))])
+def test_ranks_equal_one_process(sizes):
+    """With one pair of cuts for each mixer, all have different ones."""
+    ranks, each = sizes
+    pairs = pairs_of_cuts(ranks, each * len(EVERY))
+    spawned(mixers_alike, ranks, [(config, *pair) for n, config in enumerate(EVERY) for pair in pairs[n * each : (n + 1) * each]])
+
+
+@pytest.fixture
+def alone():
+    """A group of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_what_calls_with_a_context_refuse(alone):
+    mixer, x = EVERY[0].build(C), torch.randn(2, 9, C)
+    of = ps.distributed.ContextParallel
+    for given, options, message in (
+        (x, {"context": 3}, "RWKV6TimeMix.forward: context must be a ContextParallel or None, got 3 of type int. See penstock.distributed"),
+        (x, {"context": of(alone, tokens=8)}, r"x must be of the context's 8 tokens on rank 0, got 9\. Make a context for each batch"),
+        (x[:1], {"context": of(alone, tokens=9), "cu_seqlens": torch.tensor([0, 9])}, "cu_seqlens must be None with a context"),
+        (x, {"context": of(alone, tokens=9, cu_seqlens=torch.tensor([0, 9]))}, "B must be 1 with cu_seqlens, got 2"),
+        (x, {"context": of(alone, tokens=9), "state": mixer.initial_state(3, x)}, r"state.shift must be of shape \[2, 24\], got \[3, 24\]"),
+    ):
+        with pytest.raises(ps.InvalidArgument, match=message):
+            mixer(given, **options)
+    y, _ = mixer(x.requires_grad_(), context=of(alone, tokens=9))
+    (first,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
